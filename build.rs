@@ -1,8 +1,9 @@
-//! With feature `cuda`: compiles the kernels to PTX for every architecture and writes `OUT_DIR/kernels.rs`, a table that
-//! `kernels!` of `host/driver/ptx.rs` includes. Without it: nothing, so that neither CUDA nor a device compiler is needed.
+//! Compiles the kernels to PTX for every architecture with feature `cuda`, and writes
+//! `OUT_DIR/kernels.rs`, a table that `kernels!` of `host/core/src/device/kernels.rs` includes.
+//! Without the feature it does nothing, so neither CUDA nor a device compiler is needed.
 //!
 //! - `STEPSCOPE_ARCHS=sm_121,sm_90`: the architectures (this is the default).
-//! - `STEPSCOPE_PTX_DIR=DIR`: takes `DIR/ARCH.ptx`, made elsewhere, instead of compiling.
+//! - `STEPSCOPE_PTX_DIR=DIR`: uses precompiled `DIR/ARCH.ptx` instead of compiling.
 
 fn main() {
     #[cfg(feature = "cuda")]
@@ -29,7 +30,7 @@ mod ptx {
 
     const ARCHS: &str = "STEPSCOPE_ARCHS";
     const PTX_DIR: &str = "STEPSCOPE_PTX_DIR";
-    /// The folder of the package of kernels, as its build script says.
+    /// The variable with the folder of the kernels' package, which its build script sets.
     const KERNELS: &str = "DEP_STEPSCOPE_KERNELS_ROOT";
 
     pub(super) fn build() -> Result<(), Box<dyn Error>> {
@@ -37,7 +38,7 @@ mod ptx {
         println!("cargo::rerun-if-env-changed={ARCHS}");
         println!("cargo::rerun-if-env-changed={PTX_DIR}");
         let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set: cargo runs this")?);
-        // Beside the repository's other folders, or in cargo's registry.
+        // A folder of the repository, or of cargo's registry.
         let kernels = env::var_os(KERNELS).map(PathBuf::from);
         let kernels = kernels.ok_or(format!("{KERNELS} is not set: the build script of stepscope-kernels sets it"))?;
         let made_elsewhere = env::var_os(PTX_DIR).filter(|path| !path.is_empty()).map(PathBuf::from);
@@ -47,7 +48,7 @@ mod ptx {
         };
 
         let archs = archs(&env::var(ARCHS).unwrap_or_default())?;
-        // At once: one compilation keeps a single core busy.
+        // In parallel, since one compilation keeps only one core busy.
         let ptx: Result<Vec<(NvvmArch, PathBuf)>, String> = thread::scope(|scope| {
             let threads: Vec<_> =
                 archs.iter().map(|&arch| scope.spawn(move || made(arch).map(|ptx| (arch, ptx)))).collect();
@@ -56,7 +57,7 @@ mod ptx {
         Ok(write_table(&kernels, &ptx?)?)
     }
 
-    /// The architectures asked for, each once; the project's own two when none is.
+    /// Returns the requested architectures without duplicates, or the project's own two by default.
     fn archs(asked: &str) -> Result<Vec<NvvmArch>, Box<dyn Error>> {
         let mut archs = Vec::new();
         for name in asked.split(',').map(str::trim).filter(|name| !name.is_empty()) {
@@ -84,12 +85,12 @@ mod ptx {
         println!("cargo::rerun-if-changed={}", from.display());
         let ptx = fs::read_to_string(&from).map_err(|error| format!("{PTX_DIR}: {}: {error}", from.display()))?;
         if !ptx.lines().any(|line| line.trim_end() == format!(".target {arch}")) {
-            return Err(format!("{PTX_DIR}: {} does not say `.target {arch}`", from.display()));
+            return Err(format!("{PTX_DIR}: {} has no line `.target {arch}`", from.display()));
         }
         if leaves_rounding_open(&ptx) {
             return Err(format!(
-                "{PTX_DIR}: {} was compiled with contraction: a multiplication and an addition may become one operation, with other \
-                 bits. Compile it by `fma_contraction(false)` (libNVVM's -fma=0), as device/rust-cuda/build.rs does",
+                "{PTX_DIR}: {} was compiled with contraction: a multiplication and an addition may become one operation, with \
+                 different bits. Compile it with `fma_contraction(false)` (libNVVM's -fma=0), as device/rust-cuda/build.rs does",
                 from.display()
             ));
         }
@@ -97,13 +98,15 @@ mod ptx {
         Ok(to)
     }
 
-    /// Whether the assembler may fuse: with contraction neither compiler writes a rounding into its additions and multiplications.
+    /// Returns true if the assembler may fuse: with contraction, neither compiler writes a rounding
+    /// mode into additions and multiplications.
     fn leaves_rounding_open(ptx: &str) -> bool {
         ptx.split_whitespace().any(|word| matches!(word, "add.f32" | "sub.f32" | "mul.f32"))
     }
 
-    /// `cuda-builder` in the workspace's target folder, which every profile shares. Cargo's layout is
-    /// `target[/TRIPLE]/PROFILE/build/PACKAGE/out`; trybuild's programs build in `target/tests/trybuild`.
+    /// Returns `cuda-builder` in the workspace's target folder, which all profiles share. Cargo's
+    /// layout is `target[/TRIPLE]/PROFILE/build/PACKAGE/out`; trybuild's programs build in
+    /// `target/tests/trybuild`.
     fn shared_target(out: &Path) -> PathBuf {
         let mut target = out.ancestors().nth(4).unwrap_or(out);
         let triple = env::var_os("TARGET").unwrap_or_default();

@@ -3,12 +3,12 @@
 #   nix run .#crossasset -- --device cuda   trains; the driver is the host's
 #   nix build .#ptx                         result/sm_121.ptx and others, for STEPSCOPE_PTX_DIR
 #   nix build .#ptx-rust-cuda               the same kernels, compiled by rust-cuda
-#   nix develop                             Rust with its source, LLVM, CUDA 13 without the driver, nextest
+#   nix develop                             Rust with its source, LLVM, CUDA 13 (no driver), nextest
 #   nix flake check                         lint, the rules of the PTX, the tests on the emulator
 #
-# flake.lock pins what was known when it was written; rust-cuda is pinned by its revision here, and `nix flake lock` adds its
-# hash. ci/flake evaluates every output against the stand-ins of nix/, and builds nothing. docs/nix.md lists what the inputs must have, and says
-# how to check that.
+# flake.lock pins the revisions known when it was written. rust-cuda is pinned by revision here, and
+# `nix flake lock` adds its hash. ci/flake evaluates every output against the stand-ins of nix/, and
+# builds nothing. docs/nix.md lists what the inputs must provide, and how to check it.
 {
   description = "A training runtime in Rust for one NVIDIA GPU";
 
@@ -17,7 +17,7 @@
     rust-overlay.url = "github:oxalica/rust-overlay";
     rust-overlay.inputs.nixpkgs.follows = "nixpkgs";
     crane.url = "github:ipetkov/crane";
-    # As in device/rust-cuda/Cargo.toml.
+    # The same revision as in device/rust-cuda/Cargo.toml.
     rust-cuda.url = "github:brandonros/Rust-CUDA/103a8d56935c4e0885ff7c3d25402319df1a8e00";
     rust-cuda.flake = false;
   };

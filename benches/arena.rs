@@ -1,8 +1,9 @@
-//! What an allocation costs: in a step, at a reset, from the overflow pool; beside `torch.empty` and
-//! `cuMemAllocFromPoolAsync` where they are.
+//! Benchmarks allocation: in a step, at a reset, and from the overflow pool. Compares with
+//! `torch.empty` and `cuMemAllocFromPoolAsync` where available.
 //!
-//! `cargo bench --bench arena` (the emulator), `cargo bench --features cuda --bench arena -- --device cuda`. Prints a table
-//! of medians and spreads and writes every sample to `benches/runs/DATE-GPU-arena.json`.
+//! Run `cargo bench --bench arena` (the emulator) or `cargo bench --features cuda --bench arena --
+//! --device cuda`. Prints a table of medians and spreads, and writes every sample to
+//! `benches/runs/DATE-GPU-arena.json`.
 
 #![forbid(unsafe_op_in_unsafe_fn)]
 
@@ -13,14 +14,14 @@ use clap::Parser;
 use harness::{Common, Peer, Samples, record};
 use serde::Serialize;
 use std::time::{Duration, Instant};
-use stepscope::{Arena, Capacity, Device, Eager, Overflow, Result};
+use stepscope::{Arena, Capacity, Device, EagerStep, Overflow, Result};
 
-/// A tanh output of 12 tokens x 1024: the allocation that broke ztensor on GB10.
+/// A tanh output of 12 tokens x 1024, which is the allocation that broke ztensor on GB10.
 const ELEMENTS: usize = 12 * 1024;
 const SAMPLES: usize = 50;
 const PER_SAMPLE: usize = 2000;
 
-/// Times an allocation, in a step and around it.
+/// Times allocations, in a step and around it
 #[derive(Debug, Parser)]
 struct Args {
     #[command(flatten)]
@@ -61,7 +62,7 @@ fn main() -> harness::Result<()> {
     Ok(())
 }
 
-/// Nanoseconds an allocation, a sample being a step of many.
+/// Returns nanoseconds per allocation; each sample is a step of many.
 fn in_a_step(device: &Device) -> Result<Samples> {
     let mut arena = Arena::builder(device).capacity(Capacity::Bytes(PER_SAMPLE * ELEMENTS * 4)).build()?;
     let mut sample = || {
@@ -77,10 +78,10 @@ fn in_a_step(device: &Device) -> Result<Samples> {
     (0..SAMPLES).map(|_| sample()).collect()
 }
 
-/// Nanoseconds from the end of a step's closure to the return of the step.
+/// Returns the nanoseconds from the end of a step's closure to the return of the step.
 fn reset(device: &Device, tensors: usize) -> Result<Samples> {
     let mut arena = Arena::builder(device).capacity(Capacity::Bytes(tensors * 256)).build()?;
-    let fill = |step: &mut Eager<'_>| {
+    let fill = |step: &mut EagerStep<'_>| {
         for _ in 0..tensors {
             std::hint::black_box(step.empty::<f32>([1])?);
         }
@@ -89,7 +90,8 @@ fn reset(device: &Device, tensors: usize) -> Result<Samples> {
     (0..SAMPLES).map(|_| Ok(arena.step(fill)?.elapsed().as_nanos() as f64)).collect()
 }
 
-/// Nanoseconds an allocation beyond a full arena, the hop to the worker thread included.
+/// Returns nanoseconds per allocation beyond a full arena, including the switch to the worker
+/// thread.
 fn overflow(device: &Device) -> Result<Samples> {
     const BLOCKS: usize = 64;
     let cap_bytes = 4 * BLOCKS * ELEMENTS * 4;
@@ -101,7 +103,7 @@ fn overflow(device: &Device) -> Result<Samples> {
             for _ in 0..BLOCKS {
                 let start = Instant::now();
                 std::hint::black_box(step.empty::<f32>([ELEMENTS])?);
-                // The first rounds bring the blocks of this size into the pool.
+                // The first rounds fill the pool with blocks of this size.
                 if round >= 10 {
                     nanoseconds.push(start.elapsed().as_nanos() as f64);
                 }
@@ -112,7 +114,7 @@ fn overflow(device: &Device) -> Result<Samples> {
     Ok(Samples(nanoseconds))
 }
 
-/// The driver's own stream-ordered pool, called directly.
+/// Direct calls of the driver's stream-ordered pool.
 #[cfg(feature = "cuda")]
 mod pool {
     use crate::harness::Samples;
@@ -127,7 +129,8 @@ mod pool {
         let _context = cust::quick_init().map_err(|error| error.to_string())?;
         let stream =
             cust::stream::Stream::new(cust::stream::StreamFlags::NON_BLOCKING, None).map_err(|e| e.to_string())?;
-        // SAFETY: a plain C struct, for which zero is valid; the pool and its blocks live within this function.
+        // SAFETY: zero is valid for this plain C struct; the pool and its blocks do not outlive
+        // this function.
         unsafe {
             let mut properties: sys::CUmemPoolProps = std::mem::zeroed();
             properties.allocType = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;

@@ -1,9 +1,14 @@
-//! Attention over many tokens: ours beside PyTorch's `scaled_dot_product_attention`, in the same run.
+//! Benchmarks attention over many tokens, compared with PyTorch's `scaled_dot_product_attention` in
+//! the same run.
 //!
-//! `cargo bench --bench attention` (the emulator), `cargo bench --features cuda --bench attention -- --device cuda`; `--stored bf16` or
-//! `--precision tf32` on both sides. Forward, and forward with backward, stand in a row in one graph each; a sample is the time of a replay divided by their number,
-//! and backward is the difference of the medians. Rates count `4 width` operations for each pair of a query and a key that it sees, 2.5 times as
-//! many in backward, whatever a kernel does. Prints a table and writes every sample to `benches/runs/DATE-GPU-attention[-stored-bf16|-tf32].json`.
+//! Run `cargo bench --bench attention` (the emulator) or `cargo bench --features cuda --bench
+//! attention -- --device cuda`. `--stored bf16` and `--precision tf32` apply to both sides. One
+//! graph repeats forward, and another repeats forward with backward. A sample is the time of a
+//! replay divided by the repetitions, and backward is the difference of the medians.
+//!
+//! Rates count `4 width` operations for each visible pair of a query and a key, and 2.5 times as
+//! many in backward, whatever a kernel actually does. Prints a table, and writes every sample to
+//! `benches/runs/DATE-GPU-attention[-stored-bf16|-tf32].json`.
 
 #![forbid(unsafe_code)]
 
@@ -16,12 +21,12 @@ use harness::values::spread;
 use harness::{Common, Peer, Samples, record};
 use serde::{Deserialize, Serialize};
 use std::fmt;
-use stepscope::ops::{self, Attend, AttentionForm, Precision, QkNorm};
-use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, Inputs, Result, Slots, Step, Tensor, bf16};
+use stepscope::ops::{self, AttentionConfig, AttentionElement, Precision, QkNorm};
+use stepscope::{Arena, Buffer, Capacity, CaptureInputs, Device, DeviceKind, HostInputs, Result, Step, Tensor, bf16};
 
 const SAMPLES: usize = 15;
 
-/// What is attended to.
+/// A case of attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Case {
     batch: usize,
@@ -41,7 +46,8 @@ impl fmt::Display for Case {
 }
 
 impl Case {
-    /// 16,384 tokens in samples of some lengths, as models have heads; or what the emulator has time for.
+    /// Returns cases of 16,384 tokens in samples of several lengths, with the heads of common
+    /// models, or small cases for the emulator.
     fn all(emulated: bool) -> Vec<Self> {
         let case = |[batch, tokens, heads, kv_heads, width]: [usize; 5], causal| Self {
             batch,
@@ -65,7 +71,7 @@ impl Case {
         cases
     }
 
-    /// Operations of the forward pass.
+    /// Returns the operations of the forward pass.
     fn operations(self) -> f64 {
         let Self { batch, tokens, heads, width, causal, .. } = self;
         let pairs = (tokens * if causal { tokens + 1 } else { 2 * tokens }) as f64 / 2.0;
@@ -73,18 +79,18 @@ impl Case {
     }
 }
 
-/// Times attention, ours beside PyTorch's.
+/// Times attention, compared with PyTorch's
 #[derive(Debug, Parser)]
 struct Args {
     #[command(flatten)]
     common: Common,
-    /// What q, k, v and the output are in memory, on both sides
+    /// Element type of q, k, v and the output, on both sides
     #[arg(long, value_enum, default_value = "f32")]
     stored: StoredAs,
-    /// How f32 is multiplied, on both sides
+    /// Precision of f32 products, on both sides
     #[arg(long, value_name = "ieee|tf32", default_value = "ieee")]
     precision: Precision,
-    /// Only cases whose name contains this, such as `of 128`
+    /// Run only cases whose name contains this, such as `of 128`
     #[arg(long, value_name = "TEXT", default_value = "")]
     only: String,
 }
@@ -93,7 +99,7 @@ struct Args {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(untagged)]
 enum Line {
-    /// What a contender needs once: forward, and forward with backward.
+    /// A contender's times of forward, and of forward with backward.
     Measured {
         #[serde(flatten)]
         case: Case,
@@ -101,12 +107,12 @@ enum Line {
         forward: Samples,
         both: Samples,
     },
-    /// What the peer is.
+    /// A description of the peer.
     Peer { peer: String, device: String },
 }
 
-/// What the graphs work on.
-struct State<S: Attend> {
+/// The state of the graphs.
+struct State<S: AttentionElement> {
     case: Case,
     precision: Precision,
     row: usize,
@@ -125,7 +131,7 @@ fn main() -> harness::Result<()> {
     arguments.extend(cases.iter().map(|case| serde_json::to_string(case).expect("plain numbers")));
     let peer = Peer::<Line>::run("attention.py", &arguments);
     if let Some(reason) = &peer.failed {
-        println!("PyTorch: not measured, or not all ({reason})");
+        println!("PyTorch: not measured, or only in part ({reason})");
     }
     for line in &peer.lines {
         if let Line::Peer { peer, device } = line {
@@ -155,8 +161,8 @@ fn main() -> harness::Result<()> {
     Ok(())
 }
 
-/// Samples of forward, and of forward with backward.
-fn measure<S: Attend>(device: &Device, case: Case, precision: Precision) -> Result<Line> {
+/// Samples forward, and forward with backward.
+fn measure<S: AttentionElement>(device: &Device, case: Case, precision: Precision) -> Result<Line> {
     let Case { batch, tokens, heads, kv_heads, width, .. } = case;
     let narrow = |length, seed| spread(length, seed).into_iter().map(S::narrow).collect::<Vec<_>>();
     let tokens = batch * tokens;
@@ -168,25 +174,30 @@ fn measure<S: Attend>(device: &Device, case: Case, precision: Precision) -> Resu
         qkv: Buffer::from_slice(device, &narrow(tokens * (heads + 2 * kv_heads) * width, 1))?,
         dout: Buffer::from_slice(device, &narrow(tokens * heads * width, 2))?,
     };
-    // The output, its gradient's sums and the gradient, of f32 at most, each time anew.
+    // Every repetition allocates the output, its gradient's sums and the gradient, at most in f32.
     let bytes = row * tokens * (2 * heads + 2 * kv_heads) * (width + 4) * 4 + (64 << 20);
-    let mut collect = |record: fn(&mut Step<'_>, &mut &mut State<S>, &Slots<'_>) -> Result<()>| -> Result<Samples> {
-        let mut arena = Arena::builder(device).capacity(Capacity::Bytes(bytes)).build()?;
-        let mut captured = arena.capture(&mut state, &Inputs::new(), record)?;
-        let settle = || device.synchronize(device.deadline());
-        let samples = Samples::collect(SAMPLES, 1, || captured.repeat().map(drop), settle)?;
-        Ok(samples.0.into_iter().map(|nanoseconds| nanoseconds / row as f64).collect())
-    };
+    let mut collect =
+        |record: fn(&mut Step<'_>, &mut &mut State<S>, &CaptureInputs<'_>) -> Result<()>| -> Result<Samples> {
+            let mut arena = Arena::builder(device).capacity(Capacity::Bytes(bytes)).build()?;
+            let mut captured = arena.capture(&mut state, &HostInputs::new(), record)?;
+            let settle = || device.synchronize(device.deadline());
+            let samples = Samples::collect(SAMPLES, 1, || captured.repeat().map(drop), settle)?;
+            Ok(samples.0.into_iter().map(|nanoseconds| nanoseconds / row as f64).collect())
+        };
     let (forward, both) = (collect(attend::<S, false>)?, collect(attend::<S, true>)?);
     Ok(Line::Measured { case, contender: "stepscope".into(), forward, both })
 }
 
-/// The graph: attention in a row.
-fn attend<S: Attend, const BACK: bool>(step: &mut Step<'_>, state: &mut &mut State<S>, _: &Slots<'_>) -> Result<()> {
+/// Records the graph of repeated attention.
+fn attend<S: AttentionElement, const BACK: bool>(
+    step: &mut Step<'_>,
+    state: &mut &mut State<S>,
+    _: &CaptureInputs<'_>,
+) -> Result<()> {
     let State { case: Case { batch, tokens, heads, kv_heads, width, causal }, precision, row, qkv, dout } =
         &mut **state;
     step.set_precision(*precision);
-    let form = AttentionForm::new(*heads).kv_heads(*kv_heads);
+    let form = AttentionConfig::new(*heads).kv_heads(*kv_heads);
     let form = if *causal { form.causal() } else { form };
     let qkv = step.lend(qkv, [*batch, *tokens, (*heads + 2 * *kv_heads) * *width])?;
     let dout = step.lend(dout, [*batch, *tokens, *heads * *width])?;
@@ -199,14 +210,14 @@ fn attend<S: Attend, const BACK: bool>(step: &mut Step<'_>, state: &mut &mut Sta
     Ok(())
 }
 
-/// Nanoseconds of forward and of backward.
+/// Returns the median nanoseconds of forward and of backward.
 fn medians(line: &Line) -> [f64; 2] {
     let Line::Measured { forward, both, .. } = line else { unreachable!("only what was measured is compared") };
     let [forward, both] = [forward, both].map(|samples| samples.quantile(0.5));
     [forward, both - forward]
 }
 
-/// A line of the table; `unit` are the peer's medians.
+/// Prints a line of the table; `unit` has the peer's medians.
 fn print(line: &Line, unit: Option<[f64; 2]>) {
     let Line::Measured { case, contender, .. } = line else { return };
     let [forward, backward] = medians(line);

@@ -1,13 +1,16 @@
-"""The bytes that a training step moves from and to the GPU's memory, ours beside PyTorch's compiled one, as `ncu` counts them.
+"""Measures with `ncu` the bytes that a training step moves from and to the GPU's memory.
 
     cargo build --release --features cuda --example gpt --example crossasset
-    python3 benches/bytes.py gpt bf16 -- target/release/examples/gpt --device cuda --size 124m --data train.bin --precision bf16 --batch 16 \
-        --updates 5 --evaluate-every 100 --eager
-    python3 benches/bytes.py crossasset ieee 256 -- target/release/examples/crossasset --device cuda --batch 256 --folds 1 --epochs 12 --capture off
+    python3 benches/bytes.py gpt bf16 -- target/release/examples/gpt --device cuda --size 124m \
+        --data train.bin --precision bf16 --batch 16 --updates 5 --evaluate-every 100 --eager
+    python3 benches/bytes.py crossasset ieee 256 -- target/release/examples/crossasset \
+        --device cuda --batch 256 --folds 1 --epochs 12 --capture off
 
-Prints a table and writes every kernel's bytes to `benches/runs/DATE-GPU-bytes-WHAT.json`. A step of ours is what `ncu` sees from one launch of AdamW to the next, in eager steps: it does not
-look into graphs.
-Nothing is replayed and caches are left alone, so a kernel finds in the L2 cache what the one before has left there. Needs `ncu` and its right to count (`docs/gb10.md`).
+Compares ours with PyTorch's compiled step. Prints a table and writes every kernel's bytes to
+`benches/runs/DATE-GPU-bytes-WHAT.json`. A step of ours is the launches from one AdamW to the next,
+in eager steps, because `ncu` does not see kernels inside graphs. Nothing is replayed and caches are
+left unchanged, so a kernel finds in the L2 cache what the previous one left there. Needs `ncu` and
+the permission to read counters (`docs/gb10.md`).
 """
 
 import csv
@@ -20,12 +23,13 @@ import subprocess
 import sys
 
 METRICS = ["dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum"]
-# Launches to pass over, and to look at: the ends of two steps lie among these. A step of GPT-2 124M has 443, and looking at one takes ncu some 50 ms.
+# Launches to skip and to profile. The profiled ones include the ends of two steps. A step of GPT-2
+# 124M has 443 launches, and ncu takes about 50 ms for each.
 WINDOW = {"gpt": (560, 900), "crossasset": (300, 300)}
 
 
 def kernels(options, command):
-    """[(kernel, bytes read, bytes written, nanoseconds)] of each launch that ncu looked at."""
+    """Returns [(kernel, bytes read, bytes written, nanoseconds)] of each profiled launch."""
     ncu = ["ncu", "--csv", "--print-units", "base", "--target-processes", "application-only", "--clock-control", "none", "--cache-control", "none"]
     ncu += ["--metrics", ",".join(METRICS)]
     done = subprocess.run(ncu + options + command, capture_output=True, text=True)
@@ -40,17 +44,18 @@ def kernels(options, command):
 
 
 def one_step(launches):
-    """What lies between two launches of AdamW, with the second; where there is no evaluation between them."""
+    """Returns the launches after one AdamW up to the next, from a pair without an evaluation
+    between."""
     ends = [at for at, (name, *_) in enumerate(launches) if name.startswith("adamw")]
     if len(ends) < 2:
         names = ", ".join(sorted({name for name, *_ in launches}))
-        raise SystemExit(f"{len(ends)} launches of AdamW among {len(launches)}: no whole step, but {names}")
+        raise SystemExit(f"{len(ends)} launches of AdamW among {len(launches)}: not a whole step, only {names}")
     _, first, last = min((last - first, first, last) for first, last in zip(ends, ends[1:]))
     return launches[first + 1 : last + 1]
 
 
 def largest(launches, count):
-    """The kernels that move most, with their launches and bytes."""
+    """Returns the kernels that move the most bytes, with their launches and bytes."""
     sums = {}
     for name, read, written, _ in launches:
         times, moved = sums.get(name, (0, 0))
@@ -76,7 +81,7 @@ def main():
         print(f"{name:<20}{totals[name] / 1e9:>9.3f} GB in {len(launches)} launches")
         for moved, times, kernel in largest(launches, 12):
             print(f"    {moved / 1e9:>9.3f} GB {times:>5}  {kernel[:100]}")
-    print(f"ours of PyTorch's: {totals['stepscope'] / totals['PyTorch, compiled']:.2f}")
+    print(f"ours / PyTorch's: {totals['stepscope'] / totals['PyTorch, compiled']:.2f}")
     gpu = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True).stdout.strip()
     device, driver = (gpu.split(", ") + [""])[:2]
     run = {"date": str(datetime.date.today()), "device": device, "driver": driver, "commit": os.environ.get("STEPSCOPE_COMMIT"), "command": sys.argv}

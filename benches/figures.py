@@ -1,10 +1,15 @@
-"""The figures of a table's row, from the files of runs: what benches/tables.py writes into docs/performance.md.
+"""The figures of a table's row, from the run files, for benches/tables.py and docs/performance.md.
 
-Each kind of table is a function: (case, the row's limit, runs) -> the cells of ours and of the best peer. Of a line that several files have, the first counts.
+Each kind of table is a function (case, the row's limit, runs) -> the cells of ours and of the best
+peer. If several files have a line, the first counts.
 
-Of what no bench writes, the files look like this: *-gpt2.json has `runs`: arguments of `gpt` -> `seconds_of_updates`, `bytes`; and `pytorch.runs`: precision ->
-what benches/peers/gpt2.py printed. *-gpt-beside-ddp.json has `gpt.seconds_of_updates` and `pytorch.tokens_per_second` by ranks, of 16 x 1024 tokens each.
-*-crossasset.json has `runs`: "PRECISION, RANKS" -> `epochs`.
+Some files are not written by a bench:
+
+- *-gpt2.json has `runs`: arguments of `gpt` -> `seconds_of_updates`, `bytes`, and `pytorch.runs`:
+  precision -> the output of benches/peers/gpt2.py.
+- *-gpt-beside-ddp.json has `gpt.seconds_of_updates` and `pytorch.tokens_per_second` by ranks, with
+  16 x 1024 tokens each.
+- *-crossasset.json has `runs`: "PRECISION, RANKS" -> `epochs`.
 """
 
 import json
@@ -37,11 +42,14 @@ class Run:
 
     @property
     def stored_bf16(self):
-        """Whether tensors were BF16 in memory, not f32 that products round."""
+        """Returns true if tensors were BF16 in memory, not f32 rounded before products."""
         return "stored" in self.group
 
     def measured(self):
-        """(line, precision) of what was measured: the precision that the program told, or else the file's name."""
+        """Yields (line, precision) of each measurement.
+
+        The precision is the one that the program reported, else the one in the file's name.
+        """
         told = re.findall("tf32|bf16", self.group)
         precision = PRECISIONS[told[0] if told else "ieee"]
         for line in self.lines:
@@ -51,7 +59,7 @@ class Run:
                 yield line, precision
 
     def source(self):
-        """When, where and by what it was made."""
+        """Describes the run: date, GPU, driver, commit and peers."""
         content = self.content
         gpu = content.get("device") or content["gpu"]
         told = [content["date"], gpu]
@@ -65,7 +73,7 @@ class Run:
 
 
 def short(value):
-    """Three digits, or all before the point; four just above one."""
+    """Formats three digits, or all before the point; four just above one."""
     digits = 3 if value < 2 else 2 if value < 10 else 1 if value < 100 else 0
     return f"{value:,.{digits}f}"
 
@@ -75,19 +83,19 @@ def listed(values, text=short):
 
 
 def share(value):
-    """Two digits where they tell one part in a hundred."""
+    """Formats two decimals, or three below 0.5."""
     return f"{value:.2f}" if value >= 0.5 else f"{value:.3f}"
 
 
 def first(values, case):
-    """The first of some values; Missing where there is none."""
+    """Returns the first value; raises Missing if there is none."""
     for value in values:
         return value
     raise Missing(case)
 
 
 def fastest(peers, beside, text=short):
-    """The least of {name: time}, with its name; "" where there is none."""
+    """Returns the least of {name: time}, with its name; "" if empty."""
     peers = {name: time for name, time in peers.items() if not beside or beside in name}
     if not peers:
         return ""
@@ -117,7 +125,8 @@ MEASURES = {
 
 
 def step(case, _, runs):
-    """Milliseconds: "f32, batch 256, captured, in a row"; with activations in BF16 "BF16 tensors, batch 256, ..."."""
+    """Milliseconds: "f32, batch 256, captured, in a row"; with activations in BF16 "BF16 tensors,
+    batch 256, ..."."""
     whole, _, beside = case.partition(", beside ")
     if len(whole.split(", ")) != 4:
         raise Missing(case)
@@ -137,13 +146,14 @@ TOKENS = 1024
 
 
 def arguments(text):
-    """{option: value} of a command line."""
+    """Returns {option: value} of a command line."""
     words = text.split()
     return {word: after if not after.startswith("--") else "" for word, after in zip(words, [*words[1:], "--"]) if word.startswith("--")}
 
 
 def gpt_run(case, runs):
-    """The run of "350M, BF16, recompute, batch 64", and its arguments; 124M and 16 samples where nothing is said."""
+    """Returns the run of "350M, BF16, recompute, batch 64", and its arguments; defaults: 124M,
+    batch 16."""
     wanted = {"--size": "124m", "--batch": "16"}
     for word in case.split(", "):
         known = {text: name for name, text in PRECISIONS.items()}
@@ -163,7 +173,7 @@ def gpt_run(case, runs):
 
 
 def gpt2(case, _, runs):
-    """Tokens a second and GiB of memory: "BF16, recompute"."""
+    """Tokens per second and GiB of memory: "BF16, recompute"."""
     run, wanted = gpt_run(case, runs)
     alike = wanted == {"--size": "124m", "--batch": "16", "--precision": wanted["--precision"]}
     peers = [file.content["pytorch"]["runs"].get(wanted["--precision"]) for file in runs if alike]
@@ -174,7 +184,10 @@ def gpt2(case, _, runs):
 
 
 def products(case, runs):
-    """Each form's operations, and nanoseconds by contender: "TF32, 12 of 256 x 256, k 193 (NN, NT)"; "4096 cubed (TN)"."""
+    """Returns each layout's operations, and nanoseconds by contender.
+
+    Cases: "TF32, 12 of 256 x 256, k 193 (NN, NT)"; "4096 cubed (TN)".
+    """
     found = re.fullmatch(r"(?:(TF32|BF16), )?(?:(\d+) of )?(?:(\d+) x (\d+), k (\d+)|(\d+) cubed) \((.+)\)", case)
     if not found:
         raise Missing(case)
@@ -194,7 +207,7 @@ def products(case, runs):
 
 
 def product_times(case, _, runs):
-    """Microseconds; the peer's with its time over ours."""
+    """Microseconds; the peer's also as a multiple of ours."""
     forms = [times for _, times in products(case, runs)]
     ours, theirs = ([times[who] / 1e3 for times in forms if who in times] for who in (OURS, "PyTorch"))
     if len(theirs) < len(ours):
@@ -218,7 +231,7 @@ def is_layer(line):
     return all(line[extent] % 64 == 0 for extent in "mnk")
 
 
-# As benches/matmul/case.rs draws them.
+# The same groups as in benches/matmul/case.rs.
 FAMILY = {
     "all": lambda line: True,
     "rows that begin on no 16 bytes": lambda line: line["k"] < 4096 and all(line[extent] % 2 for extent in "mnk"),
@@ -230,7 +243,7 @@ FAMILY = {
 
 
 def family(case, _, runs):
-    """The peer's time over ours: the median, the least and the largest."""
+    """The peer's time divided by ours: the median, the least and the largest."""
     times = {}
     for run in runs:
         for line, _ in run.measured():
@@ -263,14 +276,17 @@ def attention(case, limit, runs):
 
 
 LARGE = 2**28
-# Bytes of an element in f32, as benches/kernels/cases.rs has them.
+# Bytes per element in f32, as in benches/kernels/cases.rs.
 BYTES = dict.fromkeys(["fill", "sum", "sum_columns", "sum_rows", "squared_norm"], 4) | {"adamw": 28, "swiglu_backward": 20}
 BYTES |= dict.fromkeys(["tanh_backward", "gelu_backward", "silu_backward", "swiglu", "rms_norm_backward", "layer_norm_backward"], 12)
 EMBEDDING = {"embedding": (8, 6), "embedding_backward": (8, 6)}
 
 
 def kernels(case, _, runs):
-    """At 2^28 elements the share of the faster copy in f32, of f32 and, where there are, of BF16 tensors: "`tanh`"; of "`copy`, GB/s" the rates."""
+    """The share of the faster f32 copy at 2^28 elements, for f32 and, if measured, BF16: "`tanh`".
+
+    For "`copy`, GB/s" it is the rates.
+    """
     name = case.removesuffix(", GB/s").strip("`")
     wide, narrow = EMBEDDING.get(name, (BYTES.get(name, 8), BYTES.get(name, 8) / 2))
     rates = {}
@@ -303,7 +319,10 @@ def startup(case, _, runs):
 
 
 def moved(case, _, runs):
-    """GB that a step moves from and to memory, the peer's with ours over it: "crossasset ieee 256" is of *-bytes-crossasset-ieee-256.json."""
+    """GB that a step moves from and to memory; the peer's with the quotient of ours and its own.
+
+    "crossasset ieee 256" reads *-bytes-crossasset-ieee-256.json.
+    """
     found = (run for run in runs if run.group == "bytes-" + case.replace(" ", "-"))
     lines = first(found, case).content["lines"]
     totals = {name: sum(read + written for _, read, written, _ in launches) / 1e9 for name, launches in lines.items()}
@@ -312,7 +331,7 @@ def moved(case, _, runs):
 
 
 def ranks(case, _, runs):
-    """Rates of several GPUs with their share of so many times one, and microseconds of an update."""
+    """Rates of several GPUs with their scaling efficiency, and microseconds per update."""
     if found := re.fullmatch(r"GPT-2 124M, BF16, (\d+) ranks?, tokens/s", case):
         content = first((run.content for run in runs if "gpt" in run.content), case)
         ours = {number: int(number) * 16 * TOKENS / median(s) for number, s in content["gpt"]["seconds_of_updates"].items()}
@@ -320,7 +339,7 @@ def ranks(case, _, runs):
     if found := re.fullmatch(r"CrossAsset, (\w+), (\d+) ranks?, samples/s", case):
         content = first((run.content for run in runs if any("epochs" in one for one in run.content.get("runs", {}).values())), case)
         of = {name.split(", ")[1]: one for name, one in content["runs"].items() if PRECISIONS[name.split(", ")[0]] == found[1]}
-        # The first epoch has what happens once.
+        # The first epoch includes one-time costs.
         rates = {number: median([epoch["samples_per_second"] for epoch in one["epochs"][1:]]) for number, one in of.items()}
         return scaled(rates, found[2], case), ""
     if found := re.fullmatch(r"(\d+) million weights, (an update of 1|an update of 2|the exchange), us", case):
@@ -336,7 +355,7 @@ def ranks(case, _, runs):
 
 
 def scaled(rates, number, case):
-    """A rate by so many ranks, with its share of so many times one."""
+    """The rate of several ranks, with its scaling efficiency."""
     if number not in rates:
         if case:
             raise Missing(case)

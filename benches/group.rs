@@ -1,9 +1,11 @@
-//! What a group costs: an update of many weights by one rank and by two, beside PyTorch's `all_reduce` and AdamW on two GPUs, in the same run.
+//! Benchmarks a group: an update of many weights by one rank and by two, compared with PyTorch's
+//! `all_reduce` and AdamW on two GPUs in the same run.
 //!
-//! `cargo bench --bench group` (the emulator), `cargo bench --features cuda --bench group -- --device cuda` (two GPUs). The model is one large
-//! embedding, of which a batch reads a few rows: nearly all of an update is its gradient's zeros, the sum over the ranks, and AdamW. Ranks are
-//! threads of this process. A sample is an update of rank 0 by the host's clock, with its loss read. Prints a table and writes every sample
-//! to `benches/runs/DATE-GPU-group.json`.
+//! Run `cargo bench --bench group` (the emulator) or `cargo bench --features cuda --bench group --
+//! --device cuda` (two GPUs). The model is one large embedding, and a batch reads a few of its
+//! rows. So nearly all of an update is zeroing its gradient, the all-reduce, and AdamW. Ranks are
+//! threads of this process. A sample is an update of rank 0 by the host's clock, including the read
+//! of its loss. Prints a table, and writes every sample to `benches/runs/DATE-GPU-group.json`.
 
 #![forbid(unsafe_code)]
 
@@ -17,23 +19,23 @@ use std::thread;
 use std::time::Duration;
 use stepscope::nn::{Embedding, Linear};
 use stepscope::{
-    AdamWConfig, Arena, Batch, Capacity, Device, DeviceKind, Group, GroupConfig, Inputs, Layout, Learner, Model,
-    Result, Saved, Tape, Trainer, Var,
+    AdamWConfig, Arena, Capacity, Device, DeviceBatch, DeviceKind, Group, GroupConfig, HostInputs, Model,
+    ParameterSpec, Result, Saved, Tape, TrainState, Trainer, Var,
 };
 
 const SAMPLES: usize = 15;
 /// Columns of the embedding.
 const WIDTH: usize = 64;
 const CLASSES: usize = 2;
-/// Reading and writing the first weights of two ranks takes as long.
+/// The deadline also covers reading and writing the initial weights of two ranks.
 const DEADLINE: Duration = Duration::from_secs(240);
 
-/// Times an update by two ranks.
+/// Times an update by two ranks
 #[derive(Debug, Parser)]
 struct Args {
     #[command(flatten)]
     common: Common,
-    /// Weights, in millions of 10^6 [default: 2, 124 and 512; on the emulator 1]
+    /// Weights, in millions (10^6) [default: 2, 124 and 512; on the emulator 1]
     #[arg(long, value_name = "N,..", value_delimiter = ',')]
     millions: Vec<usize>,
 }
@@ -42,13 +44,13 @@ struct Args {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(untagged)]
 enum Line {
-    /// What `contender` needs for `work` on so many weights.
+    /// The time of `contender` for `work` on this many weights.
     Measured { elements: usize, contender: String, work: String, samples: Samples },
-    /// What the peer is.
+    /// A description of the peer.
     Peer { peer: String, device: String },
 }
 
-/// Reads a few rows of an embedding.
+/// A model that reads a few rows of an embedding.
 #[derive(Debug)]
 struct Rows {
     rows: Embedding,
@@ -56,7 +58,7 @@ struct Rows {
 }
 
 impl Model for Rows {
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let ids: Saved<'s, u32> = batch.input(0)?;
         self.head.forward(tape, &self.rows.forward(tape, ids)?)
     }
@@ -67,13 +69,13 @@ struct Tokens {
     labels: Vec<u32>,
 }
 
-impl stepscope::Samples for Tokens {
+impl stepscope::HostBatch for Tokens {
     fn len(&self) -> usize {
         self.ids.len()
     }
 
-    fn inputs(&self) -> Result<Inputs<'_>> {
-        Inputs::new().with(&self.ids, [self.ids.len()])?.with(&self.labels, [self.ids.len()])
+    fn inputs(&self) -> Result<HostInputs<'_>> {
+        HostInputs::new().with(&self.ids, [self.ids.len()])?.with(&self.labels, [self.ids.len()])
     }
 }
 
@@ -91,7 +93,7 @@ fn main() -> harness::Result<()> {
     arguments.extend(elements.iter().map(usize::to_string));
     let peer = Peer::<Line>::run("group.py", &arguments);
     if let Some(reason) = &peer.failed {
-        println!("PyTorch: not measured, or not all ({reason})");
+        println!("PyTorch: not measured, or only in part ({reason})");
     }
     let mut lines = peer.lines;
     for &elements in &elements {
@@ -115,7 +117,7 @@ fn main() -> harness::Result<()> {
     Ok(())
 }
 
-/// Samples of rank 0 of so many.
+/// Returns the samples of rank 0 in a group of this size.
 fn updates(kind: DeviceKind, ranks: usize, elements: usize) -> Result<Samples> {
     let said = thread::scope(|scope| {
         let ranks = GroupConfig::on_this_host(ranks)?.into_iter();
@@ -129,14 +131,14 @@ fn updates(kind: DeviceKind, ranks: usize, elements: usize) -> Result<Samples> {
 fn of_rank(kind: DeviceKind, config: &GroupConfig, elements: usize) -> Result<Samples> {
     let device = Device::builder(kind).ordinal(config.local_rank()).deadline(DEADLINE).open()?;
     let group = Group::join(&device, &config.clone().deadline(DEADLINE))?;
-    let mut layout = Layout::builder();
+    let mut layout = ParameterSpec::builder();
     let mut names = layout.names();
     let model = Rows {
         rows: Embedding::new(names.at("rows"), elements / WIDTH, WIDTH, 0.02),
         head: Linear::new(names.at("head"), WIDTH, CLASSES),
     };
     let config = AdamWConfig { clip: None, ..AdamWConfig::default() };
-    let learner = Learner::new(&device, model, &layout.build()?, 7, config)?.in_group(&group, group.ranks())?;
+    let learner = TrainState::new(&device, model, &layout.build()?, 7, config)?.in_group(&group, group.ranks())?;
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(64)).build()?;
     let tokens = || Tokens { ids: vec![3, 1, 4, 1], labels: vec![0, 1, 1, 0] };
     let batch: Vec<Tokens> = (0..group.ranks()).map(|_| tokens()).collect();

@@ -1,8 +1,12 @@
-//! What the kernels that memory bounds take: ours beside PyTorch's in the same run, and beside the rate of a copy.
+//! Benchmarks memory-bound kernels, compared with PyTorch's in the same run and with the rate of a
+//! copy.
 //!
-//! `cargo bench --bench kernels` (the emulator), `cargo bench --features cuda --bench kernels -- --device cuda`. Prints a
-//! table a size and writes every sample to `benches/runs/DATE-GPU-kernels.json`; `benches/README.md` tells how to read them.
-//! Invariant: both sides make the same calls on as many bytes, queued the same way under the same clock.
+//! Run `cargo bench --bench kernels` (the emulator) or `cargo bench --features cuda --bench kernels
+//! -- --device cuda`. Prints a table per size, and writes every sample to
+//! `benches/runs/DATE-GPU-kernels.json`. `benches/README.md` explains how to read them.
+//!
+//! Invariant: both sides make the same calls on the same number of bytes, queued the same way,
+//! under the same clock.
 
 #![forbid(unsafe_code)]
 
@@ -22,12 +26,13 @@ use harness::{Common, Peer, Samples, record};
 use serde::{Deserialize, Serialize};
 use stepscope::{Device, DeviceKind};
 
-/// Times the kernels that memory bounds, ours beside PyTorch's.
+/// Times memory-bound kernels, compared with PyTorch's
 #[derive(Debug, Parser)]
 struct Args {
     #[command(flatten)]
     common: Common,
-    /// Sizes, as powers of two: 12 for 2^12 elements [default: 12,16,20,24,28 on a GPU, 12,16 on the emulator]
+    /// Sizes, as powers of two: 12 for 2^12 elements [default: 12,16,20,24,28 on a GPU, 12,16 on
+    /// the emulator]
     #[arg(long, value_delimiter = ',', value_name = "N,..", value_parser = clap::value_parser!(u32).range(10..=32))]
     sizes: Option<Vec<u32>>,
 }
@@ -36,34 +41,36 @@ struct Args {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(untagged)]
 enum Line {
-    /// What a contender needs for one call.
+    /// The time of a contender for one call.
     Measured { elements: usize, kernel: String, contender: String, nanoseconds: Samples },
-    /// Why a contender was not measured.
+    /// The reason why a contender was not measured.
     Missing { elements: usize, kernel: String, contender: String, reason: String },
-    /// What the peer is.
+    /// A description of the peer.
     Peer { peer: String, device: String },
 }
 
-/// How much is measured for a size, the same on both sides.
+/// The measurements for a size, equal on both sides.
 #[derive(Clone, Debug, Serialize)]
 struct Plan {
     elements: usize,
-    /// What is called, by the names of [`CASES`].
+    /// The calls, by the names of [`CASES`].
     kernels: Vec<&'static str>,
-    /// Tensors into which PyTorch's AdamW finds its weights divided. Ours always has one flat region.
+    /// The number of tensors that hold the weights of PyTorch's AdamW. Ours always has one flat
+    /// region.
     tensors: usize,
     /// Sets of inputs and outputs, used in turn.
     sets: usize,
-    /// How often a graph goes through all sets.
+    /// Passes of a graph over all sets.
     rounds: usize,
-    /// Graphs in a row to a sample.
+    /// Consecutive graph replays per sample.
     replays: usize,
     samples: usize,
 }
 
 impl Plan {
-    /// One set fits no cache from 2^26 elements on. Of less there are several, up to 64: below 2^20 elements they fit the
-    /// cache together, on both sides, as the tensors of a small step do.
+    /// From 2^26 elements on, one set exceeds any cache. Smaller sizes use several sets, up to 64.
+    /// Below 2^20 elements all sets fit the cache together, on both sides, like the tensors of a
+    /// small step.
     fn of(elements: usize, kind: DeviceKind) -> Self {
         let kernels = CASES.iter().map(|case| case.name).collect::<Vec<_>>();
         if kind != DeviceKind::Cuda {
@@ -74,7 +81,8 @@ impl Plan {
         Self { elements, kernels, tensors: 1, sets, rounds: calls.div_ceil(sets), replays: 4, samples: 30 }
     }
 
-    /// AdamW over 2^26 weights, and over 50 tensors of 256 x 1024; each beside a copy, to compare with.
+    /// Returns plans for AdamW over 2^26 weights, and over 50 tensors of 256 x 1024, each with a
+    /// copy for comparison.
     fn optimizers(kind: DeviceKind) -> [Self; 2] {
         let plan = |(elements, tensors)| Self { kernels: vec!["copy", "adamw"], tensors, ..Self::of(elements, kind) };
         [(1 << 26, 1), (50 * 256 * 1024, 50)].map(plan)
@@ -84,7 +92,7 @@ impl Plan {
         CASES.iter().filter(|case| self.kernels.contains(&case.name))
     }
 
-    /// Calls in one graph.
+    /// Returns the number of calls in one graph.
     fn calls(&self) -> usize {
         self.sets * self.rounds
     }
@@ -112,7 +120,7 @@ fn main() -> harness::Result<()> {
     Ok(())
 }
 
-/// The peer's lines: on the GPU beside ours, or on the CPU beside the emulator.
+/// Returns the peer's lines: from the GPU, or from the CPU for the emulator.
 fn pytorch(kind: DeviceKind, plans: &[Plan]) -> harness::Result<Vec<Line>> {
     let device = if kind == DeviceKind::Cuda { "cuda" } else { "cpu" };
     let arguments = ["--device", device, "--columns", &COLUMNS.to_string(), "--plans", &serde_json::to_string(plans)?];

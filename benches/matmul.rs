@@ -1,11 +1,19 @@
-//! Matrix multiply: ours beside cuBLAS, as PyTorch calls it, in the same run.
+//! Benchmarks matrix multiplies, compared with cuBLAS as called by PyTorch in the same run.
 //!
-//! `cargo bench --bench matmul` (the emulator), `cargo bench --features cuda --bench matmul -- --device cuda`; `--tiles` measures every
-//! tile instead of the one that the op takes, `--precision tf32` or `bf16` multiplies so on both sides (the peer's operands and
-//! outputs are then BF16 themselves; ours are f32, and what rounds them is part of the time); `--stored bf16` multiplies BF16 tensors, into
-//! BF16, on both sides; `--family` multiplies shapes that nothing was tuned to, others in each run. Multiplies stand in a row in one
-//! graph, on both sides, and a sample is the time of a replay divided by their number; matrices that fit are in the L2 cache. Prints a
-//! table and writes every sample to `benches/runs/DATE-GPU-matmul.json`. Invariant: whatever the tile, the output has the same bits.
+//! Run `cargo bench --bench matmul` (the emulator) or `cargo bench --features cuda --bench matmul
+//! -- --device cuda`. Options:
+//!
+//! - `--tiles` measures every tile instead of the op's choice.
+//! - `--precision tf32` or `bf16` sets the precision on both sides. With `bf16`, the peer's
+//!   operands and outputs are BF16; ours are f32, and the time includes their rounding.
+//! - `--stored bf16` multiplies BF16 tensors into BF16 on both sides.
+//! - `--family` multiplies random shapes that nothing was tuned for, different in each run.
+//!
+//! On both sides one graph repeats the multiply, and a sample is the time of a replay divided by
+//! the repetitions. Matrices that fit are therefore in the L2 cache. Prints a table, and writes
+//! every sample to `benches/runs/DATE-GPU-matmul.json`.
+//!
+//! Invariant: the output has the same bits with every tile.
 
 #![forbid(unsafe_code)]
 
@@ -22,33 +30,34 @@ use harness::values::spread;
 use harness::{Common, Peer, Samples, record};
 use serde::{Deserialize, Serialize};
 use std::time::SystemTime;
-use stepscope::ops::{self, BF16_TILES, Factor, Gemm, Precision, TENSOR_TILES, TILES};
-use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, Inputs, Result, Slots, Step, Tensor, bf16};
+use stepscope::ops::{self, BF16_TILES, Gemm, GemmElement, Precision, TENSOR_TILES, TILES};
+use stepscope::{Arena, Buffer, Capacity, CaptureInputs, Device, DeviceKind, HostInputs, Result, Step, Tensor, bf16};
 
 const SAMPLES: usize = 25;
-/// Outputs that are compared between tiles.
+/// The number of outputs that are compared between tiles.
 const COMPARED: usize = 1 << 16;
-/// Blocks beyond which a tile is not tried.
+/// Tiles that need more blocks than this are skipped.
 const MOST_BLOCKS: usize = 1 << 14;
 
-/// Times matrix multiplies, ours beside PyTorch's.
+/// Times matrix multiplies, compared with PyTorch's
 #[derive(Debug, Parser)]
 struct Args {
     #[command(flatten)]
     common: Common,
-    /// Every tile, not only the one that the op takes
+    /// Measure every tile, not only the op's choice
     #[arg(long)]
     tiles: bool,
-    /// How factors are rounded, on both sides
+    /// Rounding of the operands, on both sides
     #[arg(long, value_name = "ieee|tf32|bf16", default_value = "ieee")]
     precision: Precision,
-    /// What operands and outputs are in memory; of BF16 nothing is rounded before a product
+    /// Element type of operands and outputs; BF16 tensors need no rounding before a product
     #[arg(long, value_enum, default_value = "f32", conflicts_with = "precision")]
     stored: StoredAs,
-    /// 64 products drawn by this seed, or by the clock, instead of those that the library was tuned to
+    /// Draw 64 products from this seed, or from the clock, instead of those that the library was
+    /// tuned for
     #[arg(long, value_name = "SEED", num_args = 0..=1)]
     family: Option<Option<u64>>,
-    /// Only cases whose name contains this, such as `3072x256` or `NT`
+    /// Run only cases whose name contains this, such as `3072x256` or `NT`
     #[arg(long, value_name = "TEXT", default_value = "")]
     only: String,
 }
@@ -57,19 +66,19 @@ struct Args {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(untagged)]
 enum Line {
-    /// What a contender needs for one multiply.
+    /// The time of a contender for one multiply.
     Measured {
         #[serde(flatten)]
         case: Case,
         contender: String,
         nanoseconds: Samples,
     },
-    /// What the peer is.
+    /// A description of the peer.
     Peer { peer: String, device: String },
 }
 
-/// What the graph works on.
-struct State<S: Factor<S>> {
+/// The state of the graph.
+struct State<S: GemmElement<S>> {
     gemm: Gemm,
     row: usize,
     a: Buffer<S>,
@@ -77,7 +86,7 @@ struct State<S: Factor<S>> {
     out: Buffer<S>,
 }
 
-impl<S: Factor<S>> State<S> {
+impl<S: GemmElement<S>> State<S> {
     fn new(device: &Device, case: Case, gemm: Gemm) -> Result<Self> {
         let [a, b, out] = case.elements();
         let spread = |length, seed| spread(length, seed).into_iter().map(S::narrow).collect::<Vec<_>>();
@@ -90,7 +99,7 @@ impl<S: Factor<S>> State<S> {
         })
     }
 
-    /// Room for the sums of chunks, and for rounded operands.
+    /// Returns the capacity for the sums of split-K parts and for rounded operands.
     fn capacity(&self) -> Capacity {
         let Gemm { m, n, k, batches, .. } = self.gemm;
         Capacity::Bytes(batches * (m + n) * k.next_multiple_of(8) * size_of::<f32>() + (512 << 20))
@@ -100,7 +109,7 @@ impl<S: Factor<S>> State<S> {
 fn main() -> harness::Result<()> {
     let Args { common, tiles, precision, stored, family, only } = Args::parse();
     let seed = family.map(|seed| seed.unwrap_or_else(by_the_clock));
-    // The peer's operands are BF16 in either case.
+    // The peer's operands are BF16 in both cases.
     let of_peer = if stored == StoredAs::Bf16 { Precision::Bf16 } else { precision };
     let device = Device::open(common.device)?;
     let emulated = device.description().kind == DeviceKind::Emulated;
@@ -108,7 +117,7 @@ fn main() -> harness::Result<()> {
     let cases: Vec<Case> = all.into_iter().filter(|case| case.to_string().contains(&only)).collect();
     let peer = Peer::<Line>::run("matmul.py", &peer_arguments(&cases, of_peer, emulated));
     if let Some(reason) = &peer.failed {
-        println!("PyTorch: not measured, or not all ({reason})");
+        println!("PyTorch: not measured, or only in part ({reason})");
     }
     for line in &peer.lines {
         if let Line::Peer { peer, device } = line {
@@ -149,7 +158,7 @@ fn main() -> harness::Result<()> {
     Ok(())
 }
 
-/// The device and the cases, as benches/peers/matmul.py reads them.
+/// Returns the device and the cases as arguments of benches/peers/matmul.py.
 fn peer_arguments(cases: &[Case], precision: Precision, emulated: bool) -> Vec<String> {
     let device = if emulated { "cpu" } else { "cuda" };
     let cases = cases.iter().map(|case| {
@@ -160,13 +169,13 @@ fn peer_arguments(cases: &[Case], precision: Precision, emulated: bool) -> Vec<S
     options.split(' ').map(str::to_owned).chain(cases).collect()
 }
 
-/// A seed that no run had before.
+/// Returns a seed that no earlier run had.
 fn by_the_clock() -> u64 {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     since.as_secs()
 }
 
-/// How the peer's times over ours lie.
+/// Describes the distribution of the peer's times divided by ours.
 fn spread_of(ratios: &mut [f64]) -> String {
     ratios.sort_by(f64::total_cmp);
     let Some(least) = ratios.first() else { return "no peer".into() };
@@ -175,13 +184,13 @@ fn spread_of(ratios: &mut [f64]) -> String {
     format!("PyTorch's time over ours: median {median:.2}, least {least:.2}; 0.95 or more in {reached} of {all}")
 }
 
-/// The op's own choice, or every tile.
+/// Measures the op's own choice, or every tile.
 fn ours(device: &Device, case: Case, precision: Precision, tiles: bool) -> Result<Vec<Line>> {
     let mut state = State::<f32>::new(device, case, case.gemm().precision(precision))?;
     let (chosen, want) = measure(device, &mut state)?;
     let measured = |contender: String, nanoseconds| Line::Measured { case, contender, nanoseconds };
     let mut lines = vec![measured("stepscope".into(), chosen)];
-    let formed: Vec<([u32; 3], Gemm)> = if precision == Precision::Ieee {
+    let formed: Vec<([u32; 3], Gemm)> = if precision == Precision::F32 {
         let shape = |tile: &ops::Tile| [tile.rows(), tile.cols(), tile.threads()];
         TILES.iter().map(|tile| (shape(tile), state.gemm.tile(*tile))).collect()
     } else {
@@ -189,21 +198,21 @@ fn ours(device: &Device, case: Case, precision: Precision, tiles: bool) -> Resul
         let formed = |tile: &ops::TensorTile| Gemm { tensor_tile: Some(*tile), ..state.gemm };
         TENSOR_TILES.iter().map(|tile| (shape(tile), formed(tile))).collect()
     };
-    // A smaller one is multiplied in f32, unless it names a tile.
-    let tiles = tiles && (precision == Precision::Ieee || case.m.min(case.n).min(case.k) >= Precision::LEAST);
+    // Smaller matrices are multiplied in f32 unless a tile is named.
+    let tiles = tiles && (precision == Precision::F32 || case.m.min(case.n).min(case.k) >= Precision::LEAST);
     for ([rows, cols, threads], gemm) in formed {
         if tiles && blocks(case, rows, cols) <= MOST_BLOCKS {
             state.gemm = gemm;
             let (nanoseconds, got) = measure(device, &mut state)?;
             let name = format!("  {rows}x{cols}, {threads} threads");
-            assert!(got == want, "{case}: tile{name} gives other bits");
+            assert!(got == want, "{case}: tile{name} gives different bits");
             lines.push(measured(name, nanoseconds));
         }
     }
     Ok(lines)
 }
 
-/// The same of BF16 tensors.
+/// Measures BF16 tensors.
 fn ours_of_bf16(device: &Device, case: Case, tiles: bool) -> Result<Vec<Line>> {
     let mut state = State::<bf16>::new(device, case, case.gemm())?;
     let (chosen, want) = measure(device, &mut state)?;
@@ -213,7 +222,7 @@ fn ours_of_bf16(device: &Device, case: Case, tiles: bool) -> Result<Vec<Line>> {
             state.gemm.bf16_tile = Some(tile);
             let (nanoseconds, got) = measure(device, &mut state)?;
             let name = format!("  {}x{}, {} threads", tile.rows(), tile.cols(), tile.threads());
-            assert!(got == want, "{case}: tile{name} gives other bits");
+            assert!(got == want, "{case}: tile{name} gives different bits");
             lines.push(Line::Measured { case, contender: name, nanoseconds });
         }
     }
@@ -224,11 +233,11 @@ fn blocks(case: Case, rows: u32, cols: u32) -> usize {
     case.batches * case.m.div_ceil(rows as usize) * case.n.div_ceil(cols as usize)
 }
 
-/// Samples of one multiply, and the bits of the first outputs.
-fn measure<S: Factor<S>>(device: &Device, state: &mut State<S>) -> Result<(Samples, Vec<u32>)> {
+/// Returns samples of one multiply, and the bits of the first outputs.
+fn measure<S: GemmElement<S>>(device: &Device, state: &mut State<S>) -> Result<(Samples, Vec<u32>)> {
     let row = state.row;
     let mut arena = Arena::builder(device).capacity(state.capacity()).build()?;
-    let mut captured = arena.capture(state, &Inputs::new(), multiply)?;
+    let mut captured = arena.capture(state, &HostInputs::new(), multiply)?;
     let settle = || device.synchronize(device.deadline());
     let samples = Samples::collect(SAMPLES, 1, || captured.repeat().map(drop), settle)?;
     let out = &captured.state().out;
@@ -236,8 +245,8 @@ fn measure<S: Factor<S>>(device: &Device, state: &mut State<S>) -> Result<(Sampl
     Ok((samples.0.into_iter().map(|nanoseconds| nanoseconds / row as f64).collect(), first))
 }
 
-/// The graph: multiplies in a row.
-fn multiply<S: Factor<S>>(step: &mut Step<'_>, state: &mut &mut State<S>, _: &Slots<'_>) -> Result<()> {
+/// Records the graph of repeated multiplies.
+fn multiply<S: GemmElement<S>>(step: &mut Step<'_>, state: &mut &mut State<S>, _: &CaptureInputs<'_>) -> Result<()> {
     let State { gemm, row, a, b, out } = &mut **state;
     let [a_len, b_len, out_len] = [a.len(), b.len(), out.len()];
     let (a, b, mut out) = (step.lend(a, [a_len])?, step.lend(b, [b_len])?, step.lend_mut(out, [out_len])?);
@@ -249,7 +258,7 @@ fn median(line: &Line) -> f64 {
     nanoseconds.quantile(0.5)
 }
 
-/// A line of the table; `unit` is the peer's median.
+/// Prints a line of the table; `unit` is the peer's median.
 fn print(line: &Line, unit: Option<f64>) {
     let Line::Measured { case, contender, nanoseconds } = line else { return };
     let [median, low, high] = [0.5, 0.1, 0.9].map(|share| nanoseconds.quantile(share) / 1e3);

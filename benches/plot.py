@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Draws what benches measured: `python3 benches/plot.py [FILE.json ..]`, by default the newest run of each group.
+"""Plots the benches' results, by default the newest of each: `benches/plot.py [FILE.json ..]`.
 
-Reads the files that `cargo bench` leaves in `benches/runs/` and writes `docs/plots/GROUP.png`. A point is the median of a line's
-samples, a bar on it the 10th to 90th percentile. Without a file it also draws `docs/plots/beside-pytorch.svg`, with which the README
-opens. Nothing is drawn that no file holds. Needs matplotlib.
+Reads the files of `cargo bench` in `benches/runs/` and writes `docs/plots/GROUP.png`. A point is the
+median of a line's samples, and its bar the 10th to 90th percentile. Without a file it also draws
+`docs/plots/beside-pytorch.svg`, at the top of the README. Everything drawn is in the files. Needs
+matplotlib.
 """
 
 import json
@@ -22,13 +23,13 @@ pyplot.rcParams |= {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = "stepscope"
-# What the README shows, by precision.
+# The files that the README shows, by precision.
 FRONT = {
     "f32": "2026-11-25-h200-step.json",
     "TF32": "2026-11-21-h200-step-tf32.json",
     "BF16": "2026-11-21-h200-step-bf16.json",
 }
-# Legible on white and on black: the page behind the picture may be either.
+# Legible on both white and black pages.
 FRONT_INK, FRONT_OURS, FRONT_PEER = "#7a8088", "#1f83d6", "#d9822b"
 
 
@@ -61,7 +62,7 @@ def with_bars(axes, places, samples, **style):
 
 
 def logarithmic(axes):
-    """Powers of two along x, of ten along y."""
+    """Sets a scale with powers of two along x and powers of ten along y."""
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     for axis in (axes.xaxis, axes.yaxis):
@@ -69,7 +70,7 @@ def logarithmic(axes):
 
 
 def kernels(run):
-    """Time of one call by size, a panel a kernel."""
+    """Draws the time of one call by size, one panel per kernel."""
     panels = defaultdict(lambda: defaultdict(list))
     for line in run.lines:
         panels[line["kernel"]][line["contender"]].append((line["elements"], line["nanoseconds"]))
@@ -91,14 +92,14 @@ def kernels(run):
 
 
 def matmul(run):
-    """Rate by shape, ours beside the peer's."""
+    """Draws the rate by shape, ours next to the peer's."""
     shapes = defaultdict(dict)
     for line in run.lines:
         batches, m, n, k = (line[name] for name in ("batches", "m", "n", "k"))
         name = f"{m} x {n} x {k} {line['form']}" + (f", {batches} batches" if batches > 1 else "")
         shapes[name][line["contender"]] = (2 * batches * m * n * k, line["nanoseconds"])
     contenders = list(dict.fromkeys(line["contender"] for line in run.lines))
-    # A tile that was tried is called "stepscope ROWSxCOLS"; the choice is what people get.
+    # Runs with --tiles name others "stepscope ROWSxCOLS"; users get the op's choice.
     contenders = [name for name in contenders if not re.search(r"\d+x\d+", name)]
     figure, axes = pyplot.subplots(figsize=(9, 0.32 * len(shapes) + 1.5))
     height = 0.8 / len(contenders)
@@ -119,7 +120,7 @@ def matmul(run):
 
 
 def step(run):
-    """Time of a training step by batch, a panel a measure."""
+    """Draws the time of a training step by batch, one panel per measure."""
     names = {
         "round_trip": "one step: upload, loss read back",
         "queued": "steps in a row, uploads included",
@@ -145,7 +146,7 @@ def step(run):
 
 
 def bars(run, what, name):
-    """A bar a line, on a logarithmic axis."""
+    """Draws one bar per line on a logarithmic axis."""
     figure, axes = pyplot.subplots(figsize=(9, 0.4 * len(run.lines) + 1.5))
     for place, line in enumerate(run.lines):
         median, low, high = (value / 1e3 for value in spread(line["nanoseconds"]))
@@ -157,12 +158,12 @@ def bars(run, what, name):
 
 
 def arena(run):
-    """Time of an allocation and of a reset."""
+    """Draws the times of an allocation and of a reset."""
     return bars(run, "Allocation", lambda line: line["name"])
 
 
 def upload(run):
-    """Time of an upload."""
+    """Draws the time of an upload."""
     return bars(run, "Uploads", lambda line: f"{line['tensors']:,} x {line['tensor_bytes']:,} bytes, {line['contender']}")
 
 
@@ -170,7 +171,10 @@ GROUPS = {function.__name__: function for function in (kernels, matmul, step, ar
 
 
 def front(runs):
-    """Our captured step beside PyTorch's fastest, inputs on the device: a panel a batch, a pair of bars a precision."""
+    """Draws our captured step next to PyTorch's fastest, with inputs on the device.
+
+    One panel per batch, and one pair of bars per precision.
+    """
     steps, fastest = defaultdict(dict), set()
     for precision, run in runs.items():
         medians = defaultdict(dict)
@@ -203,13 +207,13 @@ def front(runs):
     figure.legend(bars, names, loc="lower center", ncols=2, frameon=False)
     content = next(iter(runs.values())).content
     device = f"{content['device']}, driver {content['driver']}, {content['date']}"
-    figure.suptitle(f"Milliseconds a training step, less is better: {device}", fontsize=12)
+    figure.suptitle(f"Milliseconds per training step, less is better: {device}", fontsize=12)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     return figure
 
 
 def draw_front():
-    """The picture has no background, text that is text, and the same bytes each time."""
+    """Writes the picture without a background, with real text, and with reproducible bytes."""
     inks = ("text.color", "axes.titlecolor", "axes.edgecolor", "xtick.color", "ytick.color")
     style = {name: FRONT_INK for name in inks} | {"font.size": 11, "font.sans-serif": ["DejaVu Sans", "sans-serif"]}
     style |= {"svg.fonttype": "none", "svg.hashsalt": "front"}
@@ -221,7 +225,8 @@ def draw_front():
 
 
 def newest():
-    """The newest file of each group: `DATE-DEVICE-GROUP.json`, of a GPU where there is one."""
+    """Returns the newest file of each group, `DATE-DEVICE-GROUP.json`, from a GPU if there is
+    one."""
     found = {}
     for path in sorted((ROOT / "benches/runs").glob("*.json"), key=lambda path: ("emulated" not in path.name, path.name)):
         if match := re.fullmatch(r"\d{4}-\d\d-\d\d-\w+?-(\w+)\.json", path.name):
@@ -234,7 +239,7 @@ def main():
     paths = [Path(name) for name in sys.argv[1:]]
     files = {path.stem.rsplit("-", 1)[-1]: path for path in paths} or newest()
     if unknown := files.keys() - GROUPS.keys():
-        sys.exit(f"no group {', '.join(unknown)}: a file is called DATE-DEVICE-GROUP.json, and there are {', '.join(GROUPS)}")
+        sys.exit(f"no group {', '.join(unknown)}: files are named DATE-DEVICE-GROUP.json, and the groups are {', '.join(GROUPS)}")
     plots = ROOT / "docs/plots"
     plots.mkdir(exist_ok=True)
     for group, path in files.items():

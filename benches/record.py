@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Records the README's first command: `python3 benches/record.py`, on a machine that has built it and does nothing else.
+"""Records the README's first command. Run it on an idle machine that has built the command.
 
-Runs it in a terminal of its own and draws what that shows to `docs/plots/gpt.svg`: some moments one after the other, evenly spaced in
-the time of the run, and the end. Nothing is drawn that was not shown. A viewer without animation shows the end. Unix; needs pyte.
+Runs the command in its own terminal and draws that terminal to `docs/plots/gpt.svg`, as an animation
+of evenly spaced moments and the end. Everything drawn was shown. A viewer without animation shows
+the end. Runs on Unix; needs pyte.
 """
 
 import fcntl
@@ -25,21 +26,21 @@ FILE = ROOT / "docs/plots/gpt.svg"
 LIMIT_BYTES = 100_000
 COLUMNS, ROWS = 116, 60
 
-# Seconds that a moment and the end are shown, and how many moments there are.
+# The seconds that each moment and the end are shown, and the number of moments.
 MOMENT, END, MOMENTS = 0.8, 8.0, 14
 
 WIDTH, HEIGHT, MARGIN = 8.0, 19, 16
-# A dark terminal, with an edge that a dark page shows too.
+# A dark terminal, with an edge that is visible on a dark page too.
 PAPER, EDGE, INK = "#161b22", "#57606a", "#d0d7de"
 COLOURS = {"green": "#56d364", "red": "#ff7b72", "brown": "#e3b341", "blue": "#79c0ff", "cyan": "#76e3ea", "magenta": "#d2a8ff"}
 
 
 def record(command):
-    """(seconds, bytes) of all that the command writes."""
+    """Runs the command and returns (seconds, bytes) of all its output."""
     start = time.monotonic()
     child, terminal = pty.fork()
     if child == 0:
-        # Before the program asks.
+        # Set before the program reads it.
         fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
         os.environ["TERM"] = "xterm-256color"
         os.execvp(command[0], command)
@@ -47,7 +48,7 @@ def record(command):
     while True:
         try:
             content = os.read(terminal, 1 << 16)
-        except OSError:  # Linux says so when the child has gone.
+        except OSError:  # raised on Linux once the child has exited
             content = b""
         if not content:
             break
@@ -58,7 +59,7 @@ def record(command):
 
 
 def rows(screen):
-    """What a screen shows: for each row its runs of one style, as (column, text, colour, bold)."""
+    """Returns a screen's rows, each as runs of one style (column, text, color, bold)."""
 
     def runs(row):
         cells = [screen.buffer[row][column] for column in range(COLUMNS)]
@@ -73,7 +74,7 @@ def rows(screen):
 
 
 def moments(written):
-    """What the terminal showed at evenly spaced moments, and at the end."""
+    """Returns the terminal's contents at evenly spaced moments, and at the end."""
     screen = pyte.Screen(COLUMNS, ROWS)
     stream = pyte.ByteStream(screen)
     stream.feed(f"$ {COMMAND}\r\n".encode())
@@ -86,7 +87,7 @@ def moments(written):
 
 
 def draw(frames):
-    """The frames as SVG: each is there while its part of the animation runs, the last without one too."""
+    """Returns the frames as an animated SVG. Without animation, the last is shown."""
     lines = max(at for frame in frames for at, row in enumerate(frame) if row) + 1
     width, height = COLUMNS * WIDTH + 2 * MARGIN, lines * HEIGHT + 2 * MARGIN
     total = (len(frames) - 1) * MOMENT + END
@@ -120,7 +121,7 @@ def main():
     os.chdir(ROOT)
     svg = draw(moments(record(shlex.split(COMMAND))))
     if len(svg.encode()) > LIMIT_BYTES:
-        sys.exit(f"{FILE.name} has {len(svg.encode())} bytes; at most {LIMIT_BYTES} are wanted")
+        sys.exit(f"{FILE.name} has {len(svg.encode())} bytes; the limit is {LIMIT_BYTES}")
     FILE.write_text(svg)
     print(f"{COMMAND} -> {FILE.relative_to(ROOT)}, {len(svg.encode())} bytes")
 

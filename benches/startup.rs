@@ -1,8 +1,12 @@
-//! From nothing to the first step's loss: ours beside PyTorch's, each sample in a process of its own.
+//! Benchmarks the time from process start to the first step's loss, compared with PyTorch's. Each
+//! sample is its own process.
 //!
-//! `cargo bench --features cuda --bench startup -- --device cuda`. A step is the one of `benches/step.rs` at batch 256, eager. Cold: the driver's cache of compiled kernels
-//! (`CUDA_CACHE_PATH`) is an empty folder, so it compiles them first; warm: it holds them. Invariant: a sample is the whole life of a process, from
-//! its start to its end, by the clock of the one that started it.
+//! Run `cargo bench --features cuda --bench startup -- --device cuda`. The step is that of
+//! `benches/step.rs` at batch 256, eager. In a cold start, the driver's cache of compiled kernels
+//! (`CUDA_CACHE_PATH`) is empty, so the driver compiles them first. In a warm start, the cache has
+//! them.
+//!
+//! Invariant: a sample covers the whole life of a process, by the clock of the parent process.
 
 #![forbid(unsafe_code)]
 
@@ -28,17 +32,17 @@ const BATCH: usize = 256;
 const COLD: usize = 3;
 const WARM: usize = 10;
 
-/// Times the first step of a process, ours beside PyTorch's.
+/// Times the first step of a process, compared with PyTorch's
 #[derive(Debug, Parser)]
 struct Args {
     #[command(flatten)]
     common: Common,
-    /// Trains one step, prints its parts and ends
+    /// Train one step, print its parts and exit
     #[arg(long, hide = true)]
     once: bool,
 }
 
-/// Nanoseconds of processes, and of what they told of themselves.
+/// Nanoseconds of whole processes, and of the parts that they report.
 #[derive(Debug, Serialize)]
 struct Line {
     contender: &'static str,
@@ -69,7 +73,7 @@ fn main() -> harness::Result<()> {
         Ok(of_peer) => lines.extend(of_peer),
         Err(error) => println!("PyTorch: not measured here ({error})"),
     }
-    // For its name alone, so not before all is timed.
+    // Opened only for its name, after all timing.
     let device = Device::open(common.device)?;
     println!("{:<40}{:>10}{:>10}{:>10}", device.description().name, "ms", "p10", "p90");
     for Line { contender, cache, process, parts } in &lines {
@@ -85,7 +89,7 @@ fn print(what: &str, samples: &Samples) {
     println!("{what:<40}{median:>10.1}{low:>10.1}{high:>10.1}");
 }
 
-/// A contender's cold and warm lines.
+/// Returns a contender's cold and warm lines.
 fn contender(name: &'static str, command: &dyn Fn() -> harness::Result<Command>) -> harness::Result<[Line; 2]> {
     let caches = (0..COLD).map(|_| tempfile::tempdir()).collect::<std::io::Result<Vec<_>>>()?;
     let mut cold = Line { contender: name, cache: "cold", process: Samples(Vec::new()), parts: Vec::new() };
@@ -93,7 +97,7 @@ fn contender(name: &'static str, command: &dyn Fn() -> harness::Result<Command>)
         cold.add(command()?, cache.path())?;
     }
     let mut warm = Line { cache: "warm", process: Samples(Vec::new()), parts: Vec::new(), ..cold };
-    // The last cold one has filled its cache.
+    // The last cold start has filled its cache.
     for _ in 0..WARM {
         warm.add(command()?, caches[COLD - 1].path())?;
     }
@@ -101,7 +105,7 @@ fn contender(name: &'static str, command: &dyn Fn() -> harness::Result<Command>)
 }
 
 impl Line {
-    /// A sample: the life of a process that has its kernels there.
+    /// Adds a sample: the life of a process with this kernel cache.
     fn add(&mut self, mut command: Command, cache: &Path) -> harness::Result<()> {
         let start = Instant::now();
         let output = command.env("CUDA_CACHE_PATH", cache).output()?;
@@ -120,7 +124,7 @@ impl Line {
     }
 }
 
-/// One step, and what of it took how long.
+/// Runs one step, and prints the times of its parts.
 fn first_step(kind: stepscope::DeviceKind) -> harness::Result<()> {
     let start = Instant::now();
     let device = Device::open(kind)?;
@@ -139,7 +143,7 @@ fn first_step(kind: stepscope::DeviceKind) -> harness::Result<()> {
         let labels = step.upload(&labels, [BATCH])?.save();
         let tape = Tape::new(step, &parameters);
         let loss = tape.cross_entropy(&model.logits(&tape, &tape.input(x))?, labels, 1.0 / BATCH as f32)?;
-        tape.backward_afresh(&loss, &mut gradients)?;
+        tape.backward_overwrite(&loss, &mut gradients)?;
         let loss = *loss.value();
         optimizer.apply(step, &mut parameters, &gradients)?;
         step.read_scalar(&loss)

@@ -1,9 +1,13 @@
-//! What a training step of CrossAsset takes: ours, eager and captured, beside PyTorch's in the same run.
+//! Benchmarks a training step of CrossAsset, eager and captured, compared with PyTorch's in the
+//! same run.
 //!
-//! `cargo bench --bench step` (the emulator), `cargo bench --features cuda --bench step -- --device cuda`; `--stored bf16` keeps activations,
-//! and a copy of the weights, in BF16, beside PyTorch's autocast. Prints a table of medians and spreads and writes every sample to
-//! `benches/runs/DATE-GPU-step.json`; `benches/README.md` tells how to read them. Invariant: both sides do the same work, on a model with the
-//! same number of weights, under the same clock.
+//! Run `cargo bench --bench step` (the emulator) or `cargo bench --features cuda --bench step --
+//! --device cuda`. `--stored bf16` stores activations and a copy of the weights in BF16, compared
+//! with PyTorch's autocast. Prints a table of medians and spreads, and writes every sample to
+//! `benches/runs/DATE-GPU-step.json`. `benches/README.md` explains how to read them.
+//!
+//! Invariant: both sides do the same work, on models with the same number of weights, under the
+//! same clock.
 
 #![forbid(unsafe_code)]
 
@@ -27,46 +31,47 @@ use serde::{Deserialize, Serialize};
 use stepscope::ops::Precision;
 use stepscope::{Device, DeviceKind, bf16};
 
-/// Times CrossAsset's training step, ours beside PyTorch's.
+/// Times CrossAsset's training step, compared with PyTorch's
 #[derive(Debug, Parser)]
 struct Args {
     #[command(flatten)]
     common: Common,
-    /// Samples in a step [default: 1,256,4096 on a GPU, 1,8 on the emulator]
+    /// Samples per step [default: 1,256,4096 on a GPU, 1,8 on the emulator]
     #[arg(long, value_delimiter = ',', value_name = "N,..", value_parser = clap::value_parser!(u32).range(1..))]
     batches: Option<Vec<u32>>,
-    /// How matrix multiplies round their factors, on both sides
+    /// Rounding of the operands of matrix multiplies, on both sides
     #[arg(long, value_name = "ieee|tf32|bf16", default_value = "ieee")]
     precision: Precision,
-    /// What our activations are in memory; of BF16 nothing is rounded before a product
+    /// Element type of our activations; BF16 tensors need no rounding before a product
     #[arg(long, value_enum, default_value = "f32", conflicts_with = "precision")]
     stored: StoredAs,
 }
 
-/// What is timed.
+/// The measured quantity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Measure {
     /// From the batch on the host to the loss on the host.
     RoundTrip,
-    /// The host's part of a step with its upload: until all is queued, while the device is idle.
+    /// The host's part of a step with its upload: until all is queued, on an idle device.
     Host,
-    /// The same on inputs that are on the device already.
+    /// The host's part on inputs that are already on the device.
     HostResident,
-    /// Many steps, each with its upload, and one wait at the end.
+    /// Many consecutive steps, each with its upload, and one wait at the end.
     Queued,
-    /// The same on inputs that are on the device already.
+    /// Many consecutive steps on inputs that are already on the device.
     Resident,
-    /// [`Measure::Host`] with the batch in page-locked memory.
+    /// [`Measure::Host`] with the batch in pinned memory.
     HostPinned,
-    /// [`Measure::Queued`] with the batch in page-locked memory.
+    /// [`Measure::Queued`] with the batch in pinned memory.
     Pinned,
-    /// Between two events of the device, on inputs that are there already; only the peer has events.
+    /// The time between two device events, on inputs that are already there; only the peer has
+    /// events.
     Events,
 }
 
 impl Measure {
-    /// Whether the batch is in page-locked memory.
+    /// Returns true if the batch is in pinned memory.
     fn is_pinned(self) -> bool {
         matches!(self, Self::HostPinned | Self::Pinned)
     }
@@ -76,26 +81,26 @@ impl Measure {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(untagged)]
 enum Line {
-    /// What a contender needs for a step.
+    /// The time of a contender for a step.
     Measured { batch: usize, contender: String, measure: Measure, nanoseconds: Samples },
-    /// Why a contender was not measured, or not further.
+    /// The reason why a contender was not measured, or only in part.
     Missing { batch: usize, contender: String, reason: String },
-    /// What the peer is and trains.
+    /// A description of the peer and its model.
     Peer { peer: String, device: String, tensors: usize, weights: usize },
 }
 
-/// How much is measured for a batch size, the same on both sides.
+/// The measurements for a batch size, equal on both sides.
 #[derive(Clone, Copy, Debug)]
 struct Plan {
     batch: usize,
     samples: usize,
-    /// Steps in a row to a sample.
+    /// Consecutive steps per sample.
     row: usize,
     precision: Precision,
 }
 
 impl Plan {
-    /// On the CPU nothing is queued, so two steps make a row.
+    /// Makes a plan. On the CPU nothing is queued, so two consecutive steps suffice.
     fn of(batch: usize, kind: DeviceKind, precision: Precision) -> Self {
         let row = if kind == DeviceKind::Cuda { 10 } else { 2 };
         Self { batch, samples: if batch < 1024 { 30 } else { 20 }, row, precision }
@@ -104,7 +109,7 @@ impl Plan {
 
 fn main() -> harness::Result<()> {
     let Args { common, batches, precision, stored } = Args::parse();
-    // The peer's autocast keeps BF16 too.
+    // The peer's autocast stores BF16 too.
     let precision = if stored == StoredAs::Bf16 { Precision::Bf16 } else { precision };
     let device = Device::open(common.device)?;
     let kind = device.description().kind;
@@ -126,7 +131,7 @@ fn main() -> harness::Result<()> {
     Ok(())
 }
 
-/// The peer's lines: on the GPU beside ours, or on the CPU beside the emulator.
+/// Returns the peer's lines: from the GPU, or from the CPU for the emulator.
 fn pytorch(kind: DeviceKind, Plan { batch, samples, row, precision }: Plan) -> harness::Result<Vec<Line>> {
     let device = if kind == DeviceKind::Cuda { "cuda" } else { "cpu" };
     let arguments =

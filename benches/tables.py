@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
 """Fills the tables of docs/performance.md from the samples in benches/runs.
 
-    python3 benches/tables.py docs/performance.md                    writes the page anew
-    python3 benches/tables.py docs/performance.md --check            fails where the page and the files disagree
-    python3 benches/tables.py docs/performance.md --against FOLDER   prints each figure that a newer run puts more than 5 % elsewhere; fails if any
-    python3 benches/tables.py self-test                              a wrong page is refused and a right one is not
+    python3 benches/tables.py docs/performance.md            updates the page
+    python3 benches/tables.py docs/performance.md --check    fails if the page and the files disagree
+    python3 benches/tables.py docs/performance.md --against FOLDER
+        prints each figure that differs by more than 5 % in a newer run; fails if there is any
+    python3 benches/tables.py self-test                      checks that only a wrong page is refused
 
-A marker `<!-- KIND: FILE, FILE .. -->` stands above a line that says when and where the files are from, and a table. Both are written here: of the table the
-columns "ours" and "best peer", by the case in the first column. The others are written by hand and stay. Of a line that several files have, the first counts.
-In a FOLDER the newest file of the same bench counts: `DATE-GPU-step.json` for any date and GPU.
+A marker `<!-- KIND: FILE, FILE .. -->` precedes a source line and a table. Both are generated. In the
+table, the columns "ours" and "best peer" are filled by the case in the first column; all others are
+handwritten and stay. If several files have a line, the first counts. For a FOLDER, the newest file
+of the same bench counts: `DATE-GPU-step.json` with any date and GPU.
 """
 
 import json
@@ -30,7 +32,8 @@ def cells_of(row):
 
 
 def tables(lines):
-    """(place, kind, names of files, places of the rows, columns) of each marker; the places are those of lines."""
+    """Yields (line, kind, file names, lines of the rows, columns) of each marker, with lines as
+    indices."""
     for at, line in enumerate(lines):
         if not (marker := MARKER.match(line)):
             continue
@@ -45,7 +48,8 @@ def tables(lines):
 
 
 def rows(lines, places, columns, kind, runs):
-    """(place, cells, [(column, the figures that the runs have)]) of each row; of a row that they lack None instead."""
+    """Yields (line, cells, [(column, figure from the runs)]) of each row; None if the runs lack
+    it."""
     for place in places:
         cells = cells_of(lines[place])
         limit = NUMBER.match(cells[columns.index("limit")])
@@ -57,7 +61,7 @@ def rows(lines, places, columns, kind, runs):
 
 
 def rewritten(text, folder):
-    """The page as the runs in a folder have it."""
+    """Returns the page with the figures of the runs in a folder."""
     lines = text.splitlines()
     for at, kind, names, places, columns in list(tables(lines)):
         runs = [Run(folder / name) for name in names]
@@ -65,7 +69,7 @@ def rewritten(text, folder):
         for run in runs:
             sources.setdefault(run.source(), []).append(f"`benches/runs/{run.path.name}`")
         if not lines[at + 1] or lines[at + 2]:
-            raise SystemExit(f"line {at + 1}: no line below the marker for where the figures are from, with nothing below it")
+            raise SystemExit(f"line {at + 1}: the marker must be followed by a line for the sources and an empty line")
         lines[at + 1] = "; ".join(f"{source}: {', '.join(files)}" for source, files in sources.items()) + "."
         for place, cells, figures in rows(lines, places, columns, kind, runs):
             if figures is None:
@@ -77,7 +81,8 @@ def rewritten(text, folder):
 
 
 def newest(name, folder):
-    """The newest file of the same bench, on as many GPUs, or on the emulator as that is."""
+    """Returns the newest file of the same bench, on the same number of GPUs or also on the
+    emulator."""
     known = NAME.fullmatch(name)
     several = re.search(r"-x\d+$", known[1])
     alike = lambda path: ("-emulated-" in path.name) == (known[1] == "emulated") and (not several or several[0] + "-" in path.name)
@@ -86,7 +91,7 @@ def newest(name, folder):
 
 
 def compared(text, folder):
-    """What a folder's runs put elsewhere, and what they do not have."""
+    """Returns the figures that differ in a folder's runs, and those that the runs lack."""
     lines, elsewhere, absent = text.splitlines(), [], []
     for _, kind, names, places, columns in tables(lines):
         files = {name: newest(name, folder) for name in names}
@@ -108,7 +113,7 @@ def compared(text, folder):
 
 
 def self_test():
-    """Ends with an error where a wrong page passes, or a right one does not."""
+    """Fails if a wrong page passes or a right one does not."""
     table = "<!-- {} -->\n{}\n\n| case | goal | ours | best peer | limit | what binds it |\n|---|---|---|---|---|---|\n"
     page = table.format("step: 2026-01-01-h200-step.json", "-") + "| f32, batch 1, captured, in a row | 0.2 |  |  |  | latency |\n"
     line = {"batch": 1, "measure": "resident"}
@@ -133,18 +138,18 @@ def self_test():
         if "| 0.2 | 0.200 | 0.700 (compiled) |  | latency |" not in right or rewritten(right, folder) != right:
             raise SystemExit(f"wrong: {right}")
         if rewritten(right.replace("0.200", "0.201"), folder) != right or "commit abcdef0: `benches/runs/2026" not in right:
-            raise SystemExit(f"a wrong figure stays, or a source: {right}")
-        print("refused: a figure that is not the file's")
+            raise SystemExit(f"a wrong figure or source stays: {right}")
+        print("refused: a figure that differs from the file's")
         refused("a row without a line", right.replace("batch 1", "batch 2"), folder)
-        refused("a kind that nobody knows", right.replace("<!-- step", "<!-- steps"), folder)
-        refused("a file that is not there", right.replace("-h200-step", "-h100-step"), folder)
+        refused("an unknown kind", right.replace("<!-- step", "<!-- steps"), folder)
+        refused("a missing file", right.replace("-h200-step", "-h100-step"), folder)
         refused("a marker without a table", page.splitlines()[0] + "\n", folder)
         for ours, found in ((2.08e5, 0), (2.12e5, 1), (1.88e5, 1)):
             planted(folder, "2026-02-02-gb10-step.json", ours)
             elsewhere, absent = compared(right, folder)
             if (len(elsewhere), absent) != (found, []):
-                raise SystemExit(f"{ours} beside 2e5: {elsewhere}, {absent}")
-        print("told: a figure that is 6 % away, and none that is 4 %")
+                raise SystemExit(f"{ours} against 2e5: {elsewhere}, {absent}")
+        print("reported: a figure that is 6 % away, and none that is 4 %")
 
 
 def main(given):
@@ -156,12 +161,12 @@ def main(given):
             before, after = path.read_text(), rewritten(path.read_text(), RUNS)
             if after != before:
                 path.write_text(after)
-                print(f"{page}: written anew")
+                print(f"{page}: updated")
         case [page, "--check"]:
             before = pathlib.Path(page).read_text()
             wrong = [f"{page}: {line}\n  is: {now}" for line, now in zip(before.splitlines(), rewritten(before, RUNS).splitlines()) if line != now]
             if wrong:
-                raise SystemExit("\n".join([*wrong, f"python3 benches/tables.py {page} writes it anew"]))
+                raise SystemExit("\n".join([*wrong, f"python3 benches/tables.py {page} updates it"]))
         case [page, "--against", folder]:
             elsewhere, absent = compared(pathlib.Path(page).read_text(), pathlib.Path(folder))
             print("\n".join(absent), end="\n" if absent else "", file=sys.stderr)

@@ -1,13 +1,16 @@
-//! What an upload of weights costs: very many small tensors, and one that is very large.
+//! Benchmarks the upload of weights: very many small tensors, and one very large tensor.
 //!
-//! `cargo bench --bench upload` (the emulator), `cargo bench --features cuda --bench upload -- --device cuda`. Beside ours, in the same
-//! run and called directly: a pageable `cuMemcpyHtoDAsync` for each small tensor, and one `cuMemcpyHtoDAsync` of the whole large
-//! one from page-locked memory, which is what the link can carry. Prints a table and writes every sample to
-//! `benches/runs/DATE-GPU-upload.json`. Invariant: a sample ends when the device has all bytes, and the last ones are looked at.
+//! Run `cargo bench --bench upload` (the emulator) or `cargo bench --features cuda --bench upload
+//! -- --device cuda`. The same run compares with direct calls: a pageable `cuMemcpyHtoDAsync` for
+//! each small tensor, and one `cuMemcpyHtoDAsync` of the whole large tensor from pinned memory,
+//! which is the link's limit. Prints a table, and writes every sample to
+//! `benches/runs/DATE-GPU-upload.json`.
+//!
+//! Invariant: a sample ends when the device has all bytes, and the last ones are verified.
 
 #![deny(unsafe_op_in_unsafe_fn)]
 
-#[allow(dead_code, unused_imports, reason = "the peer is the driver itself, no program")]
+#[allow(dead_code, unused_imports, reason = "the peer is the driver itself, not a program")]
 mod harness;
 
 use clap::Parser;
@@ -15,33 +18,33 @@ use harness::{Common, Samples, record};
 use serde::Serialize;
 use std::fmt;
 use std::str::FromStr;
-use stepscope::{Device, DeviceKind, Initializer, Layout, Parameters, Transfer};
+use stepscope::{Device, DeviceKind, Initializer, ParameterSpec, Parameters, Transfer};
 
-/// Bytes of a small tensor.
+/// Bytes per small tensor.
 const SMALL_BYTES: usize = 1024;
-/// Elements that are compared at the end.
+/// The number of elements that are compared at the end.
 const COMPARED: usize = 256;
 
-/// Times uploads of weights.
+/// Times uploads of weights
 #[derive(Debug, Parser)]
 struct Args {
     #[command(flatten)]
     common: Common,
-    /// Small tensors, of 1 KiB each
+    /// Small tensors, 1 KiB each
     #[arg(long, value_name = "N", default_value = "213304")]
     small: usize,
-    /// Mebibytes of the large tensor [default: 5120 on a GPU, 64 on the emulator]
+    /// Size of the large tensor in MiB [default: 5120 on a GPU, 64 on the emulator]
     #[arg(long, value_name = "MIB")]
     large: Option<usize>,
-    /// Samples of each
+    /// Samples per case
     #[arg(long, value_name = "N", default_value = "9")]
     repeats: usize,
-    /// Rings to try: slots and mebibytes of each
+    /// Staging rings to try: slots and MiB per slot
     #[arg(long, value_name = "SLOTSxMIB,..", value_delimiter = ',', default_value = "2x64")]
     ring: Vec<Ring>,
 }
 
-/// A ring of page-locked slots.
+/// A ring of pinned slots.
 #[derive(Clone, Copy, Debug)]
 struct Ring {
     slots: usize,
@@ -64,7 +67,7 @@ impl fmt::Display for Ring {
     }
 }
 
-/// What is uploaded.
+/// An upload.
 #[derive(Clone, Copy, Debug, Serialize)]
 struct Case {
     tensors: usize,
@@ -76,10 +79,10 @@ impl Case {
         self.tensors * self.tensor_bytes
     }
 
-    /// Pageable memory that is there, each tensor's its own.
+    /// Returns pageable memory that is resident, with a separate allocation per tensor.
     fn sources(self) -> Vec<Vec<u8>> {
         let source = |tensor: usize| {
-            // As f32 all are finite: no byte has all bits of an exponent.
+            // All values are finite as f32, since no byte has all exponent bits set.
             let pattern: Vec<u8> = (0..251).map(|at| ((at + tensor) % 120) as u8).collect();
             let mut bytes = pattern.repeat(self.tensor_bytes.div_ceil(pattern.len()));
             bytes.truncate(self.tensor_bytes);
@@ -89,7 +92,7 @@ impl Case {
     }
 }
 
-/// A line of the table: the peer has no ring.
+/// A line of the table. The peer has no ring.
 #[derive(Debug, Serialize)]
 struct Line {
     #[serde(flatten)]
@@ -123,7 +126,7 @@ fn main() -> harness::Result<()> {
     Ok(())
 }
 
-/// Prints ours, and the peer's beside it.
+/// Prints our times next to the peer's.
 fn tell(case: Case, ring: Ring, ours: &Samples, peer: Option<&Samples>) {
     let figures = |samples: &Samples| {
         let [low, median, high] = [0.1, 0.5, 0.9].map(|share| samples.quantile(share));
@@ -138,10 +141,10 @@ fn tell(case: Case, ring: Ring, ours: &Samples, peer: Option<&Samples>) {
     }
 }
 
-/// Nanoseconds from the sources to the device's memory, through the library.
+/// Returns the nanoseconds from the sources to the device's memory, through the library.
 fn ours(kind: DeviceKind, ring: Ring, case: Case, sources: &[Vec<u8>], repeats: usize) -> harness::Result<Samples> {
     let device = Device::builder(kind).staging(ring.slots, ring.mebibytes << 20).open()?;
-    let mut layout = Layout::builder();
+    let mut layout = ParameterSpec::builder();
     for tensor in 0..case.tensors {
         layout.add(tensor.to_string(), [case.tensor_bytes / size_of::<f32>()], Initializer::Constant(0.0));
     }
@@ -164,7 +167,7 @@ fn peer(_: DeviceKind, _: Case, _: &[Vec<u8>], _: usize) -> harness::Result<Opti
     Ok(None)
 }
 
-/// The driver's own copies, where there is a driver.
+/// Runs the driver's own copies, if there is a driver.
 #[cfg(feature = "cuda")]
 fn peer(kind: DeviceKind, case: Case, sources: &[Vec<u8>], repeats: usize) -> harness::Result<Option<Samples>> {
     if kind != DeviceKind::Cuda {
@@ -176,7 +179,7 @@ fn peer(kind: DeviceKind, case: Case, sources: &[Vec<u8>], repeats: usize) -> ha
     }))
 }
 
-/// CUDA, called directly.
+/// Direct calls of CUDA.
 #[cfg(feature = "cuda")]
 mod driver {
     use crate::harness::Samples;
@@ -188,15 +191,15 @@ mod driver {
         if result == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(format!("{result:?}")) }
     }
 
-    /// Times copies of `parts`, which lie one behind the other on the device.
+    /// Times copies of `parts` to consecutive device memory.
     fn copies(bytes: usize, parts: &[&[u8]], repeats: usize) -> Result<Samples, Box<dyn std::error::Error>> {
         let stream = Stream::new(StreamFlags::NON_BLOCKING, None)?;
-        // SAFETY: nothing is read before it is written.
+        // SAFETY: all bytes are written before any is read.
         let memory = unsafe { DeviceBuffer::<u8>::uninitialized(bytes) }?;
         let copy = || {
             let mut to = memory.as_device_ptr().as_raw();
             parts.iter().try_for_each(|part| {
-                // SAFETY: the parts fit the memory, and live until the stream has been waited for.
+                // SAFETY: the parts fit the memory, and outlive the wait for the stream.
                 let copied =
                     unsafe { sys::cuMemcpyHtoDAsync_v2(to, part.as_ptr().cast(), part.len(), stream.as_inner()) };
                 to += part.len() as u64;
@@ -207,7 +210,7 @@ mod driver {
         Ok(Samples::collect(repeats, 1, copy, settle)?)
     }
 
-    /// A copy for each tensor, from where it lies.
+    /// Times one copy per tensor, from its own place.
     pub(super) fn pageable(
         tensor_bytes: usize,
         sources: &[Vec<u8>],
@@ -218,7 +221,7 @@ mod driver {
         copies(tensor_bytes * sources.len(), &parts, repeats)
     }
 
-    /// One copy of all from page-locked memory.
+    /// Times one copy of everything from pinned memory.
     pub(super) fn pinned(source: &[u8], repeats: usize) -> Result<Samples, Box<dyn std::error::Error>> {
         let _context = cust::quick_init()?;
         let pinned = LockedBuffer::from_slice(source)?;

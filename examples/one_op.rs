@@ -1,7 +1,7 @@
-//! One op: softmax of two rows, in a step.
+//! One op in a step: the softmax of two rows.
 //!
 //! ```text
-//! cargo run --example one_op          # on the GPU where there is one, else on the emulator
+//! cargo run --example one_op          # on the GPU if there is one, else on the emulator
 //! ```
 
 #![forbid(unsafe_code)]
@@ -14,7 +14,7 @@ fn main() -> Result<()> {
     let shares = arena.step(|step| {
         let x = step.upload(&[0.0, 1.0, 2.0, 5.0, 5.0, 5.0], [2, 3])?; // a tensor of this step
         let y = ops::softmax(step, &x)?; // queued
-        step.read(&y) // waits; numbers of the host may leave the step, tensors may not
+        step.read(&y) // waits; host values may leave the step, tensors may not
     })?;
     for row in shares.chunks(3) {
         println!("{row:.4?}");

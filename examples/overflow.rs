@@ -1,14 +1,16 @@
-//! Bug A in small: a full arena, for each of the three causes, and what to do about each.
+//! Bug A in miniature: an arena that is full, for each of three causes, and the remedy for each.
 //!
 //! ```text
 //! cargo run --release --example overflow                                    # on this CPU
 //! cargo run --release --features cuda --example overflow -- --device cuda   # on the GPU
 //! ```
-//! The original: an arena of 64 GB overflowed on the first sample's tanh output of 48 KB (12 tokens x 1024 x f32), and
-//! nobody could say why. Here a step with tensors of that kind overflows in the three possible ways, and each time the
-//! arena says which one it was: in the error where it refuses, in a warning where it has a pool.
-//! Exit code 0: it was right each time, and no run left memory behind. 1: it was not, or the device failed. 2: the command
-//! line is wrong.
+//! In the original bug, an arena of 64 GB overflowed at the first sample's tanh output of 48 KB (12
+//! tokens x 1024 x f32), and nobody could explain it. Here a step with tensors of that kind
+//! overflows in the three possible ways. Each time the arena names the cause: in the error if it
+//! refuses, or in a warning if it has a pool.
+//!
+//! Exit code 0: every cause was named correctly and no run leaked memory. 1: a cause was wrong, or
+//! the device failed. 2: the command line is wrong.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
@@ -20,17 +22,17 @@ use std::ops::Range;
 use std::process::ExitCode;
 use std::sync::{Mutex, PoisonError};
 use stepscope::{
-    Arena, ArenaBuilder, Capacity, Cause, Device, DeviceKind, Eager, Error, Gradients, Growth, Initializer, Layout,
-    Overflow, Parameter, Parameters, Tape,
+    Arena, ArenaBuilder, Capacity, Cause, Device, DeviceKind, EagerStep, Error, Gradients, Growth, Initializer,
+    Overflow, Parameter, ParameterSpec, Parameters, Tape,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-/// Shows why an arena overflows: three causes, three reports, then runs without overflow.
+/// Shows why an arena overflows: three causes with their reports, then runs without overflow.
 #[derive(Parser)]
 #[command(name = "overflow")]
 struct Args {
-    /// Where to run
+    /// Device to run on
     #[arg(long, value_name = "auto|emulated|cuda", default_value = "auto")]
     device: DeviceKind,
 }
@@ -39,7 +41,7 @@ const TOKENS: usize = 12;
 const FEATURES: usize = 193;
 const WIDTH: usize = 1024;
 const CLASSES: usize = 3;
-/// The samples that each run learns from.
+/// The samples that each run trains on.
 const SAMPLES: usize = 12;
 const MIB: usize = 1 << 20;
 
@@ -61,7 +63,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// A step that does not fit its arena, and the cause that the arena should name.
+/// A step that does not fit its arena, and the cause that the arena must name.
 struct Case {
     title: &'static str,
     capacity_bytes: usize,
@@ -69,12 +71,12 @@ struct Case {
     named: fn(Cause) -> bool,
 }
 
-/// Forward and backward passes over all samples in one step scope.
+/// The forward and backward passes over all samples in one step scope.
 #[derive(Clone, Copy)]
 enum Work {
-    /// One pass for each sample.
+    /// One pass per sample.
     SampleBySample,
-    /// One pass over all of them.
+    /// One pass over all samples.
     AllAtOnce,
 }
 
@@ -119,7 +121,7 @@ fn run(kind: DeviceKind) -> Result<()> {
     }
     ended(&arena, 0)?;
 
-    heading("5. Run 3 in an arena of the size that `Arena::measure` tells");
+    heading("5. Run 3 in an arena of the size that `Arena::measure` returns");
     let wanted = model.roomy_step(&device, Work::AllAtOnce)?;
     let measured = arena.measure(|step| model.work(step, Work::AllAtOnce))?;
     let mut arena = Arena::builder(&device).capacity(Capacity::Measured(measured)).build()?;
@@ -139,11 +141,11 @@ fn run(kind: DeviceKind) -> Result<()> {
     check(overflows > 0, "the first step did not overflow")?;
     check(arena.report().growths == 1, "the arena did not grow just once")?;
     ended(&arena, overflows)?;
-    println!("\nEach cause was named right.");
+    println!("\nEach cause was named correctly.");
     Ok(())
 }
 
-/// Runs a case in an arena that refuses, and then in one that has a pool to overflow into.
+/// Runs a case in an arena that refuses, and then in one with an overflow pool.
 fn refused_then_pooled(device: &Device, model: &mut Model, case: &Case) -> Result<()> {
     let Case { title, capacity_bytes, work, named } = *case;
     heading(title);
@@ -169,21 +171,21 @@ fn refused_then_pooled(device: &Device, model: &mut Model, case: &Case) -> Resul
     ended(&arena, overflows)
 }
 
-/// An arena with a pool.
+/// Returns the builder of an arena with a pool.
 fn pooled(device: &Device, capacity_bytes: usize) -> ArenaBuilder {
     Arena::builder(device).capacity(Capacity::Bytes(capacity_bytes)).overflow(Overflow::pool(16 * MIB))
 }
 
-/// Prints what an arena did: in all so many overflows, and nothing left.
+/// Prints an arena's totals, and checks that it overflowed this often and leaked nothing.
 fn ended(arena: &Arena, overflows: u64) -> Result<()> {
     let report = arena.report();
     let text = report.to_string();
-    // The whole report stands in the error; here the totals do.
+    // The error already printed the whole report; this prints only the totals.
     let totals = text.lines().filter(|line| line.starts_with("arena:") || line.starts_with("  overflow:"));
     totals.for_each(indented);
     check(report.overflow.allocations == overflows, "the arena overflowed again")?;
-    check(report.overflow.live_blocks == 0, "blocks of the pool were not given back")?;
-    check(warnings().is_empty(), "there was a warning too many")
+    check(report.overflow.live_blocks == 0, "blocks of the pool were not freed")?;
+    check(warnings().is_empty(), "there was an unexpected warning")
 }
 
 fn heading(title: &str) {
@@ -200,8 +202,8 @@ fn check(holds: bool, otherwise: &str) -> Result<()> {
     if holds { Ok(()) } else { Err(otherwise.into()) }
 }
 
-/// A model over tokens: `h = tanh(x W1 + b1)`, `logits = mean_tokens(h) W2 + b2`, with `x: [samples, 12, 193]` and
-/// `h: [samples, 12, 1024]`, and the samples that it learns.
+/// A model over tokens, and its training samples: `h = tanh(x W1 + b1)`, `logits = mean_tokens(h)
+/// W2 + b2`, with `x: [samples, 12, 193]` and `h: [samples, 12, 1024]`.
 struct Model {
     w1: Parameter,
     b1: Parameter,
@@ -215,7 +217,7 @@ struct Model {
 
 impl Model {
     fn new(device: &Device) -> stepscope::Result<Self> {
-        let mut layout = Layout::builder();
+        let mut layout = ParameterSpec::builder();
         let w1 = layout.add("w1", [FEATURES, WIDTH], Initializer::fan_in(FEATURES));
         let b1 = layout.add("b1", [WIDTH], Initializer::Constant(0.0));
         let w2 = layout.add("w2", [WIDTH, CLASSES], Initializer::fan_in(WIDTH));
@@ -227,8 +229,8 @@ impl Model {
         Ok(Self { w1, b1, w2, b2, weights, gradients, samples, labels })
     }
 
-    /// Forward and backward over some samples.
-    fn pass(&mut self, step: &Eager<'_>, of: Range<usize>) -> stepscope::Result<()> {
+    /// Runs forward and backward over some samples.
+    fn pass(&mut self, step: &EagerStep<'_>, of: Range<usize>) -> stepscope::Result<()> {
         let Self { w1, b1, w2, b2, ref weights, ref mut gradients, ref samples, ref labels } = *self;
         let batch = of.len();
         let labels = step.upload(&labels[of.clone()], [batch])?.save();
@@ -242,8 +244,8 @@ impl Model {
         tape.backward(&loss, gradients)
     }
 
-    /// Passes over all samples, in one step.
-    fn work(&mut self, step: &Eager<'_>, work: Work) -> stepscope::Result<()> {
+    /// Runs passes over all samples in one step.
+    fn work(&mut self, step: &EagerStep<'_>, work: Work) -> stepscope::Result<()> {
         self.gradients.zero(step)?;
         match work {
             Work::SampleBySample => (0..SAMPLES).try_for_each(|sample| self.pass(step, sample..sample + 1)),
@@ -251,19 +253,19 @@ impl Model {
         }
     }
 
-    /// Runs a step of an arena; returns the bits of the gradients.
+    /// Runs a step in an arena and returns the bits of the gradients.
     fn step(&mut self, arena: &mut Arena, work: Work) -> stepscope::Result<Vec<u32>> {
         arena.step(|step| self.work(step, work))?;
         Ok(self.gradients.flat().read()?.into_iter().map(f32::to_bits).collect())
     }
 
-    /// [`Model::step`] in an arena with more room than any step here needs.
+    /// Runs [`Model::step`] in an arena with more room than any step here needs.
     fn roomy_step(&mut self, device: &Device, work: Work) -> stepscope::Result<Vec<u32>> {
         self.step(&mut Arena::builder(device).capacity(Capacity::mib(64)).build()?, work)
     }
 }
 
-/// Where warnings go until the run that they belong to prints them.
+/// The buffer that collects warnings until the run that caused them prints them.
 static WARNINGS: Mutex<Vec<u8>> = Mutex::new(Vec::new());
 
 struct Warnings;
@@ -278,15 +280,15 @@ impl Write for Warnings {
     }
 }
 
-/// Takes the warnings.
+/// Removes and returns the warnings.
 fn warnings() -> String {
     let bytes = std::mem::take(&mut *WARNINGS.lock().unwrap_or_else(PoisonError::into_inner));
     String::from_utf8_lossy(&bytes).trim().to_owned()
 }
 
-/// Takes the one warning.
+/// Removes and returns the only warning.
 fn warned() -> Result<String> {
     let text = warnings();
-    check(text.lines().count() == 1, "there was not just one warning")?;
+    check(text.lines().count() == 1, "there was not exactly one warning")?;
     Ok(text)
 }

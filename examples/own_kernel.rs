@@ -1,10 +1,11 @@
-//! A kernel of one's own: `y = x` above zero, else `slope x`, from the function to a launch in a step.
+//! A custom kernel, leaky ReLU (`y = x` above zero, else `slope x`), from its function to its
+//! launch in a step.
 //!
 //! ```text
 //! cargo run --example own_kernel
 //! ```
-//! The same function runs on a GPU once a build script has compiled its package to PTX: `tests/downstream/` is a package that does
-//! that, and trains with such a kernel.
+//! The same function runs on a GPU once a build script compiles its package to PTX.
+//! `tests/downstream/` is a package that does so, and trains with such a kernel.
 
 use cuda_std::prelude::*;
 use kernels::contract;
@@ -13,12 +14,13 @@ use stepscope::{Arena, Capacity, Device, DeviceKind, Error, Result, Source, Step
 
 const BLOCK: usize = 128;
 
-/// y[i] = x[i] above zero, else slope x[i]; `x`, `y`: `[n]`. Overwrites `y`.
+/// Computes `y[i] = x[i]` above zero, else `slope x[i]`; `x`, `y`: `[n]`. Overwrites `y`.
 #[kernel]
 pub unsafe fn leaky_relu(x: &[f32], slope: f32, y: *mut f32) {
     let index = thread::index_1d() as usize;
     if index < x.len() {
-        // SAFETY: the index lies inside `x`, and `y` is as long.
+        // SAFETY: the index lies inside `x`, and the contract requires that `y` has the same
+        // length.
         unsafe {
             let x = load(x, index);
             store(y, index, if x > 0.0 { x } else { slope * x });
@@ -26,17 +28,17 @@ pub unsafe fn leaky_relu(x: &[f32], slope: f32, y: *mut f32) {
     }
 }
 
-// What it asks of a launch, and how many blocks that takes: nothing runs before this has accepted the arguments. That it asks
-// enough is a promise which nothing checks, so it says `unsafe`.
-// SAFETY: a thread touches the element of its index, which counts up to 2^32, in each argument, and only where `x` has one; `y` is as
-// long.
+// The contract checks the arguments and sets the number of blocks before a launch. It is `unsafe`
+// because nothing verifies that its checks suffice.
+// SAFETY: each thread accesses only the element at its own index, and only if `x` has one. Indices
+// count up to 2^32, and `y` has the length of `x`.
 contract! { unsafe leaky_relu { block: BLOCK, align: 4 } |k| {
     Violation::unless_length("y", k.x.len(), k.y.len())?;
     Violation::unless(k.x.len() <= u32::MAX as usize, "x", "fewer elements than `index_1d` counts", k.x.len())?;
     Grid::cover(k.x.len(), BLOCK)
 }}
 
-/// The op: an output of the input's shape, and the launch.
+/// The op: allocates an output of the input's shape and launches the kernel.
 fn op<'s>(step: &Step<'s>, x: &Tensor<'s>, slope: f32) -> Result<Tensor<'s>> {
     let mut y = step.empty(x.shape())?;
     step.launch(leaky_relu { x: x.slice(), slope, y: y.out() })?;

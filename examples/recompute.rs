@@ -1,8 +1,9 @@
-//! What a training step of a transformer takes, by tokens, with its blocks as checkpoints and without:
-//! `cargo run --release --example recompute`.
+//! Measures the memory of a transformer's training step by its number of tokens, with and without
+//! recompute: `cargo run --release --example recompute`.
 //!
-//! Nothing is computed and no memory taken: `Arena::measure` counts. `--train TOKENS --device cuda` makes some updates of one such sample, captured,
-//! in BF16. The blocks are those of a small Llama, one sample.
+//! `Arena::measure` counts the bytes in a dry run, without computing or allocating. The blocks are
+//! those of a small Llama, with one sample. `--train TOKENS --device cuda` instead makes a few
+//! captured BF16 updates on one sample of that length.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
@@ -10,10 +11,10 @@
 use clap::Parser;
 use std::time::Instant;
 use stepscope::nn::{MultiHeadAttention, RmsNorm, SwiGlu};
-use stepscope::ops::{Attend, Factor, Rotary};
+use stepscope::ops::{AttentionElement, GemmElement, Rotary};
 use stepscope::{
-    AdamW, AdamWConfig, Arena, Capacity, Device, DeviceKind, Gradients, Inputs, Layout, Parameters, Result, Slots,
-    Step, Tape, Var, bf16,
+    AdamW, AdamWConfig, Arena, Capacity, CaptureInputs, Device, DeviceKind, Gradients, HostInputs, ParameterSpec,
+    Parameters, Result, Step, Tape, Var, bf16,
 };
 
 const LAYERS: usize = 12;
@@ -22,18 +23,18 @@ const HEADS: usize = 12;
 const HIDDEN: usize = 2048;
 const UPDATES: usize = 4;
 
-/// Bytes by tokens, or some updates.
+/// Prints the memory of a training step by tokens, or trains on one long sample
 #[derive(Debug, Parser)]
 struct Args {
-    /// Where to train
+    /// Device to train on
     #[arg(long, value_name = "auto|emulated|cuda", default_value = "emulated")]
     device: DeviceKind,
-    /// Makes updates of one sample with so many tokens
+    /// Make a few updates on one sample with this many tokens
     #[arg(long, value_name = "TOKENS")]
     train: Option<usize>,
 }
 
-/// Handles, which a checkpoint's closure owns.
+/// The handles of a block, cloned into the recomputed closure.
 #[derive(Clone)]
 struct Block {
     norms: [RmsNorm; 2],
@@ -44,7 +45,7 @@ struct Block {
 impl Block {
     fn forward<'s, S>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>>
     where
-        S: Attend + Factor<S> + Factor<f32>,
+        S: AttentionElement + GemmElement<S> + GemmElement<f32>,
     {
         let mixed = self.attention.forward(tape, &self.norms[0].forward(tape, x)?)?;
         let [x, h] = self.norms[1].forward_residual(tape, &mixed, x)?;
@@ -52,8 +53,8 @@ impl Block {
     }
 }
 
-fn blocks() -> Result<(Vec<Block>, Layout)> {
-    let mut layout = Layout::builder();
+fn blocks() -> Result<(Vec<Block>, ParameterSpec)> {
+    let mut layout = ParameterSpec::builder();
     let mut names = layout.names();
     let block = |layer: usize| Block {
         norms: ["norm1", "norm2"].map(|norm| RmsNorm::new(names.at(format!("{layer}.{norm}")), WIDTH)),
@@ -65,25 +66,25 @@ fn blocks() -> Result<(Vec<Block>, Layout)> {
     Ok(((0..LAYERS).map(block).collect(), layout.build()?))
 }
 
-/// What the blocks make of x.
+/// Runs x through the blocks.
 fn forward<'s, S>(tape: &Tape<'_, 's>, blocks: &[Block], mut x: Var<'s, S>, recompute: bool) -> Result<Var<'s, S>>
 where
-    S: Attend + Factor<S> + Factor<f32>,
+    S: AttentionElement + GemmElement<S> + GemmElement<f32>,
 {
     for block in blocks {
         let block = block.clone();
         x = match recompute {
-            true => tape.checkpoint(x, move |tape, x| block.forward(tape, &x))?,
+            true => tape.recompute(x, move |tape, x| block.forward(tape, &x))?,
             false => block.forward(tape, &x)?,
         };
     }
     Ok(x)
 }
 
-/// The most bytes that a forward and a backward pass have in use.
+/// Returns the peak bytes of a forward and a backward pass.
 fn bytes<S>(arena: &Arena, tokens: usize, recompute: bool) -> Result<usize>
 where
-    S: Attend + Factor<S> + Factor<f32>,
+    S: AttentionElement + GemmElement<S> + GemmElement<f32>,
 {
     let (blocks, layout) = blocks()?;
     let measured = arena.measure(|step| {
@@ -94,12 +95,12 @@ where
         let x = forward(&tape, &blocks, x, recompute)?;
         let target = step.empty([1, tokens, WIDTH])?.save();
         let loss = tape.squared_error(&x, &target, 1.0)?;
-        tape.backward_afresh(&loss, &mut gradients)
+        tape.backward_overwrite(&loss, &mut gradients)
     })?;
     Ok(measured.high_water_bytes())
 }
 
-/// What an update works on.
+/// The state of an update.
 struct Training {
     blocks: Vec<Block>,
     weights: Parameters,
@@ -107,7 +108,7 @@ struct Training {
     adamw: AdamW,
 }
 
-/// Updates of one sample in BF16, with checkpoints: the graph, its loss and its time.
+/// Makes updates on one sample in BF16 with recompute, and prints their loss and time.
 fn train(kind: DeviceKind, tokens: usize) -> Result<()> {
     let device = Device::open(kind)?;
     let (blocks, layout) = blocks()?;
@@ -120,15 +121,15 @@ fn train(kind: DeviceKind, tokens: usize) -> Result<()> {
     let x: Vec<bf16> =
         (0..tokens * WIDTH).map(|at| bf16::from_f32(((at * 37 + at / WIDTH) % 97) as f32 / 48.0 - 1.0)).collect();
     let target: Vec<f32> = (0..tokens * WIDTH).map(|at| ((at * 11) % 53) as f32 / 26.0 - 1.0).collect();
-    let inputs = Inputs::new().with(&x, [1, tokens, WIDTH])?.with(&target, [1, tokens, WIDTH])?;
+    let inputs = HostInputs::new().with(&x, [1, tokens, WIDTH])?.with(&target, [1, tokens, WIDTH])?;
     let mut captured =
-        arena.capture(state, &inputs, |step: &mut Step<'_>, state: &mut Training, slots: &Slots<'_>| {
+        arena.capture(state, &inputs, |step: &mut Step<'_>, state: &mut Training, slots: &CaptureInputs<'_>| {
             let Training { blocks, weights, gradients, adamw } = state;
             let tape = Tape::new(step, weights);
             let y = forward(&tape, blocks, tape.input(slots.input::<bf16>(0)?), true)?;
             let loss = tape.squared_error(&y, &slots.input(1)?, 1.0 / y.shape().elements() as f32)?;
             let value = slots.output(loss.value());
-            tape.backward_afresh(&loss, gradients)?;
+            tape.backward_overwrite(&loss, gradients)?;
             adamw.apply(step, weights, gradients)?;
             Ok(value)
         })?;

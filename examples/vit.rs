@@ -1,7 +1,8 @@
-//! A small vision transformer (Dosovitskiy et al., 2021) tells handwritten digits: the language models' blocks, over rows of pixels.
+//! A small vision transformer (Dosovitskiy et al., 2021) that classifies handwritten digits. It
+//! uses the language models' blocks over rows of pixels.
 //!
-//! `cargo run --release --example vit`. Exit code 0: at least 95 % of the images that it was not trained on are told right. 1: fewer, or the
-//! device failed. 2: the command line is wrong.
+//! `cargo run --release --example vit`. Exit code 0: at least 95 % accuracy on the test images. 1:
+//! less, or the device failed. 2: the command line is wrong.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
@@ -14,11 +15,11 @@ use data::{CLASSES, Images, PIXELS};
 use std::{process::ExitCode, sync::Arc};
 use stepscope::nn::{Block, Embedding, LayerNorm, Linear};
 use stepscope::{
-    AdamWConfig, Arena, Batch, Capacity, Device, DeviceKind, EpochProgress, Layout, Learner, Model, Result, Samples,
-    Schedule, Tape, Trainer, Var,
+    AdamWConfig, Arena, Capacity, Device, DeviceBatch, DeviceKind, EpochProgress, HostBatch, Model, ParameterSpec,
+    Result, Schedule, Tape, TrainState, Trainer, Var,
 };
 
-/// Rows of an image, which are its tokens, and pixels of a row.
+/// Rows of an image, each of which is a token, and pixels per row.
 const ROWS: usize = 8;
 const WIDTH: usize = 64;
 const HEADS: usize = 4;
@@ -26,10 +27,10 @@ const LAYERS: usize = 2;
 const BATCH: usize = 32;
 const WANTED: f64 = 0.95;
 
-/// Learns to tell handwritten digits.
+/// Learns to classify handwritten digits
 #[derive(Parser)]
 struct Args {
-    /// Where to train
+    /// Device to train on
     #[arg(long, value_name = "auto|emulated|cuda", default_value = "auto")]
     device: DeviceKind,
     /// Passes over the training images
@@ -46,7 +47,7 @@ struct Vit {
 }
 
 impl Model for Vit {
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let pixels = batch.input::<f32>(0)?;
         let images = pixels.shape().extents()[0];
         let x = self.rows.forward(tape, &tape.input(pixels.reshape([images, ROWS, PIXELS / ROWS])?))?;
@@ -68,7 +69,7 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<f64> {
     let (training, validation) = Images::load(7);
-    let mut layout = Layout::builder();
+    let mut layout = ParameterSpec::builder();
     let mut names = layout.names();
     let model = Vit {
         rows: Linear::new(names.at("rows"), PIXELS / ROWS, WIDTH),
@@ -82,7 +83,7 @@ fn run(args: &Args) -> Result<f64> {
     let config = AdamWConfig { learning_rate: 2e-3, clip: Some(1.0), schedule, ..AdamWConfig::default() };
     let device = Device::open(args.device)?;
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(64)).build()?;
-    let learner = Learner::new(&device, model, &layout.build()?, 7, config)?;
+    let learner = TrainState::new(&device, model, &layout.build()?, 7, config)?;
     let mut trainer = Trainer::captured(&mut arena, learner, &training.choose(&[0; BATCH]))?;
     let (training, mut accuracy) = (Arc::new(training), 0.0);
     for epoch in 0..args.epochs {

@@ -8,17 +8,18 @@
 let
   inherit (pkgs) lib;
 
-  # The host's compiler, and with its library source the kernels' too.
+  # The host's compiler, which with its library source also compiles the kernels.
   rust = pkgs.rust-bin.stable."1.95.0".default.override { extensions = [ "rust-src" ]; };
   craneLib = (crane.mkLib pkgs).overrideToolchain rust;
-  # What every architecture of device/ is compiled for: the GB10 first, then what the project is measured on.
+  # The architectures of device/: the GB10 first, then those of the measurements.
   archs = [
     "sm_121"
     "sm_90"
   ];
 
   cudaPackages = pkgs.cudaPackages_13_0;
-  # CUDA without the driver, in the layout that cust_raw looks for; the linker gets the toolkit's stub of the driver.
+  # CUDA without the driver, in the layout that cust_raw expects. The linker gets the toolkit's stub
+  # of the driver.
   cuda = pkgs.runCommand "cuda-without-driver" { } ''
     mkdir -p $out/lib64
     ln -s ${cudaPackages.cudatoolkit}/include $out/include
@@ -29,8 +30,8 @@ let
     CUDA_LIBRARY_PATH = cuda;
   };
 
-  # The driver is the host's: NixOS has it in a fixed place, others in the system's library folder, from which nothing else
-  # may come along.
+  # The driver is the host's. NixOS has it in a fixed place, and other systems in their library
+  # folder, of which nothing else may be used.
   findDriver = ''
     if [ -e /run/opengl-driver/lib/libcuda.so.1 ]; then
       export LD_LIBRARY_PATH=/run/opengl-driver/lib''${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
@@ -46,7 +47,7 @@ let
     fi
   '';
 
-  # cargo COMMAND over the whole workspace, with every crate of Cargo.lock at hand.
+  # Runs cargo COMMAND over the whole workspace, with every crate of Cargo.lock available.
   cargo =
     name: args:
     craneLib.mkCargoDerivation (
@@ -60,7 +61,7 @@ let
       // args
     );
 
-  # Crates of these lock files, and of the library that -Zbuild-std compiles.
+  # The crates of these lock files, and of the library that -Zbuild-std compiles.
   withLibrary =
     toolchain: locks:
     craneLib.vendorMultipleCargoDeps {
@@ -77,7 +78,7 @@ let
   # The names of the library's kernels.
   kernels = cargo "kernels" {
     buildPhaseCargoCommand = "cargo run --locked --example same_bits -- --list > kernels.txt";
-    # crane's own makes a folder of $out.
+    # crane's default creates $out as a folder.
     installPhaseCommand = "cp kernels.txt $out";
   };
   withCuda = linkCuda // {

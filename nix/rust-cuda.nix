@@ -1,4 +1,5 @@
-# device/rust-cuda: the kernels through rust-cuda's own cuda_builder, with its compiler, LLVM 19 and CUDA's libNVVM.
+# device/rust-cuda: the kernels compiled with rust-cuda's own cuda_builder, its compiler, LLVM 19
+# and CUDA's libNVVM.
 {
   pkgs,
   rust-cuda,
@@ -30,7 +31,7 @@ rec {
     LIBCLANG_PATH = "${lib.getLib llvm.libclang}/lib";
     CUDA_PATH = cudaPackages.cudatoolkit;
     CUDA_ROOT = cudaPackages.cudatoolkit;
-    # What ci/rust-cuda compiles by.
+    # The program that ci/rust-cuda compiles with.
     STEPSCOPE_RUST_CUDA = pkgs.writeShellScript "rust-cuda" ''
       exec cargo run --release --manifest-path "$1/device/rust-cuda/Cargo.toml" -- "$2"
     '';
@@ -43,9 +44,9 @@ rec {
     ] + ":${cudaPackages.libnvvm}/lib:${cudaPackages.libnvvm}/lib64:${cudaPackages.cudatoolkit}/nvvm/lib64";
   };
 
-  # Arguments of crane's mkCargoDerivation. rust-cuda is a path there; the other crates of device/rust-cuda/Cargo.lock are those of
-  # its own lock file. The revision and that lock are what was shown to give the right bits (docs/rust-cuda.md): the sources need
-  # no patch of rust-cuda.
+  # Arguments of crane's mkCargoDerivation. rust-cuda is a path there. The other crates of
+  # device/rust-cuda/Cargo.lock are those of its own lock file. This revision and lock file were
+  # shown to give the right bits without patches (docs/rust-cuda.md).
   build = environment // {
     nativeBuildInputs = tools;
     dontUseCmakeConfigure = true;

@@ -1,7 +1,8 @@
-//! The unit tests of `examples/crossasset`'s data side: bars, features, labels, folds, command line, report.
+//! The unit tests of the data side of `examples/crossasset`: bars, features, labels, folds, command
+//! line, report.
 //!
-//! Cargo builds an example either as a program or as its tests. `tests/programs/bars.rs` runs the program, so the modules are
-//! compiled a second time here, for the tests inside them.
+//! Cargo builds an example either as a program or as its tests. `tests/programs/bars.rs` runs the
+//! program, so this file compiles the modules a second time for the tests inside them.
 
 #![forbid(unsafe_code)]
 #![allow(dead_code, reason = "the program's main, which calls all of this, is not here")]

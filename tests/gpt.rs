@@ -1,6 +1,7 @@
-//! The language models of `examples/gpt`: the same bits whatever runs them, and what is refused of files.
+//! The language models of `examples/gpt`: they give the same bits however they run, and refuse
+//! unsuitable files.
 //!
-//! The program's modules are compiled a second time here. `tests/gpt/program.rs` runs the program.
+//! This file compiles the program's modules a second time. `tests/gpt/program.rs` runs the program.
 
 #![forbid(unsafe_code)]
 #![allow(dead_code, reason = "the program's main, which calls all of this, is not here")]
@@ -48,14 +49,16 @@ use plan::Plan;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
-use stepscope::{Arena, Capacity, Device, Learner, SplitMix64, StateDict, Tape, TokenSampler, TokenSamplerConfig, ops};
+use stepscope::{
+    Arena, Capacity, Device, SplitMix64, StateDict, Tape, TokenSampler, TokenSamplerConfig, TrainState, ops,
+};
 use support::on_each_device;
 use tempfile::TempDir;
 use text::Text;
 use tokenizer::Tokenizer;
 use weights::Weights;
 
-/// A folder with a text of so many random words.
+/// Returns a folder with a text of this many random words.
 fn folder(words: usize) -> (TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let mut random = SplitMix64::new(5);
@@ -66,7 +69,7 @@ fn folder(words: usize) -> (TempDir, PathBuf) {
     (folder, path)
 }
 
-/// The arguments of a small run, and more.
+/// Returns the arguments of a small run, and `more`.
 fn arguments(data: &Path, out: &Path, more: &str) -> Args {
     let own = format!(
         "gpt --data {} --out {} --context 16 --batch 2 --updates 5 --evaluate-every 3 --warmup 1",
@@ -76,13 +79,13 @@ fn arguments(data: &Path, out: &Path, more: &str) -> Args {
     Args::parse_from(own.split(' ').chain(more.split_whitespace()))
 }
 
-/// The digest of the weights that a captured run of [`arguments`] ends with, by 400 words of [`folder`].
+/// The digest of the weights after a captured run of [`arguments`] on 400 words of [`folder`].
 const GOLDEN: &str = "9e590e3687fc98b6b99d0488d3b91666e9dca93214474bfa96f30272b55a8cea";
 
-/// What a run gives: the digest of its weights, and the bits of all losses.
+/// The results of a run: the digest of its weights, and the bits of all losses.
 type Bits = (String, Vec<u64>);
 
-/// A run to its end, or to its stop.
+/// Runs to the end, or to the stop.
 fn trained(device: &Device, args: &Args, stopped: bool) -> Option<Bits> {
     let plan = Plan::load(args, 1).unwrap();
     let mut learner = plan.learner(device).unwrap();
@@ -97,8 +100,9 @@ fn trained(device: &Device, args: &Args, stopped: bool) -> Option<Bits> {
 }
 
 on_each_device! {
-    /// Captured and eager, recomputed and not, stopped behind each update and not: the bits are the same.
-    fn how_it_runs_changes_no_bit(device: &Device) {
+    /// The bits are the same captured and eager, with and without recomputing, and with and without
+    /// a stop after each update.
+    fn run_modes_give_same_bits(device: &Device) {
         let (folder, data) = folder(400);
         for arch in ["--arch gpt2", "--arch llama --documents --accumulate 2"] {
             let run = |more: &str| {
@@ -125,14 +129,15 @@ on_each_device! {
         }
     }
 
-    /// A short training in f32 ends with the same weights on every device, in every run and in every version: who changes a bit says so.
-    fn a_training_has_the_bits_that_it_always_had(device: &Device) {
+    /// A short f32 training ends with the same weights on every device, in every run and in every
+    /// version. A change that alters a bit must declare it.
+    fn training_matches_golden_digest(device: &Device) {
         let (folder, data) = folder(400);
         assert_eq!(trained(device, &arguments(&data, folder.path(), ""), false).unwrap().0, GOLDEN);
     }
 
-    /// BF16 and TF32 learn what f32 does, nearly.
-    fn less_exact_products_learn_too(device: &Device) {
+    /// BF16 and TF32 learn nearly as well as f32.
+    fn low_precision_products_learn(device: &Device) {
         let (folder, data) = folder(400);
         let loss = |more: &str| {
             let (_, losses) = trained(device, &arguments(&data, folder.path(), more), false).unwrap();
@@ -147,8 +152,8 @@ on_each_device! {
         }
     }
 
-    /// The same seed writes the same text, another seed another.
-    fn a_seed_names_what_is_written(device: &Device) {
+    /// A seed always writes the same text, and another seed writes another.
+    fn seed_determines_sampled_text(device: &Device) {
         let (folder, data) = folder(400);
         let args = arguments(&data, folder.path(), "");
         let plan = Plan::load(&args, 1).unwrap();
@@ -163,8 +168,9 @@ on_each_device! {
         assert_eq!(write(7, 0.0), write(8, 0.0), "the likeliest tokens have no seed");
     }
 
-    /// Token by token, with keys and values kept, the likeliest text is that of the whole text computed anew for each token.
-    fn a_cache_changes_no_text(device: &Device) {
+    /// Generation token by token with a key-value cache gives the same greedy text as recomputing
+    /// the whole text for each token.
+    fn cache_keeps_greedy_text(device: &Device) {
         let (folder, data) = folder(400);
         let greedy = TokenSamplerConfig { temperature: 0.0, ..TokenSamplerConfig::default() };
         let mut greedy = TokenSampler::new(greedy, 0).unwrap();
@@ -175,7 +181,7 @@ on_each_device! {
             let mut arena = plan.arena(device, &mut learner).unwrap();
             let mut trainer = plan.trainer(&mut arena, learner).unwrap();
             plan.train(&mut trainer, &args.out, true).unwrap().unwrap();
-            let Learner { model, parameters, .. } = trainer.learner();
+            let TrainState { model, parameters, .. } = trainer.learner();
             let mut other = Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap();
             let mut tokens = b"let".map(u32::from).to_vec();
             while tokens.len() < 16 {
@@ -193,15 +199,16 @@ on_each_device! {
         }
     }
 
-    /// What is written for transformers is read again, in one file and in shards; what does not fit is refused by name.
-    fn weights_go_out_and_come_back(device: &Device) {
+    /// Weights written for transformers are read back, in one file and in shards. Weights that do
+    /// not fit are refused by name.
+    fn exported_weights_round_trip(device: &Device) {
         let (folder, data) = folder(400);
         for arch in ["gpt2", "llama"] {
             let args = arguments(&data, folder.path(), &format!("--arch {arch}"));
             let plan = Plan::load(&args, 1).unwrap();
             let learner = plan.learner(device).unwrap();
             let theirs = folder.path().join(arch);
-            // Some 3 MB: the shards first, of which nothing may be left.
+            // About 3 MB in total. Shards come first, and none of them may remain afterwards.
             for (most, files) in [(Some(1_000_000), 4), (None, 1)] {
                 weights::write(&theirs, &learner.parameters, &plan.sizes, most).unwrap();
                 let shards = fs::read_dir(&theirs).unwrap().map(|entry| entry.unwrap().path());
@@ -213,7 +220,7 @@ on_each_device! {
             }
             let back = Weights::read(&theirs, None).unwrap();
             assert_eq!(back.sizes, plan.sizes, "{arch}");
-            // Where the third row and the second column of keys lie.
+            // The place of row 3 and column 2 of the keys.
             let flat = learner.parameters.flat().read().unwrap();
             let qkv = learner.parameters.layout().entries().iter().find(|entry| entry.name().ends_with("qkv_proj.weight"));
             let qkv = qkv.unwrap();
@@ -229,7 +236,7 @@ on_each_device! {
     }
 }
 
-/// Changes the tensors of a folder's file, and where asked cuts it into two shards.
+/// Changes the tensors of a folder's file, and optionally splits it into two shards.
 fn changed(theirs: &Path, shards: bool, change: impl FnOnce(&mut Vec<(String, Vec<usize>, Vec<u8>)>)) {
     use safetensors::{Dtype, SafeTensors, tensor::TensorView};
     let file = theirs.join("model.safetensors");
@@ -262,7 +269,7 @@ fn changed(theirs: &Path, shards: bool, change: impl FnOnce(&mut Vec<(String, Ve
 }
 
 #[test]
-fn weights_that_do_not_fit_are_refused_by_name() {
+fn unsuitable_weights_are_refused_by_name() {
     let (folder, data) = folder(400);
     let device = support::open(stepscope::DeviceKind::Emulated);
     let fresh = |arch: &str| {
@@ -290,10 +297,10 @@ fn weights_that_do_not_fit_are_refused_by_name() {
         let tensor = tensors.iter_mut().find(|(tensor, ..)| tensor == name).unwrap();
         tensor.1 = vec![128, 64];
     });
-    refused(&theirs, &format!("`{name}`: expected [64, 128] by config.json, got [128, 64]"));
+    refused(&theirs, &format!("`{name}`: config.json requires [64, 128], got [128, 64]"));
     let theirs = fresh("gpt2");
     changed(&theirs, false, |tensors| tensors.push(("transformer.h.4.ln_1.weight".into(), vec![1], vec![0; 4])));
-    refused(&theirs, "has `transformer.h.4.ln_1.weight`, which is no weight of this model");
+    refused(&theirs, "has `transformer.h.4.ln_1.weight`, which is not a weight of this model");
     let theirs = fresh("gpt2");
     let config = fs::read_to_string(theirs.join("config.json")).unwrap();
     fs::write(theirs.join("config.json"), config.replace("gelu_new", "relu")).unwrap();
@@ -308,7 +315,7 @@ fn weights_that_do_not_fit_are_refused_by_name() {
 }
 
 #[test]
-fn weights_of_two_bytes_are_read_as_they_are() {
+fn half_precision_weights_load_exactly() {
     use half::{bf16, f16};
     use safetensors::{Dtype, SafeTensors, tensor::TensorView};
     type Rounded = (Dtype, fn(f32) -> [u8; 2], fn(f32) -> f32);
@@ -342,7 +349,7 @@ fn weights_of_two_bytes_are_read_as_they_are() {
 }
 
 #[test]
-fn sizes_have_as_many_weights_as_gpt2_has() {
+fn weight_counts_match_gpt2() {
     let known = [
         (Size::Small, 124_439_808),
         (Size::Medium, 354_823_168),
@@ -357,7 +364,7 @@ fn sizes_have_as_many_weights_as_gpt2_has() {
 }
 
 #[test]
-fn token_files_of_each_format_are_read_as_they_are() {
+fn token_file_formats_load_exactly() {
     let folder = tempfile::tempdir().unwrap();
     let tokens: Vec<u32> = (0..5000).map(|at| at * 7 % 50_257).collect();
     let narrow: Vec<u8> = tokens.iter().flat_map(|&token| (token as u16).to_le_bytes()).collect();
@@ -375,7 +382,7 @@ fn token_files_of_each_format_are_read_as_they_are() {
         fs::write(&path, bytes).unwrap();
         let text = Text::load(&[path.clone(), path], &gpt2, 64).unwrap();
         assert_eq!((text.len(), text.held_out()), (10_000, 9500..10_000));
-        // Across the border of two files.
+        // A range across the border of two files.
         let mut read = Vec::new();
         text.read(4990..5010, &mut read).unwrap();
         assert_eq!(read, [&tokens[4990..], &tokens[..10]].concat(), "format {number}");
@@ -385,7 +392,7 @@ fn token_files_of_each_format_are_read_as_they_are() {
 }
 
 #[test]
-fn a_token_file_that_is_cut_while_it_is_used_is_an_error() {
+fn truncated_token_file_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("tokens.bin");
     fs::write(&path, vec![0; 10_000]).unwrap();
@@ -396,9 +403,9 @@ fn a_token_file_that_is_cut_while_it_is_used_is_an_error() {
 }
 
 #[test]
-fn text_becomes_the_tokens_that_others_make_of_it() {
+fn tokens_match_other_tokenizers() {
     let gpt2 = Tokenizer::open("gpt2").unwrap();
-    // As OpenAI's tiktoken and transformers tell.
+    // The tokens that OpenAI's tiktoken and transformers give.
     assert_eq!(gpt2.encode("", b"Hello, world!").unwrap(), [15_496, 11, 995, 0]);
     assert_eq!((gpt2.vocabulary(), gpt2.end()), (50_257, Some(50_256)));
     assert_eq!(gpt2.decode(&[15_496, 11, 995, 0, 50_300]), "Hello, world!");
@@ -408,7 +415,7 @@ fn text_becomes_the_tokens_that_others_make_of_it() {
 }
 
 #[test]
-fn the_registry_has_the_same_text_for_the_same_lock() {
+fn registry_text_is_reproducible() {
     let files = registry::sources().unwrap();
     let first = files[0].to_str().unwrap();
     assert!(files.len() > 300 && first.contains("bytemuck-"), "{} files, the first {first}", files.len());

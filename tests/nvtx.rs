@@ -1,6 +1,8 @@
-//! The ranges that a profiler sees, by a profiler of our own: NVTX takes one that is linked into the program.
+//! The ranges that a profiler receives. The test links a profiler of its own into the program,
+//! which NVTX supports.
 //!
-//! Invariant: ranges are pushed and popped in pairs, nested as the work is, with the fields that are known when it begins.
+//! Invariant: ranges are pushed and popped in pairs, nested like the work, with the fields that are
+//! known when it begins.
 
 #![cfg(feature = "nvtx")]
 
@@ -9,7 +11,7 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use stepscope::{Arena, Capacity, Device, DeviceKind, NvtxLayer, ops};
 use tracing_subscriber::prelude::*;
 
-/// A function whose type only its place in a table tells.
+/// A function whose type follows only from its place in a table.
 type Erased = *const c_void;
 
 /// NVTX's `NvtxExportTableCallbacks`.
@@ -30,17 +32,19 @@ thread_local! {
     static DEPTH: RefCell<usize> = const { RefCell::new(0) };
 }
 
-// SAFETY: NVTX declares a weak symbol of this name and type for a tool to define; no other symbol has the name.
+// SAFETY: NVTX declares a weak symbol of this name and type for a tool to define; no other symbol
+// has the name.
 #[unsafe(no_mangle)]
 #[allow(non_upper_case_globals, reason = "NVTX's name")]
 static InitializeInjectionNvtx2_fnptr: unsafe extern "C" fn(unsafe extern "C" fn(c_uint) -> *const c_void) -> c_int =
     attach;
 
-/// What NVTX calls at the first range.
+/// Registers the callbacks when NVTX makes its first range.
 unsafe extern "C" fn attach(tables: unsafe extern "C" fn(c_uint) -> *const c_void) -> c_int {
     let (mut functions, mut count) = (std::ptr::null_mut(), 0);
-    // SAFETY: NVTX passes a function that gives the callbacks' table; `module_functions` fills in a table of as many pointers to
-    // places of functions as it says, and these two have the types that belong to their places.
+    // SAFETY: NVTX passes a function that returns the callbacks' table. `module_functions` fills in
+    // a table of pointers to function slots, and its length. These two functions have the types of
+    // their slots.
     unsafe {
         let callbacks = &*tables(CALLBACKS).cast::<Callbacks>();
         assert!(callbacks.struct_size >= size_of::<Callbacks>());
@@ -53,7 +57,7 @@ unsafe extern "C" fn attach(tables: unsafe extern "C" fn(c_uint) -> *const c_voi
 }
 
 extern "C" fn pushed(text: *const c_char) -> c_int {
-    // SAFETY: NVTX hands on the text of the range, which ends with a zero.
+    // SAFETY: NVTX passes on the text of the range, which ends with a zero.
     let text = unsafe { CStr::from_ptr(text) }.to_string_lossy();
     let depth = DEPTH.with_borrow_mut(|depth| std::mem::replace(depth, *depth + 1));
     SEEN.with_borrow_mut(|seen| seen.push(format!("{}{text}", "  ".repeat(depth))));
@@ -66,7 +70,7 @@ extern "C" fn popped() -> c_int {
 }
 
 #[test]
-fn a_profiler_sees_steps_uploads_and_launches() {
+fn profiler_receives_all_ranges() {
     tracing_subscriber::registry().with(NvtxLayer).init();
     let device = Device::open(DeviceKind::Emulated).unwrap();
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();

@@ -1,5 +1,5 @@
-//! Runs the built `predict` example: what must be true of any forecast, how near the recorded lines are, and the bytes that it counts beside those
-//! that the emulator sees.
+//! Runs the built `predict` example: the properties of any forecast, its error on the recorded
+//! lines, and its byte counts compared with those of the emulator.
 
 #![forbid(unsafe_code)]
 
@@ -26,7 +26,7 @@ fn run(arguments: &[&str]) -> Output {
     Command::new(example::program("predict")).args(arguments).output().unwrap()
 }
 
-/// What it writes as JSON.
+/// Returns its output as JSON.
 fn json(arguments: &str) -> Value {
     let file = tempfile::NamedTempFile::new().unwrap();
     let path = file.path().to_str().unwrap();
@@ -35,7 +35,7 @@ fn json(arguments: &str) -> Value {
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
-/// The kernels of a forecast by name.
+/// Returns the kernels of a forecast by name.
 fn rows(forecast: &Value) -> BTreeMap<&str, &Value> {
     let rows = forecast["forecast"]["kernels"].as_array().unwrap();
     rows.iter().map(|row| (row["kernel"].as_str().unwrap(), row)).collect()
@@ -45,10 +45,11 @@ fn number(value: &Value) -> f64 {
     value.as_f64().unwrap()
 }
 
-/// Behind the barrier of a stage warps read the next one, and only multiplies that stand there hide it: loops with few of them took 7 to 15 % longer
-/// (docs/lab/matmul.md). `ptxas` moves them when a kernel gets one loop more, or when another kind of code follows.
+/// Warps read the next stage after a stage's barrier, and only multiplies after the barrier hide
+/// these reads. Loops with few such multiplies took 7 to 15 % longer (docs/lab/matmul.md). `ptxas`
+/// moves them when a kernel gets one more loop, or when other code follows.
 #[test]
-fn the_barriers_of_products_stand_early() {
+fn product_barriers_come_early() {
     let code: Value = serde_json::from_str(include_str!("../examples/predict/code.json")).unwrap();
     let mut loops = 0;
     for (arch, kernels) in code.as_object().unwrap() {
@@ -57,7 +58,7 @@ fn the_barriers_of_products_stand_early() {
             .flat_map(|(name, code)| code["ahead"].as_array().into_iter().flatten().map(move |turn| (name, turn)))
         {
             let (all, ahead) = (number(&turn[0]), number(&turn[1]));
-            // A warp of a small tile has few, of which the first reads take some.
+            // A warp of a small tile has few multiplies, and the first reads take some of them.
             if all >= 32.0 {
                 assert!(3.0 * ahead < all, "{arch}, {name}: {ahead} of {all} multiplies before the barrier");
                 loops += 1;
@@ -72,11 +73,11 @@ fn the_barriers_of_products_stand_early() {
 }
 
 #[test]
-fn a_slower_copy_slows_what_memory_binds_by_as_much() {
+fn memory_bound_kernels_scale_with_bandwidth() {
     let step = "--gpu gb10 --model gpt --precision bf16";
     let (whole, half) = (json(&format!("{step} --copy 200")), json(&format!("{step} --copy 100")));
     let (whole, half) = (rows(&whole), rows(&half));
-    // Of products and attention some launches are bound by another thing.
+    // Some launches of products and attention are bound by other limits.
     let is_bound = |(name, row): &(&str, &Value)| {
         row["bound"] == "memory"
             && number(&row["microseconds"]) > 1000.0
@@ -85,7 +86,7 @@ fn a_slower_copy_slows_what_memory_binds_by_as_much() {
     };
     let mut compared = 0;
     for (name, row) in whole.into_iter().filter(is_bound) {
-        // Each launch has a latency besides.
+        // Each launch also has a latency.
         let ratio = number(&half[name]["microseconds"]) / number(&row["microseconds"]);
         assert!((1.9..=2.0).contains(&ratio), "{name}: {ratio}");
         compared += 1;
@@ -94,7 +95,7 @@ fn a_slower_copy_slows_what_memory_binds_by_as_much() {
 }
 
 #[test]
-fn what_the_cache_holds_does_not_come_from_memory() {
+fn cached_data_causes_no_traffic() {
     let bytes = |cache: &str| {
         let step = json(&format!("--gpu h200 --model crossasset --batch 256 --cache {cache}"));
         let touched: f64 = rows(&step).values().map(|row| number(&row["touched_bytes"])).sum();
@@ -109,17 +110,18 @@ fn what_the_cache_holds_does_not_come_from_memory() {
 }
 
 #[test]
-fn a_forecast_says_that_it_is_one_and_computes_nothing() {
+fn forecast_is_labelled_and_computes_nothing() {
     let output = run(&["--gpu", "gb10", "--model", "gpt", "--size", "350m", "--batch", "64", "--precision", "bf16"]);
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(text.starts_with("prediction, not a measurement: Gpt2 350m, 64 x 1024, bf16, on GB10\n"), "{text}");
     assert!(text.contains("predicted step: ") && text.contains("\nlargest: matmul_"), "{text}");
-    // 350 M weights and a step of 64 samples would not fit here, and no emulator would end today.
+    // 350 M weights and a step of 64 samples would not fit here, and the emulator would take far
+    // too long.
     assert!(text.contains("assumed"), "{text}");
 }
 
 #[test]
-fn a_bad_argument_is_refused_with_exit_code_2() {
+fn bad_arguments_exit_with_2() {
     for (arguments, wanted) in [
         (&["--gpu", "h100"][..], "[possible values: gb10, h200]"),
         (&["--model", "bert"], "[possible values: crossasset, gpt]"),
@@ -129,7 +131,7 @@ fn a_bad_argument_is_refused_with_exit_code_2() {
         (&["--against", "no/such/folder"], "no/such/folder/2026-11-25-h200-step.json: "),
         (&["--against", RUNS, "--gpu", "gb10"], "cannot be used with"),
         (&["--beside", "no/such/file.json"], "no/such/file.json: "),
-        (&["--beside", KERNELS], "a file of the step bench expected"),
+        (&["--beside", KERNELS], "expected a file of the step bench"),
         (&["--json", "no/such/folder/file.json"], "--json: "),
     ] {
         let output = run(arguments);
@@ -140,9 +142,9 @@ fn a_bad_argument_is_refused_with_exit_code_2() {
     }
 }
 
-/// A run of the step bench is predicted as any other GPU's, in its precision and batches.
+/// A run of the step bench gets predictions for any GPU, in its precision and batches.
 #[test]
-fn a_run_of_the_step_bench_has_predictions_beside_it() {
+fn bench_runs_get_predictions() {
     let file = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/runs/2026-11-21-h200-step-tf32.json");
     let [there, here] = ["h200", "gb10"].map(|gpu| json(&format!("--beside {file} --gpu {gpu}")));
     let lines = |compared: &Value| compared.as_array().unwrap().clone();
@@ -154,9 +156,10 @@ fn a_run_of_the_step_bench_has_predictions_beside_it() {
     }
 }
 
-/// What `docs/predict.md` says of the recorded lines: a change of the model, of a kernel's choice of tile or of what a step launches shows here.
+/// Checks the figures of `docs/predict.md` for the recorded lines. A change of the model, of a
+/// kernel's choice of tile or of a step's launches shows here.
 #[test]
-fn recorded_lines_that_were_near_stay_near() {
+fn recorded_predictions_stay_close() {
     let compared = json(&format!("--against {RUNS}"));
     let lines = compared.as_array().unwrap();
     let error = |line: &Value| (number(&line["predicted"]) / number(&line["measured"]) - 1.0).abs();
@@ -185,19 +188,20 @@ fn recorded_lines_that_were_near_stay_near() {
     }
 }
 
-/// The code of every kernel of the library has been counted, for both GPUs.
+/// The instructions of every kernel of the library are counted, for both GPUs.
 #[test]
 fn every_kernel_has_been_counted() {
     let code: Value = serde_json::from_str(include_str!("../examples/predict/code.json")).unwrap();
     for arch in ["sm_90", "sm_121"] {
         let counted = code[arch].as_object().unwrap();
-        // The emulator's own tile runs on no GPU.
+        // The emulator's own tile does not run on a GPU.
         for entry in kernels::entries().filter(|entry| !entry.name.ends_with("_on_cpu")) {
             let way = &counted
                 .get(entry.name)
                 .unwrap_or_else(|| panic!("{}: run examples/predict/code.py", entry.name))["way"];
             assert!(number(&way["all"]) > 0.0 && number(&way["alone"]) >= number(&way["all"]), "{}: {way}", entry.name);
-            // A block copies its first stages as it copies the others, before it multiplies; behind the last, nothing is left to be copied.
+            // A block copies its first stages like the others, before it multiplies. After the last
+            // stage, nothing is left to copy.
             if entry.name.starts_with("matmul_of_bf16") {
                 let code = &counted[entry.name];
                 let [hot, first, last] = ["hot", "first", "last"].map(|part| &code[part]);
@@ -218,9 +222,9 @@ fn every_kernel_has_been_counted() {
     }
 }
 
-/// The bytes that the model takes for touched are those that the emulator sees being touched, kernel by kernel.
+/// The bytes that the model counts as touched match those of the emulator, kernel by kernel.
 #[test]
-fn the_emulator_touches_the_bytes_that_are_counted() {
+fn counted_bytes_match_the_emulator() {
     const BATCH: usize = 3;
     let touched = touched_by_a_step(BATCH);
     let step = json(&format!("--gpu h200 --model crossasset --batch {BATCH}"));
@@ -242,7 +246,7 @@ fn the_emulator_touches_the_bytes_that_are_counted() {
     }
 }
 
-/// What a training step of CrossAsset touches on the emulator.
+/// Returns the bytes that a training step of CrossAsset touches on the emulator.
 fn touched_by_a_step(batch: usize) -> Vec<Touched> {
     let device = Device::builder(DeviceKind::Emulated).deadline(Duration::from_secs(600)).open().unwrap();
     let (model, layout) = model::Model::<f32>::new().unwrap();
@@ -255,12 +259,12 @@ fn touched_by_a_step(batch: usize) -> Vec<Touched> {
     let (x, labels) = (vec![0.5; batch * 12 * sizes::FEATURES], vec![0; batch]);
     let step = || {
         arena.step(|step| {
-            let inputs = stepscope::Inputs::new().with(&x, [batch, 12, sizes::FEATURES])?.with(&labels, [batch])?;
+            let inputs = stepscope::HostInputs::new().with(&x, [batch, 12, sizes::FEATURES])?.with(&labels, [batch])?;
             let inputs = step.upload_inputs(&inputs)?;
             let tape = Tape::new(step, &parameters);
             let output = model.forward(&tape, &inputs)?;
             let loss = model.loss(&tape, &output, &inputs, 1.0 / batch as f32)?;
-            tape.backward_afresh(&loss, &mut gradients)?;
+            tape.backward_overwrite(&loss, &mut gradients)?;
             optimizer.apply(step, &mut parameters, &gradients)
         })
     };

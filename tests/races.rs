@@ -1,7 +1,8 @@
-//! The race detector of the emulator: twelve planted bugs in copies of real kernels are found, sound code is not
-//! reported, and its verdicts are those of a plain search for unordered accesses.
+//! The race detector of the emulator. It finds twelve bugs planted in copies of real kernels, does
+//! not report sound code, and agrees with a plain search for unordered accesses.
 //!
-//! That the library's own kernels are clean is `kernels/modes.rs`; that none goes around the detector, `ci/kernel_rules.py`.
+//! `kernels/modes.rs` checks that the library's own kernels are free of races. `ci/kernel_rules.py`
+//! checks that none of them bypasses the detector.
 
 #[path = "support/mod.rs"]
 mod support;

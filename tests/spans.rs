@@ -1,14 +1,15 @@
-//! What a listener hears: spans of steps, phases, uploads, captures and replays, in order, with their fields.
+//! The spans of steps, phases, uploads, captures and replays, in order, with their fields.
 //!
-//! Invariant: a span begins and ends where its work does, so a listener sees them nested as the work is.
+//! Invariant: a span begins and ends with its work, so a subscriber sees spans nested like the
+//! work.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::sync::Once;
 use stepscope::{
-    AdamW, AdamWConfig, Arena, Capacity, Device, DeviceKind, Gradients, Initializer, Inputs, Layout, Parameter,
-    Parameters, Result, Saved, Step, Tape,
+    AdamW, AdamWConfig, Arena, Capacity, Device, DeviceKind, Gradients, HostInputs, Initializer, Parameter,
+    ParameterSpec, Parameters, Result, Saved, Step, Tape,
 };
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
@@ -16,7 +17,7 @@ use tracing::{Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
 
-/// A span that was heard.
+/// A recorded span.
 #[derive(Clone, Debug)]
 struct Heard {
     depth: usize,
@@ -44,14 +45,15 @@ impl Visit for Heard {
 }
 
 thread_local! {
-    /// What this thread has made, while somebody listens, in the order in which it began.
+    /// The spans of this thread while it records them, in the order in which they began.
     static HEARD: RefCell<Option<Vec<Heard>>> = const { RefCell::new(None) };
 }
 
-/// One for the whole program: with one for each thread, another thread's first span could turn that span off for all.
+/// The subscriber of the whole program. With one for each thread, another thread's first span could
+/// disable that span for all.
 struct Listener;
 
-/// A span's place in what was heard.
+/// The place of a span in the record.
 struct Place(usize);
 
 impl Listener {
@@ -91,12 +93,12 @@ impl<S: Subscriber + for<'l> LookupSpan<'l>> Layer<S> for Listener {
     }
 }
 
-/// What is heard of `work`, up to a level.
+/// Returns the spans of `work`, up to a level.
 fn listen(level: Level, work: impl FnOnce()) -> Vec<Heard> {
     static LISTENING: Once = Once::new();
     LISTENING.call_once(|| {
         tracing::subscriber::set_global_default(tracing_subscriber::registry().with(Listener)).unwrap();
-        // Ask again about spans that other threads have made meanwhile.
+        // Re-evaluate the spans that other threads have made meanwhile.
         tracing::callsite::rebuild_interest_cache();
     });
     HEARD.set(Some(Vec::new()));
@@ -107,7 +109,7 @@ fn listen(level: Level, work: impl FnOnce()) -> Vec<Heard> {
     heard
 }
 
-/// Names, indented by depth.
+/// Returns the names, indented by depth.
 fn outline(heard: &[Heard]) -> Vec<String> {
     heard.iter().map(|span| format!("{}{}", "  ".repeat(span.depth), span.name)).collect()
 }
@@ -121,7 +123,7 @@ struct Model {
 
 impl Model {
     fn new(device: &Device) -> Self {
-        let mut layout = Layout::builder();
+        let mut layout = ParameterSpec::builder();
         let w = layout.add("w", [4, 3], Initializer::fan_in(4));
         let weights = Parameters::new(device, &layout.build().unwrap(), 7).unwrap();
         let gradients = Gradients::zeros(&weights).unwrap();
@@ -132,7 +134,7 @@ impl Model {
     fn train<'s>(&mut self, step: &Step<'s>, x: Saved<'s>, labels: Saved<'s, u32>) -> Result<Saved<'s>> {
         let tape = Tape::new(step, &self.weights);
         let loss = tape.cross_entropy(&tape.linear(&tape.input(x), self.w, None)?, labels, 0.5)?;
-        tape.backward_afresh(&loss, &mut self.gradients)?;
+        tape.backward_overwrite(&loss, &mut self.gradients)?;
         self.adamw.apply(step, &mut self.weights, &self.gradients)?;
         Ok(*loss.value())
     }
@@ -148,7 +150,7 @@ fn emulated() -> (Device, Arena) {
 }
 
 #[test]
-fn a_step_is_heard_with_its_uploads_and_phases() {
+fn steps_record_uploads_and_phases() {
     let (device, mut arena) = emulated();
     let mut model = Model::new(&device);
     let mut step = || {
@@ -164,14 +166,15 @@ fn a_step_is_heard_with_its_uploads_and_phases() {
     let (first, second) = (&heard[1..7], &heard[8..]);
     assert_eq!([&first[0], &second[0]].map(|step| step.number("number")), [0, 1]);
     assert_eq!([&first[1], &first[2]].map(|upload| upload.number("bytes")), [32, 8]);
-    // Two inputs, and what the passes made, each at a multiple of 256 bytes; the last takes the place of one that was given back.
+    // Two inputs, and the results of the passes, each at a multiple of 256 bytes. The last takes
+    // the place of a freed one.
     let tensors = first[0].number("tensors");
     assert!(tensors > 2 && first[0].number("bytes") >= 256 * (tensors - 1), "{first:?}");
     assert_eq!(first[0].number("bytes"), arena.report().high_water_bytes as u64);
 }
 
 #[test]
-fn a_failed_step_ends_its_spans_and_has_no_bytes() {
+fn failed_step_closes_its_spans() {
     let (_, mut arena) = emulated();
     let heard = listen(Level::DEBUG, || {
         arena.step(|step| step.upload(&X, [3, 3]).map(drop)).unwrap_err();
@@ -182,11 +185,11 @@ fn a_failed_step_ends_its_spans_and_has_no_bytes() {
 }
 
 #[test]
-fn a_capture_and_its_replays_tell_what_they_are_for() {
+fn captures_and_replays_have_fields() {
     let (device, mut arena) = emulated();
     let mut model = Model::new(&device);
     let heard = listen(Level::DEBUG, || {
-        let inputs = Inputs::new().with(&X, [2, 4]).unwrap().with(&LABELS, [2]).unwrap();
+        let inputs = HostInputs::new().with(&X, [2, 4]).unwrap().with(&LABELS, [2]).unwrap();
         let captured = arena.capture(&mut model, &inputs, |step, model, slots| {
             let loss = model.train(step, slots.input(0)?, slots.input(1)?)?;
             Ok(slots.output(&loss))
@@ -197,7 +200,7 @@ fn a_capture_and_its_replays_tell_what_they_are_for() {
         captured.state_mut().adamw.advance().unwrap();
         captured.repeat().unwrap();
         captured.state_mut().adamw.advance().unwrap();
-        let one = Inputs::new().with(&X[..4], [1, 4]).unwrap().with(&LABELS[..1], [1]).unwrap();
+        let one = HostInputs::new().with(&X[..4], [1, 4]).unwrap().with(&LABELS[..1], [1]).unwrap();
         captured.replay(&one).unwrap();
     });
     let capture = ["capture", "  forward", "  backward", "  optimizer", "  forward", "  backward", "  optimizer"];
@@ -216,7 +219,7 @@ fn a_capture_and_its_replays_tell_what_they_are_for() {
 }
 
 #[test]
-fn launches_are_heard_where_they_are_asked_for() {
+fn launches_are_recorded_at_trace_level() {
     let (device, mut arena) = emulated();
     let mut model = Model::new(&device);
     model.adamw.advance().unwrap();

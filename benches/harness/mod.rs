@@ -1,7 +1,7 @@
-//! What every bench shares: its arguments, its samples, the peer it is compared to, and the file of a run.
+//! Code shared by all benches: arguments, samples, the peer, and the file of a run.
 //!
-//! Invariant: a figure in a table comes from samples of this run, and all of them are in the run's file. What was not
-//! measured has a reason in both, never a figure.
+//! Invariant: every figure in a table comes from samples of this run, and the run's file has all
+//! samples. Anything not measured has a reason in both, never a figure.
 
 mod peer;
 mod record;
@@ -15,16 +15,16 @@ pub(crate) use samples::Samples;
 
 use stepscope::DeviceKind;
 
-/// A bench's own errors are told and end it.
+/// The result type of the benches, whose errors are printed and end them.
 pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 /// The arguments of every bench.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Common {
-    /// Where to run
+    /// Device to run on
     #[arg(long, value_name = "auto|emulated|cuda", default_value = "emulated")]
     pub(crate) device: DeviceKind,
-    /// What `cargo bench` gives to every bench
+    /// The flag that `cargo bench` passes to every bench
     #[arg(long, hide = true)]
     bench: bool,
 }

@@ -1,16 +1,17 @@
-//! The peer of a bench: a Python program in `benches/peers/`, run as a child of the bench, so in the same run.
+//! The peer of a bench: a Python program in `benches/peers/`, run as its child and so in the same
+//! run.
 //!
-//! It prints one JSON value a line, so what it has measured before it fails is kept.
+//! It prints one JSON value per line, so measurements before a failure are kept.
 
 use serde::de::DeserializeOwned;
 use std::process::Command;
 
-/// What a peer has measured, and why it did not measure the rest.
+/// The measurements of a peer, and the reason if they are incomplete.
 #[derive(Debug)]
 pub(crate) struct Peer<T> {
     /// Its lines.
     pub(crate) lines: Vec<T>,
-    /// Why it ended early, or never started.
+    /// The reason why it ended early or did not start.
     pub(crate) failed: Option<String>,
 }
 
@@ -22,7 +23,7 @@ impl<T: DeserializeOwned> Peer<T> {
         let output = match Command::new("python3").arg(&path).args(arguments).output() {
             Ok(output) => output,
             Err(error) => {
-                peer.failed = Some(format!("python3 does not run: {error}"));
+                peer.failed = Some(format!("python3 cannot run: {error}"));
                 return peer;
             }
         };
@@ -35,7 +36,7 @@ impl<T: DeserializeOwned> Peer<T> {
                 }
             }
         }
-        // Why a program ended says more than the line that it did not finish.
+        // The error of a failed program explains more than its unfinished line.
         if !output.status.success() {
             let told = String::from_utf8_lossy(&output.stderr);
             let last = told.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("no message");

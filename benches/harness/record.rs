@@ -7,9 +7,10 @@ use stepscope::{Device, DeviceKind};
 
 use super::Result;
 
-/// Writes all of a run's `lines`, with what is needed to run it again, and returns the file's path.
+/// Writes all of a run's `lines`, with the data needed to repeat it, and returns the file's path.
 ///
-/// `STEPSCOPE_RUNS` names another folder; `STEPSCOPE_COMMIT` the commit, where the program runs without its repository.
+/// `STEPSCOPE_RUNS` overrides the folder. `STEPSCOPE_COMMIT` gives the commit if the program runs
+/// without its repository.
 ///
 /// # Errors
 /// When the file cannot be written.
@@ -31,7 +32,7 @@ pub(crate) fn record(group: &str, device: &Device, lines: &impl Serialize) -> Re
     Ok(path)
 }
 
-/// `h200` for "NVIDIA H200".
+/// Returns a short name, such as `h200` for "NVIDIA H200".
 fn short_name(device: &Device) -> String {
     let description = device.description();
     match description.kind {
@@ -40,7 +41,7 @@ fn short_name(device: &Device) -> String {
     }
 }
 
-/// What a program prints, where it exists and ends well.
+/// Returns the output of a program, or none if it is missing or fails.
 fn told(program: &str, arguments: &[&str]) -> Option<String> {
     let output = Command::new(program).args(arguments).output().ok()?;
     output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())

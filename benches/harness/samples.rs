@@ -1,22 +1,22 @@
-//! Samples of one line of a table.
+//! The samples of one line of a table.
 
 use serde::{Deserialize, Serialize};
 use std::time::Instant;
 
-/// Pieces of work before the first sample.
+/// Runs before the first sample.
 const WARM_UP: usize = 5;
 
-/// Nanoseconds, one number a sample, in the order of measuring.
+/// Nanoseconds, one number per sample, in the order of measurement.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(transparent)]
 pub(crate) struct Samples(pub(crate) Vec<f64>);
 
 impl Samples {
-    /// `count` samples, after a warm-up. Each times `each` pieces of work in a row and, at their end, `settle`, which
-    /// waits for what they have queued; the time is divided by `each`.
+    /// Collects `count` samples after a warm-up. Each times `each` consecutive runs of `work` and
+    /// then `settle`, which waits for the queued work. The time is divided by `each`.
     ///
     /// # Errors
-    /// Those of the closures.
+    /// When a closure fails.
     pub(crate) fn collect<E>(
         count: usize,
         each: usize,
@@ -38,10 +38,11 @@ impl Samples {
         (0..count).map(|_| sample()).collect()
     }
 
-    /// `count` samples of a piece of work alone, after a warm-up; `settle` waits for what it has queued before the next one.
+    /// Collects `count` samples of only `work`, after a warm-up. `settle` waits for the queued work
+    /// before the next one.
     ///
     /// # Errors
-    /// Those of the closures.
+    /// When a closure fails.
     pub(crate) fn collect_queueing<E>(
         count: usize,
         mut work: impl FnMut() -> Result<(), E>,
@@ -59,10 +60,10 @@ impl Samples {
         (0..count).map(|_| sample()).collect()
     }
 
-    /// The sample below which `share` of all lie: 0.5 is the median.
+    /// Returns the sample below which a share of all samples lies; 0.5 gives the median.
     ///
     /// # Panics
-    /// When there are none.
+    /// When there are no samples.
     pub(crate) fn quantile(&self, share: f64) -> f64 {
         let mut sorted = self.0.clone();
         sorted.sort_by(f64::total_cmp);

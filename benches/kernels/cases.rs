@@ -1,29 +1,32 @@
-//! What is called, on which tensors, and how many bytes an element cannot be had for less.
+//! The cases: ops, their tensors, and the fewest bytes per element that any implementation must
+//! move.
 //!
-//! Invariant: `peers/kernels.py` has a function of the same name for each case, which does the same.
+//! Invariant: `peers/kernels.py` has a function of the same name and the same meaning for each
+//! case.
 
 use kernels::adamw::slot;
 use stepscope::ops::Generator;
 use stepscope::{Buffer, Device, Lent, Result, SplitMix64, Step, Stored, Tensor, bf16, ops};
 
-/// Columns of what is taken as rows.
+/// Columns per row.
 pub(crate) const COLUMNS: usize = 1024;
 
-/// A call of one op, or of a few that belong together.
+/// A call of one op, or of a few related ones.
 pub(crate) struct Case {
     pub(crate) name: &'static str,
-    /// Bytes that any implementation reads and writes for each element.
+    /// The fewest bytes per element that any implementation must read and write.
     pub(crate) least_bytes: usize,
     pub(crate) call: Call,
 }
 
-/// Queues a case once, on one set.
+/// A function that queues a case once on one set.
 pub(crate) type Call = for<'s> fn(&Step<'s>, &mut Set) -> Result<()>;
 
-/// Cases by name, with the bytes of an element; then those of both stored types, with its reads and writes.
+/// Declares cases by name: first those with their bytes per element, then those of both element
+/// types with their accesses per element.
 macro_rules! cases {
     (one: { $($name:ident, $bytes:literal, $call:expr;)* } both: { $($both:ident, $accesses:literal;)* }) => {
-        /// All cases. A read or a write of an element is 4 bytes, or 2 of BF16.
+        /// All cases. An access to an element is 4 bytes, or 2 in BF16.
         pub(crate) const CASES: &[Case] = &[
             $(Case { name: stringify!($name), least_bytes: $bytes, call: $call },)*
             $(
@@ -67,7 +70,7 @@ cases! {
     }
 }
 
-/// The ops of one input, and their backward passes of x and dy.
+/// Declares ops with one input, and their backward passes over x and dy.
 macro_rules! elementwise {
     ($($name:ident $backward:ident;)*) => {
         $(
@@ -96,7 +99,7 @@ fn softmax<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
     ops::softmax(step, &set.x::<S>(step)?).map(drop)
 }
 
-/// The gate is x, what it gates dy.
+/// Uses x as the gate and dy as the gated value.
 fn swiglu<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
     ops::swiglu(step, &set.x::<S>(step)?, &set.dy::<S>(step)?).map(drop)
 }
@@ -111,12 +114,12 @@ fn dropout<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
     ops::dropout(step, &set.x::<S>(step)?, 0.1, &draws.next()).map(drop)
 }
 
-/// Rows of the table x, each once, in another order.
+/// Looks up each row of the table x once, in another order.
 fn embedding<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
     ops::embedding::<S>(step, &set.x::<f32>(step)?, &set.ids(step)?).map(drop)
 }
 
-/// The gradient of such a table.
+/// Computes the gradient of such a table.
 fn embedding_backward<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
     let shape = set.shape();
     let Set { stored, first, ids, .. } = set;
@@ -133,10 +136,10 @@ fn layer_norm<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
 }
 
 const EPSILON: f32 = 1e-6;
-/// So small that thousands of updates leave the weights as they were, nearly.
+/// So small that the weights stay almost constant over thousands of updates.
 const LEARNING_RATE: f32 = 1e-6;
 
-/// dx, and the gradient of the gain, which is added to what is there.
+/// Computes dx, and adds to the gradient of the gain.
 fn rms_norm_backward<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
     let shape = set.shape();
     let Set { stored, gain, dgain, ones, .. } = set;
@@ -147,7 +150,7 @@ fn rms_norm_backward<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
     ops::rms_norm_backward(step, &x, &gain, &inverse_rms, &dy, None, &mut dgain, true).map(drop)
 }
 
-/// dx, and the gradients of gain and bias, which are added to what is there.
+/// Computes dx, and adds to the gradients of gain and bias.
 fn layer_norm_backward<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
     let shape = set.shape();
     let Set { stored, gain, dgain, dbias, ones, .. } = set;
@@ -158,13 +161,13 @@ fn layer_norm_backward<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
     ops::layer_norm_backward(step, &x, &gain, [&ones, &ones], &dy, None, gradients, [true; 2]).map(drop)
 }
 
-/// The mean loss, and its gradient with respect to the logits.
+/// Computes the mean loss and its gradient with respect to the logits.
 fn cross_entropy_and_gradient(step: &Step<'_>, set: &mut Set) -> Result<()> {
     let weight = 1.0 / set.labels.len() as f32;
     ops::cross_entropy(step, &set.x::<f32>(step)?, &set.labels(step)?, weight).map(drop)
 }
 
-/// An update without clipping.
+/// Runs an update without clipping.
 fn adamw(step: &Step<'_>, set: &mut Set) -> Result<()> {
     let elements = set.stored.x.len();
     let Set { stored: Pairs { x, dy, .. }, first, second, hyper, one, .. } = set;
@@ -180,16 +183,17 @@ fn adamw(step: &Step<'_>, set: &mut Set) -> Result<()> {
     )
 }
 
-/// The tensors of one call: `[n / 1024, 1024]`, normal, and what belongs to their rows and columns.
+/// The tensors of one call: normal numbers of shape `[n / 1024, 1024]`, and vectors for their rows
+/// and columns.
 pub(crate) struct Set {
     stored: Pairs,
     /// AdamW's moments of gradients `dy` for weights `x`.
     first: Buffer<f32>,
     second: Buffer<f32>,
     labels: Buffer<u32>,
-    /// Each row's number once.
+    /// Every row number once.
     ids: Buffer<u32>,
-    /// Of each row: for statistics.
+    /// One number per row, for statistics.
     ones: Buffer<f32>,
     gain: Buffer<f32>,
     dgain: Buffer<f32>,
@@ -199,7 +203,7 @@ pub(crate) struct Set {
     generator: Generator,
 }
 
-/// x and dy, as f32 and as BF16.
+/// The tensors x and dy, in f32 and in BF16.
 pub(crate) struct Pairs {
     x: Buffer<f32>,
     dy: Buffer<f32>,
@@ -207,7 +211,7 @@ pub(crate) struct Pairs {
     dy_bf16: Buffer<bf16>,
 }
 
-/// A type that the set holds x and dy in.
+/// An element type for which the set holds x and dy.
 pub(crate) trait Held: Stored {
     fn held(pairs: &Pairs) -> (&Buffer<Self>, &Buffer<Self>);
 }
@@ -225,11 +229,11 @@ impl Held for bf16 {
 }
 
 impl Set {
-    /// The set of this number, with tensors of `elements`.
+    /// Creates set `number`, with tensors of this many elements.
     pub(crate) fn new(device: &Device, normals: &Normals, number: usize, elements: usize) -> Result<Self> {
         let rows = elements / COLUMNS;
         let labels: Vec<u32> = (0..rows).map(|row| (row * 7 % COLUMNS) as u32).collect();
-        // Sizes are powers of two or multiples of 50: 7919 divides none.
+        // Sizes are powers of two or multiples of 50, and the prime 7919 divides none of them.
         let ids: Vec<u32> = (0..rows).map(|row| (row * 7919 % rows) as u32).collect();
         let mut hyper = [0.0; slot::LEN];
         hyper[slot::LEARNING_RATE] = LEARNING_RATE;
@@ -285,19 +289,19 @@ impl Set {
     }
 }
 
-/// Normal numbers, made once: larger tensors repeat them.
+/// Normal numbers, generated once; larger tensors repeat them.
 pub(crate) struct Normals(Vec<f32>);
 
 impl Normals {
     const PERIOD: usize = 1 << 22;
 
-    /// Each the sum of twelve uniform numbers, less 6.
+    /// Generates each as the sum of twelve uniform numbers, minus 6.
     pub(crate) fn new() -> Self {
         let mut random = SplitMix64::new(7);
         Self((0..Self::PERIOD).map(|_| (0..12).map(|_| random.unit()).sum::<f32>() - 6.0).collect())
     }
 
-    /// A tensor's worth, from another place for another number.
+    /// Returns a buffer of these numbers that starts at another offset for each set.
     fn buffer<S: Stored>(&self, device: &Device, number: usize, elements: usize) -> Result<Buffer<S>> {
         let mut buffer = Buffer::zeros(device, elements)?;
         let mut done = 0;

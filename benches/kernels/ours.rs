@@ -1,8 +1,8 @@
 //! Our side of the bench: each case as a graph of many calls.
 //!
-//! Invariant: a graph is captured from the calls that the plan counts, no more and no fewer.
+//! Invariant: a graph contains exactly the calls that the plan counts.
 
-use stepscope::{Arena, Capacity, Device, Inputs, Result, Slots, Step};
+use stepscope::{Arena, Capacity, CaptureInputs, Device, HostInputs, Result, Step};
 
 use crate::cases::{Call, Case, Normals, Set};
 use crate::harness::{self, Samples};
@@ -10,23 +10,23 @@ use crate::{Line, Plan};
 
 const CONTENDER: &str = "stepscope";
 
-/// What a graph does: rounds of one call on each set.
+/// The contents of a graph: rounds of one call on each set.
 struct Work<'a> {
     call: Call,
     rounds: usize,
     sets: &'a mut [Set],
 }
 
-/// All calls of the work. The outputs of a round stand side by side; the next round takes their places.
-fn record<'s>(step: &mut Step<'s>, work: &mut Work<'_>, _: &Slots<'s>) -> Result<()> {
+/// Queues all calls. The outputs of a round coexist in memory; the next round reuses their memory.
+fn record<'s>(step: &mut Step<'s>, work: &mut Work<'_>, _: &CaptureInputs<'s>) -> Result<()> {
     let Work { call, rounds, sets } = work;
     (0..*rounds).try_for_each(|_| step.scratch(|step| sets.iter_mut().try_for_each(|set| call(step, set))))
 }
 
-/// The lines of all the plan's cases.
+/// Measures all the plan's cases.
 ///
 /// # Errors
-/// Those of the calls.
+/// When a call fails.
 pub(crate) fn measure(device: &Device, plan: &Plan) -> harness::Result<Vec<Line>> {
     let normals = Normals::new();
     let sets = (0..plan.sets).map(|number| Set::new(device, &normals, number, plan.elements));
@@ -40,17 +40,17 @@ pub(crate) fn measure(device: &Device, plan: &Plan) -> harness::Result<Vec<Line>
         .collect()
 }
 
-/// Nanoseconds of one call.
+/// Returns the nanoseconds of one call.
 fn samples(device: &Device, plan: &Plan, case: &Case, sets: &mut [Set]) -> Result<Samples> {
     let arena = Arena::builder(device).capacity(Capacity::mib(1)).build()?;
     let need = arena.measure(|step| {
-        // AdamW makes nothing, and there is no arena of no bytes.
+        // AdamW allocates nothing, and an arena cannot have zero bytes.
         step.empty::<f32>([1])?;
         sets.iter_mut().try_for_each(|set| (case.call)(step, set))
     })?;
     let mut arena = Arena::builder(device).capacity(Capacity::Measured(need)).build()?;
     let work = Work { call: case.call, rounds: plan.rounds, sets };
-    let mut captured = arena.capture(work, &Inputs::new(), record)?;
+    let mut captured = arena.capture(work, &HostInputs::new(), record)?;
     let graphs = Samples::collect(
         plan.samples,
         plan.replays,

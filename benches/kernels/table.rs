@@ -1,12 +1,12 @@
-//! The tables of the bench: for each size a line a kernel, ours and PyTorch's side by side.
+//! The tables of the bench: per size, one line per kernel with our figures next to PyTorch's.
 //!
-//! Invariant: a cell without samples is a dash, and the reasons stand below the table.
+//! Invariant: a cell without samples is a dash, and the reasons follow the table.
 
 use stepscope::Device;
 
 use crate::{Case, Line, Plan};
 
-/// Width of a kernel's name, and of one figure.
+/// The widths of a kernel's name and of one figure.
 const NAME: usize = 28;
 const FIGURE: usize = 10;
 
@@ -67,12 +67,12 @@ fn copy() -> Option<&'static Case> {
     crate::CASES.iter().find(|case| case.name == "copy")
 }
 
-/// The least bytes of a call over its median time.
+/// Returns the fewest bytes of a call divided by its median time.
 fn gb_per_s(lines: &[Line], plan: &Plan, case: &Case, who: &str) -> Option<f64> {
     spread(lines, plan, case, who).map(|[median, ..]| (case.least_bytes * plan.elements) as f64 / median)
 }
 
-/// Nanoseconds of one call: the median, the 10th and the 90th percentile.
+/// Returns the median, the 10th and the 90th percentile of one call in nanoseconds.
 fn spread(lines: &[Line], plan: &Plan, case: &Case, who: &str) -> Option<[f64; 3]> {
     lines.iter().find_map(|line| match line {
         Line::Measured { elements, kernel, contender, nanoseconds }

@@ -1,38 +1,40 @@
-//! What is multiplied: the shapes of CrossAsset's training at batch 1, 256 and 4096, of GPT-2's with 16,384 tokens, and large matrices.
+//! The cases: shapes of CrossAsset's training at batch 1, 256 and 4096, of GPT-2's with 16,384
+//! tokens, and large matrices.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use stepscope::SplitMix64;
 use stepscope::ops::Gemm;
 
-/// The extents of CrossAsset: tokens, features of each, width of the model and of its hidden layer.
+/// The sizes of CrossAsset: tokens, features per token, width of the model, and width of its hidden
+/// layer.
 const SCALES: usize = 12;
 const FEATURES: usize = 193;
 const WIDTH: usize = 256;
 const HIDDEN: usize = 1024;
-/// The tokens of a step of GPT-2, and the width of the model.
+/// The tokens of a GPT-2 step, and the width of the model.
 const TOKENS: usize = 16_384;
 const GPT: usize = 768;
 
-/// How A and B are stored: `T` is transposed. In more than one batch, what is an activation (A of `NN`, both of `TN`) has its
-/// batches side by side in each row.
+/// The layout of A and B; `T` means transposed. With more than one batch, activations (A of `NN`,
+/// both of `TN`) store their batches side by side in each row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(clippy::upper_case_acronyms, reason = "BLAS calls them so")]
-pub(crate) enum Form {
+pub(crate) enum OperandLayout {
     NN,
     NT,
     TN,
     TT,
 }
 
-/// A multiply `[m, k] [k, n]`, `batches` times.
+/// A multiply `[m, k] [k, n]`, repeated for `batches` matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Case {
     pub(crate) m: usize,
     pub(crate) n: usize,
     pub(crate) k: usize,
     pub(crate) batches: usize,
-    pub(crate) form: Form,
+    pub(crate) form: OperandLayout,
 }
 
 impl fmt::Display for Case {
@@ -44,14 +46,16 @@ impl fmt::Display for Case {
 }
 
 impl Case {
-    fn new(form: Form, [m, n, k]: [usize; 3]) -> Self {
+    fn new(form: OperandLayout, [m, n, k]: [usize; 3]) -> Self {
         Self { m, n, k, batches: 1, form }
     }
 
-    /// Every case, or the few that the emulator has time for.
+    /// Returns every case, or a few small ones for the emulator.
     pub(crate) fn all(emulated: bool) -> Vec<Self> {
         if emulated {
-            return [Form::NN, Form::NT, Form::TN, Form::TT].map(|form| Self::new(form, [384, 256, 256])).to_vec();
+            return [OperandLayout::NN, OperandLayout::NT, OperandLayout::TN, OperandLayout::TT]
+                .map(|form| Self::new(form, [384, 256, 256]))
+                .to_vec();
         }
         let large = [1024, 2048, 4096, 8192].map(|n| [n; 3]);
         let forms = |form| large.map(|extents| Self::new(form, extents));
@@ -60,17 +64,17 @@ impl Case {
             Self::training(256),
             Self::training(4096),
             Self::layers(TOKENS, [[GPT, GPT], [GPT, 3 * GPT], [GPT, 4 * GPT], [4 * GPT, GPT]]),
-            [Form::NN, Form::NT, Form::TN, Form::TT].map(forms).concat(),
-            vec![Self::new(Form::NN, [2049, 1023, 511])],
+            [OperandLayout::NN, OperandLayout::NT, OperandLayout::TN, OperandLayout::TT].map(forms).concat(),
+            vec![Self::new(OperandLayout::NN, [2049, 1023, 511])],
         ]
         .concat()
     }
 
-    /// 64 products that nothing was tuned to, drawn by a seed: the three of 14 layers, 12 whose rows begin on no 16 bytes, and 10 with few outputs of
-    /// a long k.
+    /// Returns 64 random products that nothing was tuned for: three for each of 14 layers, 12 with
+    /// rows not aligned to 16 bytes, and 10 with few outputs and a long k.
     pub(crate) fn family(seed: u64) -> Vec<Self> {
         let mut random = SplitMix64::new(seed);
-        // Evenly by the logarithm, a multiple of `unit`.
+        // Draws log-uniformly, rounded to a multiple of `unit`.
         let mut between = |least: f32, most: f32, unit: usize| {
             let extent = least * (most / least).powf(random.unit());
             (extent / unit as f32).round() as usize * unit
@@ -81,50 +85,50 @@ impl Case {
                 [between(256.0, 32_768.0, 64), between(128.0, 4096.0, 64), between(128.0, 4096.0, 64)];
             cases.extend(Self::layers(rows, [[inner, outer]]));
         }
-        for form in [Form::NN, Form::NT, Form::TN, Form::TT].repeat(3) {
+        for form in [OperandLayout::NN, OperandLayout::NT, OperandLayout::TN, OperandLayout::TT].repeat(3) {
             cases.push(Self::new(form, [(); 3].map(|()| between(200.0, 4000.0, 2) + 1)));
         }
         for _ in 0..10 {
             cases.push(Self::new(
-                Form::TN,
+                OperandLayout::TN,
                 [between(16.0, 256.0, 1), between(16.0, 256.0, 1), between(4096.0, 65_536.0, 1)],
             ));
         }
         cases
     }
 
-    /// Forward, the gradient of the input and the gradient of the weights of each kind of layer.
+    /// Returns the forward product and both gradient products of each kind of layer.
     fn training(batch: usize) -> Vec<Self> {
         let mut cases = Self::layers(batch * SCALES, [[WIDTH, WIDTH], [WIDTH, HIDDEN], [HIDDEN, WIDTH]]);
-        cases.push(Self { batches: SCALES, ..Self::new(Form::NN, [batch, WIDTH, FEATURES]) });
-        cases.push(Self { batches: SCALES, ..Self::new(Form::TN, [FEATURES, WIDTH, batch]) });
+        cases.push(Self { batches: SCALES, ..Self::new(OperandLayout::NN, [batch, WIDTH, FEATURES]) });
+        cases.push(Self { batches: SCALES, ..Self::new(OperandLayout::TN, [FEATURES, WIDTH, batch]) });
         cases
     }
 
-    /// The three products of each layer, which has inputs and outputs.
+    /// Returns the three products of each layer, given its inputs and outputs.
     fn layers<const N: usize>(rows: usize, layers: [[usize; 2]; N]) -> Vec<Self> {
         let products = |[inner, outer]: [usize; 2]| {
             [
-                Self::new(Form::NN, [rows, outer, inner]),
-                Self::new(Form::NT, [rows, inner, outer]),
-                Self::new(Form::TN, [inner, outer, rows]),
+                Self::new(OperandLayout::NN, [rows, outer, inner]),
+                Self::new(OperandLayout::NT, [rows, inner, outer]),
+                Self::new(OperandLayout::TN, [inner, outer, rows]),
             ]
         };
         layers.map(products).concat()
     }
 
-    /// Elements of A, B and the output.
+    /// Returns the elements of A, B and the output.
     pub(crate) fn elements(self) -> [usize; 3] {
         let Self { m, n, k, batches, .. } = self;
         [m * k, k * n, m * n].map(|matrix| matrix * batches)
     }
 
-    /// Floating-point operations.
+    /// Returns the floating-point operations.
     pub(crate) fn operations(self) -> f64 {
         2.0 * (self.batches * self.m * self.n) as f64 * self.k as f64
     }
 
-    /// Multiplies in a row to a sample, so that it lasts some milliseconds.
+    /// Returns the repetitions per sample, chosen so that a sample takes some milliseconds.
     pub(crate) fn row(self) -> usize {
         let seconds = 4e-6 + self.operations() / 30e12;
         ((2e-3 / seconds) as usize).clamp(1, 200)
@@ -133,16 +137,16 @@ impl Case {
     pub(crate) fn gemm(self) -> Gemm {
         let Self { m, n, k, batches, form } = self;
         let mut gemm = Gemm { batches, ..Gemm::new(m, n, k) };
-        gemm = if matches!(form, Form::TN | Form::TT) { gemm.transpose_a() } else { gemm };
-        gemm = if matches!(form, Form::NT | Form::TT) { gemm.transpose_b() } else { gemm };
+        gemm = if matches!(form, OperandLayout::TN | OperandLayout::TT) { gemm.transpose_a() } else { gemm };
+        gemm = if matches!(form, OperandLayout::NT | OperandLayout::TT) { gemm.transpose_b() } else { gemm };
         let side_by_side = batches > 1;
         (gemm.stride_a, gemm.stride_b, gemm.stride_c) = (m * k, k * n, m * n);
         if side_by_side {
             (gemm.stride_a, gemm.lda) = (gemm.lda, gemm.lda * batches);
         }
         match form {
-            // The gradient of weights: from two activations to packed weights.
-            Form::TN if side_by_side => (gemm.stride_b, gemm.ldb) = (gemm.ldb, gemm.ldb * batches),
+            // The gradient of weights, from two activations to packed weights.
+            OperandLayout::TN if side_by_side => (gemm.stride_b, gemm.ldb) = (gemm.ldb, gemm.ldb * batches),
             _ if side_by_side => (gemm.stride_c, gemm.ldc) = (gemm.ldc, gemm.ldc * batches),
             _ => {}
         }

@@ -1,4 +1,5 @@
-"""torch.empty of 48 KiB on the GPU: nanoseconds each, a JSON list on standard output; benches/arena.rs runs it."""
+"""Times torch.empty of 48 KiB on the GPU; run by benches/arena.rs. Prints a JSON list of
+nanoseconds."""
 
 import json
 import time
@@ -6,7 +7,7 @@ import time
 import torch
 
 if not torch.cuda.is_available():
-    raise SystemExit("PyTorch sees no GPU")
+    raise SystemExit("PyTorch finds no GPU")
 SAMPLES, PER_SAMPLE, ELEMENTS = 50, 2000, 12 * 1024
 
 

@@ -1,7 +1,9 @@
-"""Attention by PyTorch's scaled_dot_product_attention: nanoseconds, a JSON value a line; benches/attention.rs runs it.
+"""Times PyTorch's scaled_dot_product_attention; run by benches/attention.rs.
 
-A case is a JSON object, as benches/attention.rs defines it. On a GPU passes in a row are one CUDA graph; a sample is the time of its replay,
-divided by their number, by the host's clock. `--stored` f32: without TF32, or with it by `--precision tf32`; bf16: q, k, v and all else are BF16.
+Prints nanoseconds, one JSON value per line. A case is a JSON object as in benches/attention.rs. On a
+GPU, one CUDA graph repeats the pass, and a sample is the time of a replay by the host's clock,
+divided by the repetitions. `--stored f32` disables TF32 unless `--precision tf32` is given. With
+`--stored bf16`, q, k, v and everything else are BF16.
 """
 
 import argparse
@@ -29,7 +31,7 @@ def samples(work, row, count, wait):
 
 
 def in_a_row(work):
-    """Passes as one CUDA graph."""
+    """Returns the passes as one CUDA graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -53,7 +55,7 @@ def main():
     args = parser.parse_args()
     cuda = args.device == "cuda"
     if cuda and not torch.cuda.is_available():
-        raise SystemExit("PyTorch sees no GPU")
+        raise SystemExit("PyTorch finds no GPU")
     torch.backends.cuda.matmul.allow_tf32 = args.precision == "tf32"
     dtype = torch.bfloat16 if args.stored == "bf16" else torch.float32
     name = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads"

@@ -1,9 +1,14 @@
 #!/usr/bin/env bash
-# build-rust.sh [DIR]: builds the peers in Rust for a GPU machine, where neither cargo nor nvcc need be (default target/peers-rust).
+# build-rust.sh [DIR]: builds the Rust peers for a GPU machine, which then needs neither cargo nor
+# nvcc
+# (default target/peers-rust).
 #
-# DIR/peer-burn and DIR/peer-candle are the programs, DIR/include the CUDA headers that PyTorch's wheels lack: run-rust.sh takes them from there. No
-# driver and no CUDA library is needed here. burn loads them when it runs. candle links them, so it is linked with stubs of the same names. Its
-# kernels are compiled by nvcc from PyPI, for the GPU of CUDA_COMPUTE_CAP (default 90).
+# The programs are DIR/peer-burn and DIR/peer-candle. run-rust.sh finds the CUDA headers that
+# PyTorch's
+# wheels lack in DIR/include. The build needs neither a driver nor a CUDA library. burn loads them
+# at
+# run time. candle links them, so it is linked with stubs of the same names. nvcc from PyPI compiles
+# its kernels for CUDA_COMPUTE_CAP (default 90).
 set -euo pipefail
 source "$(dirname "$0")/../../ci/setup"
 
@@ -39,7 +44,7 @@ cudarc=$(cargo metadata --format-version 1 --locked --manifest-path "$manifest" 
     python3 -c 'import json, sys; print(*(p["manifest_path"] for p in json.load(sys.stdin)["packages"] if p["name"] == "cudarc"))')
 stubs=$out/stubs/lib64
 mkdir -p "$stubs"
-# stub NAME MODULE VERSION: a library with every function that cudarc names.
+# stub NAME MODULE VERSION: creates a library with every function that cudarc names.
 stub() {
     grep -hoE 'fn (cu|nvrtc)[A-Za-z0-9_]+\(' "${cudarc%/*}/src/$2/sys/mod.rs" | tr -d '(' | sort -u |
         awk '{ print "int " $2 "(void) { return 34; }" }' > "$out/stubs/$1.c"

@@ -1,10 +1,13 @@
-"""GPT-2 124M trained by PyTorch on random tokens: a line of JSON with tokens a second and the most bytes of the allocator.
+"""Trains GPT-2 124M with PyTorch on random tokens.
 
-    python3 benches/peers/gpt2.py [--precision bf16]                                          # one GPU
-    python3 -m torch.distributed.run --nproc-per-node 4 benches/peers/gpt2.py                 # DDP, as PyTorch's documentation has it
+Prints a line of JSON with tokens per second and the allocator's peak in bytes.
 
-As its users would train it: compiled, flash attention, fused AdamW, clipping by the global norm 1.0, bf16 as autocast over f32 weights. A sample has
-1024 tokens, an update 16 samples a GPU.
+    python3 benches/peers/gpt2.py [--precision bf16]                            # one GPU
+    python3 -m torch.distributed.run --nproc-per-node 4 benches/peers/gpt2.py   # DDP
+
+It uses what PyTorch's documentation recommends: compilation, flash attention, fused AdamW, clipping
+by the global norm 1.0, and for bf16 autocast over f32 weights. A sample has 1024 tokens, and an
+update 16 samples per GPU.
 """
 
 import argparse
@@ -54,7 +57,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--precision", choices=["ieee", "tf32", "bf16"], default="bf16")
     parser.add_argument("--updates", type=int, default=20)
-    parser.add_argument("--profile", action="store_true", help="only the last update is one for a profiler: benches/bytes.py")
+    parser.add_argument("--profile", action="store_true", help="let a profiler see only the last update; for benches/bytes.py")
     given = parser.parse_args()
     ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     torch.cuda.set_device(rank)

@@ -1,6 +1,7 @@
-"""An all-reduce by two ranks of PyTorch, alone and before fused AdamW: nanoseconds, a JSON value a line; benches/group.rs runs it.
+"""Times PyTorch's all-reduce by two ranks, with and without fused AdamW; run by benches/group.rs.
 
-An argument is a number of f32. Ranks are processes: of NCCL on two GPUs, of gloo on the CPU. A sample is rank 0's time by the host's clock.
+Prints nanoseconds, one JSON value per line. Each argument is a number of f32. Ranks are processes,
+with NCCL on two GPUs or gloo on the CPU. A sample is rank 0's time by the host's clock.
 """
 
 import argparse
@@ -60,7 +61,7 @@ def main():
     parser.add_argument("elements", type=int, nargs="*")
     args = parser.parse_args()
     if args.device == "cuda" and torch.cuda.device_count() < 2:
-        raise SystemExit("PyTorch sees fewer than two GPUs")
+        raise SystemExit("PyTorch finds fewer than two GPUs")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

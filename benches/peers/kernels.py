@@ -1,10 +1,12 @@
-"""PyTorch's kernels that memory bounds: nanoseconds a call, a JSON value a line; benches/kernels.rs runs it.
+"""Times PyTorch's memory-bound kernels; run by benches/kernels.rs.
 
-Each case of benches/kernels/cases.rs has a function of the same name here. It gets a set of tensors and returns a call
-that returns its outputs. The calls of all sets, round after round, are one CUDA graph; a sample is several replays and one
-wait. The outputs of a round stand side by side in memory, as ours do. What torch.compile makes of a case of COMPILED is
-timed too, and the faster of both is told. Names that end with _bf16 are of tensors in BF16. A case that fails says so on its
-own line, and the others go on; after DEADLINE_S the process ends.
+Prints nanoseconds per call, one JSON value per line. Each case of benches/kernels/cases.rs has a
+function of the same name here. It takes a set of tensors and returns a call that returns its
+outputs. One CUDA graph has the calls of all sets, round after round, and a sample is several replays
+and one wait. The outputs of a round coexist in memory, as ours do. Cases in COMPILED are also timed
+with torch.compile, and the faster version is reported. Names that end with _bf16 use BF16 tensors. A
+failed case reports its error on its own line, and the others continue. After DEADLINE_S the process
+ends.
 """
 
 import argparse
@@ -19,12 +21,12 @@ import torch
 import torch.nn.functional as F
 
 WARM_UP, DEADLINE_S, EPSILON = 5, 480, 1e-6
-# Sets whose calls are compiled, each by itself; of small tensors there are too many.
+# The most sets whose calls are compiled, each separately; small tensors have too many sets.
 MOST_COMPILED = 4
 
 
 class Set:
-    """The tensors of one call: [n / columns, columns], normal, and what belongs to their rows and columns."""
+    """The tensors of one call: normal, [n / columns, columns], and vectors for rows and columns."""
 
     def __init__(self, plan, columns, device, dtype=torch.float32):
         rows = plan["elements"] // columns
@@ -74,7 +76,8 @@ def swiglu(s):
 
 
 def swiglu_backward(s):
-    # The gradients of silu(gate) up; up and the gradient of the product are one tensor, as ours are.
+    # The gradients of silu(gate) up. The same tensor is up and the product's gradient, as in our
+    # case.
     def call():
         gate, up = s.x.float(), s.dy.float()
         sigmoid = torch.sigmoid(gate)
@@ -150,7 +153,7 @@ def squared_norm(s):
 
 
 def adamw(s):
-    # The kernel alone, without what torch.optim does around it; ours is timed so too.
+    # Only the kernel, without the work of torch.optim around it, as for ours.
     weights, gradients = ([*x.view(s.tensors, -1)] for x in (s.x, s.dy))
     first, second = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
     steps = [torch.ones((), device=s.x.device) for _ in weights]
@@ -170,17 +173,18 @@ COMPILED = {"gelu", "gelu_backward", "silu", "silu_backward", "swiglu", "swiglu_
 
 
 def work_of(calls, rounds, stream):
-    """A function that queues all calls: one graph on a GPU, one by one on the CPU."""
+    """Returns a function that queues all calls: one graph on a GPU, one by one on the CPU."""
 
     def run():
         for _ in range(rounds):
-            # Held to the round's end, so that each call has outputs of its own; then their places are free again.
+            # Kept to the end of the round, so that each call has its own outputs; then freed for
+            # reuse.
             outputs = [call() for call in calls]
             del outputs
 
     if stream is None:
         return run
-    # What is captured has run before, on the stream that is captured.
+    # Warm up on the stream that is captured.
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()
@@ -192,7 +196,7 @@ def work_of(calls, rounds, stream):
 
 
 def samples(work, wait, plan):
-    """Nanoseconds of one call, by the host's clock."""
+    """Returns the nanoseconds of one call, by the host's clock."""
     for _ in range(WARM_UP):
         work()
     wait()
@@ -214,7 +218,7 @@ def main():
     args = parser.parse_args()
     cuda = args.device == "cuda"
     if cuda and not torch.cuda.is_available():
-        raise SystemExit("PyTorch sees no GPU")
+        raise SystemExit("PyTorch finds no GPU")
     signal.alarm(DEADLINE_S)
     print(f"the deadline is {DEADLINE_S} s", file=sys.stderr, flush=True)
     torch.manual_seed(0)

@@ -1,7 +1,9 @@
-"""Matrix multiplies by cuBLAS through PyTorch: nanoseconds each, a JSON value a line; benches/matmul.rs runs it.
+"""Times matrix multiplies with cuBLAS through PyTorch; run by benches/matmul.rs.
 
-A case is `m,n,k,batches,form,row`, as benches/matmul/case.rs defines them. On a GPU `row` multiplies in a row are one CUDA graph; a
-sample is the time of its replay, divided by `row`, by the host's clock. `--precision` ieee: f32 without TF32; tf32: f32 with it; bf16: operands and output are BF16.
+Prints nanoseconds, one JSON value per line. A case is `m,n,k,batches,form,row`, as in
+benches/matmul/case.rs. On a GPU, one CUDA graph repeats the multiply `row` times, and a sample is
+the time of a replay by the host's clock, divided by `row`. `--precision`: ieee is f32 without TF32,
+tf32 is f32 with TF32, and bf16 has BF16 operands and output.
 """
 
 import argparse
@@ -14,7 +16,7 @@ WARM_UP = 5
 
 
 def operands(m, n, k, batches, form, device, dtype):
-    """A, B and the output as views `[batches, ..]`, stored as the form says."""
+    """Returns A, B and the output as views `[batches, ..]`, stored in the given layout."""
 
     def matrix(rows, cols, transposed, side_by_side):
         rows, cols = (cols, rows) if transposed else (rows, cols)
@@ -38,7 +40,7 @@ def multiply(a, b, out):
 
 
 def in_a_row(work, row):
-    """`row` pieces of work as one CUDA graph."""
+    """Returns a CUDA graph with `row` repetitions of the work."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -74,7 +76,7 @@ def main():
     args = parser.parse_args()
     cuda = args.device == "cuda"
     if cuda and not torch.cuda.is_available():
-        raise SystemExit("PyTorch sees no GPU")
+        raise SystemExit("PyTorch finds no GPU")
     torch.backends.cuda.matmul.allow_tf32 = args.precision == "tf32"
     dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
     name = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads"

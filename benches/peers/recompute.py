@@ -1,7 +1,8 @@
-"""Bytes by tokens of PyTorch's training step of the model of examples/recompute.rs, on a GPU: flash attention, with checkpoints and without.
+"""Measures the memory of PyTorch's training step by tokens: `python3 benches/peers/recompute.py`.
 
-The blocks are those of a small Llama in BF16 with f32 master weights of which no copy is counted: what is printed is the most that was allocated
-during forward and backward, less what was there before. `python3 benches/peers/recompute.py`
+It needs a GPU, and uses the model of examples/recompute.rs with flash attention, with and without
+activation checkpointing. The blocks are those of a small Llama in BF16. f32 master weights are not
+counted. It prints the peak allocation during forward and backward, minus the allocation before.
 """
 
 import torch

@@ -1,27 +1,31 @@
 #!/usr/bin/env bash
-# run-rust.sh PROGRAM ARGUMENT...: runs a peer in Rust on a GPU, with CUDA's libraries and headers from where they are found.
+# run-rust.sh PROGRAM ARGUMENT...: finds CUDA's libraries and headers, and runs a Rust peer.
 #
-#   benches/peers/run-rust.sh peer-burn step --device cuda --batch 256 --samples 30 --row 10 --precision tf32
+#   benches/peers/run-rust.sh peer-burn step --device cuda --batch 256 --samples 30 --row 10 \
+#       --precision tf32
 #   benches/peers/run-rust.sh peer-candle gpt2 --device cuda --batch 16 --precision ieee
 #
-# Libraries (NVRTC, cuBLAS, cuRAND, the runtime) come from the wheels that PyTorch's python3 has, or else from a toolkit. burn compiles its kernels
-# when it runs, and needs headers too: a toolkit's (CUDA_PATH, or /usr/local/cuda), or else the wheels', with what those lack (crt, cccl) from
-# a folder `include` beside the program, where there is one.
+# The libraries (NVRTC, cuBLAS, cuRAND, the runtime) come from the NVIDIA wheels of PyTorch's
+# python3,
+# else from a toolkit. burn compiles its kernels at run time, and needs headers too. They come from
+# a
+# toolkit (CUDA_PATH or /usr/local/cuda), else from the wheels. Headers that the wheels lack (crt,
+# cccl) come from a folder `include` next to the program, if there is one.
 set -euo pipefail
 fail() { printf 'run-rust.sh: %s\n' "$*" >&2; exit 1; }
 [ $# -ge 1 ] || fail "usage: run-rust.sh PROGRAM ARGUMENT..."
 program=$(realpath "$1")
 shift
-[ -x "$program" ] || fail "$program is no program"
+[ -x "$program" ] || fail "$program is not a program"
 
 cuda=$(mktemp -d)
 trap 'rm -rf "$cuda"' EXIT
 mkdir "$cuda/include" "$cuda/lib64"
 toolkit=${CUDA_PATH:-/usr/local/cuda}
-# The folder of NVIDIA's wheels: of CUDA 13 one for all packages, before that one for each.
+# The folders of NVIDIA's wheels: one for all packages in CUDA 13, one per package before.
 wheels=$(python3 -c 'import nvidia; print(*nvidia.__path__, sep="\n")' 2>/dev/null || true)
 
-# link FOLDER INTO: links to what is in it; the first to be linked stays.
+# link FOLDER INTO: links each file of FOLDER; existing links stay.
 link() {
     local file
     for file in "$1"/*; do
@@ -40,13 +44,13 @@ else
     done <<< "$wheels"
     link "$(dirname "$program")/include" "$cuda/include"
 fi
-# Some look for a library without its version.
+# Some programs load a library without its version.
 for file in "$cuda"/lib64/*.so.*; do
     name=${file##*/}
     [ ! -e "$file" ] || [ -e "$cuda/lib64/${name%%.so.*}.so" ] || ln -s "$(readlink "$file")" "$cuda/lib64/${name%%.so.*}.so"
 done
 
-# What burn has tuned is kept in a cache, which would make the second run another than the first.
+# burn caches its tuning, which would make later runs differ from the first.
 export XDG_CACHE_HOME=$cuda/cache CUDA_PATH=$cuda LD_LIBRARY_PATH=$cuda/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 cd "$cuda"
 "$program" "$@"

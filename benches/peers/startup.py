@@ -1,4 +1,7 @@
-"""The first training step of a process in PyTorch, and what of it took how long: JSON; benches/startup.rs runs it, with cuda or cpu."""
+"""Times the parts of a PyTorch process up to its first training step, and prints them as JSON.
+
+Run by benches/startup.rs with the argument cuda or cpu.
+"""
 
 import time
 

@@ -1,8 +1,10 @@
-"""CrossAsset's training step in PyTorch: nanoseconds a step, a JSON value a line; benches/step.rs runs it.
+"""Times CrossAsset's training step in PyTorch; run by benches/step.rs.
 
-A step copies a batch to the device, clears the gradients, runs forward, cross-entropy and backward, clips by the global
-norm 1.0 and updates with fused AdamW, in f32; `--precision` ieee: without TF32, tf32: with it, bf16: forward under autocast. The model is the one of examples/crossasset/model.rs. A part
-that fails says so on its own line, and the others go on; after DEADLINE_S the process ends.
+Prints nanoseconds per step, one JSON value per line. A step copies a batch to the device, clears the
+gradients, runs forward, cross-entropy and backward, clips by the global norm 1.0, and updates with
+fused AdamW, in f32. `--precision`: ieee disables TF32, tf32 enables it, and bf16 runs forward under
+autocast. The model is that of examples/crossasset/model.rs. A failed part reports its error on its
+own line, and the others continue. After DEADLINE_S the process ends.
 """
 
 import argparse
@@ -49,7 +51,7 @@ class CrossAsset(nn.Module):
 
 
 class Bench:
-    """A batch on the host, its place on the device, and the measures."""
+    """A batch on the host, its copy on the device, and the measures."""
 
     def __init__(self, args):
         self.args = args
@@ -65,7 +67,8 @@ class Bench:
             torch.cuda.synchronize()
 
     def trainer(self, compiled):
-        """A function that trains fresh weights by one step on the inputs, and returns the loss on the device."""
+        """Returns a function that trains fresh weights by one step, and returns the device's
+        loss."""
         net = CrossAsset().to(self.args.device)
         weights = list(net.parameters())
         optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE, fused=True, capturable=self.cuda)
@@ -90,7 +93,7 @@ class Bench:
         return step
 
     def graphed(self, step):
-        """The step as one CUDA graph."""
+        """Returns the step as one CUDA graph."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -112,7 +115,7 @@ class Bench:
             place.copy_(tensor, non_blocking=non_blocking)
 
     def samples(self, each, work):
-        """Nanoseconds of one piece of work, by the host's clock, `each` of them in a row to a sample."""
+        """Returns the host's nanoseconds per run of the work, with `each` runs per sample."""
         for _ in range(WARM_UP):
             work()
         self.wait()
@@ -126,7 +129,7 @@ class Bench:
         return taken
 
     def queueing(self, work):
-        """Nanoseconds until a piece of work is queued, while the device is idle."""
+        """Returns the nanoseconds to queue the work on an idle device."""
         taken = []
         for number in range(WARM_UP + self.args.samples):
             self.wait()
@@ -136,7 +139,7 @@ class Bench:
         return taken[WARM_UP:]
 
     def events(self, step):
-        """Nanoseconds of a step between two events of the device."""
+        """Returns the nanoseconds of a step between two device events."""
         taken = []
         for _ in range(self.args.samples):
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -148,7 +151,7 @@ class Bench:
         return taken
 
     def measures(self, step):
-        """Pairs of a measure's name, as in benches/step.rs, and its samples."""
+        """Yields the names of measures, as in benches/step.rs, with their samples."""
         def round_trip():
             self.upload(self.host, False)
             step().item()
@@ -173,7 +176,7 @@ class Bench:
             yield "events", self.events(step)
 
     def contenders(self):
-        """Names, and functions that make the step."""
+        """Yields names, and functions that create the step."""
         for name, compiled in (("PyTorch eager", False), ("PyTorch compiled", True)):
             yield name, lambda: self.trainer(compiled)
             if self.cuda:
@@ -185,12 +188,12 @@ def main():
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--samples", type=int, required=True)
-    parser.add_argument("--row", type=int, required=True, help="steps in a row")
+    parser.add_argument("--row", type=int, required=True, help="consecutive steps")
     parser.add_argument("--precision", choices=("ieee", "tf32", "bf16"), default="ieee")
-    parser.add_argument("--profile", action="store_true", help="only one compiled step, for a profiler: benches/bytes.py")
+    parser.add_argument("--profile", action="store_true", help="run only one compiled step, for a profiler; for benches/bytes.py")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("PyTorch sees no GPU")
+        raise SystemExit("PyTorch finds no GPU")
     signal.alarm(DEADLINE_S)
     print(f"the deadline is {DEADLINE_S} s", file=sys.stderr, flush=True)
     torch.manual_seed(0)

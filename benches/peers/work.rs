@@ -1,8 +1,9 @@
-//! What the peers in Rust share: their arguments, the order of what they measure, and the lines that they print.
+//! Code shared by the Rust peers: arguments, the order of measurements, and the printed lines.
 //!
-//! The lines are those of step.py and gpt2.py. Samples are taken by the code that takes ours, so under the same clock.
+//! The lines have the format of step.py and gpt2.py. The harness of our own benches takes the
+//! samples, so both sides have the same clock.
 
-#[allow(dead_code, reason = "a peer prints samples, and no medians")]
+#[allow(dead_code, reason = "a peer prints samples, not medians")]
 #[path = "../harness/samples.rs"]
 mod samples;
 
@@ -16,14 +17,14 @@ use serde_json::{Value, json};
 
 use samples::Samples;
 
-/// Steps and updates before the first sample: kernels are compiled and tuned in them.
+/// Steps and updates before the first sample, in which kernels are compiled and tuned.
 const WARM_UP: usize = 20;
-/// How long a process may take. Kernels that are compiled and tuned at run time take minutes.
+/// The time limit of a process. Compiling and tuning kernels at run time takes minutes.
 const DEADLINE: Duration = Duration::from_secs(480);
 
 pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-/// Trains a model, and prints what it takes: a JSON value a line.
+/// Trains a model and prints its times, one JSON value per line
 #[derive(Debug, Parser)]
 pub(crate) struct Command {
     #[command(subcommand)]
@@ -32,9 +33,9 @@ pub(crate) struct Command {
 
 #[derive(Clone, Copy, Debug, Subcommand)]
 pub(crate) enum Work {
-    /// CrossAsset's training step, as step.py has it
+    /// CrossAsset's training step, as in step.py
     Step(StepArgs),
-    /// GPT-2 124M on random tokens, as gpt2.py has it; on the CPU a tiny one
+    /// GPT-2 124M on random tokens, as in gpt2.py; a tiny model on the CPU
     Gpt2(Gpt2Args),
 }
 
@@ -46,7 +47,7 @@ pub(crate) struct StepArgs {
     pub(crate) batch: usize,
     #[arg(long)]
     samples: usize,
-    /// Steps in a row
+    /// Consecutive steps
     #[arg(long)]
     row: usize,
     #[arg(long, default_value = "ieee")]
@@ -57,7 +58,7 @@ pub(crate) struct StepArgs {
 pub(crate) struct Gpt2Args {
     #[arg(long)]
     pub(crate) device: Kind,
-    /// Samples of an update
+    /// Samples per update
     #[arg(long, default_value_t = 16)]
     pub(crate) batch: usize,
     #[arg(long, default_value = "bf16")]
@@ -74,7 +75,7 @@ pub(crate) enum Kind {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Precision {
-    Ieee,
+    F32,
     Tf32,
     Bf16,
 }
@@ -82,7 +83,7 @@ pub(crate) enum Precision {
 impl Precision {
     fn name(self) -> &'static str {
         match self {
-            Self::Ieee => "ieee",
+            Self::F32 => "ieee",
             Self::Tf32 => "tf32",
             Self::Bf16 => "bf16",
         }
@@ -101,14 +102,14 @@ pub(crate) mod crossasset {
     pub(crate) const LEARNING_RATE: f64 = 1e-5;
 }
 
-/// The sizes of GPT-2, and how it is trained.
+/// The sizes of GPT-2, and its training settings.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Gpt2Sizes {
     pub(crate) vocabulary: usize,
     pub(crate) width: usize,
     pub(crate) heads: usize,
     pub(crate) layers: usize,
-    /// Of a sample.
+    /// Tokens per sample.
     pub(crate) tokens: usize,
 }
 
@@ -116,7 +117,7 @@ impl Gpt2Sizes {
     pub(crate) const LEARNING_RATE: f64 = 6e-4;
     pub(crate) const WEIGHT_DECAY: f32 = 0.1;
 
-    /// 124M on a GPU; on the CPU what a test can wait for.
+    /// Returns the sizes of 124M on a GPU, and of a small model on the CPU for tests.
     pub(crate) fn of(device: Kind) -> Self {
         match device {
             Kind::Cuda => Self { vocabulary: 50304, width: 768, heads: 12, layers: 12, tokens: 1024 },
@@ -125,21 +126,21 @@ impl Gpt2Sizes {
     }
 }
 
-/// A model in training, with a batch on the host and its place on the device.
+/// A model in training, with a batch on the host and its copy on the device.
 pub(crate) trait Training {
-    /// Tensors and weights of the model.
+    /// Returns the number of tensors and of weights.
     fn model(&self) -> [usize; 2];
     /// Copies the batch to the device.
     fn upload(&mut self) -> Result<()>;
-    /// Queues a step on the batch on the device: forward, backward, clipping, AdamW.
+    /// Queues a step on the device's batch: forward, backward, clipping, AdamW.
     fn step(&mut self) -> Result<()>;
-    /// The loss of the last step, on the host.
+    /// Returns the loss of the last step.
     fn loss(&self) -> Result<f32>;
-    /// Waits for what is queued.
+    /// Waits for the queued work.
     fn wait(&self) -> Result<()>;
 }
 
-/// Ends the process after the deadline, so that a bench need not.
+/// Starts a thread that ends the process after the deadline, so that benches need no time limit.
 pub(crate) fn start_deadline() {
     eprintln!("the deadline is {} s", DEADLINE.as_secs());
     thread::spawn(|| {
@@ -149,13 +150,14 @@ pub(crate) fn start_deadline() {
     });
 }
 
-/// Prints why a contender is not measured, as step.py does: the first line of the reason, for a backtrace may follow.
+/// Prints the reason why a contender is not measured, as step.py does. Only the first line, because
+/// a backtrace may follow.
 pub(crate) fn missing(given: &StepArgs, peer: &Peer, reason: &str) {
     let reason = reason.lines().next().unwrap_or_default();
     println!("{}", json!({ "batch": given.batch, "contender": peer.contender, "reason": reason }));
 }
 
-/// Prints the measures of step.py that a library can take whose events nobody sees.
+/// Prints the measures of step.py, except those that need the library's events.
 pub(crate) fn measure_step(given: &StepArgs, peer: &Peer, training: impl Training) -> Result<()> {
     let &StepArgs { batch, samples, row, .. } = given;
     let training = RefCell::new(training);
@@ -194,7 +196,7 @@ pub(crate) fn measure_step(given: &StepArgs, peer: &Peer, training: impl Trainin
     Ok(())
 }
 
-/// Prints the line of gpt2.py, without the allocator's peak, which neither library tells.
+/// Prints the line of gpt2.py without the allocator's peak, which neither library reports.
 pub(crate) fn measure_gpt2(given: &Gpt2Args, peer: &Peer, mut training: impl Training) -> Result<()> {
     let tokens = Gpt2Sizes::of(given.device).tokens;
     let (mut seconds, mut losses) = (Vec::new(), Vec::new());
@@ -230,17 +232,17 @@ impl Kind {
     }
 }
 
-/// Whose figures these are.
+/// The library that is measured.
 pub(crate) struct Peer {
-    /// The library, as the bench's table names it.
+    /// The name of the library in the bench's table.
     pub(crate) contender: &'static str,
-    /// The package whose version is told, and the lock file that has it.
+    /// The package whose version is printed, and the lock file that contains it.
     pub(crate) package: &'static str,
     pub(crate) lock: &'static str,
 }
 
 impl Peer {
-    /// The library with its version.
+    /// Returns the library's name with its version.
     fn name(&self) -> String {
         let entry = format!("name = \"{}\"\nversion = \"", self.package);
         let version =
@@ -249,18 +251,19 @@ impl Peer {
     }
 }
 
-/// Numbers of mean 0 and variance 1, the same in every run.
+/// Returns reproducible numbers of mean 0 and variance 1.
 pub(crate) fn numbers(count: usize) -> Vec<f32> {
     let width = 12_f32.sqrt();
     random(count).map(|bits| (bits as f32 / u32::MAX as f32 - 0.5) * width).collect()
 }
 
-/// Numbers below a bound, the same in every run.
+/// Returns reproducible numbers below a bound.
 pub(crate) fn below(bound: usize, count: usize) -> Vec<u32> {
     random(count).map(|bits| bits % bound as u32).collect()
 }
 
-/// The upper halves of Knuth's linear congruential generator, whose lower bits repeat early.
+/// Returns the upper halves of Knuth's linear congruential generator, whose lower bits repeat
+/// early.
 fn random(count: usize) -> impl Iterator<Item = u32> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     (0..count).map(move |_| {

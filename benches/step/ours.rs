@@ -1,13 +1,13 @@
 //! Our side of the bench: the training step of CrossAsset on random inputs, eager and captured.
 //!
-//! Invariant: [`train`] is the one definition of the step's work, whether it is recorded or not.
+//! Invariant: [`train`] is the only definition of the step's work, recorded or not.
 
 use std::ops::Deref;
 
-use stepscope::ops::{Factor, Precision};
+use stepscope::ops::{GemmElement, Precision};
 use stepscope::{
-    AdamW, AdamWConfig, Arena, Capacity, Device, DeviceKind, Eager, Gradients, Inputs, Measured, Output, PageLocked,
-    Parameters, Result, Saved, Slots, Step, Tape,
+    AdamW, AdamWConfig, Arena, Capacity, CaptureInputs, Device, DeviceKind, EagerStep, Gradients, HostInputs, Measured,
+    Output, PageLocked, Parameters, Result, Saved, Step, Tape,
 };
 
 use crate::harness::values::spread;
@@ -17,13 +17,14 @@ use crate::sizes::{CLASSES, FEATURES, SCALES};
 use crate::{Line, Measure, Plan};
 
 const SEED: u64 = 7;
-/// Small, so that hundreds of steps on one batch leave a loss that tells two contenders apart; peers/step.py has the same.
+/// So small that after hundreds of steps on one batch, different contenders still have
+/// distinguishable losses. peers/step.py has the same value.
 const LEARNING_RATE: f32 = 1e-5;
 
 /// A batch for [`train`]: `[batch, 12, 193]` and `[batch]`.
 type Inside<'s> = (Saved<'s>, Saved<'s, u32>);
 
-/// What outlives the steps; activations are of S.
+/// The state that persists across steps; activations are of type `S`.
 struct State<S> {
     model: Model<S>,
     parameters: Parameters,
@@ -32,7 +33,7 @@ struct State<S> {
     precision: Precision,
 }
 
-/// A batch on the host, in ordinary or page-locked memory.
+/// A batch on the host, in pageable or pinned memory.
 struct Batch<X, L> {
     x: X,
     labels: L,
@@ -46,15 +47,16 @@ pub(crate) struct Ours {
     page_locked: Batch<PageLocked<f32>, PageLocked<u32>>,
 }
 
-/// What a contender has needed.
+/// The measurements of a contender.
 struct Timed {
     lines: Vec<Line>,
-    /// The losses that were read, in order.
+    /// The losses, in the order of reading.
     losses: Vec<f32>,
 }
 
-/// The step's work on the device: forward, loss, backward over the old gradients, clipping, AdamW. Returns the loss, `[1]`.
-fn train<'s, S: Factor<S> + Factor<f32>>(
+/// Queues the step's work: forward, loss, backward that overwrites the gradients, clipping, AdamW.
+/// Returns the loss, `[1]`.
+fn train<'s, S: GemmElement<S> + GemmElement<f32>>(
     step: &Step<'s>,
     state: &mut State<S>,
     (x, labels): Inside<'s>,
@@ -65,22 +67,22 @@ fn train<'s, S: Factor<S> + Factor<f32>>(
     let tape = Tape::new(step, parameters);
     let logits = model.logits(&tape, &tape.input(x))?;
     let loss = tape.cross_entropy(&logits, labels, weight)?;
-    tape.backward_afresh(&loss, gradients)?;
+    tape.backward_overwrite(&loss, gradients)?;
     optimizer.apply(step, parameters, gradients)?;
     Ok(*loss.value())
 }
 
-/// [`train`] for a capture.
-fn record<'s, S: Factor<S> + Factor<f32>>(
+/// Records [`train`] for a capture.
+fn record<'s, S: GemmElement<S> + GemmElement<f32>>(
     step: &mut Step<'s>,
     state: &mut State<S>,
-    slots: &Slots<'s>,
+    slots: &CaptureInputs<'s>,
 ) -> Result<Output> {
     let inside = (slots.input(0)?, slots.input(1)?);
     Ok(slots.output(&train(step, state, inside)?))
 }
 
-impl<S: Factor<S> + Factor<f32>> State<S> {
+impl<S: GemmElement<S> + GemmElement<f32>> State<S> {
     fn new(device: &Device, precision: Precision) -> Result<Self> {
         let (model, layout) = Model::new()?;
         let parameters = Parameters::new(device, &layout, SEED)?;
@@ -92,14 +94,14 @@ impl<S: Factor<S> + Factor<f32>> State<S> {
 }
 
 impl Batch<Vec<f32>, Vec<u32>> {
-    /// Inputs spread evenly, and every class in turn.
+    /// Returns evenly spread inputs, with the classes in turn.
     fn new(len: usize) -> Self {
         let x = spread(len * SCALES.len() * FEATURES, 1);
         let labels = (0..len).map(|at| (at % CLASSES) as u32).collect();
         Self { x, labels }
     }
 
-    /// The same in page-locked memory.
+    /// Copies the batch to pinned memory.
     fn page_locked(&self, device: &Device) -> Result<Batch<PageLocked<f32>, PageLocked<u32>>> {
         let mut x = PageLocked::zeros(device, self.x.len())?;
         x.write()?.copy_from_slice(&self.x);
@@ -110,34 +112,34 @@ impl Batch<Vec<f32>, Vec<u32>> {
 }
 
 impl<X: Deref<Target = [f32]>, L: Deref<Target = [u32]>> Batch<X, L> {
-    fn upload<'s>(&self, step: &Eager<'s>) -> Result<Inside<'s>> {
+    fn upload<'s>(&self, step: &EagerStep<'s>) -> Result<Inside<'s>> {
         let len = self.labels.len();
         let x = step.upload(&self.x, [len, SCALES.len(), FEATURES])?;
         Ok((x.save(), step.upload(&self.labels, [len])?.save()))
     }
 
-    fn inputs(&self) -> Result<Inputs<'_>> {
+    fn inputs(&self) -> Result<HostInputs<'_>> {
         let len = self.labels.len();
-        Inputs::new().with(&self.x, [len, SCALES.len(), FEATURES])?.with(&self.labels, [len])
+        HostInputs::new().with(&self.x, [len, SCALES.len(), FEATURES])?.with(&self.labels, [len])
     }
 }
 
 impl Ours {
-    /// Contenders that train on a random batch on `device`.
+    /// Creates contenders that train on a random batch on `device`.
     ///
     /// # Errors
-    /// When the host has no page-locked memory for it.
+    /// When the host cannot allocate pinned memory for it.
     pub(crate) fn new(device: &Device, plan: Plan) -> Result<Self> {
         let batch = Batch::new(plan.batch);
         let page_locked = batch.page_locked(device)?;
         Ok(Self { device: device.clone(), plan, batch, page_locked })
     }
 
-    /// The lines of all our contenders, with activations of S.
+    /// Measures all our contenders, with activations of type `S`.
     ///
     /// # Errors
-    /// Those of the steps; when the contenders do not train alike.
-    pub(crate) fn measure<S: Factor<S> + Factor<f32>>(&self) -> harness::Result<Vec<Line>> {
+    /// When a step fails, or the contenders' losses differ.
+    pub(crate) fn measure<S: GemmElement<S> + GemmElement<f32>>(&self) -> harness::Result<Vec<Line>> {
         let need = self.need::<S>()?;
         let (eager, captured) = (self.eager::<S>(need)?, self.captured::<S>(need)?);
         if eager.losses != captured.losses {
@@ -146,14 +148,15 @@ impl Ours {
         Ok([eager.lines, captured.lines].concat())
     }
 
-    fn need<S: Factor<S> + Factor<f32>>(&self) -> Result<Measured> {
+    fn need<S: GemmElement<S> + GemmElement<f32>>(&self) -> Result<Measured> {
         let mut state = State::<S>::new(&self.device, self.plan.precision)?;
         let arena = Arena::builder(&self.device).capacity(Capacity::mib(1)).build()?;
         arena.measure(|step| train(step, &mut state, self.batch.upload(step)?).map(drop))
     }
 
-    /// Steps that launch their kernels one by one. Each has inputs of its own, so it always uploads.
-    fn eager<S: Factor<S> + Factor<f32>>(&self, need: Measured) -> Result<Timed> {
+    /// Measures steps that launch their kernels one by one. Each has its own inputs, so it always
+    /// uploads.
+    fn eager<S: GemmElement<S> + GemmElement<f32>>(&self, need: Measured) -> Result<Timed> {
         let mut state = State::<S>::new(&self.device, self.plan.precision)?;
         let mut arena = Arena::builder(&self.device).capacity(Capacity::Measured(need)).build()?;
         let measures = [Measure::RoundTrip, Measure::Host, Measure::HostPinned, Measure::Queued, Measure::Pinned];
@@ -168,8 +171,8 @@ impl Ours {
         })
     }
 
-    /// Steps that are replays of one graph.
-    fn captured<S: Factor<S> + Factor<f32>>(&self, need: Measured) -> Result<Timed> {
+    /// Measures steps that replay one graph.
+    fn captured<S: GemmElement<S> + GemmElement<f32>>(&self, need: Measured) -> Result<Timed> {
         let mut arena = Arena::builder(&self.device).capacity(Capacity::Measured(need)).build()?;
         let (inputs, page_locked) = (self.batch.inputs()?, self.page_locked.inputs()?);
         let mut captured = arena.capture(State::<S>::new(&self.device, self.plan.precision)?, &inputs, record)?;
@@ -191,7 +194,8 @@ impl Ours {
         })
     }
 
-    /// What a contender needs whose `step` runs a step for a measure, and reads the loss where the measure has it.
+    /// Measures a contender whose `step` runs a step for a measure, and reads the loss if the
+    /// measure includes it.
     fn times(
         &self,
         contender: &str,
@@ -200,7 +204,7 @@ impl Ours {
     ) -> Result<Timed> {
         let Plan { batch, samples, row, .. } = self.plan;
         let mut timed = Timed { lines: Vec::new(), losses: Vec::new() };
-        // The emulator's memory is all alike.
+        // The emulator's memory is all of one kind.
         let is_gpu = self.device.description().kind == DeviceKind::Cuda;
         for &measure in measures.iter().filter(|measure| is_gpu || !measure.is_pinned()) {
             let is_host = matches!(measure, Measure::Host | Measure::HostPinned | Measure::HostResident);
@@ -225,7 +229,7 @@ impl Ours {
 /// Compares the peer's model with ours.
 ///
 /// # Errors
-/// When it has another number of tensors or weights: the table would compare different work.
+/// When the numbers of tensors or weights differ, so that the table would compare different work.
 pub(crate) fn check_model(tensors: usize, weights: usize) -> harness::Result<()> {
     let (_, layout) = Model::<f32>::new()?;
     let ours = (layout.entries().len(), layout.entries().iter().map(|entry| entry.shape().elements()).sum::<usize>());

@@ -1,12 +1,13 @@
-//! The table of the bench: for each measure a line a contender, for each batch size its median and spread.
+//! The table of the bench: per measure one line per contender, with median and spread per batch
+//! size.
 //!
-//! Invariant: a cell without samples is a dash, and the reasons stand below the table.
+//! Invariant: a cell without samples is a dash, and the reasons follow the table.
 
 use stepscope::Device;
 
 use crate::{Line, Measure, Plan};
 
-/// Width of a contender's name, and of one figure.
+/// The widths of a contender's name and of one figure.
 const NAME: usize = 32;
 const FIGURE: usize = 10;
 
@@ -26,12 +27,12 @@ impl Measure {
         match self {
             Self::RoundTrip => "one step: uploads included, loss read back".into(),
             Self::Host => "one step: the host's part, uploads included, until all is queued".into(),
-            Self::HostPinned => "one step: the host's part, uploads from page-locked memory".into(),
-            Self::HostResident => "one step: the host's part, no uploads (stepscope alone)".into(),
+            Self::HostPinned => "one step: the host's part, uploads from pinned memory".into(),
+            Self::HostResident => "one step: the host's part, no uploads (only stepscope)".into(),
             Self::Queued => format!("{row} steps in a row: uploads included, nothing read back"),
             Self::Resident => format!("{row} steps in a row: no uploads, nothing read back"),
-            Self::Pinned => format!("{row} steps in a row: uploads included, from page-locked memory"),
-            Self::Events => "one step between two CUDA events: no uploads (PyTorch alone)".into(),
+            Self::Pinned => format!("{row} steps in a row: uploads included, from pinned memory"),
+            Self::Events => "one step between two CUDA events: no uploads (only PyTorch)".into(),
         }
     }
 }
@@ -71,7 +72,7 @@ pub(crate) fn print(device: &Device, how: &str, plans: &[Plan], lines: &[Line]) 
     }
 }
 
-/// Who has samples of a measure, in the order of the run.
+/// Returns the contenders with samples of a measure, in the order of the run.
 fn contenders(lines: &[Line], wanted: Measure) -> Vec<&str> {
     let mut found: Vec<&str> = Vec::new();
     for line in lines {
@@ -85,7 +86,7 @@ fn contenders(lines: &[Line], wanted: Measure) -> Vec<&str> {
     found
 }
 
-/// The median, the 10th and the 90th percentile.
+/// Returns the median, the 10th and the 90th percentile.
 fn milliseconds(lines: &[Line], of_batch: usize, who: &str, what: Measure) -> Option<[f64; 3]> {
     lines.iter().find_map(|line| match line {
         Line::Measured { batch, contender, measure, nanoseconds }

@@ -1,10 +1,14 @@
-//! Price bars from a CSV file, one bar a row, read strictly: what comes out needs no further check.
+//! Reads price bars from a CSV file, one per row, and validates them strictly, so that callers need
+//! no further checks.
 //!
-//! Columns are found by name (letter case does not matter): `open_time` or `timestamp`, then `open`, `high`, `low`,
-//! `close`, `volume`; others are ignored. Every [`Bar`] holds finite numbers, prices above zero, `low <= open, close <=
-//! high` and a volume of at least zero; times rise strictly. Minutes may be missing. The first row that breaks a rule
-//! ends the reading with a [`BarsError`] that names file, line, column and rule, in few words, and after no more memory than
-//! the bars before it and one row of [`ROW_BYTES`] take.
+//! Columns are found by name, in any letter case: `open_time` or `timestamp`, then `open`, `high`,
+//! `low`, `close`, `volume`. Other columns are ignored. Every [`Bar`] holds finite numbers, prices
+//! above zero, `low <= open, close <= high`, and a volume of at least zero. Times strictly
+//! increase, but minutes may be missing.
+//!
+//! The first row that breaks a rule ends the reading with a short [`BarsError`] that names file,
+//! line, column and rule. Memory use is bounded by the bars before that row and one row of
+//! [`ROW_BYTES`].
 
 use std::io::{self, BufReader, Read, Seek};
 use std::path::{Path, PathBuf};
@@ -19,15 +23,15 @@ use times::{TimeError, Times};
 
 /// The longest row, the header's included.
 const ROW_BYTES: usize = 1 << 20;
-/// Bars that there is room for at first.
+/// The initial capacity in bars.
 const FIRST_BARS: usize = 1 << 12;
-/// Characters of a field that a message shows, and of the header.
+/// The most characters of a field, and of the header, that a message shows.
 const SHOWN: [usize; 2] = [60, 300];
 
-/// The open, high, low and close price of one span of time, and the volume traded in it.
+/// The open, high, low and close price of one span of time, and its traded volume.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Bar {
-    /// When the span opens, in milliseconds since 1970-01-01 UTC.
+    /// The opening time, in milliseconds since 1970-01-01 UTC.
     pub(crate) time_ms: i64,
     /// First price, above zero.
     pub(crate) open: f64,
@@ -41,16 +45,17 @@ pub(crate) struct Bar {
     pub(crate) volume: f64,
 }
 
-/// Why a file gave no bars.
+/// The reason why a file cannot be read as bars.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub(crate) enum BarsError {
-    /// The file is missing, no plain file, written to meanwhile, or may not be read to its end.
+    /// The file is missing, not a regular file, changed while it was read, or not readable to its
+    /// end.
     #[error("{}: cannot be read: {source}", file.display())]
     Read {
         /// The file asked for.
         file: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// The file is of another kind.
@@ -66,14 +71,14 @@ pub(crate) enum BarsError {
     Broken {
         /// The file being read.
         file: PathBuf,
-        /// The line, counted from 1, the header's and blank lines included.
+        /// The line, counted from 1, including the header and blank lines.
         line: u64,
         /// The column, as named in the header.
         column: String,
         /// The rule that is broken.
         rule: Rule,
     },
-    /// The bars are sound but too few.
+    /// The bars are valid but too few.
     #[error("{}: too few bars: {found} found, at least {needed} needed: {why}", file.display())]
     TooFew {
         /// The file, or the name of the series.
@@ -82,7 +87,7 @@ pub(crate) enum BarsError {
         found: usize,
         /// Bars needed.
         needed: usize,
-        /// What they are needed for.
+        /// The reason why that many are needed.
         why: String,
     },
 }
@@ -93,21 +98,21 @@ pub(crate) enum BarsError {
 pub(crate) enum Rule {
     #[error("the column is missing; columns are separated by commas, and the header has: {header}")]
     Missing { header: String },
-    #[error("the column is there twice; the header has: {header}")]
+    #[error("the column appears twice; the header has: {header}")]
     Twice { header: String },
-    #[error("the row is longer than {ROW_BYTES} bytes: is a quote not closed, or is this no CSV file?")]
+    #[error("the row is longer than {ROW_BYTES} bytes: is a quote not closed, or is this not a CSV file?")]
     Long,
     #[error("the row has {found} fields, the header {expected}{}", if *nameless {
-        ", the last without a name: remove the comma at the header's end, or add one to each row"
+        ", the last unnamed: remove the comma at the header's end, or add one to each row"
     } else {
         ""
     })]
     Ragged { expected: u64, found: u64, nameless: bool },
     #[error("\"{value}\" {reason}")]
     Time { value: String, reason: String },
-    #[error("\"{value}\" is a time that goes back: the row before has \"{before}\"")]
+    #[error("\"{value}\" is earlier than the row before, \"{before}\"")]
     Backward { value: String, before: String },
-    #[error("\"{value}\" is a repeated time: the row before has \"{before}\"")]
+    #[error("\"{value}\" repeats the time of the row before, \"{before}\"")]
     Repeated { value: String, before: String },
     #[error("\"{value}\" is not a number")]
     Number { value: String },
@@ -123,10 +128,11 @@ pub(crate) enum Rule {
     OutsideRange { value: String, low: f64, high: f64 },
 }
 
-/// Reads all bars of the CSV file at `path`, one row at a time. A file without rows gives an empty vector.
+/// Reads all bars of the CSV file at `path`, one row at a time. A file without rows gives an empty
+/// vector.
 ///
 /// # Errors
-/// [`BarsError`] for the first thing that is wrong.
+/// [`BarsError`] for the first fault.
 pub(crate) fn read_bars(path: &Path) -> Result<Vec<Bar>, BarsError> {
     let unreadable = |source| BarsError::Read { file: path.to_owned(), source };
     let mut file = PlainFile::open(path).map_err(unreadable)?;
@@ -135,10 +141,11 @@ pub(crate) fn read_bars(path: &Path) -> Result<Vec<Bar>, BarsError> {
         return Err(BarsError::Kind { file: path.to_owned(), kind });
     }
     let bars = parse_bars(path, &mut file);
-    // First, since it explains whatever was wrong in it.
+    // Checked first, because a change explains any other fault.
     file.check_unchanged().map_err(unreadable)?;
     match (bars, kind) {
-        // Names of columns that are not read may be in any encoding.
+        // If no column is found, the file is probably in another encoding. Other columns may be in
+        // any.
         (Err(BarsError::Broken { file, rule: Rule::Missing { .. }, .. }), Some(kind)) if kind != FileKind::Text => {
             Err(BarsError::Kind { file, kind })
         }
@@ -158,13 +165,14 @@ pub(crate) fn parse_bars(path: &Path, mut source: impl Read + Seek) -> Result<Ve
     }
 }
 
-/// What ended the reading. The line is looked up only then: the CSV reader's own count leaves out blank lines.
+/// The fault that ended the reading. Its line is counted only then, because the CSV reader's own
+/// count leaves out blank lines.
 enum Fault {
     Read(io::Error),
     Broken { byte: u64, column: String, rule: Rule },
 }
 
-/// A source that gives no more than [`ROW_BYTES`], beside what the CSV reader has ahead, until the next row is begun.
+/// A source that limits how much is read per row: [`ROW_BYTES`], plus the CSV reader's read-ahead.
 struct Rows<R> {
     source: R,
     left: usize,
@@ -212,7 +220,7 @@ fn parse_rows(source: impl Read) -> Result<Vec<Bar>, Fault> {
     }
 }
 
-/// Room for one more bar, once the host is known to have memory for it.
+/// Reserves space for one more bar, after checking that the host has memory for it.
 fn make_room(bars: &mut Vec<Bar>) -> Result<(), Fault> {
     if bars.len() < bars.capacity() {
         return Ok(());
@@ -223,14 +231,14 @@ fn make_room(bars: &mut Vec<Bar>) -> Result<(), Fault> {
         return Ok(());
     }
     let reason = format!(
-        "more than {} bars: room for the next takes {needed} bytes of memory, and the host, or this process's cgroup, has {available} \
+        "more than {} bars: adding another takes {needed} bytes of memory, and the host, or this process's cgroup, has {available} \
          available: give fewer bars",
         bars.len()
     );
     Err(Fault::Read(io::Error::new(io::ErrorKind::FileTooLarge, reason)))
 }
 
-/// Where each wanted column stands in a row.
+/// The positions of the wanted columns in a row.
 struct Columns {
     time: usize,
     prices: [usize; 4],
@@ -260,7 +268,7 @@ impl Columns {
     }
 }
 
-/// One row with what its errors need.
+/// A row, with the context for its errors.
 struct Row<'a> {
     names: &'a [String],
     record: &'a ByteRecord,
@@ -312,7 +320,8 @@ impl Row<'_> {
     }
 }
 
-/// The CSV reader's error in our words, for the row that starts at `byte`; a ragged row's column is the first that it lacks or has too many.
+/// Converts the CSV reader's error for the row that starts at `byte`. For a ragged row, the column
+/// is the first missing or extra one.
 fn fault(names: &[String], byte: u64, error: csv::Error) -> Fault {
     let byte = error.position().map_or(byte, csv::Position::byte);
     match error.into_kind() {
@@ -332,13 +341,14 @@ fn fault(names: &[String], byte: u64, error: csv::Error) -> Fault {
     }
 }
 
-/// The line, counted from 1, of the first character at or after `byte` that ends no line.
+/// Returns the line, counted from 1, of the first character at or after `byte` that does not end a
+/// line.
 fn line_at(mut source: impl Read + Seek, byte: u64) -> io::Result<u64> {
     source.rewind()?;
     let (mut line, mut before) = (1, 0);
     for (at, character) in (0_u64..).zip(BufReader::new(source).bytes()) {
         match std::mem::replace(&mut before, character?) {
-            // One end of a line, as Windows writes it.
+            // CR LF ends one line.
             b'\r' if before == b'\n' => {}
             _ if matches!(before, b'\n' | b'\r') => line += 1,
             _ if at >= byte => break,
@@ -350,11 +360,11 @@ fn line_at(mut source: impl Read + Seek, byte: u64) -> io::Result<u64> {
 
 fn text(field: &[u8]) -> String {
     let field = field.trim_ascii();
-    // No character has more than four bytes, and a few bytes more are told as such.
+    // A character has at most four bytes; the extra bytes let `shown` detect that the field is cut.
     shown(&String::from_utf8_lossy(&field[..field.len().min(8 * SHOWN[0])]), SHOWN[0])
 }
 
-/// A text from outside as a message shows it: its first so many characters, and none that steers a terminal.
+/// Shortens a text from outside to its first `most` characters, and replaces control characters.
 pub(crate) fn shown(text: &str, most: usize) -> String {
     let mut rest = text.chars();
     let start = rest.by_ref().take(most).map(|it| if it.is_control() { char::REPLACEMENT_CHARACTER } else { it });
@@ -397,7 +407,7 @@ mod tests {
             let told = message(&text);
             assert!(told.starts_with(&format!("bars.csv, line {line}, column ")) && told.len() < 200, "{told}");
         }
-        // A long row is none without end.
+        // A row just below the limit is accepted.
         let note = "x".repeat(ROW_BYTES - 200);
         let text = format!("note,{HEADER}{note},{GOOD}{note},{}", GOOD.replace("00:00:00", "00:01:00"));
         assert_eq!(parse(&text).unwrap().len(), 2);
@@ -419,7 +429,7 @@ mod tests {
         assert!(told.contains("\"\u{fffd}[2J\u{fffd}\" is not a time"), "{told}");
     }
 
-    /// The message for a second row whose fields are these.
+    /// Returns the message for a second row with these fields.
     fn second(row: &str) -> String {
         message(&format!("{HEADER}{GOOD}{row}\n"))
     }
@@ -452,12 +462,12 @@ mod tests {
             (
                 "2023-03-01 00:00:00,10,12,9,11,1".into(),
                 "open_time",
-                "is a repeated time: the row before has \"2023-03-01 00:00:00+00:00\"",
+                "repeats the time of the row before, \"2023-03-01 00:00:00+00:00\"",
             ),
             (
                 "2023-02-28 23:59:00,10,12,9,11,1".into(),
                 "open_time",
-                "is a time that goes back: the row before has \"2023-03-01 00:00:00+00:00\"",
+                "is earlier than the row before, \"2023-03-01 00:00:00+00:00\"",
             ),
             (format!("{at},10,12,9"), "close", "the row has 4 fields, the header 6"),
             (format!("{at},10,12,9,11,1,2"), "number 7", "the row has 7 fields, the header 6"),
@@ -494,11 +504,11 @@ mod tests {
         assert!(missing.ends_with("the header has: open_time, open, high, low, volume"), "{missing}");
         let trailing = message(&format!("{},\n{GOOD}", HEADER.trim_end()));
         assert!(
-            trailing.contains("column number 7: the row has 6 fields, the header 7, the last without a name"),
+            trailing.contains("column number 7: the row has 6 fields, the header 7, the last unnamed"),
             "{trailing}"
         );
         let twice = message("open_time,open,high,low,close,volume,open\n");
-        assert!(twice.starts_with("bars.csv, line 1, column open: the column is there twice; "), "{twice}");
+        assert!(twice.starts_with("bars.csv, line 1, column open: the column appears twice; "), "{twice}");
         let empty = message("");
         assert!(
             empty.contains("column open_time (or timestamp): ") && empty.ends_with("the header has: nothing"),

@@ -1,4 +1,5 @@
-//! The command line. A wrong value ends the program with exit code 2 and says what was wrong, before any work is done.
+//! The command line. A wrong value ends the program with exit code 2 and an explanation, before any
+//! work is done.
 
 use std::path::PathBuf;
 use std::sync::LazyLock;
@@ -12,11 +13,12 @@ use crate::shared::log::Log;
 use crate::shared::ranks::RankArgs;
 use crate::shared::stored_as::StoredAs;
 
-/// Samples that are kept when neither bars nor a limit are given: enough to see it learn within a minute or two.
+/// The default limit of samples for the synthetic market: enough to see training progress within
+/// one or two minutes.
 pub(crate) const SYNTHETIC_LIMIT: usize = 2048;
 
-/// The version, and for each architecture the SHA-256 of the kernels' PTX and who compiled it: two builds with the same digests
-/// run the same kernels.
+/// The version, and per architecture the SHA-256 of the kernels' PTX and its compiler. Two builds
+/// with the same digests run the same kernels.
 static VERSION: LazyLock<String> = LazyLock::new(|| {
     let builds = stepscope::ptx_builds();
     let lines: String = builds.iter().map(|build| format!("\nPTX {build}")).collect();
@@ -24,19 +26,19 @@ static VERSION: LazyLock<String> = LazyLock::new(|| {
     format!("{}{lines}", env!("CARGO_PKG_VERSION"))
 });
 
-/// Trains CrossAsset, a transformer over 12 time scales that tells whether a price will fall, stay or rise, and writes
-/// report.json, loss.svg and model.safetensors.
+/// Trains CrossAsset, a transformer over 12 time scales that predicts whether a price will fall,
+/// stay or rise. Writes report.json, loss.svg and model.safetensors.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "crossasset", version, long_version = VERSION.as_str())]
 pub(crate) struct Args {
-    /// One-minute bars of one asset: columns open_time or timestamp, open, high, low, close,
-    /// volume; may be given for several assets. Times are 2023-03-01 00:00:00+00:00, in UTC where
-    /// no offset is given, or numbers since 1970 in one unit, of the years 1980 to 2100 [default: a
-    /// synthetic market]
+    /// One-minute bars of one asset, with columns open_time or timestamp, open, high, low, close,
+    /// volume; repeat the option for several assets. Times are written like 2023-03-01
+    /// 00:00:00+00:00 (UTC without an offset), or as numbers since 1970 in one unit, in the years
+    /// 1980 to 2100 [default: a synthetic market]
     #[arg(long, value_name = "FILE.csv")]
     pub(crate) bars: Vec<PathBuf>,
 
-    /// Where to train
+    /// Device to train on
     #[arg(long, value_enum, default_value_t = DeviceChoice::Auto)]
     pub(crate) device: DeviceChoice,
 
@@ -48,47 +50,53 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = up_to(u32::MAX))]
     pub(crate) folds: usize,
 
-    /// Samples for each update of the weights
+    /// Samples per update of the weights
     #[arg(long, value_name = "SAMPLES", default_value_t = 256, value_parser = up_to(u32::MAX))]
     pub(crate) batch: usize,
 
-    /// Samples in one step scope; the gradients of a batch's steps are added up [default: the whole batch]
+    /// Samples per step scope; the gradients of a batch's steps are summed [default: the whole
+    /// batch]
     #[arg(long, value_name = "SAMPLES", value_parser = up_to(u32::MAX))]
     pub(crate) micro_batch: Option<usize>,
 
     #[command(flatten)]
     pub(crate) ranks: RankArgs,
 
-    /// Keep only the latest samples [default: all of them; 2048 of a synthetic market]
+    /// Keep only the latest samples [default: all; 2048 of a synthetic market]
     #[arg(long, value_name = "SAMPLES", value_parser = up_to(u32::MAX))]
     pub(crate) limit: Option<usize>,
 
-    /// Names the initial weights, the order of the samples and the synthetic market
+    /// Seed of the initial weights, the order of the samples, and the synthetic market
     #[arg(long, default_value_t = 7)]
     pub(crate) seed: u64,
 
-    /// Memory of the step arena, in MiB
+    /// Size of the step arena, in MiB
     #[arg(long, value_name = "MIB", default_value_t = 1024, value_parser = up_to(u32::MAX))]
     pub(crate) arena_mib: usize,
 
-    /// Memory, in MiB, of the pool that a step overflows into when the arena is full; 0: it fails and says why
+    /// Size, in MiB, of the pool for allocations that do not fit the arena; 0: such a step fails
+    /// with an explanation
     #[arg(long, value_name = "MIB", default_value_t = 0, value_parser = zero_up_to(u32::MAX))]
     pub(crate) overflow_mib: usize,
 
-    /// End, with a checkpoint and exit code 75, before an update when the host has less memory available; 0: never [default: half of what
-    /// admission leaves to others where CPU and GPU share one memory]
+    /// Stop before an update, with a checkpoint and exit code 75, when the host has less available
+    /// memory than this; 0: never [default: where CPU and GPU share memory, half of what admission
+    /// control leaves to other processes]
     #[arg(long, value_name = "MIB", value_parser = zero_up_to(u32::MAX))]
     pub(crate) memory_floor_mib: Option<usize>,
 
-    /// Run each step as one graph that is recorded once; off: launch by launch, which can overflow
+    /// Replay each step as one recorded graph; off: launch each kernel separately, which allows
+    /// overflow
     #[arg(long, value_enum, default_value_t = Switch::On)]
     pub(crate) capture: Switch,
 
-    /// How matrix multiplies of training round their factors: tf32 and bf16 are faster on a GPU, and less exact
-    #[arg(long, value_name = "ieee|tf32|bf16", default_value_t = Precision::Ieee)]
+    /// Rounding of the operands of training's matrix multiplies; tf32 and bf16 are faster on a GPU,
+    /// but less exact
+    #[arg(long, value_name = "ieee|tf32|bf16", default_value_t = Precision::F32)]
     pub(crate) precision: Precision,
 
-    /// What memory holds of activations and of the matrices that products read: bf16 takes half the bytes; weights are f32
+    /// Element type in memory of activations and of the operands of matrix multiplies; bf16 halves
+    /// the bytes; weights stay f32
     #[arg(long, value_enum, default_value_t = StoredAs::F32)]
     pub(crate) stored: StoredAs,
 
@@ -100,60 +108,61 @@ pub(crate) struct Args {
     #[arg(long, value_name = "RATE", default_value_t = 0.01, value_parser = zero_or_above)]
     pub(crate) weight_decay: f32,
 
-    /// Largest L2 norm of all gradients together; longer ones are scaled down to it
+    /// Largest L2 norm of all gradients together; larger gradients are scaled down to it
     #[arg(long, value_name = "NORM", default_value_t = 1.0, value_parser = above_zero)]
     pub(crate) clip: f32,
 
-    /// Bars ahead over which a sample's label is taken
+    /// Number of bars ahead over which a sample's label is computed
     #[arg(long, value_name = "BARS", default_value_t = 15, value_parser = up_to(100_000))]
     pub(crate) horizon: usize,
 
-    /// Folder for the results; made when missing
+    /// Folder for the results; created if missing
     #[arg(long, value_name = "DIR", default_value = "target/crossasset")]
     pub(crate) out: PathBuf,
 
-    /// Write the first three updates' inputs, losses, gradients and weights to this safetensors file, for tests/oracle
+    /// Write the inputs, losses, gradients and weights of the first three updates to this
+    /// safetensors file; for tests/oracle
     #[arg(long, value_name = "FILE", conflicts_with_all = ["resume", "ranks", "shards"])]
     pub(crate) trace: Option<PathBuf>,
 
-    /// Write the first batch's memory, event by event, to this file (PyTorch's memory snapshot) and, as a picture, to the
-    /// same name ending in .svg
+    /// Write the memory events of the first batch to this file, as a PyTorch memory snapshot, and a
+    /// picture to the same name with .svg
     #[arg(long, value_name = "FILE", conflicts_with = "ranks")]
     pub(crate) memory: Option<PathBuf>,
 
-    /// Write the checkpoint after so many updates of an epoch, too [default: at the end of each
-    /// epoch, and at Ctrl-C, SIGTERM or SIGHUP]
+    /// Also write the checkpoint every this many updates of an epoch [default: only at the end of
+    /// each epoch, and at Ctrl-C, SIGTERM or SIGHUP]
     #[arg(long, value_name = "UPDATES", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) checkpoint_every: Option<u64>,
 
-    /// What is written to standard error while it trains
+    /// Log format on standard error during training
     #[arg(long, value_enum, default_value_t = Log::Text)]
     pub(crate) log: Log,
 
-    /// Go on from this checkpoint, with the same bars and settings
+    /// Continue from this checkpoint, with the same bars and settings
     #[arg(long, value_name = "FILE")]
     pub(crate) resume: Option<PathBuf>,
 
-    /// Replace the checkpoint of an earlier run that is in --out
+    /// Replace the checkpoint of an earlier run in --out
     #[arg(long)]
     pub(crate) overwrite: bool,
 }
 
-/// Whether something is done.
+/// A switch of the command line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Switch {
-    /// It is.
+    /// Enabled
     On,
-    /// It is not.
+    /// Disabled
     Off,
 }
 
-/// Where to train.
+/// The device to train on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum DeviceChoice {
-    /// The GPU when there is one, else the emulator.
+    /// The GPU if there is one, else the emulator.
     Auto,
-    /// The kernels on the CPU.
+    /// The emulator, which runs the same kernels on the CPU.
     Emulated,
     /// The NVIDIA GPU.
     Cuda,
@@ -166,7 +175,7 @@ impl ValueEnum for DeviceChoice {
 
     fn to_possible_value(&self) -> Option<PossibleValue> {
         Some(match self {
-            Self::Auto => PossibleValue::new("auto").help("The GPU when there is one, else the emulator"),
+            Self::Auto => PossibleValue::new("auto").help("The GPU if there is one, else the emulator"),
             Self::Emulated => PossibleValue::new("emulated").help("The same kernels on the CPU"),
             Self::Cuda => PossibleValue::new("cuda").help("The NVIDIA GPU"),
         })
@@ -174,22 +183,23 @@ impl ValueEnum for DeviceChoice {
 }
 
 impl Args {
-    /// The program's arguments; ends the program when they are wrong (exit code 2) or ask for help (exit code 0).
+    /// Parses the program's arguments. Ends the program if they are wrong (exit code 2) or ask for
+    /// help (exit code 0).
     pub(crate) fn from_command_line() -> Self {
         Self::try_parse().and_then(Self::checked).unwrap_or_else(|error| error.exit())
     }
 
-    /// Samples in one step scope.
+    /// Returns the samples per step scope.
     pub(crate) fn micro_batch(&self) -> usize {
         self.micro_batch.unwrap_or(self.batch)
     }
 
-    /// How many of the latest samples to keep, or `None` for all.
+    /// Returns the number of latest samples to keep, or `None` for all.
     pub(crate) fn sample_limit(&self) -> Option<usize> {
         self.limit.or(self.bars.is_empty().then_some(SYNTHETIC_LIMIT))
     }
 
-    /// What depends on more than one argument.
+    /// Checks rules that concern more than one argument.
     fn checked(self) -> Result<Self, clap::Error> {
         if self.micro_batch() > self.batch {
             let message = format!(
@@ -203,12 +213,12 @@ impl Args {
     }
 }
 
-/// Whole numbers from 1 to `most`, such that products of two fit a machine word.
+/// Parses a whole number from 1 to `most`. Products of two such numbers fit a machine word.
 fn up_to(most: u32) -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(1..=u64::from(most))
 }
 
-/// [`up_to`], or 0 for none.
+/// Parses a whole number like [`up_to`], or 0.
 fn zero_up_to(most: u32) -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(0..=u64::from(most))
 }
@@ -267,7 +277,7 @@ mod tests {
         assert_eq!((args.epochs, args.folds, args.batch, args.micro_batch()), (1, 2, 256, 256));
         assert_eq!((args.seed, args.arena_mib, args.overflow_mib, args.horizon), (7, 1024, 0, 15));
         assert_eq!((args.learning_rate, args.weight_decay, args.clip), (3e-4, 0.01, 1.0));
-        assert_eq!((args.capture, args.log, args.precision), (Switch::On, Log::Text, Precision::Ieee));
+        assert_eq!((args.capture, args.log, args.precision), (Switch::On, Log::Text, Precision::F32));
         assert_eq!(args.stored, StoredAs::F32);
         assert_eq!(args.out, PathBuf::from("target/crossasset"));
         assert_eq!(args.sample_limit(), Some(SYNTHETIC_LIMIT));

@@ -1,10 +1,12 @@
 //! Samples, labels and walk-forward folds over the bars of one or several assets.
 //!
-//! A sample is one bar of one asset. What the model sees of it comes from bars up to it (see `features.rs`); what it
-//! must tell is the log return over the `horizon` bars after it: down (0), flat (1) or up (2). Samples are ordered by
-//! time, then by asset. The invariant of every fold: nothing that training uses is known only at or after the
-//! validation's first bar. So training samples whose horizon reaches that bar are left out, and the two thresholds
-//! between the classes are the 1/3 and 2/3 quantiles of the training part's returns alone.
+//! A sample is one bar of one asset. The model's input comes from bars up to it (see
+//! `features.rs`). Its target is the log return over the next `horizon` bars: down (0), flat (1) or
+//! up (2). Samples are ordered by time, then by asset.
+//!
+//! Invariant: training in a fold uses only what was known before the validation's first bar.
+//! Training samples whose horizon reaches that bar are therefore left out. The two class thresholds
+//! are the 1/3 and 2/3 quantiles of only the training part's returns.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -19,29 +21,29 @@ use crate::random::Random;
 use crate::sizes::CLASSES;
 
 const FLAT: usize = 1;
-/// Training samples that the shortest fold keeps of one asset: one for each class.
+/// Training samples that the shortest fold keeps per asset: one per class.
 const LEAST_TRAINED: usize = CLASSES;
 
-/// One series of bars, in order of time.
+/// A series of bars in order of time.
 pub(crate) struct Asset {
-    /// The file that the bars come from, or what they are.
+    /// The file of the bars, or a description of them.
     pub(crate) name: PathBuf,
-    /// The bars, as [`crate::bars::read_bars`] gives them.
+    /// The bars, as returned by [`crate::bars::read_bars`].
     pub(crate) bars: Vec<Bar>,
 }
 
-/// How samples are made of bars.
+/// The rules by which bars become samples.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Plan {
-    /// Bars after a sample over which its return is taken, at least 1.
+    /// Bars over which a sample's return is computed, at least 1.
     pub(crate) horizon: usize,
     /// Walk-forward folds, at least 1.
     pub(crate) folds: usize,
-    /// Keep only the latest so many samples of all assets together.
+    /// The number of latest samples to keep, over all assets.
     pub(crate) limit: Option<usize>,
 }
 
-/// Why bars gave no data set.
+/// The reason why bars cannot make a data set.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DatasetError {
     /// A series is too short.
@@ -54,43 +56,44 @@ pub(crate) enum DatasetError {
         kept: usize,
         /// Samples needed.
         needed: usize,
-        /// What they are needed for.
+        /// The reason why that many are needed.
         why: String,
     },
 }
 
-/// One bar of one asset, with what follows it.
+/// A bar of an asset, with its outcome.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Sample {
     /// Index of the asset.
     pub(crate) asset: usize,
     /// Index of the bar within its asset.
     pub(crate) bar: usize,
-    /// When the bar opens, in milliseconds since 1970-01-01 UTC.
+    /// The opening time of the bar, in milliseconds since 1970-01-01 UTC.
     pub(crate) time_ms: i64,
-    /// When the bar opens whose close ends the horizon.
+    /// The opening time of the bar that ends the horizon.
     pub(crate) known_ms: i64,
     /// `ln(close[bar + horizon] / close[bar])`.
     pub(crate) log_return: f64,
 }
 
-/// One walk-forward fold: everything before a point in time trains, the part after it validates.
+/// A walk-forward fold: samples before a point in time train, and the part after it validates.
 #[derive(Clone, Debug)]
 pub(crate) struct Fold {
-    /// Counted from 0.
+    /// The number of the fold, from 0.
     pub(crate) index: usize,
     /// Indices of the training samples, in order of time.
     pub(crate) train: Vec<usize>,
     /// Indices of the validation samples.
     pub(crate) valid: Range<usize>,
-    /// A return below the first is down, above the second up.
+    /// The class limits: a return below the first is down, and one above the second is up.
     pub(crate) thresholds: [f64; 2],
-    /// Share of the validation samples that have the training part's most frequent label; flat, when labels tie.
+    /// The share of validation samples with the training part's most frequent label (flat, if
+    /// labels tie).
     pub(crate) baseline_accuracy: f64,
 }
 
 impl Fold {
-    /// The label of a sample with this return: 0 down, 1 flat, 2 up.
+    /// Returns the label of a sample with this return: 0 down, 1 flat, 2 up.
     pub(crate) fn label(&self, log_return: f64) -> u32 {
         let [down, up] = self.thresholds;
         if log_return < down {
@@ -102,7 +105,8 @@ impl Fold {
         }
     }
 
-    /// The training samples in the order of one epoch: random, but the same for the same seed, fold and epoch.
+    /// Returns the training samples in one epoch's random order, which depends only on seed, fold
+    /// and epoch.
     pub(crate) fn epoch_order(&self, seed: u64, epoch: usize) -> Vec<usize> {
         let mut order = self.train.clone();
         Random::stream(seed, &[self.index as u64, epoch as u64]).shuffle(&mut order);
@@ -110,9 +114,10 @@ impl Fold {
     }
 }
 
-/// All samples, their folds, and the features of each on demand.
+/// All samples with their folds. Features are computed on demand.
 pub(crate) struct Dataset {
-    /// Who makes features: half of the processors, for the others copy to GPUs what was made before. None where the system gives no threads.
+    /// The threads that compute features: half of the processors, because the others copy earlier
+    /// batches to GPUs. None if the system refuses to start threads.
     makers: Option<ThreadPool>,
     bars: usize,
     sha256: String,
@@ -122,11 +127,12 @@ pub(crate) struct Dataset {
 }
 
 impl Dataset {
-    /// Makes the samples and folds of `assets`. Of several errors, the one of the first asset is told.
+    /// Makes the samples and folds of `assets`. If several assets have errors, it returns that of
+    /// the first.
     ///
     /// # Errors
-    /// [`DatasetError`] when a series is too short for its history, horizon and folds, or when the limit keeps too few
-    /// samples for the folds. Both say how many are needed and why.
+    /// [`DatasetError`] when a series is too short for its history, horizon and folds, or when the
+    /// limit keeps too few samples for the folds. Both state how many are needed and why.
     ///
     /// # Panics
     /// When `plan` has no fold or no horizon, or `assets` is empty.
@@ -154,23 +160,23 @@ impl Dataset {
         })
     }
 
-    /// Bars of all assets.
+    /// Returns the number of bars of all assets.
     pub(crate) fn bars(&self) -> usize {
         self.bars
     }
 
-    /// The SHA-256, in hexadecimal, over all bars in the order in which they were given: two data sets with the same one and the same plan
-    /// are the same. Names of files do not count.
+    /// Returns the SHA-256, in hexadecimal, of all bars in the given order. Two data sets with the
+    /// same digest and plan are equal. File names do not count.
     pub(crate) fn sha256(&self) -> &str {
         &self.sha256
     }
 
-    /// The samples kept, by time, then by asset.
+    /// Returns the kept samples, ordered by time, then by asset.
     pub(crate) fn samples(&self) -> &[Sample] {
         &self.samples
     }
 
-    /// The folds, earliest validation first.
+    /// Returns the folds, earliest validation first.
     pub(crate) fn folds(&self) -> &[Fold] {
         &self.folds
     }
@@ -194,7 +200,7 @@ impl Dataset {
         }
     }
 
-    /// Writes the labels that `samples` have in `fold`: `out: [samples.len()]`.
+    /// Writes the labels of `samples` in `fold`: `out: [samples.len()]`.
     ///
     /// # Panics
     /// When `out` has another length or a sample is unknown.
@@ -206,7 +212,8 @@ impl Dataset {
     }
 }
 
-/// See [`Dataset::sha256`]: for each asset the number of its bars, then theirs, all as little-endian words of 64 bits.
+/// Computes [`Dataset::sha256`]: for each asset the number of its bars, then the bars, all as
+/// little-endian 64-bit words.
 fn sha256(assets: &[Asset]) -> String {
     let mut hash = Sha256::new();
     for asset in assets {
@@ -219,7 +226,7 @@ fn sha256(assets: &[Asset]) -> String {
     hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Every bar of one asset with enough bars before and after it.
+/// Returns every bar of an asset that has enough bars before and after it.
 fn samples_of(asset: usize, bars: &[Bar], horizon: usize) -> impl Iterator<Item = Sample> {
     (HISTORY_BARS..bars.len() - horizon).map(move |bar| {
         let (now, then) = (&bars[bar], &bars[bar + horizon]);
@@ -228,7 +235,8 @@ fn samples_of(asset: usize, bars: &[Bar], horizon: usize) -> impl Iterator<Item 
     })
 }
 
-/// Samples that one asset must have: in each part `horizon` that may be left out, and one of each class.
+/// Returns the fewest samples that one asset must have: per part, `horizon` that may be left out,
+/// and one per class.
 fn least_samples(plan: Plan) -> usize {
     (plan.folds + 1) * (plan.horizon + LEAST_TRAINED)
 }
@@ -262,7 +270,8 @@ fn check_samples(kept: usize, assets: usize, plan: Plan) -> Result<(), DatasetEr
     Err(DatasetError::TooFew { kept, needed, why })
 }
 
-/// Fold `index` of `folds`: trains on parts `0..=index` of `folds + 1` and validates on the next one.
+/// Makes fold `index` of `folds`: trains on parts `0..=index` of `folds + 1`, and validates on the
+/// next part.
 fn fold(samples: &[Sample], index: usize, folds: usize) -> Fold {
     let start = part_start(samples, index + 1, folds + 1);
     let valid = start..part_start(samples, index + 2, folds + 1);
@@ -283,7 +292,8 @@ fn fold(samples: &[Sample], index: usize, folds: usize) -> Fold {
     fold
 }
 
-/// Where one of `parts` equal parts begins, moved back so that samples of the same time stay together.
+/// Returns the start of one of `parts` equal parts, moved back so that samples of the same time
+/// stay together.
 fn part_start(samples: &[Sample], part: usize, parts: usize) -> usize {
     let start = samples.len() * part / parts;
     match samples.get(start) {
@@ -292,7 +302,8 @@ fn part_start(samples: &[Sample], part: usize, parts: usize) -> usize {
     }
 }
 
-/// The 1/3 and 2/3 quantiles by nearest rank: a third of distinct returns is below the first, a third above the second.
+/// Returns the 1/3 and 2/3 quantiles by nearest rank: a third of distinct returns is below the
+/// first, and a third above the second.
 fn terciles(mut returns: Vec<f64>) -> [f64; 2] {
     returns.sort_by(f64::total_cmp);
     let third = returns.len() / 3;
@@ -382,7 +393,7 @@ mod tests {
             assert_eq!(fold.baseline_accuracy, flat as f64 / labels.len() as f64, "flat is the most frequent label");
         }
 
-        // Another future changes the labels of no training sample.
+        // Different future bars change the label of no training sample.
         let mut changed = assets(1, 12_000);
         let first = data.samples()[data.folds()[0].valid.start].bar;
         for bar in &mut changed[0].bars[first..] {

@@ -1,9 +1,9 @@
-//! What the model sees of a market at one bar: 12 time scales, 193 numbers each.
+//! The model's input at one bar: 12 time scales with 193 features each.
 //!
-//! Scale `s` looks at aggregates of `w = SCALES[s]` bars, the Fibonacci numbers 1, 2, 3, 5, ... 233. At bar `t` the 32
-//! latest of them end at bars `t - 31 w, ... t - w, t`. With `O`, `H`, `L`, `C`, `V` an aggregate's open, high, low,
-//! close and volume, `P` the close before it, and `r` the log returns of its bars, the row of scale `s` is, oldest
-//! aggregate first:
+//! Scale `s` aggregates `w = SCALES[s]` bars, where `SCALES` are the Fibonacci numbers 1, 2, 3, 5,
+//! ... 233. At bar `t`, its latest 32 aggregates end at bars `t - 31 w, ... t - w, t`. Let `O`,
+//! `H`, `L`, `C`, `V` be an aggregate's open, high, low, close and volume, `P` the close before it,
+//! and `r` the log returns of its bars. The row of scale `s` is, oldest aggregate first:
 //!
 //! | index        | number              | formula                        |
 //! |--------------|---------------------|--------------------------------|
@@ -12,26 +12,26 @@
 //! | `6 k + 2`    | upper wick          | `ln(H / max(O, C)) / sigma`    |
 //! | `6 k + 3`    | lower wick          | `ln(min(O, C) / L) / sigma`    |
 //! | `6 k + 4`    | relative volume     | `(V - mean V) / (V + mean V)`  |
-//! | `6 k + 5`    | realised volatility | `sqrt(sum r^2) / sigma`        |
+//! | `6 k + 5`    | realized volatility | `sqrt(sum r^2) / sigma`        |
 //! | `192`        | volatility          | `ln(sigma / (sqrt(w) sigma1))` |
 //!
-//! `mean V` is the mean volume and `sigma` the root mean square return of the row's 32 aggregates; `sigma1` is the root
-//! mean square one-bar return of the 32 x 233 latest bars. `sigma` is at least a tenth of `sqrt(w) sigma1`, and
-//! `sigma1` at least 1e-8. So every number is of order one whatever the asset, the price and the scale; all are cut to
-//! [-8, 8].
+//! `mean V` is the mean volume, and `sigma` the root mean square return, of the row's 32
+//! aggregates. `sigma1` is the root mean square one-bar return of the latest 32 x 233 bars. `sigma`
+//! is at least a tenth of `sqrt(w) sigma1`, and `sigma1` at least 1e-8. Every feature is therefore
+//! of order one for any asset, price and scale. All are clamped to [-8, 8].
 //!
-//! The row of bar `t` is made of bars `t - 7456 ..= t` and nothing else: neither later nor earlier bars can change a
-//! bit of it. The window sums, highs and lows of a scale come from the two scales before it, `sum over w1 + w2 bars =
-//! sum over the last w1 + sum over the w2 before`, never from running totals. All is computed in float64 by IEEE
-//! `+ - * /`, square roots and the portable `libm` crate, so that it is the same on every platform; the aggregates and
-//! the features are then rounded to f32.
+//! Invariant: the row of bar `t` depends on bars `t - 7456 ..= t` only, bit for bit. Window sums,
+//! highs and lows of a scale come from the two previous scales (`sum over w1 + w2 bars = sum over
+//! the last w1 + sum over the w2 before`), never from running totals. Everything is computed in
+//! float64 with IEEE `+ - * /`, square roots and the portable `libm` crate, so it is the same on
+//! every platform. Aggregates and features are then rounded to f32.
 
 use crate::bars::Bar;
 use crate::sizes::{AGGREGATES, FEATURES, FIELDS, SCALES};
 
 /// Numbers per sample, `[SCALES.len(), FEATURES]` row-major.
 pub(crate) const SAMPLE_LEN: usize = SCALES.len() * FEATURES;
-/// Bars needed before the first that has features.
+/// Bars needed before the first bar that has features.
 pub(crate) const HISTORY_BARS: usize = AGGREGATES * SCALES[SCALES.len() - 1];
 
 /// Every feature lies in `[-LIMIT, LIMIT]`.
@@ -39,7 +39,7 @@ pub(crate) const LIMIT: f64 = 8.0;
 const LEAST_VOLATILITY: f64 = 1e-8;
 const LEAST_SHARE: f64 = 0.1;
 
-/// One aggregate, not yet divided by the volatility.
+/// An aggregate before division by the volatility.
 #[derive(Clone, Copy, Default)]
 struct Aggregate {
     change: f32,
@@ -47,15 +47,16 @@ struct Aggregate {
     upper: f32,
     lower: f32,
     volume: f32,
-    /// Square root of the sum of squared one-bar log returns.
+    /// The square root of the sum of squared one-bar log returns.
     realised: f32,
 }
 
-/// The aggregates of one series of bars, from which [`Features::write`] makes the row of any bar.
+/// The aggregates of a series of bars, from which [`Features::write`] computes the row of any bar.
 ///
-/// Memory: 288 bytes a bar.
+/// They take 288 bytes per bar.
 pub(crate) struct Features {
-    /// `scales[s][t]` ends at bar `t`; `t < SCALES[s]` has no bar before it and stays zero.
+    /// `scales[s][t]` ends at bar `t`; entries with `t < SCALES[s]` have no bar before them and
+    /// stay zero.
     scales: Vec<Vec<Aggregate>>,
 }
 
@@ -80,7 +81,8 @@ impl Features {
     /// Writes the features of bar `t` to `out`: `[SCALES.len(), FEATURES]`, row-major.
     ///
     /// # Panics
-    /// When bar `t` is unknown or has fewer than [`HISTORY_BARS`] bars before it, or `out` is not [`SAMPLE_LEN`] long.
+    /// When bar `t` is unknown or has fewer than [`HISTORY_BARS`] bars before it, or `out` is not
+    /// [`SAMPLE_LEN`] long.
     pub(crate) fn write(&self, t: usize, out: &mut [f32]) {
         assert!(t >= HISTORY_BARS, "bar {t} has fewer than {HISTORY_BARS} bars before it");
         assert_eq!(out.len(), SAMPLE_LEN, "a sample has {SAMPLE_LEN} features");
@@ -110,23 +112,23 @@ impl Features {
     }
 }
 
-/// The aggregates of `width` bars that end at bar `t` and before it, oldest first.
+/// Returns the latest aggregates of `width` bars that end at bar `t`, oldest first.
 fn latest(series: &[Aggregate], t: usize, width: usize) -> impl Iterator<Item = &Aggregate> {
     series[t - (AGGREGATES - 1) * width..=t].iter().step_by(width)
 }
 
-/// Sums and extremes over the `w` bars that end at each bar; the first `w - 1` are over the bars there are.
+/// Sums and extremes over the `w` bars that end at each bar. The first `w - 1` cover fewer bars.
 #[derive(Clone)]
 struct Windows {
     high: Vec<f64>,
     low: Vec<f64>,
     volume: Vec<f64>,
-    /// Sum of squared one-bar log returns.
+    /// The sums of squared one-bar log returns.
     energy: Vec<f64>,
 }
 
 impl Windows {
-    /// Windows of one bar.
+    /// Returns windows of one bar.
     fn of_bars(bars: &[Bar], close: &[f64]) -> Self {
         let change = |t: usize| if t == 0 { 0.0 } else { close[t] - close[t - 1] };
         Self {
@@ -137,7 +139,8 @@ impl Windows {
         }
     }
 
-    /// Each of these windows, `width` bars long, joined with the window of `earlier` that ends just before it.
+    /// Joins each of these windows, `width` bars long, with the window of `earlier` that ends just
+    /// before it.
     fn followed_by(&self, earlier: &Self, width: usize) -> Self {
         let join = |late: &[f64], early: &[f64], both: fn(f64, f64) -> f64| {
             let start = late.iter().take(width).copied();
@@ -180,12 +183,13 @@ fn at_least(value: f64, least: f64) -> f64 {
     if value > least { value } else { least }
 }
 
-/// `(a - b) / (a + b)`, which is `tanh(ln(a / b) / 2)`: in [-1, 1] for numbers of at least zero, and 0 for two zeros.
+/// Returns `(a - b) / (a + b)`, which is `tanh(ln(a / b) / 2)`: in [-1, 1] for nonnegative numbers,
+/// and 0 for two zeros.
 fn contrast(a: f64, b: f64) -> f64 {
     if a + b > 0.0 { (a - b) / (a + b) } else { 0.0 }
 }
 
-/// To f32 within the limits; a volume beyond f32 gives NaN, which becomes 0.
+/// Rounds to f32 within the limits. A volume beyond f32 gives NaN, which becomes 0.
 fn cut(value: f64) -> f32 {
     match value {
         _ if value > LIMIT => LIMIT as f32,
@@ -211,7 +215,7 @@ mod tests {
         row.iter().map(|value| value.to_bits()).collect()
     }
 
-    /// The module's table, bar by bar, with the platform's logarithm.
+    /// Computes the module's table directly, bar by bar, with the platform's logarithm.
     fn straight(bars: &[Bar], t: usize) -> Vec<f64> {
         let change = |t: usize| (bars[t].close / bars[t - 1].close).ln();
         let energy = |range: std::ops::RangeInclusive<usize>| range.map(|t| change(t).powi(2)).sum::<f64>();

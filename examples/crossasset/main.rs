@@ -1,15 +1,21 @@
-//! Trains CrossAsset from one-minute bars: bars, features, tensors in a step, kernels, gradients, AdamW, a report.
+//! Trains CrossAsset on one-minute bars, from bars through features, kernels, gradients and AdamW
+//! to a report.
 //!
 //! ```text
-//! cargo run --release --example crossasset                                   # a synthetic market, on this CPU
-//! cargo run --release --example crossasset -- --bars BTCUSD.csv --epochs 2   # real bars
+//! cargo run --release --example crossasset  # a synthetic market, on this CPU
+//! cargo run --release --example crossasset -- --bars BTCUSD.csv --epochs 2  # real bars
 //! cargo run --release --features cuda --example crossasset -- --device cuda  # on the GPU
 //! ```
-//! Exit code 0: done. 1: the device or a file failed. 2: the command line or the bars are wrong, or
-//! the folder has another run's checkpoint; nothing was written. 130: stopped by Ctrl-C, SIGTERM or
-//! SIGHUP, with a checkpoint from which `--resume` goes on, unless that was before the first
-//! update. A standard output that is full is a file that failed, once everything else is done; one
-//! that nobody reads any more is none.
+//! | exit code | meaning |
+//! |---|---|
+//! | 0 | done |
+//! | 1 | the device or a file failed |
+//! | 2 | the command line or the bars are wrong, or the folder has another run's checkpoint; nothing was written |
+//! | 130 | stopped by Ctrl-C, SIGTERM or SIGHUP |
+//!
+//! After a stop, `--resume` continues from the checkpoint, which exists once the first update was
+//! made. A full standard output counts as a failed file, reported once everything else is done. A
+//! closed one is not an error.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
@@ -56,7 +62,7 @@ fn main() -> ExitCode {
     let stop = match signals::listen(args.log) {
         Ok(stop) => stop,
         Err(error) => {
-            log::failed(args.log, &*Box::<dyn Error>::from(format!("signals cannot be heard: {error}")));
+            log::failed(args.log, &*Box::<dyn Error>::from(format!("cannot install signal handlers: {error}")));
             return ExitCode::FAILURE;
         }
     };
@@ -80,7 +86,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Bars to samples.
+/// Reads the bars and makes the samples.
 fn load(args: &Args, screen: &mut Screen) -> Result<Dataset, Box<dyn Error>> {
     let assets = if args.bars.is_empty() {
         let (bars, seed) = (synthetic::BARS, args.seed);
@@ -98,7 +104,8 @@ fn load(args: &Args, screen: &mut Screen) -> Result<Dataset, Box<dyn Error>> {
     Ok(dataset)
 }
 
-/// Samples to weights and a report; false when it was stopped before its end.
+/// Trains on the samples and writes a report, on each rank of this process. Returns false if it was
+/// stopped early.
 fn run(args: &Args, dataset: Dataset, stop: &AtomicBool, screen: &mut Screen) -> Result<bool, Box<dyn Error>> {
     let ranks = args.ranks.ranks()?;
     let _results = if ranks[0].leads() {
@@ -114,7 +121,7 @@ fn run(args: &Args, dataset: Dataset, stop: &AtomicBool, screen: &mut Screen) ->
     ranks::on_each(ranks, |first| rank(first, screen), quiet)
 }
 
-/// The same of one rank; false when it was stopped.
+/// Runs one rank. Returns false if it was stopped early.
 fn run_rank(
     args: &Args,
     dataset: &Arc<Dataset>,
@@ -158,7 +165,7 @@ fn run_rank(
     let resumed = args.resume.as_ref().map(Checkpoint::load).transpose()?;
     let mut run = Run::new(args, dataset, (rank, group.as_ref()), &checkpoint, resumed.as_ref(), stop)?;
     let Some(weights_sha256) = run.train(&mut arena, resumed)? else {
-        screen.say(format_args!("stopped; go on with --resume {}", checkpoint.display()));
+        screen.say(format_args!("stopped; continue with --resume {}", checkpoint.display()));
         return Ok(false);
     };
     signals::training_has_ended();

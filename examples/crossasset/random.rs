@@ -1,6 +1,7 @@
-//! What the example draws from the library's generator: the same numbers on every platform and in every version.
+//! The example's random numbers, from the library's generator: the same on every platform and in
+//! every version.
 //!
-//! Nothing here calls the platform's mathematics library, so a seed names one stream of bits.
+//! Nothing here calls the platform's math library, so a seed determines every bit.
 
 use stepscope::SplitMix64;
 
@@ -11,23 +12,24 @@ pub(crate) struct Random {
 }
 
 impl Random {
-    /// The stream of `seed`.
+    /// Returns the stream of `seed`.
     pub(crate) fn new(seed: u64) -> Self {
         Self { bits: SplitMix64::new(seed) }
     }
 
-    /// A stream of its own for `seed` and a path such as `[fold, epoch]`; different paths give unrelated streams.
+    /// Returns a separate stream for `seed` and a path such as `[fold, epoch]`. Different paths
+    /// give unrelated streams.
     pub(crate) fn stream(seed: u64, path: &[u64]) -> Self {
         let step = |state: u64, &step: &u64| Self::new(state ^ SplitMix64::mix(step.wrapping_add(1))).next_u64();
         Self::new(path.iter().fold(seed, step))
     }
 
-    /// 64 random bits.
+    /// Returns 64 random bits.
     pub(crate) fn next_u64(&mut self) -> u64 {
         self.bits.next_u64()
     }
 
-    /// A number in `0..bound`, each equally likely (multiplication with rejection; Lemire, 2019).
+    /// Returns a uniform number in `0..bound` (multiplication with rejection; Lemire, 2019).
     ///
     /// # Panics
     /// When `bound` is zero.
@@ -42,12 +44,12 @@ impl Random {
         }
     }
 
-    /// A number in `[0, 1)`, a multiple of 2^-53.
+    /// Returns a uniform number in `[0, 1)`, a multiple of 2^-53.
     pub(crate) fn uniform(&mut self) -> f64 {
         (self.next_u64() >> 11) as f64 / (1_u64 << 53) as f64
     }
 
-    /// A number of the standard normal distribution (Marsaglia's polar method).
+    /// Returns a number of the standard normal distribution (Marsaglia's polar method).
     pub(crate) fn normal(&mut self) -> f64 {
         loop {
             let (x, y) = (2.0 * self.uniform() - 1.0, 2.0 * self.uniform() - 1.0);
@@ -58,7 +60,7 @@ impl Random {
         }
     }
 
-    /// Puts `items` into random order, every order equally likely (Fisher-Yates).
+    /// Shuffles `items`, with every order equally likely (Fisher-Yates).
     pub(crate) fn shuffle<T>(&mut self, items: &mut [T]) {
         for last in (1..items.len()).rev() {
             let chosen = self.below(last as u64 + 1) as usize;

@@ -1,6 +1,7 @@
-//! What a run leaves behind: `report.json` and `loss.svg`.
+//! The report of a run: `report.json` and `loss.svg`.
 //!
-//! Files appear whole or not at all: each is written under another name, forced to the disk and then renamed.
+//! Files are written atomically: each is written under another name, synced to disk and then
+//! renamed.
 
 use std::path::Path;
 
@@ -12,17 +13,18 @@ use crate::shared::loss_svg::{Part, Picture};
 use crate::shared::usage::{ArenaUse, CaptureUse, MemoryUse, ModelSize};
 use crate::sizes::CLASSES;
 
-/// Batches of which the report keeps loss and gradient.
+/// Batches whose loss and gradient norm the report lists.
 pub(crate) const BATCHES_KEPT: usize = 8;
-/// At most so many epochs have their number below the axis.
+/// The most epochs that are labeled below the axis.
 const NUMBERS: usize = 24;
 
-/// The whole of `report.json`. A loss that is not finite is written as `null`.
+/// The contents of `report.json`. A loss that is not finite is written as `null`.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct Report {
     /// `emulated` or `cuda`.
     pub(crate) device: String,
-    /// The PTX that its kernels were compiled from: architecture, SHA-256 and compiler; none on the emulator.
+    /// The PTX that its kernels were compiled from (architecture, SHA-256 and compiler); none on
+    /// the emulator.
     pub(crate) ptx: Option<String>,
     /// The size of the model.
     pub(crate) model: ModelSize,
@@ -32,11 +34,11 @@ pub(crate) struct Report {
     pub(crate) epochs: Vec<EpochResult>,
     /// The first [`BATCHES_KEPT`] batches of the run.
     pub(crate) batches: Vec<BatchResult>,
-    /// What the step arena did over the whole run.
+    /// Use of the step arena over the whole run.
     pub(crate) arena: ArenaUse,
-    /// Memory of the process; on the emulator the device's is in it.
+    /// Memory of the process. On the emulator it includes the device's.
     pub(crate) memory: MemoryUse,
-    /// What captured steps did; none with `--capture off`.
+    /// Use of captured steps; none with `--capture off`.
     pub(crate) capture: Option<CaptureUse>,
     /// SHA-256 of the final weights (`Parameters::sha256`).
     pub(crate) weights_sha256: String,
@@ -51,28 +53,28 @@ pub(crate) struct DataSize {
     pub(crate) samples: usize,
 }
 
-/// One pass over the training part of a fold, and what the model then made of the validation part.
+/// A pass over the training part of a fold, and the validation after it.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct EpochResult {
-    /// Counted from 0.
+    /// The number of the fold, from 0.
     pub(crate) fold: usize,
-    /// Counted from 0 in each fold.
+    /// The number of the epoch within its fold, from 0.
     pub(crate) epoch: usize,
-    /// Mean cross-entropy over the training samples, each as it was trained on.
+    /// Mean cross-entropy over the training samples, each measured before its update.
     pub(crate) train_loss: f64,
     /// Mean cross-entropy over the validation samples after the epoch.
     pub(crate) valid_loss: f64,
     /// Share of the validation samples whose label has the largest logit.
     pub(crate) valid_accuracy: f64,
-    /// Share of the validation samples that have the training part's most frequent label.
+    /// Share of the validation samples with the training part's most frequent label.
     pub(crate) baseline_accuracy: f64,
-    /// Time of the epoch's training.
+    /// Training time of the epoch.
     pub(crate) seconds: f64,
     /// Training samples per second.
     pub(crate) samples_per_second: f64,
 }
 
-/// One update of the weights.
+/// An update of the weights.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct BatchResult {
     /// Mean cross-entropy.
@@ -85,7 +87,7 @@ impl Report {
     /// Writes `report.json` and `loss.svg` into `folder`, which must exist.
     ///
     /// # Errors
-    /// When a file cannot be written; what stood in its place is then unchanged.
+    /// When a file cannot be written. The previous file is then unchanged.
     pub(crate) fn write(&self, folder: &Path) -> Result<()> {
         let mut json = serde_json::to_string_pretty(self).expect("plain numbers and lists have a JSON form");
         json.push('\n');
@@ -94,8 +96,8 @@ impl Report {
     }
 }
 
-/// One row for each epoch of each fold. The accuracy of always telling the training part's most frequent label stands
-/// beside the model's.
+/// Returns a table with one row per epoch of each fold. It lists the accuracy of always predicting
+/// the training part's most frequent label next to the model's.
 pub(crate) fn epoch_table(epochs: &[EpochResult]) -> Table {
     let mut table = Table::new();
     table.load_preset(presets::ASCII_MARKDOWN).set_header([
@@ -126,7 +128,7 @@ pub(crate) fn epoch_table(epochs: &[EpochResult]) -> Table {
     table
 }
 
-/// Training and validation loss of every epoch, fold beside fold.
+/// Returns the training and validation loss of every epoch, with the folds side by side.
 fn picture(epochs: &[EpochResult]) -> Picture {
     let step = epochs.len().div_ceil(NUMBERS).max(1);
     let mut start = 0;

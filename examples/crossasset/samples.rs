@@ -1,36 +1,37 @@
-//! Samples on the host, as the trainer takes them.
+//! Host batches of samples for the trainer.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use stepscope::{Device, Group, Inputs, Loader, PageLocked, Result, Samples};
+use stepscope::{Device, Group, HostBatch, HostInputs, Loader, PageLocked, Result};
 
 use crate::dataset::{Dataset, Fold};
 use crate::features::SAMPLE_LEN;
 use crate::sizes::{FEATURES, SCALES};
 
-/// Samples that a step works on: of another rank's, their number alone.
+/// The samples of one step. For another rank's samples, only their number is stored.
 pub(crate) struct MicroBatch {
     samples: usize,
-    /// Features, `[samples, 12, 193]`, where the device can read them while the host makes the next.
+    /// Features, `[samples, 12, 193]`, in pinned memory, so that the device can read them while the
+    /// host makes the next batch.
     x: Option<PageLocked<f32>>,
     /// Classes, `[samples]`.
     pub(crate) labels: Vec<u32>,
 }
 
 impl MicroBatch {
-    /// So many samples, all zero.
+    /// Returns samples of zeros.
     pub(crate) fn zeros(device: &Device, samples: usize) -> Result<Self> {
         let x = PageLocked::zeros(device, samples * SAMPLE_LEN)?;
         Ok(Self { samples, x: Some(x), labels: vec![0; samples] })
     }
 
-    /// So many samples of another rank.
+    /// Returns the placeholder for samples of another rank.
     fn elsewhere(samples: usize) -> Self {
         Self { samples, x: None, labels: Vec::new() }
     }
 
-    /// Features and labels of some samples.
+    /// Returns the features and labels of these samples.
     pub(crate) fn of(device: &Device, dataset: &Dataset, fold: &Fold, samples: &[usize]) -> Result<Self> {
         let mut x = PageLocked::zeros(device, samples.len() * SAMPLE_LEN)?;
         dataset.batch_features(samples, x.write()?);
@@ -39,28 +40,29 @@ impl MicroBatch {
         Ok(Self { samples: samples.len(), x: Some(x), labels })
     }
 
-    /// Features, `[samples, 12, 193]`; of another rank none.
+    /// Returns the features, `[samples, 12, 193]`, or an empty slice for another rank's samples.
     pub(crate) fn x(&self) -> &[f32] {
         self.x.as_deref().unwrap_or_default()
     }
 
-    /// The extents of `x`.
+    /// Returns the shape of `x`.
     pub(crate) fn shape(&self) -> [usize; 3] {
         [self.labels.len(), SCALES.len(), FEATURES]
     }
 }
 
-impl Samples for MicroBatch {
+impl HostBatch for MicroBatch {
     fn len(&self) -> usize {
         self.samples
     }
 
-    fn inputs(&self) -> Result<Inputs<'_>> {
-        Inputs::new().with(self.x(), self.shape())?.with(&self.labels, [self.labels.len()])
+    fn inputs(&self) -> Result<HostInputs<'_>> {
+        HostInputs::new().with(self.x(), self.shape())?.with(&self.labels, [self.labels.len()])
     }
 }
 
-/// How samples are cut: into batches, each into shards, each into micro-batches of so many samples.
+/// The partition of samples into batches, of batches into shards, and of shards into micro-batches
+/// of at most this many samples.
 #[derive(Clone, Copy)]
 pub(crate) struct Cut {
     pub(crate) batch: usize,
@@ -69,22 +71,24 @@ pub(crate) struct Cut {
 }
 
 impl Cut {
-    /// The parts of a batch of so many samples: as many of each shard, and of at least one sample each.
+    /// Returns the parts of a batch of `samples` samples. Each shard has the same number of parts,
+    /// and each part has at least one sample.
     fn parts(self, samples: usize) -> impl Iterator<Item = Range<usize>> {
         let Self { shards, micro_batch, .. } = self;
         let parts = (shards * samples.div_ceil(shards).div_ceil(micro_batch)).min(samples);
-        // One shard is cut as it always was: the last part may be much shorter.
+        // A single shard keeps its original partition, whose last part may be much shorter.
         let start = move |part: usize| if shards == 1 { part * micro_batch } else { part * samples / parts };
         (0..parts).map(move |part| start(part)..samples.min(start(part + 1)))
     }
 
-    /// The samples of the largest part.
+    /// Returns the number of samples of the largest part.
     pub(crate) fn largest(self, samples: usize) -> usize {
         self.parts(samples.min(self.batch)).map(|part| part.len()).max().unwrap_or(0)
     }
 }
 
-/// Samples in this order, cut so, made for the device while it is trained on others: those of a group's other ranks are not.
+/// Returns batches of samples in this order, prepared for the device while it trains on earlier
+/// ones. Batches of other ranks of the group are placeholders.
 pub(crate) fn batches(
     device: &Device,
     dataset: &Arc<Dataset>,

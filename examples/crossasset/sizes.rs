@@ -1,4 +1,4 @@
-//! What a sample is made of: the data side and the model agree on it.
+//! The sizes of a sample, shared by the data code and the model.
 
 /// Bars per aggregate of each scale.
 pub(crate) const SCALES: [usize; 12] = [1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233];

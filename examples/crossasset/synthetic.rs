@@ -1,28 +1,30 @@
-//! A seeded synthetic market, for runs without a file of bars. The bars keep every rule of `bars.rs`.
+//! A seeded synthetic market, for runs without a file of bars. Its bars keep every rule of
+//! `bars.rs`.
 //!
-//! The log price is a random walk whose drift and volatility switch between a quiet, a rising and a falling regime. One
-//! is drawn anew every hour and a half on average. The recent past therefore tells something about the next minutes:
-//! there is something to learn, far more than in a real market. Only integer arithmetic, IEEE `+ - * /`, square roots
-//! and the portable `libm` crate are used, so that a seed gives the same bits on every platform.
+//! The log price is a random walk whose drift and volatility switch between a quiet, a rising and a
+//! falling regime. A new regime is drawn every hour and a half on average. The recent past
+//! therefore predicts the next minutes far better than in a real market, so that training can
+//! succeed. Only integer arithmetic, IEEE `+ - * /`, square roots and the portable `libm` crate are
+//! used, so a seed gives the same bits on every platform.
 
 use crate::bars::Bar;
 use crate::random::Random;
 
-/// Bars that [`market`] makes, one a minute: almost 14 days.
+/// Bars that [`market`] makes, one per minute: almost 14 days.
 pub(crate) const BARS: usize = 20_000;
 
 /// 2024-01-01 00:00:00 UTC.
 const START_MS: i64 = 1_704_067_200_000;
 const MINUTE_MS: i64 = 60_000;
 const START_PRICE: f64 = 20_000.0;
-/// Price moves within one minute, which give its high and low.
+/// Price moves within a minute, which set its high and low.
 const MOVES: usize = 8;
-/// The chance that a regime ends with a minute.
+/// The probability that a regime ends after a minute.
 const SWITCH: f64 = 1.0 / 90.0;
-/// The chance that nothing is traded in a minute.
+/// The probability that a minute has no trades.
 const SILENCE: f64 = 1.0 / 400.0;
 
-/// How prices move for a while, per minute: drift and volatility of the log price, and usual volume.
+/// A market regime, per minute: drift and volatility of the log price, and usual volume.
 struct Regime {
     drift: f64,
     volatility: f64,
@@ -35,7 +37,7 @@ const REGIMES: [Regime; 3] = [
     Regime { drift: -2.5e-4, volatility: 7.0e-4, volume: 6.0 },
 ];
 
-/// The [`BARS`] bars of the market that `seed` names.
+/// Returns the [`BARS`] bars of the market of this seed.
 pub(crate) fn market(seed: u64) -> Vec<Bar> {
     let mut random = Random::stream(seed, &[0x6d61_726b_6574]);
     let mut regime = &REGIMES[0];
@@ -65,7 +67,7 @@ pub(crate) fn market(seed: u64) -> Vec<Bar> {
         .collect()
 }
 
-/// The nearest hundredth, at least one.
+/// Rounds to the nearest hundredth, at least one.
 fn cents(price: f64) -> f64 {
     let cents = (price * 100.0 + 0.5) as u64;
     cents.max(1) as f64 / 100.0
@@ -95,7 +97,7 @@ mod tests {
     fn a_seed_names_one_market_bit_for_bit() {
         assert_eq!(market(7), market(7));
         assert_ne!(market(7)[1..], market(8)[1..]);
-        // FNV-1a over the bits of every close: fails if a platform or a version rounds differently.
+        // FNV-1a over the bits of every close. Fails if a platform or a version rounds differently.
         let digest = market(7).iter().fold(0xcbf2_9ce4_8422_2325_u64, |hash, bar| {
             (hash ^ bar.close.to_bits() ^ bar.volume.to_bits().rotate_left(17)).wrapping_mul(0x0100_0000_01b3)
         });

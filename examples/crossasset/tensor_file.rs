@@ -1,6 +1,7 @@
-//! A safetensors file that is put together in memory: named tensors, and notes about them.
+//! A safetensors file that is assembled in memory from named tensors and notes.
 //!
-//! Invariant: the same tensors and notes are the same bytes, so that traces of two devices can be compared by their digests.
+//! Invariant: the same tensors and notes give the same bytes, so traces of two devices can be
+//! compared by digest.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -27,10 +28,10 @@ impl TensorFile {
         self.notes.insert(name.into(), text.to_string());
     }
 
-    /// Writes the file, or leaves what was there.
+    /// Writes the file atomically. On failure, the previous file stays.
     ///
     /// # Errors
-    /// When it cannot be written, or a tensor has not as many elements as its shape says.
+    /// When it cannot be written, or a tensor's element count differs from its shape.
     pub(crate) fn write(&self, path: &Path) -> Result<()> {
         let refused = |reason: SafeTensorError| Error::File { path: path.into(), reason: reason.to_string() };
         let mut views = Vec::new();
@@ -38,7 +39,7 @@ impl TensorFile {
             let view = TensorView::new(*dtype, shape.extents().to_vec(), bytes).map_err(refused)?;
             views.push((name, view));
         }
-        // All notes as one: the format keeps no order of several.
+        // All notes are stored as one, because the format keeps no order among several.
         let notes = serde_json::to_string(&self.notes).expect("a map of texts has a JSON form");
         let notes = HashMap::from([("notes".to_owned(), notes)]);
         replace_file(path, &safetensors::serialize(views, Some(notes)).map_err(refused)?)

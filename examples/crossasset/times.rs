@@ -1,36 +1,36 @@
-//! The time of a row of bars: a date and a time of day, or a number since 1970.
+//! Parses the time of a row of bars: a date and a time of day, or a number since 1970.
 //!
-//! Invariant: all rows of a file write their times in one way, which its first row decides; no time
-//! is outside the years 1980 to 2100. With these bounds a number has one unit at most, and no date
-//! without separators is one of them but hours (`2023022812`), which as seconds are of 2033 to
-//! 2036: two rows of such numbers in a row are refused.
+//! Invariant: all rows of a file write their times in one form, set by the first row, and all times
+//! are in the years 1980 to 2100. Within these bounds a number has at most one unit. A date without
+//! separators is never mistaken for a number, except one with hours (`2023022812`), which as
+//! seconds is in 2033 to 2036. Two such numbers in adjacent rows are refused.
 
 use time::{Date, Month, OffsetDateTime, Time, UtcOffset};
 
 /// The first year and the last of any bar.
 const YEARS: [i32; 2] = [1980, 2100];
 
-/// Units of numbers: their name, and how many are a second.
+/// Units of numbers: their names, and how many make a second.
 const UNITS: [(&str, i128); 4] =
     [("seconds", 1), ("milliseconds", 1_000), ("microseconds", 1_000_000), ("nanoseconds", 1_000_000_000)];
-/// A number above these is not taken for one of the unit when it is not plausible in any: until the
-/// year 5138.
+/// The bound below which an error reads an implausible number as seconds (up to the year 5138). The
+/// bounds of the other units are multiples of it.
 const LARGEST_SECONDS: u128 = 100_000_000_000;
 
-/// Why a text is not the time of a row. `value` is the text.
+/// The reason why a text is not the time of a row. `value` is the text.
 #[derive(Debug, PartialEq, thiserror::Error)]
 pub(crate) enum TimeError {
     #[error(
-        "is not a time: write it like 2023-03-01 00:00:00+00:00, which without +00:00 is UTC too, or as a whole number of seconds, \
+        "is not a time: write it like 2023-03-01 00:00:00+00:00 (UTC if without an offset), or as a whole number of seconds, \
          milliseconds, microseconds or nanoseconds since 1970-01-01 UTC"
     )]
     Unknown,
     #[error("is {read} as {how}: expected a year from {} to {}{hint}", YEARS[0], YEARS[1])]
     Implausible { read: String, how: &'static str, hint: String },
-    #[error("is {got}, and the rows before have {before}: write all times of a file in one way")]
+    #[error("is {got}, and the rows before have {before}: write all times of a file in the same form")]
     Mixed { got: String, before: String },
     #[error(
-        "is {seconds} as seconds since 1970, and so is the row before, but both read as a date and an hour, {date}: write it so"
+        "is {seconds} as seconds since 1970, like the row before, but both could be a date and an hour; if {date} is meant, write it so"
     )]
     Hours { seconds: String, date: String },
 }
@@ -39,7 +39,7 @@ pub(crate) enum TimeError {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Form {
     Written,
-    /// A number of this unit, by its place in [`UNITS`].
+    /// A number in this unit, an index into [`UNITS`].
     Number(usize),
 }
 
@@ -52,23 +52,23 @@ impl Form {
     }
 }
 
-/// The times of a file, row after row.
+/// The times of a file, row by row.
 #[derive(Debug, Default)]
 pub(crate) struct Times {
-    /// That of the rows before.
+    /// The form of the rows before.
     form: Option<Form>,
-    /// True if the row before reads as a date and an hour too.
+    /// True if the previous row could also be a date and an hour.
     hours: bool,
 }
 
 impl Times {
-    /// The next row's time, in milliseconds since 1970-01-01 UTC; what is finer is cut off.
+    /// Parses the next row's time, in milliseconds since 1970-01-01 UTC; finer digits are cut off.
     ///
-    /// Accepted are `2023-03-01[T ]00:00[:00[.0]][Z|+00:00]`, where a time without an offset is
-    /// UTC, and whole numbers.
+    /// Accepts `2023-03-01[T ]00:00[:00[.0]][Z|+00:00]`, where a time without an offset is UTC, and
+    /// whole numbers.
     ///
     /// # Errors
-    /// Why it is none, or none of this file.
+    /// When the text is not a time, or not in the form of this file.
     pub(crate) fn next(&mut self, text: &str) -> Result<i64, TimeError> {
         let digits = text.strip_prefix('-').unwrap_or(text);
         let is_number = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
@@ -87,9 +87,9 @@ impl Times {
         Ok((nanos.div_euclid(1_000_000)) as i64)
     }
 
-    /// A number's unit, and its nanoseconds since 1970.
+    /// Returns a number's unit, and its nanoseconds since 1970.
     fn number(&self, text: &str) -> Result<(Form, i128), TimeError> {
-        // Longer ones are of no unit.
+        // Longer numbers fit no unit.
         let number: i64 = text.parse().map_err(|_| TimeError::Unknown)?;
         let nanos = |unit: usize| i128::from(number) * (1_000_000_000 / UNITS[unit].1);
         if let Some(unit) = (0..UNITS.len()).find(|&unit| is_plausible(nanos(unit))) {
@@ -117,7 +117,7 @@ fn is_plausible(nanos: i128) -> bool {
     OffsetDateTime::from_unix_timestamp_nanos(nanos).is_ok_and(|time| (YEARS[0]..=YEARS[1]).contains(&time.year()))
 }
 
-/// A time as a message shows it.
+/// Formats a time for a message.
 fn shown(nanos: i128) -> String {
     let seconds = OffsetDateTime::from_unix_timestamp_nanos(nanos.div_euclid(1_000_000_000) * 1_000_000_000);
     seconds.map_or_else(
@@ -126,8 +126,8 @@ fn shown(nanos: i128) -> String {
     )
 }
 
-/// A date that digits without separators may mean: year, month, day, and then as many as there are
-/// of hour, minute, second and milliseconds.
+/// Returns the date that digits without separators may mean: year, month and day, then optionally
+/// hour, minute, second and milliseconds.
 fn compact(text: &str) -> Option<String> {
     if ![8, 10, 12, 14, 17].contains(&text.len()) {
         return None;
@@ -141,7 +141,7 @@ fn compact(text: &str) -> Option<String> {
     is_recent.then(|| format!("{date} {:02}:{:02}:{:02}", time.hour(), time.minute(), time.second()))
 }
 
-/// Nanoseconds since 1970-01-01 UTC of a date with separators.
+/// Parses a date with separators, in nanoseconds since 1970-01-01 UTC.
 fn written(text: &str) -> Result<i128, TimeError> {
     let nanos = Digits(text.as_bytes()).date_and_time().ok_or(TimeError::Unknown)?;
     match is_plausible(nanos) {
@@ -150,11 +150,11 @@ fn written(text: &str) -> Result<i128, TimeError> {
     }
 }
 
-/// The rest of a time's text.
+/// The unparsed rest of a time's text.
 struct Digits<'a>(&'a [u8]);
 
 impl Digits<'_> {
-    /// All of it, in nanoseconds since 1970-01-01 UTC.
+    /// Parses all of it, in nanoseconds since 1970-01-01 UTC.
     fn date_and_time(mut self) -> Option<i128> {
         let rest = &mut self;
         let year = i32::try_from(rest.number(4)?).ok()?;
@@ -173,7 +173,7 @@ impl Digits<'_> {
         Some(date.with_time(time).assume_offset(offset).unix_timestamp_nanos())
     }
 
-    /// Exactly `count` digits.
+    /// Parses exactly `count` digits.
     fn number(&mut self, count: usize) -> Option<u32> {
         let (digits, rest) = self.0.split_at_checked(count)?;
         let value = digits
@@ -183,14 +183,14 @@ impl Digits<'_> {
         Some(value)
     }
 
-    /// One of these characters, or `None` and nothing taken.
+    /// Takes one of these characters, or returns `None` and takes nothing.
     fn one_of(&mut self, wanted: &[u8]) -> Option<u8> {
         let (&first, rest) = self.0.split_first()?;
         wanted.contains(&first).then(|| self.0 = rest)?;
         Some(first)
     }
 
-    /// At least one digit after the decimal point; what is finer than a millisecond is cut off.
+    /// Parses at least one digit after the decimal point. Digits beyond milliseconds are cut off.
     fn fraction_ms(&mut self) -> Option<u16> {
         let count = self.0.iter().take_while(|byte| byte.is_ascii_digit()).count();
         let (digits, rest) = self.0.split_at(count);
@@ -199,7 +199,7 @@ impl Digits<'_> {
         (count > 0).then_some(milli)
     }
 
-    /// Nothing (UTC), `Z`, `+00`, `+0000` or `+00:00`, and then the end.
+    /// Parses nothing (UTC), `Z`, `+00`, `+0000` or `+00:00`, and then the end.
     fn offset(&mut self) -> Option<UtcOffset> {
         if self.0.is_empty() || self.0.eq_ignore_ascii_case(b"z") {
             return Some(UtcOffset::UTC);
@@ -318,7 +318,7 @@ mod tests {
             (
                 "2023022812",
                 "2023022813",
-                "is 2034-02-08 14:46:53 UTC as seconds since 1970, and so is the row before, but both",
+                "is 2034-02-08 14:46:53 UTC as seconds since 1970, like the row before, but both",
             ),
         ] {
             let mut times = Times::default();
@@ -326,7 +326,7 @@ mod tests {
             let found = times.next(second).unwrap_err().to_string();
             assert!(found.contains(told), "{first}, {second}: {found}");
         }
-        // Seconds of 2033 and later are read.
+        // Seconds in 2033 and later are accepted.
         let mut times = Times::default();
         for minute in 0..100_000 {
             times.next(&(2_000_000_000 + 60 * minute).to_string()).unwrap();

@@ -1,20 +1,20 @@
-//! The trace of a run's first updates, for an independent computation to check: `tests/oracle/`.
+//! The trace of a run's first updates, which an independent computation checks: `tests/oracle/`.
 //!
-//! Invariant: a trace's tensors are what the run computed with, bit for bit, and its notes are all that an optimiser needs to
-//! know besides: with them anyone can compute the same losses, gradients and weights.
+//! Invariant: a trace's tensors are those of the run, bit for bit, and its notes are all other
+//! inputs of the optimizer. Together they suffice to recompute the losses, gradients and weights.
 
 use std::path::PathBuf;
 
-use stepscope::{AdamWConfig, Learner, Model, Result, Schedule};
+use stepscope::{AdamWConfig, Model, Result, Schedule, TrainState};
 
 use crate::samples::MicroBatch;
 use crate::sizes::{FEATURES, SCALES};
 use crate::tensor_file::TensorFile;
 
-/// Updates that are traced.
+/// The number of traced updates.
 const UPDATES: usize = 3;
 
-/// What a run's first updates were computed from, and what came out.
+/// The inputs and results of a run's first updates.
 pub(crate) struct Trace {
     path: PathBuf,
     file: TensorFile,
@@ -22,7 +22,8 @@ pub(crate) struct Trace {
 }
 
 impl Trace {
-    /// A trace of an optimiser with these settings that has made no update, to be written to `path`.
+    /// Starts the trace of an optimizer with these settings that has made no update, to be written
+    /// to `path`.
     pub(crate) fn new(path: PathBuf, config: &AdamWConfig) -> Self {
         let AdamWConfig { learning_rate, beta1, beta2, epsilon, weight_decay, clip, schedule } = *config;
         let Schedule::WarmupCosine { warmup, total, floor } = schedule else {
@@ -47,12 +48,12 @@ impl Trace {
     /// Adds a batch whose gradients are complete and whose update is still to come.
     ///
     /// # Errors
-    /// When the device does not answer.
+    /// When the device fails.
     pub(crate) fn before_update<M: Model>(
         &mut self,
         batch: &[MicroBatch],
         loss: f32,
-        learner: &Learner<M>,
+        learner: &TrainState<M>,
     ) -> Result<()> {
         let update = self.updates;
         let x: Vec<f32> = batch.iter().flat_map(MicroBatch::x).copied().collect();
@@ -67,11 +68,11 @@ impl Trace {
         Ok(())
     }
 
-    /// Adds the updated weights and writes the file: true when it is complete.
+    /// Adds the updated weights and writes the file. Returns true once it is complete.
     ///
     /// # Errors
-    /// When the device does not answer, or the file cannot be written.
-    pub(crate) fn after_update<M: Model>(&mut self, learner: &Learner<M>) -> Result<bool> {
+    /// When the device fails or the file cannot be written.
+    pub(crate) fn after_update<M: Model>(&mut self, learner: &TrainState<M>) -> Result<bool> {
         self.updates += 1;
         self.add_all("weight", learner, &learner.parameters.flat().read()?);
         self.file.write(&self.path)?;
@@ -79,7 +80,7 @@ impl Trace {
     }
 
     /// Adds a flat region, parameter by parameter.
-    fn add_all<M: Model>(&mut self, kind: &str, learner: &Learner<M>, flat: &[f32]) {
+    fn add_all<M: Model>(&mut self, kind: &str, learner: &TrainState<M>, flat: &[f32]) {
         for entry in learner.parameters.layout().entries() {
             let name = format!("{}.{kind}.{}", self.updates, entry.name());
             self.file.add(name, entry.shape(), &flat[entry.range()]);

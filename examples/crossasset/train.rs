@@ -1,4 +1,4 @@
-//! From batches to weights: folds and epochs, what is looked at on the way, and checkpoints.
+//! Training: folds, epochs, traces of the first batches, validation, and checkpoints.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -6,8 +6,8 @@ use std::sync::atomic::AtomicBool;
 
 use serde::{Deserialize, Serialize};
 use stepscope::{
-    AdamWConfig, Arena, Checkpoint, Ended, EpochProgress, Error, Group, Learner, Model as Trained, Observer,
-    ProgressBar, Result, Schedule, Trainer, Update, bf16, ops, replace_file,
+    AdamWConfig, Arena, Checkpoint, Ended, EpochProgress, Error, Group, Model as Trained, Observer, ProgressBar,
+    Result, Schedule, TrainState, Trainer, Update, bf16, ops, replace_file,
 };
 
 use crate::bars::shown;
@@ -24,23 +24,24 @@ use crate::shared::stored_as::StoredAs;
 use crate::shared::usage::{CaptureUse, MemoryUse};
 use crate::trace::Trace;
 
-/// The checkpoint's note with [`Position`].
+/// The name of the checkpoint's note that holds [`Position`].
 const POSITION: &str = "crossasset.position";
-/// The checkpoint's note with [`settings`].
+/// The name of the checkpoint's note that holds [`settings`].
 const SETTINGS: &str = "crossasset.settings";
-/// Characters of a note that a message shows.
+/// The most characters of a note that a message shows.
 const SHOWN: usize = 1000;
 /// The learning rate at the end of a fold, as a share of `--learning-rate`.
 const FLOOR: f64 = 0.1;
-/// Events of the memory that are kept, at most: a batch of 256 steps of one sample has some 50,000.
+/// The most memory events that are recorded. A batch of 256 steps of one sample has about 50,000.
 const EVENTS: usize = 100_000;
-/// Updates over which the learning rate rises, at most.
+/// The most updates over which the learning rate rises.
 const WARMUP: u64 = 16;
 
-/// What a run has done: with the progress of its epoch enough to go on with the same bits and the same report.
+/// The progress of a run. Together with the progress of its epoch, it suffices to resume with the
+/// same bits and the same report.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Position {
-    /// Epochs done, in the order of training.
+    /// Finished epochs, in the order of training.
     pub(crate) epochs: Vec<EpochResult>,
     /// The first batches of the run.
     pub(crate) batches: Vec<BatchResult>,
@@ -53,17 +54,17 @@ pub(crate) struct Run<'r> {
     rank: &'r Rank,
     group: Option<&'r Group>,
     stop: &'r AtomicBool,
-    /// Where the checkpoint is written.
+    /// The path of the checkpoint.
     checkpoint: &'r Path,
     pub(crate) position: Position,
-    /// What captured steps did.
+    /// Use of captured steps.
     pub(crate) captured: Option<CaptureUse>,
     pub(crate) memory_use: MemoryUse,
-    /// Whether the memory of a batch is still to be written.
+    /// The file for the memory events of a batch, until it is written.
     memory: Option<&'r PathBuf>,
 }
 
-/// Shows an epoch, and keeps what the report wants.
+/// The observer that shows an epoch and collects the report's figures.
 struct Watch<'w> {
     bar: ProgressBar,
     settings: String,
@@ -74,7 +75,7 @@ impl Observer for Watch<'_> {
     fn updated(&mut self, update: &Update, progress: &EpochProgress, arena: &Arena) -> Result<()> {
         signals::update_is_made();
         if self.position.batches.len() < BATCHES_KEPT {
-            let head_gradient_l2 = update.watched_l2.unwrap_or(0.0);
+            let head_gradient_l2 = update.monitored_l2.unwrap_or(0.0);
             self.position.batches.push(BatchResult { loss: update.loss, head_gradient_l2 });
         }
         self.bar.updated(update, progress, arena)
@@ -87,10 +88,11 @@ impl Observer for Watch<'_> {
 }
 
 impl<'r> Run<'r> {
-    /// A run that has done nothing, or what `resumed` holds; `stop` ends it behind the update that is running.
+    /// Starts a new run, or continues what `resumed` holds. `stop` ends it after the current
+    /// update.
     ///
     /// # Errors
-    /// When the checkpoint was made with other settings, which would not give the same weights.
+    /// When the checkpoint was made with other settings, which would give other weights.
     pub(crate) fn new(
         args: &'r Args,
         dataset: &'r Arc<Dataset>,
@@ -115,10 +117,11 @@ impl<'r> Run<'r> {
         })
     }
 
-    /// Trains on what is left of the folds; returns the digest of the weights, or none when it was stopped.
+    /// Trains on the rest of the folds. Returns the digest of the weights, or none if it was
+    /// stopped.
     ///
     /// # Errors
-    /// Those of the device and the arena.
+    /// When the device or the arena fails.
     pub(crate) fn train(&mut self, arena: &mut Arena, resumed: Option<Checkpoint>) -> Result<Option<String>> {
         match self.args.stored {
             StoredAs::F32 => self.train_folds::<f32>(arena, resumed),
@@ -126,7 +129,7 @@ impl<'r> Run<'r> {
         }
     }
 
-    fn train_folds<S: ops::Factor<S> + ops::Factor<f32>>(
+    fn train_folds<S: ops::GemmElement<S> + ops::GemmElement<f32>>(
         &mut self,
         arena: &mut Arena,
         mut resumed: Option<Checkpoint>,
@@ -141,7 +144,7 @@ impl<'r> Run<'r> {
             }
             let mut trainer = self.trainer::<S>(arena, fold)?;
             let mut progress = EpochProgress::default();
-            // Within this fold, or a checkpoint of the last one's end.
+            // The checkpoint is within this fold, or at the end of the last one.
             if let Some(checkpoint) = resumed.take()
                 && (done > before || EpochProgress::of(&checkpoint)?.updates > 0)
             {
@@ -163,7 +166,8 @@ impl<'r> Run<'r> {
         Ok(sha256)
     }
 
-    /// An error unless a run comes to this progress, with so many updates, behind so many epochs of a fold.
+    /// Returns an error unless a run can have this progress and this many updates after this many
+    /// epochs of a fold.
     fn check<M: Trained>(
         &self,
         trainer: &Trainer<'_, M>,
@@ -180,14 +184,15 @@ impl<'r> Run<'r> {
         }
         let path = self.args.resume.clone().unwrap_or_default();
         let reason = format!(
-            "damaged: {updates} updates with {done} samples of {samples} in batches of {batch}, behind {epochs} epochs, are not \
-             {counted} updates in all"
+            "damaged: {updates} updates with {done} samples of {samples} in batches of {batch}, after {epochs} epochs, should be \
+             {counted} updates"
         );
         Err(Error::File { path, reason })
     }
 
-    /// Weights and optimiser as they stand before a fold, and with `--capture on` the graph of its steps.
-    fn trainer<'a, S: ops::Factor<S> + ops::Factor<f32>>(
+    /// Creates the trainer with the initial weights and optimizer of a fold, and with `--capture
+    /// on` the graph of its steps.
+    fn trainer<'a, S: ops::GemmElement<S> + ops::GemmElement<f32>>(
         &self,
         arena: &'a mut Arena,
         fold: &Fold,
@@ -197,7 +202,8 @@ impl<'r> Run<'r> {
     {
         let Args { seed, checkpoint_every, capture, precision, stored, .. } = *self.args;
         let (model, layout) = Model::<S>::new()?;
-        let learner = Learner::new(arena.device(), model, &layout, seed, self.config(fold))?.with_precision(precision);
+        let learner =
+            TrainState::new(arena.device(), model, &layout, seed, self.config(fold))?.with_precision(precision);
         let learner = if stored == StoredAs::Bf16 { learner.with_bf16_copy()? } else { learner };
         let learner = self.rank.in_group(self.group, learner)?;
         let trainer = match capture {
@@ -215,7 +221,7 @@ impl<'r> Run<'r> {
         Cut { batch: self.args.batch, shards: self.rank.shards(), micro_batch: self.args.micro_batch() }
     }
 
-    /// What this rank shows.
+    /// Returns this rank's log format.
     fn log(&self) -> Log {
         if self.rank.leads() { self.args.log } else { Log::Quiet }
     }
@@ -232,7 +238,7 @@ impl<'r> Run<'r> {
         }
     }
 
-    /// Trains on what is left of the fold's samples, validates, and writes the checkpoint.
+    /// Trains on the rest of the fold's samples, validates, and writes the checkpoint.
     fn epoch<M: Trained>(
         &mut self,
         trainer: &mut Trainer<'_, M>,
@@ -271,7 +277,8 @@ impl<'r> Run<'r> {
         Ok(ended)
     }
 
-    /// Trains on the run's first batches as long as they are to be looked at, with an update that waits for that.
+    /// Trains on the run's first batches while they are traced. Each of these updates is waited
+    /// for.
     fn look<M: Trained>(
         &mut self,
         trainer: &mut Trainer<'_, M>,
@@ -305,7 +312,7 @@ impl<'r> Run<'r> {
         Ok(())
     }
 
-    /// Mean loss and accuracy over the fold's validation samples.
+    /// Returns the mean loss and the accuracy over the fold's validation samples.
     fn validate<M: Trained>(&self, trainer: &mut Trainer<'_, M>, fold: &Fold) -> Result<(f64, f64)> {
         let samples: Vec<usize> = fold.valid.clone().collect();
         let (mut loss, mut right, all) = (0.0, 0, samples.len() as f64);
@@ -321,14 +328,14 @@ impl<'r> Run<'r> {
     }
 }
 
-/// Where a checkpoint stopped.
+/// Reads the position from a checkpoint.
 fn position(checkpoint: &Checkpoint, args: &Args, data: (&Dataset, usize)) -> Result<Position> {
     let refused = |reason| Error::File { path: args.resume.clone().unwrap_or_default(), reason };
     let theirs = shared_settings::note(checkpoint, SETTINGS).map_err(refused)?;
     shared_settings::compare(theirs, &settings(args, data)).map_err(|reason| {
         refused(format!(
-            "{reason}\nGive the checkpoint's settings, and the same bars in the same order, to go on with the same weights. For more \
-             epochs, other bars or other settings, train anew without --resume and with another --out"
+            "{reason}\nTo continue this run, use the checkpoint's settings, and the same bars in the same order. For more \
+             epochs, other bars or other settings, start a new run without --resume and with another --out"
         ))
     })?;
     let position: Position = serde_json::from_str(checkpoint.note(POSITION)?)
@@ -338,14 +345,12 @@ fn position(checkpoint: &Checkpoint, args: &Args, data: (&Dataset, usize)) -> Re
         epochs.iter().enumerate().all(|(at, it)| (it.fold, it.epoch) == (at / args.epochs, at % args.epochs));
     if epochs.len() > args.folds * args.epochs || batches.len() > BATCHES_KEPT || !in_order {
         let (epochs, batches) = (epochs.len(), batches.len());
-        return Err(refused(format!(
-            "`{POSITION}`: no run has these {epochs} epochs behind it, and {batches} batches"
-        )));
+        return Err(refused(format!("`{POSITION}`: no run has {epochs} finished epochs and {batches} batches")));
     }
     Ok(position)
 }
 
-/// All that decides the weights: the bars last, by their digest.
+/// Returns all settings that decide the weights. The bars are last, as a digest.
 pub(crate) fn settings(args: &Args, (dataset, shards): (&Dataset, usize)) -> Settings {
     vec![
         ("seed", args.seed.to_string()),

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""data.py [FILE]: makes digits.bin from scikit-learn's wheel, which pip fetches; with FILE it writes there instead.
+"""Makes digits.bin from scikit-learn's wheel, which pip downloads: data.py [FILE].
 
-The images are the test part of "Optical Recognition of Handwritten Digits" by E. Alpaydin and C. Kaynak (1998), from the UCI
-Machine Learning Repository, https://doi.org/10.24432/C50P49, licensed under CC BY 4.0; scikit-learn (BSD-3-Clause) ships them as
-a table of 1797 rows: 64 pixels of 0 to 16, row by row, and the digit. Here a row is 41 bytes: the digit, then each pixel in 5
-bits, the most significant one first.
+Writes to FILE if given. The images are the test part of "Optical Recognition of Handwritten Digits"
+by E. Alpaydin and C. Kaynak (1998), from the UCI Machine Learning Repository,
+https://doi.org/10.24432/C50P49, licensed under CC BY 4.0. scikit-learn (BSD-3-Clause) ships them as
+a table of 1797 rows: 64 pixels of 0 to 16, row by row, and the digit. Here a row has 41 bytes: the
+digit, then each pixel in 5 bits, most significant bit first.
 """
 import csv, glob, gzip, hashlib, io, pathlib, subprocess, sys, tempfile, zipfile
 

@@ -1,20 +1,21 @@
-//! 1797 handwritten digits, from `digits.bin`; `data.py` makes that file, and says where they come from.
+//! The 1797 handwritten digits in `digits.bin`, which `data.py` creates and documents.
 //!
-//! Invariant: an image is for training or for validation, never for both, and the same seed divides them in the same way.
+//! Invariant: each image is used for either training or validation, and the same seed gives the
+//! same split.
 
 use std::sync::Arc;
 
-use stepscope::{Inputs, Loader, Result, Samples, SplitMix64};
+use stepscope::{HostBatch, HostInputs, Loader, Result, SplitMix64};
 
-/// Digits.
+/// The number of digits.
 pub(crate) const CLASSES: usize = 10;
-/// Pixels of an image of 8x8.
+/// Pixels per 8x8 image.
 pub(crate) const PIXELS: usize = 64;
 /// The largest value of a pixel.
 const WHITE: f32 = 16.0;
-/// Bytes of an image: its digit, and 5 bits for each pixel.
+/// Bytes per image: its digit, and 5 bits per pixel.
 const RECORD: usize = 1 + PIXELS * 5 / 8;
-/// Images for validation: a fifth.
+/// Images for validation: one in five.
 const VALIDATION: usize = 360;
 
 static PACKED: &[u8] = include_bytes!("digits.bin");
@@ -29,7 +30,7 @@ pub(crate) struct Images {
 }
 
 impl Images {
-    /// All of them: those for training, and those for validation.
+    /// Returns the training images and the validation images.
     pub(crate) fn load(seed: u64) -> (Self, Self) {
         let all = Self::unpack(PACKED);
         let order = shuffled(all.digits.len(), seed);
@@ -39,9 +40,9 @@ impl Images {
 
     fn unpack(packed: &[u8]) -> Self {
         let (records, rest) = packed.as_chunks::<RECORD>();
-        assert!(rest.is_empty(), "digits.bin is torn");
+        assert!(rest.is_empty(), "digits.bin is truncated");
         let pixel = |bits: &[u8], number: usize| {
-            // The five bits from `5 number` on, in one or two bytes.
+            // The five bits from `5 * number` on, in one or two bytes.
             let (byte, bit) = (5 * number / 8, 5 * number % 8);
             let next = bits.get(byte + 1).copied().unwrap_or(0);
             (u16::from_be_bytes([bits[byte], next]) << bit >> 11) as f32 / WHITE
@@ -50,7 +51,7 @@ impl Images {
         Self { pixels: pixels.collect(), digits: records.iter().map(|record| u32::from(record[0])).collect() }
     }
 
-    /// The images of these numbers.
+    /// Returns the images with these numbers.
     pub(crate) fn choose(&self, numbers: &[usize]) -> Self {
         let image = |&number: &usize| &self.pixels[number * PIXELS..][..PIXELS];
         Self {
@@ -59,7 +60,8 @@ impl Images {
         }
     }
 
-    /// The images in an order of this epoch, in batches that are made while others are trained on.
+    /// Returns the images in this epoch's order, in batches that are prepared while earlier ones
+    /// are trained on.
     pub(crate) fn batches(self: &Arc<Self>, batch: usize, seed: u64) -> Result<Loader<Vec<Self>>> {
         let (images, order) = (Arc::clone(self), shuffled(self.digits.len(), seed));
         Loader::new((0..order.len().div_ceil(batch)).map(move |number| {
@@ -69,17 +71,17 @@ impl Images {
     }
 }
 
-impl Samples for Images {
+impl HostBatch for Images {
     fn len(&self) -> usize {
         self.digits.len()
     }
 
-    fn inputs(&self) -> Result<Inputs<'_>> {
-        Inputs::new().with(&self.pixels, [self.len(), PIXELS])?.with(&self.digits, [self.len()])
+    fn inputs(&self) -> Result<HostInputs<'_>> {
+        HostInputs::new().with(&self.pixels, [self.len(), PIXELS])?.with(&self.digits, [self.len()])
     }
 }
 
-/// The numbers below `count` in the order that a seed names: each gets a random key.
+/// Returns the numbers below `count` in an order set by the seed, by sorting random keys.
 fn shuffled(count: usize, seed: u64) -> Vec<usize> {
     let mut random = SplitMix64::new(SplitMix64::mix(seed));
     let mut keyed: Vec<(u64, usize)> = (0..count).map(|number| (random.next_u64(), number)).collect();

@@ -1,11 +1,12 @@
-//! Handwritten digits: a model of two linear layers, trained and validated in seconds, on this CPU or on a GPU.
+//! Classifies handwritten digits with a model of two linear layers, trained and validated in
+//! seconds on this CPU or a GPU.
 //!
 //! ```text
 //! cargo run --release --example digits
 //! cargo run --release --features cuda --example digits -- --device cuda
 //! ```
-//! Exit code 0: at least 95 % of the images that it was not trained on are told right. 1: fewer, or the device failed. 2: the
-//! command line is wrong.
+//! Exit code 0: at least 95 % accuracy on the validation images. 1: less, or the device failed. 2:
+//! the command line is wrong.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
@@ -19,26 +20,27 @@ use clap::Parser;
 use data::{CLASSES, Images, PIXELS};
 use stepscope::nn::Mlp;
 use stepscope::{
-    AdamWConfig, Arena, Batch, Capacity, Device, DeviceKind, EpochProgress, Layout, Learner, Model, Result, Samples,
-    Schedule, Tape, Trainer, Var,
+    AdamWConfig, Arena, Capacity, Device, DeviceBatch, DeviceKind, EpochProgress, HostBatch, Model, ParameterSpec,
+    Result, Schedule, Tape, TrainState, Trainer, Var,
 };
 
 const HIDDEN: usize = 128;
 const BATCH: usize = 32;
-/// The share of the validation images that must be told right.
+/// The required accuracy on the validation images.
 const WANTED: f64 = 0.95;
 
-/// Learns to tell handwritten digits.
+/// Learns to classify handwritten digits
 #[derive(Parser)]
 #[command(name = "digits")]
 struct Args {
-    /// Where to train
+    /// Device to train on
     #[arg(long, value_name = "auto|emulated|cuda", default_value = "auto")]
     device: DeviceKind,
     /// Passes over the training images
     #[arg(long, value_name = "N", default_value_t = 12)]
     epochs: u64,
-    /// Names the initial weights, the order of the images, and which of them are for validation
+    /// Seed of the initial weights, the order of the images, and the split into training and
+    /// validation
     #[arg(long, default_value_t = 7)]
     seed: u64,
 }
@@ -48,7 +50,7 @@ struct Reader {
 }
 
 impl Model for Reader {
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         self.mlp.forward(tape, &tape.input(batch.input::<f32>(0)?))
     }
 }
@@ -66,10 +68,10 @@ fn main() -> ExitCode {
     }
 }
 
-/// Trains, and returns the share of the validation images that are told right.
+/// Trains, and returns the accuracy on the validation images.
 fn run(args: &Args) -> Result<f64> {
     let (training, validation) = Images::load(args.seed);
-    let mut layout = Layout::builder();
+    let mut layout = ParameterSpec::builder();
     let model = Reader { mlp: Mlp::new(layout.names().at("mlp"), PIXELS, HIDDEN, CLASSES) };
     let total = args.epochs * training.len().div_ceil(BATCH) as u64;
     let config = AdamWConfig {
@@ -80,7 +82,7 @@ fn run(args: &Args) -> Result<f64> {
 
     let device = Device::open(args.device)?;
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(8)).build()?;
-    let learner = Learner::new(&device, model, &layout.build()?, args.seed, config)?;
+    let learner = TrainState::new(&device, model, &layout.build()?, args.seed, config)?;
     let largest = training.choose(&[0; BATCH]);
     let mut trainer = Trainer::captured(&mut arena, learner, &largest)?;
     let training = Arc::new(training);

@@ -1,4 +1,5 @@
-//! A library for Python: buffers as NumPy's arrays and arrays as buffers, by DLPack. `numpy_peer.py` loads it.
+//! A shared library for Python that exchanges buffers with NumPy arrays through DLPack.
+//! `numpy_peer.py` loads it.
 //!
 //! ```text
 //! cargo build --features dlpack --example dlpack
@@ -9,7 +10,7 @@ use dlpark::ffi::{DLManagedTensor, DLManagedTensorVersioned};
 use dlpark::{Managed, ManagedTensorBase};
 use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, Result, ops};
 
-/// Halves of `0, 1, 2, ..` as a tensor `[rows, cols]`, made by a kernel; nothing where that failed.
+/// Returns half of `0, 1, 2, ..` as a tensor `[rows, cols]`, computed by a kernel; null on failure.
 #[unsafe(no_mangle)]
 extern "C" fn give_halves(rows: usize, cols: usize) -> *mut DLManagedTensorVersioned {
     let give = || {
@@ -25,36 +26,38 @@ extern "C" fn give_halves(rows: usize, cols: usize) -> *mut DLManagedTensorVersi
     told(give()).map_or(std::ptr::null_mut(), Managed::into_raw)
 }
 
-/// Copies a tensor to a buffer, gives it back, and writes the buffer's elements to `out`. Returns their number, or -1.
+/// Copies a tensor to a buffer, releases the tensor, and writes the buffer's elements to `out`.
+/// Returns their number, or -1.
 ///
 /// # Safety
-/// The tensor is the caller's to give; `out` has room for its elements.
+/// The caller owns the tensor and passes that ownership; `out` has room for its elements.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn take(tensor: *mut DLManagedTensorVersioned, out: *mut f32) -> isize {
-    // SAFETY: the caller's promise.
+    // SAFETY: this function has the same contract as `taken`.
     told(unsafe { taken(tensor, out) }).unwrap_or(-1)
 }
 
-/// The same for a tensor from before DLPack 1.0.
+/// Does the same as [`take`] for a tensor from before DLPack 1.0.
 ///
 /// # Safety
-/// As for [`take`].
+/// See [`take`].
 #[unsafe(no_mangle)]
 unsafe extern "C" fn take_legacy(tensor: *mut DLManagedTensor, out: *mut f32) -> isize {
-    // SAFETY: the caller's promise.
+    // SAFETY: this function has the same contract as `taken`.
     told(unsafe { taken(tensor, out) }).unwrap_or(-1)
 }
 
 /// # Safety
-/// As for [`take`].
+/// See [`take`].
 unsafe fn taken<M: ManagedTensorBase>(tensor: *mut M, out: *mut f32) -> Result<isize> {
-    // SAFETY: the caller's promise: a tensor that nobody else uses meanwhile.
+    // SAFETY: the caller passes ownership, so nothing else uses the tensor meanwhile.
     let buffer = unsafe {
         let tensor = Managed::from_raw(tensor).expect("a tensor of DLPack 1");
         Buffer::<f32>::from_dlpack(&Device::open(DeviceKind::Emulated)?, tensor)?
     };
     let values = buffer.read()?;
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees that `out` has room for all values, and `values` is a separate
+    // vector.
     unsafe { values.as_ptr().copy_to_nonoverlapping(out, values.len()) };
     Ok(values.len() as isize)
 }

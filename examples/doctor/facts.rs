@@ -1,6 +1,6 @@
-//! What a machine is found to be: plain data, gathered once, without judgement.
+//! The facts about a machine: plain data, gathered once and not yet judged.
 //!
-//! Invariant: what could not be read is none, and `unread` says why.
+//! Invariant: a fact that could not be read is none, and `unread` has the reason.
 
 mod disk;
 mod gpu;
@@ -25,14 +25,14 @@ use std::thread;
 use std::time::Duration;
 use stepscope::PlainFile;
 
-/// The largest file of facts.
+/// The largest facts file.
 const MAX_BYTES: u64 = 16 << 20;
 
-/// Of one machine, at one time. Bytes are of 8 bits, GB and Gb are powers of ten.
+/// Facts about one machine at one time. GB and Gb are powers of ten.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct Facts {
-    /// Where they are from: this program, or who wrote them and from what.
+    /// The origin of the facts: this program, or the person who wrote them and their sources.
     pub source: String,
     pub host: Host,
     pub gpu: Gpu,
@@ -40,12 +40,12 @@ pub(crate) struct Facts {
     pub network: Network,
     pub python: Python,
     pub disk: Disk,
-    /// Why a part is not known, by its name here.
+    /// The reasons why parts are missing, by field name.
     pub unread: BTreeMap<String, String>,
 }
 
 impl Facts {
-    /// Of this machine, in less than a minute.
+    /// Gathers the facts of this machine, in less than a minute.
     pub(crate) fn gather(checkpoints: &Path) -> Self {
         let mut unread = BTreeMap::new();
         let checkpoints = checkpoints.to_owned();
@@ -58,18 +58,18 @@ impl Facts {
         Self { source: "examples/doctor, this machine".into(), host, gpu, load, network, python, disk, unread }
     }
 
-    /// Those of a file.
+    /// Reads facts from a file.
     pub(crate) fn read(path: &Path) -> Result<Self, Box<dyn std::error::Error>> {
         Ok(serde_json::from_slice(&PlainFile::read_whole(path, MAX_BYTES)?)?)
     }
 
-    /// Why a part is not known.
+    /// Returns the reason why a part is missing.
     pub(crate) fn why_unknown(&self, part: &str) -> &str {
         self.unread.get(part).map_or("not among the facts", String::as_str)
     }
 }
 
-/// What `read` gives within the seconds; otherwise nothing, and why.
+/// Runs `read` with a deadline. If it fails, returns the default and records the reason.
 fn within<T: Default + Send + 'static>(
     seconds: u64,
     name: &str,
@@ -79,7 +79,7 @@ fn within<T: Default + Send + 'static>(
     let (sender, receiver) = mpsc::channel();
     let started = thread::Builder::new().name(name.into()).spawn(move || drop(sender.send(read())));
     let found = match started {
-        Err(error) => Err(format!("no thread could be started: {error}")),
+        Err(error) => Err(format!("cannot start a thread: {error}")),
         Ok(_) => match receiver.recv_timeout(Duration::from_secs(seconds)) {
             Ok(found) => found,
             Err(mpsc::RecvTimeoutError::Timeout) => Err(format!("no answer within {seconds} s")),

@@ -1,7 +1,7 @@
-//! What facts mean: one table of checks, each a function of the facts alone.
+//! The checks: one table of functions that judge the facts.
 //!
-//! Invariant: what is not known is never called well. A new check is a function and a row of `CHECKS`; `tests/programs/doctor.rs` then asks for a
-//! fixture that triggers it.
+//! Invariant: an unknown fact never counts as good. A new check is a function and a row of
+//! `CHECKS`; `tests/programs/doctor.rs` then requires a fixture that triggers it.
 
 mod gpu;
 mod host;
@@ -30,7 +30,7 @@ impl Level {
     }
 }
 
-/// What a check found. Why and what to do are empty where it is well.
+/// The result of a check. `why` and `todo` are empty if all is well.
 #[derive(Debug, Serialize)]
 pub(crate) struct Finding {
     pub check: &'static str,
@@ -75,7 +75,7 @@ const CHECKS: &[(&str, Check)] = &[
     ("wheels", network::wheels),
 ];
 
-/// What every check says, in the table's order.
+/// Runs every check, in the table's order.
 pub(crate) fn of(facts: &Facts) -> Vec<Finding> {
     CHECKS.iter().map(|(name, check)| Finding { check: name, ..check(facts) }).collect()
 }
@@ -88,7 +88,7 @@ fn well(what: impl Into<String>) -> Finding {
     finding(Level::Well, what.into(), "", "")
 }
 
-/// Not looked at, because ..
+/// Reports a check that could not run, with the reason.
 fn unknown(because: impl std::fmt::Display) -> Finding {
     finding(Level::NotLookedAt, format!("because {because}"), "", "")
 }
@@ -101,12 +101,12 @@ fn stops(what: impl Into<String>, why: &'static str, todo: &str) -> Finding {
     finding(Level::StopsTraining, what.into(), why, todo)
 }
 
-/// Bytes as people read them.
+/// Formats bytes in GiB.
 fn gib(bytes: u64) -> String {
     format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30))
 }
 
-/// Whether the GPU is a GB10, whose rates are known.
+/// Returns true if the GPU is a GB10, whose rates are known.
 fn is_gb10(facts: &Facts) -> bool {
     facts.gpu.capability.or(facts.load.capability) == Some(121)
 }

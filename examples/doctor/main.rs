@@ -1,27 +1,29 @@
-//! The doctor: looks at a machine before a run, and says what is well, what is wrong, why it matters and what to do.
+//! The doctor: examines a machine before a run, and reports what is good, what is wrong, why it
+//! matters and how to fix it.
 //!
 //! ```text
-//! cargo run --release --example doctor                          # the host alone
-//! cargo run --release --features cuda --example doctor          # and the GPU, under a load of three seconds
-//! cargo run --release --example doctor -- --json                # facts and findings, for programs
+//! cargo run --release --example doctor  # only the host
+//! cargo run --release --features cuda --example doctor  # also the GPU, under load for 3 s
+//! cargo run --release --example doctor -- --json  # facts and findings, for programs
 //! cargo run --release --example doctor -- --report FILE.tar.gz --add target/gb10
-//! cargo run --release --example doctor -- --facts FILE.json     # judges facts that were recorded elsewhere
+//! cargo run --release --example doctor -- --facts FILE.json  # judges facts recorded elsewhere
 //! ```
-//! Facts are gathered first and judged after, by functions of the facts alone. Each part of the gathering has a deadline, so the program
-//! ends within a minute whatever the machine does.
-//! Exit code 0: nothing would stop training. 1: something would, or the report could not be written. 2: the command line is wrong, or the
-//! facts could not be read.
+//! Facts are gathered first, and then judged by functions that depend on nothing else. Each part of
+//! the gathering has a deadline, so the program ends within a minute.
+//!
+//! Exit code 0: nothing would stop training. 1: something would, or the report could not be
+//! written. 2: the command line is wrong, or the facts could not be read.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 #[path = "../crossasset/model.rs"]
-#[allow(dead_code, reason = "nothing is reported")]
+#[allow(dead_code, reason = "the monitored weight is unused")]
 mod crossasset;
 mod facts;
 mod findings;
 #[path = "../predict/model/mod.rs"]
-#[allow(dead_code, reason = "only the time is told")]
+#[allow(dead_code, reason = "only the time is used")]
 mod model;
 mod report;
 #[path = "../crossasset/sizes.rs"]
@@ -34,7 +36,7 @@ use std::fmt::Write as _;
 use std::io::{self, ErrorKind, Write as _};
 use std::path::PathBuf;
 
-/// Looks at this machine: what is well, what is wrong, why it matters, what to do.
+/// Examines this machine: what is good, what is wrong, why it matters, and how to fix it
 #[derive(Parser)]
 #[command(name = "doctor")]
 struct Args {
@@ -42,25 +44,25 @@ struct Args {
     #[arg(long)]
     json: bool,
 
-    /// Judge these recorded facts, and look at no machine
+    /// Judge these recorded facts instead of this machine
     #[arg(long, value_name = "FILE")]
     facts: Option<PathBuf>,
 
-    /// Where checkpoints will be written
+    /// Folder for checkpoints, whose disk is examined
     #[arg(long, value_name = "FOLDER", default_value = ".")]
     checkpoints: PathBuf,
 
-    /// Pack what a report needs: a .tar.gz with facts, findings and /proc/meminfo
+    /// Write the files for a problem report: a .tar.gz with facts, findings and /proc/meminfo
     #[arg(long, value_name = "FILE")]
     report: Option<PathBuf>,
 
-    /// Pack these files and folders too
+    /// Add these files and folders to the report
     #[arg(long, value_name = "PATH", requires = "report")]
     add: Vec<PathBuf>,
 }
 
 fn main() {
-    // A call of the driver that never returns holds a thread; this ends the process all the same.
+    // `exit` ends the process even if a thread is stuck in a driver call.
     std::process::exit(run(&Args::parse()));
 }
 
@@ -98,7 +100,7 @@ fn run(args: &Args) -> i32 {
     i32::from(stops || failed)
 }
 
-/// A line for each finding, with why and what to do where it is not well, and a summary.
+/// Returns a line per finding, with reason and remedy unless all is well, and a summary.
 fn text(findings: &[Finding]) -> String {
     let mut text = String::new();
     for Finding { check, level, what, why, todo } in findings {

@@ -1,6 +1,6 @@
-//! One file to send: facts, findings and what the runs left, as a .tar.gz.
+//! The problem report: facts, findings and the files of runs, in one .tar.gz.
 //!
-//! Invariant: a report that could not be written whole is an error, and leaves nothing under its name.
+//! Invariant: a report that cannot be written completely is an error and leaves no file.
 
 use crate::facts::Facts;
 use crate::findings::Finding;
@@ -8,14 +8,14 @@ use flate2::{Compression, write::GzEncoder};
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Facts and findings for programs.
+/// Returns facts and findings as JSON.
 pub(crate) fn json(facts: &Facts, findings: &[Finding]) -> String {
     let value = serde_json::json!({ "facts": facts, "findings": findings });
     format!("{value:#}\n")
 }
 
 #[expect(clippy::disallowed_methods, reason = "reads the kernel's own file, which ends")]
-/// Packs them, `/proc/meminfo` where it can be read, and `added`.
+/// Packs `json`, `text`, `/proc/meminfo` if it can be read, and `added`.
 pub(crate) fn write(path: &Path, json: &str, text: &str, added: &[PathBuf]) -> io::Result<()> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let mut file = tempfile::NamedTempFile::new_in(folder)?;

@@ -1,12 +1,13 @@
-//! What the user can mend: such an error ends the program with exit code 2, any other with 1.
+//! Errors that the user can fix. They end the program with exit code 2; all other errors end it
+//! with 1.
 
 use std::error::Error;
 use std::fmt;
 
-/// What most of the program returns.
+/// The result type of most of the program.
 pub(crate) type Outcome<T> = Result<T, Box<dyn Error + Send + Sync>>;
 
-/// An argument or a file that cannot be used: what was found, what is needed.
+/// An argument or a file that cannot be used: what was found and what is needed.
 #[derive(Debug)]
 pub(crate) struct BadInput(String);
 
@@ -18,7 +19,7 @@ impl fmt::Display for BadInput {
 
 impl Error for BadInput {}
 
-/// [`BadInput`] of a file, or of another place.
+/// Returns a [`BadInput`] error about a file or another place.
 pub(crate) fn bad(place: impl fmt::Display, reason: impl fmt::Display) -> Box<dyn Error + Send + Sync> {
     Box::new(BadInput(format!("{place}: {reason}")))
 }

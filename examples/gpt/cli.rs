@@ -1,4 +1,5 @@
-//! The command line. A wrong value ends the program with exit code 2 and says what was wrong, before any work is done.
+//! The command line. A wrong value ends the program with exit code 2 and an explanation, before any
+//! work is done.
 
 use std::path::PathBuf;
 
@@ -9,139 +10,147 @@ use stepscope::ops::Precision;
 
 use crate::shared::ranks::RankArgs;
 
-/// Trains a language model, GPT-2 or Llama, prints a sample of what it writes, and leaves report.json, loss.svg, checkpoints and the
-/// weights as Hugging Face's transformers read them.
+/// Trains a GPT-2 or Llama language model and prints a sample of its text. Writes report.json,
+/// loss.svg, checkpoints, and the weights in the format of Hugging Face transformers.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "gpt", version, args_override_self = true)]
 pub(crate) struct Args {
-    /// Text files, or token files that end in .bin, as llm.c and nanoGPT write them [default: the sources of this project's locked
-    /// dependencies, from cargo's registry]
+    /// Text files, or token files that end in .bin, in the format of llm.c and nanoGPT [default:
+    /// the sources of this project's locked dependencies, from cargo's registry]
     #[arg(long, value_name = "FILE", num_args = 1..)]
     pub(crate) data: Vec<PathBuf>,
 
-    /// How text becomes tokens: bytes, gpt2 or a tokenizer.json [default: bytes; of .bin files and of gpt2's weights: gpt2]
+    /// Tokenizer: bytes, gpt2, or the path of a tokenizer.json [default: gpt2 for .bin files and
+    /// for GPT-2 --weights, else bytes]
     #[arg(long, value_name = "bytes|gpt2|FILE")]
     pub(crate) tokenizer: Option<String>,
 
-    /// Folder for the results; made when missing
+    /// Folder for the results; created if missing
     #[arg(long, value_name = "DIR", default_value = "target/gpt")]
     pub(crate) out: PathBuf,
 
-    /// Where to train
+    /// Device to train on
     #[arg(long, value_name = "auto|emulated|cuda", default_value = "auto")]
     pub(crate) device: DeviceKind,
 
-    /// How large the model is; tiny has about a million weights
+    /// Model size; tiny has about a million weights
     #[arg(long, value_enum, default_value_t = Size::Tiny)]
     pub(crate) size: Size,
 
-    /// What the model is made of
+    /// Model architecture
     #[arg(long, value_enum, default_value_t = Arch::Gpt2)]
     pub(crate) arch: Arch,
 
-    /// How matrix multiplies round their factors; bf16 also stores activations as BF16
-    #[arg(long, value_name = "ieee|tf32|bf16", default_value_t = Precision::Ieee)]
+    /// Rounding of the operands of matrix multiplies; bf16 also stores activations as BF16
+    #[arg(long, value_name = "ieee|tf32|bf16", default_value_t = Precision::F32)]
     pub(crate) precision: Precision,
 
-    /// Tokens of a sample [default: 128 of a tiny model, else 1024]
+    /// Tokens per sample [default: 128 for tiny, else 1024]
     #[arg(long, value_name = "TOKENS", value_parser = up_to(1 << 20))]
     pub(crate) context: Option<usize>,
 
-    /// Samples of a step
+    /// Samples per step
     #[arg(long, value_name = "SAMPLES", default_value_t = 8, value_parser = up_to(1 << 20))]
     pub(crate) batch: usize,
 
-    /// Steps of an update, on all ranks together: their gradients are added up [default: as many as shards]
+    /// Steps per update, over all ranks together; their gradients are summed [default: the number
+    /// of shards]
     #[arg(long, value_name = "STEPS", value_parser = up_to(1 << 20))]
     pub(crate) accumulate: Option<usize>,
 
     #[command(flatten)]
     pub(crate) ranks: RankArgs,
 
-    /// Updates of the weights
+    /// Number of weight updates
     #[arg(long, value_name = "N", default_value_t = 500, value_parser = up_to(u32::MAX))]
     pub(crate) updates: usize,
 
-    /// Learning rate of AdamW at its highest [default: 2e-3 of a tiny model, 6e-4 of 124m, 3e-4 of 350m, 2.5e-4 of 774m, 2e-4 of 1558m]
+    /// Peak learning rate of AdamW [default: 2e-3 for tiny, 6e-4 for 124m, 3e-4 for 350m, 2.5e-4
+    /// for 774m, 2e-4 for 1558m]
     #[arg(long, value_name = "RATE", value_parser = above_zero)]
     pub(crate) learning_rate: Option<f32>,
 
-    /// Updates over which the learning rate rises [default: a tenth, at most 700]
+    /// Updates over which the learning rate rises to its peak [default: a tenth of all, at most
+    /// 700]
     #[arg(long, value_name = "UPDATES")]
     pub(crate) warmup: Option<u64>,
 
-    /// Keep only the inputs of the model's blocks, and compute the rest again in the backward pass: less memory, the same bits
+    /// Keep only the inputs of the model's blocks and recompute the rest in the backward pass: less
+    /// memory, the same bits
     #[arg(long)]
     pub(crate) recompute: bool,
 
-    /// A token sees only tokens of its own document
+    /// Let a token attend only to tokens of its own document
     #[arg(long)]
     pub(crate) documents: bool,
 
-    /// Run the steps launch by launch, not as one graph: the same bits
+    /// Launch each kernel separately instead of replaying one graph per step: the same bits
     #[arg(long)]
     pub(crate) eager: bool,
 
-    /// Look at held-out text after so many updates [default: a fifth of all]
+    /// Evaluate on held-out text every this many updates [default: a fifth of all]
     #[arg(long, value_name = "UPDATES", value_parser = up_to(u32::MAX))]
     pub(crate) evaluate_every: Option<usize>,
 
-    /// Write the checkpoint after so many updates, too [default: at the end, and at Ctrl-C, SIGTERM
-    /// or SIGHUP]
+    /// Also write the checkpoint every this many updates [default: only at the end, and at Ctrl-C,
+    /// SIGTERM or SIGHUP]
     #[arg(long, value_name = "UPDATES", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) checkpoint_every: Option<u64>,
 
-    /// Go on from this checkpoint, with the same settings: --updates too, on which the learning
-    /// rate depends
+    /// Continue from this checkpoint, with the same settings, including --updates (the learning
+    /// rate depends on it)
     #[arg(long, value_name = "FILE")]
     pub(crate) resume: Option<PathBuf>,
 
-    /// Replace the checkpoint of an earlier run that is in --out
+    /// Replace the checkpoint of an earlier run in --out
     #[arg(long)]
     pub(crate) overwrite: bool,
 
-    /// Start from Hugging Face's weights: a folder with config.json and model.safetensors, or its index and shards
+    /// Start from Hugging Face weights: a folder with config.json and model.safetensors, or with an
+    /// index and shards
     #[arg(long, value_name = "DIR", conflicts_with_all = ["size", "arch"])]
     pub(crate) weights: Option<PathBuf>,
 
-    /// Write the weights for transformers in files of at most this size, as 5GB, with an index, as save_pretrained does [default: one file]
+    /// Split the transformers weights into files of at most this size, such as 5GB, with an index,
+    /// as save_pretrained does [default: one file]
     #[arg(long, value_name = "SIZE", value_parser = bytes)]
     pub(crate) max_shard_size: Option<u64>,
 
-    /// What the sample begins with
+    /// Text that the sample begins with
     #[arg(long, value_name = "TEXT", default_value = "fn ")]
     pub(crate) sample: String,
 
-    /// Tokens of the sample
+    /// Tokens to generate for the sample
     #[arg(long, value_name = "N", default_value_t = 200)]
     pub(crate) sample_tokens: usize,
 
-    /// How far the sample strays from what is most likely; 0: not at all
+    /// Sampling temperature; 0 always takes the most likely token
     #[arg(long, value_name = "NUMBER", default_value_t = 0.8, value_parser = zero_or_above)]
     pub(crate) temperature: f32,
 
-    /// The sample has only tokens among the so many most likely
+    /// Sample only from the N most likely tokens
     #[arg(long, value_name = "N", value_parser = up_to(u32::MAX))]
     pub(crate) top_k: Option<usize>,
 
-    /// The sample has only the most likely tokens that have this probability together
+    /// Sample only from the most likely tokens whose probabilities add up to this share
     #[arg(long, value_name = "SHARE", value_parser = share)]
     pub(crate) top_p: Option<f32>,
 
-    /// Names the first weights, the order of the samples, and the sample
+    /// Seed of the initial weights, the order of the training samples, and the generated sample
     #[arg(long, default_value_t = 7)]
     pub(crate) seed: u64,
 
-    /// Memory of the steps, in MiB [default: what they need]
+    /// Memory for the steps, in MiB [default: the measured need]
     #[arg(long, value_name = "MIB", value_parser = up_to(1 << 24))]
     pub(crate) arena_mib: Option<usize>,
 
-    /// Write the first batch, its logits, its loss and all gradients to this file and end: for tests/oracle
+    /// Write the first batch, its logits, its loss and all gradients to this file, then exit; for
+    /// tests/oracle
     #[arg(long, value_name = "FILE", conflicts_with_all = ["ranks", "shards"])]
     pub(crate) trace: Option<PathBuf>,
 }
 
-/// How large a model is.
+/// The size of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Size {
     /// About a million weights.
@@ -160,12 +169,12 @@ pub(crate) enum Size {
     Xl,
 }
 
-/// What a model is made of.
+/// The architecture of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Arch {
-    /// LayerNorm, learned positions, GELU, and a head that is the table of tokens.
+    /// LayerNorm, learned positions, GELU, and a head tied to the token embedding.
     Gpt2,
-    /// RMSNorm, rotary positions, SwiGLU, grouped queries, and a head of its own.
+    /// RMSNorm, rotary positions, SwiGLU, grouped-query attention, and a separate head.
     Llama,
 }
 
@@ -183,7 +192,7 @@ impl Args {
     }
 }
 
-/// Whole numbers from 1 to `most`.
+/// Parses a whole number from 1 to `most`.
 fn up_to(most: u32) -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(1..=u64::from(most))
 }
@@ -195,7 +204,7 @@ fn number(text: &str, good: impl Fn(f32) -> bool, expected: &str) -> Result<f32,
         .ok_or_else(|| format!("give {expected}"))
 }
 
-/// Bytes, as transformers read them: thousands of KB are a MB.
+/// Parses a number of bytes as transformers does: units are powers of 1000.
 fn bytes(text: &str) -> Result<u64, String> {
     let upper = text.to_ascii_uppercase();
     let units = [("KB", 1), ("MB", 2), ("GB", 3), ("TB", 4), ("", 0)];
@@ -203,7 +212,7 @@ fn bytes(text: &str) -> Result<u64, String> {
     split
         .and_then(|(number, thousands)| number.parse::<u64>().ok()?.checked_mul(1000_u64.pow(thousands)))
         .filter(|&bytes| bytes > 0)
-        .ok_or_else(|| "give a number of bytes above zero, or one with KB, MB, GB or TB, as 5GB".to_owned())
+        .ok_or_else(|| "give a positive number of bytes, optionally with KB, MB, GB or TB, such as 5GB".to_owned())
 }
 
 fn above_zero(text: &str) -> Result<f32, String> {

@@ -1,17 +1,25 @@
-//! Trains a language model from text and lets it write: GPT-2 or Llama, on this CPU or on a GPU.
+//! Trains a GPT-2 or Llama language model on text, on this CPU or a GPU, and prints a sample of its
+//! text.
 //!
 //! ```text
-//! cargo run --release --example gpt                                    # a million weights, bytes of Rust, two minutes
+//! cargo run --release --example gpt  # a million weights, bytes of Rust, two minutes
 //! cargo run --release --example gpt -- --arch llama --data book.txt
-//! cargo run --release --features cuda --example gpt -- --device cuda --size 124m --data train.bin --precision bf16 --batch 16
+//! cargo run --release --features cuda --example gpt -- --device cuda --size 124m \
+//!     --data train.bin --precision bf16 --batch 16
 //! ```
-//! The way: [`text`] by a [`tokenizer`] to tokens, [`samples`] of them, the [`model`], the [`plan`] of its training, which [`train`] does, and what it then writes
-//! ([`sample`]). [`weights`] come from and go to Hugging Face's files.
+//! A [`tokenizer`] turns [`text`] into tokens, and [`samples`] cuts batches from them. The [`plan`]
+//! sets up the [`model`] and its training, which [`train`] runs. [`sample`] then generates text.
+//! [`weights`] reads and writes Hugging Face files.
 //!
-//! Exit code 0: done. 1: the device or a file failed. 2: the command line, the text or a file that
-//! was given is wrong, or the folder has another run's checkpoint; nothing was written. 130:
-//! stopped by Ctrl-C, SIGTERM or SIGHUP, with a checkpoint from which `--resume` goes on, unless
-//! that was before the first update.
+//! | exit code | meaning |
+//! |---|---|
+//! | 0 | done |
+//! | 1 | the device or a file failed |
+//! | 2 | the command line, the text or a given file is wrong, or the folder has another run's checkpoint; nothing was written |
+//! | 130 | stopped by Ctrl-C, SIGTERM or SIGHUP |
+//!
+//! After a stop, `--resume` continues from the checkpoint, which exists once the first update was
+//! made.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
@@ -50,7 +58,7 @@ use shared::results::CHECKPOINT;
 use shared::screen::Screen;
 use shared::usage::{ArenaUse, CaptureUse, MemoryUse, ModelSize};
 use shared::{results, signals};
-use stepscope::{Device, Learner, Parameters, TokenSampler, TokenSamplerConfig, bf16};
+use stepscope::{Device, Parameters, TokenSampler, TokenSamplerConfig, TrainState, bf16};
 use train::Trained;
 
 fn main() -> ExitCode {
@@ -68,13 +76,14 @@ fn main() -> ExitCode {
     }
 }
 
-/// From text to a sample; false when it was stopped before its end.
+/// Loads the text, trains and writes a sample, on each rank of this process. Returns false if it
+/// was stopped early.
 fn run(args: &Args, screen: &mut Screen) -> Outcome<bool> {
-    let stop = signals::listen(Log::Text).map_err(|error| format!("signals cannot be heard: {error}"))?;
+    let stop = signals::listen(Log::Text).map_err(|error| format!("cannot install signal handlers: {error}"))?;
     let ranks = args.ranks.ranks().map_err(|error| bad("--ranks", error))?;
     let leads = ranks[0].leads();
     if leads {
-        // Before all that takes long.
+        // Checked before anything slow.
         results::check(&args.out, args.resume.as_deref(), args.overwrite).map_err(|reason| bad("--out", reason))?;
     }
     let plan = Plan::load(args, ranks[0].shards())?;
@@ -89,7 +98,7 @@ fn run(args: &Args, screen: &mut Screen) -> Outcome<bool> {
     ranks::on_each(ranks, |first| rank(first, screen), quiet)
 }
 
-/// The same of one rank; false when it was stopped.
+/// Runs one rank. Returns false if it was stopped early.
 fn run_rank(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen) -> Outcome<bool> {
     let args = plan.args;
     let device = rank.open(args.device)?;
@@ -130,7 +139,7 @@ fn run_rank(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen
     let trainer = plan.trainer(&mut arena, learner)?;
     let mut trainer = trainer.checkpoint(&checkpoint, args.checkpoint_every).stop_when(stop);
     let Some(Trained { position, seconds }) = plan.train(&mut trainer, &args.out, rank.leads())? else {
-        screen.say(format_args!("stopped; go on with --resume {}", checkpoint.display()));
+        screen.say(format_args!("stopped; continue with --resume {}", checkpoint.display()));
         return Ok(false);
     };
     signals::training_has_ended();
@@ -139,7 +148,7 @@ fn run_rank(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen
     }
 
     let memory = MemoryUse::of(trainer.memory_forecast());
-    let Learner { model, parameters, .. } = trainer.learner();
+    let TrainState { model, parameters, .. } = trainer.learner();
     let sample = written(plan, &device, model, parameters)?;
     weights::write(&args.out.join("transformers"), parameters, &sizes, args.max_shard_size)?;
     let weights_sha256 = parameters.sha256()?;
@@ -164,7 +173,7 @@ fn run_rank(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen
     report.write(&args.out, sizes.vocabulary)?;
     let speed = match report.tokens_per_second {
         Some(tokens) => format!("{tokens:.0} tokens/s"),
-        None => format!("all {} updates were made before", args.updates),
+        None => format!("all {} updates had already been made", args.updates),
     };
     screen.say(format_args!("{speed}; {}", report.arena.summary()));
     screen.say(format_args!("weights {}; results in {}", report.weights_sha256, args.out.display()));
@@ -172,13 +181,13 @@ fn run_rank(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen
     Ok(true)
 }
 
-/// Bytes of what outlives steps: weights, gradients and two moments, and the BF16 copy.
-fn weights_bytes(learner: &Learner<Gpt>) -> usize {
+/// Returns the bytes that persist across steps: weights, gradients, two moments, and the BF16 copy.
+fn weights_bytes(learner: &TrainState<Gpt>) -> usize {
     let copy = learner.parameters.bf16_copy().map_or(0, |copy| copy.len() * size_of::<bf16>());
     4 * learner.parameters.flat().len() * size_of::<f32>() + copy
 }
 
-/// What the model writes behind the beginning.
+/// Returns the text that the model generates after the given beginning.
 fn written(plan: &Plan<'_>, device: &Device, model: &Gpt, weights: &Parameters) -> Outcome<String> {
     let Args { temperature, top_k, top_p, seed, sample_tokens, .. } = *plan.args;
     let sampler = TokenSampler::new(TokenSamplerConfig { temperature, top_k, top_p }, seed)?;
@@ -187,7 +196,7 @@ fn written(plan: &Plan<'_>, device: &Device, model: &Gpt, weights: &Parameters) 
     Ok(plan.tokenizer.decode(&tokens))
 }
 
-/// None where no update was made.
+/// Returns the median, or none if no update was made.
 fn median(seconds: &[f64]) -> Option<f64> {
     let mut sorted = seconds.to_vec();
     sorted.sort_by(f64::total_cmp);

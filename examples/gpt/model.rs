@@ -1,37 +1,39 @@
-//! GPT-2 and Llama: a table of tokens, blocks of attention and a feed-forward part, a norm, and a head over the vocabulary.
+//! GPT-2 and Llama: token embedding, blocks of attention and a feed-forward network, a norm, and a
+//! head over the vocabulary.
 //!
-//! With `ids: [samples, context]`: `x = tokens[ids]`, of GPT-2 `+ positions`; for each block `h = x + attention(norm1(x))`,
-//! `x = h + mlp(norm2(h))`; `loss = cross_entropy(norm(x) head^T, labels)`. Blocks are the library's; so is the head, whose logits exist for a
-//! chunk of tokens at a time.
+//! For `ids: [samples, context]`: `x = tokens[ids]`, plus `positions` in GPT-2. Each block computes
+//! `h = x + attention(norm1(x))` and `x = h + mlp(norm2(h))`. The loss is `cross_entropy(norm(x)
+//! head^T, labels)`. Blocks and head are the library's. The head computes the logits of one chunk
+//! of tokens at a time.
 //!
 //! Activations are f32 or BF16; weights, their gradients and the loss are f32.
 
 use stepscope::nn::{Block, Embedding, KeyValueCache, LayerNorm, Norm, RmsNorm};
-use stepscope::ops::{self, Attend, Factor, Gemm, HeadForm, Rotary};
+use stepscope::ops::{self, AttentionElement, Gemm, GemmElement, LmHeadConfig, Rotary};
 use stepscope::{
-    Batch, Initializer, Layout, LayoutBuilder, Parameter, ParameterGroups, Parameters, Result, Saved, Scratch, Source,
-    Step, Tape, Tensor, Var, bf16,
+    DeviceBatch, Initializer, Parameter, ParameterGroups, ParameterSpec, ParameterSpecBuilder, Parameters, Result,
+    Saved, ScratchStep, Source, Step, Tape, Tensor, Var, bf16,
 };
 
 use crate::cli::{Arch, Size};
 
-/// How large a model is, and what it is made of.
+/// The size and architecture of a model.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Sizes {
     pub(crate) arch: Arch,
     pub(crate) vocabulary: usize,
-    /// The most tokens of a sample.
+    /// The most tokens in a sample.
     pub(crate) context: usize,
     pub(crate) layers: usize,
     pub(crate) width: usize,
-    /// Heads of queries, and of keys and values.
+    /// Heads of queries, and heads of keys and values.
     pub(crate) heads: [usize; 2],
-    /// Columns within the feed-forward part.
+    /// Hidden columns of the feed-forward network.
     pub(crate) hidden: usize,
-    /// The head is the table of tokens.
+    /// True if the head shares the token embedding.
     pub(crate) tied: bool,
     pub(crate) epsilon: f32,
-    /// Of rotary positions.
+    /// The base of the rotary frequencies.
     pub(crate) base: f64,
 }
 
@@ -44,7 +46,7 @@ impl Sizes {
             Size::Large => (36, 1280, 20, 10),
             Size::Xl => (48, 1600, 25, 5),
         };
-        // SwiGLU has three matrices where GELU has two.
+        // SwiGLU has three matrices and GELU two, so its hidden width is 2/3 of 4 x width.
         let (heads, hidden, tied, epsilon) = match arch {
             Arch::Gpt2 => ([query_heads; 2], 4 * width, true, 1e-5),
             Arch::Llama => ([query_heads, key_heads], (8 * width / 3).next_multiple_of(64), false, 1e-6),
@@ -53,18 +55,19 @@ impl Sizes {
     }
 }
 
-/// How a model is run.
+/// The way a model runs.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Mode {
-    /// Activations are BF16.
+    /// True if activations are BF16.
     pub(crate) bf16: bool,
-    /// A block keeps its input alone, and runs again in the backward pass. So it is without a backward pass, where nothing runs again.
+    /// True if each block keeps only its input and runs again in the backward pass. Also set for
+    /// passes without backward, where nothing is recomputed.
     pub(crate) recompute: bool,
-    /// Tokens see only their own document, by the batch's input 2.
+    /// True if tokens attend only to their own document, which is input 2 of the batch.
     pub(crate) documents: bool,
 }
 
-/// The layers: handles of parameters.
+/// The layers, as handles of parameters.
 #[derive(Clone, Debug)]
 pub(crate) struct Gpt {
     pub(crate) sizes: Sizes,
@@ -78,14 +81,14 @@ pub(crate) struct Gpt {
 }
 
 impl Gpt {
-    /// The model and the layout of its parameters, which start as GPT-2's do: matrices with a deviation of 0.02, those before a residual with less,
-    /// the deeper the model.
+    /// Builds the model and its parameter spec, initialized as GPT-2: matrices have a standard
+    /// deviation of 0.02, and matrices before a residual less, the deeper the model.
     ///
     /// # Errors
-    /// Never: names do not come twice.
-    pub(crate) fn new(sizes: Sizes, mode: Mode) -> Result<(Self, Layout)> {
+    /// Never, since names are unique.
+    pub(crate) fn new(sizes: Sizes, mode: Mode) -> Result<(Self, ParameterSpec)> {
         let Sizes { arch, vocabulary, context, layers, width, heads, hidden, tied, epsilon, base } = sizes;
-        let mut layout: LayoutBuilder = Layout::builder();
+        let mut layout: ParameterSpecBuilder = ParameterSpec::builder();
         let mut names = layout.names();
         let tokens = Embedding::new(names.at("tokens"), vocabulary, width, 0.02);
         let positions = (arch == Arch::Gpt2).then(|| Embedding::new(names.at("positions"), context, width, 0.02));
@@ -114,15 +117,15 @@ impl Gpt {
         Ok((Self { sizes, mode, tokens, positions, blocks, norm, head }, layout.build()?))
     }
 
-    /// Matrices and tables decay, gains and biases do not.
+    /// Applies weight decay to matrices and tables, but not to gains and biases.
     pub(crate) fn groups() -> ParameterGroups {
         ParameterGroups::new().no_decay(|entry| entry.shape().extents().len() == 1)
     }
 
-    /// What the head is given of these tokens; `ids`: `[samples, tokens]`, result: `[samples, tokens, width]`.
+    /// Returns the input of the head: `[samples, tokens, width]` for `ids: [samples, tokens]`.
     ///
     /// # Errors
-    /// Those of the ops: the arena is full, say.
+    /// When an op fails, for example because the arena is full.
     pub(crate) fn hidden<'s, S>(
         &self,
         tape: &Tape<'_, 's>,
@@ -130,7 +133,7 @@ impl Gpt {
         documents: Option<Saved<'s, u32>>,
     ) -> Result<Var<'s, S>>
     where
-        S: Attend + Factor<S> + Factor<f32>,
+        S: AttentionElement + GemmElement<S> + GemmElement<f32>,
     {
         let mut x = self.tokens.forward(tape, ids)?;
         if let Some(positions) = &self.positions {
@@ -141,29 +144,30 @@ impl Gpt {
             let form = documents.map_or(form, |documents| form.documents(documents));
             let block = block.clone();
             x = match self.mode.recompute || tape.is_evaluating() {
-                true => tape.checkpoint((x, form), move |tape, (x, form)| block.forward_masked(tape, &x, &form))?,
+                true => tape.recompute((x, form), move |tape, (x, form)| block.forward_masked(tape, &x, &form))?,
                 false => block.forward_masked(tape, &x, &form)?,
             };
         }
         self.norm.forward(tape, &x)
     }
 
-    /// Room for what the blocks keep of the tokens of a sample while it is written.
+    /// Allocates the key-value caches of the blocks for one sample that is being generated.
     ///
     /// # Errors
-    /// The arena is full.
+    /// When the arena is full.
     pub(crate) fn caches<'s>(&self, step: &Step<'s>) -> Result<Vec<KeyValueCache<'s>>> {
         let Sizes { context, width, heads: [heads, key_heads], .. } = self.sizes;
         self.blocks.iter().map(|_| KeyValueCache::new(step, context, key_heads * width / heads)).collect()
     }
 
-    /// The logits of what follows a token, `[1, vocabulary]`, by what the caches keep of those before it; `token`: `[1, 1]`.
+    /// Returns the logits `[1, vocabulary]` of the token that follows `token: [1, 1]`, given the
+    /// cached keys and values of all tokens before it.
     ///
     /// # Errors
-    /// Those of the ops.
+    /// When an op fails.
     pub(crate) fn next<'i, 's>(
         &self,
-        scratch: &Scratch<'i, 's>,
+        scratch: &ScratchStep<'i, 's>,
         weights: &Parameters,
         [token, place]: [&Tensor<'s, u32>; 2],
         caches: &mut [KeyValueCache<'s>],
@@ -183,10 +187,11 @@ impl Gpt {
         self.logits(scratch, weights, self.norm.forward(&tape, &x)?.value())
     }
 
-    /// The logits of some rows `[rows, width]` of what [`Gpt::hidden`] gives: `[rows, vocabulary]`.
+    /// Returns the logits `[rows, vocabulary]` of rows `[rows, width]` of the output of
+    /// [`Gpt::hidden`].
     ///
     /// # Errors
-    /// Those of the ops.
+    /// When an op fails.
     pub(crate) fn logits<'s>(
         &self,
         step: &Step<'s>,
@@ -201,51 +206,51 @@ impl Gpt {
         Ok(logits)
     }
 
-    /// [`Gpt::hidden`] of a batch.
-    fn hidden_of<'s, S>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s, S>>
+    /// Runs [`Gpt::hidden`] on a batch.
+    fn hidden_of<'s, S>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s, S>>
     where
-        S: Attend + Factor<S> + Factor<f32>,
+        S: AttentionElement + GemmElement<S> + GemmElement<f32>,
     {
         let documents = if self.mode.documents { Some(batch.input(2)?) } else { None };
         self.hidden(tape, batch.input(0)?, documents)
     }
 
-    /// The loss of [`stepscope::Model::loss`] with activations that are stored as S.
+    /// Computes [`stepscope::Model::loss`] with activations stored as `S`.
     fn loss_as<'s, S>(
         &self,
         tape: &Tape<'_, 's>,
         hidden: &Var<'s, S>,
-        batch: &Batch<'s>,
+        batch: &DeviceBatch<'s>,
         weight: f32,
     ) -> Result<Var<'s>>
     where
-        S: Attend + Factor<S> + Factor<f32>,
+        S: AttentionElement + GemmElement<S> + GemmElement<f32>,
     {
         let labels = batch.input::<u32>(1)?;
         let tokens = labels.shape().extents()[1] as f32;
-        tape.linear_cross_entropy(hidden, self.head, labels, weight / tokens, HeadForm::default().tied())
+        tape.linear_cross_entropy(hidden, self.head, labels, weight / tokens, LmHeadConfig::default().tied())
     }
 }
 
-/// A batch's inputs: the ids, the labels, and where wanted the documents.
+/// The inputs of a batch are the ids, the labels, and optionally the documents.
 impl stepscope::Model for Gpt {
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         match self.mode.bf16 {
             true => tape.to_f32(&self.hidden_of::<bf16>(tape, batch)?),
             false => self.hidden_of(tape, batch),
         }
     }
 
-    /// Of each sample the mean over its tokens.
-    fn loss<'s>(&self, tape: &Tape<'_, 's>, hidden: &Var<'s>, batch: &Batch<'s>, weight: f32) -> Result<Var<'s>> {
+    /// Averages over the tokens of each sample.
+    fn loss<'s>(&self, tape: &Tape<'_, 's>, hidden: &Var<'s>, batch: &DeviceBatch<'s>, weight: f32) -> Result<Var<'s>> {
         match self.mode.bf16 {
             true => self.loss_as(tape, &tape.to_bf16(hidden)?, batch, weight),
             false => self.loss_as(tape, hidden, batch, weight),
         }
     }
 
-    /// Of BF16 what the head is given as it is stored.
-    fn loss_of_batch<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>, weight: f32) -> Result<Var<'s>> {
+    /// Passes BF16 activations to the head as they are stored.
+    fn loss_of_batch<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>, weight: f32) -> Result<Var<'s>> {
         match self.mode.bf16 {
             true => self.loss_as(tape, &self.hidden_of::<bf16>(tape, batch)?, batch, weight),
             false => self.loss_as(tape, &self.hidden_of::<f32>(tape, batch)?, batch, weight),

@@ -1,11 +1,12 @@
-//! All that decides what a run does: the arguments, and what they name, read and checked before anything is made.
+//! The plan of a run: the arguments and everything that they name, read and checked before any
+//! device memory is allocated.
 
 use std::sync::Arc;
 
 use stepscope::ops::Precision;
 use stepscope::{
-    AdamWConfig, Arena, Capacity, Checkpoint, Device, HostMemory, Layout, Learner, Model, Result, Samples, Schedule,
-    Tape, Trainer, Windows,
+    AdamWConfig, Arena, Capacity, Checkpoint, Device, HostBatch, HostMemory, Model, ParameterSpec, Result, Schedule,
+    Tape, TrainState, Trainer, Windows,
 };
 
 use crate::bad_input::{Outcome, bad};
@@ -17,23 +18,24 @@ use crate::text::{self, Text};
 use crate::tokenizer::Tokenizer;
 use crate::weights::Weights;
 
-/// A vocabulary is rounded up to a multiple of these, as matrices of such sizes are faster; no text has the tokens beyond.
+/// Vocabulary sizes are rounded up to a multiple of this, because matrices of such sizes are
+/// faster. No text contains the added tokens.
 const VOCABULARY_UNIT: usize = 128;
-/// The learning rate at the end, as a share of the highest.
+/// The final learning rate, as a share of the peak.
 const FLOOR: f64 = 0.1;
-/// Room in the arena for what differs from the steps that were measured.
+/// Spare bytes of the arena, for differences from the measured steps.
 const ROOM: usize = 4 << 20;
 
-/// What a run works on, and how.
+/// The settings, data and model of a run.
 pub(crate) struct Plan<'r> {
     pub(crate) args: &'r Args,
-    /// Steps of an update, on all ranks together.
+    /// Steps per update, over all ranks together.
     pub(crate) accumulate: usize,
     shards: usize,
     pub(crate) tokenizer: Tokenizer,
     pub(crate) text: Arc<Text>,
     pub(crate) sizes: Sizes,
-    /// What the weights start from, if not from the seed.
+    /// The initial weights, if they do not come from the seed.
     weights: Option<Weights>,
     pub(crate) resumed: Option<Checkpoint>,
     /// The tokens that the sample begins with.
@@ -41,11 +43,13 @@ pub(crate) struct Plan<'r> {
 }
 
 impl<'r> Plan<'r> {
-    /// Reads all that the arguments name, for batches in so many shards.
+    /// Reads everything that the arguments name, for batches cut into this many shards.
     pub(crate) fn load(args: &'r Args, shards: usize) -> Outcome<Self> {
         let accumulate = args.accumulate.unwrap_or(shards);
         if accumulate < shards {
-            let reason = format!("{accumulate} steps are fewer than {shards} shards: give at least as many, or none");
+            let reason = format!(
+                "{accumulate} steps are fewer than {shards} shards: give --accumulate {shards} or more, or leave it out"
+            );
             return Err(bad("--accumulate", reason));
         }
         check_batch(args)?;
@@ -54,12 +58,12 @@ impl<'r> Plan<'r> {
         if args.documents && tokenizer.end().is_none() {
             return Err(bad(
                 "--documents",
-                "the tokenizer has no token that ends a document: leave it out, or give another",
+                "the tokenizer has no token that ends a document: leave out --documents, or use another --tokenizer",
             ));
         }
         let beginning = tokenizer.encode("--sample", args.sample.as_bytes())?;
         if beginning.is_empty() {
-            return Err(bad("--sample", "is empty: give what the sample begins with"));
+            return Err(bad("--sample", "is empty: give the text that the sample begins with"));
         }
         let sizes = match &weights {
             Some(weights) => matching(weights.sizes, &tokenizer)?,
@@ -74,21 +78,21 @@ impl<'r> Plan<'r> {
         Ok(Self { args, accumulate, shards, tokenizer, text, sizes, weights, resumed, beginning })
     }
 
-    /// What samples are like.
+    /// Returns the shape of a sample.
     pub(crate) fn form(&self) -> Form {
         Form { context: self.sizes.context, end: self.args.documents.then(|| self.tokenizer.end()).flatten() }
     }
 
-    /// Which tokens each sample has.
+    /// Returns the windows of tokens that the samples are.
     ///
     /// # Errors
-    /// Never: the text is long enough.
+    /// Never, since the text is long enough.
     pub(crate) fn windows(&self) -> Result<Windows> {
         Windows::new(self.text.training().len(), self.sizes.context, self.args.seed)
     }
 
-    /// The model with its first weights, and the optimiser.
-    pub(crate) fn learner(&self, device: &Device) -> Outcome<Learner<Gpt>> {
+    /// Creates the model with its initial weights, and the optimizer.
+    pub(crate) fn learner(&self, device: &Device) -> Outcome<TrainState<Gpt>> {
         let Args { seed, precision, recompute, documents, updates, .. } = *self.args;
         let bf16 = precision == Precision::Bf16;
         let (model, layout) = Gpt::new(self.sizes, Mode { bf16, recompute, documents })?;
@@ -101,7 +105,7 @@ impl<'r> Plan<'r> {
             schedule: Schedule::WarmupCosine { warmup: self.args.warmup(), total, floor: FLOOR },
             ..AdamWConfig::default()
         };
-        let learner = Learner::new(device, model, &layout, seed, config)?.with_parameter_groups(&Gpt::groups())?;
+        let learner = TrainState::new(device, model, &layout, seed, config)?.with_parameter_groups(&Gpt::groups())?;
         let mut learner = learner.with_precision(precision);
         if bf16 {
             learner = learner.with_bf16_copy()?;
@@ -112,8 +116,9 @@ impl<'r> Plan<'r> {
         Ok(learner)
     }
 
-    /// An arena with room for a training step and for a look at held-out text: both are measured, and nothing is computed.
-    pub(crate) fn arena(&self, device: &Device, learner: &mut Learner<Gpt>) -> Result<Arena> {
+    /// Builds an arena with room for a training step and an evaluation step. Both are measured by
+    /// dry run.
+    pub(crate) fn arena(&self, device: &Device, learner: &mut TrainState<Gpt>) -> Result<Arena> {
         if let Some(mebibytes) = self.args.arena_mib {
             return Arena::builder(device).capacity(Capacity::mib(mebibytes)).build();
         }
@@ -127,7 +132,7 @@ impl<'r> Plan<'r> {
                 let tape = if train { tape } else { tape.evaluating() };
                 let hidden = learner.model.forward(&tape, &batch)?;
                 let loss = learner.model.loss(&tape, &hidden, &batch, 1.0)?;
-                if train { tape.backward_afresh(&loss, &mut learner.gradients) } else { Ok(()) }
+                if train { tape.backward_overwrite(&loss, &mut learner.gradients) } else { Ok(()) }
             });
             measured.map(|measured| measured.high_water_bytes())
         };
@@ -135,12 +140,13 @@ impl<'r> Plan<'r> {
         Arena::builder(device).capacity(Capacity::Bytes(step + look + ROOM)).build()
     }
 
-    /// Samples of a step that looks at held-out text: fewer than are trained on, as it takes memory besides.
+    /// Returns the samples of an evaluation step. It is smaller than a training batch, because it
+    /// needs memory in addition.
     pub(crate) fn look(&self) -> usize {
         self.args.batch.div_ceil(4)
     }
 
-    /// The learning rate at its highest: the wider a model, the lower.
+    /// Returns the peak learning rate: the wider the model, the lower.
     fn learning_rate(&self) -> f32 {
         self.args.learning_rate.unwrap_or(match self.sizes.width {
             ..=256 => 2e-3,
@@ -151,7 +157,7 @@ impl<'r> Plan<'r> {
         })
     }
 
-    /// All that decides the weights.
+    /// Returns all settings that decide the weights.
     pub(crate) fn settings(&self) -> Settings {
         let Args { precision, batch, updates, documents, seed, .. } = self.args;
         let Sizes { arch, vocabulary, context, layers, width, heads, hidden, tied, epsilon, base } = self.sizes;
@@ -180,8 +186,8 @@ impl<'r> Plan<'r> {
         ]
     }
 
-    /// All that ranks must have alike: what decides the weights, and when all look at held-out text
-    /// or write a checkpoint together.
+    /// Returns all settings that ranks must share: those that decide the weights, and the times of
+    /// evaluations and checkpoints, which all ranks do together.
     pub(crate) fn settings_of_ranks(&self) -> Settings {
         let mut settings = self.settings();
         settings.push(("evaluate-every", self.args.evaluate_every().to_string()));
@@ -190,8 +196,9 @@ impl<'r> Plan<'r> {
         settings
     }
 
-    /// A trainer whose steps are one graph, or launches with `--eager`.
-    pub(crate) fn trainer<'a>(&self, arena: &'a mut Arena, learner: Learner<Gpt>) -> Result<Trainer<'a, Gpt>> {
+    /// Creates a trainer that replays each step as one graph, or launches each kernel with
+    /// `--eager`.
+    pub(crate) fn trainer<'a>(&self, arena: &'a mut Arena, learner: TrainState<Gpt>) -> Result<Trainer<'a, Gpt>> {
         match self.args.eager {
             true => Ok(Trainer::eager(arena, learner)),
             false => Trainer::captured(arena, learner, &Sequences::zeros(self.args.batch, self.form())),
@@ -199,7 +206,7 @@ impl<'r> Plan<'r> {
     }
 }
 
-/// An error for a batch whose tokens the host cannot hold: ids, labels and documents of each.
+/// Returns an error if the host cannot hold a batch's tokens: ids, labels and documents.
 fn check_batch(args: &Args) -> Outcome<()> {
     let (batch, context) = (args.batch as u64, args.context() as u64);
     let (needed, available) = (batch * context * 3 * size_of::<u32>() as u64, HostMemory::available_bytes());
@@ -207,25 +214,25 @@ fn check_batch(args: &Args) -> Outcome<()> {
         return Ok(());
     }
     let reason = format!(
-        "{batch} samples of {context} tokens take {needed} bytes of the host's memory, and {available} are available: give fewer, and more \
-         to --accumulate"
+        "{batch} samples of {context} tokens take {needed} bytes of the host's memory, and {available} are available: give a smaller --batch \
+         and a larger --accumulate"
     );
     Err(bad("--batch", reason))
 }
 
-/// The tokenizer that was asked for, or the one that fits what was given.
+/// Returns the requested tokenizer, or the one that fits the given data or weights.
 fn tokenizer_name<'a>(args: &'a Args, weights: Option<&Weights>) -> &'a str {
     let of_gpt2 = weights.is_some_and(|weights| weights.sizes.arch == Arch::Gpt2);
     let default = if of_gpt2 || args.data.iter().any(|path| text::is_token_file(path)) { "gpt2" } else { "bytes" };
     args.tokenizer.as_deref().unwrap_or(default)
 }
 
-/// The sizes of a model that has the tokens of the tokenizer and no more, but for those that a vocabulary is rounded up by.
+/// Returns the sizes if their vocabulary is the tokenizer's, possibly rounded up.
 fn matching(sizes: Sizes, tokenizer: &Tokenizer) -> Outcome<Sizes> {
     let (has, needs) = (sizes.vocabulary, tokenizer.vocabulary());
     if !(needs..=needs.next_multiple_of(VOCABULARY_UNIT)).contains(&has) {
         let reason = format!(
-            "the weights have a vocabulary of {has}, and {} of {needs}: give the one they were made with",
+            "the weights have a vocabulary of {has}, but {} has {needs}: give the tokenizer that the weights were trained with",
             tokenizer.name()
         );
         return Err(bad("--tokenizer", reason));
@@ -233,7 +240,7 @@ fn matching(sizes: Sizes, tokenizer: &Tokenizer) -> Outcome<Sizes> {
     Ok(sizes)
 }
 
-/// The layout of a model of these sizes.
-pub(crate) fn layout(sizes: Sizes) -> Result<Layout> {
+/// Returns the parameter spec of a model of these sizes.
+pub(crate) fn layout(sizes: Sizes) -> Result<ParameterSpec> {
     Ok(Gpt::new(sizes, Mode::default())?.1)
 }

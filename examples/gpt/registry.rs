@@ -1,6 +1,7 @@
-//! The text that every machine has which has built this project: the sources of its locked dependencies, in cargo's registry.
+//! The default text, which every machine that has built this project has: the sources of its locked
+//! dependencies in cargo's registry.
 //!
-//! Invariant: the same `Cargo.lock` gives the same files in the same order, on every machine.
+//! Invariant: the same `Cargo.lock` gives the same files in the same order on every machine.
 
 use std::env;
 use std::fs;
@@ -8,9 +9,10 @@ use std::path::{Path, PathBuf};
 
 use crate::bad_input::{Outcome, bad};
 
-/// The lock that this program was built with.
+/// The lock file that this program was built with.
 const LOCK: &str = include_str!("../../Cargo.lock");
-/// What every build of the library compiles, whatever its features and its platform: some 4 MB of Rust.
+/// Packages that every build of the library compiles, on every platform and with any features:
+/// about 4 MB of Rust.
 const PACKAGES: [&str; 13] = [
     "bytemuck",
     "half",
@@ -27,7 +29,7 @@ const PACKAGES: [&str; 13] = [
     "thiserror",
 ];
 
-/// The Rust files of [`PACKAGES`], in the order of the lock and then of their paths.
+/// Returns the Rust files of [`PACKAGES`], in the order of the lock file and then of their paths.
 pub(crate) fn sources() -> Outcome<Vec<PathBuf>> {
     let folder = registry();
     let mut files = Vec::new();
@@ -36,7 +38,7 @@ pub(crate) fn sources() -> Outcome<Vec<PathBuf>> {
         let mut folders: Vec<PathBuf> = found.filter(|folder| folder.is_dir()).collect();
         folders.sort_unstable();
         let Some(package_folder) = folders.into_iter().next() else {
-            let reason = format!("has no sources of {package}: run `cargo fetch`, or give text files by --data");
+            let reason = format!("has no sources of {package}: run `cargo fetch`, or give text files with --data");
             return Err(bad(folder.display(), reason));
         };
         rust_files(&package_folder, &mut files)?;
@@ -44,7 +46,7 @@ pub(crate) fn sources() -> Outcome<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// `NAME-VERSION` of the packages in a lock that are among [`PACKAGES`].
+/// Returns `NAME-VERSION` of those packages in a lock file that are among [`PACKAGES`].
 fn locked(lock: &str) -> Vec<String> {
     let value = |line: &str, key: &str| Some(line.strip_prefix(key)?.trim_matches([' ', '=', '"']).to_owned());
     let mut packages = Vec::new();
@@ -58,13 +60,13 @@ fn locked(lock: &str) -> Vec<String> {
     packages
 }
 
-/// Where cargo unpacks what it has fetched.
+/// Returns the folder in which cargo unpacks fetched packages.
 fn registry() -> PathBuf {
     let home = env::var_os("CARGO_HOME").map(PathBuf::from);
     home.or_else(|| env::home_dir().map(|home| home.join(".cargo"))).unwrap_or_default().join("registry/src")
 }
 
-/// Adds the Rust files below a folder, by their paths.
+/// Appends the Rust files below a folder, in the order of their paths.
 fn rust_files(folder: &Path, files: &mut Vec<PathBuf>) -> Outcome<()> {
     let entries = fs::read_dir(folder).map_err(|reason| bad(folder.display(), reason))?;
     let mut paths: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();

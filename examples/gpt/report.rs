@@ -1,4 +1,4 @@
-//! What a run leaves behind besides its weights: `report.json` and `loss.svg`.
+//! The report of a run: `report.json` and `loss.svg`.
 
 use std::path::Path;
 
@@ -8,10 +8,10 @@ use stepscope::{Result, replace_file};
 use crate::shared::loss_svg::{Part, Picture};
 use crate::shared::usage::{ArenaUse, CaptureUse, MemoryUse, ModelSize};
 
-/// Numbers below the axis.
+/// Labels below the axis.
 const NUMBERS: usize = 5;
 
-/// The whole of `report.json`.
+/// The contents of `report.json`.
 #[derive(Debug, Serialize)]
 pub(crate) struct Report {
     /// `emulated` or `cuda`.
@@ -20,44 +20,44 @@ pub(crate) struct Report {
     pub(crate) ptx: Option<String>,
     pub(crate) model: ModelSize,
     pub(crate) data: DataSize,
-    /// Tokens of an update by the median of `seconds`; none where all updates were made before this
-    /// process.
+    /// Tokens per update divided by the median of `seconds`; none if this process made no update.
     pub(crate) tokens_per_second: Option<f64>,
     /// SHA-256 of the final weights (`Parameters::sha256`).
     pub(crate) weights_sha256: String,
-    /// What the model wrote.
+    /// The generated text.
     pub(crate) sample: String,
     pub(crate) bytes: Bytes,
     pub(crate) arena: ArenaUse,
-    /// Memory of the process; on the emulator the device's is in it.
+    /// Memory of the process. On the emulator it includes the device's.
     pub(crate) memory: MemoryUse,
-    /// What captured steps did; none with `--eager`.
+    /// Use of captured steps; none with `--eager`.
     pub(crate) capture: Option<CaptureUse>,
     #[serde(flatten)]
     pub(crate) position: Position,
-    /// From the end of one update to the end of the next, of this process, without looks at the
-    /// held-out text. Of the updates between two looks the first also waits until the next is
-    /// queued, and the last has then been waited for: each has the mean of both.
+    /// The time from the end of one update to the end of the next, in this process, without
+    /// evaluations. Between two evaluations, the first update also waits until the second is
+    /// queued, and the last has already been waited for. Those two updates both get the mean of
+    /// their times.
     pub(crate) seconds: Vec<f64>,
 }
 
-/// What a run has done so far: what its checkpoint keeps of the report.
+/// The progress of a run: the part of the report that its checkpoint stores.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Position {
-    /// The mean loss of each update, before it.
+    /// The mean loss of each update, before the update.
     pub(crate) losses: Vec<f64>,
-    /// Looks at the held-out text.
+    /// Evaluations on the held-out text.
     pub(crate) evaluations: Vec<Evaluation>,
 }
 
-/// A look at the held-out text.
+/// An evaluation on the held-out text.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) struct Evaluation {
-    /// Behind so many updates.
+    /// Updates made before it.
     pub(crate) update: u64,
-    /// The mean loss of a token.
+    /// The mean loss per token.
     pub(crate) loss: f64,
-    /// Its exponential: among how many tokens the model is undecided.
+    /// The exponential of the loss: the number of equally likely tokens with the same uncertainty.
     pub(crate) perplexity: f64,
 }
 
@@ -68,16 +68,16 @@ pub(crate) struct DataSize {
     pub(crate) tokens: usize,
     /// Tokens held out.
     pub(crate) held_out: usize,
-    /// The digest of all of them.
+    /// The digest of all tokens.
     pub(crate) sha256: String,
 }
 
-/// Memory of the device, in bytes.
+/// Device memory in bytes.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct Bytes {
-    /// Weights, with their BF16 copy, gradients, and what AdamW keeps.
+    /// Weights, their BF16 copy, gradients, and AdamW's state.
     pub(crate) weights: usize,
-    /// What steps may fill, and what captured steps own.
+    /// The step arena and the memory of captured steps.
     pub(crate) steps: usize,
 }
 
@@ -85,7 +85,7 @@ impl Report {
     /// Writes `report.json` and `loss.svg` into `folder`, which must exist.
     ///
     /// # Errors
-    /// When a file cannot be written; what stood in its place is then unchanged.
+    /// When a file cannot be written. The previous file is then unchanged.
     pub(crate) fn write(&self, folder: &Path, vocabulary: usize) -> Result<()> {
         let mut json = serde_json::to_string_pretty(self).expect("plain numbers and lists have a JSON form");
         json.push('\n');

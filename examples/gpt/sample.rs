@@ -1,16 +1,17 @@
-//! What a trained model writes: token by token, each drawn from what the model makes of those before it.
+//! Text generation: draws each token from the model's distribution after all previous tokens.
 //!
-//! Invariant: the same weights, beginning, settings and seed give the same tokens on every machine: logits have the same bits everywhere,
-//! and a sampler draws the same of them.
+//! Invariant: the same weights, beginning, settings and seed give the same tokens on every machine.
+//! Logits have the same bits everywhere, and the sampler is deterministic.
 
-use stepscope::{Arena, Capacity, Device, Eager, Parameters, Result, TokenSampler, ops};
+use stepscope::{Arena, Capacity, Device, EagerStep, Parameters, Result, TokenSampler, ops};
 
 use crate::model::Gpt;
 
-/// Up to `count` tokens that follow `beginning`, as many as the model's context holds; ends behind `end`.
+/// Returns up to `count` tokens that follow `beginning`, as many as fit the model's context. Stops
+/// after `end`.
 ///
 /// # Errors
-/// Those of the device.
+/// When the device fails.
 pub(crate) fn write(
     device: &Device,
     model: &Gpt,
@@ -26,12 +27,13 @@ pub(crate) fn write(
     arena.step(|step| text(end).write(step))
 }
 
-/// The end of a beginning that is long: half a context, so that there is room for what follows.
+/// Returns the last tokens of a long beginning: at most half a context, so that there is room for
+/// the continuation.
 fn newest<'b>(beginning: &'b [u32], model: &Gpt) -> &'b [u32] {
     &beginning[beginning.len().saturating_sub((model.sizes.context / 2).max(1))..]
 }
 
-/// A text that is to be written.
+/// A text to be generated.
 struct Text<'t> {
     model: &'t Gpt,
     weights: &'t Parameters,
@@ -42,8 +44,9 @@ struct Text<'t> {
 }
 
 impl Text<'_> {
-    /// What follows the beginning. The keys and values of all tokens are kept to the end of the step; the rest of a token ends with its scratch.
-    fn write(&self, step: &mut Eager<'_>) -> Result<Vec<u32>> {
+    /// Generates the continuation. Keys and values of all tokens live until the step ends;
+    /// everything else of a token is freed with its scratch scope.
+    fn write(&self, step: &mut EagerStep<'_>) -> Result<Vec<u32>> {
         let Self { model, weights, beginning, .. } = *self;
         let (mut tokens, mut sampler) = (beginning.to_vec(), self.sampler.clone());
         let (mut caches, mut logits) = (model.caches(step)?, step.empty([1, model.sizes.vocabulary])?);

@@ -1,41 +1,41 @@
-//! Samples of a text, as the trainer takes them.
+//! Samples of a text, as batches for the trainer.
 
 use std::sync::Arc;
 
-use stepscope::{Inputs, Loader, Result, Samples, Windows};
+use stepscope::{HostBatch, HostInputs, Loader, Result, Windows};
 
 use crate::text::Text;
 
-/// Samples that a step works on.
+/// The samples of one step.
 pub(crate) struct Sequences {
-    /// Tokens of a sample.
+    /// Tokens per sample.
     context: usize,
     /// `[samples, context]`.
     pub(crate) ids: Vec<u32>,
-    /// The tokens one further, `[samples, context]`.
+    /// The next tokens, `[samples, context]`.
     pub(crate) labels: Vec<u32>,
-    /// Which document each token is of, `[samples, context]`, where that is wanted.
+    /// The document number of each token, `[samples, context]`, if requested.
     documents: Option<Vec<u32>>,
 }
 
-/// What samples are like.
+/// The shape of a sample.
 #[derive(Clone, Copy)]
 pub(crate) struct Form {
-    /// Tokens of each.
+    /// Tokens per sample.
     pub(crate) context: usize,
-    /// The token behind each document, where tokens see only their own.
+    /// The token that ends each document, if tokens attend only to their own document.
     pub(crate) end: Option<u32>,
 }
 
 impl Sequences {
-    /// So many samples whose values do not matter.
+    /// Returns samples of zeros, for measurements that ignore the values.
     pub(crate) fn zeros(samples: usize, form: Form) -> Self {
         let zeros = vec![0; samples * form.context];
         let documents = form.end.map(|_| zeros.clone());
         Self { context: form.context, ids: zeros.clone(), labels: zeros, documents }
     }
 
-    /// The windows of these numbers.
+    /// Returns the samples at these windows.
     pub(crate) fn of(text: &Text, windows: &[std::ops::Range<usize>], form: Form) -> Result<Self> {
         let mut sequences = Self { context: form.context, ids: Vec::new(), labels: Vec::new(), documents: None };
         let mut tokens = Vec::new();
@@ -50,7 +50,7 @@ impl Sequences {
     }
 }
 
-/// Which document each token is of: one more behind each end.
+/// Returns the document number of each token, which increases by one after each end token.
 fn documents(ids: &[u32], context: usize, end: u32) -> Vec<u32> {
     let number = |document: &mut u32, &id: &u32| {
         let own = *document;
@@ -60,14 +60,14 @@ fn documents(ids: &[u32], context: usize, end: u32) -> Vec<u32> {
     ids.chunks(context).flat_map(|sample| sample.iter().scan(0, number)).collect()
 }
 
-impl Samples for Sequences {
+impl HostBatch for Sequences {
     fn len(&self) -> usize {
         self.ids.len() / self.context
     }
 
-    fn inputs(&self) -> Result<Inputs<'_>> {
+    fn inputs(&self) -> Result<HostInputs<'_>> {
         let shape = [self.len(), self.context];
-        let inputs = Inputs::new().with(&self.ids, shape)?.with(&self.labels, shape)?;
+        let inputs = HostInputs::new().with(&self.ids, shape)?.with(&self.labels, shape)?;
         match &self.documents {
             Some(documents) => inputs.with(documents, shape),
             None => Ok(inputs),
@@ -75,7 +75,8 @@ impl Samples for Sequences {
     }
 }
 
-/// Batches without end, behind so many samples: each of `accumulate` parts of `batch` samples, made while others are trained on.
+/// Returns an endless stream of batches that starts after this many samples. Each has `accumulate`
+/// parts of `batch` samples, and is prepared while earlier ones are trained on.
 pub(crate) fn batches(
     text: &Arc<Text>,
     windows: &Windows,
@@ -99,7 +100,7 @@ pub(crate) fn batches(
     }))
 }
 
-/// The held-out text, at most so many samples of it, in parts of at most `batch`.
+/// Returns the held-out text as at most `most` samples, in parts of at most `batch`.
 pub(crate) fn held_out(text: &Text, form: Form, most: usize, batch: usize) -> Result<Vec<Sequences>> {
     let places = text.held_out();
     let count = ((places.len() - 1) / form.context).min(most);

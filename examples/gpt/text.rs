@@ -1,6 +1,8 @@
-//! What is trained on: documents as one row of tokens, in memory or in files, with its end held out for evaluation.
+//! The training text: documents as one sequence of tokens, in memory or in files. Its end is held
+//! out for evaluation.
 //!
-//! Invariant: the same files and the same tokenizer give the same tokens at the same places, and a digest that tells so.
+//! Invariant: the same files and tokenizer give the same tokens at the same positions. A digest of
+//! all tokens verifies this.
 
 use std::io;
 use std::ops::Range;
@@ -16,27 +18,27 @@ use crate::registry;
 use crate::token_file::{self, CHUNK, ChunkDigest, TokenFile};
 use crate::tokenizer::Tokenizer;
 
-/// The share of the text that is held out.
+/// One part in this many is held out.
 const HELD_OUT: usize = 20;
-/// The most bytes of memory that a byte of text takes while it becomes tokens: its own, and a
-/// token's.
+/// The most bytes of memory that one byte of text needs during tokenization: the byte and its
+/// token.
 const BYTES_OF_BYTE: u64 = 5;
 
-/// A row of tokens.
+/// A sequence of tokens.
 pub(crate) struct Text {
     parts: Vec<Part>,
-    /// How many tokens there are up to the end of each part.
+    /// The number of tokens up to the end of each part.
     ends: Vec<usize>,
     /// The digest of all tokens.
     pub(crate) sha256: String,
-    /// Where the held-out tokens begin.
+    /// The position of the first held-out token.
     held_out: usize,
 }
 
 enum Part {
-    /// A text file's tokens.
+    /// The tokens of a text file.
     Memory(Vec<u32>),
-    /// A token file's.
+    /// A token file.
     File(TokenFile),
 }
 
@@ -50,7 +52,8 @@ impl Part {
 }
 
 impl Text {
-    /// The files, or the registry's sources where there are none; long enough for samples of so many tokens.
+    /// Loads the files, or the registry's sources if none are given. The text must be long enough
+    /// for samples of `context` tokens.
     pub(crate) fn load(files: &[PathBuf], tokenizer: &Tokenizer, context: usize) -> Outcome<Self> {
         let files = if files.is_empty() { registry::sources()? } else { files.to_vec() };
         check_memory(&files)?;
@@ -65,7 +68,7 @@ impl Text {
             let digests: Vec<ChunkDigest> = tokens.chunks(CHUNK).map(token_file::digest).collect();
             Ok((Part::Memory(tokens), Sha256::digest(digests.as_flattened())))
         };
-        // None where the system gives no threads.
+        // Falls back to this thread if the system refuses to start threads.
         let parts = match ThreadPoolBuilder::new().build() {
             Ok(pool) => pool.install(|| files.par_iter().map(read).collect::<Outcome<Vec<_>>>()),
             Err(_) => files.iter().map(read).collect(),
@@ -81,7 +84,7 @@ impl Text {
         let window = context + 1;
         if all < 2 * window {
             let reason = format!(
-                "{all} tokens are too few: a --context of {context} needs {window} to train on and as many to hold out; give more text, or a \
+                "{all} tokens are too few: --context {context} needs {window} to train on and as many held out; give more text, or a \
                  smaller --context"
             );
             return Err(bad("the text", reason));
@@ -90,25 +93,25 @@ impl Text {
         Ok(Self { parts, ends, sha256: hex(&Sha256::digest(digests)), held_out })
     }
 
-    /// How many tokens there are.
+    /// Returns the number of tokens.
     pub(crate) fn len(&self) -> usize {
         self.ends.last().copied().unwrap_or(0)
     }
 
-    /// The places of the tokens that are trained on.
+    /// Returns the positions of the training tokens.
     pub(crate) fn training(&self) -> Range<usize> {
         0..self.held_out
     }
 
-    /// The places of those that are not.
+    /// Returns the positions of the held-out tokens.
     pub(crate) fn held_out(&self) -> Range<usize> {
         self.held_out..self.len()
     }
 
-    /// Adds the tokens at these places to `into`.
+    /// Appends the tokens at these positions to `into`.
     ///
     /// # Errors
-    /// When a file does not give them any more.
+    /// When a file has changed or can no longer be read.
     pub(crate) fn read(&self, places: Range<usize>, into: &mut Vec<u32>) -> Result<()> {
         let first = self.ends.partition_point(|&end| end <= places.start);
         for (part, &end) in self.parts.iter().zip(&self.ends).skip(first) {
@@ -120,7 +123,7 @@ impl Text {
                     let failed = |reason: std::io::Error| Error::File {
                         path: file.path().into(),
                         reason: format!(
-                            "has changed since it was opened: {reason}. Put the file back as it was and go on with --resume, or start anew"
+                            "has changed since it was opened: {reason}. Restore the file and continue with --resume, or start a new run"
                         ),
                     };
                     file.read(wanted, into).map_err(failed)?;
@@ -134,21 +137,21 @@ impl Text {
     }
 }
 
-/// The bytes of a text file.
+/// Reads the bytes of a text file.
 fn text_of(path: &Path) -> Outcome<Vec<u8>> {
     let failed = |reason: io::Error| bad(path.display(), reason);
     let mut file = PlainFile::open(path).map_err(failed)?;
     if file.is_empty() {
         return Err(bad(path.display(), "is empty: give a file with text"));
     }
-    // Bytes are a text too, but nobody means these.
+    // The byte tokenizer accepts any bytes, but a binary file here is a mistake.
     match file.kind().map_err(failed)?.filter(|kind| kind.is_no_text()) {
         Some(kind) => Err(bad(path.display(), kind.refusal("text, or tokens in a file that ends in .bin"))),
         None => file.all_bytes(HostMemory::available_bytes() / BYTES_OF_BYTE).map_err(failed),
     }
 }
 
-/// An error for text files that are larger than memory, before any is read.
+/// Returns an error if the text files are larger than memory, before any is read.
 fn check_memory(files: &[PathBuf]) -> Outcome<()> {
     let mut bytes = 0u64;
     for path in files.iter().filter(|path| !is_token_file(path)) {
@@ -159,18 +162,18 @@ fn check_memory(files: &[PathBuf]) -> Outcome<()> {
         return Ok(());
     }
     let reason = format!(
-        "the text files have {bytes} bytes, for whose tokens up to {needed} bytes of memory are needed; the host, or this process's cgroup, has \
-         {available} available: give less text, or a .bin file of tokens, of which only windows are read"
+        "the text files have {bytes} bytes, and tokenizing them takes up to {needed} bytes of memory; the host, or this process's cgroup, has \
+         {available} available: give less text, or a .bin token file, which is read one window at a time"
     );
     Err(bad("--data", reason))
 }
 
-/// Whether a file holds tokens, not text.
+/// Returns true if the file name is that of a token file.
 pub(crate) fn is_token_file(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == "bin")
 }
 
-/// A digest as text.
+/// Formats a digest as hexadecimal.
 pub(crate) fn hex(digest: &[u8]) -> String {
     digest.iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -1,14 +1,14 @@
-//! Files of tokens, of any size: what llm.c and nanoGPT call `.bin`.
+//! Token files of any size, in the `.bin` format of llm.c and nanoGPT.
 //!
-//! A window is read from the file when it is wanted, by the thread that makes batches. Mapping the
-//! file would not be faster, since both read the system's cache, and a map of a file that somebody
-//! cuts ends the program.
+//! The thread that makes batches reads each window from the file when it is needed. Mapping the
+//! file would not be faster, since both read the system's page cache. A mapped file that somebody
+//! truncates would kill the program.
 //!
-//! Invariant: the tokens that are used are those that were checked. The file is read whole when it is
-//! opened, and each chunk's digest is kept. A window's chunks are read and hashed again whenever it is
-//! wanted, so that a write to the file meanwhile, by whatever way, is an error. A window of 1025 tokens
-//! takes 0.03 ms of the loader's thread (SHA-256 with an AMD EPYC's instructions for it, from the
-//! system's cache; `tests/gpt/token_files.rs` measures it), and a step of GPT-2 takes milliseconds for it.
+//! Invariant: the tokens that are used are those that were checked. The file is read completely
+//! when it is opened, and a digest of each chunk is stored. Each time a window is used, its chunks
+//! are read and hashed again, so that any change to the file is an error. A window of 1025 tokens
+//! takes 0.03 ms of the loader's thread; a GPT-2 step takes milliseconds for it. (SHA-256
+//! instructions of an AMD EPYC, file in the page cache; `tests/gpt/token_files.rs` measures it.)
 //! The digests take 1/256 of the file's size.
 
 use std::io::{self, Read, Seek, SeekFrom};
@@ -21,41 +21,42 @@ use stepscope::{FileKind, PlainFile};
 
 use crate::bad_input::{Outcome, bad};
 
-/// Bytes of llm.c's header: 256 numbers, of which three count.
+/// Bytes of llm.c's header: 256 numbers, of which three are used.
 const HEADER: usize = 1024;
-/// The headers' first two numbers, and the bytes of a token behind them: of GPT-2's and of Llama 3's vocabulary.
+/// The first two numbers of each header, and the bytes per token: for GPT-2's and Llama 3's
+/// vocabulary.
 const FORMATS: [([u32; 2], usize); 2] = [([20_240_520, 1], 2), ([20_240_801, 7], 4)];
-/// Tokens that have a digest together.
+/// Tokens per digest.
 pub(crate) const CHUNK: usize = 4096;
-/// Chunks that are read at a time while the whole file is checked.
+/// Chunks per read during the check of the whole file.
 const CHUNKS_AT_ONCE: usize = 128;
 
-/// The digest of a chunk of tokens: the same for the same tokens, however a file holds them.
+/// The digest of a chunk of tokens. It does not depend on the file's token width.
 pub(crate) type ChunkDigest = [u8; 32];
 
-/// The digest of at most [`CHUNK`] tokens.
+/// Returns the digest of at most [`CHUNK`] tokens.
 pub(crate) fn digest(chunk: &[u32]) -> ChunkDigest {
-    // Words as they are in memory are little-endian on every host of such a GPU.
+    // All hosts of supported GPUs are little-endian, so words in memory are hashed as they are.
     const { assert!(cfg!(target_endian = "little")) };
     Sha256::digest(bytemuck::cast_slice::<u32, u8>(chunk)).into()
 }
 
-/// An open file of tokens, each of which the vocabulary has.
+/// An open token file whose tokens are all within the vocabulary.
 pub(crate) struct TokenFile {
     path: PathBuf,
     file: Mutex<PlainFile>,
-    /// Where the first token is.
+    /// The offset of the first token.
     start: u64,
-    /// Bytes of a token.
+    /// Bytes per token.
     width: usize,
     tokens: usize,
-    /// The digest of each [`CHUNK`] tokens.
+    /// The digest of each chunk of [`CHUNK`] tokens.
     digests: Vec<ChunkDigest>,
 }
 
 impl TokenFile {
-    /// Opens a file and reads all of it once: an error for a token that a vocabulary of so many
-    /// does not have.
+    /// Opens a file and reads all of it once. Returns an error if a token is outside the
+    /// vocabulary.
     pub(crate) fn open(path: &Path, vocabulary: usize) -> Outcome<Self> {
         let place = path.display();
         let mut file = PlainFile::open(path).map_err(|reason| bad(place.to_string(), reason))?;
@@ -65,7 +66,7 @@ impl TokenFile {
             return Err(bad(place, refusal(kind)));
         }
         Self::of(path, file, vocabulary).map_err(|reason| match kind.filter(|&kind| kind != FileKind::Zeros) {
-            // Tokens may begin with such bytes too, so the kind only explains what went wrong.
+            // Token data may begin with the same bytes, so the file kind only explains the failure.
             Some(kind) => bad(place, format!("{reason}. It {}", refusal(kind))),
             None => bad(place, reason),
         })
@@ -84,20 +85,20 @@ impl TokenFile {
             Some(&([_, version], width)) => {
                 let [found, told] = [1, 2].map(|at| number(at).unwrap_or(0));
                 if found != version {
-                    return Err(format!("expected llm.c's version {version}, got {found}"));
+                    return Err(format!("expected llm.c version {version}, got {found}"));
                 }
                 let expected = HEADER as u64 + u64::from(told) * width as u64;
                 if bytes != expected {
-                    let what = if bytes < expected { "is cut" } else { "has more than its header says" };
+                    let what = if bytes < expected { "is truncated" } else { "is longer than its header states" };
                     return Err(format!(
-                        "{what}: its header tells {told} tokens, which are {expected} bytes; it has {bytes}"
+                        "{what}: its header states {told} tokens, which take {expected} bytes; it has {bytes}"
                     ));
                 }
                 (HEADER as u64, width)
             }
-            // nanoGPT's have no header.
+            // nanoGPT's files have no header.
             None if bytes.is_multiple_of(2) => (0, 2),
-            None => return Err(format!("is cut: tokens of 2 bytes cannot be {bytes} bytes")),
+            None => return Err(format!("is truncated: {bytes} bytes are not a whole number of 2-byte tokens")),
         };
         let tokens =
             usize::try_from((bytes - start) / width as u64).map_err(|_| format!("has {bytes} bytes: too many"))?;
@@ -105,7 +106,7 @@ impl TokenFile {
         file.checked(vocabulary)
     }
 
-    /// Reads all tokens and keeps their digests.
+    /// Reads all tokens and stores their digests.
     fn checked(self, vocabulary: usize) -> Result<Self, String> {
         let (mut some, mut digests) = (Vec::new(), Vec::with_capacity(self.tokens.div_ceil(CHUNK)));
         for first in (0..self.tokens).step_by(CHUNK * CHUNKS_AT_ONCE) {
@@ -114,7 +115,7 @@ impl TokenFile {
             self.read_unchecked(first..last, &mut some).map_err(|reason| reason.to_string())?;
             if let Some(at) = some.iter().position(|&token| token as usize >= vocabulary) {
                 return Err(format!(
-                    "token {} at place {} is beyond the vocabulary of {vocabulary}: give the --tokenizer that made the file",
+                    "token {} at place {} is outside the vocabulary of {vocabulary}: give the --tokenizer that made the file",
                     some[at],
                     first + at
                 ));
@@ -134,12 +135,12 @@ impl TokenFile {
         &self.path
     }
 
-    /// The digests of all chunks.
+    /// Returns the digests of all chunks.
     pub(crate) fn digests(&self) -> &[ChunkDigest] {
         &self.digests
     }
 
-    /// Adds these tokens to `into`, once they are known to be those that were checked.
+    /// Appends these tokens to `into`, after verifying that they are unchanged.
     pub(crate) fn read(&self, range: Range<usize>, into: &mut Vec<u32>) -> io::Result<()> {
         let chunks = range.start / CHUNK..range.end.div_ceil(CHUNK);
         let start = chunks.start * CHUNK;
@@ -148,7 +149,7 @@ impl TokenFile {
         for (number, chunk) in chunks.zip(tokens.chunks(CHUNK)) {
             if digest(chunk) != self.digests[number] {
                 let first = number * CHUNK;
-                let reason = format!("tokens {first} to {} are other ones now", first + chunk.len());
+                let reason = format!("tokens {first} to {} have changed", first + chunk.len());
                 return Err(io::Error::other(reason));
             }
         }
@@ -156,11 +157,11 @@ impl TokenFile {
         Ok(())
     }
 
-    /// Adds these tokens to `into` as they are in the file now.
+    /// Appends these tokens to `into` as they are in the file now.
     fn read_unchecked(&self, range: Range<usize>, into: &mut Vec<u32>) -> io::Result<()> {
         let mut bytes = vec![0; range.len() * self.width];
         {
-            // Nobody panics while it is held.
+            // No code panics while this lock is held.
             let mut file = self.file.lock().expect("no panic before");
             file.seek(SeekFrom::Start(self.start + (range.start * self.width) as u64))?;
             file.read_exact(&mut bytes)?;

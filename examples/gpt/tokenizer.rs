@@ -1,6 +1,6 @@
-//! Text to tokens and back: bytes, GPT-2's byte pairs, or whatever a `tokenizer.json` says.
+//! Tokenizers: bytes, GPT-2's byte pairs, or a `tokenizer.json`.
 //!
-//! Invariant: the same text has the same tokens each time, all of it and no others.
+//! Invariant: the same text always gives the same tokens, and they encode all of the text.
 
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -10,40 +10,40 @@ use tokenizers::ModelWrapper;
 
 use crate::bad_input::{Outcome, bad};
 
-/// How text becomes tokens.
+/// A mapping from text to tokens and back.
 pub(crate) enum Tokenizer {
-    /// A byte is a token; zero ends a document.
+    /// Each byte is a token; zero ends a document.
     Bytes,
-    /// GPT-2's.
+    /// GPT-2's byte pairs.
     Gpt2(Box<CoreBPE>),
-    /// A file's, with its digest.
+    /// A file's tokenizer, and the digest of the file.
     File(Box<tokenizers::Tokenizer>, String),
 }
 
-/// The largest `tokenizer.json`: those of vocabularies of 256,000 tokens have some 35 MB.
+/// The largest `tokenizer.json`. Files for vocabularies of 256,000 tokens have about 35 MB.
 const MAX_BYTES: u64 = 256 << 20;
 /// The token that ends a document in GPT-2's vocabulary, its last one.
 const GPT2_END: u32 = 50_256;
-/// What files call it.
+/// Names of that token in `tokenizer.json` files.
 const ENDS: [&str; 5] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]"];
 
-/// An error for a file that would give other tokens than it says, or others each time.
+/// Returns an error for a tokenizer that is random, or whose token numbers differ from its file's.
 fn check(tokenizer: &tokenizers::Tokenizer, told: &Value) -> Result<(), String> {
     if let ModelWrapper::BPE(pairs) = tokenizer.get_model()
         && let Some(dropout) = pairs.dropout.filter(|&dropout| dropout > 0.0)
     {
         return Err(format!(
-            "`dropout`: expected none, got {dropout}: the same text would have other tokens each time"
+            "`dropout`: expected none, got {dropout}: the same text would give different tokens each time"
         ));
     }
-    // The package numbers added tokens itself, behind the others.
+    // The `tokenizers` package renumbers added tokens so that they follow all others.
     for added in told["added_tokens"].as_array().into_iter().flatten() {
         let (content, id) = (added["content"].as_str().unwrap_or_default(), added["id"].as_u64());
         let got = tokenizer.token_to_id(content);
         if got.map(u64::from) != id {
             let [id, got] = [id, got.map(u64::from)].map(|id| id.map_or("none".into(), |id| id.to_string()));
             return Err(format!(
-                "`{content}`: expected the token {id}, as it says, got {got}: number added tokens behind the others"
+                "`{content}`: the file gives it the number {id}, but it loads as {got}: number added tokens after all others"
             ));
         }
     }
@@ -51,7 +51,7 @@ fn check(tokenizer: &tokenizers::Tokenizer, told: &Value) -> Result<(), String> 
 }
 
 impl Tokenizer {
-    /// By its name: `bytes`, `gpt2`, or a file.
+    /// Opens a tokenizer by name: `bytes`, `gpt2`, or a file.
     pub(crate) fn open(name: &str) -> Outcome<Self> {
         match name {
             "bytes" => Ok(Self::Bytes),
@@ -60,21 +60,21 @@ impl Tokenizer {
                 let bytes = PlainFile::read_whole(file, MAX_BYTES).map_err(|reason| bad(file, reason))?;
                 let no_file = |reason: &dyn std::fmt::Display| match FileKind::of(&bytes) {
                     Some(kind) if kind != FileKind::Json => {
-                        bad(file, format!("is no tokenizer.json: {}", kind.refusal("JSON")))
+                        bad(file, format!("is not a tokenizer.json: {}", kind.refusal("JSON")))
                     }
-                    _ => bad(file, format!("is no tokenizer.json: {reason}")),
+                    _ => bad(file, format!("is not a tokenizer.json: {reason}")),
                 };
                 let mut tokenizer = tokenizers::Tokenizer::from_bytes(&bytes).map_err(|reason| no_file(&reason))?;
                 let told: Value = serde_json::from_slice(&bytes).map_err(|reason| no_file(&reason))?;
                 check(&tokenizer, &told).map_err(|reason| bad(file, reason))?;
-                // What some files ask for, for whom a text is a sentence.
+                // Some files ask for these, because they treat each text as one sentence.
                 tokenizer.with_padding(None).with_truncation(None).map_err(|reason| bad(file, reason))?;
                 Ok(Self::File(Box::new(tokenizer), crate::text::hex(&Sha256::digest(&bytes))))
             }
         }
     }
 
-    /// What tells it from others.
+    /// Returns a name that identifies the tokenizer.
     pub(crate) fn name(&self) -> String {
         match self {
             Self::Bytes => "bytes".into(),
@@ -83,7 +83,7 @@ impl Tokenizer {
         }
     }
 
-    /// How many tokens there are.
+    /// Returns the number of tokens.
     pub(crate) fn vocabulary(&self) -> usize {
         match self {
             Self::Bytes => 256,
@@ -94,7 +94,7 @@ impl Tokenizer {
         }
     }
 
-    /// The token that ends a document, if there is one.
+    /// Returns the token that ends a document, if there is one.
     pub(crate) fn end(&self) -> Option<u32> {
         match self {
             Self::Bytes => Some(0),
@@ -103,11 +103,11 @@ impl Tokenizer {
         }
     }
 
-    /// The tokens of a document; `place` names it in an error.
+    /// Returns the tokens of a document; `place` names it in an error.
     pub(crate) fn encode(&self, place: &str, text: &[u8]) -> Outcome<Vec<u32>> {
         let utf8 = || {
             str::from_utf8(text).map_err(|reason| {
-                bad(place, format!("is no UTF-8 ({reason}): write it as UTF-8, or use --tokenizer bytes"))
+                bad(place, format!("is not valid UTF-8 ({reason}): convert it to UTF-8, or use --tokenizer bytes"))
             })
         };
         match self {
@@ -120,9 +120,9 @@ impl Tokenizer {
         }
     }
 
-    /// The text of some tokens; what is no text is shown as `�`.
+    /// Returns the text of tokens; invalid UTF-8 becomes `�`.
     pub(crate) fn decode(&self, tokens: &[u32]) -> String {
-        // A model whose vocabulary is rounded up may write tokens that no text has.
+        // A model with a rounded-up vocabulary may generate tokens that no text contains.
         let known = tokens.iter().copied().filter(|&token| (token as usize) < self.vocabulary());
         let bytes: Vec<u8> = match self {
             Self::Bytes => known.map(|token| token as u8).collect(),

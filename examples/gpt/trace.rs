@@ -1,17 +1,18 @@
-//! What the model makes of the first batch, for `tests/oracle/gpt.py`: logits, loss and every gradient, by the names of transformers.
+//! The trace for `tests/oracle/gpt.py`: logits, loss and all gradients of the first batch, under
+//! transformers' names.
 
 use std::path::Path;
 
-use stepscope::{Arena, Learner, Model, Samples, StateDict, Tape};
+use stepscope::{Arena, HostBatch, Model, StateDict, Tape, TrainState};
 
 use crate::bad_input::Outcome;
 use crate::model::Gpt;
 use crate::samples::Sequences;
 use crate::weights::as_theirs;
 
-/// Writes the file; the weights stay as they are.
-pub(crate) fn write(path: &Path, arena: &mut Arena, learner: &mut Learner<Gpt>, batch: &Sequences) -> Outcome<()> {
-    let Learner { model, parameters, gradients, .. } = learner;
+/// Writes the file without changing the weights.
+pub(crate) fn write(path: &Path, arena: &mut Arena, learner: &mut TrainState<Gpt>, batch: &Sequences) -> Outcome<()> {
+    let TrainState { model, parameters, gradients, .. } = learner;
     let (logits, loss) = arena.step(|step| {
         let inputs = step.upload_inputs(&batch.inputs()?)?;
         let tape = Tape::new(step, parameters);
@@ -19,12 +20,12 @@ pub(crate) fn write(path: &Path, arena: &mut Arena, learner: &mut Learner<Gpt>, 
         let loss = model.loss(&tape, &hidden, &inputs, 1.0 / batch.len() as f32)?;
         let logits = step.read(&model.logits(step, parameters, hidden.value())?)?;
         let value = step.read_scalar(loss.value())?;
-        tape.backward_afresh(&loss, gradients)?;
+        tape.backward_overwrite(&loss, gradients)?;
         Ok((logits, value))
     })?;
     let sizes = &model.sizes;
     let shape = [batch.len(), sizes.context];
-    // Numbers of tokens are exact in f32.
+    // Token numbers are exact in f32.
     let numbers = |ids: &[u32]| ids.iter().map(|&id| id as f32).collect();
     let mut tensors = StateDict::default();
     for (name, shape, gradient) in as_theirs(parameters.layout(), sizes, &gradients.flat().read()?)?.iter() {

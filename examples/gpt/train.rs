@@ -1,10 +1,10 @@
-//! From samples to weights: updates, looks at held-out text, checkpoints.
+//! Training: updates, evaluations on held-out text, and checkpoints.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use stepscope::{
-    Arena, Checkpoint, Ended, EpochProgress, Error, Observer, ProgressBar, Result, Samples, Trainer, Update,
+    Arena, Checkpoint, Ended, EpochProgress, Error, HostBatch, Observer, ProgressBar, Result, Trainer, Update,
 };
 
 use crate::bad_input::{Outcome, bad};
@@ -18,25 +18,25 @@ use crate::shared::results::{BEST, CHECKPOINT};
 use crate::shared::{settings, signals};
 use crate::tokenizer::Tokenizer;
 
-/// The checkpoint's note with [`Position`].
+/// The name of the checkpoint's note that holds [`Position`].
 const POSITION: &str = "gpt.position";
-/// The checkpoint's note with [`Plan::settings`].
+/// The name of the checkpoint's note that holds [`Plan::settings`].
 const SETTINGS: &str = "gpt.settings";
-/// How long a batch may take to be read: disks are slow, at first.
+/// The longest time that reading a batch may take; the first reads of a disk are slow.
 const MOST_WAIT: Duration = Duration::from_secs(600);
-/// Samples of the held-out text that are looked at, at most.
+/// The most held-out samples in an evaluation.
 const HELD_OUT: usize = 64;
 
-/// What training was like.
+/// The result of training.
 #[derive(Default)]
 pub(crate) struct Trained {
     pub(crate) position: Position,
-    /// Of each update of this process.
+    /// The time of each update of this process.
     pub(crate) seconds: Vec<f64>,
 }
 
 impl Plan<'_> {
-    /// Trains to the end; none when it was stopped, behind a checkpoint.
+    /// Trains to the end. Returns none if it was stopped, after writing a checkpoint.
     pub(crate) fn train(&self, trainer: &mut Trainer<'_, Gpt>, out: &Path, leads: bool) -> Outcome<Option<Trained>> {
         let Args { batch, updates, .. } = *self.args;
         let accumulate = self.accumulate;
@@ -48,7 +48,8 @@ impl Plan<'_> {
             progress = trainer.restore(checkpoint).map_err(|error| self.refused(error))?;
             let (made, told) = (progress.updates, trained.position.losses.len() as u64);
             if made != told || made > updates || progress.samples != made * (batch * accumulate) as u64 {
-                let reason = format!("damaged: {made} updates of {} samples, and {told} losses", progress.samples);
+                let reason =
+                    format!("is damaged: it has {made} updates of {} samples, but {told} losses", progress.samples);
                 return Err(bad(self.checkpoint(), reason));
             }
         }
@@ -89,26 +90,26 @@ impl Plan<'_> {
         Ok(Some(trained))
     }
 
-    /// What a checkpoint has behind it, if it is one of this run.
+    /// Returns the position stored in a checkpoint, if the checkpoint belongs to this run.
     fn position(&self, checkpoint: &Checkpoint) -> Outcome<Position> {
         let theirs = settings::note(checkpoint, SETTINGS).map_err(|reason| bad(self.checkpoint(), reason))?;
         settings::compare(theirs, &self.settings())
             .map_err(|reason| bad(self.checkpoint(), format!("{reason}\n{}", self.how_to_prolong())))?;
         if !settings::has_optimizer(checkpoint) {
-            let reason = format!("has weights and no state of the optimiser, as {BEST}; --resume needs {CHECKPOINT}");
+            let reason = format!("has weights but no optimizer state, like {BEST}; --resume needs {CHECKPOINT}");
             return Err(bad(self.checkpoint(), reason));
         }
         let note = checkpoint.note(POSITION).map_err(|error| self.refused(error))?;
         serde_json::from_str(note).map_err(|reason| bad(self.checkpoint(), reason))
     }
 
-    /// The advice for a run whose settings differ: the schedule of the learning rate depends on
+    /// Returns the advice for a run whose settings differ. The learning-rate schedule depends on
     /// `--updates`.
     fn how_to_prolong(&self) -> String {
         let folder = self.args.resume.as_deref().and_then(Path::parent).unwrap_or(Path::new(""));
         format!(
-            "Give the checkpoint's settings to go on with the same weights. To train on for more updates, or with other settings, \
-             start a new run from the weights of one that has ended: --weights {} --out DIR, with the same --tokenizer{}",
+            "To continue this run, use the checkpoint's settings. To train for more updates, or with other settings, \
+             start a new run from the weights of a finished run: --weights {} --out DIR, with the same --tokenizer{}",
             folder.join("transformers").display(),
             if matches!(self.tokenizer, Tokenizer::Bytes) { " (bytes)" } else { "" }
         )
@@ -118,7 +119,7 @@ impl Plan<'_> {
         self.args.resume.as_ref().map(|path| path.display().to_string()).unwrap_or_default()
     }
 
-    /// What is wrong with a checkpoint is for the user to mend; what is wrong with the device is not.
+    /// Reports file errors as the user's to fix, and all others unchanged.
     fn refused(&self, error: Error) -> Box<dyn std::error::Error + Send + Sync> {
         match error {
             Error::File { reason, .. } => bad(self.checkpoint(), reason),
@@ -127,21 +128,22 @@ impl Plan<'_> {
     }
 }
 
-/// Shows the updates, and keeps what the report wants.
+/// The observer that shows the updates and collects the report's figures.
 struct Watch<'w> {
     bar: ProgressBar,
-    /// Whether this rank writes files.
+    /// True if this rank writes files.
     leads: bool,
     settings: String,
-    /// When the last update ended.
+    /// The end of the last update.
     last: Instant,
-    /// The updates of this process before the last look.
+    /// Updates of this process before the last evaluation.
     since_look: usize,
     trained: &'w mut Trained,
 }
 
 impl Watch<'_> {
-    /// The mean loss of the held-out samples; the weights are kept if they are the best so far.
+    /// Reports the mean loss of the held-out samples, and saves the weights if they are the best so
+    /// far.
     fn look(&mut self, trainer: &mut Trainer<'_, Gpt>, held_out: &[Sequences], update: u64, out: &Path) -> Result<()> {
         let begun = Instant::now();
         let (mut sum, mut samples) = (0.0, 0);
@@ -162,9 +164,9 @@ impl Watch<'_> {
         Ok(())
     }
 
-    /// Gives the first and the last update since the look the mean of their times: an update is
-    /// reported when the next is queued, which on a device that computes while it is given work
-    /// takes as long as the update itself, and the last is reported at once.
+    /// Sets the times of the first and the last update since the last evaluation to their mean. An
+    /// update is reported when the next is queued. On a device that computes during the queueing,
+    /// this takes as long as the update itself. The last update is reported at once.
     fn share_pipeline_time(&mut self) {
         if let [first, .., last] = &mut self.trained.seconds[self.since_look..] {
             let mean = (*first + *last) / 2.0;

@@ -1,4 +1,4 @@
-//! Weights of Hugging Face's transformers, in and out: GPT-2's and Llama's.
+//! Reads and writes the weights of Hugging Face transformers, for GPT-2 and Llama.
 //!
 //! | ours | GPT-2's | Llama's |
 //! |---|---|---|
@@ -6,7 +6,8 @@
 //! | other matrices | as they are (`Conv1D`) | transposed (`Linear`) |
 //! | tables, gains, biases | as they are | as they are |
 //!
-//! Invariant: a folder gives every weight, each finite and of the shape that `config.json` says, or nothing is changed.
+//! Invariant: a folder must give every weight, each finite and of the shape that `config.json`
+//! requires; otherwise nothing is changed.
 
 use std::collections::HashMap;
 use std::fs;
@@ -14,7 +15,8 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 use stepscope::{
-    Error, FileKind, HostMemory, Layout, LayoutEntry, Parameters, PlainFile, Result, StateDict, Transfer, replace_file,
+    Error, FileKind, HostMemory, ParameterEntry, ParameterSpec, Parameters, PlainFile, Result, StateDict, Transfer,
+    replace_file,
 };
 
 use crate::bad_input::{Outcome, bad};
@@ -24,41 +26,41 @@ use crate::plan::layout;
 
 /// The largest `config.json`.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
-/// The most layers, and the most of any other size: far above those of any model.
+/// The most layers, and the largest of all other sizes. Both are far above any real model.
 const MAX_LAYERS: usize = 1 << 14;
 const MAX_SIZE: usize = 1 << 26;
 
-/// The least and the largest epsilon of a norm, and base of rotary positions.
+/// The ranges of a norm's epsilon and of the rotary base.
 const EPSILONS: [f64; 2] = [1e-30, 1.0];
 const BASES: [f64; 2] = [1.0, 1e12];
 
-/// What older files hold besides weights: masks and frequencies, which are computed.
+/// Masks and frequencies that older files store next to the weights. They are recomputed.
 const COMPUTED: [&str; 3] = [".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"];
 
 fn is_computed(name: &str) -> bool {
     COMPUTED.iter().any(|end| name.ends_with(end))
 }
 
-/// A model's weights by our names, laid out as ours.
+/// A model's weights, with our names and layout.
 pub(crate) struct Weights {
     pub(crate) sizes: Sizes,
     values: HashMap<String, Vec<f32>>,
 }
 
-/// A tensor of theirs, which is all or some columns of ours.
+/// A tensor in their files. It holds some or all columns of one of our parameters.
 struct Theirs {
     name: String,
-    /// As ours.
+    /// Rows in our parameter.
     rows: usize,
     cols: usize,
-    /// `[cols, rows]` in the file.
+    /// True if the file stores it as `[cols, rows]`.
     transposed: bool,
-    /// In the file.
+    /// The shape in the file.
     shape: Vec<usize>,
 }
 
-/// Where a parameter of ours is in their files.
-fn theirs(entry: &LayoutEntry, sizes: &Sizes) -> Vec<Theirs> {
+/// Returns the tensors in their files that hold one of our parameters.
+fn theirs(entry: &ParameterEntry, sizes: &Sizes) -> Vec<Theirs> {
     let extents = entry.shape();
     let (rows, cols) = match *extents.extents() {
         [rows, cols] => (rows, cols),
@@ -116,7 +118,8 @@ fn theirs(entry: &LayoutEntry, sizes: &Sizes) -> Vec<Theirs> {
     }
 }
 
-/// The place in ours of each element of theirs, in the order of theirs: columns from `first` on of rows of `all` columns.
+/// Returns, for each element of their tensor in their order, its index in our parameter. The tensor
+/// holds the columns from `first` on; our rows have `all` columns.
 fn places(theirs: &Theirs, first: usize, all: usize) -> impl Iterator<Item = usize> + use<> {
     let Theirs { rows, cols, transposed, .. } = *theirs;
     (0..rows * cols).map(move |at| {
@@ -125,11 +128,11 @@ fn places(theirs: &Theirs, first: usize, all: usize) -> impl Iterator<Item = usi
     })
 }
 
-/// Each tensor of theirs with its shape, of a flat region of ours.
+/// Converts a flat region of ours to their tensors with their shapes.
 ///
 /// # Errors
-/// Never: shapes and values agree.
-pub(crate) fn as_theirs(layout: &Layout, sizes: &Sizes, flat: &[f32]) -> Result<StateDict> {
+/// Never, since shapes and values agree.
+pub(crate) fn as_theirs(layout: &ParameterSpec, sizes: &Sizes, flat: &[f32]) -> Result<StateDict> {
     let mut tensors = StateDict::default();
     for entry in layout.entries() {
         let (ours, mut first) = (&flat[entry.range()], 0);
@@ -165,17 +168,18 @@ impl Weights {
             let all: usize = parts.iter().map(|part| part.cols).sum();
             let (mut ours, mut first) = (vec![0.0; entry.shape().elements()], 0);
             for part in parts {
-                // The hub's gpt2 is saved without its head, and names have no `transformer.`.
+                // The hub's gpt2 is saved without its head, and its names lack the prefix
+                // `transformer.`.
                 let bare = part.name.trim_start_matches("transformer.").to_owned();
                 let tensor = found.remove(&part.name).or_else(|| found.remove(&bare));
                 let Some((shape, values)) = tensor else {
                     return Err(bad(
                         place,
-                        format!("has no `{}` {:?}, which config.json calls for", part.name, part.shape),
+                        format!("has no `{}` {:?}, which config.json requires", part.name, part.shape),
                     ));
                 };
                 if shape != part.shape {
-                    let reason = format!("`{}`: expected {:?} by config.json, got {shape:?}", part.name, part.shape);
+                    let reason = format!("`{}`: config.json requires {:?}, got {shape:?}", part.name, part.shape);
                     return Err(bad(place, reason));
                 }
                 for (place, value) in places(&part, first, all).zip(values) {
@@ -187,9 +191,9 @@ impl Weights {
         }
         let copied = |name: &str| sizes.tied && name == "lm_head.weight";
         if let Some((more, ..)) = found.iter().find(|(name, ..)| !copied(name)) {
-            return Err(bad(place, format!("has `{more}`, which is no weight of this model")));
+            return Err(bad(place, format!("has `{more}`, which is not a weight of this model")));
         }
-        // Fewer positions are the first ones of the table.
+        // A shorter context uses the first positions of the table.
         if let Some(context) = context {
             if context > sizes.context {
                 return Err(bad(place, format!("has a context of {}, got --context {context}", sizes.context)));
@@ -205,14 +209,14 @@ impl Weights {
     /// Overwrites all weights with these.
     ///
     /// # Errors
-    /// Those of the upload.
+    /// When the upload fails.
     pub(crate) fn load(&self, parameters: &mut Parameters) -> Result<()> {
-        let bytes = |entry: &LayoutEntry| self.values.get(entry.name()).map(|values| bytemuck::cast_slice(values));
+        let bytes = |entry: &ParameterEntry| self.values.get(entry.name()).map(|values| bytemuck::cast_slice(values));
         parameters.load(bytes, Transfer::new())
     }
 }
 
-/// What is wrong with a file is for the user to mend; that there is no memory, say, is not.
+/// Reports file errors as the user's to fix, and others, such as a memory shortage, unchanged.
 fn refused(error: Error) -> Box<dyn std::error::Error + Send + Sync> {
     match error {
         Error::File { path, reason } => bad(path.display(), reason),
@@ -220,8 +224,8 @@ fn refused(error: Error) -> Box<dyn std::error::Error + Send + Sync> {
     }
 }
 
-/// Writes `config.json` and the weights into a folder, which is made when missing, as transformers read them: in files of at most so many
-/// bytes.
+/// Writes `config.json` and the weights for transformers into a folder, which is created if
+/// missing. Each file has at most `max_shard_size` bytes.
 ///
 /// # Errors
 /// When a file cannot be written.
@@ -234,7 +238,8 @@ pub(crate) fn write(folder: &Path, parameters: &Parameters, sizes: &Sizes, max_s
     replace_file(folder.join("config.json"), &config)
 }
 
-/// The sizes that a `config.json` tells, or what in it this program does not know.
+/// Reads the sizes from a `config.json`. Returns an error for any setting that this program does
+/// not support.
 fn sizes(config: &Value) -> std::result::Result<Sizes, String> {
     let whole = |key: &str, most: usize| -> std::result::Result<usize, String> {
         let found = config[key].as_u64().filter(|&number| number > 0 && number <= most as u64);
@@ -263,7 +268,9 @@ fn sizes(config: &Value) -> std::result::Result<Sizes, String> {
     };
     let heads_fit = |width: usize, heads: usize| match width.is_multiple_of(heads) {
         true => Ok(()),
-        false => Err(format!("expected a width that its heads divide, got {heads} heads in a width of {width}")),
+        false => {
+            Err(format!("expected a width that is a multiple of the heads, got {heads} heads and a width of {width}"))
+        }
     };
     match config["model_type"].as_str() {
         Some("gpt2") => {
@@ -290,7 +297,7 @@ fn sizes(config: &Value) -> std::result::Result<Sizes, String> {
             only("attention_bias", &[json!(false)])?;
             only("mlp_bias", &[json!(false)])?;
             only("rope_scaling", &[])?;
-            // Newer files have it all in one place.
+            // Newer files keep all rotary settings in one object.
             let rope = &config["rope_parameters"];
             if !rope["rope_type"].is_null() && rope["rope_type"] != "default" {
                 let got = shown(&rope["rope_type"]);
@@ -324,21 +331,21 @@ fn sizes(config: &Value) -> std::result::Result<Sizes, String> {
     }
 }
 
-/// A value of a file as a message shows it.
+/// Formats a value of a file for a message, shortened.
 fn shown(value: &Value) -> String {
     let text = value.to_string();
     let start: String = text.chars().take(80).collect();
     if start.len() < text.len() { start + ".." } else { start }
 }
 
-/// An error for sizes whose weights the host cannot hold, before any is made: of f32, as they are
-/// read and as they are laid out.
+/// Returns an error if the host cannot hold the weights twice in f32, as read and as laid out. Runs
+/// before any are allocated.
 fn check_memory(sizes: &Sizes) -> std::result::Result<(), String> {
     let Sizes { arch, vocabulary, context, layers, width, hidden, .. } = *sizes;
     let positions = if arch == Arch::Gpt2 { context } else { 0 };
     let [vocabulary, positions, layers, width, hidden] =
         [vocabulary, positions, layers, width, hidden].map(|size| size as u128);
-    // The least that either model has: attention's output, two matrices, and the tables.
+    // A lower bound for both architectures: attention's output, two matrices, and the tables.
     let weights = layers * width * (width + 2 * hidden) + (vocabulary + positions) * width;
     let (bytes, available) = (2 * weights * size_of::<f32>() as u128, HostMemory::available_bytes());
     if bytes <= u128::from(available) {
@@ -350,11 +357,11 @@ fn check_memory(sizes: &Sizes) -> std::result::Result<(), String> {
     ))
 }
 
-/// The `config.json` of these sizes.
+/// Returns the `config.json` of these sizes.
 fn config(sizes: &Sizes) -> Value {
     let Sizes { arch, vocabulary, context, layers, width, heads: [heads, key_heads], hidden, tied, epsilon, base } =
         *sizes;
-    // As f64 it would have more digits than anybody wrote.
+    // Conversion to f64 would add digits that nobody wrote.
     let epsilon: f64 = epsilon.to_string().parse().unwrap_or(epsilon.into());
     match arch {
         Arch::Gpt2 => json!({

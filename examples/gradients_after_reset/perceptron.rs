@@ -1,19 +1,19 @@
-//! A perceptron whose forward and backward are written out, so that what is kept between them can be kept anywhere:
-//! in saved tensors, or in a pool with ztensor's bug.
+//! A perceptron with explicit forward and backward passes, so that its activations can be stored
+//! anywhere: in saved tensors, or in a pool with ztensor's bug.
 
 use super::pool::Pool;
 use super::run::Run;
 use crate::support::Random;
 use stepscope::{
-    Arena, Buffer, Capacity, Device, Eager, Gradients, Initializer, Layout, Lent, Parameter, Parameters, Result, Saved,
-    Source, Step, Tape, Tensor, ops,
+    Arena, Buffer, Capacity, Device, EagerStep, Gradients, Initializer, Lent, Parameter, ParameterSpec, Parameters,
+    Result, Saved, Source, Step, Tape, Tensor, ops,
 };
 
-/// Batches of a run.
+/// Batches per run.
 pub(crate) const BATCHES: usize = 4;
-/// Samples of a batch.
+/// Samples per batch.
 pub(crate) const ROWS: usize = 6;
-/// Inputs and outputs of each layer, and classes.
+/// The width of each layer's input and output, and the number of classes.
 pub(crate) const WIDTH: usize = 64;
 
 /// Samples, `[ROWS, WIDTH]`, and their labels.
@@ -28,13 +28,13 @@ pub(crate) struct Perceptron {
     gradients: Vec<Buffer<f32>>,
 }
 
-/// Where forward keeps what backward needs, all of shape `[ROWS, WIDTH]`.
+/// A store for the tensors that backward needs, all of shape `[ROWS, WIDTH]`.
 pub(crate) trait Keeper<'s> {
     fn keep(&mut self, step: &Step<'s>, tensor: Tensor<'s>) -> Result<usize>;
     fn kept(&self, step: &Step<'s>, number: usize) -> Result<impl Source<'s, f32>>;
 }
 
-/// As stepscope keeps it: saved for the rest of the step.
+/// Stores tensors as stepscope does: saved for the rest of the step.
 impl<'s> Keeper<'s> for Vec<Saved<'s>> {
     fn keep(&mut self, _: &Step<'s>, tensor: Tensor<'s>) -> Result<usize> {
         self.push(tensor.save());
@@ -46,7 +46,7 @@ impl<'s> Keeper<'s> for Vec<Saved<'s>> {
     }
 }
 
-/// What forward leaves for backward, by the keeper's numbers.
+/// The results of forward that backward needs, as the store's numbers.
 struct Activations<'s> {
     loss: f32,
     /// -1 at each row's label, else 0.
@@ -64,9 +64,9 @@ impl Perceptron {
     const LAYERS: usize = 3;
     const WEIGHT: f32 = 1.0 / ROWS as f32;
 
-    /// Some weights, and the same ones as parameters for a tape.
+    /// Creates weights, and the same values as parameters for a tape.
     fn new(device: &Device) -> Result<(Self, Parameters, [Parameter; Self::LAYERS])> {
-        let mut layout = Layout::builder();
+        let mut layout = ParameterSpec::builder();
         let handles =
             ["a", "b", "c"].map(|name| layout.add(name, [WIDTH, WIDTH], Initializer::Uniform { bound: 0.25 }));
         let parameters = Parameters::new(device, &layout.build()?, 5)?;
@@ -77,14 +77,19 @@ impl Perceptron {
         Ok((Self { weights, gradients }, parameters, handles))
     }
 
-    /// Rows of `WIDTH` numbers, labels below `WIDTH`.
+    /// Returns random rows of `WIDTH` numbers, with labels below `WIDTH`.
     fn batches() -> Vec<Batch> {
         let mut random = Random::new(13);
         let mut batch = || Batch { x: random.normals(ROWS * WIDTH), labels: random.belows(ROWS, WIDTH as u32) };
         (0..BATCHES).map(|_| batch()).collect()
     }
 
-    fn forward<'s>(&self, step: &Eager<'s>, keeper: &mut impl Keeper<'s>, batch: &Batch) -> Result<Activations<'s>> {
+    fn forward<'s>(
+        &self,
+        step: &EagerStep<'s>,
+        keeper: &mut impl Keeper<'s>,
+        batch: &Batch,
+    ) -> Result<Activations<'s>> {
         let labels = step.upload(&batch.labels, [ROWS])?;
         let mut less = vec![0.0; ROWS * WIDTH];
         batch.labels.iter().enumerate().for_each(|(row, &label)| less[row * WIDTH + label as usize] = -1.0);
@@ -148,7 +153,7 @@ impl Perceptron {
         self.gradients.iter_mut().try_for_each(|gradient| gradient.write(0, &[0.0; WIDTH * WIDTH]))
     }
 
-    /// Every batch by a tape, with a reset between batches.
+    /// Runs every batch on a tape, with a reset between batches.
     pub(crate) fn by_tape(device: &Device) -> Result<Run> {
         let (mut shown, parameters, handles) = Self::new(device)?;
         let (mut arena, mut run) = (arena(device)?, Run::default());
@@ -177,7 +182,7 @@ impl Perceptron {
         Ok(run)
     }
 
-    /// Every batch by hand on a pool that is reset between batches.
+    /// Runs every batch with explicit passes on a pool that is reset between batches.
     pub(crate) fn by_pool(device: &Device, loses_pins: bool) -> Result<Run> {
         let (mut perceptron, ..) = Self::new(device)?;
         let (mut arena, mut pool, mut run) = (arena(device)?, Pool::new(device)?, Run::default());
@@ -196,8 +201,9 @@ impl Perceptron {
         Ok(run)
     }
 
-    /// Every batch by hand on saved tensors, `between` coming between forward and backward.
-    pub(crate) fn by_hand(device: &Device, between: impl Fn(&mut Eager<'_>) -> Result<()>) -> Result<Run> {
+    /// Runs every batch with explicit passes on saved tensors, and calls `between` between forward
+    /// and backward.
+    pub(crate) fn by_hand(device: &Device, between: impl Fn(&mut EagerStep<'_>) -> Result<()>) -> Result<Run> {
         let (mut perceptron, ..) = Self::new(device)?;
         let (mut arena, mut run) = (arena(device)?, Run::default());
         for batch in Self::batches() {

@@ -1,18 +1,19 @@
-//! Activations kept the naive way, with the bug: memory that the same step hands out again.
+//! Naive storage of activations, with the bug: the same step hands memory out again.
 //!
-//! As ztensor's pool was: slots that are free are handed out again, the last one first, and pins, by slot, tell what backward
-//! still needs. The bug is in one line, [`Pool::pin_all`]: after the first reset, pins are lost.
+//! It works like ztensor's pool: free slots are handed out last in, first out, and pins mark the
+//! slots that backward still needs. The bug is in [`Pool::pin_all`]: pins are lost after the first
+//! reset.
 
 use super::perceptron::{Keeper, ROWS, WIDTH};
 use stepscope::{Buffer, Device, Result, Source, Step, Tensor, ops};
 
-/// A free list of slots, each of `[ROWS, WIDTH]`.
+/// A free list of slots, each `[ROWS, WIDTH]`.
 pub(crate) struct Pool {
     slots: Vec<Buffer<f32>>,
     free: Vec<usize>,
     used: Vec<usize>,
     pins: Vec<usize>,
-    /// Pins of a batch after the first reset are lost.
+    /// True if pins are lost from now on.
     loses_pins: bool,
 }
 
@@ -23,7 +24,7 @@ impl Pool {
         Ok(Self { slots, free, used: Vec::new(), pins: Vec::new(), loses_pins: false })
     }
 
-    /// Pins what forward has made.
+    /// Pins all slots that forward has written.
     pub(crate) fn pin_all(&mut self) {
         if !self.loses_pins {
             self.pins.extend(&self.used);
@@ -38,7 +39,7 @@ impl Pool {
         self.used = kept;
     }
 
-    /// Frees every slot; from now on pins are lost, or kept.
+    /// Frees every slot. Later pins are lost if `loses_pins`.
     pub(crate) fn reset(&mut self, loses_pins: bool) {
         self.pins.clear();
         self.recycle();

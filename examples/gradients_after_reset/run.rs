@@ -1,4 +1,4 @@
-//! What a training run gave, batch by batch, and in which bits another run differs.
+//! The results of a training run by batch, and the comparison of two runs by bits.
 
 /// Losses, gradients and weights of each batch.
 #[derive(Default)]
@@ -6,7 +6,7 @@ pub(crate) struct Run {
     pub(crate) losses: Vec<f32>,
     pub(crate) gradients: Vec<Vec<f32>>,
     pub(crate) weights: Vec<Vec<f32>>,
-    /// The L2 norm of the head's gradient.
+    /// The L2 norms of the head's gradient.
     pub(crate) head_l2: Vec<f64>,
 }
 
@@ -19,10 +19,10 @@ impl Run {
         self.head_l2.push(l2(head));
     }
 
-    /// The batches whose loss, gradients or weights have other bits than `other`'s.
+    /// Returns the batches whose loss, gradients or weights differ in bits from `other`'s.
     ///
     /// # Panics
-    /// When the runs have other numbers of batches.
+    /// When the runs have different numbers of batches.
     pub(crate) fn differences(&self, other: &Self) -> Vec<usize> {
         assert_eq!(self.losses.len(), other.losses.len());
         (0..self.losses.len())
@@ -39,7 +39,7 @@ fn same(a: &[f32], b: &[f32]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits())
 }
 
-/// The L2 norm.
+/// Returns the L2 norm.
 pub(crate) fn l2(values: &[f32]) -> f64 {
     values.iter().map(|&value| f64::from(value).powi(2)).sum::<f64>().sqrt()
 }

@@ -1,4 +1,4 @@
-//! What was measured, beside what is predicted: the recorded samples of `benches/runs/`.
+//! Comparison of predictions with the recorded samples in `benches/runs/`.
 
 use std::path::Path;
 
@@ -15,20 +15,20 @@ use crate::model::{Forecast, Gpu, Kernels};
 use crate::recorded::{self, Factors, Gpt};
 use crate::step::{self, Work};
 
-/// A line that was measured.
+/// A measured line.
 struct Line {
-    /// What kind of line.
+    /// The kind of line.
     group: &'static str,
     name: String,
     measured_us: f64,
-    /// What is in a row, again and again, and how many calls that is.
+    /// The repeated sequence of launches, and the number of calls in it.
     launches: Vec<Launch>,
     calls: usize,
 }
 
-/// Tokens of a sample.
+/// Tokens per sample.
 const CONTEXT: usize = 1024;
-/// The largest file of samples.
+/// The largest samples file.
 const MAX_BYTES: u64 = 64 << 20;
 
 type Outcome<T> = std::result::Result<T, Box<dyn std::error::Error>>;
@@ -43,10 +43,10 @@ fn read(path: &Path) -> Outcome<Value> {
 pub(crate) struct Compared {
     pub(crate) group: &'static str,
     pub(crate) name: String,
-    /// Microseconds of a call.
+    /// Microseconds per call.
     pub(crate) predicted: f64,
     pub(crate) measured: f64,
-    /// What binds it, for the longest time.
+    /// The resource that binds it for the longest time.
     pub(crate) bound: &'static str,
 }
 
@@ -56,7 +56,7 @@ impl Compared {
     }
 }
 
-/// Every line that was measured on an H200, as it is predicted.
+/// Predicts every line that was measured on an H200.
 ///
 /// # Errors
 /// When the samples cannot be read.
@@ -64,10 +64,10 @@ pub(crate) fn compare(folder: &Path, gpu: &Gpu, kernels: &Kernels) -> Outcome<Ve
     Ok(predicted(all(folder, gpu.processors)?, gpu, kernels))
 }
 
-/// The steps that a run of the step bench has measured, as they are predicted.
+/// Predicts the steps that a run of the step bench measured.
 ///
 /// # Errors
-/// When its file cannot be read, or is of another bench.
+/// When its file cannot be read, or is from another bench.
 pub(crate) fn beside(file: &Path, gpu: &Gpu, kernels: &Kernels) -> Outcome<Vec<Compared>> {
     let run = read(file)?;
     let of_command = run["command"].as_array().map(Vec::as_slice).unwrap_or_default();
@@ -76,7 +76,7 @@ pub(crate) fn beside(file: &Path, gpu: &Gpu, kernels: &Kernels) -> Outcome<Vec<C
     let mut found = Vec::new();
     add_steps(&run, gpu.processors, precision, &mut found)?;
     if found.is_empty() {
-        return Err(format!("{}: a file of the step bench expected, no captured step found", file.display()).into());
+        return Err(format!("{}: expected a file of the step bench, found no captured step", file.display()).into());
     }
     Ok(predicted(found, gpu, kernels))
 }
@@ -90,7 +90,7 @@ fn predicted(lines: Vec<Line>, gpu: &Gpu, kernels: &Kernels) -> Vec<Compared> {
     compared.collect()
 }
 
-/// The median of some numbers.
+/// Returns the median of samples.
 fn median(samples: &Value) -> Option<f64> {
     let mut samples: Vec<f64> = samples.as_array()?.iter().filter_map(Value::as_f64).collect();
     samples.sort_by(f64::total_cmp);
@@ -98,7 +98,7 @@ fn median(samples: &Value) -> Option<f64> {
     Some((low + high) / 2.0)
 }
 
-/// The lines of a contender in a file of the benches.
+/// Returns the lines of a contender in a bench's file.
 fn lines<'v>(run: &'v Value, contender: &'static str) -> impl Iterator<Item = &'v Value> {
     let lines = run["lines"].as_array().map(Vec::as_slice).unwrap_or_default();
     lines.iter().filter(move |line| line["contender"] == contender)
@@ -108,7 +108,7 @@ fn number(line: &Value, name: &str) -> usize {
     line[name].as_u64().unwrap_or(0) as usize
 }
 
-/// Every line that was measured on an H200.
+/// Returns every line that was measured on an H200.
 fn all(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
     let mut all = steps(folder, processors)?;
     all.extend(kernels(folder, processors)?);
@@ -140,7 +140,7 @@ fn steps(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
     Ok(found)
 }
 
-/// The captured steps of a run of the step bench, inputs on the device.
+/// Adds the captured steps of a run of the step bench, with inputs on the device.
 fn add_steps(run: &Value, processors: u32, precision: Precision, found: &mut Vec<Line>) -> Outcome<()> {
     for line in lines(run, "stepscope captured").filter(|line| line["measure"] == "resident") {
         let batch = number(line, "batch");
@@ -192,7 +192,7 @@ fn products(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
             let measured_us = median(&line["nanoseconds"]).ok_or("no samples")? / 1e3;
             let (launches, named) = match factors {
                 Factors::F32(precision) => (bench::product::<f32>(processors, case, precision)?, precision.to_string()),
-                Factors::Bf16 => (bench::product::<bf16>(processors, case, Precision::Ieee)?, "BF16 tensors".into()),
+                Factors::Bf16 => (bench::product::<bf16>(processors, case, Precision::F32)?, "BF16 tensors".into()),
             };
             found.push(Line { group: "product", name: format!("{case}, {named}"), measured_us, launches, calls: 1 });
         }

@@ -1,4 +1,4 @@
-//! The command line. A wrong value ends the program with exit code 2 and says what was wrong.
+//! The command line. A wrong value ends the program with exit code 2 and an explanation.
 
 use std::path::PathBuf;
 
@@ -11,68 +11,71 @@ use crate::gpt::Sizes;
 use crate::model::gpu::{self, Gpu};
 use crate::step::Work;
 
-/// Predicts what a training step takes on a GPU, from what it launches. It computes nothing, and needs no GPU.
+/// Predicts the time of a training step on a GPU from the kernels it launches. It computes nothing
+/// and needs no GPU.
 #[derive(Debug, Parser)]
 #[command(name = "predict")]
 pub(crate) struct Args {
-    /// Which GPU
+    /// GPU to predict
     #[arg(long, value_enum, default_value_t = gpu::Name::Gb10)]
     pub(crate) gpu: gpu::Name,
 
-    /// What is trained
+    /// Model to train
     #[arg(long, value_enum, default_value_t = Model::Crossasset)]
     pub(crate) model: Model,
 
-    /// Samples of a step [default: 256 of crossasset, 8 of gpt]
+    /// Samples per step [default: 256 for crossasset, 8 for gpt]
     #[arg(long, value_name = "SAMPLES", value_parser = up_to(1 << 20))]
     batch: Option<usize>,
 
-    /// How matrix multiplies round their factors; bf16 also stores gpt's activations as BF16
-    #[arg(long, value_name = "ieee|tf32|bf16", default_value_t = Precision::Ieee)]
+    /// Rounding of the operands of matrix multiplies; bf16 also stores gpt's activations as BF16
+    #[arg(long, value_name = "ieee|tf32|bf16", default_value_t = Precision::F32)]
     pub(crate) precision: Precision,
 
-    /// How large gpt is
+    /// Model size of gpt
     #[arg(long, value_enum, default_value_t = Size::Small)]
     size: Size,
 
-    /// What gpt is made of
+    /// Architecture of gpt
     #[arg(long, value_enum, default_value_t = Arch::Gpt2)]
     arch: Arch,
 
-    /// Tokens of a sample of gpt [default: 128 of a tiny model, else 1024]
+    /// Tokens per sample of gpt [default: 128 for tiny, else 1024]
     #[arg(long, value_name = "TOKENS", value_parser = up_to(1 << 20))]
     context: Option<usize>,
 
-    /// Tokens that gpt knows
+    /// Vocabulary size of gpt
     #[arg(long, value_name = "TOKENS", default_value_t = 50_304, value_parser = up_to(1 << 24))]
     vocabulary: usize,
 
-    /// gpt keeps the inputs of its blocks alone, and computes the rest again
+    /// Let gpt keep only the inputs of its blocks and recompute the rest
     #[arg(long)]
     recompute: bool,
 
-    /// The GPU copies so many GB/s, read and written: what the doctor has measured, say [default: the GPU's]
+    /// The GPU's copy rate in GB/s, reads plus writes, such as the doctor's measurement [default:
+    /// the GPU's]
     #[arg(long, value_name = "GB/S", value_parser = above_zero)]
     copy: Option<f64>,
 
-    /// The GPU's L2 cache has so many MB [default: the GPU's]
+    /// The size of the GPU's L2 cache in MB [default: the GPU's]
     #[arg(long, value_name = "MB", value_parser = up_to(1 << 24))]
     cache: Option<usize>,
 
-    /// Write the prediction to this file, too
+    /// Also write the prediction to this file
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
 
-    /// Predict what was measured on an H200, from the samples in this folder, and print both: benches/runs
+    /// Predict the lines that were recorded on an H200, from the samples in this folder
+    /// (benches/runs), and print both
     #[arg(long, value_name = "FOLDER", conflicts_with_all = ["gpu", "model", "batch", "precision", "size", "context", "recompute"])]
     pub(crate) against: Option<PathBuf>,
 
-    /// Predict the steps that the step bench has measured, from its samples in this file, and print both
+    /// Predict the steps that the step bench measured, from its samples file, and print both
     #[arg(long, value_name = "FILE", conflicts_with_all = ["against", "model", "batch", "precision", "size", "context", "recompute"])]
     pub(crate) beside: Option<PathBuf>,
 }
 
-/// What is trained.
+/// The model to train.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Model {
     Crossasset,
@@ -84,7 +87,7 @@ impl Args {
         self.batch.unwrap_or(if self.model == Model::Gpt { 8 } else { 256 })
     }
 
-    /// The work of a step.
+    /// Returns the work of a step.
     pub(crate) fn work(&self) -> Work {
         match self.model {
             Model::Crossasset => Work::CrossAsset,
@@ -96,7 +99,7 @@ impl Args {
         }
     }
 
-    /// The GPU, with what was given of it.
+    /// Returns the GPU, with the given overrides.
     pub(crate) fn gpu(&self) -> Gpu {
         let gpu = Gpu::of(if self.against.is_some() { gpu::Name::H200 } else { self.gpu });
         Gpu {
@@ -106,7 +109,7 @@ impl Args {
         }
     }
 
-    /// What is predicted, in words.
+    /// Returns a title for the prediction.
     pub(crate) fn title(&self) -> String {
         let batch = self.batch();
         match self.work() {
@@ -121,7 +124,7 @@ impl Args {
     }
 }
 
-/// Whole numbers from 1 to `most`.
+/// Parses a whole number from 1 to `most`.
 fn up_to(most: u32) -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(1..=u64::from(most))
 }

@@ -1,18 +1,18 @@
-//! The launches of what the benches time: products, attention, and kernels that memory bounds.
+//! The launches of the benches: products, attention, and memory-bound kernels.
 
 use kernels::adamw::slot;
-use stepscope::ops::{self, Attend, AttentionForm, Factor, Generator, Precision, QkNorm};
-use stepscope::{Eager, Launch, Result, Saved, Step, Stored, Tensor, bf16};
+use stepscope::ops::{self, AttentionConfig, AttentionElement, GemmElement, Generator, Precision, QkNorm};
+use stepscope::{EagerStep, Launch, Result, Saved, Step, Stored, Tensor, bf16};
 
 use crate::matmul_case::Case as Product;
-use crate::model::rehearse;
+use crate::model::dry_run;
 
-/// Columns of what is taken as rows.
+/// Columns of each row.
 const COLUMNS: usize = 1024;
 
-/// A product of one form.
-pub(crate) fn product<S: Factor<S>>(processors: u32, case: Product, precision: Precision) -> Result<Vec<Launch>> {
-    rehearse(processors, |step| {
+/// Returns the launches of a product.
+pub(crate) fn product<S: GemmElement<S>>(processors: u32, case: Product, precision: Precision) -> Result<Vec<Launch>> {
+    dry_run(processors, |step| {
         let [a, b, out] = case.elements();
         let (a, b, mut out) = (step.empty::<S>([a])?.save(), step.empty::<S>([b])?.save(), step.empty::<S>([out])?);
         let gemm = case.gemm().precision(precision);
@@ -20,14 +20,15 @@ pub(crate) fn product<S: Factor<S>>(processors: u32, case: Product, precision: P
     })
 }
 
-/// Attention of `[batch, tokens, heads, heads of keys, width]`: forward, or with its backward pass.
-pub(crate) fn attention<S: Attend>(
+/// Returns the launches of attention over `[batch, tokens, heads, key heads, width]`: forward, or
+/// with its backward pass.
+pub(crate) fn attention<S: AttentionElement>(
     processors: u32,
     [batch, tokens, heads, kv_heads, width]: [usize; 5],
     (causal, backward): (bool, bool),
 ) -> Result<Vec<Launch>> {
-    rehearse(processors, |step| {
-        let form = AttentionForm::new(heads).kv_heads(kv_heads);
+    dry_run(processors, |step| {
+        let form = AttentionConfig::new(heads).kv_heads(kv_heads);
         let form = if causal { form.causal() } else { form };
         let qkv = step.empty::<S>([batch, tokens, (heads + 2 * kv_heads) * width])?.save();
         let dout = step.empty::<S>([batch, tokens, heads * width])?.save();
@@ -40,15 +41,15 @@ pub(crate) fn attention<S: Attend>(
     })
 }
 
-/// Calls of an op on sets of tensors, as `benches/kernels` has them, by the bench's name and its number of elements: a round over all sets.
-/// None: the op is not known here. Also how many calls they are.
+/// Returns the launches of an op on sets of tensors as in `benches/kernels`, one call per set, and
+/// the number of calls. None if the bench's name for the op is unknown here.
 ///
 /// # Errors
-/// Those of the ops.
+/// When an op fails.
 pub(crate) fn kernel(processors: u32, name: &str, elements: usize) -> Result<Option<(Vec<Launch>, usize)>> {
     let sets = ((1 << 26) / elements).clamp(1, 64);
     let mut known = true;
-    let launches = rehearse(processors, |step| {
+    let launches = dry_run(processors, |step| {
         let sets: Vec<Set<'_>> = (0..sets).map(|_| Set::new(step, elements)).collect::<Result<_>>()?;
         for set in &sets {
             known = match name.strip_suffix("_bf16") {
@@ -61,7 +62,7 @@ pub(crate) fn kernel(processors: u32, name: &str, elements: usize) -> Result<Opt
     Ok(known.then_some((launches, sets)))
 }
 
-/// The tensors of a call: `[n / 1024, 1024]`, and what belongs to their rows and columns.
+/// The tensors of a call: `[n / 1024, 1024]`, and vectors for their rows and columns.
 struct Set<'s> {
     x: Saved<'s>,
     dy: Saved<'s>,
@@ -74,7 +75,7 @@ struct Set<'s> {
 }
 
 impl<'s> Set<'s> {
-    fn new(step: &Eager<'s>, elements: usize) -> Result<Self> {
+    fn new(step: &EagerStep<'s>, elements: usize) -> Result<Self> {
         let (rows, shape) = (elements / COLUMNS, [elements / COLUMNS, COLUMNS]);
         Ok(Self {
             x: step.empty(shape)?.save(),
@@ -89,7 +90,7 @@ impl<'s> Set<'s> {
     }
 }
 
-/// One call; whether its name is known.
+/// Makes one call. Returns true if its name is known.
 fn call<'s, S: Stored>(step: &Step<'s>, name: &str, set: &Set<'s>, [x, dy]: [&Saved<'s, S>; 2]) -> Result<bool> {
     let (rows, columns) = (&set.rows, &set.columns);
     let mut gains = [step.empty([COLUMNS])?, step.empty([COLUMNS])?];

@@ -1,15 +1,26 @@
-"""What the assembled kernels are made of, for the cost model: registers, and instructions by kind.
+"""Counts registers, and instructions by kind, of the assembled kernels, for the cost model.
 
-    ci/ptx                                             # compiles target/ptx/sm_90.ptx and sm_121.ptx
+    ci/ptx                                  # compiles target/ptx/sm_90.ptx and sm_121.ptx
     python3 examples/predict/code.py PTXAS NVDISASM target/ptx > examples/predict/code.json
 
-Counted for each kernel: `hot`, a turn of its hot loop, which is, of the loops within which no other loop multiplies, the one with the
-most matrix instructions, else the most multiply-adds; `copy`, what else the loop has for each copy to shared memory, where copies are not made in each turn; `first`, a turn of the loop before it that copies a product's first stages; `last`, the loop behind it that multiplies the last ones, perhaps some turns in one; `tail`, a turn of the loop behind it that stores what was summed up; and `way`, from the first instruction to the end, by one turn of the hot loop and of that of the first stages. Of the ways it is the
-shortest that passes all that multiplies, and those copies. `conflicts` are multiply-adds that read two registers of one bank (of two, even and odd), after the
-operand that `.reuse` keeps; each takes one cycle more. `alone` are the cycles of a warp that nothing disturbs, and that finds in no time what it reads from
-memory; `memory` is how often it waits for memory, one time after another.
-`ahead` has the multiplies of each loop of a product's stages, and how many of them stand before its barrier.
-`nvdisasm` comes with `pip install nvidia-cuda-nvdisasm`.
+`nvdisasm` comes with `pip install nvidia-cuda-nvdisasm`. Each kernel has these parts:
+
+- `hot`: one iteration of its hot loop. Among loops that contain no other multiplying loop, this is
+  the one with the most matrix instructions, else with the most multiply-adds.
+- `copy`: the loop's other instructions per copy to shared memory, if not every iteration copies.
+- `first`: one iteration of the loop before it, which copies a product's first stages.
+- `last`: the loop after it, which multiplies the last stages, possibly unrolled.
+- `tail`: one iteration of the loop after it, which stores the sums.
+- `way`: the path from the first instruction to the end, with one iteration of the hot loop and one
+  of the loop of the first stages. It is the shortest path through all multiplies and those copies.
+- `ahead`: for each loop of a product's stages, its multiplies, and those before its barrier.
+
+Each part counts, besides the kinds of instructions:
+
+- `conflicts`: multiply-adds that read two registers of one bank (even or odd), not counting the
+  operand that `.reuse` keeps. Each takes one more cycle.
+- `alone`: the cycles of an undisturbed warp if memory reads took no time.
+- `memory`: the number of successive waits for memory.
 """
 
 import collections
@@ -33,10 +44,10 @@ KINDS = {
     "barriers": {"BAR"},
 }
 
-# Cycles until what an instruction of no fixed latency has made can be used: shared memory, the least of them, has some 30; and until
-# what it reads has been read.
+# For instructions of variable latency: cycles until the result is usable (shared memory, the
+# shortest, takes about 30), and until the operands have been read.
 LATENCY, OPERANDS = 30, 10
-# More than all else of a kernel.
+# A latency larger than everything else in a kernel.
 FAR = 1_000_000
 
 
@@ -45,7 +56,8 @@ def operation(text):
 
 
 def parse(listing):
-    """{kernel: [(labels, text, control bits)]}; each instruction is two lines of hexadecimals."""
+    """Returns {kernel: [(labels, text, control bits)]}. Each instruction has two hexadecimal
+    lines."""
     kernels, current, labels = {}, None, []
     for line in listing.splitlines():
         if match := re.match(r"\.text\.(\w+):", line):
@@ -85,7 +97,10 @@ def conflicts(instructions):
 
 
 def alone(instructions, memory):
-    """Cycles of a lone warp, of which a read of memory takes so many: by the assembler's stalls and its six barriers."""
+    """Returns the cycles of a lone warp if a memory read takes `memory` cycles.
+
+    Simulates the assembler's stall counts and its six dependency barriers.
+    """
     now, ready = 0, [0] * 6
     for _, text, control in instructions:
         bits = control >> 41
@@ -117,7 +132,7 @@ def target(text):
 
 
 def blocks_of(instructions):
-    """[(first, end)] of what runs as one, and to which of them each may go."""
+    """Returns the basic blocks [(first, end)], and the set of successors of each."""
     places = {label: at for at, (labels, _, _) in enumerate(instructions) for label in labels}
     last = len(instructions)
     jumps = {at: places.get(target(text)) for at, (_, text, _) in enumerate(instructions) if target(text)}
@@ -136,11 +151,14 @@ def blocks_of(instructions):
 
 
 def way_through(blocks, follows, goals, first=0):
-    """The shortest way from a block by these goals, each of them one of some blocks. The first block is not entered again."""
+    """Returns the shortest path from block `first` through the goals in order.
+
+    A goal is a set of blocks, any of which reaches it. The path never reenters `first`.
+    """
     way = [first]
     length = lambda at: blocks[at][1] - blocks[at][0]
     for goal in goals:
-        # Dijkstra's search.
+        # Dijkstra's algorithm.
         seen, queue = set(), [(0, [way[-1]])]
         while queue and queue[0][1][-1] not in goal:
             so_far, path = heapq.heappop(queue)
@@ -154,7 +172,7 @@ def way_through(blocks, follows, goals, first=0):
 
 
 def loops_of(instructions, behind=0):
-    """[(first, last)] of the loops that begin behind a place."""
+    """Returns [(first, last)] of the loops that begin at or after `behind`."""
     places = {label: at for at, (labels, _, _) in enumerate(instructions) for label in labels}
     ends = {}
     for at, (_, text, _) in enumerate(instructions):
@@ -177,10 +195,12 @@ def hot_loop(instructions):
         for loop in loops
         if multiplies(loop) and not any(within(other, loop) and multiplies(other) >= 32 for other in loops)
     ]
-    # Behind a product, whose operands are copied, an activation may multiply more than a turn of the product. It reads nothing shared.
+    # An activation after a product may have more multiplies than an iteration of the product, but
+    # it
+    # does not read shared memory. A product copies its operands.
     is_product = any("copies" in kinds for kinds in loops.values())
     reads = lambda loop: is_product and loops[loop].get("shared", 0) >= 16
-    # The last turns, when nothing is left to be copied, are a loop of their own, perhaps several turns in one.
+    # The last iterations, with nothing left to copy, form a separate loop, possibly unrolled.
     copies = lambda loop: loops[loop].get("copies", 0) > 0
     preferred = copies if kind == "mma" else reads
     order = lambda loop: (preferred(loop), multiplies(loop), copies(loop), -loop[1] + loop[0])
@@ -188,7 +208,8 @@ def hot_loop(instructions):
 
 
 def ahead(instructions):
-    """Of each loop that copies stages and multiplies them by matrix instructions: its multiplies, and those that stand before its barrier."""
+    """Returns, for each loop that copies and multiplies stages on tensor cores, [all mma, mma
+    before its barrier]."""
     found = []
     for first, last in sorted(loops_of(instructions)):
         names = [operation(text) for _, text, _ in instructions[first : last + 1]]
@@ -199,7 +220,7 @@ def ahead(instructions):
 
 
 def code(registers, instructions):
-    """Of a kernel."""
+    """Returns the counts of a kernel."""
     blocks, follows = blocks_of(instructions)
     take = lambda way: [instruction for at in way for instruction in instructions[slice(*blocks[at])]]
     weight = lambda at: sum(count(take([at])).get(kind, 0) for kind in ("mma", "fma"))
@@ -216,8 +237,9 @@ def code(registers, instructions):
         if whole.get("copies") and not found["hot"].get("copies"):
             found["copy"] = round((whole["all"] - found["hot"]["all"]) / whole["copies"], 1)
         goals = [{at} for at in turn]
-        # A product's first stages may be copied by a loop before it, the nearest, a stage a turn. What copies the most at once is a stage of a
-        # whole tile; a loop within it looks at each chunk of a tile that reaches beyond the operand.
+        # A product's first stages may be copied by the nearest loop before it, one stage per
+        # iteration. The block with the most copies handles whole tiles. An inner loop checks each
+        # chunk of a tile that extends beyond the operand.
         kinds = lambda loop: count(instructions[loop[0] : loop[1] + 1])
         is_first = lambda loop: loop[1] < start and "copies" in kinds(loop) and "mma" not in kinds(loop)
         firsts = [loop for loop in loops_of(instructions) if is_first(loop)] if "mma" in found["hot"] else []
@@ -236,7 +258,8 @@ def code(registers, instructions):
         found["ahead"] = loops
     exits = {at for at, (_, last) in enumerate(blocks) if re.match("EXIT", instructions[last - 1][1])}
     found["way"] = count(take(way_through(blocks, follows, [*goals, exits])))
-    # Behind it a loop stores what was summed up, some outputs a turn; unless the way has stored all, and only what is not whole needs the loop.
+    # A later loop stores the sums, a few outputs per iteration. If the straight path already stores
+    # everything, only partial tiles need that loop.
     stores = lambda at: count(take([at])).get("stores", 0)
     tail = max(loops_of(instructions, end), key=lambda loop: loop[1] - loop[0], default=None)
     if loop and tail and not ("mma" in found["hot"] and "stores" in found["way"]):

@@ -1,17 +1,23 @@
-//! Predicts what a training step takes on a GPU that is not here, and says what binds it.
+//! Predicts the time of a training step on a GPU that is not present, and the resource that bounds
+//! it.
 //!
 //! ```text
-//! cargo run --release --example predict -- --gpu gb10 --model gpt --precision bf16     # by kernel: bytes, operations, time, what binds
+//! cargo run --release --example predict -- --gpu gb10 --model gpt --precision bf16
 //! cargo run --release --example predict -- --gpu h200 --model crossasset --batch 4096
-//! cargo run --release --example predict -- --against benches/runs                      # beside every recorded line of an H200
-//! cargo run --release --example predict -- --gpu gb10 --beside FILE                    # beside a run of the step bench
+//! # compared with every recorded line of an H200:
+//! cargo run --release --example predict -- --against benches/runs
+//! # compared with a run of the step bench:
+//! cargo run --release --example predict -- --gpu gb10 --beside FILE
 //!
-//! step.rs       what a step launches: rehearsed, on a GPU that is not here      model/       launches -> time
-//! bench.rs      the same of what the benches time                              report.rs    tables
-//! against.rs    beside what was measured                                       recorded.rs  in which files that stands
+//! step.rs       the launches of a step, from a dry run
+//! bench.rs      the launches of the benches
+//! model/        launches -> time
+//! report.rs     tables
+//! against.rs    comparison with measurements
+//! recorded.rs   the files of those measurements
 //! ```
-//! `docs/predict.md` has the model, how far it can be trusted, and where it fails. Exit code 2: the command line is wrong, or a file cannot be
-//! read or written.
+//! `docs/predict.md` describes the model, its accuracy, and where it fails. Exit code 2: the
+//! command line is wrong, or a file cannot be read or written.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
@@ -20,10 +26,10 @@ mod against;
 mod arguments;
 mod bench;
 #[path = "../gpt/cli.rs"]
-#[allow(dead_code, reason = "the sizes alone are used")]
+#[allow(dead_code, reason = "only the sizes are used")]
 mod cli;
 #[path = "../crossasset/model.rs"]
-#[allow(dead_code, reason = "nothing is reported")]
+#[allow(dead_code, reason = "the monitored weight is unused")]
 mod crossasset;
 #[path = "../gpt/model.rs"]
 #[allow(dead_code, reason = "nothing is written")]
@@ -64,7 +70,7 @@ fn failed(error: &dyn Error) -> ExitCode {
     ExitCode::from(2)
 }
 
-/// What is printed.
+/// Returns the text to print.
 fn run(args: &Args) -> Result<String, Box<dyn Error>> {
     let gpu = args.gpu();
     let kernels = Kernels::of(gpu.arch);

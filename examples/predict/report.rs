@@ -1,4 +1,4 @@
-//! What is predicted, as tables.
+//! The prediction as tables.
 
 use std::fmt::Write as _;
 
@@ -6,10 +6,10 @@ use crate::against::Compared;
 use crate::model::Gpu;
 use crate::model::forecast::{Forecast, Row};
 
-/// The kernels named at the end.
+/// The number of kernels in the last line.
 const LARGEST: usize = 5;
 
-/// A line for each kernel, the step, and its largest kernels.
+/// Formats a line per kernel, the step, and its largest kernels.
 pub(crate) fn forecast(title: &str, gpu: &Gpu, forecast: &Forecast) -> String {
     let mut text = format!("prediction, not a measurement: {title}, on {}\n{}\n\n", gpu.name, gpu.sources);
     let _ = writeln!(
@@ -43,7 +43,8 @@ pub(crate) fn forecast(title: &str, gpu: &Gpu, forecast: &Forecast) -> String {
     text
 }
 
-/// Each line: predicted, measured, and the error; then how many are how near.
+/// Formats each line with prediction, measurement and error, then counts the lines within 10 % and
+/// 20 %.
 pub(crate) fn comparison(compared: &[Compared]) -> String {
     let mut text = String::new();
     let mut groups: Vec<&str> = compared.iter().map(|line| line.group).collect();
@@ -63,7 +64,7 @@ pub(crate) fn comparison(compared: &[Compared]) -> String {
     text
 }
 
-/// Four digits.
+/// Formats a number with about four digits.
 fn figure(number: f64) -> String {
     match number {
         ..10.0 => format!("{number:.2}"),

@@ -1,46 +1,49 @@
-//! The launches of a training step, which is rehearsed on a GPU that is not here.
+//! The launches of a training step, from a dry run on a GPU that is not present.
 //!
-//! Invariant: nothing is computed and no memory is taken, however large the model: its weights are made on the rehearsal, too.
+//! Invariant: nothing is computed and no memory is allocated, however large the model. Its weights
+//! are created in the dry run too.
 
 use stepscope::ops::Precision;
-use stepscope::{AdamW, AdamWConfig, Eager, Gradients, Inputs, Launch, Layout, Model, Parameters, Result, Tape};
+use stepscope::{
+    AdamW, AdamWConfig, EagerStep, Gradients, HostInputs, Launch, Model, ParameterSpec, Parameters, Result, Tape,
+};
 
 use crate::crossasset;
 use crate::gpt::{self, Gpt, Mode};
-use crate::model::rehearse;
+use crate::model::dry_run;
 use crate::sizes::{FEATURES, SCALES};
 
-/// What is trained.
+/// The model to train.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Work {
     CrossAsset,
     Gpt { sizes: gpt::Sizes, recompute: bool },
 }
 
-/// What one step on `batch` samples launches on a GPU with so many multiprocessors.
+/// Returns the launches of one step on `batch` samples, on a GPU with this many multiprocessors.
 ///
 /// # Errors
-/// Those of the ops.
+/// When an op fails.
 pub(crate) fn launches(processors: u32, work: Work, precision: Precision, batch: usize) -> Result<Vec<Launch>> {
-    // What makes the weights and the optimiser's state is no part of a step.
-    let before = rehearse(processors, |step| set_up(step, work, precision, batch, Until::Ready))?.len();
-    let mut launches = rehearse(processors, |step| set_up(step, work, precision, batch, Until::Updated))?;
+    // The launches that initialize the weights and the optimizer's state are not part of a step.
+    let before = dry_run(processors, |step| set_up(step, work, precision, batch, Until::Ready))?.len();
+    let mut launches = dry_run(processors, |step| set_up(step, work, precision, batch, Until::Updated))?;
     Ok(launches.split_off(before))
 }
 
-/// How far a rehearsal goes.
+/// The end of a dry run.
 #[derive(Clone, Copy, PartialEq)]
 enum Until {
     Ready,
     Updated,
 }
 
-fn set_up(step: &Eager<'_>, work: Work, precision: Precision, batch: usize, until: Until) -> Result<()> {
+fn set_up(step: &EagerStep<'_>, work: Work, precision: Precision, batch: usize, until: Until) -> Result<()> {
     match work {
         Work::CrossAsset => {
             let (model, layout) = crossasset::Model::<f32>::new()?;
             let (x, labels) = (vec![0.0; batch * SCALES.len() * FEATURES], vec![0; batch]);
-            let inputs = Inputs::new().with(&x, [batch, SCALES.len(), FEATURES])?.with(&labels, [batch])?;
+            let inputs = HostInputs::new().with(&x, [batch, SCALES.len(), FEATURES])?.with(&labels, [batch])?;
             train(step, &model, &layout, &inputs, precision, (batch, false), until)
         }
         Work::Gpt { sizes, recompute } => {
@@ -48,18 +51,18 @@ fn set_up(step: &Eager<'_>, work: Work, precision: Precision, batch: usize, unti
             let (model, layout) = Gpt::new(sizes, mode)?;
             let tokens = vec![0; batch * sizes.context];
             let shape = [batch, sizes.context];
-            let inputs = Inputs::new().with(&tokens, shape)?.with(&tokens, shape)?;
+            let inputs = HostInputs::new().with(&tokens, shape)?.with(&tokens, shape)?;
             train(step, &model, &layout, &inputs, precision, (batch, mode.bf16), until)
         }
     }
 }
 
-/// Forward, loss, backward, clipping and AdamW, as the trainer has them.
+/// Runs forward, loss, backward, clipping and AdamW, as the trainer does.
 fn train(
-    step: &Eager<'_>,
+    step: &EagerStep<'_>,
     model: &impl Model,
-    layout: &Layout,
-    inputs: &Inputs<'_>,
+    layout: &ParameterSpec,
+    inputs: &HostInputs<'_>,
     precision: Precision,
     (samples, copied): (usize, bool),
     until: Until,
@@ -80,6 +83,6 @@ fn train(
     let tape = Tape::new(step, &parameters);
     let output = model.forward(&tape, &batch)?;
     let loss = model.loss(&tape, &output, &batch, 1.0 / samples as f32)?;
-    tape.backward_afresh(&loss, &mut gradients)?;
+    tape.backward_overwrite(&loss, &mut gradients)?;
     optimizer.apply(step, &mut parameters, &gradients)
 }

@@ -1,28 +1,34 @@
-"""Writes the tables of docs/predict.md anew, rows as they stand there, and how many lines are near.
+"""Updates the tables of docs/predict.md in place, and the counts of lines within 10 % and 20 %.
 
-    cargo run --release --example predict -- --against benches/runs | python3 examples/predict/tables.py docs/predict.md
+    cargo run --release --example predict -- --against benches/runs |
+        python3 examples/predict/tables.py docs/predict.md
 
-Names the lines that no row of the page has; fails where a row has no line.
+The rows stay; only their figures change. Lists the lines without a row in the page, and fails if a
+row has no line.
 """
 
 import pathlib
 import re
 import sys
 
-# Columns of the table of products, as its lines end.
+# The columns of the products table, which are the endings of its lines' names.
 FACTORS = ["ieee", "tf32", "bf16", "BF16 tensors"]
 GROUPS = {"Products": "product", "Kernels that memory bounds": "kernel", "Attention of BF16 tensors": "attention"}
 
 
 def read(report):
-    """{line: (predicted, measured, error in %, bound)}, and {group: (lines, within 10 %, within 20 %)}."""
+    """Parses the report.
+
+    Returns {line: (predicted, measured, error in %, bound)} and
+    {group: (lines, within 10 %, within 20 %)}.
+    """
     rows = re.findall(r"^\| (.+) \| ([\d.]+) \| ([\d.]+) \| ([+-][\d.]+) % \| (.+) \|$", report, flags=re.M)
     groups = re.findall(r"^(\w+): (\d+) lines, (\d+) within 10 %, (\d+) within 20 %$", report, flags=re.M)
     return {name: line for name, *line in rows}, {name: counts for name, *counts in groups}
 
 
 def rewrite(page, lines, groups):
-    """The page with these figures, and the names of the lines that it shows."""
+    """Returns the page with these figures, and the names of the lines that it shows."""
     shown = set()
 
     def cell(name):

@@ -1,18 +1,19 @@
-//! One set of bits: runs every kernel on seeded inputs and compares digests of the results with the committed ones.
+//! Runs every kernel on seeded inputs and compares digests of the results with the committed ones.
 //!
 //! ```text
-//! cargo run --release --example same_bits                                    # the emulator on this CPU
-//! cargo run --release --features cuda --example same_bits -- --device cuda   # the GPU
-//! cargo run --release --example same_bits -- --plant add                     # shows that one wrong bit is seen
-//! cargo run --release --example same_bits -- --update                        # after a change of a kernel or a case
-//! cargo run --release --example same_bits -- --self-test                     # what the test on opening a device costs
-//! cargo run --release --example same_bits -- --list                          # the kernels' names
+//! cargo run --release --example same_bits  # the emulator on this CPU
+//! cargo run --release --features cuda --example same_bits -- --device cuda  # the GPU
+//! cargo run --release --example same_bits -- --plant add  # shows that one wrong bit is detected
+//! cargo run --release --example same_bits -- --update  # after a change of a kernel or a case
+//! cargo run --release --example same_bits -- --self-test  # the cost of a device's self-test
+//! cargo run --release --example same_bits -- --list  # the kernels' names
 //! ```
-//! A line for each kernel, forward and backward: its name, the first 16 digits of the SHA-256 of its results, and whether
-//! that is the committed one; then the digest of all. NaNs count as equal. The device is opened without its own test, which would be
-//! the same once more.
-//! Exit code 0: all are equal (with `--update`: are written). 1: one is not, or the device failed. 2: the command line is
-//! wrong.
+//! Prints a line per kernel, forward and backward: its name, the first 16 digits of the SHA-256 of
+//! its results, and whether it matches the committed digest. The digest of all results follows.
+//! NaNs count as equal. The device is opened without its self-test, which would be redundant here.
+//!
+//! Exit code 0: all are equal (with `--update`: written). 1: one differs, or the device failed. 2:
+//! the command line is wrong.
 
 #![forbid(unsafe_code)]
 
@@ -20,18 +21,18 @@ use clap::Parser;
 use clap::builder::PossibleValuesParser;
 use std::process::ExitCode;
 use std::time::Instant;
-use stepscope::same_bits::{self, Form, cases, compare, remembered};
+use stepscope::same_bits::{self, CaseSize, cases, compare, remembered};
 use stepscope::{Device, DeviceKind, Result, SelfTest};
 
-/// Compares the bits of every kernel's results with the committed ones.
+/// Compares the bits of every kernel's results with the committed ones
 #[derive(Parser)]
 #[command(name = "same_bits")]
 struct Args {
-    /// Where the kernels run
+    /// Device to run on
     #[arg(long, value_name = "auto|emulated|cuda", default_value = "auto")]
     device: DeviceKind,
 
-    /// Run each case in its smallest form, as the test on opening a device does
+    /// Run each case in its smallest size, as the self-test on opening a device does
     #[arg(long)]
     smallest: bool,
 
@@ -40,21 +41,21 @@ struct Args {
         value_parser = PossibleValuesParser::new(cases().into_iter().map(|(name, _)| name)))]
     plant: Option<String>,
 
-    /// Write the digests of both forms to the source folder and show what changed
+    /// Write the digests of both sizes to the source folder and show what changed
     #[arg(long, conflicts_with_all = ["plant", "smallest"])]
     update: bool,
 
-    /// Time the test on opening a device, and openings with it and without
+    /// Time the self-test on opening a device, and openings with and without it
     #[arg(long, conflicts_with_all = ["plant", "smallest", "update"])]
     self_test: bool,
 
-    /// Print the names of the kernels that a GPU has, and nothing else
+    /// Print only the names of the kernels on a GPU
     #[arg(long, exclusive = true)]
     list: bool,
 }
 
-/// Where the committed digests are.
-const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/host/same_bits/golden.txt");
+/// The file of the committed digests.
+const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/host/check/src/same_bits/golden.txt");
 
 fn main() -> ExitCode {
     let args = Args::parse();
@@ -76,23 +77,23 @@ fn open(kind: DeviceKind, when: SelfTest) -> Result<Device> {
     Device::builder(kind).self_test(when).open()
 }
 
-/// True when all are equal, or written.
+/// Returns true if all digests are equal or written.
 fn run(args: &Args) -> Result<bool, Box<dyn std::error::Error>> {
     let device = open(args.device, SelfTest::Never)?;
     println!("{}, {} kernels", device.description().name, cases().len());
     if args.update {
         let [(_, whole), (_, smallest)] =
-            [digests(&device, Form::Whole, args)?, digests(&device, Form::Smallest, args)?];
+            [digests(&device, CaseSize::Whole, args)?, digests(&device, CaseSize::Smallest, args)?];
         std::fs::write(GOLDEN, same_bits::to_commit(&whole, &smallest))
             .map_err(|error| format!("{GOLDEN}: {error}"))?;
         println!("written to {GOLDEN}");
         return Ok(true);
     }
-    Ok(digests(&device, if args.smallest { Form::Smallest } else { Form::Whole }, args)?.0)
+    Ok(digests(&device, if args.smallest { CaseSize::Smallest } else { CaseSize::Whole }, args)?.0)
 }
 
-/// Whether the digests of every kernel in a form are the committed ones; and the text of them.
-fn digests(device: &Device, form: Form, args: &Args) -> Result<(bool, String)> {
+/// Returns true if the digests of every kernel at this size are the committed ones, and their text.
+fn digests(device: &Device, form: CaseSize, args: &Args) -> Result<(bool, String)> {
     let start = Instant::now();
     let mut found = String::new();
     for (name, case) in cases() {
@@ -115,7 +116,7 @@ fn digests(device: &Device, form: Form, args: &Args) -> Result<(bool, String)> {
     Ok((different == 0, found))
 }
 
-/// Prints what the test costs. Files of the cache come and go as in any program.
+/// Prints the cost of the self-test. It reads and writes the cache as any program does.
 fn time(kind: DeviceKind) -> Result<()> {
     // The first opening of a process also loads the driver.
     let known = |device: &Device| remembered(device).map_or("no".into(), |path| path.display().to_string());

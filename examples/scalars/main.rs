@@ -1,15 +1,17 @@
-//! Proof of the scalar functions: every float32 input, on a device and on this CPU.
+//! Verifies the scalar functions on every float32 input, on a device and on this CPU.
 //!
 //! ```text
-//! cargo run --release --example scalars                                    # the emulator, all 2^32 inputs a function
-//! cargo run --release --features cuda --example scalars -- --device cuda   # the GPU, the same
-//! cargo run --release --example scalars -- --stride 4099                   # every 4099th input
+//! cargo run --release --example scalars  # the emulator, all 2^32 inputs per function
+//! cargo run --release --features cuda --example scalars -- --device cuda  # the GPU, the same
+//! cargo run --release --example scalars -- --stride 4099  # every 4099th input
 //! ```
-//! For each function of `device/src/math.rs`: how many results of the device differ from the CPU's in a bit (NaNs aside),
-//! and the largest error against float64, in units in the last place, with its input. The device runs the kernel `scalars`;
-//! the CPU calls the function, which the compiler has compiled for any processor.
-//! Exit code 0: no bit differs and no error is above what `math.rs` states. 1: not so, or the device failed. 2: the command
-//! line is wrong.
+//! For each function of `device/src/math.rs`, it prints how many of the device's results differ
+//! from the CPU's in any bit (NaNs aside). It also prints the largest error against float64, in
+//! units in the last place (ulp), with its input. The device runs the kernel `scalars`; the CPU
+//! calls the same function, compiled for it.
+//!
+//! Exit code 0: no bit differs and no error exceeds the bound in `math.rs`. 1: otherwise, or the
+//! device failed. 2: the command line is wrong.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
@@ -24,19 +26,19 @@ use std::time::Instant;
 use stepscope::{Arena, Capacity, Device, DeviceKind, Result};
 use sweep::{BLOCK, sweep};
 
-/// Compares the scalar functions on a device with the CPU and with float64, over all inputs.
+/// Compares the scalar functions on a device with the CPU and with float64, over all inputs
 #[derive(Parser)]
 #[command(name = "scalars")]
 struct Args {
-    /// Where the kernel runs
+    /// Device to run on
     #[arg(long, value_name = "auto|emulated|cuda", default_value = "auto")]
     device: DeviceKind,
 
-    /// Take only the inputs whose bits are a multiple of this
+    /// Test only inputs whose bits are a multiple of this
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     stride: u32,
 
-    /// Take only the functions of these names
+    /// Test only these functions
     #[arg(long, value_name = "NAME,..", value_delimiter = ',', value_parser = FUNCTIONS.each_ref().map(|function| function.name))]
     only: Vec<String>,
 }
@@ -52,7 +54,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// True when all is as `math.rs` says.
+/// Returns true if all results meet the claims of `math.rs`.
 fn run(args: &Args) -> Result<bool> {
     let device = Device::open(args.device)?;
     let mut arena = Arena::builder(&device).capacity(Capacity::Bytes(BLOCK * size_of::<f32>())).build()?;
@@ -85,6 +87,6 @@ fn run(args: &Args) -> Result<bool> {
         }
         all &= tally.holds(function);
     }
-    println!("{}", if all { "all bits equal, all errors within what is stated" } else { "FAILED" });
+    println!("{}", if all { "all bits equal, all errors within the stated bounds" } else { "FAILED" });
     Ok(all)
 }

@@ -1,9 +1,10 @@
-//! The scalar functions in float64, to judge the float32 ones by.
+//! The scalar functions in float64, as a reference for the float32 ones.
 //!
-//! Invariant: each reference is within 1e-5 of a float32's unit in the last place (ulp). Float64 has 29 bits more than
-//! float32, and the functions of the `libm` crate, the same code on every machine, are good to an ulp of it; so cancellation
-//! alone could spoil a reference, and each says how it is avoided. `tests/kernels/scalars.rs` holds them against values of
-//! 60 digits where they are worst.
+//! Invariant: each reference is within 1e-5 of a float32 unit in the last place (ulp). Float64 has
+//! 29 more bits than float32, and the `libm` crate, which is the same code on every machine, is
+//! accurate to one ulp of float64. Only cancellation could spoil a reference, and each states how
+//! it avoids that. `tests/kernels/scalars.rs` checks them at their worst inputs against values of
+//! 60 digits.
 
 use kernels::{math, scalars};
 
@@ -62,13 +63,14 @@ pub(crate) mod ulps {
     pub(crate) const GELU_EXACT: f64 = 2.225;
 }
 
-/// 2 sqrt(2/pi) and the cubic's factor.
+/// The constants 2 sqrt(2/pi) and the cubic's factor.
 const GELU: [f64; 2] = [1.595_769_121_605_730_6, 0.044_715];
 
-/// From here on gelu and its derivative are below any float32 at -x, and within 2^-53 of x and 1 at x.
+/// The limit beyond which, at -x, gelu and its derivative round to zero in float32, and at x they
+/// are within 2^-53 of x and 1.
 const GELU_END: f64 = 15.0;
 
-/// The tanh form of GELU, as x times a sigmoid, which loses nothing for negative x.
+/// Computes the tanh form of GELU as x times a sigmoid, which is exact for negative x too.
 pub(crate) fn gelu(x: f64) -> f64 {
     if x.abs() > GELU_END {
         return if x > 0.0 { x } else { -0.0 };
@@ -76,11 +78,11 @@ pub(crate) fn gelu(x: f64) -> f64 {
     x * sigmoid(gelu_argument(x))
 }
 
-/// Its derivative: sigmoid(z) (1 + x z' sigmoid(-z)), whose two terms cancel at the root. There a series about the root
-/// replaces it, with the distance to the root in two parts. Where they meet, the series leaves out 2^-54 of the value and
-/// the formula has lost 12 bits.
+/// Computes the derivative sigmoid(z) (1 + x z' sigmoid(-z)). Its two terms cancel at the root, so
+/// near the root a series replaces it, with the distance to the root in two parts. Where the two
+/// meet, the series omits 2^-54 of the value and the formula has lost 12 bits.
 pub(crate) fn gelu_derivative(x: f64) -> f64 {
-    /// The root, and what a float64 leaves of it.
+    /// The root, and its rounding error in float64.
     const ROOT: [f64; 2] = [-0.752_461_422_071_016_3, 3.635_560_509e-17];
     const SERIES: [f64; 5] = [
         0.430_400_091_024_858_5,
@@ -100,22 +102,22 @@ pub(crate) fn gelu_derivative(x: f64) -> f64 {
     sigmoid(z) * (1.0 + x * sigmoid(-z) * GELU[0] * (1.0 + 3.0 * GELU[1] * x * x))
 }
 
-/// z = 2 sqrt(2/pi) (x + 0.044715 x^3): two terms of one sign.
+/// Computes z = 2 sqrt(2/pi) (x + 0.044715 x^3), a sum of terms of equal sign.
 fn gelu_argument(x: f64) -> f64 {
     GELU[0] * (x + GELU[1] * x * x * x)
 }
 
-/// x / (1 + e^-x); -0 where that is below any float32.
+/// Computes x / (1 + e^-x), or -0 where that underflows float32.
 pub(crate) fn silu(x: f64) -> f64 {
     if x < -150.0 { -0.0 } else { x * sigmoid(x) }
 }
 
-/// x times the normal distribution's share below x; -0 where that is below any float32.
+/// Computes x times the normal distribution function, or -0 where that underflows float32.
 pub(crate) fn gelu_exact(x: f64) -> f64 {
     if x < -GELU_END { -0.0 } else { 0.5 * x * libm::erfc(-x / 2f64.sqrt()) }
 }
 
-/// 1 / (1 + e^-z), by e^-|z|, which cannot overflow.
+/// Computes 1 / (1 + e^-z) from e^-|z|, which cannot overflow.
 pub(crate) fn sigmoid(z: f64) -> f64 {
     let exp = libm::exp(-z.abs());
     if z < 0.0 { exp / (1.0 + exp) } else { 1.0 / (1.0 + exp) }
@@ -125,10 +127,10 @@ pub(crate) fn rsqrt(x: f64) -> f64 {
     1.0 / x.sqrt()
 }
 
-/// The distance in units in the last place of `want` as a float32; infinite where one is NaN or infinite and the other is
-/// not the same.
+/// Returns the distance in float32 ulps of `want`. It is infinite if one value is NaN or infinite
+/// and the other is not the same.
 pub(crate) fn error_ulps(got: f32, want: f64) -> f64 {
-    /// 2^128, for which infinity stands.
+    /// The value 2^128, which stands for infinity.
     const END: f64 = (1u128 << 127) as f64 * 2.0;
     let got = if got.is_infinite() && want.abs() >= f64::from(f32::MAX) && want.is_finite() {
         END.copysign(f64::from(got))
@@ -140,7 +142,7 @@ pub(crate) fn error_ulps(got: f32, want: f64) -> f64 {
         _ if (got.is_nan() && want.is_nan()) || got == want => 0.0,
         _ => f64::INFINITY,
     };
-    // The binade of `want`, from the smallest normal float's on; 23 places lie behind its point.
+    // The exponent of `want`, clamped to normal floats; an ulp is 2^-23 of it.
     let exponent = ((want.to_bits() >> 52) & 0x7ff).clamp(1023 - 126, 1023 + 127);
     error / f64::from_bits((exponent - 23) << 52)
 }

@@ -1,7 +1,8 @@
-//! One function over the 2^32 bit patterns or every so many of them: a device's results against the CPU's, and the CPU's
-//! against the reference.
+//! Sweeps a function over all 2^32 bit patterns, or every n-th of them. Compares a device's results
+//! with the CPU's, and the CPU's with the reference.
 //!
-//! Invariant: a tally does not depend on how the range was split, nor on the order in which the parts ended.
+//! Invariant: a tally does not depend on how the range is split, or on the order in which parts
+//! finish.
 
 use crate::reference::{Function, error_ulps};
 use kernels::scalars::scalars;
@@ -12,12 +13,12 @@ use std::sync::mpsc;
 use std::thread;
 use stepscope::{Arena, Result, Target};
 
-/// Inputs in one launch: 16 MiB of results.
+/// Inputs per launch: 16 MiB of results.
 pub(crate) const BLOCK: usize = 1 << 22;
-/// Inputs that one CPU thread judges at a time.
+/// Inputs per work item of a CPU thread.
 const SHARE: usize = 1 << 14;
 
-/// Inputs: the floats whose bits are `first + i stride` for `i` below `length`.
+/// A range of inputs: the floats with bits `first + i stride` for `i` below `length`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Range {
     pub(crate) first: u32,
@@ -26,7 +27,7 @@ pub(crate) struct Range {
 }
 
 impl Range {
-    /// Every `stride`-th of the 2^32 patterns, in ranges of at most [`BLOCK`].
+    /// Returns every `stride`-th of the 2^32 patterns, in ranges of at most [`BLOCK`].
     fn blocks(stride: u32) -> impl Iterator<Item = Self> {
         let inputs = (1u64 << 32).div_ceil(u64::from(stride)) as usize;
         (0..inputs).step_by(BLOCK).map(move |start| Self {
@@ -40,7 +41,7 @@ impl Range {
         f32::from_bits(self.first.wrapping_add((index as u32).wrapping_mul(self.stride)))
     }
 
-    /// The function's results, by the kernel.
+    /// Computes the function's results with the kernel.
     pub(crate) fn on_device(self, arena: &mut Arena, function: &Function) -> Result<Vec<f32>> {
         let Self { first, stride, length } = self;
         arena.step(|step| {
@@ -63,11 +64,11 @@ impl Range {
     }
 }
 
-/// Counts every `stride`-th input; `results` gives the device's results of a range. The device computes a range while the
-/// CPU judges the one before.
+/// Tallies every `stride`-th input. `results` returns the device's results for a range. The device
+/// computes a range while the CPU checks the previous one.
 ///
 /// # Errors
-/// Those of `results`.
+/// When `results` fails.
 pub(crate) fn sweep(
     function: &Function,
     stride: u32,
@@ -89,7 +90,7 @@ pub(crate) fn sweep(
     })
 }
 
-/// An input for which the device gave other bits than the CPU.
+/// An input for which device and CPU give different bits.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Difference {
     pub(crate) input: f32,
@@ -104,14 +105,14 @@ impl fmt::Display for Difference {
     }
 }
 
-/// What was found.
+/// The result of a sweep.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Tally {
     pub(crate) inputs: u64,
-    /// How many results differ, NaNs aside, and the first that does.
+    /// The number of results that differ (NaNs aside), and the first of them.
     pub(crate) differences: u64,
     pub(crate) first_difference: Option<Difference>,
-    /// The largest distance to the reference, and the first input that has it.
+    /// The largest distance to the reference, and the first input with it.
     pub(crate) worst_ulps: f64,
     pub(crate) worst_input: f32,
 }
@@ -130,12 +131,12 @@ impl Tally {
         }
     }
 
-    /// Equal bits, and no error above the one that `math.rs` states.
+    /// Returns true if all bits are equal and no error exceeds the bound in `math.rs`.
     pub(crate) fn holds(&self, function: &Function) -> bool {
         self.differences == 0 && self.worst_ulps <= function.stated_ulps
     }
 
-    /// Both; `later` is of inputs that come later.
+    /// Merges two tallies; `later` covers later inputs.
     fn and(self, later: Self) -> Self {
         let (worst_ulps, worst_input) = if later.worst_ulps > self.worst_ulps {
             (later.worst_ulps, later.worst_input)

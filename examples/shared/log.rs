@@ -1,6 +1,7 @@
-//! What a run says of itself on standard error: text for people, or JSON objects for programs.
+//! Logging on standard error: text for people, or JSON objects for programs.
 //!
-//! Invariant: with `--log json` each line there is one object, whoever says it; what cannot be written ends nothing.
+//! Invariant: with `--log json` every line there is one object, including the library's own
+//! messages. A failed write is ignored.
 
 use std::error::Error;
 use std::io::{IsTerminal, Write, stderr};
@@ -11,20 +12,20 @@ use tracing_subscriber::filter::{EnvFilter, LevelFilter};
 use tracing_subscriber::fmt::format::FmtSpan;
 use tracing_subscriber::prelude::*;
 
-/// What is written to standard error.
+/// The format of the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Log {
-    /// A bar with figures on a terminal, else a line now and then.
+    /// A progress bar with figures on a terminal, else a line now and then.
     Text,
-    /// Objects, one a line, for programs.
+    /// JSON objects, one per line, for programs
     Json,
-    /// Nothing: another rank says it.
+    /// Nothing, because another rank logs.
     #[value(skip)]
     Quiet,
 }
 
 impl Log {
-    /// The bar as this log has it.
+    /// Configures a progress bar for this log format.
     pub(crate) fn shows(self, bar: ProgressBar) -> ProgressBar {
         match self {
             Log::Text => bar,
@@ -34,8 +35,9 @@ impl Log {
     }
 }
 
-/// Listens to this program and the library. `RUST_LOG` says how closely: warnings, with JSON also progress, unless it is set; from
-/// `debug` on each step as it ends, with its time. With the feature `nvtx` a profiler that is there hears all of it besides.
+/// Subscribes to the events of this program and the library. `RUST_LOG` sets the level. The default
+/// is warnings, and with JSON also progress; `debug` adds each step with its time. With the feature
+/// `nvtx`, events also go to a profiler, if one started the program.
 pub(crate) fn start(log: Log) {
     let default = match log {
         Log::Text | Log::Quiet => LevelFilter::WARN,
@@ -53,13 +55,13 @@ pub(crate) fn start(log: Log) {
     listeners.init();
 }
 
-/// Whether a profiler has started this program: it then names its library here.
+/// Returns true if a profiler started this program. Profilers set this variable to their library.
 #[cfg(feature = "nvtx")]
 fn profiler() -> bool {
     std::env::var_os("NVTX_INJECTION64_PATH").is_some()
 }
 
-/// Says a sentence.
+/// Logs a sentence.
 pub(crate) fn say(log: Log, text: &str) {
     match log {
         Log::Text => drop(writeln!(stderr(), "{text}")),
@@ -68,7 +70,7 @@ pub(crate) fn say(log: Log, text: &str) {
     }
 }
 
-/// Says why the run ends.
+/// Logs the error that ends the run.
 pub(crate) fn failed(log: Log, error: &dyn Error) {
     match log {
         Log::Text => drop(writeln!(stderr(), "error: {error}")),

@@ -1,7 +1,10 @@
-//! `loss.svg`: training and validation loss, part beside part of a run.
+//! `loss.svg`: training and validation loss, with the parts of a run side by side.
 //!
-//! Text is written as SVG text, so drawing needs no font; the dashed line is the loss of guessing all classes alike. Where single losses are too many to follow
-//! they are faint, and a line shows the mean of those around each. Invariant: the file stays small however long a run is.
+//! Text is written as SVG text, so drawing needs no font. The dashed line is the loss of a uniform
+//! guess over all classes. When there are too many losses to follow, they are faint, and a line
+//! shows their moving mean.
+//!
+//! Invariant: the file stays small however long a run is.
 
 use std::ops::Range;
 
@@ -16,44 +19,44 @@ const TRAIN: RGBColor = RGBColor(0, 114, 178);
 const VALID: RGBColor = RGBColor(213, 94, 0);
 const QUIET: RGBColor = RGBColor(120, 120, 120);
 const FAINT: RGBColor = RGBColor(225, 225, 225);
-/// More losses in a part are smoothed, over this share of them.
+/// A part with more losses than this is smoothed over one in `SMOOTHED_SHARE` of them.
 const MOST_DOTS: usize = 60;
 const SMOOTHED_SHARE: usize = 20;
-/// Points of a line for the losses of a mean, at most: so a line has some five hundred.
+/// The most points of a smoothed line per averaging window, so that a line has about 500 points.
 const POINTS_IN_A_MEAN: usize = 25;
 
 type Chart<'a> = ChartContext<'a, SVGBackend<'a>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
 type Drawn = Result<(), Box<dyn std::error::Error>>;
 
-/// What is drawn.
+/// The contents of the picture.
 pub(crate) struct Picture {
-    /// What stands above.
+    /// The title above the chart.
     pub(crate) caption: &'static str,
-    /// What stands below.
+    /// The label below the axis.
     pub(crate) x_label: &'static str,
-    /// Guessing one of so many alike is the dashed line.
+    /// The number of classes, which sets the dashed line.
     pub(crate) classes: usize,
-    /// From left to right, each where the one before it ends.
+    /// The parts from left to right. Each begins where the previous one ends.
     pub(crate) parts: Vec<Part>,
 }
 
-/// A part of a run, between lines.
+/// A part of a run, drawn between vertical lines.
 pub(crate) struct Part {
-    /// What stands below it, if anything.
+    /// The name below the part, if any.
     pub(crate) name: String,
-    /// Where it stands along the axis.
+    /// The part's range along the axis.
     pub(crate) range: Range<f64>,
-    /// What is written below the axis, and where.
+    /// The positions and texts of the axis labels.
     pub(crate) ticks: Vec<(f64, String)>,
-    /// The training losses and the validation losses, each at its place along the axis.
+    /// The training losses and the validation losses, as (position, loss).
     pub(crate) curves: [Vec<(f64, f64)>; 2],
 }
 
 impl Picture {
-    /// The picture as SVG text. Losses that are not finite leave a gap.
+    /// Draws the picture as SVG text. Losses that are not finite leave a gap.
     ///
     /// # Panics
-    /// Never: writing into a string cannot fail.
+    /// Never, since writing into a string cannot fail.
     pub(crate) fn draw(&self) -> String {
         let mut svg = String::new();
         self.draw_into(&mut svg).expect("drawing into a string does not fail");
@@ -112,7 +115,7 @@ impl Picture {
         Ok(())
     }
 
-    /// From below the least to above the greatest of all losses and the loss of guessing.
+    /// Returns a range that contains all losses and the loss of a uniform guess, with a margin.
     fn losses(&self, chance: f64) -> Range<f64> {
         let losses = self.parts.iter().flat_map(|part| part.curves.iter().flatten());
         let (least, most) = losses
@@ -124,7 +127,7 @@ impl Picture {
     }
 }
 
-/// Below the axis the ticks of a part, and its name.
+/// Draws a part's labels and name below the axis.
 fn draw_axis(chart: &mut Chart<'_>, part: &Part, bottom: f64) -> Drawn {
     let below = Pos::new(HPos::Center, VPos::Top);
     let text = |text: String, at: f64, pixels_down: i32| {
@@ -137,7 +140,8 @@ fn draw_axis(chart: &mut Chart<'_>, part: &Part, bottom: f64) -> Drawn {
     Ok(())
 }
 
-/// One dot for each loss, joined where they are finite; or, of so many, a faint line and their smooth one.
+/// Draws one dot per loss, joined by lines where losses are finite. Many losses become a faint line
+/// and a smoothed one.
 fn draw_losses(chart: &mut Chart<'_>, points: &[(f64, f64)], color: RGBColor, window: Option<usize>) -> Drawn {
     for part in points.split(|(_, loss)| !loss.is_finite()) {
         let Some(window) = window.filter(|_| !part.is_empty()) else {
@@ -156,25 +160,26 @@ fn faint(color: RGBColor) -> ShapeStyle {
     color.mix(0.4).stroke_width(1)
 }
 
-/// How many losses a point of a line stands for, where so many are smoothed.
+/// Returns the number of losses per point of a smoothed line.
 fn losses_of_a_point(window: usize) -> usize {
     window.div_ceil(POINTS_IN_A_MEAN)
 }
 
-/// The mean place and the mean loss of some, at least one.
+/// Returns the mean position and the mean loss of at least one point.
 fn mean(points: &[(f64, f64)]) -> (f64, f64) {
     let sum = points.iter().fold((0.0, 0.0), |sum, point| (sum.0 + point.0, sum.1 + point.1));
     (sum.0 / points.len() as f64, sum.1 / points.len() as f64)
 }
 
-/// At every so many places, the last among them, the mean of the `window` losses around it: of fewer at the ends.
+/// Returns the mean of the `window` losses around every `each`-th position and the last one.
+/// Windows are shorter at both ends.
 fn means_around(points: &[(f64, f64)], window: usize, each: usize) -> impl Iterator<Item = (f64, f64)> {
     let around = move |at: usize| &points[at.saturating_sub(window / 2)..points.len().min(at + window.div_ceil(2))];
     let places = (0..points.len() - 1).step_by(each).chain([points.len() - 1]);
     places.map(move |at| (points[at].0, mean(around(at)).1))
 }
 
-/// Beside the chart, so that it hides no loss.
+/// Draws the legend next to the chart, so that it hides no loss.
 fn draw_legend(area: &DrawingArea<SVGBackend<'_>, Shift>, classes: usize, window: Option<usize>) -> Drawn {
     let text = ("sans-serif", 14).into_font().color(&BLACK).pos(Pos::new(HPos::Left, VPos::Center));
     let mean_of = |losses: usize| if losses > 1 { format!("training, mean of {losses}") } else { "training".into() };

@@ -1,6 +1,6 @@
-//! Parts that the training examples share: log, screen, signals, the folder of results, settings in
-//! a checkpoint, ranks of a group, the picture of the loss, and figures of the memory and the
-//! graphs that were used.
+//! Code shared by the training examples: logging, standard output, signals, the results folder,
+//! settings in a checkpoint, ranks of a group, the loss picture, and statistics of memory and
+//! graphs.
 
 #![allow(dead_code, reason = "each example uses its part")]
 

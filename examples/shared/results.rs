@@ -1,7 +1,7 @@
 //! The folder of a run's results.
 //!
-//! Invariant: one run at a time writes there, and none replaces the checkpoint of another run
-//! unless it was told to.
+//! Invariant: only one run at a time writes there, and a run replaces another run's checkpoint only
+//! with `--overwrite`.
 
 use std::error::Error;
 use std::fs;
@@ -13,23 +13,23 @@ use stepscope::{PlainFile, RunLock};
 use time::OffsetDateTime;
 use time::macros::format_description;
 
-/// The checkpoint that `--resume` reads.
+/// The file name of the checkpoint, which `--resume` reads.
 pub(crate) const CHECKPOINT: &str = "model.safetensors";
-/// The weights with the least loss.
+/// The file name of the weights with the lowest loss.
 pub(crate) const BEST: &str = "best.safetensors";
-/// The longest header of a checkpoint whose notes are shown.
+/// The longest checkpoint header from which notes are read.
 const MAX_HEADER_BYTES: u64 = 1 << 24;
 
-/// The lock of this process's folder: the thread that answers signals releases it too.
+/// The lock of this process's folder. It is global because the signal thread also releases it.
 static HELD: Mutex<Option<RunLock>> = Mutex::new(None);
 
-/// The folder, until it is dropped.
+/// Ownership of the folder until this is dropped.
 pub(crate) struct Results(());
 
-/// Takes the folder, which is made when missing.
+/// Locks the folder, which is created if missing.
 ///
 /// # Errors
-/// When another run has it or [`check`] refuses it; the system's.
+/// When another run has locked it, [`check`] refuses it, or the system fails.
 pub(crate) fn take(
     out: &Path,
     resume: Option<&Path>,
@@ -54,23 +54,23 @@ impl Drop for Results {
     }
 }
 
-/// Looks for the checkpoint of another run than the one that `--resume` goes on with.
+/// Checks the folder for the checkpoint of a run other than the one that `--resume` continues.
 ///
 /// # Errors
-/// A text that names the files there and the options to add to the command.
+/// A text that names the files found there and the options to add to the command.
 pub(crate) fn check(out: &Path, resume: Option<&Path>, overwrite: bool) -> Result<(), String> {
     let checkpoint = out.join(CHECKPOINT);
     let goes_on = || Some(fs::canonicalize(resume?).ok()? == fs::canonicalize(&checkpoint).ok()?);
     if overwrite || goes_on() == Some(true) {
         return Ok(());
     }
-    // Not followed: a link that leads nowhere is somebody's too.
+    // Links are not followed, because even a dangling link is another run's file.
     let Some(name) = [CHECKPOINT, BEST].into_iter().find(|name| fs::symlink_metadata(out.join(name)).is_ok()) else {
         return Ok(());
     };
     let found = Found::read(&out.join(name));
     let go_on = match found.updates.as_ref().filter(|_| name == CHECKPOINT) {
-        Some(_) => format!("\n  --resume {}   to go on with that run", checkpoint.display()),
+        Some(_) => format!("\n  --resume {}   to continue that run", checkpoint.display()),
         None => String::new(),
     };
     Err(format!(
@@ -82,7 +82,7 @@ pub(crate) fn check(out: &Path, resume: Option<&Path>, overwrite: bool) -> Resul
     ))
 }
 
-/// Facts about a file that need not be read whole.
+/// Facts about a checkpoint, found without reading all of it.
 #[derive(Default)]
 struct Found {
     updates: Option<String>,
@@ -105,7 +105,7 @@ impl Found {
     }
 }
 
-/// The number of updates that a checkpoint's notes name.
+/// Returns the number of updates in a checkpoint's notes.
 fn updates(path: &Path) -> Option<String> {
     let mut file = PlainFile::open(path).ok()?;
     let mut length = [0; 8];
@@ -142,12 +142,12 @@ mod tests {
             told.contains("holds the checkpoint of an earlier run: model.safetensors, 500 updates, written 20"),
             "{told}"
         );
-        let go_on = format!("\n  --resume {}   to go on", checkpoint.display());
+        let go_on = format!("\n  --resume {}   to continue", checkpoint.display());
         assert!(
             told.contains(&go_on) && told.contains("\n  --overwrite ") && told.contains("\n  --out DIR "),
             "{told}"
         );
-        // From another file, even one in the folder, the checkpoint would be replaced.
+        // Resuming from any other file, even one in the folder, would replace the checkpoint.
         let other = out.join("copy.safetensors");
         fs::copy(&checkpoint, &other).unwrap();
         assert!(check(out, Some(&other), false).is_err());

@@ -1,6 +1,7 @@
-//! What a run says on standard output.
+//! A run's standard output.
 //!
-//! Invariant: a standard output that is closed or full ends no run; whether somebody lost a line is told at its end.
+//! Invariant: a closed or full standard output does not stop a run. Lost lines are reported as an
+//! error at its end.
 
 use std::fmt::Display;
 use std::io::{self, ErrorKind, Write};
@@ -8,19 +9,19 @@ use std::io::{self, ErrorKind, Write};
 /// Standard output.
 #[derive(Debug, Default)]
 pub(crate) struct Screen {
-    /// Why a line could not be written; later ones are not tried.
+    /// The reason why a line could not be written. Later lines are skipped.
     failed: Option<io::Error>,
-    /// Whether another rank says it.
+    /// True if another rank prints.
     quiet: bool,
 }
 
 impl Screen {
-    /// One that says nothing.
+    /// Returns a screen that prints nothing.
     pub(crate) fn quiet() -> Self {
         Self { quiet: true, ..Self::default() }
     }
 
-    /// Says a line.
+    /// Prints a line.
     pub(crate) fn say(&mut self, line: impl Display) {
         self.say_to(&mut io::stdout(), line);
     }
@@ -31,7 +32,8 @@ impl Screen {
         }
     }
 
-    /// An error when a line was lost that somebody may be waiting for. A reader who has gone, as `head` does, is not.
+    /// Returns an error if a line was lost. A reader that closed the pipe, as `head` does, is no
+    /// error.
     pub(crate) fn end(self) -> Result<(), String> {
         match self.failed {
             Some(reason) if reason.kind() != ErrorKind::BrokenPipe => Err(format!("standard output: {reason}")),
@@ -44,7 +46,7 @@ impl Screen {
 mod tests {
     use super::*;
 
-    /// An output that fails in this way after so many bytes.
+    /// An output that fails with this error after this many bytes.
     struct Failing(usize, ErrorKind);
 
     impl Write for Failing {

@@ -1,28 +1,28 @@
-//! The settings that decide the weights of a run. A checkpoint keeps them as a note, and a run that
-//! goes on from it must have the same.
+//! The settings that decide the weights of a run. A checkpoint stores them as a note, and a run
+//! that resumes from it must have the same.
 
 use std::collections::BTreeSet;
 
 use stepscope::Checkpoint;
 
-/// Names and values, in the order in which an error lists them.
+/// Names and values, in the order in which errors list them.
 pub(crate) type Settings = Vec<(&'static str, String)>;
 
-/// Characters of a value that a message shows.
+/// The most characters of a value that a message shows.
 const SHOWN: usize = 100;
-/// Settings that a message lists.
+/// The most settings that a message lists.
 const LISTED: usize = 20;
 
-/// The text of a checkpoint's note.
+/// Formats the settings as a checkpoint's note.
 pub(crate) fn to_note(settings: &Settings) -> String {
     serde_json::to_string(settings).expect("pairs of texts have a JSON form")
 }
 
-/// The note of this name, which the program that wrote the checkpoint has given: `gpt.settings`,
-/// say.
+/// Returns the note of this name, such as `gpt.settings`, which the program that wrote the
+/// checkpoint has set.
 ///
 /// # Errors
-/// Names the program whose checkpoint it is.
+/// Names the program that wrote the checkpoint.
 pub(crate) fn note<'c>(checkpoint: &'c Checkpoint, name: &str) -> Result<&'c str, String> {
     if let Ok(note) = checkpoint.note(name) {
         return Ok(note);
@@ -33,7 +33,8 @@ pub(crate) fn note<'c>(checkpoint: &'c Checkpoint, name: &str) -> Result<&'c str
     Err(format!("is a checkpoint of {whose}; expected one of `{}`", program(name)))
 }
 
-/// Returns true if a run can go on from a checkpoint: weights without the optimizer are not enough.
+/// Returns true if a run can resume from the checkpoint. That needs the optimizer's state, not only
+/// weights.
 pub(crate) fn has_optimizer(checkpoint: &Checkpoint) -> bool {
     checkpoint.note("stepscope.updates").is_ok()
 }
@@ -68,7 +69,7 @@ pub(crate) fn compare(note: &str, ours: &Settings) -> Result<(), String> {
     Err(format!("was made with other settings:\n{}", lines.join("\n")))
 }
 
-/// The start of a text from a file, without characters that steer a terminal.
+/// Returns the start of a text from a file, with control characters escaped.
 fn shown(text: &str) -> String {
     let start: String = text.chars().take(SHOWN).flat_map(char::escape_debug).collect();
     if text.chars().nth(SHOWN).is_some() { start + ".." } else { start }

@@ -1,10 +1,10 @@
 //! The signals that ask a run to end: Ctrl-C, SIGTERM, and SIGHUP unless the program was started by
 //! `nohup`.
 //!
-//! Invariant: the first one is answered at once by a line on standard error, whatever the program
-//! waits for. Before the first update there is nothing to save, so it ends the program; then it
-//! ends training after the current update, with a checkpoint. The second one ends the program at
-//! once.
+//! Invariant: the first signal is answered at once by a line on standard error, even while the
+//! program waits. Before the first update it ends the program, since there is nothing to save.
+//! Later it ends training after the current update, with a checkpoint. A second signal ends the
+//! program at once.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -26,10 +26,10 @@ const TRAINING: u8 = 1;
 /// All updates have been made.
 const WRITING: u8 = 2;
 
-/// Listens. The flag that is returned is for [`stepscope::Trainer::stop_when`].
+/// Installs the handlers. Pass the returned flag to [`stepscope::Trainer::stop_when`].
 ///
 /// # Errors
-/// The system's: no thread, no handler.
+/// When the system cannot start the thread or install a handler.
 pub(crate) fn listen(log: Log) -> io::Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     let mut wanted = vec![SIGINT, SIGTERM];
@@ -37,8 +37,8 @@ pub(crate) fn listen(log: Log) -> io::Result<Arc<AtomicBool>> {
         wanted.push(SIGHUP);
     }
     for &signal in &wanted {
-        // In the handler itself: the thread below may be waiting for a standard error that nobody
-        // reads.
+        // Runs in the handler itself, because the thread below may be blocked on a standard error
+        // that nobody reads.
         flag::register_conditional_shutdown(signal, INTERRUPTED.into(), Arc::clone(&stop))?;
         flag::register(signal, Arc::clone(&stop))?;
     }
@@ -48,13 +48,13 @@ pub(crate) fn listen(log: Log) -> io::Result<Arc<AtomicBool>> {
     Ok(stop)
 }
 
-/// An update has been made: from now on a checkpoint is worth waiting for.
+/// Records that an update was made. From now on, a signal waits for the checkpoint.
 pub(crate) fn update_is_made() {
-    // Not a store: another rank of this process may be further.
+    // A plain store could move the phase back, because another rank of this process may be further.
     PHASE.fetch_max(TRAINING, Ordering::Relaxed);
 }
 
-/// Training has come to its end.
+/// Records that training has ended.
 pub(crate) fn training_has_ended() {
     PHASE.fetch_max(WRITING, Ordering::Relaxed);
 }
@@ -80,8 +80,8 @@ fn answer(log: Log, signal: i32) {
     }
 }
 
-/// Returns true if the program was started to ignore SIGHUP, as by `nohup`. False where there is no
-/// `/proc`.
+/// Returns true if the program was started with SIGHUP ignored, as `nohup` does. Returns false
+/// without `/proc`.
 #[expect(clippy::disallowed_methods, reason = "reads the kernel's own file, which ends")]
 fn hangup_is_ignored() -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();

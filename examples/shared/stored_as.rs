@@ -1,10 +1,11 @@
-//! What a command line says of the numbers in memory: of an example's activations, or of a bench's operands.
+//! The element type in memory, as a command-line option: of an example's activations, or of a
+//! bench's operands.
 
 use std::fmt;
 
 use clap::ValueEnum;
 
-/// What memory holds.
+/// The element type in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum StoredAs {
     /// f32.

@@ -1,4 +1,4 @@
-//! What a report says of the model, the memory and the graphs of a run.
+//! Report sections about the model, the memory and the graphs of a run.
 
 use serde::Serialize;
 use stepscope::{ArenaReport, CaptureReport, MemoryForecast, ProcessMemory};
@@ -8,38 +8,38 @@ use stepscope::{ArenaReport, CaptureReport, MemoryForecast, ProcessMemory};
 pub(crate) struct ModelSize {
     /// Weight tensors.
     pub(crate) tensors: usize,
-    /// Numbers in all of them.
+    /// Elements of all weight tensors.
     pub(crate) weights: usize,
 }
 
-/// What the step arena did.
+/// Use of the step arena.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct ArenaUse {
-    /// Its size.
+    /// The size of the arena.
     pub(crate) capacity_bytes: u64,
-    /// The most in use at once: by a step, its overflow, and captured steps beside it.
+    /// The most bytes in use at once: by a step, its overflow, and coexisting captured steps.
     pub(crate) peak_bytes: u64,
     /// Steps ended.
     pub(crate) resets: u64,
     /// Tensors that steps allocated.
     pub(crate) allocations: u64,
-    /// Those among them that did not fit.
+    /// Allocations that did not fit the arena.
     pub(crate) overflow_allocations: u64,
-    /// The whole of what it knows: phases, call sites, overflow, memory of device and host.
+    /// The full arena report: phases, call sites, overflow, device and host memory.
     pub(crate) report: Option<ArenaReport>,
 }
 
-/// What the process took of the host's memory to train.
+/// Host memory of the process during training.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub(crate) struct MemoryUse {
-    /// What it would take at most, as told behind the first update.
+    /// The predicted peak, forecast after the first update.
     pub(crate) predicted_peak_bytes: Option<u64>,
-    /// What it took at most.
+    /// The measured peak.
     pub(crate) peak_bytes: Option<u64>,
 }
 
 impl MemoryUse {
-    /// What was told of a trainer's run, and what was taken until now.
+    /// Returns the forecast of a trainer and the peak so far.
     pub(crate) fn of(forecast: Option<MemoryForecast>) -> Self {
         Self {
             predicted_peak_bytes: forecast.map(|forecast| forecast.peak_bytes()),
@@ -48,23 +48,23 @@ impl MemoryUse {
     }
 }
 
-/// What captured steps did over the whole run.
+/// Use of captured steps over the whole run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub(crate) struct CaptureUse {
-    /// Launches of a replay.
+    /// Launches per replay.
     pub(crate) nodes: usize,
-    /// Recordings made: one for each shape of batch in each fold.
+    /// Recordings made: one per batch shape in each fold.
     pub(crate) recordings: u64,
-    /// Time that making them took.
+    /// Time spent on recording.
     pub(crate) record_seconds: f64,
-    /// Steps that ran as one graph.
+    /// Steps replayed as one graph.
     pub(crate) replays: u64,
-    /// Bytes of the arena that they had for themselves.
+    /// Bytes of the arena reserved for captured steps.
     pub(crate) bytes_owned: usize,
 }
 
 impl CaptureUse {
-    /// With one more capture.
+    /// Returns the totals with one more capture added.
     pub(crate) fn after(before: Option<Self>, report: CaptureReport) -> Self {
         let before = before.unwrap_or_default();
         Self {
@@ -91,7 +91,7 @@ impl From<ArenaReport> for ArenaUse {
 }
 
 impl ArenaUse {
-    /// The printed report's first line, and the overflow's where there was one.
+    /// Returns the report's first line, and its overflow line if there was overflow.
     pub(crate) fn summary(&self) -> String {
         let text = self.report.as_ref().map(ToString::to_string).unwrap_or_default();
         let overflow = |line: &str| line.trim_start().starts_with("overflow:");

@@ -1,4 +1,4 @@
-//! Attention and what is done to its queries and keys.
+//! Attention, and the ops on its queries and keys.
 
 use crate::case::{Case, Heads, Run, Traced, both, one};
 use kernels::attention::HEAD;
@@ -12,7 +12,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         let qkv = c.operand::<f32>("qkv", [3, batch, tokens, heads * HEAD])?;
         let (gains, dy) = (c.operand("gains", [2, HEAD])?, c.operand("dy", [batch, tokens, heads * HEAD])?);
         let (epsilon, scale) = (c.scalar("epsilon"), c.scalar("scale"));
-        let (norm, form) = (ops::QkNorm::new(&gains, epsilon), ops::AttentionForm::new(heads).scale(scale));
+        let (norm, form) = (ops::QkNorm::new(&gains, epsilon), ops::AttentionConfig::new(heads).scale(scale));
         let made = ops::attention(c.step, &qkv, Some(norm), &form)?;
         c.result("y", &made.out)?;
         let mut dgains = c.step.empty([2, HEAD])?;
@@ -23,7 +23,8 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
     &both!("flash_attention", <S>, |c| {
         let heads = c.heads([3, 130, 3, 2, 12]);
         if S::IS_ROUNDED {
-            // By the norm: each factor of a second product is rounded to BF16, and so is delta's output.
+            // Measured by norm: each operand of a second product is rounded to BF16, and so is
+            // delta's output.
             c.within(4.0 * 2f64.powi(-9));
         } else {
             c.longest((heads.tokens * heads.form.heads).max(heads.width));
@@ -32,11 +33,11 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
     }),
     &one!("flash_attention_tf32", |c| {
         let heads = c.heads([3, 130, 3, 2, 12]);
-        // By the norm: both factors of four products are rounded.
+        // Measured by norm: both operands of four products are rounded.
         c.within(8.0 * 2f64.powi(-12));
         c.step.set_precision(ops::Precision::Tf32);
         let done = attends::<f32>(c, heads);
-        c.step.set_precision(ops::Precision::Ieee);
+        c.step.set_precision(ops::Precision::F32);
         done
     }),
     &one!("attention_cached", |c| {
@@ -48,7 +49,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         let mut cache = [Buffer::zeros(c.step.device(), tokens * row)?, Buffer::zeros(c.step.device(), tokens * row)?];
         let [keys, values] = &mut cache;
         let (mut keys, mut values) = (c.step.lend_mut(keys, [tokens, row])?, c.step.lend_mut(values, [tokens, row])?);
-        // The last row is that of the new token.
+        // The last row belongs to the new token.
         ops::copy_into(c.step, &c.operand::<f32>("keys", [tokens, row])?, &mut keys)?;
         ops::copy_into(c.step, &c.operand::<f32>("values", [tokens, row])?, &mut values)?;
         let form = heads.form.causal();
@@ -79,19 +80,19 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
     }),
 ];
 
-/// Attention with every mask over these heads.
-fn attends<'s, S: Traced + ops::Attend>(c: &Case<'_, 's>, heads: Heads<'s>) -> Result<()> {
+/// Runs attention with every mask over these heads.
+fn attends<'s, S: Traced + ops::AttentionElement>(c: &Case<'_, 's>, heads: Heads<'s>) -> Result<()> {
     let tokens = heads.batch * heads.tokens;
     let documents = c.random.borrow_mut().belows(tokens, 2);
     let lengths = c.random.borrow_mut().belows(heads.batch, 200);
     let documents = c.given("documents", [heads.batch, heads.tokens], &documents)?;
     let lengths = c.given("lengths", [heads.batch], &lengths)?;
     let form = heads.form.documents(documents).lengths(lengths);
-    // All tokens, those before, or some of those before.
+    // All tokens, all earlier ones, or a window of earlier ones.
     let (sees, window) = match c.seed {
-        0 => (ops::Sees::Past, u32::MAX),
-        2 => (ops::Sees::Window(NonZeroU32::MIN.saturating_add(19)), 20),
-        _ => (ops::Sees::All, 0),
+        0 => (ops::AttentionMask::Causal, u32::MAX),
+        2 => (ops::AttentionMask::SlidingWindow(NonZeroU32::MIN.saturating_add(19)), 20),
+        _ => (ops::AttentionMask::Full, 0),
     };
     c.given("window", [1], &[window])?;
     let (qkv, dy) = (c.operand::<S>("qkv", heads.shape)?, c.operand::<S>("dy", heads.output())?);

@@ -1,17 +1,17 @@
-//! A case: an op at work on shapes and values that a seed names, and what the trace keeps of it.
+//! A case: an op on shapes and values set by a seed, and its record in the trace.
 //!
-//! Invariant: an operand is traced as the numbers that the op read, which for BF16 are rounded ones.
+//! Invariant: an operand is traced with the values that the op read, which for BF16 are rounded.
 
 use crate::support::{Random, tolerance};
 use crate::tensor_file::TensorFile;
 use kernels::update::RUN;
 use std::cell::RefCell;
-use stepscope::ops::{Attend, Factor};
-use stepscope::{Eager, Element, Result, Shape, Source, Tensor, bf16, ops};
+use stepscope::ops::{AttentionElement, GemmElement};
+use stepscope::{EagerStep, Element, Result, Shape, Source, Tensor, bf16, ops};
 
-/// Numbers that cases are traced in.
-pub(crate) trait Traced: Factor<Self> + Factor<f32> + Attend {
-    /// Whether what ops write is rounded.
+/// An element type of the traced cases.
+pub(crate) trait Traced: GemmElement<Self> + GemmElement<f32> + AttentionElement {
+    /// True if ops round their results to this type.
     const IS_ROUNDED: bool;
 }
 
@@ -23,7 +23,7 @@ impl Traced for bf16 {
     const IS_ROUNDED: bool = true;
 }
 
-/// A case of f32 alone.
+/// Defines a case only for f32.
 macro_rules! one {
     ($name:literal, |$c:ident| $body:expr) => {{
         fn run($c: &Case<'_, '_>) -> Result<()> {
@@ -34,7 +34,7 @@ macro_rules! one {
 }
 pub(crate) use one;
 
-/// A case that is generic in what is stored: `NAME` of f32, and `NAME_bf16`.
+/// Defines a case for two element types: `NAME` for f32, and `NAME_bf16`.
 macro_rules! both {
     ($name:literal, <$S:ident>, |$c:ident| $body:expr) => {{
         fn run<$S: crate::case::Traced>($c: &Case<'_, '_>) -> Result<()> {
@@ -45,9 +45,9 @@ macro_rules! both {
 }
 pub(crate) use both;
 
-/// An op at work.
+/// A running case.
 pub(crate) struct Case<'c, 's> {
-    pub(crate) step: &'c Eager<'s>,
+    pub(crate) step: &'c EagerStep<'s>,
     pub(crate) name: String,
     pub(crate) seed: u64,
     pub(crate) random: RefCell<Random>,
@@ -56,34 +56,35 @@ pub(crate) struct Case<'c, 's> {
 
 pub(crate) type Run = for<'c, 's> fn(&Case<'c, 's>) -> Result<()>;
 
-/// q, k and v, packed.
+/// Packed q, k and v.
 pub(crate) struct Heads<'s> {
     pub(crate) batch: usize,
     pub(crate) tokens: usize,
     pub(crate) width: usize,
     pub(crate) shape: Shape,
-    pub(crate) form: ops::AttentionForm<'s>,
+    pub(crate) form: ops::AttentionConfig<'s>,
 }
 
 impl Heads<'_> {
-    /// The shape of what attention makes of them.
+    /// Returns the shape of attention's output.
     pub(crate) fn output(&self) -> Shape {
         [self.batch, self.tokens, self.form.heads * self.width].into()
     }
 }
 
 impl<'s> Case<'_, 's> {
-    /// Heads of up to so many samples, tokens, key heads, query heads of each, and eights of columns.
+    /// Adds heads with at most this many samples, tokens, key heads, query heads per key head, and
+    /// groups of eight columns.
     pub(crate) fn heads(&self, most: [usize; 5]) -> Heads<'s> {
         let [batch, tokens, kv_heads, group, eighths] = self.extents(most);
         let (heads, width) = (kv_heads * group, 8 * eighths);
         let sizes = [heads, kv_heads].map(|size| size as u32);
         self.add("in", "heads", [2].into(), &sizes);
-        let form = ops::AttentionForm::new(heads).kv_heads(kv_heads);
+        let form = ops::AttentionConfig::new(heads).kv_heads(kv_heads);
         Heads { batch, tokens, width, shape: [batch, tokens, (heads + 2 * kv_heads) * width].into(), form }
     }
 
-    /// The largest shape for seed 0, all ones for seed 1, else anything between.
+    /// Returns the largest shape for seed 0, all ones for seed 1, else a random shape between.
     pub(crate) fn extents<const N: usize>(&self, most: [usize; N]) -> [usize; N] {
         most.map(|most| match self.seed {
             0 => most,
@@ -92,30 +93,31 @@ impl<'s> Case<'_, 's> {
         })
     }
 
-    /// Notes what is allowed for a longest sum of so many terms.
+    /// Records the tolerance for a longest sum of this many terms.
     pub(crate) fn longest(&self, length: usize) {
         self.within(tolerance(length));
     }
 
-    /// Notes what is allowed.
+    /// Records the tolerance.
     pub(crate) fn within(&self, limit: f64) {
         self.file.borrow_mut().note(&*self.name, limit);
     }
 
-    /// The same of products, which matrix instructions add up where S is BF16: each cuts off an addend at 2^-23 of the largest.
+    /// Records the tolerance of matrix products. For BF16, tensor cores add with truncation at
+    /// 2^-23 of the largest addend.
     pub(crate) fn longest_product<S: Traced>(&self, length: usize) {
         let cut = if S::IS_ROUNDED { length as f64 * 2f64.powi(-23) } else { 0.0 };
         self.file.borrow_mut().note(&*self.name, tolerance(length).max(cut));
     }
 
-    /// An operand with these elements.
+    /// Adds an operand with these elements.
     pub(crate) fn given<T: Element>(&self, name: &str, shape: impl Into<Shape>, values: &[T]) -> Result<Tensor<'s, T>> {
         let shape = shape.into();
         self.add("in", name, shape, values);
         self.step.upload(values, shape)
     }
 
-    /// An operand of normal numbers, those that S holds.
+    /// Adds an operand of normally distributed numbers, rounded to `S`.
     pub(crate) fn operand<S: Traced>(&self, name: &str, shape: impl Into<Shape>) -> Result<Tensor<'s, S>> {
         let shape = shape.into();
         let values: Vec<S> = self.random.borrow_mut().normals(shape.elements()).into_iter().map(S::narrow).collect();
@@ -123,38 +125,39 @@ impl<'s> Case<'_, 's> {
         self.step.upload(&values, shape)
     }
 
-    /// The gradient of a loss: any of f32; one where a product with it would be rounded once more.
+    /// Adds the gradient of a loss: any value for f32, but 1 for BF16, where a product with it
+    /// would round again.
     pub(crate) fn upstream<S: Traced>(&self) -> Result<Tensor<'s>> {
         if S::IS_ROUNDED { self.given("dy", [1], &[1.0]) } else { self.operand("dy", [1]) }
     }
 
-    /// Numbers below `limit`.
+    /// Returns random numbers below `limit`.
     pub(crate) fn belows(&self, count: usize, limit: usize) -> Vec<u32> {
         self.random.borrow_mut().belows(count, limit as u32)
     }
 
-    /// An operand on the host, between 1/8 and 1.
+    /// Adds a host operand between 1/8 and 1.
     pub(crate) fn scalar(&self, name: &str) -> f32 {
         let value = self.random.borrow_mut().uniform(0.125, 1.0);
         self.add("in", name, [1].into(), &[value]);
         value
     }
 
-    /// An operand on the host, between 1/8 and 1/2.
+    /// Adds a host operand between 1/8 and 1/2.
     pub(crate) fn share(&self, name: &str) -> f32 {
         let value = self.random.borrow_mut().uniform(0.125, 0.5);
         self.add("in", name, [1].into(), &[value]);
         value
     }
 
-    /// A group below `count` for each run of a flat region.
+    /// Adds a group number below `count` for each run of a flat region.
     pub(crate) fn groups(&self, length: usize, count: u32) -> Result<Tensor<'s, u32>> {
         let runs = length.div_ceil(RUN);
         let groups = self.random.borrow_mut().belows(runs, count);
         self.given("groups", [runs], &groups)
     }
 
-    /// A result. One that was rounded when it was stored is `half`.
+    /// Adds a result. If it was rounded when stored, its kind is `half`.
     pub(crate) fn result<T: Element>(&self, name: &str, tensor: &impl Source<'s, T>) -> Result<()> {
         let (values, shape) = (self.step.read(tensor)?, tensor.shape());
         if T::NAME == <bf16 as Element>::NAME {
@@ -166,7 +169,7 @@ impl<'s> Case<'_, 's> {
         Ok(())
     }
 
-    /// A result that backward reads: where it was rounded, an operand too.
+    /// Adds a result that backward reads. If it was rounded, it is also an operand.
     pub(crate) fn kept<S: Traced>(&self, name: &str, tensor: &Tensor<'s, S>) -> Result<()> {
         if S::IS_ROUNDED {
             let values = self.step.read(tensor)?.into_iter().map(S::widen).collect::<Vec<_>>();
@@ -179,7 +182,7 @@ impl<'s> Case<'_, 's> {
         self.file.borrow_mut().add(format!("{}.{way}.{name}", self.name), shape, values);
     }
 
-    /// A function of single elements, which gives its result, and the derivative, which is returned.
+    /// Traces an elementwise function: `op` records its result and returns the derivative.
     pub(crate) fn pointwise<S: Traced>(
         &self,
         op: impl Fn(&Self, &Tensor<'s, S>, &Tensor<'s, S>) -> Result<Tensor<'s, S>>,
@@ -190,7 +193,7 @@ impl<'s> Case<'_, 's> {
         self.result("dx", &op(self, &x, &dy)?)
     }
 
-    /// A function of two tensors of one shape.
+    /// Traces a function of two tensors of the same shape.
     pub(crate) fn pair<S: Traced>(
         &self,
         op: impl Fn(&Self, &Tensor<'s, S>, &Tensor<'s, S>) -> Result<Tensor<'s, S>>,
@@ -200,7 +203,7 @@ impl<'s> Case<'_, 's> {
         self.result("y", &op(self, &self.operand("a", shape)?, &self.operand("b", shape)?)?)
     }
 
-    /// A function of rows, with the length of its longest sum.
+    /// Traces a function of rows, with the length of its longest sum.
     pub(crate) fn reduced<S: Traced, T: Element>(
         &self,
         length: impl Fn(&Shape) -> usize,

@@ -1,4 +1,4 @@
-//! Sums and products of single elements, casts and copies.
+//! Elementwise sums and products, casts and copies.
 
 use crate::case::{Case, Run, both, one};
 use stepscope::{Result, ops};

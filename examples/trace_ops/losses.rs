@@ -1,4 +1,4 @@
-//! Losses, with the head of a language model.
+//! Losses, including the head of a language model.
 
 use crate::case::{Case, Run, both};
 use stepscope::{Result, ops};
@@ -47,12 +47,12 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
     &both!("linear_cross_entropy", <S>, |c| {
         let [rows, width, vocabulary] = c.extents([300, 40, 60]);
         let vocabulary = vocabulary + 1;
-        // Three sums in a row: logits, their softmax, and what follows from its gradients.
+        // Three successive sums: the logits, their softmax, and the products with its gradients.
         c.longest_product::<S>(width + vocabulary + rows.max(vocabulary));
-        // Three chunks of the largest shape.
+        // The largest shape has three chunks.
         let (form, shape) = match c.seed % 2 {
-            0 => (ops::HeadForm::default(), [width, vocabulary]),
-            _ => (ops::HeadForm::default().tied(), [vocabulary, width]),
+            0 => (ops::LmHeadConfig::default(), [width, vocabulary]),
+            _ => (ops::LmHeadConfig::default().tied(), [vocabulary, width]),
         };
         c.given("tied", [1], &[u32::from(form.tied)])?;
         let (hidden, w) = (c.operand::<S>("hidden", [rows, width])?, c.operand::<S>("w", shape)?);

@@ -1,14 +1,25 @@
-//! Writes what every op computes on random shapes, forward and backward, for an independent computation to check.
+//! Writes what every op computes on random shapes, forward and backward, for an independent
+//! computation to check.
 //!
 //! ```text
 //! cargo run --release --example trace_ops -- ops.safetensors
 //! cargo run --release --features cuda --example trace_ops -- --device cuda ops.safetensors
 //! ```
-//! `ci/oracle` runs it and checks the file with JAX. A case is an op and a seed: its operands are `OP.SEED.in.NAME`; `in.dy` is
-//! the gradient of its result, `OP.SEED.out.y`, and `out.dNAME` what backward makes of it for an operand. The note `OP.SEED` is
-//! the largest relative L2 error that is allowed. `OP_bf16` is the op of BF16 tensors: its operands are what BF16 holds, and `half` instead
-//! of `out` says that the result was rounded to BF16, as what was kept for backward was, which is an operand too.
-//! Exit code 0: the file is written. 1: it is not, or the device failed. 2: the command line is wrong.
+//! `ci/oracle` runs it and checks the file with JAX. A case is an op and a seed:
+//!
+//! | name | contents |
+//! |---|---|
+//! | `OP.SEED.in.NAME` | an operand; `in.dy` is the gradient of the result |
+//! | `OP.SEED.out.y` | the result |
+//! | `OP.SEED.out.dNAME` | the gradient of an operand |
+//! | note `OP.SEED` | the largest allowed relative L2 error |
+//!
+//! `OP_bf16` is the op on BF16 tensors. Its operands are BF16 values. `half` instead of `out` means
+//! that the result was rounded to BF16. A rounded activation that backward reads is also an
+//! operand.
+//!
+//! Exit code 0: the file is written. 1: it is not, or the device failed. 2: the command line is
+//! wrong.
 
 #![forbid(unsafe_code)]
 
@@ -36,11 +47,11 @@ use stepscope::{Arena, Capacity, Device, DeviceKind, Result};
 use support::Random;
 use tensor_file::TensorFile;
 
-/// Writes operands and results of every op.
+/// Writes the operands and results of every op
 #[derive(Parser)]
 #[command(name = "trace_ops")]
 struct Args {
-    /// Where the ops run
+    /// Device to run on
     #[arg(long, value_name = "auto|emulated|cuda", default_value = "auto")]
     device: DeviceKind,
 
@@ -48,10 +59,11 @@ struct Args {
     file: PathBuf,
 }
 
-/// Seeds of each case's shapes and values.
+/// The seeds of each case's shapes and values.
 const SEEDS: std::ops::Range<u64> = 0..4;
 
-/// Every op, with the length of the longest sum in it or its backward: 1 for single roundings, 0 for none at all.
+/// All cases. Each gives the length of the longest sum in the op or its backward: 1 for a single
+/// rounding, 0 for no rounding.
 const GROUPS: [&[&[(&str, Run)]]; 8] = [
     activations::CASES,
     elementwise::CASES,

@@ -1,4 +1,4 @@
-//! Rows by number, parts, and other orders of elements.
+//! Indexed rows, slices and permutations.
 
 use crate::case::{Case, Run, both};
 use stepscope::{Result, Tensor, ops};

@@ -16,7 +16,8 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         c.result("gelu", &ops::linear_gelu(c.step, &x, &w, Some(&bias))?.0)?;
         c.result("silu", &ops::linear_silu(c.step, &x, &w, Some(&bias))?.0)?;
         c.result("gated", &ops::linear_swiglu(c.step, &x, &w, Some(&bias), &residual)?.0)?;
-        // As the tape does: dw += x^T dy, dx = dy w^T, and the bias's gradient adds up rows of dy.
+        // The same as on the tape: dw += x^T dy, dx = dy w^T, and the bias's gradient sums the rows
+        // of dy.
         let (mut dw, mut dbias) = (ops::fill(c.step, [k, n], 0.0)?, ops::fill(c.step, [n], 0.0)?);
         let mut dx = c.step.empty::<S>([m, k])?;
         let for_dw = ops::Gemm::new(k, n, m).transpose_a().accumulate();

@@ -1,4 +1,4 @@
-//! What is made of whole rows, or of all elements: sums, largest elements, softmax, norms.
+//! Ops over whole rows or all elements: sums, maxima, softmax, norms.
 
 use crate::case::{Case, Run, both};
 use stepscope::{Result, Shape, ops};

@@ -1,4 +1,4 @@
-//! Updates of weights.
+//! Optimizer updates.
 
 use crate::case::{Case, Run, one};
 use stepscope::{Result, Tensor, bf16, ops};
@@ -11,7 +11,8 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         let mut first = c.operand("first", shape)?;
         let second = c.random.borrow_mut().uniforms(shape[0], 0.1, 2.0);
         let mut second = c.given("second", shape, &second)?;
-        // Learning rate, beta1, beta2, epsilon, decay, the corrections of update 2, the largest norm.
+        // Learning rate, beta1, beta2, epsilon, decay, the bias corrections of update 2, and the
+        // norm limit.
         let hyper = c.given("hyper", [8], &[1e-2, 0.9, 0.999, 1e-8, 0.01, 0.19, 0.001_999, 1.0])?;
         let squared_norm = ops::squared_norm(c.step, &gradients)?;
         ops::adamw(
@@ -57,7 +58,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         c.longest(1);
         let (mut weights, gradients) = (c.operand("weights", shape)?, c.operand("gradients", shape)?);
         let mut velocity = c.operand("velocity", shape)?;
-        // Learning rate, momentum, decay, the largest norm, and whether it is Nesterov's.
+        // Learning rate, momentum, decay, the norm limit, and 1 for Nesterov momentum.
         let hyper = c.given("hyper", [5], &[0.3, 0.9, 0.1, 1.0, (c.seed % 2) as f32])?;
         let squared_norm = ops::squared_norm(c.step, &gradients)?;
         ops::sgd(

@@ -1,18 +1,21 @@
-//! Programs of steps, scratches, overflows, growth, trims, errors, panics and faults, drawn from the fuzzer's bytes.
+//! Fuzzes arena programs of steps, scratches, overflows, growth, trims, errors, panics and faults.
 //!
-//! The programs, the reference allocator and the rules are those of `tests/memory_model`; there a seed draws a program,
-//! here the bytes do, so that the fuzzer can steer each choice. Invariant: no program breaks a rule. Calls that stall are
-//! left out: each would cost its deadline. With `STEPSCOPE_PLANT` set each step overwrites the buffer that outlives it.
+//! The programs, the reference allocator and the rules are those of `tests/memory_model`. There a
+//! seed generates a program; here the fuzzer's bytes do, so that it can steer each choice. Calls
+//! that stall are left out, since each would wait for its deadline. With `STEPSCOPE_PLANT` set,
+//! each step overwrites the buffer that outlives it.
+//!
+//! Invariant: no program breaks a rule.
 
 #![no_main]
 
 #[path = "../../tests/memory/memory_model/program.rs"]
-#[allow(dead_code, reason = "what stalls is not drawn here")]
+#[allow(dead_code, reason = "calls that stall are not generated here")]
 mod program;
 #[path = "../../tests/memory/memory_model/reference.rs"]
 mod reference;
 #[path = "../../tests/memory/memory_model/rules.rs"]
-#[allow(dead_code, reason = "no bug is planted here, and nothing is counted")]
+#[allow(dead_code, reason = "nothing is planted or counted here")]
 mod rules;
 #[path = "../../tests/memory/memory_model/world.rs"]
 mod world;
@@ -25,12 +28,12 @@ use stepscope::DeviceKind;
 use support::Random;
 use world::{Rig, World};
 
-/// What the programs draw their choices from: here, the fuzzer's bytes.
+/// The source of the programs' choices: here, the fuzzer's bytes.
 mod support {
     #[path = "../../../tests/support/witness.rs"]
     pub(crate) mod witness;
 
-    /// Chooses by bytes, and by zeros when they are used up.
+    /// A generator that takes bytes, and zeros when they are used up.
     pub(crate) struct Random(std::vec::IntoIter<u8>);
 
     impl Random {
@@ -42,12 +45,12 @@ mod support {
             u64::from(self.0.next().unwrap_or(0)) << 8 | u64::from(self.0.next().unwrap_or(0))
         }
 
-        /// In `0..bound`.
+        /// Returns a number in `0..bound`.
         pub(crate) fn below(&mut self, bound: u32) -> u32 {
             u32::from(self.0.next().unwrap_or(0)) % bound
         }
 
-        /// In `from..=to`.
+        /// Returns a number in `from..=to`.
         pub(crate) fn extent(&mut self, from: usize, to: usize) -> usize {
             from + self.next_u64() as usize % (to - from + 1)
         }
@@ -59,7 +62,7 @@ mod support {
 }
 
 thread_local! {
-    /// Shared by programs without faults, as in `tests/memory_model`.
+    /// The rig, shared by programs without faults, as in `tests/memory_model`.
     static RIG: RefCell<Option<Rig>> = const { RefCell::new(None) };
 }
 

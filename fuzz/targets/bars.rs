@@ -1,12 +1,13 @@
-//! The reader of price bars, on any bytes.
+//! Fuzzes the reader of price bars with arbitrary bytes.
 //!
-//! Invariant: it gives bars that keep every rule that `bars.rs` promises, or an error that names a line of the file; it
-//! never panics. With `STEPSCOPE_PLANT` set the reader's bars are spoiled before they are checked.
+//! Invariant: the reader never panics. It returns bars that keep every rule in `bars.rs`, or an
+//! error that names a line of the file. With `STEPSCOPE_PLANT` set, the bars are corrupted before
+//! they are checked.
 
 #![no_main]
 
 #[path = "../../examples/crossasset/bars.rs"]
-#[allow(dead_code, reason = "the example finds files by their names, and says when bars are too few")]
+#[allow(dead_code, reason = "the example opens files, and reports too few bars")]
 mod bars;
 
 use bars::{Bar, BarsError, parse_bars};

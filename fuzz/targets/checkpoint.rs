@@ -1,9 +1,10 @@
-//! The checkpoint reader, on any bytes and on well-formed files of any content.
+//! Fuzzes the checkpoint reader with arbitrary bytes, and with well-formed files of arbitrary
+//! content.
 //!
-//! Invariant: a file is loaded or refused with an error that names it; one that is loaded either fits the model, and then
-//! the model holds the file's bytes, or is refused and nothing is changed. A digest that no fuzzer could guess is no
-//! shelter: bytes that are a safetensors file at all are tried a second time with format and digest put right. With
-//! `STEPSCOPE_PLANT` set a weight is spoiled after it was restored.
+//! Invariant: a file is loaded, or refused with an error that names it. A loaded file either fits
+//! the model, which then holds the file's bytes, or is refused without changes. A fuzzer cannot
+//! guess the digest, so safetensors files are tried again with format and digest corrected. With
+//! `STEPSCOPE_PLANT` set, a weight is corrupted after it was restored.
 
 #![no_main]
 
@@ -14,11 +15,11 @@ use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::sync::{LazyLock, Mutex};
 use stepscope::{
-    AdamW, AdamWConfig, Checkpoint, Device, DeviceKind, Error, Initializer, Layout, Numbers, Parameters, Transfer,
+    AdamW, AdamWConfig, Checkpoint, Device, DeviceKind, Error, Initializer, ParameterSpec, NonFinite, Parameters, Transfer,
 };
 use tempfile::TempDir;
 
-/// The names of the tensors of a parameter, before its own name: weights and both moments.
+/// The prefixes of a parameter's tensors: weights and both moments.
 const PREFIXES: [&str; 3] = ["", "adamw.first.", "adamw.second."];
 
 struct Model {
@@ -29,12 +30,12 @@ struct Model {
 
 static MODEL: LazyLock<Mutex<Model>> = LazyLock::new(|| {
     let device = Device::open(DeviceKind::Emulated).expect("the emulator opens");
-    let mut layout = Layout::builder();
+    let mut layout = ParameterSpec::builder();
     layout.add("w", [2, 3], Initializer::fan_in(2));
     layout.add("b", [1], Initializer::Constant(0.0));
     let layout = layout.build().expect("a layout");
     let parameters = Parameters::new(&device, &layout, 1).expect("parameters");
-    let optimizer = AdamW::new(&parameters, AdamWConfig::default()).expect("an optimiser");
+    let optimizer = AdamW::new(&parameters, AdamWConfig::default()).expect("an optimizer");
     Mutex::new(Model { folder: tempfile::tempdir().expect("a folder"), parameters, optimizer })
 });
 
@@ -49,7 +50,7 @@ fuzz_target!(|bytes: &[u8]| {
 });
 
 impl Model {
-    /// Whether a file of these bytes is loaded.
+    /// Returns true if a file of these bytes is loaded.
     fn try_file(&mut self, bytes: &[u8]) -> bool {
         let path = self.folder.path().join("model.safetensors");
         fs::write(&path, bytes).expect("a file");
@@ -59,7 +60,7 @@ impl Model {
             Err(error) => panic!("not about the file: {error:?}"),
         };
         let before = self.state();
-        let all = Transfer::new().numbers(Numbers::Any);
+        let all = Transfer::new().non_finite(NonFinite::Allow);
         match checkpoint.restore_with(&mut self.parameters, Some(&mut self.optimizer), all) {
             Ok(()) => {
                 let mut restored = self.state();
@@ -76,7 +77,7 @@ impl Model {
         true
     }
 
-    /// Weights and moments as bytes, and the number of updates.
+    /// Returns weights and moments as bytes, and the number of updates.
     fn state(&self) -> ([Vec<u8>; 3], u64) {
         let [first, second] = self.optimizer.state() else { unreachable!("two moments") };
         let bytes = [self.parameters.flat(), first, second].map(|flat| {
@@ -86,7 +87,8 @@ impl Model {
         (bytes, self.optimizer.updates())
     }
 
-    /// The state that a file which fits the model must give; padding between parameters is kept as it is.
+    /// Returns the expected state after a file that fits the model. Padding between parameters
+    /// stays unchanged.
     fn expected(&self, file: &[u8]) -> ([Vec<u8>; 3], u64) {
         let tensors = SafeTensors::deserialize(file).expect("a file that was loaded");
         let (mut regions, _) = self.state();
@@ -107,7 +109,8 @@ fn notes(file: &[u8]) -> HashMap<String, String> {
     header.metadata().clone().unwrap_or_default()
 }
 
-/// A safetensors file with the same tensors and notes, but the right format and digest; none for other bytes.
+/// Returns a safetensors file with the same tensors and notes, but the right format and digest;
+/// none for other bytes.
 fn sealed(bytes: &[u8]) -> Option<Vec<u8>> {
     let file = SafeTensors::deserialize(bytes).ok()?;
     let mut notes = notes(bytes);

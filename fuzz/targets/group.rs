@@ -1,25 +1,24 @@
-//! What ranks of a group say to each other, on any bytes, as a rank would hear them at each stage of a conversation.
+//! Fuzzes the messages between ranks of a group with arbitrary bytes, as received at each stage of
+//! a connection.
 //!
-//! Invariant: bytes are a message or an error; a message that is said again is heard as the same, and no beginning of it is one; no kind
-//! has a body that is longer than it may be. With `STEPSCOPE_PLANT` set a message is cut before it is said again.
+//! Invariant: bytes are a message or an error. An encoded message decodes to the same message, none
+//! of its prefixes is a message, and no kind has a body above its limit. With `STEPSCOPE_PLANT`
+//! set, a message is truncated before it is encoded again.
 
 #![no_main]
 
-#[path = "../../host/group/fault.rs"]
-#[allow(dead_code, unreachable_pub, reason = "a module of the library")]
-mod fault;
-#[path = "../../host/group/wire.rs"]
+#[path = "../../host/group/src/wire.rs"]
 #[allow(dead_code, reason = "a module of the library")]
 mod wire;
 
 use libfuzzer_sys::fuzz_target;
 use wire::{Message, Stage, WireError, read};
 
-/// Bytes of the longest message: a piece of data, with what is before it.
+/// Bytes of the longest message: a piece of data with its header.
 const LONGEST: usize = (1 << 20) + 5;
 
 fuzz_target!(|bytes: &[u8]| {
-    for stage in [Stage::Introduction, Stage::Meeting, Stage::Group] {
+    for stage in [Stage::Introduction, Stage::Rendezvous, Stage::Group] {
         let mut rest = bytes;
         loop {
             let before = rest;
@@ -47,7 +46,7 @@ fn is_heard_again(message: Message, stage: Stage) {
     for end in 1..frame.len().min(200) {
         assert_eq!(read(&mut &frame[..end], stage), Err(WireError::Cut));
     }
-    // What it says can be shown.
+    // Its text can be formatted.
     match message {
         Message::Refused(fault) => assert!(!fault.to_string().is_empty()),
         Message::Fault(fault) => assert!(!fault.to_string().is_empty()),

@@ -1,22 +1,25 @@
-//! Captured steps on each device: the same bits as eager ones, memory of their own, and nothing they should not reach.
+//! Captured steps on each device: they give the same bits as eager steps, use memory of their own,
+//! and reach nothing else.
 //!
-//! Invariant: every refusal leaves the arena and the device usable, which each test shows by a step afterwards.
-//! `tests/capture/capture_faults.rs` has what the driver may do meanwhile.
+//! Invariant: every refusal leaves the arena and the device usable. Each test runs a step
+//! afterwards to show it. Driver faults during a capture are tested in
+//! `tests/capture/capture_faults.rs`.
 
 use crate::overrun::one_too_far;
 use crate::support::{Random, bits, on_each_device};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use stepscope::faults::{Call, FaultPlan};
 use stepscope::{
-    AdamW, AdamWConfig, Arena, Buffer, Capacity, Captured, Device, DeviceKind, Error, Gradients, Growth, Initializer,
-    Inputs, Layout, Output, Overflow, Parameter, Parameters, Record, Result, Saved, Slots, Step, Tape, Target, ops,
+    AdamW, AdamWConfig, Arena, Buffer, Capacity, CaptureInputs, Captured, Device, DeviceKind, Error, Gradients, Growth,
+    HostInputs, Initializer, Output, Overflow, Parameter, ParameterSpec, Parameters, Record, Result, Saved, Step, Tape,
+    Target, ops,
 };
 
 const ROWS: usize = 5;
 const COLS: usize = 7;
 const CLASSES: usize = 3;
 
-/// A small classifier and what trains it.
+/// A small classifier with its gradients and optimizer.
 struct Model {
     w: Parameter,
     b: Parameter,
@@ -27,7 +30,7 @@ struct Model {
 
 impl Model {
     fn new(device: &Device) -> Self {
-        let mut layout = Layout::builder();
+        let mut layout = ParameterSpec::builder();
         let w = layout.add("w", [COLS, CLASSES], Initializer::fan_in(COLS));
         let b = layout.add("b", [CLASSES], Initializer::Constant(0.1));
         let weights = Parameters::new(device, &layout.build().unwrap(), 3).unwrap();
@@ -37,7 +40,7 @@ impl Model {
         Self { w, b, weights, gradients, adamw }
     }
 
-    /// Forward, backward, clipping and the update; the mean loss.
+    /// Runs forward, backward, clipping and the update, and returns the mean loss.
     fn train<'s>(&mut self, step: &Step<'s>, x: Saved<'s>, labels: Saved<'s, u32>) -> Result<Saved<'s>> {
         self.gradients.zero(step)?;
         let tape = Tape::new(step, &self.weights);
@@ -49,12 +52,12 @@ impl Model {
     }
 }
 
-fn train<'s>(step: &mut Step<'s>, model: &mut Model, slots: &Slots<'s>) -> Result<Output> {
+fn train<'s>(step: &mut Step<'s>, model: &mut Model, slots: &CaptureInputs<'s>) -> Result<Output> {
     let loss = model.train(step, slots.input(0)?, slots.input(1)?)?;
     Ok(slots.output(&loss))
 }
 
-fn train_borrowed<'s>(step: &mut Step<'s>, model: &mut &mut Model, slots: &Slots<'s>) -> Result<Output> {
+fn train_borrowed<'s>(step: &mut Step<'s>, model: &mut &mut Model, slots: &CaptureInputs<'s>) -> Result<Output> {
     train(step, model, slots)
 }
 
@@ -62,36 +65,36 @@ fn arena(device: &Device) -> Arena {
     Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap()
 }
 
-/// Batches of different sizes, the last of which is short.
+/// Returns batches of different sizes; the last one is short.
 fn batches() -> Vec<(Vec<f32>, Vec<u32>)> {
     let mut random = Random::new(11);
     let mut batch = |rows| (random.normals(rows * COLS), random.belows(rows, CLASSES as u32));
     [ROWS, ROWS, 2, ROWS, 2, ROWS].into_iter().map(&mut batch).collect()
 }
 
-fn inputs<'i>((x, labels): &'i (Vec<f32>, Vec<u32>)) -> Inputs<'i> {
-    Inputs::new().with(x, [labels.len(), COLS]).unwrap().with(labels, [labels.len()]).unwrap()
+fn inputs<'i>((x, labels): &'i (Vec<f32>, Vec<u32>)) -> HostInputs<'i> {
+    HostInputs::new().with(x, [labels.len(), COLS]).unwrap().with(labels, [labels.len()]).unwrap()
 }
 
-/// A step still works.
+/// Checks that a step still works.
 #[track_caller]
 fn works(arena: &mut Arena, len: usize) {
     let values = arena.step(|step| step.read(&ops::fill(step, [len], 2.5)?)).unwrap();
     assert_eq!(values, vec![2.5; len]);
 }
 
-/// Another capture still works.
+/// Checks that another capture still works.
 #[track_caller]
 fn captures(arena: &mut Arena) {
     let x = [1.0f32, -2.0];
-    let inputs = Inputs::new().with(&x, [2]).unwrap();
+    let inputs = HostInputs::new().with(&x, [2]).unwrap();
     let record: Record<(), Output> = |step, (), slots| Ok(slots.output(&ops::scale(step, &slots.input(0)?, 3.0)?));
     let mut captured = arena.capture((), &inputs, record).unwrap();
     let replay = captured.replay(&inputs).unwrap();
     assert_eq!(replay.read(*replay.outputs()).unwrap(), [3.0, -6.0]);
 }
 
-/// The loss of one replay.
+/// Returns the loss of one replay.
 #[track_caller]
 fn loss(captured: &mut Captured<Model, Output>, batch: &(Vec<f32>, Vec<u32>)) -> f32 {
     let replay = captured.replay(&inputs(batch)).unwrap();
@@ -100,7 +103,7 @@ fn loss(captured: &mut Captured<Model, Output>, batch: &(Vec<f32>, Vec<u32>)) ->
 
 const TOWER_ROWS: usize = 2;
 
-/// 50 matrices of 256x1024, half of them stored as 1024x256: 25 residual blocks.
+/// A model of 25 residual blocks: 50 matrices of 256x1024, half of them stored as 1024x256.
 struct Tower {
     blocks: Vec<[Parameter; 2]>,
     weights: Parameters,
@@ -110,7 +113,7 @@ struct Tower {
 
 impl Tower {
     fn new(device: &Device) -> Self {
-        let mut layout = Layout::builder();
+        let mut layout = ParameterSpec::builder();
         let mut matrix = |name, number, shape: [usize; 2]| {
             layout.add(format!("{name}{number}"), shape, Initializer::Uniform { bound: 0.02 })
         };
@@ -136,7 +139,7 @@ impl Tower {
 }
 
 on_each_device! {
-    fn a_captured_step_trains_with_the_bits_of_an_eager_one(device: &Device) {
+    fn captured_training_matches_eager(device: &Device) {
         let mut model = Model::new(device);
         let mut eager = Vec::new();
         let mut memory = arena(device);
@@ -166,15 +169,15 @@ on_each_device! {
         assert!(report.nodes > 5 && report.bytes_owned > 0 && report.record_seconds > 0.0, "{report:?}");
     }
 
-    /// Bug C's small case: a 4x4 product.
-    fn a_small_product_is_the_same_captured(device: &Device) {
+    /// The small case of bug C: a 4x4 product.
+    fn small_product_matches_eager(device: &Device) {
         let (a, b) = (Random::new(1).normals(16), Random::new(2).normals(16));
         let mut memory = arena(device);
         let eager = memory.step(|step| {
             let (a, b) = (step.upload(&a, [4, 4])?, step.upload(&b, [4, 4])?);
             step.read(&ops::matmul(step, &a, &b)?)
         }).unwrap();
-        let inputs = Inputs::new().with(&a, [4, 4]).unwrap().with(&b, [4, 4]).unwrap();
+        let inputs = HostInputs::new().with(&a, [4, 4]).unwrap().with(&b, [4, 4]).unwrap();
         let mut captured = memory.capture((), &inputs, |step, (), slots| {
             Ok(slots.output(&ops::matmul(step, &slots.input(0)?, &slots.input(1)?)?))
         }).unwrap();
@@ -184,13 +187,14 @@ on_each_device! {
         }
     }
 
-    /// Bug C's case: 50 weights of 256x1024 are uploaded, the step over all of them is captured and trains.
-    fn fifty_uploaded_matrices_train_with_the_same_bits_captured(device: &Device) {
+    /// The case of bug C: 50 weights of 256x1024 are uploaded, and a captured step trains all of
+    /// them. Their bits match those of eager training.
+    fn fifty_uploaded_matrices_train_when_captured(device: &Device) {
         let digest = |capture: bool| {
             let mut memory = Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap();
             let mut tower = Tower::new(device);
             let (x, labels) = (Random::new(8).normals(TOWER_ROWS * 256), [3u32, 200]);
-            let inputs = Inputs::new().with(&x, [TOWER_ROWS, 256]).unwrap().with(&labels, [TOWER_ROWS]).unwrap();
+            let inputs = HostInputs::new().with(&x, [TOWER_ROWS, 256]).unwrap().with(&labels, [TOWER_ROWS]).unwrap();
             if capture {
                 let mut captured = memory.capture(tower, &inputs, |step, tower, slots| {
                     tower.train(step, slots.input(0)?, slots.input(1)?)
@@ -216,7 +220,9 @@ on_each_device! {
         assert_eq!(digest(true), digest(false));
     }
 
-    fn steps_between_replays_cannot_touch_a_graphs_memory(device: &Device) {
+    /// Fills all memory that a step can get between replays, and checks that the replays' results
+    /// do not change.
+    fn steps_preserve_graph_memory(device: &Device) {
         let mut memory = arena(device);
         let capacity = memory.report().capacity_bytes;
         let batches = batches();
@@ -231,7 +237,7 @@ on_each_device! {
             }
             let want = loss(&mut undisturbed, batch);
             let replay = captured.replay(&inputs(batch)).unwrap();
-            // All that a step can have, overwritten while the replay's results are not yet read.
+            // Overwrites everything that a step can allocate, before the replay's results are read.
             memory.step(|step| ops::fill(step, [(capacity - owned) / 4], f32::NAN).map(drop)).unwrap();
             assert_eq!(replay.read_scalar(*replay.outputs()).unwrap().to_bits(), want.to_bits());
         }
@@ -240,8 +246,9 @@ on_each_device! {
         assert_eq!(memory.report().captured_bytes, 0);
     }
 
-    /// `bytes` is what it takes: with it the capture succeeds, with less it does not, and the driver hears nothing.
-    fn an_arena_that_is_too_small_is_told_before_the_driver_is_called(device: &Device) {
+    /// Checks that the error's `bytes` is exact: a capture succeeds with that much, and fails with
+    /// less without a driver call.
+    fn small_arena_fails_before_driver_calls(device: &Device) {
         let kind = device.description().kind;
         let plan = FaultPlan::new();
         let device = Device::builder(kind).faults(plan.clone()).open().unwrap();
@@ -258,25 +265,25 @@ on_each_device! {
         let mut memory = Arena::builder(&device).capacity(Capacity::Bytes(bytes - 256)).build().unwrap();
         let error = memory.capture(&mut model, &inputs(&batches[0]), train_borrowed).unwrap_err();
         assert_eq!(error, Error::CaptureNeeds { bytes, available: bytes - 256, overflow_bytes: 0 });
-        // An overflow is no help, which the error says.
+        // Overflow does not help a capture, and the error states this.
         let overflow = Overflow::pool(1 << 20);
         let mut memory = Arena::builder(&device).capacity(Capacity::Bytes(1024)).overflow(overflow).build().unwrap();
         let error = memory.capture(&mut model, &inputs(&batches[0]), train_borrowed).unwrap_err();
         assert_eq!(error, Error::CaptureNeeds { bytes, available: 1024, overflow_bytes: 1 << 20 });
-        assert!(error.to_string().contains("steps that are not captured"), "{error}");
+        assert!(error.to_string().contains("captured steps cannot use the overflow"), "{error}");
         let mut memory = Arena::builder(&device).capacity(Capacity::Bytes(bytes)).build().unwrap();
         memory.capture(&mut model, &inputs(&batches[0]), train_borrowed).unwrap();
         works(&mut memory, 100);
     }
 
-    fn the_report_tells_the_most_in_use_with_captured_steps(device: &Device) {
+    fn peak_bytes_include_captured_steps(device: &Device) {
         let mut memory = arena(device);
         let fills = |memory: &mut Arena, bytes: usize| {
             memory.step(|step| ops::fill(step, [bytes / 4], 1.0).map(drop)).unwrap();
             memory.report()
         };
         assert_eq!(fills(&mut memory, 4096).peak_bytes, 4096);
-        let captured = memory.capture((), &Inputs::new(), |step, (), slots| {
+        let captured = memory.capture((), &HostInputs::new(), |step, (), slots| {
             Ok(slots.output(&ops::fill(step, [256], 1.0)?))
         }).unwrap();
         assert_eq!((memory.report().captured_bytes, memory.report().peak_bytes), (1024, 4096), "not both at once");
@@ -287,11 +294,11 @@ on_each_device! {
         assert_eq!((after.captured_bytes, after.high_water_bytes, after.peak_bytes), (0, 8192, 9216));
     }
 
-    /// A step that needs more the second time it is run cannot leave its part of the arena either.
-    fn a_step_that_changes_its_mind_is_refused(device: &Device) {
+    /// A step that needs more memory in its second run must not leave its part of the arena.
+    fn growing_step_is_refused(device: &Device) {
         let mut memory = arena(device);
         let mut runs = 0;
-        let error = memory.capture(&mut runs, &Inputs::new(), |step, runs, _| {
+        let error = memory.capture(&mut runs, &HostInputs::new(), |step, runs, _| {
             **runs += 1;
             ops::fill(step, [64 * **runs], 1.0).map(drop)
         }).unwrap_err();
@@ -299,11 +306,11 @@ on_each_device! {
         works(&mut memory, 100);
     }
 
-    fn an_error_in_the_closure_ends_the_capture(device: &Device) {
+    fn closure_error_ends_capture(device: &Device) {
         for fails_at in 1..=2 {
             let mut memory = arena(device);
             let mut runs = 0;
-            let error = memory.capture((&mut runs, fails_at), &Inputs::new(), |step, (runs, fails_at), _| {
+            let error = memory.capture((&mut runs, fails_at), &HostInputs::new(), |step, (runs, fails_at), _| {
                 **runs += 1;
                 let x = ops::fill(step, [8], 1.0)?;
                 if **runs == *fails_at { x.reshape([9]).map(drop) } else { Ok(()) }
@@ -315,12 +322,12 @@ on_each_device! {
         }
     }
 
-    fn a_panic_in_the_closure_ends_the_capture(device: &Device) {
+    fn closure_panic_ends_capture(device: &Device) {
         for panics_at in 1..=2 {
             let mut memory = arena(device);
             let mut runs = 0;
             let panicked = catch_unwind(AssertUnwindSafe(|| {
-                memory.capture((&mut runs, panics_at), &Inputs::new(), |step, (runs, panics_at), _| {
+                memory.capture((&mut runs, panics_at), &HostInputs::new(), |step, (runs, panics_at), _| {
                     **runs += 1;
                     ops::fill(step, [8], 1.0)?;
                     assert!(**runs != *panics_at, "planted");
@@ -334,8 +341,9 @@ on_each_device! {
         }
     }
 
-    /// What the types cannot forbid, since a state may hold a device or a buffer, is refused when it happens.
-    fn nothing_but_the_step_reaches_the_device_while_it_is_recorded(device: &Device) {
+    /// A state may hold a device or a buffer, so the types cannot forbid these uses. They are
+    /// refused at run time.
+    fn recording_refuses_other_device_use(device: &Device) {
         struct Reach<'d> {
             device: &'d Device,
             buffer: Buffer<f32>,
@@ -346,13 +354,13 @@ on_each_device! {
             ("upload", |_, reach, _| reach.buffer.write(0, &[1.0])),
             ("synchronize", |_, reach, _| reach.buffer.read().map(drop)),
             ("step", |_, reach, _| reach.other.step(|_| Ok(()))),
-            ("capture", |_, reach, _| reach.other.capture((), &Inputs::new(), |_, (), _| Ok(())).map(drop)),
+            ("capture", |_, reach, _| reach.other.capture((), &HostInputs::new(), |_, (), _| Ok(())).map(drop)),
         ];
         let mut memory = arena(device);
         for (call, attempt) in attempts {
             let buffer = Buffer::from_slice(device, &[4.0f32; 4]).unwrap();
             let reach = Reach { device, buffer, other: arena(device) };
-            let error = memory.capture(reach, &Inputs::new(), attempt).unwrap_err();
+            let error = memory.capture(reach, &HostInputs::new(), attempt).unwrap_err();
             assert!(matches!(error, Error::Misuse { op: "capture", .. }), "{error}");
             assert!(error.to_string().contains(&format!("`{call}` on the device")), "{error}");
             works(&mut memory, 100);
@@ -360,8 +368,8 @@ on_each_device! {
         }
     }
 
-    /// The whole call makes no call of the driver but those of a capture.
-    fn a_capture_calls_nothing_but_the_captures_own_functions(device: &Device) {
+    /// Counts driver calls: `capture` makes only those that belong to a capture.
+    fn capture_makes_only_capture_calls(device: &Device) {
         let plan = FaultPlan::new();
         let device = Device::builder(device.description().kind).faults(plan.clone()).open().unwrap();
         let (mut memory, model, batches) = (arena(&device), Model::new(&device), batches());
@@ -381,7 +389,8 @@ on_each_device! {
         assert_eq!(plan.count(Call::DestroyGraph), 1);
     }
 
-    fn new_shapes_are_recorded_within_what_the_capture_owns(device: &Device) {
+    /// Checks that a new shape is recorded only if it fits the memory that the capture owns.
+    fn new_shapes_fit_owned_memory(device: &Device) {
         let mut memory = arena(device);
         let batches = batches();
         let (long, short) = (&batches[0], &batches[2]);
@@ -404,21 +413,21 @@ on_each_device! {
         assert_eq!(captured.report().replays, 5);
     }
 
-    fn an_output_that_is_given_back_keeps_its_values(device: &Device) {
-        fn run<'s>(step: &mut Step<'s>, _: &mut (), slots: &Slots<'s>) -> Result<[Output; 2]> {
+    fn freed_output_keeps_its_values(device: &Device) {
+        fn run<'s>(step: &mut Step<'s>, _: &mut (), slots: &CaptureInputs<'s>) -> Result<[Output; 2]> {
             let x: Saved<'s> = slots.input(0)?;
             let [doubled, lost] = [ops::scale(step, &x, 2.0)?, ops::scale(step, &x, 3.0)?];
             let output = slots.output(&doubled);
-            step.give_back(doubled);
-            step.give_back(lost);
-            // The first has the place of what was lost, the second one of its own.
+            step.free(doubled);
+            step.free(lost);
+            // The first result takes the place of `lost`; the second gets a place of its own.
             let four = ops::scale(step, &x, 4.0)?;
             ops::scale(step, &x, 5.0)?;
             Ok([output, slots.output(&four)])
         }
         let mut arena = arena(device);
         let inputs = [1.0f32; 100];
-        let inputs = Inputs::new().with(&inputs, [100]).unwrap();
+        let inputs = HostInputs::new().with(&inputs, [100]).unwrap();
         let mut captured = arena.capture((), &inputs, run).unwrap();
         assert_eq!(captured.report().bytes_owned, 4 * 512, "{:?}", captured.report());
         let replay = captured.replay(&inputs).unwrap();
@@ -426,7 +435,7 @@ on_each_device! {
         assert_eq!([doubled, four], [vec![2.0; 100], vec![4.0; 100]]);
     }
 
-    fn a_graph_repeats_on_the_inputs_that_it_has(device: &Device) {
+    fn repeat_reuses_inputs(device: &Device) {
         let mut memory = arena(device);
         let record: Record<Buffer<f32>, Output> = |step, sum, slots| {
             let mut sum = step.lend_mut(sum, [2])?;
@@ -434,7 +443,7 @@ on_each_device! {
             Ok(slots.output(&sum))
         };
         let (x, sum) = ([1.0f32, -2.0], Buffer::zeros(device, 2).unwrap());
-        let inputs = Inputs::new().with(&x, [2]).unwrap();
+        let inputs = HostInputs::new().with(&x, [2]).unwrap();
         let mut captured = memory.capture(sum, &inputs, record).unwrap();
         captured.replay(&inputs).unwrap();
         let replay = captured.repeat().unwrap();
@@ -442,8 +451,9 @@ on_each_device! {
         assert_eq!(captured.state().read().unwrap(), [2.0, -4.0]);
     }
 
-    /// A replay may still run when the next one's inputs are on their way: each is added once, whole, and none to another's sum.
-    fn large_inputs_arrive_in_order_while_replays_run(device: &Device) {
+    /// Uploads a replay's inputs while the previous replay may still run. Each input must be added
+    /// exactly once, whole, and to its own sum.
+    fn large_inputs_arrive_in_order(device: &Device) {
         const LEN: usize = 1 << 16;
         let mut memory = Arena::builder(device).capacity(Capacity::mib(8)).build().unwrap();
         let record: Record<[Buffer<f32>; 2], ()> = |step, [sum, small], slots| {
@@ -453,10 +463,10 @@ on_each_device! {
             }
             ops::add_assign(step, &mut step.lend_mut(small, [1])?, &slots.input(1)?)
         };
-        // Powers of two: a sum tells which inputs are in it, and how often.
+        // The inputs are powers of two, so a sum shows which inputs it contains, and how often.
         let rounds: Vec<_> = (0..18).map(|round| (vec![(1u32 << round) as f32; LEN], [(1u32 << round) as f32])).collect();
-        fn inputs((x, one): &(Vec<f32>, [f32; 1])) -> Inputs<'_> {
-            Inputs::new().with(x, [LEN]).unwrap().with(one, [1]).unwrap()
+        fn inputs((x, one): &(Vec<f32>, [f32; 1])) -> HostInputs<'_> {
+            HostInputs::new().with(x, [LEN]).unwrap().with(one, [1]).unwrap()
         }
         let state = [Buffer::zeros(device, LEN).unwrap(), Buffer::zeros(device, 1).unwrap()];
         let mut captured = memory.capture(state, &inputs(&rounds[0]), record).unwrap();
@@ -471,13 +481,13 @@ on_each_device! {
         assert_eq!(sum.read().unwrap(), vec![20.0 * total; LEN]);
     }
 
-    fn variants_are_recorded_on_their_own(device: &Device) {
+    fn variants_are_recorded_separately(device: &Device) {
         let mut memory = arena(device);
-        let mut captured = memory.capture((), &Inputs::new(), |step, (), slots| {
+        let mut captured = memory.capture((), &HostInputs::new(), |step, (), slots| {
             Ok(slots.output(&ops::fill(step, [1], slots.variant() as f32)?))
         }).unwrap();
         for variant in [0u64, 7, 0, 9, 7] {
-            let replay = captured.replay(&Inputs::new().variant(variant)).unwrap();
+            let replay = captured.replay(&HostInputs::new().variant(variant)).unwrap();
             assert_eq!(replay.read_scalar::<f32>(*replay.outputs()).unwrap(), variant as f32);
         }
         assert_eq!(captured.report().recordings, 3);
@@ -486,8 +496,8 @@ on_each_device! {
     fn slots_and_outputs_are_checked(device: &Device) {
         let mut memory = arena(device);
         let x = [1.0f32, 2.0];
-        let inputs = Inputs::new().with(&x, [2]).unwrap();
-        assert!(matches!(Inputs::new().with(&x, [3]), Err(Error::Misuse { op: "inputs", .. })));
+        let inputs = HostInputs::new().with(&x, [2]).unwrap();
+        assert!(matches!(HostInputs::new().with(&x, [3]), Err(Error::Misuse { op: "inputs", .. })));
         let absent: Record<(), ()> = |_, (), slots| slots.input::<f32>(1).map(drop);
         let other: Record<(), ()> = |_, (), slots| slots.input::<u32>(0).map(drop);
         for (record, words) in [(absent, "one of 1 inputs"), (other, "input 0 of u32 elements")] {
@@ -504,33 +514,33 @@ on_each_device! {
         assert!(matches!(replay.read_scalar(*replay.outputs()), Err(Error::Misuse { op: "read_scalar", .. })));
     }
 
-    /// The graph's addresses stay the graph's, whatever becomes of what was at them.
-    fn memory_that_a_graph_names_is_not_freed_under_it(device: &Device) {
+    /// The addresses in a graph stay reserved even after their owner is dropped.
+    fn graph_keeps_its_buffers_allocated(device: &Device) {
         let plan = FaultPlan::new();
         let device = Device::builder(device.description().kind).faults(plan.clone()).open().unwrap();
         let mut memory = arena(&device);
         let buffer = Buffer::from_slice(&device, &[3.0f32; 1000]).unwrap();
-        let mut captured = memory.capture(buffer, &Inputs::new(), |step, buffer, slots| {
+        let mut captured = memory.capture(buffer, &HostInputs::new(), |step, buffer, slots| {
             Ok(slots.output(&ops::scale(step, &step.lend(buffer, [1000])?, 2.0)?))
         }).unwrap();
         let freed = plan.count(Call::Free);
         drop(std::mem::replace(captured.state_mut(), Buffer::from_slice(&device, &[0.0f32]).unwrap()));
         drop(memory);
         assert_eq!(plan.count(Call::Free), freed, "the buffer and the arena wait for the graph");
-        let replay = captured.replay(&Inputs::new()).unwrap();
+        let replay = captured.replay(&HostInputs::new()).unwrap();
         assert_eq!(replay.read::<f32>(*replay.outputs()).unwrap(), [6.0; 1000]);
         drop(captured);
         assert_eq!(plan.count(Call::Free), plan.count(Call::Allocate), "nothing leaks");
     }
 
-    /// A buffer that is made before and dropped within the closure is freed when the recording is over.
-    fn memory_dropped_in_the_closure_is_freed_later(device: &Device) {
+    /// A buffer that the closure drops is freed after the recording has ended.
+    fn closure_drops_are_freed_later(device: &Device) {
         let plan = FaultPlan::new();
         let device = Device::builder(device.description().kind).faults(plan.clone()).open().unwrap();
         let mut memory = arena(&device);
         let buffer = Buffer::from_slice(&device, &[3.0f32; 10]).unwrap();
         let freed = plan.count(Call::Free);
-        let captured = memory.capture(Some(buffer), &Inputs::new(), |_, buffer, _| {
+        let captured = memory.capture(Some(buffer), &HostInputs::new(), |_, buffer, _| {
             drop(buffer.take());
             Ok(())
         }).unwrap();
@@ -539,7 +549,7 @@ on_each_device! {
         assert_eq!(plan.count(Call::Free), plan.count(Call::Allocate));
     }
 
-    fn an_arena_that_grows_leaves_a_graph_its_memory(device: &Device) {
+    fn arena_growth_preserves_graph_memory(device: &Device) {
         let mut memory = Arena::builder(device).capacity(Capacity::Bytes(64 << 10))
             .growth(Growth::AtBoundary { max_bytes: 8 << 20 }).build().unwrap();
         let batches = batches();
@@ -551,14 +561,14 @@ on_each_device! {
             }
             let want = loss(&mut undisturbed, batch);
             assert_eq!(loss(&mut captured, batch).to_bits(), want.to_bits());
-            // The first of these does not fit, and the arena grows at its end.
+            // The first of these does not fit, and the arena grows at the end of the step.
             let _ = memory.step(|step| ops::fill(step, [100_000], f32::NAN).map(drop));
         }
         let report = memory.report();
         assert_eq!((report.growths, report.captured_bytes), (1, 0), "the new memory is all the steps'");
     }
 
-    fn checks_go_into_the_graph_and_change_no_bit(device: &Device) {
+    fn checked_capture_keeps_bits(device: &Device) {
         let losses = |checked: bool| -> (Vec<f32>, String) {
             let mut memory = Arena::builder(device).capacity(Capacity::mib(2)).checked(checked).build().unwrap();
             let batches = batches();
@@ -573,12 +583,12 @@ on_each_device! {
     }
 }
 
-/// A write behind a tensor is found at each replay that makes it.
+/// A write past the end of a tensor is reported by each replay that makes it.
 #[test]
-fn an_overrun_in_a_graph_is_named_at_the_replay() {
+fn replay_reports_overrun() {
     let device = crate::support::open(DeviceKind::Emulated);
     let mut memory = Arena::builder(&device).capacity(Capacity::mib(1)).checked(true).build().unwrap();
-    let inputs = [Inputs::new(), Inputs::new().variant(1)];
+    let inputs = [HostInputs::new(), HostInputs::new().variant(1)];
     let mut captured = memory
         .capture((), &inputs[0], |step, (), slots| {
             let mut x = ops::fill(step, [100], 1.0)?;

@@ -1,4 +1,5 @@
-//! Runs the built example with captured steps and without: the same weights, and a report that tells which.
+//! Runs the built example with captured and eager steps: the weights are the same, and the report
+//! names the mode.
 
 #![forbid(unsafe_code)]
 
@@ -6,8 +7,8 @@ use crate::support::example::{SMALL, run, text, train};
 use crate::support::on_each_device;
 
 on_each_device! {
-    fn captured_or_not_the_weights_are_the_same(device: &Device) {
-        // Several steps a batch, and a last batch that is short.
+    fn captured_and_eager_weights_match(device: &Device) {
+        // Several steps per batch, and a short last batch.
         for micro_batch in ["32", "5"] {
             let (_, captured) = train(device, &["--micro-batch", micro_batch]);
             let (_, eager) = train(device, &["--micro-batch", micro_batch, "--capture", "off"]);
@@ -15,7 +16,7 @@ on_each_device! {
             assert_eq!(captured["weights_sha256"], eager["weights_sha256"], "micro-batch {micro_batch}");
             assert_eq!(captured["batches"], eager["batches"]);
             let number = |name: &str| captured["capture"][name].as_u64().unwrap_or_else(|| panic!("{captured}"));
-            // Two batches, the last of which is short.
+            // There are two batches; the last one is short.
             assert_eq!(captured["batches"].as_array().map(Vec::len), Some(2));
             let steps = if micro_batch == "32" { 2 } else { 7 + 1 };
             assert_eq!(number("replays"), steps, "micro-batch {micro_batch}");
@@ -26,15 +27,15 @@ on_each_device! {
         }
     }
 
-    /// A captured step cannot overflow: it says what it needs instead.
-    fn an_arena_that_is_too_small_ends_with_what_the_step_needs(device: &Device) {
+    /// A captured step cannot overflow. The error names the bytes that it needs.
+    fn small_arena_error_names_need(device: &Device) {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let out = folder.path().join("out");
         let arguments = ["--arena-mib", "16", "--overflow-mib", "4096", "--out", out.to_str().unwrap()];
         let output = run("crossasset", device, &[&SMALL[..], &arguments].concat());
         let errors = text(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{errors}");
-        assert!(errors.contains("capture: the step needs ") && errors.contains("16777216 can be had"), "{errors}");
+        assert!(errors.contains("capture: the step needs ") && errors.contains("only 16777216 are available"), "{errors}");
         assert!(!out.join("report.json").exists(), "a run that failed wrote a report");
     }
 }

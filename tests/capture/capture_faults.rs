@@ -1,24 +1,27 @@
 //! A fault in every driver call of a capture and of a replay, one at a time, on each device.
 //!
-//! Invariant: the caller gets a typed error within the deadline; after a failure that the driver survives, steps and captures
-//! work, with the right numbers, and nothing is leaked; after any other the device is lost and every call says so.
+//! Invariant: the caller gets a typed error within the deadline. After a failure that the driver
+//! survives, steps and captures give the right numbers, and nothing is leaked. After any other
+//! failure the device is lost, and every call returns that error.
 
 use crate::support::on_each_device;
 use crate::support::witness::Watch;
 use std::time::Duration;
 use stepscope::faults::{Call, Fault, FaultPlan};
-use stepscope::{Arena, Capacity, Captured, Device, DeviceKind, Error, Inputs, Output, Overflow, Record, Result, ops};
+use stepscope::{
+    Arena, Capacity, Captured, Device, DeviceKind, Error, HostInputs, Output, Overflow, Record, Result, ops,
+};
 
-/// The calls between the begin and the end of a capture, and those around them.
+/// The driver calls from the begin to the end of a capture, and those around them.
 const CAPTURE: [Call; 6] =
     [Call::Load, Call::BeginCapture, Call::Record, Call::EndCapture, Call::GraphNodes, Call::Instantiate];
-/// Launches of the step.
+/// The number of launches in the step.
 const LAUNCHES: u64 = 4;
 const X: [f32; 3] = [1.0, -2.0, 0.5];
-/// Far more than any call takes.
+/// A deadline far longer than any call takes.
 const FAR: Duration = Duration::from_secs(20);
 
-/// 16 x: four launches of one kernel.
+/// Computes 16 x by four launches of one kernel.
 const STEP: Record<(), Output> = |step, (), slots| {
     let mut x = ops::scale(step, &slots.input(0)?, 2.0)?;
     for _ in 1..LAUNCHES {
@@ -27,8 +30,8 @@ const STEP: Record<(), Output> = |step, (), slots| {
     Ok(slots.output(&x))
 };
 
-fn inputs() -> Inputs<'static> {
-    Inputs::new().with(&X, [3]).unwrap()
+fn inputs() -> HostInputs<'static> {
+    HostInputs::new().with(&X, [3]).unwrap()
 }
 
 fn open(kind: DeviceKind, deadline: Duration, plan: &FaultPlan) -> (Device, Arena) {
@@ -38,7 +41,7 @@ fn open(kind: DeviceKind, deadline: Duration, plan: &FaultPlan) -> (Device, Aren
     (device, arena)
 }
 
-/// The next call of its kind meets the fault.
+/// Makes the call of this kind that follows `later` others meet the fault.
 fn plant(plan: &FaultPlan, call: Call, later: u64, fault: Fault) {
     let _ = plan.clone().on(call, plan.count(call) + 1 + later, fault);
 }
@@ -48,7 +51,7 @@ fn replays(captured: &mut Captured<(), Output>) -> Result<Vec<f32>> {
     replay.read(*replay.outputs())
 }
 
-/// Steps and captures work.
+/// Checks that steps and captures work.
 #[track_caller]
 fn works(arena: &mut Arena) {
     let values = arena.step(|step| {
@@ -60,28 +63,28 @@ fn works(arena: &mut Arena) {
     assert_eq!(replays(&mut captured).unwrap(), X.map(|x| 16.0 * x));
 }
 
-/// What was taken has gone back.
+/// Checks that everything allocated has been freed.
 #[track_caller]
 fn nothing_leaks(plan: &FaultPlan, graphs: u64) {
     assert_eq!(plan.count(Call::Free), plan.count(Call::Allocate));
     assert_eq!(plan.count(Call::DestroyGraph), graphs, "a graph that was made is ended");
 }
 
-/// Runs a capture that meets `fault`, and returns its error and since when it ran.
+/// Runs a capture that meets `fault`, and returns its error and a watch started before it.
 fn meets(arena: &mut Arena, plan: &FaultPlan, call: Call, later: u64, fault: Fault) -> (Error, Watch) {
     plant(plan, call, later, fault);
     let watch = Watch::start();
     (arena.capture((), &inputs(), STEP).expect_err("the fault was not met"), watch)
 }
 
-/// Every place of a capture where a call can fail.
+/// Returns every place in a capture where a driver call can fail.
 fn places() -> Vec<(Call, u64)> {
     let places = |call| (0..if call == Call::Record { LAUNCHES } else { 1 }).map(move |later| (call, later));
     CAPTURE.into_iter().flat_map(places).collect()
 }
 
 on_each_device! {
-    fn a_call_that_fails_leaves_everything_usable(device: &Device) {
+    fn failed_call_leaves_everything_usable(device: &Device) {
         for (call, later) in places() {
             let plan = FaultPlan::new();
             let (device, mut arena) = open(device.description().kind, FAR, &plan);
@@ -91,13 +94,14 @@ on_each_device! {
             assert_eq!((device.lost(), arena.report().captured_bytes), (None, 0), "{call:?} {later}");
             works(&mut arena);
             drop(arena);
-            // The graph of `works`; and one more where a graph was captured before the call failed.
+            // One graph is from `works`, and one more if a graph was captured before the call
+            // failed.
             let captured = matches!(call, Call::Record | Call::EndCapture | Call::GraphNodes | Call::Instantiate);
             nothing_leaks(&plan, 1 + u64::from(captured));
         }
     }
 
-    fn a_call_that_spoils_the_device_loses_it(device: &Device) {
+    fn spoiling_call_loses_device(device: &Device) {
         for (call, later) in places() {
             let plan = FaultPlan::new();
             let (device, mut arena) = open(device.description().kind, FAR, &plan);
@@ -111,13 +115,13 @@ on_each_device! {
         }
     }
 
-    /// A capture that hangs in the driver costs its deadline, not an hour.
-    fn a_call_that_never_returns_costs_the_deadline(device: &Device) {
+    /// A capture that hangs in the driver returns within its deadline.
+    fn hung_call_costs_one_deadline(device: &Device) {
         let kind = device.description().kind;
         for (call, later) in places() {
             let plan = FaultPlan::new();
             let (_, mut arena) = open(kind, FAR, &plan);
-            // The kernels of a CUDA device are loaded when they are first used.
+            // A CUDA device loads a kernel at its first use.
             works(&mut arena);
             drop(arena);
             let deadline = Duration::from_millis(100);
@@ -135,8 +139,9 @@ on_each_device! {
         }
     }
 
-    /// Bug C: something in the captured region reaches a synchronous allocation. Now it is an error, at once.
-    fn an_allocation_while_the_driver_captures_is_its_own_error(device: &Device) {
+    /// Bug C: code in the captured region makes a synchronous allocation. It must fail at once with
+    /// its own error.
+    fn allocation_during_capture_is_an_error(device: &Device) {
         for later in 0..LAUNCHES {
             let plan = FaultPlan::new();
             let (device, mut arena) = open(device.description().kind, FAR, &plan);
@@ -149,7 +154,7 @@ on_each_device! {
         }
     }
 
-    fn a_memory_node_in_the_graph_is_refused(device: &Device) {
+    fn graph_memory_nodes_are_refused(device: &Device) {
         let plan = FaultPlan::new();
         let (device, mut arena) = open(device.description().kind, FAR, &plan);
         let (error, _) = meets(&mut arena, &plan, Call::Record, 1, Fault::AllocatesInStream);
@@ -159,7 +164,7 @@ on_each_device! {
         works(&mut arena);
     }
 
-    fn a_replay_that_fails_can_be_tried_again(device: &Device) {
+    fn failed_replay_can_be_retried(device: &Device) {
         for call in [Call::Upload, Call::Replay, Call::Download] {
             let plan = FaultPlan::new();
             let (device, mut arena) = open(device.description().kind, FAR, &plan);
@@ -175,7 +180,7 @@ on_each_device! {
         }
     }
 
-    fn a_result_is_waited_for_until_the_deadline(device: &Device) {
+    fn result_wait_ends_at_deadline(device: &Device) {
         let kind = device.description().kind;
         for call in [Call::Poll, Call::Download] {
             let plan = FaultPlan::new();
@@ -198,8 +203,8 @@ on_each_device! {
         }
     }
 
-    /// All that is dropped while a kernel never ends costs one deadline together.
-    fn drops_behind_a_kernel_that_never_ends_cost_one_deadline(device: &Device) {
+    /// Everything dropped after a kernel that never ends costs one deadline in total.
+    fn drops_after_hang_share_one_deadline(device: &Device) {
         let deadline = Duration::from_millis(200);
         let plan = FaultPlan::new();
         let (device, mut arena) = open(device.description().kind, deadline, &plan);
@@ -213,7 +218,7 @@ on_each_device! {
         watch.within(2 * deadline, "the drops");
     }
 
-    fn a_graph_that_is_not_destroyed_keeps_its_memory(device: &Device) {
+    fn undestroyed_graph_keeps_its_memory(device: &Device) {
         let plan = FaultPlan::new();
         let (_, mut arena) = open(device.description().kind, FAR, &plan);
         let captured = arena.capture((), &inputs(), STEP).unwrap();

@@ -1,9 +1,8 @@
-//! A graph may write buffers, inputs' slots and its own part of an arena, and no memory of a step
-//! that runs while it is recorded.
+//! A graph may write buffers, the slots of its inputs and its own part of an arena. It may not
+//! write memory of a step that runs while it is recorded.
 //!
 //! Invariant: a recorded launch that names a tensor of a running step is refused, however the
-//! tensor came into the state; the running step goes on with its numbers, and what was captured
-//! before still runs.
+//! tensor came into the state. The running step keeps its values, and earlier captures still run.
 
 #![forbid(unsafe_code)]
 
@@ -19,13 +18,13 @@ fn arena(device: &Device) -> Arena {
     Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap()
 }
 
-/// A recorded step that writes what its state has.
-fn overwrite<'a, T: Target<'a, f32>>(step: &mut Step<'_>, state: &mut Option<T>, _: &Slots<'_>) -> Result<()> {
+/// A recorded step that writes the tensor in its state.
+fn overwrite<'a, T: Target<'a, f32>>(step: &mut Step<'_>, state: &mut Option<T>, _: &CaptureInputs<'_>) -> Result<()> {
     let Some(tensor) = state else { return Ok(()) };
     step.launch(fill { out: tensor.out(), length: LEN, value: 7.0 })
 }
 
-/// The error names the kernel, the argument and the arena, and says what to do.
+/// Checks that the error names the kernel, the argument and the arena, and gives advice.
 #[track_caller]
 fn refused<R>(captured: Result<R>, kernel: &str) {
     let error = captured.err().expect("a graph of a running step's tensor").to_string();
@@ -37,39 +36,38 @@ fn refused<R>(captured: Result<R>, kernel: &str) {
 }
 
 on_each_device! {
-    fn a_tensor_of_a_running_step(device: &Device) {
+    fn running_steps_tensor_is_refused(device: &Device) {
         let (mut a, mut b) = (arena(device), arena(device));
         a.step(|step| {
             let saved = ops::fill(step, [LEN], 1.0)?;
-            refused(b.capture(Some(saved), &Inputs::new(), overwrite), "fill_f32");
-            // So is one without elements, and one that is read.
+            refused(b.capture(Some(saved), &HostInputs::new(), overwrite), "fill_f32");
+            // A tensor without elements is refused too, and so is one that is only read.
             let empty = step.empty::<f32>([0])?;
             let record: Record<Tensor<'_>, ()> = |step, tensor, _| step.launch(fill { out: tensor.out(), length: 0, value: 7.0 });
-            refused(b.capture(empty, &Inputs::new(), record), "fill_f32");
+            refused(b.capture(empty, &HostInputs::new(), record), "fill_f32");
             let saved = ops::fill(step, [LEN], 1.0)?.save();
             let record: Record<(Saved<'_>, Buffer<f32>), ()> = |step, (saved, buffer), _| {
                 let mut out = step.lend_mut(buffer, [LEN])?;
                 step.launch(kernels::elementwise::scale { x: saved.slice(), factor: 2.0, out: out.out() })
             };
-            refused(b.capture((saved, Buffer::zeros(device, LEN)?), &Inputs::new(), record), "scale_f32");
+            refused(b.capture((saved, Buffer::zeros(device, LEN)?), &HostInputs::new(), record), "scale_f32");
             assert_eq!(step.read(&saved)?, [1.0; LEN]);
             Ok(())
         })
         .unwrap();
     }
 
-    /// The memory of a nested scope, of the overflow pool and of an arena in checked mode has the
-    /// same owner.
-    fn a_tensor_of_any_scope_and_place(device: &Device) {
+    /// Memory of a nested scope, of the overflow pool and of a checked arena has the same owner.
+    fn tensors_of_any_scope_are_refused(device: &Device) {
         let mut b = arena(device);
         arena(device)
             .step(|step| {
                 let mut outer = ops::fill(step, [LEN], 1.0)?;
                 step.scratch(|inner| {
-                    refused(b.capture(Some(ops::fill(inner, [LEN], 1.0)?), &Inputs::new(), overwrite), "fill_f32");
-                    refused(b.capture(Some(inner.lend_mut(&mut outer)), &Inputs::new(), overwrite), "fill_f32");
+                    refused(b.capture(Some(ops::fill(inner, [LEN], 1.0)?), &HostInputs::new(), overwrite), "fill_f32");
+                    refused(b.capture(Some(inner.lend_mut(&mut outer)), &HostInputs::new(), overwrite), "fill_f32");
                     inner.scratch(|third| {
-                        refused(b.capture(Some(third.empty::<f32>([LEN])?), &Inputs::new(), overwrite), "fill_f32");
+                        refused(b.capture(Some(third.empty::<f32>([LEN])?), &HostInputs::new(), overwrite), "fill_f32");
                         Ok(())
                     })
                 })?;
@@ -84,18 +82,18 @@ on_each_device! {
             arena
                 .step(|step| {
                     let _fills_the_arena = step.empty::<f32>([LEN])?;
-                    refused(b.capture(Some(ops::fill(step, [LEN], 1.0)?), &Inputs::new(), overwrite), "fill_f32");
+                    refused(b.capture(Some(ops::fill(step, [LEN], 1.0)?), &HostInputs::new(), overwrite), "fill_f32");
                     Ok(())
                 })
                 .unwrap();
         }
     }
 
-    /// What holds it does not matter: a variable of a tape, a cell, or a state that gets it behind
-    /// the first recording.
-    fn a_tensor_that_is_hidden(device: &Device) {
+    /// The holder of the tensor does not matter: a tape's variable, a cell, or a state that gets it
+    /// after the first recording.
+    fn hidden_tensor_is_refused(device: &Device) {
         let (mut a, mut b) = (arena(device), arena(device));
-        let mut layout = Layout::builder();
+        let mut layout = ParameterSpec::builder();
         let w = layout.add("w", [LEN, 2], Initializer::Constant(1.0));
         let weights = Parameters::new(device, &layout.build().unwrap(), 1).unwrap();
         a.step(|step| {
@@ -106,52 +104,51 @@ on_each_device! {
                 let mut out = step.lend_mut(buffer, [2])?;
                 step.launch(kernels::elementwise::scale { x: y.value().slice(), factor: 2.0, out: out.out() })
             };
-            refused(b.capture((y, Buffer::zeros(device, 2)?), &Inputs::new(), record), "scale_f32");
+            refused(b.capture((y, Buffer::zeros(device, 2)?), &HostInputs::new(), record), "scale_f32");
             let hidden = RefCell::new(Some(ops::fill(step, [LEN], 1.0)?));
             let record: Record<&RefCell<Option<Tensor<'_>>>, ()> = |step, cell, _| match &mut *cell.borrow_mut() {
                 Some(tensor) => step.launch(fill { out: tensor.out(), length: LEN, value: 7.0 }),
                 None => Ok(()),
             };
-            refused(b.capture(&hidden, &Inputs::new(), record), "fill_f32");
-            let mut captured = b.capture(None, &Inputs::new(), overwrite)?;
+            refused(b.capture(&hidden, &HostInputs::new(), record), "fill_f32");
+            let mut captured = b.capture(None, &HostInputs::new(), overwrite)?;
             *captured.state_mut() = hidden.take();
-            captured.replay(&Inputs::new())?;
-            refused(captured.replay(&Inputs::new().variant(1)), "fill_f32");
-            captured.replay(&Inputs::new())?;
+            captured.replay(&HostInputs::new())?;
+            refused(captured.replay(&HostInputs::new().variant(1)), "fill_f32");
+            captured.replay(&HostInputs::new())?;
             let tensor = captured.into_state().expect("it was put there");
             assert_eq!(step.read(&tensor)?, [1.0; LEN]);
-            // An op of the outer step would launch on the device itself.
+            // An op of the outer step would launch on the device directly.
             let record: Record<&Tape<'_, '_>, ()> = |_, tape, _| tape.sum(&tape.input(ops::fill(tape.step(), [2], 1.0)?)).map(drop);
-            let error = b.capture(&tape, &Inputs::new(), record).unwrap_err().to_string();
-            assert!(error.contains("only tensors and kernels of the step, while it is recorded"), "{error}");
+            let error = b.capture(&tape, &HostInputs::new(), record).unwrap_err().to_string();
+            assert!(error.contains("only the step's own tensors and kernels while it is recorded"), "{error}");
             Ok(())
         })
         .unwrap();
     }
 
-    /// Within a step that is only measured, its tensors are refused by captures of its own device
-    /// and of the real one. A measure itself takes tensors of running steps, since nothing of it is
-    /// replayed.
-    fn a_tensor_of_a_measured_step(device: &Device) {
+    /// Tensors of a dry run are refused by captures of the dry-run device and of the real device. A
+    /// dry run itself accepts tensors of running steps, because nothing in it is replayed.
+    fn dry_run_tensor_is_refused(device: &Device) {
         let (mut a, b) = (arena(device), arena(device));
         a.step(|step| {
             let mut outer = ops::fill(step, [LEN], 1.0)?;
             b.measure(|measured| measured.launch(fill { out: outer.out(), length: LEN, value: 7.0 }))?;
             b.measure(|measured| {
                 let mut inside = Arena::builder(measured.device()).capacity(Capacity::mib(1)).build()?;
-                refused(inside.capture(Some(ops::fill(measured, [LEN], 1.0)?), &Inputs::new(), overwrite), "fill_f32");
+                refused(inside.capture(Some(ops::fill(measured, [LEN], 1.0)?), &HostInputs::new(), overwrite), "fill_f32");
                 let mut state = Some(&mut outer);
                 let record: Record<Option<&mut Tensor<'_>>, ()> = |step, outer, _| match outer {
                     Some(outer) => step.launch(fill { out: outer.out(), length: LEN, value: 7.0 }),
                     None => Ok(()),
                 };
-                refused(inside.capture(state.take(), &Inputs::new(), record), "fill_f32");
+                refused(inside.capture(state.take(), &HostInputs::new(), record), "fill_f32");
                 Ok(())
             })?;
             b.measure(|measured| {
                 let tensor = ops::fill(measured, [LEN], 1.0)?;
                 let error = a_capture_of(device, tensor).unwrap_err().to_string();
-                assert!(error.contains("another device's, or a rehearsal's"), "{error}");
+                assert!(error.contains("memory of another device or of a dry run"), "{error}");
                 Ok(())
             })?;
             assert_eq!(step.read(&outer)?, [1.0; LEN]);
@@ -160,9 +157,9 @@ on_each_device! {
         .unwrap();
     }
 
-    /// What outlives steps may be recorded inside one: a buffer that the state owns, borrows, or
-    /// was lent by the step. A replay within the step that was lent it is refused where one of both
-    /// writes.
+    /// Memory that outlives steps may be recorded inside a step: a buffer that the state owns or
+    /// borrows, or that the step lent. A replay within the step that lent the buffer is refused if
+    /// either of them writes it.
     fn buffers_are_recorded_inside_a_step(device: &Device) {
         let (mut a, mut b) = (arena(device), arena(device));
         let (mut owned, mut borrowed) = (Buffer::<f32>::zeros(device, LEN).unwrap(), Buffer::<f32>::zeros(device, LEN).unwrap());
@@ -172,15 +169,15 @@ on_each_device! {
                 ops::fill_into(step, &mut step.lend_mut(x, [LEN])?, 3.0)?;
                 ops::fill_into(step, &mut step.lend_mut(y, [LEN])?, 4.0)
             };
-            b.capture((&mut owned, &mut borrowed), &Inputs::new(), record)?.repeat()?;
+            b.capture((&mut owned, &mut borrowed), &HostInputs::new(), record)?.repeat()?;
             let record: Record<(Lent<'_, '_>, Buffer<f32>), ()> = |step, (x, buffer), _| {
                 let mut out = step.lend_mut(buffer, [LEN])?;
                 step.launch(kernels::elementwise::scale { x: x.slice(), factor: 2.0, out: out.out() })
             };
-            let mut reads = b.capture((step.lend(&lent, [LEN])?, Buffer::zeros(device, LEN)?), &Inputs::new(), record)?;
+            let mut reads = b.capture((step.lend(&lent, [LEN])?, Buffer::zeros(device, LEN)?), &HostInputs::new(), record)?;
             reads.repeat()?;
             assert_eq!(reads.into_state().1.read()?, [2.0; LEN]);
-            let mut writes = b.capture(Some(step.lend_mut(&mut lent, [LEN])?), &Inputs::new(), overwrite)?;
+            let mut writes = b.capture(Some(step.lend_mut(&mut lent, [LEN])?), &HostInputs::new(), overwrite)?;
             let error = writes.repeat().map(drop).expect_err("the step has the buffer").to_string();
             assert!(error.contains("a replay inside that step"), "{error}");
             Ok(())
@@ -191,27 +188,27 @@ on_each_device! {
     }
 }
 
-/// A capture whose state is a tensor, on an arena of its own.
+/// Captures a step whose state is the tensor, on another arena.
 fn a_capture_of(device: &Device, tensor: Tensor<'_>) -> Result<()> {
-    arena(device).capture(Some(tensor), &Inputs::new(), overwrite).map(drop)
+    arena(device).capture(Some(tensor), &HostInputs::new(), overwrite).map(drop)
 }
 
-/// A recorded step's tensor, in the state of a capture of another device.
+/// A tensor of a recorded step, in the state of a capture on another device.
 #[test]
-fn a_tensor_of_another_recording() {
+fn other_recordings_tensor_is_refused() {
     let [one, other] = [(); 2].map(|()| crate::support::open(DeviceKind::Emulated));
     let record: Record<Arena, ()> = |step, other, _| {
         let tensor = ops::fill(step, [LEN], 1.0)?;
-        let error = other.capture(Some(tensor), &Inputs::new(), overwrite).unwrap_err().to_string();
-        assert!(error.contains("another device's, or a rehearsal's"), "{error}");
+        let error = other.capture(Some(tensor), &HostInputs::new(), overwrite).unwrap_err().to_string();
+        assert!(error.contains("memory of another device or of a dry run"), "{error}");
         Ok(())
     };
-    arena(&one).capture(arena(&other), &Inputs::new(), record).unwrap();
+    arena(&one).capture(arena(&other), &HostInputs::new(), record).unwrap();
 }
 
-/// A wrong guard would be written by a kernel, too: no kernel is exempt.
+/// No kernel is exempt: the checks' own kernel would write a wrong guard.
 #[test]
-fn a_kernel_of_the_checks() {
+fn guard_kernels_are_refused_too() {
     let device = crate::support::open(DeviceKind::Emulated);
     let (mut a, mut b) = (arena(&device), arena(&device));
     let refusal = a.step(|step| {
@@ -220,7 +217,7 @@ fn a_kernel_of_the_checks() {
             let length = halves.shape().elements();
             step.launch(guard_write { guard: halves.out(), length })
         };
-        b.capture(halves, &Inputs::new(), record).map(drop)
+        b.capture(halves, &HostInputs::new(), record).map(drop)
     });
     refused(refusal, "guard_write");
 }

@@ -1,8 +1,9 @@
-//! Captured training with a driver one of whose calls never returns: each call there is, one after the other.
+//! Captured training with a driver in which one call never returns, for each call in turn.
 //!
-//! Invariant: a run of training, from its first buffer to the drop of its device, lasts no longer than it does with a driver that
-//! answers, plus one deadline and [`SLACK`], extended by the machine's own pauses ([`witness`]) and by nothing else; it ends
-//! with a typed error if there is somebody to tell. Afterwards this process ends, with a stuck thread for each call.
+//! Invariant: a training run, from its first buffer to the drop of its device, takes at most one
+//! deadline plus [`SLACK`] longer than with a working driver. Only the machine's own pauses
+//! ([`witness`]) extend this limit. The run ends with a typed error if there is a caller to receive
+//! it. Afterwards this process ends, with one stuck thread per call.
 
 #![forbid(unsafe_code)]
 
@@ -12,8 +13,8 @@ use std::time::Duration;
 use stepscope::faults::{Call, Fault, FaultPlan};
 use stepscope::nn::Linear;
 use stepscope::{
-    AdamWConfig, Arena, Batch, Capacity, Device, DeviceKind, EpochProgress, Error, Inputs, Layout, Learner, Model,
-    Overflow, Result, Samples, Tape, Trainer, Var, ops,
+    AdamWConfig, Arena, Capacity, Device, DeviceBatch, DeviceKind, EpochProgress, Error, HostBatch, HostInputs, Model,
+    Overflow, ParameterSpec, Result, Tape, TrainState, Trainer, Var, ops,
 };
 
 const DEADLINE: Duration = Duration::from_millis(100);
@@ -21,13 +22,13 @@ const FAR: Duration = Duration::from_secs(20);
 const SLOT_BYTES: usize = 4096;
 const SAMPLES: usize = 64;
 const INPUTS: usize = 8;
-/// The calls of a group, which `tests/group/group.rs` makes.
+/// The driver calls of a group, which `tests/group/group.rs` makes.
 const GROUP: [Call; 4] = [Call::JoinLink, Call::Exchange, Call::FollowExchanges, Call::LeaveLink];
 
 struct Classifier(Linear);
 
 impl Model for Classifier {
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         self.0.forward(tape, &tape.input(batch.input::<f32>(0)?))
     }
 }
@@ -44,21 +45,22 @@ impl Points {
     }
 }
 
-impl Samples for Points {
+impl HostBatch for Points {
     fn len(&self) -> usize {
         SAMPLES
     }
 
-    fn inputs(&self) -> Result<Inputs<'_>> {
-        Inputs::new().with(&self.x, [SAMPLES, INPUTS])?.with(&self.labels, [SAMPLES])
+    fn inputs(&self) -> Result<HostInputs<'_>> {
+        HostInputs::new().with(&self.x, [SAMPLES, INPUTS])?.with(&self.labels, [SAMPLES])
     }
 }
 
-/// Trains by replays, then overflows once and trims: every call of the driver is made, most of them more than once.
+/// Trains by replays, then overflows once and trims. This makes every driver call, most of them
+/// more than once.
 fn run(device: Device) -> Result<()> {
-    let mut layout = Layout::builder();
+    let mut layout = ParameterSpec::builder();
     let model = Classifier(Linear::new(layout.names().at("head"), INPUTS, 2));
-    let learner = Learner::new(&device, model, &layout.build()?, 7, AdamWConfig::default())?;
+    let learner = TrainState::new(&device, model, &layout.build()?, 7, AdamWConfig::default())?;
     let pool = Overflow::Pool { cap_bytes: 1 << 20, prime_bytes: 1 << 16, deadline: device.deadline() };
     let mut arena =
         Arena::builder(&device).capacity(Capacity::Bytes(1 << 18)).overflow(pool).reserve_bytes(0).build()?;
@@ -76,7 +78,7 @@ fn open(kind: DeviceKind, deadline: Duration, plan: &FaultPlan) -> Device {
 }
 
 on_each_device! {
-    fn each_call_that_never_returns_costs_one_deadline(device: &Device) {
+    fn each_hung_call_costs_one_deadline(device: &Device) {
         let kind = device.description().kind;
         let counted = FaultPlan::new();
         let sound = open(kind, FAR, &counted);
@@ -86,7 +88,7 @@ on_each_device! {
         for call in Call::ALL.into_iter().filter(|call| !GROUP.contains(call)) {
             let count = counted.count(call);
             assert!(count > 0, "{call:?} is not made");
-            // How often a driver is looked at depends on time.
+            // The number of polls depends on time.
             let looks = matches!(call, Call::Poll | Call::PollFence);
             let mut numbers = if looks { vec![1] } else { vec![1, count.div_ceil(2), count] };
             numbers.dedup();
@@ -97,11 +99,13 @@ on_each_device! {
                     let watch = Watch::start();
                     let outcome = run(device);
                     let late = watch.exceeds(usual + DEADLINE + SLACK);
-                    // What the last call waited is the deadline less what the work before it took, next to nothing.
+                    // The last call waits for the deadline less the time of the work before it,
+                    // which is negligible.
                     let told = !matches!(&outcome, Err(Error::Timeout { waited, .. }) if *waited + AT_ONCE < DEADLINE);
                     (outcome, watch.elapsed(), !late && told, plan)
                 };
-                // The emulator's own threads may be kept waiting, too, which no witness sees: a machine that is busy gets another try.
+                // The emulator's own threads may be delayed too, and the witness does not see that.
+                // A busy machine gets another try.
                 let (outcome, took, in_time, plan) = (0..4).map(|_| meets()).find(|(_, _, in_time, _)| *in_time).unwrap_or_else(meets);
                 assert!(in_time, "{call:?} {number} of {count}: {outcome:?} after {took:?}, usually {usual:?}");
                 assert!(plan.count(call) >= number, "{call:?} {number} was never made");
@@ -109,7 +113,7 @@ on_each_device! {
                 match outcome {
                     Err(Error::Timeout { .. }) => {}
                     Err(Error::DeviceLost { cause }) => assert!(cause.contains("had not ended"), "{cause}"),
-                    // What is given back at the end has nobody to tell.
+                    // Frees at the end have no caller to report to.
                     Ok(()) => {}
                     Err(error) => panic!("{call:?} {number}: {error}"),
                 }

@@ -1,10 +1,10 @@
-//! No call of the library waits without a bound, whatever the driver does.
+//! Every call of the library has a bounded wait, whatever the driver does.
 //!
-//! The bug that this guards against (ztensor on GB10): an allocation of 48 KB stalled in the kernel, and training stood
-//! still for good without a word. Here each call of the driver is made never to return; the caller must have an error that
-//! says so within the call's deadline plus [`SLACK`], every later call must fail at once, and the process must be able to
-//! save what it holds and end. Limits are extended by the pauses of the machine itself, see [`witness`], and by nothing
-//! else.
+//! This guards against a bug of ztensor on GB10: an allocation of 48 KB stalled in the kernel, and
+//! training hung without a message. Here each driver call in turn never returns. The caller must
+//! get a typed error within the call's deadline plus [`SLACK`]. Every later call must fail at once,
+//! and the process must be able to save its data and exit. Only the machine's own pauses extend
+//! these limits, see [`witness`].
 
 #![forbid(unsafe_code)]
 
@@ -18,19 +18,21 @@ use stepscope::{
     Arena, ArenaBuilder, ArenaReport, Buffer, Capacity, Device, DeviceKind, Error, Overflow, Result, ops, replace_file,
 };
 
-/// Longer than any test waits: a call that is answered by this deadline has used the wrong one.
+/// A deadline longer than any test waits. A call that is answered by it has used the wrong
+/// deadline.
 const FAR: Duration = Duration::from_secs(20);
-/// Elements of a tensor that a small arena holds, and of one that it does not.
+/// The elements of a tensor that fits a small arena, and of one that does not.
 const FITS: usize = 64;
 const OVERFLOWS: usize = 4096;
-/// The environment variable that makes the test of the process's end play the process.
+/// The environment variable that makes the exit test play the child process.
 const CHILD: &str = "STEPSCOPE_TEST_HANG";
 
-/// Elements of an upload that needs each slot of a device's ring, and the first one again.
+/// The elements of an upload that uses every slot of a device's ring, and the first slot again.
 const GOES_ROUND: usize = 3 * SLOT_BYTES / 4;
 const SLOT_BYTES: usize = 4096;
 
-/// The calls of a capture, which `tests/capture/capture.rs` and `tests/training/trainer.rs` make.
+/// The driver calls of a capture, which `tests/capture/capture.rs` and `tests/training/trainer.rs`
+/// make.
 const CAPTURE: [Call; 9] = [
     Call::Load,
     Call::BeginCapture,
@@ -43,15 +45,15 @@ const CAPTURE: [Call; 9] = [
     Call::QueueDownload,
 ];
 
-/// The calls of a group, which `tests/group/group.rs` makes.
+/// The driver calls of a group, which `tests/group/group.rs` makes.
 const GROUP: [Call; 4] = [Call::JoinLink, Call::Exchange, Call::FollowExchanges, Call::LeaveLink];
 
-/// All others.
+/// Returns all other driver calls.
 fn calls() -> impl Iterator<Item = Call> {
     Call::ALL.into_iter().filter(|call| !CAPTURE.contains(call) && !GROUP.contains(call))
 }
 
-/// Calls that end what only the device knows: made when it is dropped, with nobody to tell.
+/// True for calls made when the device is dropped, where no caller can receive an error.
 fn ends_with_the_device(call: Call) -> bool {
     matches!(call, Call::FreePinned | Call::DestroyFence)
 }
@@ -60,40 +62,42 @@ fn open(kind: DeviceKind, deadline: Duration, plan: &FaultPlan) -> Device {
     Device::builder(kind).deadline(deadline).staging(2, SLOT_BYTES).faults(plan.clone()).open().unwrap()
 }
 
-/// The next call of a kind meets `fault`.
+/// Makes the next call of this kind meet `fault`.
 fn plant(plan: &FaultPlan, call: Call, fault: Fault) {
     let _ = plan.clone().on(call, plan.count(call) + 1, fault);
 }
 
-/// An arena that holds [`FITS`] and not [`OVERFLOWS`] elements.
+/// Builds an arena that holds [`FITS`] elements and not [`OVERFLOWS`].
 fn small(device: &Device) -> ArenaBuilder {
     Arena::builder(device).capacity(Capacity::Bytes(1024)).reserve_bytes(0)
 }
 
-/// Room for [`OVERFLOWS`] elements a few times, none of it taken beforehand.
+/// Returns a pool with room for a few times [`OVERFLOWS`] elements, none of it allocated in
+/// advance.
 fn pool(deadline: Duration) -> Overflow {
     Overflow::Pool { cap_bytes: 1 << 20, prime_bytes: 0, deadline }
 }
 
-/// A step that makes one tensor of so many elements.
+/// Runs a step that makes one tensor of `elements` elements.
 fn make(arena: &mut Arena, elements: usize) -> Result<()> {
     arena.step(|step| ops::fill(step, [elements], 1.0).map(drop))
 }
 
-/// The report of a timeout of `call`, which must have lasted its deadline and not much longer.
+/// Returns the report of a timeout of `call`, which must have lasted its deadline and not much
+/// longer.
 #[track_caller]
 fn timed_out(error: &Error, call: &str, deadline: Duration, watch: Watch) -> Option<ArenaReport> {
     watch.within(deadline + SLACK, call);
     let Error::Timeout { call: name, waited, report } = error else { panic!("{call}: {error}") };
     assert_eq!(*name, call, "{error}");
     assert!(watch.elapsed() >= deadline, "{call}: given up after {:?}", watch.elapsed());
-    // What the last call waited is the deadline less what the work before it took.
+    // The last call waits for the deadline less the time of the work before it.
     let before = AT_ONCE + watch.pauses();
     assert!(*waited <= watch.elapsed() && *waited + before >= deadline, "{call}: says {waited:?}");
     report.as_deref().cloned()
 }
 
-/// Whatever is asked of a lost device fails at once and names the first cause.
+/// Checks that every use of a lost device fails at once and names the first cause.
 #[track_caller]
 fn lost(device: &Device, arena: Option<&mut Arena>, buffer: Option<&mut Buffer<f32>>, cause: &str) {
     let told = device.lost().unwrap_or_else(|| panic!("{cause}: the device is not lost")).to_owned();
@@ -130,7 +134,7 @@ fn lost(device: &Device, arena: Option<&mut Arena>, buffer: Option<&mut Buffer<f
     }
 }
 
-/// Dropping `value` of a lost device leaks it rather than waits.
+/// Checks that dropping `value` of a lost device leaks it instead of waiting.
 #[track_caller]
 fn drops_at_once<T>(value: T, what: &str) {
     let watch = Watch::start();
@@ -139,8 +143,8 @@ fn drops_at_once<T>(value: T, what: &str) {
 }
 
 on_each_device! {
-    /// 100 times on the emulator; on CUDA, where opening a device takes its time, 5 times.
-    fn a_first_pool_allocation_that_never_returns_costs_its_deadline_every_time(device: &Device) {
+    /// Runs 100 times on the emulator, and 5 times on CUDA, where opening a device takes longer.
+    fn first_pool_allocation_meets_its_deadline(device: &Device) {
         let kind = device.description().kind;
         let deadline = Duration::from_millis(20);
         for _ in 0..if kind == DeviceKind::Cuda { 5 } else { 100 } {
@@ -163,7 +167,7 @@ on_each_device! {
         }
     }
 
-    fn each_call_that_never_returns_costs_its_deadline(device: &Device) {
+    fn each_hung_call_costs_its_deadline(device: &Device) {
         let kind = device.description().kind;
         for call in calls() {
             never_returns(kind, call, Fault::Never);
@@ -173,8 +177,9 @@ on_each_device! {
         }
     }
 
-    /// A silent stall becomes an error with a report, long before the device's own deadline.
-    fn a_device_that_never_becomes_idle_fails_the_step_at_the_steps_deadline(device: &Device) {
+    /// A silent stall becomes an error with a report at the step's deadline, long before the
+    /// device's.
+    fn stalled_device_meets_step_deadline(device: &Device) {
         let deadline = Duration::from_millis(40);
         let plan = FaultPlan::new();
         let device = open(device.description().kind, FAR, &plan);
@@ -191,8 +196,8 @@ on_each_device! {
         lost(&device, Some(&mut arena), None, "synchronize");
     }
 
-    /// A deadline of the step bounds what waits inside it, too.
-    fn a_read_in_a_step_waits_no_longer_than_the_step_may_take(device: &Device) {
+    /// A step's deadline also bounds waits inside the step.
+    fn reads_respect_step_deadline(device: &Device) {
         let deadline = Duration::from_millis(40);
         for call in [Call::Poll, Call::Download] {
             let plan = FaultPlan::new();
@@ -208,8 +213,8 @@ on_each_device! {
         }
     }
 
-    /// What an overflow asks before it allocates counts as well.
-    fn an_overflow_waits_no_longer_than_its_deadline_for_admission(device: &Device) {
+    /// The deadline of an overflow also covers its admission check, which runs before it allocates.
+    fn overflow_admission_respects_deadline(device: &Device) {
         let deadline = Duration::from_millis(40);
         let plan = FaultPlan::new();
         let device = open(device.description().kind, Duration::from_secs(1), &plan);
@@ -220,8 +225,8 @@ on_each_device! {
         timed_out(&error, "free_bytes", deadline, watch).expect("a report");
     }
 
-    /// A call that ends after its deadline is as lost as one that never does, also once it has ended.
-    fn a_late_answer_is_no_answer(device: &Device) {
+    /// A call that returns after its deadline loses the device, just like one that never returns.
+    fn late_return_loses_the_device(device: &Device) {
         let deadline = Duration::from_millis(20);
         let plan = FaultPlan::new();
         let device = open(device.description().kind, FAR, &plan);
@@ -234,7 +239,7 @@ on_each_device! {
         lost(&device, Some(&mut arena), None, "pool_allocate");
     }
 
-    fn a_delay_within_the_deadline_is_only_slow(device: &Device) {
+    fn short_delays_are_tolerated(device: &Device) {
         let delay = Duration::from_millis(10);
         for call in calls() {
             let plan = FaultPlan::new();
@@ -248,8 +253,8 @@ on_each_device! {
         }
     }
 
-    /// A failure that spoils the context is as final as a hang, and needs no wait.
-    fn a_spoiled_device_is_lost_at_once(device: &Device) {
+    /// A failure that spoils the context is as final as a hang, and is reported without a wait.
+    fn spoiled_device_is_lost_at_once(device: &Device) {
         let kind = device.description().kind;
         for call in calls() {
             let plan = FaultPlan::new();
@@ -259,7 +264,7 @@ on_each_device! {
             let watch = Watch::start();
             let outcome = everything(&device, &plan);
             watch.within(Duration::from_secs(2), "a spoiled call");
-            // What only gives memory back has nobody to tell.
+            // Calls that only free memory have no caller to report to.
             let told = !matches!(call, Call::Free | Call::DestroyPool) && !ends_with_the_device(call);
             assert_eq!(outcome.is_err(), told, "{call:?}: {outcome:?}");
             if ends_with_the_device(call) {
@@ -273,8 +278,8 @@ on_each_device! {
         }
     }
 
-    /// Everything within its deadlines: nothing is lost, nothing fails.
-    fn deadlines_that_are_met_change_nothing(device: &Device) {
+    /// Every call meets its deadline: nothing is lost, and nothing fails.
+    fn met_deadlines_change_nothing(device: &Device) {
         let plan = FaultPlan::new();
         let device = open(device.description().kind, FAR, &plan);
         for _ in 0..3 {
@@ -287,9 +292,9 @@ on_each_device! {
         }
     }
 
-    /// The test program starts itself again; the copy hangs in its first pool allocation, saves what it holds on the host,
-    /// and returns from `main`.
-    fn the_process_saves_what_it_holds_and_exits_by_itself(device: &Device) {
+    /// The test program starts itself again. The child hangs in its first pool allocation, saves
+    /// its host data, and returns from `main`.
+    fn process_saves_and_exits(device: &Device) {
         let kind = device.description().kind;
         let values: Vec<f32> = (0..FITS).map(|at| at as f32).collect();
         if let Some(path) = std::env::var_os(CHILD) {
@@ -297,7 +302,7 @@ on_each_device! {
         }
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("checkpoint");
-        let name = format!("deadlines::the_process_saves_what_it_holds_and_exits_by_itself::{kind}");
+        let name = format!("deadlines::process_saves_and_exits::{kind}");
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", &name, "--include-ignored", "--nocapture", "--test-threads=1"]).env(CHILD, &path);
         let child = Process(command.spawn().unwrap());
@@ -308,7 +313,7 @@ on_each_device! {
     }
 }
 
-/// Calls the driver in every way that there is, each at least once.
+/// Makes every kind of driver call at least once.
 fn everything(device: &Device, plan: &FaultPlan) -> Result<()> {
     let overflow = Overflow::Pool { cap_bytes: 1 << 20, prime_bytes: 64 << 10, deadline: FAR };
     let mut arena = small(device).overflow(overflow).step_deadline(FAR).build()?;
@@ -326,7 +331,7 @@ fn everything(device: &Device, plan: &FaultPlan) -> Result<()> {
     Ok(())
 }
 
-/// Provokes one call of a kind that never returns, or never says that the device is done.
+/// Provokes one call of a kind that never returns, or after which the device never becomes idle.
 fn never_returns(kind: DeviceKind, call: Call, fault: Fault) {
     let deadline = Duration::from_millis(100);
     let plan = FaultPlan::new();
@@ -348,7 +353,7 @@ fn never_returns(kind: DeviceKind, call: Call, fault: Fault) {
         return;
     }
     let watch = Watch::start();
-    // What fails, by the name that the error has, and whether an arena was waiting.
+    // The call that fails, by its name in the error, and whether an arena was waiting.
     let (name, outcome, of_arena) = match call {
         Call::FreeBytes => ("free_bytes", small(&device).build().map(drop), false),
         Call::Allocate => ("allocate", Buffer::<f32>::zeros(&device, 8).map(drop), false),
@@ -378,7 +383,7 @@ fn never_returns(kind: DeviceKind, call: Call, fault: Fault) {
             let report = timed_out(&error, name, deadline, watch);
             assert_eq!(report.is_some(), of_arena, "{name}: a report when an arena was waiting");
         }
-        // A drop has nobody to tell; it waits for its deadline once.
+        // A drop has no caller to report to. It waits for its deadline once.
         Ok(()) => {
             watch.within(deadline + SLACK, name);
             assert!(matches!(call, Call::Free | Call::DestroyPool), "{name} returned");
@@ -390,7 +395,7 @@ fn never_returns(kind: DeviceKind, call: Call, fault: Fault) {
     drops_at_once(weights, "a buffer");
 }
 
-/// What the process does that meets a hang.
+/// Runs the child process, which meets a hang.
 fn hang_and_save(kind: DeviceKind, values: &[f32], path: &Path) {
     let plan = FaultPlan::new();
     let device = open(kind, FAR, &plan);
@@ -401,14 +406,15 @@ fn hang_and_save(kind: DeviceKind, values: &[f32], path: &Path) {
     let error = make(&mut arena, OVERFLOWS).unwrap_err();
     assert!(matches!(error, Error::Timeout { .. }), "{error}");
     replace_file(path, bytemuck::cast_slice(&held)).unwrap();
-    // Arena and buffer of the lost device are dropped here, and the test program's `main` returns.
+    // The arena and the buffer of the lost device are dropped here, and the test program's `main`
+    // returns.
 }
 
-/// A child process, ended with its handle.
+/// A child process, killed when its handle is dropped.
 struct Process(Child);
 
 impl Process {
-    /// How it ended, and how long after it had written a file.
+    /// Returns the exit status, and the time from the child's file write to its exit.
     fn ends_after(mut self, path: &Path) -> (ExitStatus, Duration) {
         let start = Instant::now();
         let mut written = None;

@@ -1,4 +1,4 @@
-//! Captured steps, deadlines, device faults and the self-test of a device.
+//! Tests of captured steps, deadlines, device faults and the self-test of a device.
 
 #[path = "../support/overrun.rs"]
 mod overrun;

@@ -1,5 +1,5 @@
-//! How many shapes a captured step keeps recordings of, which one goes first, and what is logged
-//! when shapes come back in vain.
+//! Limits on the recordings that a captured step keeps, their eviction order, and the warnings
+//! logged when evicted shapes return.
 //!
 //! Invariant: whatever is evicted, the bits are those of steps that run launch by launch.
 
@@ -39,7 +39,7 @@ impl<S: tracing::Subscriber> Layer<S> for Listener {
     }
 }
 
-/// Warnings of this thread about recordings, in `work`.
+/// Returns this thread's warnings about recordings while `work` runs.
 fn warnings(work: impl FnOnce()) -> Vec<String> {
     static LISTENING: Once = Once::new();
     LISTENING.call_once(|| {
@@ -58,25 +58,26 @@ fn arena(device: &Device) -> Arena {
 struct Classifier(Linear);
 
 impl Model for Classifier {
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         self.0.forward(tape, &tape.input(batch.input::<f32>(0)?))
     }
 }
 
 type Points = crate::support::points::Points<6>;
 
-/// A batch of so many points.
+/// Returns a batch of this many points.
 fn batch(samples: usize) -> Points {
     let mut random = Random::new(samples as u64);
     Points { x: random.normals(6 * samples), labels: random.belows(samples, 3) }
 }
 
-/// The weights after updates by batches of these sizes, and what captured steps did.
+/// Returns the weights after updates with batches of these sizes, and the report of the captured
+/// step.
 fn train(device: &Device, sizes: &[usize], captured: bool, kept: Option<usize>) -> (String, Option<CaptureReport>) {
-    let mut layout = Layout::builder();
+    let mut layout = ParameterSpec::builder();
     let model = Classifier(Linear::new(layout.names().at("head"), 6, 3));
     let config = AdamWConfig { learning_rate: 0.05, ..AdamWConfig::default() };
-    let learner = Learner::new(device, model, &layout.build().unwrap(), 7, config).unwrap();
+    let learner = TrainState::new(device, model, &layout.build().unwrap(), 7, config).unwrap();
     let mut arena = arena(device);
     let largest = sizes.iter().copied().max().unwrap();
     let mut trainer = match captured {
@@ -92,25 +93,25 @@ fn train(device: &Device, sizes: &[usize], captured: bool, kept: Option<usize>) 
     (trainer.learner().parameters.sha256().unwrap(), trainer.capture_report())
 }
 
-/// So many sizes, one after the other and again, so many times. The largest comes first: it is
-/// recorded before training.
+/// Returns the sizes 1 to `shapes`, `rounds` times. The largest comes first, because it is recorded
+/// before training.
 fn alternating(shapes: usize, rounds: usize) -> Vec<usize> {
     (0..rounds).flat_map(|_| (1..=shapes).rev()).collect()
 }
 
-/// A captured step that returns the sum of its input.
+/// Captures a step that returns the sum of its input.
 fn sums(device: &Device, largest: usize) -> (Arena, Captured<(), Output>) {
     let mut arena = arena(device);
     let record: Record<(), Output> = |step, (), slots| Ok(slots.output(&ops::sum(step, &slots.input::<f32>(0)?)?));
     let x = vec![1.0; largest];
-    let captured = arena.capture((), &Inputs::new().with(&x, [largest]).unwrap(), record).unwrap();
+    let captured = arena.capture((), &HostInputs::new().with(&x, [largest]).unwrap(), record).unwrap();
     (arena, captured)
 }
 
-/// The sum of so many ones, by a replay.
+/// Returns the sum of `len` ones, by a replay.
 fn sum(captured: &mut Captured<(), Output>, len: usize) -> f32 {
     let x = vec![1.0; len];
-    let replay = captured.replay(&Inputs::new().with(&x, [len]).unwrap()).unwrap();
+    let replay = captured.replay(&HostInputs::new().with(&x, [len]).unwrap()).unwrap();
     replay.read_scalar(*replay.outputs()).unwrap()
 }
 
@@ -128,7 +129,8 @@ on_each_device! {
         }
     }
 
-    /// Fewer recordings than shapes: the same bits, and one warning with what to set.
+    /// Keeps fewer recordings than there are shapes: the bits are the same, and one warning names
+    /// the setting to change.
     fn too_few_recordings(device: &Device) {
         for (shapes, kept, rounds) in [(5, 4, 4), (20, 4, 2), (3, 1, 3)] {
             let sizes = alternating(shapes, rounds);
@@ -146,9 +148,9 @@ on_each_device! {
         }
     }
 
-    /// The one that was unused for longest goes first, a larger number keeps what is there, and a
-    /// smaller one evicts at once.
-    fn the_least_recently_used_goes(device: &Device) {
+    /// The least recently used recording is evicted first. A larger limit keeps existing
+    /// recordings, and a smaller one evicts at once.
+    fn least_recently_used_is_evicted(device: &Device) {
         let (_arena, captured) = sums(device, 9);
         let mut captured = captured.keep(3);
         let recordings = |captured: &mut Captured<(), Output>, len: usize| {
@@ -167,14 +169,13 @@ on_each_device! {
         for (len, expected) in [(9, 10), (6, 11), (9, 12), (9, 12)] {
             assert_eq!(recordings(&mut captured, len), expected, "{len}");
         }
-        // `repeat` runs the one that is left.
+        // `repeat` runs the recording that is left.
         let replay = captured.repeat().unwrap();
         assert_eq!(replay.read_scalar(*replay.outputs()).unwrap(), 9.0);
     }
 
-    /// Shapes that never come back are warned of, too: when as many were evicted as are kept, and
-    /// one more.
-    fn shapes_that_never_come_back(device: &Device) {
+    /// Shapes that never return cause a warning too, once one more has been evicted than are kept.
+    fn unrepeated_shapes_are_warned_about(device: &Device) {
         let logged = warnings(|| {
             let (_arena, captured) = sums(device, 40);
             let mut captured = captured.keep(4);
@@ -191,11 +192,11 @@ on_each_device! {
     }
 
     /// A shape that needs more than the capture owns evicts nothing.
-    fn shapes_that_are_refused(device: &Device) {
+    fn refused_shapes_evict_nothing(device: &Device) {
         let (_arena, mut captured) = sums(device, 64);
         assert_eq!(sum(&mut captured, 3), 3.0);
         let x = vec![1.0; 4096];
-        let error = captured.replay(&Inputs::new().with(&x, [4096]).unwrap()).err().unwrap();
+        let error = captured.replay(&HostInputs::new().with(&x, [4096]).unwrap()).err().unwrap();
         assert!(matches!(error, Error::CaptureNeeds { .. }), "{error}");
         assert_eq!((sum(&mut captured, 64), sum(&mut captured, 3)), (64.0, 3.0));
         let report = captured.report();

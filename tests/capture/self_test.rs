@@ -1,7 +1,8 @@
-//! Kernels that do not do what they must are refused before anything is computed, by name and in bounded time.
+//! Kernels that compute wrong results are refused before any other work, by name and in bounded
+//! time.
 //!
-//! What stands in the user's cache is tested inside the library, with folders of its own; here programs run with a cache of
-//! their own.
+//! The contents of the user's cache are tested inside the library, with separate folders. The
+//! programs run here have a cache of their own.
 
 #![forbid(unsafe_code)]
 
@@ -12,26 +13,26 @@ use std::path::Path;
 use std::process::Output;
 use std::time::Duration;
 use stepscope::faults::{Call, Fault, FaultPlan};
-use stepscope::same_bits::{self, Form, cases, in_order};
+use stepscope::same_bits::{self, CaseSize, cases, in_order};
 use stepscope::{Buffer, Device, DeviceKind, Error, SelfTest};
 
-/// How long a GPU is waited for, whatever its deadline; the emulator by its deadline.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// The longest wait for a GPU, whatever its deadline. The emulator uses its deadline.
+const SELF_TEST_TIMEOUT: Duration = Duration::from_secs(2);
 const DEADLINE: Duration = Duration::from_secs(1);
-/// Kernels whose launches are the first, in between and late.
+/// Kernels launched first, in between and late.
 const KERNELS: [&str; 3] = ["guard_write", "softmax_forward_f32", "mean_tokens_forward_f32"];
 
 fn open(kind: DeviceKind, plan: &FaultPlan) -> Device {
     Device::builder(kind).deadline(DEADLINE).faults(plan.clone()).open().unwrap()
 }
 
-/// Calls of a kind that the self-test has made when it comes to a kernel.
+/// Returns how many calls of this kind the self-test makes before it reaches a kernel.
 fn before(kind: DeviceKind, call: Call, kernel: &str) -> u64 {
     let plan = FaultPlan::new();
     let device = open(kind, &plan);
     device.synchronize(DEADLINE).unwrap();
     for (_, case) in in_order().into_iter().take_while(|(name, _)| *name != kernel) {
-        same_bits::run(&device, &case, Form::Smallest).unwrap();
+        same_bits::run(&device, &case, CaseSize::Smallest).unwrap();
     }
     plan.count(call)
 }
@@ -48,42 +49,43 @@ fn names(error: &Error, kernel: &str, seen: &str, device: &Device) {
 }
 
 on_each_device! {
-    fn by_hand_it_tells_how_many_kernels_and_how_long(device: &Device) {
+    fn self_test_reports_count_and_time(device: &Device) {
         let watch = Watch::start();
         let tested = device.self_test().unwrap();
         assert_eq!(tested.kernels, cases().len());
         assert!(tested.elapsed > Duration::ZERO && tested.elapsed <= watch.elapsed());
         assert!(tested.to_string().starts_with(&format!("{} kernels give the right bits", cases().len())), "{tested}");
-        // The device goes on as before, and so does the test.
+        // The device works as before, and so does a second self-test.
         assert_eq!(Buffer::from_slice(device, &[1.0f32, 2.0]).unwrap().read().unwrap(), [1.0, 2.0]);
         device.self_test().unwrap();
     }
 
-    fn a_launch_that_is_refused_names_its_kernel(device: &Device) {
+    fn refused_launch_names_kernel(device: &Device) {
         let kind = device.description().kind;
         for (kernel, fault) in KERNELS.into_iter().zip([Fault::Fail, Fault::Spoil, Fault::Fail]) {
             let launch = before(kind, Call::Launch, kernel) + 1;
             let planted = open(kind, &FaultPlan::new().on(Call::Launch, launch, fault));
             names(&planted.self_test().unwrap_err(), kernel, "planted on Launch", device);
             assert_eq!(planted.lost().is_some(), fault == Fault::Spoil);
-            // The next launch is another.
+            // The next launch does not meet the fault.
             if kernel == KERNELS[0] {
                 assert_eq!(planted.self_test().unwrap().kernels, cases().len());
             }
         }
     }
 
-    fn a_kernel_that_does_not_end_is_named_in_time_and_nothing_waits_for_it(device: &Device) {
+    fn hung_kernel_is_named_in_time(device: &Device) {
         let kind = device.description().kind;
-        // How often a GPU is asked whether it is done depends on its speed: there, a poll is anyone's.
+        // The number of polls of a GPU depends on its speed, so polls cannot be assigned to kernels
+        // there.
         let polled = if kind == DeviceKind::Cuda { (Call::Launch, Fault::Never) } else { (Call::Poll, Fault::Stalls) };
         for (kernel, (call, fault)) in [("guard_write", (Call::Launch, Fault::Never)), ("softmax_forward_f32", polled)] {
             let number = before(kind, call, kernel) + 1;
             let planted = open(kind, &FaultPlan::new().on(call, number, fault));
             let (watch, healthy) = (Watch::start(), device.self_test().unwrap().elapsed);
             let error = planted.self_test().unwrap_err();
-            // What comes before it, the kernel, and no more.
-            let patience = if kind == DeviceKind::Cuda { PATIENCE } else { DEADLINE };
+            // The time of the kernels before it, plus the wait for this kernel.
+            let patience = if kind == DeviceKind::Cuda { SELF_TEST_TIMEOUT } else { DEADLINE };
             watch.within(3 * healthy + patience + SLACK, kernel);
             names(&error, kernel, "had not ended after ", device);
             let watch = Watch::start();
@@ -94,8 +96,9 @@ on_each_device! {
         }
     }
 
-    /// A plan counts what the program does, unless the program asks for more.
-    fn an_opening_is_refused_when_the_test_is_asked_for(device: &Device) {
+    /// A fault plan counts the program's calls. Calls of the opening self-test count only if the
+    /// program asks for that test.
+    fn failed_self_test_refuses_opening(device: &Device) {
         let kind = device.description().kind;
         let planted = |kind| {
             let launch = before(device.description().kind, Call::Launch, "softmax_forward_f32") + 1;
@@ -103,7 +106,7 @@ on_each_device! {
         };
         names(&planted(kind).self_test(SelfTest::Always).open().unwrap_err(), "softmax_forward_f32", "planted", device);
         if kind == DeviceKind::Cuda {
-            // No other device takes its place.
+            // No other device is opened instead.
             let error = planted(DeviceKind::Auto).self_test(SelfTest::Always).open().unwrap_err();
             names(&error, "softmax_forward_f32", "planted", device);
         }
@@ -115,14 +118,14 @@ on_each_device! {
         assert_eq!(plan.count(Call::Launch), 0);
     }
 
-    fn a_rehearsal_has_no_kernels_to_test(device: &Device) {
+    fn dry_run_refuses_self_test(device: &Device) {
         let arena = stepscope::Arena::builder(device).capacity(stepscope::Capacity::mib(1)).build().unwrap();
         let measured = arena.measure(|step| step.device().self_test().map(drop));
         assert!(matches!(measured.unwrap_err(), Error::Misuse { op: "self_test", .. }));
     }
 
-    /// The first opening writes what later ones read, and only on a GPU.
-    fn a_program_remembers_what_it_has_tested(device: &Device) {
+    /// The first opening on a GPU writes the cache that later openings read.
+    fn self_test_results_are_cached(device: &Device) {
         let cache = tempfile::tempdir().unwrap();
         let folder = cache.path().join("stepscope/kernels");
         let first = run(device, cache.path(), &[]);
@@ -144,7 +147,7 @@ on_each_device! {
             for part in [&description.name, &ptx, description.driver.as_ref().unwrap()] {
                 assert!(told.contains(part), "{told}");
             }
-            // A cache that is none is no reason to fail.
+            // An unusable cache does not make the program fail.
             let output = run(device, Path::new("/dev/null"), &[]);
             assert_eq!(remembered(&output, "after"), "no");
         } else {
@@ -163,13 +166,13 @@ on_each_device! {
         let told = text(&output.stderr);
         assert!(!output.status.success(), "{told}");
         assert!(told.contains("new, always or never in STEPSCOPE_SELF_TEST, got `sometimes`"), "{told}");
-        // Never, whatever the program says: nothing is written.
+        // `never` overrides the program, and nothing is written.
         run(device, cache.path(), &[("STEPSCOPE_SELF_TEST", "never")]);
         assert!(!cache.path().join("stepscope").exists());
     }
 }
 
-/// Runs the example that opens a device in each way, with a cache of its own.
+/// Runs the example that opens a device in each way, with its own cache.
 fn run(device: &Device, cache: &Path, variables: &[(&str, &str)]) -> Output {
     let mut command = command("same_bits", device, &["--self-test"]);
     let output =

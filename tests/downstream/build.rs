@@ -1,4 +1,5 @@
-//! With feature `cuda`: compiles the kernels to PTX, and writes the table of them that `stepscope::kernels!()` reads.
+//! Compiles the kernels to PTX and writes their table, which `stepscope::kernels!()` reads, if
+//! feature `cuda` is enabled.
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo::rerun-if-changed=build.rs");

@@ -1,4 +1,5 @@
-//! Runs the built `gpt` example: what it leaves behind, and what it refuses, with exit code 2 and nothing written.
+//! Runs the built `gpt` example: the files that it leaves, and the input that it refuses with exit
+//! code 2 and without writing.
 
 #![warn(dead_code)]
 
@@ -15,7 +16,7 @@ use tempfile::TempDir;
 
 const SMALL: &str = "--context 16 --batch 2 --updates 4 --sample-tokens 5";
 
-/// A folder with a text.
+/// Returns a folder with a text.
 fn workplace() -> (TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("text.txt");
@@ -29,13 +30,13 @@ fn gpt(device: &Device, data: &Path, out: &Path, more: &str) -> Output {
     run("gpt", device, &arguments.chain(more.split_whitespace()).collect::<Vec<_>>())
 }
 
-/// The names of the files in a folder.
+/// Returns the names of the files in a folder.
 fn names(folder: &Path) -> BTreeSet<String> {
     fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
 }
 
 on_each_device! {
-    fn a_run_leaves_its_report_and_can_go_on(device: &Device) {
+    fn run_writes_report_and_resumes(device: &Device) {
         let (folder, data) = workplace();
         let out = folder.path().join("out");
         let output = gpt(device, &data, &out, "--checkpoint-every 2");
@@ -54,7 +55,8 @@ on_each_device! {
         assert!(report["bytes"]["steps"].as_u64().unwrap() > 0, "{report}");
         assert_eq!(report["evaluations"].as_array().unwrap().len(), 4, "a fifth of four updates is one");
 
-        // The run has ended: going on gives the same report, and the weights for transformers train on.
+        // The run has ended. Resuming it gives the same report, and training continues from the
+        // weights for transformers.
         let checkpoint = out.join("model.safetensors");
         let output = gpt(device, &data, &out, &format!("--resume {}", checkpoint.display()));
         assert!(output.status.success(), "{}", text(&output.stderr));
@@ -71,8 +73,9 @@ on_each_device! {
         }
     }
 
-    /// Weights in shards are those of one file; a `tokenizer.json` makes the tokens, and text of those that the model writes.
-    fn shards_and_a_tokenizer_of_ones_own(device: &Device) {
+    /// Weights in shards equal those of one file. A `tokenizer.json` makes the tokens, and turns
+    /// generated tokens into text.
+    fn shards_and_custom_tokenizer_work(device: &Device) {
         let (folder, data) = workplace();
         let file = folder.path().join("tokenizer.json");
         fs::write(&file, byte_level().to_string()).unwrap();
@@ -98,7 +101,7 @@ on_each_device! {
     }
 }
 
-/// Refused with exit code 2 and these words, and nothing is written.
+/// Checks that the input is refused with exit code 2 and these words, and that nothing is written.
 fn refused(data: &Path, more: &str, told: &str) {
     let device = support::open(stepscope::DeviceKind::Emulated);
     let out = data.parent().unwrap().join("none");
@@ -110,7 +113,7 @@ fn refused(data: &Path, more: &str, told: &str) {
 }
 
 #[test]
-fn bad_input_is_told_and_nothing_is_written() {
+fn bad_input_writes_nothing() {
     let (folder, data) = workplace();
     let file = |name: &str, bytes: &[u8]| {
         let path = folder.path().join(name);
@@ -119,20 +122,28 @@ fn bad_input_is_told_and_nothing_is_written() {
     };
     refused(&file("empty.txt", b""), "", "empty.txt: is empty");
     refused(&folder.path().join("missing.txt"), "", "missing.txt: ");
-    refused(&file("short.txt", b"let x;"), "", "7 tokens are too few: a --context of 16 needs 17");
+    refused(&file("short.txt", b"let x;"), "", "7 tokens are too few: --context 16 needs 17");
     refused(&data, "--context 4096", "1041 tokens are too few");
-    refused(&file("latin.txt", &[0xe4; 100]), "--tokenizer gpt2", "latin.txt: is no UTF-8");
-    refused(&file("odd.bin", &[0; 101]), "", "odd.bin: is cut: tokens of 2 bytes cannot be 101 bytes");
+    refused(&file("latin.txt", &[0xe4; 100]), "--tokenizer gpt2", "latin.txt: is not valid UTF-8");
+    refused(
+        &file("odd.bin", &[0; 101]),
+        "",
+        "odd.bin: is truncated: 101 bytes are not a whole number of 2-byte tokens",
+    );
     refused(&file("none.bin", b""), "", "none.bin: is empty");
     let mut header: Vec<u8> = [20_240_520_u32, 1, 1000].iter().flat_map(|number| number.to_le_bytes()).collect();
     header.resize(1024 + 1998, 0);
-    refused(&file("cut.bin", &header), "", "is cut: its header tells 1000 tokens, which are 3024 bytes; it has 3022");
+    refused(
+        &file("cut.bin", &header),
+        "",
+        "is truncated: its header states 1000 tokens, which take 3024 bytes; it has 3022",
+    );
     header[4] = 9;
-    refused(&file("new.bin", &header), "", "new.bin: expected llm.c's version 1, got 9");
+    refused(&file("new.bin", &header), "", "new.bin: expected llm.c version 1, got 9");
     let beyond: Vec<u8> = [5_u16, 60_000].repeat(100).iter().flat_map(|token| token.to_le_bytes()).collect();
     let beyond = file("beyond.bin", &beyond);
-    refused(&beyond, "", "token 60000 at place 1 is beyond the vocabulary of 50257");
-    refused(&beyond, "--tokenizer bytes", "token 60000 at place 1 is beyond the vocabulary of 256");
+    refused(&beyond, "", "token 60000 at place 1 is outside the vocabulary of 50257");
+    refused(&beyond, "--tokenizer bytes", "token 60000 at place 1 is outside the vocabulary of 256");
     let words = r#"{ "version": "1.0", "added_tokens": [], "model": { "type": "WordLevel", "vocab": { "x": 0 }, "unk_token": "x" } }"#;
     let words = file("words.json", words.as_bytes());
     refused(
@@ -143,12 +154,12 @@ fn bad_input_is_told_and_nothing_is_written() {
     let output = run("gpt", &support::open(stepscope::DeviceKind::Emulated), &["--sample", ""]);
     assert!(output.status.code() == Some(2) && text(&output.stderr).contains("--sample: is empty"));
     let other = file("tokenizer.json", b"{}");
-    refused(&data, &format!("--tokenizer {}", other.display()), "tokenizer.json: is no tokenizer.json");
+    refused(&data, &format!("--tokenizer {}", other.display()), "tokenizer.json: is not a tokenizer.json");
     refused(&data, "--tokenizer nothing.json", "nothing.json: ");
     let whole = byte_level().to_string();
     for length in [0, whole.len() / 2, whole.len() - 1] {
         let cut = file("cut.json", &whole.as_bytes()[..length]);
-        refused(&data, &format!("--tokenizer {}", cut.display()), "cut.json: is no tokenizer.json");
+        refused(&data, &format!("--tokenizer {}", cut.display()), "cut.json: is not a tokenizer.json");
     }
     let moved = whole.replace("\"id\":262", "\"id\":300");
     assert_ne!(moved, whole);
@@ -156,7 +167,7 @@ fn bad_input_is_told_and_nothing_is_written() {
     refused(
         &data,
         &format!("--tokenizer {}", moved.display()),
-        "`<|pad|>`: expected the token 300, as it says, got 262",
+        "`<|pad|>`: the file gives it the number 300, but it loads as 262",
     );
     for wrong in ["0", "-1", "5PB", "GB", "1.5GB", "99999999999TB"] {
         refused(&data, &format!("--max-shard-size={wrong}"), "--max-shard-size");
@@ -178,7 +189,7 @@ fn files_of_another_model_are_refused() {
     refused(
         &data,
         &format!("--weights {}", theirs.display()),
-        "the weights have a vocabulary of 256, and gpt2 of 50257",
+        "the weights have a vocabulary of 256, but gpt2 has 50257",
     );
     refused(
         &data,
@@ -196,7 +207,7 @@ fn files_of_another_model_are_refused() {
     fs::write(&config, before).unwrap();
     weights_of_another_model_are_refused(&data, &theirs);
 
-    // What decides the weights is another: the run does not begin, and what was there stays.
+    // A setting that decides the weights differs: the run does not begin, and existing files stay.
     let checkpoint = out.join("model.safetensors");
     let before = fs::read(&checkpoint).unwrap();
     for more in ["--arch llama", "--seed 8", "--context 8", "--batch 3"] {
@@ -211,7 +222,7 @@ fn files_of_another_model_are_refused() {
 }
 
 #[test]
-fn shards_that_do_not_fit_together_are_refused() {
+fn mismatched_shards_are_refused() {
     let device = support::open(stepscope::DeviceKind::Emulated);
     let (folder, data) = workplace();
     let out = folder.path().join("out");
@@ -230,21 +241,22 @@ fn shards_that_do_not_fit_together_are_refused() {
         refused(&data, &weights, &format!("{name}: "));
     }
     fs::remove_file(&shard).unwrap();
-    refused(&data, &weights, &format!("{name}: is missing, and model.safetensors.index.json has tensors in it"));
+    refused(&data, &weights, &format!("{name}: is missing, but model.safetensors.index.json lists tensors in it"));
     fs::write(&shard, &whole).unwrap();
     let entry = format!("\"{norm}\": {}", map["weight_map"][norm]);
     assert!(told.contains(&entry), "{told}");
     fs::write(&index, told.replace(&entry, &format!("{entry}, {entry}"))).unwrap();
     refused(&data, &weights, &format!("model.safetensors.index.json: two texts named `{norm}`"));
     fs::write(&index, told.replace(norm, "transformer.ln_g.weight")).unwrap();
-    refused(&data, &weights, "has no `transformer.ln_g.weight`, which model.safetensors.index.json has there");
+    refused(&data, &weights, "has no `transformer.ln_g.weight`, which model.safetensors.index.json lists there");
     fs::write(&index, told.replace(&format!("{entry},"), "")).unwrap();
-    refused(&data, &weights, &format!("has `{norm}`, which model.safetensors.index.json does not have there"));
+    refused(&data, &weights, &format!("has `{norm}`, which model.safetensors.index.json does not list there"));
     fs::write(&index, &told[..told.len() / 2]).unwrap();
     refused(&data, &weights, "model.safetensors.index.json: EOF");
     fs::write(&index, &told).unwrap();
 
-    // Whole again; but the tokenizer has a token more than the weights, its special one.
+    // The shards are whole again, but the tokenizer has one token more than the weights: its
+    // special token.
     let mut pairs = byte_level();
     pairs["model"]["merges"] = Value::Array(Vec::new());
     pairs["model"]["vocab"].as_object_mut().unwrap().retain(|_, id| id.as_u64() < Some(256));
@@ -254,16 +266,17 @@ fn shards_that_do_not_fit_together_are_refused() {
     special[0]["id"] = 256.into();
     fs::write(&path, pairs.to_string()).unwrap();
     let other = format!("--weights {} --tokenizer {}", theirs.display(), path.display());
-    refused(&data, &other, "the weights have a vocabulary of 256, and tokenizer ");
+    refused(&data, &other, "the weights have a vocabulary of 256, but tokenizer ");
 }
 
-/// Weights of a shape, a length or numbers that the model cannot have, and another tokenizer's.
+/// Checks that weights with a wrong shape, length or value are refused, and so is another
+/// tokenizer.
 fn weights_of_another_model_are_refused(data: &Path, theirs: &Path) {
     let (config, file) = (theirs.join("config.json"), theirs.join("model.safetensors"));
     let (told, whole) = (fs::read_to_string(&config).unwrap(), fs::read(&file).unwrap());
     let weights = format!("--weights {} --tokenizer bytes", theirs.display());
     fs::write(&config, told.replace("\"n_inner\": 512", "\"n_inner\": 256")).unwrap();
-    refused(data, &weights, "`transformer.h.0.mlp.c_fc.weight`: expected [128, 256] by config.json, got [128, 512]");
+    refused(data, &weights, "`transformer.h.0.mlp.c_fc.weight`: config.json requires [128, 256], got [128, 512]");
     fs::write(&config, &told).unwrap();
     for length in [whole.len() - 4, whole.len() / 2, 100, 0] {
         fs::write(&file, &whole[..length]).unwrap();
@@ -278,12 +291,13 @@ fn weights_of_another_model_are_refused(data: &Path, theirs: &Path) {
         refused(
             data,
             &weights,
-            &format!("`transformer.wte.weight`: expected finite numbers, got {wrong} at place 32767"),
+            &format!("`transformer.wte.weight`: expected finite numbers, got {wrong} at index 32767"),
         );
     }
     fs::write(&file, whole).unwrap();
 
-    // A vocabulary of 256 is neither of 100 tokens nor of 128, to which they are rounded up. With one of 200 it is the text that is too short.
+    // A vocabulary of 256 matches neither 100 tokens nor 128, the size to which 100 is rounded up.
+    // A vocabulary of 200 tokens fits, and the text is too short.
     let tokenizer = |tokens: usize| {
         let words: Vec<String> = (0..tokens).map(|token| format!("\"w{token}\": {token}")).collect();
         let model = format!(r#"{{ "type": "WordLevel", "vocab": {{ {} }}, "unk_token": "w0" }}"#, words.join(", "));
@@ -291,7 +305,7 @@ fn weights_of_another_model_are_refused(data: &Path, theirs: &Path) {
         fs::write(&path, format!(r#"{{ "version": "1.0", "added_tokens": [], "model": {model} }}"#)).unwrap();
         format!("--weights {} --tokenizer {}", theirs.display(), path.display())
     };
-    refused(data, &tokenizer(100), "the weights have a vocabulary of 256, and ");
-    refused(data, &tokenizer(257), "the weights have a vocabulary of 256, and ");
+    refused(data, &tokenizer(100), "the weights have a vocabulary of 256, but ");
+    refused(data, &tokenizer(257), "the weights have a vocabulary of 256, but ");
     refused(data, &tokenizer(200), "tokens are too few");
 }

@@ -1,5 +1,5 @@
-//! Files of tokens that change while they are used: the tokens that are read are those that were
-//! checked, or there is an error.
+//! Token files that change while they are in use: a read returns the tokens that were checked, or
+//! an error.
 
 #![forbid(unsafe_code)]
 
@@ -13,7 +13,7 @@ use tempfile::TempDir;
 const TOKENS: usize = 10 * CHUNK + 100;
 const VOCABULARY: usize = 50_257;
 
-/// A file of random tokens, which it returns, with and without a header.
+/// Writes a file of random tokens, with or without a header, and returns the tokens.
 fn tokens(header: bool) -> (TempDir, PathBuf, Vec<u32>) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("tokens.bin");
@@ -29,8 +29,8 @@ fn tokens(header: bool) -> (TempDir, PathBuf, Vec<u32>) {
     (folder, path, tokens)
 }
 
-/// Every window of 200 tokens that begins at a multiple of 97: as it was, or an error. Returns the
-/// errors.
+/// Reads every window of 200 tokens that begins at a multiple of 97. Each is unchanged or an error;
+/// returns the errors.
 fn windows(file: &TokenFile, before: &[u32]) -> Vec<String> {
     let window = |start: usize| {
         let mut read = Vec::new();
@@ -43,7 +43,7 @@ fn windows(file: &TokenFile, before: &[u32]) -> Vec<String> {
     (0..TOKENS - 200).step_by(97).filter_map(window).collect()
 }
 
-/// Writes these bytes there, in place, and puts the time of modification back.
+/// Writes these bytes in place, and restores the time of modification.
 fn write_at(path: &Path, place: u64, bytes: &[u8]) {
     let mut file = File::options().write(true).open(path).unwrap();
     let modified = file.metadata().unwrap().modified().unwrap();
@@ -53,7 +53,7 @@ fn write_at(path: &Path, place: u64, bytes: &[u8]) {
 }
 
 #[test]
-fn whole_files_are_read_as_they_are() {
+fn whole_files_are_read_exactly() {
     for header in [false, true] {
         let (_folder, path, before) = tokens(header);
         let file = TokenFile::open(&path, VOCABULARY).unwrap();
@@ -66,9 +66,10 @@ fn whole_files_are_read_as_they_are() {
     }
 }
 
-/// One token, anywhere, also the first and the last of a chunk, with the old time of modification.
+/// Rewrites one token at several places, including the first and the last of a chunk, and restores
+/// the time of modification.
 #[test]
-fn a_token_that_is_rewritten_is_an_error() {
+fn rewritten_token_is_an_error() {
     for place in [0, 1, CHUNK - 1, CHUNK, 5 * CHUNK + 77, TOKENS - 1] {
         let (_folder, path, before) = tokens(true);
         let file = TokenFile::open(&path, VOCABULARY).unwrap();
@@ -76,19 +77,19 @@ fn a_token_that_is_rewritten_is_an_error() {
         let mut read = Vec::new();
         let error = file.read(place..place + 1, &mut read).unwrap_err().to_string();
         let first = place / CHUNK * CHUNK;
-        let told = format!("tokens {first} to {} are other ones now", TOKENS.min(first + CHUNK));
+        let told = format!("tokens {first} to {} have changed", TOKENS.min(first + CHUNK));
         assert!(error == told && read.is_empty(), "{error}");
         let errors = windows(&file, &before);
         assert!(errors.iter().all(|error| *error == told), "{errors:?}");
-        // Other chunks are what they were, and so is this one when the token is put back.
+        // Other chunks are unchanged, and so is this one after the token is restored.
         write_at(&path, 1024 + 2 * place as u64, &(before[place] as u16).to_le_bytes());
         assert_eq!(windows(&file, &before), [""; 0]);
     }
 }
 
-/// Two tokens that change places, and all of them shifted by one: the same tokens, elsewhere.
+/// Swaps two tokens, and shifts all of them by one: the same tokens in other places.
 #[test]
-fn tokens_that_move_are_an_error() {
+fn moved_tokens_are_an_error() {
     let (_folder, path, before) = tokens(false);
     let file = TokenFile::open(&path, VOCABULARY).unwrap();
     let [one, other] = [before[10] as u16, before[11] as u16].map(u16::to_le_bytes);
@@ -100,10 +101,10 @@ fn tokens_that_move_are_an_error() {
     assert_eq!(windows(&file, &before).len(), (0..TOKENS - 200).step_by(97).count());
 }
 
-/// A header that changes has been read; tokens that go away are missed, and those that come are not
-/// looked at.
+/// A changed header is ignored, because it was read before. Removed tokens are an error, and
+/// appended ones are not read.
 #[test]
-fn cuts_are_errors_and_what_is_appended_is_not_read() {
+fn only_truncation_is_an_error() {
     let (_folder, path, before) = tokens(true);
     let file = TokenFile::open(&path, VOCABULARY).unwrap();
     write_at(&path, 0, &[0xff; 1024]);
@@ -116,9 +117,9 @@ fn cuts_are_errors_and_what_is_appended_is_not_read() {
     assert!(file.read(CHUNK..CHUNK + 1, &mut Vec::new()).is_err(), "its chunk is cut");
 }
 
-/// An open file stays the one that was checked, whatever its name leads to by then.
+/// An open file stays the one that was checked, even if its name now leads elsewhere.
 #[test]
-fn a_file_that_is_replaced_or_removed_is_read_on() {
+fn replaced_file_stays_readable() {
     let (folder, path, before) = tokens(false);
     let file = TokenFile::open(&path, VOCABULARY).unwrap();
     let other = folder.path().join("other");
@@ -129,9 +130,9 @@ fn a_file_that_is_replaced_or_removed_is_read_on() {
     assert_eq!(windows(&file, &before), [""; 0]);
 }
 
-/// One writes while another reads: each window is the old one, or an error.
+/// One thread writes while another reads: each window is unchanged, or an error.
 #[test]
-fn a_writer_beside_a_reader_changes_nothing_unseen() {
+fn concurrent_writes_are_detected() {
     let (_folder, path, before) = tokens(false);
     let file = TokenFile::open(&path, VOCABULARY).unwrap();
     let done = std::sync::atomic::AtomicBool::new(false);
@@ -150,7 +151,7 @@ fn a_writer_beside_a_reader_changes_nothing_unseen() {
     assert_eq!(windows(&file, &before), [""; 0], "the writer has put all back");
 }
 
-/// What a window costs: for the figure in `examples/gpt/token_file.rs`.
+/// Measures the time of a window, for the figure in `examples/gpt/token_file.rs`.
 #[test]
 #[ignore = "a measurement"]
 fn time_of_a_window() {

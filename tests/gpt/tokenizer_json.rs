@@ -78,7 +78,8 @@ fn all_text_comes_back_and_any_tokens_are_text() {
     assert_eq!(pairs.decode(&[]), "");
 }
 
-/// Files from the hub often cut and pad what a model for sentences is given; a text to train on has all of its tokens and no others.
+/// Files from the hub often cut and pad what a model for sentences is given; a text to train on has
+/// all of its tokens and no others.
 #[test]
 fn a_text_is_neither_cut_nor_padded() {
     let mut file = byte_level();
@@ -97,25 +98,28 @@ fn a_file_that_gives_other_tokens_than_it_says_is_refused() {
     refused(with("/model/dropout", 0.1.into()), "`dropout`: expected none, got 0.1");
     opened(with("/model/dropout", 0.into())).unwrap();
     // The library gives special tokens the next free numbers, whatever the file says.
-    refused(with("/added_tokens/1/id", 700.into()), "`<|pad|>`: expected the token 700, as it says, got 262");
-    refused(with("/added_tokens/0/id", 5.into()), "`<|endoftext|>`: expected the token 5, as it says, got 261");
+    refused(with("/added_tokens/1/id", 700.into()), "`<|pad|>`: the file gives it the number 700, but it loads as 262");
+    refused(
+        with("/added_tokens/0/id", 5.into()),
+        "`<|endoftext|>`: the file gives it the number 5, but it loads as 261",
+    );
 }
 
 #[test]
 fn a_damaged_file_is_refused() {
     let whole = byte_level().to_string();
     for length in [0, 1, whole.len() / 4, whole.len() / 2, whole.len() - 1] {
-        refused(&whole.as_bytes()[..length], "is no tokenizer.json: ");
+        refused(&whole.as_bytes()[..length], "is not a tokenizer.json: ");
     }
-    refused([0xff, 0xfe, 0, 0], "is no tokenizer.json: ");
-    refused("[]", "is no tokenizer.json: ");
-    refused(with("/version", "2.0".into()), "is no tokenizer.json: ");
-    refused(with("/model/type", "Pairs".into()), "is no tokenizer.json: ");
-    refused(with("/model/vocab/let", "x".into()), "is no tokenizer.json: ");
-    refused(with("/model/vocab/let", (-1).into()), "is no tokenizer.json: ");
-    refused(with("/model/vocab/let", (1_u64 << 32).into()), "is no tokenizer.json: ");
+    refused([0xff, 0xfe, 0, 0], "is not a tokenizer.json: ");
+    refused("[]", "is not a tokenizer.json: ");
+    refused(with("/version", "2.0".into()), "is not a tokenizer.json: ");
+    refused(with("/model/type", "Pairs".into()), "is not a tokenizer.json: ");
+    refused(with("/model/vocab/let", "x".into()), "is not a tokenizer.json: ");
+    refused(with("/model/vocab/let", (-1).into()), "is not a tokenizer.json: ");
+    refused(with("/model/vocab/let", (1_u64 << 32).into()), "is not a tokenizer.json: ");
     // A pair of what is no token.
-    refused(with("/model/merges/0/0", "lx".into()), "is no tokenizer.json: ");
-    refused(with("/model/merges/0", json!(["l"])), "is no tokenizer.json: ");
-    refused(with("/pre_tokenizer/type", "Bytes".into()), "is no tokenizer.json: ");
+    refused(with("/model/merges/0/0", "lx".into()), "is not a tokenizer.json: ");
+    refused(with("/model/merges/0", json!(["l"])), "is not a tokenizer.json: ");
+    refused(with("/pre_tokenizer/type", "Bytes".into()), "is not a tokenizer.json: ");
 }

@@ -1,6 +1,5 @@
-//! Ranks of a group that were given different settings, weights or data: each difference is refused
-//! by its name on every rank, before anything is trained, and what does not decide the numbers of a
-//! run may differ.
+//! Ranks of a group with different settings, weights or data. Every rank refuses each difference by
+//! name, before any training. Settings that do not affect the numbers of a run may differ.
 
 #![forbid(unsafe_code)]
 
@@ -14,7 +13,7 @@ use stepscope::ops::Precision;
 use stepscope::*;
 
 const INPUTS: usize = 4;
-/// Each refusal must come before it, and comes much sooner.
+/// A deadline that no refusal reaches; each comes much sooner.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 type Points = crate::support::points::Points<INPUTS>;
@@ -27,34 +26,34 @@ struct Classifier {
 }
 
 impl Model for Classifier {
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let hidden = tape.gelu(&self.hidden.forward(tape, &tape.input(batch.input::<f32>(0)?))?)?;
         let hidden = if self.drops { tape.dropout(&hidden, 0.25)? } else { hidden };
         self.head.forward(tape, &hidden)
     }
 
-    fn watched(&self) -> Option<Parameter> {
+    fn monitored(&self) -> Option<Parameter> {
         self.watches.then_some(self.head.weight)
     }
 }
 
-/// How a rank is set up.
+/// The setup of a rank.
 #[derive(Clone, Debug)]
 struct Setup<R> {
     rule: R,
     seed: u64,
     hidden: usize,
     head: &'static str,
-    no_decay: fn(&LayoutEntry) -> bool,
+    no_decay: fn(&ParameterEntry) -> bool,
     precision: Precision,
     has_copy: bool,
     dropout: Option<u64>,
     watches: bool,
     shards: usize,
     lens: [usize; 4],
-    numbers: Numbers,
+    numbers: NonFinite,
     eager: bool,
-    /// What is changed between `in_group` and the first update.
+    /// The change made between `in_group` and the first update.
     late: Late,
     data: &'static str,
 }
@@ -86,27 +85,27 @@ impl<R: UpdateRule + Clone> Setup<R> {
             hidden: 16,
             head: "head",
             no_decay: ParameterGroups::is_gain_bias_or_embedding,
-            precision: Precision::Ieee,
+            precision: Precision::F32,
             has_copy: false,
             dropout: None,
             watches: true,
             shards: 4,
             lens: [2, 2, 2, 2],
-            numbers: Numbers::Finite,
+            numbers: NonFinite::Reject,
             eager: false,
             late: Late::Nothing,
             data: "a digest",
         }
     }
 
-    /// Makes two updates: the digest of the weights.
+    /// Makes two updates, and returns the digest of the weights.
     fn train(&self, device: &Device, group: &Group) -> Result<String> {
         group.agree_on(&[("data", self.data)])?;
-        let mut layout = Layout::builder();
+        let mut layout = ParameterSpec::builder();
         let hidden = Linear::new(layout.names().at("hidden"), INPUTS, self.hidden);
         let head = Linear::new(layout.names().at(self.head), self.hidden, 3);
         let model = Classifier { hidden, head, drops: self.dropout.is_some(), watches: self.watches };
-        let mut learner = Learner::new(device, model, &layout.build()?, self.seed, self.rule.clone())?;
+        let mut learner = TrainState::new(device, model, &layout.build()?, self.seed, self.rule.clone())?;
         if self.rule.has_groups() {
             learner = learner.with_parameter_groups(&ParameterGroups::new().no_decay(self.no_decay))?;
         }
@@ -136,13 +135,13 @@ impl<R: UpdateRule + Clone> Setup<R> {
             true => Trainer::eager(&mut arena, learner),
             false => Trainer::captured(&mut arena, learner, &batches[0][0])?,
         };
-        let mut trainer = trainer.numbers(self.numbers);
+        let mut trainer = trainer.non_finite(self.numbers);
         trainer.epoch(batches.into_iter().map(Ok), &mut EpochProgress::default(), &mut ())?;
         trainer.learner().parameters.sha256()
     }
 }
 
-/// What each of four ranks says, of which `odd` has the other setup.
+/// Returns the result of each of four ranks, of which `odd` has the other setup.
 fn with_odd<R: UpdateRule + Clone + Sync, O: UpdateRule + Clone + Sync>(
     setup: &Setup<R>,
     other: &Setup<O>,
@@ -157,7 +156,7 @@ fn with_odd<R: UpdateRule + Clone + Sync, O: UpdateRule + Clone + Sync>(
     said
 }
 
-/// All ranks must refuse, with these settings and no others, and name the odd one.
+/// Checks that all ranks refuse exactly these settings, and name the odd rank.
 #[track_caller]
 fn refuses<R: UpdateRule + Clone + Sync, O: UpdateRule + Clone + Sync>(
     setup: &Setup<R>,
@@ -180,7 +179,7 @@ fn refuses<R: UpdateRule + Clone + Sync, O: UpdateRule + Clone + Sync>(
     assert!(said.iter().all(|other| *other == said[0]), "all ranks say the same");
 }
 
-/// A setup that differs from the usual one in what `change` changes.
+/// Returns the usual setup with `change` applied.
 fn with(change: impl FnOnce(&mut Setup<AdamWConfig>)) -> Setup<AdamWConfig> {
     let mut setup = Setup::new();
     change(&mut setup);
@@ -200,7 +199,7 @@ fn optimizer_settings_are_compared() {
         ("weight_decay", AdamWConfig { weight_decay: 0.0, ..base }),
         ("clip", AdamWConfig { clip: None, ..base }),
         ("clip", AdamWConfig { clip: Some(next(1.0)), ..base }),
-        // What the first update does not show.
+        // Differences that the first update does not show.
         ("schedule", AdamWConfig { schedule: schedule(2, 11, 0.1), ..base }),
         ("schedule", AdamWConfig { schedule: schedule(2, 10, 0.1 + f64::EPSILON), ..base }),
         ("schedule", AdamWConfig { schedule: Schedule::Constant, ..base }),
@@ -255,17 +254,17 @@ fn learner_settings_are_compared() {
     refuses(&base, &with(|setup| setup.dropout = Some(1)), 3, &["dropout's seed"]);
     let (one, other) = (with(|setup| setup.dropout = Some(1)), with(|setup| setup.dropout = Some(2)));
     refuses(&one, &other, 0, &["dropout's seed"]);
-    refuses(&base, &with(|setup| setup.watches = false), 1, &["watched parameter"]);
-    refuses(&base, &with(|setup| setup.numbers = Numbers::Any), 1, &["numbers that are not finite"]);
+    refuses(&base, &with(|setup| setup.watches = false), 1, &["monitored parameter"]);
+    refuses(&base, &with(|setup| setup.numbers = NonFinite::Allow), 1, &["non-finite values"]);
     // Two differences in one error.
     let two = with(|setup| (setup.watches, setup.dropout) = (false, Some(1)));
-    refuses(&base, &two, 1, &["dropout's seed", "watched parameter"]);
+    refuses(&base, &two, 1, &["dropout's seed", "monitored parameter"]);
 }
 
 #[test]
 fn program_settings_are_compared() {
     refuses(&Setup::new(), &with(|setup| setup.data = "another digest"), 1, &["data"]);
-    // As many samples in parts of other lengths.
+    // As many samples, in parts of other lengths.
     let lens = with(|setup| setup.lens = [2, 3, 1, 2]);
     refuses(&Setup::new(), &lens, 2, &["samples in the parts of the batch"]);
 }
@@ -276,22 +275,22 @@ fn changes_after_joining_are_compared() {
     refuses(&base, &with(|setup| setup.late = Late::Weights), 1, &["weights"]);
     let groups = ["parameter group 0", "parameter group 1"];
     refuses(&base, &with(|setup| setup.late = Late::Groups), 2, &groups);
-    // An optimiser without slices is no group's.
+    // An optimizer without slices does not belong to the group.
     let said = with_odd(&base, &with(|setup| setup.late = Late::Optimizer), 1);
-    assert!(said[1].as_ref().unwrap_err().to_string().contains("another learner's"), "{said:?}");
+    assert!(said[1].as_ref().unwrap_err().to_string().contains("those of another train state"), "{said:?}");
     for rank in [0, 2, 3] {
         let text = said[rank].as_ref().unwrap_err().to_string();
-        assert!(text.contains("rank 1 of 4 has failed") && text.contains("another learner's"), "{text}");
+        assert!(text.contains("rank 1 of 4 has failed") && text.contains("those of another train state"), "{text}");
     }
 }
 
-/// A learner with an optimiser that has made updates, by gradients of zero: weights as before.
-fn updated(device: &Device, updates: u64, gradient: f32) -> Result<Learner<Classifier>> {
-    let mut layout = Layout::builder();
+/// A training state whose optimizer has made updates with a constant gradient.
+fn updated(device: &Device, updates: u64, gradient: f32) -> Result<TrainState<Classifier>> {
+    let mut layout = ParameterSpec::builder();
     let (hidden, head) = (Linear::new(layout.names().at("hidden"), 4, 4), Linear::new(layout.names().at("head"), 4, 3));
     let model = Classifier { hidden, head, drops: false, watches: false };
-    let learner = Learner::new(device, model, &layout.build()?, 7, AdamWConfig::default())?;
-    let Learner { model, mut parameters, mut gradients, .. } = learner;
+    let learner = TrainState::new(device, model, &layout.build()?, 7, AdamWConfig::default())?;
+    let TrainState { model, mut parameters, mut gradients, .. } = learner;
     let mut optimizer = AdamW::new(&parameters, AdamWConfig { learning_rate: 0.0, ..AdamWConfig::default() })?;
     let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build()?;
     for _ in 0..updates {
@@ -301,8 +300,8 @@ fn updated(device: &Device, updates: u64, gradient: f32) -> Result<Learner<Class
             optimizer.apply(step, &mut parameters, &gradients)
         })?;
     }
-    let precision = Precision::Ieee;
-    Ok(Learner { model, parameters, gradients, optimizer, precision, generator: None, shards: None })
+    let precision = Precision::F32;
+    Ok(TrainState { model, parameters, gradients, optimizer, precision, generator: None, shards: None })
 }
 
 #[test]
@@ -353,20 +352,20 @@ fn restored_ranks_compare_again() {
     for said in on_two([Some(one), Some(two)], None) {
         assert!(said.unwrap_err().to_string().contains("`checkpoint`: "));
     }
-    // Only one of them goes on.
+    // Only one of them resumes.
     for said in on_two([Some(one), None], None) {
         let text = said.unwrap_err().to_string();
         assert!(text.contains("rank 1") && text.contains("restore"), "{text}");
     }
 }
 
-/// A rule of one's own, with a setting that only `queue` uses.
+/// A custom rule with a setting that only `queue` uses.
 #[derive(Clone)]
 struct Signs {
     rate: f32,
     hidden: f32,
     gives: bool,
-    /// Another rate from the second update on, which the configuration keeps secret.
+    /// Another rate from the second update on, which `configuration` does not report.
     secret: f32,
 }
 
@@ -389,7 +388,7 @@ impl UpdateRule for Signs {
     }
 }
 
-/// Another of the same name that does not say how it is set.
+/// Another rule of the same name that does not report its settings.
 #[derive(Clone)]
 struct Silent(f32);
 
@@ -408,7 +407,7 @@ impl UpdateRule for Silent {
     }
 }
 
-/// One that has no settings.
+/// A rule without settings.
 #[derive(Clone)]
 struct Fixed;
 
@@ -427,7 +426,7 @@ impl UpdateRule for Fixed {
 }
 
 #[test]
-fn rules_of_ones_own_are_compared() {
+fn custom_rules_are_compared() {
     let base = Signs { rate: 0.1, hidden: 1.0, gives: true, secret: 0.0 };
     let setup = |rule: &Signs| Setup::by(rule.clone());
     refuses(&setup(&base), &setup(&Signs { hidden: 2.0, ..base.clone() }), 1, &["optimizer.hidden"]);
@@ -438,7 +437,7 @@ fn rules_of_ones_own_are_compared() {
     assert!(said[0].is_ok() && said.iter().all(|other| *other == said[0]), "{said:?}");
     let said = with_odd(&Setup::by(Fixed), &Setup::by(Fixed), 0);
     assert!(said[0].is_ok() && said.iter().all(|other| *other == said[0]), "{said:?}");
-    // One that gives no settings cannot agree, even with itself.
+    // A rule that reports no settings cannot agree, even with itself.
     for said in with_odd(&Setup::by(Silent(0.1)), &Setup::by(Silent(0.1)), 0) {
         let text = said.unwrap_err().to_string();
         assert!(text.contains("silent: ") && text.contains("implement `UpdateRule::configuration`"), "{text}");
@@ -450,7 +449,7 @@ fn rules_of_ones_own_are_compared() {
 #[test]
 fn other_settings_may_differ() {
     let same = with_odd(&Setup::new(), &Setup::new(), 0)[0].clone().unwrap();
-    // Captured or eager, a flag that stops it, a deadline.
+    // Captured or eager steps, a stop flag, a deadline.
     let (setup, stop) = (Setup::new(), AtomicBool::new(false));
     let said = with_odd(&setup, &with(|setup| setup.eager = true), 1);
     assert!(said.iter().all(|said| said.as_ref() == Ok(&same)), "{said:?}");
@@ -491,12 +490,12 @@ fn settings_of_a_program_have_limits() {
         group.agree_on(&many)
     });
     assert!(said[0].as_ref().unwrap_err().to_string().contains("at most 65536 bytes"), "{said:?}");
-    // One rank is no one to differ from.
+    // A single rank has no other rank to differ from.
     let said = on_ranks((DeviceKind::Emulated, 1), DEADLINE, |_, group| group.agree_on(&[("a", "1")]));
     assert_eq!(said, [Ok(())]);
 }
 
-/// One that comes late, or not at all, is named within the deadline.
+/// A rank that comes late, or never, is named within the deadline.
 #[test]
 fn absent_ranks_are_named() {
     const SHORT: Duration = Duration::from_secs(2);

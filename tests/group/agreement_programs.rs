@@ -1,5 +1,5 @@
-//! Ranks of the programs that are started with different words or files: each process names what
-//! differs, and none trains.
+//! Ranks of programs that start with different arguments or files. Each process names the
+//! differences, and none trains.
 
 #![cfg(unix)]
 #![forbid(unsafe_code)]
@@ -14,17 +14,17 @@ use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 use stepscope::{Checkpoint, DeviceKind};
 
-/// How long a rank waits for the others, in seconds.
+/// The time that a rank waits for the others, in seconds.
 const DEADLINE: u64 = 60;
 const GPT: &str = "--context 16 --batch 2 --shards 2 --sample-tokens 1 --updates 3";
 const CROSSASSET: &str = "--limit 60 --horizon 2 --batch 8 --shards 2 --folds 1 --epochs 1 --arena-mib 64";
 
-/// A port that nobody listens at.
+/// Returns a port on which no program listens.
 fn free_port() -> String {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string()
 }
 
-/// Starts a rank of two, with a secret.
+/// Starts one of two ranks, with a secret.
 fn start(program: &str, (rank, port): (usize, &str), (words, secret): (&str, Option<&[u8]>), out: &Path) -> Child {
     let deadline = DEADLINE.to_string();
     let words: Vec<&str> = words.split_whitespace().collect();
@@ -39,7 +39,7 @@ fn start(program: &str, (rank, port): (usize, &str), (words, secret): (&str, Opt
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
-/// Runs two ranks to their ends: whether each succeeded, and what both wrote.
+/// Runs two ranks to their ends. Returns the success and the output of each.
 fn run(program: &str, words: [&str; 2], folder: &Path) -> [(bool, String); 2] {
     let port = free_port();
     let began = Instant::now();
@@ -53,7 +53,7 @@ fn run(program: &str, words: [&str; 2], folder: &Path) -> [(bool, String); 2] {
     ended
 }
 
-/// The words of a rank, where `more` takes the place of the word that it names, if that is there.
+/// Returns the arguments of a rank, in which `more` replaces the argument that it names.
 fn replaced(words: &str, more: &str) -> String {
     let name = more.split(' ').next().unwrap();
     let is_other = |word: &&str| word.split(' ').next() != Some(name.trim_start_matches("--"));
@@ -61,7 +61,7 @@ fn replaced(words: &str, more: &str) -> String {
     kept.collect::<String>() + more
 }
 
-/// Both ranks must fail, name these settings with both values (of a digest none is given), and
+/// Checks that both ranks fail, name these settings with both values (digests are not printed), and
 /// leave no checkpoint.
 #[track_caller]
 fn refuses(program: &str, base: &str, more: &str, settings: &[[&str; 3]]) {
@@ -82,13 +82,13 @@ fn texts(folder: &Path) -> [String; 3] {
     let whole = include_str!("../../docs/architecture.md");
     let [base, edited, short] = ["base.txt", "edited.txt", "short.txt"].map(|name| folder.join(name));
     fs::write(&base, whole).unwrap();
-    fs::write(&edited, whole.replacen("transformers", "transFormers", 1)).unwrap();
+    fs::write(&edited, whole.replacen("tensor", "tenSor", 1)).unwrap();
     fs::write(&short, &whole[..whole.floor_char_boundary(5000)]).unwrap();
     [base, edited, short].map(|path| path.to_str().unwrap().to_owned())
 }
 
 #[test]
-fn gpt_ranks_name_what_differs() {
+fn gpt_ranks_name_differences() {
     let folder = tempfile::tempdir().unwrap();
     let [base, edited, short] = texts(folder.path());
     let words = format!("{GPT} --data {base}");
@@ -106,7 +106,7 @@ fn gpt_ranks_name_what_differs() {
         ("--shards 4", &[["shards", "2", "4"], ["accumulate", "2", "4"]]),
         ("--seed 8", &[["seed", "7", "8"]]),
         ("--seed 8 --batch 4", &[["seed", "7", "8"], ["batch", "2", "4"]]),
-        // All ranks stop together, to look at held-out text and for checkpoints.
+        // All ranks stop together for evaluation and for checkpoints.
         ("--evaluate-every 2", &[["evaluate-every", "1", "2"]]),
         ("--checkpoint-every 2", &[["checkpoint-every", "None", "Some(2)"]]),
     ] {
@@ -115,7 +115,7 @@ fn gpt_ranks_name_what_differs() {
 }
 
 #[test]
-fn crossasset_ranks_name_what_differs() {
+fn crossasset_ranks_name_differences() {
     for (more, settings) in [
         ("--seed 8", &[["seed", "7", "8"], ["bars", "", ""]][..]),
         ("--limit 61", &[["limit", "60", "61"]]),
@@ -133,7 +133,7 @@ fn crossasset_ranks_name_what_differs() {
     }
 }
 
-/// Other bars of as many rows: one price differs.
+/// Other bars with the same number of rows: one price differs.
 #[test]
 fn crossasset_ranks_compare_bars() {
     let folder = tempfile::tempdir().unwrap();
@@ -168,13 +168,13 @@ fn gpt_ranks_share_one_checkpoint() {
     assert!(ended.iter().all(|(succeeded, _)| *succeeded), "{ended:?}");
     let end = one.join("0/model.safetensors");
     let resume = |path: &Path| format!("{words} --resume {}", path.display());
-    // Only one of them goes on.
+    // Only one of them resumes.
     let two = folder.path().join("two");
     for (rank, (succeeded, said)) in run("gpt", [&resume(&end), &words], &two).iter().enumerate() {
         let expected = "`resumes`: `true` on rank 0, `false` on rank 1";
         assert!(!succeeded && said.contains(expected), "rank {rank}: {said}");
     }
-    // Both: the run has ended, and has the same weights.
+    // Both resume: the run has ended, and has the same weights.
     let three = folder.path().join("three");
     let ended = run("gpt", [&resume(&end), &resume(&end)], &three);
     assert!(ended.iter().all(|(succeeded, _)| *succeeded), "{ended:?}");
@@ -184,7 +184,7 @@ fn gpt_ranks_share_one_checkpoint() {
     assert_eq!(weights(&three).unwrap(), weights(&one).unwrap());
 }
 
-/// What decides no number may differ: the same weights as by ranks that do not.
+/// Settings that do not affect the numbers may differ: the weights are those of equal ranks.
 #[test]
 fn gpt_ranks_may_differ_otherwise() {
     let folder = tempfile::tempdir().unwrap();
@@ -200,7 +200,7 @@ fn gpt_ranks_may_differ_otherwise() {
     assert_eq!(weights("--eager --recompute --sample-tokens 3 --arena-mib 200"), weights(""));
 }
 
-/// Secrets are bytes: each byte counts, also where they are not UTF-8.
+/// A secret consists of bytes. Each byte counts, even if it is not UTF-8.
 #[test]
 fn secrets_need_not_be_text() {
     let folder = tempfile::tempdir().unwrap();
@@ -215,11 +215,11 @@ fn secrets_need_not_be_text() {
         })
     };
     let [first, other] = said([&[0xff; 16], &[0xfe; 16]]);
-    assert!(!first.0 && !other.0 && other.1.contains("another secret"), "{first:?} {other:?}");
+    assert!(!first.0 && !other.0 && other.1.contains("a different secret"), "{first:?} {other:?}");
     let mut last = [0xff; 32];
     last[31] = 0x80;
     let [first, other] = said([&[0xff; 32], &last]);
-    assert!(!first.0 && !other.0 && other.1.contains("another secret"), "{first:?} {other:?}");
+    assert!(!first.0 && !other.0 && other.1.contains("a different secret"), "{first:?} {other:?}");
     for (succeeded, said) in said([&[0xff; 6]; 2]) {
         assert!(!succeeded && said.contains("16 bytes or more") && said.contains("one of 6"), "{said}");
     }

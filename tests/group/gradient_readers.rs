@@ -1,7 +1,7 @@
-//! Ops of one's own whose backward passes read gradients of parameters: the same bits for any
-//! number of ranks, captured and eager.
+//! Custom ops whose backward passes read parameter gradients: the bits are the same for any number
+//! of ranks, captured and eager.
 //!
-//! In a group a captured step is cut where gradients are complete, and those of other shards are
+//! In a group, a captured step is split where gradients are complete. Gradients of other shards are
 //! added to them in place while the rest of the step runs. An op must never see such a sum.
 
 #![forbid(unsafe_code)]
@@ -11,28 +11,28 @@ use crate::support::rank_threads::{DEADLINE, on_ranks};
 use std::cell::RefCell;
 use stepscope::*;
 
-/// A layer's weights are 4 MiB, as much as the smallest bucket.
+/// A layer's weights are 4 MiB, the size of the smallest bucket.
 const WIDTH: usize = 1024;
 const SHARDS: usize = 4;
 
 type Points = crate::support::points::Points<WIDTH>;
 
-/// Which gradient an op reads, and how.
+/// The gradient that an op reads, and the way it reads it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Reads {
-    /// None.
+    /// Reads none.
     Nothing,
-    /// That of a layer whose backward op has run.
+    /// Reads that of a layer whose backward op has run.
     Later,
-    /// That of a layer whose backward op has not run.
+    /// Reads that of a layer whose backward op has not run.
     Earlier,
-    /// Its own, after it was written.
+    /// Reads its own, after it was written.
     Own,
-    /// All.
+    /// Reads all.
     All,
-    /// That of a layer whose backward op has run: some of its rows, through a copy.
+    /// Reads some rows of a layer whose backward op has run, through a copy.
     Slices,
-    /// That of a layer whose backward op has run, in a part that is computed again.
+    /// Reads that of a layer whose backward op has run, in a recomputed part.
     Recomputed,
 }
 
@@ -42,7 +42,7 @@ struct Spying {
     reads: Reads,
 }
 
-/// An op that does nothing forward, and multiplies the gradient by what `factor` computes.
+/// An op that does nothing forward. Backward, it multiplies the gradient by the result of `factor`.
 fn spy<'t, 's>(
     tape: &Tape<'t, 's>,
     x: Var<'s>,
@@ -57,7 +57,7 @@ fn spy<'t, 's>(
 }
 
 impl Model for Spying {
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let Self { first, layers: [a, b], reads } = *self;
         let x = tape.input(batch.input::<f32>(0)?);
         let samples = x.shape().extents()[0];
@@ -65,7 +65,7 @@ impl Model for Spying {
         let mut start = tape.linear(&one, first, None)?;
         // Its backward pass runs last.
         if reads == Reads::Recomputed {
-            start = tape.checkpoint(start, move |tape, start| {
+            start = tape.recompute(start, move |tape, start| {
                 spy(tape, start, move |back| {
                     let step = back.step();
                     ops::sum(step, &back.gradient(b)?.0)
@@ -109,7 +109,7 @@ impl Model for Spying {
             let mut factor = ops::fill(step, [1], 0.5)?;
             if reads == Reads::Earlier {
                 for earlier in [first, a] {
-                    // Of the first part of a shard nothing has come yet: zeros.
+                    // In the first part of a shard, no gradient has arrived yet: it reads zeros.
                     let (gradient, _) = back.gradient(earlier)?;
                     ops::add_assign(step, &mut factor, &ops::sum(step, &gradient)?)?;
                 }
@@ -124,14 +124,14 @@ fn part(random: &mut Random) -> Points {
     Points { x: random.normals(WIDTH), labels: random.belows(1, WIDTH as u32) }
 }
 
-/// The weights after two updates, which must be the same on all ranks.
+/// Returns the weights after two updates, which must be the same on all ranks.
 fn train(kind: DeviceKind, ranks: usize, captured: bool, reads: Reads) -> String {
     let said = on_ranks((kind, ranks), DEADLINE, |device, group| {
-        let mut layout = Layout::builder();
+        let mut layout = ParameterSpec::builder();
         let first = layout.add("first", [1, WIDTH], Initializer::Constant(0.1));
         let layers = ["a", "b"].map(|name| layout.add(name, [WIDTH, WIDTH], Initializer::fan_in(WIDTH)));
         let config = SgdConfig { learning_rate: 0.5, momentum: 0.9, ..SgdConfig::default() };
-        let learner = Learner::new(device, Spying { first, layers, reads }, &layout.build()?, 7, config)?;
+        let learner = TrainState::new(device, Spying { first, layers, reads }, &layout.build()?, 7, config)?;
         let learner = learner.in_group(&group, SHARDS)?;
         let mut random = Random::new(11);
         let batches: Vec<Vec<Points>> = (0..2).map(|_| (0..SHARDS + 1).map(|_| part(&mut random)).collect()).collect();
@@ -188,11 +188,12 @@ fn reads_in_recomputed_parts_keep_bits() {
     has_the_bits_of_one_rank(Reads::Recomputed);
 }
 
-/// An op that reads before anything has come sees zeros, whatever the update before has left there.
+/// An op that reads before any gradient has arrived reads zeros, whatever the previous update left
+/// there.
 #[test]
 fn unwritten_gradients_read_as_zeros() {
     let device = Device::open(DeviceKind::Emulated).unwrap();
-    let mut layout = Layout::builder();
+    let mut layout = ParameterSpec::builder();
     let (w, other) = (layout.add("w", [8], Initializer::ONE), layout.add("other", [8, 4], Initializer::ONE));
     let stack = layout.add_stack(2, |number| format!("s.{number}"), [4], Initializer::ONE);
     let weights = Parameters::new(&device, &layout.build().unwrap(), 7).unwrap();
@@ -221,14 +222,14 @@ fn unwritten_gradients_read_as_zeros() {
                 ops::fill_into(step, &mut back.gradient(w)?.0, 5.0)?;
                 ops::fill_into(step, &mut back.gradient(other)?.0, 7.0)
             });
-            tape.backward_afresh(&loss, &mut gradients)?;
+            tape.backward_overwrite(&loss, &mut gradients)?;
             seen.take().iter().map(|sum| step.read_scalar(sum)).collect::<Result<Vec<f32>>>()
         });
         assert_eq!(values.unwrap(), [0.0; 3]);
     }
 }
 
-/// The same by NCCL.
+/// Runs the test with NCCL.
 #[cfg(feature = "cuda")]
 mod two_gpus {
     use super::*;

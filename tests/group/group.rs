@@ -1,5 +1,6 @@
-//! Groups on the emulator, their ranks threads of this process: the same bits for any number of ranks, the tree over the shards, resumed
-//! with other ranks, and errors that reach every rank.
+//! Groups on the emulator, with threads of this process as ranks. Any number of ranks gives the
+//! same bits, by one summation tree over the shards. A run resumes with another number of ranks,
+//! and errors reach every rank.
 
 #![forbid(unsafe_code)]
 
@@ -11,12 +12,12 @@ use stepscope::faults::{Call, Fault, FaultPlan};
 use stepscope::*;
 
 #[test]
-fn any_number_of_ranks_gives_the_same_bits() {
+fn rank_count_keeps_bits() {
     let batches = uneven();
     for more in [false, true] {
         let one = said(Plan { ranks: 1, shards: 8, captured: false, more }, &batches, None);
         assert!(one.0[3].loss < 0.9 * one.0[0].loss, "it learns: {:?}", one.0);
-        assert!(one.0.iter().all(|update| update.watched_l2.is_some_and(|norm| norm > 0.0)));
+        assert!(one.0.iter().all(|update| update.monitored_l2.is_some_and(|norm| norm > 0.0)));
         for ranks in [1, 2, 4, 8] {
             for captured in [false, true] {
                 let plan = Plan { ranks, shards: 8, captured, more };
@@ -29,7 +30,7 @@ fn any_number_of_ranks_gives_the_same_bits() {
 }
 
 #[test]
-fn one_shard_is_as_no_group() {
+fn one_shard_matches_no_group() {
     let batches = uneven();
     for more in [false, true] {
         let plan = Plan { ranks: 1, shards: 1, captured: false, more };
@@ -40,7 +41,7 @@ fn one_shard_is_as_no_group() {
 }
 
 #[test]
-fn gradients_are_summed_in_one_tree_over_the_shards() {
+fn gradients_sum_in_one_shard_tree() {
     fn tree(shards: &[Vec<f32>]) -> Vec<f32> {
         match shards {
             [shard] => shard.clone(),
@@ -53,7 +54,8 @@ fn gradients_are_summed_in_one_tree_over_the_shards() {
     let batch = &batches(|_| 4)[0];
     let plan = |ranks| Plan { ranks, shards: PARTS, captured: false, more: false };
     let device = Device::open(DeviceKind::Emulated).unwrap();
-    // The gradient of each shard alone. A sixteenth of it is the same bits, as the loss is divided by 64 samples and not by 4.
+    // The gradient of each shard by itself. The loss is divided by 64 samples and not by 4, so
+    // these bits are an exact sixteenth.
     let alone: Vec<Vec<f32>> = batch
         .iter()
         .map(|shard| {
@@ -84,7 +86,7 @@ fn gradients_are_summed_in_one_tree_over_the_shards() {
 }
 
 #[test]
-fn a_checkpoint_does_not_know_the_number_of_ranks() {
+fn checkpoints_resume_with_other_ranks() {
     let batches = uneven();
     let plan = |ranks| Plan { ranks, shards: 8, captured: ranks % 2 == 0, more: true };
     let (_, whole, _) = said(plan(2), &batches, None);
@@ -97,15 +99,16 @@ fn a_checkpoint_does_not_know_the_number_of_ranks() {
         digests.push(sha);
     }
     assert_eq!(digests[4], whole);
-    // One device alone takes it, too.
+    // A single device resumes from it, too.
     let device = Device::open(DeviceKind::Emulated).unwrap();
     let mut learner = plan(1).learner(&device).unwrap();
     Checkpoint::load(&path).unwrap().restore(&mut learner.parameters, Some(&mut learner.optimizer)).unwrap();
     assert_eq!((learner.parameters.sha256().unwrap(), learner.optimizer.updates()), (whole, 5));
 }
 
+/// Checks that all ranks stop after the same update.
 #[test]
-fn a_stop_on_one_rank_stops_all_behind_the_same_update() {
+fn stop_on_one_rank_stops_all() {
     let batches = uneven();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("checkpoint.safetensors");
@@ -129,8 +132,9 @@ fn a_stop_on_one_rank_stops_all_behind_the_same_update() {
     assert_eq!(EpochProgress::of(&Checkpoint::load(&path).unwrap()).unwrap().updates, 2);
 }
 
+/// The shards of another training state, or an optimizer outside the group.
 #[test]
-fn shards_of_another_learner_or_of_none_are_refused() {
+fn mismatched_shards_are_refused() {
     let batch = &batches(|_| 2)[0];
     let said = on_ranks((DeviceKind::Emulated, 2), DEADLINE, |device, group| {
         let plan = Plan { ranks: 2, shards: 4, captured: false, more: false };
@@ -139,21 +143,25 @@ fn shards_of_another_learner_or_of_none_are_refused() {
             assert!(error.contains(word), "{error}");
         };
         for shards in [0, 1, 3, 6, usize::MAX] {
-            refused(plan.learner(device)?.in_group(&group, shards).map(drop), "a power of two that the ranks divide");
+            refused(
+                plan.learner(device)?.in_group(&group, shards).map(drop),
+                "a power of two and a multiple of the ranks",
+            );
         }
-        // The optimiser of one that is in no group has the state of all weights.
-        let learner = Learner { shards: plan.learner(device)?.in_group(&group, 4)?.shards, ..plan.learner(device)? };
+        // An optimizer outside the group holds the state of all weights.
+        let learner = TrainState { shards: plan.learner(device)?.in_group(&group, 4)?.shards, ..plan.learner(device)? };
         let mut arena = arena(device);
-        refused(Trainer::eager(&mut arena, learner).update(batch).map(drop), "another learner's");
+        refused(Trainer::eager(&mut arena, learner).update(batch).map(drop), "those of another train state");
         Ok(())
     });
     said.into_iter().for_each(|said| said.unwrap());
 }
 
-/// A machine with other work may be late.
+/// The extra time for a busy machine.
 const BUSY: Duration = Duration::from_secs(20);
 
-/// One update, of a group of two whose second rank's device has this plan: what both say, and how long they took.
+/// Makes one update in a group of two; the device of rank 1 has this plan. Returns both results,
+/// and the time that they took.
 fn one_update(kind: DeviceKind, plan: &FaultPlan, deadline: Duration) -> (Vec<Result<String>>, Duration) {
     let batch = &batches(|_| 2)[0];
     let start = Instant::now();
@@ -167,7 +175,7 @@ fn one_update(kind: DeviceKind, plan: &FaultPlan, deadline: Duration) -> (Vec<Re
     (said, start.elapsed())
 }
 
-fn a_call_of_a_link_never_returns(kind: DeviceKind) {
+fn link_call_never_returns(kind: DeviceKind) {
     const DEADLINE: Duration = Duration::from_secs(3);
     let counted = FaultPlan::new();
     let sound = one_update(kind, &counted, self::DEADLINE).0;
@@ -183,17 +191,18 @@ fn a_call_of_a_link_never_returns(kind: DeviceKind) {
             println!("{call:?} {number} of {count}: {said:?} after {took:?}");
             assert!(plan.count(call) >= number, "{call:?} {number} was never made");
             if call == Call::LeaveLink {
-                // It gives back at the end, with nobody to tell.
+                // It frees at the end, with no caller to report to.
                 assert!(said.iter().all(|said| said.as_ref() == Ok(&digest)), "{said:?}");
                 continue;
             }
             assert!(took < DEADLINE + Duration::from_secs(2) + BUSY, "{call:?} {number}: {took:?}");
             for said in said {
                 let Err(Error::Rank(fault)) = said else { panic!("{call:?} {number}: {said:?}") };
-                // Two GPUs wait for each other in step: who gives up first cannot tell which of them it is, and says so.
+                // Two GPUs wait for each other in step. The rank that times out first cannot know
+                // which of them is stuck, and reports that.
                 let stuck = kind == DeviceKind::Cuda && fault.kind == RankFaultKind::Stuck;
                 assert!(stuck || (fault.rank, &fault.kind) == (1, &RankFaultKind::Late), "{call:?} {number}: {fault}");
-                // Where the group is joined, or where it is used.
+                // The line that joins the group, or the line that uses it.
                 let lines = ["support/rank_threads.rs:", "tests/group/group.rs:"];
                 assert!(lines.iter().any(|line| fault.location.contains(line)), "{fault}");
             }
@@ -202,21 +211,22 @@ fn a_call_of_a_link_never_returns(kind: DeviceKind) {
 }
 
 #[test]
-fn a_call_of_a_link_that_never_returns_ends_all_and_names_the_rank() {
-    a_call_of_a_link_never_returns(DeviceKind::Emulated);
+fn hung_link_call_names_its_rank() {
+    link_call_never_returns(DeviceKind::Emulated);
 }
 
-/// What a device waits for may be another rank, whatever the device's own deadline.
+/// A device may wait for another rank, so the group's deadline applies, whatever the device's own
+/// deadline.
 #[test]
-fn a_wait_for_the_device_ends_with_the_groups_deadline() {
-    const PATIENCE: Duration = Duration::from_secs(3);
+fn device_wait_meets_group_deadline() {
+    const PEER_TIMEOUT: Duration = Duration::from_secs(3);
     let batch = &batches(|_| 2)[0];
     for captured in [false, true] {
         let plan = FaultPlan::new();
         let said = in_threads(GroupConfig::on_this_host(2).unwrap(), |config| {
             let (rank, faults) = (config.rank(), if config.rank() == 0 { plan.clone() } else { FaultPlan::new() });
             let device = Device::builder(DeviceKind::Emulated).deadline(DEADLINE).faults(faults).open()?;
-            let group = Group::join(&device, &config.deadline(PATIENCE))?;
+            let group = Group::join(&device, &config.deadline(PEER_TIMEOUT))?;
             let learner = Plan { ranks: 2, shards: 4, captured, more: false }.learner(&device)?.in_group(&group, 4)?;
             let mut arena = arena(&device);
             let mut trainer = match captured {
@@ -231,20 +241,20 @@ fn a_wait_for_the_device_ends_with_the_groups_deadline() {
             }
             let start = Instant::now();
             let error = trainer.update(batch).unwrap_err();
-            assert!(start.elapsed() < PATIENCE + Duration::from_secs(1) + BUSY, "{error}");
+            assert!(start.elapsed() < PEER_TIMEOUT + Duration::from_secs(1) + BUSY, "{error}");
             Err::<(), _>(error)
         });
         for (rank, (said, _)) in said.into_iter().enumerate() {
             let Err(Error::Rank(fault)) = said else { panic!("rank {rank}: {said:?}") };
-            // Who looks first cannot tell whether it is the device.
+            // The rank that notices first cannot know if its device is the cause.
             assert!(fault.rank == 0 && fault.location.contains("tests/group/group.rs:"), "rank {rank}: {fault}");
         }
     }
 }
 
-/// A rank that waits for its device, and not for the others, would learn of a fault at its deadline.
+/// A rank that waits only for its device would otherwise learn of a fault at its deadline.
 #[test]
-fn the_link_ends_as_soon_as_another_rank_has_failed() {
+fn link_ends_when_a_rank_fails() {
     let plans = [FaultPlan::new(), FaultPlan::new()];
     let said = on_ranks_with(DeviceKind::Emulated, &plans, DEADLINE, |device, group| {
         let plan = Plan { ranks: 2, shards: 4, captured: false, more: false };
@@ -258,7 +268,7 @@ fn the_link_ends_as_soon_as_another_rank_has_failed() {
             assert!(start.elapsed() < DEADLINE, "the link stays");
             thread::sleep(Duration::from_millis(5));
         }
-        // What it finds of its own is no reason any more.
+        // This rank would also find an error of its own; the other rank's is reported.
         batch[0].labels[0] = 99;
         let error = trainer.update(&batch).unwrap_err().to_string();
         assert!(error.contains("rank 1 of 2 has failed") && error.contains("it panicked"), "{error}");
@@ -267,14 +277,14 @@ fn the_link_ends_as_soon_as_another_rank_has_failed() {
     assert_eq!(said[0], Ok(()));
 }
 
-/// The same by NCCL.
+/// Repeats tests with NCCL.
 #[cfg(feature = "cuda")]
 mod two_gpus {
     use super::*;
 
     #[test]
     #[ignore = "needs two NVIDIA GPUs"]
-    fn any_number_of_ranks_gives_the_emulators_bits() {
+    fn gpu_groups_match_emulator_bits() {
         let batches = uneven();
         for more in [false, true] {
             let plan = |ranks, captured| Plan { ranks, shards: 8, captured, more };
@@ -290,13 +300,14 @@ mod two_gpus {
 
     #[test]
     #[ignore = "needs two NVIDIA GPUs"]
-    fn a_call_of_a_link_that_never_returns_ends_all_and_names_the_rank() {
-        a_call_of_a_link_never_returns(DeviceKind::Cuda);
+    fn hung_link_call_names_its_rank() {
+        link_call_never_returns(DeviceKind::Cuda);
     }
 
+    /// Saves on two GPUs, then resumes on the emulator and on one GPU.
     #[test]
     #[ignore = "needs two NVIDIA GPUs"]
-    fn a_checkpoint_of_two_gpus_goes_on_on_one_and_on_the_emulator() {
+    fn checkpoint_resumes_on_other_devices() {
         let batches = uneven();
         let plan = |ranks| Plan { ranks, shards: 8, captured: true, more: true };
         let (_, whole, _) = said(plan(1), &batches, None);

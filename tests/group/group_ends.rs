@@ -1,5 +1,6 @@
-//! Groups of processes, of which one ends or stands still at a random moment: all others end within the deadline and say which one it was,
-//! and those that are left go on to the weights of a run that was never disturbed.
+//! Groups of processes, in which one process ends or freezes at a random moment. All others end
+//! within the deadline and name it. The remaining processes resume, and reach the weights of an
+//! undisturbed run.
 
 #![cfg(unix)]
 #![forbid(unsafe_code)]
@@ -16,7 +17,7 @@ use std::thread::{self, sleep};
 use std::time::{Duration, Instant};
 use stepscope::DeviceKind;
 
-/// Two epochs of five updates by 8 samples in 4 shards, a checkpoint behind each update.
+/// Two epochs of five updates by 8 samples in 4 shards, with a checkpoint after each update.
 const RUN: [&str; 16] = [
     "--limit",
     "50",
@@ -35,16 +36,17 @@ const RUN: [&str; 16] = [
     "--arena-mib",
     "64",
 ];
-/// How long a rank waits for the others, where one stands still: longer than they take to start on a machine with other work.
+/// The time that a rank waits for the others when one freezes. It is longer than the ranks take to
+/// start on a busy machine.
 const SOON: Duration = Duration::from_secs(6);
-/// The same on GPUs: to start with NCCL takes longer.
+/// [`SOON`] on GPUs, where NCCL takes longer to start.
 const SOON_BY_NCCL: Duration = Duration::from_secs(9);
-/// The same where none does.
+/// The time that a rank waits for the others when none freezes.
 const LATE: Duration = Duration::from_secs(60);
-/// On a machine with other work a process may be late to be run at all.
+/// The extra time for a process that a busy machine schedules late.
 const BUSY: Duration = Duration::from_secs(10);
 
-/// A program's rank.
+/// A process of one rank.
 struct Rank(Child);
 
 impl Rank {
@@ -59,13 +61,14 @@ impl Rank {
 
 impl Drop for Rank {
     fn drop(&mut self) {
-        // One that stands still would outlive the test.
+        // A frozen process would outlive the test.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// Starts a rank as `torchrun` would. It goes on from the checkpoint in `out`, if there is one.
+/// Starts a rank as `torchrun` would. The rank resumes from the checkpoint in `out`, if there is
+/// one.
 fn start(out: &Path, (port, deadline): (u16, Duration), rank: usize, ranks: usize, more: &[&str]) -> Rank {
     start_on(DeviceKind::Emulated, out, (port, deadline), rank, ranks, more)
 }
@@ -100,7 +103,7 @@ fn started(kind: DeviceKind, out: &Path, ranks: usize, deadline: Duration) -> Ve
     (0..ranks).map(|rank| start_on(kind, out, (port, deadline), rank, ranks, &[])).collect()
 }
 
-/// Waits for all of these to end, and returns what they said.
+/// Waits for all of these processes to end, and returns their output.
 fn ended(ranks: Vec<Rank>, within: Duration) -> Vec<String> {
     let begun = Instant::now();
     let wait = |mut rank: Rank| {
@@ -115,7 +118,7 @@ fn ended(ranks: Vec<Rank>, within: Duration) -> Vec<String> {
     ranks.into_iter().map(wait).collect()
 }
 
-/// Runs to the end by so many ranks, and returns the digest of the weights.
+/// Runs to the end with this many ranks, and returns the digest of the weights.
 #[track_caller]
 fn digest(kind: DeviceKind, out: &Path, ranks: usize) -> String {
     let said = ended(started(kind, out, ranks, LATE), Duration::from_secs(600));
@@ -124,7 +127,8 @@ fn digest(kind: DeviceKind, out: &Path, ranks: usize) -> String {
     report["weights_sha256"].as_str().unwrap().to_owned()
 }
 
-/// Groups of which one gets this signal at a random moment behind the first checkpoint, by the number of ranks.
+/// Runs groups in which one process gets this signal at a random moment after the first checkpoint,
+/// by the number of ranks.
 fn one_gets(signal: &str, kind: DeviceKind, of: usize, usual: u64) {
     // A connection that closes is noticed at once.
     let soon = if kind == DeviceKind::Emulated { SOON } else { SOON_BY_NCCL };
@@ -153,7 +157,7 @@ fn one_gets(signal: &str, kind: DeviceKind, of: usize, usual: u64) {
         if in_time {
             let named = format!("rank {victim} of {of}");
             for said in &said {
-                // The op's name and number, and its line.
+                // The op's name, number and line.
                 assert!(
                     said.contains(&named)
                         && said.contains("(number ")
@@ -175,7 +179,7 @@ fn one_gets(signal: &str, kind: DeviceKind, of: usize, usual: u64) {
                 let got = digest(kind, folder.path(), of / 2);
                 assert_eq!(got, *expected, "moment {moment}: those that are left come to the same weights");
             };
-            // Programs on GPUs take seconds to start, in which the next group does.
+            // Programs on GPUs take seconds to start. The next group starts meanwhile.
             if kind == DeviceKind::Emulated { left() } else { drop(scope.spawn(left)) }
         }
     });
@@ -183,26 +187,26 @@ fn one_gets(signal: &str, kind: DeviceKind, of: usize, usual: u64) {
 }
 
 #[test]
-fn a_killed_rank_of_two_is_named_and_the_other_goes_on() {
+fn killed_rank_of_two_is_named() {
     one_gets("-KILL", DeviceKind::Emulated, 2, 2);
 }
 
 #[test]
-fn a_killed_rank_of_four_is_named_and_two_go_on() {
+fn killed_rank_of_four_is_named() {
     one_gets("-KILL", DeviceKind::Emulated, 4, 1);
 }
 
 #[test]
-fn a_rank_that_stands_still_is_named_within_the_deadline() {
+fn frozen_rank_of_two_is_named() {
     one_gets("-STOP", DeviceKind::Emulated, 2, 1);
 }
 
 #[test]
-fn one_of_four_ranks_that_stands_still_is_named_within_the_deadline() {
+fn frozen_rank_of_four_is_named() {
     one_gets("-STOP", DeviceKind::Emulated, 4, 1);
 }
 
-/// What the program said, and its exit code.
+/// Returns the program's output and its exit code.
 fn output(mut rank: Rank) -> Output {
     let mut stderr = Vec::new();
     std::io::Read::read_to_end(&mut rank.0.stderr.take().unwrap(), &mut stderr).unwrap();
@@ -210,7 +214,7 @@ fn output(mut rank: Rank) -> Output {
 }
 
 #[test]
-fn a_group_that_does_not_meet_says_why() {
+fn failed_rendezvous_gives_its_cause() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path();
     // Another secret.
@@ -228,7 +232,7 @@ fn a_group_that_does_not_meet_says_why() {
         let said = text(&output.stderr);
         assert!(output.status.code() == Some(1) && said.contains(word) && !said.contains("panicked"), "{said}");
     }
-    // A port that somebody has.
+    // A port that is already taken.
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
     let said = text(&output(start(out, (port, SOON), 0, 2, &[])).stderr);
@@ -240,38 +244,38 @@ fn a_group_that_does_not_meet_says_why() {
     assert!(said.iter().all(|said| said.contains("`seed`: `7` on rank 0, `8` on rank 1")), "{said:?}");
 }
 
-/// The same by NCCL, of four.
+/// Repeats tests with NCCL, for four ranks.
 #[cfg(feature = "cuda")]
 mod four_gpus {
     use super::*;
 
     #[test]
     #[ignore = "needs four NVIDIA GPUs"]
-    fn a_killed_rank_of_four_is_named_and_two_go_on() {
+    fn killed_rank_of_four_is_named() {
         one_gets("-KILL", DeviceKind::Cuda, 4, 3);
     }
 
     #[test]
     #[ignore = "needs four NVIDIA GPUs"]
-    fn one_of_four_ranks_that_stands_still_is_named_within_the_deadline() {
+    fn frozen_rank_of_four_is_named() {
         one_gets("-STOP", DeviceKind::Cuda, 4, 3);
     }
 }
 
-/// The same by NCCL.
+/// Repeats tests with NCCL.
 #[cfg(feature = "cuda")]
 mod two_gpus {
     use super::*;
 
     #[test]
     #[ignore = "needs two NVIDIA GPUs"]
-    fn a_killed_rank_of_two_is_named_and_the_other_goes_on() {
+    fn killed_rank_of_two_is_named() {
         one_gets("-KILL", DeviceKind::Cuda, 2, 3);
     }
 
     #[test]
     #[ignore = "needs two NVIDIA GPUs"]
-    fn a_rank_that_stands_still_is_named_within_the_deadline() {
+    fn frozen_rank_of_two_is_named() {
         one_gets("-STOP", DeviceKind::Cuda, 2, 3);
     }
 }

@@ -1,5 +1,6 @@
-//! Groups of threads, in which something goes wrong at a random moment: all other ranks end within the deadline and name the rank, the op
-//! and its line, and half of the ranks go on from the checkpoint to the weights of a run that was never disturbed.
+//! Groups of threads, with a fault at a random moment. All other ranks end within the deadline and
+//! name the rank, the op and its line. Half of the ranks then resume from the checkpoint, and reach
+//! the weights of an undisturbed run.
 
 #![forbid(unsafe_code)]
 
@@ -18,51 +19,51 @@ use std::time::{Duration, Instant};
 use stepscope::faults::{Call, Fault, FaultPlan};
 use stepscope::*;
 
-/// How long a rank waits for the others.
-const PATIENCE: Duration = Duration::from_secs(5);
-/// The same of ranks that are to meet.
+/// The time that a rank waits for the others.
+const PEER_TIMEOUT: Duration = Duration::from_secs(5);
+/// The time that a rank waits for the others at the rendezvous.
 const TO_MEET: Duration = Duration::from_secs(2);
-/// A machine with other work may be late.
+/// The extra time for a busy machine.
 const BUSY: Duration = Duration::from_secs(20);
 const SHARDS: usize = 8;
 
-/// What goes wrong, on a rank or between two.
+/// A fault on a rank, or between two ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Wrong {
     /// A part of its batch has another number of samples.
-    Samples,
-    /// It writes a checkpoint where the others train.
+    HostBatch,
+    /// Writes a checkpoint while the others train.
     Saves,
-    /// It trains where the others write a checkpoint.
+    /// Trains while the others write a checkpoint.
     SavesNot,
-    /// Its program ends.
+    /// Ends its program.
     Ends,
-    /// Its samples cannot be read.
+    /// Fails to read its samples.
     Fails,
-    /// It panics.
+    /// Panics.
     Panics,
-    /// A label is no class.
+    /// A label is outside the classes.
     Label,
     /// A call of its device's driver fails.
     Driver,
-    /// Its connection to rank 0 is cut.
+    /// Loses its connection to rank 0.
     Cut,
-    /// It does nothing more, for longer than the deadline.
+    /// Does nothing more, for longer than the deadline.
     Sleeps,
 }
 
-/// The faults that the tests are named after, and the ways in which each comes.
-const SHAPE: (&str, &[Wrong]) = ("another shape", &[Wrong::Samples]);
+/// The faults that the tests are named after, and the ways in which each occurs.
+const SHAPE: (&str, &[Wrong]) = ("another shape", &[Wrong::HostBatch]);
 const LEFT_OUT: (&str, &[Wrong]) = ("a collective left out", &[Wrong::SavesNot, Wrong::Saves, Wrong::Ends]);
 const EXCEPTION: (&str, &[Wrong]) = ("an exception", &[Wrong::Fails, Wrong::Panics, Wrong::Label, Wrong::Driver]);
 const CUT: (&str, &[Wrong]) = ("a cut connection", &[Wrong::Cut]);
 const LATE: (&str, &[Wrong]) = ("a rank that sleeps", &[Wrong::Sleeps]);
 
 impl Wrong {
-    /// What the others say of it.
+    /// Returns the word for it in the other ranks' errors.
     fn word(self) -> &'static str {
         match self {
-            Self::Samples | Self::Saves | Self::SavesNot => "calls something else",
+            Self::HostBatch | Self::Saves | Self::SavesNot => "makes a different call",
             Self::Ends => "has left the group",
             Self::Fails => "no more samples",
             Self::Panics => "it panicked",
@@ -74,20 +75,21 @@ impl Wrong {
     }
 }
 
-/// When, where and how something goes wrong.
+/// The time, place and kind of a fault.
 #[derive(Clone, Debug)]
 struct Moment {
     seed: u64,
     wrong: Wrong,
     plan: Plan,
-    /// Behind how many updates each is a checkpoint.
+    /// The number of updates per checkpoint.
     every: u64,
-    /// The rank whose part it is, and of a connection that is cut the one that is not rank 0.
+    /// The rank with the fault. For a cut connection, the end that is not rank 0.
     culprit: usize,
     update: usize,
-    /// The part of the batch: one of the culprit's. Where a connection is cut, anybody's.
+    /// The part of the batch, which belongs to the culprit. For a cut connection, the part of any
+    /// rank.
     part: usize,
-    /// The call of the driver that fails, counted from that part.
+    /// The driver call that fails, counted from that part.
     call: (Call, u64),
 }
 
@@ -97,71 +99,71 @@ impl Moment {
         let mut below = |bound: usize| random.below(bound as u32) as usize;
         let number = seed as usize;
         let wrong = ways[number % ways.len()];
-        // Each way comes eager and captured.
+        // Each way occurs both eager and captured.
         let captured = (number % ways.len() + number / ways.len()).is_multiple_of(2);
         let culprit = if wrong == Wrong::Cut { 1 + below(ranks - 1) } else { below(ranks) };
         let own = PARTS / ranks;
         let part = if wrong == Wrong::Cut { below(PARTS) } else { culprit * own + below(own) };
-        // Those that leave the others' way must have finished what was queued.
+        // Ranks that make other calls must first have finished their queued work.
         let every = if matches!(wrong, Wrong::SavesNot | Wrong::Saves | Wrong::Ends) { 1 } else { 1 + below(3) as u64 };
-        // As many of each come behind any part of an update.
+        // Each kind of call may follow any part of an update.
         let call =
             if below(2) == 0 { (Call::Exchange, 1 + below(3) as u64) } else { (Call::Launch, 1 + below(2) as u64) };
         let plan = Plan { ranks, shards: SHARDS, captured, more: false };
         Self { seed, wrong, plan, every, culprit, update: below(UPDATES), part, call }
     }
 
-    /// Of which ranks the others name one.
+    /// Returns the ranks of which the others name one.
     fn named(&self) -> Vec<usize> {
         match self.wrong {
             Wrong::Cut => vec![0, self.culprit],
-            // Of two that call different things nobody knows which is right.
-            Wrong::Samples | Wrong::Saves | Wrong::SavesNot if self.plan.ranks == 2 => vec![1],
+            // If two ranks make different calls, neither can know which is right.
+            Wrong::HostBatch | Wrong::Saves | Wrong::SavesNot if self.plan.ranks == 2 => vec![1],
             _ => vec![self.culprit],
         }
     }
 
-    /// Who must end in time, and say why.
+    /// Returns the ranks that must end in time and give the cause.
     fn others(&self) -> impl Iterator<Item = usize> {
         (0..self.plan.ranks).filter(|rank| self.wrong == Wrong::Cut || *rank != self.culprit)
     }
 }
 
-/// What all ranks of a run share.
+/// The data that all ranks of a run share.
 struct Run<'r> {
     kind: DeviceKind,
     moment: &'r Moment,
     batches: &'r [Vec<Points>],
     folder: &'r Path,
-    /// When it went wrong.
+    /// The time of the fault.
     at: OnceLock<Instant>,
-    /// How many of the others have been told of it.
+    /// The number of other ranks that have received it.
     told: AtomicUsize,
     plans: Vec<FaultPlan>,
     cable: Option<Cable>,
 }
 
-/// A part of a batch, and what is to go wrong when its values are asked for.
+/// A part of a batch, and the run whose fault occurs when its values are requested.
 struct Part<'r>(Points, Option<&'r Run<'r>>);
 
-impl Samples for Part<'_> {
+impl HostBatch for Part<'_> {
     fn len(&self) -> usize {
         self.0.len()
     }
 
-    fn inputs(&self) -> Result<Inputs<'_>> {
+    fn inputs(&self) -> Result<HostInputs<'_>> {
         self.1.map_or(Ok(()), Run::strike)?;
         self.0.inputs()
     }
 }
 
 impl Run<'_> {
-    /// Notes that it goes wrong now.
+    /// Records that the fault occurs now.
     fn now(&self) {
         self.at.set(Instant::now()).expect("once");
     }
 
-    /// What goes wrong at a part of the batch.
+    /// Causes the fault at a part of the batch.
     fn strike(&self) -> Result<()> {
         self.now();
         match self.moment.wrong {
@@ -186,7 +188,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Batch `number` as a rank has it.
+    /// Returns batch `number` as a rank has it.
     fn batch(&self, rank: usize, number: usize) -> Vec<Part<'_>> {
         let Moment { wrong, culprit, update, part, .. } = *self.moment;
         let mut batch: Vec<_> = self.batches[number].iter().map(|points| Part(points.clone(), None)).collect();
@@ -197,7 +199,7 @@ impl Run<'_> {
         }
         let Part(points, strikes) = &mut batch[part];
         match wrong {
-            Wrong::Samples => {
+            Wrong::HostBatch => {
                 self.now();
                 *points = points.clone().twice();
             }
@@ -210,7 +212,7 @@ impl Run<'_> {
         batch
     }
 
-    /// A rank's program.
+    /// Runs a rank's program.
     fn train(&self, device: &Device, group: &Group) -> Result<()> {
         let Moment { wrong, plan, every, culprit, update, .. } = *self.moment;
         let rank = group.rank();
@@ -223,7 +225,7 @@ impl Run<'_> {
         };
         let mut trainer = trainer.checkpoint(&path, Some(every));
         let mut progress = EpochProgress::default();
-        // The ranks' calls must come from one line.
+        // The ranks must make their calls from the same line.
         let ended = |trainer: &mut Trainer<'_, _>, progress: &mut EpochProgress, numbers: Range<usize>| {
             trainer.epoch(numbers.map(|number| Ok(self.batch(rank, number))), progress, &mut ())
         };
@@ -243,7 +245,7 @@ impl Run<'_> {
         }
         let Err(error) = ended(&mut trainer, &mut progress, 0..all) else { return Ok(()) };
         if self.moment.others().any(|other| other == rank) {
-            // It does not go on.
+            // Another update is refused.
             let again = trainer.update(&self.batches[0]).unwrap_err();
             let lost = self.waits_in_step() && matches!(again, Error::DeviceLost { .. });
             assert!(lost || self.names(&again), "{error}, and then: {again}");
@@ -252,12 +254,13 @@ impl Run<'_> {
         Err(error)
     }
 
-    /// Whether two GPUs wait for each other: who gives up first cannot tell which of them it is, and says so; its device is lost then.
+    /// True if two GPUs wait for each other. The rank that times out first cannot know which of
+    /// them is stuck, and reports that. Its device is then lost.
     fn waits_in_step(&self) -> bool {
         self.kind == DeviceKind::Cuda && self.moment.wrong == Wrong::Sleeps
     }
 
-    /// Whether an error names who it should.
+    /// True if an error names the right rank.
     fn names(&self, error: &Error) -> bool {
         let Error::Rank(fault) = error else { return false };
         let (named, wrong) = (self.moment.named(), self.moment.wrong);
@@ -265,13 +268,13 @@ impl Run<'_> {
             return true;
         }
         let rightly = named.contains(&fault.rank) && error.to_string().contains(wrong.word());
-        // One end of a connection is named by the other.
+        // Each end of a connection names the other.
         rightly && (wrong != Wrong::Cut || named.contains(&fault.found_by) && fault.found_by != fault.rank)
     }
 }
 
-/// Something goes wrong at a moment; how long it took until the last of the others had ended. Then `left` go on. `whole` is the digest of
-/// a run that was never disturbed.
+/// Runs with the fault at this moment, and returns the time until the last other rank has ended.
+/// Then the ranks on `left` resume. `whole` is the digest of an undisturbed run.
 fn at(kind: DeviceKind, moment: &Moment, batches: &[Vec<Points>], left: &[Device], whole: &str) -> Duration {
     let Plan { ranks, .. } = moment.plan;
     let folder = tempfile::tempdir().unwrap();
@@ -296,7 +299,7 @@ fn at(kind: DeviceKind, moment: &Moment, batches: &[Vec<Points>], left: &[Device
     let ended = in_threads(configs, |config| {
         let plan = run.plans[config.rank()].clone();
         let device = Device::builder(kind).ordinal(config.local_rank()).deadline(DEADLINE).faults(plan).open()?;
-        run.train(&device, &Group::join(&device, &config.deadline(PATIENCE))?)
+        run.train(&device, &Group::join(&device, &config.deadline(PEER_TIMEOUT))?)
     });
     let at = *run.at.get().unwrap_or_else(|| panic!("{moment:?} never came: {ended:?}"));
     let mut took = Duration::ZERO;
@@ -308,7 +311,7 @@ fn at(kind: DeviceKind, moment: &Moment, batches: &[Vec<Points>], left: &[Device
         assert!(placed && run.names(error), "{moment:?}: rank {rank} says: {text}");
         took = took.max(end.saturating_duration_since(at));
     }
-    assert!(took < PATIENCE + MARGIN + BUSY, "{moment:?}: {took:?}");
+    assert!(took < PEER_TIMEOUT + MARGIN + BUSY, "{moment:?}: {took:?}");
     let path = folder.path().join("checkpoint.safetensors");
     let plan = Plan { ranks: ranks / 2, ..moment.plan };
     let said = in_threads(GroupConfig::on_this_host(plan.ranks).unwrap(), |config| {
@@ -328,7 +331,7 @@ fn at(kind: DeviceKind, moment: &Moment, batches: &[Vec<Points>], left: &[Device
     took
 }
 
-/// A fault at random moments.
+/// Runs a fault at random moments.
 fn at_moments(kind: DeviceKind, ranks: usize, (name, ways): (&str, &[Wrong]), usual: u64) {
     let batches = uneven();
     let whole = said(Plan { ranks: 1, shards: SHARDS, captured: false, more: false }, &batches, None).1;
@@ -340,29 +343,30 @@ fn at_moments(kind: DeviceKind, ranks: usize, (name, ways): (&str, &[Wrong]), us
     // Some of them take as long as the deadline.
     let few = (seeds.end - seeds.start).div_ceil(4);
     let seeds = if name == LATE.0 { seeds.start..seeds.start + few } else { seeds };
-    tell(name, ranks, PATIENCE, seeds.map(moment).collect());
+    tell(name, ranks, PEER_TIMEOUT, seeds.map(moment).collect());
 }
 
-/// Ranks that do not meet, as something has rank 0's port: what each other rank says, and how long it took.
+/// Runs a rendezvous whose port is taken, checks the error of each other rank, and returns the time
+/// that they took.
 fn at_a_taken_port(devices: &[Device], seed: u64) -> Duration {
     let ranks = devices.len();
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
     let config = |rank| GroupConfig::new(rank, ranks, &address).secret("the secret of this test");
     match Random::new(1000 * seed + ranks as u64).below(4) {
-        // It listens, and answers nobody.
+        // The port accepts connections and never answers.
         0 => drop(thread::spawn(move || {
             thread::sleep(TO_MEET + BUSY);
             drop(taken);
         })),
-        // It closes, or says something.
+        // The port closes connections, or sends something.
         says @ (1 | 2) => drop(thread::spawn(move || {
             while let Ok((mut stream, _)) = taken.accept() {
                 let words: &[u8] = if says == 1 { b"" } else { b"HTTP/1.1 400 Bad Request\r\n\r\n" };
                 let _ = stream.write_all(words);
             }
         })),
-        // It is another group's rank 0.
+        // The port belongs to rank 0 of another group.
         _ => {
             drop(taken);
             let other = GroupConfig::new(0, 2, &address).secret("the secret of another group").deadline(3 * TO_MEET);
@@ -377,15 +381,15 @@ fn at_a_taken_port(devices: &[Device], seed: u64) -> Duration {
         Group::join(&devices[config.rank()], &config.deadline(TO_MEET)).map(drop)
     });
     for (rank, (said, _)) in ended.iter().enumerate() {
-        let Err(Error::Meeting(fault)) = said else { panic!("seed {seed}: rank {rank} says {said:?}") };
+        let Err(Error::Rendezvous(fault)) = said else { panic!("seed {seed}: rank {rank} says {said:?}") };
         let text = fault.to_string();
         assert!(text.contains("rank 0 ") && text.contains(&address), "seed {seed}: rank {rank} says: {text}");
-        assert!(rank > 0 || matches!(fault.kind, MeetingFaultKind::Taken { .. }), "seed {seed}: {text}");
+        assert!(rank > 0 || matches!(fault.kind, RendezvousFaultKind::Taken { .. }), "seed {seed}: {text}");
     }
     in_time(begun, ended.iter().map(|(_, end)| *end))
 }
 
-/// The same, as a rank has another secret.
+/// Runs a rendezvous in which one rank has another secret.
 fn at_a_wrong_secret(devices: &[Device], seed: u64) -> Duration {
     let ranks = devices.len();
     let mut random = Random::new(1000 * seed + ranks as u64);
@@ -395,16 +399,17 @@ fn at_a_wrong_secret(devices: &[Device], seed: u64) -> Duration {
     let begun = Instant::now();
     let ended = in_threads(configs, |config| Group::join(&devices[config.rank()], &config.deadline(TO_MEET)).map(drop));
     for (rank, (said, _)) in ended.iter().enumerate() {
-        let Err(Error::Meeting(fault)) = said else { panic!("seed {seed}: rank {rank} says {said:?}") };
+        let Err(Error::Rendezvous(fault)) = said else { panic!("seed {seed}: rank {rank} says {said:?}") };
         let text = fault.to_string();
         let named = match &fault.kind {
-            // Who calls knows at once.
-            MeetingFaultKind::Secret { rank: 0 } => culprit == 0 || rank == culprit,
-            // Rank 0 knows who has not come, and why. So do those that it can still tell.
-            MeetingFaultKind::Missing { ranks: missing, .. } => {
+            // The calling rank is refused at once.
+            RendezvousFaultKind::Secret { rank: 0 } => culprit == 0 || rank == culprit,
+            // Rank 0 knows the missing ranks and the reason, and so do the ranks that it can still
+            // reach.
+            RendezvousFaultKind::Missing { ranks: missing, .. } => {
                 let all_others = (1..ranks).collect::<Vec<_>>();
                 *missing == if culprit == 0 { all_others } else { vec![culprit] }
-                    && (rank > 0 || text.contains("another secret"))
+                    && (rank > 0 || text.contains("a different secret"))
             }
             _ => false,
         };
@@ -419,7 +424,7 @@ fn in_time(begun: Instant, ends: impl Iterator<Item = Instant>) -> Duration {
     took
 }
 
-/// Meetings that come to nothing, all at once: most of it is waiting.
+/// Runs failing rendezvous concurrently, because most of their time is waiting.
 fn no_meetings(kind: DeviceKind, ranks: usize, usual: u64) {
     let open = |ordinal| Device::builder(kind).ordinal(ordinal).open().unwrap();
     let devices: Vec<Device> = (0..ranks).map(open).collect();
@@ -435,43 +440,44 @@ fn no_meetings(kind: DeviceKind, ranks: usize, usual: u64) {
     tell_of("a wrong secret", at_a_wrong_secret);
 }
 
-/// The tests of a kind of device and a number of ranks, each with its usual number of moments.
+/// Defines the tests for a kind of device and a number of ranks, each with its usual number of
+/// moments.
 macro_rules! faults_of {
     ($kind:ident, $ranks:literal,
      [$shape:literal, $left_out:literal, $exception:literal, $cut:literal, $late:literal, $meeting:literal], $(#[$how:meta])*) => {
         #[test]
         $(#[$how])*
-        fn another_shape_is_named() {
+        fn different_shape_is_named() {
             at_moments(DeviceKind::$kind, $ranks, SHAPE, $shape);
         }
 
         #[test]
         $(#[$how])*
-        fn a_collective_left_out_is_named() {
+        fn skipped_collective_is_named() {
             at_moments(DeviceKind::$kind, $ranks, LEFT_OUT, $left_out);
         }
 
         #[test]
         $(#[$how])*
-        fn an_exception_is_told_to_all() {
+        fn exception_reaches_all_ranks() {
             at_moments(DeviceKind::$kind, $ranks, EXCEPTION, $exception);
         }
 
         #[test]
         $(#[$how])*
-        fn a_cut_connection_is_named_by_its_ends() {
+        fn cut_connection_is_named() {
             at_moments(DeviceKind::$kind, $ranks, CUT, $cut);
         }
 
         #[test]
         $(#[$how])*
-        fn a_rank_that_sleeps_is_late() {
+        fn sleeping_rank_is_late() {
             at_moments(DeviceKind::$kind, $ranks, LATE, $late);
         }
 
         #[test]
         $(#[$how])*
-        fn ranks_that_do_not_meet_say_why() {
+        fn failed_rendezvous_gives_its_cause() {
             no_meetings(DeviceKind::$kind, $ranks, $meeting);
         }
     };
@@ -489,7 +495,7 @@ mod four {
     faults_of!(Emulated, 4, [2, 3, 4, 2, 4, 2],);
 }
 
-/// The same by NCCL.
+/// Repeats the tests with NCCL.
 #[cfg(feature = "cuda")]
 mod two_gpus {
     use super::*;
@@ -497,7 +503,7 @@ mod two_gpus {
     faults_of!(Cuda, 2, [2, 6, 8, 2, 8, 4], #[ignore = "needs two NVIDIA GPUs"]);
 }
 
-/// The same by NCCL, of four.
+/// Repeats the tests with NCCL, for four ranks.
 #[cfg(feature = "cuda")]
 mod four_gpus {
     use super::*;

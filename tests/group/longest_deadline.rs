@@ -1,4 +1,4 @@
-//! Deadlines that no clock can express: they wait for ever, or as long as the clock can tell, and
+//! Deadlines that no clock can represent: they wait forever, or as long as the clock can count, and
 //! nothing panics.
 
 #![forbid(unsafe_code)]
@@ -24,14 +24,14 @@ fn group_trains_with_longest_deadline() {
     }
 }
 
-/// Deadlines of devices, arenas, pools, uploads and loaders.
+/// Tests deadlines of devices, arenas, pools, uploads and loaders.
 #[test]
 fn other_deadlines_may_be_longest() {
     for deadline in [Duration::MAX, Duration::from_secs(u64::MAX), Duration::from_secs(1 << 62)] {
         let device = Device::builder(DeviceKind::Emulated).deadline(deadline).open().unwrap();
         assert_eq!(device.deadline(), deadline);
         device.synchronize(deadline).unwrap();
-        let mut layout = Layout::builder();
+        let mut layout = ParameterSpec::builder();
         let w = layout.add("w", [64, 64], Initializer::ONE);
         let mut weights = Parameters::new(&device, &layout.build().unwrap(), 7).unwrap();
         let twos: Vec<u8> = [2.0f32; 4096].iter().flat_map(|value| value.to_le_bytes()).collect();
@@ -40,7 +40,7 @@ fn other_deadlines_may_be_longest() {
         let arena = Arena::builder(&device).capacity(Capacity::Bytes(4096)).overflow(pool);
         let mut arena = arena.step_deadline(deadline).build().unwrap();
         let sum = arena.step(|step| {
-            // More than the arena has.
+            // More elements than the arena holds.
             let copy = ops::copy(step, &weights.lend(step, w)?)?;
             step.read_scalar(&ops::sum(step, &copy)?)
         });
@@ -50,7 +50,7 @@ fn other_deadlines_may_be_longest() {
     }
 }
 
-/// A fault ends a group at once, however long it might have waited.
+/// A fault ends a group at once, however long its deadline.
 #[test]
 fn faults_end_groups_with_longest_deadline() {
     let said = in_threads(GroupConfig::on_this_host(2).unwrap(), |config| {
@@ -64,12 +64,12 @@ fn faults_end_groups_with_longest_deadline() {
     assert!(text.contains("rank 1 of 2 has failed") && text.contains("it panicked"), "{text}");
 }
 
-/// No time at all is an error that says so.
+/// A deadline of zero is an error of its own.
 #[test]
 fn no_time_is_a_typed_error() {
     let said = in_threads(GroupConfig::on_this_host(2).unwrap(), |config| {
         let device = Device::open(DeviceKind::Emulated)?;
         Group::join(&device, &config.deadline(Duration::ZERO)).map(drop)
     });
-    assert!(said.iter().any(|(said, _)| matches!(said, Err(Error::Meeting(_)))), "{said:?}");
+    assert!(said.iter().any(|(said, _)| matches!(said, Err(Error::Rendezvous(_)))), "{said:?}");
 }

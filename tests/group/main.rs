@@ -1,4 +1,4 @@
-//! Ranks that train one model together, and what ends them.
+//! Tests of ranks that train one model together, and of the faults that end them.
 
 #[path = "../support/mod.rs"]
 mod support;

@@ -1,5 +1,6 @@
-//! Gradients of a group travel while the backward pass of a captured step still runs: the same bits, in buckets that are complete, and with
-//! an end that names the rank when one of their exchanges does not return.
+//! Exchanges of a group's gradients while the backward pass of a captured step still runs. The bits
+//! are those of one rank, and only complete buckets are exchanged. An exchange that does not return
+//! ends the group with an error that names the rank.
 
 #![forbid(unsafe_code)]
 
@@ -12,23 +13,25 @@ use stepscope::nn::Linear;
 use stepscope::*;
 
 const LAYERS: usize = 4;
-/// A layer's weights are 4 MiB, as much as the smallest bucket.
+/// A layer's weights are 4 MiB, the size of the smallest bucket.
 const WIDTH: usize = 1024;
 const CLASSES: usize = 8;
 const PARTS: usize = 4;
-/// The last layer with the head, and each other layer alone, but for some first rows that travel with the layer before.
+/// One bucket for the last layer with the head, and one for each other layer. Some first rows of a
+/// layer belong to the bucket before.
 const BUCKETS: u64 = LAYERS as u64;
 
 #[derive(Debug)]
 struct Deep {
     layers: Vec<Linear>,
     head: Linear,
-    /// Whether an op that does not say so adds to the head's gradient when all others have run.
+    /// True if an op that does not declare it adds to the head's gradient after all others have
+    /// run.
     adds_late: bool,
 }
 
 impl Model for Deep {
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let mut x = tape.input(batch.input::<f32>(0)?);
         if self.adds_late {
             let (op, head) = (tape.op("adds late", [&x])?, self.head.weight);
@@ -46,12 +49,12 @@ impl Model for Deep {
         self.head.forward(tape, &x)
     }
 
-    fn watched(&self) -> Option<Parameter> {
+    fn monitored(&self) -> Option<Parameter> {
         Some(self.head.weight)
     }
 }
 
-/// How a group trains.
+/// The settings with which a group trains.
 #[derive(Clone, Copy, Debug)]
 struct Plan {
     shards: usize,
@@ -61,7 +64,7 @@ struct Plan {
 
 type Points = crate::support::points::Points<WIDTH>;
 
-/// Batches of so many parts of two samples.
+/// Returns batches of this many parts with two samples each.
 fn batches(count: usize, parts: usize) -> Vec<Vec<Points>> {
     let mut random = Random::new(5);
     let mut part = |_| Points { x: random.normals(2 * WIDTH), labels: random.belows(2, CLASSES as u32) };
@@ -69,7 +72,8 @@ fn batches(count: usize, parts: usize) -> Vec<Vec<Points>> {
 }
 
 impl Plan {
-    /// Trains on these batches, from where the checkpoint is, if there is one, which is written behind them: the losses, and the weights.
+    /// Trains on these batches, resuming from the checkpoint if there is one, and then writes it.
+    /// Returns the losses and the weights.
     fn train(
         self,
         device: &Device,
@@ -77,13 +81,13 @@ impl Plan {
         batches: &[Vec<Points>],
         path: Option<&Path>,
     ) -> Result<(Vec<f64>, String)> {
-        let mut layout = Layout::builder();
+        let mut layout = ParameterSpec::builder();
         let mut names = layout.names();
         let layers =
             (0..LAYERS).map(|number| Linear::new(names.at(format!("layers.{number}")), WIDTH, WIDTH)).collect();
         let model = Deep { layers, head: Linear::new(names.at("head"), WIDTH, CLASSES), adds_late: self.adds_late };
         let config = AdamWConfig { clip: Some(0.05), ..AdamWConfig::default() };
-        let learner = Learner::new(device, model, &layout.build()?, 7, config)?.with_bf16_copy()?;
+        let learner = TrainState::new(device, model, &layout.build()?, 7, config)?.with_bf16_copy()?;
         let groups = ParameterGroups::new().no_decay(ParameterGroups::is_gain_bias_or_embedding);
         let learner = learner.with_parameter_groups(&groups)?.in_group(group, self.shards)?;
         let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build()?;
@@ -104,7 +108,8 @@ impl Plan {
         Ok((losses, trainer.learner().parameters.sha256()?))
     }
 
-    /// The same on ranks whose devices have these plans of faults, each in a thread of its own: what each says.
+    /// Trains on ranks whose devices have these fault plans, each in its own thread, and returns
+    /// each result.
     fn on_ranks(
         self,
         kind: DeviceKind,
@@ -115,7 +120,7 @@ impl Plan {
         on_ranks_with(kind, plans, deadline, |device, group| self.train(device, &group, batches, path))
     }
 
-    /// What all ranks say, which must be the same.
+    /// Returns the result of all ranks, which must be the same.
     fn said(self, kind: DeviceKind, ranks: usize, batches: &[Vec<Points>], path: Option<&Path>) -> (Vec<f64>, String) {
         let said = self.on_ranks(kind, &vec![FaultPlan::new(); ranks], DEADLINE, (batches, path));
         let said: Vec<_> = said.into_iter().map(|said| said.unwrap()).collect();
@@ -124,7 +129,7 @@ impl Plan {
     }
 }
 
-fn the_bits_are_those_of_one_rank(kind: DeviceKind, most: usize) {
+fn bits_match_one_rank(kind: DeviceKind, most: usize) {
     // The last batch leaves some shards without a part.
     let mut batches = batches(2, PARTS);
     batches.push(vec![Points { x: Random::new(6).normals(WIDTH), labels: vec![3] }]);
@@ -132,7 +137,7 @@ fn the_bits_are_those_of_one_rank(kind: DeviceKind, most: usize) {
         let plan = |captured| Plan { shards: 4, captured, adds_late };
         let one = plan(false).said(DeviceKind::Emulated, 1, &batches, None);
         for ranks in [1, 2, 4].into_iter().filter(|&ranks| ranks <= most) {
-            // What adds late changes where a recording is cut, and nothing else.
+            // A late addition only changes where a recording is split.
             for captured in [false, true].into_iter().filter(|&captured| captured || !adds_late) {
                 assert_eq!(
                     plan(captured).said(kind, ranks, &batches, None),
@@ -146,13 +151,14 @@ fn the_bits_are_those_of_one_rank(kind: DeviceKind, most: usize) {
 }
 
 #[test]
-fn buckets_that_travel_early_give_the_bits_of_one_rank() {
-    the_bits_are_those_of_one_rank(DeviceKind::Emulated, 4);
+fn early_buckets_match_one_rank() {
+    bits_match_one_rank(DeviceKind::Emulated, 4);
 }
 
-/// A rank keeps the optimiser's state of a slice of each bucket; the file has all of it, in the layout's order.
+/// A rank keeps the optimizer state of a slice of each bucket. The file holds all of it, in the
+/// order of the parameters.
 #[test]
-fn a_checkpoint_does_not_know_whose_slices_there_were() {
+fn checkpoints_are_independent_of_slices() {
     let batches = batches(3, PARTS);
     let plan = Plan { shards: 4, captured: true, adds_late: false };
     let (_, whole) = plan.said(DeviceKind::Emulated, 1, &batches, None);
@@ -165,7 +171,8 @@ fn a_checkpoint_does_not_know_whose_slices_there_were() {
     assert_eq!(digest, whole);
 }
 
-/// How many exchanges of an update have been queued when each of its replays is, by the rank whose replay then fails.
+/// Returns how many exchanges of an update are queued before each of its replays. The rank's replay
+/// is made to fail at that point.
 fn exchanges_before_replays(plan: Plan) -> Vec<u64> {
     let (batch, counted) = (batches(1, plan.shards), FaultPlan::new());
     let said = |first: &FaultPlan| {
@@ -173,7 +180,7 @@ fn exchanges_before_replays(plan: Plan) -> Vec<u64> {
     };
     said(&counted).into_iter().for_each(|said| drop(said.unwrap()));
     let exchanges = counted.count(Call::Exchange);
-    // Behind the buckets: the squares of the norm, the watched gradient, the weights.
+    // After the buckets come the squares of the norm, the monitored gradient, and the weights.
     assert_eq!(exchanges, BUCKETS + 3);
     let before = |number: u64| {
         let fails = FaultPlan::new().on(Call::Replay, number, Fault::Fail);
@@ -184,24 +191,25 @@ fn exchanges_before_replays(plan: Plan) -> Vec<u64> {
 }
 
 #[test]
-fn buckets_travel_before_the_last_segment_is_queued() {
-    // A segment ends behind each bucket. The first weights' gradient is the last launch.
+fn buckets_precede_the_last_segment() {
+    // A segment ends after each bucket. The gradient of the first weights is the last launch.
     let plan = Plan { shards: 2, captured: true, adds_late: false };
     assert_eq!(exchanges_before_replays(plan), [0, 1, 2, 3]);
     // The first of two shards waits for the second.
     assert_eq!(exchanges_before_replays(Plan { shards: 4, ..plan }), [0, 0, 0, 0, 0, 1, 2, 3]);
 }
 
-/// The bucket that an op writes late travels late, and what would travel behind it waits, whatever the op said.
+/// A bucket that an op writes late is exchanged late, and later buckets wait for it, whatever the
+/// op declares.
 #[test]
-fn a_late_write_holds_its_bucket_back() {
+fn late_write_delays_its_bucket() {
     let plan = Plan { shards: 2, captured: true, adds_late: true };
     assert_eq!(exchanges_before_replays(plan), [0]);
 }
 
-fn a_bucket_that_never_arrives_ends_all(kind: DeviceKind) {
+fn lost_bucket_ends_all(kind: DeviceKind) {
     const DEADLINE: Duration = Duration::from_secs(3);
-    /// A machine with other work may be late.
+    /// The extra time for a busy machine.
     const BUSY: Duration = Duration::from_secs(20);
     let (batch, plan) = (batches(1, 2), Plan { shards: 2, captured: true, adds_late: false });
     let counted = FaultPlan::new();
@@ -224,7 +232,8 @@ fn a_bucket_that_never_arrives_ends_all(kind: DeviceKind) {
         assert!(took < DEADLINE + Duration::from_secs(2) + BUSY, "{call:?} {number}: {took:?}");
         for said in said {
             let Err(Error::Rank(fault)) = said else { panic!("{call:?} {number}: {said:?}") };
-            // Two GPUs wait for each other in step: who gives up first cannot tell which of them it is, and says so.
+            // Two GPUs wait for each other in step. The rank that times out first cannot know which
+            // of them is stuck, and reports that.
             let stuck = kind == DeviceKind::Cuda && fault.kind == RankFaultKind::Stuck;
             assert!(stuck || (fault.rank, &fault.kind) == (1, &RankFaultKind::Late), "{call:?} {number}: {fault}");
             assert!(fault.location.contains("tests/group/overlap.rs:"), "{fault}");
@@ -233,24 +242,24 @@ fn a_bucket_that_never_arrives_ends_all(kind: DeviceKind) {
 }
 
 #[test]
-fn a_bucket_that_never_arrives_ends_all_and_names_the_rank() {
-    a_bucket_that_never_arrives_ends_all(DeviceKind::Emulated);
+fn lost_bucket_names_its_rank() {
+    lost_bucket_ends_all(DeviceKind::Emulated);
 }
 
-/// The same by NCCL.
+/// Repeats tests with NCCL.
 #[cfg(feature = "cuda")]
 mod two_gpus {
     use super::*;
 
     #[test]
     #[ignore = "needs two NVIDIA GPUs"]
-    fn buckets_that_travel_early_give_the_emulators_bits() {
-        the_bits_are_those_of_one_rank(DeviceKind::Cuda, 2);
+    fn early_buckets_match_emulator_bits() {
+        bits_match_one_rank(DeviceKind::Cuda, 2);
     }
 
     #[test]
     #[ignore = "needs two NVIDIA GPUs"]
-    fn a_bucket_that_never_arrives_ends_all_and_names_the_rank() {
-        a_bucket_that_never_arrives_ends_all(DeviceKind::Cuda);
+    fn lost_bucket_names_its_rank() {
+        lost_bucket_ends_all(DeviceKind::Cuda);
     }
 }

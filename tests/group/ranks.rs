@@ -1,4 +1,5 @@
-//! A hundred updates of both programs by 1, 2, 4 and 8 ranks, captured and eager, and by a number that changes on the way: one set of weights.
+//! A hundred updates of both programs give the same weights with 1, 2, 4 and 8 ranks, captured and
+//! eager. The number of ranks may also change on the way.
 
 #![cfg(unix)]
 #![forbid(unsafe_code)]
@@ -20,7 +21,7 @@ const CROSSASSET_EAGER: &str = "--capture off";
 const GPT: &str = "--size tiny --context 16 --batch 1 --shards 8 --updates 100 --sample-tokens 1 --checkpoint-every 20";
 const GPT_EAGER: &str = "--eager";
 
-/// A program, by its name and the words behind it.
+/// A program, by its name and its arguments.
 struct Program<'w> {
     name: &'static str,
     words: String,
@@ -37,7 +38,7 @@ impl Program<'_> {
         command
     }
 
-    /// Runs to its end: the digest of the weights, and how many updates there were.
+    /// Runs to the end, and returns the digest of the weights and the number of updates.
     #[track_caller]
     fn digest(&self, out: &Path, ranks: usize, more: &str) -> (String, u64) {
         let output = self.command(out, ranks, more).output().unwrap();
@@ -50,7 +51,7 @@ impl Program<'_> {
         )
     }
 
-    /// Asks a run to end behind its first checkpoint.
+    /// Interrupts a run after its first checkpoint.
     fn is_interrupted(&self, out: &Path, ranks: usize) {
         let mut child = self.command(out, ranks, "").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
         let start = Instant::now();
@@ -82,7 +83,7 @@ fn crossasset_has_one_set_of_weights() {
 }
 
 #[test]
-fn a_language_model_has_one_set_of_weights() {
+fn gpt_has_one_set_of_weights() {
     let folder = tempfile::tempdir().unwrap();
     let data = folder.path().join("text.txt");
     fs::write(&data, include_str!("../../docs/architecture.md")).unwrap();

@@ -1,4 +1,4 @@
-//! `ops::{tanh, gelu}` and their backward passes.
+//! Tests of `ops::{tanh, gelu}` and their backward passes.
 
 use crate::gradients::{Case, Roundings, SEEDS, extents, leaf_as, normal, stored_as_each};
 use crate::hostile::attack;
@@ -32,7 +32,8 @@ fn backward(device: &Device, op: Backward, x: &[f32], dy: &[f32]) -> Vec<f32> {
     })
 }
 
-/// `op` within `limit` ulp of `reference` and with the bits of `scalar`, over all magnitudes and over every length.
+/// Checks that `op` is within `limit` ulp of `reference` and has the bits of `scalar`, over all
+/// magnitudes and every length.
 fn check(
     device: &Device,
     (name, limit): (&'static str, f64),
@@ -52,7 +53,7 @@ fn check(
     closeness.finish();
 }
 
-/// `op` within `ulps` of `reference(x, dy)` over every length.
+/// Checks that `op` is within `ulps` of `reference(x, dy)`, over every length.
 fn check_backward(device: &Device, name: &'static str, op: Backward, ulps: f64, reference: fn(f64, f64) -> f64) {
     let mut closeness = Closeness::new(name);
     for length in LENGTHS {
@@ -87,11 +88,13 @@ on_each_device! {
         let x = sample(32, -12.5, 6.0);
         let got = backward(device, op, &x, &vec![1.0; x.len()]);
         assert_same("dy = 1", &got, &x.iter().map(|&x| math::gelu_derivative(x)).collect::<Vec<_>>());
-        // A product's ulp can be half of its factor's in relation to it; and its own rounding.
+        // A product's ulp can be half of its factor's in relative terms. Its own rounding comes on
+        // top.
         check_backward(device, "gelu backward", op, 2.0 * ulps::GELU_DERIVATIVE + 0.5, |x, dy| dy * gelu_derivative(x));
     }
 
-    /// dx has the bits of [`ops::gelu_backward`], and db is the sum of its rows in the documented order.
+    /// dx has the bits of [`ops::gelu_backward`], and db is the sum of its rows in the documented
+    /// order.
     fn gelu_bias_backward(device: &Device) {
         for [rows, cols] in ROWS {
             let mut random = Random::new(cols as u64);

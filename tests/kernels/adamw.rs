@@ -1,4 +1,4 @@
-//! `ops::adamw` and `ops::adamw_groups`: one update of one flat region.
+//! Tests of `ops::adamw` and `ops::adamw_groups`: one update of one flat region.
 
 use crate::hostile::attack;
 use crate::shapes::LENGTHS;
@@ -9,7 +9,7 @@ use kernels::adamw::slot;
 use kernels::update::RUN;
 use stepscope::{Device, Tensor, bf16, ops};
 
-/// For weights without a copy.
+/// Returns no BF16 copy, for weights without one.
 pub(crate) fn no_copy<'t, 's>() -> Option<&'t mut Tensor<'s, bf16>> {
     None
 }
@@ -24,7 +24,7 @@ impl State {
         Self([weights, gradients, first, random.uniforms(length, 0.0, 2.0)])
     }
 
-    /// The new weights, first and second moments.
+    /// Returns the new weights, first and second moments.
     fn update(&self, device: &Device, hyper: [f32; slot::LEN], squared_norm: f32) -> [Vec<f32>; 3] {
         trial(device, |trial| {
             let upload = |part: usize| trial.upload(&self.0[part], [self.0[part].len()]);
@@ -42,7 +42,7 @@ impl State {
         })
     }
 
-    /// [`State::update`] by groups, of which each run has one.
+    /// Updates like [`State::update`], with a parameter group for each run.
     fn update_groups(
         &self,
         device: &Device,
@@ -77,7 +77,7 @@ impl State {
         })
     }
 
-    /// The same in float64, as PyTorch's documentation states it.
+    /// Returns the same update in float64, as PyTorch's documentation states it.
     fn exact(&self, hyper: [f32; slot::LEN], squared_norm: f32) -> [Vec<Exact>; 3] {
         let [rate, beta1, beta2, epsilon, decay, correction1, correction2, max_norm] = hyper.map(Exact::given);
         let one = Exact::given(1.0);
@@ -101,7 +101,8 @@ impl State {
     }
 }
 
-/// Asserts that a copy changes no bit of what else an update writes, and is the new weights, which come first, each rounded once.
+/// Asserts that a BF16 copy does not change the other results of an update. The copy must equal the
+/// new weights, which come first, rounded once.
 pub(crate) fn assert_copied<const N: usize>(plain: &[Vec<f32>; N], copied: &[Vec<f32>; N], copy: &[bf16]) {
     for (plain, copied) in plain.iter().zip(copied) {
         assert_same("with a copy", copied, plain);
@@ -110,7 +111,8 @@ pub(crate) fn assert_copied<const N: usize>(plain: &[Vec<f32>; N], copied: &[Vec
     assert_same("the copy", &copy.iter().map(|half| half.to_f32()).collect::<Vec<_>>(), &rounded);
 }
 
-/// Learning rate, betas, epsilon, weight decay, bias corrections, maximal norm: a late step, and the first.
+/// Learning rate, betas, epsilon, weight decay, bias corrections, maximal norm: those of a late
+/// step, and of the first.
 const LATE: [f32; slot::LEN] = [1e-2, 0.9, 0.999, 1e-8, 0.01, 0.9, 0.6, 1.0];
 const FIRST: [f32; slot::LEN] = [3e-4, 0.9, 0.95, 1e-8, 0.0, 0.1, 0.05, 0.0];
 
@@ -119,7 +121,7 @@ on_each_device! {
         let mut seen = ["weights", "first moment", "second moment"].map(Closeness::new);
         for length in LENGTHS {
             let state = State::new(length);
-            // Clipped to a third; inside the norm; no clipping at all.
+            // Clipped to a third, inside the norm, and without clipping.
             for (hyper, squared_norm) in [(LATE, 9.0), (LATE, 0.25), (FIRST, 9.0)] {
                 let (got, want) = (state.update(device, hyper, squared_norm), state.exact(hyper, squared_norm));
                 for ((seen, got), want) in seen.iter_mut().zip(&got).zip(&want) {
@@ -130,8 +132,9 @@ on_each_device! {
         seen.into_iter().for_each(Closeness::finish);
     }
 
-    /// Each run's elements have the bits that their group's settings give where all have them; in one launch.
-    fn groups_have_settings_of_their_own(device: &Device) {
+    /// The elements of each run have the bits of an update of all elements by their group's
+    /// settings. There is one launch.
+    fn groups_use_their_own_settings(device: &Device) {
         let hyper = [LATE, FIRST, [2e-2, 0.8, 0.99, 1e-6, 0.1, 0.5, 0.3, 2.0]];
         for length in LENGTHS {
             let (state, runs) = (State::new(length), length.div_ceil(RUN));
@@ -142,13 +145,14 @@ on_each_device! {
                 let want = (0..length).map(|at| alone[groups[at / RUN] as usize][part][at]);
                 assert_eq!(bits(got), bits(&want.collect::<Vec<_>>()), "{length}, {part}");
             }
-            // One group is none.
+            // A single group equals an update without groups.
             assert_eq!(state.update_groups(device, &hyper[..1], &vec![0; runs], 9.0), alone[0]);
         }
     }
 
-    /// Groups are numbers on the device: one without settings makes its own weights NaN, and reads nothing that is not there.
-    fn a_group_without_settings_is_not_a_number(device: &Device) {
+    /// The device reads group numbers. A group without settings makes its own weights NaN, and
+    /// reads nothing out of bounds.
+    fn group_without_settings_gives_nan(device: &Device) {
         let state = State::new(3 * RUN);
         for group in [2, 3, u32::MAX] {
             for results in state.update_groups(device, &[LATE, FIRST], &[1, group, 0], 9.0) {
@@ -157,7 +161,8 @@ on_each_device! {
         }
     }
 
-    /// A NaN among the gradients must not pass unseen, and one weight's gradient is no other's business.
+    /// A NaN among the gradients must reach the results, and a weight's gradient must not affect
+    /// other weights.
     fn not_a_number(device: &Device) {
         let mut state = State::new(9);
         for results in state.update(device, LATE, f32::NAN) {
@@ -169,7 +174,7 @@ on_each_device! {
         }
     }
 
-    /// No gradient, no moments, no decay: the weights stay as they are.
+    /// The weights do not change without gradient, moments and decay.
     fn nothing_to_do(device: &Device) {
         let mut state = State::new(7);
         state.0[1..].iter_mut().for_each(|part| part.fill(0.0));

@@ -1,4 +1,4 @@
-//! `ops::attention`, which normalises queries and keys, and its backward pass.
+//! Tests of `ops::attention` with normalised queries and keys, and of its backward pass.
 
 use crate::gradients::{Case, SEEDS, extents, leaf, longest, normal, stack};
 use crate::hostile::attack;
@@ -7,14 +7,14 @@ use crate::tolerance::{Closeness, Exact};
 use crate::trees;
 use crate::trial::{Trial, assert_refused, assert_same, trial};
 use crate::{norm, softmax};
-use stepscope::ops::{self, Attention, AttentionForm, AttentionKept, QkNorm};
+use stepscope::ops::{self, Attention, AttentionConfig, AttentionKept, QkNorm};
 use stepscope::{Result, Saved, Tensor};
 
 const HEAD: usize = 64;
 const SCALE: f32 = 0.125;
 const EPSILON: f32 = 1e-6;
 
-/// Batch, tokens, heads: every count of tokens.
+/// Batch, tokens and heads, with every count of tokens.
 const SHAPES: [[usize; 3]; 18] = [
     [0, 12, 4],
     [1, 1, 1],
@@ -36,7 +36,8 @@ const SHAPES: [[usize; 3]; 18] = [
     [64, 12, 4],
 ];
 
-/// Queries, keys and values one after another, the gains of queries and keys, and the gradient of the output.
+/// Queries, keys and values one after another, the gains of queries and keys, and the gradient of
+/// the output.
 struct Inputs {
     shape: [usize; 3],
     qkv: Vec<f32>,
@@ -68,13 +69,13 @@ impl Inputs {
         [3, self.shape[0], self.shape[1], self.shape[2] * HEAD]
     }
 
-    /// In the order of the probabilities.
+    /// Returns the heads in the order of the probabilities.
     fn heads(&self) -> impl Iterator<Item = Head<'_>> {
         let [batch, _, heads] = self.shape;
         (0..batch).flat_map(move |sample| (0..heads).map(move |head| Head { inputs: self, sample, head }))
     }
 
-    /// What forward keeps, rounded, in its layout.
+    /// Returns the rounded values that forward keeps, in its layout.
     fn kept(&self) -> (Vec<f32>, Vec<f32>) {
         let rounded = |values: Vec<Exact>| values.into_iter().map(|value| value.value as f32).collect::<Vec<f32>>();
         let probabilities = self
@@ -98,19 +99,19 @@ impl<'i> Head<'i> {
         self.inputs.shape[1]
     }
 
-    /// Where a token's element stands in q.
+    /// Returns the place of a token's element in q.
     fn place(self, token: usize, column: usize) -> usize {
         let [_, tokens, heads] = self.inputs.shape;
         ((self.sample * tokens + token) * heads + self.head) * HEAD + column
     }
 
-    /// The rows of an array like q.
+    /// Returns the rows of an array shaped like q.
     fn rows(self, values: &'i [f32]) -> Rows {
         let row = |token| (0..HEAD).map(|column| Exact::given(values[self.place(token, column)])).collect();
         (0..self.tokens()).map(row).collect()
     }
 
-    /// The rows of q, k or v.
+    /// Returns the rows of q, k or v.
     fn part(self, part: usize) -> Rows {
         self.rows(&self.inputs.qkv[part * self.inputs.dout.len()..][..self.inputs.dout.len()])
     }
@@ -119,7 +120,7 @@ impl<'i> Head<'i> {
         Exact::given(self.inputs.gains[part * HEAD + column])
     }
 
-    /// `1 / sqrt(mean x^2 + epsilon)` of the rows of q or k.
+    /// Returns `1 / sqrt(mean x^2 + epsilon)` of the rows of q or k.
     fn scales(self, part: usize) -> Vec<Exact> {
         let scale = |row: Vec<Exact>| {
             let mean = dot(&row, &row) / Exact::given(HEAD as f32);
@@ -128,13 +129,13 @@ impl<'i> Head<'i> {
         self.part(part).into_iter().map(scale).collect()
     }
 
-    /// The rounded scales of q and k among those that forward keeps.
+    /// Returns the rounded scales of q and k from those that forward keeps.
     fn given_scales(self, inverse_rms: &[f32]) -> [Vec<Exact>; 2] {
         let at = |part, token| (part * self.inputs.dout.len() + self.place(token, 0)) / HEAD;
         [0, 1].map(|part| (0..self.tokens()).map(|token| Exact::given(inverse_rms[at(part, token)])).collect())
     }
 
-    /// The softmax of the scores, by these scales.
+    /// Returns the softmax of the scores, with these scales.
     fn probabilities(self, scales: &[Vec<Exact>; 2]) -> Rows {
         let gained = |part: usize| -> Rows {
             let row =
@@ -145,7 +146,7 @@ impl<'i> Head<'i> {
         let row = |(q, &scale): (&Vec<Exact>, &Exact)| {
             let score = |(k, &k_scale): (&Vec<Exact>, &Exact)| dot(q, k) * scale * k_scale * Exact::given(SCALE);
             let scores: Vec<Exact> = k.iter().zip(&scales[1]).map(score).collect();
-            // The kernel's maximum has an error too, but it is the same one for all: it cancels.
+            // The kernel's maximum has an error too, but the same error for all, so it cancels.
             let largest =
                 Exact::given(scores.iter().fold(f64::NEG_INFINITY, |largest, score| largest.max(score.value)));
             let exps: Vec<Exact> = scores.into_iter().map(|score| (score - largest).exp()).collect();
@@ -155,7 +156,8 @@ impl<'i> Head<'i> {
         q.iter().zip(&scales[0]).map(row).collect()
     }
 
-    /// The gradients of q, k and v, and of the gains of q and k without a sum over heads, from what the kernel is given.
+    /// Returns the gradients of q, k and v, and of the gains of q and k before the sum over heads,
+    /// from the kernel's inputs.
     fn gradients(self, p: &[f32], scales: [Vec<Exact>; 2]) -> ([Rows; 3], [Vec<Exact>; 2]) {
         let (v, dout) = (self.part(2), self.rows(&self.inputs.dout));
         let n = [0, 1].map(|part| -> Rows {
@@ -196,11 +198,11 @@ impl<'i> Head<'i> {
     }
 }
 
-fn form<'s>(heads: usize) -> AttentionForm<'s> {
-    AttentionForm::new(heads).scale(SCALE)
+fn form<'s>(heads: usize) -> AttentionConfig<'s> {
+    AttentionConfig::new(heads).scale(SCALE)
 }
 
-/// The output, the probabilities and the scales.
+/// Returns the output, the probabilities and the scales.
 fn attend<'s>(trial: &Trial<'_, 's>, qkv: &Tensor<'s>, gains: &Tensor<'s>) -> Result<(Saved<'s>, [Saved<'s>; 2])> {
     let heads = qkv.shape().as_rows()[1] / HEAD;
     let norm = QkNorm::new(gains, EPSILON);
@@ -209,7 +211,7 @@ fn attend<'s>(trial: &Trial<'_, 's>, qkv: &Tensor<'s>, gains: &Tensor<'s>) -> Re
     Ok((out, [probabilities, inverse_rms]))
 }
 
-/// Four chains, by column mod 4, and their sum in pairs.
+/// Sums in four chains, by column mod 4, and adds the chains in pairs.
 fn dot(a: &[Exact], b: &[Exact]) -> Exact {
     let chain = |first: usize| {
         let terms = a.iter().zip(b).skip(first).step_by(4).map(|(&a, &b)| a.times(b));
@@ -218,7 +220,7 @@ fn dot(a: &[Exact], b: &[Exact]) -> Exact {
     Exact::sum(2, (0..4).map(chain))
 }
 
-/// `sum_j factors[i][j] rows[j]` for each i.
+/// Returns `sum_j factors[i][j] rows[j]` for each i.
 fn mix(factors: &Rows, rows: &Rows) -> Rows {
     let element = |factors: &[Exact], column: usize| {
         Exact::sum(rows.len(), factors.iter().zip(rows).map(|(&factor, row)| factor.times(row[column])))
@@ -226,7 +228,8 @@ fn mix(factors: &Rows, rows: &Rows) -> Rows {
     factors.iter().map(|factors| (0..HEAD).map(|column| element(factors, column)).collect()).collect()
 }
 
-/// Attention in float64, of queries and keys that are normed; `q`, `k`, `v`: `[batch, tokens, heads 64]`.
+/// Computes attention in float64, for normalised queries and keys; `q`, `k`, `v`: `[batch, tokens,
+/// heads 64]`.
 pub(crate) fn in_float64(q: &[f64], k: &[f64], v: &[f64], tokens: usize, heads: usize, scale: f64) -> Vec<f64> {
     let width = heads * HEAD;
     let mut out = vec![0.0; q.len()];
@@ -262,7 +265,7 @@ on_each_device! {
             let mut want = got.each_ref().map(|got| vec![Exact::given(0.0); got.len()]);
             let mut probabilities = vec![];
             for head in inputs.heads() {
-                // The kernel's own scales, which are checked by themselves.
+                // The kernel's own scales, which are checked separately.
                 let p = head.probabilities(&head.given_scales(&got[2]));
                 for (token, row) in mix(&p, &head.part(2)).into_iter().enumerate() {
                     want[0][head.place(token, 0)..][..HEAD].copy_from_slice(&row);
@@ -296,7 +299,7 @@ on_each_device! {
                 };
                 let dout = trial.upload(&inputs.dout, [batch, tokens, heads * HEAD])?.save();
                 let mut dgains = trial.upload(&[f32::NAN; 2 * HEAD], [2 * HEAD])?;
-                // Of the output nothing is read.
+                // The output is not read.
                 let (made, norm) = (Attention { out: dout, kept }, QkNorm::new(&gains, EPSILON));
                 let dqkv = trial.with_scratch(|| {
                     ops::attention_backward(trial, &qkv, Some((norm, &mut dgains, false)), &form(heads), &made, &dout)
@@ -322,12 +325,13 @@ on_each_device! {
             let want: Vec<Exact> = gains.into_iter().map(|terms| Exact::sum(depth, terms)).collect();
             seen[3].check(format_args!("{shape:?}"), &dgains, &want);
         }
-        // The gains are few sums of many errors, far from their bound; `gradient` is as strict with them as with all.
+        // The gains are few sums of many errors, far from their bound. `gradient` checks them as
+        // strictly as all others.
         seen.into_iter().take(3).for_each(Closeness::finish);
     }
 
-    /// A sample and a head have the same bits wherever they stand.
-    fn heads_do_not_see_each_other(device: &Device) {
+    /// A sample and a head have the same bits at every place.
+    fn heads_are_independent(device: &Device) {
         let inputs = Inputs::new([3, 12, 4]);
         let run = |qkv: &[f32], extents: [usize; 4]| {
             trial(device, |trial| {

@@ -1,18 +1,20 @@
-//! Casts: every BF16, and f32 at and beside every rounding boundary, against rounding by integers.
+//! Casts of every BF16, and of f32 at and next to every rounding boundary, against integer
+//! rounding.
 
 use crate::hostile::attack;
 use crate::support::on_each_device;
 use crate::trial::assert_same;
 use stepscope::{Arena, Capacity, bf16, ops};
 
-/// The nearest BF16, ties to even, from the definition: of the two neighbours the nearer, or the even one.
+/// Returns the nearest BF16, ties to even, by definition: the nearer of the two neighbours, or the
+/// even one.
 fn nearest(x: f32) -> f32 {
     if x.is_nan() {
         return x;
     }
     let below = f32::from_bits(x.to_bits() & 0xffff_0000);
     let above = f32::from_bits((x.to_bits() & 0xffff_0000) + 0x1_0000);
-    // Beyond the largest the next step would be 2^128, which is infinity here.
+    // The step past the largest value would be 2^128, which is infinity here.
     let step =
         |neighbour: f32| if neighbour.is_infinite() { 2f64.powi(128).copysign(x.into()) } else { neighbour.into() };
     let (down, up) = ((f64::from(x) - f64::from(below)).abs(), (step(above) - f64::from(x)).abs());

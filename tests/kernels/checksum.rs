@@ -1,4 +1,4 @@
-//! `checksum`: sums of weighted words, exact, chunk by chunk.
+//! Tests of `checksum`: exact sums of weighted words, chunk by chunk.
 
 use crate::hostile::attack;
 use crate::shapes::LENGTHS;
@@ -7,13 +7,13 @@ use crate::trial::assert_refused;
 use kernels::checksum::{CHUNK, checksum};
 use stepscope::{Arena, Capacity, Device, Result, Source, Target};
 
-/// The sum of each chunk, by the formula of the kernel's documentation, in 128 bits.
+/// Returns the sum of each chunk by the documented formula, in 128 bits.
 fn expected(words: &[u32]) -> Vec<u64> {
     let sum = |chunk: &[u32]| -> u128 { (0u128..).zip(chunk).map(|(i, &word)| u128::from(word) * (2 * i + 1)).sum() };
     words.chunks(CHUNK).map(|chunk| sum(chunk).try_into().expect("a sum below 2^64")).collect()
 }
 
-/// The kernel's sums; what lies behind the last one must stay.
+/// Returns the kernel's sums, and checks that memory past the last one is unchanged.
 fn sums(device: &Device, words: &[u32]) -> Result<Vec<u64>> {
     let mut arena = Arena::builder(device).capacity(Capacity::mib(8)).build()?;
     arena.step(|step| {
@@ -35,12 +35,12 @@ on_each_device! {
             let words: Vec<u32> = (0..length).map(|_| random.next_u64() as u32).collect();
             assert_eq!(sums(device, &words).unwrap(), expected(&words), "{length}");
         }
-        // The largest sum there is.
+        // The largest possible sum.
         let largest = vec![u32::MAX; 2 * CHUNK];
         assert_eq!(sums(device, &largest).unwrap(), expected(&largest));
     }
 
-    fn any_flipped_bit_and_any_swap_changes_a_sum(device: &Device) {
+    fn flips_and_swaps_change_sums(device: &Device) {
         let mut random = Random::new(5);
         let words: Vec<u32> = (0..3 * CHUNK as u32 + 100).map(|word| word ^ random.below(2)).collect();
         let sound = sums(device, &words).unwrap();
@@ -51,7 +51,8 @@ on_each_device! {
             let got = sums(device, &flipped).unwrap();
             let differ: Vec<usize> = (0..got.len()).filter(|&chunk| got[chunk] != sound[chunk]).collect();
             assert_eq!(differ, [at / CHUNK], "bit {bit} of word {at}");
-            // Within one chunk and across two: words further apart than one bit of noise are different.
+            // Within one chunk and across two. Words further apart than one bit of noise are
+            // different.
             let other = if at < CHUNK { at + 2 * CHUNK } else { at - 2 };
             let mut swapped = words.clone();
             swapped.swap(at, other);
@@ -59,7 +60,7 @@ on_each_device! {
         }
     }
 
-    fn the_sums_have_their_places(device: &Device) {
+    fn chunk_sums_are_placed_correctly(device: &Device) {
         let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
         arena.step(|step| {
             let x = step.upload(&[1u32; 10], [10])?;

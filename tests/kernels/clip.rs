@@ -1,4 +1,4 @@
-//! `ops::clip_factor`.
+//! Tests of `ops::clip_factor`.
 
 use crate::hostile::attack;
 use crate::support::on_each_device;

@@ -1,4 +1,5 @@
-//! Every kernel's contract is attacked, each beside the tests of its op, as `hostile.rs` says.
+//! Every kernel's contract is attacked. The attacks stand next to the tests of its op, see
+//! `hostile.rs`.
 
 use crate::hostile::attacked;
 use std::collections::BTreeSet;
@@ -10,7 +11,8 @@ fn every_kernel_is_attacked() {
     assert_eq!(known, attacked(), "kernels that exist, and those that an `attack!` of their op's file names");
 }
 
-/// A contract that wraps panics here. In a release build, which `ci/test` makes too, it would not.
+/// A contract that wraps panics in a debug build. It would not in a release build, which `ci/test`
+/// also runs.
 #[cfg(debug_assertions)]
 #[test]
 fn overflow_is_checked() {

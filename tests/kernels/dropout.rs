@@ -1,4 +1,5 @@
-//! `ops::dropout`: Philox's words by place, the same in backward, others in each step, replayed or not.
+//! Tests of `ops::dropout`: Philox words by place, the same words in backward, and other words in
+//! each step, replayed or eager.
 
 use crate::gradients::{Case, DRAWN, Roundings, SEEDS, extents, leaf_as, normal, stored_as_each};
 use crate::hostile::attack;
@@ -7,13 +8,14 @@ use crate::support::{Random, bits, on_each_device};
 use crate::trial::{assert_refused, assert_same, trial};
 use kernels::philox::philox;
 use stepscope::ops::Generator;
-use stepscope::{Arena, Capacity, Inputs, Result, Step, Tensor, ops};
+use stepscope::{Arena, Capacity, HostInputs, Result, Step, Tensor, ops};
 
 const SEED: u64 = DRAWN.0;
 
-/// The known answers of the authors' implementation (Random123, `kat_vectors`), and of another key for each counter.
+/// The known answers of the authors' implementation (Random123, `kat_vectors`), and of another key
+/// for each counter.
 #[test]
-fn words_are_those_of_the_paper() {
+fn words_match_the_paper() {
     let pi = [0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344];
     for (counter, key, want) in [
         ([0; 4], [0; 2], [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]),
@@ -24,7 +26,7 @@ fn words_are_those_of_the_paper() {
     }
 }
 
-/// Dropout in plain words.
+/// Computes dropout on the CPU.
 fn plain(x: &[f32], p: f32, call: u32, step: u64) -> Vec<f32> {
     let (threshold, scale) = ((f64::from(p) * 2f64.powi(32)) as u64, 1.0 / (1.0 - p));
     let word = |at: usize| {
@@ -40,10 +42,10 @@ fn twice<'s>(step: &Step<'s>, generator: &Generator, x: &Tensor<'s>) -> Result<[
 }
 
 on_each_device! {
-    fn what_is_dropped_follows_from_place_call_and_step(device: &Device) {
+    fn place_call_and_step_determine_drops(device: &Device) {
         for (length, p) in LENGTHS.into_iter().zip([0.0, 0.1, 0.5, 0.999].into_iter().cycle()) {
             let x = Random::new(length as u64).normals(length);
-            // Past the end of a word: the step's number has two.
+            // The step's number has two words: start at the end of the first.
             for first in [0, u64::from(u32::MAX)] {
                 let got = trial(device, |trial| {
                     let (x, generator) = (trial.upload(&x, [length])?, Generator::at(trial.device(), SEED, first)?);
@@ -66,8 +68,9 @@ on_each_device! {
         }
     }
 
-    /// So many as asked for, within five standard deviations; each of the four words, and calls that have nothing to do with each other.
-    fn the_share_is_the_one_asked_for(device: &Device) {
+    /// The share of dropped elements is within five standard deviations of p, in each of the four
+    /// words. Calls are independent of each other.
+    fn drop_rate_matches_p(device: &Device) {
         let generator = Generator::new(device, 5).unwrap();
         let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
         let count = 1 << 16;
@@ -88,7 +91,7 @@ on_each_device! {
         near(a.iter().zip(&b).filter(|&(&a, &b)| a == 0.0 && b == 0.0).count(), count, 0.15);
     }
 
-    /// What is not finite is dropped like anything else.
+    /// Values that are not finite are dropped like all others.
     fn special_numbers(device: &Device) {
         let x = [f32::NAN, f32::INFINITY, -0.0, 1e-45].repeat(20);
         let got = trial(device, |trial| {
@@ -99,12 +102,12 @@ on_each_device! {
         assert_same("special", &got, &plain(&x, 0.5, 0, 0));
     }
 
-    /// Each replay draws anew, what an eager step of that number draws.
+    /// Each replay draws the values of an eager step with that number.
     fn replays_draw_anew(device: &Device) {
         let (eager, captured) = (Generator::new(device, SEED).unwrap(), Generator::new(device, SEED).unwrap());
         let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
         let x = Random::new(1).normals(1003);
-        let inputs = Inputs::new().with(&x, [x.len()]).unwrap();
+        let inputs = HostInputs::new().with(&x, [x.len()]).unwrap();
         let mut steps = arena
             .capture(captured, &inputs, |step, generator, slots| {
                 let x = ops::copy(step, &slots.input::<f32>(0)?)?;
@@ -142,7 +145,7 @@ on_each_device! {
 }
 
 stored_as_each! {
-    /// Backward drops what forward did.
+    /// Backward drops the elements that forward dropped.
     fn gradient<S>(device: &Device) {
         for seed in SEEDS {
             let mut random = Random::new(seed);

@@ -1,6 +1,7 @@
-//! `ops::{add, sub, mul, add_assign, scale, scale_by, add_bias}`.
+//! Tests of `ops::{add, sub, mul, add_assign, scale, scale_by, add_bias}`.
 //!
-//! One rounded operation an element: the float64 result rounded to f32 is the correctly rounded one, so bits are equal.
+//! Each element takes one rounded operation. The float64 result rounded to f32 is the correctly
+//! rounded one, so the bits are equal.
 
 use crate::gradients::{Case, Roundings, SEEDS, extents, leaf, leaf_as, normal, stored_as_each};
 use crate::hostile::attack;
@@ -9,7 +10,7 @@ use crate::support::{Random, SPECIAL, on_each_device};
 use crate::trial::{assert_refused, assert_same, trial};
 use stepscope::ops;
 
-/// Two inputs of this length; the longer ones hold every pair of special numbers.
+/// Returns two inputs of this length; the longer ones hold every pair of special numbers.
 fn pairs(length: usize) -> (Vec<f32>, Vec<f32>) {
     let mut random = Random::new(length as u64);
     let (mut a, mut b) = (random.normals(length), random.normals(length));
@@ -141,7 +142,8 @@ on_each_device! {
             Case::new("add", seed, 1, values.clone()).check(device, |_, tape, p| {
                 tape.add(&leaf(tape, p[0])?, &leaf(tape, p[1])?)
             }, |p| add_in_float64(&p[0], &p[1]));
-            // A variable and itself, one that has a gradient already, and inputs, which want none.
+            // A variable added to itself, one that has a gradient already, and inputs, which need
+            // none.
             Case::new("add twice", seed, 2, values).check(device, |step, tape, p| {
                 let (a, b) = (leaf(tape, p[0])?, leaf(tape, p[1])?);
                 let zero = tape.input(ops::fill(step, shape, 0.0)?);
@@ -157,7 +159,7 @@ on_each_device! {
             let mut random = Random::new(seed);
             let shape = extents(&mut random, seed, [7, 5, 13]);
             let values = vec![normal(&mut random, &shape), normal(&mut random, &shape)];
-            // A variable and itself, and inputs, which want no gradient.
+            // A variable with itself, and inputs, which need no gradient.
             Case::new("sub and mul", seed, 4, values).check(device, |_, tape, p| {
                 let (a, b) = (leaf(tape, p[0])?, leaf(tape, p[1])?);
                 let two = tape.input(ops::fill(tape.step(), shape, 2.0)?);

@@ -1,4 +1,5 @@
-//! `ops::{embedding, gather, add_positions}` and their backward passes: rows as they are, and sums whose order is a plain chain.
+//! Tests of `ops::{embedding, gather, add_positions}` and their backward passes: rows are copied
+//! exactly, and sums are plain chains.
 
 use crate::gradients::{Case, Roundings, SEEDS, extents, leaf, leaf_as, normal, stored_as_each};
 use crate::hostile::attack;
@@ -6,9 +7,10 @@ use crate::linear;
 use crate::support::{Random, on_each_device};
 use crate::tolerance::{Closeness, Exact};
 use crate::trial::{assert_refused, assert_same, trial};
-use stepscope::{Arena, Buffer, Capacity, Device, Error, Inputs, bf16, ops};
+use stepscope::{Arena, Buffer, Capacity, Device, Error, HostInputs, bf16, ops};
 
-/// Ids, rows of the table, columns: around a vector, a chunk of 64, a block's 512 and several merges; rows that do not come, and all ids one.
+/// Ids, rows of the table, columns. They lie around a vector, a chunk of 64, a block's 512 and
+/// several merges. Some rows have no id, and in some cases all ids are one.
 const SHAPES: [[usize; 3]; 14] = [
     [0, 3, 4],
     [1, 1, 1],
@@ -26,7 +28,7 @@ const SHAPES: [[usize; 3]; 14] = [
     [5003, 3000, 130],
 ];
 
-/// Half of them of the whole table, half of its first rows.
+/// Returns ids, half of them from the whole table and half from its first rows.
 fn ids(random: &mut Random, count: usize, rows: usize) -> Vec<u32> {
     let (all, few) = (random.belows(count, rows as u32), random.belows(count, rows.min(3) as u32));
     all.into_iter().zip(few).enumerate().map(|(at, (all, few))| if at % 2 == 0 { all } else { few }).collect()
@@ -36,7 +38,7 @@ fn rows_of<T: Copy>(table: &[T], ids: &[u32], cols: usize) -> Vec<T> {
     ids.iter().flat_map(|&id| &table[id as usize * cols..][..cols]).copied().collect()
 }
 
-/// Where the id of each row stands; one without a row stands nowhere.
+/// Returns the places of each row's id. Ids without a row have no place.
 fn places(ids: &[u32], rows: usize) -> Vec<Vec<usize>> {
     let mut places: Vec<Vec<usize>> = vec![vec![]; rows];
     for (place, &id) in ids.iter().enumerate() {
@@ -47,7 +49,7 @@ fn places(ids: &[u32], rows: usize) -> Vec<Vec<usize>> {
     places
 }
 
-/// The sums in the documented order, from `old`.
+/// Returns the sums in the documented order, starting from `old`.
 fn sums(dy: &[f32], ids: &[u32], cols: usize, old: &[f32]) -> Vec<f32> {
     let (mut out, places) = (old.to_vec(), places(ids, old.len() / cols));
     for (at, out) in out.iter_mut().enumerate() {
@@ -69,7 +71,7 @@ fn backward(device: &Device, dy: &[f32], ids: &[u32], [rows, cols]: [usize; 2], 
 }
 
 on_each_device! {
-    fn rows_are_as_they_are(device: &Device) {
+    fn rows_are_copied_exactly(device: &Device) {
         for [count, rows, cols] in SHAPES {
             let mut random = Random::new(cols as u64);
             let (table, ids) = (random.normals(rows * cols), ids(&mut random, count, rows));
@@ -93,7 +95,7 @@ on_each_device! {
         }
     }
 
-    fn the_gradient_is_a_plain_chain(device: &Device) {
+    fn gradient_is_a_plain_chain(device: &Device) {
         let mut closeness = Closeness::new("embedding backward");
         for [count, rows, cols] in SHAPES {
             let mut random = Random::new((count + cols) as u64);
@@ -109,14 +111,14 @@ on_each_device! {
                 let terms = places[at / cols].iter().map(|place| Exact::given(dy[place * cols + at % cols]));
                 Exact::sum(terms.len().min(64 + terms.len() / 64), terms)
             };
-            // The depth of a sum of one is none: it is exact.
+            // The sum of one element has depth 0: it is exact.
             closeness.check(&shape, &got, &(0..got.len()).map(exact).collect::<Vec<_>>());
         }
         closeness.finish();
     }
 
-    /// The sums are f32's, whatever the gradient is stored in; those of gather are rounded once.
-    fn of_halves(device: &Device) {
+    /// The sums are f32 whatever type stores the gradient. Those of gather are rounded once.
+    fn bf16_sums_are_f32(device: &Device) {
         for [count, rows, cols] in SHAPES {
             let mut random = Random::new(count as u64);
             let dy: Vec<bf16> = random.normals(count * cols).into_iter().map(bf16::from_f32).collect();
@@ -135,7 +137,8 @@ on_each_device! {
         }
     }
 
-    /// Of which the host knows nothing: rows of NaN, gradients that go nowhere, and nothing outside.
+    /// The host does not know these ids. Their rows are NaN, their gradients are dropped, and
+    /// nothing out of bounds is touched.
     fn ids_without_a_row(device: &Device) {
         for [count, rows, cols] in [[1, 3, 4], [300, 7, 5], [1100, 2, 64]] {
             let mut random = Random::new(3);
@@ -160,7 +163,7 @@ on_each_device! {
                 assert_same("sums", &trial.output(&dtable)?, &sums);
                 Ok(())
             });
-            // And where it knows.
+            // Ids that the host knows are checked there.
             let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
             let error = Error::Label { sample: 0, label: rows as u32, classes: rows };
             let uploaded = arena.step(|step| {
@@ -168,7 +171,7 @@ on_each_device! {
                 ops::embedding::<f32>(step, &table, &ids).map(drop)
             });
             assert_eq!(uploaded, Err(error.clone()));
-            let inputs = |ids| Inputs::new().with(&table, [rows, cols]).unwrap().with(ids, [count]).unwrap();
+            let inputs = |ids| HostInputs::new().with(&table, [rows, cols]).unwrap().with(ids, [count]).unwrap();
             let mut captured = arena
                 .capture((), &inputs(&right), |step, (), slots| {
                     let y = ops::embedding::<f32>(step, &slots.input::<f32>(0)?, &slots.input::<u32>(1)?)?;

@@ -1,4 +1,4 @@
-//! `ops::{fill, fill_into, copy, copy_into}`: bits are moved, never computed with.
+//! Tests of `ops::{fill, fill_into, copy, copy_into}`: they move bits, and never compute with them.
 
 use crate::hostile::attack;
 use crate::shapes::LENGTHS;
@@ -6,7 +6,7 @@ use crate::support::{Random, SPECIAL, bits, on_each_device};
 use crate::trial::{assert_refused, trial};
 use stepscope::ops;
 
-/// Another NaN than the usual one.
+/// A NaN with unusual bits.
 const NAN: f32 = f32::from_bits(0xffc1_2345);
 
 on_each_device! {

@@ -1,14 +1,14 @@
-//! `ops::attention` over any number of tokens, and its backward pass.
+//! Tests of `ops::attention` over any number of tokens, and of its backward pass.
 
 use crate::flash_reference::{Inputs, PLAIN, Results, SETUPS, Setup, window};
 use crate::gradients::{Case, SEEDS, leaf, longest, normal};
 use crate::hostile::attack;
 use crate::support::{Random, bits, on_each_device, relative_l2, tolerance};
 use crate::trial::{assert_refused, assert_same, trial};
-use stepscope::ops::{self, Attention, AttentionForm, AttentionKept, QkNorm, Sees};
+use stepscope::ops::{self, Attention, AttentionConfig, AttentionKept, AttentionMask, QkNorm};
 use stepscope::{Device, Result, Tensor};
 
-/// The results of a device.
+/// Returns the results of a device.
 fn results(inputs: &Inputs, device: &Device) -> Results<f32> {
     let Setup { batch, tokens, heads, width, .. } = inputs.setup;
     trial(device, |trial| {
@@ -25,21 +25,21 @@ fn results(inputs: &Inputs, device: &Device) -> Results<f32> {
     })
 }
 
-/// The gradient of `qkv`, without a norm.
+/// Returns the gradient of `qkv`, without a norm.
 fn backward<'s>(
     step: &stepscope::Step<'s>,
     qkv: &Tensor<'s>,
-    form: &AttentionForm<'s>,
+    form: &AttentionConfig<'s>,
     made: &Attention<'s>,
     dout: &Tensor<'s>,
 ) -> Result<Tensor<'s>> {
     ops::attention_backward(step, qkv, None::<(QkNorm<'_, 's>, &mut Tensor<'s>, bool)>, form, made, dout)
 }
 
-/// Fails unless each result is as near to float64 as sums of this length may be.
+/// Checks that each result is as close to float64 as sums of this length allow.
 fn assert_near(setup: Setup, got: &Results<f32>, want: &Results<f64>, length: usize) {
     for (what, (got, want)) in ["out", "lse", "dqkv"].into_iter().zip(got.iter().zip(want)) {
-        // Where nothing is seen, both are -infinity.
+        // For a query that attends to no key, both are -infinity.
         let alike = got.iter().zip(want).all(|(got, want)| got.is_finite() == want.is_finite());
         assert!(alike, "{setup:?}: {what}");
         let of = |at: usize| want[at].is_finite();
@@ -52,7 +52,7 @@ fn assert_near(setup: Setup, got: &Results<f32>, want: &Results<f64>, length: us
 }
 
 on_each_device! {
-    /// The bits of a plain computation.
+    /// The bits match a plain computation in the documented order.
     fn in_the_documented_order(device: &Device) {
         for setup in SETUPS {
             let inputs = Inputs::new(setup);
@@ -73,22 +73,23 @@ on_each_device! {
     fn against_float64_over_1000_tokens(device: &Device) {
         let long = Setup { tokens: 1000, ..PLAIN };
         for setup in [
-            Setup { width: 32, heads: [2, 1], sees: Sees::Past, ..long },
+            Setup { width: 32, heads: [2, 1], sees: AttentionMask::Causal, ..long },
             Setup { width: 64, ..long },
             Setup { width: 80, sees: window(300), ..long },
             Setup { width: 96, masks: [true, false], ..long },
             Setup { width: 128, masks: [false, true], ..long },
-            Setup { width: 256, sees: Sees::Past, masks: [true, true], ..long },
+            Setup { width: 256, sees: AttentionMask::Causal, masks: [true, true], ..long },
         ] {
             let inputs = Inputs::new(setup);
             assert_near(setup, &results(&inputs, device), &inputs.in_float64(), setup.tokens);
         }
     }
 
-    /// A later token, a token of another document and one that does not exist reach no bit of a row that does not see them.
-    fn what_is_not_seen_changes_nothing(device: &Device) {
+    /// A masked token (later, of another document, or past the end) changes no bit of a row that
+    /// does not attend to it.
+    fn masked_tokens_change_nothing(device: &Device) {
         for setup in [
-            Setup { tokens: 150, heads: [2, 1], sees: Sees::Past, ..PLAIN },
+            Setup { tokens: 150, heads: [2, 1], sees: AttentionMask::Causal, ..PLAIN },
             Setup { tokens: 150, width: 32, sees: window(20), ..PLAIN },
             Setup { tokens: 150, width: 80, masks: [true, false], ..PLAIN },
             Setup { batch: 2, tokens: 100, width: 128, masks: [false, true], ..PLAIN },
@@ -103,7 +104,7 @@ on_each_device! {
                         other.qkv[place..][..setup.width].iter_mut().for_each(|x| *x = 7.0 - *x);
                     }
                 }
-                // Of what nobody should read, not even 0 times it may be used.
+                // Values that must not be read may not even be multiplied by 0.
                 let exists = changed < inputs.length(0);
                 for x in other.qkv.iter_mut().filter(|_| !exists) {
                     *x = if *x > 6.0 { f32::NAN } else { *x };
@@ -127,7 +128,7 @@ on_each_device! {
         }
     }
 
-    /// Rows that do not exist give 0, whatever stands there, and have the gradient 0.
+    /// Rows past the end give 0 whatever their memory holds, and have the gradient 0.
     fn padding_is_never_read(device: &Device) {
         let setup = Setup { batch: 5, tokens: 70, heads: [2, 1], width: 32, masks: [false, true], ..PLAIN };
         let (clean, mut dirty) = (Inputs::new(setup), Inputs::new(setup));
@@ -158,14 +159,14 @@ on_each_device! {
         }
     }
 
-    /// Large scores neither overflow nor lose the largest; what is not a number shows.
+    /// Large scores do not overflow, and the largest decides. A NaN reaches the result.
     fn extreme_scores(device: &Device) {
         let setup = Setup { tokens: 130, width: 4, ..PLAIN };
         let mut inputs = Inputs::new(setup);
         inputs.qkv.iter_mut().for_each(|x| *x *= 1e4);
         let got = results(&inputs, device);
         assert!(got.iter().flatten().all(|x| x.is_finite()));
-        // By far the largest score decides.
+        // The largest score dominates by far.
         let [want, ..] = inputs.in_float64();
         assert!(relative_l2(&got[0], &want) < 1e-3);
         inputs.qkv[setup.place(0, 0, 100, 0)] = f32::NAN;
@@ -184,7 +185,7 @@ on_each_device! {
                 heads: [[1, 1], [4, 2], [2, 2], [3, 1], [2, 1], [2, 2]][seed as usize],
                 width: [4, 8, 16, 8, 12, 4][seed as usize],
                 stacked: seed % 3 == 2,
-                sees: [Sees::All, Sees::Past, Sees::All, window(3), Sees::Past, window(2)][seed as usize],
+                sees: [AttentionMask::Full, AttentionMask::Causal, AttentionMask::Full, window(3), AttentionMask::Causal, window(2)][seed as usize],
                 masks: [masked, masked],
             };
             let inputs = Inputs::new(setup);
@@ -202,7 +203,7 @@ on_each_device! {
 
     fn shapes_must_agree(device: &Device) {
         trial(device, |trial| {
-            let form = AttentionForm::new(4).kv_heads(2);
+            let form = AttentionConfig::new(4).kv_heads(2);
             macro_rules! refuse {
                 ($shape:expr, $form:expr, $words:expr) => {
                     let qkv = trial.upload(&vec![1.0; $shape.iter().product()], $shape)?;
@@ -214,10 +215,10 @@ on_each_device! {
             refuse!([2, 1, 2, 32], form.kv_heads(4), ["attention", "[3, batch, tokens, 4 width]", "[2, 1, 2, 32]"]);
             refuse!([1, 0, 32], form, ["attention", "tokens at least 1", "[1, 0, 32]"]);
             refuse!([1, 2, 48], form, ["attention", "a multiple of 4 columns", "6 columns"]);
-            refuse!([1, 1, 780], AttentionForm::new(1), ["attention", "up to 256", "260 columns"]);
+            refuse!([1, 1, 780], AttentionConfig::new(1), ["attention", "up to 256", "260 columns"]);
             refuse!([1, 2, 32], form.kv_heads(3), ["attention", "divides", "heads 4, kv_heads 3"]);
             refuse!([1, 2, 32], form.kv_heads(0), ["attention", "divides", "heads 4, kv_heads 0"]);
-            refuse!([1, 2, 32], AttentionForm::new(0), ["attention", "at least one", "heads 0"]);
+            refuse!([1, 2, 32], AttentionConfig::new(0), ["attention", "at least one", "heads 0"]);
             let mask = trial.upload(&[0, 0, 0], [3])?.save();
             refuse!([1, 2, 32], form.documents(mask), ["attention", "documents of shape [1, 2]", "[3]"]);
             refuse!([1, 2, 32], form.lengths(mask), ["attention", "lengths of shape [1]", "[3]"]);
@@ -229,7 +230,7 @@ on_each_device! {
 
 fn backward_refuses(device: &Device) {
     trial(device, |trial| {
-        let form = AttentionForm::new(1);
+        let form = AttentionConfig::new(1);
         let [qkv, short] = [[1, 2, 192], [1, 1, 192]].map(|shape| trial.upload(&vec![1.0; shape[1] * 192], shape));
         let [dout, other] = [[1, 2, 64], [2, 1, 64]].map(|shape| trial.upload(&[1.0; 128], shape));
         let (qkv, short, dout, other) = (qkv?, short?, dout?, other?);

@@ -1,11 +1,14 @@
-//! `ops::attention` by matrix instructions, and its backward pass: of BF16 tensors, and of f32 in a step of TF32.
+//! Tests of `ops::attention` by matrix instructions, and of its backward pass: on BF16 tensors, and
+//! on f32 in a TF32 step.
 //!
-//! Bounds, by the norm of a whole result. A rounding is off by up to u of a number, and by less than u / 2 of the norm of many; u is 2^-8 for BF16,
-//! 2^-11 for TF32. The weights p are rounded before they meet v or dout, and ds before it meets k or q.
-//! - BF16: a result is rounded once more, and delta is made of the rounded output. So `out` is within 2 x 2^-9, gradients within 4 x 2^-9; `lse` is
-//!   f32.
-//! - TF32: results are f32, and q, k, v and dout are rounded for each product. Of a score of size 1 that is two roundings, and so of its weight. So
-//!   `out` is within 4 x 2^-12, and gradients, which have dp besides, within 8 x 2^-12; `lse`, each by itself, is within 4 x 2^-11 of 1 or its size.
+//! The bounds use the norm of a whole result. A rounding is off by up to u of a number, and by less
+//! than u / 2 of the norm of many; u is 2^-8 for BF16, 2^-11 for TF32. The weights p are rounded
+//! before they are multiplied by v or dout, and ds before it is multiplied by k or q.
+//! - BF16: a result is rounded once more, and delta is computed from the rounded output. So `out`
+//!   is within 2 x 2^-9, and gradients are within 4 x 2^-9; `lse` is f32.
+//! - TF32: results are f32, and q, k, v and dout are rounded for each product. For a score of size
+//!   1 this is two roundings, and so for its weight. So `out` is within 4 x 2^-12. Gradients also
+//!   depend on dp and are within 8 x 2^-12. Each `lse` is within 4 x 2^-11 of 1 or its size.
 
 use crate::flash_masks::{inputs, results};
 use crate::flash_reference::{Inputs, PLAIN, Results, SETUPS, Setup, window};
@@ -13,11 +16,11 @@ use crate::hostile::attack;
 use crate::support::{bits, on_each_device, relative_l2, tolerance};
 use crate::trial::{assert_refused, trial};
 use kernels::stored::Stored;
-use stepscope::ops::{self, Attend, AttentionForm, Precision, QkNorm, Sees};
+use stepscope::ops::{self, AttentionConfig, AttentionElement, AttentionMask, Precision, QkNorm};
 use stepscope::{Arena, Capacity, Device, bf16};
 
-/// Bounds of `out`, `lse` and the gradients, of BF16 or of f32 as TF32.
-pub(crate) fn bounds<S: Attend>(length: usize) -> [f64; 3] {
+/// Returns the bounds of `out`, `lse` and the gradients, for BF16 or for f32 as TF32.
+pub(crate) fn bounds<S: AttentionElement>(length: usize) -> [f64; 3] {
     if is_bf16::<S>() {
         [2.0 / 512.0, tolerance(length), 4.0 / 512.0]
     } else {
@@ -25,22 +28,22 @@ pub(crate) fn bounds<S: Attend>(length: usize) -> [f64; 3] {
     }
 }
 
-fn is_bf16<S: Attend>() -> bool {
+fn is_bf16<S: AttentionElement>() -> bool {
     <S as Stored>::NAME == <bf16 as Stored>::NAME
 }
 
-/// The results by matrix instructions.
-fn by_tensor_cores<S: Attend>(inputs: &Inputs, device: &Device) -> Results<f32> {
+/// Returns the results by matrix instructions.
+fn by_tensor_cores<S: AttentionElement>(inputs: &Inputs, device: &Device) -> Results<f32> {
     results::<S>(inputs, device, Precision::Tf32)
 }
 
-/// Fails unless each result is within its bound.
-fn assert_near<S: Attend>(device: &Device, setup: Setup) {
+/// Checks that each result is within its bound.
+fn assert_near<S: AttentionElement>(device: &Device, setup: Setup) {
     let inputs = inputs::<S>(setup);
     let (got, want) = (by_tensor_cores::<S>(&inputs, device), inputs.in_float64());
     let limits = bounds::<S>(setup.tokens.max(setup.width));
     for ((what, limit), (got, want)) in ["out", "lse", "dqkv"].into_iter().zip(limits).zip(got.iter().zip(&want)) {
-        // Where nothing is seen, both are -infinity.
+        // For a query that attends to no key, both are -infinity.
         assert!(got.iter().zip(want).all(|(got, want)| got.is_finite() == want.is_finite()), "{setup:?}: {what}");
         let finite = |at: &usize| want[*at].is_finite();
         let got: Vec<f32> = (0..want.len()).filter(finite).map(|at| got[at]).collect();
@@ -53,7 +56,8 @@ fn assert_near<S: Attend>(device: &Device, setup: Setup) {
     }
 }
 
-/// The exponentials of the weights, over all that a sum of weights can tell from 0, and what they say of what is none.
+/// Tests the exponentials of the weights over all values that change a sum of weights, and for
+/// arguments that are not finite.
 #[test]
 fn exponentials_keep_their_bounds() {
     use kernels::math::{exp2_negative, exp2_scaled, exp2_sum};
@@ -78,10 +82,11 @@ fn exponentials_keep_their_bounds() {
     assert_eq!(exp2_sum(f32::NEG_INFINITY, exp2_scaled(1.0, f32::INFINITY)), 0.0, "a row that has seen no key");
 }
 
-/// A later token, a token of another document and one that does not exist reach no bit of a row that does not see them.
-fn sees_nothing_else<S: Attend>(device: &Device) {
+/// A masked token (later, of another document, or past the end) changes no bit of a row that does
+/// not attend to it.
+fn sees_nothing_else<S: AttentionElement>(device: &Device) {
     for setup in [
-        Setup { tokens: 150, heads: [2, 1], sees: Sees::Past, ..PLAIN },
+        Setup { tokens: 150, heads: [2, 1], sees: AttentionMask::Causal, ..PLAIN },
         Setup { tokens: 150, width: 32, sees: window(20), ..PLAIN },
         Setup { tokens: 150, width: 80, masks: [true, false], ..PLAIN },
         Setup { batch: 2, tokens: 100, width: 128, masks: [false, true], ..PLAIN },
@@ -118,8 +123,8 @@ fn sees_nothing_else<S: Attend>(device: &Device) {
     }
 }
 
-/// Rows that do not exist give 0, whatever stands there, and have the gradient 0.
-fn reads_no_padding<S: Attend>(device: &Device) {
+/// Rows past the end give 0 whatever their memory holds, and have the gradient 0.
+fn reads_no_padding<S: AttentionElement>(device: &Device) {
     let setup = Setup { batch: 5, tokens: 70, heads: [2, 1], width: 32, masks: [false, true], ..PLAIN };
     let (clean, mut dirty) = (inputs::<S>(setup), inputs::<S>(setup));
     for sample in 0..setup.batch {
@@ -146,8 +151,8 @@ fn reads_no_padding<S: Attend>(device: &Device) {
     }
 }
 
-/// Large scores neither overflow nor lose the largest; what is not a number shows, in its own row alone.
-fn takes_extreme_scores<S: Attend>(device: &Device) {
+/// Large scores do not overflow, and the largest decides. A NaN reaches only its own row.
+fn takes_extreme_scores<S: AttentionElement>(device: &Device) {
     let setup = Setup { tokens: 130, width: 8, ..PLAIN };
     let mut inputs = inputs::<S>(setup);
     inputs.qkv.iter_mut().for_each(|x| *x = bf16::from_f32(*x * 1e4).to_f32());
@@ -180,7 +185,7 @@ on_each_device! {
     fn against_float64_over_1000_tokens(device: &Device) {
         let long = Setup { tokens: 1000, ..PLAIN };
         for setup in [
-            Setup { width: 32, heads: [2, 1], sees: Sees::Past, ..long },
+            Setup { width: 32, heads: [2, 1], sees: AttentionMask::Causal, ..long },
             Setup { width: 64, ..long },
             Setup { width: 80, sees: window(300), ..long },
             Setup { width: 96, masks: [true, false], ..long },
@@ -189,22 +194,23 @@ on_each_device! {
             assert_near::<bf16>(device, setup);
             assert_near::<f32>(device, setup);
         }
-        assert_near::<bf16>(device, Setup { width: 256, sees: Sees::Past, masks: [true, true], ..long });
+        assert_near::<bf16>(device, Setup { width: 256, sees: AttentionMask::Causal, masks: [true, true], ..long });
     }
 
-    /// What the kernels of TF32 do not compute, others do: by the bits of a step in f32.
-    fn what_is_not_tf32_is_f32(device: &Device) {
-        let plain = Setup { tokens: 40, heads: [2, 1], sees: Sees::Past, ..PLAIN };
+    /// Shapes that the TF32 kernels do not support are computed in f32, with the bits of an f32
+    /// step.
+    fn unsupported_tf32_falls_back(device: &Device) {
+        let plain = Setup { tokens: 40, heads: [2, 1], sees: AttentionMask::Causal, ..PLAIN };
         for (width, is_f32) in [(128, false), (132, true)] {
             let inputs = inputs::<f32>(Setup { width, ..plain });
-            let [tf32, bf16, ieee] = [Precision::Tf32, Precision::Bf16, Precision::Ieee]
+            let [tf32, bf16, ieee] = [Precision::Tf32, Precision::Bf16, Precision::F32]
                 .map(|precision| results::<f32>(&inputs, device, precision).map(|result| bits(&result)));
             assert_eq!(tf32, bf16);
             assert_eq!(tf32 == ieee, is_f32, "{width} columns");
         }
     }
 
-    fn what_is_not_seen_changes_nothing(device: &Device) {
+    fn masked_tokens_change_nothing(device: &Device) {
         sees_nothing_else::<bf16>(device);
         sees_nothing_else::<f32>(device);
     }
@@ -219,13 +225,14 @@ on_each_device! {
         takes_extreme_scores::<f32>(device);
     }
 
-    /// On a tape, with rotary positions and QK-norm between: the gradients are those of f32, as near as BF16 is.
-    fn a_tape_gives_the_gradients_of_f32(device: &Device) {
-        let setup = Setup { batch: 2, tokens: 80, heads: [4, 2], width: 64, sees: Sees::Past, ..PLAIN };
+    /// The gradients on a tape, with rotary positions and QK-norm in between, are those of f32, up
+    /// to BF16 rounding.
+    fn tape_gradients_match_f32(device: &Device) {
+        let setup = Setup { batch: 2, tokens: 80, heads: [4, 2], width: 64, sees: AttentionMask::Causal, ..PLAIN };
         let (inputs, gains) = (inputs::<bf16>(setup), vec![1.25; 2 * setup.width]);
         let mut arena = Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap();
         let [want, got] = arena.step(|step| {
-            let (form, gains) = (AttentionForm::new(4).kv_heads(2).causal(), step.upload(&gains, [2, setup.width])?);
+            let (form, gains) = (AttentionConfig::new(4).kv_heads(2).causal(), step.upload(&gains, [2, setup.width])?);
             macro_rules! gradients {
                 ($S:ty, $of:expr, $back:expr) => {{
                     let upload = |values: &[f32], shape| {
@@ -249,7 +256,8 @@ on_each_device! {
             Ok([f32s, bf16s])
         }).unwrap();
         let narrow: Vec<f32> = got.0.iter().map(|&x| x as f32).collect();
-        // Five roundings more than `bounds` counts: of rotary and of the norm, there and back.
+        // Five more roundings than `bounds` counts, from rotary positions and the norm, forward and
+        // backward.
         let error = relative_l2(&narrow, &want.0);
         assert!(error < 9.0 / 512.0, "{error:.2e}");
         let want: Vec<f64> = want.1.into_iter().map(f64::from).collect();
@@ -257,10 +265,10 @@ on_each_device! {
         assert!(error < 9.0 / 512.0, "{error:.2e}");
     }
 
-    fn what_the_kernels_do_not_compute_is_refused(device: &Device) {
+    fn unsupported_inputs_are_refused(device: &Device) {
         trial(device, |trial| {
             let qkv = |shape: [usize; 3]| trial.upload(&vec![bf16::ONE; shape.iter().product()], shape);
-            let form = AttentionForm::new(1);
+            let form = AttentionConfig::new(1);
             assert_refused(ops::attention(trial, &qkv([1, 2, 12])?, None, &form), &["attention", "a multiple of 8 columns", "4 columns"]);
             for scale in [0.0, -1.0, f32::NAN] {
                 let refused = ops::attention(trial, &qkv([1, 2, 24])?, None, &form.scale(scale));

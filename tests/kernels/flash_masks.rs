@@ -1,27 +1,33 @@
-//! `ops::attention` and its backward pass, f32, TF32 and BF16, against float64: every mask with every width of heads, over few tokens and many.
+//! Tests of `ops::attention` and its backward pass in f32, TF32 and BF16 against float64: every
+//! mask with every head width, over few tokens and many.
 //!
-//! Of many tokens some are compared, as queries and as keys. What a key's gradient has from other queries is computed in float64 by the device's
-//! outputs and `lse` of them. Below f32, the bounds of [`crate::flash_attention_tensor`] by the norm would hide one wrong element, so each element
-//! of `out` has a bound too. Of BF16 it is rounded once, and the weights p before they meet v: `sum p v` is off by at most `2^-8 sum p |v|`, and as
-//! roundings have either sign, by at most four times `2^-9 sqrt(sum p^2 v^2)`. Of TF32 p and v are rounded, and q and k, which changes a score of
-//! size 1 as one rounding more or two: four roundings of `2^-11`.
+//! Only some of many tokens are compared, as queries and as keys. The contributions of other
+//! queries to a key's gradient are computed in float64 from the device's outputs and `lse`. Below
+//! f32, the norm bounds of [`crate::flash_attention_tensor`] would hide one wrong element, so each
+//! element of `out` has a bound too.
+//!
+//! In BF16, an element is rounded once, and the weights p before they are multiplied by v. So `sum
+//! p v` is off by at most `2^-8 sum p |v|`. Roundings have either sign, so it is off by at most
+//! four times `2^-9 sqrt(sum p^2 v^2)`. In TF32, p and v are rounded, and also q and k, which
+//! changes a score of size 1 like one or two more roundings: four roundings of `2^-11`.
 
 use crate::flash_reference::{Inputs, PLAIN, Results, Setup, window};
 use crate::support::{on_each_device, relative_l2, tolerance};
-use stepscope::ops::{self, Attend, AttentionKept, Precision, QkNorm, Sees};
+use stepscope::ops::{self, AttentionElement, AttentionKept, AttentionMask, Precision, QkNorm};
 use stepscope::{Arena, Capacity, Device, DeviceKind, Tensor, bf16};
 
-/// Columns of a head.
+/// The columns of a head.
 const WIDTHS: [usize; 6] = [32, 64, 80, 96, 128, 256];
 
-/// How far results may be from float64.
+/// The permitted distances of results from float64.
 #[derive(Clone, Copy)]
 struct Bounds {
-    /// By the norm of all rows that are compared.
+    /// The bound by the norm of all compared rows.
     out: f64,
     lse: f64,
     gradients: f64,
-    /// Of an element of `out`, in units of what a rounding may do to it, and besides: none for f32, whose norm tells.
+    /// The bound of an element of `out`: a factor of its rounding error, and an addend. None for
+    /// f32, where the norm suffices.
     element: Option<[f64; 2]>,
 }
 
@@ -38,33 +44,35 @@ impl Bounds {
 
     fn of_bf16(setup: Setup) -> Self {
         let [out, lse, gradients] = crate::flash_attention_tensor::bounds::<bf16>(setup.tokens.max(setup.width));
-        // Weights are within 2^-17 before they are rounded, and so is their sum.
+        // Weights are within 2^-17 before rounding, and so is their sum.
         let lse = lse + 1.0 / f64::from(1 << 17);
         Self { out, lse, gradients, element: Some([1.0 / 256.0, lse]) }
     }
 }
 
-/// No mask, and each alone; of a few tokens two samples of two heads.
+/// Returns the setup without a mask and with each single mask. With few tokens there are two
+/// samples of two heads.
 fn setups(tokens: usize, width: usize) -> [Setup; 5] {
     let plain = if tokens < 1000 { Setup { batch: 2, heads: [2, 2], ..PLAIN } } else { PLAIN };
     let plain = Setup { tokens, width, ..plain };
     [
         plain,
-        Setup { sees: Sees::Past, ..plain },
+        Setup { sees: AttentionMask::Causal, ..plain },
         Setup { sees: window((tokens as u32 / 5 + 1).min(200)), ..plain },
         Setup { masks: [true, false], ..plain },
         Setup { masks: [false, true], ..plain },
     ]
 }
 
-/// The tokens that are compared: all of a few; else those at the ends of tiles and of what exists, and between.
+/// Returns the tokens to compare: all if they are few, otherwise those at the ends of tiles and of
+/// the existing tokens, and some between.
 fn compared(tokens: usize) -> Vec<usize> {
     let end = tokens - tokens / 3;
     if tokens < 1000 { (0..tokens).collect() } else { vec![0, 63, 64, end / 2, tokens / 2, end - 1, end, tokens - 1] }
 }
 
-/// Numbers that S holds.
-pub(crate) fn inputs<S: Attend>(setup: Setup) -> Inputs {
+/// Returns inputs whose values S can hold.
+pub(crate) fn inputs<S: AttentionElement>(setup: Setup) -> Inputs {
     let mut inputs = Inputs::new(setup);
     for x in inputs.qkv.iter_mut().chain(&mut inputs.dout) {
         *x = S::narrow(*x).widen();
@@ -72,8 +80,8 @@ pub(crate) fn inputs<S: Attend>(setup: Setup) -> Inputs {
     inputs
 }
 
-/// The results of a device, of tensors of S, widened; f32 in this precision.
-pub(crate) fn results<S: Attend>(inputs: &Inputs, device: &Device, precision: Precision) -> Results<f32> {
+/// Returns the device's results on tensors of S, widened. f32 uses this precision.
+pub(crate) fn results<S: AttentionElement>(inputs: &Inputs, device: &Device, precision: Precision) -> Results<f32> {
     let Setup { batch, tokens, heads, width, .. } = inputs.setup;
     let narrow = |values: &[f32]| values.iter().map(|&x| S::narrow(x)).collect::<Vec<_>>();
     let widen = |values: Vec<S>| values.into_iter().map(S::widen).collect();
@@ -93,16 +101,16 @@ pub(crate) fn results<S: Attend>(inputs: &Inputs, device: &Device, precision: Pr
         .unwrap()
 }
 
-/// What a query gives in float64.
+/// The float64 results of a query.
 struct Row {
     lse: f64,
     out: Vec<f64>,
-    /// What roundings may do to each element of `out`, in units of one.
+    /// The possible effect of roundings on each element of `out`, in units of one rounding.
     roundings: Vec<f64>,
 }
 
 impl Row {
-    /// None of a token that sees nothing.
+    /// Returns `None` for a token that attends to no key.
     fn of(inputs: &Inputs, [sample, head]: [usize; 2], token: usize) -> Option<Self> {
         let (setup, width) = (inputs.setup, inputs.setup.width);
         let row = |part, token| &inputs.qkv[setup.place(part, sample, token, head)..][..width];
@@ -125,13 +133,14 @@ impl Row {
     }
 }
 
-/// An error unless the rows of the compared tokens are within the bounds; each head has keys of its own.
+/// Returns an error unless the rows of the compared tokens are within the bounds. Each head has its
+/// own keys.
 fn compare(inputs: &Inputs, [out, lse, dqkv]: &Results<f32>, bounds: Bounds) -> Result<(), String> {
     let setup = inputs.setup;
     let Setup { tokens, width, .. } = setup;
     let scale = f64::from(setup.scale());
     let mut seen = [(); 4].map(|()| (Vec::new(), Vec::new(), Vec::new()));
-    // Whether each token that is compared sees no other, and none sees it.
+    // True if no compared token attends to another, and none attends to it.
     let mut alone = true;
     for [sample, head, kv_head] in setup.each_head() {
         assert_eq!(head, kv_head);
@@ -173,7 +182,7 @@ fn compare(inputs: &Inputs, [out, lse, dqkv]: &Results<f32>, bounds: Bounds) -> 
                 dk.iter_mut().zip(row(0, i)).for_each(|(dk, &q)| *dk += ds * f64::from(q));
                 dv.iter_mut().zip(dout(i)).for_each(|(dv, &dout)| *dv += weight * f64::from(dout));
             }
-            // Of what a token gives itself, the two parts of ds.
+            // The contributions of a token to itself: the two parts of ds.
             let alone = 2.0 * p(token, token) * dot(dout(token), row(2, token)) * scale;
             let parts = [None, Some(row(1, token)), Some(row(0, token)), None];
             for (((seen, got), want), part) in seen.iter_mut().zip(got).zip([exact.out, dq, dk, dv]).zip(parts) {
@@ -185,7 +194,8 @@ fn compare(inputs: &Inputs, [out, lse, dqkv]: &Results<f32>, bounds: Bounds) -> 
     }
     let limits = [bounds.out, bounds.gradients, bounds.gradients, bounds.gradients];
     for ((what, limit), (got, want, parts)) in ["out", "dq", "dk", "dv"].into_iter().zip(limits).zip(seen) {
-        // A token that sees itself alone has the gradient 0: what is left of the parts is by their norm.
+        // A token that attends only to itself has the gradient 0. The difference of the parts is
+        // measured against their norm.
         let error = if alone && !parts.is_empty() {
             let differences = got.iter().zip(&want).map(|(&got, want)| f64::from(got) - want);
             norm(differences) / norm(parts.into_iter())
@@ -209,8 +219,9 @@ fn within(what: std::fmt::Arguments<'_>, error: f64, limit: f64) -> Result<(), S
     if error <= limit { Ok(()) } else { Err(format!("{what}: {error:.2e} > {limit:.2e}")) }
 }
 
-/// Fails unless the results are within their bounds, and not with an element that is 1 % off, of which roundings take least.
-fn check<S: Attend>(device: &Device, setup: Setup, precision: Precision, bounds: fn(Setup) -> Bounds) {
+/// Checks that the results are within their bounds, and that they are not if the element with the
+/// least rounding error is 1 % off.
+fn check<S: AttentionElement>(device: &Device, setup: Setup, precision: Precision, bounds: fn(Setup) -> Bounds) {
     let inputs = inputs::<S>(setup);
     let mut results = results::<S>(&inputs, device, precision);
     compare(&inputs, &results, bounds(setup)).unwrap_or_else(|reason| panic!("{setup:?}: {reason}"));
@@ -223,14 +234,15 @@ fn check<S: Attend>(device: &Device, setup: Setup, precision: Precision, bounds:
     assert!(planted.as_ref().is_err_and(|told| told.starts_with("out")), "{setup:?}, 1 % off: {planted:?}");
 }
 
-/// Whether the emulator is to run a setup: of many tokens, for which it takes minutes, each mask with the narrowest heads and each width with the
-/// window, which leaves most tiles out. What a GPU has matrix instructions for takes twenty times as long. A GPU runs all.
+/// True if the emulator is to run a setup. With many tokens it takes minutes: each mask runs with
+/// the narrowest heads, and each width with the window, which skips most tiles. Setups for matrix
+/// instructions take twenty times as long. A GPU runs all.
 fn is_quick(setup: Setup, by_tensor_cores: bool) -> bool {
-    let (narrow, windowed) = (setup.width == WIDTHS[0], matches!(setup.sees, Sees::Window(_)));
+    let (narrow, windowed) = (setup.width == WIDTHS[0], matches!(setup.sees, AttentionMask::SlidingWindow(_)));
     match (setup.tokens, by_tensor_cores) {
         (..1000, _) | (1000, false) => true,
         (1000, true) | (_, false) => narrow || windowed,
-        (_, true) => (narrow && setup.sees == Sees::Past) || (windowed && setup.width <= 64),
+        (_, true) => (narrow && setup.sees == AttentionMask::Causal) || (windowed && setup.width <= 64),
     }
 }
 
@@ -238,11 +250,11 @@ fn check_all(device: &Device, tokens: usize) {
     let on_gpu = device.description().kind == DeviceKind::Cuda;
     for setup in WIDTHS.into_iter().flat_map(|width| setups(tokens, width)) {
         if on_gpu || is_quick(setup, false) {
-            check::<f32>(device, setup, Precision::Ieee, Bounds::of_f32);
+            check::<f32>(device, setup, Precision::F32, Bounds::of_f32);
         }
         if on_gpu || is_quick(setup, true) {
             check::<f32>(device, setup, Precision::Tf32, Bounds::of_tf32);
-            check::<bf16>(device, setup, Precision::Ieee, Bounds::of_bf16);
+            check::<bf16>(device, setup, Precision::F32, Bounds::of_bf16);
         }
     }
 }

@@ -1,58 +1,75 @@
-//! What `flash_attention.rs` attends to, and what must come of it: in the documented order, bit for bit, and in float64.
+//! The inputs of `flash_attention.rs` and its expected results: in the documented order, bit for
+//! bit, and in float64.
 
 use crate::support::Random;
 use crate::trees;
 use kernels::math;
 use std::num::NonZeroU32;
-use stepscope::ops::{AttentionForm, Sees};
+use stepscope::ops::{AttentionConfig, AttentionMask};
 use stepscope::{Result, Shape, Tensor};
 
-/// Keys of a tile: part of the documented order.
+/// The keys of a tile, which are part of the documented order.
 const TILE: usize = 64;
 
-/// What is attended to, and by whom.
+/// The shape and masks of an attention.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Setup {
     pub(crate) batch: usize,
     pub(crate) tokens: usize,
-    /// Heads, and key heads.
+    /// The numbers of heads and of key heads.
     pub(crate) heads: [usize; 2],
     pub(crate) width: usize,
     pub(crate) stacked: bool,
-    pub(crate) sees: Sees,
-    /// Whether there are documents and lengths.
+    pub(crate) sees: AttentionMask,
+    /// The presence of documents and of lengths.
     pub(crate) masks: [bool; 2],
 }
 
-pub(crate) const fn window(tokens: u32) -> Sees {
-    Sees::Window(NonZeroU32::new(tokens).unwrap())
+pub(crate) const fn window(tokens: u32) -> AttentionMask {
+    AttentionMask::SlidingWindow(NonZeroU32::new(tokens).unwrap())
 }
 
 /// One sample, packed, without masks.
-pub(crate) const PLAIN: Setup =
-    Setup { batch: 1, tokens: 1, heads: [1, 1], width: 64, stacked: false, sees: Sees::All, masks: [false; 2] };
+pub(crate) const PLAIN: Setup = Setup {
+    batch: 1,
+    tokens: 1,
+    heads: [1, 1],
+    width: 64,
+    stacked: false,
+    sees: AttentionMask::Full,
+    masks: [false; 2],
+};
 
-/// Every mask, alone and together; every width; both layouts; groups; tiles with tails, whole and single rows.
+/// Every mask, separately and together; every width; both layouts; groups; tiles with tails, whole
+/// tiles and single rows.
 pub(crate) const SETUPS: [Setup; 16] = [
     PLAIN,
     Setup { batch: 0, tokens: 3, ..PLAIN },
     Setup { batch: 2, tokens: 17, heads: [2, 2], width: 32, stacked: true, ..PLAIN },
-    Setup { tokens: 17, heads: [2, 1], width: 4, sees: Sees::Past, ..PLAIN },
-    Setup { tokens: 64, sees: Sees::Past, ..PLAIN },
-    Setup { tokens: 65, heads: [4, 2], width: 80, sees: Sees::Past, ..PLAIN },
-    Setup { tokens: 200, heads: [2, 2], width: 96, stacked: true, sees: Sees::Past, ..PLAIN },
+    Setup { tokens: 17, heads: [2, 1], width: 4, sees: AttentionMask::Causal, ..PLAIN },
+    Setup { tokens: 64, sees: AttentionMask::Causal, ..PLAIN },
+    Setup { tokens: 65, heads: [4, 2], width: 80, sees: AttentionMask::Causal, ..PLAIN },
+    Setup { tokens: 200, heads: [2, 2], width: 96, stacked: true, sees: AttentionMask::Causal, ..PLAIN },
     Setup { tokens: 130, width: 128, ..PLAIN },
-    Setup { tokens: 130, heads: [3, 1], width: 256, sees: Sees::Past, ..PLAIN },
+    Setup { tokens: 130, heads: [3, 1], width: 256, sees: AttentionMask::Causal, ..PLAIN },
     Setup { tokens: 40, width: 132, sees: window(1), ..PLAIN },
     Setup { tokens: 200, width: 64, sees: window(64), ..PLAIN },
     Setup { tokens: 200, heads: [2, 1], width: 32, sees: window(70), ..PLAIN },
     Setup { batch: 3, tokens: 100, width: 32, masks: [true, false], ..PLAIN },
     Setup { batch: 5, tokens: 70, width: 64, masks: [false, true], ..PLAIN },
-    Setup { batch: 4, tokens: 150, heads: [4, 2], width: 64, sees: Sees::Past, masks: [true, true], ..PLAIN },
+    Setup {
+        batch: 4,
+        tokens: 150,
+        heads: [4, 2],
+        width: 64,
+        sees: AttentionMask::Causal,
+        masks: [true, true],
+        ..PLAIN
+    },
     Setup { batch: 3, tokens: 140, heads: [2, 2], width: 128, stacked: true, sees: window(90), masks: [true, true] },
 ];
 
-/// The numbers of a setup.
+/// The values of a setup.
 pub(crate) struct Inputs {
     pub(crate) setup: Setup,
     pub(crate) qkv: Vec<f32>,
@@ -65,7 +82,7 @@ pub(crate) struct Inputs {
 pub(crate) type Results<T> = [Vec<T>; 3];
 
 impl Setup {
-    /// Heads of q, k and v together.
+    /// Returns the total number of heads of q, k and v.
     pub(crate) fn all_heads(self) -> usize {
         self.heads[0] + 2 * self.heads[1]
     }
@@ -87,7 +104,7 @@ impl Setup {
         self.batch * self.tokens * self.heads[0] * self.width
     }
 
-    /// The first element of a head of q (part 0), k or v.
+    /// Returns the first element of a head of q (part 0), k or v.
     pub(crate) fn place(self, part: usize, sample: usize, token: usize, head: usize) -> usize {
         let token = sample * self.tokens + token;
         let row = if self.stacked {
@@ -98,17 +115,17 @@ impl Setup {
         row * self.width
     }
 
-    /// The first element of a head of the output.
+    /// Returns the first element of a head of the output.
     pub(crate) fn output(self, sample: usize, token: usize, head: usize) -> usize {
         ((sample * self.tokens + token) * self.heads[0] + head) * self.width
     }
 
-    /// The element of a token of a head among those of `lse`.
+    /// Returns the place in `lse` of a token and a head.
     pub(crate) fn statistic(self, sample: usize, token: usize, head: usize) -> usize {
         (sample * self.heads[0] + head) * self.tokens + token
     }
 
-    /// The heads of q, with their samples and the heads of k and v that they see.
+    /// Returns the heads of q, with their samples and the heads of k and v to which they attend.
     pub(crate) fn each_head(self) -> impl Iterator<Item = [usize; 3]> {
         let [heads, kv_heads] = self.heads;
         (0..self.batch).flat_map(move |sample| (0..heads).map(move |head| [sample, head, head / (heads / kv_heads)]))
@@ -120,14 +137,14 @@ impl Inputs {
         let mut random = Random::new((setup.tokens * 1000 + setup.width) as u64);
         let Setup { batch, tokens, masks, .. } = setup;
         let qkv = random.normals(setup.shape().elements());
-        // Documents of a few tokens, one after another, whose numbers come again.
+        // Documents of a few tokens, one after another, with recurring numbers.
         let mut document = 0;
         let mut next = |_| {
             document = if random.below(20) == 0 { random.below(3) } else { document };
             document
         };
         let documents = if masks[0] { (0..batch * tokens).map(&mut next).collect() } else { vec![] };
-        // None, one, all, more than there are; and between.
+        // Lengths of zero, one, all, more than all, and between.
         let length = |sample: usize| [tokens - tokens / 3, 0, tokens + 9, 1, tokens][sample % 5] as u32;
         let lengths = if masks[1] { (0..batch).map(length).collect() } else { vec![] };
         let dout = random.normals(setup.outputs());
@@ -138,24 +155,24 @@ impl Inputs {
         self.lengths.get(sample).map_or(self.setup.tokens, |&length| self.setup.tokens.min(length as usize))
     }
 
-    /// Whether query `i` sees key `j`.
+    /// True if query `i` attends to key `j`.
     pub(crate) fn sees(&self, sample: usize, i: usize, j: usize) -> bool {
         let in_window = match self.setup.sees {
-            Sees::All => true,
-            Sees::Past => j <= i,
-            Sees::Window(tokens) => j <= i && i < j + tokens.get() as usize,
+            AttentionMask::Full => true,
+            AttentionMask::Causal => j <= i,
+            AttentionMask::SlidingWindow(tokens) => j <= i && i < j + tokens.get() as usize,
         };
         let document = |token: usize| self.documents.get(sample * self.setup.tokens + token);
         i.max(j) < self.length(sample) && in_window && document(i) == document(j)
     }
 
-    /// The form, with its masks uploaded by the function.
+    /// Returns the config, with its masks uploaded by the function.
     pub(crate) fn form<'s>(
         &self,
         upload: impl Fn(&[u32], Shape) -> Result<Tensor<'s, u32>>,
-    ) -> Result<AttentionForm<'s>> {
+    ) -> Result<AttentionConfig<'s>> {
         let Setup { batch, tokens, heads, sees, masks, .. } = self.setup;
-        let mut form = AttentionForm::new(heads[0]).kv_heads(heads[1]).sees(sees);
+        let mut form = AttentionConfig::new(heads[0]).kv_heads(heads[1]).sees(sees);
         if masks[0] {
             form = form.documents(upload(&self.documents, [batch, tokens].into())?);
         }
@@ -165,7 +182,7 @@ impl Inputs {
         Ok(form)
     }
 
-    /// In the documented order, in f32.
+    /// Computes the results in f32, in the documented order.
     pub(crate) fn in_order(&self) -> Results<f32> {
         let setup = self.setup;
         let Setup { width, tokens, .. } = setup;
@@ -210,7 +227,7 @@ impl Inputs {
             }
             let [mut dk, mut dv] = [(); 2].map(|()| vec![vec![0.0; width]; tokens]);
             if head % (setup.heads[0] / setup.heads[1]) > 0 {
-                // The chain goes on from the head before.
+                // The chain continues from the head before.
                 for j in 0..tokens {
                     dk[j].copy_from_slice(&dqkv[setup.place(1, sample, j, kv_head)..][..width]);
                     dv[j].copy_from_slice(&dqkv[setup.place(2, sample, j, kv_head)..][..width]);
@@ -236,7 +253,7 @@ impl Inputs {
                 }
             }
         }
-        // dk is times the scale at the end of its chain.
+        // dk is multiplied by the scale at the end of its chain.
         for sample in 0..setup.batch {
             for (token, head) in (0..tokens).flat_map(|token| (0..setup.heads[1]).map(move |head| (token, head))) {
                 let place = setup.place(1, sample, token, head);
@@ -251,7 +268,7 @@ impl Inputs {
         self.float64(&exact(&self.qkv), &exact(&self.dout))
     }
 
-    /// In float64, of these numbers in place of its own.
+    /// Computes the results in float64, from these values.
     pub(crate) fn float64(&self, qkv: &[f64], dout: &[f64]) -> Results<f64> {
         let setup = self.setup;
         let Setup { width, tokens, .. } = setup;
@@ -291,7 +308,7 @@ impl Inputs {
     }
 }
 
-/// Causal attention in float64.
+/// Computes causal attention in float64.
 pub(crate) fn causal_in_float64(
     qkv: &[f64],
     heads: [usize; 2],
@@ -299,7 +316,7 @@ pub(crate) fn causal_in_float64(
     [batch, tokens]: [usize; 2],
     stacked: bool,
 ) -> Vec<f64> {
-    let setup = Setup { batch, tokens, heads, width, stacked, sees: Sees::Past, masks: [false; 2] };
+    let setup = Setup { batch, tokens, heads, width, stacked, sees: AttentionMask::Causal, masks: [false; 2] };
     let [out, ..] = Inputs::new(setup).float64(qkv, &vec![0.0; setup.outputs()]);
     out
 }

@@ -1,4 +1,4 @@
-//! `ops::{relu, sigmoid, silu, gelu_exact, swiglu}` and their backward passes.
+//! Tests of `ops::{relu, sigmoid, silu, gelu_exact, swiglu}` and their backward passes.
 
 use crate::gradients::{Case, Roundings, SEEDS, extents, leaf_as, normal, stored_as_each};
 use crate::hostile::attack;
@@ -27,7 +27,8 @@ fn backward(device: &Device, op: Backward, kept: &[f32], dy: &[f32]) -> Vec<f32>
     })
 }
 
-/// The bits of the scalar function, over all magnitudes and every length; `math.rs` and `scalars.rs` compare that with float64.
+/// Checks the bits against the scalar function, over all magnitudes and every length. `math.rs` and
+/// `scalars.rs` compare that function with float64.
 fn check(device: &Device, op: Unary, scalar: fn(f32) -> f32) {
     let mut inputs = vec![sample(31, -15.0, 15.0)];
     inputs.extend(LENGTHS.map(|length| Random::new(length as u64).normals(length)));
@@ -37,7 +38,8 @@ fn check(device: &Device, op: Unary, scalar: fn(f32) -> f32) {
     }
 }
 
-/// `op` as near to `dy` times the derivative as this allows, over every length.
+/// Checks that `op` is as close to `dy` times the derivative as the derivative's error allows, over
+/// every length.
 fn check_backward(device: &Device, name: &'static str, op: Backward, derivative: fn(f32) -> Exact) {
     let mut closeness = Closeness::new(name);
     for length in LENGTHS {
@@ -49,7 +51,7 @@ fn check_backward(device: &Device, name: &'static str, op: Backward, derivative:
     closeness.finish();
 }
 
-/// A function's value, off by so many units in the last place.
+/// Returns a function's value with an error of this many units in the last place.
 fn of(value: f64, ulps: f64) -> Exact {
     Exact { value, error: 2.0 * ulps * value.abs() }
 }
@@ -62,13 +64,14 @@ fn silu(x: f32) -> Exact {
     of(reference::silu(f64::from(x)), ulps::SILU)
 }
 
-/// s + x s (1 - s).
+/// Computes s + x s (1 - s).
 fn silu_derivative(x: f32) -> Exact {
     let fused = (Exact::given(x) * sigmoid(x)).times(sigmoid(-x));
     fused + sigmoid(x)
 }
 
-/// The share below x and x times the density, at -|x|: e^(-x^2 / 2) times the difference of the share's other factor and |x| / sqrt(2 pi).
+/// Computes the Gaussian distribution function at x plus x times the density. At -|x| this is
+/// e^(-x^2 / 2) times the difference of the distribution's other factor and |x| / sqrt(2 pi).
 fn gelu_exact_derivative(x: f32) -> Exact {
     let size = f64::from(x.abs());
     let exp = of((-0.5 * size * size).exp(), ulps::EXP);
@@ -119,7 +122,7 @@ on_each_device! {
         assert_same("dy = 1", &got, &x.iter().map(|&x| math::gelu_exact_derivative(x)).collect::<Vec<_>>());
     }
 
-    /// Alone and of one tensor, forward and backward.
+    /// Tests two tensors and one combined tensor, forward and backward.
     fn swiglu(device: &Device) {
         let (mut values, mut gradients) = (Closeness::new("swiglu"), Closeness::new("swiglu backward"));
         for shape @ [rows, cols] in ROWS {
@@ -181,7 +184,8 @@ stored_as_each! {
             let case = |name, roundings| Case::new(name, seed, 1, values.clone()).stored_as::<S>(roundings);
             let once = Roundings::ONCE;
             case("relu", once).check(device, |_, tape, p| tape.relu(&leaf_as::<S>(tape, p[0])?), |p| each(p, |x| x.max(0.0)));
-            // The derivative y (1 - y) is of the output: off by up to y |1 - 2 y| roundings.
+            // The derivative y (1 - y) uses the rounded output: it is off by up to y |1 - 2 y|
+            // roundings.
             let kept = Roundings { kept: 1.0, ..once };
             case("sigmoid", kept).check(device, |_, tape, p| tape.sigmoid(&leaf_as::<S>(tape, p[0])?), |p| each(p, reference::sigmoid));
             case("silu", once).check(device, |_, tape, p| tape.silu(&leaf_as::<S>(tape, p[0])?), |p| each(p, reference::silu));

@@ -1,25 +1,27 @@
 //! Gradients against central finite differences of a float64 forward pass.
 //!
-//! The forward pass is plain Rust in float64, beside the test of its op, and knows nothing of the library. An op's inputs are parameters
-//! too (by [`leaf`]), so that every gradient can be read; its output is weighted by random coefficients and summed, so that every element
-//! of it has another gradient.
+//! The forward pass is plain Rust in float64, next to the test of its op, and does not use the
+//! library. An op's inputs are parameters too (by [`leaf`]), so that every gradient can be read.
+//! Its output is weighted by random coefficients and summed, so that every output element has a
+//! different gradient.
 //!
-//! Where operands are stored as BF16, the float64 pass has the numbers that BF16 holds, and bounds follow from what is written: a number that
-//! is written as BF16 is off by at most 2^-8 of itself, and 2^-15 more where it is an activation's ([`Roundings`]).
+//! If operands are stored as BF16, the float64 pass uses the BF16 values, and the bounds follow
+//! from the writes. A number written as BF16 is off by at most 2^-8 of itself, and by 2^-15 more if
+//! it is an activation ([`Roundings`]).
 
 use crate::support::{Random, relative_l2, tolerance};
 use kernels::stored::Stored as _;
 use std::ops::Index;
 use stepscope::ops::{Cast, Generator};
 use stepscope::{
-    Arena, Capacity, Device, Eager, Element, Gradients, Initializer, Layout, Parameter, Parameters, Result, Stack,
-    Tape, Var, bf16, ops,
+    Arena, Capacity, Device, EagerStep, Element, Gradients, Initializer, Parameter, ParameterSpec, Parameters, Result,
+    StackedParameters, Tape, Var, bf16, ops,
 };
 
-/// Seeds of each test's shapes and values.
+/// The seeds of each test's shapes and values.
 pub(crate) const SEEDS: std::ops::Range<u64> = 0..6;
 
-/// Shapes: all ones for seed 0, the largest for seed 1, else anything between.
+/// Returns extents: all ones for seed 0, the largest for seed 1, and random ones otherwise.
 pub(crate) fn extents<const N: usize>(random: &mut Random, seed: u64, most: [usize; N]) -> [usize; N] {
     most.map(|most| match seed {
         0 => 1,
@@ -28,12 +30,12 @@ pub(crate) fn extents<const N: usize>(random: &mut Random, seed: u64, most: [usi
     })
 }
 
-/// The longest of an op's sums and its gradients', which go along one extent each.
+/// Returns the longest sum of an op and its gradients. Each sum runs along one extent.
 pub(crate) fn longest(extents: &[usize]) -> usize {
     extents.iter().copied().max().unwrap_or(1)
 }
 
-/// Parameters of one shape (more than one for a stack), and what stands in them, one after another.
+/// Parameters of one shape (more than one for a stack), and their values one after another.
 #[derive(Clone)]
 pub(crate) struct ParameterValues {
     pub(crate) count: usize,
@@ -41,19 +43,19 @@ pub(crate) struct ParameterValues {
     pub(crate) values: Vec<f32>,
 }
 
-/// A parameter of standard normal numbers.
+/// Returns a parameter of standard normal numbers.
 pub(crate) fn normal(random: &mut Random, shape: &[usize]) -> ParameterValues {
     stack(random, 1, shape)
 }
 
-/// `count` of them.
+/// Returns `count` such parameters.
 pub(crate) fn stack(random: &mut Random, count: usize, shape: &[usize]) -> ParameterValues {
     ParameterValues { count, shape: shape.to_vec(), values: random.normals(count * shape.iter().product::<usize>()) }
 }
 
 /// The handles of the operands, in order.
 pub(crate) struct Handles {
-    pub(crate) stacks: Vec<Stack>,
+    pub(crate) stacks: Vec<StackedParameters>,
 }
 
 impl Index<usize> for Handles {
@@ -64,33 +66,36 @@ impl Index<usize> for Handles {
     }
 }
 
-/// Seed and step of the random numbers that each pass of a case draws.
+/// The seed and step of the random numbers that each pass of a case draws.
 pub(crate) const DRAWN: (u64, u64) = (0x0123_4567_89ab_cdef, 9);
 
-/// How far a number that is written as BF16 may be from what f32 has of the exact operands, as a part of itself.
+/// The relative error of a number written as BF16, compared with the f32 result for exact operands.
 const ROUNDING: f64 = 1.0 / (1 << 8) as f64 + 1.0 / (1 << 15) as f64;
 
-/// How many roundings to BF16 results have behind them. Each is relative to the norm of the whole, exactly or by a bound.
+/// The number of BF16 roundings in each result, relative to the norm of the whole, exactly or by a
+/// bound.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Roundings {
-    /// Of the output: how many numbers are written one after the other, up to it.
+    /// The roundings of the output: the numbers written one after the other, up to it.
     pub(crate) forward: f64,
-    /// Of a gradient.
+    /// The roundings of a gradient.
     pub(crate) backward: f64,
-    /// Of a gradient too, but by the norm of the output's gradient: what backward makes of a result that forward has rounded and kept, or of
-    /// sums that may cancel.
+    /// Further roundings of a gradient, relative to the norm of the output's gradient. They arise
+    /// from a rounded result that forward kept, or from sums that may cancel.
     pub(crate) kept: f64,
 }
 
 impl Roundings {
-    /// Of an op that writes its output, and its input's gradient, once; backward reads the input alone.
+    /// An op that writes its output and its input's gradient once. Backward reads only the input.
     pub(crate) const ONCE: Self = Self { forward: 1.0, backward: 1.0, kept: 0.0 };
 
-    /// The same of `tanh`, whose derivative `1 - y^2` is of the output: off by up to `2 y^2` roundings.
+    /// The roundings of `tanh`, whose derivative `1 - y^2` uses the output: off by up to `2 y^2`
+    /// roundings.
     pub(crate) const TANH: Self = Self { kept: 2.0, ..Self::ONCE };
 }
 
-/// Tests on each device, of f32 and of BF16 in memory: functions that are generic in it.
+/// Defines tests on each device, in f32 and with BF16 in memory, from functions generic in the
+/// stored type.
 macro_rules! stored_as_each {
     ($($(#[$meta:meta])* fn $name:ident<$S:ident>($device:ident: &Device) $body:block)+) => {$(
         $(#[$meta])*
@@ -109,12 +114,13 @@ macro_rules! stored_as_each {
 }
 pub(crate) use stored_as_each;
 
-/// [`leaf`], stored as S; its gradient is exact.
+/// Returns [`leaf`] stored as S; its gradient is exact.
 pub(crate) fn leaf_as<'s, S: Cast>(tape: &Tape<'_, 's>, parameter: Parameter) -> Result<Var<'s, S>> {
     tape.stored_as(&leaf(tape, parameter)?)
 }
 
-/// A parameter as a variable: a copy of its weights, whose gradient becomes the parameter's.
+/// Returns a parameter as a variable: a copy of its weights, whose gradient becomes the
+/// parameter's.
 pub(crate) fn leaf<'s>(tape: &Tape<'_, 's>, parameter: Parameter) -> Result<Var<'s>> {
     let op = tape.op("leaf", [])?;
     let value = ops::copy(tape.step(), &op.weights(parameter)?)?;
@@ -125,7 +131,7 @@ pub(crate) fn leaf<'s>(tape: &Tape<'_, 's>, parameter: Parameter) -> Result<Var<
     }))
 }
 
-/// `sum of coefficients * y`, `[1, 1]`, for coefficients `[n, 1]`.
+/// Returns `sum of coefficients * y`, `[1, 1]`, for coefficients `[n, 1]`.
 fn project<'s>(tape: &Tape<'_, 's>, y: &Var<'s>, coefficients: Parameter) -> Result<Var<'s>> {
     let op = tape.op("project", [y])?;
     let elements = y.shape().elements();
@@ -138,8 +144,8 @@ fn project<'s>(tape: &Tape<'_, 's>, y: &Var<'s>, coefficients: Parameter) -> Res
     }))
 }
 
-fn layout_of(operands: &[ParameterValues]) -> (Layout, Handles) {
-    let mut layout = Layout::builder();
+fn layout_of(operands: &[ParameterValues]) -> (ParameterSpec, Handles) {
+    let mut layout = ParameterSpec::builder();
     let mut add = |(number, operand): (usize, &ParameterValues)| {
         let (name, start) = (|member| format!("p{number}.{member}"), Initializer::Constant(0.0));
         match *operand.shape.as_slice() {
@@ -165,19 +171,20 @@ pub(crate) fn parameters_of(device: &Device, operands: &[ParameterValues]) -> (P
     (parameters, handles)
 }
 
-fn read(gradients: &Gradients, stack: &Stack) -> Vec<f32> {
+fn read(gradients: &Gradients, stack: &StackedParameters) -> Vec<f32> {
     stack.members().iter().flat_map(|member| gradients.read(*member).unwrap()).collect()
 }
 
-/// One check: an op, its operands, the length of its longest sum.
+/// One check: an op, its operands, and the length of its longest sum.
 pub(crate) struct Case {
     pub(crate) name: &'static str,
     pub(crate) seed: u64,
     pub(crate) length: usize,
     pub(crate) operands: Vec<ParameterValues>,
-    /// The most elements of an operand whose gradient is checked; every one when there are fewer.
+    /// The largest number of elements per operand whose gradient is checked. Smaller operands are
+    /// checked fully.
     pub(crate) sample: usize,
-    /// None where nothing is stored as BF16.
+    /// `None` if nothing is stored as BF16.
     pub(crate) roundings: Option<Roundings>,
 }
 
@@ -186,7 +193,7 @@ impl Case {
         Self { name, seed, length, operands, sample: usize::MAX, roundings: None }
     }
 
-    /// The same of operands that are stored as S, by [`leaf_as`]; of f32, nothing is rounded.
+    /// Stores the operands as S, by [`leaf_as`]. f32 is not rounded.
     pub(crate) fn stored_as<S: Cast>(mut self, roundings: Roundings) -> Self {
         if <S as Element>::NAME == <bf16 as Element>::NAME {
             self.operands.iter_mut().for_each(|operand| round(&mut operand.values));
@@ -195,11 +202,12 @@ impl Case {
         self
     }
 
-    /// Fails unless `on_tape` and `reference` compute the same output, and the gradients are those of the reference.
+    /// Checks that `on_tape` and `reference` compute the same output, and that the gradients match
+    /// the reference.
     pub(crate) fn check<S: Cast>(
         self,
         device: &Device,
-        on_tape: impl for<'t, 's> Fn(&Eager<'s>, &Tape<'t, 's>, &Handles) -> Result<Var<'s, S>>,
+        on_tape: impl for<'t, 's> Fn(&EagerStep<'s>, &Tape<'t, 's>, &Handles) -> Result<Var<'s, S>>,
         reference: impl Fn(&[Vec<f64>]) -> Vec<f64>,
     ) {
         let Self { name, seed, length, mut operands, sample, roundings } = self;
@@ -231,7 +239,7 @@ impl Case {
                     let loss = project(&tape, &y, handles[exact.len()])?;
                     match pass {
                         0 => tape.backward(&loss, &mut once)?,
-                        1 => tape.backward_afresh(&loss, &mut once)?,
+                        1 => tape.backward_overwrite(&loss, &mut once)?,
                         _ => tape.backward(&loss, &mut twice)?,
                     }
                 }
@@ -255,7 +263,7 @@ impl Case {
                 kept * norm(coefficients.iter().map(|&x| x.into())) / norm(wanted.iter().copied())
             };
             let limit = tolerance(length) + (backward + of_output) * ROUNDING;
-            // Backward adds to what is there, or overwrites it.
+            // Backward adds to the existing gradient, or overwrites it.
             for (gradients, times) in [(&once, 1.0), (&twice, 2.0)] {
                 let all = read(gradients, &handles.stacks[number]);
                 let got: Vec<f32> = places.iter().map(|&place| all[place]).collect();
@@ -269,7 +277,7 @@ impl Case {
     }
 }
 
-/// To numbers that BF16 holds.
+/// Rounds the values to BF16.
 fn round(values: &mut [f32]) {
     values.iter_mut().for_each(|x| *x = bf16::narrow(*x).widen());
 }
@@ -278,7 +286,7 @@ fn norm(values: impl Iterator<Item = f64>) -> f64 {
     values.map(|x| x * x).sum::<f64>().sqrt()
 }
 
-/// The central difference of `loss` by one element of one operand.
+/// Returns the central difference of `loss` by one element of one operand.
 fn difference(values: &mut [Vec<f64>], number: usize, place: usize, loss: &impl Fn(&[Vec<f64>]) -> f64) -> f64 {
     const H: f64 = 1e-5;
     let value = values[number][place];

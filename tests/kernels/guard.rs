@@ -1,4 +1,4 @@
-//! The kernels of checked mode's guards; `tests/memory/checked.rs` shows what they find.
+//! Attacks on the guard kernels of checked mode. `tests/memory/checked.rs` tests what they find.
 
 use crate::hostile::attack;
 

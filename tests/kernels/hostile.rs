@@ -1,47 +1,50 @@
-//! No argument of any size gets a kernel out of its buffers: what the contracts multiply and add does not wrap.
+//! Arguments of any size keep a kernel inside its buffers: the products and sums in contracts do
+//! not wrap.
 //!
-//! Every kernel of the library is launched with small honest buffers while its numbers, one or two at a time, are hostile: near
-//! powers of two, near `usize::MAX`, and such that products of them wrap to the length of a buffer. Each launch must be refused by
-//! the contract, or stay inside its arguments, which the emulator's race mode watches. Where overflow is checked, a contract or a kernel
-//! that wraps panics, and that is no refusal; `ci/test` runs these tests in a release build too, where it does not panic.
+//! Every kernel of the library is launched with small honest buffers while one or two of its
+//! numbers are hostile. They are near powers of two, near `usize::MAX`, or such that their products
+//! wrap to the length of a buffer. The contract must refuse each launch, or the launch must stay
+//! inside its arguments, which the emulator's race mode checks. In builds with overflow checks, a
+//! contract or kernel that wraps panics, and a panic is not a refusal. `ci/test` also runs these
+//! tests in a release build, where wrapping does not panic.
 //!
 //! Alignment is attacked too. Every buffer begins one to three elements late. Every number is one
-//! to three larger, and the buffers get the lengths that the contract then asks for. On a GPU a
-//! vector at such a place would end the process's context; the emulator reports it, so such a
+//! to three larger, and the buffers get the lengths that the contract then requires. On a GPU, a
+//! misaligned vector access would end the process's context. The emulator reports it, so such a
 //! launch must be refused or be right.
 
 use cuda_std::emulator::Mode;
 use cuda_std::launch::{Scalar, inventory};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
-use stepscope::{Arena, Capacity, Device, DeviceKind, Eager, Error, Result};
+use stepscope::{Arena, Capacity, Device, DeviceKind, EagerStep, Error, Result};
 
-/// A parameter of a kernel that is a number.
+/// A numeric parameter of a kernel.
 struct Number {
     name: &'static str,
     honest: u64,
-    /// The largest that it can be.
+    /// The largest value of its type.
     most: u64,
 }
 
-/// A buffer's name and how many elements it has honestly; it has room for more.
+/// A buffer's name and its honest number of elements. Its allocation is larger.
 struct Length {
     name: &'static str,
     honest: usize,
 }
 
-/// Elements of a buffer of so many, honest and hostile ones: what a view may begin late by, or be
-/// longer.
+/// Returns the elements to allocate for a buffer of `honest` elements, so that a view may begin
+/// late or be longer.
 pub(crate) fn room(honest: usize) -> usize {
     4 * honest + 64
 }
 
-/// Which elements of the buffers a launch is given.
+/// The elements of the buffers that a launch gets.
 #[derive(Clone, Default)]
 struct Views {
-    /// A buffer, and how many elements late it begins.
+    /// A buffer, and the number of elements by which it begins late.
     late: Option<(&'static str, usize)>,
-    /// Buffers that have not their honest length.
+    /// The buffers whose length is not the honest one.
     lengths: BTreeMap<&'static str, usize>,
 }
 
@@ -55,7 +58,7 @@ pub(crate) struct Numbers<'n> {
 }
 
 impl Numbers<'_> {
-    /// The elements that the launch is given of a buffer, which has [`room`].
+    /// Returns the range of a buffer, allocated with [`room`], that the launch gets.
     pub(crate) fn view(&mut self, name: &'static str, honest: usize) -> Range<usize> {
         if self.buffers.iter().all(|buffer| buffer.name != name) {
             self.buffers.push(Length { name, honest });
@@ -64,7 +67,7 @@ impl Numbers<'_> {
         start..start + self.views.lengths.get(name).copied().unwrap_or(honest)
     }
 
-    /// The number that the launch's next parameter is.
+    /// Returns the launch's next numeric parameter.
     pub(crate) fn next<S: Scalar>(&mut self, name: &'static str, honest: S) -> S {
         let at = self.next;
         self.next += 1;
@@ -76,7 +79,7 @@ impl Numbers<'_> {
     }
 }
 
-/// What a number may be set to, where buffers have `lengths` elements.
+/// Returns the hostile values of a number, for buffers of `lengths` elements.
 fn hostile(&Number { honest, most, .. }: &Number, lengths: &[u64]) -> Vec<u64> {
     let mut words = vec![0, 1, 2, 3, honest.wrapping_sub(1), honest + 1, honest << 1];
     words.extend(
@@ -90,10 +93,12 @@ fn hostile(&Number { honest, most, .. }: &Number, lengths: &[u64]) -> Vec<u64> {
     words.into_iter().collect()
 }
 
-/// Where a contract accepts more hostile values of a number than this, it is free, or not looked at.
+/// The number of accepted hostile values above which a number is free, or not checked by the
+/// contract.
 const FEW: usize = 6;
 
-/// All values of which there are few, else the least and the largest, which tell the two apart.
+/// Returns all values if there are few, otherwise the least and the largest, which distinguish the
+/// two cases.
 fn telling(values: &[u64]) -> Vec<u64> {
     match values {
         [least, .., largest] if values.len() > FEW => vec![*least, *largest],
@@ -101,9 +106,11 @@ fn telling(values: &[u64]) -> Vec<u64> {
     }
 }
 
-/// Launches of a kernel: the honest one; with each number hostile; with each two of them, where the contract accepts both and
-/// not each alone, as it would if their product wrapped. `run` asks the contract, and launches if told to. Without `pairs` no two
-/// numbers are hostile at once: the variants of a family share one contract, so its first and its last stand for all.
+/// Launches a kernel with honest numbers, with each number hostile, and with pairs of hostile
+/// numbers. Pairs are tried where the contract accepts both but not each by itself, as it would if
+/// their product wrapped. `run` checks the contract, and launches on request. Without `pairs` only
+/// one number is hostile at a time: the variants of a family share one contract, so the first and
+/// the last stand for all.
 pub(crate) fn hostile_launches(
     kernel: &'static str,
     lengths: &[u64],
@@ -123,7 +130,8 @@ pub(crate) fn hostile_launches(
         !refused
     };
     assert!(accepted([None; 2], &mut known, true), "{kernel}: the honest launch is refused");
-    // Of each number the values that are refused alone, and of the others those that tell.
+    // For each number, the values that are refused by themselves, and of the others the values from
+    // `telling`.
     let mut alone: Vec<[Vec<u64>; 2]> = Vec::new();
     for at in 0..known.len() {
         let words = hostile(&known[at], lengths).into_iter();
@@ -149,9 +157,9 @@ pub(crate) fn hostile_launches(
     }
 }
 
-/// Launches whose buffers begin late, and launches whose numbers are one to three off, with buffers
-/// of the lengths that go with them. Each must be refused, or run without a fault, in the mode that
-/// watches for races and without.
+/// Launches with buffers that begin late, and with numbers that are one to three off and buffers of
+/// the matching lengths. Each launch must be refused or run without a fault, with race checks and
+/// without.
 fn misaligned_launches(kernel: &'static str, run: &mut impl FnMut(&mut Numbers<'_>, bool) -> Result<()>) {
     let (mut known, mut buffers) = (Vec::new(), Vec::new());
     let mut outcome = |hostile, views: &Views, launch| {
@@ -179,7 +187,7 @@ fn misaligned_launches(kernel: &'static str, run: &mut impl FnMut(&mut Numbers<'
         for off in 1..=3 {
             let mut views = Views::default();
             let hostile = |off: u64| [Some((at, off)), None];
-            // Few contracts ask for the length of more buffers than these.
+            // Few contracts check the length of more buffers than these.
             for _ in 0..16 {
                 let word = honest.wrapping_add(off);
                 let (refusal, ..) = outcome(hostile(word), &views, false);
@@ -202,7 +210,7 @@ fn misaligned_launches(kernel: &'static str, run: &mut impl FnMut(&mut Numbers<'
     }
 }
 
-/// The length that a contract asks for in these words, of a buffer that has another.
+/// Returns the length that a contract requires in this error, for a buffer of another length.
 fn wanted_length(expected: &str, length: usize) -> usize {
     let number = |text: &str| text.parse::<usize>().ok();
     if let Some(elements) = expected.strip_suffix(" elements") {
@@ -213,30 +221,32 @@ fn wanted_length(expected: &str, length: usize) -> usize {
             return length.next_multiple_of(multiple.max(1));
         }
     }
-    // At least so many, in other words.
+    // An error that names a minimum in other words.
     length + length.max(1)
 }
 
-/// The names of the kernels that an [`attack!`] has.
+/// The names of the kernels that an [`attack!`] covers.
 pub(crate) struct Attacked(pub(crate) fn() -> Vec<&'static str>);
 
 inventory::collect!(Attacked);
 
-/// The names of all kernels that are attacked in this program.
+/// Returns the names of all kernels that are attacked in this program.
 pub(crate) fn attacked() -> BTreeSet<&'static str> {
     inventory::iter::<Attacked>.into_iter().flat_map(|attacked| attacked.0()).collect()
 }
 
 /// Runs launches in a step of the emulator.
-pub(crate) fn emulated(launches: impl for<'s> FnOnce(&Eager<'s>) -> Result<()>) {
+pub(crate) fn emulated(launches: impl for<'s> FnOnce(&EagerStep<'s>) -> Result<()>) {
     let device = Device::open(DeviceKind::Emulated).unwrap();
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(8)).build().unwrap();
     arena.step(|step| launches(step)).unwrap();
 }
 
-/// Attacks kernels, in a module `contracts`. After a parameter's name stands what it is: a buffer that is read (`f32s`, `u32s`), read by a
-/// pointer (`pointer`, `pointer_u32`) or written (`out`, `out_u32`), `halves` and `out_halves` of BF16, by its elements; a `number`; or a `float`. Of a family `kernel<S>` both types are
-/// attacked; its buffers of S are `stored` and `out_stored`.
+/// Attacks kernels, in a module `contracts`. Each parameter's name is followed by its kind. A
+/// buffer is read (`f32s`, `u32s`), read by a pointer (`pointer`, `pointer_u32`) or written (`out`,
+/// `out_u32`). BF16 buffers are `halves` and `out_halves`, by their elements. Scalars are a
+/// `number` or a `float`. A family `kernel<S>` is attacked with both types; its buffers of S are
+/// `stored` and `out_stored`.
 macro_rules! attack {
     ($($file:ident :: $kernel:ident $(by $choice:ident)? $(<$S:ident>)? { $($name:ident: $kind:ident $value:expr),* $(,)? })*) => {
         mod contracts {

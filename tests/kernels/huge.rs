@@ -1,25 +1,25 @@
-//! Rows of huge numbers: what squares or sums them is right up to the largest f32, or not finite,
+//! Rows of huge numbers: squares and sums of them are right up to the largest f32, or not finite,
 //! but never a plausible wrong number.
 
 use crate::support::{Random, on_each_device, relative_l2};
 use crate::trial::{canonical, trial};
-use stepscope::ops::AttentionForm;
+use stepscope::ops::AttentionConfig;
 use stepscope::{Device, Shape, Stored, bf16, ops};
 
-/// How large the numbers of a row are.
+/// The magnitudes of a row's numbers.
 const SIZES: [f32; 8] = [1.0, 1e17, 3e18, 1e19, 1e25, 1e30, 1e37, 1e38];
-/// Columns of each path: one lane, several, a whole warp, rows that are read again, and no multiple
-/// of four.
+/// The columns of each path: one lane, several, a whole warp, rows that are read again, and a
+/// number that is not a multiple of four.
 const COLS: [usize; 6] = [4, 20, 132, 600, 1300, 67];
 const EPSILON: f32 = 1e-5;
 
-/// Rows of `cols` normals of each size, and rows of mixed magnitudes, up to the largest f32 and
-/// BF16.
+/// Returns rows of `cols` normals of each size, and rows of mixed magnitudes, up to the largest f32
+/// and BF16.
 fn rows(cols: usize) -> Vec<f32> {
     let mut random = Random::new(cols as u64);
     let mut x: Vec<f32> =
         SIZES.iter().flat_map(|size| random.normals(cols).into_iter().map(move |x| x * size / 8.0)).collect();
-    // One huge number among small ones; huge ones of either sign; some that end f32.
+    // One huge number among small ones; huge ones of either sign; some that overflow f32.
     let mut one = random.normals(cols);
     one[cols / 2] = 2e38;
     let mut two = random.normals(cols);
@@ -30,7 +30,7 @@ fn rows(cols: usize) -> Vec<f32> {
     x
 }
 
-/// As S holds it.
+/// Returns the values as S stores them.
 fn as_stored<S: Stored>(values: &[f32]) -> Vec<S> {
     values.iter().map(|&value| S::narrow(value)).collect()
 }
@@ -43,8 +43,8 @@ fn exact<S: Stored>(values: &[S]) -> Vec<f64> {
     values.iter().map(|value| f64::from(value.widen())).collect()
 }
 
-/// What the norm of a row is in float64: y, and dx and the row's part of dgain from dy. `centered`:
-/// LayerNorm.
+/// Returns the norm of a row in float64: y, and dx and the row's part of dgain from dy. `centered`
+/// selects LayerNorm.
 fn row_in_float64(x: &[f64], gain: &[f64], dy: &[f64], centered: bool) -> [Vec<f64>; 3] {
     let cols = x.len() as f64;
     let mean = if centered { x.iter().sum::<f64>() / cols } else { 0.0 };
@@ -61,7 +61,7 @@ fn row_in_float64(x: &[f64], gain: &[f64], dy: &[f64], centered: bool) -> [Vec<f
 }
 
 /// Compares row by row, so that small rows count as much as large ones. Gradients of rows of 1e38
-/// are subnormal numbers, which are `step` apart: as much as that loses is allowed.
+/// are subnormal numbers, which are `step` apart, so an error of that size is allowed.
 #[track_caller]
 fn assert_rows(what: &str, got: &[f32], want: &[f64], cols: usize, tolerance: f64, step: f64) {
     for (row, (got, want)) in got.chunks(cols).zip(want.chunks(cols)).enumerate() {
@@ -129,8 +129,8 @@ on_each_device! {
         norms_match::<bf16>(device, true);
     }
 
-    /// Rows of one number, as large as can be, have no deviation: LayerNorm gives the bias.
-    fn a_constant_row_is_its_bias(device: &Device) {
+    /// Rows of one repeated number, however large, have no deviation: LayerNorm gives the bias.
+    fn constant_row_gives_its_bias(device: &Device) {
         for value in [1e19f32, 1e30, -2.0f32.powi(127), f32::MAX] {
             let cols = 64;
             let (y, mean) = trial(device, |trial| {
@@ -145,8 +145,8 @@ on_each_device! {
         }
     }
 
-    /// A row with an infinity or a NaN is NaN, every element of it, and no other row is.
-    fn rows_that_are_not_finite(device: &Device) {
+    /// A row with an infinity or a NaN is NaN in every element, and no other row is.
+    fn non_finite_rows_give_nan(device: &Device) {
         for cols in COLS {
             let bad = [f32::INFINITY, f32::NEG_INFINITY, f32::NAN];
             let mut x = Random::new(5).normals(5 * cols);
@@ -171,20 +171,20 @@ on_each_device! {
         }
     }
 
-    /// q and k of any size are normalised, in the kernel for few tokens and in the others:
-    /// attention depends on their directions alone.
+    /// Queries and keys of any size are normalised, in the kernel for few tokens and in the others.
+    /// Attention depends only on their directions.
     fn attention_of_huge_heads(device: &Device) {
         let (shape, tokens) = (Shape::from([3, 2, 12, 128]), 12);
         let mut random = Random::new(11);
         let x = random.normals(shape.elements());
         let (gains, third) = (random.uniforms(128, 0.5, 1.5), x.len() / 3);
         let run = |size: f32, masked: bool| {
-            // v is left as it is.
+            // v keeps its values.
             let scaled: Vec<f32> = x.iter().enumerate().map(|(at, x)| if at < 2 * third { x * size } else { *x }).collect();
             trial(device, |trial| {
                 let (x, gains) = (trial.upload(&scaled, shape)?, trial.upload(&gains, [2, 64])?);
                 let lengths = trial.upload(&[tokens; 2], [2])?;
-                let form = AttentionForm::new(2);
+                let form = AttentionConfig::new(2);
                 let form = if masked { form.lengths(lengths) } else { form };
                 let norm = ops::QkNorm::new(&gains, 1e-20);
                 trial.with_scratch(|| {
@@ -196,7 +196,7 @@ on_each_device! {
         };
         for masked in [false, true] {
             let want: Vec<f64> = run(1.0, masked).iter().map(|&x| f64::from(x)).collect();
-            // Powers of two: the same directions exactly.
+            // Powers of two keep the directions exactly.
             for exponent in [40, 64, 70, 100, 124] {
                 let off = relative_l2(&run(2f32.powi(exponent), masked), &want);
                 assert!(off < 1e-5, "2^{exponent}, masked {masked}: {off:e}");
@@ -204,8 +204,8 @@ on_each_device! {
         }
     }
 
-    /// Activations and cross-entropy saturate as their limits say.
-    fn what_does_not_square_is_right(device: &Device) {
+    /// Activations and cross-entropy saturate at their limits.
+    fn activations_and_loss_saturate(device: &Device) {
         let x = [1e38f32, -1e38, f32::MAX, f32::MIN, 1e20, -1e20];
         let [gelu, silu, exact] = trial(device, |trial| {
             let x = trial.upload(&x, [x.len()])?;
@@ -230,9 +230,10 @@ on_each_device! {
         assert!((f64::from(loss[0]) - 2f64.ln()).abs() < 1e-6, "{loss:?}");
     }
 
-    /// A sum beyond f32 is infinite, never a plausible number: a mean, and the norm of gradients,
-    /// which a `Trainer` and `Optimizer::update` report. Clipping makes nothing of such gradients.
-    fn a_sum_that_overflows_is_not_finite(device: &Device) {
+    /// A sum that overflows f32 is infinite, never a plausible number. This holds for a mean, and
+    /// for the gradient norm that `Trainer` and `Optimizer::update` report. The clip factor of such
+    /// gradients is 0.
+    fn overflowing_sum_is_not_finite(device: &Device) {
         let [mean, squares, factor] = trial(device, |trial| {
             let x = trial.upload(&[3e38f32; 8], [8])?;
             let mean = trial.with_scratch(|| ops::mean(trial, &x))?;
@@ -245,15 +246,15 @@ on_each_device! {
     }
 }
 
-/// Rows whose squares do not overflow have the bits that the documented formulas give, as they had
-/// before huge rows were right.
+/// Rows whose squares do not overflow have the bits of the documented formulas, unchanged by the
+/// support of huge rows.
 mod finite_rows {
     use super::*;
     use crate::trees;
     use crate::trial::assert_same;
     use kernels::math::rsqrt;
 
-    /// Sizes up to just below where a row's squares overflow.
+    /// Returns rows of sizes up to just below where a row's squares overflow.
     fn rows(cols: usize) -> Vec<f32> {
         let mut random = Random::new(cols as u64);
         let most = 1.8e19 / (cols as f32).sqrt();

@@ -1,8 +1,9 @@
-//! Which kernels a piece of code launches, by the library's own spans.
+//! The kernels that a piece of code launches, found by the library's own spans.
 //!
-//! Invariant: only launches of the calling thread count. One subscriber serves the whole program, because `tracing` asks
-//! once whether anybody wants a span, and asks the thread that comes first: with a subscriber for one thread, another
-//! thread's first launch would turn the span off for all.
+//! Invariant: only launches of the calling thread count. One subscriber serves the whole program,
+//! because `tracing` checks only once whether a span is wanted, on the first thread that reaches
+//! it. With a subscriber for one thread, another thread's first launch would disable the span for
+//! all.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -22,7 +23,7 @@ pub(crate) fn launched(code: impl FnOnce()) -> BTreeSet<String> {
     WATCHED.call_once(|| {
         let watch = tracing_subscriber::registry().with(Watch);
         tracing::subscriber::set_global_default(watch).expect("no other subscriber");
-        // Ask again about launches that other threads have made meanwhile.
+        // Re-evaluate the spans of launches that other threads have made meanwhile.
         tracing::callsite::rebuild_interest_cache();
     });
     NAMES.take();

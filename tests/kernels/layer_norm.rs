@@ -1,4 +1,4 @@
-//! `ops::{layer_norm, layer_norm_residual}` and their backward pass.
+//! Tests of `ops::{layer_norm, layer_norm_residual}` and their backward pass.
 
 use crate::gradients::{Case, SEEDS, extents, leaf, longest, normal};
 use crate::hostile::attack;
@@ -34,12 +34,13 @@ impl Inputs {
         format!("{} x {}", self.rows, self.cols)
     }
 
-    /// The sums with the residual.
+    /// Returns the sums with the residual.
     fn h(&self) -> Vec<f32> {
         self.x.iter().zip(&self.residual).map(|(x, residual)| x + residual).collect()
     }
 
-    /// The mean and `1 / sqrt(variance + epsilon)` of each row, as the forward kernel gives them: by the documented tree.
+    /// Returns the mean and `1 / sqrt(variance + epsilon)` of each row as the forward kernel gives
+    /// them, by the documented tree.
     fn statistics(&self) -> [Vec<f32>; 2] {
         let h = self.h();
         let row = |row: usize| {
@@ -55,12 +56,12 @@ impl Inputs {
         [0, 1].map(|at| rows.iter().map(|row| row[at]).collect())
     }
 
-    /// `(h - mean) s` of an element, by these statistics.
+    /// Returns `(h - mean) s` of an element, with these statistics.
     fn normal(&self, index: usize, [mean, scale]: [Exact; 2]) -> Exact {
         (Exact::given(self.x[index]) + Exact::given(self.residual[index]) - mean) * scale
     }
 
-    /// The mean and `1 / sqrt(variance + epsilon)` of each row.
+    /// Returns the mean and `1 / sqrt(variance + epsilon)` of each row.
     fn exact(&self) -> Vec<[Exact; 2]> {
         let (depth, cols) = (trees::row_depth(self.cols), Exact::given(self.cols as f32));
         let row = |row: usize| {
@@ -74,7 +75,7 @@ impl Inputs {
         (0..self.rows).map(row).collect()
     }
 
-    /// dh, dgain and dbias, from what they are added to.
+    /// Returns dh, dgain and dbias, added to the given values.
     fn backward(&self, device: &Device, so_far: Option<&[f32]>, old: [Option<&[f32]>; 2]) -> [Vec<f32>; 3] {
         let (shape, statistics) = ([self.rows, self.cols], self.statistics());
         let stale = vec![f32::NAN; self.cols];
@@ -127,8 +128,8 @@ on_each_device! {
         scales.finish();
     }
 
-    /// Without a residual the bits are those of the sum itself.
-    fn alone(device: &Device) {
+    /// The bits without a residual are those of the norm of the sum.
+    fn norm_without_residual(device: &Device) {
         for shape in ROWS {
             let inputs = Inputs::new(shape);
             let [alone, behind] = [false, true].map(|with_residual| trial(device, |trial| {
@@ -147,7 +148,8 @@ on_each_device! {
         }
     }
 
-    /// Large and nearly equal numbers keep their differences; a row of equal numbers is its bias.
+    /// Large and nearly equal numbers keep their differences; a row of equal numbers gives its
+    /// bias.
     fn large_means(device: &Device) {
         trial(device, |trial| {
             let x = trial.upload(&[1e6, 1e6 + 1.0, 1e6 - 1.0, 1e6, 7.0, 7.0, 7.0, 7.0], [2, 4])?;
@@ -171,7 +173,7 @@ on_each_device! {
             let inputs = Inputs::new(shape);
             let (rows, cols, [means, scales], h) = (inputs.rows, inputs.cols, inputs.statistics(), inputs.h());
             let [dh, dgain, dbias] = inputs.backward(device, None, [None, None]);
-            // By the statistics that it was given.
+            // Uses the statistics that it was given.
             let normal = |index: usize| {
                 let (mean, scale) = (Exact::given(means[index / cols]), Exact::given(scales[index / cols]));
                 (Exact::given(h[index]) - mean) * scale
@@ -208,7 +210,7 @@ on_each_device! {
         dbias_seen.finish();
     }
 
-    /// Each gradient is added to what is there, or overwrites it.
+    /// Each gradient is added to the existing values, or overwrites them.
     fn backward_adds(device: &Device) {
         let mut closeness = Closeness::new("layer norm backward, added");
         for shape in ROWS {
@@ -261,7 +263,8 @@ on_each_device! {
         for seed in SEEDS {
             let mut random = Random::new(seed);
             let [rows, cols] = extents(&mut random, seed, if seed % 2 == 1 { [131, 9] } else { [5, 301] });
-            // A row of one number is its mean, and a short one may be nearly so: epsilon bounds what that makes of a small step.
+            // A row of one number equals its mean, and a short row may be close to it. Epsilon
+            // bounds the effect of a small step there.
             let epsilon = 0.5;
             let values = vec![normal(&mut random, &[rows, cols]), normal(&mut random, &[cols]), normal(&mut random, &[cols])];
             Case::new("layer_norm", seed, longest(&[rows, cols]), values).check(device, |_, tape, p| {
@@ -270,8 +273,8 @@ on_each_device! {
         }
     }
 
-    /// Both outputs count, and h is what both inputs get their gradient by.
-    fn gradient_with_a_residual(device: &Device) {
+    /// Both outputs affect the loss, and both inputs get their gradients through h.
+    fn gradient_with_residual(device: &Device) {
         for seed in SEEDS {
             let mut random = Random::new(seed);
             let [rows, cols] = extents(&mut random, seed, if seed % 2 == 1 { [131, 9] } else { [5, 301] });
@@ -290,7 +293,7 @@ on_each_device! {
         }
     }
 
-    /// What only one output leads to the loss by is enough; where it is h alone, gain and bias have no gradient.
+    /// One output that affects the loss suffices. If it is only h, gain and bias have no gradient.
     fn one_output_is_enough(device: &Device) {
         let mut random = Random::new(3);
         let values = [&[4, 6][..], &[4, 6], &[6], &[6]].map(|shape| normal(&mut random, shape));
@@ -318,7 +321,7 @@ attack! {
     }
 }
 
-/// By rows of `gain`'s length.
+/// Computes the norm in float64, by rows of `gain`'s length.
 fn in_float64(x: &[f64], gain: &[f64], bias: &[f64], epsilon: f64) -> Vec<f64> {
     let row = |x: &[f64]| {
         let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;

@@ -1,4 +1,4 @@
-//! Linear layers on a tape: their gradients. The bits of the products are those of `matmul.rs`.
+//! The gradients of linear layers on a tape. `matmul.rs` tests the bits of the products.
 
 use crate::elementwise::add_in_float64;
 use crate::gradients::{
@@ -8,22 +8,23 @@ use crate::reference::{gelu, silu};
 use crate::support::{Random, on_each_device, relative_l2};
 use crate::trial::assert_same;
 use kernels::stored::Stored as _;
-use stepscope::ops::{self, Factor, Gemm};
+use stepscope::ops::{self, Gemm, GemmElement};
 use stepscope::{Arena, Capacity, Device, Gradients, Parameters, Saved, Source, Tape, bf16};
 
-/// Rows, inner and outer extents of a linear layer: more than a tile of rows, or a long sum.
+/// Returns rows, inner and outer extents of a linear layer: more than a tile of rows, or a long
+/// sum.
 fn shape(random: &mut Random, seed: u64) -> [usize; 3] {
     extents(random, seed, if seed % 2 == 1 { [131, 19, 9] } else { [9, 307, 7] })
 }
 
-/// `[rows, k]`, `[k, n]` and `[n]`, the products of variance 1.
+/// Returns `[rows, k]`, `[k, n]` and `[n]`, with products of variance 1.
 pub(crate) fn operands(random: &mut Random, [rows, k, n]: [usize; 3]) -> Vec<ParameterValues> {
     let mut w = normal(random, &[k, n]);
     w.values.iter_mut().for_each(|w| *w /= (k as f32).sqrt());
     vec![normal(random, &[rows, k]), w, normal(random, &[n])]
 }
 
-/// `x w + b` in float64; `x`: `[rows, k]`, `w`: `[k, n]`, `b`: `[n]` or nothing.
+/// Computes `x w + b` in float64; `x`: `[rows, k]`, `w`: `[k, n]`, `b`: `[n]` or nothing.
 pub(crate) fn in_float64(x: &[f64], w: &[f64], b: &[f64], k: usize, n: usize) -> Vec<f64> {
     let mut y = Vec::with_capacity(x.len() / k * n);
     for row in x.chunks_exact(k) {
@@ -40,10 +41,11 @@ fn with_gelu(x: Vec<f64>) -> Vec<f64> {
     x.into_iter().map(gelu).collect()
 }
 
-/// x, W1, b1, W2 and b2 on a tape: their gradients in an MLP of S, beside x or not, whose output has the gradient `dy`.
+/// Returns the gradients of x, W1, b1, W2 and b2 on a tape, in an MLP of S with or without a
+/// residual x. The output has the gradient `dy`.
 fn gradients_of_mlp<S>(device: &Device, parameters: &Parameters, p: &Handles, dy: &[f32], beside: bool) -> Vec<Vec<f32>>
 where
-    S: Factor<S> + Factor<f32>,
+    S: GemmElement<S> + GemmElement<f32>,
 {
     let mut gradients = Gradients::zeros(parameters).unwrap();
     let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
@@ -62,7 +64,8 @@ where
     (0..5).map(|number| gradients.read(p[number]).unwrap()).collect()
 }
 
-/// dx, dW1 and dW2 of the same in BF16, by its ops; and what the gradients of b1 and b2 are sums of.
+/// Computes dx, dW1 and dW2 of that MLP in BF16 by single ops, and the terms of the gradients of b1
+/// and b2.
 fn by_hand(
     device: &Device,
     parameters: &Parameters,
@@ -122,7 +125,7 @@ on_each_device! {
         }
     }
 
-    /// With and without biases, and what is added: nothing, another variable, or x itself.
+    /// Tests the op with and without biases, added to nothing, to another variable, or to x itself.
     fn gradient_of_mlp_gelu(device: &Device) {
         for seed in SEEDS {
             let mut random = Random::new(seed);
@@ -143,15 +146,17 @@ on_each_device! {
             Case::new("mlp_gelu without biases, beside itself", seed, length, values).check(device, |_, tape, p| {
                 let x = leaf(tape, p[0])?;
                 let y = tape.mlp_gelu(&x, (p[1], None), (p[3], None), Some(&x))?;
-                // The others are used so that they have the gradients that the reference has.
+                // The others are used, so that they have the gradients of the reference.
                 tape.add(&y, &leaf(tape, p[5])?)
             }, |p| add_in_float64(&p[5], &add_in_float64(&p[0], &mlp(p, &[], &[]))));
         }
     }
 
-    /// The gradients of an MLP of BF16 are those of its ops, bit for bit but for the biases', which are sums of what is stored. And they are
-    /// f32's, but for roundings to BF16, each off by less than 2^-9 of the norm of many: of `pre`, which bends gelu and gelu' by 1.13 of it at most,
-    /// of gelu, of the gradient of `pre`, and of x's.
+    /// The gradients of a BF16 MLP match those of its single ops bit for bit. Only the biases
+    /// differ: their gradients are sums of stored values. All gradients are those of f32 up to BF16
+    /// roundings, each off by less than 2^-9 of the norm of many. The rounded values are `pre`
+    /// (which changes gelu and gelu' by at most 1.13 times its error), gelu, the gradient of `pre`,
+    /// and that of x.
     fn an_mlp_of_bf16(device: &Device) {
         let ([rows, k, hidden], mut random) = ([131, 24, 40], Random::new(3));
         let mut values = operands(&mut random, [rows, k, hidden]);
@@ -202,7 +207,7 @@ on_each_device! {
         }
     }
 
-    /// The gate is a product of the same x, as in a layer: so x gets a gradient from both.
+    /// The gate is a product of the same x, as in a layer, so x gets a gradient from both.
     fn gradient_of_linear_swiglu(device: &Device) {
         for seed in SEEDS {
             let mut random = Random::new(seed);

@@ -1,29 +1,31 @@
-//! `ops::linear_cross_entropy`: bit for bit what the ops give of each chunk of rows; its gradients; the memory that it takes.
+//! Tests of `ops::linear_cross_entropy`: the bits of separate ops for each chunk of rows, its
+//! gradients, and the memory that it takes.
 
 use crate::gradients::{Case, SEEDS, extents, leaf, longest, normal};
 use crate::support::{Random, bits, on_each_device};
 use crate::trial::{Trial, assert_refused, assert_same, trial, trial_of_one};
 use crate::{linear, softmax, transpose};
-use stepscope::ops::{self, Factor, Gemm, HeadForm, LabelRules, Precision};
+use stepscope::ops::{self, Gemm, GemmElement, LabelRules, LmHeadConfig, Precision};
 use stepscope::{
-    Arena, Capacity, Device, Eager, Element, Error, Gradients, Initializer, Inputs, Layout, Parameters, Result, Source,
-    Stored, Tape, Tensor, bf16,
+    Arena, Capacity, Device, EagerStep, Element, Error, Gradients, HostInputs, Initializer, ParameterSpec, Parameters,
+    Result, Source, Stored, Tape, Tensor, bf16,
 };
 
 const WEIGHT: f32 = 1.0 / 3.0;
 const RULES: LabelRules = LabelRules { smoothing: 0.1, ignore: true };
 
-/// What the head is given: hidden `[rows, width]`, the matrix as the form says, and labels, every seventh ignored.
+/// The inputs of the head: hidden `[rows, width]`, the matrix in the config's layout, and labels,
+/// of which every seventh is ignored.
 struct Given<S> {
     extents: [usize; 3],
-    form: HeadForm,
+    form: LmHeadConfig,
     hidden: Vec<S>,
     w: Vec<S>,
     labels: Vec<u32>,
 }
 
 impl<S: Stored> Given<S> {
-    fn new(extents: [usize; 3], form: HeadForm) -> Self {
+    fn new(extents: [usize; 3], form: LmHeadConfig) -> Self {
         let [rows, width, vocabulary] = extents;
         let mut random = Random::new(vocabulary as u64);
         let mut normals = |count, size: f32| random.normals(count).into_iter().map(|x| S::narrow(x * size)).collect();
@@ -33,21 +35,22 @@ impl<S: Stored> Given<S> {
         Self { extents, form: form.rules(RULES), hidden, w, labels }
     }
 
-    /// The matrix's extents.
+    /// Returns the matrix's extents.
     fn matrix(&self) -> [usize; 2] {
         let [_, width, vocabulary] = self.extents;
         if self.form.tied { [vocabulary, width] } else { [width, vocabulary] }
     }
 
-    /// Logits of these rows, and the gradients that ops give of them: loss, by hidden, by the matrix, to which it is added.
+    /// Computes the logits of these rows and their gradients by separate ops. Returns the loss and
+    /// the gradients of hidden and of the matrix, to which it is added.
     fn by_ops<'s>(
         &self,
-        step: &Eager<'s>,
+        step: &EagerStep<'s>,
         rows: std::ops::Range<usize>,
         dw: &mut Tensor<'s>,
     ) -> Result<(Tensor<'s>, Tensor<'s, S>)>
     where
-        S: Factor<S> + Factor<f32>,
+        S: GemmElement<S> + GemmElement<f32>,
     {
         let [_, width, vocabulary] = self.extents;
         let (count, none) = (rows.len(), None::<&Tensor<'_>>);
@@ -71,7 +74,8 @@ impl<S: Stored> Given<S> {
         Ok((loss, dx))
     }
 
-    /// What the op gives. The trial knows of what it has used and given back: logits and their gradients, and partial sums of products.
+    /// Returns the op's results. The trial learns which memory it used and freed: logits, their
+    /// gradients, and partial sums of products.
     fn tried<'s>(
         &self,
         trial: &Trial<'_, 's>,
@@ -79,7 +83,7 @@ impl<S: Stored> Given<S> {
         labels: &Tensor<'s, u32>,
     ) -> Result<Results<'s, S>>
     where
-        S: Factor<S> + Factor<f32>,
+        S: GemmElement<S> + GemmElement<f32>,
     {
         let [rows, _, vocabulary] = self.extents;
         trial.with_scratch(|| {
@@ -92,8 +96,8 @@ impl<S: Stored> Given<S> {
 
 type Results<'s, S> = (Tensor<'s>, Tensor<'s, S>, Tensor<'s>);
 
-/// Rows, width, vocabulary, and rows of a chunk: whole chunks and a short last one, one row, a row more than a chunk, few classes, and a
-/// vocabulary that is no multiple of four.
+/// Rows, width, vocabulary, and rows of a chunk: whole chunks and a short last one, one row, one
+/// row more than a chunk, few classes, and a vocabulary that is not a multiple of four.
 const SHAPES: [([usize; 3], usize); 6] = [
     ([300, 40, 301], 128),
     ([256, 33, 515], 1),
@@ -103,12 +107,12 @@ const SHAPES: [([usize; 3], usize); 6] = [
     ([130, 6, 50257], 128),
 ];
 
-fn forms() -> [HeadForm; 2] {
-    [HeadForm::default(), HeadForm::default().tied()]
+fn forms() -> [LmHeadConfig; 2] {
+    [LmHeadConfig::default(), LmHeadConfig::default().tied()]
 }
 
-fn check<S: Stored + Factor<S> + Factor<f32>>(device: &Device, precision: Precision) {
-    let is_exact = <S as Element>::NAME == "f32" && precision == Precision::Ieee;
+fn check<S: Stored + GemmElement<S> + GemmElement<f32>>(device: &Device, precision: Precision) {
+    let is_exact = <S as Element>::NAME == "f32" && precision == Precision::F32;
     // The emulator takes long for matrix instructions.
     let shapes = if is_exact { &SHAPES[..] } else { &SHAPES[..5] };
     for ((extents, chunk), form) in shapes.iter().copied().flat_map(|shape| forms().map(|form| (shape, form))) {
@@ -127,7 +131,7 @@ fn check<S: Stored + Factor<S> + Factor<f32>>(device: &Device, precision: Precis
         let (loss, dx, dw) = if is_exact { trial(device, case) } else { trial_of_one(device, case) };
         let mut arena = Arena::builder(device).capacity(Capacity::mib(256)).build().unwrap();
         let mut by_ops = |rows: usize, chunk: usize| {
-            let run = |step: &mut Eager<'_>| {
+            let run = |step: &mut EagerStep<'_>| {
                 step.set_precision(precision);
                 let mut dw = ops::fill(step, given.matrix(), 0.0)?;
                 let (mut losses, mut all) = (Vec::new(), Vec::new());
@@ -140,16 +144,16 @@ fn check<S: Stored + Factor<S> + Factor<f32>>(device: &Device, precision: Precis
             };
             arena.step(run).unwrap()
         };
-        let (_, want_dx, want_dw) = by_ops(rows, chunk.max(HeadForm::UNIT));
+        let (_, want_dx, want_dw) = by_ops(rows, chunk.max(LmHeadConfig::UNIT));
         assert_same(format!("{what}, hidden"), &dx, &want_dx);
         assert_same(format!("{what}, matrix"), &dw, &want_dw);
-        // No product of logits is cut, or those of all rows and of a chunk alike.
+        // No product of logits uses split-K, or those of all rows and of a chunk use it alike.
         let (want_loss, ..) = by_ops(rows, rows);
         assert_same(format!("{what}, loss"), &loss, &want_loss);
     }
 }
 
-/// The loss in float64, of w `[width, vocabulary]`.
+/// Returns the loss in float64; w: `[width, vocabulary]`.
 fn in_float64(hidden: &[f64], w: &[f64], labels: &[u32], width: usize, weight: f32) -> Vec<f64> {
     let (vocabulary, smoothing) = (w.len() / width, f64::from(RULES.smoothing));
     let logits = linear::in_float64(hidden, w, &[], width, vocabulary);
@@ -161,16 +165,16 @@ fn in_float64(hidden: &[f64], w: &[f64], labels: &[u32], width: usize, weight: f
     vec![f64::from(weight) * counted.map(row).sum::<f64>()]
 }
 
-/// Rows of hidden, their matrix and labels of a step that is measured, not run.
-fn measured<S: Stored + Factor<S> + Factor<f32>>(device: &Device, rows: usize) -> usize {
+/// Returns the memory that the op takes for this many rows, in a dry run.
+fn measured<S: Stored + GemmElement<S> + GemmElement<f32>>(device: &Device, rows: usize) -> usize {
     let [width, vocabulary] = [768, 50_304];
     let arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
-    let run = |step: &mut Eager<'_>| {
+    let run = |step: &mut EagerStep<'_>| {
         let hidden = step.empty::<S>([rows, width])?;
         let (w, labels) = (step.empty::<S>([width, vocabulary])?, step.empty([rows])?);
         // The tensor that marks the place takes 256 bytes.
         let before = step.empty::<u32>([0])?.slice().address() + 256 - hidden.slice().address();
-        let form = HeadForm::default();
+        let form = LmHeadConfig::default();
         ops::linear_cross_entropy(step, &hidden, &w, &labels, WEIGHT, &form)?;
         Ok(before)
     };
@@ -180,20 +184,21 @@ fn measured<S: Stored + Factor<S> + Factor<f32>>(device: &Device, rows: usize) -
 }
 
 on_each_device! {
-    fn each_chunk_is_that_of_the_ops(device: &Device) {
-        check::<f32>(device, Precision::Ieee);
+    fn chunks_match_separate_ops(device: &Device) {
+        check::<f32>(device, Precision::F32);
     }
 
-    fn each_chunk_is_that_of_the_ops_in_bf16(device: &Device) {
-        check::<bf16>(device, Precision::Ieee);
+    fn bf16_chunks_match_separate_ops(device: &Device) {
+        check::<bf16>(device, Precision::F32);
     }
 
-    /// The step's precision holds within chunks.
-    fn each_chunk_is_that_of_the_ops_in_a_precision_below(device: &Device) {
+    /// The step's precision applies within chunks.
+    fn low_precision_chunks_match_separate_ops(device: &Device) {
         check::<f32>(device, Precision::Bf16);
     }
 
-    /// Also behind an op, whose gradient is not one; and hidden of more extents.
+    /// Tests the op also before another op, where the loss's gradient is not one, and for hidden
+    /// with more extents.
     fn gradient(device: &Device) {
         for (seed, form) in SEEDS.flat_map(|seed| forms().map(|form| (seed, form))) {
             let mut random = Random::new(seed);
@@ -220,18 +225,18 @@ on_each_device! {
         }
     }
 
-    /// Where it is the loss, nothing scales its gradients. A table that is the head's matrix too has the sum of both gradients; captured
-    /// as eagerly.
+    /// The gradients are not scaled if the op gives the tape's loss. A table that is also the
+    /// head's matrix gets the sum of both gradients, captured and eager.
     fn tied_with_an_embedding(device: &Device) {
         let [rows, width, vocabulary] = [150, 12, 40];
-        let mut layout = Layout::builder();
+        let mut layout = ParameterSpec::builder();
         let [table, head] = ["table", "head"].map(|name| layout.add(name, [vocabulary, width], Initializer::fan_in(width)));
         let mut parameters = Parameters::new(device, &layout.build().unwrap(), 3).unwrap();
         let values = parameters.read(table).unwrap();
         parameters.write(head, &values).unwrap();
         let mut random = Random::new(9);
         let [ids, labels] = [(); 2].map(|()| random.belows(rows, vocabulary as u32));
-        let form = HeadForm::default().tied().chunk(128);
+        let form = LmHeadConfig::default().tied().chunk(128);
         let pass = |head, gradients: &mut Gradients| {
             let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
             arena
@@ -240,19 +245,19 @@ on_each_device! {
                     let (ids, labels) = (step.upload(&ids, [rows])?.save(), step.upload(&labels, [rows])?.save());
                     let loss =
                         tape.linear_cross_entropy(&tape.embedding::<f32>(table, ids)?, head, labels, WEIGHT, form)?;
-                    tape.backward_afresh(&loss, gradients)
+                    tape.backward_overwrite(&loss, gradients)
                 })
                 .unwrap();
         };
         let [mut tied, mut alone] = [(); 2].map(|()| Gradients::zeros(&parameters).unwrap());
         pass(table, &mut tied);
         pass(head, &mut alone);
-        // The embedding's rows are added up onto the head's gradient.
+        // The embedding's rows are added to the head's gradient.
         let [of_head, of_table] = [head, table].map(|w| alone.read(w).unwrap());
         let sum: Vec<f64> = of_head.iter().zip(&of_table).map(|(a, b)| f64::from(*a) + f64::from(*b)).collect();
         let error = crate::support::relative_l2(&tied.read(table).unwrap(), &sum);
         assert!(error < 1e-6 && of_head.iter().any(|&x| x != 0.0), "{error:e}");
-        // The op's own gradient, to the bit.
+        // The op's own gradient, bit for bit.
         let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
         let dw = arena.step(|step| {
             let (w, ids) = (step.upload(&values, [vocabulary, width])?, step.upload(&ids, [rows])?);
@@ -261,29 +266,30 @@ on_each_device! {
             step.read(&ops::linear_cross_entropy(step, &hidden, &w, &labels, WEIGHT, &form)?.2)
         });
         assert_eq!(bits(&of_head), bits(&dw.unwrap()));
-        let inputs = Inputs::new().with(&ids, [rows]).unwrap().with(&labels, [rows]).unwrap();
+        let inputs = HostInputs::new().with(&ids, [rows]).unwrap().with(&labels, [rows]).unwrap();
         let gradients = Gradients::zeros(&parameters).unwrap();
         let mut captured = arena
             .capture((parameters, gradients, (table, form)), &inputs, |step, (parameters, gradients, (table, form)), slots| {
                 let tape = Tape::new(step, parameters);
                 let hidden = tape.embedding::<f32>(*table, slots.input(0)?)?;
                 let loss = tape.linear_cross_entropy(&hidden, *table, slots.input(1)?, WEIGHT, *form)?;
-                tape.backward_afresh(&loss, gradients)
+                tape.backward_overwrite(&loss, gradients)
             })
             .unwrap();
         captured.replay(&inputs).unwrap();
         assert_eq!(bits(&captured.state().1.read(table).unwrap()), bits(&tied.read(table).unwrap()));
         let mut wrong = labels.clone();
         wrong[140] = vocabulary as u32;
-        let inputs = Inputs::new().with(&ids, [rows]).unwrap().with(&wrong, [rows]).unwrap();
+        let inputs = HostInputs::new().with(&ids, [rows]).unwrap().with(&wrong, [rows]).unwrap();
         let error = Error::Label { sample: 140, label: vocabulary as u32, classes: vocabulary };
         assert_eq!(captured.replay(&inputs).err(), Some(error));
     }
 
-    /// As for `cross_entropy_by`: nothing counts, and nothing has a gradient. So it is without rows.
+    /// The loss and all gradients are 0 if all labels are ignored, as in `cross_entropy_by`. The
+    /// same holds without rows.
     fn all_labels_ignored(device: &Device) {
         for rows in [0, 1, 200] {
-            let mut given = Given::<f32>::new([rows, 9, 20], HeadForm::default().chunk(128));
+            let mut given = Given::<f32>::new([rows, 9, 20], LmHeadConfig::default().chunk(128));
             given.labels.fill(ops::IGNORED);
             let outputs = trial(device, |trial| {
                 let (x, w) = (trial.upload(&given.hidden, [rows, 9])?, trial.upload(&given.w, [9, 20])?);
@@ -297,8 +303,8 @@ on_each_device! {
 
     fn shapes_must_agree(device: &Device) {
         trial(device, |trial| {
-            let (w, form) = ((vec![1.0; 12], [3, 4]), HeadForm::default());
-            let run = |(w, shape): (Vec<f32>, [usize; 2]), labels: &[u32], form: HeadForm| {
+            let (w, form) = ((vec![1.0; 12], [3, 4]), LmHeadConfig::default());
+            let run = |(w, shape): (Vec<f32>, [usize; 2]), labels: &[u32], form: LmHeadConfig| {
                 let (x, w) = (trial.upload(&[1.0; 6], [2, 3])?, trial.upload(&w, shape)?);
                 let labels = trial.upload(labels, [labels.len()])?;
                 ops::linear_cross_entropy(trial, &x, &w, &labels, 1.0, &form).map(drop)
@@ -317,8 +323,9 @@ on_each_device! {
     }
 }
 
-/// What is kept, that of the matrix in f32 and of hidden, and of logits and their gradients one chunk: 1,664 rows of 50,304 in f32, 3,328 in BF16,
-/// however many rows there are. Of 16,384 rows' logits alone there would be 3.3 GB, and as much of their gradients.
+/// The bound is the kept gradients (the matrix's in f32, and hidden's) and one chunk of logits with
+/// their gradients: 1,664 rows of 50,304 in f32, 3,328 in BF16, however many rows there are. The
+/// logits of 16,384 rows would take 3.3 GB, and their gradients as much again.
 #[test]
 fn logits_never_exist_whole() {
     let device = Device::open(stepscope::DeviceKind::Emulated).unwrap();
@@ -326,12 +333,12 @@ fn logits_never_exist_whole() {
     for rows in [16_384, 65_536] {
         for (bytes, got) in [(4, measured::<f32>(&device, rows)), (2, measured::<bf16>(&device, rows))] {
             let kept = 4 * width * vocabulary + bytes * rows * width;
-            let chunk = 2 * HeadForm::BYTES;
+            let chunk = 2 * LmHeadConfig::BYTES;
             let whole = 2 * bytes * rows * vocabulary;
             println!(
                 "{rows} rows of {bytes} bytes: {got} bytes, {kept} of them kept; all logits and their gradients are {whole}"
             );
-            // Products whose k is cut take some, and so does a loss for each eight rows.
+            // Split-K products take some memory, and so does a loss for every eight rows.
             let bound = kept + chunk + (64 << 20) + rows;
             assert!(got <= bound && got < whole / 2, "{rows} rows of {bytes} bytes: {got} bytes, at most {bound}");
             assert!(got > kept + chunk * 9 / 10, "the bound is loose: {got} bytes of {bound}");

@@ -1,4 +1,5 @@
-//! `ops::{cross_entropy, squared_error, binary_cross_entropy}`: losses and their gradients.
+//! Tests of `ops::{cross_entropy, squared_error, binary_cross_entropy}`: losses and their
+//! gradients.
 
 use crate::gradients::{Case, Roundings, SEEDS, extents, leaf_as, longest, normal, stored_as_each};
 use crate::hostile::attack;
@@ -11,26 +12,27 @@ use crate::trees;
 use crate::trial::{assert_refused, assert_same, trial};
 use kernels::reduce::argmax_columns;
 use stepscope::ops::LabelRules;
-use stepscope::{Arena, Buffer, Capacity, Device, Error, Inputs, Result, Source, Step, Target, Tensor, ops};
+use stepscope::{Arena, Buffer, Capacity, Device, Error, HostInputs, Result, Source, Step, Target, Tensor, ops};
 
 const WEIGHT: f32 = 1.0 / 3.0;
 
-/// The loss of one row: `log(sum exp(x - max)) - (x[label] - max)`.
+/// Computes the loss of one row: `log(sum exp(x - max)) - (x[label] - max)`.
 fn loss(x: &[f32], label: u32) -> Exact {
     let largest = Exact::given(x.iter().copied().fold(f32::NEG_INFINITY, f32::max));
     Exact::sum(row_depth(x.len()), exps(x)).ln() - (Exact::given(x[label as usize]) - largest)
 }
 
-/// More classes than a warp's lanes share: the block does.
+/// More classes than the lanes of a warp share: the block shares them.
 const LONG: usize = 4097;
 
-/// The additions in a row of a term in a row's sum. A block's threads have every 1024th four columns, then come 2, 5 and 7.
+/// Returns the sequential additions of a term in a row's sum. The threads of a block have every
+/// 1024th four columns, then come 2, 5 and 7 additions.
 fn row_depth(classes: usize) -> usize {
     if classes < LONG { trees::row_depth(classes) } else { classes.div_ceil(1024) + 14 }
 }
 
-/// The additions in a row of a row's loss: those of a block's threads, 5 and then 7, of which a row has one of `lanes`, and
-/// those of the blocks.
+/// Returns the sequential additions of a row's loss. In a block's threads these are 5 and then 7,
+/// where a row has one of `lanes`. Those of the blocks follow.
 fn depth(rows: usize, classes: usize) -> usize {
     let block = if classes < LONG { 256 / trees::lanes(classes) } else { 1 };
     rows.min(12) + if rows <= block { 0 } else { trees::all_depth(rows.div_ceil(block)) }
@@ -45,7 +47,7 @@ fn cross_entropy(device: &Device, [rows, classes]: [usize; 2], logits: &[f32], l
     })
 }
 
-/// In float64, `weight` times the sum of `-log softmax(logits)[label]`.
+/// Returns, in float64, `weight` times the sum of `-log softmax(logits)[label]`.
 pub(crate) fn in_float64(logits: &[f64], labels: &[u32], classes: usize, weight: f64) -> Vec<f64> {
     let rows = logits.chunks_exact(classes).zip(labels);
     vec![weight * rows.map(|(row, &label)| -softmax::in_float64(row)[label as usize].ln()).sum::<f64>()]
@@ -54,10 +56,10 @@ pub(crate) fn in_float64(logits: &[f64], labels: &[u32], classes: usize, weight:
 /// A loss of each element, with its gradient.
 type Elementwise = for<'s> fn(&Step<'s>, &Tensor<'s>, &Tensor<'s>) -> Result<(Tensor<'s>, Tensor<'s>)>;
 
-/// max(x, 0) - x target + log(1 + e^-|x|).
+/// Computes max(x, 0) - x target + log(1 + e^-|x|).
 fn cross_entropy_of(x: f32, target: f32) -> Exact {
     let exp = (-f64::from(x.abs())).exp();
-    // The logarithm's own error, and the exponential's.
+    // The errors of the logarithm and of the exponential.
     let log = Exact { value: exp.ln_1p(), error: 2.0 * 1.7 * exp.ln_1p() + 2.0 * ulps::EXP * exp };
     Exact::given(x.max(0.0)) - Exact::given(x) * Exact::given(target) + log
 }
@@ -87,8 +89,9 @@ on_each_device! {
         gradients.finish();
     }
 
-    /// Where the host knows the labels, the first that is no class is an error: as a tensor that was uploaded, and as an input of a replay.
-    fn no_class_of_the_host(device: &Device) {
+    /// The first label outside the classes is an error if the host knows the labels, both in an
+    /// uploaded tensor and in an input of a replay.
+    fn invalid_host_labels_are_refused(device: &Device) {
         let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
         for (rows, classes, sample) in [(1, 3, 0), (300, 3, 299), (300, 193, 7), (300, 193, 0)] {
             let (logits, mut labels) = (vec![0.5; rows * classes], Random::new(4).belows(rows, classes as u32));
@@ -102,7 +105,7 @@ on_each_device! {
                     ops::cross_entropy(step, &logits, &labels, WEIGHT).map(drop)
                 });
                 assert_eq!(uploaded, Err(error.clone()));
-                let inputs = || Inputs::new().with(&logits, [rows, classes]).unwrap();
+                let inputs = || HostInputs::new().with(&logits, [rows, classes]).unwrap();
                 let (zeros, right) = (vec![0; rows], inputs());
                 let mut captured = arena
                     .capture((), &right.with(&zeros, [rows]).unwrap(), |step, (), slots| {
@@ -118,8 +121,8 @@ on_each_device! {
         }
     }
 
-    /// What a kernel has made of the labels since their upload is what counts.
-    fn labels_may_be_mapped_to_classes_after_their_upload(device: &Device) {
+    /// The values that a kernel has written to the labels since their upload count.
+    fn kernels_may_rewrite_uploaded_labels(device: &Device) {
         let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
         let loss = arena.step(|step| {
             let mut labels = step.upload(&[255u32, 255], [2])?;
@@ -131,8 +134,9 @@ on_each_device! {
         assert!(loss.unwrap().is_finite());
     }
 
-    /// A label that is no class, of which the host knows nothing, makes the loss and its own row's gradients NaN, and nothing else.
-    fn no_class(device: &Device) {
+    /// An invalid label that the host does not know makes the loss and its own row's gradients NaN,
+    /// and nothing else.
+    fn invalid_device_labels_give_nan(device: &Device) {
         for shape @ [rows, classes] in [[1, 3], [300, 3], [70, 193], [11, LONG]] {
             let logits = Random::new(3).normals(rows * classes);
             let mut labels = Random::new(4).belows(rows, classes as u32);
@@ -142,7 +146,8 @@ on_each_device! {
                 want[row * classes..][..classes].fill(f32::NAN);
             }
             let (loss, dlogits) = trial(device, |trial| {
-                // On the trial's own device, which may be the emulator beside the one that is tested.
+                // The trial's own device may be the emulator, which runs in addition to the tested
+                // device.
                 let labels = Buffer::from_slice(trial.device(), &labels)?;
                 let (logits, labels) = (trial.upload(&logits, shape)?, trial.lend(&labels, [rows])?);
                 let (loss, dlogits) = trial.with_scratch(|| ops::cross_entropy(trial, &logits, &labels, WEIGHT))?;
@@ -153,8 +158,8 @@ on_each_device! {
         }
     }
 
-    /// Smoothed, with every seventh row ignored.
-    fn by_rules(device: &Device) {
+    /// Tests label smoothing, with every seventh row ignored.
+    fn smoothing_and_ignored_labels(device: &Device) {
         let (mut losses, mut gradients) = (Closeness::new("smoothed"), Closeness::new("smoothed gradient"));
         let (weight, smoothing) = (Exact::given(WEIGHT), 0.1f32);
         for shape @ [rows, classes] in ROWS.into_iter().chain([[3, LONG + 3]]) {
@@ -194,8 +199,8 @@ on_each_device! {
         gradients.finish();
     }
 
-    /// Rows that are ignored may hold anything, and the others have the bits that they have without those.
-    fn ignored_rows_count_for_nothing(device: &Device) {
+    /// Ignored rows may hold anything. The other rows have the same bits as without them.
+    fn ignored_rows_change_nothing(device: &Device) {
         let [rows, classes] = [9, 5];
         let mut random = Random::new(8);
         let (mut logits, mut labels) = (random.normals(rows * classes), random.belows(rows, classes as u32));
@@ -214,14 +219,15 @@ on_each_device! {
             .unwrap();
         assert_same("loss", &loss, &[want_loss]);
         assert_same("gradient", &dlogits, &want);
-        // The label is one like any other where nobody asked for it, and others are still none; also at a replay.
+        // Without the rule, the ignored label is a class like any other, and invalid labels are
+        // still refused, also at a replay.
         let by = |labels: &[u32], rules| {
             let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
             let eager = arena.step(|step| {
                 let (logits, labels) = (step.upload(&logits, [rows, classes])?, step.upload(labels, [rows])?);
                 ops::cross_entropy_by(step, &logits, &labels, WEIGHT, rules).map(drop)
             });
-            let inputs = Inputs::new().with(&logits, [rows, classes]).unwrap().with(labels, [rows]).unwrap();
+            let inputs = HostInputs::new().with(&logits, [rows, classes]).unwrap().with(labels, [rows]).unwrap();
             let mut captured = arena
                 .capture(rules, &inputs, |step, rules, slots| {
                     let (loss, _) = ops::cross_entropy_by(step, &slots.input::<f32>(0)?, &slots.input(1)?, WEIGHT, *rules)?;
@@ -238,7 +244,7 @@ on_each_device! {
         assert_eq!(by(&labels, rules), error(3, classes as u32));
     }
 
-    fn of_elements(device: &Device) {
+    fn elementwise_losses(device: &Device) {
         let names = ["squared error", "binary cross-entropy"];
         let [mut squared, mut binary] = names.map(Closeness::new);
         let [mut of_squared, mut of_binary] = ["squared error gradient", "binary cross-entropy gradient"].map(Closeness::new);
@@ -258,7 +264,7 @@ on_each_device! {
                     run(|step, x, target| ops::binary_cross_entropy(step, x, target, WEIGHT))?,
                 ])
             });
-            // The order is that of a sum, whose terms are rounded.
+            // The order is that of a sum of rounded terms.
             let terms: Vec<f32> = x.iter().zip(&target).map(|(x, target)| (x - target) * (x - target)).collect();
             let sum = trees::all(&terms, &|sum, term| sum + term);
             assert_same(length, &[a], &[sum * WEIGHT]);
@@ -277,8 +283,8 @@ on_each_device! {
         [squared, binary, of_squared, of_binary].into_iter().for_each(Closeness::finish);
     }
 
-    /// Where the plain formula is infinite or 0.
-    fn binary_cross_entropy_far_out(device: &Device) {
+    /// Values for which the plain formula is infinite or 0.
+    fn extreme_binary_cross_entropy(device: &Device) {
         for (x, target, want, gradient) in [
             (200.0, 1.0, 0.0, 0.0), (200.0, 0.0, 200.0, 1.0), (-200.0, 0.0, 0.0, 0.0), (-200.0, 1.0, 200.0, -1.0),
             (3e38, 0.0, 3e38, 1.0), (0.0, 0.5, std::f32::consts::LN_2, 0.0), (f32::NAN, 1.0, f32::NAN, f32::NAN),
@@ -316,7 +322,7 @@ on_each_device! {
     }
 }
 
-/// A loss is f32. Its gradient is written with it, and again by the factor that it has in another loss.
+/// A loss is f32. Its gradient is written with it, and again times its factor in another loss.
 const SCALED: Roundings = Roundings { forward: 0.0, backward: 2.0, kept: 0.0 };
 
 stored_as_each! {
@@ -324,7 +330,7 @@ stored_as_each! {
         for seed in SEEDS {
             let mut random = Random::new(seed);
             let [rows, classes] = extents(&mut random, seed, [71, 11]);
-            // One class alone has no gradient at all.
+            // A single class has no gradient.
             let classes = classes + 1;
             let labels = random.belows(rows, classes as u32);
             let weight = 1.0 / rows as f32;
@@ -336,7 +342,7 @@ stored_as_each! {
         }
     }
 
-    fn gradient_of_the_others<S>(device: &Device) {
+    fn gradient_of_other_losses<S>(device: &Device) {
         for seed in SEEDS {
             let mut random = Random::new(seed);
             let shape @ [rows, classes] = extents(&mut random, seed, [71, 11]).map(|extent| extent + 1);

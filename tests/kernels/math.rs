@@ -1,7 +1,8 @@
 //! The scalar functions of `device/src/math.rs`, over all magnitudes and densely where they bend.
 //!
-//! Invariant: each stays within the error that its file states, in units in the last place, and at the ends of its
-//! domain gives what its docs say. Here they run on the CPU; `scalars.rs` runs them on each device, over all bit patterns.
+//! Invariant: each stays within the error that its file states, in units in the last place. At the
+//! ends of its domain it gives the documented values. Here they run on the CPU; `scalars.rs` runs
+//! them on each device, over all bit patterns.
 
 use crate::reference::{self, gelu, gelu_derivative, ulps};
 use crate::support::sample;
@@ -91,7 +92,7 @@ fn log_and_1() {
     closeness.finish();
 }
 
-/// These bits; and a NaN for a NaN.
+/// Checks exact bits, and that a NaN gives a NaN.
 fn exactly(function: fn(f32) -> f32, pairs: &[(f32, f32)]) {
     for &(x, want) in pairs {
         assert_eq!(canonical(function(x)), canonical(want), "f({x:e}) is {:e}, not {want:e}", function(x));
@@ -99,8 +100,9 @@ fn exactly(function: fn(f32) -> f32, pairs: &[(f32, f32)]) {
     assert!(function(f32::NAN).is_nan() && function(-f32::NAN).is_nan());
 }
 
-/// Of results that memory holds as BF16: within 2^-15 of themselves, and 2^-120 for what is far below, or `near` for a derivative, which has a
-/// root; over all numbers that BF16 holds, and many others, as products end with.
+/// Checks functions whose results are stored as BF16: within a relative 2^-15, plus 2^-120 for tiny
+/// results, or `near` for a derivative, which has a root. Runs over all BF16 values and many
+/// others, such as sums of products.
 fn check_bf16(name: &str, near: f64, function: fn(f32) -> f32, reference: fn(f64) -> f64) {
     let all = (0..=u16::MAX).map(|bits| bf16::from_bits(bits).widen());
     let mut worst = 0.0f64;

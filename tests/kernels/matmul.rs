@@ -1,8 +1,10 @@
-//! `ops::{matmul, linear, linear_residual, linear_gelu, linear_silu, linear_swiglu, gemm_into}` and every tile below them.
+//! Tests of `ops::{matmul, linear, linear_residual, linear_gelu, linear_silu, linear_swiglu,
+//! gemm_into}` and of every tile below them.
 //!
-//! The contract is bits: each output is one chain of fused multiply-adds over ascending k, or where k is split the sum of
-//! several, in order; times alpha; then the bias, then beta times the old content, then gelu, silu or a gate. The reference here is that as plain loops,
-//! and it is close to float64.
+//! The contract is bits: each output is one chain of fused multiply-adds over ascending k. With
+//! split-K it is the sum of several chains, in order. The result is multiplied by alpha. Then come
+//! the bias, beta times the old content, and gelu, silu or a gate. The reference here computes this
+//! with plain loops, and is close to float64.
 
 use crate::hostile::attack;
 use crate::launches::launched;
@@ -16,7 +18,8 @@ use std::ops::Range;
 use stepscope::ops::{self, Gemm};
 use stepscope::{Device, DeviceKind, Result, Source, Target, Tensor};
 
-/// m, n, k: tails and multiples of every tile, no products, one, around a stage of 16, the model's 193, more than all stages of 64.
+/// m, n, k: tails and multiples of every tile, zero or one products, around a stage of 16, the
+/// model's 193, more than all stages of 64.
 const SHAPES: [[usize; 3]; 18] = [
     [1, 1, 1],
     [1, 1, 0],
@@ -38,10 +41,10 @@ const SHAPES: [[usize; 3]; 18] = [
     [2, 1, 193],
 ];
 
-/// What is done besides the product.
+/// The variations of a product.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Variant {
-    /// Elements between rows beyond their width, in A, B and the output.
+    /// The padding between rows, in elements, of A, B and the output.
     pub(crate) pads: [usize; 3],
     pub(crate) batches: usize,
     /// Alpha and beta.
@@ -73,7 +76,7 @@ pub(crate) struct Case {
     pub(crate) old: Vec<f32>,
 }
 
-/// Elements that `batches` matrices span.
+/// Returns the elements that `batches` matrices span.
 fn span(batches: usize, stride: usize, rows: usize, cols: usize, ld: usize) -> usize {
     if batches == 0 || rows == 0 || cols == 0 { 0 } else { (batches - 1) * stride + (rows - 1) * ld + cols }
 }
@@ -87,7 +90,8 @@ impl Case {
         (form.lda, form.ldb, form.ldc) = (form.lda + pads[0], form.ldb + pads[1], form.ldc + pads[2]);
         let (a_rows, a_cols) = if form.transpose_a { (k, m) } else { (m, k) };
         let (b_rows, b_cols) = if form.transpose_b { (n, k) } else { (k, n) };
-        // A's batches overlap by a row less one element, B is one for all where its rows are padded.
+        // A's batches overlap by a row less one element. All batches share B if its rows are
+        // padded.
         form.stride_a = (a_rows * form.lda).saturating_sub(1);
         form.stride_b = if pads[1] == 0 { b_rows * form.ldb } else { 0 };
         (form.stride_c, form.stride_bias) = (m * form.ldc + pads[2], n);
@@ -102,7 +106,7 @@ impl Case {
         }
     }
 
-    /// Batches that lie side by side in one row, as attention's heads do; B is one for all.
+    /// Returns batches next to each other in one row, like the heads of attention. They share B.
     pub(crate) fn interleaved([m, n, k]: [usize; 3], batches: usize) -> Self {
         let plain = Gemm { batches, beta: 0.5, ..Gemm::new(m, n, k) };
         let form = Gemm { stride_a: k, stride_b: 0, stride_c: n, lda: batches * k, ldc: batches * n, ..plain };
@@ -111,7 +115,7 @@ impl Case {
         Self { a, b, bias: vec![], old, form, flags: 0 }
     }
 
-    /// The outputs' places, batches, rows and columns.
+    /// Returns the outputs' places, batches, rows and columns.
     fn places(&self) -> impl Iterator<Item = (usize, [usize; 3])> {
         let Gemm { m, n, batches, stride_c, ldc, .. } = self.form;
         (0..batches * m * n).map(move |at| {
@@ -120,7 +124,7 @@ impl Case {
         })
     }
 
-    /// The factors of an output, k ascending.
+    /// Returns the factors of an output, in ascending k.
     fn factors(&self, [z, i, j]: [usize; 3]) -> impl Iterator<Item = (f32, f32)> {
         let Gemm { k, lda, ldb, stride_a, stride_b, transpose_a, transpose_b, .. } = self.form;
         let at = |transposed: bool, outer: usize, inner: usize, ld: usize| {
@@ -135,7 +139,7 @@ impl Case {
         (!self.bias.is_empty()).then(|| self.bias[z * self.form.stride_bias + j])
     }
 
-    /// A sum over k: one chain, or chunk by chunk, and each chunk chain by chain.
+    /// Sums over k in one chain, or chunk by chunk, and each chunk chain by chain.
     fn in_parts<P, S>(&self, products: Vec<P>, chain: impl Fn(&[P]) -> S, add: impl Fn(Vec<S>) -> S) -> S {
         let Gemm { m, n, k, .. } = self.form;
         let chunk = chunk(m, n, k);
@@ -145,7 +149,7 @@ impl Case {
         add(products.chunks(chunk).map(|chunk| add(chunk.chunks(CHAIN as usize).map(&chain).collect())).collect())
     }
 
-    /// What the kernel must leave in `out` and in `pre`, which both held `old`.
+    /// Returns the expected `out` and `pre`, which both held `old`.
     pub(crate) fn chain(&self) -> [Vec<f32>; 2] {
         let [mut out, mut pre] = [self.old.clone(), self.old.clone()];
         for (place, at) in self.places() {
@@ -170,7 +174,7 @@ impl Case {
         [out, pre]
     }
 
-    /// The sums in float64, without an activation, in the order of [`Case::places`].
+    /// Returns the sums in float64, without an activation, in the order of [`Case::places`].
     fn exact(&self) -> Vec<Exact> {
         let exact = |(place, at): (usize, [usize; 3])| {
             let products = self.factors(at).map(|(a, b)| Exact::given(a).times(Exact::given(b)));
@@ -187,7 +191,7 @@ impl Case {
     }
 }
 
-/// Runs a case on every tile's kernel that the device has: its name, `out` and `pre`.
+/// Runs a case on the kernel of every tile that the device has. Returns its name, `out` and `pre`.
 fn each_tile(device: &Device, case: &Case) -> Vec<(&'static str, [Vec<f32>; 2])> {
     let mut results = Vec::new();
     let is_there = |tile: Tile| !tile.is_on_cpu() || device.description().kind == DeviceKind::Emulated;
@@ -241,7 +245,7 @@ fn gemm(device: &Device, case: &Case) -> Vec<f32> {
     })
 }
 
-/// Takes the memory that a split product has used and given back, so that the trial knows of it.
+/// Allocates the memory that a split-K product used and freed, so that the trial accounts for it.
 fn workspace<'s>(trial: &Trial<'_, 's>, form: &Gemm) -> Result<Option<Tensor<'s>>> {
     let Gemm { m, n, k, batches, .. } = *form;
     let chunks = k.div_ceil(chunk(m, n, k));
@@ -253,7 +257,7 @@ on_each_device! {
         let mut closeness = Closeness::new("matmul");
         for (number, shape) in SHAPES.into_iter().enumerate() {
             for (form, transpose) in [0, TRANSPOSE_A, TRANSPOSE_B, TRANSPOSE_A | TRANSPOSE_B].into_iter().enumerate() {
-                // Each variant with each shape in one of the forms.
+                // Each variant with each shape, in one of the layouts.
                 for variant in VARIANTS.into_iter().skip((number + form) % 4).step_by(4) {
                     let case = Case::new(shape, transpose, variant);
                     let name = format!("{:?}, flags {}", case.form, case.flags);
@@ -273,7 +277,7 @@ on_each_device! {
         closeness.finish();
     }
 
-    /// With beta 0 the old content is not read: a NaN there is gone.
+    /// The old content is not read if beta is 0: a NaN there disappears.
     fn beta_zero_overwrites(device: &Device) {
         for shape in [[5, 7, 3], [40, 70, 17], [129, 130, 16], [3, 4, 0]] {
             let mut case = Case::new(shape, 0, VARIANTS[0]);
@@ -284,8 +288,8 @@ on_each_device! {
         }
     }
 
-    /// NaN and infinity go where the products put them, and nowhere else.
-    fn special_numbers_stay_in_their_rows(device: &Device) {
+    /// NaN and infinity reach only the outputs whose products contain them.
+    fn special_numbers_stay_in_rows(device: &Device) {
         for shape in [[7, 9, 5], [70, 130, 33]] {
             let mut case = Case::new(shape, 0, VARIANTS[0]);
             case.a[2 * case.form.lda + 1] = f32::NAN;
@@ -299,7 +303,7 @@ on_each_device! {
         }
     }
 
-    /// The op launches the tile that it is told, and without being told the result is the same.
+    /// The op launches the tile that is set, and the result is the same without a setting.
     fn the_op_takes_any_tile(device: &Device) {
         let mut case = Case::new([33, 100, 40], TRANSPOSE_B, Variant { batches: 2, ..VARIANTS[1] });
         let want = &case.chain()[0];
@@ -320,9 +324,9 @@ on_each_device! {
         });
     }
 
-    /// Where k is split, every tile gives the bits of the rule, however k ends; the last chunk of the last shape is shorter,
-    /// and its chunks have two chains.
-    fn every_tile_splits_k_by_the_rule(device: &Device) {
+    /// Every tile gives the documented bits in split-K products, however k ends. The last chunk of
+    /// the last shape is shorter, and its chunks have two chains.
+    fn every_tile_splits_k_alike(device: &Device) {
         let mut closeness = Closeness::new("split matmul");
         let everything = Variant { pads: [3, 1, 2], batches: 2, scales: [0.5, 0.5], bias: true, flags: 0 };
         for (shape, transpose, variant) in [
@@ -348,8 +352,8 @@ on_each_device! {
         closeness.finish();
     }
 
-    /// The sums of chunks are scratch, given back when the product is queued.
-    fn chunks_leave_no_memory_behind(device: &Device) {
+    /// The sums of chunks are scratch memory, which is freed when the product is queued.
+    fn chunks_free_their_memory(device: &Device) {
         let case = Case::new([64, 64, 1024], 0, VARIANTS[0]);
         trial(device, |trial| {
             let upload = |values: &[f32]| trial.upload(values, [values.len()]);
@@ -357,7 +361,7 @@ on_each_device! {
             let behind = out.slice().address() + size_of_val(&case.old[..]) as u64;
             ops::gemm_into(trial, &case.form, &a, &b, None::<&Tensor<'_>>, &mut out)?;
             trial.with_scratch(|| {
-                // The mark of the scratch lies where the product's workspace was.
+                // The scratch marker lies where the product's workspace was.
                 let next = trial.empty::<f32>([0])?.slice().address();
                 assert_eq!(next, behind + (MARK * size_of::<f32>()) as u64);
                 workspace(trial, &case.form)
@@ -380,8 +384,9 @@ on_each_device! {
         closeness.finish();
     }
 
-    /// Of many rows B is transposed first, of half as many it is not: each row has the same bits.
-    fn a_transposed_b_changes_no_bit(device: &Device) {
+    /// B is transposed first if there are many rows, and not for half as many. Each row has the
+    /// same bits.
+    fn transposed_b_keeps_bits(device: &Device) {
         let [m, n, k] = [4096, 2048, 1024];
         assert_eq!(chunk(m, n, k), chunk(m / 2, n, k));
         let [a, b, bias, old] = [m * k, n * k, n, m * n].map(|count| Random::new(count as u64).normals(count));
@@ -410,12 +415,12 @@ on_each_device! {
         assert_same("interleaved", &gemm(device, &case), &case.chain()[0]);
     }
 
-    /// The shaped ops: inputs of any rank, bias, residual, gelu with what it had before.
+    /// The shaped ops: inputs of any rank, bias, residual, and gelu with its kept input.
     fn shaped_ops(device: &Device) {
         for [batch, tokens, k, n] in [[2, 12, 193, 256], [1, 1, 1, 1], [0, 12, 5, 7], [3, 7, 0, 5], [3, 7, 66, 5], [1, 12, 1024, 24]] {
             let rows = batch * tokens;
             let mut case = Case::new([rows, n, k], 0, Variant { bias: true, ..VARIANTS[0] });
-            // An operand without rows has no bias of its own length.
+            // Without rows, the case's own bias has no length.
             case.bias = Random::new(1).normals(n);
             let residual = case.old.clone();
             let got = trial(device, |trial| {
@@ -457,7 +462,8 @@ on_each_device! {
         }
     }
 
-    /// A launch that would leave its arguments, or write an element twice, names the argument and runs nothing.
+    /// A launch that would leave its arguments, or write an element twice, names the argument and
+    /// runs nothing.
     fn violations_name_the_argument(device: &Device) {
         let sound = Gemm { batches: 2, stride_a: 6, stride_b: 8, stride_c: 12, stride_bias: 4, ..Gemm::new(3, 4, 2) };
         trial(device, |trial| {
@@ -478,7 +484,8 @@ on_each_device! {
                 (Gemm { ldc: 3, ..sound }, "out"),
                 (Gemm { stride_c: 11, ..sound }, "stride_c"),
                 (Gemm { stride_c: 0, ..sound }, "stride_c"),
-                // More than 32 bits number with a tile's last rows; no memory is needed to ask for them.
+                // More than 32 bits of index, counting a tile's last rows. The check needs no
+                // memory.
                 (Gemm { m: (1 << 31) + 1, n: 0, k: 0, ..sound }, "m"),
                 (Gemm { m: 0, n: (1 << 31) + 1, k: 0, ..sound }, "n"),
                 (Gemm { m: 0, n: 0, k: (1 << 31) + 1, ..sound }, "k"),
@@ -492,8 +499,9 @@ on_each_device! {
         });
     }
 
-    /// At most one activation, no derivative of f32, and nothing is added where `c` is a gate; nothing follows a chunk's sum.
-    fn what_follows_must_agree(device: &Device) {
+    /// Launches may have one activation at most, and no derivative in f32. Nothing is added if `c`
+    /// is a gate, and nothing follows a chunk's sum.
+    fn epilogues_must_agree(device: &Device) {
         trial(device, |trial| {
             let ones = trial.upload(&[1.0; 64], [64])?;
             for (chunk, flags, [alpha, beta], argument) in [

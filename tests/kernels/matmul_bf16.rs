@@ -1,5 +1,5 @@
-//! Products of BF16 tensors: every tile, each way to store the operands, batches and strides as f32 has them, against sums in float64 and bit for bit
-//! where sums are exact.
+//! Products of BF16 tensors: every tile, each operand layout, and the batches and strides of f32.
+//! They are compared with float64 sums, and bit for bit if the sums are exact.
 
 use crate::hostile::{attack, emulated, hostile_launches};
 use crate::matmul::{Case, VARIANTS, Variant};
@@ -9,11 +9,12 @@ use crate::trial::{Trial, assert_refused, assert_same, trial, trial_of_one};
 use cuda_std::launch::{Contract as _, Pointer, PointerMut, Slice};
 use kernels::activations::Activations as _;
 use kernels::matmul::{GATE, GELU, GELU_DERIVATIVE, KEEP, TRANSPOSE_A, TRANSPOSE_B, sum_splits};
-use kernels::matmul_bf16::{ADD_TO_SUMS, Form, SUM_B, matmul_bf16};
+use kernels::matmul_bf16::{ADD_TO_SUMS, OperandLayout, SUM_B, matmul_bf16};
 use kernels::stored::Stored as _;
 use stepscope::{Arena, Capacity, Device, Result, Saved, Source, Step, Stored, Target, Tensor, bf16, ops};
 
-/// Extents with tails of every kind: less than a tile, a chunk, a stage; rows of 16 bytes and others.
+/// Extents with tails of every kind: less than a tile, a chunk, a stage; rows of 16 bytes and
+/// others.
 const EXTENTS: [[usize; 3]; 8] = [
     [1, 1, 1],
     [3, 8, 5],
@@ -25,7 +26,8 @@ const EXTENTS: [[usize; 3]; 8] = [
     [256, 256, 160],
 ];
 
-/// Batches and rows that begin at multiples of 16 bytes, and others; B is one for all where its rows are padded; no alpha at all.
+/// Batches and rows that begin at multiples of 16 bytes, and others. All batches share B if its
+/// rows are padded. One has no alpha.
 const LAYOUTS: [Variant; 4] = [
     Variant { pads: [0, 0, 0], batches: 3, scales: [0.5, 1.0], bias: true, flags: 0 },
     Variant { pads: [8, 16, 8], batches: 2, scales: [1.0, 0.0], bias: false, flags: 0 },
@@ -33,17 +35,17 @@ const LAYOUTS: [Variant; 4] = [
     Variant { pads: [0, 0, 4], batches: 2, scales: [0.0, -0.5], bias: false, flags: 0 },
 ];
 
-/// A is stored so, B so.
+/// The layouts of A and B.
 const FORMS: [[bool; 2]; 4] = [[false, false], [true, false], [false, true], [true, true]];
 
-/// Random numbers that BF16 holds; whole ones from -4 to 4 where sums must be exact.
+/// Returns random BF16 values, or whole ones from -4 to 4 if sums must be exact.
 fn numbers(seed: u64, length: usize, whole: bool) -> Vec<bf16> {
     let mut random = Random::new(seed);
     let values = random.normals(length);
     values.into_iter().map(|x| bf16::narrow(if whole { (2.0 * x).round().clamp(-4.0, 4.0) } else { x })).collect()
 }
 
-/// The product in float64 and the sum of the sizes of what it adds.
+/// Returns the product in float64, and the sum of the magnitudes of its terms.
 fn reference([m, n, k]: [usize; 3], [across_a, across_b]: [bool; 2], a: &[bf16], b: &[bf16]) -> Vec<[f64; 2]> {
     let a = |i: usize, p: usize| f64::from(a[if across_a { p * m + i } else { i * k + p }]);
     let b = |p: usize, j: usize| f64::from(b[if across_b { j * k + p } else { p * n + j }]);
@@ -68,7 +70,8 @@ fn product<S: Stored>(device: &Device, form: &ops::Gemm, a: &[bf16], b: &[bf16])
     trial_of_one(device, run)
 }
 
-/// A case of f32's with whole factors from -4 to 4, and of C what BF16 holds: no order of sums changes a bit.
+/// Gives an f32 case whole factors from -4 to 4 and BF16 values in C. Then the order of sums does
+/// not change the bits.
 fn whole(case: Case) -> Case {
     let each = |values: Vec<f32>, f: fn(f32) -> f32| values.into_iter().map(f).collect();
     let factor = |x: f32| (4.0 * x).round().clamp(-4.0, 4.0);
@@ -76,7 +79,7 @@ fn whole(case: Case) -> Case {
     Case { a, b, old: each(case.old, |x| bf16::narrow(x).widen()), ..case }
 }
 
-/// What a case leaves in its output, which held `old`, stored as S.
+/// Returns the output of a case, which held `old`, stored as S.
 fn gemm<S: Stored>(device: &Device, case: &Case, tile: ops::Bf16Tile) -> Vec<f32> {
     fn narrow<S: Stored>(values: &[f32]) -> Vec<S> {
         values.iter().map(|&x| S::narrow(x)).collect()
@@ -91,14 +94,15 @@ fn gemm<S: Stored>(device: &Device, case: &Case, tile: ops::Bf16Tile) -> Vec<f32
         let chunks = k.div_ceil(kernels::matmul_bf16::chunk(m, n, k));
         trial.with_scratch(|| {
             ops::gemm_into(trial, &form, &a, &b, bias, &mut out)?;
-            // Sums of chunks were in memory that is given back: the trial is told of it.
+            // The sums of chunks were in memory that is freed by now: the trial must account for
+            // it.
             (chunks > 1).then(|| trial.empty::<f32>([batches * chunks, m, n])).transpose()
         })?;
         Ok(trial.output(&out)?.into_iter().map(S::widen).collect())
     })
 }
 
-/// Fails unless every tile gives the bits of f32's chain, and as BF16 these rounded.
+/// Checks that every tile gives the bits of f32's chain, and with BF16 outputs these bits rounded.
 fn assert_exact(device: &Device, case: &Case) {
     let [want, _] = case.chain();
     let rounded: Vec<f32> = want.iter().map(|&x| bf16::narrow(x).widen()).collect();
@@ -108,7 +112,8 @@ fn assert_exact(device: &Device, case: &Case) {
     }
 }
 
-/// The sums of the columns of `b`, `[k, n]`, in the order that the kernels promise: four lanes of each chunk, their tree, the chunks.
+/// Returns the sums of the columns of `b`, `[k, n]`, in the documented order: four lanes of each
+/// chunk, their tree, the chunks.
 fn column_sums(b: &[bf16], [n, k, chunk]: [usize; 3]) -> Vec<f32> {
     let of_chunk = |column: usize, first: usize| {
         let mut lanes = [0.0f32; 4];
@@ -119,7 +124,8 @@ fn column_sums(b: &[bf16], [n, k, chunk]: [usize; 3]) -> Vec<f32> {
     (0..n).map(|column| sum(column).expect("a chunk at least")).collect()
 }
 
-/// The gradients of a weight and a bias from dy, `[k, n]`, which is `b`; `old` is what the bias's had before, if that counts.
+/// Returns the gradients of a weight and a bias from dy, `[k, n]`, which is `b`. `old` is the
+/// bias's gradient to add to, if any.
 fn weight_gradients(device: &Device, form: &ops::Gemm, a: &[bf16], b: &[bf16], old: Option<&[f32]>) -> [Vec<f32>; 2] {
     let ops::Gemm { m, n, k, .. } = *form;
     trial_of_one(device, |trial| {
@@ -144,9 +150,9 @@ fn weight_gradients(device: &Device, form: &ops::Gemm, a: &[bf16], b: &[bf16], o
 }
 
 on_each_device! {
-    /// The bias's gradient in the weight's product: bit for bit in its order, in every tile, which leaves the product as it is; near the sum in
-    /// float64.
-    fn columns_are_summed_in_their_order(device: &Device) {
+    /// The bias gradient in the weight's product has the documented bits in every tile, and is
+    /// close to the float64 sum. It does not change the product.
+    fn columns_sum_in_order(device: &Device) {
         // Rows of blocks that do not sum; no k; whole stages, and tails of all kinds; k in chunks.
         for [m, n, k] in [[1, 1, 1], [3, 5, 0], [130, 260, 97], [256, 256, 160], [17, 300, 205], [48, 72, 2100]] {
             let (a, b) = (numbers(11, m * k, false), numbers(12, k * n, false));
@@ -172,7 +178,7 @@ on_each_device! {
         }
     }
 
-    fn a_bias_has_a_column_each(device: &Device) {
+    fn bias_matches_columns(device: &Device) {
         trial(device, |trial| {
             let (x, dy) = (trial.upload(&[bf16::ONE; 12], [3, 4])?, trial.upload(&[bf16::ONE; 6], [3, 2])?);
             for (form, length, words) in [
@@ -189,7 +195,8 @@ on_each_device! {
         });
     }
 
-    /// Batches, one B for all of them, padded rows, alpha, beta and bias, as f32's products have them; k in one chunk and in two.
+    /// Batches, one B for all of them, padded rows, alpha, beta and bias, as for f32 products; k in
+    /// one chunk and in two.
     fn batches_strides_and_scales(device: &Device) {
         let plain = VARIANTS.into_iter().filter(|variant| variant.flags == 0);
         let variants: Vec<Variant> = plain.chain(LAYOUTS).collect();
@@ -206,7 +213,8 @@ on_each_device! {
                 for &variant in variants.iter().skip(form % 2).step_by(2) {
                     let mut case = Case::new(shape, transpose, variant);
                     if LAYOUTS.contains(&variant) {
-                        // No longer one element short of its rows, which may be read as vectors now.
+                        // Batches no longer overlap by one element, so that rows may be read as
+                        // vectors.
                         let (rows, ld) = (if case.form.transpose_a { shape[2] } else { shape[0] }, case.form.lda);
                         case.form.stride_a = rows * ld;
                         case.a = Random::new(9).uniforms(variant.batches * rows * ld, -0.5, 1.0);
@@ -220,7 +228,7 @@ on_each_device! {
         }
     }
 
-    /// With beta 0 the old content is not read: a NaN there is gone.
+    /// The old content is not read if beta is 0: a NaN there disappears.
     fn beta_zero_overwrites(device: &Device) {
         let mut case = whole(Case::new([40, 70, 17], 0, VARIANTS[0]));
         case.old.fill(f32::NAN);
@@ -228,8 +236,9 @@ on_each_device! {
         assert_exact(device, &case);
     }
 
-    /// Whole numbers: no order of sums changes a bit, so every tile and form has those of the exact sums.
-    fn exact_sums_have_their_bits(device: &Device) {
+    /// The order of sums of whole numbers does not change the bits. Every tile and layout has
+    /// those of the exact sums.
+    fn exact_sums_match_bits(device: &Device) {
         for extents in EXTENTS {
             let [m, n, k] = extents;
             let (a, b) = (numbers(1, m * k, true), numbers(2, k * n, true));
@@ -245,7 +254,7 @@ on_each_device! {
         }
     }
 
-    /// Within k 2^-22 of the sum of the sizes, and the bits are those of any other tile.
+    /// Errors are within k 2^-22 of the sum of the magnitudes, and every tile gives the same bits.
     fn sums_are_within_the_bound(device: &Device) {
         for extents in EXTENTS {
             let [m, n, k] = extents;
@@ -262,8 +271,9 @@ on_each_device! {
         }
     }
 
-    /// Bias, residual, activations and what they keep, a gate, and k in chunks: the same as one after the other on f32 sums.
-    fn what_follows_the_sums(device: &Device) {
+    /// Bias, residual, activations and their kept inputs, a gate, and k in chunks: the same as
+    /// separate steps on f32 sums.
+    fn epilogues_match_separate_steps(device: &Device) {
         let [m, n, k] = [48, 72, 2100];
         let (x, w) = (numbers(5, m * k, true), numbers(6, k * n, true));
         let (residual, bias) = (numbers(7, m * n, true), Random::new(8).normals(n));
@@ -293,9 +303,9 @@ on_each_device! {
         assert_same("gated", &gated, &of(&|at| bf16::silu(residual[at].widen()) * with_bias(at)));
     }
 
-    /// Each tile multiplies its sums by gelu' of what lies where they go, here in place, in padded rows of two batches; what it keeps are the
-    /// sums. Sums are exact, and so are the bits.
-    fn gelu_derivative_ends_each_tile(device: &Device) {
+    /// Each tile multiplies its sums by gelu' of the values at their place, here in place, in
+    /// padded rows of two batches. It keeps the sums. The sums are exact, and so are the bits.
+    fn gelu_derivative_epilogue_is_exact(device: &Device) {
         for ([m, n, k], pad, flags) in [([5, 9, 6], 3, 0), ([70, 132, 40], 4, KEEP), ([129, 260, 33], 0, KEEP)] {
             let (a, b) = (numbers(1, 2 * m * k, true), numbers(2, 2 * k * n, true));
             let (stride_c, bias) = (m * (n + pad), Random::new(8).normals(n));
@@ -317,7 +327,7 @@ on_each_device! {
                     let mut out = trial.upload(&old, [old.len()])?;
                     let (c, written) = out.in_place();
                     trial.launch(matmul_bf16 {
-                        variant: (Form::Plain, tile),
+                        variant: (OperandLayout::Plain, tile),
                         a: a.slice(),
                         b: b.slice(),
                         bias: bias.slice(),
@@ -349,8 +359,9 @@ on_each_device! {
         }
     }
 
-    /// Each element is the exact one but for one rounding to BF16 (2^-8 of it), what its sum is off (k 2^-22 of the sizes) and what the
-    /// derivative is (2^-15 of it, and 2^-18 near its root). Product and derivative by themselves round three times; k in one chunk and in some.
+    /// Each element is exact up to three errors: one BF16 rounding (2^-8 of it), that of its sum (k
+    /// 2^-22 of the magnitudes), and that of the derivative (2^-15 of it, and 2^-18 near its root).
+    /// Separate product and derivative would round three times. Runs k in one chunk and in several.
     fn gelu_linear_backward_rounds_once(device: &Device) {
         for [rows, hidden, n] in [[1, 1, 1], [3, 8, 5], [65, 130, 40], [33, 72, 129], [40, 36, 2100]] {
             let (dy, w) = (numbers(5, rows * n, false), numbers(6, hidden * n, false));
@@ -384,18 +395,19 @@ on_each_device! {
                 let between = 3.01 * rounding * exact.abs() + 2.02 * off;
                 assert!((fused[at] - apart[at]).abs() <= between, "{at} of {rows} x {hidden}, k {n}: {} and {}", fused[at], apart[at]);
             }
-            // What is rounded in between is another number, somewhere.
+            // A separate rounding in between changes some number.
             assert!(rows * hidden < 100 || fused != apart, "{rows} x {hidden}, k {n}");
         }
     }
 
-    /// Only BF16 ends so, after no other activation, and nothing is added to it; `c` is as large as the output, and nothing follows a chunk's sum.
-    fn gelu_derivative_must_be_possible(device: &Device) {
+    /// The epilogue requires a BF16 product without another activation, to which nothing is added.
+    /// `c` is as large as the output, and nothing follows a chunk's sum.
+    fn gelu_derivative_needs_suitable_product(device: &Device) {
         fn launches<S: Stored>(trial: &Trial<'_, '_>, chunk: u32, flags: u32, beta: f32, c: usize) -> Result<[Result<()>; 2]> {
             let (halves, partials) = (trial.upload(&[bf16::ONE; 64], [64])?, trial.upload(&[1.0; 16], [16])?);
             let (c, mut out) = (trial.upload(&vec![S::narrow(1.0); c], [c])?, trial.empty::<S>([16])?);
             let product = trial.launch(matmul_bf16 {
-                variant: (Form::Plain, ops::BF16_TILES[0]),
+                variant: (OperandLayout::Plain, ops::BF16_TILES[0]),
                 a: halves.slice(),
                 b: halves.slice(),
                 bias: Slice::empty(),
@@ -481,13 +493,15 @@ attack! {
     }
 }
 
-/// As `attack!`, with sums of B's columns, which BF16 outputs do not have: two batches, two chunks.
+/// Attacks like `attack!`, with sums of B's columns, which BF16 outputs do not support: two
+/// batches, two chunks.
 #[test]
-fn column_sums_stay_in_their_place() {
+fn column_sums_stay_in_bounds() {
     emulated(|step| {
         let (a, b) = (step.upload(&[bf16::ONE; 700], [700])?, step.upload(&[bf16::ONE; 840], [840])?);
         let (mut out, mut sums) = (step.upload(&[1.0; 120], [120])?, step.upload(&[1.0; 24], [24])?);
-        let variants = matmul_bf16::<'_, f32>::VARIANTS.iter().filter(|(_, (form, _), _)| *form == Form::Transposed);
+        let variants =
+            matmul_bf16::<'_, f32>::VARIANTS.iter().filter(|(_, (form, _), _)| *form == OperandLayout::Transposed);
         for &(name, variant, _) in variants {
             hostile_launches(name, &[700, 840, 120, 24], variant.1 == ops::BF16_TILES[0], |numbers, launch| {
                 let kernel = matmul_bf16::<'_, f32> {
@@ -521,12 +535,15 @@ fn column_sums_stay_in_their_place() {
                 }
             });
         }
-        // Only into f32, beside a transposed A, and only of dy as it lies.
+        // Only into f32, together with a transposed A, and only for an untransposed dy.
         let mut halves = step.upload(&[bf16::ONE; 120], [120])?;
         let refused = "`flags`: expected sums of B only beside a transposed A, into f32";
-        assert_refused(summed(step, [&a, &b], &mut halves, &mut sums, (Form::Transposed, 0)), &["_bf16`", refused]);
-        assert_refused(summed(step, [&a, &b], &mut out, &mut sums, (Form::Plain, 0)), &["_f32`", refused]);
-        let launched = summed(step, [&a, &b], &mut out, &mut sums, (Form::Transposed, TRANSPOSE_B));
+        assert_refused(
+            summed(step, [&a, &b], &mut halves, &mut sums, (OperandLayout::Transposed, 0)),
+            &["_bf16`", refused],
+        );
+        assert_refused(summed(step, [&a, &b], &mut out, &mut sums, (OperandLayout::Plain, 0)), &["_f32`", refused]);
+        let launched = summed(step, [&a, &b], &mut out, &mut sums, (OperandLayout::Transposed, TRANSPOSE_B));
         assert_refused(launched, &["`flags`: expected B as [k, n] where it is summed"]);
         Ok(())
     });
@@ -538,7 +555,7 @@ fn summed<'s, S: Stored>(
     [a, b]: [&Tensor<'s, bf16>; 2],
     out: &mut Tensor<'s, S>,
     sums: &mut Tensor<'s>,
-    (form, flags): (Form, u32),
+    (form, flags): (OperandLayout, u32),
 ) -> Result<()> {
     step.launch(matmul_bf16 {
         variant: (form, ops::BF16_TILES[0]),
@@ -552,7 +569,7 @@ fn summed<'s, S: Stored>(
         m: 5,
         n: 6,
         k: 7,
-        lda: if form == Form::Plain { 7 } else { 5 },
+        lda: if form == OperandLayout::Plain { 7 } else { 5 },
         ldb: 7,
         ldc: 6,
         chunk: 7,

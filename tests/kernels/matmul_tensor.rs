@@ -1,7 +1,9 @@
-//! Matrix multiply in TF32 and BF16: `ops::gemm_into` and the shaped ops in a [`Precision`], and every tile below them.
+//! Matrix multiply in TF32 and BF16: `ops::gemm_into` and the shaped ops in a [`Precision`], and
+//! every tile below them.
 //!
-//! Three claims. Factors are rounded exactly as [`Precision`] says, on every device. Sums are within its bound of the exact
-//! ones, on every device. On the emulator they have the bits of one chain.
+//! Three claims are tested. Factors are rounded exactly as [`Precision`] documents, on every
+//! device. Sums are within its bound of the exact sums, on every device. On the emulator they have
+//! the bits of one chain.
 
 use crate::hostile::attack;
 use crate::launches::launched;
@@ -13,7 +15,8 @@ use stepscope::{Device, DeviceKind, Error, Result, Tensor};
 
 const ROUNDED: [Precision; 2] = [Precision::Tf32, Precision::Bf16];
 
-/// m, n, k: tails and multiples of every tile, no products, one, around a stage of 16 and of 32, the model's 193.
+/// m, n, k: tails and multiples of every tile, zero or one products, around a stage of 16 and of
+/// 32, the model's 193.
 const SHAPES: [[usize; 3]; 9] = [
     [16, 16, 1],
     [17, 19, 0],
@@ -26,15 +29,16 @@ const SHAPES: [[usize; 3]; 9] = [
     [130, 20, 17],
 ];
 
-/// `x` as the factor that it becomes: the nearest number of so many bits of significand, found by distance.
+/// Rounds `x` as a factor: the nearest number with this many bits of significand, found by
+/// distance.
 fn round(precision: Precision, x: f32) -> f32 {
     let dropped = match precision {
-        Precision::Ieee => return x,
+        Precision::F32 => return x,
         Precision::Tf32 => 13,
         Precision::Bf16 => 16,
     };
     if x.is_nan() && precision == Precision::Tf32 {
-        // The payload is cut off: what is left may be an infinity.
+        // The payload is truncated, which may leave an infinity.
         return f32::from_bits(x.to_bits() >> dropped << dropped);
     }
     if !x.is_finite() {
@@ -42,7 +46,7 @@ fn round(precision: Precision, x: f32) -> f32 {
     }
     let below = x.to_bits() >> dropped << dropped;
     let above = below + (1 << dropped);
-    // What lies beyond the largest number would be the next power of two.
+    // The step past the largest number would be the next power of two.
     let beyond = 2.0f64.powi(128).copysign(f64::from(x));
     let value = |bits: u32| if f32::from_bits(bits).is_finite() { f64::from(f32::from_bits(bits)) } else { beyond };
     let [down, up] = [below, above].map(|bits| (value(bits) - f64::from(x)).abs());
@@ -61,8 +65,8 @@ struct Case {
 }
 
 impl Case {
-    /// `variant`: 0 packed; 1 three batches that share B, with bias, added to the old content; 2 padded rows, in two batches,
-    /// half of the old content.
+    /// Returns a case. `variant` 0 is packed. 1 has three batches that share B, with bias, added to
+    /// the old content. 2 has padded rows in two batches, added to half of the old content.
     fn new([m, n, k]: [usize; 3], [transpose_a, transpose_b]: [bool; 2], variant: usize) -> Self {
         let mut form = Gemm::new(m, n, k);
         form = if transpose_a { form.transpose_a() } else { form };
@@ -85,7 +89,7 @@ impl Case {
         }
     }
 
-    /// The outputs' places, batches, rows and columns.
+    /// Returns the outputs' places, batches, rows and columns.
     fn places(&self) -> impl Iterator<Item = (usize, [usize; 3])> {
         let Gemm { m, n, batches, stride_c, ldc, .. } = self.form;
         (0..batches * m * n).map(move |at| {
@@ -94,7 +98,7 @@ impl Case {
         })
     }
 
-    /// The `p`th factors of an output.
+    /// Returns the `p`th factors of an output.
     fn factors(&self, [z, i, j]: [usize; 3], p: usize) -> (f32, f32) {
         let Gemm { lda, ldb, stride_a, stride_b, transpose_a, transpose_b, .. } = self.form;
         let at = |transposed: bool, outer: usize, inner: usize, ld: usize| {
@@ -107,7 +111,7 @@ impl Case {
         (!self.bias.is_empty()).then(|| self.bias[z * self.form.stride_bias + j])
     }
 
-    /// What the emulator leaves in `out`: one chain over ascending k.
+    /// Returns the emulator's expected `out`: one chain over ascending k.
     fn chain(&self, precision: Precision) -> Vec<f32> {
         let mut out = self.old.clone();
         for (place, at) in self.places() {
@@ -121,7 +125,8 @@ impl Case {
         out
     }
 
-    /// Every output within the bound of [`Precision`], and what bias and old content add to it; the largest share of it.
+    /// Checks every output against the bound of [`Precision`], with bias and old content. Returns
+    /// the largest share of the bound.
     fn check_bound(&self, precision: Precision, out: &[f32]) -> f64 {
         let unit = if precision == Precision::Tf32 { 2.0f64.powi(-11) } else { 2.0f64.powi(-8) };
         let mut worst = 0.0f64;
@@ -164,7 +169,8 @@ fn gemm(device: &Device, case: &Case, form: &Gemm) -> Vec<f32> {
     })
 }
 
-/// Takes at least the memory that a product has used for rounded operands and given back, so that the trial knows of it.
+/// Allocates at least the memory that a product used for rounded operands and freed, so that the
+/// trial accounts for it.
 fn workspace<'s>(trial: &Trial<'_, 's>, form: &Gemm) -> Result<Tensor<'s>> {
     let Gemm { m, n, k, batches, .. } = *form;
     let rows = m.next_multiple_of(32) + n.next_multiple_of(32);
@@ -195,7 +201,7 @@ on_each_device! {
                 }
             }
             println!("{precision}: worst error {worst:.3} of the bound");
-            // One product of two factors that both lie near a tie comes close.
+            // A single product of two factors that both lie near a tie comes close.
             assert!(worst >= 0.5, "{precision}: the bound is more than twice the worst error, {worst:.3} of it");
         }
     }
@@ -205,7 +211,8 @@ on_each_device! {
         let mut values = vec![0.0, -0.0, 1.0, f32::MAX, f32::MIN, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, -f32::NAN];
         values.extend([0x7fff_ffff, 0xffff_ffff, 0x7f80_0001].map(f32::from_bits));
         for dropped in [13, 16] {
-            // A tie, and its neighbours, after an even and an odd last bit, of either sign, normal and subnormal.
+            // A tie and its neighbours, after an even and an odd last bit, of either sign, normal
+            // and subnormal.
             for kept in [0x3f80_0000, 0x3f80_0000 + (1 << dropped), 0x7f7f_ffff >> dropped << dropped, 0x0040_0000, 1 << dropped] {
                 for rest in [1, (1 << (dropped - 1)) - 1, 1 << (dropped - 1), (1 << (dropped - 1)) + 1, (1 << dropped) - 1] {
                     values.extend([0, 1 << 31].map(|sign| f32::from_bits(sign | kept | rest)));
@@ -226,8 +233,8 @@ on_each_device! {
         }
     }
 
-    /// NaN and infinity go where the products put them, and nowhere else.
-    fn special_numbers_stay_in_their_rows(device: &Device) {
+    /// NaN and infinity reach only the outputs whose products contain them.
+    fn special_numbers_stay_in_rows(device: &Device) {
         for precision in ROUNDED {
             for shape in [[17, 19, 5], [70, 130, 33]] {
                 let mut case = Case::new(shape, [false, false], 0);
@@ -243,9 +250,10 @@ on_each_device! {
         }
     }
 
-    /// `Ieee` is what it was, whatever the step says, and so are multiples too small for matrix instructions.
-    fn ieee_is_untouched(device: &Device) {
-        for (shape, own) in [([40, 70, 17], Some(Precision::Ieee)), ([15, 70, 17], None), ([70, 15, 17], Some(Precision::Bf16))] {
+    /// `F32` keeps its bits whatever the step's precision, and so do multiplies too small for
+    /// matrix instructions.
+    fn f32_products_stay_f32(device: &Device) {
+        for (shape, own) in [([40, 70, 17], Some(Precision::F32)), ([15, 70, 17], None), ([70, 15, 17], Some(Precision::Bf16))] {
             let case = Case::new(shape, [false, true], 1);
             let multiply = |step: Precision, precision| {
                 let mut names = Vec::new();
@@ -264,19 +272,20 @@ on_each_device! {
                 assert!(names.iter().all(|name| !name.starts_with("matmul_tf32") && !name.starts_with("matmul_bf16")));
                 out
             };
-            assert_same(format_args!("{shape:?}"), &multiply(Precision::Tf32, own), &multiply(Precision::Ieee, None));
+            assert_same(format_args!("{shape:?}"), &multiply(Precision::Tf32, own), &multiply(Precision::F32, None));
         }
     }
 
-    /// Multiplies that say nothing follow their step, and a scratch its outer step.
-    fn a_step_has_a_precision(device: &Device) {
+    /// Multiplies without a precision use that of their step. A scratch step uses that of its outer
+    /// step.
+    fn steps_set_the_precision(device: &Device) {
         let [m, n, k] = [24, 40, 33];
         let case = Case::new([m, n, k], [false, false], 0);
-        for (precision, kernel) in [(Precision::Ieee, "matmul_"), (Precision::Tf32, "matmul_tf32_"), (Precision::Bf16, "matmul_bf16_")] {
+        for (precision, kernel) in [(Precision::F32, "matmul_"), (Precision::Tf32, "matmul_tf32_"), (Precision::Bf16, "matmul_bf16_")] {
             let mut arena = stepscope::Arena::builder(device).capacity(stepscope::Capacity::mib(4)).build().unwrap();
             let names = launched(|| {
                 let made = arena.step(|step| {
-                    assert_eq!(step.precision(), Precision::Ieee);
+                    assert_eq!(step.precision(), Precision::F32);
                     step.set_precision(precision);
                     let (x, w) = (step.upload(&case.a, [m, k])?, step.upload(&case.b, [k, n])?);
                     let mut y = ops::linear(step, &x, &w, None::<&Tensor<'_>>)?;
@@ -298,7 +307,7 @@ on_each_device! {
         }
     }
 
-    /// What follows the sums: gelu, with what it had before, silu, a gate, a residual, and a scale.
+    /// The epilogues: gelu with its kept input, silu, a gate, a residual, and a scale.
     fn shaped_ops(device: &Device) {
         let [m, n, k] = [24, 40, 33];
         let case = Case::new([m, n, k], [false, false], 0);
@@ -352,7 +361,7 @@ on_each_device! {
                     trial.with_scratch(|| {
                         let refused = ops::gemm_into(trial, &form.precision(precision), &a, &b, Some(&bias), &mut out);
                         if let Err(full @ Error::ArenaFull { .. }) = refused {
-                            // The trial begins anew, in a larger arena.
+                            // The trial starts again, in a larger arena.
                             return Err(full);
                         }
                         assert_refused(refused, &[&format!("`{argument}`: expected")]);

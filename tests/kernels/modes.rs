@@ -1,26 +1,27 @@
-//! Every kernel in every mode of the emulator: watched for races, and in shuffled orders.
+//! Every kernel in every mode of the emulator: with race checks, and in shuffled orders.
 //!
-//! Invariant: no kernel is reported, and none gives other bits than the committed ones in another order of its threads or
-//! blocks. The cases are those of [`stepscope::same_bits`], which launch every kernel that there is.
+//! Invariant: no kernel is reported, and each gives the committed bits in any order of its threads
+//! or blocks. The cases of [`stepscope::same_bits`] launch every kernel of the library.
 
 use crate::same_bits::run;
 use crate::support;
 use cuda_std::emulator::Mode;
 use stepscope::DeviceKind;
-use stepscope::same_bits::{Form, cases, line};
+use stepscope::same_bits::{CaseSize, cases, line};
 
-/// Fails unless every case gives the committed bits in `mode`.
+/// Checks that every case gives the committed bits in `mode`.
 fn assert_committed(mode: Mode) {
-    let (device, golden) = (support::open(DeviceKind::Emulated), Form::Whole.golden());
+    let (device, golden) = (support::open(DeviceKind::Emulated), CaseSize::Whole.golden());
     for (name, case) in cases() {
-        let results = mode.scope(|| run(&device, &case, Form::Whole));
+        let results = mode.scope(|| run(&device, &case, CaseSize::Whole));
         assert!(golden.contains(&line(name, &results)), "{name} gives other bits in {mode:?}");
     }
 }
 
-/// Watched in an order of its own: what is reported would depend on it. `STEPSCOPE_ORDERS` says how many others follow.
+/// Checks races in one shuffled order; reports could depend on it. `STEPSCOPE_ORDERS` is the total
+/// number of orders.
 #[test]
-fn no_kernel_races_and_every_order_gives_the_same_bits() {
+fn every_order_keeps_bits_without_races() {
     let orders = std::env::var("STEPSCOPE_ORDERS").map_or(1, |orders| orders.parse().expect("a number of orders"));
     assert_committed(Mode { races: true, shuffle: Some(orders) });
     for seed in 1..orders {

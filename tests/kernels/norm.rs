@@ -1,4 +1,4 @@
-//! `ops::{rms_norm, rms_norm_residual}` and their backward pass.
+//! Tests of `ops::{rms_norm, rms_norm_residual}` and their backward pass.
 
 use crate::gradients::{Case, SEEDS, extents, leaf, longest, normal, stack};
 use crate::hostile::attack;
@@ -32,7 +32,7 @@ impl Inputs {
         format!("{} x {}", self.rows, self.cols)
     }
 
-    /// As the forward kernel gives it: the documented tree.
+    /// Returns the value that the forward kernel gives: the documented tree.
     fn inverse_rms(&self) -> Vec<f32> {
         let row = |row: usize| {
             let x = &self.x[row * self.cols..][..self.cols];
@@ -42,12 +42,12 @@ impl Inputs {
         (0..self.rows).map(row).collect()
     }
 
-    /// x, gain and dy of one element.
+    /// Returns x, gain and dy of one element.
     fn at(&self, index: usize) -> [Exact; 3] {
         [self.x[index], self.gain[index % self.cols], self.dy[index]].map(Exact::given)
     }
 
-    /// `1 / sqrt(mean x^2 + epsilon)` of each row.
+    /// Returns `1 / sqrt(mean x^2 + epsilon)` of each row.
     fn exact_inverse_rms(&self) -> Vec<Exact> {
         let row = |row: usize| {
             let squares = (0..self.cols).map(|column| self.at(row * self.cols + column)[0]).map(|x| x.times(x));
@@ -59,7 +59,7 @@ impl Inputs {
 }
 
 impl Inputs {
-    /// dx and dgain from dy, which may have parts, and from what they are added to.
+    /// Returns dx and dgain from dy, which may have parts, added to the given values.
     fn backward(
         &self,
         device: &Device,
@@ -87,7 +87,7 @@ impl Inputs {
     }
 }
 
-/// The norm of rows of `gain`'s length in float64.
+/// Returns the norm of rows of `gain`'s length in float64.
 pub(crate) fn in_float64(x: &[f64], gain: &[f64], epsilon: f64) -> Vec<f64> {
     let row = |x: &[f64]| {
         let mean = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
@@ -119,8 +119,8 @@ on_each_device! {
         scales.finish();
     }
 
-    /// Heads are rows of 64, whatever extents stand before them.
-    fn heads_are_rows(device: &Device) {
+    /// Heads are rows of 64, whatever extents precede them.
+    fn heads_are_normalised_as_rows(device: &Device) {
         let inputs = Inputs::new([2 * 12 * 4, 64]);
         let [heads, rows] = [[2, 12, 4, 64].as_slice(), &[96, 64]].map(|extents| {
             trial(device, |trial| {
@@ -184,7 +184,7 @@ on_each_device! {
         dgain_seen.finish();
     }
 
-    /// The parts of dy are added up first; both gradients are added to what is there.
+    /// The parts of dy are summed first, and both gradients are added to the existing values.
     fn backward_adds(device: &Device) {
         for shape in ROWS {
             let inputs = Inputs::new(shape);
@@ -229,7 +229,8 @@ on_each_device! {
         for seed in SEEDS {
             let mut random = Random::new(seed);
             let [rows, cols] = extents(&mut random, seed, if seed % 2 == 1 { [131, 9] } else { [5, 301] });
-            // The norm of one number is its sign, whose gradient is what epsilon leaves: let that be something.
+            // The norm of one number is its sign, whose gradient comes only from epsilon: let that
+            // be noticeable.
             let epsilon = if cols == 1 { 0.5 } else { 1e-6 };
             let values = vec![normal(&mut random, &[rows, cols]), normal(&mut random, &[cols])];
             Case::new("rms_norm", seed, longest(&[rows, cols]), values).check(device, |_, tape, p| {
@@ -238,7 +239,7 @@ on_each_device! {
         }
     }
 
-    /// Behind a residual the bits are those of the sum itself.
+    /// The bits after a residual are those of the norm of the sum.
     fn residual(device: &Device) {
         for shape in ROWS {
             let inputs = Inputs::new(shape);
@@ -262,7 +263,7 @@ on_each_device! {
             let [rows, cols] = extents(&mut random, seed, [7, 41]);
             let epsilon = if cols == 1 { 0.5 } else { 1e-6 };
             let values = vec![normal(&mut random, &[rows, cols]), normal(&mut random, &[rows, cols]), normal(&mut random, &[cols])];
-            // h goes on, by its norm and beside it.
+            // h is used through its norm and directly.
             Case::new("rms_norm_residual", seed, longest(&[rows, cols]), values).check(device, |_, tape, p| {
                 let [h, y] = tape.rms_norm_residual(&leaf(tape, p[0])?, &leaf(tape, p[1])?, p[2], epsilon)?;
                 tape.add(&y, &tape.tanh(&h)?)

@@ -1,4 +1,5 @@
-//! The kernels that round operands of a multiply: each element to TF32 or BF16, at its place in a fragment, zeros around.
+//! The kernels that round operands of a multiply. Each element is rounded to TF32 or BF16 and
+//! written to its place in a fragment, with zeros around.
 
 use crate::hostile::attack;
 use crate::support::{Random, SPECIAL, on_each_device};
@@ -11,8 +12,8 @@ use stepscope::{Result, Source, Target};
 
 const PRECISIONS: [Precision; 2] = [Precision::Tf32, Precision::Bf16];
 
-/// `batches` of `rows` x `cols` elements without space between, and the sides for which their fragments are wanted: as they lie, and
-/// transposed.
+/// `batches` of `rows` x `cols` elements without gaps, and the sides for which fragments are
+/// needed: untransposed and transposed.
 #[derive(Clone, Copy, Debug)]
 struct Form {
     rows: usize,
@@ -22,7 +23,8 @@ struct Form {
     across: Option<Side>,
 }
 
-/// `x` by the integers: up where what is dropped is more than half, or half and (TF32) always or (BF16) after an odd bit.
+/// Rounds `x` with integers. It rounds up if the dropped part is more than half, or exactly half:
+/// always for TF32, and after an odd bit for BF16.
 fn rounded(precision: Precision, x: f32) -> u32 {
     let dropped = if precision == Precision::Tf32 { 13 } else { 16 };
     let (kept, rest, half) = (x.to_bits() >> dropped, x.to_bits() & ((1 << dropped) - 1), 1 << (dropped - 1));
@@ -34,20 +36,21 @@ fn per_word(precision: Precision) -> usize {
     if precision == Precision::Tf32 { 1 } else { 2 }
 }
 
-/// Words of the fragments of so many rows of k elements.
+/// Returns the words of the fragments of these rows of k elements.
 fn words(precision: Precision, [rows, k]: [usize; 2]) -> usize {
     rows.div_ceil(32) * k.div_ceil(8 * per_word(precision)) * 256
 }
 
 impl Form {
-    /// Words of its fragments: as it lies, and transposed.
+    /// Returns the words of its fragments, untransposed and transposed.
     fn words(self, precision: Precision) -> [usize; 2] {
         let Self { rows, cols, batches, along, across } = self;
         [(along, [rows, cols]), (across, [cols, rows])]
             .map(|(side, extents)| side.map_or(0, |_| batches * words(precision, extents)))
     }
 
-    /// What the kernel must make of `x`, element by element: as it lies, and transposed.
+    /// Returns the kernel's expected result for `x`, element by element, untransposed and
+    /// transposed.
     fn expected(self, precision: Precision, x: &[f32]) -> [Vec<u32>; 2] {
         let Self { rows, cols, batches, along, across } = self;
         let (per_word, mut made) = (per_word(precision), self.words(precision).map(|words| vec![0; words]));
@@ -60,7 +63,7 @@ impl Form {
             {
                 let Some(side) = side else { continue };
                 let (word, part) = (p / per_word, p % per_word);
-                // Of B, neighbouring groups of four lanes have columns that are 16 apart.
+                // For B, neighbouring groups of four lanes hold columns that are 16 apart.
                 let group = if side == Side::Left { row % 32 / 4 } else { row % 16 / 4 * 2 + row % 32 / 16 };
                 let fragment = row / 32 * extents[1].div_ceil(8 * per_word) + word / 8;
                 let [upper, later] = [row % 2, word % 2];
@@ -74,7 +77,7 @@ impl Form {
     }
 }
 
-/// The kernel on three operands, with `words` for each one's fragments.
+/// Runs the kernel on three operands, with `words` for the fragments of each.
 fn round(
     trial: &Trial<'_, '_>,
     precision: Precision,
@@ -126,7 +129,7 @@ on_each_device! {
             x.iter_mut().zip(SPECIAL.into_iter().filter(|special| !special.is_nan())).for_each(|(x, special)| *x = special);
             (form, x)
         };
-        // As many as there are extents times sides, three in a launch.
+        // The number of extents times sides, three in a launch.
         for _ in 0..33 {
             let operands = [form(), form(), form()];
             let operands = operands.each_ref().map(|(form, x)| (*form, &**x));
@@ -145,7 +148,7 @@ on_each_device! {
         }
     }
 
-    fn a_nan_stays_one_in_bf16(device: &Device) {
+    fn nan_stays_nan_in_bf16(device: &Device) {
         let nans = [0x7fff_ffff, 0xffff_ffff, 0x7f80_0001, 0xffc0_0000, 0x7fc0_0000, 0x7f80_ffff, 0xff80_0001, 0x7fa0_0000];
         let form = Form { rows: 1, cols: 8, batches: 1, along: Some(Side::Right), across: None };
         let nans = nans.map(f32::from_bits);

@@ -1,16 +1,17 @@
-//! `ops::qk_norm` and its backward pass; and attention behind a norm.
+//! Tests of `ops::qk_norm` and its backward pass, and of attention after a norm.
 
 use crate::gradients::{Case, SEEDS, leaf, longest, normal, stack};
 use crate::hostile::attack;
 use crate::support::{Random, on_each_device, relative_l2, tolerance};
 use crate::trial::{assert_refused, assert_same, trial};
 use crate::{flash_reference, norm};
-use stepscope::ops::{self, AttentionForm, AttentionKept, QkNorm};
+use stepscope::ops::{self, AttentionConfig, AttentionKept, QkNorm};
 use stepscope::{Shape, Tensor};
 
 const EPSILON: f32 = 1e-5;
 
-/// Heads and key heads, width, batch and tokens, and whether stacked. Rows of one lane up to 16, one chunk of rows and several.
+/// Heads and key heads, width, batch and tokens, and the stacked flag. Rows take one lane up to 16,
+/// one chunk of rows and several.
 const FORMS: [([usize; 2], usize, [usize; 2], bool); 7] = [
     ([1, 1], 4, [1, 1], false),
     ([2, 1], 32, [3, 5], false),
@@ -29,7 +30,7 @@ fn shape_of([heads, kv_heads]: [usize; 2], width: usize, [batch, tokens]: [usize
     }
 }
 
-/// What a row is: of q (0), k or v.
+/// Returns the part of a row: q (0), k or v.
 fn part([heads, kv_heads]: [usize; 2], stacked: bool, rows: usize, row: usize) -> usize {
     if stacked {
         return row / (rows / 3);
@@ -38,7 +39,7 @@ fn part([heads, kv_heads]: [usize; 2], stacked: bool, rows: usize, row: usize) -
     usize::from(head >= heads) + usize::from(head >= heads + kv_heads)
 }
 
-/// In float64.
+/// Computes the norms in float64.
 fn in_float64(x: &[f64], gains: &[f64], heads: [usize; 2], width: usize, stacked: bool, epsilon: f64) -> Vec<f64> {
     let row = |(row, values): (usize, &[f64])| match part(heads, stacked, x.len() / width, row) {
         2 => values.to_vec(),
@@ -48,8 +49,8 @@ fn in_float64(x: &[f64], gains: &[f64], heads: [usize; 2], width: usize, stacked
 }
 
 on_each_device! {
-    /// The bits of RMSNorm over the rows of q and over those of k; v is as it was.
-    fn as_two_norms(device: &Device) {
+    /// The bits are those of RMSNorm over the rows of q and over those of k; v is unchanged.
+    fn qk_norm_matches_two_norms(device: &Device) {
         for (heads, width, batch, stacked) in FORMS {
             let shape = shape_of(heads, width, batch, stacked);
             let mut random = Random::new(width as u64);
@@ -57,7 +58,7 @@ on_each_device! {
             let gains = random.uniforms(2 * width, 0.5, 1.5);
             let rows = shape.elements() / width;
             let (y, scales, dx, dgains) = trial(device, |trial| {
-                let form = AttentionForm::new(heads[0]).kv_heads(heads[1]);
+                let form = AttentionConfig::new(heads[0]).kv_heads(heads[1]);
                 let (x, gains) = (trial.upload(&x, shape)?, trial.upload(&gains, [2, width])?);
                 let (dy, mut dgains) = (trial.upload(&dy, shape)?, trial.upload(&vec![f32::NAN; 2 * width], [2, width])?);
                 let norm = QkNorm::new(&gains, EPSILON);
@@ -95,7 +96,7 @@ on_each_device! {
                 assert_same(&what, &of(&y, width), &want_y);
                 assert_same(&what, &of(&scales, 1), &want_scales);
                 assert_same(&what, &of(&dx, width), &want_dx);
-                // The rows are added up in another order.
+                // The rows are summed in another order.
                 let want: Vec<f64> = want_dgain.iter().map(|&x| f64::from(x)).collect();
                 assert!(relative_l2(&dgains[wanted * width..][..width], &want) <= tolerance(rows), "{what}");
             }
@@ -111,12 +112,12 @@ on_each_device! {
             let case = Case { sample: 50, ..Case::new("qk_norm", seed, longest(&[width, shape.elements() / width]), operands) };
             case.check(device, |_, tape, p| {
                 let qkv = tape.reshape(&leaf(tape, p[0])?, shape)?;
-                tape.qk_norm(&qkv, &p.stacks[1], 0.1, &AttentionForm::new(heads[0]).kv_heads(heads[1]))
+                tape.qk_norm(&qkv, &p.stacks[1], 0.1, &AttentionConfig::new(heads[0]).kv_heads(heads[1]))
             }, |p| in_float64(&p[0], &p[1], heads, width, stacked, f64::from(0.1f32)));
         }
     }
 
-    /// Attention with a norm, where the kernel for few tokens does not suit.
+    /// Attention with a norm, in shapes that the kernel for few tokens does not support.
     fn gradient_with_attention(device: &Device) {
         for seed in SEEDS {
             let mut random = Random::new(seed);
@@ -128,7 +129,7 @@ on_each_device! {
             let case = Case { sample: 60, ..Case::new("attention with a norm", seed, length, operands) };
             case.check(device, |_, tape, p| {
                 let qkv = tape.reshape(&leaf(tape, p[0])?, shape)?;
-                let form = AttentionForm::new(heads[0]).kv_heads(heads[1]).causal();
+                let form = AttentionConfig::new(heads[0]).kv_heads(heads[1]).causal();
                 tape.attention(&qkv, Some((&p.stacks[1], 0.1)), &form)
             }, |p| {
                 let normed = in_float64(&p[0], &p[1], heads, width, stacked, f64::from(0.1f32));
@@ -137,8 +138,9 @@ on_each_device! {
         }
     }
 
-    /// The kernel for few tokens and those for any number agree, and which is taken follows from the form.
-    fn the_short_kernel_agrees(device: &Device) {
+    /// The kernel for few tokens agrees with those for any number. The config decides which one
+    /// runs.
+    fn short_kernel_agrees(device: &Device) {
         let shape = [3, 2, 12, 128];
         let mut random = Random::new(5);
         let (x, gains) = (random.normals(shape.iter().product()), random.uniforms(128, 0.5, 1.5));
@@ -148,7 +150,7 @@ on_each_device! {
                 let (x, gains) = (trial.upload(&x, shape)?, trial.upload(&gains, [2, 64])?);
                 let (dout, mut dgains) = (trial.upload(&dout, [2, 12, 128])?, trial.upload(&[0.0; 128], [2, 64])?);
                 let lengths = trial.upload(&lengths, [2])?;
-                let form = AttentionForm::new(2);
+                let form = AttentionConfig::new(2);
                 let form = if masked { form.lengths(lengths) } else { form };
                 let norm = QkNorm::new(&gains, EPSILON);
                 trial.with_scratch(|| {
@@ -171,15 +173,15 @@ on_each_device! {
 
     fn shapes_must_agree(device: &Device) {
         trial(device, |trial| {
-            let form = AttentionForm::new(2);
+            let form = AttentionConfig::new(2);
             let x = trial.upload(&[1.0; 48], [1, 1, 48])?;
             let [gains, few] = [16, 15].map(|length| trial.upload(&vec![1.0; length], [length]));
             let (gains, few) = (gains?, few?);
             let norm = |gains| QkNorm::new(gains, EPSILON);
             assert_refused(ops::qk_norm(trial, &x, norm(&few), &form), &["qk_norm", "16 gains", "[15]"]);
             let far = QkNorm { distance: Some(7), ..norm(&few) };
-            assert_refused(ops::qk_norm(trial, &x, far, &form), &["qk_norm", "7 elements behind", "[15]"]);
-            let five = AttentionForm::new(5);
+            assert_refused(ops::qk_norm(trial, &x, far, &form), &["qk_norm", "7 elements after", "[15]"]);
+            let five = AttentionConfig::new(5);
             assert_refused(ops::qk_norm(trial, &x, norm(&gains), &five), &["qk_norm", "15 width", "[1, 1, 48]"]);
             let [scales, three] = [6, 3].map(|length| trial.upload(&vec![1.0; length], [length]));
             let (scales, three) = (scales?, three?);

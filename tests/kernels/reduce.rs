@@ -1,4 +1,5 @@
-//! `ops::{sum, mean, scaled_sum, sum_columns, sum_rows, squared_norm, max, max_columns, argmax_columns}`.
+//! Tests of `ops::{sum, mean, scaled_sum, sum_columns, sum_rows, squared_norm, max, max_columns,
+//! argmax_columns}`.
 //!
 //! Sums have the bits of the documented tree ([`crate::trees`]), which is close to the float64 sum.
 
@@ -13,7 +14,7 @@ use stepscope::{Arena, Capacity, Device, Gradients, Result, Step, Tape, Tensor, 
 
 type Whole = for<'s> fn(&Step<'s>, &Tensor<'s>) -> Result<Tensor<'s>>;
 
-/// A reduction of everything to `[1]`.
+/// Reduces all elements to `[1]`.
 fn whole(device: &Device, op: Whole, x: &[f32]) -> f32 {
     trial(device, |trial| {
         let x = trial.upload(x, [x.len()])?;
@@ -44,12 +45,12 @@ fn exact_sum(x: &[f32]) -> Exact {
     Exact::sum(trees::all_depth(x.len()), given(x))
 }
 
-/// What a comparison of `a` with `b` decides: a NaN above all, zeros alike.
+/// Compares `a` with `b`: a NaN is above all numbers, and zeros are equal.
 fn above(a: f32, b: f32) -> bool {
     (a.is_nan() && !b.is_nan()) || a > b
 }
 
-/// Where the largest stands: the first of equals.
+/// Returns the place of the largest: the first of equals.
 fn argmax(x: &[f32]) -> usize {
     (1..x.len()).fold(0, |best, at| if above(x[at], x[best]) { at } else { best })
 }
@@ -61,7 +62,7 @@ on_each_device! {
     }
 
     fn scaled_sum(device: &Device) {
-        // The factor is applied to a sum; of no elements there is none.
+        // The factor is applied to a sum; without elements there is no sum.
         let tree: fn(&[f32]) -> f32 = |x| if x.is_empty() { 0.0 } else { trees::all(x, &|sum, x| sum + x) * -0.3 };
         let exact: fn(&[f32]) -> Exact = |x| exact_sum(x) * Exact::given(-0.3f32);
         check_whole(device, "scaled sum", |step, x| ops::scaled_sum(step, x, -0.3), tree, exact);
@@ -143,7 +144,8 @@ on_each_device! {
     fn max_and_argmax_of_rows(device: &Device) {
         for [rows, cols] in ROWS {
             let mut random = Random::new(cols as u64);
-            // Few values, so that most rows hold their maximum more than once; special ones in a quarter of the rows.
+            // Few values, so that most rows hold their maximum more than once, and special ones in
+            // a quarter of the rows.
             let mut x: Vec<f32> = (0..rows * cols).map(|_| random.below(7) as f32 - 3.0).collect();
             for row in (0..rows).step_by(4) {
                 for _ in 0..3 {
@@ -177,17 +179,18 @@ on_each_device! {
 }
 
 stored_as_each! {
-    /// As the loss itself, and as a part of one.
+    /// Tests the reduction as the loss itself, and as a part of one.
     fn gradient_of_sum_and_mean<S>(device: &Device) {
         for seed in SEEDS {
             let mut random = Random::new(seed);
             let shape = extents(&mut random, seed, [7, 5, 13]);
             let elements: usize = shape.iter().product();
             let mut x = normal(&mut random, &shape);
-            // Of one sign, lest nothing be left of them.
+            // All of one sign, so that they do not cancel.
             x.values.iter_mut().for_each(|x| *x = x.abs() + 0.5);
             let sum = |x: &[f64]| x.iter().map(|x| x.tanh()).sum::<f64>();
-            // The output's gradient goes to every element: by its norm, tanh's has the root of their number. A mean's part is written twice.
+            // The output's gradient goes to every element, so the norm of tanh's gradient is the
+            // root of their number. A mean's part is written twice.
             let root = (elements as f64).sqrt();
             let [of_sum, of_mean] = [(1.0, root), (3.0, 1.0 / root)]
                 .map(|(backward, norm)| Roundings { backward, kept: norm * Roundings::TANH.kept, ..Roundings::TANH });
@@ -207,7 +210,7 @@ stored_as_each! {
                     let x = leaf_as::<S>(&tape, p[0])?;
                     let loss = if of_mean { tape.mean(&x)? } else { tape.sum(&x)? };
                     assert_eq!(loss.shape().extents(), [1]);
-                    tape.backward_afresh(&loss, &mut gradients)
+                    tape.backward_overwrite(&loss, &mut gradients)
                 }).unwrap();
                 assert_eq!(gradients.read(p[0]).unwrap(), vec![S::narrow(expected).widen(); elements]);
             }
@@ -224,7 +227,7 @@ fn check_rows(device: &Device, [rows, cols]: [usize; 2], x: &[f32]) {
     for (row, values) in x.chunks_exact(cols).enumerate() {
         let best = argmax(values);
         assert_eq!(places[row] as usize, best, "row {row} of {rows} x {cols}");
-        // Of two zeros either may be given.
+        // Either of two zeros is accepted.
         let same = largest[row] == values[best] || (largest[row].is_nan() && values[best].is_nan());
         assert!(same, "row {row} of {rows} x {cols}: {} for {}", largest[row], values[best]);
     }

@@ -1,18 +1,18 @@
-//! `ops::rotary` and its backward pass.
+//! Tests of `ops::rotary` and its backward pass.
 
 use crate::gradients::{Case, SEEDS, leaf, normal};
 use crate::hostile::attack;
 use crate::reference::error_ulps;
 use crate::support::{Random, on_each_device, relative_l2, tolerance};
 use crate::trial::{assert_refused, assert_same, trial};
-use stepscope::ops::{self, AttentionForm, Rotary};
+use stepscope::ops::{self, AttentionConfig, Rotary};
 use stepscope::{Device, Shape};
 
-/// Heads and key heads, their width, and a shape for them.
+/// Heads and key heads, their width, and a matching shape.
 const FORMS: [([usize; 2], usize, &[usize]); 4] =
     [([1, 1], 32, &[2, 7, 96]), ([4, 2], 64, &[1, 33, 512]), ([2, 2], 80, &[3, 2, 5, 160]), ([2, 1], 8, &[2, 9, 32])];
 
-/// Angles of which each is nearly right in float64.
+/// Large angles, each of which is nearly right in float64.
 const FAR: Rotary = Rotary { base: 500_000.0, offset: 100_000 };
 
 fn shape(extents: &[usize]) -> Shape {
@@ -23,12 +23,12 @@ fn shape(extents: &[usize]) -> Shape {
     }
 }
 
-/// The angle of a pair.
+/// Returns the angle of a pair.
 fn angle(Rotary { base, offset }: Rotary, width: usize, token: usize, pair: usize) -> f64 {
     (f64::from(offset) + token as f64) * base.powf(-2.0 * pair as f64 / width as f64)
 }
 
-/// In float64.
+/// Computes the rotation in float64.
 fn in_float64(x: &[f64], rotary: Rotary, [heads, kv_heads]: [usize; 2], width: usize, extents: &[usize]) -> Vec<f64> {
     let (stacked, tokens) = (extents.len() == 4, extents[extents.len() - 2]);
     let all = heads + 2 * kv_heads;
@@ -60,7 +60,7 @@ fn turned(
     extents: &[usize],
 ) -> [Vec<f32>; 2] {
     trial(device, |trial| {
-        let form = AttentionForm::new(heads).kv_heads(kv_heads);
+        let form = AttentionConfig::new(heads).kv_heads(kv_heads);
         let [x, dy] = [(); 2].map(|()| trial.upload(x, shape(extents)));
         let y = ops::rotary(trial, &x?, rotary, &form)?;
         Ok([trial.output(&y)?, trial.output(&ops::rotary_backward(trial, dy?, rotary, &form)?)?])
@@ -68,8 +68,8 @@ fn turned(
 }
 
 on_each_device! {
-    /// Of a column that is 1 and one that is 0 the result is the cosine and the sine. The angle is exact but for what float64 loses of the
-    /// base's power.
+    /// The result for a column of 1 and a column of 0 is the cosine and the sine. The angle is
+    /// exact up to the float64 error of the base's power.
     fn cosine_and_sine(device: &Device) {
         let mut worst = 0.0f64;
         for width in [8, 32, 64, 80, 96, 128, 256] {
@@ -104,13 +104,13 @@ on_each_device! {
                 let exact: Vec<f64> = x.iter().map(|&x| f64::from(x)).collect();
                 let want = in_float64(&exact, rotary, heads, width, extents);
                 assert!(relative_l2(&y, &want) <= tolerance(1), "{extents:?}");
-                // v is as it was.
+                // v is unchanged.
                 let same = x.iter().zip(&want).filter(|(x, want)| f64::from(**x) == **want).count();
                 assert!(same >= x.len() * heads[1] / (heads[0] + 2 * heads[1]));
                 for ((y, x), _) in y.iter().zip(&x).zip(&want).filter(|((_, x), want)| f64::from(**x) == **want) {
                     assert_eq!(y.to_bits(), x.to_bits());
                 }
-                // Backward turns back.
+                // Backward rotates back.
                 let there: Vec<f32> = want.iter().map(|&y| y as f32).collect();
                 let [_, again] = turned(device, &there, rotary, heads, extents);
                 assert!(relative_l2(&again, &exact) <= tolerance(1), "{extents:?}");
@@ -119,8 +119,8 @@ on_each_device! {
         }
     }
 
-    /// An offset is a position further on.
-    fn positions_follow_each_other(device: &Device) {
+    /// An offset is a later position.
+    fn offsets_continue_positions(device: &Device) {
         let row = Random::new(1).normals(96);
         let rows: Vec<f32> = row.iter().copied().cycle().take(5 * 96).collect();
         let [all, _] = turned(device, &rows, Rotary { offset: 10, ..FAR }, [1, 1], &[1, 5, 96]);
@@ -139,7 +139,7 @@ on_each_device! {
             let operands = vec![normal(&mut random, &shape.as_rows())];
             let case = Case { sample: 40, ..Case::new("rotary", seed, 2, operands) };
             case.check(device, |_, tape, p| {
-                let form = AttentionForm::new(heads[0]).kv_heads(heads[1]);
+                let form = AttentionConfig::new(heads[0]).kv_heads(heads[1]);
                 tape.rotary(&tape.reshape(&leaf(tape, p[0])?, shape)?, rotary, &form)
             }, |p| in_float64(&p[0], rotary, heads, width, extents));
         }
@@ -147,14 +147,14 @@ on_each_device! {
 
     fn refuses(device: &Device) {
         trial(device, |trial| {
-            let form = AttentionForm::new(1);
+            let form = AttentionConfig::new(1);
             let [x, odd] = [24, 36].map(|length| trial.upload(&vec![1.0; length], [1, 1, length]));
             let (x, odd) = (x?, odd?);
             assert_refused(ops::rotary(trial, &odd, FAR, &form), &["rotary", "multiple of 8", "12 columns"]);
             assert_refused(ops::rotary(trial, &x, Rotary::new(1.0), &form), &["rotary", "a base above 1", "1"]);
             assert_refused(ops::rotary(trial, &x, Rotary::new(f64::NAN), &form), &["rotary", "a base above 1", "NaN"]);
-            assert_refused(ops::rotary(trial, &x, FAR, &AttentionForm::new(5)), &["rotary", "15 width", "[1, 1, 24]"]);
-            let form = AttentionForm::new(5);
+            assert_refused(ops::rotary(trial, &x, FAR, &AttentionConfig::new(5)), &["rotary", "15 width", "[1, 1, 24]"]);
+            let form = AttentionConfig::new(5);
             assert_refused(ops::rotary_backward(trial, x, FAR, &form), &["rotary_backward", "15 width", "[1, 1, 24]"]);
             Ok(())
         });

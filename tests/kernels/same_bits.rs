@@ -1,7 +1,8 @@
-//! One set of bits: every kernel gives the committed bits on every device, by the cases of `stepscope::same_bits`.
+//! Every kernel gives the committed bits on every device, by the cases of `stepscope::same_bits`.
 //!
-//! Invariant: each kernel of the library has a case, which launches it; which ones ran is read from the library's own trace. The trials of the other modules compare devices too,
-//! over all their shapes; this is the short proof.
+//! Invariant: each kernel of the library has a case that launches it, and the library's own trace
+//! lists the kernels that ran. The trials of the other modules also compare devices, over all their
+//! shapes; this is the short proof.
 
 use crate::launches::launched;
 use crate::support::{self, on_each_device};
@@ -9,58 +10,60 @@ use kernels::format::Reduced;
 use kernels::matmul::matmul;
 use kernels::matmul_tensor::matmul_tensor;
 use std::collections::BTreeSet;
-use stepscope::same_bits::{self, Case, Form, Verdict, cases, compare, in_order};
+use stepscope::same_bits::{self, Case, CaseSize, Verdict, cases, compare, in_order};
 use stepscope::{Device, DeviceKind};
 
-/// That a case launches its kernel, the runs of the cases say.
+/// The runs of the cases check that each launches its kernel.
 #[test]
 fn every_kernel_has_a_case() {
     let mut known: BTreeSet<&str> = kernels::entries().map(|entry| entry.name).collect();
-    // Not on the GPU: there is nothing to compare. `matmul.rs` compares its bits with the other tiles'.
+    // It does not run on the GPU, so there is nothing to compare. `matmul.rs` compares its bits
+    // with those of the other tiles.
     assert!(known.remove("matmul_on_cpu"));
     assert_eq!(known, cases().iter().map(|(name, _)| *name).collect(), "kernels that exist, and cases");
 }
 
-/// So a kernel that hangs or is wrong is found by its own case, and nothing else is blamed.
+/// A kernel that hangs or is wrong must be found by its own case, so that no other kernel is
+/// blamed.
 #[test]
-fn the_self_test_uses_no_kernel_before_its_case() {
+fn kernels_are_tested_before_use() {
     let device = support::open(DeviceKind::Emulated);
     let mut known = BTreeSet::new();
     for (name, case) in in_order() {
-        let ran = launched(|| drop(run(&device, &case, Form::Smallest)));
+        let ran = launched(|| drop(run(&device, &case, CaseSize::Smallest)));
         assert!(known.insert(name.to_owned()), "{name} comes twice");
         assert!(ran.is_subset(&known), "the case `{name}` launches {:?} before their cases", &ran - &known);
     }
     assert_eq!(known.len(), cases().len());
 }
 
-pub(crate) fn run(device: &Device, case: &Case, form: Form) -> Vec<Vec<u32>> {
+pub(crate) fn run(device: &Device, case: &Case, form: CaseSize) -> Vec<Vec<u32>> {
     same_bits::run(device, case, form).unwrap_or_else(|error| panic!("{error}"))
 }
 
 on_each_device! {
     fn every_kernel_gives_the_committed_bits(device: &Device) {
-        gives_the_committed_bits(device, Form::Whole);
+        gives_the_committed_bits(device, CaseSize::Whole);
     }
 
-    fn every_kernel_gives_the_committed_bits_in_its_smallest_case(device: &Device) {
-        gives_the_committed_bits(device, Form::Smallest);
+    fn smallest_cases_give_committed_bits(device: &Device) {
+        gives_the_committed_bits(device, CaseSize::Smallest);
     }
 }
 
-fn gives_the_committed_bits(device: &Device, form: Form) {
+fn gives_the_committed_bits(device: &Device, form: CaseSize) {
     let mut text = String::new();
     for (name, case) in cases() {
         let mut results = Vec::new();
         let ran = launched(|| results = run(device, &case, form));
-        // What ci/sanitize counts.
+        // The lines that `ci/sanitize` counts.
         ran.iter().for_each(|kernel| println!("launch kernel={kernel:?}"));
         assert!(ran.contains(name), "the case `{name}`, {form:?}, launches {ran:?}");
         let nans = results.iter().flatten().filter(|&&word| f32::from_bits(word).is_nan()).count();
         let words: usize = results.iter().map(Vec::len).sum();
         assert!(words > 0 && 4 * nans < words, "{name}, {form:?}: {nans} of {words} words are NaN and say nothing");
         let line = same_bits::line(name, &results);
-        // The digest tells that there is a difference, this tells where.
+        // The digest shows that there is a difference; this shows its place.
         if !form.golden().contains(&line) {
             let emulated = run(&support::open(DeviceKind::Emulated), &case, form);
             difference(name, &emulated, &results).iter().for_each(|place| println!("{place}"));
@@ -73,7 +76,7 @@ fn gives_the_committed_bits(device: &Device, form: Form) {
 }
 
 #[test]
-fn the_tiles_of_a_product_give_the_same_bits() {
+fn product_tiles_give_same_bits() {
     let device = support::open(DeviceKind::Emulated);
     let on_gpu = matmul::VARIANTS.iter().filter(|(_, tile)| !tile.is_on_cpu()).map(|&(name, _)| name);
     let of = |wanted| move |&(name, (format, _)): &(_, _)| (format == wanted).then_some(name);
@@ -84,7 +87,7 @@ fn the_tiles_of_a_product_give_the_same_bits() {
         tiles.retain(|(name, _)| names.contains(name));
         assert_eq!(tiles.len(), count);
         for (form, (name, case)) in
-            Form::ALL.into_iter().flat_map(|form| tiles[1..].iter().map(move |tile| (form, tile)))
+            CaseSize::ALL.into_iter().flat_map(|form| tiles[1..].iter().map(move |tile| (form, tile)))
         {
             assert_eq!(difference(name, &run(&device, &tiles[0].1, form), &run(&device, case, form)), None);
         }
@@ -92,10 +95,10 @@ fn the_tiles_of_a_product_give_the_same_bits() {
 }
 
 #[test]
-fn one_ulp_in_one_result_is_seen() {
+fn single_ulp_difference_is_found() {
     let device = support::open(DeviceKind::Emulated);
-    let ((name, case), golden) = (&cases()[0], Form::Whole.golden());
-    let mut results = run(&device, case, Form::Whole);
+    let ((name, case), golden) = (&cases()[0], CaseSize::Whole.golden());
+    let mut results = run(&device, case, CaseSize::Whole);
     let committed = golden.lines().next().expect("a line");
     assert_eq!(same_bits::line(name, &results), format!("{committed}\n"));
     *results.last_mut().and_then(|words| words.last_mut()).expect("a result") ^= 1;
@@ -112,7 +115,7 @@ fn one_ulp_in_one_result_is_seen() {
 }
 
 #[test]
-fn kernels_of_one_text_alone_are_different() {
+fn unmatched_kernels_count_as_different() {
     let verdict = |name, found, golden| Verdict { name, found, golden };
     let found = compare("aa  one\nbb  two\n", "bb  two\ncc  three\n");
     assert_eq!(
@@ -122,7 +125,7 @@ fn kernels_of_one_text_alone_are_different() {
     assert_eq!(found.iter().map(Verdict::equal).collect::<Vec<_>>(), [false, true, false]);
 }
 
-/// Where the bits of a device differ from the emulator's.
+/// Returns the place where the bits of a device differ from the emulator's.
 fn difference(name: &str, emulated: &[Vec<u32>], device: &[Vec<u32>]) -> Option<String> {
     assert_eq!(emulated.len(), device.len());
     emulated.iter().zip(device).enumerate().find_map(|(result, (emulated, device))| {

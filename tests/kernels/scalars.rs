@@ -1,7 +1,8 @@
-//! The kernel `scalars`, by the sweep of `examples/scalars`: every 4099th bit pattern here, all of them there.
+//! The kernel `scalars`, by the sweep of `examples/scalars`: every 4099th bit pattern here, all of
+//! them there.
 //!
-//! Invariant: a device's bits are the CPU's, errors are what `device/src/math.rs` states, and the sweep tells when they
-//! are not.
+//! Invariant: a device's bits are the CPU's, and errors are those that `device/src/math.rs` states.
+//! The sweep reports any deviation.
 
 use crate::hostile::attack;
 use crate::reference::{FUNCTIONS, Function, error_ulps};
@@ -49,7 +50,7 @@ on_each_device! {
 }
 
 #[test]
-fn one_wrong_bit_is_found_and_named() {
+fn wrong_bit_is_found_and_named() {
     let device = support::open(DeviceKind::Emulated);
     let (exp, stride, at) = (&FUNCTIONS[0], 499, 1234);
     let plant = |range: Range, results: &mut [f32]| {
@@ -59,7 +60,7 @@ fn one_wrong_bit_is_found_and_named() {
     };
     let tally = swept(&device, exp, stride, plant);
     assert_eq!(tally.inputs, 8_607_149);
-    // The second range is whole, the third the last and shorter.
+    // The second range is whole; the third is the last, and shorter.
     assert_eq!(tally.differences, 2);
     let input = (BLOCK + at) as u32 * stride;
     assert_eq!(tally.first_difference.expect("it differs").input.to_bits(), input);
@@ -67,7 +68,7 @@ fn one_wrong_bit_is_found_and_named() {
 }
 
 #[test]
-fn an_error_above_the_stated_one_is_found() {
+fn excessive_error_is_found() {
     let device = support::open(DeviceKind::Emulated);
     let tally = swept(&device, &Function { stated_ulps: 0.5, ..FUNCTIONS[5] }, STRIDE, |_, _| ());
     assert_eq!(tally.differences, 0);
@@ -75,10 +76,10 @@ fn an_error_above_the_stated_one_is_found() {
     assert!(tally.holds(&FUNCTIONS[5]));
 }
 
-/// The references against mpmath's values at 72 digits, rounded to float64: where they are worst of 252,000 inputs, beside
-/// the root of gelu's derivative, and at the ends.
+/// Compares the references with mpmath's values at 72 digits, rounded to float64. The inputs are
+/// the worst of 252,000, those next to the root of gelu's derivative, and the ends.
 #[test]
-fn references_are_right_to_a_hundred_thousandth_of_an_ulp() {
+fn references_match_mpmath() {
     let values: [(&str, &[(u32, f64)]); 9] = [
         (
             "exp",
@@ -169,7 +170,7 @@ fn references_are_right_to_a_hundred_thousandth_of_an_ulp() {
 }
 
 #[test]
-fn a_unit_in_the_last_place_is_what_it_is() {
+fn ulp_errors_are_counted_correctly() {
     assert_eq!(error_ulps(1.0, 1.0), 0.0);
     assert_eq!(error_ulps(1.0 + f32::EPSILON, 1.0), 1.0);
     assert_eq!(error_ulps(f32::from_bits(1), 0.0), 1.0);

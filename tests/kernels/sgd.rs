@@ -1,4 +1,4 @@
-//! `ops::sgd` and `ops::sgd_groups`: one update of one flat region.
+//! Tests of `ops::sgd` and `ops::sgd_groups`: one update of one flat region.
 
 use crate::adamw::{assert_copied, no_copy};
 use crate::hostile::attack;
@@ -19,7 +19,7 @@ impl State {
         Self([random.normals(length), random.normals(length), random.normals(length)])
     }
 
-    /// The new weights and velocity.
+    /// Returns the new weights and velocity.
     fn update(&self, device: &Device, hyper: [f32; slot::LEN], squared_norm: f32) -> [Vec<f32>; 2] {
         trial(device, |trial| {
             let upload = |part: usize| trial.upload(&self.0[part], [self.0[part].len()]);
@@ -35,7 +35,7 @@ impl State {
         })
     }
 
-    /// The same by groups, of which each run has one.
+    /// Updates with a parameter group for each run.
     fn update_groups(&self, device: &Device, hyper: &[[f32; slot::LEN]], groups: &[u32]) -> [Vec<f32>; 2] {
         trial(device, |trial| {
             let upload = |part: usize| trial.upload(&self.0[part], [self.0[part].len()]);
@@ -52,7 +52,7 @@ impl State {
         })
     }
 
-    /// The same in float64, as PyTorch's documentation states it.
+    /// Returns the same update in float64, as PyTorch's documentation states it.
     fn exact(&self, hyper: [f32; slot::LEN], squared_norm: f32) -> [Vec<Exact>; 2] {
         let nesterov = hyper[slot::NESTEROV] != 0.0;
         let [rate, momentum, decay, max_norm, _] = hyper.map(Exact::given);
@@ -71,7 +71,8 @@ impl State {
     }
 }
 
-/// Rate, momentum, decay, largest norm, Nesterov: with everything; looking ahead; and what PyTorch calls SGD.
+/// Rate, momentum, decay, largest norm, Nesterov: with everything; with Nesterov momentum; and
+/// PyTorch's plain SGD.
 const HEAVY: [f32; slot::LEN] = [0.3, 0.9, 0.1, 1.0, 0.0];
 const AHEAD: [f32; slot::LEN] = [0.5, 0.8, 0.01, 0.0, 1.0];
 const PLAIN: [f32; slot::LEN] = [0.4, 0.0, 0.0, 0.0, 0.0];
@@ -82,7 +83,7 @@ on_each_device! {
             let mut seen = ["weights", "velocity"].map(Closeness::new);
             for length in LENGTHS {
                 let state = State::new(length);
-                // Clipped to a third, if at all; inside the norm.
+                // Clipped to a third, if at all, and inside the norm.
                 for squared_norm in [9.0, 0.25] {
                     let (got, want) = (state.update(device, hyper, squared_norm), state.exact(hyper, squared_norm));
                     for ((seen, got), want) in seen.iter_mut().zip(&got).zip(&want) {
@@ -99,7 +100,7 @@ on_each_device! {
         }
     }
 
-    fn without_momentum_it_goes_against_the_gradient(device: &Device) {
+    fn plain_sgd_follows_negative_gradient(device: &Device) {
         let state = State::new(1025);
         let [weights, velocity] = state.update(device, PLAIN, 9.0);
         let [before, gradients, _] = &state.0;
@@ -108,8 +109,9 @@ on_each_device! {
         assert_eq!(bits(&weights), bits(&want));
     }
 
-    /// Each run's elements have the bits that their group's settings give where all have them; in one launch.
-    fn groups_have_settings_of_their_own(device: &Device) {
+    /// The elements of each run have the bits of an update of all elements by their group's
+    /// settings. There is one launch.
+    fn groups_use_their_own_settings(device: &Device) {
         let hyper = [HEAVY, AHEAD, PLAIN];
         for length in LENGTHS {
             let (state, runs) = (State::new(length), length.div_ceil(RUN));
@@ -119,13 +121,14 @@ on_each_device! {
                 let want = (0..length).map(|at| alone[groups[at / RUN] as usize][part][at]);
                 assert_eq!(bits(got), bits(&want.collect::<Vec<_>>()), "{length}, {part}");
             }
-            // One group is none.
+            // A single group equals an update without groups.
             assert_eq!(state.update_groups(device, &hyper[..1], &vec![0; runs]), alone[0]);
         }
     }
 
-    /// Groups are numbers on the device: one without settings makes its own weights NaN, and reads nothing that is not there.
-    fn a_group_without_settings_is_not_a_number(device: &Device) {
+    /// The device reads group numbers. A group without settings makes its own weights NaN, and
+    /// reads nothing out of bounds.
+    fn group_without_settings_gives_nan(device: &Device) {
         let state = State::new(3 * RUN);
         for group in [2, 3, u32::MAX] {
             for results in state.update_groups(device, &[HEAVY, AHEAD], &[1, group, 0]) {
@@ -134,7 +137,8 @@ on_each_device! {
         }
     }
 
-    /// A NaN among the gradients must not pass unseen, and one weight's gradient is no other's business.
+    /// A NaN among the gradients must reach the results, and a weight's gradient must not affect
+    /// other weights.
     fn not_a_number(device: &Device) {
         let mut state = State::new(9);
         for results in state.update(device, HEAVY, f32::NAN) {

@@ -1,10 +1,11 @@
-//! The shapes that every op is tried on: empty, one element, odd, around each boundary of the kernels, and large.
+//! The shapes on which every op is tested: empty, one element, odd, around each boundary of the
+//! kernels, and large.
 
 /// Lengths of flat arrays: around a vector of 4, a block of 1024 and a chunk of 4096.
 pub(crate) const LENGTHS: [usize; 14] = [0, 1, 2, 3, 4, 5, 31, 255, 1023, 1024, 1025, 4097, 20_000, (1 << 20) + 3];
 
-/// Rows and columns: around every number of lanes to a row, of rows to a chunk, whole vectors and not; the model's
-/// rows of 64, 193 and 256; long rows; many rows.
+/// Rows and columns: around every number of lanes to a row and of rows to a chunk, with whole
+/// vectors and without; the model's rows of 64, 193 and 256; long rows; many rows.
 pub(crate) const ROWS: [[usize; 2]; 23] = [
     [0, 5],
     [1, 1],

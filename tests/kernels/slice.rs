@@ -1,4 +1,4 @@
-//! `ops::{slice, concat}`: elements are moved as they are, whatever they hold.
+//! Tests of `ops::{slice, concat}`: elements are copied exactly, whatever they hold.
 
 use crate::gradients::{Case, Roundings, SEEDS, extents, leaf_as, normal, stored_as_each};
 use crate::hostile::attack;
@@ -6,7 +6,8 @@ use crate::support::{Random, SPECIAL, bits, on_each_device};
 use crate::trial::{assert_refused, trial};
 use stepscope::{Shape, bf16, ops};
 
-/// Shapes, an extent, and a range of it: of whole vectors and not, from the front, the middle and the end, all and nothing.
+/// Shapes, an extent, and a range of it: with whole vectors and without, from the front, the middle
+/// and the end, all and nothing.
 const SLICES: [([usize; 3], usize, [usize; 2]); 13] = [
     ([1, 1, 1], 0, [0, 1]),
     ([3, 5, 7], 2, [2, 6]),
@@ -23,7 +24,7 @@ const SLICES: [([usize; 3], usize, [usize; 2]); 13] = [
     ([2, 3, 4], 2, [0, 4]),
 ];
 
-/// The places in x of the elements of a range of an extent.
+/// Returns the places in x of the elements of a range of an extent.
 fn places(shape: [usize; 3], extent: usize, [start, end]: [usize; 2]) -> Vec<usize> {
     let all = 0..shape.iter().product();
     let inner: usize = shape[extent + 1..].iter().product();
@@ -55,7 +56,7 @@ on_each_device! {
         }
     }
 
-    /// Slices one after another are the whole.
+    /// Slices one after another form the whole.
     fn slices_put_together(device: &Device) {
         for (shape, extent, [start, end]) in SLICES {
             let x = Random::new(6).normals(shape.iter().product());
@@ -98,7 +99,8 @@ stored_as_each! {
             let mut random = Random::new(seed);
             let shape = extents(&mut random, seed, [5, 7, 9]);
             for extent in 0..3 {
-                // Of x the gradients of three uses are added up. A sum of two is written, too: it has at most root two of all their norm.
+                // The gradients of three uses of x are summed. A sum of two is written too: its
+                // norm is at most root two of that of all.
                 let middle = shape[extent] / 2;
                 let values = vec![normal(&mut random, &shape), normal(&mut random, &shape)];
                 Case::new("concat of slices", seed, 2, values).stored_as::<S>(Roundings::TANH).check(device, |_, tape, p| {

@@ -1,4 +1,4 @@
-//! `ops::{softmax, log_softmax}` and their backward passes.
+//! Tests of `ops::{softmax, log_softmax}` and their backward passes.
 
 use crate::gradients::{Case, Roundings, SEEDS, extents, leaf_as, normal, stored_as_each};
 use crate::hostile::attack;
@@ -9,14 +9,14 @@ use crate::trees;
 use crate::trial::{assert_refused, assert_same, trial};
 use stepscope::{Device, ops};
 
-/// The softmax of one row.
+/// Returns the softmax of one row.
 pub(crate) fn softmax(x: &[f32]) -> Vec<Exact> {
     let exps = exps(x);
     let inverse = Exact::given(1.0) / Exact::sum(trees::row_depth(x.len()), exps.iter().copied());
     exps.into_iter().map(|exp| exp * inverse).collect()
 }
 
-/// `exp(x - max)` of one row.
+/// Returns `exp(x - max)` of one row.
 pub(crate) fn exps(x: &[f32]) -> Vec<Exact> {
     let largest = Exact::given(x.iter().copied().fold(f32::NEG_INFINITY, f32::max));
     x.iter().map(|&x| (Exact::given(x) - largest).exp()).collect()
@@ -29,7 +29,7 @@ fn forward(device: &Device, x: &[f32], shape: [usize; 2]) -> Vec<f32> {
     })
 }
 
-/// The softmax of one row in float64.
+/// Returns the softmax of one row in float64.
 pub(crate) fn in_float64(x: &[f64]) -> Vec<f64> {
     let largest = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let exps: Vec<f64> = x.iter().map(|x| (x - largest).exp()).collect();
@@ -60,8 +60,8 @@ on_each_device! {
         assert_same("special rows", &forward(device, &x.concat(), [5, 3]), &want);
     }
 
-    /// A row has the same bits wherever it stands.
-    fn rows_do_not_see_each_other(device: &Device) {
+    /// A row has the same bits at every place.
+    fn rows_are_independent(device: &Device) {
         for cols in [3, 64, 193, 600] {
             let x = Random::new(5).normals(17 * cols);
             let whole = forward(device, &x, [17, cols]);
@@ -147,9 +147,10 @@ stored_as_each! {
         for seed in SEEDS {
             let mut random = Random::new(seed);
             let [a, b, cols] = extents(&mut random, seed, [3, 5, 301]);
-            // The softmax of one number has no gradient at all.
+            // The softmax of one number has no gradient.
             let cols = cols + 1;
-            // Both y of y (dy - sum y dy) are off by a rounding: the first by one of the result.
+            // Both y in y (dy - sum y dy) are off by a rounding: the first by one rounding of the
+            // result.
             let kept = Roundings { forward: 1.0, backward: 2.0, kept: 1.0 };
             let values = vec![normal(&mut random, &[a, b, cols])];
             Case::new("softmax", seed, cols, values).stored_as::<S>(kept).check(device, |_, tape, p| tape.softmax(&leaf_as::<S>(tape, p[0])?), |p| {
@@ -163,7 +164,8 @@ stored_as_each! {
             let mut random = Random::new(seed);
             let [a, b, cols] = extents(&mut random, seed, [2, 3, 41]);
             let cols = cols + 1;
-            // Of dy - exp(y) sum dy the exponential is off by up to |y| roundings of itself, so the whole by up to the root of the columns.
+            // In dy - exp(y) sum dy, the exponential is off by up to |y| roundings of itself. The
+            // whole is off by up to the root of the columns.
             let kept = Roundings { kept: (cols as f64).sqrt(), ..Roundings::ONCE };
             let values = vec![normal(&mut random, &[a, b, cols])];
             Case::new("log_softmax", seed, cols, values).stored_as::<S>(kept).check(device, |_, tape, p| tape.log_softmax(&leaf_as::<S>(tape, p[0])?), |p| {
@@ -173,7 +175,7 @@ stored_as_each! {
     }
 }
 
-/// `y (dy - sum y dy)` for one row.
+/// Computes `y (dy - sum y dy)` for one row.
 fn backward(y: &[f32], dy: &[f32]) -> Vec<Exact> {
     let pairs = || y.iter().zip(dy).map(|(&y, &dy)| (Exact::given(y), Exact::given(dy)));
     let dot = Exact::sum(trees::row_depth(y.len()), pairs().map(|(y, dy)| y.times(dy)));

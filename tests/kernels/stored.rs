@@ -1,4 +1,5 @@
-//! BF16 in memory: what an op gives of BF16 is what it gives of the same numbers as f32, rounded once; an activation within 2^-15 of that.
+//! BF16 in memory: an op on BF16 gives its f32 result for the same numbers, rounded once. An
+//! activation is within 2^-15 of that.
 
 use crate::shapes::ROWS;
 use crate::support::{Random, on_each_device};
@@ -7,7 +8,7 @@ use kernels::stored::Stored as _;
 use std::cell::RefCell;
 use stepscope::{Device, Element, Result, Shape, Source, Stored, Tensor, bf16, ops};
 
-/// An op's operands, and what it gave.
+/// An op's operands and its results.
 struct Case<'c, 's> {
     trial: &'c Trial<'c, 's>,
     shape: [usize; 2],
@@ -15,17 +16,17 @@ struct Case<'c, 's> {
     outputs: RefCell<Vec<Output>>,
 }
 
-/// What an op gave.
+/// A result of an op.
 struct Output {
     values: Vec<f32>,
-    /// Stored as BF16.
+    /// True if stored as BF16.
     is_rounded: bool,
-    /// How far f32's may be from BF16's before they are rounded: a part of themselves, and anywhere.
+    /// The permitted difference between f32 and BF16 before rounding, relative and absolute.
     off_by: [f32; 2],
 }
 
 impl Output {
-    /// The least and the largest that f32's `value` allows.
+    /// Returns the least and the largest value that f32's `value` allows.
     fn range(&self, value: f32) -> [f32; 2] {
         let [part, anywhere] = self.off_by;
         let off_by = part * value.abs() + anywhere;
@@ -34,7 +35,7 @@ impl Output {
 }
 
 impl<'s> Case<'_, 's> {
-    /// Numbers that BF16 holds, whatever S is.
+    /// Returns values that BF16 can hold, whatever S is.
     fn of<S: Stored>(&self, shape: impl Into<Shape>) -> Result<Tensor<'s, S>> {
         let shape = shape.into();
         let values = self.random.borrow_mut().normals(shape.elements());
@@ -45,7 +46,7 @@ impl<'s> Case<'_, 's> {
         self.of(self.shape)
     }
 
-    /// Any numbers, of f32: a gain or a bias.
+    /// Returns any f32 numbers, for a gain or a bias.
     fn row(&self) -> Result<Tensor<'s>> {
         let cols = self.shape[1];
         self.trial.upload(&self.random.borrow_mut().normals(cols), [cols])
@@ -55,7 +56,8 @@ impl<'s> Case<'_, 's> {
         self.keep_within(tensor, [0.0; 2])
     }
 
-    /// What an activation or its product with something gave: BF16's is within 2^-15, and that of a derivative, or of a sum of some, `anywhere`.
+    /// Keeps the result of an activation or of its product. BF16's is within 2^-15; that of a
+    /// derivative, or of a sum of several, within `anywhere`.
     fn keep_activated<S: Stored>(&self, tensor: &impl Source<'s, S>, anywhere: f32) -> Result<()> {
         self.keep_within(tensor, [2f32.powi(-15), anywhere])
     }
@@ -67,10 +69,10 @@ impl<'s> Case<'_, 's> {
     }
 }
 
-/// How far BF16's derivative of an activation may be from f32's, times a dy of up to 4.
+/// The difference between BF16's and f32's derivative of an activation, times a dy of up to 4.
 const DERIVATIVE: f32 = 1.0 / (1 << 14) as f32;
 
-/// A test for each op, generic in what is stored.
+/// Defines a test for each op, generic in the stored type.
 macro_rules! rounded_once {
     ($($name:ident<$S:ident>: |$c:ident| $body:block)*) => {$(
         mod $name {
@@ -241,7 +243,7 @@ rounded_once! {
         c.keep(&dlogits)
     }
     max<S>: |c| {
-        // There is none of nothing.
+        // An empty tensor has no maximum.
         let x = c.of::<S>([c.shape[0].max(1), c.shape[1]])?;
         c.keep(&ops::max(c.trial, &x)?)
     }
@@ -267,8 +269,8 @@ rounded_once! {
 }
 
 on_each_device! {
-    /// What is normalised behind a residual is the sum as it is stored, which backward reads.
-    fn the_stored_sum_is_normalised(device: &Device) {
+    /// The norm after a residual, and its backward, use the sum as it is stored.
+    fn stored_sum_is_normalised(device: &Device) {
         for shape in ROWS {
             trial(device, |trial| {
                 let case = Case { trial, shape, random: RefCell::new(Random::new(31)), outputs: RefCell::default() };

@@ -1,4 +1,5 @@
-//! `ops::sum_parts_into`: the documented tree bit for bit, subtrees that stand for their parts, and what is refused.
+//! Tests of `ops::sum_parts_into`: the documented tree bit for bit, subtrees in place of their
+//! parts, and refusals.
 
 use crate::hostile::attack;
 use crate::support::{Random, SPECIAL, on_each_device};
@@ -6,7 +7,7 @@ use crate::tolerance::{Closeness, Exact};
 use crate::trial::{assert_refused, assert_same, trial};
 use stepscope::{Device, ops};
 
-/// The tree, written plainly: halves of the parts, each summed by itself.
+/// Computes the tree plainly: halves of the parts, each summed separately.
 fn tree(parts: &[&[f32]], at: usize) -> f32 {
     match parts {
         [part] => part[at],
@@ -17,7 +18,7 @@ fn tree(parts: &[&[f32]], at: usize) -> f32 {
     }
 }
 
-/// The first `length` elements of the sum of `count` parts.
+/// Returns the first `length` elements of the sum of `count` parts.
 fn sum(device: &Device, parts: &[f32], count: usize, length: usize) -> Vec<f32> {
     trial(device, |trial| {
         let parts = trial.upload(parts, [count, parts.len() / count])?;
@@ -48,7 +49,7 @@ on_each_device! {
         closeness.finish();
     }
 
-    fn a_subtree_stands_for_its_parts(device: &Device) {
+    fn subtree_replaces_its_parts(device: &Device) {
         let values = Random::new(7).uniforms(16 * 12, -1.0, 1.0);
         let whole = sum(device, &values, 16, 12);
         for share in [2, 4, 8] {

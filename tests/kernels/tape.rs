@@ -1,4 +1,5 @@
-//! A tape with several ops on it: variables and parameters that more than one op uses, a whole transformer layer, and what a tape refuses.
+//! A tape with several ops: variables and parameters that several ops use, a whole transformer
+//! layer, and a tape's refusals.
 
 use crate::elementwise::add_in_float64;
 use crate::gradients::{Case, SEEDS, extents, leaf, longest, normal, parameters_of, stack};
@@ -20,8 +21,8 @@ on_each_device! {
         }
     }
 
-    /// A gradient that comes from three sides, one of them added in place by a multiply.
-    fn a_variable_used_three_times(device: &Device) {
+    /// A gradient from three uses, one of which a multiply adds in place.
+    fn variable_used_three_times(device: &Device) {
         for seed in SEEDS {
             let mut random = Random::new(seed);
             let [rows, k] = extents(&mut random, seed, [37, 11]);
@@ -39,8 +40,8 @@ on_each_device! {
         }
     }
 
-    /// A weight in two layers; and an output that the loss does not depend on, which gives nothing.
-    fn a_parameter_used_twice_and_a_dead_end(device: &Device) {
+    /// A weight in two layers, and an output that does not affect the loss and adds no gradient.
+    fn shared_parameter_and_unused_output(device: &Device) {
         for seed in SEEDS {
             let mut random = Random::new(seed);
             let [rows, k] = extents(&mut random, seed, [37, 11]);
@@ -58,7 +59,7 @@ on_each_device! {
         }
     }
 
-    /// Everything together: a transformer layer over tokens, the mean over them, a head and the loss.
+    /// All together: a transformer layer over tokens, the mean over them, a head and the loss.
     fn a_transformer_layer(device: &Device) {
         const EPSILON: f32 = 1e-6;
         let (batch, tokens, width, hidden, classes) = (3, 4, 64, 20, 3);
@@ -81,7 +82,7 @@ on_each_device! {
             Case { sample: 24, ..case }.check(device, |step, tape, p| {
                 let h = leaf(tape, p[0])?;
                 let qkv = tape.norm_project(&h, p[1], EPSILON, &p.stacks[2])?;
-                let mixed = tape.attention(&qkv, Some((&p.stacks[3], EPSILON)), &ops::AttentionForm::new(1))?;
+                let mixed = tape.attention(&qkv, Some((&p.stacks[3], EPSILON)), &ops::AttentionConfig::new(1))?;
                 let h = tape.linear_residual(&mixed, p[4], None, &h)?;
                 let z = tape.rms_norm(&h, p[5], EPSILON)?;
                 let h = tape.linear_residual(&tape.linear_gelu(&z, p[6], Some(p[7]))?, p[8], Some(p[9]), &h)?;
@@ -106,9 +107,9 @@ on_each_device! {
         }
     }
 
-    /// A pass that overwrites leaves nothing of the last one: not where no gradient comes, nor where a stack is written of
-    /// which a member has been.
-    fn afresh_is_from_zero(device: &Device) {
+    /// A pass that overwrites removes all of the previous gradient. This includes parameters
+    /// without a new gradient, and a stack that is written after one of its members.
+    fn overwriting_starts_from_zero(device: &Device) {
         let mut random = Random::new(0);
         let operands =
             [normal(&mut random, &[2, 3, 64]), normal(&mut random, &[64]), stack(&mut random, 2, &[64, 64])];
@@ -128,7 +129,7 @@ on_each_device! {
                         tape.linear(&tape.reshape(&y, [12, 64])?, p[2], None)?
                     };
                     let loss = tape.cross_entropy(&y, step.upload(&[1; 12], [12])?.save(), 1.0)?;
-                    if afresh { tape.backward_afresh(&loss, &mut dirty)? } else { tape.backward(&loss, &mut zero)? }
+                    if afresh { tape.backward_overwrite(&loss, &mut dirty)? } else { tape.backward(&loss, &mut zero)? }
                 }
                 let read = |gradients: &Gradients| step.read(&step.lend(gradients.flat(), [gradients.flat().len()])?);
                 let (got, want) = (read(&dirty)?, read(&zero)?);

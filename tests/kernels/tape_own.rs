@@ -1,4 +1,4 @@
-//! Ops of one's own: what the library's ops do with a tape, a package outside does too.
+//! Custom ops: a package outside the library can use a tape as the library's ops do.
 
 use crate::elementwise::add_in_float64;
 use crate::gradients::{Case, Handles, ParameterValues, SEEDS, extents, leaf, longest, normal, parameters_of, stack};
@@ -8,12 +8,14 @@ use std::cell::Cell;
 use std::rc::Rc;
 use stepscope::ops::{self, Gemm};
 use stepscope::{
-    Arena, Backward, Capacity, Device, Error, Gradients, Parameters, Result, Saved, Stack, Tape, Tensor, Var,
+    Arena, Backward, Capacity, Device, Error, Gradients, Parameters, Result, Saved, StackedParameters, Tape, Tensor,
+    Var,
 };
 
-/// `h = x W^T` and `t = tanh(h)`, two outputs, where the rows of W are those of every member; `x`: `[rows, in]`, `w`: `[out, in]` each,
-/// `h`, `t`: `[rows, members out]`. Backward adds to what x has; `added` tells whether there was something.
-fn fork<'s>(tape: &Tape<'_, 's>, x: &Var<'s>, w: &Stack, added: &Rc<Cell<bool>>) -> Result<[Var<'s>; 2]> {
+/// Computes `h = x W^T` and `t = tanh(h)`, two outputs. The rows of W are those of every member;
+/// `x`: `[rows, in]`, `w`: `[out, in]` each, `h`, `t`: `[rows, members out]`. Backward adds to the
+/// gradient of x; `added` records if there was one.
+fn fork<'s>(tape: &Tape<'_, 's>, x: &Var<'s>, w: &StackedParameters, added: &Rc<Cell<bool>>) -> Result<[Var<'s>; 2]> {
     const OP: &str = "fork";
     let (op, step, none) = (tape.op(OP, [x])?, tape.step(), None::<&Saved<'s>>);
     let (member, distance) = op.stack(w)?;
@@ -56,7 +58,7 @@ fn fork<'s>(tape: &Tape<'_, 's>, x: &Var<'s>, w: &Stack, added: &Rc<Cell<bool>>)
     }))
 }
 
-/// What the float64 reference has of it: h and t.
+/// Returns h and t of the float64 reference.
 fn fork_reference(x: &[f64], w: &[f64], inner: usize) -> [Vec<f64>; 2] {
     let w = transpose::in_float64(w, w.len() / inner, inner);
     let h = linear::in_float64(x, &w, &[], inner, w.len() / inner);
@@ -64,20 +66,21 @@ fn fork_reference(x: &[f64], w: &[f64], inner: usize) -> [Vec<f64>; 2] {
     [h, t]
 }
 
-/// Which outputs a loss depends on.
+/// The outputs that a loss depends on.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Used {
     Both,
     First,
     Second,
-    /// Both, and x by an op after it, whose gradient is there when the fork's comes.
+    /// Both, and x by a later op, whose gradient exists when the fork's backward runs.
     BothAndInput,
 }
 
-/// What an op of our own does in its backward pass, with two variables of its tape, a stranger's, and one made later.
+/// The backward pass of a custom op, with two variables of its tape, one of another tape, and one
+/// made later.
 type Deed = for<'t, 's> fn(&mut Backward<'_, 't, 's>, [Var<'s>; 4], Tensor<'s>, &Handles) -> Result<()>;
 
-/// The op that refused; none if all went well.
+/// Returns the op that refused, or `None` on success.
 fn refused<T>(result: Result<T>) -> Option<&'static str> {
     match result {
         Ok(_) => None,
@@ -91,12 +94,12 @@ fn arena(device: &Device) -> Arena {
 }
 
 on_each_device! {
-    fn several_outputs_a_stack_and_what_there_is_so_far(device: &Device) {
+    fn outputs_stacks_and_existing_gradients(device: &Device) {
         for seed in SEEDS {
             for used in [Used::Both, Used::First, Used::Second, Used::BothAndInput] {
                 let mut random = Random::new(seed);
                 let [rows, members, half] = extents(&mut random, seed, [37, 3, 9]);
-                // Members without space between them have a multiple of 64 elements.
+                // Members without gaps between them have a multiple of 64 elements.
                 let [out, inner] = if members == 1 { [half, 5] } else { [8, 8 * half] };
                 let mut w = stack(&mut random, members, &[out, inner]);
                 w.values.iter_mut().for_each(|w| *w /= (inner as f32).sqrt());
@@ -131,8 +134,9 @@ on_each_device! {
         }
     }
 
-    /// Its gradient is one, the other output's is none; and nothing runs for an op on which the loss does not depend.
-    fn an_output_among_several_may_be_the_loss(device: &Device) {
+    /// The loss's own gradient is one, and the other output has none. No backward runs for an op
+    /// that does not affect the loss.
+    fn one_output_may_be_the_loss(device: &Device) {
         let operands = [(1.5, "x"), (0.25, "w")].map(|(value, _)| ParameterValues { count: 1, shape: vec![1, 1], values: vec![value] });
         let (parameters, p) = parameters_of(device, &operands);
         let mut gradients = Gradients::zeros(&parameters).unwrap();
@@ -144,7 +148,7 @@ on_each_device! {
                 let both = fork(&tape, &leaf(&tape, p[0])?, &p.stacks[1], &added)?;
                 let dead = tape.op("dead", [&both[0]])?.record(*both[0].value(), |_, _| panic!("it has no gradient"));
                 assert!(dead.wants_gradient());
-                tape.backward_afresh(&both[output], &mut gradients)
+                tape.backward_overwrite(&both[output], &mut gradients)
             }).unwrap();
             for (parameter, expected) in [(p[0], 0.25 * slope), (p[1], 1.5 * slope)] {
                 let got = f64::from(gradients.read(parameter).unwrap()[0]);
@@ -153,7 +157,7 @@ on_each_device! {
         }
     }
 
-    /// Each is an error in the op's name, and no gradient is lost without one.
+    /// Each misuse is an error in the op's name, and no gradient is lost without an error.
     fn misuse_names_the_op(device: &Device) {
         const DEEDS: [(&str, Deed, Option<&str>); 14] = [
             ("add", |back, [a, ..], dy, _| back.add(&a, dy), None),
@@ -196,14 +200,14 @@ on_each_device! {
                 let y = tape.add(&y, &a)?;
                 later.set(Some(y));
                 let loss = tape.sum(&y)?;
-                Ok(refused(tape.backward_afresh(&loss, &mut gradients)))
+                Ok(refused(tape.backward_overwrite(&loss, &mut gradients)))
             });
             assert_eq!(got.unwrap(), expected, "{name}");
         }
     }
 
-    /// Forward: what is asked of an op before it is on the tape.
-    fn misuse_is_found_before_the_op_is_recorded(device: &Device) {
+    /// Tests the forward checks that run before the op is on the tape.
+    fn forward_misuse_is_refused(device: &Device) {
         let operand = ParameterValues { count: 2, shape: vec![2, 3], values: vec![1.0; 12] };
         let (parameters, p): (Parameters, Handles) = parameters_of(device, std::slice::from_ref(&operand));
         let (_, foreign) = parameters_of(device, &[operand]);

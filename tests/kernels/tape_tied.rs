@@ -1,15 +1,17 @@
-//! A parameter that several ops have: its gradient is the sum of theirs, the op that was recorded last first.
+//! A parameter that several ops use: its gradient is the sum of theirs, starting with the op
+//! recorded last.
 
 use crate::gradients::{Case, SEEDS, extents, leaf, longest, normal};
 use crate::support::{Random, bits, on_each_device};
 use crate::{linear, softmax, transpose};
 use stepscope::ops::{self, Gemm, Precision};
 use stepscope::{
-    AdamWConfig, Arena, Batch, Capacity, EpochProgress, Gradients, Initializer, Inputs, Layout, Learner, Model,
-    Parameter, Parameters, Result, Samples, Saved, Tape, Trainer, Var,
+    AdamWConfig, Arena, Capacity, DeviceBatch, EpochProgress, Gradients, HostBatch, HostInputs, Initializer, Model,
+    Parameter, ParameterSpec, Parameters, Result, Saved, Tape, TrainState, Trainer, Var,
 };
 
-/// A head over the rows of an embedding: `y = h w^T`; `h`: `[rows, width]`, `w`: `[words, width]`, `y`: `[rows, words]`.
+/// Computes a head over the rows of an embedding: `y = h w^T`; `h`: `[rows, width]`, `w`: `[words,
+/// width]`, `y`: `[rows, words]`.
 fn head<'s>(tape: &Tape<'_, 's>, h: &Var<'s>, w: Parameter) -> Result<Var<'s>> {
     let (op, none) = (tape.op("head", [h])?, None::<&Saved<'s>>);
     let weights = op.weights(w)?;
@@ -30,14 +32,14 @@ fn head<'s>(tape: &Tape<'_, 's>, h: &Var<'s>, w: Parameter) -> Result<Var<'s>> {
     }))
 }
 
-/// Words in, words out, twice: the same parameter as an embedding, a head, and an embedding again.
+/// Uses the same parameter as an embedding, a head, and an embedding again.
 fn words_in_words_out<'s>(tape: &Tape<'_, 's>, words: &Var<'s>, w: [Parameter; 3]) -> Result<Var<'s>> {
     let h = tape.tanh(&tape.linear(words, w[0], None)?)?;
     let guess = tape.softmax(&head(tape, &h, w[1])?)?;
     tape.linear(&guess, w[2], None)
 }
 
-/// Rows of zeros with a one among them.
+/// Returns one-hot rows.
 fn one_hot(random: &mut Random, rows: usize, words: usize) -> Vec<f32> {
     let chosen = random.belows(rows, words as u32);
     chosen.iter().flat_map(|&word| (0..words as u32).map(move |at| f32::from(u8::from(at == word)))).collect()
@@ -47,13 +49,13 @@ fn add(a: &[f32], b: &[f32]) -> Vec<f32> {
     a.iter().zip(b).map(|(a, b)| a + b).collect()
 }
 
-/// Names the word that it is given, of eight.
+/// A model that names its input word, one of eight.
 struct Tied {
     w: Parameter,
 }
 
 impl Model for Tied {
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let words = tape.input(batch.input::<f32>(0)?);
         head(tape, &tape.tanh(&tape.linear(&words, self.w, None)?)?, self.w)
     }
@@ -74,18 +76,18 @@ impl Words {
     }
 }
 
-impl Samples for Words {
+impl HostBatch for Words {
     fn len(&self) -> usize {
         self.numbers.len()
     }
 
-    fn inputs(&self) -> Result<Inputs<'_>> {
-        Inputs::new().with(&self.given, [self.len(), WORDS])?.with(&self.numbers, [self.len()])
+    fn inputs(&self) -> Result<HostInputs<'_>> {
+        HostInputs::new().with(&self.given, [self.len(), WORDS])?.with(&self.numbers, [self.len()])
     }
 }
 
 on_each_device! {
-    fn an_embedding_and_a_head(device: &Device) {
+    fn embedding_and_head_share_weights(device: &Device) {
         for seed in SEEDS {
             let mut random = Random::new(seed);
             let [rows, words, width] = extents(&mut random, seed, [37, 12, 19]);
@@ -106,11 +108,12 @@ on_each_device! {
         }
     }
 
-    /// Bit for bit what adds up by hand from parameters of their own, over micro-batches too.
-    fn the_sum_is_that_of_parameters_of_their_own(device: &Device) {
+    /// The gradient has the bits of the manual sum over separate parameters, also over
+    /// micro-batches.
+    fn gradient_sums_over_uses(device: &Device) {
         // The second needs products in chunks.
         for (rows, words, width) in [(33, 20, 24), (1030, 16, 16)] {
-            let mut layout = Layout::builder();
+            let mut layout = ParameterSpec::builder();
             let [tied, first, second, third] =
                 ["tied", "first", "second", "third"].map(|name| layout.add(name, [words, width], Initializer::ZERO));
             let mut parameters = Parameters::new(device, &layout.build().unwrap(), 0).unwrap();
@@ -120,7 +123,7 @@ on_each_device! {
                 parameters.write(parameter, &values).unwrap();
             }
             let parts: Vec<Vec<f32>> = (0..3).map(|_| random.normals(rows * words)).collect();
-            for precision in [Precision::Ieee, Precision::Bf16] {
+            for precision in [Precision::F32, Precision::Bf16] {
                 let pass = |gradients: &mut Gradients, w: [Parameter; 3], part: &[f32], afresh: bool| {
                     let mut arena = Arena::builder(device).capacity(Capacity::mib(8)).build().unwrap();
                     arena.step(|step| {
@@ -128,7 +131,7 @@ on_each_device! {
                         let tape = Tape::new(step, &parameters);
                         let y = words_in_words_out(&tape, &tape.input(step.upload(part, [rows, words])?), w)?;
                         let loss = tape.mean(&tape.tanh(&y)?)?;
-                        if afresh { tape.backward_afresh(&loss, gradients) } else { tape.backward(&loss, gradients) }
+                        if afresh { tape.backward_overwrite(&loss, gradients) } else { tape.backward(&loss, gradients) }
                     }).unwrap();
                 };
                 let [mut got, mut alone] = [(); 2].map(|()| Gradients::zeros(&parameters).unwrap());
@@ -152,13 +155,14 @@ on_each_device! {
         }
     }
 
-    /// Eager and captured, whole batches and micro-batches: the same weights after a training, and it learns.
-    fn training_has_the_same_bits_however_it_runs(device: &Device) {
+    /// Eager and captured training, with whole batches and micro-batches, ends with the same
+    /// weights, and the model learns.
+    fn training_modes_give_same_bits(device: &Device) {
         let train = |captured: bool, parts: usize| {
-            let mut layout = Layout::builder();
+            let mut layout = ParameterSpec::builder();
             let model = Tied { w: layout.add("w", [WORDS, 16], Initializer::fan_in(16)) };
             let config = AdamWConfig { learning_rate: 0.05, ..AdamWConfig::default() };
-            let learner = Learner::new(device, model, &layout.build().unwrap(), 7, config).unwrap();
+            let learner = TrainState::new(device, model, &layout.build().unwrap(), 7, config).unwrap();
             let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
             let mut trainer = match captured {
                 true => Trainer::captured(&mut arena, learner, &Words::new(0)).unwrap(),

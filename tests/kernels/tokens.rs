@@ -1,4 +1,5 @@
-//! `ops::mean_tokens` and its backward pass: ascending sums and one division, so the bits of a plain loop.
+//! Tests of `ops::mean_tokens` and its backward pass: ascending sums and one division, with the
+//! bits of a plain loop.
 
 use crate::gradients::{Case, SEEDS, extents, leaf, normal};
 use crate::hostile::attack;
@@ -11,7 +12,7 @@ use stepscope::ops;
 const SHAPES: [[usize; 3]; 9] =
     [[0, 12, 4], [1, 1, 1], [1, 16, 5], [2, 12, 3], [3, 5, 4], [9, 12, 256], [257, 3, 7], [300, 12, 8], [350, 12, 256]];
 
-/// The means in float64; `x`: `[batch, tokens, cols]`.
+/// Returns the means in float64; `x`: `[batch, tokens, cols]`.
 pub(crate) fn in_float64(x: &[f64], tokens: usize, cols: usize) -> Vec<f64> {
     let sample = |x: &[f64]| {
         (0..cols).map(|c| (0..tokens).map(|t| x[t * cols + c]).sum::<f64>() / tokens as f64).collect::<Vec<f64>>()

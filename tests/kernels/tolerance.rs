@@ -1,8 +1,9 @@
-//! How far a result may be from its float64 reference.
+//! The permitted distance of a result from its float64 reference.
 //!
-//! Invariant: a tolerance follows from the formula and the lengths alone, by the rules of [`Exact`], and is tight: the
-//! worst error that a test sees is at least a quarter of what is allowed, or the test fails. Results have the same bits
-//! on every device and in every run, so the worst error is always the same one.
+//! Invariant: a tolerance follows only from the formula and the lengths, by the rules of [`Exact`],
+//! and is tight. The worst error of a test is at least a quarter of the tolerance, or the test
+//! fails. Results have the same bits on every device and in every run, so the worst error is always
+//! the same.
 
 use crate::reference::{error_ulps, ulps};
 use std::fmt::Display;
@@ -10,13 +11,14 @@ use std::ops::{Add, Div, Mul, Sub};
 
 /// The unit roundoff of f32, 2^-24: the largest relative error of one correctly rounded operation.
 const U: f64 = 1.0 / (1 << 24) as f64;
-/// Two of the smallest subnormals: what a few roundings lose below the normal range.
+/// Two of the smallest subnormals: the loss of a few roundings below the normal range.
 const TINY: f64 = 1.0 / (1u64 << 49) as f64 / (1u64 << 49) as f64 / (1u64 << 50) as f64;
 
-/// A reference: a float64 value, and how far an f32 result may be from it, in units of 2^-24.
+/// A reference: a float64 value, and the permitted distance of an f32 result from it, in units of
+/// 2^-24.
 ///
-/// References are computed as the kernels are, in float64, and carry the error that f32 may have made by then. These
-/// rules are all there is to any tolerance:
+/// References are computed like the kernels, in float64, and carry the error that f32 may have made
+/// so far. Every tolerance follows from these rules:
 ///
 /// | operation | its error |
 /// |---|---|
@@ -24,10 +26,11 @@ const TINY: f64 = 1.0 / (1u64 << 49) as f64 / (1u64 << 49) as f64 / (1u64 << 50)
 /// | a function of u units in the last place | the operand's error, by its derivative, and 2 u \|y\| |
 /// | a sum of terms t in an order of depth d, products fused | sqrt(sum error(t)^2) + min(d, 1.25 sqrt(d)) sum \|t\| |
 ///
-/// The depth is the number of additions in a row that a term passes through; it follows from the sum's length n: n for
-/// an ascending chain, and for trees as [`crate::trees`] says. The roundings of a sum have either sign and add up as
-/// its square root does (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019), and so do
-/// the errors of its terms; 1.25 is what a few million sums stay within.
+/// The depth is the number of sequential additions of a term. It follows from the sum's length n: n
+/// for an ascending chain, and for trees the depth in [`crate::trees`]. The roundings of a sum have
+/// either sign and grow like the square root of their number. See Higham and Mary, "A new approach
+/// to probabilistic rounding error analysis", 2019. The errors of the terms grow likewise. A few
+/// million sums stay within the factor 1.25.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Exact {
     pub(crate) value: f64,
@@ -35,18 +38,18 @@ pub(crate) struct Exact {
 }
 
 impl Exact {
-    /// An input.
+    /// Returns an exact input.
     pub(crate) fn given(value: impl Into<f64>) -> Self {
         Self { value: value.into(), error: 0.0 }
     }
 
-    /// A product that is not rounded: the part of a fused multiply-add.
+    /// Returns a product that is not rounded: the part of a fused multiply-add.
     pub(crate) fn times(self, other: Self) -> Self {
         let error = self.error * other.value.abs() + other.error * self.value.abs();
         Self { value: self.value * other.value, error }
     }
 
-    /// A sum in an order of this depth.
+    /// Returns a sum in an order of this depth.
     pub(crate) fn sum(depth: usize, terms: impl IntoIterator<Item = Self>) -> Self {
         let (depth, mut value, mut size, mut squares) = (depth as f64, 0.0, 0.0, 0.0f64);
         for term in terms {
@@ -57,17 +60,17 @@ impl Exact {
         Self { value, error: squares.sqrt() + depth.min(1.25 * depth.sqrt()) * size }
     }
 
-    /// The exponential, by the kernels' function.
+    /// Returns the exponential, by the kernels' function.
     pub(crate) fn exp(self) -> Self {
         self.function(self.value.exp(), self.value.exp(), ulps::EXP)
     }
 
-    /// The natural logarithm, by the kernels' function.
+    /// Returns the natural logarithm, by the kernels' function.
     pub(crate) fn ln(self) -> Self {
         self.function(self.value.ln(), 1.0 / self.value, ulps::LOG)
     }
 
-    /// The square root, rounded.
+    /// Returns the square root, rounded.
     pub(crate) fn sqrt(self) -> Self {
         let root = self.value.sqrt();
         self.function(root, 0.5 / root, 0.5)
@@ -131,14 +134,15 @@ impl Closeness {
         Self { op, worst: 0.0, place: "nowhere".into() }
     }
 
-    /// Every element of `got` no further from its reference than that allows.
+    /// Checks that every element of `got` is within its reference's tolerance.
     #[track_caller]
     pub(crate) fn check(&mut self, shape: impl Display, got: &[f32], want: &[Exact]) {
         let ratios = got.iter().zip(want).map(|(&got, want)| distance(got, want.value) / (U * want.error + TINY));
         self.keep(shape, got, want, ratios);
     }
 
-    /// Every element of `got` within `ulps` units in the last place of its reference.
+    /// Checks that every element of `got` is within `ulps` units in the last place of its
+    /// reference.
     #[track_caller]
     pub(crate) fn check_ulps(&mut self, limit: f64, shape: impl Display, got: &[f32], want: &[f64]) {
         let errors = got.iter().zip(want).map(|(&got, &want)| error_ulps(got, want) / limit);
@@ -172,7 +176,7 @@ impl Closeness {
     }
 }
 
-/// The distance, infinite where one is NaN or infinite and the other is not the same.
+/// Returns the distance, infinite if one is NaN or infinite and the other is not the same.
 fn distance(got: f32, want: f64) -> f64 {
     let got = f64::from(got);
     if (got.is_nan() && want.is_nan()) || got == want {

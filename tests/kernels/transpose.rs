@@ -1,4 +1,4 @@
-//! `ops::{transpose, swap_extents}`: elements are moved as they are, whatever they hold.
+//! Tests of `ops::{transpose, swap_extents}`: elements are copied exactly, whatever they hold.
 
 use crate::gradients::{Case, Roundings, SEEDS, extents, leaf_as, normal, stored_as_each};
 use crate::hostile::attack;
@@ -25,7 +25,7 @@ const SHAPES: [[usize; 3]; 15] = [
     [300, 12, 8],
 ];
 
-/// Each `[rows, cols]` of `x` as `[cols, rows]`.
+/// Returns each `[rows, cols]` of `x` as `[cols, rows]`.
 pub(crate) fn in_float64(x: &[f64], rows: usize, cols: usize) -> Vec<f64> {
     let matrix = |x: &[f64]| (0..rows * cols).map(|at| x[at % rows * cols + at / rows]).collect::<Vec<f64>>();
     x.chunks_exact(rows * cols).flat_map(matrix).collect()
@@ -42,15 +42,15 @@ on_each_device! {
                 assert_eq!(y.shape().extents(), [matrices, cols, rows]);
                 trial.output(&y)
             });
-            // In float64 too there is nothing to round: the bits are those of x.
+            // Nothing is rounded in float64 either: the bits are those of x.
             let place = |at: usize| at / (rows * cols) * (rows * cols) + at % rows * cols + at / rows % cols;
             let want: Vec<f32> = (0..x.len()).map(|at| x[place(at)]).collect();
             assert!(bits(&got) == bits(&want), "{matrices} x {rows} x {cols}");
         }
     }
 
-    /// Two and four extents; and twice is not at all.
-    fn the_last_two_extents_change_places(device: &Device) {
+    /// Two and four extents. Transposing twice gives the original.
+    fn last_two_extents_swap(device: &Device) {
         let x = Random::new(1).normals(2 * 3 * 5 * 7);
         trial(device, |trial| {
             let cube = trial.upload(&x, [2, 3, 5, 7])?;
@@ -66,8 +66,8 @@ on_each_device! {
         });
     }
 
-    /// Any two, against a plain walk over the places.
-    fn any_two_extents_change_places(device: &Device) {
+    /// Any two extents, against a plain walk over the places.
+    fn any_two_extents_swap(device: &Device) {
         for shape in [[2, 3, 5, 7], [1, 1, 1, 1], [4, 12, 3, 64], [2, 33, 2, 20], [3, 2, 40, 1], [2, 0, 3, 4]] {
             let x = Random::new(2).normals(shape.iter().product());
             let halves: Vec<bf16> = x.iter().map(|&x| bf16::from_f32(x)).collect();

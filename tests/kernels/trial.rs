@@ -1,25 +1,29 @@
 //! One op in a poisoned arena.
 //!
-//! Invariant: a trial succeeds only if, at its end, every word of the arena is what it must be: inputs as uploaded,
-//! outputs as read and nowhere left unwritten, all else poison. So a kernel that misses an element, writes beside its
-//! output (padding included) or changes an input fails, and one that reads what it should not meets a NaN. The same
-//! holds for a second run at other addresses, and on a GPU for the emulator, each with the same bits.
+//! Invariant: a trial succeeds only if every word of the arena is right at its end. Inputs are as
+//! uploaded, outputs are as read and fully written, and all else is poison. So a kernel fails that
+//! misses an element, writes outside its output (padding included) or changes an input. A kernel
+//! that reads what it should not meets a NaN. The same must hold in a second run at other
+//! addresses, and on a GPU also in the emulator, each with the same bits.
 
 use crate::support;
 use std::cell::RefCell;
 use std::ops::{Deref, Range};
-use stepscope::{Arena, Capacity, Device, DeviceKind, Eager, Element, Error, Result, Shape, Source, Step, Tensor, ops};
+use stepscope::{
+    Arena, Capacity, Device, DeviceKind, EagerStep, Element, Error, Result, Shape, Source, Step, Tensor, ops,
+};
 
 /// A NaN that no arithmetic makes.
 const POISON: u32 = 0x7fc0_dead;
-/// Elements between the starts of tensors: 256 bytes.
+/// The elements between the starts of tensors: 256 bytes.
 const ALIGN: usize = 64;
-/// Elements of a tensor that marks a place.
+/// The elements of a tensor that marks a place.
 pub(crate) const MARK: usize = 61 * ALIGN;
-/// Bytes of the arena that is tried first.
+/// The bytes of the arena that is tried first.
 const LEAST_BYTES: usize = 1 << 17;
 
-/// Bits by which results are compared: those of the number, and one pattern for all NaNs.
+/// Returns the bits by which results are compared: those of the number, and one pattern for all
+/// NaNs.
 pub(crate) fn canonical(value: f32) -> u32 {
     if value.is_nan() { f32::NAN.to_bits() } else { value.to_bits() }
 }
@@ -34,7 +38,7 @@ pub(crate) fn assert_same(what: impl std::fmt::Display, got: &[f32], want: &[f32
     }
 }
 
-/// Asserts that an op refused, in these words.
+/// Asserts that an op refused, with these words.
 #[track_caller]
 pub(crate) fn assert_refused<R>(outcome: Result<R>, words: &[&str]) {
     let Err(error) = outcome else { panic!("accepted, though {words:?} is wrong") };
@@ -45,7 +49,7 @@ pub(crate) fn assert_refused<R>(outcome: Result<R>, words: &[&str]) {
     }
 }
 
-/// Runs `case` as this module says and returns what it returned first.
+/// Runs `case` under this module's checks, and returns the result of its first run.
 #[track_caller]
 pub(crate) fn trial<R>(device: &Device, case: impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<R>) -> R {
     let (result, first) = twice(device, &case);
@@ -56,13 +60,13 @@ pub(crate) fn trial<R>(device: &Device, case: impl for<'t, 's> Fn(&Trial<'t, 's>
     result
 }
 
-/// [`trial`] of an op whose bits are each device's own.
+/// Runs [`trial`] for an op whose bits depend on the device.
 #[track_caller]
 pub(crate) fn trial_of_one<R>(device: &Device, case: impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<R>) -> R {
     twice(device, &case).0
 }
 
-/// Runs `case` at two addresses and returns what it returned first, and its outputs.
+/// Runs `case` at two addresses, and returns the result of the first run, and its outputs.
 #[track_caller]
 fn twice<R>(device: &Device, case: &impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<R>) -> (R, Outputs) {
     let mut room = Room::new(device, LEAST_BYTES);
@@ -94,28 +98,28 @@ fn same_word(word: u32) -> u32 {
 
 /// A step whose memory is watched.
 pub(crate) struct Trial<'t, 's> {
-    step: &'t Eager<'s>,
+    step: &'t EagerStep<'s>,
     base: u64,
     ledger: RefCell<Ledger>,
 }
 
-/// What the arena must hold, by index of the word.
+/// The expected contents of the arena, by index of the word.
 #[derive(Default)]
 struct Ledger {
     /// Inputs and outputs in the order of their calls; a later one replaces an earlier one.
     known: Vec<(usize, Vec<u32>)>,
-    /// What an op may have used for itself.
+    /// Ranges that an op may have used as scratch.
     scratch: Vec<Range<usize>>,
     outputs: Vec<Vec<u32>>,
 }
 
 impl<'s> Trial<'_, 's> {
-    /// The device that is tried.
+    /// Returns the device of the trial.
     pub(crate) fn device(&self) -> &Device {
         self.step.device()
     }
 
-    /// An input.
+    /// Uploads an input.
     pub(crate) fn upload<T: Element>(&self, values: &[T], shape: impl Into<Shape>) -> Result<Tensor<'s, T>> {
         let tensor = self.step.upload(values, shape)?;
         let at = self.place(&tensor);
@@ -136,10 +140,10 @@ impl<'s> Trial<'_, 's> {
         Ok(values)
     }
 
-    /// Runs an op that takes memory for itself besides its outputs.
+    /// Runs an op that takes scratch memory in addition to its outputs.
     pub(crate) fn with_scratch<R>(&self, op: impl FnOnce() -> Result<R>) -> Result<R> {
-        // Of a size that no op gives back, so that they lie in front of what the op makes, and
-        // behind it.
+        // The markers have a size that no op frees, so they lie before and after the memory that
+        // the op takes.
         let start = self.place(&self.step.empty::<u32>([MARK])?);
         let result = op()?;
         let end = self.place(&self.step.empty::<u32>([MARK])?);
@@ -160,7 +164,7 @@ impl<'s> Deref for Trial<'_, 's> {
     }
 }
 
-/// The words of memory that holds these values, and poison behind them.
+/// Returns the words of memory that holds these values, followed by poison.
 fn words<T: Element>(values: &[T]) -> Vec<u32> {
     let bytes: &[u8] = bytemuck::cast_slice(values);
     let word = |bytes: &[u8]| {
@@ -186,7 +190,7 @@ impl Room {
     }
 }
 
-/// Runs `case` after `shift` other tensors, in a larger room where it needs one.
+/// Runs `case` after `shift` other tensors, in a larger arena if it needs one.
 fn poisoned<R>(room: &mut Room, shift: usize, case: &impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<R>) -> (R, Outputs) {
     loop {
         match attempt(room, shift, case) {
@@ -206,7 +210,7 @@ fn attempt<R>(
     let words = *bytes / size_of::<u32>();
     arena.step(|step| ops::fill(step, [words], f32::from_bits(POISON)).map(drop))?;
     let (result, ledger) = arena.step(|step| {
-        // Without elements it takes the first words, too.
+        // Without elements it still gives the address of the first words.
         let base = step.empty::<u32>([shift * ALIGN])?.slice().address();
         let trial = Trial { step, base, ledger: RefCell::default() };
         let result = case(&trial)?;
@@ -238,7 +242,7 @@ impl Ledger {
     }
 }
 
-/// The harness itself: what it is there to catch, it catches.
+/// Tests of the harness itself: it catches each kind of mistake.
 mod catches {
     use super::*;
     use std::panic::catch_unwind;
@@ -251,17 +255,17 @@ mod catches {
     }
 
     #[test]
-    fn an_output_that_is_not_written() {
+    fn unwritten_output() {
         fails(|trial| trial.output(&trial.empty::<f32>([5])?).map(drop), "never written");
     }
 
     #[test]
-    fn a_write_that_is_no_output() {
+    fn write_outside_the_output() {
         fails(|trial| ops::fill(trial, [5], 1.0).map(drop), "a stray write: word 64 became 0x3f800000");
     }
 
     #[test]
-    fn a_changed_input() {
+    fn changed_input() {
         let changes = |trial: &Trial<'_, '_>| {
             let mut x = trial.upload(&[1.0, 2.0], [2])?;
             ops::fill_into(trial, &mut x, 2.0)
@@ -270,7 +274,7 @@ mod catches {
     }
 
     #[test]
-    fn bits_that_differ_between_runs() {
+    fn different_bits_between_runs() {
         let runs = std::sync::atomic::AtomicU32::new(0);
         let differs = move |trial: &Trial<'_, '_>| {
             let run = runs.fetch_add(1, std::sync::atomic::Ordering::Relaxed);

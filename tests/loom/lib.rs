@@ -1,41 +1,43 @@
-//! The worker lane under loom: the interleavings of callers, worker and passing deadlines.
+//! The driver thread under loom: all interleavings of callers, worker and passing deadlines.
 //!
-//! Invariant, for each scenario below: a call's result reaches its own caller or nobody; a call that was handed over runs
-//! whatever became of its caller; nothing waits for ever and nothing leaks (loom sees both). [`mutants`] holds lanes that
-//! break this, and loom must find each. A call that panics ends its thread, which loom cannot explore: the lane's own unit
-//! tests have it.
+//! Invariant, for each scenario below: only a call's own caller can receive its result. A call that
+//! was handed over runs, whatever happens to its caller. Nothing waits forever and nothing leaks;
+//! loom detects both. [`mutants`] holds driver threads that break this, and loom must find each. A
+//! call that panics ends its thread, which loom cannot explore: the driver thread's own unit tests
+//! cover it.
 
 #![cfg(all(loom, test))]
 
-#[path = "../../host/driver/lane.rs"]
+#[path = "../../host/core/src/device/driver_thread.rs"]
 mod lane;
 mod model;
 mod mutants;
 
-use lane::{Lane, TimedOut};
+use lane::{DriverThread, TimedOut};
 use loom::sync::Arc;
 use model::{NEVER, mpsc, thread};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// How often a thread is interrupted where it could go on; when it waits, any other may run. Without a bound there are too
-/// many interleavings to see, and bugs take one or two.
+/// The number of times that a thread is interrupted while it could continue. When it waits, any
+/// other may run. Without a bound there are too many interleavings to explore, and bugs need only
+/// one or two.
 const PREEMPTIONS: usize = 2;
 /// A deadline that passes, sooner or later.
 const SOME_TIME: Duration = Duration::ZERO;
 
-/// What a lane is, to the scenarios.
+/// A driver thread, as the scenarios use it.
 trait Worker: Send + Sync + 'static {
     fn start() -> Self;
     fn run(&self, deadline: Duration, call: impl FnOnce() -> Answer + Send + 'static) -> Result<Answer, TimedOut>;
 }
 
-/// One that also takes calls that nobody waits for.
+/// A driver thread that also takes calls without waiting callers.
 trait Posts: Worker {
     fn post(&self, call: impl FnOnce() + Send + 'static);
 }
 
-impl Worker for Lane {
+impl Worker for DriverThread {
     fn start() -> Self {
         Self::start().expect("a thread")
     }
@@ -45,24 +47,24 @@ impl Worker for Lane {
     }
 }
 
-impl Posts for Lane {
+impl Posts for DriverThread {
     fn post(&self, call: impl FnOnce() + Send + 'static) {
         Self::post(self, call);
     }
 }
 
-/// The result of a call. The `Arc` shows that it is dropped just once.
+/// The result of a call. The `Arc` shows that it is dropped exactly once.
 #[derive(Debug)]
 struct Answer(Arc<u32>);
 
-/// Runs a call that answers with `number`; its own answer, or the timeout.
+/// Runs a call that answers with `number`. Returns its own answer, or the timeout.
 fn ask(lane: &impl Worker, deadline: Duration, number: u32) -> Result<(), TimedOut> {
     let Answer(answer) = lane.run(deadline, move || Answer(Arc::new(number)))?;
     assert_eq!(*answer, number, "another call's result");
     Ok(())
 }
 
-/// Two callers at a time, of whom one may give up.
+/// Runs two concurrent callers, of which one may time out.
 fn callers_at_a_time<W: Worker>() {
     let lane = Arc::new(W::start());
     let other = Arc::clone(&lane);
@@ -71,15 +73,16 @@ fn callers_at_a_time<W: Worker>() {
     let _ = other.join().expect("the other caller");
 }
 
-/// A caller that may give up and asks again: the late result is not the second call's.
-fn a_call_after_a_timeout<W: Worker>() {
+/// Runs a caller that may time out and then calls again. The second call must not receive the late
+/// result.
+fn call_after_timeout<W: Worker>() {
     let lane = W::start();
     let _ = ask(&lane, SOME_TIME, 1);
     ask(&lane, NEVER, 2).expect("a call without a deadline is answered");
 }
 
-/// The lane is dropped while its last call waits, runs or has ended.
-fn a_dropped_lane<W: Worker>() {
+/// Drops the driver thread while its last call waits, runs or has ended.
+fn dropped_lane<W: Worker>() {
     let lane = W::start();
     let (ran, waiting) = mpsc::channel();
     let _ = lane.run(SOME_TIME, move || {
@@ -90,7 +93,7 @@ fn a_dropped_lane<W: Worker>() {
     waiting.recv_timeout(NEVER).expect("a call that was handed over runs");
 }
 
-/// Calls that nobody waits for, and one that somebody does: each runs when those before it have.
+/// Runs calls without waiting callers, and one with. Each runs after those before it.
 fn posted_calls<W: Posts>() {
     let lane = W::start();
     let (ran, order) = mpsc::channel();
@@ -106,7 +109,8 @@ fn posted_calls<W: Posts>() {
     assert_eq!(order.collect::<Vec<_>>(), [0, 1, 2], "a call before its turn");
 }
 
-/// Every interleaving of a scenario with at most [`PREEMPTIONS`]; returns how many there are.
+/// Explores every interleaving of a scenario with at most [`PREEMPTIONS`], and returns their
+/// number.
 fn explore(scenario: fn()) -> usize {
     let count = std::sync::Arc::new(AtomicUsize::new(0));
     let counted = std::sync::Arc::clone(&count);
@@ -121,20 +125,20 @@ fn explore(scenario: fn()) -> usize {
 
 #[test]
 fn callers_get_their_own_results() {
-    println!("two callers at a time: {} interleavings", explore(callers_at_a_time::<Lane>));
+    println!("two callers at a time: {} interleavings", explore(callers_at_a_time::<DriverThread>));
 }
 
 #[test]
-fn a_late_result_reaches_nobody() {
-    println!("a call after a timeout: {} interleavings", explore(a_call_after_a_timeout::<Lane>));
+fn late_results_are_dropped() {
+    println!("a call after a timeout: {} interleavings", explore(call_after_timeout::<DriverThread>));
 }
 
 #[test]
-fn a_lane_can_be_dropped_at_any_moment() {
-    println!("a dropped lane: {} interleavings", explore(a_dropped_lane::<Lane>));
+fn lane_may_be_dropped_any_time() {
+    println!("a dropped lane: {} interleavings", explore(dropped_lane::<DriverThread>));
 }
 
 #[test]
 fn posted_calls_run_in_their_turn() {
-    println!("posted calls: {} interleavings", explore(posted_calls::<Lane>));
+    println!("posted calls: {} interleavings", explore(posted_calls::<DriverThread>));
 }

@@ -1,7 +1,7 @@
 //! std's channels, threads and clock in a form that loom explores.
 //!
-//! Invariant: they promise what std's do and no more. Time is not measured: a deadline passes at any moment, before or
-//! after anything else that happens, unless it is [`NEVER`].
+//! Invariant: they guarantee exactly what std's do. Time is not measured: a deadline may pass at
+//! any moment, before or after any other event, unless it is [`NEVER`].
 
 pub(crate) use loom::thread;
 use std::time::Duration;
@@ -29,14 +29,14 @@ pub(crate) mod mpsc {
     use std::collections::VecDeque;
     use std::time::Duration;
 
-    // A model that has failed is not run further: its channels do not touch loom while it unwinds.
+    // A failed model does not run on: its channels do not touch loom while it unwinds.
 
-    /// What was sent and not received, and who is left.
+    /// The messages that were sent and not received, and the remaining ends.
     struct State<T> {
         messages: VecDeque<T>,
         senders: usize,
         has_receiver: bool,
-        /// The receiver's waits, and which of them have met their deadline.
+        /// The receiver's waits, and those of them that have met their deadline.
         waits: usize,
         ended: Vec<usize>,
     }
@@ -51,7 +51,7 @@ pub(crate) mod mpsc {
             self.state.lock().expect("no thread of a model panics")
         }
 
-        /// Changes the state and wakes whoever waits for it.
+        /// Changes the state and wakes all threads that wait for it.
         fn change<R>(&self, change: impl FnOnce(&mut State<T>) -> R) -> R {
             let result = change(&mut self.state());
             self.changed.notify_all();
@@ -75,13 +75,14 @@ pub(crate) mod mpsc {
         (Sender(Arc::clone(&channel)), Receiver(channel))
     }
 
-    /// Like [`channel`]: no channel of the lane is ever sent more than it holds.
+    /// Returns an unbounded [`channel`]: the driver thread never sends more than a bounded one
+    /// holds.
     pub(crate) fn sync_channel<T>(_: usize) -> (Sender<T>, Receiver<T>) {
         channel()
     }
 
     impl<T> Sender<T> {
-        /// The message itself when nobody can receive it.
+        /// Sends a message, or returns it when no receiver is left.
         pub(crate) fn send(&self, message: T) -> Result<(), T> {
             self.0.change(|state| {
                 if !state.has_receiver {
@@ -159,7 +160,7 @@ pub(crate) mod mpsc {
     impl<T> Drop for Receiver<T> {
         fn drop(&mut self) {
             if !std::thread::panicking() {
-                // Not under the lock: a message may hold an end of another channel.
+                // Dropped outside the lock, because a message may hold an end of another channel.
                 drop(self.0.change(|state| {
                     state.has_receiver = false;
                     std::mem::take(&mut state.messages)

@@ -1,9 +1,9 @@
-//! Lanes with a bug that loom must find.
+//! Driver threads with a bug that loom must find.
 
 use crate::model::mpsc::{self, Receiver, Sender};
 use crate::model::thread;
 use crate::{
-    Answer, Posts, TimedOut, Worker, a_call_after_a_timeout, a_dropped_lane, callers_at_a_time, explore, posted_calls,
+    Answer, Posts, TimedOut, Worker, call_after_timeout, a_dropped_lane, callers_at_a_time, explore, posted_calls,
 };
 use std::panic::catch_unwind;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use std::time::Duration;
 type Job = Box<dyn FnOnce() -> Answer + Send>;
 const TIMED_OUT: TimedOut = TimedOut { waited: Duration::ZERO };
 
-/// One channel for all answers: a late one reaches the next caller.
+/// One channel for all answers: a late answer reaches the next caller.
 struct SharedAnswers {
     jobs: Sender<Job>,
     answers: Receiver<Answer>,
@@ -31,7 +31,7 @@ impl Worker for SharedAnswers {
     }
 }
 
-/// A worker that ends with the first caller who has gone: later calls are never run.
+/// A worker that ends when its first caller has gone: later calls never run.
 struct EndsEarly {
     jobs: Sender<(Job, Sender<Answer>)>,
 }
@@ -56,7 +56,7 @@ impl Worker for EndsEarly {
     }
 }
 
-/// A worker that is not told that the lane is gone: it waits for ever.
+/// A worker that does not learn that the driver thread is dropped: it waits forever.
 struct NeverEnds(EndsEarly);
 
 impl Worker for NeverEnds {
@@ -71,7 +71,7 @@ impl Worker for NeverEnds {
     }
 }
 
-/// Whoever posts a call waits for no worker, and neither does the call: it runs beside the others.
+/// A worker whose posted calls run concurrently with the others, instead of in order.
 struct PostsBeside(EndsEarly);
 
 impl Worker for PostsBeside {
@@ -90,7 +90,7 @@ impl Posts for PostsBeside {
     }
 }
 
-/// Loom must fail on a scenario, in these words.
+/// Checks that loom fails on a scenario with these words.
 fn finds(scenario: fn(), words: &str) {
     let panic = catch_unwind(|| explore(scenario)).expect_err("the bug was not found");
     let message = panic.downcast_ref::<String>().cloned().unwrap_or_default();
@@ -98,21 +98,21 @@ fn finds(scenario: fn(), words: &str) {
 }
 
 #[test]
-fn answers_that_are_shared_are_found() {
-    finds(a_call_after_a_timeout::<SharedAnswers>, "another call's result");
+fn shared_answers_are_found() {
+    finds(call_after_timeout::<SharedAnswers>, "another call's result");
 }
 
 #[test]
-fn a_worker_that_ends_early_is_found() {
+fn early_ending_worker_is_found() {
     finds(callers_at_a_time::<EndsEarly>, "a call without a deadline is answered");
 }
 
 #[test]
-fn a_worker_that_never_ends_is_found() {
+fn unending_worker_is_found() {
     finds(a_dropped_lane::<NeverEnds>, "deadlock");
 }
 
 #[test]
-fn calls_that_are_posted_beside_the_worker_are_found() {
+fn concurrent_posted_calls_are_found() {
     finds(posted_calls::<PostsBeside>, "a call before its turn");
 }

@@ -1,6 +1,6 @@
-//! A vector that does not lie on its boundary is an error of the launch that names kernel, block,
-//! thread and place, in every build: on a GPU it would end the process's context. And what begins
-//! late at the launch is refused before anything runs.
+//! A misaligned vector access is an error of the launch that names kernel, block, thread and place,
+//! in every build. On a GPU it would end the process's context. An argument that is misaligned at
+//! the launch is refused before anything runs.
 
 use crate::support::open;
 use cuda_std::emulator::{Cause, Kind, Place};
@@ -13,21 +13,21 @@ use stepscope::{Arena, Capacity, DeviceKind, Error, Result, Source, Target, ops}
 
 const LENGTH: usize = 64;
 
-/// Thread 5 of the second block moves a vector at `at`.
+/// Defines kernels in which thread 5 of the second block moves a vector at `at`.
 macro_rules! movers {
     ($($name:ident<$T:ty>: $bytes:literal $kind:ident, |$x:ident, $y:ident, $at:ident| $access:expr;)*) => {$(
         #[kernel]
         unsafe fn $name($x: &[$T], $at: usize, $y: *mut $T) {
             if thread::index_1d() == 37 {
-                // SAFETY: inside `x` and `y`, but on its boundary only where `at` says so: this is
-                // the bug.
+                // SAFETY: inside `x` and `y`, but aligned only for some `at`: this is the planted
+                // bug.
                 unsafe { $access };
             }
             let _ = ($x, $y);
         }
 
-        // SAFETY: the kernel stays inside its arguments for places up to 8. It asks for no
-        // alignment of the place, and that is the point.
+        // SAFETY: the kernel stays inside its arguments for places up to 8. It requires no
+        // alignment of the place: this is the planted bug.
         contract! { unsafe $name { block: 32, shared: 256 } |k| {
             Violation::unless_length("x", LENGTH, k.x.len())?;
             Violation::unless_length("y", LENGTH, k.y.len())?;
@@ -37,7 +37,7 @@ macro_rules! movers {
     )*
 
     #[test]
-    fn a_misaligned_vector_names_kernel_and_thread() {
+    fn misaligned_vector_names_its_thread() {
         $(for at in 1..=8 {
             let boundary = $bytes / size_of::<$T>();
             let outcome = moved(|step| {
@@ -82,14 +82,14 @@ movers! {
     copies_to_shared<f32>: 16 Write, |x, y, at| SharedTile::<f32>::new(0, 64).copy4(at as u32, x, 0);
 }
 
-fn moved(launch: impl for<'s> FnOnce(&mut stepscope::Eager<'s>) -> Result<()>) -> Result<()> {
+fn moved(launch: impl for<'s> FnOnce(&mut stepscope::EagerStep<'s>) -> Result<()>) -> Result<()> {
     let device = open(DeviceKind::Emulated);
     Arena::builder(&device).capacity(Capacity::mib(1)).build()?.step(launch)
 }
 
-/// A part of a tensor begins where its elements do, which is not where a vector may begin.
+/// A part of a tensor may begin at any element, which may be misaligned for a vector.
 #[test]
-fn a_base_that_is_late_is_refused_by_name() {
+fn misaligned_base_is_refused() {
     for late in 1..=4 {
         for which in ["x", "y"] {
             let outcome = moved(|step| {
@@ -113,15 +113,16 @@ fn a_base_that_is_late_is_refused_by_name() {
     }
 }
 
-/// The case that was found: gains of k a distance behind those of q that vectors cannot have.
+/// The original bug: the gains of k begin at a distance from those of q that is misaligned for
+/// vectors.
 #[test]
-fn gains_at_an_odd_distance_are_refused() {
+fn misaligned_gains_are_refused() {
     for distance in 4..=9 {
         let outcome = moved(|step| {
             let x = step.upload(&[1.0; 64], [1, 4, 16])?;
             let gains = step.upload(&vec![1.0; distance + 4], [distance + 4])?;
             let norm = ops::QkNorm { distance: Some(distance), ..ops::QkNorm::new(&gains, 1e-5) };
-            let form = ops::AttentionForm::new(2).kv_heads(1);
+            let form = ops::AttentionConfig::new(2).kv_heads(1);
             ops::qk_norm(step, &x, norm, &form).map(drop)
         });
         match outcome {
@@ -134,9 +135,9 @@ fn gains_at_an_odd_distance_are_refused() {
     }
 }
 
-/// The bounds of a part are those of the whole.
+/// A part cannot exceed the bounds of the whole.
 #[test]
-fn a_part_lies_inside() {
+fn parts_stay_inside_the_whole() {
     let _ = moved(|step| {
         let x = step.upload(&[0.0; 8], [8])?;
         for outside in [0..9, 8..9, 9..9] {

@@ -1,7 +1,8 @@
 //! Random programs of steps, scratches and tensors against a model in plain Rust.
 //!
-//! The model knows what every live tensor holds, where the arena stands and what each report must say. So a byte handed
-//! out twice, a saved tensor overwritten, or memory not taken back shows as a wrong value or a wrong number.
+//! The model knows the contents of every live tensor, the arena's position and the numbers of each
+//! report. A byte handed out twice, a saved tensor overwritten, or memory not freed shows as a
+//! wrong value or number.
 
 #![forbid(unsafe_code)]
 
@@ -15,22 +16,23 @@ use proptest::test_runner::{Config, TestRunner};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use stepscope::nn::Mlp;
 use stepscope::{
-    Arena, Buffer, Capacity, Device, Eager, Error, Gradients, Layout, Parameters, Result, Saved, Scratch, Step, Tape,
-    Tensor, ops,
+    Arena, Buffer, Capacity, Device, EagerStep, Error, Gradients, ParameterSpec, Parameters, Result, Saved,
+    ScratchStep, Step, Tape, Tensor, ops,
 };
 
-/// Elements of the buffer that outlives the steps; also the commonest length of a tensor, so that the two often match.
+/// The elements of the buffer that outlives the steps. This is also the most frequent tensor
+/// length, so that the two often match.
 const BUFFER_LEN: usize = 64;
-/// Room for a few tens of tensors: programs fill it now and then.
+/// Memory for a few tens of tensors, so that programs fill it now and then.
 const CAPACITY_BYTES: usize = 24 * 1024;
 
-/// An error with the numbers of a full arena; cause, advice and report have tests of their own.
+/// Returns an error with the numbers of a full arena. Cause, advice and report have separate tests.
 fn full(requested_bytes: usize, used_bytes: usize, capacity_bytes: usize, allocations: u64) -> Error {
     let got = format!("{requested_bytes} bytes, {used_bytes} of {capacity_bytes} used by {allocations}");
     Error::Misuse { op: "full", expected: "room".into(), got }
 }
 
-/// The numbers of an error, if it is a full arena's.
+/// Returns the numbers of an error from a full arena.
 fn numbers(error: Error) -> Error {
     match error {
         Error::ArenaFull { requested_bytes, used_bytes, capacity_bytes, allocations, .. } => {
@@ -40,7 +42,7 @@ fn numbers(error: Error) -> Error {
     }
 }
 
-/// What the arena must say and the buffer must hold.
+/// The expected reports of the arena and contents of the buffer.
 #[derive(Clone, Debug, Default)]
 struct Model {
     used_bytes: usize,
@@ -51,10 +53,10 @@ struct Model {
 }
 
 impl Model {
-    /// Takes a tensor's place, or tells the error that the arena must give.
+    /// Allocates a tensor, or returns the error that the arena must give.
     fn take(&mut self, elements: usize) -> Result<(), Error> {
         let Some(bytes) = elements.checked_mul(size_of::<f32>()) else {
-            let (op, expected) = ("tensor", "a shape whose bytes fit an address".into());
+            let (op, expected) = ("tensor", "a shape whose size fits the address space".into());
             return Err(Error::Misuse { op, expected, got: format!("[{elements}]") });
         };
         let padded = bytes.max(1).checked_next_multiple_of(256).unwrap_or(usize::MAX);
@@ -76,7 +78,7 @@ impl Model {
     }
 }
 
-/// What outlives the steps.
+/// The objects that outlive the steps.
 struct World {
     device: Device,
     model: Model,
@@ -90,7 +92,7 @@ enum Value<'s> {
     Saved(Saved<'s>),
 }
 
-/// Calls something generic over sources with either kind of value.
+/// Calls an expression generic over sources with either kind of value.
 macro_rules! with {
     ($value:expr, |$source:ident| $body:expr) => {
         match $value {
@@ -100,19 +102,19 @@ macro_rules! with {
     };
 }
 
-/// The tensors of a scope, each with what it must hold.
+/// The tensors of a scope, each with its expected contents.
 type Live<'s> = Vec<(Value<'s>, Vec<f32>)>;
 
 /// A step or a scratch.
 trait Scope<'s> {
-    /// The tensors around it.
+    /// The tensors of the outer scope.
     type Outer;
 
     fn step(&self) -> &Step<'s>;
 
     fn upload(&self, values: &[f32], len: usize) -> Option<Result<Tensor<'s>>>;
 
-    /// A copy of an outer tensor, and what it must hold.
+    /// Returns a copy of an outer tensor, and its expected contents.
     fn copy_of_outer(&self, outer: &Self::Outer, index: Index) -> Option<(usize, Result<Tensor<'s>>, Vec<f32>)>;
 
     /// Writes a value to an outer tensor of the same length, if that is unique.
@@ -120,10 +122,10 @@ trait Scope<'s> {
 
     fn look(&self, value: &Value<'s>, device: &Device) -> Vec<f32>;
 
-    fn scratch<R>(&mut self, run: impl for<'i> FnOnce(&mut Scratch<'i, 's>) -> Result<R>) -> Result<R>;
+    fn scratch<R>(&mut self, run: impl for<'i> FnOnce(&mut ScratchStep<'i, 's>) -> Result<R>) -> Result<R>;
 }
 
-impl<'s> Scope<'s> for Eager<'s> {
+impl<'s> Scope<'s> for EagerStep<'s> {
     type Outer = ();
 
     fn step(&self) -> &Step<'s> {
@@ -131,7 +133,7 @@ impl<'s> Scope<'s> for Eager<'s> {
     }
 
     fn upload(&self, values: &[f32], len: usize) -> Option<Result<Tensor<'s>>> {
-        Some(Eager::upload(self, values, [len]))
+        Some(EagerStep::upload(self, values, [len]))
     }
 
     fn copy_of_outer(&self, (): &(), _: Index) -> Option<(usize, Result<Tensor<'s>>, Vec<f32>)> {
@@ -144,12 +146,12 @@ impl<'s> Scope<'s> for Eager<'s> {
         with!(value, |x| self.read(x)).unwrap()
     }
 
-    fn scratch<R>(&mut self, run: impl for<'i> FnOnce(&mut Scratch<'i, 's>) -> Result<R>) -> Result<R> {
-        Eager::scratch(self, run)
+    fn scratch<R>(&mut self, run: impl for<'i> FnOnce(&mut ScratchStep<'i, 's>) -> Result<R>) -> Result<R> {
+        EagerStep::scratch(self, run)
     }
 }
 
-impl<'i, 'o> Scope<'i> for Scratch<'i, 'o> {
+impl<'i, 'o> Scope<'i> for ScratchStep<'i, 'o> {
     type Outer = Live<'o>;
 
     fn step(&self) -> &Step<'i> {
@@ -194,8 +196,8 @@ impl<'i, 'o> Scope<'i> for Scratch<'i, 'o> {
         })
     }
 
-    fn scratch<R>(&mut self, run: impl for<'n> FnOnce(&mut Scratch<'n, 'i>) -> Result<R>) -> Result<R> {
-        Scratch::scratch(self, run)
+    fn scratch<R>(&mut self, run: impl for<'n> FnOnce(&mut ScratchStep<'n, 'i>) -> Result<R>) -> Result<R> {
+        ScratchStep::scratch(self, run)
     }
 }
 
@@ -203,7 +205,7 @@ fn choose<'l, 's>(live: &'l Live<'s>, index: Index) -> Option<&'l (Value<'s>, Ve
     (!live.is_empty()).then(|| &live[index.index(live.len())])
 }
 
-/// How a scope ends when it ends as planned, rather than by a failed assertion.
+/// The payload of a planned panic, which distinguishes it from a failed assertion.
 struct Planned;
 
 fn planned() -> Error {
@@ -226,7 +228,7 @@ fn run<'s, S: Scope<'s>>(
     match outcome {
         Outcome::Returns => Ok(()),
         Outcome::Fails => Err(planned()),
-        // Past the hook, which would print.
+        // Bypasses the panic hook, which would print.
         Outcome::Panics => resume_unwind(Box::new(Planned)),
     }
 }
@@ -240,7 +242,7 @@ fn look<'s>(scope: &impl Scope<'s>, live: &Live<'s>, world: &World) {
 
 fn run_op<'s, S: Scope<'s>>(scope: &mut S, outer: &mut S::Outer, op: &Op, live: &mut Live<'s>, world: &mut World) {
     let (step, model) = (scope.step(), &mut world.model);
-    // A new tensor's length, the library's answer and what the tensor must hold.
+    // A new tensor's length, the library's answer and the expected contents.
     let made = match op {
         Op::Upload(len, seed) => {
             let values = Random::new(*seed).normals(*len);
@@ -330,7 +332,7 @@ fn run_op<'s, S: Scope<'s>>(scope: &mut S, outer: &mut S::Outer, op: &Op, live: 
     }
 }
 
-/// Fails unless a scope ended as planned.
+/// Checks that a scope ended as planned.
 fn ends_as(ended: std::thread::Result<Result<()>>, outcome: Outcome) {
     match ended {
         Ok(result) => assert_eq!(result, if outcome == Outcome::Fails { Err(planned()) } else { Ok(()) }),
@@ -358,7 +360,7 @@ fn run_steps(device: &Device, steps: &[(Vec<Op>, Outcome)]) {
         assert_eq!(report.allocations, model.allocations);
         assert_eq!(report.overflow.allocations, 0);
         assert_eq!(report.resets, model.resets, "a step that {outcome:?} has ended");
-        // All of the arena is there again, and not a byte more.
+        // All of the arena is free again, and not a byte more.
         let everything = arena.step(|step| {
             let _all = step.empty::<f32>([CAPACITY_BYTES / 4])?;
             Ok(step.empty::<f32>([1]).err().map(numbers))
@@ -372,7 +374,7 @@ fn run_steps(device: &Device, steps: &[(Vec<Op>, Outcome)]) {
 on_each_device! {
     fn programs_agree_with_the_model(device: &Device) {
         let steps = vec((programs(2, 24), outcomes()), 1..5);
-        // A failing program is printed, already shortened: it needs no file.
+        // A failing program is printed after shrinking: it needs no file.
         let mut runner = TestRunner::new(Config { cases: 1000, failure_persistence: None, ..Config::default() });
         runner.run(&steps, |steps| {
             run_steps(device, &steps);
@@ -380,7 +382,7 @@ on_each_device! {
         }).unwrap_or_else(|failure| panic!("{failure}"));
     }
 
-    fn a_full_arena_says_what_did_not_fit(device: &Device) {
+    fn full_arena_reports_failed_request(device: &Device) {
         let mut arena = Arena::builder(device).capacity(Capacity::Bytes(1000)).build().unwrap();
         let error = arena.step(|step| {
             let _held = [step.empty::<f32>([1])?, step.empty([65])?];
@@ -394,7 +396,7 @@ on_each_device! {
         assert_eq!(numbers(error.unwrap_err()), full(256, 768, 1000, 2));
     }
 
-    fn a_step_goes_on_after_a_request_that_did_not_fit(device: &Device) {
+    fn steps_continue_after_full_arena(device: &Device) {
         let mut arena = Arena::builder(device).capacity(Capacity::Bytes(1024)).build().unwrap();
         let values = arena.step(|step| {
             let x = step.upload(&[1.0f32, 2.0], [2])?;
@@ -405,19 +407,19 @@ on_each_device! {
         assert_eq!(values, Ok([vec![1.0, 2.0], vec![3.0, 6.0]]));
     }
 
-    fn a_tensor_that_is_given_back_leaves_its_place_to_the_next_of_its_size(device: &Device) {
+    fn freed_memory_is_reused_by_size(device: &Device) {
         let mut arena = Arena::builder(device).capacity(Capacity::Bytes(1024)).build().unwrap();
         let values = arena.step(|step| {
             let mut x = step.upload(&[1.0f32; 64], [64])?;
             let kept = step.upload(&[7.0f32; 64], [64])?.save();
             for _ in 0..10 {
                 let next = ops::scale(step, &x, 2.0)?;
-                step.give_back(std::mem::replace(&mut x, next));
+                step.free(std::mem::replace(&mut x, next));
             }
-            // A scope within neither takes what waits out here nor leaves what it took.
+            // An inner scope neither reuses memory freed in the outer scope nor keeps its own.
             step.scratch(|inner| {
                 let one = ops::scale(inner, &inner.lend(&kept), 1.0)?;
-                inner.give_back(one);
+                inner.free(one);
                 ops::fill(inner, [64], 5.0).map(drop)
             })?;
             let y = ops::scale(step, &x, 1.0)?;
@@ -429,9 +431,9 @@ on_each_device! {
         assert_eq!((report.high_water_bytes, report.allocations), (1024, 15));
     }
 
-    fn a_backward_pass_takes_no_more_memory_for_more_layers(device: &Device) {
+    fn backward_memory_is_independent_of_layers(device: &Device) {
         let needs = |layers: usize, backward: bool| {
-            let mut layout = Layout::builder();
+            let mut layout = ParameterSpec::builder();
             let mlp = |n| Mlp::new(layout.names().at(format!("layers.{n}")), 64, 64, 64);
             let mlps: Vec<Mlp> = (0..layers).map(mlp).collect();
             let weights = Parameters::new(device, &layout.build()?, 7)?;
@@ -444,7 +446,7 @@ on_each_device! {
                     x = mlp.forward_residual(&tape, &x, &x)?;
                 }
                 let loss = tape.mean(&x)?;
-                if backward { tape.backward_afresh(&loss, &mut gradients) } else { Ok(()) }
+                if backward { tape.backward_overwrite(&loss, &mut gradients) } else { Ok(()) }
             })?;
             Ok::<usize, Error>(measured.high_water_bytes())
         };
@@ -452,7 +454,7 @@ on_each_device! {
         assert_eq!(whole[1] - whole[0], forward[1] - forward[0], "{forward:?}, {whole:?}");
     }
 
-    fn tensors_of_no_elements_take_a_place(device: &Device) {
+    fn empty_tensors_take_a_place(device: &Device) {
         let mut arena = Arena::builder(device).capacity(Capacity::Bytes(768)).build().unwrap();
         arena.step(|step| {
             let full = step.upload(&[5.0f32; 64], [64])?;
@@ -465,7 +467,7 @@ on_each_device! {
         assert_eq!(arena.report().high_water_bytes, 768);
     }
 
-    fn arenas_and_buffers_that_make_no_sense_are_refused(device: &Device) {
+    fn invalid_arenas_and_buffers_are_refused(device: &Device) {
         let build = |bytes| Arena::builder(device).capacity(Capacity::Bytes(bytes)).build().map(drop);
         assert!(matches!(build(0), Err(Error::Misuse { op: "arena", .. })), "{:?}", build(0));
         let huge = 1 << 62;
@@ -480,7 +482,7 @@ on_each_device! {
         assert_eq!(buffer.read_range(1, 2).unwrap(), [9, 3]);
     }
 
-    fn a_buffer_is_lent_whole_and_on_its_own_device(device: &Device) {
+    fn buffers_lend_whole_and_locally(device: &Device) {
         let elsewhere = Device::open(stepscope::DeviceKind::Emulated).unwrap();
         let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
         let mut here = Buffer::from_slice(device, &[1.0f32; 6]).unwrap();
@@ -495,7 +497,7 @@ on_each_device! {
         }).unwrap();
     }
 
-    fn shapes_that_do_not_agree_are_refused(device: &Device) {
+    fn mismatched_shapes_are_refused(device: &Device) {
         let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
         arena.step(|step| {
             let x = step.upload(&[1.0f32; 6], [2, 3])?;

@@ -8,13 +8,13 @@ use ndarray::{Array, Array0, Array2, Array3, ArrayD, Axis, IxDyn, Slice};
 use stepscope::{Arena, Capacity, bf16, ops};
 
 on_each_device! {
-    fn arrays_keep_their_elements_places(device: &Device) {
+    fn arrays_keep_element_order(device: &Device) {
         let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
         let plain = Array3::from_shape_fn((2, 3, 4), |(a, b, c)| (100 * a + 10 * b + c) as f32);
         arena
             .step(|step| {
                 assert_eq!(step.read_array(&step.upload_array(plain.view())?)?, plain.clone().into_dyn());
-                // Transposed, reversed and cut: no such array is a slice.
+                // Transposed, reversed and cut: none of these arrays is a slice.
                 let mut cut = plain.view();
                 cut.slice_axis_inplace(Axis(1), Slice::new(0, None, -1));
                 cut.slice_axis_inplace(Axis(2), Slice::new(1, None, 2));
@@ -38,7 +38,7 @@ on_each_device! {
             .unwrap();
     }
 
-    fn five_extents_and_no_elements_are_told(device: &Device) {
+    fn five_extents_refused_empty_arrays_read(device: &Device) {
         let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
         let five = ArrayD::<f32>::zeros(IxDyn(&[1, 1, 2, 1, 1]));
         let error = arena.step(|step| step.upload_array(five.view()).map(drop)).unwrap_err().to_string();

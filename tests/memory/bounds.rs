@@ -1,29 +1,32 @@
-//! What a kernel writes outside its arguments is an error of the launch, in a plain run and in release: by `vector.rs` wherever
-//! it goes, by a pointer of the kernel's own near its outputs and where there is no memory. Neighbours keep their bytes.
+//! Writes of a kernel outside its arguments are errors of the launch, in plain runs and in release
+//! builds. Accesses through `vector.rs` are checked everywhere. Writes through raw pointers are
+//! detected near the kernel's outputs and where there is no memory. Neighbouring tensors keep their
+//! bytes.
 
 use crate::support::open;
 use cuda_std::emulator::{Cause, Kind, Place};
 use cuda_std::prelude::*;
 use kernels::contract;
 use kernels::vector::{F4, Part, put, store};
-use stepscope::{Arena, Capacity, DeviceKind, Eager, Error, Inputs, Result, Source, Target, Tensor};
+use stepscope::{Arena, Capacity, DeviceKind, EagerStep, Error, HostInputs, Result, Source, Target, Tensor};
 
-/// As large as its place in the arena, so that tensors touch.
+/// The length of a tensor as large as its place in the arena, so that tensors touch.
 const LENGTH: usize = 1024;
 const ONE: i32 = LENGTH as i32;
 
-/// One thread of the last block writes at `at`, which wraps where it is negative.
+/// Defines kernels in which one thread of the last block writes at `at`, which wraps if it is
+/// negative.
 macro_rules! writers {
     ($($name:ident: |$y:ident, $at:ident| $write:expr;)*) => {$(
         #[kernel]
         unsafe fn $name($at: i32, $y: *mut f32) {
             if thread::block_idx_x() == 2 && thread::thread_idx_x() == 5 {
-                // SAFETY: none: this is the bug.
+                // SAFETY: none: this is the planted bug.
                 unsafe { $write };
             }
         }
 
-        // SAFETY: none, and that is the point: the kernel leaves its arguments, and the emulator says so.
+        // SAFETY: none, on purpose: the kernel leaves its arguments, and the emulator reports it.
         contract! { unsafe $name { block: 64 } |k| {
             Violation::unless_length("y", LENGTH, k.y.len())?;
             Grid::new(3, 1, 1)
@@ -45,8 +48,8 @@ writers! {
     };
 }
 
-/// What the launch of a kernel between two other tensors gives; they must be what they were.
-fn outcome(launch: impl for<'s> FnOnce(&mut Eager<'s>, &mut Tensor<'s>) -> Result<()>) -> Result<Vec<f32>> {
+/// Returns the result of launching a kernel between two other tensors, which must not change.
+fn outcome(launch: impl for<'s> FnOnce(&mut EagerStep<'s>, &mut Tensor<'s>) -> Result<()>) -> Result<Vec<f32>> {
     let device = open(DeviceKind::Emulated);
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
     arena.step(|step| {
@@ -60,13 +63,13 @@ fn outcome(launch: impl for<'s> FnOnce(&mut Eager<'s>, &mut Tensor<'s>) -> Resul
     })
 }
 
-/// Launches the kernel with each of some `at`, and hands what is told to `check`.
+/// Launches the kernel with each of several `at`, and passes the report to `check`.
 macro_rules! each {
     ($kernel:ident, $places:expr, $check:expr) => {
         for at in $places {
             let mut line = 0;
             let error = outcome(|step, y| {
-                // That of the whole macro's call.
+                // The line of the whole macro call.
                 line = line!();
                 step.launch($kernel { at, y: y.out() })
             });
@@ -79,7 +82,7 @@ macro_rules! each {
     };
 }
 
-/// The place, the block, the thread and the line of the write are told.
+/// Checks that the report names the place, the block, the thread and the line of the write.
 fn exact(at: i32, block: [u32; 3], thread: u32, cause: Cause, text: String) {
     let Cause::OutOfBounds { place, bounds, access } = cause else { panic!("{text}") };
     assert_eq!((place, bounds), (Place::Argument { name: "y", element: at.into() }, 0..LENGTH as i64), "{text}");
@@ -92,7 +95,7 @@ fn exact(at: i32, block: [u32; 3], thread: u32, cause: Cause, text: String) {
 }
 
 #[test]
-fn a_store_is_refused_wherever_it_goes() {
+fn stores_out_of_bounds_are_refused() {
     let everywhere = [ONE, ONE + 3, ONE + 63, ONE + 100_000, i32::MAX, -1, -4, -64, -100_000, i32::MIN];
     each!(by_store, everywhere, exact);
     each!(by_put, everywhere, exact);
@@ -104,13 +107,13 @@ fn a_store_is_refused_wherever_it_goes() {
 }
 
 #[test]
-fn a_vector_that_is_inside_in_part_is_refused() {
+fn partly_outside_vectors_are_refused() {
     each!(by_part, [ONE - 2, ONE - 1], |_, block, thread, cause, text| exact(ONE, block, thread, cause, text));
     each!(by_part, [-2, -1], exact);
 }
 
 #[test]
-fn a_raw_write_near_an_output_is_told_and_undone() {
+fn raw_overrun_is_reported_and_undone() {
     each!(by_pointer, [ONE, ONE + 3, ONE + 63, -1, -4, -64], |at: i32, _, _, cause, text: String| {
         assert_eq!(cause, Cause::Overrun { name: "y", element: at.into(), length: LENGTH }, "{text}");
         assert!(text.contains(&format!("out of bounds: `y`[{at}] of 1024 elements written")), "{text}");
@@ -119,15 +122,15 @@ fn a_raw_write_near_an_output_is_told_and_undone() {
 
 #[test]
 #[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
-fn a_raw_write_to_nowhere_is_told() {
+fn raw_write_to_nowhere_is_reported() {
     #[kernel]
     unsafe fn to_nowhere(address: u64, y: *mut f32) {
         if thread::index_1d() == 70 {
-            // SAFETY: none: this is the bug.
+            // SAFETY: none: this is the planted bug.
             unsafe { *y.wrapping_byte_sub(y as usize).wrapping_byte_add(address as usize) = 7.0 };
         }
     }
-    // SAFETY: none, and that is the point: the kernel leaves its arguments, and the emulator says so.
+    // SAFETY: none, on purpose: the kernel leaves its arguments, and the emulator reports it.
     contract! { unsafe to_nowhere { block: 64 } |k| {
         Violation::unless_length("y", LENGTH, k.y.len())?;
         Grid::new(3, 1, 1)
@@ -143,7 +146,7 @@ fn a_raw_write_to_nowhere_is_told() {
 }
 
 #[test]
-fn what_stays_inside_is_written() {
+fn writes_inside_succeed() {
     for at in [0, 4, ONE - 4] {
         let mut expected = vec![2.0; LENGTH];
         expected[at as usize] = 7.0;
@@ -155,11 +158,11 @@ fn what_stays_inside_is_written() {
     }
 }
 
-/// Two outputs that touch: a write of one's pointer into the other is no less an error.
+/// Writes through one output's pointer into the other, which touches it. This is an error too.
 #[kernel]
 unsafe fn into_the_other(a: *mut f32, b: *mut f32) {
     if thread::thread_idx_x() == 0 {
-        // SAFETY: none: this is the bug.
+        // SAFETY: none: this is the planted bug.
         unsafe {
             store(b, 0, 1.0);
             store(a, LENGTH, 2.0);
@@ -167,7 +170,7 @@ unsafe fn into_the_other(a: *mut f32, b: *mut f32) {
     }
 }
 
-// SAFETY: none, and that is the point: the kernel leaves its arguments, and the emulator says so.
+// SAFETY: none, on purpose: the kernel leaves its arguments, and the emulator reports it.
 contract! { unsafe into_the_other { block: 64 } |k| {
     Violation::unless_length("a", LENGTH, k.a.len())?;
     Violation::unless_length("b", LENGTH, k.b.len())?;
@@ -175,7 +178,7 @@ contract! { unsafe into_the_other { block: 64 } |k| {
 }}
 
 #[test]
-fn another_output_is_no_excuse() {
+fn writes_into_another_output_fail() {
     let error = outcome(|step, y| {
         let mut other = step.empty([LENGTH])?;
         step.launch(into_the_other { a: y.out(), b: other.out() })
@@ -189,19 +192,19 @@ fn another_output_is_no_excuse() {
 #[kernel]
 unsafe fn reads_beyond(x: *const f32, y: *mut f32) {
     if thread::thread_idx_x() == 0 {
-        // SAFETY: none: this is the bug.
+        // SAFETY: none: this is the planted bug.
         unsafe { store(y, 0, F4::load_part_raw(x, LENGTH, Part::First(1), 0.0).0[0]) };
     }
 }
 
-// SAFETY: none, and that is the point: the kernel leaves its arguments, and the emulator says so.
+// SAFETY: none, on purpose: the kernel leaves its arguments, and the emulator reports it.
 contract! { unsafe reads_beyond { block: 64 } |k| {
     Violation::unless_length("y", LENGTH, k.y.len())?;
     Grid::new(1, 1, 1)
 }}
 
 #[test]
-fn a_read_through_a_pointer_is_refused_too() {
+fn pointer_reads_are_checked() {
     let error = outcome(|step, y| {
         let x = step.upload(&[0.0; LENGTH], [LENGTH])?;
         step.launch(reads_beyond { x: x.pointer(), y: y.out() })
@@ -212,17 +215,17 @@ fn a_read_through_a_pointer_is_refused_too() {
 }
 
 #[test]
-fn a_replay_tells_the_line_that_was_recorded() {
+fn replay_reports_recorded_line() {
     const LINE: u32 = line!() + 7;
     let device = open(DeviceKind::Emulated);
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
     let mut captured = arena
-        .capture((), &Inputs::new(), |step, (), _| {
+        .capture((), &HostInputs::new(), |step, (), _| {
             let mut y = step.empty([LENGTH])?;
-            // The next line is the one.
+            // The next line is the reported one.
             step.launch(by_store { at: ONE, y: y.out() })
         })
         .unwrap();
-    let Err(Error::Kernel(fault)) = captured.replay(&Inputs::new()) else { panic!("no fault") };
+    let Err(Error::Kernel(fault)) = captured.replay(&HostInputs::new()) else { panic!("no fault") };
     assert_eq!((fault.launched_at.file(), fault.launched_at.line()), (file!(), LINE), "{fault}");
 }

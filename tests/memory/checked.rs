@@ -1,4 +1,4 @@
-//! Checked mode: what was never written is NaN, what was overrun is named, and nothing else changes.
+//! Checked mode: unwritten memory is NaN, overruns are named, and nothing else changes.
 
 use crate::overrun::one_too_far;
 use crate::support::{Random, bits, on_each_device};
@@ -20,7 +20,7 @@ fn overrun(outcome: Result<()>, tensor: &str, bytes: usize) {
 }
 
 on_each_device! {
-    fn what_was_never_written_is_poison_in_every_step(device: &Device) {
+    fn unwritten_memory_is_poison(device: &Device) {
         let mut arena = checked(device);
         for _ in 0..2 {
             arena.step(|step| {
@@ -34,7 +34,7 @@ on_each_device! {
         }
     }
 
-    fn results_have_the_same_bits_with_checks_and_without(device: &Device) {
+    fn checks_keep_bits(device: &Device) {
         let values = Random::new(3).normals(12 * 64);
         let run = |checked: bool| {
             let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).checked(checked).build().unwrap();
@@ -54,17 +54,17 @@ on_each_device! {
 }
 
 #[test]
-fn a_write_behind_a_tensor_is_named() {
+fn overrun_is_named() {
     let device = crate::support::open(stepscope::DeviceKind::Emulated);
     let mut arena = checked(&device);
-    // Tensors whose end is, and is not, a multiple of the alignment.
+    // Tensors that end at a multiple of the alignment, and in between.
     for length in [1usize, 63, 64, 100] {
         let outcome = arena.step(|step| {
             let mut x = step.empty([length])?;
             step.launch(one_too_far(x.out()))
         });
         overrun(outcome, &format!("f32[{length}]"), 4 * length);
-        // The arena goes on.
+        // The arena keeps working.
         arena.step(|step| ops::fill(step, [length], 1.0).map(drop)).unwrap();
     }
     let outcome = arena.step(|step| {

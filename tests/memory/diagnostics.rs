@@ -1,7 +1,8 @@
-//! What an arena says about itself is true: its report, its errors, its warnings, and what it measures beforehand.
+//! An arena's diagnostics are correct: its report, its errors, its warnings, and its measurements
+//! in advance.
 //!
-//! The question that nobody could answer (ztensor on GB10): why does a tensor of 48 KB not fit an arena of 64 GB? Each of
-//! the three answers is provoked here and must be the one that is given.
+//! They answer a question that came up with ztensor on GB10: why does a tensor of 48 KB not fit an
+//! arena of 64 GB? Each of the three answers is provoked here, and the error must give it.
 
 #![forbid(unsafe_code)]
 
@@ -12,8 +13,8 @@ use std::process::Command;
 use std::sync::{Arc, Mutex};
 use stepscope::faults::{Call, FaultPlan};
 use stepscope::{
-    AdamW, AdamWConfig, Arena, ArenaReport, Buffer, Capacity, Cause, Device, Error, Gradients, Initializer, Layout,
-    Overflow, Parameters, Phase, Result, Scratch, Step, Tape, ops,
+    AdamW, AdamWConfig, Arena, ArenaReport, Buffer, Capacity, Cause, Device, Error, Gradients, Initializer, Overflow,
+    ParameterSpec, Parameters, Phase, Result, ScratchStep, Step, Tape, ops,
 };
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
@@ -23,10 +24,10 @@ const CAPACITY_BYTES: usize = 16 << 10;
 /// An eighth of the arena, and more than all of it.
 const EIGHTH: usize = 512;
 const LARGE: usize = 8192;
-/// The environment variable that makes a test play the process whose environment is set.
+/// The environment variable that makes a test play the child process.
 const CHILD: &str = "STEPSCOPE_TEST_ENVIRONMENT";
 
-/// Weights of nothing much, so that there is a tape.
+/// A model with trivial weights, so that there is a tape.
 struct Model {
     parameters: Parameters,
     gradients: Gradients,
@@ -35,7 +36,7 @@ struct Model {
 
 impl Model {
     fn new(device: &Device) -> Self {
-        let mut layout = Layout::builder();
+        let mut layout = ParameterSpec::builder();
         layout.add("w", [8], Initializer::Constant(1.0));
         let parameters = Parameters::new(device, &layout.build().unwrap(), 0).unwrap();
         let gradients = Gradients::zeros(&parameters).unwrap();
@@ -43,7 +44,7 @@ impl Model {
         Self { parameters, gradients, optimizer }
     }
 
-    /// A whole pass: three tensors, of 2048, 256 and, in the backward pass, 256 bytes.
+    /// Runs a whole pass: three tensors, of 2048, 256 and, in the backward pass, 256 bytes.
     fn pass(&mut self, step: &Step<'_>) -> Result<()> {
         let tape = Tape::new(step, &self.parameters);
         make(step, EIGHTH)?;
@@ -61,7 +62,7 @@ fn arena(device: &Device, overflow: Overflow) -> Arena {
     builder.overflow(overflow).build().unwrap()
 }
 
-/// An error and the cause that it names, which its text must name, too.
+/// Returns an error and the cause that it names, which its text must name, too.
 #[track_caller]
 fn full<T: Debug>(outcome: Result<T>) -> (Error, Cause) {
     let error = outcome.unwrap_err();
@@ -71,7 +72,7 @@ fn full<T: Debug>(outcome: Result<T>) -> (Error, Cause) {
 }
 
 on_each_device! {
-    fn each_cause_is_named_and_its_advice_fits(device: &Device) {
+    fn each_cause_gets_its_advice(device: &Device) {
         let mut model = Model::new(device);
         let mut arena = arena(device, Overflow::Refuse);
         let mut run = |passes: usize, then: &[usize]| {
@@ -151,7 +152,7 @@ on_each_device! {
         assert!(report.sites.iter().all(|site| site.location.starts_with("tests/memory/diagnostics.rs:")), "{:?}", report.sites);
     }
 
-    fn a_report_shows_the_ten_lines_that_took_most(device: &Device) {
+    fn report_lists_top_ten_lines(device: &Device) {
         let mut arena = arena(device, Overflow::Refuse);
         let first = line!() + 3;
         let error = arena.step(|step| {
@@ -190,8 +191,8 @@ on_each_device! {
         }
     }
 
-    /// For tools: every number of the report under its name.
-    fn a_report_as_json_says_the_same(device: &Device) {
+    /// The JSON contains every number of the report under its name.
+    fn json_report_matches(device: &Device) {
         let mut model = Model::new(device);
         let mut arena = arena(device, Overflow::Pool { cap_bytes: 40960, prime_bytes: 0, deadline: device.deadline() });
         arena.step(|step| {
@@ -225,7 +226,7 @@ on_each_device! {
         assert_eq!(json["memory"]["device_free_bytes"].as_u64(), report.memory.device_free_bytes);
     }
 
-    fn a_report_knows_the_memory_of_device_and_host(device: &Device) {
+    fn report_contains_device_and_host_memory(device: &Device) {
         let memory = arena(device, Overflow::Refuse).report().memory;
         assert_eq!(memory.device_total_bytes, device.description().memory_bytes);
         assert!(memory.device_free_bytes.unwrap() > 0);
@@ -234,8 +235,9 @@ on_each_device! {
         }
     }
 
-    /// One line at the start; then one warning a step, however often it overflows, and none for a step that fits.
-    fn a_step_that_overflows_warns_once(device: &Device) {
+    /// One line is logged at the start. Then there is one warning per overflowing step, however
+    /// often it overflows, and none for a step that fits.
+    fn overflowing_step_warns_once(device: &Device) {
         let log = Log::default();
         tracing::subscriber::with_default(log.clone(), || {
             let mut arena = arena(device, Overflow::pool(1 << 20));
@@ -260,8 +262,8 @@ on_each_device! {
         });
     }
 
-    /// A scratch gives its blocks back, which makes no second first overflow.
-    fn a_step_that_overflows_in_each_scratch_warns_once(device: &Device) {
+    /// A scratch frees its blocks. The next overflow of the step must not warn again.
+    fn overflowing_scratches_warn_once(device: &Device) {
         let log = Log::default();
         tracing::subscriber::with_default(log.clone(), || {
             let mut arena = arena(device, Overflow::pool(1 << 20));
@@ -274,7 +276,7 @@ on_each_device! {
         });
     }
 
-    fn a_step_over_many_passes_is_warned_of_the_missing_reset(device: &Device) {
+    fn missing_reset_is_warned_about(device: &Device) {
         let log = Log::default();
         let mut model = Model::new(device);
         tracing::subscriber::with_default(log.clone(), || {
@@ -285,8 +287,9 @@ on_each_device! {
         assert!(told.len() == 1 && told[0].contains("NeverReset") && told[0].contains("6 backward passes"), "{told:?}");
     }
 
-    /// A step measures as much as it takes, on an arena of any size, with scratches and overflows in any order.
-    fn what_is_measured_is_what_is_used(device: &Device) {
+    /// The measure of a step equals its use, on an arena of any size, with scratches and overflows
+    /// in any order.
+    fn measured_memory_equals_used_memory(device: &Device) {
         let mut random = Random::new(31);
         for round in 0..60 {
             let program = Scope::new(&mut random, 3);
@@ -301,20 +304,21 @@ on_each_device! {
             if measured.high_water_bytes() == 0 {
                 continue;
             }
-            // A small arena with a pool uses as much in all, and its pool does not change what is measured.
+            // A small arena with a pool uses the same total, and its pool does not change the
+            // measure.
             let small = arena(Capacity::Bytes(1 + random.extent(0, 8192)));
             let mut small = small.overflow(Overflow::pool(64 << 20)).build().unwrap();
             assert_eq!(small.measure(|step| program.run(step)).unwrap(), measured);
             small.step(|step| program.run(step)).unwrap();
             assert_eq!(small.report().high_water_bytes, measured.high_water_bytes(), "round {round}: {program:?}");
-            // An arena of just that size suffices, and one of less does not.
+            // An arena of exactly that size suffices, and a smaller one does not.
             arena(Capacity::Measured(measured)).build().unwrap().step(|step| program.run(step)).unwrap();
             let less = arena(Capacity::Bytes(measured.high_water_bytes() - 1));
             full(less.build().unwrap().step(|step| program.run(step)));
         }
     }
 
-    fn measuring_calls_no_driver_and_changes_nothing(device: &Device) {
+    fn measuring_has_no_side_effects(device: &Device) {
         let plan = FaultPlan::new();
         let device = Device::builder(device.description().kind).faults(plan.clone()).open().unwrap();
         let mut buffer = Buffer::from_slice(&device, &[3.0f32; 8]).unwrap();
@@ -344,13 +348,13 @@ on_each_device! {
         assert!(failed.is_err());
     }
 
-    fn a_capacity_can_be_a_share_of_what_is_available(device: &Device) {
+    fn capacity_as_share_of_available(device: &Device) {
         let build = |share: f64| Arena::builder(device).capacity(Capacity::FractionOfAvailable(share)).reserve_bytes(0).build();
         let mut last = 0;
         for share in [0.001, 0.002, 0.004] {
             let report = build(share).unwrap().report();
             let SharedMemory { least, most } = SharedMemory::of(&report);
-            // Others take and give memory meanwhile: a tenth either way.
+            // Other processes take and free memory meanwhile: the test allows a tenth either way.
             assert!(report.capacity_bytes as f64 >= 0.9 * share * least as f64, "{share}: {report:?}");
             assert!(report.capacity_bytes as f64 <= 1.1 * share * most as f64, "{share}: {report:?}");
             assert!(report.capacity_bytes > last);
@@ -365,8 +369,8 @@ on_each_device! {
         assert!(matches!(error, Error::Misuse { .. }), "{error}");
     }
 
-    /// Variables are the process's: each value has one of its own.
-    fn the_environment_sets_the_capacity_or_is_quoted(device: &Device) {
+    /// Environment variables belong to the process, so each value gets a process of its own.
+    fn environment_sets_capacity(device: &Device) {
         if std::env::var_os(CHILD).is_some() {
             let built = Arena::builder(device).capacity(Capacity::Bytes(4096)).reserve_bytes(0).build();
             return println!("{CHILD} {}", built.map_or_else(|error| error.to_string(), |arena| arena.report().capacity_bytes.to_string()));
@@ -384,7 +388,7 @@ on_each_device! {
             (Some("nan"), "`nan`"),
             (Some("99999999999"), "`99999999999`"),
         ] {
-            let name = format!("diagnostics::the_environment_sets_the_capacity_or_is_quoted::{kind}");
+            let name = format!("diagnostics::environment_sets_capacity::{kind}");
             let mut command = Command::new(std::env::current_exe().unwrap());
             command.args(["--exact", &name, "--include-ignored", "--nocapture", "--test-threads=1"]).env(CHILD, "1");
             match value {
@@ -403,12 +407,12 @@ on_each_device! {
     }
 }
 
-/// Names the line that made a tensor, by what it is given.
+/// Passes on a result; the call's line is the line that made the tensor.
 fn make_here<T>(made: Result<T>) -> Result<()> {
     made.map(drop)
 }
 
-/// Between what and what the memory that can be had lies, by the report's figures.
+/// The bounds of the available memory, by the report's figures.
 struct SharedMemory {
     least: u64,
     most: u64,
@@ -418,43 +422,44 @@ impl SharedMemory {
     fn of(report: &ArenaReport) -> Self {
         let memory = report.memory;
         let free = memory.device_free_bytes.unwrap();
-        // With memory of its own the device alone counts; shared, the host's reclaimable caches count as well.
+        // A device with its own memory counts only that. With shared memory, the host's reclaimable
+        // caches count as well.
         let shared =
             memory.device_total_bytes.is_none().then_some(memory.host_available_bytes).flatten().unwrap_or(free);
         Self { least: free.min(shared), most: free.max(shared) }
     }
 }
 
-/// A random step: tensors, and scratches within.
+/// A random step: tensors and nested scratches.
 #[derive(Debug)]
 struct Scope(Vec<Part>);
 
 #[derive(Debug)]
 enum Part {
     Tensor(usize),
-    Scratch(Scope),
+    ScratchStep(Scope),
 }
 
 impl Scope {
     fn new(random: &mut Random, depth: usize) -> Self {
         let part = |random: &mut Random| match random.below(4) {
-            0 if depth > 0 => Part::Scratch(Self::new(random, depth - 1)),
+            0 if depth > 0 => Part::ScratchStep(Self::new(random, depth - 1)),
             _ => Part::Tensor(random.extent(0, 3000)),
         };
         Self((0..random.extent(0, 8)).map(|_| part(random)).collect())
     }
 
-    fn run(&self, step: &mut stepscope::Eager<'_>) -> Result<()> {
+    fn run(&self, step: &mut stepscope::EagerStep<'_>) -> Result<()> {
         self.0.iter().try_for_each(|part| match part {
             Part::Tensor(elements) => make(step, *elements),
-            Part::Scratch(scope) => step.scratch(|inner| scope.run_inside(inner)),
+            Part::ScratchStep(scope) => step.scratch(|inner| scope.run_inside(inner)),
         })
     }
 
-    fn run_inside(&self, scratch: &mut Scratch<'_, '_>) -> Result<()> {
+    fn run_inside(&self, scratch: &mut ScratchStep<'_, '_>) -> Result<()> {
         self.0.iter().try_for_each(|part| match part {
             Part::Tensor(elements) => make(scratch, *elements),
-            Part::Scratch(scope) => scratch.scratch(|inner| scope.run_inside(inner)),
+            Part::ScratchStep(scope) => scratch.scratch(|inner| scope.run_inside(inner)),
         })
     }
 }
@@ -464,7 +469,7 @@ impl Scope {
 struct Log(Arc<Mutex<Vec<(Level, String)>>>);
 
 impl Log {
-    /// The events of a level since the last look.
+    /// Returns the events of a level since the last call.
     fn take(&self, level: Level) -> Vec<String> {
         let events = std::mem::take(&mut *self.0.lock().unwrap());
         events.into_iter().filter(|(at, _)| *at == level).map(|(_, text)| text).collect()

@@ -1,7 +1,7 @@
 //! Buffers given to other libraries and tensors taken from them, by DLPack.
 //!
-//! Invariant: bits survive, an element keeps its indices, and what belongs to the other side is given back exactly once.
-//! `examples/dlpack` does the same with NumPy.
+//! Invariant: bits survive, an element keeps its indices, and memory of the other side is freed
+//! exactly once. `examples/dlpack` does the same with NumPy.
 
 #![cfg(feature = "dlpack")]
 
@@ -13,9 +13,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use stepscope::faults::{Call, Fault, FaultPlan};
-use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, Error, Inputs, Shape, bf16, ops};
+use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, Error, HostInputs, Shape, bf16, ops};
 
-/// Memory of a library that makes tensors; counts how often it is given back.
+/// Memory of a library that makes tensors, which counts how often it is freed.
 struct Producer<T> {
     values: Vec<T>,
     given_back: Arc<AtomicUsize>,
@@ -27,7 +27,8 @@ impl<T> Drop for Producer<T> {
     }
 }
 
-/// A tensor of the host over `values`, whose first element is `values[first]`; strides in elements. And how often it was given back.
+/// Returns a host tensor over `values`, whose first element is `values[first]`, with strides in
+/// elements, and the number of times that it was freed.
 fn foreign<M: ManagedTensorBase, T: DlpackElement + Send>(
     mut values: Vec<T>,
     first: usize,
@@ -40,38 +41,39 @@ fn foreign<M: ManagedTensorBase, T: DlpackElement + Send>(
     let mut tensor = Dynamic::new(extents, strides).initialize_as::<M>(Box::new(producer)).unwrap();
     tensor.set_data(data.cast()).set_device(DLDevice::CPU).set_dtype(T::DTYPE);
     tensor.set_byte_offset((first * size_of::<T>()) as u64);
-    // SAFETY: the producer keeps the values; each test below chooses extents and strides that stay among them, or has them refused.
+    // SAFETY: the producer keeps the values. Each test below chooses extents and strides inside
+    // them, or has them refused.
     (unsafe { tensor.finish() }, given_back)
 }
 
-/// Row-major `extents`.
+/// Returns a tensor of row-major `extents`.
 fn plain<T: DlpackElement + Send>(values: Vec<T>, extents: &[i64]) -> (versioned::Dlpack, Arc<AtomicUsize>) {
     let strides = dlpark::tensor::compact_strides(extents).unwrap();
     foreign(values, 0, extents, &strides)
 }
 
-/// What a refusal says; the tensor must have been given back.
+/// Returns the text of a refusal, after which the tensor must have been freed.
 fn refusal(device: &Device, tensor: versioned::Dlpack, given_back: &AtomicUsize) -> String {
-    // SAFETY: it is to be refused, and no element read.
+    // SAFETY: the tensor is to be refused, and no element is read.
     let error = unsafe { Buffer::<f32>::from_dlpack(device, tensor) }.unwrap_err();
     assert!(matches!(error, Error::Misuse { .. }), "{error}");
     assert_eq!(given_back.load(Ordering::SeqCst), 1, "{error}");
     error.to_string()
 }
 
-/// The same tensor but for what `change` does to its description.
+/// Returns the same tensor with `change` applied to its description.
 fn changed(tensor: versioned::Dlpack, change: impl FnOnce(&mut DLManagedTensorVersioned)) -> versioned::Dlpack {
-    // SAFETY: the tensor is alive and this its only user.
+    // SAFETY: the tensor is alive, and this is its only user.
     change(unsafe { &mut *tensor.as_ptr() });
     tensor
 }
 
 fn taken<M: ManagedTensorBase>(device: &Device, tensor: Managed<M>) -> Buffer<f32> {
-    // SAFETY: the tensors of this file describe memory of their own, which nobody writes.
+    // SAFETY: the tensors of this file describe memory of their own, which is not written.
     unsafe { Buffer::from_dlpack(device, tensor) }.unwrap()
 }
 
-/// There and back, and what the consumer sees of it.
+/// Passes a tensor there and back, and checks the consumer's view.
 fn round_trip<M: ManagedTensorBase>(device: &Device, shape: Shape, random: &mut Random) {
     let mut values = random.normals(shape.elements());
     values.iter_mut().zip(SPECIAL).for_each(|(value, special)| *value = special);
@@ -87,11 +89,11 @@ fn round_trip<M: ManagedTensorBase>(device: &Device, shape: Shape, random: &mut 
     let words: Vec<u32> = (0..shape.elements()).map(|_| random.next_u64() as u32).collect();
     let tensor = Buffer::from_slice(device, &words).unwrap().into_dlpack::<M>(shape).unwrap();
     assert_eq!(tensor.validate().unwrap().dtype(), DLDataType::U32);
-    // SAFETY: our own memory, of which nobody else knows.
+    // SAFETY: this is our own memory, with no other user.
     let back: Buffer<u32> = unsafe { Buffer::from_dlpack(device, tensor) }.unwrap();
     assert_eq!(back.read().unwrap(), words, "{shape}");
 
-    // All patterns, those of NaNs too.
+    // All bit patterns, including those of NaNs.
     let halves: Vec<bf16> = words.iter().map(|&word| bf16::from_bits(word as u16)).collect();
     let tensor = Buffer::from_slice(device, &halves).unwrap().into_dlpack::<M>(shape).unwrap();
     assert_eq!(tensor.validate().unwrap().dtype(), DLDataType { code: DLDataTypeCode::BFLOAT, bits: 16, lanes: 1 });
@@ -114,10 +116,11 @@ on_each_device! {
         }
     }
 
-    fn elements_of_the_host_keep_their_indices(device: &Device) {
+    fn host_elements_keep_their_indices(device: &Device) {
         let mut random = Random::new(2);
         for case in 0..200 {
-            // A view of a row-major array: dimensions in any order, backward, every other one, or again and again.
+            // A view of a row-major array: dimensions in any order, backward, with steps, or
+            // repeated.
             let rank = random.extent(0, 5);
             let mut views = Vec::new();
             let (mut below, mut first) = (1usize, 0usize);
@@ -146,7 +149,7 @@ on_each_device! {
             let expected: Vec<f32> = expected.into_iter().map(|at| values[at as usize]).collect();
             let halves: Vec<bf16> = values.iter().map(|&value| bf16::from_f32(value)).collect();
             let (tensor, _) = foreign::<DLManagedTensorVersioned, _>(halves, first, &extents, &strides);
-            // SAFETY: the tensor describes memory of its own, which nobody writes.
+            // SAFETY: the tensor describes memory of its own, which is not written.
             let got = unsafe { Buffer::<bf16>::from_dlpack(device, tensor) }.unwrap().read().unwrap();
             assert!(got.iter().zip(&expected).all(|(got, &want)| *got == bf16::from_f32(want)), "case {case} of BF16");
             assert_eq!(got.len(), expected.len());
@@ -168,12 +171,13 @@ on_each_device! {
 
     fn old_tensors_need_no_strides(device: &Device) {
         let (tensor, _) = foreign::<DLManagedTensor, _>(vec![1.0f32, 2.0, 3.0, 4.0], 0, &[2, 2], &[2, 1]);
-        // SAFETY: the tensor is alive and this its only user; DLPack before 1.2 means row-major elements by this.
+        // SAFETY: the tensor is alive, and this is its only user. Before DLPack 1.2, null strides
+        // mean row-major elements.
         unsafe { (*tensor.as_ptr()).dl_tensor.strides = std::ptr::null_mut() };
         assert_eq!(taken(device, tensor).read().unwrap(), [1.0, 2.0, 3.0, 4.0]);
     }
 
-    fn page_locked_and_unaligned_memory_of_the_host_is_read(device: &Device) {
+    fn pinned_unaligned_memory_is_read(device: &Device) {
         let values: Vec<u8> = [0.0f32, 1.5, -2.5].iter().flat_map(|value| value.to_ne_bytes()).collect();
         let (tensor, _) = foreign::<DLManagedTensorVersioned, _>([&[0], &values[..]].concat(), 1, &[3], &[1]);
         let tensor = changed(tensor, |tensor| {
@@ -183,10 +187,10 @@ on_each_device! {
         assert_eq!(taken(device, tensor).read().unwrap(), [0.0, 1.5, -2.5]);
     }
 
-    fn the_consumer_sees_what_was_queued(device: &Device) {
+    fn consumer_sees_queued_writes(device: &Device) {
         let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
         let mut buffer = Buffer::<f32>::zeros(device, 1 << 16).unwrap();
-        let fill = |value| move |step: &mut stepscope::Eager<'_>, buffer: &mut Buffer<f32>| {
+        let fill = |value| move |step: &mut stepscope::EagerStep<'_>, buffer: &mut Buffer<f32>| {
             ops::fill_into(step, &mut step.lend_mut(buffer, [1 << 16])?, value)
         };
         for value in [1.0, 2.0, 3.0] {
@@ -196,7 +200,7 @@ on_each_device! {
         assert_eq!(taken(device, tensor).read().unwrap(), vec![3.0; 1 << 16]);
     }
 
-    fn the_consumer_frees_the_buffer_once_and_from_any_thread(device: &Device) {
+    fn consumer_frees_once_from_any_thread(device: &Device) {
         let plan = FaultPlan::new();
         let device = Device::builder(device.description().kind).faults(plan.clone()).open().unwrap();
         let buffer = Buffer::from_slice(&device, &[1.0f32, 2.0]).unwrap();
@@ -208,14 +212,14 @@ on_each_device! {
         let tensor = tensor.into_raw() as usize;
         let consumer = std::thread::spawn(move || {
             let tensor = tensor as *mut DLManagedTensorVersioned;
-            // SAFETY: a tensor that was given away whole.
+            // SAFETY: the whole tensor was given away.
             unsafe { (*tensor).deleter.unwrap()(tensor) };
         });
         consumer.join().unwrap();
         assert_eq!(plan.count(Call::Free), before + 1);
     }
 
-    fn what_cannot_be_taken_is_refused_and_given_back(device: &Device) {
+    fn unsupported_tensors_are_refused_and_freed(device: &Device) {
         let here = match device.description().kind {
             DeviceKind::Cuda => " or of cuda:0",
             _ => "",
@@ -238,42 +242,42 @@ on_each_device! {
             tensor.dl_tensor.device = DLDevice { device_type: DLDeviceType::ROCM, device_id: 3 };
         };
         refused(four(), rocm, &format!("{places}DLPack's device type 10, number 3"));
-        let malformed = "from_dlpack: expected a tensor as DLPack defines it, got one of which ";
+        let malformed = "from_dlpack: expected a valid DLPack tensor, got a malformed one: ";
         let null = format!("{malformed}tensor data pointer is null for a non-empty tensor");
         refused(four(), |tensor| tensor.dl_tensor.data = std::ptr::null_mut(), &null);
         refused(plain(vec![0.0f32; 4], &[4]), |tensor| tensor.dl_tensor.ndim = -1, &format!("{malformed}ndim is negative: -1"));
         refused(foreign(vec![0.0f32; 4], 0, &[2, -2], &[2, 1]), |_| (), "dimension 1 is negative: -2");
         refused(foreign(vec![0.0f32; 4], 0, &[1 << 40, 1 << 40], &[0, 0]), |_| (), "number of elements overflows usize");
         refused(four(), |tensor| tensor.dl_tensor.strides = std::ptr::null_mut(), "requires explicit strides when ndim is 2");
-        refused(plain(vec![0.0f32; 4], &[2, 0]), |_| (), "expected at least one element, and bytes that fit an address, got 0");
+        refused(plain(vec![0.0f32; 4], &[2, 0]), |_| (), "expected at least one element, and a size that fits the address space, got 0");
     }
 
-    fn what_cannot_be_given_is_refused(device: &Device) {
+    fn unsuitable_buffers_are_refused(device: &Device) {
         let buffer = || Buffer::from_slice(device, &[1.0f32; 4]).unwrap();
         let refused = |buffer: Buffer<f32>, shape: Shape| buffer.into_dlpack::<DLManagedTensorVersioned>(shape).map(drop);
         let error = refused(buffer(), [3].into()).unwrap_err().to_string();
         assert_eq!(error, "into_dlpack: expected a shape of 4 elements, got [3]");
 
-        // A graph writes the buffer without asking anybody.
+        // A graph writes the buffer at any time.
         let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
         let mut capture = |buffer| {
-            let record = arena.capture(Some(buffer), &Inputs::new(), |step, buffer, _| {
+            let record = arena.capture(Some(buffer), &HostInputs::new(), |step, buffer, _| {
                 ops::fill_into(step, &mut step.lend_mut(buffer.as_mut().unwrap(), [4])?, 2.0)
             });
             record.unwrap()
         };
         let mut captured = capture(buffer());
         let error = refused(captured.state_mut().take().unwrap(), [4].into()).unwrap_err().to_string();
-        let expected = "into_dlpack: expected memory that this device alone holds, got a buffer that a captured step uses: ";
+        let expected = "into_dlpack: expected memory that only this device uses, got a buffer that a captured step uses: ";
         assert!(error.starts_with(expected), "{error}");
-        captured.replay(&Inputs::new()).unwrap();
+        captured.replay(&HostInputs::new()).unwrap();
         drop(captured);
         let mut captured = capture(buffer());
-        captured.replay(&Inputs::new()).unwrap();
+        captured.replay(&HostInputs::new()).unwrap();
         let tensor = captured.into_state().unwrap().into_dlpack::<DLManagedTensorVersioned>([4]).unwrap();
         assert_eq!(taken(device, tensor).read().unwrap(), [2.0; 4]);
-        // While a step is recorded, nothing but the step reaches the device.
-        let recorded = arena.capture((Some(buffer()), 0), &Inputs::new(), |step, (buffer, runs), _| {
+        // While a step is recorded, only the step reaches the device.
+        let recorded = arena.capture((Some(buffer()), 0), &HostInputs::new(), |step, (buffer, runs), _| {
             *runs += 1;
             match buffer {
                 Some(buffer) if *runs == 1 => ops::fill_into(step, &mut step.lend_mut(buffer, [4])?, 2.0),
@@ -281,27 +285,27 @@ on_each_device! {
             }
         });
         let error = recorded.unwrap_err().to_string();
-        assert!(error.starts_with("capture: expected only tensors and kernels of the step"), "{error}");
-        // A step that is only measured has addresses and no memory.
+        assert!(error.starts_with("capture: expected only the step's own tensors and kernels"), "{error}");
+        // In a dry run, a step has addresses and no memory.
         let measured = arena.measure(|step| {
             let buffer = Buffer::<f32>::zeros(step.device(), 4)?;
             refused(buffer, [4].into())
         });
         let error = measured.unwrap_err().to_string();
-        assert!(error.ends_with("a buffer of a step that is only measured, which has none"), "{error}");
+        assert!(error.ends_with("a buffer of a dry run, which has no memory"), "{error}");
     }
 
-    fn what_is_taken_is_verified_on_a_checked_device(device: &Device) {
+    fn checked_device_verifies_taken_tensors(device: &Device) {
         let plan = FaultPlan::new().on(Call::Upload, 1, Fault::Flips);
         let device = Device::builder(device.description().kind).checked(true).faults(plan).open().unwrap();
         let (tensor, given_back) = foreign::<DLManagedTensorVersioned, _>(vec![1.0f32; 6], 0, &[3, 2], &[1, 3]);
-        // SAFETY: the tensor describes memory of its own, which nobody writes.
+        // SAFETY: the tensor describes memory of its own, which is not written.
         let error = unsafe { Buffer::<f32>::from_dlpack(&device, tensor) }.unwrap_err();
         assert!(matches!(&error, Error::Damaged { tensor, offset_bytes: 12, .. } if tensor == "f32[6]"), "{error}");
         assert_eq!(given_back.load(Ordering::SeqCst), 1);
     }
 
-    fn a_device_that_does_not_end_gives_nothing_away(device: &Device) {
+    fn hung_device_gives_nothing_away(device: &Device) {
         let plan = FaultPlan::new();
         let deadline = Duration::from_millis(500);
         let kind = device.description().kind;
@@ -313,21 +317,21 @@ on_each_device! {
         assert!(device.lost().is_some());
         assert_eq!(plan.count(Call::Free), 0, "the device may still be writing");
         let (tensor, given_back) = plain(vec![1.0f32; 4], &[4]);
-        // SAFETY: the tensor describes memory of its own, which nobody writes.
+        // SAFETY: the tensor describes memory of its own, which is not written.
         let error = unsafe { Buffer::<f32>::from_dlpack(&device, tensor) }.unwrap_err();
         assert!(matches!(error, Error::DeviceLost { .. }), "{error}");
         assert_eq!(given_back.load(Ordering::SeqCst), 1);
     }
 }
 
-/// Zero-copy: what the consumer writes is what comes back.
+/// Zero-copy: the values that the consumer writes come back.
 #[test]
-fn the_consumer_writes_in_place() {
+fn consumer_writes_in_place() {
     let device = crate::support::open(DeviceKind::Emulated);
     let mut tensor: versioned::Dlpack =
         Buffer::from_slice(&device, &[1.0f32, 2.0, 3.0]).unwrap().into_dlpack([3]).unwrap();
     let mut seen = tensor.validate_mut().unwrap();
-    // SAFETY: the tensor owns its memory, and nobody else knows of it.
+    // SAFETY: the tensor owns its memory, which has no other user.
     unsafe { seen.cpu_slice_mut::<f32>() }.unwrap()[1] = 7.0;
     assert_eq!(taken(&device, tensor).read().unwrap(), [1.0, 7.0, 3.0]);
 }
@@ -336,7 +340,7 @@ fn the_consumer_writes_in_place() {
 mod memory_of_the_gpu {
     use super::*;
 
-    /// A tensor of the GPU over `1, 2, 3, ..`, but for `change`.
+    /// Returns a tensor of the GPU over `1, 2, 3, ..`, with `change` applied.
     fn given(
         device: &Device,
         shape: impl Into<Shape>,
@@ -347,7 +351,7 @@ mod memory_of_the_gpu {
         changed(Buffer::from_slice(device, &values).unwrap().into_dlpack(shape).unwrap(), change)
     }
 
-    /// Row-major parts from a multiple of 16 bytes on are copied, others refused.
+    /// Row-major parts from a multiple of 16 bytes on are copied; others are refused.
     mod is_copied_where_it_lies_in_rows {
         use super::*;
 
@@ -357,23 +361,23 @@ mod memory_of_the_gpu {
             let device = crate::support::open(DeviceKind::Cuda);
             let part = given(&device, [3, 4], |tensor| {
                 tensor.dl_tensor.byte_offset = 16;
-                // SAFETY: the tensor's own two extents.
+                // SAFETY: writes the first of the tensor's own two extents.
                 unsafe { *tensor.dl_tensor.shape = 2 };
             });
             assert_eq!(taken(&device, part).read().unwrap(), [5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0]);
             let refused = |tensor| {
-                // SAFETY: it is to be refused, and no element read.
+                // SAFETY: the tensor is to be refused, and no element is read.
                 unsafe { Buffer::<f32>::from_dlpack(&device, tensor) }.unwrap_err().to_string()
             };
-            let expected = "from_dlpack: expected row-major elements from a multiple of 16 bytes on: clone the tensor first, got extents ";
+            let expected = "from_dlpack: expected row-major elements that start at a multiple of 16 bytes: clone the tensor first, got extents ";
             let error = refused(given(&device, [2, 2], |tensor| {
-                // SAFETY: the tensor's own two strides.
+                // SAFETY: the slice covers the tensor's own two strides.
                 unsafe { std::slice::from_raw_parts_mut(tensor.dl_tensor.strides, 2) }.swap(0, 1);
             }));
             assert!(error.starts_with(&format!("{expected}[2, 2] with strides [1, 2] at 0x")), "{error}");
             let error = refused(given(&device, [4], |tensor| {
                 tensor.dl_tensor.byte_offset = 4;
-                // SAFETY: the tensor's own extent.
+                // SAFETY: writes the tensor's own extent.
                 unsafe { *tensor.dl_tensor.shape = 3 };
             }));
             assert!(error.starts_with(&format!("{expected}[3] with strides [1] at 0x")), "{error}");
@@ -393,14 +397,14 @@ mod memory_of_the_gpu {
         #[ignore = "needs an NVIDIA GPU"]
         fn cuda() {
             let tensor = given(&crate::support::open(DeviceKind::Cuda), [4], |_| ());
-            // SAFETY: it is to be refused, and no element read.
+            // SAFETY: the tensor is to be refused, and no element is read.
             let error =
                 unsafe { Buffer::<f32>::from_dlpack(&crate::support::open(DeviceKind::Emulated), tensor) }.unwrap_err();
             assert_eq!(error.to_string(), "from_dlpack: expected memory of the host: copy it there first, got cuda:0");
         }
     }
 
-    /// The GPU may still be reading.
+    /// The GPU may still be reading the memory.
     mod stays_when_a_copy_does_not_end {
         use super::*;
 
@@ -413,7 +417,7 @@ mod memory_of_the_gpu {
             let plan = FaultPlan::new().on(Call::Poll, 1, Fault::Never);
             let second =
                 Device::builder(DeviceKind::Cuda).deadline(Duration::from_millis(500)).faults(plan).open().unwrap();
-            // SAFETY: memory of the same GPU, which nobody writes.
+            // SAFETY: the memory belongs to the same GPU, and is not written.
             let error = unsafe { Buffer::<f32>::from_dlpack(&second, tensor) }.unwrap_err();
             assert!(matches!(error, Error::Timeout { call: "synchronize", .. }), "{error}");
             assert_eq!(owner.count(Call::Free), 0);

@@ -1,4 +1,5 @@
-//! Tensors without elements: each has a place of its own, so none is taken for its neighbour.
+//! Tensors without elements: each has a place of its own, so that none is mistaken for its
+//! neighbour.
 
 #![forbid(unsafe_code)]
 
@@ -10,18 +11,18 @@ fn arena(device: &Device) -> Arena {
     Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap()
 }
 
-/// What a recomputed part of a step returns.
+/// The results of a recomputed part of a step.
 #[derive(Clone, Copy, Debug)]
 enum Results {
-    /// One result, of elements.
+    /// One result with elements.
     One,
-    /// Empty ones beside it, in these places.
+    /// One result with elements, among empty results in these places.
     WithEmpty { before: usize },
 }
 
-/// The gradients of two weights, of which the recomputed closure uses both.
+/// Returns the gradients of two weights, both of which the recomputed closure uses.
 fn gradients(device: &Device, arena: &mut Arena, results: Results, nested: bool) -> Result<[Vec<f32>; 2]> {
-    let mut layout = Layout::builder();
+    let mut layout = ParameterSpec::builder();
     let [a, b] = ["a", "b"].map(|name| layout.add(name, [1, 4], Initializer::Constant(1.0)));
     let weights = Parameters::new(device, &layout.build()?, 1)?;
     let mut gradients = Gradients::zeros(&weights)?;
@@ -36,7 +37,7 @@ fn gradients(device: &Device, arena: &mut Arena, results: Results, nested: bool)
                     let empty = tape.slice(&xa, 0, 0..0)?;
                     let other = tape.slice(&xb, 0, 1..1)?;
                     let sum = if nested {
-                        tape.checkpoint((xa, xb, empty), |tape, (xa, xb, empty)| {
+                        tape.recompute((xa, xb, empty), |tape, (xa, xb, empty)| {
                             let sum = tape.add(&tape.scale(&xa, 2.0)?, &xb)?;
                             tape.concat(&[empty, sum], 0)
                         })?
@@ -53,7 +54,7 @@ fn gradients(device: &Device, arena: &mut Arena, results: Results, nested: bool)
             }
         };
         let loss = tape.sum(&y)?;
-        tape.backward_afresh(&loss, &mut gradients)
+        tape.backward_overwrite(&loss, &mut gradients)
     })?;
     Ok([gradients.read(a)?, gradients.read(b)?])
 }
@@ -71,8 +72,8 @@ on_each_device! {
         }
     }
 
-    /// Empty labels are no labels of the inputs behind them, of whatever type, and those of the
-    /// others are looked at as before.
+    /// Empty labels do not label the inputs that follow them, of any type. The labels of other
+    /// inputs are checked as before.
     fn labels_of_a_captured_step(device: &Device) {
         let mut arena = arena(device);
         let record: Record<(), [Output; 2]> = |step, (), slots| {
@@ -81,14 +82,14 @@ on_each_device! {
             let (loss, _) = ops::cross_entropy(step, &slots.input::<f32>(last)?, &slots.input(last + 1)?, 1.0)?;
             Ok([slots.output(&nothing), slots.output(&loss)])
         };
-        let inputs = |labels: &'static [u32; 2], neighbour: u64| -> Result<Inputs<'static>> {
+        let inputs = |labels: &'static [u32; 2], neighbour: u64| -> Result<HostInputs<'static>> {
             const NONE: [u32; 0] = [];
             const NO: [f32; 0] = [];
             const X: [f32; 3] = [1.0, -2.0, 3.0];
             const HALVES: [bf16; 3] = [bf16::NEG_ONE; 3];
             const IDS: [u32; 3] = [7, 8, 9];
             const LOGITS: [f32; 10] = [0.5; 10];
-            let inputs = Inputs::new().with(&NO, [0, 5])?.with(&NONE, [0])?;
+            let inputs = HostInputs::new().with(&NO, [0, 5])?.with(&NONE, [0])?;
             let inputs = match neighbour {
                 0 => inputs.with(&X, [3])?,
                 1 => inputs.with(&HALVES, [3])?,
@@ -108,7 +109,7 @@ on_each_device! {
         }
     }
 
-    /// An output is kept until a replay is read; an empty one keeps nothing but itself.
+    /// An output is kept until a replay is read; an empty one keeps only itself.
     fn outputs_of_a_captured_step(device: &Device) {
         let mut arena = arena(device);
         let record: Record<(), [Output; 3]> = |step, (), slots| {
@@ -116,19 +117,19 @@ on_each_device! {
             let freed = ops::fill(step, [64], 1.0)?;
             let outputs = [slots.output(&empty), slots.output(&ops::sum(step, &freed)?)];
             let address = freed.slice().address();
-            step.give_back(freed);
+            step.free(freed);
             let next = ops::fill(step, [64], 2.0)?;
             assert_eq!(next.slice().address(), address, "the empty output keeps its neighbour's memory");
             Ok([outputs[0], outputs[1], slots.output(&next)])
         };
-        let mut captured = arena.capture((), &Inputs::new(), record).unwrap();
+        let mut captured = arena.capture((), &HostInputs::new(), record).unwrap();
         let replay = captured.repeat().unwrap();
         let read = replay.outputs().map(|output| replay.read(output).unwrap());
         assert_eq!(read, [vec![], vec![64.0], vec![2.0; 64]]);
     }
 
-    /// The last place of an arena goes to an empty tensor as to any other: beyond it is the pool,
-    /// or an error.
+    /// The last place of an arena goes to an empty tensor like to any other. After it comes the
+    /// pool, or an error.
     fn the_last_tensor_of_an_arena(device: &Device) {
         let capacity = Capacity::Bytes(512);
         let mut full = Arena::builder(device).capacity(capacity).build().unwrap();
@@ -150,7 +151,7 @@ on_each_device! {
     }
 }
 
-/// Addresses differ, and no two tensors of so many elements overlap.
+/// Checks that addresses differ and that no two tensors of these lengths overlap.
 fn unique(tensors: &[(u64, usize)]) {
     let mut sorted = tensors.to_vec();
     sorted.sort_unstable();
@@ -163,7 +164,7 @@ fn unique(tensors: &[(u64, usize)]) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// In a step and its nested scopes, whatever is freed between.
+    /// Tests a step and its nested scopes, whatever is freed in between.
     #[test]
     fn addresses_of_live_tensors_differ(lens in prop::collection::vec((0usize..3, any::<bool>()), 1..40), checked: bool) {
         let device = crate::support::open(DeviceKind::Emulated);
@@ -172,7 +173,7 @@ proptest! {
             let mut live: Vec<Tensor<'_>> = Vec::new();
             for &(len, frees) in &lens {
                 if frees && !live.is_empty() {
-                    step.give_back(live.swap_remove(0));
+                    step.free(live.swap_remove(0));
                 }
                 live.push(step.empty([40 * len])?);
             }

@@ -1,6 +1,6 @@
-//! Sizes that no machine has, and threads that end: a typed error with the numbers, and no abort.
+//! Impossible sizes, and threads that end: a typed error with the numbers, and no abort.
 //!
-//! Invariant: it holds in builds without overflow checks, too.
+//! Invariant: it also holds in builds without overflow checks.
 
 #![forbid(unsafe_code)]
 
@@ -18,7 +18,7 @@ fn arena(device: &Device) -> Arena {
     Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap()
 }
 
-/// No memory for so many bytes, with what there is.
+/// Checks the error for a missing number of bytes, with the available memory.
 #[track_caller]
 fn no_memory<R>(result: Result<R>, requested: usize) {
     match result.err().expect("no machine has so much") {
@@ -39,7 +39,7 @@ fn staging_of_any_size() {
         [(2, MAX), (1, MAX), (MAX, 1), (MAX, MAX), (1, MAX - 254), (1 << 40, 1 << 40), (1 << 32, 1 << 32)]
     {
         let error = open(slots, bytes).unwrap_err();
-        let words = format!("staging of {slots} slots of {bytes} bytes");
+        let words = format!("staging needs {slots} slots of {bytes} bytes");
         assert!(matches!(&error, Error::DeviceMemory { reason, .. } if reason.contains(&words)), "{error}");
     }
     no_memory(open(1 << 20, 1 << 40), 1 << 60);
@@ -62,7 +62,7 @@ fn capacities_of_any_size() {
     no_memory(build(Capacity::gib(1 << 30)), 1 << 60);
     let primed = |prime_bytes| Overflow::Pool { cap_bytes: usize::MAX, prime_bytes, deadline: Duration::MAX };
     no_memory(Arena::builder(&device).capacity(Capacity::mib(1)).overflow(primed(usize::MAX)).build(), usize::MAX);
-    // A cap is no memory: a step takes what it needs.
+    // A cap allocates nothing: a step takes the memory that it needs.
     let growth = Growth::AtBoundary { max_bytes: usize::MAX };
     let builder = Arena::builder(&device).capacity(Capacity::Bytes(256)).overflow(primed(0)).growth(growth);
     let mut arena = builder.step_deadline(Duration::MAX).build().unwrap();
@@ -95,9 +95,9 @@ fn buffers_of_any_size() {
     assert_eq!(buffer.read_range(5, 0).unwrap(), []);
 }
 
-/// On a rehearsal memory costs nothing, so a read is all that takes memory of the host.
+/// Memory of a dry run costs nothing, so only a read takes memory of the host.
 #[test]
-fn reads_of_more_than_the_host_has() {
+fn oversized_reads_are_refused() {
     const LEN: usize = 1 << 40;
     let device = open();
     let arena = arena(&device);
@@ -108,7 +108,7 @@ fn reads_of_more_than_the_host_has() {
         assert_eq!(buffer.read_range(LEN - 2, 2)?, [0.0; 2]);
         no_memory(step.read(&step.lend(&buffer, [LEN])?), 4 * LEN);
         no_memory(step.read(&step.empty::<bf16>([LEN])?), 2 * LEN);
-        let mut layout = Layout::builder();
+        let mut layout = ParameterSpec::builder();
         let w = layout.add("w", [LEN], Initializer::ZERO);
         let weights = Parameters::new(step.device(), &layout.build()?, 1)?;
         no_memory(weights.read(w), 4 * LEN);
@@ -126,20 +126,20 @@ fn reads_of_more_than_the_host_has() {
 }
 
 thread_local! {
-    /// What a thread keeps until it ends, and drops last of all it has.
+    /// Values that a thread keeps until it ends, and drops last.
     static KEPT: RefCell<Vec<Box<dyn Any>>> = const { RefCell::new(Vec::new()) };
 }
 
 struct Classifier(Linear);
 
 impl Model for Classifier {
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         self.0.forward(tape, &tape.input(batch.input::<f32>(0)?))
     }
 }
 
-/// Runs `make` on a thread that keeps what it made in its local storage, made before anything of
-/// the library's.
+/// Runs `make` on a thread that keeps the results in its local storage, created before the
+/// library's own.
 fn keep_until_the_thread_ends(make: impl FnOnce(&Device) -> Result<Vec<Box<dyn Any>>> + Send) {
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| KEPT.with_borrow_mut(|kept| kept.extend(make(&open()).unwrap())));
@@ -148,15 +148,15 @@ fn keep_until_the_thread_ends(make: impl FnOnce(&Device) -> Result<Vec<Box<dyn A
 }
 
 #[test]
-fn a_thread_ends_with_all_it_has() {
+fn thread_ends_with_live_objects() {
     keep_until_the_thread_ends(|device| {
         let mut arena = arena(device);
         arena.step(|step| step.read(&ops::fill(step, [2], 1.0)?))?;
         let captured =
-            arena.capture((), &Inputs::new(), |step, (), slots| Ok(slots.output(&ops::fill(step, [2], 1.0)?)))?;
-        let mut layout = Layout::builder();
+            arena.capture((), &HostInputs::new(), |step, (), slots| Ok(slots.output(&ops::fill(step, [2], 1.0)?)))?;
+        let mut layout = ParameterSpec::builder();
         let model = Classifier(Linear::new(layout.names().at("head"), 2, 2));
-        let learner = Learner::new(device, model, &layout.build()?, 7, AdamWConfig::default())?;
+        let learner = TrainState::new(device, model, &layout.build()?, 7, AdamWConfig::default())?;
         let adamw = AdamW::new(&learner.parameters, AdamWConfig::default())?;
         let buffer = Buffer::<f32>::zeros(device, 3)?;
         Ok(vec![
@@ -172,32 +172,32 @@ fn a_thread_ends_with_all_it_has() {
 }
 
 #[test]
-fn a_thread_ends_with_a_trainer() {
+fn thread_ends_with_a_trainer() {
     struct Points;
-    impl Samples for Points {
+    impl HostBatch for Points {
         fn len(&self) -> usize {
             2
         }
 
-        fn inputs(&self) -> Result<Inputs<'_>> {
-            Inputs::new().with(&[1.0f32, 0.0, 0.0, 1.0], [2, 2])?.with(&[0u32, 1], [2])
+        fn inputs(&self) -> Result<HostInputs<'_>> {
+            HostInputs::new().with(&[1.0f32, 0.0, 0.0, 1.0], [2, 2])?.with(&[0u32, 1], [2])
         }
     }
     keep_until_the_thread_ends(|device| {
-        // Safe code has a `Trainer<'static>` by an arena that is leaked.
+        // Safe code gets a `Trainer<'static>` from a leaked arena.
         let arena = Box::leak(Box::new(arena(device)));
-        let mut layout = Layout::builder();
+        let mut layout = ParameterSpec::builder();
         let model = Classifier(Linear::new(layout.names().at("head"), 2, 2));
-        let learner = Learner::new(device, model, &layout.build()?, 7, AdamWConfig::default())?;
+        let learner = TrainState::new(device, model, &layout.build()?, 7, AdamWConfig::default())?;
         let mut trainer = Trainer::captured(arena, learner, &Points)?;
         trainer.update(&[Points])?;
         Ok(vec![Box::new(trainer)])
     });
 }
 
-/// What is dropped may go on working, but for a capture.
+/// Objects that are being dropped may continue to work, except for a capture.
 #[test]
-fn a_thread_trains_while_it_ends() {
+fn thread_trains_while_it_ends() {
     static OUTCOMES: std::sync::Mutex<Vec<String>> = std::sync::Mutex::new(Vec::new());
     struct Works(Arena, Captured<Buffer<f32>, Output>);
     impl Drop for Works {
@@ -206,19 +206,19 @@ fn a_thread_trains_while_it_ends() {
             let replayed = captured.repeat().and_then(|replay| replay.read(*replay.outputs()));
             let buffer = Buffer::from_slice(arena.device(), &[3.0f32]).unwrap();
             let stepped = arena.step(|step| step.read(&ops::scale(step, &step.lend(&buffer, [1])?, 2.0)?));
-            let recorded = arena.capture((), &Inputs::new(), |_, (), _| Ok(())).map(drop);
+            let recorded = arena.capture((), &HostInputs::new(), |_, (), _| Ok(())).map(drop);
             OUTCOMES.lock().unwrap().extend([format!("{replayed:?}"), format!("{stepped:?}"), format!("{recorded:?}")]);
         }
     }
     keep_until_the_thread_ends(|device| {
         let mut arena = arena(device);
-        // So that the library's own local storage is there, and ends first.
+        // Creates the library's own local storage, which is therefore dropped first.
         let record: Record<Buffer<f32>, Output> =
             |step, buffer, slots| Ok(slots.output(&ops::scale(step, &step.lend(buffer, [2])?, 2.0)?));
-        let captured = arena.capture(Buffer::from_slice(device, &[1.0, 2.0])?, &Inputs::new(), record)?;
+        let captured = arena.capture(Buffer::from_slice(device, &[1.0, 2.0])?, &HostInputs::new(), record)?;
         Ok(vec![Box::new(Works(arena, captured))])
     });
     let outcomes = OUTCOMES.lock().unwrap();
     assert_eq!(outcomes[..2], ["Ok([2.0, 4.0])", "Ok([6.0])"]);
-    assert!(outcomes[2] == "Ok(())" || outcomes[2].contains("a thread that goes on"), "{}", outcomes[2]);
+    assert!(outcomes[2] == "Ok(())" || outcomes[2].contains("a thread that keeps running"), "{}", outcomes[2]);
 }

@@ -1,8 +1,8 @@
-//! Who may do what inside what.
+//! Every operation inside every kind of scope.
 //!
-//! Invariant: whatever is done inside a step, a scratch, a recording or a rehearsal, from its own thread or another, is either
-//! right, with the numbers to show it, or a typed error; what is dropped there goes back; and the outer one goes on. What the
-//! compiler refuses stands in `tests/ui`.
+//! Invariant: an operation inside a step, a scratch, a recording or a dry run gives the right
+//! numbers or a typed error, on its own thread or another. Objects dropped there are freed, and the
+//! outer scope continues. `tests/ui` has the programs that the compiler refuses.
 
 #![forbid(unsafe_code)]
 
@@ -12,14 +12,14 @@ use std::sync::{Arc, Mutex};
 use stepscope::faults::{Call, Fault, FaultPlan};
 use stepscope::same_bits::cases;
 use stepscope::{
-    Arena, Buffer, Capacity, Captured, Device, DeviceKind, Error, Inputs, Output, Overflow, Record, Result, Source,
+    Arena, Buffer, Capacity, Captured, Device, DeviceKind, Error, HostInputs, Output, Overflow, Record, Result, Source,
     Step, Target, ops,
 };
 
 const VALUES: [f32; 4] = [1.0, 2.0, 3.0, 4.0];
 const DOUBLED: [f32; 4] = [2.0, 4.0, 6.0, 8.0];
 
-/// What is done inside.
+/// The operation to run inside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Deed {
     Step,
@@ -57,13 +57,13 @@ const DEEDS: [Deed; 15] = [
     Deed::DropCapture,
 ];
 
-/// Where it is done.
+/// The scope in which it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
     Step,
     Scratch,
     Measure,
-    /// A recording of the same device, and another thread meanwhile.
+    /// A recording of the same device, and another thread during it.
     Capture,
     ThreadOfCapture,
     ThreadOfStep,
@@ -82,14 +82,14 @@ const PLACES: [Place; 8] = [
     Place::CaptureOfOtherDevice,
 ];
 
-/// The only thing that is refused: a thread that records reaches the device through its step alone. To rehearse and to drop
-/// need no device.
+/// True if the operation is refused: a recording thread may reach the device only through its step.
+/// Dry runs and drops need no device.
 fn is_refused(place: Place, deed: Deed) -> bool {
     let needs_none = matches!(deed, Deed::Measure | Deed::DropBuffer | Deed::DropArena | Deed::DropCapture);
     place == Place::Capture && !needs_none
 }
 
-/// All that a deed may need, besides the arena in which it is done.
+/// All that an operation may need, apart from the arena in which it runs.
 struct World {
     deed: Deed,
     device: Device,
@@ -97,14 +97,14 @@ struct World {
     arena: Option<Arena>,
     spare: Option<Arena>,
     captured: Option<Captured<(), Output>>,
-    /// What became of each time that it was done: a recording does it twice.
+    /// The result of each run: a recording runs it twice.
     outcomes: Vec<Result<()>>,
 }
 
 const DOUBLE: Record<(), Output> = |step, (), slots| Ok(slots.output(&ops::scale(step, &slots.input(0)?, 2.0)?));
 
-fn inputs() -> Inputs<'static> {
-    Inputs::new().with(&VALUES, [4]).unwrap()
+fn inputs() -> HostInputs<'static> {
+    HostInputs::new().with(&VALUES, [4]).unwrap()
 }
 
 fn arena(device: &Device) -> Arena {
@@ -182,12 +182,12 @@ impl World {
     }
 }
 
-/// The tensor that stands when the deed is done is as it was.
-fn stands<'s>(step: &stepscope::Eager<'s>, x: &impl Source<'s, f32>) {
+/// Checks that the tensor that existed before is unchanged.
+fn stands<'s>(step: &stepscope::EagerStep<'s>, x: &impl Source<'s, f32>) {
     assert_eq!(step.read(x).unwrap(), VALUES);
 }
 
-/// A captured step that does the deed, on its own thread or on another.
+/// Runs a captured step that performs the operation, on its own thread or on another.
 fn recorded(step: &mut Step<'_>, world: &mut World, threaded: bool) -> Result<()> {
     let before = ops::fill(step, [4], 1.0)?;
     if threaded {
@@ -198,7 +198,7 @@ fn recorded(step: &mut Step<'_>, world: &mut World, threaded: bool) -> Result<()
     ops::scale(step, &before, 2.0).map(drop)
 }
 
-/// Does the deed there. Returns the world, in which what became of it is told.
+/// Performs the operation in that scope. Returns the world with its results.
 fn inside(place: Place, device: &Device, world: World) -> World {
     let other_device;
     let mut outer = match place {
@@ -247,20 +247,20 @@ fn inside(place: Place, device: &Device, world: World) -> World {
         }
         Place::Capture | Place::CaptureOfOtherDevice => {
             let mut captured =
-                outer.capture(&mut world, &Inputs::new(), |step, world, _| recorded(step, world, false)).unwrap();
-            captured.replay(&Inputs::new()).unwrap();
+                outer.capture(&mut world, &HostInputs::new(), |step, world, _| recorded(step, world, false)).unwrap();
+            captured.replay(&HostInputs::new()).unwrap();
         }
         Place::ThreadOfCapture => {
             let mut captured =
-                outer.capture(&mut world, &Inputs::new(), |step, world, _| recorded(step, world, true)).unwrap();
-            captured.replay(&Inputs::new()).unwrap();
+                outer.capture(&mut world, &HostInputs::new(), |step, world, _| recorded(step, world, true)).unwrap();
+            captured.replay(&HostInputs::new()).unwrap();
         }
     }
     world
 }
 
 on_each_device! {
-    fn the_whole_table(device: &Device) {
+    fn every_operation_in_every_scope(device: &Device) {
         for place in PLACES {
             for deed in DEEDS {
                 let plan = FaultPlan::new();
@@ -284,7 +284,7 @@ on_each_device! {
         }
     }
 
-    /// A recording of another device within one of this does not end this one's.
+    /// A recording of another device inside one of this device does not end this one.
     fn recordings_nest_and_are_restored(device: &Device) {
         struct Nested {
             buffer: Buffer<f32>,
@@ -299,56 +299,57 @@ on_each_device! {
             state.seen.push(state.buffer.read());
             ops::fill(step, [4], 1.0).map(drop)
         };
-        drop(arena(device).capture(&mut state, &Inputs::new(), record).unwrap());
+        drop(arena(device).capture(&mut state, &HostInputs::new(), record).unwrap());
         assert_eq!(state.seen.len(), 4);
         assert!(state.seen.iter().all(|seen| matches!(seen, Err(Error::Misuse { op: "capture", .. }))), "{:?}", state.seen);
         assert_eq!(state.buffer.read().unwrap(), VALUES);
     }
 
-    /// What is made on a rehearsal's device is of the rehearsal, and of no use to anything else, then or later.
-    fn what_a_rehearsal_makes_stays_there(device: &Device) {
+    /// Objects made on a dry run's device belong to the dry run, and cannot be used elsewhere, then
+    /// or later.
+    fn dry_run_objects_stay_inside(device: &Device) {
         let mut real = arena(device);
         let outer = arena(device);
         let mut kept = None;
         outer
             .measure(|step| {
-                let rehearsal = step.device().clone();
-                let buffer = Buffer::<f32>::zeros(&rehearsal, 4)?;
-                // Within the rehearsal it serves.
+                let dry_run = step.device().clone();
+                let buffer = Buffer::<f32>::zeros(&dry_run, 4)?;
+                // Within the dry run it can be used.
                 assert_eq!(step.read(&ops::copy(step, &step.lend(&buffer, [4])?)?)?, [0.0; 4]);
                 let error = real.step(|real| real.lend(&buffer, [4]).map(drop)).unwrap_err();
                 assert!(matches!(error, Error::Misuse { op: "lend", .. }), "{error}");
-                // Its tensors are refused by a real launch, and by another rehearsal's.
+                // Its tensors are refused by a real launch, and by that of another dry run.
                 let mut made = step.empty::<f32>([4])?;
                 for refused in [real.step(|real| real.launch(filled(&mut made))), outer_refuses(&outer, &mut made)] {
                     assert!(matches!(refused, Err(Error::Contract { .. })), "{refused:?}");
                 }
                 // An arena there runs steps that compute nothing, and its captures are refused.
-                let mut there = Arena::builder(&rehearsal).capacity(Capacity::mib(1)).build()?;
+                let mut there = Arena::builder(&dry_run).capacity(Capacity::mib(1)).build()?;
                 assert_eq!(there.step(|step| step.read(&ops::fill(step, [4], 1.0)?))?, [0.0; 4]);
                 let error = there.capture((), &inputs(), DOUBLE).map(drop).unwrap_err();
                 assert!(matches!(error, Error::Driver { .. }), "{error}");
-                kept = Some((rehearsal, buffer, there));
+                kept = Some((dry_run, buffer, there));
                 Ok(())
             })
             .unwrap();
-        let (rehearsal, mut buffer, mut there) = kept.unwrap();
+        let (dry_run, mut buffer, mut there) = kept.unwrap();
         let over = |what: &str, outcome: Result<()>| {
             assert!(matches!(outcome, Err(Error::Misuse { op: "measure", .. })), "{what}: {outcome:?}");
         };
-        over("a new buffer", Buffer::<f32>::zeros(&rehearsal, 4).map(drop));
+        over("a new buffer", Buffer::<f32>::zeros(&dry_run, 4).map(drop));
         over("a read", buffer.read().map(drop));
         over("a write", buffer.write(0, &VALUES));
-        over("a new arena", Arena::builder(&rehearsal).capacity(Capacity::mib(1)).build().map(drop));
+        over("a new arena", Arena::builder(&dry_run).capacity(Capacity::mib(1)).build().map(drop));
         over("a step", there.step(|_| Ok(())));
         over("a capture", there.capture((), &inputs(), DOUBLE).map(drop));
-        over("a wait", rehearsal.synchronize(rehearsal.deadline()));
-        drop((buffer, there, rehearsal));
+        over("a wait", dry_run.synchronize(dry_run.deadline()));
+        drop((buffer, there, dry_run));
         assert_eq!(real.step(|step| step.read(&step.upload(&VALUES, [4])?)).unwrap(), VALUES);
     }
 
-    /// A rehearsal takes its parents' memory: buffers, and tensors of a step that runs around it.
-    fn a_rehearsal_takes_what_is_its_parents(device: &Device) {
+    /// A dry run accepts its parents' memory: buffers, and tensors of the step around it.
+    fn dry_run_accepts_outer_memory(device: &Device) {
         let mut outer = arena(device);
         let inner = arena(device);
         let buffer = Buffer::from_slice(device, &VALUES).unwrap();
@@ -365,22 +366,22 @@ on_each_device! {
             .unwrap();
     }
 
-    /// A buffer that has left a capture's state is still written by the graph: each replay as a whole, and never under a step that
-    /// was lent it.
-    fn a_buffer_that_left_the_state_is_not_written_under_a_step(device: &Device) {
+    /// The graph still writes a buffer that has left a capture's state: each replay writes all of
+    /// it, and never while it is lent to a step.
+    fn lent_buffers_block_replays(device: &Device) {
         const LEN: usize = if cfg!(miri) { 1 << 6 } else { 1 << 16 };
         let record: Record<Option<Buffer<f32>>, ()> = |step, state, slots| {
             let Some(buffer) = state else { return Ok(()) };
             let x = ops::scale_by(step, &ops::fill(step, [LEN], 1.0)?, &slots.input::<f32>(0)?)?;
             ops::copy_into(step, &x, &mut step.lend_mut(buffer, [LEN])?)
         };
-        let (one, two) = (Inputs::new().with(&[1.0f32], [1]).unwrap(), Inputs::new().with(&[2.0f32], [1]).unwrap());
+        let (one, two) = (HostInputs::new().with(&[1.0f32], [1]).unwrap(), HostInputs::new().with(&[2.0f32], [1]).unwrap());
         let mut captured = arena(device).capture(Some(Buffer::zeros(device, LEN).unwrap()), &one, record).unwrap();
         captured.replay(&one).unwrap();
         let buffer = Arc::new(Mutex::new(captured.state_mut().take().unwrap()));
         let mut reader = arena(device);
 
-        // On the step's own thread it would wait for itself.
+        // On the step's own thread, the replay would wait for itself.
         reader
             .step(|step| {
                 let buffer = buffer.lock().unwrap();
@@ -392,7 +393,7 @@ on_each_device! {
             })
             .unwrap();
 
-        // Another thread's replay waits: what a step is lent stays as it is.
+        // A replay on another thread waits: memory lent to a step does not change.
         let stop = AtomicBool::new(false);
         std::thread::scope(|scope| {
             let replays = scope.spawn(|| {
@@ -424,8 +425,9 @@ on_each_device! {
         });
     }
 
-    /// A look at the device that fails when something is dropped keeps it, and the next drop ends it.
-    fn what_could_not_be_ended_is_ended_later(device: &Device) {
+    /// An object is kept if the poll of the device fails during its drop, and the next drop frees
+    /// it.
+    fn failed_drops_are_retried(device: &Device) {
         let plan = FaultPlan::new();
         let device = Device::builder(device.description().kind).faults(plan.clone()).open().unwrap();
         let mut first = arena(&device);
@@ -438,7 +440,7 @@ on_each_device! {
     }
 }
 
-/// A kernel that fills a tensor, for a launch in any step.
+/// Returns a kernel that fills a tensor, for a launch in any step.
 fn filled<'a, 's: 'a>(tensor: &'a mut impl Target<'s, f32>) -> kernels::fill::fill<'a, f32> {
     let length = tensor.shape().elements();
     kernels::fill::fill { out: tensor.out(), length, value: 1.0 }

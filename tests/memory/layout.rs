@@ -1,13 +1,14 @@
-//! Layouts: names that collide and sizes that no memory has are refused by `build`, in few words, whatever came before them.
+//! Parameter specs: `build` refuses colliding names and impossible sizes in few words, whatever
+//! came before.
 
 #![forbid(unsafe_code)]
 
-use stepscope::{Device, DeviceKind, Error, Initializer, Layout, LayoutBuilder, Parameters};
+use stepscope::{Device, DeviceKind, Error, Initializer, ParameterSpec, ParameterSpecBuilder, Parameters};
 
-/// What `build` got instead of what it expects.
+/// Returns the actual value in the error of `build`.
 #[track_caller]
-fn refused(add: impl FnOnce(&mut LayoutBuilder)) -> String {
-    let mut layout = Layout::builder();
+fn refused(add: impl FnOnce(&mut ParameterSpecBuilder)) -> String {
+    let mut layout = ParameterSpec::builder();
     add(&mut layout);
     let error = layout.build().unwrap_err();
     assert!(error.to_string().len() < 1000, "{error}");
@@ -15,11 +16,12 @@ fn refused(add: impl FnOnce(&mut LayoutBuilder)) -> String {
     got
 }
 
-/// A recipe reaches the parameters that it names, and leaves the others and all places as they are.
+/// An initialization rule changes only the parameters that it names, and leaves all places as they
+/// are.
 #[test]
-fn a_recipe_gives_what_it_names_another_start() {
+fn initialize_changes_only_named_parameters() {
     let values = |recipe: bool| {
-        let mut layout = Layout::builder();
+        let mut layout = ParameterSpec::builder();
         let [a, b] = ["a.weight", "a.bias"].map(|name| layout.add(name, [70], Initializer::Constant(0.25)));
         if recipe {
             layout.initialize(|entry| entry.name().ends_with("bias").then_some(Initializer::Constant(0.5)));
@@ -37,7 +39,7 @@ fn a_recipe_gives_what_it_names_another_start() {
 }
 
 #[test]
-fn sizes_that_no_memory_has_are_refused_by_name() {
+fn impossible_sizes_are_refused_by_name() {
     let huge = usize::MAX;
     let most = isize::MAX as usize / 4;
     for shape in
@@ -48,9 +50,9 @@ fn sizes_that_no_memory_has_are_refused_by_name() {
             layout.add("huge", shape, Initializer::ZERO);
             layout.add("behind", [3], Initializer::ZERO);
         });
-        assert_eq!(got, format!("`huge` {shape:?} behind 64 elements"));
+        assert_eq!(got, format!("`huge` {shape:?} after 64 elements"));
     }
-    // Each alone would do.
+    // Either size would be accepted by itself.
     let got = refused(|layout| {
         layout.add("first", [most / 2], Initializer::ZERO);
         layout.add("second", [most / 2], Initializer::ZERO);
@@ -60,36 +62,36 @@ fn sizes_that_no_memory_has_are_refused_by_name() {
         layout.add_stack(3, |number| number.to_string(), [most / 2], Initializer::ZERO);
     });
     assert!(got.starts_with("`1` "), "{got}");
-    // The largest that there can be, of which nothing is allocated.
-    let mut layout = Layout::builder();
+    // The largest possible size, of which nothing is allocated.
+    let mut layout = ParameterSpec::builder();
     let handle = layout.add("most", [most / 64 * 64], Initializer::ZERO);
     let layout = layout.build().unwrap();
     assert_eq!((layout.elements(), layout.entry(handle).unwrap().range()), (most / 64 * 64, 0..most / 64 * 64));
 }
 
 #[test]
-fn names_that_collide_are_refused() {
-    let one = |layout: &mut LayoutBuilder, name: &str| {
+fn colliding_names_are_refused() {
+    let one = |layout: &mut ParameterSpecBuilder, name: &str| {
         layout.add(name, [1], Initializer::ZERO);
     };
     let got = refused(|layout| ["a", "b", "a"].iter().for_each(|name| one(layout, name)));
     assert_eq!(got, "two named `a`");
-    // Once joined.
+    // The names collide when joined.
     let got = refused(|layout| {
         layout.names().at("a").at("b").add("c", [1], Initializer::ZERO);
         layout.names().at("a").add("b.c", [2], Initializer::ZERO);
     });
     assert_eq!(got, "two named `a.b.c`");
     let got = refused(|layout| one(layout, "__metadata__"));
-    assert_eq!(got, "`__metadata__`, where a file has its notes");
+    assert_eq!(got, "`__metadata__`, which holds a file's notes");
     let long = "x".repeat(1_000_000);
     let got = refused(|layout| [&long, &long].iter().for_each(|name| one(layout, name)));
-    assert!(got.starts_with("two named `xxxx") && got.ends_with(".. and 999880 bytes more`"), "{got}");
+    assert!(got.starts_with("two named `xxxx") && got.ends_with(".. and 999880 more bytes`"), "{got}");
     let got = refused(|layout| {
         layout.add(&long, [0], Initializer::ZERO);
     });
-    assert!(got.ends_with("more` [0]"), "{got}");
-    // What would steer a terminal is not passed on.
+    assert!(got.ends_with("more bytes` [0]"), "{got}");
+    // Terminal control characters are not passed on.
     let got = refused(|layout| (0..2).for_each(|_| one(layout, "\x1b[2J\n")));
     assert_eq!(got, "two named `\u{fffd}[2J\u{fffd}`");
 }

@@ -1,4 +1,4 @@
-//! The arena, tensors, buffers, uploads and what is reported about memory.
+//! Tests of the arena, tensors, buffers, uploads and memory reports.
 
 #[path = "../support/overrun.rs"]
 mod overrun;

@@ -1,5 +1,6 @@
-//! A floor under the host's memory: below it no step begins, and a trainer ends with a checkpoint from which the run goes on to the same
-//! weights; and what a trainer tells of the memory that is to come. `ci/pressure` does the same by real pressure.
+//! A floor for the host's available memory. Below it no step begins, and a trainer ends with a
+//! checkpoint, from which the run resumes to the same weights. A trainer also predicts its peak
+//! memory. `ci/pressure` tests this with real memory pressure.
 
 #![cfg(target_os = "linux")]
 #![forbid(unsafe_code)]
@@ -16,35 +17,36 @@ const INPUTS: usize = 8;
 struct Classifier(Linear);
 
 impl Model for Classifier {
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         self.0.forward(tape, &tape.input(batch.input::<f32>(0)?))
     }
 }
 
 type Points = crate::support::points::Points<INPUTS>;
 
-/// Six batches of four parts.
+/// Returns six batches of four parts.
 fn batches() -> Vec<Vec<Points>> {
     let mut random = Random::new(5);
     let mut part = || Points { x: random.normals(4 * INPUTS), labels: random.belows(4, 2) };
     (0..6).map(|_| (0..4).map(|_| part()).collect()).collect()
 }
 
-fn learner(device: &Device) -> Result<Learner<Classifier>> {
-    let mut layout = Layout::builder();
+fn learner(device: &Device) -> Result<TrainState<Classifier>> {
+    let mut layout = ParameterSpec::builder();
     let model = Classifier(Linear::new(layout.names().at("head"), INPUTS, 2));
-    Learner::new(device, model, &layout.build()?, 7, AdamWConfig { learning_rate: 0.01, ..AdamWConfig::default() })
+    TrainState::new(device, model, &layout.build()?, 7, AdamWConfig { learning_rate: 0.01, ..AdamWConfig::default() })
 }
 
 fn arena(device: &Device, floor: u64) -> Arena {
     Arena::builder(device).capacity(Capacity::mib(1)).memory_floor(floor).build().unwrap()
 }
 
-fn trainer(arena: &mut Arena, learner: Learner<Classifier>, captured: bool) -> Result<Trainer<'_, Classifier>> {
+fn trainer(arena: &mut Arena, learner: TrainState<Classifier>, captured: bool) -> Result<Trainer<'_, Classifier>> {
     if captured { Trainer::captured(arena, learner, &batches()[0][0]) } else { Ok(Trainer::eager(arena, learner)) }
 }
 
-/// Trains from where the checkpoint is, if there is one; behind so many updates of this run the memory is short for the ranks `short`.
+/// Trains, resuming from the checkpoint if there is one. After this many updates of the run, memory
+/// is short for the ranks `short`.
 fn train(
     device: &Device,
     group: Option<Group>,
@@ -74,23 +76,23 @@ fn train(
 }
 
 on_each_device! {
-    fn a_step_does_not_begin_below_the_floor(device: &Device) {
+    fn no_step_begins_below_floor(device: &Device) {
         let mut arena = arena(device, NEVER);
         let error = arena.step(|_| -> Result<()> { panic!("a step began") }).unwrap_err();
         let Error::MemoryShortage(shortage) = &error else { panic!("{error}") };
         assert!(shortage.floor_bytes > shortage.available_bytes && shortage.memory.host.is_some(), "{shortage:?}");
         assert!(error.to_string().contains("memory_floor"), "{error}");
         assert_eq!(arena.report().resets, 0);
-        // It is no fault of the device, and passes.
+        // It is not a fault of the device, and is temporary.
         assert_eq!(device.lost(), None);
         arena.set_memory_floor(1);
         assert_eq!(arena.step(|step| step.read(&ops::fill(step, [3], 2.0)?)), Ok(vec![2.0; 3]));
     }
 
-    fn a_replay_does_not_begin_below_the_floor(device: &Device) {
+    fn no_replay_begins_below_floor(device: &Device) {
         let mut arena = arena(device, 1);
         let inputs = [1.0f32, 2.0];
-        let inputs = Inputs::new().with(&inputs, [2]).unwrap();
+        let inputs = HostInputs::new().with(&inputs, [2]).unwrap();
         let mut doubled = arena.capture((), &inputs, |step, (), slots| {
             let x = slots.input::<f32>(0)?;
             Ok(slots.output(&ops::add(step, &x, &x)?))
@@ -105,7 +107,7 @@ on_each_device! {
         assert_eq!(replay.read::<f32>(*replay.outputs()).unwrap(), [2.0, 4.0]);
     }
 
-    fn a_trainer_ends_with_a_checkpoint_and_goes_on_to_the_same_weights(device: &Device) {
+    fn trainer_resumes_after_memory_shortage(device: &Device) {
         let folder = tempfile::tempdir().unwrap();
         for captured in [false, true] {
             let whole = train(device, None, &folder.path().join("whole"), captured, None).unwrap();
@@ -124,29 +126,30 @@ on_each_device! {
 struct Deep(Vec<Linear>);
 
 impl Model for Deep {
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let x = tape.input(batch.input::<f32>(0)?);
         self.0.iter().try_fold(x, |x, layer| layer.forward(tape, &x))
     }
 }
 
-/// A trainer of six million weights, in many tensors.
+/// Returns a trainer of six million weights, in many tensors.
 fn deep<'a>(arena: &'a mut Arena, checkpoint: &Path) -> Result<Trainer<'a, Deep>> {
     const WIDTHS: [usize; 26] = [512; 26];
-    let mut layout = Layout::builder();
+    let mut layout = ParameterSpec::builder();
     let widths = [&[INPUTS], &WIDTHS[..], &[2]].concat();
     let pairs = widths.windows(2).zip(0..);
     let layers = pairs.map(|(pair, at)| Linear::new(layout.names().at(format!("layer{at}")), pair[0], pair[1]));
     let model = Deep(layers.collect());
-    let learner = Learner::new(arena.device(), model, &layout.build()?, 7, AdamWConfig::default())?;
+    let learner = TrainState::new(arena.device(), model, &layout.build()?, 7, AdamWConfig::default())?;
     Ok(Trainer::captured(arena, learner, &batches()[0][0])?.checkpoint(checkpoint, Some(2)))
 }
 
 #[test]
-fn the_peak_of_a_run_is_known_behind_its_first_update() -> Result<()> {
+fn first_update_predicts_peak_memory() -> Result<()> {
     let folder = tempfile::tempdir().unwrap();
     let device = Device::open(DeviceKind::Emulated)?;
-    // What captured steps and an evaluation of many samples need: a tenth of the run, which no update touches.
+    // The need of captured steps and of an evaluation of many samples: a tenth of the run, which no
+    // update touches.
     const ARENA: usize = 15_200_000;
     let mut arena = Arena::builder(&device).capacity(Capacity::Bytes(ARENA)).build()?;
     let mut trainer = deep(&mut arena, &folder.path().join("model"))?;
@@ -156,7 +159,7 @@ fn the_peak_of_a_run_is_known_behind_its_first_update() -> Result<()> {
     assert_eq!(trainer.memory_forecast(), None, "before the second update");
     trainer.epoch(left.by_ref().take(1), &mut progress, &mut ())?;
     let forecast = trainer.memory_forecast().unwrap();
-    // A checkpoint is written when all else has been needed too.
+    // The checkpoint is written after everything else has been needed.
     let many = Points { x: vec![1.0; 256 * INPUTS], labels: vec![0; 256] };
     trainer.evaluate(&many, |_, _| Ok(()))?;
     trainer.epoch(left, &mut progress, &mut ())?;
@@ -170,14 +173,15 @@ fn the_peak_of_a_run_is_known_behind_its_first_update() -> Result<()> {
 }
 
 #[test]
-fn a_run_that_will_not_fit_ends_behind_its_first_update_with_a_checkpoint() -> Result<()> {
+fn oversized_run_ends_after_first_update() -> Result<()> {
     const ARENA: u64 = 2 << 30;
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model");
-    // Others take and give memory meanwhile: a floor that is met for want of theirs says nothing.
+    // Other processes take and free memory meanwhile. If they cause the shortage, the attempt does
+    // not count.
     for _ in 0..20 {
         let device = Device::open(DeviceKind::Emulated)?;
-        let available = Situation::read_host().unwrap().available_bytes;
+        let available = MemoryBudget::read_host().unwrap().available_bytes;
         let floor = available.saturating_sub(ARENA / 2);
         let arena = Arena::builder(&device).capacity(Capacity::Bytes(ARENA as usize)).reserve_bytes(0);
         let mut arena = arena.memory_floor(floor).build()?;
@@ -190,7 +194,7 @@ fn a_run_that_will_not_fit_ends_behind_its_first_update_with_a_checkpoint() -> R
         assert!(shortage.available_bytes >= floor && shortage.still_wanted_bytes > ARENA * 9 / 10, "{shortage:?}");
         assert!(shortage.to_string().contains("that this run will still take"), "{shortage}");
         assert_eq!((progress.updates, EpochProgress::of(&Checkpoint::load(&path)?)?.updates), (1, 1));
-        // With room it goes on from there.
+        // If there is enough memory, it resumes.
         arena.set_memory_floor(0);
         let mut trainer = deep(&mut arena, &path)?;
         let mut progress = trainer.restore(&Checkpoint::load(&path)?)?;
@@ -200,7 +204,7 @@ fn a_run_that_will_not_fit_ends_behind_its_first_update_with_a_checkpoint() -> R
     panic!("the host's memory never stood still")
 }
 
-/// Ranks of a group, each a thread: what they say.
+/// Runs the ranks of a group, each on a thread, and returns their results.
 fn on_ranks(path: &Path, ranks: usize, captured: bool, short_behind: Option<usize>) -> Vec<Result<String>> {
     let configs = GroupConfig::on_this_host(ranks).unwrap();
     std::thread::scope(|scope| {
@@ -217,7 +221,7 @@ fn on_ranks(path: &Path, ranks: usize, captured: bool, short_behind: Option<usiz
 }
 
 #[test]
-fn all_ranks_of_a_group_end_with_a_checkpoint_when_one_is_short() {
+fn all_ranks_save_on_shortage() {
     let folder = tempfile::tempdir().unwrap();
     let whole = on_ranks(&folder.path().join("whole"), 1, false, None).swap_remove(0).unwrap();
     for captured in [false, true] {

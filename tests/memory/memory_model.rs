@@ -1,21 +1,27 @@
-//! Random programs of steps, scratches, overflows, growth, trims, errors, panics and faults against a reference allocator.
+//! Random programs of steps, scratches, overflows, growth, trims, errors, panics and faults against
+//! a reference allocator.
 //!
-//! What must hold is listed in [`Rule`]: live tensors are disjoint and saved ones unchanged (every tensor holds a pattern of
-//! its own and is read back before its scope ends), what was taken is given back, every outcome is the one that follows
-//! from the request, the state and the fault that was met, and no call lasts longer than its deadline plus 50 ms (extended
-//! by the pauses of the machine itself, see [`witness`]).
+//! [`Rule`] lists what must hold. Live tensors are disjoint and saved ones unchanged: every tensor
+//! holds its own pattern and is read back before its scope ends. All memory is freed. Every outcome
+//! follows from the request, the state and the fault. No call lasts longer than its deadline plus
+//! 50 ms, extended by the machine's own pauses (see [`witness`]).
 //!
 //! ```text
-//! cargo test --test memory memory_model::                             # 2,000 programs, in about 10 s on two cores
-//! STEPSCOPE_PROGRAMS=100000 cargo test --release --test memory memory_model::  # the nightly run
-//! STEPSCOPE_PROGRAM=4711 cargo test --test memory memory_model::random        # one program of a run, by its number
+//! # 2,000 programs, in about 10 s on two cores
+//! cargo test --test memory memory_model::
+//! # the nightly run
+//! STEPSCOPE_PROGRAMS=100000 cargo test --release --test memory memory_model::
+//! # one program of a run, by its number
+//! STEPSCOPE_PROGRAM=4711 cargo test --test memory memory_model::random
 //! ```
-//! On CUDA, where the test is ignored without a GPU, arenas and pools are as tiny; faults are rarer there, since each needs
-//! a device of its own, no call stalls for ever, and no launch fails, since which call tells of it is a matter of time: `step_hazards` has those.
+//! On CUDA, where the test is ignored without a GPU, arenas and pools are as small. Faults are
+//! rarer, because each needs a device of its own. No call stalls forever, and no launch fails,
+//! because the call that reports it depends on timing: `step_hazards` tests those.
 //!
-//! That the rules can fail is shown by [`Planted`] bugs, each put where the library could have it, through handles that
-//! `unsafe` code copied or through a fault that the reference was not told of: see the tests named `finds_*`. A guard
-//! that checked mode fails to look at is planted in the tests of checked mode instead: only a kernel can write there.
+//! [`Planted`] bugs show that the rules can fail. Each is put where the library could have it,
+//! through handles that `unsafe` code copied or through a fault that the reference does not know:
+//! see the tests named `finds_*`. A guard that checked mode fails to check is planted in the tests
+//! of checked mode instead, because only a kernel can write there.
 
 mod program;
 mod reference;
@@ -32,11 +38,13 @@ use stepscope::DeviceKind;
 use stepscope::faults::{Call, Fault};
 use world::{Rig, World};
 
-/// A stalling program during which the machine stood still for longer than this says nothing about deadlines.
+/// The longest machine pause during a stalling program for which its deadlines can still be
+/// checked.
 const PAUSE: Duration = Duration::from_millis(10);
-/// Programs in which a call stalls, of a run: each leaves a thread behind that waits for ever.
+/// The number of programs per run in which a call stalls. Each leaves a thread that waits
+/// forever.
 const MOST_STALLS: u64 = 200;
-/// The first number of the programs in which bugs are planted, and how many of them are tried.
+/// The numbers of the programs in which bugs are planted.
 const PLANTED: std::ops::Range<u64> = 1_000_000..1_000_500;
 
 on_each_device! {
@@ -56,16 +64,17 @@ on_each_device! {
     }
 }
 
-/// The value of an environment variable.
+/// Returns the value of an environment variable.
 fn number_from(variable: &str) -> Option<u64> {
     let value = std::env::var(variable).ok()?;
     Some(value.parse().unwrap_or_else(|error| panic!("{variable}: `{value}`: {error}")))
 }
 
-/// A program by its number in a run of `count`.
+/// Returns a program by its number in a run of `count`.
 fn program(device: DeviceKind, number: u64, count: u64) -> (Kind, Program) {
     let kind = match device {
-        // Each fault needs a device of its own, which takes long to open; what stalls would leave memory behind.
+        // Each fault needs a device of its own, which takes long to open, and a stall would leak
+        // memory.
         DeviceKind::Cuda if number % 8 == 7 => Kind::Faulty,
         DeviceKind::Cuda => Kind::Sound,
         _ if number % (count / MOST_STALLS).max(100) == 99 => Kind::Stalling,
@@ -79,7 +88,7 @@ fn program(device: DeviceKind, number: u64, count: u64) -> (Kind, Program) {
     (kind, program)
 }
 
-/// Runs a program, on the rig at hand if both are clean.
+/// Runs a program, on the existing rig if both are clean.
 fn run(rig: &mut Option<Rig>, device: DeviceKind, kind: Kind, program: &Program) -> Result<Tally, Violation> {
     let mut attempts = 0;
     loop {
@@ -121,7 +130,7 @@ fn run_all(device: DeviceKind, count: u64) -> Tally {
                     match run(&mut rig, device, kind, &program) {
                         Ok(done) => tally.add(done),
                         Err(violation) => {
-                            // The others stop as well.
+                            // The other threads stop as well.
                             next.store(count, Ordering::Relaxed);
                             panic!("STEPSCOPE_PROGRAMS={count} STEPSCOPE_PROGRAM={number}: {violation:?}\n{program:?}");
                         }
@@ -147,7 +156,7 @@ fn summary(tally: &Tally) -> String {
     )
 }
 
-/// A run that met too little proves nothing.
+/// Checks that a run covered enough cases to be meaningful.
 fn enough(tally: &Tally, device: DeviceKind) {
     let programs = tally.programs;
     let Tally {
@@ -183,8 +192,8 @@ fn enough(tally: &Tally, device: DeviceKind) {
     }
 }
 
-/// Runs programs with a planted bug until one breaks a rule: it must be the bug's own. Programs that the bug does not
-/// touch must pass.
+/// Runs programs with a planted bug until one breaks a rule, which must be the bug's own. Programs
+/// that the bug does not affect must pass.
 fn finds(planted: Planted, rule: Rule) {
     for number in PLANTED {
         let mut program = Program::draw(&mut Random::new(number), Kind::Sound);
@@ -194,7 +203,7 @@ fn finds(planted: Planted, rule: Rule) {
                 program.fault = Some(Planned { call: Call::PoolFree, number: 1, fault: Fault::Fail })
             }
             Planted::LateReturn => kind = Kind::Stalling,
-            // What is read afterwards must still be the arena's.
+            // The values that are read afterwards must still be the arena's.
             Planted::ResetUnderSaved => (program.pool, program.growth) = (None, None),
             _ => {}
         }
@@ -212,17 +221,17 @@ fn finds_a_double_hand_out() {
 }
 
 #[test]
-fn finds_a_saved_tensor_that_is_overwritten() {
+fn finds_an_overwritten_saved_tensor() {
     finds(Planted::SavedOverwritten, Rule::Saved);
 }
 
 #[test]
-fn finds_a_reset_under_a_saved_tensor() {
+fn finds_reset_under_saved_tensor() {
     finds(Planted::ResetUnderSaved, Rule::Saved);
 }
 
 #[test]
-fn finds_a_buffer_that_a_step_overwrites() {
+fn finds_an_overwritten_buffer() {
     finds(Planted::BufferOverwritten, Rule::Persistent);
 }
 

@@ -1,5 +1,6 @@
-//! Runs the built examples beyond their arenas: `crossasset` trains to the same weights with a pool as with room, or
-//! fails and says why; `overflow` names each cause, and `docs/memory.md` shows what it prints.
+//! Runs the built examples beyond their arenas. `crossasset` trains to the same weights with a pool
+//! as with a large arena, or fails and gives the cause. `overflow` names each cause, and
+//! `docs/memory.md` shows its output.
 //!
 //! `cargo test` and `cargo nextest run` build the examples first.
 
@@ -11,8 +12,8 @@ use crate::support::example::{SMALL, run, text, train};
 use crate::support::on_each_device;
 
 on_each_device! {
-    /// An overflow changes where tensors lie and nothing else.
-    fn a_pool_trains_to_the_same_weights_as_a_large_arena(device: &Device) {
+    /// An overflow only changes the places of tensors.
+    fn pool_and_large_arena_train_alike(device: &Device) {
         let (roomy_screen, roomy) = train(device, &["--arena-mib", "1024", "--capture", "off"]);
         let (pooled_screen, pooled) = train(device, &["--arena-mib", "16", "--overflow-mib", "4096", "--capture", "off"]);
         assert_eq!(roomy["weights_sha256"].as_str().map(str::len), Some(64));
@@ -30,8 +31,8 @@ on_each_device! {
         assert!(pooled_screen.contains(&format!("overflow: {} tensors", overflow["allocations"])), "{pooled_screen}");
     }
 
-    /// Neither with no pool nor with one that is too small is there a silent way out.
-    fn without_room_training_ends_with_the_cause_and_what_to_do(device: &Device) {
+    /// Training cannot continue silently without a pool or with one that is too small.
+    fn training_without_memory_gives_advice(device: &Device) {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let out = folder.path().join("out");
         for (pool, told) in [("0", "advice: size the arena"), ("1", "the overflow pool's cap is 1048576 bytes")] {
@@ -46,7 +47,7 @@ on_each_device! {
         }
     }
 
-    fn the_example_names_each_cause(device: &Device) {
+    fn example_names_each_cause(device: &Device) {
         let output = run("overflow", device, &[]);
         let (screen, errors) = (text(&output.stdout), text(&output.stderr));
         assert!(output.status.success(), "{screen}{errors}");
@@ -55,7 +56,7 @@ on_each_device! {
                 assert!(screen.contains(&format!("{place}{cause}")), "{place}{cause} is not in: {screen}");
             }
         }
-        assert!(screen.ends_with("Each cause was named right.\n"), "{screen}");
+        assert!(screen.ends_with("Each cause was named correctly.\n"), "{screen}");
         let printed: Vec<String> = screen.lines().filter_map(constant).collect();
         for line in shown_in_the_guide() {
             assert!(printed.contains(&line), "docs/memory.md shows \"{line}\", which is not in: {screen}");
@@ -63,7 +64,7 @@ on_each_device! {
     }
 }
 
-/// The example's runs as the guide shows them: the blocks that begin with a run's number.
+/// Returns the example's runs from the guide: the blocks that begin with a run's number.
 fn shown_in_the_guide() -> Vec<String> {
     let guide = include_str!("../../docs/memory.md");
     let blocks = guide.split("```text\n").skip(1).map(|rest| rest.split("```").next().unwrap_or(rest));
@@ -74,7 +75,7 @@ fn shown_in_the_guide() -> Vec<String> {
     lines
 }
 
-/// A line without what changes from run to run, or from edit to edit: times, the machine's memory, numbers of lines.
+/// Returns a line without its variable parts: times, the machine's memory, line numbers.
 fn constant(line: &str) -> Option<String> {
     if line.is_empty() || line.contains(" ms waited") || line.contains("  memory: ") {
         return None;

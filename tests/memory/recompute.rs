@@ -1,11 +1,11 @@
-//! Checkpoints of a tape: the bits are those without them, and nothing of a closure is left.
+//! `Tape::recompute`: the bits are those without it, and a closure's memory is freed.
 //!
-//! | module | what |
+//! | module | contents |
 //! |---|---|
-//! | `graphs` | models, each run with checkpoints and without |
-//! | `bits` | the same bits: whatever is kept or returned, wherever it runs |
-//! | `memory` | what a step takes, and that all of a closure's goes back |
-//! | `refused` | closures that fail, panic, or do something else the second time |
+//! | `graphs` | models, each run with recomputing and without |
+//! | `bits` | the same bits, whatever is kept or returned, wherever it runs |
+//! | `memory` | the memory of a step, and that all of a closure's is freed |
+//! | `refused` | closures that fail, panic, or differ in the second run |
 
 #![forbid(unsafe_code)]
 

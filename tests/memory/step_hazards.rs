@@ -1,9 +1,11 @@
-//! Nothing that happens to memory between forward and backward, or between steps, changes a bit.
+//! Events in memory between forward and backward, or between steps, change no bit.
 //!
-//! The bug that this guards against (ztensor on GB10): with a pool reset between batches the first batch's gradients
-//! were right and every loss was, but the head's gradient fell from 3.74 to 2.5e-6, 2e-18 and 0 over the next three,
-//! because saved activations were overwritten by later allocations. [`a_pool_that_drops_its_pins_is_seen`] rebuilds
-//! that pool on the same kernels and shows that the comparison used here finds it. [`queued_launches`] has launches that the driver refuses.
+//! This guards against a bug of ztensor on GB10: with a pool reset between batches, the first
+//! batch's gradients and all losses were right. But the head's gradient fell from 3.74 to 2.5e-6,
+//! 2e-18 and 0 over the next three batches, because later allocations overwrote saved activations.
+//! [`pool_that_drops_pins_is_found`] rebuilds that pool on the same kernels, and shows that
+//! the comparison used here finds the bug. [`queued_launches`] tests launches that the driver
+//! refuses.
 
 #![forbid(unsafe_code)]
 
@@ -29,7 +31,7 @@ fn assert_same(a: &Run, b: &Run) {
     assert!(differences.is_empty(), "batches {differences:?} differ");
 }
 
-/// Fails unless the head's gradient is as large in every batch as gradients are that do not vanish.
+/// Checks that the head's gradient does not vanish in any batch.
 fn assert_gradients_live(run: &Run) {
     assert_eq!(run.head_l2.len(), BATCHES);
     for (batch, l2) in run.head_l2.iter().enumerate() {
@@ -38,7 +40,7 @@ fn assert_gradients_live(run: &Run) {
     assert!(run.gradients.iter().flatten().all(|gradient| gradient.is_finite()));
 }
 
-/// Fills all that is left of a step's memory with NaN.
+/// Fills the rest of a step's memory with NaN.
 fn poison(step: &Step<'_>) {
     let mut len = 1 << 24;
     while len > 0 {
@@ -51,10 +53,10 @@ fn poison(step: &Step<'_>) {
 }
 
 on_each_device! {
-    /// The table of the bug: a reset between batches against no reset at all.
+    /// The table of the bug: a reset between batches compared with no reset.
     fn resets_between_batches_change_no_bit(device: &Device) {
         let with_resets = eagerly(arena(device), |_| {});
-        // Memory never used twice: a fresh arena for each batch, all of them alive to the end.
+        // Memory that is never reused: a fresh arena for each batch, all of them alive to the end.
         let (mut arenas, mut trainer) = (Vec::new(), Trainer::new(device, ROWS));
         for batch in batches(ROWS) {
             let mut fresh = arena(device);
@@ -76,22 +78,23 @@ on_each_device! {
         assert_ne!(bits(&with_resets.weights[0]), bits(&with_resets.weights[1]));
     }
 
-    /// The red proof: the same kernels on a pool with the bug.
-    fn a_pool_that_drops_its_pins_is_seen(device: &Device) {
+    /// Runs these kernels on a pool with the bug, which must fail the comparison.
+    fn pool_that_drops_pins_is_found(device: &Device) {
         let tape = Perceptron::by_tape(device).unwrap();
         let keeps = Perceptron::by_pool(device, false).unwrap();
         let loses = Perceptron::by_pool(device, true).unwrap();
         print_table(&[("tape", &tape), ("pool that keeps pins", &keeps), ("pool that loses pins", &loses)]);
         assert_gradients_live(&tape);
         assert_same(&tape, &keeps);
-        // As it was seen: the first batch and every loss are right, and then the gradient is all but gone.
+        // As in the bug: the first batch and every loss are right, and then the gradient almost
+        // vanishes.
         assert_eq!(tape.differences(&loses), [1, 2, 3]);
         assert_eq!(bits(&tape.losses), bits(&loses.losses));
         assert!((1..BATCHES).all(|batch| loses.head_l2[batch] < 0.1 * tape.head_l2[batch]), "{:?}", loses.head_l2);
     }
 
-    /// No kernel reads what it or another has not written.
-    fn what_the_memory_held_before_changes_no_bit(device: &Device) {
+    /// Kernels read only memory that they or other kernels have written.
+    fn stale_memory_changes_no_bit(device: &Device) {
         let clean = eagerly(arena(device), |_| {});
         let poisoned = eagerly(arena(device), |arena| arena.step(|step| {
             poison(step);
@@ -100,7 +103,7 @@ on_each_device! {
         assert_same(&clean, &poisoned);
     }
 
-    fn a_scratch_between_forward_and_backward_changes_no_bit(device: &Device) {
+    fn scratch_before_backward_changes_no_bit(device: &Device) {
         let plain = Perceptron::by_hand(device, |_| Ok(())).unwrap();
         let with_scratch = Perceptron::by_hand(device, |step| {
             step.scratch(|inner| {
@@ -118,7 +121,7 @@ on_each_device! {
         assert_same(&plain, &Perceptron::by_tape(device).unwrap());
     }
 
-    fn allocations_between_forward_and_backward_change_no_bit(device: &Device) {
+    fn allocations_before_backward_change_no_bit(device: &Device) {
         let mut elsewhere = arena(device);
         let mut runs = [false, true].map(|disturbed| {
             let (mut arena, mut trainer) = (arena(device), Trainer::new(device, ROWS));
@@ -147,7 +150,7 @@ on_each_device! {
         assert_same(&plain, &disturbed);
     }
 
-    fn two_forwards_before_either_backward_change_no_bit(device: &Device) {
+    fn two_forwards_first_change_no_bit(device: &Device) {
         let (mut arena, trainer) = (arena(device), Trainer::new(device, ROWS));
         let [first, second, ..] = &batches(ROWS)[..] else { unreachable!() };
         let parameters = &trainer.parameters;
@@ -175,7 +178,8 @@ on_each_device! {
         }
     }
 
-    /// Samples one at a time: the same bits in one step as in a step each, and the whole batch's gradient.
+    /// Single samples have the same bits in one step as in a step each, and add up to the whole
+    /// batch's gradient.
     fn micro_batches_add_up(device: &Device) {
         let batch = &batches(ROWS)[0];
         let whole = eagerly(arena(device), |_| {});
@@ -197,14 +201,15 @@ on_each_device! {
         assert!((in_one_step.losses[0] / whole.losses[0] - 1.0).abs() < 1e-6);
     }
 
-    /// A step that fails half way gives its memory back, and a repeated one has the same bits.
+    /// A step that fails halfway frees its memory, and a repeated one has the same bits.
     fn a_failed_step_can_be_repeated(device: &Device) {
         let undisturbed = eagerly(arena(device), |_| {});
         let mut small = Arena::builder(device).capacity(Capacity::Bytes(64 << 10)).build().unwrap();
         let (mut arena, mut trainer) = (arena(device), Trainer::new(device, ROWS));
         let mut failures = 0;
         for batch in batches(ROWS) {
-            // Too small for forward and backward; then one that panics after backward; then one that succeeds.
+            // The arena is too small for forward and backward. Then one step panics after backward,
+            // and then one succeeds.
             let full = small.step(|step| trainer.train(step, &batch, ROWS));
             failures += u32::from(matches!(full, Err(Error::ArenaFull { capacity_bytes: 65_536, .. })));
             let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| arena.step(|step| {

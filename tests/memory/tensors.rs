@@ -1,5 +1,5 @@
-//! The reader of safetensors files under attack: whatever a file holds and whatever happens to it meanwhile, it is loaded right or refused
-//! by a short error, soon, and then nothing is changed.
+//! The reader of safetensors files under attack. Whatever a file holds and whatever happens to it
+//! meanwhile, it is loaded right or refused soon by a short error, and then nothing is changed.
 
 #![forbid(unsafe_code)]
 
@@ -12,38 +12,40 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-use stepscope::{AdamW, AdamWConfig, Checkpoint, Device, DeviceKind, Error, Initializer, Layout, Parameters};
+use stepscope::{AdamW, AdamWConfig, Checkpoint, Device, DeviceKind, Error, Initializer, ParameterSpec, Parameters};
 
-/// Far more than a refusal takes, on a busy machine.
+/// Far more than a refusal takes on a busy machine.
 const SOON: Duration = Duration::from_secs(10);
 /// The longest message.
 const SHORT: usize = 1000;
 
-/// A model with one parameter of so many elements.
+/// Returns a model with one parameter of this many elements.
 fn model(device: &Device, elements: usize, seed: u64) -> (Parameters, AdamW) {
-    let mut layout = Layout::builder();
+    let mut layout = ParameterSpec::builder();
     layout.add("w", [elements], Initializer::fan_in(1));
     let parameters = Parameters::new(device, &layout.build().unwrap(), seed).unwrap();
     let optimizer = AdamW::new(&parameters, AdamWConfig::default()).unwrap();
     (parameters, optimizer)
 }
 
-/// A file of this header and of the bytes behind it.
+/// Returns a file of this header and these bytes.
 fn file(header: &str, bytes: &[u8]) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes(), header.as_bytes(), bytes].concat()
 }
 
-/// Why a file is refused, by each reader, soon and in few words; the weights stay what they are.
+/// Returns the reason why a file is refused, by each reader, soon and in few words. The weights
+/// must not change.
 #[track_caller]
 fn refused(path: &Path) -> String {
     let (mut parameters, _) = model(&crate::support::open(DeviceKind::Emulated), 1, 1);
     let (before, start) = (parameters.sha256().unwrap(), Instant::now());
-    let errors = [Checkpoint::load(path).map(drop).unwrap_err(), parameters.load_state_dict(path).unwrap_err()];
+    let errors =
+        [Checkpoint::load(path).map(drop).unwrap_err(), stepscope::load_state_dict(&mut parameters, path).unwrap_err()];
     let [first, second] = errors.map(|error| match error {
         Error::File { path: named, reason } if named == path => reason,
         other => panic!("not about the file: {other}"),
     });
-    // What the host has available changes from one look to the next.
+    // The host's available memory changes between two reads.
     let words = |text: &str| text.replace(|letter: char| letter.is_ascii_digit(), "");
     assert_eq!(words(&first), words(&second));
     assert!(first.len() < SHORT, "{} bytes: {first}", first.len());
@@ -53,7 +55,7 @@ fn refused(path: &Path) -> String {
 }
 
 #[test]
-fn a_header_that_lies_is_refused() {
+fn false_headers_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("file");
     let tensor = |dtype: &str, shape: &str, from: u64, to: u64| {
@@ -73,23 +75,24 @@ fn a_header_that_lies_is_refused() {
         (r#"{"__metadata__":{"a":"1","a":"2"}}"#.into(), 0, "two texts named `a`"),
         (r#"{"__metadata__":{"a":1}}"#.into(), 0, "its header"),
         (format!(r#"{{"__metadata__":{w}}}"#), 4, "its header"),
-        // Overlapping, with a hole, beyond the end, short of it, backwards, elsewhere than the type and the shape say.
+        // Overlapping, with a gap, past the end, short of it, backwards, in conflict with the type
+        // and the shape.
         (format!(r#"{{"v":{w},"w":{}}}"#, tensor("F32", "[1]", 2, 6)), 6, "`w`: expected bytes 4 to 8, got 2 to 6"),
         (format!(r#"{{"v":{w},"w":{w}}}"#), 4, "expected bytes 4 to 8, got 0 to 4"),
         (format!(r#"{{"w":{}}}"#, tensor("F32", "[1]", 4, 8)), 8, "`w`: expected bytes 0 to 4, got 4 to 8"),
-        (format!(r#"{{"w":{w}}}"#), 3, "expected 4 bytes behind the header, as it says, got 3"),
-        (format!(r#"{{"w":{w}}}"#), 5, "expected 4 bytes behind the header, as it says, got 5"),
+        (format!(r#"{{"w":{w}}}"#), 3, "expected 4 bytes after the header, as it states, got 3"),
+        (format!(r#"{{"w":{w}}}"#), 5, "expected 4 bytes after the header, as it states, got 5"),
         (format!(r#"{{"w":{}}}"#, tensor("F32", "[1]", 4, 0)), 4, "`w`: expected bytes 0 to 4, got 4 to 0"),
         (format!(r#"{{"w":{}}}"#, tensor("F64", "[1]", 0, 4)), 4, "`w`: expected bytes 0 to 8, got 0 to 4"),
-        (format!(r#"{{"w":{}}}"#, tensor("F4", "[1]", 0, 1)), 1, "expected whole bytes"),
+        (format!(r#"{{"w":{}}}"#, tensor("F4", "[1]", 0, 1)), 1, "expected a size in whole bytes"),
         (format!(r#"{{"w":{}}}"#, tensor("F99", "[1]", 0, 4)), 4, "its header"),
         // Numbers that overflow: in the shape, in the sum, beyond 64 bits, below zero.
-        (format!(r#"{{"w":{}}}"#, tensor("F32", "[4611686018427387905]", 0, 4)), 4, "that can be counted"),
-        (format!(r#"{{"w":{}}}"#, tensor("U8", "[4294967296,4294967296]", 0, 0)), 0, "that can be counted"),
+        (format!(r#"{{"w":{}}}"#, tensor("F32", "[4611686018427387905]", 0, 4)), 4, "that does not overflow"),
+        (format!(r#"{{"w":{}}}"#, tensor("U8", "[4294967296,4294967296]", 0, 0)), 0, "that does not overflow"),
         (
             format!(r#"{{"v":{w},"w":{}}}"#, tensor("U8", "[2305843009213693951]", 4, 2305843009213693955)),
             4,
-            "bytes behind the header",
+            "bytes after the header",
         ),
         (format!(r#"{{"w":{}}}"#, tensor("U8", "[18446744073709551616]", 0, 4)), 4, "its header"),
         (format!(r#"{{"w":{}}}"#, tensor("U8", "[-1]", 0, 4)), 4, "its header"),
@@ -111,12 +114,12 @@ fn a_header_that_lies_is_refused() {
 }
 
 #[test]
-fn a_length_that_lies_is_refused() {
+fn false_lengths_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("file");
     for bytes in [0, 1, 7] {
         fs::write(&path, vec![0; bytes]).unwrap();
-        assert!(refused(&path).contains("cut"));
+        assert!(refused(&path).contains("truncated"));
     }
     for length in [1, 3, 100_000_001, 5 << 30, u64::MAX - 8, u64::MAX] {
         fs::write(&path, [&length.to_le_bytes()[..], b"{"].concat()).unwrap();
@@ -130,9 +133,9 @@ fn a_length_that_lies_is_refused() {
     assert!(refused(&path).contains("header of at most 100000000 bytes"));
 }
 
-/// The starts of `torch.save`'s files, by its versions of today and of before 1.6.
+/// The starts of `torch.save`'s files, in its current format and in that before 1.6.
 #[test]
-fn a_file_of_torch_save_is_told_from_one_that_is_damaged() {
+fn torch_save_files_are_recognized() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.pt");
     for (start, kind) in [
@@ -146,9 +149,9 @@ fn a_file_of_torch_save_is_told_from_one_that_is_damaged() {
     }
 }
 
-/// A file of a tebibyte, which takes no room on the disk and would take all of the host's memory.
+/// A sparse file of a tebibyte, which takes no disk space and would take all of the host's memory.
 #[test]
-fn more_than_the_host_has_memory_for_is_refused() {
+fn oversized_files_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("file");
     let bytes = 1u64 << 40;
@@ -163,14 +166,14 @@ fn more_than_the_host_has_memory_for_is_refused() {
             && reason.contains(&bytes.to_string()),
         "{reason}"
     );
-    // Zeros alone.
+    // Only zeros.
     sparse.rewind().unwrap();
     sparse.write_all(&vec![0; start.len()]).unwrap();
     assert!(refused(&path).contains("its header"));
 }
 
 #[test]
-fn what_is_no_plain_file_is_refused() {
+fn only_plain_files_are_read() {
     let folder = tempfile::tempdir().unwrap();
     let pipe = folder.path().join("pipe");
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
@@ -180,9 +183,9 @@ fn what_is_no_plain_file_is_refused() {
     refused(&folder.path().join("absent"));
 }
 
-/// Once it is loaded the file does not matter any more.
+/// Changes of the file after it is loaded have no effect.
 #[test]
-fn what_was_loaded_is_not_read_again() {
+fn loaded_file_is_not_read_again() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("file");
     let device = crate::support::open(DeviceKind::Emulated);
@@ -204,9 +207,9 @@ fn what_was_loaded_is_not_read_again() {
     }
 }
 
-/// Somebody cuts the file, writes it again, writes other numbers or puts another file in its place, all the while.
+/// Meanwhile, another thread cuts the file, rewrites it, writes other numbers or replaces it.
 #[test]
-fn a_file_that_changes_while_it_is_read_is_loaded_right_or_refused() {
+fn changing_files_load_right_or_fail() {
     const ELEMENTS: usize = 400_000;
     let folder = tempfile::tempdir().unwrap();
     let [path, state_dict] = ["file", "state_dict"].map(|name| folder.path().join(name));
@@ -214,7 +217,7 @@ fn a_file_that_changes_while_it_is_read_is_loaded_right_or_refused() {
     let (saved, optimizer) = model(&device, ELEMENTS, 1);
     let expected = saved.sha256().unwrap();
     Checkpoint::save(&path, &saved, Some(&optimizer), &[]).unwrap();
-    saved.save_state_dict(&state_dict).unwrap();
+    stepscope::save_state_dict(&saved, &state_dict).unwrap();
     let bytes = [&path, &state_dict].map(|path| fs::read(path).unwrap());
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -229,7 +232,7 @@ fn a_file_that_changes_while_it_is_read_is_loaded_right_or_refused() {
                         2 => file.set_len(2 * middle).unwrap(),
                         _ => stepscope::replace_file(path, bytes).unwrap(),
                     }
-                    // For a while it is as it was.
+                    // For a while it is as before.
                     file.write_all_at(bytes, 0).unwrap();
                     file.set_len(bytes.len() as u64).unwrap();
                     thread::sleep(Duration::from_millis(round % 3));
@@ -255,8 +258,8 @@ fn a_file_that_changes_while_it_is_read_is_loaded_right_or_refused() {
                 Err(other) => panic!("not about the file: {other}"),
             }
             assert_eq!(parameters.sha256().unwrap(), before);
-            // Nobody can promise that these are the right numbers: they have no digest. But they are those of one reading.
-            match parameters.load_state_dict(&state_dict) {
+            // These numbers have no digest, so they may be wrong. But they come from one reading.
+            match stepscope::load_state_dict(&mut parameters, &state_dict) {
                 Ok(()) => (parameters, optimizer) = model(&device, ELEMENTS, 2),
                 Err(Error::File { .. }) => assert_eq!(parameters.sha256().unwrap(), before),
                 Err(other) => panic!("not about the file: {other}"),
@@ -266,9 +269,9 @@ fn a_file_that_changes_while_it_is_read_is_loaded_right_or_refused() {
     });
 }
 
-/// Numbers from which counting on would overflow.
+/// Numbers of updates from which counting would overflow.
 #[test]
-fn a_number_of_updates_that_no_run_reaches_is_refused() {
+fn unreachable_update_counts_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("file");
     let device = crate::support::open(DeviceKind::Emulated);
@@ -288,11 +291,11 @@ fn a_number_of_updates_that_no_run_reaches_is_refused() {
 }
 
 #[test]
-fn names_that_collide_are_refused_before_anything_is_written() {
+fn colliding_names_write_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("file");
     let device = crate::support::open(DeviceKind::Emulated);
-    let mut layout = Layout::builder();
+    let mut layout = ParameterSpec::builder();
     layout.add("w", [1], Initializer::ONE);
     layout.names().at("adamw").at("first").add("w", [1], Initializer::ONE);
     let parameters = Parameters::new(&device, &layout.build().unwrap(), 1).unwrap();
@@ -300,6 +303,6 @@ fn names_that_collide_are_refused_before_anything_is_written() {
     let error = Checkpoint::save(&path, &parameters, Some(&optimizer), &[]).unwrap_err();
     assert!(matches!(&error, Error::Misuse { got, .. } if got == "two named `adamw.first.w`"), "{error}");
     assert!(!path.exists());
-    // Without moments there is no second one.
+    // Without moments the name is unique.
     Checkpoint::save(&path, &parameters, None, &[]).unwrap();
 }

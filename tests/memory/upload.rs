@@ -1,7 +1,8 @@
-//! Uploads: whatever the sizes, the sources and the faults, the device holds the bytes that were given, or there is an error.
+//! Uploads: whatever the sizes, the sources and the faults, the device holds the given bytes, or
+//! there is an error.
 //!
-//! Every device here has a ring of small slots, so that pieces end, slots fill up and fences are waited for within a few
-//! kilobytes.
+//! Every device here has a ring of small slots, so that pieces end, slots fill up and fences are
+//! waited for within a few kilobytes.
 
 mod page_locked;
 
@@ -12,12 +13,12 @@ use std::time::Duration;
 use stepscope::faults::{Call, Fault, FaultPlan};
 use stepscope::{
     AdamW, AdamWConfig, Arena, Buffer, Capacity, Checkpoint, Device, DeviceBuilder, DeviceKind, Error, Initializer,
-    Layout, Numbers, Parameters, Progress, Result, Transfer, ops,
+    NonFinite, ParameterSpec, Parameters, Progress, Result, Transfer, ops,
 };
 
-/// Bytes of a slot, unless a test says otherwise.
+/// The bytes of a slot, unless a test sets others.
 const SLOT: usize = 4096;
-/// Bytes of a slot on a GPU, unless someone says otherwise.
+/// The default bytes of a slot on a GPU.
 const GPU_SLOT: usize = 64 << 20;
 /// The most that is copied at once, and the part of it that a thread writes.
 const PIECE: usize = 8 << 20;
@@ -27,23 +28,23 @@ fn builder(device: &Device, plan: &FaultPlan) -> DeviceBuilder {
     Device::builder(device.description().kind).faults(plan.clone())
 }
 
-/// A device of the same kind with a ring of two small slots and counted calls.
+/// Opens a device of the same kind with a ring of two small slots and counted calls.
 fn small(device: &Device) -> (Device, FaultPlan) {
     let plan = FaultPlan::new();
     (builder(device, &plan).staging(2, SLOT).open().unwrap(), plan)
 }
 
-/// Parameters of so many elements each.
-fn layout(lengths: impl IntoIterator<Item = usize>) -> Layout {
-    let mut layout = Layout::builder();
+/// Returns parameters of these numbers of elements.
+fn layout(lengths: impl IntoIterator<Item = usize>) -> ParameterSpec {
+    let mut layout = ParameterSpec::builder();
     for (number, length) in lengths.into_iter().enumerate() {
         layout.add(format!("p{number}"), [length], Initializer::Uniform { bound: 1.0 });
     }
     layout.build().unwrap()
 }
 
-/// The bytes of a flat region whose parameters are slices of `bytes`, one behind the other.
-fn flat(layout: &Layout, bytes: &[u8]) -> Vec<u32> {
+/// Returns the words of a flat region whose parameters are consecutive slices of `bytes`.
+fn flat(layout: &ParameterSpec, bytes: &[u8]) -> Vec<u32> {
     let mut words = vec![0; layout.elements()];
     for (entry, range) in layout.entries().iter().zip(ranges(layout)) {
         let values = bytes[range].chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().unwrap()));
@@ -52,8 +53,8 @@ fn flat(layout: &Layout, bytes: &[u8]) -> Vec<u32> {
     words
 }
 
-/// Where each parameter's bytes are among those of all.
-fn ranges(layout: &Layout) -> impl Iterator<Item = Range<usize>> {
+/// Returns the range of each parameter's bytes.
+fn ranges(layout: &ParameterSpec) -> impl Iterator<Item = Range<usize>> {
     layout.entries().iter().scan(0, |start, entry| {
         let range = *start..*start + 4 * entry.range().len();
         *start = range.end;
@@ -61,11 +62,11 @@ fn ranges(layout: &Layout) -> impl Iterator<Item = Range<usize>> {
     })
 }
 
-/// Loads parameters from `bytes`, one behind the other.
+/// Loads parameters from consecutive slices of `bytes`.
 fn load(parameters: &mut Parameters, bytes: &[u8], transfer: Transfer<'_>) -> Result<()> {
     let ranges: Vec<_> = ranges(parameters.layout()).collect();
     let mut ranges = ranges.into_iter();
-    parameters.load(|_| bytes.get(ranges.next()?), transfer.numbers(Numbers::Any))
+    parameters.load(|_| bytes.get(ranges.next()?), transfer.non_finite(NonFinite::Allow))
 }
 
 fn random_bytes(random: &mut Random, length: usize) -> Vec<u8> {
@@ -76,7 +77,7 @@ fn held(parameters: &Parameters) -> Vec<u32> {
     bits(&parameters.flat().read().unwrap())
 }
 
-/// A length in elements around everything that matters: nothing, one, whole slots and beside them.
+/// Returns a length in elements around every boundary: nothing, one, whole slots and next to them.
 fn length(random: &mut Random, slot: usize) -> usize {
     let slot = slot / 4;
     let around = [0, 1, 63, 64, 65, slot - 1, slot, slot + 1, 2 * slot, 3 * slot + 7];
@@ -87,8 +88,8 @@ fn length(random: &mut Random, slot: usize) -> usize {
     }
 }
 
-/// One random program: uploads to parts of two buffers and to a step, kernels that write between them, and reads, each
-/// compared with a model on the host.
+/// Runs one random program: uploads to parts of two buffers and to a step, kernels that write
+/// between them, and reads. Each is compared with a model on the host.
 fn program(device: &Device, seed: u64) {
     let mut random = Random::new(seed);
     let (slots, slot) = (random.extent(1, 3), SLOT * random.extent(1, 3));
@@ -129,12 +130,12 @@ fn program(device: &Device, seed: u64) {
 }
 
 on_each_device! {
-    fn the_device_holds_what_was_uploaded(device: &Device) {
+    fn device_holds_uploaded_bytes(device: &Device) {
         let programs = if device.description().kind == DeviceKind::Cuda { 8 } else { 60 };
         (0..programs).for_each(|seed| program(device, seed));
     }
 
-    fn parameters_of_any_size_come_from_any_bytes(device: &Device) {
+    fn parameters_load_from_any_bytes(device: &Device) {
         for seed in 0..12 {
             let mut random = Random::new(seed);
             let (device, _) = small(device);
@@ -151,10 +152,10 @@ on_each_device! {
         }
     }
 
-    /// Pieces are written by several threads, each from its own place on.
-    fn initial_weights_are_those_of_one_stream_of_numbers(device: &Device) {
+    /// Several threads write the pieces, each starting from its own place.
+    fn initial_weights_form_one_stream(device: &Device) {
         let mut random = Random::new(42);
-        let mut builder = Layout::builder();
+        let mut builder = ParameterSpec::builder();
         for (number, length) in [1, 100, PART / 4 + 3, 64, 3 * PART / 4].into_iter().enumerate() {
             builder.add(format!("u{number}"), [length], Initializer::Uniform { bound: 0.5 });
             builder.add(format!("c{number}"), [length], Initializer::Constant(3.25));
@@ -170,7 +171,7 @@ on_each_device! {
         assert_eq!(held(&parameters), expected);
     }
 
-    fn small_parameters_share_a_copy_and_large_ones_take_several(device: &Device) {
+    fn copies_follow_parameter_sizes(device: &Device) {
         let plan = FaultPlan::new();
         let device = builder(device, &plan).staging(2, GPU_SLOT).open().unwrap();
         let copies = |lengths: Vec<usize>| {
@@ -183,19 +184,19 @@ on_each_device! {
             assert_eq!(held(&parameters), flat(&layout, &bytes));
             copies
         };
-        // With the space between them: 300 times 256 bytes.
+        // 300 times 256 bytes, including the gaps between them.
         assert_eq!(copies(vec![3; 300]), 1);
         assert_eq!(copies(vec![64; 5000]), 1);
         let copied = copies(vec![1, PIECE / 2, 1]);
         assert!((3..=4).contains(&copied), "{copied} copies of two pieces and 8 bytes");
     }
 
-    fn slots_are_used_in_turn_and_given_back(device: &Device) {
+    fn slots_rotate_and_are_freed(device: &Device) {
         let (device, plan) = small(device);
         let buffer = Buffer::from_slice(&device, &vec![1.0f32; 10 * SLOT / 4]).unwrap();
         let count = |call| plan.count(call);
         assert_eq!([Call::AllocatePinned, Call::CreateFence, Call::Upload].map(count), [2, 2, 10]);
-        // Each full slot but the last is fenced, and each that is used again is waited for.
+        // Each full slot but the last is fenced, and each reused one is waited for.
         assert_eq!(count(Call::RecordFence), 9);
         assert!(count(Call::PollFence) >= 8);
         drop((buffer, device));
@@ -208,7 +209,7 @@ on_each_device! {
         let file = tempfile::NamedTempFile::new().unwrap();
         let bytes = random_bytes(&mut Random::new(9), 3 + 4 * layout.weights());
         std::fs::write(file.path(), &bytes).unwrap();
-        // SAFETY: nobody else knows the file.
+        // SAFETY: the file has no other user.
         let mapped = unsafe { memmap2::Mmap::map(file.as_file()) }.unwrap();
         let mut parameters = Parameters::new(&device, &layout, 1).unwrap();
         load(&mut parameters, &mapped[3..], Transfer::new()).unwrap();
@@ -216,7 +217,7 @@ on_each_device! {
         assert_eq!(held(&parameters), flat(&layout, &bytes[3..]));
     }
 
-    fn a_checkpoint_is_one_upload_of_what_was_loaded(device: &Device) {
+    fn checkpoint_is_one_upload(device: &Device) {
         let (device, _) = small(device);
         let layout = layout([3000, 64, 5]);
         let mut parameters = Parameters::new(&device, &layout, 1).unwrap();
@@ -239,7 +240,7 @@ on_each_device! {
         assert_eq!((done_bytes, total_bytes), (total_bytes, 3 * 4 * layout.elements() as u64));
     }
 
-    fn sources_that_do_not_fit_are_refused_by_name_and_change_nothing(device: &Device) {
+    fn mismatched_sources_are_refused(device: &Device) {
         let (device, plan) = small(device);
         let layout = layout([4, 7, 2]);
         let mut parameters = Parameters::new(&device, &layout, 1).unwrap();
@@ -248,7 +249,7 @@ on_each_device! {
         for (number, entry) in layout.entries().iter().enumerate() {
             let right = 4 * entry.range().len();
             for wrong in [None, Some(0), Some(right - 1), Some(right + 1), Some(right + 4)] {
-                let source = |asked: &stepscope::LayoutEntry| {
+                let source = |asked: &stepscope::ParameterEntry| {
                     let own = asked.name() == entry.name();
                     Some(&bytes[..if own { wrong? } else { 4 * asked.range().len() }])
                 };
@@ -278,7 +279,7 @@ on_each_device! {
         assert!(told.len() as u64 >= total / SLOT as u64 && told.last().unwrap().done_bytes == total, "{told:?}");
     }
 
-    fn progress_can_stop_an_upload_and_leaves_the_device_well(device: &Device) {
+    fn progress_can_stop_an_upload(device: &Device) {
         let (device, plan) = small(device);
         let layout = layout([5 * SLOT / 4]);
         let mut parameters = Parameters::new(&device, &layout, 1).unwrap();
@@ -292,10 +293,10 @@ on_each_device! {
         assert_eq!(held(&parameters), flat(&layout, &bytes));
     }
 
-    /// Each wait is short, the upload as a whole is too long.
-    /// The upload itself misses it, or the call of the driver that is under way then: which of them, a busy machine decides, so the
-    /// first of five tries in which it is the upload counts.
-    fn the_deadline_holds_for_the_whole(device: &Device) {
+    /// Each wait is short, and the whole upload is too long. The upload itself misses the deadline,
+    /// or the driver call that is in progress then. On a busy machine it may be either, so the
+    /// first of five attempts in which it is the upload counts.
+    fn deadline_covers_the_whole_upload(device: &Device) {
         let deadline = Duration::from_millis(60);
         let missed = (0..5).any(|_| {
             let (device, _) = small(device);
@@ -318,8 +319,9 @@ on_each_device! {
         assert!(missed, "each try ended in a call of the driver");
     }
 
-    /// One call of the ring fails at a time: its upload says so, the next one is right, and everything goes back.
-    fn a_failed_call_costs_its_own_upload_alone(device: &Device) {
+    /// One call of the ring fails at a time: its upload returns the error, the next one is right,
+    /// and all memory is freed.
+    fn failed_call_fails_one_upload(device: &Device) {
         let calls = [Call::AllocatePinned, Call::CreateFence, Call::Upload, Call::RecordFence, Call::PollFence];
         for (call, number) in calls.into_iter().flat_map(|call| [(call, 1), (call, 2), (call, 3)]) {
             let (device, plan) = small(device);
@@ -334,7 +336,7 @@ on_each_device! {
                     Err(error) => panic!("{call:?} {number}: {error}"),
                 }
             }
-            // There are two slots, so a third is never asked for.
+            // There are two slots, so a third is never allocated.
             let met = number < 3 || !matches!(call, Call::AllocatePinned | Call::CreateFence);
             assert_eq!(failures, usize::from(met), "{call:?} {number}");
             assert_eq!(device.lost(), None);
@@ -345,7 +347,7 @@ on_each_device! {
         }
     }
 
-    fn what_cannot_be_given_back_keeps_nothing_else(device: &Device) {
+    fn failed_frees_keep_nothing_else(device: &Device) {
         for call in [Call::DestroyFence, Call::FreePinned] {
             let (device, plan) = small(device);
             let _ = plan.clone().on(call, 1, Fault::Fail);
@@ -371,8 +373,9 @@ on_each_device! {
         });
     }
 
-    /// A pool's thread that waits is given other work; if that is an upload too, neither may wait for the other.
-    fn uploads_from_a_thread_pool_do_not_wait_for_each_other(device: &Device) {
+    /// A waiting thread of a pool gets other work. If that is an upload too, the two must not wait
+    /// for each other.
+    fn pooled_uploads_do_not_deadlock(device: &Device) {
         let uploads = (0..32).collect::<Vec<u64>>();
         let check = |&seed: &u64| {
             let values = vec![seed as f32; 3 * PART / 4 + 5];
@@ -382,7 +385,7 @@ on_each_device! {
         rayon::join(|| uploads.iter().for_each(check), || rayon::join(|| uploads.iter().for_each(check), || uploads.iter().for_each(check)));
     }
 
-    fn a_damaged_upload_is_named_on_a_checked_device_and_on_no_other(device: &Device) {
+    fn checked_devices_name_damaged_uploads(device: &Device) {
         let layout = layout([5, 6000, 64, 1]);
         let bytes = random_bytes(&mut Random::new(3), 4 * layout.weights());
         for (number, checked) in (1..=7).flat_map(|number| [(number, true), (number, false)]) {
@@ -392,7 +395,7 @@ on_each_device! {
             let before = plan.count(Call::Upload);
             let _ = plan.clone().on(Call::Upload, before + number, Fault::Flips);
             let loaded = load(&mut parameters, &bytes, Transfer::new());
-            // Where the one wrong bit is.
+            // The place of the single wrong bit.
             let (got, sound) = (held(&parameters), flat(&layout, &bytes));
             let wrong: Vec<usize> = (0..got.len()).filter(|&at| got[at] != sound[at]).collect();
             let ([at], true) = (wrong.as_slice(), plan.count(Call::Upload) > before) else { panic!("{number}: {wrong:?}") };
@@ -407,13 +410,13 @@ on_each_device! {
             assert_eq!((tensor.as_str(), *offset_bytes), (owner.name(), 4 * (at - owner.start())), "{error}");
             assert_ne!(expected, got);
             assert!(error.to_string().contains(&format!("`{}`", owner.name())), "{error}");
-            // The device is well, and the next upload is right.
+            // The device works, and the next upload is right.
             load(&mut parameters, &bytes, Transfer::new()).unwrap();
             assert_eq!(held(&parameters), sound);
         }
     }
 
-    fn a_damaged_buffer_is_named_too(device: &Device) {
+    fn damaged_buffer_is_named(device: &Device) {
         let plan = FaultPlan::new();
         let device = builder(device, &plan).checked(true).open().unwrap();
         let mut buffer = Buffer::from_slice(&device, &[1u32, 2, 3, 4]).unwrap();
@@ -425,7 +428,7 @@ on_each_device! {
         assert_eq!(buffer.read().unwrap(), [1, 7, 8, 9]);
     }
 
-    fn arenas_of_a_checked_device_are_checked_unless_they_say_otherwise(device: &Device) {
+    fn arenas_inherit_checked_mode(device: &Device) {
         let poisoned = |device_checked: Option<bool>, arena_checked: Option<bool>| {
             let mut builder = builder(device, &FaultPlan::new());
             if let Some(checked) = device_checked {
@@ -451,7 +454,8 @@ on_each_device! {
         }
     }
 
-    /// As many tensors as a large model's checkpoint has, on a checked device: a copy for each 8 MiB, not for each tensor.
+    /// Uploads as many tensors as a large model's checkpoint has, on a checked device: one copy for
+    /// each 8 MiB, not for each tensor.
     fn many_small_tensors_are_few_copies(device: &Device) {
         const TENSORS: usize = 213_304;
         let plan = FaultPlan::new();
@@ -462,8 +466,8 @@ on_each_device! {
         let place = |number: usize| (number * 7919) % (bytes.len() - 1024);
         let before = plan.count(Call::Upload);
         let mut numbers = 0..TENSORS;
-        parameters.load(|_| Some(&bytes[place(numbers.next()?)..][..1024]), Transfer::new().numbers(Numbers::Any)).unwrap();
-        // A piece ends where its slot does, too.
+        parameters.load(|_| Some(&bytes[place(numbers.next()?)..][..1024]), Transfer::new().non_finite(NonFinite::Allow)).unwrap();
+        // A piece also ends at the end of its slot.
         let (copies, pieces) = (plan.count(Call::Upload) - before, (1024 * TENSORS).div_ceil(PIECE) as u64);
         assert!((pieces..=pieces + 4).contains(&copies), "{copies} copies of {pieces} pieces");
         for number in (0..TENSORS).step_by(1009).chain([TENSORS - 1]) {

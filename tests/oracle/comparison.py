@@ -1,4 +1,4 @@
-"""What both checks share: reading a trace, comparing with a reference, and what is wrong with a trace."""
+"""Code shared by both checks: reading a trace, comparing with a reference, and a trace's errors."""
 
 import json
 
@@ -7,26 +7,27 @@ from safetensors import safe_open
 
 
 class BadTrace(Exception):
-    """A trace cannot be read or lacks something."""
+    """A trace that cannot be read or is incomplete."""
 
 
 def read(path):
-    """The tensors of a safetensors file by name, and its notes."""
+    """Returns the tensors of a safetensors file by name, and its notes."""
     try:
         with safe_open(path, framework="numpy") as file:
             notes = json.loads((file.metadata() or {})["notes"])
             return {name: file.get_tensor(name) for name in file.keys()}, notes
     except Exception as error:  # the reader raises several kinds
-        raise BadTrace(f"{path}: is no trace: {error!r}") from error
+        raise BadTrace(f"{path}: is not a trace: {error!r}") from error
 
 
 def as_float64(tensor):
-    """Floating-point numbers as float64; whole numbers as they are."""
+    """Converts floating-point numbers to float64, and whole numbers to int64."""
     return tensor.astype(numpy.float64) if tensor.dtype.kind == "f" else tensor.astype(numpy.int64)
 
 
 def relative_l2(got, reference):
-    """|got - reference| / |reference|; a reference of zero is met by zero alone. NaN where one of them is."""
+    """Returns |got - reference| / |reference|. Only zero matches a reference of zero. NaN if either
+    is."""
     got, reference = as_float64(numpy.asarray(got)), numpy.asarray(reference)
     if got.shape != reference.shape:
         raise BadTrace(f"shape {got.shape}, expected {reference.shape}")
@@ -37,5 +38,5 @@ def relative_l2(got, reference):
 
 
 def worst(errors):
-    """The key of the largest error; a NaN is larger than any."""
+    """Returns the key of the largest error; NaN counts as the largest."""
     return max(errors, key=lambda key: (errors[key] != errors[key], errors[key]))

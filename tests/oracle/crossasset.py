@@ -1,8 +1,9 @@
 """CrossAsset in float64: loss, all 50 gradients by JAX's automatic differentiation, and AdamW.
 
-Written from the model's description in DESIGN and papers, not from the library: it shares no code and no derivation with it.
-A trace of three updates is checked link by link: each loss and gradient at the weights that the run had then, and the weights
-after each update by float64's AdamW from the run's first weights and its gradients. If every link holds, so does the chain.
+Written from the model's description in DESIGN and papers, not from the library. It shares no code and
+no derivation with it. A trace of three updates is checked link by link. Each loss and gradient is
+checked at the weights that the run had then. The weights after each update are checked with float64's
+AdamW from the run's first weights and its gradients. If every link holds, so does the chain.
 """
 
 import math
@@ -13,7 +14,7 @@ import numpy
 
 from comparison import BadTrace, as_float64, read, relative_l2, worst
 
-# The largest relative L2 error of any loss, gradient or weight, whatever the batch.
+# The largest allowed relative L2 error of any loss, gradient or weight, for every batch.
 LIMIT = 2e-6
 UPDATES = 3
 SCALES, FEATURES, WIDTH, HEADS, HIDDEN, CLASSES = 12, 193, 256, 4, 1024, 3
@@ -22,7 +23,7 @@ EPSILON = 1e-6
 
 
 def shapes():
-    """The name and shape of every weight tensor, `[in, out]`."""
+    """Returns the name and shape of every weight tensor, `[in, out]`."""
     names = {}
     for scale in range(SCALES):
         names[f"scale{scale}.weight"] = (FEATURES, WIDTH)
@@ -42,7 +43,7 @@ def shapes():
 
 
 def model_loss(weights, inputs, label):
-    """Mean cross-entropy of the model."""
+    """Returns the mean cross-entropy of the model."""
 
     def rms(x, gain):
         return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + EPSILON) * gain
@@ -75,8 +76,11 @@ LOSS_AND_GRADIENTS = jax.jit(jax.value_and_grad(model_loss))
 
 
 class AdamW:
-    """Loshchilov and Hutter, "Decoupled weight decay regularization", 2019, with the gradients' global norm clipped
-    (Pascanu et al., 2013) and a linear warm-up and half a cosine as the learning rate."""
+    """AdamW (Loshchilov and Hutter, "Decoupled weight decay regularization", 2019).
+
+    The gradients' global norm is clipped (Pascanu et al., 2013). The learning rate has a linear
+    warm-up and half a cosine.
+    """
 
     def __init__(self, notes):
         rounded = ("learning_rate", "beta1", "beta2", "epsilon", "weight_decay", "clip")
@@ -85,14 +89,14 @@ class AdamW:
         self.updates, self.first, self.second = 0, {}, {}
 
     def rate(self):
-        """The learning rate of the update that is being made."""
+        """Returns the learning rate of the current update."""
         if self.updates <= self.warmup:
             return self.learning_rate * self.updates / self.warmup
         done = min((self.updates - self.warmup) / max(self.total - self.warmup, 1), 1.0)
         return self.learning_rate * (self.floor + (1.0 - self.floor) * 0.5 * (1.0 + math.cos(math.pi * done)))
 
     def update(self, weights, gradients):
-        """The weights after one more update."""
+        """Returns the weights after one more update."""
         self.updates += 1
         norm = math.sqrt(sum(float(numpy.sum(gradient**2)) for gradient in gradients.values()))
         clip = min(1.0, self.clip / (norm + 1e-6))
@@ -109,7 +113,7 @@ class AdamW:
 
 
 class Trace:
-    """The tensors of a trace file, checked for what must be there."""
+    """The tensors of a trace file, checked for completeness."""
 
     def __init__(self, path):
         self.tensors, self.notes = read(path)
@@ -124,23 +128,23 @@ class Trace:
             raise BadTrace(f"{path}: lacks {len(missing)} tensors of {UPDATES} updates, the first is {missing[0]}: "
                            "train on more samples")
         if unknown := sorted(set(self.tensors) - names):
-            raise BadTrace(f"{path}: has tensors that the model does not: {', '.join(unknown)}")
+            raise BadTrace(f"{path}: has tensors that the model lacks: {', '.join(unknown)}")
         for update in range(UPDATES):
             label = self.tensors[f"{update}.label"]
             if self.tensors[f"{update}.input"].shape != (len(label), SCALES, FEATURES) or (label >= CLASSES).any():
                 raise BadTrace(f"{path}: input or label of update {update} is malformed")
 
     def all(self, update, kind):
-        """The 50 weights or gradients at an update."""
+        """Returns the 50 weights or gradients at an update."""
         return {name: as_float64(self.tensors[f"{update}.{kind}.{name}"]) for name in shapes()}
 
     def samples(self):
-        """Samples in a batch."""
+        """Returns the number of samples in a batch."""
         return len(self.tensors["0.label"])
 
 
 class Reference:
-    """What float64 makes of a trace: the same names as the trace's, as far as they are computed."""
+    """The float64 values of a trace, under the trace's names."""
 
     def __init__(self, trace):
         self.values = {}
@@ -156,12 +160,12 @@ class Reference:
             self.values |= {f"{update + 1}.weight.{name}": weights[name] for name in shapes()}
 
     def errors(self, trace):
-        """The relative L2 error of every loss, gradient and updated weight of a trace."""
+        """Returns the relative L2 error of every loss, gradient and updated weight of a trace."""
         return {name: relative_l2(trace.tensors[name], value) for name, value in self.values.items()}
 
 
 def plants(trace):
-    """What must not pass: a few changes of a trace, each of them small or of the kind that no loss shows."""
+    """Returns planted errors: changes of a trace that are small or that no loss shows."""
     rate = AdamW(trace.notes)
     decayed = 0.0
     for rate.updates in range(1, UPDATES + 1):
@@ -177,7 +181,7 @@ def plants(trace):
 
 
 def find_plants(path):
-    """Shows that the check fails on each planted error; raises when one passes."""
+    """Checks that each planted error is refused; raises if one passes."""
     for what, (name, change) in plants(Trace(path)).items():
         trace = Trace(path)
         trace.tensors[name] = change(trace.tensors[name])
@@ -188,7 +192,7 @@ def find_plants(path):
 
 
 def check(paths):
-    """Prints a line for each trace; True when all errors are within the limit."""
+    """Prints a line per trace; returns True if all errors are within the limit."""
     print(f"{'trace':<24} {'samples':>8} {'loss':>10} {'weights':>10} {'gradients':>10}  worst gradient")
     all_errors = {}
     for path in paths:

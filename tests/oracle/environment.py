@@ -1,4 +1,4 @@
-"""The packages that a script needs, in an environment of its own below the target folder."""
+"""Installs a script's packages into a separate environment below the target folder."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ TARGET = Path(os.environ.get("CARGO_TARGET_DIR") or Path(__file__).resolve().par
 
 
 def run_in(name, packages):
-    """Makes the environment with the packages where it is missing, and runs the script in it."""
+    """Creates the environment with the packages if missing, and runs the script in it."""
     folder = (TARGET / name).resolve()
     if Path(sys.prefix).resolve() == folder:
         return
@@ -21,6 +21,6 @@ def run_in(name, packages):
             subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-cache-dir", *packages], check=True)
             (folder / "ready").touch()
     except (OSError, subprocess.CalledProcessError) as error:
-        print(f"cannot make {folder}: {error}", file=sys.stderr)
+        print(f"cannot create {folder}: {error}", file=sys.stderr)
         raise SystemExit(2) from error
     os.execv(python, [str(python), *sys.argv])

@@ -3,14 +3,16 @@
 
     python3 tests/oracle/gpt.py PROGRAM [--device auto|emulated|cuda]
 
-PROGRAM is the built example. For GPT-2 and Llama: transformers writes random weights, in one file and in shards; the example loads
-them, and traces the logits, the loss and every gradient of a batch of f32. transformers computes the same in float64 from the same weights.
-Each tensor may be off by LIMIT of its largest element. Then transformers loads what the example wrote back: each logit must have the same
-bits. Before it is believed, the comparison must refuse planted errors: a weight, and a gradient, that are off by 1e-4.
+PROGRAM is the built example. For GPT-2 and Llama, transformers writes random weights, in one file and
+in shards. The example loads them, and traces the logits, the loss and every gradient of an f32 batch.
+transformers computes the same in float64 from the same weights. Each tensor may be off by LIMIT of
+its largest element. Then transformers loads the weights that the example wrote, and each logit must
+have the same bits. The comparison must also refuse planted errors: a weight, and a gradient, that are
+off by 1e-4.
 
-PyTorch and transformers are installed into target/torch-venv at the first run: some 6 GB.
+PyTorch and transformers are installed into target/torch-venv at the first run, about 6 GB.
 
-Exit code 0: all agree. 1: something does not, or a planted error passed. 2: the example failed.
+Exit code 0: all agree. 1: something differs, or a planted error passed. 2: the example failed.
 """
 
 import json
@@ -22,14 +24,15 @@ from pathlib import Path
 import environment
 
 PACKAGES = ["torch==2.15.0", "transformers==5.23.0", "numpy==2.4.6", "safetensors==0.8.0"]
-# Of the largest element of a tensor.
+# The allowed error, as a share of a tensor's largest element.
 LIMIT = 2e-6
 PLANTED = 1e-4
 VOCABULARY, CONTEXT, BATCH, WIDTH = 300, 40, 3, 64
 
 
 def models():
-    """(name, model, what a shard may have): small, with heads of 16 columns; Llama's in groups of two."""
+    """Yields (name, model, shard size): small models with heads of 16 columns, for Llama in groups
+    of two."""
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     gpt2 = GPT2Config(
@@ -46,7 +49,7 @@ def models():
 
 
 def trace(program, device, folder):
-    """What the example makes of a batch of the weights in a folder."""
+    """Returns the example's trace of a batch with the weights in a folder."""
     import numpy
     from safetensors.numpy import load_file
 
@@ -66,7 +69,7 @@ def trace(program, device, folder):
 
 
 def computed(model, traced):
-    """The same by transformers, in float64."""
+    """Computes the same trace with transformers in float64."""
     import torch
 
     model = model.double()
@@ -81,7 +84,8 @@ def computed(model, traced):
 
 
 def errors(got, want):
-    """Of each tensor the largest difference, over the largest element. Both have the same tensors."""
+    """Returns each tensor's largest difference divided by its largest element, for equal sets of
+    tensors."""
     import numpy
 
     extra = set(got) ^ set(want) ^ {"ids", "labels"}
@@ -94,7 +98,7 @@ def errors(got, want):
 
 
 def check(program, device, name, model, shard):
-    """One model; whether all agrees."""
+    """Checks one model; returns True if everything agrees."""
     import copy
 
     import torch
@@ -102,7 +106,7 @@ def check(program, device, name, model, shard):
 
     with torch.no_grad():
         for parameter in model.parameters():
-            # Biases and gains too, which start alike.
+            # Biases and gains too, because their initial values are all equal.
             parameter.add_(0.1 * torch.randn(parameter.shape))
     model.eval()
     with tempfile.TemporaryDirectory() as folder:
@@ -114,7 +118,7 @@ def check(program, device, name, model, shard):
         worst = max((tensor for tensor in found if tensor.startswith("gradient.")), key=found.get)
         agree = max(found.values()) <= LIMIT
 
-        # Planted: one weight, and one gradient.
+        # Planted errors: one weight, and one gradient.
         other = copy.deepcopy(model)
         with torch.no_grad():
             next(other.parameters()).mul_(1 + PLANTED)
@@ -151,8 +155,8 @@ def main():
     transformers.utils.logging.set_verbosity_error()
     program, device = sys.argv[1], sys.argv[3] if sys.argv[2:3] == ["--device"] else "auto"
     torch.manual_seed(7)
-    print(f"largest error of a tensor, over its largest element; at most {LIMIT:.0e}\n")
-    print("| weights | logits | loss | worst gradient | gradients | planted errors refused | logits of what was written back |")
+    print(f"largest error of a tensor, divided by its largest element; at most {LIMIT:.0e}\n")
+    print("| weights | logits | loss | worst gradient | gradients | planted errors refused | logits of the written weights |")
     print("|---|---|---|---|---|---|---|")
     agreed = [check(program, device, *model) for model in models()]
     return 0 if all(agreed) else 1

@@ -1,18 +1,22 @@
 #!/usr/bin/env python3
-"""Trains GPT-2 from the same first weights on the same samples by examples/gpt and by PyTorch, and compares the losses.
+"""Trains GPT-2 with examples/gpt and with PyTorch, and compares the losses.
 
     python3 tests/oracle/gpt_training.py PROGRAM [--updates N] [--limit LOSS] [-- ARGUMENTS of the program]
 
-PROGRAM is the built example. Without arguments it trains the tiny model in f32 on this repository's Rust sources, as bytes; PyTorch is then on
+Both start from the same weights and train on the same samples. PROGRAM is the built example. Without
+arguments it trains the tiny model in f32 on this repository's Rust sources, as bytes, with PyTorch on
 the CPU. For a GPU, with a file of GPT-2's tokens:
 
-    ... gpt_training.py PROGRAM --updates 500 --limit 0.01 -- --device cuda --size 124m --precision bf16 --batch 16 --data train.bin
+    ... gpt_training.py PROGRAM --updates 500 --limit 0.01 -- --device cuda --size 124m \
+        --precision bf16 --batch 16 --data train.bin
 
-BF16 is autocast in PyTorch, as its users have it. Prints the mean difference of the loss over each hundred updates. The last must be at most
-the limit. Beside it stands how far PyTorch is from itself when it starts from weights that are larger by 2^-23 of each, one rounding: where
-training is chaotic, as with a high rate it is, no two roundings agree better. PyTorch and NumPy must be there, or are installed into target/torch-venv.
+BF16 is autocast in PyTorch. Prints the mean difference of the loss over each hundred updates. The last
+must be at most the limit. For comparison, it also prints the difference between PyTorch and PyTorch
+from weights that are each larger by 2^-23, one rounding. Where training is chaotic, as with a high
+learning rate, no two roundings agree better. PyTorch and NumPy are installed into target/torch-venv if
+missing.
 
-Exit code 0: it is. 1: it is not. 2: the example failed.
+Exit code 0: within the limit. 1: above the limit. 2: the example failed.
 """
 
 import argparse
@@ -25,19 +29,20 @@ import tempfile
 from pathlib import Path
 
 WORD = (1 << 64) - 1
-# Of the tiny model without arguments: higher ones are chaotic within some hundred updates.
+# The learning rate of the tiny model without arguments; higher ones are chaotic within some hundred
+# updates.
 RATE = "3e-4"
 
 
 def mix(word):
-    """SplitMix64's output function, as host/random.rs has it."""
+    """Computes SplitMix64's output function, as in host/core/src/random.rs."""
     word = ((word ^ word >> 30) * 0xBF58476D1CE4E5B9) & WORD
     word = ((word ^ word >> 27) * 0x94D049BB133111EB) & WORD
     return word ^ word >> 31
 
 
 def window(number, tokens, context, seed):
-    """The first token of a sample, as host/windows.rs has it."""
+    """Returns the first token of a sample, as in host/train/src/windows.rs."""
     count = (tokens - 1) // context
     run, place = divmod(number, count)
     key = mix(seed ^ mix(run))
@@ -53,7 +58,7 @@ def window(number, tokens, context, seed):
 
 
 def weights(path):
-    """The tensors of a safetensors file of f32."""
+    """Returns the tensors of a safetensors file of f32."""
     import torch
 
     data = path.read_bytes()
@@ -69,7 +74,7 @@ def weights(path):
 
 
 def loss_of(w, heads, layers, ids, labels):
-    """GPT-2's loss of a batch, by transformers' names of its weights."""
+    """Returns GPT-2's loss of a batch, for weights under transformers' names."""
     import torch
     import torch.nn.functional as F
 
@@ -93,7 +98,8 @@ def loss_of(w, heads, layers, ids, labels):
 
 
 def trained(first, config, tokens, told, factor=1.0):
-    """PyTorch's losses, by the example's recipe, from first weights times a factor."""
+    """Returns PyTorch's losses with the example's settings, from the first weights times a
+    factor."""
     import torch
 
     device = "cuda" if told.device == "cuda" else "cpu"

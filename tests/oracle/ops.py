@@ -1,11 +1,12 @@
-"""Every op in float64; backward by JAX's automatic differentiation of forward.
+"""Every op in float64; backward is JAX's automatic differentiation of forward.
 
-A case of the trace is an op and a seed, with its operands, its results, and the largest relative L2 error that is allowed, which
-the rule in `tests/support/mod.rs` makes of the length of the longest sum.
+A case of the trace is an op and a seed, with its operands, its results, and the largest allowed
+relative L2 error. The rule in `tests/support/mod.rs` derives that error from the longest sum.
 
-An op of BF16 tensors, `OP_bf16`, computes in f32 and rounds once. So a result that is stored as BF16 may be off by one rounding in each element,
-HALF of it; what is left of its errors beyond that stays within the same bound as f32's. Operands are what BF16 holds. Where backward reads
-what forward has rounded, that is an operand of KEPT.
+An op on BF16 tensors, `OP_bf16`, computes in f32 and rounds once. So each element of a result stored
+as BF16 may be off by one rounding, HALF of it. The remaining error stays within the same bound as for
+f32. Operands are BF16 values. If backward reads a rounded result of forward, that is an operand in
+KEPT.
 """
 
 import re
@@ -28,7 +29,7 @@ HALF = 2.0**-8
 
 
 def to_bf16(x):
-    """x rounded to BF16."""
+    """Rounds x to BF16."""
     return jnp.asarray(x).astype(jnp.float32).astype(jnp.bfloat16).astype(jnp.float64)
 
 
@@ -49,7 +50,7 @@ def attention(qkv, gains, epsilon, scale):
 
 
 def parts(qkv, heads):
-    """q, k and v of a packed tensor, by head, each of k and v as often as queries see it."""
+    """Returns q, k and v of a packed tensor by head, with k and v repeated for each query head."""
     heads, kv_heads = int(heads[0]), int(heads[1])
     rows = qkv.reshape(*qkv.shape[:2], heads + 2 * kv_heads, -1)
     return rows[:, :, :heads], rows[:, :, heads : heads + kv_heads], rows[:, :, heads + kv_heads :]
@@ -64,7 +65,7 @@ def flash_attention(qkv, heads, window, documents, lengths):
     if window[0] != 0:
         seen &= (before >= 0) & (before < int(window[0]))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / jnp.sqrt(q.shape[3])
-    # Finite, so that a row without a key has a gradient: 0.
+    # Finite, so that a row without a key has the gradient 0.
     weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -1e30), axis=-1) * seen[:, None]
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(*qkv.shape[:2], -1)
 
@@ -112,7 +113,7 @@ def binary_cross_entropy(x, target, weight):
 
 
 def philox(counter, key):
-    """Philox4x32-10 of `[.., 4]` words and a key of two."""
+    """Computes Philox4x32-10 of `[.., 4]` words and a key of two."""
     low = numpy.uint64(0xFFFFFFFF)
     words, key = [counter[..., at].astype(numpy.uint64) for at in range(4)], [numpy.uint64(word) for word in key]
     for number in range(10):
@@ -124,7 +125,7 @@ def philox(counter, key):
 
 
 def dropout(x, generator, p):
-    """The second call of the step: its number is 1."""
+    """Computes the second call of the step, whose number is 1."""
     seed, step = numpy.asarray(generator)[:2], numpy.asarray(generator)[2:]
     quads = numpy.arange((x.size + 3) // 4)
     counter = numpy.stack([quads, *(numpy.full_like(quads, word) for word in (1, *step))], axis=-1)
@@ -137,7 +138,8 @@ def linear_cross_entropy(hidden, w, labels, weight, smoothing, tied):
 
 
 def linear_cross_entropy_bf16(hidden, w, labels, weight, smoothing, tied, dy):
-    """Logits are stored as BF16, and so are their gradients; those of hidden and of w are products of these."""
+    """Computes with logits and their gradients stored as BF16; those of hidden and w are their
+    products."""
     across = w.T if int(tied[0]) else w
     loss, backward = jax.vjp(lambda logits: cross_entropy_by(logits, labels, weight, smoothing), to_bf16(hidden @ across))
     [dlogits] = backward(dy)
@@ -177,7 +179,7 @@ def sgd(weights, gradients, velocity, hyper):
 
 
 def by_groups(update):
-    """An update whose settings are by element, those of the group of its run of 64."""
+    """Returns an update with settings per element: those of the group of its run of 64."""
 
     def grouped(weights, hyper, groups, **operands):
         return update(weights=weights, hyper=hyper[jnp.repeat(groups, 64)[: weights.size]].T, **operands)
@@ -185,7 +187,7 @@ def by_groups(update):
     return grouped
 
 
-# What each op computes of its operands: `y`, or several results by name.
+# The function of each op: `y`, or several results by name.
 REFERENCES = {
     "tanh": lambda x: jnp.tanh(x),
     "gelu": gelu,
@@ -254,7 +256,8 @@ REFERENCES = {
 
 
 def normed(norm):
-    """All results of a norm behind a residual, whose sum h was rounded before it was normalised."""
+    """Returns all results of a norm after a residual, whose sum h was rounded before
+    normalization."""
 
     def results(x, residual, epsilon, h, dy, **weights):
         y, backward = jax.vjp(lambda h, weights: norm(h, epsilon=epsilon, **weights), h, weights)
@@ -264,7 +267,8 @@ def normed(norm):
     return results
 
 
-# What ops of BF16 compute where backward reads what forward has rounded: all results, of the operands and of what was kept.
+# BF16 ops whose backward reads a rounded result of forward: all results, as a function of the
+# operands and of that result.
 KEPT = {
     "tanh": lambda x, y, dy: {"y": jnp.tanh(x), "dx": dy * (1 - y * y)},
     "sigmoid": lambda x, y, dy: {"y": jax.nn.sigmoid(x), "dx": dy * y * (1 - y)},
@@ -276,13 +280,15 @@ KEPT = {
     "rms_norm_residual": normed(rms_norm),
     "layer_norm": normed(layer_norm),
     "linear_cross_entropy": linear_cross_entropy_bf16,
-    # Of BF16 alone, and backward alone.
+    # Only for BF16, and only backward.
     "gelu_linear": lambda pre, w, dy: {"dpre": jax.vjp(lambda pre: gelu(pre) @ w, pre)[1](dy)[0]},
 }
 
-# Ops that take f32 alone: what has no BF16 form, casts, and updates of weights, which are f32.
+# Ops that take only f32: those without a BF16 version, casts, and updates of weights, which are
+# f32.
 F32_ONLY = {"attention", "attention_cached", "flash_attention_tf32", "to_bf16", "to_f32", "adamw", "adamw_groups", "sgd", "sgd_groups", "clip_factor", "sum_parts"}
-# What rounds on the way is held by the norm of a result. So a planted error is one of all elements.
+# Ops that round intermediate values are checked by the norm of a result, so planted errors change
+# all elements.
 BY_NORM = {"flash_attention_bf16", "flash_attention_tf32"}
 SUFFIX = "_bf16"
 EXPECTED = set(REFERENCES) | {f"{op}{SUFFIX}" for op in (set(REFERENCES) | set(KEPT)) - F32_ONLY}
@@ -292,12 +298,13 @@ class Case:
     """An op on one set of operands."""
 
     def __init__(self, op, limit):
-        # `halves` are the names of results that were rounded to BF16.
+        # `halves` has the names of results that were rounded to BF16.
         self.op, self.limit, self.operands, self.results, self.halves = op, limit, {}, {}, set()
 
     def error(self, name, got, reference):
-        """The relative L2 error of a result: of one that was rounded to BF16, what is left of it beyond that rounding."""
-        # What is only copied is not rounded.
+        """Returns the relative L2 error of a result; for BF16 results, the error beyond their
+        rounding."""
+        # Copies are not rounded.
         if name not in self.halves or self.limit == 0.0 or self.op in BY_NORM:
             return relative_l2(got, reference)
         got = as_float64(numpy.asarray(got))
@@ -305,8 +312,8 @@ class Case:
         return relative_l2(reference + beyond, reference)
 
     def references(self):
-        """The float64 value of every result."""
-        # An op may be named so itself.
+        """Returns the float64 value of every result."""
+        # An op's own name may have the suffix.
         op = self.op if self.op in REFERENCES else self.op.removesuffix(SUFFIX)
         by_name = lambda values: values if isinstance(values, dict) else {"y": values}  # noqa: E731
         operands = {name: as_float64(value) for name, value in self.operands.items()}
@@ -319,7 +326,7 @@ class Case:
         return {name: numpy.asarray(value).reshape(self.results[name].shape) for name, value in values.items()}
 
     def differentiated(self, forward, operands):
-        """The results of forward, and the gradients of operands that the trace has."""
+        """Returns the results of forward, and the gradients of operands that the trace has."""
         dy = operands.pop("dy", None)
         values = forward(operands)
         if dy is not None:
@@ -331,7 +338,7 @@ class Case:
 
 
 def read_cases(path):
-    """The cases of a trace, by name."""
+    """Returns the cases of a trace, by name."""
     tensors, notes = read(path)
     cases = {name: Case(name.split(".")[0], float(limit)) for name, limit in notes.items()}
     for name, tensor in tensors.items():
@@ -341,24 +348,27 @@ def read_cases(path):
         if way == "half":
             case.halves.add(value)
     if wrong := {case.op for case in cases.values()} ^ EXPECTED:
-        raise BadTrace(f"{path}: not just the ops that have a reference: {', '.join(sorted(wrong))}")
+        raise BadTrace(f"{path}: its ops differ from those with a reference: {', '.join(sorted(wrong))}")
     return cases
 
 
 def every_op_is_traced():
-    """Fails when the library has an op that the tracing program does not call; but for roundings, whose bits are compared by tests."""
+    """Fails if the tracing program does not call one of the library's ops.
+
+    Roundings are exempt, because tests compare their bits.
+    """
     root = Path(__file__).resolve().parents[2]
-    exports = " ".join(re.findall(r"^pub use (?!kernels::|crate::|shapes::)\w+::([^;]*);", (root / "host/ops/mod.rs").read_text(), re.MULTILINE))
+    exports = " ".join(re.findall(r"^pub use (?!kernels::|crate::|shapes::)\w+::([^;]*);", (root / "host/core/src/ops/mod.rs").read_text(), re.MULTILINE))
     names = set(re.findall(r"\b[a-z]\w*\b", exports))
     program = "".join(file.read_text() for file in sorted((root / "examples/trace_ops").glob("*.rs")))
     missing = lambda names: sorted(name for name in names if f"ops::{name}(" not in program)  # noqa: E731
     if missing(names | {"planted"}) != ["planted"]:
-        raise SystemExit(f"examples/trace_ops does not call {', '.join(missing(names)) or 'what it should'}")
+        raise SystemExit(f"examples/trace_ops does not call {', '.join(missing(names)) or 'all ops'}")
     return len(names)
 
 
 def check(path):
-    """Prints a line for each op; True when all errors are within their limits."""
+    """Prints a line per op; returns True if all errors are within their limits."""
     functions, cases = every_op_is_traced(), read_cases(path)
     references = {name: case.references() for name, case in cases.items()}
     planted = 0

@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""Checks traces of the library against an independent float64 computation, by JAX on the CPU.
+"""Checks traces of the library against an independent float64 computation with JAX on the CPU.
 
-    ci/oracle                                       # makes the traces and runs this
+    ci/oracle                                       # creates the traces and runs this
     cargo run --release --example crossasset -- --trace trace.safetensors
     cargo run --release --example trace_ops -- ops.safetensors
     python3 tests/oracle/oracle.py ops.safetensors trace.safetensors ...
 
-A trace of `examples/trace_ops` holds every op's operands and results; one of `examples/crossasset` three updates of a training
-run. Before it is believed, each check must refuse planted errors. JAX, numpy and safetensors are installed into
-target/oracle-venv at the first run.
+A trace of `examples/trace_ops` has every op's operands and results. A trace of `examples/crossasset`
+has three updates of a training run. Each check must also refuse planted errors. JAX, numpy and
+safetensors are installed into target/oracle-venv at the first run.
 
-Exit code 0: all agree. 1: something does not, or a planted error passed. 2: a trace cannot be read or is incomplete.
+Exit code 0: all agree. 1: something differs, or a planted error passed. 2: a trace cannot be read or
+is incomplete.
 """
 
 import os

@@ -1,6 +1,8 @@
-//! Runs the built `crossasset` example on bad input: exit code 2, the file, line, column and rule, and no file touched.
+//! Runs the built `crossasset` example on bad input: exit code 2, the file, line, column and rule,
+//! and no file touched.
 //!
-//! `cargo test` and `cargo nextest run` build the example first. `STEPSCOPE_CROSSASSET` names another program to run.
+//! `cargo test` and `cargo nextest run` build the example first. `STEPSCOPE_CROSSASSET` names
+//! another program to run.
 
 #![forbid(unsafe_code)]
 
@@ -51,7 +53,7 @@ impl Workplace {
         command.current_dir(self.folder.path()).output().expect("the example starts")
     }
 
-    /// Every file below the folder and what is in it.
+    /// Returns every file below the folder and its contents.
     fn files(&self) -> BTreeMap<PathBuf, Vec<u8>> {
         let (mut files, mut folders) = (BTreeMap::new(), vec![self.folder.path().to_owned()]);
         while let Some(folder) = folders.pop() {
@@ -68,7 +70,8 @@ impl Workplace {
         files
     }
 
-    /// The example refuses these arguments with exit code 2, says all of `told`, and changes no file.
+    /// Checks that the example refuses these arguments with exit code 2, reports every word of
+    /// `told`, and changes no file.
     fn refuses(&self, bars: &[&Path], more: &[&str], told: &[&str]) {
         let before = self.files();
         let output = self.run(bars, more);
@@ -81,7 +84,7 @@ impl Workplace {
     }
 }
 
-/// `STEPSCOPE_CROSSASSET`, or the example beside this test's folder.
+/// Returns `STEPSCOPE_CROSSASSET`, or the example next to this test's folder.
 fn program() -> PathBuf {
     if let Some(program) = std::env::var_os("STEPSCOPE_CROSSASSET") {
         return program.into();
@@ -93,7 +96,7 @@ fn program() -> PathBuf {
     program
 }
 
-/// Refused as the only file of bars, at this line and column, by this rule.
+/// Checks that a single file of bars is refused, at this line and column, by this rule.
 fn refused(text: &str, line: u64, column: &str, rule: &str) {
     let workplace = Workplace::new();
     let file = workplace.file("bars.csv", text);
@@ -101,12 +104,12 @@ fn refused(text: &str, line: u64, column: &str, rule: &str) {
     workplace.refuses(&[&file], &[], &[&place, rule]);
 }
 
-/// As the row after a good one.
+/// Checks that a row after a good one is refused.
 fn row_refused(row: &str, column: &str, rule: &str) {
     refused(&format!("{HEADER}{GOOD}{row}\n"), 3, column, rule);
 }
 
-/// `count` sound bars, one a minute from 2023-03-01 00:00 UTC.
+/// Returns `count` valid bars, one a minute from 2023-03-01 00:00 UTC.
 fn sound(count: u64) -> String {
     let mut text = HEADER.to_owned();
     for minute in 0..count {
@@ -124,10 +127,10 @@ fn a_missing_file() {
     workplace.refuses(&[&file], &[], &[&file.display().to_string(), "cannot be read"]);
 }
 
-/// None of them ends, as far as a reader knows; each is refused at once.
+/// A reader never reaches the end of these files; each is refused at once.
 #[cfg(unix)]
 #[test]
-fn what_is_no_plain_file() {
+fn only_plain_files() {
     let workplace = Workplace::new();
     let elsewhere = tempfile::tempdir().unwrap();
     let pipe = elsewhere.path().join("pipe");
@@ -145,7 +148,7 @@ fn what_is_no_plain_file() {
     }
 }
 
-/// A tebibyte of NUL bytes, which takes no room on the disk.
+/// A sparse tebibyte of NUL bytes, which takes no disk space.
 #[test]
 fn a_row_without_end() {
     let workplace = Workplace::new();
@@ -204,9 +207,9 @@ fn a_negative_volume() {
 }
 
 #[test]
-fn time_that_goes_back_or_stands_still() {
-    row_refused("2023-02-28 23:59:00+00:00,10,12,9,11,1", "open_time", "is a time that goes back");
-    row_refused("2023-03-01T01:00:00+01:00,10,12,9,11,1", "open_time", "is a repeated time");
+fn time_must_increase() {
+    row_refused("2023-02-28 23:59:00+00:00,10,12,9,11,1", "open_time", "is earlier than the row before");
+    row_refused("2023-03-01T01:00:00+01:00,10,12,9,11,1", "open_time", "repeats the time of the row before");
 }
 
 #[test]
@@ -223,7 +226,7 @@ fn the_second_of_two_files() {
     let good = workplace.file("good.csv", &sound(9_000));
     let bad = workplace.file("bad.csv", &format!("{HEADER}{GOOD}\n{GOOD}"));
     let told = format!("{}, line 4, column open_time: ", bad.display());
-    workplace.refuses(&[&good, &bad], &[], &[&told, "repeated"]);
+    workplace.refuses(&[&good, &bad], &[], &[&told, "repeats the time"]);
 }
 
 #[test]

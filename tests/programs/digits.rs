@@ -1,4 +1,4 @@
-//! Runs the built examples `digits` and `vit`: handwritten digits that they have not seen are told right.
+//! Runs the built examples `digits` and `vit`: they classify unseen handwritten digits correctly.
 
 #![forbid(unsafe_code)]
 
@@ -7,7 +7,7 @@ use crate::support::on_each_device;
 use std::time::{Duration, Instant};
 
 on_each_device! {
-    fn digits_are_told_right_and_soon(device: &Device) {
+    fn digits_are_learned_quickly(device: &Device) {
         let start = Instant::now();
         let output = run("digits", device, &[]);
         let (screen, errors) = (text(&output.stdout), text(&output.stderr));
@@ -19,14 +19,14 @@ on_each_device! {
         assert_eq!(screen.lines().count(), 13, "a line for each epoch: {screen}");
     }
 
-    fn a_vision_transformer_tells_them_too(device: &Device) {
+    fn vision_transformer_learns_digits(device: &Device) {
         let output = run("vit", device, &[]);
         assert_eq!(output.status.code(), Some(0), "{}{}", text(&output.stdout), text(&output.stderr));
         let output = run("vit", device, &["--epochs", "0"]);
         assert_eq!(output.status.code(), Some(1), "without training it fails: {}", text(&output.stdout));
     }
 
-    /// The exit code can say no.
+    /// The exit code can report a failure.
     fn without_training_the_program_fails(device: &Device) {
         let output = run("digits", device, &["--epochs", "0"]);
         assert_eq!((output.status.code(), text(&output.stdout).trim()), (Some(1), "validation accuracy 0.0 %"));

@@ -1,6 +1,8 @@
-//! Runs the built `doctor` example: every check over its fixtures, this machine, hostile facts, and the report.
+//! Runs the built `doctor` example: every check over its fixtures, this machine, hostile facts, and
+//! the report.
 //!
-//! A fixture `CHECK.json` is a merge patch over `well-gb10.json` and the level that the check must then have. A check without one fails.
+//! A fixture `CHECK.json` is a merge patch over `well-gb10.json`, and the level that the check must
+//! then have. A check without a fixture fails.
 
 #![forbid(unsafe_code)]
 
@@ -22,7 +24,7 @@ fn fixture(name: &str) -> Value {
     serde_json::from_str(&fs::read_to_string(format!("{FIXTURES}/{name}.json")).unwrap()).unwrap()
 }
 
-/// RFC 7396.
+/// Applies a merge patch (RFC 7396).
 fn merge(target: &mut Value, patch: &Value) {
     let Value::Object(patch) = patch else { return *target = patch.clone() };
     if !target.is_object() {
@@ -37,7 +39,7 @@ fn merge(target: &mut Value, patch: &Value) {
     }
 }
 
-/// The exit code and the findings on these facts, as (check, level).
+/// Returns the exit code and the findings on these facts, as (check, level).
 fn judged(facts: &Value) -> (i32, Vec<(String, String)>) {
     let file = tempfile::NamedTempFile::new().unwrap();
     fs::write(&file, facts.to_string()).unwrap();
@@ -61,7 +63,7 @@ fn well_machines_are_well() {
         let (code, found) = judged(&fixture(name));
         assert_eq!(code, 0, "{name}: {found:?}");
         for (check, level) in &found {
-            // The H200 that was recorded had no second machine and no logind, and steps were not timed yet.
+            // The recorded H200 had no second machine and no logind, and steps were not timed yet.
             let not_there = name == "well-h200" && ["network_rate", "remove_ipc"].contains(&check.as_str());
             assert_eq!(level, if not_there { "not_looked_at" } else { "well" }, "{name}: {check}");
         }
@@ -69,7 +71,7 @@ fn well_machines_are_well() {
 }
 
 #[test]
-fn every_check_has_a_fixture_that_triggers_it() {
+fn every_check_has_a_fixture() {
     let well = fixture("well-gb10");
     let (_, checks) = judged(&well);
     assert!(checks.len() >= 20);
@@ -88,7 +90,7 @@ fn every_check_has_a_fixture_that_triggers_it() {
 }
 
 #[test]
-fn rates_are_judged_at_their_share_and_on_a_gb10_alone() {
+fn rates_are_judged_on_gb10_only() {
     let mut facts = fixture("well-gb10");
     for (rate, expected) in [(186.14, "warning"), (186.16, "well")] {
         facts["load"]["copy_gb_per_s"] = json!(rate);
@@ -99,9 +101,9 @@ fn rates_are_judged_at_their_share_and_on_a_gb10_alone() {
     assert_eq!(level(&judged(&facts).1, "copy_rate"), "well");
 }
 
-/// A GPU that `predict` does not know has no step time to be short of.
+/// A GPU unknown to `predict` has no expected step time.
 #[test]
-fn a_step_is_judged_by_its_prediction_where_there_is_one() {
+fn step_time_is_compared_with_prediction() {
     let mut facts = fixture("well-gb10");
     for (step, expected) in [(4.22, "warning"), (4.20, "well"), (1.0, "well")] {
         facts["load"]["step_ms"] = json!(step);
@@ -113,7 +115,7 @@ fn a_step_is_judged_by_its_prediction_where_there_is_one() {
 }
 
 #[test]
-fn this_machine_is_looked_at_within_a_minute() {
+fn this_machine_is_checked_quickly() {
     let start = Instant::now();
     let (code, found) = findings(&doctor(&["--json"]));
     assert!(start.elapsed() < Duration::from_secs(60));
@@ -127,7 +129,7 @@ fn this_machine_is_looked_at_within_a_minute() {
 }
 
 #[test]
-fn facts_may_be_missing_absurd_or_broken() {
+fn missing_or_absurd_facts_are_tolerated() {
     let (code, found) = judged(&json!({}));
     assert_eq!(code, 0, "{found:?}");
     let well: Vec<_> = found.iter().filter(|(_, level)| level == "well").map(|(check, _)| check.as_str()).collect();
@@ -152,7 +154,7 @@ fn facts_may_be_missing_absurd_or_broken() {
 }
 
 #[test]
-fn a_report_holds_what_it_says_or_is_an_error() {
+fn report_is_complete_or_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
     fs::create_dir(path("run")).unwrap();

@@ -1,5 +1,5 @@
-//! However a run of the example ends, `--resume` goes on to the weights of a run that was never disturbed, and what it leaves in its folder
-//! is a checkpoint and nothing else.
+//! Resuming: however a run of the example ends, `--resume` continues to the weights of an
+//! undisturbed run. The run leaves only a checkpoint in its folder.
 
 #![cfg(unix)]
 #![forbid(unsafe_code)]
@@ -17,11 +17,11 @@ use std::time::{Duration, Instant};
 use stepscope::{Checkpoint, DeviceKind};
 use tempfile::TempDir;
 
-/// Three epochs of three updates, the last by fewer samples, a checkpoint behind each update and each epoch. The samples are few, since
-/// how a run ends is what is looked at here.
+/// Three epochs of three updates, the last with fewer samples, and a checkpoint after each update
+/// and each epoch. The samples are few, because these tests are about the ends of runs.
 const SMALL: [&str; 12] =
     ["--limit", "20", "--horizon", "2", "--batch", "3", "--folds", "1", "--epochs", "3", "--checkpoint-every", "1"];
-/// What a run leaves.
+/// The files that a run leaves.
 const RESULTS: [&str; 3] = ["loss.svg", "model.safetensors", "report.json"];
 
 /// The folder of a run.
@@ -41,7 +41,7 @@ impl Run {
         self.out.join("model.safetensors")
     }
 
-    /// The example, from the folder's checkpoint if there is one.
+    /// Returns the example's command, which resumes from the folder's checkpoint if there is one.
     fn command(&self, more: &[&str]) -> Command {
         let mut command = command("crossasset", &crate::support::open(DeviceKind::Emulated), &SMALL);
         command.arg("--out").arg(&self.out).args(more).stdin(Stdio::null());
@@ -55,7 +55,7 @@ impl Run {
         self.command(&[]).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
     }
 
-    /// A run that has written its first checkpoint.
+    /// Starts a run and waits for its first checkpoint.
     fn running(&self) -> Child {
         let (child, start) = (self.spawn(), Instant::now());
         while !self.checkpoint().exists() {
@@ -79,7 +79,7 @@ impl Run {
         names
     }
 
-    /// The digest of the final weights; the folder holds the results and nothing else.
+    /// Returns the digest of the final weights, and checks that the folder holds only the results.
     #[track_caller]
     fn digest(&self) -> String {
         assert_eq!(self.names(), RESULTS);
@@ -89,7 +89,7 @@ impl Run {
     }
 }
 
-/// The exit code, 1, and what was said last.
+/// Checks that the exit code is 1, and returns the last message.
 #[track_caller]
 fn failed(output: &Output) -> String {
     let said = text(&output.stderr);
@@ -98,13 +98,14 @@ fn failed(output: &Output) -> String {
     said.lines().skip_while(|line| !line.starts_with("error: ")).collect::<Vec<_>>().join("\n")
 }
 
-/// How many runs a test ends at random moments: `usual`, or as many as `STEPSCOPE_KILLS` says.
+/// Returns how many runs a test ends at random moments: `STEPSCOPE_KILLS`, or `usual`.
 fn ends(usual: usize) -> usize {
     let Some(number) = std::env::var_os("STEPSCOPE_KILLS") else { return usual };
     number.to_str().and_then(|number| number.parse().ok()).expect("STEPSCOPE_KILLS is a number")
 }
 
-/// Ends runs by these signals at random moments, each going on from where the last one ended, until they come to their end; so many in all.
+/// Ends runs by these signals at random moments, this many in all. Each run resumes where the last
+/// one ended, until one finishes.
 fn ended_at_random(ends: usize, signals: &[&str]) {
     let (straight, start) = (Run::new(), Instant::now());
     straight.finish();
@@ -126,7 +127,8 @@ fn ended_at_random(ends: usize, signals: &[&str]) {
             if status.success() {
                 break;
             }
-            // By the signal itself, before the program has asked to hear it; or with a checkpoint.
+            // Either the signal ended it, before the program had installed its handler, or it wrote
+            // a checkpoint.
             let by_signal = status.signal().is_some();
             assert!(by_signal || status.code() == Some(130), "{status}: {}", text(&stderr));
             ended += 1;
@@ -149,10 +151,10 @@ fn ended_at_random(ends: usize, signals: &[&str]) {
 
 #[test]
 #[cfg(target_os = "linux")]
-fn a_run_that_is_short_of_memory_ends_with_75_and_goes_on_to_the_same_weights() {
+fn memory_shortage_exits_with_75() {
     let (straight, run) = (Run::new(), Run::new());
     straight.finish();
-    // Before any update, and behind the first.
+    // Before any update, and after the first.
     for _ in 0..2 {
         let output = run.command(&["--memory-floor-mib", "4294967295"]).output().unwrap();
         let said = text(&output.stderr);
@@ -173,18 +175,19 @@ fn a_run_that_is_short_of_memory_ends_with_75_and_goes_on_to_the_same_weights() 
 }
 
 #[test]
-fn killed_runs_go_on_to_the_same_weights() {
+fn killed_runs_resume_to_same_weights() {
     ended_at_random(ends(3), &["-KILL"]);
 }
 
 #[test]
-fn runs_that_are_asked_to_end_go_on_to_the_same_weights() {
+fn signalled_runs_resume_to_same_weights() {
     ended_at_random(ends(15) / 5, &["-TERM", "-HUP", "-INT"]);
 }
 
-/// Each of the signals, once it is surely heard: a checkpoint within the epoch, and the exit code of Ctrl-C.
+/// Sends each signal after its handler is installed: the run writes a checkpoint within the epoch,
+/// and exits with the code of Ctrl-C.
 #[test]
-fn each_signal_ends_a_run_with_a_checkpoint() {
+fn each_signal_saves_and_ends_run() {
     for signal in ["-TERM", "-HUP", "-INT"] {
         let run = Run::new();
         let child = run.running();
@@ -196,9 +199,9 @@ fn each_signal_ends_a_run_with_a_checkpoint() {
     }
 }
 
-/// As `nohup` starts a program: that its terminal goes away does not concern it.
+/// Starts a program as `nohup` does: it must survive the loss of its terminal.
 #[test]
-fn a_run_that_is_told_to_ignore_a_hangup_does() {
+fn ignored_hangup_ends_nothing() {
     let run = Run::new();
     let inner = run.command(&[]);
     let mut command = Command::new("sh");
@@ -215,7 +218,7 @@ fn a_run_that_is_told_to_ignore_a_hangup_does() {
 }
 
 #[test]
-fn a_second_run_in_one_folder_is_refused_and_the_first_goes_on() {
+fn second_run_in_folder_is_refused() {
     let run = Run::new();
     let first = run.running();
     let second = failed(&run.command(&[]).output().unwrap());
@@ -226,9 +229,9 @@ fn a_second_run_in_one_folder_is_refused_and_the_first_goes_on() {
     assert_eq!(run.names(), RESULTS);
 }
 
-/// A disk that takes no more: a file may not grow beyond a megabyte, and a checkpoint has 26.
+/// Simulates a full disk: a file may not grow beyond a megabyte, and a checkpoint has 26.
 #[test]
-fn a_full_disk_is_an_error_and_keeps_the_old_checkpoint() {
+fn full_disk_keeps_old_checkpoint() {
     let run = Run::new();
     let child = run.running();
     assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap().success());
@@ -243,7 +246,7 @@ fn a_full_disk_is_an_error_and_keeps_the_old_checkpoint() {
 }
 
 #[test]
-fn a_folder_that_goes_away_is_an_error_and_takes_the_checkpoint_along() {
+fn moved_folder_is_an_error() {
     let run = Run::new();
     let child = run.running();
     let moved = run.out.with_file_name("moved");
@@ -254,7 +257,7 @@ fn a_folder_that_goes_away_is_an_error_and_takes_the_checkpoint_along() {
     Checkpoint::load(moved.join("model.safetensors")).unwrap();
 }
 
-/// A file of sound bars, one a minute, whose prices begin here.
+/// Writes a file of valid bars, one a minute, whose prices begin here.
 fn bars(path: &Path, first: u32) {
     let mut text = "timestamp,open,high,low,close,volume\n".to_owned();
     for minute in 0..9_000 {
@@ -264,15 +267,15 @@ fn bars(path: &Path, first: u32) {
     fs::write(path, text).unwrap();
 }
 
-/// Other numbers, another order, another setting: each is refused, and both digests are told.
+/// Other numbers, another order, another setting: each is refused, and the error has both digests.
 #[test]
-fn other_bars_are_refused_by_their_digest() {
+fn other_bars_are_refused() {
     let run = Run::new();
     let folder = tempfile::tempdir().unwrap();
     let [a, b, c] = ["a.csv", "b.csv", "c.csv"].map(|name| folder.path().join(name).to_str().unwrap().to_owned());
     bars(Path::new(&a), 100);
     bars(Path::new(&b), 200);
-    // The last bar alone is another.
+    // Only the last bar differs.
     let other = fs::read_to_string(&b).unwrap();
     let (start, last) = other.trim_end().rsplit_once('\n').unwrap();
     fs::write(&c, format!("{start}\n{}\n", last.replace(",1", ",2"))).unwrap();
@@ -300,15 +303,16 @@ fn other_bars_are_refused_by_their_digest() {
         assert!(theirs.len() == 64 && ours.len() == 64 && theirs != ours, "{told}");
     }
     assert_eq!(fs::read(run.checkpoint()).unwrap(), before);
-    // The same bars by another name.
+    // Equal bars by another name.
     let moved = folder.path().join("moved.csv").to_str().unwrap().to_owned();
     fs::rename(&a, &moved).unwrap();
     assert!(with([&moved, &b], &[]).status.success());
 }
 
-/// Checkpoints that are whole and tell of a place that no run comes to: refused in few words, without a panic or an endless loop.
+/// Complete checkpoints with a position that no run reaches. Each is refused in few words, without
+/// a panic or an endless loop.
 #[test]
-fn a_place_that_no_run_comes_to_is_refused() {
+fn impossible_positions_are_refused() {
     let run = Run::new();
     let child = run.running();
     assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap().success());
@@ -324,7 +328,7 @@ fn a_place_that_no_run_comes_to_is_refused() {
         let epochs: Vec<_> = numbers.iter().map(|&number| epoch(number)).collect();
         json!({ "epochs": epochs, "batches": [] }).to_string()
     };
-    // One update of three samples, as it could be, and what each of these makes of it.
+    // A valid position after one update of three samples, and invalid variants of it.
     let sound = [
         ("stepscope.epoch", "1 3 0"),
         ("stepscope.updates", "1"),

@@ -1,6 +1,8 @@
-//! What `crossasset` says on standard error when nobody sits before it: lines, or JSON objects; and that nobody needs to hear it.
+//! The output of `crossasset` on standard error without a terminal: lines, or JSON objects. The
+//! program also runs when nothing reads it.
 //!
-//! Invariant: with `--log json` each line is one object, also when spans end and when the run fails.
+//! Invariant: with `--log json` each line is one object, also when spans end and when the run
+//! fails.
 
 use crate::support::example::{SMALL, command, text};
 use serde_json::Value;
@@ -8,7 +10,7 @@ use std::fs::File;
 use std::process::Stdio;
 use stepscope::{Device, DeviceKind};
 
-/// Runs `crossasset` with arguments, listening as closely as `level` says; whether it succeeded, and its lines.
+/// Runs `crossasset` with arguments and this log level. Returns its success and its lines.
 fn lines(arguments: &[&str], level: Option<&str>) -> (bool, Vec<String>) {
     let device = Device::open(DeviceKind::Emulated).unwrap();
     let folder = tempfile::tempdir().unwrap();
@@ -19,7 +21,7 @@ fn lines(arguments: &[&str], level: Option<&str>) -> (bool, Vec<String>) {
     (output.status.success(), text(&output.stderr).lines().map(str::to_owned).collect())
 }
 
-/// The same with `--log json`: an object a line.
+/// Runs it with `--log json`, and returns an object per line.
 fn objects(arguments: &[&str], level: Option<&str>) -> (bool, Vec<Value>) {
     let (success, lines) = lines(&[&["--log", "json"], arguments].concat(), level);
     let parse = |line: &String| serde_json::from_str(line).unwrap_or_else(|error| panic!("{error} in `{line}`"));
@@ -27,7 +29,7 @@ fn objects(arguments: &[&str], level: Option<&str>) -> (bool, Vec<Value>) {
 }
 
 #[test]
-fn without_a_terminal_there_are_lines() {
+fn output_without_terminal_is_lines() {
     let (success, lines) = lines(&[], None);
     assert!(success && lines.len() == 1, "{lines:?}");
     let [line] = &lines[..] else { unreachable!() };
@@ -36,7 +38,7 @@ fn without_a_terminal_there_are_lines() {
 }
 
 #[test]
-fn json_tells_what_was_trained() {
+fn json_reports_training() {
     let (success, objects) = objects(&[], None);
     let trained = objects.iter().find(|object| object["message"] == "trained").unwrap_or_else(|| panic!("{objects:?}"));
     assert!(success && trained["level"] == "INFO" && trained["epoch"] == "fold 0, epoch 0", "{trained}");
@@ -50,7 +52,7 @@ fn json_tells_what_was_trained() {
 }
 
 #[test]
-fn json_tells_each_span_as_it_ends() {
+fn json_reports_each_closed_span() {
     let (success, objects) = objects(&["--capture", "off"], Some("stepscope=debug"));
     assert!(success);
     let ended = |name: &str| {
@@ -65,21 +67,21 @@ fn json_tells_each_span_as_it_ends() {
 }
 
 #[test]
-fn json_tells_why_a_run_failed() {
+fn json_reports_failure() {
     let (success, objects) = objects(&["--arena-mib", "100000000"], None);
     let last = objects.last().unwrap();
     let message = last["message"].as_str().unwrap();
     assert!(!success && last["level"] == "ERROR" && message.contains("of device memory refused"), "{last}");
 }
 
-/// Whichever output is closed, left by its reader or full, the run goes on to its report and checkpoint; the exit code tells of a line that
-/// somebody wanted.
+/// The run continues to its report and checkpoint, whichever output is closed, abandoned by its
+/// reader or full. The exit code reports a lost line that was requested.
 #[cfg(target_os = "linux")]
 #[test]
-fn outputs_that_take_nothing_lose_nothing() {
+fn closed_outputs_do_not_stop_runs() {
     let device = Device::open(DeviceKind::Emulated).unwrap();
     let full = || Stdio::from(File::options().write(true).open("/dev/full").unwrap());
-    // A pipe that nobody reads.
+    // A pipe without a reader.
     let left = || Stdio::from(std::io::pipe().unwrap().1);
     for (number, (output, errors, code)) in [
         (left(), Stdio::piped(), 0),
@@ -103,7 +105,7 @@ fn outputs_that_take_nothing_lose_nothing() {
             assert!(folder.path().join(name).exists(), "{number}: {name}");
         }
     }
-    // Closed before it began: the shell's `>&-`.
+    // Closed before the start: the shell's `>&-`.
     let folder = tempfile::tempdir().unwrap();
     let mut inner = command("crossasset", &device, &[&SMALL[..], &["--out"]].concat());
     inner.arg(folder.path());

@@ -1,4 +1,4 @@
-//! The example programs, run as processes.
+//! Tests of the example programs, run as processes.
 
 #[path = "../support/mod.rs"]
 mod support;

@@ -1,4 +1,5 @@
-//! The example, killed or interrupted in the middle and resumed, ends with the weights of a run that was never disturbed.
+//! The example, killed or interrupted in the middle and resumed, ends with the weights of an
+//! undisturbed run.
 
 #![forbid(unsafe_code)]
 
@@ -11,7 +12,8 @@ use stepscope::{Checkpoint, EpochProgress};
 /// Three epochs of three updates.
 const THREE_EPOCHS: [&str; 6] = ["--limit", "78", "--batch", "8", "--epochs", "3"];
 
-/// The built example: beside the test programs, or where `STEPSCOPE_CROSSASSET` says.
+/// Returns a command for the built example: next to the test programs, or at
+/// `STEPSCOPE_CROSSASSET`.
 fn crossasset(out: &Path, more: &[&str]) -> Command {
     let built = std::env::var_os("STEPSCOPE_CROSSASSET").map_or_else(
         || std::env::current_exe().unwrap().parent().unwrap().join("../examples/crossasset"),
@@ -36,7 +38,7 @@ fn wait_for(checkpoint: &Path) {
 }
 
 #[test]
-fn a_killed_run_goes_on_to_the_same_weights() {
+fn killed_run_resumes_to_same_weights() {
     let folder = tempfile::tempdir().unwrap();
     let [straight, killed, resumed] = ["straight", "killed", "resumed"].map(|name| folder.path().join(name));
     assert!(crossasset(&straight, &THREE_EPOCHS).status().unwrap().success());
@@ -60,7 +62,7 @@ fn a_killed_run_goes_on_to_the_same_weights() {
     };
     assert_eq!(losses(&straight), losses(&resumed_report), "the report is whole");
 
-    // With other settings it would be another run.
+    // Other settings would make it another run.
     let other = crossasset(
         &folder.path().join("other"),
         &[&THREE_EPOCHS[..], &["--resume", &checkpoint, "--seed", "8"]].concat(),
@@ -70,11 +72,11 @@ fn a_killed_run_goes_on_to_the_same_weights() {
     assert_eq!(other.code(), Some(1));
 }
 
-/// Ctrl-C ends the update, writes a checkpoint within the epoch and says where; both ways of running go on from it, and come to the
-/// same weights.
+/// Ctrl-C ends the update, and the run writes a checkpoint within the epoch and prints its path.
+/// Eager and captured runs resume from it to the same weights.
 #[cfg(unix)]
 #[test]
-fn an_interrupted_run_goes_on_to_the_same_weights() {
+fn interrupted_run_resumes_to_same_weights() {
     let folder = tempfile::tempdir().unwrap();
     let straight = folder.path().join("straight");
     let small = ["--limit", "100", "--batch", "4", "--micro-batch", "2"];
@@ -94,7 +96,7 @@ fn an_interrupted_run_goes_on_to_the_same_weights() {
         let output = child.wait_with_output().unwrap();
         assert_eq!(output.status.code(), Some(130), "stopped, and not at its end");
         let screen = String::from_utf8(output.stdout).unwrap();
-        let told = format!("stopped; go on with --resume {}", checkpoint.display());
+        let told = format!("stopped; continue with --resume {}", checkpoint.display());
         assert_eq!(screen.lines().last(), Some(&*told), "{screen}");
         assert!(!interrupted.join("report.json").exists());
         let progress = EpochProgress::of(&Checkpoint::load(&checkpoint).unwrap()).unwrap();

@@ -1,5 +1,5 @@
-//! The programs that train, as processes: what they say of wrong files, when they end, and what
-//! they never overwrite.
+//! The training programs, as processes: their errors for wrong files, their exits, and the files
+//! that they never overwrite.
 
 #![cfg(unix)]
 #![forbid(unsafe_code)]
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use stepscope::{Checkpoint, DeviceKind};
 use tempfile::TempDir;
 
-/// A run whose signals and files are looked at, and not its weights.
+/// A run for tests of signals and files, not of weights.
 const GPT: &str = "--context 16 --batch 1 --sample-tokens 2";
 /// Far more than a refusal takes on a busy machine.
 const SOON: Duration = Duration::from_secs(30);
@@ -45,7 +45,8 @@ impl Workplace {
         self.path(name)
     }
 
-    /// `gpt`, which reads the text and writes to `out` unless `more` says otherwise.
+    /// Returns the command of `gpt`, which reads the text and writes to `out`, unless `more` sets
+    /// others.
     fn gpt(&self, more: &str) -> Command {
         let mut command =
             command("gpt", &crate::support::open(DeviceKind::Emulated), &GPT.split(' ').collect::<Vec<_>>());
@@ -68,7 +69,8 @@ impl Workplace {
         command
     }
 
-    /// Refused within a short time with this exit code and these words, and nothing is written.
+    /// Checks that the command is refused within a short time with this exit code and these words,
+    /// and that nothing is written.
     #[track_caller]
     fn refuses(&self, mut command: Command, code: i32, told: &[&str]) -> String {
         let output = within(&mut command, SOON);
@@ -82,7 +84,7 @@ impl Workplace {
     }
 }
 
-/// The output of a command that ends within this time.
+/// Returns the output of a command, which must end within this time.
 #[track_caller]
 fn within(command: &mut Command, limit: Duration) -> Output {
     let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
@@ -120,17 +122,17 @@ fn report(out: &Path) -> Value {
     serde_json::from_slice(&fs::read(out.join("report.json")).unwrap()).unwrap()
 }
 
-/// The weights of a small model, as the program writes them for transformers.
+/// Writes the weights of a small model in the format of transformers.
 fn theirs(place: &Workplace) -> PathBuf {
     let output = within(&mut place.gpt("--updates 1 --out first"), LATE);
     assert!(output.status.success(), "{}", text(&output.stderr));
     place.path("first/transformers")
 }
 
-/// Whatever is opened, a pipe nobody writes to, a device without end and a folder are refused at
-/// once.
+/// A pipe without a writer, an endless device and a folder are refused at once, whatever opens
+/// them.
 #[test]
-fn paths_that_lead_to_no_file() {
+fn paths_without_a_plain_file() {
     let place = Workplace::new();
     let (pipe, tokens) = (place.pipe("pipe"), place.pipe("pipe.bin"));
     let weights = place.path("weights");
@@ -170,8 +172,8 @@ fn paths_that_lead_to_no_file() {
     assert!(!place.path("out").join("model.safetensors").exists());
 }
 
-/// A tebibyte each, which takes no room on the disk: refused before it is read, with its size and
-/// the limit.
+/// Sparse files of a tebibyte each, which take no disk space. They are refused before they are
+/// read, with their size and the limit.
 #[test]
 fn files_without_bounds() {
     let place = Workplace::new();
@@ -182,7 +184,7 @@ fn files_without_bounds() {
     let (size, folder) = ((1u64 << 40).to_string(), place.path("weights"));
     fs::create_dir(&folder).unwrap();
     huge("huge.txt");
-    place.refuses(place.gpt("--data huge.txt"), 2, &[&size, "of memory are needed", " available: give less text"]);
+    place.refuses(place.gpt("--data huge.txt"), 2, &[&size, "bytes of memory; the host", " available: give less text"]);
     place.refuses(place.gpt("--data text.txt huge.txt text.txt"), 2, &[" available: give less text"]);
     place.refuses(place.gpt("--tokenizer huge.txt"), 2, &[&size, "may have at most 268435456"]);
     place.refuses(place.gpt("--resume huge.txt"), 2, &["huge.txt: "]);
@@ -193,7 +195,7 @@ fn files_without_bounds() {
     place.file("weights/config.json", sizes.to_string());
     huge("weights/model.safetensors.index.json");
     place.refuses(place.gpt("--weights weights"), 2, &["index.json: ", &size, "may have at most 33554432"]);
-    // Large enough to be parsed, and nothing but brackets.
+    // Small enough to be parsed, and only brackets.
     place.file("weights/model.safetensors.index.json", "[".repeat(30 << 20));
     place.refuses(place.gpt("--weights weights"), 2, &["index.json: "]);
     place.refuses(
@@ -203,10 +205,10 @@ fn files_without_bounds() {
     );
 }
 
-/// Numbers that no model has: an error that names the key, the value and the bounds, before
-/// anything is made.
+/// Impossible numbers: an error that names the key, the value and the bounds, before anything is
+/// created.
 #[test]
-fn numbers_that_no_configuration_has() {
+fn impossible_configuration_numbers() {
     let place = Workplace::new();
     let theirs = theirs(&place);
     let before: Value = serde_json::from_slice(&fs::read(theirs.join("config.json")).unwrap()).unwrap();
@@ -224,7 +226,7 @@ fn numbers_that_no_configuration_has() {
         ("n_inner", json!(1 << 26), "and 67108864 hidden columns, and 256 tokens, are at least 68719577088 weights"),
         ("n_positions", json!(u64::MAX), "`n_positions`: expected"),
         ("vocab_size", json!(1u64 << 40), "`vocab_size`: expected"),
-        ("n_head", json!(3), "got 3 heads in a width of 128"),
+        ("n_head", json!(3), "got 3 heads and a width of 128"),
         ("n_head", json!(1 << 26), "got 67108864 heads"),
         ("layer_norm_epsilon", json!(1e300), "`layer_norm_epsilon`: expected a number from 1e-30 to 1e0, got 1e+300"),
         ("layer_norm_epsilon", json!(0), "`layer_norm_epsilon`: expected a number"),
@@ -246,9 +248,9 @@ fn numbers_that_no_configuration_has() {
     place.refuses(place.gpt(weights), 2, &["`num_key_value_heads`: expected a number that divides 4 heads, got 3"]);
 }
 
-/// What a file is, wherever it is given for another.
+/// The error names the kind of a file, wherever it is given in place of another.
 #[test]
-fn errors_name_the_kind_of_a_file() {
+fn errors_name_the_file_kind() {
     let place = Workplace::new();
     let wide: Vec<u8> =
         "timestamp,open,high,low,close,volume\n".repeat(50).encode_utf16().flat_map(u16::to_le_bytes).collect();
@@ -268,17 +270,17 @@ fn errors_name_the_kind_of_a_file() {
         ("--data bare_wide.txt", "text in UTF-16"),
         ("--data gzip.txt", "is compressed by gzip; expected text, or tokens in a file that ends in .bin: unpack it"),
         ("--data model.pt", "is a zip archive, as `torch.save` writes it"),
-        ("--data latin.txt --tokenizer gpt2", "latin.txt: is no UTF-8"),
+        ("--data latin.txt --tokenizer gpt2", "latin.txt: is not valid UTF-8"),
         ("--data pickle.bin", "It is a pickle, as `torch.save` writes it"),
         ("--data pointer.bin", "a pointer of git-lfs; expected tokens"),
-        ("--tokenizer gzip.txt", "is no tokenizer.json: is compressed by gzip"),
-        ("--tokenizer pointer.bin", "fetch the file itself by `git lfs pull`"),
+        ("--tokenizer gzip.txt", "is not a tokenizer.json: is compressed by gzip"),
+        ("--tokenizer pointer.bin", "fetch the file itself with `git lfs pull`"),
         ("--tokenizer page.html", "is a web page; expected JSON"),
         ("--resume text.txt", "text.txt: is text; expected a safetensors file"),
         ("--resume gzip.txt", "is compressed by gzip; expected a safetensors file"),
         ("--resume pointer.bin", "a pointer of git-lfs"),
         ("--resume model.pt", "`safetensors.torch.save_file(model.state_dict(), path)`"),
-        ("--resume first/best.safetensors --updates 1", "has weights and no state of the optimiser"),
+        ("--resume first/best.safetensors --updates 1", "has weights but no optimizer state"),
         ("--weights weights", "config.json: is a pointer of git-lfs; expected a model's configuration in JSON"),
         (&format!("--resume {state}"), "is a safetensors file without `stepscope.format`; expected a checkpoint"),
     ] {
@@ -298,7 +300,7 @@ fn errors_name_the_kind_of_a_file() {
     );
     for (file, told) in [
         ("wide.txt", "is text in UTF-16"),
-        ("gzip.txt", "is compressed by gzip; expected bars as CSV in UTF-8: unpack it, as by `gunzip`"),
+        ("gzip.txt", "is compressed by gzip; expected bars as CSV in UTF-8: unpack it, for example with `gunzip`"),
         ("model.pt", "is a zip archive"),
         ("page.html", "is a web page; expected bars"),
         ("pointer.bin", "is a pointer of git-lfs"),
@@ -307,7 +309,7 @@ fn errors_name_the_kind_of_a_file() {
     }
 }
 
-/// A rank whose other ranks do not come waits, and has made no update.
+/// Starts a rank that waits for missing ranks, and has made no update.
 fn waiting(mut command: Command) -> Child {
     let port = {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -321,7 +323,7 @@ fn waiting(mut command: Command) -> Child {
 }
 
 #[test]
-fn a_signal_before_the_first_update_ends_a_run_at_once() {
+fn early_signal_ends_run_at_once() {
     for name in ["-INT", "-TERM", "-HUP"] {
         for program in ["gpt", "crossasset"] {
             let place = Workplace::new();
@@ -343,10 +345,10 @@ fn a_signal_before_the_first_update_ends_a_run_at_once() {
     }
 }
 
-/// With a checkpoint that a resumed run goes on from to the weights of one that was never stopped;
-/// and a message at once.
+/// The run writes a message at once, and a checkpoint from which a resumed run reaches the weights
+/// of an uninterrupted one.
 #[test]
-fn each_signal_ends_a_language_model_with_a_checkpoint() {
+fn each_signal_saves_a_language_model() {
     let place = Workplace::new();
     let run = "--updates 40 --checkpoint-every 1 --evaluate-every 1000";
     assert!(within(&mut place.gpt(&format!("{run} --out straight")), LATE).status.success());
@@ -372,12 +374,12 @@ fn each_signal_ends_a_language_model_with_a_checkpoint() {
     }
 }
 
-/// The second signal ends it, though nobody reads its standard error and the first is answered
-/// there.
+/// The second signal ends the run, even if its standard error, where it acknowledges the first, is
+/// not read.
 #[test]
-fn a_second_signal_ends_a_run_at_once() {
+fn second_signal_ends_run_at_once() {
     let place = Workplace::new();
-    // Evaluations of many minutes are not waited for.
+    // It does not finish an evaluation of many minutes.
     let child = place.gpt("--updates 100000").stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     wait_for(&place.path("out/.stepscope-lock"));
     sleep(Duration::from_millis(500));
@@ -386,9 +388,9 @@ fn a_second_signal_ends_a_run_at_once() {
     assert_eq!(ends_within(child, SOON).status.code(), Some(130));
 }
 
-/// As `nohup` starts a program.
+/// Starts a program as `nohup` does.
 #[test]
-fn a_hangup_that_is_ignored_ends_nothing() {
+fn ignored_hangup_ends_nothing() {
     let place = Workplace::new();
     let inner = place.gpt("--updates 20 --checkpoint-every 1");
     let mut command = Command::new("sh");
@@ -400,9 +402,10 @@ fn a_hangup_that_is_ignored_ends_nothing() {
     assert!(output.status.success(), "{}", text(&output.stderr));
 }
 
-/// The same command a second time, for both programs: refused, and each piece of advice is right.
+/// Runs the same command a second time, for both programs. It is refused, and each piece of advice
+/// is right.
 #[test]
-fn an_earlier_run_is_not_overwritten() {
+fn earlier_runs_are_not_overwritten() {
     for program in ["gpt", "crossasset"] {
         let place = Workplace::new();
         let run = |more: &str| match program {
@@ -429,7 +432,7 @@ fn an_earlier_run_is_not_overwritten() {
             assert!(output.status.success(), "{program} {advice}: {}", text(&output.stderr));
         }
         assert!(fs::read(&checkpoint).unwrap() != before, "{program}: the last one has another seed");
-        // Anybody's file of that name counts.
+        // Any file of that name counts.
         fs::create_dir(place.path("weights")).unwrap();
         place.file("weights/model.safetensors", "somebody's");
         place.refuses(
@@ -441,9 +444,9 @@ fn an_earlier_run_is_not_overwritten() {
     }
 }
 
-/// A run that has come to its end has no speed, and other settings are named.
+/// A finished run reports no speed, and the error names other settings.
 #[test]
-fn a_finished_run_says_what_it_would_take() {
+fn finished_run_suggests_next_command() {
     let place = Workplace::new();
     assert!(within(&mut place.gpt("--updates 4 --evaluate-every 2"), LATE).status.success());
     let seconds: Vec<f64> =
@@ -453,7 +456,7 @@ fn a_finished_run_says_what_it_would_take() {
     let output = within(&mut place.gpt(&format!("--updates 4 {resume}")), LATE);
     let said = text(&output.stdout) + &text(&output.stderr);
     assert!(
-        output.status.success() && !said.contains("NaN") && said.contains("all 4 updates were made before"),
+        output.status.success() && !said.contains("NaN") && said.contains("all 4 updates had already been made"),
         "{said}"
     );
     assert!(report(&place.path("out"))["tokens_per_second"].is_null());
@@ -467,16 +470,16 @@ fn a_finished_run_says_what_it_would_take() {
         ],
     );
     assert!(!told.contains("  batch: "), "{told}");
-    // The advice, as it stands.
+    // The advice, as printed.
     let advice = told.split("--weights ").nth(1).unwrap().split(' ').next().unwrap();
     let mut longer = place.gpt("--updates 2 --tokenizer bytes --out longer");
     assert!(within(longer.arg("--weights").arg(advice), LATE).status.success(), "{told}");
 }
 
-/// Tokens that are rewritten while they are trained on, with the old time of modification, end the
+/// Tokens that are rewritten during training, with the old time of modification restored, end the
 /// run.
 #[test]
-fn tokens_that_change_end_a_run() {
+fn changing_tokens_end_a_run() {
     let place = Workplace::new();
     let tokens: Vec<u8> = (0..40_000u32).flat_map(|at| ((at * 7 % 50_257) as u16).to_le_bytes()).collect();
     let path = place.file("tokens.bin", &tokens);
@@ -491,21 +494,21 @@ fn tokens_that_change_end_a_run() {
     let said = text(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(
-        said.contains("tokens.bin: has changed since it was opened: tokens ") && said.contains("are other ones now"),
+        said.contains("tokens.bin: has changed since it was opened: tokens ") && said.contains("have changed"),
         "{said}"
     );
     Checkpoint::load(place.path("out/model.safetensors")).unwrap();
 }
 
-/// Where the system gives no more threads, a run does with few, or says so.
+/// A run with limited threads works with few, or fails with an error.
 #[test]
 #[cfg(target_os = "linux")]
 fn scarce_threads_make_no_panic() {
     let place = Workplace::new();
     assert!(within(&mut place.gpt("--updates 2"), LATE).status.success());
     let expected = report(&place.path("out"))["weights_sha256"].clone();
-    // The threads of rayon's pools, 13 GB of stacks, do not fit the smaller address spaces. How much the program itself
-    // needs there depends on how fast the pools' threads end.
+    // The threads of rayon's pools, 13 GB of stacks, do not fit the smaller address spaces. The
+    // program's own need there depends on how fast the pools' threads end.
     for more in ["--updates 2 --resume out/model.safetensors", "--updates 2 --overwrite"] {
         let ended_well = [3, 4, 5, 6, 8, 20].into_iter().find(|gigabytes| {
             let inner = place.gpt(more);
@@ -528,7 +531,7 @@ fn scarce_threads_make_no_panic() {
         );
         assert_eq!(report(&place.path("out"))["weights_sha256"], expected, "{more}");
     }
-    // None at all.
+    // No thread at all.
     let mut gpt = place.gpt("--updates 2 --overwrite");
     let output = within(gpt.env("RUST_MIN_STACK", (1u64 << 46).to_string()), SOON);
     let said = text(&output.stderr);

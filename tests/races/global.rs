@@ -1,4 +1,4 @@
-//! Copies of kernels with a bug planted in what they write to global memory.
+//! Copies of kernels with a bug planted in their writes to global memory.
 
 use cuda_std::prelude::*;
 use kernels::block::{BLOCK, CHUNK, REDUCTION_BYTES, block_combine, chunk_fold};
@@ -7,11 +7,11 @@ use kernels::vector::{F4, Part, store};
 use kernels::warp::{ROW_BLOCK, Row, add, max, sum4};
 use kernels::{contract, for_each_vector};
 
-/// `fill`, whose last thread takes one element too many.
+/// A copy of `fill` whose last thread takes one element too many.
 #[kernel]
 pub(crate) unsafe fn off_by_one_tail(out: *mut f32, length: usize, value: f32) {
     let index = kernels::block::own_index::<f32>();
-    // SAFETY: none: this is the bug.
+    // SAFETY: none: this is the planted bug.
     unsafe {
         if index + F4::LEN <= length {
             F4::splat(value).store(out, index);
@@ -21,7 +21,8 @@ pub(crate) unsafe fn off_by_one_tail(out: *mut f32, length: usize, value: f32) {
     }
 }
 
-// SAFETY: none: the bug is one element beyond `out`, which race mode refuses before it is written.
+// SAFETY: none: the bug is one element past the end of `out`, which race mode refuses before it is
+// written.
 contract! { unsafe off_by_one_tail { block: BLOCK } |k| {
     Violation::unless_length("out", k.length, k.out.len())?;
     kernels::block::vector_grid::<f32>(k.length)
@@ -34,7 +35,7 @@ macro_rules! maxima {
         pub(crate) unsafe fn $name(x: &[f32], cols: usize, out: *mut f32) {
             let Some($row) = Row::new(x.len(), cols) else { return };
             let mut largest = F4::splat(f32::NEG_INFINITY);
-            // SAFETY: as in `max_columns`, but for the bug.
+            // SAFETY: as in `max_columns`, apart from the planted bug.
             unsafe {
                 for_each_vector!($row, cols, |column, part| {
                     largest = largest.zip(F4::load_part(x, $row.start + column, part, f32::NEG_INFINITY), max);
@@ -45,7 +46,8 @@ macro_rules! maxima {
                 }
             }
         }
-        // SAFETY: a row begins inside `x`, and `out` has an element for each; where that is the bug, race mode refuses it first.
+        // SAFETY: a row begins inside `x`, and `out` has an element for each. Where the planted bug
+        // breaks this, race mode refuses the access first.
         contract! { unsafe $name { block: ROW_BLOCK } |k| {
             let rows = kernels::warp::rows_in("x", k.x.len(), k.cols)?;
             Violation::unless_length("out", rows, k.out.len())?;
@@ -55,13 +57,14 @@ macro_rules! maxima {
 }
 
 maxima! {
-    /// `max_columns`, which counts its rows from 1: the last lies in the padding behind the tensor.
+    /// A copy of `max_columns` that counts its rows from 1: the last lies in the padding after the
+    /// tensor.
     overrun_into_padding: |row| row.is_first_lane(), row.number + 1;
-    /// `max_columns`, in which every lane of a row writes the result.
+    /// A copy of `max_columns` in which every lane of a row writes the result.
     two_writers: |row| true, row.number;
 }
 
-/// `sum_all`, with two blocks for each place of the output.
+/// A copy of `sum_all` with two blocks for each place of the output.
 #[kernel]
 pub(crate) unsafe fn cross_block_write(x: &[f32], out: *mut f32) {
     // SAFETY: as in `sum_all`.
@@ -74,14 +77,14 @@ pub(crate) unsafe fn cross_block_write(x: &[f32], out: *mut f32) {
     }
 }
 
-// SAFETY: a block writes the element of its chunk or of the one before: `out` has an element for every two. Which block is last is
-// the bug.
+// SAFETY: a block writes the element of its chunk or of the one before: `out` has an element for
+// every two. The order of the blocks is the planted bug.
 contract! { unsafe cross_block_write { block: BLOCK, shared: REDUCTION_BYTES } |k| {
     Violation::unless_length("out", Size::of(k.x.len()).div_ceil(2 * CHUNK), k.out.len())?;
     Grid::cover(k.x.len(), CHUNK)
 }}
 
-/// `copy`, whose blocks stand one vector too close.
+/// A copy of `copy` whose blocks are one vector too close.
 #[kernel]
 pub(crate) unsafe fn block_stride_overlap(x: &[f32], out: *mut f32) {
     let stride = (BLOCK as usize - 1) * F4::LEN;
@@ -92,7 +95,8 @@ pub(crate) unsafe fn block_stride_overlap(x: &[f32], out: *mut f32) {
     }
 }
 
-// SAFETY: a thread touches the elements from an index on that is no larger than its own, as far as `x` has them; `out` is as long.
+// SAFETY: a thread touches elements from an index that is at most its own, as far as `x` has them;
+// `out` has the same length.
 contract! { unsafe block_stride_overlap { block: BLOCK } |k| {
     Violation::unless_length("out", k.x.len(), k.out.len())?;
     kernels::block::vector_grid::<f32>(k.x.len())

@@ -1,13 +1,13 @@
-//! Each planted bug is found, and told so that one finds it.
+//! Each planted bug is found, with a report that locates it.
 
 use super::global::*;
 use super::shared::*;
 use crate::support;
 use cuda_std::emulator::{Cause, Fault, Kind, Mode, Place};
-use stepscope::{Arena, Capacity, DeviceKind, Eager, Error, Result, Source, Target};
+use stepscope::{Arena, Capacity, DeviceKind, EagerStep, Error, Result, Source, Target};
 
-/// Launches in race mode and returns what was reported.
-fn reported(launch: impl for<'s> FnOnce(&mut Eager<'s>) -> Result<()>) -> Option<Fault> {
+/// Launches in race mode and returns the report.
+fn reported(launch: impl for<'s> FnOnce(&mut EagerStep<'s>) -> Result<()>) -> Option<Fault> {
     let device = support::open(DeviceKind::Emulated);
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(4)).build().expect("an arena");
     match Mode::RACES.scope(|| arena.step(launch)) {
@@ -17,7 +17,8 @@ fn reported(launch: impl for<'s> FnOnce(&mut Eager<'s>) -> Result<()>) -> Option
     }
 }
 
-/// Launches a kernel of `x` and `out`; `[name, x elements, out elements]`, further arguments after them.
+/// Launches a kernel of `x` and `out`, with these elements of each, and further arguments after
+/// them.
 macro_rules! report {
     ($kernel:ident, $x:expr, $out:expr $(, $argument:ident: $value:expr)*) => {
         reported(|step| {
@@ -28,7 +29,8 @@ macro_rules! report {
     };
 }
 
-/// What the tests look at: the place, the kinds (earlier, later), and whether the threads are of one block.
+/// Returns the checked parts of a report: the place, the kinds (earlier, later), and true if the
+/// threads are of one block.
 #[track_caller]
 fn race(fault: Option<Fault>) -> (Place, [Kind; 2], bool) {
     let fault = fault.expect("a report");
@@ -63,7 +65,7 @@ fn sound_code_is_not_reported() {
 
 #[test]
 fn missing_barrier_is_found() {
-    // Warp 0 is the first to read, when the others have not yet written.
+    // Warp 0 is the first to read, before the others have written.
     let fault = report!(missing_barrier, 5000, 2).expect("a report");
     assert!(matches!(fault.cause, Cause::Unwritten { place: Place::Shared { byte: 4 }, .. }), "{fault}");
     let text = fault.to_string();
@@ -89,7 +91,7 @@ fn shuffle_as_fence_is_found() {
 
 #[test]
 fn swapped_index_is_found() {
-    // Thread 0 has written the start of row 1 when thread 1, whose row it is, reads it.
+    // Thread 0 has written the start of row 1 before thread 1, to which the row belongs, reads it.
     assert_eq!(race(report!(swapped_index, 64, 64)), (shared(32), WRITE_READ, true));
 }
 
@@ -102,7 +104,7 @@ fn unwritten_shared_is_found() {
 
 #[test]
 fn double_buffer_index_is_found() {
-    // Thread 31 has gone on to the second stage when thread 32 reads its value of the first.
+    // Thread 31 has continued to the second stage when thread 32 reads its value of the first.
     assert_eq!(race(report!(double_buffer_index, 3 * 64, 64, depths: 3)), (shared(31 * 4), WRITE_READ, true));
 }
 
@@ -147,9 +149,9 @@ fn block_stride_overlap_is_found() {
     assert_eq!(race(report!(block_stride_overlap, 2000, 2000)), (out(1020), WRITE_WRITE, false));
 }
 
-/// What a race makes of the result depends on the order, and the order on the seed alone.
+/// The effect of a race on the result depends on the order, and the order depends only on the seed.
 #[test]
-fn a_race_shows_in_shuffled_orders() {
+fn races_show_in_shuffled_orders() {
     let device = support::open(DeviceKind::Emulated);
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(4)).build().expect("an arena");
     let mut sums = |seed: u64| {
@@ -168,9 +170,9 @@ fn a_race_shows_in_shuffled_orders() {
     assert!(by_seed[1..].iter().all(|sums| *sums != by_seed[0]), "{by_seed:?}");
 }
 
-/// Without race mode the kernels run to their end: nothing else would have told.
+/// The kernels run to their end without a report if race mode is off.
 #[test]
-fn plain_emulation_sees_none_of_it() {
+fn plain_mode_reports_no_races() {
     let device = support::open(DeviceKind::Emulated);
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(4)).build().expect("an arena");
     let plain = Mode::default().scope(|| {

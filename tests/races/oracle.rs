@@ -1,8 +1,8 @@
-//! The detector against a plain search: random programs of reads, writes and barriers by a few threads, each judged by
-//! following every access to every later one.
+//! The detector against a plain search: random programs of reads, writes and barriers by a few
+//! threads. The search follows every access to every later one.
 //!
-//! Invariant: the detector reports exactly the programs with two unordered conflicting accesses. With barriers of part of
-//! a warp it may report more, as its documentation says, and never less.
+//! Invariant: the detector reports exactly the programs with two unordered conflicting accesses.
+//! If barriers cover a part of a warp it may report more, as documented, and never less.
 
 use cuda_std::emulator::{Cause, Kind, Machine, Mode};
 use cuda_std::launch::{Contract, PointerMut, Slice, Words};
@@ -17,7 +17,7 @@ use proptest::test_runner::TestRunner;
 const THREADS: u32 = 64;
 const WORDS: u32 = 2;
 
-/// What one thread, one warp or one block of two does.
+/// An operation of one thread, one warp or one of two blocks.
 #[derive(Clone, Copy, Debug)]
 enum Op {
     Touch { block: u32, thread: u32, kind: Kind, global: bool, word: u32 },
@@ -26,7 +26,7 @@ enum Op {
     Shuffle { block: u32, warp: u32 },
 }
 
-/// Words of an op.
+/// The words of an op.
 const OP: usize = 5;
 
 impl Op {
@@ -46,7 +46,8 @@ impl Op {
 #[kernel]
 unsafe fn script(program: &[u32], memory: *mut u32) {
     let thread = thread::thread_idx_x();
-    // SAFETY: the words lie inside the program, the tile and the memory; masks name the lanes that meet.
+    // SAFETY: the words lie inside the program, the tile and the memory; masks name the lanes that
+    // meet.
     unsafe {
         let tile = SharedTile::<u32>::new(0, WORDS);
         if thread < WORDS {
@@ -78,13 +79,14 @@ unsafe fn script(program: &[u32], memory: *mut u32) {
 
 const ONE: kernels::vector::Part = kernels::vector::Part::First(1);
 
-// SAFETY: the tests make programs whose words lie inside the tile and inside `memory`, which have the same number of them.
+// SAFETY: the tests make programs whose words lie inside the tile and inside `memory`, which have
+// the same number of words.
 contract! { unsafe script { block: THREADS, shared: WORDS * 4, align: 4 } |k| {
     Violation::unless_length("memory", WORDS as usize, k.memory.len())?;
     Grid::new(2, 1, 1)
 }}
 
-/// Whether the detector reports a race.
+/// True if the detector reports a race.
 fn detected(program: &[Op]) -> bool {
     let program: Vec<u32> = program.iter().flat_map(|op| op.encode()).collect();
     let mut memory = [0u32; WORDS as usize];
@@ -105,9 +107,10 @@ fn detected(program: &[Op]) -> bool {
     }
 }
 
-/// Whether two conflicting accesses of the program are unordered: by what each thread has seen, op for op.
+/// True if two conflicting accesses of the program are unordered, by the ops that happen before
+/// each, op for op.
 fn racy(program: &[Op]) -> bool {
-    // By block and thread: the ops that happen before whatever it does next, a bit each.
+    // For each block and thread: the ops that happen before its next one, a bit each.
     let mut seen = [[0u64; THREADS as usize]; 2];
     for (number, &op) in program.iter().enumerate() {
         match op {
@@ -164,18 +167,18 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 4096, ..ProptestConfig::default() })]
 
     #[test]
-    fn the_detector_agrees_with_a_plain_search(program in prop::collection::vec(op(&[u32::MAX]), 2..16)) {
+    fn detector_agrees_with_plain_search(program in prop::collection::vec(op(&[u32::MAX]), 2..16)) {
         prop_assert_eq!(detected(&program), racy(&program));
     }
 
     #[test]
-    fn no_race_is_missed_with_partial_warp_barriers(program in prop::collection::vec(op(&[0b011, 0b101, 0b110, 0b111]), 2..16)) {
+    fn partial_barriers_hide_no_race(program in prop::collection::vec(op(&[0b011, 0b101, 0b110, 0b111]), 2..16)) {
         prop_assert!(detected(&program) || !racy(&program));
     }
 }
 
 #[test]
-fn the_programs_are_of_both_kinds() {
+fn programs_include_both_verdicts() {
     let mut runner = TestRunner::deterministic();
     let programs = prop::collection::vec(op(&[u32::MAX]), 2..16);
     let racy = (0..400).filter(|_| racy(&programs.new_tree(&mut runner).expect("a program").current())).count();

@@ -7,7 +7,7 @@ use kernels::tile::SharedTile;
 use kernels::vector::{F4, load, store};
 use kernels::warp::{LANES, add, combine_lanes, sum4};
 
-/// `block_combine`, with a barrier where `BARRIER`.
+/// A copy of `block_combine`, with a barrier if `BARRIER` is set.
 #[inline(always)]
 unsafe fn combine<const BARRIER: bool>(tile: SharedTile<f32>, value: f32) -> f32 {
     // SAFETY: whole warps.
@@ -27,7 +27,7 @@ unsafe fn combine<const BARRIER: bool>(tile: SharedTile<f32>, value: f32) -> f32
     total
 }
 
-/// `sum_all`, whose warps do not wait for each other's sums.
+/// A copy of `sum_all` whose warps do not wait for each other's sums.
 #[kernel]
 pub(crate) unsafe fn missing_barrier(x: &[f32], out: *mut f32) {
     // SAFETY: as in `sum_all`.
@@ -40,10 +40,10 @@ pub(crate) unsafe fn missing_barrier(x: &[f32], out: *mut f32) {
     }
 }
 
-/// Sum and sum of squares through one tile, without a barrier before it is used again.
+/// Computes sum and sum of squares through one tile, without a barrier before the tile is reused.
 #[kernel]
 pub(crate) unsafe fn missing_last_barrier(x: &[f32], out: *mut f32) {
-    // SAFETY: as in `sum_all`; two places a block.
+    // SAFETY: as in `sum_all`; two places per block.
     unsafe {
         let tile = SharedTile::new(0, REDUCTION_BYTES / 4);
         let sum = chunk_fold(x, F4::splat(0.0), 0.0, add);
@@ -72,7 +72,8 @@ macro_rules! pairwise {
                 store(out, index, tile.get(own ^ 1) + tile.get(own));
             }
         }
-        // SAFETY: each thread has its own element of `x` and of `out`, which are whole blocks of 64; the tile fills the shared memory.
+        // SAFETY: each thread has its own element of `x` and of `out`, which are whole blocks of
+        // 64; the tile fills the shared memory.
         contract! { unsafe $name { block: 64, shared: 256 } |k| {
             Violation::unless(k.x.len().is_multiple_of(64), "x", "a multiple of 64 elements", k.x.len())?;
             Violation::unless_length("out", k.x.len(), k.out.len())?;
@@ -82,15 +83,15 @@ macro_rules! pairwise {
 }
 
 pairwise! {
-    /// Sound: each adds its neighbour's value, once the warp has met.
+    /// A sound kernel: each thread adds its neighbour's value after the warp has synchronised.
     sound_warp_sync: lane => { warp::sync_warp(if lane < 16 { 0xffff } else { 0xffff_0000 }); };
-    /// Each adds its neighbour's value; the lanes do not wait for each other.
+    /// Each thread adds its neighbour's value, and the lanes do not wait for each other.
     missing_warp_sync: _lane => {};
-    /// A shuffle stands where the lanes should wait: it moves values, and orders no memory.
+    /// A shuffle replaces the synchronisation: it moves values, and orders no memory.
     shuffle_as_fence: lane => { let _ = warp::warp_shuffle_xor(u32::MAX, lane, 1, 32); };
 }
 
-/// Tokens of an attention matrix.
+/// The tokens of an attention matrix.
 const TOKENS: u32 = 8;
 
 macro_rules! attention {
@@ -118,7 +119,8 @@ macro_rules! attention {
                 store(out, thread as usize, pairs.get(thread));
             }
         }
-        // SAFETY: one block of 64 threads, each with its own element of `x` and `out`; the tile fills the shared memory.
+        // SAFETY: one block of 64 threads, each with its own element of `x` and `out`; the tile
+        // fills the shared memory.
         contract! { unsafe $name { block: TOKENS * TOKENS, shared: TOKENS * TOKENS * 4 } |k| {
             Violation::unless_length("x", 64, k.x.len())?;
             Violation::unless_length("out", 64, k.out.len())?;
@@ -128,18 +130,19 @@ macro_rules! attention {
 }
 
 attention! {
-    /// Sound: the exponentials of the scores, a row a thread, as in `attention_forward`.
+    /// A sound kernel: the exponentials of the scores, one row per thread, as in
+    /// `attention_forward`.
     sound_rows: |i, j| i * TOKENS + j, staged from 0;
-    /// Row and column swapped where the scores are written back.
+    /// Swaps row and column when the scores are written back.
     swapped_index: |i, j| j * TOKENS + i, staged from 0;
     /// The first score is never staged.
     unwritten_shared: |i, j| i * TOKENS + j, staged from 1;
 }
 
-/// Floats of one stage of [`double_buffer_index`].
+/// The floats of one stage of [`double_buffer_index`].
 const STAGE: u32 = 64;
 
-/// Sums of 64 columns, staged through two buffers as in `matmul`; the buffer is never changed.
+/// Sums 64 columns, staged through two buffers as in `matmul`, but never switches the buffer.
 #[kernel]
 pub(crate) unsafe fn double_buffer_index(x: &[f32], depths: u32, out: *mut f32) {
     let thread = thread::thread_idx_x();
@@ -159,7 +162,8 @@ pub(crate) unsafe fn double_buffer_index(x: &[f32], depths: u32, out: *mut f32) 
     }
 }
 
-// SAFETY: one block, of as many threads as a depth has elements; `x` has `depths` of them, `out` one.
+// SAFETY: one block, with as many threads as a depth has elements; `x` has `depths` of them, `out`
+// one.
 contract! { unsafe double_buffer_index { block: STAGE, shared: 2 * STAGE * 4 } |k| {
     Violation::unless_length("x", Size::of(k.depths).times(STAGE), k.x.len())?;
     Violation::unless_length("out", STAGE as usize, k.out.len())?;

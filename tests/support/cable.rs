@@ -1,6 +1,7 @@
 //! A connection between two ranks that a test can cut.
 //!
-//! Invariant: what one end says comes out at the other, unchanged, until it is cut. Then nothing more is passed on, and nobody is let in.
+//! Invariant: data from one end arrives unchanged at the other until it is cut. Afterwards no data
+//! is passed on, and no connection is accepted.
 
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
@@ -10,23 +11,24 @@ use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
-/// A port of this host that nobody has, of those that the system does not give to who calls.
+/// Returns a free port of this host, outside the range that the system gives to outgoing
+/// connections.
 pub(crate) fn free_port() -> u16 {
     let ports = std::iter::repeat_with(|| 20_000 + (RandomState::new().build_hasher().finish() % 10_000) as u16);
     ports.take(1000).find(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok()).expect("a free port")
 }
 
-/// Both ends of all that passes, or nothing once it is cut.
+/// Both ends of all connections, or `None` after the cut.
 type Ends = Arc<Mutex<Option<Vec<TcpStream>>>>;
 
-/// Something to call in place of another address.
+/// A proxy to call in place of another address.
 pub(crate) struct Cable {
     pub(crate) address: String,
     ends: Ends,
 }
 
 impl Cable {
-    /// To what listens there, now or later.
+    /// Returns a cable to the listener at this address, which may start later.
     pub(crate) fn to(address: String) -> Self {
         let listener = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
         let cable = Self { address: listener.local_addr().expect("an address").to_string(), ends: Ends::default() };
@@ -36,13 +38,13 @@ impl Cable {
             for near in listener.incoming().map_while(Result::ok) {
                 let mut ends = ends.lock().unwrap();
                 let Some(ends) = &mut *ends else { return };
-                // Where nobody listens yet, who called hears that it is over, and calls again.
+                // If nothing listens there yet, the caller's connection closes, and it calls again.
                 let Ok(far) = TcpStream::connect(&address) else { continue };
                 for (from, to) in [(&near, &far), (&far, &near)] {
                     let (mut from, mut to) = (from.try_clone().expect("a handle"), to.try_clone().expect("a handle"));
                     thread::spawn(move || {
                         let _ = io::copy(&mut from, &mut to);
-                        // One end says no more; the other may.
+                        // One end sends no more; the other still may.
                         let _ = to.shutdown(Shutdown::Write);
                     });
                 }
@@ -52,7 +54,7 @@ impl Cable {
         cable
     }
 
-    /// Cuts it.
+    /// Cuts the cable.
     pub(crate) fn cut(&self) {
         let ends = self.ends.lock().unwrap().take();
         for end in ends.into_iter().flatten() {
@@ -64,7 +66,7 @@ impl Cable {
 impl Drop for Cable {
     fn drop(&mut self) {
         self.cut();
-        // The one that lets callers in sees that it is over.
+        // Wakes the accepting thread, so that it sees the cut.
         let _ = TcpStream::connect(&self.address);
     }
 }

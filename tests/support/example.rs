@@ -1,13 +1,13 @@
 //! Runs the built examples; `cargo test` and `cargo nextest run` build them first.
 //!
-//! Invariant: no setting of the environment reaches them.
+//! Invariant: no settings of the environment reach them.
 
 use serde_json::Value;
 use std::path::PathBuf;
 use std::process::{Command, Output};
 use stepscope::Device;
 
-/// Enough to need 28 MiB in a step, and no more.
+/// A size that needs 28 MiB in a step.
 pub(crate) const SMALL: [&str; 6] = ["--limit", "100", "--batch", "32", "--folds", "1"];
 
 /// Runs [`command`].
@@ -15,7 +15,7 @@ pub(crate) fn run(example: &str, device: &Device, arguments: &[&str]) -> Output 
     command(example, device, arguments).output().expect("the example starts")
 }
 
-/// The example beside this test's folder.
+/// Returns the path of the example next to this test's folder.
 pub(crate) fn program(example: &str) -> PathBuf {
     let test = std::env::current_exe().expect("this test's path");
     let name = format!("{example}{}", std::env::consts::EXE_SUFFIX);
@@ -24,7 +24,8 @@ pub(crate) fn program(example: &str) -> PathBuf {
     program
 }
 
-/// [`program`], with arguments, on the device's kind, without settings of the environment.
+/// Returns a command for [`program`], with arguments, on the device's kind, without settings of the
+/// environment.
 pub(crate) fn command(example: &str, device: &Device, arguments: &[&str]) -> Command {
     let mut command = Command::new(program(example));
     let settings =
@@ -38,7 +39,7 @@ pub(crate) fn command(example: &str, device: &Device, arguments: &[&str]) -> Com
     command
 }
 
-/// A training run's screen and report.
+/// Returns the screen and the report of a training run.
 pub(crate) fn train(device: &Device, memory: &[&str]) -> (String, Value) {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let out = folder.path().to_str().expect("a path in UTF-8");
@@ -49,7 +50,7 @@ pub(crate) fn train(device: &Device, memory: &[&str]) -> (String, Value) {
     (screen, serde_json::from_str(&report).expect("the report is JSON"))
 }
 
-/// What a program printed.
+/// Returns the printed text of a program.
 pub(crate) fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }

@@ -1,4 +1,4 @@
-//! Checkpoints that are whole, and say what no writer says.
+//! Complete checkpoints with notes that the library never writes.
 
 use safetensors::SafeTensors;
 use sha2::{Digest, Sha256};
@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-/// Gives a checkpoint other notes, and the digest that they must have.
+/// Changes the notes of a checkpoint, and updates its digest.
 pub(crate) fn forge(path: &Path, change: &[(&str, &str)]) {
     let bytes = fs::read(path).unwrap();
     let (_, header) = SafeTensors::read_metadata(&bytes).unwrap();

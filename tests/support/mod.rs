@@ -1,6 +1,6 @@
-//! What the tests share: the devices to run on, the library's seeded numbers, and how far a result may be off.
+//! Helpers that all tests share: the devices, the library's seeded numbers, and error bounds.
 //!
-//! Invariant: a device that was asked for and cannot be opened fails the test; nothing is skipped.
+//! Invariant: a requested device that cannot be opened fails the test; nothing is skipped.
 
 #![allow(dead_code, unused_imports, unused_macros, reason = "each test binary uses its own part")]
 
@@ -13,7 +13,7 @@ pub(crate) mod rank_threads;
 pub(crate) mod tokenizer_json;
 pub(crate) mod witness;
 
-/// Makes each test a module of two: `name::emulated`, and `name::cuda` in a build with CUDA.
+/// Turns each test into a module of two: `name::emulated`, and `name::cuda` in a build with CUDA.
 ///
 /// ```ignore
 /// on_each_device! {
@@ -50,10 +50,11 @@ macro_rules! on_each_device {
 pub(crate) use on_each_device;
 pub(crate) use stepscope::same_bits::{Random, SPECIAL, sample};
 
-/// The device, of just this kind. On a busy machine a kernel of the emulator may take minutes.
+/// Opens a device of exactly this kind. On a busy machine a kernel of the emulator may take
+/// minutes.
 ///
 /// # Panics
-/// When there is none.
+/// There is no such device.
 pub(crate) fn open(kind: stepscope::DeviceKind) -> stepscope::Device {
     let mut builder = stepscope::Device::builder(kind);
     if kind == stepscope::DeviceKind::Emulated {
@@ -64,7 +65,7 @@ pub(crate) fn open(kind: stepscope::DeviceKind) -> stepscope::Device {
     device
 }
 
-/// The L2 norm of `got - want`, over that of `want` (over 1 when `want` is nothing but zeros).
+/// Returns the L2 norm of `got - want`, divided by that of `want` (or by 1 if `want` is all zeros).
 pub(crate) fn relative_l2(got: &[f32], want: &[f64]) -> f64 {
     assert_eq!(got.len(), want.len());
     let difference: f64 = got.iter().zip(want).map(|(&got, &want)| (f64::from(got) - want).powi(2)).sum();
@@ -72,20 +73,22 @@ pub(crate) fn relative_l2(got: &[f32], want: &[f64]) -> f64 {
     (difference / if size == 0.0 { 1.0 } else { size }).sqrt()
 }
 
-/// The largest relative L2 error of an f32 result whose longest sum has `length` terms: `8 u sqrt(length)`; none without
-/// a sum or any other rounding, for `length` 0.
+/// Returns the largest relative L2 error of an f32 result whose longest sum has `length` terms: `8
+/// u sqrt(length)`. It is 0 for `length` 0, without a sum or any other rounding.
 ///
-/// `u` = 2^-24 is half the distance of f32 numbers at 1. In a sum of `length` products of random sign each addition
-/// rounds a partial sum that grows as the root of its terms; the errors add up as a random walk, to about
-/// `u sqrt(length / 6)` of the result. The factor 8 leaves room for the same again in the forward pass that a gradient
-/// is taken at, for up to three such sums in a row, and for the 2 units in the last place of exp and tanh. A wrong term,
-/// index or sign is an error of order 1. The bounds of single elements, which `tests/kernels/tolerance.rs` derives, grow
-/// with the length by the same law.
+/// `u` = 2^-24 is half the distance of f32 numbers at 1. In a sum of `length` products of random
+/// sign, each addition rounds a partial sum that grows as the root of its terms. The errors add up
+/// as a random walk, to about `u sqrt(length / 6)` of the result. The factor 8 covers the same
+/// error again in the forward pass of a gradient, and up to three such sums in sequence. It also
+/// covers the 2 units in the last place of exp and tanh. A wrong term, index or sign is an error of
+/// order 1. The bounds of single elements, which `tests/kernels/tolerance.rs` derives, grow with
+/// the length by the same law.
 pub(crate) fn tolerance(length: usize) -> f64 {
     8.0 * 2f64.powi(-24) * (length as f64).sqrt()
 }
 
-/// The bits of each number, for comparisons that tell 0 from -0 and one NaN from another.
+/// Returns the bits of each number, for comparisons that distinguish 0 from -0 and one NaN from
+/// another.
 pub(crate) fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|value| value.to_bits()).collect()
 }

@@ -1,6 +1,6 @@
-//! Faults at random moments: which, and how long the other ranks took to end.
+//! Faults at random moments: their seeds, and the time until the other ranks end.
 //!
-//! Invariant: a moment follows from its seed, which is told where a test fails.
+//! Invariant: a moment follows from its seed, which a failing test prints.
 
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
@@ -8,10 +8,11 @@ use std::fmt::Display;
 use std::ops::Range;
 use std::time::Duration;
 
-/// How much later than the deadline a rank has ended.
+/// The time after the deadline in which a rank may still end.
 pub(crate) const MARGIN: Duration = Duration::from_secs(1);
 
-/// The seeds of the moments: as many as `STEPSCOPE_KILLS` says, or `usual`; the one that `STEPSCOPE_MOMENT` names.
+/// Returns the seeds of the moments: `STEPSCOPE_KILLS` of them, or `usual`; or only the one in
+/// `STEPSCOPE_MOMENT`.
 pub(crate) fn moments(usual: u64) -> Range<u64> {
     if let Some(seed) = number("STEPSCOPE_MOMENT") {
         return seed..seed + 1;
@@ -24,7 +25,8 @@ fn number(variable: &str) -> Option<u64> {
     Some(text.to_str().and_then(|text| text.parse().ok()).unwrap_or_else(|| panic!("{variable} is a number")))
 }
 
-/// Prints a line of how long it took from each moment until the last other rank had ended. [`MARGIN`] is added to the deadline.
+/// Prints a line with the times from each moment until the last other rank had ended. [`MARGIN`] is
+/// added to the deadline.
 pub(crate) fn tell(fault: impl Display, ranks: usize, deadline: Duration, mut took: Vec<Duration>) {
     took.sort();
     let [Some(least), Some(median), Some(most)] =

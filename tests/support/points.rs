@@ -1,8 +1,8 @@
-//! Points with labels: what a classifier in a test is trained on.
+//! Labelled points: the training data of classifiers in tests.
 
-use stepscope::{Inputs, Result, Samples};
+use stepscope::{HostBatch, HostInputs, Result};
 
-/// Of `INPUTS` numbers each, one point behind the other, and as many labels as points.
+/// Points of `INPUTS` numbers each, one after the other, with a label for each.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Points<const INPUTS: usize> {
     pub(crate) x: Vec<f32>,
@@ -10,19 +10,19 @@ pub(crate) struct Points<const INPUTS: usize> {
 }
 
 impl<const INPUTS: usize> Points<INPUTS> {
-    /// These points, in parts of at most so many.
+    /// Splits the points into parts of at most `part`.
     pub(crate) fn in_parts(self, part: usize) -> Vec<Self> {
         let parts = self.labels.chunks(part).zip(self.x.chunks(part * INPUTS));
         parts.map(|(labels, x)| Self { x: x.to_vec(), labels: labels.to_vec() }).collect()
     }
 }
 
-impl<const INPUTS: usize> Samples for Points<INPUTS> {
+impl<const INPUTS: usize> HostBatch for Points<INPUTS> {
     fn len(&self) -> usize {
         self.labels.len()
     }
 
-    fn inputs(&self) -> Result<Inputs<'_>> {
-        Inputs::new().with(&self.x, [self.labels.len(), INPUTS])?.with(&self.labels, [self.labels.len()])
+    fn inputs(&self) -> Result<HostInputs<'_>> {
+        HostInputs::new().with(&self.x, [self.labels.len(), INPUTS])?.with(&self.labels, [self.labels.len()])
     }
 }

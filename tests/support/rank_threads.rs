@@ -1,6 +1,6 @@
 //! Groups whose ranks are threads of a test, and the model that they train.
 //!
-//! Invariant: all ranks are given the same batches, and what they say of a run must be the same.
+//! Invariant: all ranks get the same batches, and must give the same results.
 
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
@@ -27,37 +27,37 @@ pub(crate) struct Classifier {
 }
 
 impl Model for Classifier {
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let hidden = self.mlp.forward(tape, &tape.input(batch.input::<f32>(0)?))?;
         let hidden = if self.drops { tape.dropout(&hidden, 0.25)? } else { hidden };
         self.head.forward(tape, &hidden)
     }
 
-    fn watched(&self) -> Option<Parameter> {
+    fn monitored(&self) -> Option<Parameter> {
         Some(self.head.weight)
     }
 }
 
-/// How a group trains.
+/// The settings with which a group trains.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Plan {
     pub(crate) ranks: usize,
     pub(crate) shards: usize,
     pub(crate) captured: bool,
-    /// With dropout and a BF16 copy of the weights.
+    /// Enables dropout and a BF16 copy of the weights.
     pub(crate) more: bool,
 }
 
 impl Plan {
-    pub(crate) fn learner(self, device: &Device) -> Result<Learner<Classifier>> {
-        let mut layout = Layout::builder();
+    pub(crate) fn learner(self, device: &Device) -> Result<TrainState<Classifier>> {
+        let mut layout = ParameterSpec::builder();
         let mut names = layout.names();
         // 18 chunks of 4096 weights: of 8 ranks, 5 have a slice.
         let mlp = Mlp::new(names.at("mlp"), INPUTS, 256, 256);
         let model = Classifier { mlp, head: Linear::new(names.at("head"), 256, CLASSES), drops: self.more };
         let schedule = Schedule::WarmupCosine { warmup: 2, total: 10, floor: 0.1 };
         let config = AdamWConfig { learning_rate: 0.002, clip: Some(0.05), schedule, ..AdamWConfig::default() };
-        let learner = Learner::new(device, model, &layout.build()?, 7, config)?;
+        let learner = TrainState::new(device, model, &layout.build()?, 7, config)?;
         let groups = ParameterGroups::new().no_decay(ParameterGroups::is_gain_bias_or_embedding);
         let learner = learner.with_parameter_groups(&groups)?;
         if self.more { learner.with_dropout(11)?.with_bf16_copy() } else { Ok(learner) }
@@ -72,7 +72,7 @@ impl Points {
     }
 }
 
-/// The batches of a run, of parts whose lengths `lens` gives.
+/// Returns the batches of a run, of parts with the lengths from `lens`.
 pub(crate) fn batches(lens: impl Fn(usize) -> usize) -> Vec<Vec<Points>> {
     let mut random = Random::new(3);
     let mut part = |samples: usize| {
@@ -92,7 +92,8 @@ pub(crate) fn uneven() -> Vec<Vec<Points>> {
     batches
 }
 
-/// Runs a program on each rank of a group, in a thread and on a device of its own, and returns what the ranks returned.
+/// Runs a program on each rank of a group, in a thread and on a device of its own, and returns the
+/// ranks' results.
 pub(crate) fn on_ranks<T: Send>(
     (kind, ranks): (DeviceKind, usize),
     deadline: Duration,
@@ -101,7 +102,7 @@ pub(crate) fn on_ranks<T: Send>(
     on_ranks_with(kind, &vec![FaultPlan::new(); ranks], deadline, program)
 }
 
-/// The same, with a plan of faults for the device of each rank.
+/// Runs it like [`on_ranks`], with a fault plan for the device of each rank.
 pub(crate) fn on_ranks_with<T: Send>(
     kind: DeviceKind,
     plans: &[FaultPlan],
@@ -109,7 +110,7 @@ pub(crate) fn on_ranks_with<T: Send>(
     program: impl Fn(&Device, Group) -> Result<T> + Sync,
 ) -> Vec<Result<T>> {
     let configs = GroupConfig::on_this_host(plans.len()).unwrap();
-    // Short deadlines are for the waits for others.
+    // Short deadlines apply only to waits for other ranks.
     let of_device = deadline.max(Duration::from_secs(20));
     let open = |config: &GroupConfig| {
         let plan = plans[config.rank()].clone();
@@ -122,7 +123,8 @@ pub(crate) fn on_ranks_with<T: Send>(
     in_threads(configs, run).into_iter().map(|(said, _)| said).collect()
 }
 
-/// Runs each rank's program in a thread of its own; what each returned, a panic as an error, and when nothing of it was left.
+/// Runs each rank's program in its own thread. Returns each result, with panics as errors, and the
+/// time at which all its objects were dropped.
 pub(crate) fn in_threads<T: Send>(
     configs: Vec<GroupConfig>,
     program: impl Fn(GroupConfig) -> Result<T> + Sync,
@@ -143,7 +145,7 @@ pub(crate) fn in_threads<T: Send>(
 
 pub(crate) const DEADLINE: Duration = Duration::from_secs(120);
 
-/// What a rank says of its run: its updates, its weights and their copy.
+/// The results of a rank's run: its updates, its weights and their copy.
 pub(crate) type Said = (Vec<Update>, String, Option<Vec<bf16>>);
 
 #[derive(Default)]
@@ -160,7 +162,8 @@ pub(crate) fn arena(device: &Device) -> Arena {
     Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap()
 }
 
-/// Trains on these batches from where the checkpoint is, if there is one, and writes it behind each update.
+/// Trains on these batches, resuming from the checkpoint if there is one, and writes it after each
+/// update.
 pub(crate) fn train(
     plan: Plan,
     device: &Device,
@@ -191,7 +194,7 @@ pub(crate) fn train(
     Ok((heard.0, parameters.sha256()?, parameters.bf16_copy().map(Buffer::read).transpose()?))
 }
 
-/// What all ranks say, which must be the same.
+/// Returns the results of all ranks, which must be the same.
 pub(crate) fn said_on(kind: DeviceKind, plan: Plan, batches: &[Vec<Points>], path: Option<&Path>) -> Said {
     let all = on_ranks((kind, plan.ranks), DEADLINE, |device, group| train(plan, device, Some(group), batches, path));
     let mut all = all.into_iter().map(|said| said.unwrap());
@@ -201,7 +204,7 @@ pub(crate) fn said_on(kind: DeviceKind, plan: Plan, batches: &[Vec<Points>], pat
     first
 }
 
-/// What all ranks say on emulators.
+/// Returns the results of all ranks on emulators.
 pub(crate) fn said(plan: Plan, batches: &[Vec<Points>], path: Option<&Path>) -> Said {
     said_on(DeviceKind::Emulated, plan, batches, path)
 }

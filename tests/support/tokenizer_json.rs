@@ -1,22 +1,23 @@
-//! A `tokenizer.json` as GPT-2's and Llama 3's are made: byte pairs, with special tokens behind them.
+//! A `tokenizer.json` like those of GPT-2 and Llama 3: byte pairs, followed by special tokens.
 
 use serde_json::{Value, json};
 
-/// Pairs that are merged, first things first: the tokens 256 and so on.
+/// The merged pairs, in order: the tokens 256 and so on.
 const MERGES: [[&str; 2]; 5] = [["l", "e"], ["le", "t"], ["u", "t"], ["\u{120}", "m"], ["\u{120}m", "ut"]];
-/// Tokens behind all pairs.
+/// The tokens after all pairs.
 pub(crate) const SPECIAL: [&str; 2] = ["<|endoftext|>", "<|pad|>"];
-/// How many tokens it has.
+/// The number of tokens.
 pub(crate) const TOKENS: usize = 256 + MERGES.len() + SPECIAL.len();
 
-/// The character that stands for a byte, by GPT-2's `bytes_to_unicode`: printable ones for themselves, all others behind 255.
+/// Returns the character for a byte, by GPT-2's `bytes_to_unicode`: printable ones stand for
+/// themselves, and all others come after 255.
 pub(crate) fn character(byte: u8) -> char {
     let printable = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     let others = (0..byte).filter(|&byte| !printable(byte)).count() as u32;
     if printable(byte) { byte.into() } else { char::from_u32(256 + others).expect("a character of Latin Extended") }
 }
 
-/// The tokenizer; a byte's token is its number.
+/// Returns the tokenizer; a byte's token is its number.
 pub(crate) fn byte_level() -> Value {
     let bytes = (0..=255).map(|byte| (character(byte).to_string(), Value::from(byte)));
     let merged = MERGES.iter().zip(256..).map(|(pair, id)| (pair.concat(), Value::from(id)));

@@ -1,10 +1,12 @@
 //! A witness of the machine's own pauses, for tests of deadlines.
 //!
-//! The library owes an answer by a deadline plus [`SLACK`]. A machine with more to do than cores may let a thread that could
-//! run wait for longer than that. How long it did is known from two sources: on Linux the scheduler says how long the
-//! calling thread was ready and did not run; and a thread that wants to wake every millisecond, the witness, sees how
-//! late it woke, for the other threads' part. Invariant: a limit is extended by these times and by nothing else, so on an
-//! idle machine it is the deadline plus [`SLACK`].
+//! The library must answer by a deadline plus [`SLACK`]. A machine with more work than cores may
+//! delay a ready thread for longer than that. Two sources measure the delay. On Linux the scheduler
+//! reports how long the calling thread was ready and did not run. For other threads, a witness
+//! thread wakes every millisecond and measures how late it woke.
+//!
+//! Invariant: only these times extend a limit, so on an idle machine it is the deadline plus
+//! [`SLACK`].
 
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
@@ -12,18 +14,18 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// What a call may take beyond its deadline.
+/// The time that a call may take beyond its deadline.
 pub(crate) const SLACK: Duration = Duration::from_millis(50);
-/// How long "at once" lasts: no wait, no look at the device.
+/// The longest duration of "at once": no wait, no poll of the device.
 pub(crate) const AT_ONCE: Duration = Duration::from_millis(5);
-/// The pulse.
+/// The interval of the witness's beats.
 const BEAT: Duration = Duration::from_millis(1);
 
 struct Witness {
     start: Instant,
     /// Nanoseconds from the start to the latest beat.
     latest: AtomicU64,
-    /// Nanoseconds that beats came late, in all.
+    /// The total nanoseconds by which beats came late.
     late: AtomicU64,
 }
 
@@ -51,22 +53,23 @@ impl Witness {
         }
     }
 
-    /// How late beats have come in all, the one that is due included.
+    /// Returns the total lateness of the beats, including the one that is due.
     fn late(&self) -> Duration {
         let due = lateness(self.latest.load(Ordering::SeqCst), self.now());
         Duration::from_nanos(self.late.load(Ordering::SeqCst) + due)
     }
 }
 
-/// How late the second of two beats is: nothing when it is off by less than a beat, as sleeps are on any machine.
+/// Returns the lateness of the second of two beats. It is 0 if it is less than a beat, as sleeps
+/// are inexact on any machine.
 fn lateness(before: u64, now: u64) -> u64 {
     let beat = BEAT.as_nanos() as u64;
     let gap = now.saturating_sub(before);
     if gap < 2 * beat { 0 } else { gap - beat }
 }
 
-/// For how long in all this thread was ready to run and did not: the second figure of its `schedstat`. Zero where the
-/// system does not say.
+/// Returns the total time for which this thread was ready to run and did not: the second figure of
+/// its `schedstat`. It is zero if the system does not report it.
 #[cfg(target_os = "linux")]
 fn ready_and_not_run() -> Duration {
     use std::fs::File;
@@ -101,24 +104,24 @@ impl Watch {
         Self { start: Instant::now(), late, not_run }
     }
 
-    /// How long it has lasted.
+    /// Returns the elapsed time.
     pub(crate) fn elapsed(&self) -> Duration {
         self.start.elapsed()
     }
 
-    /// For how long the machine kept this thread and the witness waiting meanwhile.
+    /// Returns the time for which the machine delayed this thread and the witness meanwhile.
     pub(crate) fn pauses(&self) -> Duration {
         Witness::get().late().saturating_sub(self.late) + ready_and_not_run().saturating_sub(self.not_run)
     }
 
-    /// Whether it has lasted longer than `limit` and the machine's pauses.
+    /// True if more time has passed than `limit` and the machine's pauses.
     pub(crate) fn exceeds(&self, limit: Duration) -> bool {
         let elapsed = self.elapsed();
         elapsed > limit && elapsed > limit + self.pauses()
     }
 
     /// # Panics
-    /// When it has lasted longer than `limit` and the machine's pauses.
+    /// More time has passed than `limit` and the machine's pauses.
     #[track_caller]
     pub(crate) fn within(&self, limit: Duration, what: &str) {
         let (elapsed, late) = (self.elapsed(), self.exceeds(limit));

@@ -1,5 +1,5 @@
-//! `nn::MultiHeadAttention` as models use it: which parameters it names, which ops it is, that it learns, captured and not, and that its
-//! memory grows with the number of tokens alone.
+//! `nn::MultiHeadAttention` as models use it: its parameter names, its equivalence to single ops,
+//! and its training, captured and eager. Its memory grows only with the number of tokens.
 
 #![forbid(unsafe_code)]
 
@@ -8,7 +8,7 @@ mod cached;
 use crate::support::{Random, bits, on_each_device};
 use std::num::NonZeroU32;
 use stepscope::nn::{Linear, MultiHeadAttention};
-use stepscope::ops::{AttentionForm, Rotary, Sees};
+use stepscope::ops::{AttentionConfig, AttentionMask, Rotary};
 use stepscope::*;
 
 const BATCH: usize = 2;
@@ -26,8 +26,8 @@ struct Layers {
 }
 
 impl Layers {
-    fn new() -> (Self, Layout) {
-        let mut layout = Layout::builder();
+    fn new() -> (Self, ParameterSpec) {
+        let mut layout = ParameterSpec::builder();
         let mut names = layout.names();
         let layers = Self {
             gpt2: MultiHeadAttention::new(names.at("gpt2"), WIDTH, 2).causal(),
@@ -40,17 +40,17 @@ impl Layers {
                 .rotary(Rotary::default())
                 .qk_norm(names.at("qwen"), WIDTH / 4, EPSILON),
             local: MultiHeadAttention::new(names.at("local"), WIDTH, 2)
-                .sees(Sees::Window(NonZeroU32::new(16).unwrap()))
+                .sees(AttentionMask::SlidingWindow(NonZeroU32::new(16).unwrap()))
                 .qk_norm(names.at("local"), WIDTH / 2, EPSILON),
         };
         (layers, layout.build().expect("the names differ"))
     }
 }
 
-/// A layer or the same by ops, from an input and a tape to an output.
+/// A layer or its equivalent ops, from an input and a tape to an output.
 type Forward = for<'t, 's> fn(&Layers, &Tape<'t, 's>, &Var<'s>, Saved<'s, u32>) -> Result<Var<'s>>;
 
-/// The output and all gradients for a loss that weighs each element of the output differently.
+/// Returns the output and all gradients for a loss that weighs each output element differently.
 fn run(device: &Device, forward: Forward) -> (Vec<u32>, Vec<u32>) {
     let (layers, layout) = Layers::new();
     let parameters = Parameters::new(device, &layout, 7).unwrap();
@@ -65,14 +65,14 @@ fn run(device: &Device, forward: Forward) -> (Vec<u32>, Vec<u32>) {
         let labels: Vec<u32> = (0..BATCH * TOKENS).map(|row| (row % WIDTH) as u32).collect();
         let labels = step.upload(&labels, [labels.len()])?.save();
         let loss = tape.cross_entropy(&tape.reshape(&y, [BATCH * TOKENS, WIDTH])?, labels, 1.0)?;
-        tape.backward_afresh(&loss, &mut gradients)?;
+        tape.backward_overwrite(&loss, &mut gradients)?;
         step.read(y.value())
     });
     (bits(&y.unwrap()), bits(&gradients.flat().read().unwrap()))
 }
 
 #[test]
-fn names_are_those_of_other_libraries() {
+fn names_match_other_libraries() {
     let (_, layout) = Layers::new();
     let shapes: Vec<String> =
         layout.entries().iter().map(|entry| format!("{} {}", entry.name(), entry.shape())).collect();
@@ -104,35 +104,35 @@ fn names_are_those_of_other_libraries() {
 }
 
 on_each_device! {
-    fn a_layer_is_the_ops_of_its_formula(device: &Device) {
+    fn layers_match_their_formulas(device: &Device) {
         let pairs: [(&str, Forward, Forward); 6] = [
             ("gpt2", |layers, tape, x, _| layers.gpt2.forward(tape, x), |layers, tape, x, _| {
                 let MultiHeadAttention { qkv, output, .. } = layers.gpt2;
                 let qkv = tape.linear(x, qkv.weight, qkv.bias)?;
-                let mixed = tape.attention(&qkv, None, &AttentionForm::new(2).causal())?;
+                let mixed = tape.attention(&qkv, None, &AttentionConfig::new(2).causal())?;
                 tape.linear(&mixed, output.weight, output.bias)
             }),
             ("vit", |layers, tape, x, _| layers.vit.forward(tape, x), |layers, tape, x, _| {
                 let MultiHeadAttention { qkv, output, .. } = layers.vit;
-                let mixed = tape.attention(&tape.linear(x, qkv.weight, qkv.bias)?, None, &AttentionForm::new(1).scale(0.125))?;
+                let mixed = tape.attention(&tape.linear(x, qkv.weight, qkv.bias)?, None, &AttentionConfig::new(1).scale(0.125))?;
                 tape.linear(&mixed, output.weight, output.bias)
             }),
             ("llama", |layers, tape, x, _| layers.llama.forward(tape, x), |layers, tape, x, _| {
                 let MultiHeadAttention { qkv, output, .. } = layers.llama;
-                let form = AttentionForm::new(4).kv_heads(2).causal();
+                let form = AttentionConfig::new(4).kv_heads(2).causal();
                 let qkv = tape.rotary(&tape.linear(x, qkv.weight, None)?, Rotary::new(500_000.0), &form)?;
                 tape.linear(&tape.attention(&qkv, None, &form)?, output.weight, None)
             }),
             ("qwen", |layers, tape, x, _| layers.qwen.forward(tape, x), |layers, tape, x, _| {
                 let MultiHeadAttention { qkv, output, qk_norm, .. } = &layers.qwen;
-                let (form, (gains, _)) = (AttentionForm::new(4).kv_heads(1).causal(), qk_norm.as_ref().unwrap());
+                let (form, (gains, _)) = (AttentionConfig::new(4).kv_heads(1).causal(), qk_norm.as_ref().unwrap());
                 let qkv = tape.qk_norm(&tape.linear(x, qkv.weight, None)?, gains, EPSILON, &form)?;
                 let qkv = tape.rotary(&qkv, Rotary::default(), &form)?;
                 tape.linear(&tape.attention(&qkv, None, &form)?, output.weight, None)
             }),
             ("local", |layers, tape, x, _| layers.local.forward(tape, x), |layers, tape, x, _| {
                 let MultiHeadAttention { qkv, output, qk_norm, .. } = &layers.local;
-                let form = AttentionForm::new(2).sees(Sees::Window(NonZeroU32::new(16).unwrap()));
+                let form = AttentionConfig::new(2).sees(AttentionMask::SlidingWindow(NonZeroU32::new(16).unwrap()));
                 let (gains, _) = qk_norm.as_ref().unwrap();
                 let qkv = tape.qk_norm(&tape.linear(x, qkv.weight, qkv.bias)?, gains, EPSILON, &form)?;
                 tape.linear(&tape.attention(&qkv, None, &form)?, output.weight, output.bias)
@@ -141,7 +141,7 @@ on_each_device! {
                 layers.gpt2.forward_masked(tape, x, &layers.gpt2.form().documents(documents))
             }, |layers, tape, x, documents| {
                 let MultiHeadAttention { qkv, output, .. } = layers.gpt2;
-                let form = AttentionForm::new(2).causal().documents(documents);
+                let form = AttentionConfig::new(2).causal().documents(documents);
                 tape.linear(&tape.attention(&tape.linear(x, qkv.weight, qkv.bias)?, None, &form)?, output.weight, output.bias)
             }),
         ];
@@ -155,8 +155,8 @@ on_each_device! {
         assert!(all[0] != all[5], "documents are a mask");
     }
 
-    /// A token's label is the class of the one before it, which attention alone can tell.
-    fn a_captured_step_learns_as_an_eager_one(device: &Device) {
+    /// A token's label is the class of the token before it, which only attention can access.
+    fn captured_attention_learns_like_eager(device: &Device) {
         let eager = losses(device, false);
         let captured = losses(device, true);
         assert_eq!(bits(&eager), bits(&captured));
@@ -168,7 +168,7 @@ on_each_device! {
 const CLASSES: usize = 6;
 const UPDATES: usize = 60;
 
-/// A layer that must copy: the class of the token before, by rotary positions.
+/// A layer that must copy the class of the previous token, by rotary positions.
 struct Model {
     embed: Linear,
     attention: MultiHeadAttention,
@@ -180,7 +180,7 @@ struct Model {
 
 impl Model {
     fn new(device: &Device) -> Self {
-        let mut layout = Layout::builder();
+        let mut layout = ParameterSpec::builder();
         let mut names = layout.names();
         let embed = Linear::without_bias(names.at("embed"), CLASSES, 32);
         let attention = MultiHeadAttention::grouped(names.at("attention"), 32, [2, 1])
@@ -207,13 +207,13 @@ impl Model {
         let h = self.attention.forward_masked(&tape, &h, &self.attention.form().documents(documents))?;
         let logits = tape.reshape(&self.head.forward(&tape, &h)?, [labels.shape().elements(), CLASSES])?;
         let loss = tape.cross_entropy(&logits, labels, 1.0 / labels.shape().elements() as f32)?;
-        tape.backward_afresh(&loss, &mut self.gradients)?;
+        tape.backward_overwrite(&loss, &mut self.gradients)?;
         self.adamw.apply(step, &mut self.weights, &self.gradients)?;
         Ok(*loss.value())
     }
 }
 
-/// The losses of some updates.
+/// Returns the losses of some updates.
 fn losses(device: &Device, captured: bool) -> Vec<f32> {
     let mut random = Random::new(4);
     let mut arena = Arena::builder(device).capacity(Capacity::mib(8)).build().unwrap();
@@ -223,7 +223,7 @@ fn losses(device: &Device, captured: bool) -> Vec<f32> {
             let mut x = vec![0.0; classes.len() * CLASSES];
             classes.iter().enumerate().for_each(|(token, &class)| x[token * CLASSES + class as usize] = 1.0);
             let documents: Vec<u32> = (0..classes.len()).map(|token| u32::from(token % TOKENS >= 40)).collect();
-            // The first token of a document has none before it.
+            // The first token of a document has no predecessor.
             let label = |token: usize| if (token % TOKENS).is_multiple_of(40) { 0 } else { classes[token - 1] };
             let labels: Vec<u32> = (0..classes.len()).map(label).collect();
             (x, documents, labels)
@@ -246,7 +246,7 @@ fn losses(device: &Device, captured: bool) -> Vec<f32> {
     let mut recorded: Option<Captured<Model, Output>> = None;
     let mut model = Some(model);
     for (x, documents, labels) in &batches {
-        let inputs = Inputs::new().with(x, shapes.0).unwrap();
+        let inputs = HostInputs::new().with(x, shapes.0).unwrap();
         let inputs = inputs.with(documents, shapes.1).unwrap().with(labels, shapes.2).unwrap();
         let captured = recorded.get_or_insert_with(|| {
             let record: Record<Model, Output> = |step, model, slots| {
@@ -262,9 +262,9 @@ fn losses(device: &Device, captured: bool) -> Vec<f32> {
     all
 }
 
-/// What a step with attention over so many tokens needs, in bytes.
+/// Returns the bytes that a step with attention over this many tokens needs.
 fn bytes(device: &Device, tokens: usize, norm: bool) -> usize {
-    let mut layout = Layout::builder();
+    let mut layout = ParameterSpec::builder();
     let layer = MultiHeadAttention::new(layout.names().at("attention"), WIDTH, 1).causal().rotary(Rotary::default());
     let layer = if norm { layer.qk_norm(layout.names(), WIDTH, EPSILON) } else { layer };
     let weights = Parameters::new(device, &layout.build().unwrap(), 5).unwrap();
@@ -276,14 +276,14 @@ fn bytes(device: &Device, tokens: usize, norm: bool) -> usize {
         let y = layer.forward(&tape, &x)?;
         let labels = step.empty::<u32>([tokens])?.save();
         let loss = tape.cross_entropy(&tape.reshape(&y, [tokens, WIDTH])?, labels, 1.0)?;
-        tape.backward_afresh(&loss, &mut gradients)
+        tape.backward_overwrite(&loss, &mut gradients)
     });
     measured.unwrap().high_water_bytes()
 }
 
-/// A matrix of 32,768 x 32,768 alone would be 4 GiB.
+/// A single matrix of 32,768 x 32,768 would take 4 GiB.
 #[test]
-fn memory_grows_with_the_number_of_tokens() {
+fn memory_is_linear_in_tokens() {
     let device = crate::support::open(DeviceKind::Emulated);
     for norm in [false, true] {
         let [short, long] = [1024, 32_768].map(|tokens| bytes(&device, tokens, norm));

@@ -1,7 +1,9 @@
-//! BF16, two to a word, in everything that holds or moves elements: any number of them, from any place on.
+//! BF16, two to a word, in all code that holds or moves elements: any number of them, from any
+//! offset.
 //!
-//! `tests/memory/dlpack.rs`, `tests/memory/arrays.rs` and `tests/training/state_dict.rs` have it in other libraries' arrays and files, `tests/training/bf16/copy.rs` as the copy
-//! of weights.
+//! `tests/memory/dlpack.rs`, `tests/memory/arrays.rs` and `tests/training/state_dict.rs` test BF16
+//! in arrays and files of other libraries. `tests/training/bf16/copy.rs` tests the BF16 copy of
+//! weights.
 
 mod copy;
 #[allow(dead_code, reason = "not every part of the shared support is used here")]
@@ -11,12 +13,15 @@ use crate::overrun::one_too_long;
 use crate::support::{Random, on_each_device};
 use kernels::fill::fill;
 use stepscope::faults::{Call, Fault, FaultPlan};
-use stepscope::{Arena, Buffer, Capacity, Device, Error, Inputs, Output, Result, Slots, Step, Target, bf16, ops};
+use stepscope::{
+    Arena, Buffer, Capacity, CaptureInputs, Device, Error, HostInputs, Output, Result, Step, Target, bf16, ops,
+};
 
-/// Numbers of elements that end inside a word, at its end, and around multiples of 256 bytes and of a chunk of words that share a checksum.
+/// Numbers of elements that end inside a word, at its end, and around multiples of 256 bytes and of
+/// a checksum's chunk.
 const COUNTS: [usize; 9] = [1, 2, 3, 127, 128, 255, 256, 257, 4097];
 
-/// Any bits but a NaN's, of which equality says nothing.
+/// Returns values of any bits but a NaN's, which equality cannot compare.
 fn values(random: &mut Random, count: usize) -> Vec<bf16> {
     let value = |bits: u32| bf16::from_bits(bits as u16);
     (0..count)
@@ -29,20 +34,20 @@ fn arena(device: &Device, checked: bool) -> Arena {
     Arena::builder(device).capacity(Capacity::mib(4)).checked(checked).build().unwrap()
 }
 
-/// The device, and another of its kind that verifies uploads and guards tensors.
+/// Returns the device, and another of its kind that verifies uploads and guards tensors.
 fn both(device: &Device) -> [Device; 2] {
     [device.clone(), Device::builder(device.description().kind).checked(true).open().unwrap()]
 }
 
-/// A fill that is told that the tensor is an element longer than it is.
+/// Runs a fill on a view that is one element longer than the tensor.
 fn one_too_far<'s>(step: &Step<'s>, out: &mut impl Target<'s, bf16>) -> Result<()> {
     let out = one_too_long(out.out());
     let length = out.len();
     step.launch(fill { out, length, value: 1.0 })
 }
 
-/// Negates its input by way of a tensor that is full of other numbers, and returns it twice.
-fn negate<'s>(step: &mut Step<'s>, (): &mut (), slots: &Slots<'s>) -> Result<[Output<bf16>; 2]> {
+/// Negates its input through a tensor that is full of other numbers, and returns it twice.
+fn negate<'s>(step: &mut Step<'s>, (): &mut (), slots: &CaptureInputs<'s>) -> Result<[Output<bf16>; 2]> {
     let x = slots.input::<bf16>(0)?;
     let mut y = ops::fill(step, x.shape(), 3.0).and_then(|y| ops::to_bf16(step, &y))?;
     if slots.variant() == 1 {
@@ -53,7 +58,7 @@ fn negate<'s>(step: &mut Step<'s>, (): &mut (), slots: &Slots<'s>) -> Result<[Ou
 }
 
 on_each_device! {
-    fn buffers_of_any_length_go_there_and_back(device: &Device) {
+    fn buffers_of_any_length_round_trip(device: &Device) {
         let mut random = Random::new(1);
         for device in both(device) {
             for count in COUNTS {
@@ -67,8 +72,8 @@ on_each_device! {
         }
     }
 
-    /// Random writes and reads at any place, against the same on the host.
-    fn parts_of_a_buffer_change_nothing_beside_them(device: &Device) {
+    /// Random writes and reads at any place, compared with the same on the host.
+    fn partial_writes_change_nothing_else(device: &Device) {
         for (seed, device) in (2..).zip(both(device)) {
             let mut random = Random::new(seed);
             for length in [1, 2, 3, 257, 20_001] {
@@ -76,7 +81,7 @@ on_each_device! {
                 let mut buffer = Buffer::from_slice(&device, &model).unwrap();
                 for _ in 0..60 {
                     let start = random.below(length as u32) as usize;
-                    // None, too.
+                    // Zero elements, too.
                     let longest = [1, 5, 300, length][random.below(4) as usize].min(length - start);
                     let count = random.below(longest as u32 + 1) as usize;
                     let numbers = values(&mut random, count);
@@ -91,7 +96,8 @@ on_each_device! {
         }
     }
 
-    /// Wherever an upload begins and ends: one wrong bit of it is found, and the element named that has it.
+    /// Wherever an upload begins and ends, one wrong bit in it is found, and the error names its
+    /// element.
     fn a_damaged_element_is_named(device: &Device) {
         let plan = FaultPlan::new();
         let kind = device.description().kind;
@@ -115,7 +121,7 @@ on_each_device! {
         }
     }
 
-    fn tensors_of_any_length_go_there_and_back(device: &Device) {
+    fn tensors_of_any_length_round_trip(device: &Device) {
         let mut random = Random::new(5);
         for (device, checked) in [(device, false), (device, true)] {
             for count in COUNTS {
@@ -138,7 +144,7 @@ on_each_device! {
         }
     }
 
-    fn what_was_never_written_is_nan_to_the_last_element(device: &Device) {
+    fn unwritten_elements_are_nan(device: &Device) {
         let mut arena = arena(device, true);
         for count in COUNTS {
             arena.step(|step| {
@@ -151,8 +157,8 @@ on_each_device! {
         }
     }
 
-    /// One element beyond the end, in the same word as the last one where their number is odd.
-    fn an_overrun_of_one_element_is_named(device: &Device) {
+    /// One element past the end, in the same word as the last one if their number is odd.
+    fn single_element_overrun_is_named(device: &Device) {
         let mut arena = arena(device, true);
         for count in COUNTS {
             let outcome = arena.step(|step| one_too_far(step, &mut step.empty([count])?));
@@ -160,19 +166,19 @@ on_each_device! {
             let Error::Overrun { tensor, site, bytes, offset_bytes } = &error else { panic!("{error}") };
             assert_eq!((tensor.as_str(), *bytes, *offset_bytes), (format!("bf16[{count}]").as_str(), 2 * count, 2 * count));
             assert!(site.contains("tests/training/bf16.rs"), "{site}");
-            // What stays inside is no overrun.
+            // A write inside the tensor is not an overrun.
             arena.step(|step| ops::fill_into(step, &mut step.empty::<bf16>([count])?, 1.0)).unwrap();
         }
     }
 
-    fn captured_steps_take_and_return_any_number(device: &Device) {
+    fn captured_steps_support_any_length(device: &Device) {
         let mut random = Random::new(6);
         // The last is large enough to wait in a place of its own while a GPU works.
         for count in COUNTS.into_iter().chain([70_001]) {
             for checked in [false, true] {
                 let mut memory = arena(device, checked);
                 let batches: Vec<_> = (0..3).map(|_| values(&mut random, count)).collect();
-                let inputs = |batch| Inputs::new().with(batch, [count]).unwrap();
+                let inputs = |batch| HostInputs::new().with(batch, [count]).unwrap();
                 let mut captured = memory.capture((), &inputs(&batches[0][..]), negate).unwrap();
                 for batch in &batches {
                     let replay = captured.replay(&inputs(batch)).unwrap();
@@ -188,7 +194,7 @@ on_each_device! {
                 }
                 assert_eq!(captured.report().recordings, 1 + u64::from(checked));
                 drop(captured);
-                // The same values, at once.
+                // These values, in an eager step.
                 let eager = memory.step(|step| {
                     let batch = step.upload_inputs(&inputs(&batches[0]))?;
                     step.read(&batch.input::<bf16>(0)?)
@@ -198,16 +204,16 @@ on_each_device! {
         }
     }
 
-    fn inputs_of_other_elements_are_other_inputs(device: &Device) {
+    fn inputs_of_other_types_are_refused(device: &Device) {
         let mut memory = arena(device, false);
         let (halves, words) = ([bf16::ONE; 4], [1.0f32; 4]);
-        let mut captured = memory.capture((), &Inputs::new().with(&halves, [4]).unwrap(), negate).unwrap();
-        let error = captured.replay(&Inputs::new().with(&words, [4]).unwrap()).unwrap_err().to_string();
+        let mut captured = memory.capture((), &HostInputs::new().with(&halves, [4]).unwrap(), negate).unwrap();
+        let error = captured.replay(&HostInputs::new().with(&words, [4]).unwrap()).unwrap_err().to_string();
         assert_eq!(error, "input: expected input 0 of bf16 elements, got f32 [4]");
-        captured.replay(&Inputs::new().with(&halves, [4]).unwrap()).unwrap();
+        captured.replay(&HostInputs::new().with(&halves, [4]).unwrap()).unwrap();
     }
 
-    fn recordings_tell_the_bytes_of_halves(device: &Device) {
+    fn recordings_count_bf16_bytes(device: &Device) {
         let mut memory = arena(device, false);
         memory.record(100);
         memory.step(|step| step.empty::<bf16>([3, 5]).map(drop)).unwrap();

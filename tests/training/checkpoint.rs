@@ -1,4 +1,5 @@
-//! Checkpoints: a resumed run has the bits of one that never stopped, and a failure leaves the old file as it was.
+//! Checkpoints: a resumed run has the bits of an uninterrupted one, and a failure leaves the old
+//! file unchanged.
 
 #![forbid(unsafe_code)]
 
@@ -11,8 +12,8 @@ use std::process::{Command, ExitStatus};
 
 use crate::support::{Random, bits, on_each_device};
 use stepscope::{
-    AdamW, AdamWConfig, Arena, Capacity, Checkpoint, Device, DeviceKind, Error, Gradients, Initializer, Layout,
-    Numbers, Parameter, Parameters, Quantity, Result, Schedule, Tape, Transfer,
+    AdamW, AdamWConfig, Arena, Capacity, Checkpoint, Device, DeviceKind, Error, Gradients, Initializer, NonFinite,
+    Parameter, ParameterSpec, Parameters, Quantity, Result, Schedule, Tape, Transfer,
 };
 use tempfile::TempDir;
 
@@ -21,7 +22,7 @@ const HIDDEN: usize = 33;
 const CLASSES: usize = 3;
 const ROWS: usize = 5;
 
-/// A small model in training, made anew as a new process would.
+/// A small model in training, created again as a new process would.
 struct Training {
     handles: [Parameter; 4],
     parameters: Parameters,
@@ -32,7 +33,7 @@ struct Training {
 
 impl Training {
     fn new(device: &Device, seed: u64) -> Self {
-        let mut layout = Layout::builder();
+        let mut layout = ParameterSpec::builder();
         let zero = Initializer::Constant(0.0);
         let handles = [
             layout.add("first.weight", [FEATURES, HIDDEN], Initializer::fan_in(FEATURES)),
@@ -53,7 +54,7 @@ impl Training {
         Self { handles, parameters, gradients, optimizer, arena }
     }
 
-    /// One update, by the batch of its number.
+    /// Makes one update, with the batch of this number.
     fn update(&mut self, number: u64) {
         let mut random = Random::new(number);
         let (x, labels) = (random.normals(ROWS * FEATURES), random.belows(ROWS, CLASSES as u32));
@@ -74,7 +75,7 @@ impl Training {
             .unwrap();
     }
 
-    /// Weights and both moments, as bits, and the number of updates.
+    /// Returns the weights and both moments, as bits, and the number of updates.
     fn state(&self) -> ([Vec<u32>; 3], u64) {
         let [first, second] = self.optimizer.state() else { panic!("two moments") };
         ([self.parameters.flat(), first, second].map(|flat| bits(&flat.read().unwrap())), self.optimizer.updates())
@@ -106,7 +107,7 @@ fn names_in(folder: &Path) -> Vec<String> {
     names
 }
 
-/// The reason of an [`Error::File`] about `path`.
+/// Returns the reason of an [`Error::File`] about `path`.
 #[track_caller]
 fn file_error<T: std::fmt::Debug>(result: Result<T>, path: &Path) -> String {
     match result {
@@ -118,7 +119,7 @@ fn file_error<T: std::fmt::Debug>(result: Result<T>, path: &Path) -> String {
 /// A tensor in a file: name, type, shape.
 type Described = (String, Dtype, Vec<usize>);
 
-/// What a checkpoint of [`Training`] holds.
+/// Returns the contents of a checkpoint of [`Training`].
 fn described() -> Vec<Described> {
     let weights: [(&str, &[usize]); 4] = [
         ("first.weight", &[FEATURES, HIDDEN]),
@@ -130,7 +131,7 @@ fn described() -> Vec<Described> {
     ["", "adamw.first.", "adamw.second."].into_iter().flat_map(of).collect()
 }
 
-/// Writes a safetensors file of these tensors and notes, with the digest that the format asks for.
+/// Writes a safetensors file of these tensors and notes, with the digest that the format requires.
 fn write_sealed(path: &Path, mut tensors: Vec<(String, TensorView<'_>)>, mut notes: HashMap<String, String>) {
     let mut sorted: Vec<_> = notes.iter().collect();
     sorted.sort();
@@ -148,7 +149,7 @@ fn write_sealed(path: &Path, mut tensors: Vec<(String, TensorView<'_>)>, mut not
     fs::write(path, safetensors::serialize(tensors, Some(notes)).unwrap()).unwrap();
 }
 
-/// A safetensors file of these tensors, all zero.
+/// Writes a safetensors file of these tensors, all zero.
 fn write_file(path: &Path, tensors: &[Described], notes: &[(&str, &str)]) {
     let zeros = vec![0u8; 1 << 16];
     let bytes = |dtype: &Dtype, shape: &[usize]| &zeros[..shape.iter().product::<usize>() * dtype.bitsize() / 8];
@@ -159,7 +160,8 @@ fn write_file(path: &Path, tensors: &[Described], notes: &[(&str, &str)]) {
     write_sealed(path, tensors.iter().map(view).collect(), notes);
 }
 
-/// Makes of a checkpoint what was written when AdamW was the only optimiser: no note says whose the state is.
+/// Converts a checkpoint to the old format without the optimizer's name, from the time when AdamW
+/// was the only one.
 fn make_old(path: &Path) {
     let file = fs::read(path).unwrap();
     let (_, header) = safetensors::SafeTensors::read_metadata(&file).unwrap();
@@ -170,7 +172,7 @@ fn make_old(path: &Path) {
 }
 
 on_each_device! {
-    fn a_resumed_run_has_the_bits_of_one_that_never_stopped(device: &Device) {
+    fn resumed_run_matches_uninterrupted_run(device: &Device) {
         let (_folder, path) = folder();
         let mut straight = Training::new(device, 1);
         (1..=6).for_each(|number| straight.update(number));
@@ -179,7 +181,7 @@ on_each_device! {
         interrupted.save(&path).unwrap();
         let saved = interrupted.state();
         drop(interrupted);
-        // Other weights, other moments, a layout of its own.
+        // Other weights, other moments, and a parameter spec of its own.
         let mut resumed = Training::new(device, 99);
         resumed.update(77);
         resumed.restore(&path).unwrap();
@@ -194,11 +196,11 @@ on_each_device! {
         assert_ne!(straight.state().0[0], saved.0[0]);
     }
 
-    fn every_bit_pattern_comes_back(device: &Device) {
+    fn every_bit_pattern_round_trips(device: &Device) {
         let (_folder, path) = folder();
         let odd_nan = f32::from_bits(0xffc1_2345);
         let values = [0.0, -0.0, f32::NAN, odd_nan, f32::INFINITY, -f32::INFINITY, 1e-45, f32::MIN_POSITIVE, f32::MAX];
-        let mut layout = Layout::builder();
+        let mut layout = ParameterSpec::builder();
         let handle = layout.add("odd", [values.len()], Initializer::Constant(1.0));
         let layout = layout.build().unwrap();
         let mut parameters = Parameters::new(device, &layout, 0).unwrap();
@@ -210,23 +212,23 @@ on_each_device! {
         let optimizer = AdamW::new(&parameters, AdamWConfig::default()).unwrap();
         refused(None, Checkpoint::save(&path, &parameters, None, &[]));
         refused(Some(0), Checkpoint::save(&path, &parameters, Some(&optimizer), &[]));
-        refused(None, parameters.save_state_dict(&path));
+        refused(None, stepscope::save_state_dict(&parameters, &path));
         assert!(!path.exists(), "nothing was saved");
-        Checkpoint::save_with(&path, &parameters, None, &[], Numbers::Any).unwrap();
+        Checkpoint::save_with(&path, &parameters, None, &[], NonFinite::Allow).unwrap();
         let mut restored = Parameters::new(device, &layout, 0).unwrap();
         let before = restored.sha256().unwrap();
         let checkpoint = Checkpoint::load(&path).unwrap();
         refused(None, checkpoint.restore(&mut restored, None));
         assert_eq!(restored.sha256().unwrap(), before, "all or nothing");
-        checkpoint.restore_with(&mut restored, None, Transfer::new().numbers(Numbers::Any)).unwrap();
+        checkpoint.restore_with(&mut restored, None, Transfer::new().non_finite(NonFinite::Allow)).unwrap();
         assert_eq!(bits(&restored.read(handle).unwrap()), bits(&values));
-        // The space behind a parameter is zero, whatever was restored.
+        // The padding after a parameter is zero, whatever was restored.
         assert!(restored.flat().read().unwrap()[values.len()..].iter().all(|value| value.to_bits() == 0));
     }
 }
 
 #[test]
-fn a_checkpoint_holds_named_tensors_and_notes() {
+fn checkpoint_contains_tensors_and_notes() {
     let (_folder, path) = folder();
     let mut training = Training::new(&emulated(), 1);
     training.update(1);
@@ -253,7 +255,7 @@ fn a_checkpoint_holds_named_tensors_and_notes() {
 }
 
 #[test]
-fn weights_can_be_saved_and_restored_alone() {
+fn weights_save_without_an_optimizer() {
     let (_folder, path) = folder();
     let device = emulated();
     let mut training = Training::new(&device, 1);
@@ -269,7 +271,7 @@ fn weights_can_be_saved_and_restored_alone() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_by_name_and_changes_nothing() {
+fn mismatched_checkpoint_changes_nothing() {
     let (_folder, path) = folder();
     let mut training = Training::new(&emulated(), 1);
     training.update(1);
@@ -301,22 +303,22 @@ fn what_does_not_fit_is_refused_by_name_and_changes_nothing() {
     }
     write_file(&path, &good, &[("stepscope.updates", "5")]);
     assert!(file_error(Checkpoint::load(&path), &path).contains("stepscope.format"));
-    // The control: what was changed above is all that was wrong.
+    // As a control, the unchanged file is accepted.
     write_file(&path, &good, &notes);
     training.restore(&path).unwrap();
     assert_eq!(training.state().1, 5);
 }
 
 #[test]
-fn an_optimizer_of_another_model_is_refused() {
+fn foreign_optimizer_is_refused() {
     let (_folder, path) = folder();
     let device = emulated();
     let mut training = Training::new(&device, 1);
     training.update(1);
     training.save(&path).unwrap();
-    // Smaller, larger, and by chance as large.
+    // Smaller, larger, and by chance of the same size.
     for elements in [1, 1_000_000, training.parameters.layout().elements()] {
-        let mut layout = Layout::builder();
+        let mut layout = ParameterSpec::builder();
         layout.add("other", [elements], Initializer::Constant(0.0));
         let others = Parameters::new(&device, &layout.build().unwrap(), 0).unwrap();
         let mut optimizer = AdamW::new(&others, AdamWConfig::default()).unwrap();
@@ -331,7 +333,7 @@ fn an_optimizer_of_another_model_is_refused() {
 }
 
 #[test]
-fn a_torn_or_damaged_file_is_refused() {
+fn damaged_files_are_refused() {
     let (_folder, path) = folder();
     let mut training = Training::new(&emulated(), 1);
     training.update(1);
@@ -351,7 +353,7 @@ fn a_torn_or_damaged_file_is_refused() {
     file_error(Checkpoint::load(&path), &path);
     fs::remove_file(&path).unwrap();
     file_error(Checkpoint::load(&path), &path);
-    // A flipped bit never panics, is refused wherever it stands, and changes nothing.
+    // A flipped bit anywhere is refused without a panic, and changes nothing.
     let mut other = Training::new(&emulated(), 2);
     let untouched = other.state();
     for place in (0..header).chain((header..whole.len()).step_by(7)) {
@@ -365,7 +367,7 @@ fn a_torn_or_damaged_file_is_refused() {
 }
 
 #[test]
-fn a_save_that_fails_leaves_the_old_file_and_nothing_else() {
+fn failed_save_keeps_old_file() {
     let (folder, path) = folder();
     let training = Training::new(&emulated(), 1);
     let missing = folder.path().join("absent").join("model.safetensors");
@@ -383,7 +385,7 @@ fn a_save_that_fails_leaves_the_old_file_and_nothing_else() {
 }
 
 #[test]
-fn a_save_replaces_the_old_file() {
+fn save_replaces_the_old_file() {
     let (folder, path) = folder();
     let mut training = Training::new(&emulated(), 1);
     training.save(&path).unwrap();
@@ -397,7 +399,7 @@ fn a_save_replaces_the_old_file() {
 
 #[cfg(unix)]
 #[test]
-fn a_checkpoint_is_as_readable_as_any_new_file() {
+fn checkpoint_has_default_permissions() {
     use std::os::unix::fs::PermissionsExt;
     let (folder, path) = folder();
     let training = Training::new(&emulated(), 1);
@@ -410,23 +412,23 @@ fn a_checkpoint_is_as_readable_as_any_new_file() {
     }
 }
 
-/// Where the child process of the next test saves.
+/// The environment variable with the path to which the next test's child process saves.
 const CHILD: &str = "STEPSCOPE_TEST_CHECKPOINT_PATH";
 
-/// A model of a few hundred kilobytes, too large for the child's limit.
+/// Returns a model of a few hundred kilobytes, too large for the child's limit.
 fn large(seed: u64) -> Parameters {
-    let mut layout = Layout::builder();
+    let mut layout = ParameterSpec::builder();
     layout.add("weight", [300, 300], Initializer::fan_in(300));
     Parameters::new(&emulated(), &layout.build().unwrap(), seed).unwrap()
 }
 
-/// A process that may write no more than a few kilobytes to a file saves over a checkpoint: once it is told so, once
-/// it is killed in the middle.
+/// A process that may write only a few kilobytes to a file saves over a checkpoint. Once it gets an
+/// error, and once it is killed in the middle.
 #[cfg(unix)]
 #[test]
-fn a_save_that_is_cut_off_leaves_the_old_file() {
+fn interrupted_save_keeps_old_file() {
     use std::os::unix::process::ExitStatusExt;
-    const NAME: &str = "checkpoint::a_save_that_is_cut_off_leaves_the_old_file";
+    const NAME: &str = "checkpoint::interrupted_save_keeps_old_file";
     if let Some(path) = std::env::var_os(CHILD) {
         let path = Path::new(&path);
         file_error(Checkpoint::save(path, &large(2), None, &[]), path);
@@ -458,17 +460,17 @@ fn a_save_that_is_cut_off_leaves_the_old_file() {
 }
 
 #[test]
-fn a_file_of_the_other_kind_is_refused_with_the_name_of_what_reads_it() {
+fn wrong_file_kind_names_its_reader() {
     let folder = tempfile::tempdir().unwrap();
     let [checkpoint, weights] = ["checkpoint", "weights"].map(|name| folder.path().join(name));
     let mut training = Training::new(&Device::open(DeviceKind::Emulated).unwrap(), 3);
     Checkpoint::save(&checkpoint, &training.parameters, None, &[]).unwrap();
-    training.parameters.save_state_dict(&weights).unwrap();
+    stepscope::save_state_dict(&training.parameters, &weights).unwrap();
     let reason = file_error(Checkpoint::load(&weights), &weights);
     assert!(reason.contains("`Parameters::load_state_dict`"), "{reason}");
-    let reason = file_error(training.parameters.load_state_dict(&checkpoint), &checkpoint);
+    let reason = file_error(stepscope::load_state_dict(&mut training.parameters, &checkpoint), &checkpoint);
     assert!(reason.contains("`Checkpoint::load`"), "{reason}");
-    // Each says how its matrices lie.
+    // Each note states the matrix layout.
     for (path, lies) in [(&checkpoint, "inputs x outputs"), (&weights, "outputs x inputs")] {
         let bytes = fs::read(path).unwrap();
         let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();

@@ -1,18 +1,18 @@
-//! An evaluation that is not finite: its error is about the evaluation, and names what went into
+//! Evaluations with a non-finite loss: the error is about the evaluation, and names the inputs of
 //! its loss.
 
 #![forbid(unsafe_code)]
 
 use stepscope::nn::Linear;
 use stepscope::{
-    AdamWConfig, Arena, Batch, Capacity, Device, DeviceKind, EpochProgress, Error, Inputs, Layout, Learner, Model,
-    Numbers, Quantity, Result, Samples, Tape, Trainer, Var,
+    AdamWConfig, Arena, Capacity, Device, DeviceBatch, DeviceKind, EpochProgress, Error, HostBatch, HostInputs, Model,
+    NonFinite, ParameterSpec, Quantity, Result, Tape, TrainState, Trainer, Var,
 };
 
 struct Line(Linear);
 
 impl Model for Line {
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         self.0.forward(tape, &tape.input(batch.input::<f32>(0)?))
     }
 }
@@ -20,31 +20,31 @@ impl Model for Line {
 #[derive(Clone)]
 struct Points([f32; 4]);
 
-impl Samples for Points {
+impl HostBatch for Points {
     fn len(&self) -> usize {
         2
     }
 
-    fn inputs(&self) -> Result<Inputs<'_>> {
-        Inputs::new().with(&self.0, [2, 2])?.with(&[0_u32, 1], [2])
+    fn inputs(&self) -> Result<HostInputs<'_>> {
+        HostInputs::new().with(&self.0, [2, 2])?.with(&[0_u32, 1], [2])
     }
 }
 
 const GOOD: Points = Points([1.0, 0.0, 0.0, 1.0]);
 
-/// A trainer that has made an update, and whose gradients are not finite where asked.
+/// Passes on a trainer that has made an update, with non-finite gradients if requested.
 fn with_trainer(bad_gradients: bool, look: impl FnOnce(&mut Trainer<'_, Line>)) {
     let device = Device::open(DeviceKind::Emulated).unwrap();
-    let mut layout = Layout::builder();
+    let mut layout = ParameterSpec::builder();
     let model = Line(Linear::new(layout.names().at("line"), 2, 2));
-    let learner = Learner::new(&device, model, &layout.build().unwrap(), 7, AdamWConfig::default()).unwrap();
+    let learner = TrainState::new(&device, model, &layout.build().unwrap(), 7, AdamWConfig::default()).unwrap();
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
-    let mut trainer = Trainer::eager(&mut arena, learner).numbers(Numbers::Any);
+    let mut trainer = Trainer::eager(&mut arena, learner).non_finite(NonFinite::Allow);
     trainer.epoch([Ok(vec![GOOD])], &mut EpochProgress::default(), &mut ()).unwrap();
     if bad_gradients {
         trainer.accumulate(&[Points([f32::NAN; 4])]).unwrap();
     }
-    look(&mut trainer.numbers(Numbers::Finite));
+    look(&mut trainer.non_finite(NonFinite::Reject));
 }
 
 #[track_caller]
@@ -56,13 +56,13 @@ fn refused(result: Result<(f64, ())>, expected: &str) {
     assert!(told.contains(&format!("the first tensor concerned: {expected}. ")), "{told}");
 }
 
-/// The gradients of the last batch did not go into the loss: they are not named.
+/// The last batch's gradients did not affect the loss, so the error does not name them.
 #[test]
 fn gradients_are_not_blamed() {
     for bad_gradients in [false, true] {
         // Finite inputs and losses, whose sum is not finite for one of the two signs.
         with_trainer(bad_gradients, |trainer| {
-            let told = "none, all weights are finite: a sum of finite numbers was too large";
+            let told = "none, all weights are finite: a sum of finite numbers overflowed";
             let large = [f32::MAX, f32::MAX, -f32::MAX, -f32::MAX];
             let points = [Points(large), Points(large.map(|value| -value))];
             let mut lost = points.iter().map(|points| trainer.evaluate(points, |_, _| Ok(())));
@@ -84,7 +84,8 @@ fn inputs_are_named_by_their_sample() {
     }
 }
 
-/// The weights that an update has spoilt, and not the gradients that did it.
+/// The error names the weights that an update has made non-finite, and not the gradients that
+/// caused it.
 #[test]
 fn weights_are_named() {
     with_trainer(true, |trainer| {

@@ -1,4 +1,5 @@
-//! Files: what is not a plain one is refused at once, what changes is noticed, what a killed process leaves behind goes away.
+//! Files: only plain files are read, changes are detected, and files left by killed processes are
+//! removed.
 
 #![forbid(unsafe_code)]
 
@@ -14,7 +15,7 @@ use stepscope::{Checkpoint, Error, PlainFile, RunLock, replace_file};
 
 /// Far more than any of this takes.
 const FAR: Duration = Duration::from_secs(20);
-/// What a child process of a test works on.
+/// The environment variable with the path for a test's child process.
 const CHILD: &str = "STEPSCOPE_TEST_FILES";
 
 fn names_in(folder: &Path) -> Vec<String> {
@@ -32,7 +33,7 @@ fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
-/// This program again, with one test and a path for it.
+/// Starts this program again, with one test and a path for it.
 fn child(test: &str, path: &Path) -> Child {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", test]).env(CHILD, path).stdout(Stdio::null());
@@ -44,8 +45,9 @@ fn kill(mut child: Child) {
     child.wait().unwrap();
 }
 
+/// Appended bytes are not read, because the length is taken when the file is opened.
 #[test]
-fn a_file_is_read_to_the_length_that_it_had() {
+fn files_are_read_to_their_length() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("file");
     fs::write(&path, "before").unwrap();
@@ -63,8 +65,10 @@ fn a_file_is_read_to_the_length_that_it_had() {
     assert_eq!(text, "before");
 }
 
+/// A write to the open file is detected. A replacement is another file, so the open one stays
+/// unchanged.
 #[test]
-fn a_file_that_is_written_to_is_noticed_and_one_that_is_replaced_is_not_this_one() {
+fn writes_are_detected_but_not_replacements() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("file");
     fs::write(&path, "old").unwrap();
@@ -82,10 +86,10 @@ fn a_file_that_is_written_to_is_noticed_and_one_that_is_replaced_is_not_this_one
     });
 }
 
-/// None of them ends or begins, as far as a reader knows.
+/// A reader never reaches the end, or the start, of these files.
 #[cfg(unix)]
 #[test]
-fn what_is_no_plain_file_is_refused_at_once() {
+fn only_plain_files_are_read() {
     let folder = tempfile::tempdir().unwrap();
     let [pipe, link] = ["pipe", "link"].map(|name| folder.path().join(name));
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
@@ -109,10 +113,10 @@ fn what_is_no_plain_file_is_refused_at_once() {
     assert!(PlainFile::open(folder.path().join("empty")).unwrap().is_empty());
 }
 
-/// A path that leads to a file now and to a pipe then, whenever it is looked at.
+/// A path that leads alternately to a file and to a pipe.
 #[cfg(unix)]
 #[test]
-fn a_path_that_changes_hands_never_blocks() {
+fn changing_path_never_blocks() {
     let folder = tempfile::tempdir().unwrap();
     let [path, file, pipe] = ["path", "file", "pipe"].map(|name| folder.path().join(name));
     fs::write(&file, "text").unwrap();
@@ -124,7 +128,7 @@ fn a_path_that_changes_hands_never_blocks() {
             for target in [&file, &pipe].into_iter().cycle() {
                 fs::hard_link(target, &place).unwrap();
                 fs::rename(&place, &path).unwrap();
-                // What is renamed to another name of itself stays.
+                // Renaming a file to another name of itself has no effect.
                 let _ = fs::remove_file(&place);
                 if done.load(Ordering::SeqCst) > 0 {
                     break;
@@ -132,7 +136,8 @@ fn a_path_that_changes_hands_never_blocks() {
             }
         });
         wait_until("the path is there", || path.exists());
-        // On a busy machine one of the two threads may run alone for long: as often as it takes until both were met.
+        // On a busy machine only one of the two threads may run for long: repeat until both cases
+        // occurred.
         let (mut files, mut refused, mut strange) = (0, 0, Vec::new());
         while strange.is_empty() && (files + refused < 20_000 || files == 0 || refused == 0) {
             match PlainFile::open(&path) {
@@ -148,7 +153,7 @@ fn a_path_that_changes_hands_never_blocks() {
 }
 
 #[test]
-fn a_folder_is_one_runs_at_a_time() {
+fn folder_has_one_run_at_once() {
     let folder = tempfile::tempdir().unwrap();
     let lock = RunLock::hold(folder.path()).unwrap();
     let Error::File { path, reason } = RunLock::hold(folder.path()).unwrap_err() else { panic!("not about a file") };
@@ -162,7 +167,7 @@ fn a_folder_is_one_runs_at_a_time() {
 }
 
 #[test]
-fn of_many_one_has_the_folder() {
+fn only_one_thread_gets_the_folder() {
     let folder = tempfile::tempdir().unwrap();
     let inside = AtomicUsize::new(0);
     thread::scope(|scope| {
@@ -186,10 +191,10 @@ fn of_many_one_has_the_folder() {
 }
 
 #[test]
-fn a_killed_run_leaves_no_lock_that_refuses() {
-    const NAME: &str = "files::a_killed_run_leaves_no_lock_that_refuses";
+fn lock_of_killed_run_is_released() {
+    const NAME: &str = "files::lock_of_killed_run_is_released";
     if let Some(folder) = std::env::var_os(CHILD) {
-        // The parent looks whether the folder is taken by taking it, for a moment.
+        // The parent tests the lock by taking it for a moment.
         let _lock = loop {
             if let Ok(lock) = RunLock::hold(&folder) {
                 break lock;
@@ -214,11 +219,11 @@ fn a_killed_run_leaves_no_lock_that_refuses() {
     assert_eq!(names_in(folder.path()), [""; 0]);
 }
 
-/// Child processes replace a file without end and are killed; what each leaves is gone with the next replacement, and a live one's
-/// temporary file never is.
+/// Child processes replace a file repeatedly and are killed. The next replacement removes their
+/// temporary files, but never that of a live process.
 #[test]
-fn temporary_files_of_killed_processes_are_swept() {
-    const NAME: &str = "files::temporary_files_of_killed_processes_are_swept";
+fn killed_processes_temporary_files_are_swept() {
+    const NAME: &str = "files::killed_processes_temporary_files_are_swept";
     if let Some(path) = std::env::var_os(CHILD) {
         let bytes = vec![1; 1 << 20];
         loop {
@@ -228,7 +233,7 @@ fn temporary_files_of_killed_processes_are_swept() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("file");
     let mut left = 0;
-    // Enough that most are killed while one is written.
+    // Enough that most are killed during a write.
     for _ in 0..10 {
         let child = child(NAME, &path);
         let temporary = || names_in(folder.path()).iter().any(|name| name.ends_with("-tmp"));
@@ -242,9 +247,9 @@ fn temporary_files_of_killed_processes_are_swept() {
     assert!(left > 0, "none was killed in the middle");
 }
 
-/// Some write, some only sweep, which a load does: no writer's temporary file is taken away.
+/// Some threads write, and some only sweep, as a load does. No writer's temporary file is removed.
 #[test]
-fn many_replace_one_file_at_a_time() {
+fn concurrent_replacements_keep_files_whole() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("file");
     let writing = AtomicUsize::new(2);
@@ -271,7 +276,7 @@ fn many_replace_one_file_at_a_time() {
 #[test]
 fn others_files_are_not_swept() {
     let folder = tempfile::tempdir().unwrap();
-    // Too long, too short, of another name, no file, a link.
+    // Too long, too short, of another name, not a file, a link.
     let kept =
         [".file.backup7.stepscope-tmp", ".file..stepscope-tmp", ".other.abcdef.stepscope-tmp", ".file.abcdef.tmp"];
     for name in kept {
@@ -289,7 +294,7 @@ fn others_files_are_not_swept() {
 }
 
 #[test]
-fn a_name_as_long_as_names_may_be_is_replaced() {
+fn longest_name_can_be_replaced() {
     let folder = tempfile::tempdir().unwrap();
     let path: PathBuf = folder.path().join(OsString::from("ö".repeat(127)));
     replace_file(&path, b"one").unwrap();
@@ -297,10 +302,10 @@ fn a_name_as_long_as_names_may_be_is_replaced() {
     assert_eq!((fs::read(&path).unwrap(), names_in(folder.path()).len()), (b"two".to_vec(), 1));
 }
 
-/// The system's word for a folder in which nobody may make a file, root neither.
+/// The system's error for a folder in which even root cannot create a file.
 #[cfg(target_os = "linux")]
 #[test]
-fn where_no_file_can_be_made_the_system_says_why() {
+fn system_errors_are_passed_on() {
     let path = Path::new("/proc/stepscope");
     let Err(Error::File { path: named, reason }) = replace_file(path, b"bytes") else { panic!("a file in /proc") };
     assert!(named == path && !reason.is_empty(), "{reason}");

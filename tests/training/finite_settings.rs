@@ -1,5 +1,5 @@
-//! Settings and weights from which NaN or infinity would follow are refused, or reported by name,
-//! before anything is trained with them.
+//! Settings and weights that would lead to NaN or infinity are refused, or reported by name, before
+//! they are used in training.
 
 #![forbid(unsafe_code)]
 
@@ -15,7 +15,7 @@ fn device() -> Device {
 }
 
 fn one_weight(device: &Device) -> Parameters {
-    let mut layout = Layout::builder();
+    let mut layout = ParameterSpec::builder();
     layout.add("w", [4], Initializer::ONE);
     Parameters::new(device, &layout.build().unwrap(), 1).unwrap()
 }
@@ -29,7 +29,7 @@ fn assert_misuse<R: std::fmt::Debug>(result: Result<R>, words: &[&str]) {
 }
 
 #[test]
-fn adamw_refuses_what_makes_nan() {
+fn adamw_refuses_nan_settings() {
     let weights = one_weight(&device());
     let good = AdamWConfig::default();
     let bad = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -1.0];
@@ -52,7 +52,7 @@ fn adamw_refuses_what_makes_nan() {
         assert_misuse(AdamW::new(&weights, AdamWConfig { epsilon: zero, ..good }), &["`epsilon`", "above 0"]);
         assert_misuse(AdamW::new(&weights, AdamWConfig { clip: Some(zero), ..good }), &["`clip`", "above 0"]);
     }
-    // The nearest that are allowed.
+    // The nearest permitted values.
     let least = AdamWConfig {
         learning_rate: 0.0,
         beta1: 0.0,
@@ -64,7 +64,7 @@ fn adamw_refuses_what_makes_nan() {
     AdamW::new(&weights, least).unwrap();
 }
 
-/// Each is finite, and their product is not: the update is refused before it is queued.
+/// Each factor is finite, and their product is not: the update is refused before it is queued.
 #[test]
 fn a_rate_beyond_f32_is_refused() {
     let device = device();
@@ -91,9 +91,9 @@ fn a_rate_beyond_f32_is_refused() {
 }
 
 #[test]
-fn initializers_refuse_what_is_not_finite() {
+fn initializers_refuse_non_finite_values() {
     let built = |initializer| {
-        let mut layout = Layout::builder();
+        let mut layout = ParameterSpec::builder();
         layout.add("first", [2], Initializer::ONE);
         layout.add("wrong", [2], initializer);
         layout.build()
@@ -109,25 +109,25 @@ fn initializers_refuse_what_is_not_finite() {
         assert_misuse(built(of_nothing), &["layout", "`wrong`"]);
     }
     // A later choice counts too.
-    let mut layout = Layout::builder();
+    let mut layout = ParameterSpec::builder();
     layout.add("w", [2], Initializer::ONE);
     layout.initialize(|_| Some(Initializer::he(0)));
     assert_misuse(layout.build(), &["deviation", "`w`"]);
     built(Initializer::Constant(f32::MAX)).unwrap();
 }
 
-/// A model with a parameter on which no loss depends.
+/// A model with a parameter that does not affect the loss.
 struct Net {
     head: Linear,
 }
 
 impl Model for Net {
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         self.head.forward(tape, &tape.input(batch.input::<f32>(0)?))
     }
 }
 
-/// A rule that makes a weight of "unused" infinite at one of its updates, as a diverging decay
+/// A rule that makes a weight of "unused" infinite in one of its updates, as a diverging decay
 /// would.
 struct Spoils {
     at: u64,
@@ -139,7 +139,8 @@ impl UpdateRule for Spoils {
     }
 
     fn settings(&self, number: u64, _: &ParameterGroup) -> Vec<f32> {
-        // 1e30 times 1e30 of the unused weights; the others are 0 there and stay what they are.
+        // 1e30 times the 1e30 of the unused weights. The other products are with 0, and leave the
+        // weights unchanged.
         vec![if number == self.at { 1e30 } else { 1.0 }]
     }
 
@@ -149,12 +150,12 @@ impl UpdateRule for Spoils {
     }
 }
 
-fn learner<R: UpdateRule>(device: &Device, rule: R) -> (Learner<Net, R>, Parameter) {
-    let mut layout = Layout::builder();
+fn learner<R: UpdateRule>(device: &Device, rule: R) -> (TrainState<Net, R>, Parameter) {
+    let mut layout = ParameterSpec::builder();
     let head = Linear::new(layout.names().at("head"), INPUTS, 2);
     layout.initialize(|_| Some(Initializer::ZERO));
     let unused = layout.add("unused", [5], Initializer::Constant(1e30));
-    (Learner::new(device, Net { head }, &layout.build().unwrap(), 1, rule).unwrap(), unused)
+    (TrainState::new(device, Net { head }, &layout.build().unwrap(), 1, rule).unwrap(), unused)
 }
 
 fn batch() -> Points {
@@ -168,7 +169,7 @@ fn assert_names_unused<R: std::fmt::Debug>(result: Result<R>, update: u64) {
 }
 
 #[test]
-fn a_weight_that_was_written_infinite_stops_the_first_update() {
+fn infinite_weight_stops_first_update() {
     let device = device();
     for captured in [false, true] {
         for value in [f32::INFINITY, f32::NAN] {
@@ -188,7 +189,7 @@ fn a_weight_that_was_written_infinite_stops_the_first_update() {
 }
 
 #[test]
-fn loaded_without_a_check_they_are_checked_later() {
+fn unchecked_loads_are_checked_later() {
     let device = device();
     let (mut learner, _) = learner(&device, SgdConfig::default());
     let numbers: Vec<Vec<u8>> = learner
@@ -202,14 +203,15 @@ fn loaded_without_a_check_they_are_checked_later() {
         })
         .collect();
     let mut sources = numbers.iter();
-    let load = learner.parameters.load(|_| sources.next().map(Vec::as_slice), Transfer::new().numbers(Numbers::Any));
+    let load =
+        learner.parameters.load(|_| sources.next().map(Vec::as_slice), Transfer::new().non_finite(NonFinite::Allow));
     load.unwrap();
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
     assert_names_unused(Trainer::eager(&mut arena, learner).update(&[batch()]), 0);
 }
 
 #[test]
-fn a_weight_that_an_update_spoils_is_found_within_the_epoch() {
+fn spoilt_weight_is_found_within_epoch() {
     let device = device();
     let (learner, _) = learner(&device, Spoils { at: 300 });
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
@@ -220,12 +222,12 @@ fn a_weight_that_an_update_spoils_is_found_within_the_epoch() {
     assert!(progress.updates <= 1000);
 }
 
-/// Whoever asks for any numbers gets them.
+/// `NonFinite::Allow` accepts any numbers.
 #[test]
-fn any_numbers_are_let_be() {
+fn non_finite_numbers_can_be_allowed() {
     let device = device();
     let (mut learner, unused) = learner(&device, SgdConfig::default());
     learner.parameters.write(unused, &[f32::INFINITY; 5]).unwrap();
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
-    Trainer::eager(&mut arena, learner).numbers(Numbers::Any).update(&[batch()]).unwrap();
+    Trainer::eager(&mut arena, learner).non_finite(NonFinite::Allow).update(&[batch()]).unwrap();
 }

@@ -1,6 +1,6 @@
-//! The floating-point mode of the caller's thread decides no bit, ends no process and is the same
-//! afterwards: whether it flushes subnormal numbers, rounds otherwise or traps, and whether it was
-//! set before the device is opened, before a step or on another thread.
+//! The floating-point mode of the caller's thread does not affect any bit, does not end the
+//! process, and is unchanged afterwards. It may flush subnormal numbers, round differently or trap.
+//! It may be set before the device is opened, before a step or on another thread.
 
 mod register;
 
@@ -11,7 +11,7 @@ use register::{MODES, Mode};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;
 use stepscope::nn::{Dropout, Linear, Mlp};
-use stepscope::same_bits::{Form, cases, compare, line, run};
+use stepscope::same_bits::{CaseSize, cases, compare, line, run};
 use stepscope::*;
 
 const INPUTS: usize = 12;
@@ -23,8 +23,8 @@ fn device() -> Device {
     crate::support::open(DeviceKind::Emulated)
 }
 
-/// The library's cases in `form`, and how many of them give other bits than the committed ones.
-fn wrong_digests(device: &Device, form: Form) -> Vec<String> {
+/// Runs the library's cases in `form`, and returns those whose bits differ from the committed ones.
+fn wrong_digests(device: &Device, form: CaseSize) -> Vec<String> {
     let lines = cases().iter().map(|(name, case)| line(name, &run(device, case, form).unwrap())).collect::<Vec<_>>();
     let found = lines.concat();
     let verdicts = compare(&found, form.golden());
@@ -35,15 +35,15 @@ fn wrong_digests(device: &Device, form: Form) -> Vec<String> {
 #[test]
 fn every_kernel_keeps_its_bits() {
     for mode in MODES {
-        let wrong = mode.within(|| wrong_digests(&device(), Form::Smallest));
+        let wrong = mode.within(|| wrong_digests(&device(), CaseSize::Smallest));
         assert!(wrong.is_empty(), "{}: {wrong:#?}", mode.0);
     }
 }
 
-/// The issue is a thread that flushes; whole cases have the most subnormal numbers.
+/// The critical case is a flushing thread; whole cases have the most subnormal numbers.
 #[test]
 fn whole_cases_keep_their_bits() {
-    let wrong = MODES[0].within(|| wrong_digests(&device(), Form::Whole));
+    let wrong = MODES[0].within(|| wrong_digests(&device(), CaseSize::Whole));
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
@@ -61,19 +61,19 @@ struct Net {
 }
 
 impl Model for Net {
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let x = self.input.forward(tape, &tape.input(batch.input::<f32>(0)?))?;
         let x = self.dropout.forward(tape, &self.mlp.forward_residual(tape, &x, &x)?)?;
         self.head.forward(tape, &x)
     }
 
-    fn watched(&self) -> Option<Parameter> {
+    fn monitored(&self) -> Option<Parameter> {
         Some(self.head.weight)
     }
 }
 
-fn learner(device: &Device) -> Learner<Net> {
-    let mut layout = Layout::builder();
+fn learner(device: &Device) -> TrainState<Net> {
+    let mut layout = ParameterSpec::builder();
     let mut names = layout.names();
     let net = Net {
         input: Linear::new(names.at("input"), INPUTS, 16),
@@ -85,11 +85,11 @@ fn learner(device: &Device) -> Learner<Net> {
     let schedule = Schedule::WarmupCosine { warmup: 3, total: 9, floor: 0.1 };
     let config = AdamWConfig { learning_rate: 0.02, clip: Some(0.3), schedule, ..AdamWConfig::default() };
     let groups = ParameterGroups::new().no_decay(ParameterGroups::is_gain_bias_or_embedding);
-    let learner = Learner::new(device, net, &layout.build().unwrap(), 7, config).unwrap();
+    let learner = TrainState::new(device, net, &layout.build().unwrap(), 7, config).unwrap();
     learner.with_parameter_groups(&groups).unwrap().with_dropout(5).unwrap().with_bf16_copy().unwrap()
 }
 
-/// Batches, some of whose numbers are subnormal.
+/// Returns batches in which some numbers are subnormal.
 fn batches() -> Vec<Vec<Points>> {
     let mut random = Random::new(3);
     let mut batch = |samples: usize| {
@@ -101,8 +101,8 @@ fn batches() -> Vec<Vec<Points>> {
     [8, 8, 8, 6].map(&mut batch).into()
 }
 
-/// The digest of the weights after an epoch, its mean loss and the loss of an evaluation, all as
-/// bits.
+/// Returns the digest of the weights after an epoch, its mean loss and the loss of an evaluation,
+/// all as bits.
 fn trained(device: &Device, captured: bool, batches: &[Vec<Points>]) -> (String, [u64; 2]) {
     let mut arena = Arena::builder(device).capacity(Capacity::mib(8)).build().unwrap();
     let learner = learner(device);
@@ -134,7 +134,7 @@ fn training_ends_with_the_same_weights() {
     }
 }
 
-/// The opener's thread is in one mode, and the thread that trains in another.
+/// The opener's thread has one mode, and the training thread another.
 #[test]
 fn another_thread_may_have_another_mode() {
     let batches = batches();
@@ -150,9 +150,9 @@ fn another_thread_may_have_another_mode() {
     assert!(found.iter().all(|found| *found == expected), "{found:?}, not {expected:?}");
 }
 
-/// The modes change while a step runs, as when a shared library is loaded there.
+/// The mode changes while a step runs, as when a shared library is loaded there.
 #[test]
-fn a_mode_that_changes_within_a_step_reaches_no_kernel() {
+fn mode_changes_do_not_reach_kernels() {
     let device = device();
     let tiny: Vec<f32> = (1..=4096).map(|at| at as f32 * 1e-42).collect();
     let halved = |mode: Option<Mode>| {
@@ -193,7 +193,7 @@ contract! { unsafe divides_and_panics { block: 50 } |k| {
 }}
 
 #[test]
-fn a_kernel_that_panics_leaves_the_mode() {
+fn panicking_kernel_keeps_the_mode() {
     let device = device();
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
     let mut failed = |mode: Mode| {
@@ -212,7 +212,7 @@ fn a_kernel_that_panics_leaves_the_mode() {
 }
 
 #[test]
-fn a_step_that_panics_leaves_the_mode() {
+fn panicking_step_keeps_the_mode() {
     let device = device();
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
     for mode in MODES {
@@ -224,7 +224,7 @@ fn a_step_that_panics_leaves_the_mode() {
     }
 }
 
-/// What the host computes outside steps, as bits.
+/// Returns the results of host computations outside steps, as bits.
 fn host_numbers(arena: &mut Arena, logits: &[f32]) -> Vec<u64> {
     let mut numbers = Vec::new();
     let schedule = Schedule::WarmupCosine { warmup: 7, total: 100, floor: 0.07 };
@@ -247,7 +247,7 @@ fn host_numbers(arena: &mut Arena, logits: &[f32]) -> Vec<u64> {
     numbers.extend((0..50).map(|_| u64::from(sampler.next(logits).unwrap())));
     let mut progress = EpochProgress::default();
     for number in 1..9 {
-        progress.add(&Update { number, samples: 3, loss: f64::from_bits(0x3fb9_9999_9999_999a), watched_l2: None });
+        progress.add(&Update { number, samples: 3, loss: f64::from_bits(0x3fb9_9999_9999_999a), monitored_l2: None });
     }
     numbers.push(progress.mean_loss().to_bits());
     let check = GradCheck::default().run(arena, &[(&logits[..6], [6].into())], |tape, inputs| tape.tanh(&inputs[0]));
@@ -256,7 +256,7 @@ fn host_numbers(arena: &mut Arena, logits: &[f32]) -> Vec<u64> {
 }
 
 #[test]
-fn what_the_host_computes_is_the_same() {
+fn host_results_are_the_same() {
     let device = device();
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
     let logits = Random::new(9).normals(300);
@@ -266,10 +266,10 @@ fn what_the_host_computes_is_the_same() {
     }
 }
 
-/// Reports, errors and settings that are only shown, or read from the environment, must not trap
-/// either.
+/// Reports, errors and settings that are only displayed, or read from the environment, must not
+/// trap either.
 #[test]
-fn nothing_that_is_shown_traps() {
+fn displayed_values_do_not_trap() {
     let device = device();
     for mode in MODES {
         let text = mode.within(|| {
@@ -284,11 +284,11 @@ fn nothing_that_is_shown_traps() {
     }
 }
 
-/// A NaN or a subnormal number among what is loaded is compared without a trap.
+/// A NaN or a subnormal number in loaded data is compared without a trap.
 #[test]
-fn numbers_that_are_not_finite_are_found() {
+fn non_finite_numbers_are_found() {
     let device = device();
-    let mut layout = Layout::builder();
+    let mut layout = ParameterSpec::builder();
     let w = layout.add("w", [3], Initializer::ONE);
     let layout = layout.build().unwrap();
     for mode in MODES {

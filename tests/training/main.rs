@@ -1,4 +1,4 @@
-//! Layers, optimizers, trainers, checkpoints and files of weights.
+//! Tests of layers, optimizers, trainers, checkpoints and weight files.
 
 #[path = "../support/overrun.rs"]
 mod overrun;

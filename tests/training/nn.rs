@@ -1,4 +1,5 @@
-//! Layers: the parameters that they name, and that each is the ops of its formula, forward and backward, bit for bit.
+//! Layers: their parameter names, and their equivalence to the ops of their formulas, forward and
+//! backward, bit for bit.
 
 #![forbid(unsafe_code)]
 
@@ -12,7 +13,7 @@ const BATCH: usize = 3;
 const TOKENS: usize = 4;
 const WIDTH: usize = 128;
 
-/// A layer and the same by ops, each from an input and a tape to an output.
+/// A layer or its equivalent ops, each from an input and a tape to an output.
 type Forward = for<'t, 's> fn(&Layers, &Tape<'t, 's>, &Var<'s>) -> Result<Var<'s>>;
 
 struct Layers {
@@ -27,8 +28,8 @@ struct Layers {
 }
 
 impl Layers {
-    fn new() -> (Self, Layout) {
-        let mut layout = Layout::builder();
+    fn new() -> (Self, ParameterSpec) {
+        let mut layout = ParameterSpec::builder();
         let mut names = layout.names();
         let layers = Self {
             linear: Linear::new(names.at("linear"), WIDTH, 5),
@@ -44,7 +45,7 @@ impl Layers {
     }
 }
 
-/// The output and all gradients for a loss that weighs each element of the output differently.
+/// Returns the output and all gradients for a loss that weighs each output element differently.
 fn run(device: &Device, forward: Forward) -> (Vec<u32>, Vec<u32>) {
     let (layers, layout) = Layers::new();
     let parameters = Parameters::new(device, &layout, 7).unwrap();
@@ -61,7 +62,7 @@ fn run(device: &Device, forward: Forward) -> (Vec<u32>, Vec<u32>) {
             let labels = step.upload(&labels, [labels.len()])?.save();
             let rows = tape.reshape(&y, [BATCH * TOKENS, cols])?;
             let loss = tape.cross_entropy(&rows, labels, 1.0)?;
-            tape.backward_afresh(&loss, &mut gradients)?;
+            tape.backward_overwrite(&loss, &mut gradients)?;
             step.read(y.value())
         })
         .unwrap();
@@ -69,9 +70,9 @@ fn run(device: &Device, forward: Forward) -> (Vec<u32>, Vec<u32>) {
 }
 
 #[test]
-fn names_are_nested_and_in_the_order_of_construction() {
+fn names_are_nested_and_in_order() {
     let (_, layout) = Layers::new();
-    let names: Vec<&str> = layout.entries().iter().map(LayoutEntry::name).collect();
+    let names: Vec<&str> = layout.entries().iter().map(ParameterEntry::name).collect();
     let attention = ["norm.gain", "wq.weight", "wk.weight", "wv.weight", "q_norm.gain", "k_norm.gain", "wo.weight"];
     let expected: Vec<String> = ["linear.weight", "linear.bias", "plain.weight"]
         .into_iter()
@@ -86,7 +87,7 @@ fn names_are_nested_and_in_the_order_of_construction() {
         .collect();
     assert_eq!(names, expected);
     let twice = {
-        let mut layout = Layout::builder();
+        let mut layout = ParameterSpec::builder();
         let mut names = layout.names();
         Linear::new(names.at("head"), 2, 2);
         Linear::new(names.at("head"), 2, 2);
@@ -96,7 +97,7 @@ fn names_are_nested_and_in_the_order_of_construction() {
 }
 
 on_each_device! {
-    fn a_layer_is_the_ops_of_its_formula(device: &Device) {
+    fn layers_match_their_formulas(device: &Device) {
         let pairs: [(&str, Forward, Forward); 11] = [
             (
                 "linear",
@@ -129,7 +130,7 @@ on_each_device! {
                 |layers, tape, x| {
                     let Attention { norm, projections, qk_norm, output } = &layers.attention;
                     let qkv = tape.norm_project(x, norm.gain, norm.epsilon, projections)?;
-                    let mixed = tape.attention(&qkv, Some((qk_norm, norm.epsilon)), &ops::AttentionForm::new(WIDTH / 64))?;
+                    let mixed = tape.attention(&qkv, Some((qk_norm, norm.epsilon)), &ops::AttentionConfig::new(WIDTH / 64))?;
                     tape.linear_residual(&mixed, output.weight, None, x)
                 },
             ),
@@ -185,8 +186,8 @@ on_each_device! {
     }
 
     /// Layers that need more than a variable: ids, and a tape with random numbers.
-    fn an_embedding_and_a_dropout(device: &Device) {
-        let mut layout = Layout::builder();
+    fn embedding_and_dropout(device: &Device) {
+        let mut layout = ParameterSpec::builder();
         let embedding = Embedding::new(layout.names().at("wte"), 7, 5, 1.0);
         let parameters = Parameters::new(device, &layout.build().unwrap(), 3).unwrap();
         let generator = ops::Generator::new(device, 1).unwrap();

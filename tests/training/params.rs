@@ -1,4 +1,5 @@
-//! Handles: a parameter, a stack and a variable know where they belong, and are refused everywhere else.
+//! Handles: parameters, stacks and variables belong to one spec or tape, and are refused everywhere
+//! else.
 
 #![forbid(unsafe_code)]
 
@@ -23,9 +24,9 @@ struct Handles {
     swiglu: SwiGlu,
 }
 
-/// A layout with so many parameters before the others.
-fn handles(before: usize) -> (Handles, Layout) {
-    let mut layout = Layout::builder();
+/// Returns handles in a spec with this many parameters before them.
+fn handles(before: usize) -> (Handles, ParameterSpec) {
+    let mut layout = ParameterSpec::builder();
     let mut names = layout.names();
     for number in 0..before {
         names.add(format!("before{number}"), [WIDTH], Initializer::ONE);
@@ -41,12 +42,13 @@ fn handles(before: usize) -> (Handles, Layout) {
     (handles, layout.build().unwrap())
 }
 
-/// A layout built alike, one whose places are others, and one whose handles go beyond our end.
+/// Returns handles of a spec built alike, of one with other places, and of one whose handles go
+/// beyond our end.
 fn strangers() -> [Handles; 3] {
     [0, 1, 50].map(|before| handles(before).0)
 }
 
-/// The operation that was refused; none if it was not.
+/// Returns the operation that was refused, or `None`.
 fn refused<T>(result: Result<T>) -> Option<&'static str> {
     match result {
         Ok(_) => None,
@@ -58,7 +60,7 @@ fn refused<T>(result: Result<T>) -> Option<&'static str> {
 /// A use of a handle in a step: on a tape, with an input of it.
 type Use = for<'t, 's> fn(&Tape<'t, 's>, &Var<'s>, &Handles) -> Result<Var<'s>>;
 
-/// An op of our own whose backward does something that may be refused.
+/// Runs a custom op whose backward may be refused.
 fn custom<'t, 's>(
     tape: &Tape<'t, 's>,
     x: &Var<'s>,
@@ -82,11 +84,11 @@ const USES: [(&str, &str, Use); 24] = [
     ("norm_project", "norm_project", |tape, x, h| tape.norm_project(x, h.norm.gain, 1e-6, &h.attention.projections)),
     ("attention", "attention", |tape, x, h| {
         let qkv = ops::fill(tape.step(), [3, BATCH, TOKENS, WIDTH], 0.5)?;
-        tape.attention(&tape.input(qkv), Some((&h.attention.qk_norm, 1e-6)), &ops::AttentionForm::new(1)).and(Ok(*x))
+        tape.attention(&tape.input(qkv), Some((&h.attention.qk_norm, 1e-6)), &ops::AttentionConfig::new(1)).and(Ok(*x))
     }),
     ("qk_norm", "qk_norm", |tape, x, h| {
         let qkv = ops::fill(tape.step(), [3, BATCH, TOKENS, WIDTH], 0.5)?;
-        tape.qk_norm(&tape.input(qkv), &h.attention.qk_norm, 1e-6, &ops::AttentionForm::new(1)).and(Ok(*x))
+        tape.qk_norm(&tape.input(qkv), &h.attention.qk_norm, 1e-6, &ops::AttentionConfig::new(1)).and(Ok(*x))
     }),
     ("Linear", "linear", |tape, x, h| h.linear.forward(tape, x)),
     ("Linear, residual", "linear_residual", |tape, x, h| h.linear.forward_residual(tape, x, x)),
@@ -121,7 +123,7 @@ const USES: [(&str, &str, Use); 24] = [
     }),
 ];
 
-/// Forward and backward of one use.
+/// Runs forward and backward of one use.
 fn run(arena: &mut Arena, weights: &Parameters, gradients: &mut Gradients, used: Use, handles: &Handles) -> Result<()> {
     arena.step(|step| {
         let tape = Tape::new(step, weights);
@@ -131,7 +133,7 @@ fn run(arena: &mut Arena, weights: &Parameters, gradients: &mut Gradients, used:
         let y = tape.reshape(&y, [rows, WIDTH])?;
         let labels = step.upload(&vec![1u32; rows], [rows])?.save();
         let loss = tape.cross_entropy(&y, labels, 1.0)?;
-        tape.backward_afresh(&loss, gradients)
+        tape.backward_overwrite(&loss, gradients)
     })
 }
 
@@ -140,8 +142,8 @@ fn arena(device: &Device) -> Arena {
 }
 
 on_each_device! {
-    /// On a tape, forward and backward, and through layers.
-    fn a_foreign_parameter_is_refused_on_a_tape(device: &Device) {
+    /// Tests foreign parameters on a tape, forward and backward, and through layers.
+    fn tapes_refuse_foreign_parameters(device: &Device) {
         let (own, layout) = handles(0);
         let weights = Parameters::new(device, &layout, 7).unwrap();
         let mut gradients = Gradients::zeros(&weights).unwrap();
@@ -153,7 +155,7 @@ on_each_device! {
                 assert_eq!(got, Some(op), "{name}, stranger {number}");
             }
         }
-        // One member of a pair alone.
+        // Only one member of a pair.
         for foreign in strangers() {
             let uses: [(&str, Linear); 2] = [
                 ("bias", Linear { bias: foreign.linear.bias, ..own.linear }),
@@ -180,8 +182,8 @@ on_each_device! {
         }
     }
 
-    /// What reads and writes by handle.
-    fn a_foreign_parameter_is_refused_by_what_holds_numbers(device: &Device) {
+    /// Reads and writes by handle.
+    fn buffers_refuse_foreign_parameters(device: &Device) {
         let (own, layout) = handles(0);
         let mut weights = Parameters::new(device, &layout, 7).unwrap();
         let mut gradients = Gradients::zeros(&weights).unwrap();
@@ -207,8 +209,8 @@ on_each_device! {
         assert_eq!(refused(weights.write(own.norm.gain, &[1.0; WIDTH + 1])), Some("write"));
     }
 
-    /// Clones of a layout are one: a model may have several sets of weights.
-    fn handles_serve_all_clones_of_a_layout(device: &Device) {
+    /// Clones of a spec are equal: a model may have several sets of weights.
+    fn handles_work_for_cloned_specs(device: &Device) {
         let (own, layout) = handles(0);
         let [one, other] = [&layout, &layout.clone()].map(|layout| Parameters::new(device, layout, 7).unwrap());
         let read = |weights: &Parameters| bits(&weights.read(own.linear.weight).unwrap());
@@ -218,8 +220,8 @@ on_each_device! {
         assert_ne!(own.linear.weight, handles(0).0.linear.weight, "but not a layout that was built alike");
     }
 
-    /// Every op, in each place where it takes a variable; and the backward pass.
-    fn a_foreign_variable_is_refused(device: &Device) {
+    /// Every op, in each place where it takes a variable, and the backward pass.
+    fn foreign_variables_are_refused(device: &Device) {
         type Op = for<'t, 's> fn(&Tape<'t, 's>, &Var<'s>, &Var<'s>, &Handles) -> Result<Var<'s>>;
         const OPS: [(&str, Op); 28] = [
             ("reshape", |tape, _, x, _| tape.reshape(x, [BATCH * TOKENS, WIDTH])),
@@ -245,9 +247,9 @@ on_each_device! {
             ("linear_per_token", |tape, _, x, h| h.tokens.forward(tape, x)),
             ("rms_norm", |tape, _, x, h| tape.rms_norm(x, h.norm.gain, 1e-6)),
             ("norm_project", |tape, _, x, h| tape.norm_project(x, h.norm.gain, 1e-6, &h.attention.projections)),
-            ("attention", |tape, _, x, h| tape.attention(x, Some((&h.attention.qk_norm, 1e-6)), &ops::AttentionForm::new(1))),
-            ("qk_norm", |tape, _, x, h| tape.qk_norm(x, &h.attention.qk_norm, 1e-6, &ops::AttentionForm::new(1))),
-            ("rotary", |tape, _, x, _| tape.rotary(x, ops::Rotary::default(), &ops::AttentionForm::new(1))),
+            ("attention", |tape, _, x, h| tape.attention(x, Some((&h.attention.qk_norm, 1e-6)), &ops::AttentionConfig::new(1))),
+            ("qk_norm", |tape, _, x, h| tape.qk_norm(x, &h.attention.qk_norm, 1e-6, &ops::AttentionConfig::new(1))),
+            ("rotary", |tape, _, x, _| tape.rotary(x, ops::Rotary::default(), &ops::AttentionConfig::new(1))),
             ("cross_entropy", |tape, _, x, _| {
                 let labels = tape.step().empty([BATCH])?.save();
                 tape.cross_entropy(x, labels, 1.0)
@@ -267,22 +269,22 @@ on_each_device! {
                     assert_eq!(refused(op(&tape, &own_x, &foreign, &own)), Some(name));
                 }
             }
-            // A variable outlives its tape's backward pass, and is still no other's.
+            // A variable outlives its tape's backward pass, and is still refused by other tapes.
             let gone = Tape::new(step, &weights);
             let x = gone.input(ops::fill(step, [1, 1], 0.5)?);
             let loss = gone.tanh(&x)?;
             gone.backward(&loss, &mut gradients)?;
             for afresh in [false, true] {
                 let tape = Tape::new(step, &weights);
-                let backward = if afresh { Tape::backward_afresh } else { Tape::backward };
+                let backward = if afresh { Tape::backward_overwrite } else { Tape::backward };
                 assert_eq!(refused(backward(tape, &loss, &mut gradients)), Some("backward"));
             }
             Ok(())
         }).unwrap();
     }
 
-    /// Gradients, moments and models of other layouts.
-    fn what_belongs_to_another_layout_is_refused(device: &Device) {
+    /// Gradients, moments and models of other specs.
+    fn objects_of_another_spec_are_refused(device: &Device) {
         let ((own, layout), (_, alike)) = (handles(0), handles(0));
         let [mut weights, mut others] = [&layout, &alike].map(|layout| Parameters::new(device, layout, 7).unwrap());
         let [mut gradients, mut others_gradients] = [&weights, &others].map(|weights| Gradients::zeros(weights).unwrap());
@@ -297,7 +299,7 @@ on_each_device! {
         }).unwrap();
         assert_eq!(optimizer.updates(), 1, "what was refused is no update");
 
-        // The same layout on another device.
+        // An equal spec on another device.
         let elsewhere = crate::support::open(device.description().kind);
         let far = Parameters::new(&elsewhere, &layout, 7).unwrap();
         let mut far_gradients = Gradients::zeros(&far).unwrap();
@@ -307,7 +309,7 @@ on_each_device! {
 
     /// Stacks without a member are refused, and nothing panics.
     fn an_empty_stack_is_refused(device: &Device) {
-        let mut layout = Layout::builder();
+        let mut layout = ParameterSpec::builder();
         let gain = layout.add("gain", [WIDTH], Initializer::ONE);
         let none = layout.add_stack(0, |_| unreachable!(), [WIDTH, WIDTH], Initializer::ONE);
         let weights = Parameters::new(device, &layout.build().unwrap(), 7).unwrap();
@@ -317,8 +319,8 @@ on_each_device! {
             assert_eq!(refused(tape.norm_project(&x, gain, 1e-6, &none)), Some("norm_project"));
             assert_eq!(refused(tape.linear_per_token(&x, &none, &none)), Some("linear_per_token"));
             let qkv = tape.input(ops::fill(step, [3, BATCH, TOKENS, WIDTH], 0.5)?);
-            assert_eq!(refused(tape.attention(&qkv, Some((&none, 1e-6)), &ops::AttentionForm::new(1))), Some("attention"));
-            assert_eq!(refused(tape.qk_norm(&qkv, &none, 1e-6, &ops::AttentionForm::new(1))), Some("qk_norm"));
+            assert_eq!(refused(tape.attention(&qkv, Some((&none, 1e-6)), &ops::AttentionConfig::new(1))), Some("attention"));
+            assert_eq!(refused(tape.qk_norm(&qkv, &none, 1e-6, &ops::AttentionConfig::new(1))), Some("qk_norm"));
             Ok(())
         }).unwrap();
     }

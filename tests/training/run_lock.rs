@@ -1,4 +1,4 @@
-//! The lock of a run's folder: whatever stands under its name, nothing but a lock is written to.
+//! The lock of a run's folder: whatever file has its name, only a lock is written to.
 
 #![cfg(unix)]
 #![forbid(unsafe_code)]
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use stepscope::RunLock;
 use tempfile::TempDir;
 
-/// A folder, the path of its lock, and a file elsewhere that must stay as it is.
+/// Returns a folder, the path of its lock, and a file elsewhere that must not change.
 fn workplace() -> (TempDir, PathBuf, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("out");
@@ -21,7 +21,7 @@ fn workplace() -> (TempDir, PathBuf, PathBuf) {
     (folder, out.join(".stepscope-lock"), precious)
 }
 
-/// Taking the folder is refused at once, and says this.
+/// Checks that locking the folder is refused at once, with these words.
 #[track_caller]
 fn refused(lock: &Path, told: &str) {
     let begun = Instant::now();
@@ -43,7 +43,7 @@ fn a_link_is_not_followed() {
 }
 
 #[test]
-fn a_file_with_a_second_name_is_left() {
+fn hard_linked_file_is_kept() {
     let (_folder, lock, precious) = workplace();
     fs::hard_link(&precious, &lock).unwrap();
     refused(&lock, "got one file with 2 names: move it away");
@@ -52,11 +52,11 @@ fn a_file_with_a_second_name_is_left() {
 }
 
 #[test]
-fn a_file_of_somebody_else_is_left() {
+fn foreign_file_is_kept() {
     let (_folder, lock, _) = workplace();
     for contents in ["text", "12 ", "-1", "99999999999", "1.5", "\u{ff11}", &"1".repeat(1 << 20)] {
         fs::write(&lock, contents).unwrap();
-        refused(&lock, "expected a lock of an earlier run, which holds its process's number, got something else");
+        refused(&lock, "expected the lock of an earlier run, which contains its process id, got something else");
         assert_eq!(fs::read_to_string(&lock).unwrap(), contents);
     }
     fs::write(&lock, [0xff; 4]).unwrap();
@@ -64,7 +64,7 @@ fn a_file_of_somebody_else_is_left() {
 }
 
 #[test]
-fn what_is_no_file_is_refused() {
+fn only_files_can_be_locks() {
     let (_folder, lock, _) = workplace();
     fs::create_dir(&lock).unwrap();
     refused(&lock, "got a folder");
@@ -73,9 +73,9 @@ fn what_is_no_file_is_refused() {
     refused(&lock, "got a pipe");
 }
 
-/// What a process leaves that was killed before it wrote its number, or later.
+/// The files of processes killed before or after they wrote their number.
 #[test]
-fn the_lock_of_a_dead_run_is_taken() {
+fn lock_of_dead_run_is_taken() {
     let (_folder, lock, _) = workplace();
     for contents in ["", "1", "4294967295"] {
         fs::write(&lock, contents).unwrap();
@@ -86,9 +86,9 @@ fn the_lock_of_a_dead_run_is_taken() {
     }
 }
 
-/// While another puts links in the lock's place, the file that they lead to stays as it is.
+/// The target of a link does not change while another thread puts links in the lock's place.
 #[test]
-fn a_link_that_comes_and_goes_is_never_written() {
+fn changing_links_are_never_written() {
     let (_folder, lock, precious) = workplace();
     let out = lock.parent().unwrap();
     std::thread::scope(|scope| {

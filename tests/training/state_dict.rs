@@ -11,11 +11,11 @@ use stepscope::nn::{Attention, Block, Embedding, LayerNorm, Linear, MultiHeadAtt
 use stepscope::ops::Rotary;
 use stepscope::*;
 
-/// Enough of f32's bits that are not finite for any parameter here.
+/// Enough non-finite f32 bits for any parameter here.
 static INFINITE: [u8; 1 << 17] = [0xff; 1 << 17];
 
-fn layout() -> Layout {
-    let mut layout = Layout::builder();
+fn layout() -> ParameterSpec {
+    let mut layout = ParameterSpec::builder();
     let mut names = layout.names();
     Linear::new(names.at("encoder").at("0"), 5, 3);
     RmsNorm::new(names.at("norm"), 7);
@@ -31,7 +31,7 @@ fn layout() -> Layout {
     layout.build().unwrap()
 }
 
-/// A file's tensors by name: extents and numbers.
+/// Returns a file's tensors by name: extents and numbers.
 fn tensors(path: &Path) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
     let file = std::fs::read(path).unwrap();
     let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
@@ -41,12 +41,12 @@ fn tensors(path: &Path) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
 }
 
 on_each_device! {
-    fn weights_go_there_and_back(device: &Device) {
+    fn weights_round_trip(device: &Device) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
         let layout = layout();
         let parameters = Parameters::new(device, &layout, 7).unwrap();
-        parameters.save_state_dict(&path).unwrap();
+        stepscope::save_state_dict(&parameters, &path).unwrap();
         let file = tensors(&path);
         let names: Vec<&str> = file.keys().map(String::as_str).collect();
         assert_eq!(names, [
@@ -63,7 +63,8 @@ on_each_device! {
         ]);
         let ours = parameters.flat().read().unwrap();
         let entry = |name: &str| layout.entries().iter().find(|entry| entry.name() == name).unwrap();
-        // Of grouped heads, queries and what two of them share, side by side.
+        // The queries of grouped heads, and the keys and values that two of them share, next to
+        // each other.
         for (name, inputs, outputs) in [
             ("encoder.0.weight", 5, 3),
             ("heads.qkv_proj.weight", 8, 24),
@@ -85,24 +86,25 @@ on_each_device! {
             assert_eq!(file[theirs], (entry.shape().extents().to_vec(), ours[entry.range()].to_vec()), "{theirs}");
         }
         assert_eq!(file["mlp.down_proj.weight"].0, [2, 5]);
-        // A table is as it is.
+        // A table is stored unchanged.
         assert_eq!(file["wte.weight"], (vec![6, 4], ours[entry("wte.weight").range()].to_vec()));
         assert_eq!(file["kernel"], (vec![2, 3, 4], ours[entry("kernel").range()].to_vec()));
 
         let mut other = Parameters::new(device, &layout, 8).unwrap();
         assert_ne!(other.sha256().unwrap(), parameters.sha256().unwrap());
-        other.load_state_dict(&path).unwrap();
+        stepscope::load_state_dict(&mut other, &path).unwrap();
         assert_eq!(other.sha256().unwrap(), parameters.sha256().unwrap());
     }
 
-    /// A file of BF16, of F32 and of both is read exactly; what is written as BF16 is rounded once, and has half the bytes.
-    fn weights_of_bf16_are_read_exactly_and_written_rounded(device: &Device) {
+    /// Files of BF16, of F32 and of both are read exactly. Weights written as BF16 are rounded
+    /// once, and take half the bytes.
+    fn bf16_weights_read_exactly_write_rounded(device: &Device) {
         let folder = tempfile::tempdir().unwrap();
         let [whole, halves, mixed] = ["whole", "halves", "mixed"].map(|name| folder.path().join(name));
         let layout = layout();
         let parameters = Parameters::new(device, &layout, 7).unwrap();
-        parameters.save_state_dict(&whole).unwrap();
-        parameters.save_state_dict_as::<bf16>(&halves).unwrap();
+        stepscope::save_state_dict(&parameters, &whole).unwrap();
+        stepscope::save_state_dict_as::<bf16>(&parameters, &halves).unwrap();
         let [file, rounded] = [&whole, &halves].map(|path| std::fs::read(path).unwrap());
         let [file, rounded] = [&file, &rounded].map(|file| safetensors::SafeTensors::deserialize(file).unwrap());
         for (name, tensor) in file.tensors() {
@@ -117,16 +119,16 @@ on_each_device! {
         let expected: Vec<f32> = ours.iter().map(|&value| bf16::from_f32(value).to_f32()).collect();
         assert_ne!(ours, expected);
         let mut other = Parameters::new(device, &layout, 8).unwrap();
-        other.load_state_dict(&halves).unwrap();
+        stepscope::load_state_dict(&mut other, &halves).unwrap();
         assert_eq!(other.flat().read().unwrap(), expected);
 
-        // Every other tensor of each.
+        // Every other tensor from each file.
         let tensors = file.names().into_iter().enumerate().map(|(number, name)| {
             (name, [&file, &rounded][number % 2].tensor(name).unwrap())
         });
         std::fs::write(&mixed, safetensors::serialize(tensors, None).unwrap()).unwrap();
         let mut other = Parameters::new(device, &layout, 8).unwrap();
-        other.load_state_dict(&mixed).unwrap();
+        stepscope::load_state_dict(&mut other, &mixed).unwrap();
         let got = other.flat().read().unwrap();
         for entry in layout.entries() {
             let is = |values: &[f32]| got[entry.range()] == values[entry.range()];
@@ -135,44 +137,44 @@ on_each_device! {
         assert!(got != ours && got != expected);
     }
 
-    /// The largest f32 is finite and has no BF16.
-    fn a_weight_that_is_rounded_to_infinity_is_refused(device: &Device) {
+    /// The largest f32 is finite, and rounds to infinity in BF16.
+    fn rounding_to_infinity_is_refused(device: &Device) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
-        let mut builder = Layout::builder();
+        let mut builder = ParameterSpec::builder();
         let [_, b] = ["a", "b"].map(|name| builder.add(name, [3], Initializer::ONE));
         let mut parameters = Parameters::new(device, &builder.build().unwrap(), 7).unwrap();
         parameters.write(b, &[0.0, -f32::MAX, 0.0]).unwrap();
-        parameters.save_state_dict(&path).unwrap();
+        stepscope::save_state_dict(&parameters, &path).unwrap();
         let before = std::fs::read(&path).unwrap();
         let expected = Error::NotFinite { update: None, what: Quantity::Weight, tensor: "`b`".to_owned() };
-        assert_eq!(parameters.save_state_dict_as::<bf16>(&path), Err(expected));
+        assert_eq!(stepscope::save_state_dict_as::<bf16>(&parameters, &path), Err(expected));
         assert_eq!(std::fs::read(&path).unwrap(), before);
     }
 
     fn other_types_are_refused_by_name(device: &Device) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
-        let mut builder = Layout::builder();
+        let mut builder = ParameterSpec::builder();
         builder.add("w", [3], Initializer::ONE);
         let mut parameters = Parameters::new(device, &builder.build().unwrap(), 7).unwrap();
         for (dtype, bytes) in [(safetensors::Dtype::F16, 2), (safetensors::Dtype::F64, 8), (safetensors::Dtype::I32, 4)] {
             let zeros = vec![0; 3 * bytes];
             let tensor = safetensors::tensor::TensorView::new(dtype, vec![3], &zeros).unwrap();
             std::fs::write(&path, safetensors::serialize([("w", tensor)], None).unwrap()).unwrap();
-            let error = parameters.load_state_dict(&path).unwrap_err().to_string();
+            let error = stepscope::load_state_dict(&mut parameters, &path).unwrap_err().to_string();
             assert!(error.contains(&format!("`w`: expected F32 or BF16 [3], got {dtype:?} [3]")), "{error}");
         }
         assert_eq!(parameters.flat().read().unwrap()[..3], [1.0; 3]);
     }
 
-    /// Neither written nor read; there is no way to ask for it.
-    fn numbers_that_are_not_finite_are_refused_by_name(device: &Device) {
+    /// Non-finite numbers are neither written nor read, and no option allows it.
+    fn non_finite_numbers_are_refused(device: &Device) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
         let mut parameters = Parameters::new(device, &layout(), 7).unwrap();
         let before = parameters.sha256().unwrap();
-        parameters.save_state_dict(&path).unwrap();
+        stepscope::save_state_dict(&parameters, &path).unwrap();
         let mut file = std::fs::read(&path).unwrap();
         // The first tensor of the file.
         let start = 8 + u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
@@ -181,29 +183,29 @@ on_each_device! {
         for wrong in [f32::NAN, f32::INFINITY, -f32::INFINITY] {
             file[start..start + 4].copy_from_slice(&wrong.to_le_bytes());
             std::fs::write(&path, &file).unwrap();
-            assert_eq!(parameters.load_state_dict(&path), Err(expected.clone()));
+            assert_eq!(stepscope::load_state_dict(&mut parameters, &path), Err(expected.clone()));
             assert_eq!(parameters.sha256().unwrap(), before);
         }
         file[start..start + 4].copy_from_slice(&1.0f32.to_le_bytes());
         std::fs::write(&path, &file).unwrap();
-        parameters.load_state_dict(&path).unwrap();
+        stepscope::load_state_dict(&mut parameters, &path).unwrap();
 
         let words = std::fs::read(&path).unwrap();
-        parameters.load(|entry| Some(&INFINITE[..entry.range().len() * 4]), Transfer::new().numbers(Numbers::Any)).unwrap();
-        let saved = parameters.save_state_dict(&path).unwrap_err();
+        parameters.load(|entry| Some(&INFINITE[..entry.range().len() * 4]), Transfer::new().non_finite(NonFinite::Allow)).unwrap();
+        let saved = stepscope::save_state_dict(&parameters, &path).unwrap_err();
         assert!(matches!(&saved, Error::NotFinite { tensor, .. } if tensor == "`encoder.0.weight`"), "{saved}");
         assert_eq!(std::fs::read(&path).unwrap(), words, "the old file is untouched");
     }
 
-    fn a_file_that_does_not_fit_changes_nothing(device: &Device) {
+    fn mismatched_files_change_nothing(device: &Device) {
         let folder = tempfile::tempdir().unwrap();
-        let model = |add: &dyn Fn(&mut LayoutBuilder)| {
-            let mut layout = Layout::builder();
+        let model = |add: &dyn Fn(&mut ParameterSpecBuilder)| {
+            let mut layout = ParameterSpec::builder();
             layout.add("head.weight", [2, 3], Initializer::fan_in(2));
             add(&mut layout);
             Parameters::new(device, &layout.build().unwrap(), 7).unwrap()
         };
-        let bias = |extent: usize| move |layout: &mut LayoutBuilder| {
+        let bias = |extent: usize| move |layout: &mut ParameterSpecBuilder| {
             layout.add("head.bias", [extent], Initializer::ONE);
         };
         let mut parameters = model(&bias(3));
@@ -214,18 +216,18 @@ on_each_device! {
             (model(&|layout| {
                 bias(3)(layout);
                 layout.add("norm.gain", [3], Initializer::ONE);
-            }), "has `norm.weight`, which is no parameter"),
+            }), "has `norm.weight`, which is not a parameter"),
         ] {
             let path = folder.path().join("other.safetensors");
-            file.save_state_dict(&path).unwrap();
-            let error = parameters.load_state_dict(&path).unwrap_err().to_string();
+            stepscope::save_state_dict(&file, &path).unwrap();
+            let error = stepscope::load_state_dict(&mut parameters, &path).unwrap_err().to_string();
             assert!(error.contains(reason) && error.contains("other.safetensors"), "{error}");
             assert_eq!(parameters.sha256().unwrap(), before, "{reason}");
         }
         let twice = model(&|layout| {
             layout.add("head.gain", [3], Initializer::ONE);
         });
-        let error = twice.save_state_dict(folder.path().join("twice")).unwrap_err().to_string();
+        let error = stepscope::save_state_dict(&twice, folder.path().join("twice")).unwrap_err().to_string();
         assert!(error.contains("two named `head.weight`"), "{error}");
     }
 }

@@ -1,4 +1,5 @@
-//! The trainer: the same weights however it runs, is looked at or interrupted, and errors that reach the caller.
+//! The trainer: the same weights however it runs, is observed or interrupted, and errors that reach
+//! the caller.
 
 #![forbid(unsafe_code)]
 
@@ -13,7 +14,7 @@ use stepscope::*;
 
 const INPUTS: usize = 12;
 const CLASSES: usize = 3;
-/// Batches of an epoch, the last of which is short.
+/// The batches of an epoch, the last of which is short.
 const BATCHES: [usize; 5] = [8, 8, 8, 8, 3];
 
 struct Classifier {
@@ -22,31 +23,31 @@ struct Classifier {
 }
 
 impl Classifier {
-    fn learner(device: &Device) -> Learner<Self> {
-        let mut layout = Layout::builder();
+    fn learner(device: &Device) -> TrainState<Self> {
+        let mut layout = ParameterSpec::builder();
         let mut names = layout.names();
         let mlp = Mlp::new(names.at("mlp"), INPUTS, 64, 64);
         let model = Self { mlp, head: Linear::new(names.at("head"), 64, CLASSES) };
         let schedule = Schedule::WarmupCosine { warmup: 2, total: 10, floor: 0.1 };
         let config = AdamWConfig { learning_rate: 0.02, clip: Some(0.5), schedule, ..AdamWConfig::default() };
-        Learner::new(device, model, &layout.build().unwrap(), 7, config).unwrap()
+        TrainState::new(device, model, &layout.build().unwrap(), 7, config).unwrap()
     }
 }
 
 impl Model for Classifier {
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         self.head.forward(tape, &self.mlp.forward(tape, &tape.input(batch.input::<f32>(0)?))?)
     }
 
-    fn watched(&self) -> Option<Parameter> {
+    fn monitored(&self) -> Option<Parameter> {
         Some(self.head.weight)
     }
 }
 
-/// In three clouds.
+/// Points in three clouds.
 type Points = crate::support::points::Points<INPUTS>;
 
-/// An epoch's batches in parts of at most so many samples.
+/// Returns an epoch's batches in parts of at most this many samples.
 fn batches(epoch: u64, part: usize) -> Vec<Vec<Points>> {
     let mut random = Random::new(epoch);
     let mut batch = |samples: usize| {
@@ -70,7 +71,7 @@ fn trainer<'a>(arena: &'a mut Arena, captured: bool, part: usize) -> Trainer<'a,
     }
 }
 
-/// What an epoch told, and how often the stop flag waits.
+/// The observations of an epoch, and the update after which the stop flag is set.
 #[derive(Default)]
 struct Heard<'f> {
     updates: Vec<Update>,
@@ -102,7 +103,7 @@ fn sha256(trainer: &Trainer<'_, Classifier>) -> String {
     trainer.learner().parameters.sha256().unwrap()
 }
 
-/// The weights after an epoch that nothing disturbed.
+/// Returns the weights after an undisturbed epoch.
 fn undisturbed(device: &Device, part: usize) -> (String, Vec<Update>) {
     let mut arena = arena(device);
     let mut trainer = trainer(&mut arena, false, part);
@@ -112,7 +113,7 @@ fn undisturbed(device: &Device, part: usize) -> (String, Vec<Update>) {
 }
 
 on_each_device! {
-    fn captured_or_not_ahead_or_one_by_one_the_bits_are_the_same(device: &Device) {
+    fn training_modes_give_same_bits(device: &Device) {
         for part in [8, 3] {
             let (expected, expected_updates) = undisturbed(device, part);
             assert!(expected_updates[4].loss < 0.8 * expected_updates[0].loss, "it learns: {expected_updates:?}");
@@ -127,7 +128,7 @@ on_each_device! {
             assert_eq!(ahead.capture_report().unwrap().replays, if part == 8 { 5 } else { 13 });
             drop(ahead);
 
-            // One at a time; and with gradients that are looked at before each update.
+            // One at a time, and with the gradients read before each update.
             let mut arena = self::arena(device);
             let mut single = trainer(&mut arena, true, part);
             let updates: Vec<Update> = batches(1, part).iter().map(|batch| single.update(batch).unwrap()).collect();
@@ -146,7 +147,7 @@ on_each_device! {
         }
     }
 
-    fn interrupted_and_resumed_it_ends_with_the_same_weights(device: &Device) {
+    fn resumed_training_matches_undisturbed(device: &Device) {
         let folder = tempfile::tempdir().unwrap();
         let (expected, all) = undisturbed(device, 3);
         for (captured, after) in [(false, 1), (true, 1), (false, 4), (true, 3), (true, 5)] {
@@ -156,7 +157,7 @@ on_each_device! {
             let mut arena = arena(device);
             let mut first = trainer(&mut arena, captured, 3).checkpoint(&path, None).stop_when(&flag);
             let ended = first.epoch(batches(1, 3).into_iter().map(Ok), &mut progress, &mut heard).unwrap();
-            // The flag is seen when the next update is queued: it is the last.
+            // The flag is read when the next update is queued, which is then the last.
             let stopped = (after + 1).min(5);
             assert_eq!(ended, if after < 5 { Ended::Stopped } else { Ended::Finished }, "{captured} {after}");
             assert_eq!((progress.updates, heard.updates.len() as u64), (stopped, stopped));
@@ -179,14 +180,14 @@ on_each_device! {
         }
     }
 
-    fn a_checkpoint_comes_every_so_many_updates(device: &Device) {
+    fn checkpoints_follow_their_interval(device: &Device) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
         let mut arena = arena(device);
         let mut trainer = trainer(&mut arena, true, 8).checkpoint(&path, Some(2));
         let mut seen = Vec::new();
         let taken = batches(1, 8).into_iter().map(|batch| {
-            // What is there when the trainer asks for the next batch.
+            // The checkpoint that exists when the trainer requests the next batch.
             seen.push(Checkpoint::load(&path).ok().map(|checkpoint| EpochProgress::of(&checkpoint).unwrap().updates));
             Ok(batch)
         });
@@ -194,7 +195,7 @@ on_each_device! {
         assert_eq!(seen, [None, None, Some(2), Some(2), Some(4)]);
     }
 
-    fn evaluation_changes_nothing_and_sums_over_samples(device: &Device) {
+    fn evaluation_is_read_only_and_sums(device: &Device) {
         let mut arena = arena(device);
         let mut trainer = trainer(&mut arena, true, 8);
         let before = sha256(&trainer);
@@ -207,8 +208,9 @@ on_each_device! {
         assert!((loss / 8.0 - told).abs() < 1e-6, "{loss} over 8 samples, {told} on average");
     }
 
-    /// As by hand; of a model whose output has other rows, or with other labels than samples, it is refused.
-    fn a_classifier_is_told_how_much_is_right(device: &Device) {
+    /// The result matches a manual count. A model whose output has other rows, or labels of another
+    /// number, is refused.
+    fn class_evaluation_counts_correct_answers(device: &Device) {
         let mut arena = arena(device);
         let mut trainer = trainer(&mut arena, true, 8);
         let [mut whole] = batches(1, 8)[0].clone().try_into().unwrap();
@@ -222,8 +224,8 @@ on_each_device! {
         assert!(error.ends_with("a label and a row of the output for each of 8 samples, got 7 labels and 8 rows"), "{error}");
     }
 
-    /// The same logits as by hand: a run is judged by the numbers that it trains with.
-    fn evaluation_multiplies_as_training_does(device: &Device) {
+    /// Evaluation gives the logits of a manual forward pass, in the precision of training.
+    fn evaluation_uses_the_training_precision(device: &Device) {
         let x = Random::new(3).normals(32 * INPUTS);
         let points = Points { x, labels: vec![1; 32] };
         let mut seen = Vec::new();
@@ -244,7 +246,7 @@ on_each_device! {
         }
     }
 
-    fn wrong_batches_and_errors_among_them_reach_the_caller(device: &Device) {
+    fn batch_errors_reach_the_caller(device: &Device) {
         let mut arena = arena(device);
         let mut trainer = trainer(&mut arena, false, 8);
         for empty in [vec![], vec![Points { x: vec![], labels: vec![] }]] {
@@ -259,9 +261,10 @@ on_each_device! {
     }
 }
 
-/// A full arena and a missed deadline are told as everywhere: with the arena's report, and the loss of the device.
+/// A full arena and a missed deadline are reported as everywhere: with the arena's report, and as
+/// the loss of the device.
 #[test]
-fn reports_of_the_arena_and_of_deadlines_pass_through() {
+fn arena_and_deadline_errors_pass_through() {
     let device = Device::open(DeviceKind::Emulated).unwrap();
     let mut small = Arena::builder(&device).capacity(Capacity::Bytes(4096)).build().unwrap();
     let mut cramped = Trainer::eager(&mut small, Classifier::learner(&device));
@@ -291,9 +294,9 @@ fn reports_of_the_arena_and_of_deadlines_pass_through() {
     }
 }
 
-/// A copy that fails and leaves the device whole costs the update, and no memory.
+/// A copy that fails and leaves the device usable fails the update, and leaks no memory.
 #[test]
-fn results_that_did_not_land_leave_nothing_behind() {
+fn failed_readbacks_leak_nothing() {
     let plan = FaultPlan::new();
     let device = Device::builder(DeviceKind::Emulated).faults(plan.clone()).open().unwrap();
     {
@@ -310,9 +313,10 @@ fn results_that_did_not_land_leave_nothing_behind() {
     assert_eq!(count(Call::Free), count(Call::Allocate));
 }
 
-/// When an update is told of, the next one has been queued, and no other; so the device has work while the host looks.
+/// The next update has been queued when the observer receives one, and no other. So the device has
+/// work while the host observes.
 #[test]
-fn one_update_is_queued_ahead_and_no_more() {
+fn exactly_one_update_runs_ahead() {
     struct Ahead(FaultPlan, Vec<u64>);
 
     impl Observer for Ahead {
@@ -331,7 +335,7 @@ fn one_update_is_queued_ahead_and_no_more() {
     assert_eq!(ahead.1, [1, 1, 1, 1, 0]);
 }
 
-/// Batches of an epoch, one of which is spoilt.
+/// Returns an epoch's batches, one of which is damaged.
 fn spoilt(part: usize, number: usize, spoil: impl Fn(&mut Points)) -> Vec<Vec<Points>> {
     let mut batches = batches(1, part);
     batches[number].last_mut().into_iter().for_each(spoil);
@@ -339,11 +343,12 @@ fn spoilt(part: usize, number: usize, spoil: impl Fn(&mut Points)) -> Vec<Vec<Po
 }
 
 on_each_device! {
-    /// However steps run, the update and the sample are named, and nothing is told or saved behind the update before.
-    fn a_batch_that_is_not_finite_ends_the_training(device: &Device) {
+    /// The error names the update and the sample, however steps run. Nothing is reported or saved
+    /// after the update before.
+    fn non_finite_batch_ends_training(device: &Device) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
-        // The last part begins with sample 6, where batches come in parts of 3.
+        // If parts have 3 samples, the last part begins with sample 6.
         for (captured, part, bad, sample) in [(true, 8, f32::NAN, 1), (false, 8, f32::INFINITY, 1), (true, 3, f32::NAN, 7), (false, 3, -f32::INFINITY, 7)] {
             let batches = spoilt(part, 2, |points| points.x[INPUTS + 5] = bad);
             let expected = Error::NotFinite {
@@ -360,7 +365,7 @@ on_each_device! {
             let saved = training.save(&progress, &[]).unwrap_err();
             assert!(matches!(saved, Error::NotFinite { what: Quantity::Weight, .. }), "{saved}");
 
-            // The checkpoint is the one before, and training goes on from it.
+            // The checkpoint is the one before, and training resumes from it.
             let checkpoint = Checkpoint::load(&path).unwrap();
             let mut progress = training.restore(&checkpoint).unwrap();
             assert_eq!(progress.updates, 2);
@@ -379,8 +384,9 @@ on_each_device! {
         }
     }
 
-    /// With the next update queued already, only what that has left can be looked at, and the error says so.
-    fn weights_that_diverge_end_the_training(device: &Device) {
+    /// The next update is already queued, so only its results can be examined, and the error
+    /// states this.
+    fn diverging_weights_end_training(device: &Device) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
         for captured in [false, true] {
@@ -398,13 +404,13 @@ on_each_device! {
             let Err(Error::NotFinite { update: Some(update), tensor, .. }) = &ended else { panic!("{ended:?}") };
             assert!(*update > 1 && heard.updates.len() as u64 == update - 1, "{ended:?}");
             assert!(tensor.contains("gradient of `mlp."), "{tensor}");
-            // What was saved on the way can be restored.
+            // The checkpoints saved on the way can be restored.
             Checkpoint::load(&path).unwrap().restore(&mut Parameters::new(device, training.learner().parameters.layout(), 0).unwrap(), None).unwrap();
         }
     }
 
-    /// The last update of an epoch may be the one that spoils the weights: its loss and gradients were those before.
-    fn weights_are_looked_at_when_an_epoch_ends(device: &Device) {
+    /// The last update of an epoch may damage the weights: its loss and gradients are from before.
+    fn weights_are_checked_after_an_epoch(device: &Device) {
         for captured in [false, true] {
             let mut learner = Classifier::learner(device);
             // The decay, 1 - rate times decay, overflows.
@@ -419,23 +425,23 @@ on_each_device! {
             let tensor = "`mlp.up.weight`".to_owned();
             let expected = Error::NotFinite { update: Some(1), what: Quantity::Weight, tensor };
             assert_eq!(training.epoch(one, &mut EpochProgress::default(), &mut ()), Err(expected));
-            // And whoever goes on hears of it.
+            // A later evaluation reports it, too.
             let error = training.evaluate(&batches(1, 8)[0][0], |_, _| Ok(())).unwrap_err();
             let told = "after update 1: the loss of an evaluation is not finite; the first tensor concerned: `mlp.up.weight`";
             assert!(error.to_string().starts_with(told), "{error}");
         }
     }
 
-    /// Finite gradients whose squares overflow, eagerly, captured and in two calls.
-    fn a_norm_that_overflows_ends_the_training(device: &Device) {
+    /// Finite gradients whose squares overflow, eager, captured and in two calls.
+    fn overflowing_norm_ends_training(device: &Device) {
         struct Steep(Classifier);
 
         impl Model for Steep {
-            fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+            fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
                 self.0.forward(tape, batch)
             }
 
-            fn loss<'s>(&self, tape: &Tape<'_, 's>, output: &Var<'s>, batch: &Batch<'s>, weight: f32) -> Result<Var<'s>> {
+            fn loss<'s>(&self, tape: &Tape<'_, 's>, output: &Var<'s>, batch: &DeviceBatch<'s>, weight: f32) -> Result<Var<'s>> {
                 tape.cross_entropy(output, batch.input(1)?, 1e30 * weight)
             }
         }
@@ -456,13 +462,14 @@ on_each_device! {
             check(1, training.update(&batch).map(drop));
             training.accumulate(&batch).unwrap();
             check(2, training.apply());
-            // Asked for, it is let be.
-            training.numbers(Numbers::Any).update(&batch).unwrap();
+            // `NonFinite::Allow` accepts it.
+            training.non_finite(NonFinite::Allow).update(&batch).unwrap();
         }
     }
 
-    /// Clipped by an infinite norm, the gradients are nothing, so the update that is queued behind has a loss again: it is not told of.
-    fn nothing_is_told_behind_an_update_that_is_not_finite(device: &Device) {
+    /// Clipping by an infinite norm makes the gradients zero. So the update queued after it has a
+    /// finite loss again, which must not be reported.
+    fn no_reports_after_non_finite_update(device: &Device) {
         for captured in [false, true] {
             let batches = spoilt(8, 2, |points| points.x[..INPUTS].fill(1e25));
             let mut memory = arena(device);
@@ -470,26 +477,26 @@ on_each_device! {
             let (mut heard, mut progress) = (Heard::default(), EpochProgress::default());
             let ended = training.epoch(batches.into_iter().map(Ok), &mut progress, &mut heard);
             let Err(Error::NotFinite { update: Some(3), what: Quantity::GradientNorm, tensor }) = &ended else { panic!("{ended:?}") };
-            assert!(tensor.contains("seen behind update 4"), "{tensor}");
+            assert!(tensor.contains("found after update 4"), "{tensor}");
             assert_eq!((heard.updates.len(), progress.updates), (2, 2));
             training.update(&self::batches(1, 8)[0]).unwrap();
         }
     }
 
-    fn numbers_that_are_not_finite_can_be_asked_for(device: &Device) {
+    fn non_finite_numbers_can_be_allowed(device: &Device) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
         for captured in [false, true] {
             let batches = spoilt(8, 2, |points| points.x[0] = f32::NAN);
             let mut memory = arena(device);
-            let mut training = trainer(&mut memory, captured, 8).checkpoint(&path, None).numbers(Numbers::Any);
+            let mut training = trainer(&mut memory, captured, 8).checkpoint(&path, None).non_finite(NonFinite::Allow);
             let mut progress = EpochProgress::default();
             assert_eq!(training.epoch(batches.into_iter().map(Ok), &mut progress, &mut ()), Ok(Ended::Finished));
             assert!(progress.updates == 5 && progress.loss_sum.is_nan());
             training.save(&progress, &[]).unwrap();
             let checkpoint = Checkpoint::load(&path).unwrap();
             assert_eq!(training.restore(&checkpoint).unwrap().updates, 5);
-            let mut strict = training.numbers(Numbers::Finite);
+            let mut strict = training.non_finite(NonFinite::Reject);
             let before = sha256(&strict);
             let refused = strict.restore(&checkpoint).unwrap_err();
             assert!(matches!(refused, Error::NotFinite { update: Some(5), what: Quantity::Weight, .. }), "{refused}");
@@ -497,8 +504,8 @@ on_each_device! {
         }
     }
 
-    /// A label that is no class is named by its place in the whole batch, before it is trained on.
-    fn a_label_that_is_no_class_names_its_sample(device: &Device) {
+    /// An invalid label is named by its place in the whole batch, before it is trained on.
+    fn invalid_label_names_its_sample(device: &Device) {
         for (captured, part, sample) in [(true, 8, 4), (false, 8, 4), (true, 3, 7), (false, 3, 7)] {
             let within = sample % part;
             let batches = spoilt(part, 1, |points| points.labels[within] = CLASSES as u32);
@@ -509,29 +516,31 @@ on_each_device! {
             let ended = training.epoch(batches.clone().into_iter().map(Ok), &mut progress, &mut ());
             assert_eq!((ended, progress.updates), (Err(expected.clone()), 1));
             assert_eq!(training.accumulate(&batches[1]).unwrap_err(), expected);
-            // Gradients of a part of a batch are not applied; those of a whole one are, once.
+            // Gradients of a part of a batch are not applied; those of a whole one are applied
+            // once.
             let before = sha256(&training);
             let apply = |training: &mut Trainer<'_, Classifier>| training.apply().map_err(|error| error.to_string());
-            assert!(apply(&mut training).unwrap_err().starts_with("apply: expected an `accumulate`"));
+            assert!(apply(&mut training).unwrap_err().starts_with("apply: expected a successful `accumulate`"));
             assert_eq!(sha256(&training), before);
             let last = batches[1].last().unwrap();
             assert_eq!(training.evaluate(last, |_, _| Ok(())).unwrap_err(), Error::Label { sample: within, label: CLASSES as u32, classes: CLASSES });
-            // No weight has changed, and the update is not counted: the right batches give the weights that they always give.
+            // No weight has changed, and the update is not counted: the right batches give the
+            // usual weights.
             let rest = self::batches(1, part).into_iter().skip(1).map(Ok);
             training.epoch(rest, &mut progress, &mut ()).unwrap();
             assert_eq!(sha256(&training), undisturbed(device, part).0);
         }
     }
 
-    /// A model that was built over another layout than its weights.
-    fn a_model_of_another_layout_is_refused(device: &Device) {
+    /// A model that was built over another spec than its weights.
+    fn model_of_another_spec_is_refused(device: &Device) {
         let stranger = Classifier::learner(device).model;
         let mut memory = arena(device);
-        let learner = Learner { model: stranger, ..Classifier::learner(device) };
+        let learner = TrainState { model: stranger, ..Classifier::learner(device) };
         let error = Trainer::captured(&mut memory, learner, &batches(0, 8)[0][0]).err().unwrap();
         assert!(matches!(error, Error::Misuse { op: "mlp_gelu", .. }), "{error}");
         let gradients = Classifier::learner(device).gradients;
-        let learner = Learner { gradients, ..Classifier::learner(device) };
+        let learner = TrainState { gradients, ..Classifier::learner(device) };
         let error = Trainer::eager(&mut memory, learner).update(&batches(0, 8)[0]).unwrap_err();
         assert!(matches!(error, Error::Misuse { op: "backward", .. }), "{error}");
     }

@@ -1,4 +1,4 @@
-//! A folder of shards that is replaced while it is read: what is read is one state or the other.
+//! A folder of shards that is replaced during a read: the result is one state or the other.
 
 #![forbid(unsafe_code)]
 
@@ -9,7 +9,7 @@ use stepscope::StateDict;
 const TENSORS: usize = 12;
 const VALUES: usize = 64;
 
-/// All values of a state are its number.
+/// Returns a state in which all values are its number.
 fn state(number: u32) -> StateDict {
     let mut tensors = StateDict::default();
     for at in 0..TENSORS {
@@ -36,7 +36,7 @@ fn no_read_mixes_two_states() {
             });
             let (mut whole, mut refused) = (0, 0);
             for _ in 0..300 {
-                // While files get their names there may be none, or one of each state: an error.
+                // While files are renamed, there may be no state, or files of both: an error.
                 let Ok(found) = StateDict::from_pretrained(folder.path(), |_| false) else {
                     refused += 1;
                     continue;

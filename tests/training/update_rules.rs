@@ -1,7 +1,7 @@
-//! Rules of other packages: what one does must be what it says of itself.
+//! Rules of other packages: their behaviour must match their declarations.
 //!
-//! Invariant: a rule that says one thing and does another is refused when the optimiser is made, or
-//! at its first update.
+//! Invariant: a rule whose behaviour differs from its declaration is refused when the optimizer is
+//! made, or at its first update.
 
 #![forbid(unsafe_code)]
 
@@ -11,16 +11,16 @@ use stepscope::*;
 
 const LEN: usize = 200;
 
-/// Which rule is wrapped, what is said of it, and what is changed about it.
+/// The wrapped rule, its declaration, and the changes to its behaviour.
 #[derive(Clone, Default)]
 struct Wrapper<R> {
     inner: R,
     state: &'static [&'static str],
     has_groups: bool,
     writes_copy: bool,
-    /// Settings behind those of the inner rule.
+    /// Settings after those of the inner rule.
     more: Vec<f32>,
-    /// Whether the inner rule gets the copy, and the groups.
+    /// Flags that hide the copy and the groups from the inner rule.
     hides: [bool; 2],
 }
 
@@ -52,12 +52,12 @@ impl<R: UpdateRule + Clone> UpdateRule for Wrapper<R> {
     }
 }
 
-/// A wrapper that says what AdamW says.
+/// Returns a wrapper with AdamW's declaration.
 fn adamw() -> Wrapper<AdamWConfig> {
     Wrapper { state: &["first", "second"], has_groups: true, writes_copy: true, ..Wrapper::default() }
 }
 
-/// A group for each of so many parameters.
+/// Returns a group for each of `count` parameters.
 fn groups(count: usize) -> ParameterGroups {
     (0..count).fold(ParameterGroups::new(), |groups, number| {
         let group = ParameterGroup { rate: 0.5 + number as f32, weight_decay: None };
@@ -73,20 +73,21 @@ struct World {
 
 impl World {
     fn new(device: &Device) -> Self {
-        let mut layout = Layout::builder();
+        let mut layout = ParameterSpec::builder();
         let parameters: Vec<_> =
             (0..8).map(|number| layout.add(format!("p{number}"), [LEN], Initializer::fan_in(4))).collect();
         let weights = Parameters::new(device, &layout.build().unwrap(), 7).unwrap().with_bf16_copy().unwrap();
         let mut gradients = Gradients::zeros(&weights).unwrap();
         let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
-        let fill = |step: &mut Eager<'_>| {
+        let fill = |step: &mut EagerStep<'_>| {
             parameters.iter().try_for_each(|&w| ops::fill_into(step, &mut gradients.lend_mut(step, w)?, 0.25))
         };
         arena.step(fill).unwrap();
         Self { arena, weights, gradients }
     }
 
-    /// Two updates by a rule, with so many groups beside the first: the weights' digest.
+    /// Makes two updates by a rule, with this many groups in addition to the first, and returns the
+    /// weights' digest.
     fn train<R: UpdateRule>(mut self, rule: R, groups: usize) -> Result<String> {
         let mut optimizer = Optimizer::new(&self.weights, rule)?;
         if groups > 0 {
@@ -109,11 +110,11 @@ fn refused(trained: Result<String>, words: &[&str]) {
 }
 
 on_each_device! {
-    fn a_wrapper_that_tells_the_truth(device: &Device) {
+    fn honest_wrapper_is_accepted(device: &Device) {
         for groups in [0, 3, 7] {
             let expected = World::new(device).train(AdamWConfig::default(), groups).unwrap();
             assert_eq!(World::new(device).train(adamw(), groups).unwrap(), expected, "{groups} groups");
-            // Without its copy, which the optimiser then writes.
+            // Without writing the copy, which the optimizer then writes.
             let plain = Wrapper { writes_copy: false, ..adamw() };
             assert_eq!(World::new(device).train(plain, groups).unwrap(), expected, "{groups} groups");
         }
@@ -122,7 +123,7 @@ on_each_device! {
         assert_eq!(World::new(device).train(sgd, 2).unwrap(), expected);
     }
 
-    fn a_wrapper_with_another_state(device: &Device) {
+    fn wrapper_with_another_state(device: &Device) {
         let with = |state| World::new(device).train(Wrapper { state, ..adamw() }, 0);
         refused(with(&[]), &["adamw", "[\"first\", \"second\"]", "0 parts"]);
         refused(with(&["first"]), &["adamw", "1 parts"]);
@@ -134,7 +135,7 @@ on_each_device! {
         refused(with(&["first", ""]), &["optimizer", "[\"first\", \"\"]"]);
     }
 
-    /// With eight groups, 9 settings for each are as many as 9 groups of 8 settings.
+    /// The 9 settings of each of eight groups are as many as 9 groups of 8 settings.
     fn a_wrapper_with_more_settings(device: &Device) {
         let more = |count: usize| Wrapper { more: vec![0.5; count], ..adamw() };
         refused(World::new(device).train(more(1), 0), &["hyper", "8"]);
@@ -147,7 +148,7 @@ on_each_device! {
         refused(World::new(device).train(Wrapper { more: vec![f32::NAN], ..adamw() }, 0), &["wrapper", "NaN as setting 8 of group 0"]);
     }
 
-    fn a_wrapper_that_hides_what_it_promised(device: &Device) {
+    fn wrapper_must_keep_its_declaration(device: &Device) {
         let copy = Wrapper { hides: [true, false], ..adamw() };
         refused(World::new(device).train(copy.clone(), 0), &["wrapper", "`writes_copy` returned true", "0 of them"]);
         refused(World::new(device).train(copy, 3), &["wrapper", "`writes_copy` returned true"]);
@@ -155,21 +156,21 @@ on_each_device! {
         let groups = Wrapper { hides: [false, true], ..adamw() };
         refused(World::new(device).train(groups, 3), &["hyper"]);
         refused(World::new(device).train(Heedless, 3), &["heedless", "`has_groups` returned true"]);
-        refused(World::new(device).train(Wrapper { has_groups: false, ..adamw() }, 3), &["wrapper", "heeds no others"]);
+        refused(World::new(device).train(Wrapper { has_groups: false, ..adamw() }, 3), &["wrapper", "supports no others"]);
     }
 
-    /// A captured update is looked at when it is recorded.
+    /// A captured update is checked when it is recorded.
     fn a_captured_rule(device: &Device) {
         let World { mut arena, weights, gradients } = World::new(device);
         let optimizer = Optimizer::new(&weights, Wrapper { hides: [true, false], ..adamw() }).unwrap();
-        let captured = arena.capture((weights, gradients, optimizer), &Inputs::new(), |step, (weights, gradients, optimizer), _| {
+        let captured = arena.capture((weights, gradients, optimizer), &HostInputs::new(), |step, (weights, gradients, optimizer), _| {
             optimizer.apply(step, weights, gradients)
         });
         refused(captured.map(|_| String::new()), &["wrapper", "`writes_copy` returned true"]);
     }
 }
 
-/// Says that it has groups, and looks at none.
+/// A rule that declares groups, and ignores them.
 struct Heedless;
 
 impl UpdateRule for Heedless {
@@ -191,7 +192,7 @@ impl UpdateRule for Heedless {
     }
 }
 
-/// Says something else each time that it is asked.
+/// A rule that declares something else at each call.
 struct Fickle(Cell<usize>);
 
 impl Fickle {
@@ -228,9 +229,9 @@ impl UpdateRule for Fickle {
     }
 }
 
-/// What it said first holds: a checkpoint has the state that it has.
+/// The first declaration holds: a checkpoint has the rule's state.
 #[test]
-fn a_rule_is_asked_once() {
+fn rules_are_queried_once() {
     let device = crate::support::open(DeviceKind::Emulated);
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("fickle.safetensors");
@@ -241,7 +242,7 @@ fn a_rule_is_asked_once() {
         optimizer.advance().unwrap();
         match arena.step(|step| optimizer.apply(step, &mut weights, &gradients)) {
             Ok(()) => outcomes[0] += 1,
-            // Said that it writes the copy, and does not.
+            // It declares that it writes the copy, and does not.
             Err(error) => {
                 assert!(error.to_string().contains("`writes_copy` returned true"), "{error}");
                 outcomes[1] += 1;

@@ -1,4 +1,4 @@
-//! The disk that checkpoints go to.
+//! The disk for checkpoints.
 
 use rustix::fs::statvfs;
 use serde::{Deserialize, Serialize};
@@ -8,7 +8,7 @@ use std::path::Path;
 #[serde(default)]
 pub(crate) struct Disk {
     pub checkpoints: Option<String>,
-    /// What a user without rights may still write.
+    /// The bytes available to an unprivileged user.
     pub available_bytes: Option<u64>,
     pub writable: Option<bool>,
 }

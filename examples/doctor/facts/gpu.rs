@@ -1,4 +1,4 @@
-//! The first GPU, as NVML tells; the library of NVML is opened at run time.
+//! The first GPU, as reported by NVML, which is loaded at run time.
 
 use nvml_wrapper::Nvml;
 use serde::{Deserialize, Serialize};
@@ -7,19 +7,19 @@ use std::path::Path;
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct Gpu {
-    /// Whether the system shows one, whatever the driver says.
+    /// True if the system shows an NVIDIA device, independent of NVML.
     pub in_system: Option<bool>,
     pub name: Option<String>,
     pub driver: Option<String>,
-    /// The CUDA that the driver has: 13000 for 13.0.
+    /// The driver's CUDA version: 13000 for 13.0.
     pub cuda: Option<i32>,
     /// Ten times the compute capability.
     pub capability: Option<u32>,
-    /// Why NVML told nothing.
+    /// The NVML error, if it failed.
     pub nvml_error: Option<String>,
-    /// Whether `CUDA_CACHE_DISABLE` is set.
+    /// True if `CUDA_CACHE_DISABLE` is set.
     pub cache_disabled: bool,
-    /// The folder of the driver's cache of compiled PTX, and whether it or the nearest folder above can be written.
+    /// The folder of the driver's cache of compiled PTX.
     pub cache_folder: Option<String>,
     pub cache_writable: Option<bool>,
 }
@@ -46,7 +46,8 @@ impl Gpu {
     }
 
     fn ask(&mut self) -> Result<(), nvml_wrapper::error::NvmlError> {
-        // The name that drivers install; the one without a number comes with development packages alone.
+        // The name that drivers install. The name without a number exists only with development
+        // packages.
         let nvml = Nvml::builder().lib_path("libnvidia-ml.so.1".as_ref()).init()?;
         self.driver = nvml.sys_driver_version().ok();
         self.cuda = nvml.sys_cuda_driver_version().ok();

@@ -1,4 +1,4 @@
-//! The host: memory, limits and the settings that decide about it.
+//! The host: memory, limits and relevant settings.
 
 #![expect(clippy::disallowed_methods, reason = "reads the kernel's own files, which end")]
 
@@ -20,13 +20,13 @@ pub(crate) struct Host {
     pub swap_total_bytes: Option<u64>,
     pub swap_free_bytes: Option<u64>,
     pub swappiness: Option<u32>,
-    /// Of the last ten seconds, the share in which a process waited for memory.
+    /// The share of the last ten seconds in which a process waited for memory.
     pub stalled_percent: Option<f64>,
-    /// The cgroup that leaves least; none where there is no limit.
+    /// The cgroup with the least memory left; none without a limit.
     pub cgroup: Option<CgroupMemory>,
-    /// `ulimit -l`; the largest number for "unlimited".
+    /// The result of `ulimit -l`; the largest number for "unlimited".
     pub memlock_bytes: Option<u64>,
-    /// `RemoveIPC` of logind, as its files say; none without logind.
+    /// The setting `RemoveIPC` in logind's files; none without logind.
     pub remove_ipc: Option<bool>,
 }
 
@@ -59,7 +59,7 @@ impl Host {
     }
 }
 
-/// The last file that says it decides, as systemd reads them; `yes` where none does.
+/// Reads logind's files in systemd's order, in which the last setting wins. Defaults to `yes`.
 fn remove_ipc() -> Option<bool> {
     fs::metadata("/run/systemd/seats").ok()?;
     let mut parts = Vec::new();

@@ -1,4 +1,5 @@
-//! The first GPU under a load of three seconds: one of copies, one of products in BF16, one of training steps. Nothing of it runs on the emulator.
+//! The first GPU under three seconds of load: one second each of copies, BF16 matrix products, and
+//! training steps. The emulator is never loaded.
 
 use super::training::{Training, predicted_ms};
 use nvml_wrapper::Nvml;
@@ -8,17 +9,17 @@ use serde::{Deserialize, Serialize};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-use stepscope::same_bits::{self, Form};
-use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, Eager, Result, SelfTest, bf16, ops};
+use stepscope::same_bits::{self, CaseSize};
+use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, EagerStep, Result, SelfTest, bf16, ops};
 
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct Load {
-    /// Whether this program was built with feature `cuda`.
+    /// True if this program was built with feature `cuda`.
     pub built_for_gpu: Option<bool>,
-    /// The architectures whose PTX it has.
+    /// The architectures of its PTX.
     pub ptx: Vec<u32>,
-    /// Why the device did not open, or failed under the load.
+    /// The reason why the device did not open, or failed under load.
     pub error: Option<String>,
     pub opened: bool,
     pub capability: Option<u32>,
@@ -26,38 +27,40 @@ pub(crate) struct Load {
     pub integrated: Option<bool>,
     pub driver_free_bytes: Option<u64>,
     pub driver_total_bytes: Option<u64>,
-    /// Of the kernels that were run, whether their bits are the committed ones.
+    /// The kernels that were run, with true if their bits are the committed ones.
     pub same_bits: Vec<(String, bool)>,
-    /// What the first upload, which locks its two slots of 64 MiB, took longer than the second.
+    /// The rate of page-locking, from the difference between the first upload, which locks two
+    /// slots of 64 MiB, and the second.
     pub page_locking_gb_per_s: Option<f64>,
     pub upload_gb_per_s: Option<f64>,
-    /// Bytes read and bytes written.
+    /// Bytes read plus bytes written.
     pub copy_gb_per_s: Option<f64>,
     pub bf16_tflop_per_s: Option<f64>,
-    /// A training step of CrossAsset, and what `predict` has for it; none of a GPU that it does not know.
+    /// The measured time of a CrossAsset training step, and the prediction of `predict`; none for a
+    /// GPU that it does not model.
     pub step_ms: Option<f64>,
     pub predicted_step_ms: Option<f64>,
-    /// The highest under the load, and the highest that the GPU has.
+    /// The highest clock under load, and the GPU's maximum.
     pub sm_clock_mhz: Option<u32>,
     pub sm_clock_max_mhz: Option<u32>,
-    /// The least number seen: 0 is full power.
+    /// The lowest power state seen; 0 is full power.
     pub power_state: Option<u32>,
     pub power_watts: Option<f64>,
-    /// What held the clocks down, in NVML's names.
+    /// The reasons for reduced clocks, in NVML's names.
     pub throttled_by: Vec<String>,
 }
 
-/// Opening compiles the kernels where the driver has not kept them.
+/// Opening compiles the kernels unless the driver has cached them.
 const OPENING: Duration = Duration::from_secs(30);
 const DEADLINE: Duration = Duration::from_secs(8);
 const SECOND: Duration = Duration::from_secs(1);
 const MIB: usize = 1 << 20;
-/// Of each of a copy's buffers: more than any cache.
+/// The size of each copy buffer, larger than any cache.
 const COPIED_BYTES: usize = 256 * MIB;
 const UPLOADED_BYTES: usize = 128 * MIB;
-/// Rows and columns of the factors.
+/// Rows and columns of the matrices.
 const N: usize = 4096;
-/// So many of the cases of `same_bits`, the first: the example of that name runs all.
+/// The number of `same_bits` cases that run here. The example of that name runs all.
 const KERNELS: usize = 3;
 
 impl Load {
@@ -85,9 +88,10 @@ impl Load {
         self.driver_total_bytes = memory.device_total_bytes;
         self.upload(&device)?;
         for (name, case) in same_bits::cases().into_iter().take(KERNELS) {
-            let line = same_bits::line(name, &same_bits::run(&device, &case, Form::Smallest)?);
-            // Only the verdict of this kernel: the others are missing.
-            let golden = Form::Smallest.golden();
+            let line = same_bits::line(name, &same_bits::run(&device, &case, CaseSize::Smallest)?);
+            // This line has only one kernel, so its verdict is the first; the others report
+            // missing.
+            let golden = CaseSize::Smallest.golden();
             let equal = same_bits::compare(&line, golden).first().is_some_and(same_bits::Verdict::equal);
             self.same_bits.push((name.into(), equal));
         }
@@ -122,7 +126,7 @@ impl Load {
         };
         let (first, second) = (time()?, time()?);
         self.upload_gb_per_s = Some(UPLOADED_BYTES as f64 / second / 1e9);
-        // A difference of less than a millisecond is noise.
+        // A difference below one millisecond is noise.
         self.page_locking_gb_per_s = (first - second > 1e-3).then(|| UPLOADED_BYTES as f64 / (first - second) / 1e9);
         Ok(())
     }
@@ -158,12 +162,13 @@ impl Load {
     }
 }
 
-/// How often a second `run` is done, in `count` steps that follow each other, for a second after one step that warms up.
+/// Returns how often per second `run` is done: steps run for a second, `count` between
+/// synchronizations, after a warm-up.
 fn repeat(
     device: &Device,
     arena: &mut Arena,
     count: usize,
-    mut run: impl for<'s> FnMut(&mut Eager<'s>) -> Result<()>,
+    mut run: impl for<'s> FnMut(&mut EagerStep<'s>) -> Result<()>,
 ) -> Result<f64> {
     let mut step = || -> Result<()> {
         (0..count).try_for_each(|_| arena.step(&mut run))?;
@@ -178,7 +183,7 @@ fn repeat(
     Ok(done as f64 / start.elapsed().as_secs_f64())
 }
 
-/// What NVML tells until it is over; nothing without NVML.
+/// Samples NVML until `over`; none without NVML.
 fn watch(over: &AtomicBool) -> Option<Load> {
     let nvml = Nvml::builder().lib_path("libnvidia-ml.so.1".as_ref()).init().ok()?;
     let device = nvml.device_by_index(0).ok()?;

@@ -8,7 +8,7 @@ use std::fs;
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct Network {
-    /// Of real cards, in order of their names; none where they could not be listed.
+    /// The physical cards, sorted by name; none if they could not be listed.
     pub cards: Option<Vec<Card>>,
 }
 
@@ -18,7 +18,7 @@ pub(crate) struct Card {
     pub name: String,
     pub up: bool,
     pub megabits_per_second: Option<u64>,
-    /// Whether it moves memory by itself, as the cards behind a Spark's QSFP ports do.
+    /// True if the card supports RDMA, as those behind a Spark's QSFP ports do.
     pub rdma: bool,
 }
 
@@ -31,7 +31,7 @@ impl Network {
             cards.push(Card {
                 name: path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
                 up: text("operstate").trim() == "up",
-                // A card that is down says -1.
+                // A card that is down reports -1.
                 megabits_per_second: text("speed").trim().parse().ok(),
                 rdma: path.join("device/infiniband").is_dir(),
             });

@@ -1,4 +1,4 @@
-//! Python packages whose wheels are of another processor.
+//! Python packages whose wheels are for another processor.
 
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -9,12 +9,12 @@ use stepscope::PlainFile;
 #[serde(default)]
 pub(crate) struct Python {
     pub folders: Option<u64>,
-    /// `package: tag`, of wheels that are neither this processor's nor any's.
+    /// Entries `package: tag` of wheels that are neither for this processor nor for any.
     pub foreign_wheels: Vec<String>,
 }
 
 impl Python {
-    /// Looks in the active environment, and in the user's and the system's folders.
+    /// Searches the active environment, and the user's and the system's folders.
     pub(crate) fn gather() -> Self {
         let homes = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(std::env::var_os).map(PathBuf::from);
         let user = std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".local"));

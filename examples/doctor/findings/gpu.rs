@@ -1,25 +1,25 @@
-//! Of the GPU, its driver and its rates.
+//! Checks of the GPU, its driver and its rates.
 
 use super::{Finding, is_gb10, stops, unknown, warning, well};
 use crate::facts::Facts;
 use crate::model::Gpu;
 
-/// The share of what a GB10 gives below which something is wrong.
+/// The share of a GB10's known rate below which something is wrong.
 const SHARE: f64 = 0.85;
-/// The same of a step's prediction, which may be wrong too: docs/predict.md.
+/// The share for the predicted step time, which may itself be wrong: docs/predict.md.
 const SHARE_OF_STEP: f64 = 0.8;
-/// The first CUDA that knows `sm_121`.
+/// The first CUDA version that supports `sm_121`.
 const CUDA_OF_GB10: i32 = 12_090;
 const POWER: &str = "a GB10 can be stuck in a low power state, three times slower, and shows nothing";
 const PULL_THE_PLUG: &str = "end other programs and run the doctor again; if it stays, pull the power plug for a minute: a reboot is not enough";
 
-/// Why nothing is known of the GPU under load.
+/// Explains why there are no facts about the GPU under load.
 fn not_loaded(facts: &Facts) -> Finding {
     let load = &facts.load;
     match (&load.error, load.built_for_gpu) {
         (Some(error), _) => unknown(error),
         (None, Some(false)) => unknown("this program was built without feature `cuda`"),
-        (None, Some(true)) => unknown("the driver or NVML did not tell"),
+        (None, Some(true)) => unknown("the driver or NVML did not report it"),
         (None, None) => unknown(facts.why_unknown("load")),
     }
 }
@@ -29,7 +29,7 @@ pub(super) fn driver(facts: &Facts) -> Finding {
     match (&gpu.name, &gpu.driver, &gpu.nvml_error) {
         (Some(name), Some(driver), _) => well(format!("{name}, driver {driver}")),
         (_, _, Some(error)) if gpu.in_system == Some(true) => stops(
-            format!("the system has an NVIDIA driver, and NVML says: {error}"),
+            format!("the system has an NVIDIA driver, but NVML reports: {error}"),
             "no program can use the GPU",
             "reboot if the driver was just updated; in a container, start it with `--gpus all`",
         ),
@@ -41,8 +41,8 @@ pub(super) fn driver(facts: &Facts) -> Finding {
 pub(super) fn build(facts: &Facts) -> Finding {
     match (facts.load.built_for_gpu, &facts.gpu.name) {
         (Some(false), Some(name)) => warning(
-            format!("this program was built without feature `cuda`, and there is an {name}"),
-            "a program built so trains on the CPU",
+            format!("this program was built without feature `cuda`, but there is a GPU: {name}"),
+            "such a build trains on the CPU",
             "build with `--features cuda`",
         ),
         (Some(true), _) => well("built with feature `cuda`"),
@@ -51,10 +51,10 @@ pub(super) fn build(facts: &Facts) -> Finding {
 }
 
 pub(super) fn cuda_version(facts: &Facts) -> Finding {
-    let Some(cuda) = facts.gpu.cuda else { return unknown("NVML did not tell") };
+    let Some(cuda) = facts.gpu.cuda else { return unknown("NVML did not report it") };
     let what = format!("the driver has CUDA {}.{}", cuda / 1000, cuda % 1000 / 10);
     if is_gb10(facts) && cuda < CUDA_OF_GB10 {
-        return stops(what, "CUDA before 12.9 does not know sm_121", "update the driver");
+        return stops(what, "CUDA before 12.9 does not support sm_121", "update the driver");
     }
     well(what)
 }
@@ -63,13 +63,13 @@ pub(super) fn ptx(facts: &Facts) -> Finding {
     let (Some(capability), false) = (facts.gpu.capability.or(facts.load.capability), facts.load.ptx.is_empty()) else {
         return not_loaded(facts);
     };
-    let what = format!("PTX for {:?}, the GPU is sm_{capability}", facts.load.ptx);
+    let what = format!("PTX for {:?}; the GPU is sm_{capability}", facts.load.ptx);
     let todo = format!("build with STEPSCOPE_ARCHS=sm_{capability}");
     if facts.load.ptx.iter().all(|&arch| arch > capability) {
         return stops(what, "PTX runs on its own architecture and on later ones", &todo);
     }
     if is_gb10(facts) && !facts.load.ptx.contains(&capability) {
-        return warning(what, "kernels for an older GPU run, but not the ones chosen for this one", &todo);
+        return warning(what, "kernels for an older GPU run, but not those tuned for this one", &todo);
     }
     well(what)
 }
@@ -79,10 +79,8 @@ pub(super) fn ptx_cache(facts: &Facts) -> Finding {
     let why = "the driver compiles every kernel again at each start, which takes seconds";
     match facts.gpu.cache_writable {
         _ if facts.gpu.cache_disabled => warning("CUDA_CACHE_DISABLE is set", why, "unset it"),
-        Some(false) => {
-            warning(format!("{folder} cannot be written"), why, "set CUDA_CACHE_PATH to a folder of your own")
-        }
-        Some(true) => well(format!("{folder} can be written")),
+        Some(false) => warning(format!("{folder} is not writable"), why, "set CUDA_CACHE_PATH to a folder of your own"),
+        Some(true) => well(format!("{folder} is writable")),
         None => unknown("neither HOME nor CUDA_CACHE_PATH is set"),
     }
 }
@@ -94,14 +92,14 @@ pub(super) fn opens(facts: &Facts) -> Finding {
             stops(
                 format!("{at}: {error}"),
                 "training would end the same way",
-                "do what the error says; see docs/memory.md",
+                "follow the error's advice; see docs/memory.md",
             )
         }
-        // The driver hangs: the whole load had no answer.
+        // The whole load got no answer, so the driver hangs.
         None if facts.unread.contains_key("load") && facts.gpu.name.is_some() => stops(
             format!("the load: {}", facts.why_unknown("load")),
-            "the driver hangs, or it still compiles the kernels, as it does the first time",
-            "run the doctor again; if it is the same, see the kernel's log (`dmesg`), and reboot",
+            "the driver hangs, or it still compiles the kernels, as on the first run",
+            "run the doctor again; if that does not help, check the kernel log (`dmesg`), and reboot",
         ),
         None if facts.load.opened => {
             well(format!("opened, {}", facts.load.driver.as_deref().unwrap_or("driver unknown")))
@@ -114,12 +112,12 @@ pub(super) fn integrated(facts: &Facts) -> Finding {
     match facts.load.integrated {
         None => not_loaded(facts),
         Some(false) if is_gb10(facts) => warning(
-            "the driver says that this GB10 has memory of its own",
-            "page cache would not be counted as available, and admission refuses too much",
-            "update the driver, and report it",
+            "the driver reports that this GB10 has separate memory",
+            "page cache would not count as available, so admission would refuse too much",
+            "update the driver, and report the problem",
         ),
-        Some(true) => well("CPU and GPU have one memory"),
-        Some(false) => well("the GPU has memory of its own"),
+        Some(true) => well("CPU and GPU share one memory"),
+        Some(false) => well("the GPU has its own memory"),
     }
 }
 
@@ -129,8 +127,8 @@ pub(super) fn same_bits(facts: &Facts) -> Finding {
     match kernels.len() {
         0 => not_loaded(facts),
         _ if !wrong.is_empty() => stops(
-            format!("other bits than the committed ones: {}", wrong.join(", ")),
-            "a compiler or a GPU computes wrongly; this is never rounding",
+            format!("bits differ from the committed ones: {}", wrong.join(", ")),
+            "a compiler or a GPU computes wrongly; rounding cannot cause this",
             "run the example same_bits, and send its whole output",
         ),
         count => well(format!("{count} kernels give the committed bits")),
@@ -140,7 +138,7 @@ pub(super) fn same_bits(facts: &Facts) -> Finding {
 pub(super) fn page_locking(facts: &Facts) -> Finding {
     let Some(rate) = facts.load.page_locking_gb_per_s else {
         return match facts.load.upload_gb_per_s {
-            Some(upload) => well(format!("too fast to be measured; uploads {upload:.1} GB/s")),
+            Some(upload) => well(format!("too fast to measure; uploads {upload:.1} GB/s")),
             None => not_loaded(facts),
         };
     };
@@ -148,8 +146,8 @@ pub(super) fn page_locking(facts: &Facts) -> Finding {
     if rate < 0.25 {
         return warning(
             what,
-            "the kernel must free memory to lock pages: it is short, or in pieces",
-            "end other programs; look at Dirty and swap",
+            "the kernel must free memory to lock pages: memory is short or fragmented",
+            "end other programs; check Dirty and swap",
         );
     }
     well(what)
@@ -158,7 +156,7 @@ pub(super) fn page_locking(facts: &Facts) -> Finding {
 fn known_rate(facts: &Facts, rate: Option<f64>, good: f64, unit: &str) -> Finding {
     let Some(rate) = rate else { return not_loaded(facts) };
     if is_gb10(facts) && (rate.is_nan() || rate < SHARE * good) {
-        return warning(format!("{rate:.1} {unit}, of {good:.0} that a GB10 gives"), POWER, PULL_THE_PLUG);
+        return warning(format!("{rate:.1} {unit}; a GB10 reaches {good:.0}"), POWER, PULL_THE_PLUG);
     }
     well(format!("{rate:.1} {unit}"))
 }
@@ -177,14 +175,14 @@ pub(super) fn step_time(facts: &Facts) -> Finding {
     let Some(step) = facts.load.step_ms else { return not_loaded(facts) };
     let what = format!("a training step of CrossAsset takes {step:.2} ms");
     let Some(predicted) = facts.load.predicted_step_ms else {
-        return well(format!("{what}; `predict` does not know this GPU"));
+        return well(format!("{what}; `predict` does not model this GPU"));
     };
     let what = format!("{what}, {predicted:.2} predicted");
     if step.is_nan() || step * SHARE_OF_STEP > predicted {
         return warning(
             what,
             "the machine is slower than it should be, or docs/predict.md is wrong about this GPU",
-            "do what copy_rate, bf16_rate and clock say; if they are well, send a report: docs/gb10.md",
+            "follow the advice of copy_rate, bf16_rate and clock; if they are well, send a report: docs/gb10.md",
         );
     }
     well(what)
@@ -212,11 +210,11 @@ pub(super) fn throttling(facts: &Facts) -> Finding {
     let slowed = |name: &&String| name.contains("SLOWDOWN");
     match facts.load.throttled_by.iter().find(slowed) {
         Some(reason) => warning(
-            format!("clocks were held down: {reason}"),
-            "the GPU is too hot, or its power supply says stop",
-            "give it air, and use the power supply that came with it",
+            format!("clocks were reduced: {reason}"),
+            "the GPU is too hot, or its power supply is at its limit",
+            "improve the cooling, and use the power supply that came with it",
         ),
-        None if facts.load.throttled_by.is_empty() => well("nothing held the clocks down"),
-        None => well(format!("no slowdown; clocks follow {}", facts.load.throttled_by.join(", "))),
+        None if facts.load.throttled_by.is_empty() => well("nothing reduced the clocks"),
+        None => well(format!("no slowdown; clocks limited by {}", facts.load.throttled_by.join(", "))),
     }
 }

@@ -1,14 +1,14 @@
-//! Of the host's memory, limits and disk.
+//! Checks of the host's memory, limits and disk.
 
 use super::{Finding, gib, is_gb10, stops, unknown, warning, well};
 use crate::facts::Facts;
 
 const GIB: u64 = 1 << 30;
-/// The floor of an arena unless it is told another.
+/// An arena's default floor.
 const FLOOR_BYTES: u64 = GIB;
-/// More than this must be written before an allocation has its memory.
+/// The amount of dirty page cache that delays allocations.
 const MOST_DIRTY_BYTES: u64 = 4 * GIB;
-/// A checkpoint of a model of this size in weights and moments, twice.
+/// Two checkpoints of a large model, with weights and moments.
 const DISK_BYTES: u64 = 20 * GIB;
 
 pub(super) fn memory_figures(facts: &Facts) -> Finding {
@@ -17,13 +17,13 @@ pub(super) fn memory_figures(facts: &Facts) -> Finding {
             well(format!("{} in all, MemFree {}, MemAvailable {}", gib(total), gib(free), gib(available)))
         }
         (Some(_), Some(_), Some(_)) => warning(
-            "/proc/meminfo tells more free memory than there is",
-            "admission would decide by figures that are wrong",
-            "run outside the container or program that puts its own file there",
+            "/proc/meminfo reports more free memory than there is",
+            "admission control would use wrong figures",
+            "run outside the container or program that replaces that file",
         ),
         _ => warning(
             "/proc/meminfo could not be read",
-            "only what the driver calls free is admitted, which page cache makes small",
+            "admission then counts only the driver's free memory, which page cache reduces",
             "let the container see /proc/meminfo",
         ),
     }
@@ -34,7 +34,7 @@ pub(super) fn memory_available(facts: &Facts) -> Finding {
         None => unknown(facts.why_unknown("host")),
         Some(bytes) if bytes < FLOOR_BYTES => stops(
             format!("MemAvailable is {}", gib(bytes)),
-            "below its floor of 1 GiB an arena begins no step; on a GB10 less would freeze the machine",
+            "below its floor of 1 GiB an arena starts no step, since less could freeze a GB10",
             "end other programs",
         ),
         Some(bytes) => well(format!("MemAvailable is {}", gib(bytes))),
@@ -52,8 +52,8 @@ pub(super) fn page_cache(facts: &Facts) -> Finding {
     if is_gb10(facts) && free < available / 2 {
         return warning(
             figures,
-            "the driver calls free what the kernel calls MemFree: programs that trust it refuse to start; this library does not",
-            "nothing for this library; for others, read the files no more or drop the caches as root",
+            "the driver's free memory is the kernel's MemFree, without page cache: programs that rely on it refuse to start; this library does not",
+            "nothing for this library; for other programs, drop the caches as root",
         );
     }
     well(figures)
@@ -63,11 +63,11 @@ pub(super) fn dirty_pages(facts: &Facts) -> Finding {
     match facts.host.dirty_bytes {
         None => unknown(facts.why_unknown("host")),
         Some(bytes) if bytes > MOST_DIRTY_BYTES => warning(
-            format!("{} of page cache must still be written", gib(bytes)),
-            "the kernel writes it to the disk before it gives it up, and an allocation waits meanwhile",
-            "run `sync` and wait for its end",
+            format!("{} of page cache waits to be written", gib(bytes)),
+            "the kernel must write it to disk before freeing it, and allocations wait meanwhile",
+            "run `sync` and wait until it ends",
         ),
-        Some(bytes) => well(format!("{} of page cache must still be written", gib(bytes))),
+        Some(bytes) => well(format!("{} of page cache waits to be written", gib(bytes))),
     }
 }
 
@@ -76,8 +76,8 @@ pub(super) fn memory_pressure(facts: &Facts) -> Finding {
         None => unknown("/proc/pressure/memory could not be read"),
         Some(percent) if percent > 10.0 => warning(
             format!("in {percent} % of the last 10 s a process waited for memory"),
-            "the machine is short of memory already; a step would make it stand still",
-            "end the program that takes it",
+            "the machine is already short of memory; a step could stall it",
+            "end the program that uses it",
         ),
         Some(percent) => well(format!("in {percent} % of the last 10 s a process waited for memory")),
     }
@@ -89,9 +89,9 @@ pub(super) fn cgroup(facts: &Facts) -> Finding {
     };
     let available = cgroup.available_bytes();
     let what = format!("the memory cgroup has {} left of {}", gib(available), gib(cgroup.limit_bytes));
-    let why = "the kernel ends processes of a cgroup at its limit, however much memory the host has; CUDA memory is not bounded by it";
+    let why = "the kernel kills processes of a cgroup at its limit, even if the host has free memory; CUDA memory does not count";
     if available < (FLOOR_BYTES).min(cgroup.limit_bytes / 32) {
-        return stops(what, why, "raise the container's or the service's limit");
+        return stops(what, why, "raise the limit of the container or service");
     }
     if facts.host.mem_total_bytes.is_some_and(|total| cgroup.limit_bytes < total / 4) {
         return warning(what, why, "raise the limit, or keep data and loaders small");
@@ -107,7 +107,7 @@ pub(super) fn swap_in_use(facts: &Facts) -> Finding {
     if used > GIB {
         return warning(
             format!("{} of swap are in use", gib(used)),
-            "the machine gives pages up; memory that is swapped out comes back page by page",
+            "the machine is out of memory; swapped memory returns page by page",
             "end other programs, then `swapoff -a` as root",
         );
     }
@@ -120,7 +120,7 @@ pub(super) fn swappiness(facts: &Facts) -> Finding {
         (_, None) | (None, _) => unknown(facts.why_unknown("host")),
         (Some(_), Some(value)) if is_gb10(facts) && value > 1 => warning(
             format!("swap is on, and vm.swappiness is {value}"),
-            "where CPU and GPU share the memory, swap turns a shortage into a stall",
+            "if CPU and GPU share memory, swap turns a shortage into a stall",
             "`swapoff -a`, or `sysctl vm.swappiness=1`, as root",
         ),
         (Some(_), Some(value)) => well(format!("swap is on, and vm.swappiness is {value}")),
@@ -133,7 +133,7 @@ pub(super) fn locked_memory(facts: &Facts) -> Finding {
     if rdma && bytes < GIB {
         return warning(
             format!("`ulimit -l` is {} MiB", bytes >> 20),
-            "cards with RDMA register locked memory; NCCL between two machines fails without it",
+            "RDMA cards register locked memory; without it, NCCL between two machines fails",
             "set `memlock unlimited` in /etc/security/limits.conf, or `--ulimit memlock=-1` for a container",
         );
     }
@@ -146,13 +146,13 @@ pub(super) fn locked_memory(facts: &Facts) -> Finding {
 
 pub(super) fn remove_ipc(facts: &Facts) -> Finding {
     let (Some(removes), Some(user)) = (facts.host.remove_ipc, facts.host.user_id) else {
-        return unknown("no logind runs here, or it could not be read");
+        return unknown("logind does not run here, or its files could not be read");
     };
-    // Users of the system are spared by logind.
+    // logind exempts system users.
     if removes && user >= 1000 {
         return warning(
             "logind has RemoveIPC=yes",
-            "when you log out, shared memory of your programs goes: a worker dies, and its peers wait",
+            "when you log out, your programs' shared memory is deleted: a worker dies, and its peers wait",
             "set RemoveIPC=no in /etc/systemd/logind.conf, or `loginctl enable-linger`",
         );
     }
@@ -162,8 +162,10 @@ pub(super) fn remove_ipc(facts: &Facts) -> Finding {
 pub(super) fn checkpoint_disk(facts: &Facts) -> Finding {
     let Some(bytes) = facts.disk.available_bytes else { return unknown(facts.why_unknown("disk")) };
     let what = format!("{} left for checkpoints", gib(bytes));
-    let (why, todo) =
-        ("a checkpoint is written beside the last one, and then takes its place", "make room, or name another folder");
+    let (why, todo) = (
+        "a new checkpoint is written next to the last one before it replaces it",
+        "free space, or choose another folder",
+    );
     match bytes {
         _ if bytes < GIB => stops(what, why, todo),
         _ if bytes < DISK_BYTES => warning(what, why, todo),
@@ -176,10 +178,10 @@ pub(super) fn checkpoint_folder(facts: &Facts) -> Finding {
     match facts.disk.writable {
         None => unknown(facts.why_unknown("disk")),
         Some(false) => stops(
-            format!("{folder} cannot be written"),
+            format!("{folder} is not writable"),
             "a run ends when it cannot write its checkpoint",
-            "name another folder with --checkpoints",
+            "choose another folder with --checkpoints",
         ),
-        Some(true) => well(format!("{folder} can be written")),
+        Some(true) => well(format!("{folder} is writable")),
     }
 }

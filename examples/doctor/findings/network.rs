@@ -1,9 +1,9 @@
-//! Of the way to a second machine, and of Python beside it.
+//! Checks of the network to a second machine, and of Python packages.
 
 use super::{Finding, is_gb10, unknown, warning, well};
 use crate::facts::Facts;
 
-/// Of each of the two cards behind a QSFP port.
+/// The rate of each of the two cards behind a QSFP port.
 const CARD_MEGABITS: u64 = 100_000;
 
 pub(super) fn cards(facts: &Facts) -> Finding {
@@ -14,8 +14,8 @@ pub(super) fn cards(facts: &Facts) -> Finding {
     if is_gb10(facts) && rdma == 1 {
         return warning(
             what,
-            "one QSFP port of a GB10 is two cards; with one of them a second machine gets 98 instead of 161 Gb/s",
-            "give the other card an address too, and name both in NCCL_IB_HCA",
+            "each QSFP port of a GB10 has two cards; with only one, a second machine gets 98 instead of 161 Gb/s",
+            "give the other card an address too, and list both in NCCL_IB_HCA",
         );
     }
     well(what)
@@ -28,8 +28,8 @@ pub(super) fn rate(facts: &Facts) -> Finding {
     match slow {
         Some(card) if is_gb10(facts) => warning(
             format!("{} runs at {} Mb/s", card.name, card.megabits_per_second.unwrap_or(0)),
-            "gradients of two machines would wait for the cable; a good link gives 21.875 GB/s",
-            "use a cable for 200 Gb/s, and look at `ethtool` of the card on both sides",
+            "the exchange of gradients would be slow; a good link gives 21.875 GB/s",
+            "use a 200 Gb/s cable, and check the card with `ethtool` on both machines",
         ),
         _ if rdma().next().is_none() => unknown("no card with RDMA is up: there is no second machine"),
         _ => well(
@@ -45,10 +45,10 @@ pub(super) fn wheels(facts: &Facts) -> Finding {
     let Some(folders) = facts.python.folders else { return unknown(facts.why_unknown("python")) };
     if let Some(first) = facts.python.foreign_wheels.first() {
         return warning(
-            format!("{} wheels of another processor: {first}", facts.python.foreign_wheels.len()),
-            "they fail when they are imported, or Python falls back to slow code",
-            "install them again on this machine",
+            format!("{} wheels for another processor: {first}", facts.python.foreign_wheels.len()),
+            "importing them fails, or Python falls back to slow code",
+            "reinstall them on this machine",
         );
     }
-    well(format!("no wheels of another processor in {folders} folders"))
+    well(format!("no wheels for another processor in {folders} folders"))
 }

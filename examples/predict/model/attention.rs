@@ -1,4 +1,4 @@
-//! Attention: tiles of pairs of tokens.
+//! Attention, as tiles of token pairs.
 
 use kernels::{flash_attention as ieee, flash_attention_tensor as tensor};
 use stepscope::Launch;
@@ -6,20 +6,21 @@ use stepscope::Launch;
 use super::code::Code;
 use super::work::Work;
 
-/// `window` of causal attention.
+/// The value of `window` for causal attention.
 const CAUSAL: u64 = 0xffff_ffff;
 
-/// Instructions of an exponential, and of a chunk of 32 columns besides its products: assumed.
+/// Assumed instructions of an exponential, and of a chunk of 32 columns without its products.
 const OF_EXPONENTIAL: f64 = 30.0;
 const OF_CHUNK: f64 = 60.0;
 
-/// Rows that a block owns, and of a tile, of heads of up to `held` columns.
+/// Returns the rows that a block owns, and the rows of a tile, for f32 heads of up to `held`
+/// columns.
 fn of_ieee(forward: bool, held: usize) -> [f64; 2] {
     let shapes = if forward { ieee::FORWARD } else { ieee::QUERIES };
     [f64::from(ieee::Shape::suiting(held, &shapes).rows()), f64::from(ieee::TILE)]
 }
 
-/// The same, by matrix instructions.
+/// Returns the same pair for tensor-core kernels.
 fn of_tensor(is_bf16: bool, forward: bool, keys: bool, held: usize) -> [f64; 2] {
     let shapes: &[tensor::Shape] = match (is_bf16, forward, keys) {
         (true, true, _) => &tensor::FORWARD_BF16,
@@ -33,7 +34,7 @@ fn of_tensor(is_bf16: bool, forward: bool, keys: bool, held: usize) -> [f64; 2] 
     [f64::from(shape.rows()), f64::from(shape.tile)]
 }
 
-/// What a launch of attention does.
+/// Computes the work of an attention launch.
 pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
     let (name, words) = (launch.entry.name, launch.words.as_slice());
     let first = if name.contains("forward") { 6 } else { 12 };
@@ -55,7 +56,7 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
     let by_tensor_cores = is_bf16 || is_tf32;
     let [own, tile] = if by_tensor_cores { of_tensor(is_bf16, forward, keys, held) } else { of_ieee(forward, held) };
     let group = if keys { heads / kv_heads } else { 1.0 };
-    // Those of a block see half of all on average, and their own tile.
+    // With a causal mask, a block's tokens see half of all on average, and their own tile.
     let causal = (tokens + own) / 2.0;
     let seen = match words[first + 5] {
         0 => tokens,
@@ -63,7 +64,7 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
         window => causal.min(window as f64 + own),
     };
     let tiles = seen / tile * group;
-    // Along y blocks have parts of the columns.
+    // Blocks along y split the columns.
     let pairs = f64::from(launch.grid.x) * own * tiles * tile;
     let flops = 2.0 * products * pairs * width;
     if by_tensor_cores {
@@ -74,7 +75,8 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
         work.turn_waits = hot.alone - hot.all;
         work.flops = [0.0, flops];
     } else {
-        // A turn of the hot loop: 128 multiply-adds of a thread. Sums of rows and columns alike.
+        // An iteration of the hot loop has 128 multiply-adds per thread, for sums over rows or
+        // columns.
         let multiplies = products * own * tile * held as f64 / 128.0;
         work.turns = tiles;
         let turns = multiplies / hot.fma.max(1.0);

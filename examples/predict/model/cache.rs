@@ -1,4 +1,4 @@
-//! The L2 cache, by lines of 64 KiB: what was used last stays, and what was written goes to memory when it leaves.
+//! The L2 cache in lines of 64 KiB, with least-recently-used eviction and write-back.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -6,10 +6,10 @@ use super::work::Touch;
 
 const LINE: u64 = 64 << 10;
 
-/// What the cache holds between launches.
+/// The contents of the cache between launches.
 pub(crate) struct Cache {
     lines: usize,
-    /// When each line was used last, and whether it was written since it came.
+    /// The time of each line's last use, and true if it is dirty.
     held: HashMap<u64, (u64, bool)>,
     oldest: BTreeMap<u64, u64>,
     now: u64,
@@ -20,7 +20,8 @@ impl Cache {
         Self { lines: (bytes / LINE) as usize, held: HashMap::new(), oldest: BTreeMap::new(), now: 0 }
     }
 
-    /// Bytes that a launch moves to and from memory. What it touches goes by side by side.
+    /// Returns the bytes that a launch moves to and from memory. Its arguments are touched
+    /// concurrently.
     pub(crate) fn run(&mut self, touches: &[Touch]) -> u64 {
         let most = touches.iter().map(|touch| touch.bytes.div_ceil(LINE) * touch.passes).max().unwrap_or(0);
         let mut moved = 0;
@@ -29,7 +30,7 @@ impl Cache {
                 let lines = touch.bytes.div_ceil(LINE).max(1);
                 let (from, to) = (at * lines * touch.passes / most, (at + 1) * lines * touch.passes / most);
                 for line in from..to {
-                    // Small regions share a line with their neighbours.
+                    // Small regions share a line with their neighbors.
                     let bytes = touch.bytes.min(LINE);
                     moved += self.touch(touch.address / LINE + line % lines, bytes, touch);
                 }

@@ -1,20 +1,23 @@
-//! How long a launch takes, from its work.
+//! The time of a launch, from its work.
 //!
-//! Two closed networks of queues, one in the other, by mean value analysis (Reiser and Lavenberg, "Mean-Value Analysis of Closed Multichain
-//! Queuing Networks", 1980). Within a multiprocessor the resident warps go round: they issue, multiply, read shared memory, and wait. Around it the
-//! resident blocks go round: they compute, and move bytes.
+//! The model has two nested closed queueing networks, solved by mean value analysis (Reiser and
+//! Lavenberg, "Mean-Value Analysis of Closed Multichain Queuing Networks", 1980). The inner one is
+//! a multiprocessor, whose customers are the resident warps: they issue, multiply, read shared
+//! memory, and wait. The customers of the outer one are the resident blocks: they compute and move
+//! bytes.
 
 use super::gpu::Gpu;
 use super::work::Work;
 
-/// What a launch takes.
+/// The time of a launch.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Time {
     pub(crate) nanoseconds: f64,
     pub(crate) bound: &'static str,
 }
 
-/// The time of one customer's round where `count` customers go round through stations with these demands, and wait `delay` besides.
+/// Returns the time of one customer's round, where `count` customers circulate through stations
+/// with these demands and a delay.
 fn round(count: f64, demands: &[f64], delay: f64) -> f64 {
     if delay + demands.iter().sum::<f64>() <= 0.0 {
         return 0.0;
@@ -31,16 +34,16 @@ fn round(count: f64, demands: &[f64], delay: f64) -> f64 {
     per_customer
 }
 
-/// Blocks that a multiprocessor holds.
+/// Returns the number of resident blocks per multiprocessor.
 pub(crate) fn resident(gpu: &Gpu, work: &Work) -> u64 {
-    // Registers go to warps in units of 256 of 32 lanes; a block loses 1 KiB of shared memory.
+    // A warp's registers are allocated in units of 256; a block reserves 1 KiB of shared memory.
     let registers = work.registers.next_multiple_of(8) * work.threads.next_multiple_of(32);
     let by_registers = 65_536 / registers.max(1);
     let by_shared = gpu.shared_bytes / (work.shared_bytes + 1024);
     by_registers.min(by_shared).min(gpu.threads / work.threads).min(gpu.blocks).max(1).into()
 }
 
-/// The time of a launch that moves so many bytes to and from memory.
+/// Returns the time of a launch that moves this many bytes to and from memory.
 pub(crate) fn time(gpu: &Gpu, work: &Work, memory_bytes: f64) -> Time {
     let blocks = work.blocks as f64;
     let processors = f64::from(gpu.processors);
@@ -50,7 +53,7 @@ pub(crate) fn time(gpu: &Gpu, work: &Work, memory_bytes: f64) -> Time {
         let warps = work.warps * at_once;
         let turn = work.turn;
         let mma = turn.mma * work.mma_flops / gpu.matrix_rate(work.mma_flops);
-        // Four schedulers, so a warp asks for a quarter of the issue.
+        // There are four schedulers, so a warp uses a quarter of the issue slots.
         let stations = [(turn.all + turn.conflicts) / 4.0, mma, work.turn_shared, turn.special / 0.5];
         let waits = work.turn_waits + work.turn_memory_waits * gpu.cache_latency * gpu.clock;
         let turns = round(warps, &stations, waits) * work.warps * work.turns;
@@ -60,7 +63,7 @@ pub(crate) fn time(gpu: &Gpu, work: &Work, memory_bytes: f64) -> Time {
         let at = (0..4).max_by(|&a, &b| stations[a].total_cmp(&stations[b])).unwrap_or(0);
         (cycles / if work.is_hot { gpu.loaded_clock } else { gpu.clock }, bound[at])
     };
-    // Of a block, at its share of the GPU.
+    // A block's share of the GPU.
     let share = processors.min(blocks);
     let asked = work.streamed + work.moved;
     let by_cache = |bytes: f64| bytes * share / gpu.cache_rate;
@@ -73,7 +76,8 @@ pub(crate) fn time(gpu: &Gpu, work: &Work, memory_bytes: f64) -> Time {
         let streamed = by_cache(work.streamed).max(by_memory(work.streamed));
         let moved = by_cache(work.moved).max(by_memory(work.moved));
         let (loops, waits) = (compute.max(streamed), work.waits * latency);
-        // Blocks whose threads wait for each other in a loop begin together and end together: none hides another's ends.
+        // Blocks with barriers in a loop start and end together, so none hides another's prologue
+        // and epilogue.
         let time = match work.turns > 1.0 {
             true => loops + moved + waits / at_once,
             false => round(at_once, &[loops, moved], waits),
@@ -93,7 +97,7 @@ pub(crate) fn time(gpu: &Gpu, work: &Work, memory_bytes: f64) -> Time {
         let rest = per_processor % resident;
         (per_processor / resident).floor() * one + if rest > 0.0 { batch(rest).0 } else { 0.0 }
     } else {
-        // As many as fit at once begin together; the others follow one by one.
+        // As many blocks as are resident start together; the others follow one by one.
         (blocks / processors - resident).max(0.0) / resident * one + ends
     };
     let least = memory_bytes / gpu.copy;

@@ -1,4 +1,5 @@
-//! What the assembled kernels are made of: `code.json`, which `code.py` has counted in their SASS.
+//! The instruction counts of the assembled kernels, from `code.json`, which `code.py` counts in
+//! their SASS.
 
 use std::collections::BTreeMap;
 
@@ -16,11 +17,11 @@ pub(crate) struct Count {
     pub(crate) copies: f64,
     pub(crate) loads: f64,
     pub(crate) stores: f64,
-    /// Multiply-adds that read two registers of one bank: a cycle more.
+    /// Multiply-adds with a register bank conflict, which take one more cycle.
     pub(crate) conflicts: f64,
-    /// Cycles of a lone warp that finds in no time what it reads from memory.
+    /// Cycles of a lone warp if memory reads took no time.
     pub(crate) alone: f64,
-    /// How often it waits for memory, one time after another.
+    /// The number of successive waits for memory.
     pub(crate) memory: f64,
 }
 
@@ -28,27 +29,28 @@ pub(crate) struct Count {
 #[derive(Clone, Copy, Debug, Deserialize)]
 pub(crate) struct Code {
     pub(crate) registers: u32,
-    /// From the first instruction to the last, by one turn of the hot loop.
+    /// The path from the first instruction to the last, with one iteration of the hot loop.
     pub(crate) way: Count,
-    /// A turn of the loop that multiplies.
+    /// One iteration of the multiplying loop.
     pub(crate) hot: Option<Count>,
-    /// Instructions for each copy to shared memory, where not every turn copies.
+    /// Instructions per copy to shared memory, if not every iteration copies.
     #[serde(default)]
     pub(crate) copy: f64,
-    /// A turn of the loop before it, that copies the first stages of a product.
+    /// One iteration of the loop before it, which copies the first stages of a product.
     pub(crate) first: Option<Count>,
-    /// A turn, or some in one, of the loop behind it that multiplies the last stages, when nothing is left to be copied.
+    /// One or more iterations of the loop after it, which multiplies the last stages when nothing
+    /// is left to copy.
     pub(crate) last: Option<Count>,
-    /// A turn of the loop behind it, that stores.
+    /// One iteration of the storing loop after it.
     pub(crate) tail: Option<Count>,
 }
 
-/// Instructions of an element.
+/// Instructions per element.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Activations {
     pub(crate) gelu: f64,
     pub(crate) silu: f64,
-    /// Of BF16's, the only products that end so.
+    /// For BF16, the only products with this epilogue.
     pub(crate) gelu_derivative: f64,
 }
 
@@ -56,17 +58,18 @@ pub(crate) struct Activations {
 pub(crate) struct Kernels(BTreeMap<String, Code>);
 
 impl Kernels {
-    /// Those of `sm_90` or `sm_121`.
+    /// Returns the kernels of `sm_90` or `sm_121`.
     ///
     /// # Panics
-    /// When the file has none: it is part of the program.
+    /// When the file, which is part of the program, has no such architecture.
     pub(crate) fn of(arch: &str) -> Self {
         let mut all: BTreeMap<String, BTreeMap<String, Code>> =
             serde_json::from_str(include_str!("../code.json")).expect("code.py has written it");
         Self(all.remove(arch).expect("code.py has counted both"))
     }
 
-    /// What activations cost where they follow a product: as by themselves, without reads and stores to speak of.
+    /// Returns the cost of activations in an epilogue: that of the elementwise kernels, whose reads
+    /// and stores are negligible.
     pub(crate) fn activations(&self) -> Activations {
         // A thread has 16 bytes.
         let of_element = |kernel, elements| self.get(kernel).map_or(0.0, |code| code.way.all / elements);
@@ -77,7 +80,7 @@ impl Kernels {
         }
     }
 
-    /// The kernel of this name; none if it was not there when they were counted.
+    /// Returns the kernel of this name, or none if it did not exist when they were counted.
     pub(crate) fn get(&self, name: &str) -> Option<&Code> {
         self.0.get(name)
     }

@@ -1,6 +1,7 @@
-//! The forecast of some launches: what each kernel takes, and all of them.
+//! The forecast of a sequence of launches: the time of each kernel, and of all.
 //!
-//! Invariant: the time of the whole is the sum of its launches. They stand in one stream, and none begins before the one before has ended.
+//! Invariant: the total time is the sum over launches. They are in one stream, and each begins
+//! after the previous one has ended.
 
 use std::collections::BTreeMap;
 
@@ -13,40 +14,40 @@ use super::code::Kernels;
 use super::gpu::Gpu;
 use super::work::Work;
 
-/// What the launches of one kernel take together.
+/// The total of the launches of one kernel.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct Row {
     pub(crate) kernel: &'static str,
     pub(crate) launches: usize,
-    /// Bytes that they touch, each launch each byte once; and that come from memory or go there.
+    /// Bytes touched, each byte once per launch, and bytes moved from or to memory.
     pub(crate) touched_bytes: u64,
     pub(crate) memory_bytes: u64,
-    /// Floating-point operations of products: by multiply-adds, and by matrix instructions.
+    /// Floating-point operations of products: by multiply-adds, and by tensor cores.
     pub(crate) f32_operations: f64,
     pub(crate) matrix_operations: f64,
-    /// Of warps.
+    /// Instructions of warps.
     pub(crate) instructions: f64,
     pub(crate) microseconds: f64,
-    /// What binds the longest of them.
+    /// The resource that binds the longest of them.
     pub(crate) bound: &'static str,
     #[serde(skip)]
     longest: f64,
 }
 
-/// What some launches take.
+/// The forecast of some launches.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Forecast {
     pub(crate) microseconds: f64,
     pub(crate) launches: usize,
     pub(crate) memory_bytes: u64,
-    /// What binds for the longest time.
+    /// The resource that binds for the longest time.
     pub(crate) bound: &'static str,
-    /// The longest first.
+    /// Kernels by total time, longest first.
     pub(crate) kernels: Vec<Row>,
 }
 
 impl Forecast {
-    /// Of launches that are made again and again: a first round fills the cache.
+    /// Forecasts launches that repeat: a first round fills the cache.
     pub(crate) fn of(gpu: &Gpu, kernels: &Kernels, launches: &[Launch]) -> Self {
         let mut cache = Cache::new(gpu.cache_bytes);
         let works: Vec<Work> = launches.iter().map(|launch| Work::of(launch, kernels)).collect();

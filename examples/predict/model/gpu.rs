@@ -1,58 +1,64 @@
-//! GPUs, as figures: what instructions and copies reach, and where each figure is from.
+//! GPUs as figures: rates of instructions and copies, with their sources.
 //!
-//! Invariant: no figure is fitted to the time of a kernel that is predicted. Instructions, the copy and the smallest launch calibrate; what
-//! nobody measured is said to be assumed.
+//! Invariant: no figure is fitted to the time of a predicted kernel. Only instructions, the copy
+//! and the smallest launch calibrate the model. Figures that nobody measured are marked as assumed.
 
 use clap::ValueEnum;
 
-/// Which GPU is predicted.
+/// The GPU to predict.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Name {
-    /// NVIDIA GB10 (DGX Spark): nothing here was measured on one.
+    /// NVIDIA GB10 (DGX Spark); no figure here was measured on one
     Gb10,
-    /// NVIDIA H200.
+    /// NVIDIA H200
     H200,
 }
 
-/// What a GPU can do.
+/// The capabilities of a GPU.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Gpu {
     pub(crate) name: &'static str,
-    /// Where its figures are from, in a line.
+    /// A line about the sources of its figures.
     pub(crate) sources: &'static str,
-    /// The architecture whose assembled kernels it runs.
+    /// The architecture of the assembled kernels.
     pub(crate) arch: &'static str,
     pub(crate) processors: u32,
-    /// Of its multiprocessors under a load of instructions, in GHz.
+    /// The multiprocessor clock under a load of instructions, in GHz.
     pub(crate) clock: f64,
-    /// The same where matrix instructions on BF16 tensors take all the power that there is.
+    /// The clock when BF16 tensor-core kernels reach the power limit.
     pub(crate) loaded_clock: f64,
-    /// Matrix instructions in BF16: operations a cycle of a multiprocessor. TF32 has half of it.
+    /// BF16 tensor-core operations per cycle and multiprocessor. TF32 reaches half.
     pub(crate) bf16_per_cycle: f64,
-    /// Bytes of memory a second, in a copy: read and written, in GB/s.
+    /// The copy rate in GB/s, reads plus writes.
     pub(crate) copy: f64,
-    /// Bytes that the L2 cache gives to all multiprocessors, in GB/s.
+    /// The L2 cache's rate to all multiprocessors, in GB/s.
     pub(crate) cache_rate: f64,
     pub(crate) cache_bytes: u64,
-    /// What a read takes that hits the L2 cache, and one that does not, in ns.
+    /// The latency in ns of a read that hits the L2 cache, and of one that misses.
     pub(crate) cache_latency: f64,
     pub(crate) memory_latency: f64,
-    /// From one launch of a graph to the next, when it does next to nothing, in ns.
+    /// The time from one launch of a graph to the next for a nearly empty kernel, in ns.
     pub(crate) launch: f64,
-    /// Of a multiprocessor.
+    /// Limits per multiprocessor.
     pub(crate) shared_bytes: u32,
     pub(crate) threads: u32,
     pub(crate) blocks: u32,
 }
 
 impl Gpu {
-    /// Measured: FFMA, TF32 and BF16 from registers (65.3, 309.5, 618.9 TFLOP/s: FFMA at 1.93 GHz); the loaded clock in `docs/lab/matmul.md`, 8192 cubed by
-    /// tiles of 128 x 128; in `benches/runs/2026-11-21-h200-kernels.json` the copy's rate (2^28), the launch (`fill` at 2^12, less its own
-    /// instructions), and the latencies (`copy` at 2^12 and 2^20, less launch, instructions and bytes). Published: 132 multiprocessors, 50 MB of L2 cache, 228 KiB of shared memory. Assumed: 5,120 bytes a
-    /// cycle of the L2 cache, which NVIDIA names for the A100.
+    /// The figures of the H200:
+    ///
+    /// - Measured: FFMA, TF32 and BF16 from registers (65.3, 309.5, 618.9 TFLOP/s: FFMA at 1.93
+    ///   GHz).
+    /// - Measured: the loaded clock, in `docs/lab/matmul.md`, 8192 cubed with tiles of 128 x 128.
+    /// - Measured, in `benches/runs/2026-11-21-h200-kernels.json`: the copy rate (2^28), the launch
+    ///   (`fill` at 2^12, less its own instructions), and the latencies (`copy` at 2^12 and 2^20,
+    ///   less launch, instructions and bytes).
+    /// - Published: 132 multiprocessors, 50 MB of L2 cache, 228 KiB of shared memory.
+    /// - Assumed: 5,120 bytes per cycle from the L2 cache, which NVIDIA states for the A100.
     pub(crate) const H200: Self = Self {
         name: "H200",
-        sources: "by instruction rates, copy and launch as measured on an H200; the L2 cache's rate is assumed",
+        sources: "instruction rates, copy and launch measured on an H200; L2 cache rate assumed",
         arch: "sm_90",
         processors: 132,
         clock: 1.932,
@@ -69,12 +75,16 @@ impl Gpu {
         blocks: 32,
     };
 
-    /// Measured by others: 219 GB/s copied, BF16 91 TFLOP/s. Published: 48 multiprocessors, 24 MB of L2 cache, 100 KiB of shared
-    /// memory, 31 TFLOP/s of f32, which is 2.52 GHz. Assumed: that TF32 has half of BF16's rate, and that the
-    /// clock under load is 2.42 GHz; the L2 cache's bytes a cycle of a multiprocessor, latencies and the launch as those of the H200.
+    /// The figures of the GB10:
+    ///
+    /// - Measured by others: 219 GB/s copied, BF16 91 TFLOP/s.
+    /// - Published: 48 multiprocessors, 24 MB of L2 cache, 100 KiB of shared memory, 31 TFLOP/s of
+    ///   f32, which is 2.52 GHz.
+    /// - Assumed: TF32 at half of BF16's rate, a clock of 2.42 GHz under load, and the H200's L2
+    ///   bytes per cycle and multiprocessor, latencies and launch.
     pub(crate) const GB10: Self = Self {
         name: "GB10",
-        sources: "by rates that others measured (219 GB/s copied, 91 TFLOP/s BF16); clocks, caches, latencies and launches are assumed",
+        sources: "rates measured by others (219 GB/s copied, 91 TFLOP/s BF16); clocks, caches, latencies and launches assumed",
         arch: "sm_121",
         processors: 48,
         clock: 2.418,
@@ -98,7 +108,8 @@ impl Gpu {
         }
     }
 
-    /// Operations a cycle of a multiprocessor by matrix instructions of so many operations: those of 16 x 8 x 8 multiply TF32.
+    /// Returns the operations per cycle and multiprocessor of tensor-core instructions of this
+    /// size. Those of 16 x 8 x 8 are TF32.
     pub(crate) fn matrix_rate(&self, of_one: f64) -> f64 {
         if of_one < 4096.0 { self.bf16_per_cycle / 2.0 } else { self.bf16_per_cycle }
     }

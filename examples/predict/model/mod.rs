@@ -1,9 +1,12 @@
-//! The cost model: launches -> time, on a GPU that is not here. The doctor has it too.
+//! The cost model, from launches to time on a GPU that is not present. The doctor uses it too.
 //!
 //! ```text
-//! code.rs    what the kernels are made of: code.json         gpu.rs    what a GPU can do, and who measured it
-//! work.rs    a launch -> instructions, bytes, waits of a block         cache.rs  what of its bytes comes from memory
-//!   product.rs, attention.rs, stream.rs    by kind of kernel           clock.rs  work and bytes -> time
+//! gpu.rs        the capabilities of GPUs, with sources
+//! code.rs       instruction counts of the kernels, from code.json
+//! work.rs       a launch -> instructions, bytes and waits per block
+//!   product.rs, attention.rs, stream.rs    by kind of kernel
+//! cache.rs      the bytes of a launch that move to or from memory
+//! clock.rs      work and bytes -> time
 //! forecast.rs   all launches, by kernel
 //! ```
 
@@ -21,13 +24,17 @@ pub(crate) use code::Kernels;
 pub(crate) use forecast::Forecast;
 pub(crate) use gpu::Gpu;
 
-use stepscope::{Arena, Capacity, Description, Device, DeviceKind, Eager, Launch, Result};
+use stepscope::{Arena, Capacity, Description, Device, DeviceKind, EagerStep, Launch, Result};
 
-/// What `run` launches on a GPU with so many multiprocessors. Nothing is computed and no memory is taken.
+/// Returns the launches of `run` on a GPU with this many multiprocessors. Nothing is computed and
+/// no memory is allocated.
 ///
 /// # Errors
-/// Those of `run`.
-pub(crate) fn rehearse(processors: u32, run: impl for<'s> FnOnce(&mut Eager<'s>) -> Result<()>) -> Result<Vec<Launch>> {
+/// When `run` fails.
+pub(crate) fn dry_run(
+    processors: u32,
+    run: impl for<'s> FnOnce(&mut EagerStep<'s>) -> Result<()>,
+) -> Result<Vec<Launch>> {
     let device = Device::open(DeviceKind::Emulated)?;
     let description = Description { kind: DeviceKind::Cuda, processors, ..device.description().clone() };
     let arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;

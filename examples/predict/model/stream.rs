@@ -1,11 +1,11 @@
-//! Kernels that go through their arguments once.
+//! Kernels that pass through their arguments once.
 
 use stepscope::Launch;
 
 use super::code::Code;
 use super::work::Work;
 
-/// What such a launch does.
+/// Computes the work of such a launch.
 pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
     let name = launch.entry.name;
     let mut work = Work::plain(launch, code);
@@ -14,23 +14,25 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
     let elements =
         extents.iter().map(|extent| extent.length).max().unwrap_or(0) as f64 / blocks / f64::from(work.threads);
     work.turns = 1.0;
-    // The settings of an optimiser lie in the multiprocessor's own cache as soon as its first block has read them.
+    // An optimizer's settings stay in the L1 cache once the multiprocessor's first block has read
+    // them.
     let settings = if launch.entry.pointers.contains(&"hyper") { SETTINGS } else { 0.0 };
     work.waits = code.way.memory - settings;
     let (mut all, mut alone) = (code.way.all, code.way.alone);
     match (PER_ELEMENT.iter().find(|(known, _)| name.starts_with(known)), code.hot) {
         (Some(&(_, each)), _) => {
             (all, alone) = (elements * each, elements * each * alone / all);
-            // A loop's way does not tell how rows are held: they are read for their statistics, and what is added to behind them.
+            // The path of a loop does not show how rows are held: they are read for their
+            // statistics, then the values to add are read.
             work.waits = 2.0;
         }
-        // A loop of sums: each turn has so many vectors of four.
+        // A loop of sums: each iteration loads this many vectors of four.
         (None, Some(hot)) if name.starts_with("sum_") || name.starts_with("mean_tokens_forward") => {
             let more = (elements / (4.0 * hot.loads) - 1.0).max(0.0);
             (all, alone) = (all + more * hot.all, alone + more * hot.alone);
             work.waits += more * hot.memory;
         }
-        // A thread goes its way once.
+        // A thread follows its path once.
         _ => {}
     }
     work.turn.all = all;
@@ -40,12 +42,14 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
     work
 }
 
-/// Loads of an optimiser's settings that wait for each other: the norm, its limit, and the rates.
+/// Dependent loads of an optimizer's settings: the norm, its limit, and the rates.
 const SETTINGS: f64 = 3.0;
 
-/// Instructions for each element of a thread, where what a thread does follows from the shape of a row. Softmax's loop has 284 for 16 exponentials, and ten
-/// more are the maximum, the factor and the store; attention's are those of `docs/lab/step.md`, of a head of 12 tokens, and twice as many in the backward pass, as it
-/// has twice the products; those of norms and of rounding are assumed.
+/// Instructions per element of a thread, for kernels whose work depends on the row length.
+///
+/// Softmax's loop has 284 for 16 exponentials; ten more are the maximum, the factor and the store.
+/// Attention's are from `docs/lab/step.md`, for a head of 12 tokens. Its backward pass has twice
+/// the products, so twice as many. Those of norms and rounding are assumed.
 const PER_ELEMENT: [(&str, f64); 9] = [
     ("round_to_", 10.0),
     ("attention_forward", 1375.0 * 32.0 / (12.0 * 64.0 * 3.0)),

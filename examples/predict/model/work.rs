@@ -1,4 +1,4 @@
-//! What a launch has to do: of a block, instructions by kind and bytes, and how often it waits.
+//! The work of a launch: per block, the instructions by kind, the bytes, and the number of waits.
 
 use kernels::matmul::{GATE, GELU_DERIVATIVE};
 use stepscope::Launch;
@@ -6,58 +6,60 @@ use stepscope::Launch;
 use super::code::{Code, Count, Kernels};
 use super::{attention, product, stream};
 
-/// Memory that a launch touches.
+/// A region of memory that a launch touches.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Touch {
     /// The kernel's parameter.
     pub(crate) name: &'static str,
     pub(crate) address: u64,
     pub(crate) bytes: u64,
-    /// How often all of it is gone through, one time after another.
+    /// The number of successive passes over it.
     pub(crate) passes: u64,
-    /// What is written and not read is written as a whole.
+    /// True if it is read. A region that is only written is written completely.
     pub(crate) read: bool,
     pub(crate) written: bool,
 }
 
-/// A launch, for the clock.
+/// The work of a launch, as input to the clock.
 #[derive(Clone, Debug)]
 pub(crate) struct Work {
     pub(crate) blocks: u64,
     pub(crate) warps: f64,
-    /// Of a block.
+    /// Per block.
     pub(crate) threads: u32,
     pub(crate) shared_bytes: u32,
     pub(crate) registers: u32,
-    /// Turns of a warp through its loop.
+    /// Loop iterations per warp.
     pub(crate) turns: f64,
-    /// Of a turn of a warp.
+    /// Instructions per iteration and warp.
     pub(crate) turn: Count,
-    /// Cycles of shared memory of a turn of a warp.
+    /// Shared-memory cycles per iteration and warp.
     pub(crate) turn_shared: f64,
-    /// Cycles that a warp waits in a turn, besides.
+    /// Additional waiting cycles per iteration and warp.
     pub(crate) turn_waits: f64,
-    /// How often a warp waits for memory in a turn, besides.
+    /// Additional memory waits per iteration and warp.
     pub(crate) turn_memory_waits: f64,
-    /// Instructions of a warp before and behind the loop, and the cycles that a lone warp takes for them.
+    /// Instructions of a warp before and after the loop, and the cycles that a lone warp needs for
+    /// them.
     pub(crate) ends: f64,
     pub(crate) ends_alone: f64,
-    /// Bytes that a block asks for within its loop, while it computes; and before and behind it.
+    /// Bytes that a block requests in its loop, while it computes, and bytes before and after it.
     pub(crate) streamed: f64,
     pub(crate) moved: f64,
-    /// How often a block waits for memory, one time after another.
+    /// The number of successive memory waits of a block.
     pub(crate) waits: f64,
     pub(crate) touches: Vec<Touch>,
-    /// Whether its matrix instructions take all the power that the GPU may have.
+    /// True if its tensor-core instructions reach the GPU's power limit.
     pub(crate) is_hot: bool,
-    /// Operations, two for a multiply-add: in f32, by matrix instructions.
+    /// Operations, two per multiply-add: in f32, and by tensor cores.
     pub(crate) flops: [f64; 2],
-    /// Floating-point operations of an `mma` instruction of a warp.
+    /// Floating-point operations per `mma` instruction of a warp.
     pub(crate) mma_flops: f64,
 }
 
 impl Work {
-    /// The work of a launch. A kernel that was not there when the code was counted, as another package's, is taken for a short one.
+    /// Computes the work of a launch. A kernel without instruction counts, such as another
+    /// package's, is assumed to be short.
     pub(crate) fn of(launch: &Launch, kernels: &Kernels) -> Self {
         let code = kernels.get(launch.entry.name).copied().unwrap_or(Code {
             registers: 64,
@@ -78,17 +80,17 @@ impl Work {
         }
     }
 
-    /// Instructions of all warps.
+    /// Returns the instructions of all warps.
     pub(crate) fn instructions(&self) -> f64 {
         self.blocks as f64 * self.warps * (self.turns * self.turn.all + self.ends)
     }
 
-    /// Bytes that it touches, each once.
+    /// Returns the bytes touched, each once.
     pub(crate) fn touched(&self) -> u64 {
         self.touches.iter().map(|touch| touch.bytes).sum()
     }
 
-    /// Bytes that it reads and writes, each once.
+    /// Returns the bytes read and written, each once.
     pub(crate) fn moves(&self) -> f64 {
         self.touches
             .iter()
@@ -96,7 +98,7 @@ impl Work {
             .sum()
     }
 
-    /// A launch that touches all of its arguments once; the rest is none.
+    /// Returns the work of a launch that touches all its arguments once, with everything else zero.
     pub(crate) fn plain(launch: &Launch, code: &Code) -> Self {
         let entry = launch.entry;
         Self {
@@ -123,8 +125,9 @@ impl Work {
     }
 }
 
-/// Whether a product, or the sum of its chunks, reads `c`: it adds it where `beta`, its last parameter but one, is not 0, or its flags, the
-/// last, say that the sum is multiplied by it, or by a derivative of it.
+/// Returns true if a product, or the sum of its split-K parts, reads `c`. It adds `c` if `beta`,
+/// its second last parameter, is not 0. It multiplies by `c`, or by a derivative of it, if its
+/// flags, the last parameter, request it.
 pub(crate) fn adds(launch: &Launch) -> bool {
     let words = launch.words.as_slice();
     launch.entry.pointers.contains(&"c")
@@ -132,7 +135,7 @@ pub(crate) fn adds(launch: &Launch) -> bool {
             || words[words.len() - 1] as u32 & (GATE | GELU_DERIVATIVE) != 0)
 }
 
-/// Each region once.
+/// Returns each region once.
 fn touches(launch: &Launch) -> Vec<Touch> {
     let named = launch.entry.pointers.iter().zip(launch.words.extents()).filter(|(_, extent)| extent.length > 0);
     let (adds, is_product) = (adds(launch), launch.entry.pointers.contains(&"pre"));
@@ -149,16 +152,17 @@ fn touches(launch: &Launch) -> Vec<Touch> {
         .collect()
 }
 
-/// Whether a kernel that writes an argument reads it before: weights and moments are updated in place, and `scale_by` may add.
+/// Returns true if a kernel reads the old values of an argument that it writes: weights and moments
+/// are updated in place, and `scale_by` may accumulate.
 fn updates(launch: &Launch, argument: &str) -> bool {
     let name = launch.entry.name;
-    // Behind two slices, of two words each.
+    // The flag follows two slices of two words each.
     let accumulates = || launch.words.as_slice().get(4).is_some_and(|&accumulate| accumulate != 0);
     (name.starts_with("adamw") || name.starts_with("sgd")) && argument != "copy"
         || name.starts_with("scale_by") && argument == "out" && accumulates()
 }
 
-/// Elements of a table that are touched, at most: a row of it for each of another argument.
+/// Returns the most elements of a table that are touched: one row per row of another argument.
 fn rows(launch: &Launch, argument: &str) -> Option<usize> {
     const TABLES: [(&str, &str, &str); 3] =
         [("embedding_forward", "table", "y"), ("gather", "x", "y"), ("rows_sum", "out", "dy")];

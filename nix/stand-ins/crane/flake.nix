@@ -1,4 +1,4 @@
-# Stands in for crane in ci/flake: its functions with the arguments that they need.
+# A stand-in for crane in ci/flake: its functions with their required arguments.
 {
   outputs = _: {
     mkLib = pkgs: {

@@ -1,5 +1,5 @@
-# Stands in for nixpkgs in ci/flake: the names that the flake uses, as derivations that nothing builds. A name that is not here
-# is an error there, a name that nixpkgs has not is not found by it.
+# A stand-in for nixpkgs in ci/flake: the names that the flake uses, as derivations that nothing
+# builds. A name missing here is an error there. A name missing in the real nixpkgs is not detected.
 {
   outputs = _: { lib = import ./lib.nix; };
 }

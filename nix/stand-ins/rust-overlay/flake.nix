@@ -1,4 +1,4 @@
-# Stands in for rust-overlay in ci/flake: the toolchains that were there at the pinned revision and are used.
+# A stand-in for rust-overlay in ci/flake: the used toolchains, which exist at the pinned revision.
 {
   inputs.nixpkgs.url = "github:NixOS/nixpkgs";
   outputs = _: {

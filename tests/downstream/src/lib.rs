@@ -1,11 +1,12 @@
-//! What a package outside stepscope needs for a kernel of its own: the kernel on a device, and an op with its backward on a tape.
+//! A package outside stepscope with kernels of its own: the kernels on a device, and an op with its
+//! backward on a tape.
 
 #![forbid(unsafe_code)]
 
 use downstream_kernels as kernels;
 use stepscope::{Device, DeviceBuilder, DeviceKind, Result, Source, Tape, Target, Var};
 
-/// Settings of a device that has this package's kernels.
+/// Returns the builder of a device that has this package's kernels.
 pub fn builder(kind: DeviceKind) -> DeviceBuilder {
     let builder = Device::builder(kind);
     #[cfg(feature = "cuda")]
@@ -13,10 +14,11 @@ pub fn builder(kind: DeviceKind) -> DeviceBuilder {
     builder
 }
 
-/// `y = x` above zero, else `slope x`; backward is [`kernels::leaky_relu_backward`].
+/// Computes `y = x` above zero, and `slope x` elsewhere. Its backward kernel is
+/// [`kernels::leaky_relu_backward`].
 ///
 /// # Errors
-/// When the arena is full; for a variable of another tape.
+/// The arena is full, or the variable belongs to another tape.
 #[track_caller]
 pub fn leaky_relu<'s>(tape: &Tape<'_, 's>, x: &Var<'s>, slope: f32) -> Result<Var<'s>> {
     let (op, step, x) = (tape.op("leaky_relu", [x])?, tape.step(), *x);

@@ -1,10 +1,11 @@
-//! A stranger's kernel in a step that trains, eager and captured, and in a launch that its contract refuses.
+//! A kernel of another package in a step that trains, eager and captured, and in a launch that its
+//! contract refuses.
 
 use downstream::{builder, leaky_relu};
 use stepscope::nn::Linear;
 use stepscope::{
-    AdamWConfig, Arena, Batch, Capacity, Device, DeviceKind, EpochProgress, Error, Inputs, Layout, Learner, Model,
-    Result, Samples, Source, SplitMix64, Tape, Target, Trainer, Var,
+    AdamWConfig, Arena, DeviceBatch, Capacity, Device, DeviceKind, EpochProgress, Error, HostInputs, ParameterSpec, TrainState, Model,
+    Result, HostBatch, Source, SplitMix64, Tape, Target, Trainer, Var,
 };
 
 const SLOPE: f32 = 0.25;
@@ -16,13 +17,13 @@ struct Classifier {
 }
 
 impl Model for Classifier {
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let hidden = self.hidden.forward(tape, &tape.input(batch.input::<f32>(0)?))?;
         self.head.forward(tape, &leaky_relu(tape, &hidden, SLOPE)?)
     }
 }
 
-/// Points of the plane: are both coordinates of one sign?
+/// Points of the plane, labelled by whether both coordinates have the same sign.
 struct Points {
     x: Vec<f32>,
     labels: Vec<u32>,
@@ -37,26 +38,26 @@ impl Points {
     }
 }
 
-impl Samples for Points {
+impl HostBatch for Points {
     fn len(&self) -> usize {
         self.labels.len()
     }
 
-    fn inputs(&self) -> Result<Inputs<'_>> {
-        Inputs::new().with(&self.x, [self.len(), 2])?.with(&self.labels, [self.len()])
+    fn inputs(&self) -> Result<HostInputs<'_>> {
+        HostInputs::new().with(&self.x, [self.len(), 2])?.with(&self.labels, [self.len()])
     }
 }
 
-fn learner(device: &Device) -> Learner<Classifier> {
-    let mut layout = Layout::builder();
+fn learner(device: &Device) -> TrainState<Classifier> {
+    let mut layout = ParameterSpec::builder();
     let mut names = layout.names();
     let model =
         Classifier { hidden: Linear::new(names.at("hidden"), 2, 32), head: Linear::new(names.at("head"), 32, 2) };
     let config = AdamWConfig { learning_rate: 0.05, ..AdamWConfig::default() };
-    Learner::new(device, model, &layout.build().unwrap(), 7, config).unwrap()
+    TrainState::new(device, model, &layout.build().unwrap(), 7, config).unwrap()
 }
 
-/// Exact values, forward and backward, of the kernel alone.
+/// Checks exact values, forward and backward, of only the kernel.
 fn computes(device: &Device) {
     let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
     let x: Vec<f32> = (-150..150).map(|number| number as f32).collect();
@@ -107,7 +108,7 @@ mod emulated {
     use super::*;
 
     #[test]
-    fn a_kernel_of_ones_own() {
+    fn custom_kernel_trains() {
         let device = builder(DeviceKind::Emulated).open().unwrap();
         computes(&device);
         trains(&device);
@@ -120,11 +121,11 @@ mod cuda {
 
     #[test]
     #[ignore = "needs an NVIDIA GPU"]
-    fn a_kernel_of_ones_own() {
+    fn custom_kernel_trains() {
         let device = builder(DeviceKind::Cuda).open().unwrap();
         computes(&device);
         trains(&device);
-        // Without the package's PTX its kernels are refused by name.
+        // Without the package's PTX, its kernels are refused by name.
         let without = Device::open(DeviceKind::Cuda).unwrap();
         let mut arena = Arena::builder(&without).capacity(Capacity::mib(1)).build().unwrap();
         let mut trainer = Trainer::eager(&mut arena, learner(&without));

@@ -1,7 +1,9 @@
-//! What a sanitizer sees inside an arena: writes behind a tensor, and reads of what nobody has written since its step began.
+//! Bugs that a sanitizer finds inside an arena: writes past the end of a tensor, and reads of
+//! memory not written in the current step.
 //!
-//! Run by `ci/sanitize`, under compute-sanitizer: each test plants bugs on a GPU and prints how many, one for each finding that the tool must
-//! have. Without a tool they pass, since what is hit is the arena's own.
+//! `ci/sanitize` runs these tests under compute-sanitizer. Each test plants bugs on a GPU and
+//! prints their number: the tool must report one finding for each. Without a tool the tests pass,
+//! because the bugs only hit the arena's own memory.
 
 #![forbid(unsafe_code)]
 #![cfg(all(feature = "cuda", feature = "nvtx"))]
@@ -9,7 +11,7 @@
 use downstream::builder;
 use stepscope::{Arena, Capacity, DeviceKind, Source, Target, ops};
 
-/// As far as a guard reaches.
+/// The reach of a guard, in bytes.
 const OVERRUNS: usize = 256;
 
 fn arena() -> Arena {
@@ -19,15 +21,15 @@ fn arena() -> Arena {
 
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
-fn every_byte_behind_a_tensor() {
+fn every_byte_past_a_tensor() {
     let mut arena = arena();
-    // Lengths whose last byte is, and is not, the last of its multiple of 256.
+    // Lengths that end at a multiple of 256 bytes, and in between.
     let lengths = [256, 250];
     for length in lengths {
         for behind in 0..OVERRUNS {
             let step = arena.step(|step| {
                 let mut x = step.empty([length])?;
-                // The neighbour that a write behind `x` would change, if nothing lay between.
+                // The neighbour, which a write past `x` would change if nothing lay between them.
                 step.empty::<f32>([2 * OVERRUNS])?;
                 let byte = length * size_of::<f32>() + behind;
                 step.launch(downstream_kernels::overrun { byte, out: x.out() })
@@ -40,21 +42,22 @@ fn every_byte_behind_a_tensor() {
 
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
-fn what_nobody_has_written_in_this_step() {
+fn reads_of_unwritten_memory() {
     let mut arena = arena();
     let mut planted = 0;
     for _ in 0..2 {
         let step = arena.step(|step| {
-            // In the second step the first one's value is there.
+            // In the second step this memory still holds the value of the first.
             let x = step.empty::<f32>([1])?;
             ops::scale(step, &x, 2.0)?;
-            // Written, and read as it should be.
+            // This one is written, and read correctly.
             let mut written = ops::fill(step, [1], 1.0)?;
             step.scratch(|inner| {
                 let addend = ops::scale(inner, &inner.lend(&written), 2.0)?;
                 ops::add_assign(inner, &mut inner.lend_mut(&mut written), &addend)
             })?;
-            // The scratch is over; its value is there, and its memory somebody else's.
+            // The scratch scope has ended: its value is still there, but its memory belongs to
+            // another tensor.
             let again = step.empty::<f32>([1])?;
             ops::scale(step, &again, 2.0).map(drop)
         });

@@ -1,26 +1,28 @@
-//! A kernel of a stranger's package that never ends, and what meets it: each process has the typed error, and ends by itself within
-//! its deadline and two seconds. The next one trains.
+//! A kernel of another package that never ends, and the calls that meet it. Each process gets the
+//! typed error, and exits by itself within its deadline plus two seconds. The next process trains.
 //!
-//! The test program starts itself again for each process. `STEPSCOPE_STUCK_RUNS` says how often each way is taken (default 1).
+//! The test program starts itself again for each process. `STEPSCOPE_STUCK_RUNS` is the number of
+//! runs per case (default 1).
 
 #![forbid(unsafe_code)]
 
 use downstream::builder;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
-use stepscope::{Arena, Buffer, Capacity, DeviceKind, Error, Inputs, Record, Result, Target, ops};
+use stepscope::{Arena, Buffer, Capacity, DeviceKind, Error, HostInputs, Record, Result, Target, ops};
 
-/// The environment variable that makes the test play a process, and the way that it takes.
+/// The environment variable that makes the test play a child process, and names its case.
 const WAY: &str = "STEPSCOPE_TEST_STUCK";
 const DEADLINE: Duration = Duration::from_secs(2);
 const SLACK: Duration = Duration::from_secs(2);
-/// More than any queue of a driver holds.
+/// More launches than any driver queue holds.
 const LAUNCHES: usize = 5000;
 
-/// What meets the kernel.
+/// The calls that meet the kernel.
 const WAYS: [&str; 7] = ["download", "replay", "launches", "upload", "drop", "end", "exit"];
 
-/// Queues the kernel: on the emulator it is the launch that never returns, on a GPU what comes next.
+/// Queues the kernel. On the emulator the launch itself never returns; on a GPU the next call meets
+/// it.
 fn stuck(arena: &mut Arena, flag: &mut Buffer<u32>) -> Result<()> {
     arena.step(|step| {
         let mut flag = step.lend_mut(flag, [1])?;
@@ -28,7 +30,7 @@ fn stuck(arena: &mut Arena, flag: &mut Buffer<u32>) -> Result<()> {
     })
 }
 
-/// Takes one way; the error, unless there is nobody to tell.
+/// Runs one case, and returns the error, if there is a caller to receive it.
 fn meet(kind: DeviceKind, way: &str) -> Result<()> {
     let device = builder(kind).deadline(DEADLINE).open()?;
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(16)).build()?;
@@ -36,9 +38,9 @@ fn meet(kind: DeviceKind, way: &str) -> Result<()> {
     let mut values = Buffer::<f32>::zeros(&device, 1 << 20)?;
     let double: Record<(), _> = |step, (), slots| Ok(slots.output(&ops::scale(step, &slots.input::<f32>(0)?, 2.0)?));
     let x = [1.0f32; 8];
-    let inputs = Inputs::new().with(&x, [8])?;
+    let inputs = HostInputs::new().with(&x, [8])?;
     let mut captured = arena.capture((), &inputs, double)?;
-    // Whatever happens at a first use has happened.
+    // All first-use work is done by now.
     let replay = captured.replay(&inputs)?;
     replay.read(*replay.outputs())?;
     eprintln!("begins");
@@ -52,11 +54,11 @@ fn meet(kind: DeviceKind, way: &str) -> Result<()> {
             (0..LAUNCHES).try_for_each(|_| arena.step(|step| ops::fill(step, [8], 1.0).map(drop)))?;
             values.read().map(drop)
         }
-        // Larger than the ring that uploads pass, so that one must wait for another.
+        // Larger than the upload ring, so that one upload must wait for another.
         "upload" => (0..LAUNCHES).try_for_each(|_| values.write(0, &vec![1.0; 1 << 20])),
         "drop" => {
             drop((captured, values, flag, arena));
-            // A drop has nobody to tell; the next call has.
+            // A drop has no caller to report to; the next call does.
             device.synchronize(DEADLINE)
         }
         "end" => Ok(()),
@@ -69,7 +71,7 @@ fn meet(kind: DeviceKind, way: &str) -> Result<()> {
     }
 }
 
-/// Plays the process, if this is one.
+/// Runs as the child process, if this is one.
 fn plays(kind: DeviceKind) -> bool {
     let Ok(way) = std::env::var(WAY) else { return false };
     if way == "train" {
@@ -83,9 +85,10 @@ fn plays(kind: DeviceKind) -> bool {
     true
 }
 
-/// The test program again, which takes a way; what it printed, and how long it took from when the kernel began.
+/// Starts the test program again for one case. Returns its output, and its duration from the start
+/// of the kernel.
 fn process(kind: DeviceKind, way: &str) -> (Output, Duration) {
-    let name = format!("{}::a_kernel_that_never_ends", kind);
+    let name = format!("{}::endless_kernel_meets_deadlines", kind);
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", &name, "--include-ignored", "--nocapture", "--test-threads=1"]).env(WAY, way);
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
@@ -102,18 +105,18 @@ fn process(kind: DeviceKind, way: &str) -> (Output, Duration) {
     (output, began.elapsed())
 }
 
-/// The digest of a small model's weights after a few captured updates.
+/// Returns the digest of a small model's weights after a few captured updates.
 fn trained(kind: DeviceKind) -> Result<String> {
-    use stepscope::{AdamW, AdamWConfig, Gradients, Initializer, Layout, Parameters, Tape};
+    use stepscope::{AdamW, AdamWConfig, Gradients, Initializer, ParameterSpec, Parameters, Tape};
     let device = builder(kind).open()?;
-    let mut layout = Layout::builder();
+    let mut layout = ParameterSpec::builder();
     let w = layout.add("w", [8, 3], Initializer::fan_in(8));
     let mut weights = Parameters::new(&device, &layout.build()?, 7)?;
     let mut gradients = Gradients::zeros(&weights)?;
     let mut adamw = AdamW::new(&weights, AdamWConfig::default())?;
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
     let x: Vec<f32> = (0..32).map(|at| (at as f32).sin()).collect();
-    let inputs = Inputs::new().with(&x, [4, 8])?.with(&[0u32, 2, 1, 0], [4])?;
+    let inputs = HostInputs::new().with(&x, [4, 8])?.with(&[0u32, 2, 1, 0], [4])?;
     let state = (w, &mut weights, &mut gradients, &mut adamw);
     let mut captured = arena.capture(state, &inputs, |step, (w, weights, gradients, adamw), slots| {
         gradients.zero(step)?;
@@ -131,7 +134,7 @@ fn trained(kind: DeviceKind) -> Result<String> {
     weights.sha256()
 }
 
-/// Takes every way, as often as is asked, and trains in between.
+/// Runs every case as often as requested, and trains in between.
 fn all(kind: DeviceKind) {
     if plays(kind) {
         return;
@@ -139,7 +142,7 @@ fn all(kind: DeviceKind) {
     let known = trained(DeviceKind::Emulated).unwrap();
     let runs = std::env::var("STEPSCOPE_STUCK_RUNS").map_or(1, |runs| runs.parse().unwrap());
     let mut longest = Duration::ZERO;
-    // On the emulator the launch itself tells, and no way is come to.
+    // On the emulator the launch itself fails, so the other cases are never reached.
     let ways = if kind == DeviceKind::Emulated { &WAYS[..1] } else { &WAYS };
     for way in ways.repeat(runs) {
         let (Output { status, stderr, .. }, took) = process(kind, way);
@@ -169,7 +172,7 @@ mod emulated {
     use super::*;
 
     #[test]
-    fn a_kernel_that_never_ends() {
+    fn endless_kernel_meets_deadlines() {
         all(DeviceKind::Emulated);
     }
 }
@@ -180,7 +183,7 @@ mod cuda {
 
     #[test]
     #[ignore = "needs an NVIDIA GPU"]
-    fn a_kernel_that_never_ends() {
+    fn endless_kernel_meets_deadlines() {
         all(DeviceKind::Cuda);
     }
 }

@@ -1,14 +1,14 @@
-//! What random programs consist of.
+//! The parts of random programs.
 
 use super::{BUFFER_LEN, CAPACITY_BYTES};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::Index;
 
-/// What a program does next. An index chooses among the tensors that are alive.
+/// The next operation of a program. An index selects one of the live tensors.
 #[derive(Clone, Debug)]
 pub(super) enum Op {
-    /// A new tensor from the host (in a scratch, which cannot upload, one of a single value).
+    /// Uploads a new tensor (in a scratch, which cannot upload, fills one with a single value).
     Upload(usize, u64),
     Fill(usize, f32),
     Copy(Index),
@@ -19,20 +19,20 @@ pub(super) enum Op {
     Save(Index),
     FromBuffer,
     ToBuffer(Index),
-    /// In a scratch: a copy of an outer tensor.
+    /// Copies an outer tensor into a scratch.
     FromOuter(Index),
-    /// In a scratch: writes a tensor to an outer one.
+    /// Writes a scratch's tensor to an outer one.
     ToOuter(Index, Index),
-    /// A request that no arena can serve.
+    /// Makes a request that no arena can serve.
     TooLarge(usize),
-    /// An upload whose shape has another number of elements.
+    /// Uploads with a shape of another number of elements.
     WrongShape,
-    /// Looks at every tensor.
+    /// Checks every tensor.
     Look,
     Scratch(Vec<Op>, Outcome),
 }
 
-/// How a scope ends.
+/// The end of a scope.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Outcome {
     Returns,

@@ -1,4 +1,4 @@
-//! Whether a call gave what it must, in the time that it may take.
+//! Checks that a call gave the right outcome, in time.
 
 use super::super::program::Planned;
 use super::super::rules::{Rule, Violation};
@@ -9,12 +9,12 @@ use stepscope::faults::{Call, Fault};
 use stepscope::{Error, Result};
 
 impl World<'_> {
-    /// Before a call of the library.
+    /// Marks the start of a library call.
     pub(super) fn begin(&self) -> Begin {
         Begin(Watch::start())
     }
 
-    /// The fault that a call has met, if it has.
+    /// Returns the fault that a call has met, if any.
     pub(super) fn meet(&mut self) -> Option<(Call, Fault)> {
         let Planned { call, fault, .. } = self.pending.take_if(|it| self.rig.plan.count(it.call) >= it.number)?;
         self.tally.met.push((call, fault));
@@ -23,8 +23,9 @@ impl World<'_> {
         Some((call, fault))
     }
 
-    /// A call was made: it must have taken no longer than it may, and given what it must, for the fault that it met. Those
-    /// in `absorbed` have no effect on the outcome; a timeout carries a report when the call was an arena's own.
+    /// Judges a completed call: it must have ended in time, with the outcome that follows from its
+    /// fault. Faults in `absorbed` do not affect the outcome. A timeout carries a report if the
+    /// call was an arena's own.
     pub(super) fn judge<T>(
         &mut self,
         what: &str,
@@ -43,7 +44,8 @@ impl World<'_> {
         let right = match (effect, &want) {
             _ if was_lost => match got {
                 Err(Error::DeviceLost { .. }) => !begin.0.exceeds(AT_ONCE),
-                // What only gives memory back succeeds by leaking it, and a full arena is full on any device.
+                // A call that only frees memory succeeds by leaking it, and a full arena is full on
+                // any device.
                 Ok(()) => what == "drop" || what == "scratch" || what == "step",
                 Err(error) => full && matches!(error, Error::ArenaFull { .. }) || matches!(error, Error::Misuse { .. }),
             },
@@ -62,7 +64,7 @@ impl World<'_> {
                 }
                 _ => false,
             },
-            // The same call may go on with a device that an absorbed fault has lost.
+            // This call may continue with a device that an absorbed fault has lost.
             (None, Want::Success) => got.is_ok() || self.lost && matches!(got, Err(Error::DeviceLost { .. })),
             (None, Want::Misuse) => matches!(got, Err(Error::Misuse { .. })),
             (None, Want::Full { padded, cause }) => match got {
@@ -108,7 +110,7 @@ impl World<'_> {
         matches!(fault, Fault::Delay(delay) if delay < self.deadline)
     }
 
-    /// Whether a call has taken longer than it may.
+    /// Checks that a call has not taken too long.
     pub(super) fn late(&mut self, what: &str, Begin(watch): Begin) {
         if watch.exceeds(self.deadline + SLACK) {
             let (elapsed, pauses, deadline) = (watch.elapsed(), watch.pauses(), self.deadline);
@@ -125,12 +127,12 @@ impl World<'_> {
     }
 }
 
-/// What a refusal asks the driver for its report, and does without.
+/// Returns the driver calls that an error makes for its report, which may fail.
 pub(super) fn reports(want: &Want) -> &'static [Call] {
     if matches!(want, Want::Full { .. }) { &[Call::FreeBytes] } else { &[] }
 }
 
-/// The same error, but for what a report says of the memory at its own moment.
+/// True if two errors are equal, apart from the momentary memory figures in their reports.
 pub(super) fn same(a: &Error, b: &Error) -> bool {
     match (a, b) {
         (Error::Timeout { call: a, waited: x, .. }, Error::Timeout { call: b, waited: y, .. }) => (a, x) == (b, y),
@@ -138,7 +140,7 @@ pub(super) fn same(a: &Error, b: &Error) -> bool {
     }
 }
 
-/// The name that a timeout of a call has.
+/// Returns the name of a call in its timeout.
 fn call_name(call: Call) -> &'static str {
     match call {
         Call::FreeBytes => "free_bytes",

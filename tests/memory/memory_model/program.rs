@@ -1,22 +1,25 @@
-//! Random programs: an arena's settings, what its steps do, and the fault that one call of the driver meets.
+//! Random programs: an arena's settings, the operations of its steps, and the fault of one driver
+//! call.
 //!
-//! Invariant: the numbers drawn from [`Random`] and a [`Kind`] name one program, the same on every machine. The fuzzer
-//! (`fuzz/targets/arena.rs`) draws them from its bytes.
+//! Invariant: the numbers drawn from [`Random`] and a [`Kind`] determine one program, the same on
+//! every machine. The fuzzer (`fuzz/targets/arena.rs`) draws them from its bytes.
 
 use crate::support::Random;
 use std::time::Duration;
 use stepscope::faults::{Call, Fault};
 
-/// Elements of the tensors that are made, so few that a buffer of each length can read back what a scratch holds. Padded
-/// they take 256, 256, 256, 512, 1024, 1792 and 10240 bytes.
+/// The lengths of tensors, so few that there is a buffer of each length to read back a scratch's
+/// values. Padded they take 256, 256, 256, 512, 1024, 1792 and 10240 bytes.
 pub(crate) const LENGTHS: [usize; 7] = [1, 16, 64, 65, 200, 400, 2500];
-/// Requests that no arena can serve: the first two are refused with their size, the last has no size.
+/// Requests that no arena can serve: the first two are refused with their size; the last has no
+/// size.
 pub(crate) const HUGE: [usize; 3] = [1 << 40, usize::MAX / 4, usize::MAX];
-/// Which of [`LENGTHS`] the persistent buffer has.
+/// The index in [`LENGTHS`] of the persistent buffer's length.
 pub(crate) const KEPT: usize = 2;
 /// The deadline of every call in a program in which one stalls.
 pub(crate) const STALL_DEADLINE: Duration = Duration::from_millis(60);
-/// The calls of a step's life: memory, copies, launches. Captures and staged uploads have tests of their own.
+/// The driver calls of a step's life: memory, copies, launches. Captures and staged uploads have
+/// separate tests.
 pub(crate) const CALLS: [Call; 12] = [
     Call::FreeBytes,
     Call::Allocate,
@@ -34,14 +37,14 @@ pub(crate) const CALLS: [Call; 12] = [
 /// The longest delay of a call that is only slow.
 const SLOW: Duration = Duration::from_millis(1);
 
-/// What a program may meet.
+/// The kind of fault that a program may meet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// No fault.
     Sound,
     /// One call fails, spoils the device or is slow.
     Faulty,
-    /// One call never returns, or later than its deadline. Each costs a wait.
+    /// One call never returns, or returns after its deadline. Each costs a wait.
     Stalling,
 }
 
@@ -49,20 +52,20 @@ pub(crate) enum Kind {
 pub(crate) struct Program {
     pub(crate) kind: Kind,
     pub(crate) capacity_bytes: usize,
-    /// Cap and prime.
+    /// The cap and the primed bytes.
     pub(crate) pool: Option<(usize, usize)>,
     /// The largest capacity.
     pub(crate) growth: Option<usize>,
     pub(crate) checked: bool,
-    /// Whether steps have a deadline, and so wait for the device.
+    /// True if steps have a deadline, and so wait for the device.
     pub(crate) step_deadline: bool,
-    /// Whether a scope ends with the first error in it, or goes on.
+    /// True if a scope ends with its first error; otherwise it continues.
     pub(crate) stops_at_errors: bool,
     pub(crate) fault: Option<Planned>,
     pub(crate) actions: Vec<Action>,
 }
 
-/// The `number`th call of a kind, counted from the arena's building, meets a fault.
+/// The fault of the `number`th call of a kind, counted from the building of the arena.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Planned {
     pub(crate) call: Call,
@@ -78,7 +81,7 @@ pub(crate) enum Action {
     Write,
 }
 
-/// How a scope ends, unless an error ends it before.
+/// The end of a scope, unless an error ends it before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ending {
     Returns,
@@ -86,26 +89,26 @@ pub(crate) enum Ending {
     Panics,
 }
 
-/// What a scope does next. A number chooses among the tensors that are alive.
+/// The next operation of a scope. A number selects one of the live tensors.
 #[derive(Clone, Debug)]
 pub(crate) enum Op {
-    /// A tensor of [`LENGTHS`] from the host; in a scratch, which cannot upload, as `Fill`.
+    /// Uploads a tensor of one of [`LENGTHS`]; in a scratch, which cannot upload, acts like `Fill`.
     Upload(usize),
-    /// A tensor of one value.
+    /// Makes a tensor of one value.
     Fill(usize),
     Copy(usize),
     Overwrite(usize),
     Save(usize),
-    /// Ends a tensor before its scope does.
+    /// Frees a tensor before its scope ends.
     GiveBack(usize),
-    /// Looks at one tensor.
+    /// Checks one tensor.
     Look(usize),
-    /// A request of [`HUGE`].
+    /// Makes a request of [`HUGE`].
     Huge(usize),
-    /// From the persistent buffer, and to it.
+    /// Copies from the persistent buffer, or to it.
     FromKept,
     ToKept(usize),
-    /// In a scratch: from an outer tensor, and to one.
+    /// Copies, in a scratch, from an outer tensor, or to one.
     FromOuter(usize),
     ToOuter(usize),
     Scratch(Vec<Op>, Ending),
@@ -184,7 +187,7 @@ fn scope(random: &mut Random, depth: u32, longest: usize) -> (Vec<Op>, Ending) {
 }
 
 fn op(random: &mut Random, depth: u32, longest: usize) -> Op {
-    // The large ones are rare: few arenas hold one.
+    // The large lengths are rare: few arenas hold one.
     let length = random.below(4 * LENGTHS.len() as u32 - 3) as usize / 4;
     let pick = random.next_u64() as usize >> 1;
     match random.below(36) {

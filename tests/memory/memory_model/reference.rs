@@ -1,22 +1,23 @@
-//! The reference allocator: numbers alone, with which the arena must agree.
+//! The reference allocator: only numbers, with which the arena must agree.
 //!
-//! Invariant: it knows no device and no address; where a tensor goes follows from sizes and the order of requests.
+//! Invariant: it knows no device and no address. The place of a tensor follows from sizes and the
+//! order of requests.
 
 use stepscope::{ArenaReport, Cause};
 
-/// What every tensor's bytes are a multiple of.
+/// The alignment of every tensor's bytes.
 const ALIGN_BYTES: usize = 256;
-/// What checked mode puts behind every tensor.
+/// The bytes that checked mode adds after every tensor.
 const GUARD_BYTES: usize = 256;
 
-/// Where a tensor goes, and how many bytes it takes there.
+/// The place of a tensor, and the bytes that it takes there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Block {
     Arena {
         offset: usize,
         padded: usize,
     },
-    /// In the place of one that was given back.
+    /// The place of a freed tensor.
     Again {
         offset: usize,
         padded: usize,
@@ -26,13 +27,13 @@ pub(crate) enum Block {
     },
 }
 
-/// Where a scope began.
+/// The state at the beginning of a scope.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Mark {
     offset: usize,
     blocks: usize,
     alive: u64,
-    /// Of the scope around, while another runs: where it began, and how many blocks were given back before.
+    /// The outer scope's beginning and its number of freed blocks, while this scope runs.
     scope: (usize, usize),
     given_back: usize,
 }
@@ -40,20 +41,21 @@ pub(crate) struct Mark {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Reference {
     pub(crate) capacity_bytes: usize,
-    /// The most that a step may have from the pool; none without a pool.
+    /// The limit of a step's pool memory; `None` without a pool.
     pub(crate) cap_bytes: Option<usize>,
     guarded: bool,
     pub(crate) offset: usize,
     high_water: usize,
-    /// The most that a step would have had, what it was refused included: what an arena grows to.
+    /// The most that a step would have taken, including refused requests: the size to which an
+    /// arena grows.
     pub(crate) needed: usize,
-    /// Bytes of each block that the step has from the pool.
+    /// The bytes of each pool block of the step.
     blocks: Vec<usize>,
-    /// Blocks that were given back, by offset and bytes: those of the running scope are the last.
+    /// Freed blocks, by offset and bytes: those of the running scope are the last.
     given_back: Vec<(usize, usize)>,
-    /// Where the running scope began, and its first block of these.
+    /// The beginning of the running scope, and its first freed block.
     scope: (usize, usize),
-    /// Tensors of the scopes that have not ended.
+    /// The tensors of the scopes that have not ended.
     pub(crate) alive: u64,
     pub(crate) resets: u64,
     pub(crate) growths: u64,
@@ -64,7 +66,7 @@ pub(crate) struct Reference {
     overflow_bytes: u64,
     peak: u64,
     pub(crate) refusals: u64,
-    /// Blocks whose giving back was made to fail.
+    /// The blocks that a planted failure kept from being freed.
     pub(crate) leaked: u64,
 }
 
@@ -73,7 +75,7 @@ impl Reference {
         Self { capacity_bytes, cap_bytes, guarded, ..Self::default() }
     }
 
-    /// The bytes that a tensor takes; none when they are no number.
+    /// Returns the bytes that a tensor takes, or `None` if they overflow.
     pub(crate) fn padded(&self, elements: usize) -> Option<usize> {
         let guard = if self.guarded { GUARD_BYTES } else { 0 };
         let bytes = elements.checked_mul(size_of::<f32>())?;
@@ -129,7 +131,7 @@ impl Reference {
         self.high_water = self.high_water.max(self.offset + self.pool_bytes());
     }
 
-    /// A tensor's owner ends it. With guards behind tensors none is handed out again.
+    /// Frees a tensor. With guards after tensors, freed blocks are not reused.
     pub(crate) fn give_back(&mut self, block: Block) {
         let (Block::Arena { offset, padded } | Block::Again { offset, padded }) = block else { return };
         if offset >= self.scope.0 && !self.guarded {
@@ -137,7 +139,7 @@ impl Reference {
         }
     }
 
-    /// A tensor is asked for, whatever comes of it.
+    /// Counts a request, whatever its outcome.
     pub(crate) fn need(&mut self, padded: usize) {
         if matches!(self.place(padded), Ok(Block::Again { .. })) {
             return;
@@ -149,21 +151,21 @@ impl Reference {
         self.blocks.iter().sum()
     }
 
-    /// A scope begins.
+    /// Begins a scope.
     pub(crate) fn begin(&mut self) -> Mark {
         let given_back = self.given_back.len();
         let scope = std::mem::replace(&mut self.scope, (self.offset, given_back));
         Mark { offset: self.offset, blocks: self.blocks.len(), alive: self.alive, scope, given_back }
     }
 
-    /// It ends.
+    /// Ends a scope.
     pub(crate) fn rewind(&mut self, mark: Mark) {
         (self.offset, self.alive, self.scope) = (mark.offset, mark.alive, mark.scope);
         self.given_back.truncate(mark.given_back);
         self.blocks.truncate(mark.blocks);
     }
 
-    /// What differs from the arena's own words, between two steps.
+    /// Returns the difference from the arena's own report, between two steps.
     pub(crate) fn differs(&self, report: &ArenaReport) -> Option<String> {
         let overflow = &report.overflow;
         let sites: u64 = report.sites.iter().map(|site| site.count.bytes).sum();

@@ -1,58 +1,59 @@
-//! What must hold, what is planted to see that it is found, and what programs did.
+//! The rules, the planted bugs that test them, and counts of what programs did.
 
 use std::time::Duration;
 use stepscope::faults::{Call, Fault};
 
-/// What a program did that it must not.
+/// A rule that a program broke.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Violation {
     pub(crate) rule: Rule,
     pub(crate) detail: String,
-    /// For how long the machine itself stood still meanwhile.
+    /// The time for which the machine itself stood still meanwhile.
     pub(crate) pauses: Duration,
 }
 
-/// What must hold.
+/// The rules that must hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Rule {
-    /// A tensor holds what was written to it, so no two live ones overlap.
+    /// A tensor holds the values that were written to it, so no two live ones overlap.
     Disjoint,
     /// A saved tensor does not change.
     Saved,
-    /// A buffer that outlives steps holds what was written to it.
+    /// A buffer that outlives steps holds the values that were written to it.
     Persistent,
-    /// What a step took has been given back when it is over.
+    /// A step's memory has been freed when it is over.
     Returned,
-    /// Every outcome is the one that follows from the request, the arena and the fault.
+    /// Every outcome follows from the request, the arena and the fault.
     Typed,
     /// No call lasts longer than its deadline and [`SLACK`].
     InTime,
-    /// The report says what happened.
+    /// The report is correct.
     Reported,
 }
 
-/// A bug that is put where the library could have it, to see whether it is found.
+/// A bug that is planted where the library could have it, to check that it is found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Planted {
-    /// A tensor is at the place of a live one: its handle is a copy of that one's.
+    /// A tensor shares the place of a live one: its handle is a copy.
     DoubleHandOut,
-    /// A saved tensor is written, through a copy of its handle from before.
+    /// A saved tensor is written, through an earlier copy of its handle.
     SavedOverwritten,
-    /// A reset with a live saved tensor: its handle is used in the scope after its own.
+    /// A reset with a live saved tensor: its handle is used in the next scope.
     ResetUnderSaved,
-    /// A step writes a persistent buffer, and the program does not say so.
+    /// A step writes a persistent buffer, and the program does not record it.
     BufferOverwritten,
-    /// A block of the pool is not given back: the driver fails, and the reference is told of the error, not of the block.
+    /// A block of the pool is not freed: the driver fails, and the reference knows the error, but
+    /// not the block.
     LeakedBlock,
     /// A call ends after its deadline: an upload, which no worker thread bounds, is delayed.
     LateReturn,
-    /// A call fails that nobody was told to expect.
+    /// A call fails unexpectedly.
     WrongOutcome,
     /// A tensor is made that the reference does not count.
     Miscounted,
 }
 
-/// What programs did, to see that they did enough.
+/// Counts of what programs did, to check that they covered enough.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Tally {
     pub(crate) programs: u64,
@@ -66,7 +67,7 @@ pub(crate) struct Tally {
     pub(crate) failures: u64,
     pub(crate) panics: u64,
     pub(crate) lost: u64,
-    /// Faults met, by call.
+    /// The faults that were met, by call.
     pub(crate) met: Vec<(Call, Fault)>,
 }
 

@@ -1,6 +1,7 @@
-//! What happens in steps and scratches: tensors are made, written, saved, looked at, and the scope ends.
+//! The work in steps and scratches: tensors are made, written, saved and checked, and the scope
+//! ends.
 //!
-//! Invariant: every tensor is looked at before its scope ends, however it ends.
+//! Invariant: every tensor is checked before its scope ends, however it ends.
 
 use super::super::program::{Ending, HUGE, KEPT, LENGTHS, Op, STALL_DEADLINE};
 use super::super::reference::{Block, Mark};
@@ -12,14 +13,14 @@ use std::any::Any;
 use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use stepscope::faults::{Call, Fault};
-use stepscope::{Eager, Error, Result, Saved, Scratch, Source, Step, Tensor, ops};
+use stepscope::{EagerStep, Error, Result, Saved, ScratchStep, Source, Step, Tensor, ops};
 
-/// A tensor that is alive, and what it must hold.
+/// A live tensor, and its expected contents.
 pub(super) struct Live<'s> {
     handle: Handle<'s>,
     want: Vec<f32>,
     name: u32,
-    /// Where it went.
+    /// The place that it got.
     place: Block,
 }
 
@@ -28,7 +29,7 @@ pub(super) enum Handle<'s> {
     Saved(Saved<'s>),
 }
 
-/// Calls something generic over sources with either kind of handle.
+/// Calls an expression generic over sources with either kind of handle.
 macro_rules! with {
     ($handle:expr, |$source:ident| $body:expr) => {
         match $handle {
@@ -41,31 +42,31 @@ macro_rules! with {
 /// A step or a scratch.
 pub(super) trait Scope<'s> {
     fn step(&self) -> &Step<'s>;
-    /// None: a scratch cannot.
+    /// Uploads values, or returns `None` in a scratch, which cannot.
     fn upload(&self, values: &[f32]) -> Option<Result<Tensor<'s>>>;
     fn read(&self, source: &impl Source<'s, f32>) -> Option<Result<Vec<f32>>>;
-    fn scratch(&mut self, run: impl for<'i> FnOnce(&mut Scratch<'i, 's>) -> Result<()>) -> Result<()>;
+    fn scratch(&mut self, run: impl for<'i> FnOnce(&mut ScratchStep<'i, 's>) -> Result<()>) -> Result<()>;
 }
 
-impl<'s> Scope<'s> for Eager<'s> {
+impl<'s> Scope<'s> for EagerStep<'s> {
     fn step(&self) -> &Step<'s> {
         self
     }
 
     fn upload(&self, values: &[f32]) -> Option<Result<Tensor<'s>>> {
-        Some(Eager::upload(self, values, [values.len()]))
+        Some(EagerStep::upload(self, values, [values.len()]))
     }
 
     fn read(&self, source: &impl Source<'s, f32>) -> Option<Result<Vec<f32>>> {
-        Some(Eager::read(self, source))
+        Some(EagerStep::read(self, source))
     }
 
-    fn scratch(&mut self, run: impl for<'i> FnOnce(&mut Scratch<'i, 's>) -> Result<()>) -> Result<()> {
-        Eager::scratch(self, run)
+    fn scratch(&mut self, run: impl for<'i> FnOnce(&mut ScratchStep<'i, 's>) -> Result<()>) -> Result<()> {
+        EagerStep::scratch(self, run)
     }
 }
 
-impl<'s> Scope<'s> for Scratch<'s, '_> {
+impl<'s> Scope<'s> for ScratchStep<'s, '_> {
     fn step(&self) -> &Step<'s> {
         self
     }
@@ -78,16 +79,16 @@ impl<'s> Scope<'s> for Scratch<'s, '_> {
         None
     }
 
-    fn scratch(&mut self, run: impl for<'i> FnOnce(&mut Scratch<'i, 's>) -> Result<()>) -> Result<()> {
-        Scratch::scratch(self, run)
+    fn scratch(&mut self, run: impl for<'i> FnOnce(&mut ScratchStep<'i, 's>) -> Result<()>) -> Result<()> {
+        ScratchStep::scratch(self, run)
     }
 }
 
-/// What a scope can do with the one around it.
+/// A scope's access to the scope around it.
 pub(super) type Outer<'b, 's, S> = &'b mut dyn FnMut(&mut World<'_>, &S, &mut Vec<Live<'s>>, &Op) -> Result<()>;
 
 impl World<'_> {
-    /// A scope's own work, from its beginning to its ending.
+    /// Runs a scope's own work, from its beginning to its ending.
     pub(super) fn body<'s, S: Scope<'s>>(
         &mut self,
         scope: &mut S,
@@ -98,8 +99,8 @@ impl World<'_> {
         let mut values = Vec::new();
         let mut outcome = Ok(());
         if let Some(stale) = self.stale.take() {
-            // SAFETY: none, and that is the point: the tensor's step is over. Its memory, the arena's, is still there, so
-            // reading it is harmless on both devices.
+            // SAFETY: none, on purpose: the tensor's step is over. Its memory, the arena's, is
+            // still there, so reading it is harmless on both devices.
             values.push(unsafe { mem::transmute::<Live<'static>, Live<'s>>(stale) });
         }
         for op in ops {
@@ -131,11 +132,11 @@ impl World<'_> {
         let outcome = if let End::Failed(error) = &end { Err(error.clone()) } else { Ok(()) };
         let panics = matches!(end, End::Panicked);
         self.closing = Some((self.begin(), end));
-        // Without the panic hook, which would print.
+        // Bypasses the panic hook, which would print.
         if panics { resume_unwind(Box::new(Thrown)) } else { outcome }
     }
 
-    /// Does what an op says; an error is the library's.
+    /// Performs an operation. An error is the library's.
     fn op<'s, S: Scope<'s>>(
         &mut self,
         scope: &mut S,
@@ -162,8 +163,8 @@ impl World<'_> {
                     Handle::Unique(tensor) if live.want.len() == want.len() => Some((tensor, live.place)),
                     _ => None,
                 });
-                // SAFETY: none, and that is the point: two handles of one place. A handle has no destructor, and both
-                // end before their step does.
+                // SAFETY: none, on purpose: two handles of one place. A handle has no destructor,
+                // and both end before their step does.
                 let same = same.map(|(tensor, place)| (unsafe { std::ptr::read(tensor) }, place));
                 let Some((mut same, place)) = same else { return self.fill(scope, values, LENGTHS[length]) };
                 ops::fill_into(scope.step(), &mut same, want[0])?;
@@ -198,7 +199,7 @@ impl World<'_> {
                 let Live { handle, want, name, place } = values.remove(at);
                 let handle = match handle {
                     Handle::Unique(tensor) => {
-                        // SAFETY: none, and that is the point: a handle that can still write what is saved.
+                        // SAFETY: none, on purpose: a handle that can still write a saved tensor.
                         let writable = (planted == Some(Planted::SavedOverwritten))
                             .then(|| unsafe { std::ptr::read(&raw const tensor) });
                         let saved = Handle::Saved(tensor.save());
@@ -216,7 +217,7 @@ impl World<'_> {
                 let Some(at) = pick.checked_rem(values.len()) else { return Ok(()) };
                 if matches!(values[at].handle, Handle::Unique(_)) {
                     let Live { handle: Handle::Unique(tensor), place, .. } = values.remove(at) else { unreachable!() };
-                    scope.step().give_back(tensor);
+                    scope.step().free(tensor);
                     self.reference.give_back(place);
                 }
                 Ok(())
@@ -233,7 +234,7 @@ impl World<'_> {
                 self.judge("empty", begin, &made, want, true, reports(&want));
                 made.map(drop)
             }
-            // Only the buffer itself shall show it.
+            // Only the buffer itself may show it.
             Op::FromKept if planted == Some(Planted::BufferOverwritten) => Ok(()),
             Op::FromKept => {
                 let begin = self.begin();
@@ -275,7 +276,7 @@ impl World<'_> {
                 }));
                 let done = self.closed("scratch", outcome, mark, false, &[]);
                 match done {
-                    // A panic goes on, or is caught and the outer scope goes on.
+                    // A panic continues, or is caught and the outer scope continues.
                     None if self.program.stops_at_errors => {
                         self.look_at_all(scope, values);
                         self.closing = Some((self.begin(), End::Panicked));
@@ -291,7 +292,7 @@ impl World<'_> {
     /// Copies between a scratch and the scope around it.
     fn across<'i, 'o>(
         &mut self,
-        inner: &Scratch<'i, 'o>,
+        inner: &ScratchStep<'i, 'o>,
         values: &mut Vec<Live<'i>>,
         outer: &mut [Live<'o>],
         op: &Op,
@@ -331,7 +332,7 @@ impl World<'_> {
         self.made("fill", begin, made, vec![value; length], values)
     }
 
-    /// A tensor was asked for, which now holds `want`.
+    /// Records the result of a request for a tensor with the contents `want`.
     fn made<'s>(
         &mut self,
         what: &str,
@@ -350,13 +351,13 @@ impl World<'_> {
             self.reference.take(block);
         }
         let tensor = made?;
-        // Without a prediction there was no tensor, which is a violation.
+        // Without a prediction, no tensor was expected, which is a violation.
         let Some(place) = place else { return Ok(()) };
         values.push(Live { handle: Handle::Unique(tensor), want, name: self.names, place });
         Ok(())
     }
 
-    /// What the arena must say to a request, and where the tensor goes.
+    /// Returns the arena's expected answer to a request, and the tensor's place.
     fn predict(&self, elements: usize) -> (Want, Option<Block>) {
         let Some(padded) = self.reference.padded(elements) else { return (Want::Misuse, None) };
         match self.reference.place(padded) {
@@ -376,12 +377,12 @@ impl World<'_> {
 
     fn look_at_all<'s, S: Scope<'s>>(&mut self, scope: &S, values: &[Live<'s>]) {
         for live in values {
-            // An error has been judged; the scope ends as its program says.
+            // An error has been judged; the scope ends as its program plans.
             let _ = self.look(scope, live);
         }
     }
 
-    /// Checks what a tensor holds.
+    /// Checks the contents of a tensor.
     fn look<'s, S: Scope<'s>>(&mut self, scope: &S, live: &Live<'s>) -> Result<()> {
         if self.over() {
             return Ok(());
@@ -391,7 +392,7 @@ impl World<'_> {
         let read = with!(&live.handle, |source| scope.read(source));
         let in_step = read.is_some();
         let read = read.unwrap_or_else(|| {
-            // A scratch cannot read: through a buffer.
+            // A scratch cannot read, so the values pass through a buffer.
             let at = LENGTHS.iter().position(|&length| length == live.want.len()).expect("a length of the program's");
             let (step, mirror) = (scope.step(), &mut self.rig.mirrors[at]);
             with!(&live.handle, |source| ops::copy_into(step, source, &mut step.lend_mut(mirror, [LENGTHS[at]])?))?;
@@ -404,7 +405,8 @@ impl World<'_> {
         Ok(())
     }
 
-    /// A scope is over: none when it panicked as its program says. For the last two see [`World::judge`].
+    /// Judges the end of a scope: `None` if it panicked as planned. See [`World::judge`] for the
+    /// last two arguments.
     pub(super) fn closed(
         &mut self,
         what: &str,
@@ -463,7 +465,7 @@ fn failure() -> Error {
     Error::Misuse { op: "program", expected: "this error".into(), got: "it".into() }
 }
 
-/// What a panic said.
+/// Returns the message of a panic.
 fn said(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "something".into())

@@ -1,9 +1,10 @@
 //! Runs a program on a device and checks every answer against the reference.
 //!
-//! Every tensor is filled with a pattern of its own, and each scope looks at all its tensors before it ends: if two of
-//! them shared a byte, the one that was written first shows it. Every call is timed, and its outcome must be the one that
-//! follows from the reference and from the fault that it met. Invariant: the first violation ends the program and is what
-//! it returns.
+//! Every tensor is filled with its own pattern, and each scope checks all its tensors before it
+//! ends. If two of them shared a byte, the one written first would show it. Every call is timed,
+//! and its outcome must follow from the reference and from the fault that it met.
+//!
+//! Invariant: the first violation ends the program, which returns it.
 
 use super::program::{Action, Ending, KEPT, Kind, LENGTHS, Op, Planned, Program, STALL_DEADLINE};
 use super::reference::Reference;
@@ -15,7 +16,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 use stepscope::faults::{Call, Fault, FaultPlan};
 use stepscope::{
-    Arena, ArenaReport, Buffer, Capacity, Cause, Device, DeviceKind, Eager, Error, Growth, Overflow, Result, ops,
+    Arena, ArenaReport, Buffer, Capacity, Cause, Device, DeviceKind, EagerStep, Error, Growth, Overflow, Result, ops,
 };
 
 #[path = "judge.rs"]
@@ -23,10 +24,10 @@ mod judge;
 #[path = "scopes.rs"]
 mod scopes;
 
-/// The deadline of every call of a program in which none stalls.
+/// The deadline of every call of a program without stalls.
 const FAR: Duration = Duration::from_secs(20);
 
-/// What a driver gives, and how it gets it back.
+/// The driver calls that allocate, and those that free.
 const TAKE_AND_GIVE: [(Call, Call); 3] =
     [(Call::Allocate, Call::Free), (Call::PoolAllocate, Call::PoolFree), (Call::CreatePool, Call::DestroyPool)];
 
@@ -34,7 +35,7 @@ const TAKE_AND_GIVE: [(Call, Call); 3] =
 pub(crate) struct Rig {
     device: Device,
     plan: FaultPlan,
-    /// One buffer for each of [`LENGTHS`], to read through what a scratch holds.
+    /// One buffer for each of [`LENGTHS`], through which a scratch's values are read.
     mirrors: Vec<Buffer<f32>>,
     kept: Buffer<f32>,
     kept_values: Vec<f32>,
@@ -50,7 +51,7 @@ impl Rig {
         Self { device, plan, mirrors, kept, kept_values: vec![0.0; LENGTHS[KEPT]] }
     }
 
-    /// Whether nothing is left on the device that a later program could meet.
+    /// True if nothing is left on the device that could affect a later program.
     pub(crate) fn is_clean(&self, program: &Program) -> bool {
         program.kind == Kind::Sound && self.device.lost().is_none()
     }
@@ -63,11 +64,11 @@ pub(crate) struct World<'r> {
     planted: Option<Planted>,
     reference: Reference,
     deadline: Duration,
-    /// The fault to come, by the number of its call on the device.
+    /// The coming fault, by the number of its call on the device.
     pending: Option<Planned>,
     lost: bool,
     names: u32,
-    /// When the step began, if it has a deadline: its calls wait no longer than the rest of it.
+    /// The start of the step, if it has a deadline. Its calls wait no longer than the rest of it.
     step: Option<Watch>,
     closing: Option<(Begin, End)>,
     stale: Option<Live<'static>>,
@@ -76,21 +77,21 @@ pub(crate) struct World<'r> {
     tally: Tally,
 }
 
-/// Before a call.
+/// The time before a call.
 #[derive(Clone, Copy)]
 struct Begin(Watch);
 
-/// How a scope's closure ended.
+/// The end of a scope's closure.
 enum End {
     Returned,
     Failed(Error),
     Panicked,
 }
 
-/// What a scope panics with when its program says so.
+/// The payload of a scope's planned panic.
 struct Thrown;
 
-/// What a call must give, were there no faults.
+/// The expected outcome of a call without faults.
 #[derive(Clone, Copy)]
 enum Want {
     Success,
@@ -109,7 +110,7 @@ impl<'r> World<'r> {
             Some(Planted::WrongOutcome) => Some((Call::Upload, Fault::Fail)),
             _ => None,
         };
-        // The one that is not pending comes without notice.
+        // The fault that is not pending is unexpected.
         let unexpected = unexpected.map(|(call, fault)| count(Planned { call, number: 1, fault }));
         for Planned { call, number, fault } in pending.into_iter().chain(unexpected) {
             let _ = rig.plan.clone().on(call, number, fault);
@@ -139,7 +140,7 @@ impl<'r> World<'r> {
         violation.map_or(Ok(tally), Err)
     }
 
-    /// From the arena's building to its end.
+    /// Runs from the building of the arena to its end.
     fn all(&mut self) {
         let before = self.counts();
         let Some(mut arena) = self.build().or_else(|| if self.over() { None } else { self.build() }) else { return };
@@ -169,7 +170,7 @@ impl<'r> World<'r> {
         if self.lost || self.violation.is_some() {
             return;
         }
-        // What the driver gave has gone back to it, call for call.
+        // All memory of the driver has been freed, call for call.
         let given = self.counts();
         for (at, (call, _)) in TAKE_AND_GIVE.into_iter().enumerate() {
             let failed = self.tally.met.contains(&(call, Fault::Fail));
@@ -181,7 +182,7 @@ impl<'r> World<'r> {
         }
     }
 
-    /// Calls that take, and those that give back.
+    /// Returns the numbers of calls that allocate, and of those that free.
     fn counts(&self) -> [(u64, u64); 3] {
         TAKE_AND_GIVE.map(|(take, give)| (self.rig.plan.count(take), self.rig.plan.count(give)))
     }
@@ -211,14 +212,14 @@ impl<'r> World<'r> {
         self.tally.steps += 1;
         let mark = self.reference.begin();
         self.step = self.program.step_deadline.then(Watch::start);
-        let run = |step: &mut Eager<'_>| self.body(step, ops, ending, &mut |_, _, _, _| Ok(()));
+        let run = |step: &mut EagerStep<'_>| self.body(step, ops, ending, &mut |_, _, _, _| Ok(()));
         let outcome = catch_unwind(AssertUnwindSafe(|| arena.step(run)));
-        // A panic goes on at once; the next step that ends makes up for it.
+        // After a panic the step does not grow the arena; the next step that ends does.
         let due = self.program.growth.filter(|_| !self.lost && outcome.is_ok()).filter(|&max| {
             self.reference.needed > self.reference.capacity_bytes && max > self.reference.capacity_bytes
         });
         let met = self.tally.met.len();
-        // An arena that cannot grow stays as it is: whether the step says so is its own matter.
+        // An arena that cannot grow stays as it is. The step may or may not report that.
         let growth = [Call::Free, Call::FreeBytes, Call::Allocate, Call::TrimPool, Call::Poll];
         let tolerated = if due.is_some() && matches!(outcome, Ok(Ok(()))) { &growth[..] } else { &growth[..1] };
         let _ = self.closed("step", outcome, mark, due.is_none(), tolerated);
@@ -280,7 +281,7 @@ impl<'r> World<'r> {
         report
     }
 
-    /// The arena's own words, between two steps.
+    /// Compares the arena's own report with the reference, between two steps.
     fn compare(&mut self, arena: &Arena) {
         if self.over() {
             return;
@@ -299,18 +300,18 @@ impl<'r> World<'r> {
         }
     }
 
-    /// Whether there is nothing more to see.
+    /// True if nothing more can be checked.
     fn over(&self) -> bool {
         self.lost || self.violation.is_some()
     }
 
-    /// A value that no other tensor of the program holds.
+    /// Returns a value that no other tensor of the program holds.
     fn next_value(&mut self) -> f32 {
         self.names += 1;
         self.names as f32
     }
 
-    /// Values that no other tensor of the program holds.
+    /// Returns values that no other tensor of the program holds.
     fn pattern(&mut self, length: usize) -> Vec<f32> {
         let name = self.next_value();
         (0..length).map(|at| name + at as f32 / 4096.0).collect()

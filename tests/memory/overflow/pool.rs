@@ -1,24 +1,25 @@
-//! What happens when an arena is full and has a pool: who may take how much, what goes back when, and how it grows.
+//! Full arenas with a pool: the limits, the time at which memory is freed, and growth.
 //!
-//! Every call of the driver is counted, so "it does not reach the system" and "everything went back" are numbers here, not
-//! impressions.
+//! Every driver call is counted, so the tests check by numbers that a step makes no system call, or
+//! that all memory was freed.
 
 use crate::support::on_each_device;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::Duration;
 use stepscope::faults::{Call, Fault, FaultPlan};
 use stepscope::{
-    Arena, ArenaBuilder, Capacity, Cause, Device, Eager, Error, Growth, Overflow, Result, Scratch, Step, ops,
+    Arena, ArenaBuilder, Capacity, Cause, Device, EagerStep, Error, Growth, Overflow, Result, ScratchStep, Step, ops,
 };
 
 const MIB: usize = 1 << 20;
-/// The arena of most tests, and tensors of so many elements: one that it holds, one that it does not, and a large one.
+/// The arena of most tests, and the elements of tensors: one that it holds, one that it does not,
+/// and a large one.
 const CAPACITY_BYTES: usize = 1024;
 const SMALL: usize = 64;
 const LARGE: usize = 1024;
 const HUGE: usize = MIB;
 
-/// The device of a kind, with its calls counted.
+/// Opens a device of this kind that counts its calls.
 fn counted(device: &Device) -> (Device, FaultPlan) {
     let plan = FaultPlan::new();
     let counted = Device::builder(device.description().kind).faults(plan.clone()).open().unwrap();
@@ -37,25 +38,25 @@ fn make(step: &Step<'_>, elements: usize) -> Result<()> {
     step.empty::<f32>([elements]).map(drop)
 }
 
-/// A step that makes tensors of these sizes.
+/// Runs a step that makes tensors of these sizes.
 fn step(arena: &mut Arena, elements: &[usize]) -> Result<()> {
     arena.step(|step| elements.iter().try_for_each(|&elements| make(step, elements)))
 }
 
-/// Calls that took from the pool and calls that gave back to it.
+/// Returns the numbers of calls that allocated from the pool and that freed to it.
 fn pool_calls(plan: &FaultPlan) -> (u64, u64) {
     (plan.count(Call::PoolAllocate), plan.count(Call::PoolFree))
 }
 
 on_each_device! {
-    fn a_step_takes_up_to_the_cap_and_is_refused_beyond_it(device: &Device) {
+    fn pool_cap_is_enforced(device: &Device) {
         let mut arena = arena(device, pool(2 * 4 * LARGE, 0)).build().unwrap();
         step(&mut arena, &[LARGE, LARGE]).unwrap();
         let error = arena
             .step(|step| {
                 [LARGE, SMALL, LARGE].iter().try_for_each(|&elements| make(step, elements))?;
                 let error = make(step, 320).unwrap_err();
-                // What fits the arena is not the pool's matter.
+                // A tensor that fits the arena does not use the pool.
                 make(step, SMALL)?;
                 Err::<(), _>(error)
             })
@@ -77,7 +78,7 @@ on_each_device! {
         step(&mut arena, &[LARGE, LARGE]).unwrap();
     }
 
-    fn without_a_pool_a_full_arena_refuses(device: &Device) {
+    fn full_arena_without_pool_refuses(device: &Device) {
         let mut arena = arena(device, Overflow::Refuse).build().unwrap();
         let error = step(&mut arena, &[SMALL, LARGE]).unwrap_err();
         assert!(error.to_string().contains("4096 bytes at "), "{error}");
@@ -87,7 +88,7 @@ on_each_device! {
         arena.trim().unwrap();
     }
 
-    fn a_prime_above_the_cap_is_refused_before_anything_is_taken(device: &Device) {
+    fn prime_above_cap_is_refused(device: &Device) {
         let (device, plan) = counted(device);
         let error = arena(&device, pool(4096, 4097)).build().unwrap_err();
         assert!(matches!(error, Error::Misuse { op: "overflow", .. }), "{error}");
@@ -96,8 +97,8 @@ on_each_device! {
         assert_eq!(plan.count(Call::Allocate), plan.count(Call::Free));
     }
 
-    /// Neither the system nor admission: the pool has it already.
-    fn an_overflow_within_the_prime_asks_nobody(device: &Device) {
+    /// The pool has the memory already, so neither the system nor the admission check is called.
+    fn primed_overflow_makes_no_system_calls(device: &Device) {
         let (device, plan) = counted(device);
         let mut arena = arena(&device, pool(MIB, 2 * 4 * LARGE)).build().unwrap();
         assert_eq!(pool_calls(&plan), (1, 1), "the prime");
@@ -113,7 +114,7 @@ on_each_device! {
         assert_eq!(pool_calls(&plan), (13, 13));
     }
 
-    fn a_trim_gives_up_what_the_pool_keeps(device: &Device) {
+    fn trim_frees_pool_memory(device: &Device) {
         let (device, plan) = counted(device);
         let mut arena = arena(&device, pool(MIB, 4 * LARGE)).build().unwrap();
         let asked = plan.count(Call::FreeBytes);
@@ -125,13 +126,13 @@ on_each_device! {
         assert_eq!(arena.report().overflow.live_blocks, 0);
     }
 
-    fn blocks_go_back_with_the_scope_that_took_them(device: &Device) {
+    fn blocks_are_freed_with_their_scope(device: &Device) {
         let (device, plan) = counted(device);
         let mut arena = arena(&device, pool(MIB, 0)).build().unwrap();
         arena
             .step(|step| {
                 make(step, LARGE)?;
-                step.scratch(|inner: &mut Scratch<'_, '_>| {
+                step.scratch(|inner: &mut ScratchStep<'_, '_>| {
                     make(inner, LARGE)?;
                     inner.scratch(|innermost| make(innermost, LARGE))?;
                     assert_eq!(pool_calls(&plan), (3, 1));
@@ -145,10 +146,10 @@ on_each_device! {
         assert_eq!(arena.report().overflow.peak_bytes, 3 * 4 * LARGE as u64);
     }
 
-    fn blocks_go_back_after_an_error_and_after_a_panic(device: &Device) {
+    fn errors_and_panics_free_blocks(device: &Device) {
         let (device, plan) = counted(device);
         let mut arena = arena(&device, pool(MIB, 0)).build().unwrap();
-        let run = |step: &mut Eager<'_>, inner_fails: bool, panics: bool| -> Result<()> {
+        let run = |step: &mut EagerStep<'_>, inner_fails: bool, panics: bool| -> Result<()> {
             make(step, LARGE)?;
             let scratch = step.scratch(|inner| {
                 make(inner, LARGE)?;
@@ -174,8 +175,8 @@ on_each_device! {
         }
     }
 
-    /// Tensors of arena and pool are as good as each other, and apart.
-    fn what_overflows_holds_what_was_written(device: &Device) {
+    /// Tensors of arena and pool are equivalent and do not overlap.
+    fn overflowed_tensors_hold_their_values(device: &Device) {
         let mut arena = arena(device, pool(MIB, 4096)).build().unwrap();
         for round in 0..3 {
             let read = arena
@@ -194,7 +195,7 @@ on_each_device! {
         }
     }
 
-    fn everything_goes_back_to_the_driver(device: &Device) {
+    fn all_memory_is_freed(device: &Device) {
         let (device, plan) = counted(device);
         let growth = Growth::AtBoundary { max_bytes: 4 * MIB };
         let mut arena = arena(&device, pool(8 * MIB, 0)).growth(growth).build().unwrap();
@@ -208,7 +209,7 @@ on_each_device! {
         assert_eq!(taken, returned);
     }
 
-    fn everything_goes_back_when_the_pool_cannot_be_primed(device: &Device) {
+    fn failed_priming_frees_everything(device: &Device) {
         let (device, plan) = counted(device);
         let plan = plan.on(Call::PoolAllocate, 1, Fault::Fail);
         let error = arena(&device, pool(MIB, 4096)).build().unwrap_err();
@@ -218,8 +219,8 @@ on_each_device! {
         arena(&device, pool(MIB, 4096)).build().unwrap();
     }
 
-    /// A block that the driver does not take back is counted; the others go back all the same.
-    fn a_block_that_does_not_go_back_is_counted(device: &Device) {
+    /// A block that the driver fails to free is counted, and the others are still freed.
+    fn leaked_blocks_are_counted(device: &Device) {
         let (device, plan) = counted(device);
         let plan = plan.on(Call::PoolFree, 1, Fault::Fail);
         let mut arena = arena(&device, pool(MIB, 0)).build().unwrap();
@@ -231,13 +232,13 @@ on_each_device! {
         assert_eq!(arena.report().overflow.live_blocks, 1, "a leak is not forgotten");
     }
 
-    /// What cannot be there is refused with every number, and nothing is taken.
-    fn more_than_the_machine_has_is_refused_with_numbers(device: &Device) {
+    /// An impossible size is refused with every number, and nothing is allocated.
+    fn impossible_sizes_are_refused_with_numbers(device: &Device) {
         let (device, plan) = counted(device);
         let absurd = 1usize << 50;
         let told = |text: &str, bytes: usize| {
             assert!(text.contains(&format!("({bytes} bytes) of device memory refused")), "{text}");
-            assert!(text.contains("may be asked for") && text.contains("the reserve is"), "{text}");
+            assert!(text.contains(" available: the driver reports ") && text.contains("the reserve is"), "{text}");
         };
         let builder = || Arena::builder(&device).overflow(pool(absurd, 0));
         let error = builder().capacity(Capacity::Bytes(absurd)).build().unwrap_err();
@@ -256,12 +257,12 @@ on_each_device! {
         told(&error.to_string(), absurd);
         assert_eq!((plan.count(Call::PoolAllocate), arena.report().overflow.refusals), (0, 1));
 
-        // Everything is reserved for others.
+        // All memory is reserved for other processes.
         let error = Arena::builder(&device).capacity(Capacity::mib(1)).reserve_bytes(u64::MAX).build().unwrap_err();
         told(&error.to_string(), MIB);
     }
 
-    fn an_arena_grows_at_the_boundary_so_the_second_step_fits(device: &Device) {
+    fn arena_grows_after_first_step(device: &Device) {
         let growth = Growth::AtBoundary { max_bytes: 64 * MIB };
         let mut arena = arena(device, pool(64 * MIB, 0)).growth(growth).build().unwrap();
         let sizes = [SMALL, HUGE, LARGE];
@@ -278,8 +279,8 @@ on_each_device! {
         assert_eq!(report.high_water_bytes, 256 + 4 * MIB + 4096);
     }
 
-    /// What was refused counts as needed: the same step fits next time.
-    fn an_arena_without_a_pool_grows_after_a_refusal(device: &Device) {
+    /// A refused request counts as needed: the same step fits next time.
+    fn arena_grows_after_refusal(device: &Device) {
         let growth = Growth::AtBoundary { max_bytes: 64 * MIB };
         let mut arena = arena(device, Overflow::Refuse).growth(growth).build().unwrap();
         let error = step(&mut arena, &[SMALL, HUGE]).unwrap_err();
@@ -290,8 +291,8 @@ on_each_device! {
         assert_eq!((report.overflow.allocations, report.high_water_bytes), (0, 256 + 4 * MIB));
     }
 
-    /// The order of requests does not matter: what lies in the pool and what lies in the arena are in use together.
-    fn the_high_water_counts_arena_and_pool_together(device: &Device) {
+    /// The order of requests does not matter: the use of pool and arena is added.
+    fn high_water_includes_the_pool(device: &Device) {
         let need = 4 * MIB + 4 * MIB / 2;
         let growth = Growth::AtBoundary { max_bytes: need };
         let sizes = [[HUGE, HUGE / 2], [HUGE / 2, HUGE]];
@@ -318,7 +319,7 @@ on_each_device! {
         }
     }
 
-    fn an_arena_that_suffices_does_not_grow(device: &Device) {
+    fn sufficient_arena_does_not_grow(device: &Device) {
         let (device, plan) = counted(device);
         let growth = Growth::AtBoundary { max_bytes: 64 * MIB };
         let builder = Arena::builder(&device).capacity(Capacity::mib(3)).overflow(pool(MIB, 0)).growth(growth);
@@ -331,8 +332,8 @@ on_each_device! {
         assert_eq!(plan.count(Call::Allocate), 1);
     }
 
-    /// A step's own error says more than that the arena did not grow after it.
-    fn a_growth_that_fails_hides_no_error(device: &Device) {
+    /// A step's own error takes precedence over the failed growth after it.
+    fn failed_growth_hides_no_error(device: &Device) {
         for (call, number) in [(Call::Allocate, 2), (Call::FreeBytes, 3), (Call::TrimPool, 1)] {
             let (device, plan) = counted(device);
             let growth = Growth::AtBoundary { max_bytes: 64 * MIB };
@@ -345,7 +346,7 @@ on_each_device! {
             });
             assert_eq!(outcome, Err(failure), "{call:?}");
             assert!(plan.count(call) >= number, "{call:?}: {} calls", plan.count(call));
-            // It is made up for, unless it was done but for the trim.
+            // The next step grows the arena, unless only the trim was missing.
             step(&mut arena, &[HUGE]).unwrap();
             step(&mut arena, &[HUGE]).unwrap();
             let report = arena.report();

@@ -1,8 +1,8 @@
-//! The bits of a pass with checkpoints are those of the same pass without.
+//! A pass with recomputing has the bits of the same pass without.
 
 use crate::recompute::graphs::{BATCH, GRAPHS, Graph, TOKENS, WIDTH, World, eager, values};
 use crate::support::{bits, on_each_device};
-use stepscope::{Arena, Capacity, Captured, Device, Error, Inputs, Output, Overflow, Result, ops};
+use stepscope::{Arena, Capacity, Captured, Device, Error, HostInputs, Output, Overflow, Result, ops};
 
 fn arena(device: &Device) -> Arena {
     Arena::builder(device).capacity(Capacity::mib(8)).build().unwrap()
@@ -10,8 +10,8 @@ fn arena(device: &Device) -> Arena {
 
 type Steps = Captured<(World, (bool, Graph)), Output>;
 
-fn inputs<'i>((x, labels, lengths): &'i (Vec<f32>, Vec<u32>, Vec<u32>)) -> Inputs<'i> {
-    let inputs = Inputs::new().with(x, [BATCH, TOKENS, WIDTH]).unwrap();
+fn inputs<'i>((x, labels, lengths): &'i (Vec<f32>, Vec<u32>, Vec<u32>)) -> HostInputs<'i> {
+    let inputs = HostInputs::new().with(x, [BATCH, TOKENS, WIDTH]).unwrap();
     inputs.with(labels, [labels.len()]).unwrap().with(lengths, [BATCH]).unwrap()
 }
 
@@ -23,7 +23,7 @@ fn capture(arena: &mut Arena, run: (bool, Graph)) -> Result<Steps> {
     })
 }
 
-/// What [`eager`] finds, by replays of one capture.
+/// Returns the results of [`eager`] by replays of one capture.
 fn captured(arena: &mut Arena, run: (bool, Graph)) -> Vec<Vec<u32>> {
     let mut steps = capture(arena, run).unwrap();
     let mut found = Vec::new();
@@ -36,7 +36,7 @@ fn captured(arena: &mut Arena, run: (bool, Graph)) -> Vec<Vec<u32>> {
 }
 
 on_each_device! {
-    fn are_those_without_eager_and_captured(device: &Device) {
+    fn match_without_recomputing(device: &Device) {
         for (name, graph) in GRAPHS {
             let want = eager(&mut arena(device), (false, graph));
             assert!(want[1].iter().filter(|&&bits| bits << 1 != 0).count() > 1000, "{name}: no gradients");
@@ -46,8 +46,8 @@ on_each_device! {
         }
     }
 
-    /// Each byte that a closure leaves is poisoned in checked mode, and each tensor guarded.
-    fn are_the_same_in_checked_mode(device: &Device) {
+    /// Checked mode poisons each byte that a closure leaves, and guards each tensor.
+    fn match_in_checked_mode(device: &Device) {
         for (name, graph) in GRAPHS {
             let want = eager(&mut arena(device), (false, graph));
             let checked = || Arena::builder(device).capacity(Capacity::mib(16)).checked(true).build().unwrap();
@@ -56,8 +56,8 @@ on_each_device! {
         }
     }
 
-    /// Most tensors come from the pool, whatever end of the arena they were for.
-    fn are_the_same_in_the_overflow(device: &Device) {
+    /// Most tensors come from the pool, for both ends of the arena.
+    fn match_in_overflow(device: &Device) {
         for (name, graph) in GRAPHS {
             let want = eager(&mut arena(device), (false, graph));
             for kib in [4, 16] {
@@ -71,7 +71,7 @@ on_each_device! {
         }
     }
 
-    fn are_the_same_in_a_scratch(device: &Device) {
+    fn match_in_scratch(device: &Device) {
         // No op copies labels into a scratch.
         for (name, graph) in GRAPHS.into_iter().filter(|(name, _)| !["transformer", "inputs alone"].contains(name)) {
             let run = |on| {
@@ -94,8 +94,8 @@ on_each_device! {
         }
     }
 
-    /// What the rehearsal has measured is enough, and less is not.
-    fn a_capture_needs_what_its_rehearsal_took(device: &Device) {
+    /// The measure of the dry run suffices, and less does not.
+    fn capture_needs_its_dry_run_size(device: &Device) {
         for (name, graph) in GRAPHS {
             let owned = |capacity| {
                 let mut arena = Arena::builder(device).capacity(Capacity::Bytes(capacity)).build().unwrap();

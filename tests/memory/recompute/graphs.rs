@@ -1,10 +1,11 @@
-//! Models whose parts are checkpoints, or the same ops without.
+//! Models whose parts are recomputed, or run plainly.
 
 use crate::support::Random;
 use stepscope::nn::{Dropout, Linear, Mlp, MultiHeadAttention, RmsNorm, SwiGlu};
-use stepscope::ops::{AttentionForm, Factor, Generator};
+use stepscope::ops::{AttentionConfig, GemmElement, Generator};
 use stepscope::{
-    Arena, Device, Gradients, Kept, Layout, Parameters, Result, Saved, Step, Stored, Tape, Var, bf16, ops,
+    Arena, Device, Gradients, ParameterSpec, Parameters, RecomputeInput, Result, Saved, Step, Stored, Tape, Var, bf16,
+    ops,
 };
 
 pub(crate) const BATCH: usize = 2;
@@ -14,14 +15,14 @@ pub(crate) const HEADS: usize = 2;
 pub(crate) const CLASSES: usize = 5;
 pub(crate) const SEED: u64 = 11;
 
-/// `f(kept)`, as a checkpoint or not; what is kept comes once for each.
-pub(crate) fn either<'t, 's, K: Kept<'s> + 't, S: Stored>(
+/// Runs `f(kept)` with or without recomputing; `kept` is passed to each.
+pub(crate) fn either<'t, 's, K: RecomputeInput<'s> + 't, S: Stored>(
     on: bool,
     tape: &Tape<'t, 's>,
     (kept, as_it_is): (K, K::Lent<'s>),
     f: impl for<'i> Fn(&Tape<'_, 'i>, K::Lent<'i>) -> Result<Var<'i, S>> + 'static,
 ) -> Result<Var<'s, S>> {
-    if on { tape.checkpoint(kept, f) } else { f(tape, as_it_is) }
+    if on { tape.recompute(kept, f) } else { f(tape, as_it_is) }
 }
 
 macro_rules! part {
@@ -40,7 +41,7 @@ pub(crate) struct Block {
 }
 
 impl Block {
-    pub(crate) fn forward<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>, form: &AttentionForm<'s>) -> Result<Var<'s>> {
+    pub(crate) fn forward<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>, form: &AttentionConfig<'s>) -> Result<Var<'s>> {
         let h = self.norms[0].forward(tape, x)?;
         let h = self.dropout.forward(tape, &self.attention.forward_masked(tape, &h, form)?)?;
         let x = tape.add(x, &h)?;
@@ -49,7 +50,7 @@ impl Block {
     }
 }
 
-/// All models, over one layout.
+/// All models, over one parameter spec.
 #[derive(Clone)]
 pub(crate) struct Model {
     pub(crate) input: Linear,
@@ -59,8 +60,8 @@ pub(crate) struct Model {
 }
 
 impl Model {
-    pub(crate) fn new() -> (Self, Layout) {
-        let mut layout = Layout::builder();
+    pub(crate) fn new() -> (Self, ParameterSpec) {
+        let mut layout = ParameterSpec::builder();
         let mut names = layout.names();
         let input = Linear::new(names.at("input"), WIDTH, WIDTH);
         let blocks = (0..3)
@@ -77,7 +78,7 @@ impl Model {
     }
 }
 
-/// What a graph is made of: the model and the step's inputs.
+/// The inputs of a graph: the model and the step's inputs.
 pub(crate) struct Given<'s> {
     pub(crate) model: Model,
     pub(crate) x: Saved<'s>,
@@ -87,14 +88,15 @@ pub(crate) struct Given<'s> {
     pub(crate) lengths: Saved<'s, u32>,
 }
 
-/// Makes a loss; the flag says whether parts are checkpoints.
+/// Computes a loss; the flag enables recomputing.
 pub(crate) type Graph = for<'s> fn(bool, &Tape<'_, 's>, &Given<'s>) -> Result<Var<'s>>;
 
 fn rows<'s>(tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s>> {
     tape.reshape(x, [BATCH * TOKENS, WIDTH])
 }
 
-/// A transformer with dropout and masks: blocks, and the head with its loss, which is the last thing on the tape.
+/// A transformer with dropout and masks: blocks, and the head with its loss, which is last on the
+/// tape.
 fn transformer<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<Var<'s>> {
     let Given { model, labels, lengths, .. } = given;
     let mut x = model.input.forward(tape, &tape.input(given.x))?;
@@ -103,7 +105,7 @@ fn transformer<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<V
         let block = block.clone();
         x = part!(on, tape, (x, form), move |tape, (x, form)| block.forward(tape, &x, &form))?;
     }
-    // Drawn behind the checkpoints.
+    // Drawn after the recomputed parts.
     let x = tape.dropout(&x, 0.1)?;
     let head = model.head;
     part!(on, tape, (x, *labels), move |tape, (x, labels)| {
@@ -111,7 +113,7 @@ fn transformer<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<V
     })
 }
 
-/// Checkpoints in checkpoints, and each parameter in several of them.
+/// Recomputed parts inside recomputed parts, with each parameter in several of them.
 fn nested<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<Var<'s>> {
     let (mlp, block) = (given.model.mlp, given.model.blocks[0].clone());
     let x = mlp.forward(tape, &tape.input(given.x))?;
@@ -128,7 +130,8 @@ fn nested<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<Var<'s
     tape.mean(&mlp.forward_residual(tape, &y, &x)?)
 }
 
-/// A variable that many use: before a checkpoint, several times in it, in another one and after both. So the order of sums shows.
+/// A variable with many uses: before a recomputed part, several times in it, in another one and
+/// after both. This makes the order of sums visible.
 fn shared<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<Var<'s>> {
     let Model { input, mlp, blocks, .. } = &given.model;
     let (mlp, norm) = (*mlp, blocks[0].norms[0]);
@@ -139,7 +142,7 @@ fn shared<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<Var<'s
         let h = tape.add(&mlp.forward_residual(tape, &h, &x)?, &before)?;
         tape.mul(&tape.mul(&h, &x)?, &norm.forward(tape, &x)?)
     })?;
-    // The same variable twice, and one that is not used.
+    // One variable twice, and an unused one.
     let b = part!(on, tape, [x, a, x], move |tape, [x, _, again]| {
         tape.add(&tape.scale(&x, 0.3)?, &mlp.forward(tape, &again)?)
     })?;
@@ -147,7 +150,8 @@ fn shared<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<Var<'s
     tape.mean(&tape.add(&tape.add(&after, &a)?, &x)?)
 }
 
-/// Several results: an op's that is used within, the same twice, an input as it is, a constant one, and one that nothing uses.
+/// Several results: an op's that is also used inside, the same twice, an unchanged input, a
+/// constant, and an unused one.
 fn several<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<Var<'s>> {
     let Model { input, mlp, .. } = given.model;
     let x = input.forward(tape, &tape.input(given.x))?;
@@ -166,13 +170,13 @@ fn several<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<Var<'
         [h, y, h, x, constant, unused]
     };
     let [h, y, again, as_it_is, constant, _] = results;
-    let x = tape.mul(&x, &as_it_is)?; // one variable, if it is not copied
+    let x = tape.mul(&x, &as_it_is)?; // one variable, unless it is copied
     assert_eq!([h, y, as_it_is, constant].map(|var| var.wants_gradient()), [true, true, true, false]);
     let sum = tape.add(&tape.mul(&h, &y)?, &tape.mul(&again, &x)?)?;
     tape.mean(&tape.add(&tape.mul(&h, &sum)?, &constant)?)
 }
 
-/// Nothing to give a gradient to but parameters; results of which the loss is one.
+/// A graph in which only parameters have gradients; the loss is one of the results.
 fn inputs_alone<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<Var<'s>> {
     let Model { mlp, head, .. } = given.model;
     let kept = (tape.input(given.x), vec![given.labels], Some(given.x), None::<Saved<'s, u32>>);
@@ -183,10 +187,10 @@ fn inputs_alone<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<
     })
 }
 
-/// A precision that the closure sets, in which all that follows multiplies: backward too.
+/// A precision set by the closure, in which all later ops multiply, also backward.
 fn precision<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<Var<'s>> {
     let (mlp, other) = (given.model.mlp, given.model.input);
-    tape.step().set_precision(ops::Precision::Ieee);
+    tape.step().set_precision(ops::Precision::F32);
     let x = other.forward(tape, &tape.input(given.x))?;
     let y = part!(on, tape, x, move |tape, x| {
         let h = mlp.forward(tape, &x)?;
@@ -212,7 +216,7 @@ fn stored<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<Var<'s
     tape.mean(&tape.add(&tape.to_f32(&y)?, &x)?)
 }
 
-fn narrow_block<'s, S: Factor<S> + Factor<f32>>(
+fn narrow_block<'s, S: GemmElement<S> + GemmElement<f32>>(
     tape: &Tape<'_, 's>,
     mlp: &Mlp,
     norm: &RmsNorm,
@@ -231,7 +235,7 @@ pub(crate) const GRAPHS: [(&str, Graph); 7] = [
     ("stored", stored),
 ];
 
-/// Weights with a BF16 copy, gradients that hold something, and random numbers.
+/// Weights with a BF16 copy, gradients with initial values, and random numbers.
 pub(crate) struct World {
     pub(crate) model: Model,
     pub(crate) weights: Parameters,
@@ -247,7 +251,8 @@ impl World {
         Self { model, weights, gradients, generator: Generator::new(device, SEED).unwrap() }
     }
 
-    /// Two passes, the first afresh and the second on top; returns the loss of the second.
+    /// Runs two passes: the first overwrites the gradients, the second adds to them. Returns the
+    /// loss of the second.
     pub(crate) fn passes<'s>(
         &mut self,
         step: &Step<'s>,
@@ -262,7 +267,7 @@ impl World {
             let tape = Tape::new(step, weights).with_generator(generator);
             let loss = graph(on, &tape, &given)?;
             if afresh {
-                tape.backward_afresh(&loss, gradients)?;
+                tape.backward_overwrite(&loss, gradients)?;
             } else {
                 tape.backward(&loss, gradients)?;
             }
@@ -272,14 +277,14 @@ impl World {
     }
 }
 
-/// Host values of a step: x, labels and lengths.
+/// Returns the host values of a step: x, labels and lengths.
 pub(crate) fn values(seed: u64) -> (Vec<f32>, Vec<u32>, Vec<u32>) {
     let mut random = Random::new(seed);
     let labels = random.belows(BATCH * TOKENS, CLASSES as u32);
     (random.normals(BATCH * TOKENS * WIDTH), labels, vec![TOKENS as u32, 5])
 }
 
-/// The loss and all gradients of eager passes, as bits; twice, each a step.
+/// Returns the loss and all gradients of eager passes, as bits, of two steps.
 pub(crate) fn eager(arena: &mut Arena, run: (bool, Graph)) -> Vec<Vec<u32>> {
     let mut world = World::new(arena.device());
     let mut found = Vec::new();

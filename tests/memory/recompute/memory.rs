@@ -1,28 +1,29 @@
-//! What a step takes with checkpoints, to the byte where it is simple; and that all of a closure's goes back.
+//! The memory of a step with recomputing, exact where it is simple. All memory of a closure is
+//! freed.
 
 use crate::support::on_each_device;
 use stepscope::nn::{MultiHeadAttention, RmsNorm, SwiGlu};
 use stepscope::ops::Precision;
-use stepscope::{Arena, Capacity, Device, Error, Gradients, Kind, Layout, Parameters, Result, Tape, Var};
+use stepscope::{Arena, Capacity, Device, Error, Gradients, Kind, ParameterSpec, Parameters, Result, Tape, Var};
 
-/// A tensor of so many f32, as an arena counts it.
+/// Returns the bytes of a tensor with this many f32, as an arena counts them.
 fn bytes(elements: usize) -> usize {
     (elements * 4).next_multiple_of(256)
 }
 
 fn nothing(device: &Device) -> (Arena, Parameters) {
     let arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
-    let mut layout = Layout::builder();
+    let mut layout = ParameterSpec::builder();
     layout.add("w", [1], stepscope::Initializer::ONE);
     (arena, Parameters::new(device, &layout.build().unwrap(), 1).unwrap())
 }
 
-/// Ten tensors in a row.
+/// Makes ten tensors in a row.
 fn ten<'s>(tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s>> {
     (0..10).try_fold(*x, |x, _| tape.scale(&x, 0.5))
 }
 
-/// A block whose norms, attention and SwiGLU lie in one checkpoint.
+/// A block whose norms, attention and SwiGLU are recomputed together.
 #[derive(Clone)]
 struct Block {
     norms: [RmsNorm; 2],
@@ -37,10 +38,10 @@ impl Block {
     }
 }
 
-/// The bytes of a step over a stack of blocks.
+/// Returns the bytes of a step over a stack of blocks.
 fn stack(device: &Device, layers: usize, tokens: usize, on: bool) -> usize {
     const WIDTH: usize = 64;
-    let mut layout = Layout::builder();
+    let mut layout = ParameterSpec::builder();
     let mut names = layout.names();
     let blocks: Vec<Block> = (0..layers)
         .map(|n| Block {
@@ -58,20 +59,20 @@ fn stack(device: &Device, layers: usize, tokens: usize, on: bool) -> usize {
         for block in &blocks {
             let block = block.clone();
             x = if on {
-                tape.checkpoint(x, move |tape, x| block.forward(tape, &x))?
+                tape.recompute(x, move |tape, x| block.forward(tape, &x))?
             } else {
                 block.forward(&tape, &x)?
             };
         }
         let loss = tape.mean(&x)?;
-        tape.backward_afresh(&loss, &mut gradients)
+        tape.backward_overwrite(&loss, &mut gradients)
     });
     measured.unwrap().high_water_bytes()
 }
 
 on_each_device! {
-    /// Of a closure's ten tensors one is left, and the next closure uses their memory again.
-    fn a_closure_leaves_its_result_alone(device: &Device) {
+    /// One of a closure's ten tensors is left, and the next closure reuses their memory.
+    fn closure_keeps_only_its_result(device: &Device) {
         let (arena, weights) = nothing(device);
         let one = bytes(1000);
         for parts in 1..5 {
@@ -79,18 +80,20 @@ on_each_device! {
                 let tape = Tape::new(step, &weights);
                 let mut x = tape.input(step.empty([1000])?);
                 for _ in 0..parts {
-                    x = tape.checkpoint(x, |tape, x| ten(tape, &x))?;
+                    x = tape.recompute(x, |tape, x| ten(tape, &x))?;
                 }
                 Ok(())
             });
-            // While the last closure's ten are there: the input, the results so far, and the copy.
+            // While the last closure's ten tensors exist: the input, the results so far, and the
+            // copy.
             assert_eq!(taken.unwrap().high_water_bytes(), (1 + parts + 10) * one, "{parts} parts");
         }
     }
 
-    /// Backward takes a closure's tensors and its gradients at the other end, and leaves the input's gradient in the result's.
+    /// Backward allocates a closure's tensors and gradients at the other end of the arena. It
+    /// leaves the input's gradient in the place of the result's.
     fn backward_leaves_nothing(device: &Device) {
-        let mut layout = Layout::builder();
+        let mut layout = ParameterSpec::builder();
         let w = layout.add("w", [1000, 8], stepscope::Initializer::ONE);
         let weights = Parameters::new(device, &layout.build().unwrap(), 1).unwrap();
         let mut gradients = Gradients::zeros(&weights).unwrap();
@@ -102,10 +105,10 @@ on_each_device! {
                 let input = tape.input(step.empty([125, 1000])?);
                 let mut x = tape.linear(&input, w, None)?;
                 for _ in 0..parts {
-                    x = tape.checkpoint(x, |tape, x| ten(tape, &x))?;
+                    x = tape.recompute(x, |tape, x| ten(tape, &x))?;
                 }
                 let loss = tape.mean(&x)?;
-                tape.backward_afresh(&loss, gradients)
+                tape.backward_overwrite(&loss, gradients)
             });
             taken.unwrap().high_water_bytes()
         };
@@ -115,8 +118,8 @@ on_each_device! {
         }
     }
 
-    /// What a closure has made goes back when it fails, or panics.
-    fn a_closure_that_fails_leaves_nothing(device: &Device) {
+    /// A closure's memory is freed when it fails or panics.
+    fn failed_closure_leaves_nothing(device: &Device) {
         let (mut arena, weights) = nothing(device);
         let one = bytes(1000);
         for end in [0, 1] {
@@ -130,7 +133,7 @@ on_each_device! {
                 let x = tape.input(step.empty([1000])?);
                 for _ in 0..3 {
                     let run = std::panic::AssertUnwindSafe(|| {
-                        tape.checkpoint(x, move |tape, x| fail(tape).and_then(|()| ten(tape, &x)))
+                        tape.recompute(x, move |tape, x| fail(tape).and_then(|()| ten(tape, &x)))
                     });
                     assert!(!matches!(std::panic::catch_unwind(run), Ok(Ok(_))));
                 }
@@ -138,18 +141,19 @@ on_each_device! {
             });
             assert_eq!(taken.unwrap().high_water_bytes(), one + bytes(2000));
         }
-        // The arena is whole.
+        // The whole arena is free.
         arena.step(|step| step.empty::<f32>([(1 << 20) / 4]).map(drop)).unwrap();
     }
 
-    /// What a closure gave back is seen in a recording, at the arena's end; its result stays.
-    fn a_recording_tells_what_goes(device: &Device) {
+    /// The end of the arena shows, within a recording, that the closure's memory was freed. Its
+    /// result stays.
+    fn recording_frees_closure_memory(device: &Device) {
         let (mut arena, weights) = nothing(device);
         arena.record(1000);
         arena.step(|step| {
             let tape = Tape::new(step, &weights);
             let x = tape.input(step.empty([1000])?);
-            tape.checkpoint(x, |tape, x| ten(tape, &x)).map(drop)
+            tape.recompute(x, |tape, x| ten(tape, &x)).map(drop)
         }).unwrap();
         let recording = arena.recording().unwrap();
         let of = |kind| recording.events().filter(move |event| event.kind == kind).map(|event| (event.address, event.bytes));
@@ -161,7 +165,8 @@ on_each_device! {
         assert_eq!(of(Kind::Allocate).last(), Some((start.0 + one as u64, 4000)), "the result lies behind the input");
     }
 
-    /// A checkpoint fits what it was measured to take. With less there is no room for its result: an error, and the step is as before.
+    /// A recomputed part fits its measured size. With less there is no memory for its result: this
+    /// is an error, and the step is as before.
     fn a_full_arena_is_an_error(device: &Device) {
         let (_, weights) = nothing(device);
         let run = |capacity: usize| {
@@ -169,7 +174,7 @@ on_each_device! {
             arena.step(|step| {
                 let tape = Tape::new(step, &weights);
                 let x = tape.input(step.upload(&[1.0; 1000], [1000])?);
-                let y = tape.checkpoint(x, |tape, x| {
+                let y = tape.recompute(x, |tape, x| {
                     tape.step().set_precision(Precision::Tf32);
                     ten(tape, &x)
                 });
@@ -182,8 +187,9 @@ on_each_device! {
         assert!(matches!(run(needs - 1), Err(Error::ArenaFull { .. })));
     }
 
-    /// A stack of blocks: an input for each and one block, where it would be all blocks; bytes by the token.
-    fn a_stack_takes_an_input_for_each_block(device: &Device) {
+    /// A recomputed stack of blocks takes an input for each block, and the memory of one
+    /// block instead of all; bytes are counted per token.
+    fn stack_keeps_one_input_per_block(device: &Device) {
         let take = |layers, tokens, on| stack(device, layers, tokens, on) as f64;
         let input = |tokens: usize| (tokens * 64 * 4) as f64;
         for tokens in [256, 1024] {
@@ -191,7 +197,8 @@ on_each_device! {
             assert_eq!(each, input(tokens), "a block more is an input more");
             let whole = take(9, tokens, false) - take(8, tokens, false);
             assert!(whole > 16.0 * input(tokens), "a block is {} inputs", whole / input(tokens));
-            // One block has what its forward pass keeps and the gradients in between, which all blocks share.
+            // One block holds what its forward pass keeps, and the gradients in between, which all
+            // blocks share.
             let [all, one] = [take(8, tokens, true), take(1, tokens, false)].map(|bytes| bytes / input(tokens));
             assert!(all < 11.0 + one, "{all} inputs, one block {one}");
         }

@@ -1,4 +1,4 @@
-//! Closures that fail, panic, or do something else the second time; variables that are another tape's.
+//! Closures that fail, panic, or differ in the second run, and variables of another tape.
 
 use crate::support::{bits, on_each_device};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -6,13 +6,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use stepscope::ops::Generator;
 use stepscope::{
-    Arena, Capacity, Device, Error, Gradients, Initializer, Layout, Parameter, Parameters, Result, Tape, Var,
+    Arena, Capacity, Device, Error, Gradients, Initializer, Parameter, ParameterSpec, Parameters, Result, Tape, Var,
 };
 
 const ROWS: usize = 3;
 const COLS: usize = 4;
 
-/// Something that a run does, by its number from 0 on.
+/// The work of a run, by its number from 0 on.
 type Deed = for<'i> fn(u32, &Tape<'_, 'i>, Var<'i>, Parameter) -> Result<[Var<'i>; 2]>;
 
 struct World {
@@ -25,7 +25,7 @@ struct World {
 
 impl World {
     fn new(device: &Device) -> Self {
-        let mut layout = Layout::builder();
+        let mut layout = ParameterSpec::builder();
         let w = layout.add("w", [COLS, COLS], Initializer::fan_in(COLS));
         let weights = Parameters::new(device, &layout.build().unwrap(), 5).unwrap();
         let gradients = Gradients::zeros(&weights).unwrap();
@@ -33,7 +33,7 @@ impl World {
         Self { arena, w, weights, gradients, generator: Generator::new(device, 1).unwrap() }
     }
 
-    /// A pass with a checkpoint of the deed; the gradient of w.
+    /// Runs a pass that recomputes this work, and returns the gradient of w.
     fn pass(&mut self, deed: Deed) -> Result<Vec<u32>> {
         let Self { arena, w, weights, gradients, generator } = self;
         let (runs, w) = (Arc::new(AtomicU32::new(0)), *w);
@@ -44,7 +44,7 @@ impl World {
             let [y, z] =
                 tape.checkpoint_all(x, move |tape, x| deed(runs.fetch_add(1, Ordering::Relaxed), tape, x, w))?;
             let loss = tape.sum(&tape.add(&y, &z)?)?;
-            tape.backward_afresh(&loss, gradients)
+            tape.backward_overwrite(&loss, gradients)
         })?;
         Ok(bits(&gradients.read(w)?))
     }
@@ -55,7 +55,7 @@ fn error(outcome: Result<Vec<u32>>) -> String {
 }
 
 on_each_device! {
-    fn a_closure_that_does_something_else_the_second_time(device: &Device) {
+    fn closure_must_repeat_its_work(device: &Device) {
         let deeds: [(Deed, &[&str]); 7] = [
             (|run, tape, x, _| {
                 let y = if run == 0 { tape.scale(&x, 2.0)? } else { tape.gelu(&x)? };
@@ -85,7 +85,7 @@ on_each_device! {
                 let y = tape.linear(&x, w, None)?;
                 Ok([y, if run == 0 { y } else { x }])
             }, &["the results"]),
-            // An input in place of what was an op's.
+            // An input in place of an op's result.
             (|run, tape, x, _| {
                 let y = tape.scale(&x, 2.0)?;
                 Ok([y, if run == 0 { x } else { tape.input(*x.value()) }])
@@ -94,13 +94,13 @@ on_each_device! {
         for (deed, tells) in deeds {
             let mut world = World::new(device);
             let error = error(world.pass(deed));
-            let all = ["checkpoint", "does the same in both runs"];
+            let all = ["recompute", "does the same in both runs"];
             assert!(all.iter().chain(tells).all(|tell| error.contains(tell)), "{error}, not {tells:?}");
         }
     }
 
-    /// The error is the closure's own, and the next step has the bits of one before which nothing happened.
-    fn a_closure_that_fails_or_panics_in_either_run(device: &Device) {
+    /// The error is the closure's own, and the next step has the bits of an undisturbed one.
+    fn closure_failures_leave_no_trace(device: &Device) {
         fn sound<'i>(tape: &Tape<'_, 'i>, x: Var<'i>, w: Parameter) -> Result<[Var<'i>; 2]> {
             let y = tape.dropout(&tape.linear(&x, w, None)?, 0.5)?;
             Ok([y, tape.gelu(&y)?])
@@ -128,8 +128,8 @@ on_each_device! {
         }
     }
 
-    /// A tape goes on after a closure that failed in its first run as if it had not been there.
-    fn a_failure_leaves_the_tape_as_it_was(device: &Device) {
+    /// A tape continues after a closure that failed in its first run as if it had not run.
+    fn failed_closure_leaves_tape_unchanged(device: &Device) {
         let run = |failures: usize| {
             let World { mut arena, w, weights, mut gradients, generator } = World::new(device);
             let loss = arena.step(|step| {
@@ -137,16 +137,16 @@ on_each_device! {
                 let x = tape.linear(&tape.input(step.upload(&[0.5; ROWS * COLS], [ROWS, COLS])?), w, None)?;
                 let x = tape.dropout(&x, 0.5)?;
                 for _ in 0..failures {
-                    let failed = tape.checkpoint(x, move |tape, x| {
+                    let failed = tape.recompute(x, move |tape, x| {
                         tape.step().set_precision(stepscope::ops::Precision::Bf16);
                         let y = tape.dropout(&tape.linear(&x, w, None)?, 0.5)?;
                         tape.reshape(&y, [7])
                     });
                     assert!(matches!(failed, Err(Error::Misuse { op: "reshape", .. })), "{failed:?}");
                 }
-                let y = tape.checkpoint(x, move |tape, x| tape.dropout(&tape.linear(&x, w, None)?, 0.5))?;
+                let y = tape.recompute(x, move |tape, x| tape.dropout(&tape.linear(&x, w, None)?, 0.5))?;
                 let loss = tape.sum(&tape.dropout(&y, 0.5)?)?;
-                tape.backward_afresh(&loss, &mut gradients)?;
+                tape.backward_overwrite(&loss, &mut gradients)?;
                 step.read(loss.value())
             });
             (bits(&loss.unwrap()), bits(&gradients.read(w).unwrap()))
@@ -160,11 +160,12 @@ on_each_device! {
             let [tape, other] = [(); 2].map(|()| Tape::new(step, &weights));
             let [x, stranger] = [&tape, &other].map(|tape| Ok::<_, Error>(tape.input(step.upload(&[1.0], [1])?)));
             let (x, stranger) = (x?, stranger?);
-            let kept = tape.checkpoint(stranger, |_, x| Ok(x)).map(drop);
-            let deep = tape.checkpoint(vec![(x, Some([x, stranger]))], |_, kept| Ok(kept[0].0)).map(drop);
-            // A closure may lend to a tape within its own, but not return what it made there.
-            let within = tape.checkpoint(x, |tape, x| {
-                let within = tape.checkpoint((), |tape, ()| Ok(tape.input(tape.step().empty([1])?)))?;
+            let kept = tape.recompute(stranger, |_, x| Ok(x)).map(drop);
+            let deep = tape.recompute(vec![(x, Some([x, stranger]))], |_, kept| Ok(kept[0].0)).map(drop);
+            // A closure may use the outer tape in a nested closure, but not return a result made
+            // there.
+            let within = tape.recompute(x, |tape, x| {
+                let within = tape.recompute((), |tape, ()| Ok(tape.input(tape.step().empty([1])?)))?;
                 tape.add(&x, &within)
             });
             within?;
@@ -172,35 +173,36 @@ on_each_device! {
         }).unwrap();
         for outcome in outcomes {
             let error = outcome.expect_err("it is another tape's").to_string();
-            assert!(["checkpoint", "another tape"].iter().all(|tell| error.contains(tell)), "{error}");
+            assert!(["recompute", "another tape"].iter().all(|tell| error.contains(tell)), "{error}");
         }
     }
 
-    /// It would draw other numbers the second time.
-    fn a_generator_of_the_closure_itself(device: &Device) {
+    /// A generator made inside the closure would draw other numbers in the second run.
+    fn closure_with_its_own_generator(device: &Device) {
         let World { mut arena, weights, generator, .. } = World::new(device);
         let outcome = arena.step(|step| {
             let tape = Tape::new(step, &weights);
             let x = tape.input(step.upload(&[1.0], [1])?);
-            tape.checkpoint(x, move |tape, x| generator.draws(tape.step()).map(|_| x)).map(drop)
+            tape.recompute(x, move |tape, x| generator.draws(tape.step()).map(|_| x)).map(drop)
         });
         let error = outcome.expect_err("it draws").to_string();
-        assert!(["draws", "checkpoint", "Tape::with_generator"].iter().all(|tell| error.contains(tell)), "{error}");
+        assert!(["draws", "recomputed", "Tape::with_generator"].iter().all(|tell| error.contains(tell)), "{error}");
     }
 
-    /// Without numbers to draw, training is refused and evaluation changes nothing, within and without.
-    fn dropout_on_a_tape_without_a_generator(device: &Device) {
+    /// Dropout without a generator is refused in training and changes nothing in evaluation, inside
+    /// a closure and outside.
+    fn dropout_needs_a_generator(device: &Device) {
         let World { mut arena, weights, generator, .. } = World::new(device);
         arena.step(|step| {
             let x = step.upload(&[1.0; 8], [8])?.save();
             let tape = Tape::new(step, &weights);
-            for outcome in [tape.dropout(&tape.input(x), 0.5), tape.checkpoint(tape.input(x), |tape, x| tape.dropout(&x, 0.5))] {
+            for outcome in [tape.dropout(&tape.input(x), 0.5), tape.recompute(tape.input(x), |tape, x| tape.dropout(&x, 0.5))] {
                 let error = outcome.expect_err("no generator").to_string();
-                let tells = ["dropout", "Tape::with_generator", "Learner::with_dropout", "Tape::evaluating"];
+                let tells = ["dropout", "Tape::with_generator", "TrainState::with_dropout", "Tape::evaluating"];
                 assert!(tells.iter().all(|tell| error.contains(tell)), "{error}");
             }
             let tape = Tape::new(step, &weights).with_generator(&generator).evaluating();
-            let y = tape.checkpoint(tape.input(x), |tape, x| {
+            let y = tape.recompute(tape.input(x), |tape, x| {
                 assert!(tape.is_evaluating());
                 tape.dropout(&x, 0.5)
             })?;

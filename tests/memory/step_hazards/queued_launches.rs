@@ -1,21 +1,24 @@
-//! A step goes on while the driver takes its launches, and hears of one that failed before it can rely on it.
+//! A step continues while the driver processes its launches, and learns of a failed one before it
+//! can rely on it.
 //!
-//! Here the emulator's launches are as a GPU's: what becomes of one is told later. Invariant of each test: nothing that the step
-//! launches behind a failure runs, and the step's own error is that failure.
+//! The emulator's launches behave like a GPU's here: their results arrive later.
+//!
+//! Invariant of each test: launches after a failed one in the same step do not run, and the step
+//! returns that failure.
 
 use crate::support::{Random, on_each_device};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 use stepscope::faults::{Call, Fault, FaultPlan};
 use stepscope::{
-    AdamW, AdamWConfig, Arena, Buffer, Capacity, Device, Error, Gradients, Initializer, Layout, Parameters, Result,
-    Step, ops,
+    AdamW, AdamWConfig, Arena, Buffer, Capacity, Device, Error, Gradients, Initializer, ParameterSpec, Parameters,
+    Result, Step, ops,
 };
 
-/// More launches than wait on the lane unheard of.
+/// More launches than may wait on the driver thread before it reports.
 const MANY: usize = 50;
 
-/// Another device of the same kind, its plan and an arena.
+/// Opens another device of the same kind, with its plan and an arena.
 fn open(same: &Device, deadline: Duration) -> (Device, FaultPlan, Arena) {
     let kind = same.description().kind;
     let plan = FaultPlan::new().queued_launches();
@@ -24,12 +27,12 @@ fn open(same: &Device, deadline: Duration) -> (Device, FaultPlan, Arena) {
     (device, plan, arena)
 }
 
-/// The launch of this number, counted from 1 and from now on, meets `fault`.
+/// Makes the launch of this number, counted from 1 and from now on, meet `fault`.
 fn plant(plan: &FaultPlan, number: u64, fault: Fault) {
     let _ = plan.clone().on(Call::Launch, plan.count(Call::Launch) + number, fault);
 }
 
-/// Adds one to a number so often, by a launch each.
+/// Adds one to a number this many times, by a launch each.
 fn count_up(step: &Step<'_>, number: &mut Buffer<f32>, times: usize) -> Result<()> {
     let one = ops::fill(step, [1], 1.0)?;
     let mut number = step.lend_mut(number, [1])?;
@@ -42,7 +45,7 @@ fn is_planted(error: &Error) -> bool {
 }
 
 on_each_device! {
-    fn the_end_of_a_step_tells_of_a_launch_that_failed_and_nothing_behind_it_runs(device: &Device) {
+    fn step_end_reports_failed_launch(device: &Device) {
         let (device, plan, mut arena) = open(device, Duration::from_secs(60));
         let mut number = Buffer::<f32>::zeros(&device, 1).unwrap();
         // The first launch fills; the fourth would make three.
@@ -52,13 +55,14 @@ on_each_device! {
             assert!(is_planted(&error), "{error}");
             assert_eq!(number.read().unwrap(), [reached]);
         }
-        // The next step knows nothing of it.
+        // The next step is not affected.
         arena.step(|step| count_up(step, &mut number, 1)).unwrap();
         assert_eq!(number.read().unwrap(), [MANY as f32 + 1.0]);
     }
 
-    /// Whichever launch fails, and whatever is read meanwhile: what ran is what stood before it.
-    fn the_launches_that_run_are_those_before_the_failure(device: &Device) {
+    /// Exactly the launches before the failed one have run, whichever fails, and whatever is read
+    /// meanwhile.
+    fn only_launches_before_failure_run(device: &Device) {
         let (device, plan, mut arena) = open(device, Duration::from_secs(60));
         let mut number = Buffer::<f32>::zeros(&device, 1).unwrap();
         let mut expected = 0.0;
@@ -85,7 +89,7 @@ on_each_device! {
             expected += if fails { failing.saturating_sub(2) } else { times } as f32;
             assert_eq!(number.read().unwrap(), [expected], "{seed}");
             if !fails {
-                // It is left, and met here.
+                // The fault is left over, and met here.
                 let left = failing - times - 1;
                 let outcome = arena.step(|step| count_up(step, &mut Buffer::zeros(&device, 1)?, left as usize));
                 assert!(is_planted(&outcome.unwrap_err()), "{seed}");
@@ -93,7 +97,7 @@ on_each_device! {
         }
     }
 
-    fn what_a_step_reads_is_never_that_of_launches_that_did_not_run(device: &Device) {
+    fn reads_fail_after_failed_launch(device: &Device) {
         let (device, plan, mut arena) = open(device, Duration::from_secs(60));
         let mut number = Buffer::<f32>::zeros(&device, 1).unwrap();
         plant(&plan, 3, Fault::Fail);
@@ -102,16 +106,16 @@ on_each_device! {
             let copy = ops::scale(step, &step.lend(&number, [1])?, 1.0)?;
             let read = step.read_scalar(&copy);
             assert!(is_planted(read.as_ref().unwrap_err()), "{read:?}");
-            // Who does not care hears of it all the same.
+            // The step's end reports the failure even if the closure ignores it.
             Ok(())
         });
         assert!(is_planted(&outcome.unwrap_err()));
         assert_eq!(number.read().unwrap(), [1.0]);
     }
 
-    fn an_update_whose_launch_failed_is_not_counted_and_can_be_made_again(device: &Device) {
+    fn failed_update_can_be_repeated(device: &Device) {
         let (device, plan, mut arena) = open(device, Duration::from_secs(60));
-        let mut layout = Layout::builder();
+        let mut layout = ParameterSpec::builder();
         layout.add("weight", [64], Initializer::Constant(1.0));
         let layout = layout.build().unwrap();
         let mut parameters = Parameters::new(&device, &layout, 0).unwrap();
@@ -127,13 +131,13 @@ on_each_device! {
         });
         assert!(is_planted(&outcome.unwrap_err()));
         assert_eq!((optimizer.updates(), parameters.flat().read().unwrap()), (0, before.clone()));
-        // It is still set up.
+        // It is still prepared.
         arena.step(|step| optimizer.apply(step, &mut parameters, &gradients)).unwrap();
         assert_eq!(optimizer.updates(), 1);
         assert_ne!(parameters.flat().read().unwrap(), before);
     }
 
-    fn a_launch_that_never_returns_costs_one_deadline_whatever_waits_behind_it(device: &Device) {
+    fn hung_launch_costs_one_deadline(device: &Device) {
         let deadline = Duration::from_millis(500);
         let (device, plan, mut arena) = open(device, deadline);
         let mut number = Buffer::<f32>::zeros(&device, 1).unwrap();
@@ -148,7 +152,7 @@ on_each_device! {
         assert!(matches!(number.read().unwrap_err(), Error::DeviceLost { .. }));
     }
 
-    fn a_launch_that_spoils_the_device_loses_it(device: &Device) {
+    fn spoiling_launch_loses_device(device: &Device) {
         let (device, plan, mut arena) = open(device, Duration::from_secs(60));
         let mut number = Buffer::<f32>::zeros(&device, 1).unwrap();
         plant(&plan, 2, Fault::Spoil);
@@ -158,7 +162,7 @@ on_each_device! {
         assert!(matches!(arena.step(|_| Ok(())).unwrap_err(), Error::DeviceLost { .. }));
     }
 
-    fn the_step_behind_one_that_panicked_hears_nothing_of_its_launches(device: &Device) {
+    fn panicked_step_does_not_affect_next(device: &Device) {
         let (device, plan, mut arena) = open(device, Duration::from_secs(60));
         let mut number = Buffer::<f32>::zeros(&device, 1).unwrap();
         plant(&plan, 1, Fault::Delay(Duration::from_millis(50)));
@@ -175,13 +179,13 @@ on_each_device! {
     }
 
     /// Two arenas of one device, on two threads.
-    fn a_failure_is_told_to_its_own_step_alone(device: &Device) {
+    fn failure_reaches_only_its_step(device: &Device) {
         let (device, plan, mut arena) = open(device, Duration::from_secs(60));
         let mut failing = Buffer::<f32>::zeros(&device, 1).unwrap();
         plant(&plan, 1, Fault::Fail);
         std::thread::scope(|scope| {
             let error = arena.step(|step| {
-                // The launch that fails is this step's; the other thread's step is within it.
+                // The failing launch belongs to this step; the other thread's step runs within it.
                 let filled = count_up(step, &mut failing, 3);
                 let other = || {
                     let mut number = Buffer::<f32>::zeros(&device, 1).unwrap();
@@ -198,8 +202,8 @@ on_each_device! {
         assert_eq!(failing.read().unwrap(), [0.0]);
     }
 
-    /// Before the driver hears of it.
-    fn a_caller_s_mistake_is_told_at_once(device: &Device) {
+    /// Misuse is reported before the driver is called.
+    fn misuse_is_reported_at_once(device: &Device) {
         let (device, _, mut arena) = open(device, Duration::from_secs(60));
         let mut number = Buffer::<f32>::zeros(&device, 1).unwrap();
         arena

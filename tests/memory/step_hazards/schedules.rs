@@ -1,5 +1,5 @@
-//! The same training under every schedule that could disturb it: captured or not, checked or not, with overflow, growth and
-//! other work of the same arena between batches. Same bits throughout.
+//! One training under every schedule that could disturb it: captured or eager, checked or not,
+//! with overflow, growth and other work of the same arena between batches. All have the same bits.
 
 use crate::step_hazards::training::{BATCHES, Trainer, arena, batches, captured, eagerly};
 use crate::step_hazards::{assert_gradients_live, assert_same, poison};
@@ -13,7 +13,7 @@ fn small(device: &Device) -> ArenaBuilder {
     Arena::builder(device).capacity(SMALL).overflow(Overflow::pool(8 << 20)).reserve_bytes(0)
 }
 
-/// Fills the arena with NaN, in a step, in nested scratches and, where it has one, in its pool.
+/// Fills the arena with NaN, in a step, in nested scratches and in its pool, if it has one.
 fn other_work(arena: &mut Arena) {
     arena
         .step(|step| {
@@ -28,7 +28,7 @@ fn other_work(arena: &mut Arena) {
 }
 
 on_each_device! {
-    fn captured_or_not_and_checked_or_not_the_bits_are_the_same(device: &Device) {
+    fn capture_and_checks_keep_bits(device: &Device) {
         let plain = eagerly(arena(device), |_| {});
         assert_gradients_live(&plain);
         let make = |checked| Arena::builder(device).capacity(Capacity::mib(8)).checked(checked).build().unwrap();
@@ -40,8 +40,8 @@ on_each_device! {
         }
     }
 
-    /// Eager steps fill what a capture does not own with NaN, between its replays.
-    fn a_capture_shares_no_byte_with_the_steps_between_its_replays(device: &Device) {
+    /// Eager steps between replays fill the memory outside the capture with NaN.
+    fn captures_share_no_memory_with_steps(device: &Device) {
         let mut steps = 0;
         let disturbed = captured(arena(device), |arena| {
             arena.step(|step| {
@@ -54,7 +54,7 @@ on_each_device! {
         assert_same(&eagerly(arena(device), |_| {}), &disturbed);
     }
 
-    /// The first batch overflows, and with growth the arena is another one for the second.
+    /// The first batch overflows. With growth, the second batch uses a new arena.
     fn overflow_and_growth_change_no_bit(device: &Device) {
         let plain = eagerly(arena(device), |_| {});
         for checked in [false, true] {
@@ -75,8 +75,8 @@ on_each_device! {
         }
     }
 
-    /// The arena grows, by other work, while a captured step owns a part of the old one.
-    fn growth_under_a_capture_changes_no_bit(device: &Device) {
+    /// The arena grows through other work while a captured step owns a part of the old one.
+    fn growth_during_capture_changes_no_bit(device: &Device) {
         let growth = Growth::AtBoundary { max_bytes: 16 << 20 };
         let growing = Arena::builder(device).capacity(Capacity::mib(4)).overflow(Overflow::pool(16 << 20)).growth(growth);
         let (mut work, mut growths) = (1 << 20, 0);
@@ -89,8 +89,9 @@ on_each_device! {
         assert_same(&eagerly(arena(device), |_| {}), &disturbed);
     }
 
-    /// 256 micro-batches of one sample: each adds to the gradients, so sums are taken in another order.
-    fn micro_batches_of_one_are_a_batch_of_256_but_for_rounding(device: &Device) {
+    /// 256 micro-batches of one sample: each adds to the gradients, so sums are taken in another
+    /// order.
+    fn micro_batches_match_the_whole_batch(device: &Device) {
         const SAMPLES: usize = 256;
         /// The limit of `tests/oracle/crossasset.py`, which checks CrossAsset in both ways.
         const LIMIT: f64 = 2e-6;

@@ -1,16 +1,16 @@
-//! A transformer layer with a head in training: every kind of saved tensor, eagerly or captured.
+//! A transformer layer with a head in training: every kind of saved tensor, eager or captured.
 
 use crate::step_hazards::run::Run;
 use crate::support::Random;
 use std::ops::Range;
 use stepscope::{
-    AdamW, AdamWConfig, Arena, Capacity, Device, Eager, Gradients, Initializer, Inputs, Layout, Output, Parameter,
-    Parameters, Result, Saved, Slots, Stack, Step, Tape,
+    AdamW, AdamWConfig, Arena, Capacity, CaptureInputs, Device, EagerStep, Gradients, HostInputs, Initializer, Output,
+    Parameter, ParameterSpec, Parameters, Result, Saved, StackedParameters, Step, Tape,
 };
 
-/// Batches of a run.
+/// The batches of a run.
 pub(crate) const BATCHES: usize = 4;
-/// Samples of a batch, unless a test takes more.
+/// The samples of a batch, unless a test uses more.
 pub(crate) const ROWS: usize = 6;
 pub(crate) const TOKENS: usize = 5;
 const WIDTH: usize = 64;
@@ -24,21 +24,21 @@ pub(crate) struct Batch {
 }
 
 impl Batch {
-    /// As the inputs of a captured step.
-    pub(crate) fn inputs(&self) -> Inputs<'_> {
+    /// Returns the inputs of a captured step.
+    pub(crate) fn inputs(&self) -> HostInputs<'_> {
         let rows = self.labels.len();
-        Inputs::new().with(&self.x, [rows, TOKENS, WIDTH]).unwrap().with(&self.labels, [rows]).unwrap()
+        HostInputs::new().with(&self.x, [rows, TOKENS, WIDTH]).unwrap().with(&self.labels, [rows]).unwrap()
     }
 
-    /// Samples `rows` on the device.
-    pub(crate) fn upload<'s>(&self, step: &Eager<'s>, rows: Range<usize>) -> Result<(Saved<'s>, Saved<'s, u32>)> {
+    /// Uploads samples `rows` to the device.
+    pub(crate) fn upload<'s>(&self, step: &EagerStep<'s>, rows: Range<usize>) -> Result<(Saved<'s>, Saved<'s, u32>)> {
         let (sample, len) = (TOKENS * WIDTH, rows.len());
         let x = step.upload(&self.x[rows.start * sample..rows.end * sample], [len, TOKENS, WIDTH])?.save();
         Ok((x, step.upload(&self.labels[rows], [len])?.save()))
     }
 }
 
-/// The batches of a run, each of so many samples.
+/// Returns the batches of a run, each of `rows` samples.
 pub(crate) fn batches(rows: usize) -> Vec<Batch> {
     let mut random = Random::new(11);
     let mut batch = || Batch { x: random.normals(rows * TOKENS * WIDTH), labels: random.belows(rows, CLASSES as u32) };
@@ -48,8 +48,8 @@ pub(crate) fn batches(rows: usize) -> Vec<Batch> {
 /// The handles of the model's parameters.
 pub(crate) struct Model {
     norm: Parameter,
-    qkv: Stack,
-    qk_norm: Stack,
+    qkv: StackedParameters,
+    qk_norm: StackedParameters,
     out: Parameter,
     inner: [Parameter; 2],
     outer: [Parameter; 2],
@@ -57,8 +57,8 @@ pub(crate) struct Model {
 }
 
 impl Model {
-    fn new() -> (Self, Layout) {
-        let mut layout = Layout::builder();
+    fn new() -> (Self, ParameterSpec) {
+        let mut layout = ParameterSpec::builder();
         let qkv = layout.add_stack(3, |at| ["q", "k", "v"][at].into(), [WIDTH, WIDTH], Initializer::fan_in(WIDTH));
         let qk_norm = layout.add_stack(2, |at| format!("qk_norm{at}"), [64], Initializer::Constant(1.0));
         let mut matrix = |name: &str, rows, cols| layout.add(name, [rows, cols], Initializer::fan_in(rows));
@@ -78,7 +78,7 @@ impl Model {
         (model, layout.build().unwrap())
     }
 
-    /// The loss on a tape, each sample weighing `weight`.
+    /// Computes the loss on a tape, where each sample weighs `weight`.
     pub(crate) fn loss<'s>(
         &self,
         tape: &Tape<'_, 's>,
@@ -87,7 +87,7 @@ impl Model {
     ) -> Result<stepscope::Var<'s>> {
         let x = tape.input(x);
         let qkv = tape.norm_project(&x, self.norm, 1e-6, &self.qkv)?;
-        let mixed = tape.attention(&qkv, Some((&self.qk_norm, 1e-6)), &stepscope::ops::AttentionForm::new(1))?;
+        let mixed = tape.attention(&qkv, Some((&self.qk_norm, 1e-6)), &stepscope::ops::AttentionConfig::new(1))?;
         let h = tape.linear_residual(&mixed, self.out, None, &x)?;
         let inner = tape.linear_gelu(&h, self.inner[0], Some(self.inner[1]))?;
         let h = tape.linear_residual(&tape.tanh(&inner)?, self.outer[0], Some(self.outer[1]), &h)?;
@@ -96,19 +96,19 @@ impl Model {
     }
 }
 
-/// A model in training, and what it gave so far.
+/// A model in training, and its results so far.
 pub(crate) struct Trainer {
     pub(crate) model: Model,
     pub(crate) parameters: Parameters,
     pub(crate) gradients: Gradients,
     optimizer: AdamW,
-    /// What each sample counts: one over the samples of a batch.
+    /// The weight of each sample: one over the samples of a batch.
     pub(crate) weight: f32,
     pub(crate) run: Run,
 }
 
 impl Trainer {
-    /// Fresh weights, for batches of `rows` samples.
+    /// Returns fresh weights, for batches of `rows` samples.
     pub(crate) fn new(device: &Device, rows: usize) -> Self {
         let (model, layout) = Model::new();
         let parameters = Parameters::new(device, &layout, 3).unwrap();
@@ -118,8 +118,8 @@ impl Trainer {
         Self { model, parameters, gradients, optimizer, weight: 1.0 / rows as f32, run: Run::default() }
     }
 
-    /// Forward, backward and update within `step`, in micro-batches of `rows`.
-    pub(crate) fn train(&mut self, step: &Eager<'_>, batch: &Batch, rows: usize) -> Result<()> {
+    /// Runs forward, backward and update within `step`, in micro-batches of `rows`.
+    pub(crate) fn train(&mut self, step: &EagerStep<'_>, batch: &Batch, rows: usize) -> Result<()> {
         self.gradients.zero(step)?;
         let (mut loss, samples) = (0.0, batch.labels.len());
         for start in (0..samples).step_by(rows) {
@@ -128,13 +128,13 @@ impl Trainer {
         self.update(step, loss)
     }
 
-    /// Forward and backward of some samples; their part of the loss.
-    pub(crate) fn accumulate(&mut self, step: &Eager<'_>, batch: &Batch, rows: Range<usize>) -> Result<f32> {
+    /// Runs forward and backward of some samples, and returns their part of the loss.
+    pub(crate) fn accumulate(&mut self, step: &EagerStep<'_>, batch: &Batch, rows: Range<usize>) -> Result<f32> {
         let loss = self.learn(step, batch.upload(step, rows)?)?;
         step.read_scalar(&loss)
     }
 
-    /// The update that ends a batch.
+    /// Makes the update that ends a batch.
     pub(crate) fn update(&mut self, step: &Step<'_>, loss: f32) -> Result<()> {
         self.optimizer.advance()?;
         self.optimizer.apply(step, &mut self.parameters, &self.gradients)?;
@@ -155,8 +155,8 @@ impl Trainer {
         Ok(*loss.value())
     }
 
-    /// A batch, to be captured.
-    fn record<'s>(step: &mut Step<'s>, trainer: &mut Self, slots: &Slots<'s>) -> Result<Output> {
+    /// Records a batch for a capture.
+    fn record<'s>(step: &mut Step<'s>, trainer: &mut Self, slots: &CaptureInputs<'s>) -> Result<Output> {
         trainer.gradients.zero(step)?;
         let loss = trainer.learn(step, (slots.input(0)?, slots.input(1)?))?;
         trainer.optimizer.apply(step, &mut trainer.parameters, &trainer.gradients)?;
@@ -168,7 +168,7 @@ pub(crate) fn arena(device: &Device) -> Arena {
     Arena::builder(device).capacity(Capacity::mib(8)).build().unwrap()
 }
 
-/// Trains with a reset between batches, `before` having its way with the arena before each.
+/// Trains with a reset between batches, and calls `before` with the arena before each.
 pub(crate) fn eagerly(mut arena: Arena, mut before: impl FnMut(&mut Arena)) -> Run {
     let mut trainer = Trainer::new(arena.device(), ROWS);
     for batch in batches(ROWS) {
@@ -178,7 +178,7 @@ pub(crate) fn eagerly(mut arena: Arena, mut before: impl FnMut(&mut Arena)) -> R
     trainer.run
 }
 
-/// Trains by replays of one captured step, `before` having its way with the arena before each.
+/// Trains by replays of one captured step, and calls `before` with the arena before each.
 pub(crate) fn captured(mut arena: Arena, mut before: impl FnMut(&mut Arena)) -> Run {
     let (batches, trainer) = (batches(ROWS), Trainer::new(arena.device(), ROWS));
     let mut captured = arena.capture(trainer, &batches[0].inputs(), Trainer::record).unwrap();

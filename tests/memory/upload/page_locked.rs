@@ -1,18 +1,22 @@
-//! Uploads from page-locked memory: one copy, by the device, of what the memory held when it was queued.
+//! Uploads from page-locked memory: the device makes one copy of the contents at the time of
+//! queueing.
 //!
-//! Invariant of each test: whatever fails or stalls, nothing that the device may still read is written or freed.
+//! Invariant of each test: whatever fails or stalls, memory that the device may still read is
+//! neither written nor freed.
 
 use crate::support::on_each_device;
 use std::thread;
 use std::time::{Duration, Instant};
 use stepscope::faults::{Call, Fault, FaultPlan};
-use stepscope::{Arena, Capacity, Device, Error, Inputs, Output, PageLocked, Result, Slots, Step, bf16, ops};
+use stepscope::{
+    Arena, Capacity, CaptureInputs, Device, Error, HostInputs, Output, PageLocked, Result, Step, bf16, ops,
+};
 
-/// Elements of an upload that passes the ring in many pieces.
+/// The elements of an upload that passes the ring in many pieces.
 const LEN: usize = 10_000;
 const SLOT_BYTES: usize = 4096;
 
-/// Another device of the same kind, with a small ring, its plan and an arena.
+/// Opens another device of the same kind, with a small ring, its plan and an arena.
 fn open(same: &Device, deadline: Duration) -> (Device, FaultPlan, Arena) {
     let plan = FaultPlan::new();
     let device = Device::builder(same.description().kind)
@@ -25,7 +29,7 @@ fn open(same: &Device, deadline: Duration) -> (Device, FaultPlan, Arena) {
     (device, plan, arena)
 }
 
-/// The next call of a kind meets `fault`.
+/// Makes the next call of this kind meet `fault`.
 fn plant(plan: &FaultPlan, call: Call, fault: Fault) {
     let _ = plan.clone().on(call, plan.count(call) + 1, fault);
 }
@@ -34,24 +38,24 @@ fn counted(len: usize, first: f32) -> Vec<f32> {
     (0..len).map(|at| first + at as f32).collect()
 }
 
-/// What an upload of `values` leaves on the device.
+/// Returns the device's contents after an upload of `values`.
 fn there_and_back(arena: &mut Arena, values: &[f32]) -> Result<Vec<f32>> {
     arena.step(|step| step.read(&step.upload(values, [values.len()])?))
 }
 
-/// To be captured.
-fn sum<'s>(step: &mut Step<'s>, _: &mut (), slots: &Slots<'s>) -> Result<Output> {
+/// Sums the input, as a captured step.
+fn sum<'s>(step: &mut Step<'s>, _: &mut (), slots: &CaptureInputs<'s>) -> Result<Output> {
     Ok(slots.output(&ops::sum(step, &slots.input::<f32>(0)?)?))
 }
 
-/// To be captured.
-fn takes_memory<'s>(_: &mut Step<'s>, device: &mut Device, _: &Slots<'s>) -> Result<()> {
+/// Tries to allocate page-locked memory within a captured step.
+fn takes_memory<'s>(_: &mut Step<'s>, device: &mut Device, _: &CaptureInputs<'s>) -> Result<()> {
     assert!(matches!(PageLocked::<f32>::zeros(device, 4).unwrap_err(), Error::Misuse { op: "capture", .. }));
     Ok(())
 }
 
 on_each_device! {
-    fn an_upload_from_it_is_one_copy_whatever_the_ring_is(device: &Device) {
+    fn page_locked_upload_is_one_copy(device: &Device) {
         let (device, plan, mut arena) = open(device, Duration::from_secs(60));
         let mut batch = PageLocked::zeros(&device, LEN).unwrap();
         for round in 0..3 {
@@ -59,7 +63,7 @@ on_each_device! {
             let before = plan.count(Call::Upload);
             assert_eq!(there_and_back(&mut arena, &batch).unwrap(), counted(LEN, round as f32));
             assert_eq!(plan.count(Call::Upload), before + 1);
-            // A part of it, too.
+            // Parts of it, too.
             assert_eq!(there_and_back(&mut arena, &batch[7..LEN - 1]).unwrap(), batch[7..LEN - 1]);
             assert_eq!(plan.count(Call::Upload), before + 2);
         }
@@ -82,19 +86,19 @@ on_each_device! {
         assert_eq!(read.unwrap(), (labels.to_vec(), halves.to_vec()));
     }
 
-    /// The second replay's input comes to the device while the first replay runs.
-    fn replays_have_the_batch_that_each_was_given(device: &Device) {
+    /// The second replay's input is uploaded while the first replay runs.
+    fn replays_read_their_own_batches(device: &Device) {
         const WIDE: usize = 1 << 18;
         let (device, plan, _) = open(device, Duration::from_secs(60));
         let mut arena = Arena::builder(&device).capacity(Capacity::mib(16)).reserve_bytes(0).build().unwrap();
         let mut batches = [0, 1].map(|_| PageLocked::zeros(&device, WIDE).unwrap());
-        let inputs = Inputs::new().with(&batches[0], [WIDE]).unwrap();
+        let inputs = HostInputs::new().with(&batches[0], [WIDE]).unwrap();
         let mut captured = arena.capture((), &inputs, sum).unwrap();
         for round in 0..6 {
             let batch = &mut batches[round % 2];
             batch.write().unwrap().fill(round as f32);
             let before = plan.count(Call::Upload);
-            let replay = captured.replay(&Inputs::new().with(batch, [WIDE]).unwrap()).unwrap();
+            let replay = captured.replay(&HostInputs::new().with(batch, [WIDE]).unwrap()).unwrap();
             assert_eq!(plan.count(Call::Upload), before + 1);
             if round % 3 == 2 {
                 assert_eq!(replay.read_scalar(*replay.outputs()).unwrap(), round as f32 * WIDE as f32);
@@ -102,7 +106,7 @@ on_each_device! {
         }
     }
 
-    fn what_is_dropped_is_kept_for_the_next_of_its_size_and_is_zero_again(device: &Device) {
+    fn dropped_memory_is_reused_and_zeroed(device: &Device) {
         let (device, plan, mut arena) = open(device, Duration::from_secs(60));
         for round in 0..4 {
             let mut batch = PageLocked::zeros(&device, LEN).unwrap();
@@ -118,8 +122,8 @@ on_each_device! {
         drop((both, other));
     }
 
-    /// The device has not made the copy, as far as anybody can tell.
-    fn a_copy_that_is_not_made_keeps_the_memory_as_it_is(device: &Device) {
+    /// The fence does not report that the device has made the copy.
+    fn pending_copies_keep_their_memory(device: &Device) {
         let deadline = Duration::from_millis(200);
         let (device, plan, mut arena) = open(device, deadline);
         let [mut held, dropped] = [0, 1].map(|_| PageLocked::zeros(&device, LEN).unwrap());
@@ -139,7 +143,7 @@ on_each_device! {
         assert!(held.iter().all(|&value| value == 1.0), "it can still be read");
     }
 
-    fn an_upload_that_fails_leaves_memory_that_can_be_written_and_is_not_kept(device: &Device) {
+    fn failed_uploads_leave_memory_writable(device: &Device) {
         for call in [Call::Upload, Call::RecordFence] {
             let (device, plan, mut arena) = open(device, Duration::from_secs(60));
             let mut batch = PageLocked::zeros(&device, LEN).unwrap();
@@ -159,7 +163,7 @@ on_each_device! {
         }
     }
 
-    fn another_device_takes_it_as_any_other_memory(device: &Device) {
+    fn other_devices_use_the_ring(device: &Device) {
         let (other, plan, mut arena) = open(device, Duration::from_secs(60));
         let mut batch = PageLocked::zeros(device, LEN).unwrap();
         batch.write().unwrap().copy_from_slice(&counted(LEN, 0.5));
@@ -169,7 +173,7 @@ on_each_device! {
         assert_eq!(batch.write().unwrap(), counted(LEN, 0.5));
     }
 
-    fn threads_share_one_array_and_take_turns_with_others(device: &Device) {
+    fn threads_may_share_an_array(device: &Device) {
         let (device, _, _) = open(device, Duration::from_secs(60));
         let mut shared = PageLocked::zeros(&device, LEN).unwrap();
         shared.write().unwrap().copy_from_slice(&counted(LEN, 0.0));
@@ -186,7 +190,7 @@ on_each_device! {
         assert_eq!(shared.write().unwrap(), counted(LEN, 0.0));
     }
 
-    fn what_cannot_be_had_is_refused_with_the_reason(device: &Device) {
+    fn impossible_sizes_are_refused(device: &Device) {
         for len in [0, usize::MAX, usize::MAX / 4, isize::MAX as usize / 4 + 1] {
             let error = PageLocked::<f32>::zeros(device, len).unwrap_err();
             assert!(matches!(error, Error::Misuse { op: "page-locked memory", .. }), "{len}: {error}");
@@ -201,14 +205,14 @@ on_each_device! {
             step.upload::<f32>(&batch, [4]).map(drop)
         });
         measured.unwrap();
-        let inputs = Inputs::new().with(&batch, [4]).unwrap();
+        let inputs = HostInputs::new().with(&batch, [4]).unwrap();
         drop(arena.capture(device.clone(), &inputs, takes_memory).unwrap());
     }
 }
 
-/// A device that is gone takes what was spare with it, and one that has an array is not gone.
+/// Dropping a device frees its spare memory, and an array keeps its device open.
 #[test]
-fn memory_outlives_every_name_of_its_device() {
+fn memory_outlives_device_handles() {
     let plan = FaultPlan::new();
     let device = Device::builder(stepscope::DeviceKind::Emulated).faults(plan.clone()).open().unwrap();
     let (mut kept, spare) = (PageLocked::zeros(&device, LEN).unwrap(), PageLocked::<f32>::zeros(&device, LEN).unwrap());

@@ -1,22 +1,23 @@
-//! Attention of one token over kept keys and values gives what attention over all tokens gives it, whatever its form.
+//! Attention of one token over cached keys and values matches attention over all tokens, for every
+//! config.
 
 use crate::support::{Random, on_each_device, relative_l2, tolerance};
 use std::num::NonZeroU32;
 use stepscope::nn::{KeyValueCache, MultiHeadAttention};
-use stepscope::ops::{Rotary, Sees};
-use stepscope::{Arena, Capacity, Layout, Parameters, Result, Tape, ops};
+use stepscope::ops::{AttentionMask, Rotary};
+use stepscope::{Arena, Capacity, ParameterSpec, Parameters, Result, Tape, ops};
 
 const TOKENS: usize = 21;
 const WIDTH: usize = 64;
-/// Columns of a head.
+/// The columns of a head.
 const HEAD: usize = 16;
 
-/// All forms that see only the past: named, with as many heads of keys.
-fn forms() -> Vec<(&'static str, usize, MultiHeadAttention, Layout)> {
+/// Returns all causal configs, with a name and the number of key heads of each.
+fn forms() -> Vec<(&'static str, usize, MultiHeadAttention, ParameterSpec)> {
     let mut made = Vec::new();
     let mut add =
-        |name, heads: usize, form: &dyn Fn(MultiHeadAttention, stepscope::nn::Names<'_>) -> MultiHeadAttention| {
-            let mut layout = Layout::builder();
+        |name, heads: usize, form: &dyn Fn(MultiHeadAttention, stepscope::nn::Scope<'_>) -> MultiHeadAttention| {
+            let mut layout = ParameterSpec::builder();
             let mut names = layout.names();
             let attention = MultiHeadAttention::grouped(names.at("attention"), WIDTH, [WIDTH / HEAD, heads]).causal();
             let attention = form(attention, names.at("norm"));
@@ -26,12 +27,12 @@ fn forms() -> Vec<(&'static str, usize, MultiHeadAttention, Layout)> {
     add("causal", 4, &|attention, _| attention);
     add("grouped", 2, &|attention, _| attention.rotary(rotary));
     add("one head of keys", 1, &|attention, _| attention);
-    add("window", 2, &|attention, _| attention.sees(Sees::Window(NonZeroU32::new(6).unwrap())));
+    add("window", 2, &|attention, _| attention.sees(AttentionMask::SlidingWindow(NonZeroU32::new(6).unwrap())));
     add("normalised", 2, &|attention, names| attention.qk_norm(names, HEAD, 1e-6).rotary(rotary));
     made
 }
 
-/// The tokens one by one, in scratches of a step, each read.
+/// Runs the tokens one by one, in scratches of a step, and reads each.
 fn one_by_one(
     arena: &mut Arena,
     weights: &Parameters,
@@ -59,7 +60,7 @@ fn one_by_one(
 }
 
 on_each_device! {
-    fn one_by_one_is_as_all_at_once(device: &Device) {
+    fn cached_attention_matches_full_attention(device: &Device) {
         let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
         let x = Random::new(3).normals(TOKENS * WIDTH);
         for (name, heads, attention, layout) in forms() {
@@ -78,18 +79,18 @@ on_each_device! {
         }
     }
 
-    /// What would give another result than all tokens at once is refused.
-    fn what_does_not_fit_is_refused(device: &Device) {
+    /// Settings for which the result would differ from that over all tokens are refused.
+    fn unsupported_settings_are_refused(device: &Device) {
         let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
         let (_, heads, attention, layout) = forms().swap_remove(0);
         let weights = Parameters::new(device, &layout, 7).unwrap();
         let x = vec![0.5; 3 * WIDTH];
-        let all = attention.clone().sees(Sees::All);
+        let all = attention.clone().sees(AttentionMask::Full);
         let mut refused = |attention: &MultiHeadAttention, columns: usize, told: &str| {
             let error = one_by_one(&mut arena, &weights, attention, columns, &x).unwrap_err().to_string();
             assert!(error.contains(told), "{error}");
         };
-        refused(&all, heads * HEAD, "heads that see all tokens");
+        refused(&all, heads * HEAD, "heads that attend to all tokens");
         refused(&attention, heads * HEAD + 4, "keys and values [more than 0, 64]");
         let full = arena.step(|step| {
             let mut cache = KeyValueCache::new(step, 1, heads * HEAD)?;

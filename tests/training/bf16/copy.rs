@@ -1,4 +1,5 @@
-//! The BF16 copy beside f32 weights: whatever writes these, it is these, each rounded once.
+//! The BF16 copy of f32 weights: whatever writes the weights, the copy holds each of them, rounded
+//! once.
 
 #![forbid(unsafe_code)]
 
@@ -9,7 +10,7 @@ use stepscope::*;
 const ROWS: usize = 6;
 const COLS: usize = 7;
 
-/// A rule made of ops, which knows nothing of copies. It can fail when half is done.
+/// A rule made of ops, without knowledge of the copy. It can fail halfway.
 struct Descent {
     fails: bool,
 }
@@ -32,7 +33,8 @@ impl UpdateRule for Descent {
     }
 }
 
-/// Two parameters, of which one does not end where a vector does, and what trains them.
+/// Two parameters, one of which does not end at a vector boundary, with their gradients and
+/// optimizer.
 struct Trained<R: UpdateRule> {
     w: Parameter,
     b: Parameter,
@@ -41,8 +43,8 @@ struct Trained<R: UpdateRule> {
     optimizer: Optimizer<R>,
 }
 
-fn layout() -> (Layout, Parameter, Parameter) {
-    let mut layout = Layout::builder();
+fn layout() -> (ParameterSpec, Parameter, Parameter) {
+    let mut layout = ParameterSpec::builder();
     let w = layout.add("w", [ROWS, COLS], Initializer::fan_in(ROWS));
     let b = layout.add("b", [COLS], Initializer::Constant(0.1));
     (layout.build().unwrap(), w, b)
@@ -69,7 +71,8 @@ impl<R: UpdateRule> Trained<R> {
         self.optimizer.apply(step, &mut self.weights, &self.gradients)
     }
 
-    /// After eager updates, and after as many replays: the weights with and without a copy, of which the copy is the rounding.
+    /// Makes eager updates, and as many replays. The weights must be the same with and without a
+    /// copy, and the copy must be their rounding.
     fn updates(device: &Device, rule: impl Fn() -> R, groups: bool) {
         let [plain, copied] = [false, true].map(|copied| {
             let mut arena = arena(device);
@@ -81,7 +84,7 @@ impl<R: UpdateRule> Trained<R> {
                     assert_rounded(&model.weights);
                 }
             }
-            let none = Inputs::new();
+            let none = HostInputs::new();
             let mut captured = arena.capture(model, &none, |step, model, _| model.update(step)).unwrap();
             for _ in 0..3 {
                 captured.state_mut().optimizer.advance().unwrap();
@@ -96,22 +99,22 @@ impl<R: UpdateRule> Trained<R> {
     }
 }
 
-/// A linear classifier of samples that S stores, without rounding of its own.
+/// A linear classifier of samples stored as S, without rounding of its own.
 struct Linear {
     w: Parameter,
 }
 
 impl Linear {
-    fn learner(device: &Device) -> Learner<Self> {
-        let mut layout = Layout::builder();
+    fn learner(device: &Device) -> TrainState<Self> {
+        let mut layout = ParameterSpec::builder();
         let w = layout.add("w", [ROWS, COLS], Initializer::fan_in(ROWS));
         let config = AdamWConfig { learning_rate: 0.05, ..AdamWConfig::default() };
-        Learner::new(device, Self { w }, &layout.build().unwrap(), 7, config).unwrap()
+        TrainState::new(device, Self { w }, &layout.build().unwrap(), 7, config).unwrap()
     }
 }
 
 impl Model for Linear {
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let x = match batch.input::<bf16>(0) {
             Ok(halves) => tape.to_f32(&tape.input(halves))?,
             Err(_) => tape.input(batch.input::<f32>(0)?),
@@ -120,14 +123,15 @@ impl Model for Linear {
     }
 }
 
-/// Samples, and their labels.
+/// HostBatch and their labels.
 struct Points<S> {
     x: Vec<S>,
     labels: Vec<u32>,
 }
 
 impl<S: Stored> Points<S> {
-    /// Three batches of an odd number of samples, of numbers that BF16 holds, and with `wrong` in a sample of the last.
+    /// Returns three batches of an odd number of samples, of BF16 values, with `wrong` in a sample
+    /// of the last.
     fn batches(wrong: Option<f32>) -> Vec<Vec<Self>> {
         let mut random = Random::new(5);
         let mut batches: Vec<_> = (0..3)
@@ -142,12 +146,13 @@ impl<S: Stored> Points<S> {
         batches
     }
 
-    /// Looks at the learner behind an epoch of these; then how one ends whose last batch has an infinity.
+    /// Checks the training state after an epoch of these batches. Then returns the end of an epoch
+    /// whose last batch has an infinity.
     fn train(
         device: &Device,
-        learner: Learner<Linear>,
+        learner: TrainState<Linear>,
         captured: bool,
-        look: impl FnOnce(&Learner<Linear>),
+        look: impl FnOnce(&TrainState<Linear>),
     ) -> Result<Ended> {
         let mut arena = arena(device);
         let mut trainer = match captured {
@@ -164,13 +169,13 @@ impl<S: Stored> Points<S> {
     }
 }
 
-impl<S: Stored> Samples for Points<S> {
+impl<S: Stored> HostBatch for Points<S> {
     fn len(&self) -> usize {
         self.labels.len()
     }
 
-    fn inputs(&self) -> Result<Inputs<'_>> {
-        Inputs::new().with(&self.x, [self.len(), ROWS])?.with(&self.labels, [self.len()])
+    fn inputs(&self) -> Result<HostInputs<'_>> {
+        HostInputs::new().with(&self.x, [self.len(), ROWS])?.with(&self.labels, [self.len()])
     }
 }
 
@@ -178,7 +183,7 @@ fn arena(device: &Device) -> Arena {
     Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap()
 }
 
-/// The copy, as bits.
+/// Returns the copy, as bits.
 fn copy(weights: &Parameters) -> Vec<u16> {
     weights.bf16_copy().expect("a copy").read().unwrap().iter().map(|half| half.to_bits()).collect()
 }
@@ -190,15 +195,15 @@ fn assert_rounded(weights: &Parameters) {
 }
 
 on_each_device! {
-    fn updates_write_it(device: &Device) {
+    fn updates_write_copy(device: &Device) {
         for groups in [false, true] {
             Trained::updates(device, || AdamWConfig { learning_rate: 0.01, clip: Some(0.5), ..AdamWConfig::default() }, groups);
             Trained::updates(device, || SgdConfig { learning_rate: 0.01, momentum: 0.9, ..SgdConfig::default() }, groups);
         }
     }
 
-    /// For a rule that does not know of it.
-    fn it_follows_any_rule(device: &Device) {
+    /// Tests rules without knowledge of the copy.
+    fn any_rule_updates_copy(device: &Device) {
         Trained::updates(device, || Descent { fails: false }, false);
         let mut model = Trained::new(device, Descent { fails: true }, false, true);
         let before = copy(&model.weights);
@@ -208,14 +213,14 @@ on_each_device! {
         assert_rounded(&model.weights);
     }
 
-    fn loads_write_it(device: &Device) {
+    fn loads_write_copy(device: &Device) {
         let folder = tempfile::tempdir().unwrap();
         let [checkpoint, state_dict, halves] = ["checkpoint", "state", "halves"].map(|name| folder.path().join(name));
         let source = Trained::new(device, AdamWConfig::default(), false, true);
         assert_rounded(&source.weights);
         Checkpoint::save(&checkpoint, &source.weights, Some(&source.optimizer), &[]).unwrap();
-        source.weights.save_state_dict(&state_dict).unwrap();
-        source.weights.save_state_dict_as::<bf16>(&halves).unwrap();
+        stepscope::save_state_dict(&source.weights, &state_dict).unwrap();
+        stepscope::save_state_dict_as::<bf16>(&source.weights, &halves).unwrap();
 
         let mut model = Trained::new(device, AdamWConfig::default(), false, true);
         let change = |model: &mut Trained<AdamWConfig>, load: &dyn Fn(&mut Trained<AdamWConfig>)| {
@@ -229,8 +234,8 @@ on_each_device! {
         change(&mut model, &|model| {
             Checkpoint::load(&checkpoint).unwrap().restore(&mut model.weights, Some(&mut model.optimizer)).unwrap();
         });
-        change(&mut model, &|model| model.weights.load_state_dict(&state_dict).unwrap());
-        change(&mut model, &|model| model.weights.load_state_dict(&halves).unwrap());
+        change(&mut model, &|model| stepscope::load_state_dict(&mut model.weights, &state_dict).unwrap());
+        change(&mut model, &|model| stepscope::load_state_dict(&mut model.weights, &halves).unwrap());
         assert_eq!(copy(&model.weights), copy(&source.weights), "what was rounded is itself");
         let words = [[0x3d, 0x3d, 0x3d, 0x3d]; ROWS * COLS];
         change(&mut model, &|model| {
@@ -239,7 +244,7 @@ on_each_device! {
     }
 
     /// A load that ends in the middle has changed some weights.
-    fn it_follows_a_load_that_fails(device: &Device) {
+    fn failed_load_updates_copy(device: &Device) {
         let plan = FaultPlan::new();
         let device = Device::builder(device.description().kind).faults(plan.clone()).open().unwrap();
         let mut model = Trained::new(&device, AdamWConfig::default(), false, true);
@@ -250,7 +255,7 @@ on_each_device! {
         assert_rounded(&model.weights);
         assert_eq!(model.weights.read(model.w).unwrap(), vec![f32::from_le_bytes(words[0]); ROWS * COLS]);
 
-        // A copy that cannot be queued is the load's error.
+        // If the copy cannot be queued, the load returns that error.
         let launches = plan.count(Call::Launch);
         let _ = plan.clone().on(Call::Launch, launches + 1, Fault::Fail);
         model.weights.write(model.b, &[0.5; COLS]).unwrap_err();
@@ -258,11 +263,11 @@ on_each_device! {
         assert_rounded(&model.weights);
     }
 
-    /// Between replays and inside of them.
-    fn a_captured_step_reads_what_was_loaded(device: &Device) {
+    /// Loads between replays and inside of them.
+    fn captured_steps_read_loaded_weights(device: &Device) {
         let mut arena = arena(device);
         let model = Trained::new(device, SgdConfig { learning_rate: 0.5, ..SgdConfig::default() }, false, true);
-        let none = Inputs::new();
+        let none = HostInputs::new();
         let mut captured = arena.capture(model, &none, |step, model, slots| {
             let before = ops::scale(step, &model.weights.lend_as::<bf16>(step, model.b)?, 1.0)?;
             model.update(step)?;
@@ -283,9 +288,10 @@ on_each_device! {
         }
     }
 
-    /// The samples of BF16 train the same weights as the same numbers of f32, captured or not, with a copy and without.
-    fn a_trainer_keeps_it_and_takes_batches_of_bf16(device: &Device) {
-        let weights = |learner: &Learner<Linear>| bits(&learner.parameters.flat().read().unwrap());
+    /// HostBatch in BF16 train the same weights as the same numbers in f32, captured and eager,
+    /// with a copy and without.
+    fn trainers_accept_bf16_batches(device: &Device) {
+        let weights = |learner: &TrainState<Linear>| bits(&learner.parameters.flat().read().unwrap());
         let mut plain = weights(&Linear::learner(device));
         let started = plain.clone();
         let tensor = "input 0 of the batch, sample 3".to_owned();
@@ -303,8 +309,8 @@ on_each_device! {
         }
     }
 
-    fn a_tape_lends_it(device: &Device) {
-        let mut layout = Layout::builder();
+    fn tape_lends_copy(device: &Device) {
+        let mut layout = ParameterSpec::builder();
         let w = layout.add("w", [3], Initializer::fan_in(3));
         let stack = layout.add_stack(2, |number| format!("layer.{number}"), [2, 5], Initializer::fan_in(2));
         let layout = layout.build().unwrap();
@@ -316,7 +322,7 @@ on_each_device! {
             let tape = Tape::new(step, &weights);
             tape.op("mine", [])?.weights_as::<bf16>(w).map(drop)
         });
-        let text = "mine: expected a copy of the weights in bf16, which `Parameters::with_bf16_copy` makes, got weights of f32 alone";
+        let text = "mine: expected a copy of the weights in bf16, which `Parameters::with_bf16_copy` makes, got only f32 weights";
         assert_eq!(refused.unwrap_err().to_string(), text);
         let weights = weights.with_bf16_copy().unwrap();
         let expected = round(weights.read(w).unwrap());
@@ -329,7 +335,7 @@ on_each_device! {
             assert_eq!(halves, round(whole));
             let one = ops::fill(step, [1], 1.0)?.save();
             let loss = op.record(one, |back, _| {
-                // Nothing reads the device here, so shapes must do.
+                // Nothing reads the device here, so the test compares shapes.
                 let (weights, stacked) = (back.weights_as::<bf16>(w)?, back.stack_weights_as::<bf16>(&stack)?);
                 assert_eq!((weights.shape(), stacked.shape()), (Shape::from([3]), back.stack_weights(&stack)?.shape()));
                 Ok(())

@@ -1,17 +1,18 @@
-//! A network whose activations, gradients and products are BF16 trains as its f32 twin does, captured as eagerly.
+//! A network whose activations, gradients and products are BF16 trains like its f32 counterpart,
+//! captured and eager.
 
 #![forbid(unsafe_code)]
 
 use crate::support::{Random, bits, on_each_device};
 use stepscope::nn::{Mlp, RmsNorm};
-use stepscope::ops::Factor;
+use stepscope::ops::GemmElement;
 use stepscope::*;
 
 const ROWS: usize = 48;
 const WIDTH: usize = 40;
 const CLASSES: usize = 10;
 
-/// Two residual blocks and a head: every kind of layer that BF16 goes through.
+/// Two residual blocks and a head: every kind of layer that supports BF16.
 struct Model {
     norms: [RmsNorm; 2],
     blocks: [Mlp; 2],
@@ -23,7 +24,7 @@ struct Model {
 
 impl Model {
     fn new(device: &Device) -> Self {
-        let mut layout = Layout::builder();
+        let mut layout = ParameterSpec::builder();
         let mut names = layout.names();
         let norms = [0, 1].map(|at| RmsNorm::new(names.at(format!("norm.{at}")), WIDTH));
         let blocks = [0, 1].map(|at| Mlp::new(names.at(format!("block.{at}")), WIDTH, 4 * WIDTH, WIDTH));
@@ -34,7 +35,7 @@ impl Model {
         Self { norms, blocks, head, gradients: Gradients::zeros(&weights).unwrap(), weights, optimizer }
     }
 
-    fn loss<'s, S: Factor<S> + Factor<f32>>(
+    fn loss<'s, S: GemmElement<S> + GemmElement<f32>>(
         &self,
         tape: &Tape<'_, 's>,
         x: Var<'s, S>,
@@ -47,13 +48,13 @@ impl Model {
         tape.cross_entropy(&self.head.forward(tape, &h)?, labels, 1.0 / ROWS as f32)
     }
 
-    /// The loss before an update, and the update.
+    /// Returns the loss before an update, and makes the update.
     fn update<'s>(&mut self, step: &Step<'s>, x: Saved<'s>, labels: Saved<'s, u32>, halves: bool) -> Result<Saved<'s>> {
         let tape = Tape::new(step, &self.weights);
         let x = tape.input(x);
         let loss = if halves { self.loss(&tape, tape.to_bf16(&x)?, labels)? } else { self.loss(&tape, x, labels)? };
         let value = *loss.value();
-        tape.backward_afresh(&loss, &mut self.gradients)?;
+        tape.backward_overwrite(&loss, &mut self.gradients)?;
         self.optimizer.apply(step, &mut self.weights, &self.gradients)?;
         Ok(value)
     }
@@ -61,7 +62,7 @@ impl Model {
 
 fn batch(number: u64) -> (Vec<f32>, Vec<u32>) {
     let x = Random::new(number).normals(ROWS * WIDTH);
-    // A class that can be learned: where the largest of the first features stands.
+    // A class that can be learned: the place of the largest of the first features.
     let class = |row: &[f32]| (0..CLASSES).max_by(|&a, &b| row[a].total_cmp(&row[b])).unwrap() as u32;
     let labels = x.chunks(WIDTH).map(class).collect();
     (x, labels)
@@ -71,7 +72,7 @@ fn arena(device: &Device) -> Arena {
     Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap()
 }
 
-/// Losses and weights of eager updates.
+/// Returns the losses and weights of eager updates.
 fn trained(device: &Device, updates: u64, halves: bool) -> (Vec<f32>, Vec<f32>) {
     let (mut arena, mut model) = (arena(device), Model::new(device));
     let mut losses = Vec::new();
@@ -93,8 +94,9 @@ fn mean(values: &[f32]) -> f64 {
 }
 
 on_each_device! {
-    /// Each loss of the first updates within 2^-7, and the mean of the last within 5 %, of those in f32.
-    fn losses_are_those_of_f32(device: &Device) {
+    /// Each loss of the first updates is within 2^-7 of that in f32, and the mean of the last
+    /// within 5 %.
+    fn losses_match_f32(device: &Device) {
         let ((floats, _), (halves, _)) = (trained(device, 150, false), trained(device, 150, true));
         for (at, (float, half)) in floats.iter().zip(&halves).take(5).enumerate() {
             assert!((float - half).abs() < float / 128.0, "update {at}: {half}, in f32 {float}");
@@ -105,10 +107,10 @@ on_each_device! {
         assert_ne!(bits(&floats), bits(&halves));
     }
 
-    fn captured_and_eager_are_the_same(device: &Device) {
+    fn captured_and_eager_match(device: &Device) {
         let (eager_losses, eager_weights) = trained(device, 4, true);
         let (x, labels) = batch(0);
-        let inputs = Inputs::new().with(&x, [ROWS, WIDTH]).unwrap().with(&labels, [ROWS]).unwrap();
+        let inputs = HostInputs::new().with(&x, [ROWS, WIDTH]).unwrap().with(&labels, [ROWS]).unwrap();
         let model = Model::new(device);
         let mut captured = arena(device)
             .capture(model, &inputs, |step, model, slots| {
@@ -117,7 +119,7 @@ on_each_device! {
             .unwrap();
         for (number, eager) in (0..4).zip(&eager_losses) {
             let (x, labels) = batch(number);
-            let inputs = Inputs::new().with(&x, [ROWS, WIDTH]).unwrap().with(&labels, [ROWS]).unwrap();
+            let inputs = HostInputs::new().with(&x, [ROWS, WIDTH]).unwrap().with(&labels, [ROWS]).unwrap();
             captured.state_mut().optimizer.advance().unwrap();
             let replay = captured.replay(&inputs).unwrap();
             let loss = *replay.outputs();

@@ -1,5 +1,5 @@
-//! Floating-point modes that a program may be in when it calls the library, as a shared library
-//! built with `-Ofast`, `fesetround` or `feenableexcept` leaves them.
+//! Floating-point modes in which a program may call the library. They are set by a shared library
+//! built with `-Ofast`, by `fesetround` or by `feenableexcept`.
 
 use std::arch::asm;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -8,13 +8,13 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 mod bits {
     pub(super) type Register = u32;
     pub(super) const DEFAULT: Register = 0x1f80;
-    /// Flags of exceptions that there were.
+    /// The sticky flags of past exceptions.
     pub(super) const FLAGS: Register = 0x3f;
     pub(super) const FLUSH: Register = DEFAULT | 1 << 15 | 1 << 6;
     pub(super) const DOWN: Register = DEFAULT | 1 << 13;
     pub(super) const UP: Register = DEFAULT | 1 << 14;
     pub(super) const TO_ZERO: Register = DEFAULT | 3 << 13;
-    /// No exception is masked: whatever is inexact ends the process.
+    /// No exception is masked: an inexact result ends the process.
     pub(super) const TRAPS: Register = 0;
 }
 
@@ -49,7 +49,7 @@ pub(crate) const MODES: [Mode; 6] = [
 fn read() -> Register {
     #[allow(unused_mut)]
     let mut register: Register = 0;
-    // SAFETY: reads the register of this thread, on x86-64 by way of the variable's memory.
+    // SAFETY: reads the register of this thread, on x86-64 through the variable's memory.
     #[cfg(target_arch = "x86_64")]
     unsafe {
         asm!("stmxcsr dword ptr [{}]", in(reg) &mut register, options(nostack))
@@ -63,8 +63,8 @@ fn read() -> Register {
 }
 
 fn write(register: Register) {
-    // SAFETY: every value that is passed here is a valid one. What runs in another mode than the
-    // default is the library, which must put up with it: that is what the tests are about.
+    // SAFETY: every value passed here is valid. Only the library runs in a mode other than the
+    // default, and it must support that: this is what the tests check.
     #[cfg(target_arch = "x86_64")]
     unsafe {
         asm!("ldmxcsr dword ptr [{}]", in(reg) &register, options(nostack))
@@ -77,11 +77,11 @@ fn write(register: Register) {
 }
 
 impl Mode {
-    /// Runs `code` in this mode, and fails unless the thread is still in it afterwards, also if
+    /// Runs `code` in this mode, and checks that the thread is still in it afterwards, also if
     /// `code` panics.
     pub(crate) fn within<R>(self, code: impl FnOnce() -> R) -> R {
         write(self.1);
-        // What a processor without traps keeps of the mode.
+        // The part of the mode that a processor without traps keeps.
         let set = read();
         let outcome = catch_unwind(AssertUnwindSafe(apart(code)));
         let after = read();

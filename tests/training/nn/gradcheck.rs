@@ -1,4 +1,4 @@
-//! `GradCheck`: right backward passes pass, and wrong ones are named by input and element.
+//! `GradCheck` accepts right backward passes, and names wrong ones by input and element.
 
 use crate::support::{Random, on_each_device};
 use stepscope::*;
@@ -7,7 +7,7 @@ fn arena(device: &Device) -> Arena {
     Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap()
 }
 
-/// x^2 by a backward pass of one's own: dy times what `derivative` makes of x.
+/// Computes x^2 with a custom backward pass: dy times `derivative` of x.
 fn square<'s>(
     tape: &Tape<'_, 's>,
     x: &Var<'s>,
@@ -32,7 +32,7 @@ on_each_device! {
             tape.softmax(&both)
         }).unwrap();
         assert!(worst > 0.0 && worst < 1e-4, "{worst}");
-        // More elements than are tried, and one that nothing depends on.
+        // More elements than are tried, and an unused input.
         let inputs: [(&[f32], Shape); 2] = [(&rows, [20, 20].into()), (&x, [12].into())];
         GradCheck::default().run(&mut arena, &inputs, |tape, inputs| tape.tanh(&inputs[0])).unwrap();
         GradCheck::default().run(&mut arena, &two, |tape, inputs| {
@@ -40,16 +40,16 @@ on_each_device! {
         }).unwrap();
     }
 
-    fn a_wrong_one_is_named_by_input_and_element(device: &Device) {
+    fn wrong_gradient_names_its_element(device: &Device) {
         let mut arena = arena(device);
         let inputs: [(&[f32], Shape); 2] = [(&[1.0], [1].into()), (&[0.5, 2.0, -1.5, 3.0], [2, 2].into())];
-        // Nothing for a negative x.
+        // The derivative is 0 for a negative x.
         let error = GradCheck::default().run(&mut arena, &inputs, |tape, inputs| {
             square(tape, &inputs[1], |step, x| ops::scale(step, &ops::relu(step, x)?, 2.0))
         }).unwrap_err();
         let Error::Gradient { input: 1, element: 2, backward, difference, .. } = error else { panic!("{error}") };
         assert!(backward == 0.0 && difference != 0.0, "{error}");
-        // A percent too much; and no number.
+        // One percent too much, and NaN.
         for factor in [2.02, f32::NAN] {
             let error = GradCheck::default().run(&mut arena, &inputs, |tape, inputs| {
                 square(tape, &inputs[1], move |step, x| ops::scale(step, x, factor))
@@ -59,7 +59,7 @@ on_each_device! {
         }
     }
 
-    fn values_that_do_not_fit_their_shape_are_refused(device: &Device) {
+    fn values_must_fit_their_shape(device: &Device) {
         let inputs: [(&[f32], Shape); 1] = [(&[1.0, 2.0], [3].into())];
         let refused = GradCheck::default().run(&mut arena(device), &inputs, |tape, x| tape.tanh(&x[0]));
         assert!(matches!(refused, Err(Error::Misuse { .. })), "{refused:?}");

@@ -1,11 +1,11 @@
-//! The optimiser's protocol: each update is set up once and made once, eagerly or by a replay.
+//! The optimizer's protocol: each update is prepared once and applied once, eagerly or by a replay.
 
 use crate::support::on_each_device;
 use stepscope::*;
 
 const LEN: usize = 8;
 
-/// One parameter, its gradient and an optimiser.
+/// One parameter, its gradient and an optimizer.
 struct Model {
     w: Parameter,
     weights: Parameters,
@@ -19,20 +19,20 @@ impl Model {
     }
 
     fn with(device: &Device, config: AdamWConfig) -> Result<Self> {
-        let mut layout = Layout::builder();
+        let mut layout = ParameterSpec::builder();
         let w = layout.add("w", [LEN], Initializer::ONE);
         let weights = Parameters::new(device, &layout.build()?, 7)?;
         let (gradients, optimizer) = (Gradients::zeros(&weights)?, AdamW::new(&weights, config)?);
         Ok(Self { w, weights, gradients, optimizer })
     }
 
-    /// An update by gradients that are all the same.
+    /// Applies an update with equal gradients.
     fn apply(&mut self, step: &Step<'_>, gradient: f32) -> Result<()> {
         ops::fill_into(step, &mut self.gradients.lend_mut(step, self.w)?, gradient)?;
         self.optimizer.apply(step, &mut self.weights, &self.gradients)
     }
 
-    /// The weights, and the updates made.
+    /// Returns the weights, and the number of updates made.
     fn state(&self) -> (Vec<f32>, u64) {
         (self.weights.read(self.w).unwrap(), self.optimizer.updates())
     }
@@ -48,7 +48,7 @@ fn refused<T>(result: Result<T>) {
     assert!(matches!(&error, Error::Misuse { op: "adamw", .. }), "{error}");
 }
 
-/// Weights and updates after so many that were made as they should be.
+/// Returns the weights and updates after this many correct updates.
 fn after(device: &Device, updates: usize) -> (Vec<f32>, u64) {
     let (mut model, mut arena) = (Model::new(device), arena(device));
     for _ in 0..updates {
@@ -59,14 +59,14 @@ fn after(device: &Device, updates: usize) -> (Vec<f32>, u64) {
 }
 
 on_each_device! {
-    /// One call is the same as the four that it stands for, to the bit; gradients of before do not count.
+    /// One call has the bits of the four calls that it replaces. Earlier gradients do not count.
     fn an_update_in_one_call(device: &Device) {
-        fn loss<'s>(step: &Eager<'s>, tape: &Tape<'_, 's>, w: Parameter, value: f32) -> Result<Var<'s>> {
+        fn loss<'s>(step: &EagerStep<'s>, tape: &Tape<'_, 's>, w: Parameter, value: f32) -> Result<Var<'s>> {
             let x = tape.input(step.upload(&[value; 3 * LEN], [3, LEN])?);
             tape.mean(&tape.linear(&x, w, None)?)
         }
         let model = || {
-            let mut layout = Layout::builder();
+            let mut layout = ParameterSpec::builder();
             let w = layout.add("w", [LEN, 2], Initializer::fan_in(LEN));
             let weights = Parameters::new(device, &layout.build().unwrap(), 7).unwrap();
             let (gradients, sgd) = (Gradients::zeros(&weights).unwrap(), Sgd::new(&weights, SgdConfig::default()).unwrap());
@@ -96,7 +96,7 @@ on_each_device! {
         assert_eq!(in_one_call, written_out);
         assert_ne!(in_one_call.1, model().1.read(model().0).unwrap_or_default(), "the weights have changed");
 
-        // What is not finite is an error that names where it stands.
+        // A non-finite loss is an error that names its place.
         let (w, mut weights, mut gradients, mut sgd) = model();
         let error = sgd.update(&mut arena, &mut weights, &mut gradients, |step, tape| loss(step, tape, w, f32::INFINITY)).unwrap_err();
         let Error::NotFinite { update: Some(1), tensor, .. } = &error else { panic!("{error}") };
@@ -108,18 +108,18 @@ on_each_device! {
         assert_eq!((weights.read(w).unwrap(), sgd.updates()), (before, 0));
     }
 
-    fn an_update_is_set_up_and_made_once(device: &Device) {
+    fn updates_are_prepared_and_applied_once(device: &Device) {
         let (mut model, mut arena) = (Model::new(device), arena(device));
         for made in 0..3 {
             let before = model.state();
             assert_eq!(before, after(device, made));
             refused(arena.step(|step| model.apply(step, 5.0)));
             assert_eq!(model.state(), before, "nothing ran");
-            // Called again, it sets up the same update.
+            // Repeated calls prepare the same update.
             for _ in 0..=made {
                 assert_eq!(model.optimizer.advance().unwrap(), made as u64 + 1);
             }
-            // Neither a step that is measured nor one that fails makes it.
+            // Neither a dry run nor a failing step applies it.
             arena.measure(|step| (0..2).try_for_each(|_| model.apply(step, 5.0))).unwrap();
             let full = arena.step(|step| {
                 while step.empty::<f32>([1 << 10]).is_ok() {}
@@ -133,24 +133,24 @@ on_each_device! {
         assert_eq!(model.state(), after(device, 3));
     }
 
-    fn a_replay_makes_the_update_that_was_set_up(device: &Device) {
+    fn replay_applies_the_prepared_update(device: &Device) {
         let mut arena = arena(device);
-        let mut captured = arena.capture(Model::new(device), &Inputs::new(), |step, model, _| model.apply(step, 5.0)).unwrap();
+        let mut captured = arena.capture(Model::new(device), &HostInputs::new(), |step, model, _| model.apply(step, 5.0)).unwrap();
         for made in 0..3 {
-            refused(captured.replay(&Inputs::new()));
+            refused(captured.replay(&HostInputs::new()));
             refused(captured.repeat());
-            // Another recording, whose closure runs twice, makes none either.
-            refused(captured.replay(&Inputs::new().variant(made as u64 + 1)));
+            // Another recording, whose closure runs twice, does not apply one either.
+            refused(captured.replay(&HostInputs::new().variant(made as u64 + 1)));
             assert_eq!(captured.state().state(), after(device, made), "nothing ran");
             assert_eq!(captured.report().replays, made as u64);
             captured.state_mut().optimizer.advance().unwrap();
             match made {
-                0 => captured.replay(&Inputs::new()).map(drop).unwrap(),
+                0 => captured.replay(&HostInputs::new()).map(drop).unwrap(),
                 1 => captured.repeat().map(drop).unwrap(),
-                _ => captured.replay(&Inputs::new().variant(9)).map(drop).unwrap(),
+                _ => captured.replay(&HostInputs::new().variant(9)).map(drop).unwrap(),
             }
         }
-        // Eager and replayed updates are counted together.
+        // EagerStep and replayed updates are counted together.
         let mut model = captured.into_state();
         refused(arena.step(|step| model.apply(step, 5.0)));
         model.optimizer.advance().unwrap();
@@ -158,30 +158,30 @@ on_each_device! {
         assert_eq!(model.state(), after(device, 4));
     }
 
-    fn a_recorded_step_makes_one_update_of_an_optimiser(device: &Device) {
+    fn recorded_step_applies_one_update(device: &Device) {
         let mut arena = arena(device);
-        refused(arena.capture(Model::new(device), &Inputs::new(), |step, model, _| {
+        refused(arena.capture(Model::new(device), &HostInputs::new(), |step, model, _| {
             model.apply(step, 5.0)?;
             model.apply(step, 5.0)
         }));
-        // Of two optimisers, both must be set up, or none is made.
+        // If there are two optimizers, both updates must be prepared, or none is applied.
         let models = [Model::new(device), Model::new(device)];
         let mut captured = arena
-            .capture(models, &Inputs::new(), |step, models, _| models.iter_mut().try_for_each(|model| model.apply(step, 5.0)))
+            .capture(models, &HostInputs::new(), |step, models, _| models.iter_mut().try_for_each(|model| model.apply(step, 5.0)))
             .unwrap();
         for one in [0, 1] {
             captured.state_mut()[one].optimizer.advance().unwrap();
             if one == 0 {
-                refused(captured.replay(&Inputs::new()));
+                refused(captured.replay(&HostInputs::new()));
                 assert_eq!(captured.state()[one].state(), after(device, 0));
             }
         }
-        captured.replay(&Inputs::new()).unwrap();
+        captured.replay(&HostInputs::new()).unwrap();
         captured.state().iter().for_each(|model| assert_eq!(model.state(), after(device, 1)));
     }
 
-    /// What was set up for other weights is not made to those that a file gave.
-    fn a_restored_optimiser_must_be_set_up_anew(device: &Device) {
+    /// An update that was prepared for other weights is not applied to those from a file.
+    fn restored_optimizer_must_prepare_again(device: &Device) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
         let (mut model, mut arena) = (Model::new(device), arena(device));
@@ -196,8 +196,8 @@ on_each_device! {
         assert_eq!(model.state(), after(device, 2));
     }
 
-    /// A moment may overflow where the weights do not.
-    fn moments_that_are_not_finite_are_not_saved(device: &Device) {
+    /// A moment may overflow although the weights do not.
+    fn non_finite_moments_are_not_saved(device: &Device) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
         let (mut model, mut arena) = (Model::new(device), arena(device));
@@ -208,17 +208,17 @@ on_each_device! {
         let error = Error::NotFinite { update, what, tensor };
         assert_eq!(Checkpoint::save(&path, &model.weights, Some(&model.optimizer), &[]), Err(error.clone()));
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
-        Checkpoint::save_with(&path, &model.weights, Some(&model.optimizer), &[], Numbers::Any).unwrap();
+        Checkpoint::save_with(&path, &model.weights, Some(&model.optimizer), &[], NonFinite::Allow).unwrap();
         let (mut other, checkpoint) = (Model::new(device), Checkpoint::load(&path).unwrap());
         assert_eq!(checkpoint.restore(&mut other.weights, Some(&mut other.optimizer)), Err(error));
         assert_eq!(other.state(), after(device, 0), "all or nothing");
-        // The weights alone are sound.
+        // The weights themselves are finite.
         checkpoint.restore(&mut other.weights, None).unwrap();
         assert_eq!(other.state().0, model.state().0);
     }
 }
 
-/// A rule with faults: how many settings an update and a group have, and whether it queues anything.
+/// A faulty rule, with variable numbers of settings, which may queue nothing.
 struct Odd {
     settings: fn(u64, &ParameterGroup) -> usize,
     groups: bool,
@@ -258,7 +258,7 @@ impl UpdateRule for Odd {
 }
 
 on_each_device! {
-    fn rules_are_looked_at(device: &Device) {
+    fn faulty_rules_are_refused(device: &Device) {
         let mut model = Model::new(device);
         let weights = &model.weights;
         let told = |error: Result<Optimizer<Odd>>, words: &str| {
@@ -268,7 +268,7 @@ on_each_device! {
         told(Optimizer::new(weights, Odd { settings: |_, _| 0, ..Odd::default() }), "odd: expected at least one setting");
         let halves = || ParameterGroups::new().with(ParameterGroup { rate: 0.5, weight_decay: None }, |_| true);
         let odd = |odd| Optimizer::new(weights, odd).unwrap();
-        told(odd(Odd { groups: false, ..Odd::default() }).with_parameter_groups(&halves()), "heeds no others, got 2");
+        told(odd(Odd { groups: false, ..Odd::default() }).with_parameter_groups(&halves()), "supports no others, got 2");
         let by_group: fn(u64, &ParameterGroup) -> usize = |_, group| if group.rate < 1.0 { 2 } else { 1 };
         told(odd(Odd { settings: by_group, ..Odd::default() }).with_parameter_groups(&halves()), "1 settings for each group, got 2");
         told(odd(Odd::default()).with_parameter_groups(&ParameterGroups::new().no_decay(|entry| entry.name() == "v")), "none for group 0");
@@ -277,7 +277,7 @@ on_each_device! {
         let mut fails = odd(Odd { fails: true, ..Odd::default() });
         let mut sound = odd(Odd::default()).with_parameter_groups(&halves()).unwrap();
         let mut arena = arena(device);
-        // What was not queued is no update, and still set up.
+        // An update that was not queued does not count, and is still prepared.
         fails.advance().unwrap();
         for _ in 0..2 {
             let failed = arena.step(|step| fails.apply(step, &mut model.weights, &model.gradients)).unwrap_err();
@@ -293,30 +293,31 @@ on_each_device! {
         assert_eq!((sound.updates(), model.state().0), (1, vec![0.0; LEN]));
     }
 
-    /// A graph that was captured before has the old groups.
-    fn groups_end_what_was_captured_and_set_up(device: &Device) {
+    /// A graph captured before still has the old groups.
+    fn new_groups_invalidate_captures(device: &Device) {
         let slow = || ParameterGroups::new().with(ParameterGroup { rate: 0.1, weight_decay: Some(0.0) }, |_| true);
         let mut arena = arena(device);
-        let mut captured = arena.capture(Some(Model::new(device)), &Inputs::new(), |step, model, _| model.as_mut().unwrap().apply(step, 5.0)).unwrap();
+        let mut captured = arena.capture(Some(Model::new(device)), &HostInputs::new(), |step, model, _| model.as_mut().unwrap().apply(step, 5.0)).unwrap();
         captured.state_mut().as_mut().unwrap().optimizer.advance().unwrap();
-        captured.replay(&Inputs::new()).unwrap();
+        captured.replay(&HostInputs::new()).unwrap();
         captured.state_mut().as_mut().unwrap().optimizer.advance().unwrap();
         let model = captured.state_mut().take().unwrap();
         let after_one = model.state();
         let model = Model { optimizer: model.optimizer.with_parameter_groups(&slow()).unwrap(), ..model };
         *captured.state_mut() = Some(model);
         captured.state_mut().as_mut().unwrap().optimizer.advance().unwrap();
-        assert!(captured.replay(&Inputs::new()).is_err(), "the graph's turn is gone");
+        assert!(captured.replay(&HostInputs::new()).is_err(), "the graph's turn is gone");
         assert_eq!(captured.state().as_ref().unwrap().state(), after_one);
-        // Another recording makes it; a tenth of the rate, without decay, by a second moment that knows one gradient.
-        captured.replay(&Inputs::new().variant(1)).unwrap();
+        // Another recording applies it: a tenth of the rate, without decay, with a second moment of
+        // one gradient.
+        captured.replay(&HostInputs::new().variant(1)).unwrap();
         let (weights, updates) = captured.state().as_ref().unwrap().state();
         assert_eq!(updates, 2);
         assert!(weights.iter().zip(&after_one.0).all(|(now, before)| (before - now - 0.01).abs() < 1e-6), "{weights:?}");
     }
 
-    /// A file says whose state it has.
-    fn a_file_of_another_optimiser_is_refused_by_name(device: &Device) {
+    /// A file names the optimizer of its state.
+    fn foreign_optimizer_state_is_refused(device: &Device) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
         let mut model = Model::new(device);
@@ -329,7 +330,7 @@ on_each_device! {
         let expected = |expected, got: &str| Error::OtherOptimizer { path: path.clone(), expected, got: got.into() };
         let error = checkpoint.restore(&mut model.weights, Some(&mut model.optimizer)).unwrap_err();
         assert_eq!(error, expected("adamw", "sgd"));
-        assert!(error.to_string().contains("expected the state of the optimiser `adamw`, got that of `sgd`"), "{error}");
+        assert!(error.to_string().contains("expected the state of the optimizer `adamw`, got that of `sgd`"), "{error}");
         assert_eq!(model.state(), before);
         checkpoint.restore(&mut model.weights, None).unwrap();
         let mut other = Sgd::new(&model.weights, *sgd.rule()).unwrap();
@@ -344,7 +345,7 @@ on_each_device! {
 }
 
 #[test]
-fn sgds_settings_out_of_range_are_refused() {
+fn invalid_sgd_settings_are_refused() {
     let device = crate::support::open(DeviceKind::Emulated);
     let model = Model::new(&device);
     let base = SgdConfig { momentum: 0.9, ..SgdConfig::default() };
@@ -365,7 +366,7 @@ fn sgds_settings_out_of_range_are_refused() {
 }
 
 #[test]
-fn a_schedule_out_of_range_is_refused() {
+fn invalid_schedules_are_refused() {
     let device = crate::support::open(DeviceKind::Emulated);
     for floor in [f64::NAN, f64::INFINITY, -0.1, 1.1] {
         let schedule = Schedule::WarmupCosine { warmup: 1, total: 2, floor };

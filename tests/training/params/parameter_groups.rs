@@ -1,4 +1,5 @@
-//! Rules and groups over several updates: as float64 has them, and to the same bits however they run.
+//! Rules and groups over several updates: they match float64, and give the same bits however they
+//! run.
 
 use crate::support::{Random, bits, on_each_device, relative_l2, tolerance};
 use stepscope::nn::{Linear, Mlp};
@@ -7,8 +8,8 @@ use stepscope::*;
 const UPDATES: u64 = 6;
 const CLIP: f32 = 8.0;
 const SCHEDULE: Schedule = Schedule::WarmupCosine { warmup: 2, total: 5, floor: 0.25 };
-/// Parameters by name and shape, and the number of the group that [`groups`] puts them in: sizes that are no whole vectors beside
-/// some that are whole runs, and neighbours of other groups.
+/// Parameters by name and shape, and the number of their group in [`groups`]. Some sizes are not
+/// whole vectors, some are whole runs, and neighbours belong to different groups.
 const SHAPES: [(&str, [usize; 2], usize); 6] = [
     ("body.weight", [7, 33], 0),
     ("body.gain", [1, 1], 2),
@@ -30,15 +31,16 @@ fn arena(device: &Device) -> Arena {
     Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap()
 }
 
-/// A parameter's gradient in an update: the third update is inside the norm, all others are clipped.
+/// Returns a parameter's gradient in an update: the third update is inside the norm; all others are
+/// clipped.
 fn gradient(update: u64, parameter: usize, elements: usize) -> Vec<f32> {
     let size = if update == 3 { 0.1 } else { 1.0 };
     Random::new(100 * update + parameter as u64).normals(elements).into_iter().map(|value| size * value).collect()
 }
 
-/// The weights before and after [`UPDATES`] updates, by parameter.
+/// Returns the weights before and after [`UPDATES`] updates, by parameter.
 fn train<R: UpdateRule>(device: &Device, rule: R, groups: Option<ParameterGroups>) -> [Vec<Vec<f32>>; 2] {
-    let mut layout = Layout::builder();
+    let mut layout = ParameterSpec::builder();
     let handles = SHAPES.map(|(name, shape, _)| layout.add(name, shape, Initializer::fan_in(2)));
     let mut weights = Parameters::new(device, &layout.build().unwrap(), 7).unwrap();
     let mut gradients = Gradients::zeros(&weights).unwrap();
@@ -69,8 +71,8 @@ fn train<R: UpdateRule>(device: &Device, rule: R, groups: Option<ParameterGroups
     [before, all(&weights)]
 }
 
-/// [`train`] in float64: `update` gets a weight, its clipped gradient, two numbers that are kept for it, the rate, the decay and the
-/// update's number, and makes the new weight.
+/// Computes [`train`] in float64. `update` gets a weight, its clipped gradient, its two state
+/// values, the rate, the decay and the update's number, and returns the new weight.
 fn exact(
     before: &[Vec<f32>],
     (rate, decay): (f64, f64),
@@ -127,7 +129,7 @@ fn sgd(nesterov: bool) -> SgdConfig {
 }
 
 on_each_device! {
-    fn adamw_is_float64s_by_groups(device: &Device) {
+    fn adamw_groups_match_float64(device: &Device) {
         let [before, after] = train(device, adamw(), Some(groups()));
         let [rate, beta1, beta2, epsilon, decay] = [0.05f32, 0.9, 0.999, 1e-8, 0.1].map(f64::from);
         let want = exact(&before, (rate, decay), |w, g, [m, v], rate, decay, number| {
@@ -139,7 +141,7 @@ on_each_device! {
         assert_close(&after, &want);
     }
 
-    fn sgd_is_float64s_by_groups(device: &Device) {
+    fn sgd_groups_match_float64(device: &Device) {
         for nesterov in [false, true] {
             let [before, after] = train(device, sgd(nesterov), Some(groups()));
             let [rate, momentum, decay] = [0.1f32, 0.9, 0.1].map(f64::from);
@@ -152,8 +154,8 @@ on_each_device! {
         }
     }
 
-    /// ParameterGroups that say what the optimiser says change no bit.
-    fn groups_alike_are_one(device: &Device) {
+    /// Groups with the optimizer's own settings change no bit.
+    fn equal_groups_change_nothing(device: &Device) {
         let alike = || Some(ParameterGroups::new().with(ParameterGroup::default(), ParameterGroups::is_gain_bias_or_embedding));
         assert_eq!(train(device, adamw(), alike()), train(device, adamw(), None));
         assert_eq!(train(device, adamw(), Some(ParameterGroups::new())), train(device, adamw(), None));
@@ -162,7 +164,7 @@ on_each_device! {
     }
 }
 
-/// Gradient descent, clipped, made of ops: what a rule outside the library can be.
+/// Clipped gradient descent made of ops, like a rule outside the library.
 #[derive(Clone, Copy, Debug)]
 struct Descent;
 
@@ -175,7 +177,7 @@ impl UpdateRule for Descent {
         &["mean"]
     }
 
-    /// The rate, turned around.
+    /// Returns the negated rate.
     fn settings(&self, number: u64, _: &ParameterGroup) -> Vec<f32> {
         vec![-0.5 / number as f32]
     }
@@ -199,17 +201,17 @@ struct Classifier {
 }
 
 impl Model for Classifier {
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         self.head.forward(tape, &self.mlp.forward(tape, &tape.input(batch.input::<f32>(0)?))?)
     }
 }
 
-fn learner<R: UpdateRule>(device: &Device, rule: R, groups: Option<ParameterGroups>) -> Learner<Classifier, R> {
-    let mut layout = Layout::builder();
+fn learner<R: UpdateRule>(device: &Device, rule: R, groups: Option<ParameterGroups>) -> TrainState<Classifier, R> {
+    let mut layout = ParameterSpec::builder();
     let mut names = layout.names();
     let mlp = Mlp::new(names.at("mlp"), INPUTS, 64, 64);
     let model = Classifier { mlp, head: Linear::new(names.at("tail"), 64, CLASSES) };
-    let learner = Learner::new(device, model, &layout.build().unwrap(), 7, rule).unwrap();
+    let learner = TrainState::new(device, model, &layout.build().unwrap(), 7, rule).unwrap();
     match groups {
         Some(groups) => learner.with_parameter_groups(&groups).unwrap(),
         None => learner,
@@ -218,7 +220,7 @@ fn learner<R: UpdateRule>(device: &Device, rule: R, groups: Option<ParameterGrou
 
 type Points = crate::support::points::Points<INPUTS>;
 
-/// Four batches of eight points, in parts of at most so many.
+/// Returns four batches of eight points, in parts of at most `part`.
 fn batches(part: usize) -> Vec<Vec<Points>> {
     let mut random = Random::new(3);
     let mut points =
@@ -226,14 +228,15 @@ fn batches(part: usize) -> Vec<Vec<Points>> {
     (0..4).map(|_| [part, 8 - part].into_iter().filter(|&count| count > 0).map(&mut points).collect()).collect()
 }
 
-/// Weights and state, as bits, and the number of updates.
+/// Returns weights and state, as bits, and the number of updates.
 fn state<R: UpdateRule>(trainer: &Trainer<'_, Classifier, R>) -> (Vec<Vec<u32>>, u64) {
-    let Learner { parameters, optimizer, .. } = trainer.learner();
+    let TrainState { parameters, optimizer, .. } = trainer.learner();
     let flat = [parameters.flat()].into_iter().chain(optimizer.state());
     (flat.map(|flat| bits(&flat.read().unwrap())).collect(), optimizer.updates())
 }
 
-/// The same bits eager and captured, whole batches and parts of them, straight and resumed from a file.
+/// Checks that the bits are the same eager and captured, in whole batches and parts of them,
+/// straight and resumed from a file.
 fn however_it_runs<R: UpdateRule + Copy>(device: &Device, rule: R, groups: impl Fn() -> Option<ParameterGroups>) {
     let folder = tempfile::tempdir().unwrap();
     for part in [8, 5] {
@@ -258,7 +261,7 @@ fn however_it_runs<R: UpdateRule + Copy>(device: &Device, rule: R, groups: impl 
         assert_eq!(progress.loss_sum, losses.iter().map(|loss| loss * 8.0).sum::<f64>());
         drop(captured);
 
-        // As a new process would, by other weights; then those that were trained on.
+        // A new process starts with other weights; then the test resumes the trained ones.
         let mut arena = self::arena(device);
         let mut resumed = Trainer::eager(&mut arena, learner(device, rule, groups()));
         resumed.update(&batches(part)[3]).unwrap();
@@ -272,21 +275,21 @@ fn however_it_runs<R: UpdateRule + Copy>(device: &Device, rule: R, groups: impl 
 }
 
 on_each_device! {
-    fn adamw_by_groups_has_its_bits_however_it_runs(device: &Device) {
+    fn adamw_groups_keep_bits(device: &Device) {
         however_it_runs(device, adamw(), || Some(groups()));
     }
 
-    fn sgd_has_its_bits_however_it_runs(device: &Device) {
+    fn sgd_keeps_bits(device: &Device) {
         however_it_runs(device, sgd(true), || None);
         however_it_runs(device, sgd(false), || Some(groups()));
     }
 
-    fn a_rule_of_ones_own_has_its_bits_however_it_runs(device: &Device) {
+    fn custom_rule_keeps_bits(device: &Device) {
         however_it_runs(device, Descent, || None);
     }
 
-    /// Whatever their number, groups are one launch, behind the norm's.
-    fn groups_cost_no_launch(device: &Device) {
+    /// Any number of groups takes one launch, after that of the norm.
+    fn groups_add_no_launch(device: &Device) {
         let nodes = |groups: Option<ParameterGroups>| {
             let mut arena = arena(device);
             let mut trainer =
@@ -304,6 +307,6 @@ on_each_device! {
     }
 }
 
-/// Those of [`Classifier`].
+/// The parameters of [`Classifier`].
 const PARAMETERS: [&str; 6] =
     ["mlp.up.weight", "mlp.up.bias", "mlp.down.weight", "mlp.down.bias", "tail.weight", "tail.bias"];

@@ -1,4 +1,5 @@
-//! `StateDict`: folders as Hugging Face has them, in one file and in shards; what does not fit together is refused by name.
+//! `StateDict`: folders in the format of Hugging Face, in one file and in shards. Inconsistent
+//! shards are refused by name.
 
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -10,7 +11,7 @@ use stepscope::{Error, Quantity, StateDict};
 const INDEX: &str = "model.safetensors.index.json";
 const SECOND: &str = "model-00002-of-00003.safetensors";
 
-/// Three tensors of 40, 24 and 4 bytes, all of one number.
+/// Returns three tensors of 40, 24 and 4 bytes, all of one number.
 fn state(number: f32) -> StateDict {
     let mut tensors = StateDict::default();
     for (name, shape) in [("a.weight", &[5, 2][..]), ("b.weight", &[6]), ("c", &[])] {
@@ -38,7 +39,7 @@ fn refused(folder: &Path, file: &str, told: &str) {
     }
 }
 
-/// The index with what `change` makes of it.
+/// Applies `change` to the index.
 fn change_index(folder: &Path, change: impl FnOnce(&mut Value)) {
     let path = folder.join(INDEX);
     let mut index = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
@@ -47,7 +48,7 @@ fn change_index(folder: &Path, change: impl FnOnce(&mut Value)) {
 }
 
 #[test]
-fn shards_go_out_as_transformers_write_them_and_come_back() {
+fn shards_round_trip_in_transformers_format() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     let tensors = state(0.1);
@@ -69,14 +70,14 @@ fn shards_go_out_as_transformers_write_them_and_come_back() {
 }
 
 #[test]
-fn what_an_earlier_save_left_is_gone() {
+fn saves_remove_old_shards() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     for other in ["config.json", "model-00001-of-00009.bin", "adapter-00001-of-00009.safetensors"] {
         fs::write(folder.join(other), "").unwrap();
     }
     let others = names(folder);
-    // Bytes of a shard, and how many there are.
+    // The bytes of a shard, and the number of shards.
     let saves = [(1, 3), (1, 3), (40, 2), (28, 2), (1, 3), (68, 1), (68, 1), (40, 2), (67, 2), (u64::MAX, 1)];
     for (number, (most, shards)) in saves.into_iter().enumerate() {
         let tensors = state(number as f32);
@@ -94,9 +95,9 @@ fn what_an_earlier_save_left_is_gone() {
     }
 }
 
-/// What cannot be written is found before anything is changed.
+/// Tensors that cannot be written are found before anything is changed.
 #[test]
-fn a_save_that_fails_leaves_the_old_tensors() {
+fn failed_save_keeps_old_tensors() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     let old = state(1.0);
@@ -119,19 +120,20 @@ fn a_save_that_fails_leaves_the_old_tensors() {
     assert!(error.contains("none"), "{error}");
 }
 
-/// Where the child process of the next test saves.
+/// The environment variable with the folder to which the next test's child process saves.
 const CHILD: &str = "STEPSCOPE_TEST_PRETRAINED_FOLDER";
-/// Is there when it has saved.
+/// A file that exists after the first save.
 const BEGUN: &str = "begun";
 
-/// A process that saves all the time is killed: the folder has the tensors of one save, or it says that it has none.
+/// Kills a process that saves repeatedly. The folder then has the tensors of one save, or reading
+/// it reports that it has none.
 #[cfg(unix)]
 #[test]
-fn a_save_that_is_killed_mixes_nothing() {
-    const NAME: &str = "state_dict::pretrained::a_save_that_is_killed_mixes_nothing";
+fn killed_save_mixes_nothing() {
+    const NAME: &str = "state_dict::pretrained::killed_save_mixes_nothing";
     if let Some(folder) = std::env::var_os(CHILD) {
         for number in 0_u16.. {
-            // As often over shards of the same names as of others, and one file between.
+            // Equally often over shards of the same names and of others, with one file in between.
             let most = [1, 1, 40, 68][usize::from(number % 4)];
             state(number.into()).save_pretrained(&folder, Some(most)).unwrap();
             fs::write(Path::new(&folder).join(BEGUN), "").unwrap();
@@ -168,13 +170,13 @@ fn a_save_that_is_killed_mixes_nothing() {
 }
 
 #[test]
-fn shards_that_do_not_fit_together_are_refused_by_name() {
+fn mismatched_shards_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     let fresh = || state(1.0).save_pretrained(folder, Some(1)).unwrap();
     fresh();
     fs::remove_file(folder.join(SECOND)).unwrap();
-    refused(folder, SECOND, "is missing, and model.safetensors.index.json has tensors in it: 1");
+    refused(folder, SECOND, "is missing, but model.safetensors.index.json lists tensors in it: 1");
     fresh();
     let whole = fs::read(folder.join(SECOND)).unwrap();
     for length in [whole.len() - 1, whole.len() - 24, 9, 0] {
@@ -183,18 +185,18 @@ fn shards_that_do_not_fit_together_are_refused_by_name() {
     }
     fresh();
     change_index(folder, |index| index["weight_map"]["d"] = SECOND.into());
-    refused(folder, SECOND, "has no `d`, which model.safetensors.index.json has there");
+    refused(folder, SECOND, "has no `d`, which model.safetensors.index.json lists there");
     fresh();
     change_index(folder, |index| drop(index["weight_map"].as_object_mut().unwrap().remove("b.weight")));
-    // Nothing leads to its shard.
+    // No entry of the index leads to this shard.
     assert_eq!(read(folder).unwrap().iter().map(|(name, ..)| name).collect::<Vec<_>>(), ["a.weight", "c"]);
     fresh();
     change_index(folder, |index| index["weight_map"]["b.weight"] = "model-00001-of-00003.safetensors".into());
     refused(folder, "model-00001-of-00003.safetensors", "has no `b.weight`, which");
-    // In two shards, of which the index can have one.
+    // In two shards, of which the index can name only one.
     fresh();
     state(1.0).save(folder.join(SECOND)).unwrap();
-    refused(folder, SECOND, "has `a.weight`, which model.safetensors.index.json does not have there");
+    refused(folder, SECOND, "has `a.weight`, which model.safetensors.index.json does not list there");
     fresh();
     let text = fs::read_to_string(folder.join(INDEX)).unwrap();
     let twice = text.replace("\"c\":", &format!("\"a.weight\": \"{SECOND}\", \"c\":"));
@@ -202,7 +204,7 @@ fn shards_that_do_not_fit_together_are_refused_by_name() {
     refused(folder, INDEX, "two texts named `a.weight`");
     for shard in ["", "../x.safetensors", "/x", "a\\b", &"x/".repeat(10_000)] {
         change_index_of(folder, shard);
-        refused(folder, INDEX, "expected the name of a file beside it, got `");
+        refused(folder, INDEX, "expected the name of a file in the same folder, got `");
     }
     for (text, told) in [
         ("", "EOF"),
@@ -225,7 +227,7 @@ fn change_index_of(folder: &Path, shard: &str) {
 }
 
 #[test]
-fn tensors_of_other_types_are_refused_unless_they_are_skipped() {
+fn other_types_must_be_skipped() {
     use safetensors::{Dtype, tensor::TensorView};
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
@@ -238,12 +240,12 @@ fn tensors_of_other_types_are_refused_unless_they_are_skipped() {
     refused(folder, "model.safetensors", "`mask`: expected F32, BF16 or F16, got BOOL");
     assert_eq!(StateDict::from_pretrained(folder, |name| name == "mask").unwrap(), StateDict::default());
     write(Dtype::F32, [1.0, f32::NAN].map(f32::to_le_bytes).as_flattened());
-    refused(folder, "model.safetensors", "`mask`: expected finite numbers, got NaN at place 1");
+    refused(folder, "model.safetensors", "`mask`: expected finite numbers, got NaN at index 1");
     assert_eq!(StateDict::from_pretrained(folder, |name| name == "mask").unwrap(), StateDict::default());
 }
 
 #[test]
-fn a_tensor_has_as_many_values_as_its_shape() {
+fn value_count_must_match_shape() {
     let mut tensors = state(1.0);
     for (name, shape, count) in [("d", &[2, 3][..], 5), ("d", &[usize::MAX, 2], 0), ("d", &[], 0)] {
         let error = tensors.insert(name, shape, vec![0.0; count]).unwrap_err().to_string();

@@ -1,4 +1,5 @@
-//! Dropout under a trainer: the same weights however it runs or is interrupted, and none in an evaluation.
+//! Dropout in a trainer: the same weights however it runs or is interrupted, and no dropout in an
+//! evaluation.
 
 use crate::support::{Random, on_each_device};
 use crate::trainer::{BATCHES, CLASSES, INPUTS, Points, arena};
@@ -8,7 +9,7 @@ use stepscope::*;
 
 const SEED: u64 = 0x5eed_0000_0001;
 
-/// A block with dropout, which is a checkpoint or not, and a head behind a dropout of its own.
+/// A block with dropout, optionally recomputed, and a head after a dropout of its own.
 #[derive(Clone, Copy)]
 struct Net {
     input: Linear,
@@ -25,12 +26,12 @@ impl Net {
 }
 
 impl Model for Net {
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let mut x = self.input.forward(tape, &tape.input(batch.input::<f32>(0)?))?;
         for _ in 0..2 {
             let net = *self;
             x = match self.recompute {
-                true => tape.checkpoint(x, move |tape, x| net.block(tape, &x))?,
+                true => tape.recompute(x, move |tape, x| net.block(tape, &x))?,
                 false => self.block(tape, &x)?,
             };
         }
@@ -38,9 +39,9 @@ impl Model for Net {
     }
 }
 
-/// A learner that has no generator yet.
-fn bare(device: &Device, p: f32, recompute: bool) -> Learner<Net> {
-    let mut layout = Layout::builder();
+/// Returns a training state without a generator.
+fn bare(device: &Device, p: f32, recompute: bool) -> TrainState<Net> {
+    let mut layout = ParameterSpec::builder();
     let mut names = layout.names();
     let net = Net {
         input: Linear::new(names.at("input"), INPUTS, 32),
@@ -50,14 +51,14 @@ fn bare(device: &Device, p: f32, recompute: bool) -> Learner<Net> {
         recompute,
     };
     let config = AdamWConfig { learning_rate: 0.02, clip: Some(0.5), ..AdamWConfig::default() };
-    Learner::new(device, net, &layout.build().unwrap(), 7, config).unwrap()
+    TrainState::new(device, net, &layout.build().unwrap(), 7, config).unwrap()
 }
 
-fn learner(device: &Device, recompute: bool) -> Learner<Net> {
+fn learner(device: &Device, recompute: bool) -> TrainState<Net> {
     bare(device, 0.3, recompute).with_dropout(SEED).unwrap()
 }
 
-/// An epoch's batches in parts of at most so many samples.
+/// Returns an epoch's batches in parts of at most this many samples.
 fn batches(part: usize) -> Vec<Vec<Points>> {
     let mut random = Random::new(1);
     let mut batch = |samples: usize| {
@@ -86,12 +87,12 @@ fn sha256(trainer: &Trainer<'_, Net>) -> String {
     trainer.learner().parameters.sha256().unwrap()
 }
 
-/// The weights after an epoch that nothing disturbed.
+/// Returns the weights after an undisturbed epoch.
 fn undisturbed(device: &Device, part: usize) -> String {
     epoch(&mut trainer(&mut arena(device), false, part, false), part, &mut EpochProgress::default())
 }
 
-/// A checkpoint behind so many updates.
+/// Saves a checkpoint after this many updates.
 fn save_behind(device: &Device, captured: bool, updates: usize, path: &Path) {
     let mut arena = arena(device);
     let mut trainer = trainer(&mut arena, captured, 3, captured).checkpoint(path, None);
@@ -101,7 +102,7 @@ fn save_behind(device: &Device, captured: bool, updates: usize, path: &Path) {
 }
 
 on_each_device! {
-    fn captured_or_not_and_recomputed_or_not_the_bits_are_the_same(device: &Device) {
+    fn capture_and_recompute_keep_bits(device: &Device) {
         for part in [8, 3] {
             let expected = undisturbed(device, part);
             for (captured, recompute) in [(false, true), (true, false), (true, true)] {
@@ -116,24 +117,25 @@ on_each_device! {
         assert_ne!(epoch(&mut plain, 8, &mut EpochProgress::default()), undisturbed(device, 8), "nothing is dropped");
     }
 
-    /// Each update draws its own numbers, and each part of it.
+    /// Each update draws its own numbers, and so does each part of it.
     fn updates_and_parts_draw_anew(device: &Device) {
         let mut arena = arena(device);
         let learner = learner(device, false);
         let still = AdamWConfig { learning_rate: 0.0, weight_decay: 0.0, ..AdamWConfig::default() };
         let optimizer = AdamW::new(&learner.parameters, still).unwrap();
-        let mut trainer = Trainer::eager(&mut arena, Learner { optimizer, ..learner });
+        let mut trainer = Trainer::eager(&mut arena, TrainState { optimizer, ..learner });
         let point = batches(1)[0][0].clone();
         let losses: Vec<f64> = (0..5).map(|_| trainer.update(std::slice::from_ref(&point)).unwrap().loss).collect();
         let all_differ = |losses: &[f64]| losses.iter().enumerate().all(|(at, loss)| !losses[..at].contains(loss));
         assert!(all_differ(&losses), "{losses:?}");
-        // The mean of two parts that drew the same would be the first's loss.
+        // If two parts drew the same numbers, their mean would be the first one's loss.
         let twice = trainer.update(&[point.clone(), point]).unwrap().loss;
         assert!(all_differ(&[&losses[..], &[twice]].concat()), "{losses:?}, {twice}");
     }
 
-    /// Behind any update, from either way of running into the other, whatever seed the resumed program has.
-    fn resumed_behind_any_update_the_bits_are_the_same(device: &Device) {
+    /// Resumes after any update, from either way of running into the other, whatever seed the
+    /// resumed program has.
+    fn resuming_keeps_bits(device: &Device) {
         let expected = undisturbed(device, 3);
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("net.safetensors");
@@ -146,7 +148,7 @@ on_each_device! {
                 true => Trainer::eager(&mut arena, other),
                 false => Trainer::captured(&mut arena, other, &batches(3)[0][0]).unwrap(),
             };
-            // What it did before does not matter.
+            // Its earlier updates do not matter.
             trainer.update(&batches(3)[1]).unwrap();
             let mut progress = trainer.restore(&Checkpoint::load(&path).unwrap()).unwrap();
             assert_eq!(progress.updates, updates as u64);
@@ -154,8 +156,9 @@ on_each_device! {
         }
     }
 
-    /// Evaluations drop nothing and draw nothing; updates that came to nothing leave no trace; an update that is looked at is the same.
-    fn what_happens_between_updates_changes_nothing(device: &Device) {
+    /// Evaluations drop and draw nothing, failed updates leave no trace, and observed updates do
+    /// not change.
+    fn work_between_updates_changes_nothing(device: &Device) {
         let expected = undisturbed(device, 3);
         for captured in [false, true] {
             let mut arena = arena(device);
@@ -182,8 +185,8 @@ on_each_device! {
         }
     }
 
-    /// An evaluation has the bits of a model that never drops.
-    fn an_evaluation_is_that_of_a_model_without_dropout(device: &Device) {
+    /// An evaluation has the bits of a model without dropout.
+    fn evaluation_drops_nothing(device: &Device) {
         let batch = batches(8).remove(0);
         let evaluate = |learner| {
             let mut arena = arena(device);
@@ -197,7 +200,7 @@ on_each_device! {
         assert_eq!(dropping, evaluate(bare(device, 0.3, false)), "it needs no generator");
     }
 
-    fn a_model_that_drops_without_numbers_is_refused(device: &Device) {
+    fn dropout_needs_a_generator(device: &Device) {
         let batch = batches(8).remove(0);
         for recompute in [false, true] {
             let mut arena = arena(device);
@@ -205,13 +208,13 @@ on_each_device! {
             let captured = Trainer::captured(&mut arena, bare(device, 0.3, recompute), &batch[0]).map(drop);
             for outcome in [eager, captured] {
                 let error = outcome.expect_err("it has no generator").to_string();
-                assert!(["dropout", "Learner::with_dropout"].iter().all(|tell| error.contains(tell)), "{error}");
+                assert!(["dropout", "TrainState::with_dropout"].iter().all(|tell| error.contains(tell)), "{error}");
             }
         }
     }
 
-    /// A learner with dropout goes on from no file without a seed, and nothing is changed then.
-    fn a_file_without_a_seed_is_refused(device: &Device) {
+    /// A training state with dropout refuses a file without a seed, and nothing is changed.
+    fn file_without_seed_is_refused(device: &Device) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("net.safetensors");
         let mut other = arena(device);
@@ -221,7 +224,7 @@ on_each_device! {
         let note = |seed: Option<&str>| {
             let mut notes = vec![("stepscope.epoch", progress.clone())];
             notes.extend(seed.map(|seed| ("stepscope.dropout_seed", seed.to_owned())));
-            let Learner { parameters, optimizer, .. } = plain.learner();
+            let TrainState { parameters, optimizer, .. } = plain.learner();
             Checkpoint::save(&path, parameters, Some(optimizer), &notes).unwrap();
             Checkpoint::load(&path).unwrap()
         };

@@ -1,4 +1,4 @@
-//! A step cannot work on a tensor of another arena: it would be taken back at another time.
+//! A step cannot work on a tensor of another arena, which is freed at another time.
 
 use stepscope::{Arena, Result, ops};
 

@@ -1,9 +1,9 @@
-//! A step that is recorded cannot run another step of its arena.
+//! A recorded step cannot run another step of its arena.
 
-use stepscope::{Arena, Inputs, Result};
+use stepscope::{Arena, HostInputs, Result};
 
 fn run(arena: &mut Arena) -> Result<()> {
-    arena.capture(&mut *arena, &Inputs::new(), |_, arena, _| arena.step(|_| Ok(())))?;
+    arena.capture(&mut *arena, &HostInputs::new(), |_, arena, _| arena.step(|_| Ok(())))?;
     Ok(())
 }
 

@@ -1,4 +1,4 @@
-//! What a kernel takes is one of the library's types: how many words an argument is, a kernel's CPU form relies on.
+//! Kernel arguments have library types, because a kernel's CPU form relies on their sizes in words.
 
 use cuda_std::launch::{Argument, Words};
 

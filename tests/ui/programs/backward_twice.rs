@@ -1,4 +1,4 @@
-//! A tape is consumed by its one backward pass.
+//! A tape is consumed by its only backward pass.
 
 use stepscope::{Arena, Gradients, Parameters, Result, Tape};
 

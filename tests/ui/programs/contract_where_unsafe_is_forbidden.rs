@@ -1,4 +1,4 @@
-//! A module that forbids unsafe code writes no contract: that a kernel stays inside what it accepts is its author's promise.
+//! A module that forbids unsafe code cannot write a contract, which is its author's promise.
 
 mod kernel {
     use cuda_std::prelude::*;

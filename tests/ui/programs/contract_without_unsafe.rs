@@ -1,4 +1,4 @@
-//! A contract is a promise, and its author says so: without the word `unsafe` there is none.
+//! A contract is its author's promise and must be marked `unsafe`.
 
 use cuda_std::prelude::*;
 

@@ -1,4 +1,4 @@
-//! A buffer cannot go while it is lent to a step.
+//! A buffer cannot be dropped while it is lent to a step.
 
 use stepscope::{Arena, Buffer, Result, ops};
 

@@ -1,4 +1,4 @@
-//! Weights cannot go while a tape still needs them for backward.
+//! Weights cannot be dropped while a tape still needs them for backward.
 
 use stepscope::{Arena, Gradients, Parameters, Result, Tape};
 

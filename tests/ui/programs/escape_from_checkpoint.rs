@@ -1,4 +1,4 @@
-//! What a checkpoint's closure makes cannot leave it by a variable outside.
+//! A tensor of a recomputed closure cannot leave it through a variable outside.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -9,7 +9,7 @@ fn run(arena: &mut Arena, parameters: &Parameters) -> Result<()> {
         let tape = Tape::new(step, parameters);
         let x = tape.input(step.upload(&[1.0f32], [1])?);
         let escaped = Rc::new(RefCell::new(Vec::<Var>::new()));
-        tape.checkpoint(x, move |tape, x| {
+        tape.recompute(x, move |tape, x| {
             let y = tape.scale(&x, 2.0)?;
             escaped.borrow_mut().push(y);
             Ok(y)

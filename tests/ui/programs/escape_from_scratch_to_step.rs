@@ -1,4 +1,4 @@
-//! A scratch's tensor cannot become one of the step.
+//! A scratch's tensor cannot become a tensor of the step.
 
 use stepscope::{Arena, Result, Tensor};
 

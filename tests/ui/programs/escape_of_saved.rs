@@ -1,4 +1,4 @@
-//! A saved tensor, though it can be copied, cannot leave its step either.
+//! A saved tensor, although it is `Copy`, cannot leave its step either.
 
 use stepscope::{Arena, Result};
 

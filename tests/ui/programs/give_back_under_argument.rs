@@ -1,4 +1,4 @@
-//! A tensor cannot be given back while a kernel that is still to be launched names it.
+//! A tensor cannot be freed while a kernel that is still to be launched names it.
 
 use kernels::elementwise::add_assign;
 use stepscope::{Arena, Result, Source, Target};
@@ -8,7 +8,7 @@ fn run(arena: &mut Arena) -> Result<()> {
         let mut x = step.upload(&[1.0f32], [1])?;
         let y = step.upload(&[1.0f32], [1])?;
         let kernel = add_assign { out: x.out(), a: y.slice() };
-        step.give_back(y);
+        step.free(y);
         step.launch(kernel)
     })
 }

@@ -1,4 +1,4 @@
-//! A brand is invariant: a tensor cannot be given another step's, neither a longer nor a shorter one.
+//! A brand is invariant: a tensor cannot get another step's lifetime, longer or shorter.
 
 use stepscope::Tensor;
 

@@ -1,4 +1,4 @@
-//! A module that forbids unsafe code has no kernel: its pointers are raw.
+//! A module that forbids unsafe code cannot define a kernel, whose pointers are raw.
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! A kernel is `unsafe`: nothing but its contract looks at what its pointers point to.
+//! A kernel is `unsafe`, because only its contract checks its pointers.
 
 use cuda_std::prelude::*;
 

@@ -1,4 +1,4 @@
-//! Nobody gives PTX the name of another package: what a table holds is written by the build that made it.
+//! A PTX table cannot claim another package's name: the build that made it writes the name.
 
 use stepscope::{Device, DeviceKind, Kernels};
 

@@ -1,4 +1,4 @@
-//! PTX comes from the package's own build script; for any other text its giver answers with `unsafe`.
+//! PTX comes from the package's own build script; providing any other text is `unsafe`.
 
 use stepscope::{Device, DeviceKind, Kernels};
 

@@ -1,4 +1,4 @@
-//! What a launch takes stays on its thread: a kernel that names a step's memory is launched where the step is.
+//! A launch's arguments stay on their thread, because they name a step's memory.
 
 use kernels::fill::fill;
 use stepscope::{Arena, Capacity, Device, DeviceKind, Target};

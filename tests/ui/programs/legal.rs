@@ -1,11 +1,11 @@
-//! What the brands allow: every pattern that a training program needs compiles, and runs.
+//! Every pattern that a training program needs compiles, and runs.
 
 use stepscope::{
-    AdamW, AdamWConfig, Arena, Buffer, Capacity, Device, DeviceKind, Gradients, Initializer, Layout, Parameters,
+    AdamW, AdamWConfig, Arena, Buffer, Capacity, Device, DeviceKind, Gradients, Initializer, ParameterSpec, Parameters,
     Result, Saved, Step, Tape, Tensor, ops,
 };
 
-/// An op of one's own takes a bare step, and gives a tensor of that step.
+/// Doubles x: a custom op takes a bare step and returns a tensor of that step.
 fn double<'s>(step: &Step<'s>, x: &Saved<'s>) -> Result<Tensor<'s>> {
     let mut sum = ops::copy(step, x)?;
     ops::add_assign(step, &mut sum, x)?;
@@ -74,7 +74,7 @@ fn buffers_outlive_steps(arena: &mut Arena, device: &Device) -> Result<()> {
 }
 
 fn a_step_trains(arena: &mut Arena, device: &Device) -> Result<()> {
-    let mut layout = Layout::builder();
+    let mut layout = ParameterSpec::builder();
     let weight = layout.add("weight", [1, 2], Initializer::Constant(0.5));
     let layout = layout.build()?;
     let mut parameters = Parameters::new(device, &layout, 0)?;
@@ -82,7 +82,7 @@ fn a_step_trains(arena: &mut Arena, device: &Device) -> Result<()> {
     let mut optimizer = AdamW::new(&parameters, AdamWConfig::default())?;
     arena.step(|step| {
         gradients.zero(step)?;
-        // Two tapes of one step, and one that is given up.
+        // Two tapes of one step, one of which is dropped.
         let (first, second, given_up) =
             (Tape::new(step, &parameters), Tape::new(step, &parameters), Tape::new(step, &parameters));
         drop(given_up);
@@ -102,7 +102,7 @@ fn a_step_trains(arena: &mut Arena, device: &Device) -> Result<()> {
 }
 
 fn checkpoints_are_lent_what_they_need(arena: &mut Arena, device: &Device) -> Result<()> {
-    let mut layout = Layout::builder();
+    let mut layout = ParameterSpec::builder();
     let weight = layout.add("weight", [2, 2], Initializer::Constant(0.5));
     let parameters = Parameters::new(device, &layout.build()?, 0)?;
     let mut gradients = Gradients::zeros(&parameters)?;
@@ -111,7 +111,7 @@ fn checkpoints_are_lent_what_they_need(arena: &mut Arena, device: &Device) -> Re
         let tape = Tape::new(step, &parameters);
         let x = tape.input(step.upload(&[1.0f32, 2.0], [1, 2])?);
         let labels = step.upload(&[1u32], [1])?.save();
-        let loss = tape.checkpoint((x, labels), move |tape, (x, labels)| {
+        let loss = tape.recompute((x, labels), move |tape, (x, labels)| {
             assert_eq!(name, "owned");
             let [h, y] = tape.checkpoint_all([x, x], move |tape, [x, again]| {
                 let h = tape.linear(&x, weight, None)?;
@@ -121,7 +121,7 @@ fn checkpoints_are_lent_what_they_need(arena: &mut Arena, device: &Device) -> Re
         })?;
         tape.backward(&loss, &mut gradients)
     })?;
-    // The logits are 2 h + x, of which the second is larger by 1.
+    // The logits are 2 h + x; the second is larger by 1.
     let wrong = 1.0 / (1.0 + 1.0f32.exp());
     let want = [2.0, -2.0, 4.0, -4.0].map(|factor| factor * wrong);
     let gradients = gradients.read(weight)?;
@@ -139,7 +139,7 @@ fn run() -> Result<()> {
     buffers_outlive_steps(&mut arena, &device)?;
     a_step_trains(&mut arena, &device)?;
     checkpoints_are_lent_what_they_need(&mut arena, &device)?;
-    // An arena may move to another thread between steps, weights and devices may be shared.
+    // An arena may move to another thread between steps. Weights and devices may be shared.
     std::thread::spawn(move || values_leave_a_step(&mut other)).join().expect("no panic")
 }
 

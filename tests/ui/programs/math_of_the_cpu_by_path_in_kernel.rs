@@ -1,12 +1,12 @@
-//! Nor has it by its path, or in another macro's call.
+//! A kernel cannot call `f32::exp` by its path or inside another macro either.
 
 use cuda_std::prelude::*;
 use kernels::vector::{load, store};
 
-/// y[0] = x[0], which is at most 1.
+/// Computes y[0] = x[0], at most 1.
 #[kernel]
 pub unsafe fn bounded(x: &[f32], y: *mut f32) {
-    // SAFETY: an element of each.
+    // SAFETY: x and y each have an element.
     unsafe {
         let x = load(x, 0);
         assert!(f32::powi(x, 2) <= 1.0);

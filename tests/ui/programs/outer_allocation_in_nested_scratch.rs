@@ -1,4 +1,4 @@
-//! The same holds for a scratch within a scratch: while the inner one is open, the outer one cannot allocate.
+//! While a nested scratch is open, the scratch around it cannot allocate.
 
 use stepscope::{Arena, Result, Step};
 

@@ -1,4 +1,4 @@
-//! While a scratch is open the outer step cannot allocate: the scratch's end would take that memory back.
+//! While a scratch is open, its step cannot allocate: the scratch's end would free that memory.
 
 use stepscope::{Arena, Result, Step};
 

@@ -1,4 +1,4 @@
-//! A checkpoint's closure cannot allocate on the step around it.
+//! A recomputed closure cannot allocate on the step around it.
 
 use stepscope::{Arena, Parameters, Result, Tape};
 
@@ -7,7 +7,7 @@ fn run(arena: &mut Arena, parameters: &Parameters) -> Result<()> {
         let tape = Tape::new(step, parameters);
         let x = tape.input(step.upload(&[1.0f32], [1])?);
         let outer = tape.step();
-        tape.checkpoint(x, move |_, x| outer.empty::<f32>([1]).map(|_| x))?;
+        tape.recompute(x, move |_, x| outer.empty::<f32>([1]).map(|_| x))?;
         Ok(())
     })
 }

@@ -1,4 +1,4 @@
-//! A scratch sees the step's tensors only as they are lent to it.
+//! A scratch can use the step's tensors only if they are lent to it.
 
 use stepscope::{Arena, Result, ops};
 

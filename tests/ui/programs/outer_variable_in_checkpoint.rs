@@ -1,4 +1,4 @@
-//! A checkpoint's closure holds nothing of the step around it: what it needs is lent to it.
+//! A recomputed closure cannot capture variables of the step around it: they are lent to it.
 
 use stepscope::{Arena, Parameters, Result, Tape};
 
@@ -7,7 +7,7 @@ fn run(arena: &mut Arena, parameters: &Parameters) -> Result<()> {
         let tape = Tape::new(step, parameters);
         let x = tape.input(step.upload(&[1.0f32], [1])?);
         let outer = tape.scale(&x, 3.0)?;
-        tape.checkpoint(x, move |tape, x| {
+        tape.recompute(x, move |tape, x| {
             assert_eq!(x.shape(), outer.shape());
             tape.scale(&x, 2.0)
         })?;

@@ -1,9 +1,9 @@
-//! A step that is recorded cannot read: there is nothing to be read yet.
+//! A recorded step cannot read, because nothing has been computed yet.
 
-use stepscope::{Arena, Inputs, Result, ops};
+use stepscope::{Arena, HostInputs, Result, ops};
 
 fn run(arena: &mut Arena) -> Result<()> {
-    arena.capture((), &Inputs::new(), |step, (), _| {
+    arena.capture((), &HostInputs::new(), |step, (), _| {
         let x = ops::fill(step, [4], 1.0)?;
         step.read(&x).map(drop)
     })?;

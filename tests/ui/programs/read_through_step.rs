@@ -1,4 +1,4 @@
-//! A bare step cannot read, for reading waits.
+//! A bare step cannot read, because reading waits.
 
 use stepscope::{Result, Step, Tensor};
 

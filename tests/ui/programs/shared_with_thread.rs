@@ -1,4 +1,4 @@
-//! A tensor cannot be seen by another thread, not even one that ends within the step.
+//! Another thread cannot use a tensor, even if it ends within the step.
 
 use stepscope::{Arena, Result};
 

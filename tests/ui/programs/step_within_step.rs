@@ -1,4 +1,4 @@
-//! An arena runs one step at a time: the inner one's end would take back the outer one's memory.
+//! An arena runs one step at a time: the inner step's end would free the outer step's memory.
 
 use stepscope::{Arena, Result};
 

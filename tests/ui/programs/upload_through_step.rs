@@ -1,4 +1,4 @@
-//! A bare step cannot upload: it may be a recording.
+//! A bare step cannot upload, because it may be a recording.
 
 use stepscope::{Result, Step};
 

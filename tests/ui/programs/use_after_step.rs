@@ -1,4 +1,4 @@
-//! What remembers a tensor cannot be called after the step.
+//! A closure that holds a tensor cannot be called after the step.
 
 use stepscope::{Arena, Result, Shape};
 

@@ -1,4 +1,4 @@
-//! Saving gives the unique tensor up: it cannot be written afterwards under its old name.
+//! Saving consumes the unique tensor: it cannot be written afterwards under its old name.
 
 use stepscope::{Arena, Result, ops};
 

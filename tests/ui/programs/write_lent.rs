@@ -1,4 +1,4 @@
-//! What is lent to a scratch for reading cannot be written there.
+//! A tensor lent to a scratch for reading cannot be written there.
 
 use stepscope::{Arena, Result, ops};
 

@@ -1,4 +1,4 @@
-//! A buffer cannot be written by the host while it is lent to a step.
+//! The host cannot write a buffer while it is lent to a step.
 
 use stepscope::{Arena, Buffer, Result, ops};
 

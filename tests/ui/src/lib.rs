@@ -1,1 +1,1 @@
-//! Nothing: `tests/ui.rs` builds the `programs`.
+//! An empty library: `tests/ui.rs` builds the `programs`.

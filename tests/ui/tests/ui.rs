@@ -1,23 +1,26 @@
-//! What the brands forbid does not compile, for the stated reason; what they allow does.
+//! Programs that violate the brands must not compile, for the stated reason, and a legal program
+//! must.
 //!
-//! Each program in `programs` states its guarantee in its first line, and its `.stderr` holds what the compiler says.
-//! After a change, `TRYBUILD=overwrite cargo test --package stepscope-ui` writes them anew: read the difference.
+//! Each program in `programs` states its guarantee in its first line, and its `.stderr` holds the
+//! compiler's messages. After a change, `TRYBUILD=overwrite cargo test --package stepscope-ui`
+//! rewrites them: review the difference.
 
 #![forbid(unsafe_code)]
 
 use std::fs;
 use std::path::PathBuf;
 
-use stepscope::{Arena, Device, Eager, Lent, LentMut, Saved, Scratch, Step, Tape, Tensor, Var};
+use stepscope::{Arena, Device, EagerStep, Lent, LentMut, Saved, ScratchStep, Step, Tape, Tensor, Var};
 
 /// The program that must compile. As a module it needs no build of its own, and is run too.
 #[path = "../programs/legal.rs"]
 mod legal;
 
-// What belongs to a step stays on its thread; an arena may move between steps, and no two threads share one.
+// Objects of a step stay on its thread. An arena may move between steps, and two threads cannot
+// share it.
 static_assertions::assert_not_impl_any!(Step<'static>: Send, Sync);
-static_assertions::assert_not_impl_any!(Eager<'static>: Send, Sync);
-static_assertions::assert_not_impl_any!(Scratch<'static, 'static>: Send, Sync);
+static_assertions::assert_not_impl_any!(EagerStep<'static>: Send, Sync);
+static_assertions::assert_not_impl_any!(ScratchStep<'static, 'static>: Send, Sync);
 static_assertions::assert_not_impl_any!(Tensor<'static>: Send, Sync);
 static_assertions::assert_not_impl_any!(Saved<'static>: Send, Sync);
 static_assertions::assert_not_impl_any!(Lent<'static, 'static>: Send, Sync);
@@ -28,7 +31,7 @@ static_assertions::assert_not_impl_any!(Arena: Sync);
 static_assertions::assert_impl_all!(Arena: Send);
 static_assertions::assert_impl_all!(Device: Send, Sync);
 
-/// The programs that must not compile.
+/// Returns the programs that must not compile.
 fn forbidden() -> Vec<PathBuf> {
     let mut programs: Vec<PathBuf> = fs::read_dir("programs")
         .expect("programs")
@@ -48,7 +51,7 @@ fn forbidden_programs_do_not_compile() {
 }
 
 #[test]
-fn each_forbidden_program_states_its_guarantee_and_has_errors_of_one_kind() {
+fn forbidden_programs_state_their_guarantee() {
     let programs = forbidden();
     assert!(programs.len() >= 7, "{programs:?}");
     for program in programs {
@@ -56,7 +59,8 @@ fn each_forbidden_program_states_its_guarantee_and_has_errors_of_one_kind() {
         let text = fs::read_to_string(&program).unwrap();
         assert!(text.starts_with("//! "), "{name}: the first line states the guarantee");
         let errors = fs::read_to_string(program.with_extension("stderr")).unwrap();
-        // The compiler may tell one mistake twice (each brand does not outlive the other), but never two mistakes.
+        // The compiler may report one mistake twice (each brand does not outlive the other), but
+        // never two mistakes.
         let mut kinds: Vec<&str> =
             errors.lines().filter(|line| line.starts_with("error")).filter_map(|line| line.split(':').next()).collect();
         kinds.dedup();
@@ -70,13 +74,14 @@ fn the_legal_program_runs() {
     legal::main();
 }
 
-/// What docs/compiler.md quotes, line by line, is what the compiler prints of the program that is named above it.
+/// Each message in docs/compiler.md must be, line by line, the compiler's output for the program
+/// named above it.
 #[test]
-fn the_page_on_the_compilers_messages_quotes_them_as_they_are() {
+fn compiler_page_quotes_real_messages() {
     let page = fs::read_to_string("../../docs/compiler.md").unwrap();
     let sections: Vec<&str> = page.split("\n`tests/ui/programs/").skip(1).collect();
     assert!(sections.len() >= 8, "{} messages", sections.len());
-    // The compiler puts numbers and bars before a line, and indents it as the program does.
+    // The compiler puts numbers and bars before a line, and indents it like the program.
     let plain =
         |line: &str| line.trim_start_matches(|c: char| c.is_ascii_digit() || " |".contains(c)).trim_end().to_owned();
     for section in sections {

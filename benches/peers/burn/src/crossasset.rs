@@ -41,7 +41,7 @@ impl<B: Backend> CrossAsset<B> {
         }
     }
 
-    /// `x`: `[batch, scales, features]`; result: `[batch, classes]`.
+    /// Returns `[batch, classes]` for `x: [batch, scales, features]`.
     fn forward(&self, x: Tensor<B, 3>) -> Tensor<B, 2> {
         let token = |(scale, linear): (usize, &Linear<B>)| {
             linear.forward(x.clone().slice_dim(1, scale..scale + 1).squeeze_dim::<2>(1))

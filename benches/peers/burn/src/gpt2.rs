@@ -45,7 +45,7 @@ impl<B: Backend> Gpt2<B> {
         }
     }
 
-    /// `ids`: `[samples, tokens]`; result: logits, `[samples * tokens, vocabulary]`.
+    /// Returns logits `[samples * tokens, vocabulary]` for `ids: [samples, tokens]`.
     fn forward(&self, ids: Tensor<B, 2, Int>) -> Tensor<B, 2> {
         let mut h = self.tokens.forward(ids) + self.positions.weight.val().unsqueeze();
         for block in &self.blocks {

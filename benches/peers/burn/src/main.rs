@@ -1,6 +1,8 @@
-//! CrossAsset and GPT-2 trained by burn, for the benches: `burn step ..` and `burn gpt2 ..`, a JSON value a line.
+//! CrossAsset and GPT-2 trained by burn, for the benches: `burn step ..` and `burn gpt2 ..` print
+//! one JSON value per line.
 //!
-//! Written as the Burn Book has it: modules, a training loop of one's own, AdamW with its clipping, the CUDA backend with fusion and autotune.
+//! Written in the style of the Burn Book: modules, a custom training loop, AdamW with its clipping,
+//! and the CUDA backend with fusion and autotune.
 
 mod crossasset;
 mod gpt2;
@@ -19,8 +21,8 @@ use training::Trained;
 use work::{Command, Kind, Peer, Precision, Result, Work};
 
 const PEER: Peer = Peer { contender: "burn", package: "burn", lock: include_str!("../Cargo.lock") };
-/// Autotune times products in TF32 with those in f32, and keeps the fastest.
-const NO_IEEE: &str = "burn multiplies f32 in TF32 where that is faster, and has no switch for it";
+/// Autotune compares products in TF32 with those in f32, and keeps the fastest.
+const NO_IEEE: &str = "burn multiplies f32 in TF32 where that is faster, and cannot be configured otherwise";
 
 fn main() -> Result<()> {
     let Command { work } = Command::parse();
@@ -32,9 +34,9 @@ fn main() -> Result<()> {
     match (device, precision) {
         (Kind::Cuda, Precision::Tf32) => train::<Autodiff<Cuda>>(work),
         (Kind::Cuda, Precision::Bf16) => train::<Autodiff<Cuda<bf16>>>(work),
-        (Kind::Cuda, Precision::Ieee) => refuse(work, NO_IEEE),
-        (Kind::Cpu, Precision::Ieee) => train::<Autodiff<Flex>>(work),
-        (Kind::Cpu, _) => refuse(work, "on the CPU there is f32 alone"),
+        (Kind::Cuda, Precision::F32) => refuse(work, NO_IEEE),
+        (Kind::Cpu, Precision::F32) => train::<Autodiff<Flex>>(work),
+        (Kind::Cpu, _) => refuse(work, "the CPU supports only f32"),
     }
 }
 
@@ -51,7 +53,7 @@ fn train<B: AutodiffBackend>(work: Work) -> Result<()> {
     }
 }
 
-/// A line for the table of the steps, an error for GPT-2, of which there is one line alone.
+/// Prints a line for the table of steps, or returns an error for GPT-2, which has only one line.
 fn refuse(work: Work, reason: &str) -> Result<()> {
     match work {
         Work::Step(given) => {

@@ -1,4 +1,4 @@
-//! A model in training: its weights, its optimiser, its batch.
+//! A model in training, with its weights, optimizer and batch.
 
 use burn::grad_clipping::GradientClippingConfig;
 use burn::module::{AutodiffModule, list_param_ids};
@@ -12,19 +12,19 @@ use crate::gpt2::Gpt2;
 use crate::work::crossasset::{CLASSES, FEATURES, LEARNING_RATE, SCALES};
 use crate::work::{self, Gpt2Sizes, Result, Training};
 
-/// A model and the batches that it learns from.
+/// A model and the batches that it trains on.
 pub(crate) trait Learns<B: AutodiffBackend>: AutodiffModule<B> {
     /// A batch on the device.
     type Inputs: Clone;
 
     fn upload(host: &[TensorData; 2], device: &B::Device) -> Self::Inputs;
-    /// The cross-entropy, in f32.
+    /// Returns the cross-entropy in f32.
     fn loss(&self, inputs: Self::Inputs) -> Tensor<B, 1>;
 }
 
 pub(crate) struct Trained<B: AutodiffBackend, M: Learns<B>> {
     device: B::Device,
-    /// Not there while it is updated, which takes it by value.
+    /// The model; none during an update, which takes it by value.
     model: Option<M>,
     optimizer: OptimizerAdaptor<AdamW, M, B>,
     learning_rate: f64,
@@ -34,7 +34,7 @@ pub(crate) struct Trained<B: AutodiffBackend, M: Learns<B>> {
 }
 
 impl<B: AutodiffBackend> Trained<B, CrossAsset<B>> {
-    /// CrossAsset on random features.
+    /// Creates CrossAsset on random features.
     pub(crate) fn crossasset(device: &B::Device, batch: usize) -> Self {
         let x = TensorData::new(work::numbers(batch * SCALES * FEATURES), [batch, SCALES, FEATURES]);
         let labels = TensorData::new(signed(work::below(CLASSES, batch)), [batch]);
@@ -43,7 +43,7 @@ impl<B: AutodiffBackend> Trained<B, CrossAsset<B>> {
 }
 
 impl<B: AutodiffBackend> Trained<B, Gpt2<B>> {
-    /// GPT-2 on random tokens.
+    /// Creates GPT-2 on random tokens.
     pub(crate) fn gpt2(device: &B::Device, sizes: Gpt2Sizes, batch: usize) -> Self {
         let ids = signed(work::below(sizes.vocabulary, batch * (sizes.tokens + 1)));
         let window = |first: usize| {
@@ -78,7 +78,7 @@ impl<B: AutodiffBackend, M: Learns<B>> Training for Trained<B, M> {
     }
 
     fn step(&mut self) -> Result<()> {
-        let model = self.model.take().ok_or("a step before failed")?;
+        let model = self.model.take().ok_or("an earlier step failed")?;
         let loss = model.loss(self.inputs.clone().ok_or("no batch on the device")?);
         let gradients = GradientsParams::from_grads(loss.backward(), &model);
         self.model = Some(self.optimizer.step(self.learning_rate, model, gradients));

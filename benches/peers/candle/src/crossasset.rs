@@ -34,7 +34,7 @@ impl CrossAsset {
         })
     }
 
-    /// The cross-entropy of `x`, `[batch, scales, features]`, in f32.
+    /// Returns the cross-entropy of `x`, `[batch, scales, features]`, in f32.
     pub(crate) fn loss(&self, x: &Tensor, labels: &Tensor) -> Result<Tensor> {
         let token = |(scale, linear): (usize, &Linear)| linear.forward(&x.i((.., scale))?.contiguous()?);
         let tokens = self.scales.iter().enumerate().map(token).collect::<Result<Vec<_>>>()?;

@@ -10,7 +10,7 @@ pub(crate) struct Gpt2 {
     positions: Tensor,
     blocks: Vec<Block>,
     norm: LayerNorm,
-    /// What is added to scores: minus infinity where a token would see a later one.
+    /// The causal mask, added to scores: minus infinity for later tokens.
     mask: Tensor,
 }
 
@@ -41,7 +41,7 @@ impl Gpt2 {
         })
     }
 
-    /// The cross-entropy of `ids`, `[samples, tokens]`, in f32.
+    /// Returns the cross-entropy of `ids`, `[samples, tokens]`, in f32.
     pub(crate) fn loss(&self, ids: &Tensor, targets: &Tensor) -> Result<Tensor> {
         let mut h = self.tokens.forward(ids)?.broadcast_add(&self.positions)?;
         for block in &self.blocks {
@@ -82,7 +82,7 @@ impl Block {
     }
 }
 
-/// The norm in the form that has a gradient.
+/// Applies the norm in its differentiable form.
 fn normed(norm: &LayerNorm, h: &Tensor) -> Result<Tensor> {
     let bias = norm.bias().expect("it was made with a bias");
     ops::layer_norm_slow(h, norm.weight(), bias, norm.eps() as f32)

@@ -1,7 +1,9 @@
-//! CrossAsset and GPT-2 trained by candle, for the benches: `candle step ..` and `candle gpt2 ..`, a JSON value a line.
+//! CrossAsset and GPT-2 trained by candle, for the benches: `candle step ..` and `candle gpt2 ..`
+//! print one JSON value per line.
 //!
-//! Written as candle's examples are: weights in a `VarMap`, layers of `candle_nn`, its AdamW. Of those layers this takes the forms that have a
-//! gradient: `layer_norm_slow`, `RmsNorm::forward_diff` and `softmax`. The fused ones end the backward pass without a word.
+//! Written in the style of candle's examples: weights in a `VarMap`, layers of `candle_nn`, and its
+//! AdamW. It uses the differentiable forms of those layers: `layer_norm_slow`,
+//! `RmsNorm::forward_diff` and `softmax`. The fused forms silently stop the backward pass.
 
 mod crossasset;
 mod gpt2;
@@ -39,7 +41,8 @@ fn main() -> Result<()> {
     }
 }
 
-/// The device, and the type of all weights and activations: candle casts nothing by itself.
+/// Opens the device, and returns the type of all weights and activations. candle casts nothing
+/// implicitly.
 fn open(kind: Kind, precision: Precision) -> Result<(Device, DType)> {
     candle_core::cuda::set_gemm_reduced_precision_f32(precision == Precision::Tf32);
     let device = match kind {

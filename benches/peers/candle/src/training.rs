@@ -1,4 +1,4 @@
-//! A model in training: its weights, its optimiser, its batch.
+//! A model in training, with its weights, optimizer and batch.
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
@@ -9,12 +9,12 @@ use crate::gpt2::Gpt2;
 use crate::work::crossasset::{CLASSES, FEATURES, LEARNING_RATE, SCALES};
 use crate::work::{self, Gpt2Sizes, Result, Training};
 
-/// The largest norm of all gradients together.
+/// The norm limit over all gradients together.
 const MOST: f64 = 1.0;
 
-/// Two tensors of a batch on the device.
+/// The two tensors of a batch on the device.
 type Inputs = [Tensor; 2];
-/// What is made of `T`.
+/// A function that computes `Made` from `T`.
 type Maker<T, Made> = Box<dyn Fn(&T) -> candle_core::Result<Made>>;
 
 pub(crate) struct Trained {
@@ -28,7 +28,7 @@ pub(crate) struct Trained {
 }
 
 impl Trained {
-    /// CrossAsset on random features.
+    /// Creates CrossAsset on random features.
     pub(crate) fn crossasset(device: &Device, dtype: DType, batch: usize) -> Result<Self> {
         let (variables, model) = initialized(device, dtype, CrossAsset::new)?;
         let (x, labels) = (work::numbers(batch * SCALES * FEATURES), work::below(CLASSES, batch));
@@ -40,7 +40,7 @@ impl Trained {
         Self::new(device, &variables, settings, upload, move |[x, labels]| model.loss(x, labels))
     }
 
-    /// GPT-2 on random tokens.
+    /// Creates GPT-2 on random tokens.
     pub(crate) fn gpt2(device: &Device, dtype: DType, sizes: Gpt2Sizes, batch: usize) -> Result<Self> {
         let (variables, model) = initialized(device, dtype, |builder| Gpt2::new(sizes, builder))?;
         let tokens = sizes.tokens;
@@ -67,7 +67,8 @@ impl Trained {
         Ok(Self { device: device.clone(), weights, optimizer, upload, forward, inputs: None, loss: None })
     }
 
-    /// Scales the gradients so that their norm, taken over all of them, is at most [`MOST`]. candle has no function for it.
+    /// Scales the gradients so that their norm, over all of them, is at most [`MOST`]. candle has
+    /// no function for this.
     fn clip(&self, gradients: &mut GradStore) -> Result<()> {
         let mut squares = Vec::new();
         for weight in &self.weights {
@@ -86,7 +87,8 @@ impl Trained {
     }
 }
 
-/// A model and its weights. They are drawn in f32: on CUDA candle draws no BF16.
+/// Creates a model and its weights. They are initialized in f32, because candle's CUDA backend
+/// cannot draw BF16.
 fn initialized<M>(
     device: &Device,
     dtype: DType,

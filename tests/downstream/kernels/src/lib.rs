@@ -1,5 +1,6 @@
-//! Kernels that stepscope has not: the leaky rectifier and its derivative, and two with planted bugs. Compiled to PTX by the build script of `downstream`, and as
-//! they are for the CPU.
+//! Kernels that stepscope does not contain: the leaky rectifier and its derivative, and two with
+//! planted bugs. The build script of `downstream` compiles them to PTX. The CPU uses them as they
+//! are.
 
 #![no_std]
 #![cfg_attr(target_arch = "nvptx64", feature(abi_ptx))]
@@ -11,15 +12,16 @@ use cuda_std::prelude::*;
 use kernels::contract;
 use kernels::vector::{load, store};
 
-/// Threads of a block.
+/// The number of threads in a block.
 pub const BLOCK: usize = 128;
 
-/// y[i] = x[i] above zero, else slope x[i]; `x`, `y`: `[n]`. Overwrites `y`.
+/// Computes y[i] = x[i] where x[i] is above zero, and slope x[i] elsewhere; `x`, `y`: `[n]`.
+/// Overwrites `y`.
 #[kernel]
 pub unsafe fn leaky_relu(x: &[f32], slope: f32, y: *mut f32) {
     let index = thread::index_1d() as usize;
     if index < x.len() {
-        // SAFETY: the index lies inside `x`, and `y` is as long.
+        // SAFETY: the index lies inside `x`, and `y` has the same length.
         unsafe {
             let x = load(x, index);
             store(y, index, if x > 0.0 { x } else { slope * x });
@@ -27,20 +29,21 @@ pub unsafe fn leaky_relu(x: &[f32], slope: f32, y: *mut f32) {
     }
 }
 
-// SAFETY: a thread touches the element of its index, which counts up to 2^32, in each argument, and only where `x` has one; `y` is as
-// long.
+// SAFETY: each thread touches only the element of its index in each argument, and only if `x` has
+// that element. The index counts up to 2^32. `y` has the length of `x`.
 contract! { unsafe leaky_relu { block: BLOCK, align: 4 } |k| {
     Violation::unless_length("y", k.x.len(), k.y.len())?;
     Violation::unless(k.x.len() <= u32::MAX as usize, "x", "fewer elements than `index_1d` counts", k.x.len())?;
     Grid::cover(k.x.len(), BLOCK)
 }}
 
-/// dx[i] = dy[i] where x[i] is above zero, else slope dy[i]; `x`, `dy`, `dx`: `[n]`. Overwrites `dx`.
+/// Computes dx[i] = dy[i] where x[i] is above zero, and slope dy[i] elsewhere; `x`, `dy`, `dx`:
+/// `[n]`. Overwrites `dx`.
 #[kernel]
 pub unsafe fn leaky_relu_backward(x: &[f32], dy: &[f32], slope: f32, dx: *mut f32) {
     let index = thread::index_1d() as usize;
     if index < x.len() {
-        // SAFETY: the index lies inside `x`, and the others are as long.
+        // SAFETY: the index lies inside `x`, and the others have the same length.
         unsafe {
             let dy = load(dy, index);
             store(dx, index, if load(x, index) > 0.0 { dy } else { slope * dy });
@@ -48,8 +51,8 @@ pub unsafe fn leaky_relu_backward(x: &[f32], dy: &[f32], slope: f32, dx: *mut f3
     }
 }
 
-// SAFETY: a thread touches the element of its index, which counts up to 2^32, in each argument, and only where `x` has one; the
-// others are as long.
+// SAFETY: each thread touches only the element of its index in each argument, and only if `x` has
+// that element. The index counts up to 2^32. The other slices have the length of `x`.
 contract! { unsafe leaky_relu_backward { block: BLOCK, align: 4 } |k| {
     Violation::unless_length("dy", k.x.len(), k.dy.len())?;
     Violation::unless_length("dx", k.x.len(), k.dx.len())?;
@@ -57,28 +60,29 @@ contract! { unsafe leaky_relu_backward { block: BLOCK, align: 4 } |k| {
     Grid::cover(k.x.len(), BLOCK)
 }}
 
-/// Never ends, unless somebody writes 1 to `flag[0]`, which nothing that waits for it can; `flag`: `[1]`. What a stuck GPU is
-/// tested with.
+/// Loops until 1 is written to `flag[0]`; `flag`: `[1]`. No code that waits for the kernel can
+/// write it, so the kernel simulates a stuck GPU.
 #[kernel]
 pub unsafe fn endless(flag: *mut u32) {
-    // SAFETY: the contract asks for one element, and the launch holds it alone.
+    // SAFETY: the contract requires one element, and only this launch holds it.
     while unsafe { flag.read_volatile() } != 1 {}
 }
 
-// SAFETY: every thread reads the first element of `flag`, which has one.
+// SAFETY: every thread reads the first element of `flag`, which exists.
 contract! { unsafe endless { block: 32, align: 4 } |k| {
     Violation::unless_length("flag", 1, k.flag.len())?;
     Grid::cover(1, 1)
 }}
 
-/// Sets a byte to 1, counted from the start of `out`: one that lies behind it too, which is what a sanitizer is tested with.
+/// Sets the byte at this offset from the start of `out` to 1, even past its end. This overrun tests
+/// a sanitizer.
 #[kernel]
 pub unsafe fn overrun(byte: usize, out: *mut f32) {
     if thread::index_1d() == 0 {
-        // SAFETY: none where the byte lies behind `out`; this is the planted bug.
+        // SAFETY: none if the byte lies past the end of `out`; this is the planted bug.
         unsafe { out.cast::<u8>().add(byte).write(1) };
     }
 }
 
-// SAFETY: none: `byte` is not looked at, and this is the planted bug.
+// SAFETY: none: `byte` is not checked, and this is the planted bug.
 contract! { unsafe overrun { block: 32, align: 4 } |_k| Grid::cover(1, 1) }

@@ -1,0 +1,138 @@
+//! The cases of attention on tensor cores, which all variants of a family share.
+//!
+//! Invariant: that of [`cases`](super::cases). Every sum is exact, so the order in which a GPU's
+//! tensor cores add changes nothing. The values of q, k, v and dout are small whole numbers, with
+//! more zeros in wider heads. The weights are powers of two, because scores are multiples of ln 2.
+
+#![forbid(unsafe_code)]
+
+use super::inputs::Inputs;
+use kernels::flash_attention::CAUSAL;
+use kernels::flash_attention_tensor::{Shape, flash_forward_tensor, flash_keys_tensor, flash_queries_tensor};
+use std::f32::consts::LN_2;
+use stepscope_core::error::Result;
+use stepscope_core::tensor::{Source, Stored, Target, Tensor};
+
+/// Batch, tokens, heads and key heads, whether they are stacked, the window, and whether there are
+/// documents and lengths.
+type Sizes = ([u32; 4], bool, u32, bool);
+
+/// A configuration of attention.
+struct Case<'s, S: Stored> {
+    sizes: Sizes,
+    width: u32,
+    documents: Tensor<'s, u32>,
+    lengths: Tensor<'s, u32>,
+    qkv: Tensor<'s, S>,
+}
+
+/// Each head layout and each mask, over several tiles with tails.
+const WHOLE: [Sizes; 4] = [
+    ([1, 200, 4, 2], false, CAUSAL, false),
+    ([1, 140, 2, 2], true, 70, true),
+    ([3, 17, 2, 1], false, 0, true),
+    ([1, 65, 1, 1], true, 0, false),
+];
+
+/// Two tiles, the second with one row, a group of two heads, and all masks.
+const SMALLEST: [Sizes; 2] = [([1, 65, 2, 1], false, 33, true), ([1, 70, 1, 1], true, 0, false)];
+
+impl<'s> Inputs<'_, 's> {
+    /// Uploads whole numbers up to `most` in magnitude, of which one in `few` is nonzero.
+    fn sparse<S: Stored>(&self, length: usize, most: usize, few: usize) -> Result<Tensor<'s, S>> {
+        let below = self.random.borrow_mut().belows(length, (2 * most * few) as u32);
+        let value = |below: u32| if below > 2 * most as u32 { 0.0 } else { below as f32 - most as f32 };
+        self.step.upload(&below.into_iter().map(|below| S::narrow(value(below))).collect::<Vec<S>>(), [length])
+    }
+
+    /// Runs attention with each configuration, alternating between the widest head of a shape and
+    /// one with a tail.
+    fn attends_by_tensor<S: Stored>(&self, shape: Shape, run: impl Fn(&Case<'s, S>) -> Result<()>) -> Result<()> {
+        let widths = [shape.width as u32, shape.width as u32 / 2 + 8];
+        for (&sizes, width) in self.by_form(&WHOLE[..], &SMALLEST).iter().zip(widths.into_iter().cycle()) {
+            let ([batch, tokens, heads, kv_heads], _, _, masked) = sizes;
+            let qkv =
+                self.sparse((batch * tokens * (heads + 2 * kv_heads) * width) as usize, 1, shape.width.isqrt())?;
+            let mask = |length: u32, bound: u32| {
+                self.random.borrow_mut().belows(if masked { length as usize } else { 0 }, bound)
+            };
+            let documents = mask(batch * tokens, 2);
+            // Most tokens exist.
+            let lengths: Vec<u32> = mask(batch, tokens / 4 + 1).into_iter().map(|fewer| tokens - fewer).collect();
+            let documents = self.step.upload(&documents, [documents.len()])?;
+            let lengths = self.step.upload(&lengths, [lengths.len()])?;
+            run(&Case { sizes, width, documents, lengths, qkv })?;
+        }
+        Ok(())
+    }
+
+    /// Uploads `lse`, `delta` and `dout`. `lse` is that of scores up to 8.
+    fn gradients_by_tensor<S: Stored>(&self, case: &Case<'s, S>) -> Result<(Tensor<'s>, Tensor<'s>, Tensor<'s, S>)> {
+        let statistics = case.statistics();
+        let lse: Vec<f32> =
+            self.random.borrow_mut().belows(statistics, 4).into_iter().map(|more| (8 + more) as f32 * LN_2).collect();
+        Ok((
+            self.step.upload(&lse, [statistics])?,
+            self.sparse(statistics, 4, 2)?,
+            self.sparse(statistics * case.width as usize, 1, 8)?,
+        ))
+    }
+}
+
+impl<S: Stored> Case<'_, S> {
+    fn statistics(&self) -> usize {
+        let ([batch, tokens, heads, _], ..) = self.sizes;
+        (batch * tokens * heads) as usize
+    }
+}
+
+/// Launches a kernel with the arguments of a case.
+macro_rules! launch {
+    ($i:ident, $kernel:ident, $shape:expr, $case:expr, { $($name:ident: $value:expr),* }) => {{
+        let ([_, tokens, heads, kv_heads], stacked, window, _) = $case.sizes;
+        $i.step.launch($kernel {
+            shape: $shape,
+            qkv: $case.qkv.slice(),
+            documents: $case.documents.slice(),
+            lengths: $case.lengths.slice(),
+            tokens,
+            heads,
+            kv_heads,
+            width: $case.width,
+            stacked: u32::from(stacked),
+            window,
+            scale: LN_2,
+            $($name: $value),*
+        })
+    }};
+}
+
+pub(super) fn forward<S: Stored>(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
+    i.attends_by_tensor::<S>(shape, |case| {
+        let outputs = case.statistics() * case.width as usize;
+        let (mut out, mut lse) = (i.step.empty::<S>([outputs])?, i.step.empty([case.statistics()])?);
+        launch!(i, flash_forward_tensor, shape, case, { out: out.out(), lse: lse.out() })?;
+        i.keep(&out)?;
+        i.keep(&lse)
+    })
+}
+
+pub(super) fn queries<S: Stored>(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
+    i.attends_by_tensor::<S>(shape, |case| {
+        let (lse, delta, dout) = i.gradients_by_tensor(case)?;
+        let mut dqkv = i.sparse::<S>(case.qkv.shape().elements(), 1, 2)?;
+        let (lse, delta, dout) = (lse.slice(), delta.slice(), dout.slice());
+        launch!(i, flash_queries_tensor, shape, case, { lse: lse, delta: delta, dout: dout, dqkv: dqkv.out() })?;
+        i.keep(&dqkv)
+    })
+}
+
+pub(super) fn keys<S: Stored>(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
+    i.attends_by_tensor::<S>(shape, |case| {
+        let (lse, delta, dout) = i.gradients_by_tensor(case)?;
+        let mut dqkv = i.sparse::<S>(case.qkv.shape().elements(), 1, 2)?;
+        let (lse, delta, dout) = (lse.slice(), delta.slice(), dout.slice());
+        launch!(i, flash_keys_tensor, shape, case, { lse: lse, delta: delta, dout: dout, dqkv: dqkv.out() })?;
+        i.keep(&dqkv)
+    })
+}

@@ -1,0 +1,576 @@
+//! The cases, one for each kernel, and the order in which they run.
+//!
+//! Invariants: results depend only on the case and its size, not on the device, the run or the
+//! other cases. A case of the smallest size launches other kernels than its own only if their cases
+//! precede it in [`in_order`]. `tests/kernels/same_bits.rs` tests both, and that every kernel has a
+//! case.
+
+#![forbid(unsafe_code)]
+
+use super::inputs::Inputs;
+use super::{attention, attention_tensor, products};
+use Listed::{Both, Each, One};
+use half::bf16;
+use kernels::checksum::{CHUNK, checksum};
+use kernels::dropout::{draw, dropout};
+use kernels::embedding::{merge_ids, rows_finish, sort_ids};
+use kernels::flash_attention::{flash_forward, flash_keys, flash_queries};
+use kernels::flash_attention_tensor::{flash_forward_tensor, flash_keys_tensor, flash_queries_tensor};
+use kernels::guard::{PATTERN, guard_check, guard_write};
+use kernels::matmul::matmul;
+use kernels::matmul_bf16::matmul_bf16;
+use kernels::matmul_tensor::matmul_tensor;
+use kernels::precision::round;
+use kernels::{reduce, scalars};
+use std::fmt;
+use std::sync::Arc;
+use stepscope_core::error::Result;
+use stepscope_core::ops;
+use stepscope_core::tensor::{Element, Source, Stored, Target, Tensor};
+
+/// A function that runs a kernel and keeps its results.
+type Run = for<'s> fn(&Inputs<'_, 's>) -> Result<()>;
+
+/// A function that runs a variant of a kernel and keeps its results.
+type RunVariant = dyn for<'s> Fn(&Inputs<'_, 's>) -> Result<()>;
+
+/// A case, which runs a kernel and keeps its results.
+#[derive(Clone)]
+pub struct Case(Arc<RunVariant>);
+
+impl fmt::Debug for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Case").finish_non_exhaustive()
+    }
+}
+
+impl Case {
+    fn new(run: impl for<'s> Fn(&Inputs<'_, 's>) -> Result<()> + 'static) -> Self {
+        Self(Arc::new(run))
+    }
+
+    /// Runs the case.
+    pub(super) fn run(&self, i: &Inputs<'_, '_>) -> Result<()> {
+        (self.0)(i)
+    }
+}
+
+/// An entry of the list: one kernel, or those of a family.
+enum Listed {
+    One(&'static str, Run),
+    /// A kernel for each storage type: f32, then BF16.
+    Both([(&'static str, Run); 2]),
+    /// A kernel for each variant. All have the same case.
+    Each(fn() -> Vec<(&'static str, Case)>),
+}
+
+impl Listed {
+    fn cases(&self) -> Vec<(&'static str, Case)> {
+        match self {
+            &One(name, run) => vec![(name, Case::new(run))],
+            Both(each) => each.iter().map(|&(name, run)| (name, Case::new(run))).collect(),
+            Each(cases) => cases(),
+        }
+    }
+}
+
+/// Returns every GPU kernel and its case, in the order of the kernels' files.
+pub fn cases() -> Vec<(&'static str, Case)> {
+    LISTED.iter().flat_map(Listed::cases).collect()
+}
+
+/// The kernels that other cases and uploads use. Their own cases must find their faults, so these
+/// run first.
+const FIRST: [&str; 12] = [
+    "guard_write",
+    "guard_check",
+    "checksum",
+    "fill_f32",
+    "copy_f32",
+    "fill_bf16",
+    "copy_bf16",
+    "sum_all_f32",
+    "sum_rows_f32",
+    "squared_norm_f32",
+    "round_to_tf32",
+    "round_to_bf16",
+];
+
+/// Returns [`cases`] with the kernels that others use first.
+pub fn in_order() -> Vec<(&'static str, Case)> {
+    let mut cases = cases();
+    // The sort is stable, so the others keep their order.
+    cases.sort_by_key(|(name, _)| FIRST.iter().position(|first| first == name).unwrap_or(FIRST.len()));
+    cases
+}
+
+/// Makes a [`Both`] of the kernels of a family. `|i| ..` is generic in the storage type.
+macro_rules! both {
+    ($family:literal, <$S:ident>, |$i:ident| $body:expr) => {{
+        fn run<$S: Stored>($i: &Inputs<'_, '_>) -> Result<()> {
+            $body
+        }
+        Both([(concat!($family, "_f32"), run::<f32>), (concat!($family, "_bf16"), run::<bf16>)])
+    }};
+}
+
+/// Makes an [`Each`] of the variants of a family that satisfy `if`. The pattern matches what
+/// follows the name in their table.
+macro_rules! each {
+    ($variants:expr, |$i:ident, $($value:pat_param),+| $body:expr $(, if $wanted:expr)?) => {
+        Each(|| {
+            let variants = $variants.iter().copied()$(.filter($wanted))?;
+            variants.map(|(name, $($value),+)| (name, Case::new(move |$i| $body))).collect()
+        })
+    };
+}
+
+/// All entries, in the order of the kernels' files.
+const LISTED: &[Listed] = &[
+    both!("tanh_forward", <S>, |i| i.flat::<S>(|i, [x, _]| i.keep(&ops::tanh(i.step, x)?))),
+    both!("tanh_backward", <S>, |i| i.flat::<S>(|i, [y, dy]| i.keep(&ops::tanh_backward(i.step, y, dy)?))),
+    both!("gelu_forward", <S>, |i| i.flat::<S>(|i, [x, _]| i.keep(&ops::gelu(i.step, x)?))),
+    both!("gelu_backward", <S>, |i| i.flat::<S>(|i, [x, dy]| i.keep(&ops::gelu_backward(i.step, x, dy)?))),
+    both!("gelu_bias_backward", <S>, |i| {
+        i.rows::<S>(|i, x| {
+            let (dy, mut db) = (i.normals(x.shape())?, i.gain(x)?);
+            i.keep(&ops::gelu_bias_backward(i.step, x, &dy, &mut db, true)?)?;
+            i.keep(&db)
+        })
+    }),
+    One("adamw", |i| i.by_form(&[1, 1023, 70_003][..], &[1, 1023]).iter().try_for_each(|&length| adamw(i, length))),
+    One("adamw_groups", |i| {
+        i.by_form(&[1, 1023, 70_003][..], &[1, 1023]).iter().try_for_each(|&length| adamw_groups(i, length))
+    }),
+    One("attention_forward", |i| {
+        i.heads(|i, qkv, gains, _| {
+            let (made, ..) = i.short_attention(qkv, gains)?;
+            let ops::AttentionKept::Short { probabilities, inverse_rms } = made.kept else {
+                unreachable!("up to 16 tokens, normalized")
+            };
+            [made.out, probabilities, inverse_rms].iter().try_for_each(|result| i.keep(result))
+        })
+    }),
+    One("attention_backward", |i| {
+        i.heads(|i, qkv, gains, dout| {
+            let mut dgains = i.normals([2, 64])?;
+            let (made, norm, form) = i.short_attention(qkv, gains)?;
+            let dqkv = ops::attention_backward(i.step, qkv, Some((norm, &mut dgains, true)), &form, &made, dout)?;
+            i.keep(&dqkv)?;
+            i.keep(&dgains)
+        })
+    }),
+    One("cast_to_bf16", |i| i.flat(|i, [x, _]| i.keep(&ops::to_bf16(i.step, x)?))),
+    One("cast_to_f32", |i| i.flat(|i, [x, _]| i.keep(&ops::to_f32(i.step, x)?))),
+    One("checksum", |i| {
+        let chunks = i.by_form(3, 1);
+        let words =
+            i.random.borrow_mut().normals(chunks * CHUNK + 5).into_iter().map(f32::to_bits).collect::<Vec<u32>>();
+        let (x, mut sums) =
+            (i.step.upload(&words, [words.len()])?, i.step.upload(&vec![0u32; 2 * chunks + 2], [2 * chunks + 2])?);
+        i.step.launch(checksum { x: x.slice(), first: u32::MAX << 16, last: 0xffff, out: sums.out() })?;
+        i.keep(&sums)
+    }),
+    One("clip_factor", |i| {
+        // The whole size also has norms that are NaN.
+        if i.by_form(true, false) { i.flat(|i, [x, _]| clip_factors(i, x)) } else { i.long(|i, x| clip_factors(i, x)) }
+    }),
+    One("draw", |i| {
+        let mut generator = i.step.upload(&[1, 2, u32::MAX, 7], [4])?;
+        let mut drawn = i.step.empty::<u32>([4])?;
+        let (state, next) = generator.in_place();
+        i.step.launch(draw { generator: state, next, draw: drawn.out() })?;
+        i.keep(&generator)?;
+        i.keep(&drawn)
+    }),
+    both!("dropout", <S>, |i| {
+        let drawn = i.step.upload(&[3, 4, 5, 6], [4])?;
+        i.flat::<S>(|i, [x, _]| {
+            let (mut y, threshold) = (i.step.empty::<S>(x.shape())?, 1 << 30);
+            let (x, draw) = (x.slice(), drawn.slice());
+            i.step.launch(dropout { x, draw, call: 7, threshold, scale: 1.25, y: y.out() })?;
+            i.keep(&y)
+        })
+    }),
+    both!("add", <S>, |i| i.flat::<S>(|i, [a, b]| i.keep(&ops::add(i.step, a, b)?))),
+    both!("add_assign", <S>, |i| {
+        i.flat::<S>(|i, [a, b]| {
+            let mut out = ops::copy(i.step, a)?;
+            ops::add_assign(i.step, &mut out, b)?;
+            i.keep(&out)
+        })
+    }),
+    both!("sub", <S>, |i| i.flat::<S>(|i, [a, b]| i.keep(&ops::sub(i.step, a, b)?))),
+    both!("mul", <S>, |i| i.flat::<S>(|i, [a, b]| i.keep(&ops::mul(i.step, a, b)?))),
+    both!("scale", <S>, |i| i.flat::<S>(|i, [x, _]| i.keep(&ops::scale(i.step, x, 0.1)?))),
+    both!("scale_by", <S>, |i| {
+        i.flat::<S>(|i, [x, y]| {
+            let (factor, mut out) = (i.normals([1])?, ops::copy(i.step, y)?);
+            i.keep(&ops::scale_by(i.step, x, &factor)?)?;
+            ops::scale_by_into(i.step, x, &factor, &mut out, true)?;
+            i.keep(&out)
+        })
+    }),
+    both!("add_bias", <S>, |i| {
+        i.rows::<S>(|i, x| {
+            let bias = i.normals([x.shape().as_rows()[1]])?;
+            i.keep(&ops::add_bias(i.step, x, &bias)?)
+        })
+    }),
+    both!("embedding_forward", <S>, |i| {
+        i.rows::<f32>(|i, table| i.with_ids(table, |i, ids| i.keep(&ops::embedding::<S>(i.step, table, ids)?)))
+    }),
+    both!("gather", <S>, |i| {
+        i.rows::<S>(|i, x| i.with_ids(x, |i, ids| i.keep(&ops::gather(i.step, x, ids)?)))
+    }),
+    One("sort_ids", |i| {
+        i.sorted(|i, ids| {
+            let (mut sorted, mut order) = (i.step.empty(ids.shape())?, i.step.empty(ids.shape())?);
+            i.step.launch(sort_ids { ids: ids.slice(), sorted: sorted.out(), order: order.out() })?;
+            i.keep(&sorted)?;
+            i.keep(&order)
+        })
+    }),
+    One("merge_ids", |i| {
+        i.sorted(|i, ids| {
+            // Up to five runs, sorted on the host. The kernel merges them in pairs.
+            let (mut merged, mut order) = (i.step.empty(ids.shape())?, i.step.empty(ids.shape())?);
+            let run = ids.shape().elements().div_ceil(5);
+            let (sorted, places) = i.runs(ids, run)?;
+            let (ids, places) = (sorted.slice(), places.slice());
+            i.step.launch(merge_ids { ids, order: places, run, merged: merged.out(), merged_order: order.out() })?;
+            i.keep(&merged)?;
+            i.keep(&order)
+        })
+    }),
+    One("rows_finish", |i| {
+        for (counts, cols) in
+            i.by_form([([3, 65, 0, 700, 64], 64), ([0, 1, 300, 2, 129], 131)], [([3, 65, 0, 70, 2], 20); 2])
+        {
+            let each = counts.iter().enumerate();
+            let sorted: Vec<u32> = each.flat_map(|(id, &count)| std::iter::repeat_n(id as u32, count)).collect();
+            let windows = sorted.len().div_ceil(kernels::embedding::CHUNK);
+            let (sorted, partials) = (i.step.upload(&sorted, [sorted.len()])?, i.normals::<f32>([windows, cols])?);
+            // The last id has no row.
+            let (mut out, length) = (i.normals::<f32>([4, cols])?, 4 * cols);
+            let (sorted, partials) = (sorted.slice(), partials.slice());
+            i.step.launch(rows_finish { sorted, partials, cols, length, out: out.out() })?;
+            i.keep(&out)?;
+        }
+        Ok(())
+    }),
+    both!("rows_sum", <S>, |i| i.embedded::<S>(5)),
+    both!("fill", <S>, |i| {
+        let lengths = i.by_form(&[1, 1025, 4099][..], &[1027]);
+        lengths.iter().try_for_each(|&length| {
+            let mut out = i.step.empty::<S>([length])?;
+            ops::fill_into(i.step, &mut out, 0.1)?;
+            i.keep(&out)
+        })
+    }),
+    both!("copy", <S>, |i| i.flat::<S>(|i, [x, _]| i.keep(&ops::copy(i.step, x)?))),
+    each!(flash_forward::VARIANTS, |i, shape| attention::forward(i, shape)),
+    each!(flash_queries::VARIANTS, |i, shape| attention::queries(i, shape)),
+    each!(flash_keys::VARIANTS, |i, shape| attention::keys(i, shape)),
+    both!("flash_delta", <S>, |i| attention::delta::<S>(i)),
+    each!(flash_forward_tensor::<'_, f32>::VARIANTS, |i, shape, stored| if stored == <bf16 as Element>::NAME {
+        attention_tensor::forward::<bf16>(i, shape)
+    } else {
+        attention_tensor::forward::<f32>(i, shape)
+    }),
+    each!(flash_queries_tensor::<'_, f32>::VARIANTS, |i, shape, stored| if stored == <bf16 as Element>::NAME {
+        attention_tensor::queries::<bf16>(i, shape)
+    } else {
+        attention_tensor::queries::<f32>(i, shape)
+    }),
+    each!(flash_keys_tensor::<'_, f32>::VARIANTS, |i, shape, stored| if stored == <bf16 as Element>::NAME {
+        attention_tensor::keys::<bf16>(i, shape)
+    } else {
+        attention_tensor::keys::<f32>(i, shape)
+    }),
+    both!("activation_forward", <S>, |i| {
+        i.flat::<S>(|i, [x, _]| {
+            i.keep(&ops::relu(i.step, x)?)?;
+            i.keep(&ops::sigmoid(i.step, x)?)?;
+            i.keep(&ops::silu(i.step, x)?)?;
+            i.keep(&ops::gelu_exact(i.step, x)?)
+        })
+    }),
+    both!("activation_backward", <S>, |i| {
+        i.flat::<S>(|i, [x, dy]| {
+            i.keep(&ops::relu_backward(i.step, x, dy)?)?;
+            i.keep(&ops::sigmoid_backward(i.step, x, dy)?)?;
+            i.keep(&ops::silu_backward(i.step, x, dy)?)?;
+            i.keep(&ops::gelu_exact_backward(i.step, x, dy)?)
+        })
+    }),
+    both!("swiglu_forward", <S>, |i| {
+        i.flat::<S>(|i, [gate, up]| i.keep(&ops::swiglu(i.step, gate, up)?))?;
+        i.tokens(|i, [a, b, c]| i.keep(&ops::swiglu_packed(i.step, &i.normals::<S>([a, b, 2 * c])?)?))
+    }),
+    both!("swiglu_backward", <S>, |i| {
+        i.flat::<S>(|i, [gate, up]| {
+            let dy = i.normals(up.shape())?;
+            ops::swiglu_backward(i.step, gate, up, &dy)?.iter().try_for_each(|result| i.keep(result))
+        })?;
+        i.tokens(|i, [a, b, c]| {
+            let (x, dy) = (i.normals::<S>([a, b, 2 * c])?, i.normals([a, b, c])?);
+            i.keep(&ops::swiglu_packed_backward(i.step, &x, &dy)?)
+        })
+    }),
+    One("guard_write", |i| {
+        let mut block = i.step.upload(&[bf16::ONE; 200], [200])?;
+        i.step.launch(guard_write { guard: block.out().part(101..199), length: 98 })?;
+        i.keep(&block)
+    }),
+    One("guard_check", |i| {
+        let halves: Vec<bf16> = (0..200).map(|at| if at == 150 { bf16::ONE } else { PATTERN }).collect();
+        let (block, mut found) = (i.step.upload(&halves, [200])?, i.step.upload(&[0; 3], [3])?);
+        for (place, start) in [101, 151, 200].into_iter().enumerate() {
+            let guard = block.slice().part(start..200);
+            i.step.launch(guard_check { guard, place, found: found.out() })?;
+        }
+        i.keep(&found)
+    }),
+    both!("layer_norm_forward", <S>, |i| {
+        i.rows::<S>(|i, x| {
+            let (gain, bias, residual) = (i.gain(x)?, i.gain(x)?, i.normals(x.shape())?);
+            let (h, out) = ops::layer_norm_residual(i.step, x, &residual, &gain, &bias, 1e-5)?;
+            [&h, &out.y].into_iter().try_for_each(|result| i.keep(result))?;
+            [&out.mean, &out.inverse_std].into_iter().try_for_each(|result| i.keep(result))?;
+            i.keep(&ops::layer_norm(i.step, x, &gain, &bias, 1e-5)?.y)
+        })
+    }),
+    both!("layer_norm_backward", <S>, |i| {
+        i.rows::<S>(|i, x| {
+            let (gain, bias, mut sums) = (i.gain(x)?, i.gain(x)?, [i.gain(x)?, i.gain(x)?]);
+            let (dy, so_far) = (i.normals(x.shape())?, i.normals(x.shape())?);
+            let out = ops::layer_norm(i.step, x, &gain, &bias, 1e-5)?;
+            let kept = [&out.mean, &out.inverse_std];
+            let dx =
+                ops::layer_norm_backward(i.step, x, &gain, kept, &dy, Some(so_far), sums.each_mut(), [true, false])?;
+            i.keep(&dx)?;
+            sums.iter().try_for_each(|sum| i.keep(sum))
+        })
+    }),
+    both!("cross_entropy", <S>, |i| {
+        fn of<'s, S: Stored>(i: &Inputs<'_, 's>, logits: &Tensor<'s, S>) -> Result<()> {
+            let labels = i.labels(logits)?;
+            let labels = i.step.lend(&labels, [labels.len()])?;
+            let (loss, dlogits) = ops::cross_entropy(i.step, logits, &labels, 0.1)?;
+            i.keep(&loss)?;
+            i.keep(&dlogits)?;
+            let rules = ops::LabelRules { smoothing: 0.1, ignore: true };
+            let (loss, dlogits) = ops::cross_entropy_by(i.step, logits, &labels, 0.1, rules)?;
+            i.keep(&loss)?;
+            i.keep(&dlogits)
+        }
+        i.rows::<S>(of)?;
+        // A row of whole vectors that a block shares.
+        of::<S>(i, &i.normals([2, 4100])?)
+    }),
+    both!("element_loss", <S>, |i| {
+        i.long::<S>(|i, x| {
+            let target = i.normals(x.shape())?;
+            let squared = ops::squared_error(i.step, x, &target, 0.1)?;
+            let binary = ops::binary_cross_entropy(i.step, x, &target, 0.1)?;
+            [squared, binary].iter().try_for_each(|(loss, dx)| i.keep(loss).and_then(|()| i.keep(dx)))
+        })
+    }),
+    each!(matmul::VARIANTS, |i, tile| products::product(i, tile), if |(_, tile)| !tile.is_on_cpu()),
+    both!("sum_splits", <S>, |i| products::splits::<S>(i)),
+    each!(matmul_tensor::VARIANTS, |i, (format, tile)| products::tensor_product(i, format, tile)),
+    each!(matmul_bf16::<'_, f32>::VARIANTS, |i, variant, stored| if stored == <bf16 as Element>::NAME {
+        products::bf16_product::<bf16>(i, variant)
+    } else {
+        products::bf16_product::<f32>(i, variant)
+    }),
+    both!("rms_norm_forward", <S>, |i| {
+        i.rows::<S>(|i, x| {
+            let (y, scale) = ops::rms_norm(i.step, x, &i.gain(x)?, 1e-6)?;
+            i.keep(&y)?;
+            i.keep(&scale)?;
+            let (h, y, scale) = ops::rms_norm_residual(i.step, x, &i.normals(x.shape())?, &i.gain(x)?, 1e-6)?;
+            i.keep(&h)?;
+            i.keep(&y)?;
+            i.keep(&scale)
+        })
+    }),
+    both!("rms_norm_backward", <S>, |i| {
+        i.rows::<S>(|i, x| {
+            let (mut gain, dy, so_far) = (i.gain(x)?, i.normals(x.shape())?, i.normals(x.shape())?);
+            let (_, scale) = ops::rms_norm(i.step, x, &gain, 1e-6)?;
+            let weights = ops::copy(i.step, &gain)?;
+            let dx = ops::rms_norm_backward(i.step, x, &weights, &scale, &dy, Some(so_far), &mut gain, true)?;
+            i.keep(&dx)?;
+            i.keep(&gain)
+        })
+    }),
+    each!(round::VARIANTS, |i, format| products::rounding(i, format)),
+    both!("qk_norm_forward", <S>, |i| attention::qk_norm::<S>(i)),
+    both!("qk_norm_backward", <S>, |i| attention::qk_norm_backward::<S>(i)),
+    both!("sum_columns", <S>, |i| {
+        i.rows::<S>(|i, x| {
+            let [rows, cols] = x.shape().as_rows();
+            i.sums(
+                rows,
+                || ops::sum_columns(i.step, x),
+                |scale, accumulate, out| {
+                    i.step.launch(reduce::sum_columns { x: x.slice(), cols, scale, accumulate, out })
+                },
+            )
+        })
+    }),
+    both!("sum_rows", <S>, |i| {
+        i.rows::<S>(|i, x| {
+            let ([rows, cols], chunk) = (x.shape().as_rows(), 128);
+            i.sums(
+                rows.div_ceil(chunk) * cols,
+                || ops::sum_rows(i.step, x),
+                |scale, accumulate, out| {
+                    i.step.launch(reduce::sum_rows { x: x.slice(), cols, chunk, scale, accumulate, out })
+                },
+            )
+        })
+    }),
+    both!("sum_all", <S>, |i| {
+        i.long::<S>(|i, x| {
+            let blocks = x.shape().elements().div_ceil(kernels::block::CHUNK);
+            i.sums(
+                blocks,
+                || ops::sum(i.step, x),
+                |scale, accumulate, out| i.step.launch(reduce::sum_all { x: x.slice(), scale, accumulate, out }),
+            )
+        })
+    }),
+    both!("squared_norm", <S>, |i| i.long::<S>(|i, x| i.keep(&ops::squared_norm(i.step, x)?))),
+    both!("max_all", <S>, |i| i.long::<S>(|i, x| i.keep(&ops::max(i.step, x)?))),
+    both!("max_columns", <S>, |i| i.rows::<S>(|i, x| i.keep(&ops::max_columns(i.step, x)?))),
+    both!("argmax_columns", <S>, |i| i.rows::<S>(|i, x| i.keep(&ops::argmax_columns(i.step, x)?))),
+    both!("rotary", <S>, |i| attention::rotary::<S>(i)),
+    One("scalars", |i| {
+        (scalars::EXP..=scalars::GELU_EXACT).try_for_each(|function| {
+            // In the smallest size from 0.01 to 10, with alternating signs.
+            let (length, first, stride) =
+                i.by_form(((1 << 17) + 3, 0x8000_0001, 32_749), (4099, 0x3c23_d70b, 0x8000_4fd9));
+            let mut y = i.step.empty([length])?;
+            i.step.launch(scalars::scalars { y: y.out(), length, function, first, stride })?;
+            i.keep(&y)
+        })
+    }),
+    One("sgd", |i| i.by_form(&[1, 1023, 70_003][..], &[1, 1023]).iter().try_for_each(|&length| sgd(i, length))),
+    One("sgd_groups", |i| {
+        i.by_form(&[1, 1023, 70_003][..], &[1, 1023]).iter().try_for_each(|&length| sgd_groups(i, length))
+    }),
+    both!("copy_rows", <S>, |i| {
+        i.rows::<S>(|i, x| {
+            let [rows, cols] = x.shape().as_rows();
+            i.keep(&ops::slice(i.step, x, 1, cols / 4..cols)?)?;
+            i.keep(&ops::concat(i.step, &[x, &ops::slice(i.step, x, 0, 0..rows / 2)?], 0)?)?;
+            i.keep(&ops::concat(i.step, &[x, x], 1)?)
+        })
+    }),
+    both!("softmax_forward", <S>, |i| i.rows::<S>(|i, x| i.keep(&ops::softmax(i.step, x)?))),
+    both!("softmax_backward", <S>, |i| i.rows::<S>(|i, y| i.keep(&ops::softmax_backward(i.step, y, &i.normals(y.shape())?)?))),
+    both!("log_softmax_forward", <S>, |i| i.rows::<S>(|i, x| i.keep(&ops::log_softmax(i.step, x)?))),
+    both!("log_softmax_backward", <S>, |i| {
+        i.rows::<S>(|i, x| {
+            let y = ops::scale(i.step, &ops::relu(i.step, x)?, -1.0)?;
+            i.keep(&ops::log_softmax_backward(i.step, &y, &i.normals(y.shape())?)?)
+        })
+    }),
+    One("sum_parts", |i| {
+        for (count, pitch) in i.by_form(&[(1, 8), (2, 4100), (8, 1028), (64, 12)][..], &[(8, 1028)]) {
+            let mut out = i.step.empty([pitch - 3])?;
+            ops::sum_parts_into(i.step, &i.normals([*count, *pitch])?, &mut out)?;
+            i.keep(&out)?;
+        }
+        Ok(())
+    }),
+    both!("mean_tokens_forward", <S>, |i| i.tokens(|i, shape| i.keep(&ops::mean_tokens(i.step, &i.normals::<S>(shape)?)?))),
+    both!("mean_tokens_backward", <S>, |i| {
+        i.tokens(|i, [samples, tokens, cols]| {
+            i.keep(&ops::mean_tokens_backward(i.step, &i.normals::<S>([samples, cols])?, [samples, tokens, cols])?)
+        })
+    }),
+    both!("transpose", <S>, |i| {
+        i.rows::<S>(|i, x| i.keep(&ops::transpose(i.step, x)?))?;
+        i.tokens(|i, shape| i.keep(&ops::transpose(i.step, &i.normals::<S>(shape)?)?))
+    }),
+    both!("swap_extents", <S>, |i| {
+        i.rows::<S>(|i, x| {
+            let [rows, cols] = x.shape().as_rows();
+            let both = ops::copy(i.step, x)?.reshape([1, rows, 1, cols])?;
+            i.keep(&ops::swap_extents(i.step, &both, 0, 1)?)
+        })?;
+        i.tokens(|i, [a, b, c]| i.keep(&ops::swap_extents(i.step, &i.normals::<S>([a, b, 2, c])?, 0, 2)?))
+    }),
+];
+
+fn adamw(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
+    let (mut weights, gradients, mut first) = (i.normals([length])?, i.normals([length])?, i.normals([length])?);
+    let mut second = i.step.upload(&i.random.borrow_mut().uniforms(length, 0.0, 2.0), [length])?;
+    let hyper = i.step.upload(&[1e-2, 0.9, 0.999, 1e-8, 0.01, 0.19, 0.002, 1.0], [8])?;
+    let norm = ops::squared_norm(i.step, &gradients)?;
+    let mut copy = i.step.empty([length])?;
+    ops::adamw(i.step, &mut weights, Some(&mut copy), &gradients, &mut first, &mut second, &hyper, &norm)?;
+    [&weights, &first, &second].into_iter().try_for_each(|tensor| i.keep(tensor))?;
+    i.keep(&copy)
+}
+
+fn clip_factors<'s>(i: &Inputs<'_, 's>, x: &Tensor<'s>) -> Result<()> {
+    let norm = ops::squared_norm(i.step, x)?;
+    [0.0, 0.1, 1e3].into_iter().try_for_each(|most| i.keep(&ops::clip_factor(i.step, &norm, most)?))
+}
+
+/// Tests [`adamw`] with three groups, one of them without clipping.
+fn adamw_groups(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
+    let (mut weights, gradients, mut first) = (i.normals([length])?, i.normals([length])?, i.normals([length])?);
+    let mut second = i.step.upload(&i.random.borrow_mut().uniforms(length, 0.0, 2.0), [length])?;
+    let hyper = [
+        [1e-2, 0.9, 0.999, 1e-8, 0.01, 0.19, 0.002, 1.0],
+        [1e-3, 0.8, 0.99, 1e-6, 0.0, 0.36, 0.02, 0.0],
+        [5e-2, 0.9, 0.999, 1e-8, 0.1, 0.19, 0.002, 2.0],
+    ];
+    let (hyper, groups) = (i.step.upload(hyper.as_flattened(), [3, 8])?, i.groups(length, 3)?);
+    let norm = ops::squared_norm(i.step, &gradients)?;
+    let mut copy = i.step.empty([length])?;
+    ops::adamw_groups(
+        i.step,
+        &mut weights,
+        Some(&mut copy),
+        &gradients,
+        &mut first,
+        &mut second,
+        &hyper,
+        &groups,
+        &norm,
+    )?;
+    [&weights, &first, &second].into_iter().try_for_each(|tensor| i.keep(tensor))?;
+    i.keep(&copy)
+}
+
+/// Tests both kinds of momentum, with and without clipping.
+fn sgd(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
+    for hyper in [[1e-2, 0.9, 0.01, 1.0, 0.0], [1e-2, 0.5, 0.1, 0.0, 1.0]] {
+        let (mut weights, gradients, mut velocity) = (i.normals([length])?, i.normals([length])?, i.normals([length])?);
+        let (hyper, norm) = (i.step.upload(&hyper, [5])?, ops::squared_norm(i.step, &gradients)?);
+        let mut copy = i.step.empty([length])?;
+        ops::sgd(i.step, &mut weights, Some(&mut copy), &gradients, &mut velocity, &hyper, &norm)?;
+        [&weights, &velocity].into_iter().try_for_each(|tensor| i.keep(tensor))?;
+        i.keep(&copy)?;
+    }
+    Ok(())
+}
+
+/// Tests groups of both kinds of momentum.
+fn sgd_groups(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
+    let (mut weights, gradients, mut velocity) = (i.normals([length])?, i.normals([length])?, i.normals([length])?);
+    let hyper = [[1e-2, 0.9, 0.01, 1.0, 0.0], [1e-3, 0.5, 0.0, 0.0, 1.0]];
+    let (hyper, groups) = (i.step.upload(hyper.as_flattened(), [2, 5])?, i.groups(length, 2)?);
+    let norm = ops::squared_norm(i.step, &gradients)?;
+    let mut copy = i.step.empty([length])?;
+    ops::sgd_groups(i.step, &mut weights, Some(&mut copy), &gradients, &mut velocity, &hyper, &groups, &norm)?;
+    [&weights, &velocity].into_iter().try_for_each(|tensor| i.keep(tensor))?;
+    i.keep(&copy)
+}

@@ -1,0 +1,410 @@
+//! The cases of matmuls, which all variants of a family share.
+//!
+//! Invariant: that of [`cases`](super::cases).
+
+#![forbid(unsafe_code)]
+
+use super::CaseSize;
+use super::inputs::Inputs;
+use cuda_std::launch::{PointerMut, Slice};
+use half::bf16;
+use kernels::format::Reduced;
+use kernels::matmul::{GATE, GELU, GELU_DERIVATIVE, KEEP, SILU, TRANSPOSE_A, TRANSPOSE_B, Tile, matmul, sum_splits};
+use kernels::matmul_bf16::{self as of_bf16, ADD_TO_SUMS, SUM_B, matmul_bf16};
+use kernels::matmul_tensor::{Tile as TensorTile, matmul_tensor};
+use kernels::mma::Side;
+use kernels::precision::{Rounding, round};
+use stepscope_core::error::Result;
+use stepscope_core::ops;
+use stepscope_core::tensor::{Element, Source, Stored, Target, Tensor};
+
+/// A matmul: batches, `[m, n, k]`, the size of a split-K chunk, flags, alpha and beta.
+type Product = (usize, [usize; 3], usize, u32, [f32; 2]);
+
+/// A chunk that covers all of k.
+const ALL: usize = usize::MAX;
+
+/// Products with and without tails, with each way to store and each epilogue.
+const PRODUCTS: [Product; 7] = [
+    (1, [1, 1, 1], ALL, 0, [1.0, 0.0]),
+    (1, [64, 64, 64], ALL, TRANSPOSE_A, [1.0, 1.0]),
+    (3, [129, 65, 17], ALL, TRANSPOSE_A | TRANSPOSE_B, [1.0, 0.0]),
+    (1, [12, 256, 193], ALL, TRANSPOSE_B | GELU, [1.0, 0.0]),
+    (1, [150, 193, 257], ALL, GELU | KEEP, [1.0, 0.5]),
+    (1, [70, 131, 9], ALL, SILU | KEEP, [0.3, 0.5]),
+    (2, [70, 132, 9], ALL, GATE | KEEP, [0.3, 0.0]),
+];
+
+/// Four blocks of the largest tile, and enough uses of GELU, because fusing changes one result in
+/// some hundreds. Copies by vectors and by elements along both axes, complete and partial stages,
+/// and split-K chunks of which the first has two chains.
+const SMALLEST_PRODUCTS: [Product; 7] = [
+    (1, [129, 257, 5], ALL, GELU, [1.0, 0.0]),
+    (2, [8, 12, 68], ALL, TRANSPOSE_A, [1.0, 1.0]),
+    (1, [12, 20, 70], ALL, TRANSPOSE_B | GELU, [1.0, 0.0]),
+    (1, [5, 9, 67], ALL, TRANSPOSE_A | GELU | KEEP, [1.0, 0.5]),
+    (1, [9, 35, 5], ALL, SILU, [0.3, 0.5]),
+    (1, [9, 36, 5], ALL, GATE | KEEP, [0.3, 0.0]),
+    (1, [2, 3, 1100], 1088, 0, [1.0, 0.0]),
+];
+
+/// Products for tensor cores, which have no transposes.
+const TENSOR_PRODUCTS: [Product; 7] = [
+    (1, [1, 8, 8], ALL, 0, [1.0, 0.0]),
+    (1, [64, 64, 64], ALL, 0, [1.0, 1.0]),
+    (3, [136, 72, 24], ALL, 0, [1.0, 0.0]),
+    (1, [12, 256, 192], ALL, GELU, [1.0, 0.0]),
+    (1, [150, 272, 264], ALL, GELU | KEEP, [1.0, 0.5]),
+    (1, [70, 131, 8], ALL, SILU | KEEP, [0.3, 0.5]),
+    (2, [70, 132, 8], ALL, GATE | KEEP, [0.3, 0.0]),
+];
+
+/// Four blocks of the largest tile, enough uses of GELU, vectors and elements, stages that wrap
+/// around the ring, and split-K chunks.
+const SMALLEST_TENSOR_PRODUCTS: [Product; 6] = [
+    (1, [129, 257, 24], ALL, GELU, [1.0, 0.0]),
+    (2, [12, 24, 168], ALL, GELU | KEEP, [1.0, 0.5]),
+    (1, [3, 7, 8], ALL, GELU, [1.0, 0.0]),
+    (1, [9, 35, 8], ALL, SILU, [0.3, 0.5]),
+    (1, [9, 36, 8], ALL, GATE | KEEP, [0.3, 0.0]),
+    (1, [4, 8, 80], 32, 0, [1.0, 0.0]),
+];
+
+/// Runs the case of a tile. All tiles give the same bits.
+pub(super) fn product(i: &Inputs<'_, '_>, tile: Tile) -> Result<()> {
+    for &(batches, [m, n, k], chunk, flags, [alpha, beta]) in i.by_form(&PRODUCTS[..], &SMALLEST_PRODUCTS) {
+        let (a, b, bias) = (i.normals([batches, m, k])?, i.normals([batches, k, n])?, i.normals([batches, n])?);
+        let shape = [batches * k.div_ceil(chunk), m, n];
+        let mut out = i.output(reads_c(flags, beta), shape, || i.normals(shape))?;
+        let mut pre = i.output(false, shape, || i.normals(shape))?;
+        let (c, written) = out.in_place();
+        i.step.launch(matmul {
+            tile,
+            a: a.slice(),
+            b: b.slice(),
+            bias: unless_chunked(chunk < k, &bias),
+            c,
+            out: written,
+            pre: pre.out(),
+            m: m as u32,
+            n: n as u32,
+            k: k as u32,
+            lda: if flags & TRANSPOSE_A == 0 { k } else { m } as u32,
+            ldb: if flags & TRANSPOSE_B == 0 { n } else { k } as u32,
+            ldc: n as u32,
+            chunk: chunk.min(k) as u32,
+            batches: batches as u32,
+            stride_a: m * k,
+            stride_b: k * n,
+            stride_c: m * n,
+            stride_bias: n,
+            alpha,
+            beta,
+            flags,
+        })?;
+        keep_outputs(i, flags, &out, &pre)?;
+    }
+    Ok(())
+}
+
+/// Returns true if a matmul reads `c`, to add it or as its gate.
+fn reads_c(flags: u32, beta: f32) -> bool {
+    beta != 0.0 || flags & GATE != 0
+}
+
+/// Returns the bias, or none if the product is split, because no epilogue may follow a chunk's sum.
+fn unless_chunked<'t>(chunked: bool, bias: &'t Tensor<'_>) -> Slice<'t, f32> {
+    if chunked { Slice::empty() } else { bias.slice() }
+}
+
+/// Keeps the outputs of a matmul.
+fn keep_outputs<'s, S: Stored>(i: &Inputs<'_, 's>, flags: u32, out: &Tensor<'s, S>, pre: &Tensor<'s, S>) -> Result<()> {
+    i.keep(out)?;
+    if flags & KEEP != 0 || i.form == CaseSize::Whole { i.keep(pre) } else { Ok(()) }
+}
+
+/// Runs the case of a tensor-core tile: [`product`] on whole numbers so small that every sum is
+/// exact. The order of sums, which differs between GPUs, then changes nothing. The smallest size
+/// has a fractional bias, so that GELU does not see only whole numbers.
+pub(super) fn tensor_product(i: &Inputs<'_, '_>, format: Reduced, tile: TensorTile) -> Result<()> {
+    for &(batches, [m, n, k], chunk, flags, [alpha, beta]) in i.by_form(&TENSOR_PRODUCTS[..], &SMALLEST_TENSOR_PRODUCTS)
+    {
+        let (a, b) = (i.whole(batches * m * k)?, i.whole(batches * k * n)?);
+        let [(a, stride_a), (b, stride_b)] = round_factors(i, format, batches, [m, n, k], TRANSPOSE_B, [&a, &b])?;
+        let bias = if i.form == CaseSize::Whole { i.whole(batches * n)? } else { i.normals([batches * n])? };
+        let length = batches * k.div_ceil(chunk) * m * n;
+        let mut out = i.output(reads_c(flags, beta), [length], || i.whole(length))?;
+        let mut pre = i.output(false, [length], || i.step.upload(&i.step.read(&out)?, [length]))?;
+        let (c, written) = out.in_place();
+        i.step.launch(matmul_tensor {
+            variant: (format, tile),
+            a: a.slice(),
+            b: b.slice(),
+            bias: unless_chunked(chunk < k, &bias),
+            c,
+            out: written,
+            pre: pre.out(),
+            m: m as u32,
+            n: n as u32,
+            k: k as u32,
+            ldc: n as u32,
+            chunk: chunk.min(k) as u32,
+            batches: batches as u32,
+            stride_a,
+            stride_b,
+            stride_c: m * n,
+            stride_bias: n,
+            alpha,
+            beta,
+            flags,
+        })?;
+        keep_outputs(i, flags, &out, &pre)?;
+    }
+    Ok(())
+}
+
+/// Products of BF16 tensors with and without tails, with each way to store and each epilogue. Some
+/// rows are not a multiple of 16 bytes.
+const BF16_PRODUCTS: [Product; 11] = [
+    (1, [1, 8, 8], ALL, 0, [1.0, 0.0]),
+    (1, [64, 64, 64], ALL, TRANSPOSE_A, [1.0, 1.0]),
+    (3, [136, 72, 24], ALL, TRANSPOSE_A | TRANSPOSE_B, [1.0, 0.0]),
+    (1, [12, 256, 192], ALL, TRANSPOSE_B | GELU, [1.0, 0.0]),
+    (1, [150, 275, 261], ALL, GELU | KEEP, [1.0, 0.5]),
+    (1, [70, 131, 9], ALL, SILU | KEEP, [0.3, 0.5]),
+    (2, [70, 132, 9], ALL, GATE | KEEP, [0.3, 0.0]),
+    (2, [70, 131, 9], ALL, TRANSPOSE_B | GELU_DERIVATIVE | KEEP, [0.3, 0.0]),
+    (1, [150, 276, 41], ALL, GELU | KEEP, [1.0, 0.5]),
+    (1, [70, 132, 9], ALL, TRANSPOSE_A | SILU | KEEP, [0.3, 0.5]),
+    (2, [70, 132, 9], ALL, TRANSPOSE_B | GELU_DERIVATIVE | KEEP, [0.3, 0.0]),
+];
+
+/// Four blocks of the largest tile, enough uses of GELU, complete and partial stages with both
+/// kinds of rows. Some products have stages that wrap around the ring, and some are split-K.
+const SMALLEST_BF16_PRODUCTS: [Product; 9] = [
+    (1, [129, 260, 24], ALL, GELU, [1.0, 0.0]),
+    (1, [256, 256, 168], ALL, TRANSPOSE_A, [1.0, 0.0]),
+    (2, [12, 24, 168], ALL, TRANSPOSE_B | GELU | KEEP, [1.0, 0.5]),
+    (1, [3, 7, 9], ALL, TRANSPOSE_A | TRANSPOSE_B | GELU, [1.0, 0.0]),
+    (1, [9, 35, 8], ALL, SILU, [0.3, 0.5]),
+    (1, [9, 36, 8], ALL, GATE | KEEP, [0.3, 0.0]),
+    (1, [4, 8, 80], 32, 0, [1.0, 0.0]),
+    (1, [72, 132, 8], ALL, TRANSPOSE_B | GELU_DERIVATIVE, [1.0, 0.0]),
+    (1, [9, 35, 8], ALL, GELU_DERIVATIVE | KEEP, [0.3, 0.0]),
+];
+
+/// Runs the case of a kernel for BF16 tensors: [`product`]s of its layout on whole numbers so small
+/// that every sum is exact, as for [`tensor_product`].
+pub(super) fn bf16_product<S: Stored>(
+    i: &Inputs<'_, '_>,
+    variant: (of_bf16::OperandLayout, of_bf16::Tile),
+) -> Result<()> {
+    let products = i.by_form(&BF16_PRODUCTS[..], &SMALLEST_BF16_PRODUCTS).iter();
+    let is_own =
+        |flags: u32| exists::<S>(flags) && (flags & TRANSPOSE_A == 0) == (variant.0 == of_bf16::OperandLayout::Plain);
+    for &(batches, [m, n, k], chunk, flags, [alpha, beta]) in products.filter(|product| is_own(product.3)) {
+        let (a, b) = (i.whole(batches * m * k)?, i.whole(batches * k * n)?);
+        let (a, b) = (ops::to_bf16(i.step, &a)?, ops::to_bf16(i.step, &b)?);
+        let bias = if i.form == CaseSize::Whole { i.whole(batches * n)? } else { i.normals([batches * n])? };
+        let length = batches * k.div_ceil(chunk) * m * n;
+        let mut out = i.normals::<S>([length])?;
+        let mut pre = i.normals::<S>([length])?;
+        let (c, written) = out.in_place();
+        i.step.launch(matmul_bf16 {
+            variant,
+            a: a.slice(),
+            b: b.slice(),
+            bias: unless_chunked(chunk < k, &bias),
+            c,
+            out: written,
+            pre: pre.out(),
+            sums: PointerMut::empty(),
+            m: m as u32,
+            n: n as u32,
+            k: k as u32,
+            lda: if flags & TRANSPOSE_A == 0 { k } else { m } as u32,
+            ldb: if flags & TRANSPOSE_B == 0 { n } else { k } as u32,
+            ldc: n as u32,
+            chunk: chunk.min(k) as u32,
+            batches: batches as u32,
+            stride_a: m * k,
+            stride_b: k * n,
+            stride_c: m * n,
+            stride_bias: n,
+            alpha,
+            beta,
+            flags,
+        })?;
+        keep_outputs(i, flags, &out, &pre)?;
+    }
+    if size_of::<S>() == size_of::<f32>() && variant.0 == of_bf16::OperandLayout::Transposed {
+        column_sums(i, variant)
+    } else {
+        Ok(())
+    }
+}
+
+/// Runs the sums of B's columns. It covers a tile's second row of blocks, which computes none,
+/// operands that do and do not fill stages, batches and chunks. The products have inexact sums,
+/// which each GPU adds in its own order, so they are not kept.
+fn column_sums(i: &Inputs<'_, '_>, variant: (of_bf16::OperandLayout, of_bf16::Tile)) -> Result<()> {
+    const WHOLE: [Product; 4] = [
+        (1, [129, 300, 101], ALL, SUM_B, [1.0, 0.0]),
+        (2, [8, 264, 168], ALL, SUM_B | ADD_TO_SUMS, [1.0, 0.0]),
+        (1, [256, 512, 328], ALL, SUM_B, [1.0, 0.0]),
+        (1, [128, 256, 680], 256, SUM_B, [1.0, 0.0]),
+    ];
+    const SMALLEST: [Product; 3] = [
+        (2, [9, 20, 41], ALL, SUM_B | ADD_TO_SUMS, [1.0, 0.0]),
+        (1, [256, 256, 168], ALL, SUM_B, [1.0, 0.0]),
+        (1, [4, 8, 80], 32, SUM_B, [1.0, 0.0]),
+    ];
+    for &(batches, [m, n, k], chunk, flags, [alpha, beta]) in i.by_form(&WHOLE[..], &SMALLEST) {
+        let (a, b) = (i.normals::<bf16>([batches, k, m])?, i.normals::<bf16>([batches, k, n])?);
+        let chunks = batches * k.div_ceil(chunk);
+        let (mut out, mut sums) = (i.step.empty::<f32>([chunks, m, n])?, i.normals::<f32>([chunks, n])?);
+        let (c, out) = out.in_place();
+        i.step.launch(matmul_bf16 {
+            variant,
+            a: a.slice(),
+            b: b.slice(),
+            bias: Slice::empty(),
+            c,
+            out,
+            pre: PointerMut::empty(),
+            sums: sums.out(),
+            m: m as u32,
+            n: n as u32,
+            k: k as u32,
+            lda: m as u32,
+            ldb: n as u32,
+            ldc: n as u32,
+            chunk: chunk.min(k) as u32,
+            batches: batches as u32,
+            stride_a: m * k,
+            stride_b: k * n,
+            stride_c: m * n,
+            stride_bias: 0,
+            alpha,
+            beta,
+            flags,
+        })?;
+        i.keep(&sums)?;
+    }
+    Ok(())
+}
+
+/// Runs the case of a kernel that rounds: operands in normal and transposed layout, with and
+/// without tails, with special numbers among them.
+pub(super) fn rounding(i: &Inputs<'_, '_>, format: Reduced) -> Result<()> {
+    i.squares(|i, x| {
+        let [m, k] = x.shape().as_rows();
+        for flags in [0, TRANSPOSE_A, TRANSPOSE_B, TRANSPOSE_A | TRANSPOSE_B] {
+            let [(a, _), (b, _)] = round_factors(i, format, 1, [m, m, k], flags, [x, x])?;
+            i.keep(&a)?;
+            i.keep(&b)?;
+        }
+        Ok(())
+    })
+}
+
+/// Rounds both operands of a matmul, A `[m, k]` and B `[n, k]` or each transposed, to fragments,
+/// and returns these with their strides.
+fn round_factors<'s>(
+    i: &Inputs<'_, 's>,
+    format: Reduced,
+    batches: usize,
+    [m, n, k]: [usize; 3],
+    flags: u32,
+    [a, b]: [&Tensor<'s>; 2],
+) -> Result<[(Tensor<'s, u32>, usize); 2]> {
+    let [stride_a, stride_b] = [[m, k], [n, k]].map(|extents| format.fragments(extents));
+    let (mut a_out, mut b_out) = (i.step.empty([batches, stride_a])?, i.step.empty([batches, stride_b])?);
+    i.step.launch(round::of(
+        format,
+        [
+            factors(a.slice(), Side::Left, a_out.out(), batches, [m, k], flags & TRANSPOSE_A != 0),
+            factors(b.slice(), Side::Right, b_out.out(), batches, [n, k], flags & TRANSPOSE_B == 0),
+            Rounding::default(),
+        ],
+    ))?;
+    Ok([(a_out, stride_a), (b_out, stride_b)])
+}
+
+/// Describes the operands to be rounded, `batches` of `[rows, k]` or transposed.
+fn factors<'a>(
+    values: Slice<'a, f32>,
+    side: Side,
+    out: PointerMut<'a, u32>,
+    batches: usize,
+    [rows, k]: [usize; 2],
+    transposed: bool,
+) -> Rounding<'a> {
+    let wanted = Some((side, out));
+    let packed = Rounding { values: Some(values), batches, stride: rows * k, ..Rounding::default() };
+    if transposed {
+        Rounding { rows: k, cols: rows, ld: rows, across: wanted, ..packed }
+    } else {
+        Rounding { rows, cols: k, ld: k, along: wanted, ..packed }
+    }
+}
+
+/// Returns true if kernels that store S have this epilogue.
+fn exists<S: Stored>(flags: u32) -> bool {
+    flags & GELU_DERIVATIVE == 0 || <S as Element>::NAME == <bf16 as Element>::NAME
+}
+
+/// Runs the case of [`sum_splits`]: split-K matmuls, or in the smallest size only the kernel
+/// itself.
+pub(super) fn splits<S: Stored>(i: &Inputs<'_, '_>) -> Result<()> {
+    if i.form == CaseSize::Smallest || <S as Element>::NAME != <f32 as Element>::NAME {
+        return [
+            ([3, 260], 9, GELU | KEEP, [1.0, 0.5]),
+            ([2, 5], 2, GATE | KEEP, [0.3, 0.0]),
+            ([3, 261], 2, GELU_DERIVATIVE | KEEP, [0.3, 0.0]),
+        ]
+        .into_iter()
+        .filter(|(_, _, flags, _)| exists::<S>(*flags))
+        .try_for_each(|(extents, splits, flags, scales)| splits_alone::<S>(i, extents, splits, flags, scales));
+    }
+    for ([m, n, k], beta) in [([12, 256, 1024], 0.0), ([35, 33, 700], 0.5), ([1, 2, 65_601], 1.0)] {
+        let (a, b, bias, mut out) =
+            (i.normals::<f32>([m, k])?, i.normals([k, n])?, i.normals([n])?, i.normals::<f32>([m, n])?);
+        let form = ops::Gemm { beta, ..ops::Gemm::new(m, n, k) };
+        ops::gemm_into(i.step, &form, &a, &b, Some(&bias), &mut out)?;
+        i.keep(&out)?;
+    }
+    Ok(())
+}
+
+/// Runs [`sum_splits`] on partials that no kernel has made.
+fn splits_alone<S: Stored>(
+    i: &Inputs<'_, '_>,
+    [m, n]: [usize; 2],
+    splits: usize,
+    flags: u32,
+    [alpha, beta]: [f32; 2],
+) -> Result<()> {
+    let (partials, bias) = (i.normals([splits, m, n])?, i.normals([n])?);
+    let (mut out, mut pre) = (i.normals::<S>([m, n])?, i.normals::<S>([m, n])?);
+    let (c, written) = out.in_place();
+    i.step.launch(sum_splits {
+        partials: partials.slice(),
+        splits: splits as u32,
+        bias: bias.slice(),
+        c,
+        out: written,
+        pre: pre.out(),
+        m: m as u32,
+        n: n as u32,
+        ldc: n as u32,
+        batches: 1,
+        stride_c: m * n,
+        stride_bias: n,
+        alpha,
+        beta,
+        flags,
+    })?;
+    i.keep(&out)?;
+    i.keep(&pre)
+}

@@ -1,0 +1,168 @@
+//! The settings of an arena, and the environment variables that override them.
+//!
+//! Invariant: every invalid setting is an error that quotes it, raised before any memory is taken.
+
+#![forbid(unsafe_code)]
+
+use super::budget::situation;
+use super::floor::Floor;
+use super::handle::Arena;
+use super::overflow::{Overflow, OverflowPool};
+use super::region::ArenaInner;
+use super::settings::{Capacity, Growth};
+use crate::admission::{ARENA_VARIABLE, arena_bytes_from_env};
+use crate::device::Device;
+use crate::error::{Error, Result};
+use cuda_std::float_mode;
+use std::cell::RefCell;
+use std::time::Duration;
+
+/// The settings of an arena. See [`Arena::builder`].
+#[derive(Debug)]
+pub struct ArenaBuilder {
+    device: Device,
+    capacity: Capacity,
+    overflow: Overflow,
+    growth: Growth,
+    step_deadline: Option<Duration>,
+    reserve_bytes: Option<u64>,
+    memory_floor: Option<u64>,
+    checked: Option<bool>,
+}
+
+impl Arena {
+    /// Starts an arena on `device`.
+    pub fn builder(device: &Device) -> ArenaBuilder {
+        ArenaBuilder::new(device)
+    }
+}
+
+impl ArenaBuilder {
+    fn new(device: &Device) -> Self {
+        Self {
+            device: device.clone(),
+            capacity: Capacity::gib(1),
+            overflow: Overflow::Refuse,
+            growth: Growth::Fixed,
+            step_deadline: None,
+            reserve_bytes: None,
+            memory_floor: None,
+            checked: None,
+        }
+    }
+
+    /// Sets the arena's capacity (default 1 GiB). The environment variable `STEPSCOPE_ARENA_GB`
+    /// overrides it.
+    #[must_use]
+    pub fn capacity(mut self, capacity: Capacity) -> Self {
+        self.capacity = capacity;
+        self
+    }
+
+    /// Sets what happens when the arena is full (default: an error).
+    #[must_use]
+    pub fn overflow(mut self, overflow: Overflow) -> Self {
+        self.overflow = overflow;
+        self
+    }
+
+    /// Sets whether the capacity follows the steps' needs (default: fixed).
+    #[must_use]
+    pub fn growth(mut self, growth: Growth) -> Self {
+        self.growth = growth;
+        self
+    }
+
+    /// Sets the longest time from a step's start to the end of its work on the device. The default
+    /// bounds only its single calls. A step with a deadline waits for the device at its end.
+    #[must_use]
+    pub fn step_deadline(mut self, deadline: Duration) -> Self {
+        self.step_deadline = Some(deadline);
+        self
+    }
+
+    /// Sets the bytes that must stay available to others on the device (default: see the admission
+    /// rules of the guide).
+    #[must_use]
+    pub fn reserve_bytes(mut self, reserve_bytes: u64) -> Self {
+        self.reserve_bytes = Some(reserve_bytes);
+        self
+    }
+
+    /// Sets the floor of the host's memory in bytes. Below it no step of the arena begins, and each
+    /// fails with [`Error::MemoryShortage`]. Where CPU and GPU share one memory, and on the
+    /// emulator, the default is half of the reserve. Elsewhere the default is no floor, and zero
+    /// means the same. A memory cgroup has the same floor, or a thirty-second of its limit if that
+    /// is less. A thread of the process reads the figures at least once a second.
+    #[must_use]
+    pub fn memory_floor(mut self, bytes: u64) -> Self {
+        self.memory_floor = Some(bytes);
+        self
+    }
+
+    /// Sets whether tensors are guarded and poisoned (default: as set for the device). The
+    /// environment variable `STEPSCOPE_CHECKED` (`1` or `0`) overrides it with its value when the
+    /// device was opened. In checked mode, a write past the end of a tensor is an
+    /// [`Error::Overrun`] at the end of its scope.
+    #[must_use]
+    pub fn checked(mut self, checked: bool) -> Self {
+        self.checked = Some(checked);
+        self
+    }
+
+    /// Takes the memory from the device and builds the arena.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] if the memory is not available, with all figures. [`Error::DeviceMemory`]
+    /// if the driver is out of memory. [`Error::Misuse`] for a capacity of zero, a malformed
+    /// `STEPSCOPE_ARENA_GB` or a prime above the cap.
+    pub fn build(self) -> Result<Arena> {
+        let Self { device, capacity, overflow, growth, step_deadline, reserve_bytes, memory_floor, checked } = self;
+        let situation = situation(&device, reserve_bytes, device.deadline())?;
+        let capacity = match (variable()?, capacity) {
+            (Some(bytes), _) | (None, Capacity::Bytes(bytes)) => bytes,
+            (None, Capacity::Measured(measured)) => measured.high_water_bytes,
+            (None, Capacity::FractionOfAvailable(share)) if share > 0.0 && share <= 1.0 => {
+                float_mode::in_default(|| (situation.available_bytes() as f64 * share) as usize)
+            }
+            (None, Capacity::FractionOfAvailable(share)) => {
+                return Err(Error::misuse("arena", "a share above 0 and up to 1", share.to_string()));
+            }
+        };
+        if capacity == 0 {
+            return Err(Error::misuse("arena", "a capacity above zero", "0 bytes"));
+        }
+        situation.admit(capacity as u64).map_err(|refusal| Error::Refused(Box::new(refusal)))?;
+        let mut region = ArenaInner::allocate(device.clone(), capacity)?;
+        region.reserve_bytes = reserve_bytes;
+        if device.checked_unless(checked) {
+            region.check()?;
+        }
+        #[cfg(feature = "nvtx")]
+        region.sanitize();
+        if let Overflow::Pool { cap_bytes, prime_bytes, deadline } = overflow {
+            let pool = OverflowPool::open(region.device(), cap_bytes, prime_bytes, deadline, reserve_bytes)?;
+            // From here on the region owns the pool and frees it, even if priming fails.
+            region.overflow.insert(RefCell::new(pool)).get_mut().prime(&device)?;
+        }
+        tracing::info!(
+            number = region.number(),
+            capacity_bytes = capacity,
+            ?overflow,
+            ?growth,
+            device = region.device().description().name,
+            available_bytes = situation.available_bytes(),
+            "arena ready"
+        );
+        let usual = if situation.integrated { situation.reserve_bytes / 2 } else { 0 };
+        let floor = Floor::new(memory_floor.unwrap_or(usual));
+        Ok(Arena { region, growth, step_deadline, floor })
+    }
+}
+
+/// Reads the capacity from the environment.
+fn variable() -> Result<Option<usize>> {
+    let value = std::env::var_os(ARENA_VARIABLE).map(|value| value.to_string_lossy().into_owned());
+    arena_bytes_from_env(value.as_deref())
+        .map_err(|got| Error::misuse("arena", format!("a number of GiB such as `4` or `0.5` in {ARENA_VARIABLE}"), got))
+}

@@ -1,0 +1,40 @@
+//! Memory: the arena that a step allocates from, and buffers that outlive steps.
+
+mod budget;
+mod buffer;
+mod builder;
+mod checked;
+mod conditions;
+mod counters;
+mod floor;
+mod full;
+mod handle;
+mod layout;
+mod overflow;
+mod page_locked;
+mod peak;
+mod region;
+mod request;
+mod reuse;
+#[cfg(feature = "nvtx")]
+mod sanitizer;
+mod scope;
+mod sections;
+mod settings;
+mod snapshot;
+
+pub use buffer::Buffer;
+pub use buffer::PIECE_BYTES;
+pub use builder::ArenaBuilder;
+pub(crate) use checked::Checks;
+pub use conditions::{Labels, Turns};
+pub(crate) use floor::Floor;
+pub use handle::Arena;
+pub use layout::ALIGN_BYTES;
+pub use overflow::Overflow;
+pub use page_locked::PageLocked;
+pub(crate) use region::ArenaInner;
+pub(crate) use scope::NestedScope;
+pub(crate) use sections::GraphReservation;
+pub use settings::{Capacity, Growth, Measured};
+pub use snapshot::{Event, Kind, Origin, Recording};

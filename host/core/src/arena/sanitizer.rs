@@ -1,0 +1,458 @@
+//! Reports an arena's tensors to NVIDIA's compute-sanitizer, through the memory extension of NVTX.
+//!
+//! An arena is a single allocation to the driver. A sanitizer without further information detects
+//! neither a write from one tensor into the next nor a read of what an earlier step left. Each
+//! tensor's bytes are therefore registered when it is made and unregistered when they are freed:
+//!
+//! ```text
+//! arena     |<------------------- heap ------------------->|
+//! tensors   |<-- region -->|  free  |<- region ->|  free  ..     256 bytes or more are free after each
+//! ```
+//! Invariant: regions are disjoint. A region is unregistered only after all work that was queued
+//! while it existed is done, because a sanitizer checks each access when it happens.
+
+use std::collections::BTreeMap;
+use std::env;
+use std::ffi::{c_int, c_void};
+use std::mem::transmute;
+use std::ops::Range;
+use std::ptr;
+use std::sync::OnceLock;
+
+use libloading::Library;
+
+use crate::device::{Device, DeviceKind};
+
+/// The tool's library, as NVTX finds it. The tool sets this variable for the programs that it
+/// starts.
+const TOOL_VARIABLE: &str = "NVTX_INJECTION64_PATH";
+/// `NVTX_EXT_MODULEID_MEM`, `NVTX_EXT_COMPATID_MEM`, and the NVTX version that has them.
+const MODULE: u16 = 1;
+const COMPATIBLE: u16 = 0x0102;
+const VERSION: u16 = 3;
+/// `NVTX_MEM_HEAP_USAGE_TYPE_SUB_ALLOCATOR`, `NVTX_MEM_TYPE_VIRTUAL_ADDRESS`,
+/// `NVTX_MEM_REGION_REF_TYPE_POINTER`.
+const SUB_ALLOCATOR: u32 = 1;
+const VIRTUAL_ADDRESS: u32 = 1;
+const BY_POINTER: u32 = 1;
+/// The indices of functions in the extension's table, from 0 on: `NvtxExtMemCallbackId`.
+const PLACES: usize = 63;
+const HEAP_REGISTER: usize = 0;
+const HEAP_UNREGISTER: usize = 1;
+const REGIONS_REGISTER: usize = 3;
+const REGIONS_UNREGISTER: usize = 5;
+
+/// NVTX's `nvtxExtModuleSegment_t`.
+#[repr(C)]
+struct Segment {
+    id: usize,
+    places: usize,
+    functions: *mut *const c_void,
+}
+
+/// NVTX's `nvtxExtModuleInfo_t`.
+#[repr(C)]
+struct Module {
+    version: u16,
+    struct_size: u16,
+    module: u16,
+    compatible: u16,
+    segment_count: usize,
+    segments: *mut Segment,
+    export_function: *const c_void,
+    info: *const c_void,
+}
+
+/// NVTX's `nvtxMemVirtualRangeDesc_t`.
+#[repr(C)]
+struct Bytes {
+    size: usize,
+    address: u64,
+}
+
+/// NVTX's `nvtxMemHeapDesc_t`.
+#[repr(C)]
+struct HeapDescription {
+    compatible: u16,
+    struct_size: u16,
+    reserved: u32,
+    usage: u32,
+    memory_type: u32,
+    range_size: usize,
+    range: *const Bytes,
+    category: u32,
+    message_type: u32,
+    message: *const c_void,
+}
+
+/// NVTX's `nvtxMemRegionsRegisterBatch_t`.
+#[repr(C)]
+struct Registration {
+    compatible: u16,
+    struct_size: u16,
+    memory_type: u32,
+    heap: *mut c_void,
+    count: usize,
+    range_size: usize,
+    ranges: *const Bytes,
+    handles: *mut c_void,
+}
+
+/// NVTX's `nvtxMemRegionsUnregisterBatch_t`.
+#[repr(C)]
+struct Unregistration {
+    compatible: u16,
+    struct_size: u16,
+    reference_type: u32,
+    count: usize,
+    reference_size: usize,
+    references: *const u64,
+}
+
+/// A tool's `InitializeInjectionNvtxExtension`, which fills in its functions. It returns zero if
+/// the tool has none.
+type Initialize = unsafe extern "C" fn(*mut Module) -> c_int;
+/// The first argument of each function is a domain, which is always the default one here.
+type RegisterHeap = unsafe extern "C" fn(*const c_void, *const HeapDescription) -> *mut c_void;
+type UnregisterHeap = unsafe extern "C" fn(*const c_void, *mut c_void);
+type Register = unsafe extern "C" fn(*const c_void, *const Registration);
+type Unregister = unsafe extern "C" fn(*const c_void, *const Unregistration);
+
+/// The functions of a tool that supports the extension.
+#[derive(Clone, Copy, Debug)]
+struct Tool {
+    register_heap: RegisterHeap,
+    unregister_heap: UnregisterHeap,
+    register: Register,
+    unregister: Unregister,
+}
+
+impl Tool {
+    /// Returns the tool that started this process, if one did and it supports the extension.
+    fn attached() -> Option<Self> {
+        static ATTACHED: OnceLock<Option<Tool>> = OnceLock::new();
+        *ATTACHED.get_or_init(|| {
+            let path = env::var_os(TOOL_VARIABLE)?;
+            // A tool expects NVTX itself to be loaded first. This call makes NVTX load the tool.
+            ::nvtx::mark!("stepscope: an arena");
+            // SAFETY: whoever started this process named the library for it to run, and NVTX has
+            // just loaded it.
+            let library = unsafe { Library::new(path) }.inspect_err(|error| tracing::warn!(%error, "no tool")).ok()?;
+            // SAFETY: a tool's function of this name has this type, according to NVTX's headers.
+            let initialize = *unsafe { library.get::<Initialize>(b"InitializeInjectionNvtxExtension\0") }.ok()?;
+            // SAFETY: it is such a function, and its library is never closed.
+            let tool = unsafe { Self::new(initialize) };
+            std::mem::forget(library);
+            tool
+        })
+    }
+
+    /// Requests the functions of a tool.
+    ///
+    /// # Safety
+    /// `initialize` fills in functions of NVTX's types at NVTX's indices, and they stay callable.
+    unsafe fn new(initialize: Initialize) -> Option<Self> {
+        let mut functions = [ptr::null(); PLACES];
+        let mut segment = Segment { id: 1, places: PLACES, functions: functions.as_mut_ptr() };
+        let mut module = Module {
+            version: VERSION,
+            struct_size: size_of::<Module>() as u16,
+            module: MODULE,
+            compatible: COMPATIBLE,
+            segment_count: 1,
+            segments: &mut segment,
+            export_function: ptr::null(),
+            info: ptr::null(),
+        };
+        // SAFETY: the module is what NVTX would pass, and outlives the call. Entries are written
+        // only within the table.
+        let listens = unsafe { initialize(&mut module) } != 0;
+        let place = |at: usize| Some(functions[at]).filter(|function| listens && !function.is_null());
+        let (heap, no_heap) = (place(HEAP_REGISTER)?, place(HEAP_UNREGISTER)?);
+        let (region, no_region) = (place(REGIONS_REGISTER)?, place(REGIONS_UNREGISTER)?);
+        // SAFETY: the functions that a tool writes at these indices have these types.
+        Some(unsafe {
+            Self {
+                register_heap: transmute::<*const c_void, RegisterHeap>(heap),
+                unregister_heap: transmute::<*const c_void, UnregisterHeap>(no_heap),
+                register: transmute::<*const c_void, Register>(region),
+                unregister: transmute::<*const c_void, Unregister>(no_region),
+            }
+        })
+    }
+}
+
+/// A tool's handle for an arena.
+#[derive(Clone, Copy, Debug)]
+struct Heap(*mut c_void);
+
+// SAFETY: nothing here dereferences the handle. It is only passed back to the tool's functions,
+// which NVTX allows on any thread.
+unsafe impl Send for Heap {}
+
+impl Heap {
+    /// Returns the handle as the tool's functions take it. A closure that calls this captures the
+    /// whole struct, which is `Send`.
+    fn handle(self) -> *mut c_void {
+        self.0
+    }
+}
+
+/// An arena that is registered with a tool. The tool is called on the driver's thread, because it
+/// needs that thread's context.
+#[derive(Debug)]
+pub(super) struct Sanitizer {
+    tool: Tool,
+    heap: Heap,
+    /// The address and bytes of each region.
+    regions: BTreeMap<u64, usize>,
+}
+
+impl Sanitizer {
+    /// Registers an arena in a GPU's memory with the tool that started this process, if one did.
+    pub(super) fn attach(device: &Device, address: u64, bytes: usize) -> Option<Self> {
+        let tool = (device.description().kind == DeviceKind::Cuda).then(Tool::attached).flatten()?;
+        Self::new(tool, device, address, bytes)
+    }
+
+    fn new(tool: Tool, device: &Device, address: u64, bytes: usize) -> Option<Self> {
+        let heap = said(device, move || {
+            let range = Bytes { size: bytes, address };
+            let description = HeapDescription {
+                compatible: COMPATIBLE,
+                struct_size: size_of::<HeapDescription>() as u16,
+                reserved: 0,
+                usage: SUB_ALLOCATOR,
+                memory_type: VIRTUAL_ADDRESS,
+                range_size: size_of::<Bytes>(),
+                range: &range,
+                category: 0,
+                message_type: 0,
+                message: ptr::null(),
+            };
+            // SAFETY: the description has NVTX's type, and outlives the call.
+            Heap(unsafe { (tool.register_heap)(ptr::null(), &description) })
+        });
+        heap.filter(|heap| !heap.handle().is_null()).map(|heap| Self { tool, heap, regions: BTreeMap::new() })
+    }
+
+    /// Registers these bytes as a tensor.
+    pub(super) fn register(&mut self, device: &Device, address: u64, bytes: usize) {
+        if bytes == 0 {
+            return;
+        }
+        let Self { tool, heap, .. } = *self;
+        said(device, move || {
+            let range = Bytes { size: bytes, address };
+            let registration = Registration {
+                compatible: COMPATIBLE,
+                struct_size: size_of::<Registration>() as u16,
+                memory_type: VIRTUAL_ADDRESS,
+                heap: heap.handle(),
+                count: 1,
+                range_size: size_of::<Bytes>(),
+                ranges: &range,
+                handles: ptr::null_mut(),
+            };
+            // SAFETY: the registration has NVTX's type, and outlives the call. The heap is
+            // registered.
+            unsafe { (tool.register)(ptr::null(), &registration) }
+        });
+        self.regions.insert(address, bytes);
+    }
+
+    /// Unregisters the regions that start among these bytes. Waits for all queued work.
+    pub(super) fn unregister(&mut self, device: &Device, range: Range<u64>) {
+        let gone: Vec<u64> = self.regions.extract_if(range, |_, _| true).map(|(address, _)| address).collect();
+        if gone.is_empty() {
+            return;
+        }
+        // A failed device stays failed, and its next caller receives the error.
+        let _ = device.synchronize(device.deadline());
+        let tool = self.tool;
+        said(device, move || {
+            let unregistration = Unregistration {
+                compatible: COMPATIBLE,
+                struct_size: size_of::<Unregistration>() as u16,
+                reference_type: BY_POINTER,
+                count: gone.len(),
+                reference_size: size_of::<u64>(),
+                references: gone.as_ptr(),
+            };
+            // SAFETY: the list has NVTX's type, and outlives the call. Each address is that of a
+            // region.
+            unsafe { (tool.unregister)(ptr::null(), &unregistration) }
+        });
+    }
+
+    /// Unregisters the arena when it frees its memory, with all remaining regions.
+    pub(super) fn end(self, device: &Device) {
+        let Self { tool, heap, .. } = self;
+        said(device, move || {
+            // SAFETY: the heap is registered.
+            unsafe { (tool.unregister_heap)(ptr::null(), heap.handle()) }
+        });
+    }
+}
+
+/// Calls a tool on the driver's thread, with its context. Does nothing after the device is lost.
+fn said<R: Send + 'static>(device: &Device, say: impl FnOnce() -> R + Send + 'static) -> Option<R> {
+    device
+        .in_context("sanitizer", say)
+        .inspect_err(|error| tracing::debug!(%error, "a call to the sanitizer was not made"))
+        .ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Arena, Capacity, HostInputs, Output, Record, ops};
+    use std::sync::{Mutex, PoisonError};
+
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    enum Told {
+        Heap { address: u64, bytes: usize },
+        ArenaInner { address: u64, bytes: usize },
+        Gone { address: u64 },
+        HeapGone,
+    }
+
+    /// The calls that the tool received on the driver's thread.
+    static HEARD: Mutex<Vec<Told>> = Mutex::new(Vec::new());
+    /// Serializes the tests.
+    static TURN: Mutex<()> = Mutex::new(());
+
+    fn hear(told: Told) {
+        HEARD.lock().unwrap().push(told);
+    }
+
+    fn heard() -> Vec<Told> {
+        std::mem::take(&mut HEARD.lock().unwrap())
+    }
+
+    unsafe extern "C" fn register_heap(_: *const c_void, heap: *const HeapDescription) -> *mut c_void {
+        // SAFETY: the library passes a description with one range.
+        let (heap, range) = unsafe { (&*heap, &*(*heap).range) };
+        assert_eq!((heap.compatible, heap.struct_size, heap.usage, heap.memory_type), (0x0102, 48, 1, 1));
+        hear(Told::Heap { address: range.address, bytes: range.size });
+        ptr::without_provenance_mut(1)
+    }
+
+    unsafe extern "C" fn unregister_heap(_: *const c_void, heap: *mut c_void) {
+        assert_eq!(heap.addr(), 1);
+        hear(Told::HeapGone);
+    }
+
+    unsafe extern "C" fn register(_: *const c_void, told: *const Registration) {
+        // SAFETY: the library passes a registration of one range.
+        let (told, range) = unsafe { (&*told, &*(*told).ranges) };
+        assert_eq!(
+            (told.compatible, told.struct_size, told.heap.addr(), told.count, told.range_size),
+            (0x0102, 48, 1, 1, 16)
+        );
+        hear(Told::ArenaInner { address: range.address, bytes: range.size });
+    }
+
+    unsafe extern "C" fn unregister(_: *const c_void, told: *const Unregistration) {
+        // SAFETY: the library passes a list of `count` addresses.
+        let (told, gone) = unsafe { (&*told, std::slice::from_raw_parts((*told).references, (*told).count)) };
+        assert_eq!((told.compatible, told.struct_size, told.reference_type, told.reference_size), (0x0102, 32, 1, 8));
+        gone.iter().for_each(|&address| hear(Told::Gone { address }));
+    }
+
+    /// A tool that supports the extension.
+    unsafe extern "C" fn initialize(module: *mut Module) -> c_int {
+        // SAFETY: the library passes a module with one segment, whose `places` field has its
+        // length.
+        let (module, functions) = unsafe {
+            let segment = &*(*module).segments;
+            (&*module, std::slice::from_raw_parts_mut(segment.functions, segment.places))
+        };
+        assert_eq!((module.version, module.struct_size, module.module, module.compatible), (3, 40, 1, 0x0102));
+        functions[HEAP_REGISTER] = register_heap as *const c_void;
+        functions[HEAP_UNREGISTER] = unregister_heap as *const c_void;
+        functions[REGIONS_REGISTER] = register as *const c_void;
+        functions[REGIONS_UNREGISTER] = unregister as *const c_void;
+        1
+    }
+
+    /// A tool that does not support the extension.
+    unsafe extern "C" fn refuse(_: *mut Module) -> c_int {
+        0
+    }
+
+    /// A tool that fills in no functions.
+    unsafe extern "C" fn forget(_: *mut Module) -> c_int {
+        1
+    }
+
+    /// Returns an arena that is registered with the tool.
+    fn told_arena() -> Arena {
+        heard();
+        let device = Device::open(DeviceKind::Emulated).unwrap();
+        let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
+        // SAFETY: the functions have NVTX's types.
+        let tool = unsafe { Tool::new(initialize) }.unwrap();
+        let (address, bytes) = (arena.region.address, arena.region.owned_bytes);
+        arena.region.told_by(Sanitizer::new(tool, &device, address, bytes));
+        assert_eq!(heard(), [Told::Heap { address, bytes }]);
+        arena
+    }
+
+    #[test]
+    fn tools_learn_of_every_tensor() {
+        let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut arena = told_arena();
+        let start = arena.region.address;
+        for _ in 0..2 {
+            let step = arena.step(|step| {
+                let x = step.upload(&[1.0; 100], [100])?;
+                step.scratch(|inner| ops::tanh(inner, &inner.lend(&x)).map(drop))?;
+                step.empty::<f32>([64])?;
+                step.empty::<f32>([0]).map(drop)
+            });
+            step.unwrap();
+            // 400 bytes take 512 and 256 bytes take 256, and the 256 bytes after each belong to no
+            // region.
+            let second = start + 768;
+            let first = Told::ArenaInner { address: start, bytes: 400 };
+            let seconds = [400, 256].map(|bytes| Told::ArenaInner { address: second, bytes });
+            let gone = [second, start].map(|address| Told::Gone { address });
+            assert_eq!(heard(), [first, seconds[0], gone[0], seconds[1], gone[1], gone[0]]);
+        }
+        drop(arena);
+        assert_eq!(heard(), [Told::HeapGone]);
+    }
+
+    #[test]
+    fn captured_step_is_one_region() {
+        let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut arena = told_arena();
+        let end = arena.region.address + arena.region.owned_bytes as u64;
+        let x = [1.0; 64];
+        let inputs = HostInputs::new().with(&x, [64]).unwrap();
+        let record: Record<(), Output> = |step, (), slots| {
+            let doubled = ops::scale(step, &slots.input(0)?, 2.0)?;
+            Ok(slots.output(&ops::tanh(step, &doubled)?))
+        };
+        let mut captured = arena.capture((), &inputs, record).unwrap();
+        let bytes = captured.report().bytes_owned;
+        let section = end - bytes as u64;
+        assert_eq!(heard(), [Told::ArenaInner { address: section, bytes }]);
+        captured.replay(&inputs).unwrap();
+        arena.step(|step| step.empty::<f32>([1]).map(drop)).unwrap();
+        let first = arena.region.address;
+        assert_eq!(heard(), [Told::ArenaInner { address: first, bytes: 4 }, Told::Gone { address: first }]);
+        drop(captured);
+        arena.step(|_| Ok(())).unwrap();
+        assert_eq!(heard(), [Told::Gone { address: section }]);
+    }
+
+    #[test]
+    fn inactive_tools_are_skipped() {
+        for deaf in [refuse as Initialize, forget] {
+            // SAFETY: the function fills in nothing.
+            assert!(unsafe { Tool::new(deaf) }.is_none());
+        }
+    }
+}

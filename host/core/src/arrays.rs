@@ -1,0 +1,42 @@
+//! Conversion between tensors and arrays of the `ndarray` crate (feature `ndarray`).
+//!
+//! Invariant: an element keeps its indices, whatever the array's strides are.
+
+#![forbid(unsafe_code)]
+
+use crate::error::{Error, Result};
+use crate::step::EagerStep;
+use crate::tensor::{Element, Shape, Source, Tensor};
+use ndarray::{ArrayD, ArrayView, Dimension, IxDyn};
+
+impl<'s> EagerStep<'s> {
+    /// Uploads a copy of an array of at most four extents into a new tensor.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for more extents, and those of [`EagerStep::upload`].
+    #[track_caller]
+    pub fn upload_array<T: Element, D: Dimension>(&self, array: ArrayView<'_, T, D>) -> Result<Tensor<'s, T>> {
+        let shape: Shape = match *array.shape() {
+            [] => [].into(),
+            [a] => [a].into(),
+            [a, b] => [a, b].into(),
+            [a, b, c] => [a, b, c].into(),
+            [a, b, c, d] => [a, b, c, d].into(),
+            ref more => return Err(Error::misuse("upload_array", "at most four extents", format!("{more:?}"))),
+        };
+        match array.as_slice() {
+            Some(values) => self.upload(values, shape),
+            None => self.upload(&array.iter().copied().collect::<Vec<T>>(), shape),
+        }
+    }
+
+    /// Waits for the work queued before and returns the tensor's elements as an array of the same
+    /// extents.
+    ///
+    /// # Errors
+    /// As for [`EagerStep::read`].
+    pub fn read_array<T: Element>(&self, tensor: &impl Source<'s, T>) -> Result<ArrayD<T>> {
+        let extents = IxDyn(tensor.shape().extents());
+        Ok(ArrayD::from_shape_vec(extents, self.read(tensor)?).expect("a tensor has as many elements as its shape"))
+    }
+}

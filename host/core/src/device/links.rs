@@ -1,0 +1,171 @@
+//! Links between the devices of a group's ranks.
+//!
+//! Invariants:
+//!
+//! - An exchange runs after the work queued before it, and concurrently with work queued later
+//!   until `follow`. Meanwhile no replay is queued that writes a sent piece or uses a received one.
+//! - A link ends when its owner drops it, after the device has finished the work that uses it. On a
+//!   lost device it stays.
+//! - While a link exists, a wait for the device is no longer than the group's wait for another
+//!   rank. The device may be waiting for an exchange.
+
+use super::borrow_table::BufferBorrow;
+use super::calls::{Link, Piece, Wire};
+use super::deferred_free::DeferredFree;
+use super::handle::Device;
+use crate::error::Result;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// The time that a call on the driver thread may take beyond the group's deadline, so that the
+/// wire's more precise error comes first.
+const MARGIN: Duration = Duration::from_millis(500);
+
+/// The connection of a device to those of other ranks.
+#[derive(Debug)]
+pub struct DeviceLink {
+    device: Device,
+    link: Link,
+    /// The time that queuing an exchange may take. On the emulator, the time of the exchange
+    /// itself.
+    deadline: Duration,
+    /// The memory of exchanges that run concurrently with other work.
+    lent: Mutex<BufferBorrow>,
+}
+
+impl DeviceLink {
+    /// Creates the name of a new link, which one rank sends to all.
+    pub fn name(device: &Device) -> Result<Vec<u8>> {
+        device.call("name_link", device.deadline(), |driver| driver.name_link())
+    }
+
+    /// Joins the link of this name as `rank` of `ranks`. The other ranks' bytes may arrive by the
+    /// wire.
+    pub fn join(
+        device: &Device,
+        name: Vec<u8>,
+        (rank, ranks): (usize, usize),
+        wire: Arc<dyn Wire>,
+        deadline: Duration,
+    ) -> Result<Self> {
+        let join = move |driver: &dyn super::Driver| driver.join_link(&name, rank, ranks, wire, deadline);
+        let link = device.call("join_link", deadline.saturating_add(MARGIN), join)?;
+        device.links().push(deadline);
+        Ok(Self { device: device.clone(), link, deadline, lent: Mutex::new(device.lending()) })
+    }
+
+    /// Returns the device of this link.
+    pub(crate) fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Ends the link on a separate thread, whatever hangs. Exchanges that wait for other ranks end
+    /// with it. The link is unusable afterwards.
+    pub fn give_up(&self) {
+        let link = self.link;
+        // Data that is still in transit is no longer needed.
+        self.lent().end();
+        // SAFETY: the driver refuses an exchange on a link that has ended, and ending it twice does
+        // nothing.
+        self.device.call_beside_lane(move |driver| unsafe { driver.leave_link(link) });
+    }
+
+    /// Returns the time that a call of the link may take on the driver thread.
+    fn call_deadline(&self) -> Duration {
+        self.deadline.saturating_add(MARGIN)
+    }
+
+    fn lent(&self) -> MutexGuard<'_, BufferBorrow> {
+        self.lent.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Queues copies between this rank and others. They run after all work queued before, and
+    /// concurrently with later work until [`DeviceLink::follow`].
+    ///
+    /// # Safety
+    /// The pieces are memory of this device that stays until the copies are done or the device is
+    /// lost. No received piece overlaps another piece. Until `follow`, launches and copies write no
+    /// piece, and read no received piece. This function itself keeps replays from them.
+    pub(crate) unsafe fn exchange(&self, sends: Vec<Piece>, receives: Vec<Piece>) -> Result<()> {
+        let link = self.link;
+        for (pieces, written) in [(&sends, false), (&receives, true)] {
+            // The gaps between pieces of one kind are borrowed too, which keeps the list of borrows
+            // short.
+            let start = pieces.iter().map(|piece| piece.address).min();
+            let end = pieces.iter().map(|piece| piece.address + piece.bytes as u64).max();
+            if let (Some(start), Some(end)) = (start, end) {
+                self.lent().add(start, (end - start) as usize, written);
+            }
+        }
+        // SAFETY: this function's requirements are those of the driver, and replays check the
+        // borrows.
+        let exchange = move |driver: &dyn super::Driver| unsafe { driver.exchange(link, &sends, &receives) };
+        self.device.call("exchange", self.call_deadline(), exchange).inspect_err(|_| self.lent().end())
+    }
+
+    /// Makes work that is queued next run after all exchanges so far.
+    pub fn follow(&self) -> Result<()> {
+        self.device.call("follow_exchanges", self.call_deadline(), |driver| driver.follow_exchanges())?;
+        self.lent().end();
+        Ok(())
+    }
+}
+
+impl Drop for DeviceLink {
+    fn drop(&mut self) {
+        let mut links = self.device.links();
+        if let Some(own) = links.iter().position(|of_link| *of_link == self.deadline) {
+            links.swap_remove(own);
+        }
+        drop(links);
+        // SAFETY: the link belongs to this device, and its only name is dropped here. At most
+        // exchanges on it are queued.
+        unsafe { self.device.retire(DeferredFree::Link(self.link)) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::borrow_table::Use;
+    use super::super::description::DeviceKind;
+    use super::*;
+    use std::ops::Range;
+
+    /// The wire of a single rank, which has no peers.
+    #[derive(Debug)]
+    struct Nobody;
+
+    impl Wire for Nobody {
+        fn send(&self, _: usize, _: &[u8]) -> Result<()> {
+            unreachable!("there is one rank")
+        }
+
+        fn receive(&self, _: usize, _: &mut [u8]) -> Result<()> {
+            unreachable!("there is one rank")
+        }
+    }
+
+    #[test]
+    fn replays_respect_running_exchanges() {
+        let device = Device::open(DeviceKind::Emulated).unwrap();
+        let link = DeviceLink::join(&device, Vec::new(), (0, 1), Arc::new(Nobody), device.deadline()).unwrap();
+        let memory = device.allocate(1024).unwrap();
+        let piece = |at: u64| vec![Piece { rank: 0, address: memory + at, bytes: 256 }];
+        // SAFETY: both pieces are disjoint parts of this memory, which stays. Nothing is launched.
+        let exchange = || unsafe { link.exchange(piece(0), piece(512)) }.unwrap();
+        let replays = |bytes: Range<u64>, written| {
+            let used = Use { bytes: memory + bytes.start..memory + bytes.end, written };
+            device.replay(&[used], |_| Ok(())).is_ok()
+        };
+        exchange();
+        assert!(replays(0..512, false) && replays(256..512, true), "it reads what is sent, and writes beside it");
+        assert!(!replays(255..256, true) && !replays(767..1024, false), "it writes what is sent, or reads what comes");
+        link.follow().unwrap();
+        assert!(replays(0..1024, true), "it runs behind the exchange");
+        exchange();
+        link.give_up();
+        assert!(replays(0..1024, true), "the link has ended, and the exchange with it");
+        // SAFETY: nothing uses it any more.
+        unsafe { device.retire(DeferredFree::Memory { address: memory, bytes: 1024 }) };
+    }
+}

@@ -1,0 +1,52 @@
+//! The only place that launches kernels.
+//!
+//! Invariant: a kernel runs only after its contract has accepted its arguments, on memory that is
+//! alive and borrowed for the call. This is why launching is safe.
+
+use crate::device::{Device, Launches};
+use crate::error::{Error, Result};
+use cuda_std::launch::{Contract, Violation, Words};
+use std::time::Duration;
+
+/// Queues a kernel on a device, outside any step.
+#[track_caller]
+pub(crate) fn launch_on<K: Contract>(device: &Device, kernel: &K) -> Result<()> {
+    launch(device, None, kernel, device.deadline())
+}
+
+/// Queues a kernel, within the deadline. If the driver refuses it, the step gets the error later,
+/// from [`Launches::settle`] or from the next launch.
+#[track_caller]
+pub(crate) fn launch<K: Contract>(
+    device: &Device,
+    of_step: Option<&Launches>,
+    kernel: &K,
+    deadline: Duration,
+) -> Result<()> {
+    let entry = kernel.entry().map_err(|violation| Error::Contract { kernel: K::NAME, violation })?;
+    let refused = |violation| Error::Contract { kernel: entry.name, violation };
+    let grid = kernel.grid().map_err(refused)?;
+    let words = Words::of(kernel);
+    if let Some((place, owner)) = words.first_of_other(|owner| device.reaches(owner)) {
+        if let Some(arena) = device.arena_of_running_step(owner) {
+            let got = format!(
+                "kernel `{}` with {} elements (pointer {place} of {kernel:?}) of the running step of arena {arena}; a replay would \
+                 overwrite them after they are saved or freed: pass the values as an input, or keep them in a `Buffer`",
+                entry.name,
+                words.extents()[place].length,
+            );
+            return Err(Error::misuse("capture", "tensors of the recorded step, inputs and buffers", got));
+        }
+        let expected = format!("memory of this device, {}", device.description().name);
+        return Err(refused(Violation::new("arguments", expected, "memory of another device or of a dry run")));
+    }
+    words.check_alignment(entry).map_err(refused)?;
+    if grid.blocks() == 0 {
+        return Ok(());
+    }
+    let _span = tracing::trace_span!("launch", kernel = entry.name, ?grid).entered();
+    // SAFETY: the contract has accepted the arguments, and each borrows memory that is alive on
+    // this device. A tensor's brand keeps it alive for its step. A buffer is borrowed, and
+    // `Step::lend` has checked its device. Calls that free memory come later.
+    unsafe { device.launch(of_step, (*entry, grid, words), deadline) }
+}

@@ -1,0 +1,92 @@
+//! The AdamW update, for one parameter group and for several. `AdamW` drives it.
+
+use super::same_shape;
+use super::shapes::check_rows;
+use crate::error::Result;
+use crate::step::Step;
+use crate::tensor::{Source, Target};
+use cuda_std::launch::PointerMut;
+use half::bf16;
+use kernels::adamw as kernel;
+
+/// One AdamW update, in place: `first = first + (1 - beta1) (g - first)`,
+/// `second = beta2 second + (1 - beta2) g^2`, `w = w (1 - rate decay) - rate / correction1 * first
+/// / (sqrt(second) / sqrt(correction2) + epsilon)`, with
+/// `g = gradients * min(1, max_norm / (sqrt(squared_norm) + 1e-6))`.
+///
+/// `weights`, `gradients`, `first`, `second`: one shape; `hyper`: `[8]`, indexed by
+/// `kernels::adamw::slot`; `squared_norm`: `[1]`. `copy`, of the same shape, receives the new
+/// weights, each rounded once to BF16. Queued, one launch; no scratch.
+///
+/// # Errors
+/// [`Error::Misuse`](crate::Error::Misuse) when shapes differ.
+///
+/// Source: Loshchilov and Hutter, 2019, as PyTorch computes it.
+#[track_caller]
+pub fn adamw<'s>(
+    step: &Step<'s>,
+    weights: &mut impl Target<'s, f32>,
+    mut copy: Option<&mut impl Target<'s, bf16>>,
+    gradients: &impl Source<'s, f32>,
+    first: &mut impl Target<'s, f32>,
+    second: &mut impl Target<'s, f32>,
+    hyper: &impl Source<'s, f32>,
+    squared_norm: &impl Source<'s, f32>,
+) -> Result<()> {
+    for shape in [gradients.shape(), first.shape(), second.shape()] {
+        same_shape("adamw", weights.shape(), shape)?;
+    }
+    if let Some(copy) = &copy {
+        same_shape("adamw", weights.shape(), copy.shape())?;
+    }
+    step.launch(kernel::adamw {
+        weights: weights.out(),
+        copied: u32::from(copy.is_some()),
+        copy: copy.as_mut().map_or_else(PointerMut::empty, |copy| copy.out()),
+        gradients: gradients.slice(),
+        m: first.out(),
+        v: second.out(),
+        hyper: hyper.slice(),
+        squared_norm: squared_norm.slice(),
+    })
+}
+
+/// One AdamW update like [`adamw`], with settings per parameter group, also in one launch.
+///
+/// `hyper`: `[groups, 8]`; `groups`: `[ceil(n / 64)]`, the group of each run of 64 elements. A
+/// group number out of range gives NaN.
+///
+/// # Errors
+/// Those of [`adamw`]. [`Error::Contract`](crate::Error::Contract) when `groups` or `hyper` has a
+/// different number of elements.
+#[track_caller]
+pub fn adamw_groups<'s>(
+    step: &Step<'s>,
+    weights: &mut impl Target<'s, f32>,
+    mut copy: Option<&mut impl Target<'s, bf16>>,
+    gradients: &impl Source<'s, f32>,
+    first: &mut impl Target<'s, f32>,
+    second: &mut impl Target<'s, f32>,
+    hyper: &impl Source<'s, f32>,
+    groups: &impl Source<'s, u32>,
+    squared_norm: &impl Source<'s, f32>,
+) -> Result<()> {
+    for shape in [gradients.shape(), first.shape(), second.shape()] {
+        same_shape("adamw_groups", weights.shape(), shape)?;
+    }
+    if let Some(copy) = &copy {
+        same_shape("adamw_groups", weights.shape(), copy.shape())?;
+    }
+    check_rows("adamw_groups", "hyper", kernel::slot::LEN, hyper)?;
+    step.launch(kernel::adamw_groups {
+        weights: weights.out(),
+        copied: u32::from(copy.is_some()),
+        copy: copy.as_mut().map_or_else(PointerMut::empty, |copy| copy.out()),
+        gradients: gradients.slice(),
+        m: first.out(),
+        v: second.out(),
+        hyper: hyper.slice(),
+        groups: groups.slice(),
+        squared_norm: squared_norm.slice(),
+    })
+}

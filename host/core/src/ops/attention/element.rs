@@ -1,0 +1,241 @@
+//! The choice of attention kernels for each element type.
+//!
+//! Invariant: the choice depends only on the tensors' type, the config, the norm and the step's
+//! precision.
+
+use super::config::{AttentionConfig, Sizes};
+use super::made::{Attention, AttentionKept};
+use super::short;
+use crate::error::{Error, Result};
+use crate::ops::QkNorm;
+use crate::precision::Precision;
+use crate::step::Step;
+use crate::tensor::{Saved, Source, Stored, Target, Tensor};
+use cuda_std::launch::Slice;
+use half::bf16;
+use kernels::{flash_attention as scalar, flash_attention_tensor as mma};
+
+/// The element types of attention: f32 and BF16.
+pub trait AttentionElement: Stored {
+    /// Rejects configs that the type's kernels do not compute.
+    #[doc(hidden)]
+    fn check(op: &'static str, form: &AttentionConfig<'_>, sizes: Sizes) -> Result<()>;
+
+    /// Runs the kernel for few tokens, if the type has one.
+    #[doc(hidden)]
+    #[track_caller]
+    fn short<'s>(
+        step: &Step<'s>,
+        qkv: &impl Source<'s, Self>,
+        norm: QkNorm<'_, 's>,
+        form: &AttentionConfig<'s>,
+        sizes: Sizes,
+    ) -> Result<Option<Attention<'s, Self>>>;
+
+    /// Computes the gradient of `qkv` with that kernel's backward.
+    #[doc(hidden)]
+    #[track_caller]
+    fn short_backward<'s>(
+        step: &Step<'s>,
+        op: &'static str,
+        qkv: &impl Source<'s, Self>,
+        norm: QkNorm<'_, 's>,
+        form: &AttentionConfig<'s>,
+        kept: [&Saved<'s>; 2],
+        dout: &impl Source<'s, Self>,
+        sizes: Sizes,
+        gains: (&mut impl Target<'s, f32>, bool),
+    ) -> Result<Tensor<'s, Self>>;
+
+    /// Queues the forward kernel for any number of tokens.
+    #[doc(hidden)]
+    #[track_caller]
+    fn queue<'s>(
+        step: &Step<'s>,
+        qkv: &impl Source<'s, Self>,
+        form: &AttentionConfig<'s>,
+        sizes: Sizes,
+        into: (&mut Tensor<'s, Self>, &mut Tensor<'s>),
+    ) -> Result<()>;
+
+    /// Queues the backward kernels. Each writes its own part of the gradient.
+    #[doc(hidden)]
+    #[track_caller]
+    fn queue_backward<'s>(
+        step: &Step<'s>,
+        qkv: &impl Source<'s, Self>,
+        form: &AttentionConfig<'s>,
+        sizes: Sizes,
+        statistics: [&dyn Source<'s, f32>; 2],
+        dout: &impl Source<'s, Self>,
+        dqkv: &mut Tensor<'s, Self>,
+    ) -> Result<()>;
+}
+
+/// Converts a mask to a kernel argument.
+fn mask<'m>(mask: &'m Option<Saved<'_, u32>>) -> Slice<'m, u32> {
+    mask.as_ref().map_or_else(Slice::empty, Source::slice)
+}
+
+/// Queues a kernel in a tile shape that suits the heads, with the common arguments and the given
+/// ones.
+macro_rules! launch {
+    ($step:ident, $qkv:ident, $form:ident, $sizes:ident, $kernels:ident::$kernel:ident, $SHAPES:ident, $($name:ident: $value:expr),*) => {
+        $step.launch($kernels::$kernel {
+            shape: $kernels::Shape::suiting($sizes.width, &$kernels::$SHAPES),
+            qkv: $qkv.slice(),
+            documents: mask(&$form.documents),
+            lengths: mask(&$form.lengths),
+            tokens: $sizes.tokens as u32,
+            heads: $sizes.heads as u32,
+            kv_heads: $sizes.kv_heads as u32,
+            width: $sizes.width as u32,
+            stacked: u32::from($sizes.stacked),
+            window: $form.window(),
+            scale: $form.scale.unwrap_or($sizes.scale()),
+            $($name: $value),*
+        })
+    };
+}
+
+/// Queues the kernels that compute the gradients.
+macro_rules! launch_backward {
+    ($step:ident, $qkv:ident, $form:ident, $sizes:ident, $kernels:ident: [$queries:ident, $QUERIES:ident], [$keys:ident, $KEYS:ident],
+        $statistics:ident, $dout:ident, $dqkv:ident) => {{
+        let [lse, delta] = $statistics;
+        launch!($step, $qkv, $form, $sizes, $kernels::$queries, $QUERIES,
+            lse: lse.slice(), delta: delta.slice(), dout: $dout.slice(), dqkv: $dqkv.out())?;
+        launch!($step, $qkv, $form, $sizes, $kernels::$keys, $KEYS,
+            lse: lse.slice(), delta: delta.slice(), dout: $dout.slice(), dqkv: $dqkv.out())
+    }};
+}
+
+/// True if f32 is multiplied as TF32: in a step below [`Precision::F32`], if the kernels support
+/// the heads and the scale.
+fn by_tensor_cores(step: &Step<'_>, form: &AttentionConfig<'_>, sizes: Sizes) -> bool {
+    let widest = mma::FORWARD_TF32[mma::FORWARD_TF32.len() - 1].width;
+    step.precision() != Precision::F32 && sizes.width <= widest && form.scale.is_none_or(|scale| scale > 0.0)
+}
+
+impl AttentionElement for f32 {
+    fn check(_: &'static str, _: &AttentionConfig<'_>, _: Sizes) -> Result<()> {
+        Ok(())
+    }
+
+    fn short<'s>(
+        step: &Step<'s>,
+        qkv: &impl Source<'s, f32>,
+        norm: QkNorm<'_, 's>,
+        form: &AttentionConfig<'s>,
+        sizes: Sizes,
+    ) -> Result<Option<Attention<'s>>> {
+        let [out, probabilities, inverse_rms] = short::forward(step, qkv, norm, form.scale, sizes)?;
+        Ok(Some(Attention { out, kept: AttentionKept::Short { probabilities, inverse_rms } }))
+    }
+
+    fn short_backward<'s>(
+        step: &Step<'s>,
+        op: &'static str,
+        qkv: &impl Source<'s, f32>,
+        norm: QkNorm<'_, 's>,
+        form: &AttentionConfig<'s>,
+        kept: [&Saved<'s>; 2],
+        dout: &impl Source<'s, f32>,
+        sizes: Sizes,
+        gains: (&mut impl Target<'s, f32>, bool),
+    ) -> Result<Tensor<'s>> {
+        short::backward(step, op, qkv, norm, form.scale, kept, dout, sizes, gains)
+    }
+
+    fn queue<'s>(
+        step: &Step<'s>,
+        qkv: &impl Source<'s, f32>,
+        form: &AttentionConfig<'s>,
+        sizes: Sizes,
+        (out, lse): (&mut Tensor<'s>, &mut Tensor<'s>),
+    ) -> Result<()> {
+        if by_tensor_cores(step, form, sizes) {
+            return launch!(step, qkv, form, sizes, mma::flash_forward_tensor, FORWARD_TF32, out: out.out(), lse: lse.out());
+        }
+        launch!(step, qkv, form, sizes, scalar::flash_forward, FORWARD, out: out.out(), lse: lse.out())
+    }
+
+    fn queue_backward<'s>(
+        step: &Step<'s>,
+        qkv: &impl Source<'s, f32>,
+        form: &AttentionConfig<'s>,
+        sizes: Sizes,
+        statistics: [&dyn Source<'s, f32>; 2],
+        dout: &impl Source<'s, f32>,
+        dqkv: &mut Tensor<'s>,
+    ) -> Result<()> {
+        if by_tensor_cores(step, form, sizes) {
+            return launch_backward!(step, qkv, form, sizes,
+                mma: [flash_queries_tensor, QUERIES_TF32], [flash_keys_tensor, KEYS_TF32], statistics, dout, dqkv);
+        }
+        launch_backward!(step, qkv, form, sizes,
+            scalar: [flash_queries, QUERIES], [flash_keys, KEYS], statistics, dout, dqkv)
+    }
+}
+
+impl AttentionElement for bf16 {
+    fn check(op: &'static str, form: &AttentionConfig<'_>, sizes: Sizes) -> Result<()> {
+        if !sizes.width.is_multiple_of(8) {
+            let expected = "BF16 heads of a multiple of 8 columns";
+            return Err(Error::misuse(op, expected, format!("{} columns", sizes.width)));
+        }
+        match form.scale {
+            Some(scale) if scale.is_nan() || scale <= 0.0 => {
+                Err(Error::misuse(op, "a scale above 0 for tensors stored in BF16", scale.to_string()))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn short<'s>(
+        _: &Step<'s>,
+        _: &impl Source<'s, bf16>,
+        _: QkNorm<'_, 's>,
+        _: &AttentionConfig<'s>,
+        _: Sizes,
+    ) -> Result<Option<Attention<'s, bf16>>> {
+        Ok(None)
+    }
+
+    fn short_backward<'s>(
+        _: &Step<'s>,
+        op: &'static str,
+        _: &impl Source<'s, bf16>,
+        _: QkNorm<'_, 's>,
+        _: &AttentionConfig<'s>,
+        _: [&Saved<'s>; 2],
+        _: &impl Source<'s, bf16>,
+        _: Sizes,
+        _: (&mut impl Target<'s, f32>, bool),
+    ) -> Result<Tensor<'s, bf16>> {
+        Err(Error::misuse(op, "a result of attention over BF16 tensors", "a result of the f32 kernel for few tokens"))
+    }
+
+    fn queue<'s>(
+        step: &Step<'s>,
+        qkv: &impl Source<'s, bf16>,
+        form: &AttentionConfig<'s>,
+        sizes: Sizes,
+        (out, lse): (&mut Tensor<'s, bf16>, &mut Tensor<'s>),
+    ) -> Result<()> {
+        launch!(step, qkv, form, sizes, mma::flash_forward_tensor, FORWARD_BF16, out: out.out(), lse: lse.out())
+    }
+
+    fn queue_backward<'s>(
+        step: &Step<'s>,
+        qkv: &impl Source<'s, bf16>,
+        form: &AttentionConfig<'s>,
+        sizes: Sizes,
+        statistics: [&dyn Source<'s, f32>; 2],
+        dout: &impl Source<'s, bf16>,
+        dqkv: &mut Tensor<'s, bf16>,
+    ) -> Result<()> {
+        launch_backward!(step, qkv, form, sizes,
+            mma: [flash_queries_tensor, QUERIES_BF16], [flash_keys_tensor, KEYS_BF16], statistics, dout, dqkv)
+    }
+}

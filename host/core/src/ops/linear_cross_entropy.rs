@@ -1,0 +1,210 @@
+//! The head of a language model: the product with the vocabulary's matrix, the loss and both
+//! gradients, in chunks of rows.
+//!
+//! ```text
+//! for each chunk of rows     logits  = hidden w         [rows, vocabulary]    gone with the chunk
+//!                            dlogits = those of the loss                      gone with the chunk
+//!                            dhidden = dlogits w^T      the chunk's rows
+//!                            dw     += hidden^T dlogits [width, vocabulary]
+//! ```
+//!
+//! Invariant: logits exist for only one chunk at a time. The chunk size depends only on shapes and
+//! the config, and so does the order of every sum.
+
+use super::loss::losses_into;
+use super::reduce::scaled_sum_into;
+use super::{Gemm, GemmElement, LabelRules, fill_into, gemm_into};
+use crate::error::{Error, Result};
+use crate::ops;
+use crate::params::Parameter;
+use crate::step::Step;
+use crate::tape::{Tape, Var};
+use crate::tensor::{Element, Lent, LentMut, Saved, Shape, Source, Target, Tensor};
+use kernels::loss::loss_rows;
+
+/// The matrix layout and the label rules of [`linear_cross_entropy`].
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct LmHeadConfig {
+    /// True if the matrix is `[vocabulary, width]`, as an embedding's table. Otherwise it is
+    /// `[width, vocabulary]`, as a linear layer's weights.
+    pub tied: bool,
+    /// The label rules.
+    pub rules: LabelRules,
+    /// The rows of a chunk, rounded down to a multiple of [`LmHeadConfig::UNIT`], but at least
+    /// that. `None`: as many rows as have [`LmHeadConfig::BYTES`] of logits.
+    pub chunk: Option<usize>,
+}
+
+impl LmHeadConfig {
+    /// Bytes of a chunk's logits. At a sixth of this, a GB10 would spend as long on adding to the
+    /// weights' gradient, once per chunk, as on the products.
+    pub const BYTES: usize = 5 << 26;
+    /// The unit of a chunk's rows: the rows of a large tile.
+    pub const UNIT: usize = 128;
+
+    /// Sets the matrix layout to `[vocabulary, width]`.
+    #[must_use]
+    pub fn tied(self) -> Self {
+        Self { tied: true, ..self }
+    }
+
+    /// Sets the label rules.
+    #[must_use]
+    pub fn rules(self, rules: LabelRules) -> Self {
+        Self { rules, ..self }
+    }
+
+    /// Sets the rows of a chunk. Fewer rows take less memory and more time. The bits depend on it.
+    #[must_use]
+    pub fn chunk(self, rows: usize) -> Self {
+        Self { chunk: Some(rows), ..self }
+    }
+
+    /// The rows of a chunk; the last chunk may have fewer. A chunk has a multiple of four blocks of
+    /// the loss's kernel, so that its losses begin where a kernel may write.
+    fn rows<S: Element>(&self, vocabulary: usize) -> usize {
+        let unit = Self::UNIT.max(4 * loss_rows(vocabulary));
+        let wanted = self.chunk.unwrap_or(Self::BYTES / size_of::<S>() / vocabulary);
+        (wanted / unit).max(1) * unit
+    }
+
+    /// The products for this many rows: logits, dhidden, and the weights' gradient.
+    fn products(&self, rows: usize, width: usize, vocabulary: usize) -> [Gemm; 3] {
+        let (logits, dhidden) = (Gemm::new(rows, vocabulary, width), Gemm::new(rows, width, vocabulary));
+        if self.tied {
+            [logits.transpose_b(), dhidden, Gemm::new(vocabulary, width, rows).transpose_a()]
+        } else {
+            [logits, dhidden.transpose_b(), Gemm::new(width, vocabulary, rows).transpose_a()]
+        }
+    }
+}
+
+/// The loss `weight * sum over rows of -log softmax(hidden w)[label]`, `[1]`, and its gradients
+/// with respect to `hidden` and, in f32, to `w`; `hidden`: `[.., width]`, `w`: as in `form`,
+/// `labels`: hidden's extents without the last. Returns all three. Label rules are those of
+/// [`ops::cross_entropy_by`].
+///
+/// The logits, `[rows, vocabulary]`, exist for only one chunk of rows at a time. A chunk's results
+/// have the bits of [`ops::linear`], [`ops::cross_entropy_by`] and [`ops::gradients_into`] over its
+/// rows, with split-K chosen by the chunk's extents. The losses of rows are summed as for all rows
+/// at once. The gradient of `w` is summed over chunks in ascending order.
+///
+/// Queued. Scratch: a chunk's logits and their gradients, at most twice [`LmHeadConfig::BYTES`]
+/// unless [`LmHeadConfig::UNIT`] rows have more. In addition, one value per eight rows, and at most
+/// 64 MiB for split-K products.
+///
+/// # Errors
+/// Those of [`ops::cross_entropy_by`], and [`Error::Misuse`] when extents differ.
+#[track_caller]
+pub fn linear_cross_entropy<'s, S: GemmElement<S> + GemmElement<f32>>(
+    step: &Step<'s>,
+    hidden: &impl Source<'s, S>,
+    w: &impl Source<'s, S>,
+    labels: &impl Source<'s, u32>,
+    weight: f32,
+    form: &LmHeadConfig,
+) -> Result<(Tensor<'s>, Tensor<'s, S>, Tensor<'s>)> {
+    const OP: &str = "linear_cross_entropy";
+    let ([rows, width], vocabulary) = extents(OP, hidden.shape(), w.shape(), labels.shape(), form.tied)?;
+    form.rules.check(OP, step, labels, vocabulary)?;
+    let (mut loss, mut dhidden, mut dw) = (step.empty([1])?, step.empty(hidden.shape())?, step.empty(w.shape())?);
+    let mut losses = step.empty([rows.div_ceil(loss_rows(vocabulary))])?;
+    if rows == 0 {
+        fill_into(step, &mut dw, 0.0)?;
+    }
+    let precision = step.precision();
+    let in_chunk = form.rows::<S>(vocabulary);
+    for first in (0..rows).step_by(in_chunk) {
+        let rows = in_chunk.min(rows - first);
+        step.workspace(|step| {
+            step.set_precision(precision);
+            let [for_logits, for_dhidden, for_dw] = form.products(rows, width, vocabulary);
+            let (w, none) = (Lent::new(w.memory(), w.shape()), None::<&Tensor<'_>>);
+            let (x, labels) = (part(hidden, first, [rows, width]), part(labels, first, [rows]));
+            let mut logits = step.empty([rows, vocabulary])?;
+            gemm_into(step, &for_logits, &x, &w, none, &mut logits)?;
+            let mut dlogits = step.empty([rows, vocabulary])?;
+            let blocks = [rows.div_ceil(loss_rows(vocabulary))];
+            let mut losses = part_mut(&mut losses, first / loss_rows(vocabulary), blocks);
+            losses_into(step, &logits, &labels, [weight, 1.0], form.rules, &mut losses, &mut dlogits)?;
+            gemm_into(step, &for_dhidden, &dlogits, &w, none, &mut part_mut(&mut dhidden, first, [rows, width]))?;
+            let for_dw = if first == 0 { for_dw } else { for_dw.accumulate() };
+            let dlogits = Lent::new(dlogits.memory(), dlogits.shape());
+            let [left, right] = if form.tied { [dlogits, x] } else { [x, dlogits] };
+            gemm_into(step, &for_dw, &left, &right, none, &mut LentMut::new(dw.memory(), dw.shape()))
+        })?;
+    }
+    scaled_sum_into(step, &losses, weight, &mut loss)?;
+    Ok((loss, dhidden, dw))
+}
+
+/// Returns the rows and the width of `hidden`, and the vocabulary's size.
+fn extents(op: &'static str, hidden: Shape, w: Shape, labels: Shape, tied: bool) -> Result<([usize; 2], usize)> {
+    let rows = hidden.as_rows();
+    let vocabulary = match *w.extents() {
+        [vocabulary, width] if tied && width == rows[1] => Some(vocabulary),
+        [width, vocabulary] if !tied && width == rows[1] => Some(vocabulary),
+        _ => None,
+    };
+    let before = hidden.extents().split_last().map(|(_, before)| before);
+    match vocabulary {
+        Some(vocabulary) if vocabulary > 0 && before == Some(labels.extents()) => Ok((rows, vocabulary)),
+        _ => {
+            let matrix = if tied { "[vocabulary, width]" } else { "[width, vocabulary]" };
+            let expected =
+                format!("hidden [.., width], a matrix {matrix} and labels of hidden's extents except the last");
+            Err(Error::misuse(op, expected, format!("{hidden}, {w} and {labels}")))
+        }
+    }
+}
+
+/// Lends the part of this shape, starting at a row, of an outer step's tensor to the scope `'i`.
+fn part<'b, 'i, 's, T: Element, const N: usize>(
+    of: &'b impl Source<'s, T>,
+    row: usize,
+    shape: [usize; N],
+) -> Lent<'b, 'i, T> {
+    let row_len: usize = shape[1..].iter().product();
+    Lent::new(of.memory().part(row * row_len, shape[0] * row_len), shape.into())
+}
+
+/// Lends a part like [`part`], for writing.
+fn part_mut<'b, 'i, 's, T: Element, const N: usize>(
+    of: &'b mut impl Target<'s, T>,
+    row: usize,
+    shape: [usize; N],
+) -> LentMut<'b, 'i, T> {
+    let row_len: usize = shape[1..].iter().product();
+    LentMut::new(of.memory().part(row * row_len, shape[0] * row_len), shape.into())
+}
+
+impl<'s> Tape<'_, 's> {
+    /// Records the loss of [`ops::linear_cross_entropy`], `[1]`, with a parameter `w`; `hidden`:
+    /// `[.., width]`. Another op, such as the embedding, may share the parameter. The gradients are
+    /// computed with the loss, and backward multiplies them by the loss's own gradient. Until then
+    /// they occupy memory: w's size in f32, and that of `hidden`.
+    #[track_caller]
+    pub fn linear_cross_entropy<S: GemmElement<S> + GemmElement<f32>>(
+        &self,
+        hidden: &Var<'s, S>,
+        w: Parameter,
+        labels: Saved<'s, u32>,
+        weight: f32,
+        form: LmHeadConfig,
+    ) -> Result<Var<'s>> {
+        let op = self.op("linear_cross_entropy", [hidden])?;
+        let weights = op.weights_as::<S>(w)?;
+        let (loss, dhidden, dw) =
+            ops::linear_cross_entropy(self.step(), hidden.value(), &weights, &labels, weight, &form)?;
+        let hidden = *hidden;
+        Ok(op.record(loss.save(), move |back, dloss| {
+            let step = back.step();
+            let (mut gradient, accumulate) = back.gradient_uninit(w)?;
+            ops::scale_by_into(step, &dw, &dloss, &mut gradient, accumulate)?;
+            step.free(dw);
+            let scaled = ops::scale_by(step, &dhidden, &dloss)?;
+            step.free(dhidden);
+            back.add(&hidden, scaled)
+        }))
+    }
+}

@@ -1,0 +1,218 @@
+//! Multiplies of BF16 tensors with tensor-core instructions, directly from memory.
+
+use super::super::{same_shape, sum_rows_into};
+use super::gemm::{BiasGradient, Epilogue, Gemm, Gradient};
+use super::split::{self, GemmExtents, Outputs, in_chunks};
+use crate::error::{Error, Result};
+use crate::step::Step;
+use crate::tensor::{Source, Stored, Target, Tensor};
+use cuda_std::launch::{Pointer, PointerMut, Slice};
+use half::bf16;
+use kernels::matmul::{TRANSPOSE_B, sum_splits};
+use kernels::matmul_bf16::{ADD_TO_SUMS, OperandLayout, SUM_B, TILES, Tile, chunk, matmul_bf16};
+
+#[track_caller]
+pub(super) fn queue<'s, S: Stored>(
+    step: &Step<'s>,
+    form: &Gemm,
+    a: &impl Source<'s, bf16>,
+    b: &impl Source<'s, bf16>,
+    bias: Option<&impl Source<'s, f32>>,
+    c: Option<&impl Source<'s, S>>,
+    out: &mut impl Target<'s, S>,
+    epilogue: Epilogue<'_, 's, S>,
+) -> Result<()> {
+    let extents = GemmExtents::new(form, chunk)?;
+    let outputs = Outputs::new(form, &extents, bias, c, out, epilogue);
+    let whole = |outputs: Outputs<'_, S>| multiply(step, form, &extents, a.slice(), b.slice(), outputs, None);
+    let part = |outputs: Outputs<'_, f32>| multiply(step, form, &extents, a.slice(), b.slice(), outputs, None);
+    in_chunks(step, form, &extents, outputs, whole, part)
+}
+
+/// `dpre = gelu'(pre) (dy w^T)`, for `y = gelu(pre) w`; `pre`, `dpre`: `[.., k]`, `w`: `[k, n]`,
+/// `dy`: `[.., n]`.
+///
+/// Queued, one launch, like [`linear`](crate::ops::linear): GELU's derivative is the product's
+/// epilogue, so the gradient of `gelu(pre)` is never stored. The result is rounded once, where the
+/// product and [`gelu_backward`](crate::ops::gelu_backward) round twice. This op is only for BF16:
+/// in f32, use [`gelu_bias_backward`](crate::ops::gelu_bias_backward), which also sums the bias's
+/// gradient.
+///
+/// # Errors
+/// [`Error::Misuse`] when extents differ; [`Error::ArenaFull`].
+#[track_caller]
+pub fn gelu_linear_backward<'s>(
+    step: &Step<'s>,
+    pre: &impl Source<'s, bf16>,
+    w: &impl Source<'s, bf16>,
+    dy: &impl Source<'s, bf16>,
+) -> Result<Tensor<'s, bf16>> {
+    const OP: &str = "gelu_linear_backward";
+    let (shape, w_shape) = (pre.shape(), w.shape());
+    let ([rows, inner], &[k, n]) = (shape.as_rows(), w_shape.extents()) else {
+        return Err(Error::misuse(OP, "weights of shape [in, out]", w_shape.to_string()));
+    };
+    if inner != k {
+        return Err(Error::misuse(OP, format!("`pre` of shape [.., {k}] for weights {w_shape}"), shape.to_string()));
+    }
+    same_shape(OP, shape.with_last(n), dy.shape())?;
+    let (form, mut dpre) = (Gemm::new(rows, k, n).transpose_b(), step.empty(shape)?);
+    queue(step, &form, dy, w, None::<&Tensor<'s>>, Some(pre), &mut dpre, Epilogue::GeluDerivative)?;
+    Ok(dpre)
+}
+
+/// Queues `dw = x^T dy`, and the sums of dy's columns if requested. The product reads all of dy, so
+/// it sums them too.
+#[track_caller]
+pub(super) fn queue_weight_gradients<'s>(
+    step: &Step<'s>,
+    dy: &impl Source<'s, bf16>,
+    Gradient { form, of: x, into: dw }: Gradient<'_, impl Source<'s, bf16>, impl Target<'s, f32>>,
+    db: Option<BiasGradient<'_, impl Target<'s, f32>>>,
+) -> Result<()> {
+    let none = None::<&Tensor<'s>>;
+    let Some(BiasGradient { into: db, accumulate }) = db else {
+        return queue(step, &form, x, dy, none, none, dw, Epilogue::Store);
+    };
+    let Gemm { m, n, batches, transpose_a, transpose_b, .. } = form;
+    if db.shape().elements() != batches * n || !transpose_a || transpose_b {
+        let expected = format!("a product x^T dy, and {} elements for the bias's gradient", batches * n);
+        return Err(Error::misuse("matmul", expected, format!("{form:?}, and {}", db.shape())));
+    }
+    if m == 0 {
+        // There is no product to compute the sums.
+        return sum_rows_into(step, dy, db, accumulate);
+    }
+    let extents = GemmExtents::new(&form, chunk)?;
+    let outputs = Outputs::new(&form, &extents, none, none, dw, Epilogue::Store);
+    let (old, db) = db.in_place();
+    let splits = extents.k.div_ceil(extents.chunk);
+    if splits < 2 {
+        let how = if accumulate { SUM_B | ADD_TO_SUMS } else { SUM_B };
+        return multiply(step, &form, &extents, x.slice(), dy.slice(), outputs, Some((db, how)));
+    }
+    step.workspace(|step| {
+        let mut partials = step.empty([batches * splits as usize, n])?;
+        let sums = partials.out();
+        let part = |outputs: Outputs<'_, f32>| {
+            multiply(step, &form, &extents, x.slice(), dy.slice(), outputs, Some((sums, SUM_B)))
+        };
+        in_chunks(step, &form, &extents, outputs, |_| Ok(()), part)?;
+        step.launch(sum_splits {
+            partials: partials.slice(),
+            splits,
+            bias: Slice::empty(),
+            c: if accumulate { old } else { Pointer::empty() },
+            out: db,
+            pre: PointerMut::empty(),
+            m: 1,
+            n: extents.n,
+            ldc: extents.n,
+            batches: extents.batches,
+            stride_c: n,
+            stride_bias: 0,
+            alpha: 1.0,
+            beta: if accumulate { 1.0 } else { 0.0 },
+            flags: 0,
+        })
+    })
+}
+
+/// Queues the product over all of k, or over each split-K part. `sums`, if given, receives the sums
+/// of B's columns, as its flags say.
+#[track_caller]
+fn multiply<S: Stored>(
+    step: &Step<'_>,
+    form: &Gemm,
+    extents: &GemmExtents,
+    a: Slice<'_, bf16>,
+    b: Slice<'_, bf16>,
+    outputs: Outputs<'_, S>,
+    sums: Option<(PointerMut<'_, f32>, u32)>,
+) -> Result<()> {
+    let GemmExtents { m, n, k, lda, ldb, chunk, batches, .. } = *extents;
+    let Gemm { stride_a, stride_b, stride_bias, .. } = *form;
+    let Outputs { bias, c, out, pre, ldc, stride_c, alpha, beta, mut flags } = outputs;
+    flags |= if form.transpose_b { TRANSPOSE_B } else { 0 };
+    let (sums, how) = sums.unwrap_or((PointerMut::empty(), 0));
+    flags |= how;
+    let processors = step.description().processors as usize;
+    let tile = split::tile_of(form.bf16_tile, &TILES, "ops::BF16_TILES", || {
+        fastest(extents.of_a_chunk(), extents.matrices(), processors)
+    })?;
+    step.launch(matmul_bf16 {
+        variant: (if form.transpose_a { OperandLayout::Transposed } else { OperandLayout::Plain }, tile),
+        a,
+        b,
+        bias,
+        c,
+        out,
+        pre,
+        sums,
+        m,
+        n,
+        k,
+        lda,
+        ldb,
+        ldc,
+        chunk,
+        batches,
+        stride_a,
+        stride_b,
+        stride_c,
+        stride_bias,
+        alpha,
+        beta,
+        flags,
+    })
+}
+
+/// The tile whose last block should end first, for this many `m` x `n` matrices that are sums of k
+/// products.
+fn fastest(extents: [usize; 3], matrices: usize, processors: usize) -> Tile {
+    let costs = |tile: Tile| ([tile.rows(), tile.cols()], tile.cost);
+    split::fastest(&TILES, extents, matrices, processors, costs)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kernels::matmul_bf16::{T64X64, T128X128, T128X256};
+
+    /// Tries the shapes of CrossAsset, of GPT-2 and of large squares, on an H200.
+    #[test]
+    fn the_fastest_tile_suits_the_shape() {
+        for (m, n, k, want) in [
+            (256, 1024, 3072, T64X64),
+            (12, 256, 1024, T64X64),
+            (16384, 2304, 768, T128X128),
+            (16384, 768, 3072, T128X128),
+            (768, 768, 16384, T128X128),
+            (768, 3072, 16384, T128X256),
+            (8192, 8192, 8192, T128X256),
+        ] {
+            let chunk = chunk(m, n, k);
+            assert_eq!(fastest([m, n, chunk], k.div_ceil(chunk), 132), want, "{m} x {n}, k {k}");
+        }
+    }
+
+    #[test]
+    fn split_k_needs_few_tiles() {
+        for ([m, n, k], want) in [
+            ([768, 3072, 16384], 5472),
+            ([768, 768, 16384], 2368),
+            ([768, 2304, 16384], 8192),
+            ([1024, 256, 49152], 3072),
+            ([256, 256, 3072], 512),
+            ([16384, 768, 3072], 3072),
+            ([2048, 2048, 2048], 2048),
+            ([12, 256, 1024], 512),
+            ([12, 256, 511], 511),
+            ([0, 3, 4096], 512),
+            ([3, 4, 0], 1),
+            ([usize::MAX, usize::MAX, 1024], 1024),
+        ] {
+            assert_eq!(chunk(m, n, k), want, "[{m}, {k}] [{k}, {n}]");
+        }
+    }
+}

@@ -1,0 +1,138 @@
+//! The choice of matrix-multiply kernels for each element type, and the types that they can write.
+//!
+//! Invariant: the choice depends only on the tensors' types and the precision. f32 uses
+//! [`f32`](super::f32), or [`tensor`](super::tensor) in a lower precision. BF16 uses
+//! [`bf16`](super::bf16).
+
+use super::super::cast::Cast;
+use super::super::sum_rows_into;
+use super::gemm::{BiasGradient, Epilogue, Gemm, Gradient};
+use super::{bf16 as of_bf16, f32, tensor};
+use crate::error::Result;
+use crate::precision::Precision;
+use crate::step::Step;
+use crate::tensor::{Source, Stored, Target, Tensor};
+use half::bf16;
+
+/// The operand type of a matrix multiply. f32 produces f32. BF16 produces BF16 or f32.
+pub trait GemmElement<S: Stored>: Cast {
+    #[doc(hidden)]
+    #[track_caller]
+    fn queue<'s>(
+        step: &Step<'s>,
+        form: &Gemm,
+        a: &impl Source<'s, Self>,
+        b: &impl Source<'s, Self>,
+        bias: Option<&impl Source<'s, f32>>,
+        c: Option<&impl Source<'s, S>>,
+        out: &mut impl Target<'s, S>,
+        epilogue: Epilogue<'_, 's, S>,
+    ) -> Result<()>;
+
+    /// Queues the gradients of a product. The right operand's gradient and, if requested, the
+    /// bias's are f32. The left operand's gradient has the operand's type.
+    #[doc(hidden)]
+    #[track_caller]
+    fn queue_gradients<'s>(
+        step: &Step<'s>,
+        dy: &impl Source<'s, Self>,
+        dw: Gradient<'_, impl Source<'s, Self>, impl Target<'s, f32>>,
+        db: Option<BiasGradient<'_, impl Target<'s, f32>>>,
+        dx: Option<Gradient<'_, impl Source<'s, Self>, impl Target<'s, S>>>,
+    ) -> Result<()>;
+
+    /// Queues [`gelu_linear_backward`](crate::ops::gelu_linear_backward), if products of this type
+    /// have that epilogue.
+    #[doc(hidden)]
+    #[track_caller]
+    fn through_gelu<'s>(
+        step: &Step<'s>,
+        pre: &impl Source<'s, Self>,
+        w: &impl Source<'s, Self>,
+        dy: &impl Source<'s, Self>,
+    ) -> Result<Option<Tensor<'s, Self>>>;
+}
+
+impl GemmElement<f32> for f32 {
+    fn queue<'s>(
+        step: &Step<'s>,
+        form: &Gemm,
+        a: &impl Source<'s, f32>,
+        b: &impl Source<'s, f32>,
+        bias: Option<&impl Source<'s, f32>>,
+        c: Option<&impl Source<'s, f32>>,
+        out: &mut impl Target<'s, f32>,
+        epilogue: Epilogue<'_, 's, f32>,
+    ) -> Result<()> {
+        match form.precision_in(step) {
+            Precision::F32 => f32::queue(step, form, a, b, bias, c, out, epilogue),
+            precision => tensor::queue(step, precision, form, a, b, bias, c, out, epilogue),
+        }
+    }
+
+    fn queue_gradients<'s>(
+        step: &Step<'s>,
+        dy: &impl Source<'s, f32>,
+        dw: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
+        db: Option<BiasGradient<'_, impl Target<'s, f32>>>,
+        dx: Option<Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>>,
+    ) -> Result<()> {
+        let (none, precision) = (None::<&Tensor<'s>>, dw.form.precision_in(step));
+        match dx {
+            // Rounds the operand that both products share only once.
+            Some(dx) if precision != Precision::F32 => tensor::queue_gradients(step, precision, dy, dw, dx)?,
+            Some(dx) => {
+                f32::queue(step, &dw.form, dw.of, dy, none, none, dw.into, Epilogue::Store)?;
+                f32::queue(step, &dx.form, dy, dx.of, none, none, dx.into, Epilogue::Store)?;
+            }
+            None => Self::queue(step, &dw.form, dw.of, dy, none, none, dw.into, Epilogue::Store)?,
+        }
+        db.map_or(Ok(()), |db| sum_rows_into(step, dy, db.into, db.accumulate))
+    }
+
+    fn through_gelu<'s>(
+        _: &Step<'s>,
+        _: &impl Source<'s, f32>,
+        _: &impl Source<'s, f32>,
+        _: &impl Source<'s, f32>,
+    ) -> Result<Option<Tensor<'s>>> {
+        Ok(None)
+    }
+}
+
+impl<S: Stored> GemmElement<S> for bf16 {
+    fn queue<'s>(
+        step: &Step<'s>,
+        form: &Gemm,
+        a: &impl Source<'s, bf16>,
+        b: &impl Source<'s, bf16>,
+        bias: Option<&impl Source<'s, f32>>,
+        c: Option<&impl Source<'s, S>>,
+        out: &mut impl Target<'s, S>,
+        epilogue: Epilogue<'_, 's, S>,
+    ) -> Result<()> {
+        of_bf16::queue(step, form, a, b, bias, c, out, epilogue)
+    }
+
+    fn queue_gradients<'s>(
+        step: &Step<'s>,
+        dy: &impl Source<'s, bf16>,
+        dw: Gradient<'_, impl Source<'s, bf16>, impl Target<'s, f32>>,
+        db: Option<BiasGradient<'_, impl Target<'s, f32>>>,
+        dx: Option<Gradient<'_, impl Source<'s, bf16>, impl Target<'s, S>>>,
+    ) -> Result<()> {
+        of_bf16::queue_weight_gradients(step, dy, dw, db)?;
+        let Some(dx) = dx else { return Ok(()) };
+        let bias = None::<&Tensor<'s>>;
+        of_bf16::queue(step, &dx.form, dy, dx.of, bias, None::<&Tensor<'s, S>>, dx.into, Epilogue::Store)
+    }
+
+    fn through_gelu<'s>(
+        step: &Step<'s>,
+        pre: &impl Source<'s, bf16>,
+        w: &impl Source<'s, bf16>,
+        dy: &impl Source<'s, bf16>,
+    ) -> Result<Option<Tensor<'s, bf16>>> {
+        of_bf16::gelu_linear_backward(step, pre, w, dy).map(Some)
+    }
+}

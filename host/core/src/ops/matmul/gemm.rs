@@ -1,0 +1,174 @@
+//! The description of a multiply: extents, strides, and the epilogue.
+
+use crate::precision::Precision;
+use crate::tensor::{Stored, Target, Tensor};
+use cuda_std::launch::PointerMut;
+use kernels::matmul::{GELU_DERIVATIVE, KEEP, Tile};
+
+/// A matrix multiply by extents and strides, named as in BLAS. Every matrix is row-major.
+///
+/// `out = alpha A B + bias + beta c` for each of `batches`: A is `[m, k]` (stored `[k, m]` when
+/// `transpose_a`), B `[k, n]` (stored `[n, k]` when `transpose_b`), `out` and `c` `[m, n]`, `bias`
+/// `[n]`. `ld*` is the number of elements between rows, `stride_*` between batches.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Gemm {
+    /// Rows of the output.
+    pub m: usize,
+    /// Columns of the output.
+    pub n: usize,
+    /// Products in each output.
+    pub k: usize,
+    /// True if A is stored as `[k, m]`.
+    pub transpose_a: bool,
+    /// True if B is stored as `[n, k]`.
+    pub transpose_b: bool,
+    /// Elements between rows of A as stored.
+    pub lda: usize,
+    /// Elements between rows of B as stored.
+    pub ldb: usize,
+    /// Elements between rows of the output.
+    pub ldc: usize,
+    /// The number of multiplies of this form.
+    pub batches: usize,
+    /// Elements between batches of A.
+    pub stride_a: usize,
+    /// Elements between batches of B.
+    pub stride_b: usize,
+    /// Elements between batches of the output.
+    pub stride_c: usize,
+    /// Elements between batches of the bias.
+    pub stride_bias: usize,
+    /// The factor of the sums, applied before anything is added.
+    pub alpha: f32,
+    /// The factor of the old content.
+    pub beta: f32,
+    /// The tile to use, one of [`TILES`](crate::ops::TILES). `None` chooses the tile that should
+    /// finish first, or on the emulator the CPU's own tile. The bits are the same for every tile.
+    pub tile: Option<Tile>,
+    /// The precision to which operands are rounded. `None` means the step's precision.
+    pub precision: Option<Precision>,
+    /// The tile to use in a precision below f32, one of [`TENSOR_TILES`](crate::ops::TENSOR_TILES);
+    /// as for `tile`.
+    pub tensor_tile: Option<kernels::matmul_tensor::Tile>,
+    /// The tile to use for BF16 tensors, one of [`BF16_TILES`](crate::ops::BF16_TILES); as for
+    /// `tile`.
+    pub bf16_tile: Option<kernels::matmul_bf16::Tile>,
+}
+
+impl Default for Gemm {
+    /// Makes a multiply of no elements, without scaling and with nothing added to the sums.
+    fn default() -> Self {
+        Self {
+            m: 0,
+            n: 0,
+            k: 0,
+            transpose_a: false,
+            transpose_b: false,
+            lda: 0,
+            ldb: 0,
+            ldc: 0,
+            batches: 0,
+            stride_a: 0,
+            stride_b: 0,
+            stride_c: 0,
+            stride_bias: 0,
+            alpha: 1.0,
+            beta: 0.0,
+            tile: None,
+            precision: None,
+            tensor_tile: None,
+            bf16_tile: None,
+        }
+    }
+}
+
+impl Gemm {
+    /// Makes one multiply of packed matrices: `[m, k] [k, n]`.
+    pub fn new(m: usize, n: usize, k: usize) -> Self {
+        Self { m, n, k, lda: k, ldb: n, ldc: n, batches: 1, ..Self::default() }
+    }
+
+    /// Sets A to be stored as `[k, m]`, packed.
+    #[must_use]
+    pub fn transpose_a(self) -> Self {
+        Self { transpose_a: true, lda: self.m, ..self }
+    }
+
+    /// Sets B to be stored as `[n, k]`, packed.
+    #[must_use]
+    pub fn transpose_b(self) -> Self {
+        Self { transpose_b: true, ldb: self.k, ..self }
+    }
+
+    /// Sets the tile.
+    #[must_use]
+    pub fn tile(self, tile: Tile) -> Self {
+        Self { tile: Some(tile), ..self }
+    }
+
+    /// Sets the precision.
+    #[must_use]
+    pub fn precision(self, precision: Precision) -> Self {
+        Self { precision: Some(precision), ..self }
+    }
+
+    /// Scales the sums by `alpha`.
+    #[must_use]
+    pub fn scaled(self, alpha: f32) -> Self {
+        Self { alpha, ..self }
+    }
+
+    /// Adds the result to the output's old content.
+    #[must_use]
+    pub fn accumulate(self) -> Self {
+        Self { beta: 1.0, ..self }
+    }
+}
+
+/// The epilogue: the operation on the sums before they are written.
+#[doc(hidden)]
+#[derive(Debug)]
+pub enum Epilogue<'e, 's, S: Stored> {
+    Store,
+    /// Activates the sums according to this flag of the kernels: `GELU`, `SILU`, or `GATE`, where
+    /// `c` is the gate. The pre-activation sums go to `pre`.
+    Activate {
+        flag: u32,
+        pre: &'e mut Tensor<'s, S>,
+    },
+    /// Multiplies the sums by gelu'(c). Only for BF16.
+    GeluDerivative,
+}
+
+impl<'e, S: Stored> Epilogue<'e, '_, S> {
+    /// The output of the pre-activation sums, and the kernel's epilogue flags.
+    pub(super) fn out(self) -> (PointerMut<'e, S>, u32) {
+        match self {
+            Self::Store => (PointerMut::empty(), 0),
+            Self::Activate { flag, pre } => (pre.out(), flag | KEEP),
+            Self::GeluDerivative => (PointerMut::empty(), GELU_DERIVATIVE),
+        }
+    }
+}
+
+/// A multiply that computes the gradient of one operand from that of the product, for
+/// [`gradients_into`](crate::ops::gradients_into).
+#[derive(Debug)]
+pub struct Gradient<'g, S, T> {
+    /// The multiply. [`Gemm::accumulate`] makes it add to the old content.
+    pub form: Gemm,
+    /// The other operand.
+    pub of: &'g S,
+    /// The output for the gradient.
+    pub into: &'g mut T,
+}
+
+/// The output for the gradient of a product's bias, which is the sum of dy over its rows, for
+/// [`gradients_into`](crate::ops::gradients_into).
+#[derive(Debug)]
+pub struct BiasGradient<'g, T> {
+    /// The output, of as many elements as the bias.
+    pub into: &'g mut T,
+    /// True to add to the old content.
+    pub accumulate: bool,
+}

@@ -1,0 +1,29 @@
+//! Matrix multiply in every precision, with its fused epilogues.
+//!
+//! | file | contents |
+//! |---|---|
+//! | `gemm.rs` | the description of a multiply: `Gemm`, `Gradient`, `BiasGradient`, `Epilogue` |
+//! | `split.rs` | shared by all precisions: extents, split-K, the time of a tile |
+//! | `f32.rs` | multiplies in f32 |
+//! | `tensor.rs` | multiplies of f32 tensors on tensor cores, as TF32 or BF16 |
+//! | `bf16.rs` | multiplies of BF16 tensors, and the GELU backward epilogue |
+//! | `element.rs` | the choice among them by a tensor's type |
+//! | `linear.rs` | the ops |
+//! | `tape.rs` | linear layers on a tape |
+//!
+//! Each file uses only those above it.
+
+mod bf16;
+mod element;
+mod f32;
+mod gemm;
+mod linear;
+mod split;
+mod tape;
+mod tensor;
+
+pub use bf16::gelu_linear_backward;
+pub use element::GemmElement;
+pub use gemm::{BiasGradient, Gemm, Gradient};
+pub use kernels::matmul::{TILES, Tile};
+pub use linear::{gemm_into, gradients_into, linear, linear_gelu, linear_residual, linear_silu, linear_swiglu, matmul};

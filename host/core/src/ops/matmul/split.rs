@@ -1,0 +1,182 @@
+//! The common part of multiplies in every precision: extents for their kernels, split-K, and the
+//! choice of a tile.
+//!
+//! Invariant: k is split depending only on m, n, k and the kind of operands
+//! ([`kernels::matmul::chunk`], [`kernels::matmul_tensor::chunk`],
+//! [`kernels::matmul_bf16::chunk`]).
+
+use super::gemm::{Epilogue, Gemm};
+use crate::error::{Error, Result};
+use crate::step::Step;
+use crate::tensor::{Source, Stored, Target};
+use cuda_std::launch::{Pointer, PointerMut, Slice};
+use kernels::matmul::{Cost, sum_splits};
+use std::fmt;
+
+/// The extents of a multiply as its kernels take them.
+#[derive(Clone, Copy)]
+pub(super) struct GemmExtents {
+    pub(super) m: u32,
+    pub(super) n: u32,
+    pub(super) k: u32,
+    pub(super) lda: u32,
+    pub(super) ldb: u32,
+    pub(super) ldc: u32,
+    pub(super) chunk: u32,
+    pub(super) batches: u32,
+}
+
+impl GemmExtents {
+    pub(super) fn new(form: &Gemm, chunk: impl Fn(usize, usize, usize) -> usize) -> Result<Self> {
+        let word = |what, extent: usize| {
+            let refused = |_| Error::misuse("matmul", format!("`{what}` below 2^32"), extent.to_string());
+            u32::try_from(extent).map_err(refused)
+        };
+        Ok(Self {
+            m: word("m", form.m)?,
+            n: word("n", form.n)?,
+            k: word("k", form.k)?,
+            lda: word("lda", form.lda)?,
+            ldb: word("ldb", form.ldb)?,
+            ldc: word("ldc", form.ldc)?,
+            chunk: word("k", chunk(form.m, form.n, form.k))?,
+            batches: word("batches", form.batches)?,
+        })
+    }
+
+    /// The rows, the columns, and the products of a sum within a split-K part.
+    pub(super) fn of_a_chunk(&self) -> [usize; 3] {
+        [self.m, self.n, self.chunk.min(self.k)].map(|extent| extent as usize)
+    }
+
+    /// The number of matrices of sums: one for each batch and each split-K part.
+    pub(super) fn matrices(&self) -> usize {
+        self.batches as usize * self.k.div_ceil(self.chunk).max(1) as usize
+    }
+}
+
+/// The epilogue and the outputs.
+pub(super) struct Outputs<'o, S> {
+    pub(super) bias: Slice<'o, f32>,
+    pub(super) c: Pointer<'o, S>,
+    pub(super) out: PointerMut<'o, S>,
+    pub(super) pre: PointerMut<'o, S>,
+    pub(super) ldc: u32,
+    pub(super) stride_c: usize,
+    pub(super) alpha: f32,
+    pub(super) beta: f32,
+    pub(super) flags: u32,
+}
+
+impl<'o, S: Stored> Outputs<'o, S> {
+    /// The epilogue of a multiply into `out`. If there is no `c`, the old content of `out` takes
+    /// its place.
+    pub(super) fn new<'s>(
+        form: &Gemm,
+        extents: &GemmExtents,
+        bias: Option<&'o impl Source<'s, f32>>,
+        c: Option<&'o impl Source<'s, S>>,
+        out: &'o mut impl Target<'s, S>,
+        epilogue: Epilogue<'o, 's, S>,
+    ) -> Self {
+        let (old, out) = out.in_place();
+        let (pre, flags) = epilogue.out();
+        Self {
+            bias: bias.map_or_else(Slice::empty, Source::slice),
+            c: c.map_or(old, Source::pointer),
+            out,
+            pre,
+            ldc: extents.ldc,
+            stride_c: form.stride_c,
+            alpha: form.alpha,
+            beta: form.beta,
+            flags,
+        }
+    }
+}
+
+/// Queues `whole` for all of k, or `part` for split-K followed by the sum of the parts.
+#[track_caller]
+pub(super) fn in_chunks<S: Stored>(
+    step: &Step<'_>,
+    form: &Gemm,
+    extents: &GemmExtents,
+    outputs: Outputs<'_, S>,
+    whole: impl FnOnce(Outputs<'_, S>) -> Result<()>,
+    part: impl FnOnce(Outputs<'_, f32>) -> Result<()>,
+) -> Result<()> {
+    let splits = extents.k.div_ceil(extents.chunk);
+    if splits < 2 {
+        return whole(outputs);
+    }
+    let Gemm { m, n, batches, stride_bias, .. } = *form;
+    step.workspace(|step| {
+        let mut partials = step.empty([batches * splits as usize, m, n])?;
+        part(Outputs {
+            bias: Slice::empty(),
+            c: Pointer::empty(),
+            out: partials.out(),
+            pre: PointerMut::empty(),
+            ldc: extents.n,
+            stride_c: m * n,
+            alpha: 1.0,
+            beta: 0.0,
+            flags: 0,
+        })?;
+        let Outputs { bias, c, out, pre, ldc, stride_c, alpha, beta, flags } = outputs;
+        let GemmExtents { m, n, batches, .. } = *extents;
+        let partials = partials.slice();
+        step.launch(sum_splits {
+            partials,
+            splits,
+            bias,
+            c,
+            out,
+            pre,
+            m,
+            n,
+            ldc,
+            batches,
+            stride_c,
+            stride_bias,
+            alpha,
+            beta,
+            flags,
+        })
+    })
+}
+
+/// The tile of `tiles` whose last block should end first, for this many `m` x `n` matrices that are
+/// sums of k products. `costs` returns a tile's rows and columns, and its running time.
+pub(super) fn fastest<T: Copy>(
+    tiles: &[T],
+    [m, n, k]: [usize; 3],
+    matrices: usize,
+    processors: usize,
+    costs: impl Fn(T) -> ([u32; 2], Cost),
+) -> T {
+    let time = |tile: &&T| {
+        let ([rows, cols], Cost { latency, cycles, ends }) = costs(**tile);
+        let blocks = m.div_ceil(rows as usize).saturating_mul(n.div_ceil(cols as usize)).saturating_mul(matrices);
+        let block = |for_one_k: u32| k.saturating_mul(for_one_k as usize).saturating_add(ends as usize);
+        blocks.div_ceil(processors).saturating_mul(block(cycles)).max(block(latency))
+    };
+    *tiles.iter().min_by_key(time).expect("there are tiles")
+}
+
+/// The named tile if it is one of `tiles`, whose public name is `list`. Without a named tile, the
+/// choice of `unnamed`.
+pub(super) fn tile_of<T: PartialEq + fmt::Debug>(
+    named: Option<T>,
+    tiles: &[T],
+    list: &str,
+    unnamed: impl FnOnce() -> T,
+) -> Result<T> {
+    match named {
+        Some(tile) if !tiles.contains(&tile) => {
+            Err(Error::misuse("matmul", format!("one of `{list}`"), format!("{tile:?}")))
+        }
+        Some(tile) => Ok(tile),
+        None => Ok(unnamed()),
+    }
+}

@@ -1,0 +1,307 @@
+//! Linear layers on a tape, for f32 and for BF16, which multiplies the BF16 copy of the weights.
+//! The gradients of weights and biases are f32.
+//!
+//! For `y = x w + b`: `dw += x^T dy`, `db +=` the sum of dy's rows, `dx = dy w^T`. If x already has
+//! a gradient, the multiply adds to it in place.
+
+use crate::error::{Error, Result};
+use crate::ops::{self, BiasGradient, Gemm, GemmElement, Gradient};
+use crate::params::{Parameter, StackedParameters};
+use crate::tape::{Backward, Tape, Var};
+use crate::tensor::{Saved, Tensor};
+
+impl<'s> Tape<'_, 's> {
+    /// `y = x w (+ b)`; `x`: `[.., in]`, `w`: `[in, out]`, `b`: `[out]`, `y`: `[.., out]`. See
+    /// [`ops::linear`].
+    #[track_caller]
+    pub fn linear<S: GemmElement<S> + GemmElement<f32>>(
+        &self,
+        x: &Var<'s, S>,
+        w: Parameter,
+        b: Option<Parameter>,
+    ) -> Result<Var<'s, S>> {
+        let op = self.op("linear", [x])?;
+        let bias = b.map(|b| op.weights(b)).transpose()?;
+        let y = ops::linear(self.step(), x.value(), &op.weights_as(w)?, bias.as_ref())?;
+        let x = *x;
+        Ok(op.record(y.save(), move |back, dy| {
+            linear_backward(back, &x, w, b, &dy)?;
+            back.step().free(dy);
+            Ok(())
+        }))
+    }
+
+    /// `y = residual + x w (+ b)`; `residual`, `y`: `[.., out]`. See [`ops::linear_residual`].
+    #[track_caller]
+    pub fn linear_residual<S: GemmElement<S> + GemmElement<f32>>(
+        &self,
+        x: &Var<'s, S>,
+        w: Parameter,
+        b: Option<Parameter>,
+        residual: &Var<'s, S>,
+    ) -> Result<Var<'s, S>> {
+        let op = self.op("linear_residual", [x, residual])?;
+        let bias = b.map(|b| op.weights(b)).transpose()?;
+        let y = ops::linear_residual(self.step(), x.value(), &op.weights_as(w)?, bias.as_ref(), residual.value())?;
+        let (x, residual) = (*x, *residual);
+        Ok(op.record(y.save(), move |back, dy| {
+            linear_backward(back, &x, w, b, &dy)?;
+            back.add(&residual, dy)
+        }))
+    }
+
+    /// `y = gelu(x w (+ b))` in one launch. See [`ops::linear_gelu`].
+    #[track_caller]
+    pub fn linear_gelu<S: GemmElement<S> + GemmElement<f32>>(
+        &self,
+        x: &Var<'s, S>,
+        w: Parameter,
+        b: Option<Parameter>,
+    ) -> Result<Var<'s, S>> {
+        let op = self.op("linear_gelu", [x])?;
+        let bias = b.map(|b| op.weights(b)).transpose()?;
+        let (y, pre) = ops::linear_gelu(self.step(), x.value(), &op.weights_as(w)?, bias.as_ref())?;
+        let (x, pre) = (*x, pre.save());
+        Ok(op.record(y.save(), move |back, dy| linear_gelu_backward(back, &x, &pre, w, b, dy)))
+    }
+
+    /// `y = gelu(x w1 (+ b1)) w2 (+ b2) (+ residual)` in two launches; `x`: `[.., in]`, `w1`:
+    /// `[in, hidden]`, `w2`: `[hidden, out]`, `residual`, `y`: `[.., out]`. `up` and `down` are a
+    /// weight and a bias each. See [`ops::linear_gelu`] and [`ops::linear_residual`].
+    ///
+    /// The result has the bits of [`Tape::linear_gelu`] and [`Tape::linear_residual`]. The
+    /// exception is BF16, where the gradient of GELU's input is [`ops::gelu_linear_backward`],
+    /// which rounds once, and the gradient of `b1` is the sum of that.
+    #[track_caller]
+    pub fn mlp_gelu<S: GemmElement<S> + GemmElement<f32>>(
+        &self,
+        x: &Var<'s, S>,
+        up: (Parameter, Option<Parameter>),
+        down: (Parameter, Option<Parameter>),
+        residual: Option<&Var<'s, S>>,
+    ) -> Result<Var<'s, S>> {
+        let op = self.op("mlp_gelu", [x, residual.unwrap_or(x)])?;
+        let (step, (w1, b1), (w2, b2)) = (self.step(), up, down);
+        let [bias1, bias2] = [b1, b2].map(|b| b.map(|b| op.weights(b)).transpose());
+        let (h, pre) = ops::linear_gelu(step, x.value(), &op.weights_as(w1)?, bias1?.as_ref())?;
+        let (weights, bias) = (op.weights_as(w2)?, bias2?);
+        let y = match residual {
+            Some(residual) => ops::linear_residual(step, &h, &weights, bias.as_ref(), residual.value())?,
+            None => ops::linear(step, &h, &weights, bias.as_ref())?,
+        };
+        let (x, residual, h, pre) = (*x, residual.copied(), h.save(), pre.save());
+        Ok(op.record(y.save(), move |back, dy| {
+            let step = back.step();
+            let pass_on = |back: &mut Backward<'_, '_, 's>, dy| match residual {
+                Some(residual) => back.add(&residual, dy),
+                None => {
+                    step.free(dy);
+                    Ok(())
+                }
+            };
+            if let Some(dpre) = <S as GemmElement<S>>::through_gelu(step, &pre, &back.weights_as::<S>(w2)?, &dy)? {
+                gradients_of_linear(back, &h, w2, b2, &dy, None)?;
+                pass_on(back, dy)?;
+                linear_backward(back, &x, w1, b1, &dpre)?;
+                step.free(dpre);
+                return Ok(());
+            }
+            let mut dh = step.empty(h.shape())?;
+            gradients_of_linear(back, &h, w2, b2, &dy, Some((&mut dh, false)))?;
+            pass_on(back, dy)?;
+            linear_gelu_backward(back, &x, &pre, w1, b1, dh)
+        }))
+    }
+
+    /// `y = silu(x w (+ b))` in one launch. See [`ops::linear_silu`].
+    #[track_caller]
+    pub fn linear_silu<S: GemmElement<S> + GemmElement<f32>>(
+        &self,
+        x: &Var<'s, S>,
+        w: Parameter,
+        b: Option<Parameter>,
+    ) -> Result<Var<'s, S>> {
+        let op = self.op("linear_silu", [x])?;
+        let bias = b.map(|b| op.weights(b)).transpose()?;
+        let (y, pre) = ops::linear_silu(self.step(), x.value(), &op.weights_as(w)?, bias.as_ref())?;
+        let (x, pre) = (*x, pre.save());
+        Ok(op.record(y.save(), move |back, dy| {
+            let dpre = ops::silu_backward(back.step(), &pre, &dy)?;
+            back.step().free(dy);
+            linear_backward(back, &x, w, b, &dpre)?;
+            back.step().free(dpre);
+            Ok(())
+        }))
+    }
+
+    /// `y = silu(gate) (x w (+ b))` in one launch; `gate`, `y`: `[.., out]`. See
+    /// [`ops::linear_swiglu`].
+    #[track_caller]
+    pub fn linear_swiglu<S: GemmElement<S> + GemmElement<f32>>(
+        &self,
+        x: &Var<'s, S>,
+        w: Parameter,
+        b: Option<Parameter>,
+        gate: &Var<'s, S>,
+    ) -> Result<Var<'s, S>> {
+        let op = self.op("linear_swiglu", [x, gate])?;
+        let bias = b.map(|b| op.weights(b)).transpose()?;
+        let (y, up) = ops::linear_swiglu(self.step(), x.value(), &op.weights_as(w)?, bias.as_ref(), gate.value())?;
+        let (x, gate, up) = (*x, *gate, up.save());
+        Ok(op.record(y.save(), move |back, dy| {
+            let [dgate, dup] = ops::swiglu_backward(back.step(), gate.value(), &up, &dy)?;
+            back.step().free(dy);
+            back.add(&gate, dgate)?;
+            linear_backward(back, &x, w, b, &dup)?;
+            back.step().free(dup);
+            Ok(())
+        }))
+    }
+
+    /// `y[., s, .] = x[., s, .] w_s + b_s`, a separate layer for each token; `x`:
+    /// `[batch, tokens, in]`, `w_s`: `[in, out]`, `b_s`: `[out]`, `y`: `[batch, tokens, out]`. One
+    /// strided-batched multiply. `x` must be an input.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when extents differ, or `x` wants a gradient.
+    #[track_caller]
+    pub fn linear_per_token<S: GemmElement<S> + GemmElement<f32>>(
+        &self,
+        x: &Var<'s, S>,
+        w: &StackedParameters,
+        b: &StackedParameters,
+    ) -> Result<Var<'s, S>> {
+        const OP: &str = "linear_per_token";
+        let op = self.op(OP, [x])?;
+        let ((w_shape, w_stride), (b_shape, b_stride)) = (op.stack(w)?, op.stack(b)?);
+        let (&[batch, tokens, inner], &[k, n]) = (x.shape().extents(), w_shape.extents()) else {
+            return Err(Error::misuse(
+                OP,
+                "x [batch, tokens, in] and w [in, out]",
+                format!("{} and {w_shape}", x.shape()),
+            ));
+        };
+        if inner != k || tokens != w.members().len() || tokens != b.members().len() || b_shape.extents() != [n] {
+            let expected = format!("x [batch, {}, {k}] and as many biases [{n}]", w.members().len());
+            return Err(Error::misuse(OP, expected, format!("{} and {} of {b_shape}", x.shape(), b.members().len())));
+        }
+        if tokens > 1 && b_stride != n {
+            return Err(Error::misuse(
+                OP,
+                "biases without padding between them (a multiple of 64 outputs)",
+                format!("{n} outputs"),
+            ));
+        }
+        if x.wants_gradient() {
+            return Err(Error::misuse(OP, "an input, which needs no gradient", "an op's output"));
+        }
+        let form = Gemm {
+            lda: tokens * k,
+            ldc: tokens * n,
+            batches: tokens,
+            stride_a: k,
+            stride_b: w_stride,
+            stride_c: n,
+            stride_bias: b_stride,
+            ..Gemm::new(batch, n, k)
+        };
+        let (weights, biases) = (op.stack_weights_as::<S>(w)?, op.stack_weights(b)?);
+        let mut y = self.step().empty([batch, tokens, n])?;
+        ops::gemm_into(self.step(), &form, x.value(), &weights, Some(&biases), &mut y)?;
+        let (x, w, b) = (*x.value(), w.clone(), b.clone());
+        Ok(op.record(y.save(), move |back, dy| {
+            // dw_s += x_s^T dy_s
+            let form = Gemm {
+                lda: tokens * k,
+                ldb: tokens * n,
+                batches: tokens,
+                stride_a: k,
+                stride_b: n,
+                stride_c: w_stride,
+                ..Gemm::new(k, n, batch).transpose_a()
+            };
+            let step = back.step();
+            let (mut dw, accumulate) = back.stack_gradient_uninit(&w)?;
+            let form = if accumulate { form.accumulate() } else { form };
+            ops::gemm_into(step, &form, &x, &dy, None::<&Saved<'s>>, &mut dw)?;
+            let dy = dy.reshape([batch, tokens * n])?;
+            let (mut db, accumulate) = back.stack_gradient_uninit(&b)?;
+            ops::sum_rows_into(step, &dy, &mut db, accumulate)?;
+            step.free(dy);
+            Ok(())
+        }))
+    }
+}
+
+/// Computes the gradients of a linear layer followed by GELU from the gradient of GELU's output.
+/// The launch that makes the gradient of `pre` also sums b's.
+fn linear_gelu_backward<'s, S: GemmElement<S> + GemmElement<f32>>(
+    back: &mut Backward<'_, '_, 's>,
+    x: &Var<'s, S>,
+    pre: &Saved<'s, S>,
+    w: Parameter,
+    b: Option<Parameter>,
+    dy: Tensor<'s, S>,
+) -> Result<()> {
+    let step = back.step();
+    let dpre = match b {
+        Some(b) => {
+            let (mut db, accumulate) = back.gradient_uninit(b)?;
+            ops::gelu_bias_backward(step, pre, &dy, &mut db, accumulate)?
+        }
+        None => ops::gelu_backward(step, pre, &dy)?,
+    };
+    step.free(dy);
+    linear_backward(back, x, w, None, &dpre)?;
+    step.free(dpre);
+    Ok(())
+}
+
+fn linear_backward<'s, S: GemmElement<S> + GemmElement<f32>>(
+    back: &mut Backward<'_, '_, 's>,
+    x: &Var<'s, S>,
+    w: Parameter,
+    b: Option<Parameter>,
+    dy: &Tensor<'s, S>,
+) -> Result<()> {
+    let mut dx = match back.take(x)? {
+        Some(sum) => Some((sum, true)),
+        None if x.wants_gradient() => Some((back.step().empty(x.shape())?, false)),
+        None => None,
+    };
+    gradients_of_linear(back, x.value(), w, b, dy, dx.as_mut().map(|(dx, accumulate)| (dx, *accumulate)))?;
+    match dx {
+        Some((dx, _)) => back.add(x, dx),
+        None => Ok(()),
+    }
+}
+
+/// Computes the gradients of w and b and, if there is an output for it, of x, which is overwritten
+/// or added to.
+fn gradients_of_linear<'s, S: GemmElement<S> + GemmElement<f32>>(
+    back: &mut Backward<'_, '_, 's>,
+    x: &Saved<'s, S>,
+    w: Parameter,
+    b: Option<Parameter>,
+    dy: &Tensor<'s, S>,
+    dx: Option<(&mut Tensor<'s, S>, bool)>,
+) -> Result<()> {
+    let (step, weights) = (back.step(), back.weights_as::<S>(w)?);
+    let ([rows, k], [_, n]) = (x.shape().as_rows(), dy.shape().as_rows());
+    let (mut dw, accumulate, mut db) = match b {
+        Some(b) => {
+            let ([dw, db], [accumulate, to_db]) = back.gradients_uninit([w, b])?;
+            (dw, accumulate, Some((db, to_db)))
+        }
+        None => {
+            let (dw, accumulate) = back.gradient_uninit(w)?;
+            (dw, accumulate, None)
+        }
+    };
+    let adding = |form: Gemm, adds| if adds { form.accumulate() } else { form };
+    let for_dw = Gradient { form: adding(Gemm::new(k, n, rows).transpose_a(), accumulate), of: x, into: &mut dw };
+    let for_db = db.as_mut().map(|(db, accumulate)| BiasGradient { into: db, accumulate: *accumulate });
+    let to_x = Gemm::new(rows, k, n).transpose_b();
+    let for_dx = dx.map(|(into, adds)| Gradient { form: adding(to_x, adds), of: &weights, into });
+    ops::gradients_into(step, dy, for_dw, for_db, for_dx)
+}

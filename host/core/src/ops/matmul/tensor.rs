@@ -1,0 +1,167 @@
+//! Matrix multiply on tensor cores: [`gemm_into`](super::gemm_into) in a precision below f32.
+
+use super::super::precision::{Fragments, Matrices, Unrounded, round};
+use super::gemm::{Epilogue, Gemm, Gradient};
+use super::split::{self, GemmExtents, Outputs, in_chunks};
+use crate::error::Result;
+use crate::precision::Precision;
+use crate::step::Step;
+use crate::tensor::{Source, Target, Tensor};
+use cuda_std::launch::Slice;
+use kernels::matmul_tensor::{TILES, Tile, chunk, matmul_tensor};
+use kernels::mma::Side;
+
+impl Gemm {
+    /// The precision of the multiply: its own or the step's, if it is large enough or names a tile,
+    /// otherwise f32. A product and its gradients have the same precision, because they have the
+    /// same extents in another order.
+    pub(super) fn precision_in(&self, step: &Step<'_>) -> Precision {
+        let is_small = self.m.min(self.n).min(self.k) < Precision::LEAST && self.tensor_tile.is_none();
+        if is_small { Precision::F32 } else { self.precision.unwrap_or_else(|| step.precision()) }
+    }
+
+    /// Describes A for rounding. k lies along its rows or, when transposed, across them.
+    fn round_left<'a>(&self, values: Slice<'a, f32>) -> Unrounded<'a> {
+        let ([rows, cols], along, across) = match self.transpose_a {
+            false => ([self.m, self.k], Some(Side::Left), None),
+            true => ([self.k, self.m], None, Some(Side::Left)),
+        };
+        let matrices = Matrices { rows, cols, ld: self.lda, batches: self.batches, stride: self.stride_a };
+        Unrounded { values: Some(values), matrices, along, across }
+    }
+
+    /// Describes B for rounding. B is transposed independently of A.
+    fn round_right<'a>(&self, values: Slice<'a, f32>) -> Unrounded<'a> {
+        let ([rows, cols], along, across) = match self.transpose_b {
+            false => ([self.k, self.n], None, Some(Side::Right)),
+            true => ([self.n, self.k], Some(Side::Right), None),
+        };
+        let matrices = Matrices { rows, cols, ld: self.ldb, batches: self.batches, stride: self.stride_b };
+        Unrounded { values: Some(values), matrices, along, across }
+    }
+}
+
+/// Queues one multiply.
+#[track_caller]
+pub(super) fn queue<'s>(
+    step: &Step<'s>,
+    precision: Precision,
+    form: &Gemm,
+    a: &impl Source<'s, f32>,
+    b: &impl Source<'s, f32>,
+    bias: Option<&impl Source<'s, f32>>,
+    c: Option<&impl Source<'s, f32>>,
+    out: &mut impl Target<'s, f32>,
+    epilogue: Epilogue<'_, 's, f32>,
+) -> Result<()> {
+    let extents = GemmExtents::new(form, chunk)?;
+    let outputs = Outputs::new(form, &extents, bias, c, out, epilogue);
+    step.workspace(|step| {
+        let operands = [form.round_left(a.slice()), form.round_right(b.slice()), Unrounded::default()];
+        let [left, right, _] = round(step, precision, operands)?;
+        multiply(step, precision, form, &extents, [&left, &right], outputs)
+    })
+}
+
+/// Queues the multiplies of a backward pass, `dw = x^T dy` and `dx = dy w^T`, and rounds dy only
+/// once.
+#[track_caller]
+pub(super) fn queue_gradients<'s>(
+    step: &Step<'s>,
+    precision: Precision,
+    dy: &impl Source<'s, f32>,
+    Gradient { form: for_dw, of: x, into: dw }: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
+    Gradient { form: for_dx, of: w, into: dx }: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
+) -> Result<()> {
+    let none = None::<&Tensor<'s>>;
+    let extents = [GemmExtents::new(&for_dw, chunk)?, GemmExtents::new(&for_dx, chunk)?];
+    let to_dw = Outputs::new(&for_dw, &extents[0], none, none, dw, Epilogue::Store);
+    let to_dx = Outputs::new(&for_dx, &extents[1], none, none, dx, Epilogue::Store);
+    let of_dy = Unrounded { along: for_dx.round_left(dy.slice()).along, ..for_dw.round_right(dy.slice()) };
+    step.workspace(|step| {
+        let operands = [for_dw.round_left(x.slice()), of_dy, for_dx.round_right(w.slice())];
+        let [x, dy, w] = round(step, precision, operands)?;
+        multiply(step, precision, &for_dw, &extents[0], [&x, &dy], to_dw)?;
+        multiply(step, precision, &for_dx, &extents[1], [&dy, &w], to_dx)
+    })
+}
+
+/// Queues the products of rounded operands over all of k, or over each split-K part.
+#[track_caller]
+fn multiply(
+    step: &Step<'_>,
+    precision: Precision,
+    form: &Gemm,
+    extents: &GemmExtents,
+    [left, right]: [&Fragments<'_>; 2],
+    outputs: Outputs<'_, f32>,
+) -> Result<()> {
+    let a = if form.transpose_a { &left.across } else { &left.along };
+    let b = if form.transpose_b { &right.along } else { &right.across };
+    // The stride from one matrix's fragments to the next, or 0 if all batches share one matrix.
+    let stride =
+        |stride: usize, fragments: &Tensor<'_, u32>| if stride == 0 { 0 } else { fragments.shape().as_rows()[1] };
+    let (stride_a, stride_b) = (stride(form.stride_a, a), stride(form.stride_b, b));
+    let launch = |outputs: Outputs<'_, f32>| {
+        let GemmExtents { m, n, k, chunk, batches, .. } = *extents;
+        let Outputs { bias, c, out, pre, ldc, stride_c, alpha, beta, flags } = outputs;
+        let processors = step.description().processors as usize;
+        let tile = split::tile_of(form.tensor_tile, &TILES, "ops::TENSOR_TILES", || {
+            fastest(extents.of_a_chunk(), extents.matrices(), processors)
+        })?;
+        step.launch(matmul_tensor {
+            variant: (precision.reduced()?, tile),
+            a: a.slice(),
+            b: b.slice(),
+            bias,
+            c,
+            out,
+            pre,
+            m,
+            n,
+            k,
+            ldc,
+            chunk,
+            batches,
+            stride_a,
+            stride_b,
+            stride_c,
+            stride_bias: form.stride_bias,
+            alpha,
+            beta,
+            flags,
+        })
+    };
+    in_chunks(step, form, extents, outputs, launch, launch)
+}
+
+/// The tile whose last block should end first, for this many `m` x `n` matrices that are sums of k
+/// products.
+fn fastest(extents: [usize; 3], matrices: usize, processors: usize) -> Tile {
+    let costs = |tile: Tile| ([tile.rows(), tile.cols()], tile.cost);
+    split::fastest(&TILES, extents, matrices, processors, costs)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kernels::matmul_tensor::{T64X128, T128X128, T128X256};
+
+    /// Tries the shapes of CrossAsset and of large squares, on an H200.
+    #[test]
+    fn the_fastest_tile_suits_the_shape() {
+        for (m, n, k, matrices, want) in [
+            (256, 1024, 384, 8, T128X128),
+            (3072, 256, 1024, 1, T64X128),
+            (3072, 1024, 256, 1, T64X128),
+            (1024, 1024, 1024, 1, T64X128),
+            (2048, 2048, 2048, 1, T128X256),
+            (49152, 1024, 256, 1, T128X128),
+            (49152, 256, 1024, 1, T128X128),
+            (256, 1024, 6144, 8, T128X128),
+            (8192, 8192, 8192, 1, T128X256),
+        ] {
+            assert_eq!(fastest([m, n, k], matrices, 132), want, "{m} x {n}, {matrices} times k {k}");
+        }
+    }
+}

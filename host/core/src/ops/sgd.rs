@@ -1,0 +1,87 @@
+//! The update of SGD with momentum, for one parameter group and for several. `Sgd` drives it.
+
+use super::same_shape;
+use super::shapes::check_rows;
+use crate::error::Result;
+use crate::step::Step;
+use crate::tensor::{Source, Target};
+use cuda_std::launch::PointerMut;
+use half::bf16;
+use kernels::sgd as kernel;
+
+/// One update of SGD with momentum, in place: `velocity = momentum velocity + g`,
+/// `w = w - rate velocity` or, with Nesterov's momentum, `w = w - rate (g + momentum velocity)`,
+/// with `g = gradients * min(1, max_norm / (sqrt(squared_norm) + 1e-6)) + decay w`.
+///
+/// `weights`, `gradients`, `velocity`: one shape; `hyper`: `[5]`, indexed by `kernels::sgd::slot`;
+/// `squared_norm`: `[1]`. `copy`, of the weights' shape, receives the new weights, each rounded
+/// once to BF16. Queued, one launch; no scratch.
+///
+/// # Errors
+/// [`Error::Misuse`](crate::Error::Misuse) when shapes differ.
+///
+/// Source: PyTorch's SGD with a dampening of 0.
+#[track_caller]
+pub fn sgd<'s>(
+    step: &Step<'s>,
+    weights: &mut impl Target<'s, f32>,
+    mut copy: Option<&mut impl Target<'s, bf16>>,
+    gradients: &impl Source<'s, f32>,
+    velocity: &mut impl Target<'s, f32>,
+    hyper: &impl Source<'s, f32>,
+    squared_norm: &impl Source<'s, f32>,
+) -> Result<()> {
+    for shape in [gradients.shape(), velocity.shape()] {
+        same_shape("sgd", weights.shape(), shape)?;
+    }
+    if let Some(copy) = &copy {
+        same_shape("sgd", weights.shape(), copy.shape())?;
+    }
+    step.launch(kernel::sgd {
+        weights: weights.out(),
+        copied: u32::from(copy.is_some()),
+        copy: copy.as_mut().map_or_else(PointerMut::empty, |copy| copy.out()),
+        gradients: gradients.slice(),
+        velocity: velocity.out(),
+        hyper: hyper.slice(),
+        squared_norm: squared_norm.slice(),
+    })
+}
+
+/// One update like [`sgd`], with settings per parameter group, also in one launch.
+///
+/// `hyper`: `[groups, 5]`; `groups`: `[ceil(n / 64)]`, the group of each run of 64 elements. A
+/// group number out of range gives NaN.
+///
+/// # Errors
+/// Those of [`sgd`]. [`Error::Contract`](crate::Error::Contract) when `groups` or `hyper` has a
+/// different number of elements.
+#[track_caller]
+pub fn sgd_groups<'s>(
+    step: &Step<'s>,
+    weights: &mut impl Target<'s, f32>,
+    mut copy: Option<&mut impl Target<'s, bf16>>,
+    gradients: &impl Source<'s, f32>,
+    velocity: &mut impl Target<'s, f32>,
+    hyper: &impl Source<'s, f32>,
+    groups: &impl Source<'s, u32>,
+    squared_norm: &impl Source<'s, f32>,
+) -> Result<()> {
+    for shape in [gradients.shape(), velocity.shape()] {
+        same_shape("sgd_groups", weights.shape(), shape)?;
+    }
+    if let Some(copy) = &copy {
+        same_shape("sgd_groups", weights.shape(), copy.shape())?;
+    }
+    check_rows("sgd_groups", "hyper", kernel::slot::LEN, hyper)?;
+    step.launch(kernel::sgd_groups {
+        weights: weights.out(),
+        copied: u32::from(copy.is_some()),
+        copy: copy.as_mut().map_or_else(PointerMut::empty, |copy| copy.out()),
+        gradients: gradients.slice(),
+        velocity: velocity.out(),
+        hyper: hyper.slice(),
+        groups: groups.slice(),
+        squared_norm: squared_norm.slice(),
+    })
+}

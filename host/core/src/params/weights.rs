@@ -1,0 +1,479 @@
+//! Weights and gradients, which outlive steps, each in one flat region.
+//!
+//! Invariant: the padding between parameters stays zero, and each parameter's position is the
+//! spec's. Whenever a kernel can read a BF16 copy, it equals the rounded weights, because all code
+//! that writes the weights also writes the copy.
+
+#![forbid(unsafe_code)]
+
+use super::spec::{Parameter, ParameterEntry, ParameterSpec, StackedParameters};
+use crate::arena::Buffer;
+use crate::device::Device;
+use crate::digest::hex;
+use crate::error::{Error, Quantity, Result, short};
+use crate::launch::launch_on;
+use crate::non_finite::{NonFinite, all_finite};
+use crate::ops;
+use crate::random::SplitMix64;
+use crate::step::Step;
+use crate::tensor::{Lent, LentMut, Memory, Shape, Source, Stored, Target};
+use crate::upload::{Content, Transfer};
+use cuda_std::float_mode;
+use half::bf16;
+use kernels::cast::cast_to_bf16;
+use sha2::{Digest, Sha256};
+use std::any::Any;
+use std::ops::Range;
+
+impl ParameterSpec {
+    /// Overwrites flat regions of this spec, each with its sources in the order of the entries.
+    pub(crate) fn overwrite(&self, regions: &[(&mut Buffer<f32>, Vec<&[u8]>)], transfer: Transfer<'_>) -> Result<()> {
+        let Some((first, _)) = regions.first() else { return Ok(()) };
+        let fill = |sources: &[&[u8]], offset: usize, place: &mut [u8]| {
+            self.fill(offset, place, |number, _, within, part| {
+                part.copy_from_slice(&sources[number][within..][..part.len()]);
+            });
+        };
+        let fills: Vec<_> = regions
+            .iter()
+            .map(|(_, sources)| move |offset: usize, place: &mut [u8]| fill(sources, offset, place))
+            .collect();
+        let name = |offset| self.name_at(offset);
+        let contents: Vec<_> =
+            regions.iter().zip(&fills).map(|((buffer, _), fill)| Content::new(buffer.memory(), fill, &name)).collect();
+        transfer.run(first.device(), &contents)
+    }
+}
+
+/// A flat region of a spec, accessed by parameter.
+#[derive(Debug)]
+struct Flat<S: Stored = f32> {
+    layout: ParameterSpec,
+    values: Buffer<S>,
+}
+
+impl<S: Stored> Flat<S> {
+    /// Returns one parameter's memory. The caller borrows the region according to its use.
+    fn part(&self, step: &Step<'_>, parameter: Parameter, written: bool) -> Result<(Memory<S>, Shape)> {
+        step.borrow(&self.values, written)?;
+        let entry = self.layout.entry(parameter)?;
+        Ok((self.values.memory().part(entry.start(), entry.shape().elements()), entry.shape()))
+    }
+
+    /// Returns a stack's memory from the first member's start to the last member's end, in the same
+    /// way.
+    fn stack(&self, step: &Step<'_>, stack: &StackedParameters, written: bool) -> Result<(Memory<S>, Shape)> {
+        step.borrow(&self.values, written)?;
+        let span = self.layout.span(stack)?;
+        Ok((self.values.memory().part(span.start, span.len()), [span.len()].into()))
+    }
+
+    fn read(&self, parameter: Parameter) -> Result<Vec<S>> {
+        let entry = self.layout.entry(parameter)?;
+        self.values.read_range(entry.start(), entry.shape().elements())
+    }
+}
+
+impl Flat {
+    /// Finds the first parameter that is not finite. Waits. Needs host memory for one piece.
+    fn first_not_finite(&self) -> Result<Option<&str>> {
+        for entry in self.layout.entries() {
+            for piece in self.values.pieces(entry.range()) {
+                if !all_finite(bytemuck::cast_slice(&piece?)) {
+                    return Ok(Some(entry.name()));
+                }
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// A model's weights on a device.
+#[derive(Debug)]
+pub struct Parameters {
+    flat: Flat,
+    /// The weights rounded to BF16, at the same positions.
+    copy: Option<Flat<bf16>>,
+    /// True if a caller has written values that are not finite, or was allowed to.
+    unchecked: bool,
+}
+
+impl Parameters {
+    /// Makes weights with their initializers from `seed`. They are the same on every machine.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`] when the device has no room.
+    pub fn new(device: &Device, layout: &ParameterSpec, seed: u64) -> Result<Self> {
+        // The number of random numbers that the parameters before each one have used.
+        let drawn: Vec<u64> = layout
+            .entries()
+            .iter()
+            .scan(0, |drawn, entry| {
+                let before = *drawn;
+                // The generator's position wraps too.
+                let draws = entry.initializer.draws().wrapping_mul(entry.shape().elements() as u64);
+                *drawn = u64::wrapping_add(*drawn, draws);
+                Some(before)
+            })
+            .collect();
+        let fill = |offset: usize, place: &mut [u8]| {
+            layout.fill(offset, place, |number, entry, within, part| {
+                let before = (within / size_of::<f32>()) as u64 * entry.initializer.draws();
+                let mut random = SplitMix64::after(seed, drawn[number] + before);
+                float_mode::in_default(|| {
+                    for word in part.as_chunks_mut().0 {
+                        *word = entry.initializer.draw(&mut random).to_le_bytes();
+                    }
+                });
+            });
+        };
+        let values = Buffer::allocate(device, layout.elements())?;
+        let name = |offset| layout.name_at(offset);
+        let content = Content::new(values.memory(), &fill, &name);
+        Transfer::new().run(device, &[content])?;
+        Ok(Self { flat: Flat { layout: layout.clone(), values }, copy: None, unchecked: false })
+    }
+
+    /// Adds a BF16 copy of the weights, so that products read half the bytes. Each weight is
+    /// rounded to nearest, ties to even, at the same position. The copy follows the weights: code
+    /// that loads or writes the weights writes the copy too, and so does an update, in the same
+    /// launch. Files do not contain the copy. [`Parameters::lend_as`] lends it.
+    ///
+    /// ```
+    /// use stepscope::*;
+    ///
+    /// # fn main() -> Result<()> {
+    /// # let device = Device::open(DeviceKind::Emulated)?;
+    /// let mut layout = ParameterSpec::builder();
+    /// let w = layout.add("w", [2], Initializer::Constant(0.1));
+    /// let mut weights = Parameters::new(&device, &layout.build()?, 7)?.with_bf16_copy()?;
+    /// let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
+    /// let copy = arena.step(|step| step.read(&weights.lend_as::<bf16>(step, w)?))?;
+    /// assert_eq!(copy, [bf16::from_f32(0.1); 2]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`] when the device has no room.
+    pub fn with_bf16_copy(self) -> Result<Self> {
+        let Flat { layout, values } = &self.flat;
+        let copy = Buffer::allocate(values.device(), layout.elements())?;
+        let copy = Some(Flat { layout: layout.clone(), values: copy });
+        let parameters = Self { copy, ..self };
+        parameters.round(0..parameters.flat.values.len())?;
+        Ok(parameters)
+    }
+
+    /// Rounds these elements to the copy, if there is one. Call it after writing them, even if the
+    /// write failed.
+    fn round(&self, range: Range<usize>) -> Result<()> {
+        let Some(copy) = &self.copy else { return Ok(()) };
+        let weights = self.flat.values.memory().part(range.start, range.len());
+        let copy = copy.values.memory().part(range.start, range.len());
+        launch_on(self.flat.values.device(), &cast_to_bf16 { x: weights.as_slice(), out: copy.as_out() })
+    }
+
+    /// Overwrites all weights, and other regions of the spec in the same transfer, each with its
+    /// sources in the order of the entries.
+    pub fn overwrite<'r>(
+        &mut self,
+        weights: Vec<&'r [u8]>,
+        others: impl IntoIterator<Item = (&'r mut Buffer<f32>, Vec<&'r [u8]>)>,
+        transfer: Transfer<'_>,
+    ) -> Result<()> {
+        self.unchecked |= transfer.allowed() == NonFinite::Allow;
+        let Flat { layout, values } = &mut self.flat;
+        let mut regions = vec![(values, weights)];
+        for (region, sources) in others {
+            regions.push((region, sources));
+        }
+        let overwritten = layout.overwrite(&regions, transfer);
+        // A failed upload may have changed some weights.
+        let rounded = self.round(0..self.flat.values.len());
+        overwritten.and(rounded)
+    }
+
+    /// Overwrites all weights with the bytes that `source` returns for each parameter, in the
+    /// spec's order. The bytes are the elements as little-endian f32, row-major, at any alignment,
+    /// in memory that nobody changes during the call. Small parameters share a copy, and large ones
+    /// take several. The sources are no longer needed when it returns.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for a parameter without a source or with a source of another length.
+    /// [`Error::NotFinite`] for a source with a value that is not finite, unless
+    /// [`Transfer::non_finite`] allows it. Nothing has been changed after either of these.
+    ///
+    /// [`Error::Timeout`], [`Error::Damaged`] on a checked device, and the errors of the transfer's
+    /// progress callback. After these, some weights are already the new ones.
+    pub fn load<'b>(
+        &mut self,
+        mut source: impl FnMut(&ParameterEntry) -> Option<&'b [u8]>,
+        transfer: Transfer<'_>,
+    ) -> Result<()> {
+        let layout = self.layout();
+        let checked = |entry: &ParameterEntry| {
+            let (expected, found) = (entry.bytes().len(), source(entry));
+            found.filter(|bytes| bytes.len() == expected).ok_or_else(|| {
+                let got = found.map_or("none".into(), |bytes| format!("{} bytes", bytes.len()));
+                Error::misuse("load", format!("{expected} bytes for `{}` {}", short(entry.name()), entry.shape()), got)
+            })
+        };
+        let sources: Vec<&[u8]> = layout.entries().iter().map(checked).collect::<Result<_>>()?;
+        transfer.allowed().check((None, Quantity::Weight), layout.finite_bytes("", &sources))?;
+        self.overwrite(sources, [], transfer)
+    }
+
+    /// The names, shapes and positions.
+    pub fn layout(&self) -> &ParameterSpec {
+        &self.flat.layout
+    }
+
+    /// Returns the error text for the first tensor that is not finite: of the gradients, if given,
+    /// then of the weights. `seen` is appended and states when it was found. Waits.
+    pub fn first_not_finite(&self, gradients: Option<&Gradients>, seen: &str) -> Result<String> {
+        if let Some(gradients) = gradients
+            && let Some(name) = gradients.flat.first_not_finite()?
+        {
+            return Ok(format!("the gradient of `{name}`{seen}"));
+        }
+        if let Some(name) = self.flat.first_not_finite()? {
+            return Ok(format!("`{name}`{seen}"));
+        }
+        let all = if gradients.is_some() { "all gradients and weights" } else { "all weights" };
+        Ok(format!("none, {all} are finite{seen}: a sum of finite numbers overflowed"))
+    }
+
+    /// Returns an error that names the first tensor that is not finite, after this many updates.
+    /// Waits.
+    pub fn check_finite(&self, update: u64) -> Result<()> {
+        let first = self.flat.first_not_finite()?.map(|name| (name.to_owned(), false));
+        NonFinite::Reject.check((Some(update), Quantity::Weight), first)
+    }
+
+    /// True if a caller has written values that are not finite, or was allowed to. This does not
+    /// cover values that kernels write.
+    pub fn are_unchecked(&self) -> bool {
+        self.unchecked
+    }
+
+    /// Lends one parameter's weights to kernels of a step.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when they are on another device, or the handle belongs to another
+    /// parameter spec.
+    pub fn lend<'b, 's>(&'b self, step: &Step<'s>, parameter: Parameter) -> Result<Lent<'b, 's>> {
+        self.lend_as(step, parameter)
+    }
+
+    /// Lends one parameter's weights as S stores them to kernels of a step. BF16 comes from the
+    /// copy.
+    ///
+    /// # Errors
+    /// Those of [`Parameters::lend`], and [`Error::Misuse`] when there is no copy.
+    pub fn lend_as<'b, 's, S: Stored>(&'b self, step: &Step<'s>, parameter: Parameter) -> Result<Lent<'b, 's, S>> {
+        let (memory, shape) = self.flat_as::<S>()?.part(step, parameter, false)?;
+        Ok(Lent::new(memory, shape))
+    }
+
+    /// Returns the region of this type.
+    fn flat_as<S: Stored>(&self) -> Result<&Flat<S>> {
+        let copy = self.copy.as_ref().map(|copy| copy as &dyn Any);
+        let found = [Some(&self.flat as &dyn Any), copy].into_iter().flatten().find_map(|flat| flat.downcast_ref());
+        found.ok_or_else(|| {
+            let expected = "a copy of the weights in bf16, which `Parameters::with_bf16_copy` makes";
+            Error::misuse("lend_as", expected, "only f32 weights")
+        })
+    }
+
+    /// Lends a stack's weights from the first member's start to the last member's end, flat.
+    /// [`ParameterSpec::stack`] returns each member's position.
+    ///
+    /// # Errors
+    /// Those of [`Parameters::lend`], and [`Error::Misuse`] for a stack without members.
+    pub fn lend_stack<'b, 's>(&'b self, step: &Step<'s>, stack: &StackedParameters) -> Result<Lent<'b, 's>> {
+        self.lend_stack_as(step, stack)
+    }
+
+    /// Lends a stack's weights as S stores them, flat. BF16 comes from the copy.
+    ///
+    /// # Errors
+    /// Those of [`Parameters::lend_stack`], and [`Error::Misuse`] when there is no copy.
+    pub fn lend_stack_as<'b, 's, S: Stored>(
+        &'b self,
+        step: &Step<'s>,
+        stack: &StackedParameters,
+    ) -> Result<Lent<'b, 's, S>> {
+        let (memory, shape) = self.flat_as::<S>()?.stack(step, stack, false)?;
+        Ok(Lent::new(memory, shape))
+    }
+
+    /// Waits, and returns one parameter's weights.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when the handle belongs to another parameter spec, and those of
+    /// [`Buffer::read`].
+    pub fn read(&self, parameter: Parameter) -> Result<Vec<f32>> {
+        self.flat.read(parameter)
+    }
+
+    /// All weights as one flat region of the spec.
+    pub fn flat(&self) -> &Buffer<f32> {
+        &self.flat.values
+    }
+
+    /// The BF16 copy of all weights, a flat region with the same positions, if there is one.
+    pub fn bf16_copy(&self) -> Option<&Buffer<bf16>> {
+        self.copy.as_ref().map(|copy| &copy.values)
+    }
+
+    /// Overwrites one parameter's weights, row-major, after the work queued before.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when the handle belongs to another parameter spec, or the number of
+    /// elements differs. Those of [`Buffer::write`].
+    pub fn write(&mut self, parameter: Parameter, values: &[f32]) -> Result<()> {
+        let entry = self.flat.layout.entry(parameter)?;
+        let range = entry.range();
+        if values.len() != entry.shape().elements() {
+            let expected = format!("{} values for `{}` {}", entry.shape().elements(), entry.name(), entry.shape());
+            return Err(Error::misuse("write", expected, values.len().to_string()));
+        }
+        self.unchecked |= !all_finite(bytemuck::cast_slice(values));
+        let written = self.flat.values.write(range.start, values);
+        let rounded = self.round(range);
+        written.and(rounded)
+    }
+
+    /// Lends all weights as one flat region, with their BF16 copy if there is one, to kernels of a
+    /// step that write them. Write both, so that the copy equals the rounded weights, and keep the
+    /// padding between parameters zero.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when they are on another device.
+    pub fn lend_flat_mut<'b, 's>(
+        &'b mut self,
+        step: &Step<'s>,
+    ) -> Result<(LentMut<'b, 's>, Option<LentMut<'b, 's, bf16>>)> {
+        let elements = [self.flat.values.len()];
+        let weights = step.lend_mut(&mut self.flat.values, elements)?;
+        let copy = self.copy.as_mut().map(|copy| step.lend_mut(&mut copy.values, elements)).transpose()?;
+        Ok((weights, copy))
+    }
+
+    /// Queues the rounding of all weights to their copy, if there is one.
+    #[track_caller]
+    pub fn queue_copy(&mut self, step: &Step<'_>) -> Result<()> {
+        match self.lend_flat_mut(step)? {
+            (weights, Some(mut copy)) => step.launch(cast_to_bf16 { x: weights.slice(), out: copy.out() }),
+            (_, None) => Ok(()),
+        }
+    }
+
+    /// The SHA-256 of names, shapes and the weights' bytes (little-endian), in the spec's order, in
+    /// hexadecimal.
+    ///
+    /// # Errors
+    /// As for [`Buffer::read`].
+    pub fn sha256(&self) -> Result<String> {
+        let mut hash = Sha256::new();
+        for entry in self.layout().entries() {
+            hash.update(format!("{}{}\n", entry.name(), entry.shape()));
+            self.flat.values.hash_into(&mut hash, entry.range())?;
+        }
+        Ok(hex(&hash.finalize()))
+    }
+}
+
+/// A model's gradients on a device. Backward adds to them, and the optimizer reads them.
+#[derive(Debug)]
+pub struct Gradients {
+    flat: Flat,
+}
+
+impl Gradients {
+    /// Makes gradients of zero for `parameters`.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`] when the device has no room.
+    pub fn zeros(parameters: &Parameters) -> Result<Self> {
+        let layout = parameters.layout().clone();
+        let values = Buffer::zeros(parameters.flat().device(), layout.elements())?;
+        Ok(Self { flat: Flat { layout, values } })
+    }
+
+    /// The names, shapes and positions.
+    pub fn layout(&self) -> &ParameterSpec {
+        &self.flat.layout
+    }
+
+    /// Queues zeroing of all gradients.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when they are on another device.
+    pub fn zero(&mut self, step: &Step<'_>) -> Result<()> {
+        ops::fill_into(step, &mut self.lend_flat_mut(step)?, 0.0)
+    }
+
+    /// Lends all gradients as one flat region to kernels of a step that write them. Keep the
+    /// padding between parameters zero.
+    pub fn lend_flat_mut<'b, 's>(&'b mut self, step: &Step<'s>) -> Result<LentMut<'b, 's>> {
+        let elements = [self.flat.values.len()];
+        step.lend_mut(&mut self.flat.values, elements)
+    }
+
+    /// Lends one parameter's gradient, to be added to.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when it is on another device, or the handle belongs to another parameter
+    /// spec.
+    pub fn lend_mut<'b, 's>(&'b mut self, step: &Step<'s>, parameter: Parameter) -> Result<LentMut<'b, 's>> {
+        let (memory, shape) = self.flat.part(step, parameter, true)?;
+        Ok(LentMut::new(memory, shape))
+    }
+
+    /// Lends the gradients of several parameters at once, to be added to.
+    ///
+    /// # Errors
+    /// Those of [`Gradients::lend_mut`], and [`Error::Misuse`] when a parameter appears twice.
+    pub fn lend_many_mut<'b, 's, const N: usize>(
+        &'b mut self,
+        step: &Step<'s>,
+        parameters: [Parameter; N],
+    ) -> Result<[LentMut<'b, 's>; N]> {
+        for (at, parameter) in parameters.iter().enumerate() {
+            if parameters[..at].contains(parameter) {
+                return Err(Error::misuse("gradients", "different parameters", "the same parameter twice"));
+            }
+        }
+        // Different parameters of one spec do not overlap.
+        let parts =
+            parameters.iter().map(|&parameter| self.flat.part(step, parameter, true)).collect::<Result<Vec<_>>>()?;
+        let mut parts = parts.into_iter().map(|(memory, shape)| LentMut::new(memory, shape));
+        Ok(parameters.map(|_| parts.next().expect("one for each parameter")))
+    }
+
+    /// Lends a stack's gradients from the first member's start to the last member's end, flat. Keep
+    /// the padding between members zero.
+    ///
+    /// # Errors
+    /// Those of [`Gradients::lend_mut`], and [`Error::Misuse`] for a stack without members.
+    pub fn lend_stack_mut<'b, 's>(&'b mut self, step: &Step<'s>, stack: &StackedParameters) -> Result<LentMut<'b, 's>> {
+        let (memory, shape) = self.flat.stack(step, stack, true)?;
+        Ok(LentMut::new(memory, shape))
+    }
+
+    /// Waits, and returns one parameter's gradient.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when the handle belongs to another parameter spec, and those of
+    /// [`Buffer::read`].
+    pub fn read(&self, parameter: Parameter) -> Result<Vec<f32>> {
+        self.flat.read(parameter)
+    }
+
+    /// All gradients as one flat region of the spec.
+    pub fn flat(&self) -> &Buffer<f32> {
+        &self.flat.values
+    }
+}

@@ -1,0 +1,436 @@
+//! The step scope: everything that may be done while a step runs.
+//!
+//! [`Step`] only allocates and launches. Ops take a `Step` and cannot detect that they are being
+//! recorded. [`EagerStep`] adds uploads and reads, which a recording must not contain.
+//!
+//! Invariant: the brand `'s` is fresh for every step and invariant, so no tensor outlives its step
+//! or mixes with another arena's tensors.
+
+use crate::arena::{Arena, ArenaInner, Buffer, Labels, Measured, NestedScope, Turns};
+use crate::device::{Description, Device, Launch};
+use crate::error::{Error, Result};
+use crate::launch::launch;
+use crate::precision::Precision;
+use crate::report::Phase;
+use crate::tensor::{Brand, Element, Lent, LentMut, Shape, Source, Stored, Target, Tensor};
+use cuda_std::launch::{Contract, Extent};
+use std::cell::Cell;
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::Deref;
+use std::panic::Location;
+use std::slice;
+use std::sync::Arc;
+use tracing::span::EnteredSpan;
+
+/// A step in progress: makes tensors and launches kernels.
+pub struct Step<'s> {
+    region: &'s ArenaInner,
+    precision: Cell<Precision>,
+    /// True if the work queued here is queued again in the backward pass.
+    runs_again: bool,
+    brand: Brand<'s>,
+}
+
+impl<'s> Step<'s> {
+    pub(crate) fn new(region: &'s ArenaInner) -> Self {
+        Self { region, precision: Cell::default(), runs_again: false, brand: PhantomData }
+    }
+
+    /// The precision to which the step's matrix multiplies round their operands, forward and
+    /// backward, unless a multiply sets its own. The default is [`Precision::F32`].
+    pub fn precision(&self) -> Precision {
+        self.precision.get()
+    }
+
+    /// Sets [`Step::precision`] for everything queued from now on in this step and its scratch
+    /// scopes.
+    pub fn set_precision(&self, precision: Precision) {
+        self.precision.set(precision);
+    }
+
+    pub(crate) fn device(&self) -> &Device {
+        self.region.device()
+    }
+
+    /// True if this is the scope of a recomputed part of a step.
+    pub(crate) fn runs_again(&self) -> bool {
+        self.runs_again
+    }
+
+    /// The description of the device that the step runs on.
+    pub fn description(&self) -> &Description {
+        self.device().description()
+    }
+
+    pub(crate) fn region(&self) -> &'s ArenaInner {
+        self.region
+    }
+
+    /// Allocates a tensor without initializing it: a kernel must write all of it before any kernel
+    /// reads it.
+    ///
+    /// # Errors
+    /// [`Error::ArenaFull`]. [`Error::Misuse`] when the shape's size in bytes overflows.
+    #[track_caller]
+    pub fn empty<T: Element>(&self, shape: impl Into<Shape>) -> Result<Tensor<'s, T>> {
+        let shape = shape.into();
+        Ok(Tensor::new(self.region.empty(shape, Location::caller())?, shape))
+    }
+
+    /// Frees a tensor before its step ends. The next tensor of the same size in this step may reuse
+    /// its memory. Work queued before still finds the contents, because the stream runs in order.
+    ///
+    /// Nothing else can reach the memory: the tensor is passed by value, so it is neither saved nor
+    /// lent. The memory is kept until the step ends for tensors of an enclosing step, for tensors
+    /// in the overflow, and for all tensors in checked mode.
+    #[track_caller]
+    pub fn free<S: Stored>(&self, tensor: Tensor<'s, S>) {
+        self.region.free(tensor, Location::caller());
+    }
+
+    /// Queues a kernel after everything queued before, without waiting. An empty grid queues
+    /// nothing.
+    ///
+    /// On a GPU the driver receives the launch while the step continues. If the driver refuses it,
+    /// a later launch of the step, a read or the end of the step returns the error. Nothing that
+    /// the step launches after the refused kernel runs.
+    ///
+    /// # Errors
+    /// [`Error::Contract`] when the arguments break the kernel's contract. [`Error::Kernel`] on the
+    /// emulator. [`Error::Driver`] and [`Error::Timeout`] for this launch or an earlier one.
+    #[track_caller]
+    pub fn launch<K: Contract>(&self, kernel: K) -> Result<()> {
+        let launched = launch(self.device(), Some(self.region.launches()), &kernel, self.region.time_left());
+        launched.map_err(|error| self.region.with_report(error))
+    }
+
+    /// Waits until the driver has taken the step's launches. Returns the error of the first launch
+    /// that failed, otherwise `result`; see [`ArenaInner::launched`].
+    pub fn launched<R>(&self, result: Result<R>) -> Result<R> {
+        self.region.launched(result)
+    }
+
+    /// Runs what queues launches, and returns the memory that these use, too.
+    #[doc(hidden)]
+    pub fn watch_launches<Q>(&self, queue: impl FnOnce() -> Q) -> (Q, Vec<Extent>) {
+        self.region.launches().watch(queue)
+    }
+
+    /// The update that the step makes when it queues an optimizer's next update. A dry run makes
+    /// none. In a recorded step, each replay makes one.
+    pub fn makes<'t>(&self, turns: &'t Arc<Turns>) -> Result<&'t [Arc<Turns>]> {
+        if self.region.is_lent() {
+            self.region.conditions().ask_turn(turns)?;
+        }
+        Ok(if self.device().is_dry_run() { &[] } else { slice::from_ref(turns) })
+    }
+
+    /// Checks that every label is a class, where the host has the labels. Labels uploaded in this
+    /// step are checked now. Labels that are an input of a recorded step are checked at each
+    /// replay. Ops that take labels call this before they queue anything.
+    ///
+    /// # Errors
+    /// [`Error::Label`], which names the sample.
+    pub fn check_labels(&self, labels: &impl Source<'s, u32>, classes: usize) -> Result<()> {
+        self.check(labels, classes, false)
+    }
+
+    /// Checks labels like [`Step::check_labels`], but also allows [`IGNORED`](crate::ops::IGNORED).
+    ///
+    /// # Errors
+    /// As for [`Step::check_labels`].
+    pub fn check_labels_but_ignored(&self, labels: &impl Source<'s, u32>, classes: usize) -> Result<()> {
+        self.check(labels, classes, true)
+    }
+
+    fn check(&self, labels: &impl Source<'s, u32>, classes: usize, ignore: bool) -> Result<()> {
+        let (memory, conditions) = (labels.memory(), self.region.conditions());
+        if !self.region.owns(memory) {
+            // The labels are in a persistent buffer, so the host does not have them.
+            return Ok(());
+        }
+        let asked = Labels { address: memory.address(), classes, ignore };
+        if self.region.is_lent() {
+            conditions.ask_labels(asked);
+        } else if conditions.doubts(asked) {
+            // A kernel may have changed them since the upload.
+            asked.check(&memory.download(self.device(), self.region.time_left())?)?;
+        }
+        Ok(())
+    }
+
+    /// Sets the step's phase until the guard is dropped.
+    pub fn enter(&self, phase: Phase) -> PhaseGuard<'s> {
+        PhaseGuard { region: self.region, before: self.region.enter(phase), _span: phase.span().entered() }
+    }
+
+    /// Lends a persistent buffer to kernels of this step, for reading.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when the buffer is on another device, or the shape has a different number
+    /// of elements.
+    pub fn lend<'b, T: Element>(&self, buffer: &'b Buffer<T>, shape: impl Into<Shape>) -> Result<Lent<'b, 's, T>> {
+        let shape = check_shape(buffer, shape.into())?;
+        self.borrow(buffer, false)?;
+        Ok(Lent::new(buffer.memory(), shape))
+    }
+
+    /// Lends a persistent buffer to kernels of this step, for writing.
+    ///
+    /// # Errors
+    /// As for [`Step::lend`].
+    pub fn lend_mut<'b, T: Element>(
+        &self,
+        buffer: &'b mut Buffer<T>,
+        shape: impl Into<Shape>,
+    ) -> Result<LentMut<'b, 's, T>> {
+        let shape = check_shape(buffer, shape.into())?;
+        self.borrow(buffer, true)?;
+        Ok(LentMut::new(buffer.memory(), shape))
+    }
+
+    /// Registers that the step uses a buffer until it ends, and may write it if `written`, so that
+    /// no replay runs in between. Returns an error unless the buffer is on the step's device.
+    pub(crate) fn borrow<T: Element>(&self, buffer: &Buffer<T>, written: bool) -> Result<()> {
+        let device = buffer.device();
+        if self.device().reaches(device.identity()) {
+            self.region.lend(buffer.address(), buffer.bytes(), written);
+            return Ok(());
+        }
+        let name = |device: &Device| device.description().name.clone();
+        let got = format!("one on {}, or on a dry run of it", name(device));
+        Err(Error::misuse("lend", format!("a buffer on {}", name(self.device())), got))
+    }
+
+    /// Runs an op's launches with memory that is freed when `scoped` returns, so that work queued
+    /// later may reuse it. `scoped` allocates only on the step that it is given.
+    #[track_caller]
+    pub(crate) fn workspace<R>(&self, scoped: impl for<'i> FnOnce(&Step<'i>) -> Result<R>) -> Result<R> {
+        let before = self.region.attribute(None);
+        self.region.attribute(before.or(Some(Location::caller())));
+        let done = self.region.scope(|| scoped(&Step::new(self.region)));
+        self.region.attribute(before);
+        done
+    }
+
+    /// Runs `scoped` with memory that is freed when it returns, while this step's tensors remain in
+    /// use. `scoped` allocates on the step that it is given. After [`ScopeExit::leave`] it
+    /// allocates only on this step, and what it makes there stays.
+    pub(crate) fn aside<R>(&self, scoped: impl for<'i> FnOnce(&Step<'i>, ScopeExit<'_, 's>) -> Result<R>) -> Result<R> {
+        self.region.aside(|aside| {
+            let inner = Step { precision: self.precision.clone(), runs_again: true, ..Step::new(self.region) };
+            scoped(&inner, ScopeExit { step: self, aside })
+        })
+    }
+
+    /// Runs `scoped` with memory that is freed when it returns. The outer step is borrowed
+    /// meanwhile and cannot allocate. Its tensors are available inside through
+    /// [`ScratchStep::lend`].
+    ///
+    /// # Errors
+    /// The errors of the closure.
+    pub fn scratch<R>(&mut self, scoped: impl for<'i> FnOnce(&mut ScratchStep<'i, 's>) -> Result<R>) -> Result<R> {
+        let region = self.region;
+        let precision = self.precision.clone();
+        region.scope(|| scoped(&mut ScratchStep { step: Step { precision, ..Step::new(region) }, outer: PhantomData }))
+    }
+}
+
+/// The way out of a [`Step::aside`] scope.
+pub(crate) struct ScopeExit<'a, 's> {
+    step: &'a Step<'s>,
+    aside: &'a NestedScope<'a>,
+}
+
+impl<'a, 's> ScopeExit<'a, 's> {
+    /// Returns the enclosing step, on which to make the tensors that stay. The scope's tensors are
+    /// still valid, but it makes no more of them.
+    pub(crate) fn leave(self) -> &'a Step<'s> {
+        self.aside.leave();
+        self.step
+    }
+}
+
+/// Returns the shape if it has as many elements as the buffer.
+fn check_shape<T: Element>(buffer: &Buffer<T>, shape: Shape) -> Result<Shape> {
+    if shape.checked_elements() == Some(buffer.len()) {
+        return Ok(shape);
+    }
+    Err(Error::misuse("lend", format!("a shape of {} elements", buffer.len()), shape.to_string()))
+}
+
+/// Restores the previous phase when dropped.
+#[doc(hidden)]
+#[derive(Debug)]
+pub struct PhaseGuard<'s> {
+    region: &'s ArenaInner,
+    before: Phase,
+    _span: EnteredSpan,
+}
+
+impl Drop for PhaseGuard<'_> {
+    fn drop(&mut self) {
+        self.region.enter(self.before);
+        self.region.attribute(None);
+    }
+}
+
+impl fmt::Debug for Step<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Step on {}", self.device().description().name)
+    }
+}
+
+/// A step that runs immediately: it may also upload and read.
+#[derive(Debug)]
+pub struct EagerStep<'s> {
+    step: Step<'s>,
+}
+
+impl<'s> EagerStep<'s> {
+    pub(crate) fn new(region: &'s ArenaInner) -> Self {
+        region.conditions().clear();
+        Self { step: Step::new(region) }
+    }
+
+    /// The device that the step runs on.
+    pub fn device(&self) -> &Device {
+        self.step.device()
+    }
+
+    /// Uploads a copy of `values` into a new tensor.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when the shape has a different number of elements. [`Error::ArenaFull`].
+    #[track_caller]
+    pub fn upload<T: Element>(&self, values: &[T], shape: impl Into<Shape>) -> Result<Tensor<'s, T>> {
+        let shape = shape.into();
+        if shape.checked_elements() != Some(values.len()) {
+            return Err(Error::misuse("upload", format!("a shape of {} elements", values.len()), shape.to_string()));
+        }
+        let tensor = self.empty(shape)?;
+        let uploaded = tensor.memory().copy_from(self.device(), values, self.region().time_left());
+        uploaded.map_err(|error| self.region().with_report(error))?;
+        if T::NAME == u32::NAME {
+            self.region().conditions().uploaded(tensor.memory().as_slice().address(), bytemuck::cast_slice(values));
+        }
+        Ok(tensor)
+    }
+
+    /// Waits for the work queued before and returns the tensor's elements.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`] when the host has too little memory for them. [`Error::Timeout`]
+    /// after the device's deadline, or after what is left of the step's. The error of an earlier
+    /// launch that the driver refused.
+    pub fn read<T: Element>(&self, tensor: &impl Source<'s, T>) -> Result<Vec<T>> {
+        let region = self.region();
+        region.launched(tensor.memory().download(self.device(), region.time_left()))
+    }
+
+    /// Reads a tensor of one element, like [`EagerStep::read`].
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when it has a different number of elements, and those of
+    /// [`EagerStep::read`].
+    pub fn read_scalar<T: Element>(&self, tensor: &impl Source<'s, T>) -> Result<T> {
+        match self.read(tensor)?.as_slice() {
+            [value] => Ok(*value),
+            _ => Err(Error::misuse("read_scalar", "one element", format!("shape {}", tensor.shape()))),
+        }
+    }
+
+    /// Runs a nested scope; see [`Step::scratch`].
+    ///
+    /// # Errors
+    /// The errors of the closure.
+    pub fn scratch<R>(&mut self, scoped: impl for<'i> FnOnce(&mut ScratchStep<'i, 's>) -> Result<R>) -> Result<R> {
+        self.step.scratch(scoped)
+    }
+}
+
+impl<'s> Deref for EagerStep<'s> {
+    type Target = Step<'s>;
+
+    fn deref(&self) -> &Step<'s> {
+        &self.step
+    }
+}
+
+impl Arena {
+    /// Runs one step. Every tensor that it makes is branded with `'s`, which the result cannot
+    /// name. The memory is reclaimed when the closure has returned, failed or panicked, and only
+    /// then.
+    ///
+    /// # Errors
+    /// The errors of the closure. [`Error::Timeout`](crate::Error::Timeout) when the step missed
+    /// its deadline, if it has one. [`Error::Driver`](crate::Error::Driver) when the overflow could
+    /// not be freed.
+    pub fn step<R>(&mut self, run: impl for<'s> FnOnce(&mut EagerStep<'s>) -> Result<R>) -> Result<R> {
+        self.run_step(|region| run(&mut EagerStep::new(region)))
+    }
+
+    /// Runs a step without kernels or memory, and returns what it would need. The step runs on a
+    /// dry run of the device. It may borrow the device's buffers, and launch with tensors of the
+    /// device's running steps. All reads return zero, and nothing on the device changes. Anything
+    /// that the closure makes on [`EagerStep::device`] belongs to the dry run: real steps reject
+    /// it, and it is useless once the closure has returned.
+    ///
+    /// # Errors
+    /// The errors of the closure.
+    pub fn measure<R>(&self, run: impl for<'s> FnOnce(&mut EagerStep<'s>) -> Result<R>) -> Result<Measured> {
+        self.run_measured(|region| run(&mut EagerStep::new(region)))
+    }
+
+    /// Measures a step like [`Arena::measure`], as if the device were `other`, and lists the step's
+    /// launches in order. `examples/predict` computes from the list how long the step takes on a
+    /// GPU that is not present.
+    ///
+    /// # Errors
+    /// The errors of the closure.
+    #[doc(hidden)]
+    pub fn launches<R>(
+        &self,
+        other: Description,
+        run: impl for<'s> FnOnce(&mut EagerStep<'s>) -> Result<R>,
+    ) -> Result<(Measured, Vec<Launch>)> {
+        self.run_listed(other, |region| run(&mut EagerStep::new(region)))
+    }
+}
+
+/// A nested scope of the step `'o`, with tensors of its own brand `'i`.
+#[derive(Debug)]
+pub struct ScratchStep<'i, 'o> {
+    step: Step<'i>,
+    outer: Brand<'o>,
+}
+
+impl<'i, 'o> ScratchStep<'i, 'o> {
+    /// Lends a tensor of the outer step, for reading.
+    pub fn lend<'b, T: Element>(&self, tensor: &'b impl Source<'o, T>) -> Lent<'b, 'i, T> {
+        Lent::new(tensor.memory(), tensor.shape())
+    }
+
+    /// Lends a tensor of the outer step, for writing. This is how a result leaves the scratch
+    /// scope.
+    pub fn lend_mut<'b, T: Element>(&self, tensor: &'b mut impl Target<'o, T>) -> LentMut<'b, 'i, T> {
+        LentMut::new(tensor.memory(), tensor.shape())
+    }
+
+    /// Runs a scope nested in this one.
+    ///
+    /// # Errors
+    /// The errors of the closure.
+    pub fn scratch<R>(&mut self, scoped: impl for<'n> FnOnce(&mut ScratchStep<'n, 'i>) -> Result<R>) -> Result<R> {
+        self.step.scratch(scoped)
+    }
+}
+
+impl<'i> Deref for ScratchStep<'i, '_> {
+    type Target = Step<'i>;
+
+    fn deref(&self) -> &Step<'i> {
+        &self.step
+    }
+}

@@ -1,0 +1,354 @@
+//! The backward pass in progress.
+//!
+//! Invariant: a gradient passed to the pass is never lost. A gradient is rejected if the output's
+//! op has already run, if its shape differs, or if the variable belongs to another tape. An op that
+//! takes a variable's gradient and does not return it fails.
+
+use super::var::{Var, check};
+use crate::error::{Error, Result};
+use crate::ops;
+use crate::params::{Gradients, Parameter, Parameters, StackedParameters};
+use crate::step::Step;
+use crate::tensor::{AnyTensor, Lent, LentMut, Shape, Stored, Tensor};
+use std::fmt;
+use std::panic::Location;
+
+/// The gradient of an output.
+pub(super) enum Upstream<'s> {
+    /// No gradient: so far, the loss does not depend on the output.
+    Nothing,
+    /// The output is the loss, whose gradient is one.
+    Loss,
+    /// The sum of the gradients from later ops, stored in the output's type.
+    Sum(AnyTensor<'s>),
+}
+
+impl<'s> Upstream<'s> {
+    /// Returns the gradient as a tensor of the output's shape.
+    pub(super) fn into_tensor<S: Stored>(self, step: &Step<'s>, shape: Shape) -> Result<Option<Tensor<'s, S>>> {
+        match self {
+            Self::Nothing => Ok(None),
+            Self::Loss => {
+                let mut one = step.empty(shape)?;
+                ops::fill_into(step, &mut one, 1.0).map(|()| Some(one))
+            }
+            Self::Sum(gradient) => Ok(Some(of_output(gradient))),
+        }
+    }
+}
+
+/// Restores a gradient's type, which is its variable's.
+fn of_output<S: Stored>(gradient: AnyTensor<'_>) -> Tensor<'_, S> {
+    S::restore(gradient).expect("the gradient of an output has its type")
+}
+
+/// Turns the gradients of an op's outputs into gradients of its inputs and parameters.
+type Closure<'t, 's> = Box<dyn FnOnce(&mut Backward<'_, 't, 's>, Vec<Upstream<'s>>) -> Result<()> + 't>;
+
+/// The record of one op for the backward pass.
+pub(super) struct Record<'t, 's> {
+    pub(super) op: &'static str,
+    /// The line of the forward pass that recorded the op.
+    pub(super) site: &'static Location<'static>,
+    /// The number of its first output. The next op's numbers follow its last.
+    pub(super) first: usize,
+    /// The extents of the first output.
+    pub(super) shape: Shape,
+    pub(super) backward: Closure<'t, 's>,
+}
+
+/// The backward pass in progress, as the running op's closure receives it. The closure gives it the
+/// gradients of the op's inputs and parameters.
+pub struct Backward<'b, 't, 's> {
+    step: &'t Step<'s>,
+    parameters: &'t Parameters,
+    /// The identity of the running tape.
+    tape: u64,
+    /// The name of the running op.
+    op: &'static str,
+    gradients: &'b mut Gradients,
+    /// True for each parameter whose gradient is valid. Otherwise the next contribution overwrites
+    /// it.
+    written: Vec<bool>,
+    /// The gradient so far of each output whose op has not run.
+    pub(super) pending: Vec<Upstream<'s>>,
+    /// The outputs whose gradients the running op has taken and not returned.
+    taken: Vec<usize>,
+}
+
+impl fmt::Debug for Backward<'_, '_, '_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Backward of `{}`, over {} outputs", self.op, self.pending.len())
+    }
+}
+
+impl<'b, 't, 's> Backward<'b, 't, 's> {
+    pub(super) fn new(
+        step: &'t Step<'s>,
+        parameters: &'t Parameters,
+        tape: u64,
+        gradients: &'b mut Gradients,
+        written: Vec<bool>,
+        outputs: usize,
+    ) -> Self {
+        let pending = (0..outputs).map(|_| Upstream::Nothing).collect();
+        Self { step, parameters, tape, op: "backward", gradients, written, pending, taken: Vec::new() }
+    }
+
+    /// Sets the loss's gradient to one.
+    pub(super) fn begin(&mut self, loss: &Var<'s>) {
+        if let Some(output) = loss.output {
+            self.pending[output] = Upstream::Loss;
+        }
+    }
+
+    /// Runs the last op that has not run, if the loss depends on it.
+    pub(super) fn run(&mut self, record: Record<'t, 's>) -> Result<()> {
+        let Record { op, site, first, backward, .. } = record;
+        let upstream = self.pending.split_off(first);
+        if upstream.iter().all(|upstream| matches!(upstream, Upstream::Nothing)) {
+            return Ok(());
+        }
+        self.step.region().attribute(Some(site));
+        self.op = op;
+        backward(self, upstream)?;
+        if self.taken.is_empty() {
+            return Ok(());
+        }
+        Err(Error::misuse(op, "`add` for each gradient that was taken", format!("{} not returned", self.taken.len())))
+    }
+
+    /// Runs the records of a nested tape over the same parameters, from its outputs' gradients so
+    /// far. Returns the gradients of the outputs that belong to no record.
+    pub(super) fn run_within<'x, 'i>(
+        &mut self,
+        step: &'x Step<'i>,
+        tape: u64,
+        pending: Vec<Upstream<'i>>,
+        records: Vec<Record<'x, 'i>>,
+    ) -> Result<Vec<Upstream<'i>>>
+    where
+        't: 'x,
+    {
+        let (written, taken) = (std::mem::take(&mut self.written), Vec::new());
+        let (parameters, op, gradients) = (self.parameters, self.op, &mut *self.gradients);
+        let mut inner = Backward { step, parameters, tape, op, gradients, written, pending, taken };
+        records.into_iter().rev().try_for_each(|record| inner.run(record))?;
+        let Backward { written, pending, .. } = inner;
+        self.written = written;
+        Ok(pending)
+    }
+
+    /// Zeroes the gradients that received no contribution.
+    pub(super) fn finish(&mut self) -> Result<()> {
+        self.parameters.layout().parameters().try_for_each(|parameter| self.gradient(parameter).map(drop))
+    }
+
+    /// The step that the pass belongs to.
+    pub fn step(&self) -> &'t Step<'s> {
+        self.step
+    }
+
+    /// Lends the weights of a parameter.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when they are on a different device than the step, or the handle belongs
+    /// to another parameter spec.
+    pub fn weights(&self, parameter: Parameter) -> Result<Lent<'t, 's>> {
+        self.weights_as(parameter)
+    }
+
+    /// Lends the weights of a parameter as S stores them. BF16 comes from the copy that
+    /// [`Parameters::with_bf16_copy`] makes.
+    ///
+    /// # Errors
+    /// Those of [`Backward::weights`], and [`Error::Misuse`] when there is no copy.
+    pub fn weights_as<S: Stored>(&self, parameter: Parameter) -> Result<Lent<'t, 's, S>> {
+        self.parameters.lend_as(self.step, parameter).map_err(|error| error.in_op(self.op))
+    }
+
+    /// Lends a stack's weights, flat; see [`Op::stack_weights`](super::Op::stack_weights).
+    ///
+    /// # Errors
+    /// Those of [`Backward::weights`], and [`Error::Misuse`] for a stack without members.
+    pub fn stack_weights(&self, stack: &StackedParameters) -> Result<Lent<'t, 's>> {
+        self.stack_weights_as(stack)
+    }
+
+    /// Lends a stack's weights as S stores them, flat.
+    ///
+    /// # Errors
+    /// Those of [`Backward::stack_weights`], and [`Error::Misuse`] when there is no copy.
+    pub fn stack_weights_as<S: Stored>(&self, stack: &StackedParameters) -> Result<Lent<'t, 's, S>> {
+        self.parameters.lend_stack_as(self.step, stack).map_err(|error| error.in_op(self.op))
+    }
+
+    /// Lends a parameter's gradient, with a flag. The caller must add to the gradient when the flag
+    /// is true, and overwrite it when the flag is false. The contributions of several ops to one
+    /// parameter thus add up, in the reverse of the order in which the ops were recorded. The
+    /// gradient holds this pass's sum so far, or zeros when the flag is false, so an op may also
+    /// read it.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when it is on a different device than the step, or the handle belongs to
+    /// another parameter spec.
+    pub fn gradient(&mut self, parameter: Parameter) -> Result<(LentMut<'_, 's>, bool)> {
+        let step = self.step;
+        let (mut gradient, written) = self.gradient_uninit(parameter)?;
+        zero_unless(written, step, &mut gradient)?;
+        Ok((gradient, written))
+    }
+
+    /// Lends the gradients of several parameters at once, each like [`Backward::gradient`].
+    ///
+    /// # Errors
+    /// Those of [`Backward::gradient`], and [`Error::Misuse`] when a parameter appears twice.
+    pub fn gradients<const N: usize>(
+        &mut self,
+        parameters: [Parameter; N],
+    ) -> Result<([LentMut<'_, 's>; N], [bool; N])> {
+        let step = self.step;
+        let (mut gradients, written) = self.gradients_uninit(parameters)?;
+        gradients.iter_mut().zip(written).try_for_each(|(gradient, written)| zero_unless(written, step, gradient))?;
+        Ok((gradients, written))
+    }
+
+    /// Lends a stack's gradients as one tensor, flat like its weights, like [`Backward::gradient`].
+    /// The padding between members must stay zero.
+    ///
+    /// # Errors
+    /// Those of [`Backward::gradient`], and [`Error::Misuse`] for a stack without members.
+    pub fn stack_gradient(&mut self, stack: &StackedParameters) -> Result<(LentMut<'_, 's>, bool)> {
+        let step = self.step;
+        let (mut gradient, written) = self.stack_gradient_uninit(stack)?;
+        zero_unless(written, step, &mut gradient)?;
+        Ok((gradient, written))
+    }
+
+    /// Lends a gradient like [`Backward::gradient`], for an op that overwrites all of it when the
+    /// flag is false. The gradient is then not zeroed, and still holds the values of an earlier
+    /// update.
+    pub fn gradient_uninit(&mut self, parameter: Parameter) -> Result<(LentMut<'_, 's>, bool)> {
+        let ([gradient], [written]) = self.gradients_uninit([parameter])?;
+        Ok((gradient, written))
+    }
+
+    /// Lends gradients like [`Backward::gradients`], without zeroing them.
+    pub(crate) fn gradients_uninit<const N: usize>(
+        &mut self,
+        parameters: [Parameter; N],
+    ) -> Result<([LentMut<'_, 's>; N], [bool; N])> {
+        let op = self.op;
+        let layout = self.parameters.layout();
+        let places = parameters.iter().map(|&parameter| layout.index(parameter)).collect::<Result<Vec<_>>>();
+        let places = places.map_err(|error| error.in_op(op))?;
+        let gradients = self.gradients.lend_many_mut(self.step, parameters).map_err(|error| error.in_op(op))?;
+        let mut places = places.into_iter();
+        let mut written = || std::mem::replace(&mut self.written[places.next().expect("one for each")], true);
+        Ok((gradients, [(); N].map(|()| written())))
+    }
+
+    /// Lends a stack's gradient like [`Backward::stack_gradient`], without zeroing it.
+    pub(crate) fn stack_gradient_uninit(&mut self, stack: &StackedParameters) -> Result<(LentMut<'_, 's>, bool)> {
+        let op = self.op;
+        // One write covers all members, so if some are already written, the others are zeroed
+        // first.
+        let layout = self.parameters.layout();
+        let places = stack.members().iter().map(|member| layout.index(*member)).collect::<Result<Vec<_>>>();
+        let places = places.map_err(|error| error.in_op(op))?;
+        let written = places.iter().any(|&place| self.written[place]);
+        for (member, place) in stack.members().iter().zip(places) {
+            if written {
+                self.gradient(*member)?;
+            }
+            self.written[place] = true;
+        }
+        let gradient = self.gradients.lend_stack_mut(self.step, stack).map_err(|error| error.in_op(op))?;
+        Ok((gradient, written))
+    }
+
+    /// Adds `gradient` to the gradient of `var`.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when shapes differ, when the variable belongs to another tape, or when it
+    /// was made after the running op.
+    pub fn add<S: Stored>(&mut self, var: &Var<'s, S>, gradient: Tensor<'s, S>) -> Result<()> {
+        let output = self.output(var)?;
+        if gradient.shape() != var.shape() {
+            let expected = format!("a gradient of the variable's shape {}", var.shape());
+            return Err(Error::misuse(self.op, expected, gradient.shape().to_string()));
+        }
+        let Some(output) = output else { return Ok(()) };
+        self.taken.retain(|&taken| taken != output);
+        let sum = match std::mem::replace(&mut self.pending[output], Upstream::Nothing) {
+            Upstream::Sum(sum) => {
+                let mut sum = of_output(sum);
+                ops::add_assign(self.step, &mut sum, &gradient)?;
+                self.step.free(gradient);
+                sum
+            }
+            // The loss's own op is the first to run.
+            Upstream::Nothing | Upstream::Loss => gradient,
+        };
+        self.pending[output] = Upstream::Sum(S::erase(sum));
+        Ok(())
+    }
+
+    /// Adds `gradient` to the gradients of two variables, which may be the same.
+    ///
+    /// # Errors
+    /// As for [`Backward::add`].
+    pub fn add_to_both<S: Stored>(&mut self, a: &Var<'s, S>, b: &Var<'s, S>, gradient: Tensor<'s, S>) -> Result<()> {
+        // There is one gradient tensor. The second variable gets it. The first gets a copy, unless
+        // it can add the gradient to its own.
+        let (first, second) = if b.wants_gradient() { (a, b) } else { (b, a) };
+        if first.wants_gradient() {
+            let sum = match self.take(first)? {
+                Some(mut grad_in) => ops::add_assign(self.step, &mut grad_in, &gradient).map(|()| grad_in)?,
+                None => ops::copy(self.step, &gradient)?,
+            };
+            self.add(first, sum)?;
+        }
+        self.add(second, gradient)
+    }
+
+    /// Takes the gradient of `var` so far, if there is one, for an op whose kernel adds to it in
+    /// place. The op must return it with [`Backward::add`].
+    ///
+    /// # Errors
+    /// Those of [`Backward::add`], and [`Error::Misuse`] when it was already taken and not
+    /// returned.
+    pub fn take<S: Stored>(&mut self, var: &Var<'s, S>) -> Result<Option<Tensor<'s, S>>> {
+        let Some(output) = self.output(var)? else { return Ok(None) };
+        if self.taken.contains(&output) {
+            return Err(Error::misuse(
+                self.op,
+                "`add` before a variable's gradient is taken again",
+                "it was not returned",
+            ));
+        }
+        match std::mem::replace(&mut self.pending[output], Upstream::Nothing) {
+            Upstream::Sum(sum) => {
+                self.taken.push(output);
+                Ok(Some(of_output(sum)))
+            }
+            Upstream::Nothing | Upstream::Loss => Ok(None),
+        }
+    }
+
+    /// The variable's output number. Its op must still be to run, or the gradient would be lost.
+    fn output<S: Stored>(&self, var: &Var<'s, S>) -> Result<Option<usize>> {
+        check(var, self.op, self.tape)?;
+        match var.output {
+            Some(output) if output >= self.pending.len() => {
+                Err(Error::misuse(self.op, "a variable made before the running op", "a later one"))
+            }
+            output => Ok(output),
+        }
+    }
+}
+
+/// Zeroes a gradient unless this pass has written it.
+fn zero_unless<'s>(written: bool, step: &Step<'s>, gradient: &mut LentMut<'_, 's>) -> Result<()> {
+    if written { Ok(()) } else { ops::fill_into(step, gradient, 0.0) }
+}

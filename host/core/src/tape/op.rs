@@ -1,0 +1,167 @@
+//! An op that is about to be recorded on a tape.
+//!
+//! Invariant: ops of this library change a tape only through this interface, the same one that
+//! other packages use.
+
+use super::backward::{Backward, Record, Upstream};
+use super::record::Tape;
+use super::var::{AnyVar, Var, check};
+use crate::error::{Error, Result};
+use crate::ops;
+use crate::params::{Parameter, StackedParameters};
+use crate::step::Step;
+use crate::tensor::{AnyTensor, Lent, Saved, Shape, Stored, Tensor};
+use std::fmt;
+use std::panic::Location;
+
+/// An op whose variables belong to the tape. It lends weights, and records what the backward pass
+/// must do. See [`Tape::op`].
+pub struct Op<'o, 't, 's> {
+    tape: &'o Tape<'t, 's>,
+    name: &'static str,
+    /// The line to which memory of its backward pass is attributed.
+    site: &'static Location<'static>,
+}
+
+impl<'t, 's> Tape<'t, 's> {
+    /// Begins an op of these variables. Its errors carry its name.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for a variable of another tape.
+    #[track_caller]
+    pub fn op<const N: usize>(&self, name: &'static str, of: [&dyn AnyVar; N]) -> Result<Op<'_, 't, 's>> {
+        of.into_iter().try_for_each(|var| check(var, name, self.identity))?;
+        Ok(Op { tape: self, name, site: Location::caller() })
+    }
+}
+
+impl fmt::Debug for Op<'_, '_, '_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Op `{}`", self.name)
+    }
+}
+
+impl<'t, 's> Op<'_, 't, 's> {
+    /// Lends the weights of a parameter.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when they are on a different device than the step, or the handle belongs
+    /// to another parameter spec.
+    pub fn weights(&self, parameter: Parameter) -> Result<Lent<'t, 's>> {
+        self.weights_as(parameter)
+    }
+
+    /// Lends the weights of a parameter as S stores them. BF16 comes from the copy that
+    /// [`Parameters::with_bf16_copy`](crate::Parameters::with_bf16_copy) makes.
+    ///
+    /// # Errors
+    /// Those of [`Op::weights`], and [`Error::Misuse`] when there is no copy.
+    pub fn weights_as<S: Stored>(&self, parameter: Parameter) -> Result<Lent<'t, 's, S>> {
+        self.tape.parameters.lend_as(self.tape.step, parameter).map_err(|error| error.in_op(self.name))
+    }
+
+    /// Lends a stack's weights from the first member's start to the last member's end, flat.
+    /// [`Op::stack`] returns each member's position.
+    ///
+    /// # Errors
+    /// Those of [`Op::weights`], and [`Error::Misuse`] for a stack without members.
+    pub fn stack_weights(&self, stack: &StackedParameters) -> Result<Lent<'t, 's>> {
+        self.stack_weights_as(stack)
+    }
+
+    /// Lends a stack's weights as S stores them, flat.
+    ///
+    /// # Errors
+    /// Those of [`Op::stack_weights`], and [`Error::Misuse`] when there is no copy.
+    pub fn stack_weights_as<S: Stored>(&self, stack: &StackedParameters) -> Result<Lent<'t, 's, S>> {
+        self.tape.parameters.lend_stack_as(self.tape.step, stack).map_err(|error| error.in_op(self.name))
+    }
+
+    /// The shape of each member of a stack, and the number of elements from the start of one member
+    /// to the start of the next.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when the handle belongs to another parameter spec, or the stack has no
+    /// members.
+    pub fn stack(&self, stack: &StackedParameters) -> Result<(Shape, usize)> {
+        self.tape.parameters.layout().stack(stack).map_err(|error| error.in_op(self.name))
+    }
+
+    /// Puts the op's output on the tape. `backward` receives the output's gradient. It passes
+    /// gradients on to variables with [`Backward::add`] and to parameters with
+    /// [`Backward::gradient`]. It does not run if the loss does not depend on the output.
+    pub fn record<S: Stored>(
+        self,
+        value: Saved<'s, S>,
+        backward: impl FnOnce(&mut Backward<'_, 't, 's>, Tensor<'s, S>) -> Result<()> + 't,
+    ) -> Var<'s, S> {
+        let [var] = self.record_all([value], move |back, [gradient]| match gradient {
+            Some(gradient) => backward(back, gradient),
+            None => Ok(()),
+        });
+        var
+    }
+
+    /// Puts the op's outputs on the tape. `backward` receives the gradient of each, or `None` for
+    /// an output on which the loss does not depend. It does not run if the loss depends on none of
+    /// them.
+    pub fn record_all<S: Stored, const N: usize>(
+        self,
+        values: [Saved<'s, S>; N],
+        backward: impl FnOnce(&mut Backward<'_, 't, 's>, [Option<Tensor<'s, S>>; N]) -> Result<()> + 't,
+    ) -> [Var<'s, S>; N] {
+        self.push(values, move |back, upstream| {
+            let mut gradients = [const { None }; N];
+            for ((gradient, upstream), value) in gradients.iter_mut().zip(upstream).zip(values) {
+                *gradient = upstream.into_tensor(back.step(), value.shape())?;
+            }
+            backward(back, gradients)
+        })
+    }
+
+    /// Puts an output of one element on the tape, with its `derivative` by x, of x's shape, which
+    /// is computed in the backward pass. If the output is the loss itself, the derivative is x's
+    /// gradient without a multiply.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] unless the value has one element.
+    pub fn record_scalar<S: Stored>(
+        self,
+        value: Saved<'s>,
+        x: &Var<'s, S>,
+        derivative: impl FnOnce(&Step<'s>) -> Result<Tensor<'s, S>> + 't,
+    ) -> Result<Var<'s>> {
+        if value.shape().elements() != 1 {
+            return Err(Error::misuse(self.name, "an output of one element", value.shape().to_string()));
+        }
+        let x = *x;
+        let [var] = self.push([value], move |back, [upstream]| {
+            let derivative = derivative(back.step())?;
+            let gradient = match upstream {
+                Upstream::Sum(AnyTensor::F32(factor)) => {
+                    let scaled = ops::scale_by(back.step(), &derivative, &factor.reshape([1])?)?;
+                    back.step().free(derivative);
+                    scaled
+                }
+                _ => derivative,
+            };
+            back.add(&x, gradient)
+        });
+        Ok(var)
+    }
+
+    fn push<S: Stored, const N: usize>(
+        self,
+        values: [Saved<'s, S>; N],
+        backward: impl FnOnce(&mut Backward<'_, 't, 's>, [Upstream<'s>; N]) -> Result<()> + 't,
+    ) -> [Var<'s, S>; N] {
+        let backward = move |back: &mut Backward<'_, 't, 's>, upstream: Vec<Upstream<'s>>| {
+            let Ok(upstream) = upstream.try_into() else { unreachable!("as many as there are outputs") };
+            backward(back, upstream)
+        };
+        let Self { tape, name: op, site } = self;
+        let shape = values.first().map_or_else(|| [0].into(), Saved::shape);
+        let mut output = tape.push(N, |first| Record { op, site, first, shape, backward: Box::new(backward) })..;
+        values.map(|value| Var { value, tape: tape.identity, output: output.next() })
+    }
+}

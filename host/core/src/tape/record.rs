@@ -1,0 +1,206 @@
+//! The tape: the records of a forward pass, run once in reverse.
+//!
+//! Invariant: a tape is consumed by its one backward pass. It rejects variables of another tape and
+//! parameters of another spec.
+
+#![forbid(unsafe_code)]
+
+use super::backward::{Backward, Record};
+use super::var::{Var, check};
+use crate::error::{Error, Result};
+use crate::ops::{Draws, Generator};
+use crate::params::{Gradients, Parameters};
+use crate::report::Phase;
+use crate::step::Step;
+use crate::tensor::{Saved, Stored};
+use std::cell::{OnceCell, RefCell};
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use tracing::span::EnteredSpan;
+
+/// The records of a tape, and the number of their outputs.
+#[derive(Default)]
+pub(super) struct Records<'t, 's> {
+    pub(super) all: Vec<Record<'t, 's>>,
+    /// Includes the variables lent to a nested tape, which belong to no record and come first.
+    pub(super) outputs: usize,
+}
+
+/// The source of dropout's random numbers.
+#[derive(Clone, Copy)]
+enum Randomness<'t> {
+    Unset,
+    From(&'t Generator),
+    /// Dropout drops nothing.
+    Off,
+}
+
+/// The forward pass of one step, recorded for one backward pass.
+pub struct Tape<'t, 's> {
+    pub(super) step: &'t Step<'s>,
+    pub(super) parameters: &'t Parameters,
+    pub(super) identity: u64,
+    pub(super) records: RefCell<Records<'t, 's>>,
+    randomness: Randomness<'t>,
+    /// The generator's numbers for this step, once requested.
+    pub(super) draws: OnceCell<Draws<'s>>,
+    /// `None` for a nested tape.
+    forward: Option<EnteredSpan>,
+}
+
+/// The context that a tape passes to the tapes nested in it. All of them get the same.
+pub(super) struct TapeContext<'t, 's> {
+    parameters: &'t Parameters,
+    pub(super) identity: u64,
+    randomness: Randomness<'t>,
+    draws: Option<Draws<'s>>,
+}
+
+impl TapeContext<'_, '_> {
+    /// Makes an empty nested tape.
+    pub(super) fn tape<'x, 'i>(&'x self, step: &'x Step<'i>) -> Tape<'x, 'i> {
+        let mut tape = Tape::bare(step, self.parameters, self.randomness);
+        tape.draws =
+            self.draws.as_ref().map(|draws| draws.within(draws.calls())).map_or_else(OnceCell::new, OnceCell::from);
+        tape
+    }
+}
+
+impl fmt::Debug for Tape<'_, '_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Tape of {} records", self.records.borrow().all.len())
+    }
+}
+
+impl<'t, 's> Tape<'t, 's> {
+    /// Makes an empty tape over a step and the weights that it will use.
+    pub fn new(step: &'t Step<'s>, parameters: &'t Parameters) -> Self {
+        let forward = Some(Phase::Forward.span().entered());
+        Self { forward, ..Self::bare(step, parameters, Randomness::Unset) }
+    }
+
+    fn bare(step: &'t Step<'s>, parameters: &'t Parameters, randomness: Randomness<'t>) -> Self {
+        // Distinguishes the variables of two tapes of one step.
+        static TAPES: AtomicU64 = AtomicU64::new(0);
+        let identity = TAPES.fetch_add(1, Ordering::Relaxed);
+        let (records, draws) = (RefCell::default(), OnceCell::new());
+        Self { step, parameters, identity, records, randomness, draws, forward: None }
+    }
+
+    /// Makes dropout draw from this generator, as a training pass needs. The first dropout or
+    /// recompute queues one extra launch.
+    #[must_use]
+    pub fn with_generator(self, generator: &'t Generator) -> Self {
+        Self { randomness: Randomness::From(generator), ..self }
+    }
+
+    /// Disables dropout for an evaluation: it drops nothing and draws nothing.
+    #[must_use]
+    pub fn evaluating(self) -> Self {
+        Self { randomness: Randomness::Off, ..self }
+    }
+
+    /// True if the tape is for an evaluation, set by [`Tape::evaluating`].
+    pub fn is_evaluating(&self) -> bool {
+        matches!(self.randomness, Randomness::Off)
+    }
+
+    /// The random numbers of the step, from the tape's generator. `None` on an evaluation tape.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] on a tape that has no generator and is not for an evaluation, and those of
+    /// [`Generator::draws`].
+    #[track_caller]
+    pub fn draws(&self) -> Result<Option<&Draws<'s>>> {
+        if let Some(draws) = self.draws.get() {
+            return Ok(Some(draws));
+        }
+        match self.randomness {
+            Randomness::Off => Ok(None),
+            Randomness::From(generator) => {
+                let draws = generator.draws(self.step)?;
+                Ok(Some(self.draws.get_or_init(|| draws)))
+            }
+            Randomness::Unset => {
+                let expected = "a tape with a generator (`Tape::with_generator`, `TrainState::with_dropout`), or one for an \
+                                evaluation (`Tape::evaluating`)";
+                Err(Error::misuse("draws", expected, "neither"))
+            }
+        }
+    }
+
+    /// The context for nested tapes. Draws the random numbers now, so that they outlive the nested
+    /// scope.
+    #[track_caller]
+    pub(super) fn around(&self) -> Result<TapeContext<'t, 's>> {
+        let draws = match self.randomness {
+            Randomness::From(_) => self.draws()?.map(|draws| draws.within(draws.calls())),
+            Randomness::Unset | Randomness::Off => None,
+        };
+        let Self { parameters, identity, randomness, .. } = *self;
+        Ok(TapeContext { parameters, identity, randomness, draws })
+    }
+
+    /// The step that the tape records.
+    pub fn step(&self) -> &'t Step<'s> {
+        self.step
+    }
+
+    /// Puts a value that needs no gradient on the tape: a tensor, or a saved one.
+    pub fn input<S: Stored>(&self, value: impl Into<Saved<'s, S>>) -> Var<'s, S> {
+        Var { value: value.into(), tape: self.identity, output: None }
+    }
+
+    /// Puts a record with this many outputs on the tape. Returns the number of the first output.
+    pub(super) fn push(&self, outputs: usize, record: impl FnOnce(usize) -> Record<'t, 's>) -> usize {
+        let mut records = self.records.borrow_mut();
+        let first = records.outputs;
+        records.outputs += outputs;
+        records.all.push(record(first));
+        first
+    }
+
+    /// Runs the records backwards from `loss`, a single element, and adds to `gradients`.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when `loss` belongs to another tape or has more than one element, or when
+    /// `gradients` belong to another parameter spec or device. Those of the ops.
+    pub fn backward(self, loss: &Var<'s>, gradients: &mut Gradients) -> Result<()> {
+        let written = vec![true; gradients.layout().entries().len()];
+        self.run(loss, gradients, written)
+    }
+
+    /// Runs the records like [`Tape::backward`], but overwrites `gradients`. The result is the same
+    /// as from zeroed gradients, without the pass that zeroes them.
+    ///
+    /// # Errors
+    /// As for [`Tape::backward`].
+    pub fn backward_overwrite(self, loss: &Var<'s>, gradients: &mut Gradients) -> Result<()> {
+        let written = vec![false; gradients.layout().entries().len()];
+        self.run(loss, gradients, written)
+    }
+
+    fn run(self, loss: &Var<'s>, gradients: &mut Gradients, written: Vec<bool>) -> Result<()> {
+        const OP: &str = "backward";
+        check(loss, OP, self.identity)?;
+        if loss.shape().elements() != 1 {
+            return Err(Error::misuse(OP, "a loss of one element", format!("shape {}", loss.shape())));
+        }
+        if !gradients.layout().same(self.parameters.layout()) {
+            return Err(Error::misuse(OP, "gradients of the tape's parameters", "gradients of another parameter spec"));
+        }
+        self.step.borrow(gradients.flat(), true)?;
+        drop(self.forward);
+        let Records { all, outputs } = self.records.into_inner();
+        let step = self.step;
+        let _phase = step.enter(Phase::Backward);
+        let mut back = Backward::new(step, self.parameters, self.identity, gradients, written, outputs);
+        back.begin(loss);
+        for record in all.into_iter().rev() {
+            back.run(record)?;
+        }
+        back.finish()?;
+        step.region().pass_completed();
+        Ok(())
+    }
+}

@@ -1,0 +1,70 @@
+//! A value on a tape.
+//!
+//! Invariant: the value is [`Saved`], so nothing can overwrite what the backward pass reads.
+
+#![forbid(unsafe_code)]
+
+use crate::error::{Error, Result};
+use crate::tensor::{Saved, Shape, Stored};
+
+/// A value on a tape. Using it on any other tape is [`Error::Misuse`].
+#[derive(Debug)]
+pub struct Var<'s, S: Stored = f32> {
+    pub(super) value: Saved<'s, S>,
+    pub(super) tape: u64,
+    /// Its number among the outputs of the tape's ops. `None` for an input, which needs no
+    /// gradient.
+    pub(super) output: Option<usize>,
+}
+
+impl<S: Stored> Clone for Var<'_, S> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<S: Stored> Copy for Var<'_, S> {}
+
+impl<'s, S: Stored> Var<'s, S> {
+    /// The value, shared and read-only until the step ends.
+    pub fn value(&self) -> &Saved<'s, S> {
+        &self.value
+    }
+
+    /// The extents.
+    pub fn shape(&self) -> Shape {
+        self.value.shape()
+    }
+
+    /// True if a backward pass computes its gradient. False for an input, whose gradient is
+    /// dropped.
+    pub fn wants_gradient(&self) -> bool {
+        self.output.is_some()
+    }
+}
+
+/// A variable of any stored type.
+pub trait AnyVar: sealed::Sealed {
+    #[doc(hidden)]
+    fn tape(&self) -> u64;
+}
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+impl<S: Stored> sealed::Sealed for Var<'_, S> {}
+
+impl<S: Stored> AnyVar for Var<'_, S> {
+    fn tape(&self) -> u64 {
+        self.tape
+    }
+}
+
+/// Returns an error of `op` unless the variable belongs to this tape.
+pub(super) fn check(var: &dyn AnyVar, op: &'static str, tape: u64) -> Result<()> {
+    if var.tape() == tape {
+        return Ok(());
+    }
+    Err(Error::misuse(op, "a variable of this tape", "one of another tape"))
+}

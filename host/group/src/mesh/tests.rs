@@ -1,0 +1,598 @@
+use super::*;
+use crate::testing::{PLENTY, SLACK, all, call, configs, met, proxy, rank_fault};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use stepscope_core::random::SplitMix64;
+
+/// The deadline for events that do not happen.
+const SHORT: Duration = Duration::from_millis(400);
+
+impl Mesh {
+    /// Sets another deadline.
+    pub(crate) fn within(mut self, deadline: Duration) -> Self {
+        self.deadline = deadline;
+        self
+    }
+}
+
+fn in_time(took: Duration, deadline: Duration) {
+    assert!(took < deadline + Duration::from_secs(1) + SLACK, "took {took:?} with a deadline of {deadline:?}");
+}
+
+#[test]
+fn words_arrive_by_rank() {
+    for ranks in [1, 2, 4, 8] {
+        let rounds = all(met(ranks, PLENTY), |mesh| {
+            assert_eq!((mesh.ranks(), mesh.deadline()), (ranks, PLENTY));
+            for round in 0..50 {
+                let word = |rank: usize| vec![rank as u8; 1 + round * rank];
+                let words = mesh.agree(call("all_gather", round as u64), &word(mesh.rank())).expect("all agree");
+                assert_eq!(words, (0..ranks).map(word).collect::<Vec<_>>(), "rank {} round {round}", mesh.rank());
+            }
+        });
+        assert_eq!(rounds.len(), ranks);
+    }
+}
+
+#[test]
+fn word_length_is_limited() {
+    all(met(2, PLENTY), |mesh| {
+        let words = mesh.agree(call("word", 1), &vec![7; MOST_WORD]).expect("it fits");
+        assert!(words.iter().all(|word| *word == vec![7; MOST_WORD]));
+        let refused = mesh.agree(call("word", 1), &vec![7; MOST_WORD + 1]);
+        assert!(matches!(refused, Err(Error::Misuse { op: "word", .. })), "{refused:?}");
+    });
+}
+
+#[test]
+fn large_simultaneous_sends_do_not_deadlock() {
+    const BYTES: usize = 64 << 20;
+    all(met(2, PLENTY), |mesh| {
+        let other = 1 - mesh.rank();
+        let sent: Vec<u8> = (0..BYTES).map(|at| ((at * (7 + mesh.rank())) >> 3) as u8).collect();
+        mesh.send(other, &sent).expect("it is taken");
+        mesh.agree(call("exchange", 1), &[]).expect("a round overtakes data");
+        let mut got = vec![0; BYTES];
+        mesh.receive(other, &mut got).expect("it comes");
+        assert!(got.iter().enumerate().all(|(at, byte)| *byte == ((at * (7 + other)) >> 3) as u8));
+    });
+}
+
+#[test]
+fn messages_arrive_in_order() {
+    let lengths = [0, 1, 5, MOST_PIECE - 1, MOST_PIECE, MOST_PIECE + 1, 0, 3 * MOST_PIECE, 17];
+    for ranks in [2, 4] {
+        all(met(ranks, PLENTY), |mesh| {
+            let others: Vec<_> = (0..ranks).filter(|rank| *rank != mesh.rank()).collect();
+            for (number, length) in lengths.into_iter().enumerate() {
+                for to in &others {
+                    mesh.send(*to, &vec![(16 * mesh.rank() + number) as u8; length]).expect("it is taken");
+                }
+            }
+            for from in others {
+                for (number, length) in lengths.into_iter().enumerate() {
+                    let mut got = vec![0; length];
+                    mesh.receive(from, &mut got).expect("it comes");
+                    assert!(got.iter().all(|byte| *byte == (16 * from + number) as u8));
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn sending_to_itself_is_refused() {
+    all(met(2, PLENTY), |mesh| {
+        for rank in [mesh.rank(), 2, usize::MAX] {
+            assert!(matches!(mesh.send(rank, &[1]), Err(Error::Misuse { op: "send", .. })));
+            assert!(matches!(mesh.receive(rank, &mut [1]), Err(Error::Misuse { op: "receive", .. })));
+        }
+    });
+}
+
+#[test]
+fn a_length_that_differs_is_named() {
+    let meshes = met(2, SHORT);
+    all(&meshes, |mesh| mesh.agree(call("exchange", 4), &[]).expect("all agree"));
+    let faults = all(meshes, |mesh| {
+        if mesh.rank() == 1 {
+            // Rank 0 may report the length before this rank has sent all bytes.
+            return rank_fault(mesh.send(0, &[1, 2, 3]).and_then(|()| mesh.receive(0, &mut [0])));
+        }
+        rank_fault(mesh.receive(1, &mut [0; 4]))
+    });
+    for (fault, took) in faults {
+        in_time(took, SHORT);
+        assert_eq!((fault.rank, fault.found_by, fault.op.as_str(), fault.sequence), (1, 0, "exchange", 1));
+        assert_eq!(fault.kind, RankFaultKind::Differs { expected: "4 bytes".into(), got: "3".into() });
+        assert!(fault.location.contains("mesh/tests.rs:"), "{fault}");
+    }
+}
+
+/// Checks the error on all ranks when rank `odd` makes another call than the others.
+fn differing(ranks: usize, odd: usize, common: Call, other: Call) {
+    let meshes = met(ranks, PLENTY);
+    all(&meshes, |mesh| mesh.agree(call("before", 1), &[]).expect("all agree"));
+    let faults = all(meshes, |mesh| {
+        let fault = rank_fault(mesh.agree(if mesh.rank() == odd { other } else { common }, &[]));
+        assert_eq!(rank_fault(mesh.agree(common, &[])), fault, "every later call says the same");
+        fault
+    });
+    // Two ranks have no majority, and rank 0 counts.
+    let culprit = if ranks == 2 { 1 } else { odd };
+    for (fault, took) in faults {
+        in_time(took, VOTE_TIMEOUT);
+        let text = fault.to_string();
+        assert_eq!((fault.rank, fault.sequence), (culprit, 2), "{text}");
+        assert!(text.contains(&format!("rank {culprit} of {ranks} makes a different call than the others")), "{text}");
+        for Call { op, element, count, location } in [common, other] {
+            assert!(text.contains(&format!("`{op}` of {count} {element} at {location}")), "{text}");
+        }
+    }
+}
+
+#[test]
+fn differing_calls_name_rank_and_lines() {
+    let common = call("all_reduce", 1024);
+    for ranks in [2, 4] {
+        for odd in [0, ranks - 1] {
+            differing(ranks, odd, common, Call { op: "all_gather", ..common });
+            differing(ranks, odd, common, Call { element: "bf16", ..common });
+            differing(ranks, odd, common, Call { count: 1025, ..common });
+            differing(ranks, odd, common, call("all_reduce", 1024));
+        }
+    }
+}
+
+#[test]
+fn skipped_call_is_found_at_next() {
+    let [first, second] = [call("all_reduce", 8), call("all_gather", 8)];
+    let faults = all(met(4, PLENTY), |mesh| {
+        if mesh.rank() != 2 {
+            let fault = mesh.agree(first, &[]);
+            return rank_fault(fault);
+        }
+        rank_fault(mesh.agree(second, &[]))
+    });
+    for (fault, took) in faults {
+        in_time(took, VOTE_TIMEOUT);
+        assert_eq!((fault.rank, fault.sequence), (2, 1), "{fault}");
+        let text = fault.to_string();
+        assert!(text.contains(&first.location.to_string()) && text.contains(&second.location.to_string()), "{text}");
+    }
+}
+
+#[test]
+fn late_rank_and_last_call_named() {
+    for ranks in [2, 4] {
+        let late = ranks - 1;
+        let before = call("before", 3);
+        let meshes = met(ranks, SHORT);
+        all(&meshes, |mesh| mesh.agree(before, &[]).expect("all agree"));
+        let faults = all(meshes, |mesh| {
+            if mesh.rank() == late {
+                // It is notified in the end, too.
+                let start = Instant::now();
+                while mesh.shared.lock().verdict.is_none() {
+                    assert!(start.elapsed() < PLENTY, "nobody named the late rank");
+                    thread::sleep(Duration::from_millis(5));
+                }
+            }
+            let start = Instant::now();
+            (rank_fault(mesh.agree(call("step", 1), &[])), start.elapsed())
+        });
+        for (rank, ((fault, waited), _)) in faults.into_iter().enumerate() {
+            in_time(waited, SHORT);
+            assert!(rank == late || fault.found_by != rank || waited >= SHORT, "{waited:?}");
+            assert_eq!((fault.rank, &fault.kind), (late, &RankFaultKind::Late), "{fault}");
+            assert_eq!((fault.op.as_str(), fault.sequence), ("step", 2), "{fault}");
+            let last = fault.last.as_ref().expect("it was heard");
+            assert_eq!((last.op.as_str(), last.sequence, &last.location), ("before", 1, &before.location.to_string()));
+            assert!(fault.to_string().contains("Last message from"), "{fault}");
+        }
+    }
+}
+
+#[test]
+fn missing_transfers_name_the_rank() {
+    let meshes = met(2, SHORT);
+    all(&meshes, |mesh| mesh.agree(call("exchange", 4), &[]).expect("all agree"));
+    let faults = all(meshes, |mesh| {
+        let result = if mesh.rank() == 0 { mesh.receive(1, &mut [0; 4]) } else { Ok(()) };
+        // Nothing is dropped before rank 0 has its result.
+        if mesh.rank() == 0 {
+            return Some(rank_fault(result));
+        }
+        while mesh.shared.lock().verdict.is_none() {
+            thread::sleep(Duration::from_millis(5));
+        }
+        None
+    });
+    in_time(faults[0].1, SHORT);
+    let fault = faults[0].0.as_ref().expect("rank 0's");
+    assert_eq!((fault.rank, &fault.kind, fault.op.as_str()), (1, &RankFaultKind::Late, "exchange"), "{fault}");
+}
+
+#[test]
+fn waiting_ranks_are_not_blamed() {
+    // Rank 0 waits for 1, which waits for 2, which waits for none. Rank 0 is the first to reach its
+    // deadline.
+    let meshes = met(3, PLENTY);
+    all(&meshes, |mesh| mesh.agree(call("exchange", 4), &[]).expect("all agree"));
+    let faults = all(meshes, |mesh| match mesh.rank() {
+        0 => {
+            let mesh = Arc::into_inner(mesh).expect("the only one").within(Duration::from_secs(1));
+            Some(rank_fault(mesh.receive(1, &mut [0; 4])))
+        }
+        1 => Some(rank_fault(mesh.receive(2, &mut [0; 4]))),
+        _ => {
+            while mesh.shared.lock().verdict.is_none() {
+                thread::sleep(Duration::from_millis(5));
+            }
+            None
+        }
+    });
+    for (fault, _) in &faults[..2] {
+        assert_eq!(fault.as_ref().map(|fault| (fault.rank, fault.found_by)), Some((2, 0)), "{fault:?}");
+    }
+}
+
+#[test]
+fn departed_rank_is_named_at_once() {
+    let mut meshes = met(3, PLENTY);
+    drop(meshes.remove(1));
+    for (fault, took) in all(meshes, |mesh| rank_fault(mesh.agree(call("step", 1), &[]))) {
+        in_time(took, Duration::ZERO);
+        assert_eq!((fault.rank, &fault.kind), (1, &RankFaultKind::Left), "{fault}");
+        assert!(fault.to_string().contains("rank 1 of 3 has left the group"), "{fault}");
+    }
+}
+
+#[test]
+fn data_of_departed_rank_still_arrives() {
+    let mut meshes = met(2, PLENTY);
+    let (last, first) = (meshes.pop().expect("rank 1"), meshes.pop().expect("rank 0"));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            last.send(0, &vec![9; 3 * MOST_PIECE]).expect("it is taken");
+            drop(last);
+        });
+        let mut got = vec![0; 3 * MOST_PIECE];
+        first.receive(1, &mut got).expect("it comes");
+        assert!(got.iter().all(|byte| *byte == 9));
+        let fault = rank_fault(first.receive(1, &mut got));
+        assert_eq!((fault.rank, fault.kind), (1, RankFaultKind::Left));
+    });
+}
+
+#[test]
+fn orderly_end_is_not_a_fault() {
+    for _ in 0..10 {
+        all(met(4, PLENTY), |mesh| {
+            for _ in 0..3 {
+                mesh.agree(call("step", 1), &[]).expect("all agree");
+            }
+            let start = Instant::now();
+            drop(mesh);
+            assert!(start.elapsed() < GOODBYE + SLACK);
+        });
+    }
+}
+
+#[test]
+fn failure_reaches_all_with_its_reason() {
+    let step = call("step", 1);
+    let meshes = met(4, PLENTY);
+    all(&meshes, |mesh| mesh.agree(step, &[]).expect("all agree"));
+    let faults = all(meshes, |mesh| {
+        if mesh.rank() == 2 {
+            mesh.fail(&Error::Label { sample: 3, label: 9, classes: 5 });
+        }
+        rank_fault(mesh.agree(call("next", 1), &[]))
+    });
+    for (fault, took) in faults {
+        in_time(took, Duration::ZERO);
+        assert_eq!((fault.rank, fault.sequence, &fault.location), (2, 1, &step.location.to_string()), "{fault}");
+        assert!(fault.to_string().contains("sample 3 has the label 9"), "{fault}");
+    }
+}
+
+#[test]
+fn fault_actions_run_once_per_rank() {
+    let (done, on_rank) = mpsc::channel();
+    let meshes = met(3, PLENTY);
+    for mesh in &meshes {
+        let (done, rank) = (done.clone(), mesh.rank());
+        mesh.at_fault(move || done.send(rank).expect("the test waits")).expect("a thread");
+    }
+    assert_eq!(on_rank.recv_timeout(Duration::from_millis(50)), Err(mpsc::RecvTimeoutError::Timeout));
+    // No rank waits for anything here.
+    meshes[1].fail(&Error::Label { sample: 3, label: 9, classes: 5 });
+    meshes[1].fail(&Error::Label { sample: 4, label: 9, classes: 5 });
+    let mut ranks: Vec<_> = (0..3).map(|_| on_rank.recv_timeout(PLENTY).expect("all of them")).collect();
+    ranks.sort();
+    assert_eq!(ranks, [0, 1, 2]);
+    // A callback that is registered too late also runs.
+    let done_late = done.clone();
+    meshes[0].at_fault(move || done_late.send(7).expect("the test waits")).expect("a thread");
+    assert_eq!(on_rank.recv_timeout(PLENTY), Ok(7));
+    drop((meshes, done));
+    assert_eq!(on_rank.recv_timeout(PLENTY), Err(mpsc::RecvTimeoutError::Disconnected), "nothing is done twice");
+
+    // A normal end is no fault.
+    let (done, undone) = mpsc::channel::<usize>();
+    for mesh in met(2, PLENTY) {
+        let done = done.clone();
+        mesh.at_fault(move || done.send(0).expect("the test waits")).expect("a thread");
+    }
+    drop(done);
+    assert_eq!(undone.recv_timeout(PLENTY), Err(mpsc::RecvTimeoutError::Disconnected));
+}
+
+#[test]
+fn panic_reaches_all_at_once() {
+    let meshes = met(2, PLENTY);
+    all(&meshes, |mesh| mesh.agree(call("step", 1), &[]).expect("all agree"));
+    let faults = all(meshes, |mesh| {
+        if mesh.rank() == 1 {
+            let panicked = catch_unwind(AssertUnwindSafe(move || {
+                let _dropped = mesh;
+                panic!("planted");
+            }));
+            assert!(panicked.is_err());
+            return None;
+        }
+        Some(rank_fault(mesh.agree(call("next", 1), &[])))
+    });
+    in_time(faults[0].1, Duration::ZERO);
+    let fault = faults[0].0.as_ref().expect("rank 0's");
+    assert!(matches!(&fault.kind, RankFaultKind::Failed { reason } if reason.contains("panicked")), "{fault}");
+    assert_eq!((fault.rank, fault.op.as_str()), (1, "step"));
+}
+
+#[test]
+fn the_culprit_is_passed_on() {
+    // Rank 2 does not arrive. Rank 1 ends because of it, long before rank 0 would, and also returns
+    // the fault itself.
+    let meshes: Vec<_> = met(3, PLENTY);
+    let faults = all(meshes, |mesh| {
+        let step = call("step", 1);
+        match mesh.rank() {
+            0 => Some(rank_fault(mesh.agree(step, &[]))),
+            1 => {
+                let mesh = Arc::into_inner(mesh).expect("the only one").within(SHORT);
+                let error = mesh.agree(step, &[]).expect_err("rank 2 is late");
+                mesh.fail(&error);
+                Some(rank_fault(Err::<(), _>(error)))
+            }
+            _ => {
+                while mesh.shared.lock().verdict.is_none() {
+                    thread::sleep(Duration::from_millis(5));
+                }
+                None
+            }
+        }
+    });
+    for (fault, _) in &faults[..2] {
+        let fault = fault.as_ref().expect("a fault");
+        assert_eq!((fault.rank, fault.found_by, &fault.kind), (2, 1, &RankFaultKind::Late), "{fault}");
+    }
+}
+
+#[test]
+fn faults_arrive_before_goodbyes() {
+    let mut meshes = met(3, PLENTY);
+    {
+        // Rank 2 notifies only rank 1, as if the others had not received it yet.
+        let mut table = meshes[2].shared.lock();
+        let fault = table.fault(2, RankFaultKind::Failed { reason: "planted".into() }, Duration::ZERO);
+        table.peers[1].as_mut().expect("a peer").tell(&Message::Fault(Box::new(fault)));
+    }
+    let start = Instant::now();
+    while meshes[1].shared.lock().verdict.is_none() {
+        assert!(start.elapsed() < PLENTY, "rank 1 is not told");
+        thread::sleep(Duration::from_millis(1));
+    }
+    drop(meshes.remove(1));
+    let fault = rank_fault(meshes[0].agree(call("step", 1), &[]));
+    assert!(fault.rank == 2 && matches!(fault.kind, RankFaultKind::Failed { .. }), "{fault}");
+}
+
+#[test]
+fn external_waits_name_the_late_rank() {
+    let waited = Duration::from_secs(7);
+    let step = call("all_reduce", 1);
+    let meshes = met(3, PLENTY);
+    all(&meshes, |mesh| mesh.agree(step, &[]).expect("all agree"));
+    // All are in the same op.
+    let fault = rank_fault(Err::<(), _>(meshes[0].late(waited)));
+    assert_eq!((fault.rank, &fault.kind, fault.waited), (0, &RankFaultKind::Stuck, waited), "{fault}");
+    assert!(fault.to_string().contains("all 3 ranks are in `all_reduce` (number 1)"), "{fault}");
+
+    // Another has not even begun it.
+    let meshes = met(3, PLENTY);
+    meshes[0].shared.lock().begin(step, &[]);
+    meshes[2].shared.lock().begin(step, &[]);
+    let start = Instant::now();
+    while meshes[0].shared.lock().stuck(waited).rank == 2 {
+        assert!(start.elapsed() < PLENTY, "rank 2's beats do not say what it does");
+        thread::sleep(Duration::from_millis(5));
+    }
+    let fault = rank_fault(Err::<(), _>(meshes[0].late(waited)));
+    assert_eq!((fault.rank, &fault.kind), (1, &RankFaultKind::Late), "{fault}");
+
+    // Another has left.
+    let mut meshes = met(2, PLENTY);
+    all(&meshes, |mesh| mesh.agree(step, &[]).expect("all agree"));
+    drop(meshes.pop());
+    let fault = rank_fault(Err::<(), _>(meshes[0].late(waited)));
+    assert_eq!((fault.rank, &fault.kind), (1, &RankFaultKind::Left), "{fault}");
+
+    // The others have gone on, so this rank is late.
+    let meshes = met(2, PLENTY);
+    all(&meshes, |mesh| mesh.agree(step, &[]).expect("all agree"));
+    meshes[1].shared.lock().begin(step, &[]);
+    let start = Instant::now();
+    while meshes[0].shared.lock().stuck(waited).kind == RankFaultKind::Stuck {
+        assert!(start.elapsed() < PLENTY, "rank 1's beats do not say what it does");
+        thread::sleep(Duration::from_millis(5));
+    }
+    let fault = rank_fault(Err::<(), _>(meshes[0].late(waited)));
+    assert_eq!((fault.rank, &fault.kind), (0, &RankFaultKind::Late), "{fault}");
+}
+
+#[test]
+fn cut_connection_is_noticed_at_once() {
+    let meshes = met(3, PLENTY);
+    // As the system does for a process that was killed.
+    let killed = &meshes[1];
+    let faults = all([0, 2], |rank: usize| {
+        if rank == 2 {
+            thread::sleep(Duration::from_millis(50));
+            killed.streams.iter().flatten().for_each(|stream| drop(stream.shutdown(Shutdown::Both)));
+        }
+        rank_fault(meshes[rank].agree(call("step", 1), &[]))
+    });
+    for (fault, took) in faults {
+        in_time(took, Duration::ZERO);
+        // It is not visible which end cut a connection. The end that notices first names the other.
+        assert!(matches!(fault.kind, RankFaultKind::Gone { .. }), "{fault}");
+        assert!(fault.rank == 1 || fault.found_by == 1, "{fault}");
+    }
+}
+
+#[test]
+fn any_cut_connection_reaches_all() {
+    // Several run at a time, because most of the time is waiting.
+    all(0..20, |seed| {
+        let mut random = SplitMix64::new(seed);
+        let near = random.next_u64() as usize % 4;
+        let far = (near + 1 + random.next_u64() as usize % 3) % 4;
+        let moment = Duration::from_micros(random.next_u64() % 20_000);
+        let meshes = met(4, PLENTY);
+        let faults = all([Some(0), Some(1), Some(2), Some(3), None], |rank: Option<usize>| {
+            let Some(rank) = rank else {
+                thread::sleep(moment);
+                meshes[near].streams[far].as_ref().expect("a connection").shutdown(Shutdown::Both).expect("it is open");
+                return None;
+            };
+            let (next, last) = ((rank + 1) % 4, (rank + 3) % 4);
+            let mut got = [0; 5_000];
+            let error = loop {
+                let round = meshes[rank]
+                    .agree(call("step", 1), &[])
+                    .and_then(|_| meshes[rank].send(next, &[rank as u8; 5_000]))
+                    .and_then(|()| meshes[rank].receive(last, &mut got));
+                if let Err(error) = round {
+                    break error;
+                }
+            };
+            Some(rank_fault(Err::<(), _>(error)))
+        });
+        for (fault, took) in faults {
+            in_time(took, moment);
+            let Some(fault) = fault else { continue };
+            // Each end names the other. Both of them and the rest return what was reported first.
+            let ends = [(near, far), (far, near)];
+            assert!(ends.contains(&(fault.rank, fault.found_by)), "seed {seed}, {near} and {far}: {fault}");
+            assert!(matches!(fault.kind, RankFaultKind::Gone { .. }), "seed {seed}: {fault}");
+        }
+    });
+}
+
+#[test]
+fn original_faults_precede_their_consequences() {
+    let waits_for_verdict = |mesh: &Mesh| {
+        let start = Instant::now();
+        while mesh.shared.lock().verdict.is_none() {
+            assert!(start.elapsed() < PLENTY, "it is not told");
+            thread::sleep(Duration::from_millis(1));
+        }
+        mesh.fault_of_others().map(|error| rank_fault(Err::<(), _>(error)))
+    };
+    // One end of a cut connection may first be notified that it is itself gone.
+    let meshes = met(2, PLENTY);
+    let table = meshes[0].shared.lock();
+    let fault = table.fault(1, RankFaultKind::Gone { reason: "planted".into() }, Duration::ZERO);
+    meshes[0].conclude(table, fault.clone());
+    for mesh in &meshes {
+        assert_eq!(waits_for_verdict(mesh), Some(fault.clone()));
+    }
+    // A rank returns what it reported about itself.
+    let meshes = met(2, PLENTY);
+    meshes[0].fail(&Error::Label { sample: 3, label: 9, classes: 5 });
+    assert_eq!(waits_for_verdict(&meshes[0]), None);
+    assert_eq!(waits_for_verdict(&meshes[1]).map(|fault| fault.rank), Some(0));
+}
+
+#[test]
+fn cut_anywhere_ends_all_in_time() {
+    // Several run at a time, because most of the time is waiting.
+    all(0..20, |seed| {
+        let mut random = SplitMix64::new(seed);
+        let deadline = Duration::from_millis(800);
+        let mut configs = configs(3, deadline);
+        // About the size of the rendezvous, and then of some rounds and data.
+        let bytes = random.next_u64() as usize % if seed % 2 == 0 { 800 } else { 200_000 };
+        configs[1].address = proxy(configs[0].address.clone(), bytes);
+        let ends = all(configs, |config| -> Result<()> {
+            let mesh = Mesh::join(&config)?;
+            let start = Instant::now();
+            loop {
+                let work = || -> Result<()> {
+                    mesh.agree(call("step", 1), &[1; 100])?;
+                    let next = (mesh.rank() + 1) % 3;
+                    mesh.send(next, &[mesh.rank() as u8; 5_000])?;
+                    let mut got = [0; 5_000];
+                    let last = (mesh.rank() + 2) % 3;
+                    mesh.receive(last, &mut got)?;
+                    assert!(got.iter().all(|byte| *byte as usize == last));
+                    Ok(())
+                };
+                work()?;
+                assert!(start.elapsed() < PLENTY, "the proxy has not cut the connection");
+            }
+        });
+        for (rank, (end, took)) in ends.into_iter().enumerate() {
+            let error = end.expect_err("the connection is cut");
+            // The rendezvous and one call. No deadline is added to another.
+            in_time(took, 2 * deadline);
+            assert!(matches!(error, Error::Rank(_) | Error::Rendezvous(_)), "seed {seed}, rank {rank}: {error}");
+        }
+    });
+}
+
+#[test]
+fn silent_rank_delays_at_most_deadline() {
+    // Rank 1 meets the others and then stops, as by SIGSTOP. It neither reads nor writes.
+    let deadline = Duration::from_millis(500);
+    let results = all(configs(2, PLENTY), |config| {
+        if config.rank() == 1 {
+            let streams = rendezvous::meet(&config).expect("the ranks meet");
+            thread::sleep(Duration::from_secs(4));
+            drop(streams);
+            return None;
+        }
+        let mesh =
+            Arc::into_inner(Mesh::join(&config).expect("the ranks meet")).expect("the only one").within(deadline);
+        let start = Instant::now();
+        let fault = rank_fault(mesh.send(1, &vec![1; 256 << 20]));
+        let took = start.elapsed();
+        let start = Instant::now();
+        drop(mesh);
+        Some((fault, took, start.elapsed()))
+    });
+    let (fault, took, dropped) = results[0].0.as_ref().expect("rank 0's");
+    assert!(*took >= deadline && *took < Duration::from_secs(4), "took {took:?}");
+    assert!(*dropped < GOODBYE + Duration::from_secs(2), "dropped in {dropped:?}");
+    assert_eq!((fault.rank, &fault.kind), (1, &RankFaultKind::Late), "{fault}");
+}
+
+#[test]
+fn threads_end_with_the_mesh() {
+    let shared: Vec<_> = met(4, PLENTY).into_iter().map(|mesh| mesh.shared.clone()).collect();
+    let start = Instant::now();
+    while !shared.iter().all(|shared| shared.lock().is_quiet()) {
+        assert!(start.elapsed() < PLENTY, "threads go on when their mesh is gone");
+        thread::sleep(Duration::from_millis(5));
+    }
+}

@@ -1,0 +1,274 @@
+use super::*;
+use proptest::collection::vec;
+use proptest::prelude::*;
+use std::time::Duration;
+use stepscope_core::rank_fault::{LastHeard, RankFaultKind, RendezvousFaultKind};
+
+fn text() -> impl Strategy<Value = String> {
+    prop_oneof![".{0,40}", "[ -~]{1024}"].prop_map(|text| clip(&text).to_string())
+}
+
+fn time() -> impl Strategy<Value = Duration> {
+    (any::<u32>(), 0..1_000_000_000u32).prop_map(|(seconds, nanos)| Duration::new(seconds.into(), nanos))
+}
+
+fn rank_fault() -> impl Strategy<Value = RankFault> {
+    let kind = prop_oneof![
+        Just(RankFaultKind::Late),
+        Just(RankFaultKind::Left),
+        Just(RankFaultKind::Stuck),
+        text().prop_map(|reason| RankFaultKind::Gone { reason }),
+        text().prop_map(|reason| RankFaultKind::Failed { reason }),
+        (text(), text()).prop_map(|(expected, got)| RankFaultKind::Differs { expected, got }),
+    ];
+    let last = (time(), text(), any::<u64>(), text(), time(), proptest::option::of(0..9usize)).prop_map(
+        |(ago, op, sequence, location, since, waits_for)| LastHeard { ago, op, sequence, location, since, waits_for },
+    );
+    (kind, 0..5usize, 0..5usize, text(), any::<u64>(), text(), time(), proptest::option::of(last)).prop_map(
+        |(kind, rank, found_by, op, sequence, location, waited, last)| RankFault {
+            rank,
+            ranks: 5,
+            kind,
+            found_by,
+            op,
+            sequence,
+            location,
+            waited,
+            last,
+        },
+    )
+}
+
+fn meeting_fault() -> impl Strategy<Value = RendezvousFault> {
+    let rank = 0..MOST_RANKS;
+    let kind = prop_oneof![
+        (vec(rank.clone(), 0..9), vec(text(), 0..3))
+            .prop_map(|(ranks, seen)| RendezvousFaultKind::Missing { ranks, seen }),
+        text().prop_map(|reason| RendezvousFaultKind::Taken { reason }),
+        (rank.clone(), text(), text()).prop_map(|(rank, address, reason)| RendezvousFaultKind::Unreachable {
+            rank,
+            address,
+            reason
+        }),
+        rank.clone().prop_map(|rank| RendezvousFaultKind::Secret { rank }),
+        (rank.clone(), rank.clone()).prop_map(|(rank, got)| RendezvousFaultKind::Size { rank, got }),
+        (rank.clone(), text(), text()).prop_map(|(rank, first, second)| RendezvousFaultKind::Twice {
+            rank,
+            first,
+            second
+        }),
+        (rank.clone(), text(), text()).prop_map(|(rank, expected, got)| RendezvousFaultKind::Version {
+            rank,
+            expected,
+            got
+        }),
+        (rank, text()).prop_map(|(rank, reason)| RendezvousFaultKind::Lost { rank, reason }),
+    ];
+    (kind, 0..9usize, text(), time()).prop_map(|(kind, found_by, address, waited)| RendezvousFault {
+        found_by,
+        ranks: 9,
+        address,
+        waited,
+        kind,
+    })
+}
+
+fn message() -> impl Strategy<Value = Message> {
+    let greeting = (any::<[u8; PROOF]>(), 1..=MOST_RANKS as u32).prop_flat_map(|(nonce, ranks)| {
+        (0..ranks).prop_map(move |rank| Message::Greeting(Greeting { nonce, rank, ranks }))
+    });
+    let announcement = (any::<u64>(), text(), text(), any::<u64>(), text(), vec(any::<u8>(), 0..300)).prop_map(
+        |(sequence, op, element, count, location, word)| {
+            Message::Announce(Announcement { sequence, op, element, count, location, word })
+        },
+    );
+    let beat = (any::<u64>(), text(), text(), any::<u64>(), proptest::option::of(0..NOBODY)).prop_map(
+        |(sequence, op, location, since_ms, waits_for)| {
+            Message::Beat(Beat { sequence, op, location, since_ms, waits_for })
+        },
+    );
+    // IPv6 addresses have fields that no text shows, so they are left out.
+    let address = (any::<std::net::IpAddr>(), any::<u16>()).prop_map(|(ip, port)| SocketAddr::new(ip, port));
+    prop_oneof![
+        greeting,
+        any::<[u8; PROOF]>().prop_map(Message::Proof),
+        (any::<u32>(), text(), any::<[u8; 16]>(), any::<u16>())
+            .prop_map(|(protocol, version, group, port)| Message::Hello(Hello { protocol, version, group, port })),
+        vec(any::<u32>(), 0..20).prop_map(Message::Missing),
+        (any::<[u8; 16]>(), vec(address, 0..20)).prop_map(|(group, roster)| Message::Roster(group, roster)),
+        meeting_fault().prop_map(|fault| Message::Refused(Box::new(fault))),
+        announcement,
+        beat,
+        any::<u64>().prop_map(Message::Begin),
+        vec(any::<u8>(), 0..300).prop_map(Message::Piece),
+        rank_fault().prop_map(|fault| Message::Fault(Box::new(fault))),
+        prop_oneof![Just(Message::Denied), Just(Message::Ready), Just(Message::Go), Just(Message::Bye)],
+    ]
+}
+
+fn stage_of(message: &Message) -> Stage {
+    kind(message.kind()).expect("a kind of message has a stage").0
+}
+
+proptest! {
+    #[test]
+    fn messages_round_trip(message in message()) {
+        let frame = message.frame();
+        let stage = stage_of(&message);
+        let mut bytes = &frame[..];
+        prop_assert_eq!(read(&mut bytes, stage), Ok(message));
+        prop_assert!(bytes.is_empty());
+    }
+
+    #[test]
+    fn truncated_messages_are_refused(message in message()) {
+        let (frame, stage) = (message.frame(), stage_of(&message));
+        prop_assert_eq!(read(&mut &frame[..0], stage), Err(WireError::Ended));
+        for end in 1..frame.len() {
+            prop_assert_eq!(read(&mut &frame[..end], stage), Err(WireError::Cut), "{} of {} bytes", end, frame.len());
+        }
+        // A frame whose length has been corrected is not a message either.
+        let body = frame.len() - HEADER;
+        for end in 0..body {
+            let mut frame = frame[..HEADER + end].to_vec();
+            frame[1..HEADER].copy_from_slice(&(end as u32).to_le_bytes());
+            let heard = read(&mut &frame[..], stage);
+            prop_assert!(
+                matches!(message, Message::Piece(_)) || matches!(heard, Err(WireError::Body { .. })),
+                "{} of {} bytes: {:?}", end, body, heard
+            );
+        }
+    }
+
+    #[test]
+    fn nothing_may_follow_a_body(message in message()) {
+        let (mut frame, stage) = (message.frame(), stage_of(&message));
+        frame.push(b'x');
+        let length = (frame.len() - HEADER) as u32;
+        frame[1..HEADER].copy_from_slice(&length.to_le_bytes());
+        let heard = read(&mut &frame[..], stage);
+        let refused = matches!(heard, Err(WireError::Body { .. } | WireError::Length { .. }));
+        prop_assert!(refused || matches!(message, Message::Piece(_)), "{:?}", heard);
+    }
+
+    #[test]
+    fn messages_need_the_right_stage(message in message()) {
+        for stage in [Stage::Introduction, Stage::Rendezvous, Stage::Group] {
+            let heard = read(&mut &message.frame()[..], stage);
+            if stage == stage_of(&message) {
+                prop_assert!(heard.is_ok());
+            } else {
+                prop_assert_eq!(heard, Err(WireError::Unexpected(message.kind())));
+            }
+        }
+    }
+
+    #[test]
+    fn any_bytes_parse_or_fail(number in any::<u8>(), bytes in vec(any::<u8>(), 0..200)) {
+        let mut frame = vec![number];
+        frame.extend((bytes.len() as u32).to_le_bytes());
+        frame.extend(&bytes);
+        for stage in [Stage::Introduction, Stage::Rendezvous, Stage::Group] {
+            if let Ok(message) = read(&mut &frame[..], stage) {
+                prop_assert_eq!(read(&mut &message.frame()[..], stage), Ok(message));
+            }
+        }
+    }
+}
+
+/// A stream with only a header, which fails the test if more is read.
+struct HeaderAlone(Vec<u8>);
+
+impl Read for HeaderAlone {
+    fn read(&mut self, place: &mut [u8]) -> std::io::Result<usize> {
+        assert!(!self.0.is_empty(), "a body was asked for");
+        let bytes = self.0.len().min(place.len());
+        place[..bytes].copy_from_slice(&self.0[..bytes]);
+        self.0.drain(..bytes);
+        Ok(bytes)
+    }
+}
+
+#[test]
+fn excessive_lengths_are_refused_unread() {
+    for number in 0..=255 {
+        let Some((stage, most)) = kind(number) else { continue };
+        for claimed in [most + 1, u32::MAX as usize] {
+            let mut header = vec![number];
+            header.extend((claimed as u32).to_le_bytes());
+            let heard = read(&mut HeaderAlone(header), stage);
+            assert_eq!(heard, Err(WireError::Length { kind: number, claimed, most }));
+        }
+        assert!(stage != Stage::Introduction || most <= 64, "strangers may say {most} bytes");
+    }
+}
+
+#[test]
+fn largest_messages_fit_their_bounds() {
+    let text = "\u{10ffff}".repeat(300);
+    let long = || clip(&text).to_string();
+    let announcement = Announcement {
+        sequence: u64::MAX,
+        op: long(),
+        element: long(),
+        count: u64::MAX,
+        location: long(),
+        word: vec![1; MOST_WORD],
+    };
+    let beat = Beat { sequence: u64::MAX, op: long(), location: long(), since_ms: u64::MAX, waits_for: Some(4095) };
+    let address = "[ffff:ffff:ffff:ffff:ffff:ffff:255.255.255.255]:65535".parse().expect("an address");
+    let fault = |kind| RendezvousFault { found_by: 4095, ranks: 4096, address: long(), waited: Duration::MAX, kind };
+    let missing = RendezvousFaultKind::Missing { ranks: (0..MOST_RANKS).collect(), seen: vec![long(); 8] };
+    // Each character takes six bytes in JSON.
+    let failed = RankFaultKind::Failed { reason: "\u{1}".repeat(4096) };
+    let last = LastHeard {
+        ago: Duration::MAX,
+        op: long(),
+        sequence: u64::MAX,
+        location: long(),
+        since: Duration::MAX,
+        waits_for: Some(4095),
+    };
+    let of_rank = RankFault {
+        rank: 4095,
+        ranks: MOST_RANKS,
+        kind: failed,
+        found_by: 4095,
+        op: long(),
+        sequence: u64::MAX,
+        location: long(),
+        waited: Duration::MAX,
+        last: Some(last),
+    };
+    for message in [
+        Message::Announce(announcement),
+        Message::Beat(beat),
+        Message::Missing((0..MOST_RANKS as u32).collect()),
+        Message::Roster([1; 16], vec![address; MOST_RANKS]),
+        Message::Piece(vec![1; MOST_PIECE]),
+        Message::Refused(Box::new(fault(missing))),
+        Message::Fault(Box::new(of_rank)),
+    ] {
+        let heard = read(&mut &message.frame()[..], stage_of(&message));
+        assert!(heard.as_ref() == Ok(&message), "kind {}: {:?}", message.kind(), heard.map(|_| ()));
+    }
+}
+
+#[test]
+fn a_text_is_cut_between_characters() {
+    assert_eq!(clip("short"), "short");
+    let text = "\u{20ac}".repeat(400);
+    assert_eq!(clip(&text).len(), 1023);
+    let mut bytes = Vec::new();
+    put_text(&mut bytes, &text);
+    assert_eq!(Body { kind: 0, left: &bytes }.text().as_deref(), Ok(clip(&text)));
+}
+
+#[test]
+fn invalid_ranks_are_refused() {
+    for (rank, ranks) in [(0, 0), (3, 3), (1, MOST_RANKS as u32 + 1), (u32::MAX, u32::MAX)] {
+        let frame = Message::Greeting(Greeting { nonce: [0; PROOF], rank, ranks }).frame();
+        let heard = read(&mut &frame[..], Stage::Introduction);
+        assert!(matches!(heard, Err(WireError::Body { .. })), "rank {rank} of {ranks}: {heard:?}");
+    }
+}

@@ -1,8 +1,0 @@
-//! What binds a tensor to its step.
-
-#![forbid(unsafe_code)]
-
-use std::marker::PhantomData;
-
-/// A fresh, invariant lifetime for each step; and, as a raw pointer, neither `Send` nor `Sync`.
-pub(crate) type Brand<'s> = PhantomData<(fn(&'s ()) -> &'s (), *mut ())>;

@@ -1,0 +1,34 @@
+//! Training: layers, optimizers, the trainer, loaders, checkpoints and files of weights.
+//!
+//! Invariant: updates go through [`Optimizer`], and every file is opened through `PlainFile`.
+
+#![deny(unsafe_op_in_unsafe_fn)]
+// Paths are opened through `PlainFile`. Tests may open their own files.
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
+
+mod checkpoint;
+mod loader;
+pub mod nn;
+mod optim;
+mod pretrained;
+mod run_lock;
+mod state_dict;
+mod tensors;
+mod token_sampler;
+mod trainer;
+mod windows;
+
+pub use checkpoint::Checkpoint;
+pub use loader::Loader;
+pub use optim::{
+    AdamW, AdamWConfig, Optimizer, ParameterGroup, ParameterGroups, Schedule, Sgd, SgdConfig, UpdateArguments,
+    UpdateRule,
+};
+pub use pretrained::StateDict;
+pub use run_lock::RunLock;
+pub use state_dict::{load_state_dict, save_state_dict, save_state_dict_as};
+pub use token_sampler::{TokenSampler, TokenSamplerConfig};
+#[cfg(feature = "progress")]
+pub use trainer::ProgressBar;
+pub use trainer::{Ended, EpochProgress, HostBatch, Model, Observer, Shards, TrainState, Trainer, Update};
+pub use windows::Windows;

@@ -1,0 +1,70 @@
+//! GELU, and an MLP of two linear layers with GELU between them.
+
+use super::{Linear, Scope};
+use stepscope_core::error::Result;
+use stepscope_core::ops::GemmElement;
+use stepscope_core::tape::{Tape, Var};
+
+/// GELU in its tanh form (Hendrycks and Gimpel, 2016); see [`Tape::gelu`].
+#[derive(Clone, Copy, Debug)]
+pub struct Gelu;
+
+impl Gelu {
+    /// Computes GELU of x; see [`Tape::gelu`].
+    #[track_caller]
+    pub fn forward<'s, S: GemmElement<S> + GemmElement<f32>>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: &Var<'s, S>,
+    ) -> Result<Var<'s, S>> {
+        tape.gelu(x)
+    }
+}
+
+/// `y = gelu(x W1 + b1) W2 + b2` in two launches; `x`: `[.., in]`, `y`: `[.., out]`.
+#[derive(Clone, Copy, Debug)]
+pub struct Mlp {
+    /// W1 and b1.
+    pub up: Linear,
+    /// W2 and b2.
+    pub down: Linear,
+}
+
+impl Mlp {
+    /// Adds `up` and `down`, each with `weight` and `bias`; see [`Linear::new`].
+    pub fn new(mut names: Scope<'_>, inputs: usize, hidden: usize, outputs: usize) -> Self {
+        Self { up: Linear::new(names.at("up"), inputs, hidden), down: Linear::new(names.at("down"), hidden, outputs) }
+    }
+
+    /// Computes y; see [`Tape::mlp_gelu`].
+    #[track_caller]
+    pub fn forward<'s, S: GemmElement<S> + GemmElement<f32>>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: &Var<'s, S>,
+    ) -> Result<Var<'s, S>> {
+        self.on_tape(tape, x, None)
+    }
+
+    /// Computes `residual + forward(x)`, also in two launches.
+    #[track_caller]
+    pub fn forward_residual<'s, S: GemmElement<S> + GemmElement<f32>>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: &Var<'s, S>,
+        residual: &Var<'s, S>,
+    ) -> Result<Var<'s, S>> {
+        self.on_tape(tape, x, Some(residual))
+    }
+
+    #[track_caller]
+    fn on_tape<'s, S: GemmElement<S> + GemmElement<f32>>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: &Var<'s, S>,
+        residual: Option<&Var<'s, S>>,
+    ) -> Result<Var<'s, S>> {
+        let [up, down] = [self.up, self.down].map(|layer| (layer.weight, layer.bias));
+        tape.mlp_gelu(x, up, down, residual)
+    }
+}

@@ -1,0 +1,60 @@
+//! Layers. A layer consists of parameter handles and a forward function.
+//!
+//! A layer's constructor names its parameters within a [`Scope`] and gives them initializers. Its
+//! fields are the handles, so a model may also assemble a layer itself.
+//!
+//! Invariant: a layer holds no memory and no state. Everything that `forward` does is on the tape.
+//!
+//! ```
+//! use stepscope::nn::{Mlp, RmsNorm};
+//! use stepscope::*;
+//!
+//! # fn main() -> Result<()> {
+//! let mut layout = ParameterSpec::builder();
+//! let mut names = layout.names();
+//! let norm = RmsNorm::new(names.at("norm"), 64);
+//! let mlp = Mlp::new(names.at("mlp"), 64, 128, 10);
+//! let layout = layout.build()?;
+//! let found: Vec<&str> = layout.entries().iter().map(ParameterEntry::name).collect();
+//! assert_eq!(found, ["norm.gain", "mlp.up.weight", "mlp.up.bias", "mlp.down.weight", "mlp.down.bias"]);
+//!
+//! let device = Device::open(DeviceKind::Emulated)?;
+//! let weights = Parameters::new(&device, &layout, 7)?;
+//! let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
+//! let logits = arena.step(|step| {
+//!     let tape = Tape::new(step, &weights);
+//!     let x = tape.input(step.upload(&[0.5; 2 * 64], [2, 64])?);
+//!     step.read(mlp.forward(&tape, &norm.forward(&tape, &x)?)?.value())
+//! })?;
+//! assert_eq!(logits.len(), 2 * 10);
+//! # Ok(())
+//! # }
+//! ```
+
+#![forbid(unsafe_code)]
+
+mod attention;
+mod block;
+mod cache;
+mod dropout;
+mod embedding;
+mod layer_norm;
+mod linear;
+mod mlp;
+mod multi_head_attention;
+mod norm;
+
+mod swiglu;
+
+pub use attention::Attention;
+pub use block::{Block, FeedForward, Norm};
+pub use cache::{KeyValueCache, NextToken};
+pub use dropout::Dropout;
+pub use embedding::Embedding;
+pub use layer_norm::LayerNorm;
+pub use linear::{Linear, TokenLinear};
+pub use mlp::{Gelu, Mlp};
+pub use multi_head_attention::MultiHeadAttention;
+pub use norm::RmsNorm;
+pub use stepscope_core::params::Scope;
+pub use swiglu::SwiGlu;

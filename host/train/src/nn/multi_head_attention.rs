@@ -1,0 +1,192 @@
+//! Self-attention with its input and output projections, as in GPT-2, Llama and ViT.
+
+use super::{Linear, NextToken, Scope};
+use stepscope_core::error::Result;
+use stepscope_core::initializer::Initializer;
+use stepscope_core::ops::{self, AttentionConfig, AttentionElement, AttentionMask, GemmElement, Rotary};
+use stepscope_core::params::StackedParameters;
+use stepscope_core::tape::{Tape, Var};
+
+/// `attention(x Wqkv + bqkv) Wo + bo`; `x`, result: `[batch, tokens, width]`. The mask, grouped
+/// queries, rotary positions and a norm of queries and keys are settings:
+///
+/// ```
+/// use stepscope::nn::MultiHeadAttention;
+/// use stepscope::ops::Rotary;
+/// # let mut layout = stepscope::ParameterSpec::builder();
+/// # let mut names = layout.names();
+/// let vit = MultiHeadAttention::new(names.at("vit"), 768, 12);
+/// let gpt2 = MultiHeadAttention::new(names.at("gpt2"), 768, 12).causal();
+/// let llama = MultiHeadAttention::grouped(names.at("llama"), 4096, [32, 8]).causal().rotary(Rotary::new(500_000.0));
+/// ```
+///
+/// One product computes q, k and v. See [`Tape::linear`], [`Tape::qk_norm`], [`Tape::rotary`] and
+/// [`Tape::attention`].
+#[derive(Clone, Debug)]
+pub struct MultiHeadAttention {
+    /// Wqkv: `[width, (heads + 2 kv_heads) head]`, the columns of q, then those of k and of v; and
+    /// bqkv.
+    pub qkv: Linear,
+    /// Wo: `[heads head, width]`; and bo.
+    pub output: Linear,
+    /// The gains of the queries' and the keys' norms, `[head]` each, and epsilon, which is added to
+    /// the mean square.
+    pub qk_norm: Option<(StackedParameters, f32)>,
+    /// The rotary embedding of queries and keys, if there is one.
+    pub rotary: Option<Rotary>,
+    /// The numbers of heads of q, and of k and v.
+    pub heads: [usize; 2],
+    /// The mask: the tokens that a query attends to.
+    pub sees: AttentionMask,
+}
+
+impl MultiHeadAttention {
+    /// Adds `qkv_proj` and `o_proj`, each with `weight`, initialized with [`Initializer::fan_in`],
+    /// and `bias`, initialized to zero. The heads have `width / heads` columns and attend to all
+    /// tokens.
+    pub fn new(mut names: Scope<'_>, width: usize, heads: usize) -> Self {
+        Self {
+            qkv: Linear::new(names.at("qkv_proj"), width, 3 * width),
+            output: Linear::new(names.at("o_proj"), width, width),
+            qk_norm: None,
+            rotary: None,
+            heads: [heads; 2],
+            sees: AttentionMask::Full,
+        }
+    }
+
+    /// Adds `qkv_proj` and `o_proj` without biases, with fewer heads of k and v than of q.
+    pub fn grouped(mut names: Scope<'_>, width: usize, heads: [usize; 2]) -> Self {
+        // The op rejects a number of heads that does not divide the width.
+        let head = width / heads[0].max(1);
+        Self {
+            qkv: Linear::without_bias(names.at("qkv_proj"), width, (heads[0] + 2 * heads[1]) * head),
+            output: Linear::without_bias(names.at("o_proj"), heads[0] * head, width),
+            qk_norm: None,
+            rotary: None,
+            heads,
+            sees: AttentionMask::Full,
+        }
+    }
+
+    /// Makes each query attend to its own token and those before it.
+    #[must_use]
+    pub fn causal(self) -> Self {
+        self.sees(AttentionMask::Causal)
+    }
+
+    /// Sets the mask.
+    #[must_use]
+    pub fn sees(self, sees: AttentionMask) -> Self {
+        Self { sees, ..self }
+    }
+
+    /// Sets the rotary embedding of queries and keys.
+    #[must_use]
+    pub fn rotary(self, rotary: Rotary) -> Self {
+        Self { rotary: Some(rotary), ..self }
+    }
+
+    /// Adds a norm of queries and keys, with the parameters `q_norm.gain` and `k_norm.gain` of
+    /// `head` elements each, initialized to one.
+    #[must_use]
+    pub fn qk_norm(self, mut names: Scope<'_>, head: usize, epsilon: f32) -> Self {
+        let name = |part: usize| ["q_norm.gain", "k_norm.gain"][part].to_owned();
+        Self { qk_norm: Some((names.add_stack(2, name, [head], Initializer::ONE), epsilon)), ..self }
+    }
+
+    /// The config of the heads and the mask. Documents or lengths may be added for
+    /// [`MultiHeadAttention::forward_masked`].
+    pub fn form<'s>(&self) -> AttentionConfig<'s> {
+        AttentionConfig::new(self.heads[0]).kv_heads(self.heads[1]).sees(self.sees)
+    }
+
+    /// Computes the result for samples without padding, each of them one document.
+    #[track_caller]
+    pub fn forward<'s, S>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>>
+    where
+        S: AttentionElement + GemmElement<S> + GemmElement<f32>,
+    {
+        self.forward_masked(tape, x, &self.form())
+    }
+
+    /// Computes the result with a config from [`MultiHeadAttention::form`] to which documents or
+    /// lengths were added.
+    #[track_caller]
+    pub fn forward_masked<'s, S>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: &Var<'s, S>,
+        form: &AttentionConfig<'s>,
+    ) -> Result<Var<'s, S>>
+    where
+        S: AttentionElement + GemmElement<S> + GemmElement<f32>,
+    {
+        self.output.forward(tape, &self.mixed(tape, x, form)?)
+    }
+
+    /// Computes `residual + forward_masked(x)`, in as many launches.
+    #[track_caller]
+    pub fn forward_residual_masked<'s, S>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: &Var<'s, S>,
+        residual: &Var<'s, S>,
+        form: &AttentionConfig<'s>,
+    ) -> Result<Var<'s, S>>
+    where
+        S: AttentionElement + GemmElement<S> + GemmElement<f32>,
+    {
+        self.output.forward_residual(tape, &self.mixed(tape, x, form)?, residual)
+    }
+
+    /// Computes the heads' output, before the output layer.
+    #[track_caller]
+    fn mixed<'s, S>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>, form: &AttentionConfig<'s>) -> Result<Var<'s, S>>
+    where
+        S: AttentionElement + GemmElement<S> + GemmElement<f32>,
+    {
+        let qkv = self.qkv.forward(tape, x)?;
+        let norm = self.qk_norm.as_ref().map(|(gains, epsilon)| (gains, *epsilon));
+        match (self.rotary, norm) {
+            (None, norm) => tape.attention(&qkv, norm, form),
+            (Some(rotary), _) => {
+                tape.attention(&tape.rotary(&self.normed(tape, qkv, form)?, rotary, form)?, None, form)
+            }
+        }
+    }
+
+    /// Computes the result for only the next token, after those whose keys and values are in the
+    /// cache; `x`, result: `[1, 1, width]`. No gradient flows through the attention: this is for
+    /// text generation. See [`ops::attention_cached`].
+    #[track_caller]
+    pub fn forward_cached<'s>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: &Var<'s>,
+        mut cache: NextToken<'_, 's>,
+    ) -> Result<Var<'s>> {
+        let (form, position) = (self.form(), cache.position);
+        let mut qkv = self.normed(tape, self.qkv.forward(tape, x)?, &form)?;
+        if let Some(rotary) = self.rotary {
+            qkv = tape.rotary(&qkv, Rotary { offset: rotary.offset + position as u32, ..rotary }, &form)?;
+        }
+        let kept = [&mut cache.keys, &mut cache.values];
+        let mixed = ops::attention_cached(tape.step(), qkv.value(), kept, position, &form)?;
+        self.output.forward(tape, &tape.input(mixed))
+    }
+
+    /// Normalizes queries and keys, if there is a norm.
+    #[track_caller]
+    fn normed<'s, S: AttentionElement>(
+        &self,
+        tape: &Tape<'_, 's>,
+        qkv: Var<'s, S>,
+        form: &AttentionConfig<'s>,
+    ) -> Result<Var<'s, S>> {
+        match &self.qk_norm {
+            Some((gains, epsilon)) => tape.qk_norm(&qkv, gains, *epsilon, form),
+            None => Ok(qkv),
+        }
+    }
+}

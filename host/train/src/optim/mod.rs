@@ -1,0 +1,23 @@
+//! Optimizers. A rule defines how weights are updated ([`UpdateRule`]), and [`Optimizer`] applies
+//! any rule.
+//!
+//! The library's rules take one launch over the flat region, after the gradients' norm. They
+//! support clipping, a schedule and parameter groups.
+
+#![forbid(unsafe_code)]
+
+mod adamw;
+mod optimizer;
+mod parameter_groups;
+mod range;
+mod rule;
+mod schedule;
+mod sgd;
+mod update;
+
+pub use adamw::{AdamW, AdamWConfig};
+pub use optimizer::Optimizer;
+pub use parameter_groups::{ParameterGroup, ParameterGroups};
+pub use rule::{UpdateArguments, UpdateRule};
+pub use schedule::Schedule;
+pub use sgd::{Sgd, SgdConfig};

@@ -1,0 +1,440 @@
+//! Updates of weights, by any rule.
+//!
+//! Invariant: values that change from step to step are in a device slot that is written before the
+//! kernels are queued. The queued work is therefore the same every time and can be recorded. Each
+//! update is prepared once and applied once.
+
+#![forbid(unsafe_code)]
+
+use super::parameter_groups::{ParameterGroup, ParameterGroups};
+use super::rule::{UpdateArguments, UpdateRule};
+use cuda_std::float_mode;
+use cuda_std::launch::Extent;
+use half::bf16;
+use kernels::update::RUN;
+use sha2::{Digest, Sha256};
+use std::ops::Range;
+use std::sync::Arc;
+use stepscope_core::arena::{Buffer, Turns};
+use stepscope_core::digest::hex;
+use stepscope_core::error::{Error, Result};
+use stepscope_core::non_finite::is_finite;
+use stepscope_core::ops;
+use stepscope_core::params::{Gradients, ParameterEntry, ParameterSpec, Parameters};
+use stepscope_core::report::Phase;
+use stepscope_core::step::Step;
+use stepscope_core::tensor::{Memory, Source, Tensor};
+
+/// An optimizer that updates weights by a rule `R` and keeps the rule's state on the device.
+/// [`AdamW`](crate::AdamW) and [`Sgd`](crate::Sgd) are two.
+#[derive(Debug)]
+pub struct Optimizer<R: ?Sized> {
+    layout: ParameterSpec,
+    turns: Arc<Turns>,
+    groups: Vec<ParameterGroup>,
+    /// The group of each run of elements, if there are several groups.
+    runs: Option<Buffer<u32>>,
+    /// The settings of the prepared update, by group.
+    settings: Buffer<f32>,
+    state: Vec<Buffer<f32>>,
+    /// The elements that the state covers and that an update changes, in ascending order: all
+    /// elements, unless the ranks of a group divide them.
+    slices: Vec<Range<usize>>,
+    declared: Declared,
+    rule: R,
+}
+
+/// Declarations of a rule, read once when its optimizer is made.
+#[derive(Clone, Copy, Debug)]
+struct Declared {
+    name: &'static str,
+    state: &'static [&'static str],
+    has_groups: bool,
+    writes_copy: bool,
+}
+
+impl Declared {
+    /// Reads a rule's declarations.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for an empty name, and when two parts of the state would have the same
+    /// name in a checkpoint.
+    fn of(rule: &impl UpdateRule) -> Result<Self> {
+        let (name, state) = (rule.name(), rule.state());
+        let is_used = |(place, part): (usize, &&str)| part.is_empty() || state[..place].contains(part);
+        if name.is_empty() || state.iter().enumerate().any(is_used) {
+            let expected = "a name for the rule, and a different name for each part of its state";
+            return Err(Error::misuse("optimizer", expected, format!("`{name}` with the state {state:?}")));
+        }
+        Ok(Self { name, state, has_groups: rule.has_groups(), writes_copy: rule.writes_copy() })
+    }
+}
+
+impl<R: UpdateRule> Optimizer<R> {
+    /// Makes an optimizer for `parameters` that has made no update.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for a setting out of range. [`Error::DeviceMemory`] when the device has no
+    /// room for the state.
+    pub fn new(parameters: &Parameters, rule: R) -> Result<Self> {
+        rule.check()?;
+        let declared = Declared::of(&rule)?;
+        let (device, layout) = (parameters.flat().device(), parameters.layout().clone());
+        let groups = vec![ParameterGroup::default()];
+        let settings = Buffer::from_slice(device, &settings_of(&rule, 1, &groups)?)?;
+        let state = declared.state.iter().map(|_| Buffer::zeros(device, layout.elements())).collect::<Result<_>>()?;
+        let turns = Arc::new(Turns::new(declared.name));
+        let slices = std::iter::once(0..layout.elements()).collect();
+        Ok(Self { layout, turns, groups, runs: None, settings, state, slices, declared, rule })
+    }
+
+    /// Sets rates and weight decay by parameter group, replacing any previous groups. The number of
+    /// launches per update stays the same. A prepared update must be prepared again. A step that
+    /// was captured with this optimizer before can make no more updates.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for a setting out of range, a group without parameters, and a rule that
+    /// does not support groups.
+    pub fn with_parameter_groups(self, groups: &ParameterGroups) -> Result<Self> {
+        let name = self.name();
+        let (groups, runs) = groups.of(&self.layout)?;
+        if groups.len() > 1 && !self.declared.has_groups {
+            return Err(Error::misuse(
+                name,
+                "one group: the rule's `has_groups` returns false, so it supports no others",
+                groups.len().to_string(),
+            ));
+        }
+        let device = self.settings.device();
+        let settings = Buffer::from_slice(device, &settings_of(&self.rule, 1, &groups)?)?;
+        let runs = if groups.len() > 1 { Some(Buffer::from_slice(device, &runs)?) } else { None };
+        // Captured steps use the previous tickets, which are never prepared again.
+        let (made, turns) = (self.updates(), Turns::new(name));
+        self.turns.reset(made);
+        turns.reset(made);
+        Ok(Self { groups, runs, settings, turns: Arc::new(turns), ..self })
+    }
+
+    /// The rule.
+    pub fn rule(&self) -> &R {
+        &self.rule
+    }
+
+    /// Prepares the next update: writes its rate and corrections to the device. Returns the
+    /// update's number, counted from 1. Call it before each [`Optimizer::apply`], and before each
+    /// replay of one. Calling it again before that prepares the same update again.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] after 2^64 - 1 updates. Those of the driver.
+    pub fn advance(&mut self) -> Result<u64> {
+        let made = self.updates();
+        let Some(number) = made.checked_add(1) else {
+            return Err(Error::misuse(self.name(), "an update whose number fits 64 bits", format!("one after {made}")));
+        };
+        // If writing the slot fails, no update is prepared.
+        self.turns.reset(made);
+        let settings = self.settings_of_update(number)?;
+        if settings.len() != self.settings.len() {
+            let expected = format!("{} settings for each update", self.settings.len());
+            return Err(Error::misuse(self.name(), expected, format!("{} for update {number}", settings.len())));
+        }
+        self.settings.write(0, &settings)?;
+        self.turns.set_up();
+        Ok(number)
+    }
+
+    /// Returns the rule's settings for an update, by group.
+    pub(crate) fn settings_of_update(&self, number: u64) -> Result<Vec<f32>> {
+        settings_of(&self.rule, number, &self.groups)
+    }
+
+    /// Queues the update that [`Optimizer::advance`] has prepared: the squared norm of all
+    /// gradients, then the rule's launches. For the library's rules this is one launch over all
+    /// weights. In a captured step, each replay applies the update that was prepared before it.
+    ///
+    /// This does not check that the norm is finite. If clipping is on, an infinite norm makes the
+    /// gradients zero. Otherwise the weights become worthless. [`Optimizer::update`] and a
+    /// [`Trainer`](crate::Trainer) report such a norm, and [`Optimizer::apply_with_norm`] returns
+    /// it.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when parameters, gradients and state do not belong together, and when no
+    /// update is prepared. In a captured step, the replay returns the latter.
+    #[track_caller]
+    pub fn apply(&mut self, step: &Step<'_>, parameters: &mut Parameters, gradients: &Gradients) -> Result<()> {
+        self.apply_with_norm(step, parameters, gradients).map(drop)
+    }
+
+    /// Queues the update like [`Optimizer::apply`], and returns the squared norm of all gradients
+    /// before clipping, `[1]`.
+    ///
+    /// # Errors
+    /// As for [`Optimizer::apply`].
+    #[track_caller]
+    pub fn apply_with_norm<'s>(
+        &mut self,
+        step: &Step<'s>,
+        parameters: &mut Parameters,
+        gradients: &Gradients,
+    ) -> Result<Tensor<'s>> {
+        self.check_layout(parameters.layout())?;
+        self.check_layout(gradients.layout())?;
+        self.whole_state()?;
+        let turn = self.take_turn(step)?;
+        let queued = step.launched(self.queue_whole(step, parameters, gradients));
+        Turns::end(&turn, queued.is_ok());
+        queued
+    }
+
+    /// Queues the squared norm of all gradients, then the update of all weights.
+    #[track_caller]
+    fn queue_whole<'s>(
+        &mut self,
+        step: &Step<'s>,
+        parameters: &mut Parameters,
+        gradients: &Gradients,
+    ) -> Result<Tensor<'s>> {
+        let _phase = step.enter(Phase::Optimizer);
+        let norm = ops::squared_norm(step, &step.lend(gradients.flat(), [gradients.flat().len()])?)?;
+        let writes_copy = self.declared.writes_copy;
+        let queued = self.queue(step, parameters, gradients, &norm, writes_copy);
+        // A rule that failed may have queued some of its launches.
+        let copied = if writes_copy && queued.is_ok() { Ok(()) } else { parameters.queue_copy(step) };
+        queued.and(copied).map(|()| norm)
+    }
+
+    /// Applies the update to the slices whose state is on this rank, with a norm that the caller
+    /// supplies. The caller that collects the other slices rounds all weights to their copy.
+    #[track_caller]
+    pub(crate) fn apply_slices<'s>(
+        &mut self,
+        step: &Step<'s>,
+        parameters: &mut Parameters,
+        gradients: &Gradients,
+        squared_norm: &Tensor<'s>,
+    ) -> Result<()> {
+        self.check_layout(parameters.layout())?;
+        self.check_layout(gradients.layout())?;
+        let turn = self.take_turn(step)?;
+        let queued = step.launched(self.queue(step, parameters, gradients, squared_norm, false));
+        Turns::end(&turn, queued.is_ok());
+        queued
+    }
+
+    /// Takes the prepared update, to apply it now. [`Turns::end`] must follow. In a recorded step,
+    /// each replay takes its own.
+    fn take_turn(&self, step: &Step<'_>) -> Result<Vec<Arc<Turns>>> {
+        let turn = step.makes(&self.turns)?.to_vec();
+        Turns::take(&turn)?;
+        Ok(turn)
+    }
+
+    #[track_caller]
+    fn queue<'s>(
+        &mut self,
+        step: &Step<'s>,
+        parameters: &mut Parameters,
+        gradients: &Gradients,
+        squared_norm: &Tensor<'s>,
+        writes_copy: bool,
+    ) -> Result<()> {
+        let elements = [self.layout.elements()];
+        for (slice, start) in with_places(&self.slices) {
+            let gradients = step.lend(gradients.flat(), elements)?.part(slice.clone());
+            let (weights, copy) = parameters.lend_flat_mut(step)?;
+            let weights = weights.part(slice.clone());
+            let copy = copy.filter(|_| writes_copy).map(|copy| copy.part(slice.clone()));
+            let kept = self.state.iter_mut().map(|state| {
+                let all = [state.len()];
+                Ok(step.lend_mut(state, all)?.part(start..start + slice.len()))
+            });
+            let state = kept.collect::<Result<_>>()?;
+            let settings = match self.groups.len() {
+                1 => step.lend(&self.settings, [self.settings.len()])?,
+                groups => step.lend(&self.settings, [groups, self.settings.len() / groups])?,
+            };
+            let runs = slice.start / RUN..slice.end.div_ceil(RUN);
+            let all_runs = self.runs.as_ref().map(|all| step.lend(all, [all.len()])).transpose()?;
+            let groups = all_runs.map(|all| all.part(runs));
+            let promised =
+                Promised { copy: copy.as_ref().map(Source::memory), groups: groups.as_ref().map(Source::memory) };
+            let arguments = UpdateArguments { weights, copy, gradients, state, settings, groups, squared_norm };
+            let (queued, extents) = step.watch_launches(|| self.rule.queue(step, arguments));
+            queued?;
+            promised.check(self.declared.name, &extents)?;
+        }
+        Ok(())
+    }
+}
+
+/// Memory that a rule has declared to use.
+struct Promised {
+    copy: Option<Memory<bf16>>,
+    groups: Option<Memory<u32>>,
+}
+
+impl Promised {
+    /// Returns an error unless launches with these extents use the memory as the rule declared.
+    fn check(&self, name: &'static str, extents: &[Extent]) -> Result<()> {
+        let range = |extent: &Extent| extent.address..extent.address + extent.bytes() as u64;
+        if let Some(copy) = self.copy {
+            let end = copy.address() + copy.bytes().len() as u64;
+            let mut written: Vec<_> = extents.iter().filter(|extent| extent.written).map(range).collect();
+            written.sort_by_key(|written| written.start);
+            let reached = written.iter().fold(copy.address(), |reached, written| {
+                if written.start <= reached { reached.max(written.end) } else { reached }
+            });
+            if reached < end {
+                let expected = format!(
+                    "a rule that writes all {} elements of the BF16 copy: its `writes_copy` returned true",
+                    copy.len()
+                );
+                let got = format!("{} of them written", (reached - copy.address()) as usize / size_of::<bf16>());
+                return Err(Error::misuse(name, expected, got));
+            }
+        }
+        if let Some(groups) = self.groups.filter(|groups| groups.len() > 0) {
+            let all = groups.address()..groups.address() + groups.bytes().len() as u64;
+            if !extents.iter().map(range).any(|used| used.start < all.end && all.start < used.end) {
+                let expected = "a rule whose launches read `UpdateArguments::groups`: its `has_groups` returned true";
+                return Err(Error::misuse(name, expected, "no launch that does"));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<R: UpdateRule + ?Sized> Optimizer<R> {
+    /// The rule's name.
+    pub fn name(&self) -> &'static str {
+        self.declared.name
+    }
+
+    /// Returns the names and values of everything that the next updates depend on except the state.
+    /// `None` if the rule does not provide its own. Waits.
+    pub(crate) fn configuration(&self) -> Result<Option<Vec<(String, String)>>> {
+        let Some(of_rule) = self.rule.configuration() else { return Ok(None) };
+        let mut all = vec![("optimizer".to_owned(), self.name().to_owned())];
+        all.extend(of_rule.into_iter().map(|(name, value)| (format!("optimizer.{name}"), value)));
+        all.push(("optimizer's state".into(), format!("{:?}", self.declared.state)));
+        let runs = self.runs.as_ref().map(Buffer::read).transpose()?.unwrap_or_default();
+        let group_of = |entry: &ParameterEntry| runs.get(entry.start() / RUN).map_or(0, |&group| group as usize);
+        for (number, ParameterGroup { rate, weight_decay }) in self.groups.iter().enumerate() {
+            let entries = self.layout.entries().iter().filter(|entry| group_of(entry) == number);
+            let names: Vec<&str> = entries.map(ParameterEntry::name).collect();
+            let value = format!("rate {rate:?}, weight decay {weight_decay:?}, {} parameters: {names:?}", names.len());
+            all.push((format!("parameter group {number}"), value));
+        }
+        Ok(Some(all))
+    }
+
+    /// Returns the SHA-256 of the state, in hexadecimal. `None` if no update has changed the state,
+    /// or if it covers only slices, which other ranks do not have. Waits.
+    pub(crate) fn state_sha256(&self) -> Result<Option<String>> {
+        if self.updates() == 0 || self.whole_state().is_err() {
+            return Ok(None);
+        }
+        let mut hash = Sha256::new();
+        self.state.iter().try_for_each(|state| state.hash_into(&mut hash, 0..state.len()))?;
+        Ok(Some(hex(&hash.finalize())))
+    }
+
+    /// The number of updates made so far, queued by [`Optimizer::apply`] or by a replay.
+    pub fn updates(&self) -> u64 {
+        self.turns.made()
+    }
+
+    /// The rule's state for each weight, in the order of [`UpdateRule::state`]. Each part is flat,
+    /// in the parameters' order. In a group it covers the slices that this rank updates, one after
+    /// another.
+    pub fn state(&self) -> &[Buffer<f32>] {
+        &self.state
+    }
+
+    /// Returns the state if it covers all weights.
+    pub(crate) fn whole_state(&self) -> Result<&[Buffer<f32>]> {
+        if self.slices == std::slice::from_ref(&(0..self.layout.elements())) {
+            return Ok(&self.state);
+        }
+        let expected = "the state of all weights: in a group, leave updates, saves and restores to the trainer";
+        Err(Error::misuse(self.name(), expected, format!("the state of elements {:?}", self.slices)))
+    }
+
+    /// The elements whose state is here, in ascending order.
+    pub(crate) fn slices(&self) -> &[Range<usize>] {
+        &self.slices
+    }
+
+    /// Restricts the state and the updates to these elements, which are ascending whole runs of a
+    /// group. State that was not kept before starts at zero.
+    pub(crate) fn keep(&mut self, slices: Vec<Range<usize>>) -> Result<()> {
+        if slices == self.slices {
+            // Recorded steps hold the state's address.
+            return Ok(());
+        }
+        let elements = slices.iter().map(Range::len).sum::<usize>();
+        for state in &mut self.state {
+            let mut kept = Buffer::zeros(state.device(), elements.max(1))?;
+            for (new, to) in with_places(&slices) {
+                for (old, from) in with_places(&self.slices) {
+                    let both = old.start.max(new.start)..old.end.min(new.end);
+                    if !both.is_empty() {
+                        let known = state.read_range(from + both.start - old.start, both.len())?;
+                        kept.write(to + both.start - new.start, &known)?;
+                    }
+                }
+            }
+            *state = kept;
+        }
+        self.slices = slices;
+        Ok(())
+    }
+
+    /// Returns the prefixes of parameter names in the names of their state, one for each part of
+    /// the state.
+    pub(crate) fn prefixes(&self) -> Vec<String> {
+        self.declared.state.iter().map(|state| format!("{}.{state}.", self.name())).collect()
+    }
+
+    /// Returns an error unless the state belongs to parameters of `layout`.
+    pub(crate) fn check_layout(&self, layout: &ParameterSpec) -> Result<()> {
+        if self.layout.same(layout) {
+            return Ok(());
+        }
+        Err(Error::misuse(
+            self.name(),
+            "parameters, gradients and state of one parameter spec",
+            "those of different ones",
+        ))
+    }
+
+    /// Returns the state, to be overwritten with the state after `updates` updates.
+    pub(crate) fn restore(&mut self, updates: u64) -> &mut [Buffer<f32>] {
+        self.turns.reset(updates);
+        &mut self.state
+    }
+}
+
+/// Iterates over slices, each with the start of its state.
+fn with_places(slices: &[Range<usize>]) -> impl Iterator<Item = (&Range<usize>, usize)> {
+    slices.iter().scan(0, |end, slice| Some((slice, std::mem::replace(end, *end + slice.len()))))
+}
+
+/// Computes the settings of an update, by group, in IEEE 754's default mode.
+fn settings_of(rule: &impl UpdateRule, number: u64, groups: &[ParameterGroup]) -> Result<Vec<f32>> {
+    let settings = || groups.iter().map(|group| rule.settings(number, group)).collect();
+    let all: Vec<Vec<f32>> = float_mode::in_default(settings);
+    for (group, settings) in all.iter().enumerate() {
+        if let Some(place) = settings.iter().position(|&value| !is_finite(value)) {
+            let expected = "finite settings: the rate times the schedule's factor and the group's rate must fit f32";
+            let got = format!("{} as setting {place} of group {group} in update {number}", settings[place]);
+            return Err(Error::misuse(rule.name(), expected, got));
+        }
+    }
+    let len = all[0].len();
+    match all.iter().map(Vec::len).find(|&other| other != len || other == 0) {
+        None => Ok(all.concat()),
+        Some(0) => Err(Error::misuse(rule.name(), "at least one setting", "none")),
+        Some(other) => Err(Error::misuse(rule.name(), format!("{len} settings for each group"), other.to_string())),
+    }
+}

@@ -1,0 +1,159 @@
+//! The rule-specific part of an optimizer: one trait for the library's rules and for user-defined
+//! ones.
+//!
+//! Invariant: a rule has no state except its settings, and queues the same launches every time.
+//! Everything that changes from update to update is on the device, in memory that
+//! [`Optimizer`](super::Optimizer) owns.
+
+#![forbid(unsafe_code)]
+
+use super::parameter_groups::ParameterGroup;
+use half::bf16;
+use stepscope_core::error::{Error, Result};
+use stepscope_core::step::Step;
+use stepscope_core::tensor::{Lent, LentMut, Tensor};
+
+/// A rule by which an optimizer updates weights. The settings implement it:
+/// [`AdamWConfig`](crate::AdamWConfig), [`SgdConfig`](crate::SgdConfig), or a struct of yours.
+/// [`Optimizer`](crate::Optimizer) does the rest.
+///
+/// ```
+/// use stepscope::*;
+///
+/// /// Gradient descent, made of ops.
+/// struct Descent {
+///     rate: f32,
+/// }
+///
+/// impl UpdateRule for Descent {
+///     fn name(&self) -> &'static str {
+///         "descent"
+///     }
+///
+///     fn configuration(&self) -> Option<Vec<(&'static str, String)>> {
+///         Some(vec![("rate", format!("{:?}", self.rate))])
+///     }
+///
+///     fn settings(&self, number: u64, _: &ParameterGroup) -> Vec<f32> {
+///         vec![-self.rate / (number as f32).sqrt()]
+///     }
+///
+///     fn queue<'s>(&self, step: &Step<'s>, mut arguments: UpdateArguments<'_, 's>) -> Result<()> {
+///         let change = ops::scale_by(step, &arguments.gradients, &arguments.settings)?;
+///         ops::add_assign(step, &mut arguments.weights, &change)
+///     }
+/// }
+/// # fn main() -> Result<()> {
+/// # let device = Device::open(DeviceKind::Emulated)?;
+/// # let mut layout = ParameterSpec::builder();
+/// # let w = layout.add("w", [3], Initializer::ONE);
+/// # let mut weights = Parameters::new(&device, &layout.build()?, 7)?;
+/// # let mut gradients = Gradients::zeros(&weights)?;
+/// # let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
+/// let mut optimizer = Optimizer::new(&weights, Descent { rate: 0.5 })?;
+/// optimizer.advance()?;
+/// arena.step(|step| {
+///     ops::fill_into(step, &mut gradients.lend_mut(step, w)?, 1.0)?;
+///     optimizer.apply(step, &mut weights, &gradients)
+/// })?;
+/// assert_eq!(weights.read(w)?, [0.5; 3]);
+/// # Ok(())
+/// # }
+/// ```
+pub trait UpdateRule: 'static {
+    /// The rule's name in errors and in checkpoints, such as `adamw`. An optimizer calls this,
+    /// `state`, `has_groups` and `writes_copy` once, when it is made.
+    fn name(&self) -> &'static str;
+
+    /// Checks the settings.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`], which names the setting that is out of range.
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// The names of the values that the rule keeps for each weight between updates, such as
+    /// moments. Each name is a region with the weights' positions, zero before the first update. A
+    /// checkpoint stores the region of parameter `w` under a name such as `adamw.first.w`.
+    fn state(&self) -> &'static [&'static str] {
+        &[]
+    }
+
+    /// True if [`UpdateRule::queue`] uses [`UpdateArguments::groups`]. If false, there is only one
+    /// group. If true and no launch reads the groups, the update is [`Error::Misuse`].
+    fn has_groups(&self) -> bool {
+        false
+    }
+
+    /// True if [`UpdateRule::queue`] writes [`UpdateArguments::copy`]. If false, it receives no
+    /// copy, and [`Optimizer`](crate::Optimizer) queues a launch after it that rounds all weights.
+    /// If true and a part is not written, the update is [`Error::Misuse`].
+    fn writes_copy(&self) -> bool {
+        false
+    }
+
+    /// All settings in which two rules of this name may differ, as names and values. They are the
+    /// ones that [`UpdateRule::settings`] and [`UpdateRule::queue`] use, including the whole
+    /// schedule. The ranks of a group compare them before the first update. An `f32` formatted with
+    /// `{:?}` is exact.
+    ///
+    /// `None` means that the rule does not provide them, and a group of several ranks rejects it.
+    /// That is the default, unless the rule is a type without data, which has no settings.
+    fn configuration(&self) -> Option<Vec<(&'static str, String)>> {
+        (size_of_val(self) == 0).then(Vec::new)
+    }
+
+    /// Returns the values that change from update to update, such as the rate, for update `number`,
+    /// counted from 1, and a group. There is at least one value, the count is always the same, and
+    /// all are finite. They are on the device when the update runs.
+    fn settings(&self, number: u64, group: &ParameterGroup) -> Vec<f32>;
+
+    /// Queues an update. It must do the same each time: in a captured step it is called once and
+    /// replayed for each update. In a group of several ranks it is called for each slice of the
+    /// weights that its rank updates.
+    ///
+    /// # Errors
+    /// Those of the ops.
+    #[track_caller]
+    fn queue<'s>(&self, step: &Step<'s>, arguments: UpdateArguments<'_, 's>) -> Result<()>;
+}
+
+/// The memory that an update reads and writes: flat regions of one parameter spec, and the values
+/// of [`UpdateRule::settings`].
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct UpdateArguments<'b, 's> {
+    /// All weights. Keep the padding between parameters zero.
+    pub weights: LentMut<'b, 's>,
+    /// The BF16 copy of the weights, if there is one and [`UpdateRule::writes_copy`] is true. Write
+    /// each new weight to it, rounded.
+    pub copy: Option<LentMut<'b, 's, bf16>>,
+    /// All gradients, before clipping.
+    pub gradients: Lent<'b, 's>,
+    /// The regions that [`UpdateRule::state`] names, in the same order.
+    pub state: Vec<LentMut<'b, 's>>,
+    /// The settings of the update: `[settings]`, or `[groups, settings]` if there are several
+    /// groups.
+    pub settings: Lent<'b, 's>,
+    /// The group of each run of 64 elements, if there are several groups.
+    pub groups: Option<Lent<'b, 's, u32>>,
+    /// The squared L2 norm of all gradients together, `[1]`.
+    /// [`ops::clip_factor`](stepscope_core::ops::clip_factor) turns it into the clipping factor.
+    pub squared_norm: &'b Tensor<'s>,
+}
+
+/// Returns the parts of a rule's state. A wrapping rule may have passed them on.
+///
+/// # Errors
+/// [`Error::Misuse`] unless there are as many parts as the rule has.
+pub(super) fn expect_state<'b, 's, const N: usize>(
+    op: &'static str,
+    names: &[&str],
+    state: Vec<LentMut<'b, 's>>,
+) -> Result<[LentMut<'b, 's>; N]> {
+    state.try_into().map_err(|state: Vec<_>| {
+        let expected = format!("the state {names:?}: a rule that wraps this one returns the same from `state`");
+        Error::misuse(op, expected, format!("{} parts", state.len()))
+    })
+}

@@ -1,0 +1,260 @@
+//! The tensors of a safetensors file, read once, and written as they are in memory.
+//!
+//! Invariant: every byte is read once, into our own memory, and the checks, the digest and the
+//! result all use that memory. Concurrent changes to the file are an error during the read, and
+//! have no effect after it. A new file gets its name only when it is complete.
+
+#![forbid(unsafe_code)]
+
+use safetensors::tensor::{Dtype, Metadata, TensorInfo};
+use serde::Deserialize;
+use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::io::Write;
+use std::path::Path;
+use stepscope_core::error::{Error, Result, short};
+use stepscope_core::file_kind::{FileKind, MAX_HEADER_BYTES};
+use stepscope_core::files::{PlainFile, Replacement};
+use stepscope_core::params::NOTES;
+
+/// The bytes of the number at a file's start, which is the length of its header.
+const NUMBER_BYTES: u64 = size_of::<u64>() as u64;
+
+/// The notes and tensors of a file.
+#[derive(Debug)]
+pub(crate) struct Tensors {
+    header: Header,
+    bytes: Vec<u8>,
+}
+
+impl Tensors {
+    /// Reads a whole file: its header, which must describe exactly the file's bytes, and then those
+    /// bytes.
+    ///
+    /// # Errors
+    /// [`Error::File`] if the file is not a plain file, or cannot be read up to its length at
+    /// opening. The same if it is detectably written to meanwhile, has another format, or exceeds
+    /// the host's available memory.
+    pub(crate) fn read(path: &Path) -> Result<Self> {
+        Ok(Self::read_from(path)?.0)
+    }
+
+    /// Reads a whole file, and also returns the open file, for states of several files.
+    pub(crate) fn read_from(path: &Path) -> Result<(Self, PlainFile)> {
+        let failed = |reason: std::io::Error| Error::file(path, reason);
+        let mut file = PlainFile::open(path).map_err(failed)?;
+        if file.len() < NUMBER_BYTES {
+            let reason = format!("expected a safetensors file, got {} bytes: it is empty or truncated", file.len());
+            return Err(Error::file(path, reason));
+        }
+        let number = file.next_bytes(NUMBER_BYTES).map_err(failed)?;
+        let number: [u8; 8] = number.try_into().expect("as many as were asked for");
+        let (length, rest) = (u64::from_le_bytes(number), file.len() - NUMBER_BYTES);
+        if length > rest.min(MAX_HEADER_BYTES) {
+            let kind = file.kind().map_err(failed)?.filter(|&kind| kind != FileKind::Safetensors);
+            let reason = match kind {
+                // If a model is expected, an unspecific archive is most likely PyTorch's.
+                Some(FileKind::Zip) => FileKind::TorchZip.refusal("a safetensors file"),
+                Some(kind) => kind.refusal("a safetensors file"),
+                None => format!(
+                    "expected a header of at most {MAX_HEADER_BYTES} bytes that fits the file, got one of {length} bytes with {rest} left: it is truncated, or not a safetensors file"
+                ),
+            };
+            return Err(Error::file(path, reason));
+        }
+        let header = file.next_bytes(length).map_err(failed)?;
+        let header: Header = serde_json::from_slice(&header)
+            .map_err(|reason| Error::file(path, format!("its header: {}", short(&reason.to_string()))))?;
+        header.check(rest - length).map_err(|reason| Error::file(path, reason))?;
+        let bytes = file.next_bytes(rest - length).map_err(failed)?;
+        file.check_unchanged().map_err(failed)?;
+        Ok((Self { header, bytes }, file))
+    }
+
+    /// Returns the writer's notes, in order of their names.
+    pub(crate) fn notes(&self) -> &BTreeMap<String, String> {
+        &self.header.notes
+    }
+
+    /// Returns the bytes of a tensor, and which of these types it has.
+    ///
+    /// # Errors
+    /// Describes what the file has instead, if no tensor has this name, shape and type.
+    pub(crate) fn expect(&self, name: &str, shape: &[usize], types: &[Dtype]) -> Result<(&[u8], Dtype), String> {
+        match self.header.tensors.get(name) {
+            None => Err(format!("has no `{}`", short(name))),
+            Some(info) if info.shape != shape || !types.contains(&info.dtype) => {
+                let types = types.iter().map(|dtype| format!("{dtype:?}")).collect::<Vec<_>>().join(" or ");
+                let got = format!("{:?} {:?}", info.dtype, info.shape);
+                Err(format!("`{}`: expected {types} {shape:?}, got {}", short(name), short(&got)))
+            }
+            Some(info) => Ok((self.bytes(info), info.dtype)),
+        }
+    }
+
+    /// Returns all tensors, in order of their names.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = NamedTensor<'_>> {
+        self.header.tensors.iter().map(|(name, info)| NamedTensor {
+            name,
+            dtype: info.dtype,
+            shape: &info.shape,
+            bytes: self.bytes(info),
+        })
+    }
+
+    fn bytes(&self, info: &TensorInfo) -> &[u8] {
+        let (start, end) = info.data_offsets;
+        &self.bytes[start..end]
+    }
+}
+
+/// A tensor of a file.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct NamedTensor<'t> {
+    pub(crate) name: &'t str,
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: &'t [usize],
+    /// The bytes of all elements, little-endian.
+    pub(crate) bytes: &'t [u8],
+}
+
+/// Writes a file of these notes and tensors, which are in order of their names. It waits under a
+/// temporary name to be put at `path`. Takes the header's bytes in host memory.
+///
+/// # Errors
+/// [`Error::File`] with the system's reason.
+pub(crate) fn write(path: &Path, notes: &BTreeMap<String, String>, tensors: &[NamedTensor<'_>]) -> Result<Replacement> {
+    let described = tensors.iter().map(|tensor| (tensor.name.to_owned(), tensor.dtype, tensor.shape.to_vec()));
+    let header = header(path, notes, described)?;
+    Replacement::write(path, |mut file| {
+        file.write_all(&header)?;
+        tensors.iter().try_for_each(|tensor| file.write_all(tensor.bytes))
+    })
+}
+
+/// Returns the start of a file whose tensors follow one another in this order: the header's length,
+/// and the header. It is equally long for texts of equal lengths.
+///
+/// # Errors
+/// [`Error::File`] if the bytes of the tensors overflow.
+pub(crate) fn header(
+    path: &Path,
+    notes: &BTreeMap<String, String>,
+    tensors: impl IntoIterator<Item = (String, Dtype, Vec<usize>)>,
+) -> Result<Vec<u8>> {
+    let mut end = 0usize;
+    let info = |(name, dtype, shape): (String, Dtype, Vec<usize>)| {
+        let bits = shape.iter().try_fold(dtype.bitsize(), |bits, &extent| bits.checked_mul(extent));
+        let stop = bits.and_then(|bits| end.checked_add(bits / 8));
+        let stop = stop.ok_or_else(|| Error::file(path, format!("the size of `{}` overflows", short(&name))))?;
+        let data_offsets = (std::mem::replace(&mut end, stop), stop);
+        Ok((name, TensorInfo { dtype, shape, data_offsets }))
+    };
+    let tensors = tensors.into_iter().map(info).collect::<Result<Vec<_>>>()?;
+    let notes = notes.iter().map(|(key, value)| (key.clone(), value.clone())).collect();
+    let metadata = Metadata::new(Some(notes), tensors).map_err(|reason| Error::file(path, reason))?;
+    let mut header = serde_json::to_vec(&metadata).map_err(|reason| Error::file(path, reason))?;
+    // The format requires the tensors to start at a multiple of eight bytes.
+    header.resize(header.len().next_multiple_of(size_of::<u64>()), b' ');
+    Ok([&(header.len() as u64).to_le_bytes()[..], &header].concat())
+}
+
+/// The header of a file.
+#[derive(Debug, Default)]
+struct Header {
+    notes: BTreeMap<String, String>,
+    tensors: BTreeMap<String, TensorInfo>,
+}
+
+impl Header {
+    /// Returns an error unless the tensors follow one another and have `bytes` bytes in total.
+    fn check(&self, bytes: u64) -> Result<(), String> {
+        let mut tensors: Vec<_> = self.tensors.iter().collect();
+        tensors.sort_by_key(|(_, info)| info.data_offsets);
+        let mut end = 0usize;
+        for (name, info) in tensors {
+            let bits = info.shape.iter().try_fold(info.dtype.bitsize(), |bits, &extent| bits.checked_mul(extent));
+            let stop = bits.filter(|bits| bits % 8 == 0).and_then(|bits| end.checked_add(bits / 8));
+            let stop = stop.ok_or_else(|| {
+                format!(
+                    "`{}`: expected a size in whole bytes that does not overflow, got {:?} of a shape of rank {}",
+                    short(name),
+                    info.dtype,
+                    info.shape.len()
+                )
+            })?;
+            if info.data_offsets != (end, stop) {
+                let (from, to) = info.data_offsets;
+                return Err(format!("`{}`: expected bytes {end} to {stop}, got {from} to {to}", short(name)));
+            }
+            end = stop;
+        }
+        if end as u64 == bytes {
+            return Ok(());
+        }
+        Err(format!("expected {end} bytes after the header, as it states, got {bytes}"))
+    }
+}
+
+impl<'de> Deserialize<'de> for Header {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(Entries)
+    }
+}
+
+/// Parses a header in which each name appears once.
+struct Entries;
+
+impl<'de> Visitor<'de> for Entries {
+    type Value = Header;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object of tensors")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Header, A::Error> {
+        let (mut notes, mut tensors) = (None, BTreeMap::new());
+        while let Some(name) = map.next_key::<String>()? {
+            let twice = match name.as_str() {
+                NOTES => notes.replace(map.next_value::<Option<Texts>>()?).is_some(),
+                _ if tensors.contains_key(&name) => true,
+                _ => tensors.insert(name.clone(), map.next_value()?).is_some(),
+            };
+            if twice {
+                return Err(A::Error::custom(format_args!("two named `{}`", short(&name))));
+            }
+        }
+        let notes = notes.flatten().map(|Texts(notes)| notes).unwrap_or_default();
+        Ok(Header { notes, tensors })
+    }
+}
+
+/// Texts by name, where each name appears once.
+pub(crate) struct Texts(pub(crate) BTreeMap<String, String>);
+
+impl<'de> Deserialize<'de> for Texts {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(TextEntries)
+    }
+}
+
+struct TextEntries;
+
+impl<'de> Visitor<'de> for TextEntries {
+    type Value = Texts;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object of texts")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Texts, A::Error> {
+        let mut texts = BTreeMap::new();
+        while let Some((name, text)) = map.next_entry::<String, String>()? {
+            if texts.insert(name.clone(), text).is_some() {
+                return Err(A::Error::custom(format_args!("two texts named `{}`", short(&name))));
+            }
+        }
+        Ok(Texts(texts))
+    }
+}

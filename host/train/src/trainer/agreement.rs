@@ -1,0 +1,60 @@
+//! Collects the settings that all ranks of a group must share, as names and values.
+//!
+//! Invariant: this file collects every property of a train state, trainer or batch that decides the
+//! weights after an update. [`Group::agree_on`](stepscope_group::Group::agree_on) compares the properties
+//! that only the program can access. Properties that do not decide the weights, such as whether
+//! steps are captured, are left out, so ranks may differ in them.
+
+#![forbid(unsafe_code)]
+
+use crate::optim::{Optimizer, UpdateRule};
+use sha2::{Digest, Sha256};
+use stepscope_core::device::{DeviceKind, KernelTest, ptx_builds};
+use stepscope_core::digest::hex;
+use stepscope_core::error::{Error, Result};
+use stepscope_core::params::{ParameterEntry, Parameters};
+use stepscope_group::agreement::Settings;
+
+/// Returns the settings of the weights and the optimizer of a group of several ranks. Waits for the
+/// device.
+pub(super) fn of_weights<R: UpdateRule>(
+    shards: usize,
+    parameters: &Parameters,
+    optimizer: &Optimizer<R>,
+) -> Result<Settings> {
+    let mut settings = Settings::default();
+    settings.add("shards", shards.to_string());
+    settings.add("kernels' results", sha256(KernelTest::registered()?.results));
+    if parameters.flat().device().description().kind == DeviceKind::Cuda {
+        settings.add("PTX", format!("{:?}", ptx_builds()));
+    }
+    let layout = parameters.layout();
+    let place = |entry: &ParameterEntry| format!("{} {}", entry.name(), entry.shape());
+    let places: Vec<String> = layout.entries().iter().map(place).collect();
+    settings.add("parameters", format!("{}: {}", places.len(), places.join(", ")));
+    settings.add("weights", parameters.sha256()?);
+    settings.add("BF16 copy of the weights", parameters.bf16_copy().is_some().to_string());
+    settings.add("updates made", optimizer.updates().to_string());
+    let Some(configuration) = optimizer.configuration()? else {
+        let expected = "a rule whose settings the ranks of a group can compare: implement \
+                        `UpdateRule::configuration`";
+        return Err(Error::misuse(optimizer.name(), expected, "none"));
+    };
+    configuration.into_iter().for_each(|(name, value)| settings.add(name, value));
+    Ok(settings)
+}
+
+/// Returns the settings of an update: its number, the lengths of the batch's parts, and the rule's
+/// settings for it.
+pub(super) fn of_update<R: UpdateRule>(optimizer: &Optimizer<R>, lens: &[usize]) -> Result<Settings> {
+    let number = optimizer.updates().saturating_add(1);
+    let mut settings = Settings::default();
+    settings.add("update", number.to_string());
+    settings.add("samples in the parts of the batch", format!("{lens:?}"));
+    settings.add("optimizer's settings for the update", format!("{:?}", optimizer.settings_of_update(number)?));
+    Ok(settings)
+}
+
+fn sha256(text: &str) -> String {
+    hex(&Sha256::digest(text))
+}

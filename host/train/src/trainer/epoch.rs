@@ -1,0 +1,377 @@
+//! Runs epochs, single updates, half updates and evaluations, and saves and restores checkpoints.
+
+#![forbid(unsafe_code)]
+
+use super::batch::{DROPOUT_SEED, EpochProgress, HostBatch, PROGRESS, Update, dropout_seed, first_input};
+use super::model::{Model, TrainState};
+use super::setup::Trainer;
+use super::stage::Queued;
+use crate::checkpoint::Checkpoint;
+use crate::optim::UpdateRule;
+use cuda_std::float_mode;
+use std::panic::Location;
+use std::slice;
+use std::sync::atomic::Ordering;
+use stepscope_core::arena::Arena;
+use stepscope_core::error::{Error, Quantity, Result};
+use stepscope_core::non_finite::is_finite;
+use stepscope_core::ops;
+use stepscope_core::shortage::MemoryShortage;
+use stepscope_core::step::EagerStep;
+use stepscope_core::tape::{Tape, Var};
+use stepscope_core::upload::Transfer;
+use stepscope_group::agreement::Settings;
+
+/// Receives callbacks while an epoch runs. The default functions do nothing.
+pub trait Observer {
+    /// Receives each finished update, while the next one may already be running. `_arena` is passed
+    /// for its report.
+    ///
+    /// # Errors
+    /// An error that this function returns ends the epoch, and `epoch` returns it.
+    fn updated(&mut self, _update: &Update, _progress: &EpochProgress, _arena: &Arena) -> Result<()> {
+        Ok(())
+    }
+
+    /// Returns notes of the caller's own to store in each checkpoint.
+    fn notes(&self) -> Vec<(&str, String)> {
+        Vec::new()
+    }
+}
+
+impl Observer for () {}
+
+/// The way in which an epoch ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ended {
+    /// All batches were trained on.
+    Finished,
+    /// The stop flag was set. The running update has finished, and the checkpoint is written if a
+    /// path is set.
+    Stopped,
+}
+
+impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
+    /// Updates the weights once by a batch. Each part of the batch is a step, and the gradients of
+    /// all parts are added up. Waits for the update.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for a batch or part without samples. [`Error::Label`] for a label that is
+    /// not a class, with its sample's index in the batch. Any error of the steps. After these the
+    /// weights are those of the previous update, unless the device is lost or only the readback of
+    /// the loss failed.
+    ///
+    /// [`Error::NotFinite`] if the loss or the gradients' norm is not finite. The update has then
+    /// been made, and the weights are worthless. All weights are also checked before every
+    /// thousandth update, and before the first one if they were loaded unchecked. If that check
+    /// fails, the update is not made.
+    #[track_caller]
+    pub fn update(&mut self, batch: &[impl HostBatch]) -> Result<Update> {
+        let update = self.update_by(batch);
+        self.broadcast_error(update)
+    }
+
+    #[track_caller]
+    fn update_by(&mut self, batch: &[impl HostBatch]) -> Result<Update> {
+        self.check_weights_at_times()?;
+        let queued = self.queue(batch)?;
+        self.wait_for_update(queued, batch)
+    }
+
+    /// Trains on batches, one update each (see [`Trainer::update`]), starting from `progress`. The
+    /// caller must already have skipped the batches that `progress` counts. Returns after the last
+    /// batch. If the stop flag is set, it first writes a checkpoint and then returns. Before it
+    /// returns, it checks that all weights are finite.
+    ///
+    /// # Errors
+    /// The first error of the batches, of [`Trainer::update`], of [`Trainer::save`] or of the
+    /// observer. After [`Error::NotFinite`], the update that produced the non-finite value is not
+    /// counted, and one more update may have been made. After [`Error::MemoryShortage`], the
+    /// checkpoint has been written if a path is set.
+    #[track_caller]
+    pub fn epoch<S: HostBatch>(
+        &mut self,
+        batches: impl IntoIterator<Item = Result<Vec<S>>>,
+        progress: &mut EpochProgress,
+        observer: &mut impl Observer,
+    ) -> Result<Ended> {
+        let ended = self.epoch_of(batches, progress, observer);
+        self.broadcast_error(ended)
+    }
+
+    #[track_caller]
+    fn epoch_of<S: HostBatch>(
+        &mut self,
+        batches: impl IntoIterator<Item = Result<Vec<S>>>,
+        progress: &mut EpochProgress,
+        observer: &mut impl Observer,
+    ) -> Result<Ended> {
+        let mut running = None;
+        let ended = self.run(batches, &mut running, progress, observer);
+        if matches!(ended, Err(Error::NotFinite { .. })) {
+            // Updates that are queued after it are not worth reporting.
+            return ended;
+        }
+        if ended.is_err() && self.has_company() {
+            // The other ranks may be in an update that this rank does not make. They need this
+            // error, and would not take part in the report.
+            return ended;
+        }
+        // Updates that were queued before an error are still reported.
+        let reported = match running {
+            Some(last) => self.report(last, progress, observer),
+            None => Ok(()),
+        };
+        let ended = ended.and_then(|ended| reported.map(|()| ended))?;
+        self.check_weights().map(|()| ended)
+    }
+
+    /// Queues each batch before it reports the previous one, and leaves the last one running. Each
+    /// batch is kept until it is reported.
+    #[track_caller]
+    fn run<S: HostBatch>(
+        &mut self,
+        batches: impl IntoIterator<Item = Result<Vec<S>>>,
+        running: &mut Option<(Queued, Vec<S>)>,
+        progress: &mut EpochProgress,
+        observer: &mut impl Observer,
+    ) -> Result<Ended> {
+        for batch in batches {
+            let batch = batch?;
+            self.check_weights_at_times()?;
+            let queued = match self.queue(&batch) {
+                Err(Error::MemoryShortage(shortage)) => return self.end_short(shortage, running, progress, observer),
+                queued => queued?,
+            };
+            if let Some(before) = running.replace((queued, batch)) {
+                self.report(before, progress, observer)?;
+            }
+            let stop = self.stopped || self.stop.is_some_and(|flag| flag.load(Ordering::Relaxed)) && self.is_alone();
+            let made = progress.updates + 1;
+            if stop || self.every.is_some_and(|every| made.is_multiple_of(every)) {
+                if let Some(last) = running.take() {
+                    self.report(last, progress, observer)?;
+                }
+                self.save(progress, &observer.notes())?;
+            }
+            if stop {
+                return Ok(Ended::Stopped);
+            }
+        }
+        Ok(Ended::Finished)
+    }
+
+    /// Writes a checkpoint and ends an epoch whose next update cannot begin. In a group, saving
+    /// needs all ranks, so it saves only if all ranks received the shortage.
+    #[track_caller]
+    fn end_short<S: HostBatch>(
+        &mut self,
+        shortage: Box<MemoryShortage>,
+        running: &mut Option<(Queued, Vec<S>)>,
+        progress: &mut EpochProgress,
+        observer: &mut impl Observer,
+    ) -> Result<Ended> {
+        if let Some(last) = running.take() {
+            self.report(last, progress, observer)?;
+        }
+        if self.is_alone() || shortage.rank.is_some() {
+            self.save(progress, &observer.notes())?;
+        }
+        Err(Error::MemoryShortage(shortage))
+    }
+
+    /// Waits for an update, counts it and calls the observer.
+    #[track_caller]
+    fn report<S: HostBatch>(
+        &mut self,
+        (queued, batch): (Queued, Vec<S>),
+        progress: &mut EpochProgress,
+        observer: &mut impl Observer,
+    ) -> Result<()> {
+        let update = self.wait_for_update(queued, &batch)?;
+        progress.add(&update);
+        observer.updated(&update, progress, self.arena)
+    }
+
+    /// Computes the gradients of a batch without updating the weights, in eager steps. It is for
+    /// callers that inspect the gradients, or the memory of the steps. [`Trainer::apply`] must
+    /// follow.
+    ///
+    /// # Errors
+    /// The errors of [`Trainer::update`].
+    #[track_caller]
+    pub fn accumulate(&mut self, batch: &[impl HostBatch]) -> Result<Update> {
+        let metrics = self.accumulate_of(batch);
+        self.accumulated = metrics.is_ok();
+        self.broadcast_error(metrics)
+    }
+
+    #[track_caller]
+    fn accumulate_of(&mut self, batch: &[impl HostBatch]) -> Result<Update> {
+        let queued = self.queue_eager(batch, false)?;
+        self.wait_for_update(queued, batch)
+    }
+
+    /// Makes the update that [`Trainer::accumulate`] left out. Waits for it.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] unless `accumulate` succeeded and no update followed it.
+    /// [`Error::NotFinite`] as for [`Trainer::update`]. Any error of the step.
+    #[track_caller]
+    pub fn apply(&mut self) -> Result<()> {
+        if !self.accumulated {
+            return Err(Error::misuse("apply", "a successful `accumulate`, and no update since", "none"));
+        }
+        let applied = self.apply_accumulated();
+        let squared = self.broadcast_error(applied)?;
+        self.accumulated = false;
+        let update = self.learner().optimizer.updates();
+        self.check(update, Quantity::GradientNorm, is_finite(squared), || Ok(None))
+    }
+
+    /// Makes the update, and returns the squared norm of all gradients.
+    #[track_caller]
+    fn apply_accumulated(&mut self) -> Result<f32> {
+        let Self { arena, stage, .. } = self;
+        let learner = stage.learner_mut();
+        if learner.shards.is_some() {
+            let mut metrics = Vec::new();
+            learner.update(arena, &mut |step, metric| {
+                metrics.push(step.read_scalar(metric)?);
+                Ok(())
+            })?;
+            return Ok(metrics[0]);
+        }
+        let TrainState { parameters, gradients, optimizer, .. } = learner;
+        arena.step(|step| step.read_scalar(&optimizer.apply_with_norm(step, parameters, gradients)?))
+    }
+
+    /// Returns `result` unchanged. In a group, it first sends an error to all ranks.
+    fn broadcast_error<T>(&self, result: Result<T>) -> Result<T> {
+        match (&self.learner().shards, &result) {
+            // All ranks already have this error and end with it.
+            (Some(_), Err(Error::MemoryShortage(shortage))) if shortage.rank.is_some() => result,
+            (Some(shards), _) => shards.group().broadcast_error(result),
+            (None, _) => result,
+        }
+    }
+
+    fn is_alone(&self) -> bool {
+        self.learner().shards.is_none()
+    }
+
+    fn has_company(&self) -> bool {
+        self.learner().shards.as_ref().is_some_and(|shards| shards.group().ranks() > 1)
+    }
+
+    /// Returns the sum of the samples' losses and the value that `read` makes of the model's
+    /// output, in a step without gradients. The step multiplies with [`TrainState::precision`], as
+    /// in training, including the products in `read`.
+    ///
+    /// # Errors
+    /// [`Error::NotFinite`] if the sum is not finite. [`Error::Label`] for a label that is not a
+    /// class. Any error of the step.
+    #[track_caller]
+    pub fn evaluate<T>(
+        &mut self,
+        samples: &impl HostBatch,
+        read: impl for<'s> FnOnce(&EagerStep<'s>, &Var<'s>) -> Result<T>,
+    ) -> Result<(f64, T)> {
+        let TrainState { model, parameters, precision, .. } = self.stage.learner();
+        let (loss, made) = self.arena.step(|step| {
+            step.set_precision(*precision);
+            let batch = step.upload_inputs(&samples.inputs()?)?;
+            let tape = Tape::new(step, parameters).evaluating();
+            let output = model.forward(&tape, &batch)?;
+            let loss = model.loss(&tape, &output, &batch, 1.0)?;
+            Ok((f64::from(step.read_scalar(loss.value())?), read(step, &output)?))
+        })?;
+        let update = self.learner().optimizer.updates();
+        let finite = float_mode::in_default(|| loss.is_finite());
+        self.check(update, Quantity::EvaluationLoss, finite, || first_input(slice::from_ref(samples), 0..1))?;
+        Ok((loss, made))
+    }
+
+    /// Evaluates a classifier: returns the sum of the samples' losses and the number of samples
+    /// that are classified correctly. The model's output is `[samples, classes]`. A sample is
+    /// correct if the largest value of its row is in its label's column. Among equal values the
+    /// first one counts.
+    ///
+    /// # Errors
+    /// The errors of [`Trainer::evaluate`]. [`Error::Misuse`] unless there is one label and one
+    /// output row per sample.
+    #[track_caller]
+    pub fn evaluate_classes(&mut self, samples: &impl HostBatch, labels: &[u32]) -> Result<(f64, usize)> {
+        let (loss, guesses) = self.evaluate(samples, |step, output| {
+            let guesses = ops::argmax_columns(step, output.value())?;
+            let (count, rows) = (samples.len(), guesses.shape().elements());
+            if (count, count) != (labels.len(), rows) {
+                let expected = format!("a label and a row of the output for each of {count} samples");
+                return Err(Error::misuse("evaluate", expected, format!("{} labels and {rows} rows", labels.len())));
+            }
+            step.read(&guesses)
+        })?;
+        Ok((loss, guesses.iter().zip(labels).filter(|(guess, label)| guess == label).count()))
+    }
+
+    /// Writes the weights, optimizer, dropout seed, progress and notes to the checkpoint path, or
+    /// does nothing without a path. In a group all ranks must call it, each with a path set, and
+    /// rank 0 writes the file. Waits for the device.
+    ///
+    /// # Errors
+    /// The errors of [`Checkpoint::save`].
+    #[track_caller]
+    pub fn save(&self, progress: &EpochProgress, notes: &[(&str, String)]) -> Result<()> {
+        let Some(path) = &self.checkpoint else { return Ok(()) };
+        let TrainState { parameters, optimizer, generator, shards, .. } = self.learner();
+        let mut notes = [&[(PROGRESS, progress.to_string())], notes].concat();
+        notes.extend(generator.iter().map(|generator| (DROPOUT_SEED, generator.seed().to_string())));
+        match shards {
+            None => Checkpoint::save_with(path, parameters, Some(optimizer), &notes, self.non_finite),
+            Some(shards) => {
+                let agreed = self.agree();
+                self.broadcast_error(agreed)?;
+                self.broadcast_error(shards.save(optimizer, |state| {
+                    Checkpoint::save_whole(path, parameters, (Some(optimizer), state), &notes, self.non_finite)
+                }))
+            }
+        }
+    }
+
+    /// Restores the weights, optimizer and dropout seed, and returns the epoch's progress. In a
+    /// group every rank reads the same file. Any number of ranks may have written that file.
+    ///
+    /// # Errors
+    /// The errors of [`Checkpoint::restore`]. [`Error::File`] if the train state has dropout and
+    /// the file has no seed.
+    #[track_caller]
+    pub fn restore(&mut self, checkpoint: &Checkpoint) -> Result<EpochProgress> {
+        let restored = self.restore_from(checkpoint);
+        self.broadcast_error(restored)
+    }
+
+    #[track_caller]
+    fn restore_from(&mut self, checkpoint: &Checkpoint) -> Result<EpochProgress> {
+        let progress = EpochProgress::of(checkpoint)?;
+        let TrainState { parameters, optimizer, generator, shards, .. } = self.stage.learner_mut();
+        let seed = generator.as_ref().map(|_| dropout_seed(checkpoint)).transpose()?;
+        if let Some(shards) = shards {
+            let mut settings = Settings::default();
+            settings.add("checkpoint", checkpoint.digest()?);
+            shards.group().compare("restore", &settings, Location::caller())?;
+            shards.restored();
+        }
+        // Checkpoints are not sliced.
+        let slices = optimizer.slices().to_vec();
+        optimizer.keep(std::iter::once(0..parameters.layout().elements()).collect())?;
+        let restored =
+            checkpoint.restore_with(parameters, Some(optimizer), Transfer::new().non_finite(self.non_finite));
+        optimizer.keep(slices)?;
+        restored?;
+        if let (Some(generator), Some(seed)) = (generator, seed) {
+            // The next update sets the step.
+            generator.set(seed, 0)?;
+        }
+        Ok(progress)
+    }
+}

@@ -1,0 +1,252 @@
+//! Runs the steps of an update, reads their metrics back, and reports updates that failed.
+
+use super::agreement;
+use super::batch::{HostBatch, MicroBatch, Update, first_input, place};
+use super::model::{Model, StepMetrics, TrainState};
+use super::setup::Trainer;
+use super::shards::Wanted;
+use super::stage::{Queued, Results, Stage};
+use crate::optim::UpdateRule;
+use cuda_std::float_mode;
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+use stepscope_core::device::PinnedReadback;
+use stepscope_core::error::{Error, Quantity, Result};
+use stepscope_core::non_finite::{NonFinite, is_finite};
+
+/// The number of updates between two checks of all weights. Reading the weights of GPT-2 takes as
+/// long as one update.
+const CHECK_EVERY: u64 = 1000;
+
+/// The parts of a batch that run on this rank.
+struct Plan {
+    number: u64,
+    samples: usize,
+    /// This rank's own parts in the order of the batch, one range per shard.
+    shards: Vec<Range<usize>>,
+    /// True in a group. There, no step updates the weights, and the gradients of each shard start
+    /// from zero.
+    sharded: bool,
+    /// True if the weights are updated.
+    updates: bool,
+}
+
+impl Plan {
+    /// Returns the parts that run here, which are contiguous.
+    fn parts(&self) -> Range<usize> {
+        self.shards[0].start..self.shards[self.shards.len() - 1].end
+    }
+
+    /// Returns the micro-batch settings of part `at` of a shard.
+    fn part(&self, shard: &Range<usize>, at: usize) -> MicroBatch {
+        let last = at + 1 == shard.end && !self.sharded;
+        MicroBatch { samples: self.samples, first: at == shard.start, last, update: last && self.updates }
+    }
+
+    fn queued(&self, metrics: Results) -> Queued {
+        Queued { number: self.number, samples: self.samples, parts: self.parts(), updates: self.updates, metrics }
+    }
+}
+
+impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
+    /// Queues an update if steps are captured, or makes it if they are eager.
+    #[track_caller]
+    pub(super) fn queue<S: HostBatch>(&mut self, batch: &[S]) -> Result<Queued> {
+        if matches!(self.stage, Stage::Eager(_)) {
+            return self.queue_eager(batch, true);
+        }
+        let plan = self.advance(batch, true)?;
+        let Self { arena, stage: Stage::Captured(captured), landings, .. } = self else {
+            unreachable!("checked above")
+        };
+        let words = plan.parts().len() + 2;
+        let free = landings.pop().filter(|landing| landing.words() >= words);
+        let mut landing = match free {
+            Some(landing) => landing,
+            None => PinnedReadback::new(arena.device(), words)?,
+        };
+        landing.clear();
+        for (number, shard) in plan.shards.iter().enumerate() {
+            for at in shard.clone() {
+                let inputs = batch[at].inputs()?.variant(plan.part(shard, at).variant());
+                let is_last = number + 1 == plan.shards.len() && at + 1 == shard.end;
+                let replay = match is_last {
+                    true => captured.replay_telling(&inputs, &mut |learner, complete| learner.travel(arena, complete)),
+                    false => captured.replay(&inputs),
+                };
+                let replay = replay.map_err(|error| behind(&batch[..at], error))?;
+                let StepMetrics { loss, gradients, monitored } = replay.outputs();
+                let mut outputs = [Some(*loss), *gradients, *monitored].into_iter().flatten();
+                outputs.try_for_each(|output| replay.land(output, &mut landing))?;
+            }
+            captured.state_mut().fold(arena, (number, shard.is_empty()))?;
+        }
+        let learner = captured.state_mut();
+        learner.sum(arena, Wanted::Watched)?;
+        learner.update(arena, &mut |_, metric| landing.land(metric))?;
+        landing.seal()?;
+        Ok(plan.queued(Results::PinnedReadback(landing)))
+    }
+
+    /// Runs an update eagerly, with the optimizer's part only if `update` is set.
+    #[track_caller]
+    pub(super) fn queue_eager<S: HostBatch>(&mut self, batch: &[S], update: bool) -> Result<Queued> {
+        let plan = self.advance(batch, update)?;
+        let Self { arena, stage, .. } = self;
+        let learner = stage.learner_mut();
+        let mut known = Vec::new();
+        for (number, shard) in plan.shards.iter().enumerate() {
+            for at in shard.clone() {
+                let values = arena.step(|step| {
+                    let inputs = step.upload_inputs(&batch[at].inputs()?)?;
+                    let StepMetrics { loss, gradients, monitored } =
+                        learner.learn(step, &inputs, plan.part(shard, at))?;
+                    let [gradients, monitored] =
+                        [gradients, monitored].map(|norm| norm.map(|norm| step.read_scalar(&norm)).transpose());
+                    Ok([Some(step.read_scalar(&loss)?), gradients?, monitored?])
+                });
+                known.extend(values.map_err(|error| behind(&batch[..at], error))?.into_iter().flatten());
+            }
+            learner.fold(arena, (number, shard.is_empty()))?;
+        }
+        learner.sum(arena, if update { Wanted::Watched } else { Wanted::All })?;
+        if update {
+            learner.update(arena, &mut |step, metric| {
+                known.push(step.read_scalar(metric)?);
+                Ok(())
+            })?;
+        }
+        Ok(plan.queued(Results::Known(known)))
+    }
+
+    /// Waits for the metrics of an update by `batch`.
+    #[track_caller]
+    pub(super) fn wait_for_update<S: HostBatch>(&mut self, queued: Queued, batch: &[S]) -> Result<Update> {
+        let Queued { number, samples, parts, updates, metrics } = queued;
+        let metrics = match metrics {
+            Results::Known(metrics) => metrics,
+            Results::PinnedReadback(landing) => {
+                let metrics = landing.wait(self.arena.deadline())?;
+                self.landings.push(landing);
+                metrics
+            }
+        };
+        let (losses, norms) = metrics.split_at(parts.len());
+        let (gradients, monitored) = norms.split_at(usize::from(updates));
+        let loss = self.learner().loss_of_all(losses, norms)?;
+        let finite = [
+            (Quantity::Loss, float_mode::in_default(|| loss.is_finite())),
+            (Quantity::GradientNorm, gradients.iter().all(|&squared| is_finite(squared))),
+        ];
+        finite
+            .into_iter()
+            .try_for_each(|(what, finite)| self.check(number, what, finite, || first_input(batch, parts.clone())))?;
+        let monitored_l2 = monitored.first().map(|&squared| float_mode::in_default(|| f64::from(squared).sqrt()));
+        Ok(Update { number, samples, loss, monitored_l2 })
+    }
+
+    /// Returns an error if a metric of an update, or of the evaluation after it, must be finite and
+    /// is not. The error names the first non-finite tensor that can still be inspected, in the
+    /// order batch inputs, gradients, weights.
+    pub(super) fn check(
+        &self,
+        update: u64,
+        what: Quantity,
+        finite: bool,
+        first_input: impl FnOnce() -> Result<Option<String>>,
+    ) -> Result<()> {
+        if finite || self.non_finite == NonFinite::Allow {
+            return Ok(());
+        }
+        let tensor = first_input()?.map_or_else(|| self.first_of_model(update, what), Ok)?;
+        Err(Error::NotFinite { update: Some(update), what, tensor })
+    }
+
+    /// Finds the first non-finite gradient or weight. These may belong to a later update that was
+    /// queued meanwhile. An evaluation checks no gradients, because those of the last update did
+    /// not enter its loss.
+    fn first_of_model(&self, update: u64, what: Quantity) -> Result<String> {
+        let TrainState { parameters, gradients, optimizer, .. } = self.learner();
+        let made = optimizer.updates();
+        let seen = match made > update {
+            true => format!(", found after update {made}, which has overwritten those of update {update}"),
+            false => String::new(),
+        };
+        parameters.first_not_finite((what != Quantity::EvaluationLoss).then_some(gradients), &seen)
+    }
+
+    /// Calls [`Trainer::check_weights`] before every [`CHECK_EVERY`]th update, and before the first
+    /// one if the caller loaded unchecked weights. A non-finite weight that does not affect the
+    /// loss shows nowhere else.
+    pub(super) fn check_weights_at_times(&self) -> Result<()> {
+        match self.updates_begun {
+            0 if !self.learner().parameters.are_unchecked() => Ok(()),
+            begun if begun.is_multiple_of(CHECK_EVERY) => self.check_weights(),
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns an error if the weights must be finite and are not. Waits for the device.
+    pub(super) fn check_weights(&self) -> Result<()> {
+        let TrainState { parameters, optimizer, .. } = self.learner();
+        if self.non_finite == NonFinite::Allow {
+            return Ok(());
+        }
+        parameters.check_finite(optimizer.updates())
+    }
+
+    /// Compares everything that decides the weights with the other ranks of the group, once.
+    #[track_caller]
+    pub(super) fn agree(&self) -> Result<()> {
+        let learner = self.learner();
+        let Some(shards) = &learner.shards else { return Ok(()) };
+        shards.check(&learner.parameters, &learner.optimizer)?;
+        shards.agree(|| {
+            let mut settings = learner.settings(shards)?;
+            settings.add("non-finite values", format!("{:?}", self.non_finite));
+            Ok(settings)
+        })
+    }
+
+    /// Agrees on the update with all ranks, prepares the optimizer for it, and returns the parts of
+    /// the batch to run here.
+    #[track_caller]
+    fn advance<S: HostBatch>(&mut self, batch: &[S], update: bool) -> Result<Plan> {
+        let lens = batch.iter().map(HostBatch::len);
+        let samples = lens.clone().try_fold(0usize, |sum, len| if len == 0 { None } else { sum.checked_add(len) });
+        let Some(samples) = samples.filter(|samples| (1..=MicroBatch::MOST).contains(samples)) else {
+            let expected = format!("samples in each part of a batch, at most {} in all", MicroBatch::MOST);
+            return Err(Error::misuse("update", expected, format!("{:?}", lens.collect::<Vec<_>>())));
+        };
+        self.accumulated = false;
+        self.agree()?;
+        let short = self.shortage()?;
+        let stop = self.stop.is_some_and(|flag| flag.load(Ordering::Relaxed));
+        let learner = self.stage.learner_mut();
+        let shards = match &mut learner.shards {
+            None => match short {
+                Some(shortage) => return Err(Error::MemoryShortage(Box::new(shortage))),
+                None => std::iter::once(0..batch.len()).collect(),
+            },
+            Some(shards) => {
+                let lens: Vec<usize> = batch.iter().map(HostBatch::len).collect();
+                let own = shards.own(&lens)?;
+                let settings = agreement::of_update(&learner.optimizer, &lens)?;
+                self.stopped = shards.agree_on_update(samples, settings, (stop, short))?;
+                own
+            }
+        };
+        self.updates_begun += 1;
+        let (number, sharded) = (learner.advance(shards[0].start)?, learner.shards.is_some());
+        Ok(Plan { number, samples, shards, sharded, updates: update })
+    }
+}
+
+/// Corrects the sample index of an error from a part of a batch to its index in the whole batch.
+/// `before` are the earlier parts.
+fn behind<S: HostBatch>(before: &[S], error: Error) -> Error {
+    match error {
+        Error::Label { sample, label, classes } => Error::Label { sample: place(before, sample), label, classes },
+        other => other,
+    }
+}

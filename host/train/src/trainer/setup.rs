@@ -1,0 +1,184 @@
+//! Defines the trainer and its settings: the train state, the checkpoint path and the stop flag.
+
+#![forbid(unsafe_code)]
+
+use super::batch::{HostBatch, MicroBatch};
+use super::model::{Model, TrainState};
+use super::stage::Stage;
+use crate::optim::{AdamWConfig, UpdateRule};
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
+use stepscope_core::arena::Arena;
+use stepscope_core::capture::CaptureReport;
+use stepscope_core::device::PinnedReadback;
+use stepscope_core::error::Result;
+use stepscope_core::non_finite::NonFinite;
+use stepscope_core::shortage::MemoryForecast;
+
+/// Trains a model on an arena, with update rule `R`.
+///
+/// ```
+/// use stepscope::nn::Linear;
+/// use stepscope::*;
+///
+/// struct Classifier(Linear);
+///
+/// impl Model for Classifier {
+///     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
+///         self.0.forward(tape, &tape.input(batch.input::<f32>(0)?))
+///     }
+/// }
+///
+/// struct Points(Vec<f32>, Vec<u32>);
+///
+/// impl HostBatch for Points {
+///     fn len(&self) -> usize {
+///         self.1.len()
+///     }
+///
+///     fn inputs(&self) -> Result<HostInputs<'_>> {
+///         HostInputs::new().with(&self.0, [self.1.len(), 2])?.with(&self.1, [self.1.len()])
+///     }
+/// }
+///
+/// # fn main() -> Result<()> {
+/// let mut layout = ParameterSpec::builder();
+/// let model = Classifier(Linear::new(layout.names().at("head"), 2, 2));
+/// let device = Device::open(DeviceKind::Emulated)?;
+/// let config = AdamWConfig { learning_rate: 0.1, ..AdamWConfig::default() };
+/// let learner = TrainState::new(&device, model, &layout.build()?, 7, config)?;
+/// let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
+///
+/// let batch = || Points(vec![1.0, 0.0, 0.0, 1.0], vec![0, 1]);
+/// let mut trainer = Trainer::captured(&mut arena, learner, &batch())?;
+/// let mut progress = EpochProgress::default();
+/// trainer.epoch((0..50).map(|_| Ok(vec![batch()])), &mut progress, &mut ())?;
+/// let (loss, logits) = trainer.evaluate(&batch(), |step, logits| step.read(logits.value()))?;
+/// assert!(loss < 0.1 && logits[0] > logits[1] && logits[2] < logits[3], "{loss}");
+/// # Ok(())
+/// # }
+/// ```
+pub struct Trainer<'a, M, R = AdamWConfig> {
+    pub(super) arena: &'a mut Arena,
+    pub(super) stage: Stage<M, R>,
+    /// Readbacks that are free for the next update.
+    pub(super) landings: Vec<PinnedReadback>,
+    pub(super) checkpoint: Option<PathBuf>,
+    pub(super) every: Option<u64>,
+    pub(super) stop: Option<&'a AtomicBool>,
+    /// True if a rank of the group has its stop flag set.
+    pub(super) stopped: bool,
+    pub(super) non_finite: NonFinite,
+    /// True if the gradients are those of a whole batch, for [`Trainer::apply`].
+    pub(super) accumulated: bool,
+    pub(super) updates_begun: u64,
+    /// The forecast, made before the second update. None on systems that do not report the figures.
+    pub(super) forecast: Option<MemoryForecast>,
+}
+
+impl<M: fmt::Debug, R: fmt::Debug> fmt::Debug for Trainer<'_, M, R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Trainer").field("learner", self.stage.learner()).finish_non_exhaustive()
+    }
+}
+
+impl<'a, M: Model, R: UpdateRule> Trainer<'a, M, R> {
+    /// Creates a trainer whose steps run eagerly, launch by launch.
+    pub fn eager(arena: &'a mut Arena, learner: TrainState<M, R>) -> Self {
+        Self::new(arena, Stage::Eager(learner))
+    }
+
+    /// Creates a trainer whose steps replay a graph, recorded once for each shape of micro-batch.
+    /// `largest` is the largest micro-batch. Its values are not read.
+    ///
+    /// # Errors
+    /// The errors of [`Arena::capture`].
+    pub fn captured(arena: &'a mut Arena, learner: TrainState<M, R>, largest: &impl HostBatch) -> Result<Self> {
+        let alone = learner.shards.is_none();
+        let part = MicroBatch { samples: largest.len(), first: true, last: alone, update: alone };
+        let captured = arena.capture(learner, &largest.inputs()?.variant(part.variant()), TrainState::record)?;
+        Ok(Self::new(arena, Stage::Captured(captured)))
+    }
+
+    fn new(arena: &'a mut Arena, stage: Stage<M, R>) -> Self {
+        Self {
+            arena,
+            stage,
+            landings: Vec::new(),
+            checkpoint: None,
+            every: None,
+            stop: None,
+            stopped: false,
+            non_finite: NonFinite::Reject,
+            accumulated: false,
+            updates_begun: 0,
+            forecast: None,
+        }
+    }
+
+    /// Sets the number of recordings that captured steps keep. There is one for each shape of
+    /// micro-batch and its place in a batch (first, last, both or between). See
+    /// [`Captured::keep`](stepscope_core::Captured::keep). It has no effect on eager steps.
+    ///
+    /// Batches of many shapes, such as texts of varying length, need fewer recordings if lengths
+    /// are padded. Pad each to one of a few values, such as the powers of two. The loss must ignore
+    /// the padding.
+    #[must_use]
+    pub fn recordings(mut self, kept: usize) -> Self {
+        if let Stage::Captured(captured) = &mut self.stage {
+            captured.set_kept(kept);
+        }
+        self
+    }
+
+    /// Sets the path that [`Trainer::save`] writes to, and the number of updates of an epoch
+    /// between saves. If `every` is none, it saves only at a stop.
+    #[must_use]
+    pub fn checkpoint(mut self, path: impl Into<PathBuf>, every: Option<u64>) -> Self {
+        (self.checkpoint, self.every) = (Some(path.into()), every);
+        self
+    }
+
+    /// Sets a flag, for example one that a signal handler sets, that ends an epoch. The epoch then
+    /// finishes the running update and writes a checkpoint.
+    #[must_use]
+    pub fn stop_when(mut self, flag: &'a AtomicBool) -> Self {
+        self.stop = Some(flag);
+        self
+    }
+
+    /// Sets the handling of non-finite numbers. The default, [`NonFinite::Reject`], ends training
+    /// with [`Error::NotFinite`](stepscope_core::Error::NotFinite). It also applies to the numbers that
+    /// [`Trainer::save`] writes and [`Trainer::restore`] reads.
+    #[must_use]
+    pub fn non_finite(mut self, non_finite: NonFinite) -> Self {
+        self.non_finite = non_finite;
+        self
+    }
+
+    /// Returns the model with its weights and optimizer. Host reads of it wait for all updates
+    /// queued so far.
+    pub fn learner(&self) -> &TrainState<M, R> {
+        self.stage.learner()
+    }
+
+    /// Returns the arena that the steps run on.
+    pub fn arena(&mut self) -> &mut Arena {
+        self.arena
+    }
+
+    /// Returns the most host memory that the run will take. None before the second update begins,
+    /// and on systems that do not report the figures.
+    pub fn memory_forecast(&self) -> Option<MemoryForecast> {
+        self.forecast
+    }
+
+    /// Returns the report of captured steps, or none if steps are eager.
+    pub fn capture_report(&self) -> Option<CaptureReport> {
+        match &self.stage {
+            Stage::Captured(captured) => Some(captured.report()),
+            Stage::Eager(_) => None,
+        }
+    }
+}
