@@ -1,13 +1,14 @@
-"""What ci/docs checks in Markdown files and packages.
+"""The checks of ci/docs on Markdown files and packages.
 
-    docs_rules.py text ROOT FILE...        paths, links, fences and the programs that commands name
-    docs_rules.py commands FILE...         what is to be run, each once: FILE:LINE, a tab, the command
-    docs_rules.py packages ROOT METADATA   cargo's metadata, and the files of each package
-    docs_rules.py adding ROOT              docs/adding.md lists the files that name its example, and no others
-    docs_rules.py self-test                each rule finds a planted violation and passes what is right
+    docs_rules.py text ROOT FILE...        checks paths, links, fences and the programs in commands
+    docs_rules.py commands FILE...         prints each command to run, once: FILE:LINE, a tab, the command
+    docs_rules.py packages ROOT METADATA   checks cargo's metadata, and the files of each package
+    docs_rules.py adding ROOT              checks that docs/adding.md lists the files of its example
+    docs_rules.py self-test                checks that each rule finds planted violations, and no others
 
-A fence ```sh is run by ci/docs, ```sh gpu needs a GPU, ```sh slow takes minutes or runs in another script of ci/. Text in
-other fences is not run, so it may not look like a command; a transcript's lines start with `$ `.
+ci/docs runs ```sh fences. ```sh gpu needs a GPU; ```sh slow takes minutes or runs in another script
+of ci/. Text in other fences is not run, so it must not look like a command. Lines of a transcript
+start with `$ `.
 """
 
 import json
@@ -23,7 +24,7 @@ SHELL = {"sh", "sh gpu", "sh slow"}
 COMMAND = re.compile(r"^\s*(?:[A-Z_]+=\S+ )*(?:cargo\s|\.?ci/)")
 CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-# Where a path that starts like this is one of the repository's.
+# Folders of this repository. Paths that start with them must exist.
 ROOTS = {".ci", "benches", "ci", "device", "docs", "examples", "fuzz", "host", "tests"}
 PATH = re.compile(r"^(?:\./)?([.a-z]+)/[\w./{},*-]*$")
 PROGRAM = re.compile(r"--(example|bench|test)[ =](\w+)")
@@ -33,7 +34,7 @@ PACKAGE_FIELDS = ("description", "documentation", "license", "readme", "rust_ver
 
 
 def lines_of(file):
-    """(number, fence or None, line) of each line; the lines of a fence have its info string."""
+    """Yields (number, fence or None, line); the lines of a fence have its info string."""
     fence = None
     for number, line in enumerate(pathlib.Path(file).read_text().splitlines(), 1):
         mark = FENCE.match(line)
@@ -49,7 +50,8 @@ def lines_of(file):
 
 
 def commands(file):
-    """(number, command) of each ```sh fence, comments and blank lines left out, continued lines joined."""
+    """Yields (number, command) of each ```sh fence, without comments and blank lines, with
+    continued lines joined."""
     pending = ""
     for number, fence, line in lines_of(file):
         if fence != "sh" or not line.strip() or line.lstrip().startswith("#"):
@@ -63,7 +65,7 @@ def commands(file):
 
 
 def alternatives(path):
-    """The paths that braces stand for."""
+    """Returns the paths that braces stand for."""
     brace = re.search(r"\{([^{}]*)\}", path)
     if not brace:
         return [path]
@@ -72,14 +74,14 @@ def alternatives(path):
 
 
 def missing(root, path):
-    """The alternatives of a path that are not there; capitals stand for anything, as in DATE."""
+    """Returns the alternatives of a path that are missing; capitals are wildcards, as in DATE."""
     pattern = lambda one: re.sub(r"[A-Z]{2,}", "*", one.rstrip("/"))
     there = lambda one: (root / one).exists() or any(root.glob(pattern(one)))
     return [one for one in alternatives(path) if not there(one)]
 
 
 def programs(root, command):
-    """What a command runs that is not there."""
+    """Yields the programs of a command that do not exist."""
     for kind, name in PROGRAM.findall(command):
         folder = root / FOLDERS[kind]
         if not any(place.exists() for place in (folder / f"{name}.rs", folder / name / "main.rs")):
@@ -90,14 +92,14 @@ def programs(root, command):
 
 
 def text(root, files):
-    """Violations of the rules for Markdown."""
+    """Yields violations of the rules for Markdown."""
     for file in files:
         folder = pathlib.Path(file).parent
         for number, fence, line in lines_of(file):
             at = f"{file}:{number}"
             if fence == "open":
                 if line.split(" ")[0] in {"bash", "console", "shell", "sh"} and line not in SHELL:
-                    yield f"{at}: ```{line}: say ```sh, ```sh gpu or ```sh slow"
+                    yield f"{at}: ```{line}: use ```sh, ```sh gpu or ```sh slow"
                 elif line == "a fence without an end":
                     yield f"{at}: {line}"
             elif fence in SHELL:
@@ -121,15 +123,15 @@ def text(root, files):
 # The example of docs/adding.md, as code names it, and the pages, which are not listed.
 EXAMPLE = re.compile(r"\b(?:layer_norm|LayerNorm)")
 PAGES = ("docs/", "benches/", "CHANGELOG.md", "README.md", "ci/")
-# Models that are made of it: another op would not come to them by itself.
+# Models that use it. A new op would not be added to them.
 MODELS = (
-    "host/nn/block.rs",
+    "host/train/src/nn/block.rs",
     "examples/gpt/",
     "examples/vit.rs",
     "tests/oracle/gpt_training.py",
-    # It names a key of config.json.
+    # This file names a key of config.json.
     "tests/programs/runs.rs",
-    # They repeat lines of the benches that are recorded.
+    # These files repeat recorded lines of the benches.
     "examples/predict/against.rs",
     "examples/predict/bench.rs",
     "examples/predict/recorded.rs",
@@ -137,7 +139,10 @@ MODELS = (
 
 
 def adding(files):
-    """What is wrong with the lists of docs/adding.md, whose sections say "`layer_norm`" before the table; `files`: path -> text."""
+    """Yields errors in the lists of docs/adding.md, given all files as path -> text.
+
+    Its sections contain "`layer_norm`" before the table.
+    """
     listed = set()
     for section in files["docs/adding.md"].split("\n## ")[1:]:
         before, _, table = section.partition("\n|---|")
@@ -151,14 +156,14 @@ def adding(files):
 
 
 def tracked(root):
-    """Path and text of each file that git knows of and that is text."""
+    """Returns the path and text of each text file that git tracks."""
     names = subprocess.run(["git", "-C", root, "ls-files"], capture_output=True, text=True, check=True).stdout.splitlines()
     paths = [(name, pathlib.Path(root, name)) for name in names]
     return {name: path.read_text(errors="replace") for name, path in paths if path.is_file()}
 
 
 def package(manifest, files):
-    """Violations in a package's metadata, and in the list of its files: (path, bytes)."""
+    """Yields violations in a package's metadata, and in the list of its files: (path, bytes)."""
     name = manifest["name"]
     for field in PACKAGE_FIELDS:
         if not manifest.get(field):
@@ -167,13 +172,13 @@ def package(manifest, files):
         if not 1 <= len(manifest[field]) <= 5:
             yield f"{name}: {len(manifest[field])} {field}, wanted are 1 to 5"
     for dependency in manifest["dependencies"]:
-        # What is for development alone is left out when a package is packed.
+        # Packing drops dependencies that are only for development.
         if dependency.get("path") and dependency["req"] == "*" and dependency.get("kind") != "dev":
             yield f"{name}: no version for {dependency['name']}, which is a path"
     unwanted = [path for path, _ in files if path.split("/")[0] in {"tests", "benches", "examples", "ci", "target"}]
     if unwanted:
-        yield f"{name}: {len(unwanted)} files that nobody builds from, such as {unwanted[0]}"
-    # Whoever copies the package must copy them.
+        yield f"{name}: {len(unwanted)} files that no build needs, such as {unwanted[0]}"
+    # Copies of the package must include the licenses.
     for text in {"LICENSE-APACHE", "LICENSE-MIT"} - {path for path, _ in files}:
         yield f"{name}: no {text}"
     total = sum(size for _, size in files)
@@ -182,27 +187,27 @@ def package(manifest, files):
 
 
 def packages(root, metadata):
-    """Violations in every package of a workspace."""
+    """Yields violations in every package of a workspace."""
     for manifest in json.loads(pathlib.Path(metadata).read_text())["packages"]:
-        # `publish = false`: nobody else gets it.
+        # Packages with `publish = false` are never distributed.
         if manifest.get("publish") == []:
             continue
         folder = pathlib.Path(manifest["manifest_path"]).parent
         listing = ["cargo", "package", "--list", "--allow-dirty", "--package", manifest["name"]]
         paths = subprocess.run(listing, cwd=root, check=True, capture_output=True, text=True).stdout.split()
-        # Some are made while packing, of which nothing is in the folder.
+        # Some files are created during packing and do not exist in the folder.
         files = [(path, (folder / path).stat().st_size) for path in paths if (folder / path).exists()]
         yield from package(manifest, files)
         print(f"{manifest['name']}: {len(paths)} files, {sum(size for _, size in files)} bytes")
 
 
 def self_test():
-    """Ends with an error where a rule passes a planted violation, or refuses what is right."""
+    """Fails if a rule passes a planted violation, or refuses correct input."""
     with tempfile.TemporaryDirectory() as folder:
         root = pathlib.Path(folder)
-        for path in ("host/ops", "tests/kernels", "examples/shown", "benches/runs", "ci", "docs"):
+        for path in ("host/core/src/ops", "tests/kernels", "examples/shown", "benches/runs", "ci", "docs"):
             (root / path).mkdir(parents=True)
-        for path in ("host/ops/norm.rs", "examples/shown/main.rs", "benches/runs/2026-h200-arena.json", "ci/test", "README.md"):
+        for path in ("host/core/src/ops/norm.rs", "examples/shown/main.rs", "benches/runs/2026-h200-arena.json", "ci/test", "README.md"):
             (root / path).write_text("")
         page = root / "docs/page.md"
 
@@ -211,14 +216,14 @@ def self_test():
             return list(text(root, [page]))
 
         right = [
-            "`host/ops/norm.rs`, `host/ops/{norm}.rs`, `host/ops/*.rs`, `ci/`, `a/b` and `benches/runs/DATE-GPU-arena.json`\n",
+            "`host/core/src/ops/norm.rs`, `host/core/src/ops/{norm}.rs`, `host/core/src/ops/*.rs`, `ci/`, `a/b` and `benches/runs/DATE-GPU-arena.json`\n",
             "[home](../README.md#top), [there](https://example.org), [`code`](#here)\n",
             "```sh\ncargo run --example shown # ci/test\nci/test\n```\n",
             "```sh gpu\ncargo run --example shown\n```\n```text\n$ cargo run\nout\n```\n```rust\nlet x = 1;\n```\n",
         ]
         wrong = {
-            "a missing path": "`host/ops/gone.rs`\n",
-            "one missing alternative": "`host/ops/{norm,gone}.rs`\n",
+            "a missing path": "`host/core/src/ops/gone.rs`\n",
+            "one missing alternative": "`host/core/src/ops/{norm,gone}.rs`\n",
             "a glob of nothing": "`tests/kernels/*.rs`\n",
             "a dead link": "[there](gone.md)\n",
             "an example that is not there": "```sh\ncargo run --example hidden\n```\n",
@@ -227,12 +232,12 @@ def self_test():
             "a script that is not there": "```sh slow\nci/gone\n```\n",
             "a command that is not run": "```text\nSEED=1 cargo run\n```\n",
             "another word for a shell": "```bash\nls\n```\n",
-            "a tag that nobody knows": "```sh later\nls\n```\n",
+            "an unknown tag": "```sh later\nls\n```\n",
             "a fence without an end": "```sh\nls\n",
         }
         for content in right:
             if problems := found(content):
-                raise SystemExit(f"refused what is right: {problems}")
+                raise SystemExit(f"refused a correct page: {problems}")
         for what, content in wrong.items():
             if not found(content):
                 raise SystemExit(f"passed {what}")
@@ -265,7 +270,7 @@ def self_test():
     for plant in ([("benches/runs/a.json", 1), *files], [("src/lib.rs", PACKAGE_LIMIT_BYTES + 1), *files], files[:2]):
         if not list(package(good, plant)):
             raise SystemExit(f"passed a package with {plant}")
-    print("refused: packages without metadata, with measurements, too large, without a licence's text")
+    print("refused: packages without metadata, with measurements, too large, without a license text")
 
 
 def main(arguments):
@@ -273,7 +278,7 @@ def main(arguments):
         case ["text", root, *files] if files:
             problems = list(text(pathlib.Path(root), files))
         case ["commands", *files] if files:
-            # What several pages give is run once.
+            # Commands that appear on several pages run once.
             seen = set()
             for file in files:
                 for number, command in commands(file):

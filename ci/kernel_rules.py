@@ -1,16 +1,16 @@
-"""The rules that every kernel's source must keep, for ci/lint.
+"""The rules for every kernel's source, for ci/lint.
 
-    kernel_rules.py self-test       each rule must refuse what breaks it, and nothing else
-    kernel_rules.py check FOLDER    every .rs file below FOLDER, device/src/kernels
+    kernel_rules.py self-test       checks that each rule refuses what breaks it, and nothing else
+    kernel_rules.py check FOLDER    checks every .rs file below FOLDER, device/src/kernels
 
-Invariant: a rule that finds nothing to look at has failed. No files, or no contracts, end the run with status 1.
+Invariant: a rule with no input fails. Finding no files or no contracts exits with status 1.
 """
 
 import pathlib
 import sys
 import tempfile
 
-# What dereferences a pointer, or indexes a slice without a check.
+# Expressions that dereference a pointer, or index a slice without a check.
 TOUCHES = (".add(", ".offset(", ".read()", ".write(", "read_volatile", "get_unchecked", "from_raw_parts", "as_ptr()")
 
 
@@ -19,17 +19,20 @@ def stripped(source):
 
 
 def bypasses(source):
-    """Lines that touch memory themselves: kernels do so by `vector.rs` and `tile.rs` alone, where the race detector watches."""
+    """Returns lines that access memory directly.
+
+    Kernels must use `vector.rs` and `tile.rs`, where the race detector observes accesses.
+    """
     return [line for line in stripped(source) if not line.startswith("//") and any(touch in line for touch in TOUCHES)]
 
 
 def contracts(lines):
-    """The places where contracts begin, each by itself or in a `family!`."""
+    """Returns the lines where contracts begin, by themselves or in a `family!`."""
     return [at for at, line in enumerate(lines) if line.startswith(("contract!", "contract unsafe"))]
 
 
 def explained(lines, at):
-    """Whether a `// SAFETY:` stands in the comment before a line, attributes aside."""
+    """Returns true if the comment before a line, ignoring attributes, has a `// SAFETY:`."""
     before = list(reversed(lines[:at]))
     while before and before[0].startswith("#["):
         before.pop(0)
@@ -42,24 +45,24 @@ def explained(lines, at):
 
 
 def unexplained(source):
-    """The contracts that do not say why they are enough."""
+    """Returns the contracts without a justification."""
     lines = stripped(source)
     return [lines[at] for at in contracts(lines) if not explained(lines, at)]
 
 
 RULES = {
-    "goes around `vector.rs` and `tile.rs`, so that no race is seen here": bypasses,
-    "a contract without a `// SAFETY:` comment before it: why does what it checks suffice?": unexplained,
+    "bypasses `vector.rs` and `tile.rs`, so the race detector cannot observe it": bypasses,
+    "a contract without a `// SAFETY:` comment before it, which states why its checks suffice": unexplained,
 }
 
 
 def check(folder):
-    """(faults, a summary) of all files below a folder."""
+    """Checks all files below a folder; returns (errors, a summary)."""
     sources = {path.relative_to(folder).as_posix(): path.read_text() for path in sorted(pathlib.Path(folder).rglob("*.rs"))}
     count = sum(len(contracts(stripped(source))) for source in sources.values())
     faults = [f"{name}: {rule}: {line}" for name, source in sources.items() for rule, breaks in RULES.items() for line in breaks(source)]
     if not sources or not count:
-        faults.append(f"{folder}: {len(sources)} files and {count} contracts: there is nothing to look at")
+        faults.append(f"{folder}: {len(sources)} files and {count} contracts: nothing to check")
     return faults, f"{len(sources)} files, {count} contracts: every rule kept"
 
 
@@ -80,8 +83,9 @@ family! {
 }
 """
 REASON = "    // SAFETY: as above.\n"
-# What is wrong: the rule that must refuse it, what of GOOD is replaced, and by what.
-BYPASS, REASONLESS = "goes around", "a contract without"
+# Planted violations: the rule that must refuse each, the text of GOOD that is replaced, and the
+# replacement.
+BYPASS, REASONLESS = "bypasses", "a contract without"
 PLANTS = {
     "a pointer that is moved": (BYPASS, "store(out", "*out.add(row) = 1.0;\n    store(out"),
     "a pointer that is moved by a distance": (BYPASS, "store(out", "out.offset(1);\n    store(out"),
@@ -100,7 +104,7 @@ PLANTS = {
 
 
 def self_test():
-    """Ends with an error where a rule passes a planted violation, or refuses what is right."""
+    """Fails if a rule passes a planted violation or refuses correct sources."""
 
     def faults(files):
         with tempfile.TemporaryDirectory() as folder:
@@ -111,17 +115,17 @@ def self_test():
             return check(folder)[0]
 
     if found := faults({"good.rs": GOOD}):
-        raise SystemExit(f"self-test: refused what is right: {found}")
+        raise SystemExit(f"self-test: refused correct sources: {found}")
     for what, (rule, old, new) in PLANTS.items():
         bad = GOOD.replace(old, new, 1)
-        # Alone, and in a folder of a folder beside what is right.
+        # By itself, and in a nested folder next to correct sources.
         for files in ({"bad.rs": bad}, {"good.rs": GOOD, "part/of/bad.rs": bad}):
             found = faults(files)
             if bad == GOOD or len(found) != 1 or rule not in found[0] or "bad.rs" not in found[0]:
                 raise SystemExit(f"self-test: {what}: {found}")
     for what, files in {"no files": {}, "no contracts": {"part.rs": "fn part() {}\n"}}.items():
         found = faults(files)
-        if len(found) != 1 or "nothing to look at" not in found[0]:
+        if len(found) != 1 or "nothing to check" not in found[0]:
             raise SystemExit(f"self-test: {what}: {found}")
     print(f"{len(PLANTS) + 2} planted violations, each refused")
 

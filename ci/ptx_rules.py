@@ -1,10 +1,12 @@
-"""The rules that every kernel's PTX must keep (section "numbers" of docs/architecture.md), for ci/ptx.
+"""The rules for every kernel's PTX (section "numbers" of docs/architecture.md), for ci/ptx.
 
-    ptx_rules.py self-test PTXAS                   every rule must fire on code that breaks it
-    ptx_rules.py check PTXAS LIST PTX_DIR ARCH...  PTX_DIR/ARCH.ptx against the rules and LIST, what `same_bits --list` prints
+    ptx_rules.py self-test PTXAS
+        checks that every rule fires on code that breaks it
+    ptx_rules.py check PTXAS LIST PTX_DIR ARCH...
+        checks PTX_DIR/ARCH.ptx against the rules and LIST, the output of `same_bits --list`
 
-Invariant: what cannot be read is a failure. A kernel without a report, a report without a kernel, an attribute without
-a function: each ends the run with status 1.
+Invariant: unreadable input is a failure. A kernel without a report, a report without a kernel, or an
+attribute without a function exits with status 1.
 """
 
 import pathlib
@@ -16,7 +18,7 @@ import tempfile
 SHARED_LIMIT_BYTES = 99 * 1024  # one block on sm_121
 FLOAT = r"(?:f16|f16x2|bf16|bf16x2|f32|f32x2|f64)"
 
-# name -> (what it means, does this instruction break it)
+# name -> (its meaning, a function that is true if an instruction breaks it)
 INSTRUCTION_RULES = {
     "approximate": ("an approximate instruction", lambda op: ".approx" in op),
     "flush": ("flushes subnormals to zero", lambda op: ".ftz" in op),
@@ -33,7 +35,7 @@ INSTRUCTION_RULES = {
         lambda op: re.match(r"(?:atom|red|redux)\.", op) and re.search(rf"\.{FLOAT}\b", op),
     ),
     "float-min-max": (
-        "float min or max that may lose a NaN: decide by comparison, or say .NaN",
+        "float min or max that may lose a NaN: decide by comparison, or use .NaN",
         lambda op: re.fullmatch(rf"(?:min|max)(?:\.\w+)*\.{FLOAT}", op) and ".NaN." not in op,
     ),
     "bit-count": (
@@ -42,7 +44,7 @@ INSTRUCTION_RULES = {
     ),
 }
 
-# name -> (what it means, does this report of ptxas break it)
+# name -> (its meaning, a function that is true if a ptxas report breaks it)
 REPORT_RULES = {
     "spill": ("registers spill", lambda report: report["spill"] > 0),
     "stack": ("has a stack frame", lambda report: report["stack"] > 0),
@@ -51,13 +53,17 @@ REPORT_RULES = {
 
 
 def functions(ptx):
-    """[(name, is an entry, [instruction])] of a PTX text; instructions without predicate, operands and comments."""
+    """Returns [(name, is an entry, [instruction])] of a PTX text.
+
+    Instructions have no predicate, operands or comments.
+    """
     ptx = re.sub(r"//[^\n]*", "", re.sub(r"/\*.*?\*/", "", ptx, flags=re.S))
     found, name, depth, entry, body = [], None, 0, False, []
     pending = ""
     for line in ptx.splitlines():
         if depth == 0:
-            # `.visible .entry name(` or `.func (.param .b32 result) name(`, up to the brace of the body.
+            # `.visible .entry name(` or `.func (.param .b32 result) name(`, up to the brace of the
+            # body.
             pending += " " + line.strip()
             if line.strip().endswith(";"):
                 pending = ""
@@ -84,7 +90,7 @@ def functions(ptx):
 
 
 def reports(log):
-    """kernel -> registers, shared, stack and spill bytes, from what `ptxas -v` prints."""
+    """Parses the output of `ptxas -v`: kernel -> registers, shared, stack and spill bytes."""
     found, properties, entry = {}, {}, None
     for line in log.splitlines():
         if match := re.search(r"Compiling entry function '([^']+)'", line):
@@ -103,7 +109,7 @@ def reports(log):
                 **properties.get(entry, {}),
             }
             entry = None
-    # Functions that are called rather than inlined have a frame of their own.
+    # Functions that are called rather than inlined have their own frame.
     for name, values in properties.items():
         if name not in found and values:
             found[name] = {"registers": None, "shared": 0, **values}
@@ -111,7 +117,7 @@ def reports(log):
 
 
 def listed(path):
-    """The kernels of a list, which the library has printed: a name a line."""
+    """Reads a list of kernels printed by the library, one name per line."""
     kernels = pathlib.Path(path).read_text().split("\n")
     kernels = [line for line in kernels if line]
     if not kernels or len(set(kernels)) < len(kernels) or not all(re.fullmatch(r"\w+", name) for name in kernels):
@@ -120,14 +126,18 @@ def listed(path):
 
 
 def waits_first(body):
-    """Whether the kernels before this one are waited for before any memory but the parameters is touched."""
+    """Returns true if the kernel waits for earlier kernels before it touches memory other than
+    parameters."""
     touches = (op for op in body if re.match(r"(?:ld|st|atom|red|cp|prefetch)\.(?!param)", op) or op == "griddepcontrol.wait")
     return next(touches, None) == "griddepcontrol.wait"
 
 
 def parted(ptx):
-    """{kernel} with a matrix instruction that not all lanes of a warp may come to as one: before it, with no branch and no label in
-    between, stands no exchange between lanes and no barrier, which are what compilers never copy to the branches before."""
+    """Returns the kernels in which a warp may be divergent at a matrix instruction.
+
+    Otherwise a warp exchange or a barrier precedes the instruction, with no branch or label between.
+    Compilers never duplicate these into branches.
+    """
     found, name, together = set(), None, False
     for line in re.sub(r"//[^\n]*", "", ptx).splitlines():
         if head := re.search(r"\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([A-Za-z_$%][\w$]*)", line):
@@ -144,31 +154,32 @@ def parted(ptx):
 
 
 def judge(ptx, log, kernels):
-    """[(rule, message)] for one architecture."""
+    """Returns [(rule, message)] for one architecture."""
     faults = []
     code, report = functions(ptx), reports(log)
     entries = {name for name, entry, _ in code if entry}
     for name in sorted(set(kernels) - entries):
         faults.append(("entries", f"{name}: in the library, not in the PTX"))
     for name in sorted(entries - set(kernels)):
-        faults.append(("entries", f"{name}: in the PTX, not in the library: has it a contract?"))
+        faults.append(("entries", f"{name}: in the PTX, not in the library: does it have a contract?"))
     for name, _, body in code:
         for rule, (meaning, breaks) in INSTRUCTION_RULES.items():
             broken = sorted({op for op in body if breaks(op)})
             if broken:
                 faults.append((rule, f"{name}: {meaning}: {', '.join(broken)}"))
-    faults += [("parted", f"{name}: a matrix instruction to which a warp may come in parts") for name in sorted(parted(ptx))]
+    faults += [("parted", f"{name}: a matrix instruction that a divergent warp may reach") for name in sorted(parted(ptx))]
     for name, _, body in code:
         if re.match(r"matmul_(tf32|bf16)_", name) and not any(op.startswith("mma.sync") for op in body):
             faults.append(("matrix", f"{name}: has no matrix instruction"))
-    # Where one waits, the host lets all begin early (rust-cuda's kernels never wait, and then none does).
+    # If any kernel waits, the host lets all begin early. rust-cuda's kernels never wait, so none of
+    # them begins early.
     if any("griddepcontrol.wait" in body for _, _, body in code):
         for name in sorted(name for name, entry, body in code if entry and not waits_first(body)):
             faults.append(("order", f"{name}: touches memory before griddepcontrol.wait, or never waits for the kernels before it"))
     for name in sorted(entries):
         values = report.get(name, {})
         if values.get("registers") is None or not {"shared", "stack", "spill"} <= values.keys():
-            faults.append(("report", f"{name}: ptxas reported nothing that can be read"))
+            faults.append(("report", f"{name}: ptxas gave no readable report"))
     for name, values in sorted(report.items()):
         for rule, (meaning, breaks) in REPORT_RULES.items():
             if {"stack", "spill", "shared"} <= values.keys() and breaks(values):
@@ -177,7 +188,7 @@ def judge(ptx, log, kernels):
 
 
 def assemble(ptxas, arch, path):
-    """ptxas's log; a failure to assemble ends the run."""
+    """Returns ptxas's log; a failure to assemble ends the run."""
     with tempfile.TemporaryDirectory() as folder:
         command = [ptxas, "--gpu-name", arch, "-v", str(path), "-o", f"{folder}/out.cubin"]
         try:
@@ -203,7 +214,7 @@ def table(names, archs, by_arch):
 
 
 def check(ptxas, kernels, ptx_dir, archs):
-    """Prints a table of all kernels and the faults."""
+    """Prints a table of all kernels, and the violations."""
     kernels, faults = listed(kernels), []
     by_arch = {}
     for arch in archs:
@@ -221,7 +232,7 @@ def check(ptxas, kernels, ptx_dir, archs):
     return 0
 
 
-# ---- self-test: every rule, on code that breaks it and nothing else ----
+# ---- self-test: every rule, on code that breaks only that rule ----
 
 GOOD = """.version 8.8
 .target sm_121
@@ -279,7 +290,7 @@ LOG_PLANTS = {
 
 
 def real_plants():
-    """PTX that ptxas itself must report as spilling and as having a stack frame."""
+    """Returns PTX that makes ptxas report spills, and PTX that makes it report a stack frame."""
     count = 64
     loads = "\n".join(f"ld.volatile.global.u32 %r{i}, [%rd1+{4 * i}];" for i in range(count))
     stores = "\n".join(f"st.volatile.global.u32 [%rd1+{4 * i}], %r{count - 1 - i};" for i in range(count))
@@ -345,7 +356,7 @@ def self_test(ptxas):
         names = folder / "names"
         names.write_text("one\ntwo\n")
         if listed(names) != ["one", "two"]:
-            raise SystemExit("self-test: a list was read wrong")
+            raise SystemExit("self-test: a list was misread")
         for bad in ("", "one\none\n", "one two\n", "error: no kernels\n"):
             names.write_text(bad)
             try:
