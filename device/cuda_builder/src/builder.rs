@@ -99,7 +99,8 @@ impl CudaBuilder {
     /// Compiles, and returns the path of the PTX file. Waits for cargo to end. cargo's messages go
     /// to standard error. In a build script it also prints when cargo must run the script again.
     ///
-    /// # Errors Fails if the folder has no crate, if there is no device compiler, or on a compile
+    /// # Errors
+    /// Fails if the folder has no crate, if there is no device compiler, or on a compile
     /// error. Also fails if the output calls functions that it does not define.
     pub fn build(self) -> Result<PathBuf, CudaBuilderError> {
         if self.fma_contraction {

@@ -66,7 +66,8 @@ pub unsafe trait Kernel: Arguments {
 /// The requirements of a kernel on a launch, and its guarantees in return. `contract!` or `family!`
 /// declares it next to the kernel.
 ///
-/// # Safety The arguments may have any value. If `grid` returns `Ok`, running that grid of `entry`
+/// # Safety
+/// The arguments may have any value. If `grid` returns `Ok`, running that grid of `entry`
 /// accesses nothing outside the arguments' lengths. It writes only through the kernel's `*mut`
 /// parameters.
 pub unsafe trait Contract: Arguments {

@@ -106,7 +106,7 @@ impl<'s> Step<'s> {
     }
 
     /// Waits until the driver has taken the step's launches. Returns the error of the first launch
-    /// that failed, otherwise `result`; see [`ArenaInner::launched`].
+    /// that failed, otherwise `result`; see `ArenaInner::launched`.
     pub fn launched<R>(&self, result: Result<R>) -> Result<R> {
         self.region.launched(result)
     }

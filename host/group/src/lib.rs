@@ -1,6 +1,6 @@
 //! Groups: N ranks, with one device each, that train one model.
 //!
-//! A [`Group`] connects a rank to the others. A [`Mesh`](mesh::Mesh) of connections announces and
+//! A [`Group`] connects a rank to the others. A `Mesh` of connections announces and
 //! compares every collective before it is queued. A link between the devices carries its data.
 //!
 //! Invariant: before a collective is queued, all ranks compare its sequence number, op, element
@@ -48,7 +48,7 @@ use wire::MOST_WORD;
 /// The membership of a rank in a group whose ranks train one model, each on its own device. Clones
 /// share it.
 ///
-/// Pass it to [`TrainState::in_group`](stepscope_train::TrainState::in_group). Nothing else in a program
+/// Pass it to `TrainState::in_group`. Nothing else in a program
 /// changes. Ranks are processes, on one or several hosts, or threads of one process on the
 /// emulator.
 ///
@@ -171,7 +171,7 @@ impl Group {
     /// it before the first update. Pass everything that decides the numbers of a run and that the
     /// library cannot see. Examples are a digest of the data, the model's configuration, and the
     /// seed that shuffles the samples. The library compares its own settings itself (see
-    /// [`TrainState::in_group`](stepscope_train::TrainState::in_group)).
+    /// `TrainState::in_group`).
     ///
     /// ```
     /// use stepscope::*;

@@ -33,7 +33,7 @@ const TORCH_FILES: [&str; 2] = ["pytorch_model.bin", "pytorch_model.bin.index.js
 /// Tensors of f32 by name, each with its shape, on the host. PyTorch calls this a `state_dict`.
 ///
 /// Names, shapes and the order of elements are those of the file.
-/// [`Parameters::load_state_dict`](stepscope_core::Parameters::load_state_dict) reads models whose modules
+/// [`load_state_dict`](crate::load_state_dict) reads models whose modules
 /// have stepscope's names. This type is for all others, whose names and transposes a program maps
 /// itself, as `examples/gpt/weights.rs` does for GPT-2 and Llama.
 ///

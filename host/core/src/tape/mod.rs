@@ -7,7 +7,7 @@
 //! [`Backward`] serves its closure. Ops of other packages use the same two types. A recomputed part
 //! of a tape keeps only its inputs ([`RecomputeInput`]) and runs again in the backward pass.
 //!
-//! Invariant: every value on a tape is [`Saved`], so nothing can overwrite what the backward pass
+//! Invariant: every value on a tape is `Saved`, so nothing can overwrite what the backward pass
 //! reads. A tape is consumed by its one backward pass. Variables of another tape and parameters of
 //! another spec are rejected.
 
