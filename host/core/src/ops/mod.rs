@@ -37,6 +37,8 @@ mod sum_parts;
 mod tokens;
 mod transpose;
 
+#[doc(hidden)]
+pub use crate::ops::reduce::squared_norms_into;
 pub use crate::precision::Precision;
 pub use activation::{gelu, gelu_backward, gelu_bias_backward, tanh, tanh_backward};
 pub use adamw::{adamw, adamw_groups};
@@ -66,7 +68,6 @@ pub use matmul::{
 };
 pub use norm::{rms_norm, rms_norm_backward, rms_norm_residual};
 pub use qk_norm::{QkNorm, qk_norm, qk_norm_backward};
-pub use reduce::squared_norms_into;
 pub use reduce::{
     argmax_columns, max, max_columns, mean, scaled_sum, squared_norm, sum, sum_columns, sum_rows, sum_rows_into,
 };
