@@ -12,7 +12,7 @@ import re
 import sys
 
 COLUMNS = 100
-OPENING = re.compile(r"(?:^|[.!?:] )(Of|Behind|Beside|By) (?!default\b|hand\b)")
+OPENING = re.compile(r"(?:^|[.!?:] )(Of|Behind|Beside|By|As for) (?!default\b|hand\b)")
 TIME = re.compile(r"\b(beside|Beside)\b|\balone(?=[.,;:)]|$)|\bbehind (?:it|them|which|this|that|an? (?:launch|update|step))\b")
 DOC_START = re.compile(r"^(What|Whether|Who|How|Where|Which|The same|As for|Of)\b")
 CODE = re.compile(r"`[^`]*`|\]\([^)]*\)")
@@ -71,6 +71,7 @@ def self_test():
     bad_pages = ["Of GPT-2 the opposite holds.", "It ends. By turns it runs.", "It runs beside the copy.", "Weights alone.", "x " * 60]
     bad_sources = [
         "/// What a step holds.",
+        "/// As for [`Step::lend`].",
         "//! Whether it ends.",
         "// It waits behind it.",
         "    /// Of memory it has enough.",

@@ -4,7 +4,7 @@
 //! ```text
 //! cargo run --example own_kernel
 //! ```
-//! The same function runs on a GPU once a build script compiles its package to PTX.
+//! A build script that compiles the package to PTX makes this function run on a GPU.
 //! `tests/downstream/` is a package that does so, and trains with such a kernel.
 
 use cuda_std::prelude::*;

@@ -18,7 +18,7 @@ pub(crate) struct Card {
     pub name: String,
     pub up: bool,
     pub megabits_per_second: Option<u64>,
-    /// True if the card supports RDMA, as those behind a Spark's QSFP ports do.
+    /// True if the card supports RDMA, as the cards of a Spark's QSFP ports do.
     pub rdma: bool,
 }
 

@@ -3,7 +3,7 @@
 use super::{Finding, is_gb10, unknown, warning, well};
 use crate::facts::Facts;
 
-/// The rate of each of the two cards behind a QSFP port.
+/// The rate of each of a QSFP port's two cards.
 const CARD_MEGABITS: u64 = 100_000;
 
 pub(super) fn cards(facts: &Facts) -> Finding {

@@ -34,7 +34,7 @@ impl<'s> EagerStep<'s> {
     /// extents.
     ///
     /// # Errors
-    /// As for [`EagerStep::read`].
+    /// The errors of [`EagerStep::read`].
     pub fn read_array<T: Element>(&self, tensor: &impl Source<'s, T>) -> Result<ArrayD<T>> {
         let extents = IxDyn(tensor.shape().extents());
         Ok(ArrayD::from_shape_vec(extents, self.read(tensor)?).expect("a tensor has as many elements as its shape"))

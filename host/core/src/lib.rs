@@ -9,17 +9,14 @@
 // Paths are opened through `PlainFile`. Tests may open their own files.
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
-#[doc(hidden)]
-pub mod admission;
+mod admission;
 #[doc(hidden)]
 pub mod arena;
 #[cfg(feature = "ndarray")]
-#[doc(hidden)]
-pub mod arrays;
+mod arrays;
 #[doc(hidden)]
 pub mod capture;
-#[doc(hidden)]
-pub mod cgroup;
+mod cgroup;
 #[doc(hidden)]
 pub mod copies;
 #[doc(hidden)]
@@ -31,8 +28,7 @@ pub mod digest;
 #[doc(hidden)]
 pub mod disagreement;
 #[cfg(feature = "dlpack")]
-#[doc(hidden)]
-pub mod dlpack;
+mod dlpack;
 #[doc(hidden)]
 pub mod error;
 #[doc(hidden)]
@@ -41,8 +37,7 @@ pub mod file_kind;
 pub mod files;
 #[doc(hidden)]
 pub mod initializer;
-#[doc(hidden)]
-pub mod launch;
+mod launch;
 #[doc(hidden)]
 pub mod non_finite;
 pub mod ops;
@@ -50,10 +45,8 @@ pub mod ops;
 pub mod params;
 #[doc(hidden)]
 pub mod precision;
-#[doc(hidden)]
-pub mod processors;
-#[doc(hidden)]
-pub mod ptx;
+mod processors;
+mod ptx;
 #[doc(hidden)]
 pub mod random;
 #[doc(hidden)]

@@ -139,7 +139,7 @@ impl<'s> Step<'s> {
     /// Checks labels like [`Step::check_labels`], but also allows [`IGNORED`](crate::ops::IGNORED).
     ///
     /// # Errors
-    /// As for [`Step::check_labels`].
+    /// The errors of [`Step::check_labels`].
     pub fn check_labels_but_ignored(&self, labels: &impl Source<'s, u32>, classes: usize) -> Result<()> {
         self.check(labels, classes, true)
     }
@@ -179,7 +179,7 @@ impl<'s> Step<'s> {
     /// Lends a persistent buffer to kernels of this step, for writing.
     ///
     /// # Errors
-    /// As for [`Step::lend`].
+    /// The errors of [`Step::lend`].
     pub fn lend_mut<'b, T: Element>(
         &self,
         buffer: &'b mut Buffer<T>,

@@ -156,7 +156,7 @@ impl<'s> EagerStep<'s> {
     /// values.
     ///
     /// # Errors
-    /// As for [`EagerStep::upload`].
+    /// The errors of [`EagerStep::upload`].
     #[track_caller]
     pub fn upload_inputs(&self, inputs: &HostInputs<'_>) -> Result<DeviceBatch<'s>> {
         let mut batch = DeviceBatch { inputs: Vec::new(), brand: PhantomData };
@@ -190,7 +190,7 @@ impl<'s> CaptureInputs<'s> {
     /// The input of this number; see [`DeviceBatch::input`].
     ///
     /// # Errors
-    /// As for [`DeviceBatch::input`].
+    /// The errors of [`DeviceBatch::input`].
     pub fn input<T: Element>(&self, number: usize) -> Result<Saved<'s, T>> {
         self.batch.input(number)
     }

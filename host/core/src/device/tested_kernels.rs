@@ -10,7 +10,7 @@
 use super::description::Description;
 use super::self_test::{KernelTest, Tested};
 use crate::digest::hex;
-use crate::error::Error;
+use crate::error::{Error, Result};
 use crate::files::{PlainFile, replace_file};
 use etcetera::BaseStrategy;
 use sha2::{Digest, Sha256};
@@ -29,13 +29,16 @@ pub(super) struct Key(String);
 
 impl Key {
     /// Returns the key of a device, or none for a device without PTX.
-    pub(super) fn of(description: &Description) -> Option<Self> {
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] in a program that links no test of kernels.
+    pub(super) fn of(description: &Description) -> Result<Option<Self>> {
         let Description { name, capability: Some(capability), driver: Some(driver), ptx: Some(ptx), .. } = description
         else {
-            return None;
+            return Ok(None);
         };
-        let cases = hex(&Sha256::digest((KernelTest::registered().ok()?.digests)()));
-        Some(Self(format!("ptx {ptx}\ngpu {name}, sm_{capability}\ndriver {driver}\ncases {cases}\n")))
+        let cases = hex(&Sha256::digest((KernelTest::registered()?.digests)()));
+        Ok(Some(Self(format!("ptx {ptx}\ngpu {name}, sm_{capability}\ndriver {driver}\ncases {cases}\n"))))
     }
 
     fn file(&self) -> String {

@@ -45,7 +45,7 @@ pub fn embedding<'s, S: Stored>(
 /// then the chunks are, starting with the existing value and the first chunk.
 ///
 /// # Errors
-/// As for [`embedding`].
+/// The errors of [`embedding`].
 #[track_caller]
 pub fn embedding_backward<'s, S: Stored>(
     step: &Step<'s>,
@@ -107,7 +107,7 @@ fn sorted<'s>(step: &Step<'s>, ids: &impl Source<'s, u32>) -> Result<(Tensor<'s,
 /// parameter.
 ///
 /// # Errors
-/// As for [`embedding`].
+/// The errors of [`embedding`].
 #[track_caller]
 pub fn gather<'s, S: Stored>(
     step: &Step<'s>,
@@ -128,7 +128,7 @@ pub fn gather<'s, S: Stored>(
 /// [`embedding_backward`], and for BF16 the sums in f32.
 ///
 /// # Errors
-/// As for [`gather`].
+/// The errors of [`gather`].
 #[track_caller]
 pub fn gather_backward<'s, S: Stored>(
     step: &Step<'s>,
@@ -184,7 +184,7 @@ pub fn add_positions<'s, S: Stored>(
 /// row `tokens` on. Queued. Scratch and order of the sum: those of [`sum_rows_into`].
 ///
 /// # Errors
-/// As for [`add_positions`].
+/// The errors of [`add_positions`].
 #[track_caller]
 pub fn add_positions_backward<'s, S: Stored>(
     step: &Step<'s>,

@@ -52,7 +52,7 @@ impl Generator {
     /// returned.
     ///
     /// # Errors
-    /// As for [`Generator::new`].
+    /// The errors of [`Generator::new`].
     pub fn at(device: &Device, seed: u64, step: u64) -> Result<Self> {
         Ok(Self { seed, state: Buffer::from_slice(device, words(seed, step).as_flattened())? })
     }
@@ -66,7 +66,7 @@ impl Generator {
     /// generator use them too.
     ///
     /// # Errors
-    /// As for [`Buffer::write`].
+    /// The errors of [`Buffer::write`].
     pub fn set(&mut self, seed: u64, step: u64) -> Result<()> {
         self.seed = seed;
         self.state.write(0, words(seed, step).as_flattened())

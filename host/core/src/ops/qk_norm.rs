@@ -84,7 +84,7 @@ pub fn qk_norm<'s, S: Stored>(
 /// overwrites it. Queued. Scratch: at most an eighth of `qkv`.
 ///
 /// # Errors
-/// As for [`qk_norm`].
+/// The errors of [`qk_norm`].
 #[track_caller]
 pub fn qk_norm_backward<'s, S: Stored>(
     step: &Step<'s>,

@@ -71,7 +71,7 @@ pub fn rotary<'s, S: Stored>(
 /// `dy`. It rotates back. Queued; no scratch.
 ///
 /// # Errors
-/// As for [`rotary`].
+/// The errors of [`rotary`].
 #[track_caller]
 pub fn rotary_backward<'s, S: Stored>(
     step: &Step<'s>,

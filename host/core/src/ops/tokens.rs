@@ -24,7 +24,7 @@ pub fn mean_tokens<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>) -> Re
 /// `[batch, tokens, cols]`. Queued; no scratch.
 ///
 /// # Errors
-/// As for [`mean_tokens`].
+/// The errors of [`mean_tokens`].
 #[track_caller]
 pub fn mean_tokens_backward<'s, S: Stored>(
     step: &Step<'s>,

@@ -374,7 +374,7 @@ impl Parameters {
     /// hexadecimal.
     ///
     /// # Errors
-    /// As for [`Buffer::read`].
+    /// The errors of [`Buffer::read`].
     pub fn sha256(&self) -> Result<String> {
         let mut hash = Sha256::new();
         for entry in self.layout().entries() {

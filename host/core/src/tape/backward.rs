@@ -297,7 +297,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     /// Adds `gradient` to the gradients of two variables, which may be the same.
     ///
     /// # Errors
-    /// As for [`Backward::add`].
+    /// The errors of [`Backward::add`].
     pub fn add_to_both<S: Stored>(&mut self, a: &Var<'s, S>, b: &Var<'s, S>, gradient: Tensor<'s, S>) -> Result<()> {
         // There is one gradient tensor. The second variable gets it. The first gets a copy, unless
         // it can add the gradient to its own.

@@ -81,7 +81,7 @@ impl<'t, 's> Tape<'t, 's> {
     /// Recomputes a closure with several results; see [`Tape::recompute`].
     ///
     /// # Errors
-    /// As for [`Tape::recompute`].
+    /// The errors of [`Tape::recompute`].
     #[track_caller]
     pub fn checkpoint_all<K: RecomputeInput<'s> + 't, S: Stored, const N: usize>(
         &self,

@@ -174,7 +174,7 @@ impl<'t, 's> Tape<'t, 's> {
     /// as from zeroed gradients, without the pass that zeroes them.
     ///
     /// # Errors
-    /// As for [`Tape::backward`].
+    /// The errors of [`Tape::backward`].
     pub fn backward_overwrite(self, loss: &Var<'s>, gradients: &mut Gradients) -> Result<()> {
         let written = vec![false; gradients.layout().entries().len()];
         self.run(loss, gradients, written)

@@ -169,7 +169,7 @@ impl<R: UpdateRule> Optimizer<R> {
     /// before clipping, `[1]`.
     ///
     /// # Errors
-    /// As for [`Optimizer::apply`].
+    /// The errors of [`Optimizer::apply`].
     #[track_caller]
     pub fn apply_with_norm<'s>(
         &mut self,

@@ -32,7 +32,7 @@ pub fn matmul<'s, S: GemmElement<S>>(
 /// like [`matmul`].
 ///
 /// # Errors
-/// As for [`matmul`].
+/// The errors of [`matmul`].
 #[track_caller]
 pub fn linear<'s, S: GemmElement<S>>(
     step: &Step<'s>,
@@ -49,7 +49,7 @@ pub fn linear<'s, S: GemmElement<S>>(
 /// `out = residual + x w + bias`; `residual`: the shape of `out`. Otherwise like [`linear`].
 ///
 /// # Errors
-/// As for [`linear`].
+/// The errors of [`linear`].
 #[track_caller]
 pub fn linear_residual<'s, S: GemmElement<S>>(
     step: &Step<'s>,
@@ -69,7 +69,7 @@ pub fn linear_residual<'s, S: GemmElement<S>>(
 /// Otherwise like [`linear`].
 ///
 /// # Errors
-/// As for [`linear`].
+/// The errors of [`linear`].
 #[track_caller]
 pub fn linear_gelu<'s, S: GemmElement<S>>(
     step: &Step<'s>,
@@ -84,7 +84,7 @@ pub fn linear_gelu<'s, S: GemmElement<S>>(
 /// Otherwise like [`linear`].
 ///
 /// # Errors
-/// As for [`linear`].
+/// The errors of [`linear`].
 #[track_caller]
 pub fn linear_silu<'s, S: GemmElement<S>>(
     step: &Step<'s>,
