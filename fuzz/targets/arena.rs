@@ -28,10 +28,12 @@ use stepscope::DeviceKind;
 use support::Random;
 use world::{Rig, World};
 
+#[path = "../../tests/support/witness.rs"]
+mod witness;
+
 /// The source of the programs' choices: here, the fuzzer's bytes.
 mod support {
-    #[path = "../../../tests/support/witness.rs"]
-    pub(crate) mod witness;
+    pub(crate) use super::witness;
 
     /// A generator that takes bytes, and zeros when they are used up.
     pub(crate) struct Random(std::vec::IntoIter<u8>);

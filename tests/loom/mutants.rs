@@ -3,7 +3,7 @@
 use crate::model::mpsc::{self, Receiver, Sender};
 use crate::model::thread;
 use crate::{
-    Answer, Posts, TimedOut, Worker, call_after_timeout, a_dropped_lane, callers_at_a_time, explore, posted_calls,
+    Answer, Posts, TimedOut, Worker, call_after_timeout, callers_at_a_time, dropped_lane, explore, posted_calls,
 };
 use std::panic::catch_unwind;
 use std::time::Duration;
@@ -109,7 +109,7 @@ fn early_ending_worker_is_found() {
 
 #[test]
 fn unending_worker_is_found() {
-    finds(a_dropped_lane::<NeverEnds>, "deadlock");
+    finds(dropped_lane::<NeverEnds>, "deadlock");
 }
 
 #[test]
