@@ -4,14 +4,13 @@
 
 #![forbid(unsafe_code)]
 
-use super::calls::Driver;
-use super::description::DeviceKind;
+use super::driver::{DeviceKind, Driver};
 use super::driver_thread::{DriverThread, TimedOut};
 use super::emulated;
 use super::faults::{FaultPlan, Faulty};
 use super::handle::{CheckedMode, Device};
 use super::kernels::{Kernels, check_names};
-use super::ring::{RingSize, Staging};
+use super::staging::{RingSize, Staging};
 use crate::error::{Error, Result};
 use cuda_std::emulator::Mode;
 use cuda_std::float_mode;

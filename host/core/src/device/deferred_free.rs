@@ -7,9 +7,9 @@
 //!
 //! Invariant: an object is freed at most once, and never while a graph can reach it.
 
-use super::calls::{Driver, Graph, Link, Pool};
-use super::pins::{PinTable, Pins};
-use super::ring::Slot;
+use super::driver::{Driver, Graph, Link, Pool};
+use super::graph::{PinTable, Pins};
+use super::staging::Slot;
 use crate::error::{Error, Result};
 use std::sync::Arc;
 use std::time::{Duration, Instant};

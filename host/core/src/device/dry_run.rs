@@ -4,9 +4,8 @@
 //! Measured steps and recorded steps run on it. Invariant: it accesses neither memory nor a device,
 //! so a dry run of any size costs nothing and leaves nothing allocated. Reads return zero.
 
-use super::calls::{Driver, Fence, Graph, Link, Nodes, Piece, Pool, Wire};
-use super::description::Description;
-use super::pins::Pins;
+use super::driver::{Description, Driver, Fence, Graph, Link, Nodes, Piece, Pool, Wire};
+use super::graph::Pins;
 use crate::error::{Error, Result};
 use cuda_std::launch::{Entry, Grid, Words};
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -15,8 +15,7 @@
 //! ```
 //! Invariant: a call without a fault goes to the real driver unchanged.
 
-use super::calls::{Driver, Fence, Graph, Link, Nodes, Piece, Pool, Wire};
-use super::description::Description;
+use super::driver::{Description, Driver, Fence, Graph, Link, Nodes, Piece, Pool, Wire};
 use crate::error::{Error, Result};
 use cuda_std::launch::{Entry, Grid, Words};
 use std::collections::HashMap;

@@ -12,16 +12,13 @@
 //! - A dry run is a separate device. It may use its parents' memory, nothing else may use its own,
 //!   and it ends with its closure.
 
-use super::borrow_table::{BorrowTable, BufferBorrow, Use};
-use super::calls::{Driver, Pool};
 use super::deferred_free::{self, DeferredFree, NotEnded};
-use super::description::Description;
+use super::driver::{Description, Driver, Pool};
 use super::driver_thread::{DriverThread, TimedOut};
 use super::dry_run::{DryRun, Launch};
-use super::pages::Pages;
+use super::graph::{BorrowTable, BufferBorrow, PinTable, Pins, Use};
 use super::patience;
-use super::pins::{PinTable, Pins};
-use super::ring::Staging;
+use super::staging::{Pages, Staging};
 use crate::error::{Error, Result};
 use crate::shortage::HostMemory;
 use bytemuck::Pod;

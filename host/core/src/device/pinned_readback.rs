@@ -8,10 +8,10 @@
 //! Invariant: a word is read only after the device has passed the fence after its copy. The memory
 //! is freed only when no copy to it can be queued. On a lost device it stays.
 
-use super::calls::Driver;
 use super::deferred_free::DeferredFree;
+use super::driver::Driver;
 use super::handle::Device;
-use super::ring::Slot;
+use super::staging::Slot;
 use crate::error::Result;
 use std::time::Duration;
 

@@ -1,19 +1,177 @@
-//! The only path of host bytes to the device: a bounded ring of pinned slots.
+//! The paths of host bytes to the device: a bounded ring of pinned slots, and pinned pages of
+//! callers.
 //!
 //! A copy from pageable memory runs on the caller's thread for an unbounded time. A copy from a
 //! mapped file can stall on the disk inside the driver. Every source is therefore first written
-//! into a slot, and the device copies from there, piece by piece. The exception is the caller's
-//! pinned memory (`page_copies`), which works like a slot.
+//! into a slot of the ring, and the device copies from there, piece by piece. The exception is the
+//! caller's pinned memory, which works like a slot:
 //!
-//! Invariant: a slot is written again only after the device has passed the fence after its last
-//! copy. That wait has a deadline, and no other call here blocks. A failed call leaves the ring
-//! unchanged, so the next one tries again.
+//! ```text
+//! held by its owner --upload--> a fence after the copy --passed--> may be written again
+//!      |                                                              ^
+//!      '--dropped--> spare: reused for the same size after the fence is passed
+//! ```
+//! Invariants:
+//!
+//! - A slot or page is written again or freed only after the device has passed the fence after its
+//!   last copy. That wait has a deadline, and no other call here blocks. On a lost device the
+//!   memory stays.
+//! - A failed upload leaves the ring unchanged, so the next one tries again.
+//! - A slot's memory and its fence have the same lifetime. A block of pages is held or spare.
 
+use super::deferred_free::DeferredFree;
+use super::driver::{DeviceKind, Driver, Fence};
 use super::handle::Device;
-use super::ring::{ALIGN_BYTES, Fill, RingSize, Slot, Staging};
 use crate::error::{Error, Result};
-use std::sync::{Mutex, MutexGuard, TryLockError};
+use crate::shortage::HostMemory;
+use cuda_std::float_mode;
+use rayon::{ThreadPool, ThreadPoolBuilder};
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
+
+/// The source of an upload: writes the bytes from an offset on into a slot. Offsets are multiples
+/// of [`ALIGN_BYTES`]. Several threads write parts of a piece.
+pub(crate) type Fill<'f> = dyn Fn(usize, &mut [u8]) + Sync + 'f;
+
+/// The bytes of the smallest slot.
+const LEAST_SLOT_BYTES: usize = 4096;
+/// The bytes of a piece that a thread writes at a time.
+const PART_BYTES: usize = 128 << 10;
+/// The alignment of a piece within its slot.
+pub(super) const ALIGN_BYTES: usize = 256;
+
+/// The number of slots of a ring, and the bytes of each. The default has none.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct RingSize {
+    pub(super) slots: usize,
+    pub(super) slot_bytes: usize,
+}
+
+impl RingSize {
+    /// Returns a size of at least one slot of at least 4 KiB.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`] if it exceeds the host's available memory.
+    pub(super) fn asked(slots: usize, slot_bytes: usize) -> Result<Self> {
+        let slots = slots.max(1);
+        let size = slot_bytes.max(LEAST_SLOT_BYTES).checked_next_multiple_of(ALIGN_BYTES);
+        let size = size.and_then(|slot_bytes| Some((slot_bytes, slot_bytes.checked_mul(slots)?)));
+        let free_bytes = HostMemory::available_bytes();
+        match size {
+            Some((slot_bytes, bytes)) if bytes as u64 <= free_bytes => Ok(Self { slots, slot_bytes }),
+            _ => Err(Error::DeviceMemory {
+                device: "the host".into(),
+                requested_bytes: slot_bytes.saturating_mul(slots),
+                free_bytes,
+                reason: format!(
+                    "staging needs {slots} slots of {slot_bytes} bytes; request less with `DeviceBuilder::staging`"
+                ),
+            }),
+        }
+    }
+
+    /// Returns the default size for a kind of device. The emulator copies at once, so large slots
+    /// would only waste host memory.
+    pub(super) fn of(kind: DeviceKind) -> Self {
+        let slot_bytes = if kind == DeviceKind::Emulated { 1 << 20 } else { 64 << 20 };
+        Self { slots: 2, slot_bytes }
+    }
+}
+
+/// The ring. Its slots are allocated when they are first needed.
+#[derive(Debug, Default)]
+pub(super) struct Staging {
+    pub(super) size: RingSize,
+    pub(super) slots: Vec<Slot>,
+    /// The index of the slot that is being filled.
+    pub(super) current: usize,
+    pub(super) writers: Writers,
+}
+
+/// A slot of pinned memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Slot {
+    pub(super) address: u64,
+    pub(super) fence: Fence,
+    /// The number of bytes from the start that are in use.
+    pub(super) filled: usize,
+}
+
+impl Staging {
+    pub(super) fn new(size: RingSize) -> Self {
+        Self { size, ..Self::default() }
+    }
+
+    /// Returns the bytes of the slots that are not allocated yet.
+    pub(super) fn unmade_bytes(&self) -> u64 {
+        ((self.size.slots - self.slots.len()) * self.size.slot_bytes) as u64
+    }
+
+    /// Returns the slots for freeing, and the bytes of each.
+    pub(super) fn into_slots(self) -> (Vec<Slot>, usize) {
+        (self.slots, self.size.slot_bytes)
+    }
+}
+
+impl Slot {
+    pub(super) fn address(&self) -> u64 {
+        self.address
+    }
+
+    pub(super) fn fence(&self) -> Fence {
+        self.fence
+    }
+
+    /// Frees the memory and its fence.
+    ///
+    /// # Safety
+    /// The slot was made with `bytes` bytes, no copy from or to it is queued, and it is not used
+    /// afterwards.
+    pub(super) unsafe fn end(self, driver: &dyn Driver, bytes: usize) -> Result<()> {
+        // SAFETY: no copy is queued and nothing uses the slot afterwards, by this function's
+        // contract. `Slot::new` made both.
+        unsafe { driver.destroy_fence(self.fence).and(driver.free_pinned(self.address, bytes)) }
+    }
+}
+
+/// Threads that write pieces, because one thread is slower than the link to the device. The ring
+/// owns them, because all threads of a shared pool may be waiting for the ring.
+#[derive(Debug, Default)]
+pub(super) struct Writers {
+    pool: OnceLock<Option<ThreadPool>>,
+}
+
+impl Writers {
+    /// Writes a piece. A thread of a pool writes it without help. While waiting for helpers, it
+    /// could be given another upload, which would wait for this one.
+    pub(super) fn write(&self, piece: &mut [u8], fill: &Fill<'_>) {
+        let alone = piece.len() <= PART_BYTES || rayon::current_thread_index().is_some();
+        let pool = if alone { None } else { self.pool.get_or_init(Self::start).as_ref() };
+        let Some(pool) = pool else { return fill(0, piece) };
+        let parts = Mutex::new(piece.chunks_mut(PART_BYTES).enumerate());
+        let next = || parts.lock().unwrap_or_else(PoisonError::into_inner).next();
+        let write = || {
+            while let Some((number, part)) = next() {
+                fill(number * PART_BYTES, part);
+            }
+        };
+        pool.in_place_scope(|scope| {
+            (0..pool.current_num_threads()).for_each(|_| scope.spawn(|_| write()));
+            write();
+        });
+    }
+
+    /// Starts one thread fewer than there are processors, because the caller also writes. None if
+    /// no thread can be started.
+    fn start() -> Option<ThreadPool> {
+        let threads = std::thread::available_parallelism().map_or(1, usize::from).saturating_sub(1).max(1);
+        let name = |number| format!("stepscope-upload-{number}");
+        let pool = ThreadPoolBuilder::new().num_threads(threads).thread_name(name);
+        let pool = pool.start_handler(|_| float_mode::set_default()).build();
+        pool.inspect_err(|error| tracing::warn!(%error, "uploads are written by one thread")).ok()
+    }
+}
 
 /// The most bytes that are written before their copy is queued, so that the device copies one piece
 /// while the host writes the next.
@@ -165,5 +323,182 @@ impl Slot {
             })?;
             Ok(Self { address, fence, filled: 0 })
         })
+    }
+}
+
+/// The most bytes that are kept for later requests. Beyond this, the block that was returned first
+/// is freed.
+pub(super) const MOST_SPARE_BYTES: usize = 512 << 20;
+
+/// The copies from a block that the device may still have to make.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Copies {
+    None,
+    /// All copies come before the block's fence.
+    BeforeFence,
+    /// The call that would have reported the state failed.
+    Unknown,
+}
+
+/// A block of pinned memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Block {
+    pub(super) slot: Slot,
+    pub(super) bytes: usize,
+    pub(super) copies: Copies,
+}
+
+/// The blocks of a device.
+#[derive(Debug, Default)]
+pub(super) struct Pages {
+    /// The held blocks, by address.
+    pub(super) held: BTreeMap<u64, Block>,
+    /// The spare blocks, in the order in which they were returned.
+    pub(super) spare: Vec<Block>,
+}
+
+impl Pages {
+    /// Returns the block that contains these bytes. Zero bytes are in no block, because another
+    /// block may begin at their end.
+    pub(super) fn around(&mut self, bytes: &[u8]) -> Option<&mut Block> {
+        let start = bytes.first().map(std::ptr::from_ref)? as u64;
+        let (&address, block) = self.held.range_mut(..=start).next_back()?;
+        let end = (start - address).checked_add(bytes.len() as u64)?;
+        (end <= block.bytes as u64).then_some(block)
+    }
+
+    /// Returns all blocks for freeing. None of them is held.
+    pub(super) fn into_retired(self) -> impl Iterator<Item = DeferredFree> {
+        self.spare.into_iter().map(Block::retired)
+    }
+}
+
+impl Block {
+    pub(super) fn retired(self) -> DeferredFree {
+        DeferredFree::Slot { slot: self.slot, bytes: self.bytes }
+    }
+}
+
+impl Device {
+    /// Returns `bytes` bytes (above zero) with unspecified contents. [`Device::give_pages_back`]
+    /// frees them. `admit` is called if they are newly allocated.
+    pub(crate) fn take_pages(&self, bytes: usize, admit: impl FnOnce() -> Result<()>) -> Result<u64> {
+        self.check("page-locked memory")?;
+        if self.is_dry_run() {
+            return Err(Error::misuse("page-locked memory", "a device", "a dry run, which has no memory"));
+        }
+        let block = match self.spare_pages(bytes)? {
+            Some(spare) => spare,
+            None => {
+                admit()?;
+                Block { slot: Slot::new(self, bytes, self.deadline())?, bytes, copies: Copies::None }
+            }
+        };
+        let address = block.slot.address();
+        self.pages().held.insert(address, block);
+        Ok(address)
+    }
+
+    /// Takes the first spare block of this size, if no copy from it is pending.
+    fn spare_pages(&self, bytes: usize) -> Result<Option<Block>> {
+        let first = |pages: &Pages| pages.spare.iter().position(|block| block.bytes == bytes);
+        let fence = {
+            let pages = self.pages();
+            first(&pages).map(|at| pages.spare[at].slot.fence())
+        };
+        let Some(fence) = fence else { return Ok(None) };
+        if !self.call("poll_fence", self.deadline(), move |driver| driver.poll_fence(fence))? {
+            return Ok(None);
+        }
+        let mut pages = self.pages();
+        // Another thread may have taken it meanwhile.
+        let at = first(&pages).filter(|&at| pages.spare[at].slot.fence() == fence);
+        Ok(at.map(|at| Block { copies: Copies::None, ..pages.spare.remove(at) }))
+    }
+
+    /// Waits until no copy from the block at an address is pending.
+    pub(crate) fn wait_for_pages(&self, address: u64) -> Result<()> {
+        let Some(Block { slot, copies, .. }) = self.pages().held.get(&address).copied() else { return Ok(()) };
+        let fence = slot.fence();
+        match copies {
+            Copies::None => return Ok(()),
+            Copies::BeforeFence => self.wait("upload", self.deadline(), move |driver| driver.poll_fence(fence))?,
+            Copies::Unknown => self.synchronize(self.deadline())?,
+        }
+        if let Some(block) = self.pages().held.get_mut(&address) {
+            block.copies = Copies::None;
+        }
+        Ok(())
+    }
+
+    /// Keeps a block for the next request of the same size, or frees it.
+    ///
+    /// # Safety
+    /// Nothing reads or writes it any more except queued copies.
+    pub(crate) unsafe fn give_pages_back(&self, address: u64) {
+        let freed = {
+            let mut pages = self.pages();
+            let Some(block) = pages.held.remove(&address) else { return };
+            pages.spare.push(block);
+            let mut kept_bytes = pages.spare.iter().map(|block| block.bytes).sum::<usize>();
+            let is_freed = |block: &mut Block| {
+                let is_freed = kept_bytes > MOST_SPARE_BYTES || block.copies == Copies::Unknown;
+                kept_bytes -= if is_freed { block.bytes } else { 0 };
+                is_freed
+            };
+            pages.spare.extract_if(.., is_freed).collect::<Vec<_>>()
+        };
+        // SAFETY: the blocks belong to this device, and nothing owns them any more. At most copies
+        // from them are queued.
+        freed.into_iter().for_each(|block| unsafe { self.retire(block.retired()) });
+    }
+
+    /// Queues a copy directly from pinned memory of this device. Returns false if the bytes do not
+    /// lie in such memory.
+    ///
+    /// # Safety
+    /// The requirements of [`Device::stage`].
+    pub(super) unsafe fn copy_from_pages(&self, to: u64, transit: Option<u64>, from: &[u8]) -> Result<bool> {
+        let Some(Block { slot, .. }) = self.pages().around(from).copied() else { return Ok(false) };
+        let (fence, address, bytes) = (slot.fence(), from.as_ptr() as u64, from.len());
+        let queued = self.call("upload", self.deadline(), move |driver: &dyn Driver| {
+            // SAFETY: `to` and `transit` meet this function's requirements. The source lies in
+            // pinned memory. It is borrowed until this function returns, and then neither written
+            // nor freed before the fence is passed.
+            unsafe { driver.queue_upload(to, std::slice::from_raw_parts(address as *const u8, bytes), transit) }?;
+            driver.record_fence(fence)
+        });
+        if let Some(block) = self.pages().around(from) {
+            // An unknown state stays unknown even when another thread's copy is queued.
+            let unknown = queued.is_err() || block.copies == Copies::Unknown;
+            block.copies = if unknown { Copies::Unknown } else { Copies::BeforeFence };
+        }
+        queued.map(|()| true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::faults::{Call, FaultPlan};
+    use super::*;
+
+    /// The test does not access the memory, so it needs no owner.
+    #[test]
+    fn spare_pages_are_limited() {
+        let plan = FaultPlan::new();
+        let device = Device::builder(DeviceKind::Emulated).faults(plan.clone()).open().unwrap();
+        let third = MOST_SPARE_BYTES / 3;
+        let blocks = [0, 1, 2, 3].map(|number| (device.take_pages(third + number, || Ok(())).unwrap(), number));
+        for (given_back, (address, _)) in (1..).zip(blocks) {
+            // SAFETY: nothing has accessed it.
+            unsafe { device.give_pages_back(address) };
+            assert_eq!(plan.count(Call::FreePinned), if given_back < 3 { 0 } else { given_back - 2 }, "{given_back}");
+        }
+        for (_, number) in blocks {
+            let made = plan.count(Call::AllocatePinned);
+            let admit = || if number < 2 { Ok(()) } else { panic!("{number} was kept") };
+            device.take_pages(third + number, admit).unwrap();
+            assert_eq!(plan.count(Call::AllocatePinned), made + u64::from(number < 2));
+        }
     }
 }

@@ -7,7 +7,7 @@
 //! Invariant: each call on a communicator is made under its lock, so no thread frees it during a
 //! call. It is freed once.
 
-use super::super::calls::{Link, Piece};
+use super::super::driver::{Link, Piece};
 use crate::error::{Error, Result};
 use cust::sys;
 use libloading::Library;

@@ -4,8 +4,7 @@
 //! Invariant: a failure that makes the context unusable is marked fatal. Only the calls that
 //! [`Driver`] names as blocking can block.
 
-use super::calls::{Driver, Fence, Graph, Link, Nodes, Piece, Pool, Wire};
-use super::description::{Description, DeviceKind};
+use super::driver::{Description, DeviceKind, Driver, Fence, Graph, Link, Nodes, Piece, Pool, Wire};
 use super::kernels::{Kernels, OWN};
 use crate::error::{Error, Result, short};
 use crate::ptx::PtxBuild;
@@ -16,11 +15,8 @@ use cust::device::{Device, DeviceAttribute};
 use cust::error::CudaError;
 use cust::stream::{Stream, StreamFlags};
 use cust::sys::{self, CUresult};
-use modules::Modules;
+use kernels::Modules;
 use nccl::Nccl;
-use side_stream::SideStream;
-use staging_copy::{StagingCopy, create_event};
-use status::{check, describe, is_idle};
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::fmt;
@@ -28,15 +24,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::ThreadId;
 use std::time::Duration;
+use streams::{SideStream, StagingCopy, check, create_event, describe, is_idle};
 
-mod launch;
-mod library;
-mod modules;
+mod kernels;
 mod nccl;
-mod parts;
-mod side_stream;
-mod staging_copy;
-mod status;
+mod streams;
 
 pub(super) struct Cuda {
     description: Description,
@@ -118,7 +110,7 @@ impl Cuda {
             processors,
             capability: Some(capability),
             driver: Some(driver_version()?),
-            ptx: modules::choose(OWN.ptx, capability).map(|(arch, ptx)| PtxBuild::of(arch, ptx)),
+            ptx: kernels::choose(OWN.ptx, capability).map(|(arch, ptx)| PtxBuild::of(arch, ptx)),
         };
         Ok(Self {
             description,
@@ -361,7 +353,7 @@ unsafe impl Driver for Cuda {
         // SAFETY: the contract accepted the words for this grid, and their memory is alive
         // (`Driver::launch`). The function belongs to the entry, and the stream lives as long as
         // `self`.
-        check("cuLaunchKernelEx", unsafe { launch::launch(function, entry, grid, words, self.stream()) })
+        check("cuLaunchKernelEx", unsafe { kernels::launch(function, entry, grid, words, self.stream()) })
     }
 
     fn begin_capture(&self) -> Result<()> {

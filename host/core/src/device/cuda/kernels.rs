@@ -1,0 +1,445 @@
+//! The kernels that the driver has compiled for this GPU, and their launches: the library's own
+//! kernels, and those of other packages.
+//!
+//! PTX is split into parts of one kernel each, which the driver compiles in parallel.
+//! `cuModuleLoadData` compiles one text at a time, whatever thread calls it. `cuLibraryLoadData`,
+//! available since CUDA 12.0, compiles as many at a time as there are threads. The bindings are too
+//! old for it, and for launches with attributes. The signatures here are those of cuda.h since
+//! 12.0, and the types of a launch have its layout since 11.8.
+//!
+//! Invariants:
+//!
+//! - Each kernel is found only in its own package's PTX, so two packages may use the same kernel
+//!   name.
+//! - A part contains everything that its kernel names. PTX stays whole if kernels may share more
+//!   than functions, or if it does not have the form that compilers write.
+//! - A library lives as long as the functions taken from it.
+
+use super::streams::{check, describe};
+use crate::device::kernels::{Kernels, OWN};
+use crate::error::{Error, Result, short};
+use cuda_std::launch::{Entry, Grid, Words};
+use cust::sys::{self, CUfunction, CUresult};
+use std::collections::HashMap;
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// A function must opt in to more dynamic shared memory than this.
+const DEFAULT_SHARED_BYTES: u32 = 48 * 1024;
+
+/// A kernel of a compiled library.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Function {
+    pub(super) name: CUfunction,
+    /// True if it begins by waiting for the kernels before it, so that its blocks may start while
+    /// they still run.
+    pub(super) overlaps: bool,
+}
+
+// SAFETY: a function handle is a plain handle within its context, and the driver's calls on it are
+// thread-safe.
+unsafe impl Send for Function {}
+
+/// The compiled kernels by package, and the functions requested so far.
+#[derive(Debug)]
+pub(super) struct Modules {
+    // The order of fields is the order of destruction: functions before their libraries.
+    functions: Mutex<HashMap<(&'static str, &'static str), Function>>,
+    packages: HashMap<&'static str, HashMap<&'static str, Arc<Compiled>>>,
+}
+
+/// A library, and whether all its kernels wait for their predecessors.
+#[derive(Debug)]
+struct Compiled {
+    library: Library,
+    overlaps: bool,
+}
+
+impl Modules {
+    /// Compiles the library's kernels and `others` for the GPU called `name`, on all processors.
+    pub(super) fn load(capability: u32, name: &str, others: &[Kernels]) -> Result<Self> {
+        let absent = |reason: String| Error::NoDevice { wanted: "cuda", reason };
+        let mut packages: HashMap<_, HashMap<_, _>> = HashMap::new();
+        let mut work = Vec::new();
+        // Each name appears once, which `DeviceBuilder::open` has checked.
+        for Kernels { package, ptx } in [&[OWN], others].concat() {
+            let (_, chosen) = choose(ptx, capability).ok_or_else(|| {
+                let built: Vec<String> = ptx.iter().map(|(arch, _)| format!("sm_{arch}")).collect();
+                absent(format!(
+                    "{name} is sm_{capability}, and this build holds kernels of {package} for {}; build with \
+                     STEPSCOPE_ARCHS=sm_{capability}",
+                    built.join(", ")
+                ))
+            })?;
+            packages.insert(package, HashMap::new());
+            work.extend(parts(chosen).into_iter().map(|part| (package, part)));
+        }
+        for (package, kernel, compiled) in compile(&work).map_err(absent)? {
+            packages.entry(package).or_default().insert(kernel, compiled);
+        }
+        Ok(Self { functions: Mutex::default(), packages })
+    }
+
+    /// Returns a kernel that is ready to launch.
+    pub(super) fn function(&self, entry: &Entry) -> Result<Function> {
+        let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (entry.package, entry.name);
+        if let Some(function) = functions.get(&key) {
+            return Ok(*function);
+        }
+        let missing = |what| {
+            let reason = format!("kernel `{}` is of package {}, {what}", entry.name, entry.package);
+            Error::Driver { call: "launch", reason, fatal: false }
+        };
+        let package = self
+            .packages
+            .get(entry.package)
+            .ok_or_else(|| missing("whose PTX is not loaded on this device; pass it to `DeviceBuilder::kernels`"))?;
+        let Compiled { library, overlaps } = package
+            .get(entry.name)
+            .map(|compiled| &**compiled)
+            .ok_or_else(|| missing("whose PTX has no such kernel; was it built from other sources?"))?;
+        let function = Function { name: library.function(entry.name)?, overlaps: *overlaps };
+        allow_shared_bytes(function.name, entry)?;
+        functions.insert(key, function);
+        Ok(function)
+    }
+}
+
+/// A package, the name of a kernel, and the library that contains it.
+type Named<'a> = (&'a str, &'a str, Arc<Compiled>);
+
+/// Compiles each package's parts, on as many threads as there are processors. The error is that of
+/// the part that failed first.
+fn compile<'a>(work: &[(&'a str, Part<'a>)]) -> std::result::Result<Vec<Named<'a>>, String> {
+    let (next, done) = (AtomicUsize::new(0), Mutex::new(Ok(Vec::new())));
+    let take = || {
+        while let Some((package, Part { kernels, ptx })) = work.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let library = Library::compile(ptx);
+            let mut done = done.lock().unwrap_or_else(PoisonError::into_inner);
+            let Ok(compiled) = &mut *done else { return };
+            match library {
+                Ok(library) => {
+                    let library = Arc::new(Compiled { library, overlaps: waits(ptx) });
+                    compiled.extend(kernels.iter().map(|kernel| (*package, *kernel, Arc::clone(&library))));
+                }
+                Err(reason) => {
+                    let kernel = kernels.first().unwrap_or(&"");
+                    *done = Err(format!("`cuLibraryLoadData` of {package}, kernel `{kernel}`, failed: {reason}"));
+                }
+            }
+        }
+    };
+    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(work.len());
+    std::thread::scope(|scope| {
+        for _ in 1..threads {
+            // If the system has no more threads, the existing ones share the work.
+            if std::thread::Builder::new().spawn_scoped(scope, take).is_err() {
+                break;
+            }
+        }
+        take();
+    });
+    done.into_inner().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Requests the shared memory of a block if it exceeds the driver's default. Memory that the
+/// compiler has reserved also counts: rust-cuda's block of dynamic memory has 16 static bytes.
+fn allow_shared_bytes(function: CUfunction, entry: &Entry) -> Result<()> {
+    use sys::CUfunction_attribute::{
+        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
+    };
+    let mut set_aside = 0;
+    // SAFETY: the function belongs to a loaded module, and the number is written before the call
+    // returns.
+    let result = unsafe { sys::cuFuncGetAttribute(&mut set_aside, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function) };
+    check("cuFuncGetAttribute", result)?;
+    if entry.shared_bytes.saturating_add(set_aside as u32) > DEFAULT_SHARED_BYTES {
+        let attribute = CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        // SAFETY: the function belongs to a loaded module.
+        let result = unsafe { sys::cuFuncSetAttribute(function, attribute, entry.shared_bytes as i32) };
+        check("cuFuncSetAttribute", result)?;
+    }
+    Ok(())
+}
+
+/// Returns the PTX with the highest architecture that does not exceed this GPU's.
+pub(super) fn choose(ptx: &'static [(u32, &'static str)], capability: u32) -> Option<(u32, &'static str)> {
+    let fits = |arch: u32| arch <= capability;
+    ptx.iter().filter(|(arch, _)| fits(*arch)).max_by_key(|(arch, _)| *arch).copied()
+}
+
+/// Returns true if each kernel contains the wait of `cuda_std::grid`. Kernels of rust-cuda's
+/// `#[kernel]` and for targets before sm_90 do not.
+fn waits(ptx: &str) -> bool {
+    ptx.matches("griddepcontrol.wait").count() >= ptx.matches(".entry ").count()
+}
+
+unsafe extern "C" {
+    fn cuLibraryLoadData(
+        library: *mut *mut c_void,
+        code: *const c_void,
+        compiler_options: *mut u32,
+        compiler_values: *mut *mut c_void,
+        compiler_options_len: u32,
+        options: *mut u32,
+        values: *mut *mut c_void,
+        options_len: u32,
+    ) -> CUresult;
+    fn cuLibraryGetKernel(kernel: *mut *mut c_void, library: *mut c_void, name: *const c_char) -> CUresult;
+    fn cuKernelGetFunction(function: *mut CUfunction, kernel: *mut c_void) -> CUresult;
+    fn cuLibraryUnload(library: *mut c_void) -> CUresult;
+}
+
+/// `CU_JIT_ERROR_LOG_BUFFER` and `CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES`.
+const ERROR_LOG: [u32; 2] = [5, 6];
+
+/// A compiled text.
+#[derive(Debug)]
+pub(super) struct Library(*mut c_void);
+
+// SAFETY: this is a library's handle, which belongs to no thread or context, and the driver's calls
+// on it are thread-safe.
+unsafe impl Send for Library {}
+// SAFETY: as above.
+unsafe impl Sync for Library {}
+
+impl Library {
+    /// Compiles PTX, or finds it in the driver's cache. The error is the compiler's message.
+    pub(super) fn compile(ptx: &str) -> std::result::Result<Self, String> {
+        let code = CString::new(ptx).map_err(|_| "the PTX has a zero byte".to_owned())?;
+        let mut log = [0u8; 2048];
+        // The driver does not receive the last byte, so its text stays terminated.
+        let mut values = [log.as_mut_ptr().cast(), std::ptr::without_provenance_mut(log.len() - 1)];
+        let (mut options, mut library) = (ERROR_LOG, null_mut());
+        // SAFETY: the code is terminated. The two options have two values, a buffer and its size.
+        // All are read and written before the call returns, and `library` is valid for a write.
+        let result = unsafe {
+            let code = code.as_ptr().cast();
+            cuLibraryLoadData(
+                &mut library,
+                code,
+                options.as_mut_ptr(),
+                values.as_mut_ptr(),
+                2,
+                null_mut(),
+                null_mut(),
+                0,
+            )
+        };
+        if result == CUresult::CUDA_SUCCESS {
+            return Ok(Self(library));
+        }
+        let said = CStr::from_bytes_until_nul(&log).unwrap_or_default().to_string_lossy();
+        Err(format!("{} {}", describe(result), short(said.trim())).trim_end().to_owned())
+    }
+
+    /// Returns the kernel of this name, which must be in its PTX, for the current context.
+    pub(super) fn function(&self, name: &str) -> Result<CUfunction> {
+        const CALL: &str = "cuLibraryGetKernel";
+        let words = CString::new(name).map_err(|error| Error::Driver {
+            call: CALL,
+            reason: error.to_string(),
+            fatal: false,
+        })?;
+        let mut kernel = null_mut();
+        // SAFETY: the library is loaded, the name terminated, and `kernel` valid for a write.
+        check(CALL, unsafe { cuLibraryGetKernel(&mut kernel, self.0, words.as_ptr()) })?;
+        let mut function = null_mut();
+        // SAFETY: the kernel belongs to a loaded library, and `function` is valid for a write.
+        check("cuKernelGetFunction", unsafe { cuKernelGetFunction(&mut function, kernel) })?;
+        Ok(function)
+    }
+}
+
+impl Drop for Library {
+    fn drop(&mut self) {
+        // SAFETY: it was loaded, and its only handle is dropped here.
+        if let Err(error) = check("cuLibraryUnload", unsafe { cuLibraryUnload(self.0) }) {
+            tracing::warn!(%error, "kernels stay loaded");
+        }
+    }
+}
+
+unsafe extern "C" {
+    fn cuLaunchKernelEx(
+        config: *const LaunchConfig,
+        function: CUfunction,
+        parameters: *mut *mut c_void,
+        extra: *mut *mut c_void,
+    ) -> CUresult;
+}
+
+/// `CUlaunchConfig`.
+#[repr(C)]
+struct LaunchConfig {
+    grid: [u32; 3],
+    block: [u32; 3],
+    shared_bytes: u32,
+    stream: sys::CUstream,
+    attributes: *mut LaunchAttribute,
+    attributes_len: u32,
+}
+
+/// `CUlaunchAttribute`: an identifying number, and 64 bytes for any value.
+#[repr(C, align(8))]
+struct LaunchAttribute {
+    id: u32,
+    padding: u32,
+    value: [u32; 16],
+}
+
+impl LaunchAttribute {
+    /// `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`, enabled.
+    const OVERLAP: Self = {
+        let mut value = [0; 16];
+        value[0] = 1;
+        Self { id: 6, padding: 0, value }
+    };
+}
+
+static_assertions::const_assert_eq!(size_of::<LaunchConfig>(), 56);
+static_assertions::const_assert_eq!(size_of::<LaunchAttribute>(), 72);
+
+/// Queues a kernel.
+///
+/// # Safety
+/// The requirements of `Driver::launch`. The function belongs to the entry, and the stream is
+/// alive.
+pub(super) unsafe fn launch(
+    function: Function,
+    entry: &Entry,
+    grid: Grid,
+    words: &Words,
+    stream: sys::CUstream,
+) -> CUresult {
+    // A parameter is read from the start of its word, because the host is little-endian.
+    const { assert!(cfg!(target_endian = "little")) };
+    let mut parameters: Vec<*mut c_void> =
+        words.as_slice().iter().map(|word| std::ptr::from_ref(word).cast_mut().cast()).collect();
+    let mut attributes = [LaunchAttribute::OVERLAP];
+    let config = LaunchConfig {
+        grid: [grid.x, grid.y, grid.z],
+        block: [entry.block, 1, 1],
+        shared_bytes: entry.shared_bytes,
+        stream,
+        attributes: attributes.as_mut_ptr(),
+        // Only kernels that wait for their predecessor may start early.
+        attributes_len: u32::from(function.overlaps),
+    };
+    // SAFETY: the words are this entry's parameters, in order, as `Kernel::pack` wrote them. The
+    // driver reads them, the configuration and its attributes before the call returns.
+    unsafe { cuLaunchKernelEx(&config, function.name, parameters.as_mut_ptr(), std::ptr::null_mut()) }
+}
+
+/// The start of a kernel as compilers write it, at the start of a line.
+const ENTRY: &str = ".visible .entry ";
+/// Items that kernels would share: variables, and debug sections, which name the addresses of all
+/// kernels. The last entry detects a kernel that begins differently.
+const SHARED: [&str; 4] = [".global ", ".const ", ".section", ".entry "];
+
+/// PTX, and the names of the kernels in it: one, or all.
+#[derive(Debug)]
+pub(super) struct Part<'a> {
+    pub(super) kernels: Vec<&'a str>,
+    pub(super) ptx: String,
+}
+
+/// Splits a text into parts, the longest first.
+pub(super) fn parts(ptx: &str) -> Vec<Part<'_>> {
+    let (mut common, mut kernels) = (String::new(), Vec::new());
+    let mut rest = ptx;
+    while let Some(start) = line_that_begins(rest, ENTRY) {
+        // A body's closing brace is the first character of a line.
+        let Some(end) = line_that_begins(&rest[start..], "}") else { break };
+        let (before, kernel) = (&rest[..start], &rest[start..=start + end]);
+        common.push_str(before);
+        // Later text may use what is declared so far, and later declarations may use it.
+        kernels.push((common.len(), kernel));
+        rest = &rest[start + end + 1..];
+    }
+    common.push_str(rest);
+    let mut code = common.lines().filter(|line| !line.starts_with("//"));
+    if code.any(|line| SHARED.iter().any(|kind| line.contains(kind))) {
+        return vec![Part { kernels: names(ptx), ptx: ptx.to_owned() }];
+    }
+    let part = |(at, kernel): (usize, _)| Part {
+        kernels: names(kernel),
+        ptx: [&common[..at], kernel, &common[at..]].concat(),
+    };
+    let mut parts: Vec<Part<'_>> = kernels.into_iter().map(part).collect();
+    parts.sort_by_key(|part| std::cmp::Reverse(part.ptx.len()));
+    parts
+}
+
+/// Returns the names of the kernels in a text.
+fn names(ptx: &str) -> Vec<&str> {
+    let ends = |letter: char| letter == '(' || letter.is_whitespace();
+    ptx.split(".entry ").skip(1).filter_map(|text| text.split(ends).next()).collect()
+}
+
+/// Returns the offset of the first line that begins with `with`.
+fn line_that_begins(text: &str, with: &str) -> Option<usize> {
+    if text.starts_with(with) {
+        return Some(0);
+    }
+    text.find(&format!("\n{with}")).map(|at| at + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TWO: &str = ".version 7.8\n.func f\n;\n.visible .entry a(\n\t.param .u64 p\n)\n{\n\t{\n\t}\n\tret;\n}\n\n.visible .entry longer()\n{\n\tcall f;\n\tret;\n}\n\
+                       .func f()\n{\n\tret;\n}\n";
+
+    #[test]
+    fn each_part_includes_shared_code() {
+        let parts = parts(TWO);
+        let text = |name: &str| &parts.iter().find(|part| part.kernels == [name]).expect("a part").ptx;
+        assert_eq!(parts.len(), 2);
+        assert_eq!(
+            *text("a"),
+            ".version 7.8\n.func f\n;\n.visible .entry a(\n\t.param .u64 p\n)\n{\n\t{\n\t}\n\tret;\n}\n\n\n.func f()\n{\n\tret;\n}\n"
+        );
+        assert!(text("longer").contains("call f;") && !text("longer").contains(".entry a("));
+        assert!(parts[0].ptx.len() >= parts[1].ptx.len());
+    }
+
+    #[test]
+    fn shared_variables_stay_whole() {
+        for variable in [".global .align 4 .u32 counter;\n", ".visible .const .b8 table[4] = {1, 2, 3, 4};\n"] {
+            stays_whole(&TWO.replace(".func f\n;\n", variable));
+        }
+    }
+
+    #[test]
+    fn unknown_formats_stay_whole() {
+        stays_whole(&TWO.replace(".visible .entry longer", ".weak .entry longer"));
+        stays_whole(&TWO.replace(".visible .entry longer", "\t.visible .entry longer"));
+        stays_whole(&TWO.replace(".visible .entry", ".entry"));
+        stays_whole(&TWO.replace("\n}", "\n\t}"));
+        stays_whole(&format!("{TWO}\t.section .debug_info\n\t{{\n.b64 a\n\t}}\n"));
+    }
+
+    fn stays_whole(ptx: &str) {
+        let parts = parts(ptx);
+        assert_eq!((parts.len(), &*parts[0].ptx, &parts[0].kernels[..]), (1, ptx, &["a", "longer"][..]));
+    }
+
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn library_has_one_part_per_kernel() {
+        for (_, ptx) in crate::device::kernels::OWN.ptx {
+            let parts = parts(ptx);
+            assert_eq!(parts.len(), ptx.matches(".entry ").count());
+            for Part { kernels, ptx } in &parts {
+                assert_eq!((kernels.len(), ptx.matches(".entry ").count()), (1, 1), "{kernels:?}");
+                assert_eq!(ptx.matches('{').count(), ptx.matches('}').count(), "{kernels:?}");
+                assert!(ptx.contains(&format!(".entry {}(", kernels[0])) && ptx.contains(".version "), "{kernels:?}");
+            }
+        }
+    }
+}
