@@ -159,7 +159,7 @@ pub struct Frequencies {
     pub ratio: u64,
     /// The factor of slow pairs, or 0 if no pair is scaled.
     pub shrink: u64,
-    /// Where the ramp begins.
+    /// The place at which the ramp begins.
     pub low: u64,
     /// The length of the ramp, at least 1 if pairs are scaled.
     pub span: u64,

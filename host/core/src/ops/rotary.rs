@@ -134,7 +134,7 @@ impl Rotary {
     }
 }
 
-/// What [`Rotary`] is to a kernel.
+/// The kernel's form of [`Rotary`].
 #[derive(Clone, Copy)]
 struct Angles {
     frequencies: Frequencies,
