@@ -1,5 +1,5 @@
-//! RMSNorm (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019), by itself and after a
-//! residual sum.
+//! RMSNorm (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019), by itself and after
+//! a residual sum.
 //!
 //! Backward adds to the gradient that x has from elsewhere, such as from the residual path, in the
 //! same launch.
