@@ -46,29 +46,28 @@ impl FileTensor {
         self.parts.iter().map(|part| part.outputs).sum()
     }
 
-    /// Returns the parameters, each once.
-    pub(crate) fn parts_of(&self) -> impl Iterator<Item = &str> {
-        let first = |at: usize| self.parts[..at].iter().all(|other| other.parameter != self.parts[at].parameter);
-        (0..self.parts.len()).filter(move |&at| first(at)).map(|at| &*self.parts[at].parameter)
-    }
-
-    /// Calls `each` with each part, the index of an element in the part's parameter of `columns`
-    /// outputs, and the element's index in the file.
-    pub(crate) fn elements(&self, columns: impl Fn(&str) -> usize, mut each: impl FnMut(&str, usize, usize)) {
-        let (all, mut start) = (self.outputs(), 0);
-        for part in &self.parts {
-            let columns = columns(&part.parameter);
-            for input in 0..self.inputs {
-                for output in 0..part.outputs {
-                    let there = match self.transposed {
-                        true => (start + output) * self.inputs + input,
-                        false => input * all + start + output,
-                    };
-                    each(&part.parameter, input * columns + part.first + output, there);
-                }
-            }
-            start += part.outputs;
-        }
+    /// Returns for each part its parameter, and pairs of an element's index there and its index in
+    /// the file. `columns` returns a parameter's outputs.
+    pub(crate) fn places<'t>(
+        &'t self,
+        columns: impl Fn(&str) -> usize + 't,
+    ) -> impl Iterator<Item = (&'t str, impl Iterator<Item = (usize, usize)>)> {
+        let (all, inputs, transposed) = (self.outputs(), self.inputs, self.transposed);
+        let mut next = 0;
+        self.parts.iter().map(move |part| {
+            let Part { ref parameter, first, outputs } = *part;
+            let (start, columns) = (next, columns(parameter));
+            next += outputs;
+            let place = move |at: usize| {
+                let (input, output) = (at / outputs, at % outputs);
+                let there = match transposed {
+                    true => (start + output) * inputs + input,
+                    false => input * all + start + output,
+                };
+                (input * columns + first + output, there)
+            };
+            (&**parameter, (0..inputs * outputs).map(place))
+        })
     }
 }
 
@@ -107,13 +106,24 @@ impl Names {
     /// Adds a linear layer whose outputs are these parts of layers.
     fn linear(&mut self, name: &str, bias: bool, inputs: usize, parts: &[(&str, usize, usize)]) {
         let of = |kind: &str| -> Vec<Part> {
-            let part = |&(layer, first, outputs): &(&str, usize, usize)| Part { parameter: format!("{layer}.{kind}"), first, outputs };
+            let part = |&(layer, first, outputs): &(&str, usize, usize)| Part {
+                parameter: format!("{layer}.{kind}"),
+                first,
+                outputs,
+            };
             parts.iter().map(part).collect()
         };
         let outputs = parts.iter().map(|part| part.2).sum();
         let shape = if self.transposed { vec![outputs, inputs] } else { vec![inputs, outputs] };
         let (name, transposed) = (name.to_owned(), self.transposed);
-        self.tensors.push(FileTensor { name: format!("{name}.weight"), shape, inputs, transposed, added: 0.0, parts: of("weight") });
+        self.tensors.push(FileTensor {
+            name: format!("{name}.weight"),
+            shape,
+            inputs,
+            transposed,
+            added: 0.0,
+            parts: of("weight"),
+        });
         if bias {
             self.vector(format!("{name}.bias"), 0.0, of("bias"));
         }
@@ -140,9 +150,12 @@ pub(crate) fn tensors(config: &ModelConfig) -> Vec<FileTensor> {
         let ours_of = |name: &str| format!("{ours}.{name}");
         let norms: &[&str] = match (family, config.residual) {
             (Family::Gpt2, _) => &["ln_1", "ln_2"],
-            (_, Residual::Sandwich) => {
-                &["input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"]
-            }
+            (_, Residual::Sandwich) => &[
+                "input_layernorm",
+                "post_attention_layernorm",
+                "pre_feedforward_layernorm",
+                "post_feedforward_layernorm",
+            ],
             _ => &["input_layernorm", "post_attention_layernorm"],
         };
         for (number, name) in norms.iter().enumerate() {
@@ -159,7 +172,12 @@ pub(crate) fn tensors(config: &ModelConfig) -> Vec<FileTensor> {
             }
             _ => {
                 for (name, first, outputs) in [("q_proj", 0, q), ("k_proj", q, k), ("v_proj", q + k, k)] {
-                    names.linear(&format!("{file}.self_attn.{name}"), config.qkv_bias, width, &[(&qkv, first, outputs)]);
+                    names.linear(
+                        &format!("{file}.self_attn.{name}"),
+                        config.qkv_bias,
+                        width,
+                        &[(&qkv, first, outputs)],
+                    );
                 }
             }
         }
@@ -190,7 +208,12 @@ pub(crate) fn tensors(config: &ModelConfig) -> Vec<FileTensor> {
                 let [gate, up] = ["mlp.gate_proj", "mlp.up_proj"].map(ours_of);
                 match family {
                     Family::Phi3 => {
-                        names.linear(&format!("{file}.mlp.gate_up_proj"), bias, width, &[(&gate, 0, hidden), (&up, 0, hidden)]);
+                        names.linear(
+                            &format!("{file}.mlp.gate_up_proj"),
+                            bias,
+                            width,
+                            &[(&gate, 0, hidden), (&up, 0, hidden)],
+                        );
                     }
                     _ => {
                         names.linear(&format!("{file}.mlp.gate_proj"), bias, width, &[(&gate, 0, hidden)]);
@@ -214,6 +237,7 @@ pub(crate) const HEAD: &str = "lm_head.weight";
 /// Returns true for masks and frequencies that older files store next to the weights. They are
 /// computed again.
 pub(crate) fn is_computed(name: &str) -> bool {
-    let computed = [".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"];
+    let computed =
+        [".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"];
     computed.iter().any(|end| name.ends_with(end))
 }

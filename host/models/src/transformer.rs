@@ -6,8 +6,7 @@
 use crate::config::{FeedForwardKind, LayerConfig, ModelConfig, NormKind, Residual};
 use stepscope_core::ops::{self, AttentionConfig, AttentionElement, Gemm, GemmElement};
 use stepscope_core::{
-    Initializer, Parameter, ParameterSpec, Parameters, Result, Saved, ScratchStep, Source, Step, Stored, Tape, Tensor,
-    Var,
+    Initializer, Parameter, ParameterSpec, Parameters, Result, Saved, ScratchStep, Source, Step, Tape, Tensor, Var,
 };
 use stepscope_train::nn::{
     Embedding, KeyValueCache, LayerNorm, Linear, Mlp, MultiHeadAttention, NextToken, Norm, RmsNorm, Scope, SwiGlu,
@@ -39,7 +38,6 @@ struct Block {
     attention: MultiHeadAttention,
     feed_forward: FeedForward,
     residual: Residual,
-    scale: Option<f32>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -65,7 +63,8 @@ impl Transformer {
         let positions =
             config.learned_positions.then(|| Embedding::new(names.at("positions"), config.context, width, 0.02));
         let blocks = config.layers.iter().enumerate();
-        let blocks = blocks.map(|(number, layer)| Block::new(names.at(format!("blocks.{number}")), &config, layer)).collect();
+        let blocks =
+            blocks.map(|(number, layer)| Block::new(names.at(format!("blocks.{number}")), &config, layer)).collect();
         let norm = norm(names.at("norm"), &config);
         let head = match config.tied {
             true => tokens.weight,
@@ -117,7 +116,7 @@ impl Transformer {
             x = positions.add_positions(tape, &x)?;
         }
         for block in &self.blocks {
-            let heads = block.heads();
+            let heads = block.attention.form();
             let heads = documents.map_or(heads, |documents| heads.documents(documents));
             // Without backward nothing is kept anyway, and the scope frees memory earlier.
             x = match self.recompute || tape.is_evaluating() {
@@ -177,12 +176,7 @@ impl Transformer {
     /// # Errors
     /// When an op fails.
     #[track_caller]
-    pub fn logits<'s>(
-        &self,
-        step: &Step<'s>,
-        weights: &Parameters,
-        rows: &impl Source<'s, f32>,
-    ) -> Result<Tensor<'s>> {
+    pub fn logits<'s>(&self, step: &Step<'s>, weights: &Parameters, rows: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
         let (vocabulary, width) = (self.config.vocabulary, self.config.width);
         let count = rows.shape().elements() / width;
         let mut logits = step.empty([count, vocabulary])?;
@@ -202,7 +196,8 @@ impl Block {
         let qkv = linear(scope.at("qkv_proj"), width, config.qkv_columns(), config.qkv_bias);
         let output = linear(scope.at("o_proj"), config.heads * head, width, config.output_bias);
         let (heads, rotary, sees) = ([config.heads, config.kv_heads], layer.rotary, layer.mask);
-        let mut attention = MultiHeadAttention { qkv, output, qk_norm: None, rotary, heads, sees };
+        let mut attention =
+            MultiHeadAttention { qkv, output, qk_norm: None, rotary, heads, sees, scale: config.score_scale };
         if config.qk_norm {
             attention = attention.qk_norm(scope, head, config.epsilon);
         }
@@ -227,13 +222,7 @@ impl Block {
                 }
             }
         };
-        Self { norms, attention, feed_forward, residual: config.residual, scale: config.score_scale }
-    }
-
-    /// Returns the heads and the mask of this block.
-    fn heads<'s>(&self) -> AttentionConfig<'s> {
-        let heads = self.attention.form();
-        self.scale.map_or(heads, |scale| heads.scale(scale))
+        Self { norms, attention, feed_forward, residual: config.residual }
     }
 
     #[track_caller]

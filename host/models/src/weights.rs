@@ -4,12 +4,14 @@
 //! requires, and nothing else; otherwise it is an error, and nothing changes.
 
 use crate::config::ModelConfig;
-use crate::names::{self, HEAD};
+use crate::names::{self, FileTensor, HEAD};
 use crate::transformer::Transformer;
 use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
-use stepscope_core::{Error, HostMemory, ParameterEntry, ParameterSpec, Parameters, Result, Transfer, replace_file};
+use stepscope_core::{
+    Error, Gradients, HostMemory, ParameterEntry, ParameterSpec, Parameters, Result, Transfer, replace_file,
+};
 use stepscope_train::StateDict;
 
 /// The weights of a model, by the names and in the layout of its parameters.
@@ -49,13 +51,9 @@ impl Weights {
                 let reason = format!("`{}`: config.json requires {:?}, got {shape:?}", tensor.name, tensor.shape);
                 return Err(Error::file(folder, reason));
             }
-            for part in tensor.parts_of() {
-                let ours = values.get_mut(part).expect("a parameter of the model");
-                tensor.elements(&columns, |name, at, there| {
-                    if name == part {
-                        ours[at] = theirs[there] + tensor.added;
-                    }
-                });
+            for (name, places) in tensor.places(&columns) {
+                let ours = values.get_mut(name).expect("a parameter of the model");
+                places.for_each(|(at, there)| ours[at] = theirs[there] + tensor.added);
             }
         }
         if let Some((shape, head)) = found.remove(HEAD).filter(|_| config.tied) {
@@ -112,25 +110,47 @@ impl Weights {
     ) -> Result<()> {
         let folder = folder.as_ref();
         fs::create_dir_all(folder).map_err(|reason| Error::file(folder, reason))?;
-        let tensors = Self::tensors(config, parameters.layout(), &parameters.flat().read()?)?;
+        let tensors = Self::tensors(config, parameters)?;
         tensors.save_pretrained(folder, max_shard_size)?;
         replace_file(folder.join("config.json"), config.to_json("float32").as_bytes())
     }
 
-    /// Converts a region of parameters, such as weights or gradients, to the tensors of a file.
+    /// Converts a model's weights to the tensors of a file.
     ///
     /// # Errors
     /// Never, since shapes and values agree.
-    pub fn tensors(config: &ModelConfig, spec: &ParameterSpec, flat: &[f32]) -> Result<StateDict> {
-        let entries: HashMap<&str, &ParameterEntry> = spec.entries().iter().map(|entry| (entry.name(), entry)).collect();
-        let (columns, mut all) = (columns(spec), StateDict::default());
-        for tensor in names::tensors(config) {
-            let mut values = vec![0.0; tensor.shape.iter().product()];
-            tensor.elements(&columns, |name, at, there| values[there] = flat[entries[name].range()][at] - tensor.added);
-            all.insert(tensor.name, tensor.shape, values)?;
-        }
-        Ok(all)
+    pub fn tensors(config: &ModelConfig, parameters: &Parameters) -> Result<StateDict> {
+        tensors(config, parameters.layout(), &parameters.flat().read()?, |tensor| tensor.added)
     }
+
+    /// Converts gradients to the tensors of a file, each under the name and in the shape of its
+    /// weight.
+    ///
+    /// # Errors
+    /// Never, since shapes and values agree.
+    pub fn gradients(config: &ModelConfig, gradients: &Gradients) -> Result<StateDict> {
+        tensors(config, gradients.layout(), &gradients.flat().read()?, |_| 0.0)
+    }
+}
+
+/// Converts a flat region of parameters, minus what the file's tensors lack.
+fn tensors(
+    config: &ModelConfig,
+    spec: &ParameterSpec,
+    flat: &[f32],
+    added: impl Fn(&FileTensor) -> f32,
+) -> Result<StateDict> {
+    let entries: HashMap<&str, &ParameterEntry> = spec.entries().iter().map(|entry| (entry.name(), entry)).collect();
+    let (columns, mut all) = (columns(spec), StateDict::default());
+    for tensor in names::tensors(config) {
+        let (mut values, added) = (vec![0.0; tensor.shape.iter().product()], added(&tensor));
+        for (name, places) in tensor.places(&columns) {
+            let ours = &flat[entries[name].range()];
+            places.for_each(|(at, there)| values[there] = ours[at] - added);
+        }
+        all.insert(tensor.name, tensor.shape, values)?;
+    }
+    Ok(all)
 }
 
 fn as_bytes(values: &[f32]) -> &[u8] {

@@ -17,16 +17,68 @@ const EPSILONS: RangeInclusive<f64> = 1e-30..=1.0;
 /// Keys that do not change what a model computes: what wrote the file, how weights were
 /// initialized, dropout, token ids, and the settings of tasks and of generation.
 const WITHOUT_EFFECT: [&str; 62] = [
-    "_name_or_path", "architectures", "attention_dropout", "attn_pdrop", "auto_map", "bad_words_ids", "begin_suppress_tokens",
-    "bos_token_id", "cache_implementation", "classifier_dropout", "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype",
-    "early_stopping", "embd_pdrop", "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty",
-    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "hidden_dropout", "id2label",
-    "initializer_range", "label2id", "length_penalty", "max_length", "min_length", "n_ctx", "no_repeat_ngram_size",
-    "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores",
-    "pad_token_id", "prefix", "problem_type", "remove_invalid_values", "reorder_and_upcast_attn", "repetition_penalty", "resid_pdrop",
-    "return_dict", "return_dict_in_generate", "sep_token_id", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
-    "summary_type", "summary_use_proj", "suppress_tokens", "task_specific_params", "temperature", "tokenizer_class", "top_k",
-    "top_p", "torch_dtype", "transformers_version", "use_cache",
+    "_name_or_path",
+    "architectures",
+    "attention_dropout",
+    "attn_pdrop",
+    "auto_map",
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "bos_token_id",
+    "cache_implementation",
+    "classifier_dropout",
+    "decoder_start_token_id",
+    "diversity_penalty",
+    "do_sample",
+    "dtype",
+    "early_stopping",
+    "embd_pdrop",
+    "encoder_no_repeat_ngram_size",
+    "eos_token_id",
+    "exponential_decay_length_penalty",
+    "finetuning_task",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "gradient_checkpointing",
+    "hidden_dropout",
+    "id2label",
+    "initializer_range",
+    "label2id",
+    "length_penalty",
+    "max_length",
+    "min_length",
+    "n_ctx",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "output_attentions",
+    "output_hidden_states",
+    "output_scores",
+    "pad_token_id",
+    "prefix",
+    "problem_type",
+    "remove_invalid_values",
+    "reorder_and_upcast_attn",
+    "repetition_penalty",
+    "resid_pdrop",
+    "return_dict",
+    "return_dict_in_generate",
+    "sep_token_id",
+    "summary_activation",
+    "summary_first_dropout",
+    "summary_proj_to_labels",
+    "summary_type",
+    "summary_use_proj",
+    "suppress_tokens",
+    "task_specific_params",
+    "temperature",
+    "tokenizer_class",
+    "top_k",
+    "top_p",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
 ];
 
 /// Reads a configuration.
@@ -136,7 +188,12 @@ fn llama(keys: &Keys<'_>) -> Outcome<ModelConfig> {
     keys.only("pretraining_tp", &[json!(1)])?;
     let bias = keys.flag("attention_bias", false)?;
     let feed_forward_bias = keys.flag("mlp_bias", false)?;
-    Ok(ModelConfig { qkv_bias: bias, output_bias: bias, feed_forward_bias, ..like_llama(keys, Family::Llama, &Defaults::default())? })
+    Ok(ModelConfig {
+        qkv_bias: bias,
+        output_bias: bias,
+        feed_forward_bias,
+        ..like_llama(keys, Family::Llama, &Defaults::default())?
+    })
 }
 
 fn mistral(keys: &Keys<'_>) -> Outcome<ModelConfig> {
@@ -179,7 +236,8 @@ fn smollm3(keys: &Keys<'_>) -> Outcome<ModelConfig> {
         None => (1..=config.layers.len()).map(|number| !number.is_multiple_of(interval)).collect(),
         Some(list) => list.iter().map(|one| *one == json!(1)).collect(),
     };
-    let known = keys.list("no_rope_layers")?.is_none_or(|list| list.iter().all(|one| [json!(0), json!(1)].contains(one)));
+    let known =
+        keys.list("no_rope_layers")?.is_none_or(|list| list.iter().all(|one| [json!(0), json!(1)].contains(one)));
     if rotates.len() != config.layers.len() || !known {
         return keys.refuse("no_rope_layers", format!("0 or 1 for each of {} layers", config.layers.len()));
     }
@@ -269,7 +327,10 @@ fn gemma3(keys: &Keys<'_>) -> Outcome<ModelConfig> {
         }
     };
     fits_kernels(keys, head_width, full)?;
-    let every = keys.size("sliding_window_pattern", MAX_LAYERS)?.or(keys.size("_sliding_window_pattern", MAX_LAYERS)?).unwrap_or(6);
+    let every = keys
+        .size("sliding_window_pattern", MAX_LAYERS)?
+        .or(keys.size("_sliding_window_pattern", MAX_LAYERS)?)
+        .unwrap_or(6);
     let slides = match kinds(keys, count)? {
         Some(slides) => slides,
         None => (1..=count).map(|number| !number.is_multiple_of(every)).collect(),
@@ -328,7 +389,10 @@ fn fits_kernels(keys: &Keys<'_>, head_width: usize, rotary: Rotary) -> Outcome<(
         true => Ok(()),
         false => {
             let expected = format!("heads and rotary columns of a multiple of 8, got {head_width} and {columns}");
-            Err(format!("`head_dim`: expected {expected}, got {}", keys.get("head_dim").map_or("nothing".into(), shown)))
+            Err(format!(
+                "`head_dim`: expected {expected}, got {}",
+                keys.get("head_dim").map_or("nothing".into(), shown)
+            ))
         }
     }
 }
@@ -349,7 +413,8 @@ fn kinds(keys: &Keys<'_>, count: usize) -> Outcome<Option<Vec<bool>>> {
     });
     match slides.collect::<Option<Vec<bool>>>() {
         Some(slides) if slides.len() == count => Ok(Some(slides)),
-        _ => keys.refuse("layer_types", format!("\"full_attention\" or \"sliding_attention\" for each of {count} layers")),
+        _ => keys
+            .refuse("layer_types", format!("\"full_attention\" or \"sliding_attention\" for each of {count} layers")),
     }
 }
 
@@ -365,7 +430,8 @@ fn windows_by_layer(keys: &Keys<'_>, config: &mut ModelConfig) -> Outcome<()> {
         None => (0..count).map(|number| on && number >= first).collect(),
     };
     if slides.contains(&true) && !(on && matches!(mask, AttentionMask::SlidingWindow(_))) {
-        return keys.refuse("layer_types", "no sliding attention unless `use_sliding_window` and `sliding_window` are set");
+        return keys
+            .refuse("layer_types", "no sliding attention unless `use_sliding_window` and `sliding_window` are set");
     }
     for (layer, _) in config.layers.iter_mut().zip(slides).filter(|(_, slides)| *slides) {
         layer.mask = mask;

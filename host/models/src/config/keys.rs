@@ -130,16 +130,18 @@ impl<'j> Keys<'j> {
     }
 
     /// Requires that all keys were read, except those that have no effect.
-    pub(super) fn finish(self, without_effect: &[&str]) -> Outcome<()> {
+    pub(super) fn finish(&self, without_effect: &[&str]) -> Outcome<()> {
         let read = self.read.borrow();
         let unknown = self.map.iter().find(|(key, value)| {
             !value.is_null() && !read.contains(key.as_str()) && !without_effect.contains(&key.as_str())
         });
         match unknown {
             None => Ok(()),
-            Some((key, value)) => {
-                Err(format!("`{}{key}`: expected no such key, got {}: it is unknown, so its effect is", self.path, shown(value)))
-            }
+            Some((key, value)) => Err(format!(
+                "`{}{key}`: expected no such key, got {}: it is unknown, so its effect is",
+                self.path,
+                shown(value)
+            )),
         }
     }
 }

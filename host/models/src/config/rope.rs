@@ -3,8 +3,8 @@
 //! transformers 4 has `rope_theta` and `rope_scaling`; transformers 5 has `rope_parameters`, which
 //! contains both.
 
-use super::keys::{Keys, Outcome};
 use super::MAX_SIZE;
+use super::keys::{Keys, Outcome};
 use stepscope_core::ops::{Rotary, RotaryScaling};
 
 /// The range of the base, and of the divisor of frequencies.
@@ -60,7 +60,9 @@ pub(super) fn read(config: &Keys<'_>, head_width: usize, context: usize, default
 pub(super) fn read_kind(config: &Keys<'_>, kind: &str, context: usize) -> Outcome<Option<Rotary>> {
     let Some(all) = config.object("rope_parameters")? else { return Ok(None) };
     let Some(settings) = all.object(kind)? else { return all.refuse(kind, "an object") };
-    let Some(base) = settings.real("rope_theta", BASES)? else { return settings.refuse("rope_theta", "a number above 1") };
+    let Some(base) = settings.real("rope_theta", BASES)? else {
+        return settings.refuse("rope_theta", "a number above 1");
+    };
     let scaling = scaling_of(config, &settings, context)?;
     settings.finish(&[])?;
     Ok(Some(Rotary { scaling, ..Rotary::new(base) }))
@@ -72,7 +74,9 @@ fn scaling_of(config: &Keys<'_>, settings: &Keys<'_>, context: usize) -> Outcome
     let old = settings.text("type")?;
     let kind = match (kind, old) {
         (None, Some(_)) => return settings.refuse("type", "nothing: this key is called `rope_type`"),
-        (Some(kind), Some(old)) if kind != old => return settings.refuse("type", format!("\"{kind}\", as `rope_type`")),
+        (Some(kind), Some(old)) if kind != old => {
+            return settings.refuse("type", format!("\"{kind}\", as `rope_type`"));
+        }
         (kind, _) => kind.unwrap_or("default"),
     };
     let factor = || match settings.real("factor", FACTORS)? {
