@@ -14,7 +14,8 @@ use stepscope::ops::{self, LmHeadConfig};
 use stepscope::{Arena, Capacity, Gradients, Parameters, StateDict, Tape};
 use support::{on_each_device, relative_l2};
 
-/// The largest relative difference from float64.
+/// The largest relative difference from float64. Where transformers' own error in f32 is a third of
+/// this or more, it is three times that error.
 const LIMIT: f64 = 2e-6;
 
 /// The folders of all cases.
@@ -84,17 +85,18 @@ on_each_device! {
             let mut compare = |name: String, ours: &[f32]| {
                 let want = expected.results.get(&name).unwrap_or_else(|| panic!("{}: {name}", folder.display()));
                 let difference = relative_l2(ours, want);
-                assert!(difference <= LIMIT, "{}: {name} differs by {difference:e}", folder.display());
-                differences.insert(name, difference);
+                let limit = LIMIT.max(3.0 * expected.results[&format!("f32.{name}")][0]);
+                differences.insert(name, [difference / limit, difference]);
             };
             compare("logits".into(), &logits);
             compare("loss".into(), &loss);
             for (name, _, gradient) in Weights::gradients(&weights.config, &gradients).unwrap().iter() {
                 compare(format!("gradient.{name}"), gradient);
             }
-            assert_eq!(differences.len(), expected.results.len(), "{}", folder.display());
-            let worst = differences.into_iter().max_by(|a, b| a.1.total_cmp(&b.1)).unwrap();
-            println!("{}: worst {} {:.1e}", folder.display(), worst.0, worst.1);
+            assert_eq!(2 * differences.len(), expected.results.len(), "{}", folder.display());
+            let (name, [share, worst]) = differences.into_iter().max_by(|a, b| a.1[0].total_cmp(&b.1[0])).unwrap();
+            println!("{}: {name} comes closest to its limit, with {worst:.1e}, {share:.2} of it", folder.display());
+            assert!(share <= 1.0, "{}: {name} differs by {worst:e}", folder.display());
         }
     }
 

@@ -66,16 +66,24 @@ def write(folder, name, dtype, shard):
     model = model.to(getattr(torch, dtype))
     model.save_pretrained(folder / name, max_shard_size=shard)
     (folder / name / "generation_config.json").unlink(missing_ok=True)
-    model = model.double().eval()
-    model.set_attn_implementation("eager")
-    ids = torch.randint(VOCABULARY, (2, TOKENS + 1))
+    # Token 0 is padding for some families, whose row of the table then has no gradient.
+    ids = torch.randint(1, VOCABULARY, (2, TOKENS + 1))
     inputs, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    logits = model(inputs, use_cache=False).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    loss.backward()
-    results = {"logits": logits.detach(), "loss": loss.detach().reshape(1)}
-    results |= {f"gradient.{name}": p.grad for name, p in model.named_parameters()}
-    saved = {"ids": inputs.int(), "labels": labels.int()} | {name: value.float() for name, value in results.items()}
+
+    def results(dtype):
+        model = T.AutoModelForCausalLM.from_pretrained(folder / name, dtype=dtype, attn_implementation="eager").eval()
+        logits = model(inputs, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        # GPT-NeoX's files have another name for the head.
+        file_name = lambda key: key.replace("lm_head", "embed_out") if name == "gpt_neox" else key
+        gradients = {f"gradient.{file_name(key)}": p.grad.double() for key, p in model.named_parameters()}
+        return {"logits": logits.detach().double(), "loss": loss.detach().double().reshape(1)} | gradients
+
+    rounded, exact = results(torch.float32), results(torch.float64)
+    # The relative error of transformers itself in f32.
+    errors = {f"f32.{key}": ((rounded[key] - exact[key]).norm() / exact[key].norm()).reshape(1) for key in exact}
+    saved = {"ids": inputs.int(), "labels": labels.int()} | {key: value.float() for key, value in (exact | errors).items()}
     save_file(saved, folder / name / "expected.safetensors")
     print(name, sum(f.stat().st_size for f in (folder / name).iterdir()))
 

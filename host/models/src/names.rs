@@ -226,13 +226,15 @@ pub(crate) fn tensors(config: &ModelConfig) -> Vec<FileTensor> {
     }
     names.norm(&format!("{before}.{last}"), "norm", width);
     if !config.tied {
-        names.table(HEAD, "head.weight", [vocabulary, width]);
+        names.table(head(family), "head.weight", [vocabulary, width]);
     }
     names.tensors
 }
 
-/// The head's name in a file.
-pub(crate) const HEAD: &str = "lm_head.weight";
+/// Returns the head's name in a file.
+pub(crate) fn head(family: Family) -> &'static str {
+    if family == Family::GptNeoX { "embed_out.weight" } else { "lm_head.weight" }
+}
 
 /// Returns true for masks and frequencies that older files store next to the weights. They are
 /// computed again.

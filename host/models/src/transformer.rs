@@ -1,7 +1,7 @@
 //! The layers of a [`ModelConfig`].
 //!
-//! Invariant: every parameter's name is one that the crate's map of file tensors knows, so that each
-//! model can be read and written.
+//! Invariant: every parameter's name is one that the crate's map of file tensors knows, so that
+//! each model can be read and written.
 
 use crate::config::{FeedForwardKind, LayerConfig, ModelConfig, NormKind, Residual};
 use stepscope_core::ops::{self, AttentionConfig, AttentionElement, Gemm, GemmElement};
@@ -139,8 +139,8 @@ impl Transformer {
         self.blocks.iter().map(|_| KeyValueCache::new(step, self.config.context, columns)).collect()
     }
 
-    /// Computes the logits `[1, vocabulary]` of the token that follows `token`: `[1, 1]` at `place`:
-    /// `[1, 1]`, given the cached keys and values of all tokens before it.
+    /// Computes the logits `[1, vocabulary]` of the token that follows `token`: `[1, 1]` at
+    /// `place`: `[1, 1]`, given the cached keys and values of all tokens before it.
     ///
     /// # Errors
     /// When an op fails.

@@ -4,7 +4,7 @@
 //! requires, and nothing else; otherwise it is an error, and nothing changes.
 
 use crate::config::ModelConfig;
-use crate::names::{self, FileTensor, HEAD};
+use crate::names::{self, FileTensor};
 use crate::transformer::Transformer;
 use std::collections::HashMap;
 use std::fs;
@@ -23,8 +23,8 @@ pub struct Weights {
 }
 
 impl Weights {
-    /// Reads a folder with `config.json` and the weights, in one safetensors file or in several with
-    /// an index. Files of F32, BF16 and F16 become f32 exactly.
+    /// Reads a folder with `config.json` and the weights, in one safetensors file or in several
+    /// with an index. Files of F32, BF16 and F16 become f32 exactly.
     ///
     /// # Errors
     /// [`Error::File`] if a file cannot be read, `config.json` states something that is not
@@ -56,11 +56,12 @@ impl Weights {
                 places.for_each(|(at, there)| ours[at] = theirs[there] + tensor.added);
             }
         }
-        if let Some((shape, head)) = found.remove(HEAD).filter(|_| config.tied) {
+        let head_name = names::head(config.family);
+        if let Some((shape, head)) = found.remove(head_name).filter(|_| config.tied) {
             let table = &values["tokens.weight"];
             if shape != [config.vocabulary, config.width] || head != *table {
                 let reason = format!(
-                    "has a `{HEAD}` {shape:?} that differs from the token table, but `tie_word_embeddings` in config.json makes them one: set it \
+                    "has a `{head_name}` {shape:?} that differs from the token table, but `tie_word_embeddings` in config.json makes them one: set it \
                      to false to train the head by itself, or remove the tensor"
                 );
                 return Err(Error::file(folder, reason));
@@ -97,8 +98,8 @@ impl Weights {
         parameters.load(bytes, Transfer::new())
     }
 
-    /// Writes a folder that transformers loads: `config.json`, and the weights as F32 in files of at
-    /// most `max_shard_size` bytes. The folder is created if it is missing.
+    /// Writes a folder that transformers loads: `config.json`, and the weights as F32 in files of
+    /// at most `max_shard_size` bytes. The folder is created if it is missing.
     ///
     /// # Errors
     /// [`Error::File`] when a file cannot be written.

@@ -61,7 +61,7 @@ pub enum RotaryScaling {
         slow: f64,
         /// The turns at which it ends, above `slow`; 32 in the paper.
         fast: f64,
-        /// True if both ends of the ramp are moved outward to whole indices, as in the paper's code.
+        /// True if both ends of the ramp move outward to whole indices, as in the paper's code.
         whole: bool,
         /// The context of the model before scaling.
         context: usize,

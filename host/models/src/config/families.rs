@@ -1,7 +1,7 @@
 //! The families, each as it maps its `config.json` to [`ModelConfig`].
 //!
-//! Defaults are those of transformers' configuration classes. Sizes for which transformers takes the
-//! size of one particular model must be stated.
+//! Defaults are those of transformers' configuration classes. Sizes for which transformers takes
+//! the size of one particular model must be stated.
 
 use super::keys::{Keys, Outcome, shown};
 use super::rope::{self, Defaults};
@@ -264,7 +264,12 @@ fn gpt_neox(keys: &Keys<'_>) -> Outcome<ModelConfig> {
     let head_width = divided(keys, "num_attention_heads", width, heads)?;
     let context = keys.required("max_position_embeddings", MAX_SIZE)?;
     let outer = keys.real("rotary_emb_base", 1.000_001..=1e12)?;
-    let defaults = Defaults { base: Some(outer.unwrap_or(10_000.0)), share: 0.25, share_key: "rotary_pct" };
+    // transformers 4.57 writes the share of rotary columns under both names.
+    let share = keys.real("rotary_pct", 0.0..=1.0)?.unwrap_or(0.25);
+    if keys.real("partial_rotary_factor", 0.0..=1.0)?.is_some_and(|other| other != share) {
+        return keys.refuse("partial_rotary_factor", format!("{share}, as in `rotary_pct`"));
+    }
+    let defaults = Defaults { base: Some(outer.unwrap_or(10_000.0)), share };
     let rotary = rope::read(keys, head_width, context, &defaults)?;
     fits_kernels(keys, head_width, rotary)?;
     let bias = keys.flag("attention_bias", true)?;

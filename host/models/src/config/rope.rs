@@ -19,20 +19,18 @@ pub(super) struct Defaults {
     pub(super) base: Option<f64>,
     /// The share of each head's columns that rotate.
     pub(super) share: f64,
-    /// The key of that share in transformers 4.
-    pub(super) share_key: &'static str,
 }
 
 impl Default for Defaults {
     fn default() -> Self {
-        Self { base: Some(10_000.0), share: 1.0, share_key: "partial_rotary_factor" }
+        Self { base: Some(10_000.0), share: 1.0 }
     }
 }
 
 /// Reads the rotary positions of all layers.
 pub(super) fn read(config: &Keys<'_>, head_width: usize, context: usize, defaults: &Defaults) -> Outcome<Rotary> {
     let base = config.real("rope_theta", BASES)?;
-    let share = config.real(defaults.share_key, 0.0..=1.0)?;
+    let share = config.real("partial_rotary_factor", 0.0..=1.0)?;
     let scaling = config.object("rope_scaling")?;
     let all = config.object("rope_parameters")?;
     if all.is_some() && scaling.is_some() {
