@@ -2,8 +2,8 @@
 //!
 //! Invariant, for each scenario below: only a call's own caller can receive its result. A call that
 //! was handed over runs, whatever happens to its caller. Nothing waits forever and nothing leaks;
-//! loom detects both. [`mutants`] holds driver threads that break this, and loom must find each. The
-//! driver thread's own unit tests cover calls that panic.
+//! loom detects both. [`mutants`] holds driver threads that break this, and loom must find each.
+//! The driver thread's own unit tests cover calls that panic.
 
 #![cfg(all(loom, test))]
 

@@ -81,8 +81,8 @@ impl GroupConfig {
     /// at a port of this host that the system selects, with a random secret.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for an invalid number of ranks. [`Error::System`] if the system has no free
-    /// port or no random numbers.
+    /// [`Error::Misuse`] for an invalid number of ranks. [`Error::System`] if the system has no
+    /// free port or no random numbers.
     pub fn on_this_host(ranks: usize) -> Result<Vec<Self>> {
         check_ranks(0, ranks)?;
         let no_port = |error| Error::system("group", Resource::Port, error);

@@ -161,8 +161,8 @@ impl DeviceBuilder {
     }
 
     /// Puts a layer over the device's driver and earlier layers, such as a `FaultPlan`, which makes
-    /// chosen calls fail. Opening such a device skips the kernel test unless [`SelfTest::Always`] is
-    /// set, because a plan counts the program's own calls.
+    /// chosen calls fail. Opening such a device skips the kernel test unless [`SelfTest::Always`]
+    /// is set, because a plan counts the program's own calls.
     #[must_use]
     pub fn layer(mut self, layer: impl DriverLayer + 'static) -> Self {
         self.layers.push(Box::new(layer));
