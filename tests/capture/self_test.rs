@@ -23,7 +23,7 @@ const DEADLINE: Duration = Duration::from_secs(1);
 const KERNELS: [&str; 3] = ["guard_write", "softmax_forward_f32", "mean_tokens_forward_f32"];
 
 fn open(kind: DeviceKind, plan: &FaultPlan) -> Device {
-    Device::builder(kind).deadline(DEADLINE).faults(plan.clone()).open().unwrap()
+    Device::builder(kind).deadline(DEADLINE).layer(plan.clone()).open().unwrap()
 }
 
 /// Returns how many calls of this kind the self-test makes before it reaches a kernel.
@@ -102,7 +102,7 @@ on_each_device! {
         let kind = device.description().kind;
         let planted = |kind| {
             let launch = before(device.description().kind, Call::Launch, "softmax_forward_f32") + 1;
-            Device::builder(kind).deadline(DEADLINE).faults(FaultPlan::new().on(Call::Launch, launch, Fault::Fail))
+            Device::builder(kind).deadline(DEADLINE).layer(FaultPlan::new().on(Call::Launch, launch, Fault::Fail))
         };
         names(&planted(kind).self_test(SelfTest::Always).open().unwrap_err(), "softmax_forward_f32", "planted", device);
         if kind == DeviceKind::Cuda {
@@ -114,7 +114,7 @@ on_each_device! {
             planted(kind).self_test(when).open().unwrap();
         }
         let plan = FaultPlan::new();
-        drop(Device::builder(kind).faults(plan.clone()).open().unwrap());
+        drop(Device::builder(kind).layer(plan.clone()).open().unwrap());
         assert_eq!(plan.count(Call::Launch), 0);
     }
 

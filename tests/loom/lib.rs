@@ -2,9 +2,8 @@
 //!
 //! Invariant, for each scenario below: only a call's own caller can receive its result. A call that
 //! was handed over runs, whatever happens to its caller. Nothing waits forever and nothing leaks;
-//! loom detects both. [`mutants`] holds driver threads that break this, and loom must find each. A
-//! call that panics ends its thread, which loom cannot explore: the driver thread's own unit tests
-//! cover it.
+//! loom detects both. [`mutants`] holds driver threads that break this, and loom must find each.
+//! The driver thread's own unit tests cover calls that panic.
 
 #![cfg(all(loom, test))]
 
@@ -13,7 +12,7 @@ mod lane;
 mod model;
 mod mutants;
 
-use lane::{DriverThread, TimedOut};
+use lane::{DriverThread, NoResult};
 use loom::sync::Arc;
 use model::{NEVER, mpsc, thread};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -29,7 +28,7 @@ const SOME_TIME: Duration = Duration::ZERO;
 /// A driver thread, as the scenarios use it.
 trait Worker: Send + Sync + 'static {
     fn start() -> Self;
-    fn run(&self, deadline: Duration, call: impl FnOnce() -> Answer + Send + 'static) -> Result<Answer, TimedOut>;
+    fn run(&self, deadline: Duration, call: impl FnOnce() -> Answer + Send + 'static) -> Result<Answer, NoResult>;
 }
 
 /// A driver thread that also takes calls without waiting callers.
@@ -42,7 +41,7 @@ impl Worker for DriverThread {
         Self::start().expect("a thread")
     }
 
-    fn run(&self, deadline: Duration, call: impl FnOnce() -> Answer + Send + 'static) -> Result<Answer, TimedOut> {
+    fn run(&self, deadline: Duration, call: impl FnOnce() -> Answer + Send + 'static) -> Result<Answer, NoResult> {
         Self::run(self, deadline, call)
     }
 }
@@ -58,7 +57,7 @@ impl Posts for DriverThread {
 struct Answer(Arc<u32>);
 
 /// Runs a call that answers with `number`. Returns its own answer, or the timeout.
-fn ask(lane: &impl Worker, deadline: Duration, number: u32) -> Result<(), TimedOut> {
+fn ask(lane: &impl Worker, deadline: Duration, number: u32) -> Result<(), NoResult> {
     let Answer(answer) = lane.run(deadline, move || Answer(Arc::new(number)))?;
     assert_eq!(*answer, number, "another call's result");
     Ok(())

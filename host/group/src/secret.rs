@@ -11,7 +11,7 @@ use super::wire::{Greeting, PROOF};
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 use std::fmt;
-use stepscope_core::error::{Error, Result};
+use stepscope_core::error::{Error, Resource, Result};
 
 /// The fewest bytes of a secret. A shorter one could be guessed from an intercepted proof.
 const LEAST: usize = 16;
@@ -100,8 +100,7 @@ impl Secret {
 /// The system has no random numbers.
 pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
-    getrandom::fill(&mut bytes)
-        .map_err(|error| Error::misuse("group", "random numbers of the system", format!("none: {error}")))?;
+    getrandom::fill(&mut bytes).map_err(|error| Error::system("group", Resource::RandomNumbers, error))?;
     Ok(bytes)
 }
 

@@ -11,7 +11,8 @@ use super::driver::{Driver, Graph, Link, Pool};
 use super::graph::{PinTable, Pins};
 use super::staging::Slot;
 use crate::error::{Error, Result};
-use std::sync::Arc;
+use std::mem::ManuallyDrop;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 /// A driver object without an owner.
@@ -77,25 +78,29 @@ impl DeferredFree {
 }
 
 /// Frees all objects that no graph holds, regardless of the failures of others, and then the
-/// driver. Returns true if nothing failed and nothing is left. A stuck driver is left as it is.
+/// driver. Returns true if nothing failed and nothing is left. A driver that is stuck, panics, or
+/// was lost while this call was queued is left as it is.
 pub(super) fn end_all(
     mut things: Vec<DeferredFree>,
     pins: &PinTable,
     driver: Arc<dyn Driver>,
+    lost: &OnceLock<String>,
     deadline: Duration,
 ) -> bool {
+    let driver = ManuallyDrop::new(driver);
+    if lost.get().is_some() {
+        return false;
+    }
     let mut all = true;
     // Freeing a graph releases its memory.
     while let Some(ready) = things.iter().position(|thing| !thing.is_held(pins)) {
-        match things.remove(ready).end(&*driver, deadline) {
+        match things.remove(ready).end(&**driver, deadline) {
             Ok(()) => {}
-            Err(failed) if matches!(failed.error, Error::Timeout { .. }) => {
-                std::mem::forget(driver);
-                return false;
-            }
+            Err(failed) if matches!(failed.error, Error::Timeout { .. }) => return false,
             Err(_) => all = false,
         }
     }
+    drop(ManuallyDrop::into_inner(driver));
     all && things.is_empty()
 }
 

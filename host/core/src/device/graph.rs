@@ -130,8 +130,11 @@ fn check(nodes: Nodes, launches: usize) -> Result<()> {
     if nodes == (Nodes { kernels: launches, ..Nodes::default() }) {
         return Ok(());
     }
-    let got = format!("{} kernels, {} memory nodes, {} others", nodes.kernels, nodes.memory, nodes.other);
-    Err(Error::misuse("capture", format!("a graph of {launches} kernels and nothing else"), got))
+    let Nodes { kernels, memory, other } = nodes;
+    let reason = format!(
+        "the graph has {kernels} kernels, {memory} memory nodes, {other} others, instead of {launches} kernels and nothing else"
+    );
+    Err(Error::Driver { call: "capture", reason, fatal: false })
 }
 
 fn discard(driver: &dyn Driver, graph: Graph) {

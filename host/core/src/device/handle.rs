@@ -1,8 +1,8 @@
 //! An open device: the driver with deadlines.
 //!
-//! A device is lost after a missed deadline, or after a failure that makes the driver's context
-//! unusable. Every later call then fails at once with that cause. Nothing of a lost device is
-//! destroyed: memory leaks rather than blocks.
+//! A device is lost after a missed deadline, after a panic on the driver thread, or after a failure
+//! that makes the driver's context unusable. Every later call then fails at once with that cause.
+//! Nothing of a lost device is destroyed: memory leaks rather than blocks.
 //!
 //! Invariants:
 //!
@@ -14,7 +14,7 @@
 
 use super::deferred_free::{self, DeferredFree, NotEnded};
 use super::driver::{Description, Driver, Pool};
-use super::driver_thread::{DriverThread, TimedOut};
+use super::driver_thread::{DriverThread, NoResult, caught};
 use super::dry_run::{DryRun, Launch};
 use super::graph::{BorrowTable, BufferBorrow, PinTable, Pins, Use};
 use super::patience;
@@ -24,6 +24,7 @@ use crate::shortage::HostMemory;
 use bytemuck::Pod;
 use cuda_std::emulator::Mode;
 use std::cell::RefCell;
+use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -493,16 +494,13 @@ impl Device {
         self.synchronize(deadline)?;
         self.call("download", deadline.saturating_sub(start.elapsed()), move |driver| {
             let zeros = bytemuck::allocation::try_zeroed_slice_box(len);
-            let mut to: Vec<T> = zeros.map_err(|()| no_host_memory(bytes, HostMemory::available_bytes()))?.into_vec();
+            let to = zeros.map_err(|()| no_host_memory(bytes, HostMemory::available_bytes()))?.into_vec();
+            // After an error or a panic the copy may be in progress, so the memory stays.
+            let mut to = ManuallyDrop::new(to);
             // SAFETY: `from` is device memory of `len` elements, which is this function's contract.
             // `to` has the same length and belongs to this call.
-            let copied = unsafe { driver.download(from, bytemuck::cast_slice_mut(&mut to)) };
-            if let Err(error) = copied {
-                // The copy may be in progress.
-                std::mem::forget(to);
-                return Err(error);
-            }
-            Ok(to)
+            unsafe { driver.download(from, bytemuck::cast_slice_mut(&mut to)) }?;
+            Ok(ManuallyDrop::into_inner(to))
         })
     }
 
@@ -523,10 +521,8 @@ impl Device {
         if self.shared.dry_run.is_some() {
             return call(&*self.shared.driver);
         }
-        match self.shared.lane.run(deadline, self.unless_lost(call)) {
-            Ok(result) => result.map_err(|error| self.after(error)),
-            Err(TimedOut { waited }) => Err(self.lose_to(Error::Timeout { call: name, waited, report: None })),
-        }
+        let result = self.shared.lane.run(deadline, self.guarded(name, call));
+        result.unwrap_or_else(|reason| Err(self.lose_to(no_result(name, reason))))
     }
 
     /// Posts a driver call to the driver thread, ahead of all later calls, and does not wait.
@@ -539,31 +535,34 @@ impl Device {
         done: impl FnOnce(Result<()>) + Send + 'static,
     ) -> Result<()> {
         self.check(name)?;
-        let call = self.unless_lost(call);
-        let (driver, lost) = (Arc::clone(&self.shared.driver), Arc::clone(&self.shared.lost));
-        self.shared.lane.post(move || {
-            let outcome = call();
-            if let Some(error) = outcome.as_ref().err().filter(|error| spoils(error)) {
-                lose(&lost, &driver, error);
-            }
-            done(outcome);
-        });
+        let call = self.guarded(name, call);
+        self.shared.lane.post(move || done(call()));
         Ok(())
     }
 
-    /// Wraps a call for the driver thread. A call that was queued after a stuck one does not use a
-    /// lost device.
-    fn unless_lost<R>(
+    /// Wraps a call for the driver thread. It does not use a device that was lost while the call
+    /// was queued, and marks the device lost before the next call if it panics or fails fatally.
+    fn guarded<R>(
         &self,
+        name: &'static str,
         call: impl FnOnce(&dyn Driver) -> Result<R> + Send + 'static,
     ) -> impl FnOnce() -> Result<R> + Send + 'static {
         let (driver, lost) = (Arc::clone(&self.shared.driver), Arc::clone(&self.shared.lost));
         // The emulator runs a launch in the floating-point mode of the requesting thread.
         let mode = Mode::of_thread();
-        move || match (lost.get(), mode) {
-            (Some(cause), _) => Err(Error::DeviceLost { cause: cause.clone() }),
-            (None, None) => call(&*driver),
-            (None, Some(mode)) => mode.scope(|| call(&*driver)),
+        move || {
+            if let Some(cause) = lost.get() {
+                return Err(Error::DeviceLost { cause: cause.clone() });
+            }
+            let called = caught(|| match mode {
+                None => call(&*driver),
+                Some(mode) => mode.scope(|| call(&*driver)),
+            });
+            let result = called.unwrap_or_else(|message| Err(Error::Panic { call: name, message }));
+            if let Some(error) = result.as_ref().err().filter(|error| spoils(error)) {
+                lose(&lost, &driver, error);
+            }
+            result
         }
     }
 
@@ -642,7 +641,15 @@ fn no_host_memory(requested_bytes: usize, free_bytes: u64) -> Error {
 
 /// Returns true if the error makes its device unusable.
 fn spoils(error: &Error) -> bool {
-    matches!(error, Error::Driver { fatal: true, .. } | Error::Timeout { .. })
+    matches!(error, Error::Driver { fatal: true, .. } | Error::Timeout { .. } | Error::Panic { .. })
+}
+
+/// Returns the error of a call on the driver thread that has no result.
+pub(super) fn no_result(call: &'static str, reason: NoResult) -> Error {
+    match reason {
+        NoResult::TimedOut { waited } => Error::Timeout { call, waited, report: None },
+        NoResult::Panicked { message } => Error::Panic { call, message },
+    }
 }
 
 fn lose(lost: &OnceLock<String>, driver: &Arc<dyn Driver>, error: &Error) {
@@ -679,14 +686,52 @@ impl Drop for Shared {
         left.extend(std::mem::take(self.pages.get_mut().unwrap_or_else(PoisonError::into_inner)).into_retired());
         // Destroying the driver can block as well, so that also runs on the driver thread.
         let driver = std::mem::replace(&mut self.driver, Arc::new(DryRun::of(self.description.clone())));
-        let (pins, deadline) = (self.pins.clone(), self.deadline);
-        match self.lane.run(deadline, move || deferred_free::end_all(left, &pins, driver, deadline)) {
+        let (pins, lost, deadline) = (self.pins.clone(), Arc::clone(&self.lost), self.deadline);
+        match self.lane.run(deadline, move || deferred_free::end_all(left, &pins, driver, &lost, deadline)) {
             Ok(true) => {}
             Ok(false) => tracing::warn!("some memory or objects of the device were not freed"),
-            Err(TimedOut { waited }) => {
-                let error = Error::Timeout { call: "close", waited, report: None };
-                tracing::error!(%error, "device lost");
-            }
+            Err(reason) => tracing::error!(error = %no_result("close", reason), "device lost"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::driver::DeviceKind;
+    use super::*;
+    use std::sync::mpsc;
+
+    /// Also checks that the driver of a lost device stays, and that of any other ends with it.
+    #[cfg_attr(miri, ignore = "leaks the driver on purpose")]
+    #[test]
+    fn panic_loses_the_device() {
+        const FAR: Duration = Duration::from_secs(20);
+        let open = || {
+            let device = Device::open(DeviceKind::Emulated).unwrap();
+            let driver = Arc::downgrade(&device.shared.driver);
+            (device, driver)
+        };
+        let start = Instant::now();
+        for posted in [false, true] {
+            let (device, driver) = open();
+            let error = if posted {
+                let (done, outcome) = mpsc::channel();
+                device.post("launch", |_| panic!("planted"), move |result| done.send(result).unwrap()).unwrap();
+                outcome.recv().unwrap()
+            } else {
+                device.call("launch", FAR, |_| panic!("planted"))
+            };
+            let error = error.unwrap_err();
+            assert_eq!(error, Error::Panic { call: "launch", message: "planted".into() });
+            assert!(error.to_string().starts_with("`launch` panicked: planted; the device is lost"), "{error}");
+            let lost = Error::DeviceLost { cause: error.to_string() };
+            assert_eq!((device.synchronize(FAR).unwrap_err(), device.allocate(8).unwrap_err()), (lost.clone(), lost));
+            drop(device);
+            assert!(driver.upgrade().is_some(), "the driver of a lost device was destroyed");
+        }
+        assert!(start.elapsed() < FAR);
+        let (device, driver) = open();
+        drop(device);
+        assert!(driver.upgrade().is_none());
     }
 }

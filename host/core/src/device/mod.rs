@@ -15,7 +15,6 @@ mod driver;
 mod driver_thread;
 mod dry_run;
 mod emulated;
-pub mod faults;
 mod graph;
 mod handle;
 mod kernels;
@@ -27,7 +26,8 @@ mod stream;
 
 pub use builder::{DEFAULT_DEADLINE, DeviceBuilder, SelfTest};
 pub(crate) use deferred_free::DeferredFree;
-pub use driver::{Description, DeviceKind, Driver, Link, Piece, Pool, Wire};
+pub use driver::{Description, DeviceKind, Driver, DriverLayer, Fence, Graph, Link, Nodes, Piece, Pool, Wire};
+pub use driver_thread::panic_message;
 pub use dry_run::Launch;
 pub(crate) use graph::{BufferBorrow, Pins, SealedGraph};
 pub use handle::Device;

@@ -78,10 +78,10 @@ impl DeviceBuilder {
     /// `STEPSCOPE_SELF_TEST`. It is also returned for kernels of two packages with the same name,
     /// or of one with the name of stepscope's own.
     pub fn open(self) -> Result<Device> {
-        let (when, planted) = (self.tests()?, self.has_faults());
+        let (when, covered) = (self.tests()?, self.has_layers());
         let device = self.open_untested()?;
-        // A device with planted faults proves nothing about others.
-        let key = if planted || when == SelfTest::Never { None } else { Key::of(device.description())? };
+        // A device with layers over its driver proves nothing about others.
+        let key = if covered || when == SelfTest::Never { None } else { Key::of(device.description())? };
         guard(when, key.as_ref(), Remembered::of_user, || device.self_test())?;
         Ok(device)
     }

@@ -1,4 +1,5 @@
-//! Fault injection for tests: a driver whose Nth call of a kind fails, is late, or never returns.
+//! Fault injection for tests: a device whose driver's Nth call of a kind fails, is late, panics, or
+//! never returns.
 //!
 //! ```
 //! use std::time::Duration;
@@ -6,7 +7,7 @@
 //! use stepscope::{Buffer, Device, DeviceKind, Error};
 //!
 //! let plan = FaultPlan::new().on(Call::Allocate, 2, Fault::Never);
-//! let device = Device::builder(DeviceKind::Emulated).deadline(Duration::from_millis(20)).faults(plan).open()?;
+//! let device = Device::builder(DeviceKind::Emulated).deadline(Duration::from_millis(20)).layer(plan).open()?;
 //! let _first = Buffer::<f32>::zeros(&device, 8)?;
 //! let second = Buffer::<f32>::zeros(&device, 8).unwrap_err();
 //! assert!(matches!(second, Error::Timeout { call: "allocate", .. }));
@@ -15,78 +16,78 @@
 //! ```
 //! Invariant: a call without a fault goes to the real driver unchanged.
 
-use super::driver::{Description, Driver, Fence, Graph, Link, Nodes, Piece, Pool, Wire};
-use crate::error::{Error, Result};
 use cuda_std::launch::{Entry, Grid, Words};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
+use stepscope_core::device::{Description, Driver, DriverLayer, Fence, Graph, Link, Nodes, Piece, Pool, Wire};
+use stepscope_core::error::{Error, Result};
 
-/// A kind of driver call.
+/// A kind of call of a device's driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Call {
-    /// [`Driver::free_bytes`].
+    /// Reads the number of free bytes.
     FreeBytes,
-    /// [`Driver::allocate`].
+    /// Allocates device memory.
     Allocate,
-    /// [`Driver::free`].
+    /// Frees device memory.
     Free,
-    /// [`Driver::create_pool`].
+    /// Creates a memory pool.
     CreatePool,
-    /// [`Driver::pool_allocate`].
+    /// Allocates from a pool.
     PoolAllocate,
-    /// [`Driver::pool_free`].
+    /// Returns memory to its pool.
     PoolFree,
-    /// [`Driver::trim_pool`].
+    /// Returns unused memory of a pool to the system.
     TrimPool,
-    /// [`Driver::destroy_pool`].
+    /// Destroys a pool.
     DestroyPool,
-    /// [`Driver::allocate_pinned`].
+    /// Allocates pinned host memory.
     AllocatePinned,
-    /// [`Driver::free_pinned`].
+    /// Frees pinned host memory.
     FreePinned,
-    /// [`Driver::queue_upload`].
+    /// Queues a copy to the device.
     Upload,
-    /// [`Driver::create_fence`].
+    /// Creates a fence, a point in the order of queued work.
     CreateFence,
-    /// [`Driver::record_fence`].
+    /// Moves a fence after all work queued before.
     RecordFence,
-    /// [`Driver::poll_fence`].
+    /// Reads whether the device has passed a fence.
     PollFence,
-    /// [`Driver::destroy_fence`].
+    /// Destroys a fence.
     DestroyFence,
-    /// [`Driver::download`].
+    /// Copies device memory to the host after the work queued before.
     Download,
-    /// [`Driver::queue_download`].
+    /// Queues a copy from the device to pinned memory.
     QueueDownload,
-    /// [`Driver::load`].
+    /// Loads a kernel before its first launch.
     Load,
-    /// [`Driver::launch`] of work that runs.
+    /// Launches a kernel that runs.
     Launch,
-    /// [`Driver::begin_capture`].
+    /// Begins a capture.
     BeginCapture,
-    /// [`Driver::launch`] within a capture.
+    /// Launches a kernel within a capture, which records it.
     Record,
-    /// [`Driver::end_capture`].
+    /// Ends a capture.
     EndCapture,
-    /// [`Driver::graph_nodes`].
+    /// Counts the nodes of a captured graph.
     GraphNodes,
-    /// [`Driver::instantiate`].
+    /// Makes a graph ready for replays.
     Instantiate,
-    /// [`Driver::replay`].
+    /// Queues all work of a graph.
     Replay,
-    /// [`Driver::destroy_graph`].
+    /// Destroys a graph.
     DestroyGraph,
-    /// [`Driver::poll`].
+    /// Reads whether all queued work is done.
     Poll,
-    /// [`Driver::join_link`].
+    /// Joins the devices of a group.
     JoinLink,
-    /// [`Driver::exchange`].
+    /// Queues copies between the ranks of a group.
     Exchange,
-    /// [`Driver::follow_exchanges`].
+    /// Makes later work wait for the exchanges so far.
     FollowExchanges,
-    /// [`Driver::leave_link`].
+    /// Ends a link between the ranks of a group.
     LeaveLink,
 }
 
@@ -139,19 +140,22 @@ pub enum Fault {
     Delay(Duration),
     /// The call never returns.
     Never,
-    /// [`Driver::poll`] and [`Driver::poll_fence`] return false from then on, as for a kernel that
-    /// never ends.
+    /// The call panics.
+    Panics,
+    /// [`Call::Poll`] and [`Call::PollFence`] return false from then on, as for a kernel that never
+    /// ends.
     Stalls,
     /// The call first allocates memory, like a library that loads something at its first use.
     Allocates,
     /// The call first takes memory from a pool in stream order, which a capture turns into a memory
     /// node.
     AllocatesInStream,
-    /// The call succeeds, and one bit of the data that [`Driver::queue_upload`] copied is wrong.
+    /// The call succeeds, and one bit of the data that [`Call::Upload`] copied is wrong.
     Flips,
 }
 
-/// The faults of chosen calls. Clones share their counts.
+/// The faults of chosen calls, for [`DeviceBuilder::layer`](stepscope_core::DeviceBuilder::layer).
+/// Clones share their counts.
 #[derive(Clone, Debug, Default)]
 pub struct FaultPlan {
     shared: Arc<Mutex<Plan>>,
@@ -247,22 +251,26 @@ impl FaultPlan {
             Some(Fault::Never) => loop {
                 std::thread::park();
             },
+            Some(Fault::Panics) => panic!("planted on {call:?}"),
         }
+    }
+}
+
+// SAFETY: see `Faulty`, which keeps the driver to itself.
+unsafe impl DriverLayer for FaultPlan {
+    fn cover(&self, driver: Arc<dyn Driver>) -> Arc<dyn Driver> {
+        Arc::new(Faulty { driver, plan: self.clone() })
     }
 }
 
 /// A driver with a fault plan in front of it.
 #[derive(Debug)]
-pub(super) struct Faulty {
+struct Faulty {
     driver: Arc<dyn Driver>,
     plan: FaultPlan,
 }
 
 impl Faulty {
-    pub(super) fn new(driver: Arc<dyn Driver>, plan: FaultPlan) -> Self {
-        Self { driver, plan }
-    }
-
     fn meet(&self, call: Call) -> Result<()> {
         self.plan.meet(call, &*self.driver)
     }
