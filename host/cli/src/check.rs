@@ -81,8 +81,7 @@ fn run(args: &Args) -> Result<bool, Box<dyn std::error::Error>> {
     if args.update {
         let [(_, whole), (_, smallest)] =
             [digests(&device, CaseSize::Whole, args)?, digests(&device, CaseSize::Smallest, args)?];
-        std::fs::write(GOLDEN, same_bits::to_commit(&whole, &smallest))
-            .map_err(|error| format!("{GOLDEN}: {error}"))?;
+        stepscope::replace_file(GOLDEN, same_bits::to_commit(&whole, &smallest).as_bytes())?;
         println!("written to {GOLDEN}");
         return Ok(true);
     }

@@ -7,7 +7,7 @@
 //! stepscope train --device cuda --size 124m --data train.bin --precision bf16 --batch 16
 //! ```
 //! A [`tokenizer`] turns [`text`] into tokens, and [`samples`] cuts batches from them. The [`plan`]
-//! sets up the [`model`] and its training, which [`train`] runs. [`sample`] then generates text.
+//! sets up the [`model`] and its training, which [`updates`] runs. [`sample`] then generates text.
 //! [`weights`] reads and writes Hugging Face files.
 //!
 //! | exit code | meaning |
@@ -34,7 +34,7 @@ mod text;
 mod token_file;
 mod tokenizer;
 mod trace;
-mod train;
+mod updates;
 mod weights;
 
 use std::process::ExitCode;
@@ -46,7 +46,7 @@ use self::model::Gpt;
 use self::plan::Plan;
 use self::report::{Bytes, DataSize, Report};
 use self::samples::Sequences;
-use self::train::Trained;
+use self::updates::Trained;
 use crate::program::exit::{self, INTERRUPTED};
 use crate::program::log::{self, Log};
 use crate::program::ranks::{self, Rank};
