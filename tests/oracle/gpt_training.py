@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Trains GPT-2 with examples/gpt and with PyTorch, and compares the losses.
+"""Trains GPT-2 with `stepscope train` and with PyTorch, and compares the losses.
 
     python3 tests/oracle/gpt_training.py PROGRAM [--updates N] [--limit LOSS] [-- ARGUMENTS of the program]
 
