@@ -16,6 +16,7 @@ use crate::rows::Row;
 use crate::template::ChatTemplate;
 use serde_json::Value;
 use std::ops::Range;
+use std::slice::from_ref;
 use tokenizers::Tokenizer;
 
 /// The tokens of a row.
@@ -50,12 +51,12 @@ impl Encoder<'_> {
             Row::Chat { messages, tools } => self.chat(messages, tools.as_ref()),
             Row::Completion { prompt, completion } => {
                 let whole = format!("{prompt}{completion}");
-                let mut sample = self.tokens(&whole, true, &[prompt.len()..whole.len()])?;
+                let mut sample = self.tokens(&whole, true, from_ref(&(prompt.len()..whole.len())))?;
                 self.finish(&mut sample);
                 Ok(sample)
             }
             Row::Text(text) => {
-                let mut sample = self.tokens(text, true, &[0..text.len()])?;
+                let mut sample = self.tokens(text, true, from_ref(&(0..text.len())))?;
                 self.finish(&mut sample);
                 Ok(sample)
             }
