@@ -5,7 +5,7 @@
 
 use stepscope::ops::Precision;
 use stepscope::{
-    AdamW, AdamWConfig, EagerStep, Gradients, HostInputs, Launch, Model, ParameterSpec, Parameters, Result, Tape,
+    AdamW, EagerStep, Gradients, HostInputs, Launch, Model, Optimizer, ParameterSpec, Parameters, Result, Tape,
 };
 
 use crate::crossasset;
@@ -72,8 +72,8 @@ fn train(
         parameters = parameters.with_bf16_copy()?;
     }
     let mut gradients = Gradients::zeros(&parameters)?;
-    let config = AdamWConfig { clip: Some(1.0), ..AdamWConfig::default() };
-    let mut optimizer = AdamW::new(&parameters, config)?;
+    let config = AdamW { clip: Some(1.0), ..AdamW::default() };
+    let mut optimizer = Optimizer::new(&parameters, config)?;
     step.set_precision(precision);
     let batch = step.upload_inputs(inputs)?;
     optimizer.advance()?;
