@@ -3,6 +3,7 @@
 //! Invariant: nothing is computed and no memory is allocated, however large the model. Its weights
 //! are created in the dry run too.
 
+use stepscope::models::ModelConfig;
 use stepscope::ops::Precision;
 use stepscope::{
     AdamW, EagerStep, Gradients, HostInputs, Launch, Model, Optimizer, ParameterSpec, Parameters, Result, Tape,
@@ -10,21 +11,21 @@ use stepscope::{
 
 use crate::crossasset;
 use crate::sizes::{FEATURES, SCALES};
-use crate::train::model::{Gpt, Mode, Sizes};
+use crate::train::model::{Gpt, Mode};
 use stepscope_predict::dry_run;
 
 /// The model to train.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) enum Work {
     CrossAsset,
-    Gpt { sizes: Sizes, recompute: bool },
+    Gpt { config: ModelConfig, recompute: bool },
 }
 
 /// Returns the launches of one step on `batch` samples, on a GPU with this many multiprocessors.
 ///
 /// # Errors
 /// When an op fails.
-pub(crate) fn launches(processors: u32, work: Work, precision: Precision, batch: usize) -> Result<Vec<Launch>> {
+pub(crate) fn launches(processors: u32, work: &Work, precision: Precision, batch: usize) -> Result<Vec<Launch>> {
     // The launches that initialize the weights and the optimizer's state are not part of a step.
     let before = dry_run(processors, |step| set_up(step, work, precision, batch, Until::Ready))?.len();
     let mut launches = dry_run(processors, |step| set_up(step, work, precision, batch, Until::Updated))?;
@@ -38,7 +39,7 @@ enum Until {
     Updated,
 }
 
-fn set_up(step: &EagerStep<'_>, work: Work, precision: Precision, batch: usize, until: Until) -> Result<()> {
+fn set_up(step: &EagerStep<'_>, work: &Work, precision: Precision, batch: usize, until: Until) -> Result<()> {
     match work {
         Work::CrossAsset => {
             let (model, layout) = crossasset::Model::<f32>::new()?;
@@ -46,11 +47,11 @@ fn set_up(step: &EagerStep<'_>, work: Work, precision: Precision, batch: usize, 
             let inputs = HostInputs::new().with(&x, [batch, SCALES.len(), FEATURES])?.with(&labels, [batch])?;
             train(step, &model, &layout, &inputs, precision, (batch, false), until)
         }
-        Work::Gpt { sizes, recompute } => {
-            let mode = Mode { bf16: precision == Precision::Bf16, recompute, documents: false };
-            let (model, layout) = Gpt::new(sizes, mode)?;
-            let tokens = vec![0; batch * sizes.context];
-            let shape = [batch, sizes.context];
+        Work::Gpt { config, recompute } => {
+            let mode = Mode { bf16: precision == Precision::Bf16, recompute: *recompute, documents: false };
+            let shape = [batch, config.context];
+            let (model, layout) = Gpt::new(config.clone(), mode)?;
+            let tokens = vec![0; shape[0] * shape[1]];
             let inputs = HostInputs::new().with(&tokens, shape)?.with(&tokens, shape)?;
             train(step, &model, &layout, &inputs, precision, (batch, mode.bf16), until)
         }
