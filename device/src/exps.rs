@@ -16,8 +16,8 @@ use crate::vector::{F4, Part};
 use crate::warp::{Row, RowFragment, larger};
 use crate::{for_each_vector, map4};
 
-/// A lane's share of a row's exponentials. If lanes hold their share (see [`RowFragment`]), they compute
-/// the exponentials once.
+/// A lane's share of a row's exponentials. If lanes hold their share (see [`RowFragment`]), they
+/// compute the exponentials once.
 #[derive(Clone, Copy)]
 pub struct Exps<'k, const REGS: usize, S> {
     /// The row's maximum m.
@@ -32,8 +32,8 @@ impl<'k, const REGS: usize, S: Stored> Exps<'k, REGS, S> {
     /// Computes the exponentials of a row of `x`.
     ///
     /// # Safety
-    /// The row lies inside `x` and meets the requirements of [`RowFragment::new`] for `REGS`. All of its
-    /// lanes call it together.
+    /// The row lies inside `x` and meets the requirements of [`RowFragment::new`] for `REGS`. All
+    /// of its lanes call it together.
     #[inline(always)]
     pub unsafe fn new(row: Row, x: &'k [S], cols: usize) -> Self {
         let mut largest = F4::splat(f32::NEG_INFINITY);

@@ -19,8 +19,8 @@
 //! with the same bits.
 //!
 //! A kernel that makes several passes over a row reads it once, up to 1024 columns: its lanes hold
-//! their [`RowFragment`]s in registers. The operations and their order are the same if a share is read
-//! again.
+//! their [`RowFragment`]s in registers. The operations and their order are the same if a share is
+//! read again.
 
 use crate::for_each_vector;
 use crate::stored::Stored;

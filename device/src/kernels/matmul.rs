@@ -26,9 +26,9 @@
 //! - `bias`: `[n]` at `z stride_bias`, added to every row. Empty means no bias.
 //! - `c`, `out`, `pre`: `[m, n]`. Element (i, j) is at `z stride_c + i ldc + j`. `c` is read only
 //!   if `beta` is not 0, or with [`SWIGLU`] or [`GELU_DERIVATIVE`]. It may be `out`.
-//! - `flags`: [`GELU`] and [`SILU`] apply that activation to the sum. [`SWIGLU`] makes `out` silu(c)
-//!   times the sum. [`GELU_DERIVATIVE`] makes `out` gelu'(c) times the sum. These two require
-//!   `beta` 0. [`STORE_PREACT`] stores the sum itself to `pre`.
+//! - `flags`: [`GELU`] and [`SILU`] apply that activation to the sum. [`SWIGLU`] makes `out`
+//!   silu(c) times the sum. [`GELU_DERIVATIVE`] makes `out` gelu'(c) times the sum. These two
+//!   require `beta` 0. [`STORE_PREACT`] stores the sum itself to `pre`.
 //! - `chunk`: the k of one split-K product. If it is less than k, each `z` has `ceil(k / chunk)`
 //!   products, and `out` has a matrix for each: all chunks of one `z`, then those of the next.
 //!   [`sum_splits`](struct@sum_splits) reduces them. Such a partial sum has no epilogue: no

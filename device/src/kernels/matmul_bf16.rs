@@ -18,10 +18,10 @@
 //! the storage of A, not a flag. `out`, `c` and `pre` hold S. If k is split into several chunks,
 //! `chunk` is a multiple of a stage's k, and S is f32.
 //!
-//! [`BIAS_GRAD`] adds an epilogue output `sums`, f32, `[batches, chunks, n]`: the sums of B's columns
-//! over k. For dw = x^T dy this is the bias gradient, so dy is not read a second time. The blocks
-//! of the first row of tiles compute it from the fragments that they multiply. The order is the
-//! same in every tile and on every device:
+//! [`BIAS_GRAD`] adds an epilogue output `sums`, f32, `[batches, chunks, n]`: the sums of B's
+//! columns over k. For dw = x^T dy this is the bias gradient, so dy is not read a second time. The
+//! blocks of the first row of tiles compute it from the fragments that they multiply. The order is
+//! the same in every tile and on every device:
 //!
 //! ```text
 //! lane t of four adds its elements, k ascending    k mod 16:  2 t, 2 t + 1, 2 t + 8, 2 t + 9

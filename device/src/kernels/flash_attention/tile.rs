@@ -125,8 +125,8 @@ impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
     /// Starts to copy a chunk of a tile.
     ///
     /// # Safety
-    /// The caller meets the requirements of [`Memory::copy_resident`]. All threads have finished reading
-    /// the chunk in this slot.
+    /// The caller meets the requirements of [`Memory::copy_resident`]. All threads have finished
+    /// reading the chunk in this slot.
     #[inline(always)]
     unsafe fn copy_chunk(&self, next: Next<'_>, limit: u32, width: u32) {
         let to = if self.turn == 0 { self.chunks[0] } else { self.chunks[1] };
@@ -149,8 +149,8 @@ impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
     /// barrier: afterwards a thread can read what the block's threads wrote before it.
     ///
     /// # Safety
-    /// The caller meets the requirements of [`Memory::copy_resident`]. All threads of the block call it
-    /// together, and no thread reads an earlier chunk after it.
+    /// The caller meets the requirements of [`Memory::copy_resident`]. All threads of the block
+    /// call it together, and no thread reads an earlier chunk after it.
     #[inline(always)]
     #[track_caller]
     pub(super) unsafe fn turn(&mut self, next: Option<Next<'_>>, limit: u32, width: u32) -> SharedTile<f32> {
@@ -231,8 +231,8 @@ impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
     }
 
     /// Returns the mask of this thread's pairs: bit `8 r + k` for resident row `r` and streamed row
-    /// `k`. Resident rows begin at `first`, and the tile's streamed rows at `streamed`. If `resident_keys`,
-    /// resident rows are keys; otherwise queries.
+    /// `k`. Resident rows begin at `first`, and the tile's streamed rows at `streamed`. If
+    /// `resident_keys`, resident rows are keys; otherwise queries.
     #[inline(always)]
     pub(super) fn seen(&self, mask: MaskRange<'_>, first: u32, streamed: u32, resident_keys: bool) -> u32 {
         let (resident, streamed_rows) = ([first, Self::ROWS], [streamed, TILE]);

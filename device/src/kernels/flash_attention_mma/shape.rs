@@ -33,8 +33,8 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// Returns the BF16 shape of a warp with `m_tiles` mma tiles of resident rows, streamed tiles of
-    /// `tile` rows, and up to `width` columns.
+    /// Returns the BF16 shape of a warp with `m_tiles` mma tiles of resident rows, streamed tiles
+    /// of `tile` rows, and up to `width` columns.
     pub const fn of_bf16(m_tiles: usize, tile: u32, width: usize) -> Self {
         Self { m_tiles, tile, width, parts: 1, bytes: 2 }
     }

@@ -265,7 +265,8 @@ impl<const M_TILES: usize, const TILES: usize, const CHUNKS: usize> Memory<M_TIL
     }
 
     /// Replaces each masked score by `hidden`, for resident rows from `first` and a tile of
-    /// streamed rows from `streamed`. If `resident_keys`, the resident rows are keys; otherwise queries.
+    /// streamed rows from `streamed`. If `resident_keys`, the resident rows are keys; otherwise
+    /// queries.
     #[inline(always)]
     pub(super) fn apply_mask(
         &self,
