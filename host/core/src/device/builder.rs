@@ -7,7 +7,7 @@
 use super::driver::{DeviceKind, Driver, DriverLayer};
 use super::driver_thread::DriverThread;
 use super::emulated;
-use super::handle::{CheckedMode, Device, no_result};
+use super::handle::{Device, no_result};
 use super::kernels::{Kernels, check_names};
 use super::staging::{RingSize, Staging};
 use crate::error::{Error, Resource, Result};
@@ -66,6 +66,13 @@ pub struct DeviceBuilder {
     checked: bool,
     kernels: Vec<Kernels>,
     self_test: SelfTest,
+}
+
+/// Checked mode as the program requested it and as the environment overrides it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct CheckedMode {
+    pub(super) asked: bool,
+    pub(super) forced: Option<bool>,
 }
 
 impl Device {
@@ -174,11 +181,11 @@ impl DeviceBuilder {
         check_names(&self.kernels)?;
         let ring = self.staging.map(|(slots, slot_bytes)| RingSize::asked(slots, slot_bytes)).transpose()?;
         let checks = CheckedMode { asked: self.checked, forced: checked_variable()? };
-        let lane = DriverThread::start().map_err(|error| Error::system("device", Resource::Thread, error))?;
+        let thread = DriverThread::start().map_err(|error| Error::system("device", Resource::Thread, error))?;
         let (kind, ordinal, kernels) = (self.kind, self.ordinal, self.kernels);
         // Opening compiles the kernels, which takes seconds, and the driver can hang here as in any
         // call.
-        let opened = lane.run(self.deadline.max(DEFAULT_DEADLINE), move || {
+        let opened = thread.run(self.deadline.max(DEFAULT_DEADLINE), move || {
             // The driver thread inherits the floating-point mode of the thread that opens the
             // device.
             float_mode::set_default();
@@ -194,7 +201,7 @@ impl DeviceBuilder {
         let driver = opened.map_err(|reason| no_result("open", reason))??;
         let driver = self.layers.iter().fold(driver, |driver, layer| layer.cover(driver));
         let ring = ring.unwrap_or_else(|| RingSize::of(driver.description().kind));
-        Ok(Device::new(driver, lane, self.deadline, Staging::new(ring), checks))
+        Ok(Device::new(driver, thread, self.deadline, Staging::new(ring), checks))
     }
 }
 

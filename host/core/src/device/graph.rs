@@ -7,7 +7,7 @@
 //!
 //! A graph contains bare addresses. Its recorder pins the addresses of every launch before the
 //! borrow that made them valid can end. Memory that contains a pinned address is not freed (see
-//! `deferred_free`) until the last such pin is gone.
+//! `memory`) until the last such pin is gone.
 //!
 //! A graph keeps writing the buffers that it was recorded with, whoever owns them now. A step
 //! relies on its borrowed buffers: for example, its backward pass reads the weights that its
@@ -22,10 +22,10 @@
 //!   buffer the step writes. A replay on another thread waits for the step's end. A replay on the
 //!   step's own thread is an error, because it would wait for itself.
 
-use super::deferred_free::DeferredFree;
 use super::driver::{Driver, Graph, Nodes};
 use super::dry_run::Launch;
 use super::handle::Device;
+use super::memory::DeferredFree;
 use crate::error::{Error, Result};
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet, HashSet};

@@ -19,9 +19,9 @@
 //! - A failed upload leaves the ring unchanged, so the next one tries again.
 //! - A slot's memory and its fence have the same lifetime. A block of pages is held or spare.
 
-use super::deferred_free::DeferredFree;
 use super::driver::{DeviceKind, Driver, Fence};
 use super::handle::Device;
+use super::memory::DeferredFree;
 use crate::error::{Error, Result};
 use crate::shortage::HostMemory;
 use cuda_std::float_mode;
@@ -368,13 +368,13 @@ impl Pages {
     }
 
     /// Returns all blocks for freeing. None of them is held.
-    pub(super) fn into_retired(self) -> impl Iterator<Item = DeferredFree> {
-        self.spare.into_iter().map(Block::retired)
+    pub(super) fn into_deferred(self) -> impl Iterator<Item = DeferredFree> {
+        self.spare.into_iter().map(Block::deferred)
     }
 }
 
 impl Block {
-    pub(super) fn retired(self) -> DeferredFree {
+    pub(super) fn deferred(self) -> DeferredFree {
         DeferredFree::Slot { slot: self.slot, bytes: self.bytes }
     }
 }
@@ -450,7 +450,7 @@ impl Device {
         };
         // SAFETY: the blocks belong to this device, and nothing owns them any more. At most copies
         // from them are queued.
-        freed.into_iter().for_each(|block| unsafe { self.retire(block.retired()) });
+        freed.into_iter().for_each(|block| unsafe { self.retire(block.deferred()) });
     }
 
     /// Queues a copy directly from pinned memory of this device. Returns false if the bytes do not

@@ -1,19 +1,60 @@
-//! Asynchronous readback of results into words of pinned host memory, each of which holds an f32.
+//! Reads of device memory: blocking reads, and the asynchronous readback of results into words of
+//! pinned host memory, each of which holds an f32.
 //!
 //! ```text
 //! word    | 0 1 2 3 |
 //! f32     | 0 1 2 3 |
 //! BF16    | . . 0 1 |     the upper half of the same number's f32; the lower half is zero
 //! ```
-//! Invariant: a word is read only after the device has passed the fence after its copy. The memory
-//! is freed only when no copy to it can be queued. On a lost device it stays.
+//! Invariant: a word is read only after the device has passed the fence after its copy. Memory that
+//! is copied to is freed only when no copy to it can be queued. On a lost device it stays.
 
-use super::deferred_free::DeferredFree;
 use super::driver::Driver;
 use super::handle::Device;
+use super::memory::DeferredFree;
 use super::staging::Slot;
-use crate::error::Result;
-use std::time::Duration;
+use crate::error::{Error, Result};
+use crate::shortage::HostMemory;
+use bytemuck::Pod;
+use std::mem::ManuallyDrop;
+use std::time::{Duration, Instant};
+
+/// The read size above which the host's available memory is checked first.
+const LARGE_READ_BYTES: usize = 64 << 20;
+
+/// Returns the error for a read that the host has no memory for.
+fn no_host_memory(requested_bytes: usize, free_bytes: u64) -> Error {
+    let reason = "a read takes host memory of the same size: read one range at a time, or free some memory".into();
+    Error::DeviceMemory { device: "the host".into(), requested_bytes, free_bytes, reason }
+}
+
+impl Device {
+    /// Waits for the work queued before, until the deadline, and then copies.
+    ///
+    /// # Safety
+    /// `from` is memory of this device, of at least `len` elements. It stays until the copy is done
+    /// or the device is lost.
+    pub(crate) unsafe fn download<T: Pod + Send>(&self, from: u64, len: usize, deadline: Duration) -> Result<Vec<T>> {
+        let start = Instant::now();
+        let bytes = len.saturating_mul(size_of::<T>());
+        // The system grants memory that it does not have, and kills a process that writes to it.
+        let available = (bytes >= LARGE_READ_BYTES).then(HostMemory::available_bytes);
+        if let Some(available) = available.filter(|&available| bytes as u64 > available) {
+            return Err(no_host_memory(bytes, available));
+        }
+        self.synchronize(deadline)?;
+        self.call("download", deadline.saturating_sub(start.elapsed()), move |driver| {
+            let zeros = bytemuck::allocation::try_zeroed_slice_box(len);
+            let to = zeros.map_err(|()| no_host_memory(bytes, HostMemory::available_bytes()))?.into_vec();
+            // After an error or a panic the copy may be in progress, so the memory stays.
+            let mut to = ManuallyDrop::new(to);
+            // SAFETY: `from` is device memory of `len` elements, which is this function's contract.
+            // `to` has the same length and belongs to this call.
+            unsafe { driver.download(from, bytemuck::cast_slice_mut(&mut to)) }?;
+            Ok(ManuallyDrop::into_inner(to))
+        })
+    }
+}
 
 /// The words for the results of one piece of work. Copies to them are queued in order, then the
 /// readback is sealed and waited for.
@@ -75,7 +116,7 @@ impl PinnedReadback {
     /// Waits for the copies, and returns the words as numbers.
     ///
     /// # Errors
-    /// [`Error::Timeout`](crate::Error::Timeout) at the deadline, which also loses the device.
+    /// [`Error::Timeout`] at the deadline, which also loses the device.
     pub fn wait(&self, deadline: Duration) -> Result<Vec<f32>> {
         let fence = self.slot.fence();
         self.device.wait("download", deadline, move |driver| driver.poll_fence(fence))?;
