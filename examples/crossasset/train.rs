@@ -6,8 +6,8 @@ use std::sync::atomic::AtomicBool;
 
 use serde::{Deserialize, Serialize};
 use stepscope::{
-    AdamWConfig, Arena, Checkpoint, Ended, EpochProgress, Error, Group, Model as Trained, Observer, ProgressBar,
-    Result, Schedule, TrainState, Trainer, Update, bf16, ops, replace_file,
+    AdamW, Arena, Checkpoint, Ended, EpochProgress, Error, Group, Model as Trained, Observer, ProgressBar, Result,
+    Schedule, TrainState, Trainer, Update, bf16, ops, replace_file,
 };
 
 use crate::bars::shown;
@@ -16,13 +16,13 @@ use crate::dataset::{Dataset, Fold};
 use crate::model::Model;
 use crate::report::{BATCHES_KEPT, BatchResult, EpochResult};
 use crate::samples::{self, Cut, MicroBatch};
-use crate::shared::log::Log;
-use crate::shared::ranks::Rank;
-use crate::shared::settings::{self as shared_settings, Settings};
-use crate::shared::signals;
-use crate::shared::stored_as::StoredAs;
-use crate::shared::usage::{CaptureUse, MemoryUse};
 use crate::trace::Trace;
+use stepscope_cli::program::log::Log;
+use stepscope_cli::program::ranks::Rank;
+use stepscope_cli::program::settings::{self as shared_settings, Settings};
+use stepscope_cli::program::signals;
+use stepscope_cli::program::stored_as::StoredAs;
+use stepscope_cli::program::usage::{CaptureUse, MemoryUse};
 
 /// The name of the checkpoint's note that holds [`Position`].
 const POSITION: &str = "crossasset.position";
@@ -224,15 +224,15 @@ impl<'r> Run<'r> {
         if self.rank.leads() { self.args.log } else { Log::Quiet }
     }
 
-    fn config(&self, fold: &Fold) -> AdamWConfig {
+    fn config(&self, fold: &Fold) -> AdamW {
         let Args { batch, epochs, learning_rate, weight_decay, clip, .. } = *self.args;
         let total = (epochs * fold.train.len().div_ceil(batch)) as u64;
-        AdamWConfig {
+        AdamW {
             learning_rate,
             weight_decay,
             clip: Some(clip),
             schedule: Schedule::WarmupCosine { warmup: WARMUP.min(total / 10), total, floor: FLOOR },
-            ..AdamWConfig::default()
+            ..AdamW::default()
         }
     }
 

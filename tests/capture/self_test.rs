@@ -158,7 +158,7 @@ on_each_device! {
 
     fn the_environment_decides(device: &Device) {
         let cache = tempfile::tempdir().unwrap();
-        let output = command("same_bits", device, &["--self-test"])
+        let output = command("check", device, &["--self-test"])
             .env("XDG_CACHE_HOME", cache.path())
             .env("STEPSCOPE_SELF_TEST", "sometimes")
             .output()
@@ -174,7 +174,7 @@ on_each_device! {
 
 /// Runs the example that opens a device in each way, with its own cache.
 fn run(device: &Device, cache: &Path, variables: &[(&str, &str)]) -> Output {
-    let mut command = command("same_bits", device, &["--self-test"]);
+    let mut command = command("check", device, &["--self-test"]);
     let output =
         command.env("XDG_CACHE_HOME", cache).envs(variables.iter().copied()).output().expect("the example starts");
     assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));

@@ -8,11 +8,11 @@
 #![cfg(all(loom, test))]
 
 #[path = "../../host/core/src/device/driver_thread.rs"]
-mod lane;
+mod driver_thread;
 mod model;
 mod mutants;
 
-use lane::{DriverThread, NoResult};
+use driver_thread::{DriverThread, NoResult};
 use loom::sync::Arc;
 use model::{NEVER, mpsc, thread};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -57,54 +57,54 @@ impl Posts for DriverThread {
 struct Answer(Arc<u32>);
 
 /// Runs a call that answers with `number`. Returns its own answer, or the timeout.
-fn ask(lane: &impl Worker, deadline: Duration, number: u32) -> Result<(), NoResult> {
-    let Answer(answer) = lane.run(deadline, move || Answer(Arc::new(number)))?;
+fn ask(worker: &impl Worker, deadline: Duration, number: u32) -> Result<(), NoResult> {
+    let Answer(answer) = worker.run(deadline, move || Answer(Arc::new(number)))?;
     assert_eq!(*answer, number, "another call's result");
     Ok(())
 }
 
 /// Runs two concurrent callers, of which one may time out.
 fn callers_at_a_time<W: Worker>() {
-    let lane = Arc::new(W::start());
-    let other = Arc::clone(&lane);
+    let worker = Arc::new(W::start());
+    let other = Arc::clone(&worker);
     let other = thread::spawn(move || ask(&*other, SOME_TIME, 1));
-    ask(&*lane, NEVER, 2).expect("a call without a deadline is answered");
+    ask(&*worker, NEVER, 2).expect("a call without a deadline is answered");
     let _ = other.join().expect("the other caller");
 }
 
 /// Runs a caller that may time out and then calls again. The second call must not receive the late
 /// result.
 fn call_after_timeout<W: Worker>() {
-    let lane = W::start();
-    let _ = ask(&lane, SOME_TIME, 1);
-    ask(&lane, NEVER, 2).expect("a call without a deadline is answered");
+    let worker = W::start();
+    let _ = ask(&worker, SOME_TIME, 1);
+    ask(&worker, NEVER, 2).expect("a call without a deadline is answered");
 }
 
 /// Drops the driver thread while its last call waits, runs or has ended.
-fn dropped_lane<W: Worker>() {
-    let lane = W::start();
+fn dropped_worker<W: Worker>() {
+    let worker = W::start();
     let (ran, waiting) = mpsc::channel();
-    let _ = lane.run(SOME_TIME, move || {
+    let _ = worker.run(SOME_TIME, move || {
         ran.send(()).expect("somebody waits");
         Answer(Arc::new(1))
     });
-    drop(lane);
+    drop(worker);
     waiting.recv_timeout(NEVER).expect("a call that was handed over runs");
 }
 
 /// Runs calls without waiting callers, and one with. Each runs after those before it.
 fn posted_calls<W: Posts>() {
-    let lane = W::start();
+    let worker = W::start();
     let (ran, order) = mpsc::channel();
     for number in 0..2 {
         let ran = ran.clone();
-        lane.post(move || ran.send(number).expect("somebody waits"));
+        worker.post(move || ran.send(number).expect("somebody waits"));
     }
     let last = move || {
         ran.send(2).expect("somebody waits");
         Answer(Arc::new(2))
     };
-    lane.run(NEVER, last).expect("a call without a deadline is answered");
+    worker.run(NEVER, last).expect("a call without a deadline is answered");
     assert_eq!(order.collect::<Vec<_>>(), [0, 1, 2], "a call before its turn");
 }
 
@@ -133,8 +133,8 @@ fn late_results_are_dropped() {
 }
 
 #[test]
-fn lane_may_be_dropped_any_time() {
-    println!("a dropped lane: {} interleavings", explore(dropped_lane::<DriverThread>));
+fn worker_may_be_dropped_any_time() {
+    println!("a dropped worker: {} interleavings", explore(dropped_worker::<DriverThread>));
 }
 
 #[test]

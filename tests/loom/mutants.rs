@@ -3,7 +3,7 @@
 use crate::model::mpsc::{self, Receiver, Sender};
 use crate::model::thread;
 use crate::{
-    Answer, NoResult, Posts, Worker, call_after_timeout, callers_at_a_time, dropped_lane, explore, posted_calls,
+    Answer, NoResult, Posts, Worker, call_after_timeout, callers_at_a_time, dropped_worker, explore, posted_calls,
 };
 use std::panic::catch_unwind;
 use std::time::Duration;
@@ -61,9 +61,9 @@ struct NeverEnds(EndsEarly);
 
 impl Worker for NeverEnds {
     fn start() -> Self {
-        let lane = EndsEarly::start();
-        std::mem::forget(lane.jobs.clone());
-        Self(lane)
+        let worker = EndsEarly::start();
+        std::mem::forget(worker.jobs.clone());
+        Self(worker)
     }
 
     fn run(&self, deadline: Duration, call: impl FnOnce() -> Answer + Send + 'static) -> Result<Answer, NoResult> {
@@ -109,7 +109,7 @@ fn early_ending_worker_is_found() {
 
 #[test]
 fn unending_worker_is_found() {
-    finds(dropped_lane::<NeverEnds>, "deadlock");
+    finds(dropped_worker::<NeverEnds>, "deadlock");
 }
 
 #[test]

@@ -52,7 +52,7 @@ fn bare(device: &Device, p: f32, recompute: bool) -> TrainState<Net> {
         dropout: Dropout { p },
         recompute,
     };
-    let config = AdamWConfig { learning_rate: 0.02, clip: Some(0.5), ..AdamWConfig::default() };
+    let config = AdamW { learning_rate: 0.02, clip: Some(0.5), ..AdamW::default() };
     TrainState::new(device, net, &layout.build().unwrap(), 7, config).unwrap()
 }
 
@@ -123,8 +123,8 @@ on_each_device! {
     fn updates_and_parts_draw_anew(device: &Device) {
         let mut arena = arena(device);
         let mut learner = learner(device, false);
-        let still = AdamWConfig { learning_rate: 0.0, weight_decay: 0.0, ..AdamWConfig::default() };
-        learner.optimizer = AdamW::new(&learner.parameters, still).unwrap();
+        let still = AdamW { learning_rate: 0.0, weight_decay: 0.0, ..AdamW::default() };
+        learner.optimizer = Optimizer::new(&learner.parameters, still).unwrap();
         let mut trainer = Trainer::eager(&mut arena, learner);
         let point = batches(1)[0][0].clone();
         let losses: Vec<f64> = (0..5).map(|_| trainer.update(std::slice::from_ref(&point)).unwrap().loss).collect();

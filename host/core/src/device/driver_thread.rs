@@ -155,10 +155,10 @@ mod tests {
 
     #[test]
     fn results_come_back_in_order() {
-        let lane = DriverThread::start().unwrap();
+        let worker = DriverThread::start().unwrap();
         // Each call takes Miri 50 ms.
         for number in 0..if cfg!(miri) { 20 } else { 1000 } {
-            assert_eq!(lane.run(Duration::from_secs(5), move || number * 2), Ok(number * 2));
+            assert_eq!(worker.run(Duration::from_secs(5), move || number * 2), Ok(number * 2));
         }
     }
 
@@ -168,14 +168,14 @@ mod tests {
         let deadline = Duration::from_millis(30);
         let mut shortest = Duration::MAX;
         for _ in 0..5 {
-            let lane = DriverThread::start().unwrap();
+            let worker = DriverThread::start().unwrap();
             let stuck = || loop {
                 std::thread::park()
             };
-            let NoResult::TimedOut { waited } = lane.run(deadline, stuck).unwrap_err() else { panic!("no deadline") };
+            let NoResult::TimedOut { waited } = worker.run(deadline, stuck).unwrap_err() else { panic!("no deadline") };
             assert!(waited >= deadline, "{waited:?}");
             // The next call is queued after the stuck one, and has its own deadline.
-            assert!(lane.run(deadline, || 1).is_err());
+            assert!(worker.run(deadline, || 1).is_err());
             shortest = shortest.min(waited);
             // Miri's clock counts interpreted instructions, so no upper bound holds there.
             if cfg!(miri) || shortest < deadline + Duration::from_millis(50) {
@@ -194,9 +194,9 @@ mod tests {
                 panic!("again");
             }
         }
-        let lane = DriverThread::start().unwrap();
+        let worker = DriverThread::start().unwrap();
         let start = Instant::now();
-        let run = |call: fn() -> u32| lane.run(Duration::from_secs(20), call);
+        let run = |call: fn() -> u32| worker.run(Duration::from_secs(20), call);
         let panicked = |message: &str| Err(NoResult::Panicked { message: message.into() });
         assert_eq!(run(|| panic!("planted")), panicked("planted"));
         assert_eq!(run(|| panic!("planted {}", 2)), panicked("planted 2"));

@@ -53,12 +53,12 @@ impl DryRun {
     }
 
     /// Creates a driver that lists launches and pins their memory as soon as they are listed.
-    pub(super) fn listing(description: Description, pins: Pins) -> Self {
+    fn listing(description: Description, pins: Pins) -> Self {
         Self { listed: Some(Listed { launches: Mutex::default(), pins }), ..Self::of(description) }
     }
 
     /// Takes the launches since the last call.
-    pub(super) fn take_launches(&self) -> Vec<Launch> {
+    fn take_launches(&self) -> Vec<Launch> {
         let take =
             |listed: &Listed| std::mem::take(&mut *listed.launches.lock().unwrap_or_else(PoisonError::into_inner));
         self.listed.as_ref().map_or_else(Vec::new, take)

@@ -39,13 +39,13 @@ const LEAST_SLOT_BYTES: usize = 4096;
 /// The bytes of a piece that a thread writes at a time.
 const PART_BYTES: usize = 128 << 10;
 /// The alignment of a piece within its slot.
-pub(super) const ALIGN_BYTES: usize = 256;
+const ALIGN_BYTES: usize = 256;
 
 /// The number of slots of a ring, and the bytes of each. The default has none.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct RingSize {
-    pub(super) slots: usize,
-    pub(super) slot_bytes: usize,
+    slots: usize,
+    slot_bytes: usize,
 }
 
 impl RingSize {
@@ -82,20 +82,20 @@ impl RingSize {
 /// The ring. Its slots are allocated when they are first needed.
 #[derive(Debug, Default)]
 pub(super) struct Staging {
-    pub(super) size: RingSize,
-    pub(super) slots: Vec<Slot>,
+    size: RingSize,
+    slots: Vec<Slot>,
     /// The index of the slot that is being filled.
-    pub(super) current: usize,
-    pub(super) writers: Writers,
+    current: usize,
+    writers: Writers,
 }
 
 /// A slot of pinned memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Slot {
-    pub(super) address: u64,
-    pub(super) fence: Fence,
+    address: u64,
+    fence: Fence,
     /// The number of bytes from the start that are in use.
-    pub(super) filled: usize,
+    filled: usize,
 }
 
 impl Staging {
@@ -104,7 +104,7 @@ impl Staging {
     }
 
     /// Returns the bytes of the slots that are not allocated yet.
-    pub(super) fn unmade_bytes(&self) -> u64 {
+    fn unmade_bytes(&self) -> u64 {
         ((self.size.slots - self.slots.len()) * self.size.slot_bytes) as u64
     }
 
@@ -138,14 +138,14 @@ impl Slot {
 /// Threads that write pieces, because one thread is slower than the link to the device. The ring
 /// owns them, because all threads of a shared pool may be waiting for the ring.
 #[derive(Debug, Default)]
-pub(super) struct Writers {
+struct Writers {
     pool: OnceLock<Option<ThreadPool>>,
 }
 
 impl Writers {
     /// Writes a piece. A thread of a pool writes it without help. While waiting for helpers, it
     /// could be given another upload, which would wait for this one.
-    pub(super) fn write(&self, piece: &mut [u8], fill: &Fill<'_>) {
+    fn write(&self, piece: &mut [u8], fill: &Fill<'_>) {
         let alone = piece.len() <= PART_BYTES || rayon::current_thread_index().is_some();
         let pool = if alone { None } else { self.pool.get_or_init(Self::start).as_ref() };
         let Some(pool) = pool else { return fill(0, piece) };
@@ -260,7 +260,7 @@ impl Staging {
     /// # Safety
     /// `to` is device memory of at least `bytes` bytes until the copy is done, and so is `transit`,
     /// which nothing else uses.
-    pub(super) unsafe fn stage(
+    unsafe fn stage(
         &mut self,
         device: &Device,
         to: u64,
@@ -328,11 +328,11 @@ impl Slot {
 
 /// The most bytes that are kept for later requests. Beyond this, the block that was returned first
 /// is freed.
-pub(super) const MOST_SPARE_BYTES: usize = 512 << 20;
+const MOST_SPARE_BYTES: usize = 512 << 20;
 
 /// The copies from a block that the device may still have to make.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Copies {
+enum Copies {
     None,
     /// All copies come before the block's fence.
     BeforeFence,
@@ -342,25 +342,25 @@ pub(super) enum Copies {
 
 /// A block of pinned memory.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Block {
-    pub(super) slot: Slot,
-    pub(super) bytes: usize,
-    pub(super) copies: Copies,
+struct Block {
+    slot: Slot,
+    bytes: usize,
+    copies: Copies,
 }
 
 /// The blocks of a device.
 #[derive(Debug, Default)]
 pub(super) struct Pages {
     /// The held blocks, by address.
-    pub(super) held: BTreeMap<u64, Block>,
+    held: BTreeMap<u64, Block>,
     /// The spare blocks, in the order in which they were returned.
-    pub(super) spare: Vec<Block>,
+    spare: Vec<Block>,
 }
 
 impl Pages {
     /// Returns the block that contains these bytes. Zero bytes are in no block, because another
     /// block may begin at their end.
-    pub(super) fn around(&mut self, bytes: &[u8]) -> Option<&mut Block> {
+    fn around(&mut self, bytes: &[u8]) -> Option<&mut Block> {
         let start = bytes.first().map(std::ptr::from_ref)? as u64;
         let (&address, block) = self.held.range_mut(..=start).next_back()?;
         let end = (start - address).checked_add(bytes.len() as u64)?;
@@ -374,7 +374,7 @@ impl Pages {
 }
 
 impl Block {
-    pub(super) fn deferred(self) -> DeferredFree {
+    fn deferred(self) -> DeferredFree {
         DeferredFree::Slot { slot: self.slot, bytes: self.bytes }
     }
 }
@@ -458,7 +458,7 @@ impl Device {
     ///
     /// # Safety
     /// The requirements of [`Device::stage`].
-    pub(super) unsafe fn copy_from_pages(&self, to: u64, transit: Option<u64>, from: &[u8]) -> Result<bool> {
+    unsafe fn copy_from_pages(&self, to: u64, transit: Option<u64>, from: &[u8]) -> Result<bool> {
         let Some(Block { slot, .. }) = self.pages().around(from).copied() else { return Ok(false) };
         let (fence, address, bytes) = (slot.fence(), from.as_ptr() as u64, from.len());
         let queued = self.call("upload", self.deadline(), move |driver: &dyn Driver| {

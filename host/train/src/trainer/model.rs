@@ -5,7 +5,7 @@ use super::batch::{EpochProgress, MicroBatch, dropout_seed};
 use super::shards::Shards;
 use super::sync::{CallSite, GradientSync, Metric};
 use crate::checkpoint::Checkpoint;
-use crate::optim::{AdamWConfig, Optimizer, ParameterGroups, UpdateRule};
+use crate::optim::{AdamW, Optimizer, ParameterGroups, UpdateRule};
 use stepscope_core::arena::Arena;
 use stepscope_core::bf16;
 use stepscope_core::capture::{CaptureInputs, DeviceBatch, HostInputs, Output};
@@ -58,7 +58,7 @@ pub trait Model {
 
 /// A model with its weights, gradients and optimizer: everything that training steps change.
 #[derive(Debug)]
-pub struct TrainState<M, R = AdamWConfig> {
+pub struct TrainState<M, R = AdamW> {
     /// The parameter handles.
     pub model: M,
     /// The weights.

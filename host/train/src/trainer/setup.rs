@@ -6,7 +6,7 @@ use super::batch::{HostBatch, MicroBatch};
 use super::memory::{StepMemory, TrainerArena};
 use super::model::{Model, TrainState};
 use super::stage::Stage;
-use crate::optim::{AdamWConfig, UpdateRule};
+use crate::optim::{AdamW, UpdateRule};
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
@@ -49,7 +49,7 @@ use stepscope_core::shortage::MemoryForecast;
 /// let mut spec = ParameterSpec::builder();
 /// let model = Classifier(Linear::new(spec.names().at("head"), 2, 2));
 /// let device = Device::open(DeviceKind::Emulated)?;
-/// let config = AdamWConfig { learning_rate: 0.1, ..AdamWConfig::default() };
+/// let config = AdamW { learning_rate: 0.1, ..AdamW::default() };
 /// let state = TrainState::new(&device, model, &spec.build()?, 7, config)?;
 ///
 /// let batch = || Points(vec![1.0, 0.0, 0.0, 1.0], vec![0, 1]);
@@ -61,7 +61,7 @@ use stepscope_core::shortage::MemoryForecast;
 /// # Ok(())
 /// # }
 /// ```
-pub struct Trainer<'a, M, R = AdamWConfig> {
+pub struct Trainer<'a, M, R = AdamW> {
     // Graphs are dropped before the arena whose memory they use.
     pub(super) stage: Stage<M, R>,
     pub(super) arena: TrainerArena<'a>,

@@ -1,0 +1,86 @@
+//! The launches of a training step, from a dry run on a GPU that is not present.
+//!
+//! Invariant: nothing is computed and no memory is allocated, however large the model. Its weights
+//! are created in the dry run too.
+
+use stepscope::ops::Precision;
+use stepscope::{AdamW, EagerStep, HostInputs, Launch, Model, ParameterSpec, Result, Tape, TrainState, bf16};
+
+use crate::crossasset;
+use crate::sizes::{FEATURES, SCALES};
+use crate::train::model::{Gpt, Mode, Sizes};
+use stepscope_predict::dry_run;
+
+/// The model to train.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Work {
+    CrossAsset,
+    Gpt { sizes: Sizes, recompute: bool },
+}
+
+/// Returns the launches of one step on `batch` samples, on a GPU with this many multiprocessors.
+///
+/// # Errors
+/// When an op fails.
+pub(crate) fn launches(processors: u32, work: Work, precision: Precision, batch: usize) -> Result<Vec<Launch>> {
+    // The launches that initialize the weights and the optimizer's state are not part of a step.
+    let before = dry_run(processors, |step| set_up(step, work, precision, batch, Until::Ready))?.len();
+    let mut launches = dry_run(processors, |step| set_up(step, work, precision, batch, Until::Updated))?;
+    Ok(launches.split_off(before))
+}
+
+/// The end of a dry run.
+#[derive(Clone, Copy, PartialEq)]
+enum Until {
+    Ready,
+    Updated,
+}
+
+fn set_up(step: &EagerStep<'_>, work: Work, precision: Precision, batch: usize, until: Until) -> Result<()> {
+    match work {
+        Work::CrossAsset => {
+            let (model, spec) = crossasset::Model::<f32>::new()?;
+            let (x, labels) = (vec![0.0; batch * SCALES.len() * FEATURES], vec![0; batch]);
+            let inputs = HostInputs::new().with(&x, [batch, SCALES.len(), FEATURES])?.with(&labels, [batch])?;
+            train(step, model, &spec, &inputs, precision, batch, until)
+        }
+        Work::Gpt { sizes, recompute } => {
+            let mode = Mode { recompute, documents: false };
+            let tokens = vec![0; batch * sizes.context];
+            let shape = [batch, sizes.context];
+            let inputs = HostInputs::new().with(&tokens, shape)?.with(&tokens, shape)?;
+            if precision == Precision::Bf16 {
+                let (model, spec) = Gpt::<bf16>::new(sizes, mode)?;
+                return train(step, model, &spec, &inputs, precision, batch, until);
+            }
+            let (model, spec) = Gpt::<f32>::new(sizes, mode)?;
+            train(step, model, &spec, &inputs, precision, batch, until)
+        }
+    }
+}
+
+/// Runs forward, loss, backward, clipping and AdamW, as the trainer does.
+fn train<M: Model>(
+    step: &EagerStep<'_>,
+    model: M,
+    spec: &ParameterSpec,
+    inputs: &HostInputs<'_>,
+    precision: Precision,
+    samples: usize,
+    until: Until,
+) -> Result<()> {
+    let config = AdamW { clip: Some(1.0), ..AdamW::default() };
+    let state = TrainState::new(step.device(), model, spec, 7, config)?;
+    let TrainState { model, mut parameters, mut gradients, mut optimizer, .. } = state;
+    step.set_precision(precision);
+    let batch = step.upload_inputs(inputs)?;
+    optimizer.advance()?;
+    if until == Until::Ready {
+        return Ok(());
+    }
+    let tape = Tape::new(step, &parameters);
+    let output = model.forward(&tape, &batch)?;
+    let loss = model.loss(&tape, &output, &batch, 1.0 / samples as f32)?;
+    tape.backward_overwrite(&loss, &mut gradients)?;
+    optimizer.apply(step, &mut parameters, &gradients)
+}
