@@ -122,15 +122,15 @@ PAGES = ("docs/", "benches/", "CHANGELOG.md", "README.md", "ci/")
 # Models that use it. A new op would not be added to them.
 MODELS = (
     "host/train/src/nn/block.rs",
-    "examples/gpt/",
+    "host/cli/src/train/",
     "examples/vit.rs",
     "tests/oracle/gpt_training.py",
     # This file names a key of config.json.
     "tests/programs/runs.rs",
     # These files repeat recorded lines of the benches.
-    "examples/predict/against.rs",
-    "examples/predict/bench.rs",
-    "examples/predict/recorded.rs",
+    "host/cli/src/predict/against.rs",
+    "host/cli/src/predict/bench.rs",
+    "host/cli/src/predict/recorded.rs",
 )
 
 
