@@ -119,7 +119,7 @@ fn text(args: &Args) -> Outcome<String> {
         ends.extend(tokenizer.end());
     }
     let device = Device::open(args.device)?;
-    let (model, spec) = Gpt::new(weights.config.clone(), Mode::default())?;
+    let (model, spec) = Gpt::<f32>::new(weights.config.clone(), Mode::default())?;
     let mut parameters = Parameters::new(&device, &spec, 0)?;
     weights.load(&mut parameters)?;
     let config = TokenSamplerConfig { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p };

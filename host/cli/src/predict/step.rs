@@ -5,9 +5,7 @@
 
 use stepscope::models::ModelConfig;
 use stepscope::ops::Precision;
-use stepscope::{
-    AdamW, EagerStep, Gradients, HostInputs, Launch, Model, Optimizer, ParameterSpec, Parameters, Result, Tape,
-};
+use stepscope::{AdamW, EagerStep, HostInputs, Launch, Model, ParameterSpec, Result, Tape, TrainState, bf16};
 
 use crate::crossasset;
 use crate::sizes::{FEATURES, SCALES};
@@ -42,39 +40,39 @@ enum Until {
 fn set_up(step: &EagerStep<'_>, work: &Work, precision: Precision, batch: usize, until: Until) -> Result<()> {
     match work {
         Work::CrossAsset => {
-            let (model, layout) = crossasset::Model::<f32>::new()?;
+            let (model, spec) = crossasset::Model::<f32>::new()?;
             let (x, labels) = (vec![0.0; batch * SCALES.len() * FEATURES], vec![0; batch]);
             let inputs = HostInputs::new().with(&x, [batch, SCALES.len(), FEATURES])?.with(&labels, [batch])?;
-            train(step, &model, &layout, &inputs, precision, (batch, false), until)
+            train(step, model, &spec, &inputs, precision, batch, until)
         }
         Work::Gpt { config, recompute } => {
-            let mode = Mode { bf16: precision == Precision::Bf16, recompute: *recompute, documents: false };
+            let mode = Mode { recompute: *recompute, documents: false };
             let shape = [batch, config.context];
-            let (model, layout) = Gpt::new(config.clone(), mode)?;
             let tokens = vec![0; shape[0] * shape[1]];
             let inputs = HostInputs::new().with(&tokens, shape)?.with(&tokens, shape)?;
-            train(step, &model, &layout, &inputs, precision, (batch, mode.bf16), until)
+            if precision == Precision::Bf16 {
+                let (model, spec) = Gpt::<bf16>::new(config.clone(), mode)?;
+                return train(step, model, &spec, &inputs, precision, batch, until);
+            }
+            let (model, spec) = Gpt::<f32>::new(config.clone(), mode)?;
+            train(step, model, &spec, &inputs, precision, batch, until)
         }
     }
 }
 
 /// Runs forward, loss, backward, clipping and AdamW, as the trainer does.
-fn train(
+fn train<M: Model>(
     step: &EagerStep<'_>,
-    model: &impl Model,
-    layout: &ParameterSpec,
+    model: M,
+    spec: &ParameterSpec,
     inputs: &HostInputs<'_>,
     precision: Precision,
-    (samples, copied): (usize, bool),
+    samples: usize,
     until: Until,
 ) -> Result<()> {
-    let mut parameters = Parameters::new(step.device(), layout, 7)?;
-    if copied {
-        parameters = parameters.with_bf16_copy()?;
-    }
-    let mut gradients = Gradients::zeros(&parameters)?;
     let config = AdamW { clip: Some(1.0), ..AdamW::default() };
-    let mut optimizer = Optimizer::new(&parameters, config)?;
+    let state = TrainState::new(step.device(), model, spec, 7, config)?;
+    let TrainState { model, mut parameters, mut gradients, mut optimizer, .. } = state;
     step.set_precision(precision);
     let batch = step.upload_inputs(inputs)?;
     optimizer.advance()?;

@@ -42,7 +42,7 @@ use std::sync::atomic::AtomicBool;
 
 use self::bad_input::{BadInput, Outcome, bad};
 use self::cli::Args;
-use self::model::Gpt;
+use self::model::{Activation, Gpt};
 use self::plan::Plan;
 use self::report::{Bytes, DataSize, Report};
 use self::samples::Sequences;
@@ -55,6 +55,7 @@ use crate::program::screen::Screen;
 use crate::program::usage::{ArenaUse, CaptureUse, MemoryUse, ModelSize};
 use crate::program::{results, signals};
 use stepscope::models::Weights;
+use stepscope::ops::Precision;
 use stepscope::{Device, Parameters, TokenSampler, TokenSamplerConfig, TrainState, bf16};
 
 /// Trains, and returns the exit code.
@@ -94,17 +95,25 @@ fn run(args: &Args, screen: &mut Screen) -> Outcome<bool> {
     ranks::on_each(ranks, |first| rank(first, screen), quiet)
 }
 
-/// Runs one rank. Returns false if it was stopped early.
+/// Runs one rank, with activations stored as the precision implies. Returns false if it was stopped
+/// early.
 fn run_rank(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen) -> Outcome<bool> {
+    match plan.args.precision {
+        Precision::Bf16 => train_rank::<bf16>(plan, rank, stop, screen),
+        _ => train_rank::<f32>(plan, rank, stop, screen),
+    }
+}
+
+fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen) -> Outcome<bool> {
     let args = plan.args;
     let device = rank.open(args.device)?;
     let group = rank.join(&device, &plan.settings_of_ranks())?;
-    let mut learner = plan.learner(&device)?;
-    let mut arena = plan.arena(&device, &mut learner)?;
-    let layout = learner.parameters.layout().clone();
+    let mut state = plan.state::<S>(&device)?;
+    let mut arena = plan.arena(&device, &mut state)?;
+    let spec = state.parameters.layout().clone();
     let (model_size, bytes) = (
-        ModelSize { tensors: layout.entries().len(), weights: layout.weights() },
-        Bytes { weights: weights_bytes(&learner), steps: 0 },
+        ModelSize { tensors: spec.entries().len(), weights: spec.weights() },
+        Bytes { weights: weights_bytes(&state.parameters), steps: 0 },
     );
     let config = &plan.config;
     let data = DataSize {
@@ -125,14 +134,14 @@ fn run_rank(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen
         let windows = plan.windows()?;
         let windows: Vec<_> = (0..args.batch as u64).map(|number| windows.window(number)).collect();
         let first = Sequences::of(&plan.text, &windows, plan.form())?;
-        trace::write(path, &mut arena, &mut learner, &first)?;
-        Weights::write(args.out.join("transformers"), config, &learner.parameters, args.max_shard_size)?;
+        trace::write(path, &mut arena, &mut state, &first)?;
+        Weights::write(args.out.join("transformers"), config, &state.parameters, args.max_shard_size)?;
         return Ok(true);
     }
 
     let checkpoint = args.out.join(CHECKPOINT);
-    let learner = rank.in_group(group.as_ref(), learner)?;
-    let trainer = plan.trainer(&mut arena, learner)?;
+    let state = rank.in_group(group.as_ref(), state)?;
+    let trainer = plan.trainer(&mut arena, state)?;
     let mut trainer = trainer.checkpoint(&checkpoint, args.checkpoint_every).stop_when(stop);
     let Some(Trained { position, seconds }) = plan.train(&mut trainer, &args.out, rank.leads())? else {
         screen.say(format_args!("stopped; continue with --resume {}", checkpoint.display()));
@@ -144,7 +153,7 @@ fn run_rank(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen
     }
 
     let memory = MemoryUse::of(trainer.memory_forecast());
-    let TrainState { model, parameters, .. } = trainer.learner();
+    let TrainState { model, parameters, .. } = trainer.state();
     let sample = written(plan, &device, model, parameters)?;
     Weights::write(args.out.join("transformers"), config, parameters, args.max_shard_size)?;
     let weights_sha256 = parameters.sha256()?;
@@ -178,13 +187,13 @@ fn run_rank(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen
 }
 
 /// Returns the bytes that persist across steps: weights, gradients, two moments, and the BF16 copy.
-fn weights_bytes(learner: &TrainState<Gpt>) -> usize {
-    let copy = learner.parameters.bf16_copy().map_or(0, |copy| copy.len() * size_of::<bf16>());
-    4 * learner.parameters.flat().len() * size_of::<f32>() + copy
+fn weights_bytes(weights: &Parameters) -> usize {
+    let copy = weights.bf16_copy().map_or(0, |copy| copy.len() * size_of::<bf16>());
+    4 * weights.flat().len() * size_of::<f32>() + copy
 }
 
 /// Returns the text that the model generates after the given beginning.
-fn written(plan: &Plan<'_>, device: &Device, model: &Gpt, weights: &Parameters) -> Outcome<String> {
+fn written<S: Activation>(plan: &Plan<'_>, device: &Device, model: &Gpt<S>, weights: &Parameters) -> Outcome<String> {
     let Args { temperature, top_k, top_p, seed, sample_tokens, .. } = *plan.args;
     let sampler = TokenSampler::new(TokenSamplerConfig { temperature, top_k, top_p }, seed)?;
     let ends = Vec::from_iter(plan.tokenizer.end());

@@ -3,10 +3,12 @@
 //! The loss is `cross_entropy(hidden head^T, labels)`. The head computes the logits of one chunk of
 //! tokens at a time. Activations are f32 or BF16; weights, their gradients and the loss are f32.
 
+use std::marker::PhantomData;
+
 use serde_json::json;
 use stepscope::models::{ModelConfig, Transformer};
 use stepscope::ops::{AttentionElement, GemmElement, LmHeadConfig};
-use stepscope::{DeviceBatch, ParameterGroups, ParameterSpec, Result, Saved, Tape, Var, bf16};
+use stepscope::{DeviceBatch, ParameterGroups, ParameterSpec, Result, Saved, Tape, Var};
 
 use crate::train::cli::{Arch, Size};
 
@@ -40,8 +42,6 @@ pub(crate) fn config(size: Size, arch: Arch, vocabulary: usize, context: usize) 
 /// The way a model runs.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Mode {
-    /// True if activations are BF16.
-    pub(crate) bf16: bool,
     /// True if each block keeps only its input and runs again in the backward pass. Also set for
     /// passes without backward, where nothing is recomputed.
     pub(crate) recompute: bool,
@@ -49,21 +49,27 @@ pub(crate) struct Mode {
     pub(crate) documents: bool,
 }
 
-/// A language model, as handles of parameters.
+/// An element type of activations: f32 or BF16.
+pub(crate) trait Activation: AttentionElement + GemmElement<Self> + GemmElement<f32> {}
+
+impl<S: AttentionElement + GemmElement<S> + GemmElement<f32>> Activation for S {}
+
+/// A language model, as handles of parameters. Activations are stored as `S`.
 #[derive(Clone, Debug)]
-pub(crate) struct Gpt {
+pub(crate) struct Gpt<S = f32> {
     pub(crate) layers: Transformer,
     mode: Mode,
+    stored: PhantomData<S>,
 }
 
-impl Gpt {
+impl<S: Activation> Gpt<S> {
     /// Builds the model and its parameter spec.
     ///
     /// # Errors
     /// Never, since names are unique.
     pub(crate) fn new(config: ModelConfig, mode: Mode) -> Result<(Self, ParameterSpec)> {
         let (layers, spec) = Transformer::new(config)?;
-        Ok((Self { layers: layers.recompute(mode.recompute), mode }, spec))
+        Ok((Self { layers: layers.recompute(mode.recompute), mode, stored: PhantomData }, spec))
     }
 
     /// Returns the configuration.
@@ -80,66 +86,35 @@ impl Gpt {
     ///
     /// # Errors
     /// When an op fails, for example because the arena is full.
-    pub(crate) fn hidden<'s, S>(
+    pub(crate) fn hidden<'s>(
         &self,
         tape: &Tape<'_, 's>,
         ids: Saved<'s, u32>,
         documents: Option<Saved<'s, u32>>,
-    ) -> Result<Var<'s, S>>
-    where
-        S: AttentionElement + GemmElement<S> + GemmElement<f32>,
-    {
+    ) -> Result<Var<'s, S>> {
         self.layers.forward(tape, ids, documents)
     }
+}
 
-    /// Runs [`Gpt::hidden`] on a batch.
-    fn hidden_of<'s, S>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s, S>>
-    where
-        S: AttentionElement + GemmElement<S> + GemmElement<f32>,
-    {
+/// The inputs of a batch are the ids, the labels, and optionally the documents.
+impl<S: Activation> stepscope::Model for Gpt<S> {
+    type Stored = S;
+
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s, S>> {
         let documents = if self.mode.documents { Some(batch.input(2)?) } else { None };
         self.hidden(tape, batch.input(0)?, documents)
     }
 
-    /// Computes [`stepscope::Model::loss`] with activations stored as `S`.
-    fn loss_as<'s, S>(
+    /// Averages over the tokens of each sample.
+    fn loss<'s>(
         &self,
         tape: &Tape<'_, 's>,
         hidden: &Var<'s, S>,
         batch: &DeviceBatch<'s>,
         weight: f32,
-    ) -> Result<Var<'s>>
-    where
-        S: AttentionElement + GemmElement<S> + GemmElement<f32>,
-    {
+    ) -> Result<Var<'s>> {
         let labels = batch.input::<u32>(1)?;
         let tokens = labels.shape().extents()[1] as f32;
         tape.linear_cross_entropy(hidden, self.layers.head(), labels, weight / tokens, LmHeadConfig::default().tied())
-    }
-}
-
-/// The inputs of a batch are the ids, the labels, and optionally the documents.
-impl stepscope::Model for Gpt {
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
-        match self.mode.bf16 {
-            true => tape.to_f32(&self.hidden_of::<bf16>(tape, batch)?),
-            false => self.hidden_of(tape, batch),
-        }
-    }
-
-    /// Averages over the tokens of each sample.
-    fn loss<'s>(&self, tape: &Tape<'_, 's>, hidden: &Var<'s>, batch: &DeviceBatch<'s>, weight: f32) -> Result<Var<'s>> {
-        match self.mode.bf16 {
-            true => self.loss_as(tape, &tape.to_bf16(hidden)?, batch, weight),
-            false => self.loss_as(tape, hidden, batch, weight),
-        }
-    }
-
-    /// Passes BF16 activations to the head as they are stored.
-    fn loss_of_batch<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>, weight: f32) -> Result<Var<'s>> {
-        match self.mode.bf16 {
-            true => self.loss_as(tape, &self.hidden_of::<bf16>(tape, batch)?, batch, weight),
-            false => self.loss_as(tape, &self.hidden_of::<f32>(tape, batch)?, batch, weight),
-        }
     }
 }
