@@ -43,7 +43,7 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
     let hot = code.hot.unwrap_or_default();
     let (is_bf16, is_tf32) = (name.contains("bf16"), name.contains("tf32"));
     let mut work = Work::plain(launch, code);
-    let (forward, keys) = (name.contains("forward"), name.contains("keys"));
+    let (forward, keys) = (name.contains("forward"), name.contains("dkv"));
     let products = if forward {
         2.0
     } else if keys {

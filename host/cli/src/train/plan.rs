@@ -22,8 +22,8 @@ use crate::train::weights;
 /// Vocabulary sizes are rounded up to a multiple of this, because matrices of such sizes are
 /// faster. No text contains the added tokens.
 const VOCABULARY_UNIT: usize = 128;
-/// Vocabularies of published models are rounded up to at most a multiple of this.
-const PADDED_VOCABULARY_UNIT: usize = 512;
+/// Published models have at most this share of tokens that no text contains, one in 64.
+const UNUSED_TOKENS: usize = 64;
 /// The final learning rate, as a share of the peak.
 const FLOOR: f64 = 0.1;
 /// Spare bytes of the arena, for differences from the measured steps.
@@ -238,7 +238,8 @@ fn tokenizer_name(args: &Args, weights: Option<&Weights>) -> String {
 /// Returns the configuration if its vocabulary is the tokenizer's, possibly rounded up.
 fn matching(config: ModelConfig, tokenizer: &Tokenizer) -> Outcome<ModelConfig> {
     let (has, needs) = (config.vocabulary, tokenizer.vocabulary());
-    if !(needs..=needs.next_multiple_of(PADDED_VOCABULARY_UNIT)).contains(&has) {
+    let most = needs.next_multiple_of(VOCABULARY_UNIT).max(needs + needs / UNUSED_TOKENS);
+    if !(needs..=most).contains(&has) {
         let reason = format!(
             "the weights have a vocabulary of {has}, but {} has {needs}: give the tokenizer that the weights were trained with",
             tokenizer.name()
