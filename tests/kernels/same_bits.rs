@@ -72,7 +72,7 @@ fn gives_the_committed_bits(device: &Device, form: CaseSize) {
     }
     let different: Vec<_> = compare(&text, form.golden()).into_iter().filter(|verdict| !verdict.equal()).collect();
     let right = different.is_empty() && text == form.golden();
-    assert!(right, "after a change that is meant: same_bits --update\n{different:#?}");
+    assert!(right, "after a change that is meant: ci/generate golden\n{different:#?}");
 }
 
 #[test]
