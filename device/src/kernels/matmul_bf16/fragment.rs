@@ -18,8 +18,8 @@
 //! If k is not contiguous in memory, the matrices lie transposed in shared memory, and
 //! `ldmatrix.trans` transposes them.
 //!
-//! `fragment/gpu.rs` and `fragment/emulated.rs` have the functions that differ between a GPU and the
-//! emulator.
+//! `fragment/gpu.rs` and `fragment/emulated.rs` have the functions that differ between a GPU and
+//! the emulator.
 //!
 //! Invariant: the products of an output are accumulated by ascending k, sixteen at a time.
 
@@ -31,10 +31,10 @@ mod machine;
 mod machine;
 
 use cuda_std::warp;
-#[cfg(not(target_arch = "nvptx64"))]
-pub(super) use machine::{add_columns_one_by_one, multiply_one_by_one};
 #[cfg(target_arch = "nvptx64")]
 pub(super) use machine::{Source, add_columns, multiply};
+#[cfg(not(target_arch = "nvptx64"))]
+pub(super) use machine::{add_columns_one_by_one, multiply_one_by_one};
 pub(super) use machine::{quads, read_bias, read_words, write_quads};
 
 /// The k of one mma instruction.
