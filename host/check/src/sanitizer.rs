@@ -2,8 +2,8 @@
 //!
 //! An arena is a single allocation to the driver. A sanitizer without further information detects
 //! neither a write from one tensor into the next nor a read of what an earlier step left. Each
-//! tensor's bytes are therefore registered when it is made and unregistered when they are freed. In a
-//! program that a sanitizer started, every arena built with a builder is observed from the start:
+//! tensor's bytes are therefore registered when it is made and unregistered when they are freed. In
+//! a program that a sanitizer started, every arena built with a builder is observed from the start:
 //!
 //! ```text
 //! arena     |<------------------- heap ------------------->|

@@ -3,8 +3,8 @@
 //!
 //! A [`MemoryRecorder`] observes an arena, takes no memory from a device and uses no driver.
 //!
-//! Invariant: a recording is bounded, and dropped events are folded into its starting state, so both
-//! exports stay exact however long it ran.
+//! Invariant: a recording is bounded, and dropped events are folded into its starting state, so
+//! both exports stay exact however long it ran.
 #![forbid(unsafe_code)]
 
 mod pickle;
