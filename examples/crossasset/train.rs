@@ -6,8 +6,8 @@ use std::sync::atomic::AtomicBool;
 
 use serde::{Deserialize, Serialize};
 use stepscope::{
-    AdamW, Arena, Checkpoint, Ended, EpochProgress, Error, Group, Model as Trained, Observer, ProgressBar, Result,
-    Schedule, TrainState, Trainer, Update, bf16, ops, replace_file,
+    AdamW, Arena, Checkpoint, Ended, EpochProgress, Error, Group, MemoryRecorder, Model as Trained, Observer,
+    ProgressBar, Result, Schedule, TrainState, Trainer, Update, bf16, ops, replace_file,
 };
 
 use crate::bars::shown;
@@ -288,7 +288,7 @@ impl<'r> Run<'r> {
         let mut trace = self.args.trace.as_ref().map(|path| Trace::new(path.clone(), &self.config(fold)));
         while trace.is_some() || self.memory.is_some() {
             let Some(batch) = batches.next().transpose()? else { return Ok(()) };
-            trainer.arena().record(if self.memory.is_some() { EVENTS } else { 0 });
+            let recorder = self.memory.map(|_| MemoryRecorder::start(trainer.arena(), EVENTS));
             let update = trainer.accumulate(&batch)?;
             if let Some(trace) = &mut trace {
                 trace.before_update(&batch, update.loss as f32, trainer.state())?;
@@ -299,10 +299,10 @@ impl<'r> Run<'r> {
             {
                 trace = None;
             }
-            if let (Some(path), Some(recording)) = (self.memory.take(), trainer.arena().recording()) {
+            if let (Some(path), Some(recorder)) = (self.memory.take(), recorder) {
+                let recording = recorder.recording();
                 replace_file(path, &recording.pickle())?;
                 replace_file(path.with_extension("svg"), recording.timeline_svg().as_bytes())?;
-                trainer.arena().record(0);
             }
             progress.add(&update);
             watch.updated(&update, progress, trainer.arena())?;

@@ -14,7 +14,8 @@ use crate::support::{Random, on_each_device};
 use kernels::fill::fill;
 use stepscope::faults::{Call, Fault, FaultPlan};
 use stepscope::{
-    Arena, Buffer, Capacity, CaptureInputs, Device, Error, HostInputs, Output, Result, Step, Target, bf16, ops,
+    Arena, Buffer, Capacity, CaptureInputs, Device, Error, HostInputs, MemoryRecorder, Output, Result, Step, Target,
+    bf16, ops,
 };
 
 /// Numbers of elements that end inside a word, at its end, and around multiples of 256 bytes and of
@@ -215,9 +216,9 @@ on_each_device! {
 
     fn recordings_count_bf16_bytes(device: &Device) {
         let mut memory = arena(device, false);
-        memory.record(100);
+        let recorder = MemoryRecorder::start(&mut memory, 100);
         memory.step(|step| step.empty::<bf16>([3, 5]).map(drop)).unwrap();
-        let recording = memory.recording().unwrap();
+        let recording = recorder.recording();
         let event = recording.events().find(|event| event.label.starts_with("bf16")).expect("the tensor's event");
         assert_eq!((event.label.as_ref(), event.bytes), ("bf16[3, 5]", 30));
         let pickle = recording.pickle();

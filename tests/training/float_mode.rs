@@ -276,9 +276,9 @@ fn displayed_values_do_not_trap() {
     for mode in MODES {
         let text = mode.within(|| {
             let mut arena = Arena::builder(&device).capacity(Capacity::FractionOfAvailable(0.001)).build().unwrap();
-            arena.record(100);
+            let recorder = MemoryRecorder::start(&mut arena, 100);
             let full = arena.step(|step| step.empty::<f32>([1 << 40]).map(drop)).unwrap_err();
-            let picture = arena.recording().unwrap().timeline_svg();
+            let picture = recorder.recording().timeline_svg();
             let refused = Arena::builder(&device).capacity(Capacity::gib(1 << 20)).build().unwrap_err();
             format!("{full}{refused}{}{}", arena.report(), picture.len())
         });

@@ -1,5 +1,5 @@
-//! Checks of kernels, gradients and error paths: the self-test with its committed digests, finite
-//! differences, and fault injection.
+//! Checks of kernels, gradients, error paths and memory: the self-test with its committed digests,
+//! finite differences, fault injection, and pictures of an arena's memory.
 
 #![deny(unsafe_op_in_unsafe_fn)]
 // Paths are opened through `PlainFile`. Tests may open their own files.
@@ -7,10 +7,14 @@
 
 pub mod faults;
 mod gradcheck;
+mod memory_picture;
 #[cfg(feature = "nvtx")]
 mod nvtx;
 pub mod same_bits;
+#[cfg(feature = "nvtx")]
+mod sanitizer;
 
 pub use gradcheck::GradCheck;
+pub use memory_picture::{MemoryRecorder, Recording};
 #[cfg(feature = "nvtx")]
 pub use nvtx::NvtxLayer;

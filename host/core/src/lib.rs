@@ -74,9 +74,7 @@ pub use tape::{AnyVar, Backward, Op, RecomputeInput, Tape, Var};
 pub mod of_core {
     pub use core::{concat, env, include};
 }
-pub use arena::{
-    Arena, ArenaBuilder, Buffer, Capacity, Event, Growth, Kind, Measured, Origin, Overflow, PageLocked, Recording,
-};
+pub use arena::{Arena, ArenaBuilder, Buffer, Capacity, Event, Growth, Kind, Measured, Origin, Overflow, PageLocked};
 /// One kernel launch, as [`Arena::launches`] lists it.
 #[doc(hidden)]
 pub use device::Launch;

@@ -4,7 +4,9 @@
 use crate::support::on_each_device;
 use stepscope::nn::{MultiHeadAttention, RmsNorm, SwiGlu};
 use stepscope::ops::Precision;
-use stepscope::{Arena, Capacity, Device, Error, Gradients, Kind, ParameterSpec, Parameters, Result, Tape, Var};
+use stepscope::{
+    Arena, Capacity, Device, Error, Gradients, Kind, MemoryRecorder, ParameterSpec, Parameters, Result, Tape, Var,
+};
 
 /// Returns the bytes of a tensor with this many f32, as an arena counts them.
 fn bytes(elements: usize) -> usize {
@@ -149,13 +151,13 @@ on_each_device! {
     /// result stays.
     fn recording_frees_closure_memory(device: &Device) {
         let (mut arena, weights) = nothing(device);
-        arena.record(1000);
+        let recorder = MemoryRecorder::start(&mut arena, 1000);
         arena.step(|step| {
             let tape = Tape::new(step, &weights);
             let x = tape.input(step.empty([1000])?);
             tape.recompute(x, |tape, x| ten(tape, &x)).map(drop)
         }).unwrap();
-        let recording = arena.recording().unwrap();
+        let recording = recorder.recording();
         let of = |kind| recording.events().filter(move |event| event.kind == kind).map(|event| (event.address, event.bytes));
         let [start] = of(Kind::Reserve).collect::<Vec<_>>()[..] else { panic!("one arena") };
         let one = bytes(1000);

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 use super::budget::situation;
+use super::events::ArenaTool;
 use super::floor::Floor;
 use super::handle::Arena;
 use super::layout::ALIGN_BYTES;
@@ -153,8 +154,7 @@ impl ArenaBuilder {
         if device.checked_unless(checked) {
             region.check()?;
         }
-        #[cfg(feature = "nvtx")]
-        region.sanitize();
+        ArenaTool::observers(&device).for_each(|observer| region.observe(observer));
         if let Overflow::Pool { cap_bytes, prime_bytes, deadline } = overflow {
             let pool = OverflowPool::open(region.device(), cap_bytes, prime_bytes, deadline, reserve_bytes)?;
             // From here on the region owns the pool and frees it, even if priming fails.

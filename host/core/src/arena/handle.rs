@@ -7,11 +7,11 @@
 //! Invariant: a reset happens only after the step value is gone. The borrow checker ties every
 //! tensor of the step to that value.
 
+use super::events::ArenaObserver;
 use super::floor::Floor;
 use super::region::ArenaInner;
 use super::sections::GraphReservation;
 use super::settings::{Growth, Measured};
-use super::snapshot::Recording;
 use crate::device::{Description, Device, Launch};
 use crate::error::Result;
 use crate::report::ArenaReport;
@@ -137,16 +137,10 @@ impl Arena {
         self.floor.set(bytes);
     }
 
-    /// Records the latest `limit` memory events from now on, each with its line and phase. Zero
-    /// stops recording.
-    pub fn record(&mut self, limit: usize) {
-        self.region.record(limit);
-    }
-
-    /// Returns the events recorded so far, if recording is on. See [`Recording::pickle`] and
-    /// [`Recording::timeline_svg`].
-    pub fn recording(&self) -> Option<Recording> {
-        self.region.recording()
+    /// Passes the events of this arena's memory to an observer from now on.
+    #[doc(hidden)]
+    pub fn observe(&mut self, observer: Box<dyn ArenaObserver>) {
+        self.region.observe(observer);
     }
 
     /// Returns the cap of the overflow pool, or zero if there is no pool.

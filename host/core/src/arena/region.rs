@@ -6,15 +6,13 @@ use super::budget::situation;
 use super::checked::{Checks, GUARD_BYTES};
 use super::conditions::ReplayPreconditions;
 use super::counters::Counters;
+use super::events::{ArenaObserver, Event, Kind, Observers, Origin};
 use super::layout::{Bump, End, grown, guarded, padded};
 use super::overflow::OverflowPool;
 use super::peak::Peak;
 use super::request::Request;
 use super::reuse::Reuse;
-#[cfg(feature = "nvtx")]
-use super::sanitizer::Sanitizer;
 use super::sections::{GraphReservation, Sections};
-use super::snapshot::{Event, Kind, Origin, Recording};
 use crate::admission::MemoryBudget;
 use crate::cgroup::CgroupMemory;
 use crate::deadline::after;
@@ -24,7 +22,6 @@ use crate::report::{ArenaReport, Phase, SystemMemory};
 use crate::tensor::{Element, Memory, Shape, Source, Stored, Tensor};
 use std::borrow::Cow;
 use std::cell::{Cell, RefCell};
-use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -61,14 +58,11 @@ pub(crate) struct ArenaInner {
     pub(super) counters: RefCell<Counters>,
     pub(super) overflow: Option<RefCell<OverflowPool>>,
     pub(super) checks: Option<RefCell<Checks>>,
-    /// The bytes after each tensor that belong to no tensor. Nonzero in checked mode and under a
-    /// sanitizer, even when only the needs are measured.
+    /// The bytes after each tensor that belong to no tensor. Nonzero in checked mode and if an
+    /// observer needs them, even when only the needs are measured.
     guard_bytes: usize,
-    /// The sanitizer that tensors are reported to.
-    #[cfg(feature = "nvtx")]
-    sanitizer: RefCell<Option<Sanitizer>>,
+    observers: Observers,
     pub(super) reserve_bytes: Option<u64>,
-    pub(super) recording: Option<RefCell<Recording>>,
     conditions: ReplayPreconditions,
     launches: Launches,
     resets: Cell<u64>,
@@ -122,10 +116,8 @@ impl ArenaInner {
             overflow: None,
             checks: None,
             guard_bytes: 0,
-            #[cfg(feature = "nvtx")]
-            sanitizer: RefCell::new(None),
+            observers: Observers::default(),
             reserve_bytes: None,
-            recording: None,
             conditions: ReplayPreconditions::default(),
             resets: Cell::new(0),
             growths: 0,
@@ -144,42 +136,25 @@ impl ArenaInner {
         Ok(())
     }
 
-    /// Registers this memory with the sanitizer that started this program, if one did (feature
-    /// `nvtx`).
-    #[cfg(feature = "nvtx")]
-    pub(super) fn sanitize(&mut self) {
-        self.told_by(Sanitizer::attach(&self.device, self.address, self.owned_bytes));
-    }
-
-    /// Sets the sanitizer that each tensor is reported to from now on.
-    #[cfg(feature = "nvtx")]
-    pub(super) fn told_by(&mut self, sanitizer: Option<Sanitizer>) {
-        if sanitizer.is_some() {
+    /// Attaches an observer, which first learns of the arena's memory.
+    pub(super) fn observe(&mut self, observer: Box<dyn ArenaObserver>) {
+        let event = |kind, offset: usize, bytes| {
+            let site = Location::caller();
+            self.event(kind, Origin::Arena, self.address + offset as u64, bytes, bytes, site, "arena".into())
+        };
+        let mut events = vec![event(Kind::Reserve, 0, self.owned_bytes)];
+        if self.captured_bytes() > 0 {
+            events.push(event(Kind::Capture, self.capacity.get(), self.captured_bytes()));
+        }
+        if self.observers.attach(observer, &events) {
             self.guard_bytes = GUARD_BYTES;
         }
-        if let Some(earlier) = self.sanitizer.replace(sanitizer) {
-            earlier.end(&self.device);
-        }
     }
 
-    /// Reports these bytes to the sanitizer as those of a tensor or a captured step.
-    #[cfg_attr(not(feature = "nvtx"), expect(unused_variables, reason = "only the sanitizer uses them"))]
+    /// Returns true if an observer is attached.
     #[inline]
-    fn tell_taken(&self, address: u64, bytes: usize) {
-        #[cfg(feature = "nvtx")]
-        if let Some(sanitizer) = &mut *self.sanitizer.borrow_mut() {
-            sanitizer.register(&self.device, address, bytes);
-        }
-    }
-
-    /// Withdraws the sanitizer's registrations in these bytes.
-    #[cfg_attr(not(feature = "nvtx"), expect(unused_variables, reason = "only the sanitizer uses them"))]
-    #[inline]
-    pub(super) fn tell_gone(&self, offsets: Range<usize>) {
-        #[cfg(feature = "nvtx")]
-        if let Some(sanitizer) = &mut *self.sanitizer.borrow_mut() {
-            sanitizer.unregister(&self.device, self.address + offsets.start as u64..self.address + offsets.end as u64);
-        }
+    pub(super) fn observed(&self) -> bool {
+        self.observers.attached()
     }
 
     /// Creates a region on a dry run of this device, on which a step can be measured.
@@ -218,7 +193,7 @@ impl ArenaInner {
         let section = self.sections.reserve(self.owned_bytes, bytes)?;
         let address = self.address + section.start() as u64;
         self.refresh_capacity();
-        self.tell_taken(address, section.bytes());
+        self.note(Kind::Capture, Origin::Arena, address, section.bytes(), Location::caller(), "captured step".into());
         Some((section, address))
     }
 
@@ -231,7 +206,10 @@ impl ArenaInner {
     fn refresh_capacity(&self) {
         let limit = self.sections.limit(self.owned_bytes);
         if limit != self.capacity.get() {
-            self.tell_gone(self.capacity.get()..limit.max(self.capacity.get()));
+            if let Some(bytes) = limit.checked_sub(self.capacity.get()) {
+                let address = self.address + self.capacity.get() as u64;
+                self.note(Kind::EndCapture, Origin::Arena, address, bytes, Location::caller(), "captured step".into());
+            }
             self.peak.captured_changes(self.captured_bytes());
             self.capacity.set(limit);
             self.bump.set(Bump::new(limit));
@@ -336,19 +314,8 @@ impl ArenaInner {
         self.peak.step_bytes()
     }
 
-    /// Starts to record events, or stops if `limit` is zero.
-    pub(super) fn record(&mut self, limit: usize) {
-        let name = &self.device.description().name;
-        self.recording = (limit > 0).then(|| RefCell::new(Recording::new(name, limit)));
-        self.note(Kind::Reserve, Origin::Arena, self.address, self.owned_bytes, Location::caller(), "arena".into());
-    }
-
-    /// Returns the events recorded so far.
-    pub(super) fn recording(&self) -> Option<Recording> {
-        self.recording.as_ref().map(|recording| recording.borrow().clone())
-    }
-
-    /// Records an event if recording is on.
+    /// Passes an event to the observers, if there are any.
+    #[inline]
     pub(super) fn note(
         &self,
         kind: Kind,
@@ -358,11 +325,26 @@ impl ArenaInner {
         site: &'static Location<'static>,
         label: Cow<'static, str>,
     ) {
-        let Some(recording) = &self.recording else { return };
+        if self.observed() {
+            self.observers.notify(&self.event(kind, origin, address, bytes, bytes, site, label));
+        }
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "each is a field of the event")]
+    fn event(
+        &self,
+        kind: Kind,
+        origin: Origin,
+        address: u64,
+        bytes: usize,
+        accessed_bytes: usize,
+        site: &'static Location<'static>,
+        label: Cow<'static, str>,
+    ) -> Event {
         let time_us = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64);
         let phase = self.counters.borrow().phase.name();
         let (file, line) = (site.file(), site.line());
-        recording.borrow_mut().push(Event { time_us, kind, address, bytes, origin, phase, file, line, label });
+        Event { time_us, kind, address, bytes, accessed_bytes, origin, phase, file, line, label }
     }
 
     /// Sets the phase of the step, and returns the one before.
@@ -393,7 +375,7 @@ impl ArenaInner {
     #[inline]
     fn take(&self, request: Request, site: &'static Location<'static>) -> Result<u64> {
         let site = self.attributed.get().unwrap_or(site);
-        let plain = self.guard_bytes == 0 && self.recording.is_none();
+        let plain = self.guard_bytes == 0 && !self.observed();
         if plain { self.take_bytes(request.bytes, site) } else { self.take_watched(request, site) }
     }
 
@@ -413,8 +395,8 @@ impl ArenaInner {
         Ok(self.address + offset as u64)
     }
 
-    /// Takes memory with a guard after it and poisons it in checked mode, and records the event if
-    /// recording is on.
+    /// Takes memory with a guard after it and poisons it in checked mode, and passes the event to
+    /// the observers.
     #[cold]
     fn take_watched(&self, request: Request, site: &'static Location<'static>) -> Result<u64> {
         let bytes = guarded(request.bytes, self.guard_bytes);
@@ -425,11 +407,11 @@ impl ArenaInner {
         })?;
         let inside = (self.address..self.address + self.capacity.get() as u64).contains(&address);
         let origin = if inside { Origin::Arena } else { Origin::Overflow };
-        self.note(Kind::Allocate, origin, address, request.bytes, site, label());
-        if inside {
-            // In checked mode the guard is written and read, so the sanitizer must treat it as part
-            // of the tensor.
-            self.tell_taken(address, if self.checks.is_some() { bytes } else { request.bytes });
+        if self.observed() {
+            // In checked mode the guard is written and read.
+            let accessed_bytes = if self.checks.is_some() { bytes } else { request.bytes };
+            let event = self.event(Kind::Allocate, origin, address, request.bytes, accessed_bytes, site, label());
+            self.observers.notify(&event);
         }
         if let Some(checks) = &self.checks {
             // SAFETY: these bytes were just taken, and nothing else uses them.
@@ -502,8 +484,6 @@ impl ArenaInner {
         self.sections.forget();
         self.capacity.set(wanted);
         self.bump.set(Bump::new(wanted));
-        #[cfg(feature = "nvtx")]
-        self.sanitize();
         self.growths += 1;
         match &self.overflow {
             // The pool need not keep memory that the arena holds now.
@@ -551,11 +531,9 @@ impl Drop for ArenaInner {
             // at its end.
             unsafe { self.device.retire(DeferredFree::Pool(overflow.into_inner().pool)) };
         }
-        #[cfg(feature = "nvtx")]
-        if let Some(sanitizer) = self.sanitizer.take() {
-            sanitizer.end(&self.device);
-        }
         if !self.is_lent() {
+            let here = Location::caller();
+            self.note(Kind::Release, Origin::Arena, self.address, self.owned_bytes, here, "arena".into());
             let memory = DeferredFree::Memory { address: self.address, bytes: self.owned_bytes };
             // SAFETY: `allocate` took exactly this memory, the arena owns it, and no step is alive.
             // Captured steps pin it.

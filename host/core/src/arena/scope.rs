@@ -6,9 +6,9 @@
 //! Invariant: at each end, memory is freed in the reverse order of its allocation.
 
 use super::checked::poison;
+use super::events::{Kind, Origin};
 use super::layout::{Bump, End};
 use super::region::ArenaInner;
-use super::snapshot::{Kind, Origin};
 use crate::error::Result;
 use crate::tensor::{Memory, STALE};
 use cuda_std::float_mode;
@@ -113,9 +113,6 @@ impl ArenaInner {
         if let Some(checks) = &self.checks {
             checks.borrow_mut().forget(mark.guards..until.guards);
         }
-        for (offset, bytes) in until.bump.since(mark.bump) {
-            self.tell_gone(offset..offset + bytes);
-        }
         self.bump.set(self.bump.get().without(mark.bump, until.bump));
         let gone = until.allocations - mark.allocations;
         self.counters.borrow_mut().step_allocations -= gone;
@@ -131,9 +128,9 @@ impl ArenaInner {
         given_back
     }
 
-    /// Records the end of a scope.
+    /// Passes the end of a scope to the observers.
     fn note_rewind(&self, kind: Kind, [mark, until]: [Mark; 2]) {
-        if self.recording.is_none() {
+        if !self.observed() {
             return;
         }
         let here = Location::caller();
@@ -144,7 +141,7 @@ impl ArenaInner {
         }
         let [front, back] = until.bump.since(mark.bump);
         let back = (back.1 > 0).then_some(back);
-        // A scope that made nothing is recorded too.
+        // A scope that made nothing is an event too.
         let front = (front.1 > 0 || back.is_none()).then_some(front);
         for (offset, bytes) in front.into_iter().chain(back) {
             self.note(kind, Origin::Arena, self.address + offset as u64, bytes, here, "".into());

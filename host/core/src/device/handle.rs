@@ -361,8 +361,11 @@ impl Device {
     }
 
     /// Runs code that needs the thread's CUDA context, which exists only on the driver thread.
-    #[cfg(feature = "nvtx")]
-    pub(crate) fn in_context<R: Send + 'static>(
+    ///
+    /// # Safety
+    /// `run` leaves the device, its memory and the thread's current context as they are.
+    #[doc(hidden)]
+    pub unsafe fn in_context<R: Send + 'static>(
         &self,
         name: &'static str,
         run: impl FnOnce() -> R + Send + 'static,

@@ -3,9 +3,10 @@
 //! Persistent memory lies at the bottom, then the arena by phase, then the overflow. Invariant:
 //! each column shows the fullest moment in it, so no peak is lost to the resolution.
 
-use super::event::{Event, Kind, Origin};
+use super::occupied_bytes;
 use super::recording::{Held, Recording};
 use std::collections::BTreeMap;
+use stepscope_core::{Event, Kind, Origin};
 
 /// A band of the stack.
 pub(super) struct Layer<'r> {
@@ -19,7 +20,8 @@ impl Layer<'_> {
         match (self.origin, self.phase) {
             (Origin::Arena, "") => "no phase",
             (Origin::Arena, phase) => phase,
-            (origin, _) => origin.name(),
+            (Origin::Overflow, _) => "overflow",
+            (Origin::Persistent, _) => "persistent",
         }
     }
 
@@ -82,7 +84,7 @@ impl<'r> Timeline<'r> {
         };
         let mut now = Sample { levels: vec![0; line.layers.len()], arena_end: 0 };
         for live in held.live.values() {
-            now.levels[line.layer_of(live)] += live.occupied_bytes();
+            now.levels[line.layer_of(live)] += occupied_bytes(live);
         }
         line.see(&mut now, &held, (start_us, 0));
         for (number, event) in recording.events.iter().enumerate() {
@@ -93,13 +95,13 @@ impl<'r> Timeline<'r> {
                 line.columns.push(now.clone());
             }
             for ended in held.apply(event) {
-                now.levels[line.layer_of(&ended)] -= ended.occupied_bytes();
+                now.levels[line.layer_of(&ended)] -= occupied_bytes(&ended);
             }
             match event.kind {
-                Kind::Allocate => now.levels[line.layer_of(event)] += event.occupied_bytes(),
+                Kind::Allocate => now.levels[line.layer_of(event)] += occupied_bytes(event),
                 Kind::Reset => line.resets_us.push(event.time_us),
                 Kind::Refuse { .. } => line.refusals.push((event.time_us, now.total())),
-                Kind::Reserve | Kind::Release | Kind::Free | Kind::Rewind => {}
+                _ => {}
             }
             line.see(&mut now, &held, (event.time_us, number + 1));
             if let Some(shown) = line.columns.last_mut()
@@ -123,7 +125,7 @@ impl<'r> Timeline<'r> {
         recording.events.iter().take(self.peak_events).for_each(|event| drop(held.apply(event)));
         let mut by_line: BTreeMap<_, u64> = BTreeMap::new();
         for live in held.live.values() {
-            *by_line.entry((&live.file, live.line)).or_default() += live.occupied_bytes();
+            *by_line.entry((&live.file, live.line)).or_default() += occupied_bytes(live);
         }
         let ((file, line), bytes) = by_line.into_iter().max_by_key(|&(_, bytes)| bytes)?;
         Some((format!("{file}:{line}"), bytes))

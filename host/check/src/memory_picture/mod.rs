@@ -1,26 +1,35 @@
 //! A [`Recording`] of memory events, exported as PyTorch's memory snapshot (`pickle`) or as a
 //! picture (`timeline`, `svg`).
 //!
-//! Recording takes no memory from a device and uses no driver. Invariant: a recording is bounded,
-//! and dropped events are folded into its starting state, so both exports stay exact however long
-//! it ran.
+//! A [`MemoryRecorder`] observes an arena, takes no memory from a device and uses no driver.
+//!
+//! Invariant: a recording is bounded, and dropped events are folded into its starting state, so
+//! both exports stay exact however long it ran.
 #![forbid(unsafe_code)]
 
-mod event;
 mod pickle;
+mod recorder;
 mod recording;
 mod svg;
 mod timeline;
 
-pub use event::{Event, Kind, Origin};
+pub use recorder::MemoryRecorder;
 pub use recording::Recording;
+
+use stepscope_core::Event;
+use stepscope_core::arena::ALIGN_BYTES;
+
+/// Returns the bytes that the tensor occupies. Tensors start at multiples of the alignment.
+fn occupied_bytes(event: &Event) -> u64 {
+    event.bytes.checked_next_multiple_of(ALIGN_BYTES).unwrap_or(event.bytes) as u64
+}
 
 #[cfg(test)]
 mod tests {
     use super::recording::Held;
     use super::*;
-    use crate::arena::layout::padded;
     use proptest::prelude::*;
+    use stepscope_core::{Kind, Origin};
 
     pub(super) const ARENA: u64 = 0x7f00_0000_0000;
     pub(super) const OVERFLOW: u64 = 0x7f10_0000_0000;
@@ -37,6 +46,7 @@ mod tests {
             kind,
             address,
             bytes,
+            accessed_bytes: bytes,
             origin,
             phase: "forward",
             file: "host/core/src/ops/activation.rs",
@@ -60,7 +70,7 @@ mod tests {
             let address = if bytes <= room { ARENA + offset as u64 } else { OVERFLOW + ((spilled.len() as u64) << 32) };
             recording.push(Event { phase, ..event(time, Kind::Allocate, address, bytes) });
             if bytes <= room {
-                offset += padded(bytes).unwrap();
+                offset += bytes.next_multiple_of(ALIGN_BYTES);
             } else {
                 spilled.push((address, bytes));
             }

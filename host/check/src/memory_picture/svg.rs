@@ -4,11 +4,11 @@
 //! Text is written as SVG text, so drawing needs no font. Every band shows its name on hover. The
 //! picture has a dark ground where the reader's pages are dark.
 
-use super::event::Origin;
 use super::recording::Recording;
 use super::timeline::Timeline;
 use cuda_std::float_mode;
 use std::fmt::{Result, Write};
+use stepscope_core::Origin;
 
 const WIDTH: f64 = 960.0;
 const HEIGHT: f64 = 480.0;
@@ -339,8 +339,8 @@ fn escaped(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::super::tests::{ARENA, OVERFLOW, WEIGHTS, event, step};
-    use super::super::{Event, Kind};
     use super::*;
+    use stepscope_core::{Event, Kind};
 
     fn sample() -> Recording {
         let mut recording = Recording::new("emulated <&> CPU", 1000);

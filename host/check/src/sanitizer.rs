@@ -2,7 +2,8 @@
 //!
 //! An arena is a single allocation to the driver. A sanitizer without further information detects
 //! neither a write from one tensor into the next nor a read of what an earlier step left. Each
-//! tensor's bytes are therefore registered when it is made and unregistered when they are freed:
+//! tensor's bytes are therefore registered when it is made and unregistered when they are freed. In
+//! a program that a sanitizer started, every arena built with a builder is observed from the start:
 //!
 //! ```text
 //! arena     |<------------------- heap ------------------->|
@@ -19,9 +20,10 @@ use std::ops::Range;
 use std::ptr;
 use std::sync::OnceLock;
 
+use cuda_std::launch::inventory;
 use libloading::Library;
-
-use crate::device::{Device, DeviceKind};
+use stepscope_core::arena::{ArenaObserver, ArenaTool};
+use stepscope_core::{Device, DeviceKind, Event, Kind, Origin};
 
 /// The tool's library, as NVTX finds it. The tool sets this variable for the programs that it
 /// starts.
@@ -198,25 +200,57 @@ impl Heap {
     }
 }
 
-/// An arena that is registered with a tool. The tool is called on the driver's thread, because it
+inventory::submit! {
+    ArenaTool { observer: Sanitizer::attached }
+}
+
+/// The registrations of an arena with a tool. The tool is called on the driver's thread, because it
 /// needs that thread's context.
 #[derive(Debug)]
-pub(super) struct Sanitizer {
+struct Sanitizer {
     tool: Tool,
-    heap: Heap,
+    device: Device,
+    /// The registered arena.
+    heap: Option<Heap>,
     /// The address and bytes of each region.
     regions: BTreeMap<u64, usize>,
 }
 
-impl Sanitizer {
-    /// Registers an arena in a GPU's memory with the tool that started this process, if one did.
-    pub(super) fn attach(device: &Device, address: u64, bytes: usize) -> Option<Self> {
-        let tool = (device.description().kind == DeviceKind::Cuda).then(Tool::attached).flatten()?;
-        Self::new(tool, device, address, bytes)
+impl ArenaObserver for Sanitizer {
+    /// Leaves the arena if the tool does not take it.
+    fn event(&mut self, event: &Event) -> bool {
+        match (event.kind, event.origin) {
+            (Kind::Reserve, Origin::Arena) => self.register_heap(event.address, event.bytes),
+            (Kind::Release, Origin::Arena) => self.unregister_heap(),
+            (Kind::Allocate | Kind::Capture, Origin::Arena) => self.register(event.address, event.accessed_bytes),
+            (Kind::Rewind | Kind::Reset | Kind::EndCapture, Origin::Arena) => {
+                self.unregister(event.address..event.address + event.bytes as u64);
+            }
+            _ => {}
+        }
+        self.heap.is_some() || event.kind == Kind::Release
     }
 
-    fn new(tool: Tool, device: &Device, address: u64, bytes: usize) -> Option<Self> {
-        let heap = said(device, move || {
+    fn needs_guards(&self) -> bool {
+        true
+    }
+}
+
+impl Sanitizer {
+    /// Returns the observer of an arena in a GPU's memory, if a tool started this process.
+    fn attached(device: &Device) -> Option<Box<dyn ArenaObserver>> {
+        let tool = (device.description().kind == DeviceKind::Cuda).then(Tool::attached).flatten()?;
+        Some(Box::new(Self::new(tool, device)))
+    }
+
+    fn new(tool: Tool, device: &Device) -> Self {
+        Self { tool, device: device.clone(), heap: None, regions: BTreeMap::new() }
+    }
+
+    /// Registers the arena's memory.
+    fn register_heap(&mut self, address: u64, bytes: usize) {
+        let tool = self.tool;
+        let heap = self.call(move || {
             let range = Bytes { size: bytes, address };
             let description = HeapDescription {
                 compatible: COMPATIBLE,
@@ -233,16 +267,13 @@ impl Sanitizer {
             // SAFETY: the description has NVTX's type, and outlives the call.
             Heap(unsafe { (tool.register_heap)(ptr::null(), &description) })
         });
-        heap.filter(|heap| !heap.handle().is_null()).map(|heap| Self { tool, heap, regions: BTreeMap::new() })
+        self.heap = heap.filter(|heap| !heap.handle().is_null());
     }
 
     /// Registers these bytes as a tensor.
-    pub(super) fn register(&mut self, device: &Device, address: u64, bytes: usize) {
-        if bytes == 0 {
-            return;
-        }
-        let Self { tool, heap, .. } = *self;
-        said(device, move || {
+    fn register(&mut self, address: u64, bytes: usize) {
+        let (tool, Some(heap), true) = (self.tool, self.heap, bytes > 0) else { return };
+        self.call(move || {
             let range = Bytes { size: bytes, address };
             let registration = Registration {
                 compatible: COMPATIBLE,
@@ -262,15 +293,15 @@ impl Sanitizer {
     }
 
     /// Unregisters the regions that start among these bytes. Waits for all queued work.
-    pub(super) fn unregister(&mut self, device: &Device, range: Range<u64>) {
+    fn unregister(&mut self, range: Range<u64>) {
         let gone: Vec<u64> = self.regions.extract_if(range, |_, _| true).map(|(address, _)| address).collect();
         if gone.is_empty() {
             return;
         }
         // A failed device stays failed, and its next caller receives the error.
-        let _ = device.synchronize(device.deadline());
+        let _ = self.device.synchronize(self.device.deadline());
         let tool = self.tool;
-        said(device, move || {
+        self.call(move || {
             let unregistration = Unregistration {
                 compatible: COMPATIBLE,
                 struct_size: size_of::<Unregistration>() as u16,
@@ -286,37 +317,39 @@ impl Sanitizer {
     }
 
     /// Unregisters the arena when it frees its memory, with all remaining regions.
-    pub(super) fn end(self, device: &Device) {
-        let Self { tool, heap, .. } = self;
-        said(device, move || {
+    fn unregister_heap(&mut self) {
+        self.regions.clear();
+        let (tool, Some(heap)) = (self.tool, self.heap.take()) else { return };
+        self.call(move || {
             // SAFETY: the heap is registered.
             unsafe { (tool.unregister_heap)(ptr::null(), heap.handle()) }
         });
     }
-}
 
-/// Calls a tool on the driver's thread, with its context. Does nothing after the device is lost.
-fn said<R: Send + 'static>(device: &Device, say: impl FnOnce() -> R + Send + 'static) -> Option<R> {
-    device
-        .in_context("sanitizer", say)
-        .inspect_err(|error| tracing::debug!(%error, "a call to the sanitizer was not made"))
-        .ok()
+    /// Calls the tool on the driver's thread, with its context. Does nothing after the device is
+    /// lost.
+    fn call<R: Send + 'static>(&self, call: impl FnOnce() -> R + Send + 'static) -> Option<R> {
+        // SAFETY: the functions of the tool only describe memory to it.
+        let called = unsafe { self.device.in_context("sanitizer", call) };
+        called.inspect_err(|error| tracing::debug!(%error, "a call to the sanitizer was not made")).ok()
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Arena, Capacity, HostInputs, Output, Record, ops};
     use std::sync::{Mutex, PoisonError};
+    use stepscope_core::{Arena, Capacity, HostInputs, Output, Record, ops};
 
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     enum Told {
         Heap { address: u64, bytes: usize },
-        ArenaInner { address: u64, bytes: usize },
+        Region { address: u64, bytes: usize },
         Gone { address: u64 },
         HeapGone,
     }
 
+    const BYTES: usize = 1 << 20;
     /// The calls that the tool received on the driver's thread.
     static HEARD: Mutex<Vec<Told>> = Mutex::new(Vec::new());
     /// Serializes the tests.
@@ -350,7 +383,7 @@ mod tests {
             (told.compatible, told.struct_size, told.heap.addr(), told.count, told.range_size),
             (0x0102, 48, 1, 1, 16)
         );
-        hear(Told::ArenaInner { address: range.address, bytes: range.size });
+        hear(Told::Region { address: range.address, bytes: range.size });
     }
 
     unsafe extern "C" fn unregister(_: *const c_void, told: *const Unregistration) {
@@ -386,24 +419,23 @@ mod tests {
         1
     }
 
-    /// Returns an arena that is registered with the tool.
-    fn told_arena() -> Arena {
+    /// Returns an arena that is registered with the tool, and its first address.
+    fn told_arena() -> (Arena, u64) {
         heard();
         let device = Device::open(DeviceKind::Emulated).unwrap();
-        let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
+        let mut arena = Arena::builder(&device).capacity(Capacity::Bytes(BYTES)).build().unwrap();
         // SAFETY: the functions have NVTX's types.
         let tool = unsafe { Tool::new(initialize) }.unwrap();
-        let (address, bytes) = (arena.region.address, arena.region.owned_bytes);
-        arena.region.told_by(Sanitizer::new(tool, &device, address, bytes));
-        assert_eq!(heard(), [Told::Heap { address, bytes }]);
-        arena
+        arena.observe(Box::new(Sanitizer::new(tool, &device)));
+        let [Told::Heap { address, bytes }] = heard()[..] else { panic!("one arena") };
+        assert_eq!(bytes, BYTES);
+        (arena, address)
     }
 
     #[test]
     fn tools_learn_of_every_tensor() {
         let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut arena = told_arena();
-        let start = arena.region.address;
+        let (mut arena, start) = told_arena();
         for _ in 0..2 {
             let step = arena.step(|step| {
                 let x = step.upload(&[1.0; 100], [100])?;
@@ -415,8 +447,8 @@ mod tests {
             // 400 bytes take 512 and 256 bytes take 256, and the 256 bytes after each belong to no
             // region.
             let second = start + 768;
-            let first = Told::ArenaInner { address: start, bytes: 400 };
-            let seconds = [400, 256].map(|bytes| Told::ArenaInner { address: second, bytes });
+            let first = Told::Region { address: start, bytes: 400 };
+            let seconds = [400, 256].map(|bytes| Told::Region { address: second, bytes });
             let gone = [second, start].map(|address| Told::Gone { address });
             assert_eq!(heard(), [first, seconds[0], gone[0], seconds[1], gone[1], gone[0]]);
         }
@@ -427,8 +459,8 @@ mod tests {
     #[test]
     fn captured_step_is_one_region() {
         let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut arena = told_arena();
-        let end = arena.region.address + arena.region.owned_bytes as u64;
+        let (mut arena, first) = told_arena();
+        let end = first + BYTES as u64;
         let x = [1.0; 64];
         let inputs = HostInputs::new().with(&x, [64]).unwrap();
         let record: Record<(), Output> = |step, (), slots| {
@@ -438,11 +470,10 @@ mod tests {
         let mut captured = arena.capture((), &inputs, record).unwrap();
         let bytes = captured.report().bytes_owned;
         let section = end - bytes as u64;
-        assert_eq!(heard(), [Told::ArenaInner { address: section, bytes }]);
+        assert_eq!(heard(), [Told::Region { address: section, bytes }]);
         captured.replay(&inputs).unwrap();
         arena.step(|step| step.empty::<f32>([1]).map(drop)).unwrap();
-        let first = arena.region.address;
-        assert_eq!(heard(), [Told::ArenaInner { address: first, bytes: 4 }, Told::Gone { address: first }]);
+        assert_eq!(heard(), [Told::Region { address: first, bytes: 4 }, Told::Gone { address: first }]);
         drop(captured);
         arena.step(|_| Ok(())).unwrap();
         assert_eq!(heard(), [Told::Gone { address: section }]);

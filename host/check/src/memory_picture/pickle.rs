@@ -11,10 +11,11 @@
 //! - Integers are signed and at most eight bytes long. The viewer's reader cannot add the type that
 //!   it uses for longer ones.
 
-use super::event::{Event, Kind, Origin};
+use super::occupied_bytes;
 use super::recording::{Held, Recording};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
+use stepscope_core::{Event, Kind, Origin};
 
 #[derive(Serialize)]
 pub(super) struct Snapshot<'r> {
@@ -137,7 +138,7 @@ fn trace(recording: &Recording, held: &mut Held) -> Vec<TraceEntry> {
                 trace.push(if unknown { described(entry, &ended) } else { entry });
             }
             if ended.origin != Origin::Arena {
-                trace.push(entry("segment_free", address, ended.occupied_bytes()));
+                trace.push(entry("segment_free", address, occupied_bytes(&ended)));
             }
         }
         let bytes = event.bytes as u64;
@@ -147,7 +148,7 @@ fn trace(recording: &Recording, held: &mut Held) -> Vec<TraceEntry> {
             Kind::Allocate if bytes == 0 => {}
             Kind::Allocate => {
                 if event.origin != Origin::Arena {
-                    trace.push(described(entry("segment_alloc", event.address, event.occupied_bytes()), event));
+                    trace.push(described(entry("segment_alloc", event.address, occupied_bytes(event)), event));
                 }
                 trace.push(described(entry("alloc", event.address, bytes), event));
             }
@@ -155,7 +156,7 @@ fn trace(recording: &Recording, held: &mut Held) -> Vec<TraceEntry> {
                 let oom = TraceEntry { addr: None, device_free: Some(int(free_bytes)), ..entry("oom", 0, bytes) };
                 trace.push(described(oom, event));
             }
-            Kind::Free | Kind::Rewind | Kind::Reset => {}
+            _ => {}
         }
     }
     trace.push(TraceEntry {
@@ -195,7 +196,7 @@ fn segments(held: &Held) -> Vec<Segment> {
 }
 
 fn segment(held: &Held, event: &Event) -> Segment {
-    let total_size = if event.kind == Kind::Reserve { event.bytes as u64 } else { event.occupied_bytes() };
+    let total_size = if event.kind == Kind::Reserve { event.bytes as u64 } else { occupied_bytes(event) };
     let blocks = blocks(held, event.address, event.address.saturating_add(total_size));
     let active = || blocks.iter().filter(|block| block.state == ACTIVE);
     let allocated_size = active().map(|block| block.size).sum();
@@ -234,7 +235,7 @@ fn blocks(held: &Held, start: u64, end: u64) -> Vec<Block> {
     while let Some(tensor) = live.next() {
         blocks.extend(gap(at, tensor.address));
         let limit = live.peek().map_or(end, |next| next.address) - tensor.address;
-        let size = tensor.occupied_bytes().min(limit);
+        let size = occupied_bytes(tensor).min(limit);
         blocks.push(Block {
             address: int(tensor.address),
             size: int(size),

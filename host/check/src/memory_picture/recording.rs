@@ -4,8 +4,8 @@
 
 #![forbid(unsafe_code)]
 
-use super::event::{Event, Kind};
 use std::collections::{BTreeMap, VecDeque};
+use stepscope_core::{Event, Kind};
 
 /// The latest events of one device's memory, and what was held before the first of them.
 #[derive(Clone, Debug)]
@@ -75,7 +75,7 @@ impl Held {
                 let gone: Vec<u64> = self.live.range(range).map(|(&address, _)| address).collect();
                 return gone.iter().filter_map(|address| self.live.remove(address)).collect();
             }
-            Kind::Refuse { .. } => {}
+            _ => {}
         }
         Vec::new()
     }
