@@ -1,4 +1,5 @@
-//! The update of SGD with momentum, for one parameter group and for several. The rule `Sgd` drives it.
+//! The update of SGD with momentum, for one parameter group and for several. The rule `Sgd` drives
+//! it.
 
 use super::same_shape;
 use super::shapes::check_rows;
@@ -39,7 +40,7 @@ pub fn sgd<'s>(
     }
     step.launch(kernel::sgd {
         weights: weights.out(),
-        copied: u32::from(copy.is_some()),
+        has_bf16: u32::from(copy.is_some()),
         copy: copy.as_mut().map_or_else(PointerMut::empty, |copy| copy.out()),
         gradients: gradients.slice(),
         velocity: velocity.out(),
@@ -76,7 +77,7 @@ pub fn sgd_groups<'s>(
     check_rows("sgd_groups", "hyper", kernel::slot::LEN, hyper)?;
     step.launch(kernel::sgd_groups {
         weights: weights.out(),
-        copied: u32::from(copy.is_some()),
+        has_bf16: u32::from(copy.is_some()),
         copy: copy.as_mut().map_or_else(PointerMut::empty, |copy| copy.out()),
         gradients: gradients.slice(),
         velocity: velocity.out(),
