@@ -120,7 +120,7 @@ impl Link {
         until: Instant,
     ) -> Result<(u32, u32), HandshakeError> {
         let nonce = random().map_err(|_| HandshakeError::NoRandom)?;
-        let own = Greeting { nonce, rank: us.0, ranks: us.1 };
+        let own = Greeting::new(nonce, us.0, us.1);
         let other = match role {
             Role::Client => {
                 self.send(&Message::Greeting(own), until)?;
@@ -138,7 +138,7 @@ impl Link {
                 match self.receive(Stage::Introduction, until)? {
                     Message::Proof(proof) if secret.proves(&proof, Role::Server, &own, &other) => {}
                     Message::Proof(_) | Message::Denied => return Err(HandshakeError::Secret(other.rank)),
-                    _ => return Err(WireError::Unexpected(0).into()),
+                    _ => return Err(WireError::OutOfOrder.into()),
                 }
             }
             Role::Server => {
@@ -148,7 +148,7 @@ impl Link {
                         part(&[self], &Message::Denied);
                         return Err(HandshakeError::Secret(other.rank));
                     }
-                    _ => return Err(WireError::Unexpected(0).into()),
+                    _ => return Err(WireError::OutOfOrder.into()),
                 }
                 self.send(&Message::Proof(secret.proof(Role::Server, &other, &own)), until)?;
             }
@@ -159,7 +159,7 @@ impl Link {
     fn greeting(&self, until: Instant) -> Result<Greeting, HandshakeError> {
         match self.receive(Stage::Introduction, until)? {
             Message::Greeting(greeting) => Ok(greeting),
-            _ => Err(WireError::Unexpected(1).into()),
+            _ => Err(WireError::OutOfOrder.into()),
         }
     }
 

@@ -74,7 +74,7 @@ pub(super) struct Listener {
     listener: TcpListener,
     us: (u32, u32),
     secret: Secret,
-    hall: PendingHandshakes,
+    pending: PendingHandshakes,
     numbers: u64,
     sender: Sender<Caller>,
     receiver: Receiver<Caller>,
@@ -85,8 +85,8 @@ impl Listener {
     pub(super) fn new(listener: TcpListener, us: (u32, u32), secret: &Secret) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         let (sender, receiver) = mpsc::channel();
-        let (hall, secret) = (PendingHandshakes::default(), secret.clone());
-        Ok(Self { listener, us, secret, hall, numbers: 0, sender, receiver, seen: Vec::new() })
+        let (pending, secret) = (PendingHandshakes::default(), secret.clone());
+        Ok(Self { listener, us, secret, pending, numbers: 0, sender, receiver, seen: Vec::new() })
     }
 
     pub(super) fn port(&self) -> io::Result<u16> {
@@ -100,7 +100,7 @@ impl Listener {
 
     /// Accepts callers, and returns one that has authenticated, if any. Sleeps briefly if nothing
     /// happens.
-    pub(super) fn guest(&mut self) -> Option<ConnectedPeer> {
+    pub(super) fn next_peer(&mut self) -> Option<ConnectedPeer> {
         let mut idle = true;
         while let Ok((stream, address)) = self.listener.accept() {
             idle = false;
@@ -108,7 +108,7 @@ impl Listener {
         }
         loop {
             match self.receiver.try_recv() {
-                Ok(Ok(guest)) => return Some(guest),
+                Ok(Ok(peer)) => return Some(peer),
                 Ok(Err((address, stranger))) => self.note(address, &stranger),
                 Err(_) => break,
             }
@@ -124,19 +124,19 @@ impl Listener {
         let Ok(handle) = link.handle() else { return };
         self.numbers += 1;
         let number = self.numbers;
-        self.hall.enter(number, handle);
-        let (hall, sender, secret, us) = (self.hall.clone(), self.sender.clone(), self.secret.clone(), self.us);
+        self.pending.enter(number, handle);
+        let (pending, sender, secret, us) = (self.pending.clone(), self.sender.clone(), self.secret.clone(), self.us);
         let introduce = move || {
             let mut caller = introduced(link, &secret, us);
-            if !hall.leave(number) {
+            if !pending.leave(number) {
                 caller = Err(WireError::Slow.into());
             }
             // After the rendezvous, nothing receives this any more.
             let _ = sender.send(caller.map_err(|stranger| (address, stranger)));
         };
         // Without a thread the caller is dropped, and calls again.
-        if thread::Builder::new().name("stepscope-door".into()).spawn(introduce).is_err() {
-            self.hall.leave(number);
+        if thread::Builder::new().name("stepscope-handshake".into()).spawn(introduce).is_err() {
+            self.pending.leave(number);
         }
     }
 
@@ -156,7 +156,7 @@ impl Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        for (_, caller) in self.hall.lock().drain(..) {
+        for (_, caller) in self.pending.lock().drain(..) {
             let _ = caller.shutdown(Shutdown::Both);
         }
     }
@@ -167,7 +167,7 @@ fn introduced(link: Link, secret: &Secret, us: (u32, u32)) -> Result<ConnectedPe
     let (rank, ranks) = link.introduce(Role::Server, secret, us, until)?;
     match link.receive(Stage::Rendezvous, until)? {
         Message::Hello(hello) => Ok(ConnectedPeer { link, rank: rank as usize, ranks: ranks as usize, hello }),
-        _ => Err(WireError::Unexpected(0).into()),
+        _ => Err(WireError::OutOfOrder.into()),
     }
 }
 

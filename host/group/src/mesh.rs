@@ -96,7 +96,7 @@ impl Mesh {
         let mut table = self.shared.lock();
         let own = table.begin(call, word);
         let message = Message::Announce(own.clone());
-        table.others_mut().for_each(|(_, peer)| peer.tell(&message));
+        table.others_mut().for_each(|(_, peer)| peer.send(&message));
         self.shared.wake();
         // Waits until all have arrived. If two calls differ, waits only briefly for the rest.
         let mut until = after(self.deadline);

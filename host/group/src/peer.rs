@@ -69,8 +69,8 @@ pub(super) fn start(shared: &Arc<Shared>, rank: usize, stream: &TcpStream) -> io
         });
         spawned.map(drop).inspect_err(|_| count(shared, rank, |threads| threads - 1))
     };
-    work("hear", Box::new(move |shared| hear(shared, rank, to_read)))?;
-    work("tell", Box::new(move |shared| tell(shared, rank, to_write)))
+    work("reader", Box::new(move |shared| read_all(shared, rank, to_read)))?;
+    work("writer", Box::new(move |shared| write_all(shared, rank, to_write)))
 }
 
 fn count(shared: &Shared, rank: usize, change: impl Fn(usize) -> usize) {
@@ -80,7 +80,7 @@ fn count(shared: &Shared, rank: usize, change: impl Fn(usize) -> usize) {
     shared.wake();
 }
 
-fn hear(shared: &Shared, rank: usize, stream: TcpStream) {
+fn read_all(shared: &Shared, rank: usize, stream: TcpStream) {
     let mut stream = BufReader::with_capacity(64 << 10, stream);
     let end = loop {
         let heard = wire::read(&mut stream, Stage::Group).and_then(|message| note(&mut shared.lock(), rank, message));
@@ -108,27 +108,27 @@ fn note(table: &mut Table, rank: usize, message: Message) -> Result<bool, WireEr
     let ranks = table.peers.len();
     let Some(peer) = &mut table.peers[rank] else { return Ok(false) };
     let is_for_all = matches!(message, Message::Fault(_) | Message::Bye);
-    let unexpected = |kind| Err(WireError::Body { kind, what: "out of order" });
+    let unexpected = Err(WireError::OutOfOrder);
     let mut beat = None;
     match message {
         Message::Beat(said) => beat = Some(said),
         Message::Announce(announcement) => peer.has_announced(announcement),
-        Message::Begin(_) if peer.to_come > 0 => return unexpected(34),
+        Message::Begin(_) if peer.to_come > 0 => return unexpected,
         Message::Begin(bytes) => {
             peer.to_come = bytes;
             peer.inbox.push_back(Piece::Begin(bytes));
         }
         Message::Piece(bytes) => {
-            let Some(to_come) = peer.to_come.checked_sub(bytes.len() as u64) else { return unexpected(35) };
+            let Some(to_come) = peer.to_come.checked_sub(bytes.len() as u64) else { return unexpected };
             peer.to_come = to_come;
             peer.inbox.push_back(Piece::Bytes(bytes));
         }
-        Message::Fault(fault) if fault.ranks != ranks => return unexpected(36),
+        Message::Fault(fault) if fault.ranks != ranks => return unexpected,
         // The fault is passed on, because it may end this rank before the finding rank has reached
         // the others.
         Message::Fault(fault) => drop(table.conclude(*fault)),
         Message::Bye => peer.left = true,
-        _ => return unexpected(0),
+        _ => return unexpected,
     }
     if let Some(peer) = &mut table.peers[rank] {
         peer.has_spoken(beat);
@@ -136,7 +136,7 @@ fn note(table: &mut Table, rank: usize, message: Message) -> Result<bool, WireEr
     Ok(is_for_all)
 }
 
-fn tell(shared: &Shared, rank: usize, mut stream: TcpStream) {
+fn write_all(shared: &Shared, rank: usize, mut stream: TcpStream) {
     let mut beat = Instant::now();
     while let Some(frame) = next(shared, rank, &mut beat) {
         if stream.write_all(&frame).is_err() {

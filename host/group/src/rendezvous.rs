@@ -135,37 +135,37 @@ impl Rendezvous<'_> {
 
     /// Runs rank 0's part.
     fn host(&self) -> Result<Connections, Ended> {
-        let mut guests: Vec<Option<ConnectedPeer>> = (0..self.config.ranks).map(|_| None).collect();
+        let mut peers: Vec<Option<ConnectedPeer>> = (0..self.config.ranks).map(|_| None).collect();
         let mut refused = None;
         let broken = |error: std::io::Error| RendezvousFaultKind::Taken { reason: error.to_string() };
-        let mut door = Listener::new(self.listener()?, self.us(), &self.config.secret).map_err(broken)?;
-        let met = match self.seat(&mut door, &mut guests, &mut refused) {
+        let mut listener = Listener::new(self.listener()?, self.us(), &self.config.secret).map_err(broken)?;
+        let met = match self.seat(&mut listener, &mut peers, &mut refused) {
             Ok(()) => {
-                drop(door);
-                self.start(&guests).map_err(|ended| (ended, None))
+                drop(listener);
+                self.start(&peers).map_err(|ended| (ended, None))
             }
-            Err(ended) => Err((ended, Some(door))),
+            Err(ended) => Err((ended, Some(listener))),
         };
-        if let Err((ended, door)) = met {
+        if let Err((ended, listener)) = met {
             let fault = match ended {
                 Ended::Here(kind) => Box::new(self.fault(kind)),
                 Ended::There(fault) => fault,
             };
-            let links: Vec<_> = guests.iter().flatten().chain(&refused).map(|guest| &guest.link).collect();
+            let links: Vec<_> = peers.iter().flatten().chain(&refused).map(|peer| &peer.link).collect();
             let refusal = Message::Refused(fault.clone());
             part(&links, &refusal);
-            if let Some(mut door) = door {
+            if let Some(mut listener) = listener {
                 // Some may have called already.
                 let closing = after(LAST_CONNECTS);
                 while Instant::now() < closing {
-                    if let Some(guest) = door.guest() {
-                        part(&[&guest.link], &refusal);
+                    if let Some(peer) = listener.next_peer() {
+                        part(&[&peer.link], &refusal);
                     }
                 }
             }
             return Err(Ended::There(fault));
         }
-        guests.into_iter().map(|guest| guest.map(|guest| stream(guest.rank, guest.link)).transpose()).collect()
+        peers.into_iter().map(|peer| peer.map(|peer| stream(peer.rank, peer.link)).transpose()).collect()
     }
 
     fn listener(&self) -> Result<TcpListener, RendezvousFaultKind> {
@@ -185,40 +185,40 @@ impl Rendezvous<'_> {
     /// Waits until each rank has its place. A refused rank is notified together with the others.
     fn seat(
         &self,
-        door: &mut Listener,
-        guests: &mut [Option<ConnectedPeer>],
+        listener: &mut Listener,
+        peers: &mut [Option<ConnectedPeer>],
         refused: &mut Option<ConnectedPeer>,
     ) -> Result<(), Ended> {
         let mut went: Vec<String> = Vec::new();
         let mut told = Instant::now();
         loop {
-            if let Some(guest) = door.guest() {
-                match self.examine(&guest, guests) {
+            if let Some(peer) = listener.next_peer() {
+                match self.examine(&peer, peers) {
                     Ok(()) => {
-                        let place = guest.rank;
-                        guests[place] = Some(guest);
+                        let place = peer.rank;
+                        peers[place] = Some(peer);
                     }
                     Err(kind) => {
-                        *refused = Some(guest);
+                        *refused = Some(peer);
                         return Err(kind.into());
                     }
                 }
             }
-            let missing: Vec<usize> = (1..guests.len()).filter(|rank| guests[*rank].is_none()).collect();
+            let missing: Vec<usize> = (1..peers.len()).filter(|rank| peers[*rank].is_none()).collect();
             if missing.is_empty() {
                 return Ok(());
             }
             if self.is_over() {
-                let seen = [door.seen(), went].concat();
+                let seen = [listener.seen(), went].concat();
                 return Err(RendezvousFaultKind::Missing { ranks: missing, seen }.into());
             }
             let tell = told.elapsed() >= PROGRESS_INTERVAL;
             let news = Message::Missing(missing.iter().map(|rank| *rank as u32).collect());
-            for (rank, place) in guests.iter_mut().enumerate() {
-                let Some(guest) = place else { continue };
-                let heard = guest.link.poll(PEER_TIMEOUT).and_then(|said| {
+            for (rank, place) in peers.iter_mut().enumerate() {
+                let Some(peer) = place else { continue };
+                let heard = peer.link.poll(PEER_TIMEOUT).and_then(|said| {
                     if tell {
-                        guest.link.send(&news, self.within(PEER_TIMEOUT))?;
+                        peer.link.send(&news, self.within(PEER_TIMEOUT))?;
                     }
                     Ok(said)
                 });
@@ -227,14 +227,14 @@ impl Rendezvous<'_> {
                     Ok(Some(Message::Refused(mut fault))) => {
                         // The rank that gave up first lacks these possible reasons.
                         if let RendezvousFaultKind::Missing { seen, .. } = &mut fault.kind {
-                            seen.extend([door.seen(), went].concat());
+                            seen.extend([listener.seen(), went].concat());
                         }
                         return Err(Ended::There(fault));
                     }
                     // A rank that has ended may come again.
                     other => {
                         let reason = other.err().unwrap_or(WireError::Unexpected(0));
-                        let seen = format!("rank {rank} connected from {} and left: {reason}", guest.link.address);
+                        let seen = format!("rank {rank} connected from {} and left: {reason}", peer.link.address);
                         if !went.contains(&seen) && went.len() < self.config.ranks {
                             went.push(seen);
                         }
@@ -249,40 +249,40 @@ impl Rendezvous<'_> {
     }
 
     /// Checks whether a rank may have its place.
-    fn examine(&self, guest: &ConnectedPeer, guests: &[Option<ConnectedPeer>]) -> Result<(), RendezvousFaultKind> {
-        let (rank, ours) = (guest.rank, version());
-        if guest.hello.protocol != PROTOCOL || guest.hello.version != ours {
-            let [expected, got] = [(ours, PROTOCOL), (&*guest.hello.version, guest.hello.protocol)]
+    fn examine(&self, peer: &ConnectedPeer, peers: &[Option<ConnectedPeer>]) -> Result<(), RendezvousFaultKind> {
+        let (rank, ours) = (peer.rank, version());
+        if peer.hello.protocol != PROTOCOL || peer.hello.version != ours {
+            let [expected, got] = [(ours, PROTOCOL), (&*peer.hello.version, peer.hello.protocol)]
                 .map(|(version, protocol)| format!("{version} (messages of version {protocol})"));
             return Err(RendezvousFaultKind::Version { rank, expected, got });
         }
-        if guest.ranks != self.config.ranks {
-            return Err(RendezvousFaultKind::Size { rank, got: guest.ranks });
+        if peer.ranks != self.config.ranks {
+            return Err(RendezvousFaultKind::Size { rank, got: peer.ranks });
         }
-        let first = match &guests[rank] {
+        let first = match &peers[rank] {
             _ if rank == 0 => self.config.address.clone(),
             // A rank that has gone makes room for another.
             Some(first) if first.link.poll(PEER_TIMEOUT).is_ok() => first.link.address.to_string(),
             _ => return Ok(()),
         };
-        Err(RendezvousFaultKind::Twice { rank, first, second: guest.link.address.to_string() })
+        Err(RendezvousFaultKind::Twice { rank, first, second: peer.link.address.to_string() })
     }
 
     /// Sends everyone's address to all, and waits until each has its connections.
-    fn start(&self, guests: &[Option<ConnectedPeer>]) -> Result<(), Ended> {
+    fn start(&self, peers: &[Option<ConnectedPeer>]) -> Result<(), Ended> {
         let nowhere = SocketAddr::from(([0, 0, 0, 0], 0));
-        let listens = |guest: &ConnectedPeer| SocketAddr::new(guest.link.address.ip(), guest.hello.port);
-        let roster = guests.iter().map(|guest| guest.as_ref().map_or(nowhere, listens)).collect();
+        let listens = |peer: &ConnectedPeer| SocketAddr::new(peer.link.address.ip(), peer.hello.port);
+        let roster = peers.iter().map(|peer| peer.as_ref().map_or(nowhere, listens)).collect();
         let group = random().map_err(|error| lost(0, error))?;
         let roster = Message::Roster(group, roster);
-        let all = || guests.iter().flatten();
-        for guest in all() {
-            guest.link.send(&roster, self.within(PEER_TIMEOUT)).map_err(|error| lost(guest.rank, error))?;
+        let all = || peers.iter().flatten();
+        for peer in all() {
+            peer.link.send(&roster, self.within(PEER_TIMEOUT)).map_err(|error| lost(peer.rank, error))?;
         }
         let mut waits_for: Vec<&ConnectedPeer> = all().collect();
         while !waits_for.is_empty() {
             if self.is_over() {
-                let ranks = waits_for.iter().map(|guest| guest.rank).collect();
+                let ranks = waits_for.iter().map(|peer| peer.rank).collect();
                 return Err(RendezvousFaultKind::Missing {
                     ranks,
                     seen: vec!["all ranks arrived, but not all could connect to each other".into()],
@@ -290,20 +290,20 @@ impl Rendezvous<'_> {
                 .into());
             }
             let mut still = Vec::new();
-            for guest in waits_for {
-                match guest.link.poll(PEER_TIMEOUT) {
-                    Ok(None) => still.push(guest),
+            for peer in waits_for {
+                match peer.link.poll(PEER_TIMEOUT) {
+                    Ok(None) => still.push(peer),
                     Ok(Some(Message::Ready)) => {}
                     Ok(Some(Message::Refused(fault))) => return Err(Ended::There(fault)),
-                    Ok(Some(_)) => return Err(lost(guest.rank, WireError::Unexpected(0)).into()),
-                    Err(error) => return Err(lost(guest.rank, error).into()),
+                    Ok(Some(_)) => return Err(lost(peer.rank, WireError::Unexpected(0)).into()),
+                    Err(error) => return Err(lost(peer.rank, error).into()),
                 }
             }
             waits_for = still;
             thread::sleep(Duration::from_millis(1));
         }
-        for guest in all() {
-            guest.link.send(&Message::Go, self.within(PEER_TIMEOUT)).map_err(|error| lost(guest.rank, error))?;
+        for peer in all() {
+            peer.link.send(&Message::Go, self.within(PEER_TIMEOUT)).map_err(|error| lost(peer.rank, error))?;
         }
         Ok(())
     }
@@ -329,13 +329,13 @@ impl Rendezvous<'_> {
     fn attend_with(&self, head: &Link) -> Result<Connections, Ended> {
         let (rank, ranks) = (self.config.rank, self.config.ranks);
         let broken = |error: std::io::Error| lost(rank, error);
-        let mut door = None;
+        let mut listener = None;
         if rank + 1 < ranks {
             let ip = listening(head.local().map_err(broken)?.ip(), self.is_this_host);
-            let listener = TcpListener::bind((ip, 0)).map_err(broken)?;
-            door = Some(Listener::new(listener, self.us(), &self.config.secret).map_err(broken)?);
+            let socket = TcpListener::bind((ip, 0)).map_err(broken)?;
+            listener = Some(Listener::new(socket, self.us(), &self.config.secret).map_err(broken)?);
         }
-        let port = door.as_ref().map_or(Ok(0), Listener::port).map_err(broken)?;
+        let port = listener.as_ref().map_or(Ok(0), Listener::port).map_err(broken)?;
         self.say_hello(head, [0; 16], port).map_err(|error| lost(0, error))?;
         let (group, roster) = self.roster(head)?;
         let mut links: Vec<Option<Link>> = (0..ranks).map(|_| None).collect();
@@ -350,8 +350,8 @@ impl Rendezvous<'_> {
             self.say_hello(&link, group, 0).map_err(|error| lost(other, error))?;
             links[other] = Some(link);
         }
-        if let Some(mut door) = door {
-            self.receive_calls(&mut door, group, head, &mut links)?;
+        if let Some(mut listener) = listener {
+            self.receive_calls(&mut listener, group, head, &mut links)?;
         }
         head.send(&Message::Ready, self.until).map_err(|error| lost(0, error))?;
         match head.receive(Stage::Rendezvous, self.until) {
@@ -383,7 +383,7 @@ impl Rendezvous<'_> {
     /// Waits for the ranks of higher numbers.
     fn receive_calls(
         &self,
-        door: &mut Listener,
+        listener: &mut Listener,
         group: [u8; 16],
         head: &Link,
         links: &mut [Option<Link>],
@@ -395,10 +395,10 @@ impl Rendezvous<'_> {
                 return Ok(());
             }
             if self.is_over() {
-                let seen = [vec![format!("they did not connect to rank {own}")], door.seen()].concat();
+                let seen = [vec![format!("they did not connect to rank {own}")], listener.seen()].concat();
                 return Err(RendezvousFaultKind::Missing { ranks: missing, seen }.into());
             }
-            if let Some(ConnectedPeer { link, rank, hello, .. }) = door.guest()
+            if let Some(ConnectedPeer { link, rank, hello, .. }) = listener.next_peer()
                 && missing.contains(&rank)
                 && hello.group == group
             {

@@ -85,7 +85,7 @@ impl Secret {
             Role::Server => b"server",
             Role::Client => b"client",
         });
-        for Greeting { nonce, rank, ranks } in [client, server] {
+        for Greeting { nonce, rank, ranks, .. } in [client, server] {
             digest.update(nonce);
             digest.update(&rank.to_le_bytes());
             digest.update(&ranks.to_le_bytes());
@@ -113,7 +113,7 @@ mod tests {
     use super::*;
 
     fn greeting(nonce: u8, rank: u32) -> Greeting {
-        Greeting { nonce: [nonce; PROOF], rank, ranks: 4 }
+        Greeting::new([nonce; PROOF], rank, 4)
     }
 
     #[test]

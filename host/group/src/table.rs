@@ -94,7 +94,7 @@ impl Peer {
         }
     }
 
-    pub(super) fn tell(&mut self, message: &Message) {
+    pub(super) fn send(&mut self, message: &Message) {
         self.urgent.push_back(message.frame());
     }
 
@@ -226,7 +226,7 @@ impl Table {
             return verdict.clone();
         }
         let message = Message::Fault(Box::new(fault.clone()));
-        self.others_mut().for_each(|(_, peer)| peer.tell(&message));
+        self.others_mut().for_each(|(_, peer)| peer.send(&message));
         self.verdict = Some(fault.clone());
         if let Some(at_fault) = self.at_fault.take() {
             // A receiver that has ended does not need the signal.

@@ -1,11 +1,14 @@
 //! The messages between ranks, and their framing on a stream.
 //!
-//! A frame is a kind (one byte), a length (four bytes, little-endian) and a body. Invariant: the
-//! length is checked against the bound of its kind before memory is allocated. Unauthenticated ends
-//! may send only short messages. Any bytes decode to a message or an error, whoever sent them.
+//! A frame is a kind (one byte), a length (four bytes, little-endian) and a body. The kind and the
+//! body are postcard's encoding of a [`Message`], whose first byte is the number of the variant. A
+//! piece of data is the body itself. Invariant: the length is checked against the bound of its kind
+//! before memory is allocated. Unauthenticated ends may send only short messages. Any bytes decode
+//! to a message or an error, whoever sent them.
 
 #![forbid(unsafe_code)]
 
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 use std::io::{ErrorKind, Read};
 use std::net::SocketAddr;
@@ -13,7 +16,7 @@ use stepscope_core::rank_fault::{RankFault, RendezvousFault};
 
 /// The version of the protocol after [`Message::Hello`]. The messages up to and including it never
 /// change.
-pub(crate) const PROTOCOL: u32 = 2;
+pub(crate) const PROTOCOL: u32 = 3;
 /// The start of a greeting.
 const MAGIC: [u8; 16] = *b"stepscope group\n";
 /// The bytes of a nonce, and of a proof.
@@ -30,21 +33,27 @@ pub(crate) const MOST_WORD: usize = 64 << 10;
 pub(crate) const MOST_PIECE: usize = 1 << 20;
 /// The most bytes of a fault: a few texts, and the numbers of all ranks.
 const MOST_FAULT: usize = 64 << 10;
-/// The value for no rank.
-const NOBODY: u32 = u32::MAX;
 
 /// The sender's claimed identity and its fresh random number. Nothing in it is authenticated yet.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Greeting {
+    pub(crate) magic: [u8; MAGIC.len()],
     pub(crate) nonce: [u8; PROOF],
     pub(crate) rank: u32,
     pub(crate) ranks: u32,
 }
 
+impl Greeting {
+    pub(crate) fn new(nonce: [u8; PROOF], rank: u32, ranks: u32) -> Self {
+        Self { magic: MAGIC, nonce, rank, ranks }
+    }
+}
+
 /// The message with which a rank introduces itself to rank 0, or to a rank from the roster.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Hello {
     pub(crate) protocol: u32,
+    #[serde(with = "text")]
     pub(crate) version: String,
     /// The group's own number, zero until rank 0 has assigned one.
     pub(crate) group: [u8; 16],
@@ -53,27 +62,33 @@ pub(crate) struct Hello {
 }
 
 /// A call that a rank is about to make.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Announcement {
     pub(crate) sequence: u64,
+    #[serde(with = "text")]
     pub(crate) op: String,
+    #[serde(with = "text")]
     pub(crate) element: String,
     pub(crate) count: u64,
+    #[serde(with = "text")]
     pub(crate) location: String,
     pub(crate) word: Vec<u8>,
 }
 
 /// A heartbeat: the last op that the rank has begun, how long ago, and the rank it waits for.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Beat {
     pub(crate) sequence: u64,
+    #[serde(with = "text")]
     pub(crate) op: String,
+    #[serde(with = "text")]
     pub(crate) location: String,
     pub(crate) since_ms: u64,
     pub(crate) waits_for: Option<u32>,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A message. The order of the variants is part of the protocol, and is that of [`KINDS`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Message {
     Greeting(Greeting),
     /// The sender's proof that it has the secret.
@@ -95,10 +110,13 @@ pub(crate) enum Message {
     Beat(Beat),
     /// The number of bytes of data that follow, in pieces.
     Begin(u64),
-    Piece(Vec<u8>),
     /// The group has failed.
     Fault(Box<RankFault>),
     Bye,
+    /// Data, sent as it is by [`Message::piece`]. The last variant, because serde does not number
+    /// variants that it skips.
+    #[serde(skip)]
+    Piece(Vec<u8>),
 }
 
 /// The stage of a conversation. Messages of the next stage are refused before the current one ends.
@@ -112,29 +130,31 @@ pub(crate) enum Stage {
     Group,
 }
 
-/// Returns the stage of a kind of message, and the most bytes of its body.
-fn kind(number: u8) -> Option<(Stage, usize)> {
-    let numbers = 4 + 4 * MOST_RANKS;
-    let text = 2 + MOST_TEXT;
-    Some(match number {
-        0 => (Stage::Introduction, MAGIC.len() + PROOF + 8),
-        1 => (Stage::Introduction, PROOF),
-        2 => (Stage::Introduction, 0),
-        16 => (Stage::Rendezvous, 4 + text + 16 + 2),
-        17 => (Stage::Rendezvous, numbers),
-        // An address is a text of at most 58 bytes.
-        18 => (Stage::Rendezvous, 16 + 4 + 64 * MOST_RANKS),
-        19 | 20 => (Stage::Rendezvous, 0),
-        21 => (Stage::Rendezvous, MOST_FAULT),
-        32 => (Stage::Group, 8 + text + text + 8 + text + 4 + MOST_WORD),
-        33 => (Stage::Group, 8 + text + text + 8 + 4),
-        34 => (Stage::Group, 8),
-        35 => (Stage::Group, MOST_PIECE),
-        36 => (Stage::Group, MOST_FAULT),
-        37 => (Stage::Group, 0),
-        _ => return None,
-    })
-}
+/// The most bytes of an encoded text, of numbers of 32 and 64 bits, and of an address.
+const TEXT: usize = 2 + MOST_TEXT;
+const U32: usize = 5;
+const U64: usize = 10;
+const ADDRESS: usize = 1 + 16 + 3;
+/// The kind of a piece of data.
+const PIECE: u8 = 14;
+/// The stage of each kind of message, and the most bytes of its body.
+const KINDS: [(Stage, usize); PIECE as usize + 1] = [
+    (Stage::Introduction, MAGIC.len() + PROOF + 2 * U32),
+    (Stage::Introduction, PROOF),
+    (Stage::Introduction, 0),
+    (Stage::Rendezvous, U32 + TEXT + 16 + 3),
+    (Stage::Rendezvous, U32 + U32 * MOST_RANKS),
+    (Stage::Rendezvous, 16 + U32 + ADDRESS * MOST_RANKS),
+    (Stage::Rendezvous, 0),
+    (Stage::Rendezvous, 0),
+    (Stage::Rendezvous, MOST_FAULT),
+    (Stage::Group, 2 * U64 + 3 * TEXT + U32 + MOST_WORD),
+    (Stage::Group, 2 * U64 + 2 * TEXT + 1 + U32),
+    (Stage::Group, U64),
+    (Stage::Group, MOST_FAULT),
+    (Stage::Group, 0),
+    (Stage::Group, MOST_PIECE),
+];
 
 /// The reason why bytes are not a message.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -151,6 +171,8 @@ pub(crate) enum WireError {
     Unexpected(u8),
     /// A length that this kind never has.
     Length { kind: u8, claimed: usize, most: usize },
+    /// A message of this stage that may not come next.
+    OutOfOrder,
     /// A body that this kind never has.
     Body { kind: u8, what: &'static str },
 }
@@ -167,6 +189,7 @@ impl fmt::Display for WireError {
                 f,
                 "the data received is not from stepscope (a message of kind {kind} claims {claimed} bytes, but may have at most {most})"
             ),
+            Self::OutOfOrder => f.write_str("the data received is not from stepscope (a message out of order)"),
             Self::Body { kind, what } => {
                 write!(f, "the data received is not from stepscope (a message of kind {kind}: {what})")
             }
@@ -203,8 +226,8 @@ pub(crate) fn read(from: &mut impl Read, stage: Stage) -> Result<Message, WireEr
     }
     // A stranger's message is refused by its first byte.
     let number = header[0];
-    let most = match kind(number) {
-        Some((of, most)) if of == stage => most,
+    let most = match KINDS.get(usize::from(number)) {
+        Some((of, most)) if *of == stage => *most,
         _ => return Err(WireError::Unexpected(number)),
     };
     from.read_exact(&mut header[1..])?;
@@ -212,17 +235,33 @@ pub(crate) fn read(from: &mut impl Read, stage: Stage) -> Result<Message, WireEr
     if claimed > most {
         return Err(WireError::Length { kind: number, claimed, most });
     }
-    let mut body = vec![0; claimed];
-    from.read_exact(&mut body)?;
-    Message::decode(number, body)
+    if number == PIECE {
+        let mut piece = vec![0; claimed];
+        from.read_exact(&mut piece)?;
+        return Ok(Message::Piece(piece));
+    }
+    let mut encoded = vec![number; 1 + claimed];
+    from.read_exact(&mut encoded[1..])?;
+    let error = |what| WireError::Body { kind: number, what };
+    let (message, rest) = postcard::take_from_bytes::<Message>(&encoded).map_err(|_| error("a malformed body"))?;
+    if !rest.is_empty() {
+        return Err(error("bytes after its end"));
+    }
+    message.check().map_err(error)?;
+    Ok(message)
 }
 
 impl Message {
     /// Returns the frame of the message.
     pub(crate) fn frame(&self) -> Vec<u8> {
-        let mut frame = vec![self.kind(), 0, 0, 0, 0];
-        self.encode(&mut frame);
+        if let Self::Piece(bytes) = self {
+            return Self::piece(bytes);
+        }
+        // The kind is encoded after room for the length, and then changes places with it.
+        let room = vec![0; HEADER - 1];
+        let mut frame = postcard::to_extend(self, room).expect("memory takes any number of bytes");
         let length = (frame.len() - HEADER) as u32;
+        frame[0] = frame[HEADER - 1];
         frame[1..HEADER].copy_from_slice(&length.to_le_bytes());
         frame
     }
@@ -230,209 +269,44 @@ impl Message {
     /// Returns the frame of a piece of data, which is copied once.
     pub(crate) fn piece(bytes: &[u8]) -> Vec<u8> {
         let mut frame = Vec::with_capacity(HEADER + bytes.len());
-        frame.push(35);
+        frame.push(PIECE);
         frame.extend_from_slice(&(bytes.len() as u32).to_le_bytes());
         frame.extend_from_slice(bytes);
         frame
     }
 
-    fn kind(&self) -> u8 {
-        match self {
-            Self::Greeting(_) => 0,
-            Self::Proof(_) => 1,
-            Self::Denied => 2,
-            Self::Hello(_) => 16,
-            Self::Missing(_) => 17,
-            Self::Roster(..) => 18,
-            Self::Ready => 19,
-            Self::Go => 20,
-            Self::Refused(_) => 21,
-            Self::Announce(_) => 32,
-            Self::Beat(_) => 33,
-            Self::Begin(_) => 34,
-            Self::Piece(_) => 35,
-            Self::Fault(_) => 36,
-            Self::Bye => 37,
-        }
-    }
-
-    fn encode(&self, to: &mut Vec<u8>) {
-        match self {
-            Self::Denied | Self::Ready | Self::Go | Self::Bye => {}
-            Self::Greeting(Greeting { nonce, rank, ranks }) => {
-                to.extend_from_slice(&MAGIC);
-                to.extend_from_slice(nonce);
-                to.extend_from_slice(&rank.to_le_bytes());
-                to.extend_from_slice(&ranks.to_le_bytes());
+    /// Returns what is wrong with values that have the right types.
+    fn check(&self) -> Result<(), &'static str> {
+        let (is_right, what) = match self {
+            Self::Greeting(greeting) if greeting.magic != MAGIC => (false, "another greeting"),
+            Self::Greeting(Greeting { rank, ranks, .. }) => {
+                (*ranks as usize <= MOST_RANKS && rank < ranks, "an impossible rank")
             }
-            Self::Proof(proof) => to.extend_from_slice(proof),
-            Self::Hello(Hello { protocol, version, group, port }) => {
-                to.extend_from_slice(&protocol.to_le_bytes());
-                put_text(to, version);
-                to.extend_from_slice(group);
-                to.extend_from_slice(&port.to_le_bytes());
-            }
-            Self::Missing(ranks) => {
-                to.extend_from_slice(&(ranks.len() as u32).to_le_bytes());
-                ranks.iter().for_each(|rank| to.extend_from_slice(&rank.to_le_bytes()));
-            }
-            Self::Roster(group, addresses) => {
-                to.extend_from_slice(group);
-                to.extend_from_slice(&(addresses.len() as u32).to_le_bytes());
-                addresses.iter().for_each(|address| put_text(to, &address.to_string()));
-            }
-            // These are plain values of texts and numbers, so serializing them cannot fail.
-            Self::Refused(fault) => to.extend(serde_json::to_vec(fault).unwrap_or_default()),
-            Self::Fault(fault) => to.extend(serde_json::to_vec(fault).unwrap_or_default()),
-            Self::Announce(Announcement { sequence, op, element, count, location, word }) => {
-                to.extend_from_slice(&sequence.to_le_bytes());
-                put_text(to, op);
-                put_text(to, element);
-                to.extend_from_slice(&count.to_le_bytes());
-                put_text(to, location);
-                to.extend_from_slice(&(word.len() as u32).to_le_bytes());
-                to.extend_from_slice(word);
-            }
-            Self::Beat(Beat { sequence, op, location, since_ms, waits_for }) => {
-                to.extend_from_slice(&sequence.to_le_bytes());
-                put_text(to, op);
-                put_text(to, location);
-                to.extend_from_slice(&since_ms.to_le_bytes());
-                to.extend_from_slice(&waits_for.unwrap_or(NOBODY).to_le_bytes());
-            }
-            Self::Begin(bytes) => to.extend_from_slice(&bytes.to_le_bytes()),
-            Self::Piece(bytes) => to.extend_from_slice(bytes),
-        }
-    }
-
-    fn decode(kind: u8, body: Vec<u8>) -> Result<Self, WireError> {
-        if kind == 35 {
-            return Ok(Self::Piece(body));
-        }
-        let mut body = Body { kind, left: &body };
-        let message = match kind {
-            0 => {
-                if body.array::<{ MAGIC.len() }>()? != MAGIC {
-                    return Err(body.error("another greeting"));
-                }
-                let (nonce, rank, ranks) = (body.array()?, body.u32()?, body.u32()?);
-                if ranks as usize > MOST_RANKS || rank >= ranks {
-                    return Err(body.error("an impossible rank"));
-                }
-                Self::Greeting(Greeting { nonce, rank, ranks })
-            }
-            1 => Self::Proof(body.array()?),
-            2 => Self::Denied,
-            16 => Self::Hello(Hello {
-                protocol: body.u32()?,
-                version: body.text()?,
-                group: body.array()?,
-                port: u16::from_le_bytes(body.array()?),
-            }),
-            17 => Self::Missing((0..body.ranks()?).map(|_| body.u32()).collect::<Result<_, _>>()?),
-            18 => {
-                let group = body.array()?;
-                let addresses = (0..body.ranks()?).map(|_| {
-                    let text = body.text()?;
-                    text.parse().map_err(|_| body.error("a text that is not an address"))
-                });
-                Self::Roster(group, addresses.collect::<Result<_, _>>()?)
-            }
-            19 => Self::Ready,
-            20 => Self::Go,
-            21 => Self::Refused(body.json()?),
-            32 => Self::Announce(Announcement {
-                sequence: body.u64()?,
-                op: body.text()?,
-                element: body.text()?,
-                count: body.u64()?,
-                location: body.text()?,
-                word: {
-                    let bytes = body.u32()? as usize;
-                    if bytes > MOST_WORD {
-                        return Err(body.error("a word that is too long"));
-                    }
-                    body.take(bytes)?.to_vec()
-                },
-            }),
-            33 => Self::Beat(Beat {
-                sequence: body.u64()?,
-                op: body.text()?,
-                location: body.text()?,
-                since_ms: body.u64()?,
-                waits_for: Some(body.u32()?).filter(|rank| *rank != NOBODY),
-            }),
-            34 => Self::Begin(body.u64()?),
-            36 => {
-                let fault: Box<RankFault> = body.json()?;
-                if fault.ranks > MOST_RANKS || fault.rank >= fault.ranks || fault.found_by >= fault.ranks {
-                    return Err(body.error("an impossible rank"));
-                }
-                Self::Fault(fault)
-            }
-            37 => Self::Bye,
-            _ => return Err(WireError::Unexpected(kind)),
+            Self::Missing(ranks) => (ranks.len() <= MOST_RANKS, "more ranks than a group has"),
+            Self::Roster(_, addresses) => (addresses.len() <= MOST_RANKS, "more ranks than a group has"),
+            Self::Announce(announcement) => (announcement.word.len() <= MOST_WORD, "a word that is too long"),
+            Self::Fault(fault) => (
+                fault.ranks <= MOST_RANKS && fault.rank < fault.ranks && fault.found_by < fault.ranks,
+                "an impossible rank",
+            ),
+            _ => (true, ""),
         };
-        if body.left.is_empty() { Ok(message) } else { Err(body.error("bytes after its end")) }
+        if is_right { Ok(()) } else { Err(what) }
     }
 }
 
-fn put_text(to: &mut Vec<u8>, text: &str) {
-    let text = clip(text);
-    to.extend_from_slice(&(text.len() as u16).to_le_bytes());
-    to.extend_from_slice(text.as_bytes());
-}
+/// The encoding of a text, which is cut when it is sent, and refused if it arrives longer.
+mod text {
+    use super::{Deserialize, Deserializer, MOST_TEXT, Serialize, Serializer, clip};
+    use serde::de::Error;
 
-/// The rest of a body.
-struct Body<'b> {
-    kind: u8,
-    left: &'b [u8],
-}
-
-impl<'b> Body<'b> {
-    fn error(&self, what: &'static str) -> WireError {
-        WireError::Body { kind: self.kind, what }
+    pub(super) fn serialize<S: Serializer>(text: &str, to: S) -> Result<S::Ok, S::Error> {
+        clip(text).serialize(to)
     }
 
-    fn take(&mut self, bytes: usize) -> Result<&'b [u8], WireError> {
-        let (taken, left) = self.left.split_at_checked(bytes).ok_or(self.error("too few bytes"))?;
-        self.left = left;
-        Ok(taken)
-    }
-
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], WireError> {
-        let mut array = [0; N];
-        array.copy_from_slice(self.take(N)?);
-        Ok(array)
-    }
-
-    fn u32(&mut self) -> Result<u32, WireError> {
-        Ok(u32::from_le_bytes(self.array()?))
-    }
-
-    fn u64(&mut self) -> Result<u64, WireError> {
-        Ok(u64::from_le_bytes(self.array()?))
-    }
-
-    /// Reads a number of ranks.
-    fn ranks(&mut self) -> Result<u32, WireError> {
-        let ranks = self.u32()?;
-        if ranks as usize <= MOST_RANKS { Ok(ranks) } else { Err(self.error("more ranks than a group has")) }
-    }
-
-    fn text(&mut self) -> Result<String, WireError> {
-        let bytes = u16::from_le_bytes(self.array()?) as usize;
-        if bytes > MOST_TEXT {
-            return Err(self.error("a text that is too long"));
-        }
-        let text = std::str::from_utf8(self.take(bytes)?).map_err(|_| self.error("a text that is not UTF-8"))?;
-        Ok(text.into())
-    }
-
-    /// Parses the rest as a fault.
-    fn json<T: serde::de::DeserializeOwned>(&mut self) -> Result<T, WireError> {
-        let rest = std::mem::take(&mut self.left);
-        serde_json::from_slice(rest).map_err(|_| self.error("a malformed fault"))
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
+        let text = <&str>::deserialize(from)?;
+        if text.len() > MOST_TEXT { Err(D::Error::custom("a text that is too long")) } else { Ok(text.into()) }
     }
 }
 

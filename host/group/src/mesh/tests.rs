@@ -385,7 +385,7 @@ fn faults_arrive_before_goodbyes() {
         // Rank 2 notifies only rank 1, as if the others had not received it yet.
         let mut table = meshes[2].shared.lock();
         let fault = table.fault(2, RankFaultKind::Failed { reason: "planted".into() }, Duration::ZERO);
-        table.peers[1].as_mut().expect("a peer").tell(&Message::Fault(Box::new(fault)));
+        table.peers[1].as_mut().expect("a peer").send(&Message::Fault(Box::new(fault)));
     }
     let start = Instant::now();
     while meshes[1].shared.lock().verdict.is_none() {

@@ -302,10 +302,10 @@ fn replayed_proof_is_refused() {
     let secret = crate::secret::Secret::new(SECRET);
     let listener = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
     let address = listener.local_addr().expect("an address");
-    let mut door = Listener::new(listener, (0, 2), &secret).expect("a door");
+    let mut listener = Listener::new(listener, (0, 2), &secret).expect("a listener");
     // This test plays the listener, and keeps what a rank sends to a server.
-    let client = Greeting { nonce: [5; PROOF], rank: 1, ranks: 2 };
-    let server = Greeting { nonce: [6; PROOF], rank: 0, ranks: 2 };
+    let client = Greeting::new([5; PROOF], 1, 2);
+    let server = Greeting::new([6; PROOF], 0, 2);
     let overheard = secret.proof(Role::Client, &client, &server);
     let link = Link::new(TcpStream::connect(address).expect("it listens")).expect("a link");
     link.send(&Message::Greeting(client), after(PLENTY)).expect("it hears");
@@ -319,13 +319,13 @@ fn replayed_proof_is_refused() {
             link.send(&Message::Proof(overheard), after(PLENTY)).expect("it hears");
             link.receive(Stage::Introduction, after(PLENTY))
         });
-        while door.seen().is_empty() {
-            assert!(door.guest().is_none() && start.elapsed() < PLENTY);
+        while listener.seen().is_empty() {
+            assert!(listener.next_peer().is_none() && start.elapsed() < PLENTY);
         }
         caller.join().expect("no panic")
     });
     assert_eq!(answer, Ok(Message::Denied));
-    assert!(door.seen()[0].contains("rank 1 has a different secret"), "{:?}", door.seen());
+    assert!(listener.seen()[0].contains("rank 1 has a different secret"), "{:?}", listener.seen());
 }
 
 #[test]
@@ -362,7 +362,7 @@ fn strangers_delay_no_rank() {
                 let mut held = Vec::new();
                 while !over.load(Ordering::SeqCst) {
                     if let Ok(mut stream) = TcpStream::connect(&address) {
-                        let greeting = Message::Greeting(Greeting { nonce: [1; PROOF], rank: 1, ranks: 4 }).frame();
+                        let greeting = Message::Greeting(Greeting::new([1; PROOF], 1, 4)).frame();
                         let _ = match kind {
                             0 => stream.write_all(b"GET / HTTP/1.1\r\n\r\n"),
                             1 => stream.write_all(&[0, 255, 255, 255, 255]),
@@ -399,7 +399,7 @@ fn crowding_evicts_oldest_strangers_only() {
     let secret = crate::secret::Secret::default();
     let listener = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
     let address = listener.local_addr().expect("an address");
-    let mut door = Listener::new(listener, (0, 2), &secret).expect("a door");
+    let mut listener = Listener::new(listener, (0, 2), &secret).expect("a listener");
     let config = GroupConfig::new(1, 2, address.to_string());
     let meeting = Rendezvous {
         config: &config,
@@ -414,27 +414,27 @@ fn crowding_evicts_oldest_strangers_only() {
             meeting.say_hello(&link, [0; 16], 0).expect("it is heard");
             link
         });
-        let guest = loop {
-            if let Some(guest) = door.guest() {
-                break guest;
+        let peer = loop {
+            if let Some(peer) = listener.next_peer() {
+                break peer;
             }
         };
         let start = Instant::now();
         let mut strangers: Vec<_> = (0..150)
             .map(|_| {
-                assert!(door.guest().is_none());
+                assert!(listener.next_peer().is_none());
                 TcpStream::connect(address).expect("it listens")
             })
             .collect();
         let last = Instant::now();
         while last.elapsed() < Duration::from_millis(100) {
-            assert!(door.guest().is_none());
+            assert!(listener.next_peer().is_none());
         }
         strangers[0].set_read_timeout(Some(PLENTY)).expect("a socket");
         assert!(!matches!(strangers[0].read(&mut [0]), Ok(1..)), "the oldest was shown out");
         assert!(start.elapsed() < INTRODUCTION - Duration::from_secs(1), "and not by its own deadline");
         let link = caller.join().expect("no panic");
-        guest.link.send(&Message::Go, after(PLENTY)).expect("the guest is still there");
+        peer.link.send(&Message::Go, after(PLENTY)).expect("the peer is still there");
         assert_eq!(link.receive(Stage::Rendezvous, after(PLENTY)), Ok(Message::Go));
     });
 }
