@@ -3,14 +3,13 @@
 
 use std::sync::Arc;
 
-use stepscope::ops::Precision;
 use stepscope::{
     AdamWConfig, Arena, Capacity, Checkpoint, Device, HostBatch, HostMemory, Model, ParameterSpec, Result, Schedule,
     Tape, TrainState, Trainer, Windows,
 };
 
 use crate::bad_input::{Outcome, bad};
-use crate::cli::{Arch, Args};
+use crate::cli::{Arch, Args, Precision};
 use crate::model::{Gpt, Mode, Sizes};
 use crate::samples::{Form, Sequences};
 use crate::shared::settings::Settings;
@@ -106,7 +105,7 @@ impl<'r> Plan<'r> {
             ..AdamWConfig::default()
         };
         let learner = TrainState::new(device, model, &layout, seed, config)?.with_parameter_groups(&Gpt::groups())?;
-        let mut learner = learner.with_precision(precision);
+        let mut learner = learner.with_precision(precision.of_f32());
         if bf16 {
             learner = learner.with_bf16_copy()?;
         }

@@ -3,11 +3,11 @@
 //! Invariant: nothing is computed and no memory is allocated, however large the model. Its weights
 //! are created in the dry run too.
 
-use stepscope::ops::Precision;
 use stepscope::{
-    AdamW, AdamWConfig, EagerStep, Gradients, HostInputs, Launch, Model, ParameterSpec, Parameters, Result, Tape,
+    AdamW, AdamWConfig, EagerStep, Gradients, HostInputs, Launch, Model, ParameterSpec, Parameters, Result, Tape, bf16,
 };
 
+use crate::cli::Precision;
 use crate::crossasset;
 use crate::gpt::{self, Gpt, Mode};
 use crate::model::dry_run;
@@ -41,10 +41,14 @@ enum Until {
 fn set_up(step: &EagerStep<'_>, work: Work, precision: Precision, batch: usize, until: Until) -> Result<()> {
     match work {
         Work::CrossAsset => {
-            let (model, layout) = crossasset::Model::<f32>::new()?;
             let (x, labels) = (vec![0.0; batch * SCALES.len() * FEATURES], vec![0; batch]);
             let inputs = HostInputs::new().with(&x, [batch, SCALES.len(), FEATURES])?.with(&labels, [batch])?;
-            train(step, &model, &layout, &inputs, precision, (batch, false), until)
+            if precision == Precision::Bf16 {
+                let (model, layout) = crossasset::Model::<bf16>::new()?;
+                return train(step, &model, &layout, &inputs, precision, batch, until);
+            }
+            let (model, layout) = crossasset::Model::<f32>::new()?;
+            train(step, &model, &layout, &inputs, precision, batch, until)
         }
         Work::Gpt { sizes, recompute } => {
             let mode = Mode { bf16: precision == Precision::Bf16, recompute, documents: false };
@@ -52,7 +56,7 @@ fn set_up(step: &EagerStep<'_>, work: Work, precision: Precision, batch: usize, 
             let tokens = vec![0; batch * sizes.context];
             let shape = [batch, sizes.context];
             let inputs = HostInputs::new().with(&tokens, shape)?.with(&tokens, shape)?;
-            train(step, &model, &layout, &inputs, precision, (batch, mode.bf16), until)
+            train(step, &model, &layout, &inputs, precision, batch, until)
         }
     }
 }
@@ -64,17 +68,17 @@ fn train(
     layout: &ParameterSpec,
     inputs: &HostInputs<'_>,
     precision: Precision,
-    (samples, copied): (usize, bool),
+    samples: usize,
     until: Until,
 ) -> Result<()> {
     let mut parameters = Parameters::new(step.device(), layout, 7)?;
-    if copied {
+    if precision == Precision::Bf16 {
         parameters = parameters.with_bf16_copy()?;
     }
     let mut gradients = Gradients::zeros(&parameters)?;
     let config = AdamWConfig { clip: Some(1.0), ..AdamWConfig::default() };
     let mut optimizer = AdamW::new(&parameters, config)?;
-    step.set_precision(precision);
+    step.set_precision(precision.of_f32());
     let batch = step.upload_inputs(inputs)?;
     optimizer.advance()?;
     if until == Until::Ready {
