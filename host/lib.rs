@@ -9,6 +9,8 @@ pub mod guide {}
 pub use stepscope_check::*;
 pub use stepscope_core::*;
 pub use stepscope_group::*;
+#[doc(inline)]
+pub use stepscope_models as models;
 pub use stepscope_train::*;
 
 /// Compile-time checks of which types cross threads and which are cloneable. Everything that

@@ -23,8 +23,6 @@ mod random;
 mod report;
 #[path = "../examples/crossasset/samples.rs"]
 mod samples;
-#[path = "../examples/shared/mod.rs"]
-mod shared;
 #[path = "../examples/crossasset/sizes.rs"]
 mod sizes;
 #[path = "crossasset/stored.rs"]

@@ -2,11 +2,8 @@
 //!
 //! Invariant: runs with different element types or precisions have different names.
 
-#[path = "../../examples/shared/stored_as.rs"]
-mod stored_as;
-
 use stepscope::ops::Precision;
-pub(crate) use stored_as::StoredAs;
+pub(crate) use stepscope_cli::program::stored_as::StoredAs;
 
 /// Returns the group of a bench's run, for BF16 tensors or for f32 at a precision.
 pub(crate) fn group(bench: &str, precision: Precision, stored: StoredAs) -> String {

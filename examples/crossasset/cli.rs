@@ -9,9 +9,9 @@ use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, ValueEnum};
 use stepscope::ops::Precision;
 
-use crate::shared::log::Log;
-use crate::shared::ranks::RankArgs;
-use crate::shared::stored_as::StoredAs;
+use stepscope_cli::program::log::Log;
+use stepscope_cli::program::ranks::RankArgs;
+use stepscope_cli::program::stored_as::StoredAs;
 
 /// The default limit of samples for the synthetic market: enough to see training progress within
 /// one or two minutes.

@@ -28,8 +28,6 @@ mod model;
 mod random;
 mod report;
 mod samples;
-#[path = "../shared/mod.rs"]
-mod shared;
 mod sizes;
 mod synthetic;
 mod tensor_file;
@@ -45,14 +43,14 @@ use cli::{Args, DeviceChoice};
 use dataset::{Asset, Dataset, Plan};
 use model::Model;
 use report::{DataSize, Report};
-use shared::exit::{self, INTERRUPTED};
-use shared::log;
-use shared::ranks::{self, Rank};
-use shared::results::CHECKPOINT;
-use shared::screen::Screen;
-use shared::usage::{ArenaUse, ModelSize};
-use shared::{results, signals};
 use stepscope::{Arena, Capacity, Checkpoint, DeviceKind, Overflow};
+use stepscope_cli::program::exit::{self, INTERRUPTED};
+use stepscope_cli::program::log;
+use stepscope_cli::program::ranks::{self, Rank};
+use stepscope_cli::program::results::CHECKPOINT;
+use stepscope_cli::program::screen::Screen;
+use stepscope_cli::program::usage::{ArenaUse, ModelSize};
+use stepscope_cli::program::{results, signals};
 use train::Run;
 
 fn main() -> ExitCode {

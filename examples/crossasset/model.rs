@@ -10,12 +10,16 @@
 //! Activations, their gradients and the operands of matrix multiplies are f32 or BF16, as `S`
 //! selects. Weights, their gradients, attention and the loss are f32.
 
+#[path = "layers.rs"]
+mod layers;
+
 use std::marker::PhantomData;
 
-use stepscope::nn::{Attention, Linear, Mlp, RmsNorm, Scope, TokenLinear};
+use stepscope::nn::{Linear, Mlp, RmsNorm, Scope};
 use stepscope::ops::GemmElement;
 use stepscope::{DeviceBatch, Parameter, ParameterSpec, Result, Tape, Var};
 
+use self::layers::{Attention, TokenLinear};
 use crate::sizes::{CLASSES, FEATURES, SCALES};
 
 /// The size of the model.

@@ -9,9 +9,9 @@ use comfy_table::{CellAlignment, Table, presets};
 use serde::{Deserialize, Serialize};
 use stepscope::{Result, replace_file};
 
-use crate::shared::loss_svg::{Part, Picture};
-use crate::shared::usage::{ArenaUse, CaptureUse, MemoryUse, ModelSize};
 use crate::sizes::CLASSES;
+use stepscope_cli::program::loss_svg::{Part, Picture};
+use stepscope_cli::program::usage::{ArenaUse, CaptureUse, MemoryUse, ModelSize};
 
 /// Batches whose loss and gradient norm the report lists.
 pub(crate) const BATCHES_KEPT: usize = 8;

@@ -16,13 +16,13 @@ use crate::dataset::{Dataset, Fold};
 use crate::model::Model;
 use crate::report::{BATCHES_KEPT, BatchResult, EpochResult};
 use crate::samples::{self, Cut, MicroBatch};
-use crate::shared::log::Log;
-use crate::shared::ranks::Rank;
-use crate::shared::settings::{self as shared_settings, Settings};
-use crate::shared::signals;
-use crate::shared::stored_as::StoredAs;
-use crate::shared::usage::{CaptureUse, MemoryUse};
 use crate::trace::Trace;
+use stepscope_cli::program::log::Log;
+use stepscope_cli::program::ranks::Rank;
+use stepscope_cli::program::settings::{self as shared_settings, Settings};
+use stepscope_cli::program::signals;
+use stepscope_cli::program::stored_as::StoredAs;
+use stepscope_cli::program::usage::{CaptureUse, MemoryUse};
 
 /// The name of the checkpoint's note that holds [`Position`].
 const POSITION: &str = "crossasset.position";

@@ -73,7 +73,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         let heads = c.heads([3, 60, 3, 2, 32]);
         c.longest(1);
         let (qkv, dy) = (c.operand::<S>("qkv", heads.shape)?, c.operand::<S>("dy", heads.shape)?);
-        let rotary = ops::Rotary { base: 1000.0, offset: 100 * c.seed as u32 };
+        let rotary = ops::Rotary { offset: 100 * c.seed as u32, ..ops::Rotary::new(1000.0) };
         c.given("rotary", [2], &[1000, rotary.offset])?;
         c.result("y", &ops::rotary(c.step, &qkv, rotary, &heads.form)?)?;
         c.result("dqkv", &ops::rotary_backward(c.step, dy, rotary, &heads.form)?)

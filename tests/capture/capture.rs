@@ -251,7 +251,7 @@ on_each_device! {
     fn small_arena_fails_before_driver_calls(device: &Device) {
         let kind = device.description().kind;
         let plan = FaultPlan::new();
-        let device = Device::builder(kind).faults(plan.clone()).open().unwrap();
+        let device = Device::builder(kind).layer(plan.clone()).open().unwrap();
         let batches = batches();
         let mut small = Arena::builder(&device).capacity(Capacity::Bytes(1024)).build().unwrap();
         let mut model = Model::new(&device);
@@ -371,7 +371,7 @@ on_each_device! {
     /// Counts driver calls: `capture` makes only those that belong to a capture.
     fn capture_makes_only_capture_calls(device: &Device) {
         let plan = FaultPlan::new();
-        let device = Device::builder(device.description().kind).faults(plan.clone()).open().unwrap();
+        let device = Device::builder(device.description().kind).layer(plan.clone()).open().unwrap();
         let (mut memory, model, batches) = (arena(&device), Model::new(&device), batches());
         let before = Call::ALL.map(|call| plan.count(call));
         let captured = memory.capture(model, &inputs(&batches[0]), train).unwrap();
@@ -517,7 +517,7 @@ on_each_device! {
     /// The addresses in a graph stay reserved even after their owner is dropped.
     fn graph_keeps_its_buffers_allocated(device: &Device) {
         let plan = FaultPlan::new();
-        let device = Device::builder(device.description().kind).faults(plan.clone()).open().unwrap();
+        let device = Device::builder(device.description().kind).layer(plan.clone()).open().unwrap();
         let mut memory = arena(&device);
         let buffer = Buffer::from_slice(&device, &[3.0f32; 1000]).unwrap();
         let mut captured = memory.capture(buffer, &HostInputs::new(), |step, buffer, slots| {
@@ -536,7 +536,7 @@ on_each_device! {
     /// A buffer that the closure drops is freed after the recording has ended.
     fn closure_drops_are_freed_later(device: &Device) {
         let plan = FaultPlan::new();
-        let device = Device::builder(device.description().kind).faults(plan.clone()).open().unwrap();
+        let device = Device::builder(device.description().kind).layer(plan.clone()).open().unwrap();
         let mut memory = arena(&device);
         let buffer = Buffer::from_slice(&device, &[3.0f32; 10]).unwrap();
         let freed = plan.count(Call::Free);

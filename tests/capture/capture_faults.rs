@@ -35,7 +35,7 @@ fn inputs() -> HostInputs<'static> {
 }
 
 fn open(kind: DeviceKind, deadline: Duration, plan: &FaultPlan) -> (Device, Arena) {
-    let device = Device::builder(kind).deadline(deadline).faults(plan.clone()).open().unwrap();
+    let device = Device::builder(kind).deadline(deadline).layer(plan.clone()).open().unwrap();
     let pool = Overflow::Pool { cap_bytes: 1 << 20, prime_bytes: 1 << 12, deadline };
     let arena = Arena::builder(&device).capacity(Capacity::mib(1)).overflow(pool).build().unwrap();
     (device, arena)
@@ -158,7 +158,7 @@ on_each_device! {
         let plan = FaultPlan::new();
         let (device, mut arena) = open(device.description().kind, FAR, &plan);
         let (error, _) = meets(&mut arena, &plan, Call::Record, 1, Fault::AllocatesInStream);
-        assert!(matches!(error, Error::Misuse { op: "capture", .. }), "{error}");
+        assert!(matches!(error, Error::Driver { call: "capture", fatal: false, .. }), "{error}");
         assert!(error.to_string().contains("4 kernels, 1 memory nodes, 0 others"), "{error}");
         assert_eq!(device.lost(), None);
         works(&mut arena);
@@ -185,7 +185,7 @@ on_each_device! {
         for call in [Call::Poll, Call::Download] {
             let plan = FaultPlan::new();
             let deadline = Duration::from_millis(100);
-            let device = Device::builder(kind).faults(plan.clone()).open().unwrap();
+            let device = Device::builder(kind).layer(plan.clone()).open().unwrap();
             let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).step_deadline(deadline).build().unwrap();
             let mut captured = arena.capture((), &inputs(), STEP).unwrap();
             replays(&mut captured).unwrap();

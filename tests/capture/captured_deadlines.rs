@@ -74,7 +74,7 @@ fn run(device: Device) -> Result<()> {
 }
 
 fn open(kind: DeviceKind, deadline: Duration, plan: &FaultPlan) -> Device {
-    Device::builder(kind).deadline(deadline).staging(2, SLOT_BYTES).faults(plan.clone()).open().unwrap()
+    Device::builder(kind).deadline(deadline).staging(2, SLOT_BYTES).layer(plan.clone()).open().unwrap()
 }
 
 on_each_device! {

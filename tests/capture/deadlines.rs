@@ -59,7 +59,7 @@ fn ends_with_the_device(call: Call) -> bool {
 }
 
 fn open(kind: DeviceKind, deadline: Duration, plan: &FaultPlan) -> Device {
-    Device::builder(kind).deadline(deadline).staging(2, SLOT_BYTES).faults(plan.clone()).open().unwrap()
+    Device::builder(kind).deadline(deadline).staging(2, SLOT_BYTES).layer(plan.clone()).open().unwrap()
 }
 
 /// Makes the next call of this kind meet `fault`.
@@ -255,27 +255,13 @@ on_each_device! {
 
     /// A failure that spoils the context is as final as a hang, and is reported without a wait.
     fn spoiled_device_is_lost_at_once(device: &Device) {
-        let kind = device.description().kind;
-        for call in calls() {
-            let plan = FaultPlan::new();
-            let device = open(kind, FAR, &plan);
-            let mut buffer = Buffer::from_slice(&device, &[0.0f32; FITS]).unwrap();
-            plant(&plan, call, Fault::Spoil);
-            let watch = Watch::start();
-            let outcome = everything(&device, &plan);
-            watch.within(Duration::from_secs(2), "a spoiled call");
-            // Calls that only free memory have no caller to report to.
-            let told = !matches!(call, Call::Free | Call::DestroyPool) && !ends_with_the_device(call);
-            assert_eq!(outcome.is_err(), told, "{call:?}: {outcome:?}");
-            if ends_with_the_device(call) {
-                drop(buffer);
-                drops_at_once(device, "the device");
-                assert!(plan.count(call) > 0, "{call:?}");
-                continue;
-            }
-            lost(&device, None, Some(&mut buffer), "planted");
-            drops_at_once(buffer, "a buffer");
-        }
+        calls().for_each(|call| loses_at_once(device.description().kind, call, Fault::Spoil));
+    }
+
+    /// A panic is reported as one, with its call and its message. Nothing of the device is
+    /// destroyed afterwards.
+    fn panic_on_driver_thread_loses_the_device(device: &Device) {
+        calls().for_each(|call| loses_at_once(device.description().kind, call, Fault::Panics));
     }
 
     /// Every call meets its deadline: nothing is lost, and nothing fails.
@@ -329,6 +315,38 @@ fn everything(device: &Device, plan: &FaultPlan) -> Result<()> {
     drop((arena, buffer, staged));
     assert_eq!(plan.count(Call::Free), if device.lost().is_some() { plan.count(Call::Free) } else { frees + 3 });
     Ok(())
+}
+
+/// Makes every kind of driver call, of which one of this kind meets a fault that loses the device.
+fn loses_at_once(kind: DeviceKind, call: Call, fault: Fault) {
+    let plan = FaultPlan::new();
+    let device = open(kind, FAR, &plan);
+    let mut buffer = Buffer::from_slice(&device, &[0.0f32; FITS]).unwrap();
+    plant(&plan, call, fault);
+    let watch = Watch::start();
+    let outcome = everything(&device, &plan);
+    watch.within(Duration::from_secs(2), "a call that loses the device");
+    // Calls that only free memory have no caller to report to.
+    let told = !matches!(call, Call::Free | Call::DestroyPool) && !ends_with_the_device(call);
+    assert_eq!(outcome.is_err(), told, "{call:?}: {outcome:?}");
+    if let (Err(error), Fault::Panics) = (&outcome, fault) {
+        let Error::Panic { call: name, message } = error else { panic!("{call:?}: {error}") };
+        assert_eq!(*message, format!("planted on {call:?}"));
+        assert!(error.to_string().starts_with(&format!("`{name}` panicked: planted on")), "{error}");
+    }
+    if ends_with_the_device(call) {
+        drop(buffer);
+        drops_at_once(device, "the device");
+        assert!(plan.count(call) > 0, "{call:?}");
+        return;
+    }
+    lost(&device, None, Some(&mut buffer), "planted");
+    let destroyed =
+        || [Call::Free, Call::DestroyPool, Call::FreePinned, Call::DestroyFence].map(|call| plan.count(call));
+    let before = destroyed();
+    drops_at_once(buffer, "a buffer");
+    drops_at_once(device, "the device");
+    assert_eq!(destroyed(), before, "{call:?}: something of a lost device was destroyed");
 }
 
 /// Provokes one call of a kind that never returns, or after which the device never becomes idle.

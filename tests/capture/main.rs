@@ -1,4 +1,5 @@
-//! Tests of captured steps, deadlines, device faults and the self-test of a device.
+//! Tests of captured steps, deadlines, device faults, missing resources and the self-test of a
+//! device.
 
 #[path = "../support/overrun.rs"]
 mod overrun;
@@ -11,5 +12,6 @@ mod capture_faults;
 mod capture_owners;
 mod captured_deadlines;
 mod deadlines;
+mod missing_resources;
 mod recordings;
 mod self_test;

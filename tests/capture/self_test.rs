@@ -23,7 +23,7 @@ const DEADLINE: Duration = Duration::from_secs(1);
 const KERNELS: [&str; 3] = ["guard_write", "softmax_forward_f32", "mean_tokens_forward_f32"];
 
 fn open(kind: DeviceKind, plan: &FaultPlan) -> Device {
-    Device::builder(kind).deadline(DEADLINE).faults(plan.clone()).open().unwrap()
+    Device::builder(kind).deadline(DEADLINE).layer(plan.clone()).open().unwrap()
 }
 
 /// Returns how many calls of this kind the self-test makes before it reaches a kernel.
@@ -102,7 +102,7 @@ on_each_device! {
         let kind = device.description().kind;
         let planted = |kind| {
             let launch = before(device.description().kind, Call::Launch, "softmax_forward_f32") + 1;
-            Device::builder(kind).deadline(DEADLINE).faults(FaultPlan::new().on(Call::Launch, launch, Fault::Fail))
+            Device::builder(kind).deadline(DEADLINE).layer(FaultPlan::new().on(Call::Launch, launch, Fault::Fail))
         };
         names(&planted(kind).self_test(SelfTest::Always).open().unwrap_err(), "softmax_forward_f32", "planted", device);
         if kind == DeviceKind::Cuda {
@@ -114,7 +114,7 @@ on_each_device! {
             planted(kind).self_test(when).open().unwrap();
         }
         let plan = FaultPlan::new();
-        drop(Device::builder(kind).faults(plan.clone()).open().unwrap());
+        drop(Device::builder(kind).layer(plan.clone()).open().unwrap());
         assert_eq!(plan.count(Call::Launch), 0);
     }
 
@@ -158,7 +158,7 @@ on_each_device! {
 
     fn the_environment_decides(device: &Device) {
         let cache = tempfile::tempdir().unwrap();
-        let output = command("same_bits", device, &["--self-test"])
+        let output = command("check", device, &["--self-test"])
             .env("XDG_CACHE_HOME", cache.path())
             .env("STEPSCOPE_SELF_TEST", "sometimes")
             .output()
@@ -174,7 +174,7 @@ on_each_device! {
 
 /// Runs the example that opens a device in each way, with its own cache.
 fn run(device: &Device, cache: &Path, variables: &[(&str, &str)]) -> Output {
-    let mut command = command("same_bits", device, &["--self-test"]);
+    let mut command = command("check", device, &["--self-test"]);
     let output =
         command.env("XDG_CACHE_HOME", cache).envs(variables.iter().copied()).output().expect("the example starts");
     assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));

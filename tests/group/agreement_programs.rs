@@ -110,7 +110,7 @@ fn gpt_ranks_name_differences() {
         ("--evaluate-every 2", &[["evaluate-every", "1", "2"]]),
         ("--checkpoint-every 2", &[["checkpoint-every", "None", "Some(2)"]]),
     ] {
-        refuses("gpt", &words, more, settings);
+        refuses("train", &words, more, settings);
     }
 }
 
@@ -164,19 +164,19 @@ fn gpt_ranks_share_one_checkpoint() {
     let [base, ..] = texts(folder.path());
     let words = format!("{GPT} --data {base}");
     let one = folder.path().join("one");
-    let ended = run("gpt", [&format!("{words} --checkpoint-every 1"); 2], &one);
+    let ended = run("train", [&format!("{words} --checkpoint-every 1"); 2], &one);
     assert!(ended.iter().all(|(succeeded, _)| *succeeded), "{ended:?}");
     let end = one.join("0/model.safetensors");
     let resume = |path: &Path| format!("{words} --resume {}", path.display());
     // Only one of them resumes.
     let two = folder.path().join("two");
-    for (rank, (succeeded, said)) in run("gpt", [&resume(&end), &words], &two).iter().enumerate() {
+    for (rank, (succeeded, said)) in run("train", [&resume(&end), &words], &two).iter().enumerate() {
         let expected = "`resumes`: `true` on rank 0, `false` on rank 1";
         assert!(!succeeded && said.contains(expected), "rank {rank}: {said}");
     }
     // Both resume: the run has ended, and has the same weights.
     let three = folder.path().join("three");
-    let ended = run("gpt", [&resume(&end), &resume(&end)], &three);
+    let ended = run("train", [&resume(&end), &resume(&end)], &three);
     assert!(ended.iter().all(|(succeeded, _)| *succeeded), "{ended:?}");
     let weights = |folder: &Path| {
         Checkpoint::load(folder.join("0/model.safetensors")).unwrap().note("stepscope.sha256").map(str::to_owned)
@@ -192,7 +192,7 @@ fn gpt_ranks_may_differ_otherwise() {
     let words = format!("{GPT} --data {base}");
     let weights = |more: &str| {
         let out = tempfile::tempdir().unwrap();
-        let ended = run("gpt", [&words, &format!("{words} {more}")], out.path());
+        let ended = run("train", [&words, &format!("{words} {more}")], out.path());
         assert!(ended.iter().all(|(succeeded, _)| *succeeded), "{more}: {ended:?}");
         let line = ended[0].1.lines().find(|line| line.starts_with("weights ")).expect("a line").to_owned();
         line.split(';').next().unwrap().to_owned()

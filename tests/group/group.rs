@@ -225,7 +225,7 @@ fn device_wait_meets_group_deadline() {
         let plan = FaultPlan::new();
         let said = in_threads(GroupConfig::on_this_host(2).unwrap(), |config| {
             let (rank, faults) = (config.rank(), if config.rank() == 0 { plan.clone() } else { FaultPlan::new() });
-            let device = Device::builder(DeviceKind::Emulated).deadline(DEADLINE).faults(faults).open()?;
+            let device = Device::builder(DeviceKind::Emulated).deadline(DEADLINE).layer(faults).open()?;
             let group = Group::join(&device, &config.deadline(PEER_TIMEOUT))?;
             let learner = Plan { ranks: 2, shards: 4, captured, more: false }.learner(&device)?.in_group(&group, 4)?;
             let mut arena = arena(&device);

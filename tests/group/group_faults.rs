@@ -298,7 +298,7 @@ fn at(kind: DeviceKind, moment: &Moment, batches: &[Vec<Points>], left: &[Device
     };
     let ended = in_threads(configs, |config| {
         let plan = run.plans[config.rank()].clone();
-        let device = Device::builder(kind).ordinal(config.local_rank()).deadline(DEADLINE).faults(plan).open()?;
+        let device = Device::builder(kind).ordinal(config.local_rank()).deadline(DEADLINE).layer(plan).open()?;
         run.train(&device, &Group::join(&device, &config.deadline(PEER_TIMEOUT))?)
     });
     let at = *run.at.get().unwrap_or_else(|| panic!("{moment:?} never came: {ended:?}"));

@@ -88,5 +88,5 @@ fn gpt_has_one_set_of_weights() {
     let data = folder.path().join("text.txt");
     fs::write(&data, include_str!("../../docs/architecture.md")).unwrap();
     let words = format!("{GPT} --data {}", data.display());
-    Program { name: "gpt", words, eager: GPT_EAGER }.has_one_set_of_weights();
+    Program { name: "train", words, eager: GPT_EAGER }.has_one_set_of_weights();
 }

@@ -1,5 +1,6 @@
 //! The gradients of linear layers on a tape. `matmul.rs` tests the bits of the products.
 
+use crate::crossasset::linear_per_token;
 use crate::elementwise::add_in_float64;
 use crate::gradients::{
     Case, Handles, ParameterValues, SEEDS, extents, leaf, leaf_as, longest, normal, parameters_of, stack,
@@ -251,7 +252,7 @@ on_each_device! {
             let case = Case::new("linear_per_token", seed, longest(&[batch, k]), operands);
             Case { sample: 300, ..case }.check(device, |step, tape, p| {
                 let x = tape.input(step.upload(&x, [batch, tokens, k])?);
-                tape.linear_per_token(&x, &p.stacks[0], &p.stacks[1])
+                linear_per_token(tape, &x, &p.stacks[0], &p.stacks[1])
             }, |p| {
                 let mut y = Vec::new();
                 for (row, x) in x.chunks_exact(k).enumerate() {

@@ -20,4 +20,9 @@ mod reference;
 #[path = "../../examples/scalars/sweep.rs"]
 mod sweep;
 
+/// The strided-batched products of stacked parameters.
+#[path = "../../examples/crossasset/layers.rs"]
+#[allow(dead_code, reason = "only the ops are tested here")]
+mod crossasset;
+
 automod::dir!("tests/kernels");

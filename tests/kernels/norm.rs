@@ -1,5 +1,6 @@
 //! Tests of `ops::{rms_norm, rms_norm_residual}` and their backward pass.
 
+use crate::crossasset::norm_project;
 use crate::gradients::{Case, SEEDS, extents, leaf, longest, normal, stack};
 use crate::hostile::attack;
 use crate::linear;
@@ -9,6 +10,7 @@ use crate::tolerance::{Closeness, Exact};
 use crate::trees;
 use crate::trial::{assert_refused, assert_same, trial};
 use kernels::math;
+use stepscope::nn::RmsNorm;
 use stepscope::{Device, ops};
 
 const EPSILON: f32 = 1e-6;
@@ -287,7 +289,7 @@ on_each_device! {
             ];
             let case = Case::new("norm_project", seed, longest(&[batch * tokens, members * n, k]), operands);
             case.check(device, |_, tape, p| {
-                tape.norm_project(&leaf(tape, p[0])?, p[1], epsilon, &p.stacks[2])
+                norm_project(tape, &leaf(tape, p[0])?, RmsNorm { gain: p[1], epsilon }, &p.stacks[2])
             }, |p| {
                 let z = in_float64(&p[0], &p[1], f64::from(epsilon));
                 p[2].chunks_exact(k * n).flat_map(|w| linear::in_float64(&z, w, &[], k, n)).collect()

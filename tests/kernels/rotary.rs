@@ -5,7 +5,8 @@ use crate::hostile::attack;
 use crate::reference::error_ulps;
 use crate::support::{Random, on_each_device, relative_l2, tolerance};
 use crate::trial::{assert_refused, assert_same, trial};
-use stepscope::ops::{self, AttentionConfig, Rotary};
+use stepscope::ops::{self, AttentionConfig, Rotary, RotaryScaling};
+use std::f64::consts::TAU;
 use stepscope::{Device, Shape};
 
 /// Heads and key heads, their width, and a matching shape.
@@ -13,7 +14,7 @@ const FORMS: [([usize; 2], usize, &[usize]); 4] =
     [([1, 1], 32, &[2, 7, 96]), ([4, 2], 64, &[1, 33, 512]), ([2, 2], 80, &[3, 2, 5, 160]), ([2, 1], 8, &[2, 9, 32])];
 
 /// Large angles, each of which is nearly right in float64.
-const FAR: Rotary = Rotary { base: 500_000.0, offset: 100_000 };
+const FAR: Rotary = Rotary { offset: 100_000, ..Rotary::new(500_000.0) };
 
 fn shape(extents: &[usize]) -> Shape {
     match *extents {
@@ -23,9 +24,47 @@ fn shape(extents: &[usize]) -> Shape {
     }
 }
 
-/// Returns the angle of a pair.
-fn angle(Rotary { base, offset }: Rotary, width: usize, token: usize, pair: usize) -> f64 {
-    (f64::from(offset) + token as f64) * base.powf(-2.0 * pair as f64 / width as f64)
+/// Each scaling, with the settings of Llama 3.1 8B, Llama 3.2 1B and Qwen 3 among them.
+const SCALINGS: [RotaryScaling; 6] = [
+    RotaryScaling::Linear { factor: 4.0 },
+    RotaryScaling::Llama3 { factor: 8.0, low: 1.0, high: 4.0, context: 8192 },
+    RotaryScaling::Llama3 { factor: 32.0, low: 1.0, high: 4.0, context: 8192 },
+    RotaryScaling::Yarn { factor: 4.0, slow: 1.0, fast: 32.0, whole: true, context: 32_768, gain: 1.138_629_4 },
+    RotaryScaling::Yarn { factor: 40.0, slow: 1.0, fast: 32.0, whole: false, context: 4096, gain: 1.0 },
+    RotaryScaling::Yarn { factor: 2.0, slow: 3.0, fast: 3.5, whole: true, context: 64, gain: 0.5 },
+];
+
+/// Returns the angle of a pair, with the frequencies as transformers' `modeling_rope_utils.py`
+/// computes them.
+fn angle(rotary: Rotary, width: usize, token: usize, pair: usize) -> f64 {
+    let (base, columns) = (rotary.base, rotary.columns.unwrap_or(width) as f64);
+    let frequency = base.powf(-2.0 * pair as f64 / columns);
+    let scaled = match rotary.scaling {
+        RotaryScaling::None => frequency,
+        RotaryScaling::Linear { factor } => frequency / factor,
+        RotaryScaling::Llama3 { factor, low, high, context } => {
+            let smooth = ((context as f64 * frequency / TAU - low) / (high - low)).clamp(0.0, 1.0);
+            (1.0 - smooth) * frequency / factor + smooth * frequency
+        }
+        RotaryScaling::Yarn { factor, slow, fast, whole, context, .. } => {
+            let dim = |rotations: f64| columns * (context as f64 / (rotations * TAU)).ln() / (2.0 * base.ln());
+            let (low, high) = if whole { (dim(fast).floor(), dim(slow).ceil()) } else { (dim(fast), dim(slow)) };
+            let (low, mut high) = (low.max(0.0), high.min(columns - 1.0));
+            if low == high {
+                high += 0.001;
+            }
+            let ramp = ((pair as f64 - low) / (high - low)).clamp(0.0, 1.0);
+            frequency / factor * ramp + frequency * (1.0 - ramp)
+        }
+    };
+    (f64::from(rotary.offset) + token as f64) * scaled
+}
+
+fn gain(rotary: Rotary) -> f64 {
+    match rotary.scaling {
+        RotaryScaling::Yarn { gain, .. } => f64::from(gain),
+        _ => 1.0,
+    }
 }
 
 /// Computes the rotation in float64.
@@ -39,10 +78,12 @@ fn in_float64(x: &[f64], rotary: Rotary, [heads, kv_heads]: [usize; 2], width: u
         } else {
             (row / all % tokens, row % all >= heads + kv_heads)
         };
-        for pair in (0..width / 2).filter(|_| !is_v) {
+        let half = rotary.columns.unwrap_or(width) / 2;
+        for pair in (0..half).filter(|_| !is_v) {
             let (sin, cos) = angle(rotary, width, token, pair).sin_cos();
-            let (a, b) = (x[pair], x[pair + width / 2]);
-            (y[pair], y[pair + width / 2]) = (a * cos - b * sin, b * cos + a * sin);
+            let (sin, cos) = (sin * gain(rotary), cos * gain(rotary));
+            let (a, b) = (x[pair], x[pair + half]);
+            (y[pair], y[pair + half]) = (a * cos - b * sin, b * cos + a * sin);
         }
     }
     y
@@ -73,7 +114,7 @@ on_each_device! {
     fn cosine_and_sine(device: &Device) {
         let mut worst = 0.0f64;
         for width in [8, 32, 64, 80, 96, 128, 256] {
-            for rotary in [Rotary::default(), Rotary { base: 1.5, offset: 1000 }, FAR, Rotary { offset: u32::MAX, ..FAR }] {
+            for rotary in [Rotary::default(), Rotary { offset: 1000, ..Rotary::new(1.5) }, FAR, Rotary { offset: u32::MAX, ..FAR }] {
                 let tokens = 40;
                 let x: Vec<f32> =
                     (0..tokens * 3 * width).map(|at| if at % width < width / 2 { 1.0 } else { 0.0 }).collect();
@@ -119,6 +160,37 @@ on_each_device! {
         }
     }
 
+    /// Scaled frequencies, forward and backward, of all columns and of some.
+    fn scaled_against_float64(device: &Device) {
+        for (scaling, (heads, width, extents)) in SCALINGS.into_iter().flat_map(|scaling| FORMS.map(|form| (scaling, form))) {
+            for (base, columns, offset) in [(500_000.0, None, 0), (500_000.0, Some(8), 3), (1e6, Some(width), 9000)] {
+                let rotary = Rotary { base, offset, columns, scaling };
+                let x = Random::new(width as u64).normals(extents.iter().product());
+                let [y, back] = turned(device, &x, rotary, heads, extents);
+                let exact: Vec<f64> = x.iter().map(|&x| f64::from(x)).collect();
+                assert!(relative_l2(&y, &in_float64(&exact, rotary, heads, width, extents)) <= tolerance(1), "{rotary:?}");
+                // Backward is the transpose: <back(x), x> = <x, y(x)>.
+                let dot = |a: &[f32]| a.iter().zip(&exact).map(|(&a, b)| f64::from(a) * b).sum::<f64>();
+                let norm = exact.iter().map(|x| x * x).sum::<f64>();
+                assert!((dot(&y) - dot(&back)).abs() <= 1e-6 * norm, "{rotary:?}");
+            }
+        }
+    }
+
+    /// A factor of 1 and a rotation of all columns change no bit.
+    fn neutral_scaling_is_none(device: &Device) {
+        let x = Random::new(5).normals(5 * 96);
+        let want = turned(device, &x, FAR, [1, 1], &[1, 5, 96]);
+        for scaling in [
+            RotaryScaling::Linear { factor: 1.0 },
+            RotaryScaling::Llama3 { factor: 1.0, low: 1.0, high: 4.0, context: 8192 },
+            RotaryScaling::Yarn { factor: 1.0, slow: 1.0, fast: 32.0, whole: true, context: 4096, gain: 1.0 },
+        ] {
+            let got = turned(device, &x, Rotary { columns: Some(32), scaling, ..FAR }, [1, 1], &[1, 5, 96]);
+            assert_eq!(got, want, "{scaling:?}");
+        }
+    }
+
     /// An offset is a later position.
     fn offsets_continue_positions(device: &Device) {
         let row = Random::new(1).normals(96);
@@ -134,7 +206,7 @@ on_each_device! {
         for seed in SEEDS {
             let mut random = Random::new(seed);
             let (heads, width, extents) = FORMS[seed as usize % FORMS.len()];
-            let rotary = Rotary { base: 100.0, offset: seed as u32 };
+            let rotary = Rotary { offset: seed as u32, ..Rotary::new(100.0) };
             let shape = shape(extents);
             let operands = vec![normal(&mut random, &shape.as_rows())];
             let case = Case { sample: 40, ..Case::new("rotary", seed, 2, operands) };
@@ -153,6 +225,18 @@ on_each_device! {
             assert_refused(ops::rotary(trial, &odd, FAR, &form), &["rotary", "multiple of 8", "12 columns"]);
             assert_refused(ops::rotary(trial, &x, Rotary::new(1.0), &form), &["rotary", "a base above 1", "1"]);
             assert_refused(ops::rotary(trial, &x, Rotary::new(f64::NAN), &form), &["rotary", "a base above 1", "NaN"]);
+            for (columns, scaling, words) in [
+                (Some(0), RotaryScaling::None, "0 of 8 columns"),
+                (Some(12), RotaryScaling::None, "12 of 8 columns"),
+                (Some(16), RotaryScaling::None, "16 of 8 columns"),
+                (None, RotaryScaling::Linear { factor: 0.5 }, "a factor of at least 1"),
+                (None, RotaryScaling::Linear { factor: f64::NAN }, "a factor of at least 1"),
+                (None, RotaryScaling::Llama3 { factor: 8.0, low: 4.0, high: 1.0, context: 8192 }, "4 and 1"),
+                (None, RotaryScaling::Llama3 { factor: 8.0, low: 1.0, high: 4.0, context: 0 }, "a context of at least 1"),
+                (None, RotaryScaling::Yarn { factor: 2.0, slow: 1.0, fast: 32.0, whole: true, context: 64, gain: f32::INFINITY }, "a finite gain"),
+            ] {
+                assert_refused(ops::rotary(trial, &x, Rotary { columns, scaling, ..FAR }, &form), &["rotary", words]);
+            }
             assert_refused(ops::rotary(trial, &x, FAR, &AttentionConfig::new(5)), &["rotary", "15 width", "[1, 1, 24]"]);
             let form = AttentionConfig::new(5);
             assert_refused(ops::rotary_backward(trial, x, FAR, &form), &["rotary_backward", "15 width", "[1, 1, 24]"]);
@@ -163,7 +247,8 @@ on_each_device! {
 
 attack! {
     rotary::rotary <S> {
-        x: stored_pointer 128, tokens: number 2, heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0,
-        ratio: number 1u64 << 60, offset: number 3, back: number 0, samples: number 2, out: out_stored 128,
+        x: stored_pointer 128, tokens: number 2, heads: number 2, kv_heads: number 1, width: number 8, rotated: number 8,
+        stacked: number 0, start: number 1u64 << 60, ratio: number 1u64 << 60, shrink: number 1u64 << 60, low: number 1u64 << 50,
+        span: number 1u64 << 50, shift: number 13, inverse: number 1u64 << 60, by_pair: number 0, gain: float 1.0, offset: number 3, back: number 0, samples: number 2, out: out_stored 128,
     }
 }

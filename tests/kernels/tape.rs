@@ -1,11 +1,13 @@
 //! A tape with several ops: variables and parameters that several ops use, a whole transformer
 //! layer, and a tape's refusals.
 
+use crate::crossasset::{linear_per_token, norm_project};
 use crate::elementwise::add_in_float64;
 use crate::gradients::{Case, SEEDS, extents, leaf, longest, normal, parameters_of, stack};
 use crate::reference::gelu;
 use crate::support::{Random, on_each_device};
 use crate::{attention, linear, loss, norm, tokens};
+use stepscope::nn::RmsNorm;
 use stepscope::{Arena, Capacity, Error, Gradients, Tape, ops};
 
 on_each_device! {
@@ -81,7 +83,7 @@ on_each_device! {
             let case = Case::new("transformer layer", seed, 2 * width, operands);
             Case { sample: 24, ..case }.check(device, |step, tape, p| {
                 let h = leaf(tape, p[0])?;
-                let qkv = tape.norm_project(&h, p[1], EPSILON, &p.stacks[2])?;
+                let qkv = norm_project(tape, &h, RmsNorm { gain: p[1], epsilon: EPSILON }, &p.stacks[2])?;
                 let mixed = tape.attention(&qkv, Some((&p.stacks[3], EPSILON)), &ops::AttentionConfig::new(1))?;
                 let h = tape.linear_residual(&mixed, p[4], None, &h)?;
                 let z = tape.rms_norm(&h, p[5], EPSILON)?;
@@ -124,7 +126,8 @@ on_each_device! {
                     let y = if few {
                         tape.linear(&tape.input(ops::fill(step, [12, 64], 0.5)?), p.stacks[2].members()[1], None)?
                     } else {
-                        let y = tape.norm_project(&leaf(&tape, p[0])?, p[1], 1e-6, &p.stacks[2])?;
+                        let norm = RmsNorm { gain: p[1], epsilon: 1e-6 };
+                        let y = norm_project(&tape, &leaf(&tape, p[0])?, norm, &p.stacks[2])?;
                         // The first member again, whose gradient comes before the stack's.
                         tape.linear(&tape.reshape(&y, [12, 64])?, p[2], None)?
                     };
@@ -163,10 +166,10 @@ on_each_device! {
             assert_eq!(op_of(tape.rms_norm(&x, p[2], 1e-6).unwrap_err()), "rms_norm");
             assert_eq!(op_of(tape.reshape(&x, [7]).unwrap_err()), "reshape");
             let cube = tape.reshape(&x, [1, 2, 3])?;
-            let not_an_input = tape.linear_per_token(&cube, &p.stacks[1], &p.stacks[2]);
+            let not_an_input = linear_per_token(&tape, &cube, &p.stacks[1], &p.stacks[2]);
             assert_eq!(op_of(not_an_input.unwrap_err()), "linear_per_token");
             let input = tape.input(step.empty::<f32>([1, 2, 3])?);
-            let odd = tape.linear_per_token(&input, &p.stacks[1], &p.stacks[2]);
+            let odd = linear_per_token(&tape, &input, &p.stacks[1], &p.stacks[2]);
             assert_eq!(op_of(odd.unwrap_err()), "linear_per_token");
             assert_eq!(op_of(tape.backward(&y, &mut gradients).unwrap_err()), "backward");
             let tape = Tape::new(step, &parameters);

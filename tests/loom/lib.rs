@@ -2,18 +2,17 @@
 //!
 //! Invariant, for each scenario below: only a call's own caller can receive its result. A call that
 //! was handed over runs, whatever happens to its caller. Nothing waits forever and nothing leaks;
-//! loom detects both. [`mutants`] holds driver threads that break this, and loom must find each. A
-//! call that panics ends its thread, which loom cannot explore: the driver thread's own unit tests
-//! cover it.
+//! loom detects both. [`mutants`] holds driver threads that break this, and loom must find each.
+//! The driver thread's own unit tests cover calls that panic.
 
 #![cfg(all(loom, test))]
 
 #[path = "../../host/core/src/device/driver_thread.rs"]
-mod lane;
+mod driver_thread;
 mod model;
 mod mutants;
 
-use lane::{DriverThread, TimedOut};
+use driver_thread::{DriverThread, NoResult};
 use loom::sync::Arc;
 use model::{NEVER, mpsc, thread};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -29,7 +28,7 @@ const SOME_TIME: Duration = Duration::ZERO;
 /// A driver thread, as the scenarios use it.
 trait Worker: Send + Sync + 'static {
     fn start() -> Self;
-    fn run(&self, deadline: Duration, call: impl FnOnce() -> Answer + Send + 'static) -> Result<Answer, TimedOut>;
+    fn run(&self, deadline: Duration, call: impl FnOnce() -> Answer + Send + 'static) -> Result<Answer, NoResult>;
 }
 
 /// A driver thread that also takes calls without waiting callers.
@@ -42,7 +41,7 @@ impl Worker for DriverThread {
         Self::start().expect("a thread")
     }
 
-    fn run(&self, deadline: Duration, call: impl FnOnce() -> Answer + Send + 'static) -> Result<Answer, TimedOut> {
+    fn run(&self, deadline: Duration, call: impl FnOnce() -> Answer + Send + 'static) -> Result<Answer, NoResult> {
         Self::run(self, deadline, call)
     }
 }
@@ -58,54 +57,54 @@ impl Posts for DriverThread {
 struct Answer(Arc<u32>);
 
 /// Runs a call that answers with `number`. Returns its own answer, or the timeout.
-fn ask(lane: &impl Worker, deadline: Duration, number: u32) -> Result<(), TimedOut> {
-    let Answer(answer) = lane.run(deadline, move || Answer(Arc::new(number)))?;
+fn ask(worker: &impl Worker, deadline: Duration, number: u32) -> Result<(), NoResult> {
+    let Answer(answer) = worker.run(deadline, move || Answer(Arc::new(number)))?;
     assert_eq!(*answer, number, "another call's result");
     Ok(())
 }
 
 /// Runs two concurrent callers, of which one may time out.
 fn callers_at_a_time<W: Worker>() {
-    let lane = Arc::new(W::start());
-    let other = Arc::clone(&lane);
+    let worker = Arc::new(W::start());
+    let other = Arc::clone(&worker);
     let other = thread::spawn(move || ask(&*other, SOME_TIME, 1));
-    ask(&*lane, NEVER, 2).expect("a call without a deadline is answered");
+    ask(&*worker, NEVER, 2).expect("a call without a deadline is answered");
     let _ = other.join().expect("the other caller");
 }
 
 /// Runs a caller that may time out and then calls again. The second call must not receive the late
 /// result.
 fn call_after_timeout<W: Worker>() {
-    let lane = W::start();
-    let _ = ask(&lane, SOME_TIME, 1);
-    ask(&lane, NEVER, 2).expect("a call without a deadline is answered");
+    let worker = W::start();
+    let _ = ask(&worker, SOME_TIME, 1);
+    ask(&worker, NEVER, 2).expect("a call without a deadline is answered");
 }
 
 /// Drops the driver thread while its last call waits, runs or has ended.
-fn dropped_lane<W: Worker>() {
-    let lane = W::start();
+fn dropped_worker<W: Worker>() {
+    let worker = W::start();
     let (ran, waiting) = mpsc::channel();
-    let _ = lane.run(SOME_TIME, move || {
+    let _ = worker.run(SOME_TIME, move || {
         ran.send(()).expect("somebody waits");
         Answer(Arc::new(1))
     });
-    drop(lane);
+    drop(worker);
     waiting.recv_timeout(NEVER).expect("a call that was handed over runs");
 }
 
 /// Runs calls without waiting callers, and one with. Each runs after those before it.
 fn posted_calls<W: Posts>() {
-    let lane = W::start();
+    let worker = W::start();
     let (ran, order) = mpsc::channel();
     for number in 0..2 {
         let ran = ran.clone();
-        lane.post(move || ran.send(number).expect("somebody waits"));
+        worker.post(move || ran.send(number).expect("somebody waits"));
     }
     let last = move || {
         ran.send(2).expect("somebody waits");
         Answer(Arc::new(2))
     };
-    lane.run(NEVER, last).expect("a call without a deadline is answered");
+    worker.run(NEVER, last).expect("a call without a deadline is answered");
     assert_eq!(order.collect::<Vec<_>>(), [0, 1, 2], "a call before its turn");
 }
 
@@ -134,8 +133,8 @@ fn late_results_are_dropped() {
 }
 
 #[test]
-fn lane_may_be_dropped_any_time() {
-    println!("a dropped lane: {} interleavings", explore(dropped_lane::<DriverThread>));
+fn worker_may_be_dropped_any_time() {
+    println!("a dropped worker: {} interleavings", explore(dropped_worker::<DriverThread>));
 }
 
 #[test]

@@ -3,13 +3,13 @@
 use crate::model::mpsc::{self, Receiver, Sender};
 use crate::model::thread;
 use crate::{
-    Answer, Posts, TimedOut, Worker, call_after_timeout, callers_at_a_time, dropped_lane, explore, posted_calls,
+    Answer, NoResult, Posts, Worker, call_after_timeout, callers_at_a_time, dropped_worker, explore, posted_calls,
 };
 use std::panic::catch_unwind;
 use std::time::Duration;
 
 type Job = Box<dyn FnOnce() -> Answer + Send>;
-const TIMED_OUT: TimedOut = TimedOut { waited: Duration::ZERO };
+const TIMED_OUT: NoResult = NoResult::TimedOut { waited: Duration::ZERO };
 
 /// One channel for all answers: a late answer reaches the next caller.
 struct SharedAnswers {
@@ -25,7 +25,7 @@ impl Worker for SharedAnswers {
         Self { jobs, answers }
     }
 
-    fn run(&self, deadline: Duration, call: impl FnOnce() -> Answer + Send + 'static) -> Result<Answer, TimedOut> {
+    fn run(&self, deadline: Duration, call: impl FnOnce() -> Answer + Send + 'static) -> Result<Answer, NoResult> {
         let _ = self.jobs.send(Box::new(call));
         self.answers.recv_timeout(deadline).map_err(|_| TIMED_OUT)
     }
@@ -49,7 +49,7 @@ impl Worker for EndsEarly {
         Self { jobs }
     }
 
-    fn run(&self, deadline: Duration, call: impl FnOnce() -> Answer + Send + 'static) -> Result<Answer, TimedOut> {
+    fn run(&self, deadline: Duration, call: impl FnOnce() -> Answer + Send + 'static) -> Result<Answer, NoResult> {
         let (answer, answers) = mpsc::channel();
         let _ = self.jobs.send((Box::new(call), answer));
         answers.recv_timeout(deadline).map_err(|_| TIMED_OUT)
@@ -61,12 +61,12 @@ struct NeverEnds(EndsEarly);
 
 impl Worker for NeverEnds {
     fn start() -> Self {
-        let lane = EndsEarly::start();
-        std::mem::forget(lane.jobs.clone());
-        Self(lane)
+        let worker = EndsEarly::start();
+        std::mem::forget(worker.jobs.clone());
+        Self(worker)
     }
 
-    fn run(&self, deadline: Duration, call: impl FnOnce() -> Answer + Send + 'static) -> Result<Answer, TimedOut> {
+    fn run(&self, deadline: Duration, call: impl FnOnce() -> Answer + Send + 'static) -> Result<Answer, NoResult> {
         self.0.run(deadline, call)
     }
 }
@@ -79,7 +79,7 @@ impl Worker for PostsBeside {
         Self(EndsEarly::start())
     }
 
-    fn run(&self, deadline: Duration, call: impl FnOnce() -> Answer + Send + 'static) -> Result<Answer, TimedOut> {
+    fn run(&self, deadline: Duration, call: impl FnOnce() -> Answer + Send + 'static) -> Result<Answer, NoResult> {
         self.0.run(deadline, call)
     }
 }
@@ -109,7 +109,7 @@ fn early_ending_worker_is_found() {
 
 #[test]
 fn unending_worker_is_found() {
-    finds(dropped_lane::<NeverEnds>, "deadlock");
+    finds(dropped_worker::<NeverEnds>, "deadlock");
 }
 
 #[test]

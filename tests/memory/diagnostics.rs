@@ -320,7 +320,7 @@ on_each_device! {
 
     fn measuring_has_no_side_effects(device: &Device) {
         let plan = FaultPlan::new();
-        let device = Device::builder(device.description().kind).faults(plan.clone()).open().unwrap();
+        let device = Device::builder(device.description().kind).layer(plan.clone()).open().unwrap();
         let mut buffer = Buffer::from_slice(&device, &[3.0f32; 8]).unwrap();
         let mut model = Model::new(&device);
         let weights = model.parameters.sha256().unwrap();

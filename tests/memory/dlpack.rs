@@ -202,7 +202,7 @@ on_each_device! {
 
     fn consumer_frees_once_from_any_thread(device: &Device) {
         let plan = FaultPlan::new();
-        let device = Device::builder(device.description().kind).faults(plan.clone()).open().unwrap();
+        let device = Device::builder(device.description().kind).layer(plan.clone()).open().unwrap();
         let buffer = Buffer::from_slice(&device, &[1.0f32, 2.0]).unwrap();
         let before = plan.count(Call::Free);
         let tensor = buffer.into_dlpack::<DLManagedTensorVersioned>([2]).unwrap();
@@ -297,7 +297,7 @@ on_each_device! {
 
     fn checked_device_verifies_taken_tensors(device: &Device) {
         let plan = FaultPlan::new().on(Call::Upload, 1, Fault::Flips);
-        let device = Device::builder(device.description().kind).checked(true).faults(plan).open().unwrap();
+        let device = Device::builder(device.description().kind).checked(true).layer(plan).open().unwrap();
         let (tensor, given_back) = foreign::<DLManagedTensorVersioned, _>(vec![1.0f32; 6], 0, &[3, 2], &[1, 3]);
         // SAFETY: the tensor describes memory of its own, which is not written.
         let error = unsafe { Buffer::<f32>::from_dlpack(&device, tensor) }.unwrap_err();
@@ -309,7 +309,7 @@ on_each_device! {
         let plan = FaultPlan::new();
         let deadline = Duration::from_millis(500);
         let kind = device.description().kind;
-        let device = Device::builder(kind).deadline(deadline).faults(plan.clone()).open().unwrap();
+        let device = Device::builder(kind).deadline(deadline).layer(plan.clone()).open().unwrap();
         let buffer = Buffer::from_slice(&device, &[1.0f32, 2.0]).unwrap();
         let _ = plan.clone().on(Call::Poll, plan.count(Call::Poll) + 1, Fault::Never);
         let error = buffer.into_dlpack::<DLManagedTensorVersioned>([2]).map(drop).unwrap_err();
@@ -412,11 +412,11 @@ mod memory_of_the_gpu {
         #[ignore = "needs an NVIDIA GPU"]
         fn cuda() {
             let owner = FaultPlan::new();
-            let first = Device::builder(DeviceKind::Cuda).faults(owner.clone()).open().unwrap();
+            let first = Device::builder(DeviceKind::Cuda).layer(owner.clone()).open().unwrap();
             let tensor = given(&first, [4], |_| ());
             let plan = FaultPlan::new().on(Call::Poll, 1, Fault::Never);
             let second =
-                Device::builder(DeviceKind::Cuda).deadline(Duration::from_millis(500)).faults(plan).open().unwrap();
+                Device::builder(DeviceKind::Cuda).deadline(Duration::from_millis(500)).layer(plan).open().unwrap();
             // SAFETY: the memory belongs to the same GPU, and is not written.
             let error = unsafe { Buffer::<f32>::from_dlpack(&second, tensor) }.unwrap_err();
             assert!(matches!(error, Error::Timeout { call: "synchronize", .. }), "{error}");

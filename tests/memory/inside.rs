@@ -264,7 +264,7 @@ on_each_device! {
         for place in PLACES {
             for deed in DEEDS {
                 let plan = FaultPlan::new();
-                let device = Device::builder(device.description().kind).faults(plan.clone()).open().unwrap();
+                let device = Device::builder(device.description().kind).layer(plan.clone()).open().unwrap();
                 let world = inside(place, &device, World::new(&device, deed));
                 assert!(!world.outcomes.is_empty(), "{deed:?} in {place:?} was never done");
                 for outcome in &world.outcomes {
@@ -429,7 +429,7 @@ on_each_device! {
     /// it.
     fn failed_drops_are_retried(device: &Device) {
         let plan = FaultPlan::new();
-        let device = Device::builder(device.description().kind).faults(plan.clone()).open().unwrap();
+        let device = Device::builder(device.description().kind).layer(plan.clone()).open().unwrap();
         let mut first = arena(&device);
         let captured = first.capture((), &inputs(), DOUBLE).unwrap();
         let _ = plan.clone().on(Call::Poll, plan.count(Call::Poll) + 1, Fault::Fail);

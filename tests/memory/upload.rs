@@ -25,7 +25,7 @@ const PIECE: usize = 8 << 20;
 const PART: usize = 128 << 10;
 
 fn builder(device: &Device, plan: &FaultPlan) -> DeviceBuilder {
-    Device::builder(device.description().kind).faults(plan.clone())
+    Device::builder(device.description().kind).layer(plan.clone())
 }
 
 /// Opens a device of the same kind with a ring of two small slots and counted calls.

@@ -5,7 +5,6 @@ mod support;
 
 mod bars;
 mod digits;
-mod doctor;
 mod ends;
 mod log;
 mod resume;

@@ -49,7 +49,7 @@ impl Workplace {
     /// others.
     fn gpt(&self, more: &str) -> Command {
         let mut command =
-            command("gpt", &crate::support::open(DeviceKind::Emulated), &GPT.split(' ').collect::<Vec<_>>());
+            command("train", &crate::support::open(DeviceKind::Emulated), &GPT.split(' ').collect::<Vec<_>>());
         for (option, name) in [("--data", "text.txt"), ("--out", "out")] {
             if !more.contains(option) {
                 command.arg(option).arg(self.path(name));

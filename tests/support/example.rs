@@ -1,4 +1,5 @@
-//! Runs the built examples; `cargo test` and `cargo nextest run` build them first.
+//! Runs the built examples and the program `stepscope`; `cargo nextest run --workspace` builds them
+//! first.
 //!
 //! Invariant: no settings of the environment reach them.
 
@@ -15,19 +16,27 @@ pub(crate) fn run(example: &str, device: &Device, arguments: &[&str]) -> Output 
     command(example, device, arguments).output().expect("the example starts")
 }
 
-/// Returns the path of the example next to this test's folder.
-pub(crate) fn program(example: &str) -> PathBuf {
+/// The subcommands of `stepscope`.
+const SUBCOMMANDS: [&str; 4] = ["train", "doctor", "predict", "check"];
+
+/// Returns a command for a subcommand of `stepscope`, or else for the example of this name. Both are
+/// next to this test's folder.
+pub(crate) fn program(name: &str) -> Command {
     let test = std::env::current_exe().expect("this test's path");
-    let name = format!("{example}{}", std::env::consts::EXE_SUFFIX);
-    let program = test.ancestors().nth(2).expect("target/PROFILE/deps/TEST").join("examples").join(name);
-    assert!(program.is_file(), "{} is missing; run: cargo build --examples", program.display());
-    program
+    let folder = test.ancestors().nth(2).expect("target/PROFILE/deps/TEST");
+    let is_subcommand = SUBCOMMANDS.contains(&name);
+    let path = if is_subcommand { folder.join("stepscope") } else { folder.join("examples").join(name) };
+    let path = PathBuf::from(format!("{}{}", path.display(), std::env::consts::EXE_SUFFIX));
+    assert!(path.is_file(), "{} is missing; run: cargo build --workspace --bins --examples", path.display());
+    let mut command = Command::new(path);
+    command.args(is_subcommand.then_some(name));
+    command
 }
 
 /// Returns a command for [`program`], with arguments, on the device's kind, without settings of the
 /// environment.
 pub(crate) fn command(example: &str, device: &Device, arguments: &[&str]) -> Command {
-    let mut command = Command::new(program(example));
+    let mut command = program(example);
     let settings =
         ["STEPSCOPE_ARENA_GB", "STEPSCOPE_CHECKED", "STEPSCOPE_SELF_TEST", "STEPSCOPE_GROUP_SECRET", "RUST_LOG"];
     let launchers =

@@ -114,7 +114,7 @@ pub(crate) fn on_ranks_with<T: Send>(
     let of_device = deadline.max(Duration::from_secs(20));
     let open = |config: &GroupConfig| {
         let plan = plans[config.rank()].clone();
-        Device::builder(kind).ordinal(config.local_rank()).deadline(of_device).faults(plan).open()
+        Device::builder(kind).ordinal(config.local_rank()).deadline(of_device).layer(plan).open()
     };
     let run = |config: GroupConfig| {
         let device = open(&config)?;

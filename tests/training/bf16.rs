@@ -101,7 +101,7 @@ on_each_device! {
     fn a_damaged_element_is_named(device: &Device) {
         let plan = FaultPlan::new();
         let kind = device.description().kind;
-        let device = Device::builder(kind).checked(true).faults(plan.clone()).open().unwrap();
+        let device = Device::builder(kind).checked(true).layer(plan.clone()).open().unwrap();
         let mut random = Random::new(4);
         let mut model = values(&mut random, 20_001);
         let mut buffer = Buffer::from_slice(&device, &model).unwrap();

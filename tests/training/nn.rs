@@ -6,7 +6,7 @@
 mod gradcheck;
 
 use crate::support::{Random, bits, on_each_device};
-use stepscope::nn::{Attention, Dropout, Embedding, Gelu, Linear, Mlp, RmsNorm, SwiGlu, TokenLinear};
+use stepscope::nn::{Dropout, Embedding, Gelu, Linear, Mlp, RmsNorm, SwiGlu};
 use stepscope::*;
 
 const BATCH: usize = 3;
@@ -19,9 +19,7 @@ type Forward = for<'t, 's> fn(&Layers, &Tape<'t, 's>, &Var<'s>) -> Result<Var<'s
 struct Layers {
     linear: Linear,
     plain: Linear,
-    tokens: TokenLinear,
     norm: RmsNorm,
-    attention: Attention,
     mlp: Mlp,
     swiglu: SwiGlu,
     positions: Embedding,
@@ -34,9 +32,7 @@ impl Layers {
         let layers = Self {
             linear: Linear::new(names.at("linear"), WIDTH, 5),
             plain: Linear::without_bias(names.at("plain"), WIDTH, WIDTH),
-            tokens: TokenLinear::new(&mut names, "token", TOKENS, WIDTH, 64),
             norm: RmsNorm::new(names.at("norm"), WIDTH),
-            attention: Attention::new(names.at("layer").at("attention"), WIDTH),
             mlp: Mlp::new(names.at("layer").at("mlp"), WIDTH, 32, WIDTH),
             swiglu: SwiGlu::new(names.at("swiglu"), WIDTH, 24, WIDTH),
             positions: Embedding::new(names.at("positions"), TOKENS + 1, WIDTH, 0.5),
@@ -73,14 +69,10 @@ fn run(device: &Device, forward: Forward) -> (Vec<u32>, Vec<u32>) {
 fn names_are_nested_and_in_order() {
     let (_, layout) = Layers::new();
     let names: Vec<&str> = layout.entries().iter().map(ParameterEntry::name).collect();
-    let attention = ["norm.gain", "wq.weight", "wk.weight", "wv.weight", "q_norm.gain", "k_norm.gain", "wo.weight"];
     let expected: Vec<String> = ["linear.weight", "linear.bias", "plain.weight"]
         .into_iter()
         .map(String::from)
-        .chain((0..TOKENS).map(|token| format!("token{token}.weight")))
-        .chain((0..TOKENS).map(|token| format!("token{token}.bias")))
         .chain(["norm.gain".to_owned()])
-        .chain(attention.map(|name| format!("layer.attention.{name}")))
         .chain(["up.weight", "up.bias", "down.weight", "down.bias"].map(|name| format!("layer.mlp.{name}")))
         .chain(["gate", "up", "down"].map(|name| format!("swiglu.{name}_proj.weight")))
         .chain(["positions.weight".to_owned()])
@@ -98,7 +90,7 @@ fn names_are_nested_and_in_order() {
 
 on_each_device! {
     fn layers_match_their_formulas(device: &Device) {
-        let pairs: [(&str, Forward, Forward); 11] = [
+        let pairs: [(&str, Forward, Forward); 9] = [
             (
                 "linear",
                 |layers, tape, x| layers.linear.forward(tape, x),
@@ -110,11 +102,6 @@ on_each_device! {
                 |layers, tape, x| tape.linear_residual(x, layers.plain.weight, None, x),
             ),
             (
-                "a linear layer for each token",
-                |layers, tape, x| layers.tokens.forward(tape, x),
-                |layers, tape, x| tape.linear_per_token(x, &layers.tokens.weights, &layers.tokens.biases),
-            ),
-            (
                 "norm",
                 |layers, tape, x| layers.norm.forward(tape, x),
                 |layers, tape, x| tape.rms_norm(x, layers.norm.gain, RmsNorm::EPSILON),
@@ -123,16 +110,6 @@ on_each_device! {
                 "gelu",
                 |layers, tape, x| Gelu.forward(tape, &layers.plain.forward(tape, x)?),
                 |layers, tape, x| tape.gelu(&tape.linear(x, layers.plain.weight, None)?),
-            ),
-            (
-                "attention",
-                |layers, tape, x| layers.attention.forward(tape, x),
-                |layers, tape, x| {
-                    let Attention { norm, projections, qk_norm, output } = &layers.attention;
-                    let qkv = tape.norm_project(x, norm.gain, norm.epsilon, projections)?;
-                    let mixed = tape.attention(&qkv, Some((qk_norm, norm.epsilon)), &ops::AttentionConfig::new(WIDTH / 64))?;
-                    tape.linear_residual(&mixed, output.weight, None, x)
-                },
             ),
             (
                 "norm behind a residual",

@@ -7,7 +7,7 @@ mod optim;
 mod parameter_groups;
 
 use crate::support::{bits, on_each_device};
-use stepscope::nn::{Attention, Linear, Mlp, RmsNorm, SwiGlu, TokenLinear};
+use stepscope::nn::{Linear, Mlp, RmsNorm, SwiGlu};
 use stepscope::*;
 
 const BATCH: usize = 2;
@@ -15,11 +15,11 @@ const TOKENS: usize = 3;
 const WIDTH: usize = 64;
 
 /// One handle or layer of each kind.
+#[derive(Clone)]
 struct Handles {
     linear: Linear,
-    tokens: TokenLinear,
     norm: RmsNorm,
-    attention: Attention,
+    qk_norm: StackedParameters,
     mlp: Mlp,
     swiglu: SwiGlu,
 }
@@ -33,9 +33,8 @@ fn handles(before: usize) -> (Handles, ParameterSpec) {
     }
     let handles = Handles {
         linear: Linear::new(names.at("linear"), WIDTH, WIDTH),
-        tokens: TokenLinear::new(&mut names, "token", TOKENS, WIDTH, WIDTH),
         norm: RmsNorm::new(names.at("norm"), WIDTH),
-        attention: Attention::new(names.at("attention"), WIDTH),
+        qk_norm: names.add_stack(2, |part| format!("qk_norm.{part}"), [WIDTH], Initializer::ONE),
         mlp: Mlp::new(names.at("mlp"), WIDTH, WIDTH, WIDTH),
         swiglu: SwiGlu::new(names.at("swiglu"), WIDTH, WIDTH, WIDTH),
     };
@@ -70,31 +69,25 @@ fn custom<'t, 's>(
 }
 
 /// Each use, and the op that refuses it.
-const USES: [(&str, &str, Use); 24] = [
+const USES: [(&str, &str, Use); 20] = [
     ("weights", "reader", |tape, x, h| tape.op("reader", [x])?.weights(h.linear.weight).map(|_| *x)),
     ("linear, weight", "linear", |tape, x, h| tape.linear(x, h.linear.weight, None)),
     ("linear_residual, weight", "linear_residual", |tape, x, h| tape.linear_residual(x, h.linear.weight, None, x)),
     ("linear_gelu, weight", "linear_gelu", |tape, x, h| tape.linear_gelu(x, h.linear.weight, None)),
     ("linear_silu, weight", "linear_silu", |tape, x, h| tape.linear_silu(x, h.linear.weight, None)),
     ("linear_swiglu, weight", "linear_swiglu", |tape, x, h| tape.linear_swiglu(x, h.linear.weight, None, x)),
-    ("linear_per_token", "linear_per_token", |tape, x, h| {
-        tape.linear_per_token(x, &h.tokens.weights, &h.tokens.biases)
-    }),
     ("rms_norm", "rms_norm", |tape, x, h| tape.rms_norm(x, h.norm.gain, 1e-6)),
-    ("norm_project", "norm_project", |tape, x, h| tape.norm_project(x, h.norm.gain, 1e-6, &h.attention.projections)),
     ("attention", "attention", |tape, x, h| {
         let qkv = ops::fill(tape.step(), [3, BATCH, TOKENS, WIDTH], 0.5)?;
-        tape.attention(&tape.input(qkv), Some((&h.attention.qk_norm, 1e-6)), &ops::AttentionConfig::new(1)).and(Ok(*x))
+        tape.attention(&tape.input(qkv), Some((&h.qk_norm, 1e-6)), &ops::AttentionConfig::new(1)).and(Ok(*x))
     }),
     ("qk_norm", "qk_norm", |tape, x, h| {
         let qkv = ops::fill(tape.step(), [3, BATCH, TOKENS, WIDTH], 0.5)?;
-        tape.qk_norm(&tape.input(qkv), &h.attention.qk_norm, 1e-6, &ops::AttentionConfig::new(1)).and(Ok(*x))
+        tape.qk_norm(&tape.input(qkv), &h.qk_norm, 1e-6, &ops::AttentionConfig::new(1)).and(Ok(*x))
     }),
     ("Linear", "linear", |tape, x, h| h.linear.forward(tape, x)),
     ("Linear, residual", "linear_residual", |tape, x, h| h.linear.forward_residual(tape, x, x)),
-    ("TokenLinear", "linear_per_token", |tape, x, h| h.tokens.forward(tape, x)),
     ("RmsNorm", "rms_norm", |tape, x, h| h.norm.forward(tape, x)),
-    ("Attention", "norm_project", |tape, x, h| h.attention.forward(tape, x)),
     ("Mlp", "mlp_gelu", |tape, x, h| h.mlp.forward(tape, x)),
     ("Mlp, residual", "mlp_gelu", |tape, x, h| h.mlp.forward_residual(tape, x, x)),
     ("SwiGlu", "linear", |tape, x, h| h.swiglu.forward(tape, x)),
@@ -162,23 +155,12 @@ on_each_device! {
                 ("weight", Linear { weight: foreign.linear.weight, ..own.linear }),
             ];
             for (name, linear) in uses {
-                let mixed = Handles { linear, mlp: Mlp { up: linear, down: own.mlp.down }, ..handles(0).0 };
-                for (used, op, run_it) in [USES[10], USES[11], USES[15]] {
+                let mixed = Handles { linear, mlp: Mlp { up: linear, down: own.mlp.down }, ..own.clone() };
+                for (used, op, run_it) in [USES[9], USES[10], USES[12]] {
                     let got = refused(run(&mut arena, &weights, &mut gradients, run_it, &mixed));
                     assert_eq!(got, Some(op), "{used}, {name}");
                 }
             }
-            arena.step(|step| {
-                let tape = Tape::new(step, &weights);
-                let x = tape.input(ops::fill(step, [BATCH, TOKENS, WIDTH], 0.5)?);
-                let (a, b) = (&own.tokens, &foreign.tokens);
-                assert_eq!(refused(tape.linear_per_token(&x, &a.weights, &b.biases)), Some("linear_per_token"));
-                assert_eq!(refused(tape.linear_per_token(&x, &b.weights, &a.biases)), Some("linear_per_token"));
-                let (a, b) = (&own.attention, &foreign.attention);
-                assert_eq!(refused(tape.norm_project(&x, a.norm.gain, 1e-6, &b.projections)), Some("norm_project"));
-                assert_eq!(refused(tape.norm_project(&x, b.norm.gain, 1e-6, &a.projections)), Some("norm_project"));
-                Ok(())
-            }).unwrap();
         }
     }
 
@@ -216,14 +198,14 @@ on_each_device! {
         let read = |weights: &Parameters| bits(&weights.read(own.linear.weight).unwrap());
         assert_eq!(read(&one), read(&other));
         let mut gradients = Gradients::zeros(&one).unwrap();
-        run(&mut arena(device), &other, &mut gradients, USES[8].2, &own).unwrap();
+        run(&mut arena(device), &other, &mut gradients, USES[1].2, &own).unwrap();
         assert_ne!(own.linear.weight, handles(0).0.linear.weight, "but not a layout that was built alike");
     }
 
     /// Every op, in each place where it takes a variable, and the backward pass.
     fn foreign_variables_are_refused(device: &Device) {
         type Op = for<'t, 's> fn(&Tape<'t, 's>, &Var<'s>, &Var<'s>, &Handles) -> Result<Var<'s>>;
-        const OPS: [(&str, Op); 28] = [
+        const OPS: [(&str, Op); 25] = [
             ("reshape", |tape, _, x, _| tape.reshape(x, [BATCH * TOKENS, WIDTH])),
             ("transpose", |tape, _, x, _| tape.transpose(x)),
             ("add", |tape, own, x, _| tape.add(own, x)),
@@ -244,17 +226,14 @@ on_each_device! {
             ("linear_swiglu", |tape, own, x, h| tape.linear_swiglu(own, h.linear.weight, None, x)),
             ("linear_residual", |tape, own, x, h| tape.linear_residual(x, h.linear.weight, None, own)),
             ("linear_residual", |tape, own, x, h| tape.linear_residual(own, h.linear.weight, None, x)),
-            ("linear_per_token", |tape, _, x, h| h.tokens.forward(tape, x)),
             ("rms_norm", |tape, _, x, h| tape.rms_norm(x, h.norm.gain, 1e-6)),
-            ("norm_project", |tape, _, x, h| tape.norm_project(x, h.norm.gain, 1e-6, &h.attention.projections)),
-            ("attention", |tape, _, x, h| tape.attention(x, Some((&h.attention.qk_norm, 1e-6)), &ops::AttentionConfig::new(1))),
-            ("qk_norm", |tape, _, x, h| tape.qk_norm(x, &h.attention.qk_norm, 1e-6, &ops::AttentionConfig::new(1))),
+            ("attention", |tape, _, x, h| tape.attention(x, Some((&h.qk_norm, 1e-6)), &ops::AttentionConfig::new(1))),
+            ("qk_norm", |tape, _, x, h| tape.qk_norm(x, &h.qk_norm, 1e-6, &ops::AttentionConfig::new(1))),
             ("rotary", |tape, _, x, _| tape.rotary(x, ops::Rotary::default(), &ops::AttentionConfig::new(1))),
             ("cross_entropy", |tape, _, x, _| {
                 let labels = tape.step().empty([BATCH])?.save();
                 tape.cross_entropy(x, labels, 1.0)
             }),
-            ("norm_project", |tape, _, x, h| h.attention.forward(tape, x)),
         ];
         let (own, layout) = handles(0);
         let weights = Parameters::new(device, &layout, 7).unwrap();
@@ -291,7 +270,7 @@ on_each_device! {
         let mut optimizer = AdamW::new(&weights, AdamWConfig::default()).unwrap();
         optimizer.advance().unwrap();
         let mut arena = arena(device);
-        assert_eq!(refused(run(&mut arena, &weights, &mut others_gradients, USES[8].2, &own)), Some("backward"));
+        assert_eq!(refused(run(&mut arena, &weights, &mut others_gradients, USES[1].2, &own)), Some("backward"));
         arena.step(|step| {
             assert_eq!(refused(optimizer.apply(step, &mut others, &gradients)), Some("adamw"));
             assert_eq!(refused(optimizer.apply(step, &mut weights, &others_gradients)), Some("adamw"));
@@ -310,14 +289,11 @@ on_each_device! {
     /// Stacks without a member are refused, and nothing panics.
     fn an_empty_stack_is_refused(device: &Device) {
         let mut layout = ParameterSpec::builder();
-        let gain = layout.add("gain", [WIDTH], Initializer::ONE);
+        layout.add("gain", [WIDTH], Initializer::ONE);
         let none = layout.add_stack(0, |_| unreachable!(), [WIDTH, WIDTH], Initializer::ONE);
         let weights = Parameters::new(device, &layout.build().unwrap(), 7).unwrap();
         arena(device).step(|step| {
             let tape = Tape::new(step, &weights);
-            let x = tape.input(ops::fill(step, [BATCH, TOKENS, WIDTH], 0.5)?);
-            assert_eq!(refused(tape.norm_project(&x, gain, 1e-6, &none)), Some("norm_project"));
-            assert_eq!(refused(tape.linear_per_token(&x, &none, &none)), Some("linear_per_token"));
             let qkv = tape.input(ops::fill(step, [3, BATCH, TOKENS, WIDTH], 0.5)?);
             assert_eq!(refused(tape.attention(&qkv, Some((&none, 1e-6)), &ops::AttentionConfig::new(1))), Some("attention"));
             assert_eq!(refused(tape.qk_norm(&qkv, &none, 1e-6, &ops::AttentionConfig::new(1))), Some("qk_norm"));

@@ -7,7 +7,7 @@ mod pretrained;
 use crate::support::on_each_device;
 use std::collections::BTreeMap;
 use std::path::Path;
-use stepscope::nn::{Attention, Block, Embedding, LayerNorm, Linear, MultiHeadAttention, RmsNorm, SwiGlu};
+use stepscope::nn::{Block, Embedding, LayerNorm, Linear, MultiHeadAttention, RmsNorm, SwiGlu};
 use stepscope::ops::Rotary;
 use stepscope::*;
 
@@ -19,7 +19,6 @@ fn layout() -> ParameterSpec {
     let mut names = layout.names();
     Linear::new(names.at("encoder").at("0"), 5, 3);
     RmsNorm::new(names.at("norm"), 7);
-    Attention::new(names.at("attention"), 128);
     Embedding::new(names.at("wte"), 6, 4, 0.02);
     SwiGlu::new(names.at("mlp"), 3, 5, 2);
     LayerNorm::new(names.at("ln"), 7);

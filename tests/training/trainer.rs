@@ -278,7 +278,7 @@ fn arena_and_deadline_errors_pass_through() {
     let deadline = (50 * start.elapsed()).max(Duration::from_millis(50));
     for (call, fault) in [(Call::PollFence, Fault::Never), (Call::QueueDownload, Fault::Spoil)] {
         let plan = FaultPlan::new();
-        let device = Device::builder(DeviceKind::Emulated).deadline(deadline).faults(plan.clone()).open().unwrap();
+        let device = Device::builder(DeviceKind::Emulated).deadline(deadline).layer(plan.clone()).open().unwrap();
         let mut arena = arena(&device);
         let mut trainer = trainer(&mut arena, true, 8);
         trainer.update(&batches(1, 8)[0]).unwrap();
@@ -298,7 +298,7 @@ fn arena_and_deadline_errors_pass_through() {
 #[test]
 fn failed_readbacks_leak_nothing() {
     let plan = FaultPlan::new();
-    let device = Device::builder(DeviceKind::Emulated).faults(plan.clone()).open().unwrap();
+    let device = Device::builder(DeviceKind::Emulated).layer(plan.clone()).open().unwrap();
     {
         let mut arena = arena(&device);
         let mut trainer = trainer(&mut arena, true, 8);
@@ -327,7 +327,7 @@ fn exactly_one_update_runs_ahead() {
     }
 
     let plan = FaultPlan::new();
-    let device = Device::builder(DeviceKind::Emulated).faults(plan.clone()).open().unwrap();
+    let device = Device::builder(DeviceKind::Emulated).layer(plan.clone()).open().unwrap();
     let mut arena = arena(&device);
     let mut trainer = trainer(&mut arena, true, 8);
     let mut ahead = Ahead(plan, Vec::new());

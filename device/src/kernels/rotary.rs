@@ -13,6 +13,10 @@
 //! A distant position therefore costs no accuracy, and a layer needs neither a table nor memory.
 //! Sine and cosine are within 2 ulp.
 //!
+//! Contexts are extended by dividing slow frequencies by a factor, with a linear ramp between slow
+//! and fast ones: over the frequency in Llama 3.1, over the pair's index in YaRN (Peng et al.,
+//! "YaRN: Efficient Context Window Extension of Large Language Models", 2023).
+//!
 //! Invariant: the angle is computed in integers only, so every device has the same one.
 
 use crate::block::divide;
@@ -24,7 +28,7 @@ use half::bf16;
 /// The threads of a block.
 const BLOCK: u32 = 128;
 /// 2^64 / (2 pi): one radian in units of 2^-64 turns.
-const RADIAN: u64 = 0x28be_60db_9391_054a;
+pub const RADIAN: u64 = 0x28be_60db_9391_054a;
 /// 2 pi / 2^64 in two parts.
 const TURN_HI: f32 = f32::from_bits(0x20c9_0fdb);
 const TURN_LO: f32 = f32::from_bits(0x943b_bd2e);
@@ -35,8 +39,9 @@ family! {
     ///
     /// `x`, `out`: q, k and v as for
     /// [`flash_forward`](struct@crate::flash_attention::flash_forward), with heads of `width`
-    /// columns. Token t has the position `offset + t`. Pair i rotates by `ratio^i` radians per
-    /// position, with `ratio` in units of 2^-64. v is copied, unless `out` is `x` itself.
+    /// columns, of which the first `rotated` rotate. Token t has the position `offset + t`. The
+    /// parameters `start` to `by_pair` are [`Frequencies`]. Sine and cosine are multiplied by
+    /// `gain`. v and the columns that do not rotate are copied, unless `out` is `x` itself.
     /// Overwrites `out`.
     rotary<S: Stored> { rotary_f32: f32; rotary_bf16: bf16; }
     unsafe fn(
@@ -45,13 +50,23 @@ family! {
         heads: u32,
         kv_heads: u32,
         width: u32,
+        rotated: u32,
         stacked: u32,
+        start: u64,
         ratio: u64,
+        shrink: u64,
+        low: u64,
+        span: u64,
+        shift: u32,
+        inverse: u64,
+        by_pair: u32,
+        gain: f32,
         offset: u32,
         back: u32,
         samples: u32,
         out: *mut S,
     ) {
+        let frequencies = Frequencies { start, ratio, shrink, low, span, shift, inverse, by_pair: by_pair != 0 };
         let half = width as usize / 2;
         let index = thread::block_idx_x() as usize * BLOCK as usize + thread::thread_idx_x() as usize;
         // SAFETY: the contract has checked that no size is 0, and that `x` and `out` hold all heads
@@ -62,22 +77,30 @@ family! {
                 return;
             }
             let (_, token) = divide(row, tokens as usize);
-            let column = quad * F4::LEN;
-            let (mut cos, mut sin) = (F4::splat(0.0), F4::splat(0.0));
+            let pair = quad * F4::LEN;
+            let rotates = pair < rotated as usize / 2;
+            // The column of the pair's first half, and the distance to the second.
+            let (column, distance) = if rotates {
+                (pair, rotated as usize / 2)
+            } else {
+                (rotated as usize / 2 + pair, half - rotated as usize / 2)
+            };
+            let (mut cos, mut sin) = (F4::splat(1.0), F4::splat(0.0));
             unroll!(at < 4 => {
-                let frequency = times(RADIAN, power(ratio, (column + at) as u32));
-                (cos.0[at], sin.0[at]) = cos_sin(frequency.wrapping_mul(offset as u64 + token as u64));
+                let frequency = frequencies.of((pair + at) as u32);
+                let (c, s) = cos_sin(frequency.wrapping_mul(offset as u64 + token as u64));
+                (cos.0[at], sin.0[at]) = (c * gain, s * gain);
             });
             if back != 0 {
                 sin = -sin;
             }
             let is_copy = !core::ptr::eq(x, out.cast_const());
-            let rotated = heads + kv_heads;
-            let all = if is_copy { rotated + kv_heads } else { rotated };
+            let turned = if rotates { heads + kv_heads } else { 0 };
+            let all = if is_copy { heads + 2 * kv_heads } else { turned };
             let mut head = 0;
             while head < all {
                 let start = if stacked == 0 {
-                    (row * (rotated + kv_heads) as usize + head as usize) * width as usize
+                    (row * (heads + 2 * kv_heads) as usize + head as usize) * width as usize
                 } else {
                     // There are as many heads of q as of k and of v.
                     let part = if head < heads {
@@ -90,10 +113,10 @@ family! {
                     let rows = part * samples as usize * tokens as usize + row;
                     (rows * heads as usize + head as usize - part * heads as usize) * width as usize
                 };
-                let (low, high) = (start + column, start + half + column);
+                let (low, high) = (start + column, start + column + distance);
                 let (a, b) = (F4::load_raw(x, low), F4::load_raw(x, high));
                 let (turned_a, turned_b) = ((-(b * sin)).fma(a, cos), (a * sin).fma(b, cos));
-                let (a, b) = if head < rotated { (turned_a, turned_b) } else { (a, b) };
+                let (a, b) = if head < turned { (turned_a, turned_b) } else { (a, b) };
                 a.store(out, low);
                 b.store(out, high);
                 head += 1;
@@ -109,6 +132,9 @@ family! {
         Violation::unless(suits, "kv_heads", "at least 1; `heads` if q, k and v are stacked", k.kv_heads)?;
         Violation::unless_aligned("width", k.width, 2 * F4::LEN)?;
         Violation::unless(k.width > 0, "width", "at least 1", k.width)?;
+        Violation::unless_aligned("rotated", k.rotated, 2 * F4::LEN)?;
+        Violation::unless(k.rotated <= k.width, "rotated", "at most `width`", k.rotated)?;
+        Violation::unless(k.shift < u64::BITS, "shift", "below 64", k.shift)?;
         let heads = Size::of(k.kv_heads).times(2).plus(k.heads);
         Violation::unless(heads.at_most(u32::MAX as usize), "heads", "fewer than 2^32 heads in all", k.heads)?;
         let rows = Size::of(k.samples).times(k.tokens);
@@ -118,9 +144,53 @@ family! {
     }
 }
 
+/// The turns per position of each pair of columns, in units of 2^-64 turns.
+///
+/// Pair i has `start ratio^i`, with `ratio` in units of 2^-64. Unless `shrink` is 0, a pair whose
+/// place is at most `low` has `shrink` of that, in units of 2^-64. One whose place is at least
+/// `low + span` has all of it, and between them the share rises linearly. The place is the
+/// frequency itself or, by pair, the index in units of 2^-32, counted from the slow end: then the
+/// share falls.
+#[derive(Clone, Copy, Debug)]
+pub struct Frequencies {
+    /// The frequency of pair 0.
+    pub start: u64,
+    /// The ratio of two neighbors.
+    pub ratio: u64,
+    /// The factor of slow pairs, or 0 if no pair is scaled.
+    pub shrink: u64,
+    /// The place at which the ramp begins.
+    pub low: u64,
+    /// The length of the ramp, at least 1 if pairs are scaled.
+    pub span: u64,
+    /// The number of zeros above the highest bit of `span`.
+    pub shift: u32,
+    /// `2^127` divided by `span << shift`.
+    pub inverse: u64,
+    /// True if the place is the index.
+    pub by_pair: bool,
+}
+
+impl Frequencies {
+    /// Returns the frequency of a pair.
+    #[inline(always)]
+    pub fn of(self, pair: u32) -> u64 {
+        let full = times(self.start, power(self.ratio, pair));
+        if self.shrink == 0 {
+            return full;
+        }
+        let place = if self.by_pair { (pair as u64) << 32 } else { full };
+        let above = place.saturating_sub(self.low);
+        let share = if above >= self.span { u64::MAX } else { times(above << self.shift, self.inverse) << 1 };
+        let share = if self.by_pair { !share } else { share };
+        let slow = times(full, self.shrink);
+        slow + times(full - slow, share)
+    }
+}
+
 /// Returns the upper half of a product of two words.
 #[inline(always)]
-fn times(a: u64, b: u64) -> u64 {
+pub fn times(a: u64, b: u64) -> u64 {
     const LOW: u64 = u32::MAX as u64;
     let (a1, a0, b1, b0) = (a >> 32, a & LOW, b >> 32, b & LOW);
     let middle = a1 * b0 + ((a0 * b0) >> 32);

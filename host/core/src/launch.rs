@@ -3,26 +3,33 @@
 //! Invariant: a kernel runs only after its contract has accepted its arguments, on memory that is
 //! alive and borrowed for the call. This is why launching is safe.
 
-use crate::device::{Device, Launches};
+use crate::device::{Device, Launch, Launches};
 use crate::error::{Error, Result};
 use cuda_std::launch::{Contract, Violation, Words};
 use std::time::Duration;
 
-/// Queues a kernel on a device, outside any step.
+/// Makes a launch that belongs to no step, and waits until the driver has taken it.
 #[track_caller]
 pub(crate) fn launch_on<K: Contract>(device: &Device, kernel: &K) -> Result<()> {
-    launch(device, None, kernel, device.deadline())
+    // SAFETY: `accept` passes only launches that meet the requirements. Calls that free memory come
+    // later.
+    accept(device, kernel, |launch| unsafe { device.launch(launch) })
 }
 
-/// Queues a kernel, within the deadline. If the driver refuses it, the step gets the error later,
-/// from [`Launches::settle`] or from the next launch.
+/// Queues a kernel of a step, within the deadline. If the driver refuses it, the step gets the
+/// error later, from [`Launches::settle`] or from the next launch.
 #[track_caller]
-pub(crate) fn launch<K: Contract>(
-    device: &Device,
-    of_step: Option<&Launches>,
-    kernel: &K,
-    deadline: Duration,
-) -> Result<()> {
+pub(crate) fn launch<K: Contract>(launches: &Launches, kernel: &K, deadline: Duration) -> Result<()> {
+    // SAFETY: as for `launch_on`.
+    accept(launches.device(), kernel, |launch| unsafe { launches.push(launch, deadline) })
+}
+
+/// Checks a kernel's contract, and passes its launch to `make` if it has blocks. The contract has
+/// then accepted the arguments, and each borrows memory that is alive on this device. A tensor's
+/// brand keeps it alive for its step. A buffer is borrowed, and `Step::lend` has checked its
+/// device.
+#[track_caller]
+fn accept<K: Contract>(device: &Device, kernel: &K, make: impl FnOnce(Launch) -> Result<()>) -> Result<()> {
     let entry = kernel.entry().map_err(|violation| Error::Contract { kernel: K::NAME, violation })?;
     let refused = |violation| Error::Contract { kernel: entry.name, violation };
     let grid = kernel.grid().map_err(refused)?;
@@ -45,8 +52,5 @@ pub(crate) fn launch<K: Contract>(
         return Ok(());
     }
     let _span = tracing::trace_span!("launch", kernel = entry.name, ?grid).entered();
-    // SAFETY: the contract has accepted the arguments, and each borrows memory that is alive on
-    // this device. A tensor's brand keeps it alive for its step. A buffer is borrowed, and
-    // `Step::lend` has checked its device. Calls that free memory come later.
-    unsafe { device.launch(of_step, (*entry, grid, words), deadline) }
+    make(Launch { entry: *entry, grid, words })
 }

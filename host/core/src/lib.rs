@@ -80,12 +80,9 @@ pub use arena::{
 /// One kernel launch, as [`Arena::launches`] lists it.
 #[doc(hidden)]
 pub use device::Launch;
-pub use device::{
-    DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, Driver, Kernels, Link, Piece, Pool, SelfTest,
-    Wire, faults, ptx_builds,
-};
+pub use device::{DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, Kernels, SelfTest, ptx_builds};
 pub use disagreement::{DifferentSetting, Disagreement, ValueOnRanks};
-pub use error::{Error, Quantity, Result};
+pub use error::{Error, Quantity, Resource, Result, SystemError};
 pub use file_kind::FileKind;
 pub use files::{PlainFile, replace_file};
 pub use half::bf16;

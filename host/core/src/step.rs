@@ -101,7 +101,7 @@ impl<'s> Step<'s> {
     /// emulator. [`Error::Driver`] and [`Error::Timeout`] for this launch or an earlier one.
     #[track_caller]
     pub fn launch<K: Contract>(&self, kernel: K) -> Result<()> {
-        let launched = launch(self.device(), Some(self.region.launches()), &kernel, self.region.time_left());
+        let launched = launch(self.region.launches(), &kernel, self.region.time_left());
         launched.map_err(|error| self.region.with_report(error))
     }
 

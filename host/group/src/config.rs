@@ -8,7 +8,7 @@ use std::net::{Ipv4Addr, TcpListener};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use stepscope_core::device::DEFAULT_DEADLINE;
-use stepscope_core::error::{Error, Result};
+use stepscope_core::error::{Error, Resource, Result};
 
 /// The number of a rank in its group, and the way it finds the others.
 #[derive(Clone, Debug)]
@@ -81,11 +81,11 @@ impl GroupConfig {
     /// at a port of this host that the system selects, with a random secret.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for an invalid number of ranks, or if the system has no free port or no
-    /// random numbers.
+    /// [`Error::Misuse`] for an invalid number of ranks. [`Error::System`] if the system has no
+    /// free port or no random numbers.
     pub fn on_this_host(ranks: usize) -> Result<Vec<Self>> {
         check_ranks(0, ranks)?;
-        let no_port = |error: std::io::Error| Error::misuse("group", "a port of this host", format!("none: {error}"));
+        let no_port = |error| Error::system("group", Resource::Port, error);
         let (mut address, mut listener) = (String::new(), None);
         if ranks > 1 {
             let bound = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(no_port)?;

@@ -104,7 +104,8 @@ impl Group {
     /// # Errors
     /// [`Error::Rendezvous`] that names a rank which has not arrived, does not belong to this
     /// group, or has another secret or version. [`Error::Disagreement`] for devices of different
-    /// kinds. [`Error::Driver`] if NCCL cannot be used.
+    /// kinds. [`Error::Driver`] if NCCL cannot be used. [`Error::System`] if no thread can be
+    /// started.
     #[track_caller]
     pub fn join(device: &Device, config: &GroupConfig) -> Result<Self> {
         let mesh = Mesh::join(config)?;

@@ -19,7 +19,7 @@ use std::sync::{Arc, MutexGuard, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 use stepscope_core::deadline::{after, later};
-use stepscope_core::error::{Error, Result};
+use stepscope_core::error::{Error, Resource, Result};
 use stepscope_core::rank_fault::{RankFault, RankFaultKind};
 
 /// The time that the others may take to receive a fault before it is returned, because the process
@@ -64,7 +64,7 @@ impl Mesh {
         for (other, stream) in mesh.streams.iter().enumerate() {
             let Some(stream) = stream else { continue };
             peer::start(&mesh.shared, other, stream)
-                .map_err(|error| Error::misuse("group", "two threads for each other rank", format!("none: {error}")))?;
+                .map_err(|error| Error::system("group", Resource::Thread, error))?;
         }
         Ok(Arc::new(mesh))
     }
@@ -210,7 +210,7 @@ impl Mesh {
         thread::Builder::new()
             .name("stepscope-at-fault".into())
             .spawn(wait)
-            .map_err(|error| Error::misuse("group", "a thread that waits for faults", format!("none: {error}")))?;
+            .map_err(|error| Error::system("group", Resource::Thread, error))?;
         let mut table = self.shared.lock();
         match table.verdict {
             // The fault is already there.

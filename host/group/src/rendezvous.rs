@@ -16,7 +16,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 use stepscope_core::deadline::after;
-use stepscope_core::error::{Error, Result};
+use stepscope_core::error::{Error, Resource, Result};
 use stepscope_core::rank_fault::{RendezvousFault, RendezvousFaultKind};
 
 /// The interval at which waiting ranks are notified of missing ones.
@@ -110,9 +110,8 @@ impl Rendezvous<'_> {
                 let (sender, receiver) = mpsc::channel();
                 let name = address.clone();
                 let search = move || sender.send(name.to_socket_addrs().map(|found| found.collect::<Vec<_>>()));
-                thread::Builder::new().spawn(search).map_err(|error| {
-                    Error::misuse("group", "a thread to resolve rank 0's address", format!("none: {error}"))
-                })?;
+                let started = thread::Builder::new().spawn(search);
+                started.map_err(|error| Error::system("group", Resource::Thread, error))?;
                 match receiver.recv_timeout(self.config.deadline) {
                     Ok(Ok(found)) => found,
                     Ok(Err(error)) => return Err(wanted(format!("`{address}`, which is not found: {error}"))),

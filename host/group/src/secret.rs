@@ -11,7 +11,7 @@ use super::wire::{Greeting, PROOF};
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 use std::fmt;
-use stepscope_core::error::{Error, Result};
+use stepscope_core::error::{Error, Resource, Result};
 
 /// The fewest bytes of a secret. A shorter one could be guessed from an intercepted proof.
 const LEAST: usize = 16;
@@ -99,9 +99,12 @@ impl Secret {
 /// # Errors
 /// The system has no random numbers.
 pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
+    filled_by(getrandom::fill)
+}
+
+fn filled_by<const N: usize>(fill: impl FnOnce(&mut [u8]) -> Result<(), getrandom::Error>) -> Result<[u8; N]> {
     let mut bytes = [0; N];
-    getrandom::fill(&mut bytes)
-        .map_err(|error| Error::misuse("group", "random numbers of the system", format!("none: {error}")))?;
+    fill(&mut bytes).map_err(|error| Error::system("group", Resource::RandomNumbers, error))?;
     Ok(bytes)
 }
 
@@ -147,5 +150,12 @@ mod tests {
         let error = Secret::new(&[1; LEAST - 1]).check().expect_err("too short").to_string();
         assert!(error.contains("16 bytes or more") && error.contains("one of 15"), "{error}");
         assert!(Secret::new(&[]).check().is_err());
+    }
+
+    #[test]
+    fn missing_random_numbers_are_named() {
+        let error = filled_by::<8>(|_| Err(getrandom::Error::UNSUPPORTED)).unwrap_err();
+        assert!(matches!(error, Error::System { op: "group", resource: Resource::RandomNumbers, .. }), "{error}");
+        assert!(std::error::Error::source(&error).is_some());
     }
 }

@@ -7,14 +7,13 @@
 #![forbid(unsafe_code)]
 
 use cuda_std::float_mode;
-use std::any::Any;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread;
 use std::time::Duration;
-use stepscope_core::device::DEFAULT_DEADLINE;
-use stepscope_core::error::{Error, Result};
+use stepscope_core::device::{DEFAULT_DEADLINE, panic_message};
+use stepscope_core::error::{Error, Resource, Result};
 
 /// The most finished batches in the queue. One more may be in progress.
 const AHEAD: usize = 2;
@@ -45,14 +44,14 @@ impl<T: Send + 'static> Loader<T> {
     /// Starts making `batches`. Their first error is the last item.
     ///
     /// # Errors
-    /// [`Error::Loader`] if no thread can be started.
+    /// [`Error::System`] if no thread can be started.
     pub fn new(batches: impl Iterator<Item = Result<T>> + Send + 'static) -> Result<Self> {
         let (sender, receiver) = sync_channel(AHEAD);
         let started = thread::Builder::new().name("stepscope-loader".into()).spawn(move || {
             float_mode::set_default();
             make(batches, &sender);
         });
-        started.map_err(|error| Error::Loader { reason: format!("no thread: {error}") })?;
+        started.map_err(|error| Error::system("loader", Resource::Thread, error))?;
         Ok(Self { batches: receiver, deadline: DEFAULT_DEADLINE })
     }
 
@@ -89,16 +88,10 @@ fn make<T>(batches: impl Iterator<Item = Result<T>>, sender: &SyncSender<Result<
     };
     // The iterator is dropped after a panic, so its broken state cannot be observed.
     if let Err(panic) = catch_unwind(AssertUnwindSafe(send)) {
-        let reason = format!("the thread that makes batches panicked: {}", message(&*panic));
+        let reason = format!("the thread that makes batches panicked: {}", panic_message(panic));
         // If the loader is gone, nothing receives the error.
         let _ = sender.send(Err(Error::Loader { reason }));
     }
-}
-
-/// Returns the message of a panic.
-fn message(panic: &(dyn Any + Send)) -> &str {
-    let text = panic.downcast_ref::<&str>().copied();
-    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
 }
 
 #[cfg(test)]

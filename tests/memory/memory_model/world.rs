@@ -45,7 +45,7 @@ impl Rig {
     pub(crate) fn open(device: DeviceKind, kind: Kind) -> Self {
         let plan = FaultPlan::new();
         let deadline = if kind == Kind::Stalling { STALL_DEADLINE } else { FAR };
-        let device = Device::builder(device).deadline(deadline).faults(plan.clone()).open().unwrap();
+        let device = Device::builder(device).deadline(deadline).layer(plan.clone()).open().unwrap();
         let mirrors = LENGTHS.map(|length| Buffer::zeros(&device, length).unwrap()).into();
         let kept = Buffer::zeros(&device, LENGTHS[KEPT]).unwrap();
         Self { device, plan, mirrors, kept, kept_values: vec![0.0; LENGTHS[KEPT]] }

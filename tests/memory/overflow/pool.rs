@@ -22,7 +22,7 @@ const HUGE: usize = MIB;
 /// Opens a device of this kind that counts its calls.
 fn counted(device: &Device) -> (Device, FaultPlan) {
     let plan = FaultPlan::new();
-    let counted = Device::builder(device.description().kind).faults(plan.clone()).open().unwrap();
+    let counted = Device::builder(device.description().kind).layer(plan.clone()).open().unwrap();
     (counted, plan)
 }
 

@@ -22,7 +22,7 @@ const MANY: usize = 50;
 fn open(same: &Device, deadline: Duration) -> (Device, FaultPlan, Arena) {
     let kind = same.description().kind;
     let plan = FaultPlan::new().queued_launches();
-    let device = Device::builder(kind).deadline(deadline).faults(plan.clone()).open().unwrap();
+    let device = Device::builder(kind).deadline(deadline).layer(plan.clone()).open().unwrap();
     let arena = Arena::builder(&device).capacity(Capacity::mib(1)).reserve_bytes(0).build().unwrap();
     (device, plan, arena)
 }
@@ -58,6 +58,23 @@ on_each_device! {
         // The next step is not affected.
         arena.step(|step| count_up(step, &mut number, 1)).unwrap();
         assert_eq!(number.read().unwrap(), [MANY as f32 + 1.0]);
+    }
+
+    /// The step's end reports the panic, and no launch after it reaches the driver.
+    fn panicking_launch_loses_the_device(device: &Device) {
+        let (device, plan, mut arena) = open(device, Duration::from_secs(60));
+        let mut number = Buffer::<f32>::zeros(&device, 1).unwrap();
+        plant(&plan, 4, Fault::Panics);
+        let reached = plan.count(Call::Launch) + 4;
+        let start = Instant::now();
+        let error = arena.step(|step| count_up(step, &mut number, MANY)).unwrap_err();
+        assert_eq!(error, Error::Panic { call: "launch", message: "planted on Launch".into() });
+        assert_eq!(plan.count(Call::Launch), reached);
+        let error = arena.step(|step| count_up(step, &mut number, 1)).unwrap_err();
+        assert!(matches!(&error, Error::DeviceLost { cause } if cause.contains("planted on Launch")), "{error}");
+        drop((number, arena, device));
+        assert_eq!((plan.count(Call::Launch), plan.count(Call::Free)), (reached, 0));
+        assert!(start.elapsed() < Duration::from_secs(20));
     }
 
     /// Exactly the launches before the failed one have run, whichever fails, and whatever is read

@@ -1,8 +1,14 @@
 //! A transformer layer with a head in training: every kind of saved tensor, eager or captured.
 
+#[path = "../../../examples/crossasset/layers.rs"]
+#[allow(dead_code, reason = "only one of its ops runs here")]
+mod layers;
+
+use self::layers::norm_project;
 use crate::step_hazards::run::Run;
 use crate::support::Random;
 use std::ops::Range;
+use stepscope::nn::RmsNorm;
 use stepscope::{
     AdamW, AdamWConfig, Arena, Capacity, CaptureInputs, Device, EagerStep, Gradients, HostInputs, Initializer, Output,
     Parameter, ParameterSpec, Parameters, Result, Saved, StackedParameters, Step, Tape,
@@ -86,7 +92,7 @@ impl Model {
         weight: f32,
     ) -> Result<stepscope::Var<'s>> {
         let x = tape.input(x);
-        let qkv = tape.norm_project(&x, self.norm, 1e-6, &self.qkv)?;
+        let qkv = norm_project(tape, &x, RmsNorm { gain: self.norm, epsilon: 1e-6 }, &self.qkv)?;
         let mixed = tape.attention(&qkv, Some((&self.qk_norm, 1e-6)), &stepscope::ops::AttentionConfig::new(1))?;
         let h = tape.linear_residual(&mixed, self.out, None, &x)?;
         let inner = tape.linear_gelu(&h, self.inner[0], Some(self.inner[1]))?;

@@ -22,7 +22,7 @@ fn open(same: &Device, deadline: Duration) -> (Device, FaultPlan, Arena) {
     let device = Device::builder(same.description().kind)
         .deadline(deadline)
         .staging(2, SLOT_BYTES)
-        .faults(plan.clone())
+        .layer(plan.clone())
         .open()
         .unwrap();
     let arena = Arena::builder(&device).capacity(Capacity::mib(1)).reserve_bytes(0).build().unwrap();
@@ -214,7 +214,7 @@ on_each_device! {
 #[test]
 fn memory_outlives_device_handles() {
     let plan = FaultPlan::new();
-    let device = Device::builder(stepscope::DeviceKind::Emulated).faults(plan.clone()).open().unwrap();
+    let device = Device::builder(stepscope::DeviceKind::Emulated).layer(plan.clone()).open().unwrap();
     let (mut kept, spare) = (PageLocked::zeros(&device, LEN).unwrap(), PageLocked::<f32>::zeros(&device, LEN).unwrap());
     drop((device, spare));
     assert_eq!(plan.count(Call::FreePinned), 0);

@@ -246,7 +246,7 @@ on_each_device! {
     /// A load that ends in the middle has changed some weights.
     fn failed_load_updates_copy(device: &Device) {
         let plan = FaultPlan::new();
-        let device = Device::builder(device.description().kind).faults(plan.clone()).open().unwrap();
+        let device = Device::builder(device.description().kind).layer(plan.clone()).open().unwrap();
         let mut model = Trained::new(&device, AdamWConfig::default(), false, true);
         let words = [[0x3d, 0x3d, 0x3d, 0x3d]; ROWS * COLS];
         let mut stop = |_| Err(Error::Misuse { op: "test", expected: "the end".into(), got: "a stop".into() });

@@ -184,7 +184,7 @@ pub(super) fn qk_norm_backward<S: Stored>(i: &Inputs<'_, '_>) -> Result<()> {
 
 pub(super) fn rotary<S: Stored>(i: &Inputs<'_, '_>) -> Result<()> {
     i.heads_of_all::<S>(|qkv, form, _| {
-        let far = Rotary { base: 500_000.0, offset: 100_000 };
+        let far = Rotary { offset: 100_000, ..Rotary::new(500_000.0) };
         i.keep(&ops::rotary(i.step, qkv, Rotary::default(), form)?)?;
         i.keep(&ops::rotary_backward(i.step, ops::copy(i.step, qkv)?, far, form)?)
     })

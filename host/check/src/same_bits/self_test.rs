@@ -9,7 +9,7 @@ use super::golden::RESULTS;
 use super::{CaseSize, in_order, line, run};
 use cuda_std::launch::inventory;
 use std::time::{Duration, Instant};
-use stepscope_core::device::{Device, DeviceKind, KernelTest, Tested, patience};
+use stepscope_core::device::{Device, DeviceKind, KernelTest, Tested};
 use stepscope_core::error::{Error, Result};
 
 /// The longest wait for a GPU. Healthy kernels take some milliseconds.
@@ -23,7 +23,7 @@ inventory::submit! {
 fn self_test(device: &Device) -> Result<Tested> {
     device.synchronize(device.deadline())?;
     match device.description().kind {
-        DeviceKind::Cuda => patience::limited(SELF_TEST_TIMEOUT, || compare(device, CaseSize::Smallest.golden())),
+        DeviceKind::Cuda => compare(&device.with_wait_budget(SELF_TEST_TIMEOUT), CaseSize::Smallest.golden()),
         _ => compare(device, CaseSize::Smallest.golden()),
     }
 }

@@ -103,6 +103,7 @@ impl ArenaInner {
     pub(crate) fn lent(device: Device, address: u64, capacity: usize) -> Self {
         Self {
             owner: device.owner_of_steps(1),
+            launches: Launches::new(device.clone()),
             device,
             address,
             owned_bytes: 0,
@@ -126,7 +127,6 @@ impl ArenaInner {
             reserve_bytes: None,
             recording: None,
             conditions: ReplayPreconditions::default(),
-            launches: Launches::default(),
             resets: Cell::new(0),
             growths: 0,
             lending: None,
@@ -208,7 +208,7 @@ impl ArenaInner {
     /// Returns `result` after the driver has taken all launches so far. If a launch failed, returns
     /// its error, which came first.
     pub(crate) fn launched<R>(&self, result: Result<R>) -> Result<R> {
-        let settled = self.launches.settle(&self.device, self.time_left(), result);
+        let settled = self.launches.settle(self.time_left(), result);
         settled.map_err(|error| self.with_report(error))
     }
 

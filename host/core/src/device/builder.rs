@@ -1,17 +1,16 @@
-//! Opening a device: its deadline, staging ring, checks, kernels and planted faults.
+//! Opening a device: its deadline, staging ring, checks, kernels and layers over its driver.
 //!
 //! Invariant: a device that cannot meet its settings is not opened, and the error contains advice.
 
 #![forbid(unsafe_code)]
 
-use super::driver::{DeviceKind, Driver};
-use super::driver_thread::{DriverThread, TimedOut};
+use super::driver::{DeviceKind, Driver, DriverLayer};
+use super::driver_thread::DriverThread;
 use super::emulated;
-use super::faults::{FaultPlan, Faulty};
-use super::handle::{CheckedMode, Device};
+use super::handle::{Device, no_result};
 use super::kernels::{Kernels, check_names};
 use super::staging::{RingSize, Staging};
-use crate::error::{Error, Result};
+use crate::error::{Error, Resource, Result};
 use cuda_std::emulator::Mode;
 use cuda_std::float_mode;
 use std::sync::Arc;
@@ -61,12 +60,19 @@ pub struct DeviceBuilder {
     kind: DeviceKind,
     ordinal: u32,
     deadline: Duration,
-    faults: Option<FaultPlan>,
+    layers: Vec<Box<dyn DriverLayer>>,
     /// The requested number of slots, and the bytes of each.
     staging: Option<(usize, usize)>,
     checked: bool,
     kernels: Vec<Kernels>,
     self_test: SelfTest,
+}
+
+/// Checked mode as the program requested it and as the environment overrides it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct CheckedMode {
+    pub(super) asked: bool,
+    pub(super) forced: Option<bool>,
 }
 
 impl Device {
@@ -86,9 +92,16 @@ impl Device {
 
 impl DeviceBuilder {
     fn new(kind: DeviceKind) -> Self {
-        let (deadline, staging) = (DEFAULT_DEADLINE, None);
-        let self_test = SelfTest::default();
-        Self { kind, ordinal: 0, deadline, faults: None, staging, checked: false, kernels: Vec::new(), self_test }
+        Self {
+            kind,
+            ordinal: 0,
+            deadline: DEFAULT_DEADLINE,
+            layers: Vec::new(),
+            staging: None,
+            checked: false,
+            kernels: Vec::new(),
+            self_test: SelfTest::default(),
+        }
     }
 
     /// Selects one of the GPUs that are visible to the program, counted from 0 (default: 0). The
@@ -141,25 +154,25 @@ impl DeviceBuilder {
         self
     }
 
-    /// Returns when the kernels are tested, from the setting, the environment and the planted
-    /// faults.
-    pub(crate) fn tests(&self) -> Result<SelfTest> {
+    /// Returns when the kernels are tested, from the setting, the environment and the layers.
+    pub(super) fn tests(&self) -> Result<SelfTest> {
         let variable = std::env::var_os(SELF_TEST_VARIABLE).map(|value| value.to_string_lossy().into_owned());
         let asked = self.self_test.unless(variable.as_deref())?;
-        let planted = self.has_faults() && asked == SelfTest::WhenNew;
-        Ok(if planted { SelfTest::Never } else { asked })
+        let skipped = self.has_layers() && asked == SelfTest::WhenNew;
+        Ok(if skipped { SelfTest::Never } else { asked })
     }
 
-    /// Returns true if faults are planted.
-    pub(crate) fn has_faults(&self) -> bool {
-        self.faults.is_some()
+    /// Returns true if a layer covers the driver.
+    pub(super) fn has_layers(&self) -> bool {
+        !self.layers.is_empty()
     }
 
-    /// Makes chosen calls of the driver fail, for tests. Opening such a device skips the kernel
-    /// test unless [`SelfTest::Always`] is set, because the plan counts the program's own calls.
+    /// Puts a layer over the device's driver and earlier layers, such as a `FaultPlan`, which makes
+    /// chosen calls fail. Opening such a device skips the kernel test unless [`SelfTest::Always`]
+    /// is set, because a plan counts the program's own calls.
     #[must_use]
-    pub fn faults(mut self, plan: FaultPlan) -> Self {
-        self.faults = Some(plan);
+    pub fn layer(mut self, layer: impl DriverLayer + 'static) -> Self {
+        self.layers.push(Box::new(layer));
         self
     }
 
@@ -168,14 +181,11 @@ impl DeviceBuilder {
         check_names(&self.kernels)?;
         let ring = self.staging.map(|(slots, slot_bytes)| RingSize::asked(slots, slot_bytes)).transpose()?;
         let checks = CheckedMode { asked: self.checked, forced: checked_variable()? };
-        let lane = DriverThread::start().map_err(|error| Error::NoDevice {
-            wanted: "any",
-            reason: format!("no thread for the driver's calls: {error}"),
-        })?;
+        let thread = DriverThread::start().map_err(|error| Error::system("device", Resource::Thread, error))?;
         let (kind, ordinal, kernels) = (self.kind, self.ordinal, self.kernels);
         // Opening compiles the kernels, which takes seconds, and the driver can hang here as in any
         // call.
-        let opened = lane.run(self.deadline.max(DEFAULT_DEADLINE), move || {
+        let opened = thread.run(self.deadline.max(DEFAULT_DEADLINE), move || {
             // The driver thread inherits the floating-point mode of the thread that opens the
             // device.
             float_mode::set_default();
@@ -188,13 +198,10 @@ impl DeviceBuilder {
                 }),
             }
         });
-        let mut driver =
-            opened.map_err(|TimedOut { waited }| Error::Timeout { call: "open", waited, report: None })??;
-        if let Some(plan) = self.faults {
-            driver = Arc::new(Faulty::new(driver, plan));
-        }
+        let driver = opened.map_err(|reason| no_result("open", reason))??;
+        let driver = self.layers.iter().fold(driver, |driver, layer| layer.cover(driver));
         let ring = ring.unwrap_or_else(|| RingSize::of(driver.description().kind));
-        Ok(Device::new(driver, lane, self.deadline, Staging::new(ring), checks))
+        Ok(Device::new(driver, thread, self.deadline, Staging::new(ring), checks))
     }
 }
 
@@ -242,13 +249,5 @@ mod tests {
                 assert!(error.contains("new, always or never in STEPSCOPE_SELF_TEST, got `"), "{error}");
             }
         }
-    }
-
-    #[test]
-    fn unrequested_self_test_skips_planted_faults() {
-        let planted = |when| Device::builder(DeviceKind::Emulated).self_test(when).faults(FaultPlan::new()).tests();
-        assert_eq!(planted(SelfTest::WhenNew), Ok(SelfTest::Never));
-        assert_eq!(planted(SelfTest::Always), Ok(SelfTest::Always));
-        assert_eq!(Device::builder(DeviceKind::Emulated).tests(), Ok(SelfTest::WhenNew));
     }
 }

@@ -253,6 +253,16 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     unsafe fn leave_link(&self, link: Link) -> Result<()>;
 }
 
+/// A layer over a driver, such as fault injection.
+///
+/// # Safety
+/// The returned driver meets the requirements of [`Driver`]. The given one receives only calls that
+/// [`Device`](super::Device) makes on the returned one, or that meet the same requirements.
+pub unsafe trait DriverLayer: Send + Sync + fmt::Debug {
+    /// Returns a driver that passes its calls to `driver`.
+    fn cover(&self, driver: Arc<dyn Driver>) -> Arc<dyn Driver>;
+}
+
 /// The properties of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Description {

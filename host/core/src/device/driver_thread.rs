@@ -5,9 +5,9 @@
 //! worker poll for each other for some microseconds before they sleep, because waking a sleeper
 //! takes longer than most calls.
 //!
-//! Invariant: a call's result reaches only its own caller. `tests/loom` explores all interleavings
-//! of callers, worker and deadlines, and supplies the `model` of channels and clock. In that model
-//! there is no polling.
+//! Invariant: a call's result reaches only its own caller, and so does the message of its panic.
+//! `tests/loom` explores all interleavings of callers, worker and deadlines, and supplies the
+//! `model` of channels and clock. In that model there is no polling.
 
 #![forbid(unsafe_code)]
 
@@ -16,6 +16,8 @@ use crate::model::{Instant, mpsc, thread};
 #[cfg(not(loom))]
 use mpsc::TryRecvError;
 use mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 #[cfg(not(loom))]
 use std::{sync::mpsc, thread, time::Instant};
@@ -70,11 +72,35 @@ pub(super) struct DriverThread {
     jobs: Sender<Job>,
 }
 
-/// A call that had not returned at its deadline.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct TimedOut {
-    /// The time that the caller waited.
-    pub(super) waited: Duration,
+/// The reason that a call has no result.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum NoResult {
+    /// It had not returned at its deadline.
+    TimedOut {
+        /// The time that the caller waited.
+        waited: Duration,
+    },
+    /// It panicked.
+    Panicked {
+        /// The message of the panic.
+        message: String,
+    },
+}
+
+/// Runs `call`. Returns its result, or the message of its panic. The caller must not use what the
+/// call may have left half done.
+pub(super) fn caught<R>(call: impl FnOnce() -> R) -> Result<R, String> {
+    catch_unwind(AssertUnwindSafe(call)).map_err(panic_message)
+}
+
+/// Returns the message of a panic.
+pub fn panic_message(panic: Box<dyn Any + Send>) -> String {
+    let text = panic.downcast_ref::<&str>().copied();
+    let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    let message = text.unwrap_or("no message").to_owned();
+    // Dropping the value of a panic can panic in turn.
+    std::mem::forget(panic);
+    message
 }
 
 impl DriverThread {
@@ -89,10 +115,9 @@ impl DriverThread {
         Ok(Self { jobs })
     }
 
-    /// Posts a call that no caller waits for. It runs after all earlier calls.
+    /// Posts a call that no caller waits for. It runs after all earlier calls, and does not panic.
     pub(super) fn post(&self, call: impl FnOnce() + Send + 'static) {
-        // A worker that ended by a panic takes no job. The caller that waits for the next one gets
-        // an error.
+        // The worker takes jobs as long as this value exists.
         let _ = self.jobs.send(Box::new(call));
     }
 
@@ -102,23 +127,24 @@ impl DriverThread {
         &self,
         deadline: Duration,
         call: impl FnOnce() -> R + Send + 'static,
-    ) -> Result<R, TimedOut> {
+    ) -> Result<R, NoResult> {
         let start = Instant::now();
         let (result, answer) = mpsc::sync_channel(1);
         let job = move || {
             // The caller may have left at its deadline.
-            let _ = result.send(call());
+            let _ = result.send(caught(call));
         };
-        // If the worker has ended, the job and with it the answer's sender are dropped.
         self.post(job);
-        if let Some(result) = poll_briefly(&answer) {
-            return Ok(result);
-        }
-        match answer.recv_timeout(deadline.saturating_sub(start.elapsed())) {
-            Ok(result) => Ok(result),
-            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
-                Err(TimedOut { waited: start.elapsed() })
-            }
+        let answer = match poll_briefly(&answer) {
+            Some(result) => Ok(result),
+            None => answer.recv_timeout(deadline.saturating_sub(start.elapsed())),
+        };
+        let panicked = |message| NoResult::Panicked { message };
+        match answer {
+            Ok(result) => result.map_err(panicked),
+            Err(RecvTimeoutError::Timeout) => Err(NoResult::TimedOut { waited: start.elapsed() }),
+            // A worker that has ended drops the job, and with it the answer's sender.
+            Err(RecvTimeoutError::Disconnected) => Err(panicked("the driver thread has ended".into())),
         }
     }
 }
@@ -129,10 +155,10 @@ mod tests {
 
     #[test]
     fn results_come_back_in_order() {
-        let lane = DriverThread::start().unwrap();
+        let worker = DriverThread::start().unwrap();
         // Each call takes Miri 50 ms.
         for number in 0..if cfg!(miri) { 20 } else { 1000 } {
-            assert_eq!(lane.run(Duration::from_secs(5), move || number * 2), Ok(number * 2));
+            assert_eq!(worker.run(Duration::from_secs(5), move || number * 2), Ok(number * 2));
         }
     }
 
@@ -142,14 +168,14 @@ mod tests {
         let deadline = Duration::from_millis(30);
         let mut shortest = Duration::MAX;
         for _ in 0..5 {
-            let lane = DriverThread::start().unwrap();
+            let worker = DriverThread::start().unwrap();
             let stuck = || loop {
                 std::thread::park()
             };
-            let TimedOut { waited } = lane.run(deadline, stuck).unwrap_err();
+            let NoResult::TimedOut { waited } = worker.run(deadline, stuck).unwrap_err() else { panic!("no deadline") };
             assert!(waited >= deadline, "{waited:?}");
             // The next call is queued after the stuck one, and has its own deadline.
-            assert!(lane.run(deadline, || 1).is_err());
+            assert!(worker.run(deadline, || 1).is_err());
             shortest = shortest.min(waited);
             // Miri's clock counts interpreted instructions, so no upper bound holds there.
             if cfg!(miri) || shortest < deadline + Duration::from_millis(50) {
@@ -160,12 +186,22 @@ mod tests {
     }
 
     #[test]
-    fn panicking_call_fails_at_once() {
-        let lane = DriverThread::start().unwrap();
+    fn panic_is_reported_at_once() {
+        /// The value of a panic, which panics again when it is dropped.
+        struct Twice;
+        impl Drop for Twice {
+            fn drop(&mut self) {
+                panic!("again");
+            }
+        }
+        let worker = DriverThread::start().unwrap();
         let start = Instant::now();
-        assert!(lane.run(Duration::from_secs(20), || panic!("planted")).is_err());
-        // So does the next call, which finds no worker.
-        assert!(lane.run(Duration::from_secs(20), || 1).is_err());
+        let run = |call: fn() -> u32| worker.run(Duration::from_secs(20), call);
+        let panicked = |message: &str| Err(NoResult::Panicked { message: message.into() });
+        assert_eq!(run(|| panic!("planted")), panicked("planted"));
+        assert_eq!(run(|| panic!("planted {}", 2)), panicked("planted 2"));
+        assert_eq!(run(|| std::panic::panic_any(Twice)), panicked("no message"));
+        assert_eq!(run(|| 1), Ok(1));
         assert!(start.elapsed() < Duration::from_secs(10));
     }
 }

@@ -1,14 +1,21 @@
-//! A driver for dry runs: it hands out addresses without memory, and lists launches without running
-//! them.
+//! Dry runs: measured steps, and recorded steps, whose launches are listed and not run. Their
+//! driver hands out addresses without memory.
 //!
-//! Measured steps and recorded steps run on it. Invariant: it accesses neither memory nor a device,
-//! so a dry run of any size costs nothing and leaves nothing allocated. Reads return zero.
+//! Invariants:
+//!
+//! - The driver accesses neither memory nor a device, so a dry run of any size costs nothing and
+//!   leaves nothing allocated. Reads return zero.
+//! - A dry run is a separate device. It may use its parents' memory, nothing else may use its own,
+//!   and it ends with its closure.
+//! - While a thread records a step, it reaches the device only through that step.
 
 use super::driver::{Description, Driver, Fence, Graph, Link, Nodes, Piece, Pool, Wire};
 use super::graph::Pins;
+use super::handle::Device;
 use crate::error::{Error, Result};
 use cuda_std::launch::{Entry, Grid, Words};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::cell::RefCell;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -46,12 +53,12 @@ impl DryRun {
     }
 
     /// Creates a driver that lists launches and pins their memory as soon as they are listed.
-    pub(super) fn listing(description: Description, pins: Pins) -> Self {
+    fn listing(description: Description, pins: Pins) -> Self {
         Self { listed: Some(Listed { launches: Mutex::default(), pins }), ..Self::of(description) }
     }
 
     /// Takes the launches since the last call.
-    pub(super) fn take_launches(&self) -> Vec<Launch> {
+    fn take_launches(&self) -> Vec<Launch> {
         let take =
             |listed: &Listed| std::mem::take(&mut *listed.launches.lock().unwrap_or_else(PoisonError::into_inner));
         self.listed.as_ref().map_or_else(Vec::new, take)
@@ -203,5 +210,126 @@ unsafe impl Driver for DryRun {
 
     unsafe fn leave_link(&self, _: Link) -> Result<()> {
         never("leave_link")
+    }
+}
+
+/// The state of a dry run.
+#[derive(Debug)]
+pub(super) struct DryRunState {
+    /// The devices whose memory it may use. The device that it stands for comes first.
+    parents: Vec<u64>,
+    /// True if its launches are replayed after the steps that run now. It may then use buffers of
+    /// its parents, but no memory of their steps.
+    replayed: bool,
+    /// True if its closure has ended.
+    over: AtomicBool,
+}
+
+impl DryRunState {
+    /// Returns true if the dry run may use memory of this device, which is that of a running step
+    /// if `of_step`.
+    pub(super) fn reaches(&self, device: u64, of_step: bool) -> bool {
+        self.parents.contains(&device) && !(self.replayed && of_step)
+    }
+
+    /// Returns true if its closure has ended.
+    pub(super) fn is_over(&self) -> bool {
+        self.over.load(Ordering::Relaxed)
+    }
+}
+
+thread_local! {
+    /// The devices of which this thread records a step, the innermost last.
+    static RECORDED: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A guard for the time in which this thread records a step of a device.
+struct RecordingGuard;
+
+impl RecordingGuard {
+    /// Creates the guard, or returns an error on a thread that is ending and has destroyed its
+    /// thread-local storage.
+    fn of(identity: u64) -> Result<Self> {
+        let pushed = RECORDED.try_with(|recorded| recorded.borrow_mut().push(identity));
+        pushed
+            .map(|()| Self)
+            .map_err(|_| Error::misuse("capture", "a thread that keeps running", "a thread that is ending"))
+    }
+}
+
+impl Drop for RecordingGuard {
+    fn drop(&mut self) {
+        // A thread that is ending has left all recordings.
+        let _ = RECORDED.try_with(|recorded| recorded.borrow_mut().pop());
+    }
+}
+
+impl Device {
+    /// Runs `run` on a dry run of this device, which has no memory and no kernels. It only counts
+    /// allocations.
+    pub(crate) fn dry_run<R>(&self, run: impl FnOnce(&Self) -> Result<R>) -> Result<R> {
+        self.dry_run_on(Arc::new(DryRun::of(self.description().clone())), false, run)
+    }
+
+    /// Runs a dry run as if this were a device with this description, and returns its launches in
+    /// order. `pins` keep the memory that they use.
+    pub(crate) fn dry_run_as<R>(
+        &self,
+        description: Description,
+        pins: Pins,
+        run: impl FnOnce(&Self) -> Result<R>,
+    ) -> Result<(R, Vec<Launch>)> {
+        self.list(description, pins, false, run)
+    }
+
+    fn list<R>(
+        &self,
+        description: Description,
+        pins: Pins,
+        replayed: bool,
+        run: impl FnOnce(&Self) -> Result<R>,
+    ) -> Result<(R, Vec<Launch>)> {
+        let dry_run = Arc::new(DryRun::listing(description, pins));
+        let result = self.dry_run_on(Arc::clone(&dry_run), replayed, run)?;
+        Ok((result, dry_run.take_launches()))
+    }
+
+    fn dry_run_on<R>(&self, driver: Arc<DryRun>, replayed: bool, run: impl FnOnce(&Self) -> Result<R>) -> Result<R> {
+        let mut parents = vec![self.identity()];
+        parents.extend(self.dry_run_state().iter().flat_map(|dry_run| &dry_run.parents));
+        let state = DryRunState { parents, replayed, over: AtomicBool::new(false) };
+        let dry_run = DryRunGuard(self.stand_in(driver, state));
+        run(&dry_run.0)
+    }
+
+    /// Runs `record` with a device that only lists its launches, and returns the list. Meanwhile
+    /// this thread cannot reach the real device, and the objects that it drops are freed later.
+    pub(crate) fn record<R>(&self, pins: &Pins, record: impl FnOnce(&Self) -> Result<R>) -> Result<(R, Vec<Launch>)> {
+        self.check("capture")?;
+        let outcome = {
+            let _recording = RecordingGuard::of(self.identity())?;
+            self.list(self.description().clone(), pins.clone(), true, record)
+        };
+        self.free_deferred();
+        outcome
+    }
+
+    /// Returns true if this thread records a step of this device. The device that it records on is
+    /// a different one.
+    pub(super) fn is_recorded_here(&self) -> bool {
+        // A thread that is ending has left all recordings, but still drops the values in its
+        // thread-local storage.
+        RECORDED.try_with(|recorded| recorded.borrow().contains(&self.identity())).unwrap_or(false)
+    }
+}
+
+/// A guard that ends a dry run when its closure returns, fails or panics.
+struct DryRunGuard(Device);
+
+impl Drop for DryRunGuard {
+    fn drop(&mut self) {
+        if let Some(dry_run) = self.0.dry_run_state() {
+            dry_run.over.store(true, Ordering::Relaxed);
+        }
     }
 }

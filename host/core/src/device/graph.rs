@@ -7,7 +7,7 @@
 //!
 //! A graph contains bare addresses. Its recorder pins the addresses of every launch before the
 //! borrow that made them valid can end. Memory that contains a pinned address is not freed (see
-//! `deferred_free`) until the last such pin is gone.
+//! `memory`) until the last such pin is gone.
 //!
 //! A graph keeps writing the buffers that it was recorded with, whoever owns them now. A step
 //! relies on its borrowed buffers: for example, its backward pass reads the weights that its
@@ -22,10 +22,10 @@
 //!   buffer the step writes. A replay on another thread waits for the step's end. A replay on the
 //!   step's own thread is an error, because it would wait for itself.
 
-use super::deferred_free::DeferredFree;
 use super::driver::{Driver, Graph, Nodes};
 use super::dry_run::Launch;
 use super::handle::Device;
+use super::memory::DeferredFree;
 use crate::error::{Error, Result};
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
@@ -130,8 +130,11 @@ fn check(nodes: Nodes, launches: usize) -> Result<()> {
     if nodes == (Nodes { kernels: launches, ..Nodes::default() }) {
         return Ok(());
     }
-    let got = format!("{} kernels, {} memory nodes, {} others", nodes.kernels, nodes.memory, nodes.other);
-    Err(Error::misuse("capture", format!("a graph of {launches} kernels and nothing else"), got))
+    let Nodes { kernels, memory, other } = nodes;
+    let reason = format!(
+        "the graph has {kernels} kernels, {memory} memory nodes, {other} others, instead of {launches} kernels and nothing else"
+    );
+    Err(Error::Driver { call: "capture", reason, fatal: false })
 }
 
 fn discard(driver: &dyn Driver, graph: Graph) {
@@ -245,11 +248,12 @@ impl BorrowTable {
     /// borrowed meanwhile.
     pub(super) fn replay(&self, uses: &[Use], deadline: Duration, queue: impl FnOnce() -> Result<()>) -> Result<()> {
         let start = Instant::now();
-        let mut table = self.borrowers();
+        let mut running = self.borrowers();
         loop {
-            let conflicts =
-                |borrower: &&Borrower| borrower.uses.iter().any(|lent| uses.iter().any(|used| used.conflicts(lent)));
-            let Some(borrower) = table.steps.values().find(conflicts) else { break };
+            let conflicts = |borrower: &&Borrower| {
+                borrower.uses.iter().any(|borrowed| uses.iter().any(|used| used.conflicts(borrowed)))
+            };
+            let Some(borrower) = running.steps.values().find(conflicts) else { break };
             let expected = "no running step that has borrowed the graph's buffers";
             if borrower.thread == std::thread::current().id() {
                 return Err(Error::misuse("replay", expected, "a replay inside that step: end the step first"));
@@ -262,7 +266,7 @@ impl BorrowTable {
                     format!("a step of another thread, still running after {deadline:?}"),
                 ));
             }
-            table = self.step_ended.wait_timeout(table, left).unwrap_or_else(PoisonError::into_inner).0;
+            running = self.step_ended.wait_timeout(running, left).unwrap_or_else(PoisonError::into_inner).0;
         }
         queue()
     }
@@ -271,17 +275,17 @@ impl BorrowTable {
 /// The buffers that an arena's running step has borrowed.
 #[derive(Debug)]
 pub(crate) struct BufferBorrow {
-    lends: Arc<BorrowTable>,
+    table: Arc<BorrowTable>,
     number: u64,
     /// True if the table lists this step.
     listed: Cell<bool>,
 }
 
 impl BufferBorrow {
-    pub(super) fn new(lends: &Arc<BorrowTable>) -> Self {
-        let mut table = lends.borrowers();
-        table.next += 1;
-        Self { lends: Arc::clone(lends), number: table.next, listed: Cell::new(false) }
+    pub(super) fn new(table: &Arc<BorrowTable>) -> Self {
+        let mut borrowers = table.borrowers();
+        borrowers.next += 1;
+        Self { table: Arc::clone(table), number: borrowers.next, listed: Cell::new(false) }
     }
 
     /// Returns the number of the arena among those of its device, counted from 1.
@@ -291,23 +295,23 @@ impl BufferBorrow {
 
     /// Adds a borrow of `bytes` bytes at `address`. The step also writes them if `written`.
     pub(crate) fn add(&self, address: u64, bytes: usize, written: bool) {
-        let lent = Use { bytes: address..address.saturating_add(bytes as u64), written };
-        debug_assert!(!lent.bytes.is_empty(), "a buffer has elements");
+        let borrowed = Use { bytes: address..address.saturating_add(bytes as u64), written };
+        debug_assert!(!borrowed.bytes.is_empty(), "a buffer has elements");
         self.listed.set(true);
-        let mut table = self.lends.borrowers();
+        let mut running = self.table.borrowers();
         let thread = std::thread::current().id();
-        let Borrower { uses, .. } = table.steps.entry(self.number).or_insert(Borrower { thread, uses: Vec::new() });
+        let Borrower { uses, .. } = running.steps.entry(self.number).or_insert(Borrower { thread, uses: Vec::new() });
         // A step borrows the same buffers repeatedly, in close succession.
-        if !uses.iter().rev().take(8).any(|had| *had == lent) {
-            uses.push(lent);
+        if !uses.iter().rev().take(8).any(|had| *had == borrowed) {
+            uses.push(borrowed);
         }
     }
 
     /// Ends the step's borrows.
     pub(crate) fn end(&self) {
         if self.listed.replace(false) {
-            self.lends.borrowers().steps.remove(&self.number);
-            self.lends.step_ended.notify_all();
+            self.table.borrowers().steps.remove(&self.number);
+            self.table.step_ended.notify_all();
         }
     }
 }
@@ -345,25 +349,25 @@ mod tests {
 
     #[test]
     fn only_overlapping_writes_conflict() {
-        let lends = Arc::default();
-        let lending = BufferBorrow::new(&lends);
-        lending.add(100, 10, false);
-        let replay = |bytes, written| lends.replay(&[used(bytes, written)], DEADLINE, || Ok(()));
+        let table = Arc::default();
+        let borrow = BufferBorrow::new(&table);
+        borrow.add(100, 10, false);
+        let replay = |bytes, written| table.replay(&[used(bytes, written)], DEADLINE, || Ok(()));
         assert!(replay(109..120, true).is_err(), "what a step reads is written");
         assert!(replay(109..120, false).is_ok(), "both read");
         assert!(replay(110..120, true).is_ok() && replay(0..100, true).is_ok(), "beside it");
-        lending.add(100, 10, true);
+        borrow.add(100, 10, true);
         assert!(replay(0..101, false).is_err(), "what a step writes is read");
-        lending.end();
+        borrow.end();
         assert!(replay(0..200, true).is_ok(), "the step is over");
     }
 
     #[test]
     fn replays_wait_for_other_threads_steps() {
-        let lends = Arc::default();
-        let lending = BufferBorrow::new(&lends);
-        lending.add(0, 8, false);
-        let replay = |deadline| lends.replay(&[used(0..8, true)], deadline, || Ok(()));
+        let table = Arc::default();
+        let borrow = BufferBorrow::new(&table);
+        borrow.add(0, 8, false);
+        let replay = |deadline| table.replay(&[used(0..8, true)], deadline, || Ok(()));
         std::thread::scope(|scope| {
             let start = Instant::now();
             let error = scope.spawn(|| replay(DEADLINE)).join().unwrap().unwrap_err();
@@ -371,7 +375,7 @@ mod tests {
             let waits = scope.spawn(|| replay(Duration::from_secs(20)));
             std::thread::sleep(DEADLINE);
             assert!(!waits.is_finished());
-            lending.end();
+            borrow.end();
             waits.join().unwrap().unwrap();
         });
     }

@@ -10,29 +10,28 @@
 mod builder;
 #[cfg(feature = "cuda")]
 mod cuda;
-mod deferred_free;
 mod driver;
 mod driver_thread;
 mod dry_run;
 mod emulated;
-pub mod faults;
 mod graph;
 mod handle;
 mod kernels;
-pub mod patience;
-mod pinned_readback;
+mod memory;
+mod readback;
 mod self_test;
 mod staging;
 mod stream;
 
 pub use builder::{DEFAULT_DEADLINE, DeviceBuilder, SelfTest};
-pub(crate) use deferred_free::DeferredFree;
-pub use driver::{Description, DeviceKind, Driver, Link, Piece, Pool, Wire};
+pub use driver::{Description, DeviceKind, Driver, DriverLayer, Fence, Graph, Link, Nodes, Piece, Pool, Wire};
+pub use driver_thread::panic_message;
 pub use dry_run::Launch;
 pub(crate) use graph::{BufferBorrow, Pins, SealedGraph};
 pub use handle::Device;
 pub use kernels::{Kernels, ptx_builds};
-pub use pinned_readback::PinnedReadback;
+pub(crate) use memory::DeferredFree;
+pub use readback::PinnedReadback;
 pub use self_test::{KernelTest, Tested, remembered};
 pub(crate) use staging::Fill;
 pub use stream::DeviceLink;

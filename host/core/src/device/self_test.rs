@@ -78,10 +78,10 @@ impl DeviceBuilder {
     /// `STEPSCOPE_SELF_TEST`. It is also returned for kernels of two packages with the same name,
     /// or of one with the name of stepscope's own.
     pub fn open(self) -> Result<Device> {
-        let (when, planted) = (self.tests()?, self.has_faults());
+        let (when, covered) = (self.tests()?, self.has_layers());
         let device = self.open_untested()?;
-        // A device with planted faults proves nothing about others.
-        let key = if planted || when == SelfTest::Never { None } else { Key::of(device.description())? };
+        // A device with layers over its driver proves nothing about others.
+        let key = if covered || when == SelfTest::Never { None } else { Key::of(device.description())? };
         guard(when, key.as_ref(), Remembered::of_user, || device.self_test())?;
         Ok(device)
     }
@@ -152,14 +152,14 @@ const RECORD_NAME_DIGITS: usize = 32;
 
 /// The key of a test: the source of the kernels, the compiler, the GPU, and the cases.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Key(String);
+struct Key(String);
 
 impl Key {
     /// Returns the key of a device, or none for a device without PTX.
     ///
     /// # Errors
     /// [`Error::Misuse`] in a program that links no test of kernels.
-    pub(super) fn of(description: &Description) -> Result<Option<Self>> {
+    fn of(description: &Description) -> Result<Option<Self>> {
         let Description { name, capability: Some(capability), driver: Some(driver), ptx: Some(ptx), .. } = description
         else {
             return Ok(None);
@@ -175,7 +175,7 @@ impl Key {
 
 /// The folder of the records.
 #[derive(Clone, Debug)]
-pub(super) struct Remembered {
+struct Remembered {
     folder: PathBuf,
 }
 
@@ -183,7 +183,7 @@ impl Remembered {
     /// Opens the user's records: `stepscope/kernels` in the system's cache folder
     /// (`XDG_CACHE_HOME`, or `.cache` in `HOME`). Returns none, with a warning, if there is no such
     /// folder.
-    pub(super) fn of_user() -> Option<Self> {
+    fn of_user() -> Option<Self> {
         let cache = etcetera::choose_base_strategy().ok().map(|base| base.cache_dir());
         // A relative path would be different for each program.
         let Some(cache) = cache.filter(|cache| cache.is_absolute()) else {
@@ -193,12 +193,12 @@ impl Remembered {
         Some(Self::at(cache.join("stepscope").join("kernels")))
     }
 
-    pub(super) fn at(folder: PathBuf) -> Self {
+    fn at(folder: PathBuf) -> Self {
         Self { folder }
     }
 
     /// Returns the record that these kernels have passed, if there is one.
-    pub(super) fn find(&self, key: &Key) -> Option<PathBuf> {
+    fn find(&self, key: &Key) -> Option<PathBuf> {
         let path = self.folder.join(key.file());
         match read(&path) {
             Ok(text) if text.starts_with(key.0.as_bytes()) => return Some(path),
@@ -212,7 +212,7 @@ impl Remembered {
     }
 
     /// Records that these kernels have passed. Logs a warning if that fails.
-    pub(super) fn remember(&self, key: &Key, tested: Tested) {
+    fn remember(&self, key: &Key, tested: Tested) {
         let path = self.folder.join(key.file());
         let text = format!("{}stepscope {}: {tested}\n", key.0, env!("CARGO_PKG_VERSION"));
         let made = fs::create_dir_all(&self.folder).map_err(|reason| Error::file(&self.folder, reason));
@@ -222,7 +222,7 @@ impl Remembered {
     }
 
     /// Removes the record of these kernels, because they have failed.
-    pub(super) fn forget(&self, key: &Key) {
+    fn forget(&self, key: &Key) {
         let path = self.folder.join(key.file());
         match fs::remove_file(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {

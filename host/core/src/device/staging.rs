@@ -19,9 +19,9 @@
 //! - A failed upload leaves the ring unchanged, so the next one tries again.
 //! - A slot's memory and its fence have the same lifetime. A block of pages is held or spare.
 
-use super::deferred_free::DeferredFree;
 use super::driver::{DeviceKind, Driver, Fence};
 use super::handle::Device;
+use super::memory::DeferredFree;
 use crate::error::{Error, Result};
 use crate::shortage::HostMemory;
 use cuda_std::float_mode;
@@ -39,13 +39,13 @@ const LEAST_SLOT_BYTES: usize = 4096;
 /// The bytes of a piece that a thread writes at a time.
 const PART_BYTES: usize = 128 << 10;
 /// The alignment of a piece within its slot.
-pub(super) const ALIGN_BYTES: usize = 256;
+const ALIGN_BYTES: usize = 256;
 
 /// The number of slots of a ring, and the bytes of each. The default has none.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct RingSize {
-    pub(super) slots: usize,
-    pub(super) slot_bytes: usize,
+    slots: usize,
+    slot_bytes: usize,
 }
 
 impl RingSize {
@@ -82,20 +82,20 @@ impl RingSize {
 /// The ring. Its slots are allocated when they are first needed.
 #[derive(Debug, Default)]
 pub(super) struct Staging {
-    pub(super) size: RingSize,
-    pub(super) slots: Vec<Slot>,
+    size: RingSize,
+    slots: Vec<Slot>,
     /// The index of the slot that is being filled.
-    pub(super) current: usize,
-    pub(super) writers: Writers,
+    current: usize,
+    writers: Writers,
 }
 
 /// A slot of pinned memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Slot {
-    pub(super) address: u64,
-    pub(super) fence: Fence,
+    address: u64,
+    fence: Fence,
     /// The number of bytes from the start that are in use.
-    pub(super) filled: usize,
+    filled: usize,
 }
 
 impl Staging {
@@ -104,7 +104,7 @@ impl Staging {
     }
 
     /// Returns the bytes of the slots that are not allocated yet.
-    pub(super) fn unmade_bytes(&self) -> u64 {
+    fn unmade_bytes(&self) -> u64 {
         ((self.size.slots - self.slots.len()) * self.size.slot_bytes) as u64
     }
 
@@ -138,14 +138,14 @@ impl Slot {
 /// Threads that write pieces, because one thread is slower than the link to the device. The ring
 /// owns them, because all threads of a shared pool may be waiting for the ring.
 #[derive(Debug, Default)]
-pub(super) struct Writers {
+struct Writers {
     pool: OnceLock<Option<ThreadPool>>,
 }
 
 impl Writers {
     /// Writes a piece. A thread of a pool writes it without help. While waiting for helpers, it
     /// could be given another upload, which would wait for this one.
-    pub(super) fn write(&self, piece: &mut [u8], fill: &Fill<'_>) {
+    fn write(&self, piece: &mut [u8], fill: &Fill<'_>) {
         let alone = piece.len() <= PART_BYTES || rayon::current_thread_index().is_some();
         let pool = if alone { None } else { self.pool.get_or_init(Self::start).as_ref() };
         let Some(pool) = pool else { return fill(0, piece) };
@@ -260,7 +260,7 @@ impl Staging {
     /// # Safety
     /// `to` is device memory of at least `bytes` bytes until the copy is done, and so is `transit`,
     /// which nothing else uses.
-    pub(super) unsafe fn stage(
+    unsafe fn stage(
         &mut self,
         device: &Device,
         to: u64,
@@ -328,11 +328,11 @@ impl Slot {
 
 /// The most bytes that are kept for later requests. Beyond this, the block that was returned first
 /// is freed.
-pub(super) const MOST_SPARE_BYTES: usize = 512 << 20;
+const MOST_SPARE_BYTES: usize = 512 << 20;
 
 /// The copies from a block that the device may still have to make.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Copies {
+enum Copies {
     None,
     /// All copies come before the block's fence.
     BeforeFence,
@@ -342,25 +342,25 @@ pub(super) enum Copies {
 
 /// A block of pinned memory.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Block {
-    pub(super) slot: Slot,
-    pub(super) bytes: usize,
-    pub(super) copies: Copies,
+struct Block {
+    slot: Slot,
+    bytes: usize,
+    copies: Copies,
 }
 
 /// The blocks of a device.
 #[derive(Debug, Default)]
 pub(super) struct Pages {
     /// The held blocks, by address.
-    pub(super) held: BTreeMap<u64, Block>,
+    held: BTreeMap<u64, Block>,
     /// The spare blocks, in the order in which they were returned.
-    pub(super) spare: Vec<Block>,
+    spare: Vec<Block>,
 }
 
 impl Pages {
     /// Returns the block that contains these bytes. Zero bytes are in no block, because another
     /// block may begin at their end.
-    pub(super) fn around(&mut self, bytes: &[u8]) -> Option<&mut Block> {
+    fn around(&mut self, bytes: &[u8]) -> Option<&mut Block> {
         let start = bytes.first().map(std::ptr::from_ref)? as u64;
         let (&address, block) = self.held.range_mut(..=start).next_back()?;
         let end = (start - address).checked_add(bytes.len() as u64)?;
@@ -368,13 +368,13 @@ impl Pages {
     }
 
     /// Returns all blocks for freeing. None of them is held.
-    pub(super) fn into_retired(self) -> impl Iterator<Item = DeferredFree> {
-        self.spare.into_iter().map(Block::retired)
+    pub(super) fn into_deferred(self) -> impl Iterator<Item = DeferredFree> {
+        self.spare.into_iter().map(Block::deferred)
     }
 }
 
 impl Block {
-    pub(super) fn retired(self) -> DeferredFree {
+    fn deferred(self) -> DeferredFree {
         DeferredFree::Slot { slot: self.slot, bytes: self.bytes }
     }
 }
@@ -450,7 +450,7 @@ impl Device {
         };
         // SAFETY: the blocks belong to this device, and nothing owns them any more. At most copies
         // from them are queued.
-        freed.into_iter().for_each(|block| unsafe { self.retire(block.retired()) });
+        freed.into_iter().for_each(|block| unsafe { self.retire(block.deferred()) });
     }
 
     /// Queues a copy directly from pinned memory of this device. Returns false if the bytes do not
@@ -458,7 +458,7 @@ impl Device {
     ///
     /// # Safety
     /// The requirements of [`Device::stage`].
-    pub(super) unsafe fn copy_from_pages(&self, to: u64, transit: Option<u64>, from: &[u8]) -> Result<bool> {
+    unsafe fn copy_from_pages(&self, to: u64, transit: Option<u64>, from: &[u8]) -> Result<bool> {
         let Some(Block { slot, .. }) = self.pages().around(from).copied() else { return Ok(false) };
         let (fence, address, bytes) = (slot.fence(), from.as_ptr() as u64, from.len());
         let queued = self.call("upload", self.deadline(), move |driver: &dyn Driver| {
@@ -479,26 +479,30 @@ impl Device {
 
 #[cfg(test)]
 mod tests {
-    use super::super::faults::{Call, FaultPlan};
     use super::*;
 
     /// The test does not access the memory, so it needs no owner.
     #[test]
     fn spare_pages_are_limited() {
-        let plan = FaultPlan::new();
-        let device = Device::builder(DeviceKind::Emulated).faults(plan.clone()).open().unwrap();
-        let third = MOST_SPARE_BYTES / 3;
-        let blocks = [0, 1, 2, 3].map(|number| (device.take_pages(third + number, || Ok(())).unwrap(), number));
-        for (given_back, (address, _)) in (1..).zip(blocks) {
+        let device = Device::open(DeviceKind::Emulated).unwrap();
+        let take = |number: usize, is_new: bool| {
+            let mut admitted = false;
+            let admit = || {
+                admitted = true;
+                Ok(())
+            };
+            let address = device.take_pages(MOST_SPARE_BYTES / 3 + number, admit).unwrap();
+            assert_eq!(admitted, is_new, "{number}");
+            address
+        };
+        let blocks = [0, 1, 2, 3].map(|number| take(number, true));
+        for (given_back, address) in (1..).zip(blocks) {
             // SAFETY: nothing has accessed it.
             unsafe { device.give_pages_back(address) };
-            assert_eq!(plan.count(Call::FreePinned), if given_back < 3 { 0 } else { given_back - 2 }, "{given_back}");
+            assert_eq!(device.pages().spare.len(), 2.min(given_back), "{given_back}");
         }
-        for (_, number) in blocks {
-            let made = plan.count(Call::AllocatePinned);
-            let admit = || if number < 2 { Ok(()) } else { panic!("{number} was kept") };
-            device.take_pages(third + number, admit).unwrap();
-            assert_eq!(plan.count(Call::AllocatePinned), made + u64::from(number < 2));
+        for number in 0..4 {
+            take(number, number < 2);
         }
     }
 }

@@ -6,7 +6,8 @@
 //! driver thread     |           | launch 1  | launch 2  | launch 3 | ..
 //! ```
 //! A driver whose launch only queues a kernel reports nothing but failures. Such a launch is posted
-//! to the driver thread, and the step continues. For any other driver the step waits.
+//! to the driver thread, and the step continues. For any other driver the step waits. The path is
+//! one-way: a step has [`Launches`], which call the [`Device`], which calls the driver thread.
 //!
 //! Invariants:
 //!
@@ -20,14 +21,14 @@
 //! - While a link exists, a wait for the device is no longer than the group's wait for another
 //!   rank. The device may be waiting for an exchange.
 
-use super::deferred_free::DeferredFree;
 use super::driver::{Driver, Link, Piece, Wire};
 use super::driver_thread;
+use super::dry_run::Launch;
 use super::graph::BufferBorrow;
 use super::handle::Device;
-use super::patience;
+use super::memory::DeferredFree;
 use crate::error::{Error, Result};
-use cuda_std::launch::{Entry, Extent, Grid, Words};
+use cuda_std::launch::Extent;
 use std::cell::{Cell, RefCell};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -40,9 +41,10 @@ const AHEAD: u64 = 8;
 /// time for this many launches.
 const SPIN_TIME: Duration = Duration::from_micros(50);
 
-/// The state of a step's launches.
-#[derive(Debug, Default)]
+/// The launches of a step.
+#[derive(Debug)]
 pub(crate) struct Launches {
+    device: Device,
     posted: Cell<u64>,
     made: RefCell<Arc<Made>>,
     /// The memory that launches use, while it is being watched.
@@ -58,32 +60,28 @@ struct Made {
     failure: OnceLock<Error>,
 }
 
-impl Device {
-    /// Makes a launch. It is posted if it belongs to a step, and waited for otherwise.
+impl Launch {
+    /// Passes the launch to the driver.
     ///
     /// # Safety
-    /// The kernel's contract accepted these arguments for this grid. Their memory belongs to this
-    /// device or a parent, and is alive until the next call.
-    pub(crate) unsafe fn launch(
-        &self,
-        of_step: Option<&Launches>,
-        (entry, grid, words): (Entry, Grid, Words),
-        deadline: Duration,
-    ) -> Result<()> {
-        if let Some(launches) = of_step
-            && let Some(watched) = &mut *launches.watched.borrow_mut()
-        {
-            watched.extend(words.extents());
-        }
-        let deadline = patience::of_launch(deadline);
-        // SAFETY: this function's requirements are those of the driver. The driver thread makes the
-        // call before any later one. Recorded memory is pinned by the dry run.
-        let launch = move |driver: &dyn Driver| unsafe { driver.launch(&entry, grid, &words) };
-        let launch = move |driver: &dyn Driver| launch(driver).map_err(|error| error.of_kernel(entry.name));
-        match of_step {
-            Some(launches) => launches.push(self, deadline, launch),
-            None => self.call("launch", deadline, launch),
-        }
+    /// The requirements of [`Driver::launch`].
+    unsafe fn make(&self, driver: &dyn Driver) -> Result<()> {
+        // SAFETY: this function's requirements are those of the driver.
+        let made = unsafe { driver.launch(&self.entry, self.grid, &self.words) };
+        made.map_err(|error| error.of_kernel(self.entry.name))
+    }
+}
+
+impl Device {
+    /// Makes a launch that belongs to no step, and waits until the driver has taken it.
+    ///
+    /// # Safety
+    /// The kernel's contract accepted the launch. Its memory belongs to this device or a parent,
+    /// and is alive until the next call.
+    pub(crate) unsafe fn launch(&self, launch: Launch) -> Result<()> {
+        // SAFETY: the driver thread makes the call before any later one, so the memory is alive.
+        // Recorded memory is pinned by the dry run.
+        self.call("launch", self.launch_deadline(self.deadline()), move |driver| unsafe { launch.make(driver) })
     }
 }
 
@@ -104,6 +102,16 @@ impl Made {
 }
 
 impl Launches {
+    pub(crate) fn new(device: Device) -> Self {
+        Self { device, posted: Cell::default(), made: RefCell::default(), watched: RefCell::default() }
+    }
+
+    /// Returns the device that the launches run on.
+    #[inline]
+    pub(crate) fn device(&self) -> &Device {
+        &self.device
+    }
+
     /// Runs `make`, and also returns the memory that its launches use.
     pub(crate) fn watch<R>(&self, make: impl FnOnce() -> R) -> (R, Vec<Extent>) {
         self.watched.replace(Some(Vec::new()));
@@ -120,18 +128,24 @@ impl Launches {
         }
     }
 
-    /// Makes one more launch.
-    pub(super) fn push(
-        &self,
-        device: &Device,
-        deadline: Duration,
-        launch: impl FnOnce(&dyn Driver) -> Result<()> + Send + 'static,
-    ) -> Result<()> {
-        if !device.launch_only_queues() || patience::is_limited() {
+    /// Makes one more launch. It is posted to the driver thread if the driver only queues it, and
+    /// waited for otherwise.
+    ///
+    /// # Safety
+    /// The requirements of [`Device::launch`].
+    pub(crate) unsafe fn push(&self, launch: Launch, deadline: Duration) -> Result<()> {
+        if let Some(watched) = &mut *self.watched.borrow_mut() {
+            watched.extend(launch.words.extents());
+        }
+        let (device, deadline) = (&self.device, self.device.launch_deadline(deadline));
+        // SAFETY: the driver thread makes the call before any later one, so the memory is alive.
+        // Recorded memory is pinned by the dry run.
+        let launch = move |driver: &dyn Driver| unsafe { launch.make(driver) };
+        if !device.launch_only_queues() || device.wait_time_left().is_some() {
             // The caller gets the error at once.
             return device.call("launch", deadline, launch);
         }
-        self.wait(device, AHEAD - 1, deadline)?;
+        self.wait(AHEAD - 1, deadline)?;
         let made = self.made.borrow();
         made.failure()?;
         let (before, after) = (Arc::clone(&made), Arc::clone(&made));
@@ -142,11 +156,11 @@ impl Launches {
     }
 
     /// Waits until at most `left` launches are pending.
-    fn wait(&self, device: &Device, left: u64, deadline: Duration) -> Result<()> {
+    fn wait(&self, left: u64, deadline: Duration) -> Result<()> {
         let made = self.made.borrow();
         let caught_up = || (self.posted.get() - made.count.load(Ordering::Acquire) <= left).then_some(());
         // If polling is not enough, a call after all of them waits.
-        driver_thread::watch(SPIN_TIME, caught_up).map_or_else(|| device.call("launch", deadline, |_| Ok(())), Ok)
+        driver_thread::watch(SPIN_TIME, caught_up).map_or_else(|| self.device.call("launch", deadline, |_| Ok(())), Ok)
     }
 
     /// Returns the result of a part of the step after the driver has taken all its launches.
@@ -154,12 +168,12 @@ impl Launches {
     /// # Errors
     /// The error of the first launch that failed. Otherwise the part's own error, which came before
     /// that of this wait.
-    pub(crate) fn settle<R>(&self, device: &Device, deadline: Duration, part: Result<R>) -> Result<R> {
+    pub(crate) fn settle<R>(&self, deadline: Duration, part: Result<R>) -> Result<R> {
         // A step without launches costs nothing here.
         if self.posted.get() == 0 {
             return part;
         }
-        let waited = self.wait(device, 0, deadline);
+        let waited = self.wait(0, deadline);
         self.made.borrow().failure()?;
         let part = part?;
         waited.map(|()| part)
@@ -216,7 +230,7 @@ impl DeviceLink {
         self.lent().end();
         // SAFETY: the driver refuses an exchange on a link that has ended, and ending it twice does
         // nothing.
-        self.device.call_beside_lane(move |driver| unsafe { driver.leave_link(link) });
+        self.device.call_on_own_thread(move |driver| unsafe { driver.leave_link(link) });
     }
 
     /// Returns the time that a call of the link may take on the driver thread.

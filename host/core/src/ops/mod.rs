@@ -71,7 +71,7 @@ pub use qk_norm::{QkNorm, qk_norm, qk_norm_backward};
 pub use reduce::{
     argmax_columns, max, max_columns, mean, scaled_sum, squared_norm, sum, sum_columns, sum_rows, sum_rows_into,
 };
-pub use rotary::{Rotary, rotary, rotary_backward};
+pub use rotary::{Rotary, RotaryScaling, rotary, rotary_backward};
 pub use sgd::{sgd, sgd_groups};
 pub use shapes::same_shape;
 pub use slice::{concat, slice, slice_backward};

@@ -1,5 +1,5 @@
-//! RMSNorm (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019), by itself, after a
-//! residual sum and, on a tape, followed by projections.
+//! RMSNorm (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019), by itself and after
+//! a residual sum.
 //!
 //! Backward adds to the gradient that x has from elsewhere, such as from the residual path, in the
 //! same launch.
@@ -8,8 +8,7 @@ use super::shapes::check_row;
 use super::{same_shape, sum_rows_into};
 use crate::error::{Error, Result};
 use crate::ops;
-use crate::ops::{BiasGradient, Gemm, GemmElement, Gradient};
-use crate::params::{Parameter, StackedParameters};
+use crate::params::Parameter;
 use crate::step::Step;
 use crate::tape::{Backward, Tape, Var};
 use crate::tensor::{Saved, Source, Stored, Target, Tensor};
@@ -194,61 +193,6 @@ impl<'s> Tape<'_, 's> {
                 None => dh,
             };
             dh.map_or(Ok(()), |dh| back.add_to_both(&x, &residual, dh))
-        }))
-    }
-
-    /// `y[i] = rms_norm(x) w_i`, one norm and one batched multiply for a whole stack; `x`:
-    /// `[batch, tokens, in]`, `w_i`: `[in, out]`, `y`: `[members, batch, tokens, out]`.
-    ///
-    /// # Errors
-    /// [`Error::Misuse`] when extents differ, and those of [`ops::rms_norm`].
-    #[track_caller]
-    pub fn norm_project<S: GemmElement<S> + GemmElement<f32>>(
-        &self,
-        x: &Var<'s, S>,
-        gain: Parameter,
-        epsilon: f32,
-        w: &StackedParameters,
-    ) -> Result<Var<'s, S>> {
-        const OP: &str = "norm_project";
-        let op = self.op(OP, [x])?;
-        let (w_shape, distance) = op.stack(w)?;
-        let (&[batch, tokens, inner], &[k, n]) = (x.shape().extents(), w_shape.extents()) else {
-            let got = format!("{} and {w_shape}", x.shape());
-            return Err(Error::misuse(OP, "x [batch, tokens, in] and w [in, out]", got));
-        };
-        if inner != k {
-            let expected = format!("an input of shape [.., {k}] for weights {w_shape}");
-            return Err(Error::misuse(OP, expected, x.shape().to_string()));
-        }
-        let (members, rows) = (w.members().len(), batch * tokens);
-        let (z, inverse_rms) = ops::rms_norm(self.step(), x.value(), &op.weights(gain)?, epsilon)?;
-        let mut y = self.step().empty([members, batch, tokens, n])?;
-        let form = Gemm { batches: members, stride_b: distance, stride_c: rows * n, ..Gemm::new(rows, n, k) };
-        let weights = op.stack_weights_as::<S>(w)?;
-        ops::gemm_into(self.step(), &form, &z, &weights, None::<&Saved<'s>>, &mut y)?;
-        let (x, z, inverse_rms, w) = (*x, z.save(), inverse_rms.save(), w.clone());
-        Ok(op.record(y.save(), move |back, dy| {
-            let (step, weights) = (back.step(), back.stack_weights_as::<S>(&w)?);
-            // dw_i += z^T dy_i
-            let (mut dw, accumulate) = back.stack_gradient_uninit(&w)?;
-            let form = Gemm { batches: members, stride_b: rows * n, stride_c: distance, ..Gemm::new(k, n, rows) };
-            let form = if accumulate { form.accumulate() } else { form }.transpose_a();
-            let dw = Gradient { form, of: &z, into: &mut dw };
-            // The gradient of the norm's output is the sum of dy_i w_i^T, which the norm's backward
-            // pass computes.
-            let mut dz = step.empty([members, batch, tokens, k])?;
-            let form = Gemm {
-                batches: members,
-                stride_a: rows * n,
-                stride_b: distance,
-                stride_c: rows * k,
-                ..Gemm::new(rows, k, n).transpose_b()
-            };
-            let none = None::<BiasGradient<'_, Tensor<'s>>>;
-            ops::gradients_into(step, &dy, dw, none, Some(Gradient { form, of: &weights, into: &mut dz }))?;
-            step.free(dy);
-            backward(back, &x, gain, &inverse_rms, dz)
         }))
     }
 }

@@ -8,34 +8,154 @@ use crate::step::Step;
 use crate::tape::{Tape, Var};
 use crate::tensor::{Source, Stored, Target, Tensor};
 use cuda_std::launch::{Pointer, PointerMut};
-use kernels::rotary as kernel;
+use kernels::rotary::{self as kernel, Frequencies, RADIAN, times};
 
 /// The rotation of pairs of columns at each position.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rotary {
-    /// The base, above 1. Pair i rotates by `base^(-2 i / width)` radians per position.
+    /// The base, above 1. Pair i rotates by `base^(-2 i / columns)` radians per position, before
+    /// scaling.
     pub base: f64,
     /// The position of the first token.
     pub offset: u32,
+    /// The columns of each head that rotate, from the first on: a multiple of 8. The others stay
+    /// as they are. `None` rotates all.
+    pub columns: Option<usize>,
+    /// The change of the frequencies for a longer context.
+    pub scaling: RotaryScaling,
+}
+
+/// A change of the frequencies of [`Rotary`] that extends the context of a trained model. All
+/// factors are at least 1.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum RotaryScaling {
+    /// The frequencies of the base.
+    None,
+    /// Position interpolation: all frequencies are divided by `factor` (Chen et al., "Extending
+    /// Context Window of Large Language Models via Position Interpolation", 2023).
+    Linear {
+        /// The divisor.
+        factor: f64,
+    },
+    /// Llama 3.1's scaling. Frequencies of at most `low` turns in `context` positions are divided
+    /// by `factor`, those of at least `high` turns stay, and those in between are interpolated
+    /// linearly over the frequency.
+    Llama3 {
+        /// The divisor of slow frequencies.
+        factor: f64,
+        /// The turns at which interpolation begins.
+        low: f64,
+        /// The turns at which it ends, above `low`.
+        high: f64,
+        /// The context of the model before scaling.
+        context: usize,
+    },
+    /// YaRN (Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models",
+    /// 2023). Frequencies of at most `slow` turns in `context` positions are divided by `factor`,
+    /// those of at least `fast` turns stay, and those in between are interpolated linearly over the
+    /// pair's index. Sine and cosine are multiplied by `gain`.
+    Yarn {
+        /// The divisor of slow frequencies.
+        factor: f64,
+        /// The turns at which the ramp begins, 1 in the paper.
+        slow: f64,
+        /// The turns at which it ends, above `slow`; 32 in the paper.
+        fast: f64,
+        /// True if both ends of the ramp move outward to whole indices, as in the paper's code.
+        whole: bool,
+        /// The context of the model before scaling.
+        context: usize,
+        /// The factor of queries and keys: `0.1 ln(factor) + 1` in the paper.
+        gain: f32,
+    },
 }
 
 impl Rotary {
-    /// Makes a rotation that starts at position 0.
-    pub fn new(base: f64) -> Self {
-        Self { base, offset: 0 }
+    /// Makes a rotation of all columns that starts at position 0, without scaling.
+    pub const fn new(base: f64) -> Self {
+        Self { base, offset: 0, columns: None, scaling: RotaryScaling::None }
     }
 
-    /// Computes `base^(-2 / width)` in units of 2^-64.
-    fn ratio(self, op: &'static str, width: usize) -> Result<u64> {
-        if !(self.base > 1.0 && self.base.is_finite()) {
-            return Err(Error::misuse(op, "a base above 1", self.base.to_string()));
-        }
-        if !width.is_multiple_of(8) {
-            return Err(Error::misuse(op, "heads of a multiple of 8 columns", format!("{width} columns")));
-        }
-        // libm's `pow` is the same on every machine.
-        Ok((libm::pow(self.base, -2.0 / width as f64) * 2f64.powi(64)) as u64)
+    /// Computes the frequencies, the factor of sine and cosine, and the columns that rotate, for
+    /// heads of `width` columns.
+    fn angles(self, op: &'static str, width: usize) -> Result<Angles> {
+        let check = |holds: bool, expected: &str, got: String| match holds {
+            true => Ok(()),
+            false => Err(Error::misuse(op, expected, got)),
+        };
+        let columns = self.columns.unwrap_or(width);
+        check(self.base > 1.0 && self.base.is_finite(), "a base above 1", self.base.to_string())?;
+        check(width.is_multiple_of(8), "heads of a multiple of 8 columns", format!("{width} columns"))?;
+        let fit = columns.is_multiple_of(8) && (1..=width).contains(&columns);
+        check(fit, "a multiple of 8 of the heads' columns that rotate", format!("{columns} of {width} columns"))?;
+        let scaled =
+            |factor: f64| check(factor >= 1.0 && factor.is_finite(), "a factor of at least 1", factor.to_string());
+        let rising = |low: f64, high: f64| {
+            let fit = low > 0.0 && low < high && high.is_finite();
+            check(fit, "two rising numbers of turns above 0", format!("{low} and {high}"))
+        };
+        // libm's functions are the same on every machine.
+        let ratio = fraction(libm::pow(self.base, -2.0 / columns as f64));
+        let all =
+            Frequencies { start: RADIAN, ratio, shrink: 0, low: 0, span: 0, shift: 0, inverse: 0, by_pair: false };
+        let (frequencies, gain) = match self.scaling {
+            RotaryScaling::None => (all, 1.0),
+            RotaryScaling::Linear { factor } => {
+                scaled(factor)?;
+                // A factor of 1 would be 2^64.
+                let start = if factor > 1.0 { times(RADIAN, fraction(1.0 / factor)) } else { RADIAN };
+                (Frequencies { start, ..all }, 1.0)
+            }
+            RotaryScaling::Llama3 { factor, low, high, context } => {
+                scaled(factor)?;
+                rising(low, high)?;
+                check(context > 0, "a context of at least 1", context.to_string())?;
+                let [low, high] = [low, high].map(|turns| fraction(turns / context as f64));
+                (ramp(all, factor, false, low, high), 1.0)
+            }
+            RotaryScaling::Yarn { factor, slow, fast, whole, context, gain } => {
+                scaled(factor)?;
+                rising(slow, fast)?;
+                check(context > 0, "a context of at least 1", context.to_string())?;
+                check(gain.is_finite(), "a finite gain", gain.to_string())?;
+                // The index of the pair that makes this many turns in the context.
+                let index = |turns: f64| {
+                    let radians = context as f64 / (turns * std::f64::consts::TAU);
+                    columns as f64 * libm::log(radians) / (2.0 * libm::log(self.base))
+                };
+                let (first, last) = (index(fast), index(slow));
+                let (first, last) = if whole { (first.floor(), last.ceil()) } else { (first, last) };
+                let [first, last] =
+                    [first.max(0.0), last.min(columns as f64 - 1.0)].map(|at| (at * 2f64.powi(32)) as u64);
+                (ramp(all, factor, true, first, last), gain)
+            }
+        };
+        Ok(Angles { frequencies, gain, columns })
     }
+}
+
+/// The kernel's form of [`Rotary`].
+#[derive(Clone, Copy)]
+struct Angles {
+    frequencies: Frequencies,
+    gain: f32,
+    columns: usize,
+}
+
+/// Returns a number below 1 in units of 2^-64.
+fn fraction(number: f64) -> u64 {
+    (number * 2f64.powi(64)) as u64
+}
+
+/// Divides slow frequencies by `factor`, with a ramp from `low` to `high`.
+fn ramp(all: Frequencies, factor: f64, by_pair: bool, low: u64, high: u64) -> Frequencies {
+    if factor == 1.0 {
+        return all;
+    }
+    let span = high.saturating_sub(low).max(1);
+    let shift = span.leading_zeros();
+    let inverse = ((1 << 127) / u128::from(span << shift)).min(u128::from(u64::MAX)) as u64;
+    Frequencies { shrink: fraction(1.0 / factor), low, span, shift, inverse, by_pair, ..all }
 }
 
 impl Default for Rotary {
@@ -45,14 +165,14 @@ impl Default for Rotary {
     }
 }
 
-/// `(x cos - y sin, y cos + x sin)` for columns i and i + width / 2, `(x, y)`, of each head of q
-/// and k, as in GPT-NeoX and Llama; v is copied. The angle is
-/// `(offset + token) base^(-2 i / width)`. Its sine and cosine are within 2 ulp at every position.
-/// `qkv`: a layout of [`AttentionConfig`]; result: the same. Queued; no scratch.
+/// `(x cos - y sin, y cos + x sin)` for columns i and i + n / 2, `(x, y)`, of the n columns that
+/// rotate of each head of q and k, as in GPT-NeoX and Llama; v is copied. The angle is
+/// `(offset + token) base^(-2 i / n)`, unless it is scaled. Its sine and cosine are within 2 ulp at
+/// every position. `qkv`: a layout of [`AttentionConfig`]; result: the same. Queued; no scratch.
 ///
 /// # Errors
-/// [`Error::Misuse`] when shapes do not fit `form`, or the heads' columns are not a multiple of 8;
-/// [`Error::ArenaFull`].
+/// [`Error::Misuse`] when shapes do not fit `form`, the columns are not a multiple of 8, or the
+/// scaling is invalid; [`Error::ArenaFull`].
 #[track_caller]
 pub fn rotary<'s, S: Stored>(
     step: &Step<'s>,
@@ -61,9 +181,9 @@ pub fn rotary<'s, S: Stored>(
     form: &AttentionConfig<'s>,
 ) -> Result<Tensor<'s, S>> {
     let sizes = form.sizes("rotary", qkv.shape())?;
-    let ratio = rotary.ratio("rotary", sizes.width)?;
+    let angles = rotary.angles("rotary", sizes.width)?;
     let mut y = step.empty(qkv.shape())?;
-    launch(step, sizes, (ratio, rotary.offset, false), (qkv.pointer(), y.out()))?;
+    launch(step, sizes, (angles, rotary.offset, false), (qkv.pointer(), y.out()))?;
     Ok(y)
 }
 
@@ -80,8 +200,8 @@ pub fn rotary_backward<'s, S: Stored>(
     form: &AttentionConfig<'s>,
 ) -> Result<Tensor<'s, S>> {
     let sizes = form.sizes("rotary_backward", dy.shape())?;
-    let ratio = rotary.ratio("rotary_backward", sizes.width)?;
-    launch(step, sizes, (ratio, rotary.offset, true), dy.in_place())?;
+    let angles = rotary.angles("rotary_backward", sizes.width)?;
+    launch(step, sizes, (angles, rotary.offset, true), dy.in_place())?;
     Ok(dy)
 }
 
@@ -89,7 +209,7 @@ pub fn rotary_backward<'s, S: Stored>(
 fn launch<S: Stored>(
     step: &Step<'_>,
     sizes: Sizes,
-    (ratio, offset, back): (u64, u32, bool),
+    (Angles { frequencies, gain, columns }, offset, back): (Angles, u32, bool),
     (x, out): (Pointer<'_, S>, PointerMut<'_, S>),
 ) -> Result<()> {
     step.launch(kernel::rotary {
@@ -98,8 +218,17 @@ fn launch<S: Stored>(
         heads: sizes.heads as u32,
         kv_heads: sizes.kv_heads as u32,
         width: sizes.width as u32,
+        rotated: columns as u32,
         stacked: u32::from(sizes.stacked),
-        ratio,
+        start: frequencies.start,
+        ratio: frequencies.ratio,
+        shrink: frequencies.shrink,
+        low: frequencies.low,
+        span: frequencies.span,
+        shift: frequencies.shift,
+        inverse: frequencies.inverse,
+        by_pair: u32::from(frequencies.by_pair),
+        gain,
         offset,
         back: u32::from(back),
         samples: sizes.batch as u32,

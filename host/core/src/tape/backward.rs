@@ -248,8 +248,12 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         Ok((gradients, [(); N].map(|()| written())))
     }
 
-    /// Lends a stack's gradient like [`Backward::stack_gradient`], without zeroing it.
-    pub(crate) fn stack_gradient_uninit(&mut self, stack: &StackedParameters) -> Result<(LentMut<'_, 's>, bool)> {
+    /// Lends a stack's gradient like [`Backward::stack_gradient`], for an op that overwrites all of
+    /// it when the flag is false, like [`Backward::gradient_uninit`].
+    ///
+    /// # Errors
+    /// The errors of [`Backward::stack_gradient`].
+    pub fn stack_gradient_uninit(&mut self, stack: &StackedParameters) -> Result<(LentMut<'_, 's>, bool)> {
         let op = self.op;
         // One write covers all members, so if some are already written, the others are zeroed
         // first.

@@ -33,7 +33,6 @@
 
 #![forbid(unsafe_code)]
 
-mod attention;
 mod block;
 mod cache;
 mod dropout;
@@ -43,16 +42,14 @@ mod linear;
 mod mlp;
 mod multi_head_attention;
 mod norm;
-
 mod swiglu;
 
-pub use attention::Attention;
 pub use block::{Block, FeedForward, Norm};
 pub use cache::{KeyValueCache, NextToken};
 pub use dropout::Dropout;
 pub use embedding::Embedding;
 pub use layer_norm::LayerNorm;
-pub use linear::{Linear, TokenLinear};
+pub use linear::Linear;
 pub use mlp::{Gelu, Mlp};
 pub use multi_head_attention::MultiHeadAttention;
 pub use norm::RmsNorm;

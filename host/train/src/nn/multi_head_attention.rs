@@ -38,6 +38,8 @@ pub struct MultiHeadAttention {
     pub heads: [usize; 2],
     /// The mask: the tokens that a query attends to.
     pub sees: AttentionMask,
+    /// The factor of the scores. `None` means `1 / sqrt(head)`.
+    pub scale: Option<f32>,
 }
 
 impl MultiHeadAttention {
@@ -52,6 +54,7 @@ impl MultiHeadAttention {
             rotary: None,
             heads: [heads; 2],
             sees: AttentionMask::Full,
+            scale: None,
         }
     }
 
@@ -66,6 +69,7 @@ impl MultiHeadAttention {
             rotary: None,
             heads,
             sees: AttentionMask::Full,
+            scale: None,
         }
     }
 
@@ -98,7 +102,8 @@ impl MultiHeadAttention {
     /// The config of the heads and the mask. Documents or lengths may be added for
     /// [`MultiHeadAttention::forward_masked`].
     pub fn form<'s>(&self) -> AttentionConfig<'s> {
-        AttentionConfig::new(self.heads[0]).kv_heads(self.heads[1]).sees(self.sees)
+        let form = AttentionConfig::new(self.heads[0]).kv_heads(self.heads[1]).sees(self.sees);
+        self.scale.map_or(form, |scale| form.scale(scale))
     }
 
     /// Computes the result for samples without padding, each of them one document.

@@ -35,7 +35,7 @@ pub(super) struct Function {
     pub(super) name: CUfunction,
     /// True if it begins by waiting for the kernels before it, so that its blocks may start while
     /// they still run.
-    pub(super) overlaps: bool,
+    overlaps: bool,
 }
 
 // SAFETY: a function handle is a plain handle within its context, and the driver's calls on it are
@@ -198,7 +198,7 @@ const ERROR_LOG: [u32; 2] = [5, 6];
 
 /// A compiled text.
 #[derive(Debug)]
-pub(super) struct Library(*mut c_void);
+struct Library(*mut c_void);
 
 // SAFETY: this is a library's handle, which belongs to no thread or context, and the driver's calls
 // on it are thread-safe.
@@ -208,7 +208,7 @@ unsafe impl Sync for Library {}
 
 impl Library {
     /// Compiles PTX, or finds it in the driver's cache. The error is the compiler's message.
-    pub(super) fn compile(ptx: &str) -> std::result::Result<Self, String> {
+    fn compile(ptx: &str) -> std::result::Result<Self, String> {
         let code = CString::new(ptx).map_err(|_| "the PTX has a zero byte".to_owned())?;
         let mut log = [0u8; 2048];
         // The driver does not receive the last byte, so its text stays terminated.
@@ -237,7 +237,7 @@ impl Library {
     }
 
     /// Returns the kernel of this name, which must be in its PTX, for the current context.
-    pub(super) fn function(&self, name: &str) -> Result<CUfunction> {
+    fn function(&self, name: &str) -> Result<CUfunction> {
         const CALL: &str = "cuLibraryGetKernel";
         let words = CString::new(name).map_err(|error| Error::Driver {
             call: CALL,
@@ -342,13 +342,13 @@ const SHARED: [&str; 4] = [".global ", ".const ", ".section", ".entry "];
 
 /// PTX, and the names of the kernels in it: one, or all.
 #[derive(Debug)]
-pub(super) struct Part<'a> {
-    pub(super) kernels: Vec<&'a str>,
-    pub(super) ptx: String,
+struct Part<'a> {
+    kernels: Vec<&'a str>,
+    ptx: String,
 }
 
 /// Splits a text into parts, the longest first.
-pub(super) fn parts(ptx: &str) -> Vec<Part<'_>> {
+fn parts(ptx: &str) -> Vec<Part<'_>> {
     let (mut common, mut kernels) = (String::new(), Vec::new());
     let mut rest = ptx;
     while let Some(start) = line_that_begins(rest, ENTRY) {

@@ -146,7 +146,8 @@ impl Nccl {
     pub(super) fn join(&self, name: &[u8], rank: usize, ranks: usize, deadline: Duration) -> Result<Link> {
         let functions = self.functions()?;
         let id = UniqueId(name.try_into().map_err(|_| {
-            Error::misuse("join_link", format!("a name of {NAME} bytes, like NCCL's"), format!("{} bytes", name.len()))
+            let reason = format!("the name of the link has {} bytes instead of {NAME}", name.len());
+            Error::Driver { call: "ncclCommInitRankConfig", reason, fatal: false }
         })?);
         let mut config = Config {
             size: size_of::<Config>(),

@@ -176,7 +176,7 @@ pub(super) fn create_event() -> Result<CUevent> {
 }
 
 /// Destroys an event and ignores a failure, because a leaked event is the lesser harm.
-pub(super) fn destroy(event: CUevent) {
+fn destroy(event: CUevent) {
     // SAFETY: it is not used again, and the driver keeps it until all waits on it are done.
     let _ = unsafe { sys::cuEventDestroy_v2(event) };
 }

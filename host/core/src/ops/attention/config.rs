@@ -27,7 +27,7 @@ pub enum AttentionMask {
 /// | layout | shape | from |
 /// |---|---|---|
 /// | packed | `[batch, tokens, (heads + 2 kv_heads) width]`: for each token the heads of q, then k's, then v's | one product |
-/// | stacked | `[3, batch, tokens, heads width]`, `kv_heads` = `heads` | a stack of products, [`Tape::norm_project`](crate::Tape::norm_project) |
+/// | stacked | `[3, batch, tokens, heads width]`, `kv_heads` = `heads` | a stack of products, as in `examples/crossasset/layers.rs` |
 ///
 /// ```
 /// # use stepscope::ops::AttentionConfig;

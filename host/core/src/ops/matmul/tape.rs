@@ -4,9 +4,9 @@
 //! For `y = x w + b`: `dw += x^T dy`, `db +=` the sum of dy's rows, `dx = dy w^T`. If x already has
 //! a gradient, the multiply adds to it in place.
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::ops::{self, BiasGradient, Gemm, GemmElement, Gradient};
-use crate::params::{Parameter, StackedParameters};
+use crate::params::Parameter;
 use crate::tape::{Backward, Tape, Var};
 use crate::tensor::{Saved, Tensor};
 
@@ -154,80 +154,6 @@ impl<'s> Tape<'_, 's> {
             back.add(&gate, dgate)?;
             linear_backward(back, &x, w, b, &dup)?;
             back.step().free(dup);
-            Ok(())
-        }))
-    }
-
-    /// `y[., s, .] = x[., s, .] w_s + b_s`, a separate layer for each token; `x`:
-    /// `[batch, tokens, in]`, `w_s`: `[in, out]`, `b_s`: `[out]`, `y`: `[batch, tokens, out]`. One
-    /// strided-batched multiply. `x` must be an input.
-    ///
-    /// # Errors
-    /// [`Error::Misuse`] when extents differ, or `x` wants a gradient.
-    #[track_caller]
-    pub fn linear_per_token<S: GemmElement<S> + GemmElement<f32>>(
-        &self,
-        x: &Var<'s, S>,
-        w: &StackedParameters,
-        b: &StackedParameters,
-    ) -> Result<Var<'s, S>> {
-        const OP: &str = "linear_per_token";
-        let op = self.op(OP, [x])?;
-        let ((w_shape, w_stride), (b_shape, b_stride)) = (op.stack(w)?, op.stack(b)?);
-        let (&[batch, tokens, inner], &[k, n]) = (x.shape().extents(), w_shape.extents()) else {
-            return Err(Error::misuse(
-                OP,
-                "x [batch, tokens, in] and w [in, out]",
-                format!("{} and {w_shape}", x.shape()),
-            ));
-        };
-        if inner != k || tokens != w.members().len() || tokens != b.members().len() || b_shape.extents() != [n] {
-            let expected = format!("x [batch, {}, {k}] and as many biases [{n}]", w.members().len());
-            return Err(Error::misuse(OP, expected, format!("{} and {} of {b_shape}", x.shape(), b.members().len())));
-        }
-        if tokens > 1 && b_stride != n {
-            return Err(Error::misuse(
-                OP,
-                "biases without padding between them (a multiple of 64 outputs)",
-                format!("{n} outputs"),
-            ));
-        }
-        if x.wants_gradient() {
-            return Err(Error::misuse(OP, "an input, which needs no gradient", "an op's output"));
-        }
-        let form = Gemm {
-            lda: tokens * k,
-            ldc: tokens * n,
-            batches: tokens,
-            stride_a: k,
-            stride_b: w_stride,
-            stride_c: n,
-            stride_bias: b_stride,
-            ..Gemm::new(batch, n, k)
-        };
-        let (weights, biases) = (op.stack_weights_as::<S>(w)?, op.stack_weights(b)?);
-        let mut y = self.step().empty([batch, tokens, n])?;
-        ops::gemm_into(self.step(), &form, x.value(), &weights, Some(&biases), &mut y)?;
-        let (x, w, b) = (*x.value(), w.clone(), b.clone());
-        Ok(op.record(y.save(), move |back, dy| {
-            // dw_s += x_s^T dy_s
-            let form = Gemm {
-                lda: tokens * k,
-                ldb: tokens * n,
-                batches: tokens,
-                stride_a: k,
-                stride_b: n,
-                stride_c: w_stride,
-                ..Gemm::new(k, n, batch).transpose_a()
-            };
-            let step = back.step();
-            let (mut dw, accumulate) = back.stack_gradient_uninit(&w)?;
-            let form = if accumulate { form.accumulate() } else { form };
-            ops::gemm_into(step, &form, &x, &dy, None::<&Saved<'s>>, &mut dw)?;
-            let dy = dy.reshape([batch, tokens * n])?;
-            let (mut db, accumulate) = back.stack_gradient_uninit(&b)?;
-            ops::sum_rows_into(step, &dy, &mut db, accumulate)?;
-            step.free(dy);
             Ok(())
         }))
     }

@@ -1,0 +1,23 @@
+//! Chats as training samples.
+//!
+//! ```text
+//! chats.jsonl ─► Row ─► ChatTemplate::render ─► Encoder::encode ─► Sample ─► pack ─► Packed
+//!                       the model's template    its tokenizer      ids, and which count
+//! ```
+//! Invariant: a `messages` row is never trained on as raw text, and a token counts in the loss only
+//! if the assistant, or a completion, has written it.
+
+#![forbid(unsafe_code)]
+// Paths are opened through `PlainFile`. Tests may open their own files.
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
+
+mod encode;
+mod pack;
+mod python_json;
+mod rows;
+mod template;
+
+pub use encode::{Encoder, Sample};
+pub use pack::{IGNORED, Packed, pack};
+pub use rows::{Row, read_rows};
+pub use template::ChatTemplate;

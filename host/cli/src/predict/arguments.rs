@@ -1,0 +1,135 @@
+//! The command line. A wrong value ends the program with exit code 2 and an explanation.
+
+use std::path::PathBuf;
+
+use clap::builder::RangedU64ValueParser;
+use clap::{Parser, ValueEnum};
+
+use crate::predict::step::Work;
+use crate::train::cli::{Arch, Precision, Size};
+use crate::train::model::Sizes;
+use stepscope_predict::gpu::{self, Gpu};
+
+/// Predicts the time of a training step on a GPU from the kernels it launches. It computes nothing
+/// and needs no GPU.
+#[derive(Debug, Parser)]
+#[command(name = "stepscope predict")]
+pub(crate) struct Args {
+    /// GPU to predict
+    #[arg(long, value_enum, default_value_t = gpu::Name::Gb10)]
+    pub(crate) gpu: gpu::Name,
+
+    /// Model to train
+    #[arg(long, value_enum, default_value_t = Model::Crossasset)]
+    pub(crate) model: Model,
+
+    /// Samples per step [default: 256 for crossasset, 8 for gpt]
+    #[arg(long, value_name = "SAMPLES", value_parser = up_to(1 << 20))]
+    batch: Option<usize>,
+
+    /// Numbers in matrix multiplies; tf32 rounds the operands, bf16 stores activations and a copy
+    /// of the weights in BF16
+    #[arg(long, value_enum, default_value_t = Precision::F32)]
+    pub(crate) precision: Precision,
+
+    /// Model size of gpt
+    #[arg(long, value_enum, default_value_t = Size::Small)]
+    size: Size,
+
+    /// Architecture of gpt
+    #[arg(long, value_enum, default_value_t = Arch::Gpt2)]
+    arch: Arch,
+
+    /// Tokens per sample of gpt [default: 128 for tiny, else 1024]
+    #[arg(long, value_name = "TOKENS", value_parser = up_to(1 << 20))]
+    context: Option<usize>,
+
+    /// Vocabulary size of gpt
+    #[arg(long, value_name = "TOKENS", default_value_t = 50_304, value_parser = up_to(1 << 24))]
+    vocabulary: usize,
+
+    /// Let gpt keep only the inputs of its blocks and recompute the rest
+    #[arg(long)]
+    recompute: bool,
+
+    /// The GPU's copy rate in GB/s, reads plus writes, such as the doctor's measurement [default:
+    /// the GPU's]
+    #[arg(long, value_name = "GB/S", value_parser = above_zero)]
+    copy: Option<f64>,
+
+    /// The size of the GPU's L2 cache in MB [default: the GPU's]
+    #[arg(long, value_name = "MB", value_parser = up_to(1 << 24))]
+    cache: Option<usize>,
+
+    /// Also write the prediction to this file
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+
+    /// Predict the lines that were recorded on an H200, from the samples in this folder
+    /// (benches/runs), and print both
+    #[arg(long, value_name = "FOLDER", conflicts_with_all = ["gpu", "model", "batch", "precision", "size", "context", "recompute"])]
+    pub(crate) against: Option<PathBuf>,
+
+    /// Predict the steps that the step bench measured, from its samples file, and print both
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["against", "model", "batch", "precision", "size", "context", "recompute"])]
+    pub(crate) beside: Option<PathBuf>,
+}
+
+/// The model to train.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Model {
+    Crossasset,
+    Gpt,
+}
+
+impl Args {
+    pub(crate) fn batch(&self) -> usize {
+        self.batch.unwrap_or(if self.model == Model::Gpt { 8 } else { 256 })
+    }
+
+    /// Returns the work of a step.
+    pub(crate) fn work(&self) -> Work {
+        match self.model {
+            Model::Crossasset => Work::CrossAsset,
+            Model::Gpt => {
+                let context = self.context.unwrap_or(if self.size == Size::Tiny { 128 } else { 1024 });
+                let sizes = Sizes::new(self.size, self.arch, self.vocabulary, context);
+                Work::Gpt { sizes, recompute: self.recompute }
+            }
+        }
+    }
+
+    /// Returns the GPU, with the given overrides.
+    pub(crate) fn gpu(&self) -> Gpu {
+        let gpu = Gpu::of(if self.against.is_some() { gpu::Name::H200 } else { self.gpu });
+        Gpu {
+            copy: self.copy.unwrap_or(gpu.copy),
+            cache_bytes: self.cache.map_or(gpu.cache_bytes, |megabytes| megabytes as u64 * 1_000_000),
+            ..gpu
+        }
+    }
+
+    /// Returns a title for the prediction.
+    pub(crate) fn title(&self) -> String {
+        let batch = self.batch();
+        match self.work() {
+            Work::CrossAsset => format!("CrossAsset, batch {batch}, {}", self.precision),
+            Work::Gpt { sizes, recompute } => {
+                let again = if recompute { ", recompute" } else { "" };
+                let (arch, context) = (sizes.arch, sizes.context);
+                let size = self.size.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned());
+                format!("{arch:?} {size}, {batch} x {context}, {}{again}", self.precision)
+            }
+        }
+    }
+}
+
+/// Parses a whole number from 1 to `most`.
+fn up_to(most: u32) -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..=u64::from(most))
+}
+
+fn above_zero(text: &str) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|number: &f64| number.is_finite() && *number > 0.0);
+    number.ok_or_else(|| "give a finite number above zero".into())
+}

@@ -1,0 +1,139 @@
+//! The launches of the benches: products, attention, and memory-bound kernels.
+
+use kernels::adamw::slot;
+use stepscope::ops::{self, AttentionConfig, AttentionElement, GemmElement, Generator, Precision, QkNorm};
+use stepscope::{EagerStep, Launch, Result, Saved, Step, Stored, Tensor, bf16};
+
+use crate::predict::matmul_case::Case as Product;
+use stepscope_predict::dry_run;
+
+/// Columns of each row.
+const COLUMNS: usize = 1024;
+
+/// Returns the launches of a product.
+pub(crate) fn product<S: GemmElement<S>>(processors: u32, case: Product, precision: Precision) -> Result<Vec<Launch>> {
+    dry_run(processors, |step| {
+        let [a, b, out] = case.elements();
+        let (a, b, mut out) = (step.empty::<S>([a])?.save(), step.empty::<S>([b])?.save(), step.empty::<S>([out])?);
+        let gemm = case.gemm().precision(precision);
+        ops::gemm_into(step, &gemm, &a, &b, None::<&Tensor<'_>>, &mut out)
+    })
+}
+
+/// Returns the launches of attention over `[batch, tokens, heads, key heads, width]`: forward, or
+/// with its backward pass.
+pub(crate) fn attention<S: AttentionElement>(
+    processors: u32,
+    [batch, tokens, heads, kv_heads, width]: [usize; 5],
+    (causal, backward): (bool, bool),
+) -> Result<Vec<Launch>> {
+    dry_run(processors, |step| {
+        let form = AttentionConfig::new(heads).kv_heads(kv_heads);
+        let form = if causal { form.causal() } else { form };
+        let qkv = step.empty::<S>([batch, tokens, (heads + 2 * kv_heads) * width])?.save();
+        let dout = step.empty::<S>([batch, tokens, heads * width])?.save();
+        let made = ops::attention(step, &qkv, None, &form)?;
+        if backward {
+            let none = None::<(QkNorm<'_, '_>, &mut Tensor<'_>, bool)>;
+            ops::attention_backward(step, &qkv, none, &form, &made, &dout)?;
+        }
+        Ok(())
+    })
+}
+
+/// Returns the launches of an op on sets of tensors as in `benches/kernels`, one call per set, and
+/// the number of calls. None if the bench's name for the op is unknown here.
+///
+/// # Errors
+/// When an op fails.
+pub(crate) fn kernel(processors: u32, name: &str, elements: usize) -> Result<Option<(Vec<Launch>, usize)>> {
+    let sets = ((1 << 26) / elements).clamp(1, 64);
+    let mut known = true;
+    let launches = dry_run(processors, |step| {
+        let sets: Vec<Set<'_>> = (0..sets).map(|_| Set::new(step, elements)).collect::<Result<_>>()?;
+        for set in &sets {
+            known = match name.strip_suffix("_bf16") {
+                Some(plain) => call(step, plain, set, [&set.x_bf16, &set.dy_bf16])?,
+                None => call(step, name, set, [&set.x, &set.dy])?,
+            };
+        }
+        Ok(())
+    })?;
+    Ok(known.then_some((launches, sets)))
+}
+
+/// The tensors of a call: `[n / 1024, 1024]`, and vectors for their rows and columns.
+struct Set<'s> {
+    x: Saved<'s>,
+    dy: Saved<'s>,
+    x_bf16: Saved<'s, bf16>,
+    dy_bf16: Saved<'s, bf16>,
+    rows: Saved<'s>,
+    columns: Saved<'s>,
+    labels: Saved<'s, u32>,
+    generator: Generator,
+}
+
+impl<'s> Set<'s> {
+    fn new(step: &EagerStep<'s>, elements: usize) -> Result<Self> {
+        let (rows, shape) = (elements / COLUMNS, [elements / COLUMNS, COLUMNS]);
+        Ok(Self {
+            x: step.empty(shape)?.save(),
+            dy: step.empty(shape)?.save(),
+            x_bf16: step.empty(shape)?.save(),
+            dy_bf16: step.empty(shape)?.save(),
+            rows: step.empty([rows])?.save(),
+            columns: step.empty([COLUMNS])?.save(),
+            labels: step.empty([rows])?.save(),
+            generator: Generator::new(step.device(), 7)?,
+        })
+    }
+}
+
+/// Makes one call. Returns true if its name is known.
+fn call<'s, S: Stored>(step: &Step<'s>, name: &str, set: &Set<'s>, [x, dy]: [&Saved<'s, S>; 2]) -> Result<bool> {
+    let (rows, columns) = (&set.rows, &set.columns);
+    let mut gains = [step.empty([COLUMNS])?, step.empty([COLUMNS])?];
+    let [dgain, dbias] = &mut gains;
+    let made = match name {
+        "fill" => ops::fill(step, set.x.shape(), 1.0).map(drop),
+        "copy" => ops::copy(step, x).map(drop),
+        "tanh" => ops::tanh(step, x).map(drop),
+        "tanh_backward" => ops::tanh_backward(step, x, dy).map(drop),
+        "gelu" => ops::gelu(step, x).map(drop),
+        "gelu_backward" => ops::gelu_backward(step, x, dy).map(drop),
+        "silu" => ops::silu(step, x).map(drop),
+        "silu_backward" => ops::silu_backward(step, x, dy).map(drop),
+        "swiglu" => ops::swiglu(step, x, dy).map(drop),
+        "swiglu_backward" => ops::swiglu_backward(step, x, dy, dy).map(drop),
+        "softmax" => ops::softmax(step, x).map(drop),
+        "rms_norm" => ops::rms_norm(step, x, columns, 1e-6).map(drop),
+        "rms_norm_backward" => ops::rms_norm_backward(step, x, columns, rows, dy, None, dgain, true).map(drop),
+        "layer_norm" => ops::layer_norm(step, x, columns, columns, 1e-6).map(drop),
+        "layer_norm_backward" => {
+            let rows = [rows, rows];
+            ops::layer_norm_backward(step, x, columns, rows, dy, None, [dgain, dbias], [true; 2]).map(drop)
+        }
+        "cross_entropy_and_gradient" => ops::cross_entropy(step, x, &set.labels, 1.0).map(drop),
+        "sum" => ops::sum(step, x).map(drop),
+        "sum_columns" => ops::sum_columns(step, x).map(drop),
+        "sum_rows" => ops::sum_rows(step, x).map(drop),
+        "squared_norm" => ops::squared_norm(step, x).map(drop),
+        "dropout" => {
+            let draws = set.generator.draws(step)?;
+            ops::dropout(step, x, 0.1, &draws.next()).map(drop)
+        }
+        "embedding" => ops::embedding::<S>(step, &set.x, &set.labels).map(drop),
+        "embedding_backward" => ops::embedding_backward(step, dy, &set.labels, &mut step.empty(set.x.shape())?, false),
+        "adamw" => {
+            let shape = set.x.shape();
+            let (mut weights, mut first, mut second) = (step.empty(shape)?, step.empty(shape)?, step.empty(shape)?);
+            let (hyper, one) = (step.empty([slot::LEN])?, step.empty([1])?);
+            let none = None::<&mut Tensor<'_, bf16>>;
+            ops::adamw(step, &mut weights, none, &set.dy, &mut first, &mut second, &hyper, &one)
+        }
+        _ => return Ok(false),
+    };
+    made?;
+    Ok(true)
+}

@@ -1,0 +1,77 @@
+//! Predicts the time of a training step on a GPU that is not present, and the resource that bounds
+//! it.
+//!
+//! ```text
+//! stepscope predict --gpu gb10 --model gpt --precision bf16
+//! stepscope predict --gpu h200 --model crossasset --batch 4096
+//! stepscope predict --against benches/runs  # compared with every recorded line of an H200
+//! stepscope predict --gpu gb10 --beside FILE  # compared with a run of the step bench
+//!
+//! step.rs       the launches of a step, from a dry run
+//! bench.rs      the launches of the benches
+//! report.rs     tables
+//! against.rs    comparison with measurements
+//! recorded.rs   the files of those measurements
+//! ```
+//! `docs/predict.md` describes the model, its accuracy, and where it fails. Exit code 2: the
+//! command line is wrong, or a file cannot be read or written.
+
+mod against;
+mod arguments;
+mod bench;
+#[path = "../../../../benches/matmul/case.rs"]
+#[allow(dead_code, reason = "its cases are those of the recorded lines")]
+mod matmul_case;
+mod recorded;
+mod report;
+mod step;
+
+use std::error::Error;
+use std::io::{self, ErrorKind, Write as _};
+use std::process::ExitCode;
+
+pub(crate) use arguments::Args;
+use stepscope_predict::{Forecast, Kernels};
+
+/// Prints the prediction, and returns the exit code.
+pub(crate) fn main(args: &Args) -> ExitCode {
+    match run(args) {
+        Ok(text) => match io::stdout().write_all(text.as_bytes()).and_then(|()| io::stdout().flush()) {
+            Err(error) if error.kind() != ErrorKind::BrokenPipe => failed(&error),
+            _ => ExitCode::SUCCESS,
+        },
+        Err(error) => failed(&*error),
+    }
+}
+
+fn failed(error: &dyn Error) -> ExitCode {
+    eprintln!("error: {error}");
+    ExitCode::from(2)
+}
+
+/// Returns the text to print.
+fn run(args: &Args) -> Result<String, Box<dyn Error>> {
+    let gpu = args.gpu();
+    let kernels = Kernels::of(gpu.arch);
+    let compared = match (&args.against, &args.beside) {
+        (Some(folder), _) => Some(against::compare(folder, &gpu, &kernels)?),
+        (_, Some(file)) => Some(against::beside(file, &gpu, &kernels)?),
+        _ => None,
+    };
+    let (text, json) = match compared {
+        Some(compared) => (report::comparison(&compared), serde_json::to_value(&compared)?),
+        None => {
+            let launches = step::launches(gpu.processors, args.work(), args.precision, args.batch())?;
+            let forecast = Forecast::of(&gpu, &kernels, &launches);
+            let json = serde_json::json!({
+                "gpu": gpu.name, "is_prediction": true, "step": args.title(), "forecast": forecast,
+            });
+            (report::forecast(&args.title(), &gpu, &forecast), json)
+        }
+    };
+    if let Some(path) = &args.json {
+        let written = stepscope::replace_file(path, format!("{json:#}\n").as_bytes());
+        written.map_err(|error| format!("--json: {error}"))?;
+    }
+    Ok(text)
+}

@@ -1,0 +1,258 @@
+//! The command line. A wrong value ends the program with exit code 2 and an explanation, before any
+//! work is done.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use clap::builder::RangedU64ValueParser;
+use clap::{Parser, ValueEnum};
+use stepscope::DeviceKind;
+use stepscope::ops;
+
+use crate::program::ranks::RankArgs;
+
+/// Trains a GPT-2 or Llama language model and prints a sample of its text. Writes report.json,
+/// loss.svg, checkpoints, and the weights in the format of Hugging Face transformers.
+#[derive(Clone, Debug, Parser)]
+#[command(name = "stepscope train", version, args_override_self = true)]
+pub(crate) struct Args {
+    /// Text files, or token files that end in .bin, in the format of llm.c and nanoGPT [default:
+    /// the sources of this project's locked dependencies, from cargo's registry]
+    #[arg(long, value_name = "FILE", num_args = 1..)]
+    pub(crate) data: Vec<PathBuf>,
+
+    /// Tokenizer: bytes, gpt2, or the path of a tokenizer.json [default: gpt2 for .bin files and
+    /// for GPT-2 --weights, else bytes]
+    #[arg(long, value_name = "bytes|gpt2|FILE")]
+    pub(crate) tokenizer: Option<String>,
+
+    /// Folder for the results; created if missing
+    #[arg(long, value_name = "DIR", default_value = "target/gpt")]
+    pub(crate) out: PathBuf,
+
+    /// Device to train on
+    #[arg(long, value_name = "auto|emulated|cuda", default_value = "auto")]
+    pub(crate) device: DeviceKind,
+
+    /// Model size; tiny has about a million weights
+    #[arg(long, value_enum, default_value_t = Size::Tiny)]
+    pub(crate) size: Size,
+
+    /// Model architecture
+    #[arg(long, value_enum, default_value_t = Arch::Gpt2)]
+    pub(crate) arch: Arch,
+
+    /// Numbers in matrix multiplies; tf32 rounds the operands, bf16 stores activations and a copy
+    /// of the weights in BF16
+    #[arg(long, value_enum, default_value_t = Precision::F32)]
+    pub(crate) precision: Precision,
+
+    /// Tokens per sample [default: 128 for tiny, else 1024]
+    #[arg(long, value_name = "TOKENS", value_parser = up_to(1 << 20))]
+    pub(crate) context: Option<usize>,
+
+    /// Samples per step
+    #[arg(long, value_name = "SAMPLES", default_value_t = 8, value_parser = up_to(1 << 20))]
+    pub(crate) batch: usize,
+
+    /// Steps per update, over all ranks together; their gradients are summed [default: the number
+    /// of shards]
+    #[arg(long, value_name = "STEPS", value_parser = up_to(1 << 20))]
+    pub(crate) accumulate: Option<usize>,
+
+    #[command(flatten)]
+    pub(crate) ranks: RankArgs,
+
+    /// Number of weight updates
+    #[arg(long, value_name = "N", default_value_t = 500, value_parser = up_to(u32::MAX))]
+    pub(crate) updates: usize,
+
+    /// Peak learning rate of AdamW [default: 2e-3 for tiny, 6e-4 for 124m, 3e-4 for 350m, 2.5e-4
+    /// for 774m, 2e-4 for 1558m]
+    #[arg(long, value_name = "RATE", value_parser = above_zero)]
+    pub(crate) learning_rate: Option<f32>,
+
+    /// Updates over which the learning rate rises to its peak [default: a tenth of all, at most
+    /// 700]
+    #[arg(long, value_name = "UPDATES")]
+    pub(crate) warmup: Option<u64>,
+
+    /// Keep only the inputs of the model's blocks and recompute the rest in the backward pass: less
+    /// memory, the same bits
+    #[arg(long)]
+    pub(crate) recompute: bool,
+
+    /// Let a token attend only to tokens of its own document
+    #[arg(long)]
+    pub(crate) documents: bool,
+
+    /// Launch each kernel separately instead of replaying one graph per step: the same bits
+    #[arg(long)]
+    pub(crate) eager: bool,
+
+    /// Evaluate on held-out text every this many updates [default: a fifth of all]
+    #[arg(long, value_name = "UPDATES", value_parser = up_to(u32::MAX))]
+    pub(crate) evaluate_every: Option<usize>,
+
+    /// Also write the checkpoint every this many updates [default: only at the end, and at Ctrl-C,
+    /// SIGTERM or SIGHUP]
+    #[arg(long, value_name = "UPDATES", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) checkpoint_every: Option<u64>,
+
+    /// Continue from this checkpoint, with the same settings, including --updates (the learning
+    /// rate depends on it)
+    #[arg(long, value_name = "FILE")]
+    pub(crate) resume: Option<PathBuf>,
+
+    /// Replace the checkpoint of an earlier run in --out
+    #[arg(long)]
+    pub(crate) overwrite: bool,
+
+    /// Start from Hugging Face weights: a folder with config.json and model.safetensors, or with an
+    /// index and shards
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["size", "arch"])]
+    pub(crate) weights: Option<PathBuf>,
+
+    /// Split the transformers weights into files of at most this size, such as 5GB, with an index,
+    /// as save_pretrained does [default: one file]
+    #[arg(long, value_name = "SIZE", value_parser = bytes)]
+    pub(crate) max_shard_size: Option<u64>,
+
+    /// Text that the sample begins with
+    #[arg(long, value_name = "TEXT", default_value = "fn ")]
+    pub(crate) sample: String,
+
+    /// Tokens to generate for the sample
+    #[arg(long, value_name = "N", default_value_t = 200)]
+    pub(crate) sample_tokens: usize,
+
+    /// Sampling temperature; 0 always takes the most likely token
+    #[arg(long, value_name = "NUMBER", default_value_t = 0.8, value_parser = zero_or_above)]
+    pub(crate) temperature: f32,
+
+    /// Sample only from the N most likely tokens
+    #[arg(long, value_name = "N", value_parser = up_to(u32::MAX))]
+    pub(crate) top_k: Option<usize>,
+
+    /// Sample only from the most likely tokens whose probabilities add up to this share
+    #[arg(long, value_name = "SHARE", value_parser = share)]
+    pub(crate) top_p: Option<f32>,
+
+    /// Seed of the initial weights, the order of the training samples, and the generated sample
+    #[arg(long, default_value_t = 7)]
+    pub(crate) seed: u64,
+
+    /// Memory for the steps, in MiB [default: the measured need]
+    #[arg(long, value_name = "MIB", value_parser = up_to(1 << 24))]
+    pub(crate) arena_mib: Option<usize>,
+
+    /// Write the first batch, its logits, its loss and all gradients to this file, then exit; for
+    /// tests/oracle
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["ranks", "shards"])]
+    pub(crate) trace: Option<PathBuf>,
+}
+
+/// The size of a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Size {
+    /// About a million weights.
+    Tiny,
+    /// GPT-2's smallest.
+    #[value(name = "124m")]
+    Small,
+    /// GPT-2's medium.
+    #[value(name = "350m")]
+    Medium,
+    /// GPT-2's large.
+    #[value(name = "774m")]
+    Large,
+    /// GPT-2's XL.
+    #[value(name = "1558m")]
+    Xl,
+}
+
+/// The architecture of a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Arch {
+    /// LayerNorm, learned positions, GELU, and a head tied to the token embedding.
+    Gpt2,
+    /// RMSNorm, rotary positions, SwiGLU, grouped-query attention, and a separate head.
+    Llama,
+}
+
+/// The numbers that a model multiplies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Precision {
+    /// f32.
+    F32,
+    /// f32, rounded to TF32 before each multiply.
+    Tf32,
+    /// BF16, in which activations and a copy of the weights are stored.
+    Bf16,
+}
+
+impl Precision {
+    /// Returns the precision of multiplies of f32 tensors.
+    pub(crate) fn of_f32(self) -> ops::Precision {
+        if self == Self::Tf32 { ops::Precision::Tf32 } else { ops::Precision::F32 }
+    }
+}
+
+impl fmt::Display for Precision {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::F32 => "f32",
+            Self::Tf32 => "tf32",
+            Self::Bf16 => "bf16",
+        })
+    }
+}
+
+impl Args {
+    pub(crate) fn context(&self) -> usize {
+        self.context.unwrap_or(if self.size == Size::Tiny { 128 } else { 1024 })
+    }
+
+    pub(crate) fn warmup(&self) -> u64 {
+        self.warmup.unwrap_or((self.updates as u64 / 10).min(700))
+    }
+
+    pub(crate) fn evaluate_every(&self) -> u64 {
+        self.evaluate_every.unwrap_or(self.updates.div_ceil(5)) as u64
+    }
+}
+
+/// Parses a whole number from 1 to `most`.
+fn up_to(most: u32) -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..=u64::from(most))
+}
+
+fn number(text: &str, good: impl Fn(f32) -> bool, expected: &str) -> Result<f32, String> {
+    text.parse()
+        .ok()
+        .filter(|&number: &f32| number.is_finite() && good(number))
+        .ok_or_else(|| format!("give {expected}"))
+}
+
+/// Parses a number of bytes as transformers does: units are powers of 1000.
+fn bytes(text: &str) -> Result<u64, String> {
+    let upper = text.to_ascii_uppercase();
+    let units = [("KB", 1), ("MB", 2), ("GB", 3), ("TB", 4), ("", 0)];
+    let split = units.into_iter().find_map(|(unit, thousands)| Some((upper.strip_suffix(unit)?, thousands)));
+    split
+        .and_then(|(number, thousands)| number.parse::<u64>().ok()?.checked_mul(1000_u64.pow(thousands)))
+        .filter(|&bytes| bytes > 0)
+        .ok_or_else(|| "give a positive number of bytes, optionally with KB, MB, GB or TB, such as 5GB".to_owned())
+}
+
+fn above_zero(text: &str) -> Result<f32, String> {
+    number(text, |number| number > 0.0, "a finite number above zero")
+}
+
+fn zero_or_above(text: &str) -> Result<f32, String> {
+    number(text, |number| number >= 0.0, "a finite number, at least zero")
+}
+
+fn share(text: &str) -> Result<f32, String> {
+    number(text, |number| number > 0.0 && number <= 1.0, "a number above 0 and at most 1")
+}

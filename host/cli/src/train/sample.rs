@@ -1,0 +1,72 @@
+//! Text generation: draws each token from the model's distribution after all previous tokens.
+//!
+//! Invariant: the same weights, beginning, settings and seed give the same tokens on every machine.
+//! Logits have the same bits everywhere, and the sampler is deterministic.
+
+use stepscope::{Arena, Capacity, Device, EagerStep, Parameters, Result, TokenSampler, ops};
+
+use crate::train::model::Gpt;
+
+/// Returns up to `count` tokens that follow `beginning`, as many as fit the model's context. Stops
+/// after `end`.
+///
+/// # Errors
+/// When the device fails.
+pub(crate) fn write(
+    device: &Device,
+    model: &Gpt,
+    weights: &Parameters,
+    beginning: &[u32],
+    (count, end): (usize, Option<u32>),
+    sampler: &TokenSampler,
+) -> Result<Vec<u32>> {
+    let text = |end| Text { model, weights, beginning: newest(beginning, model), count, end, sampler };
+    let small = Arena::builder(device).capacity(Capacity::mib(1)).build()?;
+    let needed = small.measure(|step| text(None).write(step).map(drop))?.high_water_bytes();
+    let mut arena = Arena::builder(device).capacity(Capacity::Bytes(needed)).build()?;
+    arena.step(|step| text(end).write(step))
+}
+
+/// Returns the last tokens of a long beginning: at most half a context, so that there is room for
+/// the continuation.
+fn newest<'b>(beginning: &'b [u32], model: &Gpt) -> &'b [u32] {
+    &beginning[beginning.len().saturating_sub((model.sizes.context / 2).max(1))..]
+}
+
+/// A text to be generated.
+struct Text<'t> {
+    model: &'t Gpt,
+    weights: &'t Parameters,
+    beginning: &'t [u32],
+    count: usize,
+    end: Option<u32>,
+    sampler: &'t TokenSampler,
+}
+
+impl Text<'_> {
+    /// Generates the continuation. Keys and values of all tokens live until the step ends;
+    /// everything else of a token is freed with its scratch scope.
+    fn write(&self, step: &mut EagerStep<'_>) -> Result<Vec<u32>> {
+        let Self { model, weights, beginning, .. } = *self;
+        let (mut tokens, mut sampler) = (beginning.to_vec(), self.sampler.clone());
+        let (mut caches, mut logits) = (model.caches(step)?, step.empty([1, model.sizes.vocabulary])?);
+        let most = model.sizes.context.min(beginning.len() + self.count);
+        for place in 0..most.saturating_sub(1) {
+            let token = step.upload(&tokens[place..=place], [1, 1])?;
+            let at = step.upload(&[place as u32], [1, 1])?;
+            step.scratch(|scratch| {
+                let next = model.next(scratch, weights, [&token, &at], &mut caches)?;
+                ops::copy_into(scratch, &next, &mut scratch.lend_mut(&mut logits))
+            })?;
+            if place + 1 < tokens.len() {
+                continue;
+            }
+            let next = sampler.next(&step.read(&logits)?)?;
+            if Some(next) == self.end {
+                break;
+            }
+            tokens.push(next);
+        }
+        Ok(tokens.split_off(beginning.len()))
+    }
+}

@@ -1,0 +1,125 @@
+//! `--tokenizer tokenizer.json`: the tokens that the file says, whole texts, and text again.
+
+use crate::support::tokenizer_json::{TOKENS, byte_level};
+use crate::train::tokenizer::Tokenizer;
+use serde_json::{Value, json};
+use std::fs;
+
+/// A tokenizer by its file's text, or why there is none.
+fn opened(text: impl AsRef<[u8]>) -> Result<Tokenizer, String> {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tokenizer.json");
+    fs::write(&path, text).unwrap();
+    Tokenizer::open(path.to_str().unwrap()).map_err(|error| error.to_string())
+}
+
+#[track_caller]
+fn refused(text: impl AsRef<[u8]>, told: &str) {
+    let error = opened(text).err().expect(told);
+    assert!(error.contains("tokenizer.json: ") && error.contains(told), "expected `{told}` in: {error}");
+}
+
+/// The file with another value at a place, as `/model/dropout`.
+fn with(place: &str, value: Value) -> String {
+    let mut file = byte_level();
+    *file.pointer_mut(place).unwrap() = value;
+    file.to_string()
+}
+
+#[test]
+fn words_become_tokens() {
+    let words = opened(
+        json!({
+            "version": "1.0", "added_tokens": [], "normalizer": null, "pre_tokenizer": { "type": "Whitespace" },
+            "post_processor": null, "decoder": null, "truncation": null, "padding": null,
+            "model": { "type": "WordLevel", "vocab": { "let": 0, "mut": 1, "[UNK]": 2, "</s>": 3 }, "unk_token": "[UNK]" },
+        })
+        .to_string(),
+    )
+    .unwrap();
+    assert_eq!(words.encode("", b"let mut x").unwrap(), [0, 1, 2]);
+    assert_eq!((words.vocabulary(), words.end()), (4, Some(3)));
+    assert_eq!(words.decode(&[0, 1]), "let mut");
+}
+
+/// By hand: `l e` and `le t` make `let`, whose pair with the space before it is none.
+#[test]
+fn byte_pairs_are_merged_in_their_order() {
+    let pairs = opened(byte_level().to_string()).unwrap();
+    assert_eq!((pairs.vocabulary(), pairs.end()), (TOKENS, Some(261)));
+    assert_eq!(pairs.encode("", b"let mut let").unwrap(), [257, 260, 32, 257]);
+    assert_eq!(pairs.encode("", b"lut").unwrap(), [u32::from(b'l'), 258]);
+    assert!(pairs.encode("", b"").unwrap().is_empty());
+    let special = pairs.encode("", b"let<|endoftext|>mut<|pad|>").unwrap();
+    assert_eq!(special, [257, 261, u32::from(b'm'), 258, 262], "where a text has a special token, it is one");
+    assert_eq!(pairs.decode(&special), "let<|endoftext|>mut<|pad|>");
+}
+
+#[test]
+fn all_text_comes_back_and_any_tokens_are_text() {
+    let pairs = opened(byte_level().to_string()).unwrap();
+    for text in ["let mut x = 1;\r\n\tlet y;", "  \u{a0} ", "Grüße, 世界 🦀!", "\0\u{7f}\u{10ffff}", "e\u{301}"] {
+        let tokens = pairs.encode("", text.as_bytes()).unwrap();
+        assert!(tokens.iter().all(|&token| (token as usize) < TOKENS), "{text:?}: {tokens:?}");
+        assert_eq!(pairs.decode(&tokens), text);
+        // What a model may write: a text that is cut within a character.
+        for cut in 0..=tokens.len() {
+            assert!(
+                pairs.decode(&tokens[..cut]).starts_with(text.get(..1).unwrap_or("")) || cut == 0,
+                "{text:?} {cut}"
+            );
+        }
+    }
+    let crab = pairs.encode("", "🦀".as_bytes()).unwrap();
+    assert_eq!(crab, "🦀".bytes().map(u32::from).collect::<Vec<_>>());
+    assert_eq!(pairs.decode(&crab[..3]), "\u{fffd}");
+    // Rows of the vocabulary that no text has, up to which it is rounded.
+    assert_eq!(pairs.decode(&[257, TOKENS as u32, 383, u32::MAX, 260]), "let mut");
+    assert_eq!(pairs.decode(&[]), "");
+}
+
+/// Files from the hub often cut and pad what a model for sentences is given; a text to train on has
+/// all of its tokens and no others.
+#[test]
+fn a_text_is_neither_cut_nor_padded() {
+    let mut file = byte_level();
+    file["truncation"] = json!({ "direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0 });
+    file["padding"] = json!({
+        "strategy": { "Fixed": 8 }, "direction": "Right", "pad_to_multiple_of": null, "pad_id": 262, "pad_type_id": 0, "pad_token": "<|pad|>",
+    });
+    let pairs = opened(file.to_string()).unwrap();
+    assert_eq!(pairs.encode("", b"let let let").unwrap(), [257, 32, 257, 32, 257]);
+    assert_eq!(pairs.encode("", b"let").unwrap(), [257]);
+}
+
+#[test]
+fn a_file_that_gives_other_tokens_than_it_says_is_refused() {
+    // Tokens would be others at each start.
+    refused(with("/model/dropout", 0.1.into()), "`dropout`: expected none, got 0.1");
+    opened(with("/model/dropout", 0.into())).unwrap();
+    // The library gives special tokens the next free numbers, whatever the file says.
+    refused(with("/added_tokens/1/id", 700.into()), "`<|pad|>`: the file gives it the number 700, but it loads as 262");
+    refused(
+        with("/added_tokens/0/id", 5.into()),
+        "`<|endoftext|>`: the file gives it the number 5, but it loads as 261",
+    );
+}
+
+#[test]
+fn a_damaged_file_is_refused() {
+    let whole = byte_level().to_string();
+    for length in [0, 1, whole.len() / 4, whole.len() / 2, whole.len() - 1] {
+        refused(&whole.as_bytes()[..length], "is not a tokenizer.json: ");
+    }
+    refused([0xff, 0xfe, 0, 0], "is not a tokenizer.json: ");
+    refused("[]", "is not a tokenizer.json: ");
+    refused(with("/version", "2.0".into()), "is not a tokenizer.json: ");
+    refused(with("/model/type", "Pairs".into()), "is not a tokenizer.json: ");
+    refused(with("/model/vocab/let", "x".into()), "is not a tokenizer.json: ");
+    refused(with("/model/vocab/let", (-1).into()), "is not a tokenizer.json: ");
+    refused(with("/model/vocab/let", (1_u64 << 32).into()), "is not a tokenizer.json: ");
+    // A pair of what is no token.
+    refused(with("/model/merges/0/0", "lx".into()), "is not a tokenizer.json: ");
+    refused(with("/model/merges/0", json!(["l"])), "is not a tokenizer.json: ");
+    refused(with("/pre_tokenizer/type", "Bytes".into()), "is not a tokenizer.json: ");
+}

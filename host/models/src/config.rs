@@ -1,0 +1,191 @@
+//! A decoder-only transformer as data, read from a `config.json`.
+
+mod families;
+mod keys;
+mod rope;
+
+use keys::Keys;
+use serde_json::{Map, Value};
+use std::path::Path;
+use stepscope_core::ops::{AttentionMask, Rotary};
+use stepscope_core::{Error, FileKind, PlainFile, Result};
+
+/// The largest `config.json`.
+const MAX_CONFIG_BYTES: u64 = 1 << 20;
+/// The most layers, and the largest of all other sizes. Both are far above any real model.
+const MAX_LAYERS: usize = 1 << 14;
+const MAX_SIZE: usize = 1 << 26;
+
+/// A family of models, which decides the names and the layout of the tensors in a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Family {
+    /// GPT-2.
+    Gpt2,
+    /// Llama 2 and 3, and models of the same architecture, such as TinyLlama and SmolLM2.
+    Llama,
+    /// Mistral.
+    Mistral,
+    /// Qwen2 and Qwen2.5.
+    Qwen2,
+    /// Qwen3.
+    Qwen3,
+    /// SmolLM3.
+    SmolLm3,
+    /// Phi-3.
+    Phi3,
+    /// GPT-NeoX, such as Pythia.
+    GptNeoX,
+    /// Gemma 3, text only.
+    Gemma3,
+}
+
+/// A norm over the columns of a token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NormKind {
+    /// LayerNorm, with a bias.
+    Layer,
+    /// RMSNorm.
+    Rms,
+}
+
+/// The way in which a block adds attention and feed-forward part to its input x.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Residual {
+    /// `h = x + attention(norm(x))`, `y = h + feed_forward(norm(h))`.
+    PreNorm,
+    /// `y = x + attention(norm(x)) + feed_forward(norm(x))`, with two norms.
+    Parallel,
+    /// `h = x + norm(attention(norm(x)))`, `y = h + norm(feed_forward(norm(h)))`.
+    Sandwich,
+}
+
+/// The part of a block that processes each token separately.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FeedForwardKind {
+    /// Two linear layers with GELU in its tanh form.
+    Gelu,
+    /// Two linear layers with GELU.
+    GeluExact,
+    /// `(silu(x Wg) * (x Wu)) Wd`.
+    SwiGlu,
+    /// `(gelu(x Wg) * (x Wu)) Wd`, with GELU in its tanh form.
+    GeGlu,
+}
+
+/// The settings in which the layers of a model may differ.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LayerConfig {
+    /// The tokens that a query attends to.
+    pub mask: AttentionMask,
+    /// The rotary positions, if the layer has any.
+    pub rotary: Option<Rotary>,
+}
+
+/// A decoder-only transformer.
+///
+/// ```
+/// use stepscope::models::ModelConfig;
+///
+/// let json = r#"{
+///     "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+///     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-05,
+///     "vocab_size": 128256, "max_position_embeddings": 131072, "tie_word_embeddings": true,
+///     "rope_theta": 500000.0, "rope_scaling": {
+///         "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+///         "original_max_position_embeddings": 8192
+///     }
+/// }"#;
+/// let llama = ModelConfig::from_json(json.as_bytes())?;
+/// assert_eq!(llama.head_width, 64);
+/// let unknown = json.replace("llama3", "llama4");
+/// let error = ModelConfig::from_json(unknown.as_bytes()).unwrap_err();
+/// assert!(error.starts_with("`rope_scaling.rope_type`: expected"), "{error}");
+/// # Ok::<(), String>(())
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelConfig {
+    /// The family.
+    pub family: Family,
+    /// The number of rows of the token table.
+    pub vocabulary: usize,
+    /// The largest number of tokens in a sample.
+    pub context: usize,
+    /// The columns of a token.
+    pub width: usize,
+    /// The heads of queries.
+    pub heads: usize,
+    /// The heads of keys and values.
+    pub kv_heads: usize,
+    /// The columns of a head.
+    pub head_width: usize,
+    /// The hidden columns of the feed-forward part.
+    pub hidden: usize,
+    /// The layers, from the input to the output.
+    pub layers: Vec<LayerConfig>,
+    /// The norms.
+    pub norm: NormKind,
+    /// The term that keeps norms of zeros finite.
+    pub epsilon: f32,
+    /// The residual connections.
+    pub residual: Residual,
+    /// The feed-forward part.
+    pub feed_forward: FeedForwardKind,
+    /// True if queries, keys and values have biases.
+    pub qkv_bias: bool,
+    /// True if attention's output has a bias.
+    pub output_bias: bool,
+    /// True if the feed-forward part has biases.
+    pub feed_forward_bias: bool,
+    /// True if each head of queries and keys has an RMSNorm.
+    pub qk_norm: bool,
+    /// True if positions are a table that is added to the tokens.
+    pub learned_positions: bool,
+    /// The factor of attention's scores, unless it is `1 / sqrt(head_width)`.
+    pub score_scale: Option<f32>,
+    /// The factor of the embedded tokens, if there is one.
+    pub embedding_scale: Option<f32>,
+    /// True if the head is the token table.
+    pub tied: bool,
+    /// The file, which is written back with a model.
+    json: Map<String, Value>,
+}
+
+impl ModelConfig {
+    /// Reads the `config.json` of a folder.
+    ///
+    /// # Errors
+    /// [`Error::File`] if the file cannot be read, or states something that is not supported.
+    pub fn read(folder: impl AsRef<Path>) -> Result<Self> {
+        let path = folder.as_ref().join("config.json");
+        let bytes = PlainFile::read_whole(&path, MAX_CONFIG_BYTES).map_err(|reason| Error::file(&path, reason))?;
+        Self::from_json(&bytes).map_err(|reason| match FileKind::of(&bytes) {
+            Some(kind) if kind != FileKind::Json => Error::file(&path, kind.refusal("a model's configuration in JSON")),
+            _ => Error::file(&path, reason),
+        })
+    }
+
+    /// Reads the contents of a `config.json`.
+    ///
+    /// # Errors
+    /// The key whose value is not supported, the supported values, and the actual value.
+    pub fn from_json(bytes: &[u8]) -> std::result::Result<Self, String> {
+        let json: Value = serde_json::from_slice(bytes).map_err(|reason| reason.to_string())?;
+        let config = families::read(&Keys::of(&json)?)?;
+        let Value::Object(json) = json else { unreachable!("`Keys` has accepted an object") };
+        Ok(Self { json, ..config })
+    }
+
+    /// Returns the `config.json` that was read, with the type of the stored weights.
+    pub fn to_json(&self, dtype: &str) -> String {
+        let mut json = self.json.clone();
+        // transformers 5 has renamed the key.
+        let old = json.contains_key("torch_dtype") && !json.contains_key("dtype");
+        json.insert(if old { "torch_dtype" } else { "dtype" }.into(), dtype.into());
+        serde_json::to_string_pretty(&json).expect("an object of plain values has a JSON form")
+    }
+
+    /// Returns the columns of queries, keys and values together.
+    pub(crate) fn qkv_columns(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.head_width
+    }
+}

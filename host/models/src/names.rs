@@ -1,0 +1,245 @@
+//! The tensors of a file, and the parameters that hold their elements.
+//!
+//! A parameter is a matrix of `[inputs, outputs]`, as [`Linear`](stepscope_train::nn::Linear) has
+//! it, or a vector of `[outputs]`. A tensor of a file holds some outputs of one or more parameters:
+//!
+//! ```text
+//! q_proj.weight        [q outputs, width]      attention.qkv_proj.weight  [width, q | k | v]
+//! k_proj.weight        [k outputs, width]      the columns after q's
+//! gate_up_proj.weight  [2 hidden, width]       mlp.gate_proj.weight, mlp.up_proj.weight
+//! query_key_value      [heads (q, k, v), width]   q's, k's and v's columns of each head in turn
+//! ```
+//! Invariant: each element of each parameter has exactly one place in exactly one tensor.
+
+use crate::config::{Family, FeedForwardKind, ModelConfig, NormKind, Residual};
+
+/// A tensor of a file.
+#[derive(Debug)]
+pub(crate) struct FileTensor {
+    /// The name.
+    pub(crate) name: String,
+    /// The shape in the file.
+    pub(crate) shape: Vec<usize>,
+    /// The inputs of each output, 1 for a vector.
+    inputs: usize,
+    /// True if the file has the inputs of an output next to each other.
+    transposed: bool,
+    /// The number that a parameter has in addition to the file's value.
+    pub(crate) added: f32,
+    /// The parts, in the order of the file's outputs.
+    pub(crate) parts: Vec<Part>,
+}
+
+/// Neighboring outputs of a parameter that are neighbors in a file's tensor too.
+#[derive(Clone, Debug)]
+pub(crate) struct Part {
+    /// The parameter's name.
+    pub(crate) parameter: String,
+    /// The parameter's first output.
+    first: usize,
+    outputs: usize,
+}
+
+impl FileTensor {
+    /// Returns the number of outputs in the file.
+    fn outputs(&self) -> usize {
+        self.parts.iter().map(|part| part.outputs).sum()
+    }
+
+    /// Returns for each part its parameter, and pairs of an element's index there and its index in
+    /// the file. `columns` returns a parameter's outputs.
+    pub(crate) fn places<'t>(
+        &'t self,
+        columns: impl Fn(&str) -> usize + 't,
+    ) -> impl Iterator<Item = (&'t str, impl Iterator<Item = (usize, usize)>)> {
+        let (all, inputs, transposed) = (self.outputs(), self.inputs, self.transposed);
+        let mut next = 0;
+        self.parts.iter().map(move |part| {
+            let Part { ref parameter, first, outputs } = *part;
+            let (start, columns) = (next, columns(parameter));
+            next += outputs;
+            let place = move |at: usize| {
+                let (input, output) = (at / outputs, at % outputs);
+                let there = match transposed {
+                    true => (start + output) * inputs + input,
+                    false => input * all + start + output,
+                };
+                (input * columns + first + output, there)
+            };
+            (&**parameter, (0..inputs * outputs).map(place))
+        })
+    }
+}
+
+/// The names of one family.
+struct Names {
+    tensors: Vec<FileTensor>,
+    /// True if matrices are stored as `[outputs, inputs]`.
+    transposed: bool,
+    /// The number that gains have in addition to the file's value.
+    gain: f32,
+    norm: NormKind,
+}
+
+impl Names {
+    /// Adds a tensor that is stored as the parameter is.
+    fn table(&mut self, name: impl Into<String>, parameter: &str, [rows, columns]: [usize; 2]) {
+        let parts = vec![Part { parameter: parameter.into(), first: 0, outputs: columns }];
+        let shape = vec![rows, columns];
+        self.tensors.push(FileTensor { name: name.into(), shape, inputs: rows, transposed: false, added: 0.0, parts });
+    }
+
+    fn vector(&mut self, name: String, added: f32, parts: Vec<Part>) {
+        let shape = vec![parts.iter().map(|part| part.outputs).sum()];
+        self.tensors.push(FileTensor { name, shape, inputs: 1, transposed: false, added, parts });
+    }
+
+    /// Adds a norm.
+    fn norm(&mut self, name: &str, parameter: &str, width: usize) {
+        let part = |kind| vec![Part { parameter: format!("{parameter}.{kind}"), first: 0, outputs: width }];
+        self.vector(format!("{name}.weight"), self.gain, part("gain"));
+        if self.norm == NormKind::Layer {
+            self.vector(format!("{name}.bias"), 0.0, part("bias"));
+        }
+    }
+
+    /// Adds a linear layer whose outputs are these parts of layers.
+    fn linear(&mut self, name: &str, bias: bool, inputs: usize, parts: &[(&str, usize, usize)]) {
+        let of = |kind: &str| -> Vec<Part> {
+            let part = |&(layer, first, outputs): &(&str, usize, usize)| Part {
+                parameter: format!("{layer}.{kind}"),
+                first,
+                outputs,
+            };
+            parts.iter().map(part).collect()
+        };
+        let outputs = parts.iter().map(|part| part.2).sum();
+        let shape = if self.transposed { vec![outputs, inputs] } else { vec![inputs, outputs] };
+        let (name, transposed) = (name.to_owned(), self.transposed);
+        self.tensors.push(FileTensor {
+            name: format!("{name}.weight"),
+            shape,
+            inputs,
+            transposed,
+            added: 0.0,
+            parts: of("weight"),
+        });
+        if bias {
+            self.vector(format!("{name}.bias"), 0.0, of("bias"));
+        }
+    }
+}
+
+/// Returns the tensors of a model's file. The head is missing if it is tied.
+pub(crate) fn tensors(config: &ModelConfig) -> Vec<FileTensor> {
+    let ModelConfig { family, vocabulary, context, width, heads, kv_heads, head_width, hidden, norm, .. } = *config;
+    let gain = if family == Family::Gemma3 { 1.0 } else { 0.0 };
+    let mut names = Names { tensors: Vec::new(), transposed: family != Family::Gpt2, gain, norm };
+    let (before, tokens, last, layers) = match family {
+        Family::Gpt2 => ("transformer", "wte", "ln_f", "h"),
+        Family::GptNeoX => ("gpt_neox", "embed_in", "final_layer_norm", "layers"),
+        _ => ("model", "embed_tokens", "norm", "layers"),
+    };
+    names.table(format!("{before}.{tokens}.weight"), "tokens.weight", [vocabulary, width]);
+    if config.learned_positions {
+        names.table(format!("{before}.wpe.weight"), "positions.weight", [context, width]);
+    }
+    let (q, k) = (heads * head_width, kv_heads * head_width);
+    for layer in 0..config.layers.len() {
+        let (file, ours) = (format!("{before}.{layers}.{layer}"), format!("blocks.{layer}"));
+        let ours_of = |name: &str| format!("{ours}.{name}");
+        let norms: &[&str] = match (family, config.residual) {
+            (Family::Gpt2, _) => &["ln_1", "ln_2"],
+            (_, Residual::Sandwich) => &[
+                "input_layernorm",
+                "post_attention_layernorm",
+                "pre_feedforward_layernorm",
+                "post_feedforward_layernorm",
+            ],
+            _ => &["input_layernorm", "post_attention_layernorm"],
+        };
+        for (number, name) in norms.iter().enumerate() {
+            names.norm(&format!("{file}.{name}"), &ours_of(&format!("norm{}", number + 1)), width);
+        }
+        let qkv = ours_of("attention.qkv_proj");
+        match family {
+            Family::Gpt2 => names.linear(&format!("{file}.attn.c_attn"), true, width, &[(&qkv, 0, q + 2 * k)]),
+            Family::Phi3 => names.linear(&format!("{file}.self_attn.qkv_proj"), false, width, &[(&qkv, 0, q + 2 * k)]),
+            Family::GptNeoX => {
+                let part = |number: usize| (&*qkv, number % 3 * q + number / 3 * head_width, head_width);
+                let parts: Vec<_> = (0..3 * heads).map(part).collect();
+                names.linear(&format!("{file}.attention.query_key_value"), config.qkv_bias, width, &parts);
+            }
+            _ => {
+                for (name, first, outputs) in [("q_proj", 0, q), ("k_proj", q, k), ("v_proj", q + k, k)] {
+                    names.linear(
+                        &format!("{file}.self_attn.{name}"),
+                        config.qkv_bias,
+                        width,
+                        &[(&qkv, first, outputs)],
+                    );
+                }
+            }
+        }
+        let output = match family {
+            Family::Gpt2 => "attn.c_proj",
+            Family::GptNeoX => "attention.dense",
+            _ => "self_attn.o_proj",
+        };
+        names.linear(&format!("{file}.{output}"), config.output_bias, q, &[(&ours_of("attention.o_proj"), 0, width)]);
+        if config.qk_norm {
+            for name in ["q_norm", "k_norm"] {
+                let parameter = ours_of(&format!("attention.{name}.gain"));
+                let part = vec![Part { parameter, first: 0, outputs: head_width }];
+                names.vector(format!("{file}.self_attn.{name}.weight"), gain, part);
+            }
+        }
+        let bias = config.feed_forward_bias;
+        match config.feed_forward {
+            FeedForwardKind::Gelu | FeedForwardKind::GeluExact => {
+                let [up, down] = match family {
+                    Family::Gpt2 => ["mlp.c_fc", "mlp.c_proj"],
+                    _ => ["mlp.dense_h_to_4h", "mlp.dense_4h_to_h"],
+                };
+                names.linear(&format!("{file}.{up}"), bias, width, &[(&ours_of("mlp.up"), 0, hidden)]);
+                names.linear(&format!("{file}.{down}"), bias, hidden, &[(&ours_of("mlp.down"), 0, width)]);
+            }
+            FeedForwardKind::SwiGlu | FeedForwardKind::GeGlu => {
+                let [gate, up] = ["mlp.gate_proj", "mlp.up_proj"].map(ours_of);
+                match family {
+                    Family::Phi3 => {
+                        names.linear(
+                            &format!("{file}.mlp.gate_up_proj"),
+                            bias,
+                            width,
+                            &[(&gate, 0, hidden), (&up, 0, hidden)],
+                        );
+                    }
+                    _ => {
+                        names.linear(&format!("{file}.mlp.gate_proj"), bias, width, &[(&gate, 0, hidden)]);
+                        names.linear(&format!("{file}.mlp.up_proj"), bias, width, &[(&up, 0, hidden)]);
+                    }
+                }
+                names.linear(&format!("{file}.mlp.down_proj"), bias, hidden, &[(&ours_of("mlp.down_proj"), 0, width)]);
+            }
+        }
+    }
+    names.norm(&format!("{before}.{last}"), "norm", width);
+    if !config.tied {
+        names.table(head(family), "head.weight", [vocabulary, width]);
+    }
+    names.tensors
+}
+
+/// Returns the head's name in a file.
+pub(crate) fn head(family: Family) -> &'static str {
+    if family == Family::GptNeoX { "embed_out.weight" } else { "lm_head.weight" }
+}
+
+/// Returns true for masks and frequencies that older files store next to the weights. They are
+/// computed again.
+pub(crate) fn is_computed(name: &str) -> bool {
+    let computed =
+        [".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"];
+    computed.iter().any(|end| name.ends_with(end))
+}

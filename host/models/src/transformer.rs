@@ -1,0 +1,331 @@
+//! The layers of a [`ModelConfig`].
+//!
+//! Invariant: every parameter's name is one that the crate's map of file tensors knows, so that
+//! each model can be read and written.
+
+use crate::config::{FeedForwardKind, LayerConfig, ModelConfig, NormKind, Residual};
+use stepscope_core::ops::{self, AttentionConfig, AttentionElement, Gemm, GemmElement};
+use stepscope_core::{
+    Initializer, Parameter, ParameterSpec, Parameters, Result, Saved, ScratchStep, Source, Step, Tape, Tensor, Var,
+};
+use stepscope_train::nn::{
+    Embedding, KeyValueCache, LayerNorm, Linear, Mlp, MultiHeadAttention, NextToken, Norm, RmsNorm, Scope, SwiGlu,
+};
+
+/// The stored types of activations that a [`Transformer`] computes with: f32 and BF16.
+pub trait Activation: AttentionElement + GemmElement<Self> + GemmElement<f32> {}
+
+impl<S: AttentionElement + GemmElement<S> + GemmElement<f32>> Activation for S {}
+
+/// A decoder-only transformer: token table, blocks, a norm, and a head over the vocabulary.
+///
+/// A clone is a few handles.
+#[derive(Clone, Debug)]
+pub struct Transformer {
+    config: ModelConfig,
+    tokens: Embedding,
+    positions: Option<Embedding>,
+    blocks: Vec<Block>,
+    norm: Norm,
+    head: Parameter,
+    recompute: bool,
+}
+
+/// A block, as handles of parameters.
+#[derive(Clone, Debug)]
+struct Block {
+    norms: Vec<Norm>,
+    attention: MultiHeadAttention,
+    feed_forward: FeedForward,
+    residual: Residual,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum FeedForward {
+    Gelu(Mlp),
+    GeluExact(Mlp),
+    SwiGlu(SwiGlu),
+    GeGlu(SwiGlu),
+}
+
+impl Transformer {
+    /// Builds the layers and the spec of their parameters, initialized as GPT-2: matrices have a
+    /// standard deviation of 0.02, and matrices before a residual connection less, the deeper the
+    /// model.
+    ///
+    /// # Errors
+    /// Never, since names are unique.
+    pub fn new(config: ModelConfig) -> Result<(Self, ParameterSpec)> {
+        let mut spec = ParameterSpec::builder();
+        let mut names = spec.names();
+        let (vocabulary, width) = (config.vocabulary, config.width);
+        let tokens = Embedding::new(names.at("tokens"), vocabulary, width, 0.02);
+        let positions =
+            config.learned_positions.then(|| Embedding::new(names.at("positions"), config.context, width, 0.02));
+        let blocks = config.layers.iter().enumerate();
+        let blocks =
+            blocks.map(|(number, layer)| Block::new(names.at(format!("blocks.{number}")), &config, layer)).collect();
+        let norm = norm(names.at("norm"), &config);
+        let head = match config.tied {
+            true => tokens.weight,
+            false => Embedding::new(names.at("head"), vocabulary, width, 0.02).weight,
+        };
+        let layers = config.layers.len();
+        spec.initialize(|entry| {
+            let before_residual = ["o_proj.weight", "down.weight", "down_proj.weight"];
+            let share = if before_residual.iter().any(|end| entry.name().ends_with(end)) { 2 * layers } else { 1 };
+            let deviation = 0.02 / (share as f32).sqrt();
+            (entry.shape().extents().len() == 2).then_some(Initializer::Normal { deviation })
+        });
+        Ok((Self { config, tokens, positions, blocks, norm, head, recompute: false }, spec.build()?))
+    }
+
+    /// Makes each block keep only its input, and compute the rest again in the backward pass.
+    #[must_use]
+    pub fn recompute(self, recompute: bool) -> Self {
+        Self { recompute, ..self }
+    }
+
+    /// Returns the configuration.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Returns the head, `[vocabulary, width]`.
+    pub fn head(&self) -> Parameter {
+        self.head
+    }
+
+    /// Computes the input of the head, `[samples, tokens, width]`, for `ids`: `[samples, tokens]`.
+    /// With `documents` of the same shape, tokens attend only to their own document.
+    ///
+    /// # Errors
+    /// When an op fails, for example because the arena is full.
+    #[track_caller]
+    pub fn forward<'s, S: Activation>(
+        &self,
+        tape: &Tape<'_, 's>,
+        ids: Saved<'s, u32>,
+        documents: Option<Saved<'s, u32>>,
+    ) -> Result<Var<'s, S>> {
+        let mut x = self.tokens.forward(tape, ids)?;
+        if let Some(scale) = self.config.embedding_scale {
+            x = tape.scale(&x, scale)?;
+        }
+        if let Some(positions) = &self.positions {
+            x = positions.add_positions(tape, &x)?;
+        }
+        for block in &self.blocks {
+            let heads = block.attention.form();
+            let heads = documents.map_or(heads, |documents| heads.documents(documents));
+            // Without backward nothing is kept anyway, and the scope frees memory earlier.
+            x = match self.recompute || tape.is_evaluating() {
+                true => {
+                    let block = block.clone();
+                    tape.recompute((x, heads), move |tape, (x, heads)| block.forward(tape, &x, &heads))?
+                }
+                false => block.forward(tape, &x, &heads)?,
+            };
+        }
+        self.norm.forward(tape, &x)
+    }
+
+    /// Allocates the key-value caches of the blocks, for one sample that is being generated.
+    ///
+    /// # Errors
+    /// When the arena is full.
+    pub fn caches<'s>(&self, step: &Step<'s>) -> Result<Vec<KeyValueCache<'s>>> {
+        let columns = self.config.kv_heads * self.config.head_width;
+        self.blocks.iter().map(|_| KeyValueCache::new(step, self.config.context, columns)).collect()
+    }
+
+    /// Computes the logits `[1, vocabulary]` of the token that follows `token`: `[1, 1]` at
+    /// `place`: `[1, 1]`, given the cached keys and values of all tokens before it.
+    ///
+    /// # Errors
+    /// When an op fails.
+    #[track_caller]
+    pub fn next<'i, 's>(
+        &self,
+        scratch: &ScratchStep<'i, 's>,
+        weights: &Parameters,
+        [token, place]: [&Tensor<'s, u32>; 2],
+        caches: &mut [KeyValueCache<'s>],
+    ) -> Result<Tensor<'i>> {
+        let row = |table: Parameter, id: &Tensor<'s, u32>| -> Result<Tensor<'i>> {
+            ops::embedding(scratch, &weights.lend(scratch, table)?, &scratch.lend(id))
+        };
+        let mut x = row(self.tokens.weight, token)?;
+        if let Some(scale) = self.config.embedding_scale {
+            x = ops::scale(scratch, &x, scale)?;
+        }
+        if let Some(positions) = self.positions {
+            x = ops::add(scratch, &x, &row(positions.weight, place)?)?;
+        }
+        let tape = Tape::new(scratch, weights).evaluating();
+        let mut x = tape.input(x);
+        for (block, cache) in self.blocks.iter().zip(caches) {
+            x = block.forward_cached(&tape, &x, cache.next(scratch)?)?;
+        }
+        self.logits(scratch, weights, self.norm.forward(&tape, &x)?.value())
+    }
+
+    /// Computes the logits `[rows, vocabulary]` of rows `[rows, width]` of the result of
+    /// [`Transformer::forward`].
+    ///
+    /// # Errors
+    /// When an op fails.
+    #[track_caller]
+    pub fn logits<'s>(&self, step: &Step<'s>, weights: &Parameters, rows: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+        let (vocabulary, width) = (self.config.vocabulary, self.config.width);
+        let count = rows.shape().elements() / width;
+        let mut logits = step.empty([count, vocabulary])?;
+        let product = Gemm::new(count, vocabulary, width).transpose_b();
+        ops::gemm_into(step, &product, rows, &weights.lend(step, self.head)?, None::<&Tensor<'_>>, &mut logits)?;
+        Ok(logits)
+    }
+}
+
+impl Block {
+    fn new(mut names: Scope<'_>, config: &ModelConfig, layer: &LayerConfig) -> Self {
+        let (width, hidden, head) = (config.width, config.hidden, config.head_width);
+        let count = if config.residual == Residual::Sandwich { 4 } else { 2 };
+        let (early, late) = if count == 4 { (2, 4) } else { (1, 2) };
+        let mut norms: Vec<Norm> = (1..=early).map(|number| norm(names.at(format!("norm{number}")), config)).collect();
+        let mut scope = names.at("attention");
+        let qkv = linear(scope.at("qkv_proj"), width, config.qkv_columns(), config.qkv_bias);
+        let output = linear(scope.at("o_proj"), config.heads * head, width, config.output_bias);
+        let (heads, rotary, sees) = ([config.heads, config.kv_heads], layer.rotary, layer.mask);
+        let mut attention =
+            MultiHeadAttention { qkv, output, qk_norm: None, rotary, heads, sees, scale: config.score_scale };
+        if config.qk_norm {
+            attention = attention.qk_norm(scope, head, config.epsilon);
+        }
+        norms.extend((early + 1..=late).map(|number| norm(names.at(format!("norm{number}")), config)));
+        let (mut names, bias) = (names.at("mlp"), config.feed_forward_bias);
+        let feed_forward = match config.feed_forward {
+            FeedForwardKind::Gelu | FeedForwardKind::GeluExact => {
+                let up = linear(names.at("up"), width, hidden, bias);
+                let mlp = Mlp { up, down: linear(names.at("down"), hidden, width, bias) };
+                match config.feed_forward {
+                    FeedForwardKind::Gelu => FeedForward::Gelu(mlp),
+                    _ => FeedForward::GeluExact(mlp),
+                }
+            }
+            FeedForwardKind::SwiGlu | FeedForwardKind::GeGlu => {
+                let gate = linear(names.at("gate_proj"), width, hidden, bias);
+                let up = linear(names.at("up_proj"), width, hidden, bias);
+                let gated = SwiGlu { gate, up, down: linear(names.at("down_proj"), hidden, width, bias) };
+                match config.feed_forward {
+                    FeedForwardKind::SwiGlu => FeedForward::SwiGlu(gated),
+                    _ => FeedForward::GeGlu(gated),
+                }
+            }
+        };
+        Self { norms, attention, feed_forward, residual: config.residual }
+    }
+
+    #[track_caller]
+    fn forward<'s, S: Activation>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: &Var<'s, S>,
+        heads: &AttentionConfig<'s>,
+    ) -> Result<Var<'s, S>> {
+        let normed = self.norms[0].forward(tape, x)?;
+        match self.residual {
+            Residual::PreNorm => {
+                let h = self.attention.forward_residual_masked(tape, &normed, x, heads)?;
+                self.feed_forward.forward_residual(tape, &self.norms[1].forward(tape, &h)?, &h)
+            }
+            Residual::Parallel => {
+                let h = self.attention.forward_residual_masked(tape, &normed, x, heads)?;
+                self.feed_forward.forward_residual(tape, &self.norms[1].forward(tape, x)?, &h)
+            }
+            Residual::Sandwich => {
+                let mixed = self.attention.forward_masked(tape, &normed, heads)?;
+                self.after_attention(tape, x, &mixed)
+            }
+        }
+    }
+
+    #[track_caller]
+    fn forward_cached<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>, cache: NextToken<'_, 's>) -> Result<Var<'s>> {
+        let mixed = self.attention.forward_cached(tape, &self.norms[0].forward(tape, x)?, cache)?;
+        match self.residual {
+            Residual::PreNorm => {
+                let [h, normed] = self.norms[1].forward_residual(tape, &mixed, x)?;
+                self.feed_forward.forward_residual(tape, &normed, &h)
+            }
+            Residual::Parallel => {
+                let h = tape.add(&mixed, x)?;
+                self.feed_forward.forward_residual(tape, &self.norms[1].forward(tape, x)?, &h)
+            }
+            Residual::Sandwich => self.after_attention(tape, x, &mixed),
+        }
+    }
+
+    /// Computes the rest of a block with norms before and after each part.
+    #[track_caller]
+    fn after_attention<'s, S: Activation>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: &Var<'s, S>,
+        mixed: &Var<'s, S>,
+    ) -> Result<Var<'s, S>> {
+        let mixed = self.norms[1].forward(tape, mixed)?;
+        let [h, normed] = self.norms[2].forward_residual(tape, &mixed, x)?;
+        let y = self.feed_forward.forward(tape, &normed)?;
+        tape.add(&self.norms[3].forward(tape, &y)?, &h)
+    }
+}
+
+impl FeedForward {
+    #[track_caller]
+    fn forward<'s, S: Activation>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
+        match self {
+            Self::Gelu(mlp) => mlp.forward(tape, x),
+            Self::GeluExact(mlp) => mlp.down.forward(tape, &tape.gelu_exact(&mlp.up.forward(tape, x)?)?),
+            Self::SwiGlu(gated) => gated.forward(tape, x),
+            Self::GeGlu(gated) => gated.down.forward(tape, &geglu(gated, tape, x)?),
+        }
+    }
+
+    #[track_caller]
+    fn forward_residual<'s, S: Activation>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: &Var<'s, S>,
+        residual: &Var<'s, S>,
+    ) -> Result<Var<'s, S>> {
+        match self {
+            Self::Gelu(mlp) => mlp.forward_residual(tape, x, residual),
+            Self::GeluExact(mlp) => {
+                mlp.down.forward_residual(tape, &tape.gelu_exact(&mlp.up.forward(tape, x)?)?, residual)
+            }
+            Self::SwiGlu(gated) => gated.forward_residual(tape, x, residual),
+            Self::GeGlu(gated) => gated.down.forward_residual(tape, &geglu(gated, tape, x)?, residual),
+        }
+    }
+}
+
+/// Computes `gelu(x Wg) * (x Wu)`.
+#[track_caller]
+fn geglu<'s, S: Activation>(gated: &SwiGlu, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
+    tape.mul(&tape.gelu(&gated.gate.forward(tape, x)?)?, &gated.up.forward(tape, x)?)
+}
+
+fn norm(names: Scope<'_>, config: &ModelConfig) -> Norm {
+    let (width, epsilon) = (config.width, config.epsilon);
+    match config.norm {
+        NormKind::Layer => Norm::Layer(LayerNorm { epsilon, ..LayerNorm::new(names, width) }),
+        NormKind::Rms => Norm::Rms(RmsNorm { epsilon, ..RmsNorm::new(names, width) }),
+    }
+}
+
+fn linear(names: Scope<'_>, inputs: usize, outputs: usize, bias: bool) -> Linear {
+    match bias {
+        true => Linear::new(names, inputs, outputs),
+        false => Linear::without_bias(names, inputs, outputs),
+    }
+}

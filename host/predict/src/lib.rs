@@ -1,0 +1,41 @@
+//! The cost model, from launches to time on a GPU that is not present. The doctor uses it too.
+//!
+//! ```text
+//! gpu.rs        the capabilities of GPUs, with sources
+//! code.rs       instruction counts of the kernels, from code.json
+//! work.rs       a launch -> instructions, bytes and waits per block
+//!   product.rs, attention.rs, stream.rs    by kind of kernel
+//! cache.rs      the bytes of a launch that move to or from memory
+//! clock.rs      work and bytes -> time
+//! forecast.rs   all launches, by kernel
+//! ```
+
+#![forbid(unsafe_code)]
+
+mod attention;
+mod cache;
+mod clock;
+mod code;
+pub mod forecast;
+pub mod gpu;
+mod product;
+mod stream;
+mod work;
+
+pub use code::Kernels;
+pub use forecast::Forecast;
+pub use gpu::Gpu;
+
+use stepscope::{Arena, Capacity, Description, Device, DeviceKind, EagerStep, Launch, Result};
+
+/// Returns the launches of `run` on a GPU with this many multiprocessors. Nothing is computed and
+/// no memory is allocated.
+///
+/// # Errors
+/// When `run` fails.
+pub fn dry_run(processors: u32, run: impl for<'s> FnOnce(&mut EagerStep<'s>) -> Result<()>) -> Result<Vec<Launch>> {
+    let device = Device::open(DeviceKind::Emulated)?;
+    let description = Description { kind: DeviceKind::Cuda, processors, ..device.description().clone() };
+    let arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
+    arena.launches(description, run).map(|(_, launches)| launches)
+}

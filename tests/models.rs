@@ -1,0 +1,296 @@
+//! Models of transformers: each family's logits, loss and gradients are those of transformers in
+//! float64, an exported folder holds the same tensors, and what is not supported is refused.
+//!
+//! `tests/models/make.py` writes the cases. STEPSCOPE_MODELS names a folder of others.
+
+mod support;
+
+use safetensors::SafeTensors;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use stepscope::models::{ModelConfig, Transformer, Weights};
+use stepscope::ops::{self, LmHeadConfig};
+use stepscope::{Arena, Capacity, Gradients, Parameters, StateDict, Tape};
+use support::{on_each_device, relative_l2};
+
+/// The largest relative difference from float64. Where transformers' own error in f32 is a third of
+/// this or more, it is three times that error.
+const LIMIT: f64 = 2e-6;
+
+/// The folders of all cases.
+fn cases() -> Vec<PathBuf> {
+    let committed = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/models/cases");
+    let folder = std::env::var_os("STEPSCOPE_MODELS").map_or(committed.into(), PathBuf::from);
+    let mut cases: Vec<PathBuf> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    cases.sort();
+    assert!(!cases.is_empty());
+    cases
+}
+
+/// Returns the path of a committed case.
+fn case(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models/cases").join(name)
+}
+
+/// The results of transformers.
+struct Expected {
+    shape: [usize; 2],
+    ids: Vec<u32>,
+    labels: Vec<u32>,
+    results: BTreeMap<String, Vec<f64>>,
+}
+
+impl Expected {
+    fn read(folder: &Path) -> Self {
+        let bytes = fs::read(folder.join("expected.safetensors")).unwrap();
+        let tensors = SafeTensors::deserialize(&bytes).unwrap();
+        let words = |name: &str| -> Vec<u32> { bytemuck::pod_collect_to_vec(tensors.tensor(name).unwrap().data()) };
+        let results = tensors.iter().filter(|(name, _)| !["ids", "labels"].contains(name));
+        let results = results.map(|(name, tensor)| {
+            let values: Vec<f32> = bytemuck::pod_collect_to_vec(tensor.data());
+            (name.to_owned(), values.into_iter().map(f64::from).collect())
+        });
+        let shape: [usize; 2] = tensors.tensor("ids").unwrap().shape().try_into().unwrap();
+        Self { shape, ids: words("ids"), labels: words("labels"), results: results.collect() }
+    }
+}
+
+on_each_device! {
+    fn families_agree_with_transformers(device: &Device) {
+        for folder in cases() {
+            let expected = Expected::read(&folder);
+            let weights = Weights::read(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
+            let (model, spec) = Transformer::new(weights.config.clone()).unwrap();
+            let mut parameters = Parameters::new(device, &spec, 1).unwrap();
+            weights.load(&mut parameters).unwrap();
+            let mut gradients = Gradients::zeros(&parameters).unwrap();
+            let mut arena = Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap();
+            let (logits, loss) = arena
+                .step(|step| {
+                    let tape = Tape::new(step, &parameters);
+                    let ids = step.upload(&expected.ids, expected.shape)?.save();
+                    let labels = step.upload(&expected.labels, expected.shape)?.save();
+                    let hidden = model.forward(&tape, ids, None)?;
+                    let logits = step.read(&model.logits(step, &parameters, hidden.value())?)?;
+                    let weight = 1.0 / expected.ids.len() as f32;
+                    let head = LmHeadConfig::default().tied();
+                    let loss = tape.linear_cross_entropy(&hidden, model.head(), labels, weight, head)?;
+                    let value = step.read(loss.value())?;
+                    tape.backward_overwrite(&loss, &mut gradients)?;
+                    Ok((logits, value))
+                })
+                .unwrap();
+            let mut differences = BTreeMap::new();
+            let mut compare = |name: String, ours: &[f32]| {
+                let want = expected.results.get(&name).unwrap_or_else(|| panic!("{}: {name}", folder.display()));
+                let difference = relative_l2(ours, want);
+                let limit = LIMIT.max(3.0 * expected.results[&format!("f32.{name}")][0]);
+                differences.insert(name, [difference / limit, difference]);
+            };
+            compare("logits".into(), &logits);
+            compare("loss".into(), &loss);
+            for (name, _, gradient) in Weights::gradients(&weights.config, &gradients).unwrap().iter() {
+                compare(format!("gradient.{name}"), gradient);
+            }
+            assert_eq!(2 * differences.len(), expected.results.len(), "{}", folder.display());
+            let (name, [share, worst]) = differences.into_iter().max_by(|a, b| a.1[0].total_cmp(&b.1[0])).unwrap();
+            println!("{}: {name} comes closest to its limit, with {worst:.1e}, {share:.2} of it", folder.display());
+            assert!(share <= 1.0, "{}: {name} differs by {worst:e}", folder.display());
+        }
+    }
+
+    /// The token after each prefix of a sample has the same logits from caches as from all tokens.
+    fn cached_tokens_agree_with_all(device: &Device) {
+        for folder in cases() {
+            let expected = Expected::read(&folder);
+            let weights = Weights::read(&folder).unwrap();
+            let (model, spec) = Transformer::new(weights.config.clone()).unwrap();
+            let mut parameters = Parameters::new(device, &spec, 1).unwrap();
+            weights.load(&mut parameters).unwrap();
+            let mut arena = Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap();
+            let tokens = expected.shape[1];
+            let cached = arena
+                .step(|step| {
+                    let mut caches = model.caches(step)?;
+                    let mut logits = step.empty([1, weights.config.vocabulary])?;
+                    let mut all = Vec::new();
+                    for (place, &id) in expected.ids[..tokens].iter().enumerate() {
+                        let token = step.upload(&[id], [1, 1])?;
+                        let place = step.upload(&[place as u32], [1, 1])?;
+                        step.scratch(|scratch| {
+                            let next = model.next(scratch, &parameters, [&token, &place], &mut caches)?;
+                            ops::copy_into(scratch, &next, &mut scratch.lend_mut(&mut logits))
+                        })?;
+                        all.extend(step.read(&logits)?);
+                    }
+                    Ok(all)
+                })
+                .unwrap();
+            let want = &expected.results["logits"][..cached.len()];
+            let difference = relative_l2(&cached, want);
+            assert!(difference <= LIMIT, "{}: {difference:e}", folder.display());
+        }
+    }
+
+    /// A folder that is written holds the tensors and the settings that were read.
+    fn written_folders_hold_what_was_read(device: &Device) {
+        for folder in cases() {
+            let weights = Weights::read(&folder).unwrap();
+            let (_, spec) = Transformer::new(weights.config.clone()).unwrap();
+            let mut parameters = Parameters::new(device, &spec, 1).unwrap();
+            weights.load(&mut parameters).unwrap();
+            let written = tempfile::tempdir().unwrap();
+            Weights::write(written.path(), &weights.config, &parameters, Some(4000)).unwrap();
+            let [before, after] = [&folder, written.path()].map(|folder| {
+                let tensors = StateDict::from_pretrained(folder, |_| false).unwrap();
+                tensors.iter().map(|(name, shape, values)| (name.to_owned(), shape.to_vec(), values.to_vec())).collect::<Vec<_>>()
+            });
+            assert_eq!(before.len(), after.len(), "{}", folder.display());
+            for ((name, shape, before), (other, other_shape, after)) in before.iter().zip(&after) {
+                assert_eq!((name, shape), (other, other_shape));
+                // Gemma's gains are stored without their 1, which costs a rounding.
+                let limit = if name.contains("norm") { f32::EPSILON } else { 0.0 };
+                assert!(before.iter().zip(after).all(|(a, b)| (a - b).abs() <= limit), "{name}");
+            }
+            let [before, after] = [&folder, written.path()].map(|folder| {
+                let text = fs::read(folder.join("config.json")).unwrap();
+                serde_json::from_slice::<serde_json::Value>(&text).unwrap()
+            });
+            let dtype = |config: &serde_json::Value| config.get("dtype").or(config.get("torch_dtype")).cloned();
+            assert_eq!(dtype(&after), Some("float32".into()));
+            let without = |mut config: serde_json::Value| {
+                config.as_object_mut().unwrap().retain(|key, _| !["dtype", "torch_dtype"].contains(&&**key));
+                config
+            };
+            assert_eq!(without(before), without(after), "{}", folder.display());
+        }
+    }
+}
+
+/// Each faulty setting is refused, with its key and its value.
+#[test]
+fn unsupported_settings_are_refused() {
+    let of = |family: &str| -> serde_json::Value {
+        serde_json::from_slice(&fs::read(case(family).join("config.json")).unwrap()).unwrap()
+    };
+    let rope =
+        |rope: &str| serde_json::json!({"rope_parameters": serde_json::from_str::<serde_json::Value>(rope).unwrap()});
+    let faults = [
+        ("llama2", serde_json::json!({"model_type": "mamba"}), &["`model_type`", "\"mamba\""][..]),
+        ("llama2", serde_json::json!({"model_type": 3}), &["`model_type`", "a text", "3"]),
+        ("llama2", serde_json::json!({"hidden_act": "gelu"}), &["`hidden_act`", "\"silu\"", "\"gelu\""]),
+        ("llama2", serde_json::json!({"hidden_size": "16"}), &["`hidden_size`", "a whole number", "\"16\""]),
+        ("llama2", serde_json::json!({"hidden_size": 16.5}), &["`hidden_size`", "16.5"]),
+        ("llama2", serde_json::json!({"hidden_size": null}), &["`hidden_size`", "null"]),
+        ("llama2", serde_json::json!({"num_hidden_layers": 0}), &["`num_hidden_layers`", "0"]),
+        ("llama2", serde_json::json!({"num_key_value_heads": 3}), &["`num_key_value_heads`", "divides 2 heads", "3"]),
+        ("llama2", serde_json::json!({"head_dim": 12}), &["`head_dim`", "multiple of 8", "12"]),
+        ("llama2", serde_json::json!({"attention_bias": "no"}), &["`attention_bias`", "true or false", "\"no\""]),
+        ("llama2", serde_json::json!({"tie_word_embeddings": 1}), &["`tie_word_embeddings`", "true or false", "1"]),
+        ("llama2", serde_json::json!({"pretraining_tp": 2}), &["`pretraining_tp`", "2"]),
+        ("llama2", serde_json::json!({"quantization_config": {"bits": 4}}), &["`quantization_config`", "\"bits\""]),
+        ("llama2", serde_json::json!({"logit_scale": 0.5}), &["`logit_scale`", "0.5", "unknown"]),
+        ("llama2", serde_json::json!({"rope_theta": 5.0}), &["`rope_theta`", "10000", "5"]),
+        ("llama2", serde_json::json!({"rope_scaling": {"rope_type": "linear"}}), &["`rope_scaling`"]),
+        (
+            "llama2",
+            rope(r#"{"rope_theta": 10000.0, "type": "linear", "factor": 2.0}"#),
+            &["`rope_parameters.type`", "`rope_type`"],
+        ),
+        ("llama2", rope(r#"{"rope_theta": 10000.0, "rope_type": "linear"}"#), &["`rope_parameters.factor`", "nothing"]),
+        (
+            "llama2",
+            rope(r#"{"rope_theta": 10000.0, "rope_type": "dynamic", "factor": 2.0}"#),
+            &["`rope_parameters.rope_type`", "\"dynamic\""],
+        ),
+        (
+            "llama2",
+            rope(r#"{"rope_theta": "10000", "rope_type": "default"}"#),
+            &["`rope_parameters.rope_theta`", "\"10000\""],
+        ),
+        (
+            "llama2",
+            rope(r#"{"rope_theta": 10000.0, "rope_type": "default", "factor": 2.0}"#),
+            &["`rope_parameters.factor`", "2"],
+        ),
+        (
+            "llama31",
+            rope(
+                r#"{"rope_theta": 1e4, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0, "original_max_position_embeddings": 64}"#,
+            ),
+            &["`rope_parameters.high_freq_factor`", "1"],
+        ),
+        (
+            "llama31",
+            rope(
+                r#"{"rope_theta": 1e4, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}"#,
+            ),
+            &["`rope_parameters.original_max_position_embeddings`"],
+        ),
+        ("qwen3", serde_json::json!({"head_dim": null}), &["`head_dim`"]),
+        ("qwen2", serde_json::json!({"layer_types": ["full_attention"]}), &["`layer_types`", "2 layers"]),
+        ("qwen2", serde_json::json!({"use_sliding_window": false}), &["`layer_types`", "use_sliding_window"]),
+        ("qwen2", serde_json::json!({"max_window_layers": "1"}), &["`max_window_layers`", "\"1\""]),
+        ("smollm3", serde_json::json!({"no_rope_layers": [1, 2]}), &["`no_rope_layers`", "[1,2]"]),
+        (
+            "phi3",
+            rope(r#"{"rope_theta": 10000.0, "rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}"#),
+            &["`rope_parameters.rope_type`", "\"longrope\""],
+        ),
+        ("gemma3", serde_json::json!({"final_logit_softcapping": 30.0}), &["`final_logit_softcapping`", "30"]),
+        ("gpt2", serde_json::json!({"activation_function": "relu"}), &["`activation_function`", "\"relu\""]),
+        (
+            "gpt2",
+            serde_json::json!({"scale_attn_by_inverse_layer_idx": true}),
+            &["`scale_attn_by_inverse_layer_idx`", "true"],
+        ),
+    ];
+    for (family, fault, words) in faults {
+        let mut config = of(family);
+        for (key, value) in fault.as_object().unwrap() {
+            config[key] = value.clone();
+        }
+        let error = ModelConfig::from_json(config.to_string().as_bytes()).unwrap_err();
+        for word in words {
+            assert!(error.contains(word), "{family}, {fault}: {error:?} lacks {word:?}");
+        }
+    }
+}
+
+/// A folder whose tensors do not fit its settings is refused, with the tensor's name.
+#[test]
+fn unfitting_tensors_are_refused() {
+    let refused = |family: &str, change: &dyn Fn(&mut StateDict)| {
+        let folder = tempfile::tempdir().unwrap();
+        let mut tensors = StateDict::from_pretrained(case(family), |_| false).unwrap();
+        change(&mut tensors);
+        tensors.save_pretrained(folder.path(), None).unwrap();
+        fs::copy(case(family).join("config.json"), folder.path().join("config.json")).unwrap();
+        Weights::read(folder.path()).unwrap_err().to_string()
+    };
+    let head = "lm_head.weight";
+    let error = refused("smollm2", &|tensors| tensors.insert(head, [40, 16], vec![0.5; 640]).unwrap());
+    assert!(error.contains(head) && error.contains("tie_word_embeddings"), "{error}");
+    let table = |tensors: &mut StateDict| {
+        let (shape, values) = tensors.remove("model.embed_tokens.weight").unwrap();
+        tensors.insert("model.embed_tokens.weight", shape.clone(), values.clone()).unwrap();
+        (shape, values)
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let mut same = StateDict::from_pretrained(case("smollm2"), |_| false).unwrap();
+    let (shape, values) = table(&mut same);
+    same.insert(head, shape, values).unwrap();
+    same.save_pretrained(folder.path(), None).unwrap();
+    fs::copy(case("smollm2").join("config.json"), folder.path().join("config.json")).unwrap();
+    Weights::read(folder.path()).unwrap();
+    let error = refused("llama2", &|tensors| drop(tensors.remove(head)));
+    assert!(error.contains(head) && error.contains("requires"), "{error}");
+    let error = refused("llama2", &|tensors| tensors.insert("model.extra", [1], vec![0.0]).unwrap());
+    assert!(error.contains("model.extra") && error.contains("not a weight"), "{error}");
+    let error = refused("llama2", &|tensors| {
+        let (_, values) = tensors.remove("model.norm.weight").unwrap();
+        tensors.insert("model.norm.weight", [2, 8], values).unwrap();
+    });
+    assert!(error.contains("model.norm.weight") && error.contains("[2, 8]"), "{error}");
+}
