@@ -19,8 +19,8 @@ use std::thread;
 use std::time::Duration;
 use stepscope::nn::{Embedding, Linear};
 use stepscope::{
-    AdamWConfig, Arena, Capacity, Device, DeviceBatch, DeviceKind, Group, GroupConfig, HostInputs, Model,
-    ParameterSpec, Result, Saved, Tape, TrainState, Trainer, Var,
+    AdamW, Arena, Capacity, Device, DeviceBatch, DeviceKind, Group, GroupConfig, HostInputs, Model, ParameterSpec,
+    Result, Saved, Tape, TrainState, Trainer, Var,
 };
 
 const SAMPLES: usize = 15;
@@ -137,7 +137,7 @@ fn of_rank(kind: DeviceKind, config: &GroupConfig, elements: usize) -> Result<Sa
         rows: Embedding::new(names.at("rows"), elements / WIDTH, WIDTH, 0.02),
         head: Linear::new(names.at("head"), WIDTH, CLASSES),
     };
-    let config = AdamWConfig { clip: None, ..AdamWConfig::default() };
+    let config = AdamW { clip: None, ..AdamW::default() };
     let learner = TrainState::new(&device, model, &layout.build()?, 7, config)?.in_group(&group, group.ranks())?;
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(64)).build()?;
     let tokens = || Tokens { ids: vec![3, 1, 4, 1], labels: vec![0, 1, 1, 0] };

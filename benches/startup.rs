@@ -26,7 +26,7 @@ use serde::Serialize;
 use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
-use stepscope::{AdamW, AdamWConfig, Arena, Capacity, Device, Gradients, Parameters, Tape};
+use stepscope::{AdamW, Arena, Capacity, Device, Gradients, Optimizer, Parameters, Tape};
 
 const BATCH: usize = 256;
 const COLD: usize = 3;
@@ -132,7 +132,7 @@ fn first_step(kind: stepscope::DeviceKind) -> harness::Result<()> {
     let (model, layout) = model::Model::<f32>::new()?;
     let mut parameters = Parameters::new(&device, &layout, 7)?;
     let mut gradients = Gradients::zeros(&parameters)?;
-    let mut optimizer = AdamW::new(&parameters, AdamWConfig { clip: Some(1.0), ..AdamWConfig::default() })?;
+    let mut optimizer = Optimizer::new(&parameters, AdamW { clip: Some(1.0), ..AdamW::default() })?;
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(512)).build()?;
     let made = start.elapsed();
     let x = spread(BATCH * sizes::SCALES.len() * sizes::FEATURES, 1);

@@ -13,7 +13,7 @@ use std::time::Instant;
 use stepscope::nn::{MultiHeadAttention, RmsNorm, SwiGlu};
 use stepscope::ops::{AttentionElement, GemmElement, Rotary};
 use stepscope::{
-    AdamW, AdamWConfig, Arena, Capacity, CaptureInputs, Device, DeviceKind, Gradients, HostInputs, ParameterSpec,
+    AdamW, Arena, Capacity, CaptureInputs, Device, DeviceKind, Gradients, HostInputs, Optimizer, ParameterSpec,
     Parameters, Result, Step, Tape, Var, bf16,
 };
 
@@ -105,7 +105,7 @@ struct Training {
     blocks: Vec<Block>,
     weights: Parameters,
     gradients: Gradients,
-    adamw: AdamW,
+    adamw: Optimizer<AdamW>,
 }
 
 /// Makes updates on one sample in BF16 with recompute, and prints their loss and time.
@@ -113,8 +113,8 @@ fn train(kind: DeviceKind, tokens: usize) -> Result<()> {
     let device = Device::open(kind)?;
     let (blocks, layout) = blocks()?;
     let weights = Parameters::new(&device, &layout, 7)?.with_bf16_copy()?;
-    let config = AdamWConfig { learning_rate: 1e-3, ..AdamWConfig::default() };
-    let adamw = AdamW::new(&weights, config)?;
+    let config = AdamW { learning_rate: 1e-3, ..AdamW::default() };
+    let adamw = Optimizer::new(&weights, config)?;
     let state = Training { blocks, gradients: Gradients::zeros(&weights)?, weights, adamw };
     let needed = bytes::<bf16>(&Arena::builder(&device).capacity(Capacity::mib(1)).build()?, tokens, true)?;
     let mut arena = Arena::builder(&device).capacity(Capacity::Bytes(needed + needed / 8 + (64 << 20))).build()?;

@@ -15,8 +15,8 @@ use data::{CLASSES, Images, PIXELS};
 use std::{process::ExitCode, sync::Arc};
 use stepscope::nn::{Block, Embedding, LayerNorm, Linear};
 use stepscope::{
-    AdamWConfig, Arena, Capacity, Device, DeviceBatch, DeviceKind, EpochProgress, HostBatch, Model, ParameterSpec,
-    Result, Schedule, Tape, TrainState, Trainer, Var,
+    AdamW, Arena, Capacity, Device, DeviceBatch, DeviceKind, EpochProgress, HostBatch, Model, ParameterSpec, Result,
+    Schedule, Tape, TrainState, Trainer, Var,
 };
 
 /// Rows of an image, each of which is a token, and pixels per row.
@@ -80,7 +80,7 @@ fn run(args: &Args) -> Result<f64> {
     };
     let total = args.epochs * training.len().div_ceil(BATCH) as u64;
     let schedule = Schedule::WarmupCosine { warmup: total / 20, total, floor: 0.05 };
-    let config = AdamWConfig { learning_rate: 2e-3, clip: Some(1.0), schedule, ..AdamWConfig::default() };
+    let config = AdamW { learning_rate: 2e-3, clip: Some(1.0), schedule, ..AdamW::default() };
     let device = Device::open(args.device)?;
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(64)).build()?;
     let learner = TrainState::new(&device, model, &layout.build()?, 7, config)?;

@@ -25,8 +25,8 @@ mod threads {
     assert_impl_all!(Buffer<f32>: Send, Sync);
     assert_impl_all!(Parameters: Send, Sync);
     assert_impl_all!(Gradients: Send, Sync);
-    assert_impl_all!(AdamW: Send, Sync);
-    assert_impl_all!(Sgd: Send, Sync);
+    assert_impl_all!(Optimizer<AdamW>: Send, Sync);
+    assert_impl_all!(Optimizer<Sgd>: Send, Sync);
     assert_impl_all!(ParameterGroups: Send, Sync);
     assert_impl_all!(ParameterSpec: Send, Sync, Clone);
     assert_impl_all!(Checkpoint: Send, Sync);
@@ -40,8 +40,8 @@ mod threads {
     assert_not_impl_any!(Buffer<f32>: Clone);
     assert_not_impl_any!(Parameters: Clone);
     assert_not_impl_any!(Gradients: Clone);
-    assert_not_impl_any!(AdamW: Clone);
-    assert_not_impl_any!(Sgd: Clone);
+    assert_not_impl_any!(Optimizer<AdamW>: Clone);
+    assert_not_impl_any!(Optimizer<Sgd>: Clone);
     assert_impl_all!(Arena: Send);
     assert_not_impl_any!(Arena: Sync, Clone);
 

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::sync::Once;
 use stepscope::{
-    AdamW, AdamWConfig, Arena, Capacity, Device, DeviceKind, Gradients, HostInputs, Initializer, Parameter,
+    AdamW, Arena, Capacity, Device, DeviceKind, Gradients, HostInputs, Initializer, Optimizer, Parameter,
     ParameterSpec, Parameters, Result, Saved, Step, Tape,
 };
 use tracing::field::{Field, Visit};
@@ -118,7 +118,7 @@ struct Model {
     w: Parameter,
     weights: Parameters,
     gradients: Gradients,
-    adamw: AdamW,
+    adamw: Optimizer<AdamW>,
 }
 
 impl Model {
@@ -127,7 +127,7 @@ impl Model {
         let w = layout.add("w", [4, 3], Initializer::fan_in(4));
         let weights = Parameters::new(device, &layout.build().unwrap(), 7).unwrap();
         let gradients = Gradients::zeros(&weights).unwrap();
-        let adamw = AdamW::new(&weights, AdamWConfig::default()).unwrap();
+        let adamw = Optimizer::new(&weights, AdamW::default()).unwrap();
         Self { w, weights, gradients, adamw }
     }
 

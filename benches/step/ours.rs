@@ -6,7 +6,7 @@ use std::ops::Deref;
 
 use stepscope::ops::{GemmElement, Precision};
 use stepscope::{
-    AdamW, AdamWConfig, Arena, Capacity, CaptureInputs, Device, DeviceKind, EagerStep, Gradients, HostInputs, Measured,
+    AdamW, Arena, Capacity, CaptureInputs, Device, DeviceKind, EagerStep, Gradients, HostInputs, Measured, Optimizer,
     Output, PageLocked, Parameters, Result, Saved, Step, Tape,
 };
 
@@ -29,7 +29,7 @@ struct State<S> {
     model: Model<S>,
     parameters: Parameters,
     gradients: Gradients,
-    optimizer: AdamW,
+    optimizer: Optimizer<AdamW>,
     precision: Precision,
 }
 
@@ -87,8 +87,8 @@ impl<S: GemmElement<S> + GemmElement<f32>> State<S> {
         let (model, layout) = Model::new()?;
         let parameters = Parameters::new(device, &layout, SEED)?;
         let parameters = if size_of::<S>() < size_of::<f32>() { parameters.with_bf16_copy()? } else { parameters };
-        let config = AdamWConfig { learning_rate: LEARNING_RATE, clip: Some(1.0), ..AdamWConfig::default() };
-        let (gradients, optimizer) = (Gradients::zeros(&parameters)?, AdamW::new(&parameters, config)?);
+        let config = AdamW { learning_rate: LEARNING_RATE, clip: Some(1.0), ..AdamW::default() };
+        let (gradients, optimizer) = (Gradients::zeros(&parameters)?, Optimizer::new(&parameters, config)?);
         Ok(Self { model, parameters, gradients, optimizer, precision })
     }
 }

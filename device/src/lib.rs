@@ -40,10 +40,13 @@ pub mod philox;
 pub mod rescale;
 pub mod row_chunk;
 pub mod squares;
+#[allow(clippy::disallowed_methods, reason = "accesses memory for the kernels")]
 pub mod stored;
+#[allow(clippy::disallowed_methods, reason = "accesses memory for the kernels")]
 pub mod tile;
 mod unroll;
 pub mod update;
+#[allow(clippy::disallowed_methods, reason = "accesses memory for the kernels")]
 pub mod vector;
 pub mod warp;
 pub mod window;

@@ -5,7 +5,7 @@
 
 use std::path::PathBuf;
 
-use stepscope::{AdamWConfig, Model, Result, Schedule, TrainState};
+use stepscope::{AdamW, Model, Result, Schedule, TrainState};
 
 use crate::samples::MicroBatch;
 use crate::sizes::{FEATURES, SCALES};
@@ -24,8 +24,8 @@ pub(crate) struct Trace {
 impl Trace {
     /// Starts the trace of an optimizer with these settings that has made no update, to be written
     /// to `path`.
-    pub(crate) fn new(path: PathBuf, config: &AdamWConfig) -> Self {
-        let AdamWConfig { learning_rate, beta1, beta2, epsilon, weight_decay, clip, schedule } = *config;
+    pub(crate) fn new(path: PathBuf, config: &AdamW) -> Self {
+        let AdamW { learning_rate, beta1, beta2, epsilon, weight_decay, clip, schedule } = *config;
         let Schedule::WarmupCosine { warmup, total, floor } = schedule else {
             unreachable!("the example's rate follows a cosine, not {schedule:?}");
         };

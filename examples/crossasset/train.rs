@@ -6,8 +6,8 @@ use std::sync::atomic::AtomicBool;
 
 use serde::{Deserialize, Serialize};
 use stepscope::{
-    AdamWConfig, Arena, Checkpoint, Ended, EpochProgress, Error, Group, Model as Trained, Observer, ProgressBar,
-    Result, Schedule, TrainState, Trainer, Update, bf16, ops, replace_file,
+    AdamW, Arena, Checkpoint, Ended, EpochProgress, Error, Group, Model as Trained, Observer, ProgressBar, Result,
+    Schedule, TrainState, Trainer, Update, bf16, ops, replace_file,
 };
 
 use crate::bars::shown;
@@ -226,15 +226,15 @@ impl<'r> Run<'r> {
         if self.rank.leads() { self.args.log } else { Log::Quiet }
     }
 
-    fn config(&self, fold: &Fold) -> AdamWConfig {
+    fn config(&self, fold: &Fold) -> AdamW {
         let Args { batch, epochs, learning_rate, weight_decay, clip, .. } = *self.args;
         let total = (epochs * fold.train.len().div_ceil(batch)) as u64;
-        AdamWConfig {
+        AdamW {
             learning_rate,
             weight_decay,
             clip: Some(clip),
             schedule: Schedule::WarmupCosine { warmup: WARMUP.min(total / 10), total, floor: FLOOR },
-            ..AdamWConfig::default()
+            ..AdamW::default()
         }
     }
 

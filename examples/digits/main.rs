@@ -20,8 +20,8 @@ use clap::Parser;
 use data::{CLASSES, Images, PIXELS};
 use stepscope::nn::Mlp;
 use stepscope::{
-    AdamWConfig, Arena, Capacity, Device, DeviceBatch, DeviceKind, EpochProgress, HostBatch, Model, ParameterSpec,
-    Result, Schedule, Tape, TrainState, Trainer, Var,
+    AdamW, Arena, Capacity, Device, DeviceBatch, DeviceKind, EpochProgress, HostBatch, Model, ParameterSpec, Result,
+    Schedule, Tape, TrainState, Trainer, Var,
 };
 
 const HIDDEN: usize = 128;
@@ -74,10 +74,10 @@ fn run(args: &Args) -> Result<f64> {
     let mut layout = ParameterSpec::builder();
     let model = Reader { mlp: Mlp::new(layout.names().at("mlp"), PIXELS, HIDDEN, CLASSES) };
     let total = args.epochs * training.len().div_ceil(BATCH) as u64;
-    let config = AdamWConfig {
+    let config = AdamW {
         learning_rate: 3e-3,
         schedule: Schedule::WarmupCosine { warmup: total / 20, total, floor: 0.05 },
-        ..AdamWConfig::default()
+        ..AdamW::default()
     };
 
     let device = Device::open(args.device)?;

@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::sync::{LazyLock, Mutex};
 use stepscope::{
-    AdamW, AdamWConfig, Checkpoint, Device, DeviceKind, Error, Initializer, ParameterSpec, NonFinite, Parameters, Transfer,
+    AdamW, Checkpoint, Device, DeviceKind, Error, Initializer, ParameterSpec, NonFinite, Parameters, Transfer, Optimizer,
 };
 use tempfile::TempDir;
 
@@ -25,7 +25,7 @@ const PREFIXES: [&str; 3] = ["", "adamw.first.", "adamw.second."];
 struct Model {
     folder: TempDir,
     parameters: Parameters,
-    optimizer: AdamW,
+    optimizer: Optimizer<AdamW>,
 }
 
 static MODEL: LazyLock<Mutex<Model>> = LazyLock::new(|| {
@@ -35,7 +35,7 @@ static MODEL: LazyLock<Mutex<Model>> = LazyLock::new(|| {
     layout.add("b", [1], Initializer::Constant(0.0));
     let layout = layout.build().expect("a layout");
     let parameters = Parameters::new(&device, &layout, 1).expect("parameters");
-    let optimizer = AdamW::new(&parameters, AdamWConfig::default()).expect("an optimizer");
+    let optimizer = Optimizer::new(&parameters, AdamW::default()).expect("an optimizer");
     Mutex::new(Model { folder: tempfile::tempdir().expect("a folder"), parameters, optimizer })
 });
 

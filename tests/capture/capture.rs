@@ -10,8 +10,8 @@ use crate::support::{Random, bits, on_each_device};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use stepscope::faults::{Call, FaultPlan};
 use stepscope::{
-    AdamW, AdamWConfig, Arena, Buffer, Capacity, CaptureInputs, Captured, Device, DeviceKind, Error, Gradients, Growth,
-    HostInputs, Initializer, Output, Overflow, Parameter, ParameterSpec, Parameters, Record, Result, Saved, Step, Tape,
+    AdamW, Arena, Buffer, Capacity, CaptureInputs, Captured, Device, DeviceKind, Error, Gradients, Growth, HostInputs,
+    Initializer, Optimizer, Output, Overflow, Parameter, ParameterSpec, Parameters, Record, Result, Saved, Step, Tape,
     Target, ops,
 };
 
@@ -25,7 +25,7 @@ struct Model {
     b: Parameter,
     weights: Parameters,
     gradients: Gradients,
-    adamw: AdamW,
+    adamw: Optimizer<AdamW>,
 }
 
 impl Model {
@@ -35,8 +35,8 @@ impl Model {
         let b = layout.add("b", [CLASSES], Initializer::Constant(0.1));
         let weights = Parameters::new(device, &layout.build().unwrap(), 3).unwrap();
         let gradients = Gradients::zeros(&weights).unwrap();
-        let config = AdamWConfig { learning_rate: 0.05, clip: Some(1.0), ..AdamWConfig::default() };
-        let adamw = AdamW::new(&weights, config).unwrap();
+        let config = AdamW { learning_rate: 0.05, clip: Some(1.0), ..AdamW::default() };
+        let adamw = Optimizer::new(&weights, config).unwrap();
         Self { w, b, weights, gradients, adamw }
     }
 
@@ -108,7 +108,7 @@ struct Tower {
     blocks: Vec<[Parameter; 2]>,
     weights: Parameters,
     gradients: Gradients,
-    adamw: AdamW,
+    adamw: Optimizer<AdamW>,
 }
 
 impl Tower {
@@ -121,7 +121,7 @@ impl Tower {
             (0..25).map(|number| [matrix("up", number, [256, 1024]), matrix("down", number, [1024, 256])]).collect();
         let weights = Parameters::new(device, &layout.build().unwrap(), 5).unwrap();
         let gradients = Gradients::zeros(&weights).unwrap();
-        let adamw = AdamW::new(&weights, AdamWConfig { clip: Some(1.0), ..AdamWConfig::default() }).unwrap();
+        let adamw = Optimizer::new(&weights, AdamW { clip: Some(1.0), ..AdamW::default() }).unwrap();
         Self { blocks, weights, gradients, adamw }
     }
 

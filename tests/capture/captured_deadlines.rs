@@ -13,7 +13,7 @@ use std::time::Duration;
 use stepscope::faults::{Call, Fault, FaultPlan};
 use stepscope::nn::Linear;
 use stepscope::{
-    AdamWConfig, Arena, Capacity, Device, DeviceBatch, DeviceKind, EpochProgress, Error, HostBatch, HostInputs, Model,
+    AdamW, Arena, Capacity, Device, DeviceBatch, DeviceKind, EpochProgress, Error, HostBatch, HostInputs, Model,
     Overflow, ParameterSpec, Result, Tape, TrainState, Trainer, Var, ops,
 };
 
@@ -60,7 +60,7 @@ impl HostBatch for Points {
 fn run(device: Device) -> Result<()> {
     let mut layout = ParameterSpec::builder();
     let model = Classifier(Linear::new(layout.names().at("head"), INPUTS, 2));
-    let learner = TrainState::new(&device, model, &layout.build()?, 7, AdamWConfig::default())?;
+    let learner = TrainState::new(&device, model, &layout.build()?, 7, AdamW::default())?;
     let pool = Overflow::Pool { cap_bytes: 1 << 20, prime_bytes: 1 << 16, deadline: device.deadline() };
     let mut arena =
         Arena::builder(&device).capacity(Capacity::Bytes(1 << 18)).overflow(pool).reserve_bytes(0).build()?;

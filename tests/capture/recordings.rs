@@ -76,7 +76,7 @@ fn batch(samples: usize) -> Points {
 fn train(device: &Device, sizes: &[usize], captured: bool, kept: Option<usize>) -> (String, Option<CaptureReport>) {
     let mut layout = ParameterSpec::builder();
     let model = Classifier(Linear::new(layout.names().at("head"), 6, 3));
-    let config = AdamWConfig { learning_rate: 0.05, ..AdamWConfig::default() };
+    let config = AdamW { learning_rate: 0.05, ..AdamW::default() };
     let learner = TrainState::new(device, model, &layout.build().unwrap(), 7, config).unwrap();
     let mut arena = arena(device);
     let largest = sizes.iter().copied().max().unwrap();

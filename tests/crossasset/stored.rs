@@ -11,7 +11,7 @@ use crate::samples::MicroBatch;
 use crate::support::on_each_device;
 use crate::synthetic;
 use stepscope::ops::GemmElement;
-use stepscope::{AdamWConfig, Arena, Capacity, Device, DeviceKind, Element, Schedule, TrainState, Trainer, bf16};
+use stepscope::{AdamW, Arena, Capacity, Device, DeviceKind, Element, Schedule, TrainState, Trainer, bf16};
 
 const SEED: u64 = 7;
 const BATCH: usize = 16;
@@ -27,7 +27,7 @@ fn losses<S: GemmElement<S> + GemmElement<f32>>(device: &Device, dataset: &Datas
     let fold = &dataset.folds()[0];
     let order: Vec<usize> = (0..).flat_map(|epoch| fold.epoch_order(SEED, epoch)).take(updates * BATCH).collect();
     let schedule = Schedule::WarmupCosine { warmup: 16.min(updates as u64 / 10), total: updates as u64, floor: 0.1 };
-    let config = AdamWConfig { learning_rate: LEARNING_RATE, clip: Some(1.0), schedule, ..AdamWConfig::default() };
+    let config = AdamW { learning_rate: LEARNING_RATE, clip: Some(1.0), schedule, ..AdamW::default() };
     let is_gpu = device.description().kind == DeviceKind::Cuda;
     let (model, layout) = Model::<S>::sized(if is_gpu { Sizes::CROSSASSET } else { SMALL }).unwrap();
     let learner = TrainState::new(device, model, &layout, SEED, config).unwrap().with_bf16_copy().unwrap();

@@ -66,12 +66,12 @@ enum Late {
     Optimizer,
 }
 
-fn config() -> AdamWConfig {
+fn config() -> AdamW {
     let schedule = Schedule::WarmupCosine { warmup: 2, total: 10, floor: 0.1 };
-    AdamWConfig { learning_rate: 0.01, clip: Some(1.0), schedule, ..AdamWConfig::default() }
+    AdamW { learning_rate: 0.01, clip: Some(1.0), schedule, ..AdamW::default() }
 }
 
-impl Setup<AdamWConfig> {
+impl Setup<AdamW> {
     fn new() -> Self {
         Setup::by(config())
     }
@@ -180,7 +180,7 @@ fn refuses<R: UpdateRule + Clone + Sync, O: UpdateRule + Clone + Sync>(
 }
 
 /// Returns the usual setup with `change` applied.
-fn with(change: impl FnOnce(&mut Setup<AdamWConfig>)) -> Setup<AdamWConfig> {
+fn with(change: impl FnOnce(&mut Setup<AdamW>)) -> Setup<AdamW> {
     let mut setup = Setup::new();
     change(&mut setup);
     setup
@@ -192,37 +192,37 @@ fn optimizer_settings_are_compared() {
     let next = |value: f32| f32::from_bits(value.to_bits() + 1);
     let base = config();
     let changes = [
-        ("learning_rate", AdamWConfig { learning_rate: next(base.learning_rate), ..base }),
-        ("beta1", AdamWConfig { beta1: 0.85, ..base }),
-        ("beta2", AdamWConfig { beta2: next(base.beta2), ..base }),
-        ("epsilon", AdamWConfig { epsilon: 1e-7, ..base }),
-        ("weight_decay", AdamWConfig { weight_decay: 0.0, ..base }),
-        ("clip", AdamWConfig { clip: None, ..base }),
-        ("clip", AdamWConfig { clip: Some(next(1.0)), ..base }),
+        ("learning_rate", AdamW { learning_rate: next(base.learning_rate), ..base }),
+        ("beta1", AdamW { beta1: 0.85, ..base }),
+        ("beta2", AdamW { beta2: next(base.beta2), ..base }),
+        ("epsilon", AdamW { epsilon: 1e-7, ..base }),
+        ("weight_decay", AdamW { weight_decay: 0.0, ..base }),
+        ("clip", AdamW { clip: None, ..base }),
+        ("clip", AdamW { clip: Some(next(1.0)), ..base }),
         // Differences that the first update does not show.
-        ("schedule", AdamWConfig { schedule: schedule(2, 11, 0.1), ..base }),
-        ("schedule", AdamWConfig { schedule: schedule(2, 10, 0.1 + f64::EPSILON), ..base }),
-        ("schedule", AdamWConfig { schedule: Schedule::Constant, ..base }),
+        ("schedule", AdamW { schedule: schedule(2, 11, 0.1), ..base }),
+        ("schedule", AdamW { schedule: schedule(2, 10, 0.1 + f64::EPSILON), ..base }),
+        ("schedule", AdamW { schedule: Schedule::Constant, ..base }),
     ];
     for (number, (name, rule)) in changes.into_iter().enumerate() {
         let name = format!("optimizer.{name}");
         refuses(&Setup::new(), &with(|setup| setup.rule = rule), number % 4, &[&name]);
     }
-    let sgd = SgdConfig { learning_rate: 0.1, ..SgdConfig::default() };
+    let sgd = Sgd { learning_rate: 0.1, ..Sgd::default() };
     let changes = [
-        ("momentum", SgdConfig { momentum: 0.9, ..sgd }),
-        ("nesterov", SgdConfig { momentum: 0.9, nesterov: true, ..sgd }),
-        ("schedule", SgdConfig { schedule: schedule(1, 2, 0.0), ..sgd }),
+        ("momentum", Sgd { momentum: 0.9, ..sgd }),
+        ("nesterov", Sgd { momentum: 0.9, nesterov: true, ..sgd }),
+        ("schedule", Sgd { schedule: schedule(1, 2, 0.0), ..sgd }),
     ];
     for (name, rule) in changes {
-        let base = if name == "nesterov" { SgdConfig { momentum: 0.9, ..sgd } } else { sgd };
+        let base = if name == "nesterov" { Sgd { momentum: 0.9, ..sgd } } else { sgd };
         refuses(&Setup::by(base), &Setup::by(rule), 2, &[&format!("optimizer.{name}")]);
     }
 }
 
 #[test]
 fn another_optimizer_is_refused() {
-    let said = with_odd(&Setup::new(), &Setup::by(SgdConfig::default()), 1);
+    let said = with_odd(&Setup::new(), &Setup::by(Sgd::default()), 1);
     for said in said {
         let Err(Error::Disagreement(disagreement)) = said else { panic!("{said:?}") };
         let text = disagreement.to_string();
@@ -289,9 +289,9 @@ fn updated(device: &Device, updates: u64, gradient: f32) -> Result<TrainState<Cl
     let mut layout = ParameterSpec::builder();
     let (hidden, head) = (Linear::new(layout.names().at("hidden"), 4, 4), Linear::new(layout.names().at("head"), 4, 3));
     let model = Classifier { hidden, head, drops: false, watches: false };
-    let learner = TrainState::new(device, model, &layout.build()?, 7, AdamWConfig::default())?;
+    let learner = TrainState::new(device, model, &layout.build()?, 7, AdamW::default())?;
     let TrainState { model, mut parameters, mut gradients, .. } = learner;
-    let mut optimizer = AdamW::new(&parameters, AdamWConfig { learning_rate: 0.0, ..AdamWConfig::default() })?;
+    let mut optimizer = Optimizer::new(&parameters, AdamW { learning_rate: 0.0, ..AdamW::default() })?;
     let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build()?;
     for _ in 0..updates {
         optimizer.advance()?;

@@ -130,7 +130,7 @@ fn train(kind: DeviceKind, ranks: usize, captured: bool, reads: Reads) -> String
         let mut layout = ParameterSpec::builder();
         let first = layout.add("first", [1, WIDTH], Initializer::Constant(0.1));
         let layers = ["a", "b"].map(|name| layout.add(name, [WIDTH, WIDTH], Initializer::fan_in(WIDTH)));
-        let config = SgdConfig { learning_rate: 0.5, momentum: 0.9, ..SgdConfig::default() };
+        let config = Sgd { learning_rate: 0.5, momentum: 0.9, ..Sgd::default() };
         let learner = TrainState::new(device, Spying { first, layers, reads }, &layout.build()?, 7, config)?;
         let learner = learner.in_group(&group, SHARDS)?;
         let mut random = Random::new(11);

@@ -86,7 +86,7 @@ impl Plan {
         let layers =
             (0..LAYERS).map(|number| Linear::new(names.at(format!("layers.{number}")), WIDTH, WIDTH)).collect();
         let model = Deep { layers, head: Linear::new(names.at("head"), WIDTH, CLASSES), adds_late: self.adds_late };
-        let config = AdamWConfig { clip: Some(0.05), ..AdamWConfig::default() };
+        let config = AdamW { clip: Some(0.05), ..AdamW::default() };
         let learner = TrainState::new(device, model, &layout.build()?, 7, config)?.with_bf16_copy()?;
         let groups = ParameterGroups::new().no_decay(ParameterGroups::is_gain_bias_or_embedding);
         let learner = learner.with_parameter_groups(&groups)?.in_group(group, self.shards)?;

@@ -6,7 +6,7 @@ use crate::support::{Random, bits, on_each_device};
 use crate::{linear, softmax, transpose};
 use stepscope::ops::{self, Gemm, Precision};
 use stepscope::{
-    AdamWConfig, Arena, Capacity, DeviceBatch, EpochProgress, Gradients, HostBatch, HostInputs, Initializer, Model,
+    AdamW, Arena, Capacity, DeviceBatch, EpochProgress, Gradients, HostBatch, HostInputs, Initializer, Model,
     Parameter, ParameterSpec, Parameters, Result, Saved, Tape, TrainState, Trainer, Var,
 };
 
@@ -161,7 +161,7 @@ on_each_device! {
         let train = |captured: bool, parts: usize| {
             let mut layout = ParameterSpec::builder();
             let model = Tied { w: layout.add("w", [WORDS, 16], Initializer::fan_in(16)) };
-            let config = AdamWConfig { learning_rate: 0.05, ..AdamWConfig::default() };
+            let config = AdamW { learning_rate: 0.05, ..AdamW::default() };
             let learner = TrainState::new(device, model, &layout.build().unwrap(), 7, config).unwrap();
             let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
             let mut trainer = match captured {

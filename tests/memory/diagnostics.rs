@@ -13,7 +13,7 @@ use std::process::Command;
 use std::sync::{Arc, Mutex};
 use stepscope::faults::{Call, FaultPlan};
 use stepscope::{
-    AdamW, AdamWConfig, Arena, ArenaReport, Buffer, Capacity, Cause, Device, Error, Gradients, Initializer, Overflow,
+    AdamW, Arena, ArenaReport, Buffer, Capacity, Cause, Device, Error, Gradients, Initializer, Optimizer, Overflow,
     ParameterSpec, Parameters, Phase, Result, ScratchStep, Step, Tape, ops,
 };
 use tracing::field::{Field, Visit};
@@ -31,7 +31,7 @@ const CHILD: &str = "STEPSCOPE_TEST_ENVIRONMENT";
 struct Model {
     parameters: Parameters,
     gradients: Gradients,
-    optimizer: AdamW,
+    optimizer: Optimizer<AdamW>,
 }
 
 impl Model {
@@ -40,7 +40,7 @@ impl Model {
         layout.add("w", [8], Initializer::Constant(1.0));
         let parameters = Parameters::new(device, &layout.build().unwrap(), 0).unwrap();
         let gradients = Gradients::zeros(&parameters).unwrap();
-        let optimizer = AdamW::new(&parameters, AdamWConfig::default()).unwrap();
+        let optimizer = Optimizer::new(&parameters, AdamW::default()).unwrap();
         Self { parameters, gradients, optimizer }
     }
 

@@ -156,8 +156,8 @@ fn thread_ends_with_live_objects() {
             arena.capture((), &HostInputs::new(), |step, (), slots| Ok(slots.output(&ops::fill(step, [2], 1.0)?)))?;
         let mut layout = ParameterSpec::builder();
         let model = Classifier(Linear::new(layout.names().at("head"), 2, 2));
-        let learner = TrainState::new(device, model, &layout.build()?, 7, AdamWConfig::default())?;
-        let adamw = AdamW::new(&learner.parameters, AdamWConfig::default())?;
+        let learner = TrainState::new(device, model, &layout.build()?, 7, AdamW::default())?;
+        let adamw = Optimizer::new(&learner.parameters, AdamW::default())?;
         let buffer = Buffer::<f32>::zeros(device, 3)?;
         Ok(vec![
             Box::new(captured),
@@ -188,7 +188,7 @@ fn thread_ends_with_a_trainer() {
         let arena = Box::leak(Box::new(arena(device)));
         let mut layout = ParameterSpec::builder();
         let model = Classifier(Linear::new(layout.names().at("head"), 2, 2));
-        let learner = TrainState::new(device, model, &layout.build()?, 7, AdamWConfig::default())?;
+        let learner = TrainState::new(device, model, &layout.build()?, 7, AdamW::default())?;
         let mut trainer = Trainer::captured(arena, learner, &Points)?;
         trainer.update(&[Points])?;
         Ok(vec![Box::new(trainer)])

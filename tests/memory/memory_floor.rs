@@ -34,7 +34,7 @@ fn batches() -> Vec<Vec<Points>> {
 fn learner(device: &Device) -> Result<TrainState<Classifier>> {
     let mut layout = ParameterSpec::builder();
     let model = Classifier(Linear::new(layout.names().at("head"), INPUTS, 2));
-    TrainState::new(device, model, &layout.build()?, 7, AdamWConfig { learning_rate: 0.01, ..AdamWConfig::default() })
+    TrainState::new(device, model, &layout.build()?, 7, AdamW { learning_rate: 0.01, ..AdamW::default() })
 }
 
 fn arena(device: &Device, floor: u64) -> Arena {
@@ -140,7 +140,7 @@ fn deep<'a>(arena: &'a mut Arena, checkpoint: &Path) -> Result<Trainer<'a, Deep>
     let pairs = widths.windows(2).zip(0..);
     let layers = pairs.map(|(pair, at)| Linear::new(layout.names().at(format!("layer{at}")), pair[0], pair[1]));
     let model = Deep(layers.collect());
-    let learner = TrainState::new(arena.device(), model, &layout.build()?, 7, AdamWConfig::default())?;
+    let learner = TrainState::new(arena.device(), model, &layout.build()?, 7, AdamW::default())?;
     Ok(Trainer::captured(arena, learner, &batches()[0][0])?.checkpoint(checkpoint, Some(2)))
 }
 

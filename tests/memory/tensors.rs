@@ -12,7 +12,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-use stepscope::{AdamW, AdamWConfig, Checkpoint, Device, DeviceKind, Error, Initializer, ParameterSpec, Parameters};
+use stepscope::{AdamW, Checkpoint, Device, DeviceKind, Error, Initializer, Optimizer, ParameterSpec, Parameters};
 
 /// Far more than a refusal takes on a busy machine.
 const SOON: Duration = Duration::from_secs(10);
@@ -20,11 +20,11 @@ const SOON: Duration = Duration::from_secs(10);
 const SHORT: usize = 1000;
 
 /// Returns a model with one parameter of this many elements.
-fn model(device: &Device, elements: usize, seed: u64) -> (Parameters, AdamW) {
+fn model(device: &Device, elements: usize, seed: u64) -> (Parameters, Optimizer<AdamW>) {
     let mut layout = ParameterSpec::builder();
     layout.add("w", [elements], Initializer::fan_in(1));
     let parameters = Parameters::new(device, &layout.build().unwrap(), seed).unwrap();
-    let optimizer = AdamW::new(&parameters, AdamWConfig::default()).unwrap();
+    let optimizer = Optimizer::new(&parameters, AdamW::default()).unwrap();
     (parameters, optimizer)
 }
 
@@ -299,7 +299,7 @@ fn colliding_names_write_nothing() {
     layout.add("w", [1], Initializer::ONE);
     layout.names().at("adamw").at("first").add("w", [1], Initializer::ONE);
     let parameters = Parameters::new(&device, &layout.build().unwrap(), 1).unwrap();
-    let optimizer = AdamW::new(&parameters, AdamWConfig::default()).unwrap();
+    let optimizer = Optimizer::new(&parameters, AdamW::default()).unwrap();
     let error = Checkpoint::save(&path, &parameters, Some(&optimizer), &[]).unwrap_err();
     assert!(matches!(&error, Error::Misuse { got, .. } if got == "two named `adamw.first.w`"), "{error}");
     assert!(!path.exists());

@@ -12,8 +12,8 @@ use std::ops::Range;
 use std::time::Duration;
 use stepscope::faults::{Call, Fault, FaultPlan};
 use stepscope::{
-    AdamW, AdamWConfig, Arena, Buffer, Capacity, Checkpoint, Device, DeviceBuilder, DeviceKind, Error, Initializer,
-    NonFinite, ParameterSpec, Parameters, Progress, Result, Transfer, ops,
+    AdamW, Arena, Buffer, Capacity, Checkpoint, Device, DeviceBuilder, DeviceKind, Error, Initializer, NonFinite,
+    Optimizer, ParameterSpec, Parameters, Progress, Result, Transfer, ops,
 };
 
 /// The bytes of a slot, unless a test sets others.
@@ -221,7 +221,7 @@ on_each_device! {
         let (device, _) = small(device);
         let layout = layout([3000, 64, 5]);
         let mut parameters = Parameters::new(&device, &layout, 1).unwrap();
-        let mut optimizer = AdamW::new(&parameters, AdamWConfig::default()).unwrap();
+        let mut optimizer = Optimizer::new(&parameters, AdamW::default()).unwrap();
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
         Checkpoint::save(&path, &parameters, Some(&optimizer), &[]).unwrap();

@@ -56,7 +56,7 @@ impl Plan {
         let mlp = Mlp::new(names.at("mlp"), INPUTS, 256, 256);
         let model = Classifier { mlp, head: Linear::new(names.at("head"), 256, CLASSES), drops: self.more };
         let schedule = Schedule::WarmupCosine { warmup: 2, total: 10, floor: 0.1 };
-        let config = AdamWConfig { learning_rate: 0.002, clip: Some(0.05), schedule, ..AdamWConfig::default() };
+        let config = AdamW { learning_rate: 0.002, clip: Some(0.05), schedule, ..AdamW::default() };
         let learner = TrainState::new(device, model, &layout.build()?, 7, config)?;
         let groups = ParameterGroups::new().no_decay(ParameterGroups::is_gain_bias_or_embedding);
         let learner = learner.with_parameter_groups(&groups)?;

@@ -175,7 +175,7 @@ struct Model {
     head: Linear,
     weights: Parameters,
     gradients: Gradients,
-    adamw: AdamW,
+    adamw: Optimizer<AdamW>,
 }
 
 impl Model {
@@ -190,8 +190,8 @@ impl Model {
         let head = Linear::new(names.at("head"), 32, CLASSES);
         let weights = Parameters::new(device, &layout.build().unwrap(), 5).unwrap();
         let gradients = Gradients::zeros(&weights).unwrap();
-        let config = AdamWConfig { learning_rate: 0.02, ..AdamWConfig::default() };
-        let adamw = AdamW::new(&weights, config).unwrap();
+        let config = AdamW { learning_rate: 0.02, ..AdamW::default() };
+        let adamw = Optimizer::new(&weights, config).unwrap();
         Self { embed, attention, head, weights, gradients, adamw }
     }
 

@@ -12,7 +12,7 @@ use std::process::{Command, ExitStatus};
 
 use crate::support::{Random, bits, on_each_device};
 use stepscope::{
-    AdamW, AdamWConfig, Arena, Capacity, Checkpoint, Device, DeviceKind, Error, Gradients, Initializer, NonFinite,
+    AdamW, Arena, Capacity, Checkpoint, Device, DeviceKind, Error, Gradients, Initializer, NonFinite, Optimizer,
     Parameter, ParameterSpec, Parameters, Quantity, Result, Schedule, Tape, Transfer,
 };
 use tempfile::TempDir;
@@ -27,7 +27,7 @@ struct Training {
     handles: [Parameter; 4],
     parameters: Parameters,
     gradients: Gradients,
-    optimizer: AdamW,
+    optimizer: Optimizer<AdamW>,
     arena: Arena,
 }
 
@@ -43,13 +43,13 @@ impl Training {
         ];
         let parameters = Parameters::new(device, &layout.build().unwrap(), seed).unwrap();
         let gradients = Gradients::zeros(&parameters).unwrap();
-        let config = AdamWConfig {
+        let config = AdamW {
             learning_rate: 0.01,
             clip: Some(0.5),
             schedule: Schedule::WarmupCosine { warmup: 2, total: 6, floor: 0.1 },
-            ..AdamWConfig::default()
+            ..AdamW::default()
         };
-        let optimizer = AdamW::new(&parameters, config).unwrap();
+        let optimizer = Optimizer::new(&parameters, config).unwrap();
         let arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
         Self { handles, parameters, gradients, optimizer, arena }
     }
@@ -209,7 +209,7 @@ on_each_device! {
             let tensor = "`odd`".to_owned();
             assert_eq!(done, Err(Error::NotFinite { update, what: Quantity::Weight, tensor }));
         };
-        let optimizer = AdamW::new(&parameters, AdamWConfig::default()).unwrap();
+        let optimizer = Optimizer::new(&parameters, AdamW::default()).unwrap();
         refused(None, Checkpoint::save(&path, &parameters, None, &[]));
         refused(Some(0), Checkpoint::save(&path, &parameters, Some(&optimizer), &[]));
         refused(None, stepscope::save_state_dict(&parameters, &path));
@@ -321,7 +321,7 @@ fn foreign_optimizer_is_refused() {
         let mut layout = ParameterSpec::builder();
         layout.add("other", [elements], Initializer::Constant(0.0));
         let others = Parameters::new(&device, &layout.build().unwrap(), 0).unwrap();
-        let mut optimizer = AdamW::new(&others, AdamWConfig::default()).unwrap();
+        let mut optimizer = Optimizer::new(&others, AdamW::default()).unwrap();
         let mut parameters = Training::new(&device, 2).parameters;
         let before = parameters.sha256().unwrap();
         let restored = Checkpoint::load(&path).unwrap().restore(&mut parameters, Some(&mut optimizer));

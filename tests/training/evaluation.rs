@@ -5,7 +5,7 @@
 
 use stepscope::nn::Linear;
 use stepscope::{
-    AdamWConfig, Arena, Capacity, Device, DeviceBatch, DeviceKind, EpochProgress, Error, HostBatch, HostInputs, Model,
+    AdamW, Arena, Capacity, Device, DeviceBatch, DeviceKind, EpochProgress, Error, HostBatch, HostInputs, Model,
     NonFinite, ParameterSpec, Quantity, Result, Tape, TrainState, Trainer, Var,
 };
 
@@ -37,7 +37,7 @@ fn with_trainer(bad_gradients: bool, look: impl FnOnce(&mut Trainer<'_, Line>)) 
     let device = Device::open(DeviceKind::Emulated).unwrap();
     let mut layout = ParameterSpec::builder();
     let model = Line(Linear::new(layout.names().at("line"), 2, 2));
-    let learner = TrainState::new(&device, model, &layout.build().unwrap(), 7, AdamWConfig::default()).unwrap();
+    let learner = TrainState::new(&device, model, &layout.build().unwrap(), 7, AdamW::default()).unwrap();
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
     let mut trainer = Trainer::eager(&mut arena, learner).non_finite(NonFinite::Allow);
     trainer.epoch([Ok(vec![GOOD])], &mut EpochProgress::default(), &mut ()).unwrap();

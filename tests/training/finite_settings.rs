@@ -31,37 +31,28 @@ fn assert_misuse<R: std::fmt::Debug>(result: Result<R>, words: &[&str]) {
 #[test]
 fn adamw_refuses_nan_settings() {
     let weights = one_weight(&device());
-    let good = AdamWConfig::default();
+    let good = AdamW::default();
     let bad = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -1.0];
     for value in bad {
-        assert_misuse(
-            AdamW::new(&weights, AdamWConfig { learning_rate: value, ..good }),
-            &["adamw", "`learning_rate`"],
-        );
-        assert_misuse(AdamW::new(&weights, AdamWConfig { beta1: value, ..good }), &["adamw", "`beta1`"]);
-        assert_misuse(AdamW::new(&weights, AdamWConfig { beta2: value, ..good }), &["adamw", "`beta2`"]);
-        assert_misuse(AdamW::new(&weights, AdamWConfig { epsilon: value, ..good }), &["adamw", "`epsilon`"]);
-        assert_misuse(AdamW::new(&weights, AdamWConfig { weight_decay: value, ..good }), &["adamw", "`weight_decay`"]);
-        assert_misuse(AdamW::new(&weights, AdamWConfig { clip: Some(value), ..good }), &["adamw", "`clip`"]);
+        assert_misuse(Optimizer::new(&weights, AdamW { learning_rate: value, ..good }), &["adamw", "`learning_rate`"]);
+        assert_misuse(Optimizer::new(&weights, AdamW { beta1: value, ..good }), &["adamw", "`beta1`"]);
+        assert_misuse(Optimizer::new(&weights, AdamW { beta2: value, ..good }), &["adamw", "`beta2`"]);
+        assert_misuse(Optimizer::new(&weights, AdamW { epsilon: value, ..good }), &["adamw", "`epsilon`"]);
+        assert_misuse(Optimizer::new(&weights, AdamW { weight_decay: value, ..good }), &["adamw", "`weight_decay`"]);
+        assert_misuse(Optimizer::new(&weights, AdamW { clip: Some(value), ..good }), &["adamw", "`clip`"]);
     }
     for one in [1.0, 1.5] {
-        assert_misuse(AdamW::new(&weights, AdamWConfig { beta1: one, ..good }), &["`beta1`", "[0, 1)"]);
-        assert_misuse(AdamW::new(&weights, AdamWConfig { beta2: one, ..good }), &["`beta2`", "[0, 1)"]);
+        assert_misuse(Optimizer::new(&weights, AdamW { beta1: one, ..good }), &["`beta1`", "[0, 1)"]);
+        assert_misuse(Optimizer::new(&weights, AdamW { beta2: one, ..good }), &["`beta2`", "[0, 1)"]);
     }
     for zero in [0.0, -0.0] {
-        assert_misuse(AdamW::new(&weights, AdamWConfig { epsilon: zero, ..good }), &["`epsilon`", "above 0"]);
-        assert_misuse(AdamW::new(&weights, AdamWConfig { clip: Some(zero), ..good }), &["`clip`", "above 0"]);
+        assert_misuse(Optimizer::new(&weights, AdamW { epsilon: zero, ..good }), &["`epsilon`", "above 0"]);
+        assert_misuse(Optimizer::new(&weights, AdamW { clip: Some(zero), ..good }), &["`clip`", "above 0"]);
     }
     // The nearest permitted values.
-    let least = AdamWConfig {
-        learning_rate: 0.0,
-        beta1: 0.0,
-        beta2: 0.0,
-        epsilon: f32::from_bits(1),
-        weight_decay: 0.0,
-        ..good
-    };
-    AdamW::new(&weights, least).unwrap();
+    let least =
+        AdamW { learning_rate: 0.0, beta1: 0.0, beta2: 0.0, epsilon: f32::from_bits(1), weight_decay: 0.0, ..good };
+    Optimizer::new(&weights, least).unwrap();
 }
 
 /// Each factor is finite, and their product is not: the update is refused before it is queued.
@@ -70,15 +61,15 @@ fn a_rate_beyond_f32_is_refused() {
     let device = device();
     let weights = one_weight(&device);
     let schedule = Schedule::WarmupCosine { warmup: 4, total: 8, floor: 0.0 };
-    let config = SgdConfig { learning_rate: 3e38, schedule, ..SgdConfig::default() };
+    let config = Sgd { learning_rate: 3e38, schedule, ..Sgd::default() };
     let tenfold = ParameterGroups::new().with(ParameterGroup { rate: 10.0, weight_decay: None }, |_| true);
     assert_misuse(
-        Sgd::new(&weights, config).unwrap().with_parameter_groups(&tenfold),
+        Optimizer::new(&weights, config).unwrap().with_parameter_groups(&tenfold),
         &["sgd", "finite settings", "inf"],
     );
-    let config = SgdConfig { learning_rate: 3e38, schedule, ..SgdConfig::default() };
+    let config = Sgd { learning_rate: 3e38, schedule, ..Sgd::default() };
     let twice = ParameterGroups::new().with(ParameterGroup { rate: 2.0, weight_decay: None }, |_| true);
-    let mut sgd = Sgd::new(&weights, config).unwrap().with_parameter_groups(&twice).unwrap();
+    let mut sgd = Optimizer::new(&weights, config).unwrap().with_parameter_groups(&twice).unwrap();
     let mut weights = weights;
     let gradients = Gradients::zeros(&weights).unwrap();
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
@@ -173,7 +164,7 @@ fn infinite_weight_stops_first_update() {
     let device = device();
     for captured in [false, true] {
         for value in [f32::INFINITY, f32::NAN] {
-            let (mut learner, unused) = learner(&device, SgdConfig::default());
+            let (mut learner, unused) = learner(&device, Sgd::default());
             learner.parameters.write(unused, &[1.0, 2.0, value, 4.0, 5.0]).unwrap();
             let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
             let mut trainer = match captured {
@@ -191,7 +182,7 @@ fn infinite_weight_stops_first_update() {
 #[test]
 fn unchecked_loads_are_checked_later() {
     let device = device();
-    let (mut learner, _) = learner(&device, SgdConfig::default());
+    let (mut learner, _) = learner(&device, Sgd::default());
     let numbers: Vec<Vec<u8>> = learner
         .parameters
         .layout()
@@ -226,7 +217,7 @@ fn spoilt_weight_is_found_within_epoch() {
 #[test]
 fn non_finite_numbers_can_be_allowed() {
     let device = device();
-    let (mut learner, unused) = learner(&device, SgdConfig::default());
+    let (mut learner, unused) = learner(&device, Sgd::default());
     learner.parameters.write(unused, &[f32::INFINITY; 5]).unwrap();
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
     Trainer::eager(&mut arena, learner).non_finite(NonFinite::Allow).update(&[batch()]).unwrap();

@@ -83,7 +83,7 @@ fn learner(device: &Device) -> TrainState<Net> {
     };
     layout.initialize(|entry| entry.name().starts_with("mlp").then(|| Initializer::he(16)));
     let schedule = Schedule::WarmupCosine { warmup: 3, total: 9, floor: 0.1 };
-    let config = AdamWConfig { learning_rate: 0.02, clip: Some(0.3), schedule, ..AdamWConfig::default() };
+    let config = AdamW { learning_rate: 0.02, clip: Some(0.3), schedule, ..AdamW::default() };
     let groups = ParameterGroups::new().no_decay(ParameterGroups::is_gain_bias_or_embedding);
     let learner = TrainState::new(device, net, &layout.build().unwrap(), 7, config).unwrap();
     learner.with_parameter_groups(&groups).unwrap().with_dropout(5).unwrap().with_bf16_copy().unwrap()
@@ -229,8 +229,8 @@ fn host_numbers(arena: &mut Arena, logits: &[f32]) -> Vec<u64> {
     let mut numbers = Vec::new();
     let schedule = Schedule::WarmupCosine { warmup: 7, total: 100, floor: 0.07 };
     numbers.extend([1, 3, 8, 50, 99, 1000].map(|number| schedule.factor(number).to_bits()));
-    let adamw = AdamWConfig { schedule, ..AdamWConfig::default() };
-    let sgd = SgdConfig { schedule, ..SgdConfig::default() };
+    let adamw = AdamW { schedule, ..AdamW::default() };
+    let sgd = Sgd { schedule, ..Sgd::default() };
     for number in [1, 2, 77] {
         let group = ParameterGroup::default();
         let settings = adamw.settings(number, &group).into_iter().chain(sgd.settings(number, &group));

@@ -267,7 +267,7 @@ on_each_device! {
         let ((own, layout), (_, alike)) = (handles(0), handles(0));
         let [mut weights, mut others] = [&layout, &alike].map(|layout| Parameters::new(device, layout, 7).unwrap());
         let [mut gradients, mut others_gradients] = [&weights, &others].map(|weights| Gradients::zeros(weights).unwrap());
-        let mut optimizer = AdamW::new(&weights, AdamWConfig::default()).unwrap();
+        let mut optimizer = Optimizer::new(&weights, AdamW::default()).unwrap();
         optimizer.advance().unwrap();
         let mut arena = arena(device);
         assert_eq!(refused(run(&mut arena, &weights, &mut others_gradients, USES[1].2, &own)), Some("backward"));

@@ -29,7 +29,7 @@ impl Classifier {
         let mlp = Mlp::new(names.at("mlp"), INPUTS, 64, 64);
         let model = Self { mlp, head: Linear::new(names.at("head"), 64, CLASSES) };
         let schedule = Schedule::WarmupCosine { warmup: 2, total: 10, floor: 0.1 };
-        let config = AdamWConfig { learning_rate: 0.02, clip: Some(0.5), schedule, ..AdamWConfig::default() };
+        let config = AdamW { learning_rate: 0.02, clip: Some(0.5), schedule, ..AdamW::default() };
         TrainState::new(device, model, &layout.build().unwrap(), 7, config).unwrap()
     }
 }
@@ -391,8 +391,8 @@ on_each_device! {
         let path = folder.path().join("model.safetensors");
         for captured in [false, true] {
             let mut learner = Classifier::learner(device);
-            let config = AdamWConfig { learning_rate: 1e30, ..AdamWConfig::default() };
-            learner.optimizer = AdamW::new(&learner.parameters, config).unwrap();
+            let config = AdamW { learning_rate: 1e30, ..AdamW::default() };
+            learner.optimizer = Optimizer::new(&learner.parameters, config).unwrap();
             let mut memory = arena(device);
             let training = match captured {
                 true => Trainer::captured(&mut memory, learner, &batches(0, 8)[0][0]).unwrap(),
@@ -414,8 +414,8 @@ on_each_device! {
         for captured in [false, true] {
             let mut learner = Classifier::learner(device);
             // The decay, 1 - rate times decay, overflows.
-            let config = AdamWConfig { learning_rate: 1e38, weight_decay: 1e3, ..AdamWConfig::default() };
-            learner.optimizer = AdamW::new(&learner.parameters, config).unwrap();
+            let config = AdamW { learning_rate: 1e38, weight_decay: 1e3, ..AdamW::default() };
+            learner.optimizer = Optimizer::new(&learner.parameters, config).unwrap();
             let mut memory = arena(device);
             let mut training = match captured {
                 true => Trainer::captured(&mut memory, learner, &batches(0, 8)[0][0]).unwrap(),

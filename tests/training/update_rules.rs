@@ -53,7 +53,7 @@ impl<R: UpdateRule + Clone> UpdateRule for Wrapper<R> {
 }
 
 /// Returns a wrapper with AdamW's declaration.
-fn adamw() -> Wrapper<AdamWConfig> {
+fn adamw() -> Wrapper<AdamW> {
     Wrapper { state: &["first", "second"], has_groups: true, writes_copy: true, ..Wrapper::default() }
 }
 
@@ -112,14 +112,14 @@ fn refused(trained: Result<String>, words: &[&str]) {
 on_each_device! {
     fn honest_wrapper_is_accepted(device: &Device) {
         for groups in [0, 3, 7] {
-            let expected = World::new(device).train(AdamWConfig::default(), groups).unwrap();
+            let expected = World::new(device).train(AdamW::default(), groups).unwrap();
             assert_eq!(World::new(device).train(adamw(), groups).unwrap(), expected, "{groups} groups");
             // Without writing the copy, which the optimizer then writes.
             let plain = Wrapper { writes_copy: false, ..adamw() };
             assert_eq!(World::new(device).train(plain, groups).unwrap(), expected, "{groups} groups");
         }
-        let sgd = Wrapper { inner: SgdConfig::default(), state: &["velocity"], has_groups: true, writes_copy: true, ..Wrapper::default() };
-        let expected = World::new(device).train(SgdConfig::default(), 2).unwrap();
+        let sgd = Wrapper { inner: Sgd::default(), state: &["velocity"], has_groups: true, writes_copy: true, ..Wrapper::default() };
+        let expected = World::new(device).train(Sgd::default(), 2).unwrap();
         assert_eq!(World::new(device).train(sgd, 2).unwrap(), expected);
     }
 
@@ -128,7 +128,7 @@ on_each_device! {
         refused(with(&[]), &["adamw", "[\"first\", \"second\"]", "0 parts"]);
         refused(with(&["first"]), &["adamw", "1 parts"]);
         refused(with(&["first", "second", "average"]), &["adamw", "3 parts"]);
-        let sgd = Wrapper { inner: SgdConfig::default(), state: &["velocity", "other"], ..Wrapper::default() };
+        let sgd = Wrapper { inner: Sgd::default(), state: &["velocity", "other"], ..Wrapper::default() };
         refused(World::new(device).train(sgd, 0), &["sgd", "[\"velocity\"]", "2 parts"]);
         // In a checkpoint, two parts would have one name.
         refused(with(&["first", "first"]), &["optimizer", "[\"first\", \"first\"]"]);
@@ -143,7 +143,7 @@ on_each_device! {
             refused(World::new(device).train(more(1), groups), &["adamw_groups", "[groups, 8]", &format!("[{}, 9]", groups + 1)]);
             refused(World::new(device).train(more(8), groups), &["adamw_groups", "[groups, 8]"]);
         }
-        let sgd = Wrapper { inner: SgdConfig::default(), state: &["velocity"], has_groups: true, more: vec![1.0], ..Wrapper::default() };
+        let sgd = Wrapper { inner: Sgd::default(), state: &["velocity"], has_groups: true, more: vec![1.0], ..Wrapper::default() };
         refused(World::new(device).train(sgd, 4), &["sgd_groups", "[groups, 5]", "[5, 6]"]);
         refused(World::new(device).train(Wrapper { more: vec![f32::NAN], ..adamw() }, 0), &["wrapper", "NaN as setting 8 of group 0"]);
     }

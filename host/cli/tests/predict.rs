@@ -17,7 +17,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::process::Output;
 use std::time::Duration;
-use stepscope::{AdamW, AdamWConfig, Arena, Capacity, Device, DeviceKind, Gradients, Model, Parameters, Tape};
+use stepscope::{AdamW, Arena, Capacity, Device, DeviceKind, Gradients, Model, Optimizer, Parameters, Tape};
 
 const RUNS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/runs");
 const KERNELS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/runs/2026-11-21-h200-kernels.json");
@@ -251,8 +251,8 @@ fn touched_by_a_step(batch: usize) -> Vec<Touched> {
     let (model, layout) = model::Model::<f32>::new().unwrap();
     let mut parameters = Parameters::new(&device, &layout, 7).unwrap();
     let mut gradients = Gradients::zeros(&parameters).unwrap();
-    let config = AdamWConfig { clip: Some(1.0), ..AdamWConfig::default() };
-    let mut optimizer = AdamW::new(&parameters, config).unwrap();
+    let config = AdamW { clip: Some(1.0), ..AdamW::default() };
+    let mut optimizer = Optimizer::new(&parameters, config).unwrap();
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(64)).build().unwrap();
     optimizer.advance().unwrap();
     let (x, labels) = (vec![0.5; batch * 12 * sizes::FEATURES], vec![0; batch]);

@@ -4,7 +4,7 @@
 use downstream::{builder, leaky_relu};
 use stepscope::nn::Linear;
 use stepscope::{
-    AdamWConfig, Arena, DeviceBatch, Capacity, Device, DeviceKind, EpochProgress, Error, HostInputs, ParameterSpec, TrainState, Model,
+    AdamW, Arena, DeviceBatch, Capacity, Device, DeviceKind, EpochProgress, Error, HostInputs, ParameterSpec, TrainState, Model,
     Result, HostBatch, Source, SplitMix64, Tape, Target, Trainer, Var,
 };
 
@@ -53,7 +53,7 @@ fn learner(device: &Device) -> TrainState<Classifier> {
     let mut names = layout.names();
     let model =
         Classifier { hidden: Linear::new(names.at("hidden"), 2, 32), head: Linear::new(names.at("head"), 32, 2) };
-    let config = AdamWConfig { learning_rate: 0.05, ..AdamWConfig::default() };
+    let config = AdamW { learning_rate: 0.05, ..AdamW::default() };
     TrainState::new(device, model, &layout.build().unwrap(), 7, config).unwrap()
 }
 

@@ -9,7 +9,7 @@
 use downstream::builder;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
-use stepscope::{Arena, Buffer, Capacity, DeviceKind, Error, HostInputs, Record, Result, Target, ops};
+use stepscope::{Arena, Buffer, Capacity, DeviceKind, Error, HostInputs, Record, Result, Target, ops, Optimizer};
 
 /// The environment variable that makes the test play a child process, and names its case.
 const WAY: &str = "STEPSCOPE_TEST_STUCK";
@@ -107,13 +107,13 @@ fn process(kind: DeviceKind, way: &str) -> (Output, Duration) {
 
 /// Returns the digest of a small model's weights after a few captured updates.
 fn trained(kind: DeviceKind) -> Result<String> {
-    use stepscope::{AdamW, AdamWConfig, Gradients, Initializer, ParameterSpec, Parameters, Tape};
+    use stepscope::{AdamW, Gradients, Initializer, ParameterSpec, Parameters, Tape};
     let device = builder(kind).open()?;
     let mut layout = ParameterSpec::builder();
     let w = layout.add("w", [8, 3], Initializer::fan_in(8));
     let mut weights = Parameters::new(&device, &layout.build()?, 7)?;
     let mut gradients = Gradients::zeros(&weights)?;
-    let mut adamw = AdamW::new(&weights, AdamWConfig::default())?;
+    let mut adamw = Optimizer::new(&weights, AdamW::default())?;
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
     let x: Vec<f32> = (0..32).map(|at| (at as f32).sin()).collect();
     let inputs = HostInputs::new().with(&x, [4, 8])?.with(&[0u32, 2, 1, 0], [4])?;

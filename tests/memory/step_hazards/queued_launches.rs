@@ -11,7 +11,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 use stepscope::faults::{Call, Fault, FaultPlan};
 use stepscope::{
-    AdamW, AdamWConfig, Arena, Buffer, Capacity, Device, Error, Gradients, Initializer, ParameterSpec, Parameters,
+    AdamW, Arena, Buffer, Capacity, Device, Error, Gradients, Initializer, Optimizer, ParameterSpec, Parameters,
     Result, Step, ops,
 };
 
@@ -137,7 +137,7 @@ on_each_device! {
         let layout = layout.build().unwrap();
         let mut parameters = Parameters::new(&device, &layout, 0).unwrap();
         let gradients = Gradients::zeros(&parameters).unwrap();
-        let mut optimizer = AdamW::new(&parameters, AdamWConfig { weight_decay: 0.1, ..AdamWConfig::default() }).unwrap();
+        let mut optimizer = Optimizer::new(&parameters, AdamW { weight_decay: 0.1, ..AdamW::default() }).unwrap();
         let before = parameters.flat().read().unwrap();
         optimizer.advance().unwrap();
         plant(&plan, 1, Fault::Fail);

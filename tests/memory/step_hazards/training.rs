@@ -10,7 +10,7 @@ use crate::support::Random;
 use std::ops::Range;
 use stepscope::nn::RmsNorm;
 use stepscope::{
-    AdamW, AdamWConfig, Arena, Capacity, CaptureInputs, Device, EagerStep, Gradients, HostInputs, Initializer, Output,
+    AdamW, Arena, Capacity, CaptureInputs, Device, EagerStep, Gradients, HostInputs, Initializer, Optimizer, Output,
     Parameter, ParameterSpec, Parameters, Result, Saved, StackedParameters, Step, Tape,
 };
 
@@ -107,7 +107,7 @@ pub(crate) struct Trainer {
     pub(crate) model: Model,
     pub(crate) parameters: Parameters,
     pub(crate) gradients: Gradients,
-    optimizer: AdamW,
+    optimizer: Optimizer<AdamW>,
     /// The weight of each sample: one over the samples of a batch.
     pub(crate) weight: f32,
     pub(crate) run: Run,
@@ -119,8 +119,8 @@ impl Trainer {
         let (model, layout) = Model::new();
         let parameters = Parameters::new(device, &layout, 3).unwrap();
         let gradients = Gradients::zeros(&parameters).unwrap();
-        let config = AdamWConfig { learning_rate: 1e-2, clip: Some(1.0), ..AdamWConfig::default() };
-        let optimizer = AdamW::new(&parameters, config).unwrap();
+        let config = AdamW { learning_rate: 1e-2, clip: Some(1.0), ..AdamW::default() };
+        let optimizer = Optimizer::new(&parameters, config).unwrap();
         Self { model, parameters, gradients, optimizer, weight: 1.0 / rows as f32, run: Run::default() }
     }
 

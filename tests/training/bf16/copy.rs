@@ -108,7 +108,7 @@ impl Linear {
     fn learner(device: &Device) -> TrainState<Self> {
         let mut layout = ParameterSpec::builder();
         let w = layout.add("w", [ROWS, COLS], Initializer::fan_in(ROWS));
-        let config = AdamWConfig { learning_rate: 0.05, ..AdamWConfig::default() };
+        let config = AdamW { learning_rate: 0.05, ..AdamW::default() };
         TrainState::new(device, Self { w }, &layout.build().unwrap(), 7, config).unwrap()
     }
 }
@@ -197,8 +197,8 @@ fn assert_rounded(weights: &Parameters) {
 on_each_device! {
     fn updates_write_copy(device: &Device) {
         for groups in [false, true] {
-            Trained::updates(device, || AdamWConfig { learning_rate: 0.01, clip: Some(0.5), ..AdamWConfig::default() }, groups);
-            Trained::updates(device, || SgdConfig { learning_rate: 0.01, momentum: 0.9, ..SgdConfig::default() }, groups);
+            Trained::updates(device, || AdamW { learning_rate: 0.01, clip: Some(0.5), ..AdamW::default() }, groups);
+            Trained::updates(device, || Sgd { learning_rate: 0.01, momentum: 0.9, ..Sgd::default() }, groups);
         }
     }
 
@@ -216,14 +216,14 @@ on_each_device! {
     fn loads_write_copy(device: &Device) {
         let folder = tempfile::tempdir().unwrap();
         let [checkpoint, state_dict, halves] = ["checkpoint", "state", "halves"].map(|name| folder.path().join(name));
-        let source = Trained::new(device, AdamWConfig::default(), false, true);
+        let source = Trained::new(device, AdamW::default(), false, true);
         assert_rounded(&source.weights);
         Checkpoint::save(&checkpoint, &source.weights, Some(&source.optimizer), &[]).unwrap();
         stepscope::save_state_dict(&source.weights, &state_dict).unwrap();
         stepscope::save_state_dict_as::<bf16>(&source.weights, &halves).unwrap();
 
-        let mut model = Trained::new(device, AdamWConfig::default(), false, true);
-        let change = |model: &mut Trained<AdamWConfig>, load: &dyn Fn(&mut Trained<AdamWConfig>)| {
+        let mut model = Trained::new(device, AdamW::default(), false, true);
+        let change = |model: &mut Trained<AdamW>, load: &dyn Fn(&mut Trained<AdamW>)| {
             model.weights.write(model.b, &[0.3; COLS]).unwrap();
             assert_rounded(&model.weights);
             let before = copy(&model.weights);
@@ -247,7 +247,7 @@ on_each_device! {
     fn failed_load_updates_copy(device: &Device) {
         let plan = FaultPlan::new();
         let device = Device::builder(device.description().kind).layer(plan.clone()).open().unwrap();
-        let mut model = Trained::new(&device, AdamWConfig::default(), false, true);
+        let mut model = Trained::new(&device, AdamW::default(), false, true);
         let words = [[0x3d, 0x3d, 0x3d, 0x3d]; ROWS * COLS];
         let mut stop = |_| Err(Error::Misuse { op: "test", expected: "the end".into(), got: "a stop".into() });
         let transfer = Transfer::new().progress(&mut stop);
@@ -266,7 +266,7 @@ on_each_device! {
     /// Loads between replays and inside of them.
     fn captured_steps_read_loaded_weights(device: &Device) {
         let mut arena = arena(device);
-        let model = Trained::new(device, SgdConfig { learning_rate: 0.5, ..SgdConfig::default() }, false, true);
+        let model = Trained::new(device, Sgd { learning_rate: 0.5, ..Sgd::default() }, false, true);
         let none = HostInputs::new();
         let mut captured = arena.capture(model, &none, |step, model, slots| {
             let before = ops::scale(step, &model.weights.lend_as::<bf16>(step, model.b)?, 1.0)?;

@@ -19,7 +19,7 @@ struct Model {
     head: Mlp,
     weights: Parameters,
     gradients: Gradients,
-    optimizer: AdamW,
+    optimizer: Optimizer<AdamW>,
 }
 
 impl Model {
@@ -30,8 +30,8 @@ impl Model {
         let blocks = [0, 1].map(|at| Mlp::new(names.at(format!("block.{at}")), WIDTH, 4 * WIDTH, WIDTH));
         let head = Mlp::new(names.at("head"), WIDTH, WIDTH, CLASSES);
         let weights = Parameters::new(device, &layout.build().unwrap(), 11).unwrap().with_bf16_copy().unwrap();
-        let config = AdamWConfig { learning_rate: 3e-3, ..AdamWConfig::default() };
-        let optimizer = AdamW::new(&weights, config).unwrap();
+        let config = AdamW { learning_rate: 3e-3, ..AdamW::default() };
+        let optimizer = Optimizer::new(&weights, config).unwrap();
         Self { norms, blocks, head, gradients: Gradients::zeros(&weights).unwrap(), weights, optimizer }
     }
 

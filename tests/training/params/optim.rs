@@ -10,19 +10,19 @@ struct Model {
     w: Parameter,
     weights: Parameters,
     gradients: Gradients,
-    optimizer: AdamW,
+    optimizer: Optimizer<AdamW>,
 }
 
 impl Model {
     fn new(device: &Device) -> Self {
-        Self::with(device, AdamWConfig { learning_rate: 0.1, ..AdamWConfig::default() }).unwrap()
+        Self::with(device, AdamW { learning_rate: 0.1, ..AdamW::default() }).unwrap()
     }
 
-    fn with(device: &Device, config: AdamWConfig) -> Result<Self> {
+    fn with(device: &Device, config: AdamW) -> Result<Self> {
         let mut layout = ParameterSpec::builder();
         let w = layout.add("w", [LEN], Initializer::ONE);
         let weights = Parameters::new(device, &layout.build()?, 7)?;
-        let (gradients, optimizer) = (Gradients::zeros(&weights)?, AdamW::new(&weights, config)?);
+        let (gradients, optimizer) = (Gradients::zeros(&weights)?, Optimizer::new(&weights, config)?);
         Ok(Self { w, weights, gradients, optimizer })
     }
 
@@ -69,7 +69,7 @@ on_each_device! {
             let mut layout = ParameterSpec::builder();
             let w = layout.add("w", [LEN, 2], Initializer::fan_in(LEN));
             let weights = Parameters::new(device, &layout.build().unwrap(), 7).unwrap();
-            let (gradients, sgd) = (Gradients::zeros(&weights).unwrap(), Sgd::new(&weights, SgdConfig::default()).unwrap());
+            let (gradients, sgd) = (Gradients::zeros(&weights).unwrap(), Optimizer::new(&weights, Sgd::default()).unwrap());
             (w, weights, gradients, sgd)
         };
         let mut arena = arena(device);
@@ -321,7 +321,7 @@ on_each_device! {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
         let mut model = Model::new(device);
-        let mut sgd = Sgd::new(&model.weights, SgdConfig { momentum: 0.9, ..SgdConfig::default() }).unwrap();
+        let mut sgd = Optimizer::new(&model.weights, Sgd { momentum: 0.9, ..Sgd::default() }).unwrap();
         sgd.advance().unwrap();
         arena(device).step(|step| sgd.apply(step, &mut model.weights, &model.gradients)).unwrap();
         Checkpoint::save(&path, &model.weights, Some(&sgd), &[]).unwrap();
@@ -333,7 +333,7 @@ on_each_device! {
         assert!(error.to_string().contains("expected the state of the optimizer `adamw`, got that of `sgd`"), "{error}");
         assert_eq!(model.state(), before);
         checkpoint.restore(&mut model.weights, None).unwrap();
-        let mut other = Sgd::new(&model.weights, *sgd.rule()).unwrap();
+        let mut other = Optimizer::new(&model.weights, *sgd.rule()).unwrap();
         checkpoint.restore(&mut model.weights, Some(&mut other)).unwrap();
         assert_eq!(other.updates(), 1);
 
@@ -348,19 +348,16 @@ on_each_device! {
 fn invalid_sgd_settings_are_refused() {
     let device = crate::support::open(DeviceKind::Emulated);
     let model = Model::new(&device);
-    let base = SgdConfig { momentum: 0.9, ..SgdConfig::default() };
+    let base = Sgd { momentum: 0.9, ..Sgd::default() };
     for (config, words) in [
-        (SgdConfig { learning_rate: -1.0, ..base }, "`learning_rate` finite and at least 0, got -1"),
-        (SgdConfig { momentum: f32::NAN, ..base }, "`momentum` finite"),
-        (SgdConfig { momentum: 0.0, nesterov: true, ..base }, "`momentum` above 0 with `nesterov`, got 0"),
-        (SgdConfig { weight_decay: f32::INFINITY, ..base }, "`weight_decay` finite"),
-        (SgdConfig { clip: Some(0.0), ..base }, "`clip` above 0, got 0"),
-        (
-            SgdConfig { schedule: Schedule::WarmupCosine { warmup: 1, total: 2, floor: 2.0 }, ..base },
-            "`floor` in [0, 1]",
-        ),
+        (Sgd { learning_rate: -1.0, ..base }, "`learning_rate` finite and at least 0, got -1"),
+        (Sgd { momentum: f32::NAN, ..base }, "`momentum` finite"),
+        (Sgd { momentum: 0.0, nesterov: true, ..base }, "`momentum` above 0 with `nesterov`, got 0"),
+        (Sgd { weight_decay: f32::INFINITY, ..base }, "`weight_decay` finite"),
+        (Sgd { clip: Some(0.0), ..base }, "`clip` above 0, got 0"),
+        (Sgd { schedule: Schedule::WarmupCosine { warmup: 1, total: 2, floor: 2.0 }, ..base }, "`floor` in [0, 1]"),
     ] {
-        let error = Sgd::new(&model.weights, config).err().unwrap().to_string();
+        let error = Optimizer::new(&model.weights, config).err().unwrap().to_string();
         assert!(error.contains("sgd: expected ") && error.contains(words), "{error}");
     }
 }
@@ -370,7 +367,7 @@ fn invalid_schedules_are_refused() {
     let device = crate::support::open(DeviceKind::Emulated);
     for floor in [f64::NAN, f64::INFINITY, -0.1, 1.1] {
         let schedule = Schedule::WarmupCosine { warmup: 1, total: 2, floor };
-        let error = Model::with(&device, AdamWConfig { schedule, ..AdamWConfig::default() }).err().unwrap();
+        let error = Model::with(&device, AdamW { schedule, ..AdamW::default() }).err().unwrap();
         assert!(error.to_string().contains("`floor` in [0, 1]"), "{error}");
     }
 }

@@ -113,19 +113,13 @@ fn assert_close(got: &[Vec<f32>], want: &[Vec<f64>]) {
     }
 }
 
-fn adamw() -> AdamWConfig {
-    AdamWConfig {
-        learning_rate: 0.05,
-        weight_decay: 0.1,
-        clip: Some(CLIP),
-        schedule: SCHEDULE,
-        ..AdamWConfig::default()
-    }
+fn adamw() -> AdamW {
+    AdamW { learning_rate: 0.05, weight_decay: 0.1, clip: Some(CLIP), schedule: SCHEDULE, ..AdamW::default() }
 }
 
-fn sgd(nesterov: bool) -> SgdConfig {
-    let config = SgdConfig { learning_rate: 0.1, momentum: 0.9, nesterov, weight_decay: 0.1, ..SgdConfig::default() };
-    SgdConfig { clip: Some(CLIP), schedule: SCHEDULE, ..config }
+fn sgd(nesterov: bool) -> Sgd {
+    let config = Sgd { learning_rate: 0.1, momentum: 0.9, nesterov, weight_decay: 0.1, ..Sgd::default() };
+    Sgd { clip: Some(CLIP), schedule: SCHEDULE, ..config }
 }
 
 on_each_device! {

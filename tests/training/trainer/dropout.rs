@@ -50,7 +50,7 @@ fn bare(device: &Device, p: f32, recompute: bool) -> TrainState<Net> {
         dropout: Dropout { p },
         recompute,
     };
-    let config = AdamWConfig { learning_rate: 0.02, clip: Some(0.5), ..AdamWConfig::default() };
+    let config = AdamW { learning_rate: 0.02, clip: Some(0.5), ..AdamW::default() };
     TrainState::new(device, net, &layout.build().unwrap(), 7, config).unwrap()
 }
 
@@ -121,8 +121,8 @@ on_each_device! {
     fn updates_and_parts_draw_anew(device: &Device) {
         let mut arena = arena(device);
         let learner = learner(device, false);
-        let still = AdamWConfig { learning_rate: 0.0, weight_decay: 0.0, ..AdamWConfig::default() };
-        let optimizer = AdamW::new(&learner.parameters, still).unwrap();
+        let still = AdamW { learning_rate: 0.0, weight_decay: 0.0, ..AdamW::default() };
+        let optimizer = Optimizer::new(&learner.parameters, still).unwrap();
         let mut trainer = Trainer::eager(&mut arena, TrainState { optimizer, ..learner });
         let point = batches(1)[0][0].clone();
         let losses: Vec<f64> = (0..5).map(|_| trainer.update(std::slice::from_ref(&point)).unwrap().loss).collect();

@@ -1,7 +1,7 @@
 //! Every pattern that a training program needs compiles, and runs.
 
 use stepscope::{
-    AdamW, AdamWConfig, Arena, Buffer, Capacity, Device, DeviceKind, Gradients, Initializer, ParameterSpec, Parameters,
+    AdamW, Arena, Buffer, Capacity, Device, DeviceKind, Gradients, Initializer, Optimizer, ParameterSpec, Parameters,
     Result, Saved, Step, Tape, Tensor, ops,
 };
 
@@ -79,7 +79,7 @@ fn a_step_trains(arena: &mut Arena, device: &Device) -> Result<()> {
     let layout = layout.build()?;
     let mut parameters = Parameters::new(device, &layout, 0)?;
     let mut gradients = Gradients::zeros(&parameters)?;
-    let mut optimizer = AdamW::new(&parameters, AdamWConfig::default())?;
+    let mut optimizer = Optimizer::new(&parameters, AdamW::default())?;
     arena.step(|step| {
         gradients.zero(step)?;
         // Two tapes of one step, one of which is dropped.

@@ -1,8 +1,8 @@
 //! Weights cannot be updated while a tape still needs the old ones for backward.
 
-use stepscope::{AdamW, Arena, Gradients, Parameters, Result, Tape};
+use stepscope::{AdamW, Arena, Gradients, Parameters, Result, Tape, Optimizer};
 
-fn run(arena: &mut Arena, parameters: &mut Parameters, gradients: &mut Gradients, optimizer: &mut AdamW) -> Result<()> {
+fn run(arena: &mut Arena, parameters: &mut Parameters, gradients: &mut Gradients, optimizer: &mut Optimizer<AdamW>) -> Result<()> {
     arena.step(|step| {
         let tape = Tape::new(step, parameters);
         let loss = tape.input(step.upload(&[1.0f32], [1])?);

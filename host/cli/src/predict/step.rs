@@ -4,7 +4,7 @@
 //! are created in the dry run too.
 
 use stepscope::{
-    AdamW, AdamWConfig, EagerStep, Gradients, HostInputs, Launch, Model, ParameterSpec, Parameters, Result, Tape, bf16,
+    AdamW, EagerStep, Gradients, HostInputs, Launch, Model, Optimizer, ParameterSpec, Parameters, Result, Tape, bf16,
 };
 
 use crate::crossasset;
@@ -76,8 +76,8 @@ fn train(
         parameters = parameters.with_bf16_copy()?;
     }
     let mut gradients = Gradients::zeros(&parameters)?;
-    let config = AdamWConfig { clip: Some(1.0), ..AdamWConfig::default() };
-    let mut optimizer = AdamW::new(&parameters, config)?;
+    let config = AdamW { clip: Some(1.0), ..AdamW::default() };
+    let mut optimizer = Optimizer::new(&parameters, config)?;
     step.set_precision(precision.of_f32());
     let batch = step.upload_inputs(inputs)?;
     optimizer.advance()?;

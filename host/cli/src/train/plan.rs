@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use stepscope::{
-    AdamWConfig, Arena, Capacity, Checkpoint, Device, HostBatch, HostMemory, Model, ParameterSpec, Result, Schedule,
-    Tape, TrainState, Trainer, Windows,
+    AdamW, Arena, Capacity, Checkpoint, Device, HostBatch, HostMemory, Model, ParameterSpec, Result, Schedule, Tape,
+    TrainState, Trainer, Windows,
 };
 
 use crate::program::settings::Settings;
@@ -96,13 +96,13 @@ impl<'r> Plan<'r> {
         let bf16 = precision == Precision::Bf16;
         let (model, layout) = Gpt::new(self.sizes, Mode { bf16, recompute, documents })?;
         let total = updates as u64;
-        let config = AdamWConfig {
+        let config = AdamW {
             learning_rate: self.learning_rate(),
             beta2: 0.95,
             weight_decay: 0.1,
             clip: Some(1.0),
             schedule: Schedule::WarmupCosine { warmup: self.args.warmup(), total, floor: FLOOR },
-            ..AdamWConfig::default()
+            ..AdamW::default()
         };
         let learner = TrainState::new(device, model, &layout, seed, config)?.with_parameter_groups(&Gpt::groups())?;
         let mut learner = learner.with_precision(precision.of_f32());

@@ -109,7 +109,7 @@ impl Arena {
     /// # let w = layout.add("w", [4, 3], Initializer::fan_in(4));
     /// # let mut weights = Parameters::new(&device, &layout.build()?, 7)?;
     /// # let mut gradients = Gradients::zeros(&weights)?;
-    /// # let mut adamw = AdamW::new(&weights, AdamWConfig::default())?;
+    /// # let mut adamw = Optimizer::new(&weights, AdamW::default())?;
     /// # let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
     /// # let (x, labels) = ([0.5f32; 8], [0u32, 2]);
     /// let inputs = HostInputs::new().with(&x, [2, 4])?.with(&labels, [2])?;

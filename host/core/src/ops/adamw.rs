@@ -1,4 +1,4 @@
-//! The AdamW update, for one parameter group and for several. `AdamW` drives it.
+//! The AdamW update, for one parameter group and for several. The rule `AdamW` drives it.
 
 use super::same_shape;
 use super::shapes::check_rows;

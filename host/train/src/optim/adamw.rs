@@ -2,7 +2,6 @@
 
 #![forbid(unsafe_code)]
 
-use super::optimizer::Optimizer;
 use super::parameter_groups::ParameterGroup;
 use super::range::{at_least_zero, expect, expect_clip};
 use super::rule::{UpdateArguments, UpdateRule, expect_state};
@@ -13,12 +12,10 @@ use stepscope_core::error::Result;
 use stepscope_core::ops;
 use stepscope_core::step::Step;
 
-/// Adam with decoupled weight decay (Loshchilov and Hutter, 2019), as PyTorch computes it.
-pub type AdamW = Optimizer<AdamWConfig>;
-
-/// Settings of [`AdamW`]. The defaults are PyTorch's.
+/// Adam with decoupled weight decay (Loshchilov and Hutter, 2019), as PyTorch computes it. The
+/// defaults are PyTorch's. An [`Optimizer`](crate::Optimizer) applies it.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AdamWConfig {
+pub struct AdamW {
     /// The step size before the schedule.
     pub learning_rate: f32,
     /// The decay of the first moment.
@@ -36,7 +33,7 @@ pub struct AdamWConfig {
     pub schedule: Schedule,
 }
 
-impl Default for AdamWConfig {
+impl Default for AdamW {
     fn default() -> Self {
         Self {
             learning_rate: 1e-3,
@@ -50,7 +47,7 @@ impl Default for AdamWConfig {
     }
 }
 
-impl UpdateRule for AdamWConfig {
+impl UpdateRule for AdamW {
     fn name(&self) -> &'static str {
         "adamw"
     }

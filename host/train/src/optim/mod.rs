@@ -15,9 +15,9 @@ mod schedule;
 mod sgd;
 mod update;
 
-pub use adamw::{AdamW, AdamWConfig};
+pub use adamw::AdamW;
 pub use optimizer::Optimizer;
 pub use parameter_groups::{ParameterGroup, ParameterGroups};
 pub use rule::{UpdateArguments, UpdateRule};
 pub use schedule::Schedule;
-pub use sgd::{Sgd, SgdConfig};
+pub use sgd::Sgd;

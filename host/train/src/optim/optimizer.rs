@@ -26,7 +26,7 @@ use stepscope_core::step::Step;
 use stepscope_core::tensor::{Memory, Source, Tensor};
 
 /// An optimizer that updates weights by a rule `R` and keeps the rule's state on the device.
-/// [`AdamW`](crate::AdamW) and [`Sgd`](crate::Sgd) are two.
+/// [`AdamW`](crate::AdamW) and [`Sgd`](crate::Sgd) are two rules.
 #[derive(Debug)]
 pub struct Optimizer<R: ?Sized> {
     layout: ParameterSpec,

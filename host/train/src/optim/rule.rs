@@ -13,9 +13,8 @@ use stepscope_core::error::{Error, Result};
 use stepscope_core::step::Step;
 use stepscope_core::tensor::{Lent, LentMut, Tensor};
 
-/// A rule by which an optimizer updates weights. The settings implement it:
-/// [`AdamWConfig`](crate::AdamWConfig), [`SgdConfig`](crate::SgdConfig), or a struct of yours.
-/// [`Optimizer`](crate::Optimizer) does the rest.
+/// A rule by which an optimizer updates weights, with its settings: [`AdamW`](crate::AdamW),
+/// [`Sgd`](crate::Sgd), or a struct of yours. [`Optimizer`](crate::Optimizer) does the rest.
 ///
 /// ```
 /// use stepscope::*;

@@ -2,7 +2,6 @@
 
 #![forbid(unsafe_code)]
 
-use super::optimizer::Optimizer;
 use super::parameter_groups::ParameterGroup;
 use super::range::{at_least_zero, expect, expect_clip};
 use super::rule::{UpdateArguments, UpdateRule, expect_state};
@@ -16,12 +15,11 @@ use stepscope_core::step::Step;
 /// dampening of 0. `g` is the clipped gradient plus the weight decay times the weight, and
 /// `velocity = momentum velocity + g`. The weight changes by `-rate velocity`, or by
 /// `-rate (g + momentum velocity)` with Nesterov's momentum.
-pub type Sgd = Optimizer<SgdConfig>;
-
-/// Settings of [`Sgd`]. The defaults are PyTorch's. The velocity is allocated even if the momentum
-/// is 0.
+///
+/// The defaults are PyTorch's. The velocity is allocated even if the momentum is 0. An
+/// [`Optimizer`](crate::Optimizer) applies it.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct SgdConfig {
+pub struct Sgd {
     /// The step size before the schedule.
     pub learning_rate: f32,
     /// The fraction of the velocity that is kept from update to update.
@@ -31,7 +29,7 @@ pub struct SgdConfig {
     pub nesterov: bool,
     /// The weight decay, for groups that do not set their own. It is coupled: it is added to the
     /// gradient after clipping, and so enters the velocity too. The decay of
-    /// [`AdamWConfig`](crate::AdamWConfig) is decoupled.
+    /// [`AdamW`](crate::AdamW) is decoupled.
     pub weight_decay: f32,
     /// The largest L2 norm of all gradients together. Gradients with a larger norm are scaled down
     /// to it.
@@ -40,7 +38,7 @@ pub struct SgdConfig {
     pub schedule: Schedule,
 }
 
-impl Default for SgdConfig {
+impl Default for Sgd {
     fn default() -> Self {
         Self {
             learning_rate: 1e-3,
@@ -53,7 +51,7 @@ impl Default for SgdConfig {
     }
 }
 
-impl UpdateRule for SgdConfig {
+impl UpdateRule for Sgd {
     fn name(&self) -> &'static str {
         "sgd"
     }

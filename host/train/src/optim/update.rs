@@ -31,7 +31,7 @@ impl<R: UpdateRule> Optimizer<R> {
     /// let device = Device::open(DeviceKind::Emulated)?;
     /// let mut weights = Parameters::new(&device, &layout.build()?, 7)?;
     /// let mut gradients = Gradients::zeros(&weights)?;
-    /// let mut sgd = Sgd::new(&weights, SgdConfig::default())?;
+    /// let mut sgd = Optimizer::new(&weights, Sgd::default())?;
     /// let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
     /// let loss = sgd.update(&mut arena, &mut weights, &mut gradients, |step, tape| {
     ///     let x = tape.input(step.upload(&[1.0, 0.0, 0.0, 1.0], [2, 2])?);

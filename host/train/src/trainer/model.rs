@@ -3,7 +3,7 @@
 use super::agreement;
 use super::batch::MicroBatch;
 use super::shards::{Metric, Shards, Wanted};
-use crate::optim::{AdamWConfig, Optimizer, ParameterGroups, UpdateRule};
+use crate::optim::{AdamW, Optimizer, ParameterGroups, UpdateRule};
 use cuda_std::float_mode;
 use stepscope_core::arena::Arena;
 use stepscope_core::capture::{CaptureInputs, DeviceBatch, Output};
@@ -52,7 +52,7 @@ pub trait Model {
 
 /// A model with its weights, gradients and optimizer: everything that training steps change.
 #[derive(Debug)]
-pub struct TrainState<M, R = AdamWConfig> {
+pub struct TrainState<M, R = AdamW> {
     /// The parameter handles.
     pub model: M,
     /// The weights.

@@ -5,7 +5,7 @@
 use super::batch::{HostBatch, MicroBatch};
 use super::model::{Model, TrainState};
 use super::stage::Stage;
-use crate::optim::{AdamWConfig, UpdateRule};
+use crate::optim::{AdamW, UpdateRule};
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
@@ -46,7 +46,7 @@ use stepscope_core::shortage::MemoryForecast;
 /// let mut layout = ParameterSpec::builder();
 /// let model = Classifier(Linear::new(layout.names().at("head"), 2, 2));
 /// let device = Device::open(DeviceKind::Emulated)?;
-/// let config = AdamWConfig { learning_rate: 0.1, ..AdamWConfig::default() };
+/// let config = AdamW { learning_rate: 0.1, ..AdamW::default() };
 /// let learner = TrainState::new(&device, model, &layout.build()?, 7, config)?;
 /// let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
 ///
@@ -59,7 +59,7 @@ use stepscope_core::shortage::MemoryForecast;
 /// # Ok(())
 /// # }
 /// ```
-pub struct Trainer<'a, M, R = AdamWConfig> {
+pub struct Trainer<'a, M, R = AdamW> {
     pub(super) arena: &'a mut Arena,
     pub(super) stage: Stage<M, R>,
     /// Readbacks that are free for the next update.

@@ -2,7 +2,7 @@
 
 use crate::crossasset::Model;
 use crate::sizes::{FEATURES, SCALES};
-use stepscope::{AdamW, AdamWConfig, Device, EagerStep, Gradients, Parameters, Result, Tape, ops};
+use stepscope::{AdamW, Device, EagerStep, Gradients, Optimizer, Parameters, Result, Tape, ops};
 use stepscope_predict::{Forecast, Gpu, Kernels, dry_run};
 
 /// Samples per step.
@@ -13,15 +13,15 @@ pub(super) struct Training {
     model: Model,
     parameters: Parameters,
     gradients: Gradients,
-    optimizer: AdamW,
+    optimizer: Optimizer<AdamW>,
 }
 
 impl Training {
     pub(super) fn new(device: &Device) -> Result<Self> {
         let (model, layout) = Model::new()?;
         let parameters = Parameters::new(device, &layout, 7)?;
-        let config = AdamWConfig { clip: Some(1.0), ..AdamWConfig::default() };
-        let (gradients, optimizer) = (Gradients::zeros(&parameters)?, AdamW::new(&parameters, config)?);
+        let config = AdamW { clip: Some(1.0), ..AdamW::default() };
+        let (gradients, optimizer) = (Gradients::zeros(&parameters)?, Optimizer::new(&parameters, config)?);
         Ok(Self { model, parameters, gradients, optimizer })
     }
 
