@@ -1,7 +1,7 @@
 """Counts registers, and instructions by kind, of the assembled kernels, for the cost model.
 
     ci/ptx                                  # compiles target/ptx/sm_90.ptx and sm_121.ptx
-    python3 examples/predict/code.py PTXAS NVDISASM target/ptx > examples/predict/code.json
+    python3 host/predict/code.py PTXAS NVDISASM target/ptx > host/predict/code.json
 
 `nvdisasm` comes with `pip install nvidia-cuda-nvdisasm`. Each kernel has these parts:
 
