@@ -58,6 +58,8 @@ struct Rows {
 }
 
 impl Model for Rows {
+    type Stored = f32;
+
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let ids: Saved<'s, u32> = batch.input(0)?;
         self.head.forward(tape, &self.rows.forward(tape, ids)?)

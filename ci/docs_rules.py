@@ -122,6 +122,8 @@ PAGES = ("docs/", "benches/", "CHANGELOG.md", "README.md", "ci/")
 # Models that use it. A new op would not be added to them.
 MODELS = (
     "host/train/src/nn/block.rs",
+    "host/models/",
+    "tests/models/",
     "host/cli/src/train/",
     "examples/vit.rs",
     "tests/oracle/gpt_training.py",

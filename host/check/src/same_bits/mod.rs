@@ -23,7 +23,7 @@
 #![forbid(unsafe_code)]
 
 mod attention;
-mod attention_tensor;
+mod attention_mma;
 mod case_size;
 mod cases;
 mod golden;

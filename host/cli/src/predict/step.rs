@@ -3,9 +3,7 @@
 //! Invariant: nothing is computed and no memory is allocated, however large the model. Its weights
 //! are created in the dry run too.
 
-use stepscope::{
-    AdamW, EagerStep, Gradients, HostInputs, Launch, Model, Optimizer, ParameterSpec, Parameters, Result, Tape, bf16,
-};
+use stepscope::{AdamW, EagerStep, HostInputs, Launch, Model, ParameterSpec, Result, Tape, TrainState, bf16};
 
 use crate::crossasset;
 use crate::sizes::{FEATURES, SCALES};
@@ -44,40 +42,40 @@ fn set_up(step: &EagerStep<'_>, work: Work, precision: Precision, batch: usize, 
             let (x, labels) = (vec![0.0; batch * SCALES.len() * FEATURES], vec![0; batch]);
             let inputs = HostInputs::new().with(&x, [batch, SCALES.len(), FEATURES])?.with(&labels, [batch])?;
             if precision == Precision::Bf16 {
-                let (model, layout) = crossasset::Model::<bf16>::new()?;
-                return train(step, &model, &layout, &inputs, precision, batch, until);
+                let (model, spec) = crossasset::Model::<bf16>::new()?;
+                return train(step, model, &spec, &inputs, precision, batch, until);
             }
-            let (model, layout) = crossasset::Model::<f32>::new()?;
-            train(step, &model, &layout, &inputs, precision, batch, until)
+            let (model, spec) = crossasset::Model::<f32>::new()?;
+            train(step, model, &spec, &inputs, precision, batch, until)
         }
         Work::Gpt { sizes, recompute } => {
-            let mode = Mode { bf16: precision == Precision::Bf16, recompute, documents: false };
-            let (model, layout) = Gpt::new(sizes, mode)?;
+            let mode = Mode { recompute, documents: false };
             let tokens = vec![0; batch * sizes.context];
             let shape = [batch, sizes.context];
             let inputs = HostInputs::new().with(&tokens, shape)?.with(&tokens, shape)?;
-            train(step, &model, &layout, &inputs, precision, batch, until)
+            if precision == Precision::Bf16 {
+                let (model, spec) = Gpt::<bf16>::new(sizes, mode)?;
+                return train(step, model, &spec, &inputs, precision, batch, until);
+            }
+            let (model, spec) = Gpt::<f32>::new(sizes, mode)?;
+            train(step, model, &spec, &inputs, precision, batch, until)
         }
     }
 }
 
 /// Runs forward, loss, backward, clipping and AdamW, as the trainer does.
-fn train(
+fn train<M: Model>(
     step: &EagerStep<'_>,
-    model: &impl Model,
-    layout: &ParameterSpec,
+    model: M,
+    spec: &ParameterSpec,
     inputs: &HostInputs<'_>,
     precision: Precision,
     samples: usize,
     until: Until,
 ) -> Result<()> {
-    let mut parameters = Parameters::new(step.device(), layout, 7)?;
-    if precision == Precision::Bf16 {
-        parameters = parameters.with_bf16_copy()?;
-    }
-    let mut gradients = Gradients::zeros(&parameters)?;
     let config = AdamW { clip: Some(1.0), ..AdamW::default() };
-    let mut optimizer = Optimizer::new(&parameters, config)?;
+    let state = TrainState::new(step.device(), model, spec, 7, config)?;
+    let TrainState { model, mut parameters, mut gradients, mut optimizer, .. } = state;
     step.set_precision(precision.of_f32());
     let batch = step.upload_inputs(inputs)?;
     optimizer.advance()?;

@@ -74,7 +74,7 @@ macro_rules! grid {
 
 family! {
     /// Multiplies rounded operands. The module's documentation describes the parameters.
-    matmul_tensor(tile: Tile as TILE) {
+    matmul_mma(tile: Tile as TILE) {
         /// 64 x 64, 128 threads.
         matmul_tf32_64x64 = T64X64;
         /// 64 x 128, 128 threads.
@@ -142,11 +142,11 @@ pub fn chunk(m: usize, n: usize, k: usize) -> usize {
 
 /// The tiles.
 #[cfg(not(target_arch = "nvptx64"))]
-pub const TILES: [Tile; matmul_tensor::VARIANTS.len()] = {
-    let mut tiles = [T64X64; matmul_tensor::VARIANTS.len()];
+pub const TILES: [Tile; matmul_mma::VARIANTS.len()] = {
+    let mut tiles = [T64X64; matmul_mma::VARIANTS.len()];
     let mut at = 0;
     while at < tiles.len() {
-        tiles[at] = matmul_tensor::VARIANTS[at].1;
+        tiles[at] = matmul_mma::VARIANTS[at].1;
         at += 1;
     }
     tiles
