@@ -17,10 +17,10 @@ pub(crate) fn run(example: &str, device: &Device, arguments: &[&str]) -> Output 
 }
 
 /// The subcommands of `stepscope`.
-const SUBCOMMANDS: [&str; 4] = ["train", "doctor", "predict", "check"];
+const SUBCOMMANDS: [&str; 5] = ["train", "generate", "doctor", "predict", "check"];
 
-/// Returns a command for a subcommand of `stepscope`, or else for the example of this name. Both are
-/// next to this test's folder.
+/// Returns a command for a subcommand of `stepscope`, or else for the example of this name. Both
+/// are next to this test's folder.
 pub(crate) fn program(name: &str) -> Command {
     let test = std::env::current_exe().expect("this test's path");
     let folder = test.ancestors().nth(2).expect("target/PROFILE/deps/TEST");

@@ -3,6 +3,7 @@
 //!
 //! ```text
 //! stepscope train      trains a language model on text and prints a sample
+//! stepscope generate   continues a text, or answers, with the weights of a folder
 //! stepscope doctor     examines a machine before a run
 //! stepscope predict    predicts the time of a step on a GPU that is not present
 //! stepscope check      compares the results of every kernel with the committed ones
@@ -16,6 +17,7 @@ mod check;
 #[allow(dead_code, reason = "the monitored weight is unused")]
 mod crossasset;
 mod doctor;
+mod generate;
 mod predict;
 pub mod program;
 #[path = "../../../examples/crossasset/sizes.rs"]
@@ -39,6 +41,7 @@ struct Arguments {
 #[derive(Subcommand)]
 enum Command {
     Train(Box<train::cli::Args>),
+    Generate(generate::Args),
     Doctor(doctor::Args),
     Predict(Box<predict::Args>),
     Check(check::Args),
@@ -48,6 +51,7 @@ enum Command {
 pub fn main() -> ExitCode {
     match Arguments::parse().command {
         Command::Train(args) => train::main(&args),
+        Command::Generate(args) => generate::main(&args),
         Command::Doctor(args) => doctor::main(&args),
         Command::Predict(args) => predict::main(&args),
         Command::Check(args) => check::main(&args),

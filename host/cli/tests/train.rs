@@ -104,6 +104,60 @@ on_each_device! {
     }
 }
 
+on_each_device! {
+    /// `generate` writes the text that the training run wrote as its sample.
+    fn generated_text_is_the_sample(device: &Device) {
+        let (folder, data) = workplace();
+        let out = folder.path().join("out");
+        let output = gpt(device, &data, &out, "--sample let --temperature 0 --sample-tokens 12");
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let report: Value = serde_json::from_slice(&fs::read(out.join("report.json")).unwrap()).unwrap();
+        let theirs = out.join("transformers");
+        let generate = |more: &[&str]| {
+            let arguments = ["--weights", theirs.to_str().unwrap(), "--tokenizer", "bytes", "--temperature", "0", "--tokens", "12"];
+            run("generate", device, &[&arguments[..], more].concat())
+        };
+        let output = generate(&["--prompt", "let"]);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        assert_eq!(text(&output.stdout), format!("{}\n", report["sample"].as_str().unwrap()));
+        let output = generate(&["--chat", "let"]);
+        assert_eq!(output.status.code(), Some(2));
+        assert!(text(&output.stderr).contains("has no chat template"), "{}", text(&output.stderr));
+    }
+
+    /// Weights of every family train, are exported, and generate text.
+    fn every_family_trains(device: &Device) {
+        let (folder, data) = workplace();
+        let words = ["let", "x", "y", "=", "1", ";", "+"].into_iter().enumerate().map(|(id, word)| (word.to_owned(), id.into()));
+        let vocabulary: serde_json::Map<String, Value> = words.chain([("?".to_owned(), 7.into())]).collect();
+        let tokenizer = serde_json::json!({
+            "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+            "pre_tokenizer": { "type": "Whitespace" }, "post_processor": null, "decoder": null,
+            "model": { "type": "WordLevel", "vocab": vocabulary, "unk_token": "?" },
+        });
+        let cases = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/models/cases");
+        for case in fs::read_dir(cases).unwrap().map(|entry| entry.unwrap().path()) {
+            let theirs = folder.path().join("theirs");
+            let _ = fs::remove_dir_all(&theirs);
+            fs::create_dir(&theirs).unwrap();
+            for file in ["config.json", "model.safetensors"] {
+                fs::copy(case.join(file), theirs.join(file)).unwrap();
+            }
+            fs::write(theirs.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+            let out = folder.path().join(case.file_name().unwrap());
+            let output = gpt(device, &data, &out, &format!("--weights {}", theirs.display()));
+            assert!(output.status.success(), "{}: {}", case.display(), text(&output.stderr));
+            let report: Value = serde_json::from_slice(&fs::read(out.join("report.json")).unwrap()).unwrap();
+            let losses: Vec<f64> = report["losses"].as_array().unwrap().iter().filter_map(Value::as_f64).collect();
+            assert!(losses.len() == 4 && losses.iter().all(|loss| loss.is_finite()), "{}: {losses:?}", case.display());
+            let written = out.join("transformers");
+            fs::copy(theirs.join("tokenizer.json"), written.join("tokenizer.json")).unwrap();
+            let output = run("generate", device, &["--weights", written.to_str().unwrap(), "--prompt", "let x", "--tokens", "5"]);
+            assert!(output.status.success(), "{}: {}", case.display(), text(&output.stderr));
+        }
+    }
+}
+
 /// Checks that the input is refused with exit code 2 and these words, and that nothing is written.
 fn refused(data: &Path, more: &str, told: &str) {
     let device = support::open(stepscope::DeviceKind::Emulated);

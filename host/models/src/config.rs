@@ -184,6 +184,13 @@ impl ModelConfig {
         serde_json::to_string_pretty(&json).expect("an object of plain values has a JSON form")
     }
 
+    /// Changes the number of learned positions in the file, too.
+    pub(crate) fn set_positions(&mut self, positions: usize) {
+        for key in ["n_positions", "n_ctx"] {
+            self.json.entry(key).and_modify(|value| *value = positions.into());
+        }
+    }
+
     /// Returns the columns of queries, keys and values together.
     pub(crate) fn qkv_columns(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_width

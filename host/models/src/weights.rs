@@ -85,6 +85,7 @@ impl Weights {
         self.config.context = context;
         if let Some(positions) = self.values.get_mut("positions.weight") {
             positions.truncate(context * self.config.width);
+            self.config.set_positions(context);
         }
         Ok(())
     }

@@ -12,7 +12,7 @@ use crate::predict::matmul_case::Case as Product;
 use crate::predict::recorded::{self, Factors, Gpt};
 use crate::predict::step::{self, Work};
 use crate::train::cli::{Arch, Precision, Size};
-use crate::train::model::Sizes;
+use crate::train::model;
 use stepscope_predict::{Forecast, Gpu, Kernels};
 
 /// A measured line.
@@ -134,12 +134,12 @@ fn steps(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
         let arguments = format!("--size {} --precision {precision} --batch {batch}{option}", name.to_lowercase());
         let samples = median(&runs["runs"][&arguments]["seconds_of_updates"]);
         let measured_us = samples.ok_or_else(|| format!("{}: no samples of {arguments}", recorded::GPT2))? * 1e6;
-        let work = Work::Gpt { sizes: Sizes::new(size, Arch::Gpt2, 50_304, CONTEXT), recompute };
+        let work = Work::Gpt { config: model::config(size, Arch::Gpt2, 50_304, CONTEXT), recompute };
         let again = if recompute { ", recompute" } else { "" };
         found.push(step_line(
             format!("GPT-2 {name}{again}, {batch} x {CONTEXT}, {precision}"),
             measured_us,
-            step::launches(processors, work, precision, batch)?,
+            step::launches(processors, &work, precision, batch)?,
         ));
     }
     Ok(found)
@@ -150,7 +150,7 @@ fn add_steps(run: &Value, processors: u32, precision: Precision, found: &mut Vec
     for line in lines(run, "stepscope captured").filter(|line| line["measure"] == "resident") {
         let batch = number(line, "batch");
         let measured_us = median(&line["nanoseconds"]).ok_or("no samples")? / 1e3;
-        let launches = step::launches(processors, Work::CrossAsset, precision, batch)?;
+        let launches = step::launches(processors, &Work::CrossAsset, precision, batch)?;
         found.push(step_line(format!("CrossAsset, batch {batch}, {precision}"), measured_us, launches));
     }
     Ok(())

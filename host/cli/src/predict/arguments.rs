@@ -7,7 +7,7 @@ use clap::{Parser, ValueEnum};
 
 use crate::predict::step::Work;
 use crate::train::cli::{Arch, Precision, Size};
-use crate::train::model::Sizes;
+use crate::train::model;
 use stepscope_predict::gpu::{self, Gpu};
 
 /// Predicts the time of a training step on a GPU from the kernels it launches. It computes nothing
@@ -93,8 +93,8 @@ impl Args {
             Model::Crossasset => Work::CrossAsset,
             Model::Gpt => {
                 let context = self.context.unwrap_or(if self.size == Size::Tiny { 128 } else { 1024 });
-                let sizes = Sizes::new(self.size, self.arch, self.vocabulary, context);
-                Work::Gpt { sizes, recompute: self.recompute }
+                let config = model::config(self.size, self.arch, self.vocabulary, context);
+                Work::Gpt { config, recompute: self.recompute }
             }
         }
     }
@@ -114,11 +114,11 @@ impl Args {
         let batch = self.batch();
         match self.work() {
             Work::CrossAsset => format!("CrossAsset, batch {batch}, {}", self.precision),
-            Work::Gpt { sizes, recompute } => {
+            Work::Gpt { config, recompute } => {
                 let again = if recompute { ", recompute" } else { "" };
-                let (arch, context) = (sizes.arch, sizes.context);
+                let (family, context) = (config.family, config.context);
                 let size = self.size.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned());
-                format!("{arch:?} {size}, {batch} x {context}, {}{again}", self.precision)
+                format!("{family:?} {size}, {batch} x {context}, {}{again}", self.precision)
             }
         }
     }

@@ -3,26 +3,27 @@
 //! Invariant: nothing is computed and no memory is allocated, however large the model. Its weights
 //! are created in the dry run too.
 
+use stepscope::models::ModelConfig;
 use stepscope::{AdamW, EagerStep, HostInputs, Launch, Model, ParameterSpec, Result, Tape, TrainState, bf16};
 
 use crate::crossasset;
 use crate::sizes::{FEATURES, SCALES};
 use crate::train::cli::Precision;
-use crate::train::model::{Gpt, Mode, Sizes};
+use crate::train::model::{Gpt, Mode};
 use stepscope_predict::dry_run;
 
 /// The model to train.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) enum Work {
     CrossAsset,
-    Gpt { sizes: Sizes, recompute: bool },
+    Gpt { config: ModelConfig, recompute: bool },
 }
 
 /// Returns the launches of one step on `batch` samples, on a GPU with this many multiprocessors.
 ///
 /// # Errors
 /// When an op fails.
-pub(crate) fn launches(processors: u32, work: Work, precision: Precision, batch: usize) -> Result<Vec<Launch>> {
+pub(crate) fn launches(processors: u32, work: &Work, precision: Precision, batch: usize) -> Result<Vec<Launch>> {
     // The launches that initialize the weights and the optimizer's state are not part of a step.
     let before = dry_run(processors, |step| set_up(step, work, precision, batch, Until::Ready))?.len();
     let mut launches = dry_run(processors, |step| set_up(step, work, precision, batch, Until::Updated))?;
@@ -36,7 +37,7 @@ enum Until {
     Updated,
 }
 
-fn set_up(step: &EagerStep<'_>, work: Work, precision: Precision, batch: usize, until: Until) -> Result<()> {
+fn set_up(step: &EagerStep<'_>, work: &Work, precision: Precision, batch: usize, until: Until) -> Result<()> {
     match work {
         Work::CrossAsset => {
             let (x, labels) = (vec![0.0; batch * SCALES.len() * FEATURES], vec![0; batch]);
@@ -48,16 +49,16 @@ fn set_up(step: &EagerStep<'_>, work: Work, precision: Precision, batch: usize, 
             let (model, spec) = crossasset::Model::<f32>::new()?;
             train(step, model, &spec, &inputs, precision, batch, until)
         }
-        Work::Gpt { sizes, recompute } => {
-            let mode = Mode { recompute, documents: false };
-            let tokens = vec![0; batch * sizes.context];
-            let shape = [batch, sizes.context];
+        Work::Gpt { config, recompute } => {
+            let mode = Mode { recompute: *recompute, documents: false };
+            let shape = [batch, config.context];
+            let tokens = vec![0; shape[0] * shape[1]];
             let inputs = HostInputs::new().with(&tokens, shape)?.with(&tokens, shape)?;
             if precision == Precision::Bf16 {
-                let (model, spec) = Gpt::<bf16>::new(sizes, mode)?;
+                let (model, spec) = Gpt::<bf16>::new(config.clone(), mode)?;
                 return train(step, model, &spec, &inputs, precision, batch, until);
             }
-            let (model, spec) = Gpt::<f32>::new(sizes, mode)?;
+            let (model, spec) = Gpt::<f32>::new(config.clone(), mode)?;
             train(step, model, &spec, &inputs, precision, batch, until)
         }
     }

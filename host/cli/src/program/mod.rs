@@ -1,5 +1,6 @@
-//! What training programs share: logging, standard output, signals, the results folder, settings in a
-//! checkpoint, ranks of a group, the loss picture, and statistics of memory and graphs.
+//! The parts that training programs share: logging, standard output, signals, the results folder,
+//! settings in a checkpoint, ranks of a group, the loss picture, and statistics of memory and
+//! graphs.
 
 pub mod exit;
 pub mod log;

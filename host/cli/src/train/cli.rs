@@ -223,7 +223,7 @@ impl Args {
 }
 
 /// Parses a whole number from 1 to `most`.
-fn up_to(most: u32) -> RangedU64ValueParser<usize> {
+pub(crate) fn up_to(most: u32) -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(1..=u64::from(most))
 }
 
@@ -249,10 +249,10 @@ fn above_zero(text: &str) -> Result<f32, String> {
     number(text, |number| number > 0.0, "a finite number above zero")
 }
 
-fn zero_or_above(text: &str) -> Result<f32, String> {
+pub(crate) fn zero_or_above(text: &str) -> Result<f32, String> {
     number(text, |number| number >= 0.0, "a finite number, at least zero")
 }
 
-fn share(text: &str) -> Result<f32, String> {
+pub(crate) fn share(text: &str) -> Result<f32, String> {
     number(text, |number| number > 0.0 && number <= 1.0, "a number above 0 and at most 1")
 }

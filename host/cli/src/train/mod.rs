@@ -8,7 +8,7 @@
 //! ```
 //! A [`tokenizer`] turns [`text`] into tokens, and [`samples`] cuts batches from them. The [`plan`]
 //! sets up the [`model`] and its training, which [`updates`] runs. [`sample`] then generates text.
-//! [`weights`] reads and writes Hugging Face files.
+//! [`weights`] reads Hugging Face files.
 //!
 //! | exit code | meaning |
 //! |---|---|
@@ -20,22 +20,22 @@
 //! After a stop, `--resume` continues from the checkpoint, which exists once the first update was
 //! made.
 
-mod bad_input;
+pub(crate) mod bad_input;
 pub(crate) mod cli;
 pub(crate) mod model;
 mod plan;
 mod registry;
 mod report;
-mod sample;
+pub(crate) mod sample;
 mod samples;
 #[cfg(test)]
 mod tests;
 mod text;
 mod token_file;
-mod tokenizer;
+pub(crate) mod tokenizer;
 mod trace;
 mod updates;
-mod weights;
+pub(crate) mod weights;
 
 use std::process::ExitCode;
 use std::sync::atomic::AtomicBool;
@@ -55,6 +55,7 @@ use crate::program::screen::Screen;
 use crate::program::usage::{ArenaUse, CaptureUse, MemoryUse, ModelSize};
 use crate::program::{results, signals};
 use crate::train::cli::Precision;
+use stepscope::models::Weights;
 use stepscope::{Device, Parameters, TokenSampler, TokenSamplerConfig, TrainState, bf16};
 
 /// Trains, and returns the exit code.
@@ -114,7 +115,7 @@ fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, sc
         ModelSize { tensors: spec.entries().len(), weights: spec.weights() },
         Bytes { weights: weights_bytes(&state.parameters), steps: 0 },
     );
-    let sizes = plan.sizes;
+    let config = &plan.config;
     let data = DataSize {
         tokens: plan.text.training().len(),
         held_out: plan.text.held_out().len(),
@@ -122,9 +123,9 @@ fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, sc
     };
     screen.say(format_args!(
         "{:?} of {} weights, context {}; {} tokens to train on, {} held out; on the {}",
-        sizes.arch,
+        config.family,
         model_size.weights,
-        sizes.context,
+        config.context,
         data.tokens,
         data.held_out,
         device.description().name
@@ -134,7 +135,7 @@ fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, sc
         let windows: Vec<_> = (0..args.batch as u64).map(|number| windows.window(number)).collect();
         let first = Sequences::of(&plan.text, &windows, plan.form())?;
         trace::write(path, &mut arena, &mut state, &first)?;
-        weights::write(&args.out.join("transformers"), &state.parameters, &sizes, args.max_shard_size)?;
+        Weights::write(args.out.join("transformers"), config, &state.parameters, args.max_shard_size)?;
         return Ok(true);
     }
 
@@ -154,7 +155,7 @@ fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, sc
     let memory = MemoryUse::of(trainer.memory_forecast());
     let TrainState { model, parameters, .. } = trainer.state();
     let sample = written(plan, &device, model, parameters)?;
-    weights::write(&args.out.join("transformers"), parameters, &sizes, args.max_shard_size)?;
+    Weights::write(args.out.join("transformers"), config, parameters, args.max_shard_size)?;
     let weights_sha256 = parameters.sha256()?;
     let capture = trainer.capture_report().map(|report| CaptureUse::after(None, report));
     let arena = trainer.arena().report();
@@ -164,7 +165,7 @@ fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, sc
         model: model_size,
         data,
         tokens_per_second: median(&seconds)
-            .map(|seconds| (args.batch * plan.accumulate * sizes.context) as f64 / seconds),
+            .map(|seconds| (args.batch * plan.accumulate * config.context) as f64 / seconds),
         weights_sha256,
         sample,
         bytes: Bytes { steps: arena.capacity_bytes + arena.captured_bytes, ..bytes },
@@ -174,7 +175,7 @@ fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, sc
         position,
         seconds,
     };
-    report.write(&args.out, sizes.vocabulary)?;
+    report.write(&args.out, config.vocabulary)?;
     let speed = match report.tokens_per_second {
         Some(tokens) => format!("{tokens:.0} tokens/s"),
         None => format!("all {} updates had already been made", args.updates),
@@ -195,8 +196,8 @@ fn weights_bytes(weights: &Parameters) -> usize {
 fn written<S: Activation>(plan: &Plan<'_>, device: &Device, model: &Gpt<S>, weights: &Parameters) -> Outcome<String> {
     let Args { temperature, top_k, top_p, seed, sample_tokens, .. } = *plan.args;
     let sampler = TokenSampler::new(TokenSamplerConfig { temperature, top_k, top_p }, seed)?;
-    let length = (sample_tokens, plan.tokenizer.end());
-    let tokens = sample::write(device, model, weights, &plan.beginning, length, &sampler)?;
+    let ends = Vec::from_iter(plan.tokenizer.end());
+    let tokens = sample::write(device, model, weights, &plan.beginning, (sample_tokens, &ends), &sampler)?;
     Ok(plan.tokenizer.decode(&tokens))
 }
 

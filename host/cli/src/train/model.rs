@@ -1,60 +1,42 @@
-//! GPT-2 and Llama: token embedding, blocks of attention and a feed-forward network, a norm, and a
-//! head over the vocabulary.
+//! Language models: the layers of [`stepscope::models`], the loss, and the sizes of new models.
 //!
-//! For `ids: [samples, context]`: `x = tokens[ids]`, plus `positions` in GPT-2. Each block computes
-//! `h = x + attention(norm1(x))` and `x = h + mlp(norm2(h))`. The loss is `cross_entropy(norm(x)
-//! head^T, labels)`. Blocks and head are the library's. The head computes the logits of one chunk
-//! of tokens at a time.
-//!
-//! Activations are f32 or BF16; weights, their gradients and the loss are f32.
+//! The loss is `cross_entropy(hidden head^T, labels)`. The head computes the logits of one chunk of
+//! tokens at a time. Activations are f32 or BF16; weights, their gradients and the loss are f32.
 
 use std::marker::PhantomData;
 
-use stepscope::nn::{Block, Embedding, KeyValueCache, LayerNorm, Norm, RmsNorm};
-use stepscope::ops::{self, AttentionElement, Gemm, GemmElement, LmHeadConfig, Rotary};
-use stepscope::{
-    DeviceBatch, Initializer, Parameter, ParameterGroups, ParameterSpec, ParameterSpecBuilder, Parameters, Result,
-    Saved, ScratchStep, Source, Step, Tape, Tensor, Var,
-};
+use serde_json::json;
+use stepscope::models::{ModelConfig, Transformer};
+use stepscope::ops::{AttentionElement, GemmElement, LmHeadConfig};
+use stepscope::{DeviceBatch, ParameterGroups, ParameterSpec, Result, Saved, Tape, Var};
 
 use crate::train::cli::{Arch, Size};
 
-/// The size and architecture of a model.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Sizes {
-    pub(crate) arch: Arch,
-    pub(crate) vocabulary: usize,
-    /// The most tokens in a sample.
-    pub(crate) context: usize,
-    pub(crate) layers: usize,
-    pub(crate) width: usize,
-    /// Heads of queries, and heads of keys and values.
-    pub(crate) heads: [usize; 2],
-    /// Hidden columns of the feed-forward network.
-    pub(crate) hidden: usize,
-    /// True if the head shares the token embedding.
-    pub(crate) tied: bool,
-    pub(crate) epsilon: f32,
-    /// The base of the rotary frequencies.
-    pub(crate) base: f64,
-}
-
-impl Sizes {
-    pub(crate) fn new(size: Size, arch: Arch, vocabulary: usize, context: usize) -> Self {
-        let (layers, width, query_heads, key_heads): (usize, usize, usize, usize) = match size {
-            Size::Tiny => (4, 128, 4, 2),
-            Size::Small => (12, 768, 12, 4),
-            Size::Medium => (24, 1024, 16, 8),
-            Size::Large => (36, 1280, 20, 10),
-            Size::Xl => (48, 1600, 25, 5),
-        };
-        // SwiGLU has three matrices and GELU two, so its hidden width is 2/3 of 4 x width.
-        let (heads, hidden, tied, epsilon) = match arch {
-            Arch::Gpt2 => ([query_heads; 2], 4 * width, true, 1e-5),
-            Arch::Llama => ([query_heads, key_heads], (8 * width / 3).next_multiple_of(64), false, 1e-6),
-        };
-        Self { arch, vocabulary, context, layers, width, heads, hidden, tied, epsilon, base: 10_000.0 }
-    }
+/// Returns the configuration of a new model, as a `config.json` of transformers states it.
+pub(crate) fn config(size: Size, arch: Arch, vocabulary: usize, context: usize) -> ModelConfig {
+    let (layers, width, query_heads, key_heads): (usize, usize, usize, usize) = match size {
+        Size::Tiny => (4, 128, 4, 2),
+        Size::Small => (12, 768, 12, 4),
+        Size::Medium => (24, 1024, 16, 8),
+        Size::Large => (36, 1280, 20, 10),
+        Size::Xl => (48, 1600, 25, 5),
+    };
+    let json = match arch {
+        Arch::Gpt2 => json!({
+            "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new",
+            "vocab_size": vocabulary, "n_positions": context, "n_ctx": context, "n_embd": width, "n_layer": layers,
+            "n_head": query_heads, "n_inner": 4 * width, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": true,
+        }),
+        Arch::Llama => json!({
+            "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
+            "vocab_size": vocabulary, "max_position_embeddings": context, "hidden_size": width,
+            "num_hidden_layers": layers, "num_attention_heads": query_heads, "num_key_value_heads": key_heads,
+            // SwiGLU has three matrices and GELU two, so its hidden width is 2/3 of 4 x width.
+            "intermediate_size": (8 * width / 3).next_multiple_of(64), "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
+            "tie_word_embeddings": false, "attention_bias": false, "mlp_bias": false,
+        }),
+    };
+    ModelConfig::from_json(json.to_string().as_bytes()).expect("a supported configuration")
 }
 
 /// The way a model runs.
@@ -72,55 +54,27 @@ pub(crate) trait Activation: AttentionElement + GemmElement<Self> + GemmElement<
 
 impl<S: AttentionElement + GemmElement<S> + GemmElement<f32>> Activation for S {}
 
-/// The layers, as handles of parameters. Activations are stored as `S`.
+/// A language model, as handles of parameters. Activations are stored as `S`.
 #[derive(Clone, Debug)]
 pub(crate) struct Gpt<S = f32> {
-    pub(crate) sizes: Sizes,
+    pub(crate) layers: Transformer,
     mode: Mode,
-    tokens: Embedding,
-    positions: Option<Embedding>,
-    blocks: Vec<Block>,
-    norm: Norm,
-    /// `[vocabulary, width]`.
-    head: Parameter,
     stored: PhantomData<S>,
 }
 
 impl<S: Activation> Gpt<S> {
-    /// Builds the model and its parameter spec, initialized as GPT-2: matrices have a standard
-    /// deviation of 0.02, and matrices before a residual less, the deeper the model.
+    /// Builds the model and its parameter spec.
     ///
     /// # Errors
     /// Never, since names are unique.
-    pub(crate) fn new(sizes: Sizes, mode: Mode) -> Result<(Self, ParameterSpec)> {
-        let Sizes { arch, vocabulary, context, layers, width, heads, hidden, tied, epsilon, base } = sizes;
-        let mut layout: ParameterSpecBuilder = ParameterSpec::builder();
-        let mut names = layout.names();
-        let tokens = Embedding::new(names.at("tokens"), vocabulary, width, 0.02);
-        let positions = (arch == Arch::Gpt2).then(|| Embedding::new(names.at("positions"), context, width, 0.02));
-        let block = |layer| {
-            let names = names.at(format!("blocks.{layer}"));
-            let mut block = match arch {
-                Arch::Gpt2 => Block::gpt2(names, width, heads[0], hidden),
-                Arch::Llama => Block::llama(names, width, heads, hidden, Rotary::new(base)),
-            };
-            block.norms = block.norms.map(|norm| with_epsilon(norm, epsilon));
-            block
-        };
-        let blocks = (0..layers).map(block).collect();
-        let norm = match arch {
-            Arch::Gpt2 => Norm::Layer(LayerNorm::new(names.at("norm"), width)),
-            Arch::Llama => Norm::Rms(RmsNorm::new(names.at("norm"), width)),
-        };
-        let head = if tied { tokens.weight } else { Embedding::new(names.at("head"), vocabulary, width, 0.02).weight };
-        layout.initialize(|entry| {
-            let before_residual = ["o_proj.weight", "down.weight", "down_proj.weight"];
-            let share = if before_residual.iter().any(|end| entry.name().ends_with(end)) { 2 * layers } else { 1 };
-            let deviation = 0.02 / (share as f32).sqrt();
-            (entry.shape().extents().len() == 2).then_some(Initializer::Normal { deviation })
-        });
-        let norm = with_epsilon(norm, epsilon);
-        Ok((Self { sizes, mode, tokens, positions, blocks, norm, head, stored: PhantomData }, layout.build()?))
+    pub(crate) fn new(config: ModelConfig, mode: Mode) -> Result<(Self, ParameterSpec)> {
+        let (layers, spec) = Transformer::new(config)?;
+        Ok((Self { layers: layers.recompute(mode.recompute), mode, stored: PhantomData }, spec))
+    }
+
+    /// Returns the configuration.
+    pub(crate) fn config(&self) -> &ModelConfig {
+        self.layers.config()
     }
 
     /// Applies weight decay to matrices and tables, but not to gains and biases.
@@ -138,75 +92,7 @@ impl<S: Activation> Gpt<S> {
         ids: Saved<'s, u32>,
         documents: Option<Saved<'s, u32>>,
     ) -> Result<Var<'s, S>> {
-        let mut x = self.tokens.forward(tape, ids)?;
-        if let Some(positions) = &self.positions {
-            x = positions.add_positions(tape, &x)?;
-        }
-        for block in &self.blocks {
-            let form = block.attention.form();
-            let form = documents.map_or(form, |documents| form.documents(documents));
-            let block = block.clone();
-            x = match self.mode.recompute || tape.is_evaluating() {
-                true => tape.recompute((x, form), move |tape, (x, form)| block.forward_masked(tape, &x, &form))?,
-                false => block.forward_masked(tape, &x, &form)?,
-            };
-        }
-        self.norm.forward(tape, &x)
-    }
-
-    /// Allocates the key-value caches of the blocks for one sample that is being generated.
-    ///
-    /// # Errors
-    /// When the arena is full.
-    pub(crate) fn caches<'s>(&self, step: &Step<'s>) -> Result<Vec<KeyValueCache<'s>>> {
-        let Sizes { context, width, heads: [heads, key_heads], .. } = self.sizes;
-        self.blocks.iter().map(|_| KeyValueCache::new(step, context, key_heads * width / heads)).collect()
-    }
-
-    /// Returns the logits `[1, vocabulary]` of the token that follows `token: [1, 1]`, given the
-    /// cached keys and values of all tokens before it.
-    ///
-    /// # Errors
-    /// When an op fails.
-    pub(crate) fn next<'i, 's>(
-        &self,
-        scratch: &ScratchStep<'i, 's>,
-        weights: &Parameters,
-        [token, place]: [&Tensor<'s, u32>; 2],
-        caches: &mut [KeyValueCache<'s>],
-    ) -> Result<Tensor<'i>> {
-        let row = |table: Parameter, id: &Tensor<'s, u32>| -> Result<Tensor<'i>> {
-            ops::embedding(scratch, &weights.lend(scratch, table)?, &scratch.lend(id))
-        };
-        let mut x = row(self.tokens.weight, token)?;
-        if let Some(positions) = self.positions {
-            x = ops::add(scratch, &x, &row(positions.weight, place)?)?;
-        }
-        let tape = Tape::new(scratch, weights).evaluating();
-        let mut x = tape.input(x);
-        for (block, cache) in self.blocks.iter().zip(caches) {
-            x = block.forward_cached(&tape, &x, cache.next(scratch)?)?;
-        }
-        self.logits(scratch, weights, self.norm.forward(&tape, &x)?.value())
-    }
-
-    /// Returns the logits `[rows, vocabulary]` of rows `[rows, width]` of the output of
-    /// [`Gpt::hidden`].
-    ///
-    /// # Errors
-    /// When an op fails.
-    pub(crate) fn logits<'s>(
-        &self,
-        step: &Step<'s>,
-        weights: &Parameters,
-        rows: &impl Source<'s, f32>,
-    ) -> Result<Tensor<'s>> {
-        let Sizes { vocabulary, width, .. } = self.sizes;
-        let count = rows.shape().elements() / width;
-        let mut logits = step.empty([count, vocabulary])?;
-        let product = Gemm::new(count, vocabulary, width).transpose_b();
-        ops::gemm_into(step, &product, rows, &weights.lend(step, self.head)?, None::<&Tensor<'_>>, &mut logits)?;
-        Ok(logits)
+        self.layers.forward(tape, ids, documents)
     }
 }
 
@@ -229,13 +115,6 @@ impl<S: Activation> stepscope::Model for Gpt<S> {
     ) -> Result<Var<'s>> {
         let labels = batch.input::<u32>(1)?;
         let tokens = labels.shape().extents()[1] as f32;
-        tape.linear_cross_entropy(hidden, self.head, labels, weight / tokens, LmHeadConfig::default().tied())
-    }
-}
-
-fn with_epsilon(norm: Norm, epsilon: f32) -> Norm {
-    match norm {
-        Norm::Layer(norm) => Norm::Layer(LayerNorm { epsilon, ..norm }),
-        Norm::Rms(norm) => Norm::Rms(RmsNorm { epsilon, ..norm }),
+        tape.linear_cross_entropy(hidden, self.layers.head(), labels, weight / tokens, LmHeadConfig::default().tied())
     }
 }

@@ -3,23 +3,27 @@
 
 use std::sync::Arc;
 
+use sha2::{Digest, Sha256};
+use stepscope::models::{Family, ModelConfig, Weights};
 use stepscope::{
-    AdamW, Arena, Capacity, Checkpoint, Device, HostBatch, HostMemory, Model, ParameterSpec, Result, Schedule, Tape,
-    TrainState, Trainer, Windows,
+    AdamW, Arena, Capacity, Checkpoint, Device, HostBatch, HostMemory, Model, Result, Schedule, Tape, TrainState,
+    Trainer, Windows,
 };
 
 use crate::program::settings::Settings;
 use crate::train::bad_input::{Outcome, bad};
-use crate::train::cli::{Arch, Args};
-use crate::train::model::{Activation, Gpt, Mode, Sizes};
+use crate::train::cli::Args;
+use crate::train::model::{self, Activation, Gpt, Mode};
 use crate::train::samples::{Form, Sequences};
 use crate::train::text::{self, Text};
 use crate::train::tokenizer::Tokenizer;
-use crate::train::weights::Weights;
+use crate::train::weights;
 
 /// Vocabulary sizes are rounded up to a multiple of this, because matrices of such sizes are
 /// faster. No text contains the added tokens.
 const VOCABULARY_UNIT: usize = 128;
+/// Vocabularies of published models are rounded up to at most a multiple of this.
+const PADDED_VOCABULARY_UNIT: usize = 512;
 /// The final learning rate, as a share of the peak.
 const FLOOR: f64 = 0.1;
 /// Spare bytes of the arena, for differences from the measured steps.
@@ -33,7 +37,7 @@ pub(crate) struct Plan<'r> {
     shards: usize,
     pub(crate) tokenizer: Tokenizer,
     pub(crate) text: Arc<Text>,
-    pub(crate) sizes: Sizes,
+    pub(crate) config: ModelConfig,
     /// The initial weights, if they do not come from the seed.
     weights: Option<Weights>,
     pub(crate) resumed: Option<Checkpoint>,
@@ -52,8 +56,8 @@ impl<'r> Plan<'r> {
             return Err(bad("--accumulate", reason));
         }
         check_batch(args)?;
-        let weights = args.weights.as_ref().map(|folder| Weights::read(folder, args.context)).transpose()?;
-        let tokenizer = Tokenizer::open(tokenizer_name(args, weights.as_ref()))?;
+        let weights = args.weights.as_ref().map(|folder| weights::read(folder, args.context)).transpose()?;
+        let tokenizer = Tokenizer::open(&tokenizer_name(args, weights.as_ref()))?;
         if args.documents && tokenizer.end().is_none() {
             return Err(bad(
                 "--documents",
@@ -64,22 +68,22 @@ impl<'r> Plan<'r> {
         if beginning.is_empty() {
             return Err(bad("--sample", "is empty: give the text that the sample begins with"));
         }
-        let sizes = match &weights {
-            Some(weights) => matching(weights.sizes, &tokenizer)?,
+        let config = match &weights {
+            Some(weights) => matching(weights.config.clone(), &tokenizer)?,
             None => {
                 let vocabulary = tokenizer.vocabulary().next_multiple_of(VOCABULARY_UNIT);
-                Sizes::new(args.size, args.arch, vocabulary, args.context())
+                model::config(args.size, args.arch, vocabulary, args.context())
             }
         };
-        let text = Arc::new(Text::load(&args.data, &tokenizer, sizes.context)?);
+        let text = Arc::new(Text::load(&args.data, &tokenizer, config.context)?);
         let resumed = args.resume.as_ref().map(|path| Checkpoint::load(path).map_err(|error| bad("--resume", error)));
         let resumed = resumed.transpose()?;
-        Ok(Self { args, accumulate, shards, tokenizer, text, sizes, weights, resumed, beginning })
+        Ok(Self { args, accumulate, shards, tokenizer, text, config, weights, resumed, beginning })
     }
 
     /// Returns the shape of a sample.
     pub(crate) fn form(&self) -> Form {
-        Form { context: self.sizes.context, end: self.args.documents.then(|| self.tokenizer.end()).flatten() }
+        Form { context: self.config.context, end: self.args.documents.then(|| self.tokenizer.end()).flatten() }
     }
 
     /// Returns the windows of tokens that the samples are.
@@ -87,13 +91,13 @@ impl<'r> Plan<'r> {
     /// # Errors
     /// Never, since the text is long enough.
     pub(crate) fn windows(&self) -> Result<Windows> {
-        Windows::new(self.text.training().len(), self.sizes.context, self.args.seed)
+        Windows::new(self.text.training().len(), self.config.context, self.args.seed)
     }
 
     /// Creates the model with its initial weights, and the optimizer.
     pub(crate) fn state<S: Activation>(&self, device: &Device) -> Outcome<TrainState<Gpt<S>>> {
         let Args { seed, precision, recompute, documents, updates, .. } = *self.args;
-        let (model, spec) = Gpt::new(self.sizes, Mode { recompute, documents })?;
+        let (model, spec) = Gpt::new(self.config.clone(), Mode { recompute, documents })?;
         let total = updates as u64;
         let config = AdamW {
             learning_rate: self.learning_rate(),
@@ -143,7 +147,7 @@ impl<'r> Plan<'r> {
 
     /// Returns the peak learning rate: the wider the model, the lower.
     fn learning_rate(&self) -> f32 {
-        self.args.learning_rate.unwrap_or(match self.sizes.width {
+        self.args.learning_rate.unwrap_or(match self.config.width {
             ..=256 => 2e-3,
             257..=768 => 6e-4,
             769..=1024 => 3e-4,
@@ -155,18 +159,18 @@ impl<'r> Plan<'r> {
     /// Returns all settings that decide the weights.
     pub(crate) fn settings(&self) -> Settings {
         let Args { precision, batch, updates, documents, seed, .. } = self.args;
-        let Sizes { arch, vocabulary, context, layers, width, heads, hidden, tied, epsilon, base } = self.sizes;
+        let ModelConfig { family, vocabulary, context, ref layers, width, heads, kv_heads, hidden, tied, .. } =
+            self.config;
         vec![
-            ("arch", format!("{arch:?}")),
+            ("arch", format!("{family:?}")),
             ("vocabulary", vocabulary.to_string()),
             ("context", context.to_string()),
-            ("layers", layers.to_string()),
+            ("layers", layers.len().to_string()),
             ("width", width.to_string()),
-            ("heads", format!("{heads:?}")),
+            ("heads", format!("{heads}, {kv_heads}")),
             ("hidden", hidden.to_string()),
             ("tied", tied.to_string()),
-            ("epsilon", format!("{epsilon:e}")),
-            ("rotary base", format!("{base:e}")),
+            ("config.json", text::hex(&Sha256::digest(self.config.to_json("float32")))),
             ("precision", precision.to_string()),
             ("batch", batch.to_string()),
             ("accumulate", self.accumulate.to_string()),
@@ -219,27 +223,27 @@ fn check_batch(args: &Args) -> Outcome<()> {
     Err(bad("--batch", reason))
 }
 
-/// Returns the requested tokenizer, or the one that fits the given data or weights.
-fn tokenizer_name<'a>(args: &'a Args, weights: Option<&Weights>) -> &'a str {
-    let of_gpt2 = weights.is_some_and(|weights| weights.sizes.arch == Arch::Gpt2);
-    let default = if of_gpt2 || args.data.iter().any(|path| text::is_token_file(path)) { "gpt2" } else { "bytes" };
-    args.tokenizer.as_deref().unwrap_or(default)
+/// Returns the requested tokenizer, or the one next to the weights, or the one that fits the data.
+fn tokenizer_name(args: &Args, weights: Option<&Weights>) -> String {
+    let of_gpt2 = weights.is_some_and(|weights| weights.config.family == Family::Gpt2);
+    let of_weights = args.weights.as_ref().map(|folder| folder.join("tokenizer.json")).filter(|file| file.exists());
+    match (&args.tokenizer, of_weights) {
+        (Some(name), _) => name.clone(),
+        (None, Some(file)) => file.display().to_string(),
+        (None, None) if of_gpt2 || args.data.iter().any(|path| text::is_token_file(path)) => "gpt2".into(),
+        (None, None) => "bytes".into(),
+    }
 }
 
-/// Returns the sizes if their vocabulary is the tokenizer's, possibly rounded up.
-fn matching(sizes: Sizes, tokenizer: &Tokenizer) -> Outcome<Sizes> {
-    let (has, needs) = (sizes.vocabulary, tokenizer.vocabulary());
-    if !(needs..=needs.next_multiple_of(VOCABULARY_UNIT)).contains(&has) {
+/// Returns the configuration if its vocabulary is the tokenizer's, possibly rounded up.
+fn matching(config: ModelConfig, tokenizer: &Tokenizer) -> Outcome<ModelConfig> {
+    let (has, needs) = (config.vocabulary, tokenizer.vocabulary());
+    if !(needs..=needs.next_multiple_of(PADDED_VOCABULARY_UNIT)).contains(&has) {
         let reason = format!(
             "the weights have a vocabulary of {has}, but {} has {needs}: give the tokenizer that the weights were trained with",
             tokenizer.name()
         );
         return Err(bad("--tokenizer", reason));
     }
-    Ok(sizes)
-}
-
-/// Returns the parameter spec of a model of these sizes.
-pub(crate) fn layout(sizes: Sizes) -> Result<ParameterSpec> {
-    Ok(Gpt::<f32>::new(sizes, Mode::default())?.1)
+    Ok(config)
 }

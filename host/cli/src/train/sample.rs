@@ -8,7 +8,7 @@ use stepscope::{Arena, Capacity, Device, EagerStep, Parameters, Result, TokenSam
 use crate::train::model::{Activation, Gpt};
 
 /// Returns up to `count` tokens that follow `beginning`, as many as fit the model's context. Stops
-/// after `end`.
+/// before any of `ends`.
 ///
 /// # Errors
 /// When the device fails.
@@ -17,20 +17,20 @@ pub(crate) fn write<S: Activation>(
     model: &Gpt<S>,
     weights: &Parameters,
     beginning: &[u32],
-    (count, end): (usize, Option<u32>),
+    (count, ends): (usize, &[u32]),
     sampler: &TokenSampler,
 ) -> Result<Vec<u32>> {
-    let text = |end| Text { model, weights, beginning: newest(beginning, model), count, end, sampler };
+    let text = |ends| Text { model, weights, beginning: newest(beginning, model), count, ends, sampler };
     let small = Arena::builder(device).capacity(Capacity::mib(1)).build()?;
-    let needed = small.measure(|step| text(None).write(step).map(drop))?.high_water_bytes();
+    let needed = small.measure(|step| text(&[]).write(step).map(drop))?.high_water_bytes();
     let mut arena = Arena::builder(device).capacity(Capacity::Bytes(needed)).build()?;
-    arena.step(|step| text(end).write(step))
+    arena.step(|step| text(ends).write(step))
 }
 
 /// Returns the last tokens of a long beginning: at most half a context, so that there is room for
 /// the continuation.
 fn newest<'b, S: Activation>(beginning: &'b [u32], model: &Gpt<S>) -> &'b [u32] {
-    &beginning[beginning.len().saturating_sub((model.sizes.context / 2).max(1))..]
+    &beginning[beginning.len().saturating_sub((model.config().context / 2).max(1))..]
 }
 
 /// A text to be generated.
@@ -39,7 +39,7 @@ struct Text<'t, S> {
     weights: &'t Parameters,
     beginning: &'t [u32],
     count: usize,
-    end: Option<u32>,
+    ends: &'t [u32],
     sampler: &'t TokenSampler,
 }
 
@@ -49,20 +49,20 @@ impl<S: Activation> Text<'_, S> {
     fn write(&self, step: &mut EagerStep<'_>) -> Result<Vec<u32>> {
         let Self { model, weights, beginning, .. } = *self;
         let (mut tokens, mut sampler) = (beginning.to_vec(), self.sampler.clone());
-        let (mut caches, mut logits) = (model.caches(step)?, step.empty([1, model.sizes.vocabulary])?);
-        let most = model.sizes.context.min(beginning.len() + self.count);
+        let (mut caches, mut logits) = (model.layers.caches(step)?, step.empty([1, model.config().vocabulary])?);
+        let most = model.config().context.min(beginning.len() + self.count);
         for place in 0..most.saturating_sub(1) {
             let token = step.upload(&tokens[place..=place], [1, 1])?;
             let at = step.upload(&[place as u32], [1, 1])?;
             step.scratch(|scratch| {
-                let next = model.next(scratch, weights, [&token, &at], &mut caches)?;
+                let next = model.layers.next(scratch, weights, [&token, &at], &mut caches)?;
                 ops::copy_into(scratch, &next, &mut scratch.lend_mut(&mut logits))
             })?;
             if place + 1 < tokens.len() {
                 continue;
             }
             let next = sampler.next(&step.read(&logits)?)?;
-            if Some(next) == self.end {
+            if self.ends.contains(&next) {
                 break;
             }
             tokens.push(next);

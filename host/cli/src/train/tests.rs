@@ -9,14 +9,14 @@ use super::model::Activation;
 use super::plan::Plan;
 use super::text::Text;
 use super::tokenizer::Tokenizer;
-use super::weights::Weights;
-use super::{model, plan, registry, sample, weights};
+use super::{model, registry, sample, weights};
 use crate::support::{self, on_each_device};
 use crate::train::cli::Precision;
 use clap::Parser;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
+use stepscope::models::{Transformer, Weights};
 use stepscope::{
     Arena, Capacity, Device, SplitMix64, StateDict, Tape, TokenSampler, TokenSamplerConfig, TrainState, ops,
 };
@@ -132,7 +132,7 @@ on_each_device! {
         let write = |seed, temperature| {
             let config = TokenSamplerConfig { temperature, top_k: Some(40), top_p: Some(0.9) };
             let sampler = TokenSampler::new(config, seed).unwrap();
-            sample::write(device, &state.model, &state.parameters, &[5, 6, 7], (10, None), &sampler).unwrap()
+            sample::write(device, &state.model, &state.parameters, &[5, 6, 7], (10, &[]), &sampler).unwrap()
         };
         let text = write(7, 1.0);
         assert!(text == write(7, 1.0) && text != write(8, 1.0) && text.len() == 10, "{text:?}");
@@ -160,11 +160,11 @@ on_each_device! {
                     let tape = Tape::new(step, parameters).evaluating();
                     let hidden = model.hidden(&tape, step.upload(&tokens, [1, tokens.len()])?.save(), None)?;
                     let last = ops::slice(step, hidden.value(), 1, tokens.len() - 1..tokens.len())?;
-                    step.read(&model.logits(step, parameters, &last)?)
+                    step.read(&model.layers.logits(step, parameters, &last)?)
                 });
                 tokens.push(greedy.next(&logits.unwrap()).unwrap());
             }
-            let written = sample::write(device, model, parameters, &tokens[..3], (100, None), &greedy).unwrap();
+            let written = sample::write(device, model, parameters, &tokens[..3], (100, &[]), &greedy).unwrap();
             assert_eq!(written, tokens[3..], "{arch}");
             assert!(written.iter().any(|&token| token != written[0]), "{arch} writes more than one token: {written:?}");
         }
@@ -181,16 +181,16 @@ on_each_device! {
             let theirs = folder.path().join(arch);
             // About 3 MB in total. Shards come first, and none of them may remain afterwards.
             for (most, files) in [(Some(1_000_000), 4), (None, 1)] {
-                weights::write(&theirs, &state.parameters, &plan.sizes, most).unwrap();
+                Weights::write(&theirs, &plan.config, &state.parameters, most).unwrap();
                 let shards = fs::read_dir(&theirs).unwrap().map(|entry| entry.unwrap().path());
                 let shards: Vec<_> = shards.filter(|path| path.extension().is_some_and(|end| end == "safetensors")).collect();
                 assert_eq!(shards.len(), files, "{arch}: {shards:?}");
                 let mut fresh = Plan::load(&Args { seed: 8, ..args.clone() }, 1).unwrap().state::<f32>(device).unwrap();
-                Weights::read(&theirs, None).unwrap().load(&mut fresh.parameters).unwrap();
+                weights::read(&theirs, None).unwrap().load(&mut fresh.parameters).unwrap();
                 assert_eq!(fresh.parameters.sha256(), state.parameters.sha256(), "{arch} in {files} files");
             }
-            let back = Weights::read(&theirs, None).unwrap();
-            assert_eq!(back.sizes, plan.sizes, "{arch}");
+            let back = weights::read(&theirs, None).unwrap();
+            assert_eq!(back.config.layers, plan.config.layers, "{arch}");
             // The place of row 3 and column 2 of the keys.
             let flat = state.parameters.flat().read().unwrap();
             let qkv = state.parameters.layout().entries().iter().find(|entry| entry.name().ends_with("qkv_proj.weight"));
@@ -200,7 +200,7 @@ on_each_device! {
                 "gpt2" => ("transformer.h.0.attn.c_attn.weight", 2 * 384 + 128 + 1),
                 _ => ("model.layers.0.self_attn.k_proj.weight", 128 + 2),
             };
-            let mut tensors = weights::as_theirs(state.parameters.layout(), &plan.sizes, &flat).unwrap();
+            let mut tensors = Weights::tensors(&plan.config, &state.parameters).unwrap();
             assert_eq!(StateDict::from_pretrained(&theirs, |_| false).unwrap(), tensors, "{arch}");
             assert_eq!(tensors.remove(name).unwrap().1[place].to_bits(), ours.to_bits(), "{arch}");
         }
@@ -248,17 +248,17 @@ fn unsuitable_weights_are_refused_by_name() {
         let plan = Plan::load(&args, 1).unwrap();
         let theirs = folder.path().join(arch);
         let _ = fs::remove_dir_all(&theirs);
-        weights::write(&theirs, &plan.state::<f32>(&device).unwrap().parameters, &plan.sizes, None).unwrap();
+        Weights::write(&theirs, &plan.config, &plan.state::<f32>(&device).unwrap().parameters, None).unwrap();
         theirs
     };
     let refused = |theirs: &Path, told: &str| {
-        let error = Weights::read(theirs, None).err().expect(told).to_string();
+        let error = weights::read(theirs, None).err().expect(told).to_string();
         assert!(error.contains(told), "expected `{told}` in: {error}");
     };
     let theirs = fresh("llama");
     let name = "model.layers.3.self_attn.k_proj.weight";
     changed(&theirs, true, |_| ());
-    Weights::read(&theirs, None).unwrap();
+    weights::read(&theirs, None).unwrap();
     let theirs = fresh("llama");
     let _ = fs::remove_file(theirs.join("model.safetensors.index.json"));
     changed(&theirs, false, |tensors| tensors.retain(|(tensor, ..)| tensor != name));
@@ -277,7 +277,7 @@ fn unsuitable_weights_are_refused_by_name() {
     fs::write(theirs.join("config.json"), config.replace("gelu_new", "relu")).unwrap();
     refused(&theirs, "`activation_function`: expected");
     fs::write(theirs.join("config.json"), config.replace("\"gpt2\"", "\"bert\"")).unwrap();
-    refused(&theirs, "`model_type`: expected \"gpt2\" or \"llama\", got \"bert\"");
+    refused(&theirs, "`model_type`: expected gpt2, llama,");
     let weights = theirs.join("model.safetensors");
     let bytes = fs::read(&weights).unwrap();
     fs::write(theirs.join("config.json"), config).unwrap();
@@ -296,7 +296,7 @@ fn half_precision_weights_load_exactly() {
     let mut state = plan.state::<f32>(&support::open(stepscope::DeviceKind::Emulated)).unwrap();
     let ours = state.parameters.flat().read().unwrap();
     let theirs = folder.path().join("theirs");
-    weights::write(&theirs, &state.parameters, &plan.sizes, None).unwrap();
+    Weights::write(&theirs, &plan.config, &state.parameters, None).unwrap();
     let path = theirs.join("model.safetensors");
     let whole = fs::read(&path).unwrap();
     let file = SafeTensors::deserialize(&whole).unwrap();
@@ -313,7 +313,7 @@ fn half_precision_weights_load_exactly() {
         let view = |bytes, shape: &Vec<usize>| TensorView::new(dtype, shape.clone(), bytes).unwrap();
         let views = tensors.iter().map(|(name, shape, bytes)| (name, view(bytes, shape)));
         fs::write(&path, safetensors::serialize(views, None).unwrap()).unwrap();
-        Weights::read(&theirs, None).unwrap().load(&mut state.parameters).unwrap();
+        weights::read(&theirs, None).unwrap().load(&mut state.parameters).unwrap();
         let want: Vec<f32> = ours.iter().map(|&x| rounded(x)).collect();
         assert!(want != ours && state.parameters.flat().read().unwrap() == want, "{dtype:?}");
     }
@@ -328,9 +328,9 @@ fn weight_counts_match_gpt2() {
         (Size::Xl, 1_557_611_200),
     ];
     for (size, weights) in known {
-        let sizes = model::Sizes::new(size, Arch::Gpt2, 50_257, 1024);
-        assert_eq!(plan::layout(sizes).unwrap().weights(), weights, "{size:?}");
-        plan::layout(model::Sizes::new(size, Arch::Llama, 32_000, 2048)).unwrap();
+        let of = |arch, vocabulary| Transformer::new(model::config(size, arch, vocabulary, 1024)).unwrap().1.weights();
+        assert_eq!(of(Arch::Gpt2, 50_257), weights, "{size:?}");
+        assert!(of(Arch::Llama, 32_000) > 0);
     }
 }
 

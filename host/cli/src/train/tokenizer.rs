@@ -103,6 +103,22 @@ impl Tokenizer {
         }
     }
 
+    /// Returns the tokens of a text that a model continues, with the special tokens that the
+    /// tokenizer puts before a text, such as a BOS.
+    pub(crate) fn encode_beginning(&self, place: &str, text: &str) -> Outcome<Vec<u32>> {
+        match self {
+            Self::File(tokenizer, _) => {
+                // What the tokenizer puts after a text would end it.
+                let encoding = tokenizer.encode_fast(text, true).map_err(|reason| bad(place, reason))?;
+                let with = encoding.get_ids();
+                let own = self.encode(place, text.as_bytes())?;
+                let start = with.windows(own.len().max(1)).position(|window| window == own).unwrap_or(0);
+                Ok([&with[..start], &own].concat())
+            }
+            _ => self.encode(place, text.as_bytes()),
+        }
+    }
+
     /// Returns the tokens of a document; `place` names it in an error.
     pub(crate) fn encode(&self, place: &str, text: &[u8]) -> Outcome<Vec<u32>> {
         let utf8 = || {

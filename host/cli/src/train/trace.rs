@@ -3,12 +3,12 @@
 
 use std::path::Path;
 
+use stepscope::models::Weights;
 use stepscope::{Arena, HostBatch, Model, StateDict, Tape, TrainState};
 
 use crate::train::bad_input::Outcome;
 use crate::train::model::{Activation, Gpt};
 use crate::train::samples::Sequences;
-use crate::train::weights::as_theirs;
 
 /// Writes the file without changing the weights.
 pub(crate) fn write<S: Activation>(
@@ -23,22 +23,22 @@ pub(crate) fn write<S: Activation>(
         let tape = Tape::new(step, parameters);
         let hidden = model.forward(&tape, &inputs)?;
         let loss = model.loss(&tape, &hidden, &inputs, 1.0 / batch.len() as f32)?;
-        let logits = step.read(&model.logits(step, parameters, tape.to_f32(&hidden)?.value())?)?;
+        let logits = step.read(&model.layers.logits(step, parameters, tape.to_f32(&hidden)?.value())?)?;
         let value = step.read_scalar(loss.value())?;
         tape.backward_overwrite(&loss, gradients)?;
         Ok((logits, value))
     })?;
-    let sizes = &model.sizes;
-    let shape = [batch.len(), sizes.context];
+    let config = model.config();
+    let shape = [batch.len(), config.context];
     // Token numbers are exact in f32.
     let numbers = |ids: &[u32]| ids.iter().map(|&id| id as f32).collect();
     let mut tensors = StateDict::default();
-    for (name, shape, gradient) in as_theirs(parameters.layout(), sizes, &gradients.flat().read()?)?.iter() {
+    for (name, shape, gradient) in Weights::gradients(config, gradients)?.iter() {
         tensors.insert(format!("gradient.{name}"), shape, gradient.to_vec())?;
     }
     tensors.insert("ids", shape, numbers(&batch.ids))?;
     tensors.insert("labels", shape, numbers(&batch.labels))?;
     tensors.insert("loss", [1], vec![loss])?;
-    tensors.insert("logits", [batch.len(), sizes.context, sizes.vocabulary], logits)?;
+    tensors.insert("logits", [batch.len(), config.context, config.vocabulary], logits)?;
     Ok(tensors.save(path)?)
 }

@@ -1,4 +1,5 @@
-//! The update of SGD with momentum, for one parameter group and for several. The rule `Sgd` drives it.
+//! The update of SGD with momentum, for one parameter group and for several. The rule `Sgd` drives
+//! it.
 
 use super::same_shape;
 use super::shapes::check_rows;

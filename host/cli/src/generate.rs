@@ -1,0 +1,154 @@
+//! Continues a text, or answers a message, with the weights of a folder of transformers.
+//!
+//! ```text
+//! stepscope generate --weights DIR --prompt "Once upon a time"
+//! stepscope generate --weights DIR --chat "What is 2 + 2?"  # by the model's chat template
+//! ```
+//! Exit code 1: the device failed. 2: the command line is wrong, or a file of the folder is.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::Parser;
+use serde_json::{Value, json};
+use stepscope::{Device, DeviceKind, Parameters, PlainFile, TokenSampler, TokenSamplerConfig};
+use stepscope_chat::ChatTemplate;
+
+use crate::program::exit;
+use crate::program::log::{self, Log};
+use crate::train::bad_input::{BadInput, Outcome, bad};
+use crate::train::cli::{share, up_to, zero_or_above};
+use crate::train::model::{Gpt, Mode};
+use crate::train::tokenizer::Tokenizer;
+use crate::train::{sample, weights};
+
+/// The largest configuration file that is read.
+const MAX_BYTES: u64 = 1 << 20;
+
+/// Continues a text, or answers a message, with the weights of a folder. Prints only the new text
+#[derive(Parser)]
+#[command(name = "stepscope generate")]
+pub(crate) struct Args {
+    /// Folder with config.json, safetensors files and tokenizer.json, as transformers saves it
+    #[arg(long, value_name = "DIR")]
+    weights: PathBuf,
+
+    /// Text to continue
+    #[arg(long, value_name = "TEXT", required_unless_present = "chat", conflicts_with = "chat")]
+    prompt: Option<String>,
+
+    /// Message to answer; needs the model's chat template
+    #[arg(long, value_name = "TEXT")]
+    chat: Option<String>,
+
+    /// Tokenizer: bytes, gpt2, or the path of a tokenizer.json [default: the folder's]
+    #[arg(long, value_name = "bytes|gpt2|FILE")]
+    tokenizer: Option<String>,
+
+    /// Device to run on
+    #[arg(long, value_name = "auto|emulated|cuda", default_value = "auto")]
+    device: DeviceKind,
+
+    /// The most new tokens; fewer if a token that ends a text comes first
+    #[arg(long, value_name = "N", default_value_t = 200, value_parser = up_to(1 << 20))]
+    tokens: usize,
+
+    /// Tokens for which caches of keys and values are allocated [default: 4096, or the model's if
+    /// they are fewer]
+    #[arg(long, value_name = "TOKENS", value_parser = up_to(1 << 20))]
+    context: Option<usize>,
+
+    /// Sampling temperature; 0 always takes the most likely token
+    #[arg(long, value_name = "NUMBER", default_value_t = 0.8, value_parser = zero_or_above)]
+    temperature: f32,
+
+    /// Sample only from the N most likely tokens
+    #[arg(long, value_name = "N", value_parser = up_to(u32::MAX))]
+    top_k: Option<usize>,
+
+    /// Sample only from the most likely tokens whose probabilities add up to this share
+    #[arg(long, value_name = "SHARE", value_parser = share)]
+    top_p: Option<f32>,
+
+    /// Seed of the generated text
+    #[arg(long, default_value_t = 7)]
+    seed: u64,
+}
+
+/// Prints the text, and returns the exit code.
+pub(crate) fn main(args: &Args) -> ExitCode {
+    log::start(Log::Text);
+    let printed = text(args).and_then(|text| Ok(writeln!(std::io::stdout(), "{text}")?));
+    match printed {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            log::failed(Log::Text, &*error);
+            ExitCode::from(if error.is::<BadInput>() { 2 } else { exit::code(&*error) })
+        }
+    }
+}
+
+fn text(args: &Args) -> Outcome<String> {
+    let folder = &args.weights;
+    let mut weights = weights::read(folder, args.context)?;
+    if args.context.is_none() {
+        weights.truncate(weights.config.context.min(4096))?;
+    }
+    let name = match &args.tokenizer {
+        Some(name) => name.clone(),
+        None => folder.join("tokenizer.json").display().to_string(),
+    };
+    let tokenizer = Tokenizer::open(&name)?;
+    let beginning = match (&args.chat, &args.prompt) {
+        (Some(message), _) => {
+            let Some(template) = ChatTemplate::read(folder).map_err(weights::refused)? else {
+                return Err(bad(folder.display(), "has no chat template: use --prompt, or add chat_template.jinja"));
+            };
+            let messages = [json!({"role": "user", "content": message})];
+            let text = template.render(&messages, None, true).map_err(|reason| bad(folder.display(), reason))?;
+            tokenizer.encode("--chat", text.as_bytes())?
+        }
+        (None, prompt) => tokenizer.encode_beginning("--prompt", prompt.as_deref().unwrap_or_default())?,
+    };
+    if beginning.is_empty() {
+        return Err(bad("--prompt", "is empty: give the text to continue"));
+    }
+    let mut ends = stops(folder)?;
+    if ends.is_empty() {
+        ends.extend(tokenizer.end());
+    }
+    let device = Device::open(args.device)?;
+    let (model, spec) = Gpt::<f32>::new(weights.config.clone(), Mode::default())?;
+    let mut parameters = Parameters::new(&device, &spec, 0)?;
+    weights.load(&mut parameters)?;
+    let config = TokenSamplerConfig { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p };
+    let sampler = TokenSampler::new(config, args.seed)?;
+    let tokens = sample::write(&device, &model, &parameters, &beginning, (args.tokens, &ends), &sampler)?;
+    Ok(tokenizer.decode(&tokens))
+}
+
+/// Returns the tokens that end a text: `eos_token_id` of `generation_config.json`, or else of
+/// `config.json`.
+fn stops(folder: &Path) -> Outcome<Vec<u32>> {
+    for file in ["generation_config.json", "config.json"] {
+        let path = folder.join(file);
+        if !path.exists() {
+            continue;
+        }
+        let failed = |reason: &dyn std::fmt::Display| bad(path.display(), reason);
+        let bytes = PlainFile::read_whole(&path, MAX_BYTES).map_err(|reason| failed(&reason))?;
+        let settings: Value = serde_json::from_slice(&bytes).map_err(|reason| failed(&reason))?;
+        let ids = match &settings["eos_token_id"] {
+            Value::Null => continue,
+            Value::Array(ids) => ids.clone(),
+            one => vec![one.clone()],
+        };
+        let id = |id: &Value| id.as_u64().and_then(|id| u32::try_from(id).ok());
+        let Some(ids) = ids.iter().map(id).collect() else {
+            return Err(failed(&format!("`eos_token_id`: expected token numbers, got {}", settings["eos_token_id"])));
+        };
+        return Ok(ids);
+    }
+    Ok(Vec::new())
+}
