@@ -88,7 +88,7 @@ struct Args {
     #[arg(long, value_enum, default_value = "f32")]
     stored: StoredAs,
     /// Precision of f32 products, on both sides
-    #[arg(long, value_name = "ieee|tf32", default_value = "ieee")]
+    #[arg(long, value_name = "f32|tf32", default_value = "f32")]
     precision: Precision,
     /// Run only cases whose name contains this, such as `of 128`
     #[arg(long, value_name = "TEXT", default_value = "")]

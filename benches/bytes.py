@@ -3,7 +3,7 @@
     cargo build --release --features cuda --bin stepscope --example crossasset
     python3 benches/bytes.py gpt bf16 -- target/release/stepscope train --device cuda --size 124m \
         --data train.bin --precision bf16 --batch 16 --updates 5 --evaluate-every 100 --eager
-    python3 benches/bytes.py crossasset ieee 256 -- target/release/examples/crossasset \
+    python3 benches/bytes.py crossasset f32 256 -- target/release/examples/crossasset \
         --device cuda --batch 256 --folds 1 --epochs 12 --capture off
 
 Compares ours with PyTorch's compiled step. Prints a table and writes every kernel's bytes to

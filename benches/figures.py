@@ -17,7 +17,8 @@ import re
 from statistics import median
 
 NAME = re.compile(r"\d{4}-\d\d-\d\d-([a-z0-9]+(?:-x\d+)?)-(.+)\.json")
-PRECISIONS = {"ieee": "f32", "tf32": "TF32", "bf16": "BF16"}
+# Older runs name f32 `ieee`.
+PRECISIONS = {"f32": "f32", "ieee": "f32", "tf32": "TF32", "bf16": "BF16"}
 OURS = "stepscope"
 
 
@@ -51,7 +52,7 @@ class Run:
         The precision is the one that the program reported, else the one in the file's name.
         """
         told = re.findall("tf32|bf16", self.group)
-        precision = PRECISIONS[told[0] if told else "ieee"]
+        precision = PRECISIONS[told[0] if told else "f32"]
         for line in self.lines:
             if "peer" in line:
                 precision = PRECISIONS.get(line.get("precision"), precision)

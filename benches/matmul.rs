@@ -4,8 +4,7 @@
 //! -- --device cuda`. Options:
 //!
 //! - `--tiles` measures every tile instead of the op's choice.
-//! - `--precision tf32` or `bf16` sets the precision on both sides. With `bf16`, the peer's
-//!   operands and outputs are BF16; ours are f32, and the time includes their rounding.
+//! - `--precision tf32` sets the precision on both sides. Ours includes the rounding of operands.
 //! - `--stored bf16` multiplies BF16 tensors into BF16 on both sides.
 //! - `--family` multiplies random shapes that nothing was tuned for, different in each run.
 //!
@@ -48,7 +47,7 @@ struct Args {
     #[arg(long)]
     tiles: bool,
     /// Rounding of the operands, on both sides
-    #[arg(long, value_name = "ieee|tf32|bf16", default_value = "ieee")]
+    #[arg(long, value_name = "f32|tf32", default_value = "f32")]
     precision: Precision,
     /// Element type of operands and outputs; BF16 tensors need no rounding before a product
     #[arg(long, value_enum, default_value = "f32", conflicts_with = "precision")]
@@ -109,13 +108,12 @@ impl<S: GemmElement<S>> State<S> {
 fn main() -> harness::Result<()> {
     let Args { common, tiles, precision, stored, family, only } = Args::parse();
     let seed = family.map(|seed| seed.unwrap_or_else(by_the_clock));
-    // The peer's operands are BF16 in both cases.
-    let of_peer = if stored == StoredAs::Bf16 { Precision::Bf16 } else { precision };
+    let of_peer = if stored == StoredAs::Bf16 { stored.to_string() } else { precision.to_string() };
     let device = Device::open(common.device)?;
     let emulated = device.description().kind == DeviceKind::Emulated;
     let all = seed.map_or_else(|| Case::all(emulated), Case::family);
     let cases: Vec<Case> = all.into_iter().filter(|case| case.to_string().contains(&only)).collect();
-    let peer = Peer::<Line>::run("matmul.py", &peer_arguments(&cases, of_peer, emulated));
+    let peer = Peer::<Line>::run("matmul.py", &peer_arguments(&cases, &of_peer, emulated));
     if let Some(reason) = &peer.failed {
         println!("PyTorch: not measured, or only in part ({reason})");
     }
@@ -159,7 +157,7 @@ fn main() -> harness::Result<()> {
 }
 
 /// Returns the device and the cases as arguments of benches/peers/matmul.py.
-fn peer_arguments(cases: &[Case], precision: Precision, emulated: bool) -> Vec<String> {
+fn peer_arguments(cases: &[Case], precision: &str, emulated: bool) -> Vec<String> {
     let device = if emulated { "cpu" } else { "cuda" };
     let cases = cases.iter().map(|case| {
         let Case { m, n, k, batches, form } = case;

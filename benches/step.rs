@@ -40,7 +40,7 @@ struct Args {
     #[arg(long, value_delimiter = ',', value_name = "N,..", value_parser = clap::value_parser!(u32).range(1..))]
     batches: Option<Vec<u32>>,
     /// Rounding of the operands of matrix multiplies, on both sides
-    #[arg(long, value_name = "ieee|tf32|bf16", default_value = "ieee")]
+    #[arg(long, value_name = "f32|tf32", default_value = "f32")]
     precision: Precision,
     /// Element type of our activations; BF16 tensors need no rounding before a product
     #[arg(long, value_enum, default_value = "f32", conflicts_with = "precision")]
@@ -97,24 +97,23 @@ struct Plan {
     /// Consecutive steps per sample.
     row: usize,
     precision: Precision,
+    stored: StoredAs,
 }
 
 impl Plan {
     /// Makes a plan. On the CPU nothing is queued, so two consecutive steps suffice.
-    fn of(batch: usize, kind: DeviceKind, precision: Precision) -> Self {
+    fn of(batch: usize, kind: DeviceKind, precision: Precision, stored: StoredAs) -> Self {
         let row = if kind == DeviceKind::Cuda { 10 } else { 2 };
-        Self { batch, samples: if batch < 1024 { 30 } else { 20 }, row, precision }
+        Self { batch, samples: if batch < 1024 { 30 } else { 20 }, row, precision, stored }
     }
 }
 
 fn main() -> harness::Result<()> {
     let Args { common, batches, precision, stored } = Args::parse();
-    // The peer's autocast stores BF16 too.
-    let precision = if stored == StoredAs::Bf16 { Precision::Bf16 } else { precision };
     let device = Device::open(common.device)?;
     let kind = device.description().kind;
     let default = if kind == DeviceKind::Cuda { vec![1, 256, 4096] } else { vec![1, 8] };
-    let plan = |batch| Plan::of(batch as usize, kind, precision);
+    let plan = |batch| Plan::of(batch as usize, kind, precision, stored);
     let plans: Vec<Plan> = batches.unwrap_or(default).into_iter().map(plan).collect();
     let mut lines = Vec::new();
     for &plan in &plans {
@@ -132,7 +131,9 @@ fn main() -> harness::Result<()> {
 }
 
 /// Returns the peer's lines: from the GPU, or from the CPU for the emulator.
-fn pytorch(kind: DeviceKind, Plan { batch, samples, row, precision }: Plan) -> harness::Result<Vec<Line>> {
+fn pytorch(kind: DeviceKind, Plan { batch, samples, row, precision, stored }: Plan) -> harness::Result<Vec<Line>> {
+    // The peer's autocast stores BF16 too.
+    let precision = if stored == StoredAs::Bf16 { stored.to_string() } else { precision.to_string() };
     let device = if kind == DeviceKind::Cuda { "cuda" } else { "cpu" };
     let arguments =
         format!("--device {device} --batch {batch} --samples {samples} --row {row} --precision {precision}");

@@ -50,7 +50,7 @@ def main():
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--samples", type=int, required=True)
     parser.add_argument("--stored", choices=("f32", "bf16"), default="f32")
-    parser.add_argument("--precision", choices=("ieee", "tf32"), default="ieee")
+    parser.add_argument("--precision", choices=("f32", "tf32"), default="f32")
     parser.add_argument("cases", nargs="*")
     args = parser.parse_args()
     cuda = args.device == "cuda"

@@ -55,7 +55,7 @@ class Gpt2(nn.Module):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--precision", choices=["ieee", "tf32", "bf16"], default="bf16")
+    parser.add_argument("--precision", choices=["f32", "tf32", "bf16"], default="bf16")
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--profile", action="store_true", help="let a profiler see only the last update; for benches/bytes.py")
     given = parser.parse_args()

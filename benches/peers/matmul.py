@@ -2,7 +2,7 @@
 
 Prints nanoseconds, one JSON value per line. A case is `m,n,k,batches,form,row`, as in
 benches/matmul/case.rs. On a GPU, one CUDA graph repeats the multiply `row` times, and a sample is
-the time of a replay by the host's clock, divided by `row`. `--precision`: ieee is f32 without TF32,
+the time of a replay by the host's clock, divided by `row`. `--precision`: f32 is f32 without TF32,
 tf32 is f32 with TF32, and bf16 has BF16 operands and output.
 """
 
@@ -71,7 +71,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--samples", type=int, required=True)
-    parser.add_argument("--precision", choices=("ieee", "tf32", "bf16"), default="ieee")
+    parser.add_argument("--precision", choices=("f32", "tf32", "bf16"), default="f32")
     parser.add_argument("cases", nargs="*")
     args = parser.parse_args()
     cuda = args.device == "cuda"

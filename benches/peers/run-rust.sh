@@ -3,7 +3,7 @@
 #
 #   benches/peers/run-rust.sh peer-burn step --device cuda --batch 256 --samples 30 --row 10 \
 #       --precision tf32
-#   benches/peers/run-rust.sh peer-candle gpt2 --device cuda --batch 16 --precision ieee
+#   benches/peers/run-rust.sh peer-candle gpt2 --device cuda --batch 16 --precision f32
 #
 # The libraries (NVRTC, cuBLAS, cuRAND, the runtime) come from the NVIDIA wheels of PyTorch's
 # python3,

@@ -2,7 +2,7 @@
 
 Prints nanoseconds per step, one JSON value per line. A step copies a batch to the device, clears the
 gradients, runs forward, cross-entropy and backward, clips by the global norm 1.0, and updates with
-fused AdamW, in f32. `--precision`: ieee disables TF32, tf32 enables it, and bf16 runs forward under
+fused AdamW, in f32. `--precision`: f32 disables TF32, tf32 enables it, and bf16 runs forward under
 autocast. The model is that of examples/crossasset/model.rs. A failed part reports its error on its
 own line, and the others continue. After DEADLINE_S the process ends.
 """
@@ -189,7 +189,7 @@ def main():
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--samples", type=int, required=True)
     parser.add_argument("--row", type=int, required=True, help="consecutive steps")
-    parser.add_argument("--precision", choices=("ieee", "tf32", "bf16"), default="ieee")
+    parser.add_argument("--precision", choices=("f32", "tf32", "bf16"), default="f32")
     parser.add_argument("--profile", action="store_true", help="run only one compiled step, for a profiler; for benches/bytes.py")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():

@@ -50,7 +50,7 @@ pub(crate) struct StepArgs {
     /// Consecutive steps
     #[arg(long)]
     row: usize,
-    #[arg(long, default_value = "ieee")]
+    #[arg(long, default_value = "f32")]
     pub(crate) precision: Precision,
 }
 
@@ -83,7 +83,7 @@ pub(crate) enum Precision {
 impl Precision {
     fn name(self) -> &'static str {
         match self {
-            Self::F32 => "ieee",
+            Self::F32 => "f32",
             Self::Tf32 => "tf32",
             Self::Bf16 => "bf16",
         }

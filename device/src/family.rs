@@ -15,10 +15,9 @@
 //! }
 //! ```
 //! Each row of the table is a kernel: the name of its PTX entry, and its value of the constant. A
-//! launch selects the kernel by that value: `step.launch(matmul { tile, a, b, out })`. Types may
-//! follow the value: `round_to_bf16 = Reduced::Bf16, type F = Bf16;`. The body and the contract can
-//! use the row's constant and types. Functions outside the family do the work. `FAMILY::VARIANTS`
-//! lists the rows.
+//! launch selects the kernel by that value: `step.launch(matmul { tile, a, b, out })`. The body and
+//! the contract can use the row's constant. Functions outside the family do the work.
+//! `FAMILY::VARIANTS` lists the rows.
 //!
 //! A family may differ only in the stored type:
 //!
@@ -192,7 +191,7 @@ macro_rules! family {
     (
         $(#[doc = $doc:literal])*
         $family:ident($choice:ident: $Choice:ty as $CHOICE:ident) {
-            $($(#[doc = $row:literal])* $(#[cfg($cfg:meta)])? $kernel:ident = $value:expr $(, type $F:ident = $T:ty)*;)*
+            $($(#[doc = $row:literal])* $(#[cfg($cfg:meta)])? $kernel:ident = $value:expr;)*
         }
         unsafe fn $parameters:tt $body:tt
         contract $unsafe:tt { block: $block:expr, shared: $shared:expr } |$arguments:ident| $grid:expr
@@ -203,10 +202,7 @@ macro_rules! family {
             mod $kernel {
                 use super::*;
 
-                // A body may use only the row's types.
-                #[allow(dead_code)]
                 pub(super) const $CHOICE: $Choice = $value;
-                $(type $F = $T;)*
 
                 #[kernel]
                 pub unsafe fn $kernel $parameters $body

@@ -15,14 +15,6 @@
 
 /// The words along k that an mma instruction multiplies.
 pub const STEP: u32 = 8;
-/// The formats, for code that selects one at run time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reduced {
-    /// [`Tf32`].
-    Tf32,
-    /// [`Bf16`].
-    Bf16,
-}
 
 /// A format of mma operands.
 pub trait Format {

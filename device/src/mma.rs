@@ -1,4 +1,4 @@
-//! Tensor core products: a warp multiplies 32 rows by 32 columns over eight words of k.
+//! Tensor core products in TF32: a warp multiplies 32 rows by 32 columns over eight words of k.
 //!
 //! Lane `4 g + t` brings a [`Factor`] of each operand. It holds words `2 t` and `2 t + 1` of four
 //! rows of A and of four columns of B, from [`Side::first`] on. It gets [`Sums`], the accumulators
@@ -27,10 +27,9 @@
 
 pub mod fragments;
 
-use crate::format::Format;
 pub use crate::format::STEP;
-#[cfg(not(target_arch = "nvptx64"))]
-use crate::format::{Bf16, Reduced, Tf32};
+#[cfg(target_arch = "nvptx64")]
+use crate::format::{Format, Tf32};
 #[cfg(target_arch = "nvptx64")]
 use crate::unroll;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -46,20 +45,9 @@ pub const QUAD: u32 = 4;
 
 /// Returns the words of the fragments of `rows` rows of `k` elements.
 #[inline(always)]
-pub fn fragments<F: Format>([rows, k]: [usize; 2]) -> usize {
-    let steps = k.div_ceil(F::PER_STEP as usize);
+pub fn fragments([rows, k]: [usize; 2]) -> usize {
+    let steps = k.div_ceil(STEP as usize);
     rows.div_ceil(ROWS as usize).saturating_mul(steps).saturating_mul(FRAGMENT as usize)
-}
-
-#[cfg(not(target_arch = "nvptx64"))]
-impl Reduced {
-    /// Returns the words of the [`fragments`] of `rows` of `k` elements.
-    pub fn fragments(self, extents: [usize; 2]) -> usize {
-        match self {
-            Self::Tf32 => fragments::<Tf32>(extents),
-            Self::Bf16 => fragments::<Bf16>(extents),
-        }
-    }
 }
 
 /// A lane's register fragment: two words of each of four rows (of A) or columns (of B).
@@ -119,7 +107,7 @@ pub type Sums = [[f32; 8]; 4];
 /// with no branch in between.
 #[inline(always)]
 #[track_caller]
-pub unsafe fn multiply<F: Format>(sums: &mut Sums, a: Factor, b: Factor) {
+pub unsafe fn multiply(sums: &mut Sums, a: Factor, b: Factor) {
     #[cfg(target_arch = "nvptx64")]
     unroll!(pair < 2 => {
         // The instruction's rows g and g + 8 are neighbors here. Its columns 2 t and 2 t + 1 are 16
@@ -129,7 +117,7 @@ pub unsafe fn multiply<F: Format>(sums: &mut Sums, a: Factor, b: Factor) {
             let rows = [a[upper][0], a[lower][0], a[upper][1], a[lower][1]];
             let old = [sums[upper][column], sums[upper][column + 4], sums[lower][column], sums[lower][column + 4]];
             // SAFETY: the caller guarantees that all lanes of the warp execute this, converged.
-            let new = unsafe { F::mma(rows, b[column], old) };
+            let new = unsafe { Tf32::mma(rows, b[column], old) };
             [sums[upper][column], sums[upper][column + 4], sums[lower][column], sums[lower][column + 4]] = new;
         });
     });
@@ -144,15 +132,12 @@ pub unsafe fn multiply<F: Format>(sums: &mut Sums, a: Factor, b: Factor) {
             let [[rows, _], [_, left], [_, right]] =
                 unsafe { [4 * g + lane, 8 * t + lane, 8 * t + 4 + lane].map(|lane| *factors[lane]) };
             for word in 0..2 {
-                for part in 0..F::PER_WORD {
-                    let value = |factor: [u32; 2]| F::value(factor[word], part);
-                    let (rows, [c0, c1, c2, c3], [c4, c5, c6, c7]) =
-                        (rows.map(value), left.map(value), right.map(value));
-                    let columns = [c0, c1, c2, c3, c4, c5, c6, c7];
-                    for row in 0..4 {
-                        for column in 0..8 {
-                            sums[row][column] = GpuFloat::mul_add(rows[row], columns[column], sums[row][column]);
-                        }
+                let value = |factor: [u32; 2]| f32::from_bits(factor[word]);
+                let (rows, [c0, c1, c2, c3], [c4, c5, c6, c7]) = (rows.map(value), left.map(value), right.map(value));
+                let columns = [c0, c1, c2, c3, c4, c5, c6, c7];
+                for row in 0..4 {
+                    for column in 0..8 {
+                        sums[row][column] = GpuFloat::mul_add(rows[row], columns[column], sums[row][column]);
                     }
                 }
             }

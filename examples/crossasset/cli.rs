@@ -90,9 +90,9 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t = Switch::On)]
     pub(crate) capture: Switch,
 
-    /// Rounding of the operands of training's matrix multiplies; tf32 and bf16 are faster on a GPU,
-    /// but less exact
-    #[arg(long, value_name = "ieee|tf32|bf16", default_value_t = Precision::F32)]
+    /// Rounding of the operands of training's matrix multiplies of f32; tf32 is faster on a GPU, but
+    /// less exact
+    #[arg(long, value_name = "f32|tf32", default_value_t = Precision::F32)]
     pub(crate) precision: Precision,
 
     /// Element type in memory of activations and of the operands of matrix multiplies; bf16 halves
@@ -320,7 +320,7 @@ mod tests {
             ("--learning-rate inf", "--learning-rate"),
             ("--weight-decay NaN", "give a finite number, at least zero"),
             ("--weight-decay=-0.1", "--weight-decay"),
-            ("--precision fp8", "ieee, tf32 or bf16"),
+            ("--precision fp8", "f32 or tf32"),
             ("--stored fp8", "f32, bf16"),
             ("--clip 0", "--clip"),
             ("--clip nan", "--clip"),

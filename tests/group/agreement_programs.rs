@@ -95,7 +95,7 @@ fn gpt_ranks_name_differences() {
     for (more, settings) in [
         (&*format!("--data {edited}"), &[["text", "", ""]][..]),
         (&format!("--data {short}"), &[["text", "", ""]]),
-        ("--precision bf16", &[["precision", "ieee", "bf16"]]),
+        ("--precision bf16", &[["precision", "f32", "bf16"]]),
         ("--updates 4", &[["updates", "3", "4"]]),
         ("--warmup 2", &[["warmup", "0", "2"]]),
         ("--learning-rate 1e-3", &[["learning-rate", "2e-3", "1e-3"]]),
@@ -122,7 +122,7 @@ fn crossasset_ranks_name_differences() {
         ("--horizon 3", &[["horizon", "2", "3"]]),
         ("--epochs 2", &[["epochs", "1", "2"]]),
         ("--folds 2", &[["folds", "1", "2"]]),
-        ("--precision tf32", &[["precision", "ieee", "tf32"]]),
+        ("--precision tf32", &[["precision", "f32", "tf32"]]),
         ("--stored bf16", &[["stored", "f32", "bf16"]]),
         ("--weight-decay 0.1", &[["weight-decay", "1e-2", "1e-1"]]),
         ("--clip 0.5", &[["clip", "1e0", "5e-1"]]),

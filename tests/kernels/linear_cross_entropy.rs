@@ -194,7 +194,7 @@ on_each_device! {
 
     /// The step's precision applies within chunks.
     fn low_precision_chunks_match_separate_ops(device: &Device) {
-        check::<f32>(device, Precision::Bf16);
+        check::<f32>(device, Precision::Tf32);
     }
 
     /// Tests the op also before another op, where the loss's gradient is not one, and for hidden

@@ -1,5 +1,5 @@
-//! Matrix multiply in TF32 and BF16: `ops::gemm_into` and the shaped ops in a [`Precision`], and
-//! every tile below them.
+//! Matrix multiply in TF32: `ops::gemm_into` and the shaped ops in [`Precision::Tf32`], and every
+//! tile below them.
 //!
 //! Three claims are tested. Factors are rounded exactly as [`Precision`] documents, on every
 //! device. Sums are within its bound of the exact sums, on every device. On the emulator they have
@@ -12,8 +12,6 @@ use crate::trial::{Trial, assert_refused, assert_same, trial, trial_of_one};
 use kernels::matmul_mma::*;
 use stepscope::ops::{self, Gemm, Precision, TENSOR_TILES};
 use stepscope::{Device, DeviceKind, Error, Result, Tensor};
-
-const ROUNDED: [Precision; 2] = [Precision::Tf32, Precision::Bf16];
 
 /// m, n, k: tails and multiples of every tile, zero or one products, around a stage of 16 and of
 /// 32, the model's 193.
@@ -32,26 +30,24 @@ const SHAPES: [[usize; 3]; 9] = [
 /// Rounds `x` as a factor: the nearest number with this many bits of significand, found by
 /// distance.
 fn round(precision: Precision, x: f32) -> f32 {
-    let dropped = match precision {
-        Precision::F32 => return x,
-        Precision::Tf32 => 13,
-        Precision::Bf16 => 16,
-    };
-    if x.is_nan() && precision == Precision::Tf32 {
+    const DROPPED: u32 = 13;
+    if precision == Precision::F32 {
+        return x;
+    }
+    if x.is_nan() {
         // The payload is truncated, which may leave an infinity.
-        return f32::from_bits(x.to_bits() >> dropped << dropped);
+        return f32::from_bits(x.to_bits() >> DROPPED << DROPPED);
     }
     if !x.is_finite() {
         return x;
     }
-    let below = x.to_bits() >> dropped << dropped;
-    let above = below + (1 << dropped);
+    let below = x.to_bits() >> DROPPED << DROPPED;
+    let above = below + (1 << DROPPED);
     // The step past the largest number would be the next power of two.
     let beyond = 2.0f64.powi(128).copysign(f64::from(x));
     let value = |bits: u32| if f32::from_bits(bits).is_finite() { f64::from(f32::from_bits(bits)) } else { beyond };
     let [down, up] = [below, above].map(|bits| (value(bits) - f64::from(x)).abs());
-    let tie_goes_up = precision == Precision::Tf32 || below >> dropped & 1 == 1;
-    f32::from_bits(if up < down || (up == down && tie_goes_up) { above } else { below })
+    f32::from_bits(if up <= down { above } else { below })
 }
 
 /// A multiply with its operands, each just long enough.
@@ -128,7 +124,7 @@ impl Case {
     /// Checks every output against the bound of [`Precision`], with bias and old content. Returns
     /// the largest share of the bound.
     fn check_bound(&self, precision: Precision, out: &[f32]) -> f64 {
-        let unit = if precision == Precision::Tf32 { 2.0f64.powi(-11) } else { 2.0f64.powi(-8) };
+        let unit = 2.0f64.powi(-11);
         let mut worst = 0.0f64;
         for (place, at) in self.places() {
             let (mut sum, mut size) = (0.0, 0.0);
@@ -181,71 +177,67 @@ fn workspace<'s>(trial: &Trial<'_, 's>, form: &Gemm) -> Result<Tensor<'s>> {
 on_each_device! {
     fn every_tile_is_within_the_bound(device: &Device) {
         let emulated = device.description().kind == DeviceKind::Emulated;
-        for precision in ROUNDED {
-            let mut worst = 0.0f64;
-            for (number, shape) in SHAPES.into_iter().enumerate() {
-                for transposed in [[false, false], [true, false], [false, true], [true, true]] {
-                    let case = Case::new(shape, transposed, (number + usize::from(transposed[0])) % 3);
-                    let results = TENSOR_TILES.iter().map(|&tile| {
-                        gemm(device, &case, &Gemm { tensor_tile: Some(tile), ..case.form.precision(precision) })
-                    });
-                    let results: Vec<_> = results.collect();
-                    worst = worst.max(case.check_bound(precision, &results[0]));
-                    for result in &results[1..] {
-                        assert_same(format_args!("{precision}, another tile, {:?}", case.form), result, &results[0]);
-                    }
-                    if emulated {
-                        let name = format_args!("{precision}, {:?}", case.form).to_string();
-                        assert_same(name, &results[0], &case.chain(precision));
-                    }
+        let precision = Precision::Tf32;
+        let mut worst = 0.0f64;
+        for (number, shape) in SHAPES.into_iter().enumerate() {
+            for transposed in [[false, false], [true, false], [false, true], [true, true]] {
+                let case = Case::new(shape, transposed, (number + usize::from(transposed[0])) % 3);
+                let results = TENSOR_TILES.iter().map(|&tile| {
+                    gemm(device, &case, &Gemm { tensor_tile: Some(tile), ..case.form.precision(precision) })
+                });
+                let results: Vec<_> = results.collect();
+                worst = worst.max(case.check_bound(precision, &results[0]));
+                for result in &results[1..] {
+                    assert_same(format_args!("{precision}, another tile, {:?}", case.form), result, &results[0]);
+                }
+                if emulated {
+                    let name = format_args!("{precision}, {:?}", case.form).to_string();
+                    assert_same(name, &results[0], &case.chain(precision));
                 }
             }
-            println!("{precision}: worst error {worst:.3} of the bound");
-            // A single product of two factors that both lie near a tie comes close.
-            assert!(worst >= 0.5, "{precision}: the bound is more than twice the worst error, {worst:.3} of it");
         }
+        println!("{precision}: worst error {worst:.3} of the bound");
+        // A single product of two factors that both lie near a tie comes close.
+        assert!(worst >= 0.5, "{precision}: the bound is more than twice the worst error, {worst:.3} of it");
     }
 
     /// A product with one is the factor itself.
     fn factors_are_rounded_exactly(device: &Device) {
         let mut values = vec![0.0, -0.0, 1.0, f32::MAX, f32::MIN, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, -f32::NAN];
         values.extend([0x7fff_ffff, 0xffff_ffff, 0x7f80_0001].map(f32::from_bits));
-        for dropped in [13, 16] {
-            // A tie and its neighbours, after an even and an odd last bit, of either sign, normal
-            // and subnormal.
-            for kept in [0x3f80_0000, 0x3f80_0000 + (1 << dropped), 0x7f7f_ffff >> dropped << dropped, 0x0040_0000, 1 << dropped] {
-                for rest in [1, (1 << (dropped - 1)) - 1, 1 << (dropped - 1), (1 << (dropped - 1)) + 1, (1 << dropped) - 1] {
-                    values.extend([0, 1 << 31].map(|sign| f32::from_bits(sign | kept | rest)));
-                }
+        let dropped = 13;
+        // A tie and its neighbours, after an even and an odd last bit, of either sign, normal
+        // and subnormal.
+        for kept in [0x3f80_0000, 0x3f80_0000 + (1 << dropped), 0x7f7f_ffff >> dropped << dropped, 0x0040_0000, 1 << dropped] {
+            for rest in [1, (1 << (dropped - 1)) - 1, 1 << (dropped - 1), (1 << (dropped - 1)) + 1, (1 << dropped) - 1] {
+                values.extend([0, 1 << 31].map(|sign| f32::from_bits(sign | kept | rest)));
             }
         }
         values.extend(Random::new(3).normals(1000));
         let m = values.len();
-        for precision in ROUNDED {
-            let want: Vec<f32> = values.iter().flat_map(|&value| [round(precision, value); 16]).collect();
-            let form = Gemm { tensor_tile: Some(TENSOR_TILES[0]), ..Gemm::new(m, 16, 1).precision(precision) };
-            let case = Case { form, a: values.clone(), b: vec![1.0; 16], bias: vec![], old: vec![0.0; m * 16] };
-            assert_same(format_args!("{precision}, on the left"), &gemm(device, &case, &form), &without_zero_signs(&want));
-            let form = Gemm { tensor_tile: Some(TENSOR_TILES[0]), ..Gemm::new(16, m, 1).precision(precision) };
-            let case = Case { form, a: vec![1.0; 16], b: values.clone(), bias: vec![], old: vec![0.0; m * 16] };
-            let want: Vec<f32> = (0..16).flat_map(|_| values.iter().map(|&value| round(precision, value))).collect();
-            assert_same(format_args!("{precision}, on the right"), &gemm(device, &case, &form), &without_zero_signs(&want));
-        }
+        let precision = Precision::Tf32;
+        let want: Vec<f32> = values.iter().flat_map(|&value| [round(precision, value); 16]).collect();
+        let form = Gemm { tensor_tile: Some(TENSOR_TILES[0]), ..Gemm::new(m, 16, 1).precision(precision) };
+        let case = Case { form, a: values.clone(), b: vec![1.0; 16], bias: vec![], old: vec![0.0; m * 16] };
+        assert_same(format_args!("{precision}, on the left"), &gemm(device, &case, &form), &without_zero_signs(&want));
+        let form = Gemm { tensor_tile: Some(TENSOR_TILES[0]), ..Gemm::new(16, m, 1).precision(precision) };
+        let case = Case { form, a: vec![1.0; 16], b: values.clone(), bias: vec![], old: vec![0.0; m * 16] };
+        let want: Vec<f32> = (0..16).flat_map(|_| values.iter().map(|&value| round(precision, value))).collect();
+        assert_same(format_args!("{precision}, on the right"), &gemm(device, &case, &form), &without_zero_signs(&want));
     }
 
     /// NaN and infinity reach only the outputs whose products contain them.
     fn special_numbers_stay_in_rows(device: &Device) {
-        for precision in ROUNDED {
-            for shape in [[17, 19, 5], [70, 130, 33]] {
-                let mut case = Case::new(shape, [false, false], 0);
-                case.a[2 * case.form.lda + 1] = f32::NAN;
-                case.a[4 * case.form.lda] = f32::INFINITY;
-                case.b[3] = 0.0;
-                let got = gemm(device, &case, &case.form.precision(precision));
-                for (place, [_, i, j]) in case.places() {
-                    assert_eq!(got[place].is_nan(), i == 2 || (i == 4 && j == 3), "{precision}: row {i}, column {j}");
-                    assert_eq!(got[place].is_infinite(), i == 4 && j != 3, "{precision}: row {i}, column {j}");
-                }
+        let precision = Precision::Tf32;
+        for shape in [[17, 19, 5], [70, 130, 33]] {
+            let mut case = Case::new(shape, [false, false], 0);
+            case.a[2 * case.form.lda + 1] = f32::NAN;
+            case.a[4 * case.form.lda] = f32::INFINITY;
+            case.b[3] = 0.0;
+            let got = gemm(device, &case, &case.form.precision(precision));
+            for (place, [_, i, j]) in case.places() {
+                assert_eq!(got[place].is_nan(), i == 2 || (i == 4 && j == 3), "{precision}: row {i}, column {j}");
+                assert_eq!(got[place].is_infinite(), i == 4 && j != 3, "{precision}: row {i}, column {j}");
             }
         }
     }
@@ -253,7 +245,7 @@ on_each_device! {
     /// `F32` keeps its bits whatever the step's precision, and so do multiplies too small for
     /// matrix instructions.
     fn f32_products_stay_f32(device: &Device) {
-        for (shape, own) in [([40, 70, 17], Some(Precision::F32)), ([15, 70, 17], None), ([70, 15, 17], Some(Precision::Bf16))] {
+        for (shape, own) in [([40, 70, 17], Some(Precision::F32)), ([15, 70, 17], None), ([70, 15, 17], Some(Precision::Tf32))] {
             let case = Case::new(shape, [false, true], 1);
             let multiply = |step: Precision, precision| {
                 let mut names = Vec::new();
@@ -269,7 +261,7 @@ on_each_device! {
                     trial.output(&out)
                 });
                 names.extend(launched(|| drop(gemm(device, &case, &Gemm { precision, ..case.form }))));
-                assert!(names.iter().all(|name| !name.starts_with("matmul_tf32") && !name.starts_with("matmul_bf16")));
+                assert!(names.iter().all(|name| !name.starts_with("matmul_tf32")));
                 out
             };
             assert_same(format_args!("{shape:?}"), &multiply(Precision::Tf32, own), &multiply(Precision::F32, None));
@@ -281,7 +273,7 @@ on_each_device! {
     fn steps_set_the_precision(device: &Device) {
         let [m, n, k] = [24, 40, 33];
         let case = Case::new([m, n, k], [false, false], 0);
-        for (precision, kernel) in [(Precision::F32, "matmul_"), (Precision::Tf32, "matmul_tf32_"), (Precision::Bf16, "matmul_bf16_")] {
+        for (precision, kernel) in [(Precision::F32, "matmul_"), (Precision::Tf32, "matmul_tf32_")] {
             let mut arena = stepscope::Arena::builder(device).capacity(stepscope::Capacity::mib(4)).build().unwrap();
             let names = launched(|| {
                 let made = arena.step(|step| {
@@ -300,10 +292,8 @@ on_each_device! {
             });
             let multiplies: Vec<_> = names.iter().filter(|name| name.starts_with("matmul_")).collect();
             assert!(multiplies.iter().all(|name| name.starts_with(kernel)), "{precision}: {names:?}");
-            for (rounding, of) in [("to_tf32", Precision::Tf32), ("to_bf16", Precision::Bf16)] {
-                let found: Vec<_> = names.iter().filter(|name| name.ends_with(rounding)).collect();
-                assert_eq!(found.is_empty(), precision != of, "{precision}: {names:?}");
-            }
+            let rounds = names.iter().any(|name| name == "round_to_tf32");
+            assert_eq!(rounds, precision == Precision::Tf32, "{precision}: {names:?}");
         }
     }
 
@@ -311,73 +301,71 @@ on_each_device! {
     fn shaped_ops(device: &Device) {
         let [m, n, k] = [24, 40, 33];
         let case = Case::new([m, n, k], [false, false], 0);
-        for precision in ROUNDED {
-            let plain = gemm(device, &case, &case.form.precision(precision));
-            let (bias, residual) = (Random::new(1).normals(n), Random::new(2).normals(m * n));
-            let [active, pre, silu, gated, added] = trial_of_one(device, |trial| {
-                trial.set_precision(precision);
-                let (x, w) = (trial.upload(&case.a, [m, k])?, trial.upload(&case.b, [k, n])?);
-                let (bias, residual) = (trial.upload(&bias, [n])?, trial.upload(&residual, [m, n])?);
-                let mut made = None;
-                trial.with_scratch(|| {
-                    let (active, pre) = ops::linear_gelu(trial, &x, &w, Some(&bias))?;
-                    let (silu, _) = ops::linear_silu(trial, &x, &w, Some(&bias))?;
-                    let (gated, _) = ops::linear_swiglu(trial, &x, &w, Some(&bias), &residual)?;
-                    made = Some([active, pre, silu, gated, ops::linear_residual(trial, &x, &w, Some(&bias), &residual)?]);
-                    workspace(trial, &case.form)
-                })?;
-                let outputs = made.expect("made");
-                let outputs = outputs.iter().map(|output| trial.output(output)).collect::<Result<Vec<_>>>()?;
-                Ok(<[Vec<f32>; 5]>::try_from(outputs).expect("five"))
-            });
-            let biased: Vec<f32> = plain.iter().enumerate().map(|(at, sum)| sum + bias[at % n]).collect();
-            let gelu: Vec<f32> = biased.iter().map(|&sum| kernels::math::gelu(sum)).collect();
-            let sums: Vec<f32> = biased.iter().zip(&residual).map(|(sum, old)| 1.0f32.mul_add(*old, *sum)).collect();
-            assert_same(format_args!("{precision}, before gelu"), &pre, &biased);
-            assert_same(format_args!("{precision}, gelu"), &active, &gelu);
-            let activated: Vec<f32> = biased.iter().map(|&sum| kernels::math::silu(sum)).collect();
-            let times_gate: Vec<f32> = biased.iter().zip(&residual).map(|(sum, &gate)| kernels::math::silu(gate) * sum).collect();
-            let half: Vec<f32> = plain.iter().map(|sum| 0.5 * sum).collect();
-            assert_same(format_args!("{precision}, silu"), &silu, &activated);
-            assert_same(format_args!("{precision}, gated"), &gated, &times_gate);
-            assert_same(format_args!("{precision}, residual"), &added, &sums);
-            assert_same(format_args!("{precision}, scaled"), &gemm(device, &case, &case.form.precision(precision).scaled(0.5)), &half);
-        }
+        let precision = Precision::Tf32;
+        let plain = gemm(device, &case, &case.form.precision(precision));
+        let (bias, residual) = (Random::new(1).normals(n), Random::new(2).normals(m * n));
+        let [active, pre, silu, gated, added] = trial_of_one(device, |trial| {
+            trial.set_precision(precision);
+            let (x, w) = (trial.upload(&case.a, [m, k])?, trial.upload(&case.b, [k, n])?);
+            let (bias, residual) = (trial.upload(&bias, [n])?, trial.upload(&residual, [m, n])?);
+            let mut made = None;
+            trial.with_scratch(|| {
+                let (active, pre) = ops::linear_gelu(trial, &x, &w, Some(&bias))?;
+                let (silu, _) = ops::linear_silu(trial, &x, &w, Some(&bias))?;
+                let (gated, _) = ops::linear_swiglu(trial, &x, &w, Some(&bias), &residual)?;
+                made = Some([active, pre, silu, gated, ops::linear_residual(trial, &x, &w, Some(&bias), &residual)?]);
+                workspace(trial, &case.form)
+            })?;
+            let outputs = made.expect("made");
+            let outputs = outputs.iter().map(|output| trial.output(output)).collect::<Result<Vec<_>>>()?;
+            Ok(<[Vec<f32>; 5]>::try_from(outputs).expect("five"))
+        });
+        let biased: Vec<f32> = plain.iter().enumerate().map(|(at, sum)| sum + bias[at % n]).collect();
+        let gelu: Vec<f32> = biased.iter().map(|&sum| kernels::math::gelu(sum)).collect();
+        let sums: Vec<f32> = biased.iter().zip(&residual).map(|(sum, old)| 1.0f32.mul_add(*old, *sum)).collect();
+        assert_same(format_args!("{precision}, before gelu"), &pre, &biased);
+        assert_same(format_args!("{precision}, gelu"), &active, &gelu);
+        let activated: Vec<f32> = biased.iter().map(|&sum| kernels::math::silu(sum)).collect();
+        let times_gate: Vec<f32> = biased.iter().zip(&residual).map(|(sum, &gate)| kernels::math::silu(gate) * sum).collect();
+        let half: Vec<f32> = plain.iter().map(|sum| 0.5 * sum).collect();
+        assert_same(format_args!("{precision}, silu"), &silu, &activated);
+        assert_same(format_args!("{precision}, gated"), &gated, &times_gate);
+        assert_same(format_args!("{precision}, residual"), &added, &sums);
+        assert_same(format_args!("{precision}, scaled"), &gemm(device, &case, &case.form.precision(precision).scaled(0.5)), &half);
     }
 
     fn violations_name_the_argument(device: &Device) {
         let sound = Gemm { batches: 2, stride_a: 340, stride_b: 400, stride_c: 340, stride_bias: 20, ..Gemm::new(17, 20, 20) };
-        for precision in ROUNDED {
-            trial(device, |trial| {
-                let ones = |length: usize| trial.upload(&vec![1.0; length], [length]);
-                let (a, b, bias, mut out) = (ones(680)?, ones(800)?, ones(40)?, ones(680)?);
-                for (form, argument) in [
-                    (Gemm { stride_a: 341, ..sound }, "a"),
-                    (Gemm { ldb: 21, ..sound }, "b"),
-                    (Gemm { stride_bias: 21, ..sound }, "bias"),
-                    (Gemm { stride_c: 341, ..sound }, "out"),
-                    (Gemm { stride_c: 339, ..sound }, "stride_c"),
-                ] {
-                    trial.with_scratch(|| {
-                        let refused = ops::gemm_into(trial, &form.precision(precision), &a, &b, Some(&bias), &mut out);
-                        if let Err(full @ Error::ArenaFull { .. }) = refused {
-                            // The trial starts again, in a larger arena.
-                            return Err(full);
-                        }
-                        assert_refused(refused, &[&format!("`{argument}`: expected")]);
-                        workspace(trial, &sound)
-                    })?;
-                }
-                let unknown = Tile { warps: [1, 1], ..TILES[0] };
+        let precision = Precision::Tf32;
+        trial(device, |trial| {
+            let ones = |length: usize| trial.upload(&vec![1.0; length], [length]);
+            let (a, b, bias, mut out) = (ones(680)?, ones(800)?, ones(40)?, ones(680)?);
+            for (form, argument) in [
+                (Gemm { stride_a: 341, ..sound }, "a"),
+                (Gemm { ldb: 21, ..sound }, "b"),
+                (Gemm { stride_bias: 21, ..sound }, "bias"),
+                (Gemm { stride_c: 341, ..sound }, "out"),
+                (Gemm { stride_c: 339, ..sound }, "stride_c"),
+            ] {
                 trial.with_scratch(|| {
-                    let form = Gemm { tensor_tile: Some(unknown), ..sound.precision(precision) };
-                    let refused = ops::gemm_into(trial, &form, &a, &b, None::<&Tensor<'_>>, &mut out);
-                    assert_refused(refused, &["one of `ops::TENSOR_TILES`", "warps: [1, 1]"]);
-                    workspace(trial, &form)
+                    let refused = ops::gemm_into(trial, &form.precision(precision), &a, &b, Some(&bias), &mut out);
+                    if let Err(full @ Error::ArenaFull { .. }) = refused {
+                        // The trial starts again, in a larger arena.
+                        return Err(full);
+                    }
+                    assert_refused(refused, &[&format!("`{argument}`: expected")]);
+                    workspace(trial, &sound)
                 })?;
-                Ok(())
-            });
-        }
+            }
+            let unknown = Tile { warps: [1, 1], ..TILES[0] };
+            trial.with_scratch(|| {
+                let form = Gemm { tensor_tile: Some(unknown), ..sound.precision(precision) };
+                let refused = ops::gemm_into(trial, &form, &a, &b, None::<&Tensor<'_>>, &mut out);
+                assert_refused(refused, &["one of `ops::TENSOR_TILES`", "warps: [1, 1]"]);
+                workspace(trial, &form)
+            })?;
+            Ok(())
+        });
     }
 }
 
@@ -391,7 +379,7 @@ fn precisions_have_names() -> Result<(), Error> {
     for precision in Precision::ALL {
         assert_eq!(precision.to_string().parse::<Precision>()?, precision);
     }
-    assert_refused("fp8".parse::<Precision>(), &["ieee, tf32 or bf16", "`fp8`"]);
+    assert_refused("fp8".parse::<Precision>(), &["f32 or tf32", "`fp8`"]);
     Ok(())
 }
 
@@ -400,7 +388,7 @@ const WORDS: usize = kernels::mma::FRAGMENT as usize;
 
 // Products: two batches of `[5, 7] [7, 6]`.
 attack! {
-    matmul_mma::matmul_mma by variant {
+    matmul_mma::matmul_mma by tile {
         a: u32s 2 * WORDS, b: u32s 2 * WORDS, bias: f32s 12, c: pointer 60, out: out 60, pre: out 60, m: number 5,
         n: number 6, k: number 7, ldc: number 6, chunk: number 7, batches: number 2, stride_a: number WORDS,
         stride_b: number WORDS, stride_c: number 30, stride_bias: number 6, alpha: float 0.5, beta: float 1.0, flags: number 12,

@@ -125,7 +125,7 @@ on_each_device! {
                 parameters.write(parameter, &values).unwrap();
             }
             let parts: Vec<Vec<f32>> = (0..3).map(|_| random.normals(rows * words)).collect();
-            for precision in [Precision::F32, Precision::Bf16] {
+            for precision in [Precision::F32, Precision::Tf32] {
                 let pass = |gradients: &mut Gradients, w: [Parameter; 3], part: &[f32], afresh: bool| {
                     let mut arena = Arena::builder(device).capacity(Capacity::mib(8)).build().unwrap();
                     arena.step(|step| {

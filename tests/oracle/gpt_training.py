@@ -166,7 +166,7 @@ def main():
             theirs = ["--data", folder / "text.bin", "--tokenizer", "bytes", "--batch", "4", "--context", "64"]
             theirs += ["--learning-rate", RATE, "--device", "emulated"]
         parser = argparse.ArgumentParser()
-        for name, default in [("--data", None), ("--size", "tiny"), ("--precision", "ieee"), ("--device", "auto")]:
+        for name, default in [("--data", None), ("--size", "tiny"), ("--precision", "f32"), ("--device", "auto")]:
             parser.add_argument(name, default=default)
         parser.add_argument("--batch", type=int, default=8)
         parser.add_argument("--learning-rate", type=float)

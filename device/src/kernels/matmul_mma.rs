@@ -1,5 +1,4 @@
-//! Matrix multiply on tensor cores: [`matmul`](super::matmul) with operands rounded to TF32 or
-//! BF16.
+//! Matrix multiply on tensor cores: [`matmul`](super::matmul) with operands rounded to TF32.
 //!
 //! `out = epilogue(alpha op(round(A)) op(round(B)) + bias + beta C)`. Products are exact and
 //! accumulate in f32, but a GPU's mma instruction adds several products at once. A result therefore
@@ -31,9 +30,8 @@ use super::matmul::checks::{self, check_outputs, sum_chunks};
 use super::matmul::epilogue::Epilogue;
 use super::matmul::split::{Chunk, Splits};
 use crate::family;
-use crate::format::{Bf16, Format, Reduced, Tf32};
 #[cfg(not(target_arch = "nvptx64"))]
-use crate::mma::fragments;
+use crate::mma::{STEP, fragments};
 use block::{Problem, finish, sum};
 use cuda_std::prelude::*;
 use operand::PackedOperand;
@@ -55,9 +53,9 @@ pub const T128X256: Tile = Tile { warps: [2, 4], blocks: [2, 2], cost: Cost::new
 /// [`matmul`](super::matmul).
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! grid {
-    ($p:ident, $format:ident, $tile:expr) => {{
+    ($p:ident, $tile:expr) => {{
         for (name, len, rows, stride) in [("a", $p.a.len(), $p.m, $p.stride_a), ("b", $p.b.len(), $p.n, $p.stride_b)] {
-            let words = fragments::<$format>([rows as usize, $p.k as usize]);
+            let words = fragments([rows as usize, $p.k as usize]);
             checks::holds(name, len, $p.batches, stride, [1, words], words)?;
         }
         let chunks = sum_chunks!($p);
@@ -65,12 +63,7 @@ macro_rules! grid {
         for (name, words) in [("stride_a", $p.stride_a), ("stride_b", $p.stride_b)] {
             Violation::unless_aligned(name, words, 4)?;
         }
-        Violation::unless(
-            chunks == 1 || $p.chunk.is_multiple_of($format::PER_STEP),
-            "chunk",
-            "whole steps of k",
-            $p.chunk,
-        )?;
+        Violation::unless(chunks == 1 || $p.chunk.is_multiple_of(STEP), "chunk", "whole steps of k", $p.chunk)?;
         Grid::new(
             Size::of($p.m).div_ceil($tile.rows()).times(Size::of($p.n).div_ceil($tile.cols())),
             chunks,
@@ -81,23 +74,15 @@ macro_rules! grid {
 
 family! {
     /// Multiplies rounded operands. The module's documentation describes the parameters.
-    matmul_mma(variant: (Reduced, Tile) as VARIANT) {
-        /// TF32, 64 x 64, 128 threads.
-        matmul_tf32_64x64 = (Reduced::Tf32, T64X64), type F = Tf32;
-        /// TF32, 64 x 128, 128 threads.
-        matmul_tf32_64x128 = (Reduced::Tf32, T64X128), type F = Tf32;
-        /// TF32, 128 x 128, 128 threads.
-        matmul_tf32_128x128 = (Reduced::Tf32, T128X128), type F = Tf32;
-        /// TF32, 128 x 256, 256 threads.
-        matmul_tf32_128x256 = (Reduced::Tf32, T128X256), type F = Tf32;
-        /// BF16, 64 x 64, 128 threads.
-        matmul_bf16_64x64 = (Reduced::Bf16, T64X64), type F = Bf16;
-        /// BF16, 64 x 128, 128 threads.
-        matmul_bf16_64x128 = (Reduced::Bf16, T64X128), type F = Bf16;
-        /// BF16, 128 x 128, 128 threads.
-        matmul_bf16_128x128 = (Reduced::Bf16, T128X128), type F = Bf16;
-        /// BF16, 128 x 256, 256 threads.
-        matmul_bf16_128x256 = (Reduced::Bf16, T128X256), type F = Bf16;
+    matmul_mma(tile: Tile as TILE) {
+        /// 64 x 64, 128 threads.
+        matmul_tf32_64x64 = T64X64;
+        /// 64 x 128, 128 threads.
+        matmul_tf32_64x128 = T64X128;
+        /// 128 x 128, 128 threads.
+        matmul_tf32_128x128 = T128X128;
+        /// 128 x 256, 256 threads.
+        matmul_tf32_128x256 = T128X256;
     }
     unsafe fn(
         a: &[u32],
@@ -129,21 +114,20 @@ family! {
         let Chunk { first, end, .. } = Chunk::new(k, chunk, chunk_index);
         let (start, bias_start) = ((z * chunks + chunk_index as usize) * stride_c, z * stride_bias);
         let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, alpha, beta, flags };
-        let [all, first, end] = [k, first, end].map(|k| k.div_ceil(F::PER_STEP));
+        let [all, first, end] = [k, first, end].map(|k| k.div_ceil(STEP));
         let a = PackedOperand::new(a, z * stride_a, m, [all, end]);
         let b = PackedOperand::new(b, z * stride_b, n, [all, end]);
         let problem = Problem { a, b, epilogue, steps: [first, end] };
         // SAFETY: the contract has checked that each batch lies inside its arguments.
         unsafe {
-            const TILE: Tile = VARIANT.1;
             const ROWS: usize = TILE.blocks[0];
             const COLS: usize = TILE.blocks[1];
-            let sums = sum::<F, ROWS, COLS, { TILE.passes()[0] }, { TILE.passes()[1] }>(problem, TILE);
+            let sums = sum::<ROWS, COLS, { TILE.passes()[0] }, { TILE.passes()[1] }>(problem, TILE);
             finish(problem, TILE, sums);
         }
     }
     // SAFETY: the comment on `grid!` shows that the checks suffice.
-    contract unsafe { block: VARIANT.1.threads(), shared: VARIANT.1.shared_bytes() } |p| grid!(p, F, VARIANT.1)
+    contract unsafe { block: TILE.threads(), shared: TILE.shared_bytes() } |p| grid!(p, TILE)
 }
 
 const SPLITS: Splits =
@@ -156,17 +140,13 @@ pub fn chunk(m: usize, n: usize, k: usize) -> usize {
     SPLITS.chunk(m, n, k)
 }
 
-/// The tiles. Each format has all of them.
+/// The tiles.
 #[cfg(not(target_arch = "nvptx64"))]
-pub const TILES: [Tile; matmul_mma::VARIANTS.len() / 2] = {
-    let mut tiles = [T64X64; matmul_mma::VARIANTS.len() / 2];
+pub const TILES: [Tile; matmul_mma::VARIANTS.len()] = {
+    let mut tiles = [T64X64; matmul_mma::VARIANTS.len()];
     let mut at = 0;
     while at < tiles.len() {
-        let ((_, (first, tile)), (_, (second, other))) =
-            (matmul_mma::VARIANTS[at], matmul_mma::VARIANTS[tiles.len() + at]);
-        assert!(matches!((first, second), (Reduced::Tf32, Reduced::Bf16)), "all of TF32 stand before those of BF16");
-        assert!(tile.rows() == other.rows() && tile.cols() == other.cols(), "and have the same tiles");
-        tiles[at] = tile;
+        tiles[at] = matmul_mma::VARIANTS[at].1;
         at += 1;
     }
     tiles

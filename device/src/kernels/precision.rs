@@ -1,4 +1,4 @@
-//! Rounding of matmul operands to TF32 or BF16, plain or transposed, into packed fragments.
+//! Rounding of matmul operands to TF32, plain or transposed, into packed fragments.
 //!
 //! A [`fragment`](crate::mma) has 32 rows of eight words of k. A warp packs the fragments of a
 //! square of 32 x 32 elements. Lane `4 g + t` rounds words `2 t` and `2 t + 1` of four rows from
@@ -7,9 +7,8 @@
 //!
 //! ```text
 //! k of a square  0 .. 7    8 .. 15   16 .. 23   24 .. 31      k of a step that lane 4 g + t rounds
-//!   TF32         step 0     step 1     step 2     step 3        t = 0     1      2       3
-//!   BF16         step 0 ..             step 1 ..          TF32   0..1   2..3   4..5    6..7
-//! in rows r .. r + 3, where r = Side::first(g)            BF16   0..3   4..7   8..11  12..15
+//!                step 0     step 1     step 2     step 3        t = 0     1      2       3
+//! in rows r .. r + 3, where r = Side::first(g)                      0..1   2..3   4..5    6..7
 //!
 //! out, 256 words each  | rows 0..31: step 0 | step 1 | .. | rows 32..63: step 0 | .. | next batch
 //! a fragment           | quad 0 of lane 0 | .. | of lane 31 | quad 1 of lane 0 | .. | of lane 31 |
@@ -22,8 +21,8 @@
 //! are zero past the rows and k.
 
 use crate::block::divide;
-use crate::family;
-use crate::format::{Bf16, Format, Reduced, Tf32};
+use crate::contract;
+use crate::format::{Format, Tf32};
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::mma::fragments;
 use crate::mma::{FRAGMENT, QUAD, ROWS, STEP, Side};
@@ -69,22 +68,22 @@ const fn side(bits: u32, form: usize) -> u32 {
 /// Returns the grid, from the [`check`] of all three operands.
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! grid {
-    ($p:ident, $format:ident) => {{
-        let a = check::<$format>(
+    ($p:ident) => {{
+        let a = check(
             ["a", "a_along", "a_across"],
             [$p.a.len(), $p.a_along.len(), $p.a_across.len()],
             [$p.a_rows, $p.a_cols, $p.a_ld],
             [$p.a_batches, $p.a_stride],
             bits($p.sides, 0),
         )?;
-        let b = check::<$format>(
+        let b = check(
             ["b", "b_along", "b_across"],
             [$p.b.len(), $p.b_along.len(), $p.b_across.len()],
             [$p.b_rows, $p.b_cols, $p.b_ld],
             [$p.b_batches, $p.b_stride],
             bits($p.sides, 1),
         )?;
-        let c = check::<$format>(
+        let c = check(
             ["c", "c_along", "c_across"],
             [$p.c.len(), $p.c_along.len(), $p.c_across.len()],
             [$p.c_rows, $p.c_cols, $p.c_ld],
@@ -95,80 +94,73 @@ macro_rules! grid {
     }};
 }
 
-family! {
-    /// Rounds up to three matmul operands. Each has `rows` x `cols` elements, with row stride `ld`,
-    /// in batches with stride `stride`.
-    ///
-    /// `along`: fragments whose k runs along the rows, for TF32 `ceil(rows / 32) ceil(cols / 8)` a
-    /// batch. `across`: those of the transposed operand, `ceil(cols / 32) ceil(rows / 8)`. A
-    /// fragment of BF16 has 16 elements along k, in pairs, with the first of a pair in the lower
-    /// half. `sides`: which fragments are wanted, and for which side of a product.
-    round(format: Reduced as FORMAT) {
-        /// To TF32.
-        round_to_tf32 = Reduced::Tf32, type F = Tf32;
-        /// To pairs of BF16.
-        round_to_bf16 = Reduced::Bf16, type F = Bf16;
-    }
-    unsafe fn(
-        a: &[f32],
-        a_along: *mut u32,
-        a_across: *mut u32,
-        a_rows: usize,
-        a_cols: usize,
-        a_ld: usize,
-        a_batches: usize,
-        a_stride: usize,
-        b: &[f32],
-        b_along: *mut u32,
-        b_across: *mut u32,
-        b_rows: usize,
-        b_cols: usize,
-        b_ld: usize,
-        b_batches: usize,
-        b_stride: usize,
-        c: &[f32],
-        c_along: *mut u32,
-        c_across: *mut u32,
-        c_rows: usize,
-        c_cols: usize,
-        c_ld: usize,
-        c_batches: usize,
-        c_stride: usize,
-        sides: u32,
-    ) {
-        let work = |x, out, extents, ld, batches, stride, sides| RoundingWork { x, out, extents, ld, batches, stride, sides };
-        let a = work(a, [a_along, a_across], [a_rows, a_cols], a_ld, a_batches, a_stride, bits(sides, 0));
-        let b = work(b, [b_along, b_across], [b_rows, b_cols], b_ld, b_batches, b_stride, bits(sides, 1));
-        let c = work(c, [c_along, c_across], [c_rows, c_cols], c_ld, c_batches, c_stride, bits(sides, 2));
-        let turn = thread::block_idx_x() as usize * WARPS + (thread::thread_idx_x() / LANES) as usize;
-        let before_b = a.turns();
-        let before_c = before_b + b.turns();
-        let (work, turn) = if turn < before_b {
-            (a, turn)
-        } else if turn < before_c {
-            (b, turn - before_b)
-        } else if turn < before_c + c.turns() {
-            (c, turn - before_c)
-        } else {
-            return;
-        };
-        // SAFETY: the contract has accepted the operand, and the turn is one of its own.
-        unsafe { work.round::<F>(turn) };
-    }
-    // SAFETY: `check` has found every batch of an operand inside its argument. For each form that
-    // `sides` names, the output holds exactly the fragments. A warp past the last turn returns.
-    contract unsafe { block: BLOCK, shared: 0 } |p| grid!(p, F)
+/// Rounds up to three matmul operands to TF32. Each has `rows` x `cols` elements, with row stride
+/// `ld`, in batches with stride `stride`.
+///
+/// `along`: fragments whose k runs along the rows, `ceil(rows / 32) ceil(cols / 8)` a batch.
+/// `across`: those of the transposed operand, `ceil(cols / 32) ceil(rows / 8)`. `sides`: which
+/// fragments are wanted, and for which side of a product.
+#[kernel]
+pub unsafe fn round_to_tf32(
+    a: &[f32],
+    a_along: *mut u32,
+    a_across: *mut u32,
+    a_rows: usize,
+    a_cols: usize,
+    a_ld: usize,
+    a_batches: usize,
+    a_stride: usize,
+    b: &[f32],
+    b_along: *mut u32,
+    b_across: *mut u32,
+    b_rows: usize,
+    b_cols: usize,
+    b_ld: usize,
+    b_batches: usize,
+    b_stride: usize,
+    c: &[f32],
+    c_along: *mut u32,
+    c_across: *mut u32,
+    c_rows: usize,
+    c_cols: usize,
+    c_ld: usize,
+    c_batches: usize,
+    c_stride: usize,
+    sides: u32,
+) {
+    let work =
+        |x, out, extents, ld, batches, stride, sides| RoundingWork { x, out, extents, ld, batches, stride, sides };
+    let a = work(a, [a_along, a_across], [a_rows, a_cols], a_ld, a_batches, a_stride, bits(sides, 0));
+    let b = work(b, [b_along, b_across], [b_rows, b_cols], b_ld, b_batches, b_stride, bits(sides, 1));
+    let c = work(c, [c_along, c_across], [c_rows, c_cols], c_ld, c_batches, c_stride, bits(sides, 2));
+    let turn = thread::block_idx_x() as usize * WARPS + (thread::thread_idx_x() / LANES) as usize;
+    let before_b = a.turns();
+    let before_c = before_b + b.turns();
+    let (work, turn) = if turn < before_b {
+        (a, turn)
+    } else if turn < before_c {
+        (b, turn - before_b)
+    } else if turn < before_c + c.turns() {
+        (c, turn - before_c)
+    } else {
+        return;
+    };
+    // SAFETY: the contract has accepted the operand, and the turn is one of its own.
+    unsafe { work.round(turn) };
 }
 
+// SAFETY: `check` has found every batch of an operand inside its argument. For each form that
+// `sides` names, the output holds exactly the fragments. A warp past the last turn returns.
+contract! { unsafe round_to_tf32 { block: BLOCK } |p| grid!(p) }
+
 #[cfg(not(target_arch = "nvptx64"))]
-impl<'a> round<'a> {
-    /// Returns the launch that rounds these operands to a format.
-    pub fn of(format: Reduced, [mut a, mut b, mut c]: [Rounding<'a>; 3]) -> Self {
+impl<'a> round_to_tf32<'a> {
+    /// Returns the launch that rounds these operands.
+    pub fn of([mut a, mut b, mut c]: [Rounding<'a>; 3]) -> Self {
         let ([a_along, a_across], of_a) = a.wanted();
         let ([b_along, b_across], of_b) = b.wanted();
         let ([c_along, c_across], of_c) = c.wanted();
         Self {
-            format,
             a: a.values.unwrap_or_else(Slice::empty),
             a_along,
             a_across,
@@ -244,11 +236,8 @@ struct RoundingWork<'p> {
     sides: u32,
 }
 
-/// Returns the k steps in a square.
-#[inline(always)]
-const fn steps_of_square<F: Format>() -> usize {
-    SQUARE / F::PER_STEP as usize
-}
+/// The k steps in a square.
+const STEPS: usize = SQUARE / STEP as usize;
 
 /// A lane's elements of a square: two words of four rows, in each step.
 type SquareElements = [[[f32; 4]; 4]; 4];
@@ -274,7 +263,7 @@ impl RoundingWork<'_> {
     /// # Safety
     /// The contract has accepted the operand.
     #[inline(always)]
-    unsafe fn round<F: Format>(&self, turn: usize) {
+    unsafe fn round(&self, turn: usize) {
         let squares = self.extents.map(|extent| extent.div_ceil(SQUARE));
         let both = self.wants(ALONG) && self.wants(ACROSS);
         let is_along = if both { turn.is_multiple_of(2) } else { self.wants(ALONG) };
@@ -293,8 +282,8 @@ impl RoundingWork<'_> {
         let side = if side(self.sides, form) == LEFT { Side::Left } else { Side::Right };
         let (g, t) = (warp::lane_id() / 4, (warp::lane_id() % 4) as usize);
         let row = block * SQUARE + side.first(g) as usize;
-        let first = before * steps_of_square::<F>();
-        let p = (first * STEP as usize + 2 * t) * F::PER_WORD as usize;
+        let first = before * STEPS;
+        let p = first * STEP as usize + 2 * t;
         let is_whole = (down + 1) * SQUARE <= height
             && (along + 1) * SQUARE <= width
             && self.ld.is_multiple_of(F4::LEN)
@@ -303,19 +292,19 @@ impl RoundingWork<'_> {
         // SAFETY: the contract has accepted the operand, and this square is one of its squares.
         let elements = unsafe {
             match (is_along, is_whole) {
-                (true, true) => self.along::<F, true>(batch, row, p),
-                (true, false) => self.along::<F, false>(batch, row, p),
-                (false, true) => self.across::<F, true>(batch, row, p),
-                (false, false) => self.across::<F, false>(batch, row, p),
+                (true, true) => self.along::<true>(batch, row, p),
+                (true, false) => self.along::<false>(batch, row, p),
+                (false, true) => self.across::<true>(batch, row, p),
+                (false, false) => self.across::<false>(batch, row, p),
             }
         };
-        let steps = k.div_ceil(F::PER_STEP as usize);
+        let steps = k.div_ceil(STEP as usize);
         let fragment = (batch * rows.div_ceil(SQUARE) + block) * steps + first;
         let at = fragment * FRAGMENT as usize + (warp::lane_id() * QUAD) as usize;
         unroll_on_gpu!(step < 4 => {
             // At the edge of k a square has fewer steps.
-            if step < steps_of_square::<F>() && first + step < steps {
-                let [upper, lower] = side.quads(elements[step].map(F::words));
+            if first + step < steps {
+                let [upper, lower] = side.quads(elements[step].map(Tf32::words));
                 let at = at + step * FRAGMENT as usize;
                 // SAFETY: the contract has checked that `out` has room for the fragment. Words are
                 // moved bit by bit.
@@ -334,16 +323,15 @@ impl RoundingWork<'_> {
     /// # Safety
     /// The contract has accepted the operand.
     #[inline(always)]
-    unsafe fn along<F: Format, const WHOLE: bool>(&self, batch: usize, row: usize, p: usize) -> SquareElements {
+    unsafe fn along<const WHOLE: bool>(&self, batch: usize, row: usize, p: usize) -> SquareElements {
         let [end, k] = self.extents;
         let mut elements = [[[0.0; 4]; 4]; 4];
         unroll_on_gpu!(step < 4 => {
             unroll_on_gpu!(i < 4 => {
-                let p = p + step * F::PER_STEP as usize;
-                if step < steps_of_square::<F>() && (WHOLE || (row + i < end && p < k)) {
+                let p = p + step * STEP as usize;
+                if WHOLE || (row + i < end && p < k) {
                     let from = batch * self.stride + (row + i) * self.ld + p;
-                    let wanted = 2 * F::PER_WORD as usize;
-                    let count = if WHOLE || k - p >= wanted { wanted } else { k - p };
+                    let count = if WHOLE || k - p >= 2 { 2 } else { k - p };
                     // SAFETY: the contract has checked that the existing part of the row lies
                     // inside `x`.
                     unsafe {
@@ -351,9 +339,7 @@ impl RoundingWork<'_> {
                             let [first, second] = load_pair(self.x, from);
                             elements[step][i] = [first, second, 0.0, 0.0];
                         } else {
-                            let whole = count == F4::LEN && (WHOLE || from.is_multiple_of(F4::LEN));
-                            let part = if whole { Part::Whole } else { Part::First(count) };
-                            elements[step][i] = F4::load_part(self.x, from, part, 0.0).0;
+                            elements[step][i] = F4::load_part(self.x, from, Part::First(count), 0.0).0;
                         }
                     }
                 }
@@ -368,14 +354,13 @@ impl RoundingWork<'_> {
     /// # Safety
     /// The contract has accepted the operand.
     #[inline(always)]
-    unsafe fn across<F: Format, const WHOLE: bool>(&self, batch: usize, row: usize, p: usize) -> SquareElements {
+    unsafe fn across<const WHOLE: bool>(&self, batch: usize, row: usize, p: usize) -> SquareElements {
         let [k, end] = self.extents;
         let mut elements = [[[0.0; 4]; 4]; 4];
         unroll_on_gpu!(step < 4 => {
-            unroll_on_gpu!(i < 4 => {
-                let p = p + step * F::PER_STEP as usize + i;
-                let exists = step < steps_of_square::<F>() && i < 2 * F::PER_WORD as usize;
-                if exists && (WHOLE || (p < k && row < end)) {
+            unroll_on_gpu!(i < 2 => {
+                let p = p + step * STEP as usize + i;
+                                if WHOLE || (p < k && row < end) {
                     let from = batch * self.stride + p * self.ld + row;
                     let whole = WHOLE || (end - row >= F4::LEN && from.is_multiple_of(F4::LEN));
                     let part = if whole { Part::Whole } else { Part::first(end - row) };
@@ -392,7 +377,7 @@ impl RoundingWork<'_> {
 
 /// Checks one operand for the contract. Returns the warps that it needs.
 #[cfg(not(target_arch = "nvptx64"))]
-fn check<F: Format>(
+fn check(
     [argument, along, across]: [&'static str; 3],
     [len, along_len, across_len]: [usize; 3],
     [rows, cols, ld]: [usize; 3],
@@ -407,7 +392,7 @@ fn check<F: Format>(
         [(ALONG, along, along_len, [rows, cols]), (ACROSS, across, across_len, [cols, rows])]
     {
         if side(sides, form) != 0 {
-            Violation::unless_length(name, Size::of(batches).times(fragments::<F>(extents)), len)?;
+            Violation::unless_length(name, Size::of(batches).times(fragments(extents)), len)?;
             turns = turns.plus(squares);
         }
     }

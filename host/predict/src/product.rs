@@ -33,7 +33,7 @@ impl Extents {
         let words = launch.words.as_slice();
         // a, b and bias take two words each; c, out, pre and sums take one. Fragments have no row
         // strides.
-        let fragments = launch.entry.name.starts_with("matmul_tf32") || launch.entry.name.starts_with("matmul_bf16");
+        let fragments = launch.entry.name.starts_with("matmul_tf32");
         let pointers = usize::from(launch.entry.pointers.contains(&"sums"));
         let number = |at: usize| words[at + pointers] as f64;
         let chunk = if fragments { 13 } else { 15 };

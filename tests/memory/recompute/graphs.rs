@@ -194,11 +194,11 @@ fn precision<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<Var
     let x = other.forward(tape, &tape.input(given.x))?;
     let y = part!(on, tape, x, move |tape, x| {
         let h = mlp.forward(tape, &x)?;
-        tape.step().set_precision(ops::Precision::Bf16);
+        tape.step().set_precision(ops::Precision::Tf32);
         mlp.forward(tape, &h)
     })?;
     let y = other.forward(tape, &y)?;
-    tape.step().set_precision(ops::Precision::Tf32);
+    tape.step().set_precision(ops::Precision::F32);
     tape.mean(&tape.mul(&y, &y)?)
 }
 

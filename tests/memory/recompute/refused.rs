@@ -138,7 +138,7 @@ on_each_device! {
                 let x = tape.dropout(&x, 0.5)?;
                 for _ in 0..failures {
                     let failed = tape.recompute(x, move |tape, x| {
-                        tape.step().set_precision(stepscope::ops::Precision::Bf16);
+                        tape.step().set_precision(stepscope::ops::Precision::Tf32);
                         let y = tape.dropout(&tape.linear(&x, w, None)?, 0.5)?;
                         tape.reshape(&y, [7])
                     });

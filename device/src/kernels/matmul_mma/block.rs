@@ -15,7 +15,6 @@
 
 use super::operand::{PackedOperand, read, start};
 use super::tile::{STAGES, STEPS, Tile, WORDS};
-use crate::format::Format;
 use crate::matmul::epilogue::{Epilogue, Places};
 use crate::matmul::tile::place;
 use crate::mma::{Factor, Side, Sums, multiply};
@@ -47,13 +46,7 @@ type Factors<const ROWS: usize, const COLS: usize> = ([Factor; ROWS], [Factor; C
 /// # Safety
 /// The contract has accepted the problem, and the const parameters are those of `tile`.
 #[inline(always)]
-pub(super) unsafe fn sum<
-    F: Format,
-    const ROWS: usize,
-    const COLS: usize,
-    const A_PASSES: usize,
-    const B_PASSES: usize,
->(
+pub(super) unsafe fn sum<const ROWS: usize, const COLS: usize, const A_PASSES: usize, const B_PASSES: usize>(
     problem: Problem<'_>,
     tile: Tile,
 ) -> [[Sums; COLS]; ROWS] {
@@ -104,7 +97,7 @@ pub(super) unsafe fn sum<
         // of a stage.
         let next = factors(stage, 1);
         // SAFETY: all lanes of the warp execute this.
-        unsafe { multiply_all::<F, ROWS, COLS>(&mut sums, now) };
+        unsafe { multiply_all::<ROWS, COLS>(&mut sums, now) };
         wait_copies::<{ STAGES - 2 }>();
         thread::sync_threads();
         if is_needed(stage + 1) {
@@ -113,7 +106,7 @@ pub(super) unsafe fn sum<
         // Into the slot whose last fragments all warps have read before the barrier.
         fetch(stage + STAGES);
         // SAFETY: all lanes of the warp execute this.
-        unsafe { multiply_all::<F, ROWS, COLS>(&mut sums, next) };
+        unsafe { multiply_all::<ROWS, COLS>(&mut sums, next) };
     }
     sums
 }
@@ -170,7 +163,7 @@ fn warp_origin<const ROWS: usize, const COLS: usize>(tile: Tile) -> [u32; 2] {
 /// # Safety
 /// All lanes of the warp make the call.
 #[inline(always)]
-unsafe fn multiply_all<F: Format, const ROWS: usize, const COLS: usize>(
+unsafe fn multiply_all<const ROWS: usize, const COLS: usize>(
     sums: &mut [[Sums; COLS]; ROWS],
     (a, b): Factors<ROWS, COLS>,
 ) {
@@ -180,7 +173,7 @@ unsafe fn multiply_all<F: Format, const ROWS: usize, const COLS: usize>(
         unroll_on_gpu!(col < COLS => {
             // SAFETY: the caller guarantees that all lanes of the warp execute this, and the
             // unrolled code has no branch.
-            unsafe { multiply::<F>(&mut sums[row][col], a[row], b[col]) };
+            unsafe { multiply(&mut sums[row][col], a[row], b[col]) };
         });
     });
 }

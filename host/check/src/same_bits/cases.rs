@@ -20,7 +20,6 @@ use kernels::guard::{PATTERN, guard_check, guard_write};
 use kernels::matmul::matmul;
 use kernels::matmul_bf16::matmul_bf16;
 use kernels::matmul_mma::matmul_mma;
-use kernels::precision::round;
 use kernels::{reduce, scalars};
 use std::fmt;
 use std::sync::Arc;
@@ -81,7 +80,7 @@ pub fn cases() -> Vec<(&'static str, Case)> {
 
 /// The kernels that other cases and uploads use. Their own cases must find their faults, so these
 /// run first.
-const FIRST: [&str; 12] = [
+const FIRST: [&str; 11] = [
     "guard_write",
     "guard_check",
     "checksum",
@@ -93,7 +92,6 @@ const FIRST: [&str; 12] = [
     "sum_rows_f32",
     "squared_norm_f32",
     "round_to_tf32",
-    "round_to_bf16",
 ];
 
 /// Returns [`cases`] with the kernels that others use first.
@@ -379,7 +377,7 @@ const LISTED: &[Listed] = &[
     }),
     each!(matmul::VARIANTS, |i, tile| products::product(i, tile), if |(_, tile)| !tile.is_on_cpu()),
     both!("sum_splits", <S>, |i| products::splits::<S>(i)),
-    each!(matmul_mma::VARIANTS, |i, (format, tile)| products::tensor_product(i, format, tile)),
+    each!(matmul_mma::VARIANTS, |i, tile| products::tensor_product(i, tile)),
     each!(matmul_bf16::<'_, f32>::VARIANTS, |i, variant, stored| if stored == <bf16 as Element>::NAME {
         products::bf16_product::<bf16>(i, variant)
     } else {
@@ -406,7 +404,7 @@ const LISTED: &[Listed] = &[
             i.keep(&gain)
         })
     }),
-    each!(round::VARIANTS, |i, format| products::rounding(i, format)),
+    One("round_to_tf32", products::rounding),
     both!("qk_norm_forward", <S>, |i| attention::qk_norm::<S>(i)),
     both!("qk_norm_backward", <S>, |i| attention::qk_norm_backward::<S>(i)),
     both!("sum_columns", <S>, |i| {

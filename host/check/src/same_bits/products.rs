@@ -8,14 +8,13 @@ use super::CaseSize;
 use super::inputs::Inputs;
 use cuda_std::launch::{PointerMut, Slice};
 use half::bf16;
-use kernels::format::Reduced;
 use kernels::matmul::{
     GELU, GELU_DERIVATIVE, SILU, STORE_PREACT, SWIGLU, TRANSPOSE_A, TRANSPOSE_B, Tile, matmul, sum_splits,
 };
 use kernels::matmul_bf16::{self as of_bf16, ADD_TO_SUMS, BIAS_GRAD, matmul_bf16};
 use kernels::matmul_mma::{Tile as TensorTile, matmul_mma};
-use kernels::mma::Side;
-use kernels::precision::{Rounding, round};
+use kernels::mma::{Side, fragments};
+use kernels::precision::{Rounding, round_to_tf32};
 use stepscope_core::error::Result;
 use stepscope_core::ops;
 use stepscope_core::tensor::{Element, Source, Stored, Target, Tensor};
@@ -128,18 +127,18 @@ fn keep_outputs<'s, S: Stored>(i: &Inputs<'_, 's>, flags: u32, out: &Tensor<'s, 
 /// Runs the case of a tensor-core tile: [`product`] on whole numbers so small that every sum is
 /// exact. The order of sums, which differs between GPUs, then changes nothing. The smallest size
 /// has a fractional bias, so that GELU does not see only whole numbers.
-pub(super) fn tensor_product(i: &Inputs<'_, '_>, format: Reduced, tile: TensorTile) -> Result<()> {
+pub(super) fn tensor_product(i: &Inputs<'_, '_>, tile: TensorTile) -> Result<()> {
     for &(batches, [m, n, k], chunk, flags, [alpha, beta]) in i.by_form(&TENSOR_PRODUCTS[..], &SMALLEST_TENSOR_PRODUCTS)
     {
         let (a, b) = (i.whole(batches * m * k)?, i.whole(batches * k * n)?);
-        let [(a, stride_a), (b, stride_b)] = round_factors(i, format, batches, [m, n, k], TRANSPOSE_B, [&a, &b])?;
+        let [(a, stride_a), (b, stride_b)] = round_factors(i, batches, [m, n, k], TRANSPOSE_B, [&a, &b])?;
         let bias = if i.form == CaseSize::Whole { i.whole(batches * n)? } else { i.normals([batches * n])? };
         let length = batches * k.div_ceil(chunk) * m * n;
         let mut out = i.output(reads_c(flags, beta), [length], || i.whole(length))?;
         let mut pre = i.output(false, [length], || i.step.upload(&i.step.read(&out)?, [length]))?;
         let (c, written) = out.in_place();
         i.step.launch(matmul_mma {
-            variant: (format, tile),
+            tile,
             a: a.slice(),
             b: b.slice(),
             bias: unless_chunked(chunk < k, &bias),
@@ -298,11 +297,11 @@ fn column_sums(i: &Inputs<'_, '_>, variant: (of_bf16::OperandLayout, of_bf16::Ti
 
 /// Runs the case of a kernel that rounds: operands in normal and transposed layout, with and
 /// without tails, with special numbers among them.
-pub(super) fn rounding(i: &Inputs<'_, '_>, format: Reduced) -> Result<()> {
+pub(super) fn rounding(i: &Inputs<'_, '_>) -> Result<()> {
     i.squares(|i, x| {
         let [m, k] = x.shape().as_rows();
         for flags in [0, TRANSPOSE_A, TRANSPOSE_B, TRANSPOSE_A | TRANSPOSE_B] {
-            let [(a, _), (b, _)] = round_factors(i, format, 1, [m, m, k], flags, [x, x])?;
+            let [(a, _), (b, _)] = round_factors(i, 1, [m, m, k], flags, [x, x])?;
             i.keep(&a)?;
             i.keep(&b)?;
         }
@@ -314,22 +313,18 @@ pub(super) fn rounding(i: &Inputs<'_, '_>, format: Reduced) -> Result<()> {
 /// and returns these with their strides.
 fn round_factors<'s>(
     i: &Inputs<'_, 's>,
-    format: Reduced,
     batches: usize,
     [m, n, k]: [usize; 3],
     flags: u32,
     [a, b]: [&Tensor<'s>; 2],
 ) -> Result<[(Tensor<'s, u32>, usize); 2]> {
-    let [stride_a, stride_b] = [[m, k], [n, k]].map(|extents| format.fragments(extents));
+    let [stride_a, stride_b] = [[m, k], [n, k]].map(|extents| fragments(extents));
     let (mut a_out, mut b_out) = (i.step.empty([batches, stride_a])?, i.step.empty([batches, stride_b])?);
-    i.step.launch(round::of(
-        format,
-        [
-            factors(a.slice(), Side::Left, a_out.out(), batches, [m, k], flags & TRANSPOSE_A != 0),
-            factors(b.slice(), Side::Right, b_out.out(), batches, [n, k], flags & TRANSPOSE_B == 0),
-            Rounding::default(),
-        ],
-    ))?;
+    i.step.launch(round_to_tf32::of([
+        factors(a.slice(), Side::Left, a_out.out(), batches, [m, k], flags & TRANSPOSE_A != 0),
+        factors(b.slice(), Side::Right, b_out.out(), batches, [n, k], flags & TRANSPOSE_B == 0),
+        Rounding::default(),
+    ]))?;
     Ok([(a_out, stride_a), (b_out, stride_b)])
 }
 

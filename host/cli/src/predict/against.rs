@@ -2,16 +2,16 @@
 
 use std::path::Path;
 
+use clap::ValueEnum as _;
 use serde::Serialize;
 use serde_json::Value;
-use stepscope::ops::Precision;
 use stepscope::{Launch, PlainFile, bf16};
 
 use crate::predict::bench;
 use crate::predict::matmul_case::Case as Product;
 use crate::predict::recorded::{self, Factors, Gpt};
 use crate::predict::step::{self, Work};
-use crate::train::cli::{Arch, Size};
+use crate::train::cli::{Arch, Precision, Size};
 use crate::train::model;
 use stepscope_predict::{Forecast, Gpu, Kernels};
 
@@ -71,8 +71,13 @@ pub(crate) fn compare(folder: &Path, gpu: &Gpu, kernels: &Kernels) -> Outcome<Ve
 pub(crate) fn beside(file: &Path, gpu: &Gpu, kernels: &Kernels) -> Outcome<Vec<Compared>> {
     let run = read(file)?;
     let of_command = run["command"].as_array().map(Vec::as_slice).unwrap_or_default();
-    let named = of_command.windows(2).find(|words| words[0] == "--precision").and_then(|words| words[1].as_str());
-    let precision = named.unwrap_or("ieee").parse().map_err(|error| format!("{}: {error}", file.display()))?;
+    let named = of_command
+        .windows(2)
+        .find(|words| words[0] == "--precision" || words[0] == "--stored")
+        .and_then(|words| words[1].as_str());
+    // Older files name f32 `ieee`.
+    let named = named.filter(|name| *name != "ieee").unwrap_or("f32");
+    let precision = Precision::from_str(named, false).map_err(|error| format!("{}: {error}", file.display()))?;
     let mut found = Vec::new();
     add_steps(&run, gpu.processors, precision, &mut found)?;
     if found.is_empty() {
@@ -191,8 +196,12 @@ fn products(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
             let case: Product = serde_json::from_value(line.clone())?;
             let measured_us = median(&line["nanoseconds"]).ok_or("no samples")? / 1e3;
             let (launches, named) = match factors {
-                Factors::F32(precision) => (bench::product::<f32>(processors, case, precision)?, precision.to_string()),
-                Factors::Bf16 => (bench::product::<bf16>(processors, case, Precision::F32)?, "BF16 tensors".into()),
+                Factors::F32(precision) => {
+                    (bench::product::<f32>(processors, case, precision.of_f32())?, precision.to_string())
+                }
+                Factors::Bf16 => {
+                    (bench::product::<bf16>(processors, case, Precision::F32.of_f32())?, "BF16 tensors".into())
+                }
             };
             found.push(Line { group: "product", name: format!("{case}, {named}"), measured_us, launches, calls: 1 });
         }

@@ -4,10 +4,9 @@ use std::path::PathBuf;
 
 use clap::builder::RangedU64ValueParser;
 use clap::{Parser, ValueEnum};
-use stepscope::ops::Precision;
 
 use crate::predict::step::Work;
-use crate::train::cli::{Arch, Size};
+use crate::train::cli::{Arch, Precision, Size};
 use crate::train::model;
 use stepscope_predict::gpu::{self, Gpu};
 
@@ -28,8 +27,9 @@ pub(crate) struct Args {
     #[arg(long, value_name = "SAMPLES", value_parser = up_to(1 << 20))]
     batch: Option<usize>,
 
-    /// Rounding of the operands of matrix multiplies; bf16 also stores gpt's activations as BF16
-    #[arg(long, value_name = "ieee|tf32|bf16", default_value_t = Precision::F32)]
+    /// Numbers in matrix multiplies; tf32 rounds the operands, bf16 stores activations and a copy
+    /// of the weights in BF16
+    #[arg(long, value_enum, default_value_t = Precision::F32)]
     pub(crate) precision: Precision,
 
     /// Model size of gpt

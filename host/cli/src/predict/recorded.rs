@@ -3,19 +3,15 @@
 //! Each line uses the newest run whose kernels are the current ones. To use a newer run, replace
 //! its name here; it appears nowhere else.
 
-use stepscope::ops::Precision::{self, Bf16, F32, Tf32};
-
+use crate::train::cli::Precision::{self, Bf16, F32, Tf32};
 use crate::train::cli::Size;
 
 /// A file written by a bench.
 pub(crate) type File = &'static str;
 
 /// The step bench, by `--precision`.
-pub(crate) const STEPS: [(Precision, File); 3] = [
-    (F32, "2026-11-25-h200-step.json"),
-    (Tf32, "2026-11-21-h200-step-tf32.json"),
-    (Bf16, "2026-11-21-h200-step-bf16.json"),
-];
+pub(crate) const STEPS: [(Precision, File); 2] =
+    [(F32, "2026-11-25-h200-step.json"), (Tf32, "2026-11-21-h200-step-tf32.json")];
 
 /// Updates of GPT-2 with the example `gpt`, on samples of 1,024 tokens.
 #[derive(Clone, Copy)]
@@ -60,10 +56,9 @@ pub(crate) const KERNELS: [(File, IsTaken); 2] = [
 pub(crate) const LAYER_NORM_BACKWARD: File = "2026-11-23-h200-layer-norm.json";
 
 /// The bench of products: of f32 tensors in a precision, or of BF16 tensors (`--stored bf16`).
-pub(crate) const PRODUCTS: [(Factors, File); 4] = [
+pub(crate) const PRODUCTS: [(Factors, File); 3] = [
     (Factors::F32(F32), "2026-11-25-h200-matmul.json"),
     (Factors::F32(Tf32), "2026-11-24-h200-matmul-tf32.json"),
-    (Factors::F32(Bf16), "2026-11-21-h200-matmul-bf16.json"),
     (Factors::Bf16, "2026-11-25-h200-matmul-stored-bf16.json"),
 ];
 

@@ -4,11 +4,11 @@
 //! are created in the dry run too.
 
 use stepscope::models::ModelConfig;
-use stepscope::ops::Precision;
 use stepscope::{AdamW, EagerStep, HostInputs, Launch, Model, ParameterSpec, Result, Tape, TrainState, bf16};
 
 use crate::crossasset;
 use crate::sizes::{FEATURES, SCALES};
+use crate::train::cli::Precision;
 use crate::train::model::{Gpt, Mode};
 use stepscope_predict::dry_run;
 
@@ -40,9 +40,13 @@ enum Until {
 fn set_up(step: &EagerStep<'_>, work: &Work, precision: Precision, batch: usize, until: Until) -> Result<()> {
     match work {
         Work::CrossAsset => {
-            let (model, spec) = crossasset::Model::<f32>::new()?;
             let (x, labels) = (vec![0.0; batch * SCALES.len() * FEATURES], vec![0; batch]);
             let inputs = HostInputs::new().with(&x, [batch, SCALES.len(), FEATURES])?.with(&labels, [batch])?;
+            if precision == Precision::Bf16 {
+                let (model, spec) = crossasset::Model::<bf16>::new()?;
+                return train(step, model, &spec, &inputs, precision, batch, until);
+            }
+            let (model, spec) = crossasset::Model::<f32>::new()?;
             train(step, model, &spec, &inputs, precision, batch, until)
         }
         Work::Gpt { config, recompute } => {
@@ -73,7 +77,7 @@ fn train<M: Model>(
     let config = AdamW { clip: Some(1.0), ..AdamW::default() };
     let state = TrainState::new(step.device(), model, spec, 7, config)?;
     let TrainState { model, mut parameters, mut gradients, mut optimizer, .. } = state;
-    step.set_precision(precision);
+    step.set_precision(precision.of_f32());
     let batch = step.upload_inputs(inputs)?;
     optimizer.advance()?;
     if until == Until::Ready {

@@ -12,7 +12,7 @@ import re
 import sys
 
 # The columns of the products table, which are the endings of its lines' names.
-FACTORS = ["ieee", "tf32", "bf16", "BF16 tensors"]
+FACTORS = ["f32", "tf32", "BF16 tensors"]
 GROUPS = {"Products": "product", "Kernels that memory bounds": "kernel", "Attention of BF16 tensors": "attention"}
 
 
@@ -50,7 +50,7 @@ def rewrite(page, lines, groups):
             section = row.lstrip("# ")
         first, *rest = [text.strip() for text in row.strip("|").split("|")]
         cells = None
-        if section == "Against the H200" and re.match(r"(CrossAsset|GPT-2).*(ieee|tf32|bf16)$", first):
+        if section == "Against the H200" and re.match(r"(CrossAsset|GPT-2).*(f32|tf32|bf16)$", first):
             cells = step(first) if first in lines else []
         elif section == "Products" and ", k " in first:
             cells = [cell(f"{first}, {factors}") for factors in FACTORS]

@@ -1,12 +1,13 @@
 //! The command line. A wrong value ends the program with exit code 2 and an explanation, before any
 //! work is done.
 
+use std::fmt;
 use std::path::PathBuf;
 
 use clap::builder::RangedU64ValueParser;
 use clap::{Parser, ValueEnum};
 use stepscope::DeviceKind;
-use stepscope::ops::Precision;
+use stepscope::ops;
 
 use crate::program::ranks::RankArgs;
 
@@ -41,8 +42,9 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t = Arch::Gpt2)]
     pub(crate) arch: Arch,
 
-    /// Rounding of the operands of matrix multiplies; bf16 also stores activations as BF16
-    #[arg(long, value_name = "ieee|tf32|bf16", default_value_t = Precision::F32)]
+    /// Numbers in matrix multiplies; tf32 rounds the operands, bf16 stores activations and a copy
+    /// of the weights in BF16
+    #[arg(long, value_enum, default_value_t = Precision::F32)]
     pub(crate) precision: Precision,
 
     /// Tokens per sample [default: 128 for tiny, else 1024]
@@ -176,6 +178,34 @@ pub(crate) enum Arch {
     Gpt2,
     /// RMSNorm, rotary positions, SwiGLU, grouped-query attention, and a separate head.
     Llama,
+}
+
+/// The numbers that a model multiplies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Precision {
+    /// f32.
+    F32,
+    /// f32, rounded to TF32 before each multiply.
+    Tf32,
+    /// BF16, in which activations and a copy of the weights are stored.
+    Bf16,
+}
+
+impl Precision {
+    /// Returns the precision of multiplies of f32 tensors.
+    pub(crate) fn of_f32(self) -> ops::Precision {
+        if self == Self::Tf32 { ops::Precision::Tf32 } else { ops::Precision::F32 }
+    }
+}
+
+impl fmt::Display for Precision {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::F32 => "f32",
+            Self::Tf32 => "tf32",
+            Self::Bf16 => "bf16",
+        })
+    }
 }
 
 impl Args {

@@ -54,8 +54,8 @@ use crate::program::results::CHECKPOINT;
 use crate::program::screen::Screen;
 use crate::program::usage::{ArenaUse, CaptureUse, MemoryUse, ModelSize};
 use crate::program::{results, signals};
+use crate::train::cli::Precision;
 use stepscope::models::Weights;
-use stepscope::ops::Precision;
 use stepscope::{Device, Parameters, TokenSampler, TokenSamplerConfig, TrainState, bf16};
 
 /// Trains, and returns the exit code.

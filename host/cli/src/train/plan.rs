@@ -108,7 +108,7 @@ impl<'r> Plan<'r> {
             ..AdamW::default()
         };
         let state = TrainState::new(device, model, &spec, seed, config)?.with_parameter_groups(&Gpt::<S>::groups())?;
-        let mut state = state.with_precision(precision);
+        let mut state = state.with_precision(precision.of_f32());
         if let Some(weights) = &self.weights {
             weights.load(&mut state.parameters)?;
         }

@@ -11,12 +11,12 @@ use super::text::Text;
 use super::tokenizer::Tokenizer;
 use super::{model, registry, sample, weights};
 use crate::support::{self, on_each_device};
+use crate::train::cli::Precision;
 use clap::Parser;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use stepscope::models::{Transformer, Weights};
-use stepscope::ops::Precision;
 use stepscope::{
     Arena, Capacity, Device, SplitMix64, StateDict, Tape, TokenSampler, TokenSamplerConfig, TrainState, ops,
 };

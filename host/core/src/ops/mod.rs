@@ -3,7 +3,7 @@
 //! Ops take a bare [`Step`](crate::Step), so they run the same whether or not the step is being
 //! recorded. They only queue work: no op waits or reads. Outputs are new tensors of the step,
 //! except for ops whose names end in `_into` or `_assign`. Ops compute and accumulate in f32.
-//! Results have the same bits on every device, except for multiplies in a [`Precision`] below f32.
+//! Results have the same bits on every device, except for multiplies in [`Precision::Tf32`].
 //!
 //! Invariant: no op calls the driver.
 

@@ -1,24 +1,11 @@
-//! The rounding to a [`Precision`] before matrices are multiplied.
+//! The rounding to TF32 before f32 matrices are multiplied on tensor cores.
 
-use crate::error::{Error, Result};
-use crate::precision::Precision;
+use crate::error::Result;
 use crate::step::Step;
 use crate::tensor::{Target, Tensor};
 use cuda_std::launch::Slice;
-use kernels::format::Reduced;
-use kernels::mma::Side;
-use kernels::precision::{self, Rounding};
-
-impl Precision {
-    /// The format of rounded operands.
-    pub(super) fn reduced(self) -> Result<Reduced> {
-        match self {
-            Self::F32 => Err(Error::misuse("matmul", "tf32 or bf16", "ieee")),
-            Self::Tf32 => Ok(Reduced::Tf32),
-            Self::Bf16 => Ok(Reduced::Bf16),
-        }
-    }
-}
+use kernels::mma::{Side, fragments};
+use kernels::precision::{Rounding, round_to_tf32};
 
 /// Matrices as they are stored, row by row: `batches` of them, `stride` elements apart.
 #[derive(Clone, Copy, Debug, Default)]
@@ -49,10 +36,10 @@ pub(super) struct Unrounded<'a> {
 
 impl Unrounded<'_> {
     /// Allocates the requested fragments, one row for each matrix.
-    fn room<'s>(&self, step: &Step<'s>, format: Reduced) -> Result<Fragments<'s>> {
+    fn room<'s>(&self, step: &Step<'s>) -> Result<Fragments<'s>> {
         let Matrices { rows, cols, .. } = self.matrices;
         let room = |side: Option<Side>, extents| {
-            step.empty([side.map_or(0, |_| self.matrices.distinct()), format.fragments(extents)])
+            step.empty([side.map_or(0, |_| self.matrices.distinct()), fragments(extents)])
         };
         Ok(Fragments { along: room(self.along, [rows, cols])?, across: room(self.across, [cols, rows])? })
     }
@@ -67,14 +54,9 @@ pub(super) struct Fragments<'s> {
 
 /// Rounds the operands of multiplies, in one launch.
 #[track_caller]
-pub(super) fn round<'s>(
-    step: &Step<'s>,
-    precision: Precision,
-    operands: [Unrounded<'_>; 3],
-) -> Result<[Fragments<'s>; 3]> {
+pub(super) fn round<'s>(step: &Step<'s>, operands: [Unrounded<'_>; 3]) -> Result<[Fragments<'s>; 3]> {
     let [a, b, c] = &operands;
-    let format = precision.reduced()?;
-    let mut rounded = [a.room(step, format)?, b.room(step, format)?, c.room(step, format)?];
+    let mut rounded = [a.room(step)?, b.room(step)?, c.room(step)?];
     let mut outputs = rounded.iter_mut();
     let roundings = operands.map(|Unrounded { values, matrices, along, across }| {
         let out = outputs.next().expect("as many as operands");
@@ -83,6 +65,6 @@ pub(super) fn round<'s>(
         let across = across.map(|side| (side, out.across.out()));
         Rounding { values, rows, cols, ld, batches: matrices.distinct(), stride, along, across }
     });
-    step.launch(precision::round::of(format, roundings))?;
+    step.launch(round_to_tf32::of(roundings))?;
     Ok(rounded)
 }

@@ -168,7 +168,7 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
         let mut settings = agreement::of_optimizer(shards, parameters, optimizer)?;
         settings.add("weights", parameters.sha256()?);
         settings.add("precision", precision.to_string());
-        if *precision != Precision::F32 {
+        if *precision != Precision::F32 || parameters.bf16_copy().is_some() {
             // Tensor cores of other GPUs round their sums differently.
             let description = parameters.flat().device().description();
             settings.add_option("compute capability", description.capability);

@@ -110,11 +110,11 @@ macro_rules! launch_backward {
     }};
 }
 
-/// True if f32 is multiplied as TF32: in a step below [`Precision::F32`], if the kernels support
+/// True if f32 is multiplied as TF32: in a step of [`Precision::Tf32`], if the kernels support
 /// the heads and the scale.
 fn by_tensor_cores(step: &Step<'_>, form: &AttentionConfig<'_>, sizes: Sizes) -> bool {
     let widest = mma::FORWARD_TF32[mma::FORWARD_TF32.len() - 1].width;
-    step.precision() != Precision::F32 && sizes.width <= widest && form.scale.is_none_or(|scale| scale > 0.0)
+    step.precision() == Precision::Tf32 && sizes.width <= widest && form.scale.is_none_or(|scale| scale > 0.0)
 }
 
 impl AttentionElement for f32 {

@@ -40,7 +40,7 @@ pub use made::{Attention, AttentionKept};
 /// products of BF16 with f32 sums. The softmax is f32, and is rounded to BF16 where it is
 /// multiplied with v. `out` is rounded once.
 ///
-/// **f32 in a step below [`Precision::F32`](crate::ops::Precision).** Operands are rounded to TF32
+/// **f32 in a step of [`Precision::Tf32`](crate::ops::Precision).** Operands are rounded to TF32
 /// where the BF16 kernels round to BF16, and `out` is not rounded. This applies to heads of up to
 /// 128 columns with a scale above 0. Other heads, and the single launch for up to 16 tokens,
 /// multiply in f32.

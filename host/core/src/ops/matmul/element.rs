@@ -1,7 +1,7 @@
 //! The choice of matrix-multiply kernels for each element type, and the types that they can write.
 //!
 //! Invariant: the choice depends only on the tensors' types and the precision. f32 uses
-//! [`f32`](super::f32), or [`tensor`](super::tensor) in a lower precision. BF16 uses
+//! [`f32`](super::f32), or [`tensor`](super::tensor) in TF32. BF16 uses
 //! [`bf16`](super::bf16).
 
 use super::super::cast::Cast;
@@ -66,7 +66,7 @@ impl GemmElement<f32> for f32 {
     ) -> Result<()> {
         match form.precision_in(step) {
             Precision::F32 => f32::queue(step, form, a, b, bias, c, out, epilogue),
-            precision => tensor::queue(step, precision, form, a, b, bias, c, out, epilogue),
+            Precision::Tf32 => tensor::queue(step, form, a, b, bias, c, out, epilogue),
         }
     }
 
@@ -80,7 +80,7 @@ impl GemmElement<f32> for f32 {
         let (none, precision) = (None::<&Tensor<'s>>, dw.form.precision_in(step));
         match dx {
             // Rounds the operand that both products share only once.
-            Some(dx) if precision != Precision::F32 => tensor::queue_gradients(step, precision, dy, dw, dx)?,
+            Some(dx) if precision == Precision::Tf32 => tensor::queue_gradients(step, dy, dw, dx)?,
             Some(dx) => {
                 f32::queue(step, &dw.form, dw.of, dy, none, none, dw.into, Epilogue::Store)?;
                 f32::queue(step, &dx.form, dy, dx.of, none, none, dx.into, Epilogue::Store)?;

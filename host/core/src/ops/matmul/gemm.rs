@@ -47,7 +47,7 @@ pub struct Gemm {
     pub tile: Option<Tile>,
     /// The precision to which operands are rounded. `None` means the step's precision.
     pub precision: Option<Precision>,
-    /// The tile to use in a precision below f32, one of [`TENSOR_TILES`](crate::ops::TENSOR_TILES);
+    /// The tile to use in TF32, one of [`TENSOR_TILES`](crate::ops::TENSOR_TILES);
     /// as for `tile`.
     pub tensor_tile: Option<kernels::matmul_mma::Tile>,
     /// The tile to use for BF16 tensors, one of [`BF16_TILES`](crate::ops::BF16_TILES); as for

@@ -5,7 +5,7 @@
 //! | `gemm.rs` | the description of a multiply: `Gemm`, `Gradient`, `BiasGradient`, `Epilogue` |
 //! | `split.rs` | shared by all precisions: extents, split-K, the time of a tile |
 //! | `f32.rs` | multiplies in f32 |
-//! | `tensor.rs` | multiplies of f32 tensors on tensor cores, as TF32 or BF16 |
+//! | `tensor.rs` | multiplies of f32 tensors on tensor cores, as TF32 |
 //! | `bf16.rs` | multiplies of BF16 tensors, and the GELU backward epilogue |
 //! | `element.rs` | the choice among them by a tensor's type |
 //! | `linear.rs` | the ops |

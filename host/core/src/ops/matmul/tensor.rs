@@ -1,4 +1,4 @@
-//! Matrix multiply on tensor cores: [`gemm_into`](super::gemm_into) in a precision below f32.
+//! Matrix multiply on tensor cores: [`gemm_into`](super::gemm_into) in TF32.
 
 use super::super::precision::{Fragments, Matrices, Unrounded, round};
 use super::gemm::{Epilogue, Gemm, Gradient};
@@ -45,7 +45,6 @@ impl Gemm {
 #[track_caller]
 pub(super) fn queue<'s>(
     step: &Step<'s>,
-    precision: Precision,
     form: &Gemm,
     a: &impl Source<'s, f32>,
     b: &impl Source<'s, f32>,
@@ -58,8 +57,8 @@ pub(super) fn queue<'s>(
     let outputs = Outputs::new(form, &extents, bias, c, out, epilogue);
     step.workspace(|step| {
         let operands = [form.round_left(a.slice()), form.round_right(b.slice()), Unrounded::default()];
-        let [left, right, _] = round(step, precision, operands)?;
-        multiply(step, precision, form, &extents, [&left, &right], outputs)
+        let [left, right, _] = round(step, operands)?;
+        multiply(step, form, &extents, [&left, &right], outputs)
     })
 }
 
@@ -68,7 +67,6 @@ pub(super) fn queue<'s>(
 #[track_caller]
 pub(super) fn queue_gradients<'s>(
     step: &Step<'s>,
-    precision: Precision,
     dy: &impl Source<'s, f32>,
     Gradient { form: for_dw, of: x, into: dw }: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
     Gradient { form: for_dx, of: w, into: dx }: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
@@ -80,9 +78,9 @@ pub(super) fn queue_gradients<'s>(
     let of_dy = Unrounded { along: for_dx.round_left(dy.slice()).along, ..for_dw.round_right(dy.slice()) };
     step.workspace(|step| {
         let operands = [for_dw.round_left(x.slice()), of_dy, for_dx.round_right(w.slice())];
-        let [x, dy, w] = round(step, precision, operands)?;
-        multiply(step, precision, &for_dw, &extents[0], [&x, &dy], to_dw)?;
-        multiply(step, precision, &for_dx, &extents[1], [&dy, &w], to_dx)
+        let [x, dy, w] = round(step, operands)?;
+        multiply(step, &for_dw, &extents[0], [&x, &dy], to_dw)?;
+        multiply(step, &for_dx, &extents[1], [&dy, &w], to_dx)
     })
 }
 
@@ -90,7 +88,6 @@ pub(super) fn queue_gradients<'s>(
 #[track_caller]
 fn multiply(
     step: &Step<'_>,
-    precision: Precision,
     form: &Gemm,
     extents: &GemmExtents,
     [left, right]: [&Fragments<'_>; 2],
@@ -110,7 +107,7 @@ fn multiply(
             fastest(extents.of_a_chunk(), extents.matrices(), processors)
         })?;
         step.launch(matmul_mma {
-            variant: (precision.reduced()?, tile),
+            tile,
             a: a.slice(),
             b: b.slice(),
             bias,
