@@ -20,7 +20,7 @@ use std::time::Duration;
 use stepscope::nn::{Embedding, Linear};
 use stepscope::{
     AdamW, Arena, Capacity, Device, DeviceBatch, DeviceKind, Group, GroupConfig, HostInputs, Model, ParameterSpec,
-    Result, Saved, Tape, TrainState, Trainer, Var,
+    Result, Tape, TrainState, Trainer, Var,
 };
 
 const SAMPLES: usize = 15;
@@ -59,8 +59,7 @@ struct Rows {
 
 impl Model for Rows {
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
-        let ids: Saved<'s, u32> = batch.input(0)?;
-        self.head.forward(tape, &self.rows.forward(tape, ids)?)
+        self.head.forward(tape, &self.rows.forward(tape, batch.indices(0)?)?)
     }
 }
 
@@ -75,7 +74,7 @@ impl stepscope::HostBatch for Tokens {
     }
 
     fn inputs(&self) -> Result<HostInputs<'_>> {
-        HostInputs::new().with(&self.ids, [self.ids.len()])?.with(&self.labels, [self.ids.len()])
+        HostInputs::new().with_indices(&self.ids, [self.ids.len()])?.with_indices(&self.labels, [self.ids.len()])
     }
 }
 

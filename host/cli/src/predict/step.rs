@@ -43,7 +43,7 @@ fn set_up(step: &EagerStep<'_>, work: Work, precision: Precision, batch: usize, 
         Work::CrossAsset => {
             let (model, layout) = crossasset::Model::<f32>::new()?;
             let (x, labels) = (vec![0.0; batch * SCALES.len() * FEATURES], vec![0; batch]);
-            let inputs = HostInputs::new().with(&x, [batch, SCALES.len(), FEATURES])?.with(&labels, [batch])?;
+            let inputs = HostInputs::new().with(&x, [batch, SCALES.len(), FEATURES])?.with_indices(&labels, [batch])?;
             train(step, &model, &layout, &inputs, precision, (batch, false), until)
         }
         Work::Gpt { sizes, recompute } => {
@@ -51,7 +51,7 @@ fn set_up(step: &EagerStep<'_>, work: Work, precision: Precision, batch: usize, 
             let (model, layout) = Gpt::new(sizes, mode)?;
             let tokens = vec![0; batch * sizes.context];
             let shape = [batch, sizes.context];
-            let inputs = HostInputs::new().with(&tokens, shape)?.with(&tokens, shape)?;
+            let inputs = HostInputs::new().with_indices(&tokens, shape)?.with_indices(&tokens, shape)?;
             train(step, &model, &layout, &inputs, precision, (batch, mode.bf16), until)
         }
     }

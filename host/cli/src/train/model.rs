@@ -11,8 +11,8 @@
 use stepscope::nn::{Block, Embedding, KeyValueCache, LayerNorm, Norm, RmsNorm};
 use stepscope::ops::{self, AttentionElement, Gemm, GemmElement, LmHeadConfig, Rotary};
 use stepscope::{
-    DeviceBatch, Initializer, Parameter, ParameterGroups, ParameterSpec, ParameterSpecBuilder, Parameters, Result,
-    Saved, ScratchStep, Source, Step, Tape, Tensor, Var, bf16,
+    DeviceBatch, Indices, Initializer, Parameter, ParameterGroups, ParameterSpec, ParameterSpecBuilder, Parameters,
+    Result, Saved, ScratchStep, Source, Step, Tape, Tensor, Var, bf16,
 };
 
 use crate::train::cli::{Arch, Size};
@@ -129,7 +129,7 @@ impl Gpt {
     pub(crate) fn hidden<'s, S>(
         &self,
         tape: &Tape<'_, 's>,
-        ids: Saved<'s, u32>,
+        ids: Indices<'s>,
         documents: Option<Saved<'s, u32>>,
     ) -> Result<Var<'s, S>>
     where
@@ -169,11 +169,11 @@ impl Gpt {
         &self,
         scratch: &ScratchStep<'i, 's>,
         weights: &Parameters,
-        [token, place]: [&Tensor<'s, u32>; 2],
+        [token, place]: [&Indices<'s>; 2],
         caches: &mut [KeyValueCache<'s>],
     ) -> Result<Tensor<'i>> {
-        let row = |table: Parameter, id: &Tensor<'s, u32>| -> Result<Tensor<'i>> {
-            ops::embedding(scratch, &weights.lend(scratch, table)?, &scratch.lend(id))
+        let row = |table: Parameter, id: &Indices<'s>| -> Result<Tensor<'i>> {
+            ops::embedding(scratch, &weights.lend(scratch, table)?, &scratch.lend_indices(id))
         };
         let mut x = row(self.tokens.weight, token)?;
         if let Some(positions) = self.positions {
@@ -212,7 +212,7 @@ impl Gpt {
         S: AttentionElement + GemmElement<S> + GemmElement<f32>,
     {
         let documents = if self.mode.documents { Some(batch.input(2)?) } else { None };
-        self.hidden(tape, batch.input(0)?, documents)
+        self.hidden(tape, batch.indices(0)?, documents)
     }
 
     /// Computes [`stepscope::Model::loss`] with activations stored as `S`.
@@ -226,7 +226,7 @@ impl Gpt {
     where
         S: AttentionElement + GemmElement<S> + GemmElement<f32>,
     {
-        let labels = batch.input::<u32>(1)?;
+        let labels = batch.indices(1)?;
         let tokens = labels.shape().extents()[1] as f32;
         tape.linear_cross_entropy(hidden, self.head, labels, weight / tokens, LmHeadConfig::default().tied())
     }

@@ -52,8 +52,8 @@ impl Text<'_> {
         let (mut caches, mut logits) = (model.caches(step)?, step.empty([1, model.sizes.vocabulary])?);
         let most = model.sizes.context.min(beginning.len() + self.count);
         for place in 0..most.saturating_sub(1) {
-            let token = step.upload(&tokens[place..=place], [1, 1])?;
-            let at = step.upload(&[place as u32], [1, 1])?;
+            let token = step.upload_indices(&tokens[place..=place], [1, 1])?;
+            let at = step.upload_indices(&[place as u32], [1, 1])?;
             step.scratch(|scratch| {
                 let next = model.next(scratch, weights, [&token, &at], &mut caches)?;
                 ops::copy_into(scratch, &next, &mut scratch.lend_mut(&mut logits))

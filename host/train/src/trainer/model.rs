@@ -33,7 +33,7 @@ pub trait Model {
     /// Computes `weight` times the sum of the samples' losses, `[1]`. The default is the
     /// cross-entropy with the labels in the batch's input 1.
     fn loss<'s>(&self, tape: &Tape<'_, 's>, output: &Var<'s>, batch: &DeviceBatch<'s>, weight: f32) -> Result<Var<'s>> {
-        tape.cross_entropy(output, batch.input(1)?, weight)
+        tape.cross_entropy(output, batch.indices(1)?, weight)
     }
 
     /// Computes the loss to differentiate, directly from a batch. It must give the same numbers as
