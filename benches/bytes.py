@@ -1,7 +1,7 @@
 """Measures with `ncu` the bytes that a training step moves from and to the GPU's memory.
 
-    cargo build --release --features cuda --example gpt --example crossasset
-    python3 benches/bytes.py gpt bf16 -- target/release/examples/gpt --device cuda --size 124m \
+    cargo build --release --features cuda --bin stepscope --example crossasset
+    python3 benches/bytes.py gpt bf16 -- target/release/stepscope train --device cuda --size 124m \
         --data train.bin --precision bf16 --batch 16 --updates 5 --evaluate-every 100 --eager
     python3 benches/bytes.py crossasset ieee 256 -- target/release/examples/crossasset \
         --device cuda --batch 256 --folds 1 --epochs 12 --capture off

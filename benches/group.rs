@@ -58,6 +58,8 @@ struct Rows {
 }
 
 impl Model for Rows {
+    type Stored = f32;
+
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         self.head.forward(tape, &self.rows.forward(tape, batch.indices(0)?)?)
     }

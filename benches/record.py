@@ -21,7 +21,7 @@ from pathlib import Path
 import pyte
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMAND = "cargo run --release --example gpt"
+COMMAND = "cargo run --release -- train"
 FILE = ROOT / "docs/plots/gpt.svg"
 LIMIT_BYTES = 100_000
 COLUMNS, ROWS = 116, 60

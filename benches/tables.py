@@ -166,7 +166,7 @@ def main(given):
             before = pathlib.Path(page).read_text()
             wrong = [f"{page}: {line}\n  is: {now}" for line, now in zip(before.splitlines(), rewritten(before, RUNS).splitlines()) if line != now]
             if wrong:
-                raise SystemExit("\n".join([*wrong, f"python3 benches/tables.py {page} updates it"]))
+                raise SystemExit("\n".join([*wrong, "ci/generate figures updates it"]))
         case [page, "--against", folder]:
             elsewhere, absent = compared(pathlib.Path(page).read_text(), pathlib.Path(folder))
             print("\n".join(absent), end="\n" if absent else "", file=sys.stderr)

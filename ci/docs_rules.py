@@ -1,8 +1,7 @@
-"""The checks of ci/docs on Markdown files and packages.
+"""The checks of ci/docs on Markdown files.
 
     docs_rules.py text ROOT FILE...        checks paths, links, fences and the programs in commands
     docs_rules.py commands FILE...         prints each command to run, once: FILE:LINE, a tab, the command
-    docs_rules.py packages ROOT METADATA   checks cargo's metadata, and the files of each package
     docs_rules.py adding ROOT              checks that docs/adding.md lists the files of its example
     docs_rules.py self-test                checks that each rule finds planted violations, and no others
 
@@ -11,7 +10,6 @@ of ci/. Text in other fences is not run, so it must not look like a command. Lin
 start with `$ `.
 """
 
-import json
 import pathlib
 import re
 import shlex
@@ -29,8 +27,6 @@ ROOTS = {".ci", "benches", "ci", "device", "docs", "examples", "fuzz", "host", "
 PATH = re.compile(r"^(?:\./)?([.a-z]+)/[\w./{},*-]*$")
 PROGRAM = re.compile(r"--(example|bench|test)[ =](\w+)")
 FOLDERS = {"example": "examples", "bench": "benches", "test": "tests"}
-PACKAGE_LIMIT_BYTES = 2_000_000
-PACKAGE_FIELDS = ("description", "documentation", "license", "readme", "rust_version")
 
 
 def lines_of(file):
@@ -126,15 +122,17 @@ PAGES = ("docs/", "benches/", "CHANGELOG.md", "README.md", "ci/")
 # Models that use it. A new op would not be added to them.
 MODELS = (
     "host/train/src/nn/block.rs",
-    "examples/gpt/",
+    "host/models/",
+    "tests/models/",
+    "host/cli/src/train/",
     "examples/vit.rs",
     "tests/oracle/gpt_training.py",
     # This file names a key of config.json.
     "tests/programs/runs.rs",
     # These files repeat recorded lines of the benches.
-    "examples/predict/against.rs",
-    "examples/predict/bench.rs",
-    "examples/predict/recorded.rs",
+    "host/cli/src/predict/against.rs",
+    "host/cli/src/predict/bench.rs",
+    "host/cli/src/predict/recorded.rs",
 )
 
 
@@ -160,45 +158,6 @@ def tracked(root):
     names = subprocess.run(["git", "-C", root, "ls-files"], capture_output=True, text=True, check=True).stdout.splitlines()
     paths = [(name, pathlib.Path(root, name)) for name in names]
     return {name: path.read_text(errors="replace") for name, path in paths if path.is_file()}
-
-
-def package(manifest, files):
-    """Yields violations in a package's metadata, and in the list of its files: (path, bytes)."""
-    name = manifest["name"]
-    for field in PACKAGE_FIELDS:
-        if not manifest.get(field):
-            yield f"{name}: no {field}"
-    for field in ("keywords", "categories"):
-        if not 1 <= len(manifest[field]) <= 5:
-            yield f"{name}: {len(manifest[field])} {field}, wanted are 1 to 5"
-    for dependency in manifest["dependencies"]:
-        # Packing drops dependencies that are only for development.
-        if dependency.get("path") and dependency["req"] == "*" and dependency.get("kind") != "dev":
-            yield f"{name}: no version for {dependency['name']}, which is a path"
-    unwanted = [path for path, _ in files if path.split("/")[0] in {"tests", "benches", "examples", "ci", "target"}]
-    if unwanted:
-        yield f"{name}: {len(unwanted)} files that no build needs, such as {unwanted[0]}"
-    # Copies of the package must include the licenses.
-    for text in {"LICENSE-APACHE", "LICENSE-MIT"} - {path for path, _ in files}:
-        yield f"{name}: no {text}"
-    total = sum(size for _, size in files)
-    if total > PACKAGE_LIMIT_BYTES:
-        yield f"{name}: {total} bytes, at most {PACKAGE_LIMIT_BYTES} are wanted"
-
-
-def packages(root, metadata):
-    """Yields violations in every package of a workspace."""
-    for manifest in json.loads(pathlib.Path(metadata).read_text())["packages"]:
-        # Packages with `publish = false` are never distributed.
-        if manifest.get("publish") == []:
-            continue
-        folder = pathlib.Path(manifest["manifest_path"]).parent
-        listing = ["cargo", "package", "--list", "--allow-dirty", "--package", manifest["name"]]
-        paths = subprocess.run(listing, cwd=root, check=True, capture_output=True, text=True).stdout.split()
-        # Some files are created during packing and do not exist in the folder.
-        files = [(path, (folder / path).stat().st_size) for path in paths if (folder / path).exists()]
-        yield from package(manifest, files)
-        print(f"{manifest['name']}: {len(paths)} files, {sum(size for _, size in files)} bytes")
 
 
 def self_test():
@@ -255,23 +214,6 @@ def self_test():
             raise SystemExit(f"passed a list that {what}")
         print(f"refused: a list of docs/adding.md that {what}")
 
-    good = {"name": "p", "keywords": ["k"]} | {field: "given" for field in PACKAGE_FIELDS}
-    own = {"name": "p", "path": "/p", "req": "*", "kind": "dev"}
-    good |= {"categories": ["c"], "dependencies": [{"name": "q", "path": "/q", "req": "^0.1"}, own]}
-    plants = [good | {field: None} for field in PACKAGE_FIELDS]
-    plants += [good | {"keywords": []}, good | {"categories": ["c"] * 6}]
-    plants += [good | {"dependencies": [{"name": "q", "path": "/q", "req": "*"}]}]
-    files = [("src/lib.rs", 10), ("LICENSE-APACHE", 10), ("LICENSE-MIT", 10)]
-    if problems := list(package(good, files)):
-        raise SystemExit(f"refused a good package: {problems}")
-    for plant in plants:
-        if not list(package(plant, files)):
-            raise SystemExit(f"passed a package with bad metadata: {plant}")
-    for plant in ([("benches/runs/a.json", 1), *files], [("src/lib.rs", PACKAGE_LIMIT_BYTES + 1), *files], files[:2]):
-        if not list(package(good, plant)):
-            raise SystemExit(f"passed a package with {plant}")
-    print("refused: packages without metadata, with measurements, too large, without a license text")
-
 
 def main(arguments):
     match arguments:
@@ -287,8 +229,6 @@ def main(arguments):
                         print(f"{file}:{number}\t{command}")
                     seen.add(words)
             return
-        case ["packages", root, metadata]:
-            problems = list(packages(pathlib.Path(root), metadata))
         case ["adding", root]:
             problems = adding(tracked(root))
         case ["self-test"]:

@@ -15,8 +15,8 @@ use data::{CLASSES, Images, PIXELS};
 use std::{process::ExitCode, sync::Arc};
 use stepscope::nn::{Block, Embedding, LayerNorm, Linear};
 use stepscope::{
-    AdamW, Arena, Capacity, Device, DeviceBatch, DeviceKind, EpochProgress, HostBatch, Model, ParameterSpec, Result,
-    Schedule, Tape, TrainState, Trainer, Var,
+    AdamW, Device, DeviceBatch, DeviceKind, EpochProgress, HostBatch, Model, ParameterSpec, Result, Schedule, Tape,
+    TrainState, Trainer, Var,
 };
 
 /// Rows of an image, each of which is a token, and pixels per row.
@@ -47,6 +47,8 @@ struct Vit {
 }
 
 impl Model for Vit {
+    type Stored = f32;
+
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let pixels = batch.input::<f32>(0)?;
         let images = pixels.shape().extents()[0];
@@ -69,8 +71,8 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<f64> {
     let (training, validation) = Images::load(7);
-    let mut layout = ParameterSpec::builder();
-    let mut names = layout.names();
+    let mut spec = ParameterSpec::builder();
+    let mut names = spec.names();
     let model = Vit {
         rows: Linear::new(names.at("rows"), PIXELS / ROWS, WIDTH),
         positions: Embedding::new(names.at("positions"), ROWS, WIDTH, 0.02),
@@ -82,9 +84,8 @@ fn run(args: &Args) -> Result<f64> {
     let schedule = Schedule::WarmupCosine { warmup: total / 20, total, floor: 0.05 };
     let config = AdamW { learning_rate: 2e-3, clip: Some(1.0), schedule, ..AdamW::default() };
     let device = Device::open(args.device)?;
-    let mut arena = Arena::builder(&device).capacity(Capacity::mib(64)).build()?;
-    let learner = TrainState::new(&device, model, &layout.build()?, 7, config)?;
-    let mut trainer = Trainer::captured(&mut arena, learner, &training.choose(&[0; BATCH]))?;
+    let state = TrainState::new(&device, model, &spec.build()?, 7, config)?;
+    let mut trainer = Trainer::captured(&device, state, &training.choose(&[0; BATCH]))?;
     let (training, mut accuracy) = (Arc::new(training), 0.0);
     for epoch in 0..args.epochs {
         let mut progress = EpochProgress::default();

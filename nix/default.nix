@@ -77,7 +77,7 @@ let
   };
   # The names of the library's kernels.
   kernels = cargo "kernels" {
-    buildPhaseCargoCommand = "cargo run --locked --example same_bits -- --list > kernels.txt";
+    buildPhaseCargoCommand = "cargo run --locked -- check --list > kernels.txt";
     # crane's default creates $out as a folder.
     installPhaseCommand = "cp kernels.txt $out";
   };
@@ -89,8 +89,9 @@ let
   examples = cargo "examples" (
     withCuda
     // {
-      buildPhaseCargoCommand = "cargo build --release --locked --features cuda --examples";
+      buildPhaseCargoCommand = "cargo build --release --locked --features cuda --bins --examples";
       installPhaseCommand = ''
+        install -Dt $out/bin target/release/stepscope
         find target/release/examples -maxdepth 1 -type f -executable ! -name '*-*' -exec install -Dt $out/bin {} +
       '';
       nativeBuildInputs = [ pkgs.autoAddDriverRunpath ];

@@ -1,8 +1,8 @@
 //! The race detector of the emulator. It finds twelve bugs planted in copies of real kernels, does
 //! not report sound code, and agrees with a plain search for unordered accesses.
 //!
-//! `kernels/modes.rs` checks that the library's own kernels are free of races. `ci/kernel_rules.py`
-//! checks that none of them bypasses the detector.
+//! `kernels/modes.rs` checks that the library's own kernels are free of races. clippy checks that
+//! none of them bypasses the detector (`device/clippy.toml`).
 
 #[path = "support/mod.rs"]
 mod support;

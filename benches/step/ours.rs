@@ -66,7 +66,7 @@ fn train<'s, S: GemmElement<S> + GemmElement<f32>>(
     let weight = 1.0 / labels.shape().elements() as f32;
     let tape = Tape::new(step, parameters);
     let logits = model.logits(&tape, &tape.input(x))?;
-    let loss = tape.cross_entropy(&logits, labels, weight)?;
+    let loss = tape.cross_entropy(&tape.to_f32(&logits)?, labels, weight)?;
     tape.backward_overwrite(&loss, gradients)?;
     optimizer.apply(step, parameters, gradients)?;
     Ok(*loss.value())

@@ -123,7 +123,7 @@ pub unsafe fn divide(number: usize, divisor: usize) -> (usize, usize) {
 /// Prevents the assembler from unrolling the loop at whose head it stands. Unrolling a loop of few
 /// iterations would only take registers.
 #[inline(always)]
-pub fn stay_rolled() {
+pub fn no_unroll() {
     #[cfg(target_arch = "nvptx64")]
     // SAFETY: a directive, not an instruction.
     unsafe {
@@ -135,7 +135,7 @@ pub fn stay_rolled() {
 /// then recomputes what depends on it each time, and does not unroll a loop with it as the bound.
 /// Keeping such results, or unrolling, would take registers.
 #[inline(always)]
-pub fn opaque(value: u32) -> u32 {
+pub fn launder_reg(value: u32) -> u32 {
     #[cfg(target_arch = "nvptx64")]
     {
         let same: u32;
@@ -150,7 +150,7 @@ pub fn opaque(value: u32) -> u32 {
 /// Returns the same index, laundered, because the compiler would keep a register for each sum that
 /// it recognizes.
 #[inline(always)]
-pub(crate) fn opaque_place(place: usize) -> usize {
+pub(crate) fn launder_index(place: usize) -> usize {
     #[cfg(target_arch = "nvptx64")]
     {
         let mut place = place;

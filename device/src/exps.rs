@@ -13,42 +13,42 @@
 use crate::math;
 use crate::stored::Stored;
 use crate::vector::{F4, Part};
-use crate::warp::{Row, Share, larger};
+use crate::warp::{Row, RowFragment, larger};
 use crate::{for_each_vector, map4};
 
-/// A lane's share of a row's exponentials. If lanes hold their share (see [`Share`]), they compute
-/// the exponentials once.
+/// A lane's share of a row's exponentials. If lanes hold their share (see [`RowFragment`]), they
+/// compute the exponentials once.
 #[derive(Clone, Copy)]
-pub struct Exps<'k, const HELD: usize, S> {
+pub struct Exps<'k, const REGS: usize, S> {
     /// The row's maximum m.
     pub largest: f32,
     /// The sum of the row's exponentials.
     pub sum: f32,
     /// The exponentials if they are held; otherwise the row, to be read again.
-    share: Share<'k, HELD, S>,
+    share: RowFragment<'k, REGS, S>,
 }
 
-impl<'k, const HELD: usize, S: Stored> Exps<'k, HELD, S> {
+impl<'k, const REGS: usize, S: Stored> Exps<'k, REGS, S> {
     /// Computes the exponentials of a row of `x`.
     ///
     /// # Safety
-    /// The row lies inside `x` and meets the requirements of [`Share::new`] for `HELD`. All of its
-    /// lanes call it together.
+    /// The row lies inside `x` and meets the requirements of [`RowFragment::new`] for `REGS`. All
+    /// of its lanes call it together.
     #[inline(always)]
     pub unsafe fn new(row: Row, x: &'k [S], cols: usize) -> Self {
         let mut largest = F4::splat(f32::NEG_INFINITY);
         let mut sum = F4::splat(0.0);
-        // SAFETY: the row lies inside `x` and suits `HELD`, and its lanes are converged here, as
+        // SAFETY: the row lies inside `x` and suits `REGS`, and its lanes are converged here, as
         // the caller guarantees.
         unsafe {
-            let mut share = Share::<HELD, S>::new(row, x, row.start, cols, f32::NEG_INFINITY);
-            for_each_vector!(HELD, row, cols, |at, column, part| {
+            let mut share = RowFragment::<REGS, S>::new(row, x, row.start, cols, f32::NEG_INFINITY);
+            for_each_vector!(REGS, row, cols, |at, column, part| {
                 largest = largest.zip(share.get(at, column, part), larger);
             });
             // `larger` may drop a NaN. The sum propagates it.
             let [a, b, c, d] = largest.0;
             let largest = row.combine(larger(larger(a, b), larger(c, d)), larger);
-            for_each_vector!(HELD, row, cols, |at, column, part| {
+            for_each_vector!(REGS, row, cols, |at, column, part| {
                 let exp = map4!(share.get(at, column, part) - F4::splat(largest), math::exp_negative);
                 share.hold(at, exp);
                 sum = sum + exp;
@@ -60,12 +60,12 @@ impl<'k, const HELD: usize, S: Stored> Exps<'k, HELD, S> {
     /// Returns the exponentials at `column`, the lane's vector `at`. They are 0 past the row.
     ///
     /// # Safety
-    /// The caller meets the requirements of [`Share::get`].
+    /// The caller meets the requirements of [`RowFragment::get`].
     #[inline(always)]
     pub unsafe fn get(&self, at: usize, column: usize, part: Part) -> F4 {
         // SAFETY: column and number are those of `for_each_vector` over the row, as the caller
         // guarantees.
         let value = unsafe { self.share.get(at, column, part) };
-        if HELD > 0 { value } else { map4!(value - F4::splat(self.largest), math::exp_negative) }
+        if REGS > 0 { value } else { map4!(value - F4::splat(self.largest), math::exp_negative) }
     }
 }

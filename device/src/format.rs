@@ -42,7 +42,7 @@ pub trait Format {
     /// PTX defines.
     ///
     /// # Safety
-    /// All lanes of the warp make the call, [converged](crate::warp::stay_together).
+    /// All lanes of the warp make the call, [converged](crate::warp::converge_warp).
     #[cfg(target_arch = "nvptx64")]
     unsafe fn mma(a: [u32; 4], b: [u32; 2], sums: [f32; 4]) -> [f32; 4];
 }

@@ -39,11 +39,13 @@ pub mod mma;
 pub mod philox;
 pub mod rescale;
 pub mod row_chunk;
-pub mod squares;
+#[allow(clippy::disallowed_methods, reason = "accesses memory for the kernels")]
 pub mod stored;
+#[allow(clippy::disallowed_methods, reason = "accesses memory for the kernels")]
 pub mod tile;
 mod unroll;
 pub mod update;
+#[allow(clippy::disallowed_methods, reason = "accesses memory for the kernels")]
 pub mod vector;
 pub mod warp;
 pub mod window;
@@ -62,14 +64,14 @@ mod entries {
     pub mod embedding;
     pub mod fill;
     pub mod flash_attention;
-    pub mod flash_attention_tensor;
+    pub mod flash_attention_mma;
     pub mod gate;
     pub mod guard;
     pub mod layer_norm;
     pub mod loss;
     pub mod matmul;
     pub mod matmul_bf16;
-    pub mod matmul_tensor;
+    pub mod matmul_mma;
     pub mod norm;
     pub mod precision;
     pub mod qk_norm;

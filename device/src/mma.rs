@@ -25,6 +25,8 @@
 //! Bits may therefore differ, and a sum of k products is within k 2^-22 of the sum of their
 //! magnitudes.
 
+pub mod fragments;
+
 use crate::format::Format;
 pub use crate::format::STEP;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -113,7 +115,7 @@ pub type Sums = [[f32; 8]; 4];
 /// Accumulates the products of the warp's fragments in `sums`.
 ///
 /// # Safety
-/// All lanes of the warp make the call, after [`stay_together`](crate::warp::stay_together) and
+/// All lanes of the warp make the call, after [`converge_warp`](crate::warp::converge_warp) and
 /// with no branch in between.
 #[inline(always)]
 #[track_caller]

@@ -14,7 +14,7 @@
 
 use crate::tile::SharedTile;
 use crate::vector::{F4, Part};
-use crate::warp::{HELD_COLUMNS, LANES, lanes_of, rows_at_once};
+use crate::warp::{LANES, REG_COLUMNS, lanes_of, rows_at_once};
 use cuda_std::thread;
 
 /// The threads of a block: few, because each has many registers.
@@ -22,7 +22,7 @@ pub const BLOCK: u32 = 128;
 /// The maximum of rows in a chunk.
 pub const MAX_ROWS: usize = 256;
 /// The floats of the sums of all groups: those that the block's threads hold.
-pub const SUMS: usize = HELD_COLUMNS / LANES as usize * BLOCK as usize;
+pub const SUMS: usize = REG_COLUMNS / LANES as usize * BLOCK as usize;
 
 /// Returns the number of row groups for `cols` columns: the rows that a block processes at once,
 /// each with its own lanes.
@@ -41,7 +41,7 @@ pub fn chunk_of(rows: usize, cols: usize) -> usize {
 /// Returns the columns of the tile of sums: those of the vectors that a row's lanes can hold.
 #[inline(always)]
 pub fn width(cols: usize) -> usize {
-    if cols > HELD_COLUMNS / 2 { HELD_COLUMNS } else { lanes_of(cols) as usize * 4 * F4::LEN }
+    if cols > REG_COLUMNS / 2 { REG_COLUMNS } else { lanes_of(cols) as usize * 4 * F4::LEN }
 }
 
 /// The rows of a block.

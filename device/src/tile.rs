@@ -460,7 +460,7 @@ impl SharedTile<u32> {
     /// 2 t + 1 of row g of each matrix, or of column g if `transposed`.
     ///
     /// # Safety
-    /// All lanes of the warp make the call, [converged](crate::warp::stay_together). Each has a row
+    /// All lanes of the warp make the call, [converged](crate::warp::converge_warp). Each has a row
     /// inside the tile on a 16-byte boundary, and the same constant `transposed`.
     #[inline(always)]
     #[track_caller]

@@ -27,7 +27,7 @@ pub struct Weights {
     /// The copy, with the same indices.
     pub copy: *mut bf16,
     /// A flag: not 0 if there is a copy.
-    pub copied: u32,
+    pub has_bf16: u32,
 }
 
 impl Weights {
@@ -52,7 +52,7 @@ impl Weights {
         // SAFETY: the vector lies inside, as the caller guarantees.
         unsafe {
             weights.store_part(self.weights, index, part);
-            if self.copied != 0 {
+            if self.has_bf16 != 0 {
                 weights.store_part(self.copy, index, part);
             }
         }
@@ -60,8 +60,8 @@ impl Weights {
 
     /// Checks a copy for a contract: it is as long as the weights, or there is none.
     #[cfg(not(target_arch = "nvptx64"))]
-    pub fn copies(elements: usize, copied: u32, copy: usize) -> Result<(), cuda_std::launch::Violation> {
-        cuda_std::launch::Violation::unless_length("copy", if copied == 0 { 0 } else { elements }, copy)
+    pub fn copies(elements: usize, has_bf16: u32, copy: usize) -> Result<(), cuda_std::launch::Violation> {
+        cuda_std::launch::Violation::unless_length("copy", if has_bf16 == 0 { 0 } else { elements }, copy)
     }
 }
 

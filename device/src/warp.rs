@@ -19,8 +19,8 @@
 //! with the same bits.
 //!
 //! A kernel that makes several passes over a row reads it once, up to 1024 columns: its lanes hold
-//! their [`Share`]s in registers. The operations and their order are the same if a share is read
-//! again.
+//! their [`RowFragment`]s in registers. The operations and their order are the same if a share is
+//! read again.
 
 use crate::for_each_vector;
 use crate::stored::Stored;
@@ -32,7 +32,7 @@ pub const LANES: u32 = 32;
 /// The threads in a block of the kernels that give each row its own lanes.
 pub const ROW_BLOCK: u32 = 128;
 /// The columns of the longest row that lanes hold in registers: eight vectors a lane.
-pub const HELD_COLUMNS: usize = 8 * F4::LEN * LANES as usize;
+pub const REG_COLUMNS: usize = 8 * F4::LEN * LANES as usize;
 
 /// This thread's row, and its place among the row's lanes.
 #[derive(Clone, Copy)]
@@ -136,36 +136,36 @@ impl Row {
     }
 }
 
-/// A lane's vectors of a row. If `HELD` is above 0, registers hold them: `HELD` vectors, which must
-/// be all. If `HELD` is 0, they are read each time.
+/// A lane's vectors of a row. If `REGS` is above 0, registers hold them: `REGS` vectors, which must
+/// be all. If `REGS` is 0, they are read each time.
 ///
 /// ```text
-/// 512 columns, a whole warp, HELD = 4:   held[0]   held[1]    held[2]    held[3]
+/// 512 columns, a whole warp, REGS = 4:   held[0]   held[1]    held[2]    held[3]
 ///                              lane 0     0..3     128..131   256..259   384..387
 ///                              lane 1     4..7     132..135   260..263   388..391
 ///                                  ..
 ///                              lane 31  124..127   252..255   380..383   508..511
 /// ```
 #[derive(Clone, Copy)]
-pub struct Share<'k, const HELD: usize, S> {
+pub struct RowFragment<'k, const REGS: usize, S> {
     values: &'k [S],
     start: usize,
     fill: f32,
-    held: [F4; HELD],
+    held: [F4; REGS],
 }
 
-impl<'k, const HELD: usize, S: Stored> Share<'k, HELD, S> {
+impl<'k, const REGS: usize, S: Stored> RowFragment<'k, REGS, S> {
     /// Loads this lane's share of the `cols` elements of `values` at `start`, with `fill` past
     /// them. All reads are issued before the lane waits for the first.
     ///
     /// # Safety
-    /// The row lies inside `values`. If `HELD` is not 0, it is the one that
+    /// The row lies inside `values`. If `REGS` is not 0, it is the one that
     /// [`with_held`](crate::with_held) selects.
     #[inline(always)]
     pub unsafe fn new(row: Row, values: &'k [S], start: usize, cols: usize, fill: f32) -> Self {
-        let mut held = [F4::splat(fill); HELD];
-        if HELD > 0 {
-            for_each_vector!(HELD, row, cols, |at, column, part| {
+        let mut held = [F4::splat(fill); REGS];
+        if REGS > 0 {
+            for_each_vector!(REGS, row, cols, |at, column, part| {
                 // SAFETY: the column is inside the row.
                 held[at] = unsafe { F4::load_part(values, start + column, part, fill) };
             });
@@ -179,7 +179,7 @@ impl<'k, const HELD: usize, S: Stored> Share<'k, HELD, S> {
     /// `at`, `column` and `part` are those of [`for_each_vector`] over the same row.
     #[inline(always)]
     pub unsafe fn get(&self, at: usize, column: usize, part: Part) -> F4 {
-        if HELD > 0 {
+        if REGS > 0 {
             return self.held[at];
         }
         // SAFETY: the column is inside the row.
@@ -187,10 +187,10 @@ impl<'k, const HELD: usize, S: Stored> Share<'k, HELD, S> {
     }
 
     /// Replaces a held vector, so that a later pass reads a result in place of its operand. Does
-    /// nothing if `HELD` is 0.
+    /// nothing if `REGS` is 0.
     #[inline(always)]
     pub fn hold(&mut self, at: usize, value: F4) {
-        if HELD > 0 {
+        if REGS > 0 {
             self.held[at] = value;
         }
     }
@@ -238,8 +238,8 @@ pub fn rows_in(
 /// The body is compiled twice: for whole vectors, and for single elements. It is a macro, because a
 /// closure may stay a call that is compiled without the CPU's fused multiply-add.
 ///
-/// If a constant `HELD` precedes the row, the body also gets the vector's number, first. If `HELD`
-/// is not 0, the body runs for exactly `HELD` vectors, and those past the row have an empty part.
+/// If a constant `REGS` precedes the row, the body also gets the vector's number, first. If `REGS`
+/// is not 0, the body runs for exactly `REGS` vectors, and those past the row have an empty part.
 /// The loop is unrolled, so that arrays indexed by the number stay in registers.
 #[macro_export]
 macro_rules! for_each_vector {
@@ -287,20 +287,20 @@ macro_rules! for_each_vector {
     }};
 }
 
-/// Calls `function::<HELD, _>(row, arguments)` with the number of vectors that a lane holds of a
-/// row of `cols`. See [`Share`](crate::warp::Share).
+/// Calls `function::<REGS, _>(row, arguments)` with the number of vectors that a lane holds of a
+/// row of `cols`. See [`RowFragment`](crate::warp::RowFragment).
 ///
 /// ```text
 /// cols        no multiple of four   up to 512   516..1024          more
-/// HELD                 0                4       8, a whole warp    0: lanes read the row again
+/// REGS                 0                4       8, a whole warp    0: lanes read the row again
 /// ```
 #[macro_export]
 macro_rules! with_held {
     ($row:expr, $cols:expr, $function:ident($($argument:expr),* $(,)?)) => {{
         let (row, cols): ($crate::warp::Row, usize) = ($row, $cols);
-        if !cols.is_multiple_of($crate::vector::F4::LEN) || cols > $crate::warp::HELD_COLUMNS {
+        if !cols.is_multiple_of($crate::vector::F4::LEN) || cols > $crate::warp::REG_COLUMNS {
             $function::<0, _>(row, $($argument),*)
-        } else if cols > $crate::warp::HELD_COLUMNS / 2 {
+        } else if cols > $crate::warp::REG_COLUMNS / 2 {
             $function::<8, _>(row.of_whole_warp(), $($argument),*)
         } else {
             $function::<4, _>(row, $($argument),*)
@@ -323,7 +323,7 @@ pub unsafe fn combine_lanes<T: Copy>(mask: u32, lanes: u32, value: T, combine: i
         while distance > 0 {
             // SAFETY: the caller guarantees that all lanes in `mask` execute this. The other lane
             // is in the same segment of `lanes`, because `distance` is smaller.
-            let other = unsafe { of_other_lane(mask, value, distance) };
+            let other = unsafe { shfl_xor(mask, value, distance) };
             value = combine(value, other);
             distance /= 2;
         }
@@ -367,7 +367,7 @@ unsafe extern "C" {
 #[cfg(not(target_arch = "nvptx64"))]
 #[inline(always)]
 #[track_caller]
-pub(crate) unsafe fn of_other_lane<T: Copy>(mask: u32, value: T, distance: u32) -> T {
+pub(crate) unsafe fn shfl_xor<T: Copy>(mask: u32, value: T, distance: u32) -> T {
     // SAFETY: the lanes of the mask call this together with the same `T`, which has no padding, as
     // the caller guarantees.
     let segment = unsafe { cuda_std::emulator::gather(mask, 2 * distance, value) };
@@ -380,7 +380,7 @@ pub(crate) unsafe fn of_other_lane<T: Copy>(mask: u32, value: T, distance: u32) 
 /// The lanes in `mask` call it together, and the other lane is among them.
 #[cfg(target_arch = "nvptx64")]
 #[inline(always)]
-pub(crate) unsafe fn of_other_lane<T: Copy>(mask: u32, value: T, distance: u32) -> T {
+pub(crate) unsafe fn shfl_xor<T: Copy>(mask: u32, value: T, distance: u32) -> T {
     use core::mem::{size_of, transmute_copy};
     const { assert!(size_of::<T>() == 4 || size_of::<T>() == 8, "a shuffle moves 4 or 8 bytes") };
     let clamp = LANES as i32 - 1;
@@ -406,7 +406,7 @@ pub(crate) unsafe fn of_other_lane<T: Copy>(mask: u32, value: T, distance: u32) 
 /// # Safety
 /// All lanes of the warp make the call.
 #[inline(always)]
-pub unsafe fn stay_together() {
+pub unsafe fn converge_warp() {
     #[cfg(target_arch = "nvptx64")]
     // SAFETY: the caller guarantees that all lanes of the warp execute this. Each gets a zero.
     unsafe {

@@ -80,17 +80,19 @@ impl<S: GemmElement<S> + GemmElement<f32>> Model<S> {
     ///
     /// # Errors
     /// When an op fails, for example because the arena is full.
-    pub(crate) fn logits<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s>> {
+    pub(crate) fn logits<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s, S>> {
         let mut h = self.scales.forward(tape, &tape.stored_as::<S>(x)?)?;
         for layer in &self.layers {
             h = layer.forward(tape, &h)?;
         }
-        tape.to_f32(&self.head.forward(tape, &tape.mean_tokens(&h)?)?)
+        self.head.forward(tape, &tape.mean_tokens(&h)?)
     }
 }
 
 impl<S: GemmElement<S> + GemmElement<f32>> stepscope::Model for Model<S> {
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
+    type Stored = S;
+
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s, S>> {
         self.logits(tape, &tape.input(batch.input::<f32>(0)?))
     }
 

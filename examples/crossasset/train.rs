@@ -161,7 +161,7 @@ impl<'r> Run<'r> {
                 self.captured = Some(CaptureUse::after(self.captured, report));
             }
             self.memory_use = MemoryUse::of(trainer.memory_forecast());
-            sha256 = Some(trainer.learner().parameters.sha256()?);
+            sha256 = Some(trainer.state().parameters.sha256()?);
         }
         Ok(sha256)
     }
@@ -177,7 +177,7 @@ impl<'r> Run<'r> {
     ) -> Result<()> {
         let (samples, batch) = (fold.train.len() as u64, self.args.batch as u64);
         let EpochProgress { updates, samples: done, .. } = progress;
-        let counted = trainer.learner().optimizer.updates();
+        let counted = trainer.state().optimizer.updates();
         let expected = updates.checked_add(epochs as u64 * samples.div_ceil(batch));
         if updates <= samples.div_ceil(batch) && done == samples.min(updates * batch) && expected == Some(counted) {
             return Ok(());
@@ -200,18 +200,16 @@ impl<'r> Run<'r> {
     where
         'r: 'a,
     {
-        let Args { seed, checkpoint_every, capture, precision, stored, .. } = *self.args;
-        let (model, layout) = Model::<S>::new()?;
-        let learner =
-            TrainState::new(arena.device(), model, &layout, seed, self.config(fold))?.with_precision(precision);
-        let learner = if stored == StoredAs::Bf16 { learner.with_bf16_copy()? } else { learner };
-        let learner = self.rank.in_group(self.group, learner)?;
+        let Args { seed, checkpoint_every, capture, precision, .. } = *self.args;
+        let (model, spec) = Model::<S>::new()?;
+        let state = TrainState::new(arena.device(), model, &spec, seed, self.config(fold))?.with_precision(precision);
+        let state = self.rank.in_group(self.group, state)?;
         let trainer = match capture {
-            Switch::Off => Trainer::eager(arena, learner),
+            Switch::Off => Trainer::eager(arena, state),
             Switch::On => {
                 let largest = self.cut().largest(fold.train.len());
                 let largest = MicroBatch::zeros(arena.device(), largest)?;
-                Trainer::captured(arena, learner, &largest)?
+                Trainer::captured(arena, state, &largest)?
             }
         };
         Ok(trainer.checkpoint(self.checkpoint, checkpoint_every).stop_when(self.stop))
@@ -293,11 +291,11 @@ impl<'r> Run<'r> {
             trainer.arena().record(if self.memory.is_some() { EVENTS } else { 0 });
             let update = trainer.accumulate(&batch)?;
             if let Some(trace) = &mut trace {
-                trace.before_update(&batch, update.loss as f32, trainer.learner())?;
+                trace.before_update(&batch, update.loss as f32, trainer.state())?;
             }
             trainer.apply()?;
             if let Some(traced) = &mut trace
-                && traced.after_update(trainer.learner())?
+                && traced.after_update(trainer.state())?
             {
                 trace = None;
             }

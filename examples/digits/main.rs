@@ -20,8 +20,8 @@ use clap::Parser;
 use data::{CLASSES, Images, PIXELS};
 use stepscope::nn::Mlp;
 use stepscope::{
-    AdamW, Arena, Capacity, Device, DeviceBatch, DeviceKind, EpochProgress, HostBatch, Model, ParameterSpec, Result,
-    Schedule, Tape, TrainState, Trainer, Var,
+    AdamW, Device, DeviceBatch, DeviceKind, EpochProgress, HostBatch, Model, ParameterSpec, Result, Schedule, Tape,
+    TrainState, Trainer, Var,
 };
 
 const HIDDEN: usize = 128;
@@ -50,6 +50,8 @@ struct Reader {
 }
 
 impl Model for Reader {
+    type Stored = f32;
+
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         self.mlp.forward(tape, &tape.input(batch.input::<f32>(0)?))
     }
@@ -71,8 +73,8 @@ fn main() -> ExitCode {
 /// Trains, and returns the accuracy on the validation images.
 fn run(args: &Args) -> Result<f64> {
     let (training, validation) = Images::load(args.seed);
-    let mut layout = ParameterSpec::builder();
-    let model = Reader { mlp: Mlp::new(layout.names().at("mlp"), PIXELS, HIDDEN, CLASSES) };
+    let mut spec = ParameterSpec::builder();
+    let model = Reader { mlp: Mlp::new(spec.names().at("mlp"), PIXELS, HIDDEN, CLASSES) };
     let total = args.epochs * training.len().div_ceil(BATCH) as u64;
     let config = AdamW {
         learning_rate: 3e-3,
@@ -81,10 +83,8 @@ fn run(args: &Args) -> Result<f64> {
     };
 
     let device = Device::open(args.device)?;
-    let mut arena = Arena::builder(&device).capacity(Capacity::mib(8)).build()?;
-    let learner = TrainState::new(&device, model, &layout.build()?, args.seed, config)?;
-    let largest = training.choose(&[0; BATCH]);
-    let mut trainer = Trainer::captured(&mut arena, learner, &largest)?;
+    let state = TrainState::new(&device, model, &spec.build()?, args.seed, config)?;
+    let mut trainer = Trainer::captured(&device, state, &training.choose(&[0; BATCH]))?;
     let training = Arc::new(training);
     let mut accuracy = 0.0;
     for epoch in 0..args.epochs {

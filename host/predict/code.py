@@ -1,9 +1,9 @@
 """Counts registers, and instructions by kind, of the assembled kernels, for the cost model.
 
-    ci/ptx                                  # compiles target/ptx/sm_90.ptx and sm_121.ptx
-    python3 examples/predict/code.py PTXAS NVDISASM target/ptx > examples/predict/code.json
+    code.py PTXAS NVDISASM FOLDER    prints the counts for each FOLDER/ARCH.ptx
 
-`nvdisasm` comes with `pip install nvidia-cuda-nvdisasm`. Each kernel has these parts:
+`ci/generate code` compiles the kernels and writes `code.json` with this. Each kernel has these
+parts:
 
 - `hot`: one iteration of its hot loop. Among loops that contain no other multiplying loop, this is
   the one with the most matrix instructions, else with the most multiply-adds.

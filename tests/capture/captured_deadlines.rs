@@ -28,6 +28,8 @@ const GROUP: [Call; 4] = [Call::JoinLink, Call::Exchange, Call::FollowExchanges,
 struct Classifier(Linear);
 
 impl Model for Classifier {
+    type Stored = f32;
+
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         self.0.forward(tape, &tape.input(batch.input::<f32>(0)?))
     }

@@ -58,6 +58,8 @@ fn arena(device: &Device) -> Arena {
 struct Classifier(Linear);
 
 impl Model for Classifier {
+    type Stored = f32;
+
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         self.0.forward(tape, &tape.input(batch.input::<f32>(0)?))
     }
@@ -90,7 +92,7 @@ fn train(device: &Device, sizes: &[usize], captured: bool, kept: Option<usize>) 
     for &size in sizes {
         trainer.update(&[batch(size)]).unwrap();
     }
-    (trainer.learner().parameters.sha256().unwrap(), trainer.capture_report())
+    (trainer.state().parameters.sha256().unwrap(), trainer.capture_report())
 }
 
 /// Returns the sizes 1 to `shapes`, `rounds` times. The largest comes first, because it is recorded

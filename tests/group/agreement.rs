@@ -26,6 +26,8 @@ struct Classifier {
 }
 
 impl Model for Classifier {
+    type Stored = f32;
+
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let hidden = tape.gelu(&self.hidden.forward(tape, &tape.input(batch.input::<f32>(0)?))?)?;
         let hidden = if self.drops { tape.dropout(&hidden, 0.25)? } else { hidden };
@@ -137,7 +139,7 @@ impl<R: UpdateRule + Clone> Setup<R> {
         };
         let mut trainer = trainer.non_finite(self.numbers);
         trainer.epoch(batches.into_iter().map(Ok), &mut EpochProgress::default(), &mut ())?;
-        trainer.learner().parameters.sha256()
+        trainer.state().parameters.sha256()
     }
 }
 
@@ -289,19 +291,18 @@ fn updated(device: &Device, updates: u64, gradient: f32) -> Result<TrainState<Cl
     let mut layout = ParameterSpec::builder();
     let (hidden, head) = (Linear::new(layout.names().at("hidden"), 4, 4), Linear::new(layout.names().at("head"), 4, 3));
     let model = Classifier { hidden, head, drops: false, watches: false };
-    let learner = TrainState::new(device, model, &layout.build()?, 7, AdamW::default())?;
-    let TrainState { model, mut parameters, mut gradients, .. } = learner;
-    let mut optimizer = Optimizer::new(&parameters, AdamW { learning_rate: 0.0, ..AdamW::default() })?;
+    let rule = AdamW { learning_rate: 0.0, ..AdamW::default() };
+    let mut state = TrainState::new(device, model, &layout.build()?, 7, rule)?;
+    let TrainState { parameters, gradients, optimizer, .. } = &mut state;
     let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build()?;
     for _ in 0..updates {
         optimizer.advance()?;
         arena.step(|step| {
             ops::fill_into(step, &mut gradients.lend_mut(step, head.weight)?, gradient)?;
-            optimizer.apply(step, &mut parameters, &gradients)
+            optimizer.apply(step, parameters, gradients)
         })?;
     }
-    let precision = Precision::F32;
-    Ok(TrainState { model, parameters, gradients, optimizer, precision, generator: None, shards: None })
+    Ok(state)
 }
 
 #[test]
@@ -340,7 +341,7 @@ fn restored_ranks_compare_again() {
             trainer.checkpoint(to, None).save(&EpochProgress::default(), &[])?;
             return Ok(String::new());
         }
-        trainer.learner().parameters.sha256()
+        trainer.state().parameters.sha256()
     };
     let on_two = |from: [Option<&Path>; 2], to: Option<&Path>| {
         on_ranks((DeviceKind::Emulated, 2), DEADLINE, |device, group| train(device, &group, from[group.rank()], to))
@@ -465,7 +466,7 @@ fn other_settings_may_differ() {
         }
         let part = || Points { x: vec![0.5; INPUTS], labels: vec![1] };
         trainer.update(&[part(), part()])?;
-        trainer.learner().parameters.sha256()
+        trainer.state().parameters.sha256()
     });
     assert!(said[0].0.is_ok() && said[0].0 == said[1].0);
 }

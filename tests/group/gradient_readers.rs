@@ -57,6 +57,8 @@ fn spy<'t, 's>(
 }
 
 impl Model for Spying {
+    type Stored = f32;
+
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let Self { first, layers: [a, b], reads } = *self;
         let x = tape.input(batch.input::<f32>(0)?);
@@ -141,7 +143,7 @@ fn train(kind: DeviceKind, ranks: usize, captured: bool, reads: Reads) -> String
             false => Trainer::eager(&mut arena, learner),
         };
         batches.iter().try_for_each(|batch| trainer.update(batch).map(drop))?;
-        trainer.learner().parameters.sha256()
+        trainer.state().parameters.sha256()
     });
     let said: Vec<String> = said.into_iter().map(|said| said.unwrap()).collect();
     assert!(said.iter().all(|other| *other == said[0]), "{reads:?}: {said:?}");

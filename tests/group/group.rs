@@ -62,7 +62,7 @@ fn gradients_sum_in_one_shard_tree() {
             let mut arena = arena(&device);
             let mut trainer = Trainer::eager(&mut arena, plan(1).learner(&device).unwrap());
             trainer.accumulate(std::slice::from_ref(shard)).unwrap();
-            let gradients = trainer.learner().gradients.flat().read().unwrap();
+            let gradients = trainer.state().gradients.flat().read().unwrap();
             gradients.into_iter().map(|gradient| gradient / PARTS as f32).collect()
         })
         .collect();
@@ -73,11 +73,11 @@ fn gradients_sum_in_one_shard_tree() {
             let learner = plan(ranks).learner(device)?.in_group(&group, PARTS)?;
             let mut trainer = Trainer::eager(&mut arena, learner);
             trainer.accumulate(batch)?;
-            let got = trainer.learner().gradients.flat().read()?;
+            let got = trainer.state().gradients.flat().read()?;
             let different = got.iter().zip(&want).position(|(got, want)| got.to_bits() != want.to_bits());
             assert_eq!(different, None, "{ranks} ranks: a gradient");
             trainer.apply()?;
-            trainer.learner().parameters.sha256()
+            trainer.state().parameters.sha256()
         });
         let updated: Vec<String> = updated.into_iter().map(|sha| sha.unwrap()).collect();
         let whole = said(plan(1), std::slice::from_ref(batch), None).1;
@@ -149,7 +149,8 @@ fn mismatched_shards_are_refused() {
             );
         }
         // An optimizer outside the group holds the state of all weights.
-        let learner = TrainState { shards: plan.learner(device)?.in_group(&group, 4)?.shards, ..plan.learner(device)? };
+        let mut learner = plan.learner(device)?.in_group(&group, 4)?;
+        learner.optimizer = plan.learner(device)?.optimizer;
         let mut arena = arena(device);
         refused(Trainer::eager(&mut arena, learner).update(batch).map(drop), "those of another train state");
         Ok(())
@@ -170,7 +171,7 @@ fn one_update(kind: DeviceKind, plan: &FaultPlan, deadline: Duration) -> (Vec<Re
         let mut arena = arena(device);
         let mut trainer = Trainer::eager(&mut arena, way.learner(device)?.in_group(&group, 4)?);
         trainer.update(batch)?;
-        trainer.learner().parameters.sha256()
+        trainer.state().parameters.sha256()
     });
     (said, start.elapsed())
 }

@@ -31,6 +31,8 @@ struct Deep {
 }
 
 impl Model for Deep {
+    type Stored = f32;
+
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let mut x = tape.input(batch.input::<f32>(0)?);
         if self.adds_late {
@@ -105,7 +107,7 @@ impl Plan {
         if path.is_some() {
             trainer.save(&EpochProgress::default(), &[])?;
         }
-        Ok((losses, trainer.learner().parameters.sha256()?))
+        Ok((losses, trainer.state().parameters.sha256()?))
     }
 
     /// Trains on ranks whose devices have these fault plans, each in its own thread, and returns

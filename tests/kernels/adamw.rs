@@ -225,11 +225,11 @@ on_each_device! {
 
 attack! {
     adamw::adamw {
-        weights: out 9, copy: out_halves 9, copied: number 1_u32, gradients: f32s 9, m: out 9, v: out 9,
+        weights: out 9, copy: out_halves 9, has_bf16: number 1_u32, gradients: f32s 9, m: out 9, v: out 9,
         hyper: f32s 8, squared_norm: f32s 1,
     }
     adamw::adamw_groups {
-        weights: out 9, copy: out_halves 9, copied: number 1_u32, gradients: f32s 9, m: out 9, v: out 9,
+        weights: out 9, copy: out_halves 9, has_bf16: number 1_u32, gradients: f32s 9, m: out 9, v: out 9,
         hyper: f32s 16, groups: u32s 1, squared_norm: f32s 1,
     }
 }

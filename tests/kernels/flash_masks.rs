@@ -3,7 +3,7 @@
 //!
 //! Only some of many tokens are compared, as queries and as keys. The contributions of other
 //! queries to a key's gradient are computed in float64 from the device's outputs and `lse`. Below
-//! f32, the norm bounds of [`crate::flash_attention_tensor`] would hide one wrong element, so each
+//! f32, the norm bounds of [`crate::flash_attention_mma`] would hide one wrong element, so each
 //! element of `out` has a bound too.
 //!
 //! In BF16, an element is rounded once, and the weights p before they are multiplied by v. So `sum
@@ -38,12 +38,12 @@ impl Bounds {
     }
 
     fn of_tf32(setup: Setup) -> Self {
-        let [out, lse, gradients] = crate::flash_attention_tensor::bounds::<f32>(setup.tokens.max(setup.width));
+        let [out, lse, gradients] = crate::flash_attention_mma::bounds::<f32>(setup.tokens.max(setup.width));
         Self { out, lse, gradients, element: Some([4.0 / 2048.0, tolerance(setup.tokens.max(setup.width))]) }
     }
 
     fn of_bf16(setup: Setup) -> Self {
-        let [out, lse, gradients] = crate::flash_attention_tensor::bounds::<bf16>(setup.tokens.max(setup.width));
+        let [out, lse, gradients] = crate::flash_attention_mma::bounds::<bf16>(setup.tokens.max(setup.width));
         // Weights are within 2^-17 before rounding, and so is their sum.
         let lse = lse + 1.0 / f64::from(1 << 17);
         Self { out, lse, gradients, element: Some([1.0 / 256.0, lse]) }

@@ -57,11 +57,11 @@ pub(crate) const VARIANTS: [Variant; 9] = [
     Variant { pads: [0, 0, 0], batches: 1, scales: [1.0, 0.0], bias: false, flags: 0 },
     Variant { pads: [0, 0, 0], batches: 3, scales: [1.0, 1.0], bias: true, flags: 0 },
     Variant { pads: [3, 1, 2], batches: 1, scales: [0.3, 0.5], bias: true, flags: GELU },
-    Variant { pads: [4, 8, 4], batches: 2, scales: [1.0, 0.0], bias: true, flags: GELU | KEEP },
-    Variant { pads: [1, 0, 5], batches: 2, scales: [1.0, 1.0], bias: false, flags: KEEP },
-    Variant { pads: [0, 2, 0], batches: 1, scales: [1.0, -0.5], bias: false, flags: GELU | KEEP },
+    Variant { pads: [4, 8, 4], batches: 2, scales: [1.0, 0.0], bias: true, flags: GELU | STORE_PREACT },
+    Variant { pads: [1, 0, 5], batches: 2, scales: [1.0, 1.0], bias: false, flags: STORE_PREACT },
+    Variant { pads: [0, 2, 0], batches: 1, scales: [1.0, -0.5], bias: false, flags: GELU | STORE_PREACT },
     Variant { pads: [1, 0, 1], batches: 1, scales: [0.3, 0.5], bias: true, flags: SILU },
-    Variant { pads: [0, 0, 4], batches: 2, scales: [0.3, 0.0], bias: true, flags: GATE | KEEP },
+    Variant { pads: [0, 0, 4], batches: 2, scales: [0.3, 0.0], bias: true, flags: SWIGLU | STORE_PREACT },
     Variant { pads: [0, 0, 1], batches: 0, scales: [1.0, 0.0], bias: true, flags: 0 },
 ];
 
@@ -161,13 +161,13 @@ impl Case {
             if self.form.beta != 0.0 {
                 sum = self.form.beta.mul_add(self.old[place], sum);
             }
-            if self.flags & KEEP != 0 {
+            if self.flags & STORE_PREACT != 0 {
                 pre[place] = sum;
             }
-            out[place] = match self.flags & (GELU | SILU | GATE) {
+            out[place] = match self.flags & (GELU | SILU | SWIGLU) {
                 GELU => math::gelu(sum),
                 SILU => math::silu(sum),
-                GATE => math::silu(self.old[place]) * sum,
+                SWIGLU => math::silu(self.old[place]) * sum,
                 _ => sum,
             };
         }
@@ -267,7 +267,7 @@ on_each_device! {
                         assert_same(format_args!("{tile}, {name}"), &got[0], &want[0]);
                         assert_same(format_args!("{tile}, {name}, before the activation"), &got[1], &want[1]);
                     }
-                    if case.flags & (GELU | SILU | GATE) == 0 {
+                    if case.flags & (GELU | SILU | SWIGLU) == 0 {
                         let sums: Vec<f32> = case.places().map(|(place, _)| results[0].1[0][place]).collect();
                         closeness.check(&name, &sums, &case.exact());
                     }
@@ -452,7 +452,7 @@ on_each_device! {
                 }
                 chain
             };
-            let [active, pre] = chain(true, 0.0, GELU | KEEP);
+            let [active, pre] = chain(true, 0.0, GELU | STORE_PREACT);
             let [[plain, _], [biased, _]] = [chain(false, 0.0, 0), chain(true, 0.0, 0)];
             let [[added, _], [unbiased, _]] = [chain(true, 1.0, 0), chain(false, 1.0, 0)];
             let names = ["matmul", "linear", "linear_residual", "linear_gelu", "before gelu", "residual without bias"];
@@ -506,11 +506,11 @@ on_each_device! {
             let ones = trial.upload(&[1.0; 64], [64])?;
             for (chunk, flags, [alpha, beta], argument) in [
                 (8, GELU | SILU, [1.0, 0.0], "flags"),
-                (8, SILU | GATE, [1.0, 0.0], "flags"),
+                (8, SILU | SWIGLU, [1.0, 0.0], "flags"),
                 (8, GELU_DERIVATIVE, [1.0, 0.0], "flags"),
-                (8, GATE, [1.0, 1.0], "beta"),
+                (8, SWIGLU, [1.0, 1.0], "beta"),
                 (4, SILU, [1.0, 0.0], "chunk"),
-                (4, GATE, [1.0, 0.0], "chunk"),
+                (4, SWIGLU, [1.0, 0.0], "chunk"),
                 (4, 0, [0.5, 0.0], "chunk"),
             ] {
                 let (mut out, mut pre) = (trial.empty::<f32>([16])?, trial.empty::<f32>([8])?);

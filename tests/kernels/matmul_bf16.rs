@@ -8,8 +8,8 @@ use crate::support::{Random, on_each_device};
 use crate::trial::{Trial, assert_refused, assert_same, trial, trial_of_one};
 use cuda_std::launch::{Contract as _, Pointer, PointerMut, Slice};
 use kernels::activations::Activations as _;
-use kernels::matmul::{GATE, GELU, GELU_DERIVATIVE, KEEP, TRANSPOSE_A, TRANSPOSE_B, sum_splits};
-use kernels::matmul_bf16::{ADD_TO_SUMS, OperandLayout, SUM_B, matmul_bf16};
+use kernels::matmul::{SWIGLU, GELU, GELU_DERIVATIVE, STORE_PREACT, TRANSPOSE_A, TRANSPOSE_B, sum_splits};
+use kernels::matmul_bf16::{ADD_TO_SUMS, OperandLayout, BIAS_GRAD, matmul_bf16};
 use kernels::stored::Stored as _;
 use stepscope::{Arena, Capacity, Device, Result, Saved, Source, Step, Stored, Target, Tensor, bf16, ops};
 
@@ -306,7 +306,7 @@ on_each_device! {
     /// Each tile multiplies its sums by gelu' of the values at their place, here in place, in
     /// padded rows of two batches. It keeps the sums. The sums are exact, and so are the bits.
     fn gelu_derivative_epilogue_is_exact(device: &Device) {
-        for ([m, n, k], pad, flags) in [([5, 9, 6], 3, 0), ([70, 132, 40], 4, KEEP), ([129, 260, 33], 0, KEEP)] {
+        for ([m, n, k], pad, flags) in [([5, 9, 6], 3, 0), ([70, 132, 40], 4, STORE_PREACT), ([129, 260, 33], 0, STORE_PREACT)] {
             let (a, b) = (numbers(1, 2 * m * k, true), numbers(2, 2 * k * n, true));
             let (stride_c, bias) = (m * (n + pad), Random::new(8).normals(n));
             let old = numbers(3, 2 * stride_c, false);
@@ -317,7 +317,7 @@ on_each_device! {
                     let place = z * stride_c + at / n * (n + pad) + at % n;
                     let sum = sum as f32 * 0.5 + bias[at % n];
                     want[place] = bf16::narrow(bf16::gelu_derivative(old[place].widen()) * sum).widen();
-                    sums[place] = if flags & KEEP == 0 { sums[place] } else { bf16::narrow(sum).widen() };
+                    sums[place] = if flags & STORE_PREACT == 0 { sums[place] } else { bf16::narrow(sum).widen() };
                 }
             }
             for tile in ops::BF16_TILES {
@@ -453,7 +453,7 @@ on_each_device! {
         trial(device, |trial| {
             for (flags, beta, c, argument) in [
                 (GELU_DERIVATIVE | GELU, 0.0, 8, "flags"),
-                (GELU_DERIVATIVE | GATE, 0.0, 8, "flags"),
+                (GELU_DERIVATIVE | SWIGLU, 0.0, 8, "flags"),
                 (GELU_DERIVATIVE, 1.0, 8, "beta"),
                 (GELU_DERIVATIVE, 0.0, 7, "c"),
             ] {
@@ -527,7 +527,7 @@ fn column_sums_stay_in_bounds() {
                     stride_bias: numbers.next("stride_bias", 0),
                     alpha: 1.0,
                     beta: 0.0,
-                    flags: numbers.next("flags", SUM_B | ADD_TO_SUMS),
+                    flags: numbers.next("flags", BIAS_GRAD | ADD_TO_SUMS),
                 };
                 match kernel.grid() {
                     Ok(_) if !launch => Ok(()),
@@ -580,6 +580,6 @@ fn summed<'s, S: Stored>(
         stride_bias: 0,
         alpha: 1.0,
         beta: 0.0,
-        flags: flags | SUM_B,
+        flags: flags | BIAS_GRAD,
     })
 }

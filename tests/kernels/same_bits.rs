@@ -8,7 +8,7 @@ use crate::launches::launched;
 use crate::support::{self, on_each_device};
 use kernels::format::Reduced;
 use kernels::matmul::matmul;
-use kernels::matmul_tensor::matmul_tensor;
+use kernels::matmul_mma::matmul_mma;
 use std::collections::BTreeSet;
 use stepscope::same_bits::{self, Case, CaseSize, Verdict, cases, compare, in_order};
 use stepscope::{Device, DeviceKind};
@@ -72,7 +72,7 @@ fn gives_the_committed_bits(device: &Device, form: CaseSize) {
     }
     let different: Vec<_> = compare(&text, form.golden()).into_iter().filter(|verdict| !verdict.equal()).collect();
     let right = different.is_empty() && text == form.golden();
-    assert!(right, "after a change that is meant: same_bits --update\n{different:#?}");
+    assert!(right, "after a change that is meant: ci/generate golden\n{different:#?}");
 }
 
 #[test]
@@ -81,7 +81,7 @@ fn product_tiles_give_same_bits() {
     let on_gpu = matmul::VARIANTS.iter().filter(|(_, tile)| !tile.is_on_cpu()).map(|&(name, _)| name);
     let of = |wanted| move |&(name, (format, _)): &(_, _)| (format == wanted).then_some(name);
     let [tf32, bf16] =
-        [Reduced::Tf32, Reduced::Bf16].map(|format| matmul_tensor::VARIANTS.iter().filter_map(of(format)));
+        [Reduced::Tf32, Reduced::Bf16].map(|format| matmul_mma::VARIANTS.iter().filter_map(of(format)));
     for (names, count) in [(on_gpu.collect::<Vec<_>>(), 5), (tf32.collect(), 4), (bf16.collect(), 4)] {
         let mut tiles = cases();
         tiles.retain(|(name, _)| names.contains(name));

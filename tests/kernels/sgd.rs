@@ -181,10 +181,10 @@ on_each_device! {
 
 attack! {
     sgd::sgd {
-        weights: out 9, copy: out_halves 9, copied: number 1_u32, gradients: f32s 9, velocity: out 9, hyper: f32s 5, squared_norm: f32s 1,
+        weights: out 9, copy: out_halves 9, has_bf16: number 1_u32, gradients: f32s 9, velocity: out 9, hyper: f32s 5, squared_norm: f32s 1,
     }
     sgd::sgd_groups {
-        weights: out 9, copy: out_halves 9, copied: number 1_u32, gradients: f32s 9, velocity: out 9,
+        weights: out 9, copy: out_halves 9, has_bf16: number 1_u32, gradients: f32s 9, velocity: out 9,
         hyper: f32s 10, groups: u32s 1, squared_norm: f32s 1,
     }
 }

@@ -55,6 +55,8 @@ struct Tied {
 }
 
 impl Model for Tied {
+    type Stored = f32;
+
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let words = tape.input(batch.input::<f32>(0)?);
         head(tape, &tape.tanh(&tape.linear(&words, self.w, None)?)?, self.w)
@@ -172,7 +174,7 @@ on_each_device! {
             trainer.epoch((0..30).map(batch), &mut EpochProgress::default(), &mut ()).unwrap();
             let (loss, ()) = trainer.evaluate(&Words::new(99), |_, _| Ok(())).unwrap();
             assert!(loss < 20.0 * 0.5, "a quarter of guessing's at most: {loss} of 20 samples");
-            trainer.learner().parameters.sha256().unwrap()
+            trainer.state().parameters.sha256().unwrap()
         };
         for parts in [1, 2] {
             assert_eq!(train(false, parts), train(true, parts), "{parts} parts");

@@ -133,6 +133,8 @@ thread_local! {
 struct Classifier(Linear);
 
 impl Model for Classifier {
+    type Stored = f32;
+
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         self.0.forward(tape, &tape.input(batch.input::<f32>(0)?))
     }

@@ -17,6 +17,8 @@ const INPUTS: usize = 8;
 struct Classifier(Linear);
 
 impl Model for Classifier {
+    type Stored = f32;
+
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         self.0.forward(tape, &tape.input(batch.input::<f32>(0)?))
     }
@@ -72,7 +74,7 @@ fn train(
         }
     }
     trainer.epoch(left, &mut progress, &mut ())?;
-    trainer.learner().parameters.sha256()
+    trainer.state().parameters.sha256()
 }
 
 on_each_device! {
@@ -126,6 +128,8 @@ on_each_device! {
 struct Deep(Vec<Linear>);
 
 impl Model for Deep {
+    type Stored = f32;
+
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let x = tape.input(batch.input::<f32>(0)?);
         self.0.iter().try_fold(x, |x, layer| layer.forward(tape, &x))

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Checks examples/gpt against Hugging Face's transformers: PyTorch on the CPU, in float64.
+"""Checks `stepscope train` against Hugging Face's transformers: PyTorch on the CPU, in float64.
 
     python3 tests/oracle/gpt.py PROGRAM [--device auto|emulated|cuda]
 
-PROGRAM is the built example. For GPT-2 and Llama, transformers writes random weights, in one file and
+PROGRAM is the built `stepscope`. For GPT-2 and Llama, transformers writes random weights, in one file and
 in shards. The example loads them, and traces the logits, the loss and every gradient of an f32 batch.
 transformers computes the same in float64 from the same weights. Each tensor may be off by LIMIT of
 its largest element. Then transformers loads the weights that the example wrote, and each logit must
@@ -58,7 +58,7 @@ def trace(program, device, folder):
     words = {"type": "WordLevel", "vocab": {f"w{word}": word for word in range(VOCABULARY)}, "unk_token": "w0"}
     (folder / "words.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": words}))
     arguments = [
-        program, "--weights", folder / "theirs", "--tokenizer", folder / "words.json", "--data", folder / "tokens.bin", "--batch", str(BATCH),
+        program, "train", "--weights", folder / "theirs", "--tokenizer", folder / "words.json", "--data", folder / "tokens.bin", "--batch", str(BATCH),
         "--out", folder / "ours", "--trace", folder / "trace.safetensors", "--device", device,
     ]
     done = subprocess.run(arguments, capture_output=True, text=True)

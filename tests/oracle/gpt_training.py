@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Trains GPT-2 with examples/gpt and with PyTorch, and compares the losses.
+"""Trains GPT-2 with `stepscope train` and with PyTorch, and compares the losses.
 
     python3 tests/oracle/gpt_training.py PROGRAM [--updates N] [--limit LOSS] [-- ARGUMENTS of the program]
 
@@ -172,7 +172,7 @@ def main():
         parser.add_argument("--learning-rate", type=float)
         told, _ = parser.parse_known_args([str(argument) for argument in theirs])
         told.updates = own.updates
-        arguments = [own.program, *theirs, "--updates", own.updates, "--sample-tokens", "1", "--out", folder]
+        arguments = [own.program, "train", *theirs, "--updates", own.updates, "--sample-tokens", "1", "--out", folder]
         run([*arguments, "--trace", folder / "trace.safetensors"])
         first = weights(folder / "transformers/model.safetensors")
         config = json.loads((folder / "transformers/config.json").read_text())

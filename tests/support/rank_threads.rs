@@ -27,6 +27,8 @@ pub(crate) struct Classifier {
 }
 
 impl Model for Classifier {
+    type Stored = f32;
+
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let hidden = self.mlp.forward(tape, &tape.input(batch.input::<f32>(0)?))?;
         let hidden = if self.drops { tape.dropout(&hidden, 0.25)? } else { hidden };
@@ -190,7 +192,7 @@ pub(crate) fn train(
     }
     let (mut heard, left) = (Heard::default(), batches.iter().skip(progress.updates as usize));
     trainer.epoch(left.cloned().map(Ok), &mut progress, &mut heard)?;
-    let parameters = &trainer.learner().parameters;
+    let parameters = &trainer.state().parameters;
     Ok((heard.0, parameters.sha256()?, parameters.bf16_copy().map(Buffer::read).transpose()?))
 }
 

@@ -113,6 +113,8 @@ struct Net {
 }
 
 impl Model for Net {
+    type Stored = f32;
+
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         self.head.forward(tape, &tape.input(batch.input::<f32>(0)?))
     }
@@ -174,7 +176,7 @@ fn infinite_weight_stops_first_update() {
             assert_names_unused(trainer.update(&[batch()]), 0);
             let one = std::iter::once(Ok(vec![batch()]));
             assert_names_unused(trainer.epoch(one, &mut EpochProgress::default(), &mut ()), 0);
-            assert_eq!(trainer.learner().optimizer.updates(), 0);
+            assert_eq!(trainer.state().optimizer.updates(), 0);
         }
     }
 }

@@ -61,6 +61,8 @@ struct Net {
 }
 
 impl Model for Net {
+    type Stored = f32;
+
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let x = self.input.forward(tape, &tape.input(batch.input::<f32>(0)?))?;
         let x = self.dropout.forward(tape, &self.mlp.forward_residual(tape, &x, &x)?)?;
@@ -116,7 +118,7 @@ fn trained(device: &Device, captured: bool, batches: &[Vec<Points>]) -> (String,
     let loaded = Loader::new(batches.into_iter().map(Ok)).unwrap();
     trainer.epoch(loaded, &mut progress, &mut ()).unwrap();
     let (loss, ()) = trainer.evaluate(&first, |_, _| Ok(())).unwrap();
-    (trainer.learner().parameters.sha256().unwrap(), [progress.mean_loss().to_bits(), loss.to_bits()])
+    (trainer.state().parameters.sha256().unwrap(), [progress.mean_loss().to_bits(), loss.to_bits()])
 }
 
 #[test]

@@ -35,6 +35,8 @@ impl Classifier {
 }
 
 impl Model for Classifier {
+    type Stored = f32;
+
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         self.head.forward(tape, &self.mlp.forward(tape, &tape.input(batch.input::<f32>(0)?))?)
     }
@@ -100,7 +102,7 @@ fn epoch(trainer: &mut Trainer<'_, Classifier>, part: usize, progress: &mut Epoc
 }
 
 fn sha256(trainer: &Trainer<'_, Classifier>) -> String {
-    trainer.learner().parameters.sha256().unwrap()
+    trainer.state().parameters.sha256().unwrap()
 }
 
 /// Returns the weights after an undisturbed epoch.
@@ -405,7 +407,7 @@ on_each_device! {
             assert!(*update > 1 && heard.updates.len() as u64 == update - 1, "{ended:?}");
             assert!(tensor.contains("gradient of `mlp."), "{tensor}");
             // The checkpoints saved on the way can be restored.
-            Checkpoint::load(&path).unwrap().restore(&mut Parameters::new(device, training.learner().parameters.layout(), 0).unwrap(), None).unwrap();
+            Checkpoint::load(&path).unwrap().restore(&mut Parameters::new(device, training.state().parameters.layout(), 0).unwrap(), None).unwrap();
         }
     }
 
@@ -437,6 +439,8 @@ on_each_device! {
         struct Steep(Classifier);
 
         impl Model for Steep {
+            type Stored = f32;
+
             fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
                 self.0.forward(tape, batch)
             }
@@ -536,11 +540,12 @@ on_each_device! {
     fn model_of_another_spec_is_refused(device: &Device) {
         let stranger = Classifier::learner(device).model;
         let mut memory = arena(device);
-        let learner = TrainState { model: stranger, ..Classifier::learner(device) };
+        let mut learner = Classifier::learner(device);
+        learner.model = stranger;
         let error = Trainer::captured(&mut memory, learner, &batches(0, 8)[0][0]).err().unwrap();
         assert!(matches!(error, Error::Misuse { op: "mlp_gelu", .. }), "{error}");
-        let gradients = Classifier::learner(device).gradients;
-        let learner = TrainState { gradients, ..Classifier::learner(device) };
+        let mut learner = Classifier::learner(device);
+        learner.gradients = Classifier::learner(device).gradients;
         let error = Trainer::eager(&mut memory, learner).update(&batches(0, 8)[0]).unwrap_err();
         assert!(matches!(error, Error::Misuse { op: "backward", .. }), "{error}");
     }

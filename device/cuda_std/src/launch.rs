@@ -104,7 +104,6 @@ impl Entry {
     /// # Panics
     /// Panics if a block has no threads or more than 1024, or if the alignment is not a power of
     /// two.
-    #[allow(clippy::disallowed_methods, reason = "computed by rustc, for the host")]
     pub const fn of<K: Kernel>(package: &'static str, block: u32, shared_bytes: u32, align: u64) -> Self {
         assert!(block >= 1 && block <= 1024, "a block has 1 to 1024 threads");
         assert!(align.is_power_of_two(), "an alignment is a power of two");

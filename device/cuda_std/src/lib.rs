@@ -29,10 +29,12 @@ pub mod shared;
 pub mod thread;
 pub mod warp;
 
+#[allow(clippy::disallowed_methods, reason = "runs only on the host")]
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod emulator;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod float_mode;
+#[allow(clippy::disallowed_methods, reason = "runs only on the host")]
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod launch;
 

@@ -42,14 +42,14 @@ pub mod slot {
 /// w = w - learning_rate / bias_correction1 * m / (sqrt(v) / sqrt(bias_correction2) + epsilon)
 /// ```
 /// Shapes: `weights`, `gradients`, `m`, `v`: `[n]`, `hyper`: `[8]`, see [`slot`], `squared_norm`:
-/// `[1]`, of all gradients. `copy`: `[n]`, the new weights, each rounded once. If `copied` is 0,
+/// `[1]`, of all gradients. `copy`: `[n]`, the new weights, each rounded once. If `has_bf16` is 0,
 /// `copy` is empty and not written. 1 - beta is exact in f32. Updates `weights`, `m` and `v`, and
 /// overwrites `copy`.
 #[kernel]
 pub unsafe fn adamw(
     weights: *mut f32,
     copy: *mut bf16,
-    copied: u32,
+    has_bf16: u32,
     gradients: &[f32],
     m: *mut f32,
     v: *mut f32,
@@ -61,7 +61,7 @@ pub unsafe fn adamw(
         // settings of one group.
         unsafe {
             update(
-                Weights { weights, copy, copied },
+                Weights { weights, copy, has_bf16 },
                 gradients,
                 m,
                 v,
@@ -78,7 +78,7 @@ pub unsafe fn adamw(
 // the one element of `squared_norm`.
 contract! { unsafe adamw { block: crate::block::BLOCK } |k| {
     Violation::unless_length("weights", k.gradients.len(), k.weights.len())?;
-    Weights::copies(k.gradients.len(), k.copied, k.copy.len())?;
+    Weights::copies(k.gradients.len(), k.has_bf16, k.copy.len())?;
     Violation::unless_length("m", k.gradients.len(), k.m.len())?;
     Violation::unless_length("v", k.gradients.len(), k.v.len())?;
     Violation::unless_length("hyper", slot::LEN, k.hyper.len())?;
@@ -93,7 +93,7 @@ contract! { unsafe adamw { block: crate::block::BLOCK } |k| {
 pub unsafe fn adamw_groups(
     weights: *mut f32,
     copy: *mut bf16,
-    copied: u32,
+    has_bf16: u32,
     gradients: &[f32],
     m: *mut f32,
     v: *mut f32,
@@ -109,7 +109,7 @@ pub unsafe fn adamw_groups(
             let (start, known) = group_settings(groups, index, slot::LEN, hyper.len());
             let settings = Settings::load(hyper, start, squared_norm);
             update(
-                Weights { weights, copy, copied },
+                Weights { weights, copy, has_bf16 },
                 gradients,
                 m,
                 v,
@@ -127,7 +127,7 @@ pub unsafe fn adamw_groups(
 // element's group does not exist.
 contract! { unsafe adamw_groups { block: crate::block::BLOCK } |k| {
     Violation::unless_length("weights", k.gradients.len(), k.weights.len())?;
-    Weights::copies(k.gradients.len(), k.copied, k.copy.len())?;
+    Weights::copies(k.gradients.len(), k.has_bf16, k.copy.len())?;
     Violation::unless_length("m", k.gradients.len(), k.m.len())?;
     Violation::unless_length("v", k.gradients.len(), k.v.len())?;
     crate::update::grouped(k.gradients.len(), k.groups.len(), k.hyper.len(), slot::LEN)?;
@@ -142,11 +142,11 @@ struct Settings {
     beta2: f32,
     epsilon: f32,
     /// The factor on a weight that remains after weight decay.
-    keep: f32,
+    decay_factor: f32,
     /// The learning rate, divided by the first moment's bias correction.
-    step: f32,
+    step_size: f32,
     /// The square root of the second moment's bias correction.
-    correction: f32,
+    sqrt_bias_correction2: f32,
     clip: f32,
 }
 
@@ -165,9 +165,9 @@ impl Settings {
                 beta1: load(hyper, start + slot::BETA1),
                 beta2: load(hyper, start + slot::BETA2),
                 epsilon: load(hyper, start + slot::EPSILON),
-                keep: 1.0 - learning_rate * load(hyper, start + slot::WEIGHT_DECAY),
-                step: learning_rate / load(hyper, start + slot::BIAS_CORRECTION1),
-                correction: GpuFloat::sqrt(load(hyper, start + slot::BIAS_CORRECTION2)),
+                decay_factor: 1.0 - learning_rate * load(hyper, start + slot::WEIGHT_DECAY),
+                step_size: learning_rate / load(hyper, start + slot::BIAS_CORRECTION1),
+                sqrt_bias_correction2: GpuFloat::sqrt(load(hyper, start + slot::BIAS_CORRECTION2)),
                 clip: clip_factor(load(hyper, start + slot::MAX_NORM), load(squared_norm, 0)),
             }
         }
@@ -189,7 +189,7 @@ unsafe fn update(
     index: usize,
     part: Part,
 ) {
-    let Settings { beta1, beta2, epsilon, keep, step, correction, clip } = settings;
+    let Settings { beta1, beta2, epsilon, decay_factor, step_size, sqrt_bias_correction2, clip } = settings;
     // SAFETY: the caller guarantees that the vector lies inside each array.
     unsafe {
         let g = F4::load_part(gradients, index, part, 0.0) * F4::splat(clip);
@@ -198,8 +198,8 @@ unsafe fn update(
         let w_old = weights.load(index, part);
         let m_new = m_old.fma(F4::splat(1.0 - beta1), g - m_old);
         let v_new = (v_old * F4::splat(beta2)).fma(F4::splat(1.0 - beta2) * g, g);
-        let direction = m_new / (v_new.sqrt() / F4::splat(correction) + F4::splat(epsilon));
-        let w = (w_old * F4::splat(keep)).fma(F4::splat(-step), direction);
+        let direction = m_new / (v_new.sqrt() / F4::splat(sqrt_bias_correction2) + F4::splat(epsilon));
+        let w = (w_old * F4::splat(decay_factor)).fma(F4::splat(-step_size), direction);
         weights.store(w, index, part);
         m_new.store_part(m, index, part);
         v_new.store_part(v, index, part);

@@ -20,7 +20,7 @@ use crate::block::{BLOCK, divide};
 use crate::stored::Stored;
 use crate::tile::SharedTile;
 use crate::vector::{F4, Part, load, store};
-use crate::warp::{LANES, Row, Share};
+use crate::warp::{LANES, Row, RowFragment};
 use crate::{contract, family, for_each_vector, unroll_on_gpu, with_held};
 use cuda_std::prelude::*;
 use half::bf16;
@@ -65,18 +65,18 @@ family! {
 /// The row lies inside `y`, and `ids` has its number. `table` is whole rows of `cols`. The row's
 /// lanes call it together.
 #[inline(always)]
-unsafe fn row_of<const HELD: usize, T: Stored>(row: Row, table: &[T], ids: &[u32], cols: usize, y: *mut impl Stored) {
+unsafe fn row_of<const REGS: usize, T: Stored>(row: Row, table: &[T], ids: &[u32], cols: usize, y: *mut impl Stored) {
     // SAFETY: the row lies inside `y`, and a row that begins inside `table` ends there, as the
     // caller guarantees.
     unsafe {
         let start = load(ids, row.number) as usize * cols;
         if start < table.len() {
-            let values = Share::<HELD, _>::new(row, table, start, cols, 0.0);
-            for_each_vector!(HELD, row, cols, |at, column, part| {
+            let values = RowFragment::<REGS, _>::new(row, table, start, cols, 0.0);
+            for_each_vector!(REGS, row, cols, |at, column, part| {
                 values.get(at, column, part).store_part(y, row.start + column, part);
             });
         } else {
-            for_each_vector!(HELD, row, cols, |_at, column, part| {
+            for_each_vector!(REGS, row, cols, |_at, column, part| {
                 F4::splat(f32::NAN).store_part(y, row.start + column, part);
             });
         }

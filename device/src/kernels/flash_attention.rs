@@ -117,13 +117,13 @@ family! {
     /// The parameters are those of [`flash_forward`], whose `lse` is an input.
     /// [`flash_delta`](struct@flash_delta) computes `delta`. `dout` has the shape of `out`, and
     /// `dqkv` that of `qkv`. Overwrites q's part of `dqkv`.
-    flash_queries(shape: Shape as SHAPE) {
+    flash_bwd_dq(shape: Shape as SHAPE) {
         /// Up to 64 columns.
-        flash_queries_64 = W64;
+        flash_bwd_dq_64 = W64;
         /// Up to 128 columns.
-        flash_queries_128 = W128_BACKWARD;
+        flash_bwd_dq_128 = W128_BACKWARD;
         /// Up to 256 columns.
-        flash_queries_256 = W256;
+        flash_bwd_dq_256 = W256;
     }
     unsafe fn(
         qkv: &[f32],
@@ -160,14 +160,14 @@ family! {
     /// Computes the gradients of k and v: `dk[j] = scale sum_i ds[i, j] q[i]` and `dv[j] = sum_i
     /// p[i, j] dout[i]`, over the queries i of all heads of the group.
     ///
-    /// The parameters are those of [`flash_queries`]. Overwrites k's and v's parts of `dqkv`.
-    flash_keys(shape: Shape as SHAPE) {
+    /// The parameters are those of [`flash_bwd_dq`]. Overwrites k's and v's parts of `dqkv`.
+    flash_bwd_dkv(shape: Shape as SHAPE) {
         /// Up to 64 columns.
-        flash_keys_64 = W64;
+        flash_bwd_dkv_64 = W64;
         /// Up to 128 columns.
-        flash_keys_128 = W128_BACKWARD;
+        flash_bwd_dkv_128 = W128_BACKWARD;
         /// Up to 256 columns.
-        flash_keys_256 = W256;
+        flash_bwd_dkv_256 = W256;
     }
     unsafe fn(
         qkv: &[f32],
@@ -190,7 +190,7 @@ family! {
         // width suits the shape.
         unsafe { keys::<{ SHAPE.each }, { SHAPE.chunks }>(problem, lse, delta, dout, dqkv) }
     }
-    // SAFETY: the argument for `flash_queries` holds here too.
+    // SAFETY: the argument for `flash_bwd_dq` holds here too.
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(2) } |p| {
         let sizes = Sizes::new(p.qkv.len(), [p.tokens, p.heads, p.kv_heads, p.width, p.stacked], SHAPE.widths())?;
         sizes.check_masks(p.documents.len(), p.lengths.len())?;

@@ -5,7 +5,7 @@
 //! only on the number of rows. The variance is the mean of squared differences from the mean, so
 //! that a row of large, nearly equal numbers keeps its precision.
 
-use crate::block::{divide, stay_rolled};
+use crate::block::{divide, no_unroll};
 use crate::rescale;
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::row_chunk::chunk_of;
@@ -13,7 +13,7 @@ use crate::row_chunk::{BLOCK, MAX_ROWS, RowChunk, SUMS, groups_of, width};
 use crate::stored::Stored;
 use crate::tile::SharedTile;
 use crate::vector::{F4, Part, load, store};
-use crate::warp::{HELD_COLUMNS, Row, Share};
+use crate::warp::{REG_COLUMNS, Row, RowFragment};
 use crate::{family, for_each_vector, with_held};
 use cuda_std::prelude::*;
 use half::bf16;
@@ -63,7 +63,7 @@ family! {
 /// # Safety
 /// The row lies inside the arguments; its lanes call it together.
 #[inline(always)]
-unsafe fn forward<const HELD: usize, S: Stored>(
+unsafe fn forward<const REGS: usize, S: Stored>(
     row: Row,
     x: &[S],
     residual: &[S],
@@ -79,10 +79,10 @@ unsafe fn forward<const HELD: usize, S: Stored>(
     // SAFETY: the row lies inside the arguments, and its lanes are converged here, as the caller
     // guarantees.
     unsafe {
-        let mut held = Share::<HELD, _>::new(row, x, row.start, cols, 0.0);
+        let mut held = RowFragment::<REGS, _>::new(row, x, row.start, cols, 0.0);
         if !residual.is_empty() {
-            let residual = Share::<HELD, _>::new(row, residual, row.start, cols, 0.0);
-            for_each_vector!(HELD, row, cols, |at, column, part| {
+            let residual = RowFragment::<REGS, _>::new(row, residual, row.start, cols, 0.0);
+            for_each_vector!(REGS, row, cols, |at, column, part| {
                 let value = (held.get(at, column, part) + residual.get(at, column, part)).rounded::<S>();
                 value.store_part(h, row.start + column, part);
                 held.hold(at, value);
@@ -91,7 +91,7 @@ unsafe fn forward<const HELD: usize, S: Stored>(
         // Values that are not held in registers are added again.
         macro_rules! row_value {
             ($at:ident, $column:ident, $part:ident) => {
-                if HELD > 0 || residual.is_empty() {
+                if REGS > 0 || residual.is_empty() {
                     held.get($at, $column, $part)
                 } else {
                     (held.get($at, $column, $part) + F4::load_part(residual, row.start + $column, $part, 0.0))
@@ -101,13 +101,13 @@ unsafe fn forward<const HELD: usize, S: Stored>(
         }
         let mut factor = rescale::FIRST;
         let [center, scale] = loop {
-            stay_rolled();
+            no_unroll();
             let (mut sum, mut squares) = (F4::splat(0.0), F4::splat(0.0));
-            for_each_vector!(HELD, row, cols, |at, column, part| {
+            for_each_vector!(REGS, row, cols, |at, column, part| {
                 sum = sum + row_value!(at, column, part) * F4::splat(factor);
             });
             let center = row.sum(sum) / cols as f32;
-            for_each_vector!(HELD, row, cols, |at, column, part| {
+            for_each_vector!(REGS, row, cols, |at, column, part| {
                 let value = row_value!(at, column, part) * F4::splat(factor);
                 let difference = (value - F4::splat(center)).only(part);
                 squares = squares.fma(difference, difference);
@@ -118,7 +118,7 @@ unsafe fn forward<const HELD: usize, S: Stored>(
                 None => break [center, rescale::inverse_root(sum, cols, epsilon, factor)],
             }
         };
-        for_each_vector!(HELD, row, cols, |at, column, part| {
+        for_each_vector!(REGS, row, cols, |at, column, part| {
             let value = row_value!(at, column, part) * F4::splat(factor);
             let normal = (value - F4::splat(center)) * F4::splat(scale);
             let (gain, bias) = (F4::load_part(gain, column, part, 0.0), F4::load_part(bias, column, part, 0.0));
@@ -180,25 +180,25 @@ impl<S: Stored> Backward<'_, S> {
     /// hold it in registers. They write dh, and sum their columns for gain and bias.
     ///
     /// # Safety
-    /// The rows lie inside the arguments and suit `HELD`, which is not 0. The lanes of a row call
+    /// The rows lie inside the arguments and suit `REGS`, which is not 0. The lanes of a row call
     /// it together.
     #[inline(always)]
-    unsafe fn held<const HELD: usize>(self, mut row: Row, [of_gain, of_bias]: [SharedTile<f32>; 2]) {
+    unsafe fn held<const REGS: usize>(self, mut row: Row, [of_gain, of_bias]: [SharedTile<f32>; 2]) {
         let Self { cols, .. } = self;
         let group = (row.number - self.rows.first) * width(cols);
-        // SAFETY: the rows lie inside the arguments and suit `HELD`, and their lanes are converged
+        // SAFETY: the rows lie inside the arguments and suit `REGS`, and their lanes are converged
         // here, as the caller guarantees.
         unsafe {
-            for_each_vector!(HELD, row, cols, |_at, column, _part| {
+            for_each_vector!(REGS, row, cols, |_at, column, _part| {
                 of_gain.set4((group + column) as u32, F4::splat(0.0));
                 of_bias.set4((group + column) as u32, F4::splat(0.0));
             });
             while row.number < self.rows.end {
                 let (place, scale) = self.place(row.number);
-                let mut normal = Share::<HELD, _>::new(row, self.h, row.start, cols, 0.0);
-                let mut g = Share::<HELD, _>::new(row, self.dy, row.start, cols, 0.0);
+                let mut normal = RowFragment::<REGS, _>::new(row, self.h, row.start, cols, 0.0);
+                let mut g = RowFragment::<REGS, _>::new(row, self.dy, row.start, cols, 0.0);
                 let (mut sum, mut dot) = (F4::splat(0.0), F4::splat(0.0));
-                for_each_vector!(HELD, row, cols, |at, column, part| {
+                for_each_vector!(REGS, row, cols, |at, column, part| {
                     let n = place.normal(normal.get(at, column, part));
                     let dy = g.get(at, column, part);
                     // Sums in registers would lower the occupancy.
@@ -212,13 +212,13 @@ impl<S: Stored> Backward<'_, S> {
                     g.hold(at, g_here);
                 });
                 let (mean_g, mean_g_n) = (row.sum(sum) / cols as f32, row.sum(dot) / cols as f32);
-                let mut old = [F4::splat(0.0); HELD];
+                let mut old = [F4::splat(0.0); REGS];
                 if self.add & ADD_DH != 0 {
-                    for_each_vector!(HELD, row, cols, |at, column, part| {
+                    for_each_vector!(REGS, row, cols, |at, column, part| {
                         old[at] = F4::load_part_raw(self.dh, row.start + column, part, 0.0);
                     });
                 }
-                for_each_vector!(HELD, row, cols, |at, column, part| {
+                for_each_vector!(REGS, row, cols, |at, column, part| {
                     let centered = g.get(at, column, part) - F4::splat(mean_g);
                     let unscaled = centered.fma(F4::splat(-mean_g_n), normal.get(at, column, part));
                     old[at].fma(unscaled, F4::splat(scale)).store_part(self.dh, row.start + column, part);
@@ -342,9 +342,9 @@ family! {
             let sums = [0, 4].map(|times| SharedTile::new(times * SUMS as u32, SUMS as u32));
             let means = [0, 4].map(|times| SharedTile::new(8 * SUMS as u32 + times * MAX_ROWS as u32, MAX_ROWS as u32));
             let block = Backward { h, gain, mean, inverse_std, dy, cols, add, dh, rows, means };
-            if cols.is_multiple_of(F4::LEN) && cols <= HELD_COLUMNS {
+            if cols.is_multiple_of(F4::LEN) && cols <= REG_COLUMNS {
                 if let Some(row) = Row::after(rows.first, h.len(), cols) {
-                    if cols > HELD_COLUMNS / 2 {
+                    if cols > REG_COLUMNS / 2 {
                         block.held::<8>(row.of_whole_warp(), sums);
                     } else {
                         block.held::<4>(row, sums);

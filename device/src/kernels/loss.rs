@@ -184,7 +184,7 @@ impl Labelled {
 /// # Safety
 /// The row lies inside `logits`, `labels` and `dlogits`. Its lanes call it together.
 #[inline(always)]
-unsafe fn loss_of_row<const HELD: usize, S: Stored>(
+unsafe fn loss_of_row<const REGS: usize, S: Stored>(
     row: Row,
     logits: &[S],
     labels: &[u32],
@@ -196,9 +196,9 @@ unsafe fn loss_of_row<const HELD: usize, S: Stored>(
     // guarantees.
     unsafe {
         let labelled = Labelled::of_row(row.number, row.start, logits, labels, classes, target);
-        let exps = Exps::<HELD, _>::new(row, logits, classes);
+        let exps = Exps::<REGS, _>::new(row, logits, classes);
         let inverse = 1.0 / exps.sum;
-        for_each_vector!(HELD, row, classes, |at, column, part| {
+        for_each_vector!(REGS, row, classes, |at, column, part| {
             let gradients = labelled.gradients(exps.get(at, column, part), inverse, column);
             gradients.store_part(dlogits, row.start + column, part);
         });

@@ -25,10 +25,10 @@
 //!   [`TRANSPOSE_B`].
 //! - `bias`: `[n]` at `z stride_bias`, added to every row. Empty means no bias.
 //! - `c`, `out`, `pre`: `[m, n]`. Element (i, j) is at `z stride_c + i ldc + j`. `c` is read only
-//!   if `beta` is not 0, or with [`GATE`] or [`GELU_DERIVATIVE`]. It may be `out`.
-//! - `flags`: [`GELU`] and [`SILU`] apply that activation to the sum. [`GATE`] makes `out` silu(c)
-//!   times the sum. [`GELU_DERIVATIVE`] makes `out` gelu'(c) times the sum. These two require
-//!   `beta` 0. [`KEEP`] stores the sum itself to `pre`.
+//!   if `beta` is not 0, or with [`SWIGLU`] or [`GELU_DERIVATIVE`]. It may be `out`.
+//! - `flags`: [`GELU`] and [`SILU`] apply that activation to the sum. [`SWIGLU`] makes `out`
+//!   silu(c) times the sum. [`GELU_DERIVATIVE`] makes `out` gelu'(c) times the sum. These two
+//!   require `beta` 0. [`STORE_PREACT`] stores the sum itself to `pre`.
 //! - `chunk`: the k of one split-K product. If it is less than k, each `z` has `ceil(k / chunk)`
 //!   products, and `out` has a matrix for each: all chunks of one `z`, then those of the next.
 //!   [`sum_splits`](struct@sum_splits) reduces them. Such a partial sum has no epilogue: no
@@ -61,17 +61,17 @@ pub const TRANSPOSE_B: u32 = 2;
 /// A flag: the output is gelu of the sum.
 pub const GELU: u32 = 4;
 /// A flag: the sum, before the activation or gate, is stored to `pre`.
-pub const KEEP: u32 = 8;
+pub const STORE_PREACT: u32 = 8;
 /// A flag: the output is silu of the sum.
 pub const SILU: u32 = 16;
 /// A flag: the output is silu(c) times the sum. This is SwiGLU, where `c` is the gate's product
 /// (Shazeer, 2020).
-pub const GATE: u32 = 32;
+pub const SWIGLU: u32 = 32;
 /// A flag: the output is gelu'(c) times the sum, where `c` is gelu's input: the end of a backward
 /// pass. It requires BF16 storage.
 pub const GELU_DERIVATIVE: u32 = 64;
 /// The flags of the activations. At most one of them is set.
-pub(crate) const ACTIVATIONS: u32 = GELU | SILU | GATE | GELU_DERIVATIVE;
+pub(crate) const ACTIVATIONS: u32 = GELU | SILU | SWIGLU | GELU_DERIVATIVE;
 
 /// 16 x 16, 64 threads.
 pub const T16X16: Tile =

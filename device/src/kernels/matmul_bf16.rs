@@ -18,10 +18,10 @@
 //! the storage of A, not a flag. `out`, `c` and `pre` hold S. If k is split into several chunks,
 //! `chunk` is a multiple of a stage's k, and S is f32.
 //!
-//! [`SUM_B`] adds an epilogue output `sums`, f32, `[batches, chunks, n]`: the sums of B's columns
-//! over k. For dw = x^T dy this is the bias gradient, so dy is not read a second time. The blocks
-//! of the first row of tiles compute it from the fragments that they multiply. The order is the
-//! same in every tile and on every device:
+//! [`BIAS_GRAD`] adds an epilogue output `sums`, f32, `[batches, chunks, n]`: the sums of B's
+//! columns over k. For dw = x^T dy this is the bias gradient, so dy is not read a second time. The
+//! blocks of the first row of tiles compute it from the fragments that they multiply. The order is
+//! the same in every tile and on every device:
 //!
 //! ```text
 //! lane t of four adds its elements, k ascending    k mod 16:  2 t, 2 t + 1, 2 t + 8, 2 t + 9
@@ -57,8 +57,8 @@ pub const T128X256: Tile = Tile { warps: [2, 4], each: [4, 4], cost: Cost::new(3
 
 /// A flag in addition to those of [`matmul`](super::matmul): B's columns are summed. It requires
 /// [`OperandLayout::Transposed`], S = f32, B stored as `[k, n]`, and m of at least 1.
-pub const SUM_B: u32 = 1 << 30;
-/// A flag for use with [`SUM_B`]: its sums are added to the content of `sums`.
+pub const BIAS_GRAD: u32 = 1 << 30;
+/// A flag for use with [`BIAS_GRAD`]: its sums are added to the content of `sums`.
 pub const ADD_TO_SUMS: u32 = 1 << 31;
 
 /// The two warps that multiply the same columns of B each sum half of them.
@@ -130,7 +130,7 @@ family! {
         let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, alpha, beta, flags };
         let Chunk { first, end, .. } = Chunk::new(k, chunk, chunk_index);
         let columns = ColumnSums {
-            wanted: flags & SUM_B != 0,
+            wanted: flags & BIAS_GRAD != 0,
             accumulate: flags & ADD_TO_SUMS,
             sums,
             start: (z * chunks + chunk_index as usize) * n as usize,
@@ -154,7 +154,7 @@ family! {
         let chunks = sum_chunks!(p);
         check_factors!(p, of_a | p.flags & TRANSPOSE_B);
         check_outputs!(p, chunks);
-        if p.flags & SUM_B != 0 {
+        if p.flags & BIAS_GRAD != 0 {
             let sums_b = form == OperandLayout::Transposed && size_of::<S>() == size_of::<f32>();
             Violation::unless(sums_b, "flags", "sums of B only beside a transposed A, into f32", p.flags)?;
             Violation::unless(p.flags & TRANSPOSE_B == 0, "flags", "B as [k, n] where it is summed", p.flags)?;

@@ -21,7 +21,7 @@
 //! Invariant: the order of a row's sums depends only on its length. The order of a column's sums
 //! depends only on the number of rows and their length.
 
-use crate::block::{divide, stay_rolled};
+use crate::block::{divide, no_unroll};
 use crate::rescale;
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::row_chunk::chunk_of;
@@ -29,7 +29,7 @@ use crate::row_chunk::{BLOCK, MAX_ROWS, RowChunk, SUMS, groups_of, width};
 use crate::stored::Stored;
 use crate::tile::SharedTile;
 use crate::vector::{F4, Part, load, store};
-use crate::warp::{HELD_COLUMNS, Row, Share};
+use crate::warp::{REG_COLUMNS, Row, RowFragment};
 use crate::{family, for_each_vector, with_held};
 use cuda_std::prelude::*;
 use half::bf16;
@@ -75,7 +75,7 @@ family! {
 /// # Safety
 /// The row lies inside the arguments; its lanes call it together.
 #[inline(always)]
-unsafe fn forward<const HELD: usize, S: Stored>(
+unsafe fn forward<const REGS: usize, S: Stored>(
     row: Row,
     x: &[S],
     residual: &[S],
@@ -89,10 +89,10 @@ unsafe fn forward<const HELD: usize, S: Stored>(
     // SAFETY: the row lies inside the arguments, and its lanes are converged here, as the caller
     // guarantees.
     unsafe {
-        let mut held = Share::<HELD, _>::new(row, x, row.start, cols, 0.0);
+        let mut held = RowFragment::<REGS, _>::new(row, x, row.start, cols, 0.0);
         if !residual.is_empty() {
-            let residual = Share::<HELD, _>::new(row, residual, row.start, cols, 0.0);
-            for_each_vector!(HELD, row, cols, |at, column, part| {
+            let residual = RowFragment::<REGS, _>::new(row, residual, row.start, cols, 0.0);
+            for_each_vector!(REGS, row, cols, |at, column, part| {
                 let value = (held.get(at, column, part) + residual.get(at, column, part)).rounded::<S>();
                 value.store_part(h, row.start + column, part);
                 held.hold(at, value);
@@ -101,7 +101,7 @@ unsafe fn forward<const HELD: usize, S: Stored>(
         // Values that are not held in registers are added again.
         macro_rules! row_value {
             ($at:ident, $column:ident, $part:ident) => {
-                if HELD > 0 || residual.is_empty() {
+                if REGS > 0 || residual.is_empty() {
                     held.get($at, $column, $part)
                 } else {
                     (held.get($at, $column, $part) + F4::load_part(residual, row.start + $column, $part, 0.0))
@@ -109,12 +109,12 @@ unsafe fn forward<const HELD: usize, S: Stored>(
                 }
             };
         }
-        let gain = Share::<HELD, _>::new(row, gain, 0, cols, 0.0);
+        let gain = RowFragment::<REGS, _>::new(row, gain, 0, cols, 0.0);
         let mut factor = rescale::FIRST;
         let scale = loop {
-            stay_rolled();
+            no_unroll();
             let mut squares = F4::splat(0.0);
-            for_each_vector!(HELD, row, cols, |at, column, part| {
+            for_each_vector!(REGS, row, cols, |at, column, part| {
                 let value = row_value!(at, column, part) * F4::splat(factor);
                 squares = squares.fma(value, value);
             });
@@ -124,7 +124,7 @@ unsafe fn forward<const HELD: usize, S: Stored>(
                 None => break rescale::inverse_root(sum, cols, epsilon, factor),
             }
         };
-        for_each_vector!(HELD, row, cols, |at, column, part| {
+        for_each_vector!(REGS, row, cols, |at, column, part| {
             let value = row_value!(at, column, part) * F4::splat(factor);
             (value * F4::splat(scale) * gain.get(at, column, part)).store_part(y, row.start + column, part);
         });
@@ -173,33 +173,33 @@ impl<S: Stored> Backward<'_, S> {
     /// hold it in registers. They write dx, and sum their columns for the gain.
     ///
     /// # Safety
-    /// The rows lie inside the arguments and suit `HELD`, which is not 0. The lanes of a row call
+    /// The rows lie inside the arguments and suit `REGS`, which is not 0. The lanes of a row call
     /// it together.
     #[inline(always)]
-    unsafe fn held<const HELD: usize>(self, mut row: Row) {
+    unsafe fn held<const REGS: usize>(self, mut row: Row) {
         let Self { cols, .. } = self;
         let group = (row.number - self.rows.first) * width(cols);
-        // SAFETY: the rows lie inside the arguments and suit `HELD`, and their lanes are converged
+        // SAFETY: the rows lie inside the arguments and suit `REGS`, and their lanes are converged
         // here, as the caller guarantees.
         unsafe {
-            for_each_vector!(HELD, row, cols, |_at, column, _part| {
+            for_each_vector!(REGS, row, cols, |_at, column, _part| {
                 self.sums.set4((group + column) as u32, F4::splat(0.0));
             });
             while row.number < self.rows.end {
                 let [factor, scale] = rescale::of_scale(load(self.inverse_rms, row.number), cols);
-                let mut x = Share::<HELD, _>::new(row, self.x, row.start, cols, 0.0);
-                let mut dy = Share::<HELD, _>::new(row, self.dy, row.start, cols, 0.0);
+                let mut x = RowFragment::<REGS, _>::new(row, self.x, row.start, cols, 0.0);
+                let mut dy = RowFragment::<REGS, _>::new(row, self.dy, row.start, cols, 0.0);
                 let mut part = 1;
                 while part < self.parts {
-                    stay_rolled();
-                    let more = Share::<HELD, _>::new(row, self.dy, row.start + part * self.x.len(), cols, 0.0);
-                    for_each_vector!(HELD, row, cols, |at, column, part| {
+                    no_unroll();
+                    let more = RowFragment::<REGS, _>::new(row, self.dy, row.start + part * self.x.len(), cols, 0.0);
+                    for_each_vector!(REGS, row, cols, |at, column, part| {
                         dy.hold(at, dy.get(at, column, part) + more.get(at, column, part));
                     });
                     part += 1;
                 }
                 let mut dot = F4::splat(0.0);
-                for_each_vector!(HELD, row, cols, |at, column, part| {
+                for_each_vector!(REGS, row, cols, |at, column, part| {
                     let (x_here, dy_here) = (x.get(at, column, part) * F4::splat(factor), dy.get(at, column, part));
                     x.hold(at, x_here);
                     let dy_gain = dy_here * F4::load_part(self.gain, column, part, 0.0);
@@ -210,13 +210,13 @@ impl<S: Stored> Backward<'_, S> {
                     dy.hold(at, dy_gain);
                 });
                 let coefficient = self.x_coefficient(row.sum(dot), scale);
-                let mut old = [F4::splat(0.0); HELD];
+                let mut old = [F4::splat(0.0); REGS];
                 if self.add & ADD_DX != 0 {
-                    for_each_vector!(HELD, row, cols, |at, column, part| {
+                    for_each_vector!(REGS, row, cols, |at, column, part| {
                         old[at] = F4::load_part_raw(self.dx, row.start + column, part, 0.0);
                     });
                 }
-                for_each_vector!(HELD, row, cols, |at, column, part| {
+                for_each_vector!(REGS, row, cols, |at, column, part| {
                     let gradient = dy.get(at, column, part) * F4::splat(scale);
                     let gradient = gradient.fma(F4::splat(-coefficient), x.get(at, column, part));
                     (old[at] + gradient * F4::splat(factor)).store_part(self.dx, row.start + column, part);
@@ -291,7 +291,7 @@ impl<S: Stored> Backward<'_, S> {
             let mut sum = F4::load_part(self.dy, index, part, 0.0);
             let mut at = 1;
             while at < self.parts {
-                stay_rolled();
+                no_unroll();
                 sum = sum + F4::load_part(self.dy, index + at * self.x.len(), part, 0.0);
                 at += 1;
             }
@@ -354,12 +354,12 @@ family! {
             let sums = SharedTile::new(0, SUMS as u32);
             let coefficients = SharedTile::new(SUMS as u32 * 4, MAX_ROWS as u32);
             let block = Backward { x, gain, inverse_rms, dy, parts, cols, add, dx, rows, sums, dgain };
-            if !cols.is_multiple_of(F4::LEN) || cols > HELD_COLUMNS {
+            if !cols.is_multiple_of(F4::LEN) || cols > REG_COLUMNS {
                 block.read_twice(coefficients);
                 return;
             }
             if let Some(row) = Row::after(rows.first, x.len(), cols) {
-                if cols > HELD_COLUMNS / 2 {
+                if cols > REG_COLUMNS / 2 {
                     block.held::<8>(row.of_whole_warp());
                 } else {
                     block.held::<4>(row);

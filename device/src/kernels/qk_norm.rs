@@ -17,7 +17,7 @@
 //! Invariant: the order of a row's sums depends only on its width. The order of the sums for a gain
 //! depends only on the numbers of rows and columns.
 
-use crate::block::{divide, stay_rolled};
+use crate::block::{divide, no_unroll};
 use crate::row_chunk::{BLOCK, RowChunk, groups_of};
 use crate::tile::SharedTile;
 use crate::vector::{F4, load, store};
@@ -29,10 +29,10 @@ use half::bf16;
 /// The columns of the widest head: as many as the lanes of a row hold.
 pub const MAX_WIDTH: usize = 256;
 /// The vectors of a row that a lane holds.
-const HELD: usize = 4;
+const REGS: usize = 4;
 /// The shared memory of the backward pass in bytes: the sums of all threads, for the gains of q and
 /// of k.
-const BACKWARD_BYTES: u32 = 2 * BLOCK * (HELD * F4::LEN) as u32 * 4;
+const BACKWARD_BYTES: u32 = 2 * BLOCK * (REGS * F4::LEN) as u32 * 4;
 
 /// Returns the part that a row belongs to: q (0), k (1) or v (2).
 ///
@@ -83,15 +83,15 @@ family! {
         // sizes are not 0.
         unsafe {
             let part = part_of(row.number, inverse_rms_rows(x.len(), cols), heads, kv_heads, stacked);
-            let mut held = [F4::splat(0.0); HELD];
-            for_each_vector!(HELD, row, cols, |at, column, present| {
+            let mut held = [F4::splat(0.0); REGS];
+            for_each_vector!(REGS, row, cols, |at, column, present| {
                 held[at] = F4::load_part(x, row.start + column, present, 0.0);
             });
             let mut factor = rescale::FIRST;
             let scale = loop {
-                stay_rolled();
+                no_unroll();
                 let mut squares = F4::splat(0.0);
-                for_each_vector!(HELD, row, cols, |at, _column, _present| {
+                for_each_vector!(REGS, row, cols, |at, _column, _present| {
                     let value = held[at] * F4::splat(factor);
                     squares = squares.fma(value, value);
                 });
@@ -102,7 +102,7 @@ family! {
                 }
             };
             let is_normed = part < 2;
-            for_each_vector!(HELD, row, cols, |at, column, present| {
+            for_each_vector!(REGS, row, cols, |at, column, present| {
                 let gain = F4::load_part(gains, part as usize % 2 * distance as usize + column, present, 0.0);
                 let value = held[at] * F4::splat(factor) * F4::splat(scale) * gain;
                 (if is_normed { value } else { held[at] }).store_part(y, row.start + column, present);
@@ -167,7 +167,7 @@ family! {
     ) {
         let cols = width as usize;
         let rows = RowChunk::of_block(chunk, inverse_rms.len());
-        let mut sums = [[F4::splat(0.0); HELD]; 2];
+        let mut sums = [[F4::splat(0.0); REGS]; 2];
         // SAFETY: the rows lie inside the arguments. Their lanes stay converged, and every thread
         // reaches the barrier. The tile fills the declared shared memory.
         unsafe {
@@ -177,8 +177,8 @@ family! {
             {
                 let part = part_of(row.number, inverse_rms.len(), heads, kv_heads, stacked);
                 let [factor, scale] = rescale::of_scale(load(inverse_rms, row.number), cols);
-                let (mut held, mut gradients, mut dot) = ([F4::splat(0.0); HELD], [F4::splat(0.0); HELD], F4::splat(0.0));
-                for_each_vector!(HELD, row, cols, |at, column, present| {
+                let (mut held, mut gradients, mut dot) = ([F4::splat(0.0); REGS], [F4::splat(0.0); REGS], F4::splat(0.0));
+                for_each_vector!(REGS, row, cols, |at, column, present| {
                     held[at] = F4::load_part(x, row.start + column, present, 0.0) * F4::splat(factor);
                     let dy = F4::load_part_raw(dx, row.start + column, present, 0.0);
                     gradients[at] = dy * F4::load_part(gains, part as usize % 2 * distance as usize + column, present, 0.0);
@@ -193,7 +193,7 @@ family! {
                 // s^3 could overflow where this product does not.
                 let coefficient = row.sum(dot) * scale / cols as f32 * scale * scale;
                 if part < 2 {
-                    for_each_vector!(HELD, row, cols, |at, column, present| {
+                    for_each_vector!(REGS, row, cols, |at, column, present| {
                         let gradient = (gradients[at] * F4::splat(scale)).fma(F4::splat(-coefficient), held[at]);
                         (gradient * F4::splat(factor)).store_part(dx, row.start + column, present);
                     });
@@ -204,7 +204,7 @@ family! {
             let tile = SharedTile::new(0, BACKWARD_BYTES / 4);
             let lanes = lanes_of(cols);
             let (group, lane) = (thread::thread_idx_x() / lanes, thread::thread_idx_x() % lanes);
-            let row_len = lanes * (HELD * F4::LEN) as u32;
+            let row_len = lanes * (REGS * F4::LEN) as u32;
             crate::unroll_on_gpu!(part < 2 => {
                 crate::unroll_on_gpu!(at < 4 => {
                     let column = (lane + at as u32 * lanes) * F4::LEN as u32;

@@ -37,13 +37,13 @@ pub mod slot {
 /// ```
 /// Shapes: `weights`, `gradients`, `velocity`: `[n]`, `hyper`: `[5]`, see [`slot`], `squared_norm`:
 /// `[1]`, of all gradients. Each line ends in a fused multiply-add. `copy`: `[n]`, the new weights,
-/// each rounded once. If `copied` is 0, `copy` is empty and not written. Updates `weights` and
+/// each rounded once. If `has_bf16` is 0, `copy` is empty and not written. Updates `weights` and
 /// `velocity`, and overwrites `copy`.
 #[kernel]
 pub unsafe fn sgd(
     weights: *mut f32,
     copy: *mut bf16,
-    copied: u32,
+    has_bf16: u32,
     gradients: &[f32],
     velocity: *mut f32,
     hyper: &[f32],
@@ -54,7 +54,7 @@ pub unsafe fn sgd(
         // settings of one group.
         unsafe {
             update(
-                Weights { weights, copy, copied },
+                Weights { weights, copy, has_bf16 },
                 gradients,
                 velocity,
                 Settings::load(hyper, 0, squared_norm),
@@ -70,7 +70,7 @@ pub unsafe fn sgd(
 // the one element of `squared_norm`.
 contract! { unsafe sgd { block: crate::block::BLOCK } |k| {
     Violation::unless_length("weights", k.gradients.len(), k.weights.len())?;
-    Weights::copies(k.gradients.len(), k.copied, k.copy.len())?;
+    Weights::copies(k.gradients.len(), k.has_bf16, k.copy.len())?;
     Violation::unless_length("velocity", k.gradients.len(), k.velocity.len())?;
     Violation::unless_length("hyper", slot::LEN, k.hyper.len())?;
     Violation::unless_length("squared_norm", 1, k.squared_norm.len())?;
@@ -84,7 +84,7 @@ contract! { unsafe sgd { block: crate::block::BLOCK } |k| {
 pub unsafe fn sgd_groups(
     weights: *mut f32,
     copy: *mut bf16,
-    copied: u32,
+    has_bf16: u32,
     gradients: &[f32],
     velocity: *mut f32,
     hyper: &[f32],
@@ -99,7 +99,7 @@ pub unsafe fn sgd_groups(
             let (start, known) = group_settings(groups, index, slot::LEN, hyper.len());
             let settings = Settings::load(hyper, start, squared_norm);
             update(
-                Weights { weights, copy, copied },
+                Weights { weights, copy, has_bf16 },
                 gradients,
                 velocity,
                 Settings { clip: settings.clip * known, ..settings },
@@ -116,7 +116,7 @@ pub unsafe fn sgd_groups(
 // element's group does not exist.
 contract! { unsafe sgd_groups { block: crate::block::BLOCK } |k| {
     Violation::unless_length("weights", k.gradients.len(), k.weights.len())?;
-    Weights::copies(k.gradients.len(), k.copied, k.copy.len())?;
+    Weights::copies(k.gradients.len(), k.has_bf16, k.copy.len())?;
     Violation::unless_length("velocity", k.gradients.len(), k.velocity.len())?;
     crate::update::grouped(k.gradients.len(), k.groups.len(), k.hyper.len(), slot::LEN)?;
     Violation::unless_length("squared_norm", 1, k.squared_norm.len())?;

@@ -16,7 +16,7 @@ use crate::exps::Exps;
 use crate::math;
 use crate::stored::Stored;
 use crate::vector::F4;
-use crate::warp::{Row, Share};
+use crate::warp::{Row, RowFragment};
 use crate::{family, for_each_vector, map4, with_held};
 use cuda_std::prelude::*;
 use half::bf16;
@@ -42,13 +42,13 @@ family! {
 /// # Safety
 /// The row lies inside `x` and `y`; its lanes call it together.
 #[inline(always)]
-unsafe fn forward<const HELD: usize, S: Stored>(row: Row, x: &[S], cols: usize, y: *mut S) {
+unsafe fn forward<const REGS: usize, S: Stored>(row: Row, x: &[S], cols: usize, y: *mut S) {
     // SAFETY: the row lies inside `x` and `y`, and its lanes are converged here, as the caller
     // guarantees.
     unsafe {
-        let exps = Exps::<HELD, _>::new(row, x, cols);
+        let exps = Exps::<REGS, _>::new(row, x, cols);
         let inverse = 1.0 / exps.sum;
-        for_each_vector!(HELD, row, cols, |at, column, part| {
+        for_each_vector!(REGS, row, cols, |at, column, part| {
             (exps.get(at, column, part) * F4::splat(inverse)).store_part(y, row.start + column, part);
         });
     }
@@ -75,18 +75,18 @@ family! {
 /// # Safety
 /// The row lies inside `y`, `dy` and `dx`; its lanes call it together.
 #[inline(always)]
-unsafe fn backward<const HELD: usize, S: Stored>(row: Row, y: &[S], dy: &[S], cols: usize, dx: *mut S) {
+unsafe fn backward<const REGS: usize, S: Stored>(row: Row, y: &[S], dy: &[S], cols: usize, dx: *mut S) {
     let mut dot = F4::splat(0.0);
     // SAFETY: the row lies inside `y`, `dy` and `dx`, and its lanes are converged here, as the
     // caller guarantees.
     unsafe {
-        let y = Share::<HELD, _>::new(row, y, row.start, cols, 0.0);
-        let dy = Share::<HELD, _>::new(row, dy, row.start, cols, 0.0);
-        for_each_vector!(HELD, row, cols, |at, column, part| {
+        let y = RowFragment::<REGS, _>::new(row, y, row.start, cols, 0.0);
+        let dy = RowFragment::<REGS, _>::new(row, dy, row.start, cols, 0.0);
+        for_each_vector!(REGS, row, cols, |at, column, part| {
             dot = dot.fma(dy.get(at, column, part), y.get(at, column, part));
         });
         let dot = F4::splat(row.sum(dot));
-        for_each_vector!(HELD, row, cols, |at, column, part| {
+        for_each_vector!(REGS, row, cols, |at, column, part| {
             let gradient = y.get(at, column, part) * (dy.get(at, column, part) - dot);
             gradient.store_part(dx, row.start + column, part);
         });
@@ -114,14 +114,14 @@ family! {
 /// # Safety
 /// The row lies inside `x` and `y`; its lanes call it together.
 #[inline(always)]
-unsafe fn log_forward<const HELD: usize, S: Stored>(row: Row, x: &[S], cols: usize, y: *mut S) {
+unsafe fn log_forward<const REGS: usize, S: Stored>(row: Row, x: &[S], cols: usize, y: *mut S) {
     // SAFETY: the row lies inside `x` and `y`, and its lanes are converged here, as the caller
     // guarantees.
     unsafe {
-        let exps = Exps::<HELD, _>::new(row, x, cols);
+        let exps = Exps::<REGS, _>::new(row, x, cols);
         let log = math::log(exps.sum);
         // The row is read again, because the registers hold its exponentials.
-        for_each_vector!(HELD, row, cols, |_at, column, part| {
+        for_each_vector!(REGS, row, cols, |_at, column, part| {
             let value = F4::load_part(x, row.start + column, part, 0.0) - F4::splat(exps.largest) - F4::splat(log);
             value.store_part(y, row.start + column, part);
         });
@@ -149,18 +149,18 @@ family! {
 /// # Safety
 /// The row lies inside `y`, `dy` and `dx`; its lanes call it together.
 #[inline(always)]
-unsafe fn log_backward<const HELD: usize, S: Stored>(row: Row, y: &[S], dy: &[S], cols: usize, dx: *mut S) {
+unsafe fn log_backward<const REGS: usize, S: Stored>(row: Row, y: &[S], dy: &[S], cols: usize, dx: *mut S) {
     let mut sum = F4::splat(0.0);
     // SAFETY: the row lies inside `y`, `dy` and `dx`, and its lanes are converged here, as the
     // caller guarantees.
     unsafe {
-        let y = Share::<HELD, _>::new(row, y, row.start, cols, f32::NEG_INFINITY);
-        let dy = Share::<HELD, _>::new(row, dy, row.start, cols, 0.0);
-        for_each_vector!(HELD, row, cols, |at, column, part| {
+        let y = RowFragment::<REGS, _>::new(row, y, row.start, cols, f32::NEG_INFINITY);
+        let dy = RowFragment::<REGS, _>::new(row, dy, row.start, cols, 0.0);
+        for_each_vector!(REGS, row, cols, |at, column, part| {
             sum = sum + dy.get(at, column, part);
         });
         let sum = F4::splat(-row.sum(sum));
-        for_each_vector!(HELD, row, cols, |at, column, part| {
+        for_each_vector!(REGS, row, cols, |at, column, part| {
             let p = map4!(y.get(at, column, part), math::exp_negative);
             dy.get(at, column, part).fma(p, sum).store_part(dx, row.start + column, part);
         });

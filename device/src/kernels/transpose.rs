@@ -19,7 +19,7 @@ use crate::block::{BLOCK, divide};
 use crate::stored::Stored;
 use crate::tile::SharedTile;
 use crate::vector::{load, store};
-use crate::warp::{LANES, Row, Share};
+use crate::warp::{LANES, Row, RowFragment};
 use crate::{family, for_each_vector, with_held};
 use cuda_std::prelude::*;
 use half::bf16;
@@ -113,11 +113,11 @@ family! {
 /// The row lies inside `y`, and `cols` elements from `start` inside `x`; its lanes call it
 /// together.
 #[inline(always)]
-unsafe fn moved<const HELD: usize, S: Stored>(row: Row, x: &[S], start: usize, cols: usize, y: *mut S) {
+unsafe fn moved<const REGS: usize, S: Stored>(row: Row, x: &[S], start: usize, cols: usize, y: *mut S) {
     // SAFETY: both rows lie inside their arrays, as the caller guarantees.
     unsafe {
-        let values = Share::<HELD, _>::new(row, x, start, cols, 0.0);
-        for_each_vector!(HELD, row, cols, |at, column, part| {
+        let values = RowFragment::<REGS, _>::new(row, x, start, cols, 0.0);
+        for_each_vector!(REGS, row, cols, |at, column, part| {
             values.get(at, column, part).store_part(y, row.start + column, part);
         });
     }

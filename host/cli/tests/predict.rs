@@ -196,9 +196,7 @@ fn every_kernel_has_been_counted() {
         let counted = code[arch].as_object().unwrap();
         // The emulator's own tile does not run on a GPU.
         for entry in kernels::entries().filter(|entry| !entry.name.ends_with("_on_cpu")) {
-            let way = &counted
-                .get(entry.name)
-                .unwrap_or_else(|| panic!("{}: run examples/predict/code.py", entry.name))["way"];
+            let way = &counted.get(entry.name).unwrap_or_else(|| panic!("{}: run ci/generate code", entry.name))["way"];
             assert!(number(&way["all"]) > 0.0 && number(&way["alone"]) >= number(&way["all"]), "{}: {way}", entry.name);
             // A block copies its first stages like the others, before it multiplies. After the last
             // stage, nothing is left to copy.

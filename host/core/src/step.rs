@@ -347,7 +347,7 @@ impl Arena {
     }
 
     /// Measures a step like [`Arena::measure`], as if the device were `other`, and lists the step's
-    /// launches in order. `examples/predict` computes from the list how long the step takes on a
+    /// launches in order. `stepscope predict` computes from the list how long the step takes on a
     /// GPU that is not present.
     ///
     /// # Errors

@@ -1,6 +1,6 @@
 //! Attention, as tiles of token pairs.
 
-use kernels::{flash_attention as ieee, flash_attention_tensor as tensor};
+use kernels::{flash_attention as ieee, flash_attention_mma as tensor};
 use stepscope::Launch;
 
 use crate::code::Code;

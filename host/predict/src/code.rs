@@ -64,8 +64,8 @@ impl Kernels {
     /// When the file, which is part of the program, has no such architecture.
     pub fn of(arch: &str) -> Self {
         let mut all: BTreeMap<String, BTreeMap<String, Code>> =
-            serde_json::from_str(include_str!("../code.json")).expect("code.py has written it");
-        Self(all.remove(arch).expect("code.py has counted both"))
+            serde_json::from_str(include_str!("../code.json")).expect("ci/generate has written it");
+        Self(all.remove(arch).expect("ci/generate has counted both"))
     }
 
     /// Returns the cost of activations in an epilogue: that of the elementwise kernels, whose reads

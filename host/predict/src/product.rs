@@ -1,6 +1,6 @@
 //! Products: their work, from the kernel's tile, layout and loop.
 
-use kernels::matmul::{GATE, GELU, GELU_DERIVATIVE, SILU, TILES, TRANSPOSE_A, TRANSPOSE_B, Tile};
+use kernels::matmul::{GELU, GELU_DERIVATIVE, SILU, SWIGLU, TILES, TRANSPOSE_A, TRANSPOSE_B, Tile};
 use stepscope::Launch;
 
 use crate::code::{Activations, Code};
@@ -155,7 +155,7 @@ pub(crate) fn work(launch: &Launch, code: &Code, activations: Activations) -> Wo
     work.moved += stage;
     let activation = if flags & GELU != 0 {
         activations.gelu
-    } else if flags & (SILU | GATE) != 0 {
+    } else if flags & (SILU | SWIGLU) != 0 {
         activations.silu
     } else if flags & GELU_DERIVATIVE != 0 {
         activations.gelu_derivative

@@ -1,6 +1,6 @@
 //! The work of a launch: per block, the instructions by kind, the bytes, and the number of waits.
 
-use kernels::matmul::{GATE, GELU_DERIVATIVE};
+use kernels::matmul::{GELU_DERIVATIVE, SWIGLU};
 use stepscope::Launch;
 
 use crate::code::{Code, Count, Kernels};
@@ -132,7 +132,7 @@ pub(crate) fn adds(launch: &Launch) -> bool {
     let words = launch.words.as_slice();
     launch.entry.pointers.contains(&"c")
         && (f32::from_bits(words[words.len() - 2] as u32) != 0.0
-            || words[words.len() - 1] as u32 & (GATE | GELU_DERIVATIVE) != 0)
+            || words[words.len() - 1] as u32 & (SWIGLU | GELU_DERIVATIVE) != 0)
 }
 
 /// Returns each region once.

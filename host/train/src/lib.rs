@@ -27,5 +27,5 @@ pub use state_dict::{load_state_dict, save_state_dict, save_state_dict_as};
 pub use token_sampler::{TokenSampler, TokenSamplerConfig};
 #[cfg(feature = "progress")]
 pub use trainer::ProgressBar;
-pub use trainer::{Ended, EpochProgress, HostBatch, Model, Observer, Shards, TrainState, Trainer, Update};
+pub use trainer::{Ended, EpochProgress, HostBatch, Model, Observer, StepMemory, TrainState, Trainer, Update};
 pub use windows::Windows;

@@ -35,7 +35,7 @@ const TORCH_FILES: [&str; 2] = ["pytorch_model.bin", "pytorch_model.bin.index.js
 /// Names, shapes and the order of elements are those of the file.
 /// [`load_state_dict`](crate::load_state_dict) reads models whose modules
 /// have stepscope's names. This type is for all others, whose names and transposes a program maps
-/// itself, as `examples/gpt/weights.rs` does for GPT-2 and Llama.
+/// itself, as `host/cli/src/train/weights.rs` does for GPT-2 and Llama.
 ///
 /// ```
 /// use stepscope::StateDict;

@@ -17,6 +17,8 @@ struct Classifier {
 }
 
 impl Model for Classifier {
+    type Stored = f32;
+
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let hidden = self.hidden.forward(tape, &tape.input(batch.input::<f32>(0)?))?;
         self.head.forward(tape, &leaky_relu(tape, &hidden, SLOPE)?)
@@ -99,7 +101,7 @@ fn trains(device: &Device) {
         trainer.epoch((0..UPDATES).map(|_| Ok(vec![Points::new()])), &mut progress, &mut ()).unwrap();
         let (loss, ()) = trainer.evaluate(&Points::new(), |_, _| Ok(())).unwrap();
         assert!(loss < 0.35 * 64.0, "no line divides these points, so it needs the kernel: loss {loss} of 64 samples");
-        weights.push(trainer.learner().parameters.sha256().unwrap());
+        weights.push(trainer.state().parameters.sha256().unwrap());
     }
     assert_eq!(weights[0], weights[1], "captured or not");
 }

@@ -114,6 +114,8 @@ impl Linear {
 }
 
 impl Model for Linear {
+    type Stored = f32;
+
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let x = match batch.input::<bf16>(0) {
             Ok(halves) => tape.to_f32(&tape.input(halves))?,
@@ -164,7 +166,7 @@ impl<S: Stored> Points<S> {
             trainer.epoch(batches, &mut EpochProgress::default(), &mut ())
         };
         assert_eq!(epoch(&mut trainer, None), Ok(Ended::Finished));
-        look(trainer.learner());
+        look(trainer.state());
         epoch(&mut trainer, Some(f32::INFINITY))
     }
 }

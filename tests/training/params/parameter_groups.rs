@@ -195,6 +195,8 @@ struct Classifier {
 }
 
 impl Model for Classifier {
+    type Stored = f32;
+
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         self.head.forward(tape, &self.mlp.forward(tape, &tape.input(batch.input::<f32>(0)?))?)
     }
@@ -224,7 +226,7 @@ fn batches(part: usize) -> Vec<Vec<Points>> {
 
 /// Returns weights and state, as bits, and the number of updates.
 fn state<R: UpdateRule>(trainer: &Trainer<'_, Classifier, R>) -> (Vec<Vec<u32>>, u64) {
-    let TrainState { parameters, optimizer, .. } = trainer.learner();
+    let TrainState { parameters, optimizer, .. } = trainer.state();
     let flat = [parameters.flat()].into_iter().chain(optimizer.state());
     (flat.map(|flat| bits(&flat.read().unwrap())).collect(), optimizer.updates())
 }
@@ -236,10 +238,10 @@ fn however_it_runs<R: UpdateRule + Copy>(device: &Device, rule: R, groups: impl 
     for part in [8, 5] {
         let mut arena = arena(device);
         let mut eager = Trainer::eager(&mut arena, learner(device, rule, groups()));
-        let first = eager.learner().parameters.sha256().unwrap();
+        let first = eager.state().parameters.sha256().unwrap();
         let losses: Vec<f64> = batches(part).iter().map(|batch| eager.update(batch).unwrap().loss).collect();
         let expected = state(&eager);
-        assert_ne!(eager.learner().parameters.sha256().unwrap(), first);
+        assert_ne!(eager.state().parameters.sha256().unwrap(), first);
         drop(eager);
 
         let path = folder.path().join(format!("{part}.safetensors"));

@@ -26,6 +26,8 @@ impl Net {
 }
 
 impl Model for Net {
+    type Stored = f32;
+
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let mut x = self.input.forward(tape, &tape.input(batch.input::<f32>(0)?))?;
         for _ in 0..2 {
@@ -84,7 +86,7 @@ fn epoch(trainer: &mut Trainer<'_, Net>, part: usize, progress: &mut EpochProgre
 }
 
 fn sha256(trainer: &Trainer<'_, Net>) -> String {
-    trainer.learner().parameters.sha256().unwrap()
+    trainer.state().parameters.sha256().unwrap()
 }
 
 /// Returns the weights after an undisturbed epoch.
@@ -120,10 +122,10 @@ on_each_device! {
     /// Each update draws its own numbers, and so does each part of it.
     fn updates_and_parts_draw_anew(device: &Device) {
         let mut arena = arena(device);
-        let learner = learner(device, false);
+        let mut learner = learner(device, false);
         let still = AdamW { learning_rate: 0.0, weight_decay: 0.0, ..AdamW::default() };
-        let optimizer = Optimizer::new(&learner.parameters, still).unwrap();
-        let mut trainer = Trainer::eager(&mut arena, TrainState { optimizer, ..learner });
+        learner.optimizer = Optimizer::new(&learner.parameters, still).unwrap();
+        let mut trainer = Trainer::eager(&mut arena, learner);
         let point = batches(1)[0][0].clone();
         let losses: Vec<f64> = (0..5).map(|_| trainer.update(std::slice::from_ref(&point)).unwrap().loss).collect();
         let all_differ = |losses: &[f64]| losses.iter().enumerate().all(|(at, loss)| !losses[..at].contains(loss));
@@ -192,7 +194,7 @@ on_each_device! {
             let mut arena = arena(device);
             let mut trainer = Trainer::eager(&mut arena, learner);
             let (loss, logits) = trainer.evaluate(&batch[0], |step, logits| step.read(logits.value())).unwrap();
-            assert!(trainer.learner().generator.as_ref().is_none_or(|generator| generator.read().unwrap() == (SEED, 0)));
+            assert!(trainer.state().generator.as_ref().is_none_or(|generator| generator.read().unwrap() == (SEED, 0)));
             (loss, logits)
         };
         let dropping = evaluate(learner(device, true));
@@ -224,7 +226,7 @@ on_each_device! {
         let note = |seed: Option<&str>| {
             let mut notes = vec![("stepscope.epoch", progress.clone())];
             notes.extend(seed.map(|seed| ("stepscope.dropout_seed", seed.to_owned())));
-            let TrainState { parameters, optimizer, .. } = plain.learner();
+            let TrainState { parameters, optimizer, .. } = plain.state();
             Checkpoint::save(&path, parameters, Some(optimizer), &notes).unwrap();
             Checkpoint::load(&path).unwrap()
         };
@@ -234,10 +236,10 @@ on_each_device! {
         for (seed, tells) in [(None, "stepscope.dropout_seed"), (Some("-1"), "`-1`")] {
             let error = trainer.restore(&note(seed)).expect_err("no seed").to_string();
             assert!(error.contains(tells), "{error}");
-            assert_eq!((sha256(&trainer), trainer.learner().optimizer.updates()), (before.clone(), 0));
+            assert_eq!((sha256(&trainer), trainer.state().optimizer.updates()), (before.clone(), 0));
         }
         trainer.restore(&note(Some("17"))).unwrap();
-        assert_eq!(trainer.learner().generator.as_ref().unwrap().seed(), 17);
+        assert_eq!(trainer.state().generator.as_ref().unwrap().seed(), 17);
         assert_ne!(sha256(&trainer), before);
     }
 }

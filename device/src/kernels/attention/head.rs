@@ -17,7 +17,7 @@
 //! reads its own columns.
 
 use super::{HEAD, HEADS, MAX_TOKENS};
-use crate::block::{divide, stay_rolled};
+use crate::block::{divide, no_unroll};
 use crate::rescale;
 use crate::tile::SharedTile;
 use crate::unroll_on_gpu;
@@ -178,7 +178,7 @@ impl Head {
         let mut sums = [[F4::splat(0.0); GROUPS]; GROUPS];
         let mut column = 0;
         while column < HEAD as u32 {
-            stay_rolled();
+            no_unroll();
             unroll_on_gpu!(step < 4 => {
                 let column = column + (step * F4::LEN) as u32;
                 let (mut x, mut y) = ([F4::splat(0.0); GROUPS], [F4::splat(0.0); GROUPS]);
@@ -272,7 +272,7 @@ pub(super) unsafe fn apply_gains(
         (factor, squares) = (smaller, F4::splat(0.0));
         let mut column = 0;
         while column < HEAD as u32 {
-            stay_rolled();
+            no_unroll();
             // SAFETY: the columns lie inside the row, which lies in `x`, as the caller guarantees.
             let x = unsafe { F4::load(x, from + column as usize) } * F4::splat(factor);
             squares = squares.fma(x, x);

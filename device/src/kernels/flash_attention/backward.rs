@@ -7,7 +7,7 @@
 use super::place::{Place, Problem, Rows};
 use super::shape::{ACROSS, COLUMNS, PAIRS, Shape, TILE};
 use super::tile::{Memory, Next, Pairs, Sums};
-use crate::block::{divide, opaque};
+use crate::block::{divide, launder_reg};
 use crate::for_each_vector;
 use crate::math;
 use crate::stored::Stored;
@@ -39,7 +39,7 @@ unsafe fn write<const EACH: usize, const CHUNKS: usize>(
 ) {
     unroll_on_gpu!(r < 4 => {
         if r < EACH {
-            let token = first + memory.own_row(r);
+            let token = first + memory.resident_row(r);
             if token < tokens {
                 let start = rows.start + token as usize * rows.stride;
                 unroll_on_gpu!(at < CHUNKS => {
@@ -74,8 +74,8 @@ pub(super) unsafe fn queries<const EACH: usize, const CHUNKS: usize>(
     // threads loop over the same tiles and chunks, so they reach every barrier.
     unsafe {
         let mut memory = Memory::<EACH, CHUNKS>::new(2);
-        let Place { sample, head, first, sight } = Place::new(&problem, rows, problem.heads, true);
-        let [from, until] = sight.keys_of(first, rows, TILE);
+        let Place { sample, head, first, mask } = Place::new(&problem, rows, problem.heads, true);
+        let [from, until] = mask.keys_of(first, rows, TILE);
         let kv_head = head / problem.group();
         let q = problem.rows(0, sample, head);
         let (k, v) = (problem.rows(1, sample, kv_head), problem.rows(2, sample, kv_head));
@@ -84,8 +84,8 @@ pub(super) unsafe fn queries<const EACH: usize, const CHUNKS: usize>(
         let statistics = problem.statistics(sample, head);
         unroll_on_gpu!(r < 4 => {
             if r < EACH {
-                let token = first + memory.own_row(r);
-                if token < sight.length {
+                let token = first + memory.resident_row(r);
+                if token < mask.length {
                     lses[r] = load(lse, statistics + token as usize);
                     deltas[r] = load(delta, statistics + token as usize);
                 }
@@ -93,34 +93,34 @@ pub(super) unsafe fn queries<const EACH: usize, const CHUNKS: usize>(
         });
         let mut sums = [[F4::splat(0.0); EACH]; CHUNKS];
         if from < until {
-            memory.copy_own(0, q, first, sight.length, width);
-            memory.copy_own(1, problem.output_rows(dout, sample, head), first, sight.length, width);
-            memory.begin(Next { rows: k, tile: from, chunk: 0 }, sight.length, width);
+            memory.copy_resident(0, q, first, mask.length, width);
+            memory.copy_resident(1, problem.output_rows(dout, sample, head), first, mask.length, width);
+            memory.begin(Next { rows: k, tile: from, chunk: 0 }, mask.length, width);
         }
         let mut tile = from;
         while tile < until {
-            let (mut dots, mut pairs) = ([[0.0; PAIRS]; EACH], [[0.0; PAIRS]; EACH]);
+            let (mut scores, mut pairs) = ([[0.0; PAIRS]; EACH], [[0.0; PAIRS]; EACH]);
             let mut chunk = 0;
             while chunk < used {
                 let next = if chunk + 1 < used { (k, chunk + 1) } else { (v, 0) };
                 let next = Next { rows: next.0, tile, chunk: next.1 };
-                let keys = memory.turn(Some(next), sight.length, width);
-                memory.dots(&mut dots, 0, chunk, keys);
+                let keys = memory.turn(Some(next), mask.length, width);
+                memory.qk_scores(&mut scores, 0, chunk, keys);
                 chunk += 1;
             }
             chunk = 0;
             while chunk < used {
                 let next = if chunk + 1 < used { (v, chunk + 1) } else { (k, 0) };
                 let next = Next { rows: next.0, tile, chunk: next.1 };
-                let values = memory.turn(Some(next), sight.length, width);
-                memory.dots(&mut pairs, 1, chunk, values);
+                let values = memory.turn(Some(next), mask.length, width);
+                memory.qk_scores(&mut pairs, 1, chunk, values);
                 chunk += 1;
             }
-            let seen = memory.seen(sight, first, tile * TILE, false);
+            let seen = memory.seen(mask, first, tile * TILE, false);
             unroll_on_gpu!(r < 4 => {
                 if r < EACH {
                     unroll_on_gpu!(k < PAIRS => {
-                        let ds = weight(dots[r][k], problem.scale, lses[r]) * (pairs[r][k] - deltas[r]);
+                        let ds = weight(scores[r][k], problem.scale, lses[r]) * (pairs[r][k] - deltas[r]);
                         pairs[r][k] = if seen >> (PAIRS * r + k) & 1 == 0 { 0.0 } else { ds };
                     });
                 }
@@ -138,13 +138,13 @@ pub(super) unsafe fn queries<const EACH: usize, const CHUNKS: usize>(
                     } else {
                         None
                     };
-                    let keys = memory.turn(next, sight.length, width);
-                    memory.mix(&mut sums[at], keys);
+                    let keys = memory.turn(next, mask.length, width);
+                    memory.pv_accumulate(&mut sums[at], keys);
                 }
             });
             tile += 1;
         }
-        write(&memory, &sums, problem.scale, q, [first, sight.length, problem.tokens, width], dqkv);
+        write(&memory, &sums, problem.scale, q, [first, mask.length, problem.tokens, width], dqkv);
     }
 }
 
@@ -165,24 +165,25 @@ pub(super) unsafe fn keys<const EACH: usize, const CHUNKS: usize>(
     // SAFETY: the argument in `queries` holds here too.
     unsafe {
         let mut memory = Memory::<EACH, CHUNKS>::new(2);
-        let Place { sample, head: kv_head, first, sight } = Place::new(&problem, rows, problem.kv_heads, false);
-        let [from, until] = sight.queries_of(first, rows, TILE);
-        let (k, v) = (|| problem.rows(1, sample, opaque(kv_head)), || problem.rows(2, sample, opaque(kv_head)));
+        let Place { sample, head: kv_head, first, mask } = Place::new(&problem, rows, problem.kv_heads, false);
+        let [from, until] = mask.queries_of(first, rows, TILE);
+        let (k, v) =
+            (|| problem.rows(1, sample, launder_reg(kv_head)), || problem.rows(2, sample, launder_reg(kv_head)));
         let (first_head, heads) = (kv_head * problem.group(), problem.group());
 
         let mut dk = [[F4::splat(0.0); EACH]; CHUNKS];
         let mut dv = [[F4::splat(0.0); EACH]; CHUNKS];
         if from < until {
-            memory.copy_own(0, k(), first, sight.length, width);
-            memory.copy_own(1, v(), first, sight.length, width);
+            memory.copy_resident(0, k(), first, mask.length, width);
+            memory.copy_resident(1, v(), first, mask.length, width);
             let q = problem.rows(0, sample, first_head);
-            memory.begin(Next { rows: q, tile: from, chunk: 0 }, sight.length, width);
+            memory.begin(Next { rows: q, tile: from, chunk: 0 }, mask.length, width);
         }
         let mut head = first_head;
         while head < first_head + heads {
             // Recomputed for each chunk, as are the addresses that `copy` derives from them.
-            let q = || problem.rows(0, sample, opaque(head));
-            let gradients = || problem.output_rows(dout, sample, opaque(head));
+            let q = || problem.rows(0, sample, launder_reg(head));
+            let gradients = || problem.output_rows(dout, sample, launder_reg(head));
             let statistics = problem.statistics(sample, head);
             let mut tile = from;
             while tile < until {
@@ -191,22 +192,22 @@ pub(super) unsafe fn keys<const EACH: usize, const CHUNKS: usize>(
                 while chunk < used {
                     let next = if chunk + 1 < used { (q(), chunk + 1) } else { (gradients(), 0) };
                     let next = Next { rows: next.0, tile, chunk: next.1 };
-                    let queries = memory.turn(Some(next), sight.length, width);
-                    memory.dots(&mut p, 0, chunk, queries);
+                    let queries = memory.turn(Some(next), mask.length, width);
+                    memory.qk_scores(&mut p, 0, chunk, queries);
                     chunk += 1;
                 }
                 chunk = 0;
                 while chunk < used {
                     let next = Next { rows: gradients(), tile, chunk: if chunk + 1 < used { chunk + 1 } else { 0 } };
-                    let chunk_of_dout = memory.turn(Some(next), sight.length, width);
-                    memory.dots(&mut ds, 1, chunk, chunk_of_dout);
+                    let chunk_of_dout = memory.turn(Some(next), mask.length, width);
+                    memory.qk_scores(&mut ds, 1, chunk, chunk_of_dout);
                     chunk += 1;
                 }
-                let seen = memory.seen(sight, first, tile * TILE, true);
+                let seen = memory.seen(mask, first, tile * TILE, true);
                 unroll_on_gpu!(k < PAIRS => {
                     let token = tile * TILE + memory.across + ACROSS * k as u32;
                     let (mut lse_here, mut delta_here) = (0.0, 0.0);
-                    if token < sight.length {
+                    if token < mask.length {
                         lse_here = load(lse, statistics + token as usize);
                         delta_here = load(delta, statistics + token as usize);
                     }
@@ -225,8 +226,8 @@ pub(super) unsafe fn keys<const EACH: usize, const CHUNKS: usize>(
                     if chunk < used {
                         let next = if chunk + 1 < used { (gradients(), chunk + 1) } else { (q(), 0) };
                         let next = Next { rows: next.0, tile, chunk: next.1 };
-                        let chunk_of_dout = memory.turn(Some(next), sight.length, width);
-                        memory.mix(&mut dv[at], chunk_of_dout);
+                        let chunk_of_dout = memory.turn(Some(next), mask.length, width);
+                        memory.pv_accumulate(&mut dv[at], chunk_of_dout);
                     }
                 });
                 replace_pairs(&memory, &ds);
@@ -242,15 +243,15 @@ pub(super) unsafe fn keys<const EACH: usize, const CHUNKS: usize>(
                         } else {
                             None
                         };
-                        let queries = memory.turn(next, sight.length, width);
-                        memory.mix(&mut dk[at], queries);
+                        let queries = memory.turn(next, mask.length, width);
+                        memory.pv_accumulate(&mut dk[at], queries);
                     }
                 });
                 tile += 1;
             }
             head += 1;
         }
-        let bounds = [first, sight.length, problem.tokens, width];
+        let bounds = [first, mask.length, problem.tokens, width];
         write(&memory, &dk, problem.scale, k(), bounds, dqkv);
         write(&memory, &dv, 1.0, v(), bounds, dqkv);
     }

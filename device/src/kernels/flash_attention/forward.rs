@@ -30,16 +30,16 @@ pub(super) unsafe fn forward<const EACH: usize, const CHUNKS: usize>(
     // are converged at every shuffle.
     unsafe {
         let mut memory = Memory::<EACH, CHUNKS>::new(1);
-        let Place { sample, head, first, sight } = Place::new(&problem, rows, problem.heads, true);
-        let [from, until] = sight.keys_of(first, rows, TILE);
+        let Place { sample, head, first, mask } = Place::new(&problem, rows, problem.heads, true);
+        let [from, until] = mask.keys_of(first, rows, TILE);
         let kv_head = head / problem.group();
         let (k, v) = (problem.rows(1, sample, kv_head), problem.rows(2, sample, kv_head));
 
         let mut sums = [[F4::splat(0.0); EACH]; CHUNKS];
         let (mut largest, mut total) = ([f32::NEG_INFINITY; EACH], [0.0; EACH]);
         if from < until {
-            memory.copy_own(0, problem.rows(0, sample, head), first, sight.length, width);
-            memory.begin(Next { rows: k, tile: from, chunk: 0 }, sight.length, width);
+            memory.copy_resident(0, problem.rows(0, sample, head), first, mask.length, width);
+            memory.begin(Next { rows: k, tile: from, chunk: 0 }, mask.length, width);
         }
         let mut tile = from;
         while tile < until {
@@ -51,12 +51,12 @@ pub(super) unsafe fn forward<const EACH: usize, const CHUNKS: usize>(
                 } else {
                     Next { rows: v, tile, chunk: 0 }
                 };
-                let keys = memory.turn(Some(next), sight.length, width);
-                memory.dots(&mut pairs, 0, chunk, keys);
+                let keys = memory.turn(Some(next), mask.length, width);
+                memory.qk_scores(&mut pairs, 0, chunk, keys);
                 chunk += 1;
             }
 
-            let seen = memory.seen(sight, first, tile * TILE, false);
+            let seen = memory.seen(mask, first, tile * TILE, false);
             unroll_on_gpu!(r < 4 => {
                 if r < EACH {
                     let mut most = f32::NEG_INFINITY;
@@ -94,8 +94,8 @@ pub(super) unsafe fn forward<const EACH: usize, const CHUNKS: usize>(
                     } else {
                         None
                     };
-                    let values = memory.turn(next, sight.length, width);
-                    memory.mix(&mut sums[at], values);
+                    let values = memory.turn(next, mask.length, width);
+                    memory.pv_accumulate(&mut sums[at], values);
                 }
             });
             tile += 1;
@@ -105,8 +105,8 @@ pub(super) unsafe fn forward<const EACH: usize, const CHUNKS: usize>(
         let statistics = problem.statistics(sample, head);
         unroll_on_gpu!(r < 4 => {
             if r < EACH {
-                let token = first + memory.own_row(r);
-                let exists = token < sight.length;
+                let token = first + memory.resident_row(r);
+                let exists = token < mask.length;
                 if token < problem.tokens {
                     let inverse = F4::splat(1.0 / total[r]);
                     let start = rows.start + token as usize * rows.stride;

@@ -88,7 +88,7 @@ pub(crate) struct Place<'k> {
     /// The first row.
     pub(crate) first: u32,
     /// The attention mask of this sample.
-    pub(crate) sight: Sight<'k>,
+    pub(crate) mask: MaskRange<'k>,
 }
 
 impl<'k> Place<'k> {
@@ -114,19 +114,19 @@ impl<'k> Place<'k> {
             let length = unsafe { load(problem.lengths, sample) };
             if length < problem.tokens { length } else { problem.tokens }
         };
-        let sight = Sight {
+        let mask = MaskRange {
             documents: problem.documents,
             start: sample * problem.tokens as usize,
             length,
             window: problem.window,
         };
-        Self { sample, head: head as u32, first: tile * rows, sight }
+        Self { sample, head: head as u32, first: tile * rows, mask }
     }
 }
 
 /// The attention mask of a sample: which keys a query sees.
 #[derive(Clone, Copy)]
-pub(crate) struct Sight<'k> {
+pub(crate) struct MaskRange<'k> {
     documents: &'k [u32],
     /// The index in `documents` of the sample's first token.
     start: usize,
@@ -135,7 +135,7 @@ pub(crate) struct Sight<'k> {
     window: u32,
 }
 
-impl Sight<'_> {
+impl MaskRange<'_> {
     /// True if query `i` sees key `j`, ignoring documents.
     #[inline(always)]
     pub(crate) fn sees(self, i: u32, j: u32) -> bool {

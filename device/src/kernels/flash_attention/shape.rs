@@ -61,7 +61,7 @@ impl Shape {
     }
 
     /// The floats from one resident row to the next.
-    pub(super) const fn own_row(self) -> u32 {
+    pub(super) const fn resident_row(self) -> u32 {
         self.width() as u32 + 4
     }
 
@@ -78,7 +78,7 @@ impl Shape {
     /// Returns the shared memory in bytes of a kernel whose block has resident rows of `arrays`
     /// arrays.
     pub const fn shared_bytes(self, arrays: u32) -> u32 {
-        (self.rows() * (arrays * self.own_row() + PAIR_ROW) + 2 * CHUNK_LEN) * 4
+        (self.rows() * (arrays * self.resident_row() + PAIR_ROW) + 2 * CHUNK_LEN) * 4
     }
 }
 

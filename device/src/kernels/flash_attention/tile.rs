@@ -3,8 +3,9 @@
 //! ```text
 //! resident rows: 16 EACH, whole in shared memory  streamed tile: 64 rows, in chunks of 32 columns
 //!
-//! dots: pairs[resident, streamed] +=                mix: sums[resident, columns of a chunk] +=
-//!       resident . streamed over a chunk                 pairs[resident, streamed] streamed
+//! qk_scores:                                        pv_accumulate:
+//!   pairs[resident, streamed] +=                      sums[resident, columns of a chunk] +=
+//!       resident . streamed over a chunk                  pairs[resident, streamed] streamed
 //!   warp w, lane 8 y + x has                          the same thread has
 //!     resident rows  4 EACH w + y + 4 r,  r < EACH      resident rows  the same
 //!     streamed rows  x + 8 k,             k < 8         columns        4 x .. 4 x + 3 of the chunk
@@ -14,9 +15,9 @@
 //! Invariant: the eight lanes that share a row write and read its pairs. A chunk is copied while
 //! the one before it is used.
 
-use super::place::{Rows, Sight};
+use super::place::{MaskRange, Rows};
 use super::shape::{ACROSS, AT_ONCE, CHUNK_LEN, CHUNK_ROW, COLUMNS, PAIR_ROW, PAIRS, Shape, TILE};
-use crate::block::{opaque, stay_rolled};
+use crate::block::{launder_reg, no_unroll};
 use crate::tile::{SharedTile, commit_copies, wait_copies};
 use crate::unroll_on_gpu;
 use crate::vector::F4;
@@ -32,7 +33,7 @@ pub(super) type Sums<const EACH: usize> = [F4; EACH];
 #[derive(Clone, Copy)]
 pub(super) struct Memory<const EACH: usize, const CHUNKS: usize> {
     /// The resident rows of the first array and of the second.
-    pub(super) own: [SharedTile<f32>; 2],
+    pub(super) resident: [SharedTile<f32>; 2],
     pairs: SharedTile<f32>,
     chunks: [SharedTile<f32>; 2],
     /// The index of the chunk that is being copied or was copied last.
@@ -44,7 +45,7 @@ pub(super) struct Memory<const EACH: usize, const CHUNKS: usize> {
 
 impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
     const SHAPE: Shape = Shape { each: EACH, chunks: CHUNKS };
-    const OWN_ROW: u32 = Self::SHAPE.own_row();
+    const RESIDENT_ROW: u32 = Self::SHAPE.resident_row();
     pub(super) const ROWS: u32 = Self::SHAPE.rows();
 
     /// Returns the memory of a block with resident rows of `arrays` arrays, 1 or 2.
@@ -53,8 +54,8 @@ impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
     /// The contract declares [`Shape::shared_bytes`] for that many arrays.
     #[inline(always)]
     pub(super) unsafe fn new(arrays: u32) -> Self {
-        let own_len = Self::ROWS * Self::OWN_ROW;
-        let pairs = arrays * own_len;
+        let resident_len = Self::ROWS * Self::RESIDENT_ROW;
+        let pairs = arrays * resident_len;
         let chunks = pairs + Self::ROWS * PAIR_ROW;
         let thread = thread::thread_idx_x();
         let (warp, lane) = (thread / LANES, thread % LANES);
@@ -62,7 +63,10 @@ impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
         // there is one array, the second tile is the first.
         unsafe {
             Self {
-                own: [SharedTile::new(0, own_len), SharedTile::new((arrays - 1) * own_len * 4, own_len)],
+                resident: [
+                    SharedTile::new(0, resident_len),
+                    SharedTile::new((arrays - 1) * resident_len * 4, resident_len),
+                ],
                 pairs: SharedTile::new(pairs * 4, Self::ROWS * PAIR_ROW),
                 chunks: [SharedTile::new(chunks * 4, CHUNK_LEN), SharedTile::new((chunks + CHUNK_LEN) * 4, CHUNK_LEN)],
                 turn: 0,
@@ -77,7 +81,7 @@ impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
     #[inline(always)]
     fn spare_registers() {
         if CHUNKS > 4 {
-            stay_rolled();
+            no_unroll();
         }
     }
 
@@ -89,7 +93,7 @@ impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
 
     /// Returns the index in the block of this thread's resident row `r`.
     #[inline(always)]
-    pub(super) fn own_row(&self, r: usize) -> u32 {
+    pub(super) fn resident_row(&self, r: usize) -> u32 {
         self.row + 4 * r as u32
     }
 
@@ -99,12 +103,20 @@ impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
     /// # Safety
     /// The rows below `limit` lie inside `rows.values`, with `width` columns each.
     #[inline(always)]
-    pub(super) unsafe fn copy_own(&self, array: usize, rows: Rows<'_, f32>, first: u32, limit: u32, width: u32) {
+    pub(super) unsafe fn copy_resident(&self, array: usize, rows: Rows<'_, f32>, first: u32, limit: u32, width: u32) {
         let mut chunk = 0;
         while chunk * COLUMNS < width {
             // SAFETY: the caller guarantees it.
             unsafe {
-                copy::<EACH>(self.own[array], Self::OWN_ROW, chunk * COLUMNS, rows, first, limit, [chunk, width])
+                copy::<EACH>(
+                    self.resident[array],
+                    Self::RESIDENT_ROW,
+                    chunk * COLUMNS,
+                    rows,
+                    first,
+                    limit,
+                    [chunk, width],
+                )
             };
             chunk += 1;
         }
@@ -113,8 +125,8 @@ impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
     /// Starts to copy a chunk of a tile.
     ///
     /// # Safety
-    /// The caller meets the requirements of [`Memory::copy_own`]. All threads have finished reading
-    /// the chunk in this slot.
+    /// The caller meets the requirements of [`Memory::copy_resident`]. All threads have finished
+    /// reading the chunk in this slot.
     #[inline(always)]
     unsafe fn copy_chunk(&self, next: Next<'_>, limit: u32, width: u32) {
         let to = if self.turn == 0 { self.chunks[0] } else { self.chunks[1] };
@@ -125,7 +137,7 @@ impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
     /// Starts to copy the very first chunk, in one group with the copies already started.
     ///
     /// # Safety
-    /// The caller meets the requirements of [`Memory::copy_own`].
+    /// The caller meets the requirements of [`Memory::copy_resident`].
     #[inline(always)]
     pub(super) unsafe fn begin(&self, first: Next<'_>, limit: u32, width: u32) {
         // SAFETY: the caller guarantees it; nothing was read yet.
@@ -137,8 +149,8 @@ impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
     /// barrier: afterwards a thread can read what the block's threads wrote before it.
     ///
     /// # Safety
-    /// The caller meets the requirements of [`Memory::copy_own`]. All threads of the block call it
-    /// together, and no thread reads an earlier chunk after it.
+    /// The caller meets the requirements of [`Memory::copy_resident`]. All threads of the block
+    /// call it together, and no thread reads an earlier chunk after it.
     #[inline(always)]
     #[track_caller]
     pub(super) unsafe fn turn(&mut self, next: Option<Next<'_>>, limit: u32, width: u32) -> SharedTile<f32> {
@@ -156,15 +168,15 @@ impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
 
     /// Accumulates the products of a chunk's columns in the pairs of resident and streamed rows.
     #[inline(always)]
-    pub(super) fn dots(&self, pairs: &mut Pairs<EACH>, array: usize, number: u32, chunk: SharedTile<f32>) {
-        let own = self.row * Self::OWN_ROW + number * COLUMNS;
+    pub(super) fn qk_scores(&self, pairs: &mut Pairs<EACH>, array: usize, number: u32, chunk: SharedTile<f32>) {
+        let resident = self.row * Self::RESIDENT_ROW + number * COLUMNS;
         let mut column = 0;
         while column < COLUMNS {
             Self::spare_registers();
             let mut x = [F4::splat(0.0); EACH];
             unroll_on_gpu!(r < 4 => {
                 if r < EACH {
-                    x[r] = self.own[array].get4(own + 4 * r as u32 * Self::OWN_ROW + column);
+                    x[r] = self.resident[array].get4(resident + 4 * r as u32 * Self::RESIDENT_ROW + column);
                 }
             });
             unroll_on_gpu!(k < PAIRS => {
@@ -179,13 +191,13 @@ impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
         }
     }
 
-    /// Writes pairs for [`Memory::mix`].
+    /// Writes pairs for [`Memory::pv_accumulate`].
     #[inline(always)]
     pub(super) fn set_pairs(&self, pairs: &Pairs<EACH>) {
         unroll_on_gpu!(r < 4 => {
             if r < EACH {
                 unroll_on_gpu!(k < PAIRS => {
-                    self.pairs.set(self.own_row(r) * PAIR_ROW + self.across + ACROSS * k as u32, pairs[r][k]);
+                    self.pairs.set(self.resident_row(r) * PAIR_ROW + self.across + ACROSS * k as u32, pairs[r][k]);
                 });
             }
         });
@@ -194,18 +206,18 @@ impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
     /// Multiplies the written pairs with a chunk's rows, ascending, and accumulates in the sums of
     /// its columns.
     #[inline(always)]
-    pub(super) fn mix(&self, sums: &mut Sums<EACH>, chunk: SharedTile<f32>) {
-        let mut other = 0;
-        while other < TILE {
+    pub(super) fn pv_accumulate(&self, sums: &mut Sums<EACH>, chunk: SharedTile<f32>) {
+        let mut streamed = 0;
+        while streamed < TILE {
             Self::spare_registers();
             let (mut factors, mut rows) = ([F4::splat(0.0); EACH], [F4::splat(0.0); F4::LEN]);
             unroll_on_gpu!(r < 4 => {
                 if r < EACH {
-                    factors[r] = self.pairs.get4(self.own_row(r) * PAIR_ROW + other);
+                    factors[r] = self.pairs.get4(self.resident_row(r) * PAIR_ROW + streamed);
                 }
             });
             unroll_on_gpu!(at < 4 => {
-                rows[at] = chunk.get4((other + at as u32) * CHUNK_ROW + self.across * F4::LEN as u32);
+                rows[at] = chunk.get4((streamed + at as u32) * CHUNK_ROW + self.across * F4::LEN as u32);
             });
             unroll_on_gpu!(at < 4 => {
                 unroll_on_gpu!(r < 4 => {
@@ -214,33 +226,33 @@ impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
                     }
                 });
             });
-            other += F4::LEN as u32;
+            streamed += F4::LEN as u32;
         }
     }
 
     /// Returns the mask of this thread's pairs: bit `8 r + k` for resident row `r` and streamed row
-    /// `k`. Resident rows begin at `first`, and the tile's streamed rows at `other`. If `own_keys`,
-    /// resident rows are keys; otherwise queries.
+    /// `k`. Resident rows begin at `first`, and the tile's streamed rows at `streamed`. If
+    /// `resident_keys`, resident rows are keys; otherwise queries.
     #[inline(always)]
-    pub(super) fn seen(&self, sight: Sight<'_>, first: u32, other: u32, own_keys: bool) -> u32 {
-        let (own, others) = ([first, Self::ROWS], [other, TILE]);
-        if if own_keys { sight.all_seen(others, own) } else { sight.all_seen(own, others) } {
+    pub(super) fn seen(&self, mask: MaskRange<'_>, first: u32, streamed: u32, resident_keys: bool) -> u32 {
+        let (resident, streamed_rows) = ([first, Self::ROWS], [streamed, TILE]);
+        if if resident_keys { mask.all_seen(streamed_rows, resident) } else { mask.all_seen(resident, streamed_rows) } {
             return u32::MAX;
         }
         let mut seen = 0;
         let mut documents = [0; EACH];
         unroll_on_gpu!(r < 4 => {
             if r < EACH {
-                documents[r] = sight.document(first + self.own_row(r));
+                documents[r] = mask.document(first + self.resident_row(r));
             }
         });
         unroll_on_gpu!(k < PAIRS => {
-            let other = other + self.across + ACROSS * k as u32;
-            let document = sight.document(other);
+            let streamed = streamed + self.across + ACROSS * k as u32;
+            let document = mask.document(streamed);
             unroll_on_gpu!(r < 4 => {
                 if r < EACH {
-                    let own = first + self.own_row(r);
-                    let sees = if own_keys { sight.sees(other, own) } else { sight.sees(own, other) };
+                    let resident = first + self.resident_row(r);
+                    let sees = if resident_keys { mask.sees(streamed, resident) } else { mask.sees(resident, streamed) };
                     if sees && document == documents[r] {
                         seen |= 1 << (PAIRS * r + k);
                     }
@@ -284,7 +296,7 @@ unsafe fn copy<const TIMES: usize>(
 ) {
     // Recomputed for each chunk: addresses kept live until the next chunk would take registers from
     // the sums.
-    let thread = opaque(thread::thread_idx_x());
+    let thread = launder_reg(thread::thread_idx_x());
     let (row, quad) = (thread / ACROSS, thread % ACROSS * F4::LEN as u32);
     let column = chunk * COLUMNS + quad;
     unroll_on_gpu!(time < 4 => {

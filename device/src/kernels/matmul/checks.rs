@@ -2,7 +2,7 @@
 //! lies inside its argument, and no two batches write the same element.
 
 use super::epilogue::differentiates;
-use super::{ACTIVATIONS, GATE, GELU_DERIVATIVE};
+use super::{ACTIVATIONS, GELU_DERIVATIVE, SWIGLU};
 use cuda_std::launch::{Pointer, Size, Violation};
 
 /// The maximum of rows, columns and k. A kernel numbers them in 32 bits, including those of a tile
@@ -17,7 +17,7 @@ pub(crate) fn countable(argument: &'static str, extent: u32) -> Result<(), Viola
 /// Returns true if `c` is read. Fails if more than one activation follows the sum, if the kernel
 /// lacks it, or if `c` would be both multiplied and added.
 pub(crate) fn reads_c<S>(_: &Pointer<'_, S>, flags: u32, beta: f32) -> Result<bool, Violation> {
-    let multiplies = flags & (GATE | GELU_DERIVATIVE) != 0;
+    let multiplies = flags & (SWIGLU | GELU_DERIVATIVE) != 0;
     Violation::unless((flags & ACTIVATIONS).count_ones() <= 1, "flags", "at most one activation", flags)?;
     let exists = differentiates::<S>() || flags & GELU_DERIVATIVE == 0;
     Violation::unless(exists, "flags", "a derivative only where BF16 is stored", flags)?;
@@ -43,7 +43,7 @@ macro_rules! sum_chunks {
         checks::countable("k", $p.k)?;
         Violation::unless($p.chunk > 0, "chunk", "at least one", $p.chunk)?;
         let chunks = $p.k.div_ceil($p.chunk).max(1);
-        let kept_or_activated = $p.flags & ($crate::matmul::ACTIVATIONS | $crate::matmul::KEEP) != 0;
+        let kept_or_activated = $p.flags & ($crate::matmul::ACTIVATIONS | $crate::matmul::STORE_PREACT) != 0;
         let sum_alone = $p.bias.is_empty() && $p.alpha == 1.0 && $p.beta == 0.0 && !kept_or_activated;
         Violation::unless(chunks == 1 || sum_alone, "chunk", "k where something follows the sum", $p.chunk)?;
         chunks
@@ -62,7 +62,7 @@ macro_rules! check_outputs {
         if checks::reads_c(&$p.c, $p.flags, $p.beta)? {
             checks::holds("c", $p.c.len(), matrices, $p.stride_c, [m, n], ldc)?;
         }
-        if $p.flags & $crate::matmul::KEEP != 0 {
+        if $p.flags & $crate::matmul::STORE_PREACT != 0 {
             checks::holds("pre", $p.pre.len(), matrices, $p.stride_c, [m, n], ldc)?;
         }
         if !$p.bias.is_empty() {

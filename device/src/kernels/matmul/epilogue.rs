@@ -13,8 +13,8 @@
 
 #[cfg(not(target_arch = "nvptx64"))]
 use super::SILU;
-use super::{ACTIVATIONS, GATE, GELU, GELU_DERIVATIVE, KEEP};
-use crate::block::opaque;
+use super::{ACTIVATIONS, GELU, GELU_DERIVATIVE, STORE_PREACT, SWIGLU};
+use crate::block::launder_reg;
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::math;
 use crate::stored::Stored;
@@ -162,7 +162,7 @@ impl<S: Stored> Epilogue<'_, S> {
                     });
                 });
             }
-            if flags & KEEP != 0 {
+            if flags & STORE_PREACT != 0 {
                 for_each!(|row, group, at, part| {
                     sums[row][group].store_part(pre, at, part);
                 });
@@ -170,7 +170,7 @@ impl<S: Stored> Epilogue<'_, S> {
             if flags & const { if differentiates::<S>() { ACTIVATIONS } else { ACTIVATIONS & !GELU_DERIVATIVE } } != 0 {
                 // One row at a time; then the other rows move up. An activation is long code, so it
                 // is instantiated once.
-                for row in 0..opaque(ROWS as u32) {
+                for row in 0..launder_reg(ROWS as u32) {
                     let mut done = sums[0];
                     if flags & GELU != 0 {
                         unroll_on_gpu!(group < GROUPS => { done[group] = map4!(done[group], S::gelu); });
@@ -183,7 +183,7 @@ impl<S: Stored> Epilogue<'_, S> {
                             done[group] = map4!(inputs[group], S::gelu_derivative) * done[group];
                         });
                     } else {
-                        let is_gated = flags & GATE != 0;
+                        let is_gated = flags & SWIGLU != 0;
                         let mut gates = sums[0];
                         if is_gated && exists(row as usize) {
                             load_c!(gates, row);
@@ -213,10 +213,10 @@ impl Epilogue<'_, f32> {
         let Self { c, out, pre, start, ldc, beta, flags, .. } = *self;
         let at = start + i as usize * ldc as usize + j as usize;
         prefetch_raw(out, at);
-        if flags & KEEP != 0 {
+        if flags & STORE_PREACT != 0 {
             prefetch_raw(pre, at);
         }
-        if beta != 0.0 || flags & GATE != 0 {
+        if beta != 0.0 || flags & SWIGLU != 0 {
             prefetch_raw(c, at);
         }
     }
@@ -243,12 +243,12 @@ impl Epilogue<'_, f32> {
                 let c = load_run_raw::<N>(c, at);
                 sum.iter_mut().zip(c).for_each(|(sum, c)| *sum = GpuFloat::mul_add(beta, c, *sum));
             }
-            if flags & KEEP != 0 {
+            if flags & STORE_PREACT != 0 {
                 store_run(pre, at, sum);
             }
             if flags & GELU != 0 {
                 sum.iter_mut().for_each(|sum| *sum = math::gelu(*sum));
-            } else if flags & GATE != 0 {
+            } else if flags & SWIGLU != 0 {
                 let gates = load_run_raw::<N>(c, at);
                 sum.iter_mut().zip(gates).for_each(|(sum, gate)| *sum *= math::silu(gate));
             } else if flags & SILU != 0 {

@@ -18,7 +18,7 @@
 //! the end of k, with zero past the operand's rows.
 
 use super::Tile;
-use crate::block::opaque;
+use crate::block::launder_reg;
 use crate::tile::SharedTile;
 use cuda_std::thread;
 
@@ -82,7 +82,8 @@ impl Operand<'_> {
         lanes: u32,
     ) {
         let Stage { slot, column, width, first_row, first_k, end } = stage;
-        let (thread, stride, others) = (opaque(thread::thread_idx_x()), self.stride as usize, tile.threads() / lanes);
+        let (thread, stride, others) =
+            (launder_reg(thread::thread_idx_x()), self.stride as usize, tile.threads() / lanes);
         let (along, across) = (thread % lanes * VECTOR, thread / lanes);
         let ([own_row, own_k], [row_step, k_step], [row_stride, k_stride]) = if ALONG_K {
             ([across, along], [others, lanes], [stride, 1])

@@ -26,7 +26,7 @@ use crate::tile::{SharedTile, commit_copies, wait_copies};
 use crate::unroll_on_gpu;
 use crate::vector::put;
 #[cfg(target_arch = "nvptx64")]
-use crate::warp::stay_together;
+use crate::warp::converge_warp;
 use cuda_std::{thread, warp};
 
 /// Blocks run down the columns within a group of this many rows of tiles.
@@ -197,7 +197,7 @@ unsafe fn sum<
             let mut fragments = ([[0; 4]; ROWS], [[0; 4]; COLS]);
             // SAFETY: all lanes of the warp execute this: nothing in the loop diverges.
             unsafe {
-                stay_together();
+                converge_warp();
                 unroll_on_gpu!(row < ROWS => { fragments.0[row] = of_left.read(a, row as u32, step); });
                 unroll_on_gpu!(col < COLS => { fragments.1[col] = of_right.read(b, col as u32, step); });
             }
@@ -208,7 +208,7 @@ unsafe fn sum<
             ($fragments:expr) => {
                 // SAFETY: all lanes of the warp execute this.
                 unsafe {
-                    stay_together();
+                    converge_warp();
                     multiply::<ROWS, COLS, TILES>(&mut sums, &$fragments.0, &$fragments.1);
                 }
                 if SUMMED {

@@ -15,10 +15,10 @@
 //! same.
 
 use super::fragment::{Sums, Words, quads, quads_place, read_bias, read_words, write_quads};
-use crate::block::opaque;
+use crate::block::launder_reg;
 use crate::format::{Bf16, Format};
 use crate::matmul::epilogue::{Epilogue, Places};
-use crate::matmul::{ACTIVATIONS, GATE, GELU, GELU_DERIVATIVE, KEEP, SILU};
+use crate::matmul::{ACTIVATIONS, GELU, GELU_DERIVATIVE, SILU, STORE_PREACT, SWIGLU};
 use crate::stored::Stored;
 use crate::unroll_on_gpu;
 use crate::vector::F4;
@@ -115,31 +115,31 @@ unsafe fn finish_whole<const ROWS: usize, const TILES: usize, const PAIRS: usize
                 });
             });
         }
-        if flags & (KEEP | ACTIVATIONS) == 0 {
+        if flags & (STORE_PREACT | ACTIVATIONS) == 0 {
             unroll_on_gpu!(row < ROWS => { write_row!(sums[row], out, row); });
             return;
         }
-        let reads = flags & (GATE | GELU_DERIVATIVE) != 0;
+        let reads = flags & (SWIGLU | GELU_DERIVATIVE) != 0;
         let mut next = [[0; 2]; TILES];
         if reads {
             next = read_row!(0);
         }
         // One row of squares at a time; then the other rows move up. An activation is long code, so
         // it is instantiated once.
-        for row in 0..opaque(ROWS as u32) as usize {
+        for row in 0..launder_reg(ROWS as u32) as usize {
             let inputs = next;
             if reads && row + 1 < ROWS {
                 next = read_row!(row + 1);
             }
             let mut done = sums[0];
-            if flags & KEEP != 0 {
+            if flags & STORE_PREACT != 0 {
                 write_row!(done, pre, row);
             }
             if flags & GELU != 0 {
                 for_each!(|tile, at| done[tile][at] = S::gelu(done[tile][at]));
             } else if flags & GELU_DERIVATIVE != 0 {
                 for_each!(|tile, at| done[tile][at] *= S::gelu_derivative(value(&inputs[tile], at)));
-            } else if flags & GATE != 0 {
+            } else if flags & SWIGLU != 0 {
                 for_each!(|tile, at| done[tile][at] *= S::silu(value(&inputs[tile], at)));
             } else if flags & SILU != 0 {
                 for_each!(|tile, at| done[tile][at] = S::silu(done[tile][at]));

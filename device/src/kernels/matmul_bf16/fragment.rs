@@ -84,7 +84,7 @@ impl<const ALONG_K: bool> Source<ALONG_K> {
     /// Reads the lane's words of a square.
     ///
     /// # Safety
-    /// All lanes of the warp make the call, [converged](crate::warp::stay_together).
+    /// All lanes of the warp make the call, [converged](crate::warp::converge_warp).
     #[inline(always)]
     pub(super) unsafe fn read(self, part: SharedTile<u32>, square: u32, step: u32) -> [u32; 4] {
         // The swizzle is an xor. The next two chunks therefore differ in the second bit of a
@@ -104,7 +104,7 @@ impl<const ALONG_K: bool> Source<ALONG_K> {
 /// Accumulates a step's products in `ROWS` x `TILES` mma tiles.
 ///
 /// # Safety
-/// All lanes of the warp make the call, [converged](crate::warp::stay_together).
+/// All lanes of the warp make the call, [converged](crate::warp::converge_warp).
 #[cfg(target_arch = "nvptx64")]
 #[inline(always)]
 pub(super) unsafe fn multiply<const ROWS: usize, const COLS: usize, const TILES: usize>(
@@ -148,8 +148,8 @@ pub(super) fn add_columns<const COLS: usize>(columns: &mut [f32; COLS], b: &[[u3
 pub(super) unsafe fn total_of_column(sum: f32) -> f32 {
     // SAFETY: all lanes of the warp execute this, as the caller guarantees.
     unsafe {
-        let pair = sum + crate::warp::of_other_lane(u32::MAX, sum, 1);
-        pair + crate::warp::of_other_lane(u32::MAX, pair, 2)
+        let pair = sum + crate::warp::shfl_xor(u32::MAX, sum, 1);
+        pair + crate::warp::shfl_xor(u32::MAX, pair, 2)
     }
 }
 
@@ -190,7 +190,7 @@ unsafe fn exchanged<const WORDS: usize>(left: [u32; WORDS], right: [u32; WORDS])
     };
     let own = choose(right, left);
     // SAFETY: all lanes of the warp execute this, as the caller guarantees.
-    let given = unsafe { crate::warp::of_other_lane(u32::MAX, choose(left, right), 1) };
+    let given = unsafe { crate::warp::shfl_xor(u32::MAX, choose(left, right), 1) };
     [choose(given, own), choose(own, given)]
 }
 

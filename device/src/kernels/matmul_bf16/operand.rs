@@ -17,7 +17,7 @@
 //! Invariant: every word of a stage is written, with zero past the end of the rows and of k.
 
 use super::tile::{CHUNK, CHUNK_WORDS, DEPTH};
-use crate::block::opaque_place;
+use crate::block::launder_index;
 use crate::tile::SharedTile;
 use crate::unroll_on_gpu;
 use crate::vector::load;
@@ -107,7 +107,7 @@ impl<'p> Part<'p> {
             // 16-byte boundary.
             unsafe { stage.copy_chunk(to, self.operand.values, self.from) };
             // Advanced step by step, so that one register holds the index for all chunks.
-            self.from = opaque_place(self.from.wrapping_add(self.chunk_stride));
+            self.from = launder_index(self.from.wrapping_add(self.chunk_stride));
         });
         self.from = self.from.wrapping_add(self.stage_stride);
     }

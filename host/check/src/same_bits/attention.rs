@@ -6,7 +6,7 @@
 #![forbid(unsafe_code)]
 
 use super::inputs::Inputs;
-use kernels::flash_attention::{CAUSAL, Shape, flash_delta, flash_forward, flash_keys, flash_queries};
+use kernels::flash_attention::{CAUSAL, Shape, flash_bwd_dkv, flash_bwd_dq, flash_delta, flash_forward};
 use stepscope_core::error::Result;
 use stepscope_core::ops::{self, AttentionConfig, QkNorm, Rotary};
 use stepscope_core::tensor::{Source, Stored, Target, Tensor};
@@ -130,7 +130,7 @@ pub(super) fn queries(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
         let (lse, delta, dout) = (i.statistics(case)?, i.statistics(case)?, i.normals([case.outputs()])?);
         let mut dqkv = ops::fill(i.step, case.qkv.shape(), 0.0)?;
         let (lse, delta, dout) = (lse.slice(), delta.slice(), dout.slice());
-        launch!(i, flash_queries, shape, case, { lse: lse, delta: delta, dout: dout, dqkv: dqkv.out() })?;
+        launch!(i, flash_bwd_dq, shape, case, { lse: lse, delta: delta, dout: dout, dqkv: dqkv.out() })?;
         i.keep(&dqkv)
     })
 }
@@ -140,7 +140,7 @@ pub(super) fn keys(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
         let (lse, delta, dout) = (i.statistics(case)?, i.statistics(case)?, i.normals([case.outputs()])?);
         let mut dqkv = ops::fill(i.step, case.qkv.shape(), 0.0)?;
         let (lse, delta, dout) = (lse.slice(), delta.slice(), dout.slice());
-        launch!(i, flash_keys, shape, case, { lse: lse, delta: delta, dout: dout, dqkv: dqkv.out() })?;
+        launch!(i, flash_bwd_dkv, shape, case, { lse: lse, delta: delta, dout: dout, dqkv: dqkv.out() })?;
         i.keep(&dqkv)
     })
 }

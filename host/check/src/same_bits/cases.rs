@@ -8,18 +8,18 @@
 #![forbid(unsafe_code)]
 
 use super::inputs::Inputs;
-use super::{attention, attention_tensor, products};
+use super::{attention, attention_mma, products};
 use Listed::{Both, Each, One};
 use half::bf16;
 use kernels::checksum::{CHUNK, checksum};
 use kernels::dropout::{draw, dropout};
 use kernels::embedding::{merge_ids, rows_finish, sort_ids};
-use kernels::flash_attention::{flash_forward, flash_keys, flash_queries};
-use kernels::flash_attention_tensor::{flash_forward_tensor, flash_keys_tensor, flash_queries_tensor};
+use kernels::flash_attention::{flash_bwd_dkv, flash_bwd_dq, flash_forward};
+use kernels::flash_attention_mma::{flash_bwd_dkv_mma, flash_bwd_dq_mma, flash_forward_mma};
 use kernels::guard::{PATTERN, guard_check, guard_write};
 use kernels::matmul::matmul;
 use kernels::matmul_bf16::matmul_bf16;
-use kernels::matmul_tensor::matmul_tensor;
+use kernels::matmul_mma::matmul_mma;
 use kernels::precision::round;
 use kernels::{reduce, scalars};
 use std::fmt;
@@ -271,23 +271,23 @@ const LISTED: &[Listed] = &[
     }),
     both!("copy", <S>, |i| i.flat::<S>(|i, [x, _]| i.keep(&ops::copy(i.step, x)?))),
     each!(flash_forward::VARIANTS, |i, shape| attention::forward(i, shape)),
-    each!(flash_queries::VARIANTS, |i, shape| attention::queries(i, shape)),
-    each!(flash_keys::VARIANTS, |i, shape| attention::keys(i, shape)),
+    each!(flash_bwd_dq::VARIANTS, |i, shape| attention::queries(i, shape)),
+    each!(flash_bwd_dkv::VARIANTS, |i, shape| attention::keys(i, shape)),
     both!("flash_delta", <S>, |i| attention::delta::<S>(i)),
-    each!(flash_forward_tensor::<'_, f32>::VARIANTS, |i, shape, stored| if stored == <bf16 as Element>::NAME {
-        attention_tensor::forward::<bf16>(i, shape)
+    each!(flash_forward_mma::<'_, f32>::VARIANTS, |i, shape, stored| if stored == <bf16 as Element>::NAME {
+        attention_mma::forward::<bf16>(i, shape)
     } else {
-        attention_tensor::forward::<f32>(i, shape)
+        attention_mma::forward::<f32>(i, shape)
     }),
-    each!(flash_queries_tensor::<'_, f32>::VARIANTS, |i, shape, stored| if stored == <bf16 as Element>::NAME {
-        attention_tensor::queries::<bf16>(i, shape)
+    each!(flash_bwd_dq_mma::<'_, f32>::VARIANTS, |i, shape, stored| if stored == <bf16 as Element>::NAME {
+        attention_mma::queries::<bf16>(i, shape)
     } else {
-        attention_tensor::queries::<f32>(i, shape)
+        attention_mma::queries::<f32>(i, shape)
     }),
-    each!(flash_keys_tensor::<'_, f32>::VARIANTS, |i, shape, stored| if stored == <bf16 as Element>::NAME {
-        attention_tensor::keys::<bf16>(i, shape)
+    each!(flash_bwd_dkv_mma::<'_, f32>::VARIANTS, |i, shape, stored| if stored == <bf16 as Element>::NAME {
+        attention_mma::keys::<bf16>(i, shape)
     } else {
-        attention_tensor::keys::<f32>(i, shape)
+        attention_mma::keys::<f32>(i, shape)
     }),
     both!("activation_forward", <S>, |i| {
         i.flat::<S>(|i, [x, _]| {
@@ -380,7 +380,7 @@ const LISTED: &[Listed] = &[
     }),
     each!(matmul::VARIANTS, |i, tile| products::product(i, tile), if |(_, tile)| !tile.is_on_cpu()),
     both!("sum_splits", <S>, |i| products::splits::<S>(i)),
-    each!(matmul_tensor::VARIANTS, |i, (format, tile)| products::tensor_product(i, format, tile)),
+    each!(matmul_mma::VARIANTS, |i, (format, tile)| products::tensor_product(i, format, tile)),
     each!(matmul_bf16::<'_, f32>::VARIANTS, |i, variant, stored| if stored == <bf16 as Element>::NAME {
         products::bf16_product::<bf16>(i, variant)
     } else {

@@ -2,7 +2,7 @@
 //! bits.
 //!
 //! A case runs whole or in its smallest size. The whole size has many shapes, and
-//! `examples/same_bits` runs it. The smallest has the fewest shapes that take each path of the
+//! `stepscope check` runs it. The smallest has the fewest shapes that take each path of the
 //! kernel and expose a wrong compilation. It has rows for every number of lanes, vectors that lanes
 //! hold or reread, and tails. It also has values whose bits change if a multiply and an addition
 //! are fused. [`Device::self_test`](stepscope_core::Device::self_test) runs the smallest size. This happens
@@ -23,7 +23,7 @@
 #![forbid(unsafe_code)]
 
 mod attention;
-mod attention_tensor;
+mod attention_mma;
 mod case_size;
 mod cases;
 mod golden;

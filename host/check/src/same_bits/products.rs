@@ -9,9 +9,11 @@ use super::inputs::Inputs;
 use cuda_std::launch::{PointerMut, Slice};
 use half::bf16;
 use kernels::format::Reduced;
-use kernels::matmul::{GATE, GELU, GELU_DERIVATIVE, KEEP, SILU, TRANSPOSE_A, TRANSPOSE_B, Tile, matmul, sum_splits};
-use kernels::matmul_bf16::{self as of_bf16, ADD_TO_SUMS, SUM_B, matmul_bf16};
-use kernels::matmul_tensor::{Tile as TensorTile, matmul_tensor};
+use kernels::matmul::{
+    GELU, GELU_DERIVATIVE, SILU, STORE_PREACT, SWIGLU, TRANSPOSE_A, TRANSPOSE_B, Tile, matmul, sum_splits,
+};
+use kernels::matmul_bf16::{self as of_bf16, ADD_TO_SUMS, BIAS_GRAD, matmul_bf16};
+use kernels::matmul_mma::{Tile as TensorTile, matmul_mma};
 use kernels::mma::Side;
 use kernels::precision::{Rounding, round};
 use stepscope_core::error::Result;
@@ -30,9 +32,9 @@ const PRODUCTS: [Product; 7] = [
     (1, [64, 64, 64], ALL, TRANSPOSE_A, [1.0, 1.0]),
     (3, [129, 65, 17], ALL, TRANSPOSE_A | TRANSPOSE_B, [1.0, 0.0]),
     (1, [12, 256, 193], ALL, TRANSPOSE_B | GELU, [1.0, 0.0]),
-    (1, [150, 193, 257], ALL, GELU | KEEP, [1.0, 0.5]),
-    (1, [70, 131, 9], ALL, SILU | KEEP, [0.3, 0.5]),
-    (2, [70, 132, 9], ALL, GATE | KEEP, [0.3, 0.0]),
+    (1, [150, 193, 257], ALL, GELU | STORE_PREACT, [1.0, 0.5]),
+    (1, [70, 131, 9], ALL, SILU | STORE_PREACT, [0.3, 0.5]),
+    (2, [70, 132, 9], ALL, SWIGLU | STORE_PREACT, [0.3, 0.0]),
 ];
 
 /// Four blocks of the largest tile, and enough uses of GELU, because fusing changes one result in
@@ -42,9 +44,9 @@ const SMALLEST_PRODUCTS: [Product; 7] = [
     (1, [129, 257, 5], ALL, GELU, [1.0, 0.0]),
     (2, [8, 12, 68], ALL, TRANSPOSE_A, [1.0, 1.0]),
     (1, [12, 20, 70], ALL, TRANSPOSE_B | GELU, [1.0, 0.0]),
-    (1, [5, 9, 67], ALL, TRANSPOSE_A | GELU | KEEP, [1.0, 0.5]),
+    (1, [5, 9, 67], ALL, TRANSPOSE_A | GELU | STORE_PREACT, [1.0, 0.5]),
     (1, [9, 35, 5], ALL, SILU, [0.3, 0.5]),
-    (1, [9, 36, 5], ALL, GATE | KEEP, [0.3, 0.0]),
+    (1, [9, 36, 5], ALL, SWIGLU | STORE_PREACT, [0.3, 0.0]),
     (1, [2, 3, 1100], 1088, 0, [1.0, 0.0]),
 ];
 
@@ -54,19 +56,19 @@ const TENSOR_PRODUCTS: [Product; 7] = [
     (1, [64, 64, 64], ALL, 0, [1.0, 1.0]),
     (3, [136, 72, 24], ALL, 0, [1.0, 0.0]),
     (1, [12, 256, 192], ALL, GELU, [1.0, 0.0]),
-    (1, [150, 272, 264], ALL, GELU | KEEP, [1.0, 0.5]),
-    (1, [70, 131, 8], ALL, SILU | KEEP, [0.3, 0.5]),
-    (2, [70, 132, 8], ALL, GATE | KEEP, [0.3, 0.0]),
+    (1, [150, 272, 264], ALL, GELU | STORE_PREACT, [1.0, 0.5]),
+    (1, [70, 131, 8], ALL, SILU | STORE_PREACT, [0.3, 0.5]),
+    (2, [70, 132, 8], ALL, SWIGLU | STORE_PREACT, [0.3, 0.0]),
 ];
 
 /// Four blocks of the largest tile, enough uses of GELU, vectors and elements, stages that wrap
 /// around the ring, and split-K chunks.
 const SMALLEST_TENSOR_PRODUCTS: [Product; 6] = [
     (1, [129, 257, 24], ALL, GELU, [1.0, 0.0]),
-    (2, [12, 24, 168], ALL, GELU | KEEP, [1.0, 0.5]),
+    (2, [12, 24, 168], ALL, GELU | STORE_PREACT, [1.0, 0.5]),
     (1, [3, 7, 8], ALL, GELU, [1.0, 0.0]),
     (1, [9, 35, 8], ALL, SILU, [0.3, 0.5]),
-    (1, [9, 36, 8], ALL, GATE | KEEP, [0.3, 0.0]),
+    (1, [9, 36, 8], ALL, SWIGLU | STORE_PREACT, [0.3, 0.0]),
     (1, [4, 8, 80], 32, 0, [1.0, 0.0]),
 ];
 
@@ -109,7 +111,7 @@ pub(super) fn product(i: &Inputs<'_, '_>, tile: Tile) -> Result<()> {
 
 /// Returns true if a matmul reads `c`, to add it or as its gate.
 fn reads_c(flags: u32, beta: f32) -> bool {
-    beta != 0.0 || flags & GATE != 0
+    beta != 0.0 || flags & SWIGLU != 0
 }
 
 /// Returns the bias, or none if the product is split, because no epilogue may follow a chunk's sum.
@@ -120,7 +122,7 @@ fn unless_chunked<'t>(chunked: bool, bias: &'t Tensor<'_>) -> Slice<'t, f32> {
 /// Keeps the outputs of a matmul.
 fn keep_outputs<'s, S: Stored>(i: &Inputs<'_, 's>, flags: u32, out: &Tensor<'s, S>, pre: &Tensor<'s, S>) -> Result<()> {
     i.keep(out)?;
-    if flags & KEEP != 0 || i.form == CaseSize::Whole { i.keep(pre) } else { Ok(()) }
+    if flags & STORE_PREACT != 0 || i.form == CaseSize::Whole { i.keep(pre) } else { Ok(()) }
 }
 
 /// Runs the case of a tensor-core tile: [`product`] on whole numbers so small that every sum is
@@ -136,7 +138,7 @@ pub(super) fn tensor_product(i: &Inputs<'_, '_>, format: Reduced, tile: TensorTi
         let mut out = i.output(reads_c(flags, beta), [length], || i.whole(length))?;
         let mut pre = i.output(false, [length], || i.step.upload(&i.step.read(&out)?, [length]))?;
         let (c, written) = out.in_place();
-        i.step.launch(matmul_tensor {
+        i.step.launch(matmul_mma {
             variant: (format, tile),
             a: a.slice(),
             b: b.slice(),
@@ -170,13 +172,13 @@ const BF16_PRODUCTS: [Product; 11] = [
     (1, [64, 64, 64], ALL, TRANSPOSE_A, [1.0, 1.0]),
     (3, [136, 72, 24], ALL, TRANSPOSE_A | TRANSPOSE_B, [1.0, 0.0]),
     (1, [12, 256, 192], ALL, TRANSPOSE_B | GELU, [1.0, 0.0]),
-    (1, [150, 275, 261], ALL, GELU | KEEP, [1.0, 0.5]),
-    (1, [70, 131, 9], ALL, SILU | KEEP, [0.3, 0.5]),
-    (2, [70, 132, 9], ALL, GATE | KEEP, [0.3, 0.0]),
-    (2, [70, 131, 9], ALL, TRANSPOSE_B | GELU_DERIVATIVE | KEEP, [0.3, 0.0]),
-    (1, [150, 276, 41], ALL, GELU | KEEP, [1.0, 0.5]),
-    (1, [70, 132, 9], ALL, TRANSPOSE_A | SILU | KEEP, [0.3, 0.5]),
-    (2, [70, 132, 9], ALL, TRANSPOSE_B | GELU_DERIVATIVE | KEEP, [0.3, 0.0]),
+    (1, [150, 275, 261], ALL, GELU | STORE_PREACT, [1.0, 0.5]),
+    (1, [70, 131, 9], ALL, SILU | STORE_PREACT, [0.3, 0.5]),
+    (2, [70, 132, 9], ALL, SWIGLU | STORE_PREACT, [0.3, 0.0]),
+    (2, [70, 131, 9], ALL, TRANSPOSE_B | GELU_DERIVATIVE | STORE_PREACT, [0.3, 0.0]),
+    (1, [150, 276, 41], ALL, GELU | STORE_PREACT, [1.0, 0.5]),
+    (1, [70, 132, 9], ALL, TRANSPOSE_A | SILU | STORE_PREACT, [0.3, 0.5]),
+    (2, [70, 132, 9], ALL, TRANSPOSE_B | GELU_DERIVATIVE | STORE_PREACT, [0.3, 0.0]),
 ];
 
 /// Four blocks of the largest tile, enough uses of GELU, complete and partial stages with both
@@ -184,13 +186,13 @@ const BF16_PRODUCTS: [Product; 11] = [
 const SMALLEST_BF16_PRODUCTS: [Product; 9] = [
     (1, [129, 260, 24], ALL, GELU, [1.0, 0.0]),
     (1, [256, 256, 168], ALL, TRANSPOSE_A, [1.0, 0.0]),
-    (2, [12, 24, 168], ALL, TRANSPOSE_B | GELU | KEEP, [1.0, 0.5]),
+    (2, [12, 24, 168], ALL, TRANSPOSE_B | GELU | STORE_PREACT, [1.0, 0.5]),
     (1, [3, 7, 9], ALL, TRANSPOSE_A | TRANSPOSE_B | GELU, [1.0, 0.0]),
     (1, [9, 35, 8], ALL, SILU, [0.3, 0.5]),
-    (1, [9, 36, 8], ALL, GATE | KEEP, [0.3, 0.0]),
+    (1, [9, 36, 8], ALL, SWIGLU | STORE_PREACT, [0.3, 0.0]),
     (1, [4, 8, 80], 32, 0, [1.0, 0.0]),
     (1, [72, 132, 8], ALL, TRANSPOSE_B | GELU_DERIVATIVE, [1.0, 0.0]),
-    (1, [9, 35, 8], ALL, GELU_DERIVATIVE | KEEP, [0.3, 0.0]),
+    (1, [9, 35, 8], ALL, GELU_DERIVATIVE | STORE_PREACT, [0.3, 0.0]),
 ];
 
 /// Runs the case of a kernel for BF16 tensors: [`product`]s of its layout on whole numbers so small
@@ -249,15 +251,15 @@ pub(super) fn bf16_product<S: Stored>(
 /// which each GPU adds in its own order, so they are not kept.
 fn column_sums(i: &Inputs<'_, '_>, variant: (of_bf16::OperandLayout, of_bf16::Tile)) -> Result<()> {
     const WHOLE: [Product; 4] = [
-        (1, [129, 300, 101], ALL, SUM_B, [1.0, 0.0]),
-        (2, [8, 264, 168], ALL, SUM_B | ADD_TO_SUMS, [1.0, 0.0]),
-        (1, [256, 512, 328], ALL, SUM_B, [1.0, 0.0]),
-        (1, [128, 256, 680], 256, SUM_B, [1.0, 0.0]),
+        (1, [129, 300, 101], ALL, BIAS_GRAD, [1.0, 0.0]),
+        (2, [8, 264, 168], ALL, BIAS_GRAD | ADD_TO_SUMS, [1.0, 0.0]),
+        (1, [256, 512, 328], ALL, BIAS_GRAD, [1.0, 0.0]),
+        (1, [128, 256, 680], 256, BIAS_GRAD, [1.0, 0.0]),
     ];
     const SMALLEST: [Product; 3] = [
-        (2, [9, 20, 41], ALL, SUM_B | ADD_TO_SUMS, [1.0, 0.0]),
-        (1, [256, 256, 168], ALL, SUM_B, [1.0, 0.0]),
-        (1, [4, 8, 80], 32, SUM_B, [1.0, 0.0]),
+        (2, [9, 20, 41], ALL, BIAS_GRAD | ADD_TO_SUMS, [1.0, 0.0]),
+        (1, [256, 256, 168], ALL, BIAS_GRAD, [1.0, 0.0]),
+        (1, [4, 8, 80], 32, BIAS_GRAD, [1.0, 0.0]),
     ];
     for &(batches, [m, n, k], chunk, flags, [alpha, beta]) in i.by_form(&WHOLE[..], &SMALLEST) {
         let (a, b) = (i.normals::<bf16>([batches, k, m])?, i.normals::<bf16>([batches, k, n])?);
@@ -359,9 +361,9 @@ fn exists<S: Stored>(flags: u32) -> bool {
 pub(super) fn splits<S: Stored>(i: &Inputs<'_, '_>) -> Result<()> {
     if i.form == CaseSize::Smallest || <S as Element>::NAME != <f32 as Element>::NAME {
         return [
-            ([3, 260], 9, GELU | KEEP, [1.0, 0.5]),
-            ([2, 5], 2, GATE | KEEP, [0.3, 0.0]),
-            ([3, 261], 2, GELU_DERIVATIVE | KEEP, [0.3, 0.0]),
+            ([3, 260], 9, GELU | STORE_PREACT, [1.0, 0.5]),
+            ([2, 5], 2, SWIGLU | STORE_PREACT, [0.3, 0.0]),
+            ([3, 261], 2, GELU_DERIVATIVE | STORE_PREACT, [0.3, 0.0]),
         ]
         .into_iter()
         .filter(|(_, _, flags, _)| exists::<S>(*flags))

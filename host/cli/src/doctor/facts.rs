@@ -55,7 +55,7 @@ impl Facts {
         let python = within(2, "python", &mut unread, || Ok(Python::gather()));
         let gpu = within(8, "gpu", &mut unread, Gpu::gather);
         let load = within(40, "load", &mut unread, Load::gather);
-        Self { source: "examples/doctor, this machine".into(), host, gpu, load, network, python, disk, unread }
+        Self { source: "stepscope doctor, this machine".into(), host, gpu, load, network, python, disk, unread }
     }
 
     /// Reads facts from a file.

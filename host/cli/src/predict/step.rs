@@ -4,9 +4,7 @@
 //! are created in the dry run too.
 
 use stepscope::ops::Precision;
-use stepscope::{
-    AdamW, EagerStep, Gradients, HostInputs, Launch, Model, Optimizer, ParameterSpec, Parameters, Result, Tape,
-};
+use stepscope::{AdamW, EagerStep, HostInputs, Launch, Model, ParameterSpec, Result, Tape, TrainState, bf16};
 
 use crate::crossasset;
 use crate::sizes::{FEATURES, SCALES};
@@ -41,39 +39,39 @@ enum Until {
 fn set_up(step: &EagerStep<'_>, work: Work, precision: Precision, batch: usize, until: Until) -> Result<()> {
     match work {
         Work::CrossAsset => {
-            let (model, layout) = crossasset::Model::<f32>::new()?;
+            let (model, spec) = crossasset::Model::<f32>::new()?;
             let (x, labels) = (vec![0.0; batch * SCALES.len() * FEATURES], vec![0; batch]);
             let inputs = HostInputs::new().with(&x, [batch, SCALES.len(), FEATURES])?.with_indices(&labels, [batch])?;
-            train(step, &model, &layout, &inputs, precision, (batch, false), until)
+            train(step, model, &spec, &inputs, precision, batch, until)
         }
         Work::Gpt { sizes, recompute } => {
-            let mode = Mode { bf16: precision == Precision::Bf16, recompute, documents: false };
-            let (model, layout) = Gpt::new(sizes, mode)?;
+            let mode = Mode { recompute, documents: false };
             let tokens = vec![0; batch * sizes.context];
             let shape = [batch, sizes.context];
             let inputs = HostInputs::new().with_indices(&tokens, shape)?.with_indices(&tokens, shape)?;
-            train(step, &model, &layout, &inputs, precision, (batch, mode.bf16), until)
+            if precision == Precision::Bf16 {
+                let (model, spec) = Gpt::<bf16>::new(sizes, mode)?;
+                return train(step, model, &spec, &inputs, precision, batch, until);
+            }
+            let (model, spec) = Gpt::<f32>::new(sizes, mode)?;
+            train(step, model, &spec, &inputs, precision, batch, until)
         }
     }
 }
 
 /// Runs forward, loss, backward, clipping and AdamW, as the trainer does.
-fn train(
+fn train<M: Model>(
     step: &EagerStep<'_>,
-    model: &impl Model,
-    layout: &ParameterSpec,
+    model: M,
+    spec: &ParameterSpec,
     inputs: &HostInputs<'_>,
     precision: Precision,
-    (samples, copied): (usize, bool),
+    samples: usize,
     until: Until,
 ) -> Result<()> {
-    let mut parameters = Parameters::new(step.device(), layout, 7)?;
-    if copied {
-        parameters = parameters.with_bf16_copy()?;
-    }
-    let mut gradients = Gradients::zeros(&parameters)?;
     let config = AdamW { clip: Some(1.0), ..AdamW::default() };
-    let mut optimizer = Optimizer::new(&parameters, config)?;
+    let state = TrainState::new(step.device(), model, spec, 7, config)?;
+    let TrainState { model, mut parameters, mut gradients, mut optimizer, .. } = state;
     step.set_precision(precision);
     let batch = step.upload_inputs(inputs)?;
     optimizer.advance()?;

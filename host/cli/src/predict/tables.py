@@ -1,7 +1,7 @@
 """Updates the tables of docs/predict.md in place, and the counts of lines within 10 % and 20 %.
 
-    cargo run --release --example predict -- --against benches/runs |
-        python3 examples/predict/tables.py docs/predict.md
+    cargo run --release -- predict --against benches/runs |
+        python3 host/cli/src/predict/tables.py docs/predict.md
 
 The rows stay; only their figures change. Lists the lines without a row in the page, and fails if a
 row has no line.

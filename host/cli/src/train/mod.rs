@@ -42,7 +42,7 @@ use std::sync::atomic::AtomicBool;
 
 use self::bad_input::{BadInput, Outcome, bad};
 use self::cli::Args;
-use self::model::Gpt;
+use self::model::{Activation, Gpt};
 use self::plan::Plan;
 use self::report::{Bytes, DataSize, Report};
 use self::samples::Sequences;
@@ -54,6 +54,7 @@ use crate::program::results::CHECKPOINT;
 use crate::program::screen::Screen;
 use crate::program::usage::{ArenaUse, CaptureUse, MemoryUse, ModelSize};
 use crate::program::{results, signals};
+use stepscope::ops::Precision;
 use stepscope::{Device, Parameters, TokenSampler, TokenSamplerConfig, TrainState, bf16};
 
 /// Trains, and returns the exit code.
@@ -93,17 +94,25 @@ fn run(args: &Args, screen: &mut Screen) -> Outcome<bool> {
     ranks::on_each(ranks, |first| rank(first, screen), quiet)
 }
 
-/// Runs one rank. Returns false if it was stopped early.
+/// Runs one rank, with activations stored as the precision implies. Returns false if it was stopped
+/// early.
 fn run_rank(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen) -> Outcome<bool> {
+    match plan.args.precision {
+        Precision::Bf16 => train_rank::<bf16>(plan, rank, stop, screen),
+        _ => train_rank::<f32>(plan, rank, stop, screen),
+    }
+}
+
+fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen) -> Outcome<bool> {
     let args = plan.args;
     let device = rank.open(args.device)?;
     let group = rank.join(&device, &plan.settings_of_ranks())?;
-    let mut learner = plan.learner(&device)?;
-    let mut arena = plan.arena(&device, &mut learner)?;
-    let layout = learner.parameters.layout().clone();
+    let mut state = plan.state::<S>(&device)?;
+    let mut arena = plan.arena(&device, &mut state)?;
+    let spec = state.parameters.layout().clone();
     let (model_size, bytes) = (
-        ModelSize { tensors: layout.entries().len(), weights: layout.weights() },
-        Bytes { weights: weights_bytes(&learner), steps: 0 },
+        ModelSize { tensors: spec.entries().len(), weights: spec.weights() },
+        Bytes { weights: weights_bytes(&state.parameters), steps: 0 },
     );
     let sizes = plan.sizes;
     let data = DataSize {
@@ -124,14 +133,14 @@ fn run_rank(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen
         let windows = plan.windows()?;
         let windows: Vec<_> = (0..args.batch as u64).map(|number| windows.window(number)).collect();
         let first = Sequences::of(&plan.text, &windows, plan.form())?;
-        trace::write(path, &mut arena, &mut learner, &first)?;
-        weights::write(&args.out.join("transformers"), &learner.parameters, &sizes, args.max_shard_size)?;
+        trace::write(path, &mut arena, &mut state, &first)?;
+        weights::write(&args.out.join("transformers"), &state.parameters, &sizes, args.max_shard_size)?;
         return Ok(true);
     }
 
     let checkpoint = args.out.join(CHECKPOINT);
-    let learner = rank.in_group(group.as_ref(), learner)?;
-    let trainer = plan.trainer(&mut arena, learner)?;
+    let state = rank.in_group(group.as_ref(), state)?;
+    let trainer = plan.trainer(&mut arena, state)?;
     let mut trainer = trainer.checkpoint(&checkpoint, args.checkpoint_every).stop_when(stop);
     let Some(Trained { position, seconds }) = plan.train(&mut trainer, &args.out, rank.leads())? else {
         screen.say(format_args!("stopped; continue with --resume {}", checkpoint.display()));
@@ -143,7 +152,7 @@ fn run_rank(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen
     }
 
     let memory = MemoryUse::of(trainer.memory_forecast());
-    let TrainState { model, parameters, .. } = trainer.learner();
+    let TrainState { model, parameters, .. } = trainer.state();
     let sample = written(plan, &device, model, parameters)?;
     weights::write(&args.out.join("transformers"), parameters, &sizes, args.max_shard_size)?;
     let weights_sha256 = parameters.sha256()?;
@@ -177,13 +186,13 @@ fn run_rank(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen
 }
 
 /// Returns the bytes that persist across steps: weights, gradients, two moments, and the BF16 copy.
-fn weights_bytes(learner: &TrainState<Gpt>) -> usize {
-    let copy = learner.parameters.bf16_copy().map_or(0, |copy| copy.len() * size_of::<bf16>());
-    4 * learner.parameters.flat().len() * size_of::<f32>() + copy
+fn weights_bytes(weights: &Parameters) -> usize {
+    let copy = weights.bf16_copy().map_or(0, |copy| copy.len() * size_of::<bf16>());
+    4 * weights.flat().len() * size_of::<f32>() + copy
 }
 
 /// Returns the text that the model generates after the given beginning.
-fn written(plan: &Plan<'_>, device: &Device, model: &Gpt, weights: &Parameters) -> Outcome<String> {
+fn written<S: Activation>(plan: &Plan<'_>, device: &Device, model: &Gpt<S>, weights: &Parameters) -> Outcome<String> {
     let Args { temperature, top_k, top_p, seed, sample_tokens, .. } = *plan.args;
     let sampler = TokenSampler::new(TokenSamplerConfig { temperature, top_k, top_p }, seed)?;
     let length = (sample_tokens, plan.tokenizer.end());

@@ -8,11 +8,13 @@
 //!
 //! Activations are f32 or BF16; weights, their gradients and the loss are f32.
 
+use std::marker::PhantomData;
+
 use stepscope::nn::{Block, Embedding, KeyValueCache, LayerNorm, Norm, RmsNorm};
 use stepscope::ops::{self, AttentionElement, Gemm, GemmElement, LmHeadConfig, Rotary};
 use stepscope::{
     DeviceBatch, Indices, Initializer, Parameter, ParameterGroups, ParameterSpec, ParameterSpecBuilder, Parameters,
-    Result, Saved, ScratchStep, Source, Step, Tape, Tensor, Var, bf16,
+    Result, Saved, ScratchStep, Source, Step, Tape, Tensor, Var,
 };
 
 use crate::train::cli::{Arch, Size};
@@ -58,8 +60,6 @@ impl Sizes {
 /// The way a model runs.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Mode {
-    /// True if activations are BF16.
-    pub(crate) bf16: bool,
     /// True if each block keeps only its input and runs again in the backward pass. Also set for
     /// passes without backward, where nothing is recomputed.
     pub(crate) recompute: bool,
@@ -67,9 +67,14 @@ pub(crate) struct Mode {
     pub(crate) documents: bool,
 }
 
-/// The layers, as handles of parameters.
+/// An element type of activations: f32 or BF16.
+pub(crate) trait Activation: AttentionElement + GemmElement<Self> + GemmElement<f32> {}
+
+impl<S: AttentionElement + GemmElement<S> + GemmElement<f32>> Activation for S {}
+
+/// The layers, as handles of parameters. Activations are stored as `S`.
 #[derive(Clone, Debug)]
-pub(crate) struct Gpt {
+pub(crate) struct Gpt<S = f32> {
     pub(crate) sizes: Sizes,
     mode: Mode,
     tokens: Embedding,
@@ -78,9 +83,10 @@ pub(crate) struct Gpt {
     norm: Norm,
     /// `[vocabulary, width]`.
     head: Parameter,
+    stored: PhantomData<S>,
 }
 
-impl Gpt {
+impl<S: Activation> Gpt<S> {
     /// Builds the model and its parameter spec, initialized as GPT-2: matrices have a standard
     /// deviation of 0.02, and matrices before a residual less, the deeper the model.
     ///
@@ -114,7 +120,7 @@ impl Gpt {
             (entry.shape().extents().len() == 2).then_some(Initializer::Normal { deviation })
         });
         let norm = with_epsilon(norm, epsilon);
-        Ok((Self { sizes, mode, tokens, positions, blocks, norm, head }, layout.build()?))
+        Ok((Self { sizes, mode, tokens, positions, blocks, norm, head, stored: PhantomData }, layout.build()?))
     }
 
     /// Applies weight decay to matrices and tables, but not to gains and biases.
@@ -126,15 +132,12 @@ impl Gpt {
     ///
     /// # Errors
     /// When an op fails, for example because the arena is full.
-    pub(crate) fn hidden<'s, S>(
+    pub(crate) fn hidden<'s>(
         &self,
         tape: &Tape<'_, 's>,
         ids: Indices<'s>,
         documents: Option<Saved<'s, u32>>,
-    ) -> Result<Var<'s, S>>
-    where
-        S: AttentionElement + GemmElement<S> + GemmElement<f32>,
-    {
+    ) -> Result<Var<'s, S>> {
         let mut x = self.tokens.forward(tape, ids)?;
         if let Some(positions) = &self.positions {
             x = positions.add_positions(tape, &x)?;
@@ -205,56 +208,28 @@ impl Gpt {
         ops::gemm_into(step, &product, rows, &weights.lend(step, self.head)?, None::<&Tensor<'_>>, &mut logits)?;
         Ok(logits)
     }
+}
 
-    /// Runs [`Gpt::hidden`] on a batch.
-    fn hidden_of<'s, S>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s, S>>
-    where
-        S: AttentionElement + GemmElement<S> + GemmElement<f32>,
-    {
+/// The inputs of a batch are the ids, the labels, and optionally the documents.
+impl<S: Activation> stepscope::Model for Gpt<S> {
+    type Stored = S;
+
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s, S>> {
         let documents = if self.mode.documents { Some(batch.input(2)?) } else { None };
         self.hidden(tape, batch.indices(0)?, documents)
     }
 
-    /// Computes [`stepscope::Model::loss`] with activations stored as `S`.
-    fn loss_as<'s, S>(
+    /// Averages over the tokens of each sample.
+    fn loss<'s>(
         &self,
         tape: &Tape<'_, 's>,
         hidden: &Var<'s, S>,
         batch: &DeviceBatch<'s>,
         weight: f32,
-    ) -> Result<Var<'s>>
-    where
-        S: AttentionElement + GemmElement<S> + GemmElement<f32>,
-    {
+    ) -> Result<Var<'s>> {
         let labels = batch.indices(1)?;
         let tokens = labels.shape().extents()[1] as f32;
         tape.linear_cross_entropy(hidden, self.head, labels, weight / tokens, LmHeadConfig::default().tied())
-    }
-}
-
-/// The inputs of a batch are the ids, the labels, and optionally the documents.
-impl stepscope::Model for Gpt {
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
-        match self.mode.bf16 {
-            true => tape.to_f32(&self.hidden_of::<bf16>(tape, batch)?),
-            false => self.hidden_of(tape, batch),
-        }
-    }
-
-    /// Averages over the tokens of each sample.
-    fn loss<'s>(&self, tape: &Tape<'_, 's>, hidden: &Var<'s>, batch: &DeviceBatch<'s>, weight: f32) -> Result<Var<'s>> {
-        match self.mode.bf16 {
-            true => self.loss_as(tape, &tape.to_bf16(hidden)?, batch, weight),
-            false => self.loss_as(tape, hidden, batch, weight),
-        }
-    }
-
-    /// Passes BF16 activations to the head as they are stored.
-    fn loss_of_batch<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>, weight: f32) -> Result<Var<'s>> {
-        match self.mode.bf16 {
-            true => self.loss_as(tape, &self.hidden_of::<bf16>(tape, batch)?, batch, weight),
-            false => self.loss_as(tape, &self.hidden_of::<f32>(tape, batch)?, batch, weight),
-        }
     }
 }
 

@@ -3,7 +3,6 @@
 
 use std::sync::Arc;
 
-use stepscope::ops::Precision;
 use stepscope::{
     AdamW, Arena, Capacity, Checkpoint, Device, HostBatch, HostMemory, Model, ParameterSpec, Result, Schedule, Tape,
     TrainState, Trainer, Windows,
@@ -12,7 +11,7 @@ use stepscope::{
 use crate::program::settings::Settings;
 use crate::train::bad_input::{Outcome, bad};
 use crate::train::cli::{Arch, Args};
-use crate::train::model::{Gpt, Mode, Sizes};
+use crate::train::model::{Activation, Gpt, Mode, Sizes};
 use crate::train::samples::{Form, Sequences};
 use crate::train::text::{self, Text};
 use crate::train::tokenizer::Tokenizer;
@@ -92,10 +91,9 @@ impl<'r> Plan<'r> {
     }
 
     /// Creates the model with its initial weights, and the optimizer.
-    pub(crate) fn learner(&self, device: &Device) -> Outcome<TrainState<Gpt>> {
+    pub(crate) fn state<S: Activation>(&self, device: &Device) -> Outcome<TrainState<Gpt<S>>> {
         let Args { seed, precision, recompute, documents, updates, .. } = *self.args;
-        let bf16 = precision == Precision::Bf16;
-        let (model, layout) = Gpt::new(self.sizes, Mode { bf16, recompute, documents })?;
+        let (model, spec) = Gpt::new(self.sizes, Mode { recompute, documents })?;
         let total = updates as u64;
         let config = AdamW {
             learning_rate: self.learning_rate(),
@@ -105,20 +103,17 @@ impl<'r> Plan<'r> {
             schedule: Schedule::WarmupCosine { warmup: self.args.warmup(), total, floor: FLOOR },
             ..AdamW::default()
         };
-        let learner = TrainState::new(device, model, &layout, seed, config)?.with_parameter_groups(&Gpt::groups())?;
-        let mut learner = learner.with_precision(precision);
-        if bf16 {
-            learner = learner.with_bf16_copy()?;
-        }
+        let state = TrainState::new(device, model, &spec, seed, config)?.with_parameter_groups(&Gpt::<S>::groups())?;
+        let mut state = state.with_precision(precision);
         if let Some(weights) = &self.weights {
-            weights.load(&mut learner.parameters)?;
+            weights.load(&mut state.parameters)?;
         }
-        Ok(learner)
+        Ok(state)
     }
 
     /// Builds an arena with room for a training step and an evaluation step. Both are measured by
     /// dry run.
-    pub(crate) fn arena(&self, device: &Device, learner: &mut TrainState<Gpt>) -> Result<Arena> {
+    pub(crate) fn arena<S: Activation>(&self, device: &Device, state: &mut TrainState<Gpt<S>>) -> Result<Arena> {
         if let Some(mebibytes) = self.args.arena_mib {
             return Arena::builder(device).capacity(Capacity::mib(mebibytes)).build();
         }
@@ -126,13 +121,13 @@ impl<'r> Plan<'r> {
         let mut needs = |samples: usize, train: bool| {
             let largest = Sequences::zeros(samples, self.form());
             let measured = small.measure(|step| {
-                step.set_precision(learner.precision);
+                step.set_precision(state.precision);
                 let batch = step.upload_inputs(&largest.inputs()?)?;
-                let tape = Tape::new(step, &learner.parameters);
+                let tape = Tape::new(step, &state.parameters);
                 let tape = if train { tape } else { tape.evaluating() };
-                let hidden = learner.model.forward(&tape, &batch)?;
-                let loss = learner.model.loss(&tape, &hidden, &batch, 1.0)?;
-                if train { tape.backward_overwrite(&loss, &mut learner.gradients) } else { Ok(()) }
+                let hidden = state.model.forward(&tape, &batch)?;
+                let loss = state.model.loss(&tape, &hidden, &batch, 1.0)?;
+                if train { tape.backward_overwrite(&loss, &mut state.gradients) } else { Ok(()) }
             });
             measured.map(|measured| measured.high_water_bytes())
         };
@@ -198,10 +193,14 @@ impl<'r> Plan<'r> {
 
     /// Creates a trainer that replays each step as one graph, or launches each kernel with
     /// `--eager`.
-    pub(crate) fn trainer<'a>(&self, arena: &'a mut Arena, learner: TrainState<Gpt>) -> Result<Trainer<'a, Gpt>> {
+    pub(crate) fn trainer<'a, S: Activation>(
+        &self,
+        arena: &'a mut Arena,
+        state: TrainState<Gpt<S>>,
+    ) -> Result<Trainer<'a, Gpt<S>>> {
         match self.args.eager {
-            true => Ok(Trainer::eager(arena, learner)),
-            false => Trainer::captured(arena, learner, &Sequences::zeros(self.args.batch, self.form())),
+            true => Ok(Trainer::eager(arena, state)),
+            false => Trainer::captured(arena, state, &Sequences::zeros(self.args.batch, self.form())),
         }
     }
 }
@@ -242,5 +241,5 @@ fn matching(sizes: Sizes, tokenizer: &Tokenizer) -> Outcome<Sizes> {
 
 /// Returns the parameter spec of a model of these sizes.
 pub(crate) fn layout(sizes: Sizes) -> Result<ParameterSpec> {
-    Ok(Gpt::new(sizes, Mode::default())?.1)
+    Ok(Gpt::<f32>::new(sizes, Mode::default())?.1)
 }

@@ -5,16 +5,16 @@
 
 use stepscope::{Arena, Capacity, Device, EagerStep, Parameters, Result, TokenSampler, ops};
 
-use crate::train::model::Gpt;
+use crate::train::model::{Activation, Gpt};
 
 /// Returns up to `count` tokens that follow `beginning`, as many as fit the model's context. Stops
 /// after `end`.
 ///
 /// # Errors
 /// When the device fails.
-pub(crate) fn write(
+pub(crate) fn write<S: Activation>(
     device: &Device,
-    model: &Gpt,
+    model: &Gpt<S>,
     weights: &Parameters,
     beginning: &[u32],
     (count, end): (usize, Option<u32>),
@@ -29,13 +29,13 @@ pub(crate) fn write(
 
 /// Returns the last tokens of a long beginning: at most half a context, so that there is room for
 /// the continuation.
-fn newest<'b>(beginning: &'b [u32], model: &Gpt) -> &'b [u32] {
+fn newest<'b, S: Activation>(beginning: &'b [u32], model: &Gpt<S>) -> &'b [u32] {
     &beginning[beginning.len().saturating_sub((model.sizes.context / 2).max(1))..]
 }
 
 /// A text to be generated.
-struct Text<'t> {
-    model: &'t Gpt,
+struct Text<'t, S> {
+    model: &'t Gpt<S>,
     weights: &'t Parameters,
     beginning: &'t [u32],
     count: usize,
@@ -43,7 +43,7 @@ struct Text<'t> {
     sampler: &'t TokenSampler,
 }
 
-impl Text<'_> {
+impl<S: Activation> Text<'_, S> {
     /// Generates the continuation. Keys and values of all tokens live until the step ends;
     /// everything else of a token is freed with its scratch scope.
     fn write(&self, step: &mut EagerStep<'_>) -> Result<Vec<u32>> {

@@ -5,6 +5,7 @@ mod token_files;
 mod tokenizer_json;
 
 use super::cli::{Arch, Args, Size};
+use super::model::Activation;
 use super::plan::Plan;
 use super::text::Text;
 use super::tokenizer::Tokenizer;
@@ -15,6 +16,7 @@ use clap::Parser;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
+use stepscope::ops::Precision;
 use stepscope::{
     Arena, Capacity, Device, SplitMix64, StateDict, Tape, TokenSampler, TokenSamplerConfig, TrainState, ops,
 };
@@ -49,16 +51,23 @@ type Bits = (String, Vec<u64>);
 
 /// Runs to the end, or to the stop.
 fn trained(device: &Device, args: &Args, stopped: bool) -> Option<Bits> {
+    match args.precision {
+        Precision::Bf16 => trained_as::<half::bf16>(device, args, stopped),
+        _ => trained_as::<f32>(device, args, stopped),
+    }
+}
+
+fn trained_as<S: Activation>(device: &Device, args: &Args, stopped: bool) -> Option<Bits> {
     let plan = Plan::load(args, 1).unwrap();
-    let mut learner = plan.learner(device).unwrap();
-    let mut arena = plan.arena(device, &mut learner).unwrap();
+    let mut state = plan.state::<S>(device).unwrap();
+    let mut arena = plan.arena(device, &mut state).unwrap();
     let stop = AtomicBool::new(stopped);
-    let trainer = plan.trainer(&mut arena, learner).unwrap();
+    let trainer = plan.trainer(&mut arena, state).unwrap();
     let mut trainer = trainer.checkpoint(args.out.join("model.safetensors"), None).stop_when(&stop);
     let position = plan.train(&mut trainer, &args.out, true).unwrap()?.position;
     let losses = position.losses.iter().chain(position.evaluations.iter().map(|look| &look.loss));
     let losses = losses.map(|loss| loss.to_bits()).collect();
-    Some((trainer.learner().parameters.sha256().unwrap(), losses))
+    Some((trainer.state().parameters.sha256().unwrap(), losses))
 }
 
 on_each_device! {
@@ -119,11 +128,11 @@ on_each_device! {
         let (folder, data) = folder(400);
         let args = arguments(&data, folder.path(), "");
         let plan = Plan::load(&args, 1).unwrap();
-        let learner = plan.learner(device).unwrap();
+        let state = plan.state::<f32>(device).unwrap();
         let write = |seed, temperature| {
             let config = TokenSamplerConfig { temperature, top_k: Some(40), top_p: Some(0.9) };
             let sampler = TokenSampler::new(config, seed).unwrap();
-            sample::write(device, &learner.model, &learner.parameters, &[5, 6, 7], (10, None), &sampler).unwrap()
+            sample::write(device, &state.model, &state.parameters, &[5, 6, 7], (10, None), &sampler).unwrap()
         };
         let text = write(7, 1.0);
         assert!(text == write(7, 1.0) && text != write(8, 1.0) && text.len() == 10, "{text:?}");
@@ -139,17 +148,17 @@ on_each_device! {
         for arch in ["gpt2", "llama"] {
             let args = arguments(&data, folder.path(), &format!("--arch {arch} --updates 30"));
             let plan = Plan::load(&args, 1).unwrap();
-            let mut learner = plan.learner(device).unwrap();
-            let mut arena = plan.arena(device, &mut learner).unwrap();
-            let mut trainer = plan.trainer(&mut arena, learner).unwrap();
+            let mut state = plan.state::<f32>(device).unwrap();
+            let mut arena = plan.arena(device, &mut state).unwrap();
+            let mut trainer = plan.trainer(&mut arena, state).unwrap();
             plan.train(&mut trainer, &args.out, true).unwrap().unwrap();
-            let TrainState { model, parameters, .. } = trainer.learner();
+            let TrainState { model, parameters, .. } = trainer.state();
             let mut other = Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap();
             let mut tokens = b"let".map(u32::from).to_vec();
             while tokens.len() < 16 {
                 let logits = other.step(|step| {
                     let tape = Tape::new(step, parameters).evaluating();
-                    let hidden = model.hidden::<f32>(&tape, step.upload_indices(&tokens, [1, tokens.len()])?, None)?;
+                    let hidden = model.hidden(&tape, step.upload_indices(&tokens, [1, tokens.len()])?, None)?;
                     let last = ops::slice(step, hidden.value(), 1, tokens.len() - 1..tokens.len())?;
                     step.read(&model.logits(step, parameters, &last)?)
                 });
@@ -168,30 +177,30 @@ on_each_device! {
         for arch in ["gpt2", "llama"] {
             let args = arguments(&data, folder.path(), &format!("--arch {arch}"));
             let plan = Plan::load(&args, 1).unwrap();
-            let learner = plan.learner(device).unwrap();
+            let state = plan.state::<f32>(device).unwrap();
             let theirs = folder.path().join(arch);
             // About 3 MB in total. Shards come first, and none of them may remain afterwards.
             for (most, files) in [(Some(1_000_000), 4), (None, 1)] {
-                weights::write(&theirs, &learner.parameters, &plan.sizes, most).unwrap();
+                weights::write(&theirs, &state.parameters, &plan.sizes, most).unwrap();
                 let shards = fs::read_dir(&theirs).unwrap().map(|entry| entry.unwrap().path());
                 let shards: Vec<_> = shards.filter(|path| path.extension().is_some_and(|end| end == "safetensors")).collect();
                 assert_eq!(shards.len(), files, "{arch}: {shards:?}");
-                let mut fresh = Plan::load(&Args { seed: 8, ..args.clone() }, 1).unwrap().learner(device).unwrap();
+                let mut fresh = Plan::load(&Args { seed: 8, ..args.clone() }, 1).unwrap().state::<f32>(device).unwrap();
                 Weights::read(&theirs, None).unwrap().load(&mut fresh.parameters).unwrap();
-                assert_eq!(fresh.parameters.sha256(), learner.parameters.sha256(), "{arch} in {files} files");
+                assert_eq!(fresh.parameters.sha256(), state.parameters.sha256(), "{arch} in {files} files");
             }
             let back = Weights::read(&theirs, None).unwrap();
             assert_eq!(back.sizes, plan.sizes, "{arch}");
             // The place of row 3 and column 2 of the keys.
-            let flat = learner.parameters.flat().read().unwrap();
-            let qkv = learner.parameters.layout().entries().iter().find(|entry| entry.name().ends_with("qkv_proj.weight"));
+            let flat = state.parameters.flat().read().unwrap();
+            let qkv = state.parameters.layout().entries().iter().find(|entry| entry.name().ends_with("qkv_proj.weight"));
             let qkv = qkv.unwrap();
             let ours = flat[qkv.start() + 2 * qkv.shape().extents()[1] + 128 + 1];
             let (name, place) = match arch {
                 "gpt2" => ("transformer.h.0.attn.c_attn.weight", 2 * 384 + 128 + 1),
                 _ => ("model.layers.0.self_attn.k_proj.weight", 128 + 2),
             };
-            let mut tensors = weights::as_theirs(learner.parameters.layout(), &plan.sizes, &flat).unwrap();
+            let mut tensors = weights::as_theirs(state.parameters.layout(), &plan.sizes, &flat).unwrap();
             assert_eq!(StateDict::from_pretrained(&theirs, |_| false).unwrap(), tensors, "{arch}");
             assert_eq!(tensors.remove(name).unwrap().1[place].to_bits(), ours.to_bits(), "{arch}");
         }
@@ -239,7 +248,7 @@ fn unsuitable_weights_are_refused_by_name() {
         let plan = Plan::load(&args, 1).unwrap();
         let theirs = folder.path().join(arch);
         let _ = fs::remove_dir_all(&theirs);
-        weights::write(&theirs, &plan.learner(&device).unwrap().parameters, &plan.sizes, None).unwrap();
+        weights::write(&theirs, &plan.state::<f32>(&device).unwrap().parameters, &plan.sizes, None).unwrap();
         theirs
     };
     let refused = |theirs: &Path, told: &str| {
@@ -284,10 +293,10 @@ fn half_precision_weights_load_exactly() {
     let (folder, data) = folder(400);
     let args = arguments(&data, folder.path(), "");
     let plan = Plan::load(&args, 1).unwrap();
-    let mut learner = plan.learner(&support::open(stepscope::DeviceKind::Emulated)).unwrap();
-    let ours = learner.parameters.flat().read().unwrap();
+    let mut state = plan.state::<f32>(&support::open(stepscope::DeviceKind::Emulated)).unwrap();
+    let ours = state.parameters.flat().read().unwrap();
     let theirs = folder.path().join("theirs");
-    weights::write(&theirs, &learner.parameters, &plan.sizes, None).unwrap();
+    weights::write(&theirs, &state.parameters, &plan.sizes, None).unwrap();
     let path = theirs.join("model.safetensors");
     let whole = fs::read(&path).unwrap();
     let file = SafeTensors::deserialize(&whole).unwrap();
@@ -304,9 +313,9 @@ fn half_precision_weights_load_exactly() {
         let view = |bytes, shape: &Vec<usize>| TensorView::new(dtype, shape.clone(), bytes).unwrap();
         let views = tensors.iter().map(|(name, shape, bytes)| (name, view(bytes, shape)));
         fs::write(&path, safetensors::serialize(views, None).unwrap()).unwrap();
-        Weights::read(&theirs, None).unwrap().load(&mut learner.parameters).unwrap();
+        Weights::read(&theirs, None).unwrap().load(&mut state.parameters).unwrap();
         let want: Vec<f32> = ours.iter().map(|&x| rounded(x)).collect();
-        assert!(want != ours && learner.parameters.flat().read().unwrap() == want, "{dtype:?}");
+        assert!(want != ours && state.parameters.flat().read().unwrap() == want, "{dtype:?}");
     }
 }
 

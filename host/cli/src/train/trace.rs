@@ -6,19 +6,24 @@ use std::path::Path;
 use stepscope::{Arena, HostBatch, Model, StateDict, Tape, TrainState};
 
 use crate::train::bad_input::Outcome;
-use crate::train::model::Gpt;
+use crate::train::model::{Activation, Gpt};
 use crate::train::samples::Sequences;
 use crate::train::weights::as_theirs;
 
 /// Writes the file without changing the weights.
-pub(crate) fn write(path: &Path, arena: &mut Arena, learner: &mut TrainState<Gpt>, batch: &Sequences) -> Outcome<()> {
-    let TrainState { model, parameters, gradients, .. } = learner;
+pub(crate) fn write<S: Activation>(
+    path: &Path,
+    arena: &mut Arena,
+    state: &mut TrainState<Gpt<S>>,
+    batch: &Sequences,
+) -> Outcome<()> {
+    let TrainState { model, parameters, gradients, .. } = state;
     let (logits, loss) = arena.step(|step| {
         let inputs = step.upload_inputs(&batch.inputs()?)?;
         let tape = Tape::new(step, parameters);
         let hidden = model.forward(&tape, &inputs)?;
         let loss = model.loss(&tape, &hidden, &inputs, 1.0 / batch.len() as f32)?;
-        let logits = step.read(&model.logits(step, parameters, hidden.value())?)?;
+        let logits = step.read(&model.logits(step, parameters, tape.to_f32(&hidden)?.value())?)?;
         let value = step.read_scalar(loss.value())?;
         tape.backward_overwrite(&loss, gradients)?;
         Ok((logits, value))

@@ -12,7 +12,7 @@ use crate::program::results::{BEST, CHECKPOINT};
 use crate::program::{settings, signals};
 use crate::train::bad_input::{Outcome, bad};
 use crate::train::cli::Args;
-use crate::train::model::Gpt;
+use crate::train::model::{Activation, Gpt};
 use crate::train::plan::Plan;
 use crate::train::report::{Evaluation, Position};
 use crate::train::samples::{self, Sequences};
@@ -37,7 +37,12 @@ pub(crate) struct Trained {
 
 impl Plan<'_> {
     /// Trains to the end. Returns none if it was stopped, after writing a checkpoint.
-    pub(crate) fn train(&self, trainer: &mut Trainer<'_, Gpt>, out: &Path, leads: bool) -> Outcome<Option<Trained>> {
+    pub(crate) fn train<S: Activation>(
+        &self,
+        trainer: &mut Trainer<'_, Gpt<S>>,
+        out: &Path,
+        leads: bool,
+    ) -> Outcome<Option<Trained>> {
         let Args { batch, updates, .. } = *self.args;
         let accumulate = self.accumulate;
         let (updates, form) = (updates as u64, self.form());
@@ -144,7 +149,13 @@ struct Watch<'w> {
 impl Watch<'_> {
     /// Reports the mean loss of the held-out samples, and saves the weights if they are the best so
     /// far.
-    fn look(&mut self, trainer: &mut Trainer<'_, Gpt>, held_out: &[Sequences], update: u64, out: &Path) -> Result<()> {
+    fn look<S: Activation>(
+        &mut self,
+        trainer: &mut Trainer<'_, Gpt<S>>,
+        held_out: &[Sequences],
+        update: u64,
+        out: &Path,
+    ) -> Result<()> {
         let begun = Instant::now();
         let (mut sum, mut samples) = (0.0, 0);
         for part in held_out {
@@ -158,7 +169,7 @@ impl Watch<'_> {
         evaluations.push(Evaluation { update, loss, perplexity });
         self.bar.say(&format!("update {update}: held-out loss {loss:.4}, perplexity {perplexity:.2}"));
         if best && self.leads {
-            Checkpoint::save(out.join(BEST), &trainer.learner().parameters, None, &self.notes())?;
+            Checkpoint::save(out.join(BEST), &trainer.state().parameters, None, &self.notes())?;
         }
         self.bar.leave_out(begun.elapsed());
         Ok(())

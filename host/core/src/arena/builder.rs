@@ -7,6 +7,7 @@
 use super::budget::situation;
 use super::floor::Floor;
 use super::handle::Arena;
+use super::layout::ALIGN_BYTES;
 use super::overflow::{Overflow, OverflowPool};
 use super::region::ArenaInner;
 use super::settings::{Capacity, Growth};
@@ -108,6 +109,20 @@ impl ArenaBuilder {
     pub fn checked(mut self, checked: bool) -> Self {
         self.checked = Some(checked);
         self
+    }
+
+    /// Returns an arena of almost no memory whose steps need as much as those of the arena that
+    /// this builds. Steps can only be measured on it.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`] if the driver is out of memory.
+    #[doc(hidden)]
+    pub fn build_to_measure(&self) -> Result<Arena> {
+        let mut arena = Arena::bare(&self.device, ALIGN_BYTES)?;
+        if self.device.checked_unless(self.checked) {
+            arena.region.check()?;
+        }
+        Ok(arena)
     }
 
     /// Takes the memory from the device and builds the arena.

@@ -73,6 +73,17 @@ impl Arena {
         outcome.and_then(|result| grown.map(|()| result))
     }
 
+    /// Grows the arena now if its steps may fill less than `bytes` and its settings let it grow.
+    ///
+    /// # Errors
+    /// The errors of the driver. If there is no memory, the arena keeps its size.
+    #[doc(hidden)]
+    pub fn make_room(&mut self, bytes: usize) -> Result<()> {
+        let Growth::AtBoundary { max_bytes } = self.growth else { return Ok(()) };
+        self.region.needed.set(self.region.needed.get().max(bytes));
+        self.region.grow(max_bytes).map_err(|error| self.region.with_report(error))
+    }
+
     /// Returns the shortage if the host has less memory than the arena's floor.
     pub fn shortage(&self) -> Option<MemoryShortage> {
         self.floor.shortage()

@@ -20,7 +20,7 @@ mod state;
 
 pub use slots::{CaptureInputs, DeviceBatch, HostInputs, Output};
 
-use crate::arena::{ALIGN_BYTES, Arena, ArenaInner, Checks, Floor, GraphReservation, Turns};
+use crate::arena::{ALIGN_BYTES, Arena, ArenaInner, Checks, Floor, GraphReservation, Measured, Turns};
 use crate::device::{Device, Launch, PinnedReadback, Pins};
 use crate::error::{Error, Result};
 use crate::step::Step;
@@ -157,6 +157,23 @@ impl Arena {
         let first = place.record(&key, tensors, &mut state, record)?;
         let recordings = Recordings::new(first, start.elapsed());
         Ok(Captured { recordings, place, record, state, replays: 0 })
+    }
+}
+
+impl Arena {
+    /// Measures what [`Arena::capture`] would reserve.
+    ///
+    /// # Errors
+    /// The errors of `record`.
+    #[doc(hidden)]
+    pub fn measure_capture<S, R>(
+        &self,
+        state: &mut S,
+        inputs: &HostInputs<'_>,
+        record: Record<S, R>,
+    ) -> Result<Measured> {
+        let (bytes, _) = Place::needs(self.device(), self.guard_bytes(), &inputs.key(), state, record)?;
+        Ok(Measured { high_water_bytes: bytes })
     }
 }
 

@@ -41,7 +41,7 @@ pub fn adamw<'s>(
     }
     step.launch(kernel::adamw {
         weights: weights.out(),
-        copied: u32::from(copy.is_some()),
+        has_bf16: u32::from(copy.is_some()),
         copy: copy.as_mut().map_or_else(PointerMut::empty, |copy| copy.out()),
         gradients: gradients.slice(),
         m: first.out(),
@@ -80,7 +80,7 @@ pub fn adamw_groups<'s>(
     check_rows("adamw_groups", "hyper", kernel::slot::LEN, hyper)?;
     step.launch(kernel::adamw_groups {
         weights: weights.out(),
-        copied: u32::from(copy.is_some()),
+        has_bf16: u32::from(copy.is_some()),
         copy: copy.as_mut().map_or_else(PointerMut::empty, |copy| copy.out()),
         gradients: gradients.slice(),
         m: first.out(),

@@ -39,7 +39,7 @@ pub fn sgd<'s>(
     }
     step.launch(kernel::sgd {
         weights: weights.out(),
-        copied: u32::from(copy.is_some()),
+        has_bf16: u32::from(copy.is_some()),
         copy: copy.as_mut().map_or_else(PointerMut::empty, |copy| copy.out()),
         gradients: gradients.slice(),
         velocity: velocity.out(),
@@ -76,7 +76,7 @@ pub fn sgd_groups<'s>(
     check_rows("sgd_groups", "hyper", kernel::slot::LEN, hyper)?;
     step.launch(kernel::sgd_groups {
         weights: weights.out(),
-        copied: u32::from(copy.is_some()),
+        has_bf16: u32::from(copy.is_some()),
         copy: copy.as_mut().map_or_else(PointerMut::empty, |copy| copy.out()),
         gradients: gradients.slice(),
         velocity: velocity.out(),

@@ -15,9 +15,9 @@ use stepscope_core::error::{Error, Result};
 use stepscope_core::params::{ParameterEntry, Parameters};
 use stepscope_group::agreement::Settings;
 
-/// Returns the settings of the weights and the optimizer of a group of several ranks. Waits for the
-/// device.
-pub(super) fn of_weights<R: UpdateRule>(
+/// Returns the settings of the parameters and the optimizer of a group of several ranks, without
+/// the weights themselves. Waits for the device.
+pub(super) fn of_optimizer<R: UpdateRule>(
     shards: usize,
     parameters: &Parameters,
     optimizer: &Optimizer<R>,
@@ -28,11 +28,10 @@ pub(super) fn of_weights<R: UpdateRule>(
     if parameters.flat().device().description().kind == DeviceKind::Cuda {
         settings.add("PTX", format!("{:?}", ptx_builds()));
     }
-    let layout = parameters.layout();
+    let spec = parameters.layout();
     let place = |entry: &ParameterEntry| format!("{} {}", entry.name(), entry.shape());
-    let places: Vec<String> = layout.entries().iter().map(place).collect();
+    let places: Vec<String> = spec.entries().iter().map(place).collect();
     settings.add("parameters", format!("{}: {}", places.len(), places.join(", ")));
-    settings.add("weights", parameters.sha256()?);
     settings.add("BF16 copy of the weights", parameters.bf16_copy().is_some().to_string());
     settings.add("updates made", optimizer.updates().to_string());
     let Some(configuration) = optimizer.configuration()? else {

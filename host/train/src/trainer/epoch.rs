@@ -2,7 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::batch::{DROPOUT_SEED, EpochProgress, HostBatch, PROGRESS, Update, dropout_seed, first_input};
+use super::batch::{DROPOUT_SEED, EpochProgress, HostBatch, PROGRESS, Update, first_input};
 use super::model::{Model, TrainState};
 use super::setup::Trainer;
 use super::stage::Queued;
@@ -12,15 +12,13 @@ use cuda_std::float_mode;
 use std::panic::Location;
 use std::slice;
 use std::sync::atomic::Ordering;
-use stepscope_core::arena::Arena;
+use stepscope_core::arena::{Arena, Buffer};
 use stepscope_core::error::{Error, Quantity, Result};
 use stepscope_core::non_finite::is_finite;
 use stepscope_core::ops;
 use stepscope_core::shortage::MemoryShortage;
 use stepscope_core::step::EagerStep;
-use stepscope_core::tape::{Tape, Var};
-use stepscope_core::upload::Transfer;
-use stepscope_group::agreement::Settings;
+use stepscope_core::tape::Var;
 
 /// Receives callbacks while an epoch runs. The default functions do nothing.
 pub trait Observer {
@@ -67,15 +65,11 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     /// fails, the update is not made.
     #[track_caller]
     pub fn update(&mut self, batch: &[impl HostBatch]) -> Result<Update> {
-        let update = self.update_by(batch);
-        self.broadcast_error(update)
-    }
-
-    #[track_caller]
-    fn update_by(&mut self, batch: &[impl HostBatch]) -> Result<Update> {
-        self.check_weights_at_times()?;
-        let queued = self.queue(batch)?;
-        self.wait_for_update(queued, batch)
+        let update = match self.queue(batch) {
+            Ok(queued) => self.wait_for_update(queued, batch),
+            Err(error) => Err(error),
+        };
+        self.share_error(update)
     }
 
     /// Trains on batches, one update each (see [`Trainer::update`]), starting from `progress`. The
@@ -95,35 +89,25 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         progress: &mut EpochProgress,
         observer: &mut impl Observer,
     ) -> Result<Ended> {
-        let ended = self.epoch_of(batches, progress, observer);
-        self.broadcast_error(ended)
-    }
-
-    #[track_caller]
-    fn epoch_of<S: HostBatch>(
-        &mut self,
-        batches: impl IntoIterator<Item = Result<Vec<S>>>,
-        progress: &mut EpochProgress,
-        observer: &mut impl Observer,
-    ) -> Result<Ended> {
         let mut running = None;
         let ended = self.run(batches, &mut running, progress, observer);
-        if matches!(ended, Err(Error::NotFinite { .. })) {
-            // Updates that are queued after it are not worth reporting.
-            return ended;
-        }
-        if ended.is_err() && self.has_company() {
-            // The other ranks may be in an update that this rank does not make. They need this
-            // error, and would not take part in the report.
-            return ended;
-        }
+        // After an error in a group, the other ranks may be in an update that this rank does not
+        // make. They need the error, and would not take part in the report.
+        let reports = match &ended {
+            Ok(_) => true,
+            Err(Error::NotFinite { .. }) => false,
+            Err(_) => self.state().sync.ranks() == 1,
+        };
         // Updates that were queued before an error are still reported.
         let reported = match running {
-            Some(last) => self.report(last, progress, observer),
-            None => Ok(()),
+            Some(last) if reports => self.report(last, progress, observer),
+            _ => Ok(()),
         };
-        let ended = ended.and_then(|ended| reported.map(|()| ended))?;
-        self.check_weights().map(|()| ended)
+        let ended = match (ended, reported) {
+            (Ok(ended), Ok(())) => self.check_weights().map(|()| ended),
+            (Err(error), _) | (_, Err(error)) => Err(error),
+        };
+        self.share_error(ended)
     }
 
     /// Queues each batch before it reports the previous one, and leaves the last one running. Each
@@ -138,7 +122,6 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     ) -> Result<Ended> {
         for batch in batches {
             let batch = batch?;
-            self.check_weights_at_times()?;
             let queued = match self.queue(&batch) {
                 Err(Error::MemoryShortage(shortage)) => return self.end_short(shortage, running, progress, observer),
                 queued => queued?,
@@ -146,7 +129,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
             if let Some(before) = running.replace((queued, batch)) {
                 self.report(before, progress, observer)?;
             }
-            let stop = self.stopped || self.stop.is_some_and(|flag| flag.load(Ordering::Relaxed)) && self.is_alone();
+            let stop = self.stopped || self.stop.is_some_and(|flag| flag.load(Ordering::Relaxed)) && !self.is_shared();
             let made = progress.updates + 1;
             if stop || self.every.is_some_and(|every| made.is_multiple_of(every)) {
                 if let Some(last) = running.take() {
@@ -174,7 +157,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         if let Some(last) = running.take() {
             self.report(last, progress, observer)?;
         }
-        if self.is_alone() || shortage.rank.is_some() {
+        if !self.is_shared() || shortage.rank.is_some() {
             self.save(progress, &observer.notes())?;
         }
         Err(Error::MemoryShortage(shortage))
@@ -190,7 +173,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     ) -> Result<()> {
         let update = self.wait_for_update(queued, &batch)?;
         progress.add(&update);
-        observer.updated(&update, progress, self.arena)
+        observer.updated(&update, progress, &self.arena)
     }
 
     /// Computes the gradients of a batch without updating the weights, in eager steps. It is for
@@ -201,15 +184,12 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     /// The errors of [`Trainer::update`].
     #[track_caller]
     pub fn accumulate(&mut self, batch: &[impl HostBatch]) -> Result<Update> {
-        let metrics = self.accumulate_of(batch);
+        let metrics = match self.queue_eager(batch, false) {
+            Ok(queued) => self.wait_for_update(queued, batch),
+            Err(error) => Err(error),
+        };
         self.accumulated = metrics.is_ok();
-        self.broadcast_error(metrics)
-    }
-
-    #[track_caller]
-    fn accumulate_of(&mut self, batch: &[impl HostBatch]) -> Result<Update> {
-        let queued = self.queue_eager(batch, false)?;
-        self.wait_for_update(queued, batch)
+        self.share_error(metrics)
     }
 
     /// Makes the update that [`Trainer::accumulate`] left out. Waits for it.
@@ -222,46 +202,24 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         if !self.accumulated {
             return Err(Error::misuse("apply", "a successful `accumulate`, and no update since", "none"));
         }
-        let applied = self.apply_accumulated();
-        let squared = self.broadcast_error(applied)?;
+        let mut metrics = Vec::new();
+        let applied = self.stage.state_mut().update(&mut self.arena, &mut |step, metric| {
+            metrics.push(step.read_scalar(metric)?);
+            Ok(())
+        });
+        self.share_error(applied)?;
         self.accumulated = false;
-        let update = self.learner().optimizer.updates();
-        self.check(update, Quantity::GradientNorm, is_finite(squared), || Ok(None))
-    }
-
-    /// Makes the update, and returns the squared norm of all gradients.
-    #[track_caller]
-    fn apply_accumulated(&mut self) -> Result<f32> {
-        let Self { arena, stage, .. } = self;
-        let learner = stage.learner_mut();
-        if learner.shards.is_some() {
-            let mut metrics = Vec::new();
-            learner.update(arena, &mut |step, metric| {
-                metrics.push(step.read_scalar(metric)?);
-                Ok(())
-            })?;
-            return Ok(metrics[0]);
-        }
-        let TrainState { parameters, gradients, optimizer, .. } = learner;
-        arena.step(|step| step.read_scalar(&optimizer.apply_with_norm(step, parameters, gradients)?))
+        let update = self.state().optimizer.updates();
+        self.check(update, Quantity::GradientNorm, is_finite(metrics[0]), || Ok(None))
     }
 
     /// Returns `result` unchanged. In a group, it first sends an error to all ranks.
-    fn broadcast_error<T>(&self, result: Result<T>) -> Result<T> {
-        match (&self.learner().shards, &result) {
-            // All ranks already have this error and end with it.
-            (Some(_), Err(Error::MemoryShortage(shortage))) if shortage.rank.is_some() => result,
-            (Some(shards), _) => shards.group().broadcast_error(result),
-            (None, _) => result,
-        }
+    fn share_error<T>(&self, result: Result<T>) -> Result<T> {
+        result.map_err(|error| self.state().sync.on_error(error))
     }
 
-    fn is_alone(&self) -> bool {
-        self.learner().shards.is_none()
-    }
-
-    fn has_company(&self) -> bool {
-        self.learner().shards.as_ref().is_some_and(|shards| shards.group().ranks() > 1)
+    fn is_shared(&self) -> bool {
+        self.state().sync.is_group()
     }
 
     /// Returns the sum of the samples' losses and the value that `read` makes of the model's
@@ -275,18 +233,18 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     pub fn evaluate<T>(
         &mut self,
         samples: &impl HostBatch,
-        read: impl for<'s> FnOnce(&EagerStep<'s>, &Var<'s>) -> Result<T>,
+        read: impl for<'s> FnOnce(&EagerStep<'s>, &Var<'s, M::Stored>) -> Result<T>,
     ) -> Result<(f64, T)> {
-        let TrainState { model, parameters, precision, .. } = self.stage.learner();
+        let (state, inputs) = (self.stage.state(), samples.inputs()?);
+        if samples.len() > self.evaluated {
+            self.arena.make_room(|arena| arena.measure(|step| state.evaluate(step, &inputs).map(drop)))?;
+            self.evaluated = samples.len();
+        }
         let (loss, made) = self.arena.step(|step| {
-            step.set_precision(*precision);
-            let batch = step.upload_inputs(&samples.inputs()?)?;
-            let tape = Tape::new(step, parameters).evaluating();
-            let output = model.forward(&tape, &batch)?;
-            let loss = model.loss(&tape, &output, &batch, 1.0)?;
+            let (output, loss) = state.evaluate(step, &inputs)?;
             Ok((f64::from(step.read_scalar(loss.value())?), read(step, &output)?))
         })?;
-        let update = self.learner().optimizer.updates();
+        let update = self.state().optimizer.updates();
         let finite = float_mode::in_default(|| loss.is_finite());
         self.check(update, Quantity::EvaluationLoss, finite, || first_input(slice::from_ref(samples), 0..1))?;
         Ok((loss, made))
@@ -323,19 +281,17 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     #[track_caller]
     pub fn save(&self, progress: &EpochProgress, notes: &[(&str, String)]) -> Result<()> {
         let Some(path) = &self.checkpoint else { return Ok(()) };
-        let TrainState { parameters, optimizer, generator, shards, .. } = self.learner();
+        let TrainState { parameters, optimizer, generator, sync, .. } = self.state();
         let mut notes = [&[(PROGRESS, progress.to_string())], notes].concat();
         notes.extend(generator.iter().map(|generator| (DROPOUT_SEED, generator.seed().to_string())));
-        match shards {
-            None => Checkpoint::save_with(path, parameters, Some(optimizer), &notes, self.non_finite),
-            Some(shards) => {
-                let agreed = self.agree();
-                self.broadcast_error(agreed)?;
-                self.broadcast_error(shards.save(optimizer, |state| {
-                    Checkpoint::save_whole(path, parameters, (Some(optimizer), state), &notes, self.non_finite)
-                }))
-            }
-        }
+        let write = |state: &[Buffer<f32>]| {
+            Checkpoint::save_whole(path, parameters, (Some(optimizer), state), &notes, self.non_finite)
+        };
+        let saved = match self.agree() {
+            Ok(()) => sync.save(optimizer, &write, Location::caller()),
+            Err(error) => Err(error),
+        };
+        self.share_error(saved)
     }
 
     /// Restores the weights, optimizer and dropout seed, and returns the epoch's progress. In a
@@ -346,32 +302,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     /// the file has no seed.
     #[track_caller]
     pub fn restore(&mut self, checkpoint: &Checkpoint) -> Result<EpochProgress> {
-        let restored = self.restore_from(checkpoint);
-        self.broadcast_error(restored)
-    }
-
-    #[track_caller]
-    fn restore_from(&mut self, checkpoint: &Checkpoint) -> Result<EpochProgress> {
-        let progress = EpochProgress::of(checkpoint)?;
-        let TrainState { parameters, optimizer, generator, shards, .. } = self.stage.learner_mut();
-        let seed = generator.as_ref().map(|_| dropout_seed(checkpoint)).transpose()?;
-        if let Some(shards) = shards {
-            let mut settings = Settings::default();
-            settings.add("checkpoint", checkpoint.digest()?);
-            shards.group().compare("restore", &settings, Location::caller())?;
-            shards.restored();
-        }
-        // Checkpoints are not sliced.
-        let slices = optimizer.slices().to_vec();
-        optimizer.keep(std::iter::once(0..parameters.layout().elements()).collect())?;
-        let restored =
-            checkpoint.restore_with(parameters, Some(optimizer), Transfer::new().non_finite(self.non_finite));
-        optimizer.keep(slices)?;
-        restored?;
-        if let (Some(generator), Some(seed)) = (generator, seed) {
-            // The next update sets the step.
-            generator.set(seed, 0)?;
-        }
-        Ok(progress)
+        let restored = self.stage.state_mut().restore(checkpoint, self.non_finite, Location::caller());
+        self.share_error(restored)
     }
 }

@@ -16,6 +16,7 @@ mod agreement;
 mod batch;
 mod epoch;
 mod forecast;
+mod memory;
 mod model;
 #[cfg(feature = "progress")]
 mod progress_bar;
@@ -23,11 +24,12 @@ mod run;
 mod setup;
 mod shards;
 mod stage;
+mod sync;
 
 pub use batch::{EpochProgress, HostBatch, Update};
 pub use epoch::{Ended, Observer};
+pub use memory::StepMemory;
 pub use model::{Model, TrainState};
 #[cfg(feature = "progress")]
 pub use progress_bar::ProgressBar;
 pub use setup::Trainer;
-pub use shards::Shards;

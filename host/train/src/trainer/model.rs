@@ -1,20 +1,24 @@
 //! The model, and the training step. The same step function runs eagerly and captured.
 
 use super::agreement;
-use super::batch::MicroBatch;
-use super::shards::{Metric, Shards, Wanted};
+use super::batch::{EpochProgress, MicroBatch, dropout_seed};
+use super::shards::Shards;
+use super::sync::{CallSite, GradientSync, Metric};
+use crate::checkpoint::Checkpoint;
 use crate::optim::{AdamW, Optimizer, ParameterGroups, UpdateRule};
-use cuda_std::float_mode;
 use stepscope_core::arena::Arena;
-use stepscope_core::capture::{CaptureInputs, DeviceBatch, Output};
+use stepscope_core::bf16;
+use stepscope_core::capture::{CaptureInputs, DeviceBatch, HostInputs, Output};
 use stepscope_core::device::Device;
 use stepscope_core::error::Result;
-use stepscope_core::ops::{self, Generator};
+use stepscope_core::non_finite::NonFinite;
+use stepscope_core::ops::{self, Cast, Generator};
 use stepscope_core::params::{Gradients, Parameter, ParameterEntry, ParameterSpec, Parameters};
 use stepscope_core::precision::Precision;
-use stepscope_core::step::Step;
+use stepscope_core::step::{EagerStep, Step};
 use stepscope_core::tape::{Tape, Var};
-use stepscope_core::tensor::{Saved, Tensor};
+use stepscope_core::tensor::{Element, Saved, Tensor};
+use stepscope_core::upload::Transfer;
 use stepscope_group::Group;
 use stepscope_group::agreement::Settings;
 
@@ -26,22 +30,24 @@ use stepscope_group::agreement::Settings;
 /// training (see [`TrainState::with_dropout`]), and [`Tape::is_evaluating`] returns which of the
 /// two is running.
 pub trait Model {
+    /// The element type in which the model stores its output, and usually its activations: `f32` or
+    /// [`bf16`](half::bf16).
+    type Stored: Cast;
+
     /// Computes the model's output for a batch. For a classifier, these are logits
     /// `[samples, classes]`.
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>>;
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s, Self::Stored>>;
 
     /// Computes `weight` times the sum of the samples' losses, `[1]`. The default is the
     /// cross-entropy with the labels in the batch's input 1.
-    fn loss<'s>(&self, tape: &Tape<'_, 's>, output: &Var<'s>, batch: &DeviceBatch<'s>, weight: f32) -> Result<Var<'s>> {
-        tape.cross_entropy(output, batch.indices(1)?, weight)
-    }
-
-    /// Computes the loss to differentiate, directly from a batch. It must give the same numbers as
-    /// [`Model::loss`] of [`Model::forward`], which is the default. A model with BF16 output
-    /// overrides it to avoid a round trip, because `forward` must widen to f32 and `loss` must
-    /// narrow again.
-    fn loss_of_batch<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>, weight: f32) -> Result<Var<'s>> {
-        self.loss(tape, &self.forward(tape, batch)?, batch, weight)
+    fn loss<'s>(
+        &self,
+        tape: &Tape<'_, 's>,
+        output: &Var<'s, Self::Stored>,
+        batch: &DeviceBatch<'s>,
+        weight: f32,
+    ) -> Result<Var<'s>> {
+        tape.cross_entropy(&tape.to_f32(output)?, batch.indices(1)?, weight)
     }
 
     /// Returns a parameter whose gradient norm is reported with each update.
@@ -65,8 +71,17 @@ pub struct TrainState<M, R = AdamW> {
     pub precision: Precision,
     /// The generator of dropout's random numbers in training. Evaluation draws none.
     pub generator: Option<Generator>,
-    /// This rank's share of a group's work, set by [`TrainState::in_group`].
-    pub shards: Option<Shards>,
+    /// The ranks that train the model.
+    pub(super) sync: Box<dyn GradientSync<R>>,
+}
+
+/// The elements whose gradient sums every rank receives, in addition to its own slices.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Wanted {
+    /// The elements of the monitored parameter.
+    Monitored,
+    /// All elements.
+    All,
 }
 
 /// The metrics of a step: its share of the loss and up to two squared norms. `gradients` is that of
@@ -80,13 +95,14 @@ pub(super) struct StepMetrics<Loss, Norm> {
 
 impl<M: Model, R: UpdateRule> TrainState<M, R> {
     /// Creates a model whose initializers draw the weights from `seed`, and an optimizer with this
-    /// rule and no updates yet.
+    /// rule and no updates yet. If [`Model::Stored`] is BF16, the weights have a BF16 copy.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`](stepscope_core::Error::DeviceMemory) if memory runs out.
     /// [`Error::Misuse`](stepscope_core::Error::Misuse) for a setting that is out of range.
-    pub fn new(device: &Device, model: M, layout: &ParameterSpec, seed: u64, rule: R) -> Result<Self> {
-        let parameters = Parameters::new(device, layout, seed)?;
+    pub fn new(device: &Device, model: M, spec: &ParameterSpec, seed: u64, rule: R) -> Result<Self> {
+        let parameters = Parameters::new(device, spec, seed)?;
+        let parameters = if M::Stored::NAME == bf16::NAME { parameters.with_bf16_copy()? } else { parameters };
         let (gradients, optimizer) = (Gradients::zeros(&parameters)?, Optimizer::new(&parameters, rule)?);
         Ok(Self {
             model,
@@ -95,7 +111,7 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
             optimizer,
             precision: Precision::default(),
             generator: None,
-            shards: None,
+            sync: Box::new(()),
         })
     }
 
@@ -128,10 +144,10 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
     /// Memory: one buffer the size of the gradients, plus one more for each doubling of the shards
     /// per rank.
     ///
-    /// All ranks must have the same parameters, weights, optimizer and shards. They compare these
-    /// here. Before the first update they compare them again, together with the precision, the
-    /// dropout seed and everything else that decides the weights. Only the program can access some
-    /// properties, such as the data. Compare those with [`Group::agree_on`].
+    /// All ranks must have the same parameters, optimizer and shards. They compare these here.
+    /// Before the first update they compare everything that decides the weights: these again, the
+    /// weights, the precision and the dropout seed. Only the program can access some properties,
+    /// such as the data. Compare those with [`Group::agree_on`].
     ///
     /// # Errors
     /// [`Error::Misuse`](stepscope_core::Error::Misuse) if the number of shards is not a power of two or not
@@ -141,15 +157,16 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
     /// [`Error::DeviceMemory`](stepscope_core::Error::DeviceMemory) if memory runs out.
     #[track_caller]
     pub fn in_group(mut self, group: &Group, shards: usize) -> Result<Self> {
-        self.shards = Some(Shards::new(group.clone(), shards, &self.parameters, &mut self.optimizer)?);
+        self.sync = Box::new(Shards::new(group.clone(), shards, &self.parameters, &mut self.optimizer)?);
         Ok(self)
     }
 
     /// Returns everything that decides the weights in a train state of a group of several ranks.
     /// Waits for the device.
-    pub(super) fn settings(&self, shards: &Shards) -> Result<Settings> {
+    pub(super) fn settings(&self, shards: usize) -> Result<Settings> {
         let Self { model, parameters, optimizer, precision, generator, .. } = self;
-        let mut settings = agreement::of_weights(shards.count(), parameters, optimizer)?;
+        let mut settings = agreement::of_optimizer(shards, parameters, optimizer)?;
+        settings.add("weights", parameters.sha256()?);
         settings.add("precision", precision.to_string());
         if *precision != Precision::F32 {
             // Tensor cores of other GPUs round their sums differently.
@@ -175,8 +192,8 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
 
     /// Replaces the model with the one that `wrap` makes of it, with the same parameters.
     pub fn map_model<N: Model>(self, wrap: impl FnOnce(M) -> N) -> TrainState<N, R> {
-        let Self { model, parameters, gradients, optimizer, precision, generator, shards } = self;
-        TrainState { model: wrap(model), parameters, gradients, optimizer, precision, generator, shards }
+        let Self { model, parameters, gradients, optimizer, precision, generator, sync } = self;
+        TrainState { model: wrap(model), parameters, gradients, optimizer, precision, generator, sync }
     }
 
     /// Sets the precision for training and evaluation.
@@ -193,7 +210,8 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
         Ok(Self { optimizer: self.optimizer.with_parameter_groups(groups)?, ..self })
     }
 
-    /// Adds a BF16 copy of the weights. See [`Parameters::with_bf16_copy`].
+    /// Adds a BF16 copy of the weights, for a model whose output is f32 but which computes in BF16.
+    /// See [`Parameters::with_bf16_copy`].
     ///
     /// # Errors
     /// The errors of [`Parameters::with_bf16_copy`].
@@ -217,7 +235,7 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
             Some(generator) => tape.with_generator(generator),
             None => tape,
         };
-        let loss = model.loss_of_batch(&tape, batch, 1.0 / part.samples as f32)?;
+        let loss = model.loss(&tape, &model.forward(&tape, batch)?, batch, 1.0 / part.samples as f32)?;
         if part.first {
             tape.backward_overwrite(&loss, gradients)?;
         } else {
@@ -231,60 +249,75 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
         Ok(StepMetrics { loss: *loss.value(), gradients: squared, monitored })
     }
 
-    /// Adds the gradients of one of this rank's shards to those of its neighbors, in a group. See
-    /// [`Shards::fold`].
-    pub(super) fn fold(&mut self, arena: &mut Arena, shard: (usize, bool)) -> Result<()> {
-        self.shards.as_mut().map_or(Ok(()), |shards| shards.fold(arena, &mut self.gradients, shard))
+    /// Runs forward and the loss of a batch, without gradients. Returns the model's output and the
+    /// sum of the samples' losses.
+    #[track_caller]
+    pub(super) fn evaluate<'s>(
+        &self,
+        step: &EagerStep<'s>,
+        inputs: &HostInputs<'_>,
+    ) -> Result<(Var<'s, M::Stored>, Var<'s>)> {
+        step.set_precision(self.precision);
+        let batch = step.upload_inputs(inputs)?;
+        let tape = Tape::new(step, &self.parameters).evaluating();
+        let output = self.model.forward(&tape, &batch)?;
+        let loss = self.model.loss(&tape, &output, &batch, 1.0)?;
+        Ok((output, loss))
     }
 
-    /// Starts the exchange of the last shard's complete gradients, in a group. See
-    /// [`Shards::travel`].
-    pub(super) fn travel(&mut self, arena: &mut Arena, complete: usize) -> Result<()> {
-        self.shards.as_mut().map_or(Ok(()), |shards| shards.travel(arena, &mut self.gradients, complete))
-    }
-
-    /// Sums the gradients of all shards, in a group.
-    pub(super) fn sum(&mut self, arena: &mut Arena, wanted: Wanted) -> Result<()> {
-        let Some(shards) = &mut self.shards else { return Ok(()) };
-        let layout = self.parameters.layout();
+    /// Sums the gradients of all shards of a group.
+    pub(super) fn sum_gradients(&mut self, arena: &mut Arena, wanted: Wanted) -> Result<()> {
+        let spec = self.parameters.layout();
         let wanted = match wanted {
-            Wanted::All => Some(0..layout.elements()),
-            Wanted::Watched => {
-                let monitored = self.model.monitored().map(|monitored| layout.entry(monitored)).transpose()?;
+            Wanted::All => Some(0..spec.elements()),
+            Wanted::Monitored => {
+                let monitored = self.model.monitored().map(|monitored| spec.entry(monitored)).transpose()?;
                 monitored.map(ParameterEntry::range)
             }
         };
-        shards.sum(arena, &mut self.gradients, wanted)
+        self.sync.finish(arena, &mut self.gradients, wanted)
     }
 
-    /// Makes the prepared update and passes its metrics to `metric`, in a group.
+    /// Makes the prepared update after all steps of a batch, and passes its metrics to `metric`.
     #[track_caller]
     pub(super) fn update(&mut self, arena: &mut Arena, metric: &mut Metric<'_>) -> Result<()> {
-        let Some(shards) = &self.shards else { return Ok(()) };
-        let monitored = self.model.monitored();
-        shards.update(arena, (&mut self.parameters, &mut self.gradients), &mut self.optimizer, monitored, metric)
+        let of = (&mut self.parameters, &mut self.gradients, &mut self.optimizer);
+        self.sync.update(arena, of, self.model.monitored(), metric)
     }
 
-    /// Returns the sum of the losses of all parts of a batch. `losses` are this rank's own parts.
-    /// `norms` must be equal on all ranks.
-    #[track_caller]
-    pub(super) fn loss_of_all(&self, losses: &[f32], norms: &[f32]) -> Result<f64> {
-        let sum = |losses: &[f32]| float_mode::in_default(|| losses.iter().map(|&loss| f64::from(loss)).sum());
-        match &self.shards {
-            None => Ok(sum(losses)),
-            Some(shards) => Ok(sum(&shards.losses_of_all(losses, norms)?)),
+    /// Restores the weights, optimizer and dropout seed, and returns the epoch's progress.
+    pub(super) fn restore(
+        &mut self,
+        checkpoint: &Checkpoint,
+        non_finite: NonFinite,
+        site: CallSite,
+    ) -> Result<EpochProgress> {
+        let progress = EpochProgress::of(checkpoint)?;
+        let Self { parameters, optimizer, generator, sync, .. } = self;
+        let seed = generator.as_ref().map(|_| dropout_seed(checkpoint)).transpose()?;
+        sync.restore(checkpoint, site)?;
+        // Checkpoints are not sliced.
+        let slices = optimizer.slices().to_vec();
+        optimizer.keep(std::iter::once(0..parameters.layout().elements()).collect())?;
+        let restored = checkpoint.restore_with(parameters, Some(optimizer), Transfer::new().non_finite(non_finite));
+        optimizer.keep(slices)?;
+        restored?;
+        if let (Some(generator), Some(seed)) = (generator, seed) {
+            // The next update sets the step.
+            generator.set(seed, 0)?;
         }
+        Ok(progress)
     }
 
     /// Records [`TrainState::learn`] for a capture.
     pub(super) fn record<'s>(
         step: &mut Step<'s>,
-        learner: &mut Self,
+        state: &mut Self,
         slots: &CaptureInputs<'s>,
     ) -> Result<StepMetrics<Output, Output>> {
-        let metrics = learner.learn(step, slots.batch(), MicroBatch::of(slots.variant()))?;
-        for bucket in learner.shards.iter().flat_map(Shards::buckets) {
-            slots.announce(learner.gradients.flat().memory().part(bucket.start, bucket.len()));
+        let metrics = state.learn(step, slots.batch(), MicroBatch::of(slots.variant()))?;
+        for bucket in state.sync.buckets() {
+            slots.announce(state.gradients.flat().memory().part(bucket.start, bucket.len()));
         }
         let output = |norm: Tensor<'s>| slots.output(&norm);
         let (gradients, monitored) = (metrics.gradients.map(output), metrics.monitored.map(output));

@@ -31,6 +31,7 @@ const LINE_EVERY: Duration = Duration::from_secs(10);
 ///
 /// # struct Line(Linear);
 /// # impl Model for Line {
+/// #     type Stored = f32;
 /// #     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
 /// #         self.0.forward(tape, &tape.input(batch.input::<f32>(0)?))
 /// #     }
@@ -54,12 +55,12 @@ const LINE_EVERY: Duration = Duration::from_secs(10);
 /// }
 /// # fn main() -> Result<()> {
 /// # let device = Device::open(DeviceKind::Emulated)?;
-/// # let mut layout = ParameterSpec::builder();
-/// # let model = Line(Linear::new(layout.names().at("line"), 2, 2));
-/// # let learner = TrainState::new(&device, model, &layout.build()?, 7, AdamW::default())?;
-/// # let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
-/// # let mut trainer = Trainer::eager(&mut arena, learner);
-/// # let batches = (0..40).map(|_| Ok(vec![Points([1.0, 0.0, 0.0, 1.0], [0, 1])])).collect();
+/// # let mut spec = ParameterSpec::builder();
+/// # let model = Line(Linear::new(spec.names().at("line"), 2, 2));
+/// # let state = TrainState::new(&device, model, &spec.build()?, 7, AdamW::default())?;
+/// # let batch = || Points([1.0, 0.0, 0.0, 1.0], [0, 1]);
+/// # let mut trainer = Trainer::captured(&device, state, &batch())?;
+/// # let batches = (0..40).map(|_| Ok(vec![batch()])).collect();
 /// # train(&mut trainer, batches, 80)
 /// # }
 /// ```

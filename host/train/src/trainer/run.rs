@@ -1,14 +1,14 @@
 //! Runs the steps of an update, reads their metrics back, and reports updates that failed.
 
-use super::agreement;
 use super::batch::{HostBatch, MicroBatch, Update, first_input, place};
-use super::model::{Model, StepMetrics, TrainState};
+use super::model::{Model, StepMetrics, TrainState, Wanted};
 use super::setup::Trainer;
-use super::shards::Wanted;
 use super::stage::{Queued, Results, Stage};
+use super::sync::{Ending, OwnParts};
 use crate::optim::UpdateRule;
 use cuda_std::float_mode;
 use std::ops::Range;
+use std::panic::Location;
 use std::sync::atomic::Ordering;
 use stepscope_core::device::PinnedReadback;
 use stepscope_core::error::{Error, Quantity, Result};
@@ -26,7 +26,7 @@ struct Plan {
     shards: Vec<Range<usize>>,
     /// True in a group. There, no step updates the weights, and the gradients of each shard start
     /// from zero.
-    sharded: bool,
+    is_shared: bool,
     /// True if the weights are updated.
     updates: bool,
 }
@@ -39,7 +39,7 @@ impl Plan {
 
     /// Returns the micro-batch settings of part `at` of a shard.
     fn part(&self, shard: &Range<usize>, at: usize) -> MicroBatch {
-        let last = at + 1 == shard.end && !self.sharded;
+        let last = at + 1 == shard.end && !self.is_shared;
         MicroBatch { samples: self.samples, first: at == shard.start, last, update: last && self.updates }
     }
 
@@ -52,6 +52,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     /// Queues an update if steps are captured, or makes it if they are eager.
     #[track_caller]
     pub(super) fn queue<S: HostBatch>(&mut self, batch: &[S]) -> Result<Queued> {
+        self.check_weights_at_times()?;
         if matches!(self.stage, Stage::Eager(_)) {
             return self.queue_eager(batch, true);
         }
@@ -71,7 +72,9 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
                 let inputs = batch[at].inputs()?.variant(plan.part(shard, at).variant());
                 let is_last = number + 1 == plan.shards.len() && at + 1 == shard.end;
                 let replay = match is_last {
-                    true => captured.replay_telling(&inputs, &mut |learner, complete| learner.travel(arena, complete)),
+                    true => captured.replay_telling(&inputs, &mut |state, complete| {
+                        state.sync.buckets_ready(arena, &mut state.gradients, complete)
+                    }),
                     false => captured.replay(&inputs),
                 };
                 let replay = replay.map_err(|error| behind(&batch[..at], error))?;
@@ -79,11 +82,14 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
                 let mut outputs = [Some(*loss), *gradients, *monitored].into_iter().flatten();
                 outputs.try_for_each(|output| replay.land(output, &mut landing))?;
             }
-            captured.state_mut().fold(arena, (number, shard.is_empty()))?;
+            let TrainState { sync, gradients, .. } = captured.state_mut();
+            sync.shard_ready(arena, gradients, (number, shard.is_empty()))?;
         }
-        let learner = captured.state_mut();
-        learner.sum(arena, Wanted::Watched)?;
-        learner.update(arena, &mut |_, metric| landing.land(metric))?;
+        if plan.is_shared {
+            let state = captured.state_mut();
+            state.sum_gradients(arena, Wanted::Monitored)?;
+            state.update(arena, &mut |_, metric| landing.land(metric))?;
+        }
         landing.seal()?;
         Ok(plan.queued(Results::PinnedReadback(landing)))
     }
@@ -93,28 +99,30 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     pub(super) fn queue_eager<S: HostBatch>(&mut self, batch: &[S], update: bool) -> Result<Queued> {
         let plan = self.advance(batch, update)?;
         let Self { arena, stage, .. } = self;
-        let learner = stage.learner_mut();
+        let state = stage.state_mut();
         let mut known = Vec::new();
         for (number, shard) in plan.shards.iter().enumerate() {
             for at in shard.clone() {
                 let values = arena.step(|step| {
                     let inputs = step.upload_inputs(&batch[at].inputs()?)?;
                     let StepMetrics { loss, gradients, monitored } =
-                        learner.learn(step, &inputs, plan.part(shard, at))?;
+                        state.learn(step, &inputs, plan.part(shard, at))?;
                     let [gradients, monitored] =
                         [gradients, monitored].map(|norm| norm.map(|norm| step.read_scalar(&norm)).transpose());
                     Ok([Some(step.read_scalar(&loss)?), gradients?, monitored?])
                 });
                 known.extend(values.map_err(|error| behind(&batch[..at], error))?.into_iter().flatten());
             }
-            learner.fold(arena, (number, shard.is_empty()))?;
+            state.sync.shard_ready(arena, &mut state.gradients, (number, shard.is_empty()))?;
         }
-        learner.sum(arena, if update { Wanted::Watched } else { Wanted::All })?;
-        if update {
-            learner.update(arena, &mut |step, metric| {
-                known.push(step.read_scalar(metric)?);
-                Ok(())
-            })?;
+        if plan.is_shared {
+            state.sum_gradients(arena, if update { Wanted::Monitored } else { Wanted::All })?;
+            if update {
+                state.update(arena, &mut |step, metric| {
+                    known.push(step.read_scalar(metric)?);
+                    Ok(())
+                })?;
+            }
         }
         Ok(plan.queued(Results::Known(known)))
     }
@@ -133,7 +141,8 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         };
         let (losses, norms) = metrics.split_at(parts.len());
         let (gradients, monitored) = norms.split_at(usize::from(updates));
-        let loss = self.learner().loss_of_all(losses, norms)?;
+        let losses = self.state().sync.losses(losses, norms, Location::caller())?;
+        let loss: f64 = float_mode::in_default(|| losses.iter().map(|&loss| f64::from(loss)).sum());
         let finite = [
             (Quantity::Loss, float_mode::in_default(|| loss.is_finite())),
             (Quantity::GradientNorm, gradients.iter().all(|&squared| is_finite(squared))),
@@ -166,7 +175,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     /// queued meanwhile. An evaluation checks no gradients, because those of the last update did
     /// not enter its loss.
     fn first_of_model(&self, update: u64, what: Quantity) -> Result<String> {
-        let TrainState { parameters, gradients, optimizer, .. } = self.learner();
+        let TrainState { parameters, gradients, optimizer, .. } = self.state();
         let made = optimizer.updates();
         let seen = match made > update {
             true => format!(", found after update {made}, which has overwritten those of update {update}"),
@@ -180,7 +189,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     /// loss shows nowhere else.
     pub(super) fn check_weights_at_times(&self) -> Result<()> {
         match self.updates_begun {
-            0 if !self.learner().parameters.are_unchecked() => Ok(()),
+            0 if !self.state().parameters.are_unchecked() => Ok(()),
             begun if begun.is_multiple_of(CHECK_EVERY) => self.check_weights(),
             _ => Ok(()),
         }
@@ -188,7 +197,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
 
     /// Returns an error if the weights must be finite and are not. Waits for the device.
     pub(super) fn check_weights(&self) -> Result<()> {
-        let TrainState { parameters, optimizer, .. } = self.learner();
+        let TrainState { parameters, optimizer, .. } = self.state();
         if self.non_finite == NonFinite::Allow {
             return Ok(());
         }
@@ -198,47 +207,36 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     /// Compares everything that decides the weights with the other ranks of the group, once.
     #[track_caller]
     pub(super) fn agree(&self) -> Result<()> {
-        let learner = self.learner();
-        let Some(shards) = &learner.shards else { return Ok(()) };
-        shards.check(&learner.parameters, &learner.optimizer)?;
-        shards.agree(|| {
-            let mut settings = learner.settings(shards)?;
+        let state = self.state();
+        let settings = |shards| {
+            let mut settings = state.settings(shards)?;
             settings.add("non-finite values", format!("{:?}", self.non_finite));
             Ok(settings)
-        })
+        };
+        state.sync.agree_on_settings((&state.parameters, &state.optimizer), &settings, Location::caller())
     }
 
     /// Agrees on the update with all ranks, prepares the optimizer for it, and returns the parts of
     /// the batch to run here.
     #[track_caller]
     fn advance<S: HostBatch>(&mut self, batch: &[S], update: bool) -> Result<Plan> {
-        let lens = batch.iter().map(HostBatch::len);
-        let samples = lens.clone().try_fold(0usize, |sum, len| if len == 0 { None } else { sum.checked_add(len) });
+        let lens: Vec<usize> = batch.iter().map(HostBatch::len).collect();
+        let samples = lens.iter().try_fold(0usize, |sum, &len| if len == 0 { None } else { sum.checked_add(len) });
         let Some(samples) = samples.filter(|samples| (1..=MicroBatch::MOST).contains(samples)) else {
             let expected = format!("samples in each part of a batch, at most {} in all", MicroBatch::MOST);
-            return Err(Error::misuse("update", expected, format!("{:?}", lens.collect::<Vec<_>>())));
+            return Err(Error::misuse("update", expected, format!("{lens:?}")));
         };
         self.accumulated = false;
         self.agree()?;
-        let short = self.shortage()?;
         let stop = self.stop.is_some_and(|flag| flag.load(Ordering::Relaxed));
-        let learner = self.stage.learner_mut();
-        let shards = match &mut learner.shards {
-            None => match short {
-                Some(shortage) => return Err(Error::MemoryShortage(Box::new(shortage))),
-                None => std::iter::once(0..batch.len()).collect(),
-            },
-            Some(shards) => {
-                let lens: Vec<usize> = batch.iter().map(HostBatch::len).collect();
-                let own = shards.own(&lens)?;
-                let settings = agreement::of_update(&learner.optimizer, &lens)?;
-                self.stopped = shards.agree_on_update(samples, settings, (stop, short))?;
-                own
-            }
-        };
+        let ending = Ending { stop, short: self.shortage()? };
+        let state = self.stage.state_mut();
+        let own = state.sync.own_parts(&state.optimizer, &lens, ending, Location::caller())?;
+        let OwnParts { shards, stop } = own;
+        self.stopped = stop;
         self.updates_begun += 1;
-        let (number, sharded) = (learner.advance(shards[0].start)?, learner.shards.is_some());
-        Ok(Plan { number, samples, shards, sharded, updates: update })
+        let (number, is_shared) = (state.advance(shards[0].start)?, state.sync.is_group());
+        Ok(Plan { number, samples, shards, is_shared, updates: update })
     }
 }
 

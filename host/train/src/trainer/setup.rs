@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 use super::batch::{HostBatch, MicroBatch};
+use super::memory::{StepMemory, TrainerArena};
 use super::model::{Model, TrainState};
 use super::stage::Stage;
 use crate::optim::{AdamW, UpdateRule};
@@ -16,7 +17,7 @@ use stepscope_core::error::Result;
 use stepscope_core::non_finite::NonFinite;
 use stepscope_core::shortage::MemoryForecast;
 
-/// Trains a model on an arena, with update rule `R`.
+/// Trains a model, with update rule `R`.
 ///
 /// ```
 /// use stepscope::nn::Linear;
@@ -25,6 +26,8 @@ use stepscope_core::shortage::MemoryForecast;
 /// struct Classifier(Linear);
 ///
 /// impl Model for Classifier {
+///     type Stored = f32;
+///
 ///     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
 ///         self.0.forward(tape, &tape.input(batch.input::<f32>(0)?))
 ///     }
@@ -43,15 +46,14 @@ use stepscope_core::shortage::MemoryForecast;
 /// }
 ///
 /// # fn main() -> Result<()> {
-/// let mut layout = ParameterSpec::builder();
-/// let model = Classifier(Linear::new(layout.names().at("head"), 2, 2));
+/// let mut spec = ParameterSpec::builder();
+/// let model = Classifier(Linear::new(spec.names().at("head"), 2, 2));
 /// let device = Device::open(DeviceKind::Emulated)?;
 /// let config = AdamW { learning_rate: 0.1, ..AdamW::default() };
-/// let learner = TrainState::new(&device, model, &layout.build()?, 7, config)?;
-/// let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
+/// let state = TrainState::new(&device, model, &spec.build()?, 7, config)?;
 ///
 /// let batch = || Points(vec![1.0, 0.0, 0.0, 1.0], vec![0, 1]);
-/// let mut trainer = Trainer::captured(&mut arena, learner, &batch())?;
+/// let mut trainer = Trainer::captured(&device, state, &batch())?;
 /// let mut progress = EpochProgress::default();
 /// trainer.epoch((0..50).map(|_| Ok(vec![batch()])), &mut progress, &mut ())?;
 /// let (loss, logits) = trainer.evaluate(&batch(), |step, logits| step.read(logits.value()))?;
@@ -60,8 +62,9 @@ use stepscope_core::shortage::MemoryForecast;
 /// # }
 /// ```
 pub struct Trainer<'a, M, R = AdamW> {
-    pub(super) arena: &'a mut Arena,
+    // Graphs are dropped before the arena whose memory they use.
     pub(super) stage: Stage<M, R>,
+    pub(super) arena: TrainerArena<'a>,
     /// Readbacks that are free for the next update.
     pub(super) landings: Vec<PinnedReadback>,
     pub(super) checkpoint: Option<PathBuf>,
@@ -73,35 +76,45 @@ pub struct Trainer<'a, M, R = AdamW> {
     /// True if the gradients are those of a whole batch, for [`Trainer::apply`].
     pub(super) accumulated: bool,
     pub(super) updates_begun: u64,
+    /// The most samples of an evaluation that the arena has room for, if the trainer made it.
+    pub(super) evaluated: usize,
     /// The forecast, made before the second update. None on systems that do not report the figures.
     pub(super) forecast: Option<MemoryForecast>,
 }
 
 impl<M: fmt::Debug, R: fmt::Debug> fmt::Debug for Trainer<'_, M, R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Trainer").field("learner", self.stage.learner()).finish_non_exhaustive()
+        f.debug_struct("Trainer").field("state", self.stage.state()).finish_non_exhaustive()
     }
 }
 
 impl<'a, M: Model, R: UpdateRule> Trainer<'a, M, R> {
-    /// Creates a trainer whose steps run eagerly, launch by launch.
-    pub fn eager(arena: &'a mut Arena, learner: TrainState<M, R>) -> Self {
-        Self::new(arena, Stage::Eager(learner))
+    /// Creates a trainer whose steps run eagerly, launch by launch, with the same bits as captured
+    /// steps.
+    pub fn eager(arena: &'a mut Arena, state: TrainState<M, R>) -> Self {
+        Self::new(TrainerArena::Lent(arena), Stage::Eager(state))
     }
 
     /// Creates a trainer whose steps replay a graph, recorded once for each shape of micro-batch.
-    /// `largest` is the largest micro-batch. Its values are not read.
+    /// `largest` is the largest micro-batch. Its values are not read. `memory` is a device, an
+    /// [`ArenaBuilder`](stepscope_core::ArenaBuilder) or a `&mut` [`Arena`]; see [`StepMemory`].
     ///
     /// # Errors
-    /// The errors of [`Arena::capture`].
-    pub fn captured(arena: &'a mut Arena, learner: TrainState<M, R>, largest: &impl HostBatch) -> Result<Self> {
-        let alone = learner.shards.is_none();
+    /// The errors of [`Arena::capture`], and of building the arena.
+    pub fn captured(
+        memory: impl Into<StepMemory<'a>>,
+        mut state: TrainState<M, R>,
+        largest: &impl HostBatch,
+    ) -> Result<Self> {
+        let alone = !state.sync.is_group();
         let part = MicroBatch { samples: largest.len(), first: true, last: alone, update: alone };
-        let captured = arena.capture(learner, &largest.inputs()?.variant(part.variant()), TrainState::record)?;
+        let inputs = largest.inputs()?.variant(part.variant());
+        let mut arena = memory.into().for_capture(&mut state, &inputs)?;
+        let captured = arena.capture(state, &inputs, TrainState::record)?;
         Ok(Self::new(arena, Stage::Captured(captured)))
     }
 
-    fn new(arena: &'a mut Arena, stage: Stage<M, R>) -> Self {
+    fn new(arena: TrainerArena<'a>, stage: Stage<M, R>) -> Self {
         Self {
             arena,
             stage,
@@ -113,6 +126,7 @@ impl<'a, M: Model, R: UpdateRule> Trainer<'a, M, R> {
             non_finite: NonFinite::Reject,
             accumulated: false,
             updates_begun: 0,
+            evaluated: 0,
             forecast: None,
         }
     }
@@ -159,13 +173,13 @@ impl<'a, M: Model, R: UpdateRule> Trainer<'a, M, R> {
 
     /// Returns the model with its weights and optimizer. Host reads of it wait for all updates
     /// queued so far.
-    pub fn learner(&self) -> &TrainState<M, R> {
-        self.stage.learner()
+    pub fn state(&self) -> &TrainState<M, R> {
+        self.stage.state()
     }
 
     /// Returns the arena that the steps run on.
     pub fn arena(&mut self) -> &mut Arena {
-        self.arena
+        &mut self.arena
     }
 
     /// Returns the most host memory that the run will take. None before the second update begins,

@@ -18,8 +18,11 @@
 //! element.
 
 use super::agreement;
+use super::sync::{CallSite, Ending, GradientSync, Metric, OwnParts};
+use crate::checkpoint::Checkpoint;
 use crate::optim::{Optimizer, UpdateRule};
 use serde::{Deserialize, Serialize};
+use std::convert::Infallible;
 use std::ops::Range;
 use std::panic::Location;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -29,30 +32,15 @@ use stepscope_core::ops;
 use stepscope_core::params::{Gradients, Parameter, ParameterEntry, Parameters};
 use stepscope_core::report::Phase;
 use stepscope_core::shortage::MemoryShortage;
-use stepscope_core::step::EagerStep;
-use stepscope_core::tensor::Tensor;
 use stepscope_group::agreement::{Settings, expect_same, understood};
 use stepscope_group::{Group, Slices};
 
 /// The largest number of ranks in a group, limited by what one launch can sum.
 const MOST_RANKS: usize = 64;
 
-/// Consumes a metric of an update: reads it, or queues its copy to the readback.
-pub(super) type Metric<'m> = dyn for<'s> FnMut(&EagerStep<'s>, &Tensor<'s>) -> Result<()> + 'm;
-
-/// The elements whose gradient sums every rank receives, in addition to its own slices.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Wanted {
-    /// The elements of the monitored parameter.
-    Watched,
-    /// All elements.
-    All,
-}
-
-/// The group part of a train state: the shards of each batch that this rank owns, and memory for
-/// their sums.
+/// A rank of a group: the shards of each batch that it owns, and memory for their sums.
 #[derive(Debug)]
-pub struct Shards {
+pub(super) struct Shards {
     group: Group,
     shards: usize,
     slices: Slices,
@@ -105,7 +93,7 @@ impl Shards {
         let elements = parameters.layout().elements();
         let state = if ranks > 1 {
             let state = group.broadcast_error(optimizer.state_sha256())?;
-            let settings = group.broadcast_error(agreement::of_weights(shards, parameters, optimizer))?;
+            let settings = group.broadcast_error(agreement::of_optimizer(shards, parameters, optimizer))?;
             group.compare("in_group", &with_state(settings, state.as_deref()), Location::caller())?;
             state
         } else {
@@ -126,33 +114,8 @@ impl Shards {
         Ok(Self { group, shards, slices, waiting, among, state, agreed: AtomicBool::new(ranks == 1) })
     }
 
-    pub(super) fn count(&self) -> usize {
-        self.shards
-    }
-
-    /// Compares `settings` on all ranks, unless that was done since the last [`Shards::restored`].
-    #[track_caller]
-    pub(super) fn agree(&self, settings: impl FnOnce() -> Result<Settings>) -> Result<()> {
-        if !self.agreed.load(Ordering::Relaxed) {
-            let settings = with_state(settings()?, self.state.as_deref());
-            self.group.compare("agree_on_settings", &settings, Location::caller())?;
-            self.agreed.store(true, Ordering::Relaxed);
-        }
-        Ok(())
-    }
-
-    /// Records that weights and state now come from a checkpoint, which is equal on all ranks. The
-    /// ranks compare all settings again before the next update.
-    pub(super) fn restored(&mut self) {
-        (self.state, self.agreed) = (None, AtomicBool::new(self.group.ranks() == 1));
-    }
-
-    pub(super) fn group(&self) -> &Group {
-        &self.group
-    }
-
     /// Returns an error unless these shards were made for these parameters and this optimizer.
-    pub(super) fn check<R: UpdateRule>(&self, parameters: &Parameters, optimizer: &Optimizer<R>) -> Result<()> {
+    fn check<R: UpdateRule>(&self, parameters: &Parameters, optimizer: &Optimizer<R>) -> Result<()> {
         let all = 0..self.slices.elements();
         let fits = match &self.among {
             Some(_) => optimizer.slices() == self.slices.of(self.group.rank()),
@@ -167,7 +130,7 @@ impl Shards {
 
     /// Returns the parts of a batch that each of this rank's shards owns. `lens` are the lengths of
     /// the parts. A shard's range is empty if the batch has fewer samples than shards.
-    pub(super) fn own(&self, lens: &[usize]) -> Result<Vec<Range<usize>>> {
+    fn own(&self, lens: &[usize]) -> Result<Vec<Range<usize>>> {
         let (parts, shards) = (lens.len(), self.shards);
         if parts < shards && lens.iter().any(|&samples| samples > 1) {
             let expected = format!("a batch of at least {shards} parts, one for each shard, or parts of one sample");
@@ -176,89 +139,10 @@ impl Shards {
         Ok(self.group.own_parts(shards, parts))
     }
 
-    /// Agrees with all ranks on an update by `samples` samples. Returns true if a rank wants to
-    /// stop after it.
-    ///
-    /// # Errors
-    /// [`Error::Disagreement`] if the ranks have different settings for the update.
-    /// [`Error::MemoryShortage`] on all ranks if any rank reports a shortage. No rank then makes
-    /// the update.
-    #[track_caller]
-    pub(super) fn agree_on_update(
-        &mut self,
-        samples: usize,
-        settings: Settings,
-        (stop, short): (bool, Option<MemoryShortage>),
-    ) -> Result<bool> {
-        if let Some(among) = &mut self.among {
-            among.travelling = 0;
-        }
-        let rank = Some(self.group.rank());
-        let short = short.map(|shortage| MemoryShortage { rank, ..shortage });
-        let word = serde_json::to_vec(&BeforeUpdate { stop, short, settings }).expect("texts and figures");
-        let words = self.group.agree("update", samples, &word, Location::caller())?;
-        let words = words.iter().map(|word| understood("update", word)).collect::<Result<Vec<BeforeUpdate>>>()?;
-        let shortage = words.iter().find_map(|word| word.short.clone());
-        let stop = words.iter().any(|word| word.stop);
-        expect_same(&words.into_iter().map(|word| word.settings).collect::<Vec<_>>())?;
-        match shortage {
-            Some(shortage) => Err(Error::MemoryShortage(Box::new(shortage))),
-            None => Ok(stop),
-        }
-    }
-
-    /// Returns the losses of all parts of a batch in its order. `losses` are this rank's own parts.
-    /// `norms` must be bit-identical on all ranks.
-    #[track_caller]
-    pub(super) fn losses_of_all(&self, losses: &[f32], norms: &[f32]) -> Result<Vec<f32>> {
-        let bytes = |values: &[f32]| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
-        let own = bytes(norms);
-        let words =
-            self.group.agree("metrics", norms.len(), &[&own[..], &bytes(losses)].concat(), Location::caller())?;
-        if let Some(rank) = words.iter().position(|word| !word.starts_with(&own)) {
-            let expected = format!("the same squared norms of the gradients on all ranks, {norms:?} here");
-            let got = format!("different bits on rank {rank}: its device, or this one, is unreliable");
-            return Err(Error::misuse("group", expected, got));
-        }
-        let losses = words.iter().flat_map(|word| word[own.len()..].as_chunks().0);
-        Ok(losses.map(|bytes| f32::from_le_bytes(*bytes)).collect())
-    }
-
-    /// Returns the buckets of gradients in the order in which they travel. Empty with one rank.
-    pub(super) fn buckets(&self) -> &[Range<usize>] {
-        self.among.as_ref().map_or(&[], |_| self.slices.buckets())
-    }
-
-    /// Adds the gradients of this rank's shard `number` to those of its earlier neighbors, as far
-    /// up the tree as they are complete. If `is_empty`, the gradients are zero. Keeps sums that
-    /// must wait for a later neighbor. Buckets that already travel have been added before.
-    pub(super) fn fold(
-        &mut self,
-        arena: &mut Arena,
-        gradients: &mut Gradients,
-        (number, is_empty): (usize, bool),
-    ) -> Result<()> {
-        let rest = match &self.among {
-            Some(PeerBuffers { travelling: travelling @ 1.., .. }) => self.slices.buckets()[travelling - 1].start,
-            _ => self.slices.elements(),
-        };
-        if is_empty {
-            arena.step(|step| {
-                let _phase = step.enter(Phase::Backward);
-                gradients.zero(step)
-            })?;
-        }
-        self.fold_part(arena, gradients, number, 0..rest)
-    }
-
-    /// Folds a part of the gradients.
-    fn fold_part(
-        &mut self,
-        arena: &mut Arena,
-        gradients: &mut Gradients,
-        number: usize,
-        part: Range<usize>,
-    ) -> Result<()> {
+    /// Adds a part of the gradients of this rank's shard `number` to those of its earlier
+    /// neighbors, as far up the tree as they are complete. Keeps sums that must wait for a later
+    /// neighbor.
+    fn fold(&mut self, arena: &mut Arena, gradients: &mut Gradients, number: usize, part: Range<usize>) -> Result<()> {
         let own = self.shards / self.group.ranks();
         if own == 1 || part.is_empty() {
             return Ok(());
@@ -282,20 +166,6 @@ impl Shards {
         })
     }
 
-    /// Starts the exchange of the first `complete` buckets of the last shard, except those already
-    /// traveling. Each bucket is first added to its neighbors. Work that is queued next, up to the
-    /// sum, runs concurrently, and must neither read nor write these buckets or `parts`.
-    pub(super) fn travel(&mut self, arena: &mut Arena, gradients: &mut Gradients, complete: usize) -> Result<()> {
-        let last = self.shards / self.group.ranks() - 1;
-        let travelling = self.among.as_ref().map_or(complete, |among| among.travelling);
-        for number in travelling..complete {
-            let bucket = self.buckets()[number].clone();
-            self.fold_part(arena, gradients, last, bucket)?;
-            self.exchange(gradients, number)?;
-        }
-        Ok(())
-    }
-
     /// Queues the exchange of the next bucket, which sends each rank its slice.
     fn exchange(&mut self, gradients: &Gradients, number: usize) -> Result<()> {
         let Self { group, slices, among, .. } = self;
@@ -308,29 +178,136 @@ impl Shards {
         let sends: Vec<_> = ranks.clone().map(part).collect();
         let own = slices.of_bucket(number, group.rank()).len();
         let receives: Vec<_> = ranks.map(|from| (from, parts.part(from * slices.pitch(number), own))).collect();
-        // SAFETY: gradients and parts are buffers of this learner, which a device frees in stream
-        // order. Until the link is followed, only an update whose gradients travel goes on. It
-        // launches the folding of those that do not yet, and replays, which ask for the lends. What
-        // an exchange receives is read by the sum, which follows the link. The update before has
-        // read what it received by then, for an exchange runs after all work queued before.
+        // SAFETY: gradients and parts are buffers of this train state, which a device frees in
+        // stream order. Until the link is followed, only an update whose gradients travel goes on.
+        // It launches the folding of those that do not yet, and replays, which ask for the lends.
+        // What an exchange receives is read by the sum, which follows the link. The update before
+        // has read what it received by then, for an exchange runs after all work queued before.
         unsafe { group.exchange_beside(&sends, &receives)? };
         *travelling = number + 1;
         Ok(())
     }
 
-    /// Sums the gradients of all ranks. Each rank gets its slices of the sum, and the squared norms
-    /// of all chunks. All ranks get the sums of the `wanted` elements.
-    pub(super) fn sum(
+    /// Gathers one part of the optimizer's state from all slices.
+    fn whole(&self, state: &Buffer<f32>) -> Result<Buffer<f32>> {
+        let Self { group, slices, .. } = self;
+        let (ranks, mut start) = (0..group.ranks(), 0);
+        let whole = Buffer::zeros(state.device(), slices.elements())?;
+        let of_slice = |slice: Range<usize>| {
+            start += slice.len();
+            state.memory().part(start - slice.len(), slice.len())
+        };
+        let own: Vec<_> = slices.of(group.rank()).into_iter().map(of_slice).collect();
+        let sends: Vec<_> = ranks.clone().flat_map(|to| own.iter().map(move |&part| (to, part))).collect();
+        let place = |from: usize, slice: Range<usize>| (from, whole.memory().part(slice.start, slice.len()));
+        let of_rank = |from: usize| slices.of(from).into_iter().map(move |slice| place(from, slice));
+        let receives: Vec<_> = ranks.flat_map(of_rank).collect();
+        // SAFETY: the state and the new buffer are freed in stream order.
+        unsafe { group.exchange(&sends, &receives)? };
+        Ok(whole)
+    }
+}
+
+impl<R: UpdateRule> GradientSync<R> for Shards {
+    fn is_group(&self) -> bool {
+        true
+    }
+
+    fn ranks(&self) -> usize {
+        self.group.ranks()
+    }
+
+    fn agree_on_settings(
+        &self,
+        (parameters, optimizer): (&Parameters, &Optimizer<R>),
+        settings: &dyn Fn(usize) -> Result<Settings>,
+        site: CallSite,
+    ) -> Result<()> {
+        self.check(parameters, optimizer)?;
+        if !self.agreed.load(Ordering::Relaxed) {
+            let settings = with_state(settings(self.shards)?, self.state.as_deref());
+            self.group.compare("agree_on_settings", &settings, site)?;
+            self.agreed.store(true, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// # Errors
+    /// [`Error::Disagreement`] if the ranks have different settings for the update.
+    /// [`Error::MemoryShortage`] on all ranks if any rank reports a shortage. No rank then makes
+    /// the update.
+    fn own_parts(
+        &mut self,
+        optimizer: &Optimizer<R>,
+        lens: &[usize],
+        Ending { stop, short }: Ending,
+        site: CallSite,
+    ) -> Result<OwnParts> {
+        let shards = self.own(lens)?;
+        let settings = agreement::of_update(optimizer, lens)?;
+        if let Some(among) = &mut self.among {
+            among.travelling = 0;
+        }
+        let rank = Some(self.group.rank());
+        let short = short.map(|shortage| MemoryShortage { rank, ..shortage });
+        let word = serde_json::to_vec(&BeforeUpdate { stop, short, settings }).expect("texts and figures");
+        let words = self.group.agree("update", lens.iter().sum(), &word, site)?;
+        let words = words.iter().map(|word| understood("update", word)).collect::<Result<Vec<BeforeUpdate>>>()?;
+        let shortage = words.iter().find_map(|word| word.short.clone());
+        let stop = words.iter().any(|word| word.stop);
+        expect_same(&words.into_iter().map(|word| word.settings).collect::<Vec<_>>())?;
+        match shortage {
+            Some(shortage) => Err(Error::MemoryShortage(Box::new(shortage))),
+            None => Ok(OwnParts { shards, stop }),
+        }
+    }
+
+    /// Returns no buckets if there is only one rank.
+    fn buckets(&self) -> &[Range<usize>] {
+        self.among.as_ref().map_or(&[], |_| self.slices.buckets())
+    }
+
+    /// Starts the exchange of complete buckets of the last shard that do not travel yet. Each is
+    /// first added to its neighbors. Work that is queued next, up to the sum, runs concurrently,
+    /// and must neither read nor write these buckets or `parts`.
+    fn buckets_ready(&mut self, arena: &mut Arena, gradients: &mut Gradients, complete: usize) -> Result<()> {
+        let last = self.shards / self.group.ranks() - 1;
+        let travelling = self.among.as_ref().map_or(complete, |among| among.travelling);
+        for number in travelling..complete {
+            let bucket = self.slices.buckets()[number].clone();
+            self.fold(arena, gradients, last, bucket)?;
+            self.exchange(gradients, number)?;
+        }
+        Ok(())
+    }
+
+    /// Adds the shard's gradients to those of its earlier neighbors, except buckets that travel,
+    /// which were added before. The gradients of an empty shard are zero.
+    fn shard_ready(
         &mut self,
         arena: &mut Arena,
         gradients: &mut Gradients,
-        wanted: Option<Range<usize>>,
+        (number, is_empty): (usize, bool),
     ) -> Result<()> {
+        let rest = match &self.among {
+            Some(PeerBuffers { travelling: travelling @ 1.., .. }) => self.slices.buckets()[travelling - 1].start,
+            _ => self.slices.elements(),
+        };
+        if is_empty {
+            arena.step(|step| {
+                let _phase = step.enter(Phase::Backward);
+                gradients.zero(step)
+            })?;
+        }
+        self.fold(arena, gradients, number, 0..rest)
+    }
+
+    /// Each rank gets its slices of the sum, and the squared norms of all chunks.
+    fn finish(&mut self, arena: &mut Arena, gradients: &mut Gradients, wanted: Option<Range<usize>>) -> Result<()> {
+        let Some(travelling) = self.among.as_ref().map(|among| among.travelling) else { return Ok(()) };
         // All remaining buckets have been added to their neighbors.
-        let travelling = self.among.as_ref().map_or(0, |among| among.travelling);
-        (travelling..self.buckets().len()).try_for_each(|number| self.exchange(gradients, number))?;
-        let Self { group, slices, among, .. } = self;
-        let Some(PeerBuffers { parts, norms, .. }) = among else { return Ok(()) };
+        (travelling..self.slices.buckets().len()).try_for_each(|number| self.exchange(gradients, number))?;
+        let Self { group, slices, among: Some(PeerBuffers { parts, norms, .. }), .. } = self else { return Ok(()) };
         group.follow()?;
         let (rank, ranks, chunks) = (group.rank(), group.ranks(), [norms.len()]);
         arena.step(|step| {
@@ -349,21 +326,19 @@ impl Shards {
             Ok(())
         })?;
         let flat = gradients.flat().memory();
-        // SAFETY: norms and gradients are buffers of this learner, which a device frees in stream
-        // order.
+        // SAFETY: norms and gradients are buffers of this train state, which a device frees in
+        // stream order.
         unsafe {
             group.gather(norms.memory(), |rank| slices.of(rank).iter().map(Slices::chunks_in).collect())?;
             wanted.map_or(Ok(()), |wanted| group.gather(flat, |rank| slices.within(&wanted, rank)))
         }
     }
 
-    /// Makes the prepared update, each rank for its own slices, and gathers the weights. `metric`
-    /// receives the squared norm of all gradients and then that of the monitored parameter.
-    pub(super) fn update<R: UpdateRule>(
+    /// Each rank updates its own slices, and all gather the weights.
+    fn update(
         &self,
         arena: &mut Arena,
-        (parameters, gradients): (&mut Parameters, &mut Gradients),
-        optimizer: &mut Optimizer<R>,
+        (parameters, gradients, optimizer): (&mut Parameters, &mut Gradients, &mut Optimizer<R>),
         monitored: Option<Parameter>,
         metric: &mut Metric<'_>,
     ) -> Result<()> {
@@ -386,7 +361,7 @@ impl Shards {
             monitored.map_or(Ok(()), |monitored| metric(step, &monitored))
         })?;
         if self.among.is_some() {
-            // SAFETY: the weights are a buffer of this learner, which a device frees in stream
+            // SAFETY: the weights are a buffer of this train state, which a device frees in stream
             // order.
             unsafe { self.group.gather(parameters.flat().memory(), |rank| self.slices.of(rank)) }?;
             arena.step(|step| parameters.queue_copy(step))?;
@@ -394,16 +369,38 @@ impl Shards {
         Ok(())
     }
 
-    /// Writes a checkpoint. Rank 0 calls `write` with the optimizer's state of all slices. All
-    /// ranks return its result.
-    #[track_caller]
-    pub(super) fn save<R: UpdateRule>(
+    fn losses(&self, own: &[f32], norms: &[f32], site: CallSite) -> Result<Vec<f32>> {
+        let bytes = |values: &[f32]| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
+        let expected = bytes(norms);
+        let words = self.group.agree("metrics", norms.len(), &[&expected[..], &bytes(own)].concat(), site)?;
+        if let Some(rank) = words.iter().position(|word| !word.starts_with(&expected)) {
+            let expected = format!("the same squared norms of the gradients on all ranks, {norms:?} here");
+            let got = format!("different bits on rank {rank}: its device, or this one, is unreliable");
+            return Err(Error::misuse("group", expected, got));
+        }
+        let losses = words.iter().flat_map(|word| word[expected.len()..].as_chunks().0);
+        Ok(losses.map(|bytes| f32::from_le_bytes(*bytes)).collect())
+    }
+
+    fn on_error(&self, error: Error) -> Error {
+        match error {
+            // All ranks already have this error and end with it.
+            Error::MemoryShortage(shortage) if shortage.rank.is_some() => Error::MemoryShortage(shortage),
+            error => {
+                let Err(error) = self.group.broadcast_error::<Infallible>(Err(error));
+                error
+            }
+        }
+    }
+
+    /// Rank 0 writes. All ranks return its result.
+    fn save(
         &self,
         optimizer: &Optimizer<R>,
-        write: impl FnOnce(&[Buffer<f32>]) -> Result<()>,
+        write: &dyn Fn(&[Buffer<f32>]) -> Result<()>,
+        site: CallSite,
     ) -> Result<()> {
-        let location = Location::caller();
-        self.group.agree("checkpoint", self.slices.elements(), &[], location)?;
+        self.group.agree("checkpoint", self.slices.elements(), &[], site)?;
         let whole: Vec<Buffer<f32>> = match &self.among {
             None => Vec::new(),
             Some(_) => optimizer.state().iter().map(|state| self.whole(state)).collect::<Result<_>>()?,
@@ -412,26 +409,16 @@ impl Shards {
             self.group.broadcast_error(write(if self.among.is_some() { &whole } else { optimizer.state() }))?;
         }
         // All ranks wait here until the file exists.
-        self.group.agree("checkpoint written", self.slices.elements(), &[], location).map(drop)
+        self.group.agree("checkpoint written", self.slices.elements(), &[], site).map(drop)
     }
 
-    /// Gathers one part of the optimizer's state from all slices.
-    fn whole(&self, state: &Buffer<f32>) -> Result<Buffer<f32>> {
-        let Self { group, slices, .. } = self;
-        let (ranks, mut start) = (0..group.ranks(), 0);
-        let whole = Buffer::zeros(state.device(), slices.elements())?;
-        let of_slice = |slice: Range<usize>| {
-            start += slice.len();
-            state.memory().part(start - slice.len(), slice.len())
-        };
-        let own: Vec<_> = slices.of(group.rank()).into_iter().map(of_slice).collect();
-        let sends: Vec<_> = ranks.clone().flat_map(|to| own.iter().map(move |&part| (to, part))).collect();
-        let place = |from: usize, slice: Range<usize>| (from, whole.memory().part(slice.start, slice.len()));
-        let of_rank = |from: usize| slices.of(from).into_iter().map(move |slice| place(from, slice));
-        let receives: Vec<_> = ranks.flat_map(of_rank).collect();
-        // SAFETY: the state and the new buffer are freed in stream order.
-        unsafe { group.exchange(&sends, &receives)? };
-        Ok(whole)
+    /// The ranks compare all settings again before the next update.
+    fn restore(&mut self, checkpoint: &Checkpoint, site: CallSite) -> Result<()> {
+        let mut settings = Settings::default();
+        settings.add("checkpoint", checkpoint.digest()?);
+        self.group.compare("restore", &settings, site)?;
+        (self.state, self.agreed) = (None, AtomicBool::new(self.group.ranks() == 1));
+        Ok(())
     }
 }
 

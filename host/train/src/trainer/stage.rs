@@ -16,16 +16,16 @@ pub(super) enum Stage<M, R> {
 }
 
 impl<M, R> Stage<M, R> {
-    pub(super) fn learner(&self) -> &TrainState<M, R> {
+    pub(super) fn state(&self) -> &TrainState<M, R> {
         match self {
-            Self::Eager(learner) => learner,
+            Self::Eager(state) => state,
             Self::Captured(captured) => captured.state(),
         }
     }
 
-    pub(super) fn learner_mut(&mut self) -> &mut TrainState<M, R> {
+    pub(super) fn state_mut(&mut self) -> &mut TrainState<M, R> {
         match self {
-            Self::Eager(learner) => learner,
+            Self::Eager(state) => state,
             Self::Captured(captured) => captured.state_mut(),
         }
     }

@@ -129,7 +129,7 @@ pub(super) fn same_bits(facts: &Facts) -> Finding {
         _ if !wrong.is_empty() => stops(
             format!("bits differ from the committed ones: {}", wrong.join(", ")),
             "a compiler or a GPU computes wrongly; rounding cannot cause this",
-            "run the example same_bits, and send its whole output",
+            "run `stepscope check`, and send its whole output",
         ),
         count => well(format!("{count} kernels give the committed bits")),
     }

@@ -151,7 +151,7 @@ fn concurrent_writes_are_detected() {
     assert_eq!(windows(&file, &before), [""; 0], "the writer has put all back");
 }
 
-/// Measures the time of a window, for the figure in `examples/gpt/token_file.rs`.
+/// Measures the time of a window, for the figure in `host/cli/src/train/token_file.rs`.
 #[test]
 #[ignore = "a measurement"]
 fn time_of_a_window() {

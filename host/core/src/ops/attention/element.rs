@@ -13,7 +13,7 @@ use crate::step::Step;
 use crate::tensor::{Saved, Source, Stored, Target, Tensor};
 use cuda_std::launch::Slice;
 use half::bf16;
-use kernels::{flash_attention as scalar, flash_attention_tensor as mma};
+use kernels::{flash_attention as scalar, flash_attention_mma as mma};
 
 /// The element types of attention: f32 and BF16.
 pub trait AttentionElement: Stored {
@@ -155,7 +155,7 @@ impl AttentionElement for f32 {
         (out, lse): (&mut Tensor<'s>, &mut Tensor<'s>),
     ) -> Result<()> {
         if by_tensor_cores(step, form, sizes) {
-            return launch!(step, qkv, form, sizes, mma::flash_forward_tensor, FORWARD_TF32, out: out.out(), lse: lse.out());
+            return launch!(step, qkv, form, sizes, mma::flash_forward_mma, FORWARD_TF32, out: out.out(), lse: lse.out());
         }
         launch!(step, qkv, form, sizes, scalar::flash_forward, FORWARD, out: out.out(), lse: lse.out())
     }
@@ -171,10 +171,10 @@ impl AttentionElement for f32 {
     ) -> Result<()> {
         if by_tensor_cores(step, form, sizes) {
             return launch_backward!(step, qkv, form, sizes,
-                mma: [flash_queries_tensor, QUERIES_TF32], [flash_keys_tensor, KEYS_TF32], statistics, dout, dqkv);
+                mma: [flash_bwd_dq_mma, QUERIES_TF32], [flash_bwd_dkv_mma, KEYS_TF32], statistics, dout, dqkv);
         }
         launch_backward!(step, qkv, form, sizes,
-            scalar: [flash_queries, QUERIES], [flash_keys, KEYS], statistics, dout, dqkv)
+            scalar: [flash_bwd_dq, QUERIES], [flash_bwd_dkv, KEYS], statistics, dout, dqkv)
     }
 }
 
@@ -223,7 +223,7 @@ impl AttentionElement for bf16 {
         sizes: Sizes,
         (out, lse): (&mut Tensor<'s, bf16>, &mut Tensor<'s>),
     ) -> Result<()> {
-        launch!(step, qkv, form, sizes, mma::flash_forward_tensor, FORWARD_BF16, out: out.out(), lse: lse.out())
+        launch!(step, qkv, form, sizes, mma::flash_forward_mma, FORWARD_BF16, out: out.out(), lse: lse.out())
     }
 
     fn queue_backward<'s>(
@@ -236,6 +236,6 @@ impl AttentionElement for bf16 {
         dqkv: &mut Tensor<'s, bf16>,
     ) -> Result<()> {
         launch_backward!(step, qkv, form, sizes,
-            mma: [flash_queries_tensor, QUERIES_BF16], [flash_keys_tensor, KEYS_BF16], statistics, dout, dqkv)
+            mma: [flash_bwd_dq_mma, QUERIES_BF16], [flash_bwd_dkv_mma, KEYS_BF16], statistics, dout, dqkv)
     }
 }

@@ -9,7 +9,7 @@ use crate::tensor::{Source, Stored, Target, Tensor};
 use cuda_std::launch::{Pointer, PointerMut, Slice};
 use half::bf16;
 use kernels::matmul::{TRANSPOSE_B, sum_splits};
-use kernels::matmul_bf16::{ADD_TO_SUMS, OperandLayout, SUM_B, TILES, Tile, chunk, matmul_bf16};
+use kernels::matmul_bf16::{ADD_TO_SUMS, BIAS_GRAD, OperandLayout, TILES, Tile, chunk, matmul_bf16};
 
 #[track_caller]
 pub(super) fn queue<'s, S: Stored>(
@@ -88,14 +88,14 @@ pub(super) fn queue_weight_gradients<'s>(
     let (old, db) = db.in_place();
     let splits = extents.k.div_ceil(extents.chunk);
     if splits < 2 {
-        let how = if accumulate { SUM_B | ADD_TO_SUMS } else { SUM_B };
+        let how = if accumulate { BIAS_GRAD | ADD_TO_SUMS } else { BIAS_GRAD };
         return multiply(step, &form, &extents, x.slice(), dy.slice(), outputs, Some((db, how)));
     }
     step.workspace(|step| {
         let mut partials = step.empty([batches * splits as usize, n])?;
         let sums = partials.out();
         let part = |outputs: Outputs<'_, f32>| {
-            multiply(step, &form, &extents, x.slice(), dy.slice(), outputs, Some((sums, SUM_B)))
+            multiply(step, &form, &extents, x.slice(), dy.slice(), outputs, Some((sums, BIAS_GRAD)))
         };
         in_chunks(step, &form, &extents, outputs, |_| Ok(()), part)?;
         step.launch(sum_splits {

@@ -3,7 +3,7 @@
 use crate::precision::Precision;
 use crate::tensor::{Stored, Target, Tensor};
 use cuda_std::launch::PointerMut;
-use kernels::matmul::{GELU_DERIVATIVE, KEEP, Tile};
+use kernels::matmul::{GELU_DERIVATIVE, STORE_PREACT, Tile};
 
 /// A matrix multiply by extents and strides, named as in BLAS. Every matrix is row-major.
 ///
@@ -49,7 +49,7 @@ pub struct Gemm {
     pub precision: Option<Precision>,
     /// The tile to use in a precision below f32, one of [`TENSOR_TILES`](crate::ops::TENSOR_TILES);
     /// as for `tile`.
-    pub tensor_tile: Option<kernels::matmul_tensor::Tile>,
+    pub tensor_tile: Option<kernels::matmul_mma::Tile>,
     /// The tile to use for BF16 tensors, one of [`BF16_TILES`](crate::ops::BF16_TILES); as for
     /// `tile`.
     pub bf16_tile: Option<kernels::matmul_bf16::Tile>,
@@ -130,7 +130,7 @@ impl Gemm {
 #[derive(Debug)]
 pub enum Epilogue<'e, 's, S: Stored> {
     Store,
-    /// Activates the sums according to this flag of the kernels: `GELU`, `SILU`, or `GATE`, where
+    /// Activates the sums according to this flag of the kernels: `GELU`, `SILU`, or `SWIGLU`, where
     /// `c` is the gate. The pre-activation sums go to `pre`.
     Activate {
         flag: u32,
@@ -145,7 +145,7 @@ impl<'e, S: Stored> Epilogue<'e, '_, S> {
     pub(super) fn out(self) -> (PointerMut<'e, S>, u32) {
         match self {
             Self::Store => (PointerMut::empty(), 0),
-            Self::Activate { flag, pre } => (pre.out(), flag | KEEP),
+            Self::Activate { flag, pre } => (pre.out(), flag | STORE_PREACT),
             Self::GeluDerivative => (PointerMut::empty(), GELU_DERIVATIVE),
         }
     }

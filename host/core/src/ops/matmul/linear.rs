@@ -6,7 +6,7 @@ use super::gemm::{BiasGradient, Epilogue, Gemm, Gradient};
 use crate::error::{Error, Result};
 use crate::step::Step;
 use crate::tensor::{Source, Stored, Target, Tensor};
-use kernels::matmul::{GATE, GELU, SILU};
+use kernels::matmul::{GELU, SILU, SWIGLU};
 
 /// `out = x w`; `x`: `[.., k]`, `w`: `[k, n]`, `out`: `[.., n]`.
 ///
@@ -109,7 +109,7 @@ pub fn linear_swiglu<'s, S: GemmElement<S>>(
     bias: Option<&impl Source<'s, f32>>,
     gate: &impl Source<'s, S>,
 ) -> Result<(Tensor<'s, S>, Tensor<'s, S>)> {
-    activated("linear_swiglu", step, x, w, bias, Some(gate), GATE)
+    activated("linear_swiglu", step, x, w, bias, Some(gate), SWIGLU)
 }
 
 /// Computes `x w + bias`, activated or gated by `c` according to a flag of the kernels. Returns the

@@ -2,7 +2,7 @@
 //! choice of a tile.
 //!
 //! Invariant: k is split depending only on m, n, k and the kind of operands
-//! ([`kernels::matmul::chunk`], [`kernels::matmul_tensor::chunk`],
+//! ([`kernels::matmul::chunk`], [`kernels::matmul_mma::chunk`],
 //! [`kernels::matmul_bf16::chunk`]).
 
 use super::gemm::{Epilogue, Gemm};

@@ -8,7 +8,7 @@ use crate::precision::Precision;
 use crate::step::Step;
 use crate::tensor::{Source, Target, Tensor};
 use cuda_std::launch::Slice;
-use kernels::matmul_tensor::{TILES, Tile, chunk, matmul_tensor};
+use kernels::matmul_mma::{TILES, Tile, chunk, matmul_mma};
 use kernels::mma::Side;
 
 impl Gemm {
@@ -109,7 +109,7 @@ fn multiply(
         let tile = split::tile_of(form.tensor_tile, &TILES, "ops::TENSOR_TILES", || {
             fastest(extents.of_a_chunk(), extents.matrices(), processors)
         })?;
-        step.launch(matmul_tensor {
+        step.launch(matmul_mma {
             variant: (precision.reduced()?, tile),
             a: a.slice(),
             b: b.slice(),
@@ -145,7 +145,7 @@ fn fastest(extents: [usize; 3], matrices: usize, processors: usize) -> Tile {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kernels::matmul_tensor::{T64X128, T128X128, T128X256};
+    use kernels::matmul_mma::{T64X128, T128X128, T128X256};
 
     /// Tries the shapes of CrossAsset and of large squares, on an H200.
     #[test]

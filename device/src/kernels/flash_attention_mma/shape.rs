@@ -20,8 +20,8 @@ const CHUNK_BYTES: u32 = 16;
 /// The sizes that a kernel is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
-    /// The squares of 16 resident rows of a warp.
-    pub squares: usize,
+    /// The mma tiles of 16 resident rows of a warp.
+    pub m_tiles: usize,
     /// The rows of a streamed tile.
     pub tile: u32,
     /// The columns of the widest head.
@@ -33,15 +33,15 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// Returns the BF16 shape of a warp with `squares` squares of resident rows, streamed tiles of
-    /// `tile` rows, and up to `width` columns.
-    pub const fn of_bf16(squares: usize, tile: u32, width: usize) -> Self {
-        Self { squares, tile, width, parts: 1, bytes: 2 }
+    /// Returns the BF16 shape of a warp with `m_tiles` mma tiles of resident rows, streamed tiles
+    /// of `tile` rows, and up to `width` columns.
+    pub const fn of_bf16(m_tiles: usize, tile: u32, width: usize) -> Self {
+        Self { m_tiles, tile, width, parts: 1, bytes: 2 }
     }
 
     /// Returns the f32 shape with these sizes.
-    pub const fn of_f32(squares: usize, tile: u32, width: usize) -> Self {
-        Self { bytes: 4, ..Self::of_bf16(squares, tile, width) }
+    pub const fn of_f32(m_tiles: usize, tile: u32, width: usize) -> Self {
+        Self { bytes: 4, ..Self::of_bf16(m_tiles, tile, width) }
     }
 
     /// Returns the shape with the columns divided among `parts` blocks.
@@ -51,7 +51,7 @@ impl Shape {
 
     /// The resident rows of a block.
     pub const fn rows(self) -> u32 {
-        rows_of(self.squares)
+        rows_of(self.m_tiles)
     }
 
     /// The mma tiles of eight columns in a warp's rows of scores.
@@ -92,7 +92,7 @@ impl Shape {
     }
 }
 
-/// Returns the resident rows of a block whose warps have `squares` squares each.
-pub(super) const fn rows_of(squares: usize) -> u32 {
-    16 * WARPS * squares as u32
+/// Returns the resident rows of a block whose warps have `m_tiles` mma tiles each.
+pub(super) const fn rows_of(m_tiles: usize) -> u32 {
+    16 * WARPS * m_tiles as u32
 }

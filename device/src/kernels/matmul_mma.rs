@@ -81,7 +81,7 @@ macro_rules! grid {
 
 family! {
     /// Multiplies rounded operands. The module's documentation describes the parameters.
-    matmul_tensor(variant: (Reduced, Tile) as VARIANT) {
+    matmul_mma(variant: (Reduced, Tile) as VARIANT) {
         /// TF32, 64 x 64, 128 threads.
         matmul_tf32_64x64 = (Reduced::Tf32, T64X64), type F = Tf32;
         /// TF32, 64 x 128, 128 threads.
@@ -158,12 +158,12 @@ pub fn chunk(m: usize, n: usize, k: usize) -> usize {
 
 /// The tiles. Each format has all of them.
 #[cfg(not(target_arch = "nvptx64"))]
-pub const TILES: [Tile; matmul_tensor::VARIANTS.len() / 2] = {
-    let mut tiles = [T64X64; matmul_tensor::VARIANTS.len() / 2];
+pub const TILES: [Tile; matmul_mma::VARIANTS.len() / 2] = {
+    let mut tiles = [T64X64; matmul_mma::VARIANTS.len() / 2];
     let mut at = 0;
     while at < tiles.len() {
         let ((_, (first, tile)), (_, (second, other))) =
-            (matmul_tensor::VARIANTS[at], matmul_tensor::VARIANTS[tiles.len() + at]);
+            (matmul_mma::VARIANTS[at], matmul_mma::VARIANTS[tiles.len() + at]);
         assert!(matches!((first, second), (Reduced::Tf32, Reduced::Bf16)), "all of TF32 stand before those of BF16");
         assert!(tile.rows() == other.rows() && tile.cols() == other.cols(), "and have the same tiles");
         tiles[at] = tile;

@@ -5,10 +5,10 @@
 //! Invariant: both kernels compute p from the score and `lse` in the same way.
 
 use super::tile::Memory;
-use crate::block::opaque;
+use crate::block::launder_reg;
 use crate::flash_attention::place::{Place, Problem};
 use crate::math::exp2_negative;
-use crate::squares::{Multiplied, Sums};
+use crate::mma::fragments::{Multiplied, Sums};
 use crate::tile::{SharedTile, commit_copies, wait_copies};
 use crate::unroll_on_gpu;
 use crate::vector::load;
@@ -23,7 +23,7 @@ use cuda_std::{GpuFloat, thread};
 #[inline(always)]
 pub(super) unsafe fn queries<
     S: Multiplied,
-    const SQUARES: usize,
+    const M_TILES: usize,
     const TILES: usize,
     const CHUNKS: usize,
     const MADE: usize,
@@ -38,27 +38,28 @@ pub(super) unsafe fn queries<
     // threads loop over the same tiles, so they reach every barrier. The lanes of a warp are
     // converged at every mma.
     unsafe {
-        let memory = Memory::<SQUARES, TILES, CHUNKS>::new(2);
-        let (rows, of_tile) = (Memory::<SQUARES, TILES, CHUNKS>::OWN, Memory::<SQUARES, TILES, CHUNKS>::TILE);
-        let Place { sample, head, first, sight } = Place::new(&problem, rows, problem.heads, true);
-        let [from, until] = sight.keys_of(first, rows, of_tile);
+        let memory = Memory::<M_TILES, TILES, CHUNKS>::new(2);
+        let (rows, of_tile) = (Memory::<M_TILES, TILES, CHUNKS>::RESIDENT, Memory::<M_TILES, TILES, CHUNKS>::TILE);
+        let Place { sample, head, first, mask } = Place::new(&problem, rows, problem.heads, true);
+        let [from, until] = mask.keys_of(first, rows, of_tile);
         let kv_head = head / problem.group();
         let q = problem.rows(0, sample, head);
         // Recomputed for each tile, as are the addresses that `copy` derives from them.
-        let (k, v) = (|| problem.rows(1, sample, opaque(kv_head)), || problem.rows(2, sample, opaque(kv_head)));
-        let bounds = [sight.length, problem.width];
+        let (k, v) =
+            (|| problem.rows(1, sample, launder_reg(kv_head)), || problem.rows(2, sample, launder_reg(kv_head)));
+        let bounds = [mask.length, problem.width];
         let factor = problem.scale * LOG2_E;
 
-        let mut sums: Sums<SQUARES, MADE> = [[[0.0; 4]; MADE]; SQUARES];
+        let mut sums: Sums<M_TILES, MADE> = [[[0.0; 4]; MADE]; M_TILES];
         if from < until {
-            memory.copy(memory.own(0), rows, q, first, bounds);
-            memory.copy(memory.own(1), rows, problem.output_rows(dout, sample, head), first, bounds);
+            memory.copy(memory.resident(0), rows, q, first, bounds);
+            memory.copy(memory.resident(1), rows, problem.output_rows(dout, sample, head), first, bounds);
             memory.copy(memory.slot(0, 0), of_tile, k(), from * of_tile, bounds);
             memory.copy(memory.slot(0, 1), of_tile, v(), from * of_tile, bounds);
             commit_copies();
             wait_copies::<0>();
-            memory.round::<S>(memory.own(0), rows);
-            memory.round::<S>(memory.own(1), rows);
+            memory.round::<S>(memory.resident(0), rows);
+            memory.round::<S>(memory.resident(1), rows);
         }
         let mut tile = from;
         while tile < until {
@@ -75,23 +76,23 @@ pub(super) unsafe fn queries<
             }
             let place = [first, tile * of_tile];
             tile += 1;
-            if memory.none_seen(sight, place, false) {
+            if memory.none_seen(mask, place, false) {
                 continue;
             }
-            let mut scores = memory.dots::<S>(0, memory.slot(slot, 0));
-            let mut gradients = memory.dots::<S>(1, memory.slot(slot, 1));
-            if !memory.all_seen(sight, place, false) {
-                memory.hide(&mut scores, sight, place, false, f32::NEG_INFINITY);
-                memory.hide(&mut gradients, sight, place, false, 0.0);
+            let mut scores = memory.qk_scores::<S>(0, memory.slot(slot, 0));
+            let mut gradients = memory.qk_scores::<S>(1, memory.slot(slot, 1));
+            if !memory.all_seen(mask, place, false) {
+                memory.apply_mask(&mut scores, mask, place, false, f32::NEG_INFINITY);
+                memory.apply_mask(&mut gradients, mask, place, false, 0.0);
             }
             unroll_on_gpu!(m < 2 => {
-                if m < SQUARES {
+                if m < M_TILES {
                     unroll_on_gpu!(half < 2 => {
                         // Reloaded for each tile, from the cache: the accumulators need the
                         // registers.
                         let (mut base, mut delta_here) = (0.0, 0.0);
-                        let token = opaque(first + memory.own_row(m, half));
-                        if token < sight.length {
+                        let token = launder_reg(first + memory.resident_row(m, half));
+                        if token < mask.length {
                             let at = problem.statistics(sample, head) + token as usize;
                             (base, delta_here) = (load(lse, at) * -LOG2_E, load(delta, at));
                         }
@@ -105,12 +106,12 @@ pub(super) unsafe fn queries<
                     });
                 }
             });
-            memory.mix::<S, MADE>(&mut sums, &gradients, memory.slot(slot, 0), 0);
+            memory.pv_accumulate::<S, MADE>(&mut sums, &gradients, memory.slot(slot, 0), 0);
         }
         // Recomputed: keeping it live across the loop would take registers from the accumulators.
-        let Place { sample, head, first, sight } = Place::new(&problem, opaque(rows), problem.heads, true);
+        let Place { sample, head, first, mask } = Place::new(&problem, launder_reg(rows), problem.heads, true);
         let q = problem.rows(0, sample, head);
-        memory.store(&sums, problem.scale, q, 0, [first, sight.length, problem.tokens, problem.width], dqkv);
+        memory.store(&sums, problem.scale, q, 0, [first, mask.length, problem.tokens, problem.width], dqkv);
     }
 }
 
@@ -141,7 +142,7 @@ unsafe fn copy_numbers(to: SharedTile<f32>, count: u32, values: &[f32], start: u
 #[inline(always)]
 pub(super) unsafe fn keys<
     S: Multiplied,
-    const SQUARES: usize,
+    const M_TILES: usize,
     const TILES: usize,
     const CHUNKS: usize,
     const MADE: usize,
@@ -154,34 +155,34 @@ pub(super) unsafe fn keys<
 ) {
     // SAFETY: the argument in `queries` holds here too.
     unsafe {
-        let memory = Memory::<SQUARES, TILES, CHUNKS>::new(2);
-        let (rows, of_tile) = (Memory::<SQUARES, TILES, CHUNKS>::OWN, Memory::<SQUARES, TILES, CHUNKS>::TILE);
-        let Place { sample, head: kv_head, first, sight } = Place::new(&problem, rows, problem.kv_heads, false);
-        let [from, until] = sight.queries_of(first, rows, of_tile);
+        let memory = Memory::<M_TILES, TILES, CHUNKS>::new(2);
+        let (rows, of_tile) = (Memory::<M_TILES, TILES, CHUNKS>::RESIDENT, Memory::<M_TILES, TILES, CHUNKS>::TILE);
+        let Place { sample, head: kv_head, first, mask } = Place::new(&problem, rows, problem.kv_heads, false);
+        let [from, until] = mask.queries_of(first, rows, of_tile);
         let made = thread::block_idx_y() as usize * MADE;
-        let bounds = [sight.length, problem.width];
+        let bounds = [mask.length, problem.width];
         let factor = problem.scale * LOG2_E;
         let copy = |slot: u32, head: u32, tile: u32| {
             let first = tile * of_tile;
             memory.copy(memory.slot(slot, 0), of_tile, problem.rows(0, sample, head), first, bounds);
             memory.copy(memory.slot(slot, 1), of_tile, problem.output_rows(dout, sample, head), first, bounds);
             let start = problem.statistics(sample, head);
-            copy_numbers(memory.numbers(slot, 0), of_tile, lse, start, first, sight.length);
-            copy_numbers(memory.numbers(slot, 1), of_tile, delta, start, first, sight.length);
+            copy_numbers(memory.numbers(slot, 0), of_tile, lse, start, first, mask.length);
+            copy_numbers(memory.numbers(slot, 1), of_tile, delta, start, first, mask.length);
             commit_copies();
         };
 
-        let mut dk: Sums<SQUARES, MADE> = [[[0.0; 4]; MADE]; SQUARES];
-        let mut dv: Sums<SQUARES, MADE> = [[[0.0; 4]; MADE]; SQUARES];
+        let mut dk: Sums<M_TILES, MADE> = [[[0.0; 4]; MADE]; M_TILES];
+        let mut dv: Sums<M_TILES, MADE> = [[[0.0; 4]; MADE]; M_TILES];
         let (mut head, behind) = (kv_head * problem.group(), (kv_head + 1) * problem.group());
         let (mut tile, mut slot) = (from, 0);
         if from < until {
-            memory.copy(memory.own(0), rows, problem.rows(1, sample, kv_head), first, bounds);
-            memory.copy(memory.own(1), rows, problem.rows(2, sample, kv_head), first, bounds);
+            memory.copy(memory.resident(0), rows, problem.rows(1, sample, kv_head), first, bounds);
+            memory.copy(memory.resident(1), rows, problem.rows(2, sample, kv_head), first, bounds);
             copy(0, head, from);
             wait_copies::<0>();
-            memory.round::<S>(memory.own(0), rows);
-            memory.round::<S>(memory.own(1), rows);
+            memory.round::<S>(memory.resident(0), rows);
+            memory.round::<S>(memory.resident(1), rows);
         } else {
             head = behind;
         }
@@ -197,20 +198,20 @@ pub(super) unsafe fn keys<
             }
             let (place, here) = ([first, tile * of_tile], slot);
             (head, tile, slot) = (next_head, next_tile, 1 - slot);
-            if memory.none_seen(sight, place, true) {
+            if memory.none_seen(mask, place, true) {
                 continue;
             }
-            let mut scores = memory.dots::<S>(0, memory.slot(here, 0));
-            let mut gradients = memory.dots::<S>(1, memory.slot(here, 1));
-            if !memory.all_seen(sight, place, true) {
-                memory.hide(&mut scores, sight, place, true, f32::NEG_INFINITY);
-                memory.hide(&mut gradients, sight, place, true, 0.0);
+            let mut scores = memory.qk_scores::<S>(0, memory.slot(here, 0));
+            let mut gradients = memory.qk_scores::<S>(1, memory.slot(here, 1));
+            if !memory.all_seen(mask, place, true) {
+                memory.apply_mask(&mut scores, mask, place, true, f32::NEG_INFINITY);
+                memory.apply_mask(&mut gradients, mask, place, true, 0.0);
             }
             unroll_on_gpu!(n < TILES => {
-                let lses = memory.numbers(here, 0).get2(memory.other_row(n));
-                let deltas = memory.numbers(here, 1).get2(memory.other_row(n));
+                let lses = memory.numbers(here, 0).get2(memory.streamed_row(n));
+                let deltas = memory.numbers(here, 1).get2(memory.streamed_row(n));
                 unroll_on_gpu!(m < 2 => {
-                    if m < SQUARES {
+                    if m < M_TILES {
                         unroll_on_gpu!(at < 4 => {
                             let base = lses[at % 2] * -LOG2_E;
                             scores[m][n][at] = exp2_negative(GpuFloat::mul_add(scores[m][n][at], factor, base));
@@ -219,13 +220,13 @@ pub(super) unsafe fn keys<
                     }
                 });
             });
-            memory.mix::<S, MADE>(&mut dv, &scores, memory.slot(here, 1), made);
-            memory.mix::<S, MADE>(&mut dk, &gradients, memory.slot(here, 0), made);
+            memory.pv_accumulate::<S, MADE>(&mut dv, &scores, memory.slot(here, 1), made);
+            memory.pv_accumulate::<S, MADE>(&mut dk, &gradients, memory.slot(here, 0), made);
         }
         // Recomputed, as in `queries`.
-        let Place { sample, head, first, sight } = Place::new(&problem, opaque(rows), problem.kv_heads, false);
+        let Place { sample, head, first, mask } = Place::new(&problem, launder_reg(rows), problem.kv_heads, false);
         let (k, v) = (problem.rows(1, sample, head), problem.rows(2, sample, head));
-        let bounds = [first, sight.length, problem.tokens, problem.width];
+        let bounds = [first, mask.length, problem.tokens, problem.width];
         memory.store(&dk, problem.scale, k, made, bounds, dqkv);
         memory.store(&dv, 1.0, v, made, bounds, dqkv);
     }

@@ -17,12 +17,12 @@
 //!
 //! global memory                   shared memory, two slots     registers
 //! rows of a tile  -- cp.async ->  swizzled rows  -- ldmatrix ->  scores  -- rounded ->
-//!                                 (squares.rs)                   A operand of the second product
+//!                                 (mma/fragments.rs)                   A operand of the second product
 //!                                                               (accumulator layout: no shuffle)
 //! ```
 //! Invariant: the order of every sum depends only on the numbers of tokens, columns and heads, and
 //! on the family's table. Scores, dp and outputs are mma products as described in
-//! [`squares`](crate::squares). On one device they do not depend on the grid or the run. Emulator
+//! [`mma::fragments`](crate::mma::fragments). On one device they do not depend on the grid or the run. Emulator
 //! and GPU may differ as in [`matmul_bf16`](super::matmul_bf16).
 //!
 //! p and ds are f32, rounded once for the second product. f32 q, k, v and dout are rounded to TF32
@@ -67,7 +67,7 @@ family! {
     /// Computes attention. The parameters are those of
     /// [`flash_forward`](struct@super::flash_attention::flash_forward). BF16 widths are multiples
     /// of 8.
-    flash_forward_tensor<S: Stored>(shape: Shape as SHAPE) {
+    flash_forward_mma<S: Stored>(shape: Shape as SHAPE) {
         flash_forward_of_bf16_64: bf16 = FORWARD_BF16[0];
         flash_forward_of_bf16_128: bf16 = FORWARD_BF16[1];
         flash_forward_of_bf16_256: bf16 = FORWARD_BF16[2];
@@ -92,7 +92,7 @@ family! {
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.
         unsafe {
-            forward::<S, { SHAPE.squares }, { SHAPE.tiles() }, { SHAPE.chunks() }, { SHAPE.made() }>(problem, out, lse);
+            forward::<S, { SHAPE.m_tiles }, { SHAPE.tiles() }, { SHAPE.chunks() }, { SHAPE.made() }>(problem, out, lse);
         }
     }
     // SAFETY: the heads lie inside `qkv` and `out`, which have a row for each token. `lse` has an
@@ -110,14 +110,14 @@ family! {
 
 family! {
     /// Computes the gradient of q. The parameters are those of
-    /// [`flash_queries`](struct@super::flash_attention::flash_queries). BF16 widths are multiples
+    /// [`flash_bwd_dq`](struct@super::flash_attention::flash_bwd_dq). BF16 widths are multiples
     /// of 8.
-    flash_queries_tensor<S: Stored>(shape: Shape as SHAPE) {
-        flash_queries_of_bf16_64: bf16 = QUERIES_BF16[0];
-        flash_queries_of_bf16_128: bf16 = QUERIES_BF16[1];
-        flash_queries_of_bf16_256: bf16 = QUERIES_BF16[2];
-        flash_queries_of_tf32_64: f32 = QUERIES_TF32[0];
-        flash_queries_of_tf32_128: f32 = QUERIES_TF32[1];
+    flash_bwd_dq_mma<S: Stored>(shape: Shape as SHAPE) {
+        flash_bwd_dq_of_bf16_64: bf16 = QUERIES_BF16[0];
+        flash_bwd_dq_of_bf16_128: bf16 = QUERIES_BF16[1];
+        flash_bwd_dq_of_bf16_256: bf16 = QUERIES_BF16[2];
+        flash_bwd_dq_of_tf32_64: f32 = QUERIES_TF32[0];
+        flash_bwd_dq_of_tf32_128: f32 = QUERIES_TF32[1];
     }
     unsafe fn(
         qkv: &[S],
@@ -139,12 +139,12 @@ family! {
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.
         unsafe {
-            queries::<S, { SHAPE.squares }, { SHAPE.tiles() }, { SHAPE.chunks() }, { SHAPE.made() }>(
+            queries::<S, { SHAPE.m_tiles }, { SHAPE.tiles() }, { SHAPE.chunks() }, { SHAPE.made() }>(
                 problem, lse, delta, dout, dqkv,
             );
         }
     }
-    // SAFETY: the argument for `flash_forward_tensor` holds here too; `dqkv` is as long as `qkv`.
+    // SAFETY: the argument for `flash_forward_mma` holds here too; `dqkv` is as long as `qkv`.
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(2, 0) } |p| {
         let sizes = Sizes::new(p.qkv.len(), [p.tokens, p.heads, p.kv_heads, p.width, p.stacked], SHAPE.widths())?;
         sizes.check_masks(p.documents.len(), p.lengths.len())?;
@@ -157,13 +157,13 @@ family! {
 
 family! {
     /// Computes the gradients of k and v. The parameters are those of
-    /// [`flash_keys`](struct@super::flash_attention::flash_keys). BF16 widths are multiples of 8.
-    flash_keys_tensor<S: Stored>(shape: Shape as SHAPE) {
-        flash_keys_of_bf16_64: bf16 = KEYS_BF16[0];
-        flash_keys_of_bf16_128: bf16 = KEYS_BF16[1];
-        flash_keys_of_bf16_256: bf16 = KEYS_BF16[2];
-        flash_keys_of_tf32_64: f32 = KEYS_TF32[0];
-        flash_keys_of_tf32_128: f32 = KEYS_TF32[1];
+    /// [`flash_bwd_dkv`](struct@super::flash_attention::flash_bwd_dkv). BF16 widths are multiples of 8.
+    flash_bwd_dkv_mma<S: Stored>(shape: Shape as SHAPE) {
+        flash_bwd_dkv_of_bf16_64: bf16 = KEYS_BF16[0];
+        flash_bwd_dkv_of_bf16_128: bf16 = KEYS_BF16[1];
+        flash_bwd_dkv_of_bf16_256: bf16 = KEYS_BF16[2];
+        flash_bwd_dkv_of_tf32_64: f32 = KEYS_TF32[0];
+        flash_bwd_dkv_of_tf32_128: f32 = KEYS_TF32[1];
     }
     unsafe fn(
         qkv: &[S],
@@ -185,12 +185,12 @@ family! {
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.
         unsafe {
-            keys::<S, { SHAPE.squares }, { SHAPE.tiles() }, { SHAPE.chunks() }, { SHAPE.made() }>(
+            keys::<S, { SHAPE.m_tiles }, { SHAPE.tiles() }, { SHAPE.chunks() }, { SHAPE.made() }>(
                 problem, lse, delta, dout, dqkv,
             );
         }
     }
-    // SAFETY: the argument for `flash_queries_tensor` holds here too; block_idx_y is the part of
+    // SAFETY: the argument for `flash_bwd_dq_mma` holds here too; block_idx_y is the part of
     // the columns.
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(2, 2) } |p| {
         let sizes = Sizes::new(p.qkv.len(), [p.tokens, p.heads, p.kv_heads, p.width, p.stacked], SHAPE.widths())?;

@@ -5,14 +5,14 @@
 //! has the sum of its own keys.
 
 use super::tile::Memory;
-use crate::block::opaque;
+use crate::block::launder_reg;
 use crate::flash_attention::place::{Place, Problem};
 use crate::math::{self, exp2_negative, exp2_scaled, exp2_sum, larger_or_nan};
-use crate::squares::{Multiplied, Sums};
+use crate::mma::fragments::{Multiplied, Sums};
 use crate::tile::{commit_copies, wait_copies};
 use crate::unroll_on_gpu;
 use crate::vector::store;
-use crate::warp::{add, combine_lanes, stay_together};
+use crate::warp::{add, combine_lanes, converge_warp};
 use core::f32::consts::LOG2_E;
 use cuda_std::{GpuFloat, thread, warp};
 
@@ -37,7 +37,7 @@ fn within_growth(most: f32, factor: f32, largest: f32) -> bool {
 #[inline(always)]
 pub(super) unsafe fn forward<
     S: Multiplied,
-    const SQUARES: usize,
+    const M_TILES: usize,
     const TILES: usize,
     const CHUNKS: usize,
     const MADE: usize,
@@ -50,26 +50,27 @@ pub(super) unsafe fn forward<
     // threads loop over the same tiles, so they reach every barrier. The lanes of a warp are
     // converged at every mma and shuffle.
     unsafe {
-        let memory = Memory::<SQUARES, TILES, CHUNKS>::new(1);
-        let (rows, of_tile) = (Memory::<SQUARES, TILES, CHUNKS>::OWN, Memory::<SQUARES, TILES, CHUNKS>::TILE);
-        let Place { sample, head, first, sight } = Place::new(&problem, rows, problem.heads, true);
-        let [from, until] = sight.keys_of(first, rows, of_tile);
+        let memory = Memory::<M_TILES, TILES, CHUNKS>::new(1);
+        let (rows, of_tile) = (Memory::<M_TILES, TILES, CHUNKS>::RESIDENT, Memory::<M_TILES, TILES, CHUNKS>::TILE);
+        let Place { sample, head, first, mask } = Place::new(&problem, rows, problem.heads, true);
+        let [from, until] = mask.keys_of(first, rows, of_tile);
         let kv_head = head / problem.group();
         // Recomputed for each tile, as are the addresses that `copy` derives from them.
-        let (k, v) = (|| problem.rows(1, sample, opaque(kv_head)), || problem.rows(2, sample, opaque(kv_head)));
-        let bounds = [sight.length, problem.width];
+        let (k, v) =
+            (|| problem.rows(1, sample, launder_reg(kv_head)), || problem.rows(2, sample, launder_reg(kv_head)));
+        let bounds = [mask.length, problem.width];
         // A score's weight is 2^(score factor - maximum factor).
         let factor = problem.scale * LOG2_E;
 
-        let mut sums: Sums<SQUARES, MADE> = [[[0.0; 4]; MADE]; SQUARES];
-        let (mut largest, mut totals) = ([[f32::NEG_INFINITY; 2]; SQUARES], [[0.0; 2]; SQUARES]);
+        let mut sums: Sums<M_TILES, MADE> = [[[0.0; 4]; MADE]; M_TILES];
+        let (mut largest, mut totals) = ([[f32::NEG_INFINITY; 2]; M_TILES], [[0.0; 2]; M_TILES]);
         if from < until {
-            memory.copy(memory.own(0), rows, problem.rows(0, sample, head), first, bounds);
+            memory.copy(memory.resident(0), rows, problem.rows(0, sample, head), first, bounds);
             memory.copy(memory.slot(0, 0), of_tile, k(), from * of_tile, bounds);
             memory.copy(memory.slot(0, 1), of_tile, v(), from * of_tile, bounds);
             commit_copies();
             wait_copies::<0>();
-            memory.round::<S>(memory.own(0), rows);
+            memory.round::<S>(memory.resident(0), rows);
         }
         let mut tile = from;
         while tile < until {
@@ -86,18 +87,18 @@ pub(super) unsafe fn forward<
             }
             let place = [first, tile * of_tile];
             tile += 1;
-            if memory.none_seen(sight, place, false) {
+            if memory.none_seen(mask, place, false) {
                 continue;
             }
-            let mut scores = memory.dots::<S>(0, memory.slot(slot, 0));
-            if !memory.all_seen(sight, place, false) {
-                memory.hide(&mut scores, sight, place, false, f32::NEG_INFINITY);
+            let mut scores = memory.qk_scores::<S>(0, memory.slot(slot, 0));
+            if !memory.all_seen(mask, place, false) {
+                memory.apply_mask(&mut scores, mask, place, false, f32::NEG_INFINITY);
             }
             // The row loops are innermost, so that one row's latency is hidden by the others' work.
-            let mut most = [[f32::NEG_INFINITY; 2]; SQUARES];
+            let mut most = [[f32::NEG_INFINITY; 2]; M_TILES];
             unroll_on_gpu!(n < TILES => {
                 unroll_on_gpu!(m < 2 => {
-                    if m < SQUARES {
+                    if m < M_TILES {
                         unroll_on_gpu!(half < 2 => {
                             let larger = larger_or_nan(scores[m][n][2 * half], scores[m][n][2 * half + 1]);
                             most[m][half] = larger_or_nan(most[m][half], larger);
@@ -107,17 +108,17 @@ pub(super) unsafe fn forward<
             });
             let mut within = true;
             unroll_on_gpu!(m < 2 => {
-                if m < SQUARES {
+                if m < M_TILES {
                     unroll_on_gpu!(half < 2 => {
                         within &= within_growth(most[m][half], factor, largest[m][half]);
                     });
                 }
             });
-            stay_together();
+            converge_warp();
             if !warp::warp_vote_all(u32::MAX, within) {
-                stay_together();
+                converge_warp();
                 unroll_on_gpu!(m < 2 => {
-                    if m < SQUARES {
+                    if m < M_TILES {
                         unroll_on_gpu!(half < 2 => {
                             let of_lane = larger_or_nan(largest[m][half], most[m][half]);
                             most[m][half] = combine_lanes(u32::MAX, ACROSS, of_lane, larger_or_nan);
@@ -125,7 +126,7 @@ pub(super) unsafe fn forward<
                     }
                 });
                 unroll_on_gpu!(m < 2 => {
-                    if m < SQUARES {
+                    if m < M_TILES {
                         unroll_on_gpu!(half < 2 => {
                             // Decided per row: another row's scores must not change a bit of this
                             // one.
@@ -144,15 +145,15 @@ pub(super) unsafe fn forward<
                     }
                 });
             }
-            let mut terms = [[[0.0; 2]; 2]; SQUARES];
+            let mut terms = [[[0.0; 2]; 2]; M_TILES];
             unroll_on_gpu!(m < 2 => {
-                if m < SQUARES {
+                if m < M_TILES {
                     unroll_on_gpu!(half < 2 => { terms[m][half] = exp2_scaled(factor, largest[m][half] * -factor); });
                 }
             });
             unroll_on_gpu!(n < TILES => {
                 unroll_on_gpu!(m < 2 => {
-                    if m < SQUARES {
+                    if m < M_TILES {
                         unroll_on_gpu!(at < 4 => {
                             // 0 if a row has seen no key yet: -infinity less -infinity is a NaN,
                             // which `exp2_sum` maps to 0.
@@ -162,26 +163,26 @@ pub(super) unsafe fn forward<
                     }
                 });
             });
-            memory.mix::<S, MADE>(&mut sums, &scores, memory.slot(slot, 1), 0);
+            memory.pv_accumulate::<S, MADE>(&mut sums, &scores, memory.slot(slot, 1), 0);
         }
 
         // Recomputed: keeping it live across the loop would take registers from the accumulators.
-        let Place { sample, head, first, sight } = Place::new(&problem, opaque(rows), problem.heads, true);
+        let Place { sample, head, first, mask } = Place::new(&problem, launder_reg(rows), problem.heads, true);
         let statistics = problem.statistics(sample, head);
         unroll_on_gpu!(m < 2 => {
-            if m < SQUARES {
+            if m < M_TILES {
                 let mut inverse = [0.0; 2];
-                stay_together();
+                converge_warp();
                 unroll_on_gpu!(half < 2 => {
                     let total = combine_lanes(u32::MAX, ACROSS, totals[m][half], add);
                     let most = largest[m][half];
                     // If a score is not finite, the row's whole output becomes NaN.
                     let known = most < f32::INFINITY;
                     inverse[half] = if known { 1.0 / total } else { f32::NAN };
-                    let token = first + memory.own_row(m, half);
+                    let token = first + memory.resident_row(m, half);
                     if warp::lane_id().is_multiple_of(ACROSS) && token < problem.tokens {
                         let value = if known { GpuFloat::mul_add(most, problem.scale, math::log(total)) } else { f32::NAN };
-                        let value = if token < sight.length { value } else { f32::NEG_INFINITY };
+                        let value = if token < mask.length { value } else { f32::NEG_INFINITY };
                         store(lse, statistics + token as usize, value);
                     }
                 });
@@ -191,6 +192,6 @@ pub(super) unsafe fn forward<
             }
         });
         let rows = problem.output_rows(&[], sample, head);
-        memory.store(&sums, 1.0, rows, 0, [first, sight.length, problem.tokens, problem.width], out);
+        memory.store(&sums, 1.0, rows, 0, [first, mask.length, problem.tokens, problem.width], out);
     }
 }

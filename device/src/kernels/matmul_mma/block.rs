@@ -22,7 +22,7 @@ use crate::mma::{Factor, Side, Sums, multiply};
 use crate::tile::{SharedTile, commit_copies, wait_copies};
 use crate::unroll_on_gpu;
 use crate::vector::F4;
-use crate::warp::stay_together;
+use crate::warp::converge_warp;
 use cuda_std::{thread, warp};
 
 /// Blocks run down the columns within a group of this many rows of tiles.
@@ -175,7 +175,7 @@ unsafe fn multiply_all<F: Format, const ROWS: usize, const COLS: usize>(
     (a, b): Factors<ROWS, COLS>,
 ) {
     // SAFETY: all lanes of the warp execute this, as the caller guarantees.
-    unsafe { stay_together() };
+    unsafe { converge_warp() };
     unroll_on_gpu!(row < ROWS => {
         unroll_on_gpu!(col < COLS => {
             // SAFETY: the caller guarantees that all lanes of the warp execute this, and the

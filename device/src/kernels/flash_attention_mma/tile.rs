@@ -1,23 +1,24 @@
 //! A block's shared memory, the copies that fill it, and the two products of a tile.
 //!
 //! ```text
-//! dots: scores[resident, streamed] +=                    mix: sums[resident, columns] +=
+//! qk_scores:                                            pv_accumulate:
+//!   scores[resident, streamed] +=                         sums[resident, columns] +=
 //!       resident . streamed over the columns                  weights[resident, streamed] streamed
 //!   warp w, lane 4 g + t has                              the same lane has
-//!     resident rows  16 SQUARES w + 16 m + g, 8 further     resident rows  the same
+//!     resident rows  16 M_TILES w + 16 m + g, 8 further     resident rows  the same
 //!     streamed rows  8 n + 2 t, and the next                columns        8 n + 2 t, and the next
 //! ```
 //! Invariant: one slot is copied while the other is used. Everything past the rows or columns of a
 //! head is 0 in shared memory.
 
 use super::shape::{BLOCK, COLUMNS, rows_of};
-use crate::block::{opaque, opaque_place};
-use crate::flash_attention::place::{Rows, Sight};
-use crate::squares::{CHUNK_WORDS, Multiplied, Squares, Sums, multiply};
+use crate::block::{launder_index, launder_reg};
+use crate::flash_attention::place::{MaskRange, Rows};
+use crate::mma::fragments::{CHUNK_WORDS, Fragments, Multiplied, Sums, multiply};
 use crate::tile::SharedTile;
 use crate::unroll_on_gpu;
 use crate::vector::F4;
-use crate::warp::{LANES, stay_together};
+use crate::warp::{LANES, converge_warp};
 use cuda_std::{thread, warp};
 
 /// The maximum of chunks that a thread copies at once.
@@ -25,17 +26,17 @@ const COPIES: usize = 16;
 
 /// The tiles of a block's shared memory, and this thread's place in them.
 #[derive(Clone, Copy)]
-pub(super) struct Memory<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> {
-    squares: Squares<CHUNKS>,
+pub(super) struct Memory<const M_TILES: usize, const TILES: usize, const CHUNKS: usize> {
+    fragments: Fragments<CHUNKS>,
     arrays: u32,
 }
 
-impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUARES, TILES, CHUNKS> {
+impl<const M_TILES: usize, const TILES: usize, const CHUNKS: usize> Memory<M_TILES, TILES, CHUNKS> {
     /// The resident rows of the block and of a warp, and the rows of a streamed tile.
-    pub(super) const OWN: u32 = rows_of(SQUARES);
-    pub(super) const OF_WARP: u32 = 16 * SQUARES as u32;
+    pub(super) const RESIDENT: u32 = rows_of(M_TILES);
+    pub(super) const WARP_ROWS: u32 = 16 * M_TILES as u32;
     pub(super) const TILE: u32 = COLUMNS * TILES as u32;
-    const ROW: u32 = Squares::<CHUNKS>::ROW;
+    const ROW: u32 = Fragments::<CHUNKS>::ROW;
     /// The rows that the block copies at once.
     const PASS: u32 = BLOCK / CHUNKS as u32;
 
@@ -44,10 +45,11 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
     pub(super) fn new(arrays: u32) -> Self {
         const {
             assert!(
-                Self::OWN.div_ceil(Self::PASS) as usize <= COPIES && Self::TILE.div_ceil(Self::PASS) as usize <= COPIES
+                Self::RESIDENT.div_ceil(Self::PASS) as usize <= COPIES
+                    && Self::TILE.div_ceil(Self::PASS) as usize <= COPIES
             )
         };
-        Self { squares: Squares::of_lane(), arrays }
+        Self { fragments: Fragments::of_lane(), arrays }
     }
 
     /// Returns the resident rows of an array.
@@ -55,9 +57,9 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
     /// # Safety
     /// The contract declares [`Shape::shared_bytes`] for that many arrays.
     #[inline(always)]
-    pub(super) unsafe fn own(&self, array: u32) -> SharedTile<u32> {
+    pub(super) unsafe fn resident(&self, array: u32) -> SharedTile<u32> {
         // SAFETY: the arrays come first in the shared memory that the contract declares.
-        unsafe { SharedTile::new(array * Self::OWN * Self::ROW * 4, Self::OWN * Self::ROW) }
+        unsafe { SharedTile::new(array * Self::RESIDENT * Self::ROW * 4, Self::RESIDENT * Self::ROW) }
     }
 
     /// Returns a slot's tile of the first streamed array (0) or the second (1).
@@ -66,7 +68,7 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
     /// The caller meets the requirements of [`Memory::own`].
     #[inline(always)]
     pub(super) unsafe fn slot(&self, slot: u32, array: u32) -> SharedTile<u32> {
-        let before = self.arrays * Self::OWN + (2 * slot + array) * Self::TILE;
+        let before = self.arrays * Self::RESIDENT + (2 * slot + array) * Self::TILE;
         // SAFETY: the slots come after the resident arrays.
         unsafe { SharedTile::new(before * Self::ROW * 4, Self::TILE * Self::ROW) }
     }
@@ -77,7 +79,7 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
     /// The contract declares [`Shape::shared_bytes`] with two values a row.
     #[inline(always)]
     pub(super) unsafe fn numbers(&self, slot: u32, which: u32) -> SharedTile<f32> {
-        let before = (self.arrays * Self::OWN + 4 * Self::TILE) * Self::ROW + (2 * slot + which) * Self::TILE;
+        let before = (self.arrays * Self::RESIDENT + 4 * Self::TILE) * Self::ROW + (2 * slot + which) * Self::TILE;
         // SAFETY: the values come after the slots.
         unsafe { SharedTile::new(before * 4, Self::TILE) }
     }
@@ -85,19 +87,19 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
     /// Returns the index of this warp's first resident row in the block.
     #[inline(always)]
     pub(super) fn first_row(&self) -> u32 {
-        thread::thread_idx_x() / LANES * Self::OF_WARP
+        thread::thread_idx_x() / LANES * Self::WARP_ROWS
     }
 
     /// Returns the index in the block of this lane's resident row `half` of square `m`.
     #[inline(always)]
-    pub(super) fn own_row(&self, m: usize, half: usize) -> u32 {
+    pub(super) fn resident_row(&self, m: usize, half: usize) -> u32 {
         self.first_row() + 16 * m as u32 + 8 * half as u32 + warp::lane_id() / 4
     }
 
     /// Returns the index in the tile of this lane's first streamed row of score tile `n`. The next
     /// row is its second.
     #[inline(always)]
-    pub(super) fn other_row(&self, n: usize) -> u32 {
+    pub(super) fn streamed_row(&self, n: usize) -> u32 {
         8 * n as u32 + 2 * (warp::lane_id() % 4)
     }
 
@@ -125,19 +127,19 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
         [limit, width]: [u32; 2],
     ) {
         // Recomputed for each tile: addresses kept live would take registers from the accumulators.
-        let thread = opaque(thread::thread_idx_x());
+        let thread = launder_reg(thread::thread_idx_x());
         let (row, chunk) = (thread / CHUNKS as u32, thread % CHUNKS as u32);
         let pass = Self::PASS;
         let mut from = rows.start + (first + row) as usize * rows.stride + (chunk * S::CHUNK) as usize;
         let apart = pass as usize * rows.stride;
         if first + count <= limit && width == CHUNKS as u32 * S::CHUNK {
-            let place = Squares::<CHUNKS>::place(row, chunk);
+            let place = Fragments::<CHUNKS>::place(row, chunk);
             unroll_on_gpu!(n < COPIES, at most 16 => {
                 let down = n as u32 * pass;
                 if down < count {
                     // SAFETY: all rows and columns exist.
                     unsafe { to.copy_chunk(Self::below(place, down), rows.values, from) };
-                    from = opaque_place(from + apart);
+                    from = launder_index(from + apart);
                 }
             });
             return;
@@ -146,7 +148,7 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
         while row < count {
             let there = first + row < limit && chunk * S::CHUNK < width;
             // SAFETY: the caller guarantees that the chunk lies inside the rows if `there` is true.
-            unsafe { to.copy_chunk_or_zero(Squares::<CHUNKS>::place(row, chunk), rows.values, from, there) };
+            unsafe { to.copy_chunk_or_zero(Fragments::<CHUNKS>::place(row, chunk), rows.values, from, there) };
             (row, from) = (row + pass, from + apart);
         }
     }
@@ -157,8 +159,8 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
     #[inline(always)]
     #[track_caller]
     pub(super) fn round<S: Multiplied>(&self, rows: SharedTile<u32>, count: u32) {
-        let thread = opaque(thread::thread_idx_x());
-        let place = Squares::<CHUNKS>::place(thread / CHUNKS as u32, thread % CHUNKS as u32);
+        let thread = launder_reg(thread::thread_idx_x());
+        let place = Fragments::<CHUNKS>::place(thread / CHUNKS as u32, thread % CHUNKS as u32);
         unroll_on_gpu!(n < COPIES, at most 16 => {
             let down = n as u32 * Self::PASS;
             if down < count {
@@ -174,23 +176,27 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
     /// All lanes of the warp make the call.
     #[inline(always)]
     #[track_caller]
-    pub(super) unsafe fn dots<S: Multiplied>(&self, array: u32, other: SharedTile<u32>) -> Sums<SQUARES, TILES> {
-        let mut sums = [[[0.0; 4]; TILES]; SQUARES];
+    pub(super) unsafe fn qk_scores<S: Multiplied>(
+        &self,
+        array: u32,
+        streamed: SharedTile<u32>,
+    ) -> Sums<M_TILES, TILES> {
+        let mut sums = [[[0.0; 4]; TILES]; M_TILES];
         // SAFETY: all lanes of the warp execute this, and no branch diverges from here on. The rows
         // lie inside the tiles.
         unsafe {
-            let (own, first, squares) = (self.own(array), self.first_row(), self.squares.anew());
-            stay_together();
+            let (resident, first, fragments) = (self.resident(array), self.first_row(), self.fragments.anew());
+            converge_warp();
             unroll_on_gpu!(step < CHUNKS / 2, at most 16 => {
-                let mut left = [[0; 4]; SQUARES];
+                let mut left = [[0; 4]; M_TILES];
                 unroll_on_gpu!(m < 2 => {
-                    if m < SQUARES {
-                        left[m] = squares.left(own, first + 16 * m as u32, step);
+                    if m < M_TILES {
+                        left[m] = fragments.left(resident, first + 16 * m as u32, step);
                     }
                 });
                 unroll_on_gpu!(square < TILES / 2 => {
-                    let right = squares.right(other, 16 * square as u32, step);
-                    multiply::<S::Factors, SQUARES, TILES>(&mut sums, square, &left, right);
+                    let right = fragments.right(streamed, 16 * square as u32, step);
+                    multiply::<S::Factors, M_TILES, TILES>(&mut sums, square, &left, right);
                 });
             });
         }
@@ -204,18 +210,18 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
     /// All lanes of the warp make the call. `first` is a multiple of `MADE`.
     #[inline(always)]
     #[track_caller]
-    pub(super) unsafe fn mix<S: Multiplied, const MADE: usize>(
+    pub(super) unsafe fn pv_accumulate<S: Multiplied, const MADE: usize>(
         &self,
-        sums: &mut Sums<SQUARES, MADE>,
-        weights: &Sums<SQUARES, TILES>,
-        other: SharedTile<u32>,
+        sums: &mut Sums<M_TILES, MADE>,
+        weights: &Sums<M_TILES, TILES>,
+        streamed: SharedTile<u32>,
         first: usize,
     ) {
-        // SAFETY: the argument in `dots` holds here too.
+        // SAFETY: the argument in `qk_scores` holds here too.
         unsafe {
-            let squares = self.squares.anew();
-            stay_together();
-            S::mix(sums, weights, squares, other, first);
+            let fragments = self.fragments.anew();
+            converge_warp();
+            S::pv_accumulate(sums, weights, fragments, streamed, first);
         }
     }
 
@@ -228,7 +234,7 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
     #[inline(always)]
     pub(super) unsafe fn store<S: Multiplied, const MADE: usize>(
         &self,
-        sums: &Sums<SQUARES, MADE>,
+        sums: &Sums<M_TILES, MADE>,
         factor: f32,
         rows: Rows<'_, S>,
         first: usize,
@@ -237,14 +243,14 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
     ) {
         let [first_token, length, tokens, width] = bounds;
         // Recomputed: keeping it live across the loop would take registers from the accumulators.
-        let first_token = opaque(first_token) + self.first_row();
+        let first_token = launder_reg(first_token) + self.first_row();
         unroll_on_gpu!(m < 2 => {
-            if m < SQUARES {
+            if m < M_TILES {
                 let square = first_token + 16 * m as u32;
                 // SAFETY: all lanes of the warp execute this. The row lies inside `out`, and the
                 // columns in the row.
                 unsafe {
-                    stay_together();
+                    converge_warp();
                     unroll_on_gpu!(n < MADE, at most 32 => {
                         let ([row, column], value) = S::neighbours(&sums[m], n);
                         let (token, column) = (square + row, first as u32 * COLUMNS + column);
@@ -259,25 +265,27 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
     }
 
     /// Replaces each masked score by `hidden`, for resident rows from `first` and a tile of
-    /// streamed rows from `other`. If `own_keys`, the resident rows are keys; otherwise queries.
+    /// streamed rows from `streamed`. If `resident_keys`, the resident rows are keys; otherwise
+    /// queries.
     #[inline(always)]
-    pub(super) fn hide(
+    pub(super) fn apply_mask(
         &self,
-        scores: &mut Sums<SQUARES, TILES>,
-        sight: Sight<'_>,
-        [first, other]: [u32; 2],
-        own_keys: bool,
+        scores: &mut Sums<M_TILES, TILES>,
+        mask: MaskRange<'_>,
+        [first, streamed]: [u32; 2],
+        resident_keys: bool,
         hidden: f32,
     ) {
         // Computed here because few tiles need it: keeping it live would take registers from the
         // accumulators.
-        let (own_row, other) = (opaque(self.own_row(0, 0)), opaque(other) + self.other_row(0));
+        let (resident_row, streamed) =
+            (launder_reg(self.resident_row(0, 0)), launder_reg(streamed) + self.streamed_row(0));
         unroll_on_gpu!(m < 2 => {
-            if m < SQUARES {
+            if m < M_TILES {
                 unroll_on_gpu!(half < 2 => {
-                    let own = first + own_row + (16 * m + 8 * half) as u32;
-                    let [from, until] = if own_keys { sight.queries_seeing(own) } else { sight.keys_seen(own) };
-                    let from_here = other.wrapping_sub(from);
+                    let resident = first + resident_row + (16 * m + 8 * half) as u32;
+                    let [from, until] = if resident_keys { mask.queries_seeing(resident) } else { mask.keys_seen(resident) };
+                    let from_here = streamed.wrapping_sub(from);
                     unroll_on_gpu!(n < TILES => {
                         unroll_on_gpu!(column < 2 => {
                             if from_here.wrapping_add((8 * n + column) as u32) >= until - from {
@@ -285,11 +293,11 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
                             }
                         });
                     });
-                    if sight.has_documents() {
-                        let document = sight.document(own);
+                    if mask.has_documents() {
+                        let document = mask.document(resident);
                         unroll_on_gpu!(n < TILES => {
                             unroll_on_gpu!(column < 2 => {
-                                if sight.document(other + (8 * n + column) as u32) != document {
+                                if mask.document(streamed + (8 * n + column) as u32) != document {
                                     scores[m][n][2 * half + column] = hidden;
                                 }
                             });
@@ -301,25 +309,25 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
     }
 
     /// True if the mask lets each of this warp's resident rows and each row of a tile see each
-    /// other. See [`Memory::hide`] for the arguments.
+    /// other. See [`Memory::apply_mask`] for the arguments.
     #[inline(always)]
-    pub(super) fn all_seen(&self, sight: Sight<'_>, place: [u32; 2], own_keys: bool) -> bool {
-        let [queries, keys] = self.ranges(place, own_keys);
-        sight.all_seen(queries, keys)
+    pub(super) fn all_seen(&self, mask: MaskRange<'_>, place: [u32; 2], resident_keys: bool) -> bool {
+        let [queries, keys] = self.ranges(place, resident_keys);
+        mask.all_seen(queries, keys)
     }
 
     /// True if the mask hides every row of a tile from all of this warp's resident rows. See
-    /// [`Memory::hide`] for the arguments.
+    /// [`Memory::apply_mask`] for the arguments.
     #[inline(always)]
-    pub(super) fn none_seen(&self, sight: Sight<'_>, place: [u32; 2], own_keys: bool) -> bool {
-        let [queries, keys] = self.ranges(place, own_keys);
-        sight.none_seen(queries, keys)
+    pub(super) fn none_seen(&self, mask: MaskRange<'_>, place: [u32; 2], resident_keys: bool) -> bool {
+        let [queries, keys] = self.ranges(place, resident_keys);
+        mask.none_seen(queries, keys)
     }
 
     /// Returns the first and the number of this warp's queries and of its keys.
     #[inline(always)]
-    fn ranges(&self, [first, other]: [u32; 2], own_keys: bool) -> [[u32; 2]; 2] {
-        let (own, others) = ([first + self.first_row(), Self::OF_WARP], [other, Self::TILE]);
-        if own_keys { [others, own] } else { [own, others] }
+    fn ranges(&self, [first, streamed]: [u32; 2], resident_keys: bool) -> [[u32; 2]; 2] {
+        let (resident, streamed_rows) = ([first + self.first_row(), Self::WARP_ROWS], [streamed, Self::TILE]);
+        if resident_keys { [streamed_rows, resident] } else { [resident, streamed_rows] }
     }
 }

@@ -280,15 +280,15 @@ on_each_device! {
 }
 
 attack! {
-    flash_attention_tensor::flash_forward_tensor by shape<S> {
+    flash_attention_mma::flash_forward_mma by shape<S> {
         qkv: stored 256, documents: u32s 8, lengths: u32s 0, tokens: number 4, heads: number 2, kv_heads: number 1, width: number 8,
         stacked: number 0, window: number 3, scale: float 0.5, out: out_stored 128, lse: out 16,
     }
-    flash_attention_tensor::flash_queries_tensor by shape<S> {
+    flash_attention_mma::flash_bwd_dq_mma by shape<S> {
         qkv: stored 256, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: stored 128, tokens: number 4,
         heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0, window: number 3, scale: float 0.5, dqkv: out_stored 256,
     }
-    flash_attention_tensor::flash_keys_tensor by shape<S> {
+    flash_attention_mma::flash_bwd_dkv_mma by shape<S> {
         qkv: stored 256, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: stored 128, tokens: number 4,
         heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0, window: number 3, scale: float 0.5, dqkv: out_stored 256,
     }

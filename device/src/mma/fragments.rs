@@ -17,7 +17,7 @@
 //!                 row g + 8 columns 2 t, 2 t + 1    odd t:  row g + 8,  columns 2 t - 2 .. 2 t + 1
 //! ```
 //! Accumulators become the A operand of a second product, whose k are the rows of a tile
-//! ([`Multiplied::mix`]). This needs no shuffle:
+//! ([`Multiplied::pv_accumulate`]). This needs no shuffle:
 //!
 //! ```text
 //! BF16   two adjacent accumulator tiles, rounded,      `ldmatrix.trans` reads squares of B whose k
@@ -29,13 +29,13 @@
 //! Invariant: products are accumulated by ascending k of the mma instructions. A GPU adds the
 //! products of one instruction at once, the emulator one by one; see [`mma`](crate::mma).
 
-use crate::block::opaque;
+use crate::block::launder_reg;
 use crate::format::{Bf16, Format, Tf32, round_bf16, round_tf32};
 use crate::stored::Stored;
 use crate::tile::SharedTile;
 use crate::unroll_on_gpu;
 use crate::vector::F4;
-use crate::warp::stay_together;
+use crate::warp::converge_warp;
 use cuda_std::warp;
 use half::bf16;
 
@@ -46,7 +46,7 @@ pub type Sums<const ROWS: usize, const TILES: usize> = [[[f32; 4]; TILES]; ROWS]
 /// tiles `2 square` and `2 square + 1`.
 ///
 /// # Safety
-/// All lanes of the warp make the call, [converged](crate::warp::stay_together).
+/// All lanes of the warp make the call, [converged](crate::warp::converge_warp).
 #[inline(always)]
 #[track_caller]
 pub unsafe fn multiply<F: Format, const ROWS: usize, const TILES: usize>(
@@ -132,7 +132,7 @@ unsafe fn quad(sums: [f32; 4]) -> F4 {
     let choose = |if_odd: u32, if_even: u32| if_odd & odd | if_even & !odd;
     let [a, b, c, d] = sums.map(f32::to_bits);
     // SAFETY: all lanes of the warp execute this, as the caller guarantees.
-    let [x, y] = unsafe { crate::warp::of_other_lane(u32::MAX, [choose(a, c), choose(b, d)], 1) };
+    let [x, y] = unsafe { crate::warp::shfl_xor(u32::MAX, [choose(a, c), choose(b, d)], 1) };
     F4([choose(x, a), choose(y, b), choose(c, x), choose(d, y)].map(f32::from_bits))
 }
 
@@ -145,7 +145,7 @@ unsafe fn quad(sums: [f32; 4]) -> F4 {
 ///   row 2   | c 2 | c 3 | c 0 | ..   chunk that one ldmatrix phase reads cover 32 banks
 /// ```
 #[derive(Clone, Copy)]
-pub struct Squares<const CHUNKS: usize> {
+pub struct Fragments<const CHUNKS: usize> {
     /// The words of the lane's row in the first square: if the second matrix lies below the first,
     /// and if it lies to its right.
     down: u32,
@@ -155,7 +155,7 @@ pub struct Squares<const CHUNKS: usize> {
 /// The words of a chunk.
 pub const CHUNK_WORDS: u32 = 4;
 
-impl<const CHUNKS: usize> Squares<CHUNKS> {
+impl<const CHUNKS: usize> Fragments<CHUNKS> {
     /// The words of a row.
     pub const ROW: u32 = CHUNKS as u32 * CHUNK_WORDS;
 
@@ -176,13 +176,13 @@ impl<const CHUNKS: usize> Squares<CHUNKS> {
     /// across loop iterations, which would take a register for each step.
     #[inline(always)]
     pub fn anew(self) -> Self {
-        Self { down: opaque(self.down), across: opaque(self.across) }
+        Self { down: launder_reg(self.down), across: launder_reg(self.across) }
     }
 
     /// Reads a square of A: rows of the tile from `row` on, k from chunk `2 step` on.
     ///
     /// # Safety
-    /// All lanes of the warp make the call, [converged](crate::warp::stay_together). `row` is a
+    /// All lanes of the warp make the call, [converged](crate::warp::converge_warp). `row` is a
     /// multiple of eight.
     #[inline(always)]
     #[track_caller]
@@ -198,7 +198,7 @@ impl<const CHUNKS: usize> Squares<CHUNKS> {
     /// on.
     ///
     /// # Safety
-    /// The caller meets the requirements of [`Squares::left`].
+    /// The caller meets the requirements of [`Fragments::left`].
     #[inline(always)]
     #[track_caller]
     pub unsafe fn right(self, tile: SharedTile<u32>, row: u32, step: usize) -> [u32; 4] {
@@ -210,7 +210,7 @@ impl<const CHUNKS: usize> Squares<CHUNKS> {
     /// square` on.
     ///
     /// # Safety
-    /// The caller meets the requirements of [`Squares::left`].
+    /// The caller meets the requirements of [`Fragments::left`].
     #[inline(always)]
     #[track_caller]
     unsafe fn right_down(self, tile: SharedTile<u32>, row: u32, square: usize) -> [u32; 4] {
@@ -234,18 +234,18 @@ pub trait Multiplied: Stored {
     /// mma tiles of eight columns, from tile `first` on.
     ///
     /// # Safety
-    /// All lanes of the warp make the call, [converged](crate::warp::stay_together). `first` is a
+    /// All lanes of the warp make the call, [converged](crate::warp::converge_warp). `first` is a
     /// multiple of `MADE`.
-    unsafe fn mix<const ROWS: usize, const TILES: usize, const CHUNKS: usize, const MADE: usize>(
+    unsafe fn pv_accumulate<const ROWS: usize, const TILES: usize, const CHUNKS: usize, const MADE: usize>(
         sums: &mut Sums<ROWS, MADE>,
         weights: &Sums<ROWS, TILES>,
-        squares: Squares<CHUNKS>,
+        fragments: Fragments<CHUNKS>,
         rows: SharedTile<u32>,
         first: usize,
     );
 
     /// Returns the `n`th of a lane's `MADE` groups of four neighboring columns in a row of squares
-    /// that [`mix`](Self::mix) has accumulated: the row among the sixteen, the first column, and
+    /// that [`pv_accumulate`](Self::pv_accumulate) has accumulated: the row among the sixteen, the first column, and
     /// the four values.
     ///
     /// # Safety
@@ -261,10 +261,10 @@ impl Multiplied for bf16 {
 
     #[inline(always)]
     #[track_caller]
-    unsafe fn mix<const ROWS: usize, const TILES: usize, const CHUNKS: usize, const MADE: usize>(
+    unsafe fn pv_accumulate<const ROWS: usize, const TILES: usize, const CHUNKS: usize, const MADE: usize>(
         sums: &mut Sums<ROWS, MADE>,
         weights: &Sums<ROWS, TILES>,
-        squares: Squares<CHUNKS>,
+        fragments: Fragments<CHUNKS>,
         rows: SharedTile<u32>,
         first: usize,
     ) {
@@ -280,7 +280,7 @@ impl Multiplied for bf16 {
                 // SAFETY: all lanes of the warp execute this, converged, as the caller guarantees,
                 // and the rows lie inside the tile.
                 unsafe {
-                    let right = squares.right_down(rows, 16 * step as u32, first / 2 + square);
+                    let right = fragments.right_down(rows, 16 * step as u32, first / 2 + square);
                     multiply::<Bf16, ROWS, MADE>(sums, square, &left, right);
                 }
             });
@@ -307,10 +307,10 @@ impl Multiplied for f32 {
 
     #[inline(always)]
     #[track_caller]
-    unsafe fn mix<const ROWS: usize, const TILES: usize, const CHUNKS: usize, const MADE: usize>(
+    unsafe fn pv_accumulate<const ROWS: usize, const TILES: usize, const CHUNKS: usize, const MADE: usize>(
         sums: &mut Sums<ROWS, MADE>,
         weights: &Sums<ROWS, TILES>,
-        _: Squares<CHUNKS>,
+        _: Fragments<CHUNKS>,
         rows: SharedTile<u32>,
         first: usize,
     ) {
@@ -318,8 +318,8 @@ impl Multiplied for f32 {
         let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
         // Row 2 t, and the next one. Laundered, so that the compiler keeps neither for other tiles:
         // the accumulators need the registers.
-        let even = opaque(Squares::<CHUNKS>::place(2 * t, g));
-        let places = [even, (even ^ CHUNK_WORDS) + Squares::<CHUNKS>::ROW];
+        let even = launder_reg(Fragments::<CHUNKS>::place(2 * t, g));
+        let places = [even, (even ^ CHUNK_WORDS) + Fragments::<CHUNKS>::ROW];
         unroll_on_gpu!(tile < TILES => {
             let mut left = [[0; 4]; ROWS];
             unroll_on_gpu!(m < 2 => {
@@ -330,11 +330,11 @@ impl Multiplied for f32 {
             });
             // Four mma tiles of columns: one chunk has a lane's element of each.
             unroll_on_gpu!(four < MADE / 4 => {
-                let at = 8 * tile as u32 * Squares::<CHUNKS>::ROW + 8 * (first / 4 + four) as u32 * CHUNK_WORDS;
+                let at = 8 * tile as u32 * Fragments::<CHUNKS>::ROW + 8 * (first / 4 + four) as u32 * CHUNK_WORDS;
                 let [even, odd] = places.map(|place| rows.chunk(place + at));
                 // SAFETY: all lanes of the warp execute this, converged, as the caller guarantees.
                 unsafe {
-                    stay_together();
+                    converge_warp();
                     multiply::<Tf32, ROWS, MADE>(sums, 2 * four, &left, [even[0], odd[0], even[1], odd[1]]);
                     multiply::<Tf32, ROWS, MADE>(sums, 2 * four + 1, &left, [even[2], odd[2], even[3], odd[3]]);
                 }

@@ -8,7 +8,7 @@
 
 use super::inputs::Inputs;
 use kernels::flash_attention::CAUSAL;
-use kernels::flash_attention_tensor::{Shape, flash_forward_tensor, flash_keys_tensor, flash_queries_tensor};
+use kernels::flash_attention_mma::{Shape, flash_bwd_dkv_mma, flash_bwd_dq_mma, flash_forward_mma};
 use std::f32::consts::LN_2;
 use stepscope_core::error::Result;
 use stepscope_core::tensor::{Source, Stored, Target, Tensor};
@@ -111,7 +111,7 @@ pub(super) fn forward<S: Stored>(i: &Inputs<'_, '_>, shape: Shape) -> Result<()>
     i.attends_by_tensor::<S>(shape, |case| {
         let outputs = case.statistics() * case.width as usize;
         let (mut out, mut lse) = (i.step.empty::<S>([outputs])?, i.step.empty([case.statistics()])?);
-        launch!(i, flash_forward_tensor, shape, case, { out: out.out(), lse: lse.out() })?;
+        launch!(i, flash_forward_mma, shape, case, { out: out.out(), lse: lse.out() })?;
         i.keep(&out)?;
         i.keep(&lse)
     })
@@ -122,7 +122,7 @@ pub(super) fn queries<S: Stored>(i: &Inputs<'_, '_>, shape: Shape) -> Result<()>
         let (lse, delta, dout) = i.gradients_by_tensor(case)?;
         let mut dqkv = i.sparse::<S>(case.qkv.shape().elements(), 1, 2)?;
         let (lse, delta, dout) = (lse.slice(), delta.slice(), dout.slice());
-        launch!(i, flash_queries_tensor, shape, case, { lse: lse, delta: delta, dout: dout, dqkv: dqkv.out() })?;
+        launch!(i, flash_bwd_dq_mma, shape, case, { lse: lse, delta: delta, dout: dout, dqkv: dqkv.out() })?;
         i.keep(&dqkv)
     })
 }
@@ -132,7 +132,7 @@ pub(super) fn keys<S: Stored>(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
         let (lse, delta, dout) = i.gradients_by_tensor(case)?;
         let mut dqkv = i.sparse::<S>(case.qkv.shape().elements(), 1, 2)?;
         let (lse, delta, dout) = (lse.slice(), delta.slice(), dout.slice());
-        launch!(i, flash_keys_tensor, shape, case, { lse: lse, delta: delta, dout: dout, dqkv: dqkv.out() })?;
+        launch!(i, flash_bwd_dkv_mma, shape, case, { lse: lse, delta: delta, dout: dout, dqkv: dqkv.out() })?;
         i.keep(&dqkv)
     })
 }

@@ -9,7 +9,7 @@ use crate::hostile::attack;
 use crate::launches::launched;
 use crate::support::{Random, on_each_device};
 use crate::trial::{Trial, assert_refused, assert_same, trial, trial_of_one};
-use kernels::matmul_tensor::*;
+use kernels::matmul_mma::*;
 use stepscope::ops::{self, Gemm, Precision, TENSOR_TILES};
 use stepscope::{Device, DeviceKind, Error, Result, Tensor};
 
@@ -400,7 +400,7 @@ const WORDS: usize = kernels::mma::FRAGMENT as usize;
 
 // Products: two batches of `[5, 7] [7, 6]`.
 attack! {
-    matmul_tensor::matmul_tensor by variant {
+    matmul_mma::matmul_mma by variant {
         a: u32s 2 * WORDS, b: u32s 2 * WORDS, bias: f32s 12, c: pointer 60, out: out 60, pre: out 60, m: number 5,
         n: number 6, k: number 7, ldc: number 6, chunk: number 7, batches: number 2, stride_a: number WORDS,
         stride_b: number WORDS, stride_c: number 30, stride_bias: number 6, alpha: float 0.5, beta: float 1.0, flags: number 12,
