@@ -20,7 +20,7 @@ use std::time::Duration;
 use stepscope::nn::{Embedding, Linear};
 use stepscope::{
     AdamW, Arena, Capacity, Device, DeviceBatch, DeviceKind, Group, GroupConfig, HostInputs, Model, ParameterSpec,
-    Result, Saved, Tape, TrainState, Trainer, Var,
+    Result, Tape, TrainState, Trainer, Var,
 };
 
 const SAMPLES: usize = 15;
@@ -61,8 +61,7 @@ impl Model for Rows {
     type Stored = f32;
 
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
-        let ids: Saved<'s, u32> = batch.input(0)?;
-        self.head.forward(tape, &self.rows.forward(tape, ids)?)
+        self.head.forward(tape, &self.rows.forward(tape, batch.indices(0)?)?)
     }
 }
 
@@ -77,7 +76,7 @@ impl stepscope::HostBatch for Tokens {
     }
 
     fn inputs(&self) -> Result<HostInputs<'_>> {
-        HostInputs::new().with(&self.ids, [self.ids.len()])?.with(&self.labels, [self.ids.len()])
+        HostInputs::new().with_indices(&self.ids, [self.ids.len()])?.with_indices(&self.labels, [self.ids.len()])
     }
 }
 

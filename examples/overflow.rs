@@ -233,7 +233,7 @@ impl Model {
     fn pass(&mut self, step: &EagerStep<'_>, of: Range<usize>) -> stepscope::Result<()> {
         let Self { w1, b1, w2, b2, ref weights, ref mut gradients, ref samples, ref labels } = *self;
         let batch = of.len();
-        let labels = step.upload(&labels[of.clone()], [batch])?.save();
+        let labels = step.upload_indices(&labels[of.clone()], [batch])?;
         let values = &samples[of.start * TOKENS * FEATURES..of.end * TOKENS * FEATURES];
         let tape = Tape::new(step, weights);
         let x = tape.input(step.upload(values, [batch, TOKENS, FEATURES])?);

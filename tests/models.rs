@@ -69,8 +69,8 @@ on_each_device! {
             let (logits, loss) = arena
                 .step(|step| {
                     let tape = Tape::new(step, &parameters);
-                    let ids = step.upload(&expected.ids, expected.shape)?.save();
-                    let labels = step.upload(&expected.labels, expected.shape)?.save();
+                    let ids = step.upload_indices(&expected.ids, expected.shape)?;
+                    let labels = step.upload_indices(&expected.labels, expected.shape)?;
                     let hidden = model.forward(&tape, ids, None)?;
                     let logits = step.read(&model.logits(step, &parameters, hidden.value())?)?;
                     let weight = 1.0 / expected.ids.len() as f32;
@@ -116,8 +116,8 @@ on_each_device! {
                     let mut logits = step.empty([1, weights.config.vocabulary])?;
                     let mut all = Vec::new();
                     for (place, &id) in expected.ids[..tokens].iter().enumerate() {
-                        let token = step.upload(&[id], [1, 1])?;
-                        let place = step.upload(&[place as u32], [1, 1])?;
+                        let token = step.upload_indices(&[id], [1, 1])?;
+                        let place = step.upload_indices(&[place as u32], [1, 1])?;
                         step.scratch(|scratch| {
                             let next = model.next(scratch, &parameters, [&token, &place], &mut caches)?;
                             ops::copy_into(scratch, &next, &mut scratch.lend_mut(&mut logits))

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::sync::Once;
 use stepscope::{
-    AdamW, Arena, Capacity, Device, DeviceKind, Gradients, HostInputs, Initializer, Optimizer, Parameter,
+    AdamW, Arena, Capacity, Device, DeviceKind, Gradients, HostInputs, Indices, Initializer, Optimizer, Parameter,
     ParameterSpec, Parameters, Result, Saved, Step, Tape,
 };
 use tracing::field::{Field, Visit};
@@ -131,7 +131,7 @@ impl Model {
         Self { w, weights, gradients, adamw }
     }
 
-    fn train<'s>(&mut self, step: &Step<'s>, x: Saved<'s>, labels: Saved<'s, u32>) -> Result<Saved<'s>> {
+    fn train<'s>(&mut self, step: &Step<'s>, x: Saved<'s>, labels: Indices<'s>) -> Result<Saved<'s>> {
         let tape = Tape::new(step, &self.weights);
         let loss = tape.cross_entropy(&tape.linear(&tape.input(x), self.w, None)?, labels, 0.5)?;
         tape.backward_overwrite(&loss, &mut self.gradients)?;
@@ -156,7 +156,7 @@ fn steps_record_uploads_and_phases() {
     let mut step = || {
         model.adamw.advance().unwrap();
         arena.step(|step| {
-            let (x, labels) = (step.upload(&X, [2, 4])?.save(), step.upload(&LABELS, [2])?.save());
+            let (x, labels) = (step.upload(&X, [2, 4])?.save(), step.upload_indices(&LABELS, [2])?);
             model.train(step, x, labels).map(drop)
         })
     };
@@ -189,9 +189,9 @@ fn captures_and_replays_have_fields() {
     let (device, mut arena) = emulated();
     let mut model = Model::new(&device);
     let heard = listen(Level::DEBUG, || {
-        let inputs = HostInputs::new().with(&X, [2, 4]).unwrap().with(&LABELS, [2]).unwrap();
+        let inputs = HostInputs::new().with(&X, [2, 4]).unwrap().with_indices(&LABELS, [2]).unwrap();
         let captured = arena.capture(&mut model, &inputs, |step, model, slots| {
-            let loss = model.train(step, slots.input(0)?, slots.input(1)?)?;
+            let loss = model.train(step, slots.input(0)?, slots.indices(1)?)?;
             Ok(slots.output(&loss))
         });
         let mut captured = captured.unwrap();
@@ -200,7 +200,7 @@ fn captures_and_replays_have_fields() {
         captured.state_mut().adamw.advance().unwrap();
         captured.repeat().unwrap();
         captured.state_mut().adamw.advance().unwrap();
-        let one = HostInputs::new().with(&X[..4], [1, 4]).unwrap().with(&LABELS[..1], [1]).unwrap();
+        let one = HostInputs::new().with(&X[..4], [1, 4]).unwrap().with_indices(&LABELS[..1], [1]).unwrap();
         captured.replay(&one).unwrap();
     });
     let capture = ["capture", "  forward", "  backward", "  optimizer", "  forward", "  backward", "  optimizer"];
@@ -225,7 +225,7 @@ fn launches_are_recorded_at_trace_level() {
     model.adamw.advance().unwrap();
     let heard = listen(Level::TRACE, || {
         let step = arena.step(|step| {
-            let (x, labels) = (step.upload(&X, [2, 4])?.save(), step.upload(&LABELS, [2])?.save());
+            let (x, labels) = (step.upload(&X, [2, 4])?.save(), step.upload_indices(&LABELS, [2])?);
             model.train(step, x, labels).map(drop)
         });
         step.unwrap();

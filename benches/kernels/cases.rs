@@ -6,7 +6,7 @@
 
 use kernels::adamw::slot;
 use stepscope::ops::Generator;
-use stepscope::{Buffer, Device, Lent, Result, SplitMix64, Step, Stored, Tensor, bf16, ops};
+use stepscope::{Buffer, Device, Lent, OnDevice, Result, SplitMix64, Step, Stored, Tensor, bf16, ops};
 
 /// Columns per row.
 pub(crate) const COLUMNS: usize = 1024;
@@ -116,7 +116,7 @@ fn dropout<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
 
 /// Looks up each row of the table x once, in another order.
 fn embedding<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
-    ops::embedding::<S>(step, &set.x::<f32>(step)?, &set.ids(step)?).map(drop)
+    ops::embedding::<S>(step, &set.x::<f32>(step)?, &OnDevice(&set.ids(step)?)).map(drop)
 }
 
 /// Computes the gradient of such a table.
@@ -124,7 +124,7 @@ fn embedding_backward<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
     let shape = set.shape();
     let Set { stored, first, ids, .. } = set;
     let (dy, ids) = (step.lend(S::held(stored).1, shape)?, step.lend(ids, [shape[0]])?);
-    ops::embedding_backward(step, &dy, &ids, &mut step.lend_mut(first, shape)?, false)
+    ops::embedding_backward(step, &dy, &OnDevice(&ids), &mut step.lend_mut(first, shape)?, false)
 }
 
 fn rms_norm<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
@@ -164,7 +164,7 @@ fn layer_norm_backward<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
 /// Computes the mean loss and its gradient with respect to the logits.
 fn cross_entropy_and_gradient(step: &Step<'_>, set: &mut Set) -> Result<()> {
     let weight = 1.0 / set.labels.len() as f32;
-    ops::cross_entropy(step, &set.x::<f32>(step)?, &set.labels(step)?, weight).map(drop)
+    ops::cross_entropy(step, &set.x::<f32>(step)?, &OnDevice(&set.labels(step)?), weight).map(drop)
 }
 
 /// Runs an update without clipping.

@@ -6,8 +6,8 @@ use std::ops::Deref;
 
 use stepscope::ops::{GemmElement, Precision};
 use stepscope::{
-    AdamW, Arena, Capacity, CaptureInputs, Device, DeviceKind, EagerStep, Gradients, HostInputs, Measured, Optimizer,
-    Output, PageLocked, Parameters, Result, Saved, Step, Tape,
+    AdamW, Arena, Capacity, CaptureInputs, Device, DeviceKind, EagerStep, Gradients, HostInputs, Indices, Measured,
+    Optimizer, Output, PageLocked, Parameters, Result, Saved, Step, Tape,
 };
 
 use crate::harness::values::spread;
@@ -22,7 +22,7 @@ const SEED: u64 = 7;
 const LEARNING_RATE: f32 = 1e-5;
 
 /// A batch for [`train`]: `[batch, 12, 193]` and `[batch]`.
-type Inside<'s> = (Saved<'s>, Saved<'s, u32>);
+type Inside<'s> = (Saved<'s>, Indices<'s>);
 
 /// The state that persists across steps; activations are of type `S`.
 struct State<S> {
@@ -78,7 +78,7 @@ fn record<'s, S: GemmElement<S> + GemmElement<f32>>(
     state: &mut State<S>,
     slots: &CaptureInputs<'s>,
 ) -> Result<Output> {
-    let inside = (slots.input(0)?, slots.input(1)?);
+    let inside = (slots.input(0)?, slots.indices(1)?);
     Ok(slots.output(&train(step, state, inside)?))
 }
 
@@ -115,12 +115,12 @@ impl<X: Deref<Target = [f32]>, L: Deref<Target = [u32]>> Batch<X, L> {
     fn upload<'s>(&self, step: &EagerStep<'s>) -> Result<Inside<'s>> {
         let len = self.labels.len();
         let x = step.upload(&self.x, [len, SCALES.len(), FEATURES])?;
-        Ok((x.save(), step.upload(&self.labels, [len])?.save()))
+        Ok((x.save(), step.upload_indices(&self.labels, [len])?))
     }
 
     fn inputs(&self) -> Result<HostInputs<'_>> {
         let len = self.labels.len();
-        HostInputs::new().with(&self.x, [len, SCALES.len(), FEATURES])?.with(&self.labels, [len])
+        HostInputs::new().with(&self.x, [len, SCALES.len(), FEATURES])?.with_indices(&self.labels, [len])
     }
 }
 

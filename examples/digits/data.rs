@@ -77,7 +77,7 @@ impl HostBatch for Images {
     }
 
     fn inputs(&self) -> Result<HostInputs<'_>> {
-        HostInputs::new().with(&self.pixels, [self.len(), PIXELS])?.with(&self.digits, [self.len()])
+        HostInputs::new().with(&self.pixels, [self.len(), PIXELS])?.with_indices(&self.digits, [self.len()])
     }
 }
 

@@ -90,7 +90,7 @@ impl Perceptron {
         keeper: &mut impl Keeper<'s>,
         batch: &Batch,
     ) -> Result<Activations<'s>> {
-        let labels = step.upload(&batch.labels, [ROWS])?;
+        let labels = step.upload_indices(&batch.labels, [ROWS])?;
         let mut less = vec![0.0; ROWS * WIDTH];
         batch.labels.iter().enumerate().for_each(|(row, &label)| less[row * WIDTH + label as usize] = -1.0);
         let less = step.upload(&less, [ROWS, WIDTH])?.save();
@@ -169,7 +169,7 @@ impl Perceptron {
                         tape.linear(&tape.gelu(&h)?, handle, None)?
                     };
                 }
-                let labels = step.upload(&batch.labels, [ROWS])?.save();
+                let labels = step.upload_indices(&batch.labels, [ROWS])?;
                 let loss = tape.cross_entropy(&h, labels, Self::WEIGHT)?;
                 tape.backward(&loss, &mut gradients)?;
                 step.read_scalar(loss.value())

@@ -7,7 +7,7 @@ use crate::tensor_file::TensorFile;
 use kernels::update::RUN;
 use std::cell::RefCell;
 use stepscope::ops::{AttentionElement, GemmElement};
-use stepscope::{EagerStep, Element, Result, Shape, Source, Tensor, bf16, ops};
+use stepscope::{EagerStep, Element, Indices, Result, Shape, Source, Tensor, bf16, ops};
 
 /// An element type of the traced cases.
 pub(crate) trait Traced: GemmElement<Self> + GemmElement<f32> + AttentionElement {
@@ -115,6 +115,13 @@ impl<'s> Case<'_, 's> {
         let shape = shape.into();
         self.add("in", name, shape, values);
         self.step.upload(values, shape)
+    }
+
+    /// Adds labels or ids.
+    pub(crate) fn indices(&self, name: &str, shape: impl Into<Shape>, values: &[u32]) -> Result<Indices<'s>> {
+        let shape = shape.into();
+        self.add("in", name, shape, values);
+        self.step.upload_indices(values, shape)
     }
 
     /// Adds an operand of normally distributed numbers, rounded to `S`.

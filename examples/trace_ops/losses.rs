@@ -27,7 +27,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         let logits = c.operand::<S>("logits", [rows, classes + 1])?;
         let mut labels = c.belows(rows, classes + 1);
         labels.iter_mut().skip(3).step_by(5).for_each(|label| *label = ops::IGNORED);
-        let labels = c.given("labels", [rows], &labels)?;
+        let labels = c.indices("labels", [rows], &labels)?;
         let (weight, smoothing, dy) = (c.scalar("weight"), c.share("smoothing"), c.upstream::<S>()?);
         let rules = ops::LabelRules { smoothing, ignore: true };
         let (loss, dlogits) = ops::cross_entropy_by(c.step, &logits, &labels, weight, rules)?;
@@ -38,7 +38,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         let [rows, classes] = c.extents([300, 12]);
         c.longest(rows.max(classes));
         let logits = c.operand::<S>("logits", [rows, classes + 1])?;
-        let labels = c.given("labels", [rows], &c.belows(rows, classes + 1))?;
+        let labels = c.indices("labels", [rows], &c.belows(rows, classes + 1))?;
         let (weight, dy) = (c.scalar("weight"), c.upstream::<S>()?);
         let (loss, dlogits) = ops::cross_entropy(c.step, &logits, &labels, weight)?;
         c.result("y", &loss)?;
@@ -58,7 +58,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         let (hidden, w) = (c.operand::<S>("hidden", [rows, width])?, c.operand::<S>("w", shape)?);
         let mut labels = c.belows(rows, vocabulary);
         labels.iter_mut().skip(3).step_by(5).for_each(|label| *label = ops::IGNORED);
-        let labels = c.given("labels", [rows], &labels)?;
+        let labels = c.indices("labels", [rows], &labels)?;
         let (weight, smoothing, dy) = (c.scalar("weight"), c.share("smoothing"), c.upstream::<S>()?);
         let form = form.rules(ops::LabelRules { smoothing, ignore: true }).chunk(128);
         let (loss, dhidden, dw) = ops::linear_cross_entropy(c.step, &hidden, &w, &labels, weight, &form)?;

@@ -8,7 +8,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         let [count, rows, cols] = c.extents([700, 40, 70]);
         c.longest(count);
         let (table, ids) = (c.operand::<f32>("table", [rows, cols])?, c.belows(count, rows));
-        let (ids, dy) = (c.given("ids", [count], &ids)?, c.operand::<S>("dy", [count, cols])?);
+        let (ids, dy) = (c.indices("ids", [count], &ids)?, c.operand::<S>("dy", [count, cols])?);
         let y: Tensor<'_, S> = ops::embedding(c.step, &table, &ids)?;
         c.result("y", &y)?;
         let mut dtable = c.step.empty([rows, cols])?;
@@ -19,7 +19,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         let [count, rows, cols] = c.extents([700, 40, 70]);
         c.longest(count);
         let (x, ids) = (c.operand::<S>("x", [rows, cols])?, c.belows(count, rows));
-        let (ids, dy) = (c.given("ids", [count], &ids)?, c.operand::<S>("dy", [count, cols])?);
+        let (ids, dy) = (c.indices("ids", [count], &ids)?, c.operand::<S>("dy", [count, cols])?);
         c.result("y", &ops::gather(c.step, &x, &ids)?)?;
         c.result("dx", &ops::gather_backward(c.step, &dy, &ids, rows)?)
     }),

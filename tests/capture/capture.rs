@@ -11,8 +11,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use stepscope::faults::{Call, FaultPlan};
 use stepscope::{
     AdamW, Arena, Buffer, Capacity, CaptureInputs, Captured, Device, DeviceKind, Error, Gradients, Growth, HostInputs,
-    Initializer, Optimizer, Output, Overflow, Parameter, ParameterSpec, Parameters, Record, Result, Saved, Step, Tape,
-    Target, ops,
+    Indices, Initializer, Optimizer, Output, Overflow, Parameter, ParameterSpec, Parameters, Record, Result, Saved,
+    Step, Tape, Target, ops,
 };
 
 const ROWS: usize = 5;
@@ -41,7 +41,7 @@ impl Model {
     }
 
     /// Runs forward, backward, clipping and the update, and returns the mean loss.
-    fn train<'s>(&mut self, step: &Step<'s>, x: Saved<'s>, labels: Saved<'s, u32>) -> Result<Saved<'s>> {
+    fn train<'s>(&mut self, step: &Step<'s>, x: Saved<'s>, labels: Indices<'s>) -> Result<Saved<'s>> {
         self.gradients.zero(step)?;
         let tape = Tape::new(step, &self.weights);
         let logits = tape.linear(&tape.input(x), self.w, Some(self.b))?;
@@ -53,7 +53,7 @@ impl Model {
 }
 
 fn train<'s>(step: &mut Step<'s>, model: &mut Model, slots: &CaptureInputs<'s>) -> Result<Output> {
-    let loss = model.train(step, slots.input(0)?, slots.input(1)?)?;
+    let loss = model.train(step, slots.input(0)?, slots.indices(1)?)?;
     Ok(slots.output(&loss))
 }
 
@@ -73,7 +73,7 @@ fn batches() -> Vec<(Vec<f32>, Vec<u32>)> {
 }
 
 fn inputs<'i>((x, labels): &'i (Vec<f32>, Vec<u32>)) -> HostInputs<'i> {
-    HostInputs::new().with(x, [labels.len(), COLS]).unwrap().with(labels, [labels.len()]).unwrap()
+    HostInputs::new().with(x, [labels.len(), COLS]).unwrap().with_indices(labels, [labels.len()]).unwrap()
 }
 
 /// Checks that a step still works.
@@ -125,7 +125,7 @@ impl Tower {
         Self { blocks, weights, gradients, adamw }
     }
 
-    fn train<'s>(&mut self, step: &Step<'s>, x: Saved<'s>, labels: Saved<'s, u32>) -> Result<()> {
+    fn train<'s>(&mut self, step: &Step<'s>, x: Saved<'s>, labels: Indices<'s>) -> Result<()> {
         self.gradients.zero(step)?;
         let tape = Tape::new(step, &self.weights);
         let mut h = tape.input(x);
@@ -147,7 +147,7 @@ on_each_device! {
             model.adamw.advance().unwrap();
             eager.push(memory.step(|step| {
                 let x = step.upload(x, [labels.len(), COLS])?.save();
-                let labels = step.upload(labels, [labels.len()])?.save();
+                let labels = step.upload_indices(labels, [labels.len()])?;
                 step.read_scalar(&model.train(step, x, labels)?)
             }).unwrap());
         }
@@ -194,10 +194,10 @@ on_each_device! {
             let mut memory = Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap();
             let mut tower = Tower::new(device);
             let (x, labels) = (Random::new(8).normals(TOWER_ROWS * 256), [3u32, 200]);
-            let inputs = HostInputs::new().with(&x, [TOWER_ROWS, 256]).unwrap().with(&labels, [TOWER_ROWS]).unwrap();
+            let inputs = HostInputs::new().with(&x, [TOWER_ROWS, 256]).unwrap().with_indices(&labels, [TOWER_ROWS]).unwrap();
             if capture {
                 let mut captured = memory.capture(tower, &inputs, |step, tower, slots| {
-                    tower.train(step, slots.input(0)?, slots.input(1)?)
+                    tower.train(step, slots.input(0)?, slots.indices(1)?)
                 }).unwrap();
                 for _ in 0..3 {
                     captured.state_mut().adamw.advance().unwrap();
@@ -210,7 +210,7 @@ on_each_device! {
                     tower.adamw.advance().unwrap();
                     memory.step(|step| {
                         let x = step.upload(&x, [TOWER_ROWS, 256])?.save();
-                        let labels = step.upload(&labels, [TOWER_ROWS])?.save();
+                        let labels = step.upload_indices(&labels, [TOWER_ROWS])?;
                         tower.train(step, x, labels)
                     }).unwrap();
                 }

@@ -53,7 +53,7 @@ impl HostBatch for Points {
     }
 
     fn inputs(&self) -> Result<HostInputs<'_>> {
-        HostInputs::new().with(&self.x, [SAMPLES, INPUTS])?.with(&self.labels, [SAMPLES])
+        HostInputs::new().with(&self.x, [SAMPLES, INPUTS])?.with_indices(&self.labels, [SAMPLES])
     }
 }
 

@@ -7,7 +7,7 @@ use crate::linear;
 use crate::support::{Random, on_each_device};
 use crate::tolerance::{Closeness, Exact};
 use crate::trial::{assert_refused, assert_same, trial};
-use stepscope::{Arena, Buffer, Capacity, Device, Error, HostInputs, bf16, ops};
+use stepscope::{Arena, Buffer, Capacity, Device, Error, HostInputs, bf16, ops, OnDevice};
 
 /// Ids, rows of the table, columns. They lie around a vector, a chunk of 64, a block's 512 and
 /// several merges. Some rows have no id, and in some cases all ids are one.
@@ -62,7 +62,7 @@ fn sums(dy: &[f32], ids: &[u32], cols: usize, old: &[f32]) -> Vec<f32> {
 
 fn backward(device: &Device, dy: &[f32], ids: &[u32], [rows, cols]: [usize; 2], old: Option<&[f32]>) -> Vec<f32> {
     trial(device, |trial| {
-        let (dy, ids) = (trial.upload(dy, [ids.len(), cols])?, trial.upload(ids, [ids.len()])?);
+        let (dy, ids) = (trial.upload(dy, [ids.len(), cols])?, trial.upload_indices(ids, [ids.len()])?);
         let stale = vec![f32::NAN; rows * cols];
         let mut dtable = trial.upload(old.unwrap_or(&stale), [rows, cols])?;
         trial.with_scratch(|| ops::embedding_backward(trial, &dy, &ids, &mut dtable, old.is_some()))?;
@@ -80,7 +80,7 @@ on_each_device! {
             trial(device, |trial| {
                 let halves: Vec<bf16> = table.iter().map(|&x| bf16::from_f32(x)).collect();
                 let (x, table) = (trial.upload(&halves, [rows, cols])?, trial.upload(&table, [rows, cols])?);
-                let ids = trial.upload(&ids, [count])?;
+                let ids = trial.upload_indices(&ids, [count])?;
                 let y = ops::embedding::<f32>(trial, &table, &ids)?;
                 assert_eq!(y.shape().extents(), [count, cols]);
                 assert_same(format_args!("{count} of {rows} x {cols}"), &trial.output(&y)?, &want);
@@ -126,7 +126,7 @@ on_each_device! {
             let wide: Vec<f32> = dy.iter().map(|x| x.to_f32()).collect();
             let want = sums(&wide, &ids, cols, &vec![0.0; rows * cols]);
             trial(device, |trial| {
-                let (dy, ids) = (trial.upload(&dy, [count, cols])?, trial.upload(&ids, [count])?);
+                let (dy, ids) = (trial.upload(&dy, [count, cols])?, trial.upload_indices(&ids, [count])?);
                 let mut dtable = trial.upload(&vec![f32::NAN; rows * cols], [rows, cols])?;
                 trial.with_scratch(|| ops::embedding_backward(trial, &dy, &ids, &mut dtable, false))?;
                 assert_same(format_args!("{count} of {rows} x {cols}"), &trial.output(&dtable)?, &want);
@@ -154,12 +154,12 @@ on_each_device! {
             trial(device, |trial| {
                 let unseen = Buffer::from_slice(trial.device(), &ids)?;
                 let (table, ids) = (trial.upload(&table, [rows, cols])?, trial.lend(&unseen, [count])?);
-                let y = ops::embedding::<f32>(trial, &table, &ids)?;
+                let y = ops::embedding::<f32>(trial, &table, &OnDevice(&ids))?;
                 assert_same("rows", &trial.output(&y)?, &want);
-                let y = ops::gather(trial, &table, &ids)?;
+                let y = ops::gather(trial, &table, &OnDevice(&ids))?;
                 assert_same("gathered", &trial.output(&y)?, &want);
                 let (dy, mut dtable) = (trial.upload(&dy, [count, cols])?, trial.upload(&vec![1.0; rows * cols], [rows, cols])?);
-                trial.with_scratch(|| ops::embedding_backward(trial, &dy, &ids, &mut dtable, false))?;
+                trial.with_scratch(|| ops::embedding_backward(trial, &dy, &OnDevice(&ids), &mut dtable, false))?;
                 assert_same("sums", &trial.output(&dtable)?, &sums);
                 Ok(())
             });
@@ -167,14 +167,14 @@ on_each_device! {
             let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
             let error = Error::Label { sample: 0, label: rows as u32, classes: rows };
             let uploaded = arena.step(|step| {
-                let (table, ids) = (step.upload(&table, [rows, cols])?, step.upload(&ids, [count])?);
+                let (table, ids) = (step.upload(&table, [rows, cols])?, step.upload_indices(&ids, [count])?);
                 ops::embedding::<f32>(step, &table, &ids).map(drop)
             });
             assert_eq!(uploaded, Err(error.clone()));
-            let inputs = |ids| HostInputs::new().with(&table, [rows, cols]).unwrap().with(ids, [count]).unwrap();
+            let inputs = |ids| HostInputs::new().with(&table, [rows, cols]).unwrap().with_indices(ids, [count]).unwrap();
             let mut captured = arena
                 .capture((), &inputs(&right), |step, (), slots| {
-                    let y = ops::embedding::<f32>(step, &slots.input::<f32>(0)?, &slots.input::<u32>(1)?)?;
+                    let y = ops::embedding::<f32>(step, &slots.input::<f32>(0)?, &slots.indices(1)?)?;
                     Ok(slots.output(&y))
                 })
                 .unwrap();
@@ -211,11 +211,11 @@ on_each_device! {
 
     fn shapes_must_agree(device: &Device) {
         trial(device, |trial| {
-            let (table, ids) = (trial.upload(&[1.0; 6], [2, 3])?, trial.upload(&[0u32; 4], [4])?);
+            let (table, ids) = (trial.upload(&[1.0; 6], [2, 3])?, trial.upload_indices(&[0; 4], [4])?);
             let flat = trial.upload(&[1.0; 6], [6])?;
             assert_refused(ops::embedding::<f32>(trial, &flat, &ids), &["embedding", "a table [rows, cols]", "[6]"]);
             assert_refused(ops::gather(trial, &flat, &ids), &["gather", "a table [rows, cols]", "[6]"]);
-            let deep = trial.upload(&[0u32; 4], [1, 1, 1, 4])?;
+            let deep = trial.upload_indices(&[0; 4], [1, 1, 1, 4])?;
             assert_refused(ops::embedding::<f32>(trial, &table, &deep), &["embedding", "one to three extents", "[1, 1, 1, 4]"]);
             let mut dtable = trial.upload(&[1.0; 6], [2, 3])?;
             let refused = ops::embedding_backward(trial, &table, &ids, &mut dtable, true);
@@ -238,7 +238,7 @@ on_each_device! {
             let operands = vec![normal(&mut random, &[rows, cols]), normal(&mut random, &[count, rows])];
             let table = |p: &[f64]| rows_of(p, &ids, cols);
             Case::new("embedding", seed, count, operands.clone()).check(device, |step, tape, p| {
-                let ids = step.upload(&ids, [count])?.save();
+                let ids = step.upload_indices(&ids, [count])?;
                 tape.add(&tape.embedding(p[0], ids)?, &tape.linear(&leaf(tape, p[1])?, p[0], None)?)
             }, |p| {
                 let product = linear::in_float64(&p[1], &p[0], &[], rows, cols);
@@ -269,7 +269,7 @@ stored_as_each! {
             // Sums over rows are f32, and written once.
             let roundings = Roundings { forward: 0.0, ..Roundings::ONCE };
             Case::new("gather", seed, count, operands).stored_as::<S>(roundings).check(device, |step, tape, p| {
-                tape.gather(&leaf_as::<S>(tape, p[0])?, step.upload(&ids, [count])?.save())
+                tape.gather(&leaf_as::<S>(tape, p[0])?, step.upload_indices(&ids, [count])?)
             }, |p| rows_of(&p[0], &ids, cols));
         }
     }

@@ -220,7 +220,7 @@ on_each_device! {
         let logits = [3e38f32, -3e38, 1e38, 3e38, 0.0, 3e38];
         let [softmax, loss] = trial(device, |trial| {
             let logits = trial.upload(&logits, [2, 3])?;
-            let labels = trial.upload(&[0, 2], [2])?;
+            let labels = trial.upload_indices(&[0, 2], [2])?;
             let softmax = ops::softmax(trial, &logits)?;
             let softmax = trial.output(&softmax)?;
             let loss = trial.with_scratch(|| Ok(ops::cross_entropy(trial, &logits, &labels, 1.0)?.0))?;

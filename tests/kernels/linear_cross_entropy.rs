@@ -7,7 +7,7 @@ use crate::trial::{Trial, assert_refused, assert_same, trial, trial_of_one};
 use crate::{linear, softmax, transpose};
 use stepscope::ops::{self, Gemm, GemmElement, LabelRules, LmHeadConfig, Precision};
 use stepscope::{
-    Arena, Capacity, Device, EagerStep, Element, Error, Gradients, HostInputs, Initializer, ParameterSpec, Parameters,
+    Arena, Capacity, Device, EagerStep, Element, Error, Gradients, HostInputs, Indices, Initializer, ParameterSpec, Parameters,
     Result, Source, Stored, Tape, Tensor, bf16,
 };
 
@@ -55,7 +55,7 @@ impl<S: Stored> Given<S> {
         let [_, width, vocabulary] = self.extents;
         let (count, none) = (rows.len(), None::<&Tensor<'_>>);
         let x = step.upload(&self.hidden[rows.start * width..rows.end * width], [count, width])?;
-        let (w, labels) = (step.upload(&self.w, self.matrix())?, step.upload(&self.labels[rows], [count])?);
+        let (w, labels) = (step.upload(&self.w, self.matrix())?, step.upload_indices(&self.labels[rows], [count])?);
         let (mut logits, mut dx) = (step.empty([count, vocabulary])?, step.empty([count, width])?);
         let product = Gemm::new(count, vocabulary, width);
         let product = if self.form.tied { product.transpose_b() } else { product };
@@ -80,7 +80,7 @@ impl<S: Stored> Given<S> {
         &self,
         trial: &Trial<'_, 's>,
         [hidden, w]: [&Tensor<'s, S>; 2],
-        labels: &Tensor<'s, u32>,
+        labels: &Indices<'s>,
     ) -> Result<Results<'s, S>>
     where
         S: GemmElement<S> + GemmElement<f32>,
@@ -122,7 +122,7 @@ fn check<S: Stored + GemmElement<S> + GemmElement<f32>>(device: &Device, precisi
         let case = |trial: &Trial<'_, '_>| {
             trial.set_precision(precision);
             let (x, w) = (trial.upload(&given.hidden, [rows, width])?, trial.upload(&given.w, given.matrix())?);
-            let labels = trial.upload(&given.labels, [rows])?;
+            let labels = trial.upload_indices(&given.labels, [rows])?;
             let (loss, dx, dw) = given.tried(trial, [&x, &w], &labels)?;
             assert_eq!((loss.shape().extents(), dx.shape(), dw.shape()), (&[1][..], x.shape(), w.shape()));
             let dx = trial.output(&dx)?.into_iter().map(S::widen).collect::<Vec<_>>();
@@ -171,7 +171,7 @@ fn measured<S: Stored + GemmElement<S> + GemmElement<f32>>(device: &Device, rows
     let arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
     let run = |step: &mut EagerStep<'_>| {
         let hidden = step.empty::<S>([rows, width])?;
-        let (w, labels) = (step.empty::<S>([width, vocabulary])?, step.empty([rows])?);
+        let (w, labels) = (step.empty::<S>([width, vocabulary])?, Indices::on_device(step.empty([rows])?.save()));
         // The tensor that marks the place takes 256 bytes.
         let before = step.empty::<u32>([0])?.slice().address() + 256 - hidden.slice().address();
         let form = LmHeadConfig::default();
@@ -214,7 +214,7 @@ on_each_device! {
                 .check(
                     device,
                     |step, tape, p| {
-                        let labels = step.upload(&labels, [batch, tokens])?.save();
+                        let labels = step.upload_indices(&labels, [batch, tokens])?;
                         tape.linear_cross_entropy(&leaf(tape, p[0])?, p[1], labels, weight, form)
                     },
                     |p| {
@@ -242,7 +242,7 @@ on_each_device! {
             arena
                 .step(|step| {
                     let tape = Tape::new(step, &parameters);
-                    let (ids, labels) = (step.upload(&ids, [rows])?.save(), step.upload(&labels, [rows])?.save());
+                    let (ids, labels) = (step.upload_indices(&ids, [rows])?, step.upload_indices(&labels, [rows])?);
                     let loss =
                         tape.linear_cross_entropy(&tape.embedding::<f32>(table, ids)?, head, labels, WEIGHT, form)?;
                     tape.backward_overwrite(&loss, gradients)
@@ -260,19 +260,19 @@ on_each_device! {
         // The op's own gradient, bit for bit.
         let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
         let dw = arena.step(|step| {
-            let (w, ids) = (step.upload(&values, [vocabulary, width])?, step.upload(&ids, [rows])?);
+            let (w, ids) = (step.upload(&values, [vocabulary, width])?, step.upload_indices(&ids, [rows])?);
             let hidden: Tensor<'_> = ops::embedding(step, &w, &ids)?;
-            let labels = step.upload(&labels, [rows])?;
+            let labels = step.upload_indices(&labels, [rows])?;
             step.read(&ops::linear_cross_entropy(step, &hidden, &w, &labels, WEIGHT, &form)?.2)
         });
         assert_eq!(bits(&of_head), bits(&dw.unwrap()));
-        let inputs = HostInputs::new().with(&ids, [rows]).unwrap().with(&labels, [rows]).unwrap();
+        let inputs = HostInputs::new().with_indices(&ids, [rows]).unwrap().with_indices(&labels, [rows]).unwrap();
         let gradients = Gradients::zeros(&parameters).unwrap();
         let mut captured = arena
             .capture((parameters, gradients, (table, form)), &inputs, |step, (parameters, gradients, (table, form)), slots| {
                 let tape = Tape::new(step, parameters);
-                let hidden = tape.embedding::<f32>(*table, slots.input(0)?)?;
-                let loss = tape.linear_cross_entropy(&hidden, *table, slots.input(1)?, WEIGHT, *form)?;
+                let hidden = tape.embedding::<f32>(*table, slots.indices(0)?)?;
+                let loss = tape.linear_cross_entropy(&hidden, *table, slots.indices(1)?, WEIGHT, *form)?;
                 tape.backward_overwrite(&loss, gradients)
             })
             .unwrap();
@@ -280,7 +280,7 @@ on_each_device! {
         assert_eq!(bits(&captured.state().1.read(table).unwrap()), bits(&tied.read(table).unwrap()));
         let mut wrong = labels.clone();
         wrong[140] = vocabulary as u32;
-        let inputs = HostInputs::new().with(&ids, [rows]).unwrap().with(&wrong, [rows]).unwrap();
+        let inputs = HostInputs::new().with_indices(&ids, [rows]).unwrap().with_indices(&wrong, [rows]).unwrap();
         let error = Error::Label { sample: 140, label: vocabulary as u32, classes: vocabulary };
         assert_eq!(captured.replay(&inputs).err(), Some(error));
     }
@@ -293,7 +293,7 @@ on_each_device! {
             given.labels.fill(ops::IGNORED);
             let outputs = trial(device, |trial| {
                 let (x, w) = (trial.upload(&given.hidden, [rows, 9])?, trial.upload(&given.w, [9, 20])?);
-                let labels = trial.upload(&given.labels, [rows])?;
+                let labels = trial.upload_indices(&given.labels, [rows])?;
                 let (loss, dx, dw) = given.tried(trial, [&x, &w], &labels)?;
                 Ok([trial.output(&loss)?, trial.output(&dx)?, trial.output(&dw)?])
             });
@@ -306,7 +306,7 @@ on_each_device! {
             let (w, form) = ((vec![1.0; 12], [3, 4]), LmHeadConfig::default());
             let run = |(w, shape): (Vec<f32>, [usize; 2]), labels: &[u32], form: LmHeadConfig| {
                 let (x, w) = (trial.upload(&[1.0; 6], [2, 3])?, trial.upload(&w, shape)?);
-                let labels = trial.upload(labels, [labels.len()])?;
+                let labels = trial.upload_indices(labels, [labels.len()])?;
                 ops::linear_cross_entropy(trial, &x, &w, &labels, 1.0, &form).map(drop)
             };
             let refused = run(w.clone(), &[0; 2], form.tied());

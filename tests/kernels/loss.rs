@@ -12,7 +12,7 @@ use crate::trees;
 use crate::trial::{assert_refused, assert_same, trial};
 use kernels::reduce::argmax_columns;
 use stepscope::ops::LabelRules;
-use stepscope::{Arena, Buffer, Capacity, Device, Error, HostInputs, Result, Source, Step, Target, Tensor, ops};
+use stepscope::{Arena, Buffer, Capacity, Device, Error, HostInputs, Result, Source, Step, Target, Tensor, ops, OnDevice};
 
 const WEIGHT: f32 = 1.0 / 3.0;
 
@@ -40,7 +40,7 @@ fn depth(rows: usize, classes: usize) -> usize {
 
 fn cross_entropy(device: &Device, [rows, classes]: [usize; 2], logits: &[f32], labels: &[u32]) -> (f32, Vec<f32>) {
     trial(device, |trial| {
-        let (logits, labels) = (trial.upload(logits, [rows, classes])?, trial.upload(labels, [rows])?);
+        let (logits, labels) = (trial.upload(logits, [rows, classes])?, trial.upload_indices(labels, [rows])?);
         let (loss, dlogits) = trial.with_scratch(|| ops::cross_entropy(trial, &logits, &labels, WEIGHT))?;
         assert_eq!((loss.shape().extents(), dlogits.shape()), (&[1][..], logits.shape()));
         Ok((trial.output(&loss)?[0], trial.output(&dlogits)?))
@@ -101,34 +101,34 @@ on_each_device! {
                 let error = Error::Label { sample, label: wrong, classes };
                 let uploaded = arena.step(|step| {
                     let logits = step.upload(&logits, [rows, classes])?;
-                    let labels = step.upload(&labels, [rows])?.reshape([rows])?;
+                    let labels = step.upload_indices(&labels, [rows])?.reshape([rows])?;
                     ops::cross_entropy(step, &logits, &labels, WEIGHT).map(drop)
                 });
                 assert_eq!(uploaded, Err(error.clone()));
                 let inputs = || HostInputs::new().with(&logits, [rows, classes]).unwrap();
                 let (zeros, right) = (vec![0; rows], inputs());
                 let mut captured = arena
-                    .capture((), &right.with(&zeros, [rows]).unwrap(), |step, (), slots| {
-                        let (loss, _) = ops::cross_entropy(step, &slots.input::<f32>(0)?, &slots.input(1)?, WEIGHT)?;
+                    .capture((), &right.with_indices(&zeros, [rows]).unwrap(), |step, (), slots| {
+                        let (loss, _) = ops::cross_entropy(step, &slots.input::<f32>(0)?, &slots.indices(1)?, WEIGHT)?;
                         Ok(slots.output(&loss))
                     })
                     .unwrap();
-                assert_eq!(captured.replay(&inputs().with(&labels, [rows]).unwrap()).err(), Some(error));
+                assert_eq!(captured.replay(&inputs().with_indices(&labels, [rows]).unwrap()).err(), Some(error));
                 assert_eq!(captured.report().replays, 0, "nothing was queued");
-                let replay = captured.replay(&inputs().with(&zeros, [rows]).unwrap()).unwrap();
+                let replay = captured.replay(&inputs().with_indices(&zeros, [rows]).unwrap()).unwrap();
                 assert!(replay.read_scalar(*replay.outputs()).unwrap().is_finite());
             }
         }
     }
 
-    /// The values that a kernel has written to the labels since their upload count.
-    fn kernels_may_rewrite_uploaded_labels(device: &Device) {
+    /// Labels may be the output of a kernel.
+    fn kernels_may_write_labels(device: &Device) {
         let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
         let loss = arena.step(|step| {
             let mut labels = step.upload(&[255u32, 255], [2])?;
             let logits = step.upload(&[0.0f32; 6], [2, 3])?;
             step.launch(argmax_columns { x: logits.slice(), cols: 3, out: labels.out() })?;
-            let (loss, _) = ops::cross_entropy(step, &logits, &labels, WEIGHT)?;
+            let (loss, _) = ops::cross_entropy(step, &logits, &OnDevice(&labels), WEIGHT)?;
             step.read_scalar(&loss)
         });
         assert!(loss.unwrap().is_finite());
@@ -150,7 +150,7 @@ on_each_device! {
                 // device.
                 let labels = Buffer::from_slice(trial.device(), &labels)?;
                 let (logits, labels) = (trial.upload(&logits, shape)?, trial.lend(&labels, [rows])?);
-                let (loss, dlogits) = trial.with_scratch(|| ops::cross_entropy(trial, &logits, &labels, WEIGHT))?;
+                let (loss, dlogits) = trial.with_scratch(|| ops::cross_entropy(trial, &logits, &OnDevice(&labels), WEIGHT))?;
                 Ok((trial.output(&loss)?[0], trial.output(&dlogits)?))
             });
             assert!(loss.is_nan(), "{loss}");
@@ -169,7 +169,7 @@ on_each_device! {
             labels.iter_mut().step_by(7).for_each(|label| *label = ops::IGNORED);
             let rules = LabelRules { smoothing, ignore: true };
             let (got, dlogits) = trial(device, |trial| {
-                let (logits, labels) = (trial.upload(&logits, shape)?, trial.upload(&labels, [rows])?);
+                let (logits, labels) = (trial.upload(&logits, shape)?, trial.upload_indices(&labels, [rows])?);
                 let (loss, dlogits) =
                     trial.with_scratch(|| ops::cross_entropy_by(trial, &logits, &labels, WEIGHT, rules))?;
                 Ok((trial.output(&loss)?[0], trial.output(&dlogits)?))
@@ -212,7 +212,7 @@ on_each_device! {
         let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
         let (loss, dlogits) = arena
             .step(|step| {
-                let (logits, labels) = (step.upload(&logits, [rows, classes])?, step.upload(&labels, [rows])?);
+                let (logits, labels) = (step.upload(&logits, [rows, classes])?, step.upload_indices(&labels, [rows])?);
                 let (loss, dlogits) = ops::cross_entropy_by(step, &logits, &labels, WEIGHT, rules)?;
                 Ok((step.read(&loss)?, step.read(&dlogits)?))
             })
@@ -224,13 +224,13 @@ on_each_device! {
         let by = |labels: &[u32], rules| {
             let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
             let eager = arena.step(|step| {
-                let (logits, labels) = (step.upload(&logits, [rows, classes])?, step.upload(labels, [rows])?);
+                let (logits, labels) = (step.upload(&logits, [rows, classes])?, step.upload_indices(labels, [rows])?);
                 ops::cross_entropy_by(step, &logits, &labels, WEIGHT, rules).map(drop)
             });
-            let inputs = HostInputs::new().with(&logits, [rows, classes]).unwrap().with(labels, [rows]).unwrap();
+            let inputs = HostInputs::new().with(&logits, [rows, classes]).unwrap().with_indices(labels, [rows]).unwrap();
             let mut captured = arena
                 .capture(rules, &inputs, |step, rules, slots| {
-                    let (loss, _) = ops::cross_entropy_by(step, &slots.input::<f32>(0)?, &slots.input(1)?, WEIGHT, *rules)?;
+                    let (loss, _) = ops::cross_entropy_by(step, &slots.input::<f32>(0)?, &slots.indices(1)?, WEIGHT, *rules)?;
                     Ok(slots.output(&loss))
                 })
                 .unwrap();
@@ -301,12 +301,12 @@ on_each_device! {
 
     fn shapes_must_agree(device: &Device) {
         trial(device, |trial| {
-            let (logits, labels) = (trial.upload(&[1.0; 6], [2, 3])?, trial.upload(&[0u32; 3], [3])?);
+            let (logits, labels) = (trial.upload(&[1.0; 6], [2, 3])?, trial.upload_indices(&[0; 3], [3])?);
             assert_refused(
                 ops::cross_entropy(trial, &logits, &labels, 1.0),
                 &["cross_entropy", "[rows, classes]", "[2, 3] and [3]"],
             );
-            let (labels, none) = (trial.upload(&[0u32; 2], [2])?, trial.upload::<f32>(&[], [2, 0])?);
+            let (labels, none) = (trial.upload_indices(&[0; 2], [2])?, trial.upload::<f32>(&[], [2, 0])?);
             assert_refused(ops::cross_entropy(trial, &none, &labels, 1.0), &["cross_entropy", "[2, 0] and [2]"]);
             for smoothing in [1.0, -0.1, f32::NAN] {
                 let rules = LabelRules { smoothing, ignore: false };
@@ -336,7 +336,7 @@ stored_as_each! {
             let weight = 1.0 / rows as f32;
             let values = vec![normal(&mut random, &[rows, classes])];
             Case::new("cross_entropy", seed, longest(&[rows, classes]), values).stored_as::<S>(SCALED).check(device, |step, tape, p| {
-                let labels = step.upload(&labels, [rows])?.save();
+                let labels = step.upload_indices(&labels, [rows])?;
                 tape.cross_entropy(&leaf_as::<S>(tape, p[0])?, labels, weight)
             }, |p| in_float64(&p[0], &labels, classes, f64::from(weight)));
         }
@@ -366,7 +366,7 @@ stored_as_each! {
             });
             let rules = LabelRules { smoothing: 0.2, ignore: true };
             case("cross_entropy_by").check(device, |step, tape, p| {
-                let labels = step.upload(&labels, [rows])?.save();
+                let labels = step.upload_indices(&labels, [rows])?;
                 tape.cross_entropy_by(&leaf_as::<S>(tape, p[0])?, labels, weight, rules)
             }, |p| {
                 let counted = p[0].chunks_exact(classes).zip(&labels).filter(|(_, label)| **label != ops::IGNORED);

@@ -173,7 +173,7 @@ rounded_once! {
     }
     embedding<S>: |c| {
         let [rows, cols] = [c.shape[0] + 1, c.shape[1]];
-        let (table, ids) = (c.of::<f32>([rows, cols])?, c.trial.upload(&[0, rows as u32 - 1, 0], [3])?);
+        let (table, ids) = (c.of::<f32>([rows, cols])?, c.trial.upload_indices(&[0, rows as u32 - 1, 0], [3])?);
         c.keep(&ops::embedding::<S>(c.trial, &table, &ids)?)?;
         let mut dtable = c.of::<f32>([rows, cols])?;
         ops::embedding_backward(c.trial, &c.of::<S>([3, cols])?, &ids, &mut dtable, true)?;
@@ -181,7 +181,7 @@ rounded_once! {
     }
     gather<S>: |c| {
         let [rows, cols] = [c.shape[0] + 1, c.shape[1]];
-        let ids = c.trial.upload(&[0, rows as u32 - 1, 0], [3])?;
+        let ids = c.trial.upload_indices(&[0, rows as u32 - 1, 0], [3])?;
         c.keep(&ops::gather(c.trial, &c.of::<S>([rows, cols])?, &ids)?)?;
         c.keep(&ops::gather_backward(c.trial, &c.of::<S>([3, cols])?, &ids, rows)?)
     }
@@ -238,7 +238,7 @@ rounded_once! {
     cross_entropy<S>: |c| {
         let [rows, classes] = c.shape;
         let labels: Vec<u32> = (0..rows).map(|row| (row * 7 % classes) as u32).collect();
-        let (loss, dlogits) = ops::cross_entropy(c.trial, &c.x::<S>()?, &c.trial.upload(&labels, [rows])?, 0.1)?;
+        let (loss, dlogits) = ops::cross_entropy(c.trial, &c.x::<S>()?, &c.trial.upload_indices(&labels, [rows])?, 0.1)?;
         c.keep(&loss)?;
         c.keep(&dlogits)
     }

@@ -8,7 +8,7 @@ use std::cell::Cell;
 use std::rc::Rc;
 use stepscope::ops::{self, Gemm};
 use stepscope::{
-    Arena, Backward, Capacity, Device, Error, Gradients, Parameters, Result, Saved, StackedParameters, Tape, Tensor,
+    Arena, Backward, Capacity, Device, Error, Gradients, IndexBound, IndexSource, Parameters, Result, Saved, StackedParameters, Tape, Tensor,
     Var,
 };
 
@@ -226,9 +226,10 @@ on_each_device! {
             let two = ops::fill(step, [2], 0.0)?.save();
             assert_eq!(refused(op.record_scalar(two, &x, |_| unreachable!())), Some("mine"), "no scalar");
             // Labels that the host knows are checked for any op.
-            let labels = step.upload(&[0, 3, 1], [3])?;
-            step.check_labels(&labels, 4)?;
-            assert_eq!(step.check_labels(&labels, 3), Err(Error::Label { sample: 1, label: 3, classes: 3 }));
+            let labels = step.upload_indices(&[0, 3, 1], [3])?;
+            labels.within(step, IndexBound::below(4))?;
+            let error = Error::Label { sample: 1, label: 3, classes: 3 };
+            assert_eq!(labels.within(step, IndexBound::below(3)).err(), Some(error));
             Ok(())
         }).unwrap();
     }

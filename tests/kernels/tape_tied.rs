@@ -84,7 +84,7 @@ impl HostBatch for Words {
     }
 
     fn inputs(&self) -> Result<HostInputs<'_>> {
-        HostInputs::new().with(&self.given, [self.len(), WORDS])?.with(&self.numbers, [self.len()])
+        HostInputs::new().with(&self.given, [self.len(), WORDS])?.with_indices(&self.numbers, [self.len()])
     }
 }
 

@@ -10,7 +10,7 @@ use crate::support;
 use std::cell::RefCell;
 use std::ops::{Deref, Range};
 use stepscope::{
-    Arena, Capacity, Device, DeviceKind, EagerStep, Element, Error, Result, Shape, Source, Step, Tensor, ops,
+    Arena, Capacity, Device, DeviceKind, EagerStep, Element, Error, Indices, Result, Shape, Source, Step, Tensor, ops,
 };
 
 /// A NaN that no arithmetic makes.
@@ -125,6 +125,14 @@ impl<'s> Trial<'_, 's> {
         let at = self.place(&tensor);
         self.ledger.borrow_mut().known.push((at, words(values)));
         Ok(tensor)
+    }
+
+    /// Uploads indices.
+    pub(crate) fn upload_indices(&self, values: &[u32], shape: impl Into<Shape>) -> Result<Indices<'s>> {
+        let indices = self.step.upload_indices(values, shape)?;
+        let at = self.place(indices.values());
+        self.ledger.borrow_mut().known.push((at, words(values)));
+        Ok(indices)
     }
 
     /// Reads a tensor that an op has made or changed.

@@ -77,9 +77,9 @@ on_each_device! {
     fn labels_of_a_captured_step(device: &Device) {
         let mut arena = arena(device);
         let record: Record<(), [Output; 2]> = |step, (), slots| {
-            let (nothing, _) = ops::cross_entropy(step, &slots.input::<f32>(0)?, &slots.input(1)?, 1.0)?;
+            let (nothing, _) = ops::cross_entropy(step, &slots.input::<f32>(0)?, &slots.indices(1)?, 1.0)?;
             let last = 3 + usize::from(slots.variant() == 3);
-            let (loss, _) = ops::cross_entropy(step, &slots.input::<f32>(last)?, &slots.input(last + 1)?, 1.0)?;
+            let (loss, _) = ops::cross_entropy(step, &slots.input::<f32>(last)?, &slots.indices(last + 1)?, 1.0)?;
             Ok([slots.output(&nothing), slots.output(&loss)])
         };
         let inputs = |labels: &'static [u32; 2], neighbour: u64| -> Result<HostInputs<'static>> {
@@ -89,14 +89,14 @@ on_each_device! {
             const HALVES: [bf16; 3] = [bf16::NEG_ONE; 3];
             const IDS: [u32; 3] = [7, 8, 9];
             const LOGITS: [f32; 10] = [0.5; 10];
-            let inputs = HostInputs::new().with(&NO, [0, 5])?.with(&NONE, [0])?;
+            let inputs = HostInputs::new().with(&NO, [0, 5])?.with_indices(&NONE, [0])?;
             let inputs = match neighbour {
                 0 => inputs.with(&X, [3])?,
                 1 => inputs.with(&HALVES, [3])?,
                 2 => inputs.with(&IDS, [3])?,
                 _ => inputs.with(&NONE, [0])?.with(&NONE, [0, 3])?,
             };
-            Ok(inputs.with(&LOGITS, [2, 5])?.with(labels, [2])?.variant(neighbour))
+            Ok(inputs.with(&LOGITS, [2, 5])?.with_indices(labels, [2])?.variant(neighbour))
         };
         for neighbour in 0..4 {
             let sound = inputs(&[4, 0], neighbour).unwrap();

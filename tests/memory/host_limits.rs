@@ -182,7 +182,7 @@ fn thread_ends_with_a_trainer() {
         }
 
         fn inputs(&self) -> Result<HostInputs<'_>> {
-            HostInputs::new().with(&[1.0f32, 0.0, 0.0, 1.0], [2, 2])?.with(&[0u32, 1], [2])
+            HostInputs::new().with(&[1.0f32, 0.0, 0.0, 1.0], [2, 2])?.with_indices(&[0, 1], [2])
         }
     }
     keep_until_the_thread_ends(|device| {

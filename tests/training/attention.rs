@@ -63,7 +63,7 @@ fn run(device: &Device, forward: Forward) -> (Vec<u32>, Vec<u32>) {
         let documents: Vec<u32> = (0..BATCH * TOKENS).map(|token| (token % TOKENS / 30) as u32).collect();
         let y = forward(&layers, &tape, &x, step.upload(&documents, [BATCH, TOKENS])?.save())?;
         let labels: Vec<u32> = (0..BATCH * TOKENS).map(|row| (row % WIDTH) as u32).collect();
-        let labels = step.upload(&labels, [labels.len()])?.save();
+        let labels = step.upload_indices(&labels, [labels.len()])?;
         let loss = tape.cross_entropy(&tape.reshape(&y, [BATCH * TOKENS, WIDTH])?, labels, 1.0)?;
         tape.backward_overwrite(&loss, &mut gradients)?;
         step.read(y.value())
@@ -200,7 +200,7 @@ impl Model {
         step: &Step<'s>,
         x: Saved<'s>,
         documents: Saved<'s, u32>,
-        labels: Saved<'s, u32>,
+        labels: Indices<'s>,
     ) -> Result<Saved<'s>> {
         let tape = Tape::new(step, &self.weights);
         let h = self.embed.forward(&tape, &tape.input(x))?;
@@ -236,7 +236,7 @@ fn losses(device: &Device, captured: bool) -> Vec<f32> {
             model.adamw.advance()?;
             arena.step(|step| {
                 let (x, documents) = (step.upload(x, shapes.0)?.save(), step.upload(documents, shapes.1)?.save());
-                let loss = model.train(step, x, documents, step.upload(labels, shapes.2)?.save())?;
+                let loss = model.train(step, x, documents, step.upload_indices(labels, shapes.2)?)?;
                 step.read_scalar(&loss)
             })
         };
@@ -247,10 +247,10 @@ fn losses(device: &Device, captured: bool) -> Vec<f32> {
     let mut model = Some(model);
     for (x, documents, labels) in &batches {
         let inputs = HostInputs::new().with(x, shapes.0).unwrap();
-        let inputs = inputs.with(documents, shapes.1).unwrap().with(labels, shapes.2).unwrap();
+        let inputs = inputs.with(documents, shapes.1).unwrap().with_indices(labels, shapes.2).unwrap();
         let captured = recorded.get_or_insert_with(|| {
             let record: Record<Model, Output> = |step, model, slots| {
-                let loss = model.train(step, slots.input(0)?, slots.input(1)?, slots.input(2)?)?;
+                let loss = model.train(step, slots.input(0)?, slots.input(1)?, slots.indices(2)?)?;
                 Ok(slots.output(&loss))
             };
             arena.capture(model.take().unwrap(), &inputs, record).unwrap()
@@ -274,7 +274,7 @@ fn bytes(device: &Device, tokens: usize, norm: bool) -> usize {
         let tape = Tape::new(step, &weights);
         let x = tape.input(step.empty::<f32>([1, tokens, WIDTH])?);
         let y = layer.forward(&tape, &x)?;
-        let labels = step.empty::<u32>([tokens])?.save();
+        let labels = Indices::on_device(step.empty([tokens])?.save());
         let loss = tape.cross_entropy(&tape.reshape(&y, [tokens, WIDTH])?, labels, 1.0)?;
         tape.backward_overwrite(&loss, &mut gradients)
     });

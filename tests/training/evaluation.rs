@@ -28,7 +28,7 @@ impl HostBatch for Points {
     }
 
     fn inputs(&self) -> Result<HostInputs<'_>> {
-        HostInputs::new().with(&self.0, [2, 2])?.with(&[0_u32, 1], [2])
+        HostInputs::new().with(&self.0, [2, 2])?.with_indices(&[0, 1], [2])
     }
 }
 

@@ -55,7 +55,7 @@ fn run(device: &Device, forward: Forward) -> (Vec<u32>, Vec<u32>) {
             let y = forward(&layers, &tape, &x)?;
             let cols = y.shape().extents()[2];
             let labels: Vec<u32> = (0..BATCH * TOKENS).map(|row| (row % cols) as u32).collect();
-            let labels = step.upload(&labels, [labels.len()])?.save();
+            let labels = step.upload_indices(&labels, [labels.len()])?;
             let rows = tape.reshape(&y, [BATCH * TOKENS, cols])?;
             let loss = tape.cross_entropy(&rows, labels, 1.0)?;
             tape.backward_overwrite(&loss, &mut gradients)?;
@@ -173,7 +173,7 @@ on_each_device! {
         let [rows, dropped] = arena
             .step(|step| {
                 let tape = Tape::new(step, &parameters).with_generator(&generator);
-                let y: Var<'_> = embedding.forward(&tape, step.upload(&ids, [2, 3])?.save())?;
+                let y: Var<'_> = embedding.forward(&tape, step.upload_indices(&ids, [2, 3])?)?;
                 assert_eq!(y.shape().extents(), [2, 3, 5]);
                 let dropped = Dropout { p: 0.5 }.forward(&tape, &y)?;
                 Ok([step.read(y.value())?, step.read(dropped.value())?])

@@ -124,7 +124,7 @@ fn run(arena: &mut Arena, weights: &Parameters, gradients: &mut Gradients, used:
         let y = used(&tape, &x, handles)?;
         let rows = y.shape().elements() / WIDTH;
         let y = tape.reshape(&y, [rows, WIDTH])?;
-        let labels = step.upload(&vec![1u32; rows], [rows])?.save();
+        let labels = step.upload_indices(&vec![1; rows], [rows])?;
         let loss = tape.cross_entropy(&y, labels, 1.0)?;
         tape.backward_overwrite(&loss, gradients)
     })
@@ -231,7 +231,7 @@ on_each_device! {
             ("qk_norm", |tape, _, x, h| tape.qk_norm(x, &h.qk_norm, 1e-6, &ops::AttentionConfig::new(1))),
             ("rotary", |tape, _, x, _| tape.rotary(x, ops::Rotary::default(), &ops::AttentionConfig::new(1))),
             ("cross_entropy", |tape, _, x, _| {
-                let labels = tape.step().empty([BATCH])?.save();
+                let labels = Indices::on_device(tape.step().empty([BATCH])?.save());
                 tape.cross_entropy(x, labels, 1.0)
             }),
         ];

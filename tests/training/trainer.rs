@@ -446,7 +446,7 @@ on_each_device! {
             }
 
             fn loss<'s>(&self, tape: &Tape<'_, 's>, output: &Var<'s>, batch: &DeviceBatch<'s>, weight: f32) -> Result<Var<'s>> {
-                tape.cross_entropy(output, batch.input(1)?, 1e30 * weight)
+                tape.cross_entropy(output, batch.indices(1)?, 1e30 * weight)
             }
         }
 

@@ -36,6 +36,8 @@ pub mod file_kind;
 #[doc(hidden)]
 pub mod files;
 #[doc(hidden)]
+pub mod indices;
+#[doc(hidden)]
 pub mod initializer;
 mod launch;
 #[doc(hidden)]
@@ -84,6 +86,7 @@ pub use error::{Error, Quantity, Resource, Result, SystemError};
 pub use file_kind::FileKind;
 pub use files::{PlainFile, replace_file};
 pub use half::bf16;
+pub use indices::{IndexBound, IndexSource, Indices, OnDevice};
 pub use initializer::Initializer;
 pub use non_finite::NonFinite;
 pub use params::{

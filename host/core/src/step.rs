@@ -6,9 +6,10 @@
 //! Invariant: the brand `'s` is fresh for every step and invariant, so no tensor outlives its step
 //! or mixes with another arena's tensors.
 
-use crate::arena::{Arena, ArenaInner, Buffer, Labels, Measured, NestedScope, Turns};
+use crate::arena::{Arena, ArenaInner, Buffer, Measured, NestedScope, Turns};
 use crate::device::{Description, Device, Launch};
 use crate::error::{Error, Result};
+use crate::indices::Indices;
 use crate::launch::launch;
 use crate::precision::Precision;
 use crate::report::Phase;
@@ -124,40 +125,6 @@ impl<'s> Step<'s> {
             self.region.conditions().ask_turn(turns)?;
         }
         Ok(if self.device().is_dry_run() { &[] } else { slice::from_ref(turns) })
-    }
-
-    /// Checks that every label is a class, where the host has the labels. Labels uploaded in this
-    /// step are checked now. Labels that are an input of a recorded step are checked at each
-    /// replay. Ops that take labels call this before they queue anything.
-    ///
-    /// # Errors
-    /// [`Error::Label`], which names the sample.
-    pub fn check_labels(&self, labels: &impl Source<'s, u32>, classes: usize) -> Result<()> {
-        self.check(labels, classes, false)
-    }
-
-    /// Checks labels like [`Step::check_labels`], but also allows [`IGNORED`](crate::ops::IGNORED).
-    ///
-    /// # Errors
-    /// The errors of [`Step::check_labels`].
-    pub fn check_labels_but_ignored(&self, labels: &impl Source<'s, u32>, classes: usize) -> Result<()> {
-        self.check(labels, classes, true)
-    }
-
-    fn check(&self, labels: &impl Source<'s, u32>, classes: usize, ignore: bool) -> Result<()> {
-        let (memory, conditions) = (labels.memory(), self.region.conditions());
-        if !self.region.owns(memory) {
-            // The labels are in a persistent buffer, so the host does not have them.
-            return Ok(());
-        }
-        let asked = Labels { address: memory.address(), classes, ignore };
-        if self.region.is_lent() {
-            conditions.ask_labels(asked);
-        } else if conditions.doubts(asked) {
-            // A kernel may have changed them since the upload.
-            asked.check(&memory.download(self.device(), self.region.time_left())?)?;
-        }
-        Ok(())
     }
 
     /// Sets the step's phase until the guard is dropped.
@@ -290,7 +257,6 @@ pub struct EagerStep<'s> {
 
 impl<'s> EagerStep<'s> {
     pub(crate) fn new(region: &'s ArenaInner) -> Self {
-        region.conditions().clear();
         Self { step: Step::new(region) }
     }
 
@@ -312,9 +278,6 @@ impl<'s> EagerStep<'s> {
         let tensor = self.empty(shape)?;
         let uploaded = tensor.memory().copy_from(self.device(), values, self.region().time_left());
         uploaded.map_err(|error| self.region().with_report(error))?;
-        if T::NAME == u32::NAME {
-            self.region().conditions().uploaded(tensor.memory().as_slice().address(), bytemuck::cast_slice(values));
-        }
         Ok(tensor)
     }
 
@@ -416,6 +379,11 @@ impl<'i, 'o> ScratchStep<'i, 'o> {
     /// scope.
     pub fn lend_mut<'b, T: Element>(&self, tensor: &'b mut impl Target<'o, T>) -> LentMut<'b, 'i, T> {
         LentMut::new(tensor.memory(), tensor.shape())
+    }
+
+    /// Lends indices of the outer step.
+    pub fn lend_indices(&self, indices: &Indices<'o>) -> Indices<'i> {
+        indices.lend()
     }
 
     /// Runs a scope nested in this one.

@@ -4,6 +4,7 @@
 //! each model can be read and written.
 
 use crate::config::{FeedForwardKind, LayerConfig, ModelConfig, NormKind, Residual};
+use stepscope_core::indices::Indices;
 use stepscope_core::ops::{self, AttentionConfig, AttentionElement, Gemm, GemmElement};
 use stepscope_core::{
     Initializer, Parameter, ParameterSpec, Parameters, Result, Saved, ScratchStep, Source, Step, Tape, Tensor, Var,
@@ -105,7 +106,7 @@ impl Transformer {
     pub fn forward<'s, S: Activation>(
         &self,
         tape: &Tape<'_, 's>,
-        ids: Saved<'s, u32>,
+        ids: Indices<'s>,
         documents: Option<Saved<'s, u32>>,
     ) -> Result<Var<'s, S>> {
         let mut x = self.tokens.forward(tape, ids)?;
@@ -149,11 +150,11 @@ impl Transformer {
         &self,
         scratch: &ScratchStep<'i, 's>,
         weights: &Parameters,
-        [token, place]: [&Tensor<'s, u32>; 2],
+        [token, place]: [&Indices<'s>; 2],
         caches: &mut [KeyValueCache<'s>],
     ) -> Result<Tensor<'i>> {
-        let row = |table: Parameter, id: &Tensor<'s, u32>| -> Result<Tensor<'i>> {
-            ops::embedding(scratch, &weights.lend(scratch, table)?, &scratch.lend(id))
+        let row = |table: Parameter, id: &Indices<'s>| -> Result<Tensor<'i>> {
+            ops::embedding(scratch, &weights.lend(scratch, table)?, &scratch.lend_indices(id))
         };
         let mut x = row(self.tokens.weight, token)?;
         if let Some(scale) = self.config.embedding_scale {

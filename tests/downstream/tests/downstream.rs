@@ -46,7 +46,7 @@ impl HostBatch for Points {
     }
 
     fn inputs(&self) -> Result<HostInputs<'_>> {
-        HostInputs::new().with(&self.x, [self.len(), 2])?.with(&self.labels, [self.len()])
+        HostInputs::new().with(&self.x, [self.len(), 2])?.with_indices(&self.labels, [self.len()])
     }
 }
 

@@ -116,12 +116,12 @@ fn trained(kind: DeviceKind) -> Result<String> {
     let mut adamw = Optimizer::new(&weights, AdamW::default())?;
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
     let x: Vec<f32> = (0..32).map(|at| (at as f32).sin()).collect();
-    let inputs = HostInputs::new().with(&x, [4, 8])?.with(&[0u32, 2, 1, 0], [4])?;
+    let inputs = HostInputs::new().with(&x, [4, 8])?.with_indices(&[0, 2, 1, 0], [4])?;
     let state = (w, &mut weights, &mut gradients, &mut adamw);
     let mut captured = arena.capture(state, &inputs, |step, (w, weights, gradients, adamw), slots| {
         gradients.zero(step)?;
         let tape = Tape::new(step, weights);
-        let loss = tape.cross_entropy(&tape.linear(&tape.input(slots.input::<f32>(0)?), *w, None)?, slots.input(1)?, 0.25)?;
+        let loss = tape.cross_entropy(&tape.linear(&tape.input(slots.input::<f32>(0)?), *w, None)?, slots.indices(1)?, 0.25)?;
         tape.backward(&loss, gradients)?;
         adamw.apply(step, weights, gradients)?;
         Ok(slots.output(loss.value()))

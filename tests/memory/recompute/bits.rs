@@ -2,7 +2,7 @@
 
 use crate::recompute::graphs::{BATCH, GRAPHS, Graph, TOKENS, WIDTH, World, eager, values};
 use crate::support::{bits, on_each_device};
-use stepscope::{Arena, Capacity, Captured, Device, Error, HostInputs, Output, Overflow, Result, ops};
+use stepscope::{Arena, Capacity, Captured, Device, Error, HostInputs, Indices, Output, Overflow, Result, ops};
 
 fn arena(device: &Device) -> Arena {
     Arena::builder(device).capacity(Capacity::mib(8)).build().unwrap()
@@ -12,13 +12,13 @@ type Steps = Captured<(World, (bool, Graph)), Output>;
 
 fn inputs<'i>((x, labels, lengths): &'i (Vec<f32>, Vec<u32>, Vec<u32>)) -> HostInputs<'i> {
     let inputs = HostInputs::new().with(x, [BATCH, TOKENS, WIDTH]).unwrap();
-    inputs.with(labels, [labels.len()]).unwrap().with(lengths, [BATCH]).unwrap()
+    inputs.with_indices(labels, [labels.len()]).unwrap().with(lengths, [BATCH]).unwrap()
 }
 
 fn capture(arena: &mut Arena, run: (bool, Graph)) -> Result<Steps> {
     let state = (World::new(arena.device()), run);
     arena.capture(state, &inputs(&values(0)), |step, (world, run), slots| {
-        let loss = world.passes(step, *run, slots.input(0)?, [slots.input(1)?, slots.input(2)?])?;
+        let loss = world.passes(step, *run, slots.input(0)?, slots.indices(1)?, slots.input(2)?)?;
         Ok(slots.output(&loss))
     })
 }
@@ -83,7 +83,7 @@ on_each_device! {
                     step.scratch(|inner| {
                         let x = ops::copy(inner, &inner.lend(&x))?.save();
                         let none = inner.empty([1])?.save();
-                        let loss = world.passes(inner, (on, graph), x, [none; 2])?;
+                        let loss = world.passes(inner, (on, graph), x, Indices::on_device(none), none)?;
                         ops::copy_into(inner, &loss, &mut inner.lend_mut(&mut out))
                     })?;
                     step.read(&out)

@@ -4,8 +4,8 @@ use crate::support::Random;
 use stepscope::nn::{Dropout, Linear, Mlp, MultiHeadAttention, RmsNorm, SwiGlu};
 use stepscope::ops::{AttentionConfig, GemmElement, Generator};
 use stepscope::{
-    Arena, Device, Gradients, ParameterSpec, Parameters, RecomputeInput, Result, Saved, Step, Stored, Tape, Var, bf16,
-    ops,
+    Arena, Device, Gradients, Indices, ParameterSpec, Parameters, RecomputeInput, Result, Saved, Step, Stored, Tape,
+    Var, bf16, ops,
 };
 
 pub(crate) const BATCH: usize = 2;
@@ -83,7 +83,7 @@ pub(crate) struct Given<'s> {
     pub(crate) model: Model,
     pub(crate) x: Saved<'s>,
     /// One for each token.
-    pub(crate) labels: Saved<'s, u32>,
+    pub(crate) labels: Indices<'s>,
     /// One for each sample.
     pub(crate) lengths: Saved<'s, u32>,
 }
@@ -258,7 +258,8 @@ impl World {
         step: &Step<'s>,
         (on, graph): (bool, Graph),
         x: Saved<'s>,
-        [labels, lengths]: [Saved<'s, u32>; 2],
+        labels: Indices<'s>,
+        lengths: Saved<'s, u32>,
     ) -> Result<Saved<'s>> {
         let Self { model, weights, gradients, generator } = self;
         let given = Given { model: model.clone(), x, labels, lengths };
@@ -292,9 +293,9 @@ pub(crate) fn eager(arena: &mut Arena, run: (bool, Graph)) -> Vec<Vec<u32>> {
         let (x, labels, lengths) = values(seed);
         let loss = arena.step(|step| {
             let x = step.upload(&x, [BATCH, TOKENS, WIDTH])?.save();
-            let labels = step.upload(&labels, [labels.len()])?.save();
+            let labels = step.upload_indices(&labels, [labels.len()])?;
             let lengths = step.upload(&lengths, [BATCH])?.save();
-            let loss = world.passes(step, run, x, [labels, lengths])?;
+            let loss = world.passes(step, run, x, labels, lengths)?;
             step.read(&loss)
         });
         found.push(crate::support::bits(&loss.unwrap()));

@@ -10,8 +10,8 @@ use crate::support::Random;
 use std::ops::Range;
 use stepscope::nn::RmsNorm;
 use stepscope::{
-    AdamW, Arena, Capacity, CaptureInputs, Device, EagerStep, Gradients, HostInputs, Initializer, Optimizer, Output,
-    Parameter, ParameterSpec, Parameters, Result, Saved, StackedParameters, Step, Tape,
+    AdamW, Arena, Capacity, CaptureInputs, Device, EagerStep, Gradients, HostInputs, Indices, Initializer, Optimizer,
+    Output, Parameter, ParameterSpec, Parameters, Result, Saved, StackedParameters, Step, Tape,
 };
 
 /// The batches of a run.
@@ -33,14 +33,14 @@ impl Batch {
     /// Returns the inputs of a captured step.
     pub(crate) fn inputs(&self) -> HostInputs<'_> {
         let rows = self.labels.len();
-        HostInputs::new().with(&self.x, [rows, TOKENS, WIDTH]).unwrap().with(&self.labels, [rows]).unwrap()
+        HostInputs::new().with(&self.x, [rows, TOKENS, WIDTH]).unwrap().with_indices(&self.labels, [rows]).unwrap()
     }
 
     /// Uploads samples `rows` to the device.
-    pub(crate) fn upload<'s>(&self, step: &EagerStep<'s>, rows: Range<usize>) -> Result<(Saved<'s>, Saved<'s, u32>)> {
+    pub(crate) fn upload<'s>(&self, step: &EagerStep<'s>, rows: Range<usize>) -> Result<(Saved<'s>, Indices<'s>)> {
         let (sample, len) = (TOKENS * WIDTH, rows.len());
         let x = step.upload(&self.x[rows.start * sample..rows.end * sample], [len, TOKENS, WIDTH])?.save();
-        Ok((x, step.upload(&self.labels[rows], [len])?.save()))
+        Ok((x, step.upload_indices(&self.labels[rows], [len])?))
     }
 }
 
@@ -88,7 +88,7 @@ impl Model {
     pub(crate) fn loss<'s>(
         &self,
         tape: &Tape<'_, 's>,
-        (x, labels): (Saved<'s>, Saved<'s, u32>),
+        (x, labels): (Saved<'s>, Indices<'s>),
         weight: f32,
     ) -> Result<stepscope::Var<'s>> {
         let x = tape.input(x);
@@ -154,7 +154,7 @@ impl Trainer {
         self.run.push(loss, gradients, weights, &self.gradients.read(self.model.head[0]).unwrap());
     }
 
-    fn learn<'s>(&mut self, step: &Step<'s>, samples: (Saved<'s>, Saved<'s, u32>)) -> Result<Saved<'s>> {
+    fn learn<'s>(&mut self, step: &Step<'s>, samples: (Saved<'s>, Indices<'s>)) -> Result<Saved<'s>> {
         let tape = Tape::new(step, &self.parameters);
         let loss = self.model.loss(&tape, samples, self.weight)?;
         tape.backward(&loss, &mut self.gradients)?;
@@ -164,7 +164,7 @@ impl Trainer {
     /// Records a batch for a capture.
     fn record<'s>(step: &mut Step<'s>, trainer: &mut Self, slots: &CaptureInputs<'s>) -> Result<Output> {
         trainer.gradients.zero(step)?;
-        let loss = trainer.learn(step, (slots.input(0)?, slots.input(1)?))?;
+        let loss = trainer.learn(step, (slots.input(0)?, slots.indices(1)?))?;
         trainer.optimizer.apply(step, &mut trainer.parameters, &trainer.gradients)?;
         Ok(slots.output(&loss))
     }

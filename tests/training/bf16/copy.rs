@@ -177,7 +177,7 @@ impl<S: Stored> HostBatch for Points<S> {
     }
 
     fn inputs(&self) -> Result<HostInputs<'_>> {
-        HostInputs::new().with(&self.x, [self.len(), ROWS])?.with(&self.labels, [self.len()])
+        HostInputs::new().with(&self.x, [self.len(), ROWS])?.with_indices(&self.labels, [self.len()])
     }
 }
 

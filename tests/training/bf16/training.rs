@@ -39,7 +39,7 @@ impl Model {
         &self,
         tape: &Tape<'_, 's>,
         x: Var<'s, S>,
-        labels: Saved<'s, u32>,
+        labels: Indices<'s>,
     ) -> Result<Var<'s>> {
         let mut h = x;
         for (norm, block) in self.norms.iter().zip(&self.blocks) {
@@ -49,7 +49,7 @@ impl Model {
     }
 
     /// Returns the loss before an update, and makes the update.
-    fn update<'s>(&mut self, step: &Step<'s>, x: Saved<'s>, labels: Saved<'s, u32>, halves: bool) -> Result<Saved<'s>> {
+    fn update<'s>(&mut self, step: &Step<'s>, x: Saved<'s>, labels: Indices<'s>, halves: bool) -> Result<Saved<'s>> {
         let tape = Tape::new(step, &self.weights);
         let x = tape.input(x);
         let loss = if halves { self.loss(&tape, tape.to_bf16(&x)?, labels)? } else { self.loss(&tape, x, labels)? };
@@ -80,7 +80,7 @@ fn trained(device: &Device, updates: u64, halves: bool) -> (Vec<f32>, Vec<f32>) 
         let (x, labels) = batch(number);
         model.optimizer.advance().unwrap();
         let loss = arena.step(|step| {
-            let (x, labels) = (step.upload(&x, [ROWS, WIDTH])?.save(), step.upload(&labels, [ROWS])?.save());
+            let (x, labels) = (step.upload(&x, [ROWS, WIDTH])?.save(), step.upload_indices(&labels, [ROWS])?);
             let loss = model.update(step, x, labels, halves)?;
             step.read_scalar(&loss)
         });
@@ -110,16 +110,16 @@ on_each_device! {
     fn captured_and_eager_match(device: &Device) {
         let (eager_losses, eager_weights) = trained(device, 4, true);
         let (x, labels) = batch(0);
-        let inputs = HostInputs::new().with(&x, [ROWS, WIDTH]).unwrap().with(&labels, [ROWS]).unwrap();
+        let inputs = HostInputs::new().with(&x, [ROWS, WIDTH]).unwrap().with_indices(&labels, [ROWS]).unwrap();
         let model = Model::new(device);
         let mut captured = arena(device)
             .capture(model, &inputs, |step, model, slots| {
-                Ok(slots.output(&model.update(step, slots.input(0)?, slots.input(1)?, true)?))
+                Ok(slots.output(&model.update(step, slots.input(0)?, slots.indices(1)?, true)?))
             })
             .unwrap();
         for (number, eager) in (0..4).zip(&eager_losses) {
             let (x, labels) = batch(number);
-            let inputs = HostInputs::new().with(&x, [ROWS, WIDTH]).unwrap().with(&labels, [ROWS]).unwrap();
+            let inputs = HostInputs::new().with(&x, [ROWS, WIDTH]).unwrap().with_indices(&labels, [ROWS]).unwrap();
             captured.state_mut().optimizer.advance().unwrap();
             let replay = captured.replay(&inputs).unwrap();
             let loss = *replay.outputs();

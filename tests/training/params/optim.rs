@@ -251,7 +251,7 @@ impl UpdateRule for Odd {
         assert_eq!(arguments.groups.is_some(), arguments.settings.shape().elements() > 1);
         if let Some(groups) = &arguments.groups {
             // The settings of each run.
-            let _: Tensor<'_> = ops::embedding(step, &arguments.settings, groups)?;
+            let _: Tensor<'_> = ops::embedding(step, &arguments.settings, &OnDevice(groups))?;
         }
         ops::fill_into(step, &mut arguments.weights, 0.0)
     }

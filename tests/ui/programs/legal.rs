@@ -88,7 +88,7 @@ fn a_step_trains(arena: &mut Arena, device: &Device) -> Result<()> {
         drop(given_up);
         for tape in [first, second] {
             let x = tape.input(step.upload(&[1.0f32], [1, 1])?);
-            let labels = step.upload(&[1u32], [1])?.save();
+            let labels = step.upload_indices(&[1], [1])?;
             let loss = tape.cross_entropy(&tape.linear(&x, weight, None)?, labels, 0.5)?;
             tape.backward(&loss, &mut gradients)?;
         }
@@ -110,7 +110,7 @@ fn checkpoints_are_lent_what_they_need(arena: &mut Arena, device: &Device) -> Re
     arena.step(|step| {
         let tape = Tape::new(step, &parameters);
         let x = tape.input(step.upload(&[1.0f32, 2.0], [1, 2])?);
-        let labels = step.upload(&[1u32], [1])?.save();
+        let labels = step.upload_indices(&[1], [1])?;
         let loss = tape.recompute((x, labels), move |tape, (x, labels)| {
             assert_eq!(name, "owned");
             let [h, y] = tape.checkpoint_all([x, x], move |tape, [x, again]| {

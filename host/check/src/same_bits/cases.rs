@@ -24,6 +24,7 @@ use kernels::{reduce, scalars};
 use std::fmt;
 use std::sync::Arc;
 use stepscope_core::error::Result;
+use stepscope_core::indices::OnDevice;
 use stepscope_core::ops;
 use stepscope_core::tensor::{Element, Source, Stored, Target, Tensor};
 
@@ -355,11 +356,11 @@ const LISTED: &[Listed] = &[
         fn of<'s, S: Stored>(i: &Inputs<'_, 's>, logits: &Tensor<'s, S>) -> Result<()> {
             let labels = i.labels(logits)?;
             let labels = i.step.lend(&labels, [labels.len()])?;
-            let (loss, dlogits) = ops::cross_entropy(i.step, logits, &labels, 0.1)?;
+            let (loss, dlogits) = ops::cross_entropy(i.step, logits, &OnDevice(&labels), 0.1)?;
             i.keep(&loss)?;
             i.keep(&dlogits)?;
             let rules = ops::LabelRules { smoothing: 0.1, ignore: true };
-            let (loss, dlogits) = ops::cross_entropy_by(i.step, logits, &labels, 0.1, rules)?;
+            let (loss, dlogits) = ops::cross_entropy_by(i.step, logits, &OnDevice(&labels), 0.1, rules)?;
             i.keep(&loss)?;
             i.keep(&dlogits)
         }

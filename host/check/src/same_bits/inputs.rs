@@ -17,6 +17,7 @@ use std::fmt;
 use stepscope_core::arena::{Arena, Buffer};
 use stepscope_core::device::Device;
 use stepscope_core::error::Result;
+use stepscope_core::indices::OnDevice;
 use stepscope_core::ops::{self, Attention, AttentionConfig, QkNorm};
 use stepscope_core::step::EagerStep;
 use stepscope_core::tensor::{Element, Lent, Shape, Source, Stored, Target, Tensor};
@@ -130,13 +131,13 @@ impl<'s> Inputs<'_, 's> {
     pub(super) fn with_ids<S: Stored>(
         &self,
         table: &Tensor<'s, S>,
-        op: impl Fn(&Self, &Lent<'_, 's, u32>) -> Result<()>,
+        op: impl Fn(&Self, &OnDevice<'_, Lent<'_, 's, u32>>) -> Result<()>,
     ) -> Result<()> {
         let rows = table.shape().as_rows()[0] as u32;
         let mut ids = self.random.borrow_mut().belows(37, rows);
         ids[5] = rows;
         let ids = Buffer::from_slice(self.step.device(), &ids)?;
-        op(self, &self.step.lend(&ids, [ids.len()])?)
+        op(self, &OnDevice(&self.step.lend(&ids, [ids.len()])?))
     }
 
     /// Runs the op on ids with frequent repetitions: fewer than a block sorts, and more.
@@ -160,7 +161,7 @@ impl<'s> Inputs<'_, 's> {
     /// hundred times.
     pub(super) fn embedded<S: Stored>(&self, distinct: u32) -> Result<()> {
         for &[count, cols] in self.by_form(&[[1, 3], [700, 64], [5003, 131]][..], &[[530, 20], [140, 131]]) {
-            let ids = self.step.upload(&self.random.borrow_mut().belows(count, distinct), [count])?;
+            let ids = self.step.upload_indices(&self.random.borrow_mut().belows(count, distinct), [count])?;
             let (dy, mut dtable) = (self.normals::<S>([count, cols])?, self.normals([distinct as usize + 1, cols])?);
             for accumulate in [true, false] {
                 stepscope_core::ops::embedding_backward(self.step, &dy, &ids, &mut dtable, accumulate)?;

@@ -2,7 +2,7 @@
 
 use kernels::adamw::slot;
 use stepscope::ops::{self, AttentionConfig, AttentionElement, GemmElement, Generator, Precision, QkNorm};
-use stepscope::{EagerStep, Launch, Result, Saved, Step, Stored, Tensor, bf16};
+use stepscope::{EagerStep, Indices, Launch, Result, Saved, Step, Stored, Tensor, bf16};
 
 use crate::predict::matmul_case::Case as Product;
 use stepscope_predict::dry_run;
@@ -70,7 +70,7 @@ struct Set<'s> {
     dy_bf16: Saved<'s, bf16>,
     rows: Saved<'s>,
     columns: Saved<'s>,
-    labels: Saved<'s, u32>,
+    labels: Indices<'s>,
     generator: Generator,
 }
 
@@ -84,7 +84,7 @@ impl<'s> Set<'s> {
             dy_bf16: step.empty(shape)?.save(),
             rows: step.empty([rows])?.save(),
             columns: step.empty([COLUMNS])?.save(),
-            labels: step.empty([rows])?.save(),
+            labels: Indices::on_device(step.empty([rows])?.save()),
             generator: Generator::new(step.device(), 7)?,
         })
     }

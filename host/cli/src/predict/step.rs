@@ -41,7 +41,7 @@ fn set_up(step: &EagerStep<'_>, work: &Work, precision: Precision, batch: usize,
     match work {
         Work::CrossAsset => {
             let (x, labels) = (vec![0.0; batch * SCALES.len() * FEATURES], vec![0; batch]);
-            let inputs = HostInputs::new().with(&x, [batch, SCALES.len(), FEATURES])?.with(&labels, [batch])?;
+            let inputs = HostInputs::new().with(&x, [batch, SCALES.len(), FEATURES])?.with_indices(&labels, [batch])?;
             if precision == Precision::Bf16 {
                 let (model, spec) = crossasset::Model::<bf16>::new()?;
                 return train(step, model, &spec, &inputs, precision, batch, until);
@@ -53,7 +53,7 @@ fn set_up(step: &EagerStep<'_>, work: &Work, precision: Precision, batch: usize,
             let mode = Mode { recompute: *recompute, documents: false };
             let shape = [batch, config.context];
             let tokens = vec![0; shape[0] * shape[1]];
-            let inputs = HostInputs::new().with(&tokens, shape)?.with(&tokens, shape)?;
+            let inputs = HostInputs::new().with_indices(&tokens, shape)?.with_indices(&tokens, shape)?;
             if precision == Precision::Bf16 {
                 let (model, spec) = Gpt::<bf16>::new(config.clone(), mode)?;
                 return train(step, model, &spec, &inputs, precision, batch, until);

@@ -8,7 +8,7 @@ use std::marker::PhantomData;
 use serde_json::json;
 use stepscope::models::{ModelConfig, Transformer};
 use stepscope::ops::{AttentionElement, GemmElement, LmHeadConfig};
-use stepscope::{DeviceBatch, ParameterGroups, ParameterSpec, Result, Saved, Tape, Var};
+use stepscope::{DeviceBatch, Indices, ParameterGroups, ParameterSpec, Result, Saved, Tape, Var};
 
 use crate::train::cli::{Arch, Size};
 
@@ -89,7 +89,7 @@ impl<S: Activation> Gpt<S> {
     pub(crate) fn hidden<'s>(
         &self,
         tape: &Tape<'_, 's>,
-        ids: Saved<'s, u32>,
+        ids: Indices<'s>,
         documents: Option<Saved<'s, u32>>,
     ) -> Result<Var<'s, S>> {
         self.layers.forward(tape, ids, documents)
@@ -102,7 +102,7 @@ impl<S: Activation> stepscope::Model for Gpt<S> {
 
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s, S>> {
         let documents = if self.mode.documents { Some(batch.input(2)?) } else { None };
-        self.hidden(tape, batch.input(0)?, documents)
+        self.hidden(tape, batch.indices(0)?, documents)
     }
 
     /// Averages over the tokens of each sample.
@@ -113,7 +113,7 @@ impl<S: Activation> stepscope::Model for Gpt<S> {
         batch: &DeviceBatch<'s>,
         weight: f32,
     ) -> Result<Var<'s>> {
-        let labels = batch.input::<u32>(1)?;
+        let labels = batch.indices(1)?;
         let tokens = labels.shape().extents()[1] as f32;
         tape.linear_cross_entropy(hidden, self.layers.head(), labels, weight / tokens, LmHeadConfig::default().tied())
     }

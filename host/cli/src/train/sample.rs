@@ -52,8 +52,8 @@ impl<S: Activation> Text<'_, S> {
         let (mut caches, mut logits) = (model.layers.caches(step)?, step.empty([1, model.config().vocabulary])?);
         let most = model.config().context.min(beginning.len() + self.count);
         for place in 0..most.saturating_sub(1) {
-            let token = step.upload(&tokens[place..=place], [1, 1])?;
-            let at = step.upload(&[place as u32], [1, 1])?;
+            let token = step.upload_indices(&tokens[place..=place], [1, 1])?;
+            let at = step.upload_indices(&[place as u32], [1, 1])?;
             step.scratch(|scratch| {
                 let next = model.layers.next(scratch, weights, [&token, &at], &mut caches)?;
                 ops::copy_into(scratch, &next, &mut scratch.lend_mut(&mut logits))

@@ -158,7 +158,7 @@ on_each_device! {
             while tokens.len() < 16 {
                 let logits = other.step(|step| {
                     let tape = Tape::new(step, parameters).evaluating();
-                    let hidden = model.hidden(&tape, step.upload(&tokens, [1, tokens.len()])?.save(), None)?;
+                    let hidden = model.hidden(&tape, step.upload_indices(&tokens, [1, tokens.len()])?, None)?;
                     let last = ops::slice(step, hidden.value(), 1, tokens.len() - 1..tokens.len())?;
                     step.read(&model.layers.logits(step, parameters, &last)?)
                 });

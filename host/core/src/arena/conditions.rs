@@ -1,5 +1,5 @@
-//! The host-side preconditions of a step's launches, which kernels cannot check: labels that are
-//! valid classes, and updates that are prepared.
+//! The host-side preconditions of a step's launches, which kernels cannot check: indices within
+//! their bounds, and updates that are prepared.
 //!
 //! Recorded launches run later, with other inputs. Invariant: every precondition that an op checks
 //! on the host during recording is checked again before each replay, before any of its work is
@@ -8,7 +8,7 @@
 #![forbid(unsafe_code)]
 
 use crate::error::{Error, Result};
-use kernels::loss::IGNORED;
+use crate::indices::IndexBound;
 use std::cell::RefCell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -69,65 +69,21 @@ impl Turns {
     }
 }
 
-/// Labels at an address, which must be below the number of classes.
-#[derive(Clone, Copy, Debug)]
-pub struct Labels {
-    pub(crate) address: u64,
-    pub(crate) classes: usize,
-    /// True if [`IGNORED`] is also allowed.
-    pub(crate) ignore: bool,
-}
-
-impl Labels {
-    /// Checks that each label is a class.
-    ///
-    /// # Errors
-    /// [`Error::Label`] with the index of the first invalid label.
-    pub(crate) fn check(self, labels: &[u32]) -> Result<()> {
-        let Self { classes, ignore, .. } = self;
-        match labels.iter().position(|&label| label as usize >= classes && !(ignore && label == IGNORED)) {
-            None => Ok(()),
-            Some(sample) => Err(Error::Label { sample, label: labels[sample], classes }),
-        }
-    }
-}
-
-/// The preconditions that a step's ops have registered so far, and the host's summary of the step's
-/// uploads.
+/// The preconditions that a recorded step's ops have registered so far.
 #[derive(Debug, Default)]
 pub(crate) struct ReplayPreconditions {
     turns: RefCell<Vec<Arc<Turns>>>,
-    labels: RefCell<Vec<Labels>>,
-    /// The address of each upload of integers, its largest value, and its largest value other than
-    /// [`IGNORED`].
-    uploads: RefCell<Vec<(u64, [u32; 2])>>,
+    /// The bounds of the step's indices, each with the number of the input that has them.
+    bounds: RefCell<Vec<(usize, IndexBound)>>,
 }
 
 impl ReplayPreconditions {
-    /// Clears the uploads when a step begins.
-    pub(crate) fn clear(&self) {
-        self.uploads.borrow_mut().clear();
-    }
-
-    /// Records an upload of integers.
-    pub(crate) fn uploaded(&self, address: u64, values: &[u32]) {
-        if let Some(&largest) = values.iter().max() {
-            let other = values.iter().copied().filter(|&value| value != IGNORED).max().unwrap_or(0);
-            self.uploads.borrow_mut().push((address, [largest, other]));
+    /// Registers the bound of an input's indices for a check before each replay.
+    pub(crate) fn bound(&self, input: usize, bound: IndexBound) {
+        let mut bounds = self.bounds.borrow_mut();
+        if !bounds.contains(&(input, bound)) {
+            bounds.push((input, bound));
         }
-    }
-
-    /// Returns true if the upload at these labels' address contained an invalid class.
-    pub(crate) fn doubts(&self, labels: Labels) -> bool {
-        let holds = |&(address, largest): &(u64, [u32; 2])| {
-            address == labels.address && largest[usize::from(labels.ignore)] as usize >= labels.classes
-        };
-        self.uploads.borrow().iter().any(holds)
-    }
-
-    /// Registers labels for a check before each replay.
-    pub(crate) fn ask_labels(&self, labels: Labels) {
-        self.labels.borrow_mut().push(labels);
     }
 
     /// Registers an update that must be prepared before each replay.
@@ -144,7 +100,7 @@ impl ReplayPreconditions {
     }
 
     /// Takes everything that each replay must check.
-    pub(crate) fn take(&self) -> (Vec<Arc<Turns>>, Vec<Labels>) {
-        (self.turns.take(), self.labels.take())
+    pub(crate) fn take(&self) -> (Vec<Arc<Turns>>, Vec<(usize, IndexBound)>) {
+        (self.turns.take(), self.bounds.take())
     }
 }

@@ -25,7 +25,7 @@ pub use buffer::Buffer;
 pub use buffer::PIECE_BYTES;
 pub use builder::ArenaBuilder;
 pub(crate) use checked::Checks;
-pub use conditions::{Labels, Turns};
+pub use conditions::Turns;
 pub use events::{ArenaObserver, ArenaTool, Event, Kind, Origin};
 pub(crate) use floor::Floor;
 pub use handle::Arena;

@@ -112,13 +112,13 @@ impl Arena {
     /// # let mut adamw = Optimizer::new(&weights, AdamW::default())?;
     /// # let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
     /// # let (x, labels) = ([0.5f32; 8], [0u32, 2]);
-    /// let inputs = HostInputs::new().with(&x, [2, 4])?.with(&labels, [2])?;
+    /// let inputs = HostInputs::new().with(&x, [2, 4])?.with_indices(&labels, [2])?;
     /// let state = (w, &mut weights, &mut gradients, &mut adamw);
     /// let mut captured = arena.capture(state, &inputs, |step, (w, weights, gradients, adamw), slots| {
     ///     gradients.zero(step)?;
     ///     let tape = Tape::new(step, weights);
     ///     let logits = tape.linear(&tape.input(slots.input::<f32>(0)?), *w, None)?;
-    ///     let loss = tape.cross_entropy(&logits, slots.input(1)?, 0.5)?;
+    ///     let loss = tape.cross_entropy(&logits, slots.indices(1)?, 0.5)?;
     ///     tape.backward(&loss, gradients)?;
     ///     adamw.apply(step, weights, gradients)?;
     ///     Ok(slots.output(loss.value()))
@@ -341,8 +341,8 @@ fn dry_run<S, R>(
         region.guard_like(guard_bytes, checks);
         let result = region.scope(|| record(&mut Step::new(&region), state, &ports.slots(&region)))?;
         let (bytes, tensors) = (region.high_water_bytes().max(ALIGN_BYTES), region.allocations() as usize);
-        let (turns, labels) = region.conditions().take();
-        ports.bind(&labels);
+        let (turns, bounds) = region.conditions().take();
+        ports.bind(&bounds);
         Ok(DryRunRecord { result, ports, turns, checks: region.take_checks(), bytes, tensors })
     })
 }

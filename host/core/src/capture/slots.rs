@@ -6,9 +6,10 @@
 
 #![forbid(unsafe_code)]
 
-use crate::arena::{ArenaInner, Buffer, Labels};
+use crate::arena::{ArenaInner, Buffer};
 use crate::device::{Device, DeviceKind, Pins};
 use crate::error::{Error, Result};
+use crate::indices::{IndexBound, Indices, Known};
 use crate::step::EagerStep;
 use crate::tensor::{Brand, Element, Memory, Saved, Shape, Source, Values};
 use std::cell::RefCell;
@@ -22,7 +23,7 @@ use std::time::Duration;
 /// ```
 /// # use stepscope::HostInputs;
 /// let (x, labels) = ([0.5f32; 6], [1u32, 0]);
-/// let inputs = HostInputs::new().with(&x, [2, 3])?.with(&labels, [2])?;
+/// let inputs = HostInputs::new().with(&x, [2, 3])?.with_indices(&labels, [2])?;
 /// # Ok::<(), stepscope::Error>(())
 /// ```
 #[derive(Clone, Debug, Default)]
@@ -30,6 +31,9 @@ pub struct HostInputs<'i> {
     values: Vec<Value<'i>>,
     variant: u64,
 }
+
+/// The element type of inputs that are indices.
+const INDEX: &str = "index";
 
 /// One input.
 #[derive(Clone, Copy, Debug)]
@@ -57,12 +61,24 @@ impl<'i> HostInputs<'i> {
     ///
     /// # Errors
     /// [`Error::Misuse`] when the shape has a different number of elements.
-    pub fn with<T: Element>(mut self, values: &'i [T], shape: impl Into<Shape>) -> Result<Self> {
-        let shape = shape.into();
+    pub fn with<T: Element>(self, values: &'i [T], shape: impl Into<Shape>) -> Result<Self> {
+        self.push(values, shape.into(), T::NAME)
+    }
+
+    /// Appends class labels or token ids. [`DeviceBatch::indices`] returns them. Ops that use them
+    /// check on the host that they are valid, before each replay if the step is captured.
+    ///
+    /// # Errors
+    /// The errors of [`HostInputs::with`].
+    pub fn with_indices(self, values: &'i [u32], shape: impl Into<Shape>) -> Result<Self> {
+        self.push(values, shape.into(), INDEX)
+    }
+
+    fn push<T: Element>(mut self, values: &'i [T], shape: Shape, element: &'static str) -> Result<Self> {
         if shape.checked_elements() != Some(values.len()) {
             return Err(Error::misuse("inputs", format!("a shape of {} elements", values.len()), shape.to_string()));
         }
-        let form = InputSignature { element: T::NAME, element_bytes: size_of::<T>(), shape };
+        let form = InputSignature { element, element_bytes: size_of::<T>(), shape };
         self.values.push(Value { form, values: T::erase_values(values) });
         Ok(self)
     }
@@ -129,7 +145,7 @@ impl<T: Element> fmt::Debug for Output<T> {
 /// Inputs on the device, by position.
 #[derive(Clone, Debug)]
 pub struct DeviceBatch<'s> {
-    inputs: Vec<(Memory<u8>, InputSignature)>,
+    inputs: Vec<(Memory<u8>, InputSignature, Known)>,
     brand: Brand<'s>,
 }
 
@@ -139,15 +155,29 @@ impl<'s> DeviceBatch<'s> {
     /// # Errors
     /// [`Error::Misuse`] when there is no such input, or it has another element type.
     pub fn input<T: Element>(&self, number: usize) -> Result<Saved<'s, T>> {
-        let Some((memory, form)) = self.inputs.get(number) else {
+        let (memory, shape, _) = self.find(number, T::NAME)?;
+        Ok(Saved::new(memory.cast(), shape))
+    }
+
+    /// The class labels or token ids of this number, which [`HostInputs::with_indices`] appended.
+    ///
+    /// # Errors
+    /// The errors of [`DeviceBatch::input`].
+    pub fn indices(&self, number: usize) -> Result<Indices<'s>> {
+        let (memory, shape, known) = self.find(number, INDEX)?;
+        Ok(Indices::new(memory.cast(), shape, known))
+    }
+
+    fn find(&self, number: usize, element: &str) -> Result<(Memory<u8>, Shape, Known)> {
+        let Some(&(memory, form, known)) = self.inputs.get(number) else {
             let expected = format!("one of {} inputs", self.inputs.len());
             return Err(Error::misuse("input", expected, format!("input {number}")));
         };
-        if form.element != T::NAME {
+        if form.element != element {
             let got = format!("{} {}", form.element, form.shape);
-            return Err(Error::misuse("input", format!("input {number} of {} elements", T::NAME), got));
+            return Err(Error::misuse("input", format!("input {number} of {element} elements"), got));
         }
-        Ok(Saved::new(memory.cast(), form.shape))
+        Ok((memory, form.shape, known))
     }
 }
 
@@ -161,12 +191,12 @@ impl<'s> EagerStep<'s> {
     pub fn upload_inputs(&self, inputs: &HostInputs<'_>) -> Result<DeviceBatch<'s>> {
         let mut batch = DeviceBatch { inputs: Vec::new(), brand: PhantomData };
         for Value { form, values } in &inputs.values {
-            let memory = match *values {
-                Values::F32(values) => self.upload(values, form.shape)?.memory().bytes(),
-                Values::Bf16(values) => self.upload(values, form.shape)?.memory().bytes(),
-                Values::U32(values) => self.upload(values, form.shape)?.memory().bytes(),
+            let (memory, known) = match *values {
+                Values::F32(values) => (self.upload(values, form.shape)?.memory().bytes(), Known::Nothing),
+                Values::Bf16(values) => (self.upload(values, form.shape)?.memory().bytes(), Known::Nothing),
+                Values::U32(values) => (self.upload(values, form.shape)?.memory().bytes(), Known::of(values)),
             };
-            batch.inputs.push((memory, *form));
+            batch.inputs.push((memory, *form, known));
         }
         Ok(batch)
     }
@@ -193,6 +223,14 @@ impl<'s> CaptureInputs<'s> {
     /// The errors of [`DeviceBatch::input`].
     pub fn input<T: Element>(&self, number: usize) -> Result<Saved<'s, T>> {
         self.batch.input(number)
+    }
+
+    /// The class labels or token ids of this number; see [`DeviceBatch::indices`].
+    ///
+    /// # Errors
+    /// The errors of [`DeviceBatch::indices`].
+    pub fn indices(&self, number: usize) -> Result<Indices<'s>> {
+        self.batch.indices(number)
     }
 
     /// The number set by [`HostInputs::variant`].
@@ -229,8 +267,8 @@ const LEAST_TRANSIT_BYTES: usize = 64 << 10;
 struct Port {
     memory: Memory<u8>,
     transit: Option<Buffer<u32>>,
-    /// The checks of its values, if they are labels.
-    labels: Vec<Labels>,
+    /// The bounds of its indices.
+    bounds: Vec<IndexBound>,
 }
 
 /// The inputs and outputs of a recording.
@@ -252,7 +290,7 @@ impl Ports {
             // An input of this size existed when the key was made, so the product does not
             // overflow.
             let memory = region.slot(form.shape.elements() * form.element_bytes)?;
-            Ok(Port { memory, transit: None, labels: Vec::new() })
+            Ok(Port { memory, transit: None, bounds: Vec::new() })
         };
         let inputs = key.forms.iter().map(port).collect::<Result<_>>()?;
         let (outputs, announced) = (RefCell::default(), RefCell::default());
@@ -264,18 +302,17 @@ impl Ports {
         self.announced.borrow().clone()
     }
 
-    /// Marks the inputs that the recorded ops used as labels.
-    pub(super) fn bind(&mut self, asked: &[Labels]) {
-        for port in &mut self.inputs {
-            let address = port.memory.as_slice().address();
-            port.labels = asked.iter().copied().filter(|labels| labels.address == address).collect();
+    /// Keeps the bounds of the recorded ops, each with the number of its input.
+    pub(super) fn bind(&mut self, bounds: &[(usize, IndexBound)]) {
+        for &(input, bound) in bounds {
+            self.inputs[input].bounds.push(bound);
         }
     }
 
-    /// Checks the labels among the inputs.
+    /// Checks the indices among the inputs.
     pub(super) fn check(&self, inputs: &HostInputs<'_>) -> Result<()> {
         self.inputs.iter().zip(&inputs.values).try_for_each(|(port, value)| match value.values {
-            Values::U32(values) => port.labels.iter().try_for_each(|labels| labels.check(values)),
+            Values::U32(values) => port.bounds.iter().try_for_each(|bound| bound.check(values)),
             Values::F32(_) | Values::Bf16(_) => Ok(()),
         })
     }
@@ -297,7 +334,8 @@ impl Ports {
 
     /// The view of the slots that the recorded function, whose step has this region, receives.
     pub(super) fn slots<'r>(&'r self, region: &'r ArenaInner) -> CaptureInputs<'r> {
-        let inputs = self.inputs.iter().map(|port| port.memory).zip(self.key.forms.iter().copied()).collect();
+        let ports = self.inputs.iter().zip(&self.key.forms).enumerate();
+        let inputs = ports.map(|(number, (port, form))| (port.memory, *form, Known::Input(number))).collect();
         CaptureInputs { ports: self, region, batch: DeviceBatch { inputs, brand: PhantomData } }
     }
 

@@ -3,19 +3,20 @@
 
 use super::{add_bias, fill_into, same_shape, sum_rows_into};
 use crate::error::{Error, Result};
+use crate::indices::{IndexBound, IndexSource, Indices};
 use crate::ops;
 use crate::params::Parameter;
 use crate::step::Step;
 use crate::tape::{Tape, Var};
-use crate::tensor::{AnyTensor, Element, Lent, LentMut, Saved, Shape, Source, Stored, Target, Tensor};
+use crate::tensor::{AnyTensor, Element, Lent, LentMut, Shape, Source, Stored, Target, Tensor};
 use kernels::embedding as kernel;
 
 /// `y[.., c] = table[ids[..], c]`; `table`: `[rows, cols]`, `ids`: up to three extents, `y`: those
 /// extents and `cols`, of any stored type.
 ///
-/// An id without a row is an error if the host has the ids. It has them if they were uploaded in
-/// this step, or are an input of a captured one. Any other such id produces a row of NaN. Queued,
-/// one launch; no scratch.
+/// An id without a row is an error if the host knows the ids, as it does for [`Indices`] that were
+/// uploaded or are an input. Any other such id produces a row of NaN. Queued, one launch; no
+/// scratch.
 ///
 /// # Errors
 /// [`Error::Misuse`] for other extents. [`Error::Label`] with the id's index, here or at the
@@ -24,10 +25,10 @@ use kernels::embedding as kernel;
 pub fn embedding<'s, S: Stored>(
     step: &Step<'s>,
     table: &impl Source<'s, f32>,
-    ids: &impl Source<'s, u32>,
+    ids: &impl IndexSource<'s>,
 ) -> Result<Tensor<'s, S>> {
     let ([rows, cols], shape) = forms("embedding", table.shape(), ids.shape())?;
-    step.check_labels(ids, rows)?;
+    let ids = ids.within(step, IndexBound::below(rows))?;
     let mut y = step.empty(shape)?;
     if shape.elements() > 0 {
         step.launch(kernel::embedding_forward { table: table.slice(), ids: ids.slice(), cols, y: y.out() })?;
@@ -50,12 +51,12 @@ pub fn embedding<'s, S: Stored>(
 pub fn embedding_backward<'s, S: Stored>(
     step: &Step<'s>,
     dy: &impl Source<'s, S>,
-    ids: &impl Source<'s, u32>,
+    ids: &impl IndexSource<'s>,
     dtable: &mut impl Target<'s, f32>,
     accumulate: bool,
 ) -> Result<()> {
     const OP: &str = "embedding_backward";
-    let ([_, cols], shape) = forms(OP, dtable.shape(), ids.shape())?;
+    let ([rows, cols], shape) = forms(OP, dtable.shape(), ids.shape())?;
     same_shape(OP, shape, dy.shape())?;
     if !accumulate {
         fill_into(step, dtable, 0.0)?;
@@ -64,7 +65,7 @@ pub fn embedding_backward<'s, S: Stored>(
     if count == 0 || cols == 0 {
         return Ok(());
     }
-    let (sorted, order) = sorted(step, ids)?;
+    let (sorted, order) = sorted(step, ids.within(step, IndexBound::below(rows))?)?;
     let length = dtable.shape().elements();
     let mut partials = step.empty([count.div_ceil(kernel::CHUNK), cols])?;
     step.launch(kernel::rows_sum {
@@ -112,10 +113,10 @@ fn sorted<'s>(step: &Step<'s>, ids: &impl Source<'s, u32>) -> Result<(Tensor<'s,
 pub fn gather<'s, S: Stored>(
     step: &Step<'s>,
     x: &impl Source<'s, S>,
-    ids: &impl Source<'s, u32>,
+    ids: &impl IndexSource<'s>,
 ) -> Result<Tensor<'s, S>> {
     let ([rows, cols], shape) = forms("gather", x.shape(), ids.shape())?;
-    step.check_labels(ids, rows)?;
+    let ids = ids.within(step, IndexBound::below(rows))?;
     let mut y = step.empty(shape)?;
     if shape.elements() > 0 {
         step.launch(kernel::gather { x: x.slice(), ids: ids.slice(), cols, y: y.out() })?;
@@ -133,7 +134,7 @@ pub fn gather<'s, S: Stored>(
 pub fn gather_backward<'s, S: Stored>(
     step: &Step<'s>,
     dy: &impl Source<'s, S>,
-    ids: &impl Source<'s, u32>,
+    ids: &impl IndexSource<'s>,
     rows: usize,
 ) -> Result<Tensor<'s, S>> {
     let cols = dy.shape().extents().last().copied().unwrap_or(0);
@@ -220,7 +221,7 @@ impl<'s> Tape<'_, 's> {
     /// result: those extents and `cols`. Backward is [`ops::embedding_backward`]. Another op, such
     /// as the language model's head, may share the parameter.
     #[track_caller]
-    pub fn embedding<S: Stored>(&self, table: Parameter, ids: Saved<'s, u32>) -> Result<Var<'s, S>> {
+    pub fn embedding<S: Stored>(&self, table: Parameter, ids: Indices<'s>) -> Result<Var<'s, S>> {
         let op = self.op("embedding", [])?;
         let y = ops::embedding(self.step(), &op.weights(table)?, &ids)?;
         Ok(op.record(y.save(), move |back, dy| {
@@ -235,7 +236,7 @@ impl<'s> Tape<'_, 's> {
     /// Records [`ops::gather`]; `x`: `[rows, cols]`, `ids`: up to three extents, result: those
     /// extents and `cols`. Backward is [`ops::gather_backward`].
     #[track_caller]
-    pub fn gather<S: Stored>(&self, x: &Var<'s, S>, ids: Saved<'s, u32>) -> Result<Var<'s, S>> {
+    pub fn gather<S: Stored>(&self, x: &Var<'s, S>, ids: Indices<'s>) -> Result<Var<'s, S>> {
         let op = self.op("gather", [x])?;
         let (y, x) = (ops::gather(self.step(), x.value(), &ids)?, *x);
         Ok(op.record(y.save(), move |back, dy| {

@@ -15,11 +15,12 @@ use super::loss::losses_into;
 use super::reduce::scaled_sum_into;
 use super::{Gemm, GemmElement, LabelRules, fill_into, gemm_into};
 use crate::error::{Error, Result};
+use crate::indices::{IndexSource, Indices};
 use crate::ops;
 use crate::params::Parameter;
 use crate::step::Step;
 use crate::tape::{Tape, Var};
-use crate::tensor::{Element, Lent, LentMut, Saved, Shape, Source, Target, Tensor};
+use crate::tensor::{Element, Lent, LentMut, Shape, Source, Target, Tensor};
 use kernels::loss::loss_rows;
 
 /// The matrix layout and the label rules of [`linear_cross_entropy`].
@@ -100,13 +101,13 @@ pub fn linear_cross_entropy<'s, S: GemmElement<S> + GemmElement<f32>>(
     step: &Step<'s>,
     hidden: &impl Source<'s, S>,
     w: &impl Source<'s, S>,
-    labels: &impl Source<'s, u32>,
+    labels: &impl IndexSource<'s>,
     weight: f32,
     form: &LmHeadConfig,
 ) -> Result<(Tensor<'s>, Tensor<'s, S>, Tensor<'s>)> {
     const OP: &str = "linear_cross_entropy";
     let ([rows, width], vocabulary) = extents(OP, hidden.shape(), w.shape(), labels.shape(), form.tied)?;
-    form.rules.check(OP, step, labels, vocabulary)?;
+    let labels = form.rules.check(OP, step, labels, vocabulary)?;
     let (mut loss, mut dhidden, mut dw) = (step.empty([1])?, step.empty(hidden.shape())?, step.empty(w.shape())?);
     let mut losses = step.empty([rows.div_ceil(loss_rows(vocabulary))])?;
     if rows == 0 {
@@ -188,7 +189,7 @@ impl<'s> Tape<'_, 's> {
         &self,
         hidden: &Var<'s, S>,
         w: Parameter,
-        labels: Saved<'s, u32>,
+        labels: Indices<'s>,
         weight: f32,
         form: LmHeadConfig,
     ) -> Result<Var<'s>> {

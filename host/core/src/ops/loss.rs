@@ -2,6 +2,7 @@
 
 use super::{fill, same_shape, scaled_sum};
 use crate::error::{Error, Result};
+use crate::indices::{IndexBound, IndexSource, Indices};
 use crate::ops;
 use crate::step::Step;
 use crate::tape::{Tape, Var};
@@ -13,9 +14,9 @@ pub use kernels::loss::IGNORED;
 /// `[1]`, and its gradient `dlogits[r, c] = weight (softmax(logits)[r, c] - [c = labels[r]])`;
 /// `logits`, `dlogits`: `[rows, classes]`, `labels`: `[rows]`. Returns both.
 ///
-/// A label without a class is an error if the host has the labels. It has them if they were
-/// uploaded in this step, or are an input of a captured one. Any other such label makes the loss
-/// and its row's gradients NaN.
+/// A label without a class is an error if the host knows the labels, as it does for [`Indices`]
+/// that were uploaded or are an input. Any other such label makes the loss and its row's gradients
+/// NaN.
 ///
 /// Queued; one launch if the rows fit a block (256 rows of up to 16 classes). Scratch: one value
 /// per block.
@@ -27,7 +28,7 @@ pub use kernels::loss::IGNORED;
 pub fn cross_entropy<'s, S: Stored>(
     step: &Step<'s>,
     logits: &impl Source<'s, S>,
-    labels: &impl Source<'s, u32>,
+    labels: &impl IndexSource<'s>,
     weight: f32,
 ) -> Result<(Tensor<'s>, Tensor<'s, S>)> {
     cross_entropy_by(step, logits, labels, weight, LabelRules::default())
@@ -54,7 +55,7 @@ pub struct LabelRules {
 pub fn cross_entropy_by<'s, S: Stored>(
     step: &Step<'s>,
     logits: &impl Source<'s, S>,
-    labels: &impl Source<'s, u32>,
+    labels: &impl IndexSource<'s>,
     weight: f32,
     rules: LabelRules,
 ) -> Result<(Tensor<'s>, Tensor<'s, S>)> {
@@ -66,7 +67,7 @@ pub fn cross_entropy_by<'s, S: Stored>(
             return Err(Error::misuse(OP, "logits [rows, classes] and labels [rows]", got));
         }
     };
-    rules.check(OP, step, labels, classes)?;
+    let labels = rules.check(OP, step, labels, classes)?;
     let mut dlogits = step.empty(logits.shape())?;
     if rows == 0 {
         return Ok((fill(step, [1], 0.0)?, dlogits));
@@ -79,19 +80,21 @@ pub fn cross_entropy_by<'s, S: Stored>(
 }
 
 impl LabelRules {
-    /// Checks the rules, and the labels as far as the host has them, for this many classes.
+    /// Checks the rules, and the labels that the host knows, for this many classes. Returns the
+    /// labels.
     #[track_caller]
-    pub(super) fn check<'s>(
+    pub(super) fn check<'a, 's, I: IndexSource<'s>>(
         self,
         op: &'static str,
         step: &Step<'s>,
-        labels: &impl Source<'s, u32>,
+        labels: &'a I,
         classes: usize,
-    ) -> Result<()> {
+    ) -> Result<&'a I::Values> {
         if !(0.0..1.0).contains(&self.smoothing) {
             return Err(Error::misuse(op, "a smoothing in [0, 1)", self.smoothing.to_string()));
         }
-        if self.ignore { step.check_labels_but_ignored(labels, classes) } else { step.check_labels(labels, classes) }
+        let bound = IndexBound::below(classes);
+        labels.within(step, if self.ignore { bound.or_ignored() } else { bound })
     }
 }
 
@@ -197,12 +200,7 @@ impl<'s> Tape<'_, 's> {
     /// with micro-batches, 1 / the rows of all of them. The gradient is computed in the same
     /// launch. See [`ops::cross_entropy`].
     #[track_caller]
-    pub fn cross_entropy<S: Stored>(
-        &self,
-        logits: &Var<'s, S>,
-        labels: Saved<'s, u32>,
-        weight: f32,
-    ) -> Result<Var<'s>> {
+    pub fn cross_entropy<S: Stored>(&self, logits: &Var<'s, S>, labels: Indices<'s>, weight: f32) -> Result<Var<'s>> {
         let op = self.op("cross_entropy", [logits])?;
         let (loss, dlogits) = ops::cross_entropy(self.step(), logits.value(), &labels, weight)?;
         op.record_scalar(loss.save(), logits, move |_| Ok(dlogits))
@@ -213,7 +211,7 @@ impl<'s> Tape<'_, 's> {
     pub fn cross_entropy_by<S: Stored>(
         &self,
         logits: &Var<'s, S>,
-        labels: Saved<'s, u32>,
+        labels: Indices<'s>,
         weight: f32,
         rules: LabelRules,
     ) -> Result<Var<'s>> {

@@ -24,5 +24,6 @@ mod var;
 pub use backward::Backward;
 pub use op::Op;
 pub use recompute_input::RecomputeInput;
+pub(crate) use recompute_input::{Lender, sealed::Sealed};
 pub use record::Tape;
 pub use var::{AnyVar, Var};

@@ -2,10 +2,11 @@
 
 use super::Scope;
 use stepscope_core::error::Result;
+use stepscope_core::indices::Indices;
 use stepscope_core::initializer::Initializer;
 use stepscope_core::params::Parameter;
 use stepscope_core::tape::{Tape, Var};
-use stepscope_core::tensor::{Saved, Stored};
+use stepscope_core::tensor::Stored;
 
 /// A table whose rows are looked up by number; `weight`: `[rows, cols]`, as in
 /// `torch.nn.Embedding`.
@@ -24,7 +25,7 @@ impl Embedding {
 
     /// Looks up the rows of these ids; see [`Tape::embedding`].
     #[track_caller]
-    pub fn forward<'s, S: Stored>(&self, tape: &Tape<'_, 's>, ids: Saved<'s, u32>) -> Result<Var<'s, S>> {
+    pub fn forward<'s, S: Stored>(&self, tape: &Tape<'_, 's>, ids: Indices<'s>) -> Result<Var<'s, S>> {
         tape.embedding(self.weight, ids)
     }
 

@@ -47,7 +47,7 @@ pub trait Model {
         batch: &DeviceBatch<'s>,
         weight: f32,
     ) -> Result<Var<'s>> {
-        tape.cross_entropy(&tape.to_f32(output)?, batch.input(1)?, weight)
+        tape.cross_entropy(&tape.to_f32(output)?, batch.indices(1)?, weight)
     }
 
     /// Returns a parameter whose gradient norm is reported with each update.

@@ -42,7 +42,7 @@ const LINE_EVERY: Duration = Duration::from_secs(10);
 /// #         2
 /// #     }
 /// #     fn inputs(&self) -> Result<HostInputs<'_>> {
-/// #         HostInputs::new().with(&self.0, [2, 2])?.with(&self.1, [2])
+/// #         HostInputs::new().with(&self.0, [2, 2])?.with_indices(&self.1, [2])
 /// #     }
 /// # }
 /// fn train<M: Model, S: HostBatch>(trainer: &mut Trainer<'_, M>, batches: Vec<Result<Vec<S>>>, samples: usize) -> Result<()> {

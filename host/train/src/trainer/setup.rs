@@ -41,7 +41,7 @@ use stepscope_core::shortage::MemoryForecast;
 ///     }
 ///
 ///     fn inputs(&self) -> Result<HostInputs<'_>> {
-///         HostInputs::new().with(&self.0, [self.1.len(), 2])?.with(&self.1, [self.1.len()])
+///         HostInputs::new().with(&self.0, [self.1.len(), 2])?.with_indices(&self.1, [self.1.len()])
 ///     }
 /// }
 ///

@@ -1,0 +1,204 @@
+//! Indices on the device: class labels and token ids, with the host's knowledge of them.
+//!
+//! An upload of indices is a type of its own, so that an op can check its bound on the host.
+//!
+//! Invariant: an op reads indices only through [`IndexSource`]. Each index that the host knows is
+//! therefore below the op's bound before anything is queued: indices of an upload when the op is
+//! called, and inputs of a recorded step before each replay.
+
+#![forbid(unsafe_code)]
+
+use crate::error::{Error, Result};
+use crate::step::{EagerStep, Step};
+use crate::tape::{Lender, RecomputeInput, Sealed as Kept};
+use crate::tensor::{Memory, Saved, Shape, Source};
+use kernels::loss::IGNORED;
+use std::fmt;
+
+/// Class labels or token ids: integers that index classes or rows. [`EagerStep::upload_indices`]
+/// and [`DeviceBatch::indices`](crate::DeviceBatch::indices) make them. They are read-only until
+/// their step ends.
+#[derive(Clone, Copy)]
+pub struct Indices<'s> {
+    values: Saved<'s, u32>,
+    known: Known,
+}
+
+/// The host's knowledge of indices.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Known {
+    /// The largest index of an upload, and its largest index other than [`IGNORED`].
+    Largest([u32; 2]),
+    /// The number of an input of a recorded step. Each replay has other indices.
+    Input(usize),
+    /// Only the device has the indices.
+    Nothing,
+}
+
+impl Known {
+    /// Returns the host's knowledge of uploaded indices.
+    pub(crate) fn of(values: &[u32]) -> Self {
+        let largest = |all: &mut dyn Iterator<Item = u32>| all.max().unwrap_or(0);
+        let counted = largest(&mut values.iter().copied().filter(|&value| value != IGNORED));
+        Self::Largest([largest(&mut values.iter().copied()), counted])
+    }
+}
+
+/// The bound of an op's indices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IndexBound {
+    classes: usize,
+    /// True if [`IGNORED`] is also allowed.
+    ignored: bool,
+}
+
+impl IndexBound {
+    /// Requires that all indices are below `classes`.
+    pub fn below(classes: usize) -> Self {
+        Self { classes, ignored: false }
+    }
+
+    /// Allows [`IGNORED`](crate::ops::IGNORED), too.
+    #[must_use]
+    pub fn or_ignored(self) -> Self {
+        Self { ignored: true, ..self }
+    }
+
+    /// Checks indices on the host.
+    ///
+    /// # Errors
+    /// [`Error::Label`] with the place of the first invalid index.
+    pub(crate) fn check(self, indices: &[u32]) -> Result<()> {
+        let Self { classes, ignored } = self;
+        match indices.iter().position(|&label| label as usize >= classes && !(ignored && label == IGNORED)) {
+            None => Ok(()),
+            Some(sample) => Err(Error::Label { sample, label: indices[sample], classes }),
+        }
+    }
+}
+
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` has no indices that an op of this step can check",
+    note = "indices come from `upload_indices` or from an input's `indices`; `OnDevice` has those that the host cannot know"
+)]
+/// Indices that an op of the step `'s` can read: [`Indices`], or [`OnDevice`].
+pub trait IndexSource<'s>: sealed::Sealed {
+    /// The tensor that has the indices.
+    type Values: Source<'s, u32>;
+
+    /// The extents.
+    fn shape(&self) -> Shape;
+
+    /// Returns the tensor, if all indices that the host knows are within the bound. An op calls
+    /// this before it queues anything. Inputs of a recorded step are checked before each replay.
+    ///
+    /// # Errors
+    /// [`Error::Label`] with the place of the first invalid index.
+    fn within(&self, step: &Step<'s>, bound: IndexBound) -> Result<&Self::Values>;
+}
+
+impl<'s> Indices<'s> {
+    pub(crate) fn new(memory: Memory<u32>, shape: Shape, known: Known) -> Self {
+        Self { values: Saved::new(memory, shape), known }
+    }
+
+    /// Uses integers that only the device has as indices. The host does not check them. Ops turn
+    /// rows with an invalid index into NaN.
+    pub fn on_device(values: Saved<'s, u32>) -> Self {
+        Self { values, known: Known::Nothing }
+    }
+
+    /// The extents.
+    pub fn shape(&self) -> Shape {
+        self.values.shape()
+    }
+
+    /// The indices as plain integers.
+    pub fn values(&self) -> &Saved<'s, u32> {
+        &self.values
+    }
+
+    /// Returns the same indices with other extents.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when the number of elements differs.
+    pub fn reshape(self, shape: impl Into<Shape>) -> Result<Self> {
+        Ok(Self { values: self.values.reshape(shape)?, ..self })
+    }
+
+    /// Returns the indices for a scope that ends before `'s`.
+    pub(crate) fn lend<'i>(&self) -> Indices<'i> {
+        Indices::new(self.values.memory(), self.shape(), self.known)
+    }
+}
+
+impl<'s> IndexSource<'s> for Indices<'s> {
+    type Values = Saved<'s, u32>;
+
+    fn shape(&self) -> Shape {
+        self.values.shape()
+    }
+
+    fn within(&self, step: &Step<'s>, bound: IndexBound) -> Result<&Saved<'s, u32>> {
+        match self.known {
+            Known::Largest(largest) if largest[usize::from(bound.ignored)] as usize >= bound.classes => {
+                // An empty upload has no index, and a dry run has none on its device.
+                bound.check(&self.values.memory().download(step.device(), step.region().time_left())?)?;
+            }
+            Known::Input(number) => step.region().conditions().bound(number, bound),
+            Known::Largest(_) | Known::Nothing => {}
+        }
+        Ok(&self.values)
+    }
+}
+
+/// Integers that only the device has, used as indices: the output of a kernel, or a buffer lent to
+/// the step. The host does not check them. Ops turn rows with an invalid index into NaN.
+#[derive(Debug)]
+pub struct OnDevice<'a, I>(pub &'a I);
+
+impl<'s, I: Source<'s, u32>> IndexSource<'s> for OnDevice<'_, I> {
+    type Values = I;
+
+    fn shape(&self) -> Shape {
+        self.0.shape()
+    }
+
+    fn within(&self, _: &Step<'s>, _: IndexBound) -> Result<&I> {
+        Ok(self.0)
+    }
+}
+
+impl<'s> EagerStep<'s> {
+    /// Uploads class labels or token ids. Ops that use them check on the host that they are valid.
+    ///
+    /// # Errors
+    /// The errors of [`EagerStep::upload`].
+    #[track_caller]
+    pub fn upload_indices(&self, values: &[u32], shape: impl Into<Shape>) -> Result<Indices<'s>> {
+        Ok(Indices { values: self.upload(values, shape)?.save(), known: Known::of(values) })
+    }
+}
+
+mod sealed {
+    pub trait Sealed {}
+
+    impl Sealed for super::Indices<'_> {}
+    impl<I> Sealed for super::OnDevice<'_, I> {}
+}
+
+impl Kept for Indices<'_> {}
+
+impl<'s> RecomputeInput<'s> for Indices<'s> {
+    type Lent<'i> = Indices<'i>;
+
+    fn lend<'i>(&self, _: &mut Lender) -> Result<Indices<'i>> {
+        Ok(Indices::lend(self))
+    }
+}
+
+impl fmt::Debug for Indices<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Indices{}", self.shape())
+    }
+}
