@@ -54,7 +54,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 200, value_parser = up_to(1 << 20))]
     tokens: usize,
 
-    /// Tokens for which caches of keys and values are allocated [default: 4096, or the model's if
+    /// Tokens for which caches of keys and values are allocated [default: 1024, or the model's if
     /// they are fewer]
     #[arg(long, value_name = "TOKENS", value_parser = up_to(1 << 20))]
     context: Option<usize>,
@@ -91,10 +91,7 @@ pub(crate) fn main(args: &Args) -> ExitCode {
 
 fn text(args: &Args) -> Outcome<String> {
     let folder = &args.weights;
-    let mut weights = weights::read(folder, args.context)?;
-    if args.context.is_none() {
-        weights.truncate(weights.config.context.min(4096))?;
-    }
+    let weights = weights::read(folder, args.context)?;
     let name = match &args.tokenizer {
         Some(name) => name.clone(),
         None => folder.join("tokenizer.json").display().to_string(),

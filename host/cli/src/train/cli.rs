@@ -21,8 +21,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE", num_args = 1..)]
     pub(crate) data: Vec<PathBuf>,
 
-    /// Tokenizer: bytes, gpt2, or the path of a tokenizer.json [default: gpt2 for .bin files and
-    /// for GPT-2 --weights, else bytes]
+    /// Tokenizer: bytes, gpt2, or the path of a tokenizer.json [default: the one next to --weights;
+    /// else gpt2 for .bin files and for GPT-2's weights, else bytes]
     #[arg(long, value_name = "bytes|gpt2|FILE")]
     pub(crate) tokenizer: Option<String>,
 
@@ -47,7 +47,7 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t = Precision::F32)]
     pub(crate) precision: Precision,
 
-    /// Tokens per sample [default: 128 for tiny, else 1024]
+    /// Tokens per sample [default: 128 for tiny, else 1024; at most what --weights allow]
     #[arg(long, value_name = "TOKENS", value_parser = up_to(1 << 20))]
     pub(crate) context: Option<usize>,
 

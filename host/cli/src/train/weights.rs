@@ -7,16 +7,19 @@ use stepscope::models::Weights;
 
 use crate::train::bad_input::{Outcome, bad};
 
+/// The most tokens in a sample, unless the command line says otherwise. Models of today allow a
+/// hundred thousand and more, for which no memory suffices.
+const DEFAULT_CONTEXT: usize = 1024;
+
 /// Reads a folder, for samples of at most `context` tokens.
 pub(crate) fn read(folder: &Path, context: Option<usize>) -> Outcome<Weights> {
     let mut weights = Weights::read(folder).map_err(refused)?;
-    if let Some(context) = context {
-        let most = weights.config.context;
-        if context > most {
-            return Err(bad(folder.display(), format!("has a context of {most}, got --context {context}")));
-        }
-        weights.truncate(context)?;
+    let most = weights.config.context;
+    let context = context.unwrap_or(most.min(DEFAULT_CONTEXT));
+    if context > most {
+        return Err(bad(folder.display(), format!("has a context of {most}, got --context {context}")));
     }
+    weights.truncate(context)?;
     Ok(weights)
 }
 
