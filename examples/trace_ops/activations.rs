@@ -1,48 +1,9 @@
-//! Activations, gates and dropout.
+//! Gates, dropout, and GELU after a bias.
 
 use crate::case::{Case, Run, both};
 use stepscope::{Result, ops};
 
 pub(crate) const CASES: &[&[(&str, Run)]] = &[
-    &both!("tanh", <S>, |c| {
-        c.pointwise::<S>(|c, x, dy| {
-            let y = ops::tanh(c.step, x)?;
-            c.kept("y", &y)?;
-            ops::tanh_backward(c.step, &y, dy)
-        })
-    }),
-    &both!("gelu", <S>, |c| {
-        c.pointwise::<S>(|c, x, dy| {
-            c.result("y", &ops::gelu(c.step, x)?)?;
-            ops::gelu_backward(c.step, x, dy)
-        })
-    }),
-    &both!("relu", <S>, |c| {
-        c.pointwise::<S>(|c, x, dy| {
-            let y = ops::relu(c.step, x)?;
-            c.result("y", &y)?;
-            ops::relu_backward(c.step, &y, dy)
-        })
-    }),
-    &both!("sigmoid", <S>, |c| {
-        c.pointwise::<S>(|c, x, dy| {
-            let y = ops::sigmoid(c.step, x)?;
-            c.kept("y", &y)?;
-            ops::sigmoid_backward(c.step, &y, dy)
-        })
-    }),
-    &both!("silu", <S>, |c| {
-        c.pointwise::<S>(|c, x, dy| {
-            c.result("y", &ops::silu(c.step, x)?)?;
-            ops::silu_backward(c.step, x, dy)
-        })
-    }),
-    &both!("gelu_exact", <S>, |c| {
-        c.pointwise::<S>(|c, x, dy| {
-            c.result("y", &ops::gelu_exact(c.step, x)?)?;
-            ops::gelu_exact_backward(c.step, x, dy)
-        })
-    }),
     &both!("swiglu", <S>, |c| {
         let shape = c.extents([70, 300]);
         c.longest(1);

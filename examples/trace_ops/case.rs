@@ -189,17 +189,6 @@ impl<'s> Case<'_, 's> {
         self.file.borrow_mut().add(format!("{}.{way}.{name}", self.name), shape, values);
     }
 
-    /// Traces an elementwise function: `op` records its result and returns the derivative.
-    pub(crate) fn pointwise<S: Traced>(
-        &self,
-        op: impl Fn(&Self, &Tensor<'s, S>, &Tensor<'s, S>) -> Result<Tensor<'s, S>>,
-    ) -> Result<()> {
-        let shape = self.extents([70, 300]);
-        self.longest(1);
-        let (x, dy) = (self.operand("x", shape)?, self.operand("dy", shape)?);
-        self.result("dx", &op(self, &x, &dy)?)
-    }
-
     /// Traces a function of two tensors of the same shape.
     pub(crate) fn pair<S: Traced>(
         &self,

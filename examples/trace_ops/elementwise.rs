@@ -1,12 +1,9 @@
-//! Elementwise sums and products, casts and copies.
+//! Sums in place, scalings, casts and copies.
 
 use crate::case::{Case, Run, both, one};
 use stepscope::{Result, ops};
 
 pub(crate) const CASES: &[&[(&str, Run)]] = &[
-    &both!("add", <S>, |c| c.pair::<S>(|c, a, b| ops::add(c.step, a, b))),
-    &both!("sub", <S>, |c| c.pair::<S>(|c, a, b| ops::sub(c.step, a, b))),
-    &both!("mul", <S>, |c| c.pair::<S>(|c, a, b| ops::mul(c.step, a, b))),
     &both!("add_assign", <S>, |c| {
         c.pair::<S>(|c, a, b| {
             let mut out = ops::copy(c.step, a)?;

@@ -13,6 +13,7 @@
 //! | `OP.SEED.out.y` | the result |
 //! | `OP.SEED.out.dNAME` | the gradient of an operand |
 //! | note `OP.SEED` | the largest allowed relative L2 error |
+//! | note `y of OP`, `dx of OP` | the formulas of a declared op, which JAX evaluates |
 //!
 //! `OP_bf16` is the op on BF16 tensors. Its operands are BF16 values. `half` instead of `out` means
 //! that the result was rounded to BF16. A rounded activation that backward reads is also an
@@ -31,6 +32,7 @@ mod tensor_file;
 mod activations;
 mod attention;
 mod case;
+mod declared;
 mod elementwise;
 mod losses;
 mod places;
@@ -40,6 +42,7 @@ mod updates;
 
 use case::{Case, Run};
 use clap::Parser;
+use declared::RunRow;
 use std::cell::RefCell;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -62,7 +65,7 @@ struct Args {
 /// The seeds of each case's shapes and values.
 const SEEDS: std::ops::Range<u64> = 0..4;
 
-/// All cases. Each gives the length of the longest sum in the op or its backward: 1 for a single
+/// The cases of ops without a declaration. Each gives the length of the longest sum in the op or its backward: 1 for a single
 /// rounding, 0 for no rounding.
 const GROUPS: [&[&[(&str, Run)]]; 8] = [
     activations::CASES,
@@ -89,7 +92,16 @@ fn run(args: &Args) -> Result<()> {
     let device = Device::open(args.device)?;
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(64)).build()?;
     let mut file = TensorFile::default();
-    let cases: Vec<&(&str, Run)> = GROUPS.iter().flat_map(|group| group.iter().copied().flatten()).collect();
+    for (name, formula) in declared::formulas() {
+        file.note(name, formula);
+    }
+    let mut cases = declared::cases();
+    cases.extend(
+        GROUPS
+            .iter()
+            .flat_map(|group| group.iter().copied().flatten())
+            .map(|&(name, run)| -> (String, RunRow) { (name.into(), Box::new(run)) }),
+    );
     for (op, run) in &cases {
         for seed in SEEDS {
             arena.step(|step| {

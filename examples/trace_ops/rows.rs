@@ -1,4 +1,4 @@
-//! Ops over whole rows or all elements: sums, maxima, softmax, norms.
+//! Ops over whole rows or all elements: sums, maxima, norms.
 
 use crate::case::{Case, Run, both};
 use stepscope::{Result, Shape, ops};
@@ -22,22 +22,6 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
     }),
     &both!("max_columns", <S>, |c| c.reduced::<S, f32>(|_| 0, |c, x| ops::max_columns(c.step, x))),
     &both!("argmax_columns", <S>, |c| c.reduced::<S, u32>(|_| 0, |c, x| ops::argmax_columns(c.step, x))),
-    &both!("softmax", <S>, |c| {
-        let shape = c.extents([70, 300]);
-        c.longest(shape[1]);
-        let (x, dy) = (c.operand::<S>("x", shape)?, c.operand::<S>("dy", shape)?);
-        let y = ops::softmax(c.step, &x)?;
-        c.kept("y", &y)?;
-        c.result("dx", &ops::softmax_backward(c.step, &y, &dy)?)
-    }),
-    &both!("log_softmax", <S>, |c| {
-        let shape = c.extents([70, 300]);
-        c.longest(shape[1]);
-        let (x, dy) = (c.operand::<S>("x", shape)?, c.operand::<S>("dy", shape)?);
-        let y = ops::log_softmax(c.step, &x)?;
-        c.kept("y", &y)?;
-        c.result("dx", &ops::log_softmax_backward(c.step, &y, &dy)?)
-    }),
     &both!("mean_tokens", <S>, |c| {
         let [batch, tokens, cols] = c.extents([40, 12, 70]);
         c.longest(tokens);

@@ -187,14 +187,8 @@ def by_groups(update):
     return grouped
 
 
-# The function of each op: `y`, or several results by name.
+# The function of each op without a declaration: `y`, or several results by name.
 REFERENCES = {
-    "tanh": lambda x: jnp.tanh(x),
-    "gelu": gelu,
-    "relu": jax.nn.relu,
-    "sigmoid": jax.nn.sigmoid,
-    "silu": jax.nn.silu,
-    "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
     "swiglu": lambda gate, up: jax.nn.silu(gate) * up,
     "swiglu_packed": lambda x: jax.nn.silu(x[:, : x.shape[1] // 2]) * x[:, x.shape[1] // 2 :],
     "dropout": dropout,
@@ -203,9 +197,6 @@ REFERENCES = {
     "add_positions": lambda x, table: x + table[: x.shape[1]],
     "slice": lambda x, range: x[:, int(range[0]) : int(range[1])],
     "concat": lambda a, b: jnp.concatenate([a, b], axis=1),
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "log_softmax": lambda x: jax.nn.log_softmax(x, axis=-1),
     "squared_error": lambda x, target, weight: weight * jnp.sum((x - target) ** 2),
     "binary_cross_entropy": binary_cross_entropy,
     "cross_entropy_by": cross_entropy_by,
@@ -213,7 +204,6 @@ REFERENCES = {
     "rms_norm_residual": lambda x, residual, gain, epsilon: {"h": x + residual, "y": rms_norm(x + residual, gain, epsilon)},
     "swap_extents": lambda x: jnp.swapaxes(x, 1, 2),
     "gelu_bias": lambda x, bias: gelu(x + bias),
-    "add": lambda a, b: a + b,
     "add_assign": lambda a, b: a + b,
     "scale": lambda x, factor: factor * x,
     "scale_by": lambda x, factor: factor * x,
@@ -232,7 +222,6 @@ REFERENCES = {
     "sum_rows": lambda x: {"y": jnp.sum(x, axis=0), "twice": 2 * jnp.sum(x, axis=0)},
     "max_columns": lambda x: jnp.max(x, axis=1),
     "argmax_columns": lambda x: jnp.argmax(x, axis=1),
-    "softmax": lambda x: jax.nn.softmax(x, axis=-1),
     "cross_entropy": cross_entropy,
     "rms_norm": rms_norm,
     "layer_norm": lambda x, residual, gain, bias, epsilon: {"h": x + residual, "y": layer_norm(x + residual, gain, bias, epsilon)},
@@ -270,13 +259,6 @@ def normed(norm):
 # BF16 ops whose backward reads a rounded result of forward: all results, as a function of the
 # operands and of that result.
 KEPT = {
-    "tanh": lambda x, y, dy: {"y": jnp.tanh(x), "dx": dy * (1 - y * y)},
-    "sigmoid": lambda x, y, dy: {"y": jax.nn.sigmoid(x), "dx": dy * y * (1 - y)},
-    "softmax": lambda x, y, dy: {"y": jax.nn.softmax(x, axis=-1), "dx": y * (dy - jnp.sum(y * dy, axis=-1, keepdims=True))},
-    "log_softmax": lambda x, y, dy: {
-        "y": jax.nn.log_softmax(x, axis=-1),
-        "dx": dy - jnp.exp(y) * jnp.sum(dy, axis=-1, keepdims=True),
-    },
     "rms_norm_residual": normed(rms_norm),
     "layer_norm": normed(layer_norm),
     "linear_cross_entropy": linear_cross_entropy_bf16,
@@ -291,7 +273,32 @@ F32_ONLY = {"attention", "attention_cached", "flash_attention_tf32", "to_bf16", 
 # all elements.
 BY_NORM = {"flash_attention_bf16", "flash_attention_tf32"}
 SUFFIX = "_bf16"
-EXPECTED = set(REFERENCES) | {f"{op}{SUFFIX}" for op in (set(REFERENCES) | set(KEPT)) - F32_ONLY}
+# The names that a declared op's formulas use.
+FORMULA_NAMES = {name: getattr(jnp, name) for name in ("exp", "log", "maximum", "pi", "sqrt", "tanh", "where")} | {
+    "erf": jax.scipy.special.erf,
+    "max": lambda x: jnp.max(x, axis=-1, keepdims=True),
+    "sum": lambda x: jnp.sum(x, axis=-1, keepdims=True),
+}
+
+
+def declare(notes):
+    """Adds the declared ops, whose formulas the trace's notes have, to REFERENCES and KEPT. Returns
+    the other notes."""
+    formulas = {name: text for name, text in notes.items() if " of " in name}
+    for name, text in formulas.items():
+        result, _, op = name.partition(" of ")
+        operands = "a, b" if re.search(r"\bb\b", text) else "x"
+        if result == "y":
+            REFERENCES[op] = eval(f"lambda {operands}: {text}", FORMULA_NAMES)
+        else:
+            y = formulas[f"y of {op}"]
+            KEPT[op] = eval(f"lambda x, y, dy: {{'y': {y}, 'dx': {text}}}", FORMULA_NAMES)
+    return {name: text for name, text in notes.items() if name not in formulas}
+
+
+def expected():
+    """Returns the ops that a trace must have."""
+    return set(REFERENCES) | {f"{op}{SUFFIX}" for op in (set(REFERENCES) | set(KEPT)) - F32_ONLY}
 
 
 class Case:
@@ -340,6 +347,7 @@ class Case:
 def read_cases(path):
     """Returns the cases of a trace, by name."""
     tensors, notes = read(path)
+    notes = declare(notes)
     cases = {name: Case(name.split(".")[0], float(limit)) for name, limit in notes.items()}
     for name, tensor in tensors.items():
         op, seed, way, value = name.split(".")
@@ -347,7 +355,7 @@ def read_cases(path):
         (case.operands if way == "in" else case.results)[value] = tensor
         if way == "half":
             case.halves.add(value)
-    if wrong := {case.op for case in cases.values()} ^ EXPECTED:
+    if wrong := {case.op for case in cases.values()} ^ expected():
         raise BadTrace(f"{path}: its ops differ from those with a reference: {', '.join(sorted(wrong))}")
     return cases
 
@@ -355,7 +363,7 @@ def read_cases(path):
 def every_op_is_traced():
     """Fails if the tracing program does not call one of the library's ops.
 
-    Roundings are exempt, because tests compare their bits.
+    Roundings are exempt, because tests compare their bits. Declared ops are traced by their table.
     """
     root = Path(__file__).resolve().parents[2]
     exports = " ".join(re.findall(r"^pub use (?!kernels::|crate::|shapes::)\w+::([^;]*);", (root / "host/core/src/ops/mod.rs").read_text(), re.MULTILINE))

@@ -26,6 +26,7 @@ use std::sync::Arc;
 use stepscope_core::error::Result;
 use stepscope_core::indices::OnDevice;
 use stepscope_core::ops;
+use stepscope_core::ops::declare::{BINARY, BinaryOp, Declared, Operands, UNARY, UnaryOp};
 use stepscope_core::tensor::{Element, Source, Stored, Target, Tensor};
 
 /// A function that runs a kernel and keeps its results.
@@ -126,10 +127,7 @@ macro_rules! each {
 
 /// All entries, in the order of the kernels' files.
 const LISTED: &[Listed] = &[
-    both!("tanh_forward", <S>, |i| i.flat::<S>(|i, [x, _]| i.keep(&ops::tanh(i.step, x)?))),
-    both!("tanh_backward", <S>, |i| i.flat::<S>(|i, [y, dy]| i.keep(&ops::tanh_backward(i.step, y, dy)?))),
-    both!("gelu_forward", <S>, |i| i.flat::<S>(|i, [x, _]| i.keep(&ops::gelu(i.step, x)?))),
-    both!("gelu_backward", <S>, |i| i.flat::<S>(|i, [x, dy]| i.keep(&ops::gelu_backward(i.step, x, dy)?))),
+    Each(|| declared("activation")),
     both!("gelu_bias_backward", <S>, |i| {
         i.rows::<S>(|i, x| {
             let (dy, mut db) = (i.normals(x.shape())?, i.gain(x)?);
@@ -191,7 +189,7 @@ const LISTED: &[Listed] = &[
             i.keep(&y)
         })
     }),
-    both!("add", <S>, |i| i.flat::<S>(|i, [a, b]| i.keep(&ops::add(i.step, a, b)?))),
+    Each(declared_binary),
     both!("add_assign", <S>, |i| {
         i.flat::<S>(|i, [a, b]| {
             let mut out = ops::copy(i.step, a)?;
@@ -199,8 +197,6 @@ const LISTED: &[Listed] = &[
             i.keep(&out)
         })
     }),
-    both!("sub", <S>, |i| i.flat::<S>(|i, [a, b]| i.keep(&ops::sub(i.step, a, b)?))),
-    both!("mul", <S>, |i| i.flat::<S>(|i, [a, b]| i.keep(&ops::mul(i.step, a, b)?))),
     both!("scale", <S>, |i| i.flat::<S>(|i, [x, _]| i.keep(&ops::scale(i.step, x, 0.1)?))),
     both!("scale_by", <S>, |i| {
         i.flat::<S>(|i, [x, y]| {
@@ -287,22 +283,7 @@ const LISTED: &[Listed] = &[
     } else {
         attention_mma::keys::<f32>(i, shape)
     }),
-    both!("activation_forward", <S>, |i| {
-        i.flat::<S>(|i, [x, _]| {
-            i.keep(&ops::relu(i.step, x)?)?;
-            i.keep(&ops::sigmoid(i.step, x)?)?;
-            i.keep(&ops::silu(i.step, x)?)?;
-            i.keep(&ops::gelu_exact(i.step, x)?)
-        })
-    }),
-    both!("activation_backward", <S>, |i| {
-        i.flat::<S>(|i, [x, dy]| {
-            i.keep(&ops::relu_backward(i.step, x, dy)?)?;
-            i.keep(&ops::sigmoid_backward(i.step, x, dy)?)?;
-            i.keep(&ops::silu_backward(i.step, x, dy)?)?;
-            i.keep(&ops::gelu_exact_backward(i.step, x, dy)?)
-        })
-    }),
+    Each(|| declared("gate")),
     both!("swiglu_forward", <S>, |i| {
         i.flat::<S>(|i, [gate, up]| i.keep(&ops::swiglu(i.step, gate, up)?))?;
         i.tokens(|i, [a, b, c]| i.keep(&ops::swiglu_packed(i.step, &i.normals::<S>([a, b, 2 * c])?)?))
@@ -469,15 +450,7 @@ const LISTED: &[Listed] = &[
             i.keep(&ops::concat(i.step, &[x, x], 1)?)
         })
     }),
-    both!("softmax_forward", <S>, |i| i.rows::<S>(|i, x| i.keep(&ops::softmax(i.step, x)?))),
-    both!("softmax_backward", <S>, |i| i.rows::<S>(|i, y| i.keep(&ops::softmax_backward(i.step, y, &i.normals(y.shape())?)?))),
-    both!("log_softmax_forward", <S>, |i| i.rows::<S>(|i, x| i.keep(&ops::log_softmax(i.step, x)?))),
-    both!("log_softmax_backward", <S>, |i| {
-        i.rows::<S>(|i, x| {
-            let y = ops::scale(i.step, &ops::relu(i.step, x)?, -1.0)?;
-            i.keep(&ops::log_softmax_backward(i.step, &y, &i.normals(y.shape())?)?)
-        })
-    }),
+    Each(|| declared("softmax")),
     One("sum_parts", |i| {
         for (count, pitch) in i.by_form(&[(1, 8), (2, 4100), (8, 1028), (64, 12)][..], &[(8, 1028)]) {
             let mut out = i.step.empty([pitch - 3])?;
@@ -505,6 +478,66 @@ const LISTED: &[Listed] = &[
         i.tokens(|i, [a, b, c]| i.keep(&ops::swap_extents(i.step, &i.normals::<S>([a, b, 2, c])?, 0, 2)?))
     }),
 ];
+
+/// Returns the cases of a module's declared ops of one tensor, for each of their kernels. Ops that
+/// share kernels share a case.
+fn declared(module: &'static str) -> Vec<(&'static str, Case)> {
+    fn of<S: Declared>(ops: &[&'static UnaryOp], direction: usize) -> Case {
+        let ops = ops.to_vec();
+        Case::new(move |i| {
+            if ops[0].operands == Operands::Elements {
+                return i.flat::<S>(|i, [x, dy]| {
+                    ops.iter().map(|op| S::unary(op)).try_for_each(|(forward, backward)| {
+                        i.keep(&if direction == 0 { forward(i.step, x)? } else { backward(i.step, x, dy)? })
+                    })
+                });
+            }
+            i.rows::<S>(|i, x| {
+                for op in &ops {
+                    let (forward, backward) = S::unary(op);
+                    let below_zero = op.operands == Operands::RowsBelowZero;
+                    i.keep(&match (direction, below_zero) {
+                        (0, _) => forward(i.step, x)?,
+                        (_, false) => backward(i.step, x, &i.normals(x.shape())?)?,
+                        (_, true) => {
+                            let y = ops::scale(i.step, &ops::relu(i.step, x)?, -1.0)?;
+                            backward(i.step, &y, &i.normals(x.shape())?)?
+                        }
+                    })?;
+                }
+                Ok(())
+            })
+        })
+    }
+    let all: Vec<&UnaryOp> = UNARY.iter().copied().flatten().filter(|op| op.module == module).collect();
+    let mut cases = Vec::new();
+    for op in &all {
+        for (direction, &kernel) in op.kernels.iter().enumerate() {
+            let names = [<f32 as Element>::NAME, <bf16 as Element>::NAME].map(|stored| kernel_name(kernel, stored));
+            if cases.iter().any(|&(name, _)| name == names[0]) {
+                continue;
+            }
+            let sharing: Vec<&UnaryOp> = all.iter().copied().filter(|op| op.kernels[direction] == kernel).collect();
+            cases.extend([(names[0], of::<f32>(&sharing, direction)), (names[1], of::<bf16>(&sharing, direction))]);
+        }
+    }
+    cases
+}
+
+/// Returns the cases of the declared ops of two tensors, whose kernels have their names.
+fn declared_binary() -> Vec<(&'static str, Case)> {
+    fn of<S: Declared>(op: &'static BinaryOp) -> (&'static str, Case) {
+        let case = Case::new(|i| i.flat::<S>(|i, [a, b]| i.keep(&S::binary(op)(i.step, a, b)?)));
+        (kernel_name(op.name, <S as Element>::NAME), case)
+    }
+    BINARY.iter().flat_map(|op| [of::<f32>(op), of::<bf16>(op)]).collect()
+}
+
+/// Returns the name of the kernel of a family for a stored type, as the library's list has it.
+fn kernel_name(family: &str, stored: &str) -> &'static str {
+    let entry = kernels::entries().find(|entry| entry.name == format!("{family}_{stored}"));
+    entry.map_or_else(|| panic!("no kernel {family}_{stored}"), |entry| entry.name)
+}
 
 fn adamw(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
     let (mut weights, gradients, mut first) = (i.normals([length])?, i.normals([length])?, i.normals([length])?);

@@ -1,4 +1,4 @@
-//! Elementwise sums, differences, products, scalings and biases.
+//! Scalings, biases and sums in place, elementwise.
 
 use super::same_shape;
 use super::shapes::check_row;
@@ -6,45 +6,6 @@ use crate::error::Result;
 use crate::step::Step;
 use crate::tensor::{Source, Stored, Target, Tensor};
 use kernels::elementwise;
-
-/// `out = a + b`; `a`, `b`, `out`: the same shape. Queued; no scratch.
-///
-/// # Errors
-/// [`Error::Misuse`](crate::Error::Misuse) when shapes differ;
-/// [`Error::ArenaFull`](crate::Error::ArenaFull).
-#[track_caller]
-pub fn add<'s, S: Stored>(step: &Step<'s>, a: &impl Source<'s, S>, b: &impl Source<'s, S>) -> Result<Tensor<'s, S>> {
-    same_shape("add", a.shape(), b.shape())?;
-    let mut out = step.empty(a.shape())?;
-    step.launch(elementwise::add { a: a.slice(), b: b.slice(), out: out.out() })?;
-    Ok(out)
-}
-
-/// `out = a - b`; `a`, `b`, `out`: the same shape. Queued; no scratch.
-///
-/// # Errors
-/// [`Error::Misuse`](crate::Error::Misuse) when shapes differ;
-/// [`Error::ArenaFull`](crate::Error::ArenaFull).
-#[track_caller]
-pub fn sub<'s, S: Stored>(step: &Step<'s>, a: &impl Source<'s, S>, b: &impl Source<'s, S>) -> Result<Tensor<'s, S>> {
-    same_shape("sub", a.shape(), b.shape())?;
-    let mut out = step.empty(a.shape())?;
-    step.launch(elementwise::sub { a: a.slice(), b: b.slice(), out: out.out() })?;
-    Ok(out)
-}
-
-/// `out = a b`; `a`, `b`, `out`: the same shape. Queued; no scratch.
-///
-/// # Errors
-/// [`Error::Misuse`](crate::Error::Misuse) when shapes differ;
-/// [`Error::ArenaFull`](crate::Error::ArenaFull).
-#[track_caller]
-pub fn mul<'s, S: Stored>(step: &Step<'s>, a: &impl Source<'s, S>, b: &impl Source<'s, S>) -> Result<Tensor<'s, S>> {
-    same_shape("mul", a.shape(), b.shape())?;
-    let mut out = step.empty(a.shape())?;
-    step.launch(elementwise::mul { a: a.slice(), b: b.slice(), out: out.out() })?;
-    Ok(out)
-}
 
 /// `out += a`, in place; `a`, `out`: the same shape. Queued; no scratch.
 ///

@@ -12,13 +12,17 @@
 mod activation;
 mod adamw;
 mod attention;
+mod binary;
 mod cast;
 mod clip;
+#[doc(hidden)]
+pub mod declare;
 mod dropout;
 mod elementwise;
 mod embedding;
 mod fill;
 mod gate;
+mod gelu_bias;
 mod generator;
 mod layer_norm;
 mod linear_cross_entropy;
@@ -40,22 +44,21 @@ mod transpose;
 #[doc(hidden)]
 pub use crate::ops::reduce::squared_norms_into;
 pub use crate::precision::Precision;
-pub use activation::{gelu, gelu_backward, gelu_bias_backward, tanh, tanh_backward};
+pub use activation::*;
 pub use adamw::{adamw, adamw_groups};
 pub use attention::{
     Attention, AttentionConfig, AttentionElement, AttentionKept, AttentionMask, attention, attention_backward,
     attention_cached,
 };
+pub use binary::*;
 pub use cast::{Cast, to_bf16, to_f32};
 pub use clip::clip_factor;
 pub use dropout::dropout;
-pub use elementwise::{add, add_assign, add_bias, mul, scale, scale_by, scale_by_into, sub};
+pub use elementwise::{add_assign, add_bias, scale, scale_by, scale_by_into};
 pub use embedding::{add_positions, add_positions_backward, embedding, embedding_backward, gather, gather_backward};
 pub use fill::{copy, copy_into, fill, fill_into};
-pub use gate::{
-    gelu_exact, gelu_exact_backward, relu, relu_backward, sigmoid, sigmoid_backward, silu, silu_backward, swiglu,
-    swiglu_backward, swiglu_packed, swiglu_packed_backward,
-};
+pub use gate::{swiglu, swiglu_backward, swiglu_packed, swiglu_packed_backward};
+pub use gelu_bias::gelu_bias_backward;
 pub use generator::{Draw, Draws, Generator};
 pub use kernels::matmul_bf16::{TILES as BF16_TILES, Tile as Bf16Tile};
 pub use kernels::matmul_mma::{TILES as TENSOR_TILES, Tile as TensorTile};
@@ -75,7 +78,7 @@ pub use rotary::{Rotary, RotaryScaling, rotary, rotary_backward};
 pub use sgd::{sgd, sgd_groups};
 pub use shapes::same_shape;
 pub use slice::{concat, slice, slice_backward};
-pub use softmax::{log_softmax, log_softmax_backward, softmax, softmax_backward};
+pub use softmax::*;
 pub use sum_parts::sum_parts_into;
 pub use tokens::{mean_tokens, mean_tokens_backward};
 pub use transpose::{swap_extents, transpose};

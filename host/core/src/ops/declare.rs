@@ -1,0 +1,264 @@
+//! Ops of one or two tensors, each declared once.
+//!
+//! [`unary_op!`](unary_op) makes an op's function, its backward pass, its tape form and their
+//! documentation, and a row of the table [`UnaryOp`]. [`binary_op!`](binary_op) makes the function
+//! and a row of [`BinaryOp`]. The self-test's cases and `examples/trace_ops` run what is in these
+//! tables ([`UNARY`], [`BINARY`]), and `tests/oracle` evaluates the formulas, so no other file lists
+//! such an op.
+//!
+//! ```text
+//! unary_op! {
+//!     /// The hyperbolic tangent. The result is within 2 ulp.
+//!     tanh, tanh_backward {
+//!         y: "tanh(x)",                             the result, as JAX writes it
+//!         dx: "dy * (1 - y**2)",                    the gradient, from what backward reads
+//!         saves: y,                                 the result, or the operand x
+//!         forward: activation::tanh_forward,
+//!         backward: activation::tanh_backward { y },     the parameter for what backward reads
+//!         operands: Elements,
+//!     }
+//! }
+//! ```
+//! Kernels that take more parameters get them from the operand's shape:
+//! `with |x| { cols: x.as_rows()[1] }`.
+//!
+//! Invariant: the result and the gradient have the operand's shape.
+
+use super::{activation, binary, softmax};
+use crate::error::Result;
+use crate::step::Step;
+use crate::tensor::{Stored, Tensor};
+use half::bf16;
+
+/// The operands that show all bits of an op.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operands {
+    /// Elements of every magnitude.
+    Elements,
+    /// Rows of several lengths.
+    Rows,
+    /// Rows of several lengths. Backward reads numbers up to 0.
+    RowsBelowZero,
+}
+
+/// A function of one tensor.
+pub type Unary<S> = for<'s> fn(&Step<'s>, &Tensor<'s, S>) -> Result<Tensor<'s, S>>;
+
+/// A function of two tensors of the same shape.
+pub type Binary<S> = for<'s> fn(&Step<'s>, &Tensor<'s, S>, &Tensor<'s, S>) -> Result<Tensor<'s, S>>;
+
+/// A declared op of one tensor, for code that runs all of them.
+#[derive(Clone, Copy, Debug)]
+pub struct UnaryOp {
+    /// The op's name in [`ops`](crate::ops).
+    pub name: &'static str,
+    /// The result of operand `x`, as JAX writes it. `sum` and `max` are over the last extent.
+    pub y: &'static str,
+    /// The gradient, in `dy` and what backward reads: `x` or `y`.
+    pub dx: &'static str,
+    /// What backward reads: `x` or `y`.
+    pub saves: &'static str,
+    /// The families of the kernels, forward and backward.
+    pub kernels: [&'static str; 2],
+    /// The module of the kernels.
+    pub module: &'static str,
+    /// The operands to try.
+    pub operands: Operands,
+    /// The op and its backward pass in f32.
+    pub in_f32: (Unary<f32>, Binary<f32>),
+    /// The op and its backward pass in BF16.
+    pub in_bf16: (Unary<bf16>, Binary<bf16>),
+}
+
+/// A declared op of two tensors of the same shape, for code that runs all of them.
+#[derive(Clone, Copy, Debug)]
+pub struct BinaryOp {
+    /// The op's name in [`ops`](crate::ops).
+    pub name: &'static str,
+    /// The result of operands `a` and `b`, as JAX writes it.
+    pub y: &'static str,
+    /// The op in f32.
+    pub in_f32: Binary<f32>,
+    /// The op in BF16.
+    pub in_bf16: Binary<bf16>,
+}
+
+/// An element type of the declared ops.
+pub trait Declared: Stored {
+    /// Returns the op and its backward pass.
+    fn unary(op: &UnaryOp) -> (Unary<Self>, Binary<Self>);
+
+    /// Returns the op.
+    fn binary(op: &BinaryOp) -> Binary<Self>;
+}
+
+impl Declared for f32 {
+    fn unary(op: &UnaryOp) -> (Unary<f32>, Binary<f32>) {
+        op.in_f32
+    }
+
+    fn binary(op: &BinaryOp) -> Binary<f32> {
+        op.in_f32
+    }
+}
+
+impl Declared for bf16 {
+    fn unary(op: &UnaryOp) -> (Unary<bf16>, Binary<bf16>) {
+        op.in_bf16
+    }
+
+    fn binary(op: &BinaryOp) -> Binary<bf16> {
+        op.in_bf16
+    }
+}
+
+/// The declared ops of one tensor.
+pub static UNARY: [&[UnaryOp]; 2] = [activation::UNARY_OPS, softmax::UNARY_OPS];
+
+/// The declared ops of two tensors.
+pub const BINARY: &[BinaryOp] = binary::BINARY_OPS;
+
+/// Declares ops of one tensor; see the module.
+macro_rules! unary_op {
+    ($(
+        $(#[doc = $doc:literal])*
+        $op:ident, $backward:ident {
+            y: $y:literal,
+            dx: $dx:literal,
+            saves: $saves:ident,
+            forward: $module:ident::$forward_kernel:ident,
+            backward: $backward_module:ident::$backward_kernel:ident { $saved:ident },
+            operands: $operands:ident,
+            $(with |$x:ident| { $($parameter:ident: $value:expr),* },)?
+        }
+    )*) => {
+        $(
+            $(#[doc = $doc])*
+            ///
+            #[doc = concat!("`y = ", $y, "`; `x`, `y`: the same shape.")]
+            ///
+            /// Queued on the step's stream; no scratch. The result has the same bits on every device.
+            ///
+            /// # Errors
+            /// [`Error::ArenaFull`](crate::Error::ArenaFull).
+            #[track_caller]
+            pub fn $op<'s, S: $crate::tensor::Stored>(
+                step: &$crate::step::Step<'s>,
+                x: &impl $crate::tensor::Source<'s, S>,
+            ) -> $crate::error::Result<$crate::tensor::Tensor<'s, S>> {
+                use $crate::tensor::Target as _;
+                let mut y = step.empty(x.shape())?;
+                $(let $x = x.shape();)?
+                step.launch(kernels::$module::$forward_kernel { x: x.slice(), y: y.out(), $($($parameter: $value),*)? })?;
+                Ok(y)
+            }
+
+            #[doc = concat!("The gradient of [`", stringify!($op), "`]: `dx = ", $dx, "`.")]
+            ///
+            #[doc = concat!("`", stringify!($saves), "`, `dy`, `dx`: the same shape. Queued; no scratch.")]
+            ///
+            /// # Errors
+            /// [`Error::Misuse`](crate::Error::Misuse) when shapes differ;
+            /// [`Error::ArenaFull`](crate::Error::ArenaFull).
+            #[track_caller]
+            pub fn $backward<'s, S: $crate::tensor::Stored>(
+                step: &$crate::step::Step<'s>,
+                $saves: &impl $crate::tensor::Source<'s, S>,
+                dy: &impl $crate::tensor::Source<'s, S>,
+            ) -> $crate::error::Result<$crate::tensor::Tensor<'s, S>> {
+                use $crate::tensor::Target as _;
+                $crate::ops::same_shape(stringify!($backward), $saves.shape(), dy.shape())?;
+                let (mut dx, saved) = (step.empty($saves.shape())?, $saves.slice());
+                $(let $x = $saves.shape();)?
+                step.launch(kernels::$backward_module::$backward_kernel {
+                    $saved: saved,
+                    dy: dy.slice(),
+                    dx: dx.out(),
+                    $($($parameter: $value),*)?
+                })?;
+                Ok(dx)
+            }
+        )*
+
+        impl<'s> $crate::tape::Tape<'_, 's> {
+            $(
+                #[doc = concat!("Records [`ops::", stringify!($op), "`](crate::ops::", stringify!($op), ").")]
+                ///
+                #[doc = concat!("Backward is [`ops::", stringify!($backward), "`](crate::ops::", stringify!($backward), ").")]
+                #[track_caller]
+                pub fn $op<S: $crate::tensor::Stored>(
+                    &self,
+                    x: &$crate::tape::Var<'s, S>,
+                ) -> $crate::error::Result<$crate::tape::Var<'s, S>> {
+                    let op = self.op(stringify!($op), [x])?;
+                    let (y, x) = ($op(self.step(), x.value())?.save(), *x);
+                    let saved = $crate::ops::declare::unary_op!(@saved $saves, *x.value(), y);
+                    Ok(op.record(y, move |back, dy| {
+                        let dx = $backward(back.step(), &saved, &dy)?;
+                        back.step().free(dy);
+                        back.add(&x, dx)
+                    }))
+                }
+            )*
+        }
+
+        /// The rows of the ops declared here.
+        pub(super) const UNARY_OPS: &[$crate::ops::declare::UnaryOp] = &[$(
+            $crate::ops::declare::UnaryOp {
+                name: stringify!($op),
+                y: $y,
+                dx: $dx,
+                saves: stringify!($saves),
+                kernels: [stringify!($forward_kernel), stringify!($backward_kernel)],
+                module: stringify!($module),
+                operands: $crate::ops::declare::Operands::$operands,
+                in_f32: (|step, x| $op(step, x), |step, saved, dy| $backward(step, saved, dy)),
+                in_bf16: (|step, x| $op(step, x), |step, saved, dy| $backward(step, saved, dy)),
+            }
+        ),*];
+    };
+    (@saved x, $x:expr, $y:expr) => { $x };
+    (@saved y, $x:expr, $y:expr) => { $y };
+}
+pub(super) use unary_op;
+
+/// Declares ops of two tensors of the same shape; see the module.
+macro_rules! binary_op {
+    ($(
+        $(#[doc = $doc:literal])*
+        $op:ident { y: $y:literal, kernel: $module:ident::$kernel:ident }
+    )*) => {
+        $(
+            $(#[doc = $doc])*
+            ///
+            #[doc = concat!("`out = ", $y, "`; `a`, `b`, `out`: the same shape. Queued; no scratch.")]
+            ///
+            /// # Errors
+            /// [`Error::Misuse`](crate::Error::Misuse) when shapes differ;
+            /// [`Error::ArenaFull`](crate::Error::ArenaFull).
+            #[track_caller]
+            pub fn $op<'s, S: $crate::tensor::Stored>(
+                step: &$crate::step::Step<'s>,
+                a: &impl $crate::tensor::Source<'s, S>,
+                b: &impl $crate::tensor::Source<'s, S>,
+            ) -> $crate::error::Result<$crate::tensor::Tensor<'s, S>> {
+                use $crate::tensor::Target as _;
+                $crate::ops::same_shape(stringify!($op), a.shape(), b.shape())?;
+                let mut out = step.empty(a.shape())?;
+                step.launch(kernels::$module::$kernel { a: a.slice(), b: b.slice(), out: out.out() })?;
+                Ok(out)
+            }
+        )*
+
+        /// The rows of the ops declared here.
+        pub(super) const BINARY_OPS: &[$crate::ops::declare::BinaryOp] = &[$(
+            $crate::ops::declare::BinaryOp {
+                name: stringify!($op),
+                y: $y,
+                in_f32: |step, a, b| $op(step, a, b),
+                in_bf16: |step, a, b| $op(step, a, b),
+            }
+        ),*];
+    };
+}
+pub(super) use binary_op;
