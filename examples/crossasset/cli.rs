@@ -90,8 +90,8 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t = Switch::On)]
     pub(crate) capture: Switch,
 
-    /// Rounding of the operands of training's matrix multiplies of f32; tf32 is faster on a GPU, but
-    /// less exact
+    /// Rounding of the operands of training's matrix multiplies of f32; tf32 is faster on a GPU,
+    /// but less exact
     #[arg(long, value_name = "f32|tf32", default_value_t = Precision::F32)]
     pub(crate) precision: Precision,
 

@@ -65,8 +65,8 @@ struct Args {
 /// The seeds of each case's shapes and values.
 const SEEDS: std::ops::Range<u64> = 0..4;
 
-/// The cases of ops without a declaration. Each gives the length of the longest sum in the op or its backward: 1 for a single
-/// rounding, 0 for no rounding.
+/// The cases of ops without a declaration. Each gives the length of the longest sum in the op or
+/// its backward: 1 for a single rounding, 0 for no rounding.
 const GROUPS: [&[&[(&str, Run)]]; 8] = [
     activations::CASES,
     elementwise::CASES,

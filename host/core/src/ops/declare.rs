@@ -3,8 +3,8 @@
 //! [`unary_op!`](unary_op) makes an op's function, its backward pass, its tape form and their
 //! documentation, and a row of the table [`UnaryOp`]. [`binary_op!`](binary_op) makes the function
 //! and a row of [`BinaryOp`]. The self-test's cases and `examples/trace_ops` run what is in these
-//! tables ([`UNARY`], [`BINARY`]), and `tests/oracle` evaluates the formulas, so no other file lists
-//! such an op.
+//! tables ([`UNARY`], [`BINARY`]), and `tests/oracle` evaluates the formulas, so no other file
+//! lists such an op.
 //!
 //! ```text
 //! unary_op! {
@@ -56,7 +56,7 @@ pub struct UnaryOp {
     pub y: &'static str,
     /// The gradient, in `dy` and what backward reads: `x` or `y`.
     pub dx: &'static str,
-    /// What backward reads: `x` or `y`.
+    /// The tensor that backward reads: `x` or `y`.
     pub saves: &'static str,
     /// The families of the kernels, forward and backward.
     pub kernels: [&'static str; 2],
@@ -137,7 +137,7 @@ macro_rules! unary_op {
             ///
             #[doc = concat!("`y = ", $y, "`; `x`, `y`: the same shape.")]
             ///
-            /// Queued on the step's stream; no scratch. The result has the same bits on every device.
+            /// Queued on the step's stream; no scratch. The result has the same bits on all devices.
             ///
             /// # Errors
             /// [`Error::ArenaFull`](crate::Error::ArenaFull).
