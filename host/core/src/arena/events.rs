@@ -209,6 +209,8 @@ mod tests {
             arena.observe(Box::new(Bad { at, seen: Arc::clone(&seen), panics }));
             for _ in 0..2 {
                 let step = arena.step(|step| {
+                    // A scope that begins in an empty arena would end with a reset.
+                    step.empty::<f32>([16])?;
                     step.scratch(|inner| inner.empty::<f32>([16]).map(drop))?;
                     step.empty::<f32>([1024]).map(drop)
                 });
