@@ -137,7 +137,7 @@ macro_rules! unary_op {
             ///
             #[doc = concat!("`y = ", $y, "`; `x`, `y`: the same shape.")]
             ///
-            /// Queued on the step's stream; no scratch. The result has the same bits on all devices.
+            /// Queued on the step's stream; no scratch. The result has equal bits on all devices.
             ///
             /// # Errors
             /// [`Error::ArenaFull`](crate::Error::ArenaFull).
