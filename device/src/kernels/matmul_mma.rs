@@ -30,8 +30,9 @@ use super::matmul::checks::{self, check_outputs, sum_chunks};
 use super::matmul::epilogue::Epilogue;
 use super::matmul::split::{Chunk, Splits};
 use crate::family;
+use crate::mma::STEP;
 #[cfg(not(target_arch = "nvptx64"))]
-use crate::mma::{STEP, fragments};
+use crate::mma::fragments;
 use block::{Problem, finish, sum};
 use cuda_std::prelude::*;
 use operand::PackedOperand;
