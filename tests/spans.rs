@@ -210,7 +210,7 @@ fn captures_and_replays_have_fields() {
     assert_eq!(outline(&heard), whole);
     let named = |name| heard.iter().filter(move |span| span.name == name);
     let keys = |name| named(name).map(|span| span.fields["key"].as_str()).collect::<Vec<_>>();
-    assert_eq!(keys("capture"), ["f32[2, 4] u32[2] #0", "f32[1, 4] u32[1] #0"]);
+    assert_eq!(keys("capture"), ["f32[2, 4] index[2] #0", "f32[1, 4] index[1] #0"]);
     assert_eq!(keys("replay"), [keys("capture")[0], keys("capture")[0], keys("capture")[1]]);
     assert_eq!(named("replay").map(|span| span.number("number")).collect::<Vec<_>>(), [0, 1, 2]);
     let kernels: Vec<u64> = named("capture").map(|span| span.number("kernels")).collect();

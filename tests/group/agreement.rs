@@ -252,7 +252,7 @@ fn learner_settings_are_compared() {
     let base = Setup::new();
     refuses(&base, &with(|setup| setup.shards = 8), 1, &["shards"]);
     refuses(&base, &with(|setup| setup.precision = Precision::Tf32), 1, &["precision", "compute capability"]);
-    refuses(&base, &with(|setup| setup.has_copy = true), 2, &["BF16 copy of the weights"]);
+    refuses(&base, &with(|setup| setup.has_copy = true), 2, &["BF16 copy of the weights", "compute capability"]);
     refuses(&base, &with(|setup| setup.dropout = Some(1)), 3, &["dropout's seed"]);
     let (one, other) = (with(|setup| setup.dropout = Some(1)), with(|setup| setup.dropout = Some(2)));
     refuses(&one, &other, 0, &["dropout's seed"]);

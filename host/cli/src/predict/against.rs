@@ -131,7 +131,9 @@ fn steps(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
     for Gpt { size, precision, batch, recompute } in recorded::GPT {
         let name = if size == Size::Medium { "350M" } else { "124M" };
         let option = if recompute { " --recompute" } else { "" };
-        let arguments = format!("--size {} --precision {precision} --batch {batch}{option}", name.to_lowercase());
+        // These runs were recorded when f32 was called `ieee`.
+        let recorded = precision.to_string().replace("f32", "ieee");
+        let arguments = format!("--size {} --precision {recorded} --batch {batch}{option}", name.to_lowercase());
         let samples = median(&runs["runs"][&arguments]["seconds_of_updates"]);
         let measured_us = samples.ok_or_else(|| format!("{}: no samples of {arguments}", recorded::GPT2))? * 1e6;
         let work = Work::Gpt { config: model::config(size, Arch::Gpt2, 50_304, CONTEXT), recompute };
