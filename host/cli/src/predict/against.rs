@@ -132,7 +132,8 @@ fn steps(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
         let name = if size == Size::Medium { "350M" } else { "124M" };
         let option = if recompute { " --recompute" } else { "" };
         // These runs were recorded when f32 was called `ieee`.
-        let recorded = precision.to_string().replace("f32", "ieee");
+        let recorded = precision.to_string();
+        let recorded = if recorded == "f32" { "ieee" } else { &recorded };
         let arguments = format!("--size {} --precision {recorded} --batch {batch}{option}", name.to_lowercase());
         let samples = median(&runs["runs"][&arguments]["seconds_of_updates"]);
         let measured_us = samples.ok_or_else(|| format!("{}: no samples of {arguments}", recorded::GPT2))? * 1e6;
