@@ -22,8 +22,8 @@
 //! ```
 //! Invariant: the order of every sum depends only on the numbers of tokens, columns and heads, and
 //! on the family's table. Scores, dp and outputs are mma products as described in
-//! [`mma::fragments`](crate::mma::fragments). On one device they do not depend on the grid or the run. Emulator
-//! and GPU may differ as in [`matmul_bf16`](super::matmul_bf16).
+//! [`mma::fragments`](mod@crate::mma::fragments). On one device they do not depend on the grid or
+//! the run. Emulator and GPU may differ as in [`matmul_bf16`](super::matmul_bf16).
 //!
 //! p and ds are f32, rounded once for the second product. f32 q, k, v and dout are rounded to TF32
 //! for each product. The sum of p adds the unrounded values. Exponentials are base 2: p = 2^(score

@@ -58,7 +58,7 @@ impl IndexBound {
         Self { classes, ignored: false }
     }
 
-    /// Allows [`IGNORED`](crate::ops::IGNORED), too.
+    /// Allows [`IGNORED`], too.
     #[must_use]
     pub fn or_ignored(self) -> Self {
         Self { ignored: true, ..self }

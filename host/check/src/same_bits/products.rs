@@ -318,7 +318,7 @@ fn round_factors<'s>(
     flags: u32,
     [a, b]: [&Tensor<'s>; 2],
 ) -> Result<[(Tensor<'s, u32>, usize); 2]> {
-    let [stride_a, stride_b] = [[m, k], [n, k]].map(|extents| fragments(extents));
+    let [stride_a, stride_b] = [[m, k], [n, k]].map(fragments);
     let (mut a_out, mut b_out) = (i.step.empty([batches, stride_a])?, i.step.empty([batches, stride_b])?);
     i.step.launch(round_to_tf32::of([
         factors(a.slice(), Side::Left, a_out.out(), batches, [m, k], flags & TRANSPOSE_A != 0),

@@ -1,7 +1,7 @@
 //! Ops of one or two tensors, each declared once.
 //!
-//! [`unary_op!`](unary_op) makes an op's function, its backward pass, its tape form and their
-//! documentation, and a row of the table [`UnaryOp`]. [`binary_op!`](binary_op) makes the function
+//! `unary_op!` makes an op's function, its backward pass, its tape form and their
+//! documentation, and a row of the table [`UnaryOp`]. `binary_op!` makes the function
 //! and a row of [`BinaryOp`]. The self-test's cases and `examples/trace_ops` run what is in these
 //! tables ([`UNARY`], [`BINARY`]), and `tests/oracle` evaluates the formulas, so no other file
 //! lists such an op.
