@@ -252,7 +252,7 @@ fn unsuitable_weights_are_refused_by_name() {
         theirs
     };
     let refused = |theirs: &Path, told: &str| {
-        let error = weights::read(theirs, None).err().expect(told).to_string();
+        let error = weights::read(theirs, None).expect_err(told).to_string();
         assert!(error.contains(told), "expected `{told}` in: {error}");
     };
     let theirs = fresh("llama");
