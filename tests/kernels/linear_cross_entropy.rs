@@ -7,8 +7,8 @@ use crate::trial::{Trial, assert_refused, assert_same, trial, trial_of_one};
 use crate::{linear, softmax, transpose};
 use stepscope::ops::{self, Gemm, GemmElement, LabelRules, LmHeadConfig, Precision};
 use stepscope::{
-    Arena, Capacity, Device, EagerStep, Element, Error, Gradients, HostInputs, Indices, Initializer, ParameterSpec, Parameters,
-    Result, Source, Stored, Tape, Tensor, bf16,
+    Arena, Capacity, Device, EagerStep, Element, Error, Gradients, HostInputs, Indices, Initializer, ParameterSpec,
+    Parameters, Result, Source, Stored, Tape, Tensor, bf16,
 };
 
 const WEIGHT: f32 = 1.0 / 3.0;

@@ -12,7 +12,9 @@ use crate::trees;
 use crate::trial::{assert_refused, assert_same, trial};
 use kernels::reduce::argmax_columns;
 use stepscope::ops::LabelRules;
-use stepscope::{Arena, Buffer, Capacity, Device, Error, HostInputs, Result, Source, Step, Target, Tensor, ops, OnDevice};
+use stepscope::{
+    Arena, Buffer, Capacity, Device, Error, HostInputs, OnDevice, Result, Source, Step, Target, Tensor, ops,
+};
 
 const WEIGHT: f32 = 1.0 / 3.0;
 

@@ -8,8 +8,8 @@ use crate::support::{Random, on_each_device};
 use crate::trial::{Trial, assert_refused, assert_same, trial, trial_of_one};
 use cuda_std::launch::{Contract as _, Pointer, PointerMut, Slice};
 use kernels::activations::Activations as _;
-use kernels::matmul::{SWIGLU, GELU, GELU_DERIVATIVE, STORE_PREACT, TRANSPOSE_A, TRANSPOSE_B, sum_splits};
-use kernels::matmul_bf16::{ADD_TO_SUMS, OperandLayout, BIAS_GRAD, matmul_bf16};
+use kernels::matmul::{GELU, GELU_DERIVATIVE, STORE_PREACT, SWIGLU, TRANSPOSE_A, TRANSPOSE_B, sum_splits};
+use kernels::matmul_bf16::{ADD_TO_SUMS, BIAS_GRAD, OperandLayout, matmul_bf16};
 use kernels::stored::Stored as _;
 use stepscope::{Arena, Capacity, Device, Result, Saved, Source, Step, Stored, Target, Tensor, bf16, ops};
 

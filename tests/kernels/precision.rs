@@ -64,11 +64,7 @@ impl Form {
 }
 
 /// Runs the kernel on three operands, with `words` for the fragments of each.
-fn round(
-    trial: &Trial<'_, '_>,
-    operands: [(Form, &[f32]); 3],
-    words: [[usize; 2]; 3],
-) -> Result<[[Vec<u32>; 2]; 3]> {
+fn round(trial: &Trial<'_, '_>, operands: [(Form, &[f32]); 3], words: [[usize; 2]; 3]) -> Result<[[Vec<u32>; 2]; 3]> {
     let [(_, a), (_, b), (_, c)] = operands;
     let values = [trial.upload(a, [a.len()])?, trial.upload(b, [b.len()])?, trial.upload(c, [c.len()])?];
     let mut made = Vec::new();

@@ -5,8 +5,8 @@ use crate::hostile::attack;
 use crate::reference::error_ulps;
 use crate::support::{Random, on_each_device, relative_l2, tolerance};
 use crate::trial::{assert_refused, assert_same, trial};
-use stepscope::ops::{self, AttentionConfig, Rotary, RotaryScaling};
 use std::f64::consts::TAU;
+use stepscope::ops::{self, AttentionConfig, Rotary, RotaryScaling};
 use stepscope::{Device, Shape};
 
 /// Heads and key heads, their width, and a matching shape.

@@ -8,8 +8,8 @@ use std::cell::Cell;
 use std::rc::Rc;
 use stepscope::ops::{self, Gemm};
 use stepscope::{
-    Arena, Backward, Capacity, Device, Error, Gradients, IndexBound, IndexSource, Parameters, Result, Saved, StackedParameters, Tape, Tensor,
-    Var,
+    Arena, Backward, Capacity, Device, Error, Gradients, IndexBound, IndexSource, Parameters, Result, Saved,
+    StackedParameters, Tape, Tensor, Var,
 };
 
 /// Computes `h = x W^T` and `t = tanh(h)`, two outputs. The rows of W are those of every member;
