@@ -185,7 +185,7 @@ fn oversized_run_ends_after_first_update() -> Result<()> {
     // not count.
     for _ in 0..20 {
         let device = Device::open(DeviceKind::Emulated)?;
-        let available = MemoryBudget::read_host().unwrap().available_bytes;
+        let available = MemInfo::read().unwrap().available_bytes;
         let floor = available.saturating_sub(ARENA / 2);
         let arena = Arena::builder(&device).capacity(Capacity::Bytes(ARENA as usize)).reserve_bytes(0);
         let mut arena = arena.memory_floor(floor).build()?;

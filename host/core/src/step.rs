@@ -6,13 +6,12 @@
 //! Invariant: the brand `'s` is fresh for every step and invariant, so no tensor outlives its step
 //! or mixes with another arena's tensors.
 
-use crate::arena::{Arena, ArenaInner, Buffer, Measured, NestedScope, Turns};
-use crate::device::{Description, Device, Launch};
+use crate::arena::{ArenaInner, Buffer, NestedScope, Phase, Turns};
+use crate::device::{Description, Device};
 use crate::error::{Error, Result};
 use crate::indices::Indices;
 use crate::launch::launch;
 use crate::precision::Precision;
-use crate::report::Phase;
 use crate::tensor::{Brand, Element, Lent, LentMut, Shape, Source, Stored, Target, Tensor};
 use cuda_std::launch::{Contract, Extent};
 use std::cell::Cell;
@@ -318,47 +317,6 @@ impl<'s> Deref for EagerStep<'s> {
 
     fn deref(&self) -> &Step<'s> {
         &self.step
-    }
-}
-
-impl Arena {
-    /// Runs one step. Every tensor that it makes is branded with `'s`, which the result cannot
-    /// name. The memory is reclaimed when the closure has returned, failed or panicked, and only
-    /// then.
-    ///
-    /// # Errors
-    /// The errors of the closure. [`Error::Timeout`](crate::Error::Timeout) when the step missed
-    /// its deadline, if it has one. [`Error::Driver`](crate::Error::Driver) when the overflow could
-    /// not be freed.
-    pub fn step<R>(&mut self, run: impl for<'s> FnOnce(&mut EagerStep<'s>) -> Result<R>) -> Result<R> {
-        self.run_step(|region| run(&mut EagerStep::new(region)))
-    }
-
-    /// Runs a step without kernels or memory, and returns what it would need. The step runs on a
-    /// dry run of the device. It may borrow the device's buffers, and launch with tensors of the
-    /// device's running steps. All reads return zero, and nothing on the device changes. Anything
-    /// that the closure makes on [`EagerStep::device`] belongs to the dry run: real steps reject
-    /// it, and it is useless once the closure has returned.
-    ///
-    /// # Errors
-    /// The errors of the closure.
-    pub fn measure<R>(&self, run: impl for<'s> FnOnce(&mut EagerStep<'s>) -> Result<R>) -> Result<Measured> {
-        self.run_measured(|region| run(&mut EagerStep::new(region)))
-    }
-
-    /// Measures a step like [`Arena::measure`], as if the device were `other`, and lists the step's
-    /// launches in order. `stepscope predict` computes from the list how long the step takes on a
-    /// GPU that is not present.
-    ///
-    /// # Errors
-    /// The errors of the closure.
-    #[doc(hidden)]
-    pub fn launches<R>(
-        &self,
-        other: Description,
-        run: impl for<'s> FnOnce(&mut EagerStep<'s>) -> Result<R>,
-    ) -> Result<(Measured, Vec<Launch>)> {
-        self.run_listed(other, |region| run(&mut EagerStep::new(region)))
     }
 }
 

@@ -16,8 +16,7 @@ use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use stepscope_core::error::{Error, Quantity, Result, short};
-use stepscope_core::file_kind::FileKind;
-use stepscope_core::files::{PlainFile, Replacement, remove_file};
+use stepscope_core::files::{FileKind, PlainFile, Replacement, remove_file};
 use stepscope_core::non_finite::{NonFinite, is_finite};
 
 /// The single file of a folder that is not sharded.

@@ -14,8 +14,7 @@ use std::fmt;
 use std::io::Write;
 use std::path::Path;
 use stepscope_core::error::{Error, Result, short};
-use stepscope_core::file_kind::{FileKind, MAX_HEADER_BYTES};
-use stepscope_core::files::{PlainFile, Replacement};
+use stepscope_core::files::{FileKind, MAX_HEADER_BYTES, PlainFile, Replacement};
 use stepscope_core::params::NOTES;
 
 /// The bytes of the number at a file's start, which is the length of its header.

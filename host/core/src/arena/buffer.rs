@@ -2,9 +2,9 @@
 //!
 //! Invariant: a buffer owns its memory in whole words, and no reset frees it.
 
-use super::budget::admit;
 use crate::device::{DeferredFree, Device};
 use crate::error::{Error, Result};
+use crate::host_memory::admit;
 use crate::launch::launch_on;
 use crate::tensor::{Element, Memory};
 use kernels::fill::fill;

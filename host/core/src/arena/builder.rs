@@ -1,23 +1,75 @@
-//! The settings of an arena, and the environment variables that override them.
+//! The settings of an arena: its capacity, its growth, and the environment variables that override
+//! them.
 //!
 //! Invariant: every invalid setting is an error that quotes it, raised before any memory is taken.
 
 #![forbid(unsafe_code)]
 
-use super::budget::situation;
+use super::Arena;
 use super::events::ArenaTool;
-use super::floor::Floor;
-use super::handle::Arena;
 use super::layout::ALIGN_BYTES;
 use super::overflow::{Overflow, OverflowPool};
 use super::region::ArenaInner;
-use super::settings::{Capacity, Growth};
-use crate::admission::{ARENA_VARIABLE, arena_bytes_from_env};
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::host_memory::{Floor, MemoryBudget};
 use cuda_std::float_mode;
 use std::cell::RefCell;
 use std::time::Duration;
+
+/// The environment variable that sets the capacity of an arena. See [`arena_bytes_from_env`].
+const ARENA_VARIABLE: &str = "STEPSCOPE_ARENA_GB";
+
+/// The needs of a step, measured by [`Arena::measure`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Measured {
+    pub(crate) high_water_bytes: usize,
+}
+
+impl Measured {
+    /// Returns the most bytes that the step had in use.
+    pub fn high_water_bytes(self) -> usize {
+        self.high_water_bytes
+    }
+}
+
+/// The size of an arena.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Capacity {
+    /// A number of bytes.
+    Bytes(usize),
+    /// A share, above 0 and up to 1, of the memory that is available when the arena is built.
+    FractionOfAvailable(f64),
+    /// The measured needs of a step, exactly.
+    Measured(Measured),
+}
+
+impl Capacity {
+    /// Returns `mebibytes` times 2^20 bytes, or on overflow more than any device has.
+    pub const fn mib(mebibytes: usize) -> Self {
+        Self::Bytes(mebibytes.saturating_mul(1 << 20))
+    }
+
+    /// Returns `gibibytes` times 2^30 bytes, or on overflow more than any device has.
+    pub const fn gib(gibibytes: usize) -> Self {
+        Self::Bytes(gibibytes.saturating_mul(1 << 30))
+    }
+}
+
+/// The growth of an arena's capacity.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Growth {
+    /// The capacity never changes.
+    #[default]
+    Fixed,
+    /// The capacity grows after a step that needed more, to what it needed, up to `max_bytes`.
+    AtBoundary {
+        /// The largest capacity.
+        max_bytes: usize,
+    },
+}
 
 /// The settings of an arena. See [`Arena::builder`].
 #[derive(Debug)]
@@ -134,12 +186,12 @@ impl ArenaBuilder {
     /// `STEPSCOPE_ARENA_GB` or a prime above the cap.
     pub fn build(self) -> Result<Arena> {
         let Self { device, capacity, overflow, growth, step_deadline, reserve_bytes, memory_floor, checked } = self;
-        let situation = situation(&device, reserve_bytes, device.deadline())?;
+        let budget = MemoryBudget::of(&device, reserve_bytes, device.deadline())?;
         let capacity = match (variable()?, capacity) {
             (Some(bytes), _) | (None, Capacity::Bytes(bytes)) => bytes,
             (None, Capacity::Measured(measured)) => measured.high_water_bytes,
             (None, Capacity::FractionOfAvailable(share)) if share > 0.0 && share <= 1.0 => {
-                float_mode::in_default(|| (situation.available_bytes() as f64 * share) as usize)
+                float_mode::in_default(|| (budget.available_bytes() as f64 * share) as usize)
             }
             (None, Capacity::FractionOfAvailable(share)) => {
                 return Err(Error::misuse("arena", "a share above 0 and up to 1", share.to_string()));
@@ -148,7 +200,7 @@ impl ArenaBuilder {
         if capacity == 0 {
             return Err(Error::misuse("arena", "a capacity above zero", "0 bytes"));
         }
-        situation.admit(capacity as u64).map_err(|refusal| Error::Refused(Box::new(refusal)))?;
+        budget.admit(capacity as u64).map_err(|refusal| Error::Refused(Box::new(refusal)))?;
         let mut region = ArenaInner::allocate(device.clone(), capacity)?;
         region.reserve_bytes = reserve_bytes;
         if device.checked_unless(checked) {
@@ -166,10 +218,10 @@ impl ArenaBuilder {
             ?overflow,
             ?growth,
             device = region.device().description().name,
-            available_bytes = situation.available_bytes(),
+            available_bytes = budget.available_bytes(),
             "arena ready"
         );
-        let usual = if situation.integrated { situation.reserve_bytes / 2 } else { 0 };
+        let usual = if budget.integrated { budget.reserve_bytes / 2 } else { 0 };
         let floor = Floor::new(memory_floor.unwrap_or(usual));
         Ok(Arena { region, growth, step_deadline, floor })
     }
@@ -180,4 +232,64 @@ fn variable() -> Result<Option<usize>> {
     let value = std::env::var_os(ARENA_VARIABLE).map(|value| value.to_string_lossy().into_owned());
     arena_bytes_from_env(value.as_deref())
         .map_err(|got| Error::misuse("arena", format!("a number of GiB such as `4` or `0.5` in {ARENA_VARIABLE}"), got))
+}
+
+/// Parses the value of `STEPSCOPE_ARENA_GB` into bytes. The value is a plain decimal number of GiB
+/// (2^30 bytes), such as `4` or `0.5`. Fractions of a byte are dropped. An unset variable (`None`)
+/// requests nothing.
+///
+/// # Errors
+/// Quotes any other value, a value below one byte, or one above this machine's address space.
+fn arena_bytes_from_env(value: Option<&str>) -> Result<Option<usize>, String> {
+    let Some(value) = value else { return Ok(None) };
+    let refuse = |why: &str| format!("`{}`, which is {why}", value.escape_debug());
+    // Accepts only plain decimal notation: no sign, no exponent, no `inf`, no `nan`, no blanks.
+    let (whole, fraction) = value.split_once('.').unwrap_or((value, "0"));
+    let decimal = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
+    if !decimal(whole) || !decimal(fraction) {
+        return Err(refuse("not a positive decimal number"));
+    }
+    let bytes = float_mode::in_default(|| value.parse::<f64>().map(|gib| gib * f64::from(1 << 30)));
+    let bytes = bytes.map_err(|_| refuse("not a positive decimal number"))?;
+    if bytes >= isize::MAX as f64 {
+        return Err(refuse("more than this machine can address"));
+    }
+    if bytes < 1.0 {
+        return Err(refuse("less than one byte"));
+    }
+    Ok(Some(bytes as usize))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn the_environment_gives_decimal_gib() {
+        for (value, bytes) in [("4", 4 << 30), ("0.5", 1 << 29), ("007.25", 29 << 28), ("64", 64 << 30)] {
+            assert_eq!(arena_bytes_from_env(Some(value)), Ok(Some(bytes)), "{value}");
+        }
+        assert_eq!(arena_bytes_from_env(None), Ok(None));
+    }
+
+    #[test]
+    fn a_malformed_environment_is_quoted() {
+        let words = "4GB four -1 +1 1e3 nan NaN inf .5 5. . 1.2.3 1,5 0x10 0 0.0 0.0000000001 8589934592";
+        for value in words.split(' ').chain(["", " ", "4 ", " 4", "4\n"]) {
+            let error = arena_bytes_from_env(Some(value)).expect_err(value);
+            assert!(error.contains(&format!("`{}`", value.escape_debug())), "{error:?} does not quote {value:?}");
+        }
+        let long = "9".repeat(400);
+        assert!(arena_bytes_from_env(Some(&long)).is_err(), "a number that f64 rounds to infinity");
+    }
+
+    proptest! {
+        #[test]
+        fn any_environment_gives_bytes_or_a_refusal(text: String) {
+            if let Ok(Some(bytes)) = arena_bytes_from_env(Some(&text)) {
+                prop_assert!(bytes > 0);
+            }
+        }
+    }
 }

@@ -10,7 +10,7 @@
 #![forbid(unsafe_code)]
 
 use super::buffer::Buffer;
-use super::request::Request;
+use super::region::Request;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::launch::launch_on;

@@ -1,12 +1,15 @@
-//! The counts of an arena's tensors: by line, by phase, and in total.
+//! The counts of an arena's tensors (by line, by phase, and in total), its peak, and the report of
+//! both.
 //!
-//! Invariant: counting costs a few nanoseconds, and allocates only for a new call site. Nothing
-//! here accesses a device.
+//! Invariant: counting costs a few nanoseconds, and allocates only for a new call site.
 
 #![forbid(unsafe_code)]
 
-use crate::report::{ArenaReport, Cause, Count, Largest, OverflowReport, Phase, Site, SystemMemory};
+use super::region::ArenaInner;
+use super::report::{ArenaReport, Cause, Count, Largest, OverflowReport, Phase, Site, SystemMemory};
+use crate::host_memory::{CgroupMemory, MemInfo};
 use cuda_std::float_mode;
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::panic::Location;
@@ -91,6 +94,34 @@ impl Counters {
     }
 }
 
+impl ArenaInner {
+    /// Returns the state and counts of the arena.
+    pub(super) fn report(&self) -> ArenaReport {
+        let (host, cgroup) = (MemInfo::read(), CgroupMemory::read());
+        let description = self.device.description();
+        let memory = SystemMemory {
+            device_total_bytes: description.memory_bytes,
+            // A lost device is not called again.
+            device_free_bytes: self.device.free_bytes(self.device.deadline()).ok(),
+            host_free_bytes: host.map(|host| host.free_bytes),
+            host_available_bytes: host.map(|host| host.available_bytes),
+            cgroup_limit_bytes: cgroup.map(|cgroup| cgroup.limit_bytes),
+            cgroup_available_bytes: cgroup.as_ref().map(CgroupMemory::available_bytes),
+        };
+        ArenaReport {
+            capacity_bytes: self.available_bytes(),
+            captured_bytes: self.sections.bytes(),
+            offset_bytes: self.bump.get().taken(),
+            high_water_bytes: self.high_water_bytes(),
+            peak_bytes: self.peak.whole_bytes(self.captured_bytes()),
+            resets: self.resets.get(),
+            growths: self.growths,
+            memory,
+            ..self.counters.borrow().report()
+        }
+    }
+}
+
 /// A hasher for addresses of statics. These are already spread, so one multiplication mixes them
 /// (Fibonacci hashing).
 #[derive(Default)]
@@ -109,6 +140,44 @@ impl Hasher for AddressHasher {
 
     fn write_usize(&mut self, address: usize) {
         self.0 = (address as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+}
+
+/// The peak of an arena's bytes in use: those of a step and its overflow, plus those of captured
+/// steps. The bytes of captured steps change only between steps, so a peak is their current bytes
+/// plus the most that a step has had since they last changed.
+#[derive(Debug, Default)]
+pub(super) struct Peak {
+    /// The most that a step has had since the captured bytes last changed.
+    recent: Cell<usize>,
+    /// The most that a step had before that.
+    steps: Cell<usize>,
+    /// The peak including captured bytes before that.
+    whole: Cell<usize>,
+}
+
+impl Peak {
+    /// Records that a step has `bytes` in use, its overflow included.
+    #[inline]
+    pub(super) fn step_has(&self, bytes: usize) {
+        self.recent.set(self.recent.get().max(bytes));
+    }
+
+    /// Records that the captured bytes are about to change from `captured_bytes`.
+    pub(super) fn captured_changes(&self, captured_bytes: usize) {
+        self.whole.set(self.whole_bytes(captured_bytes));
+        self.steps.set(self.step_bytes());
+        self.recent.set(0);
+    }
+
+    /// Returns the most that a step has had.
+    pub(super) fn step_bytes(&self) -> usize {
+        self.steps.get().max(self.recent.get())
+    }
+
+    /// Returns the total peak, given the captured bytes now.
+    pub(super) fn whole_bytes(&self, captured_bytes: usize) -> usize {
+        self.whole.get().max(captured_bytes.saturating_add(self.recent.get()))
     }
 }
 
@@ -149,5 +218,22 @@ mod tests {
     #[track_caller]
     fn here() -> &'static Location<'static> {
         Location::caller()
+    }
+
+    #[test]
+    fn peak_counts_simultaneous_use() {
+        let peak = Peak::default();
+        peak.step_has(100);
+        peak.step_has(70);
+        assert_eq!((peak.step_bytes(), peak.whole_bytes(0)), (100, 100));
+        peak.captured_changes(0);
+        assert_eq!(peak.whole_bytes(40), 100, "captured steps own 40 bytes, and no step has run beside them");
+        peak.step_has(50);
+        assert_eq!(peak.whole_bytes(40), 100);
+        peak.step_has(90);
+        assert_eq!((peak.step_bytes(), peak.whole_bytes(40)), (100, 130));
+        peak.captured_changes(40);
+        peak.step_has(10);
+        assert_eq!((peak.step_bytes(), peak.whole_bytes(0)), (100, 130), "they have ended");
     }
 }

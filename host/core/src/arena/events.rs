@@ -8,12 +8,15 @@
 
 #![forbid(unsafe_code)]
 
+use super::checked::GUARD_BYTES;
+use super::region::ArenaInner;
 use crate::device::Device;
 use cuda_std::launch::inventory;
 use std::borrow::Cow;
 use std::cell::{Cell, RefCell};
 use std::fmt::Debug;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::{AssertUnwindSafe, Location, catch_unwind};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 /// The kind of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -156,6 +159,62 @@ fn told(mut observer: Box<dyn ArenaObserver>, event: &Event) -> Option<Box<dyn A
         tracing::warn!(kind = ?event.kind, "an observer of the arena panicked, and is detached");
         None
     })
+}
+
+impl ArenaInner {
+    /// Attaches an observer, which first learns of the arena's memory.
+    pub(super) fn observe(&mut self, observer: Box<dyn ArenaObserver>) {
+        let event = |kind, offset: usize, bytes| {
+            let site = Location::caller();
+            self.event(kind, Origin::Arena, self.address + offset as u64, bytes, bytes, site, "arena".into())
+        };
+        let mut events = vec![event(Kind::Reserve, 0, self.owned_bytes)];
+        if self.captured_bytes() > 0 {
+            events.push(event(Kind::Capture, self.capacity.get(), self.captured_bytes()));
+        }
+        if self.observers.attach(observer, &events) {
+            self.guard_bytes = GUARD_BYTES;
+        }
+    }
+
+    /// Returns true if an observer is attached.
+    #[inline]
+    pub(super) fn observed(&self) -> bool {
+        self.observers.attached()
+    }
+
+    /// Passes an event to the observers, if there are any.
+    #[inline]
+    pub(super) fn note(
+        &self,
+        kind: Kind,
+        origin: Origin,
+        address: u64,
+        bytes: usize,
+        site: &'static Location<'static>,
+        label: Cow<'static, str>,
+    ) {
+        if self.observed() {
+            self.observers.notify(&self.event(kind, origin, address, bytes, bytes, site, label));
+        }
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "each is a field of the event")]
+    pub(super) fn event(
+        &self,
+        kind: Kind,
+        origin: Origin,
+        address: u64,
+        bytes: usize,
+        accessed_bytes: usize,
+        site: &'static Location<'static>,
+        label: Cow<'static, str>,
+    ) -> Event {
+        let time_us = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64);
+        let phase = self.counters.borrow().phase.name();
+        let (file, line) = (site.file(), site.line());
+        Event { time_us, kind, address, bytes, accessed_bytes, origin, phase, file, line, label }
+    }
 }
 
 #[cfg(test)]

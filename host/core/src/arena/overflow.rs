@@ -1,17 +1,21 @@
-//! The arena's own memory pool, which serves a step's tensors when the arena is full.
+//! A full arena: the memory pool that serves the tensors which do not fit, and the error with cause
+//! and advice if there is none.
 //!
 //! Invariant: every block belongs to the step that took it. It is freed, in stream order, when that
 //! step ends, even after an error or a panic. No block is in use between steps. The pool keeps
 //! freed memory, so a step that overflows like the previous one calls neither the system nor
-//! admission.
+//! admission. A refused request changes only the counts.
 
 #![forbid(unsafe_code)]
 
-use super::budget::situation;
-use crate::admission::AdmissionError;
+use super::layout::padded;
+use super::region::ArenaInner;
+use super::report::{Cause, size};
 use crate::device::{Device, Pool};
 use crate::error::{Error, Result};
+use crate::host_memory::{AdmissionError, MemoryBudget};
 use std::ops::Range;
+use std::panic::Location;
 use std::time::{Duration, Instant};
 
 /// The behavior of an arena when it is full.
@@ -43,7 +47,7 @@ impl Overflow {
 
 /// An open pool and the blocks that a step has taken from it.
 #[derive(Debug)]
-pub(crate) struct OverflowPool {
+pub(super) struct OverflowPool {
     pub(crate) pool: Pool,
     pub(crate) cap_bytes: usize,
     prime_bytes: usize,
@@ -57,7 +61,7 @@ pub(crate) struct OverflowPool {
 
 /// The reason why the pool returned no memory.
 #[derive(Debug)]
-pub(crate) enum NotGiven {
+enum NotGiven {
     /// The step would exceed the cap.
     Cap,
     /// There is no memory to grow with.
@@ -98,13 +102,13 @@ impl OverflowPool {
     }
 
     /// Takes `bytes` for the step. `bytes` is a nonzero multiple of the alignment.
-    pub(crate) fn take(&mut self, device: &Device, bytes: usize, deadline: Duration) -> Result<u64, NotGiven> {
+    fn take(&mut self, device: &Device, bytes: usize, deadline: Duration) -> Result<u64, NotGiven> {
         let start = Instant::now();
         let used = self.used_bytes.checked_add(bytes).filter(|&used| used <= self.cap_bytes).ok_or(NotGiven::Cap)?;
         if used > self.held_bytes {
             let growth = (used - self.held_bytes) as u64;
-            let situation = situation(device, self.reserve_bytes, deadline).map_err(NotGiven::Driver)?;
-            situation.admit(growth).map_err(|refusal| NotGiven::Refused(Box::new(refusal)))?;
+            let budget = MemoryBudget::of(device, self.reserve_bytes, deadline).map_err(NotGiven::Driver)?;
+            budget.admit(growth).map_err(|refusal| NotGiven::Refused(Box::new(refusal)))?;
         }
         let left = deadline.saturating_sub(start.elapsed());
         let given = device.pool_allocate(self.pool, bytes, left);
@@ -147,5 +151,115 @@ impl OverflowPool {
         device.trim_pool(self.pool, keep_bytes)?;
         self.held_bytes = self.held_bytes.min(keep_bytes).max(self.used_bytes);
         Ok(())
+    }
+}
+
+impl ArenaInner {
+    /// Takes memory from the pool when the arena is full, or returns an error with the cause.
+    #[cold]
+    pub(super) fn take_beyond(&self, bytes: usize, site: &'static Location<'static>) -> Result<u64> {
+        let padded = padded(bytes).unwrap_or(usize::MAX);
+        self.device.check("allocate")?;
+        let capacity = self.capacity.get();
+        let cause = self.counters.borrow().cause(padded, capacity);
+        let needed = self.bump.get().taken().saturating_add(self.overflowed.get()).saturating_add(padded);
+        self.needed.set(self.needed.get().max(needed));
+        if self.is_lent() {
+            return Err(Error::CaptureNeeds { bytes: needed, available: capacity, overflow_bytes: 0 });
+        }
+        let Some(overflow) = &self.overflow else { return Err(self.full(padded, cause, site, None)) };
+        let mut overflow = overflow.borrow_mut();
+        if !self.warned.replace(true) {
+            tracing::warn!(
+                %cause,
+                requested_bytes = padded,
+                %site,
+                capacity_bytes = capacity,
+                advice = advice(cause, capacity, padded),
+                "the arena is full: this step overflows into its pool"
+            );
+        }
+        let start = Instant::now();
+        let deadline = overflow.deadline.min(self.time_left());
+        let given = overflow.take(&self.device, padded, deadline);
+        let used = overflow.used_bytes();
+        let cap_bytes = overflow.cap_bytes;
+        drop(overflow);
+        let mut counters = self.counters.borrow_mut();
+        counters.waited += start.elapsed();
+        match given {
+            Ok(address) => {
+                counters.allocated(site, padded);
+                counters.overflow.allocations += 1;
+                counters.overflow.bytes += padded as u64;
+                counters.overflow.peak_bytes = counters.overflow.peak_bytes.max(used as u64);
+                counters.overflow.live_blocks += 1;
+                self.overflowed.set(used);
+                self.peak.step_has(self.bump.get().taken() + used);
+                Ok(address)
+            }
+            Err(NotGiven::Cap) => {
+                counters.overflow.refusals += 1;
+                drop(counters);
+                Err(self.full(
+                    padded,
+                    cause,
+                    site,
+                    Some(format!("the overflow pool's cap is {cap_bytes} bytes, {used} of them in use")),
+                ))
+            }
+            Err(NotGiven::Refused(refusal)) => {
+                counters.overflow.refusals += 1;
+                drop(counters);
+                Err(self.full(padded, cause, site, Some(refusal.to_string())))
+            }
+            Err(NotGiven::Driver(error)) => {
+                counters.overflow.timeouts += u64::from(matches!(error, Error::Timeout { .. }));
+                drop(counters);
+                Err(self.with_report(error))
+            }
+        }
+    }
+
+    fn full(
+        &self,
+        requested_bytes: usize,
+        cause: Cause,
+        site: &'static Location<'static>,
+        overflow: Option<String>,
+    ) -> Error {
+        let report = self.report();
+        Error::ArenaFull {
+            requested_bytes,
+            used_bytes: report.offset_bytes,
+            capacity_bytes: self.capacity.get(),
+            allocations: self.counters.borrow().step_allocations,
+            site: site.to_string(),
+            cause,
+            advice: overflow.map_or_else(
+                || advice(cause, self.capacity.get(), requested_bytes),
+                |overflow| format!("{overflow}; {}", advice(cause, self.capacity.get(), requested_bytes)),
+            ),
+            report: Box::new(report),
+        }
+    }
+}
+
+/// Returns advice for a full arena of this capacity.
+fn advice(cause: Cause, capacity: usize, requested: usize) -> String {
+    match cause {
+        Cause::RequestLargerThanArena => format!(
+            "raise the capacity above {} (now {}), or split the tensor",
+            size(requested),
+            size(capacity)
+        ),
+        Cause::NeverReset { .. } => {
+            "end the step after each backward pass (one `arena.step` for each micro-batch): the step's end frees its memory".into()
+        }
+        Cause::WorkingSetLargerThanArena => format!(
+            "size the arena from `Arena::measure` or let it grow (`Growth::AtBoundary`), shorten the step (a smaller \
+             micro-batch), or free temporaries early with `step.scratch`; the capacity is {}",
+            size(capacity)
+        ),
     }
 }

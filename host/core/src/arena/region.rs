@@ -2,29 +2,36 @@
 //!
 //! Invariant: every allocation is disjoint from all live ones. `scope.rs` frees them.
 
-use super::budget::situation;
 use super::checked::{Checks, GUARD_BYTES};
 use super::conditions::ReplayPreconditions;
-use super::counters::Counters;
-use super::events::{ArenaObserver, Event, Kind, Observers, Origin};
-use super::layout::{Bump, End, grown, guarded, padded};
+use super::counters::{Counters, Peak};
+use super::events::{Kind, Observers, Origin};
+use super::layout::{Bump, End, GraphReservation, Sections, grown, guarded, padded};
 use super::overflow::OverflowPool;
-use super::peak::Peak;
-use super::request::Request;
-use super::reuse::Reuse;
-use super::sections::{GraphReservation, Sections};
-use crate::admission::MemoryBudget;
-use crate::cgroup::CgroupMemory;
+use super::report::Phase;
+use super::scope::Reuse;
 use crate::deadline::after;
 use crate::device::{BufferBorrow, DeferredFree, Device, Launches};
 use crate::error::{Error, Result};
-use crate::report::{ArenaReport, Phase, SystemMemory};
+use crate::host_memory::MemoryBudget;
 use crate::tensor::{Element, Memory, Shape, Source, Stored, Tensor};
 use std::borrow::Cow;
 use std::cell::{Cell, RefCell};
 use std::panic::Location;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
+
+/// A requested tensor.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Request {
+    /// Its bytes, before padding.
+    pub(crate) bytes: usize,
+    pub(crate) shape: Shape,
+    /// The name of its element type.
+    pub(crate) element: &'static str,
+    /// The word that checked mode fills it with.
+    pub(crate) poison: u32,
+}
 
 /// The memory of an arena and its current state. Steps borrow it.
 #[derive(Debug)]
@@ -37,7 +44,7 @@ pub(crate) struct ArenaInner {
     pub(super) owned_bytes: usize,
     /// The bytes that steps may fill: all except those of captured steps.
     pub(super) capacity: Cell<usize>,
-    sections: Sections,
+    pub(super) sections: Sections,
     pub(super) bump: Cell<Bump>,
     /// The end from which the running scope takes tensors.
     pub(super) end: Cell<End>,
@@ -60,13 +67,13 @@ pub(crate) struct ArenaInner {
     pub(super) checks: Option<RefCell<Checks>>,
     /// The bytes after each tensor that belong to no tensor. Nonzero in checked mode and if an
     /// observer needs them, even when only the needs are measured.
-    guard_bytes: usize,
-    observers: Observers,
+    pub(super) guard_bytes: usize,
+    pub(super) observers: Observers,
     pub(super) reserve_bytes: Option<u64>,
     conditions: ReplayPreconditions,
     launches: Launches,
-    resets: Cell<u64>,
-    growths: u64,
+    pub(super) resets: Cell<u64>,
+    pub(super) growths: u64,
     /// The buffers that the running step has borrowed. None for a recorded step, which relies on no
     /// buffer yet.
     lending: Option<BufferBorrow>,
@@ -136,27 +143,6 @@ impl ArenaInner {
         Ok(())
     }
 
-    /// Attaches an observer, which first learns of the arena's memory.
-    pub(super) fn observe(&mut self, observer: Box<dyn ArenaObserver>) {
-        let event = |kind, offset: usize, bytes| {
-            let site = Location::caller();
-            self.event(kind, Origin::Arena, self.address + offset as u64, bytes, bytes, site, "arena".into())
-        };
-        let mut events = vec![event(Kind::Reserve, 0, self.owned_bytes)];
-        if self.captured_bytes() > 0 {
-            events.push(event(Kind::Capture, self.capacity.get(), self.captured_bytes()));
-        }
-        if self.observers.attach(observer, &events) {
-            self.guard_bytes = GUARD_BYTES;
-        }
-    }
-
-    /// Returns true if an observer is attached.
-    #[inline]
-    pub(super) fn observed(&self) -> bool {
-        self.observers.attached()
-    }
-
     /// Creates a region on a dry run of this device, on which a step can be measured.
     pub(super) fn counting(&self, dry_run: &Device) -> Result<Self> {
         let mut region = Self::allocate(dry_run.clone(), Self::EVERYTHING)?;
@@ -217,7 +203,7 @@ impl ArenaInner {
     }
 
     /// Returns the bytes at the end that steps may not fill.
-    fn captured_bytes(&self) -> usize {
+    pub(super) fn captured_bytes(&self) -> usize {
         self.owned_bytes.saturating_sub(self.capacity.get())
     }
 
@@ -312,39 +298,6 @@ impl ArenaInner {
     /// Returns the most bytes that a scope has had in use.
     pub(crate) fn high_water_bytes(&self) -> usize {
         self.peak.step_bytes()
-    }
-
-    /// Passes an event to the observers, if there are any.
-    #[inline]
-    pub(super) fn note(
-        &self,
-        kind: Kind,
-        origin: Origin,
-        address: u64,
-        bytes: usize,
-        site: &'static Location<'static>,
-        label: Cow<'static, str>,
-    ) {
-        if self.observed() {
-            self.observers.notify(&self.event(kind, origin, address, bytes, bytes, site, label));
-        }
-    }
-
-    #[expect(clippy::too_many_arguments, reason = "each is a field of the event")]
-    fn event(
-        &self,
-        kind: Kind,
-        origin: Origin,
-        address: u64,
-        bytes: usize,
-        accessed_bytes: usize,
-        site: &'static Location<'static>,
-        label: Cow<'static, str>,
-    ) -> Event {
-        let time_us = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64);
-        let phase = self.counters.borrow().phase.name();
-        let (file, line) = (site.file(), site.line());
-        Event { time_us, kind, address, bytes, accessed_bytes, origin, phase, file, line, label }
     }
 
     /// Sets the phase of the step, and returns the one before.
@@ -458,7 +411,8 @@ impl ArenaInner {
         if wanted <= self.capacity.get() || self.device.lost().is_some() {
             return Ok(());
         }
-        if let Err(refusal) = situation(&self.device, self.reserve_bytes, self.device.deadline())?.admit(wanted as u64)
+        if let Err(refusal) =
+            MemoryBudget::of(&self.device, self.reserve_bytes, self.device.deadline())?.admit(wanted as u64)
         {
             tracing::warn!(%refusal, "the arena keeps its size");
             return Ok(());
@@ -495,32 +449,6 @@ impl ArenaInner {
     /// Returns all memory that the overflow pool keeps to the system.
     pub(super) fn trim(&mut self) -> Result<()> {
         self.overflow.as_ref().map_or(Ok(()), |overflow| overflow.borrow_mut().trim(&self.device, 0))
-    }
-
-    /// Returns the state and counts of the arena.
-    pub(super) fn report(&self) -> ArenaReport {
-        let (host, cgroup) = (MemoryBudget::read_host(), CgroupMemory::read());
-        let description = self.device.description();
-        let memory = SystemMemory {
-            device_total_bytes: description.memory_bytes,
-            // A lost device is not called again.
-            device_free_bytes: self.device.free_bytes(self.device.deadline()).ok(),
-            host_free_bytes: host.map(|host| host.free_bytes),
-            host_available_bytes: host.map(|host| host.available_bytes),
-            cgroup_limit_bytes: cgroup.map(|cgroup| cgroup.limit_bytes),
-            cgroup_available_bytes: cgroup.as_ref().map(CgroupMemory::available_bytes),
-        };
-        ArenaReport {
-            capacity_bytes: self.available_bytes(),
-            captured_bytes: self.sections.bytes(),
-            offset_bytes: self.bump.get().taken(),
-            high_water_bytes: self.high_water_bytes(),
-            peak_bytes: self.peak.whole_bytes(self.captured_bytes()),
-            resets: self.resets.get(),
-            growths: self.growths,
-            memory,
-            ..self.counters.borrow().report()
-        }
     }
 }
 

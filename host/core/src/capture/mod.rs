@@ -20,9 +20,10 @@ mod state;
 
 pub use slots::{CaptureInputs, DeviceBatch, HostInputs, Output};
 
-use crate::arena::{ALIGN_BYTES, Arena, ArenaInner, Checks, Floor, GraphReservation, Measured, Turns};
+use crate::arena::{ALIGN_BYTES, Arena, ArenaInner, Checks, GraphReservation, Measured, Turns};
 use crate::device::{Device, Launch, PinnedReadback, Pins};
 use crate::error::{Error, Result};
+use crate::host_memory::Floor;
 use crate::step::Step;
 use crate::tensor::{Element, Stored};
 use cuda_std::float_mode;

@@ -7,9 +7,9 @@
 use super::driver::{DeviceKind, Driver, DriverLayer};
 use super::driver_thread::DriverThread;
 use super::emulated;
-use super::handle::{Device, no_result};
 use super::kernels::{Kernels, check_names};
 use super::staging::{RingSize, Staging};
+use super::{Device, no_result};
 use crate::error::{Error, Resource, Result};
 use cuda_std::emulator::Mode;
 use cuda_std::float_mode;

@@ -9,9 +9,11 @@
 //!   and it ends with its closure.
 //! - While a thread records a step, it reaches the device only through that step.
 
+use super::builder::CheckedMode;
 use super::driver::{Description, Driver, Fence, Graph, Link, Nodes, Piece, Pool, Wire};
 use super::graph::Pins;
-use super::handle::Device;
+use super::memory::new_identity;
+use super::{Device, Shared};
 use crate::error::{Error, Result};
 use cuda_std::launch::{Entry, Grid, Words};
 use std::cell::RefCell;
@@ -300,6 +302,39 @@ impl Device {
         let state = DryRunState { parents, replayed, over: AtomicBool::new(false) };
         let dry_run = DryRunGuard(self.stand_in(driver, state));
         run(&dry_run.0)
+    }
+
+    /// Returns a device for a dry run of this one, with a driver that has no memory.
+    fn stand_in(&self, driver: Arc<DryRun>, state: DryRunState) -> Self {
+        let Shared { thread, deadline, pins, .. } = &*self.shared;
+        let shared = Shared {
+            description: driver.description().clone(),
+            driver,
+            thread: Arc::clone(thread),
+            deadline: *deadline,
+            identity: new_identity(),
+            lost: Arc::default(),
+            pins: pins.clone(),
+            borrows: Arc::default(),
+            deferred: Mutex::default(),
+            staging: Mutex::default(),
+            pages: Mutex::default(),
+            // A dry run has no bytes to verify and no guards to check.
+            checks: CheckedMode { asked: false, forced: None },
+            dry_run: Some(state),
+            links: Mutex::default(),
+        };
+        Self { shared: Arc::new(shared), wait_budget: None }
+    }
+
+    /// Returns the state of the dry run that this device stands for, if it does.
+    pub(super) fn dry_run_state(&self) -> Option<&DryRunState> {
+        self.shared.dry_run.as_ref()
+    }
+
+    /// Returns true if launches on this device do not run.
+    pub(crate) fn is_dry_run(&self) -> bool {
+        self.shared.dry_run.is_some()
     }
 
     /// Runs `record` with a device that only lists its launches, and returns the list. Meanwhile

@@ -6,8 +6,8 @@
 
 use super::driver::{Description, DeviceKind, Driver, Fence, Graph, Link, Nodes, Piece, Pool, Wire};
 use super::dry_run::Launch;
-use crate::admission::MemoryBudget;
 use crate::error::{Error, Result};
+use crate::host_memory::MemInfo;
 use cuda_std::emulator::Machine;
 use cuda_std::launch::{Entry, Grid, Words};
 use memmap2::MmapMut;
@@ -191,7 +191,7 @@ unsafe impl Driver for Emulated {
 
     fn free_bytes(&self) -> Result<u64> {
         // Like GB10's driver, this counts the host's free memory and excludes reclaimable memory.
-        Ok(MemoryBudget::read_host().map_or(u64::MAX, |host| host.free_bytes))
+        Ok(MemInfo::read().map_or(u64::MAX, |host| host.free_bytes))
     }
 
     #[cfg(target_os = "linux")]

@@ -22,9 +22,9 @@
 //!   buffer the step writes. A replay on another thread waits for the step's end. A replay on the
 //!   step's own thread is an error, because it would wait for itself.
 
+use super::Device;
 use super::driver::{Driver, Graph, Nodes};
 use super::dry_run::Launch;
-use super::handle::Device;
 use super::memory::DeferredFree;
 use crate::error::{Error, Result};
 use std::cell::Cell;

@@ -1,5 +1,5 @@
-//! Device memory: allocations, pools, and driver objects that their owner has dropped and the
-//! driver still holds.
+//! Device memory: its owners, allocations, pools, blocking reads, and driver objects that their
+//! owner has dropped and the driver still holds.
 //!
 //! A value may be dropped inside a recording, where no call can be made. It may also be dropped
 //! after a failed call that would have reported that it is unused. Dropping therefore only hands
@@ -8,14 +8,36 @@
 //!
 //! Invariant: an object is freed at most once, and never while a graph can reach it.
 
+use super::Device;
 use super::driver::{Driver, Graph, Link, Pool};
 use super::graph::{PinTable, Pins};
-use super::handle::Device;
-use super::staging::Slot;
+use super::pinned::Slot;
 use crate::error::{Error, Result};
+use crate::host_memory::HostMemory;
+use bytemuck::Pod;
 use std::mem::ManuallyDrop;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
+
+/// The bits of an owner's number that name an arena: zero for a buffer, else the number of the
+/// arena whose step has the memory. The remaining bits name the device.
+const ARENA_BITS: u64 = (1 << 24) - 1;
+
+/// Returns a new device number.
+pub(super) fn new_identity() -> u64 {
+    static DEVICES: AtomicU64 = AtomicU64::new(0);
+    DEVICES.fetch_add(ARENA_BITS + 1, Ordering::Relaxed)
+}
+
+/// The read size above which the host's available memory is checked first.
+const LARGE_READ_BYTES: usize = 64 << 20;
+
+/// Returns the error for a read that the host has no memory for.
+fn no_host_memory(requested_bytes: usize, free_bytes: u64) -> Error {
+    let reason = "a read takes host memory of the same size: read one range at a time, or free some memory".into();
+    Error::DeviceMemory { device: "the host".into(), requested_bytes, free_bytes, reason }
+}
 
 /// A driver object without an owner.
 #[derive(Debug)]
@@ -80,6 +102,30 @@ impl DeferredFree {
 }
 
 impl Device {
+    /// Returns the number of the device, which is also the owner number of its buffers.
+    pub(crate) fn identity(&self) -> u64 {
+        self.shared.identity
+    }
+
+    /// Returns the owner number of the memory that an arena's steps have.
+    pub(crate) fn owner_of_steps(&self, arena: u64) -> u64 {
+        self.identity() | arena.clamp(1, ARENA_BITS)
+    }
+
+    /// Returns true for memory that may be used on this device: its own, and in a dry run its
+    /// parents'. A recorded step may not use the memory of running steps.
+    pub(crate) fn reaches(&self, owner: u64) -> bool {
+        let (device, of_step) = (owner & !ARENA_BITS, owner & ARENA_BITS > 0);
+        device == self.identity() || self.dry_run_state().is_some_and(|dry_run| dry_run.reaches(device, of_step))
+    }
+
+    /// Returns the number of the arena that owns this memory, if the memory is refused because its
+    /// step runs while this device records another.
+    pub(crate) fn arena_of_running_step(&self, owner: u64) -> Option<u64> {
+        let arena = owner & ARENA_BITS;
+        (arena > 0 && !self.reaches(owner) && self.reaches(owner & !ARENA_BITS)).then_some(arena)
+    }
+
     pub(crate) fn free_bytes(&self, deadline: Duration) -> Result<u64> {
         self.call("free_bytes", deadline, |driver| driver.free_bytes())
     }
@@ -95,6 +141,32 @@ impl Device {
 
     pub(crate) fn allocate(&self, bytes: usize) -> Result<u64> {
         self.call("allocate", self.deadline(), move |driver| driver.allocate(bytes))
+    }
+
+    /// Waits for the work queued before, until the deadline, and then copies.
+    ///
+    /// # Safety
+    /// `from` is memory of this device, of at least `len` elements. It stays until the copy is done
+    /// or the device is lost.
+    pub(crate) unsafe fn download<T: Pod + Send>(&self, from: u64, len: usize, deadline: Duration) -> Result<Vec<T>> {
+        let start = Instant::now();
+        let bytes = len.saturating_mul(size_of::<T>());
+        // The system grants memory that it does not have, and kills a process that writes to it.
+        let available = (bytes >= LARGE_READ_BYTES).then(HostMemory::available_bytes);
+        if let Some(available) = available.filter(|&available| bytes as u64 > available) {
+            return Err(no_host_memory(bytes, available));
+        }
+        self.synchronize(deadline)?;
+        self.call("download", deadline.saturating_sub(start.elapsed()), move |driver| {
+            let zeros = bytemuck::allocation::try_zeroed_slice_box(len);
+            let to = zeros.map_err(|()| no_host_memory(bytes, HostMemory::available_bytes()))?.into_vec();
+            // After an error or a panic the copy may be in progress, so the memory stays.
+            let mut to = ManuallyDrop::new(to);
+            // SAFETY: `from` is device memory of `len` elements, which is this function's contract.
+            // `to` has the same length and belongs to this call.
+            unsafe { driver.download(from, bytemuck::cast_slice_mut(&mut to)) }?;
+            Ok(ManuallyDrop::into_inner(to))
+        })
     }
 
     /// Waits until nothing on this device can reach memory that its owner passes to another

@@ -7,9 +7,9 @@
 
 #![forbid(unsafe_code)]
 
+use super::Device;
 use super::builder::{DeviceBuilder, SelfTest};
 use super::driver::Description;
-use super::handle::Device;
 use crate::digest::hex;
 use crate::error::{Error, Result};
 use crate::files::{PlainFile, replace_file};
@@ -245,7 +245,7 @@ fn read(path: &Path) -> io::Result<Vec<u8>> {
 mod tests {
     use super::*;
     use crate::device::{Description, DeviceKind};
-    use crate::ptx::{PtxBuild, PtxCompiler};
+    use crate::device::{PtxBuild, PtxCompiler};
 
     // The library's test is `stepscope-check`'s, which this crate cannot name.
     inventory::submit! {

@@ -1,32 +1,23 @@
-//! The paths of host bytes to the device: a bounded ring of pinned slots, and pinned pages of
-//! callers.
+//! The path of host bytes to the device: a bounded ring of pinned slots.
 //!
 //! A copy from pageable memory runs on the caller's thread for an unbounded time. A copy from a
 //! mapped file can stall on the disk inside the driver. Every source is therefore first written
 //! into a slot of the ring, and the device copies from there, piece by piece. The exception is the
-//! caller's pinned memory, which works like a slot:
+//! caller's pinned memory, from which the device copies directly (see `pinned`).
 //!
-//! ```text
-//! held by its owner --upload--> a fence after the copy --passed--> may be written again
-//!      |                                                              ^
-//!      '--dropped--> spare: reused for the same size after the fence is passed
-//! ```
 //! Invariants:
 //!
-//! - A slot or page is written again or freed only after the device has passed the fence after its
-//!   last copy. That wait has a deadline, and no other call here blocks. On a lost device the
-//!   memory stays.
+//! - A slot is written again only after the device has passed the fence after its last copy. That
+//!   wait has a deadline, and no other call here blocks.
 //! - A failed upload leaves the ring unchanged, so the next one tries again.
-//! - A slot's memory and its fence have the same lifetime. A block of pages is held or spare.
 
-use super::driver::{DeviceKind, Driver, Fence};
-use super::handle::Device;
-use super::memory::DeferredFree;
+use super::Device;
+use super::driver::DeviceKind;
+use super::pinned::Slot;
 use crate::error::{Error, Result};
-use crate::shortage::HostMemory;
+use crate::host_memory::HostMemory;
 use cuda_std::float_mode;
 use rayon::{ThreadPool, ThreadPoolBuilder};
-use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
@@ -89,15 +80,6 @@ pub(super) struct Staging {
     writers: Writers,
 }
 
-/// A slot of pinned memory.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Slot {
-    address: u64,
-    fence: Fence,
-    /// The number of bytes from the start that are in use.
-    filled: usize,
-}
-
 impl Staging {
     pub(super) fn new(size: RingSize) -> Self {
         Self { size, ..Self::default() }
@@ -111,27 +93,6 @@ impl Staging {
     /// Returns the slots for freeing, and the bytes of each.
     pub(super) fn into_slots(self) -> (Vec<Slot>, usize) {
         (self.slots, self.size.slot_bytes)
-    }
-}
-
-impl Slot {
-    pub(super) fn address(&self) -> u64 {
-        self.address
-    }
-
-    pub(super) fn fence(&self) -> Fence {
-        self.fence
-    }
-
-    /// Frees the memory and its fence.
-    ///
-    /// # Safety
-    /// The slot was made with `bytes` bytes, no copy from or to it is queued, and it is not used
-    /// afterwards.
-    pub(super) unsafe fn end(self, driver: &dyn Driver, bytes: usize) -> Result<()> {
-        // SAFETY: no copy is queued and nothing uses the slot afterwards, by this function's
-        // contract. `Slot::new` made both.
-        unsafe { driver.destroy_fence(self.fence).and(driver.free_pinned(self.address, bytes)) }
     }
 }
 
@@ -271,7 +232,7 @@ impl Staging {
     ) -> Result<usize> {
         let bytes = self.room(device, deadline)?.min(bytes).min(PIECE_BYTES);
         let slot = &mut self.slots[self.current];
-        let place = (slot.address + slot.filled as u64) as *mut u8;
+        let place = (slot.address() + slot.filled as u64) as *mut u8;
         // SAFETY: the slot has room for the piece, and no queued copy reads there. Its last fence
         // was passed, and what was queued since lies before `filled`.
         let place = unsafe { std::slice::from_raw_parts_mut(place, bytes) };
@@ -294,7 +255,7 @@ impl Staging {
         let next = match self.slots.get(self.current) {
             Some(slot) if slot.filled < slot_bytes => return Ok(slot_bytes - slot.filled),
             Some(slot) => {
-                let fence = slot.fence;
+                let fence = slot.fence();
                 device.call("record_fence", deadline, move |driver| driver.record_fence(fence))?;
                 (self.current + 1) % slots
             }
@@ -302,7 +263,7 @@ impl Staging {
         };
         match self.slots.get_mut(next) {
             Some(slot) => {
-                let fence = slot.fence;
+                let fence = slot.fence();
                 device.wait("upload", deadline, move |driver| driver.poll_fence(fence))?;
                 slot.filled = 0;
             }
@@ -310,199 +271,5 @@ impl Staging {
         }
         self.current = next;
         Ok(slot_bytes)
-    }
-}
-
-impl Slot {
-    pub(super) fn new(device: &Device, bytes: usize, deadline: Duration) -> Result<Self> {
-        device.call("allocate_pinned", deadline, move |driver| {
-            let fence = driver.create_fence()?;
-            let address = driver.allocate_pinned(bytes).inspect_err(|_| {
-                // SAFETY: the fence was just made. Leaking it is the lesser harm.
-                let _ = unsafe { driver.destroy_fence(fence) };
-            })?;
-            Ok(Self { address, fence, filled: 0 })
-        })
-    }
-}
-
-/// The most bytes that are kept for later requests. Beyond this, the block that was returned first
-/// is freed.
-const MOST_SPARE_BYTES: usize = 512 << 20;
-
-/// The copies from a block that the device may still have to make.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Copies {
-    None,
-    /// All copies come before the block's fence.
-    BeforeFence,
-    /// The call that would have reported the state failed.
-    Unknown,
-}
-
-/// A block of pinned memory.
-#[derive(Clone, Copy, Debug)]
-struct Block {
-    slot: Slot,
-    bytes: usize,
-    copies: Copies,
-}
-
-/// The blocks of a device.
-#[derive(Debug, Default)]
-pub(super) struct Pages {
-    /// The held blocks, by address.
-    held: BTreeMap<u64, Block>,
-    /// The spare blocks, in the order in which they were returned.
-    spare: Vec<Block>,
-}
-
-impl Pages {
-    /// Returns the block that contains these bytes. Zero bytes are in no block, because another
-    /// block may begin at their end.
-    fn around(&mut self, bytes: &[u8]) -> Option<&mut Block> {
-        let start = bytes.first().map(std::ptr::from_ref)? as u64;
-        let (&address, block) = self.held.range_mut(..=start).next_back()?;
-        let end = (start - address).checked_add(bytes.len() as u64)?;
-        (end <= block.bytes as u64).then_some(block)
-    }
-
-    /// Returns all blocks for freeing. None of them is held.
-    pub(super) fn into_deferred(self) -> impl Iterator<Item = DeferredFree> {
-        self.spare.into_iter().map(Block::deferred)
-    }
-}
-
-impl Block {
-    fn deferred(self) -> DeferredFree {
-        DeferredFree::Slot { slot: self.slot, bytes: self.bytes }
-    }
-}
-
-impl Device {
-    /// Returns `bytes` bytes (above zero) with unspecified contents. [`Device::give_pages_back`]
-    /// frees them. `admit` is called if they are newly allocated.
-    pub(crate) fn take_pages(&self, bytes: usize, admit: impl FnOnce() -> Result<()>) -> Result<u64> {
-        self.check("page-locked memory")?;
-        if self.is_dry_run() {
-            return Err(Error::misuse("page-locked memory", "a device", "a dry run, which has no memory"));
-        }
-        let block = match self.spare_pages(bytes)? {
-            Some(spare) => spare,
-            None => {
-                admit()?;
-                Block { slot: Slot::new(self, bytes, self.deadline())?, bytes, copies: Copies::None }
-            }
-        };
-        let address = block.slot.address();
-        self.pages().held.insert(address, block);
-        Ok(address)
-    }
-
-    /// Takes the first spare block of this size, if no copy from it is pending.
-    fn spare_pages(&self, bytes: usize) -> Result<Option<Block>> {
-        let first = |pages: &Pages| pages.spare.iter().position(|block| block.bytes == bytes);
-        let fence = {
-            let pages = self.pages();
-            first(&pages).map(|at| pages.spare[at].slot.fence())
-        };
-        let Some(fence) = fence else { return Ok(None) };
-        if !self.call("poll_fence", self.deadline(), move |driver| driver.poll_fence(fence))? {
-            return Ok(None);
-        }
-        let mut pages = self.pages();
-        // Another thread may have taken it meanwhile.
-        let at = first(&pages).filter(|&at| pages.spare[at].slot.fence() == fence);
-        Ok(at.map(|at| Block { copies: Copies::None, ..pages.spare.remove(at) }))
-    }
-
-    /// Waits until no copy from the block at an address is pending.
-    pub(crate) fn wait_for_pages(&self, address: u64) -> Result<()> {
-        let Some(Block { slot, copies, .. }) = self.pages().held.get(&address).copied() else { return Ok(()) };
-        let fence = slot.fence();
-        match copies {
-            Copies::None => return Ok(()),
-            Copies::BeforeFence => self.wait("upload", self.deadline(), move |driver| driver.poll_fence(fence))?,
-            Copies::Unknown => self.synchronize(self.deadline())?,
-        }
-        if let Some(block) = self.pages().held.get_mut(&address) {
-            block.copies = Copies::None;
-        }
-        Ok(())
-    }
-
-    /// Keeps a block for the next request of the same size, or frees it.
-    ///
-    /// # Safety
-    /// Nothing reads or writes it any more except queued copies.
-    pub(crate) unsafe fn give_pages_back(&self, address: u64) {
-        let freed = {
-            let mut pages = self.pages();
-            let Some(block) = pages.held.remove(&address) else { return };
-            pages.spare.push(block);
-            let mut kept_bytes = pages.spare.iter().map(|block| block.bytes).sum::<usize>();
-            let is_freed = |block: &mut Block| {
-                let is_freed = kept_bytes > MOST_SPARE_BYTES || block.copies == Copies::Unknown;
-                kept_bytes -= if is_freed { block.bytes } else { 0 };
-                is_freed
-            };
-            pages.spare.extract_if(.., is_freed).collect::<Vec<_>>()
-        };
-        // SAFETY: the blocks belong to this device, and nothing owns them any more. At most copies
-        // from them are queued.
-        freed.into_iter().for_each(|block| unsafe { self.retire(block.deferred()) });
-    }
-
-    /// Queues a copy directly from pinned memory of this device. Returns false if the bytes do not
-    /// lie in such memory.
-    ///
-    /// # Safety
-    /// The requirements of [`Device::stage`].
-    unsafe fn copy_from_pages(&self, to: u64, transit: Option<u64>, from: &[u8]) -> Result<bool> {
-        let Some(Block { slot, .. }) = self.pages().around(from).copied() else { return Ok(false) };
-        let (fence, address, bytes) = (slot.fence(), from.as_ptr() as u64, from.len());
-        let queued = self.call("upload", self.deadline(), move |driver: &dyn Driver| {
-            // SAFETY: `to` and `transit` meet this function's requirements. The source lies in
-            // pinned memory. It is borrowed until this function returns, and then neither written
-            // nor freed before the fence is passed.
-            unsafe { driver.queue_upload(to, std::slice::from_raw_parts(address as *const u8, bytes), transit) }?;
-            driver.record_fence(fence)
-        });
-        if let Some(block) = self.pages().around(from) {
-            // An unknown state stays unknown even when another thread's copy is queued.
-            let unknown = queued.is_err() || block.copies == Copies::Unknown;
-            block.copies = if unknown { Copies::Unknown } else { Copies::BeforeFence };
-        }
-        queued.map(|()| true)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// The test does not access the memory, so it needs no owner.
-    #[test]
-    fn spare_pages_are_limited() {
-        let device = Device::open(DeviceKind::Emulated).unwrap();
-        let take = |number: usize, is_new: bool| {
-            let mut admitted = false;
-            let admit = || {
-                admitted = true;
-                Ok(())
-            };
-            let address = device.take_pages(MOST_SPARE_BYTES / 3 + number, admit).unwrap();
-            assert_eq!(admitted, is_new, "{number}");
-            address
-        };
-        let blocks = [0, 1, 2, 3].map(|number| take(number, true));
-        for (given_back, address) in (1..).zip(blocks) {
-            // SAFETY: nothing has accessed it.
-            unsafe { device.give_pages_back(address) };
-            assert_eq!(device.pages().spare.len(), 2.min(given_back), "{given_back}");
-        }
-        for number in 0..4 {
-            take(number, number < 2);
-        }
     }
 }

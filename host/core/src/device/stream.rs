@@ -21,11 +21,11 @@
 //! - While a link exists, a wait for the device is no longer than the group's wait for another
 //!   rank. The device may be waiting for an exchange.
 
+use super::Device;
 use super::driver::{Driver, Link, Piece, Wire};
 use super::driver_thread;
 use super::dry_run::Launch;
 use super::graph::BufferBorrow;
-use super::handle::Device;
 use super::memory::DeferredFree;
 use crate::error::{Error, Result};
 use cuda_std::launch::Extent;

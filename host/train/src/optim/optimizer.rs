@@ -15,13 +15,12 @@ use kernels::update::RUN;
 use sha2::{Digest, Sha256};
 use std::ops::Range;
 use std::sync::Arc;
-use stepscope_core::arena::{Buffer, Turns};
+use stepscope_core::arena::{Buffer, Phase, Turns};
 use stepscope_core::digest::hex;
 use stepscope_core::error::{Error, Result};
 use stepscope_core::non_finite::is_finite;
 use stepscope_core::ops;
 use stepscope_core::params::{Gradients, ParameterEntry, ParameterSpec, Parameters};
-use stepscope_core::report::Phase;
 use stepscope_core::step::Step;
 use stepscope_core::tensor::{Memory, Source, Tensor};
 

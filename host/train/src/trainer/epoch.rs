@@ -14,9 +14,9 @@ use std::slice;
 use std::sync::atomic::Ordering;
 use stepscope_core::arena::{Arena, Buffer};
 use stepscope_core::error::{Error, Quantity, Result};
+use stepscope_core::host_memory::MemoryShortage;
 use stepscope_core::non_finite::is_finite;
 use stepscope_core::ops;
-use stepscope_core::shortage::MemoryShortage;
 use stepscope_core::step::EagerStep;
 use stepscope_core::tape::Var;
 

@@ -13,7 +13,7 @@ use super::setup::Trainer;
 use crate::checkpoint::writing_bytes;
 use crate::optim::UpdateRule;
 use stepscope_core::error::Result;
-use stepscope_core::shortage::{MemoryForecast, MemoryShortage, ProcessMemory};
+use stepscope_core::host_memory::{MemoryForecast, MemoryShortage, ProcessMemory};
 
 impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     /// Returns the reason why no update can begin. Either the host's available memory is below the

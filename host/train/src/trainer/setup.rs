@@ -14,8 +14,8 @@ use stepscope_core::arena::Arena;
 use stepscope_core::capture::CaptureReport;
 use stepscope_core::device::PinnedReadback;
 use stepscope_core::error::Result;
+use stepscope_core::host_memory::MemoryForecast;
 use stepscope_core::non_finite::NonFinite;
-use stepscope_core::shortage::MemoryForecast;
 
 /// Trains a model, with update rule `R`.
 ///

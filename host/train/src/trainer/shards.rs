@@ -26,12 +26,11 @@ use std::convert::Infallible;
 use std::ops::Range;
 use std::panic::Location;
 use std::sync::atomic::{AtomicBool, Ordering};
-use stepscope_core::arena::{Arena, Buffer};
+use stepscope_core::arena::{Arena, Buffer, Phase};
 use stepscope_core::error::{Error, Result};
+use stepscope_core::host_memory::MemoryShortage;
 use stepscope_core::ops;
 use stepscope_core::params::{Gradients, Parameter, ParameterEntry, Parameters};
-use stepscope_core::report::Phase;
-use stepscope_core::shortage::MemoryShortage;
 use stepscope_group::agreement::{Settings, expect_same, understood};
 use stepscope_group::{Group, Slices};
 

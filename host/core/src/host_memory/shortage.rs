@@ -6,8 +6,9 @@
 #![forbid(unsafe_code)]
 #![expect(clippy::disallowed_methods, reason = "reads the kernel's own files, which end")]
 
-use crate::admission::{MemInfo, MemoryBudget, Size, bytes_of_line};
-use crate::cgroup::{CgroupMemory, Cgroups};
+use super::Size;
+use super::cgroup::{CgroupMemory, Cgroups};
+use super::meminfo::{MemInfo, bytes_of_line};
 use cuda_std::float_mode;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -35,7 +36,7 @@ impl HostMemory {
     pub(crate) fn read(cgroups: &Cgroups) -> Self {
         let pressure = fs::read_to_string("/proc/pressure/memory").ok();
         Self {
-            host: MemoryBudget::read_host(),
+            host: MemInfo::read(),
             cgroup: cgroups.tightest(),
             stalled_percent: pressure.as_deref().and_then(stalled_percent),
         }

@@ -10,9 +10,9 @@
 
 #![forbid(unsafe_code)]
 
-use crate::cgroup::Cgroups;
+use super::cgroup::Cgroups;
+use super::shortage::{HostMemory, MemoryShortage, ProcessMemory};
 use crate::error::{Error, Result};
-use crate::shortage::{HostMemory, MemoryShortage, ProcessMemory};
 use cuda_std::float_mode;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -179,7 +179,7 @@ impl Begun {
 
 impl Floor {
     /// Creates a floor of `bytes` bytes, or none for zero.
-    pub(super) fn new(bytes: u64) -> Self {
+    pub(crate) fn new(bytes: u64) -> Self {
         let floor =
             Self(Arc::new(Shared { bytes: AtomicU64::new(0), watch: OnceLock::new(), begun: Mutex::default() }));
         floor.set(bytes);
@@ -187,7 +187,7 @@ impl Floor {
     }
 
     /// Sets a new floor.
-    pub(super) fn set(&self, bytes: u64) {
+    pub(crate) fn set(&self, bytes: u64) {
         // Miri requires every thread to end before `main` returns.
         if bytes > 0 && !cfg!(miri) {
             self.0.watch.get_or_init(|| Watch::get(bytes)).raise(bytes);
@@ -240,12 +240,12 @@ impl Floor {
 #[cfg(all(test, not(miri)))]
 mod tests {
     use super::*;
-    use crate::admission::{MemInfo, MemoryBudget};
+    use crate::host_memory::MemInfo;
 
     #[test]
     fn only_unreachable_floors_are_errors() {
         let (high, low) = (Floor::new(u64::MAX), Floor::new(1));
-        if MemoryBudget::read_host().is_some() {
+        if MemInfo::read().is_some() {
             let error = high.begin_step().unwrap_err();
             assert!(matches!(&error, Error::MemoryShortage(shortage) if shortage.floor_bytes > 1), "{error}");
         }

@@ -7,7 +7,7 @@
 //! Invariant: the memory changes only through [`PageLocked::write`], which waits for the queued
 //! copies from it.
 
-use super::budget::admit_on_host;
+use super::admission::admit_on_host;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::tensor::Element;

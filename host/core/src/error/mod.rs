@@ -5,18 +5,24 @@
 //! [`Error::Panic`]. Every other variant names the call that failed and the reason that the system
 //! gave.
 
-use crate::admission::AdmissionError;
-use crate::disagreement::Disagreement;
-use crate::ptx::PtxBuild;
-use crate::rank_fault::{RankFault, RendezvousFault};
-use crate::report::{ArenaReport, Cause};
-use crate::shortage::MemoryShortage;
+#[doc(hidden)]
+pub mod disagreement;
+#[doc(hidden)]
+pub mod rank_fault;
+mod system;
+
+pub use system::{Resource, SystemError};
+
+use crate::arena::{ArenaReport, Cause};
+use crate::device::PtxBuild;
+use crate::host_memory::{AdmissionError, MemoryShortage};
 use cuda_std::emulator::Fault;
 use cuda_std::launch::Violation;
+use disagreement::Disagreement;
+use rank_fault::{RankFault, RendezvousFault};
 use std::fmt::{self, Write};
 use std::io;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The result of anything in stepscope that can fail.
@@ -293,68 +299,6 @@ pub enum Error {
     },
 }
 
-/// A resource of the system, as [`Error::System`] reports it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Resource {
-    /// A thread of this process.
-    Thread,
-    /// A port of this host to listen at.
-    Port,
-    /// Unpredictable bytes.
-    RandomNumbers,
-}
-
-impl fmt::Display for Resource {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Thread => "thread",
-            Self::Port => "free port",
-            Self::RandomNumbers => "random numbers",
-        })
-    }
-}
-
-impl Resource {
-    /// The action to take.
-    fn advice(self) -> &'static str {
-        match self {
-            Self::Thread => "end other programs of this user, or raise its limit of processes (`ulimit -u`)",
-            Self::Port => "end programs that hold many connections, or let this program open sockets",
-            Self::RandomNumbers => "let this program call `getrandom` or read /dev/urandom",
-        }
-    }
-}
-
-/// An error of the system. Two are equal if they have the same kind and text.
-#[derive(Clone, Debug)]
-pub struct SystemError(Arc<io::Error>);
-
-impl SystemError {
-    /// Returns the kind of the error.
-    pub fn kind(&self) -> io::ErrorKind {
-        self.0.kind()
-    }
-}
-
-impl fmt::Display for SystemError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
-}
-
-impl std::error::Error for SystemError {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        self.0.source()
-    }
-}
-
-impl PartialEq for SystemError {
-    fn eq(&self, other: &Self) -> bool {
-        self.kind() == other.kind() && self.to_string() == other.to_string()
-    }
-}
-
 /// The quantity that [`Error::NotFinite`] reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -413,7 +357,7 @@ impl Error {
 
     /// Makes an [`Error::System`] from the operation, the missing resource, and the system's error.
     pub fn system(op: &'static str, resource: Resource, source: impl Into<io::Error>) -> Self {
-        Self::System { op, resource, source: SystemError(Arc::new(source.into())) }
+        Self::System { op, resource, source: SystemError::from(source.into()) }
     }
 
     /// Renames the operation of a misuse to the one that passed the argument on.
@@ -477,26 +421,5 @@ impl fmt::Display for Short<'_> {
 impl From<Fault> for Error {
     fn from(fault: Fault) -> Self {
         Self::Kernel(Box::new(fault))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::error::Error as _;
-
-    #[test]
-    fn system_errors_name_resource_and_source() {
-        let refused = || io::Error::new(io::ErrorKind::WouldBlock, "no more threads");
-        let error = Error::system("device", Resource::Thread, refused());
-        assert_eq!(
-            error.to_string(),
-            "device: the system provided no thread: no more threads; end other programs of this user, or raise its limit of processes \
-             (`ulimit -u`)"
-        );
-        assert_eq!(error.source().expect("a source").to_string(), "no more threads");
-        assert_eq!(error, Error::system("device", Resource::Thread, refused()));
-        assert_ne!(error, Error::system("device", Resource::Thread, io::Error::other("no more threads")));
-        assert_ne!(error, Error::system("device", Resource::Port, refused()));
     }
 }

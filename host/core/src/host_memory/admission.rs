@@ -4,68 +4,25 @@
 //! request enters the kernel, which reclaims and swaps until it can be met. Admission therefore
 //! decides beforehand, only from figures. Invariant: no request above
 //! [`MemoryBudget::available_bytes`] is admitted, whatever the figures are.
+
 #![forbid(unsafe_code)]
-#![expect(clippy::disallowed_methods, reason = "reads the kernel's own files, which end")]
 
-use crate::cgroup::CgroupMemory;
-use cuda_std::float_mode;
-use serde::{Deserialize, Serialize};
+use super::Size;
+use super::cgroup::CgroupMemory;
+use super::meminfo::MemInfo;
+use crate::device::{Description, Device, DeviceKind};
+use crate::error::{Error, Result};
+use serde::Serialize;
 use std::fmt;
+use std::time::Duration;
 
-const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 
-/// The host's memory figures: the two lines of `/proc/meminfo` that admission needs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct MemInfo {
-    /// `MemFree`: bytes that nothing uses at all.
-    pub free_bytes: u64,
-    /// `MemAvailable`: the kernel's estimate of the bytes available without swapping, after it
-    /// drops page cache.
-    pub available_bytes: u64,
-}
+/// The smallest request that admission checks. Smaller requests are covered by the reserve.
+const LEAST_ADMITTED_BYTES: usize = 1 << 20;
 
-impl MemInfo {
-    /// Parses the text of `/proc/meminfo`.
-    ///
-    /// # Errors
-    /// Quotes a line that is missing, appears twice or is not `Name: <digits> kB`.
-    pub fn parse(text: &str) -> Result<Self, String> {
-        Ok(Self { free_bytes: field(text, "MemFree")?, available_bytes: field(text, "MemAvailable")? })
-    }
-
-    /// Returns the bytes that the kernel would have to take from the page cache before a process
-    /// could have them. MemAvailable excludes the kernel's own low-water marks, so on an idle host
-    /// it can be below MemFree. The result is zero then.
-    pub fn reclaimable_bytes(&self) -> u64 {
-        self.available_bytes.saturating_sub(self.free_bytes)
-    }
-}
-
-fn field(text: &str, name: &str) -> Result<u64, String> {
-    bytes_of_line(text, name).map_err(|reason| format!("/proc/meminfo: {reason}"))
-}
-
-/// Returns the bytes that the line `name: <digits> kB` of a `/proc` file states. The kernel's `kB`
-/// is 1024 bytes.
-pub(crate) fn bytes_of_line(text: &str, name: &str) -> Result<u64, String> {
-    let mut lines =
-        text.lines().filter_map(|line| Some((line, line.split_once(':').filter(|(key, _)| *key == name)?.1)));
-    let (line, value) = lines.next().ok_or_else(|| format!("no line `{name}:`"))?;
-    if let Some((again, _)) = lines.next() {
-        return Err(format!("a second line `{again}` after `{line}`"));
-    }
-    let malformed = || format!("expected `{name}: <digits> kB`, got `{line}`");
-    let digits = value.trim_start().strip_suffix(" kB").ok_or_else(malformed)?;
-    if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
-        return Err(malformed());
-    }
-    let too_large = || format!("more than 2^64 bytes in `{line}`");
-    digits.parse::<u64>().ok().and_then(|kib| kib.checked_mul(KIB)).ok_or_else(too_large)
-}
-
-/// The figures that decide whether device memory may be requested. Nothing here reads a device.
+/// The figures that decide whether device memory may be requested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct MemoryBudget {
     /// True if CPU and GPU share one memory, as on GB10.
@@ -74,7 +31,7 @@ pub struct MemoryBudget {
     pub driver_free_bytes: u64,
     /// The total bytes that the driver reports (`cuMemGetInfo`).
     pub driver_total_bytes: u64,
-    /// The host's own figures. See [`MemoryBudget::read_host`].
+    /// The host's own figures. See [`MemInfo::read`].
     pub host: Option<MemInfo>,
     /// The memory cgroup that limits the request. It applies only to the emulator, whose memory
     /// belongs to this process. Cgroups do not count the memory of a GPU's driver.
@@ -88,21 +45,19 @@ pub struct MemoryBudget {
 }
 
 impl MemoryBudget {
-    /// Reads the host's figures from `/proc/meminfo`. None off Linux, where there is no such file,
-    /// and if it cannot be read, after a warning. Admission then uses only the driver's figure,
-    /// which on GB10 is the smaller one.
-    pub fn read_host() -> Option<MemInfo> {
-        if !cfg!(target_os = "linux") {
-            return None;
-        }
-        let read = std::fs::read_to_string("/proc/meminfo").map_err(|error| format!("/proc/meminfo: {error}"));
-        match read.and_then(|text| MemInfo::parse(&text)) {
-            Ok(host) => Some(host),
-            Err(reason) => {
-                tracing::warn!(reason, "the host's memory is unknown: admission uses only the driver's free bytes");
-                None
-            }
-        }
+    /// Returns the memory that is available on the device now.
+    pub(crate) fn of(device: &Device, reserve_bytes: Option<u64>, deadline: Duration) -> Result<Self> {
+        let Description { kind, integrated, memory_bytes, .. } = *device.description();
+        let driver_free_bytes = device.free_bytes(deadline)?;
+        let driver_total_bytes = memory_bytes.unwrap_or(driver_free_bytes);
+        let reserve_bytes = reserve_bytes.unwrap_or_else(|| default_reserve_bytes(integrated, driver_total_bytes));
+        let host = MemInfo::read();
+        // The emulator's memory belongs to this process.
+        let (cgroup, promised_bytes) = match kind {
+            DeviceKind::Emulated => (CgroupMemory::read(), device.unbacked_bytes()?.unwrap_or(0)),
+            _ => (None, 0),
+        };
+        Ok(Self { integrated, driver_free_bytes, driver_total_bytes, host, cgroup, promised_bytes, reserve_bytes })
     }
 
     /// Returns the bytes that may be requested.
@@ -154,6 +109,33 @@ impl MemoryBudget {
         }
         Err(AdmissionError { requested_bytes, available_bytes, situation: *self })
     }
+}
+
+/// Returns an error unless a buffer of `bytes` bytes may be requested. A dry run takes no memory.
+pub(crate) fn admit(device: &Device, bytes: usize) -> Result<()> {
+    if bytes < LEAST_ADMITTED_BYTES || device.is_dry_run() {
+        return Ok(());
+    }
+    let budget = MemoryBudget::of(device, None, device.deadline())?;
+    budget.admit(bytes as u64).map_err(|refusal| Error::Refused(Box::new(refusal)))
+}
+
+/// Returns an error unless the host can lock `bytes` bytes of its memory. Integrated GPUs and the
+/// emulator use host memory as device memory.
+pub(crate) fn admit_on_host(device: &Device, bytes: usize) -> Result<()> {
+    let Description { kind, integrated, .. } = *device.description();
+    if integrated || kind == DeviceKind::Emulated || bytes < LEAST_ADMITTED_BYTES {
+        return admit(device, bytes);
+    }
+    let Some(host) = MemInfo::read() else { return Ok(()) };
+    let reserve_bytes = default_reserve_bytes(true, host.available_bytes);
+    let free_bytes = host.available_bytes.saturating_sub(reserve_bytes);
+    if bytes as u64 <= free_bytes {
+        return Ok(());
+    }
+    let reason =
+        format!("MemAvailable minus {reserve_bytes} bytes for other processes; pinned memory cannot be swapped");
+    Err(Error::DeviceMemory { device: "the host".into(), requested_bytes: bytes, free_bytes, reason })
 }
 
 /// Returns the default reserve: a sixteenth of the memory, up to a maximum. On an integrated GPU
@@ -245,55 +227,13 @@ impl fmt::Display for AdmissionError {
 
 impl std::error::Error for AdmissionError {}
 
-/// A number of bytes, shown in readable and in exact form.
-pub(crate) struct Size(pub(crate) u64);
-
-impl fmt::Display for Size {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mib = float_mode::in_default(|| self.0 as f64 / MIB as f64);
-        write!(f, "{mib:.1} MiB ({} bytes)", self.0)
-    }
-}
-
-/// The environment variable that sets the capacity of an arena. See [`arena_bytes_from_env`].
-pub(crate) const ARENA_VARIABLE: &str = "STEPSCOPE_ARENA_GB";
-
-/// Parses the value of `STEPSCOPE_ARENA_GB` into bytes. The value is a plain decimal number of GiB
-/// (2^30 bytes), such as `4` or `0.5`. Fractions of a byte are dropped. An unset variable (`None`)
-/// requests nothing.
-///
-/// # Errors
-/// Quotes any other value, a value below one byte, or one above this machine's address space.
-pub(crate) fn arena_bytes_from_env(value: Option<&str>) -> Result<Option<usize>, String> {
-    let Some(value) = value else { return Ok(None) };
-    let refuse = |why: &str| format!("`{}`, which is {why}", value.escape_debug());
-    // Accepts only plain decimal notation: no sign, no exponent, no `inf`, no `nan`, no blanks.
-    let (whole, fraction) = value.split_once('.').unwrap_or((value, "0"));
-    let decimal = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
-    if !decimal(whole) || !decimal(fraction) {
-        return Err(refuse("not a positive decimal number"));
-    }
-    let bytes = float_mode::in_default(|| value.parse::<f64>().map(|gib| gib * GIB as f64));
-    let bytes = bytes.map_err(|_| refuse("not a positive decimal number"))?;
-    if bytes >= isize::MAX as f64 {
-        return Err(refuse("more than this machine can address"));
-    }
-    if bytes < 1.0 {
-        return Err(refuse("less than one byte"));
-    }
-    Ok(Some(bytes as usize))
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::testdata::{FRESH_BOOT, PAGE_CACHE, SWAPPING};
     use super::*;
     use proptest::prelude::*;
 
-    // Written by hand in the form that /proc/meminfo has on a GB10 with 128 GB, of which Linux sees
-    // 121.69 GiB.
-    const FRESH_BOOT: &str = include_str!("testdata/gb10_fresh_boot.meminfo");
-    const PAGE_CACHE: &str = include_str!("testdata/gb10_page_cache.meminfo");
-    const SWAPPING: &str = include_str!("testdata/gb10_swapping.meminfo");
+    const KIB: u64 = 1 << 10;
     const GB10_TOTAL: u64 = 127_601_452 * KIB;
 
     /// Returns the figures of a GB10, whose driver reports MemFree.
@@ -311,18 +251,6 @@ mod tests {
 
     fn gib(bytes: u64) -> f64 {
         bytes as f64 / GIB as f64
-    }
-
-    #[test]
-    fn reads_gb10_memory_figures() {
-        for (text, free_kib, available_kib) in [
-            (FRESH_BOOT, 121_034_668, 123_310_720),
-            (PAGE_CACHE, 22_764_896, 118_466_532),
-            (SWAPPING, 612_340, 1_486_204),
-        ] {
-            let expected = MemInfo { free_bytes: free_kib * KIB, available_bytes: available_kib * KIB };
-            assert_eq!(MemInfo::parse(text), Ok(expected));
-        }
     }
 
     #[test]
@@ -366,36 +294,6 @@ mod tests {
     }
 
     #[test]
-    fn malformed_lines_are_quoted() {
-        let good = "MemFree:  100 kB\nMemAvailable:  200 kB\n";
-        assert!(MemInfo::parse(good).is_ok());
-        for (from, to, quoted) in [
-            ("MemFree:  100 kB\n", "", "no line `MemFree:`"),
-            ("MemAvailable:  200 kB\n", "", "no line `MemAvailable:`"),
-            ("100 kB", "100 MB", "`MemFree:  100 MB`"),
-            ("100 kB", "100", "`MemFree:  100`"),
-            ("100 kB", "-100 kB", "`MemFree:  -100 kB`"),
-            ("100 kB", "1.5 kB", "`MemFree:  1.5 kB`"),
-            ("100 kB", "+100 kB", "`MemFree:  +100 kB`"),
-            ("100 kB", " kB", "`MemFree:   kB`"),
-            ("100 kB", "18014398509481984 kB", "`MemFree:  18014398509481984 kB`"),
-            ("100 kB", "99999999999999999999 kB", "`MemFree:  99999999999999999999 kB`"),
-            ("100 kB\n", "100 kB\nMemFree: 7 kB\n", "a second line `MemFree: 7 kB`"),
-        ] {
-            let text = good.replace(from, to);
-            let error = MemInfo::parse(&text).expect_err(&text);
-            assert!(error.contains(quoted), "{error:?} does not quote {quoted:?}");
-        }
-    }
-
-    #[test]
-    fn reads_this_host() {
-        let host = MemoryBudget::read_host();
-        assert_eq!(host.is_some(), cfg!(target_os = "linux"));
-        assert!(host.is_none_or(|host| host.available_bytes > 0 && host.free_bytes > 0), "{host:?}");
-    }
-
-    #[test]
     fn default_reserve_protects_the_host() {
         for (integrated, total, reserve) in [
             (true, 128 * GIB, 2 * GIB),
@@ -435,25 +333,6 @@ mod tests {
         let json = serde_json::to_value(&refusal).unwrap();
         assert_eq!(json["requested_bytes"], 3);
         assert_eq!(json["situation"]["host"]["available_bytes"], 2);
-    }
-
-    #[test]
-    fn the_environment_gives_decimal_gib() {
-        for (value, bytes) in [("4", 4 << 30), ("0.5", 1 << 29), ("007.25", 29 << 28), ("64", 64 << 30)] {
-            assert_eq!(arena_bytes_from_env(Some(value)), Ok(Some(bytes)), "{value}");
-        }
-        assert_eq!(arena_bytes_from_env(None), Ok(None));
-    }
-
-    #[test]
-    fn a_malformed_environment_is_quoted() {
-        let words = "4GB four -1 +1 1e3 nan NaN inf .5 5. . 1.2.3 1,5 0x10 0 0.0 0.0000000001 8589934592";
-        for value in words.split(' ').chain(["", " ", "4 ", " 4", "4\n"]) {
-            let error = arena_bytes_from_env(Some(value)).expect_err(value);
-            assert!(error.contains(&format!("`{}`", value.escape_debug())), "{error:?} does not quote {value:?}");
-        }
-        let long = "9".repeat(400);
-        assert!(arena_bytes_from_env(Some(&long)).is_err(), "a number that f64 rounds to infinity");
     }
 
     /// Generates small and extreme figures.
@@ -530,19 +409,5 @@ mod tests {
             }
         }
 
-        #[test]
-        fn meminfo_parses_its_own_format(free in 0..1u64 << 53, available in 0..1u64 << 53) {
-            let text = format!("MemTotal: 1 kB\nMemFree:{free:>16} kB\nMemAvailable: {available} kB\nSwapFree: 9 kB\n");
-            let expected = MemInfo { free_bytes: free * KIB, available_bytes: available * KIB };
-            prop_assert_eq!(MemInfo::parse(&text), Ok(expected));
-        }
-
-        #[test]
-        fn any_text_parses_or_is_refused(text: String) {
-            let _ = MemInfo::parse(&text);
-            if let Ok(Some(bytes)) = arena_bytes_from_env(Some(&text)) {
-                prop_assert!(bytes > 0);
-            }
-        }
     }
 }
