@@ -6,17 +6,160 @@
 #[doc = include_str!("../docs/guide.md")]
 pub mod guide {}
 
-pub use stepscope_check::*;
-pub use stepscope_core::*;
-pub use stepscope_group::*;
+/// The list of the root and of [`prelude`].
+mod common {
+    pub use stepscope_core::{
+        Arena, Buffer, Capacity, Device, DeviceBatch, DeviceKind, EagerStep, Error, Gradients, HostInputs, Parameter,
+        ParameterSpec, Parameters, Result, Step, Tape, Tensor, Var, bf16,
+    };
+    pub use stepscope_train::{AdamW, Checkpoint, EpochProgress, HostBatch, Model, Optimizer, TrainState, Trainer};
+}
+pub use common::*;
+
+/// The names that nearly every program needs. They are also at the root of the crate.
+///
+/// ```
+/// use stepscope::prelude::*;
+/// use stepscope::{nn, ops};
+/// ```
+pub mod prelude {
+    #[doc(no_inline)]
+    pub use super::common::*;
+}
+
+#[doc(inline)]
+pub use stepscope_core::{kernels, ops};
 #[doc(inline)]
 pub use stepscope_models as models;
+#[doc(inline)]
+pub use stepscope_train::nn;
+
+/// Own ops of the [`Tape`], with their backward, and the inputs of recompute.
+pub mod autograd {
+    pub use stepscope_core::{AnyVar, Backward, Op, RecomputeInput};
+}
+
+/// Steps that are recorded once and replayed, on a GPU as one CUDA graph.
+pub mod capture {
+    pub use stepscope_core::{CaptureInputs, CaptureReport, Captured, Output, Record, Replay};
+}
+
+/// Checks: gradients against finite differences, kernels against committed digests, injected
+/// faults, and recordings of an arena's memory.
+pub mod check {
+    #[cfg(feature = "nvtx")]
+    pub use stepscope_check::NvtxLayer;
+    pub use stepscope_check::{GradCheck, MemoryRecorder, Recording, faults, same_bits};
+}
+
+/// Training data: windows of a text, background loading, sampled tokens and seeded random numbers.
+pub mod data {
+    pub use stepscope_core::SplitMix64;
+    pub use stepscope_train::{Loader, TokenSampler, TokenSamplerConfig, Windows};
+}
+
+/// Settings and properties of a [`Device`], and the kernels that it loads.
+pub mod device {
+    #[doc(hidden)]
+    pub use stepscope_core::Launch;
+    pub use stepscope_core::{
+        DEFAULT_DEADLINE, Description, DeviceBuilder, Kernels, PtxBuild, PtxCompiler, SelfTest, ptx_builds,
+    };
+}
+
+/// The parts of an [`Error`]. A group's faults are in [`group`].
+pub mod error {
+    pub use stepscope_core::{Quantity, Resource, SystemError};
+}
+
+/// Files of weights, the lock of a run's folder, and reads and writes of whole files.
+pub mod files {
+    pub use stepscope_core::{FileKind, PlainFile, replace_file};
+    pub use stepscope_train::{RunLock, StateDict, load_state_dict, save_state_dict, save_state_dict_as};
+}
+
+/// Ranks that train one model together, and their faults.
+pub mod group {
+    pub use stepscope_core::{
+        DifferentSetting, Disagreement, LastHeard, RankFault, RankFaultKind, RendezvousFault, RendezvousFaultKind,
+        ValueOnRanks,
+    };
+    pub use stepscope_group::{Group, GroupConfig};
+}
+
+/// The host's side of a launch: a kernel's typed arguments and its contract, which checks every
+/// length and chooses the grid.
+pub mod kernel {
+    pub use stepscope_core::kernel::{
+        Argument, Arguments, Contract, Entry, Extent, Grid, Kernel, Pointer, PointerMut, Scalar, Size, Slice, Threads,
+        Versions, Violation, Words, entries,
+    };
+}
+
+/// Settings and events of an [`Arena`], pinned memory, and the memory of the machine.
+pub mod memory {
+    pub use stepscope_core::{
+        AdmissionError, ArenaBuilder, CgroupMemory, Event, Growth, HostMemory, Kind, Measured, MemInfo, MemoryBudget,
+        MemoryForecast, MemoryShortage, Origin, Overflow, PageLocked, ProcessMemory,
+    };
+}
+
+/// Settings of optimizers, the optimizer SGD, and own update rules.
+pub mod optim {
+    pub use stepscope_train::{ParameterGroup, ParameterGroups, Schedule, Sgd, UpdateArguments, UpdateRule};
+}
+
+/// Entries of a [`ParameterSpec`] and their initial values.
+pub mod parameters {
+    pub use stepscope_core::{Initializer, ParameterEntry, ParameterSpecBuilder, StackedParameters};
+}
+
+/// The report of an [`Arena`]: its memory by phase and by source line.
+pub mod report {
+    pub use stepscope_core::{ArenaReport, Cause, Count, Largest, OverflowReport, Phase, Site, SystemMemory};
+}
+
+/// Elements, shapes and indices of a [`Tensor`], what a kernel may read and write, and tensors that
+/// a step lends or keeps.
+pub mod tensor {
+    pub use stepscope_core::{
+        Element, IndexBound, IndexSource, Indices, Lent, LentMut, OnDevice, Saved, ScratchStep, Shape, Source, Stored,
+        Target,
+    };
+}
+
+/// Events and results of a [`Trainer`].
+pub mod train {
+    #[cfg(feature = "progress")]
+    pub use stepscope_train::ProgressBar;
+    pub use stepscope_train::{Ended, Observer, StepMemory, Update};
+}
+
+/// Options of an upload: deadline, progress, and non-finite values.
+pub mod upload {
+    pub use stepscope_core::{NonFinite, Progress, Transfer};
+}
+
+// Every name also at the root, until all programs use the modules.
+#[doc(hidden)]
+pub use stepscope_check::*;
+#[doc(hidden)]
+pub use stepscope_core::*;
+#[doc(hidden)]
+pub use stepscope_group::*;
+#[doc(hidden)]
 pub use stepscope_train::*;
 
 /// Compile-time checks of which types cross threads and which are cloneable. Everything that
 /// belongs to a step stays on one thread: the stream gives its order, and the scope its lifetime.
 #[cfg(test)]
 mod threads {
+    use super::capture::{CaptureInputs, Captured, Output, Replay};
+    use super::check::{Recording, faults};
+    use super::data::{Loader, Windows};
+    use super::optim::{ParameterGroups, Sgd, UpdateArguments};
+    use super::report::ArenaReport;
+    use super::tensor::{Lent, LentMut, Saved, ScratchStep};
     use super::*;
     use static_assertions::{assert_impl_all, assert_not_impl_any};
 
