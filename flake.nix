@@ -1,6 +1,7 @@
 # stepscope with Nix, for aarch64-linux (GB10) and x86_64-linux.
 #
-#   nix run .#crossasset -- --device cuda   trains; the driver is the host's
+#   nix run .#stepscope -- doctor           checks the GPU; the driver is the host's
+#   nix run .#crossasset -- --device cuda   trains
 #   nix build .#ptx                         result/sm_121.ptx and others, for STEPSCOPE_PTX_DIR
 #   nix build .#ptx-rust-cuda               the same kernels, compiled by rust-cuda
 #   nix develop                             Rust with its source, LLVM, CUDA 13 (no driver), nextest
@@ -10,7 +11,7 @@
 # `nix flake lock` adds its hash. ci/flake evaluates every output against the stand-ins of nix/, and
 # builds nothing. docs/nix.md lists what the inputs must provide, and how to check it.
 {
-  description = "A training runtime in Rust for one NVIDIA GPU";
+  description = "A training runtime in Rust for NVIDIA GPUs";
 
   inputs = {
     nixpkgs.url = "github:NixOS/nixpkgs/nixos-unstable";

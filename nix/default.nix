@@ -86,7 +86,7 @@ let
     STEPSCOPE_ARCHS = lib.concatStringsSep "," archs;
   };
 
-  examples = cargo "examples" (
+  programs = cargo "programs" (
     withCuda
     // {
       buildPhaseCargoCommand = "cargo build --release --locked --features cuda --bins --examples";
@@ -95,15 +95,26 @@ let
         find target/release/examples -maxdepth 1 -type f -executable ! -name '*-*' -exec install -Dt $out/bin {} +
       '';
       nativeBuildInputs = [ pkgs.autoAddDriverRunpath ];
-      meta.mainProgram = "crossasset";
+      meta.mainProgram = "stepscope";
     }
   );
+
+  # One of the programs, with the host's driver.
+  app = name: {
+    type = "app";
+    program = lib.getExe (
+      pkgs.writeShellScriptBin name ''
+        ${findDriver}
+        exec ${programs}/bin/${name} "$@"
+      ''
+    );
+  };
 
   rustCuda = import ./rust-cuda.nix { inherit pkgs rust-cuda cudaPackages withLibrary; };
 in
 {
   packages = {
-    default = examples;
+    default = programs;
     inherit ptx;
     ptx-rust-cuda = cargo "ptx-rust-cuda" rustCuda.build;
     docs = cargo "docs" {
@@ -113,15 +124,10 @@ in
     };
   };
 
-  apps.crossasset = {
-    type = "app";
-    program = lib.getExe (
-      pkgs.writeShellScriptBin "crossasset" ''
-        ${findDriver}
-        exec ${examples}/bin/crossasset "$@"
-      ''
-    );
-  };
+  apps = lib.genAttrs [
+    "crossasset"
+    "stepscope"
+  ] app;
 
   devShells = {
     default = pkgs.mkShell (
