@@ -17,7 +17,7 @@ pub(crate) fn run(example: &str, device: &Device, arguments: &[&str]) -> Output 
 }
 
 /// The subcommands of `stepscope`.
-const SUBCOMMANDS: [&str; 5] = ["train", "generate", "doctor", "predict", "check"];
+const SUBCOMMANDS: [&str; 6] = ["train", "finetune", "generate", "doctor", "predict", "check"];
 
 /// Returns a command for a subcommand of `stepscope`, or else for the example of this name. Both
 /// are next to this test's folder.

@@ -7,24 +7,20 @@
 //! Exit code 1: the device failed. 2: the command line is wrong, or a file of the folder is.
 
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Parser;
-use serde_json::{Value, json};
-use stepscope::{Device, DeviceKind, Parameters, PlainFile, TokenSampler, TokenSamplerConfig};
-use stepscope_chat::ChatTemplate;
+use stepscope::{Device, DeviceKind, Parameters, TokenSampler, TokenSamplerConfig};
 
 use crate::program::exit;
 use crate::program::log::{self, Log};
+use crate::run::folder::ModelFolder;
 use crate::train::bad_input::{BadInput, Outcome, bad};
 use crate::train::cli::{share, up_to, zero_or_above};
 use crate::train::model::{Gpt, Mode};
 use crate::train::tokenizer::Tokenizer;
 use crate::train::{sample, weights};
-
-/// The largest configuration file that is read.
-const MAX_BYTES: u64 = 1 << 20;
 
 /// Continues a text, or answers a message, with the weights of a folder. Prints only the new text
 #[derive(Parser)]
@@ -96,24 +92,13 @@ fn text(args: &Args) -> Outcome<String> {
         Some(name) => name.clone(),
         None => folder.join("tokenizer.json").display().to_string(),
     };
-    let tokenizer = Tokenizer::open(&name)?;
+    let files = ModelFolder::with_tokenizer(folder, Tokenizer::open(&name)?)?;
     let beginning = match (&args.chat, &args.prompt) {
-        (Some(message), _) => {
-            let Some(template) = ChatTemplate::read(folder).map_err(weights::refused)? else {
-                return Err(bad(folder.display(), "has no chat template: use --prompt, or add chat_template.jinja"));
-            };
-            let messages = [json!({"role": "user", "content": message})];
-            let text = template.render(&messages, None, true).map_err(|reason| bad(folder.display(), reason))?;
-            tokenizer.encode("--chat", text.as_bytes())?
-        }
-        (None, prompt) => tokenizer.encode_beginning("--prompt", prompt.as_deref().unwrap_or_default())?,
+        (Some(message), _) => files.chat("--chat", message)?,
+        (None, prompt) => files.tokenizer.encode_beginning("--prompt", prompt.as_deref().unwrap_or_default())?,
     };
     if beginning.is_empty() {
         return Err(bad("--prompt", "is empty: give the text to continue"));
-    }
-    let mut ends = stops(folder)?;
-    if ends.is_empty() {
-        ends.extend(tokenizer.end());
     }
     let device = Device::open(args.device)?;
     let (model, spec) = Gpt::<f32>::new(weights.config.clone(), Mode::default())?;
@@ -121,31 +106,6 @@ fn text(args: &Args) -> Outcome<String> {
     weights.load(&mut parameters)?;
     let config = TokenSamplerConfig { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p };
     let sampler = TokenSampler::new(config, args.seed)?;
-    let tokens = sample::write(&device, &model, &parameters, &beginning, (args.tokens, &ends), &sampler)?;
-    Ok(tokenizer.decode(&tokens))
-}
-
-/// Returns the tokens that end a text: `eos_token_id` of `generation_config.json`, or else of
-/// `config.json`.
-fn stops(folder: &Path) -> Outcome<Vec<u32>> {
-    for file in ["generation_config.json", "config.json"] {
-        let path = folder.join(file);
-        if !path.exists() {
-            continue;
-        }
-        let failed = |reason: &dyn std::fmt::Display| bad(path.display(), reason);
-        let bytes = PlainFile::read_whole(&path, MAX_BYTES).map_err(|reason| failed(&reason))?;
-        let settings: Value = serde_json::from_slice(&bytes).map_err(|reason| failed(&reason))?;
-        let ids = match &settings["eos_token_id"] {
-            Value::Null => continue,
-            Value::Array(ids) => ids.clone(),
-            one => vec![one.clone()],
-        };
-        let id = |id: &Value| id.as_u64().and_then(|id| u32::try_from(id).ok());
-        let Some(ids) = ids.iter().map(id).collect() else {
-            return Err(failed(&format!("`eos_token_id`: expected token numbers, got {}", settings["eos_token_id"])));
-        };
-        return Ok(ids);
-    }
-    Ok(Vec::new())
+    let tokens = sample::write(&device, &model, &parameters, &beginning, (args.tokens, &files.stops), &sampler)?;
+    Ok(files.tokenizer.decode(&tokens))
 }

@@ -3,6 +3,7 @@
 //!
 //! ```text
 //! stepscope train      trains a language model on text and prints a sample
+//! stepscope finetune   fine-tunes a language model of transformers on chats
 //! stepscope generate   continues a text, or answers, with the weights of a folder
 //! stepscope doctor     examines a machine before a run
 //! stepscope predict    predicts the time of a step on a GPU that is not present
@@ -17,9 +18,11 @@ mod check;
 #[allow(dead_code, reason = "the monitored weight is unused")]
 mod crossasset;
 mod doctor;
+mod finetune;
 mod generate;
 mod predict;
 pub mod program;
+mod run;
 #[path = "../../../examples/crossasset/sizes.rs"]
 mod sizes;
 #[cfg(test)]
@@ -41,6 +44,7 @@ struct Arguments {
 #[derive(Subcommand)]
 enum Command {
     Train(Box<train::cli::Args>),
+    Finetune(Box<finetune::cli::Args>),
     Generate(generate::Args),
     Doctor(doctor::Args),
     Predict(Box<predict::Args>),
@@ -51,6 +55,7 @@ enum Command {
 pub fn main() -> ExitCode {
     match Arguments::parse().command {
         Command::Train(args) => train::main(&args),
+        Command::Finetune(args) => finetune::main(&args),
         Command::Generate(args) => generate::main(&args),
         Command::Doctor(args) => doctor::main(&args),
         Command::Predict(args) => predict::main(&args),

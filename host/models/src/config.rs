@@ -108,7 +108,7 @@ pub struct ModelConfig {
     pub family: Family,
     /// The number of rows of the token table.
     pub vocabulary: usize,
-    /// The largest number of tokens in a sample.
+    /// The largest number of tokens in a sample. A program may lower it.
     pub context: usize,
     /// The columns of a token.
     pub width: usize,
@@ -138,8 +138,8 @@ pub struct ModelConfig {
     pub feed_forward_bias: bool,
     /// True if each head of queries and keys has an RMSNorm.
     pub qk_norm: bool,
-    /// True if positions are a table that is added to the tokens.
-    pub learned_positions: bool,
+    /// The rows of the table of positions that is added to the tokens, if there is one.
+    pub learned_positions: Option<usize>,
     /// The factor of attention's scores, unless it is `1 / sqrt(head_width)`.
     pub score_scale: Option<f32>,
     /// The factor of the embedded tokens, if there is one.
@@ -182,13 +182,6 @@ impl ModelConfig {
         let old = json.contains_key("torch_dtype") && !json.contains_key("dtype");
         json.insert(if old { "torch_dtype" } else { "dtype" }.into(), dtype.into());
         serde_json::to_string_pretty(&json).expect("an object of plain values has a JSON form")
-    }
-
-    /// Changes the number of learned positions in the file, too.
-    pub(crate) fn set_positions(&mut self, positions: usize) {
-        for key in ["n_positions", "n_ctx"] {
-            self.json.entry(key).and_modify(|value| *value = positions.into());
-        }
     }
 
     /// Returns the columns of queries, keys and values together.

@@ -132,7 +132,7 @@ impl Names {
 
 /// Returns the tensors of a model's file. The head is missing if it is tied.
 pub(crate) fn tensors(config: &ModelConfig) -> Vec<FileTensor> {
-    let ModelConfig { family, vocabulary, context, width, heads, kv_heads, head_width, hidden, norm, .. } = *config;
+    let ModelConfig { family, vocabulary, width, heads, kv_heads, head_width, hidden, norm, .. } = *config;
     let gain = if family == Family::Gemma3 { 1.0 } else { 0.0 };
     let mut names = Names { tensors: Vec::new(), transposed: family != Family::Gpt2, gain, norm };
     let (before, tokens, last, layers) = match family {
@@ -141,8 +141,8 @@ pub(crate) fn tensors(config: &ModelConfig) -> Vec<FileTensor> {
         _ => ("model", "embed_tokens", "norm", "layers"),
     };
     names.table(format!("{before}.{tokens}.weight"), "tokens.weight", [vocabulary, width]);
-    if config.learned_positions {
-        names.table(format!("{before}.wpe.weight"), "positions.weight", [context, width]);
+    if let Some(rows) = config.learned_positions {
+        names.table(format!("{before}.wpe.weight"), "positions.weight", [rows, width]);
     }
     let (q, k) = (heads * head_width, kv_heads * head_width);
     for layer in 0..config.layers.len() {

@@ -61,8 +61,7 @@ impl Transformer {
         let mut names = spec.names();
         let (vocabulary, width) = (config.vocabulary, config.width);
         let tokens = Embedding::new(names.at("tokens"), vocabulary, width, 0.02);
-        let positions =
-            config.learned_positions.then(|| Embedding::new(names.at("positions"), config.context, width, 0.02));
+        let positions = config.learned_positions.map(|rows| Embedding::new(names.at("positions"), rows, width, 0.02));
         let blocks = config.layers.iter().enumerate();
         let blocks =
             blocks.map(|(number, layer)| Block::new(names.at(format!("blocks.{number}")), &config, layer)).collect();

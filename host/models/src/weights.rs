@@ -73,20 +73,16 @@ impl Weights {
         Ok(Self { config, values })
     }
 
-    /// Uses only the first `context` positions. A table of positions is cut.
+    /// Limits samples to `context` tokens. A table of positions keeps its rows.
     ///
     /// # Errors
     /// [`Error::Misuse`] if the model has fewer.
-    pub fn truncate(&mut self, context: usize) -> Result<()> {
+    pub fn limit_context(&mut self, context: usize) -> Result<()> {
         if context > self.config.context {
             let expected = format!("a context of at most {}", self.config.context);
-            return Err(Error::misuse("Weights::truncate", expected, context.to_string()));
+            return Err(Error::misuse("Weights::limit_context", expected, context.to_string()));
         }
         self.config.context = context;
-        if let Some(positions) = self.values.get_mut("positions.weight") {
-            positions.truncate(context * self.config.width);
-            self.config.set_positions(context);
-        }
         Ok(())
     }
 

@@ -50,7 +50,7 @@ fn set_up(step: &EagerStep<'_>, work: &Work, precision: Precision, batch: usize,
             train(step, model, &spec, &inputs, precision, batch, until)
         }
         Work::Gpt { config, recompute } => {
-            let mode = Mode { recompute: *recompute, documents: false };
+            let mode = Mode { recompute: *recompute, documents: false, counted: false };
             let shape = [batch, config.context];
             let tokens = vec![0; shape[0] * shape[1]];
             let inputs = HostInputs::new().with_indices(&tokens, shape)?.with_indices(&tokens, shape)?;

@@ -6,10 +6,9 @@ use std::path::PathBuf;
 
 use clap::builder::RangedU64ValueParser;
 use clap::{Parser, ValueEnum};
-use stepscope::DeviceKind;
 use stepscope::ops;
 
-use crate::program::ranks::RankArgs;
+use crate::run::cli::RunArgs;
 
 /// Trains a GPT-2 or Llama language model and prints a sample of its text. Writes report.json,
 /// loss.svg, checkpoints, and the weights in the format of Hugging Face transformers.
@@ -30,10 +29,6 @@ pub(crate) struct Args {
     #[arg(long, value_name = "DIR", default_value = "target/gpt")]
     pub(crate) out: PathBuf,
 
-    /// Device to train on
-    #[arg(long, value_name = "auto|emulated|cuda", default_value = "auto")]
-    pub(crate) device: DeviceKind,
-
     /// Model size; tiny has about a million weights
     #[arg(long, value_enum, default_value_t = Size::Tiny)]
     pub(crate) size: Size,
@@ -42,11 +37,6 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t = Arch::Gpt2)]
     pub(crate) arch: Arch,
 
-    /// Numbers in matrix multiplies; tf32 rounds the operands, bf16 stores activations and a copy
-    /// of the weights in BF16
-    #[arg(long, value_enum, default_value_t = Precision::F32)]
-    pub(crate) precision: Precision,
-
     /// Tokens per sample [default: 128 for tiny, else 1024; at most what --weights allow]
     #[arg(long, value_name = "TOKENS", value_parser = up_to(1 << 20))]
     pub(crate) context: Option<usize>,
@@ -54,14 +44,6 @@ pub(crate) struct Args {
     /// Samples per step
     #[arg(long, value_name = "SAMPLES", default_value_t = 8, value_parser = up_to(1 << 20))]
     pub(crate) batch: usize,
-
-    /// Steps per update, over all ranks together; their gradients are summed [default: the number
-    /// of shards]
-    #[arg(long, value_name = "STEPS", value_parser = up_to(1 << 20))]
-    pub(crate) accumulate: Option<usize>,
-
-    #[command(flatten)]
-    pub(crate) ranks: RankArgs,
 
     /// Number of weight updates
     #[arg(long, value_name = "N", default_value_t = 500, value_parser = up_to(u32::MAX))]
@@ -77,46 +59,23 @@ pub(crate) struct Args {
     #[arg(long, value_name = "UPDATES")]
     pub(crate) warmup: Option<u64>,
 
-    /// Keep only the inputs of the model's blocks and recompute the rest in the backward pass: less
-    /// memory, the same bits
-    #[arg(long)]
-    pub(crate) recompute: bool,
-
     /// Let a token attend only to tokens of its own document
     #[arg(long)]
     pub(crate) documents: bool,
 
-    /// Launch each kernel separately instead of replaying one graph per step: the same bits
-    #[arg(long)]
-    pub(crate) eager: bool,
-
     /// Evaluate on held-out text every this many updates [default: a fifth of all]
     #[arg(long, value_name = "UPDATES", value_parser = up_to(u32::MAX))]
     pub(crate) evaluate_every: Option<usize>,
-
-    /// Also write the checkpoint every this many updates [default: only at the end, and at Ctrl-C,
-    /// SIGTERM or SIGHUP]
-    #[arg(long, value_name = "UPDATES", value_parser = clap::value_parser!(u64).range(1..))]
-    pub(crate) checkpoint_every: Option<u64>,
 
     /// Continue from this checkpoint, with the same settings, including --updates (the learning
     /// rate depends on it)
     #[arg(long, value_name = "FILE")]
     pub(crate) resume: Option<PathBuf>,
 
-    /// Replace the checkpoint of an earlier run in --out
-    #[arg(long)]
-    pub(crate) overwrite: bool,
-
     /// Start from Hugging Face weights: a folder with config.json and model.safetensors, or with an
     /// index and shards
     #[arg(long, value_name = "DIR", conflicts_with_all = ["size", "arch"])]
     pub(crate) weights: Option<PathBuf>,
-
-    /// Split the transformers weights into files of at most this size, such as 5GB, with an index,
-    /// as save_pretrained does [default: one file]
-    #[arg(long, value_name = "SIZE", value_parser = bytes)]
-    pub(crate) max_shard_size: Option<u64>,
 
     /// Text that the sample begins with
     #[arg(long, value_name = "TEXT", default_value = "fn ")]
@@ -138,13 +97,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "SHARE", value_parser = share)]
     pub(crate) top_p: Option<f32>,
 
-    /// Seed of the initial weights, the order of the training samples, and the generated sample
-    #[arg(long, default_value_t = 7)]
-    pub(crate) seed: u64,
-
-    /// Memory for the steps, in MiB [default: the measured need]
-    #[arg(long, value_name = "MIB", value_parser = up_to(1 << 24))]
-    pub(crate) arena_mib: Option<usize>,
+    #[command(flatten)]
+    pub(crate) run: RunArgs,
 
     /// Write the first batch, its logits, its loss and all gradients to this file, then exit; for
     /// tests/oracle
@@ -235,7 +189,7 @@ fn number(text: &str, good: impl Fn(f32) -> bool, expected: &str) -> Result<f32,
 }
 
 /// Parses a number of bytes as transformers does: units are powers of 1000.
-fn bytes(text: &str) -> Result<u64, String> {
+pub(crate) fn bytes(text: &str) -> Result<u64, String> {
     let upper = text.to_ascii_uppercase();
     let units = [("KB", 1), ("MB", 2), ("GB", 3), ("TB", 4), ("", 0)];
     let split = units.into_iter().find_map(|(unit, thousands)| Some((upper.strip_suffix(unit)?, thousands)));
@@ -245,7 +199,7 @@ fn bytes(text: &str) -> Result<u64, String> {
         .ok_or_else(|| "give a positive number of bytes, optionally with KB, MB, GB or TB, such as 5GB".to_owned())
 }
 
-fn above_zero(text: &str) -> Result<f32, String> {
+pub(crate) fn above_zero(text: &str) -> Result<f32, String> {
     number(text, |number| number > 0.0, "a finite number above zero")
 }
 

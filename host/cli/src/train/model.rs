@@ -7,8 +7,8 @@ use std::marker::PhantomData;
 
 use serde_json::json;
 use stepscope::models::{ModelConfig, Transformer};
-use stepscope::ops::{AttentionElement, GemmElement, LmHeadConfig};
-use stepscope::{DeviceBatch, Indices, ParameterGroups, ParameterSpec, Result, Saved, Tape, Var};
+use stepscope::ops::{AttentionElement, GemmElement, LabelRules, LmHeadConfig};
+use stepscope::{DeviceBatch, Indices, ParameterEntry, ParameterGroups, ParameterSpec, Result, Saved, Tape, Var};
 
 use crate::train::cli::{Arch, Size};
 
@@ -47,6 +47,10 @@ pub(crate) struct Mode {
     pub(crate) recompute: bool,
     /// True if tokens attend only to their own document, which is input 2 of the batch.
     pub(crate) documents: bool,
+    /// True if the loss is a mean over the tokens that count, in all parts of a batch together.
+    /// Other labels are [`stepscope::ops::IGNORED`]. The last input is then the number of samples that a
+    /// counted token stands for, `[1]`: those of the batch divided by its counted tokens.
+    pub(crate) counted: bool,
 }
 
 /// An element type of activations: f32 or BF16.
@@ -77,9 +81,13 @@ impl<S: Activation> Gpt<S> {
         self.layers.config()
     }
 
-    /// Applies weight decay to matrices and tables, but not to gains and biases.
-    pub(crate) fn groups() -> ParameterGroups {
-        ParameterGroups::new().no_decay(|entry| entry.shape().extents().len() == 1)
+    /// Applies weight decay to matrices and tables, but not to gains and biases, and not to a table
+    /// of positions that samples do not reach.
+    pub(crate) fn groups(&self) -> ParameterGroups {
+        let ModelConfig { context, learned_positions, .. } = *self.config();
+        let unreached = learned_positions.is_some_and(|rows| rows > context);
+        let without = move |entry: &ParameterEntry| unreached && entry.name() == "positions.weight";
+        ParameterGroups::new().no_decay(move |entry| entry.shape().extents().len() == 1 || without(entry))
     }
 
     /// Returns the input of the head: `[samples, tokens, width]` for `ids: [samples, tokens]`.
@@ -96,7 +104,8 @@ impl<S: Activation> Gpt<S> {
     }
 }
 
-/// The inputs of a batch are the ids, the labels, and optionally the documents.
+/// The inputs of a batch are the ids, the labels, and optionally the documents and the share of a
+/// counted token.
 impl<S: Activation> stepscope::Model for Gpt<S> {
     type Stored = S;
 
@@ -105,7 +114,7 @@ impl<S: Activation> stepscope::Model for Gpt<S> {
         self.hidden(tape, batch.indices(0)?, documents)
     }
 
-    /// Averages over the tokens of each sample.
+    /// Averages over the tokens of each sample, or over the counted tokens of the batch.
     fn loss<'s>(
         &self,
         tape: &Tape<'_, 's>,
@@ -113,8 +122,14 @@ impl<S: Activation> stepscope::Model for Gpt<S> {
         batch: &DeviceBatch<'s>,
         weight: f32,
     ) -> Result<Var<'s>> {
-        let labels = batch.indices(1)?;
+        let (labels, form) = (batch.indices(1)?, LmHeadConfig::default().tied());
+        if self.mode.counted {
+            let form = form.rules(LabelRules { ignore: true, ..LabelRules::default() });
+            let sum = tape.linear_cross_entropy(hidden, self.layers.head(), labels, weight, form)?;
+            let share = batch.input::<f32>(if self.mode.documents { 3 } else { 2 })?;
+            return tape.mul(&sum, &tape.input(share));
+        }
         let tokens = labels.shape().extents()[1] as f32;
-        tape.linear_cross_entropy(hidden, self.layers.head(), labels, weight / tokens, LmHeadConfig::default().tied())
+        tape.linear_cross_entropy(hidden, self.layers.head(), labels, weight / tokens, form)
     }
 }

@@ -1,33 +1,29 @@
 //! The plan of a run: the arguments and everything that they name, read and checked before any
 //! device memory is allocated.
 
+use std::path::Path;
 use std::sync::Arc;
 
-use sha2::{Digest, Sha256};
 use stepscope::models::{Family, ModelConfig, Weights};
-use stepscope::{
-    AdamW, Arena, Capacity, Checkpoint, Device, HostBatch, HostMemory, Model, Result, Schedule, Tape, TrainState,
-    Trainer, Windows,
-};
+use stepscope::{AdamW, Arena, Checkpoint, Device, HostMemory, Result, Schedule, TrainState, Trainer, Windows};
 
 use crate::program::settings::Settings;
+use crate::run::cli::RunArgs;
+use crate::run::memory;
+use crate::run::settings;
+use crate::run::updates::{Trained, Updates};
 use crate::train::bad_input::{Outcome, bad};
 use crate::train::cli::Args;
 use crate::train::model::{self, Activation, Gpt, Mode};
-use crate::train::samples::{Form, Sequences};
+use crate::train::samples::{self, Form, Sequences};
 use crate::train::text::{self, Text};
-use crate::train::tokenizer::Tokenizer;
+use crate::train::tokenizer::{Tokenizer, VOCABULARY_UNIT};
 use crate::train::weights;
 
-/// Vocabulary sizes are rounded up to a multiple of this, because matrices of such sizes are
-/// faster. No text contains the added tokens.
-const VOCABULARY_UNIT: usize = 128;
-/// Published models have at most this share of tokens that no text contains, one in 64.
-const UNUSED_TOKENS: usize = 64;
 /// The final learning rate, as a share of the peak.
 const FLOOR: f64 = 0.1;
-/// Spare bytes of the arena, for differences from the measured steps.
-const ROOM: usize = 4 << 20;
+/// The most held-out samples in an evaluation.
+const HELD_OUT: usize = 64;
 
 /// The settings, data and model of a run.
 pub(crate) struct Plan<'r> {
@@ -48,13 +44,7 @@ pub(crate) struct Plan<'r> {
 impl<'r> Plan<'r> {
     /// Reads everything that the arguments name, for batches cut into this many shards.
     pub(crate) fn load(args: &'r Args, shards: usize) -> Outcome<Self> {
-        let accumulate = args.accumulate.unwrap_or(shards);
-        if accumulate < shards {
-            let reason = format!(
-                "{accumulate} steps are fewer than {shards} shards: give --accumulate {shards} or more, or leave it out"
-            );
-            return Err(bad("--accumulate", reason));
-        }
+        let accumulate = args.run.accumulate(shards)?;
         check_batch(args)?;
         let weights = args.weights.as_ref().map(|folder| weights::read(folder, args.context)).transpose()?;
         let tokenizer = Tokenizer::open(&tokenizer_name(args, weights.as_ref()))?;
@@ -69,7 +59,10 @@ impl<'r> Plan<'r> {
             return Err(bad("--sample", "is empty: give the text that the sample begins with"));
         }
         let config = match &weights {
-            Some(weights) => matching(weights.config.clone(), &tokenizer)?,
+            Some(weights) => {
+                tokenizer.check_vocabulary(weights.config.vocabulary)?;
+                weights.config.clone()
+            }
             None => {
                 let vocabulary = tokenizer.vocabulary().next_multiple_of(VOCABULARY_UNIT);
                 model::config(args.size, args.arch, vocabulary, args.context())
@@ -91,13 +84,14 @@ impl<'r> Plan<'r> {
     /// # Errors
     /// Never, since the text is long enough.
     pub(crate) fn windows(&self) -> Result<Windows> {
-        Windows::new(self.text.training().len(), self.config.context, self.args.seed)
+        Windows::new(self.text.training().len(), self.config.context, self.args.run.seed)
     }
 
     /// Creates the model with its initial weights, and the optimizer.
     pub(crate) fn state<S: Activation>(&self, device: &Device) -> Outcome<TrainState<Gpt<S>>> {
-        let Args { seed, precision, recompute, documents, updates, .. } = *self.args;
-        let (model, spec) = Gpt::new(self.config.clone(), Mode { recompute, documents })?;
+        let Args { documents, updates, .. } = *self.args;
+        let RunArgs { seed, precision, recompute, .. } = self.args.run;
+        let (model, spec) = Gpt::<S>::new(self.config.clone(), Mode { recompute, documents, ..Mode::default() })?;
         let total = updates as u64;
         let config = AdamW {
             learning_rate: self.learning_rate(),
@@ -107,7 +101,8 @@ impl<'r> Plan<'r> {
             schedule: Schedule::WarmupCosine { warmup: self.args.warmup(), total, floor: FLOOR },
             ..AdamW::default()
         };
-        let state = TrainState::new(device, model, &spec, seed, config)?.with_parameter_groups(&Gpt::<S>::groups())?;
+        let groups = model.groups();
+        let state = TrainState::new(device, model, &spec, seed, config)?.with_parameter_groups(&groups)?;
         let mut state = state.with_precision(precision.of_f32());
         if let Some(weights) = &self.weights {
             weights.load(&mut state.parameters)?;
@@ -115,28 +110,49 @@ impl<'r> Plan<'r> {
         Ok(state)
     }
 
-    /// Builds an arena with room for a training step and an evaluation step. Both are measured by
-    /// dry run.
+    /// Builds an arena with room for a training step and an evaluation step.
     pub(crate) fn arena<S: Activation>(&self, device: &Device, state: &mut TrainState<Gpt<S>>) -> Result<Arena> {
-        if let Some(mebibytes) = self.args.arena_mib {
-            return Arena::builder(device).capacity(Capacity::mib(mebibytes)).build();
-        }
-        let small = Arena::builder(device).capacity(Capacity::mib(1)).build()?;
-        let mut needs = |samples: usize, train: bool| {
-            let largest = Sequences::zeros(samples, self.form());
-            let measured = small.measure(|step| {
-                step.set_precision(state.precision);
-                let batch = step.upload_inputs(&largest.inputs()?)?;
-                let tape = Tape::new(step, &state.parameters);
-                let tape = if train { tape } else { tape.evaluating() };
-                let hidden = state.model.forward(&tape, &batch)?;
-                let loss = state.model.loss(&tape, &hidden, &batch, 1.0)?;
-                if train { tape.backward_overwrite(&loss, &mut state.gradients) } else { Ok(()) }
-            });
-            measured.map(|measured| measured.high_water_bytes())
+        let [step, look] = [self.args.batch, self.look()].map(|samples| Sequences::zeros(samples, self.form()));
+        memory::arena(device, state, self.args.run.arena_mib, [&step, &look])
+    }
+
+    /// Trains to the end. Returns none if it was stopped, after writing a checkpoint.
+    pub(crate) fn train<S: Activation>(
+        &self,
+        trainer: &mut Trainer<'_, Gpt<S>>,
+        out: &Path,
+        leads: bool,
+    ) -> Outcome<Option<Trained>> {
+        let Args { batch, updates, .. } = *self.args;
+        let updates = Updates {
+            out,
+            leads,
+            notes: ["gpt.position", "gpt.settings"],
+            settings: self.settings(),
+            total: updates as u64,
+            evaluate_every: self.args.evaluate_every(),
+            patience: None,
+            samples_per_update: batch * self.accumulate,
+            tokens_per_sample: self.config.context,
+            resumed: self.resumed.as_ref().zip(self.args.resume.as_deref()),
+            how_to_prolong: self.how_to_prolong(),
         };
-        let (step, look) = (needs(self.args.batch, true)?, needs(self.look(), false)?);
-        Arena::builder(device).capacity(Capacity::Bytes(step + look + ROOM)).build()
+        let (form, windows) = (self.form(), self.windows()?);
+        let held_out = samples::held_out(&self.text, form, HELD_OUT, self.look())?;
+        let batches = |behind| samples::batches(&self.text, &windows, form, [batch, self.accumulate], behind);
+        updates.run(trainer, batches, &held_out)
+    }
+
+    /// Returns the advice for a run whose settings differ. The learning-rate schedule depends on
+    /// `--updates`.
+    fn how_to_prolong(&self) -> String {
+        let folder = self.args.resume.as_deref().and_then(Path::parent).unwrap_or(Path::new(""));
+        format!(
+            "To continue this run, use the checkpoint's settings. To train for more updates, or with other settings, \
+             start a new run from the weights of a finished run: --weights {} --out DIR, with the same --tokenizer{}",
+            folder.join("transformers").display(),
+            if matches!(self.tokenizer, Tokenizer::Bytes) { " (bytes)" } else { "" }
+        )
     }
 
     /// Returns the samples of an evaluation step. It is smaller than a training batch, because it
@@ -158,19 +174,10 @@ impl<'r> Plan<'r> {
 
     /// Returns all settings that decide the weights.
     pub(crate) fn settings(&self) -> Settings {
-        let Args { precision, batch, updates, documents, seed, .. } = self.args;
-        let ModelConfig { family, vocabulary, context, ref layers, width, heads, kv_heads, hidden, tied, .. } =
-            self.config;
-        vec![
-            ("arch", format!("{family:?}")),
-            ("vocabulary", vocabulary.to_string()),
-            ("context", context.to_string()),
-            ("layers", layers.len().to_string()),
-            ("width", width.to_string()),
-            ("heads", format!("{heads}, {kv_heads}")),
-            ("hidden", hidden.to_string()),
-            ("tied", tied.to_string()),
-            ("config.json", text::hex(&Sha256::digest(self.config.to_json("float32")))),
+        let Args { batch, updates, documents, .. } = self.args;
+        let RunArgs { precision, seed, .. } = self.args.run;
+        let mut all = settings::of_model(&self.config);
+        all.extend([
             ("precision", precision.to_string()),
             ("batch", batch.to_string()),
             ("accumulate", self.accumulate.to_string()),
@@ -182,7 +189,8 @@ impl<'r> Plan<'r> {
             ("seed", seed.to_string()),
             ("tokenizer", self.tokenizer.name()),
             ("text", self.text.sha256.clone()),
-        ]
+        ]);
+        all
     }
 
     /// Returns all settings that ranks must share: those that decide the weights, and the times of
@@ -190,7 +198,7 @@ impl<'r> Plan<'r> {
     pub(crate) fn settings_of_ranks(&self) -> Settings {
         let mut settings = self.settings();
         settings.push(("evaluate-every", self.args.evaluate_every().to_string()));
-        settings.push(("checkpoint-every", format!("{:?}", self.args.checkpoint_every)));
+        settings.push(("checkpoint-every", format!("{:?}", self.args.run.checkpoint_every)));
         settings.push(("resumes", self.resumed.is_some().to_string()));
         settings
     }
@@ -202,7 +210,7 @@ impl<'r> Plan<'r> {
         arena: &'a mut Arena,
         state: TrainState<Gpt<S>>,
     ) -> Result<Trainer<'a, Gpt<S>>> {
-        match self.args.eager {
+        match self.args.run.eager {
             true => Ok(Trainer::eager(arena, state)),
             false => Trainer::captured(arena, state, &Sequences::zeros(self.args.batch, self.form())),
         }
@@ -233,18 +241,4 @@ fn tokenizer_name(args: &Args, weights: Option<&Weights>) -> String {
         (None, None) if of_gpt2 || args.data.iter().any(|path| text::is_token_file(path)) => "gpt2".into(),
         (None, None) => "bytes".into(),
     }
-}
-
-/// Returns the configuration if its vocabulary is the tokenizer's, possibly rounded up.
-fn matching(config: ModelConfig, tokenizer: &Tokenizer) -> Outcome<ModelConfig> {
-    let (has, needs) = (config.vocabulary, tokenizer.vocabulary());
-    let most = needs.next_multiple_of(VOCABULARY_UNIT).max(needs + needs / UNUSED_TOKENS);
-    if !(needs..=most).contains(&has) {
-        let reason = format!(
-            "the weights have a vocabulary of {has}, but {} has {needs}: give the tokenizer that the weights were trained with",
-            tokenizer.name()
-        );
-        return Err(bad("--tokenizer", reason));
-    }
-    Ok(config)
 }

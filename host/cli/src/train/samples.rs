@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use stepscope::{HostBatch, HostInputs, Loader, Result, Windows};
 
+use crate::run::updates::Part;
 use crate::train::text::Text;
 
 /// The samples of one step.
@@ -72,6 +73,16 @@ impl HostBatch for Sequences {
             Some(documents) => inputs.with(documents, shape),
             None => Ok(inputs),
         }
+    }
+}
+
+impl Part for Sequences {
+    fn weight(&self) -> usize {
+        self.len()
+    }
+
+    fn tokens(&self) -> usize {
+        self.ids.len()
     }
 }
 

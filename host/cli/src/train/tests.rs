@@ -10,6 +10,7 @@ use super::plan::Plan;
 use super::text::Text;
 use super::tokenizer::Tokenizer;
 use super::{model, registry, sample, weights};
+use crate::run::cli::RunArgs;
 use crate::support::{self, on_each_device};
 use crate::train::cli::Precision;
 use clap::Parser;
@@ -51,7 +52,7 @@ type Bits = (String, Vec<u64>);
 
 /// Runs to the end, or to the stop.
 fn trained(device: &Device, args: &Args, stopped: bool) -> Option<Bits> {
-    match args.precision {
+    match args.run.precision {
         Precision::Bf16 => trained_as::<half::bf16>(device, args, stopped),
         _ => trained_as::<f32>(device, args, stopped),
     }
@@ -185,7 +186,7 @@ on_each_device! {
                 let shards = fs::read_dir(&theirs).unwrap().map(|entry| entry.unwrap().path());
                 let shards: Vec<_> = shards.filter(|path| path.extension().is_some_and(|end| end == "safetensors")).collect();
                 assert_eq!(shards.len(), files, "{arch}: {shards:?}");
-                let mut fresh = Plan::load(&Args { seed: 8, ..args.clone() }, 1).unwrap().state::<f32>(device).unwrap();
+                let mut fresh = Plan::load(&Args { run: RunArgs { seed: 8, ..args.run.clone() }, ..args.clone() }, 1).unwrap().state::<f32>(device).unwrap();
                 weights::read(&theirs, None).unwrap().load(&mut fresh.parameters).unwrap();
                 assert_eq!(fresh.parameters.sha256(), state.parameters.sha256(), "{arch} in {files} files");
             }

@@ -20,6 +20,11 @@ pub(crate) enum Tokenizer {
     File(Box<tokenizers::Tokenizer>, String),
 }
 
+/// Vocabulary sizes are rounded up to a multiple of this, because matrices of such sizes are
+/// faster. No text contains the added tokens.
+pub(crate) const VOCABULARY_UNIT: usize = 128;
+/// Published models have at most this share of tokens that no text contains, one in 64.
+const UNUSED_TOKENS: usize = 64;
 /// The largest `tokenizer.json`. Files for vocabularies of 256,000 tokens have about 35 MB.
 const MAX_BYTES: u64 = 256 << 20;
 /// The token that ends a document in GPT-2's vocabulary, its last one.
@@ -81,6 +86,29 @@ impl Tokenizer {
             Self::Gpt2(_) => "gpt2".into(),
             Self::File(_, sha256) => format!("tokenizer {sha256}"),
         }
+    }
+
+    /// Returns the number of a token.
+    pub(crate) fn token(&self, content: &str) -> Option<u32> {
+        match self {
+            Self::File(tokenizer, _) => tokenizer.token_to_id(content),
+            _ => None,
+        }
+    }
+
+    /// Returns an error unless weights of this vocabulary are the tokenizer's, whose vocabulary may
+    /// be rounded up.
+    pub(crate) fn check_vocabulary(&self, has: usize) -> Outcome<()> {
+        let needs = self.vocabulary();
+        let most = needs.next_multiple_of(VOCABULARY_UNIT).max(needs + needs / UNUSED_TOKENS);
+        if (needs..=most).contains(&has) {
+            return Ok(());
+        }
+        let reason = format!(
+            "the weights have a vocabulary of {has}, but {} has {needs}: give the tokenizer that the weights were trained with",
+            self.name()
+        );
+        Err(bad("--tokenizer", reason))
     }
 
     /// Returns the number of tokens.

@@ -19,7 +19,7 @@ pub(crate) fn read(folder: &Path, context: Option<usize>) -> Outcome<Weights> {
     if context > most {
         return Err(bad(folder.display(), format!("has a context of {most}, got --context {context}")));
     }
-    weights.truncate(context)?;
+    weights.limit_context(context)?;
     Ok(weights)
 }
 

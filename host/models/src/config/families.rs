@@ -114,10 +114,11 @@ fn gpt2(keys: &Keys<'_>) -> Outcome<ModelConfig> {
     keys.only("scale_attn_by_inverse_layer_idx", &[json!(false)])?;
     let (width, heads) = (keys.required("n_embd", MAX_SIZE)?, keys.required("n_head", MAX_SIZE)?);
     let layer = LayerConfig { mask: AttentionMask::Causal, rotary: None };
+    let context = keys.required("n_positions", MAX_SIZE)?;
     Ok(ModelConfig {
         family: Family::Gpt2,
         vocabulary: keys.required("vocab_size", MAX_SIZE)?,
-        context: keys.required("n_positions", MAX_SIZE)?,
+        context,
         width,
         heads,
         kv_heads: heads,
@@ -132,7 +133,7 @@ fn gpt2(keys: &Keys<'_>) -> Outcome<ModelConfig> {
         output_bias: true,
         feed_forward_bias: true,
         qk_norm: false,
-        learned_positions: true,
+        learned_positions: Some(context),
         score_scale: None,
         embedding_scale: None,
         tied: keys.flag("tie_word_embeddings", true)?,
@@ -176,7 +177,7 @@ fn like_llama(keys: &Keys<'_>, family: Family, defaults: &Defaults) -> Outcome<M
         output_bias: false,
         feed_forward_bias: false,
         qk_norm: false,
-        learned_positions: false,
+        learned_positions: None,
         score_scale: None,
         embedding_scale: None,
         tied: keys.flag("tie_word_embeddings", false)?,
@@ -293,7 +294,7 @@ fn gpt_neox(keys: &Keys<'_>) -> Outcome<ModelConfig> {
         output_bias: bias,
         feed_forward_bias: true,
         qk_norm: false,
-        learned_positions: false,
+        learned_positions: None,
         score_scale: None,
         embedding_scale: None,
         tied: keys.flag("tie_word_embeddings", false)?,
@@ -362,7 +363,7 @@ fn gemma3(keys: &Keys<'_>) -> Outcome<ModelConfig> {
         output_bias: bias,
         feed_forward_bias: false,
         qk_norm: true,
-        learned_positions: false,
+        learned_positions: None,
         score_scale: Some((1.0 / scale.sqrt()) as f32),
         embedding_scale: Some((width as f64).sqrt() as f32),
         tied: keys.flag("tie_word_embeddings", true)?,

@@ -24,6 +24,15 @@ pub enum Schedule {
         /// The fraction of the rate that is left at the end, in `[0, 1]`.
         floor: f64,
     },
+    /// Like [`Schedule::WarmupCosine`], with a straight line instead of the cosine.
+    WarmupLinear {
+        /// The number of warm-up updates.
+        warmup: u64,
+        /// The total number of updates.
+        total: u64,
+        /// The fraction of the rate that is left at the end, in `[0, 1]`.
+        floor: f64,
+    },
 }
 
 impl Schedule {
@@ -31,7 +40,7 @@ impl Schedule {
     pub(super) fn check(&self, op: &'static str) -> Result<()> {
         let floor = match *self {
             Self::Constant => 0.0,
-            Self::WarmupCosine { floor, .. } => floor,
+            Self::WarmupCosine { floor, .. } | Self::WarmupLinear { floor, .. } => floor,
         };
         expect(op, "floor", floor, (0.0..=1.0).contains(&floor), "in [0, 1]")
     }
@@ -48,16 +57,22 @@ impl Schedule {
     }
 
     fn factor_at(&self, number: u64) -> f64 {
-        match *self {
-            Self::Constant => 1.0,
-            Self::WarmupCosine { warmup, .. } if number <= warmup && warmup > 0 => number as f64 / warmup as f64,
-            Self::WarmupCosine { warmup, total, floor } => {
-                let done = (number - warmup) as f64 / total.saturating_sub(warmup).max(1) as f64;
-                // libm's cosine has the same bits on every machine.
-                let fall = 0.5 * (1.0 + libm::cos(std::f64::consts::PI * done.min(1.0)));
-                floor + (1.0 - floor) * fall
+        let (warmup, total, floor) = match *self {
+            Self::Constant => return 1.0,
+            Self::WarmupCosine { warmup, total, floor } | Self::WarmupLinear { warmup, total, floor } => {
+                (warmup, total, floor)
             }
+        };
+        if number <= warmup && warmup > 0 {
+            return number as f64 / warmup as f64;
         }
+        let done = ((number - warmup) as f64 / total.saturating_sub(warmup).max(1) as f64).min(1.0);
+        let left = match self {
+            Self::WarmupLinear { .. } => 1.0 - done,
+            // libm's cosine has the same bits on every machine.
+            _ => 0.5 * (1.0 + libm::cos(std::f64::consts::PI * done)),
+        };
+        floor + (1.0 - floor) * left
     }
 }
 
@@ -73,6 +88,14 @@ mod tests {
         assert!(factors[3..12].windows(2).all(|pair| pair[0] > pair[1]));
         assert!((factors[7] - 0.55).abs() < 1e-12, "half way down: {}", factors[7]);
         assert!(factors[11..].iter().all(|factor| (factor - 0.1).abs() < 1e-12));
+    }
+
+    #[test]
+    fn linear_schedule_falls_in_equal_steps() {
+        let schedule = Schedule::WarmupLinear { warmup: 2, total: 6, floor: 0.2 };
+        let factors: Vec<f64> = (0..=7).map(|number| schedule.factor(number)).collect();
+        let expected = [0.0, 0.5, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2];
+        assert!(factors.iter().zip(expected).all(|(factor, want)| (factor - want).abs() < 1e-12), "{factors:?}");
     }
 
     #[test]

@@ -1,31 +1,58 @@
-//! Training: updates, evaluations on held-out text, and checkpoints.
+//! Training: updates, evaluations, early stopping, and checkpoints.
+//!
+//! Invariant: a run that stops and resumes makes the same updates and evaluations as one that does
+//! not, and ends at the same update.
 
+use std::cell::RefCell;
+use std::collections::VecDeque;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use stepscope::{
-    Arena, Checkpoint, Ended, EpochProgress, Error, HostBatch, Observer, ProgressBar, Result, Trainer, Update,
+    Arena, Checkpoint, Ended, EpochProgress, Error, HostBatch, Loader, Model, Observer, ProgressBar, Result, Trainer,
+    Update,
 };
 
 use crate::program::log::Log;
 use crate::program::results::{BEST, CHECKPOINT};
-use crate::program::{settings, signals};
+use crate::program::settings::{self, Settings};
+use crate::program::signals;
+use crate::run::report::{Evaluation, Position};
 use crate::train::bad_input::{Outcome, bad};
-use crate::train::cli::Args;
-use crate::train::model::{Activation, Gpt};
-use crate::train::plan::Plan;
-use crate::train::report::{Evaluation, Position};
-use crate::train::samples::{self, Sequences};
-use crate::train::tokenizer::Tokenizer;
 
-/// The name of the checkpoint's note that holds [`Position`].
-const POSITION: &str = "gpt.position";
-/// The name of the checkpoint's note that holds [`Plan::settings`].
-const SETTINGS: &str = "gpt.settings";
 /// The longest time that reading a batch may take; the first reads of a disk are slow.
 const MOST_WAIT: Duration = Duration::from_secs(600);
-/// The most held-out samples in an evaluation.
-const HELD_OUT: usize = 64;
+
+/// A part of a batch of tokens.
+pub(crate) trait Part: HostBatch {
+    /// Returns the number of things over which an evaluation averages: samples, or counted tokens.
+    fn weight(&self) -> usize;
+
+    /// Returns the number of tokens that are not padding.
+    fn tokens(&self) -> usize;
+}
+
+/// The settings of a run's updates.
+pub(crate) struct Updates<'r> {
+    pub(crate) out: &'r Path,
+    /// True if this rank writes files.
+    pub(crate) leads: bool,
+    /// The names of the checkpoint's notes that hold the [`Position`] and the settings.
+    pub(crate) notes: [&'static str; 2],
+    /// Everything that decides the weights. A checkpoint of other settings is refused.
+    pub(crate) settings: Settings,
+    /// All updates of the run.
+    pub(crate) total: u64,
+    pub(crate) evaluate_every: u64,
+    /// The evaluations without a new lowest loss after which the run ends.
+    pub(crate) patience: Option<usize>,
+    pub(crate) samples_per_update: usize,
+    pub(crate) tokens_per_sample: usize,
+    /// The checkpoint to continue from, and its path.
+    pub(crate) resumed: Option<(&'r Checkpoint, &'r Path)>,
+    /// The advice for a checkpoint of other settings.
+    pub(crate) how_to_prolong: String,
+}
 
 /// The result of training.
 #[derive(Default)]
@@ -33,57 +60,70 @@ pub(crate) struct Trained {
     pub(crate) position: Position,
     /// The time of each update of this process.
     pub(crate) seconds: Vec<f64>,
+    /// The tokens of each update of this process that are not padding.
+    pub(crate) tokens: Vec<usize>,
+    /// True if the run ended because the evaluations no longer improved.
+    pub(crate) ended_early: bool,
 }
 
-impl Plan<'_> {
-    /// Trains to the end. Returns none if it was stopped, after writing a checkpoint.
-    pub(crate) fn train<S: Activation>(
+impl Updates<'_> {
+    /// Trains to the end. Returns none if it was stopped, after writing a checkpoint. `batches`
+    /// makes the batches after this many samples.
+    pub(crate) fn run<M: Model, S: Part + Send + 'static>(
         &self,
-        trainer: &mut Trainer<'_, Gpt<S>>,
-        out: &Path,
-        leads: bool,
+        trainer: &mut Trainer<'_, M>,
+        batches: impl FnOnce(u64) -> Result<Loader<Vec<S>>>,
+        held_out: &[S],
     ) -> Outcome<Option<Trained>> {
-        let Args { batch, updates, .. } = *self.args;
-        let accumulate = self.accumulate;
-        let (updates, form) = (updates as u64, self.form());
+        let updates = self.total;
         let mut trained = Trained::default();
         let mut progress = EpochProgress::default();
-        if let Some(checkpoint) = &self.resumed {
+        if let Some((checkpoint, _)) = self.resumed {
             trained.position = self.position(checkpoint)?;
             progress = trainer.restore(checkpoint).map_err(|error| self.refused(error))?;
             let (made, told) = (progress.updates, trained.position.losses.len() as u64);
-            if made != told || made > updates || progress.samples != made * (batch * accumulate) as u64 {
+            if made != told || progress.samples != made * self.samples_per_update as u64 {
                 let reason =
                     format!("is damaged: it has {made} updates of {} samples, but {told} losses", progress.samples);
                 return Err(bad(self.checkpoint(), reason));
             }
+            if made > updates {
+                return Err(bad(self.checkpoint(), format!("has made {made} updates; this run has only {updates}")));
+            }
         }
-        let windows = self.windows()?;
-        let batches = samples::batches(&self.text, &windows, form, [batch, accumulate], progress.samples)?;
-        let mut batches = batches.deadline(MOST_WAIT);
-        let held_out = samples::held_out(&self.text, form, HELD_OUT, self.look())?;
-        let left = (updates - progress.updates) as usize * batch * accumulate;
-        let bar = ProgressBar::new("training", left).counting("tokens", form.context);
+        let mut batches = batches(progress.samples)?.deadline(MOST_WAIT);
+        let left = (updates - progress.updates) as usize * self.samples_per_update;
+        let bar = ProgressBar::new("training", left).counting("tokens", self.tokens_per_sample);
+        // The tokens of the updates that are queued.
+        let queued = RefCell::new(VecDeque::new());
         let mut watch = Watch {
-            bar: if leads { Log::Text } else { Log::Quiet }.shows(bar),
-            leads,
-            settings: settings::to_note(&self.settings()),
+            bar: if self.leads { Log::Text } else { Log::Quiet }.shows(bar),
+            leads: self.leads,
+            names: self.notes,
+            settings: settings::to_note(&self.settings),
             last: Instant::now(),
             since_look: 0,
+            queued: &queued,
             trained: &mut trained,
         };
         loop {
-            let (done, every) = (progress.updates, self.args.evaluate_every());
+            let (done, every) = (progress.updates, self.evaluate_every);
             let looked = watch.trained.position.evaluations.last().is_some_and(|look| look.update == done);
-            if done > 0 && (done == updates || done.is_multiple_of(every)) && !looked {
-                watch.look(trainer, &held_out, done, out)?;
+            let due = done > 0 && (done == updates || done.is_multiple_of(every));
+            if due && !looked && !held_out.is_empty() {
+                watch.look(trainer, held_out, done, self.out)?;
             }
-            if done == updates {
+            watch.trained.ended_early = watch.trained.position.worsens(self.patience);
+            if done == updates || watch.trained.ended_early {
                 break;
             }
             (watch.last, watch.since_look) = (Instant::now(), watch.trained.seconds.len());
             let some = batches.by_ref().take((updates.min((done / every + 1) * every) - done) as usize);
-            let ended = trainer.epoch(some, &mut progress, &mut watch)?;
+            let counted = some.inspect(|batch| {
+                let tokens = batch.iter().flatten().map(Part::tokens).sum();
+                queued.borrow_mut().push_back(tokens);
+            });
+            let ended = trainer.epoch(counted, &mut progress, &mut watch)?;
             watch.share_pipeline_time();
             if ended == Ended::Stopped {
                 return Ok(None);
@@ -97,31 +137,20 @@ impl Plan<'_> {
 
     /// Returns the position stored in a checkpoint, if the checkpoint belongs to this run.
     fn position(&self, checkpoint: &Checkpoint) -> Outcome<Position> {
-        let theirs = settings::note(checkpoint, SETTINGS).map_err(|reason| bad(self.checkpoint(), reason))?;
-        settings::compare(theirs, &self.settings())
-            .map_err(|reason| bad(self.checkpoint(), format!("{reason}\n{}", self.how_to_prolong())))?;
+        let [position, settings] = self.notes;
+        let theirs = settings::note(checkpoint, settings).map_err(|reason| bad(self.checkpoint(), reason))?;
+        settings::compare(theirs, &self.settings)
+            .map_err(|reason| bad(self.checkpoint(), format!("{reason}\n{}", self.how_to_prolong)))?;
         if !settings::has_optimizer(checkpoint) {
             let reason = format!("has weights but no optimizer state, like {BEST}; --resume needs {CHECKPOINT}");
             return Err(bad(self.checkpoint(), reason));
         }
-        let note = checkpoint.note(POSITION).map_err(|error| self.refused(error))?;
+        let note = checkpoint.note(position).map_err(|error| self.refused(error))?;
         serde_json::from_str(note).map_err(|reason| bad(self.checkpoint(), reason))
     }
 
-    /// Returns the advice for a run whose settings differ. The learning-rate schedule depends on
-    /// `--updates`.
-    fn how_to_prolong(&self) -> String {
-        let folder = self.args.resume.as_deref().and_then(Path::parent).unwrap_or(Path::new(""));
-        format!(
-            "To continue this run, use the checkpoint's settings. To train for more updates, or with other settings, \
-             start a new run from the weights of a finished run: --weights {} --out DIR, with the same --tokenizer{}",
-            folder.join("transformers").display(),
-            if matches!(self.tokenizer, Tokenizer::Bytes) { " (bytes)" } else { "" }
-        )
-    }
-
     fn checkpoint(&self) -> String {
-        self.args.resume.as_ref().map(|path| path.display().to_string()).unwrap_or_default()
+        self.resumed.map(|(_, path)| path.display().to_string()).unwrap_or_default()
     }
 
     /// Reports file errors as the user's to fix, and all others unchanged.
@@ -138,31 +167,33 @@ struct Watch<'w> {
     bar: ProgressBar,
     /// True if this rank writes files.
     leads: bool,
+    names: [&'static str; 2],
     settings: String,
     /// The end of the last update.
     last: Instant,
     /// Updates of this process before the last evaluation.
     since_look: usize,
+    queued: &'w RefCell<VecDeque<usize>>,
     trained: &'w mut Trained,
 }
 
 impl Watch<'_> {
     /// Reports the mean loss of the held-out samples, and saves the weights if they are the best so
     /// far.
-    fn look<S: Activation>(
+    fn look<M: Model>(
         &mut self,
-        trainer: &mut Trainer<'_, Gpt<S>>,
-        held_out: &[Sequences],
+        trainer: &mut Trainer<'_, M>,
+        held_out: &[impl Part],
         update: u64,
         out: &Path,
     ) -> Result<()> {
         let begun = Instant::now();
-        let (mut sum, mut samples) = (0.0, 0);
+        let (mut sum, mut weight) = (0.0, 0);
         for part in held_out {
             sum += trainer.evaluate(part, |_, _| Ok(()))?.0;
-            samples += part.len();
+            weight += part.weight();
         }
-        let loss = sum / samples as f64;
+        let loss = sum / weight as f64;
         let perplexity = loss.exp();
         let evaluations = &mut self.trained.position.evaluations;
         let best = evaluations.iter().all(|before| loss < before.loss);
@@ -191,12 +222,13 @@ impl Observer for Watch<'_> {
         signals::update_is_made();
         self.trained.position.losses.push(update.loss);
         self.trained.seconds.push(self.last.elapsed().as_secs_f64());
+        self.trained.tokens.extend(self.queued.borrow_mut().pop_front());
         self.last = Instant::now();
         self.bar.updated(update, progress, arena)
     }
 
     fn notes(&self) -> Vec<(&str, String)> {
         let position = serde_json::to_string(&self.trained.position).expect("plain numbers and lists have a JSON form");
-        vec![(POSITION, position), (SETTINGS, self.settings.clone())]
+        vec![(self.names[0], position), (self.names[1], self.settings.clone())]
     }
 }

@@ -1,0 +1,115 @@
+//! The command line of `finetune`.
+
+use std::path::PathBuf;
+
+use clap::{Parser, ValueEnum};
+use stepscope::Schedule;
+
+use crate::run::cli::RunArgs;
+use crate::train::cli::{above_zero, share, up_to, zero_or_above};
+
+/// The learning rate of full fine-tuning.
+const RATE: f32 = 2e-5;
+
+/// Fine-tunes a language model of transformers on chats, prompts with completions, or texts. Writes
+/// checkpoints, report.json, loss.svg, and the model in the format of transformers.
+#[derive(Clone, Debug, Parser)]
+#[command(name = "stepscope finetune", version, args_override_self = true)]
+pub(crate) struct Args {
+    /// Folder of the model: config.json, safetensors files, tokenizer.json, and for chats a chat
+    /// template, as transformers saves it
+    #[arg(long, value_name = "DIR")]
+    pub(crate) weights: PathBuf,
+
+    /// Files with one JSON object a line: `messages`, `prompt` and `completion`, or `text`
+    #[arg(long, value_name = "FILE", num_args = 1.., required = true)]
+    pub(crate) data: Vec<PathBuf>,
+
+    /// File of the same kind, on which the model is evaluated
+    #[arg(long, value_name = "FILE", conflicts_with = "eval_share")]
+    pub(crate) eval: Option<PathBuf>,
+
+    /// Evaluate on this share of the data, which is not trained on
+    #[arg(long, value_name = "SHARE", value_parser = share)]
+    pub(crate) eval_share: Option<f32>,
+
+    /// Folder for the results; created if missing
+    #[arg(long, value_name = "DIR", default_value = "target/finetune")]
+    pub(crate) out: PathBuf,
+
+    /// Tokens per context, into which samples are packed; longer samples are cut [default: 1024,
+    /// or the model's if they are fewer]
+    #[arg(long, value_name = "TOKENS", value_parser = up_to(1 << 20))]
+    pub(crate) context: Option<usize>,
+
+    /// Contexts per step
+    #[arg(long, value_name = "CONTEXTS", default_value_t = 4, value_parser = up_to(1 << 20))]
+    pub(crate) batch: usize,
+
+    /// Passes over the data
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = up_to(1 << 20))]
+    pub(crate) epochs: usize,
+
+    /// Peak learning rate of AdamW
+    #[arg(long, value_name = "RATE", default_value_t = RATE, value_parser = above_zero)]
+    pub(crate) learning_rate: f32,
+
+    /// Share of all updates over which the learning rate rises to its peak
+    #[arg(long, value_name = "SHARE", default_value_t = 0.03, value_parser = zero_or_above)]
+    pub(crate) warmup: f32,
+
+    /// Fall of the learning rate after the warm-up, down to zero
+    #[arg(long, value_enum, default_value_t = Decay::Cosine)]
+    pub(crate) decay: Decay,
+
+    /// Weight decay of AdamW; norms and biases have none
+    #[arg(long, value_name = "NUMBER", default_value_t = 0.01, value_parser = zero_or_above)]
+    pub(crate) weight_decay: f32,
+
+    /// Evaluate every this many updates [default: once per epoch]
+    #[arg(long, value_name = "UPDATES", value_parser = up_to(u32::MAX))]
+    pub(crate) evaluate_every: Option<usize>,
+
+    /// End when this many evaluations in a row have found no lower loss [default: never]
+    #[arg(long, value_name = "EVALUATIONS", value_parser = up_to(u32::MAX))]
+    pub(crate) patience: Option<usize>,
+
+    /// Continue from this checkpoint, with the same settings; with more --epochs, the run is
+    /// prolonged, and the learning rate follows the longer run
+    #[arg(long, value_name = "FILE")]
+    pub(crate) resume: Option<PathBuf>,
+
+    /// Message that the model answers after training
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) sample: Option<String>,
+
+    /// Most tokens of the answer
+    #[arg(long, value_name = "N", default_value_t = 200, value_parser = up_to(1 << 20))]
+    pub(crate) sample_tokens: usize,
+
+    #[command(flatten)]
+    pub(crate) run: RunArgs,
+}
+
+/// The fall of the learning rate after the warm-up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Decay {
+    /// Half a cosine.
+    Cosine,
+    /// A straight line.
+    Linear,
+    /// No fall.
+    Constant,
+}
+
+impl Args {
+    /// Returns the schedule of a run of this many updates.
+    pub(crate) fn schedule(&self, total: u64) -> Schedule {
+        let warmup = (f64::from(self.warmup.min(1.0)) * total as f64).ceil() as u64;
+        match self.decay {
+            Decay::Cosine => Schedule::WarmupCosine { warmup, total, floor: 0.0 },
+            Decay::Linear => Schedule::WarmupLinear { warmup, total, floor: 0.0 },
+            Decay::Constant => Schedule::WarmupLinear { warmup, total, floor: 1.0 },
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! Fine-tunes a language model of transformers on chats, prompts with completions, or texts.
+//!
+//! ```text
+//! stepscope finetune --weights DIR --data chats.jsonl
+//! stepscope finetune --weights DIR --data chats.jsonl --eval-share 0.05 --patience 2 --precision bf16
+//! ```
+//! [`data`] turns rows into packed contexts, in which only what the assistant writes counts. The
+//! [`plan`] sets up the model of [`crate::train::model`] and its training, which [`crate::run`]
+//! runs. The loss is a mean over the counted tokens of an update, however these are spread over
+//! parts and ranks. The exported model is the best by evaluation, or the last one if there are no
+//! evaluations.
+//!
+//! The exit codes are those of [`crate::train`].
+
+pub(crate) mod cli;
+mod data;
+mod plan;
+#[cfg(test)]
+mod tests;
+
+use std::process::ExitCode;
+use std::sync::atomic::AtomicBool;
+
+use stepscope::models::Weights;
+use stepscope::{Checkpoint, Device, Parameters, TokenSampler, TokenSamplerConfig, bf16};
+
+use self::cli::Args;
+use self::plan::Plan;
+use crate::program::ranks::Rank;
+use crate::program::results::{BEST, CHECKPOINT};
+use crate::program::screen::Screen;
+use crate::program::signals;
+use crate::run::folder::copy_companions;
+use crate::run::program;
+use crate::run::report::{Position, Report};
+use crate::train::bad_input::Outcome;
+use crate::train::cli::Precision;
+use crate::train::model::{Activation, Gpt};
+use crate::train::sample;
+
+/// Fine-tunes, and returns the exit code.
+pub(crate) fn main(args: &Args) -> ExitCode {
+    program::main(|screen| {
+        let files = (&*args.out, args.resume.as_deref());
+        program::on_ranks(&args.run, files, screen, |shards| Plan::load(args, shards), run_rank)
+    })
+}
+
+/// Runs one rank, with activations stored as the precision implies. Returns false if it was stopped
+/// early.
+fn run_rank(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen) -> Outcome<bool> {
+    match plan.args.run.precision {
+        Precision::Bf16 => train_rank::<bf16>(plan, rank, stop, screen),
+        _ => train_rank::<f32>(plan, rank, stop, screen),
+    }
+}
+
+fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen) -> Outcome<bool> {
+    let args = plan.args;
+    let device = rank.open(args.run.device)?;
+    let group = rank.join(&device, &plan.settings_of_ranks())?;
+    let mut state = plan.state::<S>(&device)?;
+    let mut arena = plan.arena(&device, &mut state)?;
+    let (config, size) = (&plan.config, &plan.data.size);
+    screen.say(format_args!(
+        "{:?} of {} weights on the {}",
+        config.family,
+        state.parameters.layout().weights(),
+        device.description().name
+    ));
+    screen.say(format_args!(
+        "{} rows in {} contexts of {}: {} tokens, of which {} count; {} updates",
+        size.rows,
+        size.contexts,
+        config.context,
+        size.tokens,
+        size.counted,
+        plan.total()
+    ));
+    if size.cut > 0 {
+        screen.say(format_args!(
+            "{} rows are longer than a context and were cut; {} of them have nothing left that counts",
+            size.cut, size.left_out
+        ));
+    }
+
+    let checkpoint = args.out.join(CHECKPOINT);
+    let state = rank.in_group(group.as_ref(), state)?;
+    let trainer = plan.trainer(&mut arena, state)?;
+    let mut trainer = trainer.checkpoint(&checkpoint, args.run.checkpoint_every).stop_when(stop);
+    let Some(trained) = plan.train(&mut trainer, rank.leads())? else {
+        screen.say(format_args!("stopped; continue with --resume {}", checkpoint.display()));
+        return Ok(false);
+    };
+    signals::training_has_ended();
+    if !rank.leads() {
+        return Ok(true);
+    }
+    if trained.ended_early {
+        screen.say("ended early, because the evaluations no longer improved");
+    }
+
+    let tokens = plan.contexts_per_update() * config.context;
+    let mut report = Report::of(&device, &mut trainer, size.clone(), (trained, tokens), None)?;
+    if let Some(update) = best_before_the_end(&report.position) {
+        // The memory of training is free again before the best weights are read.
+        drop(trainer);
+        let (_, spec) = Gpt::<S>::new(config.clone(), plan.mode())?;
+        let mut parameters = Parameters::new(&device, &spec, 0)?;
+        Checkpoint::load(args.out.join(BEST))?.restore(&mut parameters, None)?;
+        (report.exported_update, report.weights_sha256) = (update, parameters.sha256()?);
+        report.sample = finish::<S>(plan, &device, &parameters)?;
+    } else {
+        report.sample = finish::<S>(plan, &device, &trainer.state().parameters)?;
+    }
+    report.write(&args.out, config.vocabulary)?;
+    screen.say(format_args!("{}; {}", report.speed, report.arena.summary()));
+    screen.say(format_args!(
+        "the model after update {} is in {}; weights {}",
+        report.exported_update,
+        plan.export().display(),
+        report.weights_sha256
+    ));
+    if let Some((message, answer)) = args.sample.as_ref().zip(report.sample.as_ref()) {
+        screen.say(format_args!("--- {message}\n{answer}"));
+    }
+    Ok(true)
+}
+
+/// Returns the update of the best evaluation, unless it is that of the final weights.
+fn best_before_the_end(position: &Position) -> Option<u64> {
+    let update = position.evaluations[position.best()?].update;
+    (update < position.losses.len() as u64).then_some(update)
+}
+
+/// Exports the model, and returns its answer to the sample's message.
+fn finish<S: Activation>(plan: &Plan<'_>, device: &Device, weights: &Parameters) -> Outcome<Option<String>> {
+    let Plan { args, config, folder, .. } = plan;
+    Weights::write(plan.export(), config, weights, args.run.max_shard_size)?;
+    copy_companions(&args.weights, &plan.export())?;
+    let Some(beginning) = &plan.beginning else { return Ok(None) };
+    let (model, _) = Gpt::<S>::new(config.clone(), plan.mode())?;
+    let sampler = TokenSampler::new(TokenSamplerConfig { temperature: 0.0, top_k: None, top_p: None }, args.run.seed)?;
+    let tokens = sample::write(device, &model, weights, beginning, (args.sample_tokens, &folder.stops), &sampler)?;
+    Ok(Some(folder.tokenizer.decode(&tokens)))
+}

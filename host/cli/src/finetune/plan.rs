@@ -1,0 +1,196 @@
+//! The plan of a run: the arguments and everything that they name, read and checked before any
+//! device memory is allocated.
+
+use std::path::Path;
+
+use stepscope::models::{ModelConfig, Weights};
+use stepscope::{AdamW, Arena, Checkpoint, Device, Result, TrainState, Trainer};
+use stepscope_chat::Encoder;
+
+use crate::finetune::cli::Args;
+use crate::finetune::data::{Contexts, Data, Form, Sources};
+use crate::program::settings::Settings;
+use crate::run::cli::RunArgs;
+use crate::run::folder::ModelFolder;
+use crate::run::memory;
+use crate::run::settings;
+use crate::run::updates::{Trained, Updates};
+use crate::train::bad_input::{Outcome, bad};
+use crate::train::model::{Activation, Gpt, Mode};
+use crate::train::tokenizer::Tokenizer;
+use crate::train::weights;
+
+/// The settings, data and model of a run.
+pub(crate) struct Plan<'r> {
+    pub(crate) args: &'r Args,
+    /// Steps per update, over all ranks together.
+    pub(crate) accumulate: usize,
+    shards: usize,
+    pub(crate) folder: ModelFolder,
+    pub(crate) data: Data,
+    pub(crate) config: ModelConfig,
+    weights: Weights,
+    resumed: Option<Checkpoint>,
+    /// The tokens that the sample begins with.
+    pub(crate) beginning: Option<Vec<u32>>,
+}
+
+impl<'r> Plan<'r> {
+    /// Reads everything that the arguments name, for batches cut into this many shards.
+    pub(crate) fn load(args: &'r Args, shards: usize) -> Outcome<Self> {
+        let RunArgs { seed, .. } = args.run;
+        let accumulate = args.run.accumulate(shards)?;
+        let weights = weights::read(&args.weights, args.context)?;
+        let config = weights.config.clone();
+        let folder = ModelFolder::open(&args.weights)?;
+        folder.tokenizer.check_vocabulary(config.vocabulary)?;
+        let Tokenizer::File(tokenizer, _) = &folder.tokenizer else { unreachable!("a folder has a tokenizer.json") };
+        let encoder = Encoder { tokenizer, template: folder.template.as_ref(), end: folder.end() };
+        let sources = Sources { training: &args.data, held_out: args.eval.as_deref(), share: args.eval_share, seed };
+        let form = Form { context: config.context, packs: config.learned_positions.is_none() };
+        let data = Data::load(&sources, &encoder, form)?;
+        if args.patience.is_some() && data.held_out.is_empty() {
+            return Err(bad("--patience", "needs evaluations: add --eval or --eval-share"));
+        }
+        let beginning = args.sample.as_ref().map(|text| match folder.template {
+            Some(_) => folder.chat("--sample", text),
+            None => folder.tokenizer.encode_beginning("--sample", text),
+        });
+        let resumed = args.resume.as_ref().map(|path| Checkpoint::load(path).map_err(|error| bad("--resume", error)));
+        let (beginning, resumed) = (beginning.transpose()?, resumed.transpose()?);
+        Ok(Self { args, accumulate, shards, folder, data, config, weights, resumed, beginning })
+    }
+
+    /// Returns the contexts of an update.
+    pub(crate) fn contexts_per_update(&self) -> usize {
+        self.args.batch * self.accumulate
+    }
+
+    /// Returns the updates of the run.
+    pub(crate) fn total(&self) -> u64 {
+        self.args.epochs as u64 * self.data.updates_per_epoch(self.contexts_per_update())
+    }
+
+    fn evaluate_every(&self) -> u64 {
+        let each_epoch = self.data.updates_per_epoch(self.contexts_per_update());
+        self.args.evaluate_every.map_or(each_epoch, |every| every as u64)
+    }
+
+    /// Returns the way in which the model runs.
+    pub(crate) fn mode(&self) -> Mode {
+        Mode { recompute: self.args.run.recompute, documents: true, counted: true }
+    }
+
+    /// Creates the model with its initial weights, and the optimizer.
+    pub(crate) fn state<S: Activation>(&self, device: &Device) -> Outcome<TrainState<Gpt<S>>> {
+        let RunArgs { seed, precision, .. } = self.args.run;
+        let (model, spec) = Gpt::<S>::new(self.config.clone(), self.mode())?;
+        let config = AdamW {
+            learning_rate: self.args.learning_rate,
+            weight_decay: self.args.weight_decay,
+            clip: Some(1.0),
+            schedule: self.args.schedule(self.total()),
+            ..AdamW::default()
+        };
+        let groups = model.groups();
+        let state = TrainState::new(device, model, &spec, seed, config)?.with_parameter_groups(&groups)?;
+        let mut state = state.with_precision(precision.of_f32());
+        self.weights.load(&mut state.parameters)?;
+        Ok(state)
+    }
+
+    /// Builds an arena with room for a training step and an evaluation step.
+    pub(crate) fn arena<S: Activation>(&self, device: &Device, state: &mut TrainState<Gpt<S>>) -> Result<Arena> {
+        let [step, look] = [self.args.batch, self.look()].map(|count| self.blank(count));
+        memory::arena(device, state, self.args.run.arena_mib, [&step, &look])
+    }
+
+    /// Returns contexts without tokens, for measurements that ignore the values.
+    pub(crate) fn blank(&self, count: usize) -> Contexts {
+        Contexts::new([], count, self.config.context, 1.0)
+    }
+
+    /// Returns the contexts of an evaluation step.
+    fn look(&self) -> usize {
+        self.args.batch.div_ceil(4)
+    }
+
+    /// Trains to the end. Returns none if it was stopped, after writing a checkpoint.
+    pub(crate) fn train<S: Activation>(
+        &self,
+        trainer: &mut Trainer<'_, Gpt<S>>,
+        leads: bool,
+    ) -> Outcome<Option<Trained>> {
+        let Args { batch, ref out, patience, ref resume, .. } = *self.args;
+        let context = self.config.context;
+        let updates = Updates {
+            out,
+            leads,
+            notes: ["finetune.position", "finetune.settings"],
+            settings: self.settings(),
+            total: self.total(),
+            evaluate_every: self.evaluate_every(),
+            patience,
+            samples_per_update: self.contexts_per_update(),
+            tokens_per_sample: context,
+            resumed: self.resumed.as_ref().zip(resume.as_deref()),
+            how_to_prolong:
+                "To continue this run, use the checkpoint's settings; only --epochs, --patience and --eval \
+                             may differ. To train with other settings, start a new run from the model of a finished run"
+                    .into(),
+        };
+        let batches = |behind| self.data.batches(context, [batch, self.accumulate], self.args.run.seed, behind);
+        updates.run(trainer, batches, &self.data.held_out(context, self.look()))
+    }
+
+    /// Returns all settings that decide the weights after an update, except the number of updates:
+    /// a run can be prolonged.
+    pub(crate) fn settings(&self) -> Settings {
+        let Args { batch, learning_rate, warmup, decay, weight_decay, .. } = *self.args;
+        let RunArgs { precision, seed, .. } = self.args.run;
+        let mut all = settings::of_model(&self.config);
+        all.extend([
+            ("precision", precision.to_string()),
+            ("batch", batch.to_string()),
+            ("accumulate", self.accumulate.to_string()),
+            ("shards", self.shards.to_string()),
+            ("learning-rate", format!("{learning_rate:e}")),
+            ("warmup", warmup.to_string()),
+            ("decay", format!("{decay:?}")),
+            ("weight-decay", weight_decay.to_string()),
+            ("seed", seed.to_string()),
+            ("tokenizer", self.folder.tokenizer.name()),
+            ("data", self.data.size.sha256.clone()),
+        ]);
+        all
+    }
+
+    /// Returns all settings that ranks must share.
+    pub(crate) fn settings_of_ranks(&self) -> Settings {
+        let mut settings = self.settings();
+        settings.push(("epochs", self.args.epochs.to_string()));
+        settings.push(("patience", format!("{:?}", self.args.patience)));
+        settings.push(("evaluate-every", self.evaluate_every().to_string()));
+        settings.push(("checkpoint-every", format!("{:?}", self.args.run.checkpoint_every)));
+        settings.push(("resumes", self.resumed.is_some().to_string()));
+        settings
+    }
+
+    /// Creates a trainer that replays each step as one graph, or launches each kernel with
+    /// `--eager`.
+    pub(crate) fn trainer<'a, S: Activation>(
+        &self,
+        arena: &'a mut Arena,
+        state: TrainState<Gpt<S>>,
+    ) -> Result<Trainer<'a, Gpt<S>>> {
+        match self.args.run.eager {
+            true => Ok(Trainer::eager(arena, state)),
+            false => Trainer::captured(arena, state, &self.blank(self.args.batch)),
+        }
+    }
+
+    /// Returns the folder of the exported model.
+    pub(crate) fn export(&self) -> std::path::PathBuf {
+        Path::new(&self.args.out).join("transformers")
+    }
+}

@@ -1,0 +1,74 @@
+//! The options that `train` and `finetune` share.
+
+use clap::Args;
+use stepscope::DeviceKind;
+
+use crate::program::ranks::RankArgs;
+use crate::train::bad_input::{Outcome, bad};
+use crate::train::cli::{Precision, bytes, up_to};
+
+/// The options of a training run.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct RunArgs {
+    /// Device to train on
+    #[arg(long, value_name = "auto|emulated|cuda", default_value = "auto")]
+    pub(crate) device: DeviceKind,
+
+    /// Numbers in matrix multiplies; tf32 rounds the operands, bf16 stores activations and a copy
+    /// of the weights in BF16
+    #[arg(long, value_enum, default_value_t = Precision::F32)]
+    pub(crate) precision: Precision,
+
+    /// Steps per update, over all ranks together; their gradients are summed [default: the number
+    /// of shards]
+    #[arg(long, value_name = "STEPS", value_parser = up_to(1 << 20))]
+    pub(crate) accumulate: Option<usize>,
+
+    #[command(flatten)]
+    pub(crate) ranks: RankArgs,
+
+    /// Keep only the inputs of the model's blocks and recompute the rest in the backward pass: less
+    /// memory, the same bits
+    #[arg(long)]
+    pub(crate) recompute: bool,
+
+    /// Launch each kernel separately instead of replaying one graph per step: the same bits
+    #[arg(long)]
+    pub(crate) eager: bool,
+
+    /// Also write the checkpoint every this many updates [default: only at the end, and at Ctrl-C,
+    /// SIGTERM or SIGHUP]
+    #[arg(long, value_name = "UPDATES", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) checkpoint_every: Option<u64>,
+
+    /// Replace the checkpoint of an earlier run in --out
+    #[arg(long)]
+    pub(crate) overwrite: bool,
+
+    /// Split the transformers weights into files of at most this size, such as 5GB, with an index,
+    /// as save_pretrained does [default: one file]
+    #[arg(long, value_name = "SIZE", value_parser = bytes)]
+    pub(crate) max_shard_size: Option<u64>,
+
+    /// Seed of new weights, the order of the training samples, and the generated sample
+    #[arg(long, default_value_t = 7)]
+    pub(crate) seed: u64,
+
+    /// Memory for the steps, in MiB [default: the measured need]
+    #[arg(long, value_name = "MIB", value_parser = up_to(1 << 24))]
+    pub(crate) arena_mib: Option<usize>,
+}
+
+impl RunArgs {
+    /// Returns the steps per update, for batches cut into this many shards.
+    pub(crate) fn accumulate(&self, shards: usize) -> Outcome<usize> {
+        let accumulate = self.accumulate.unwrap_or(shards);
+        if accumulate < shards {
+            let reason = format!(
+                "{accumulate} steps are fewer than {shards} shards: give --accumulate {shards} or more, or leave it out"
+            );
+            return Err(bad("--accumulate", reason));
+        }
+        Ok(accumulate)
+    }
+}

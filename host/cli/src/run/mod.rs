@@ -1,0 +1,19 @@
+//! A training run of a language model: the parts that `train` and `finetune` share.
+//!
+//! | file | part |
+//! |---|---|
+//! | [`cli`] | options |
+//! | [`folder`] | tokenizer, chat template and stop tokens next to a model's weights |
+//! | [`memory`] | the size of the arena |
+//! | [`program`] | exit codes, signals, the results folder, and ranks |
+//! | [`report`] | `report.json` and `loss.svg` |
+//! | [`settings`] | the settings of a model that a run must share to resume |
+//! | [`updates`] | the loop of updates, with evaluations and checkpoints |
+
+pub(crate) mod cli;
+pub(crate) mod folder;
+pub(crate) mod memory;
+pub(crate) mod program;
+pub(crate) mod report;
+pub(crate) mod settings;
+pub(crate) mod updates;

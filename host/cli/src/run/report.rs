@@ -1,0 +1,186 @@
+//! The report of a run: `report.json` and `loss.svg`.
+
+use std::fmt;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use stepscope::{Device, Model, Result, Trainer, replace_file};
+
+use crate::program::loss_svg::{Part, Picture};
+use crate::program::usage::{ArenaUse, CaptureUse, MemoryUse, ModelSize};
+use crate::run::memory::weights_bytes;
+use crate::run::updates::Trained;
+
+/// Labels below the axis.
+const NUMBERS: usize = 5;
+
+/// The contents of `report.json`, with the size of the data as `D`.
+#[derive(Debug, Serialize)]
+pub(crate) struct Report<D> {
+    /// `emulated` or `cuda`.
+    pub(crate) device: String,
+    /// The PTX that its kernels were compiled from; none on the emulator.
+    pub(crate) ptx: Option<String>,
+    pub(crate) model: ModelSize,
+    pub(crate) data: D,
+    #[serde(flatten)]
+    pub(crate) speed: Speed,
+    /// SHA-256 of the final weights (`Parameters::sha256`).
+    pub(crate) weights_sha256: String,
+    /// The updates that the exported weights have had: all, or those up to the best evaluation.
+    pub(crate) exported_update: u64,
+    /// The generated text, if one was asked for.
+    pub(crate) sample: Option<String>,
+    pub(crate) bytes: Bytes,
+    pub(crate) arena: ArenaUse,
+    /// Memory of the process. On the emulator it includes the device's.
+    pub(crate) memory: MemoryUse,
+    /// Use of captured steps; none with `--eager`.
+    pub(crate) capture: Option<CaptureUse>,
+    #[serde(flatten)]
+    pub(crate) position: Position,
+    /// The time from the end of one update to the end of the next, in this process, without
+    /// evaluations. Between two evaluations, the first update also waits until the second is
+    /// queued, and the last has already been waited for. Those two updates both get the mean of
+    /// their times.
+    pub(crate) seconds: Vec<f64>,
+}
+
+/// The progress of a run: the part of the report that its checkpoint stores.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct Position {
+    /// The mean loss of each update, before the update.
+    pub(crate) losses: Vec<f64>,
+    /// Evaluations on the held-out text.
+    pub(crate) evaluations: Vec<Evaluation>,
+}
+
+/// An evaluation on the held-out text.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) struct Evaluation {
+    /// Updates made before it.
+    pub(crate) update: u64,
+    /// The mean loss per token.
+    pub(crate) loss: f64,
+    /// The exponential of the loss: the number of equally likely tokens with the same uncertainty.
+    pub(crate) perplexity: f64,
+}
+
+/// Device memory in bytes.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct Bytes {
+    /// Weights, their BF16 copy, gradients, and AdamW's state.
+    pub(crate) weights: usize,
+    /// The step arena and the memory of captured steps.
+    pub(crate) steps: usize,
+}
+
+impl<D: Serialize> Report<D> {
+    /// Returns the report of a finished run, of `tokens` per update, whose final weights are
+    /// exported.
+    pub(crate) fn of<M: Model>(
+        device: &Device,
+        trainer: &mut Trainer<'_, M>,
+        data: D,
+        (trained, tokens): (Trained, usize),
+        sample: Option<String>,
+    ) -> Result<Self> {
+        let arena = trainer.arena().report();
+        let parameters = &trainer.state().parameters;
+        let spec = parameters.layout();
+        let bytes = Bytes { weights: weights_bytes(parameters), steps: arena.capacity_bytes + arena.captured_bytes };
+        Ok(Self {
+            device: device.description().kind.to_string(),
+            ptx: device.description().ptx.as_ref().map(ToString::to_string),
+            model: ModelSize { tensors: spec.entries().len(), weights: spec.weights() },
+            data,
+            speed: Speed::of(&trained, tokens),
+            weights_sha256: parameters.sha256()?,
+            exported_update: trained.position.losses.len() as u64,
+            sample,
+            bytes,
+            arena: ArenaUse::from(arena),
+            memory: MemoryUse::of(trainer.memory_forecast()),
+            capture: trainer.capture_report().map(|report| CaptureUse::after(None, report)),
+            position: trained.position,
+            seconds: trained.seconds,
+        })
+    }
+
+    /// Writes `report.json` and `loss.svg` into `folder`, which must exist.
+    ///
+    /// # Errors
+    /// When a file cannot be written. The previous file is then unchanged.
+    pub(crate) fn write(&self, folder: &Path, vocabulary: usize) -> Result<()> {
+        let mut json = serde_json::to_string_pretty(self).expect("plain numbers and lists have a JSON form");
+        json.push('\n');
+        replace_file(folder.join("loss.svg"), self.position.picture(vocabulary).draw().as_bytes())?;
+        replace_file(folder.join("report.json"), json.as_bytes())
+    }
+}
+
+impl Position {
+    /// Returns true if the last `patience` evaluations were no better than one before them.
+    pub(crate) fn worsens(&self, patience: Option<usize>) -> bool {
+        let Some(patience) = patience else { return false };
+        let best = self.best().unwrap_or(0);
+        self.evaluations.len() > best + patience
+    }
+
+    /// Returns the number of the first evaluation with the lowest loss.
+    pub(crate) fn best(&self) -> Option<usize> {
+        let by_loss =
+            |(_, one): &(usize, &Evaluation), (_, other): &(usize, &Evaluation)| one.loss.total_cmp(&other.loss);
+        self.evaluations.iter().enumerate().min_by(by_loss).map(|(number, _)| number)
+    }
+
+    fn picture(&self, vocabulary: usize) -> Picture {
+        let updates = self.losses.len();
+        let step = updates.div_ceil(NUMBERS).max(1);
+        let part = Part {
+            name: String::new(),
+            range: 0.0..updates as f64 + 1.0,
+            ticks: (0..=updates).step_by(step).map(|update| (update as f64, update.to_string())).collect(),
+            curves: [
+                (1u32..).map(f64::from).zip(self.losses.iter().copied()).collect(),
+                self.evaluations.iter().map(|look| (look.update as f64, look.loss)).collect(),
+            ],
+        };
+        Picture { caption: "Loss by update", x_label: "update", classes: vocabulary, parts: vec![part] }
+    }
+}
+
+impl fmt::Display for Speed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.tokens_per_second, self.real_tokens_per_second) {
+            (Some(all), Some(real)) if real < all => {
+                write!(f, "{real:.0} tokens/s, {all:.0} with padding")
+            }
+            (Some(all), _) => write!(f, "{all:.0} tokens/s"),
+            (None, _) => f.write_str("all updates had already been made"),
+        }
+    }
+}
+
+/// The speed of training, without evaluations. None if this process made no update.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub(crate) struct Speed {
+    /// Tokens per update divided by the median time of an update. Padding counts.
+    pub(crate) tokens_per_second: Option<f64>,
+    /// Real tokens per update divided by that median. Padding does not count.
+    pub(crate) real_tokens_per_second: Option<f64>,
+}
+
+impl Speed {
+    /// Returns the speed of updates of this many tokens each.
+    pub(crate) fn of(trained: &Trained, tokens: usize) -> Self {
+        let mut sorted = trained.seconds.clone();
+        sorted.sort_by(f64::total_cmp);
+        let median = sorted.get(sorted.len() / 2);
+        let real = trained.tokens.iter().sum::<usize>() as f64 / trained.tokens.len() as f64;
+        Self {
+            tokens_per_second: median.map(|seconds| tokens as f64 / seconds),
+            real_tokens_per_second: median.map(|seconds| real / seconds),
+        }
+    }
+}

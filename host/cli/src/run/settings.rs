@@ -1,0 +1,23 @@
+//! The settings of a model, which a run that resumes must share.
+
+use sha2::{Digest, Sha256};
+use stepscope::models::ModelConfig;
+
+use crate::program::settings::Settings;
+use crate::train::text::hex;
+
+/// Returns the settings of a model that decide the weights.
+pub(crate) fn of_model(config: &ModelConfig) -> Settings {
+    let ModelConfig { family, vocabulary, context, ref layers, width, heads, kv_heads, hidden, tied, .. } = *config;
+    vec![
+        ("arch", format!("{family:?}")),
+        ("vocabulary", vocabulary.to_string()),
+        ("context", context.to_string()),
+        ("layers", layers.len().to_string()),
+        ("width", width.to_string()),
+        ("heads", format!("{heads}, {kv_heads}")),
+        ("hidden", hidden.to_string()),
+        ("tied", tied.to_string()),
+        ("config.json", hex(&Sha256::digest(config.to_json("float32")))),
+    ]
+}

@@ -1,0 +1,113 @@
+//! Runs `stepscope finetune` on the tiny model of the example: the files that it leaves, and the
+//! input that it refuses with exit code 2 and without writing.
+
+#![forbid(unsafe_code)]
+
+#[path = "../../../tests/support/mod.rs"]
+mod support;
+
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Output;
+use stepscope::Device;
+use support::example::{run, text};
+use support::on_each_device;
+
+fn example(file: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/finetune").join(file)
+}
+
+/// Fine-tunes the tiny model.
+fn finetune(device: &Device, data: &Path, out: &Path, more: &str) -> Output {
+    let weights = example("tiny");
+    let paths = [&weights, data, out].map(|path| path.to_str().expect("a path in UTF-8"));
+    let arguments = ["--weights", paths[0], "--data", paths[1], "--out", paths[2]];
+    run("finetune", device, &arguments.into_iter().chain(more.split_whitespace()).collect::<Vec<_>>())
+}
+
+fn report(out: &Path) -> Value {
+    serde_json::from_slice(&fs::read(out.join("report.json")).unwrap()).unwrap()
+}
+
+on_each_device! {
+    /// The first command of docs/finetune.md learns the chats, and its model answers.
+    fn first_command_of_the_page(device: &Device) {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("out");
+        let more = "--context 64 --batch 8 --epochs 12 --learning-rate 1e-2 --eval-share 0.1";
+        let output = finetune(device, &example("chats.jsonl"), &out, more);
+        let (screen, errors) = (text(&output.stdout), text(&output.stderr));
+        assert!(output.status.success(), "{screen}{errors}");
+        assert!(screen.contains("tokens, of which") && screen.contains("with padding"), "{screen}");
+        let report = report(&out);
+        let losses: Vec<f64> = report["losses"].as_array().unwrap().iter().map(|loss| loss.as_f64().unwrap()).collect();
+        assert!(losses[losses.len() - 1] < 0.5 * losses[0], "{losses:?}");
+        let [real, all] = ["real_tokens_per_second", "tokens_per_second"].map(|name| report["speed"].get(name).or(report.get(name)).unwrap().as_f64().unwrap());
+        assert!(real > 0.0 && real < all, "{real} {all}");
+        let looks = report["evaluations"].as_array().unwrap();
+        let best = looks.iter().min_by(|one, other| one["loss"].as_f64().unwrap().total_cmp(&other["loss"].as_f64().unwrap()));
+        assert_eq!(report["exported_update"], best.unwrap()["update"], "{report}");
+
+        let model = out.join("transformers");
+        let arguments = ["--weights", model.to_str().unwrap(), "--chat", "What is 2+3?", "--temperature", "0", "--tokens", "16"];
+        let output = run("generate", device, &arguments);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        assert!(text(&output.stdout).starts_with("It is "), "{}", text(&output.stdout));
+    }
+
+    /// One rank with two shards and two ranks give the same bits.
+    fn ranks_give_same_bits(device: &Device) {
+        let folder = tempfile::tempdir().unwrap();
+        let run = |name: &str, more: &str| {
+            let out = folder.path().join(name);
+            let more = format!("--context 64 --batch 2 --epochs 1 {more}");
+            let output = finetune(device, &example("chats.jsonl"), &out, &more);
+            assert!(output.status.success(), "{}", text(&output.stderr));
+            let report = report(&out);
+            (report["weights_sha256"].clone(), report["losses"].clone())
+        };
+        assert_eq!(run("one", "--shards 2"), run("two", "--ranks 2"));
+    }
+}
+
+/// Asserts that a run is refused with these words, and that nothing is written.
+fn refused(data: &Path, more: &str, words: &str) {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("out");
+    let device = Device::open(stepscope::DeviceKind::Emulated).unwrap();
+    let output = finetune(&device, data, &out, more);
+    let errors = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{more}: {errors}");
+    assert!(errors.contains(words), "{more}: {errors}");
+    assert!(!out.exists(), "{more}");
+}
+
+#[test]
+fn bad_input_writes_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        fs::write(&path, text).unwrap();
+        path
+    };
+    let chats = example("chats.jsonl");
+    refused(&data("empty.jsonl", "\n"), "", "has no rows");
+    refused(&data("text.jsonl", "Once upon a time\n"), "", "line 1: ");
+    refused(&data("user.jsonl", r#"{"messages": [{"role": "user", "content": "a"}]}"#), "", "line 1: `messages`");
+    refused(&chats, "--context 4", "give a larger --context");
+    refused(&chats, "--context 4096", "has a context of 2048");
+    refused(&chats, "--patience 2", "add --eval or --eval-share");
+    refused(&chats, "--eval-share 0.001", "give another share");
+    refused(&chats, "--accumulate 1 --shards 2", "fewer than 2 shards");
+
+    let bare = folder.path().join("bare");
+    fs::create_dir(&bare).unwrap();
+    for file in ["config.json", "model.safetensors", "tokenizer.json"] {
+        fs::copy(example("tiny").join(file), bare.join(file)).unwrap();
+    }
+    let bare = |more: &str| format!("--weights {} {more}", bare.display());
+    refused(&chats, &bare(""), "row 1: the row has `messages`, but the model has no chat template");
+    fs::remove_file(folder.path().join("bare/tokenizer.json")).unwrap();
+    refused(&chats, &bare(""), "has no tokenizer.json");
+}
