@@ -40,8 +40,8 @@ impl GroupConfig {
         }
     }
 
-    /// Sets the secret that only the ranks share: 16 bytes or more. It keeps strangers out, but
-    /// does not encrypt the traffic.
+    /// Sets the secret that only the ranks share: 16 bytes or more. It keeps strangers out and
+    /// encrypts the connections between ranks, but not those of NCCL between their GPUs.
     pub fn secret(mut self, secret: impl AsRef<[u8]>) -> Self {
         self.secret = Secret::new(secret.as_ref());
         self

@@ -13,6 +13,7 @@
 #[doc(hidden)]
 pub mod agreement;
 mod buckets;
+mod channel;
 mod config;
 mod environment;
 mod link;
@@ -83,7 +84,7 @@ impl Drop for Member {
     /// The link also holds the mesh, and its last owner may be on another thread than the one that
     /// panics.
     fn drop(&mut self) {
-        self.mesh.tell_panic();
+        self.mesh.broadcast_panic();
     }
 }
 

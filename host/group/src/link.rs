@@ -1,9 +1,10 @@
-//! A connection during the rendezvous. Every message has a deadline, and only handshake messages
-//! are accepted before both ends have authenticated.
+//! A connection during the rendezvous. Every message has a deadline. A [`Connection`] carries only
+//! the handshake, and becomes a [`Link`] when both ends have authenticated.
 
 #![forbid(unsafe_code)]
 
-use super::secret::{Role, Secret, random};
+use super::channel::{Channel, Handshake, Refusal};
+use super::secret::Secret;
 use super::wire::{self, Greeting, Message, Stage, WireError};
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
@@ -11,12 +12,20 @@ use std::time::{Duration, Instant};
 use stepscope_core::deadline::after;
 
 /// The time that the other end of a closing connection may take to receive the reason.
-const LAST_WORDS: Duration = Duration::from_millis(200);
+const LAST_MESSAGE: Duration = Duration::from_millis(200);
 
-/// A connection between two ranks, before and after both have proved that they share the secret.
+/// A connection whose other end has not authenticated.
+#[derive(Debug)]
+pub(super) struct Connection {
+    stream: TcpStream,
+    /// The address of the other end.
+    address: SocketAddr,
+}
+
+/// A connection between two ranks that share the secret. Its messages are encrypted.
 #[derive(Debug)]
 pub(super) struct Link {
-    stream: TcpStream,
+    channel: Channel,
     /// The address of the other end.
     pub(super) address: SocketAddr,
 }
@@ -24,7 +33,7 @@ pub(super) struct Link {
 /// The reason why a handshake failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum HandshakeError {
-    /// The other end, which claims to be this rank, rejected our proof, or its own proof is wrong.
+    /// The other end, which should be or claims to be this rank, has a different secret.
     Secret(u32),
     /// Its message was invalid, or did not arrive.
     Wire(WireError),
@@ -35,6 +44,15 @@ pub(super) enum HandshakeError {
 impl From<WireError> for HandshakeError {
     fn from(error: WireError) -> Self {
         Self::Wire(error)
+    }
+}
+
+impl HandshakeError {
+    fn of_rank(rank: u32, refusal: Refusal) -> Self {
+        match refusal {
+            Refusal::Secret => Self::Secret(rank),
+            Refusal::NoRandom => Self::NoRandom,
+        }
     }
 }
 
@@ -70,17 +88,12 @@ impl Write for Timed<'_> {
     }
 }
 
-impl Link {
+impl Connection {
     pub(super) fn new(stream: TcpStream) -> io::Result<Self> {
         stream.set_nonblocking(false)?;
         stream.set_nodelay(true)?;
         let address = stream.peer_addr()?;
         Ok(Self { stream, address })
-    }
-
-    /// Returns this end's address.
-    pub(super) fn local(&self) -> io::Result<SocketAddr> {
-        self.stream.local_addr()
     }
 
     /// Returns a second handle of this connection, which another thread can use to end it.
@@ -92,93 +105,119 @@ impl Link {
         Ok(Timed { stream: &self.stream, until }.write_all(&message.frame())?)
     }
 
-    pub(super) fn receive(&self, stage: Stage, until: Instant) -> Result<Message, WireError> {
-        wire::read(&mut Timed { stream: &self.stream, until }, stage)
+    pub(super) fn receive(&self, until: Instant) -> Result<Message, WireError> {
+        wire::read(&mut Timed { stream: &self.stream, until }, Stage::Introduction)
     }
 
-    /// Receives a rendezvous message if one has arrived. Waits for the rest of a partly received
-    /// message.
-    pub(super) fn poll(&self, patience: Duration) -> Result<Option<Message>, WireError> {
-        self.stream.set_nonblocking(true)?;
-        let seen = self.stream.peek(&mut [0]);
-        self.stream.set_nonblocking(false)?;
+    /// Authenticates the end that connected, and proves to `rank` that this rank has the secret.
+    /// `us` is this rank and the number of ranks. Returns the rank that answers.
+    pub(super) fn call(
+        self,
+        rank: u32,
+        secret: &Secret,
+        us: (u32, u32),
+        until: Instant,
+    ) -> Result<(Link, u32), HandshakeError> {
+        let refused = |refusal| HandshakeError::of_rank(rank, refusal);
+        let greeting = Message::Greeting(Greeting::new(us.0, us.1));
+        let (handshake, call) = Handshake::call(secret, &greeting.frame()).map_err(refused)?;
+        let messages = [greeting.frame(), Message::Handshake(call).frame()].concat();
+        Timed { stream: &self.stream, until }.write_all(&messages).map_err(WireError::from)?;
+        match self.receive(until) {
+            Ok(Message::Handshake(answer)) => {
+                let (answers, keys) = handshake.read_answer(&answer).map_err(refused)?;
+                Ok((Link { channel: Channel { stream: self.stream, keys }, address: self.address }, answers))
+            }
+            Ok(Message::Denied) => Err(HandshakeError::Secret(rank)),
+            Ok(_) => Err(WireError::OutOfOrder.into()),
+            // Versions before 4 close the connection.
+            Err(error @ (WireError::Ended | WireError::Broken(_))) => {
+                Err(WireError::Broken(format!("{error}; another version of stepscope may run there")).into())
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Authenticates the other end, which connected, and proves that this rank has the secret.
+    /// Returns what the other end claims to be, which its next message proves: until then it may
+    /// repeat the messages of another connection.
+    pub(super) fn answer(self, secret: &Secret, rank: u32, until: Instant) -> Result<(Link, Greeting), HandshakeError> {
+        let Message::Greeting(greeting) = self.receive(until)? else { return Err(WireError::OutOfOrder.into()) };
+        let Message::Handshake(call) = self.receive(until)? else { return Err(WireError::OutOfOrder.into()) };
+        let prologue = Message::Greeting(greeting).frame();
+        match Handshake::answer(secret, &prologue, &call, rank) {
+            Ok((answer, keys)) => {
+                self.send(&Message::Handshake(answer), until)?;
+                Ok((Link { channel: Channel { stream: self.stream, keys }, address: self.address }, greeting))
+            }
+            Err(refusal) => {
+                if refusal == Refusal::Secret {
+                    let until = after(LAST_MESSAGE);
+                    if self.send(&Message::Denied, until).is_ok() && self.stream.shutdown(Shutdown::Write).is_ok() {
+                        linger(&self.stream, until);
+                    }
+                }
+                Err(HandshakeError::of_rank(greeting.rank, refusal))
+            }
+        }
+    }
+}
+
+impl Link {
+    /// Returns this end's address.
+    pub(super) fn local(&self) -> io::Result<SocketAddr> {
+        self.channel.stream.local_addr()
+    }
+
+    pub(super) fn send(&mut self, message: &Message, until: Instant) -> Result<(), WireError> {
+        let Channel { stream, keys } = &mut self.channel;
+        Ok(Timed { stream, until }.write_all(&keys.sealer.seal(&message.frame()))?)
+    }
+
+    pub(super) fn receive(&mut self, until: Instant) -> Result<Message, WireError> {
+        let Channel { stream, keys } = &mut self.channel;
+        wire::read(&mut keys.opener.open(Timed { stream, until }), Stage::Rendezvous)
+    }
+
+    /// Receives a message if one has arrived. Waits for the rest of a partly received message.
+    pub(super) fn poll(&mut self, timeout: Duration) -> Result<Option<Message>, WireError> {
+        let Channel { stream, keys } = &self.channel;
+        if !keys.opener.is_drained() {
+            return self.receive(after(timeout)).map(Some);
+        }
+        stream.set_nonblocking(true)?;
+        let seen = stream.peek(&mut [0]);
+        stream.set_nonblocking(false)?;
         match seen {
             Ok(0) => Err(WireError::Ended),
-            Ok(_) => self.receive(Stage::Rendezvous, after(patience)).map(Some),
+            Ok(_) => self.receive(after(timeout)).map(Some),
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(None),
             Err(error) => Err(error.into()),
         }
     }
 
-    /// Makes both ends prove that they share the secret, first the one that connected. `us` is a
-    /// rank and the number of ranks. The other end sends its own pair, which its proof covers.
-    pub(super) fn introduce(
-        &self,
-        role: Role,
-        secret: &Secret,
-        us: (u32, u32),
-        until: Instant,
-    ) -> Result<(u32, u32), HandshakeError> {
-        let nonce = random().map_err(|_| HandshakeError::NoRandom)?;
-        let own = Greeting::new(nonce, us.0, us.1);
-        let other = match role {
-            Role::Client => {
-                self.send(&Message::Greeting(own), until)?;
-                self.greeting(until)?
-            }
-            Role::Server => {
-                let other = self.greeting(until)?;
-                self.send(&Message::Greeting(own), until)?;
-                other
-            }
-        };
-        match role {
-            Role::Client => {
-                self.send(&Message::Proof(secret.proof(Role::Client, &own, &other)), until)?;
-                match self.receive(Stage::Introduction, until)? {
-                    Message::Proof(proof) if secret.proves(&proof, Role::Server, &own, &other) => {}
-                    Message::Proof(_) | Message::Denied => return Err(HandshakeError::Secret(other.rank)),
-                    _ => return Err(WireError::OutOfOrder.into()),
-                }
-            }
-            Role::Server => {
-                match self.receive(Stage::Introduction, until)? {
-                    Message::Proof(proof) if secret.proves(&proof, Role::Client, &other, &own) => {}
-                    Message::Proof(_) => {
-                        part(&[self], &Message::Denied);
-                        return Err(HandshakeError::Secret(other.rank));
-                    }
-                    _ => return Err(WireError::OutOfOrder.into()),
-                }
-                self.send(&Message::Proof(secret.proof(Role::Server, &other, &own)), until)?;
-            }
-        }
-        Ok((other.rank, other.ranks))
-    }
-
-    fn greeting(&self, until: Instant) -> Result<Greeting, HandshakeError> {
-        match self.receive(Stage::Introduction, until)? {
-            Message::Greeting(greeting) => Ok(greeting),
-            _ => Err(WireError::OutOfOrder.into()),
-        }
-    }
-
-    /// Returns the stream, without deadlines.
-    pub(super) fn into_stream(self) -> io::Result<TcpStream> {
-        self.stream.set_read_timeout(None)?;
-        self.stream.set_write_timeout(None)?;
-        Ok(self.stream)
+    /// Returns the channel, without deadlines.
+    pub(super) fn into_channel(self) -> io::Result<Channel> {
+        self.channel.stream.set_read_timeout(None)?;
+        self.channel.stream.set_write_timeout(None)?;
+        Ok(self.channel)
     }
 }
 
-/// Sends a last message to some ranks, and waits briefly until they have received it. Closing a
-/// connection with unread data resets it, and the last message may be lost.
-pub(super) fn part(links: &[&Link], message: &Message) {
-    let until = after(LAST_WORDS);
-    let said = |link: &&&Link| link.send(message, until).is_ok() && link.stream.shutdown(Shutdown::Write).is_ok();
-    let heard: Vec<_> = links.iter().filter(said).collect();
-    for link in heard {
-        let mut unread = [0; 512];
-        while matches!((Timed { stream: &link.stream, until }).read(&mut unread), Ok(bytes) if bytes > 0) {}
-    }
+/// Sends a last message to some ranks, and waits briefly until they have received it.
+pub(super) fn send_last<'l>(links: impl IntoIterator<Item = &'l mut Link>, message: &Message) {
+    let until = after(LAST_MESSAGE);
+    let send = |link: &'l mut Link| {
+        let sent = link.send(message, until).is_ok() && link.channel.stream.shutdown(Shutdown::Write).is_ok();
+        sent.then_some(link)
+    };
+    let sent: Vec<_> = links.into_iter().filter_map(send).collect();
+    sent.iter().for_each(|link| linger(&link.channel.stream, until));
+}
+
+/// Waits until the other end has closed the connection. Closing a connection with unread data
+/// resets it, and the last message may be lost.
+fn linger(stream: &TcpStream, until: Instant) {
+    let mut unread = [0; 512];
+    while matches!((Timed { stream, until }).read(&mut unread), Ok(bytes) if bytes > 0) {}
 }

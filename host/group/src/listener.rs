@@ -6,9 +6,9 @@
 
 #![forbid(unsafe_code)]
 
-use super::link::{HandshakeError, Link};
-use super::secret::{Role, Secret};
-use super::wire::{Hello, Message, Stage, WireError};
+use super::link::{Connection, HandshakeError, Link};
+use super::secret::Secret;
+use super::wire::{Greeting, Hello, Message, WireError};
 use std::collections::VecDeque;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -19,12 +19,12 @@ use std::time::Duration;
 use stepscope_core::deadline::after;
 
 /// The time that a caller, or an answering rank, may take to authenticate.
-pub(super) const INTRODUCTION: Duration = Duration::from_secs(5);
+pub(super) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The most callers that may be authenticating at a time.
 const CALLERS: usize = 64;
 /// The time to sleep while there is no caller.
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
-/// The most strangers that are recorded.
+/// The most failed callers that are recorded.
 const MOST_SEEN: usize = 8;
 
 /// A caller that has authenticated.
@@ -72,7 +72,7 @@ impl PendingHandshakes {
 #[derive(Debug)]
 pub(super) struct Listener {
     listener: TcpListener,
-    us: (u32, u32),
+    rank: u32,
     secret: Secret,
     pending: PendingHandshakes,
     numbers: u64,
@@ -82,18 +82,18 @@ pub(super) struct Listener {
 }
 
 impl Listener {
-    pub(super) fn new(listener: TcpListener, us: (u32, u32), secret: &Secret) -> io::Result<Self> {
+    pub(super) fn new(listener: TcpListener, rank: u32, secret: &Secret) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         let (sender, receiver) = mpsc::channel();
         let (pending, secret) = (PendingHandshakes::default(), secret.clone());
-        Ok(Self { listener, us, secret, pending, numbers: 0, sender, receiver, seen: Vec::new() })
+        Ok(Self { listener, rank, secret, pending, numbers: 0, sender, receiver, seen: Vec::new() })
     }
 
     pub(super) fn port(&self) -> io::Result<u16> {
         Ok(self.listener.local_addr()?.port())
     }
 
-    /// Returns a description of each stranger, for the error that names missing ranks.
+    /// Returns a description of each caller that failed, for the error that names missing ranks.
     pub(super) fn seen(&self) -> Vec<String> {
         self.seen.clone()
     }
@@ -109,7 +109,7 @@ impl Listener {
         loop {
             match self.receiver.try_recv() {
                 Ok(Ok(peer)) => return Some(peer),
-                Ok(Err((address, stranger))) => self.note(address, &stranger),
+                Ok(Err((address, error))) => self.note(address, &error),
                 Err(_) => break,
             }
         }
@@ -120,28 +120,29 @@ impl Listener {
     }
 
     fn open(&mut self, stream: TcpStream, address: SocketAddr) {
-        let Ok(link) = Link::new(stream) else { return };
-        let Ok(handle) = link.handle() else { return };
+        let Ok(connection) = Connection::new(stream) else { return };
+        let Ok(handle) = connection.handle() else { return };
         self.numbers += 1;
         let number = self.numbers;
         self.pending.enter(number, handle);
-        let (pending, sender, secret, us) = (self.pending.clone(), self.sender.clone(), self.secret.clone(), self.us);
-        let introduce = move || {
-            let mut caller = introduced(link, &secret, us);
+        let (pending, sender, secret, rank) =
+            (self.pending.clone(), self.sender.clone(), self.secret.clone(), self.rank);
+        let authenticate = move || {
+            let mut caller = authenticated(connection, &secret, rank);
             if !pending.leave(number) {
                 caller = Err(WireError::Slow.into());
             }
             // After the rendezvous, nothing receives this any more.
-            let _ = sender.send(caller.map_err(|stranger| (address, stranger)));
+            let _ = sender.send(caller.map_err(|error| (address, error)));
         };
         // Without a thread the caller is dropped, and calls again.
-        if thread::Builder::new().name("stepscope-handshake".into()).spawn(introduce).is_err() {
+        if thread::Builder::new().name("stepscope-handshake".into()).spawn(authenticate).is_err() {
             self.pending.leave(number);
         }
     }
 
-    fn note(&mut self, address: SocketAddr, stranger: &HandshakeError) {
-        let seen = match stranger {
+    fn note(&mut self, address: SocketAddr, error: &HandshakeError) {
+        let seen = match error {
             HandshakeError::Secret(rank) => {
                 format!("a caller at {address} that claims to be rank {rank} has a different secret")
             }
@@ -162,10 +163,10 @@ impl Drop for Listener {
     }
 }
 
-fn introduced(link: Link, secret: &Secret, us: (u32, u32)) -> Result<ConnectedPeer, HandshakeError> {
-    let until = after(INTRODUCTION);
-    let (rank, ranks) = link.introduce(Role::Server, secret, us, until)?;
-    match link.receive(Stage::Rendezvous, until)? {
+fn authenticated(connection: Connection, secret: &Secret, rank: u32) -> Result<ConnectedPeer, HandshakeError> {
+    let until = after(HANDSHAKE_TIMEOUT);
+    let (mut link, Greeting { rank, ranks, .. }) = connection.answer(secret, rank, until)?;
+    match link.receive(until)? {
         Message::Hello(hello) => Ok(ConnectedPeer { link, rank: rank as usize, ranks: ranks as usize, hello }),
         _ => Err(WireError::OutOfOrder.into()),
     }

@@ -6,6 +6,7 @@
 
 #![forbid(unsafe_code)]
 
+use super::channel::Channel;
 use super::config::GroupConfig;
 use super::peer::{self, Shared};
 use super::rendezvous;
@@ -13,6 +14,7 @@ use super::table::{Activity, Piece, Table};
 use super::wire::{Announcement, MOST_PIECE, MOST_WORD, Message, clip};
 use std::collections::VecDeque;
 use std::fmt;
+use std::io;
 use std::net::{Shutdown, TcpStream};
 use std::panic::Location;
 use std::sync::{Arc, MutexGuard, mpsc};
@@ -24,7 +26,7 @@ use stepscope_core::rank_fault::{RankFault, RankFaultKind};
 
 /// The time that the others may take to receive a fault before it is returned, because the process
 /// may end then.
-const TELLING: Duration = Duration::from_millis(250);
+const BROADCAST_TIME: Duration = Duration::from_millis(250);
 /// The time that they may take to receive a goodbye.
 const GOODBYE: Duration = Duration::from_millis(500);
 /// The time that a call which differs waits for the remaining ranks, to find the majority.
@@ -58,13 +60,15 @@ impl Mesh {
     /// [`Error::Misuse`] for an invalid configuration. [`Error::Rendezvous`] if the ranks do not
     /// meet within the deadline.
     pub(crate) fn join(config: &GroupConfig) -> Result<Arc<Self>> {
-        let streams = rendezvous::meet(config)?;
+        let channels = rendezvous::meet(config)?;
         let GroupConfig { rank, ranks, deadline, .. } = *config;
+        let failed = |error| Error::system("group", Resource::Thread, error);
+        let handle = |channel: &Option<Channel>| channel.as_ref().map(|channel| channel.stream.try_clone()).transpose();
+        let streams = channels.iter().map(handle).collect::<io::Result<_>>().map_err(failed)?;
         let mesh = Self { rank, ranks, deadline, shared: Arc::new(Shared::new(rank, ranks)), streams };
-        for (other, stream) in mesh.streams.iter().enumerate() {
-            let Some(stream) = stream else { continue };
-            peer::start(&mesh.shared, other, stream)
-                .map_err(|error| Error::system("group", Resource::Thread, error))?;
+        for (other, channel) in channels.into_iter().enumerate() {
+            let Some(channel) = channel else { continue };
+            peer::start(&mesh.shared, other, channel).map_err(failed)?;
         }
         Ok(Arc::new(mesh))
     }
@@ -200,10 +204,10 @@ impl Mesh {
     /// # Errors
     /// [`Error::Misuse`] if no thread can be started.
     pub(crate) fn at_fault(&self, end: impl FnOnce() + Send + 'static) -> Result<()> {
-        let (tell, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         let wait = move || {
             // An error means that this rank has left without a fault.
-            if told.recv().is_ok() {
+            if receiver.recv().is_ok() {
                 end();
             }
         };
@@ -214,8 +218,8 @@ impl Mesh {
         let mut table = self.shared.lock();
         match table.verdict {
             // The fault is already there.
-            Some(_) => drop(tell.send(())),
-            None => table.at_fault = Some(tell),
+            Some(_) => drop(sender.send(())),
+            None => table.at_fault = Some(sender),
         }
         Ok(())
     }
@@ -252,7 +256,7 @@ impl Mesh {
     }
 
     /// Notifies all ranks that this rank panics, if this thread does.
-    pub(crate) fn tell_panic(&self) {
+    pub(crate) fn broadcast_panic(&self) {
         if thread::panicking() {
             let table = self.shared.lock();
             let reason = "it panicked; its own output shows where".into();
@@ -304,8 +308,8 @@ impl Mesh {
     fn conclude(&self, mut table: MutexGuard<'_, Table>, fault: RankFault) -> Error {
         let verdict = table.conclude(fault);
         self.shared.wake();
-        let until = after(TELLING);
-        while !table.is_told() && Instant::now() < until {
+        let until = after(BROADCAST_TIME);
+        while !table.has_sent_urgent() && Instant::now() < until {
             table = self.shared.wait(table, until);
         }
         error(verdict)
@@ -316,7 +320,7 @@ impl Drop for Mesh {
     /// Sends a goodbye, or the news of a panic, and waits briefly until the others have received
     /// it.
     fn drop(&mut self) {
-        self.tell_panic();
+        self.broadcast_panic();
         let mut table = self.shared.lock();
         table.closing = true;
         self.shared.wake();
@@ -372,7 +376,7 @@ impl Table {
         // the lowest.
         let most = calls.iter().rev().max_by_key(|(_, call)| votes(call)).map_or(own, |(_, call)| *call);
         let (rank, other) = calls.iter().find(|(_, call)| !is_same(call, most)).copied().unwrap_or((self.rank, own));
-        let [expected, got] = [most, other].map(|call| Told(call).to_string());
+        let [expected, got] = [most, other].map(|call| ShownCall(call).to_string());
         self.fault(rank, RankFaultKind::Differs { expected, got }, self.own.since.elapsed())
     }
 }
@@ -384,9 +388,9 @@ fn is_same(one: &Announcement, other: &Announcement) -> bool {
 }
 
 /// A call as an error shows it.
-struct Told<'a>(&'a Announcement);
+struct ShownCall<'a>(&'a Announcement);
 
-impl fmt::Display for Told<'_> {
+impl fmt::Display for ShownCall<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Announcement { op, element, count, location, .. } = self.0;
         write!(f, "`{op}` of {count} {element} at {location}")
@@ -397,6 +401,8 @@ fn error(fault: RankFault) -> Error {
     Error::Rank(Box::new(fault))
 }
 
+#[cfg(test)]
+mod ends;
 #[cfg(test)]
 mod processes;
 #[cfg(test)]

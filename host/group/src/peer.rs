@@ -6,6 +6,7 @@
 
 #![forbid(unsafe_code)]
 
+use super::channel::{Channel, Keys, Opener, Sealer};
 use super::table::{BEAT, Piece, Table};
 use super::wire::{self, Message, Stage, WireError};
 use std::io::{self, BufReader, Write};
@@ -20,7 +21,7 @@ use stepscope_core::rank_fault::RankFaultKind;
 pub(super) struct Shared {
     table: Mutex<Table>,
     /// Signals that something has arrived or ended.
-    pub(super) news: Condvar,
+    pub(super) changed: Condvar,
     /// Signals, for each rank, that there is something to send.
     pub(super) outgoing: Vec<Condvar>,
 }
@@ -28,7 +29,7 @@ pub(super) struct Shared {
 impl Shared {
     pub(super) fn new(rank: usize, ranks: usize) -> Self {
         let outgoing = (0..ranks).map(|_| Condvar::new()).collect();
-        Self { table: Mutex::new(Table::new(rank, ranks)), news: Condvar::new(), outgoing }
+        Self { table: Mutex::new(Table::new(rank, ranks)), changed: Condvar::new(), outgoing }
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Table> {
@@ -37,12 +38,12 @@ impl Shared {
 
     /// Waits for a signal until `until`.
     pub(super) fn wait<'t>(&self, table: MutexGuard<'t, Table>, until: Instant) -> MutexGuard<'t, Table> {
-        wait(&self.news, table, until)
+        wait(&self.changed, table, until)
     }
 
     /// Wakes all threads that wait for the table.
     pub(super) fn wake(&self) {
-        self.news.notify_all();
+        self.changed.notify_all();
         self.outgoing.iter().for_each(Condvar::notify_all);
     }
 }
@@ -56,8 +57,9 @@ fn wait<'t>(what: &Condvar, table: MutexGuard<'t, Table>, until: Instant) -> Mut
 ///
 /// # Errors
 /// The system's error: no handle, or no thread.
-pub(super) fn start(shared: &Arc<Shared>, rank: usize, stream: &TcpStream) -> io::Result<()> {
-    let (to_read, to_write) = (stream.try_clone()?, stream.try_clone()?);
+pub(super) fn start(shared: &Arc<Shared>, rank: usize, channel: Channel) -> io::Result<()> {
+    let Channel { stream: to_write, keys: Keys { sealer, opener } } = channel;
+    let to_read = to_write.try_clone()?;
     let work = |name: &str, work: Box<dyn FnOnce(&Shared) + Send>| {
         let of_thread = shared.clone();
         let thread = thread::Builder::new().name(format!("stepscope-{name}-{rank}"));
@@ -69,8 +71,8 @@ pub(super) fn start(shared: &Arc<Shared>, rank: usize, stream: &TcpStream) -> io
         });
         spawned.map(drop).inspect_err(|_| count(shared, rank, |threads| threads - 1))
     };
-    work("reader", Box::new(move |shared| read_all(shared, rank, to_read)))?;
-    work("writer", Box::new(move |shared| write_all(shared, rank, to_write)))
+    work("reader", Box::new(move |shared| read_all(shared, rank, to_read, opener)))?;
+    work("writer", Box::new(move |shared| write_all(shared, rank, to_write, sealer)))
 }
 
 fn count(shared: &Shared, rank: usize, change: impl Fn(usize) -> usize) {
@@ -80,12 +82,12 @@ fn count(shared: &Shared, rank: usize, change: impl Fn(usize) -> usize) {
     shared.wake();
 }
 
-fn read_all(shared: &Shared, rank: usize, stream: TcpStream) {
+fn read_all(shared: &Shared, rank: usize, stream: TcpStream, mut opener: Opener) {
     let mut stream = BufReader::with_capacity(64 << 10, stream);
     let end = loop {
-        let heard = wire::read(&mut stream, Stage::Group).and_then(|message| note(&mut shared.lock(), rank, message));
-        match heard {
-            Ok(false) => shared.news.notify_all(),
+        let received = wire::read(&mut opener.open(&mut stream), Stage::Group);
+        match received.and_then(|message| note(&mut shared.lock(), rank, message)) {
+            Ok(false) => shared.changed.notify_all(),
             Ok(true) => shared.wake(),
             Err(error) => break error,
         }
@@ -111,7 +113,7 @@ fn note(table: &mut Table, rank: usize, message: Message) -> Result<bool, WireEr
     let unexpected = Err(WireError::OutOfOrder);
     let mut beat = None;
     match message {
-        Message::Beat(said) => beat = Some(said),
+        Message::Beat(received) => beat = Some(received),
         Message::Announce(announcement) => peer.has_announced(announcement),
         Message::Begin(_) if peer.to_come > 0 => return unexpected,
         Message::Begin(bytes) => {
@@ -131,21 +133,21 @@ fn note(table: &mut Table, rank: usize, message: Message) -> Result<bool, WireEr
         _ => return unexpected,
     }
     if let Some(peer) = &mut table.peers[rank] {
-        peer.has_spoken(beat);
+        peer.has_sent(beat);
     }
     Ok(is_for_all)
 }
 
-fn write_all(shared: &Shared, rank: usize, mut stream: TcpStream) {
+fn write_all(shared: &Shared, rank: usize, mut stream: TcpStream, mut sealer: Sealer) {
     let mut beat = Instant::now();
     while let Some(frame) = next(shared, rank, &mut beat) {
-        if stream.write_all(&frame).is_err() {
+        if stream.write_all(&sealer.seal(&frame)).is_err() {
             // Earlier messages of the other rank are still read, and contain the reason.
             let _ = stream.shutdown(Shutdown::Both);
             return;
         }
     }
-    let _ = stream.write_all(&Message::Bye.frame());
+    let _ = stream.write_all(&sealer.seal(&Message::Bye.frame()));
     let _ = stream.shutdown(Shutdown::Write);
 }
 
@@ -157,7 +159,7 @@ fn next(shared: &Shared, rank: usize, beat: &mut Instant) -> Option<Vec<u8>> {
         && peer.sending
     {
         peer.sending = false;
-        shared.news.notify_all();
+        shared.changed.notify_all();
     }
     loop {
         let closing = table.closing;

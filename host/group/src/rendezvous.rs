@@ -6,11 +6,12 @@
 
 #![forbid(unsafe_code)]
 
+use super::channel::Channel;
 use super::config::GroupConfig;
-use super::link::{HandshakeError, Link, part};
-use super::listener::{ConnectedPeer, INTRODUCTION, Listener, listening};
-use super::secret::{Role, random};
-use super::wire::{Hello, Message, PROTOCOL, Stage, WireError};
+use super::link::{Connection, HandshakeError, Link, send_last};
+use super::listener::{ConnectedPeer, HANDSHAKE_TIMEOUT, Listener, listening};
+use super::secret::random;
+use super::wire::{Hello, Message, PROTOCOL, WireError};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::mpsc;
 use std::thread;
@@ -30,25 +31,25 @@ const RETRY_DELAY: Duration = Duration::from_millis(20);
 /// The time for which rank 0 still answers after a failed rendezvous, to send the reason.
 const LAST_CONNECTS: Duration = Duration::from_millis(400);
 
-/// The connection to each other rank, by its number. None for this rank.
-pub(super) type Connections = Vec<Option<TcpStream>>;
+/// The channel to each other rank, by its number. None for this rank.
+pub(super) type Channels = Vec<Option<Channel>>;
 
 /// Meets the other ranks.
 ///
 /// # Errors
 /// [`Error::Misuse`] for an invalid configuration. [`Error::Rendezvous`] if the ranks do not meet.
-pub(super) fn meet(config: &GroupConfig) -> Result<Connections> {
+pub(super) fn meet(config: &GroupConfig) -> Result<Channels> {
     config.check()?;
     if config.ranks == 1 {
         return Ok(vec![None]);
     }
     let start = Instant::now();
-    let mut meeting =
+    let mut rendezvous =
         Rendezvous { config, start, until: after(config.deadline), addresses: Vec::new(), is_this_host: true };
-    meeting.resolve()?;
-    let links = if config.rank == 0 { meeting.host() } else { meeting.attend() };
+    rendezvous.resolve()?;
+    let links = if config.rank == 0 { rendezvous.host() } else { rendezvous.join() };
     let streams = links.map_err(|kind| match kind {
-        Ended::Here(kind) => meeting.fault(kind),
+        Ended::Here(kind) => rendezvous.fault(kind),
         Ended::There(fault) => *fault,
     });
     streams.map_err(|fault| Error::Rendezvous(Box::new(fault)))
@@ -134,15 +135,15 @@ impl Rendezvous<'_> {
     }
 
     /// Runs rank 0's part.
-    fn host(&self) -> Result<Connections, Ended> {
+    fn host(&self) -> Result<Channels, Ended> {
         let mut peers: Vec<Option<ConnectedPeer>> = (0..self.config.ranks).map(|_| None).collect();
         let mut refused = None;
         let broken = |error: std::io::Error| RendezvousFaultKind::Taken { reason: error.to_string() };
-        let mut listener = Listener::new(self.listener()?, self.us(), &self.config.secret).map_err(broken)?;
-        let met = match self.seat(&mut listener, &mut peers, &mut refused) {
+        let mut listener = Listener::new(self.listener()?, self.us().0, &self.config.secret).map_err(broken)?;
+        let met = match self.admit(&mut listener, &mut peers, &mut refused) {
             Ok(()) => {
                 drop(listener);
-                self.start(&peers).map_err(|ended| (ended, None))
+                self.start(&mut peers).map_err(|ended| (ended, None))
             }
             Err(ended) => Err((ended, Some(listener))),
         };
@@ -151,21 +152,20 @@ impl Rendezvous<'_> {
                 Ended::Here(kind) => Box::new(self.fault(kind)),
                 Ended::There(fault) => fault,
             };
-            let links: Vec<_> = peers.iter().flatten().chain(&refused).map(|peer| &peer.link).collect();
             let refusal = Message::Refused(fault.clone());
-            part(&links, &refusal);
+            send_last(peers.iter_mut().flatten().chain(&mut refused).map(|peer| &mut peer.link), &refusal);
             if let Some(mut listener) = listener {
                 // Some may have called already.
                 let closing = after(LAST_CONNECTS);
                 while Instant::now() < closing {
-                    if let Some(peer) = listener.next_peer() {
-                        part(&[&peer.link], &refusal);
+                    if let Some(mut peer) = listener.next_peer() {
+                        send_last([&mut peer.link], &refusal);
                     }
                 }
             }
             return Err(Ended::There(fault));
         }
-        peers.into_iter().map(|peer| peer.map(|peer| stream(peer.rank, peer.link)).transpose()).collect()
+        peers.into_iter().map(|peer| peer.map(|peer| channel(peer.rank, peer.link)).transpose()).collect()
     }
 
     fn listener(&self) -> Result<TcpListener, RendezvousFaultKind> {
@@ -183,14 +183,14 @@ impl Rendezvous<'_> {
     }
 
     /// Waits until each rank has its place. A refused rank is notified together with the others.
-    fn seat(
+    fn admit(
         &self,
         listener: &mut Listener,
         peers: &mut [Option<ConnectedPeer>],
         refused: &mut Option<ConnectedPeer>,
     ) -> Result<(), Ended> {
         let mut went: Vec<String> = Vec::new();
-        let mut told = Instant::now();
+        let mut last_progress = Instant::now();
         loop {
             if let Some(peer) = listener.next_peer() {
                 match self.examine(&peer, peers) {
@@ -212,17 +212,17 @@ impl Rendezvous<'_> {
                 let seen = [listener.seen(), went].concat();
                 return Err(RendezvousFaultKind::Missing { ranks: missing, seen }.into());
             }
-            let tell = told.elapsed() >= PROGRESS_INTERVAL;
-            let news = Message::Missing(missing.iter().map(|rank| *rank as u32).collect());
+            let is_due = last_progress.elapsed() >= PROGRESS_INTERVAL;
+            let missing_ranks = Message::Missing(missing.iter().map(|rank| *rank as u32).collect());
             for (rank, place) in peers.iter_mut().enumerate() {
                 let Some(peer) = place else { continue };
-                let heard = peer.link.poll(PEER_TIMEOUT).and_then(|said| {
-                    if tell {
-                        peer.link.send(&news, self.within(PEER_TIMEOUT))?;
+                let received = peer.link.poll(PEER_TIMEOUT).and_then(|message| {
+                    if is_due {
+                        peer.link.send(&missing_ranks, self.within(PEER_TIMEOUT))?;
                     }
-                    Ok(said)
+                    Ok(message)
                 });
-                match heard {
+                match received {
                     Ok(None) => {}
                     Ok(Some(Message::Refused(mut fault))) => {
                         // The rank that gave up first lacks these possible reasons.
@@ -242,14 +242,14 @@ impl Rendezvous<'_> {
                     }
                 }
             }
-            if tell {
-                told = Instant::now();
+            if is_due {
+                last_progress = Instant::now();
             }
         }
     }
 
     /// Checks whether a rank may have its place.
-    fn examine(&self, peer: &ConnectedPeer, peers: &[Option<ConnectedPeer>]) -> Result<(), RendezvousFaultKind> {
+    fn examine(&self, peer: &ConnectedPeer, peers: &mut [Option<ConnectedPeer>]) -> Result<(), RendezvousFaultKind> {
         let (rank, ours) = (peer.rank, version());
         if peer.hello.protocol != PROTOCOL || peer.hello.version != ours {
             let [expected, got] = [(ours, PROTOCOL), (&*peer.hello.version, peer.hello.protocol)]
@@ -259,27 +259,27 @@ impl Rendezvous<'_> {
         if peer.ranks != self.config.ranks {
             return Err(RendezvousFaultKind::Size { rank, got: peer.ranks });
         }
-        let first = match &peers[rank] {
+        // A rank that has gone makes room for another.
+        let stays = |first: &mut ConnectedPeer| first.link.poll(PEER_TIMEOUT).is_ok().then_some(first.link.address);
+        let first = match peers[rank].as_mut().and_then(stays) {
             _ if rank == 0 => self.config.address.clone(),
-            // A rank that has gone makes room for another.
-            Some(first) if first.link.poll(PEER_TIMEOUT).is_ok() => first.link.address.to_string(),
-            _ => return Ok(()),
+            Some(address) => address.to_string(),
+            None => return Ok(()),
         };
         Err(RendezvousFaultKind::Twice { rank, first, second: peer.link.address.to_string() })
     }
 
     /// Sends everyone's address to all, and waits until each has its connections.
-    fn start(&self, peers: &[Option<ConnectedPeer>]) -> Result<(), Ended> {
+    fn start(&self, peers: &mut [Option<ConnectedPeer>]) -> Result<(), Ended> {
         let nowhere = SocketAddr::from(([0, 0, 0, 0], 0));
         let listens = |peer: &ConnectedPeer| SocketAddr::new(peer.link.address.ip(), peer.hello.port);
         let roster = peers.iter().map(|peer| peer.as_ref().map_or(nowhere, listens)).collect();
         let group = random().map_err(|error| lost(0, error))?;
         let roster = Message::Roster(group, roster);
-        let all = || peers.iter().flatten();
-        for peer in all() {
+        for peer in peers.iter_mut().flatten() {
             peer.link.send(&roster, self.within(PEER_TIMEOUT)).map_err(|error| lost(peer.rank, error))?;
         }
-        let mut waits_for: Vec<&ConnectedPeer> = all().collect();
+        let mut waits_for: Vec<&mut ConnectedPeer> = peers.iter_mut().flatten().collect();
         while !waits_for.is_empty() {
             if self.is_over() {
                 let ranks = waits_for.iter().map(|peer| peer.rank).collect();
@@ -302,41 +302,40 @@ impl Rendezvous<'_> {
             waits_for = still;
             thread::sleep(Duration::from_millis(1));
         }
-        for peer in all() {
+        for peer in peers.iter_mut().flatten() {
             peer.link.send(&Message::Go, self.within(PEER_TIMEOUT)).map_err(|error| lost(peer.rank, error))?;
         }
         Ok(())
     }
 
     /// Runs any other rank's part.
-    fn attend(&self) -> Result<Connections, Ended> {
-        let head = self.call(0, &self.addresses, None)?;
-        let met = self.attend_with(&head);
-        match met {
-            Ok(mut links) => {
-                links[0] = Some(stream(0, head)?);
-                Ok(links)
+    fn join(&self) -> Result<Channels, Ended> {
+        let mut head = self.call(0, &self.addresses, None)?;
+        match self.join_with(&mut head) {
+            Ok(mut channels) => {
+                channels[0] = Some(channel(0, head)?);
+                Ok(channels)
             }
             Err(Ended::Here(kind)) => {
                 let fault = Box::new(self.fault(kind));
-                part(&[&head], &Message::Refused(fault.clone()));
+                send_last([&mut head], &Message::Refused(fault.clone()));
                 Err(Ended::There(fault))
             }
             there => there,
         }
     }
 
-    fn attend_with(&self, head: &Link) -> Result<Connections, Ended> {
+    fn join_with(&self, head: &mut Link) -> Result<Channels, Ended> {
         let (rank, ranks) = (self.config.rank, self.config.ranks);
         let broken = |error: std::io::Error| lost(rank, error);
         let mut listener = None;
         if rank + 1 < ranks {
             let ip = listening(head.local().map_err(broken)?.ip(), self.is_this_host);
             let socket = TcpListener::bind((ip, 0)).map_err(broken)?;
-            listener = Some(Listener::new(socket, self.us(), &self.config.secret).map_err(broken)?);
+            listener = Some(Listener::new(socket, self.us().0, &self.config.secret).map_err(broken)?);
         }
         let port = listener.as_ref().map_or(Ok(0), Listener::port).map_err(broken)?;
-        self.say_hello(head, [0; 16], port).map_err(|error| lost(0, error))?;
+        self.send_hello(head, [0; 16], port).map_err(|error| lost(0, error))?;
         let (group, roster) = self.roster(head)?;
         let mut links: Vec<Option<Link>> = (0..ranks).map(|_| None).collect();
         for other in 1..rank {
@@ -346,28 +345,28 @@ impl Rendezvous<'_> {
                 // reaches rank 0.
                 address.set_ip(head.address.ip());
             }
-            let link = self.call(other, &[address], Some(head))?;
-            self.say_hello(&link, group, 0).map_err(|error| lost(other, error))?;
+            let mut link = self.call(other, &[address], Some(head))?;
+            self.send_hello(&mut link, group, 0).map_err(|error| lost(other, error))?;
             links[other] = Some(link);
         }
         if let Some(mut listener) = listener {
             self.receive_calls(&mut listener, group, head, &mut links)?;
         }
         head.send(&Message::Ready, self.until).map_err(|error| lost(0, error))?;
-        match head.receive(Stage::Rendezvous, self.until) {
+        match head.receive(self.until) {
             Ok(Message::Go) => {}
             Ok(Message::Refused(fault)) => return Err(Ended::There(fault)),
             Ok(_) => return Err(lost(0, WireError::Unexpected(0)).into()),
             Err(error) => return Err(lost(0, error).into()),
         }
-        links.into_iter().enumerate().map(|(rank, link)| link.map(|link| stream(rank, link)).transpose()).collect()
+        links.into_iter().enumerate().map(|(rank, link)| link.map(|link| channel(rank, link)).transpose()).collect()
     }
 
     /// Waits until rank 0 sends everyone's address.
-    fn roster(&self, head: &Link) -> Result<([u8; 16], Vec<SocketAddr>), Ended> {
+    fn roster(&self, head: &mut Link) -> Result<([u8; 16], Vec<SocketAddr>), Ended> {
         let mut missing: Vec<usize> = Vec::new();
         loop {
-            match head.receive(Stage::Rendezvous, self.until) {
+            match head.receive(self.until) {
                 Ok(Message::Missing(ranks)) => missing = ranks.into_iter().map(|rank| rank as usize).collect(),
                 Ok(Message::Roster(group, roster)) if roster.len() == self.config.ranks => return Ok((group, roster)),
                 Ok(Message::Refused(fault)) => return Err(Ended::There(fault)),
@@ -385,7 +384,7 @@ impl Rendezvous<'_> {
         &self,
         listener: &mut Listener,
         group: [u8; 16],
-        head: &Link,
+        head: &mut Link,
         links: &mut [Option<Link>],
     ) -> Result<(), Ended> {
         loop {
@@ -404,12 +403,12 @@ impl Rendezvous<'_> {
             {
                 links[rank] = Some(link);
             }
-            self.hear(head)?;
+            self.check_head(head)?;
         }
     }
 
     /// Checks whether rank 0 reports that the rendezvous has failed.
-    fn hear(&self, head: &Link) -> Result<(), Ended> {
+    fn check_head(&self, head: &mut Link) -> Result<(), Ended> {
         match head.poll(PEER_TIMEOUT) {
             // The list of missing ranks is outdated by now.
             Ok(None | Some(Message::Missing(_))) => Ok(()),
@@ -419,13 +418,13 @@ impl Rendezvous<'_> {
         }
     }
 
-    fn say_hello(&self, link: &Link, group: [u8; 16], port: u16) -> Result<(), WireError> {
+    fn send_hello(&self, link: &mut Link, group: [u8; 16], port: u16) -> Result<(), WireError> {
         let hello = Hello { protocol: PROTOCOL, version: version().into(), group, port };
         link.send(&Message::Hello(hello), self.within(PEER_TIMEOUT))
     }
 
     /// Connects to a rank repeatedly until it answers.
-    fn call(&self, rank: usize, addresses: &[SocketAddr], head: Option<&Link>) -> Result<Link, Ended> {
+    fn call(&self, rank: usize, addresses: &[SocketAddr], mut head: Option<&mut Link>) -> Result<Link, Ended> {
         let mut reason = String::new();
         loop {
             for address in addresses {
@@ -446,8 +445,8 @@ impl Rendezvous<'_> {
                 };
                 return Err(RendezvousFaultKind::Unreachable { rank, address, reason }.into());
             }
-            if let Some(head) = head {
-                self.hear(head)?;
+            if let Some(head) = head.as_deref_mut() {
+                self.check_head(head)?;
             }
             thread::sleep(RETRY_DELAY.min(self.until.saturating_duration_since(Instant::now())));
         }
@@ -464,10 +463,11 @@ impl Rendezvous<'_> {
             // If nothing listens, the system may connect a port with itself.
             return Err(HandshakeError::Wire(WireError::Broken("nothing listens there".into())));
         }
-        let link = Link::new(stream).map_err(broken)?;
-        match link.introduce(Role::Client, &self.config.secret, self.us(), self.within(INTRODUCTION))? {
-            (answers, _) if answers as usize == rank => Ok(link),
-            (answers, _) => Err(HandshakeError::Wire(WireError::Broken(format!("rank {answers} answers there")))),
+        let connection = Connection::new(stream).map_err(broken)?;
+        let until = self.within(HANDSHAKE_TIMEOUT);
+        match connection.call(rank as u32, &self.config.secret, self.us(), until)? {
+            (link, answers) if answers as usize == rank => Ok(link),
+            (_, answers) => Err(HandshakeError::Wire(WireError::Broken(format!("rank {answers} answers there")))),
         }
     }
 }
@@ -482,9 +482,11 @@ fn lost(rank: usize, reason: impl ToString) -> RendezvousFaultKind {
     RendezvousFaultKind::Lost { rank, reason: reason.to_string() }
 }
 
-fn stream(rank: usize, link: Link) -> Result<TcpStream, Ended> {
-    Ok(link.into_stream().map_err(|error| lost(rank, error))?)
+fn channel(rank: usize, link: Link) -> Result<Channel, Ended> {
+    Ok(link.into_channel().map_err(|error| lost(rank, error))?)
 }
 
+#[cfg(test)]
+mod handshakes;
 #[cfg(test)]
 mod tests;

@@ -1,35 +1,23 @@
-//! The secret of a group, and proofs of knowing it.
+//! The secret of a group, and the key that the handshake derives from it.
 //!
-//! Both ends of a connection draw a random number. Each proves that it has the secret by a keyed
-//! digest (HMAC-SHA256) of both numbers, both ranks, both group sizes and its own role. Invariant:
-//! a proof is valid for one connection and one role, so repeating it or sending it back is useless.
-//! Nothing prints the secret.
+//! Invariant: nothing prints the secret.
 
 #![forbid(unsafe_code)]
 
-use super::wire::{Greeting, PROOF};
-use hmac::{Hmac, KeyInit, Mac};
-use sha2::Sha256;
+use sha2::{Digest, Sha256};
 use std::fmt;
 use stepscope_core::error::{Error, Resource, Result};
 
-/// The fewest bytes of a secret. A shorter one could be guessed from an intercepted proof.
+/// The fewest bytes of a secret. A shorter one could be guessed from an intercepted handshake.
 const LEAST: usize = 16;
-/// The purpose of a proof, so that it is valid for nothing else.
-const DOMAIN: &[u8] = b"stepscope group: I know the secret\n";
+/// The bytes of a key, and of a random secret.
+const KEY: usize = 32;
+/// The purpose of the key, so that it is valid for nothing else.
+const DOMAIN: &[u8] = b"stepscope group: key of the handshake\n";
 
 /// The secret that only the ranks of a group share. None if only this host can connect.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub(crate) struct Secret(Option<Vec<u8>>);
-
-/// The role of an end of a connection.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Role {
-    /// The end that was called.
-    Server,
-    /// The end that called.
-    Client,
-}
 
 impl fmt::Debug for Secret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -47,7 +35,7 @@ impl Secret {
     /// # Errors
     /// The system has no random numbers.
     pub(crate) fn random() -> Result<Self> {
-        Ok(Self(Some(random::<PROOF>()?.to_vec())))
+        Ok(Self(Some(random::<KEY>()?.to_vec())))
     }
 
     pub(crate) fn is_set(&self) -> bool {
@@ -67,30 +55,10 @@ impl Secret {
         }
     }
 
-    /// Returns the proof that an end with this role sends.
-    pub(crate) fn proof(&self, role: Role, client: &Greeting, server: &Greeting) -> [u8; PROOF] {
-        self.digest(role, client, server).finalize().into_bytes().into()
-    }
-
-    /// Returns true if the proof is that of this role. Takes the same time for any proof.
-    pub(crate) fn proves(&self, proof: &[u8; PROOF], role: Role, client: &Greeting, server: &Greeting) -> bool {
-        self.digest(role, client, server).verify_slice(proof).is_ok()
-    }
-
-    fn digest(&self, role: Role, client: &Greeting, server: &Greeting) -> Hmac<Sha256> {
-        let key = self.0.as_deref().unwrap_or_default();
-        let mut digest = Hmac::<Sha256>::new_from_slice(key).expect("HMAC takes keys of any length");
-        digest.update(DOMAIN);
-        digest.update(match role {
-            Role::Server => b"server",
-            Role::Client => b"client",
-        });
-        for Greeting { nonce, rank, ranks, .. } in [client, server] {
-            digest.update(nonce);
-            digest.update(&rank.to_le_bytes());
-            digest.update(&ranks.to_le_bytes());
-        }
-        digest
+    /// Returns the key that both ends of a handshake must have.
+    pub(crate) fn key(&self) -> [u8; KEY] {
+        let secret = self.0.as_deref().unwrap_or_default();
+        Sha256::new().chain_update(DOMAIN).chain_update(secret).finalize().into()
     }
 }
 
@@ -112,30 +80,14 @@ fn filled_by<const N: usize>(fill: impl FnOnce(&mut [u8]) -> Result<(), getrando
 mod tests {
     use super::*;
 
-    fn greeting(nonce: u8, rank: u32) -> Greeting {
-        Greeting::new([nonce; PROOF], rank, 4)
-    }
-
     #[test]
-    fn proofs_are_bound_to_their_handshake() {
-        let (secret, client, server) = (Secret::new(&[7; 32]), greeting(1, 2), greeting(9, 0));
-        let proof = secret.proof(Role::Client, &client, &server);
-        assert!(secret.proves(&proof, Role::Client, &client, &server));
-        // Proofs that are sent back, by another role, to another rank or repeated have different
-        // digests.
-        assert!(!secret.proves(&proof, Role::Server, &client, &server));
-        assert!(!secret.proves(&proof, Role::Client, &server, &client));
-        assert!(!secret.proves(&proof, Role::Client, &client, &greeting(8, 0)));
-        assert!(!secret.proves(&proof, Role::Client, &greeting(2, 2), &server));
-        assert!(!secret.proves(&proof, Role::Client, &greeting(1, 3), &server));
-        assert!(!secret.proves(&proof, Role::Client, &Greeting { ranks: 5, ..client }, &server));
-        assert!(!Secret::new(&[6; 32]).proves(&proof, Role::Client, &client, &server));
-        assert!(!Secret::default().proves(&proof, Role::Client, &client, &server));
-        for bit in 0..8 * PROOF {
-            let mut other = proof;
-            other[bit / 8] ^= 1 << (bit % 8);
-            assert!(!secret.proves(&other, Role::Client, &client, &server));
-        }
+    fn each_secret_has_its_key() {
+        let keys =
+            [&b"correct horse battery"[..], b"correct horse batterz", b"correct horse battery\0"].map(Secret::new);
+        let keys = keys.map(|secret| secret.key());
+        let none = Secret::default().key();
+        assert!(keys[0] != keys[1] && keys[0] != keys[2] && keys.iter().all(|key| *key != none));
+        assert_eq!(keys[0], Secret::new(b"correct horse battery").key());
     }
 
     #[test]

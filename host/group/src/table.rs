@@ -65,7 +65,7 @@ pub(super) struct Peer {
     pub(super) to_come: u64,
     /// True if it has sent a goodbye.
     pub(super) left: bool,
-    heard: Instant,
+    last_received: Instant,
     last: Beat,
     /// Messages that are sent before any data.
     urgent: VecDeque<Vec<u8>>,
@@ -84,7 +84,7 @@ impl Peer {
             inbox: VecDeque::new(),
             to_come: 0,
             left: false,
-            heard: Instant::now(),
+            last_received: Instant::now(),
             last: Activity::none().beat(),
             urgent: VecDeque::new(),
             bulk: VecDeque::new(),
@@ -118,12 +118,12 @@ impl Peer {
     }
 
     /// Returns true if all urgent messages have been sent.
-    fn is_told(&self) -> bool {
+    fn has_sent_urgent(&self) -> bool {
         self.urgent.is_empty() && !self.sending
     }
 
     fn is_silent(&self) -> bool {
-        self.heard.elapsed() > SILENT
+        self.last_received.elapsed() > SILENT
     }
 
     fn waits_for(&self) -> Option<usize> {
@@ -131,8 +131,8 @@ impl Peer {
     }
 
     /// Records that a message of it has arrived, and its heartbeat if it was one.
-    pub(super) fn has_spoken(&mut self, beat: Option<Beat>) {
-        self.heard = Instant::now();
+    pub(super) fn has_sent(&mut self, beat: Option<Beat>) {
+        self.last_received = Instant::now();
         if let Some(beat) = beat {
             self.last = beat;
         }
@@ -148,7 +148,7 @@ impl Peer {
     fn last(&self) -> LastHeard {
         let Beat { sequence, op, location, since_ms, waits_for } = self.last.clone();
         LastHeard {
-            ago: self.heard.elapsed(),
+            ago: self.last_received.elapsed(),
             op,
             sequence,
             location,
@@ -192,8 +192,8 @@ impl Table {
     }
 
     /// Returns true if all urgent messages that can be sent have been.
-    pub(super) fn is_told(&self) -> bool {
-        self.others().all(|(_, peer)| peer.threads < 2 || peer.is_told())
+    pub(super) fn has_sent_urgent(&self) -> bool {
+        self.others().all(|(_, peer)| peer.threads < 2 || peer.has_sent_urgent())
     }
 
     /// Returns true if no thread works for this rank any more. For a late rank it suffices that it

@@ -70,22 +70,31 @@ pub(super) fn rank_fault<T: std::fmt::Debug>(result: Result<T>) -> RankFault {
     }
 }
 
-pub(super) fn meeting_fault<T: std::fmt::Debug>(result: Result<T>) -> RendezvousFault {
+pub(super) fn rendezvous_fault<T: std::fmt::Debug>(result: Result<T>) -> RendezvousFault {
     match result.expect_err("the ranks do not meet") {
         Error::Rendezvous(fault) => *fault,
         other => panic!("{other}"),
     }
 }
 
-/// Starts a proxy between two ranks that forwards this many bytes in total, and then cuts the
-/// connections. Returns its address.
-pub(super) fn proxy(to: String, bytes: usize) -> String {
+/// The harm that a proxy does to the connections that it forwards.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Harm {
+    /// It cuts them.
+    Cut,
+    /// It changes one bit, and forwards all else.
+    Alter,
+}
+
+/// Starts a proxy between two ranks that forwards this many bytes in total, and then does harm.
+/// Returns its address.
+pub(super) fn proxy(to: String, bytes: usize, harm: Harm) -> String {
     let listener = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
     let address = listener.local_addr().expect("an address").to_string();
     let left = Arc::new(std::sync::atomic::AtomicIsize::new(bytes as isize));
     thread::spawn(move || {
         while let Ok((near, _)) = listener.accept() {
-            if left.load(std::sync::atomic::Ordering::SeqCst) <= 0 {
+            if harm == Harm::Cut && left.load(std::sync::atomic::Ordering::SeqCst) <= 0 {
                 return;
             }
             let Ok(far) = TcpStream::connect(&to) else { return };
@@ -98,7 +107,13 @@ pub(super) fn proxy(to: String, bytes: usize) -> String {
                         && got > 0
                     {
                         let before = left.fetch_sub(got as isize, std::sync::atomic::Ordering::SeqCst);
-                        let passed = before.clamp(0, got as isize) as usize;
+                        let mut passed = before.clamp(0, got as isize) as usize;
+                        if harm == Harm::Alter {
+                            if let Some(byte) = usize::try_from(before).ok().and_then(|at| some[..got].get_mut(at)) {
+                                *byte ^= 1;
+                            }
+                            passed = got;
+                        }
                         if to.write_all(&some[..passed]).is_err() || passed < got {
                             break;
                         }

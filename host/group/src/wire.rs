@@ -2,9 +2,10 @@
 //!
 //! A frame is a kind (one byte), a length (four bytes, little-endian) and a body. The kind and the
 //! body are postcard's encoding of a [`Message`], whose first byte is the number of the variant. A
-//! piece of data is the body itself. Invariant: the length is checked against the bound of its kind
-//! before memory is allocated. Unauthenticated ends may send only short messages. Any bytes decode
-//! to a message or an error, whoever sent them.
+//! piece of data is the body itself. After the handshake, frames travel in the encrypted records of
+//! `channel.rs`. Invariant: the length is checked against the bound of its kind before memory is
+//! allocated. Unauthenticated ends may send only short messages. Any bytes decode to a message or
+//! an error, whoever sent them.
 
 #![forbid(unsafe_code)]
 
@@ -14,13 +15,16 @@ use std::io::{ErrorKind, Read};
 use std::net::SocketAddr;
 use stepscope_core::rank_fault::{RankFault, RendezvousFault};
 
-/// The version of the protocol after [`Message::Hello`]. The messages up to and including it never
-/// change.
-pub(crate) const PROTOCOL: u32 = 3;
+/// The version of the protocol after [`Message::Hello`]. From version 4 on, the messages up to and
+/// including it never change.
+pub(crate) const PROTOCOL: u32 = 4;
 /// The start of a greeting.
-const MAGIC: [u8; 16] = *b"stepscope group\n";
-/// The bytes of a nonce, and of a proof.
-pub(crate) const PROOF: usize = 32;
+const MAGIC: [u8; 16] = *b"stepscope noise\n";
+/// The start of a greeting before version 4, and the most bytes that followed it.
+const OLD_MAGIC: [u8; 16] = *b"stepscope group\n";
+const OLD_GREETING: usize = 32 + 2 * U32;
+/// The most bytes of a message of the handshake.
+const MOST_HANDSHAKE: usize = 52;
 /// The bytes before a body.
 const HEADER: usize = 5;
 /// The most ranks of a group.
@@ -34,18 +38,17 @@ pub(crate) const MOST_PIECE: usize = 1 << 20;
 /// The most bytes of a fault: a few texts, and the numbers of all ranks.
 const MOST_FAULT: usize = 64 << 10;
 
-/// The sender's claimed identity and its fresh random number. Nothing in it is authenticated yet.
+/// The claimed identity of the rank that connects. The handshake authenticates it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Greeting {
     pub(crate) magic: [u8; MAGIC.len()],
-    pub(crate) nonce: [u8; PROOF],
     pub(crate) rank: u32,
     pub(crate) ranks: u32,
 }
 
 impl Greeting {
-    pub(crate) fn new(nonce: [u8; PROOF], rank: u32, ranks: u32) -> Self {
-        Self { magic: MAGIC, nonce, rank, ranks }
+    pub(crate) fn new(rank: u32, ranks: u32) -> Self {
+        Self { magic: MAGIC, rank, ranks }
     }
 }
 
@@ -91,9 +94,9 @@ pub(crate) struct Beat {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Message {
     Greeting(Greeting),
-    /// The sender's proof that it has the secret.
-    Proof([u8; PROOF]),
-    /// The receiver's proof was wrong.
+    /// A message of the handshake.
+    Handshake(Vec<u8>),
+    /// The sender could not authenticate the receiver.
     Denied,
     Hello(Hello),
     /// The ranks that have not arrived yet.
@@ -122,7 +125,7 @@ pub(crate) enum Message {
 /// The stage of a conversation. Messages of the next stage are refused before the current one ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stage {
-    /// Both ends prove that they have the secret.
+    /// Both ends prove that they have the secret. These messages alone are not encrypted.
     Introduction,
     /// The ranks find each other.
     Rendezvous,
@@ -135,12 +138,14 @@ const TEXT: usize = 2 + MOST_TEXT;
 const U32: usize = 5;
 const U64: usize = 10;
 const ADDRESS: usize = 1 + 16 + 3;
-/// The kind of a piece of data.
+/// The kinds of a greeting and of a piece of data.
+const GREETING: u8 = 0;
 const PIECE: u8 = 14;
 /// The stage of each kind of message, and the most bytes of its body.
 const KINDS: [(Stage, usize); PIECE as usize + 1] = [
-    (Stage::Introduction, MAGIC.len() + PROOF + 2 * U32),
-    (Stage::Introduction, PROOF),
+    // An old greeting is longer, and is read to report its version.
+    (Stage::Introduction, OLD_MAGIC.len() + OLD_GREETING),
+    (Stage::Introduction, 1 + MOST_HANDSHAKE),
     (Stage::Introduction, 0),
     (Stage::Rendezvous, U32 + TEXT + 16 + 3),
     (Stage::Rendezvous, U32 + U32 * MOST_RANKS),
@@ -167,6 +172,10 @@ pub(crate) enum WireError {
     Slow,
     /// The system's error message.
     Broken(String),
+    /// A record that the other end has not sent, or not at this place.
+    Altered,
+    /// A greeting of a version before 4.
+    OldProtocol,
     /// A kind that does not exist, or not at this stage.
     Unexpected(u8),
     /// A length that this kind never has.
@@ -184,6 +193,12 @@ impl fmt::Display for WireError {
             Self::Cut => f.write_str("the connection was closed in the middle of a message"),
             Self::Slow => f.write_str("no answer came in time"),
             Self::Broken(reason) => write!(f, "the connection broke: {reason}"),
+            Self::Altered => f.write_str("the data received was altered, repeated or left out on its way"),
+            Self::OldProtocol => write!(
+                f,
+                "an older version of stepscope runs there (messages of version 3 or less, here {PROTOCOL}); start the same \
+                 program on all ranks"
+            ),
             Self::Unexpected(kind) => write!(f, "the data received is not from stepscope (a message of kind {kind})"),
             Self::Length { kind, claimed, most } => write!(
                 f,
@@ -202,6 +217,7 @@ impl From<std::io::Error> for WireError {
         match error.kind() {
             ErrorKind::TimedOut | ErrorKind::WouldBlock => Self::Slow,
             ErrorKind::UnexpectedEof => Self::Cut,
+            ErrorKind::InvalidData => Self::Altered,
             _ => Self::Broken(error.to_string()),
         }
     }
@@ -242,6 +258,9 @@ pub(crate) fn read(from: &mut impl Read, stage: Stage) -> Result<Message, WireEr
     }
     let mut encoded = vec![number; 1 + claimed];
     from.read_exact(&mut encoded[1..])?;
+    if number == GREETING && encoded[1..].starts_with(&OLD_MAGIC) {
+        return Err(WireError::OldProtocol);
+    }
     let error = |what| WireError::Body { kind: number, what };
     let (message, rest) = postcard::take_from_bytes::<Message>(&encoded).map_err(|_| error("a malformed body"))?;
     if !rest.is_empty() {

@@ -1,28 +1,25 @@
 use super::*;
-use crate::testing::{PLENTY, SLACK, all, configs, free_port, meeting_fault};
-use crate::wire::{Greeting, PROOF};
+use crate::testing::{PLENTY, SLACK, all, configs, free_port, rendezvous_fault};
 use std::fs;
 use std::io::{Read, Write};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
-const SHORT: Duration = Duration::from_millis(500);
-const SECRET: &[u8] = b"a secret of this test alone";
+pub(super) const SHORT: Duration = Duration::from_millis(500);
+pub(super) const SECRET: &[u8] = b"a secret of this test alone";
 
 /// Returns ranks that meet at a free port, as separate processes do.
-fn apart(ranks: usize, deadline: Duration) -> Vec<GroupConfig> {
+pub(super) fn apart(ranks: usize, deadline: Duration) -> Vec<GroupConfig> {
     let address = format!("127.0.0.1:{}", free_port());
     let config = |rank| GroupConfig::new(rank, ranks, &address).secret(SECRET).deadline(deadline);
     (0..ranks).map(config).collect()
 }
 
-fn in_time(took: Duration, deadline: Duration) {
+pub(super) fn in_time(took: Duration, deadline: Duration) {
     assert!(took < deadline + Duration::from_secs(1) + SLACK, "took {took:?} with a deadline of {deadline:?}");
 }
 
 /// Returns the faults of a rendezvous that fails on all ranks.
-fn all_hear(configs: Vec<GroupConfig>, deadline: Duration) -> Vec<RendezvousFault> {
-    let ends = all(configs, |config| meeting_fault(meet(&config)));
+pub(super) fn all_hear(configs: Vec<GroupConfig>, deadline: Duration) -> Vec<RendezvousFault> {
+    let ends = all(configs, |config| rendezvous_fault(meet(&config)));
     ends.into_iter()
         .map(|(fault, took)| {
             in_time(took, deadline);
@@ -54,27 +51,27 @@ fn ranks_meet_in_any_order() {
             thread::sleep(Duration::from_millis(15 * (config.rank as u64 % 3)));
             (config.rank, meet(&config).expect("the ranks meet"))
         });
-        for ((rank, connections), _) in &met {
-            assert_eq!(connections.len(), ranks);
-            for (other, connection) in connections.iter().enumerate() {
-                assert_eq!(connection.is_none(), other == *rank);
+        for ((rank, channels), _) in &met {
+            assert_eq!(channels.len(), ranks);
+            for (other, channel) in channels.iter().enumerate() {
+                assert_eq!(channel.is_none(), other == *rank);
             }
         }
-        // Each connection leads to the right rank.
-        for ((rank, connections), _) in &met {
-            for (other, connection) in connections.iter().enumerate() {
-                if let Some(connection) = connection {
-                    let mut connection = connection;
-                    connection.write_all(&[*rank as u8, other as u8]).expect("it is open");
+        // Each channel leads to the right rank.
+        let mut channels: Vec<_> = met.into_iter().map(|(met, _)| met).collect();
+        for (rank, channels) in &mut channels {
+            for (other, channel) in channels.iter_mut().enumerate() {
+                if let Some(Channel { stream, keys }) = channel {
+                    stream.write_all(&keys.sealer.seal(&[*rank as u8, other as u8])).expect("it is open");
                 }
             }
         }
-        for ((rank, connections), _) in &met {
-            for (other, connection) in connections.iter().enumerate() {
-                if let Some(connection) = connection {
-                    let (mut connection, mut said) = (connection, [0; 2]);
-                    connection.read_exact(&mut said).expect("it is open");
-                    assert_eq!(said, [other as u8, *rank as u8]);
+        for (rank, channels) in &mut channels {
+            for (other, channel) in channels.iter_mut().enumerate() {
+                if let Some(Channel { stream, keys }) = channel {
+                    let mut got = [0; 2];
+                    keys.opener.open(stream).read_exact(&mut got).expect("it is open");
+                    assert_eq!(got, [other as u8, *rank as u8]);
                 }
             }
         }
@@ -139,20 +136,20 @@ fn duplicate_rank_reaches_all() {
             // A second rank 0 would also listen. The first can see only a second rank 0 that calls.
             let config = configs.remove(2);
             let ends = all([Some(&configs[0]), Some(&configs[1]), None], |one| match one {
-                Some(config) => Some(meeting_fault(meet(config))),
+                Some(config) => Some(rendezvous_fault(meet(config))),
                 None => {
                     let address = config.address.parse().expect("an address");
-                    let meeting = Rendezvous {
+                    let rendezvous = Rendezvous {
                         config: &config,
                         start: Instant::now(),
                         until: after(PLENTY),
                         addresses: vec![address],
                         is_this_host: true,
                     };
-                    let Ok(link) = meeting.call(0, &[address], None) else { panic!("rank 0 answers") };
-                    meeting.say_hello(&link, [0; 16], 0).expect("it is heard");
+                    let Ok(mut link) = rendezvous.call(0, &[address], None) else { panic!("rank 0 answers") };
+                    rendezvous.send_hello(&mut link, [0; 16], 0).expect("it is received");
                     // Reads everything to the end.
-                    while link.receive(Stage::Rendezvous, after(PLENTY)).is_ok() {}
+                    while link.receive(after(PLENTY)).is_ok() {}
                     None
                 }
             });
@@ -177,18 +174,16 @@ fn restarted_rank_replaces_its_predecessor() {
         if rank == 1 {
             // It calls, and dies.
             let config = &configs[1];
-            let meeting = Rendezvous {
+            let rendezvous = Rendezvous {
                 config,
                 start: Instant::now(),
                 until: after(PLENTY),
                 addresses: vec![address],
                 is_this_host: true,
             };
-            let Ok(link) = meeting.call(0, &[address], None) else { panic!("rank 0 answers") };
-            meeting.say_hello(&link, [0; 16], 9).expect("it is heard");
-            assert!(
-                matches!(link.receive(Stage::Rendezvous, after(PLENTY)), Ok(Message::Missing(missing)) if missing == [2])
-            );
+            let Ok(mut link) = rendezvous.call(0, &[address], None) else { panic!("rank 0 answers") };
+            rendezvous.send_hello(&mut link, [0; 16], 9).expect("it is received");
+            assert!(matches!(link.receive(after(PLENTY)), Ok(Message::Missing(missing)) if missing == [2]));
         }
         if rank == 2 {
             thread::sleep(Duration::from_millis(600));
@@ -206,20 +201,20 @@ fn differing_version_reaches_all() {
         let address: SocketAddr = other.address.parse().expect("an address");
         let ends = all([Some(&configs[0]), Some(&configs[1]), None], |one| {
             if let Some(config) = one {
-                return meeting_fault(meet(config));
+                return rendezvous_fault(meet(config));
             }
-            let meeting = Rendezvous {
+            let rendezvous = Rendezvous {
                 config: &other,
                 start: Instant::now(),
                 until: after(PLENTY),
                 addresses: vec![address],
                 is_this_host: true,
             };
-            let Ok(link) = meeting.call(0, &[address], None) else { panic!("rank 0 answers") };
+            let Ok(mut link) = rendezvous.call(0, &[address], None) else { panic!("rank 0 answers") };
             let hello = Hello { protocol, version: named.into(), group: [0; 16], port: 0 };
-            link.send(&Message::Hello(hello), after(PLENTY)).expect("it is heard");
+            link.send(&Message::Hello(hello), after(PLENTY)).expect("it is received");
             loop {
-                match link.receive(Stage::Rendezvous, after(PLENTY)).expect("it is broadcast_error") {
+                match link.receive(after(PLENTY)).expect("rank 0 answers") {
                     Message::Refused(fault) => return *fault,
                     said => assert!(matches!(said, Message::Missing(_))),
                 }
@@ -231,34 +226,6 @@ fn differing_version_reaches_all() {
             assert!(expected.starts_with(version()) && got.starts_with(named) && expected != got, "{fault}");
         }
     }
-}
-
-#[test]
-fn wrong_secret_is_named_by_both() {
-    for (other, none) in [(1, false), (0, false), (1, true), (0, true)] {
-        let mut configs = apart(2, SHORT);
-        configs[other] = configs[other].clone().secret("another secret than that");
-        if none {
-            let (rank, address) = (configs[other].rank, configs[other].address.clone());
-            configs[other] = GroupConfig::new(rank, 2, address).deadline(SHORT);
-        }
-        let faults = all_hear(configs, SHORT);
-        assert_eq!(faults[1].kind, RendezvousFaultKind::Secret { rank: 0 }, "{}", faults[1]);
-        let RendezvousFaultKind::Missing { ranks, seen } = &faults[0].kind else { panic!("{}", faults[0]) };
-        assert!(
-            *ranks == [1] && seen.iter().any(|seen| seen.contains("rank 1 has a different secret")),
-            "{}",
-            faults[0]
-        );
-    }
-    // A stranger that claims to be rank 1 does not keep rank 1 out. If it comes after all have met,
-    // nothing answers.
-    let configs = apart(2, PLENTY);
-    let stranger = configs[1].clone().secret("another secret than that").deadline(SHORT);
-    all([&configs[0], &stranger, &configs[1]], |config| {
-        let met = meet(config);
-        assert_eq!(met.is_err(), std::ptr::eq(config, &stranger));
-    });
 }
 
 #[test]
@@ -274,169 +241,12 @@ fn first_timeout_explains_missing_rank() {
 }
 
 #[test]
-fn rank_0_must_prove_itself() {
-    // A server that behaves like a real one, but has only the data that the client has sent.
-    let listener = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
-    let config =
-        GroupConfig::new(1, 2, listener.local_addr().expect("an address").to_string()).secret(SECRET).deadline(PLENTY);
-    let ends = all([true, false], |client| {
-        if client {
-            return Some(meeting_fault(meet(&config)));
-        }
-        let link = Link::new(listener.accept().expect("it calls").0).expect("a link");
-        let Ok(Message::Greeting(greeting)) = link.receive(Stage::Introduction, after(PLENTY)) else {
-            panic!("a greeting")
-        };
-        link.send(&Message::Greeting(Greeting { rank: 0, ..greeting }), after(PLENTY)).expect("it hears");
-        let proof = link.receive(Stage::Introduction, after(PLENTY)).expect("a proof");
-        // The client's own proof, sent back.
-        link.send(&proof, after(PLENTY)).expect("it hears");
-        let _ = link.receive(Stage::Rendezvous, after(PLENTY));
-        None
-    });
-    assert_eq!(ends[0].0.as_ref().expect("a fault").kind, RendezvousFaultKind::Secret { rank: 0 });
-}
-
-#[test]
-fn replayed_proof_is_refused() {
-    let secret = crate::secret::Secret::new(SECRET);
-    let listener = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
-    let address = listener.local_addr().expect("an address");
-    let mut listener = Listener::new(listener, (0, 2), &secret).expect("a listener");
-    // This test plays the listener, and keeps what a rank sends to a server.
-    let client = Greeting::new([5; PROOF], 1, 2);
-    let server = Greeting::new([6; PROOF], 0, 2);
-    let overheard = secret.proof(Role::Client, &client, &server);
-    let link = Link::new(TcpStream::connect(address).expect("it listens")).expect("a link");
-    link.send(&Message::Greeting(client), after(PLENTY)).expect("it hears");
-    let start = Instant::now();
-    let answer = thread::scope(|scope| {
-        let caller = scope.spawn(|| {
-            let Ok(Message::Greeting(own)) = link.receive(Stage::Introduction, after(PLENTY)) else {
-                panic!("a greeting")
-            };
-            assert_ne!(own.nonce, server.nonce, "a number is made up anew");
-            link.send(&Message::Proof(overheard), after(PLENTY)).expect("it hears");
-            link.receive(Stage::Introduction, after(PLENTY))
-        });
-        while listener.seen().is_empty() {
-            assert!(listener.next_peer().is_none() && start.elapsed() < PLENTY);
-        }
-        caller.join().expect("no panic")
-    });
-    assert_eq!(answer, Ok(Message::Denied));
-    assert!(listener.seen()[0].contains("rank 1 has a different secret"), "{:?}", listener.seen());
-}
-
-#[test]
 fn taken_port_is_named() {
     let taken = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
     let address = taken.local_addr().expect("an address").to_string();
-    let fault = meeting_fault(meet(&GroupConfig::new(0, 2, &address).deadline(PLENTY)));
+    let fault = rendezvous_fault(meet(&GroupConfig::new(0, 2, &address).deadline(PLENTY)));
     assert!(matches!(fault.kind, RendezvousFaultKind::Taken { .. }), "{fault}");
     assert!(fault.to_string().contains(&address) && fault.to_string().contains("another port"), "{fault}");
-}
-
-#[test]
-fn foreign_listener_is_reported() {
-    let listener = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
-    let config = GroupConfig::new(1, 2, listener.local_addr().expect("an address").to_string()).deadline(SHORT);
-    thread::spawn(move || {
-        while let Ok((mut stream, _)) = listener.accept() {
-            let _ = stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n");
-            thread::sleep(Duration::from_millis(20));
-        }
-    });
-    let fault = meeting_fault(meet(&config));
-    assert!(fault.to_string().contains("not from stepscope"), "{fault}");
-}
-
-#[test]
-fn strangers_delay_no_rank() {
-    let configs = apart(4, PLENTY);
-    let (address, over) = (configs[0].address.clone(), Arc::new(AtomicBool::new(false)));
-    let strangers: Vec<_> = (0..8)
-        .map(|kind: usize| {
-            let (address, over) = (address.clone(), over.clone());
-            thread::spawn(move || {
-                let mut held = Vec::new();
-                while !over.load(Ordering::SeqCst) {
-                    if let Ok(mut stream) = TcpStream::connect(&address) {
-                        let greeting = Message::Greeting(Greeting::new([1; PROOF], 1, 4)).frame();
-                        let _ = match kind {
-                            0 => stream.write_all(b"GET / HTTP/1.1\r\n\r\n"),
-                            1 => stream.write_all(&[0, 255, 255, 255, 255]),
-                            2 => stream.write_all(&[0xff; 10_000]),
-                            3 => stream.write_all(&greeting[..greeting.len() - 1]),
-                            4 => stream.write_all(&[greeting, Message::Proof([0; PROOF]).frame()].concat()),
-                            5 => stream.write_all(&greeting),
-                            _ => Ok(()),
-                        };
-                        // Some leave at once. Others send nothing, and stay.
-                        if kind != 7 && held.len() < 40 {
-                            held.push(stream);
-                        }
-                    }
-                    thread::sleep(Duration::from_millis(1));
-                }
-            })
-        })
-        .collect();
-    let met = all(configs, |config| {
-        // The strangers come first.
-        thread::sleep(Duration::from_millis(if config.rank == 0 { 0 } else { 300 }));
-        meet(&config).expect("the ranks meet")
-    });
-    over.store(true, Ordering::SeqCst);
-    for (_, took) in met {
-        assert!(took < INTRODUCTION + SLACK, "took {took:?}");
-    }
-    strangers.into_iter().for_each(|stranger| stranger.join().expect("no panic"));
-}
-
-#[test]
-fn crowding_evicts_oldest_strangers_only() {
-    let secret = crate::secret::Secret::default();
-    let listener = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
-    let address = listener.local_addr().expect("an address");
-    let mut listener = Listener::new(listener, (0, 2), &secret).expect("a listener");
-    let config = GroupConfig::new(1, 2, address.to_string());
-    let meeting = Rendezvous {
-        config: &config,
-        start: Instant::now(),
-        until: after(PLENTY),
-        addresses: vec![address],
-        is_this_host: true,
-    };
-    thread::scope(|scope| {
-        let caller = scope.spawn(|| {
-            let Ok(link) = meeting.call(0, &[address], None) else { panic!("it answers") };
-            meeting.say_hello(&link, [0; 16], 0).expect("it is heard");
-            link
-        });
-        let peer = loop {
-            if let Some(peer) = listener.next_peer() {
-                break peer;
-            }
-        };
-        let start = Instant::now();
-        let mut strangers: Vec<_> = (0..150)
-            .map(|_| {
-                assert!(listener.next_peer().is_none());
-                TcpStream::connect(address).expect("it listens")
-            })
-            .collect();
-        let last = Instant::now();
-        while last.elapsed() < Duration::from_millis(100) {
-            assert!(listener.next_peer().is_none());
-        }
-        strangers[0].set_read_timeout(Some(PLENTY)).expect("a socket");
-        assert!(!matches!(strangers[0].read(&mut [0]), Ok(1..)), "the oldest was shown out");
-        assert!(start.elapsed() < INTRODUCTION - Duration::from_secs(1), "and not by its own deadline");
-        let link = caller.join().expect("no panic");
-        peer.link.send(&Message::Go, after(PLENTY)).expect("the peer is still there");
-        assert_eq!(link.receive(Stage::Rendezvous, after(PLENTY)), Ok(Message::Go));
-    });
 }
 
 #[test]
@@ -479,7 +289,7 @@ fn local_host_names_work() {
 #[test]
 fn zero_and_unlimited_deadlines_work() {
     let mut configs = configs(2, Duration::ZERO);
-    let fault = meeting_fault(meet(&configs.remove(1)));
+    let fault = rendezvous_fault(meet(&configs.remove(1)));
     assert!(matches!(fault.kind, RendezvousFaultKind::Unreachable { .. }), "{fault}");
     all(apart(2, Duration::MAX), |config| drop(meet(&config).expect("the ranks meet")));
 }

@@ -39,7 +39,7 @@ fn rank_fault() -> impl Strategy<Value = RankFault> {
     )
 }
 
-fn meeting_fault() -> impl Strategy<Value = RendezvousFault> {
+fn rendezvous_fault() -> impl Strategy<Value = RendezvousFault> {
     let rank = 0..MOST_RANKS;
     let kind = prop_oneof![
         (vec(rank.clone(), 0..9), vec(text(), 0..3))
@@ -74,9 +74,8 @@ fn meeting_fault() -> impl Strategy<Value = RendezvousFault> {
 }
 
 fn message() -> impl Strategy<Value = Message> {
-    let greeting = (any::<[u8; PROOF]>(), 1..=MOST_RANKS as u32).prop_flat_map(|(nonce, ranks)| {
-        (0..ranks).prop_map(move |rank| Message::Greeting(Greeting::new(nonce, rank, ranks)))
-    });
+    let greeting = (1..=MOST_RANKS as u32)
+        .prop_flat_map(|ranks| (0..ranks).prop_map(move |rank| Message::Greeting(Greeting::new(rank, ranks))));
     let announcement = (any::<u64>(), text(), text(), any::<u64>(), text(), vec(any::<u8>(), 0..300)).prop_map(
         |(sequence, op, element, count, location, word)| {
             Message::Announce(Announcement { sequence, op, element, count, location, word })
@@ -91,12 +90,12 @@ fn message() -> impl Strategy<Value = Message> {
     let address = (any::<std::net::IpAddr>(), any::<u16>()).prop_map(|(ip, port)| SocketAddr::new(ip, port));
     prop_oneof![
         greeting,
-        any::<[u8; PROOF]>().prop_map(Message::Proof),
+        vec(any::<u8>(), 0..=MOST_HANDSHAKE).prop_map(Message::Handshake),
         (any::<u32>(), text(), any::<[u8; 16]>(), any::<u16>())
             .prop_map(|(protocol, version, group, port)| Message::Hello(Hello { protocol, version, group, port })),
         vec(any::<u32>(), 0..20).prop_map(Message::Missing),
         (any::<[u8; 16]>(), vec(address, 0..20)).prop_map(|(group, roster)| Message::Roster(group, roster)),
-        meeting_fault().prop_map(|fault| Message::Refused(Box::new(fault))),
+        rendezvous_fault().prop_map(|fault| Message::Refused(Box::new(fault))),
         announcement,
         beat,
         any::<u64>().prop_map(Message::Begin),
@@ -285,8 +284,26 @@ fn excessive_element_counts_are_refused() {
 }
 
 #[test]
+fn handshake_messages_fit_their_bound() {
+    assert_eq!(MOST_HANDSHAKE, crate::channel::CALL.max(crate::channel::ANSWER));
+}
+
+/// A greeting of versions 1 to 3: the magic, a random number, and two small ranks.
+#[test]
+fn an_old_greeting_is_named() {
+    for nonce in [0, 7, 255] {
+        let body = [&OLD_MAGIC[..], &[nonce; 32], &[1, 4]].concat();
+        let frame = [&[GREETING][..], &(body.len() as u32).to_le_bytes(), &body].concat();
+        let error = read(&mut &frame[..], Stage::Introduction).expect_err("no protocol of ours");
+        assert_eq!(error, WireError::OldProtocol);
+        let text = error.to_string();
+        assert!(text.contains("messages of version 3 or less, here 4") && text.contains("same program"), "{text}");
+    }
+}
+
+#[test]
 fn another_greeting_is_refused() {
-    let mut frame = Message::Greeting(Greeting::new([0; PROOF], 0, 1)).frame();
+    let mut frame = Message::Greeting(Greeting::new(0, 1)).frame();
     frame[HEADER] ^= 1;
     let heard = read(&mut &frame[..], Stage::Introduction);
     assert_eq!(heard, Err(WireError::Body { kind: 0, what: "another greeting" }));
@@ -296,8 +313,8 @@ fn another_greeting_is_refused() {
 #[test]
 fn kinds_keep_their_numbers() {
     let messages = [
-        Message::Greeting(Greeting::new([0; PROOF], 0, 1)),
-        Message::Proof([0; PROOF]),
+        Message::Greeting(Greeting::new(0, 1)),
+        Message::Handshake(Vec::new()),
         Message::Denied,
         Message::Hello(Hello { protocol: PROTOCOL, version: String::new(), group: [0; 16], port: 0 }),
         Message::Missing(Vec::new()),
@@ -314,8 +331,100 @@ fn kinds_keep_their_numbers() {
 #[test]
 fn invalid_ranks_are_refused() {
     for (rank, ranks) in [(0, 0), (3, 3), (1, MOST_RANKS as u32 + 1), (u32::MAX, u32::MAX)] {
-        let frame = Message::Greeting(Greeting::new([0; PROOF], rank, ranks)).frame();
+        let frame = Message::Greeting(Greeting::new(rank, ranks)).frame();
         let heard = read(&mut &frame[..], Stage::Introduction);
         assert!(matches!(heard, Err(WireError::Body { .. })), "rank {rank} of {ranks}: {heard:?}");
     }
+}
+
+/// Returns one message of each kind, by stage. The fuzz target of messages starts from them.
+fn corpus() -> [(&'static str, Vec<Message>); 3] {
+    let call = "train/src/main.rs:57:21";
+    let rendezvous = RendezvousFault {
+        found_by: 0,
+        ranks: 4,
+        address: "spark-1:29500".into(),
+        waited: Duration::from_millis(30_000),
+        kind: RendezvousFaultKind::Missing { ranks: vec![2, 3], seen: vec!["a caller from 10.0.0.9".into()] },
+    };
+    let last = LastHeard {
+        ago: Duration::from_millis(150),
+        op: "update".into(),
+        sequence: 6,
+        location: call.into(),
+        since: Duration::from_secs(5),
+        waits_for: Some(3),
+    };
+    let fault = RankFault {
+        rank: 2,
+        ranks: 4,
+        kind: RankFaultKind::Failed { reason: "the loss is not finite".into() },
+        found_by: 2,
+        op: "update".into(),
+        sequence: 7,
+        location: call.into(),
+        waited: Duration::ZERO,
+        last: Some(last),
+    };
+    let hello = Hello { protocol: PROTOCOL, version: "0.2.0".into(), group: [0; 16], port: 40_001 };
+    let roster = ["10.0.0.1:29500", "10.0.0.2:40001", "[fd00::3]:40002"].map(|at| at.parse().expect("an address"));
+    let announcement = Announcement {
+        sequence: 7,
+        op: "update".into(),
+        element: "f32".into(),
+        count: 124_439_808,
+        location: call.into(),
+        word: br#"[["samples","32"]]"#.to_vec(),
+    };
+    let beat = Beat { sequence: 7, op: "update".into(), location: call.into(), since_ms: 1_250, waits_for: Some(3) };
+    [
+        (
+            "introduction",
+            vec![
+                Message::Greeting(Greeting::new(1, 4)),
+                Message::Handshake((0..MOST_HANDSHAKE as u8).collect()),
+                Message::Denied,
+            ],
+        ),
+        (
+            "rendezvous",
+            vec![
+                Message::Hello(hello),
+                Message::Missing(vec![2, 3]),
+                Message::Roster([7; 16], roster.to_vec()),
+                Message::Ready,
+                Message::Go,
+                Message::Refused(Box::new(rendezvous)),
+            ],
+        ),
+        (
+            "group",
+            vec![
+                Message::Announce(announcement),
+                Message::Beat(beat),
+                Message::Begin(5),
+                Message::Fault(Box::new(fault)),
+                Message::Bye,
+                Message::Piece(vec![1, 2, 3, 4, 5]),
+            ],
+        ),
+    ]
+}
+
+/// The committed corpus has the messages of this protocol. `ci/generate corpus` rewrites it.
+#[test]
+fn fuzz_corpus_is_current() {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/corpus/group");
+    let mut kinds = Vec::new();
+    for (name, messages) in corpus() {
+        let frames: Vec<_> = messages.iter().map(Message::frame).collect();
+        kinds.extend(frames.iter().map(|frame| frame[0]));
+        let (path, frames) = (format!("{folder}/{name}"), frames.concat());
+        if std::env::var_os("STEPSCOPE_WRITE_CORPUS").is_some() {
+            std::fs::write(&path, &frames).expect("the corpus can be written");
+        }
+        let committed = std::fs::read(&path).expect("a committed file");
+        assert!(committed == frames, "{path} has messages of another protocol; run ci/generate corpus");
+    }
+    assert_eq!(kinds, (0..=PIECE).collect::<Vec<_>>(), "every kind, in order");
 }
