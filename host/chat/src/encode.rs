@@ -1,8 +1,8 @@
 //! Tokens of a row, and which of them count in the loss.
 //!
-//! The assistant's part of a chat is what the template adds for its message after the generation
-//! prompt: rendering the messages before it with that prompt must give the beginning of rendering
-//! them with it. Templates that rewrite earlier messages break this, and are refused for such a
+//! The assistant's part of a chat is the text that the template adds after the generation prompt.
+//! The messages before it, rendered with that prompt, must be the beginning of the text that
+//! includes it. Templates that rewrite earlier messages break this, and are refused for such a
 //! chat.
 //!
 //! ```text

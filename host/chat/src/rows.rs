@@ -51,7 +51,7 @@ impl Row {
 /// Reads the rows of a JSON-lines file of at most `max_bytes` bytes.
 ///
 /// # Errors
-/// [`Error::File`] if the file cannot be read, or with the number of the first line that is no row.
+/// [`Error::File`] if the file cannot be read or a line is not a row. It names the first such line.
 pub fn read_rows(path: impl AsRef<Path>, max_bytes: u64) -> Result<Vec<Row>> {
     let path = path.as_ref();
     let bytes = PlainFile::read_whole(path, max_bytes).map_err(|reason| Error::file(path, reason))?;

@@ -1,8 +1,8 @@
 //! A model's chat template, in Jinja as transformers renders it.
 //!
 //! transformers trims blocks, adds `raise_exception`, a `tojson` like Python's `json.dumps`, and
-//! the tag `generation` around what the assistant writes. It also adds `strftime_now`, which is
-//! left out here: a text would depend on the day. Templates that offer a fixed date use it then.
+//! the tag `generation` around the assistant's text. It also adds `strftime_now`, which is left out
+//! here: a text would depend on the day. Templates that offer a fixed date use it then.
 //!
 //! Invariant: the same messages always give the same text.
 
@@ -28,7 +28,7 @@ impl ChatTemplate {
     /// Makes a template from its source, with special tokens such as `bos_token` by name.
     ///
     /// # Errors
-    /// The line and the fault, if the source is no valid template.
+    /// Returns the line and the fault if the source is not a valid template.
     pub fn new(source: &str, tokens: Map<String, Value>) -> std::result::Result<Self, String> {
         let mut environment = Environment::new();
         environment.set_trim_blocks(true);

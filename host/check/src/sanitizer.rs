@@ -217,7 +217,7 @@ struct Sanitizer {
 }
 
 impl ArenaObserver for Sanitizer {
-    /// Leaves the arena if the tool does not take it.
+    /// Returns false, which detaches this observer, if the tool does not accept the arena.
     fn event(&mut self, event: &Event) -> bool {
         match (event.kind, event.origin) {
             (Kind::Reserve, Origin::Arena) => self.register_heap(event.address, event.bytes),

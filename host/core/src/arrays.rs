@@ -13,7 +13,7 @@ impl<'s> EagerStep<'s> {
     /// Uploads a copy of an array of at most four extents into a new tensor.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for more extents, and those of [`EagerStep::upload`].
+    /// [`Error::Misuse`] for more extents, and the errors of [`EagerStep::upload`].
     #[track_caller]
     pub fn upload_array<T: Element, D: Dimension>(&self, array: ArrayView<'_, T, D>) -> Result<Tensor<'s, T>> {
         let shape: Shape = match *array.shape() {

@@ -12,7 +12,7 @@ impl<T: Pod + Send> Memory<T> {
     /// Queues a copy of `values` to the start of the memory.
     ///
     /// # Panics
-    /// If they do not fit.
+    /// Panics if they do not fit.
     pub(crate) fn copy_from(self, device: &Device, values: &[T], deadline: Duration) -> Result<()> {
         self.bytes().copy_bytes(None, device, bytemuck::cast_slice(values), deadline)
     }
@@ -30,7 +30,7 @@ impl Memory<u8> {
     /// may use, lets all but the last hop of the copy run concurrently with the work queued before.
     ///
     /// # Panics
-    /// If they do not fit into either.
+    /// Panics if they do not fit into either.
     pub(crate) fn copy_bytes(
         self,
         transit: Option<Self>,
@@ -67,7 +67,7 @@ pub type OfRank = (usize, Memory<f32>);
 /// write this memory or read what is received.
 ///
 /// # Panics
-/// If memory belongs to another device, or received memory overlaps any other.
+/// Panics if memory belongs to another device, or received memory overlaps any other.
 ///
 /// # Safety
 /// Until the link is followed, nothing frees this memory, writes it, or reads what is received.
@@ -104,7 +104,7 @@ impl PinnedReadback {
     /// The device's, when the copy cannot be queued.
     ///
     /// # Panics
-    /// When the tensor has another number of elements.
+    /// Panics when the tensor has another number of elements.
     pub fn land<'s, S: Stored>(&mut self, tensor: &impl Source<'s, S>) -> Result<()> {
         tensor.memory().land(self)
     }
@@ -114,7 +114,7 @@ impl<S: Stored> Memory<S> {
     /// Queues a copy of the only element to the next word of `landing`.
     ///
     /// # Panics
-    /// Unless there is exactly one element.
+    /// Panics unless there is exactly one element.
     pub(crate) fn land(self, landing: &mut PinnedReadback) -> Result<()> {
         assert_eq!(self.len(), 1, "a result of one element");
         // SAFETY: the memory is valid by this type's invariant, and holds exactly one element of

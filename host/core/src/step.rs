@@ -294,7 +294,7 @@ impl<'s> EagerStep<'s> {
     /// Reads a tensor of one element, like [`EagerStep::read`].
     ///
     /// # Errors
-    /// [`Error::Misuse`] when it has a different number of elements, and those of
+    /// [`Error::Misuse`] when it has a different number of elements, and the errors of
     /// [`EagerStep::read`].
     pub fn read_scalar<T: Element>(&self, tensor: &impl Source<'s, T>) -> Result<T> {
         match self.read(tensor)?.as_slice() {

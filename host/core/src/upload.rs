@@ -142,7 +142,7 @@ impl<T: Element> Buffer<T> {
     /// write the same bytes each time.
     ///
     /// # Panics
-    /// If the range exceeds the buffer.
+    /// Panics if the range exceeds the buffer.
     pub(crate) fn write_with(&mut self, start: usize, len: usize, fill: &Fill<'_>) -> Result<()> {
         let name = |offset| (format!("{}[{}]", T::NAME, self.len()), start * size_of::<T>() + offset);
         let content = Content::new(self.memory().part(start, len), fill, &name);
@@ -217,7 +217,8 @@ impl<'c> Content<'c> {
         (self.memory.address() - self.memory.words().address()) as usize
     }
 
-    /// Finds the tensor for a chunk with a wrong checksum: that of the first element that differs.
+    /// Finds the tensor for a chunk with a wrong checksum: the tensor of the first element that
+    /// differs.
     fn damaged(&self, device: &Device, chunk: usize, expected: u64, got: u64) -> Error {
         let place = |word: usize| (word * WORD).saturating_sub(self.bytes_before()).min(self.bytes());
         let (start, end) = (place(chunk * CHUNK), place((chunk + 1) * CHUNK));

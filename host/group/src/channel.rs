@@ -164,7 +164,7 @@ impl Opener {
         self.at == self.opened.len()
     }
 
-    /// Returns a stream of the content of the records that `from` has.
+    /// Returns a stream of the contents of the records in `from`.
     pub(super) fn open<R: Read>(&mut self, from: R) -> Opened<'_, R> {
         Opened { opener: self, from }
     }

@@ -103,9 +103,9 @@ pub(crate) enum Message {
     Missing(Vec<u32>),
     /// The group's number, and the address of each rank.
     Roster([u8; 16], Vec<SocketAddr>),
-    /// The sender has all its connections.
+    /// The sender is connected to all ranks.
     Ready,
-    /// All ranks have theirs.
+    /// All ranks are connected to each other.
     Go,
     /// The rendezvous has failed.
     Refused(Box<RendezvousFault>),

@@ -100,7 +100,7 @@ impl Transformer {
     /// With `documents` of the same shape, tokens attend only to their own document.
     ///
     /// # Errors
-    /// When an op fails, for example because the arena is full.
+    /// Returns an error if an op fails, for example because the arena is full.
     #[track_caller]
     pub fn forward<'s, S: Activation>(
         &self,
@@ -133,7 +133,7 @@ impl Transformer {
     /// Allocates the key-value caches of the blocks, for one sample that is being generated.
     ///
     /// # Errors
-    /// When the arena is full.
+    /// Returns an error if the arena is full.
     pub fn caches<'s>(&self, step: &Step<'s>) -> Result<Vec<KeyValueCache<'s>>> {
         let columns = self.config.kv_heads * self.config.head_width;
         self.blocks.iter().map(|_| KeyValueCache::new(step, self.config.context, columns)).collect()
@@ -143,7 +143,7 @@ impl Transformer {
     /// `place`: `[1, 1]`, given the cached keys and values of all tokens before it.
     ///
     /// # Errors
-    /// When an op fails.
+    /// Returns an error if an op fails.
     #[track_caller]
     pub fn next<'i, 's>(
         &self,
@@ -174,7 +174,7 @@ impl Transformer {
     /// [`Transformer::forward`].
     ///
     /// # Errors
-    /// When an op fails.
+    /// Returns an error if an op fails.
     #[track_caller]
     pub fn logits<'s>(&self, step: &Step<'s>, weights: &Parameters, rows: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
         let (vocabulary, width) = (self.config.vocabulary, self.config.width);

@@ -89,7 +89,7 @@ impl Weights {
     /// Overwrites all parameters of the model with these weights.
     ///
     /// # Errors
-    /// When the upload fails.
+    /// Returns an error if the upload fails.
     pub fn load(&self, parameters: &mut Parameters) -> Result<()> {
         let bytes = |entry: &ParameterEntry| self.values.get(entry.name()).map(|values| as_bytes(values));
         parameters.load(bytes, Transfer::new())

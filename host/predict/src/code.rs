@@ -61,7 +61,7 @@ impl Kernels {
     /// Returns the kernels of `sm_90` or `sm_121`.
     ///
     /// # Panics
-    /// When the file, which is part of the program, has no such architecture.
+    /// Panics if `code.json`, which is part of the program, lacks this architecture.
     pub fn of(arch: &str) -> Self {
         let mut all: BTreeMap<String, BTreeMap<String, Code>> =
             serde_json::from_str(include_str!("../code.json")).expect("ci/generate has written it");

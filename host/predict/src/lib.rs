@@ -32,7 +32,7 @@ use stepscope::{Arena, Capacity, Description, Device, DeviceKind, EagerStep, Lau
 /// no memory is allocated.
 ///
 /// # Errors
-/// When `run` fails.
+/// Returns an error if `run` fails.
 pub fn dry_run(processors: u32, run: impl for<'s> FnOnce(&mut EagerStep<'s>) -> Result<()>) -> Result<Vec<Launch>> {
     let device = Device::open(DeviceKind::Emulated)?;
     let description = Description { kind: DeviceKind::Cuda, processors, ..device.description().clone() };

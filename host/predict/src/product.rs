@@ -10,7 +10,7 @@ use crate::work::{Work, adds};
 const LATENCY: f64 = 30.0;
 
 /// Instructions per guarded chunk of eight elements. In `sm_90`'s code, a loop of eight such chunks
-/// has 366.
+/// has 366 instructions.
 const OF_CHUNK: f64 = 366.0 / 8.0;
 /// Cycles of a lone warp per such instruction. Four chunks of a 64 x 64 tile are 93 instructions
 /// and take 297 cycles, by the assembler's stall counts.

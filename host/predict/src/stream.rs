@@ -47,9 +47,10 @@ const SETTINGS: f64 = 3.0;
 
 /// Instructions per element of a thread, for kernels whose work depends on the row length.
 ///
-/// Softmax's loop has 284 for 16 exponentials; ten more are the maximum, the factor and the store.
-/// Attention's are from `docs/lab/step.md`, for a head of 12 tokens. Its backward pass has twice
-/// the products, so twice as many. Those of norms and rounding are assumed.
+/// Softmax's loop has 284 instructions for 16 exponentials. Ten more instructions compute the
+/// maximum and the factor, and store the result. The counts of attention are from
+/// `docs/lab/step.md`, for a head of 12 tokens. Its backward pass has twice the products, so twice
+/// as many instructions. The counts of norms and rounding are assumed.
 const PER_ELEMENT: [(&str, f64); 9] = [
     ("round_to_", 10.0),
     ("attention_forward", 1375.0 * 32.0 / (12.0 * 64.0 * 3.0)),

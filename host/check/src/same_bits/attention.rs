@@ -1,7 +1,7 @@
 //! The cases of attention over any number of tokens, which all variants of a family share.
 //!
-//! Invariant: that of [`cases`](super::cases). A kernel receives seeded numbers in place of another
-//! kernel's output, so no case depends on another kernel.
+//! Invariant: the invariant of [`cases`](super::cases) holds. A kernel receives seeded numbers in
+//! place of another kernel's output, so no case depends on another kernel.
 
 #![forbid(unsafe_code)]
 

@@ -1,8 +1,9 @@
 //! The cases of attention on tensor cores, which all variants of a family share.
 //!
-//! Invariant: that of [`cases`](super::cases). Every sum is exact, so the order in which a GPU's
-//! tensor cores add changes nothing. The values of q, k, v and dout are small whole numbers, with
-//! more zeros in wider heads. The weights are powers of two, because scores are multiples of ln 2.
+//! Invariant: the invariant of [`cases`](super::cases) holds. Every sum is exact, so the order in
+//! which a GPU's tensor cores add changes nothing. The values of q, k, v and dout are small whole
+//! numbers, with more zeros in wider heads. The weights are powers of two, because scores are
+//! multiples of ln 2.
 
 #![forbid(unsafe_code)]
 

@@ -1,6 +1,6 @@
 //! The cases of matmuls, which all variants of a family share.
 //!
-//! Invariant: that of [`cases`](super::cases).
+//! Invariant: the invariant of [`cases`](super::cases) holds.
 
 #![forbid(unsafe_code)]
 

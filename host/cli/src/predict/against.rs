@@ -59,7 +59,7 @@ impl Compared {
 /// Predicts every line that was measured on an H200.
 ///
 /// # Errors
-/// When the samples cannot be read.
+/// Returns an error if the samples cannot be read.
 pub(crate) fn compare(folder: &Path, gpu: &Gpu, kernels: &Kernels) -> Outcome<Vec<Compared>> {
     Ok(predicted(all(folder, gpu.processors)?, gpu, kernels))
 }
@@ -67,7 +67,7 @@ pub(crate) fn compare(folder: &Path, gpu: &Gpu, kernels: &Kernels) -> Outcome<Ve
 /// Predicts the steps that a run of the step bench measured.
 ///
 /// # Errors
-/// When its file cannot be read, or is from another bench.
+/// Returns an error if its file cannot be read, or is from another bench.
 pub(crate) fn beside(file: &Path, gpu: &Gpu, kernels: &Kernels) -> Outcome<Vec<Compared>> {
     let run = read(file)?;
     let of_command = run["command"].as_array().map(Vec::as_slice).unwrap_or_default();

@@ -45,7 +45,7 @@ pub(crate) fn attention<S: AttentionElement>(
 /// the number of calls. None if the bench's name for the op is unknown here.
 ///
 /// # Errors
-/// When an op fails.
+/// Returns an error if an op fails.
 pub(crate) fn kernel(processors: u32, name: &str, elements: usize) -> Result<Option<(Vec<Launch>, usize)>> {
     let sets = ((1 << 26) / elements).clamp(1, 64);
     let mut known = true;

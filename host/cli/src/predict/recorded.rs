@@ -13,7 +13,7 @@ pub(crate) type File = &'static str;
 pub(crate) const STEPS: [(Precision, File); 2] =
     [(F32, "2026-11-25-h200-step.json"), (Tf32, "2026-11-21-h200-step-tf32.json")];
 
-/// Updates of GPT-2 with the example `gpt`, on samples of 1,024 tokens.
+/// Updates of GPT-2 by `stepscope train`, on samples of 1,024 tokens.
 #[derive(Clone, Copy)]
 pub(crate) struct Gpt {
     pub(crate) size: Size,

@@ -22,7 +22,7 @@ pub(crate) enum Work {
 /// Returns the launches of one step on `batch` samples, on a GPU with this many multiprocessors.
 ///
 /// # Errors
-/// When an op fails.
+/// Returns an error if an op fails.
 pub(crate) fn launches(processors: u32, work: &Work, precision: Precision, batch: usize) -> Result<Vec<Launch>> {
     // The launches that initialize the weights and the optimizer's state are not part of a step.
     let before = dry_run(processors, |step| set_up(step, work, precision, batch, Until::Ready))?.len();

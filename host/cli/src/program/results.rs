@@ -29,7 +29,7 @@ pub struct Results(());
 /// Locks the folder, which is created if missing.
 ///
 /// # Errors
-/// When another run has locked it, [`check`] refuses it, or the system fails.
+/// Returns an error if another run has locked it, [`check`] refuses it, or the system fails.
 pub fn take(out: &Path, resume: Option<&Path>, overwrite: bool) -> Result<Results, Box<dyn Error + Send + Sync>> {
     fs::create_dir_all(out).map_err(|error| format!("{}: {error}", out.display()))?;
     *HELD.lock().unwrap_or_else(PoisonError::into_inner) = Some(RunLock::hold(out)?);

@@ -29,7 +29,7 @@ const WRITING: u8 = 2;
 /// Installs the handlers. Pass the returned flag to [`stepscope::Trainer::stop_when`].
 ///
 /// # Errors
-/// When the system cannot start the thread or install a handler.
+/// Returns an error if the system cannot start the thread or install a handler.
 pub fn listen(log: Log) -> io::Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     let mut wanted = vec![SIGINT, SIGTERM];

@@ -110,7 +110,7 @@ impl<D: Serialize> Report<D> {
     /// Writes `report.json` and `loss.svg` into `folder`, which must exist.
     ///
     /// # Errors
-    /// When a file cannot be written. The previous file is then unchanged.
+    /// Returns an error if a file cannot be written. The previous file is then unchanged.
     pub(crate) fn write(&self, folder: &Path, vocabulary: usize) -> Result<()> {
         let mut json = serde_json::to_string_pretty(self).expect("plain numbers and lists have a JSON form");
         json.push('\n');

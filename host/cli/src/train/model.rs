@@ -93,7 +93,7 @@ impl<S: Activation> Gpt<S> {
     /// Returns the input of the head: `[samples, tokens, width]` for `ids: [samples, tokens]`.
     ///
     /// # Errors
-    /// When an op fails, for example because the arena is full.
+    /// Returns an error if an op fails, for example because the arena is full.
     pub(crate) fn hidden<'s>(
         &self,
         tape: &Tape<'_, 's>,

@@ -11,7 +11,7 @@ use crate::train::model::{Activation, Gpt};
 /// before any of `ends`.
 ///
 /// # Errors
-/// When the device fails.
+/// Returns an error if the device fails.
 pub(crate) fn write<S: Activation>(
     device: &Device,
     model: &Gpt<S>,

@@ -111,7 +111,7 @@ impl Text {
     /// Appends the tokens at these positions to `into`.
     ///
     /// # Errors
-    /// When a file has changed or can no longer be read.
+    /// Returns an error if a file has changed or can no longer be read.
     pub(crate) fn read(&self, places: Range<usize>, into: &mut Vec<u32>) -> Result<()> {
         let first = self.ends.partition_point(|&end| end <= places.start);
         for (part, &end) in self.parts.iter().zip(&self.ends).skip(first) {

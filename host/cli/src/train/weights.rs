@@ -23,7 +23,8 @@ pub(crate) fn read(folder: &Path, context: Option<usize>) -> Outcome<Weights> {
     Ok(weights)
 }
 
-/// Reports file errors as the user's to fix, and others, such as a memory shortage, unchanged.
+/// Reports file errors as mistakes of the user, and returns other errors, such as a memory
+/// shortage, unchanged.
 pub(crate) fn refused(error: Error) -> Box<dyn std::error::Error + Send + Sync> {
     match error {
         Error::File { path, reason } => bad(path.display(), reason),

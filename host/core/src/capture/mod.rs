@@ -137,8 +137,8 @@ impl Arena {
     /// # Errors
     /// [`Error::CaptureNeeds`] when the arena has too little memory, before the driver is called.
     /// [`Error::Misuse`] for a launch that uses a tensor of a running step, which the state brought
-    /// in. Those of `record`. [`Error::Driver`] when the driver refuses. After an error the arena
-    /// and the device are as before.
+    /// in. The errors of `record`. [`Error::Driver`] when the driver refuses. After an error the
+    /// arena and the device are as before.
     pub fn capture<S, R>(
         &mut self,
         mut state: S,
@@ -234,7 +234,7 @@ impl<S, R> Captured<S, R> {
     /// [`Error::CaptureNeeds`] when new shapes need more memory than the capture owns.
     /// [`Error::Misuse`] when the step makes an optimizer update that was not prepared, and inside
     /// a step that borrows memory that the graph writes. [`Error::Label`] for a label that is not a
-    /// class. [`Error::Overrun`] in checked mode. Those of recording and of the driver.
+    /// class. [`Error::Overrun`] in checked mode. The errors of recording and of the driver.
     pub fn replay(&mut self, inputs: &HostInputs<'_>) -> Result<Replay<'_, R>> {
         self.choose(inputs)?;
         self.run(Some(inputs), &mut |_, _| Ok(()))
@@ -255,8 +255,8 @@ impl<S, R> Captured<S, R> {
     /// Queues the most recently used graph again, on the inputs that its slots still hold.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when the step makes an optimizer update that was not prepared. Those of
-    /// the driver. [`Error::Overrun`] in checked mode.
+    /// [`Error::Misuse`] when the step makes an optimizer update that was not prepared. The errors
+    /// of the driver. [`Error::Overrun`] in checked mode.
     pub fn repeat(&mut self) -> Result<Replay<'_, R>> {
         self.run(None, &mut |_, _| Ok(()))
     }
@@ -424,7 +424,8 @@ impl<R> Replay<'_, R> {
     /// Reads an output of one element, like [`Replay::read`].
     ///
     /// # Errors
-    /// [`Error::Misuse`] when it has a different number of elements, and those of [`Replay::read`].
+    /// [`Error::Misuse`] when it has a different number of elements, and the errors of
+    /// [`Replay::read`].
     pub fn read_scalar<T: Element>(&self, output: Output<T>) -> Result<T> {
         match self.read(output)?.as_slice() {
             [value] => Ok(*value),

@@ -327,7 +327,7 @@ impl Device {
         Self { shared: Arc::new(shared), wait_budget: None }
     }
 
-    /// Returns the state of the dry run that this device stands for, if it does.
+    /// Returns the state of the dry run, if this device stands for one.
     pub(super) fn dry_run_state(&self) -> Option<&DryRunState> {
         self.shared.dry_run.as_ref()
     }

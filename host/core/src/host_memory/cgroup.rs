@@ -1,8 +1,8 @@
 //! The memory that cgroups leave to this process: the limit of a container, service or job.
 //!
 //! The kernel kills processes of a cgroup that has reached its limit, however much memory the host
-//! has. Invariant: several limits may apply, those of the own cgroup and of its ancestors. The
-//! figures are those of the cgroup that leaves least.
+//! has. Invariant: the limits of the process's cgroup and of all its ancestors apply. The figures
+//! are from the cgroup that leaves the least memory.
 #![forbid(unsafe_code)]
 #![expect(clippy::disallowed_methods, reason = "reads the kernel's own files, which end")]
 

@@ -8,7 +8,8 @@ use crate::tensor::{Source, Stored, Target, Tensor};
 use half::bf16;
 use kernels::cast as kernel;
 
-/// `x` rounded to the nearest BF16, ties to even; `x`, result: any shape. Queued; no scratch.
+/// `x` rounded to the nearest BF16, ties to even; `x`, result: any shape. Queues the work, and
+/// needs no scratch memory.
 #[track_caller]
 pub fn to_bf16<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s, bf16>> {
     let mut out = step.empty(x.shape())?;
@@ -16,7 +17,8 @@ pub fn to_bf16<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'
     Ok(out)
 }
 
-/// `x` converted to f32 exactly; `x`, result: any shape. Queued; no scratch.
+/// `x` converted to f32 exactly; `x`, result: any shape. Queues the work, and needs no scratch
+/// memory.
 #[track_caller]
 pub fn to_f32<'s>(step: &Step<'s>, x: &impl Source<'s, bf16>) -> Result<Tensor<'s>> {
     let mut out = step.empty(x.shape())?;

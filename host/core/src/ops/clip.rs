@@ -9,7 +9,7 @@ use kernels::clip as kernel;
 /// result: `[1]`.
 ///
 /// Gradients with this squared norm, multiplied by the result, have a norm of at most `max_norm`.
-/// Queued; no scratch.
+/// Queues the work, and needs no scratch memory.
 ///
 /// # Errors
 /// [`Error::ArenaFull`](crate::Error::ArenaFull).

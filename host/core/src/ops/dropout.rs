@@ -57,7 +57,7 @@ impl<'s> Tape<'_, 's> {
     /// result is x itself.
     ///
     /// # Errors
-    /// Those of the op. [`Error::Misuse`] on a tape that has no generator and is not for an
+    /// The errors of the op. [`Error::Misuse`] on a tape that has no generator and is not for an
     /// evaluation.
     #[track_caller]
     pub fn dropout<S: Stored>(&self, x: &Var<'s, S>, p: f32) -> Result<Var<'s, S>> {

@@ -7,7 +7,7 @@ use crate::step::Step;
 use crate::tensor::{Source, Stored, Target, Tensor};
 use kernels::elementwise;
 
-/// `out += a`, in place; `a`, `out`: the same shape. Queued; no scratch.
+/// `out += a`, in place; `a`, `out`: the same shape. Queues the work, and needs no scratch memory.
 ///
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) when shapes differ.
@@ -17,7 +17,7 @@ pub fn add_assign<'s, S: Stored>(step: &Step<'s>, out: &mut impl Target<'s, S>, 
     step.launch(elementwise::add_assign { a: a.slice(), out: out.out() })
 }
 
-/// `out = factor x`; `x`, `out`: the same shape. Queued; no scratch.
+/// `out = factor x`; `x`, `out`: the same shape. Queues the work, and needs no scratch memory.
 ///
 /// # Errors
 /// [`Error::ArenaFull`](crate::Error::ArenaFull).
@@ -28,7 +28,8 @@ pub fn scale<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>, factor: f32
     Ok(out)
 }
 
-/// `out = factor x`; `factor`: `[1]`; `x`, `out`: the same shape. Queued; no scratch.
+/// `out = factor x`; `factor`: `[1]`; `x`, `out`: the same shape. Queues the work, and needs no
+/// scratch memory.
 ///
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) unless the factor has one element;
@@ -45,7 +46,7 @@ pub fn scale_by<'s, S: Stored>(
 }
 
 /// `out = factor x`, or `out += factor x` with one fused multiply-add when `accumulate`; `factor`:
-/// `[1]`; `x`, `out`: the same shape. Queued; no scratch.
+/// `[1]`; `x`, `out`: the same shape. Queues the work, and needs no scratch memory.
 ///
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) unless the factor has one element and `x` and `out` have
@@ -64,7 +65,8 @@ pub fn scale_by_into<'s, S: Stored>(
     step.launch(elementwise::scale_by { x: x.slice(), factor: factor.slice(), accumulate, out: out.out() })
 }
 
-/// `out = x + bias` for every row; `x`, `out`: `[.., cols]`, `bias`: `[cols]`. Queued; no scratch.
+/// `out = x + bias` for every row; `x`, `out`: `[.., cols]`, `bias`: `[cols]`. Queues the work, and
+/// needs no scratch memory.
 ///
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) when the last extents differ;

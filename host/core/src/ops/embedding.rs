@@ -125,7 +125,7 @@ pub fn gather<'s, S: Stored>(
 }
 
 /// `dx[id, c] = sum of dy[.., c] over the occurrences of each id`; `dx`: `[rows, cols]`. The order
-/// is that of [`embedding_backward`], and the sum is rounded once. Scratch: that of
+/// is the same as in [`embedding_backward`], and the sum is rounded once. Scratch: as much as
 /// [`embedding_backward`], and for BF16 the sums in f32.
 ///
 /// # Errors
@@ -180,9 +180,9 @@ pub fn add_positions<'s, S: Stored>(
     add_bias(step, &samples, &bias)?.reshape(x.shape())
 }
 
-/// `dtable[t, c] = sum over b of dy[b, t, c]`; `dy`: `[batch, tokens, cols]`, `dtable`:
-/// `[context, cols]`. Adds to `dtable` when `accumulate`, otherwise overwrites it, with zeros from
-/// row `tokens` on. Queued. Scratch and order of the sum: those of [`sum_rows_into`].
+/// `dtable[t, c] = sum over b of dy[b, t, c]`; `dy`: `[batch, tokens, cols]`, `dtable`: `[context,
+/// cols]`. Adds to `dtable` when `accumulate`, otherwise overwrites it, with zeros from row
+/// `tokens` on. Queued. Scratch and the order of the sum are as in [`sum_rows_into`].
 ///
 /// # Errors
 /// The errors of [`add_positions`].

@@ -6,7 +6,7 @@ use crate::step::Step;
 use crate::tensor::{Shape, Source, Stored, Target, Tensor};
 use kernels::fill as kernel;
 
-/// Makes a tensor with all elements equal to `value`. Queued; no scratch.
+/// Makes a tensor with all elements equal to `value`. Queues the work, and needs no scratch memory.
 ///
 /// # Errors
 /// [`Error::ArenaFull`](crate::Error::ArenaFull).
@@ -17,14 +17,14 @@ pub fn fill<'s>(step: &Step<'s>, shape: impl Into<Shape>, value: f32) -> Result<
     Ok(out)
 }
 
-/// `out = value`, in place. Queued; no scratch.
+/// `out = value`, in place. Queues the work, and needs no scratch memory.
 #[track_caller]
 pub fn fill_into<'s, S: Stored>(step: &Step<'s>, out: &mut impl Target<'s, S>, value: f32) -> Result<()> {
     let length = out.shape().elements();
     step.launch(kernel::fill { out: out.out(), length, value })
 }
 
-/// Makes a copy of a tensor. Queued; no scratch.
+/// Makes a copy of a tensor. Queues the work, and needs no scratch memory.
 ///
 /// # Errors
 /// [`Error::ArenaFull`](crate::Error::ArenaFull).
@@ -35,7 +35,7 @@ pub fn copy<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>) -> Result<Te
     Ok(out)
 }
 
-/// `out = x`, in place; `x`, `out`: the same shape. Queued; no scratch.
+/// `out = x`, in place; `x`, `out`: the same shape. Queues the work, and needs no scratch memory.
 ///
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) when shapes differ.

@@ -9,7 +9,8 @@ use crate::tensor::{Shape, Source, Stored, Target, Tensor};
 use cuda_std::launch::{PointerMut, Slice};
 use kernels::gate as kernel;
 
-/// `y = silu(gate) up`, elementwise; `gate`, `up`, `y`: the same shape. Queued; no scratch.
+/// `y = silu(gate) up`, elementwise; `gate`, `up`, `y`: the same shape. Queues the work, and needs
+/// no scratch memory.
 ///
 /// # Errors
 /// [`Error::Misuse`] when shapes differ; [`Error::ArenaFull`].
@@ -24,8 +25,8 @@ pub fn swiglu<'s, S: Stored>(
     multiplied(step, gate.slice(), up.slice(), cols, shape)
 }
 
-/// `y = silu(gate) up`, like [`swiglu`], of the two halves of each row, the gate first; `x`:
-/// `[.., 2 cols]`, `y`: `[.., cols]`. Queued; no scratch.
+/// `y = silu(gate) up`, like [`swiglu`], of the two halves of each row, the gate first; `x`: `[..,
+/// 2 cols]`, `y`: `[.., cols]`. Queues the work, and needs no scratch memory.
 ///
 /// # Errors
 /// [`Error::Misuse`] for an odd last extent; [`Error::ArenaFull`].
@@ -77,7 +78,7 @@ pub fn swiglu_backward<'s, S: Stored>(
 /// launch; no scratch.
 ///
 /// # Errors
-/// Those of [`swiglu_packed`], and [`Error::Misuse`] when dy has another shape.
+/// The errors of [`swiglu_packed`], and [`Error::Misuse`] when dy has another shape.
 #[track_caller]
 pub fn swiglu_packed_backward<'s, S: Stored>(
     step: &Step<'s>,

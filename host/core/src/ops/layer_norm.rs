@@ -24,8 +24,8 @@ pub struct Normalized<'s, S: Stored = f32> {
 }
 
 /// `y = (x - mean(x)) / sqrt(variance(x) + epsilon) gain + bias` by row; `x`, `y`: `[.., cols]`,
-/// `gain`, `bias`: `[cols]`. The variance is the mean of squared differences from the mean. Queued;
-/// no scratch.
+/// `gain`, `bias`: `[cols]`. The variance is the mean of squared differences from the mean. Queues
+/// the work, and needs no scratch memory.
 ///
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) when gain or bias has another length;
@@ -43,10 +43,10 @@ pub fn layer_norm<'s, S: Stored>(
 }
 
 /// `h = x + residual` and [`layer_norm`] of h, in one launch; `residual`, `h`: the shape of x.
-/// Queued; no scratch.
+/// Queues the work, and needs no scratch memory.
 ///
 /// # Errors
-/// [`Error::Misuse`](crate::Error::Misuse) when the residual has another shape, and those of
+/// [`Error::Misuse`](crate::Error::Misuse) when the residual has another shape, and the errors of
 /// [`layer_norm`].
 #[track_caller]
 pub fn layer_norm_residual<'s, S: Stored>(

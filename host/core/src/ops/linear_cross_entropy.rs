@@ -82,7 +82,7 @@ impl LmHeadConfig {
 
 /// The loss `weight * sum over rows of -log softmax(hidden w)[label]`, `[1]`, and its gradients
 /// with respect to `hidden` and, in f32, to `w`; `hidden`: `[.., width]`, `w`: as in `form`,
-/// `labels`: hidden's extents without the last. Returns all three. Label rules are those of
+/// `labels`: hidden's extents without the last. Returns all three. Label rules are as in
 /// [`ops::cross_entropy_by`].
 ///
 /// The logits, `[rows, vocabulary]`, exist for only one chunk of rows at a time. A chunk's results
@@ -95,7 +95,7 @@ impl LmHeadConfig {
 /// 64 MiB for split-K products.
 ///
 /// # Errors
-/// Those of [`ops::cross_entropy_by`], and [`Error::Misuse`] when extents differ.
+/// The errors of [`ops::cross_entropy_by`], and [`Error::Misuse`] when extents differ.
 #[track_caller]
 pub fn linear_cross_entropy<'s, S: GemmElement<S> + GemmElement<f32>>(
     step: &Step<'s>,

@@ -16,8 +16,8 @@ use cuda_std::launch::{PointerMut, Slice};
 use kernels::norm as kernel;
 
 /// `y = x gain / sqrt(mean(x^2) + epsilon)` by row; `x`, `y`: `[.., cols]`, `gain`: `[cols]`.
-/// Returns `y` and `1 / sqrt(mean(x^2) + epsilon)`, `[rows]`, which the backward pass needs.
-/// Queued; no scratch.
+/// Returns `y` and `1 / sqrt(mean(x^2) + epsilon)`, `[rows]`, which the backward pass needs. Queues
+/// the work, and needs no scratch memory.
 ///
 /// # Errors
 /// [`Error::Misuse`] when the gain has another length; [`Error::ArenaFull`].
@@ -33,11 +33,11 @@ pub fn rms_norm<'s, S: Stored>(
 }
 
 /// `h = x + residual` and [`rms_norm`] of h, in one launch; `residual`, `h`: the shape of x. The
-/// norm is computed from h as stored. Returns `h` and the results of [`rms_norm`]. Queued; no
-/// scratch.
+/// norm is computed from h as stored. Returns `h` and the results of [`rms_norm`]. Queues the work,
+/// and needs no scratch memory.
 ///
 /// # Errors
-/// [`Error::Misuse`] when the residual has another shape, and those of [`rms_norm`].
+/// [`Error::Misuse`] when the residual has another shape, and the errors of [`rms_norm`].
 #[track_caller]
 pub fn rms_norm_residual<'s, S: Stored>(
     step: &Step<'s>,

@@ -47,9 +47,9 @@ impl<'n, 's> QkNorm<'n, 's> {
 }
 
 /// `y = x gain / sqrt(mean(x^2) + epsilon)` for each head of q and of k, with separate gains; v is
-/// copied. `qkv`: a layout of [`AttentionConfig`]; `y`: the same. Returns `y` and
-/// `1 / sqrt(mean(x^2) + epsilon)` of each head, `[batch tokens heads of q, k and v]`, which the
-/// backward pass needs. Queued; no scratch.
+/// copied. `qkv`: a layout of [`AttentionConfig`]; `y`: the same. Returns `y` and `1 /
+/// sqrt(mean(x^2) + epsilon)` of each head, `[batch tokens heads of q, k and v]`, which the
+/// backward pass needs. Queues the work, and needs no scratch memory.
 ///
 /// # Errors
 /// [`Error::Misuse`] when shapes do not fit `form`; [`Error::ArenaFull`].

@@ -166,9 +166,10 @@ impl Default for Rotary {
 }
 
 /// `(x cos - y sin, y cos + x sin)` for columns i and i + n / 2, `(x, y)`, of the n columns that
-/// rotate of each head of q and k, as in GPT-NeoX and Llama; v is copied. The angle is
-/// `(offset + token) base^(-2 i / n)`, unless it is scaled. Its sine and cosine are within 2 ulp at
-/// every position. `qkv`: a layout of [`AttentionConfig`]; result: the same. Queued; no scratch.
+/// rotate of each head of q and k, as in GPT-NeoX and Llama; v is copied. The angle is `(offset +
+/// token) base^(-2 i / n)`, unless it is scaled. Its sine and cosine are within 2 ulp at every
+/// position. `qkv`: a layout of [`AttentionConfig`]; result: the same. Queues the work, and needs
+/// no scratch memory.
 ///
 /// # Errors
 /// [`Error::Misuse`] when shapes do not fit `form`, the columns are not a multiple of 8, or the
@@ -188,7 +189,7 @@ pub fn rotary<'s, S: Stored>(
 }
 
 /// The gradient of [`rotary`]'s `qkv`, from `dy`, the gradient of its result, in the memory of
-/// `dy`. It rotates back. Queued; no scratch.
+/// `dy`. It rotates back. Queues the work, and needs no scratch memory.
 ///
 /// # Errors
 /// The errors of [`rotary`].

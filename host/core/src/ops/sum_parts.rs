@@ -9,8 +9,9 @@ use kernels::sum_parts::sum_parts;
 /// `[count, pitch]`, where `count` is a power of two up to 64 and `pitch` a multiple of 4; `out`:
 /// at most `pitch` elements, the first of each part.
 ///
-/// Overwrites `out`. Queued; no scratch. A part may itself be such a sum: a sum over neighboring
-/// parts of a longer tree gives the same bits. The sums of a group of GPUs rely on this.
+/// Overwrites `out`. Queues the work, and needs no scratch memory. A part may itself be such a sum:
+/// a sum over neighboring parts of a longer tree gives the same bits. The sums of a group of GPUs
+/// rely on this.
 ///
 /// # Errors
 /// [`Error::Misuse`] unless `parts` has two extents. [`Error::Contract`] for other counts, pitches

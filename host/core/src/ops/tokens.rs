@@ -7,8 +7,8 @@ use crate::tape::{Tape, Var};
 use crate::tensor::{Shape, Source, Stored, Target, Tensor};
 use kernels::tokens as kernel;
 
-/// `y[b, c] = 1/tokens * sum over t of x[b, t, c]`; `x`: `[batch, tokens, cols]`, `y`:
-/// `[batch, cols]`. Queued; no scratch.
+/// `y[b, c] = 1/tokens * sum over t of x[b, t, c]`; `x`: `[batch, tokens, cols]`, `y`: `[batch,
+/// cols]`. Queues the work, and needs no scratch memory.
 ///
 /// # Errors
 /// [`Error::Misuse`] for another number of extents or no tokens; [`Error::ArenaFull`].
@@ -20,8 +20,8 @@ pub fn mean_tokens<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>) -> Re
     Ok(y)
 }
 
-/// `dx[b, t, c] = dy[b, c] / tokens`; `dy`: `[batch, cols]`, `dx`: `shape` =
-/// `[batch, tokens, cols]`. Queued; no scratch.
+/// `dx[b, t, c] = dy[b, c] / tokens`; `dy`: `[batch, cols]`, `dx`: `shape` = `[batch, tokens,
+/// cols]`. Queues the work, and needs no scratch memory.
 ///
 /// # Errors
 /// The errors of [`mean_tokens`].

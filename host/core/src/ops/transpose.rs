@@ -7,8 +7,9 @@ use crate::tape::{Tape, Var};
 use crate::tensor::{Shape, Source, Stored, Target, Tensor};
 use kernels::transpose as kernel;
 
-/// `y[.., j, i] = x[.., i, j]`; `x`: `[.., rows, cols]`, `y`: `[.., cols, rows]`. Queued; no
-/// scratch. A product can transpose its operands without this op; see [`Gemm`](super::Gemm).
+/// `y[.., j, i] = x[.., i, j]`; `x`: `[.., rows, cols]`, `y`: `[.., cols, rows]`. Queues the work,
+/// and needs no scratch memory. A product can transpose its operands without this op; see
+/// [`Gemm`](super::Gemm).
 ///
 /// # Errors
 /// [`Error::Misuse`] for fewer than two extents; [`Error::ArenaFull`].

@@ -162,7 +162,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     /// [`Parameters::with_bf16_copy`] makes.
     ///
     /// # Errors
-    /// Those of [`Backward::weights`], and [`Error::Misuse`] when there is no copy.
+    /// The errors of [`Backward::weights`], and [`Error::Misuse`] when there is no copy.
     pub fn weights_as<S: Stored>(&self, parameter: Parameter) -> Result<Lent<'t, 's, S>> {
         self.parameters.lend_as(self.step, parameter).map_err(|error| error.in_op(self.op))
     }
@@ -170,7 +170,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     /// Lends a stack's weights, flat; see [`Op::stack_weights`](super::Op::stack_weights).
     ///
     /// # Errors
-    /// Those of [`Backward::weights`], and [`Error::Misuse`] for a stack without members.
+    /// The errors of [`Backward::weights`], and [`Error::Misuse`] for a stack without members.
     pub fn stack_weights(&self, stack: &StackedParameters) -> Result<Lent<'t, 's>> {
         self.stack_weights_as(stack)
     }
@@ -178,7 +178,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     /// Lends a stack's weights as S stores them, flat.
     ///
     /// # Errors
-    /// Those of [`Backward::stack_weights`], and [`Error::Misuse`] when there is no copy.
+    /// The errors of [`Backward::stack_weights`], and [`Error::Misuse`] when there is no copy.
     pub fn stack_weights_as<S: Stored>(&self, stack: &StackedParameters) -> Result<Lent<'t, 's, S>> {
         self.parameters.lend_stack_as(self.step, stack).map_err(|error| error.in_op(self.op))
     }
@@ -202,7 +202,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     /// Lends the gradients of several parameters at once, each like [`Backward::gradient`].
     ///
     /// # Errors
-    /// Those of [`Backward::gradient`], and [`Error::Misuse`] when a parameter appears twice.
+    /// The errors of [`Backward::gradient`], and [`Error::Misuse`] when a parameter appears twice.
     pub fn gradients<const N: usize>(
         &mut self,
         parameters: [Parameter; N],
@@ -217,7 +217,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     /// The padding between members must stay zero.
     ///
     /// # Errors
-    /// Those of [`Backward::gradient`], and [`Error::Misuse`] for a stack without members.
+    /// The errors of [`Backward::gradient`], and [`Error::Misuse`] for a stack without members.
     pub fn stack_gradient(&mut self, stack: &StackedParameters) -> Result<(LentMut<'_, 's>, bool)> {
         let step = self.step;
         let (mut gradient, written) = self.stack_gradient_uninit(stack)?;
@@ -320,7 +320,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     /// place. The op must return it with [`Backward::add`].
     ///
     /// # Errors
-    /// Those of [`Backward::add`], and [`Error::Misuse`] when it was already taken and not
+    /// The errors of [`Backward::add`], and [`Error::Misuse`] when it was already taken and not
     /// returned.
     pub fn take<S: Stored>(&mut self, var: &Var<'s, S>) -> Result<Option<Tensor<'s, S>>> {
         let Some(output) = self.output(var)? else { return Ok(None) };

@@ -66,8 +66,8 @@ impl<'t, 's> Tape<'t, 's> {
     /// ```
     ///
     /// # Errors
-    /// Those of `run`, in either run. [`Error::Misuse`] for a variable of another tape and, in the
-    /// backward pass, when the second run differs from the first.
+    /// The errors of `run`, in either run. [`Error::Misuse`] for a variable of another tape and, in
+    /// the backward pass, when the second run differs from the first.
     #[track_caller]
     pub fn recompute<K: RecomputeInput<'s> + 't, S: Stored>(
         &self,

@@ -35,7 +35,7 @@ impl<T: Element> Lent<'_, '_, T> {
     /// Returns the part with these elements, flat.
     ///
     /// # Panics
-    /// If the range exceeds the memory.
+    /// Panics if the range exceeds the memory.
     pub fn part(self, range: Range<usize>) -> Self {
         Self::new(self.memory.part(range.start, range.len()), [range.len()].into())
     }
@@ -82,7 +82,7 @@ impl<T: Element> LentMut<'_, '_, T> {
     /// Returns the part with these elements, flat.
     ///
     /// # Panics
-    /// If the range exceeds the memory.
+    /// Panics if the range exceeds the memory.
     pub fn part(self, range: Range<usize>) -> Self {
         Self::new(self.memory.part(range.start, range.len()), [range.len()].into())
     }

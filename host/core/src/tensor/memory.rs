@@ -87,7 +87,7 @@ impl<T: Pod> Memory<T> {
     /// Returns the same memory as elements of another type.
     ///
     /// # Panics
-    /// Unless the memory is a whole number of such elements, aligned for them.
+    /// Panics unless the memory is a whole number of such elements, aligned for them.
     pub(crate) fn cast<U: Pod>(self) -> Memory<U> {
         let (bytes, size, align) = (self.byte_len(), size_of::<U>(), align_of::<U>());
         let whole = bytes.is_multiple_of(size) && self.address.is_multiple_of(align as u64);
@@ -116,7 +116,7 @@ impl<T: Pod> Memory<T> {
     /// Returns the part of `len` elements from `start` on.
     ///
     /// # Panics
-    /// If the part exceeds the memory.
+    /// Panics if the part exceeds the memory.
     pub fn part(self, start: usize, len: usize) -> Self {
         assert!(
             start.checked_add(len).is_some_and(|end| end <= self.len),

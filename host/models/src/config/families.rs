@@ -1,7 +1,7 @@
 //! The families, each as it maps its `config.json` to [`ModelConfig`].
 //!
-//! Defaults are those of transformers' configuration classes. Sizes for which transformers takes
-//! the size of one particular model must be stated.
+//! Defaults equal the defaults of transformers' configuration classes. A `config.json` must state
+//! every size whose default in transformers is the size of one particular model.
 
 use super::keys::{Keys, Outcome, shown};
 use super::rope::{self, Defaults};

@@ -124,7 +124,7 @@ impl<R: UpdateRule> Optimizer<R> {
     /// replay of one. Calling it again before that prepares the same update again.
     ///
     /// # Errors
-    /// [`Error::Misuse`] after 2^64 - 1 updates. Those of the driver.
+    /// [`Error::Misuse`] after 2^64 - 1 updates. The errors of the driver.
     pub fn advance(&mut self) -> Result<u64> {
         let made = self.updates();
         let Some(number) = made.checked_add(1) else {

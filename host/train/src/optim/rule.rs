@@ -113,7 +113,7 @@ pub trait UpdateRule: 'static {
     /// weights that its rank updates.
     ///
     /// # Errors
-    /// Those of the ops.
+    /// The errors of the ops.
     #[track_caller]
     fn queue<'s>(&self, step: &Step<'s>, arguments: UpdateArguments<'_, 's>) -> Result<()>;
 }

@@ -83,7 +83,7 @@ pub struct Update {
 
 /// The progress of an epoch, which a checkpoint stores so that training can resume.
 ///
-/// Its text form has the updates, the samples, and the bits of the sum of losses.
+/// Its text form contains the updates, the samples, and the bits of the sum of losses.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct EpochProgress {
     /// The number of updates so far, one per batch.

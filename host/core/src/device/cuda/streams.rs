@@ -112,7 +112,7 @@ impl Occupied {
     /// The most ranges that are stored.
     const MOST: usize = 256;
 
-    /// Takes a range. Returns true if the stream must wait first, which frees all other ranges.
+    /// Reserves a range. Returns true if the stream must wait first, which frees all other ranges.
     fn take(&mut self, place: Range<u64>) -> bool {
         let meets = |other: &Range<u64>| place.start < other.end && other.start < place.end;
         let must_wait = self.0.len() == Self::MOST || self.0.iter().any(meets);

@@ -47,7 +47,8 @@ pub use made::{Attention, AttentionKept};
 ///
 /// **Memory** grows linearly with the number of tokens: `out` and one value for each token of each
 /// head are kept (Dao, 2023). One case is a single launch that keeps the softmax instead: a `norm`,
-/// up to 16 tokens of f32, stacked heads of 64 columns, and no mask. Queued; no scratch.
+/// up to 16 tokens of f32, stacked heads of 64 columns, and no mask. Queues the work, and needs no
+/// scratch memory.
 ///
 /// # Errors
 /// [`Error::Misuse`] when shapes do not fit `form`; [`Error::ArenaFull`].
@@ -88,7 +89,7 @@ pub fn attention<'s, S: AttentionElement>(
 /// gains, up to an eighth of `qkv`.
 ///
 /// # Errors
-/// Those of [`attention`]. [`Error::Misuse`] when `made` does not match `form` and `norm`.
+/// The errors of [`attention`]. [`Error::Misuse`] when `made` does not match `form` and `norm`.
 #[track_caller]
 pub fn attention_backward<'s, S: AttentionElement, T: Target<'s, f32>>(
     step: &Step<'s>,

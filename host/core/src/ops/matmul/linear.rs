@@ -100,7 +100,7 @@ pub fn linear_silu<'s, S: GemmElement<S>>(
 /// [`linear`] of x. Otherwise like [`linear`].
 ///
 /// # Errors
-/// Those of [`linear`], and [`Error::Misuse`] when the gate has another shape.
+/// The errors of [`linear`], and [`Error::Misuse`] when the gate has another shape.
 #[track_caller]
 pub fn linear_swiglu<'s, S: GemmElement<S>>(
     step: &Step<'s>,
@@ -133,9 +133,9 @@ fn activated<'s, S: GemmElement<S>>(
 
 /// `out = alpha A B + bias + beta out`, in place, for any strides; see [`Gemm`].
 ///
-/// Queued. Scratch: that of [`matmul`]. In f32, a single packed B that is stored `[n, k]` may also
-/// be transposed into scratch. This requires a B of up to 64 MiB, and a product of at least 4,096
-/// rows and 2^33 multiply-adds.
+/// Queued. Scratch: as much as [`matmul`]. In f32, a single packed B that is stored `[n, k]` may
+/// also be transposed into scratch. This requires a B of up to 64 MiB, and a product of at least
+/// 4,096 rows and 2^33 multiply-adds.
 ///
 /// # Errors
 /// [`Error::Contract`] when a matrix extends outside its tensor. [`Error::Misuse`] for extents
@@ -157,8 +157,8 @@ pub fn gemm_into<'s, F: GemmElement<S>, S: Stored>(
 /// is rounded once. For BF16, the product for `dw` also computes `db`, without reading dy again.
 ///
 /// # Errors
-/// Those of [`gemm_into`], and [`Error::Misuse`] when `db` has a different number of elements than
-/// a bias.
+/// The errors of [`gemm_into`], and [`Error::Misuse`] when `db` has a different number of elements
+/// than a bias.
 #[track_caller]
 pub fn gradients_into<'s, F: GemmElement<S>, S: Stored>(
     step: &Step<'s>,

@@ -71,7 +71,7 @@ impl<'s> Tape<'_, 's> {
     ///
     /// The result has the bits of [`Tape::linear_gelu`] and [`Tape::linear_residual`]. The
     /// exception is BF16, where the gradient of GELU's input is [`ops::gelu_linear_backward`],
-    /// which rounds once, and the gradient of `b1` is the sum of that.
+    /// which rounds once, and the gradient of `b1` is the sum of the rounded values.
     #[track_caller]
     pub fn mlp_gelu<S: GemmElement<S> + GemmElement<f32>>(
         &self,
