@@ -62,8 +62,7 @@ impl GradCheck {
     ///
     /// # Errors
     /// [`Error::Gradient`], which names the first element that differs by more than the tolerance.
-    /// [`Error::Misuse`] for an input whose number of values differs from its shape. The errors of
-    /// the function.
+    /// [`Error::Misuse`] for an input whose number of values differs from its shape.
     pub fn run(
         &self,
         arena: &mut Arena,

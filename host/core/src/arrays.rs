@@ -13,7 +13,7 @@ impl<'s> EagerStep<'s> {
     /// Uploads a copy of an array of at most four extents into a new tensor.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for more extents, and the errors of [`EagerStep::upload`].
+    /// [`Error::Misuse`] for more extents.
     #[track_caller]
     pub fn upload_array<T: Element, D: Dimension>(&self, array: ArrayView<'_, T, D>) -> Result<Tensor<'s, T>> {
         let shape: Shape = match *array.shape() {
@@ -32,9 +32,6 @@ impl<'s> EagerStep<'s> {
 
     /// Waits for the work queued before and returns the tensor's elements as an array of the same
     /// extents.
-    ///
-    /// # Errors
-    /// The errors of [`EagerStep::read`].
     pub fn read_array<T: Element>(&self, tensor: &impl Source<'s, T>) -> Result<ArrayD<T>> {
         let extents = IxDyn(tensor.shape().extents());
         Ok(ArrayD::from_shape_vec(extents, self.read(tensor)?).expect("a tensor has as many elements as its shape"))

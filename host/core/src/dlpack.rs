@@ -84,8 +84,7 @@ impl<T: Element + DlpackElement + Send> Buffer<T> {
     ///
     /// # Errors
     /// [`Error::Misuse`] for another element type, memory that cannot be read from here, an
-    /// unsupported layout, no elements, or a malformed tensor. The errors of
-    /// [`Buffer::from_slice`].
+    /// unsupported layout, no elements, or a malformed tensor.
     pub unsafe fn from_dlpack<M: ManagedTensorBase>(device: &Device, tensor: Managed<M>) -> Result<Self> {
         let refused = |expected: String, got: String| Err(Error::misuse("from_dlpack", expected, got));
         let malformed = |error: dlpark::tensor::Error| {

@@ -171,9 +171,6 @@ impl<'s, I: Source<'s, u32>> IndexSource<'s> for OnDevice<'_, I> {
 
 impl<'s> EagerStep<'s> {
     /// Uploads class labels or token ids. Ops that use them check on the host that they are valid.
-    ///
-    /// # Errors
-    /// The errors of [`EagerStep::upload`].
     #[track_caller]
     pub fn upload_indices(&self, values: &[u32], shape: impl Into<Shape>) -> Result<Indices<'s>> {
         Ok(Indices { values: self.upload(values, shape)?.save(), known: Known::of(values) })

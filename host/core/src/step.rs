@@ -143,9 +143,6 @@ impl<'s> Step<'s> {
     }
 
     /// Lends a persistent buffer to kernels of this step, for writing.
-    ///
-    /// # Errors
-    /// The errors of [`Step::lend`].
     pub fn lend_mut<'b, T: Element>(
         &self,
         buffer: &'b mut Buffer<T>,
@@ -193,9 +190,6 @@ impl<'s> Step<'s> {
     /// Runs `scoped` with memory that is freed when it returns. The outer step is borrowed
     /// meanwhile and cannot allocate. Its tensors are available inside through
     /// [`ScratchStep::lend`].
-    ///
-    /// # Errors
-    /// The errors of the closure.
     pub fn scratch<R>(&mut self, scoped: impl for<'i> FnOnce(&mut ScratchStep<'i, 's>) -> Result<R>) -> Result<R> {
         let region = self.region;
         let precision = self.precision.clone();
@@ -294,8 +288,7 @@ impl<'s> EagerStep<'s> {
     /// Reads a tensor of one element, like [`EagerStep::read`].
     ///
     /// # Errors
-    /// [`Error::Misuse`] when it has a different number of elements, and the errors of
-    /// [`EagerStep::read`].
+    /// [`Error::Misuse`] when it has a different number of elements.
     pub fn read_scalar<T: Element>(&self, tensor: &impl Source<'s, T>) -> Result<T> {
         match self.read(tensor)?.as_slice() {
             [value] => Ok(*value),
@@ -304,9 +297,6 @@ impl<'s> EagerStep<'s> {
     }
 
     /// Runs a nested scope; see [`Step::scratch`].
-    ///
-    /// # Errors
-    /// The errors of the closure.
     pub fn scratch<R>(&mut self, scoped: impl for<'i> FnOnce(&mut ScratchStep<'i, 's>) -> Result<R>) -> Result<R> {
         self.step.scratch(scoped)
     }
@@ -345,9 +335,6 @@ impl<'i, 'o> ScratchStep<'i, 'o> {
     }
 
     /// Runs a scope nested in this one.
-    ///
-    /// # Errors
-    /// The errors of the closure.
     pub fn scratch<R>(&mut self, scoped: impl for<'n> FnOnce(&mut ScratchStep<'n, 'i>) -> Result<R>) -> Result<R> {
         self.step.scratch(scoped)
     }

@@ -68,9 +68,6 @@ impl Checkpoint {
 
     /// Saves like [`Checkpoint::save`], with `non_finite` deciding whether non-finite values are
     /// allowed.
-    ///
-    /// # Errors
-    /// The errors of [`Checkpoint::save`].
     pub fn save_with(
         path: impl AsRef<Path>,
         parameters: &Parameters,
@@ -170,8 +167,7 @@ impl Checkpoint {
     /// # Errors
     /// [`Error::File`] if a tensor is missing, has another shape or type, or there is no optimizer
     /// state. [`Error::OtherOptimizer`] if the state belongs to another optimizer.
-    /// [`Error::NotFinite`] for a non-finite value. The errors of [`Parameters::load`] if the
-    /// upload fails.
+    /// [`Error::NotFinite`] for a non-finite value.
     pub fn restore(
         &self,
         parameters: &mut Parameters,
@@ -182,9 +178,6 @@ impl Checkpoint {
 
     /// Restores like [`Checkpoint::restore`], with a deadline, progress or allowed non-finite
     /// values. Weights and state are one upload.
-    ///
-    /// # Errors
-    /// The errors of [`Checkpoint::restore`].
     pub fn restore_with(
         &self,
         parameters: &mut Parameters,

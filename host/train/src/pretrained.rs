@@ -203,8 +203,8 @@ impl StateDict {
     /// host memory.
     ///
     /// # Errors
-    /// The errors of [`StateDict::save`]. Nothing has changed then, unless files were written but
-    /// could not be renamed or removed.
+    /// [`Error::NotFinite`] for a non-finite value. [`Error::File`] if a file cannot be written:
+    /// nothing has changed then, unless files were written but could not be renamed or removed.
     pub fn save_pretrained(&self, folder: impl AsRef<Path>, max_shard_bytes: Option<u64>) -> Result<()> {
         self.check_finite()?;
         let folder = folder.as_ref();

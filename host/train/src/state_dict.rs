@@ -78,8 +78,7 @@ pub fn save_state_dict(parameters: &Parameters, path: impl AsRef<Path>) -> Resul
 /// half the bytes.
 ///
 /// # Errors
-/// The errors of [`save_state_dict`]. [`Error::NotFinite`] also for a weight that
-/// is rounded to an infinity.
+/// [`Error::NotFinite`] for a weight that is not finite, or is rounded to an infinity.
 pub fn save_state_dict_as<S: Stored>(parameters: &Parameters, path: impl AsRef<Path>) -> Result<()> {
     let path = path.as_ref();
     let values: Vec<f32> = parameters.flat().read()?.into_iter().map(|value| S::narrow(value).widen()).collect();
@@ -113,8 +112,7 @@ pub fn save_state_dict_as<S: Stored>(parameters: &Parameters, path: impl AsRef<P
 /// - The file is not a plain file, or cannot be read completely.
 /// - It lacks a parameter, has an extra one, or has one of another shape or type.
 ///
-/// [`Error::Misuse`] if two parameters have the same name there. The errors of
-/// [`Parameters::load`].
+/// [`Error::Misuse`] if two parameters have the same name there.
 pub fn load_state_dict(parameters: &mut Parameters, path: impl AsRef<Path>) -> Result<()> {
     let path = path.as_ref();
     let names = names(parameters.layout())?;

@@ -276,9 +276,6 @@ impl<'s> Inputs<'_, 's> {
 }
 
 /// Runs a case in a separate arena that no setting affects, and returns the words of each result.
-///
-/// # Errors
-/// The errors of the device.
 pub fn run(device: &Device, case: &Case, form: CaseSize) -> Result<Vec<Vec<u32>>> {
     let bytes = match form {
         CaseSize::Whole => ARENA_BYTES,

@@ -98,7 +98,7 @@ impl<T: Element> Buffer<T> {
     /// Waits for the work queued before and returns `len` elements from `start` on.
     ///
     /// # Errors
-    /// [`Error::Misuse`] if the range exceeds the buffer. The errors of [`Buffer::read`].
+    /// [`Error::Misuse`] if the range exceeds the buffer.
     pub fn read_range(&self, start: usize, len: usize) -> Result<Vec<T>> {
         self.check("buffer.read", start, len)?;
         self.memory().part(start, len).download(&self.device, self.device.deadline())

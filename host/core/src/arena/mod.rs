@@ -66,9 +66,8 @@ impl Arena {
     /// then.
     ///
     /// # Errors
-    /// The errors of the closure. [`Error::Timeout`](crate::Error::Timeout) when the step missed
-    /// its deadline, if it has one. [`Error::Driver`](crate::Error::Driver) when the overflow could
-    /// not be freed.
+    /// [`Error::Timeout`](crate::Error::Timeout) when the step missed its deadline, if it has one.
+    /// [`Error::Driver`](crate::Error::Driver) when the overflow could not be freed.
     pub fn step<R>(&mut self, run: impl for<'s> FnOnce(&mut EagerStep<'s>) -> Result<R>) -> Result<R> {
         self.run_step(|region| run(&mut EagerStep::new(region)))
     }
@@ -78,9 +77,6 @@ impl Arena {
     /// device's running steps. All reads return zero, and nothing on the device changes. Anything
     /// that the closure makes on [`EagerStep::device`] belongs to the dry run: real steps reject
     /// it, and it is useless once the closure has returned.
-    ///
-    /// # Errors
-    /// The errors of the closure.
     pub fn measure<R>(&self, run: impl for<'s> FnOnce(&mut EagerStep<'s>) -> Result<R>) -> Result<Measured> {
         self.run_measured(|region| run(&mut EagerStep::new(region)))
     }
@@ -88,9 +84,6 @@ impl Arena {
     /// Measures a step like [`Arena::measure`], as if the device were `other`, and lists the step's
     /// launches in order. `stepscope predict` computes from the list how long the step takes on a
     /// GPU that is not present.
-    ///
-    /// # Errors
-    /// The errors of the closure.
     #[doc(hidden)]
     pub fn launches<R>(
         &self,
@@ -131,10 +124,8 @@ impl Arena {
         outcome.and_then(|result| grown.map(|()| result))
     }
 
-    /// Grows the arena now if its steps may fill less than `bytes` and its settings let it grow.
-    ///
-    /// # Errors
-    /// The errors of the driver. If there is no memory, the arena keeps its size.
+    /// Grows the arena now if its steps may fill less than `bytes` and its settings let it grow. If
+    /// there is no memory, the arena keeps its size.
     #[doc(hidden)]
     pub fn make_room(&mut self, bytes: usize) -> Result<()> {
         let Growth::AtBoundary { max_bytes } = self.growth else { return Ok(()) };

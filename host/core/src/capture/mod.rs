@@ -137,8 +137,8 @@ impl Arena {
     /// # Errors
     /// [`Error::CaptureNeeds`] when the arena has too little memory, before the driver is called.
     /// [`Error::Misuse`] for a launch that uses a tensor of a running step, which the state brought
-    /// in. The errors of `record`. [`Error::Driver`] when the driver refuses. After an error the
-    /// arena and the device are as before.
+    /// in. [`Error::Driver`] when the driver refuses. After an error the arena and the device are
+    /// as before.
     pub fn capture<S, R>(
         &mut self,
         mut state: S,
@@ -163,9 +163,6 @@ impl Arena {
 
 impl Arena {
     /// Measures what [`Arena::capture`] would reserve.
-    ///
-    /// # Errors
-    /// The errors of `record`.
     #[doc(hidden)]
     pub fn measure_capture<S, R>(
         &self,
@@ -234,7 +231,7 @@ impl<S, R> Captured<S, R> {
     /// [`Error::CaptureNeeds`] when new shapes need more memory than the capture owns.
     /// [`Error::Misuse`] when the step makes an optimizer update that was not prepared, and inside
     /// a step that borrows memory that the graph writes. [`Error::Label`] for a label that is not a
-    /// class. [`Error::Overrun`] in checked mode. The errors of recording and of the driver.
+    /// class. [`Error::Overrun`] in checked mode.
     pub fn replay(&mut self, inputs: &HostInputs<'_>) -> Result<Replay<'_, R>> {
         self.choose(inputs)?;
         self.run(Some(inputs), &mut |_, _| Ok(()))
@@ -255,8 +252,8 @@ impl<S, R> Captured<S, R> {
     /// Queues the most recently used graph again, on the inputs that its slots still hold.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when the step makes an optimizer update that was not prepared. The errors
-    /// of the driver. [`Error::Overrun`] in checked mode.
+    /// [`Error::Misuse`] when the step makes an optimizer update that was not prepared.
+    /// [`Error::Overrun`] in checked mode.
     pub fn repeat(&mut self) -> Result<Replay<'_, R>> {
         self.run(None, &mut |_, _| Ok(()))
     }
@@ -424,8 +421,7 @@ impl<R> Replay<'_, R> {
     /// Reads an output of one element, like [`Replay::read`].
     ///
     /// # Errors
-    /// [`Error::Misuse`] when it has a different number of elements, and the errors of
-    /// [`Replay::read`].
+    /// [`Error::Misuse`] when it has a different number of elements.
     pub fn read_scalar<T: Element>(&self, output: Output<T>) -> Result<T> {
         match self.read(output)?.as_slice() {
             [value] => Ok(*value),

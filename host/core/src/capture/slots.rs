@@ -67,9 +67,6 @@ impl<'i> HostInputs<'i> {
 
     /// Appends class labels or token ids. [`DeviceBatch::indices`] returns them. Ops that use them
     /// check on the host that they are valid, before each replay if the step is captured.
-    ///
-    /// # Errors
-    /// The errors of [`HostInputs::with`].
     pub fn with_indices(self, values: &'i [u32], shape: impl Into<Shape>) -> Result<Self> {
         self.push(values, shape.into(), INDEX)
     }
@@ -160,9 +157,6 @@ impl<'s> DeviceBatch<'s> {
     }
 
     /// The class labels or token ids of this number, which [`HostInputs::with_indices`] appended.
-    ///
-    /// # Errors
-    /// The errors of [`DeviceBatch::input`].
     pub fn indices(&self, number: usize) -> Result<Indices<'s>> {
         let (memory, shape, known) = self.find(number, INDEX)?;
         Ok(Indices::new(memory.cast(), shape, known))
@@ -184,9 +178,6 @@ impl<'s> DeviceBatch<'s> {
 impl<'s> EagerStep<'s> {
     /// Uploads inputs, so that a function written for capture can also run eagerly on the same
     /// values.
-    ///
-    /// # Errors
-    /// The errors of [`EagerStep::upload`].
     #[track_caller]
     pub fn upload_inputs(&self, inputs: &HostInputs<'_>) -> Result<DeviceBatch<'s>> {
         let mut batch = DeviceBatch { inputs: Vec::new(), brand: PhantomData };
@@ -218,17 +209,11 @@ impl<'s> CaptureInputs<'s> {
     }
 
     /// The input of this number; see [`DeviceBatch::input`].
-    ///
-    /// # Errors
-    /// The errors of [`DeviceBatch::input`].
     pub fn input<T: Element>(&self, number: usize) -> Result<Saved<'s, T>> {
         self.batch.input(number)
     }
 
     /// The class labels or token ids of this number; see [`DeviceBatch::indices`].
-    ///
-    /// # Errors
-    /// The errors of [`DeviceBatch::indices`].
     pub fn indices(&self, number: usize) -> Result<Indices<'s>> {
         self.batch.indices(number)
     }

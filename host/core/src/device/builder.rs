@@ -77,9 +77,6 @@ pub(super) struct CheckedMode {
 
 impl Device {
     /// Opens a device with the default settings.
-    ///
-    /// # Errors
-    /// The errors of [`DeviceBuilder::open`].
     pub fn open(kind: DeviceKind) -> Result<Self> {
         Self::builder(kind).open()
     }

@@ -50,7 +50,6 @@ impl PlainFile {
     /// ```
     ///
     /// # Errors
-    /// The errors of [`PlainFile::open`] and [`PlainFile::check_unchanged`].
     /// [`io::ErrorKind::FileTooLarge`] if the file has more bytes than `most`, or than the host has
     /// available, before any is read.
     pub fn read_whole(path: impl AsRef<Path>, most: u64) -> io::Result<Vec<u8>> {
@@ -58,9 +57,6 @@ impl PlainFile {
     }
 
     /// Reads all of an opened file, like [`PlainFile::read_whole`].
-    ///
-    /// # Errors
-    /// The errors of [`PlainFile::read_whole`].
     pub fn all_bytes(&mut self, most: u64) -> io::Result<Vec<u8>> {
         if self.len > most {
             let reason = format!("has {} bytes, but may have at most {most}: choose the right file", self.len);

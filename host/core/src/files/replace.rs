@@ -47,9 +47,6 @@ pub struct Replacement {
 
 impl Replacement {
     /// Writes the temporary file. The file at `path` stays. See [`replace_file`].
-    ///
-    /// # Errors
-    /// The errors of [`replace_file`].
     pub fn write(path: &Path, write: impl FnOnce(&File) -> io::Result<()>) -> Result<Self> {
         sweep(path);
         let written = || {

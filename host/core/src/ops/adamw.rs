@@ -57,8 +57,8 @@ pub fn adamw<'s>(
 /// group number out of range gives NaN.
 ///
 /// # Errors
-/// The errors of [`adamw`]. [`Error::Contract`](crate::Error::Contract) when `groups` or `hyper`
-/// has a different number of elements.
+/// [`Error::Contract`](crate::Error::Contract) when `groups` or `hyper` has a different number of
+/// elements.
 #[track_caller]
 pub fn adamw_groups<'s>(
     step: &Step<'s>,

@@ -57,8 +57,7 @@ impl<'s> Tape<'_, 's> {
     /// result is x itself.
     ///
     /// # Errors
-    /// The errors of the op. [`Error::Misuse`] on a tape that has no generator and is not for an
-    /// evaluation.
+    /// [`Error::Misuse`] on a tape that has no generator and is not for an evaluation.
     #[track_caller]
     pub fn dropout<S: Stored>(&self, x: &Var<'s, S>, p: f32) -> Result<Var<'s, S>> {
         let op = self.op("dropout", [x])?;

@@ -44,9 +44,6 @@ pub fn embedding<'s, S: Stored>(
 /// from 65 ids on. Scratch: 16 bytes per id, and a 64th of dy. The bits depend only on the ids and
 /// dy: an id's occurrences are taken in ascending order, in chunks of 64. Each chunk is summed, and
 /// then the chunks are, starting with the existing value and the first chunk.
-///
-/// # Errors
-/// The errors of [`embedding`].
 #[track_caller]
 pub fn embedding_backward<'s, S: Stored>(
     step: &Step<'s>,
@@ -106,9 +103,6 @@ fn sorted<'s>(step: &Step<'s>, ids: &impl Source<'s, u32>) -> Result<(Tensor<'s,
 
 /// `y[.., c] = x[ids[..], c]`; `x`: `[rows, cols]`. This is [`embedding`] for an x that is not a
 /// parameter.
-///
-/// # Errors
-/// The errors of [`embedding`].
 #[track_caller]
 pub fn gather<'s, S: Stored>(
     step: &Step<'s>,
@@ -127,9 +121,6 @@ pub fn gather<'s, S: Stored>(
 /// `dx[id, c] = sum of dy[.., c] over the occurrences of each id`; `dx`: `[rows, cols]`. The order
 /// is the same as in [`embedding_backward`], and the sum is rounded once. Scratch: as much as
 /// [`embedding_backward`], and for BF16 the sums in f32.
-///
-/// # Errors
-/// The errors of [`gather`].
 #[track_caller]
 pub fn gather_backward<'s, S: Stored>(
     step: &Step<'s>,
@@ -183,9 +174,6 @@ pub fn add_positions<'s, S: Stored>(
 /// `dtable[t, c] = sum over b of dy[b, t, c]`; `dy`: `[batch, tokens, cols]`, `dtable`: `[context,
 /// cols]`. Adds to `dtable` when `accumulate`, otherwise overwrites it, with zeros from row
 /// `tokens` on. Queued. Scratch and the order of the sum are as in [`sum_rows_into`].
-///
-/// # Errors
-/// The errors of [`add_positions`].
 #[track_caller]
 pub fn add_positions_backward<'s, S: Stored>(
     step: &Step<'s>,

@@ -78,7 +78,7 @@ pub fn swiglu_backward<'s, S: Stored>(
 /// launch; no scratch.
 ///
 /// # Errors
-/// The errors of [`swiglu_packed`], and [`Error::Misuse`] when dy has another shape.
+/// [`Error::Misuse`] when dy has another shape.
 #[track_caller]
 pub fn swiglu_packed_backward<'s, S: Stored>(
     step: &Step<'s>,

@@ -50,9 +50,6 @@ impl Generator {
 
     /// Makes a generator that continues at a step, such as the one that [`Generator::read`]
     /// returned.
-    ///
-    /// # Errors
-    /// The errors of [`Generator::new`].
     pub fn at(device: &Device, seed: u64, step: u64) -> Result<Self> {
         Ok(Self { seed, state: Buffer::from_slice(device, words(seed, step).as_flattened())? })
     }
@@ -64,9 +61,6 @@ impl Generator {
 
     /// Sets the seed and the step, after the work queued before. Captured steps that draw from the
     /// generator use them too.
-    ///
-    /// # Errors
-    /// The errors of [`Buffer::write`].
     pub fn set(&mut self, seed: u64, step: u64) -> Result<()> {
         self.seed = seed;
         self.state.write(0, words(seed, step).as_flattened())

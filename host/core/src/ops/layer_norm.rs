@@ -46,8 +46,7 @@ pub fn layer_norm<'s, S: Stored>(
 /// Queues the work, and needs no scratch memory.
 ///
 /// # Errors
-/// [`Error::Misuse`](crate::Error::Misuse) when the residual has another shape, and the errors of
-/// [`layer_norm`].
+/// [`Error::Misuse`](crate::Error::Misuse) when the residual has another shape.
 #[track_caller]
 pub fn layer_norm_residual<'s, S: Stored>(
     step: &Step<'s>,

@@ -95,7 +95,7 @@ impl LmHeadConfig {
 /// 64 MiB for split-K products.
 ///
 /// # Errors
-/// The errors of [`ops::cross_entropy_by`], and [`Error::Misuse`] when extents differ.
+/// [`Error::Misuse`] when extents differ.
 #[track_caller]
 pub fn linear_cross_entropy<'s, S: GemmElement<S> + GemmElement<f32>>(
     step: &Step<'s>,

@@ -50,7 +50,7 @@ pub struct LabelRules {
 /// is the same. Without smoothing and ignored labels, so are the bits.
 ///
 /// # Errors
-/// The errors of [`cross_entropy`], and [`Error::Misuse`] for a smoothing outside `[0, 1)`.
+/// [`Error::Misuse`] for a smoothing outside `[0, 1)`.
 #[track_caller]
 pub fn cross_entropy_by<'s, S: Stored>(
     step: &Step<'s>,

@@ -37,7 +37,7 @@ pub fn rms_norm<'s, S: Stored>(
 /// and needs no scratch memory.
 ///
 /// # Errors
-/// [`Error::Misuse`] when the residual has another shape, and the errors of [`rms_norm`].
+/// [`Error::Misuse`] when the residual has another shape.
 #[track_caller]
 pub fn rms_norm_residual<'s, S: Stored>(
     step: &Step<'s>,

@@ -82,9 +82,6 @@ pub fn qk_norm<'s, S: Stored>(
 /// The gradients of [`qk_norm`], from `dy`, the gradient of y. Returns the gradient of `qkv`, in
 /// the memory of `dy`. Adds the gradient of the gains to `dgains` when `accumulate`, otherwise
 /// overwrites it. Queued. Scratch: at most an eighth of `qkv`.
-///
-/// # Errors
-/// The errors of [`qk_norm`].
 #[track_caller]
 pub fn qk_norm_backward<'s, S: Stored>(
     step: &Step<'s>,

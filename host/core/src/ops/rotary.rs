@@ -190,9 +190,6 @@ pub fn rotary<'s, S: Stored>(
 
 /// The gradient of [`rotary`]'s `qkv`, from `dy`, the gradient of its result, in the memory of
 /// `dy`. It rotates back. Queues the work, and needs no scratch memory.
-///
-/// # Errors
-/// The errors of [`rotary`].
 #[track_caller]
 pub fn rotary_backward<'s, S: Stored>(
     step: &Step<'s>,

@@ -55,8 +55,8 @@ pub fn sgd<'s>(
 /// group number out of range gives NaN.
 ///
 /// # Errors
-/// The errors of [`sgd`]. [`Error::Contract`](crate::Error::Contract) when `groups` or `hyper` has
-/// a different number of elements.
+/// [`Error::Contract`](crate::Error::Contract) when `groups` or `hyper` has a different number of
+/// elements.
 #[track_caller]
 pub fn sgd_groups<'s>(
     step: &Step<'s>,

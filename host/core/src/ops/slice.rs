@@ -32,7 +32,7 @@ pub fn slice<'s, S: Stored>(
 /// launches; no scratch.
 ///
 /// # Errors
-/// The errors of [`slice()`], and [`Error::Misuse`] when dy has another shape.
+/// [`Error::Misuse`] when dy has another shape.
 #[track_caller]
 pub fn slice_backward<'s, S: Stored>(
     step: &Step<'s>,

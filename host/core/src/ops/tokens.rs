@@ -22,9 +22,6 @@ pub fn mean_tokens<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>) -> Re
 
 /// `dx[b, t, c] = dy[b, c] / tokens`; `dy`: `[batch, cols]`, `dx`: `shape` = `[batch, tokens,
 /// cols]`. Queues the work, and needs no scratch memory.
-///
-/// # Errors
-/// The errors of [`mean_tokens`].
 #[track_caller]
 pub fn mean_tokens_backward<'s, S: Stored>(
     step: &Step<'s>,

@@ -270,7 +270,7 @@ impl Parameters {
     /// copy.
     ///
     /// # Errors
-    /// The errors of [`Parameters::lend`], and [`Error::Misuse`] when there is no copy.
+    /// [`Error::Misuse`] when there is no copy.
     pub fn lend_as<'b, 's, S: Stored>(&'b self, step: &Step<'s>, parameter: Parameter) -> Result<Lent<'b, 's, S>> {
         let (memory, shape) = self.flat_as::<S>()?.part(step, parameter, false)?;
         Ok(Lent::new(memory, shape))
@@ -290,7 +290,7 @@ impl Parameters {
     /// [`ParameterSpec::stack`] returns each member's position.
     ///
     /// # Errors
-    /// The errors of [`Parameters::lend`], and [`Error::Misuse`] for a stack without members.
+    /// [`Error::Misuse`] for a stack without members.
     pub fn lend_stack<'b, 's>(&'b self, step: &Step<'s>, stack: &StackedParameters) -> Result<Lent<'b, 's>> {
         self.lend_stack_as(step, stack)
     }
@@ -298,7 +298,7 @@ impl Parameters {
     /// Lends a stack's weights as S stores them, flat. BF16 comes from the copy.
     ///
     /// # Errors
-    /// The errors of [`Parameters::lend_stack`], and [`Error::Misuse`] when there is no copy.
+    /// [`Error::Misuse`] when there is no copy.
     pub fn lend_stack_as<'b, 's, S: Stored>(
         &'b self,
         step: &Step<'s>,
@@ -311,8 +311,7 @@ impl Parameters {
     /// Waits, and returns one parameter's weights.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when the handle belongs to another parameter spec, and the errors of
-    /// [`Buffer::read`].
+    /// [`Error::Misuse`] when the handle belongs to another parameter spec.
     pub fn read(&self, parameter: Parameter) -> Result<Vec<f32>> {
         self.flat.read(parameter)
     }
@@ -331,7 +330,7 @@ impl Parameters {
     ///
     /// # Errors
     /// [`Error::Misuse`] when the handle belongs to another parameter spec, or the number of
-    /// elements differs. The errors of [`Buffer::write`].
+    /// elements differs.
     pub fn write(&mut self, parameter: Parameter, values: &[f32]) -> Result<()> {
         let entry = self.flat.layout.entry(parameter)?;
         let range = entry.range();
@@ -372,9 +371,6 @@ impl Parameters {
 
     /// The SHA-256 of names, shapes and the weights' bytes (little-endian), in the spec's order, in
     /// hexadecimal.
-    ///
-    /// # Errors
-    /// The errors of [`Buffer::read`].
     pub fn sha256(&self) -> Result<String> {
         let mut hash = Sha256::new();
         for entry in self.layout().entries() {
@@ -435,7 +431,7 @@ impl Gradients {
     /// Lends the gradients of several parameters at once, to be added to.
     ///
     /// # Errors
-    /// The errors of [`Gradients::lend_mut`], and [`Error::Misuse`] when a parameter appears twice.
+    /// [`Error::Misuse`] when a parameter appears twice.
     pub fn lend_many_mut<'b, 's, const N: usize>(
         &'b mut self,
         step: &Step<'s>,
@@ -457,7 +453,7 @@ impl Gradients {
     /// the padding between members zero.
     ///
     /// # Errors
-    /// The errors of [`Gradients::lend_mut`], and [`Error::Misuse`] for a stack without members.
+    /// [`Error::Misuse`] for a stack without members.
     pub fn lend_stack_mut<'b, 's>(&'b mut self, step: &Step<'s>, stack: &StackedParameters) -> Result<LentMut<'b, 's>> {
         let (memory, shape) = self.flat.stack(step, stack, true)?;
         Ok(LentMut::new(memory, shape))
@@ -466,8 +462,7 @@ impl Gradients {
     /// Waits, and returns one parameter's gradient.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when the handle belongs to another parameter spec, and the errors of
-    /// [`Buffer::read`].
+    /// [`Error::Misuse`] when the handle belongs to another parameter spec.
     pub fn read(&self, parameter: Parameter) -> Result<Vec<f32>> {
         self.flat.read(parameter)
     }

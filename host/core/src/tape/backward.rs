@@ -162,7 +162,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     /// [`Parameters::with_bf16_copy`] makes.
     ///
     /// # Errors
-    /// The errors of [`Backward::weights`], and [`Error::Misuse`] when there is no copy.
+    /// [`Error::Misuse`] when there is no copy.
     pub fn weights_as<S: Stored>(&self, parameter: Parameter) -> Result<Lent<'t, 's, S>> {
         self.parameters.lend_as(self.step, parameter).map_err(|error| error.in_op(self.op))
     }
@@ -170,7 +170,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     /// Lends a stack's weights, flat; see [`Op::stack_weights`](super::Op::stack_weights).
     ///
     /// # Errors
-    /// The errors of [`Backward::weights`], and [`Error::Misuse`] for a stack without members.
+    /// [`Error::Misuse`] for a stack without members.
     pub fn stack_weights(&self, stack: &StackedParameters) -> Result<Lent<'t, 's>> {
         self.stack_weights_as(stack)
     }
@@ -178,7 +178,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     /// Lends a stack's weights as S stores them, flat.
     ///
     /// # Errors
-    /// The errors of [`Backward::stack_weights`], and [`Error::Misuse`] when there is no copy.
+    /// [`Error::Misuse`] when there is no copy.
     pub fn stack_weights_as<S: Stored>(&self, stack: &StackedParameters) -> Result<Lent<'t, 's, S>> {
         self.parameters.lend_stack_as(self.step, stack).map_err(|error| error.in_op(self.op))
     }
@@ -202,7 +202,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     /// Lends the gradients of several parameters at once, each like [`Backward::gradient`].
     ///
     /// # Errors
-    /// The errors of [`Backward::gradient`], and [`Error::Misuse`] when a parameter appears twice.
+    /// [`Error::Misuse`] when a parameter appears twice.
     pub fn gradients<const N: usize>(
         &mut self,
         parameters: [Parameter; N],
@@ -217,7 +217,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     /// The padding between members must stay zero.
     ///
     /// # Errors
-    /// The errors of [`Backward::gradient`], and [`Error::Misuse`] for a stack without members.
+    /// [`Error::Misuse`] for a stack without members.
     pub fn stack_gradient(&mut self, stack: &StackedParameters) -> Result<(LentMut<'_, 's>, bool)> {
         let step = self.step;
         let (mut gradient, written) = self.stack_gradient_uninit(stack)?;
@@ -250,9 +250,6 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
 
     /// Lends a stack's gradient like [`Backward::stack_gradient`], for an op that overwrites all of
     /// it when the flag is false, like [`Backward::gradient_uninit`].
-    ///
-    /// # Errors
-    /// The errors of [`Backward::stack_gradient`].
     pub fn stack_gradient_uninit(&mut self, stack: &StackedParameters) -> Result<(LentMut<'_, 's>, bool)> {
         let op = self.op;
         // One write covers all members, so if some are already written, the others are zeroed
@@ -299,9 +296,6 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     }
 
     /// Adds `gradient` to the gradients of two variables, which may be the same.
-    ///
-    /// # Errors
-    /// The errors of [`Backward::add`].
     pub fn add_to_both<S: Stored>(&mut self, a: &Var<'s, S>, b: &Var<'s, S>, gradient: Tensor<'s, S>) -> Result<()> {
         // There is one gradient tensor. The second variable gets it. The first gets a copy, unless
         // it can add the gradient to its own.
@@ -320,8 +314,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     /// place. The op must return it with [`Backward::add`].
     ///
     /// # Errors
-    /// The errors of [`Backward::add`], and [`Error::Misuse`] when it was already taken and not
-    /// returned.
+    /// [`Error::Misuse`] when it was already taken and not returned.
     pub fn take<S: Stored>(&mut self, var: &Var<'s, S>) -> Result<Option<Tensor<'s, S>>> {
         let Some(output) = self.output(var)? else { return Ok(None) };
         if self.taken.contains(&output) {

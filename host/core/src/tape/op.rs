@@ -55,7 +55,7 @@ impl<'t, 's> Op<'_, 't, 's> {
     /// [`Parameters::with_bf16_copy`](crate::Parameters::with_bf16_copy) makes.
     ///
     /// # Errors
-    /// The errors of [`Op::weights`], and [`Error::Misuse`] when there is no copy.
+    /// [`Error::Misuse`] when there is no copy.
     pub fn weights_as<S: Stored>(&self, parameter: Parameter) -> Result<Lent<'t, 's, S>> {
         self.tape.parameters.lend_as(self.tape.step, parameter).map_err(|error| error.in_op(self.name))
     }
@@ -64,7 +64,7 @@ impl<'t, 's> Op<'_, 't, 's> {
     /// [`Op::stack`] returns each member's position.
     ///
     /// # Errors
-    /// The errors of [`Op::weights`], and [`Error::Misuse`] for a stack without members.
+    /// [`Error::Misuse`] for a stack without members.
     pub fn stack_weights(&self, stack: &StackedParameters) -> Result<Lent<'t, 's>> {
         self.stack_weights_as(stack)
     }
@@ -72,7 +72,7 @@ impl<'t, 's> Op<'_, 't, 's> {
     /// Lends a stack's weights as S stores them, flat.
     ///
     /// # Errors
-    /// The errors of [`Op::stack_weights`], and [`Error::Misuse`] when there is no copy.
+    /// [`Error::Misuse`] when there is no copy.
     pub fn stack_weights_as<S: Stored>(&self, stack: &StackedParameters) -> Result<Lent<'t, 's, S>> {
         self.tape.parameters.lend_stack_as(self.tape.step, stack).map_err(|error| error.in_op(self.name))
     }

@@ -66,8 +66,8 @@ impl<'t, 's> Tape<'t, 's> {
     /// ```
     ///
     /// # Errors
-    /// The errors of `run`, in either run. [`Error::Misuse`] for a variable of another tape and, in
-    /// the backward pass, when the second run differs from the first.
+    /// [`Error::Misuse`] for a variable of another tape and, in the backward pass, when the second
+    /// run differs from the first.
     #[track_caller]
     pub fn recompute<K: RecomputeInput<'s> + 't, S: Stored>(
         &self,
@@ -79,9 +79,6 @@ impl<'t, 's> Tape<'t, 's> {
     }
 
     /// Recomputes a closure with several results; see [`Tape::recompute`].
-    ///
-    /// # Errors
-    /// The errors of [`Tape::recompute`].
     #[track_caller]
     pub fn checkpoint_all<K: RecomputeInput<'s> + 't, S: Stored, const N: usize>(
         &self,

@@ -108,8 +108,7 @@ impl<'t, 's> Tape<'t, 's> {
     /// The random numbers of the step, from the tape's generator. `None` on an evaluation tape.
     ///
     /// # Errors
-    /// [`Error::Misuse`] on a tape that has no generator and is not for an evaluation, and the
-    /// errors of [`Generator::draws`].
+    /// [`Error::Misuse`] on a tape that has no generator and is not for an evaluation.
     #[track_caller]
     pub fn draws(&self) -> Result<Option<&Draws<'s>>> {
         if let Some(draws) = self.draws.get() {
@@ -164,7 +163,7 @@ impl<'t, 's> Tape<'t, 's> {
     ///
     /// # Errors
     /// [`Error::Misuse`] when `loss` belongs to another tape or has more than one element, or when
-    /// `gradients` belong to another parameter spec or device. The errors of the ops.
+    /// `gradients` belong to another parameter spec or device.
     pub fn backward(self, loss: &Var<'s>, gradients: &mut Gradients) -> Result<()> {
         let written = vec![true; gradients.layout().entries().len()];
         self.run(loss, gradients, written)
@@ -172,9 +171,6 @@ impl<'t, 's> Tape<'t, 's> {
 
     /// Runs the records like [`Tape::backward`], but overwrites `gradients`. The result is the same
     /// as from zeroed gradients, without the pass that zeroes them.
-    ///
-    /// # Errors
-    /// The errors of [`Tape::backward`].
     pub fn backward_overwrite(self, loss: &Var<'s>, gradients: &mut Gradients) -> Result<()> {
         let written = vec![false; gradients.layout().entries().len()];
         self.run(loss, gradients, written)

@@ -124,7 +124,7 @@ impl<R: UpdateRule> Optimizer<R> {
     /// replay of one. Calling it again before that prepares the same update again.
     ///
     /// # Errors
-    /// [`Error::Misuse`] after 2^64 - 1 updates. The errors of the driver.
+    /// [`Error::Misuse`] after 2^64 - 1 updates.
     pub fn advance(&mut self) -> Result<u64> {
         let made = self.updates();
         let Some(number) = made.checked_add(1) else {
@@ -166,9 +166,6 @@ impl<R: UpdateRule> Optimizer<R> {
 
     /// Queues the update like [`Optimizer::apply`], and returns the squared norm of all gradients
     /// before clipping, `[1]`.
-    ///
-    /// # Errors
-    /// The errors of [`Optimizer::apply`].
     #[track_caller]
     pub fn apply_with_norm<'s>(
         &mut self,

@@ -111,9 +111,6 @@ pub trait UpdateRule: 'static {
     /// Queues an update. It must do the same each time: in a captured step it is called once and
     /// replayed for each update. In a group of several ranks it is called for each slice of the
     /// weights that its rank updates.
-    ///
-    /// # Errors
-    /// The errors of the ops.
     #[track_caller]
     fn queue<'s>(&self, step: &Step<'s>, arguments: UpdateArguments<'_, 's>) -> Result<()>;
 }

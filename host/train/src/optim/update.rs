@@ -43,8 +43,8 @@ impl<R: UpdateRule> Optimizer<R> {
     /// ```
     ///
     /// # Errors
-    /// The errors of `loss`, of backward and of the rule. [`Error::NotFinite`] if the loss or the
-    /// norm of all gradients is not finite: the weights are then worthless.
+    /// [`Error::NotFinite`] if the loss or the norm of all gradients is not finite: the weights are
+    /// then worthless.
     pub fn update(
         &mut self,
         arena: &mut Arena,

@@ -179,9 +179,6 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     /// Computes the gradients of a batch without updating the weights, in eager steps. It is for
     /// callers that inspect the gradients, or the memory of the steps. [`Trainer::apply`] must
     /// follow.
-    ///
-    /// # Errors
-    /// The errors of [`Trainer::update`].
     #[track_caller]
     pub fn accumulate(&mut self, batch: &[impl HostBatch]) -> Result<Update> {
         let metrics = match self.queue_eager(batch, false) {
@@ -196,7 +193,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     ///
     /// # Errors
     /// [`Error::Misuse`] unless `accumulate` succeeded and no update followed it.
-    /// [`Error::NotFinite`] as for [`Trainer::update`]. Any error of the step.
+    /// [`Error::NotFinite`] if the gradients' norm is not finite.
     #[track_caller]
     pub fn apply(&mut self) -> Result<()> {
         if !self.accumulated {
@@ -228,7 +225,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     ///
     /// # Errors
     /// [`Error::NotFinite`] if the sum is not finite. [`Error::Label`] for a label that is not a
-    /// class. Any error of the step.
+    /// class.
     #[track_caller]
     pub fn evaluate<T>(
         &mut self,
@@ -256,8 +253,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     /// first one counts.
     ///
     /// # Errors
-    /// The errors of [`Trainer::evaluate`]. [`Error::Misuse`] unless there is one label and one
-    /// output row per sample.
+    /// [`Error::Misuse`] unless there is one label and one output row per sample.
     #[track_caller]
     pub fn evaluate_classes(&mut self, samples: &impl HostBatch, labels: &[u32]) -> Result<(f64, usize)> {
         let (loss, guesses) = self.evaluate(samples, |step, output| {
@@ -275,9 +271,6 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     /// Writes the weights, optimizer, dropout seed, progress and notes to the checkpoint path, or
     /// does nothing without a path. In a group all ranks must call it, each with a path set, and
     /// rank 0 writes the file. Waits for the device.
-    ///
-    /// # Errors
-    /// The errors of [`Checkpoint::save`].
     #[track_caller]
     pub fn save(&self, progress: &EpochProgress, notes: &[(&str, String)]) -> Result<()> {
         let Some(path) = &self.checkpoint else { return Ok(()) };
@@ -298,8 +291,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     /// group every rank reads the same file. Any number of ranks may have written that file.
     ///
     /// # Errors
-    /// The errors of [`Checkpoint::restore`]. [`Error::File`] if the train state has dropout and
-    /// the file has no seed.
+    /// [`Error::File`] if the train state has dropout and the file has no seed.
     #[track_caller]
     pub fn restore(&mut self, checkpoint: &Checkpoint) -> Result<EpochProgress> {
         let restored = self.stage.state_mut().restore(checkpoint, self.non_finite, Location::caller());

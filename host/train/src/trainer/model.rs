@@ -117,9 +117,6 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
 
     /// Adds a dropout generator. Its numbers follow from `seed`, the number of the update and the
     /// part of the batch. A trainer's checkpoint stores the seed.
-    ///
-    /// # Errors
-    /// The errors of [`Generator::new`].
     pub fn with_dropout(self, seed: u64) -> Result<Self> {
         let generator = Generator::new(self.parameters.flat().device(), seed)?;
         Ok(Self { generator: Some(generator), ..self })
@@ -203,18 +200,12 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
     }
 
     /// Sets rates and weight decay per parameter group. See [`Optimizer::with_parameter_groups`].
-    ///
-    /// # Errors
-    /// The errors of [`Optimizer::with_parameter_groups`].
     pub fn with_parameter_groups(self, groups: &ParameterGroups) -> Result<Self> {
         Ok(Self { optimizer: self.optimizer.with_parameter_groups(groups)?, ..self })
     }
 
     /// Adds a BF16 copy of the weights, for a model whose output is f32 but which computes in BF16.
     /// See [`Parameters::with_bf16_copy`].
-    ///
-    /// # Errors
-    /// The errors of [`Parameters::with_bf16_copy`].
     pub fn with_bf16_copy(self) -> Result<Self> {
         Ok(Self { parameters: self.parameters.with_bf16_copy()?, ..self })
     }

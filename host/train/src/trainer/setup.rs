@@ -98,9 +98,6 @@ impl<'a, M: Model, R: UpdateRule> Trainer<'a, M, R> {
     /// Creates a trainer whose steps replay a graph, recorded once for each shape of micro-batch.
     /// `largest` is the largest micro-batch. Its values are not read. `memory` is a device, an
     /// [`ArenaBuilder`](stepscope_core::ArenaBuilder) or a `&mut` [`Arena`]; see [`StepMemory`].
-    ///
-    /// # Errors
-    /// The errors of [`Arena::capture`], and of building the arena.
     pub fn captured(
         memory: impl Into<StepMemory<'a>>,
         mut state: TrainState<M, R>,

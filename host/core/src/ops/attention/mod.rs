@@ -89,7 +89,7 @@ pub fn attention<'s, S: AttentionElement>(
 /// gains, up to an eighth of `qkv`.
 ///
 /// # Errors
-/// The errors of [`attention`]. [`Error::Misuse`] when `made` does not match `form` and `norm`.
+/// [`Error::Misuse`] when `made` does not match `form` and `norm`.
 #[track_caller]
 pub fn attention_backward<'s, S: AttentionElement, T: Target<'s, f32>>(
     step: &Step<'s>,

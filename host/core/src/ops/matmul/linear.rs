@@ -30,9 +30,6 @@ pub fn matmul<'s, S: GemmElement<S>>(
 
 /// `out = x w + bias`; `x`: `[.., k]`, `w`: `[k, n]`, `bias`: `[n]`, `out`: `[.., n]`. Otherwise
 /// like [`matmul`].
-///
-/// # Errors
-/// The errors of [`matmul`].
 #[track_caller]
 pub fn linear<'s, S: GemmElement<S>>(
     step: &Step<'s>,
@@ -47,9 +44,6 @@ pub fn linear<'s, S: GemmElement<S>>(
 }
 
 /// `out = residual + x w + bias`; `residual`: the shape of `out`. Otherwise like [`linear`].
-///
-/// # Errors
-/// The errors of [`linear`].
 #[track_caller]
 pub fn linear_residual<'s, S: GemmElement<S>>(
     step: &Step<'s>,
@@ -67,9 +61,6 @@ pub fn linear_residual<'s, S: GemmElement<S>>(
 
 /// `pre = x w + bias`, `out = gelu(pre)`. Returns `(out, pre)`; the backward pass needs `pre`.
 /// Otherwise like [`linear`].
-///
-/// # Errors
-/// The errors of [`linear`].
 #[track_caller]
 pub fn linear_gelu<'s, S: GemmElement<S>>(
     step: &Step<'s>,
@@ -82,9 +73,6 @@ pub fn linear_gelu<'s, S: GemmElement<S>>(
 
 /// `pre = x w + bias`, `out = silu(pre)`. Returns `(out, pre)`; the backward pass needs `pre`.
 /// Otherwise like [`linear`].
-///
-/// # Errors
-/// The errors of [`linear`].
 #[track_caller]
 pub fn linear_silu<'s, S: GemmElement<S>>(
     step: &Step<'s>,
@@ -100,7 +88,7 @@ pub fn linear_silu<'s, S: GemmElement<S>>(
 /// [`linear`] of x. Otherwise like [`linear`].
 ///
 /// # Errors
-/// The errors of [`linear`], and [`Error::Misuse`] when the gate has another shape.
+/// [`Error::Misuse`] when the gate has another shape.
 #[track_caller]
 pub fn linear_swiglu<'s, S: GemmElement<S>>(
     step: &Step<'s>,
@@ -157,8 +145,7 @@ pub fn gemm_into<'s, F: GemmElement<S>, S: Stored>(
 /// is rounded once. For BF16, the product for `dw` also computes `db`, without reading dy again.
 ///
 /// # Errors
-/// The errors of [`gemm_into`], and [`Error::Misuse`] when `db` has a different number of elements
-/// than a bias.
+/// [`Error::Misuse`] when `db` has a different number of elements than a bias.
 #[track_caller]
 pub fn gradients_into<'s, F: GemmElement<S>, S: Stored>(
     step: &Step<'s>,
