@@ -40,12 +40,12 @@ pub struct Encoder<'e> {
 }
 
 impl Encoder<'_> {
-    /// Encodes a row. A chat has the special tokens that its template writes. A text and a prompt
-    /// have those that the tokenizer adds before a text, such as a BOS, and end with
-    /// [`Encoder::end`].
+    /// Encodes a row. A chat contains the special tokens that its template writes. A text and a
+    /// prompt begin with the tokens that the tokenizer adds before a text, such as a BOS, and end
+    /// with [`Encoder::end`].
     ///
     /// # Errors
-    /// The reason why the row cannot be encoded.
+    /// Returns the reason why the row cannot be encoded.
     pub fn encode(&self, row: &Row) -> Result<Sample, String> {
         match row {
             Row::Chat { messages, tools } => self.chat(messages, tools.as_ref()),

@@ -73,7 +73,8 @@ impl ChatTemplate {
     /// message begins.
     ///
     /// # Errors
-    /// The template's own refusal, such as that roles must alternate, or its fault.
+    /// Returns the template's own message if it refuses the chat (for example because roles must
+    /// alternate), or the fault of the template.
     pub fn render(
         &self,
         messages: &[Value],
@@ -94,7 +95,8 @@ fn bytes(path: &Path) -> Result<Vec<u8>> {
     PlainFile::read_whole(path, MAX_BYTES).map_err(|reason| Error::file(path, reason))
 }
 
-/// Returns the template of a `tokenizer_config.json`: a text, or the one named `default` of a list.
+/// Returns the template of a `tokenizer_config.json`: a text, or the template named `default` of a
+/// list.
 fn default_template(found: &Value) -> std::result::Result<Option<&str>, String> {
     match found {
         Value::Null => Ok(None),

@@ -362,8 +362,8 @@ impl Table {
         self.peers[from].as_mut().map(|peer| &mut peer.inbox)
     }
 
-    /// Creates the fault for calls that differ. The culprit is a rank whose call is not that of the
-    /// majority. In a tie, the lowest rank's call counts.
+    /// Creates the fault for calls that differ. The culprit is a rank whose call differs from the
+    /// call of the majority. In a tie, the lowest rank's call counts.
     fn outvoted(&self, own: &Announcement) -> RankFault {
         let calls: Vec<(usize, &Announcement)> = (0..self.peers.len())
             .filter_map(|rank| match &self.peers[rank] {

@@ -1,5 +1,5 @@
-//! The rendezvous: rank 0 listens and the others connect to it, and then each rank connects to
-//! those of lower numbers.
+//! The rendezvous: rank 0 listens and the others connect to it. Then each rank connects to every
+//! rank of a lower number.
 //!
 //! Invariant: a rendezvous ends within its deadline. Its result is a connection to every rank, or a
 //! reason that is the same on all ranks that could be notified. Nothing listens afterwards.

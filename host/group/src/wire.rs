@@ -90,7 +90,7 @@ pub(crate) struct Beat {
     pub(crate) waits_for: Option<u32>,
 }
 
-/// A message. The order of the variants is part of the protocol, and is that of [`KINDS`].
+/// A message. The order of the variants is part of the protocol, and equals the order of [`KINDS`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Message {
     Greeting(Greeting),

@@ -22,15 +22,15 @@ pub(crate) struct FileTensor {
     pub(crate) shape: Vec<usize>,
     /// The inputs of each output, 1 for a vector.
     inputs: usize,
-    /// True if the file has the inputs of an output next to each other.
+    /// True if the inputs of an output are adjacent in the file.
     transposed: bool,
-    /// The number that a parameter has in addition to the file's value.
+    /// The number that is added to the file's value.
     pub(crate) added: f32,
     /// The parts, in the order of the file's outputs.
     pub(crate) parts: Vec<Part>,
 }
 
-/// Neighboring outputs of a parameter that are neighbors in a file's tensor too.
+/// Adjacent outputs of a parameter that are adjacent in a file's tensor too.
 #[derive(Clone, Debug)]
 pub(crate) struct Part {
     /// The parameter's name.

@@ -116,7 +116,7 @@ impl Weights {
     /// Converts a model's weights to the tensors of a file.
     ///
     /// # Errors
-    /// Never, since shapes and values agree.
+    /// Returns an error only if the device cannot be read.
     pub fn tensors(config: &ModelConfig, parameters: &Parameters) -> Result<StateDict> {
         tensors(config, parameters.layout(), &parameters.flat().read()?, |tensor| tensor.added)
     }
@@ -125,13 +125,14 @@ impl Weights {
     /// weight.
     ///
     /// # Errors
-    /// Never, since shapes and values agree.
+    /// Returns an error only if the device cannot be read.
     pub fn gradients(config: &ModelConfig, gradients: &Gradients) -> Result<StateDict> {
         tensors(config, gradients.layout(), &gradients.flat().read()?, |_| 0.0)
     }
 }
 
-/// Converts a flat region of parameters, minus what the file's tensors lack.
+/// Converts a flat region of parameters, and subtracts the numbers that a file's values do not
+/// contain.
 fn tensors(
     config: &ModelConfig,
     spec: &ParameterSpec,

@@ -1,10 +1,10 @@
 //! The time of a launch, from its work.
 //!
 //! The model has two nested closed queueing networks, solved by mean value analysis (Reiser and
-//! Lavenberg, "Mean-Value Analysis of Closed Multichain Queuing Networks", 1980). The inner one is
-//! a multiprocessor, whose customers are the resident warps: they issue, multiply, read shared
-//! memory, and wait. The customers of the outer one are the resident blocks: they compute and move
-//! bytes.
+//! Lavenberg, "Mean-Value Analysis of Closed Multichain Queuing Networks", 1980). The inner network
+//! is a multiprocessor. Its customers are the resident warps, which issue, multiply, read shared
+//! memory, and wait. The customers of the outer network are the resident blocks, which compute and
+//! move bytes.
 
 use crate::gpu::Gpu;
 use crate::work::Work;

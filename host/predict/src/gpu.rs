@@ -1,4 +1,4 @@
-//! GPUs as figures: rates of instructions and copies, with their sources.
+//! Figures of GPUs: rates of instructions and copies, with their sources.
 //!
 //! Invariant: no figure is fitted to the time of a predicted kernel. Only instructions, the copy
 //! and the smallest launch calibrate the model. Figures that nobody measured are marked as assumed.

@@ -1,7 +1,7 @@
 //! Samples of a long text: windows of one length, in an order that a seed determines.
 //!
 //! Invariant: a window depends only on the seed and its number, so a run resumes from the number of
-//! samples that it has processed. Each pass over the text has each window once.
+//! samples that it has processed. Each pass over the text contains each window once.
 
 #![forbid(unsafe_code)]
 
@@ -90,7 +90,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Each pass has each window once, and all of them lie in the text.
+        /// Each pass contains each window once, and all windows lie in the text.
         #[test]
         fn a_pass_has_each_window_once(context in 1usize..40, more in 0usize..2000, seed: u64, pass in 0u64..5) {
             let tokens = context + 1 + more;

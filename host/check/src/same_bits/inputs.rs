@@ -30,14 +30,15 @@ const SMALLEST_ARENA_BYTES: usize = 2 << 20;
 /// Rows that one lane processes, and rows that several lanes or a whole block process, few and
 /// many, with and without tails.
 const ROWS: [[usize; 2]; 6] = [[300, 3], [65, 64], [12, 193], [129, 256], [4100, 5], [2, 20_001]];
-/// Rows of 1, 2, 4, 8, 16 and 32 lanes. Some have four or eight whole vectors that lanes hold, or
-/// more that they reread, and some have tails. Some have more rows than a block processes at once,
-/// or than are summed in one. Rows of 16 lanes with a tail contain special numbers. See
-/// [`Inputs::rows`].
+/// Rows of 1, 2, 4, 8, 16 and 32 lanes. Some rows are four or eight whole vectors, which lanes keep
+/// in registers. Longer rows are read again. Some rows have tails. Some cases have more rows than a
+/// block processes at once, or than one block sums. Rows of 16 lanes with a tail contain special
+/// numbers. See [`Inputs::rows`].
 const SMALLEST_ROWS: [[usize; 2]; 7] = [[140, 3], [140, 20], [20, 64], [20, 99], [20, 256], [2, 516], [2, 1028]];
 /// The columns of the rows that contain special numbers.
 const SPECIAL_COLUMNS: usize = 193;
-/// Complete squares of 32 x 32 and partial ones, with rows that are aligned for vectors and others.
+/// Complete squares of 32 x 32 and partial ones, with rows that are aligned for vectors and rows
+/// that are not.
 const SMALLEST_SQUARES: [[usize; 2]; 2] = [[40, 68], [33, 35]];
 
 /// The inputs of one case, and the results of its kernel.
@@ -126,8 +127,8 @@ impl<'s> Inputs<'_, 's> {
         Buffer::from_slice(self.step.device(), &self.random.borrow_mut().belows(rows, classes as u32 + 1))
     }
 
-    /// Runs the op on ids of the rows of `table`, with one beyond the last among them, which gives
-    /// a row of NaN.
+    /// Runs the op on ids of the rows of `table`. One id is beyond the last row, and gives a row of
+    /// NaN.
     pub(super) fn with_ids<S: Stored>(
         &self,
         table: &Tensor<'s, S>,

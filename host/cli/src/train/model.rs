@@ -48,8 +48,8 @@ pub(crate) struct Mode {
     /// True if tokens attend only to their own document, which is input 2 of the batch.
     pub(crate) documents: bool,
     /// True if the loss is a mean over the tokens that count, in all parts of a batch together.
-    /// Other labels are [`stepscope::ops::IGNORED`]. The last input is then the number of samples that a
-    /// counted token stands for, `[1]`: those of the batch divided by its counted tokens.
+    /// Other labels are [`stepscope::ops::IGNORED`]. The last input, `[1]`, is then the number of
+    /// samples of the batch divided by the number of its counted tokens.
     pub(crate) counted: bool,
 }
 

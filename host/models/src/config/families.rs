@@ -409,7 +409,7 @@ fn window(keys: &Keys<'_>) -> Outcome<AttentionMask> {
     Ok(window.map_or(AttentionMask::Causal, AttentionMask::SlidingWindow))
 }
 
-/// Reads the layers that slide from `layer_types`, true for each that does.
+/// Reads `layer_types`. True marks a layer with a sliding window.
 fn kinds(keys: &Keys<'_>, count: usize) -> Outcome<Option<Vec<bool>>> {
     let Some(list) = keys.list("layer_types")? else { return Ok(None) };
     let slides = list.iter().map(|kind| match kind.as_str() {

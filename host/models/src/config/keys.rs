@@ -65,7 +65,7 @@ impl<'j> Keys<'j> {
         }
     }
 
-    /// Returns a number that may be 0, if there is one.
+    /// Returns a number, which may be 0, if the key is present.
     pub(super) fn count(&self, key: &str, most: usize) -> Outcome<Option<usize>> {
         match self.get(key).map(Value::as_u64) {
             None => Ok(None),

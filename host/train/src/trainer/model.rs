@@ -84,9 +84,9 @@ pub(super) enum Wanted {
     All,
 }
 
-/// The metrics of a step: its share of the loss and up to two squared norms. `gradients` is that of
-/// all gradients, if the step updates the weights. `monitored` is that of the monitored gradient,
-/// if the gradients are complete.
+/// The metrics of a step: its share of the loss and up to two squared norms. `gradients` is the
+/// norm of all gradients, if the step updates the weights. `monitored` is the norm of the monitored
+/// gradient, if the gradients are complete.
 pub(super) struct StepMetrics<Loss, Norm> {
     pub(super) loss: Loss,
     pub(super) gradients: Option<Norm>,

@@ -42,8 +42,8 @@ pub(super) struct Queued {
     pub(super) metrics: Results,
 }
 
-/// The loss of each step, followed by squared gradient norms: that of all gradients if the weights
-/// are updated, and that of the monitored one if there is one.
+/// The loss of each step, followed by squared norms: of all gradients if the weights are updated,
+/// and of the monitored gradient if there is one.
 pub(super) enum Results {
     /// Metrics that are already on the host.
     Known(Vec<f32>),
