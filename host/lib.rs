@@ -75,7 +75,9 @@ pub mod error {
 /// Files of weights, the lock of a run's folder, and reads and writes of whole files.
 pub mod files {
     pub use stepscope_core::{FileKind, PlainFile, replace_file};
-    pub use stepscope_train::{RunLock, StateDict, load_state_dict, save_state_dict, save_state_dict_as};
+    pub use stepscope_train::{
+        FileType, NewTensor, RunLock, StateDict, load_state_dict, save_state_dict, save_state_dict_as, save_tensors,
+    };
 }
 
 /// Ranks that train one model together, and their faults.

@@ -158,12 +158,39 @@ on_each_device! {
                 serde_json::from_slice::<serde_json::Value>(&text).unwrap()
             });
             let dtype = |config: &serde_json::Value| config.get("dtype").or(config.get("torch_dtype")).cloned();
-            assert_eq!(dtype(&after), Some("float32".into()));
+            assert_eq!(dtype(&after), dtype(&before));
             let without = |mut config: serde_json::Value| {
                 config.as_object_mut().unwrap().retain(|key, _| !["dtype", "torch_dtype"].contains(&&**key));
                 config
             };
             assert_eq!(without(before), without(after), "{}", folder.display());
+        }
+    }
+}
+
+on_each_device! {
+    /// Weights are written in the type that `config.json` states. Reading and writing them again
+    /// changes no byte.
+    fn stated_type_is_written(device: &Device) {
+        for (name, stored) in [("bfloat16", safetensors::Dtype::BF16), ("float16", safetensors::Dtype::F16)] {
+            let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+            let [given, once, twice] = folders.each_ref().map(tempfile::TempDir::path);
+            fs::copy(case("qwen2").join("model.safetensors"), given.join("model.safetensors")).unwrap();
+            let config = fs::read_to_string(case("qwen2").join("config.json")).unwrap();
+            fs::write(given.join("config.json"), config.replace("\"float32\"", &format!("\"{name}\""))).unwrap();
+            for (from, to) in [(given, once), (once, twice)] {
+                let weights = Weights::read(from).unwrap();
+                let (_, spec) = Transformer::new(weights.config.clone()).unwrap();
+                let mut parameters = Parameters::new(device, &spec, 1).unwrap();
+                weights.load(&mut parameters).unwrap();
+                Weights::write(to, &weights.config, &parameters, None).unwrap();
+            }
+            let [first, second] = [once, twice].map(|folder| fs::read(folder.join("model.safetensors")).unwrap());
+            assert!(first == second, "{name}");
+            let tensors = SafeTensors::deserialize(&first).unwrap();
+            assert!(!tensors.is_empty() && tensors.iter().all(|(_, tensor)| tensor.dtype() == stored), "{name}");
+            let config: serde_json::Value = serde_json::from_slice(&fs::read(once.join("config.json")).unwrap()).unwrap();
+            assert_eq!(config["dtype"], name);
         }
     }
 }

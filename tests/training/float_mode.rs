@@ -249,7 +249,13 @@ fn host_numbers(arena: &mut Arena, logits: &[f32]) -> Vec<u64> {
     numbers.extend((0..50).map(|_| u64::from(sampler.next(logits).unwrap())));
     let mut progress = EpochProgress::default();
     for number in 1..9 {
-        progress.add(&Update { number, samples: 3, loss: f64::from_bits(0x3fb9_9999_9999_999a), monitored_l2: None });
+        progress.add(&Update {
+            number,
+            samples: 3,
+            loss: f64::from_bits(0x3fb9_9999_9999_999a),
+            gradient_l2: None,
+            monitored_l2: None,
+        });
     }
     numbers.push(progress.mean_loss().to_bits());
     let check = GradCheck::default().run(arena, &[(&logits[..6], [6].into())], |tape, inputs| tape.tanh(&inputs[0]));

@@ -4,7 +4,7 @@
 
 use serde_json::{Map, Value};
 use std::path::Path;
-use stepscope_core::{Error, PlainFile, Result};
+use stepscope_core::{Error, FileKind, PlainFile, Result};
 
 /// One training example.
 #[derive(Clone, Debug, PartialEq)]
@@ -55,6 +55,9 @@ impl Row {
 pub fn read_rows(path: impl AsRef<Path>, max_bytes: u64) -> Result<Vec<Row>> {
     let path = path.as_ref();
     let bytes = PlainFile::read_whole(path, max_bytes).map_err(|reason| Error::file(path, reason))?;
+    if let Some(kind) = FileKind::of(&bytes).filter(|&kind| kind.is_no_text() || kind == FileKind::LfsPointer) {
+        return Err(Error::file(path, kind.refusal("JSON lines")));
+    }
     let mut rows = Vec::new();
     for (line, bytes) in bytes.split(|&byte| byte == b'\n').enumerate() {
         if bytes.trim_ascii().is_empty() {

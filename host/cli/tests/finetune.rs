@@ -7,6 +7,7 @@
 mod support;
 
 use serde_json::Value;
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Output;
@@ -26,6 +27,11 @@ fn finetune(device: &Device, data: &Path, out: &Path, more: &str) -> Output {
     run("finetune", device, &arguments.into_iter().chain(more.split_whitespace()).collect::<Vec<_>>())
 }
 
+/// Returns the names of the files in a folder.
+fn names(folder: &Path) -> BTreeSet<String> {
+    fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+}
+
 fn report(out: &Path) -> Value {
     serde_json::from_slice(&fs::read(out.join("report.json")).unwrap()).unwrap()
 }
@@ -43,13 +49,31 @@ on_each_device! {
         let report = report(&out);
         let losses: Vec<f64> = report["losses"].as_array().unwrap().iter().map(|loss| loss.as_f64().unwrap()).collect();
         assert!(losses[losses.len() - 1] < 0.5 * losses[0], "{losses:?}");
-        let [real, all] = ["real_tokens_per_second", "tokens_per_second"].map(|name| report["speed"].get(name).or(report.get(name)).unwrap().as_f64().unwrap());
+        let [real, all] = ["real_tokens_per_second", "tokens_per_second"].map(|name| report[name].as_f64().unwrap());
         assert!(real > 0.0 && real < all, "{real} {all}");
         let looks = report["evaluations"].as_array().unwrap();
         let best = looks.iter().min_by(|one, other| one["loss"].as_f64().unwrap().total_cmp(&other["loss"].as_f64().unwrap()));
         assert_eq!(report["exported_update"], best.unwrap()["update"], "{report}");
 
+        // Both logs have all updates and evaluations.
+        let log = fs::read_to_string(out.join("log.jsonl")).unwrap();
+        let lines: Vec<Value> = log.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        assert_eq!(lines.len(), losses.len() + looks.len());
+        let first = &lines[0];
+        assert_eq!((&first["update"], &first["loss"]), (&1.into(), &report["losses"][0]));
+        for figure in ["gradient_norm", "learning_rate", "real_tokens_per_second", "tokens_per_second", "arena_bytes"] {
+            assert!(first[figure].as_f64().unwrap() > 0.0, "{figure}: {first}");
+        }
+        assert_eq!(fs::read_dir(out.join("tensorboard")).unwrap().count(), 1);
+
+        // The model is BF16, as it was, and complete.
         let model = out.join("transformers");
+        let [theirs, ours] = [&example("tiny"), &model].map(|folder| names(folder));
+        assert_eq!(theirs, ours);
+        let config = |folder: &Path| -> Value { serde_json::from_slice(&fs::read(folder.join("config.json")).unwrap()).unwrap() };
+        assert_eq!(config(&model), config(&example("tiny")));
+        let size = |folder: &Path| fs::metadata(folder.join("model.safetensors")).unwrap().len();
+        assert!(size(&model).abs_diff(size(&example("tiny"))) < 512, "{} and {} bytes", size(&model), size(&example("tiny")));
         let arguments = ["--weights", model.to_str().unwrap(), "--chat", "What is 2+3?", "--temperature", "0", "--tokens", "16"];
         let output = run("generate", device, &arguments);
         assert!(output.status.success(), "{}", text(&output.stderr));
@@ -95,6 +119,12 @@ fn bad_input_writes_nothing() {
     refused(&data("empty.jsonl", "\n"), "", "has no rows");
     refused(&data("text.jsonl", "Once upon a time\n"), "", "line 1: ");
     refused(&data("user.jsonl", r#"{"messages": [{"role": "user", "content": "a"}]}"#), "", "line 1: `messages`");
+    refused(
+        &data("pointer.jsonl", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+        "",
+        "git lfs pull",
+    );
+    refused(&chats, "--context 2048 --batch 1048576", "the run needs ");
     refused(&chats, "--context 4", "give a larger --context");
     refused(&chats, "--context 4096", "has a context of 2048");
     refused(&chats, "--patience 2", "add --eval or --eval-share");

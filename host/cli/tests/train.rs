@@ -47,7 +47,8 @@ on_each_device! {
         assert!(output.status.success(), "{screen}{errors}");
         assert!(screen.contains("--- a sample\nfn "), "{screen}");
         assert!(errors.contains("held-out loss") && errors.contains("tokens/s"), "{errors}");
-        let expected = ["best.safetensors", "loss.svg", "model.safetensors", "report.json", "transformers"];
+        let expected =
+            ["best.safetensors", "log.jsonl", "loss.svg", "model.safetensors", "report.json", "tensorboard", "transformers"];
         assert_eq!(names(&out), expected.map(String::from).into());
         let report: Value = serde_json::from_str(&fs::read_to_string(out.join("report.json")).unwrap()).unwrap();
         let losses = report["losses"].as_array().unwrap();

@@ -9,6 +9,7 @@ use serde_json::{Map, Value};
 use std::path::Path;
 use stepscope_core::ops::{AttentionMask, Rotary};
 use stepscope_core::{Error, FileKind, PlainFile, Result};
+use stepscope_train::FileType;
 
 /// The largest `config.json`.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
@@ -173,6 +174,22 @@ impl ModelConfig {
         let config = families::read(&Keys::of(&json)?)?;
         let Value::Object(json) = json else { unreachable!("`Keys` has accepted an object") };
         Ok(Self { json, ..config })
+    }
+
+    /// Returns the type of the weights in files, which the `config.json` states as `dtype`, or as
+    /// `torch_dtype`. It is F32 if the file states none.
+    pub fn stored(&self) -> FileType {
+        match self.stored_name() {
+            "bfloat16" => FileType::Bf16,
+            "float16" => FileType::F16,
+            _ => FileType::F32,
+        }
+    }
+
+    /// Returns the name of [`ModelConfig::stored`] in a `config.json`.
+    pub(crate) fn stored_name(&self) -> &str {
+        let stated = ["dtype", "torch_dtype"].iter().find_map(|key| self.json.get(*key)?.as_str());
+        stated.filter(|name| ["bfloat16", "float16"].contains(name)).unwrap_or("float32")
     }
 
     /// Returns the `config.json` that was read, with the type of the stored weights.

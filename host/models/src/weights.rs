@@ -12,7 +12,7 @@ use std::path::Path;
 use stepscope_core::{
     Error, Gradients, HostMemory, ParameterEntry, ParameterSpec, Parameters, Result, Transfer, replace_file,
 };
-use stepscope_train::StateDict;
+use stepscope_train::{NewTensor, StateDict, save_tensors};
 
 /// The weights of a model, by the names and in the layout of its parameters.
 #[derive(Debug)]
@@ -95,11 +95,13 @@ impl Weights {
         parameters.load(bytes, Transfer::new())
     }
 
-    /// Writes a folder that transformers loads: `config.json`, and the weights as F32 in files of
-    /// at most `max_shard_size` bytes. The folder is created if it is missing.
+    /// Writes a folder that transformers loads: `config.json`, and the weights in files of at most
+    /// `max_shard_size` bytes. They are rounded to the type that `config.json` states, which is F32
+    /// if it states none. The folder is created if it is missing. The host holds one tensor at a
+    /// time.
     ///
     /// # Errors
-    /// [`Error::File`] when a file cannot be written.
+    /// [`Error::File`] when a file cannot be written, or for a weight that is not finite.
     pub fn write(
         folder: impl AsRef<Path>,
         config: &ModelConfig,
@@ -108,9 +110,28 @@ impl Weights {
     ) -> Result<()> {
         let folder = folder.as_ref();
         fs::create_dir_all(folder).map_err(|reason| Error::file(folder, reason))?;
-        let tensors = Self::tensors(config, parameters)?;
-        tensors.save_pretrained(folder, max_shard_size)?;
-        replace_file(folder.join("config.json"), config.to_json("float32").as_bytes())
+        let spec = parameters.layout();
+        let entries: HashMap<&str, &ParameterEntry> =
+            spec.entries().iter().map(|entry| (entry.name(), entry)).collect();
+        let mut tensors = names::tensors(config);
+        tensors.sort_by(|one, other| one.name.cmp(&other.name));
+        let described: Vec<NewTensor> =
+            tensors.iter().map(|tensor| (tensor.name.clone(), tensor.shape.clone())).collect();
+        // Neighboring tensors are often parts of one parameter.
+        let (columns, mut last) = (columns(spec), (String::new(), Vec::new()));
+        save_tensors(folder, &described, config.stored(), max_shard_size, |number| {
+            let tensor = &tensors[number];
+            let mut values = vec![0.0; tensor.shape.iter().product()];
+            for (name, places) in tensor.places(&columns) {
+                if last.0 != name {
+                    let range = entries[name].range();
+                    last = (name.to_owned(), parameters.flat().read_range(range.start, range.len())?);
+                }
+                places.for_each(|(at, there)| values[there] = last.1[at] - tensor.added);
+            }
+            Ok(values.into())
+        })?;
+        replace_file(folder.join("config.json"), config.to_json(config.stored_name()).as_bytes())
     }
 
     /// Converts a model's weights to the tensors of a file.

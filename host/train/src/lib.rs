@@ -7,23 +7,27 @@
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 mod checkpoint;
+mod file_type;
 mod loader;
 pub mod nn;
 mod optim;
 mod pretrained;
 mod run_lock;
 mod state_dict;
+mod tensor_writer;
 mod tensors;
 mod token_sampler;
 mod trainer;
 mod windows;
 
 pub use checkpoint::Checkpoint;
+pub use file_type::FileType;
 pub use loader::Loader;
 pub use optim::{AdamW, Optimizer, ParameterGroup, ParameterGroups, Schedule, Sgd, UpdateArguments, UpdateRule};
 pub use pretrained::StateDict;
 pub use run_lock::RunLock;
 pub use state_dict::{load_state_dict, save_state_dict, save_state_dict_as};
+pub use tensor_writer::{NewTensor, save_tensors};
 pub use token_sampler::{TokenSampler, TokenSamplerConfig};
 #[cfg(feature = "progress")]
 pub use trainer::ProgressBar;

@@ -6,6 +6,8 @@
 
 #![forbid(unsafe_code)]
 
+use crate::file_type::FileType;
+use crate::tensor_writer::save_tensors;
 use crate::tensors::{NamedTensor, Tensors, Texts, write};
 use cuda_std::float_mode;
 use half::{bf16, f16};
@@ -13,16 +15,15 @@ use safetensors::tensor::Dtype;
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet, btree_map};
 use std::fs;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use stepscope_core::error::{Error, Quantity, Result, short};
 use stepscope_core::files::{FileKind, PlainFile, Replacement, remove_file};
 use stepscope_core::non_finite::{NonFinite, is_finite};
 
 /// The single file of a folder that is not sharded.
-const FILE: &str = "model.safetensors";
+pub(crate) const FILE: &str = "model.safetensors";
 /// The index, which maps each tensor to its shard.
-const INDEX: &str = "model.safetensors.index.json";
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
 /// The largest index that is read. Indexes of models with 100,000 tensors have 10 MB, and serde's
 /// parsed form takes about ten times as much.
 const MAX_INDEX_BYTES: u64 = 32 << 20;
@@ -207,27 +208,9 @@ impl StateDict {
     /// nothing has changed then, unless files were written but could not be renamed or removed.
     pub fn save_pretrained(&self, folder: impl AsRef<Path>, max_shard_bytes: Option<u64>) -> Result<()> {
         self.check_finite()?;
-        let folder = folder.as_ref();
-        let shards = self.dealt(max_shard_bytes.unwrap_or(u64::MAX));
-        let (whole, index) = (folder.join(FILE), folder.join(INDEX));
-        if shards.len() == 1 {
-            // It takes precedence over an index.
-            self.stage(&whole, shards[0].iter().copied())?.put()?;
-            remove_file(&index)?;
-            return remove_shards(folder, 0);
-        }
-        let named = |number: usize| folder.join(shard_name(number, shards.len()));
-        let staged = shards.iter().enumerate().map(|(at, names)| self.stage(&named(at + 1), names.iter().copied()));
-        let staged = staged.collect::<Result<Vec<_>>>()?;
-        let text = self.index(&shards);
-        let staged_index = Replacement::write(&index, |mut file| file.write_all(text.as_bytes()))?;
-        if (1..=shards.len()).any(|number| named(number).exists()) {
-            remove_file(&index)?;
-        }
-        staged.into_iter().try_for_each(Replacement::put)?;
-        staged_index.put()?;
-        remove_file(&whole)?;
-        remove_shards(folder, shards.len())
+        let tensors: Vec<_> = self.iter().map(|(name, shape, _)| (name.to_owned(), shape.to_vec())).collect();
+        let values: Vec<&[f32]> = self.iter().map(|(_, _, values)| values).collect();
+        save_tensors(folder, &tensors, FileType::F32, max_shard_bytes, |number| Ok(values[number].into()))
     }
 
     fn check_finite(&self) -> Result<()> {
@@ -249,36 +232,9 @@ impl StateDict {
         let notes = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
         write(path, &notes, &names.map(tensor).collect::<Vec<_>>())
     }
-
-    /// Returns the names of each shard. There is at least one shard.
-    fn dealt(&self, most: u64) -> Vec<Vec<&String>> {
-        let (mut shards, mut filled) = (vec![Vec::new()], 0u64);
-        for (name, Values { values, .. }) in &self.tensors {
-            let bytes = size_of_val(values.as_slice()) as u64;
-            let last = shards.len() - 1;
-            if filled + bytes > most && !shards[last].is_empty() {
-                shards.push(vec![name]);
-                filled = bytes;
-            } else {
-                shards[last].push(name);
-                filled += bytes;
-            }
-        }
-        shards
-    }
-
-    /// Returns the text of the index.
-    fn index(&self, shards: &[Vec<&String>]) -> String {
-        let file = |at: usize| shard_name(at + 1, shards.len());
-        let map: BTreeMap<&String, String> =
-            shards.iter().enumerate().flat_map(|(at, names)| names.iter().map(move |&name| (name, file(at)))).collect();
-        let bytes: usize = self.iter().map(|(_, _, values)| size_of_val(values)).sum();
-        let index = serde_json::json!({ "metadata": { "total_size": bytes }, "weight_map": map });
-        format!("{index:#}\n")
-    }
 }
 
-fn shard_name(number: usize, shards: usize) -> String {
+pub(crate) fn shard_name(number: usize, shards: usize) -> String {
     format!("model-{number:05}-of-{shards:05}.safetensors")
 }
 
@@ -290,7 +246,7 @@ fn shards_of(name: &str) -> Option<usize> {
 }
 
 /// Removes the shards of saves that had another number of shards.
-fn remove_shards(folder: &Path, kept: usize) -> Result<()> {
+pub(crate) fn remove_shards(folder: &Path, kept: usize) -> Result<()> {
     let entries = fs::read_dir(folder).map_err(|reason| Error::file(folder, reason))?;
     let old = entries.flatten().filter(|entry| {
         let shards = entry.file_name().to_str().and_then(shards_of);
@@ -350,23 +306,5 @@ mod tests {
         ] {
             assert_eq!(shards_of(other), None, "{other}");
         }
-    }
-
-    /// Checks the example of huggingface_hub's documentation: 6, 6, 2, 6, 2, 2 with at most 10
-    /// together become 6, 6 + 2, 6 + 2 + 2.
-    #[test]
-    fn tensors_are_dealt_out_in_order() {
-        let mut tensors = StateDict::default();
-        for (name, values) in ["a", "b", "c", "d", "e", "f"].into_iter().zip([6, 6, 2, 6, 2, 2]) {
-            tensors.insert(name, [values], vec![0.0; values]).unwrap();
-        }
-        let dealt = |most: u64| {
-            let shards = tensors.dealt(most);
-            shards.iter().map(|names| names.iter().map(|name| name.as_str()).collect::<String>()).collect::<Vec<_>>()
-        };
-        assert_eq!(dealt(4 * 10), ["a", "bc", "def"]);
-        assert_eq!(dealt(4 * 24), ["abcdef"]);
-        assert_eq!(dealt(0), ["a", "b", "c", "d", "e", "f"]);
-        assert_eq!(StateDict::default().dealt(0).len(), 1);
     }
 }

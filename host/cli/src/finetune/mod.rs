@@ -31,8 +31,8 @@ use crate::program::results::{BEST, CHECKPOINT};
 use crate::program::screen::Screen;
 use crate::program::signals;
 use crate::run::folder::copy_companions;
-use crate::run::program;
 use crate::run::report::{Position, Report};
+use crate::run::{memory, program};
 use crate::train::bad_input::Outcome;
 use crate::train::cli::Precision;
 use crate::train::model::{Activation, Gpt};
@@ -59,8 +59,10 @@ fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, sc
     let args = plan.args;
     let device = rank.open(args.run.device)?;
     let group = rank.join(&device, &plan.settings_of_ranks())?;
-    let mut state = plan.state::<S>(&device)?;
-    let mut arena = plan.arena(&device, &mut state)?;
+    let needs = plan.memory::<S>(&device)?;
+    needs.check(&device)?;
+    let state = plan.state::<S>(&device)?;
+    let mut arena = memory::arena(&device, args.run.arena_mib, needs)?;
     let (config, size) = (&plan.config, &plan.data.size);
     screen.say(format_args!(
         "{:?} of {} weights on the {}",
@@ -84,6 +86,7 @@ fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, sc
         ));
     }
 
+    screen.say(needs);
     let checkpoint = args.out.join(CHECKPOINT);
     let state = rank.in_group(group.as_ref(), state)?;
     let trainer = plan.trainer(&mut arena, state)?;

@@ -12,7 +12,7 @@ use crate::finetune::data::{Contexts, Data, Form, Sources};
 use crate::program::settings::Settings;
 use crate::run::cli::RunArgs;
 use crate::run::folder::ModelFolder;
-use crate::run::memory;
+use crate::run::memory::RunMemory;
 use crate::run::settings;
 use crate::run::updates::{Trained, Updates};
 use crate::train::bad_input::{Outcome, bad};
@@ -99,10 +99,11 @@ impl<'r> Plan<'r> {
         Ok(state)
     }
 
-    /// Builds an arena with room for a training step and an evaluation step.
-    pub(crate) fn arena<S: Activation>(&self, device: &Device, state: &mut TrainState<Gpt<S>>) -> Result<Arena> {
-        let [step, look] = [self.args.batch, self.look()].map(|count| self.blank(count));
-        memory::arena(device, state, self.args.run.arena_mib, [&step, &look])
+    /// Computes the memory that the run needs.
+    pub(crate) fn memory<S: Activation>(&self, device: &Device) -> Result<RunMemory> {
+        let [step, look] = [self.args.batch, self.look()].map(|samples| self.blank(samples));
+        let model = || Gpt::<S>::new(self.config.clone(), self.mode());
+        RunMemory::of(device, model, self.args.run.precision.of_f32(), [&step, &look])
     }
 
     /// Returns contexts without tokens, for measurements that ignore the values.
@@ -123,7 +124,9 @@ impl<'r> Plan<'r> {
     ) -> Outcome<Option<Trained>> {
         let Args { batch, ref out, patience, ref resume, .. } = *self.args;
         let context = self.config.context;
+        let (rate, schedule) = (f64::from(self.args.learning_rate), self.args.schedule(self.total()));
         let updates = Updates {
+            rate: &|number| rate * schedule.factor(number),
             out,
             leads,
             notes: ["finetune.position", "finetune.settings"],

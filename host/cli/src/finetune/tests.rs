@@ -4,8 +4,10 @@
 use super::cli::Args;
 use super::data::Contexts;
 use super::plan::Plan;
+use crate::run::memory::{self, RunMemory};
 use crate::run::updates::Part;
 use crate::support::{on_each_device, relative_l2};
+use crate::train::model::Gpt;
 use crate::train::tokenizer::Tokenizer;
 use clap::Parser;
 use std::fs;
@@ -42,9 +44,11 @@ fn arguments(data: &Path, more: &str) -> Args {
 
 /// Returns the gradients of a batch, and its loss.
 fn gradients(device: &Device, plan: &Plan<'_>, batch: &[Contexts]) -> (Vec<f32>, f64) {
-    let mut state = plan.state::<f32>(device).unwrap();
+    let state = plan.state::<f32>(device).unwrap();
     let largest = batch.iter().max_by_key(|part| part.ids.len()).unwrap();
-    let mut arena = crate::run::memory::arena(device, &mut state, None, [largest, largest]).unwrap();
+    let model = || Gpt::<f32>::new(plan.config.clone(), plan.mode());
+    let needs = RunMemory::of(device, model, state.precision, [largest, largest]).unwrap();
+    let mut arena = memory::arena(device, None, needs).unwrap();
     let mut trainer = stepscope::Trainer::eager(&mut arena, state);
     let loss = trainer.accumulate(batch).unwrap().loss;
     (trainer.state().gradients.flat().read().unwrap(), loss)
@@ -56,8 +60,8 @@ type Bits = (String, Vec<u64>);
 /// Runs to the end, or to the stop.
 fn trained(device: &Device, args: &Args, stopped: bool) -> Option<Bits> {
     let plan = Plan::load(args, 1).unwrap();
-    let mut state = plan.state::<f32>(device).unwrap();
-    let mut arena = plan.arena(device, &mut state).unwrap();
+    let state = plan.state::<f32>(device).unwrap();
+    let mut arena = memory::arena(device, args.run.arena_mib, plan.memory::<f32>(device).unwrap()).unwrap();
     let stop = AtomicBool::new(stopped);
     let trainer = plan.trainer(&mut arena, state).unwrap();
     let mut trainer = trainer.checkpoint(args.out.join("model.safetensors"), None).stop_when(&stop);
@@ -132,8 +136,8 @@ on_each_device! {
         assert_eq!(trained(device, &arguments(&data, &more), false).unwrap().1, whole);
         let args = arguments(&data, &more.replace("--epochs 2", "--epochs 2 --weight-decay 0.5"));
         let plan = Plan::load(&args, 1).unwrap();
-        let mut state = plan.state::<f32>(device).unwrap();
-        let mut arena = plan.arena(device, &mut state).unwrap();
+        let state = plan.state::<f32>(device).unwrap();
+        let mut arena = memory::arena(device, args.run.arena_mib, plan.memory::<f32>(device).unwrap()).unwrap();
         let error = plan.train(&mut plan.trainer(&mut arena, state).unwrap(), true).err().unwrap().to_string();
         assert!(error.contains("weight-decay: 0.01 in the checkpoint, 0.5 here"), "{error}");
     }
@@ -143,8 +147,8 @@ on_each_device! {
         let (folder, data) = chats();
         let args = arguments(&data, "--eval-share 0.3 --patience 2 --evaluate-every 1 --epochs 40 --learning-rate 0.3 --decay constant");
         let plan = Plan::load(&args, 1).unwrap();
-        let mut state = plan.state::<f32>(device).unwrap();
-        let mut arena = plan.arena(device, &mut state).unwrap();
+        let state = plan.state::<f32>(device).unwrap();
+        let mut arena = memory::arena(device, args.run.arena_mib, plan.memory::<f32>(device).unwrap()).unwrap();
         let trained = plan.train(&mut plan.trainer(&mut arena, state).unwrap(), true).unwrap().unwrap();
         let looks = &trained.position.evaluations;
         assert!(trained.ended_early && (looks.len() as u64) < plan.total(), "{looks:?}");

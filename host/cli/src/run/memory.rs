@@ -1,36 +1,117 @@
-//! The memory of a run.
+//! The memory of a run: what it needs, before anything is allocated, and the arena of its steps.
+//!
+//! Invariant: the needs follow from the model and the batch. The steps run as a dry run, which
+//! computes and allocates nothing, however large the model.
 
-use stepscope::{Arena, Capacity, Device, HostBatch, HostInputs, Model, Parameters, Result, Tape, TrainState, bf16};
+use std::fmt;
+
+use stepscope::{
+    AdamW, Arena, Capacity, Device, Element, HostBatch, HostInputs, HostMemory, Model, ParameterSpec, Parameters,
+    Result, Tape, TrainState, bf16, ops,
+};
+
+use crate::train::bad_input::{Outcome, bad};
 
 /// Spare bytes of the arena, for differences from the measured steps.
 const ROOM: usize = 4 << 20;
+const GIB: f64 = (1 << 30) as f64;
 
-/// Builds an arena of `mebibytes`, or else with room for a training step on `largest` and an
-/// evaluation step on `evaluated`. Both are measured by dry run; their values are not read.
-pub(crate) fn arena<M: Model>(
-    device: &Device,
-    state: &mut TrainState<M>,
-    mebibytes: Option<usize>,
-    [largest, evaluated]: [&impl HostBatch; 2],
-) -> Result<Arena> {
-    if let Some(mebibytes) = mebibytes {
-        return Arena::builder(device).capacity(Capacity::mib(mebibytes)).build();
+/// The bytes that a run needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct RunMemory {
+    /// Weights, gradients, two moments, and the BF16 copy.
+    pub(crate) weights: u64,
+    /// The arena: a training step and an evaluation step.
+    pub(crate) steps: u64,
+    /// Reading, checkpoints and the export: the largest tensor as it is in memory, in a file's
+    /// order, and as bytes.
+    pub(crate) files: u64,
+}
+
+impl RunMemory {
+    /// Computes the needs of a run whose largest training step and evaluation step have these
+    /// samples. Their values are not read.
+    pub(crate) fn of<M: Model>(
+        device: &Device,
+        model: impl Fn() -> Result<(M, ParameterSpec)>,
+        precision: ops::Precision,
+        [largest, evaluated]: [&impl HostBatch; 2],
+    ) -> Result<Self> {
+        let small = Arena::builder(device).capacity(Capacity::mib(1)).build()?;
+        let needs = |inputs: &HostInputs<'_>, train: bool| {
+            let measured = small.measure(|step| {
+                let (model, spec) = model()?;
+                let mut state = TrainState::new(step.device(), model, &spec, 0, AdamW::default())?;
+                run(step, &mut state, precision, inputs, train)
+            });
+            measured.map(|measured| measured.high_water_bytes())
+        };
+        let steps = needs(&largest.inputs()?, true)? + needs(&evaluated.inputs()?, false)? + ROOM;
+        let (_, spec) = model()?;
+        let is_bf16 = <M::Stored as Element>::NAME == bf16::NAME;
+        let of_element = 4 * size_of::<f32>() + if is_bf16 { size_of::<bf16>() } else { 0 };
+        let largest = spec.entries().iter().map(|entry| entry.shape().elements() * size_of::<f32>()).max().unwrap_or(0);
+        Ok(Self { weights: (spec.elements() * of_element) as u64, steps: steps as u64, files: 3 * largest as u64 })
     }
-    let small = Arena::builder(device).capacity(Capacity::mib(1)).build()?;
-    let mut needs = |inputs: &HostInputs<'_>, train: bool| {
-        let measured = small.measure(|step| {
-            step.set_precision(state.precision);
-            let batch = step.upload_inputs(inputs)?;
-            let tape = Tape::new(step, &state.parameters);
-            let tape = if train { tape } else { tape.evaluating() };
-            let hidden = state.model.forward(&tape, &batch)?;
-            let loss = state.model.loss(&tape, &hidden, &batch, 1.0)?;
-            if train { tape.backward_overwrite(&loss, &mut state.gradients) } else { Ok(()) }
-        });
-        measured.map(|measured| measured.high_water_bytes())
-    };
-    let (step, look) = (needs(&largest.inputs()?, true)?, needs(&evaluated.inputs()?, false)?);
-    Arena::builder(device).capacity(Capacity::Bytes(step + look + ROOM)).build()
+
+    /// Returns all bytes together.
+    pub(crate) fn total(&self) -> u64 {
+        self.weights + self.steps + self.files
+    }
+
+    /// Returns an error if the device, or the host if the device shares its memory, has less.
+    pub(crate) fn check(&self, device: &Device) -> Outcome<()> {
+        let description = device.description();
+        let of_host = HostMemory::available_bytes();
+        let available = match description.memory_bytes.filter(|_| !description.integrated) {
+            Some(bytes) => bytes,
+            None => of_host,
+        };
+        if self.total() <= available && self.files <= of_host {
+            return Ok(());
+        }
+        let reason = format!(
+            "the run needs {self}, and {:.2} GiB are there: give a smaller --batch and a larger --accumulate, a smaller \
+             --context, --recompute, or --precision bf16",
+            available as f64 / GIB
+        );
+        Err(bad("memory", reason))
+    }
+}
+
+impl fmt::Display for RunMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [total, weights, steps, files] =
+            [self.total(), self.weights, self.steps, self.files].map(|bytes| bytes as f64 / GIB);
+        write!(
+            f,
+            "{total:.2} GiB of memory: {weights:.2} for weights, gradients and moments, {steps:.2} for steps, {files:.2} for \
+             files"
+        )
+    }
+}
+
+/// Builds an arena of `mebibytes`, or else of the bytes that the steps need.
+pub(crate) fn arena(device: &Device, mebibytes: Option<usize>, needs: RunMemory) -> Result<Arena> {
+    let capacity = mebibytes.map_or(Capacity::Bytes(needs.steps as usize), Capacity::mib);
+    Arena::builder(device).capacity(capacity).build()
+}
+
+/// Runs a training step without its update, or an evaluation step.
+fn run<M: Model>(
+    step: &mut stepscope::EagerStep<'_>,
+    state: &mut TrainState<M>,
+    precision: ops::Precision,
+    inputs: &HostInputs<'_>,
+    train: bool,
+) -> Result<()> {
+    step.set_precision(precision);
+    let batch = step.upload_inputs(inputs)?;
+    let tape = Tape::new(step, &state.parameters);
+    let tape = if train { tape } else { tape.evaluating() };
+    let hidden = state.model.forward(&tape, &batch)?;
+    let loss = state.model.loss(&tape, &hidden, &batch, 1.0)?;
+    if train { tape.backward_overwrite(&loss, &mut state.gradients) } else { Ok(()) }
 }
 
 /// Returns the bytes that persist across steps: weights, gradients, two moments, and the BF16 copy.

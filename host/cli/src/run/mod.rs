@@ -4,6 +4,8 @@
 //! |---|---|
 //! | [`cli`] | options |
 //! | [`folder`] | tokenizer, chat template and stop tokens next to a model's weights |
+//! | [`gpu`] | the clock and the temperature of the GPU |
+//! | [`logs`] | JSON lines and TensorBoard files |
 //! | [`memory`] | the size of the arena |
 //! | [`program`] | exit codes, signals, the results folder, and ranks |
 //! | [`report`] | `report.json` and `loss.svg` |
@@ -12,6 +14,8 @@
 
 pub(crate) mod cli;
 pub(crate) mod folder;
+pub(crate) mod gpu;
+pub(crate) mod logs;
 pub(crate) mod memory;
 pub(crate) mod program;
 pub(crate) mod report;

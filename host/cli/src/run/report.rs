@@ -4,7 +4,8 @@ use std::fmt;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-use stepscope::{Device, Model, Result, Trainer, replace_file};
+use stepscope::{Device, Model, ParameterEntry, Parameters, Result, Trainer, ops, replace_file};
+use stepscope_predict::Gpu;
 
 use crate::program::loss_svg::{Part, Picture};
 use crate::program::usage::{ArenaUse, CaptureUse, MemoryUse, ModelSize};
@@ -94,7 +95,7 @@ impl<D: Serialize> Report<D> {
             ptx: device.description().ptx.as_ref().map(ToString::to_string),
             model: ModelSize { tensors: spec.entries().len(), weights: spec.weights() },
             data,
-            speed: Speed::of(&trained, tokens),
+            speed: Speed::of(&trained, tokens).with_peak(device, parameters, trainer.state().precision),
             weights_sha256: parameters.sha256()?,
             exported_update: trained.position.losses.len() as u64,
             sample,
@@ -153,12 +154,11 @@ impl Position {
 impl fmt::Display for Speed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (self.tokens_per_second, self.real_tokens_per_second) {
-            (Some(all), Some(real)) if real < all => {
-                write!(f, "{real:.0} tokens/s, {all:.0} with padding")
-            }
-            (Some(all), _) => write!(f, "{all:.0} tokens/s"),
-            (None, _) => f.write_str("all updates had already been made"),
+            (Some(all), Some(real)) if real < all => write!(f, "{real:.0} tokens/s, {all:.0} with padding")?,
+            (Some(all), _) => write!(f, "{all:.0} tokens/s")?,
+            (None, _) => f.write_str("all updates had already been made")?,
         }
+        self.peak_share.map_or(Ok(()), |share| write!(f, ", {:.0} % of the GPU's peak", 100.0 * share))
     }
 }
 
@@ -169,6 +169,9 @@ pub(crate) struct Speed {
     pub(crate) tokens_per_second: Option<f64>,
     /// Real tokens per update divided by that median. Padding does not count.
     pub(crate) real_tokens_per_second: Option<f64>,
+    /// The share of the tensor cores' peak that the products with weights reach, padding included:
+    /// six operations for each weight and token. None on a device whose peak is not known.
+    pub(crate) peak_share: Option<f64>,
 }
 
 impl Speed {
@@ -181,6 +184,50 @@ impl Speed {
         Self {
             tokens_per_second: median.map(|seconds| tokens as f64 / seconds),
             real_tokens_per_second: median.map(|seconds| real / seconds),
+            peak_share: None,
         }
+    }
+
+    /// Adds the share of the device's peak.
+    fn with_peak(self, device: &Device, parameters: &Parameters, precision: ops::Precision) -> Self {
+        // Matrices, each of which is a factor of one product per token. A token table is one only
+        // if it is also the head.
+        let entries = parameters.layout().entries().iter();
+        let has_head = entries.clone().any(|entry| entry.name() == "head.weight");
+        let is_factor = |entry: &&ParameterEntry| {
+            let is_table = entry.name() == "positions.weight" || entry.name() == "tokens.weight" && has_head;
+            entry.shape().extents().len() == 2 && !is_table
+        };
+        let weights: usize = entries.filter(is_factor).map(|entry| entry.shape().elements()).sum();
+        let bf16 = parameters.bf16_copy().is_some();
+        let peak = peak(&device.description().name, bf16, precision);
+        let share = |(peak, tokens): (f64, f64)| 6.0 * weights as f64 * tokens / peak;
+        Self { peak_share: peak.zip(self.tokens_per_second).map(share), ..self }
+    }
+}
+
+/// Returns the tensor cores' peak in operations per second, for GPUs whose rates the forecasts know.
+fn peak(device: &str, bf16: bool, precision: ops::Precision) -> Option<f64> {
+    let gpu = [Gpu::H200, Gpu::GB10].into_iter().find(|gpu| device.contains(gpu.name))?;
+    let per_cycle = match (bf16, precision) {
+        (true, _) => gpu.bf16_per_cycle,
+        (false, ops::Precision::Tf32) => gpu.bf16_per_cycle / 2.0,
+        (false, _) => return None,
+    };
+    Some(per_cycle * f64::from(gpu.processors) * gpu.clock * 1e9)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn peaks_are_those_of_forecasts() {
+        let tera =
+            |device: &str, bf16, precision| peak(device, bf16, precision).map(|peak| (peak / 1e11).round() / 10.0);
+        assert_eq!(tera("NVIDIA H200", true, ops::Precision::F32), Some(618.9));
+        assert_eq!(tera("NVIDIA GB10", false, ops::Precision::Tf32), Some(45.5));
+        assert_eq!(tera("NVIDIA GB10", false, ops::Precision::F32), None);
+        assert_eq!(tera("emulator", true, ops::Precision::F32), None);
     }
 }

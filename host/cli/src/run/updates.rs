@@ -17,6 +17,8 @@ use crate::program::log::Log;
 use crate::program::results::{BEST, CHECKPOINT};
 use crate::program::settings::{self, Settings};
 use crate::program::signals;
+use crate::run::gpu::GpuWatch;
+use crate::run::logs::{Line, Logs};
 use crate::run::report::{Evaluation, Position};
 use crate::train::bad_input::{Outcome, bad};
 
@@ -50,6 +52,8 @@ pub(crate) struct Updates<'r> {
     pub(crate) tokens_per_sample: usize,
     /// The checkpoint to continue from, and its path.
     pub(crate) resumed: Option<(&'r Checkpoint, &'r Path)>,
+    /// The learning rate of an update.
+    pub(crate) rate: &'r dyn Fn(u64) -> f64,
     /// The advice for a checkpoint of other settings.
     pub(crate) how_to_prolong: String,
 }
@@ -94,6 +98,13 @@ impl Updates<'_> {
         let mut batches = batches(progress.samples)?.deadline(MOST_WAIT);
         let left = (updates - progress.updates) as usize * self.samples_per_update;
         let bar = ProgressBar::new("training", left).counting("tokens", self.tokens_per_sample);
+        let logs = match self.leads {
+            true => Some(
+                Logs::open(self.out, progress.updates, GpuWatch::open(trainer.arena().device()))
+                    .map_err(|reason| Error::file(self.out, reason))?,
+            ),
+            false => None,
+        };
         // The tokens of the updates that are queued.
         let queued = RefCell::new(VecDeque::new());
         let mut watch = Watch {
@@ -104,6 +115,9 @@ impl Updates<'_> {
             last: Instant::now(),
             since_look: 0,
             queued: &queued,
+            tokens: self.samples_per_update * self.tokens_per_sample,
+            rate: self.rate,
+            logs,
             trained: &mut trained,
         };
         loop {
@@ -174,6 +188,10 @@ struct Watch<'w> {
     /// Updates of this process before the last evaluation.
     since_look: usize,
     queued: &'w RefCell<VecDeque<usize>>,
+    /// The tokens of an update, with padding.
+    tokens: usize,
+    rate: &'w dyn Fn(u64) -> f64,
+    logs: Option<Logs>,
     trained: &'w mut Trained,
 }
 
@@ -199,6 +217,10 @@ impl Watch<'_> {
         let best = evaluations.iter().all(|before| loss < before.loss);
         evaluations.push(Evaluation { update, loss, perplexity });
         self.bar.say(&format!("update {update}: held-out loss {loss:.4}, perplexity {perplexity:.2}"));
+        if let Some(logs) = &mut self.logs {
+            let line = Line { update, evaluation_loss: Some(loss), ..Line::default() };
+            logs.write(line).map_err(|reason| Error::file(out, reason))?;
+        }
         if best && self.leads {
             Checkpoint::save(out.join(BEST), &trainer.state().parameters, None, &self.notes())?;
         }
@@ -221,8 +243,22 @@ impl Observer for Watch<'_> {
     fn updated(&mut self, update: &Update, progress: &EpochProgress, arena: &Arena) -> Result<()> {
         signals::update_is_made();
         self.trained.position.losses.push(update.loss);
-        self.trained.seconds.push(self.last.elapsed().as_secs_f64());
-        self.trained.tokens.extend(self.queued.borrow_mut().pop_front());
+        let (seconds, tokens) = (self.last.elapsed().as_secs_f64(), self.queued.borrow_mut().pop_front());
+        self.trained.seconds.push(seconds);
+        self.trained.tokens.extend(tokens);
+        if let Some(logs) = &mut self.logs {
+            let line = Line {
+                update: update.number,
+                loss: Some(update.loss),
+                gradient_norm: update.gradient_l2,
+                learning_rate: Some((self.rate)(update.number)),
+                real_tokens_per_second: tokens.map(|tokens| tokens as f64 / seconds),
+                tokens_per_second: Some(self.tokens as f64 / seconds),
+                arena_bytes: Some(arena.report().peak_bytes as u64),
+                ..Line::default()
+            };
+            logs.write(line).map_err(|reason| Error::file("log", reason))?;
+        }
         self.last = Instant::now();
         self.bar.updated(update, progress, arena)
     }

@@ -49,8 +49,8 @@ use crate::program::ranks::Rank;
 use crate::program::results::CHECKPOINT;
 use crate::program::screen::Screen;
 use crate::program::signals;
-use crate::run::program;
 use crate::run::report::Report;
+use crate::run::{memory, program};
 use crate::train::cli::Precision;
 use stepscope::models::Weights;
 use stepscope::{Device, Parameters, TokenSampler, TokenSamplerConfig, TrainState, bf16};
@@ -87,8 +87,10 @@ fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, sc
     let args = plan.args;
     let device = rank.open(args.run.device)?;
     let group = rank.join(&device, &plan.settings_of_ranks())?;
+    let needs = plan.memory::<S>(&device)?;
+    needs.check(&device)?;
     let mut state = plan.state::<S>(&device)?;
-    let mut arena = plan.arena(&device, &mut state)?;
+    let mut arena = memory::arena(&device, args.run.arena_mib, needs)?;
     let spec = state.parameters.layout().clone();
     let config = &plan.config;
     let data = DataSize {
@@ -109,11 +111,12 @@ fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, sc
         let windows = plan.windows()?;
         let windows: Vec<_> = (0..args.batch as u64).map(|number| windows.window(number)).collect();
         let first = Sequences::of(&plan.text, &windows, plan.form())?;
-        trace::write(path, &mut arena, &mut state, &first)?;
+        trace::write(path, &device, &mut state, &first)?;
         Weights::write(args.out.join("transformers"), config, &state.parameters, args.run.max_shard_size)?;
         return Ok(true);
     }
 
+    screen.say(needs);
     let checkpoint = args.out.join(CHECKPOINT);
     let state = rank.in_group(group.as_ref(), state)?;
     let trainer = plan.trainer(&mut arena, state)?;

@@ -9,7 +9,7 @@ use stepscope::{AdamW, Arena, Checkpoint, Device, HostMemory, Result, Schedule, 
 
 use crate::program::settings::Settings;
 use crate::run::cli::RunArgs;
-use crate::run::memory;
+use crate::run::memory::RunMemory;
 use crate::run::settings;
 use crate::run::updates::{Trained, Updates};
 use crate::train::bad_input::{Outcome, bad};
@@ -47,7 +47,7 @@ impl<'r> Plan<'r> {
         let accumulate = args.run.accumulate(shards)?;
         check_batch(args)?;
         let weights = args.weights.as_ref().map(|folder| weights::read(folder, args.context)).transpose()?;
-        let tokenizer = Tokenizer::open(&tokenizer_name(args, weights.as_ref()))?;
+        let tokenizer = Tokenizer::open(&tokenizer_name(args, weights.as_ref())?)?;
         if args.documents && tokenizer.end().is_none() {
             return Err(bad(
                 "--documents",
@@ -89,9 +89,9 @@ impl<'r> Plan<'r> {
 
     /// Creates the model with its initial weights, and the optimizer.
     pub(crate) fn state<S: Activation>(&self, device: &Device) -> Outcome<TrainState<Gpt<S>>> {
-        let Args { documents, updates, .. } = *self.args;
-        let RunArgs { seed, precision, recompute, .. } = self.args.run;
-        let (model, spec) = Gpt::<S>::new(self.config.clone(), Mode { recompute, documents, ..Mode::default() })?;
+        let Args { updates, .. } = *self.args;
+        let RunArgs { seed, precision, .. } = self.args.run;
+        let (model, spec) = Gpt::<S>::new(self.config.clone(), self.mode())?;
         let total = updates as u64;
         let config = AdamW {
             learning_rate: self.learning_rate(),
@@ -110,10 +110,15 @@ impl<'r> Plan<'r> {
         Ok(state)
     }
 
-    /// Builds an arena with room for a training step and an evaluation step.
-    pub(crate) fn arena<S: Activation>(&self, device: &Device, state: &mut TrainState<Gpt<S>>) -> Result<Arena> {
+    fn mode(&self) -> Mode {
+        Mode { recompute: self.args.run.recompute, documents: self.args.documents, ..Mode::default() }
+    }
+
+    /// Computes the memory that the run needs.
+    pub(crate) fn memory<S: Activation>(&self, device: &Device) -> Result<RunMemory> {
         let [step, look] = [self.args.batch, self.look()].map(|samples| Sequences::zeros(samples, self.form()));
-        memory::arena(device, state, self.args.run.arena_mib, [&step, &look])
+        let model = || Gpt::<S>::new(self.config.clone(), self.mode());
+        RunMemory::of(device, model, self.args.run.precision.of_f32(), [&step, &look])
     }
 
     /// Trains to the end. Returns none if it was stopped, after writing a checkpoint.
@@ -124,7 +129,12 @@ impl<'r> Plan<'r> {
         leads: bool,
     ) -> Outcome<Option<Trained>> {
         let Args { batch, updates, .. } = *self.args;
+        let (rate, schedule) = (
+            f64::from(self.learning_rate()),
+            Schedule::WarmupCosine { warmup: self.args.warmup(), total: updates as u64, floor: FLOOR },
+        );
         let updates = Updates {
+            rate: &|number| rate * schedule.factor(number),
             out,
             leads,
             notes: ["gpt.position", "gpt.settings"],
@@ -232,13 +242,25 @@ fn check_batch(args: &Args) -> Outcome<()> {
 }
 
 /// Returns the requested tokenizer, or the one next to the weights, or the one that fits the data.
-fn tokenizer_name(args: &Args, weights: Option<&Weights>) -> String {
-    let of_gpt2 = weights.is_some_and(|weights| weights.config.family == Family::Gpt2);
-    let of_weights = args.weights.as_ref().map(|folder| folder.join("tokenizer.json")).filter(|file| file.exists());
-    match (&args.tokenizer, of_weights) {
-        (Some(name), _) => name.clone(),
-        (None, Some(file)) => file.display().to_string(),
-        (None, None) if of_gpt2 || args.data.iter().any(|path| text::is_token_file(path)) => "gpt2".into(),
-        (None, None) => "bytes".into(),
+/// A folder's own tokenizer in another form is refused, because GPT-2's would read other tokens.
+fn tokenizer_name(args: &Args, weights: Option<&Weights>) -> Outcome<String> {
+    if let Some(name) = &args.tokenizer {
+        return Ok(name.clone());
     }
+    if let Some(folder) = &args.weights {
+        let file = folder.join("tokenizer.json");
+        if file.exists() {
+            return Ok(file.display().to_string());
+        }
+        if let Some(name) = ["vocab.json", "tokenizer.model"].into_iter().find(|name| folder.join(name).exists()) {
+            let reason = format!(
+                "has {name}, but no tokenizer.json: write it with `AutoTokenizer.from_pretrained(folder).save_pretrained(folder)` of \
+                 transformers, or give --tokenizer"
+            );
+            return Err(bad(folder.display(), reason));
+        }
+    }
+    let of_gpt2 = weights.is_some_and(|weights| weights.config.family == Family::Gpt2);
+    let is_gpt2 = of_gpt2 || args.data.iter().any(|path| text::is_token_file(path));
+    Ok(if is_gpt2 { "gpt2" } else { "bytes" }.into())
 }

@@ -11,6 +11,7 @@ use super::text::Text;
 use super::tokenizer::Tokenizer;
 use super::{model, registry, sample, weights};
 use crate::run::cli::RunArgs;
+use crate::run::memory;
 use crate::support::{self, on_each_device};
 use crate::train::cli::Precision;
 use clap::Parser;
@@ -60,8 +61,8 @@ fn trained(device: &Device, args: &Args, stopped: bool) -> Option<Bits> {
 
 fn trained_as<S: Activation>(device: &Device, args: &Args, stopped: bool) -> Option<Bits> {
     let plan = Plan::load(args, 1).unwrap();
-    let mut state = plan.state::<S>(device).unwrap();
-    let mut arena = plan.arena(device, &mut state).unwrap();
+    let state = plan.state::<S>(device).unwrap();
+    let mut arena = memory::arena(device, args.run.arena_mib, plan.memory::<S>(device).unwrap()).unwrap();
     let stop = AtomicBool::new(stopped);
     let trainer = plan.trainer(&mut arena, state).unwrap();
     let mut trainer = trainer.checkpoint(args.out.join("model.safetensors"), None).stop_when(&stop);
@@ -149,8 +150,8 @@ on_each_device! {
         for arch in ["gpt2", "llama"] {
             let args = arguments(&data, folder.path(), &format!("--arch {arch} --updates 30"));
             let plan = Plan::load(&args, 1).unwrap();
-            let mut state = plan.state::<f32>(device).unwrap();
-            let mut arena = plan.arena(device, &mut state).unwrap();
+            let state = plan.state::<f32>(device).unwrap();
+            let mut arena = memory::arena(device, args.run.arena_mib, plan.memory::<f32>(device).unwrap()).unwrap();
             let mut trainer = plan.trainer(&mut arena, state).unwrap();
             plan.train(&mut trainer, &args.out, true).unwrap().unwrap();
             let TrainState { model, parameters, .. } = trainer.state();

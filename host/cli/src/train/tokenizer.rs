@@ -156,7 +156,8 @@ impl Tokenizer {
         };
         match self {
             Self::Bytes => Ok(text.iter().map(|&byte| byte.into()).collect()),
-            Self::Gpt2(pairs) => Ok(pairs.encode_ordinary(utf8()?)),
+            // `<|endoftext|>` in a text is the token that ends a document.
+            Self::Gpt2(pairs) => Ok(pairs.encode_with_special_tokens(utf8()?)),
             Self::File(tokenizer, _) => {
                 let encoding = tokenizer.encode_fast(utf8()?, false).map_err(|reason| bad(place, reason))?;
                 Ok(encoding.get_ids().to_vec())

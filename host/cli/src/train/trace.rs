@@ -4,30 +4,25 @@
 use std::path::Path;
 
 use stepscope::models::Weights;
-use stepscope::{Arena, HostBatch, Model, StateDict, Tape, TrainState};
+use stepscope::{Arena, Capacity, Device, EagerStep, HostBatch, Model, Result, StateDict, Tape, TrainState};
 
 use crate::train::bad_input::Outcome;
 use crate::train::model::{Activation, Gpt};
 use crate::train::samples::Sequences;
 
-/// Writes the file without changing the weights.
+/// Writes the file without changing the weights. The logits need more memory than a training step,
+/// so the step has an arena of its own.
 pub(crate) fn write<S: Activation>(
     path: &Path,
-    arena: &mut Arena,
+    device: &Device,
     state: &mut TrainState<Gpt<S>>,
     batch: &Sequences,
 ) -> Outcome<()> {
-    let TrainState { model, parameters, gradients, .. } = state;
-    let (logits, loss) = arena.step(|step| {
-        let inputs = step.upload_inputs(&batch.inputs()?)?;
-        let tape = Tape::new(step, parameters);
-        let hidden = model.forward(&tape, &inputs)?;
-        let loss = model.loss(&tape, &hidden, &inputs, 1.0 / batch.len() as f32)?;
-        let logits = step.read(&model.layers.logits(step, parameters, tape.to_f32(&hidden)?.value())?)?;
-        let value = step.read_scalar(loss.value())?;
-        tape.backward_overwrite(&loss, gradients)?;
-        Ok((logits, value))
-    })?;
+    let small = Arena::builder(device).capacity(Capacity::mib(1)).build()?;
+    let needed = small.measure(|step| traced(step, state, batch).map(drop))?.high_water_bytes();
+    let mut arena = Arena::builder(device).capacity(Capacity::Bytes(needed)).build()?;
+    let (logits, loss) = arena.step(|step| traced(step, state, batch))?;
+    let TrainState { model, gradients, .. } = state;
     let config = model.config();
     let shape = [batch.len(), config.context];
     // Token numbers are exact in f32.
@@ -41,4 +36,22 @@ pub(crate) fn write<S: Activation>(
     tensors.insert("loss", [1], vec![loss])?;
     tensors.insert("logits", [batch.len(), config.context, config.vocabulary], logits)?;
     Ok(tensors.save(path)?)
+}
+
+/// Computes the gradients, and returns the logits and the loss.
+fn traced<S: Activation>(
+    step: &mut EagerStep<'_>,
+    state: &mut TrainState<Gpt<S>>,
+    batch: &Sequences,
+) -> Result<(Vec<f32>, f32)> {
+    let TrainState { model, parameters, gradients, precision, .. } = state;
+    step.set_precision(*precision);
+    let inputs = step.upload_inputs(&batch.inputs()?)?;
+    let tape = Tape::new(step, parameters);
+    let hidden = model.forward(&tape, &inputs)?;
+    let loss = model.loss(&tape, &hidden, &inputs, 1.0 / batch.len() as f32)?;
+    let logits = step.read(&model.layers.logits(step, parameters, tape.to_f32(&hidden)?.value())?)?;
+    let value = step.read_scalar(loss.value())?;
+    tape.backward_overwrite(&loss, gradients)?;
+    Ok((logits, value))
 }

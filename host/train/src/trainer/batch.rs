@@ -77,6 +77,8 @@ pub struct Update {
     pub samples: usize,
     /// The mean loss of the batch, before the update.
     pub loss: f64,
+    /// The L2 norm of all gradients, before clipping. None if the weights were not updated.
+    pub gradient_l2: Option<f64>,
     /// The L2 norm of the monitored parameter's gradient, before clipping.
     pub monitored_l2: Option<f64>,
 }
@@ -172,8 +174,8 @@ mod tests {
     #[test]
     fn progress_survives_as_text() {
         let mut progress = EpochProgress::default();
-        progress.add(&Update { number: 9, samples: 3, loss: 0.1, monitored_l2: None });
-        progress.add(&Update { number: 10, samples: 2, loss: f64::NAN, monitored_l2: None });
+        progress.add(&Update { number: 9, samples: 3, loss: 0.1, gradient_l2: None, monitored_l2: None });
+        progress.add(&Update { number: 10, samples: 2, loss: f64::NAN, gradient_l2: None, monitored_l2: None });
         let back: EpochProgress = progress.to_string().parse().unwrap();
         assert_eq!((back.updates, back.samples, back.loss_sum.to_bits()), (2, 5, progress.loss_sum.to_bits()));
         let most = u64::MAX;

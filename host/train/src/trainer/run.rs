@@ -150,8 +150,9 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         finite
             .into_iter()
             .try_for_each(|(what, finite)| self.check(number, what, finite, || first_input(batch, parts.clone())))?;
-        let monitored_l2 = monitored.first().map(|&squared| float_mode::in_default(|| f64::from(squared).sqrt()));
-        Ok(Update { number, samples, loss, monitored_l2 })
+        let [gradient_l2, monitored_l2] = [gradients, monitored]
+            .map(|squared| squared.first().map(|&squared| float_mode::in_default(|| f64::from(squared).sqrt())));
+        Ok(Update { number, samples, loss, gradient_l2, monitored_l2 })
     }
 
     /// Returns an error if a metric of an update, or of the evaluation after it, must be finite and
