@@ -7,9 +7,11 @@
 
 #![forbid(unsafe_code)]
 
+use super::case::Listed::{self, Both, Each, One};
+use super::case::{Case, both, each};
+use super::declared::{declared, declared_binary};
 use super::inputs::Inputs;
 use super::{attention, attention_mma, products};
-use Listed::{Both, Each, One};
 use half::bf16;
 use kernels::checksum::{CHUNK, checksum};
 use kernels::dropout::{draw, dropout};
@@ -21,59 +23,10 @@ use kernels::matmul::matmul;
 use kernels::matmul_bf16::matmul_bf16;
 use kernels::matmul_mma::matmul_mma;
 use kernels::{reduce, scalars};
-use std::fmt;
-use std::sync::Arc;
 use stepscope_core::error::Result;
 use stepscope_core::indices::OnDevice;
 use stepscope_core::ops;
-use stepscope_core::ops::declare::{BINARY, BinaryOp, Declared, Operands, UNARY, UnaryOp};
 use stepscope_core::tensor::{Element, Source, Stored, Target, Tensor};
-
-/// A function that runs a kernel and keeps its results.
-type Run = for<'s> fn(&Inputs<'_, 's>) -> Result<()>;
-
-/// A function that runs a variant of a kernel and keeps its results.
-type RunVariant = dyn for<'s> Fn(&Inputs<'_, 's>) -> Result<()>;
-
-/// A case, which runs a kernel and keeps its results.
-#[derive(Clone)]
-pub struct Case(Arc<RunVariant>);
-
-impl fmt::Debug for Case {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Case").finish_non_exhaustive()
-    }
-}
-
-impl Case {
-    fn new(run: impl for<'s> Fn(&Inputs<'_, 's>) -> Result<()> + 'static) -> Self {
-        Self(Arc::new(run))
-    }
-
-    /// Runs the case.
-    pub(super) fn run(&self, i: &Inputs<'_, '_>) -> Result<()> {
-        (self.0)(i)
-    }
-}
-
-/// An entry of the list: one kernel, or those of a family.
-enum Listed {
-    One(&'static str, Run),
-    /// A kernel for each storage type: f32, then BF16.
-    Both([(&'static str, Run); 2]),
-    /// A kernel for each variant. All have the same case.
-    Each(fn() -> Vec<(&'static str, Case)>),
-}
-
-impl Listed {
-    fn cases(&self) -> Vec<(&'static str, Case)> {
-        match self {
-            &One(name, run) => vec![(name, Case::new(run))],
-            Both(each) => each.iter().map(|&(name, run)| (name, Case::new(run))).collect(),
-            Each(cases) => cases(),
-        }
-    }
-}
 
 /// Returns every GPU kernel and its case, in the order of the kernels' files.
 pub fn cases() -> Vec<(&'static str, Case)> {
@@ -102,27 +55,6 @@ pub fn in_order() -> Vec<(&'static str, Case)> {
     // The sort is stable, so the others keep their order.
     cases.sort_by_key(|(name, _)| FIRST.iter().position(|first| first == name).unwrap_or(FIRST.len()));
     cases
-}
-
-/// Makes a [`Both`] of the kernels of a family. `|i| ..` is generic in the storage type.
-macro_rules! both {
-    ($family:literal, <$S:ident>, |$i:ident| $body:expr) => {{
-        fn run<$S: Stored>($i: &Inputs<'_, '_>) -> Result<()> {
-            $body
-        }
-        Both([(concat!($family, "_f32"), run::<f32>), (concat!($family, "_bf16"), run::<bf16>)])
-    }};
-}
-
-/// Makes an [`Each`] of the variants of a family that satisfy `if`. The pattern matches what
-/// follows the name in their table.
-macro_rules! each {
-    ($variants:expr, |$i:ident, $($value:pat_param),+| $body:expr $(, if $wanted:expr)?) => {
-        Each(|| {
-            let variants = $variants.iter().copied()$(.filter($wanted))?;
-            variants.map(|(name, $($value),+)| (name, Case::new(move |$i| $body))).collect()
-        })
-    };
 }
 
 /// All entries, in the order of the kernels' files.
@@ -478,66 +410,6 @@ const LISTED: &[Listed] = &[
         i.tokens(|i, [a, b, c]| i.keep(&ops::swap_extents(i.step, &i.normals::<S>([a, b, 2, c])?, 0, 2)?))
     }),
 ];
-
-/// Returns the cases of a module's declared ops of one tensor, for each of their kernels. Ops that
-/// share kernels share a case.
-fn declared(module: &'static str) -> Vec<(&'static str, Case)> {
-    fn of<S: Declared>(ops: &[&'static UnaryOp], direction: usize) -> Case {
-        let ops = ops.to_vec();
-        Case::new(move |i| {
-            if ops[0].operands == Operands::Elements {
-                return i.flat::<S>(|i, [x, dy]| {
-                    ops.iter().map(|op| S::unary(op)).try_for_each(|(forward, backward)| {
-                        i.keep(&if direction == 0 { forward(i.step, x)? } else { backward(i.step, x, dy)? })
-                    })
-                });
-            }
-            i.rows::<S>(|i, x| {
-                for op in &ops {
-                    let (forward, backward) = S::unary(op);
-                    let below_zero = op.operands == Operands::RowsBelowZero;
-                    i.keep(&match (direction, below_zero) {
-                        (0, _) => forward(i.step, x)?,
-                        (_, false) => backward(i.step, x, &i.normals(x.shape())?)?,
-                        (_, true) => {
-                            let y = ops::scale(i.step, &ops::relu(i.step, x)?, -1.0)?;
-                            backward(i.step, &y, &i.normals(x.shape())?)?
-                        }
-                    })?;
-                }
-                Ok(())
-            })
-        })
-    }
-    let all: Vec<&UnaryOp> = UNARY.iter().copied().flatten().filter(|op| op.module == module).collect();
-    let mut cases = Vec::new();
-    for op in &all {
-        for (direction, &kernel) in op.kernels.iter().enumerate() {
-            let names = [<f32 as Element>::NAME, <bf16 as Element>::NAME].map(|stored| kernel_name(kernel, stored));
-            if cases.iter().any(|&(name, _)| name == names[0]) {
-                continue;
-            }
-            let sharing: Vec<&UnaryOp> = all.iter().copied().filter(|op| op.kernels[direction] == kernel).collect();
-            cases.extend([(names[0], of::<f32>(&sharing, direction)), (names[1], of::<bf16>(&sharing, direction))]);
-        }
-    }
-    cases
-}
-
-/// Returns the cases of the declared ops of two tensors, whose kernels have their names.
-fn declared_binary() -> Vec<(&'static str, Case)> {
-    fn of<S: Declared>(op: &'static BinaryOp) -> (&'static str, Case) {
-        let case = Case::new(|i| i.flat::<S>(|i, [a, b]| i.keep(&S::binary(op)(i.step, a, b)?)));
-        (kernel_name(op.name, <S as Element>::NAME), case)
-    }
-    BINARY.iter().flat_map(|op| [of::<f32>(op), of::<bf16>(op)]).collect()
-}
-
-/// Returns the name of the kernel of a family for a stored type, as the library's list has it.
-fn kernel_name(family: &str, stored: &str) -> &'static str {
-    let entry = kernels::entries().find(|entry| entry.name == format!("{family}_{stored}"));
-    entry.map_or_else(|| panic!("no kernel {family}_{stored}"), |entry| entry.name)
-}
 
 fn adamw(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
     let (mut weights, gradients, mut first) = (i.normals([length])?, i.normals([length])?, i.normals([length])?);

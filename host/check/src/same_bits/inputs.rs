@@ -7,7 +7,7 @@
 #![forbid(unsafe_code)]
 
 use super::CaseSize;
-use super::cases::Case;
+use super::case::Case;
 use super::seeded::{Random, SPECIAL, sample_of};
 use cuda_std::launch::PointerMut;
 use half::bf16;

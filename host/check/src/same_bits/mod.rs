@@ -24,16 +24,19 @@
 
 mod attention;
 mod attention_mma;
+mod case;
 mod case_size;
 mod cases;
+mod declared;
 mod golden;
 mod inputs;
 mod products;
 mod seeded;
 mod self_test;
 
+pub use case::Case;
 pub use case_size::CaseSize;
-pub use cases::{Case, cases, in_order};
+pub use cases::{cases, in_order};
 pub use golden::{Verdict, compare, line, of_all, to_commit};
 pub use inputs::{Inputs, run};
 #[doc(hidden)]
