@@ -89,12 +89,6 @@ pub fn expect_same(all: &[Settings]) -> Result<()> {
     if settings.is_empty() { Ok(()) } else { Err(Error::Disagreement(Box::new(Disagreement { settings }))) }
 }
 
-/// Parses the message of a rank.
-pub fn understood<'w, T: Deserialize<'w>>(op: &'static str, word: &'w [u8]) -> Result<T> {
-    serde_json::from_slice(word)
-        .map_err(|error| Error::misuse(op, "a message from a rank of this version", error.to_string()))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

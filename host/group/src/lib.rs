@@ -34,8 +34,9 @@ pub use slices::Slices;
 pub use stepscope_core::{DifferentSetting, Disagreement, ValueOnRanks};
 pub use stepscope_core::{LastHeard, RankFault, RankFaultKind, RendezvousFault, RendezvousFaultKind};
 
-use agreement::{Settings, expect_same, understood};
+use agreement::{Settings, expect_same};
 use mesh::{Call, Mesh};
+use serde::de::DeserializeOwned;
 use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
@@ -169,6 +170,15 @@ impl Group {
         self.0.mesh.agree(Call { op, element: "f32", count: count as u64, location }, word)
     }
 
+    /// Parses the JSON words of an agreement.
+    ///
+    /// # Errors
+    /// [`Error::Rank`] on all ranks if a word cannot be read.
+    #[doc(hidden)]
+    pub fn parse<T: DeserializeOwned>(&self, words: &[Vec<u8>]) -> Result<Vec<T>> {
+        self.0.mesh.parse(words)
+    }
+
     /// Compares settings of the program on all ranks, each a name and a value. All ranks must call
     /// it before the first update. Pass everything that decides the numbers of a run and that the
     /// library cannot see. Examples are a digest of the data, the model's configuration, and the
@@ -217,8 +227,7 @@ impl Group {
                 return Err(Error::misuse(op, expected, word.len().to_string()));
             }
             let words = self.agree(op, 0, &word, location)?;
-            let all = words.iter().map(|word| understood(op, word)).collect::<Result<Vec<_>>>()?;
-            expect_same(&all)
+            expect_same(&self.parse::<Settings>(&words)?)
         });
         self.broadcast_error(compared)
     }

@@ -12,6 +12,7 @@ use super::peer::{self, Shared};
 use super::rendezvous;
 use super::table::{Activity, Piece, Table};
 use super::wire::{Announcement, MOST_PIECE, MOST_WORD, Message, clip};
+use serde::de::DeserializeOwned;
 use std::collections::VecDeque;
 use std::fmt;
 use std::io;
@@ -236,6 +237,20 @@ impl Mesh {
         let table = self.shared.lock();
         let fault = table.stuck(waited);
         self.conclude(table, fault)
+    }
+
+    /// Parses the JSON words of all ranks. A word that cannot be read is its rank's fault, of which
+    /// all ranks are notified.
+    pub(crate) fn parse<T: DeserializeOwned>(&self, words: &[Vec<u8>]) -> Result<Vec<T>> {
+        let parse = |(rank, word): (usize, &Vec<u8>)| {
+            serde_json::from_slice(word).map_err(|error| {
+                let table = self.shared.lock();
+                let kind = RankFaultKind::Unreadable { reason: error.to_string() };
+                let fault = table.fault(rank, kind, Duration::ZERO);
+                self.conclude(table, fault)
+            })
+        };
+        words.iter().enumerate().map(parse).collect()
     }
 
     /// Notifies all ranks that this rank ends, and why. Their calls then fail at once, with this

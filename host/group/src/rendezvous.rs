@@ -105,7 +105,7 @@ impl Rendezvous<'_> {
         if host.is_empty() || !port.parse::<u16>().is_ok_and(|port| port > 0) {
             return Err(wanted(format!("`{address}`")));
         }
-        self.addresses = match address.parse() {
+        let found = match address.parse() {
             Ok(literal) => vec![literal],
             Err(_) => {
                 let (sender, receiver) = mpsc::channel();
@@ -113,13 +113,18 @@ impl Rendezvous<'_> {
                 let search = move || sender.send(name.to_socket_addrs().map(|found| found.collect::<Vec<_>>()));
                 let started = thread::Builder::new().spawn(search);
                 started.map_err(|error| Error::system("group", Resource::Thread, error))?;
-                match receiver.recv_timeout(self.config.deadline) {
-                    Ok(Ok(found)) => found,
-                    Ok(Err(error)) => return Err(wanted(format!("`{address}`, which is not found: {error}"))),
-                    Err(_) => return Err(wanted(format!("`{address}`, which was not found in time"))),
-                }
+                let reason = match receiver.recv_timeout(self.config.deadline) {
+                    Ok(Ok(found)) if !found.is_empty() => Ok(found),
+                    Ok(Ok(_)) => Err("the lookup found none".into()),
+                    Ok(Err(error)) => Err(error.to_string()),
+                    Err(_) => Err(format!("the lookup had not ended after {:?}", self.config.deadline)),
+                };
+                reason.map_err(|reason| {
+                    Error::Rendezvous(Box::new(self.fault(RendezvousFaultKind::Unresolved { reason })))
+                })?
             }
         };
+        self.addresses = found;
         let elsewhere = self.addresses.iter().find(|at| !at.ip().is_loopback());
         if let (false, Some(at)) = (self.config.secret.is_set(), elsewhere) {
             return Err(Error::misuse(

@@ -61,6 +61,11 @@ pub enum RankFaultKind {
     },
     /// All ranks are in the same op, and it does not end, because a GPU or a link does not respond.
     Stuck,
+    /// The rank sent a message that another rank cannot read, because it runs another program.
+    Unreadable {
+        /// The error of the parser.
+        reason: String,
+    },
 }
 
 /// The last message from a rank.
@@ -100,6 +105,9 @@ impl fmt::Display for RankFault {
                 "rank {rank} of {ranks} makes a different call than the others {op}: expected {expected}, got {got}"
             )?,
             RankFaultKind::Failed { reason } => write!(f, "rank {rank} of {ranks} has failed {op}: {reason}")?,
+            RankFaultKind::Unreadable { reason } => {
+                write!(f, "rank {rank} of {ranks} sent a message {op} that rank {found_by} cannot read: {reason}")?
+            }
             RankFaultKind::Stuck => write!(
                 f,
                 "all {ranks} ranks are {op}, and it had not ended after {waited}: the GPU of one of them, or a link, does not \
@@ -117,6 +125,7 @@ impl fmt::Display for RankFault {
             RankFaultKind::Left => ". All ranks must make the same number of updates",
             RankFaultKind::Differs { .. } => ". All ranks must run the same program with the same shapes",
             RankFaultKind::Failed { .. } => "",
+            RankFaultKind::Unreadable { .. } => ". Start the same program everywhere",
             RankFaultKind::Stuck => ". Check the links between the GPUs, or allow more time with `deadline`",
         })
     }
@@ -236,6 +245,11 @@ pub enum RendezvousFaultKind {
         /// The error of its connection.
         reason: String,
     },
+    /// A rank's host finds no address for the host name of rank 0.
+    Unresolved {
+        /// The system's message.
+        reason: String,
+    },
 }
 
 impl fmt::Display for RendezvousFault {
@@ -282,6 +296,11 @@ impl fmt::Display for RendezvousFault {
             RendezvousFaultKind::Lost { rank, reason } => {
                 write!(f, "rank {rank} ended: {reason}. Check its own output")?
             }
+            RendezvousFaultKind::Unresolved { reason } => write!(
+                f,
+                "the host of rank {found_by} finds no address for this name: {reason}. Correct the name or the host's DNS, or give \
+                 all ranks the number of the address"
+            )?,
         }
         write!(f, " (found by rank {found_by})")
     }

@@ -376,3 +376,30 @@ fn the_culprit_is_passed_on() {
         assert_eq!((fault.rank, fault.found_by, &fault.kind), (2, 1, &RankFaultKind::Late), "{fault}");
     }
 }
+
+/// Checks that a word of another program is its rank's fault, on all ranks.
+#[test]
+fn unreadable_words_name_their_rank() {
+    let faults = all(met(2, PLENTY), |mesh| {
+        let word: &[u8] = if mesh.rank() == 1 { b"17, then" } else { b"[17]" };
+        let words = mesh.agree(call("agree_on", 0), word).expect("all agree");
+        if mesh.rank() == 0 {
+            return rank_fault(mesh.parse::<Vec<u64>>(&words));
+        }
+        // This rank learns of it in its next call.
+        rank_fault(mesh.agree(call("agree_on", 0), word))
+    });
+    for (fault, _) in faults {
+        assert_eq!((fault.rank, fault.found_by, fault.op.as_str(), fault.sequence), (1, 0, "agree_on", 1));
+        assert!(matches!(fault.kind, RankFaultKind::Unreadable { .. }), "{fault}");
+        let text = fault.to_string();
+        for part in ["rank 1 of 2 sent a message", "rank 0 cannot read", "Start the same program"] {
+            assert!(text.contains(part), "{text}");
+        }
+    }
+    let readable = all(met(2, PLENTY), |mesh| {
+        let words = mesh.agree(call("agree_on", 0), format!("[{}]", mesh.rank()).as_bytes()).expect("all agree");
+        mesh.parse::<Vec<u64>>(&words).expect("both are lists")
+    });
+    assert!(readable.into_iter().all(|(lists, _)| lists == [[0], [1]]));
+}

@@ -293,3 +293,21 @@ fn zero_and_unlimited_deadlines_work() {
     assert!(matches!(fault.kind, RendezvousFaultKind::Unreachable { .. }), "{fault}");
     all(apart(2, Duration::MAX), |config| drop(meet(&config).expect("the ranks meet")));
 }
+
+/// Checks that a name without an address is a failed rendezvous, not a misuse, and that a malformed
+/// address stays one.
+#[test]
+fn names_without_address_are_reported() {
+    let config = |address: &str| GroupConfig::new(1, 2, address).secret(SECRET).deadline(SHORT);
+    let start = Instant::now();
+    let fault = rendezvous_fault(meet(&config("no-such-host.invalid:4000")));
+    in_time(start.elapsed(), SHORT);
+    assert!(matches!(fault.kind, RendezvousFaultKind::Unresolved { .. }), "{fault}");
+    let text = fault.to_string();
+    for part in ["no-such-host.invalid:4000", "the host of rank 1 finds no address", "DNS"] {
+        assert!(text.contains(part), "{text}");
+    }
+    for malformed in ["no-such-host.invalid", "no-such-host.invalid:0", ":4000"] {
+        assert!(matches!(meet(&config(malformed)), Err(Error::Misuse { op: "group", .. })), "{malformed}");
+    }
+}

@@ -17,6 +17,7 @@ fn rank_fault() -> impl Strategy<Value = RankFault> {
         Just(RankFaultKind::Late),
         Just(RankFaultKind::Left),
         Just(RankFaultKind::Stuck),
+        text().prop_map(|reason| RankFaultKind::Unreadable { reason }),
         text().prop_map(|reason| RankFaultKind::Gone { reason }),
         text().prop_map(|reason| RankFaultKind::Failed { reason }),
         (text(), text()).prop_map(|(expected, got)| RankFaultKind::Differs { expected, got }),
@@ -63,6 +64,7 @@ fn rendezvous_fault() -> impl Strategy<Value = RendezvousFault> {
             got
         }),
         (rank, text()).prop_map(|(rank, reason)| RendezvousFaultKind::Lost { rank, reason }),
+        text().prop_map(|reason| RendezvousFaultKind::Unresolved { reason }),
     ];
     (kind, 0..9usize, text(), time()).prop_map(|(kind, found_by, address, waited)| RendezvousFault {
         found_by,

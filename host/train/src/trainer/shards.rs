@@ -31,7 +31,7 @@ use stepscope_core::error::{Error, Result};
 use stepscope_core::host_memory::MemoryShortage;
 use stepscope_core::ops;
 use stepscope_core::params::{Gradients, Parameter, ParameterEntry, Parameters};
-use stepscope_group::agreement::{Settings, expect_same, understood};
+use stepscope_group::agreement::{Settings, expect_same};
 use stepscope_group::{Group, Slices};
 
 /// The largest number of ranks in a group, limited by what one launch can sum.
@@ -251,7 +251,7 @@ impl<R: UpdateRule> GradientSync<R> for Shards {
         let short = short.map(|shortage| MemoryShortage { rank, ..shortage });
         let word = serde_json::to_vec(&BeforeUpdate { stop, short, settings }).expect("texts and figures");
         let words = self.group.agree("update", lens.iter().sum(), &word, site)?;
-        let words = words.iter().map(|word| understood("update", word)).collect::<Result<Vec<BeforeUpdate>>>()?;
+        let words = self.group.parse::<BeforeUpdate>(&words)?;
         let shortage = words.iter().find_map(|word| word.short.clone());
         let stop = words.iter().any(|word| word.stop);
         expect_same(&words.into_iter().map(|word| word.settings).collect::<Vec<_>>())?;
