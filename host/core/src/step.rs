@@ -243,6 +243,11 @@ impl fmt::Debug for Step<'_> {
 }
 
 /// A step that runs immediately: it may also upload and read.
+///
+/// It dereferences to [`Step`], so ops accept it, and it also has the methods of a step:
+/// [`empty`](Step::empty), [`free`](Step::free), [`lend`](Step::lend),
+/// [`lend_mut`](Step::lend_mut), [`launch`](Step::launch), [`precision`](Step::precision),
+/// [`set_precision`](Step::set_precision) and [`description`](Step::description).
 #[derive(Debug)]
 pub struct EagerStep<'s> {
     step: Step<'s>,
@@ -311,6 +316,12 @@ impl<'s> Deref for EagerStep<'s> {
 }
 
 /// A nested scope of the step `'o`, with tensors of its own brand `'i`.
+///
+/// It dereferences to [`Step`], so ops accept it, and it also has the methods of a step:
+/// [`empty`](Step::empty), [`free`](Step::free), [`launch`](Step::launch),
+/// [`precision`](Step::precision), [`set_precision`](Step::set_precision) and
+/// [`description`](Step::description). Its own `lend` and `lend_mut` take tensors of the outer
+/// step. To lend a buffer, call `Step::lend(step, &buffer, shape)`.
 #[derive(Debug)]
 pub struct ScratchStep<'i, 'o> {
     step: Step<'i>,
