@@ -95,7 +95,7 @@ fn records_of_other_connections_are_refused() {
 fn long_contents_become_several_records() {
     for bytes in [0, 1, MOST_OPENED - 1, MOST_OPENED, MOST_OPENED + 1, 3 * MOST_OPENED + 7] {
         let (mut client, mut server) = keys();
-        let content: Vec<u8> = (0..bytes).map(|at| (at * 7 >> 3) as u8).collect();
+        let content: Vec<u8> = (0..bytes).map(|at| ((at * 7) >> 3) as u8).collect();
         let sealed = client.sealer.seal(&content);
         assert_eq!(records(&sealed).len(), bytes.div_ceil(MOST_OPENED));
         assert_eq!(opened(&mut server.opener, &sealed), (content, None));
