@@ -96,8 +96,7 @@ impl Device {
     /// kernel of the emulator, which runs on the host, it waits for the deadline. Nothing else
     /// should use the device meanwhile, because the test waits for that too.
     ///
-    /// Opening a GPU runs this test if its kernels are new: see
-    /// [`SelfTest`](crate::SelfTest).
+    /// Opening a GPU runs this test if its kernels are new: see [`SelfTest`].
     ///
     /// # Errors
     /// [`Error::Kernels`] with the first kernel that returns wrong bits, does not end, or is

@@ -6,7 +6,7 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 
-/// A resource of the system, as [`Error::System`] reports it.
+/// A resource of the system, as [`Error::System`](crate::Error::System) reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Resource {
