@@ -12,6 +12,7 @@ mod evaluation;
 mod files;
 mod finite_settings;
 mod float_mode;
+mod frozen;
 mod nn;
 mod params;
 mod run_lock;

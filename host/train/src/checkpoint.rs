@@ -32,6 +32,9 @@ const UPDATES: &str = "stepscope.updates";
 /// The note that names the optimizer. Files from before this note are AdamW's.
 const OPTIMIZER: &str = "stepscope.optimizer";
 const FIRST_OPTIMIZER: &str = "adamw";
+/// The note with the digest of the frozen weights, which the file does not contain. Files of models
+/// without frozen weights lack it.
+const FROZEN: &str = "stepscope.frozen_sha256";
 /// The most updates that a file may claim, so that further counting cannot overflow.
 const MOST_UPDATES: u64 = u64::MAX >> 1;
 /// The note with the digest, which detects a damaged file.
@@ -49,8 +52,9 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Writes weights, the optimizer state if given, and `notes` to `path`, replacing the file as a
-    /// whole. It writes a temporary file in the same folder, flushes it to disk and renames it.
+    /// Writes the trained weights, the optimizer state if given, and `notes` to `path`, replacing the
+    /// file as a whole. Frozen weights are not written, but their digest is, and a restore compares
+    /// it with the model's. It writes a temporary file in the same folder, flushes it to disk and renames it.
     /// Waits for the device.
     ///
     /// # Errors
@@ -93,6 +97,9 @@ impl Checkpoint {
             notes.iter().map(|(key, value)| (key.to_string(), value.clone())).collect();
         notes.insert(FORMAT.into(), "1".into());
         notes.insert(ORIENTATION.into(), "inputs x outputs".into());
+        if let Some(digest) = parameters.frozen_sha256()? {
+            notes.insert(FROZEN.into(), digest);
+        }
         let mut parts = parts(layout, ("", Quantity::Weight), parameters.flat());
         if let Some(optimizer) = optimizer {
             optimizer.check_layout(layout)?;
@@ -161,13 +168,14 @@ impl Checkpoint {
         self.note(DIGEST)
     }
 
-    /// Restores the weights, and the optimizer state if an optimizer is given. Either everything
-    /// fits or nothing is changed.
+    /// Restores the trained weights, and the optimizer state if an optimizer is given. Either
+    /// everything fits or nothing is changed.
     ///
     /// # Errors
-    /// [`Error::File`] if a tensor is missing, has another shape or type, or there is no optimizer
-    /// state. [`Error::OtherOptimizer`] if the state belongs to another optimizer.
-    /// [`Error::NotFinite`] for a non-finite value.
+    /// [`Error::File`] if a tensor is missing, has another shape or type, there is no optimizer
+    /// state, or the checkpoint was saved with other frozen weights than the model's.
+    /// [`Error::OtherOptimizer`] if the state belongs to another optimizer. [`Error::NotFinite`] for
+    /// a non-finite value.
     pub fn restore(
         &self,
         parameters: &mut Parameters,
@@ -185,6 +193,7 @@ impl Checkpoint {
         transfer: Transfer<'_>,
     ) -> Result<()> {
         let layout = parameters.layout().clone();
+        self.check_frozen(parameters)?;
         let weights = self.region(&layout, "")?;
         let state = match &optimizer {
             None => None,
@@ -217,6 +226,22 @@ impl Checkpoint {
             optimizer.restore(updates).iter_mut().zip(state.into_iter().map(|(region, _)| region))
         });
         parameters.overwrite(weights, others, transfer)
+    }
+
+    /// Returns an error unless the model has the frozen weights with which the file was saved.
+    fn check_frozen(&self, parameters: &Parameters) -> Result<()> {
+        let (saved, ours) = (self.tensors.notes().get(FROZEN), parameters.frozen_sha256()?);
+        if saved == ours.as_ref() {
+            return Ok(());
+        }
+        let [saved, ours] = [saved, ours.as_ref()].map(|digest| match digest {
+            Some(digest) => format!("frozen weights with SHA-256 `{}`", short(digest)),
+            None => "no frozen weights".into(),
+        });
+        let reason = format!(
+            "was saved with {saved}, but the model has {ours}: load the frozen weights with which the run began, in the same type, and freeze the same parameters"
+        );
+        Err(Error::file(&self.path, reason))
     }
 
     /// Returns an error unless the state belongs to the optimizer `expected`.

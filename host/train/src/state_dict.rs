@@ -17,7 +17,7 @@ use safetensors::tensor::Dtype;
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use stepscope_core::error::{Error, Quantity, Result, short};
-use stepscope_core::non_finite::NonFinite;
+use stepscope_core::non_finite::{NonFinite, is_finite};
 use stepscope_core::params::{ParameterEntry, ParameterSpec, Parameters};
 use stepscope_core::tensor::{Element, Stored};
 use stepscope_core::upload::Transfer;
@@ -34,7 +34,7 @@ fn name(entry: &ParameterEntry) -> String {
 /// Returns the parameters by their names in the `state_dict`.
 fn names(layout: &ParameterSpec) -> Result<BTreeMap<String, &ParameterEntry>> {
     let mut names = BTreeMap::new();
-    for entry in layout.entries() {
+    for (_, entry) in layout.iter() {
         if names.insert(name(entry), entry).is_some() {
             let expected = "different names for all parameters after each `gain` becomes a `weight`";
             return Err(Error::misuse("state_dict", expected, format!("two named `{}`", short(&name(entry)))));
@@ -81,14 +81,21 @@ pub fn save_state_dict(parameters: &Parameters, path: impl AsRef<Path>) -> Resul
 /// [`Error::NotFinite`] for a weight that is not finite, or is rounded to an infinity.
 pub fn save_state_dict_as<S: Stored>(parameters: &Parameters, path: impl AsRef<Path>) -> Result<()> {
     let path = path.as_ref();
-    let values: Vec<f32> = parameters.flat().read()?.into_iter().map(|value| S::narrow(value).widen()).collect();
-    NonFinite::Reject.check((None, Quantity::Weight), parameters.layout().finite(&values))?;
+    let layout = parameters.layout();
+    let mut values = HashMap::new();
+    for (parameter, entry) in layout.iter() {
+        values.insert(entry.name(), parameters.read_as::<S>(parameter)?);
+    }
+    let finite = |(_, entry): (_, &ParameterEntry)| {
+        (entry.name().to_owned(), values[entry.name()].iter().all(|value| is_finite(value.widen())))
+    };
+    NonFinite::Reject.check((None, Quantity::Weight), layout.iter().map(finite))?;
     let dtype = if <S as Element>::NAME == <bf16 as Element>::NAME { Dtype::BF16 } else { Dtype::F32 };
     let tensor = |(name, entry): (String, &ParameterEntry)| {
-        let values = transposed(entry, &values[entry.range()], entry.shape().extents(), S::narrow);
+        let values = transposed(entry, &values[entry.name()], entry.shape().extents(), |value| value);
         (name, shape(entry), values)
     };
-    let tensors: Vec<_> = names(parameters.layout())?.into_iter().map(tensor).collect();
+    let tensors: Vec<_> = names(layout)?.into_iter().map(tensor).collect();
     let tensors: Vec<_> = tensors
         .iter()
         .map(|(name, shape, values)| NamedTensor { name, dtype, shape, bytes: bytemuck::cast_slice(values) })
@@ -135,5 +142,12 @@ pub fn load_state_dict(parameters: &mut Parameters, path: impl AsRef<Path>) -> R
     if let Some(more) = file.iter().find(|tensor| !names.contains_key(tensor.name)) {
         return Err(Error::file(path, format!("has `{}`, which is not a parameter of this model", short(more.name))));
     }
-    parameters.load(|entry| sources.get(entry.name()).map(|values| bytemuck::cast_slice(values)), Transfer::new())
+    let layout = parameters.layout().clone();
+    let frozen = || layout.iter().filter(|(_, entry)| entry.frozen().is_some());
+    let finite = |(_, entry): (_, &ParameterEntry)| {
+        (entry.name().to_owned(), sources[entry.name()].iter().all(|&value| is_finite(value)))
+    };
+    NonFinite::Reject.check((None, Quantity::Weight), frozen().map(finite))?;
+    parameters.load(|entry| sources.get(entry.name()).map(|values| bytemuck::cast_slice(values)), Transfer::new())?;
+    frozen().try_for_each(|(parameter, entry)| parameters.write(parameter, &sources[entry.name()]))
 }

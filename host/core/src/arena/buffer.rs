@@ -120,13 +120,14 @@ impl<T: Element> Buffer<T> {
     }
 }
 
-impl Buffer<f32> {
+impl<T: Element> Buffer<T> {
     /// Adds the little-endian bytes of an existing range to a digest, piece by piece. Waits for
     /// each piece.
     pub fn hash_into(&self, hash: &mut Sha256, range: Range<usize>) -> Result<()> {
+        // Every host of a supported GPU has this byte order.
+        const { assert!(cfg!(target_endian = "little")) };
         self.pieces(range).try_for_each(|piece| {
-            let words: Vec<[u8; 4]> = piece?.iter().map(|value| value.to_le_bytes()).collect();
-            hash.update(words.as_flattened());
+            hash.update(bytemuck::cast_slice::<T, u8>(&piece?));
             Ok(())
         })
     }

@@ -51,7 +51,7 @@ impl Cast for bf16 {
         let op = tape.op("to_bf16", [x])?;
         let y = ops::to_bf16(tape.step(), x.value())?.save();
         if !x.wants_gradient() {
-            return Ok(tape.input(y));
+            return Ok(op.unrecorded(y));
         }
         let x = *x;
         Ok(op.record(y, move |back, dy| {
@@ -66,7 +66,7 @@ impl Cast for bf16 {
         let op = tape.op("to_f32", [x])?;
         let y = ops::to_f32(tape.step(), x.value())?.save();
         if !x.wants_gradient() {
-            return Ok(tape.input(y));
+            return Ok(op.unrecorded(y));
         }
         let x = *x;
         Ok(op.record(y, move |back, dy| {

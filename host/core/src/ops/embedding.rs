@@ -5,10 +5,11 @@ use super::{add_bias, fill_into, same_shape, sum_rows_into};
 use crate::error::{Error, Result};
 use crate::indices::{IndexBound, IndexSource, Indices};
 use crate::ops;
-use crate::params::Parameter;
+use crate::params::{FrozenType, Parameter};
 use crate::step::Step;
 use crate::tape::{Tape, Var};
 use crate::tensor::{AnyTensor, Element, Lent, LentMut, Shape, Source, Stored, Target, Tensor};
+use half::bf16;
 use kernels::embedding as kernel;
 
 /// `y[.., c] = table[ids[..], c]`; `table`: `[rows, cols]`, `ids`: up to three extents, `y`: those
@@ -34,6 +35,26 @@ pub fn embedding<'s, S: Stored>(
         step.launch(kernel::embedding_forward { table: table.slice(), ids: ids.slice(), cols, y: y.out() })?;
     }
     Ok(y)
+}
+
+/// `y[.., c] = table[ids[..], c]`, like [`embedding`], of a table in BF16. Rows are looked up before
+/// they are converted, so that the table is not. Queued, one launch, or two for f32.
+///
+/// # Errors
+/// The errors of [`embedding`].
+#[track_caller]
+pub fn embedding_bf16<'s, S: Stored>(
+    step: &Step<'s>,
+    table: &impl Source<'s, bf16>,
+    ids: &impl IndexSource<'s>,
+) -> Result<Tensor<'s, S>> {
+    let rows = gather(step, table, ids).map_err(|error| error.in_op("embedding"))?;
+    if <S as Element>::NAME != f32::NAME {
+        return Ok(S::restore(AnyTensor::Bf16(rows)).expect("f32 or BF16"));
+    }
+    let wide = ops::to_f32(step, &rows)?;
+    step.free(rows);
+    Ok(S::restore(AnyTensor::F32(wide)).expect("f32 or BF16"))
 }
 
 /// `dtable[id, c] = sum of dy[.., c] over the occurrences of each id`; `dy`: the extents of `ids`
@@ -211,7 +232,10 @@ impl<'s> Tape<'_, 's> {
     #[track_caller]
     pub fn embedding<S: Stored>(&self, table: Parameter, ids: Indices<'s>) -> Result<Var<'s, S>> {
         let op = self.op("embedding", [])?;
-        let y = ops::embedding(self.step(), &op.weights(table)?, &ids)?;
+        let y = match op.frozen(table)? {
+            Some(FrozenType::Bf16) => embedding_bf16(self.step(), &op.weights_as(table)?, &ids)?,
+            _ => ops::embedding(self.step(), &op.weights(table)?, &ids)?,
+        };
         Ok(op.record(y.save(), move |back, dy| {
             let step = back.step();
             let (mut dtable, accumulate) = back.gradient_uninit(table)?;
@@ -242,8 +266,9 @@ impl<'s> Tape<'_, 's> {
         let (y, x) = (ops::add_positions(self.step(), x.value(), &op.weights(table)?)?, *x);
         Ok(op.record(y.save(), move |back, dy| {
             let step = back.step();
-            let (mut dtable, accumulate) = back.gradient_uninit(table)?;
-            ops::add_positions_backward(step, &dy, &mut dtable, accumulate)?;
+            if let Some((mut dtable, accumulate)) = back.gradient_if_trained(table)? {
+                ops::add_positions_backward(step, &dy, &mut dtable, accumulate)?;
+            }
             back.add(&x, dy)
         }))
     }

@@ -124,14 +124,34 @@ pub fn layer_norm_backward<'s, S: Stored>(
     [dgain, dbias]: [&mut impl Target<'s, f32>; 2],
     accumulate: [bool; 2],
 ) -> Result<Tensor<'s, S>> {
+    let into = [Some((dgain, accumulate[0])), Some((dbias, accumulate[1]))];
+    gradients(step, h, gain, [mean, inverse_std], dy, grad_in, into)
+}
+
+/// Computes [`layer_norm_backward`], without the gradients of gain and bias that are `None`. The
+/// kernel's sums for them are then dropped.
+#[track_caller]
+fn gradients<'s, S: Stored>(
+    step: &Step<'s>,
+    h: &impl Source<'s, S>,
+    gain: &impl Source<'s, f32>,
+    [mean, inverse_std]: [&impl Source<'s, f32>; 2],
+    dy: &impl Source<'s, S>,
+    grad_in: Option<Tensor<'s, S>>,
+    [dgain, dbias]: [Option<(&mut impl Target<'s, f32>, bool)>; 2],
+) -> Result<Tensor<'s, S>> {
     const OP: &str = "layer_norm_backward";
     let [rows, cols] = h.shape().as_rows();
     same_shape(OP, h.shape(), dy.shape())?;
     same_shape(OP, [rows].into(), mean.shape())?;
     same_shape(OP, [rows].into(), inverse_std.shape())?;
     check_row(OP, "gain", cols, gain)?;
-    check_row(OP, "gradient of the gain", cols, dgain)?;
-    check_row(OP, "gradient of the bias", cols, dbias)?;
+    if let Some((dgain, _)) = &dgain {
+        check_row(OP, "gradient of the gain", cols, *dgain)?;
+    }
+    if let Some((dbias, _)) = &dbias {
+        check_row(OP, "gradient of the bias", cols, *dbias)?;
+    }
     let mut add = if grad_in.is_some() { kernel::ADD_DH } else { 0 };
     let mut dh = match grad_in {
         Some(sum) => same_shape(OP, h.shape(), sum.shape()).map(|()| sum)?,
@@ -155,18 +175,25 @@ pub fn layer_norm_backward<'s, S: Stored>(
     };
     // The first launch finishes the sums over rows itself, or further launches sum the partial sums
     // of its blocks.
-    if (1..=chunk).contains(&rows) {
-        for (bit, set) in [kernel::ADD_DGAIN, kernel::ADD_DBIAS].into_iter().zip(accumulate) {
-            add |= if set { bit } else { 0 };
+    match [dgain, dbias] {
+        [Some((dgain, to_gain)), Some((dbias, to_bias))] if (1..=chunk).contains(&rows) => {
+            for (bit, set) in [(kernel::ADD_DGAIN, to_gain), (kernel::ADD_DBIAS, to_bias)] {
+                add |= if set { bit } else { 0 };
+            }
+            launch(dgain.out(), dbias.out(), add)?;
         }
-        launch(dgain.out(), dbias.out(), add)?;
-    } else {
-        let chunks = rows.div_ceil(chunk);
-        let (mut of_gain, mut of_bias) = (step.empty([chunks, cols])?, step.empty([chunks, cols])?);
-        launch(of_gain.out(), of_bias.out(), add)?;
-        sum_rows_into(step, &of_gain, dgain, accumulate[0])?;
-        sum_rows_into(step, &of_bias, dbias, accumulate[1])?;
-        [of_gain, of_bias].into_iter().for_each(|sums| step.free(sums));
+        into => {
+            let chunks = rows.div_ceil(chunk);
+            let mut sums = [step.empty([chunks, cols])?, step.empty([chunks, cols])?];
+            let [of_gain, of_bias] = &mut sums;
+            launch(of_gain.out(), of_bias.out(), add)?;
+            for (sums, into) in sums.iter().zip(into) {
+                if let Some((into, accumulate)) = into {
+                    sum_rows_into(step, sums, into, accumulate)?;
+                }
+            }
+            sums.into_iter().for_each(|sums| step.free(sums));
+        }
     }
     Ok(dh)
 }
@@ -236,6 +263,16 @@ fn backward<'s, S: Stored>(
     grad_in: Option<Tensor<'s, S>>,
 ) -> Result<Tensor<'s, S>> {
     let (step, weights) = (back.step(), back.weights(gain)?);
-    let ([mut dgain, mut dbias], accumulate) = back.gradients_uninit([gain, bias])?;
-    layer_norm_backward(step, h, &weights, kept, dy, grad_in, [&mut dgain, &mut dbias], accumulate)
+    let trained = [back.trains(gain)?, back.trains(bias)?];
+    if trained == [true; 2] {
+        let ([mut dgain, mut dbias], accumulate) = back.gradients_uninit([gain, bias])?;
+        return layer_norm_backward(step, h, &weights, kept, dy, grad_in, [&mut dgain, &mut dbias], accumulate);
+    }
+    let mut only = match trained {
+        [true, _] => back.gradient_if_trained(gain)?,
+        [_, _] => back.gradient_if_trained(bias)?,
+    };
+    let only = only.as_mut().map(|(gradient, accumulate)| (gradient, *accumulate));
+    let into = if trained[0] { [only, None] } else { [None, only] };
+    gradients(step, h, &weights, kept, dy, grad_in, into)
 }

@@ -105,13 +105,31 @@ pub fn linear_cross_entropy<'s, S: GemmElement<S> + GemmElement<f32>>(
     weight: f32,
     form: &LmHeadConfig,
 ) -> Result<(Tensor<'s>, Tensor<'s, S>, Tensor<'s>)> {
+    let (loss, dhidden, dw) = with_gradients(step, hidden, w, labels, weight, form, [true; 2])?;
+    let both = "both gradients are wanted";
+    Ok((loss, dhidden.expect(both), dw.expect(both)))
+}
+
+/// Computes [`linear_cross_entropy`], with only the `wanted` gradients of hidden and w.
+#[track_caller]
+fn with_gradients<'s, S: GemmElement<S> + GemmElement<f32>>(
+    step: &Step<'s>,
+    hidden: &impl Source<'s, S>,
+    w: &impl Source<'s, S>,
+    labels: &impl IndexSource<'s>,
+    weight: f32,
+    form: &LmHeadConfig,
+    wanted: [bool; 2],
+) -> Result<(Tensor<'s>, Option<Tensor<'s, S>>, Option<Tensor<'s>>)> {
     const OP: &str = "linear_cross_entropy";
     let ([rows, width], vocabulary) = extents(OP, hidden.shape(), w.shape(), labels.shape(), form.tied)?;
     let labels = form.rules.check(OP, step, labels, vocabulary)?;
-    let (mut loss, mut dhidden, mut dw) = (step.empty([1])?, step.empty(hidden.shape())?, step.empty(w.shape())?);
+    let mut loss = step.empty([1])?;
+    let mut dhidden = wanted[0].then(|| step.empty(hidden.shape())).transpose()?;
+    let mut dw = wanted[1].then(|| step.empty(w.shape())).transpose()?;
     let mut losses = step.empty([rows.div_ceil(loss_rows(vocabulary))])?;
-    if rows == 0 {
-        fill_into(step, &mut dw, 0.0)?;
+    if let Some(dw) = dw.as_mut().filter(|_| rows == 0) {
+        fill_into(step, dw, 0.0)?;
     }
     let precision = step.precision();
     let in_chunk = form.rows::<S>(vocabulary);
@@ -128,7 +146,10 @@ pub fn linear_cross_entropy<'s, S: GemmElement<S> + GemmElement<f32>>(
             let blocks = [rows.div_ceil(loss_rows(vocabulary))];
             let mut losses = part_mut(&mut losses, first / loss_rows(vocabulary), blocks);
             losses_into(step, &logits, &labels, [weight, 1.0], form.rules, &mut losses, &mut dlogits)?;
-            gemm_into(step, &for_dhidden, &dlogits, &w, none, &mut part_mut(&mut dhidden, first, [rows, width]))?;
+            if let Some(dhidden) = &mut dhidden {
+                gemm_into(step, &for_dhidden, &dlogits, &w, none, &mut part_mut(dhidden, first, [rows, width]))?;
+            }
+            let Some(dw) = &dw else { return Ok(()) };
             let for_dw = if first == 0 { for_dw } else { for_dw.accumulate() };
             let dlogits = Lent::new(dlogits.memory(), dlogits.shape());
             let [left, right] = if form.tied { [dlogits, x] } else { [x, dlogits] };
@@ -195,14 +216,18 @@ impl<'s> Tape<'_, 's> {
     ) -> Result<Var<'s>> {
         let op = self.op("linear_cross_entropy", [hidden])?;
         let weights = op.weights_as::<S>(w)?;
+        let wanted = [hidden.wants_gradient(), op.frozen(w)?.is_none()];
         let (loss, dhidden, dw) =
-            ops::linear_cross_entropy(self.step(), hidden.value(), &weights, &labels, weight, &form)?;
+            with_gradients(self.step(), hidden.value(), &weights, &labels, weight, &form, wanted)?;
         let hidden = *hidden;
         Ok(op.record(loss.save(), move |back, dloss| {
             let step = back.step();
-            let (mut gradient, accumulate) = back.gradient_uninit(w)?;
-            ops::scale_by_into(step, &dw, &dloss, &mut gradient, accumulate)?;
-            step.free(dw);
+            if let Some(dw) = dw {
+                let (mut gradient, accumulate) = back.gradient_uninit(w)?;
+                ops::scale_by_into(step, &dw, &dloss, &mut gradient, accumulate)?;
+                step.free(dw);
+            }
+            let Some(dhidden) = dhidden else { return Ok(()) };
             let scaled = ops::scale_by(step, &dhidden, &dloss)?;
             step.free(dhidden);
             back.add(&hidden, scaled)

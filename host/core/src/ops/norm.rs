@@ -112,6 +112,21 @@ pub fn rms_norm_backward<'s, S: Stored>(
     dgain: &mut impl Target<'s, f32>,
     accumulate: bool,
 ) -> Result<Tensor<'s, S>> {
+    gradients(step, x, gain, inverse_rms, dy, grad_in, Some((dgain, accumulate)))
+}
+
+/// Computes [`rms_norm_backward`], without the gain's gradient if it is `None`. The kernel's sums
+/// for it are then dropped.
+#[track_caller]
+fn gradients<'s, S: Stored>(
+    step: &Step<'s>,
+    x: &impl Source<'s, S>,
+    gain: &impl Source<'s, f32>,
+    inverse_rms: &impl Source<'s, f32>,
+    dy: &impl Source<'s, S>,
+    grad_in: Option<Tensor<'s, S>>,
+    dgain: Option<(&mut impl Target<'s, f32>, bool)>,
+) -> Result<Tensor<'s, S>> {
     const OP: &str = "rms_norm_backward";
     let [rows, cols] = x.shape().as_rows();
     let parts = match dy.shape().extents().strip_suffix(x.shape().extents()) {
@@ -121,7 +136,9 @@ pub fn rms_norm_backward<'s, S: Stored>(
     };
     same_shape(OP, [rows].into(), inverse_rms.shape())?;
     check_row(OP, "gain", cols, gain)?;
-    check_row(OP, "gain", cols, dgain)?;
+    if let Some((dgain, _)) = &dgain {
+        check_row(OP, "gain", cols, *dgain)?;
+    }
     let mut add = if grad_in.is_some() { kernel::ADD_DX } else { 0 };
     let mut dx = match grad_in {
         Some(sum) => same_shape(OP, x.shape(), sum.shape()).map(|()| sum)?,
@@ -144,14 +161,19 @@ pub fn rms_norm_backward<'s, S: Stored>(
     };
     // The first launch finishes the gain's gradient itself, or a further launch sums the partial
     // sums of its blocks.
-    if (1..=chunk).contains(&rows) {
-        add |= if accumulate { kernel::ADD_DGAIN } else { 0 };
-        launch(dgain.out(), add)?;
-    } else {
-        let mut partials = step.empty([rows.div_ceil(chunk), cols])?;
-        launch(partials.out(), add)?;
-        sum_rows_into(step, &partials, dgain, accumulate)?;
-        step.free(partials);
+    match dgain {
+        Some((dgain, accumulate)) if (1..=chunk).contains(&rows) => {
+            add |= if accumulate { kernel::ADD_DGAIN } else { 0 };
+            launch(dgain.out(), add)?;
+        }
+        dgain => {
+            let mut partials = step.empty([rows.div_ceil(chunk), cols])?;
+            launch(partials.out(), add)?;
+            if let Some((dgain, accumulate)) = dgain {
+                sum_rows_into(step, &partials, dgain, accumulate)?;
+            }
+            step.free(partials);
+        }
     }
     Ok(dx)
 }
@@ -220,6 +242,7 @@ fn gradient<'s, S: Stored>(
     grad_in: Option<Tensor<'s, S>>,
 ) -> Result<Tensor<'s, S>> {
     let (step, weights) = (back.step(), back.weights(gain)?);
-    let (mut dgain, accumulate) = back.gradient_uninit(gain)?;
-    ops::rms_norm_backward(step, x, &weights, inverse_rms, dy, grad_in, &mut dgain, accumulate)
+    let mut dgain = back.gradient_if_trained(gain)?;
+    let dgain = dgain.as_mut().map(|(dgain, accumulate)| (dgain, *accumulate));
+    gradients(step, x, &weights, inverse_rms, dy, grad_in, dgain)
 }

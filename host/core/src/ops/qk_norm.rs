@@ -89,9 +89,24 @@ pub fn qk_norm_backward<'s, S: Stored>(
     norm: QkNorm<'_, 's>,
     form: &AttentionConfig<'s>,
     inverse_rms: &impl Source<'s, f32>,
-    mut dy: Tensor<'s, S>,
+    dy: Tensor<'s, S>,
     dgains: &mut impl Target<'s, f32>,
     accumulate: bool,
+) -> Result<Tensor<'s, S>> {
+    gradients(step, qkv, norm, form, inverse_rms, dy, Some((dgains, accumulate)))
+}
+
+/// Computes [`qk_norm_backward`], without the gradient of the gains if it is `None`. The kernel's
+/// sums for it are then dropped.
+#[track_caller]
+pub(super) fn gradients<'s, S: Stored>(
+    step: &Step<'s>,
+    qkv: &impl Source<'s, S>,
+    norm: QkNorm<'_, 's>,
+    form: &AttentionConfig<'s>,
+    inverse_rms: &impl Source<'s, f32>,
+    mut dy: Tensor<'s, S>,
+    dgains: Option<(&mut impl Target<'s, f32>, bool)>,
 ) -> Result<Tensor<'s, S>> {
     const OP: &str = "qk_norm_backward";
     let sizes = form.sizes(OP, qkv.shape())?;
@@ -114,7 +129,9 @@ pub fn qk_norm_backward<'s, S: Stored>(
         dx: dy.out(),
         dgains: partials.out(),
     })?;
-    sum_rows_into(step, &partials, dgains, accumulate)?;
+    if let Some((dgains, accumulate)) = dgains {
+        sum_rows_into(step, &partials, dgains, accumulate)?;
+    }
     step.free(partials);
     Ok(dy)
 }
@@ -142,10 +159,10 @@ impl<'s> Tape<'_, 's> {
         let (qkv, gains, form, inverse_rms) = (*qkv, gains.clone(), *form, inverse_rms.save());
         Ok(op.record(y.save(), move |back, dy| {
             let (step, weights) = (back.step(), back.stack_weights(&gains)?);
-            let (mut dgains, accumulate) = back.stack_gradient_uninit(&gains)?;
+            let mut dgains = back.stack_gradient_if_trained(&gains)?;
+            let dgains = dgains.as_mut().map(|(dgains, accumulate)| (dgains, *accumulate));
             let norm = QkNorm { gains: &weights, distance, epsilon };
-            let dqkv =
-                ops::qk_norm_backward(step, qkv.value(), norm, &form, &inverse_rms, dy, &mut dgains, accumulate)?;
+            let dqkv = gradients(step, qkv.value(), norm, &form, &inverse_rms, dy, dgains)?;
             back.add(&qkv, dqkv)
         }))
     }

@@ -4,7 +4,7 @@ use super::fill_into;
 use crate::error::{Error, Result};
 use crate::ops;
 use crate::step::Step;
-use crate::tape::{Tape, Var};
+use crate::tape::{AnyVar, Tape, Var};
 use crate::tensor::{Shape, Source, Stored, Target, Tensor};
 use cuda_std::launch::{PointerMut, Slice};
 use kernels::slice as kernel;
@@ -150,9 +150,10 @@ impl<'s> Tape<'_, 's> {
     /// gradient.
     #[track_caller]
     pub fn concat<S: Stored>(&self, parts: &[Var<'s, S>], extent: usize) -> Result<Var<'s, S>> {
-        parts.iter().try_for_each(|part| self.op("concat", [part]).map(drop))?;
+        let of: Vec<&dyn AnyVar> = parts.iter().map(|part| part as &dyn AnyVar).collect();
+        let op = self.op_of("concat", &of)?;
         let values: Vec<_> = parts.iter().map(Var::value).collect();
-        let (op, y) = (self.op("concat", [])?, ops::concat(self.step(), &values, extent)?);
+        let y = ops::concat(self.step(), &values, extent)?;
         let parts = parts.to_vec();
         Ok(op.record(y.save(), move |back, dy| {
             let mut start = 0;

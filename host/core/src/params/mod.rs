@@ -1,11 +1,15 @@
 //! A model's parameters: their names and positions, and the flat regions of weights and gradients.
 
+mod frozen;
+mod gradients;
+mod region;
 mod scope;
 mod spec;
 mod weights;
 
+pub use gradients::Gradients;
 pub use scope::Scope;
 #[doc(hidden)]
 pub use spec::NOTES;
-pub use spec::{Parameter, ParameterEntry, ParameterSpec, ParameterSpecBuilder, StackedParameters};
-pub use weights::{Gradients, Parameters};
+pub use spec::{FrozenType, Parameter, ParameterEntry, ParameterSpec, ParameterSpecBuilder, StackedParameters};
+pub use weights::Parameters;

@@ -1,8 +1,11 @@
 //! The parameter spec: a name, a shape and a position for each parameter.
 //!
-//! Invariant: a spec gives every parameter a name, a shape and a 256-byte aligned position, the
-//! same in weights, gradients and moments. A handle belongs to its spec, and every other spec
-//! rejects it.
+//! A parameter is trained, or frozen in f32 or BF16. All trained parameters share one flat region,
+//! and so do all frozen parameters of one type.
+//!
+//! Invariant: a spec gives every parameter a name, a shape and a 256-byte aligned position in its
+//! region. A trained parameter has the same position in weights, gradients and moments. A handle
+//! belongs to its spec, and every other spec rejects it.
 
 #![forbid(unsafe_code)]
 
@@ -10,8 +13,10 @@ use crate::arena::ALIGN_BYTES;
 use crate::error::{Error, Result, short};
 use crate::initializer::Initializer;
 use crate::non_finite::all_finite;
+use crate::params::region::{Place, Region};
 use crate::processors::have_threads;
 use crate::tensor::Shape;
+use half::bf16;
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
@@ -43,14 +48,26 @@ impl StackedParameters {
     }
 }
 
+/// The type in which a frozen parameter is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FrozenType {
+    /// f32, 4 bytes for each element.
+    F32,
+    /// BF16, 2 bytes for each element. Kernels that compute in BF16 read it without a copy.
+    Bf16,
+}
+
 /// A parameter's name, shape and position.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParameterEntry {
-    name: String,
-    shape: Shape,
-    start: usize,
+    pub(super) name: String,
+    pub(super) shape: Shape,
+    pub(super) start: usize,
+    /// The number of parameters that were added before.
+    pub(super) number: usize,
     pub(super) initializer: Initializer,
     is_table: bool,
+    frozen: Option<FrozenType>,
 }
 
 impl ParameterEntry {
@@ -70,20 +87,30 @@ impl ParameterEntry {
         self.is_table
     }
 
-    /// The first element's index in a flat region of this spec.
+    /// The type in which the parameter is stored if it is frozen. `None` for a trained parameter.
+    pub fn frozen(&self) -> Option<FrozenType> {
+        self.frozen
+    }
+
+    /// The first element's index in the flat region of the parameter.
     pub fn start(&self) -> usize {
         self.start
     }
 
-    /// The elements' indices in a flat region of this spec.
+    /// The elements' indices in the flat region of the parameter.
     pub fn range(&self) -> Range<usize> {
         self.start..self.start + self.shape.elements()
     }
 
-    /// The elements' byte range in a flat region of this spec.
+    /// The elements' byte range in the flat region of the parameter.
     pub(super) fn bytes(&self) -> Range<usize> {
-        let Range { start, end } = self.range();
-        start * size_of::<f32>()..end * size_of::<f32>()
+        let (Range { start, end }, bytes) = (self.range(), self.element_bytes());
+        start * bytes..end * bytes
+    }
+
+    /// The bytes of an element.
+    pub(super) fn element_bytes(&self) -> usize {
+        if self.frozen == Some(FrozenType::Bf16) { size_of::<bf16>() } else { size_of::<f32>() }
     }
 }
 
@@ -119,8 +146,9 @@ impl ParameterSpecBuilder {
                 self.elements
             }
         };
-        self.entries.push(ParameterEntry { name: name.into(), shape, start, initializer, is_table: false });
-        Parameter { layout: self.identity, index: self.entries.len() - 1 }
+        let (number, name) = (self.entries.len(), name.into());
+        self.entries.push(ParameterEntry { name, shape, start, number, initializer, is_table: false, frozen: None });
+        Parameter { layout: self.identity, index: number }
     }
 
     /// Adds a table whose rows are looked up by number, such as an embedding's. A `state_dict`
@@ -148,6 +176,12 @@ impl ParameterSpecBuilder {
         StackedParameters { members: (0..count).map(|number| self.add(name(number), shape, initializer)).collect() }
     }
 
+    /// Returns the handle of the parameter with this name, if one was added so far.
+    pub fn parameter(&self, name: &str) -> Option<Parameter> {
+        let index = self.entries.iter().position(|entry| entry.name == name)?;
+        Some(Parameter { layout: self.identity, index })
+    }
+
     /// Replaces the initializers of the parameters so far for which `choose` returns one. This
     /// applies a recipe such as GPT-2's to existing layers.
     ///
@@ -160,6 +194,35 @@ impl ParameterSpecBuilder {
     pub fn initialize(&mut self, choose: impl Fn(&ParameterEntry) -> Option<Initializer>) {
         for entry in &mut self.entries {
             entry.initializer = choose(entry).unwrap_or(entry.initializer);
+        }
+    }
+
+    /// Freezes the parameters so far for which `choose` returns a type, and trains the others.
+    ///
+    /// A frozen parameter is stored once, in its type. It has no gradient and no optimizer state,
+    /// it does not count in the gradients' norm, and a backward pass computes nothing for it. A
+    /// parameter of one extent, such as a gain or a bias, is stored in f32 whatever `choose`
+    /// returns, because kernels read it in f32.
+    ///
+    /// ```
+    /// use stepscope::{FrozenType, ParameterSpec, nn::Linear};
+    ///
+    /// # fn main() -> stepscope::Result<()> {
+    /// let mut layout = ParameterSpec::builder();
+    /// Linear::new(layout.names().at("body"), 64, 64);
+    /// Linear::new(layout.names().at("head"), 64, 10);
+    /// layout.freeze(|entry| entry.name().starts_with("body.").then_some(FrozenType::Bf16));
+    /// let layout = layout.build()?;
+    /// assert_eq!(layout.entries()[0].name(), "head.weight");
+    /// assert_eq!(layout.frozen(FrozenType::Bf16)[0].name(), "body.weight");
+    /// assert_eq!(layout.frozen(FrozenType::F32)[0].name(), "body.bias");
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn freeze(&mut self, choose: impl Fn(&ParameterEntry) -> Option<FrozenType>) {
+        for entry in &mut self.entries {
+            let is_vector = entry.shape.extents().len() < 2;
+            entry.frozen = choose(entry).map(|stored| if is_vector { FrozenType::F32 } else { stored });
         }
     }
 
@@ -200,19 +263,52 @@ impl ParameterSpecBuilder {
         if let Some((expected, named, initializer)) = self.entries.iter().find_map(flaw) {
             return refused(&format!("{expected} as initializer"), format!("{initializer:?} for {named}"));
         }
-        let Self { identity, entries, elements, .. } = self;
-        Ok(ParameterSpec { shared: Arc::new(Shared { identity, entries, elements }) })
+        let mut shared = Shared { identity: self.identity, places: Vec::new(), trained: Region::default(), frozen: [Region::default(), Region::default()] };
+        for entry in self.entries {
+            let place = match entry.frozen {
+                None => Place::Trained(shared.trained.entries.len()),
+                Some(stored) => Place::Frozen(stored, shared.frozen[stored as usize].entries.len()),
+            };
+            shared.places.push(place);
+            shared.region_mut(place).push(entry);
+        }
+        if shared.trained.elements == 0 {
+            // A region has at least one element.
+            shared.trained.elements = ALIGN_BYTES / size_of::<f32>();
+        }
+        Ok(ParameterSpec { shared: Arc::new(shared) })
     }
 }
 
 #[derive(Debug)]
 struct Shared {
     identity: u64,
-    entries: Vec<ParameterEntry>,
-    elements: usize,
+    /// Each parameter's place, in the order in which they were added.
+    places: Vec<Place>,
+    trained: Region,
+    /// The frozen parameters of each [`FrozenType`].
+    frozen: [Region; 2],
+}
+
+impl Shared {
+    fn region_mut(&mut self, place: Place) -> &mut Region {
+        match place {
+            Place::Trained(_) => &mut self.trained,
+            Place::Frozen(stored, _) => &mut self.frozen[stored as usize],
+        }
+    }
+
+    fn entry(&self, place: Place) -> &ParameterEntry {
+        match place {
+            Place::Trained(index) => &self.trained.entries[index],
+            Place::Frozen(stored, index) => &self.frozen[stored as usize].entries[index],
+        }
+    }
 }
 
 /// The names, shapes and positions of a model's parameters. Clones share them.
+///
+/// A flat region of a spec, such as the gradients, has the trained parameters only.
 #[derive(Clone, Debug)]
 pub struct ParameterSpec {
     shared: Arc<Shared>,
@@ -224,42 +320,100 @@ impl ParameterSpec {
         ParameterSpecBuilder::default()
     }
 
-    /// All parameters in order.
+    /// All trained parameters in order.
     pub fn entries(&self) -> &[ParameterEntry] {
-        &self.shared.entries
+        &self.shared.trained.entries
     }
 
-    /// The handles of all parameters in order.
-    pub(crate) fn parameters(&self) -> impl Iterator<Item = Parameter> + use<> {
-        let layout = self.shared.identity;
-        (0..self.entries().len()).map(move |index| Parameter { layout, index })
+    /// All parameters that are frozen in this type, in order.
+    pub fn frozen(&self, stored: FrozenType) -> &[ParameterEntry] {
+        &self.shared.frozen[stored as usize].entries
     }
 
-    /// The entry of one parameter.
+    /// All parameters, trained and frozen, with their handles, in the order in which they were
+    /// added.
+    pub fn iter(&self) -> impl Iterator<Item = (Parameter, &ParameterEntry)> {
+        let Shared { identity, ref places, .. } = *self.shared;
+        let handle = move |index| Parameter { layout: identity, index };
+        places.iter().enumerate().map(move |(index, &place)| (handle(index), self.shared.entry(place)))
+    }
+
+    /// True if a parameter is frozen.
+    pub fn has_frozen(&self) -> bool {
+        self.shared.frozen.iter().any(|region| !region.entries.is_empty())
+    }
+
+    /// The handles of all trained parameters in order.
+    pub(crate) fn trained_parameters(&self) -> impl Iterator<Item = Parameter> + use<> {
+        let number = |entry: &ParameterEntry| entry.number;
+        let (layout, numbers): (_, Vec<usize>) = (self.shared.identity, self.entries().iter().map(number).collect());
+        numbers.into_iter().map(move |index| Parameter { layout, index })
+    }
+
+    pub(super) fn trained(&self) -> &Region {
+        &self.shared.trained
+    }
+
+    pub(super) fn frozen_region(&self, stored: FrozenType) -> &Region {
+        &self.shared.frozen[stored as usize]
+    }
+
+    /// The entry of one parameter, trained or frozen.
     ///
     /// # Errors
     /// [`Error::Misuse`] when the handle belongs to another parameter spec.
     pub fn entry(&self, parameter: Parameter) -> Result<&ParameterEntry> {
+        Ok(self.shared.entry(self.place(parameter)?))
+    }
+
+    /// The entry of one trained parameter.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when the handle belongs to another parameter spec, or the parameter is
+    /// frozen.
+    pub fn trained_entry(&self, parameter: Parameter) -> Result<&ParameterEntry> {
         Ok(&self.entries()[self.index(parameter)?])
     }
 
-    /// A parameter's index among the entries.
+    /// A trained parameter's index among the entries.
     pub(crate) fn index(&self, parameter: Parameter) -> Result<usize> {
+        match self.place(parameter)? {
+            Place::Trained(index) => Ok(index),
+            place @ Place::Frozen(..) => {
+                let got = format!("`{}`, which is frozen", short(self.shared.entry(place).name()));
+                Err(Error::misuse("parameter", "a trained parameter, which has a gradient", got))
+            }
+        }
+    }
+
+    fn place(&self, parameter: Parameter) -> Result<Place> {
         if parameter.layout == self.shared.identity {
-            return Ok(parameter.index);
+            return Ok(self.shared.places[parameter.index]);
         }
         let got = format!("parameter {} of another parameter spec", parameter.index);
         Err(Error::misuse("parameter", "a handle from the builder of this parameter spec or of its clones", got))
     }
 
-    /// The number of elements of a flat region, including padding between parameters.
+    /// The number of elements of a flat region of trained parameters, including padding between
+    /// them.
     pub fn elements(&self) -> usize {
-        self.shared.elements
+        self.shared.trained.elements
     }
 
-    /// The number of weights of the model: elements without padding.
+    /// The number of weights of the model, trained and frozen: elements without padding.
     pub fn weights(&self) -> usize {
+        self.iter().map(|(_, entry)| entry.shape.elements()).sum()
+    }
+
+    /// The number of trained weights: elements without padding.
+    pub fn trained_weights(&self) -> usize {
         self.entries().iter().map(|entry| entry.shape.elements()).sum()
+    }
+
+    /// The bytes that frozen parameters take on a device, without a BF16 copy of those in f32.
+    pub fn frozen_bytes(&self) -> u64 {
+        let [f32, bf16] = &self.shared.frozen;
+        (size_of::<f32>() * f32.elements + size_of::<bf16>() * bf16.elements) as u64
     }
 
     /// True if both are the same spec, rather than merely equal ones.
@@ -267,78 +421,49 @@ impl ParameterSpec {
         self.shared.identity == other.shared.identity
     }
 
-    /// Fills `place` with the bytes of a flat region from byte `offset` on. `write` writes each
-    /// parameter's bytes. It receives the parameter's index, its entry and the first byte within
-    /// it. Padding is zero.
-    pub(super) fn fill(
-        &self,
-        offset: usize,
-        mut place: &mut [u8],
-        write: impl Fn(usize, &ParameterEntry, usize, &mut [u8]),
-    ) {
-        let mut at = offset;
-        let mut take = |bytes: usize| {
-            let bytes = bytes.min(place.len());
-            let (part, rest) = std::mem::take(&mut place).split_at_mut(bytes);
-            place = rest;
-            part
-        };
-        let first = self.entries().partition_point(|entry| entry.bytes().end <= offset);
-        for (number, entry) in self.entries().iter().enumerate().skip(first) {
-            let bytes = entry.bytes();
-            let gap = take(bytes.start.saturating_sub(at));
-            gap.fill(0);
-            at += gap.len();
-            let part = take(bytes.end - at);
-            if part.is_empty() {
-                return;
-            }
-            write(number, entry, at - bytes.start, part);
-            at += part.len();
-        }
-        take(usize::MAX).fill(0);
-    }
-
-    /// Returns the name of the parameter that holds byte `offset` of a flat region, or precedes it,
-    /// and the byte's offset within it.
-    pub(super) fn name_at(&self, offset: usize) -> (String, usize) {
-        let entry = &self.entries()[self.entries().partition_point(|entry| entry.bytes().start <= offset) - 1];
-        (entry.name.clone(), offset - entry.bytes().start)
-    }
-
     /// The shape of each member of a stack, and the number of elements from the start of one member
     /// to the start of the next.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when the handle belongs to another parameter spec, or the stack has no
-    /// members.
+    /// [`Error::Misuse`] when the handle belongs to another parameter spec, when the stack has no
+    /// members, or when its members are neither all trained nor all frozen in one type.
     pub fn stack(&self, stack: &StackedParameters) -> Result<(Shape, usize)> {
         let head = self.head(stack)?;
         let second = stack.members.get(1).map(|second| self.entry(*second)).transpose()?;
         Ok((head.shape, second.map_or(0, |second| second.start - head.start)))
     }
 
-    /// The range from the first element of the first member to the last element of the last member.
-    pub(super) fn span(&self, stack: &StackedParameters) -> Result<Range<usize>> {
-        let start = self.head(stack)?.start;
-        stack.members.last().map_or(Ok(start..start), |last| Ok(start..self.entry(*last)?.range().end))
+    /// The range from the first element of the first member to the last element of the last member,
+    /// and the type in which they are stored if they are frozen.
+    pub(super) fn span(&self, stack: &StackedParameters) -> Result<(Range<usize>, Option<FrozenType>)> {
+        let head = self.head(stack)?;
+        let last = stack.members.last().map_or(Ok(head), |last| self.entry(*last))?;
+        Ok((head.start..last.range().end, head.frozen))
     }
 
     /// The first member.
-    fn head(&self, stack: &StackedParameters) -> Result<&ParameterEntry> {
+    pub(crate) fn head(&self, stack: &StackedParameters) -> Result<&ParameterEntry> {
         let first =
             stack.members.first().ok_or_else(|| Error::misuse("stack", "a stack of at least one parameter", "none"))?;
-        self.entry(*first)
+        let head = self.entry(*first)?;
+        for member in &stack.members {
+            let entry = self.entry(*member)?;
+            if entry.frozen != head.frozen {
+                let got = format!("`{}` and `{}`", short(&head.name), short(&entry.name));
+                return Err(Error::misuse("stack", "members that are all trained, or all frozen in one type", got));
+            }
+        }
+        Ok(head)
     }
 
-    /// Iterates over the parameters of a flat region: each name, with true if all its values are
+    /// Iterates over the trained parameters of a flat region: each name, with true if all its values are
     /// finite.
     pub fn finite(&self, region: &[f32]) -> impl Iterator<Item = (String, bool)> {
         let all = |values: &[f32]| all_finite(bytemuck::cast_slice(values));
         self.entries().iter().map(move |entry| (entry.name().to_owned(), all(&region[entry.range()])))
     }
 
-    /// Finds the first parameter that is not finite, lazily. `region` is each parameter's bytes,
+    /// Finds the first trained parameter that is not finite, lazily. `region` is each parameter's bytes,
     /// little-endian, and `prefix` precedes the name. All processors take part, because there may
     /// be many small parameters.
     pub fn finite_bytes(&self, prefix: &str, region: &[&[u8]]) -> impl Iterator<Item = (String, bool)> {

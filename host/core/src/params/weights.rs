@@ -1,4 +1,4 @@
-//! Weights and gradients, which outlive steps, each in one flat region.
+//! Weights, which outlive steps: those that are trained in one flat region.
 //!
 //! Invariant: the padding between parameters stays zero, and each parameter's position is the
 //! spec's. Whenever a kernel can read a BF16 copy, it equals the rounded weights, because all code
@@ -6,17 +6,19 @@
 
 #![forbid(unsafe_code)]
 
+use super::Gradients;
+use super::frozen::Frozen;
 use super::spec::{Parameter, ParameterEntry, ParameterSpec, StackedParameters};
 use crate::arena::Buffer;
 use crate::device::Device;
 use crate::digest::hex;
 use crate::error::{Error, Quantity, Result, short};
+use crate::initializer::Initializer;
 use crate::launch::launch_on;
-use crate::non_finite::{NonFinite, all_finite};
-use crate::ops;
+use crate::non_finite::{NonFinite, all_finite, is_finite};
 use crate::random::SplitMix64;
 use crate::step::Step;
-use crate::tensor::{Lent, LentMut, Memory, Shape, Source, Stored, Target};
+use crate::tensor::{Element, Lent, LentMut, Memory, Shape, Source, Stored, Target};
 use crate::upload::{Content, Transfer};
 use cuda_std::float_mode;
 use half::bf16;
@@ -30,7 +32,7 @@ impl ParameterSpec {
     pub(crate) fn overwrite(&self, regions: &[(&mut Buffer<f32>, Vec<&[u8]>)], transfer: Transfer<'_>) -> Result<()> {
         let Some((first, _)) = regions.first() else { return Ok(()) };
         let fill = |sources: &[&[u8]], offset: usize, place: &mut [u8]| {
-            self.fill(offset, place, |number, _, within, part| {
+            self.trained().fill(offset, place, |number, _, within, part| {
                 part.copy_from_slice(&sources[number][within..][..part.len()]);
             });
         };
@@ -38,7 +40,7 @@ impl ParameterSpec {
             .iter()
             .map(|(_, sources)| move |offset: usize, place: &mut [u8]| fill(sources, offset, place))
             .collect();
-        let name = |offset| self.name_at(offset);
+        let name = |offset| self.trained().name_at(offset);
         let contents: Vec<_> =
             regions.iter().zip(&fills).map(|((buffer, _), fill)| Content::new(buffer.memory(), fill, &name)).collect();
         transfer.run(first.device(), &contents)
@@ -47,36 +49,40 @@ impl ParameterSpec {
 
 /// A flat region of a spec, accessed by parameter.
 #[derive(Debug)]
-struct Flat<S: Stored = f32> {
-    layout: ParameterSpec,
-    values: Buffer<S>,
+pub(super) struct Flat<S: Stored = f32> {
+    pub(super) layout: ParameterSpec,
+    pub(super) values: Buffer<S>,
 }
 
 impl<S: Stored> Flat<S> {
     /// Returns one parameter's memory. The caller borrows the region according to its use.
-    fn part(&self, step: &Step<'_>, parameter: Parameter, written: bool) -> Result<(Memory<S>, Shape)> {
+    pub(super) fn part(&self, step: &Step<'_>, parameter: Parameter, written: bool) -> Result<(Memory<S>, Shape)> {
         step.borrow(&self.values, written)?;
-        let entry = self.layout.entry(parameter)?;
+        let entry = self.layout.trained_entry(parameter)?;
         Ok((self.values.memory().part(entry.start(), entry.shape().elements()), entry.shape()))
     }
 
     /// Returns a stack's memory from the first member's start to the last member's end, in the same
     /// way.
-    fn stack(&self, step: &Step<'_>, stack: &StackedParameters, written: bool) -> Result<(Memory<S>, Shape)> {
+    pub(super) fn stack(&self, step: &Step<'_>, stack: &StackedParameters, written: bool) -> Result<(Memory<S>, Shape)> {
         step.borrow(&self.values, written)?;
-        let span = self.layout.span(stack)?;
+        let (span, frozen) = self.layout.span(stack)?;
+        if frozen.is_some() {
+            let got = format!("`{}`, which is frozen", short(self.layout.head(stack)?.name()));
+            return Err(Error::misuse("stack", "trained parameters, which have gradients", got));
+        }
         Ok((self.values.memory().part(span.start, span.len()), [span.len()].into()))
     }
 
-    fn read(&self, parameter: Parameter) -> Result<Vec<S>> {
-        let entry = self.layout.entry(parameter)?;
+    pub(super) fn read(&self, parameter: Parameter) -> Result<Vec<S>> {
+        let entry = self.layout.trained_entry(parameter)?;
         self.values.read_range(entry.start(), entry.shape().elements())
     }
 }
 
 impl Flat {
     /// Finds the first parameter that is not finite. Waits. Needs host memory for one piece.
-    fn first_not_finite(&self) -> Result<Option<&str>> {
+    pub(super) fn first_not_finite(&self) -> Result<Option<&str>> {
         for entry in self.layout.entries() {
             for piece in self.values.pieces(entry.range()) {
                 if !all_finite(bytemuck::cast_slice(&piece?)) {
@@ -94,6 +100,7 @@ pub struct Parameters {
     flat: Flat,
     /// The weights rounded to BF16, at the same positions.
     copy: Option<Flat<bf16>>,
+    frozen: Frozen,
     /// True if a caller has written values that are not finite, or was allowed to.
     unchecked: bool,
 }
@@ -106,9 +113,8 @@ impl Parameters {
     pub fn new(device: &Device, layout: &ParameterSpec, seed: u64) -> Result<Self> {
         // The number of random numbers that the parameters before each one have used.
         let drawn: Vec<u64> = layout
-            .entries()
             .iter()
-            .scan(0, |drawn, entry| {
+            .scan(0, |drawn, (_, entry)| {
                 let before = *drawn;
                 // The generator's position wraps too.
                 let draws = entry.initializer.draws().wrapping_mul(entry.shape().elements() as u64);
@@ -117,27 +123,23 @@ impl Parameters {
             })
             .collect();
         let fill = |offset: usize, place: &mut [u8]| {
-            layout.fill(offset, place, |number, entry, within, part| {
-                let before = (within / size_of::<f32>()) as u64 * entry.initializer.draws();
-                let mut random = SplitMix64::after(seed, drawn[number] + before);
-                float_mode::in_default(|| {
-                    for word in part.as_chunks_mut().0 {
-                        *word = entry.initializer.draw(&mut random).to_le_bytes();
-                    }
-                });
+            layout.trained().fill(offset, place, |_, entry, within, part| {
+                draw(entry, within / size_of::<f32>(), seed, &drawn, part.as_chunks_mut().0, f32::to_le_bytes);
             });
         };
         let values = Buffer::allocate(device, layout.elements())?;
-        let name = |offset| layout.name_at(offset);
+        let name = |offset| layout.trained().name_at(offset);
         let content = Content::new(values.memory(), &fill, &name);
         Transfer::new().run(device, &[content])?;
-        Ok(Self { flat: Flat { layout: layout.clone(), values }, copy: None, unchecked: false })
+        let frozen = Frozen::new(device, layout, seed, &drawn)?;
+        Ok(Self { flat: Flat { layout: layout.clone(), values }, copy: None, frozen, unchecked: false })
     }
 
     /// Adds a BF16 copy of the weights, so that products read half the bytes. Each weight is
     /// rounded to nearest, ties to even, at the same position. The copy follows the weights: code
     /// that loads or writes the weights writes the copy too, and so does an update, in the same
-    /// launch. Files do not contain the copy. [`Parameters::lend_as`] lends it.
+    /// launch. Files do not contain the copy. [`Parameters::lend_as`] lends it. Frozen weights in f32
+    /// get a copy too, unless all are gains or biases. Those in BF16 need none.
     ///
     /// ```
     /// use stepscope::*;
@@ -160,7 +162,8 @@ impl Parameters {
         let Flat { layout, values } = &self.flat;
         let copy = Buffer::allocate(values.device(), layout.elements())?;
         let copy = Some(Flat { layout: layout.clone(), values: copy });
-        let parameters = Self { copy, ..self };
+        let frozen = self.frozen.with_bf16_copy(layout)?;
+        let parameters = Self { copy, frozen, flat: self.flat, unchecked: self.unchecked };
         parameters.round(0..parameters.flat.values.len())?;
         Ok(parameters)
     }
@@ -174,7 +177,7 @@ impl Parameters {
         launch_on(self.flat.values.device(), &cast_to_bf16 { x: weights.as_slice(), out: copy.as_out() })
     }
 
-    /// Overwrites all weights, and other regions of the spec in the same transfer, each with its
+    /// Overwrites all trained weights, and other regions of the spec in the same transfer, each with its
     /// sources in the order of the entries.
     pub fn overwrite<'r>(
         &mut self,
@@ -194,7 +197,7 @@ impl Parameters {
         overwritten.and(rounded)
     }
 
-    /// Overwrites all weights with the bytes that `source` returns for each parameter, in the
+    /// Overwrites all trained weights with the bytes that `source` returns for each parameter, in the
     /// spec's order. The bytes are the elements as little-endian f32, row-major, at any alignment,
     /// in memory that nobody changes during the call. Small parameters share a copy, and large ones
     /// take several. The sources are no longer needed when it returns.
@@ -230,15 +233,18 @@ impl Parameters {
     }
 
     /// Returns the error text for the first tensor that is not finite: of the gradients, if given,
-    /// then of the weights. `seen` is appended and states when it was found. Waits.
+    /// then of the weights, trained and frozen. `seen` is appended and states when it was found. Waits.
     pub fn first_not_finite(&self, gradients: Option<&Gradients>, seen: &str) -> Result<String> {
         if let Some(gradients) = gradients
-            && let Some(name) = gradients.flat.first_not_finite()?
+            && let Some(name) = gradients.first_not_finite()?
         {
             return Ok(format!("the gradient of `{name}`{seen}"));
         }
         if let Some(name) = self.flat.first_not_finite()? {
             return Ok(format!("`{name}`{seen}"));
+        }
+        if let Some(name) = self.frozen.first_not_finite(self.layout())? {
+            return Ok(format!("the frozen `{name}`{seen}"));
         }
         let all = if gradients.is_some() { "all gradients and weights" } else { "all weights" };
         Ok(format!("none, {all} are finite{seen}: a sum of finite numbers overflowed"))
@@ -267,11 +273,16 @@ impl Parameters {
     }
 
     /// Lends one parameter's weights as S stores them to kernels of a step. BF16 comes from the
-    /// copy.
+    /// copy, or from a frozen parameter in BF16 itself. A frozen parameter in BF16 that is lent as
+    /// f32 is converted into memory of the step first.
     ///
     /// # Errors
     /// [`Error::Misuse`] when there is no copy.
     pub fn lend_as<'b, 's, S: Stored>(&'b self, step: &Step<'s>, parameter: Parameter) -> Result<Lent<'b, 's, S>> {
+        let entry = self.layout().entry(parameter)?;
+        if let Some(stored) = entry.frozen() {
+            return self.frozen.lend(step, stored, entry.start(), entry.shape());
+        }
         let (memory, shape) = self.flat_as::<S>()?.part(step, parameter, false)?;
         Ok(Lent::new(memory, shape))
     }
@@ -304,6 +315,9 @@ impl Parameters {
         step: &Step<'s>,
         stack: &StackedParameters,
     ) -> Result<Lent<'b, 's, S>> {
+        if let Some(stored) = self.layout().head(stack)?.frozen() {
+            return self.frozen.lend_stack(step, self.layout(), stack, stored);
+        }
         let (memory, shape) = self.flat_as::<S>()?.stack(step, stack, false)?;
         Ok(Lent::new(memory, shape))
     }
@@ -313,15 +327,27 @@ impl Parameters {
     /// # Errors
     /// [`Error::Misuse`] when the handle belongs to another parameter spec.
     pub fn read(&self, parameter: Parameter) -> Result<Vec<f32>> {
-        self.flat.read(parameter)
+        self.read_as(parameter)
     }
 
-    /// All weights as one flat region of the spec.
+    /// Waits, and returns one parameter's weights as S, to which they are converted.
+    ///
+    /// # Errors
+    /// The errors of [`Parameters::read`].
+    pub fn read_as<S: Stored>(&self, parameter: Parameter) -> Result<Vec<S>> {
+        let entry = self.layout().entry(parameter)?;
+        match entry.frozen() {
+            Some(stored) => self.frozen.read(entry, stored),
+            None => Ok(self.flat.read(parameter)?.into_iter().map(S::narrow).collect()),
+        }
+    }
+
+    /// All trained weights as one flat region of the spec.
     pub fn flat(&self) -> &Buffer<f32> {
         &self.flat.values
     }
 
-    /// The BF16 copy of all weights, a flat region with the same positions, if there is one.
+    /// The BF16 copy of all trained weights, a flat region with the same positions, if there is one.
     pub fn bf16_copy(&self) -> Option<&Buffer<bf16>> {
         self.copy.as_ref().map(|copy| &copy.values)
     }
@@ -332,19 +358,45 @@ impl Parameters {
     /// [`Error::Misuse`] when the handle belongs to another parameter spec, or the number of
     /// elements differs.
     pub fn write(&mut self, parameter: Parameter, values: &[f32]) -> Result<()> {
+        self.write_as(parameter, values)
+    }
+
+    /// Overwrites one parameter's weights like [`Parameters::write`], with values of S. They are
+    /// converted to the parameter's type: exactly to f32, and rounded to BF16.
+    ///
+    /// # Errors
+    /// The errors of [`Parameters::write`].
+    pub fn write_as<S: Stored>(&mut self, parameter: Parameter, values: &[S]) -> Result<()> {
         let entry = self.flat.layout.entry(parameter)?;
         let range = entry.range();
         if values.len() != entry.shape().elements() {
             let expected = format!("{} values for `{}` {}", entry.shape().elements(), entry.name(), entry.shape());
             return Err(Error::misuse("write", expected, values.len().to_string()));
         }
-        self.unchecked |= !all_finite(bytemuck::cast_slice(values));
-        let written = self.flat.values.write(range.start, values);
+        self.unchecked |= !values.iter().all(|value| is_finite(value.widen()));
+        if let Some(stored) = entry.frozen() {
+            return self.frozen.write(entry, stored, values);
+        }
+        let written = if <S as Element>::NAME == f32::NAME {
+            self.flat.values.write(range.start, bytemuck::cast_slice(values))
+        } else {
+            let values: Vec<f32> = values.iter().map(|value| value.widen()).collect();
+            self.flat.values.write(range.start, &values)
+        };
         let rounded = self.round(range);
         written.and(rounded)
     }
 
-    /// Lends all weights as one flat region, with their BF16 copy if there is one, to kernels of a
+    /// The SHA-256 of names, shapes, types and bytes of the frozen weights, in hexadecimal, or
+    /// `None` if no parameter is frozen. It is computed once, and again after a write.
+    ///
+    /// # Errors
+    /// The errors of [`Buffer::read`].
+    pub fn frozen_sha256(&self) -> Result<Option<String>> {
+        self.frozen.sha256(self.layout())
+    }
+
+    /// Lends all trained weights as one flat region, with their BF16 copy if there is one, to kernels of a
     /// step that write them. Write both, so that the copy equals the rounded weights, and keep the
     /// padding between parameters zero.
     ///
@@ -369,7 +421,7 @@ impl Parameters {
         }
     }
 
-    /// The SHA-256 of names, shapes and the weights' bytes (little-endian), in the spec's order, in
+    /// The SHA-256 of names, shapes and the trained weights' bytes (little-endian), in the spec's order, in
     /// hexadecimal.
     pub fn sha256(&self) -> Result<String> {
         let mut hash = Sha256::new();
@@ -381,94 +433,21 @@ impl Parameters {
     }
 }
 
-/// A model's gradients on a device. Backward adds to them, and the optimizer reads them.
-#[derive(Debug)]
-pub struct Gradients {
-    flat: Flat,
-}
-
-impl Gradients {
-    /// Makes gradients of zero for `parameters`.
-    ///
-    /// # Errors
-    /// [`Error::DeviceMemory`] when the device has no room.
-    pub fn zeros(parameters: &Parameters) -> Result<Self> {
-        let layout = parameters.layout().clone();
-        let values = Buffer::zeros(parameters.flat().device(), layout.elements())?;
-        Ok(Self { flat: Flat { layout, values } })
+/// Draws the next elements of a parameter from element `first` on, and writes each as `write`
+/// encodes it. `drawn` is the number of random numbers that the parameters before each one have
+/// used.
+pub(super) fn draw<const N: usize>(
+    entry: &ParameterEntry,
+    first: usize,
+    seed: u64,
+    drawn: &[u64],
+    place: &mut [[u8; N]],
+    write: impl Fn(f32) -> [u8; N],
+) {
+    if let Initializer::Constant(constant) = entry.initializer {
+        return place.fill(write(constant));
     }
-
-    /// The names, shapes and positions.
-    pub fn layout(&self) -> &ParameterSpec {
-        &self.flat.layout
-    }
-
-    /// Queues zeroing of all gradients.
-    ///
-    /// # Errors
-    /// [`Error::Misuse`] when they are on another device.
-    pub fn zero(&mut self, step: &Step<'_>) -> Result<()> {
-        ops::fill_into(step, &mut self.lend_flat_mut(step)?, 0.0)
-    }
-
-    /// Lends all gradients as one flat region to kernels of a step that write them. Keep the
-    /// padding between parameters zero.
-    pub fn lend_flat_mut<'b, 's>(&'b mut self, step: &Step<'s>) -> Result<LentMut<'b, 's>> {
-        let elements = [self.flat.values.len()];
-        step.lend_mut(&mut self.flat.values, elements)
-    }
-
-    /// Lends one parameter's gradient, to be added to.
-    ///
-    /// # Errors
-    /// [`Error::Misuse`] when it is on another device, or the handle belongs to another parameter
-    /// spec.
-    pub fn lend_mut<'b, 's>(&'b mut self, step: &Step<'s>, parameter: Parameter) -> Result<LentMut<'b, 's>> {
-        let (memory, shape) = self.flat.part(step, parameter, true)?;
-        Ok(LentMut::new(memory, shape))
-    }
-
-    /// Lends the gradients of several parameters at once, to be added to.
-    ///
-    /// # Errors
-    /// [`Error::Misuse`] when a parameter appears twice.
-    pub fn lend_many_mut<'b, 's, const N: usize>(
-        &'b mut self,
-        step: &Step<'s>,
-        parameters: [Parameter; N],
-    ) -> Result<[LentMut<'b, 's>; N]> {
-        for (at, parameter) in parameters.iter().enumerate() {
-            if parameters[..at].contains(parameter) {
-                return Err(Error::misuse("gradients", "different parameters", "the same parameter twice"));
-            }
-        }
-        // Different parameters of one spec do not overlap.
-        let parts =
-            parameters.iter().map(|&parameter| self.flat.part(step, parameter, true)).collect::<Result<Vec<_>>>()?;
-        let mut parts = parts.into_iter().map(|(memory, shape)| LentMut::new(memory, shape));
-        Ok(parameters.map(|_| parts.next().expect("one for each parameter")))
-    }
-
-    /// Lends a stack's gradients from the first member's start to the last member's end, flat. Keep
-    /// the padding between members zero.
-    ///
-    /// # Errors
-    /// [`Error::Misuse`] for a stack without members.
-    pub fn lend_stack_mut<'b, 's>(&'b mut self, step: &Step<'s>, stack: &StackedParameters) -> Result<LentMut<'b, 's>> {
-        let (memory, shape) = self.flat.stack(step, stack, true)?;
-        Ok(LentMut::new(memory, shape))
-    }
-
-    /// Waits, and returns one parameter's gradient.
-    ///
-    /// # Errors
-    /// [`Error::Misuse`] when the handle belongs to another parameter spec.
-    pub fn read(&self, parameter: Parameter) -> Result<Vec<f32>> {
-        self.flat.read(parameter)
-    }
-
-    /// All gradients as one flat region of the spec.
-    pub fn flat(&self) -> &Buffer<f32> {
-        &self.flat.values
-    }
+    let before = first as u64 * entry.initializer.draws();
+    let mut random = SplitMix64::after(seed, drawn[entry.number] + before);
+    float_mode::in_default(|| place.iter_mut().for_each(|word| *word = write(entry.initializer.draw(&mut random))));
 }

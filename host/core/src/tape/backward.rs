@@ -141,7 +141,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
 
     /// Zeroes the gradients that received no contribution.
     pub(super) fn finish(&mut self) -> Result<()> {
-        self.parameters.layout().parameters().try_for_each(|parameter| self.gradient(parameter).map(drop))
+        self.parameters.layout().trained_parameters().try_for_each(|parameter| self.gradient(parameter).map(drop))
     }
 
     /// The step that the pass belongs to.
@@ -183,6 +183,24 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         self.parameters.lend_stack_as(self.step, stack).map_err(|error| error.in_op(self.op))
     }
 
+    /// True if a parameter is trained. A frozen parameter has no gradient.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when the handle belongs to another parameter spec.
+    pub fn trains(&self, parameter: Parameter) -> Result<bool> {
+        let entry = self.parameters.layout().entry(parameter).map_err(|error| error.in_op(self.op))?;
+        Ok(entry.frozen().is_none())
+    }
+
+    /// True if the parameters of a stack are trained; see [`Backward::trains`].
+    ///
+    /// # Errors
+    /// Those of [`Backward::trains`], and [`Error::Misuse`] for a stack without members.
+    pub fn trains_stack(&self, stack: &StackedParameters) -> Result<bool> {
+        let head = self.parameters.layout().head(stack).map_err(|error| error.in_op(self.op))?;
+        Ok(head.frozen().is_none())
+    }
+
     /// Lends a parameter's gradient, with a flag. The caller must add to the gradient when the flag
     /// is true, and overwrite it when the flag is false. The contributions of several ops to one
     /// parameter thus add up, in the reverse of the order in which the ops were recorded. The
@@ -190,8 +208,8 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     /// read it.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when it is on a different device than the step, or the handle belongs to
-    /// another parameter spec.
+    /// [`Error::Misuse`] when it is on a different device than the step, when the handle belongs to
+    /// another parameter spec, or when the parameter is frozen; see [`Backward::trains`].
     pub fn gradient(&mut self, parameter: Parameter) -> Result<(LentMut<'_, 's>, bool)> {
         let step = self.step;
         let (mut gradient, written) = self.gradient_uninit(parameter)?;
@@ -231,6 +249,21 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     pub fn gradient_uninit(&mut self, parameter: Parameter) -> Result<(LentMut<'_, 's>, bool)> {
         let ([gradient], [written]) = self.gradients_uninit([parameter])?;
         Ok((gradient, written))
+    }
+
+    /// Lends a gradient like [`Backward::gradient_uninit`], or returns `None` for a frozen
+    /// parameter.
+    pub(crate) fn gradient_if_trained(&mut self, parameter: Parameter) -> Result<Option<(LentMut<'_, 's>, bool)>> {
+        if self.trains(parameter)? { self.gradient_uninit(parameter).map(Some) } else { Ok(None) }
+    }
+
+    /// Lends a stack's gradient like [`Backward::stack_gradient_uninit`], or returns `None` for
+    /// frozen parameters.
+    pub(crate) fn stack_gradient_if_trained(
+        &mut self,
+        stack: &StackedParameters,
+    ) -> Result<Option<(LentMut<'_, 's>, bool)>> {
+        if self.trains_stack(stack)? { self.stack_gradient_uninit(stack).map(Some) } else { Ok(None) }
     }
 
     /// Lends gradients like [`Backward::gradients`], without zeroing them.

@@ -26,4 +26,4 @@ pub use op::Op;
 pub use recompute_input::RecomputeInput;
 pub(crate) use recompute_input::{Lender, sealed::Sealed};
 pub use record::Tape;
-pub use var::{AnyVar, Var};
+pub use var::{AnyVar, Dependence, Var};

@@ -5,12 +5,13 @@
 
 use super::backward::{Backward, Record, Upstream};
 use super::record::Tape;
-use super::var::{AnyVar, Var, check};
+use super::var::{AnyVar, Dependence, Var, check};
 use crate::error::{Error, Result};
 use crate::ops;
-use crate::params::{Parameter, StackedParameters};
+use crate::params::{FrozenType, Parameter, ParameterEntry, StackedParameters};
 use crate::step::Step;
 use crate::tensor::{AnyTensor, Lent, Saved, Shape, Stored, Tensor};
+use std::cell::Cell;
 use std::fmt;
 use std::panic::Location;
 
@@ -21,6 +22,8 @@ pub struct Op<'o, 't, 's> {
     name: &'static str,
     /// The line to which memory of its backward pass is attributed.
     site: &'static Location<'static>,
+    /// What its variables and the weights lent so far depend on.
+    dependence: Cell<Dependence>,
 }
 
 impl<'t, 's> Tape<'t, 's> {
@@ -30,8 +33,15 @@ impl<'t, 's> Tape<'t, 's> {
     /// [`Error::Misuse`] for a variable of another tape.
     #[track_caller]
     pub fn op<const N: usize>(&self, name: &'static str, of: [&dyn AnyVar; N]) -> Result<Op<'_, 't, 's>> {
-        of.into_iter().try_for_each(|var| check(var, name, self.identity))?;
-        Ok(Op { tape: self, name, site: Location::caller() })
+        self.op_of(name, &of)
+    }
+
+    /// Begins an op of any number of variables.
+    #[track_caller]
+    pub(crate) fn op_of(&self, name: &'static str, of: &[&dyn AnyVar]) -> Result<Op<'_, 't, 's>> {
+        of.iter().try_for_each(|&var| check(var, name, self.identity))?;
+        let dependence = of.iter().map(|var| var.dependence()).max().unwrap_or(Dependence::Unknown);
+        Ok(Op { tape: self, name, site: Location::caller(), dependence: Cell::new(dependence) })
     }
 }
 
@@ -57,7 +67,9 @@ impl<'t, 's> Op<'_, 't, 's> {
     /// # Errors
     /// [`Error::Misuse`] when there is no copy.
     pub fn weights_as<S: Stored>(&self, parameter: Parameter) -> Result<Lent<'t, 's, S>> {
-        self.tape.parameters.lend_as(self.tape.step, parameter).map_err(|error| error.in_op(self.name))
+        let lent = self.tape.parameters.lend_as(self.tape.step, parameter).map_err(|error| error.in_op(self.name))?;
+        self.depend_on(self.tape.parameters.layout().entry(parameter)?);
+        Ok(lent)
     }
 
     /// Lends a stack's weights from the first member's start to the last member's end, flat.
@@ -74,7 +86,45 @@ impl<'t, 's> Op<'_, 't, 's> {
     /// # Errors
     /// [`Error::Misuse`] when there is no copy.
     pub fn stack_weights_as<S: Stored>(&self, stack: &StackedParameters) -> Result<Lent<'t, 's, S>> {
-        self.tape.parameters.lend_stack_as(self.tape.step, stack).map_err(|error| error.in_op(self.name))
+        let lent = self.tape.parameters.lend_stack_as(self.tape.step, stack).map_err(|error| error.in_op(self.name))?;
+        self.depend_on(self.tape.parameters.layout().head(stack)?);
+        Ok(lent)
+    }
+
+    /// Notes that the result depends on a parameter.
+    fn depend_on(&self, entry: &ParameterEntry) {
+        let by = if entry.frozen().is_some() { Dependence::Constant } else { Dependence::Trained };
+        self.dependence.set(self.dependence.get().max(by));
+    }
+
+    /// The extents of a parameter.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when the handle belongs to another parameter spec.
+    pub fn shape(&self, parameter: Parameter) -> Result<Shape> {
+        let entry = self.tape.parameters.layout().entry(parameter).map_err(|error| error.in_op(self.name))?;
+        Ok(entry.shape())
+    }
+
+    /// The type in which a parameter is stored if it is frozen. `None` for a trained parameter.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when the handle belongs to another parameter spec.
+    pub fn frozen(&self, parameter: Parameter) -> Result<Option<FrozenType>> {
+        let entry = self.tape.parameters.layout().entry(parameter).map_err(|error| error.in_op(self.name))?;
+        Ok(entry.frozen())
+    }
+
+    /// True unless the op depends on frozen parameters, and on nothing that has a gradient. Then
+    /// it is not recorded, its result is a constant, and its backward pass does not run.
+    pub(crate) fn is_recorded(&self) -> bool {
+        self.dependence.get() != Dependence::Constant
+    }
+
+    /// Puts the result of an op without a backward pass on the tape: a constant if it depends on
+    /// frozen parameters, and otherwise an input.
+    pub(crate) fn unrecorded<S: Stored>(&self, value: Saved<'s, S>) -> Var<'s, S> {
+        Var { constant: !self.is_recorded(), ..self.tape.input(value) }
     }
 
     /// The shape of each member of a stack, and the number of elements from the start of one member
@@ -89,7 +139,9 @@ impl<'t, 's> Op<'_, 't, 's> {
 
     /// Puts the op's output on the tape. `backward` receives the output's gradient. It passes
     /// gradients on to variables with [`Backward::add`] and to parameters with
-    /// [`Backward::gradient`]. It does not run if the loss does not depend on the output.
+    /// [`Backward::gradient`]. It does not run if the loss does not depend on the output, or if
+    /// nothing that the op depends on has a gradient. The tape knows the op's variables, and the
+    /// parameters whose weights the op has lent.
     pub fn record<S: Stored>(
         self,
         value: Saved<'s, S>,
@@ -159,9 +211,12 @@ impl<'t, 's> Op<'_, 't, 's> {
             let Ok(upstream) = upstream.try_into() else { unreachable!("as many as there are outputs") };
             backward(back, upstream)
         };
-        let Self { tape, name: op, site } = self;
+        if !self.is_recorded() {
+            return values.map(|value| self.unrecorded(value));
+        }
+        let Self { tape, name: op, site, .. } = self;
         let shape = values.first().map_or_else(|| [0].into(), Saved::shape);
         let mut output = tape.push(N, |first| Record { op, site, first, shape, backward: Box::new(backward) })..;
-        values.map(|value| Var { value, tape: tape.identity, output: output.next() })
+        values.map(|value| Var { value, tape: tape.identity, output: output.next(), constant: false })
     }
 }

@@ -102,15 +102,18 @@ impl<'t, 's> Tape<'t, 's> {
                     (_, Some((_, var))) => Ok(*var),
                     (Some(number), None) if number < inputs.len() => {
                         let value = Saved::new(result.value.memory(), result.shape());
-                        Ok(Var { value, tape, output: Some(inputs[number]) })
+                        Ok(Var { value, tape, output: Some(inputs[number]), constant: false })
                     }
                     (Some(number), None) => {
                         let output = Some(first + copied.len());
-                        let var = Var { value: copy(outer, &result.value)?.save(), tape, output };
+                        let var = Var { value: copy(outer, &result.value)?.save(), tape, output, constant: false };
                         copied.push((number, var));
                         Ok(var)
                     }
-                    (None, None) => Ok(Var { value: copy(outer, &result.value)?.save(), tape, output: None }),
+                    (None, None) => {
+                        let value = copy(outer, &result.value)?.save();
+                        Ok(Var { value, tape, output: None, constant: result.constant })
+                    }
                 }
             };
             let taken = results.iter().map(&mut take_out).collect::<Result<Vec<_>>>();

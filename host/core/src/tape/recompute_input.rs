@@ -50,7 +50,7 @@ impl<'s, S: Stored> RecomputeInput<'s> for Var<'s, S> {
                 lender.outputs.len() - 1
             })
         });
-        Ok(Var { value: self.value.lend(lender)?, tape: within, output })
+        Ok(Var { value: self.value.lend(lender)?, tape: within, output, constant: self.constant })
     }
 }
 

@@ -147,7 +147,7 @@ impl<'t, 's> Tape<'t, 's> {
 
     /// Puts a value that needs no gradient on the tape: a tensor, or a saved one.
     pub fn input<S: Stored>(&self, value: impl Into<Saved<'s, S>>) -> Var<'s, S> {
-        Var { value: value.into(), tape: self.identity, output: None }
+        Var { value: value.into(), tape: self.identity, output: None, constant: false }
     }
 
     /// Puts a record with this many outputs on the tape. Returns the number of the first output.

@@ -12,9 +12,11 @@ use crate::tensor::{Saved, Shape, Stored};
 pub struct Var<'s, S: Stored = f32> {
     pub(super) value: Saved<'s, S>,
     pub(super) tape: u64,
-    /// Its number among the outputs of the tape's ops. `None` for an input, which needs no
-    /// gradient.
+    /// Its number among the outputs of the tape's ops. `None` for an input and for a constant,
+    /// which need no gradient.
     pub(super) output: Option<usize>,
+    /// True for a constant: a value that follows only from frozen parameters and from inputs.
+    pub(super) constant: bool,
 }
 
 impl<S: Stored> Clone for Var<'_, S> {
@@ -36,8 +38,8 @@ impl<'s, S: Stored> Var<'s, S> {
         self.value.shape()
     }
 
-    /// True if a backward pass computes its gradient. False for an input, whose gradient is
-    /// dropped.
+    /// True if a backward pass computes its gradient. False for an input, and for a value that
+    /// follows only from frozen parameters and inputs. A gradient of these is dropped.
     pub fn wants_gradient(&self) -> bool {
         self.output.is_some()
     }
@@ -47,6 +49,22 @@ impl<'s, S: Stored> Var<'s, S> {
 pub trait AnyVar: sealed::Sealed {
     #[doc(hidden)]
     fn tape(&self) -> u64;
+
+    /// Returns if a backward pass computes its gradient, and if it is a constant.
+    #[doc(hidden)]
+    fn dependence(&self) -> Dependence;
+}
+
+/// What a value of a tape depends on, from least to most.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Dependence {
+    /// Inputs only, or nothing that the tape knows.
+    Unknown,
+    /// Frozen parameters and inputs.
+    Constant,
+    /// Trained parameters, or the output of an op with a backward pass.
+    Trained,
 }
 
 mod sealed {
@@ -58,6 +76,14 @@ impl<S: Stored> sealed::Sealed for Var<'_, S> {}
 impl<S: Stored> AnyVar for Var<'_, S> {
     fn tape(&self) -> u64 {
         self.tape
+    }
+
+    fn dependence(&self) -> Dependence {
+        match self.output {
+            Some(_) => Dependence::Trained,
+            None if self.constant => Dependence::Constant,
+            None => Dependence::Unknown,
+        }
     }
 }
 

@@ -164,6 +164,7 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
         let Self { model, parameters, optimizer, precision, generator, .. } = self;
         let mut settings = agreement::of_optimizer(shards, parameters, optimizer)?;
         settings.add("weights", parameters.sha256()?);
+        settings.add_option("frozen weights", parameters.frozen_sha256()?);
         settings.add("precision", precision.to_string());
         if *precision != Precision::F32 || parameters.bf16_copy().is_some() {
             // Tensor cores of other GPUs round their sums differently.
@@ -171,7 +172,7 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
             settings.add_option("compute capability", description.capability);
         }
         settings.add_option("dropout's seed", generator.as_ref().map(|generator| generator.seed()));
-        let monitored = model.monitored().map(|monitored| parameters.layout().entry(monitored)).transpose()?;
+        let monitored = model.monitored().map(|monitored| parameters.layout().trained_entry(monitored)).transpose()?;
         settings.add_option("monitored parameter", monitored.map(ParameterEntry::name));
         Ok(settings)
     }
@@ -262,7 +263,7 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
         let wanted = match wanted {
             Wanted::All => Some(0..spec.elements()),
             Wanted::Monitored => {
-                let monitored = self.model.monitored().map(|monitored| spec.entry(monitored)).transpose()?;
+                let monitored = self.model.monitored().map(|monitored| spec.trained_entry(monitored)).transpose()?;
                 monitored.map(ParameterEntry::range)
             }
         };

@@ -44,7 +44,7 @@ pub trait AttentionElement: Stored {
         kept: [&Saved<'s>; 2],
         dout: &impl Source<'s, Self>,
         sizes: Sizes,
-        gains: (&mut impl Target<'s, f32>, bool),
+        gains: Option<(&mut impl Target<'s, f32>, bool)>,
     ) -> Result<Tensor<'s, Self>>;
 
     /// Queues the forward kernel for any number of tokens.
@@ -142,7 +142,7 @@ impl AttentionElement for f32 {
         kept: [&Saved<'s>; 2],
         dout: &impl Source<'s, f32>,
         sizes: Sizes,
-        gains: (&mut impl Target<'s, f32>, bool),
+        gains: Option<(&mut impl Target<'s, f32>, bool)>,
     ) -> Result<Tensor<'s>> {
         short::backward(step, op, qkv, norm, form.scale, kept, dout, sizes, gains)
     }
@@ -211,7 +211,7 @@ impl AttentionElement for bf16 {
         _: [&Saved<'s>; 2],
         _: &impl Source<'s, bf16>,
         _: Sizes,
-        _: (&mut impl Target<'s, f32>, bool),
+        _: Option<(&mut impl Target<'s, f32>, bool)>,
     ) -> Result<Tensor<'s, bf16>> {
         Err(Error::misuse(op, "a result of attention over BF16 tensors", "a result of the f32 kernel for few tokens"))
     }

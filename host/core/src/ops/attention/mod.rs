@@ -16,7 +16,7 @@ mod flash;
 mod made;
 mod short;
 
-use super::{QkNorm, same_shape};
+use super::{QkNorm, qk_norm, same_shape};
 use crate::error::{Error, Result};
 use crate::ops;
 use crate::params::StackedParameters;
@@ -99,6 +99,20 @@ pub fn attention_backward<'s, S: AttentionElement, T: Target<'s, f32>>(
     made: &Attention<'s, S>,
     dout: &impl Source<'s, S>,
 ) -> Result<Tensor<'s, S>> {
+    let norm = norm.map(|(norm, dgains, accumulate)| (norm, Some((dgains, accumulate))));
+    gradients(step, qkv, norm, form, made, dout)
+}
+
+/// Computes [`attention_backward`], without the gradient of the gains if it is `None`.
+#[track_caller]
+fn gradients<'s, S: AttentionElement, T: Target<'s, f32>>(
+    step: &Step<'s>,
+    qkv: &impl Source<'s, S>,
+    norm: Option<(QkNorm<'_, 's>, Option<(&mut T, bool)>)>,
+    form: &AttentionConfig<'s>,
+    made: &Attention<'s, S>,
+    dout: &impl Source<'s, S>,
+) -> Result<Tensor<'s, S>> {
     const OP: &str = "attention_backward";
     let sizes = form.sizes(OP, qkv.shape())?;
     S::check(OP, form, sizes)?;
@@ -108,17 +122,16 @@ pub fn attention_backward<'s, S: AttentionElement, T: Target<'s, f32>>(
         (AttentionKept::Flash { lse, normal: None }, None) => {
             flash::backward(step, OP, qkv, form, (&made.out, lse), dout, sizes)
         }
-        (AttentionKept::Flash { lse, normal: Some((normed, inverse_rms)) }, Some((norm, dgains, accumulate))) => {
+        (AttentionKept::Flash { lse, normal: Some((normed, inverse_rms)) }, Some((norm, dgains))) => {
             same_shape(OP, qkv.shape(), normed.shape())?;
             let dqkv = flash::backward(step, OP, normed, form, (&made.out, lse), dout, sizes)?;
-            ops::qk_norm_backward(step, qkv, norm, form, inverse_rms, dqkv, dgains, accumulate)
+            qk_norm::gradients(step, qkv, norm, form, inverse_rms, dqkv, dgains)
         }
-        (AttentionKept::Short { probabilities, inverse_rms }, Some((norm, dgains, accumulate)))
+        (AttentionKept::Short { probabilities, inverse_rms }, Some((norm, dgains)))
             if short::suits(form, sizes) =>
         {
             norm.distance(OP, sizes.width)?;
-            let (kept, gains) = ([probabilities, inverse_rms], (dgains, accumulate));
-            S::short_backward(step, OP, qkv, norm, form, kept, dout, sizes, gains)
+            S::short_backward(step, OP, qkv, norm, form, [probabilities, inverse_rms], dout, sizes, dgains)
         }
         (kept, norm) => {
             let which = if norm.is_some() { "with a norm" } else { "without a norm" };
@@ -159,9 +172,10 @@ impl<'s> Tape<'_, 's> {
                 }
                 Some((gains, distance, epsilon)) => {
                     let weights = back.stack_weights(&gains)?;
-                    let (mut dgains, accumulate) = back.stack_gradient_uninit(&gains)?;
-                    let norm = Some((QkNorm { gains: &weights, distance, epsilon }, &mut dgains, accumulate));
-                    ops::attention_backward(step, qkv.value(), norm, &form, &made, &dout)?
+                    let mut dgains = back.stack_gradient_if_trained(&gains)?;
+                    let dgains = dgains.as_mut().map(|(dgains, accumulate)| (dgains, *accumulate));
+                    let norm = Some((QkNorm { gains: &weights, distance, epsilon }, dgains));
+                    gradients(step, qkv.value(), norm, &form, &made, &dout)?
                 }
             };
             step.free(dout);

@@ -52,7 +52,7 @@ pub(super) fn backward<'s>(
     [probabilities, inverse_rms]: [&Saved<'s>; 2],
     dout: &impl Source<'s, f32>,
     sizes: Sizes,
-    (dgains, accumulate): (&mut impl Target<'s, f32>, bool),
+    dgains: Option<(&mut impl Target<'s, f32>, bool)>,
 ) -> Result<Tensor<'s>> {
     let Sizes { batch, tokens, heads, .. } = sizes;
     same_shape(op, [batch, heads, tokens, tokens].into(), probabilities.shape())?;
@@ -69,7 +69,9 @@ pub(super) fn backward<'s>(
         dqkv: dqkv.out(),
         dgains: partials.out(),
     })?;
-    sum_rows_into(step, &partials, dgains, accumulate)?;
+    if let Some((dgains, accumulate)) = dgains {
+        sum_rows_into(step, &partials, dgains, accumulate)?;
+    }
     step.free(partials);
     Ok(dqkv)
 }

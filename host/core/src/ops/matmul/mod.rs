@@ -10,6 +10,7 @@
 //! | `element.rs` | the choice among them by a tensor's type |
 //! | `linear.rs` | the ops |
 //! | `tape.rs` | linear layers on a tape |
+//! | `low_rank.rs` | linear layers with a low-rank addition, on a tape |
 //!
 //! Each file uses only those above it.
 
@@ -18,6 +19,7 @@ mod element;
 mod f32;
 mod gemm;
 mod linear;
+mod low_rank;
 mod split;
 mod tape;
 mod tensor;
@@ -26,4 +28,5 @@ pub use bf16::gelu_linear_backward;
 pub use element::GemmElement;
 pub use gemm::{BiasGradient, Gemm, Gradient};
 pub use kernels::matmul::{TILES, Tile};
+pub use low_rank::{LOW_RANK_PARTS, LowRank, LowRankPart};
 pub use linear::{gemm_into, gradients_into, linear, linear_gelu, linear_residual, linear_silu, linear_swiglu, matmul};

@@ -2,7 +2,8 @@
 //! The gradients of weights and biases are f32.
 //!
 //! For `y = x w + b`: `dw += x^T dy`, `db +=` the sum of dy's rows, `dx = dy w^T`. If x already has
-//! a gradient, the multiply adds to it in place.
+//! a gradient, the multiply adds to it in place. Nothing is computed for a frozen w or b, or for an
+//! x without a gradient.
 
 use crate::error::Result;
 use crate::ops::{self, BiasGradient, Gemm, GemmElement, Gradient};
@@ -170,11 +171,9 @@ fn linear_gelu_backward<'s, S: GemmElement<S> + GemmElement<f32>>(
     dy: Tensor<'s, S>,
 ) -> Result<()> {
     let step = back.step();
-    let dpre = match b {
-        Some(b) => {
-            let (mut db, accumulate) = back.gradient_uninit(b)?;
-            ops::gelu_bias_backward(step, pre, &dy, &mut db, accumulate)?
-        }
+    let db = b.map(|b| back.gradient_if_trained(b)).transpose()?.flatten();
+    let dpre = match db {
+        Some((mut db, accumulate)) => ops::gelu_bias_backward(step, pre, &dy, &mut db, accumulate)?,
         None => ops::gelu_backward(step, pre, &dy)?,
     };
     step.free(dy);
@@ -183,7 +182,8 @@ fn linear_gelu_backward<'s, S: GemmElement<S> + GemmElement<f32>>(
     Ok(())
 }
 
-fn linear_backward<'s, S: GemmElement<S> + GemmElement<f32>>(
+/// Computes the gradients of a linear layer from that of its output, and adds that of x.
+pub(super) fn linear_backward<'s, S: GemmElement<S> + GemmElement<f32>>(
     back: &mut Backward<'_, '_, 's>,
     x: &Var<'s, S>,
     w: Parameter,
@@ -214,6 +214,19 @@ fn gradients_of_linear<'s, S: GemmElement<S> + GemmElement<f32>>(
 ) -> Result<()> {
     let (step, weights) = (back.step(), back.weights_as::<S>(w)?);
     let ([rows, k], [_, n]) = (x.shape().as_rows(), dy.shape().as_rows());
+    let adding = |form: Gemm, adds| if adds { form.accumulate() } else { form };
+    let to_x = Gemm::new(rows, k, n).transpose_b();
+    let b = match b {
+        Some(b) if back.trains(b)? => Some(b),
+        _ => None,
+    };
+    if !back.trains(w)? {
+        if let Some((mut db, accumulate)) = b.map(|b| back.gradient_uninit(b)).transpose()? {
+            ops::sum_rows_into(step, dy, &mut db, accumulate)?;
+        }
+        let Some((into, adds)) = dx else { return Ok(()) };
+        return ops::gemm_into(step, &adding(to_x, adds), dy, &weights, None::<&Tensor<'s>>, into);
+    }
     let (mut dw, accumulate, mut db) = match b {
         Some(b) => {
             let ([dw, db], [accumulate, to_db]) = back.gradients_uninit([w, b])?;
@@ -224,10 +237,8 @@ fn gradients_of_linear<'s, S: GemmElement<S> + GemmElement<f32>>(
             (dw, accumulate, None)
         }
     };
-    let adding = |form: Gemm, adds| if adds { form.accumulate() } else { form };
     let for_dw = Gradient { form: adding(Gemm::new(k, n, rows).transpose_a(), accumulate), of: x, into: &mut dw };
     let for_db = db.as_mut().map(|(db, accumulate)| BiasGradient { into: db, accumulate: *accumulate });
-    let to_x = Gemm::new(rows, k, n).transpose_b();
     let for_dx = dx.map(|(into, adds)| Gradient { form: adding(to_x, adds), of: &weights, into });
     ops::gradients_into(step, dy, for_dw, for_db, for_dx)
 }

@@ -1,0 +1,194 @@
+//! A linear layer with a low-rank addition to its outputs (Hu et al., "LoRA", 2021).
+//!
+//! ```text
+//! y = (residual +) x w (+ b)                       one launch, as without the addition
+//! h = x A                                          all parts together, [rows, ranks]
+//! y[:, columns of a part] += scale h[:, its rank] B    one launch for each part, in place
+//! ```
+//! A layer whose outputs belong to several matrices of a checkpoint, such as q, k and v, has a part
+//! for each. The parts share the products with x, because their A are columns of one parameter.
+//!
+//! Invariant: the order of every sum depends only on shapes.
+
+use super::tape::linear_backward;
+use crate::error::{Error, Result};
+use crate::ops::{self, Gemm, GemmElement};
+use crate::params::Parameter;
+use crate::tape::{Backward, Op, Tape, Var};
+use crate::tensor::{Element, Lent, LentMut, Saved, Shape, Source, Target, Tensor};
+
+/// The most parts of a [`LowRank`].
+pub const LOW_RANK_PARTS: usize = 3;
+
+/// A low-rank addition to the outputs of a linear layer; see [`Tape::linear_low_rank`].
+#[derive(Clone, Copy, Debug)]
+pub struct LowRank {
+    /// A: `[in, ranks]`, the columns of each part after those of the part before it.
+    pub a: Parameter,
+    /// The parts, in the order of their columns of A.
+    pub parts: [Option<LowRankPart>; LOW_RANK_PARTS],
+}
+
+/// The addition to neighboring outputs of a linear layer.
+#[derive(Clone, Copy, Debug)]
+pub struct LowRankPart {
+    /// B: `[rank, outputs of the part]`.
+    pub b: Parameter,
+    /// The first output.
+    pub first: usize,
+    /// The factor of the addition.
+    pub scale: f32,
+}
+
+/// A part with its place: the first column in h, its rank, and its outputs.
+#[derive(Clone, Copy)]
+struct Place {
+    part: LowRankPart,
+    column: usize,
+    rank: usize,
+    outputs: usize,
+}
+
+impl LowRank {
+    /// Returns the places of the parts, and the columns of A.
+    fn places(&self, op: &Op<'_, '_, '_>, inputs: usize, outputs: usize) -> Result<(Vec<Place>, usize)> {
+        const OP: &str = "linear_low_rank";
+        let (mut places, mut column) = (Vec::new(), 0);
+        for part in self.parts.into_iter().flatten() {
+            let shape = op.shape(part.b)?;
+            let &[rank, of_part] = shape.extents() else {
+                return Err(Error::misuse(OP, "a matrix B [rank, outputs]", shape.to_string()));
+            };
+            if part.first + of_part > outputs {
+                let expected = format!("a part inside the {outputs} outputs");
+                return Err(Error::misuse(OP, expected, format!("{of_part} outputs from {} on", part.first)));
+            }
+            places.push(Place { part, column, rank, outputs: of_part });
+            column += rank;
+        }
+        let a = op.shape(self.a)?;
+        if a.extents() != [inputs, column] || column == 0 {
+            return Err(Error::misuse(OP, format!("a matrix A [{inputs}, {column}]"), a.to_string()));
+        }
+        Ok((places, column))
+    }
+}
+
+impl<'s> Tape<'_, 's> {
+    /// `y = (residual +) x w (+ b)`, and then `y[.., columns] += scale (dropped A) B` for each part;
+    /// `x`, `dropped`: `[.., in]`, `w`: `[in, out]`, `b`: `[out]`, `residual`, `y`: `[.., out]`. The
+    /// input of the addition, `dropped`, is x itself or x after dropout.
+    ///
+    /// The first sum has the bits of [`Tape::linear`] and [`Tape::linear_residual`]. In BF16, it is
+    /// rounded before a part is added.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when extents differ; [`Error::ArenaFull`].
+    #[track_caller]
+    pub fn linear_low_rank<S: GemmElement<S> + GemmElement<f32>>(
+        &self,
+        x: &Var<'s, S>,
+        (w, b): (Parameter, Option<Parameter>),
+        low_rank: &LowRank,
+        dropped: &Var<'s, S>,
+        residual: Option<&Var<'s, S>>,
+    ) -> Result<Var<'s, S>> {
+        let op = self.op("linear_low_rank", [x, dropped, residual.unwrap_or(x)])?;
+        ops::same_shape("linear_low_rank", x.shape(), dropped.shape())?;
+        let (step, none, bias) = (self.step(), None::<&Tensor<'s>>, b.map(|b| op.weights(b)).transpose()?);
+        let weights = op.weights_as::<S>(w)?;
+        let mut y = match residual {
+            Some(residual) => ops::linear_residual(step, x.value(), &weights, bias.as_ref(), residual.value())?,
+            None => ops::linear(step, x.value(), &weights, bias.as_ref())?,
+        };
+        let ([rows, inputs], [_, outputs]) = (x.shape().as_rows(), y.shape().as_rows());
+        let (places, ranks) = low_rank.places(&op, inputs, outputs)?;
+        let mut h = step.empty::<S>([rows, ranks])?;
+        ops::gemm_into(step, &Gemm::new(rows, ranks, inputs), dropped.value(), &op.weights_as::<S>(low_rank.a)?, none, &mut h)?;
+        for Place { part, column, rank, outputs: of_part } in &places {
+            let product = Gemm { lda: ranks, ldc: outputs, ..Gemm::new(rows, *of_part, *rank) };
+            let b = op.weights_as::<S>(part.b)?;
+            let into = &mut columns_mut(&mut y, part.first);
+            ops::gemm_into(step, &product.scaled(part.scale).accumulate(), &columns(&h, *column), &b, none, into)?;
+        }
+        let (x, dropped, residual, a, h) = (*x, *dropped, residual.copied(), low_rank.a, h.save());
+        Ok(op.record(y.save(), move |back, dy| {
+            linear_backward(back, &x, w, b, &dy)?;
+            backward(back, &dropped, a, &places, &h, &dy)?;
+            match residual {
+                Some(residual) => back.add(&residual, dy),
+                None => {
+                    back.step().free(dy);
+                    Ok(())
+                }
+            }
+        }))
+    }
+}
+
+/// Computes the gradients of A and of each B, and adds that of the input of A.
+fn backward<'s, S: GemmElement<S> + GemmElement<f32>>(
+    back: &mut Backward<'_, '_, 's>,
+    x: &Var<'s, S>,
+    a: Parameter,
+    places: &[Place],
+    h: &Saved<'s, S>,
+    dy: &Tensor<'s, S>,
+) -> Result<()> {
+    let (step, none) = (back.step(), None::<&Tensor<'s>>);
+    let ([rows, ranks], [_, outputs]) = (h.shape().as_rows(), dy.shape().as_rows());
+    let inputs = x.shape().as_rows()[1];
+    let wants_dh = x.wants_gradient() || back.trains(a)?;
+    let mut dh = step.empty::<S>([rows, ranks])?;
+    for Place { part, column, rank, outputs: of_part } in places {
+        let dy = columns(dy, part.first);
+        if let Some((mut db, accumulate)) = back.gradient_if_trained(part.b)? {
+            let product = Gemm { lda: ranks, ldb: outputs, ..Gemm::new(*rank, *of_part, rows).transpose_a() };
+            let product = adding(product.scaled(part.scale), accumulate);
+            ops::gemm_into(step, &product, &columns(h, *column), &dy, none, &mut db)?;
+        }
+        if wants_dh {
+            let product = Gemm { lda: outputs, ldc: ranks, ..Gemm::new(rows, *rank, *of_part).transpose_b() };
+            let b = back.weights_as::<S>(part.b)?;
+            let into = &mut columns_mut(&mut dh, *column);
+            ops::gemm_into(step, &product.scaled(part.scale), &dy, &b, none, into)?;
+        }
+    }
+    if let Some((mut da, accumulate)) = back.gradient_if_trained(a)? {
+        let product = adding(Gemm::new(inputs, ranks, rows).transpose_a(), accumulate);
+        ops::gemm_into(step, &product, x.value(), &dh, none, &mut da)?;
+    }
+    if x.wants_gradient() {
+        let (mut dx, accumulate) = match back.take(x)? {
+            Some(sum) => (sum, true),
+            None => (step.empty(x.shape())?, false),
+        };
+        let product = adding(Gemm::new(rows, inputs, ranks).transpose_b(), accumulate);
+        ops::gemm_into(step, &product, &dh, &back.weights_as::<S>(a)?, none, &mut dx)?;
+        back.add(x, dx)?;
+    }
+    step.free(dh);
+    Ok(())
+}
+
+fn adding(product: Gemm, adds: bool) -> Gemm {
+    if adds { product.accumulate() } else { product }
+}
+
+/// Lends a matrix from a column on.
+fn columns<'b, 's, T: Element>(matrix: &'b impl Source<'s, T>, first: usize) -> Lent<'b, 's, T> {
+    let (memory, shape) = from(matrix.memory().len(), first, matrix.shape());
+    Lent::new(matrix.memory().part(memory, matrix.memory().len() - memory), shape)
+}
+
+/// Lends a matrix like [`columns`], for writing.
+fn columns_mut<'b, 's, T: Element>(matrix: &'b mut impl Target<'s, T>, first: usize) -> LentMut<'b, 's, T> {
+    let (memory, shape) = from(matrix.memory().len(), first, matrix.shape());
+    LentMut::new(matrix.memory().part(memory, matrix.memory().len() - memory), shape)
+}
+
+/// Returns the first element of the part of a matrix that begins at a column, and the part's shape.
+fn from(elements: usize, first: usize, shape: Shape) -> (usize, Shape) {
+    let start = if shape.elements() == 0 { 0 } else { first };
+    (start, [elements - start].into())
+}

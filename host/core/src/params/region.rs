@@ -1,0 +1,75 @@
+//! The parameters of a flat region, and their places in it.
+//!
+//! Invariant: each parameter begins at a multiple of 256 bytes, after the one before it.
+
+#![forbid(unsafe_code)]
+
+use super::spec::{FrozenType, ParameterEntry};
+use crate::arena::ALIGN_BYTES;
+
+/// The region of a parameter, and its index there.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Place {
+    Trained(usize),
+    Frozen(FrozenType, usize),
+}
+
+/// The parameters of a flat region.
+#[derive(Debug, Default)]
+pub(super) struct Region {
+    pub(super) entries: Vec<ParameterEntry>,
+    /// The elements, including padding between parameters.
+    pub(super) elements: usize,
+}
+
+impl Region {
+    /// Adds a parameter after the others.
+    pub(super) fn push(&mut self, mut entry: ParameterEntry) {
+        let (start, unit) = (self.elements, ALIGN_BYTES / entry.element_bytes());
+        // The builder has checked that all parameters together fit in memory.
+        self.elements = (start + entry.shape.elements()).next_multiple_of(unit);
+        entry.start = start;
+        self.entries.push(entry);
+    }
+
+    /// Fills `place` with the bytes of the region from byte `offset` on. `write` writes each
+    /// parameter's bytes. It receives the parameter's index, its entry and the first byte within
+    /// it. Padding is zero.
+    pub(super) fn fill(
+        &self,
+        offset: usize,
+        mut place: &mut [u8],
+        write: impl Fn(usize, &ParameterEntry, usize, &mut [u8]),
+    ) {
+        let mut at = offset;
+        let mut take = |bytes: usize| {
+            let bytes = bytes.min(place.len());
+            let (part, rest) = std::mem::take(&mut place).split_at_mut(bytes);
+            place = rest;
+            part
+        };
+        let first = self.entries.partition_point(|entry| entry.bytes().end <= offset);
+        for (number, entry) in self.entries.iter().enumerate().skip(first) {
+            let bytes = entry.bytes();
+            let gap = take(bytes.start.saturating_sub(at));
+            gap.fill(0);
+            at += gap.len();
+            let part = take(bytes.end - at);
+            if part.is_empty() {
+                return;
+            }
+            write(number, entry, at - bytes.start, part);
+            at += part.len();
+        }
+        take(usize::MAX).fill(0);
+    }
+
+    /// Returns the name of the parameter that holds byte `offset` of the region, or precedes it,
+    /// and the byte's offset within it.
+    pub(super) fn name_at(&self, offset: usize) -> (String, usize) {
+        match self.entries.partition_point(|entry| entry.bytes().start <= offset) {
+            0 => ("padding".into(), offset),
+            end => (self.entries[end - 1].name.clone(), offset - self.entries[end - 1].bytes().start),
+        }
+    }
+}
