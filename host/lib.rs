@@ -121,8 +121,8 @@ pub mod report {
     pub use stepscope_core::{ArenaReport, Cause, Count, Largest, OverflowReport, Phase, Site, SystemMemory};
 }
 
-/// Elements, shapes and indices of a [`Tensor`], what a kernel may read and write, and tensors that
-/// a step lends or keeps.
+/// Elements, shapes and indices of a [`Tensor`], the sources and targets of a kernel, and tensors
+/// that a step lends or keeps.
 pub mod tensor {
     pub use stepscope_core::{
         Element, IndexBound, IndexSource, Indices, Lent, LentMut, OnDevice, Saved, ScratchStep, Shape, Source, Stored,

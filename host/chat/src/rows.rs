@@ -34,7 +34,7 @@ impl Row {
     /// Reads a row from a JSON object.
     ///
     /// # Errors
-    /// What is wrong with the object.
+    /// Returns the reason why the object is not a row.
     pub fn from_json(json: &Value) -> std::result::Result<Self, String> {
         let Value::Object(object) = json else { return Err(format!("expected an object with {KINDS}")) };
         let has = |key: &str| object.get(key).is_some_and(|value| !value.is_null());

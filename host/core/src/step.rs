@@ -283,8 +283,8 @@ impl<'s> EagerStep<'s> {
     ///
     /// # Errors
     /// [`Error::DeviceMemory`] when the host has too little memory for them. [`Error::Timeout`]
-    /// after the device's deadline, or after what is left of the step's. The error of an earlier
-    /// launch that the driver refused.
+    /// after the device's deadline, or after the rest of the step's deadline. The error of an
+    /// earlier launch that the driver refused.
     pub fn read<T: Element>(&self, tensor: &impl Source<'s, T>) -> Result<Vec<T>> {
         let region = self.region();
         region.launched(tensor.memory().download(self.device(), region.time_left()))

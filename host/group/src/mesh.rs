@@ -287,7 +287,7 @@ impl Mesh {
         Err(Error::misuse(op, format!("a rank other than {}, below {}", self.rank, self.ranks), rank.to_string()))
     }
 
-    /// Waits until `ready` returns a value for what is needed from a rank.
+    /// Waits until `ready` returns a value for the data that is needed from a rank.
     fn wait_for<T>(
         &self,
         rank: usize,

@@ -294,7 +294,7 @@ impl Message {
         frame
     }
 
-    /// Returns what is wrong with values that have the right types.
+    /// Returns the fault of values that have the right types.
     fn check(&self) -> Result<(), &'static str> {
         let (is_right, what) = match self {
             Self::Greeting(greeting) if greeting.magic != MAGIC => (false, "another greeting"),

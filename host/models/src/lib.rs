@@ -1,8 +1,8 @@
 //! Language models of Hugging Face transformers, as data.
 //!
-//! [`ModelConfig`] is what a `config.json` states: attention, norms, positions, feed-forward part,
-//! biases and tying. [`Transformer`] is the layers that it describes. [`Weights`] maps the tensors
-//! of a folder to the parameters of these layers, and back.
+//! [`ModelConfig`] holds the settings of a `config.json`: attention, norms, positions, feed-forward
+//! part, biases and tying. [`Transformer`] is the layers that it describes. [`Weights`] maps the
+//! tensors of a folder to the parameters of these layers, and back.
 //!
 //! Invariant: a setting that this crate does not know is an error that names its key and its
 //! value. Nothing falls back to a default silently.

@@ -68,8 +68,8 @@ impl Kernels {
         Self(all.remove(arch).expect("ci/generate has counted both"))
     }
 
-    /// Returns the cost of activations in an epilogue: that of the elementwise kernels, whose reads
-    /// and stores are negligible.
+    /// Returns the cost of activations in an epilogue. It equals the cost of the elementwise
+    /// kernels, whose reads and stores are negligible.
     pub fn activations(&self) -> Activations {
         // A thread has 16 bytes.
         let of_element = |kernel, elements| self.get(kernel).map_or(0.0, |code| code.way.all / elements);

@@ -117,7 +117,7 @@ pub fn save_state_dict_as<S: Stored>(parameters: &Parameters, path: impl AsRef<P
 /// [`Error::File`], before anything is changed, in these cases:
 ///
 /// - The file is not a plain file, or cannot be read completely.
-/// - It lacks a parameter, has an extra one, or has one of another shape or type.
+/// - It lacks a parameter, has an extra parameter, or has a parameter of another shape or type.
 ///
 /// [`Error::Misuse`] if two parameters have the same name there.
 pub fn load_state_dict(parameters: &mut Parameters, path: impl AsRef<Path>) -> Result<()> {

@@ -49,7 +49,7 @@ const FIRST: [&str; 11] = [
     "round_to_tf32",
 ];
 
-/// Returns [`cases`] with the kernels that others use first.
+/// Returns [`cases`] in an order in which the kernels that other cases use come first.
 pub fn in_order() -> Vec<(&'static str, Case)> {
     let mut cases = cases();
     // The sort is stable, so the others keep their order.

@@ -1,5 +1,5 @@
-//! The doctor: examines a machine before a run, and reports what is good, what is wrong, why it
-//! matters and how to fix it.
+//! The doctor: examines a machine before a run. It reports good and bad findings, why each matters,
+//! and how to fix it.
 //!
 //! ```text
 //! stepscope doctor  # the host and, with feature cuda, the GPU under load for 3 s

@@ -4,7 +4,7 @@
 //! stepscope finetune --weights DIR --data chats.jsonl
 //! stepscope finetune --weights DIR --data chats.jsonl --eval-share 0.05 --patience 2 --precision bf16
 //! ```
-//! [`data`] turns rows into packed contexts, in which only what the assistant writes counts. The
+//! [`data`] turns rows into packed contexts, in which only the assistant's text counts. The
 //! [`plan`] sets up the model of [`crate::train::model`] and its training, which [`crate::run`]
 //! runs. The loss is a mean over the counted tokens of an update, however these are spread over
 //! parts and ranks. The exported model is the best by evaluation, or the last one if there are no

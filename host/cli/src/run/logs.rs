@@ -66,7 +66,7 @@ impl Logs {
     /// Opens the logs in `folder`, for a run that has made this many updates.
     ///
     /// # Errors
-    /// With the system's reason.
+    /// Returns the system's error if a log cannot be opened.
     pub(crate) fn open(folder: &Path, updates: u64, gpu: GpuWatch) -> io::Result<Self> {
         let path = folder.join(LINES);
         let kept = kept(&path, updates)?;

@@ -7,7 +7,8 @@ use std::fmt;
 /// The result type of most of the program.
 pub(crate) type Outcome<T> = Result<T, Box<dyn Error + Send + Sync>>;
 
-/// An argument or a file that cannot be used: what was found and what is needed.
+/// An argument or a file that cannot be used: the value that was found, and the value that is
+/// needed.
 #[derive(Debug)]
 pub(crate) struct BadInput(String);
 

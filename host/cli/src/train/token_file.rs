@@ -4,12 +4,12 @@
 //! file would not be faster, since both read the system's page cache. A mapped file that somebody
 //! truncates would kill the program.
 //!
-//! Invariant: the tokens that are used are those that were checked. The file is read completely
-//! when it is opened, and a digest of each chunk is stored. Each time a window is used, its chunks
-//! are read and hashed again, so that any change to the file is an error. A window of 1025 tokens
-//! takes 0.03 ms of the loader's thread; a GPT-2 step takes milliseconds for it. (SHA-256
-//! instructions of an AMD EPYC, file in the page cache; `tests/gpt/token_files.rs` measures it.)
-//! The digests take 1/256 of the file's size.
+//! Invariant: every token that is used was checked. The file is read completely when it is opened,
+//! and a digest of each chunk is stored. Each time a window is used, its chunks are read and hashed
+//! again, so that any change to the file is an error. A window of 1025 tokens takes 0.03 ms of the
+//! loader's thread. A GPT-2 step on such a window takes milliseconds. (`tests/token_files.rs`
+//! measures it; here with SHA-256 instructions of an AMD EPYC, and the file in the page cache.) The
+//! digests take 1/256 of the file's size.
 
 use std::io::{self, Read, Seek, SeekFrom};
 use std::ops::Range;

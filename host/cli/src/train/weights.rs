@@ -7,8 +7,8 @@ use stepscope::models::Weights;
 
 use crate::train::bad_input::{Outcome, bad};
 
-/// The most tokens in a sample, unless the command line says otherwise. Models of today allow a
-/// hundred thousand and more, for which no memory suffices.
+/// The most tokens in a sample, unless the command line says otherwise. Recent models allow a
+/// hundred thousand tokens and more, which no GPU has the memory to train.
 const DEFAULT_CONTEXT: usize = 1024;
 
 /// Reads a folder, for samples of at most `context` tokens.

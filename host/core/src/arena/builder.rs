@@ -64,7 +64,8 @@ pub enum Growth {
     /// The capacity never changes.
     #[default]
     Fixed,
-    /// The capacity grows after a step that needed more, to what it needed, up to `max_bytes`.
+    /// The capacity grows after a step that needed more, to the bytes of that step, up to
+    /// `max_bytes`.
     AtBoundary {
         /// The largest capacity.
         max_bytes: usize,

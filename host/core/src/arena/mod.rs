@@ -72,11 +72,11 @@ impl Arena {
         self.run_step(|region| run(&mut EagerStep::new(region)))
     }
 
-    /// Runs a step without kernels or memory, and returns what it would need. The step runs on a
-    /// dry run of the device. It may borrow the device's buffers, and launch with tensors of the
-    /// device's running steps. All reads return zero, and nothing on the device changes. Anything
-    /// that the closure makes on [`EagerStep::device`] belongs to the dry run: real steps reject
-    /// it, and it is useless once the closure has returned.
+    /// Runs a step without kernels or memory, and returns the bytes that it would need. The step
+    /// runs on a dry run of the device. It may borrow the device's buffers, and launch with tensors
+    /// of the device's running steps. All reads return zero, and nothing on the device changes.
+    /// Anything that the closure makes on [`EagerStep::device`] belongs to the dry run: real steps
+    /// reject it, and it is useless once the closure has returned.
     pub fn measure<R>(&self, run: impl for<'s> FnOnce(&mut EagerStep<'s>) -> Result<R>) -> Result<Measured> {
         self.run_measured(|region| run(&mut EagerStep::new(region)))
     }
@@ -218,7 +218,7 @@ impl Arena {
         self.step_deadline.map_or(deadline, |step| step.min(deadline))
     }
 
-    /// Returns what the arena has done so far.
+    /// Returns the report of the arena's work so far.
     pub fn report(&self) -> ArenaReport {
         self.region.report()
     }

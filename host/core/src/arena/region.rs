@@ -401,7 +401,7 @@ impl ArenaInner {
         self.until.get().map_or(deadline, |until| until.saturating_duration_since(Instant::now()).min(deadline))
     }
 
-    /// Grows to what the steps have needed, up to `max_bytes`, if there is room.
+    /// Grows to the most bytes that a step has needed, up to `max_bytes`, if there is room.
     pub(super) fn grow(&mut self, max_bytes: usize) -> Result<()> {
         let needed = self.needed.get().max(self.high_water_bytes());
         if needed <= self.capacity.get() {

@@ -51,7 +51,7 @@ impl NestedScope<'_> {
 }
 
 impl ArenaInner {
-    /// Runs a scope and then frees what it took, whether it returned, failed or panicked. All of a
+    /// Runs a scope and then frees its memory, whether it returned, failed or panicked. All of a
     /// step's host arithmetic runs within one, and uses IEEE 754's default mode.
     pub(crate) fn scope<R>(&self, run: impl FnOnce() -> Result<R>) -> Result<R> {
         let mark = self.mark();
@@ -83,7 +83,7 @@ impl ArenaInner {
         Mark { bump: self.bump.get(), blocks, guards, allocations: self.counters.borrow().step_allocations }
     }
 
-    /// Ends a scope and frees what was taken between the marks.
+    /// Ends a scope and frees the memory between the marks.
     fn close<R>(&self, kind: Kind, marks: [Mark; 2], outcome: thread::Result<Result<R>>) -> Result<R> {
         let sound = if matches!(outcome, Ok(Ok(_))) { self.verify(marks) } else { Ok(()) };
         self.note_rewind(kind, marks);

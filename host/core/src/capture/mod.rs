@@ -209,7 +209,7 @@ impl<S, R> Captured<S, R> {
         self.state
     }
 
-    /// Statistics of what was captured and how often it ran.
+    /// Returns the size of the recorded graphs, and how often they were recorded and evicted.
     pub fn report(&self) -> CaptureReport {
         let (kept, recordings, evictions, time) = self.recordings.report();
         CaptureReport {

@@ -140,7 +140,7 @@ pub enum Error {
         /// The first byte that was overwritten, counted from the tensor's start.
         offset_bytes: usize,
     },
-    /// Checked mode: the device holds something other than what was uploaded.
+    /// Checked mode: bytes on the device differ from the uploaded bytes.
     #[error(
         "`{tensor}` was damaged on its way to the device, at byte {offset_bytes}: checksum {expected:#018x} when it was staged, \
          {got:#018x} on the device; upload it again, and if it fails again, suspect the machine's memory or the link to the device"
@@ -350,7 +350,7 @@ fn no_overflow(overflow_bytes: usize) -> String {
 }
 
 impl Error {
-    /// Makes an [`Error::Misuse`] from the operation, what it needs, and what it was given.
+    /// Makes an [`Error::Misuse`] from the operation, its requirement, and the given value.
     pub fn misuse(op: &'static str, expected: impl Into<String>, got: impl Into<String>) -> Self {
         Self::Misuse { op, expected: expected.into(), got: got.into() }
     }

@@ -142,7 +142,7 @@ impl MemoryForecast {
         self.process.peak_bytes.max(self.process.resident_bytes + self.still_wanted_bytes())
     }
 
-    /// Returns the memory that it will take beyond what it has.
+    /// Returns the memory that the process will take in addition to its current memory.
     #[must_use]
     pub fn still_wanted_bytes(&self) -> u64 {
         self.unbacked_bytes + self.checkpoint_bytes

@@ -1,4 +1,4 @@
-//! Kernel arguments made from tensors: what a kernel can read and write.
+//! Kernel arguments made from tensors that a kernel reads or writes.
 //!
 //! Invariant: an argument borrows the tensor for the launch, and a writable argument borrows it
 //! exclusively.

@@ -14,8 +14,8 @@ use stepscope_core::ops::{AttentionMask, Rotary};
 /// The range of a norm's epsilon.
 const EPSILONS: RangeInclusive<f64> = 1e-30..=1.0;
 
-/// Keys that do not change what a model computes: what wrote the file, how weights were
-/// initialized, dropout, token ids, and the settings of tasks and of generation.
+/// Keys that do not change the computation of a model: the writer of the file, the initialization
+/// of weights, dropout, token ids, and the settings of tasks and of generation.
 const WITHOUT_EFFECT: [&str; 62] = [
     "_name_or_path",
     "architectures",

@@ -78,7 +78,8 @@ pub(super) enum TrainerArena<'a> {
 }
 
 impl TrainerArena<'_> {
-    /// Grows an arena of the trainer's own to what an eager step needs, if its settings let it.
+    /// Grows the trainer's own arena to the bytes that an eager step needs, if its settings allow
+    /// growth.
     pub(super) fn make_room(&mut self, measure: impl FnOnce(&Arena) -> Result<Measured>) -> Result<()> {
         match self {
             Self::Lent(_) => Ok(()),
