@@ -76,7 +76,8 @@ pub mod error {
 pub mod files {
     pub use stepscope_core::{FileKind, PlainFile, replace_file};
     pub use stepscope_train::{
-        FileType, NewTensor, RunLock, StateDict, load_state_dict, save_state_dict, save_state_dict_as, save_tensors,
+        FileType, NewTensor, RunLock, StateDict, TensorFiles, load_state_dict, save_state_dict, save_state_dict_as,
+        save_tensors,
     };
 }
 
@@ -113,7 +114,7 @@ pub mod optim {
 
 /// Entries of a [`ParameterSpec`] and their initial values.
 pub mod parameters {
-    pub use stepscope_core::{Initializer, ParameterEntry, ParameterSpecBuilder, StackedParameters};
+    pub use stepscope_core::{FrozenType, Initializer, ParameterEntry, ParameterSpecBuilder, StackedParameters};
 }
 
 /// The report of an [`Arena`]: its memory by phase and by source line.

@@ -3,9 +3,12 @@
 //!
 //! `tests/models/make.py` writes the cases. STEPSCOPE_MODELS names a folder of others.
 
+#[path = "models/lora.rs"]
+mod lora;
 mod support;
 
-use safetensors::SafeTensors;
+use safetensors::tensor::TensorView;
+use safetensors::{Dtype, SafeTensors};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -46,7 +49,8 @@ impl Expected {
         let bytes = fs::read(folder.join("expected.safetensors")).unwrap();
         let tensors = SafeTensors::deserialize(&bytes).unwrap();
         let words = |name: &str| -> Vec<u32> { bytemuck::pod_collect_to_vec(tensors.tensor(name).unwrap().data()) };
-        let results = tensors.iter().filter(|(name, _)| !["ids", "labels"].contains(name));
+        let is_f32 = |tensor: &TensorView<'_>| tensor.dtype() == Dtype::F32;
+        let results = tensors.iter().filter(|(_, tensor)| is_f32(tensor));
         let results = results.map(|(name, tensor)| {
             let values: Vec<f32> = bytemuck::pod_collect_to_vec(tensor.data());
             (name.to_owned(), values.into_iter().map(f64::from).collect())

@@ -28,7 +28,6 @@ struct Language {
     blocks: [Block; 2],
     norm: Norm,
     head: Parameter,
-    tied: bool,
     recompute: bool,
 }
 
@@ -48,7 +47,7 @@ fn language(tied: bool, frozen: Rule, stored: FrozenType) -> (Language, Paramete
     // Positions are added in f32, also to sums in BF16, so rounding them would change the sums.
     let is_exact = |name: &str| stored == FrozenType::F32 || name != "positions.weight";
     layout.freeze(|entry| (frozen(entry.name()) && is_exact(entry.name())).then_some(stored));
-    let model = Language { tokens, positions, blocks: [gpt2, llama], norm, head, tied, recompute: false };
+    let model = Language { tokens, positions, blocks: [gpt2, llama], norm, head, recompute: false };
     (model, layout.build().unwrap())
 }
 
@@ -83,7 +82,12 @@ fn ids() -> Vec<u32> {
     Random::new(5).belows(SAMPLES * TOKENS, VOCABULARY as u32)
 }
 
-fn results<S: Activation>(device: &Device, counted: Option<&FaultPlan>, model: &Language, spec: &ParameterSpec) -> Results {
+fn results<S: Activation>(
+    device: &Device,
+    counted: Option<&FaultPlan>,
+    model: &Language,
+    spec: &ParameterSpec,
+) -> Results {
     let parameters = Parameters::new(device, spec, 7).unwrap();
     let parameters = if <S as Element>::NAME == bf16::NAME { parameters.with_bf16_copy().unwrap() } else { parameters };
     let mut gradients = Gradients::zeros(&parameters).unwrap();
@@ -276,7 +280,13 @@ impl Model for Learner {
         self.language.tokens.forward(tape, batch.indices(0)?)
     }
 
-    fn loss<'s>(&self, tape: &Tape<'_, 's>, _: &Var<'s, bf16>, batch: &DeviceBatch<'s>, weight: f32) -> Result<Var<'s>> {
+    fn loss<'s>(
+        &self,
+        tape: &Tape<'_, 's>,
+        _: &Var<'s, bf16>,
+        batch: &DeviceBatch<'s>,
+        weight: f32,
+    ) -> Result<Var<'s>> {
         tape.scale(&self.language.loss::<bf16>(tape, &batch.indices(0)?)?, weight)
     }
 }
@@ -305,7 +315,8 @@ fn batches(count: u64) -> impl Iterator<Item = Result<Vec<Texts>>> {
 fn state(device: &Device, recompute: bool, rule: Rule, stored: FrozenType) -> TrainState<Learner> {
     let (language, spec) = language(true, rule, stored);
     let model = Learner { language: Language { recompute, ..language } };
-    TrainState::new(device, model, &spec, 7, AdamW { learning_rate: 0.01, clip: Some(0.5), ..AdamW::default() }).unwrap()
+    TrainState::new(device, model, &spec, 7, AdamW { learning_rate: 0.01, clip: Some(0.5), ..AdamW::default() })
+        .unwrap()
 }
 
 fn trainer<'a>(

@@ -1,7 +1,7 @@
 //! A decoder-only transformer as data, read from a `config.json`.
 
 mod families;
-mod keys;
+pub(crate) mod keys;
 mod rope;
 
 use keys::Keys;

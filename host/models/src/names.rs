@@ -14,16 +14,18 @@
 use crate::config::{Family, FeedForwardKind, ModelConfig, NormKind, Residual};
 
 /// A tensor of a file.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct FileTensor {
     /// The name.
     pub(crate) name: String,
     /// The shape in the file.
     pub(crate) shape: Vec<usize>,
     /// The inputs of each output, 1 for a vector.
-    inputs: usize,
+    pub(crate) inputs: usize,
     /// True if the inputs of an output are adjacent in the file.
-    transposed: bool,
+    pub(crate) transposed: bool,
+    /// True for the weight of a linear layer, to which an adapter may be added.
+    pub(crate) linear: bool,
     /// The number that is added to the file's value.
     pub(crate) added: f32,
     /// The parts, in the order of the file's outputs.
@@ -36,39 +38,83 @@ pub(crate) struct Part {
     /// The parameter's name.
     pub(crate) parameter: String,
     /// The parameter's first output.
-    first: usize,
-    outputs: usize,
+    pub(crate) first: usize,
+    /// The number of outputs.
+    pub(crate) outputs: usize,
 }
 
 impl FileTensor {
+    /// Returns the name in the file of a model that was saved without its head, which lacks the
+    /// first part.
+    pub(crate) fn bare_name(&self) -> &str {
+        self.name.split_once('.').map_or("", |(_, rest)| rest)
+    }
+
+    /// Returns the name of the module that the tensor belongs to.
+    pub(crate) fn module(&self) -> &str {
+        self.name.rsplit_once('.').map_or(&self.name, |(module, _)| module)
+    }
+
     /// Returns the number of outputs in the file.
-    fn outputs(&self) -> usize {
+    pub(crate) fn outputs(&self) -> usize {
         self.parts.iter().map(|part| part.outputs).sum()
     }
 
-    /// Returns for each part its parameter, and pairs of an element's index there and its index in
-    /// the file. `columns` returns a parameter's outputs.
+    /// Returns for each part its parameter, and the places of its elements. `columns` returns a
+    /// parameter's outputs.
     pub(crate) fn places<'t>(
         &'t self,
         columns: impl Fn(&str) -> usize + 't,
-    ) -> impl Iterator<Item = (&'t str, impl Iterator<Item = (usize, usize)>)> {
+    ) -> impl Iterator<Item = (&'t str, Places)> {
         let (all, inputs, transposed) = (self.outputs(), self.inputs, self.transposed);
         let mut next = 0;
         self.parts.iter().map(move |part| {
             let Part { ref parameter, first, outputs } = *part;
             let (start, columns) = (next, columns(parameter));
             next += outputs;
-            let place = move |at: usize| {
-                let (input, output) = (at / outputs, at % outputs);
-                let there = match transposed {
-                    true => (start + output) * inputs + input,
-                    false => input * all + start + output,
-                };
-                (input * columns + first + output, there)
-            };
-            (&**parameter, (0..inputs * outputs).map(place))
+            (&**parameter, Places { inputs, outputs, first, columns, start, all, transposed })
         })
     }
+}
+
+/// The places of a part's elements in its parameter, and in the file.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Places {
+    inputs: usize,
+    outputs: usize,
+    /// The first output in the parameter, and all outputs of the parameter.
+    first: usize,
+    columns: usize,
+    /// The first output in the file, and all outputs in the file.
+    start: usize,
+    all: usize,
+    transposed: bool,
+}
+
+impl Places {
+    /// The inputs and outputs that are visited together, so that both sides stay in the cache.
+    const BLOCK: usize = 64;
+
+    /// Calls `visit` with each element's index in the parameter and in the file.
+    pub(crate) fn for_each(self, mut visit: impl FnMut(usize, usize)) {
+        let Self { inputs, outputs, first, columns, start, all, transposed } = self;
+        for (input, output) in blocks(inputs).flat_map(|input| blocks(outputs).map(move |output| (input, output))) {
+            for input in input..inputs.min(input + Self::BLOCK) {
+                for output in output..outputs.min(output + Self::BLOCK) {
+                    let there = match transposed {
+                        true => (start + output) * inputs + input,
+                        false => input * all + start + output,
+                    };
+                    visit(input * columns + first + output, there);
+                }
+            }
+        }
+    }
+}
+
+/// Returns the starts of blocks.
+fn blocks(count: usize) -> impl Iterator<Item = usize> {
+    (0..count).step_by(Places::BLOCK)
 }
 
 /// The names of one family.
@@ -86,12 +132,13 @@ impl Names {
     fn table(&mut self, name: impl Into<String>, parameter: &str, [rows, columns]: [usize; 2]) {
         let parts = vec![Part { parameter: parameter.into(), first: 0, outputs: columns }];
         let shape = vec![rows, columns];
-        self.tensors.push(FileTensor { name: name.into(), shape, inputs: rows, transposed: false, added: 0.0, parts });
+        let (inputs, name) = (rows, name.into());
+        self.tensors.push(FileTensor { name, shape, inputs, transposed: false, linear: false, added: 0.0, parts });
     }
 
     fn vector(&mut self, name: String, added: f32, parts: Vec<Part>) {
         let shape = vec![parts.iter().map(|part| part.outputs).sum()];
-        self.tensors.push(FileTensor { name, shape, inputs: 1, transposed: false, added, parts });
+        self.tensors.push(FileTensor { name, shape, inputs: 1, transposed: false, linear: false, added, parts });
     }
 
     /// Adds a norm.
@@ -121,6 +168,7 @@ impl Names {
             shape,
             inputs,
             transposed,
+            linear: true,
             added: 0.0,
             parts: of("weight"),
         });

@@ -4,13 +4,16 @@
 //! each model can be read and written.
 
 use crate::config::{FeedForwardKind, LayerConfig, ModelConfig, NormKind, Residual};
+use crate::lora::{AdaptedLayer, Lora, PlannedPart};
 use stepscope_core::indices::Indices;
 use stepscope_core::ops::{self, AttentionConfig, AttentionElement, Gemm, GemmElement};
 use stepscope_core::{
-    Initializer, Parameter, ParameterSpec, Parameters, Result, Saved, ScratchStep, Source, Step, Tape, Tensor, Var,
+    Error, FrozenType, Initializer, Parameter, ParameterEntry, ParameterSpec, ParameterSpecBuilder, Parameters, Result,
+    Saved, ScratchStep, Source, Step, Tape, Tensor, Var,
 };
 use stepscope_train::nn::{
-    Embedding, KeyValueCache, LayerNorm, Linear, Mlp, MultiHeadAttention, NextToken, Norm, RmsNorm, Scope, SwiGlu,
+    Adapter, AdapterPart, Embedding, KeyValueCache, LayerNorm, Linear, Mlp, MultiHeadAttention, NextToken, Norm,
+    RmsNorm, Scope, SwiGlu,
 };
 
 /// The stored types of activations that a [`Transformer`] computes with: f32 and BF16.
@@ -57,6 +60,47 @@ impl Transformer {
     /// # Errors
     /// Never, since names are unique.
     pub fn new(config: ModelConfig) -> Result<(Self, ParameterSpec)> {
+        Self::build(config, |_, _| Ok(()))
+    }
+
+    /// Builds the layers like [`Transformer::new`], and freezes the parameters for which `freeze`
+    /// returns a type; see [`ParameterSpecBuilder::freeze`]. Frozen matrices are zero until weights
+    /// are loaded, for example by [`Weights::load`](crate::Weights::load).
+    ///
+    /// # Errors
+    /// Never, since names are unique.
+    pub fn frozen(
+        config: ModelConfig,
+        freeze: impl Fn(&ParameterEntry) -> Option<FrozenType>,
+    ) -> Result<(Self, ParameterSpec)> {
+        Self::build(config, |_, spec| {
+            spec.freeze(freeze);
+            Ok(())
+        })
+    }
+
+    /// Builds the layers with the adapters of `lora`. All other parameters are frozen in the types
+    /// that `stored` returns, except those of [`Lora::modules_to_save`], which are trained.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for a target that names no linear layer of the model, and for modules to
+    /// save that cannot be trained separately.
+    pub fn with_lora(
+        config: ModelConfig,
+        lora: &Lora,
+        stored: impl Fn(&ParameterEntry) -> FrozenType,
+    ) -> Result<(Self, ParameterSpec)> {
+        let plan = lora.plan(&config)?;
+        Self::build(config, |model, spec| {
+            spec.freeze(|entry| (!plan.trained.contains(entry.name())).then(|| stored(entry)));
+            plan.layers.iter().try_for_each(|layer| model.adapt(spec, layer, lora.dropout))
+        })
+    }
+
+    fn build(
+        config: ModelConfig,
+        finish: impl FnOnce(&mut Self, &mut ParameterSpecBuilder) -> Result<()>,
+    ) -> Result<(Self, ParameterSpec)> {
         let mut spec = ParameterSpec::builder();
         let mut names = spec.names();
         let (vocabulary, width) = (config.vocabulary, config.width);
@@ -77,7 +121,67 @@ impl Transformer {
             let deviation = 0.02 / (share as f32).sqrt();
             (entry.shape().extents().len() == 2).then_some(Initializer::Normal { deviation })
         });
-        Ok((Self { config, tokens, positions, blocks, norm, head, recompute: false }, spec.build()?))
+        let mut model = Self { config, tokens, positions, blocks, norm, head, recompute: false };
+        finish(&mut model, &mut spec)?;
+        spec.initialize(|entry| {
+            (entry.frozen().is_some() && entry.shape().extents().len() == 2).then_some(Initializer::ZERO)
+        });
+        Ok((model, spec.build()?))
+    }
+
+    /// Adds the adapter of a layer.
+    fn adapt(&mut self, spec: &mut ParameterSpecBuilder, layer: &AdaptedLayer, dropout: f32) -> Result<()> {
+        let names = |part: &PlannedPart| part.name.clone();
+        let parts: Vec<AdapterPart<'_>> = layer
+            .parts
+            .iter()
+            .map(|part| AdapterPart {
+                name: &part.name,
+                first: part.first,
+                outputs: part.outputs,
+                rank: part.rank,
+                scale: part.scale,
+            })
+            .collect();
+        let Some(linear) = self.linear_mut(&layer.layer) else {
+            let got = format!("{} of {}", layer.parts.iter().map(names).collect::<Vec<_>>().join(", "), layer.layer);
+            return Err(Error::misuse("lora", "targets that are linear layers of the model's blocks", got));
+        };
+        let scope = |spec: &mut ParameterSpecBuilder| -> Parameter {
+            let ranks = layer.parts.iter().map(|part| part.rank).sum();
+            let a = layer.a.strip_suffix(".weight").expect("a name that ends so");
+            spec.names().at(a).add("weight", [layer.inputs, ranks], Initializer::fan_in(layer.inputs))
+        };
+        let a = match spec.parameter(&layer.a) {
+            Some(shared) => shared,
+            None => scope(spec),
+        };
+        *linear = linear.with_shared_adapter(spec.names().at(&layer.layer), a, &parts, dropout)?;
+        Ok(())
+    }
+
+    /// Returns a linear layer of a block by the name of its parameters, such as
+    /// `blocks.0.attention.o_proj`.
+    fn linear_mut(&mut self, layer: &str) -> Option<&mut Linear> {
+        let (number, name) = layer.strip_prefix("blocks.")?.split_once('.')?;
+        let block = self.blocks.get_mut(number.parse::<usize>().ok()?)?;
+        match (name, &mut block.feed_forward) {
+            ("attention.qkv_proj", _) => Some(&mut block.attention.qkv),
+            ("attention.o_proj", _) => Some(&mut block.attention.output),
+            ("mlp.up", FeedForward::Gelu(mlp) | FeedForward::GeluExact(mlp)) => Some(&mut mlp.up),
+            ("mlp.down", FeedForward::Gelu(mlp) | FeedForward::GeluExact(mlp)) => Some(&mut mlp.down),
+            ("mlp.gate_proj", FeedForward::SwiGlu(gated) | FeedForward::GeGlu(gated)) => Some(&mut gated.gate),
+            ("mlp.up_proj", FeedForward::SwiGlu(gated) | FeedForward::GeGlu(gated)) => Some(&mut gated.up),
+            ("mlp.down_proj", FeedForward::SwiGlu(gated) | FeedForward::GeGlu(gated)) => Some(&mut gated.down),
+            _ => None,
+        }
+    }
+
+    /// Returns the adapter of the layer with this weight, such as
+    /// `blocks.0.attention.o_proj.weight`.
+    pub(crate) fn adapter_of(&self, weight: &str) -> Option<Adapter> {
+        // The same search as for writing, in a copy, which is a few handles.
+        self.clone().linear_mut(weight.strip_suffix(".weight")?)?.adapter
     }
 
     /// Makes each block keep only its input, and compute the rest again in the backward pass.
@@ -153,7 +257,11 @@ impl Transformer {
         caches: &mut [KeyValueCache<'s>],
     ) -> Result<Tensor<'i>> {
         let row = |table: Parameter, id: &Indices<'s>| -> Result<Tensor<'i>> {
-            ops::embedding(scratch, &weights.lend(scratch, table)?, &scratch.lend_indices(id))
+            let id = scratch.lend_indices(id);
+            match weights.layout().entry(table)?.frozen() {
+                Some(FrozenType::Bf16) => ops::embedding_bf16(scratch, &weights.lend_as(scratch, table)?, &id),
+                _ => ops::embedding(scratch, &weights.lend(scratch, table)?, &id),
+            }
         };
         let mut x = row(self.tokens.weight, token)?;
         if let Some(scale) = self.config.embedding_scale {

@@ -6,12 +6,13 @@
 use crate::config::ModelConfig;
 use crate::names::{self, FileTensor};
 use crate::transformer::Transformer;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::path::Path;
 use stepscope_core::{
-    Error, Gradients, HostMemory, ParameterEntry, ParameterSpec, Parameters, Result, Transfer, replace_file,
+    Error, Gradients, HostMemory, Parameter, ParameterEntry, ParameterSpec, Parameters, Result, Shape, replace_file,
 };
+use stepscope_train::nn::Adapter;
 use stepscope_train::{NewTensor, StateDict, save_tensors};
 
 /// The weights of a model, by the names and in the layout of its parameters.
@@ -37,13 +38,8 @@ impl Weights {
         check_memory(folder, &config)?;
         let spec = Transformer::new(config.clone())?.1;
         let mut found = StateDict::from_pretrained(folder, names::is_computed)?;
-        let mut values: HashMap<String, Vec<f32>> =
-            spec.entries().iter().map(|entry| (entry.name().into(), vec![0.0; entry.shape().elements()])).collect();
-        let columns = columns(&spec);
-        for tensor in names::tensors(&config) {
-            // A model that was saved without its head has names without the first part.
-            let bare = tensor.name.split_once('.').map_or("", |(_, rest)| rest);
-            let Some((shape, theirs)) = found.remove(&tensor.name).or_else(|| found.remove(bare)) else {
+        let values = values_of(&names::tensors(&config), &spec, |tensor| {
+            let Some((shape, theirs)) = found.remove(&tensor.name).or_else(|| found.remove(tensor.bare_name())) else {
                 let reason = format!("has no `{}` {:?}, which config.json requires", tensor.name, tensor.shape);
                 return Err(Error::file(folder, reason));
             };
@@ -51,11 +47,10 @@ impl Weights {
                 let reason = format!("`{}`: config.json requires {:?}, got {shape:?}", tensor.name, tensor.shape);
                 return Err(Error::file(folder, reason));
             }
-            for (name, places) in tensor.places(&columns) {
-                let ours = values.get_mut(name).expect("a parameter of the model");
-                places.for_each(|(at, there)| ours[at] = theirs[there] + tensor.added);
-            }
-        }
+            Ok(theirs)
+        })?;
+        let name = |(parameter, values)| Ok((spec.entry(parameter)?.name().to_owned(), values));
+        let values: HashMap<String, Vec<f32>> = values.into_iter().map(name).collect::<Result<_>>()?;
         let head_name = names::head(config.family);
         if let Some((shape, head)) = found.remove(head_name).filter(|_| config.tied) {
             let table = &values["tokens.weight"];
@@ -86,19 +81,30 @@ impl Weights {
         Ok(())
     }
 
-    /// Overwrites all parameters of the model with these weights.
+    /// Overwrites all parameters of the model with these weights, trained and frozen, but not those
+    /// of adapters.
     ///
     /// # Errors
-    /// Returns an error if the upload fails.
+    /// Returns an error if the upload fails, or [`Error::Misuse`] for parameters of another model.
     pub fn load(&self, parameters: &mut Parameters) -> Result<()> {
-        let bytes = |entry: &ParameterEntry| self.values.get(entry.name()).map(|values| as_bytes(values));
-        parameters.load(bytes, Transfer::new())
+        let layout = parameters.layout().clone();
+        let ours = |(_, entry): &(_, &ParameterEntry)| self.values.contains_key(entry.name());
+        let mut loaded = 0;
+        for (parameter, entry) in layout.iter().filter(ours) {
+            parameters.write(parameter, &self.values[entry.name()])?;
+            loaded += 1;
+        }
+        if loaded == self.values.len() {
+            return Ok(());
+        }
+        let expected = format!("the {} parameters of this model", self.values.len());
+        Err(Error::misuse("load", expected, format!("{loaded} of them")))
     }
 
     /// Writes a folder that transformers loads: `config.json`, and the weights in files of at most
     /// `max_shard_size` bytes. They are rounded to the type that `config.json` states, which is F32
     /// if it states none. The folder is created if it is missing. The host holds one tensor at a
-    /// time.
+    /// time, and the parameters of the next.
     ///
     /// # Errors
     /// [`Error::File`] when a file cannot be written, or for a weight that is not finite.
@@ -108,80 +114,212 @@ impl Weights {
         parameters: &Parameters,
         max_shard_size: Option<u64>,
     ) -> Result<()> {
-        let folder = folder.as_ref();
-        fs::create_dir_all(folder).map_err(|reason| Error::file(folder, reason))?;
-        let spec = parameters.layout();
-        let entries: HashMap<&str, &ParameterEntry> =
-            spec.entries().iter().map(|entry| (entry.name(), entry)).collect();
-        let mut tensors = names::tensors(config);
-        tensors.sort_by(|one, other| one.name.cmp(&other.name));
-        let described: Vec<NewTensor> =
-            tensors.iter().map(|tensor| (tensor.name.clone(), tensor.shape.clone())).collect();
-        // Neighboring tensors are often parts of one parameter.
-        let (columns, mut last) = (columns(spec), (String::new(), Vec::new()));
-        save_tensors(folder, &described, config.stored(), max_shard_size, |number| {
-            let tensor = &tensors[number];
-            let mut values = vec![0.0; tensor.shape.iter().product()];
-            for (name, places) in tensor.places(&columns) {
-                if last.0 != name {
-                    let range = entries[name].range();
-                    last = (name.to_owned(), parameters.flat().read_range(range.start, range.len())?);
-                }
-                places.for_each(|(at, there)| values[there] = last.1[at] - tensor.added);
-            }
-            Ok(values.into())
-        })?;
-        replace_file(folder.join("config.json"), config.to_json(config.stored_name()).as_bytes())
+        write_folder(folder.as_ref(), config, Parts::of(parameters), max_shard_size)
     }
 
-    /// Converts a model's weights to the tensors of a file.
+    /// Converts a model's weights to the tensors of a file, without those of adapters.
     ///
     /// # Errors
     /// Returns an error only if the device cannot be read.
     pub fn tensors(config: &ModelConfig, parameters: &Parameters) -> Result<StateDict> {
-        tensors(config, parameters.layout(), &parameters.flat().read()?, |tensor| tensor.added)
+        to_tensors(&names::tensors(config), &mut Parts::of(parameters), |tensor| tensor.added)
     }
 
-    /// Converts gradients to the tensors of a file, each under the name and in the shape of its
-    /// weight.
+    /// Converts a model's weights to the tensors of a file like [`Weights::tensors`], with each
+    /// adapter merged into its layer: `w + scale A B`, in f32.
+    ///
+    /// # Errors
+    /// Returns an error only if the device cannot be read.
+    pub fn merged(model: &Transformer, parameters: &Parameters) -> Result<StateDict> {
+        let mut parts = Parts::merged(model, parameters);
+        to_tensors(&names::tensors(model.config()), &mut parts, |tensor| tensor.added)
+    }
+
+    /// Writes a folder like [`Weights::write`], with each adapter merged into its layer.
+    ///
+    /// # Errors
+    /// [`Error::File`] when a file cannot be written.
+    pub fn write_merged(
+        folder: impl AsRef<Path>,
+        model: &Transformer,
+        parameters: &Parameters,
+        max_shard_size: Option<u64>,
+    ) -> Result<()> {
+        write_folder(folder.as_ref(), model.config(), Parts::merged(model, parameters), max_shard_size)
+    }
+
+    /// Converts the gradients of trained parameters to the tensors of a file, each under the name
+    /// and in the shape of its weight. Tensors with frozen elements are left out.
     ///
     /// # Errors
     /// Returns an error only if the device cannot be read.
     pub fn gradients(config: &ModelConfig, gradients: &Gradients) -> Result<StateDict> {
-        tensors(config, gradients.layout(), &gradients.flat().read()?, |_| 0.0)
+        let layout = gradients.layout();
+        let trained: HashSet<&str> = layout.entries().iter().map(ParameterEntry::name).collect();
+        let is_trained = |tensor: &FileTensor| tensor.parts.iter().all(|part| trained.contains(&*part.parameter));
+        let tensors: Vec<FileTensor> = names::tensors(config).into_iter().filter(is_trained).collect();
+        to_tensors(&tensors, &mut Parts::of_gradients(gradients), |_| 0.0)
     }
 }
 
-/// Converts a flat region of parameters, and subtracts the numbers that a file's values do not
-/// contain.
-fn tensors(
+/// Writes `config.json` and a model's tensors to a folder.
+fn write_folder(
+    folder: &Path,
     config: &ModelConfig,
-    spec: &ParameterSpec,
-    flat: &[f32],
+    mut parts: Parts<'_>,
+    max_shard_size: Option<u64>,
+) -> Result<()> {
+    fs::create_dir_all(folder).map_err(|reason| Error::file(folder, reason))?;
+    let (mut tensors, columns) = (names::tensors(config), columns(parts.layout));
+    tensors.sort_by(|one, other| one.name.cmp(&other.name));
+    let described: Vec<NewTensor> = tensors.iter().map(|tensor| (tensor.name.clone(), tensor.shape.clone())).collect();
+    save_tensors(folder, &described, config.stored(), max_shard_size, |number| {
+        let added = tensors[number].added;
+        Ok(parts.tensor(&tensors, number, &columns, added)?.into())
+    })?;
+    replace_file(folder.join("config.json"), config.to_json(config.stored_name()).as_bytes())
+}
+
+/// The values of parameters by their names, read one after another.
+pub(crate) struct Parts<'p> {
+    layout: &'p ParameterSpec,
+    read: Box<dyn Fn(Parameter) -> Result<Vec<f32>> + 'p>,
+    /// The adapters that are merged into the values.
+    adapters: Option<(&'p Transformer, &'p Parameters)>,
+    /// The parameters whose values several tensors need, or may need.
+    kept: HashMap<String, Vec<f32>>,
+}
+
+impl<'p> Parts<'p> {
+    /// Reads weights.
+    pub(crate) fn of(parameters: &'p Parameters) -> Self {
+        let read = Box::new(|parameter| parameters.read(parameter));
+        Self { layout: parameters.layout(), read, adapters: None, kept: HashMap::new() }
+    }
+
+    /// Reads gradients.
+    pub(crate) fn of_gradients(gradients: &'p Gradients) -> Self {
+        let read = Box::new(|parameter| gradients.read(parameter));
+        Self { layout: gradients.layout(), read, adapters: None, kept: HashMap::new() }
+    }
+
+    /// Reads weights, with each adapter of the model merged into its layer.
+    fn merged(model: &'p Transformer, parameters: &'p Parameters) -> Self {
+        Self { adapters: Some((model, parameters)), ..Self::of(parameters) }
+    }
+
+    /// Returns the values of one of these tensors, minus `added`. Keeps the parameters that the next
+    /// tensors need.
+    fn tensor(
+        &mut self,
+        tensors: &[FileTensor],
+        number: usize,
+        columns: impl Fn(&str) -> usize,
+        added: f32,
+    ) -> Result<Vec<f32>> {
+        let tensor = &tensors[number];
+        let mut values = vec![0.0; tensor.shape.iter().product()];
+        for (name, places) in tensor.places(columns) {
+            let ours = self.get(name)?;
+            places.for_each(|at, there| values[there] = ours[at] - added);
+        }
+        // q, k and v of one parameter, each with a bias, are six tensors.
+        let next = tensors.iter().skip(number + 1).take(5).flat_map(|tensor| &tensor.parts);
+        let needed: HashSet<&str> = next.map(|part| &*part.parameter).collect();
+        self.kept.retain(|name, _| needed.contains(&**name));
+        Ok(values)
+    }
+
+    /// Returns a parameter's values.
+    fn get(&mut self, name: &str) -> Result<&[f32]> {
+        if !self.kept.contains_key(name) {
+            let (parameter, entry) = named(self.layout, name)?;
+            let mut values = (self.read)(parameter)?;
+            if let Some((model, parameters)) = self.adapters
+                && let Some(adapter) = model.adapter_of(name)
+            {
+                merge(&mut values, entry.shape(), &adapter, parameters)?;
+            }
+            self.kept.insert(name.into(), values);
+        }
+        Ok(&self.kept[name])
+    }
+}
+
+/// Adds `scale A B` of each part of an adapter to a matrix `[inputs, outputs]`.
+fn merge(weights: &mut [f32], shape: Shape, adapter: &Adapter, parameters: &Parameters) -> Result<()> {
+    let (&[_, outputs], low_rank) = (shape.extents(), adapter.low_rank) else {
+        return Err(Error::misuse("merge", "a matrix [inputs, outputs]", shape.to_string()));
+    };
+    let (a, mut column) = (parameters.read(low_rank.a)?, 0);
+    let ranks = parameters.layout().entry(low_rank.a)?.shape().as_rows()[1];
+    for part in low_rank.parts.into_iter().flatten() {
+        let b = parameters.read(part.b)?;
+        let [rank, of_part] = parameters.layout().entry(part.b)?.shape().as_rows();
+        let mut sums = vec![0.0; of_part];
+        for (row, a) in weights.chunks_exact_mut(outputs).zip(a.chunks_exact(ranks)) {
+            sums.fill(0.0);
+            for (a, b) in a[column..column + rank].iter().zip(b.chunks_exact(of_part)) {
+                sums.iter_mut().zip(b).for_each(|(sum, b)| *sum += a * b);
+            }
+            let row = &mut row[part.first..part.first + of_part];
+            row.iter_mut().zip(&sums).for_each(|(weight, sum)| *weight += part.scale * sum);
+        }
+        column += rank;
+    }
+    Ok(())
+}
+
+/// Returns the parameter with this name.
+fn named<'l>(layout: &'l ParameterSpec, name: &str) -> Result<(Parameter, &'l ParameterEntry)> {
+    let found = layout.iter().find(|(_, entry)| entry.name() == name);
+    found.ok_or_else(|| Error::misuse("weights", format!("a model with the parameter `{name}`"), "one without it"))
+}
+
+/// Converts parameters to tensors of a file, minus what the file's tensors lack.
+pub(crate) fn to_tensors(
+    tensors: &[FileTensor],
+    parts: &mut Parts<'_>,
     added: impl Fn(&FileTensor) -> f32,
 ) -> Result<StateDict> {
-    let entries: HashMap<&str, &ParameterEntry> = spec.entries().iter().map(|entry| (entry.name(), entry)).collect();
-    let (columns, mut all) = (columns(spec), StateDict::default());
-    for tensor in names::tensors(config) {
-        let (mut values, added) = (vec![0.0; tensor.shape.iter().product()], added(&tensor));
-        for (name, places) in tensor.places(&columns) {
-            let ours = &flat[entries[name].range()];
-            places.for_each(|(at, there)| values[there] = ours[at] - added);
-        }
-        all.insert(tensor.name, tensor.shape, values)?;
+    let (columns, mut all) = (columns(parts.layout), StateDict::default());
+    for (number, tensor) in tensors.iter().enumerate() {
+        let values = parts.tensor(tensors, number, &columns, added(tensor))?;
+        all.insert(tensor.name.clone(), tensor.shape.clone(), values)?;
     }
     Ok(all)
 }
 
-fn as_bytes(values: &[f32]) -> &[u8] {
-    bytemuck::cast_slice(values)
+/// Converts tensors of a file, which `read` returns, to the values of their parameters.
+pub(crate) fn values_of(
+    tensors: &[FileTensor],
+    layout: &ParameterSpec,
+    mut read: impl FnMut(&FileTensor) -> Result<Vec<f32>>,
+) -> Result<Vec<(Parameter, Vec<f32>)>> {
+    let (columns, mut values) = (columns(layout), HashMap::new());
+    for tensor in tensors {
+        for part in &tensor.parts {
+            if !values.contains_key(&part.parameter) {
+                let (parameter, entry) = named(layout, &part.parameter)?;
+                values.insert(part.parameter.clone(), (parameter, vec![0.0; entry.shape().elements()]));
+            }
+        }
+        let theirs = read(tensor)?;
+        for (name, places) in tensor.places(&columns) {
+            let (_, ours) = values.get_mut(name).expect("made above");
+            places.for_each(|at, there| ours[at] = theirs[there] + tensor.added);
+        }
+    }
+    Ok(values.into_values().collect())
 }
 
 /// Returns a function from a parameter's name to its outputs.
-fn columns(spec: &ParameterSpec) -> impl Fn(&str) -> usize {
-    let last = |entry: &ParameterEntry| (entry.name().to_owned(), *entry.shape().extents().last().expect("an extent"));
-    let columns: HashMap<String, usize> = spec.entries().iter().map(last).collect();
-    move |name| columns[name]
+pub(crate) fn columns(spec: &ParameterSpec) -> impl Fn(&str) -> usize + use<> {
+    let last = |(_, entry): (_, &ParameterEntry)| {
+        (entry.name().to_owned(), *entry.shape().extents().last().expect("an extent"))
+    };
+    let columns: HashMap<String, usize> = spec.iter().map(last).collect();
+    move |name| columns.get(name).copied().unwrap_or(0)
 }
 
 /// Returns an error if the host cannot hold the weights twice in f32, as read and as laid out. Runs

@@ -52,10 +52,10 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Writes the trained weights, the optimizer state if given, and `notes` to `path`, replacing the
-    /// file as a whole. Frozen weights are not written, but their digest is, and a restore compares
-    /// it with the model's. It writes a temporary file in the same folder, flushes it to disk and renames it.
-    /// Waits for the device.
+    /// Writes the trained weights, the optimizer state if given, and `notes` to `path`, replacing
+    /// the file as a whole. Frozen weights are not written, but their digest is, and a restore
+    /// compares it with the model's. It writes a temporary file in the same folder, flushes it to
+    /// disk and renames it. Waits for the device.
     ///
     /// # Errors
     /// [`Error::NotFinite`] for non-finite weights or state. [`Error::Misuse`] if two tensors would

@@ -14,6 +14,7 @@ mod optim;
 mod pretrained;
 mod run_lock;
 mod state_dict;
+mod tensor_files;
 mod tensor_writer;
 mod tensors;
 mod token_sampler;
@@ -27,6 +28,7 @@ pub use optim::{AdamW, Optimizer, ParameterGroup, ParameterGroups, Schedule, Sgd
 pub use pretrained::StateDict;
 pub use run_lock::RunLock;
 pub use state_dict::{load_state_dict, save_state_dict, save_state_dict_as};
+pub use tensor_files::TensorFiles;
 pub use tensor_writer::{NewTensor, save_tensors};
 pub use token_sampler::{TokenSampler, TokenSamplerConfig};
 #[cfg(feature = "progress")]

@@ -123,13 +123,7 @@ impl StateDict {
             return Ok(found);
         }
         if !index.exists() {
-            let torch = TORCH_FILES.iter().find(|name| folder.join(name).exists());
-            let torch = torch.map_or(String::new(), |name| {
-                format!(
-                    ", but {name} of `torch.save`: `model.save_pretrained(folder, safe_serialization=True)` writes safetensors files"
-                )
-            });
-            return Err(Error::file(folder, format!("has neither {FILE} nor {INDEX}{torch}")));
+            return Err(no_tensors(folder));
         }
         let (shards, index_file) = shards(&index)?;
         // Each file is checked again after all are read.
@@ -155,6 +149,17 @@ impl StateDict {
         for (path, file) in &files {
             file.check_still_at(path).map_err(|reason| Error::file(path, reason))?;
         }
+        Ok(found)
+    }
+
+    /// Reads a safetensors file of F32, BF16 or F16, all of which become f32 exactly.
+    ///
+    /// # Errors
+    /// [`Error::File`] if the file is missing, not a plain file, truncated, of another format, or
+    /// larger than the host's available memory, or if a tensor has another type or is not finite.
+    pub fn read(path: impl AsRef<Path>) -> Result<Self> {
+        let (path, mut found) = (path.as_ref(), Self::default());
+        found.add(path, &Tensors::read(path)?, |_| false)?;
         Ok(found)
     }
 
@@ -256,6 +261,17 @@ pub(crate) fn remove_shards(folder: &Path, kept: usize) -> Result<()> {
     old.iter().try_for_each(|path| remove_file(path))
 }
 
+/// The error that a folder has neither a file of tensors nor an index.
+pub(crate) fn no_tensors(folder: &Path) -> Error {
+    let torch = TORCH_FILES.iter().find(|name| folder.join(name).exists());
+    let torch = torch.map_or(String::new(), |name| {
+        format!(
+            ", but {name} of `torch.save`: `model.save_pretrained(folder, safe_serialization=True)` writes safetensors files"
+        )
+    });
+    Error::file(folder, format!("has neither {FILE} nor {INDEX}{torch}"))
+}
+
 /// The fields of an index that are read. `total_size` is not, because files whose authors count
 /// differently are still complete.
 #[derive(Deserialize)]
@@ -264,7 +280,7 @@ struct Index {
 }
 
 /// Returns the names of the tensors in each shard, according to the index, and the index's file.
-fn shards(index: &Path) -> Result<(BTreeMap<String, Vec<String>>, PlainFile)> {
+pub(crate) fn shards(index: &Path) -> Result<(BTreeMap<String, Vec<String>>, PlainFile)> {
     let failed = |reason: &dyn ToString| Error::file(index, short(&reason.to_string()));
     let mut file = PlainFile::open(index).map_err(|reason| failed(&reason))?;
     let bytes = file.all_bytes(MAX_INDEX_BYTES).map_err(|reason| failed(&reason))?;

@@ -73,9 +73,9 @@ pub fn save_state_dict(parameters: &Parameters, path: impl AsRef<Path>) -> Resul
     save_state_dict_as::<f32>(parameters, path)
 }
 
-/// Writes the weights like [`save_state_dict`], in a type that the caller selects.
-/// As [`bf16`](stepscope_core::bf16), each weight is rounded to nearest, ties to even, and the file has
-/// half the bytes.
+/// Writes the weights like [`save_state_dict`], in a type that the caller selects. As
+/// [`bf16`](stepscope_core::bf16), each weight is rounded to nearest, ties to even, and the file
+/// has half the bytes.
 ///
 /// # Errors
 /// [`Error::NotFinite`] for a weight that is not finite, or is rounded to an infinity.

@@ -11,7 +11,7 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 use std::collections::BTreeMap;
 use std::fmt;
-use std::io::Write;
+use std::io::{Seek, SeekFrom, Write};
 use std::path::Path;
 use stepscope_core::error::{Error, Result, short};
 use stepscope_core::files::{FileKind, MAX_HEADER_BYTES, PlainFile, Replacement};
@@ -42,31 +42,8 @@ impl Tensors {
     /// Reads a whole file, and also returns the open file, for states of several files.
     pub(crate) fn read_from(path: &Path) -> Result<(Self, PlainFile)> {
         let failed = |reason: std::io::Error| Error::file(path, reason);
-        let mut file = PlainFile::open(path).map_err(failed)?;
-        if file.len() < NUMBER_BYTES {
-            let reason = format!("expected a safetensors file, got {} bytes: it is empty or truncated", file.len());
-            return Err(Error::file(path, reason));
-        }
-        let number = file.next_bytes(NUMBER_BYTES).map_err(failed)?;
-        let number: [u8; 8] = number.try_into().expect("as many as were asked for");
-        let (length, rest) = (u64::from_le_bytes(number), file.len() - NUMBER_BYTES);
-        if length > rest.min(MAX_HEADER_BYTES) {
-            let kind = file.kind().map_err(failed)?.filter(|&kind| kind != FileKind::Safetensors);
-            let reason = match kind {
-                // If a model is expected, an unspecific archive is most likely PyTorch's.
-                Some(FileKind::Zip) => FileKind::TorchZip.refusal("a safetensors file"),
-                Some(kind) => kind.refusal("a safetensors file"),
-                None => format!(
-                    "expected a header of at most {MAX_HEADER_BYTES} bytes that fits the file, got one of {length} bytes with {rest} left: it is truncated, or not a safetensors file"
-                ),
-            };
-            return Err(Error::file(path, reason));
-        }
-        let header = file.next_bytes(length).map_err(failed)?;
-        let header: Header = serde_json::from_slice(&header)
-            .map_err(|reason| Error::file(path, format!("its header: {}", short(&reason.to_string()))))?;
-        header.check(rest - length).map_err(|reason| Error::file(path, reason))?;
-        let bytes = file.next_bytes(rest - length).map_err(failed)?;
+        let OpenTensors { header, mut file, start } = OpenTensors::open(path)?;
+        let bytes = file.next_bytes(file.len() - start).map_err(failed)?;
         file.check_unchanged().map_err(failed)?;
         Ok((Self { header, bytes }, file))
     }
@@ -105,6 +82,67 @@ impl Tensors {
     fn bytes(&self, info: &TensorInfo) -> &[u8] {
         let (start, end) = info.data_offsets;
         &self.bytes[start..end]
+    }
+}
+
+/// A file whose header was read, and whose tensors are read one at a time.
+#[derive(Debug)]
+pub(crate) struct OpenTensors {
+    header: Header,
+    file: PlainFile,
+    /// The first byte after the header.
+    start: u64,
+}
+
+impl OpenTensors {
+    /// Opens a file, and reads its header, which must describe exactly the file's bytes.
+    ///
+    /// # Errors
+    /// Those of [`Tensors::read`].
+    pub(crate) fn open(path: &Path) -> Result<Self> {
+        let failed = |reason: std::io::Error| Error::file(path, reason);
+        let mut file = PlainFile::open(path).map_err(failed)?;
+        if file.len() < NUMBER_BYTES {
+            let reason = format!("expected a safetensors file, got {} bytes: it is empty or truncated", file.len());
+            return Err(Error::file(path, reason));
+        }
+        let number = file.next_bytes(NUMBER_BYTES).map_err(failed)?;
+        let number: [u8; 8] = number.try_into().expect("as many as were asked for");
+        let (length, rest) = (u64::from_le_bytes(number), file.len() - NUMBER_BYTES);
+        if length > rest.min(MAX_HEADER_BYTES) {
+            let kind = file.kind().map_err(failed)?.filter(|&kind| kind != FileKind::Safetensors);
+            let reason = match kind {
+                // If a model is expected, an unspecific archive is most likely PyTorch's.
+                Some(FileKind::Zip) => FileKind::TorchZip.refusal("a safetensors file"),
+                Some(kind) => kind.refusal("a safetensors file"),
+                None => format!(
+                    "expected a header of at most {MAX_HEADER_BYTES} bytes that fits the file, got one of {length} bytes with {rest} left: it is truncated, or not a safetensors file"
+                ),
+            };
+            return Err(Error::file(path, reason));
+        }
+        let header = file.next_bytes(length).map_err(failed)?;
+        let header: Header = serde_json::from_slice(&header)
+            .map_err(|reason| Error::file(path, format!("its header: {}", short(&reason.to_string()))))?;
+        header.check(rest - length).map_err(|reason| Error::file(path, reason))?;
+        Ok(Self { header, file, start: NUMBER_BYTES + length })
+    }
+
+    /// Returns the names of all tensors, each with its type and shape.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (&str, Dtype, &[usize])> {
+        self.header.tensors.iter().map(|(name, info)| (name.as_str(), info.dtype, info.shape.as_slice()))
+    }
+
+    /// Reads the bytes of a tensor, which exists.
+    pub(crate) fn bytes(&mut self, name: &str) -> std::io::Result<Vec<u8>> {
+        let (start, end) = self.header.tensors[name].data_offsets;
+        self.file.seek(SeekFrom::Start(self.start + start as u64))?;
+        self.file.next_bytes((end - start) as u64)
+    }
+
+    /// The file.
+    pub(crate) fn file(&self) -> &PlainFile {
+        &self.file
     }
 }
 

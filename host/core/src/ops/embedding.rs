@@ -37,8 +37,8 @@ pub fn embedding<'s, S: Stored>(
     Ok(y)
 }
 
-/// `y[.., c] = table[ids[..], c]`, like [`embedding`], of a table in BF16. Rows are looked up before
-/// they are converted, so that the table is not. Queued, one launch, or two for f32.
+/// `y[.., c] = table[ids[..], c]`, like [`embedding`], of a table in BF16. Rows are looked up
+/// before they are converted, so that the table is not. Queued, one launch, or two for f32.
 ///
 /// # Errors
 /// The errors of [`embedding`].

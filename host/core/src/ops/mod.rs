@@ -55,7 +55,9 @@ pub use cast::{Cast, to_bf16, to_f32};
 pub use clip::clip_factor;
 pub use dropout::dropout;
 pub use elementwise::{add_assign, add_bias, scale, scale_by, scale_by_into};
-pub use embedding::{add_positions, add_positions_backward, embedding, embedding_backward, embedding_bf16, gather, gather_backward};
+pub use embedding::{
+    add_positions, add_positions_backward, embedding, embedding_backward, embedding_bf16, gather, gather_backward,
+};
 pub use fill::{copy, copy_into, fill, fill_into};
 pub use gate::{swiglu, swiglu_backward, swiglu_packed, swiglu_packed_backward};
 pub use gelu_bias::gelu_bias_backward;
@@ -66,8 +68,8 @@ pub use layer_norm::{Normalized, layer_norm, layer_norm_backward, layer_norm_res
 pub use linear_cross_entropy::{LmHeadConfig, linear_cross_entropy};
 pub use loss::{IGNORED, LabelRules, binary_cross_entropy, cross_entropy, cross_entropy_by, squared_error};
 pub use matmul::{
-    BiasGradient, Gemm, GemmElement, Gradient, LOW_RANK_PARTS, LowRank, LowRankPart, TILES, Tile, gelu_linear_backward, gemm_into, gradients_into, linear,
-    linear_gelu, linear_residual, linear_silu, linear_swiglu, matmul,
+    BiasGradient, Gemm, GemmElement, Gradient, LOW_RANK_PARTS, LowRank, LowRankPart, TILES, Tile, gelu_linear_backward,
+    gemm_into, gradients_into, linear, linear_gelu, linear_residual, linear_silu, linear_swiglu, matmul,
 };
 pub use norm::{rms_norm, rms_norm_backward, rms_norm_residual};
 pub use qk_norm::{QkNorm, qk_norm, qk_norm_backward};

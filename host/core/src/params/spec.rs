@@ -263,7 +263,12 @@ impl ParameterSpecBuilder {
         if let Some((expected, named, initializer)) = self.entries.iter().find_map(flaw) {
             return refused(&format!("{expected} as initializer"), format!("{initializer:?} for {named}"));
         }
-        let mut shared = Shared { identity: self.identity, places: Vec::new(), trained: Region::default(), frozen: [Region::default(), Region::default()] };
+        let mut shared = Shared {
+            identity: self.identity,
+            places: Vec::new(),
+            trained: Region::default(),
+            frozen: [Region::default(), Region::default()],
+        };
         for entry in self.entries {
             let place = match entry.frozen {
                 None => Place::Trained(shared.trained.entries.len()),
@@ -456,16 +461,16 @@ impl ParameterSpec {
         Ok(head)
     }
 
-    /// Iterates over the trained parameters of a flat region: each name, with true if all its values are
-    /// finite.
+    /// Iterates over the trained parameters of a flat region: each name, with true if all its
+    /// values are finite.
     pub fn finite(&self, region: &[f32]) -> impl Iterator<Item = (String, bool)> {
         let all = |values: &[f32]| all_finite(bytemuck::cast_slice(values));
         self.entries().iter().map(move |entry| (entry.name().to_owned(), all(&region[entry.range()])))
     }
 
-    /// Finds the first trained parameter that is not finite, lazily. `region` is each parameter's bytes,
-    /// little-endian, and `prefix` precedes the name. All processors take part, because there may
-    /// be many small parameters.
+    /// Finds the first trained parameter that is not finite, lazily. `region` is each parameter's
+    /// bytes, little-endian, and `prefix` precedes the name. All processors take part, because
+    /// there may be many small parameters.
     pub fn finite_bytes(&self, prefix: &str, region: &[&[u8]]) -> impl Iterator<Item = (String, bool)> {
         let first = move || match have_threads() {
             true => region.par_iter().position_first(|bytes| !all_finite(bytes)),

@@ -64,7 +64,12 @@ impl<S: Stored> Flat<S> {
 
     /// Returns a stack's memory from the first member's start to the last member's end, in the same
     /// way.
-    pub(super) fn stack(&self, step: &Step<'_>, stack: &StackedParameters, written: bool) -> Result<(Memory<S>, Shape)> {
+    pub(super) fn stack(
+        &self,
+        step: &Step<'_>,
+        stack: &StackedParameters,
+        written: bool,
+    ) -> Result<(Memory<S>, Shape)> {
         step.borrow(&self.values, written)?;
         let (span, frozen) = self.layout.span(stack)?;
         if frozen.is_some() {
@@ -138,8 +143,8 @@ impl Parameters {
     /// Adds a BF16 copy of the weights, so that products read half the bytes. Each weight is
     /// rounded to nearest, ties to even, at the same position. The copy follows the weights: code
     /// that loads or writes the weights writes the copy too, and so does an update, in the same
-    /// launch. Files do not contain the copy. [`Parameters::lend_as`] lends it. Frozen weights in f32
-    /// get a copy too, unless all are gains or biases. Those in BF16 need none.
+    /// launch. Files do not contain the copy. [`Parameters::lend_as`] lends it. Frozen weights in
+    /// f32 get a copy too, unless all are gains or biases. Those in BF16 need none.
     ///
     /// ```
     /// use stepscope::*;
@@ -177,8 +182,8 @@ impl Parameters {
         launch_on(self.flat.values.device(), &cast_to_bf16 { x: weights.as_slice(), out: copy.as_out() })
     }
 
-    /// Overwrites all trained weights, and other regions of the spec in the same transfer, each with its
-    /// sources in the order of the entries.
+    /// Overwrites all trained weights, and other regions of the spec in the same transfer, each
+    /// with its sources in the order of the entries.
     pub fn overwrite<'r>(
         &mut self,
         weights: Vec<&'r [u8]>,
@@ -197,10 +202,10 @@ impl Parameters {
         overwritten.and(rounded)
     }
 
-    /// Overwrites all trained weights with the bytes that `source` returns for each parameter, in the
-    /// spec's order. The bytes are the elements as little-endian f32, row-major, at any alignment,
-    /// in memory that nobody changes during the call. Small parameters share a copy, and large ones
-    /// take several. The sources are no longer needed when it returns.
+    /// Overwrites all trained weights with the bytes that `source` returns for each parameter, in
+    /// the spec's order. The bytes are the elements as little-endian f32, row-major, at any
+    /// alignment, in memory that nobody changes during the call. Small parameters share a copy, and
+    /// large ones take several. The sources are no longer needed when it returns.
     ///
     /// # Errors
     /// [`Error::Misuse`] for a parameter without a source or with a source of another length.
@@ -233,7 +238,8 @@ impl Parameters {
     }
 
     /// Returns the error text for the first tensor that is not finite: of the gradients, if given,
-    /// then of the weights, trained and frozen. `seen` is appended and states when it was found. Waits.
+    /// then of the weights, trained and frozen. `seen` is appended and states when it was found.
+    /// Waits.
     pub fn first_not_finite(&self, gradients: Option<&Gradients>, seen: &str) -> Result<String> {
         if let Some(gradients) = gradients
             && let Some(name) = gradients.first_not_finite()?
@@ -347,7 +353,8 @@ impl Parameters {
         &self.flat.values
     }
 
-    /// The BF16 copy of all trained weights, a flat region with the same positions, if there is one.
+    /// The BF16 copy of all trained weights, a flat region with the same positions, if there is
+    /// one.
     pub fn bf16_copy(&self) -> Option<&Buffer<bf16>> {
         self.copy.as_ref().map(|copy| &copy.values)
     }
@@ -396,9 +403,9 @@ impl Parameters {
         self.frozen.sha256(self.layout())
     }
 
-    /// Lends all trained weights as one flat region, with their BF16 copy if there is one, to kernels of a
-    /// step that write them. Write both, so that the copy equals the rounded weights, and keep the
-    /// padding between parameters zero.
+    /// Lends all trained weights as one flat region, with their BF16 copy if there is one, to
+    /// kernels of a step that write them. Write both, so that the copy equals the rounded weights,
+    /// and keep the padding between parameters zero.
     ///
     /// # Errors
     /// [`Error::Misuse`] when they are on another device.
@@ -421,8 +428,8 @@ impl Parameters {
         }
     }
 
-    /// The SHA-256 of names, shapes and the trained weights' bytes (little-endian), in the spec's order, in
-    /// hexadecimal.
+    /// The SHA-256 of names, shapes and the trained weights' bytes (little-endian), in the spec's
+    /// order, in hexadecimal.
     pub fn sha256(&self) -> Result<String> {
         let mut hash = Sha256::new();
         for entry in self.layout().entries() {

@@ -22,7 +22,7 @@ pub struct Op<'o, 't, 's> {
     name: &'static str,
     /// The line to which memory of its backward pass is attributed.
     site: &'static Location<'static>,
-    /// What its variables and the weights lent so far depend on.
+    /// The dependence of its variables and of the weights lent so far.
     dependence: Cell<Dependence>,
 }
 

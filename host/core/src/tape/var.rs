@@ -55,7 +55,7 @@ pub trait AnyVar: sealed::Sealed {
     fn dependence(&self) -> Dependence;
 }
 
-/// What a value of a tape depends on, from least to most.
+/// The things that a value of a tape depends on, from least to most.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Dependence {

@@ -10,10 +10,10 @@ use std::fmt::Display;
 use std::ops::RangeInclusive;
 
 /// An error of a configuration: the key, the expected values and the actual value.
-pub(super) type Outcome<T> = Result<T, String>;
+pub(crate) type Outcome<T> = Result<T, String>;
 
 /// The keys of a JSON object. A key whose value is null counts as absent.
-pub(super) struct Keys<'j> {
+pub(crate) struct Keys<'j> {
     /// The path to the object, with a dot at its end, or nothing for the whole file.
     path: String,
     map: &'j Map<String, Value>,
@@ -22,7 +22,7 @@ pub(super) struct Keys<'j> {
 
 impl<'j> Keys<'j> {
     /// Returns the keys of the file's outermost object.
-    pub(super) fn of(value: &'j Value) -> Outcome<Self> {
+    pub(crate) fn of(value: &'j Value) -> Outcome<Self> {
         Self::at(String::new(), value)
     }
 
@@ -34,30 +34,30 @@ impl<'j> Keys<'j> {
     }
 
     /// Returns the value of a key, and counts the key as read.
-    pub(super) fn get(&self, key: &str) -> Option<&'j Value> {
+    pub(crate) fn get(&self, key: &str) -> Option<&'j Value> {
         let (key, value) = self.map.get_key_value(key)?;
         self.read.borrow_mut().insert(key);
         Some(value).filter(|value| !value.is_null())
     }
 
     /// Returns true if the key is there, even if its value is null.
-    pub(super) fn has(&self, key: &str) -> bool {
+    pub(crate) fn has(&self, key: &str) -> bool {
         self.map.contains_key(key)
     }
 
     /// Returns the object of a key.
-    pub(super) fn object(&self, key: &str) -> Outcome<Option<Self>> {
+    pub(crate) fn object(&self, key: &str) -> Outcome<Option<Self>> {
         self.get(key).map(|value| Self::at(format!("{}{key}.", self.path), value)).transpose()
     }
 
     /// Returns the error that a key has another value than expected.
-    pub(super) fn refuse<T>(&self, key: &str, expected: impl Display) -> Outcome<T> {
+    pub(crate) fn refuse<T>(&self, key: &str, expected: impl Display) -> Outcome<T> {
         let got = self.map.get(key).map_or("nothing".into(), shown);
         Err(format!("`{}{key}`: expected {expected}, got {got}", self.path))
     }
 
     /// Returns a number above 0, if there is one.
-    pub(super) fn size(&self, key: &str, most: usize) -> Outcome<Option<usize>> {
+    pub(crate) fn size(&self, key: &str, most: usize) -> Outcome<Option<usize>> {
         match self.get(key).map(Value::as_u64) {
             None => Ok(None),
             Some(Some(number)) if (1..=most as u64).contains(&number) => Ok(Some(number as usize)),
@@ -66,7 +66,7 @@ impl<'j> Keys<'j> {
     }
 
     /// Returns a number, which may be 0, if the key is present.
-    pub(super) fn count(&self, key: &str, most: usize) -> Outcome<Option<usize>> {
+    pub(crate) fn count(&self, key: &str, most: usize) -> Outcome<Option<usize>> {
         match self.get(key).map(Value::as_u64) {
             None => Ok(None),
             Some(Some(number)) if number <= most as u64 => Ok(Some(number as usize)),
@@ -75,7 +75,7 @@ impl<'j> Keys<'j> {
     }
 
     /// Returns a number above 0 that must be there.
-    pub(super) fn required(&self, key: &str, most: usize) -> Outcome<usize> {
+    pub(crate) fn required(&self, key: &str, most: usize) -> Outcome<usize> {
         match self.size(key, most)? {
             Some(size) => Ok(size),
             None => self.refuse(key, format!("a whole number from 1 to {most}")),
@@ -83,7 +83,7 @@ impl<'j> Keys<'j> {
     }
 
     /// Returns a number of this range, if there is one.
-    pub(super) fn real(&self, key: &str, range: RangeInclusive<f64>) -> Outcome<Option<f64>> {
+    pub(crate) fn real(&self, key: &str, range: RangeInclusive<f64>) -> Outcome<Option<f64>> {
         match self.get(key).map(Value::as_f64) {
             None => Ok(None),
             Some(Some(number)) if range.contains(&number) => Ok(Some(number)),
@@ -92,7 +92,7 @@ impl<'j> Keys<'j> {
     }
 
     /// Returns true or false, or the default if the key is absent.
-    pub(super) fn flag(&self, key: &str, default: bool) -> Outcome<bool> {
+    pub(crate) fn flag(&self, key: &str, default: bool) -> Outcome<bool> {
         match self.get(key) {
             None => Ok(default),
             Some(Value::Bool(flag)) => Ok(*flag),
@@ -101,7 +101,7 @@ impl<'j> Keys<'j> {
     }
 
     /// Returns a text, if there is one.
-    pub(super) fn text(&self, key: &str) -> Outcome<Option<&'j str>> {
+    pub(crate) fn text(&self, key: &str) -> Outcome<Option<&'j str>> {
         match self.get(key) {
             None => Ok(None),
             Some(Value::String(text)) => Ok(Some(text)),
@@ -110,7 +110,7 @@ impl<'j> Keys<'j> {
     }
 
     /// Returns a list, if there is one.
-    pub(super) fn list(&self, key: &str) -> Outcome<Option<&'j [Value]>> {
+    pub(crate) fn list(&self, key: &str) -> Outcome<Option<&'j [Value]>> {
         match self.get(key) {
             None => Ok(None),
             Some(Value::Array(list)) => Ok(Some(list)),
@@ -119,7 +119,7 @@ impl<'j> Keys<'j> {
     }
 
     /// Requires that a key is absent or has one of these values.
-    pub(super) fn only(&self, key: &str, known: &[Value]) -> Outcome<()> {
+    pub(crate) fn only(&self, key: &str, known: &[Value]) -> Outcome<()> {
         match self.get(key) {
             Some(value) if !known.contains(value) => {
                 let known: Vec<String> = known.iter().map(Value::to_string).collect();
@@ -130,7 +130,7 @@ impl<'j> Keys<'j> {
     }
 
     /// Requires that all keys were read, except those that have no effect.
-    pub(super) fn finish(&self, without_effect: &[&str]) -> Outcome<()> {
+    pub(crate) fn finish(&self, without_effect: &[&str]) -> Outcome<()> {
         let read = self.read.borrow();
         let unknown = self.map.iter().find(|(key, value)| {
             !value.is_null() && !read.contains(key.as_str()) && !without_effect.contains(&key.as_str())
@@ -147,7 +147,7 @@ impl<'j> Keys<'j> {
 }
 
 /// Formats a value for a message, shortened.
-pub(super) fn shown(value: &Value) -> String {
+pub(crate) fn shown(value: &Value) -> String {
     let text = value.to_string();
     let start: String = text.chars().take(80).collect();
     if start.len() < text.len() { start + ".." } else { start }

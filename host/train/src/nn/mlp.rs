@@ -21,7 +21,8 @@ impl Gelu {
     }
 }
 
-/// `y = gelu(x W1 + b1) W2 + b2` in two launches; `x`: `[.., in]`, `y`: `[.., out]`.
+/// `y = gelu(x W1 + b1) W2 + b2` in two launches, without adapters; `x`: `[.., in]`, `y`:
+/// `[.., out]`.
 #[derive(Clone, Copy, Debug)]
 pub struct Mlp {
     /// W1 and b1.
@@ -64,7 +65,17 @@ impl Mlp {
         x: &Var<'s, S>,
         residual: Option<&Var<'s, S>>,
     ) -> Result<Var<'s, S>> {
-        let [up, down] = [self.up, self.down].map(|layer| (layer.weight, layer.bias));
-        tape.mlp_gelu(x, up, down, residual)
+        if self.up.adapter.is_none() && self.down.adapter.is_none() {
+            let [up, down] = [self.up, self.down].map(|layer| (layer.weight, layer.bias));
+            return tape.mlp_gelu(x, up, down, residual);
+        }
+        let h = match self.up.adapter {
+            None => tape.linear_gelu(x, self.up.weight, self.up.bias)?,
+            Some(_) => tape.gelu(&self.up.forward(tape, x)?)?,
+        };
+        match residual {
+            Some(residual) => self.down.forward_residual(tape, &h, residual),
+            None => self.down.forward(tape, &h),
+        }
     }
 }

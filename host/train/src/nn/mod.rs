@@ -49,7 +49,7 @@ pub use cache::{KeyValueCache, NextToken};
 pub use dropout::Dropout;
 pub use embedding::Embedding;
 pub use layer_norm::LayerNorm;
-pub use linear::Linear;
+pub use linear::{Adapter, AdapterPart, Linear};
 pub use mlp::{Gelu, Mlp};
 pub use multi_head_attention::MultiHeadAttention;
 pub use norm::RmsNorm;

@@ -55,6 +55,10 @@ impl SwiGlu {
         tape: &Tape<'_, 's>,
         x: &Var<'s, S>,
     ) -> Result<Var<'s, S>> {
-        tape.linear_swiglu(x, self.up.weight, self.up.bias, &self.gate.forward(tape, x)?)
+        let gate = self.gate.forward(tape, x)?;
+        match self.up.adapter {
+            None => tape.linear_swiglu(x, self.up.weight, self.up.bias, &gate),
+            Some(_) => tape.swiglu(&gate, &self.up.forward(tape, x)?),
+        }
     }
 }

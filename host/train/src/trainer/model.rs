@@ -147,10 +147,10 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
     /// such as the data. Compare those with [`Group::agree_on`].
     ///
     /// # Errors
-    /// [`Error::Misuse`](stepscope_core::Error::Misuse) if the number of shards is not a power of two or not
-    /// a multiple of the number of ranks. The same if the rule returns no
-    /// [`UpdateRule::configuration`]. [`Error::Disagreement`](stepscope_core::Error::Disagreement) if ranks
-    /// differ. [`Error::Rank`](stepscope_core::Error::Rank) if a rank does not arrive.
+    /// [`Error::Misuse`](stepscope_core::Error::Misuse) if the number of shards is not a power of
+    /// two or not a multiple of the number of ranks. The same if the rule returns no
+    /// [`UpdateRule::configuration`]. [`Error::Disagreement`](stepscope_core::Error::Disagreement)
+    /// if ranks differ. [`Error::Rank`](stepscope_core::Error::Rank) if a rank does not arrive.
     /// [`Error::DeviceMemory`](stepscope_core::Error::DeviceMemory) if memory runs out.
     #[track_caller]
     pub fn in_group(mut self, group: &Group, shards: usize) -> Result<Self> {

@@ -127,9 +127,7 @@ fn gradients<'s, S: AttentionElement, T: Target<'s, f32>>(
             let dqkv = flash::backward(step, OP, normed, form, (&made.out, lse), dout, sizes)?;
             qk_norm::gradients(step, qkv, norm, form, inverse_rms, dqkv, dgains)
         }
-        (AttentionKept::Short { probabilities, inverse_rms }, Some((norm, dgains)))
-            if short::suits(form, sizes) =>
-        {
+        (AttentionKept::Short { probabilities, inverse_rms }, Some((norm, dgains))) if short::suits(form, sizes) => {
             norm.distance(OP, sizes.width)?;
             S::short_backward(step, OP, qkv, norm, form, [probabilities, inverse_rms], dout, sizes, dgains)
         }

@@ -67,8 +67,41 @@ pub fn gelu_linear_backward<'s>(
 pub(super) fn queue_weight_gradients<'s>(
     step: &Step<'s>,
     dy: &impl Source<'s, bf16>,
+    dw: Gradient<'_, impl Source<'s, bf16>, impl Target<'s, f32>>,
+    db: Option<BiasGradient<'_, impl Target<'s, f32>>>,
+) -> Result<()> {
+    weight_gradients(step, dy, dw, db, chunk)
+}
+
+/// Queues only the sums of dy's columns, with the bits that they have next to `dw = x^T dy`: the
+/// product is computed for one column of x.
+#[track_caller]
+pub(super) fn queue_bias_gradient<'s>(
+    step: &Step<'s>,
+    dy: &impl Source<'s, bf16>,
+    x: &impl Source<'s, bf16>,
+    db: BiasGradient<'_, impl Target<'s, f32>>,
+) -> Result<()> {
+    let ([rows, inputs], [_, n]) = (x.shape().as_rows(), dy.shape().as_rows());
+    if inputs == 0 {
+        return sum_rows_into(step, dy, db.into, db.accumulate);
+    }
+    let form = Gemm { lda: inputs, ..Gemm::new(1, n, rows).transpose_a() };
+    let mut row = step.empty::<f32>([1, n])?;
+    let dw = Gradient { form, of: x, into: &mut row };
+    weight_gradients(step, dy, dw, Some(db), |_, n, rows| chunk(inputs, n, rows))?;
+    step.free(row);
+    Ok(())
+}
+
+/// Queues [`queue_weight_gradients`], with k split into chunks of the length that `chunk` returns.
+#[track_caller]
+fn weight_gradients<'s>(
+    step: &Step<'s>,
+    dy: &impl Source<'s, bf16>,
     Gradient { form, of: x, into: dw }: Gradient<'_, impl Source<'s, bf16>, impl Target<'s, f32>>,
     db: Option<BiasGradient<'_, impl Target<'s, f32>>>,
+    chunk: impl Fn(usize, usize, usize) -> usize,
 ) -> Result<()> {
     let none = None::<&Tensor<'s>>;
     let Some(BiasGradient { into: db, accumulate }) = db else {

@@ -41,6 +41,17 @@ pub trait GemmElement<S: Stored>: Cast {
         dx: Option<Gradient<'_, impl Source<'s, Self>, impl Target<'s, S>>>,
     ) -> Result<()>;
 
+    /// Queues only the gradient of a product's bias, with the bits of
+    /// [`GemmElement::queue_gradients`].
+    #[doc(hidden)]
+    #[track_caller]
+    fn queue_bias_gradient<'s>(
+        step: &Step<'s>,
+        dy: &impl Source<'s, Self>,
+        x: &impl Source<'s, Self>,
+        db: BiasGradient<'_, impl Target<'s, f32>>,
+    ) -> Result<()>;
+
     /// Queues [`gelu_linear_backward`](crate::ops::gelu_linear_backward), if products of this type
     /// have that epilogue.
     #[doc(hidden)]
@@ -90,6 +101,15 @@ impl GemmElement<f32> for f32 {
         db.map_or(Ok(()), |db| sum_rows_into(step, dy, db.into, db.accumulate))
     }
 
+    fn queue_bias_gradient<'s>(
+        step: &Step<'s>,
+        dy: &impl Source<'s, f32>,
+        _: &impl Source<'s, f32>,
+        db: BiasGradient<'_, impl Target<'s, f32>>,
+    ) -> Result<()> {
+        sum_rows_into(step, dy, db.into, db.accumulate)
+    }
+
     fn through_gelu<'s>(
         _: &Step<'s>,
         _: &impl Source<'s, f32>,
@@ -125,6 +145,15 @@ impl<S: Stored> GemmElement<S> for bf16 {
         let Some(dx) = dx else { return Ok(()) };
         let bias = None::<&Tensor<'s>>;
         of_bf16::queue(step, &dx.form, dy, dx.of, bias, None::<&Tensor<'s, S>>, dx.into, Epilogue::Store)
+    }
+
+    fn queue_bias_gradient<'s>(
+        step: &Step<'s>,
+        dy: &impl Source<'s, bf16>,
+        x: &impl Source<'s, bf16>,
+        db: BiasGradient<'_, impl Target<'s, f32>>,
+    ) -> Result<()> {
+        of_bf16::queue_bias_gradient(step, dy, x, db)
     }
 
     fn through_gelu<'s>(

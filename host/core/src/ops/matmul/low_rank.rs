@@ -75,9 +75,9 @@ impl LowRank {
 }
 
 impl<'s> Tape<'_, 's> {
-    /// `y = (residual +) x w (+ b)`, and then `y[.., columns] += scale (dropped A) B` for each part;
-    /// `x`, `dropped`: `[.., in]`, `w`: `[in, out]`, `b`: `[out]`, `residual`, `y`: `[.., out]`. The
-    /// input of the addition, `dropped`, is x itself or x after dropout.
+    /// `y = (residual +) x w (+ b)`, and then `y[.., columns] += scale (dropped A) B` for each
+    /// part; `x`, `dropped`: `[.., in]`, `w`: `[in, out]`, `b`: `[out]`, `residual`, `y`: `[..,
+    /// out]`. The input of the addition, `dropped`, is x itself or x after dropout.
     ///
     /// The first sum has the bits of [`Tape::linear`] and [`Tape::linear_residual`]. In BF16, it is
     /// rounded before a part is added.
@@ -104,7 +104,14 @@ impl<'s> Tape<'_, 's> {
         let ([rows, inputs], [_, outputs]) = (x.shape().as_rows(), y.shape().as_rows());
         let (places, ranks) = low_rank.places(&op, inputs, outputs)?;
         let mut h = step.empty::<S>([rows, ranks])?;
-        ops::gemm_into(step, &Gemm::new(rows, ranks, inputs), dropped.value(), &op.weights_as::<S>(low_rank.a)?, none, &mut h)?;
+        ops::gemm_into(
+            step,
+            &Gemm::new(rows, ranks, inputs),
+            dropped.value(),
+            &op.weights_as::<S>(low_rank.a)?,
+            none,
+            &mut h,
+        )?;
         for Place { part, column, rank, outputs: of_part } in &places {
             let product = Gemm { lda: ranks, ldc: outputs, ..Gemm::new(rows, *of_part, *rank) };
             let b = op.weights_as::<S>(part.b)?;

@@ -28,5 +28,5 @@ pub use bf16::gelu_linear_backward;
 pub use element::GemmElement;
 pub use gemm::{BiasGradient, Gemm, Gradient};
 pub use kernels::matmul::{TILES, Tile};
-pub use low_rank::{LOW_RANK_PARTS, LowRank, LowRankPart};
 pub use linear::{gemm_into, gradients_into, linear, linear_gelu, linear_residual, linear_silu, linear_swiglu, matmul};
+pub use low_rank::{LOW_RANK_PARTS, LowRank, LowRankPart};

@@ -222,7 +222,8 @@ fn gradients_of_linear<'s, S: GemmElement<S> + GemmElement<f32>>(
     };
     if !back.trains(w)? {
         if let Some((mut db, accumulate)) = b.map(|b| back.gradient_uninit(b)).transpose()? {
-            ops::sum_rows_into(step, dy, &mut db, accumulate)?;
+            let db = BiasGradient { into: &mut db, accumulate };
+            <S as GemmElement<S>>::queue_bias_gradient(step, dy, x, db)?;
         }
         let Some((into, adds)) = dx else { return Ok(()) };
         return ops::gemm_into(step, &adding(to_x, adds), dy, &weights, None::<&Tensor<'s>>, into);

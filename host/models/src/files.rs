@@ -1,0 +1,152 @@
+//! A model's folder, loaded tensor by tensor into the parameters of a device.
+//!
+//! Invariant: a folder gives every weight, each finite and of the shape that `config.json`
+//! requires, and nothing else; otherwise it is an error. The host holds one parameter and one
+//! tensor at a time.
+
+use crate::config::ModelConfig;
+use crate::names::{self, FileTensor};
+use crate::weights::columns;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use stepscope_core::{Error, FrozenType, ParameterEntry, ParameterSpec, Parameters, Result, Stored, bf16};
+use stepscope_train::{FileType, TensorFiles};
+
+/// The open files of a model: `config.json`, and the weights, of which only the headers were read.
+///
+/// ```no_run
+/// use stepscope::models::{Lora, Transformer, WeightFiles};
+/// use stepscope::{Device, DeviceKind, Parameters};
+///
+/// # fn main() -> stepscope::Result<()> {
+/// let device = Device::open(DeviceKind::Emulated)?;
+/// let mut files = WeightFiles::open("Llama-3.2-1B")?;
+/// // Frozen weights keep the type of the file.
+/// let (model, spec) = Transformer::with_lora(files.config().clone(), &Lora::new(16, 32.0), |entry| files.stored(entry))?;
+/// let mut parameters = Parameters::new(&device, &spec, 7)?;
+/// files.load(&mut parameters)?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct WeightFiles {
+    folder: PathBuf,
+    config: ModelConfig,
+    files: TensorFiles,
+    /// The model's tensors, each with its name in the file.
+    tensors: Vec<(String, FileTensor)>,
+}
+
+impl WeightFiles {
+    /// Opens a folder, and checks the names, types and shapes of its tensors.
+    ///
+    /// # Errors
+    /// [`Error::File`] if a file cannot be read, `config.json` states something that is not
+    /// supported, or the folder does not have exactly the tensors that `config.json` requires.
+    pub fn open(folder: impl AsRef<Path>) -> Result<Self> {
+        let folder = folder.as_ref();
+        let config = ModelConfig::read(folder)?;
+        let files = TensorFiles::open(folder, names::is_computed)?;
+        let mut more: BTreeSet<String> = files.iter().map(|(name, ..)| name.to_owned()).collect();
+        let mut tensors = Vec::new();
+        for tensor in names::tensors(&config) {
+            let Some(name) = [tensor.name.as_str(), tensor.bare_name()].into_iter().find(|&name| more.remove(name))
+            else {
+                let reason = format!("has no `{}` {:?}, which config.json requires", tensor.name, tensor.shape);
+                return Err(Error::file(folder, reason));
+            };
+            let shape = files.get(name).map_or(&[][..], |(_, shape)| shape);
+            if shape != tensor.shape {
+                let reason = format!("`{}`: config.json requires {:?}, got {shape:?}", tensor.name, tensor.shape);
+                return Err(Error::file(folder, reason));
+            }
+            tensors.push((name.to_owned(), tensor));
+        }
+        // A tied head is compared with the token table when the weights are loaded.
+        more.retain(|name| !(config.tied && name == names::head(config.family)));
+        if let Some(more) = more.first() {
+            return Err(Error::file(folder, format!("has `{more}`, which is not a weight of this model")));
+        }
+        Ok(Self { folder: folder.into(), config, files, tensors })
+    }
+
+    /// Returns the model.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Returns the type in which a parameter is frozen without loss: BF16 if the file has all its
+    /// elements in BF16, and otherwise f32.
+    pub fn stored(&self, entry: &ParameterEntry) -> FrozenType {
+        let mut of_entry =
+            self.tensors.iter().filter(|(_, tensor)| tensor.parts.iter().any(|part| part.parameter == entry.name()));
+        let is_bf16 =
+            |(name, _): &(String, FileTensor)| self.files.get(name).is_some_and(|(kind, _)| kind == FileType::Bf16);
+        if of_entry.all(is_bf16) { FrozenType::Bf16 } else { FrozenType::F32 }
+    }
+
+    /// Overwrites all parameters of the model, trained and frozen, but not those of adapters.
+    ///
+    /// # Errors
+    /// [`Error::File`] if a file cannot be read, has changed since it was opened, has a number that
+    /// is not finite, or if a tied head differs from the token table. [`Error::Misuse`] for
+    /// parameters of another model.
+    pub fn load(&mut self, parameters: &mut Parameters) -> Result<()> {
+        let layout = parameters.layout().clone();
+        // The tensors of each parameter.
+        let mut of_parameter: BTreeMap<String, Vec<usize>> = BTreeMap::new();
+        for (number, (_, tensor)) in self.tensors.iter().enumerate() {
+            for part in &tensor.parts {
+                let numbers = of_parameter.entry(part.parameter.clone()).or_default();
+                if numbers.last() != Some(&number) {
+                    numbers.push(number);
+                }
+            }
+        }
+        for (parameter, entry) in layout.iter() {
+            let Some(numbers) = of_parameter.remove(entry.name()) else { continue };
+            if entry.frozen() == Some(FrozenType::Bf16) {
+                parameters.write_as(parameter, &self.read::<bf16>(&layout, entry, &numbers)?)?;
+            } else {
+                parameters.write(parameter, &self.read::<f32>(&layout, entry, &numbers)?)?;
+            }
+        }
+        if let Some((name, _)) = of_parameter.first_key_value() {
+            return Err(Error::misuse("load", format!("a model with the parameter `{name}`"), "one without it"));
+        }
+        self.check_tied_head()?;
+        self.files.check_unchanged()
+    }
+
+    /// Reads the tensors of a parameter, one after another.
+    fn read<S: Stored>(&mut self, layout: &ParameterSpec, entry: &ParameterEntry, numbers: &[usize]) -> Result<Vec<S>> {
+        let (mut ours, columns) = (vec![S::narrow(0.0); entry.shape().elements()], columns(layout));
+        for &number in numbers {
+            let (name, tensor) = &self.tensors[number];
+            let theirs = self.files.read::<S>(name)?;
+            for (_, places) in tensor.places(&columns).filter(|(name, _)| *name == entry.name()) {
+                let added = tensor.added;
+                match added == 0.0 {
+                    true => places.for_each(|at, there| ours[at] = theirs[there]),
+                    false => places.for_each(|at, there| ours[at] = S::narrow(theirs[there].widen() + added)),
+                }
+            }
+        }
+        Ok(ours)
+    }
+
+    /// Returns an error if the file of a tied model has a head that differs from the token table.
+    fn check_tied_head(&mut self) -> Result<()> {
+        let head = names::head(self.config.family);
+        let Some((_, shape)) = self.files.get(head).filter(|_| self.config.tied) else { return Ok(()) };
+        let (shape, table) = (shape.to_vec(), self.tensors[0].0.clone());
+        if shape == self.tensors[0].1.shape && self.files.read::<f32>(head)? == self.files.read::<f32>(&table)? {
+            return Ok(());
+        }
+        let reason = format!(
+            "has a `{head}` {shape:?} that differs from the token table, but `tie_word_embeddings` in config.json makes them one: set it \
+             to false to train the head by itself, or remove the tensor"
+        );
+        Err(Error::file(&self.folder, reason))
+    }
+}

@@ -1,0 +1,148 @@
+//! The tensors of a folder, read one at a time, each in its own type.
+//!
+//! Invariant: the folder's tensors are those of one state, as
+//! [`StateDict::from_pretrained`](crate::StateDict::from_pretrained) defines it, and nothing is
+//! read twice unless the caller asks for it twice.
+
+#![forbid(unsafe_code)]
+
+use crate::file_type::FileType;
+use crate::pretrained::{FILE, INDEX, no_tensors, shards};
+use crate::tensors::OpenTensors;
+use cuda_std::float_mode;
+use half::{bf16, f16};
+use safetensors::tensor::Dtype;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use stepscope_core::error::{Error, Result, short};
+use stepscope_core::files::PlainFile;
+use stepscope_core::tensor::Stored;
+
+/// The open files of a folder in the layout of `save_pretrained`. The host holds one tensor at a
+/// time.
+#[derive(Debug)]
+pub struct TensorFiles {
+    folder: PathBuf,
+    index: Option<PlainFile>,
+    files: Vec<(PathBuf, OpenTensors)>,
+    /// For each tensor its file, type and shape.
+    tensors: BTreeMap<String, (usize, FileType, Vec<usize>)>,
+}
+
+impl TensorFiles {
+    /// Opens `model.safetensors`, or else `model.safetensors.index.json` and the shards that it
+    /// names. Only the headers are read. Tensors for which `skip` returns true are left out,
+    /// whatever their type.
+    ///
+    /// # Errors
+    /// [`Error::File`] in these cases:
+    ///
+    /// - A file is missing, not a plain file, truncated, or of another format.
+    /// - The index and the shards do not have the same tensors, or a tensor appears twice.
+    /// - A tensor has another type than F32, BF16 and F16.
+    pub fn open(folder: impl AsRef<Path>, skip: impl Fn(&str) -> bool) -> Result<Self> {
+        let folder = folder.as_ref();
+        let (whole, index) = (folder.join(FILE), folder.join(INDEX));
+        let mut opened = Self { folder: folder.into(), index: None, files: Vec::new(), tensors: BTreeMap::new() };
+        if whole.exists() {
+            opened.add(whole, &skip, None)?;
+            return Ok(opened);
+        }
+        if !index.exists() {
+            return Err(no_tensors(folder));
+        }
+        let (shards, file) = shards(&index)?;
+        opened.index = Some(file);
+        for (shard, names) in shards {
+            let path = folder.join(shard);
+            if !path.exists() {
+                let reason = format!("is missing, but {INDEX} lists tensors in it: {}", names.len());
+                return Err(Error::file(path, reason));
+            }
+            opened.add(path, &skip, Some(names.iter().map(String::as_str).collect()))?;
+        }
+        Ok(opened)
+    }
+
+    /// Opens a file that must have these tensors, if they are known.
+    fn add(&mut self, path: PathBuf, skip: impl Fn(&str) -> bool, listed: Option<BTreeSet<&str>>) -> Result<()> {
+        let tensors = OpenTensors::open(&path)?;
+        let there: BTreeSet<&str> = tensors.iter().map(|(name, ..)| name).collect();
+        if let Some(listed) = listed {
+            if let Some(name) = listed.difference(&there).find(|name| !skip(name)) {
+                return Err(Error::file(path, format!("has no `{}`, which {INDEX} lists there", short(name))));
+            }
+            if let Some(name) = there.difference(&listed).find(|name| !skip(name)) {
+                return Err(Error::file(path, format!("has `{}`, which {INDEX} does not list there", short(name))));
+            }
+        }
+        for (name, dtype, shape) in tensors.iter().filter(|(name, ..)| !skip(name)) {
+            let kind = match dtype {
+                Dtype::F32 => FileType::F32,
+                Dtype::BF16 => FileType::Bf16,
+                Dtype::F16 => FileType::F16,
+                other => {
+                    let reason = format!("`{}`: expected F32, BF16 or F16, got {other:?}", short(name));
+                    return Err(Error::file(path, reason));
+                }
+            };
+            if self.tensors.insert(name.into(), (self.files.len(), kind, shape.into())).is_some() {
+                return Err(Error::file(path, format!("has `{}`, as another file does", short(name))));
+            }
+        }
+        self.files.push((path, tensors));
+        Ok(())
+    }
+
+    /// Returns all tensors in the order of their names: name, type and shape.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, FileType, &[usize])> {
+        self.tensors.iter().map(|(name, (_, kind, shape))| (name.as_str(), *kind, shape.as_slice()))
+    }
+
+    /// Returns the type and the shape of a tensor, if the folder has it.
+    pub fn get(&self, name: &str) -> Option<(FileType, &[usize])> {
+        self.tensors.get(name).map(|(_, kind, shape)| (*kind, shape.as_slice()))
+    }
+
+    /// Reads a tensor, and converts it to S: exactly to f32, and rounded to BF16.
+    ///
+    /// # Errors
+    /// [`Error::File`] if the folder has no such tensor, if its file cannot be read or has changed
+    /// since it was opened, or if a number is not finite, also after rounding.
+    pub fn read<S: Stored>(&mut self, name: &str) -> Result<Vec<S>> {
+        let Some((place, kind, _)) = self.tensors.get(name) else {
+            return Err(Error::file(&self.folder, format!("has no tensor `{}`", short(name))));
+        };
+        let (path, file) = &mut self.files[*place];
+        let failed = |reason: std::io::Error| Error::file(&*path, reason);
+        let bytes = file.bytes(name).map_err(failed)?;
+        file.file().check_unchanged().map_err(failed)?;
+        let values: Vec<S> = match kind {
+            FileType::F32 => bytes.as_chunks().0.iter().map(|&four| S::narrow(f32::from_le_bytes(four))).collect(),
+            FileType::Bf16 => {
+                let number = |&two: &[u8; 2]| S::narrow(bf16::from_le_bytes(two).to_f32());
+                bytes.as_chunks().0.iter().map(number).collect()
+            }
+            FileType::F16 => float_mode::in_default(|| {
+                bytes.as_chunks().0.iter().map(|&two| S::narrow(f16::from_le_bytes(two).to_f32())).collect()
+            }),
+        };
+        if let Some(at) = values.iter().position(|value| !value.widen().is_finite()) {
+            let got = values[at].widen();
+            let reason = format!("`{}`: expected finite numbers, got {got} at index {at}", short(name));
+            return Err(Error::file(&*path, reason));
+        }
+        Ok(values)
+    }
+
+    /// Checks that no file has changed or was replaced since the folder was opened, so that all
+    /// tensors read belong to one state.
+    ///
+    /// # Errors
+    /// [`Error::File`] if one has.
+    pub fn check_unchanged(&self) -> Result<()> {
+        let index = self.index.iter().map(|file| (self.folder.join(INDEX), file));
+        let mut files = self.files.iter().map(|(path, tensors)| (path.clone(), tensors.file())).chain(index);
+        files.try_for_each(|(path, file)| file.check_still_at(&path).map_err(|reason| Error::file(&path, reason)))
+    }
+}
