@@ -174,8 +174,8 @@ impl Checkpoint {
     /// # Errors
     /// [`Error::File`] if a tensor is missing, has another shape or type, there is no optimizer
     /// state, or the checkpoint was saved with other frozen weights than the model's.
-    /// [`Error::OtherOptimizer`] if the state belongs to another optimizer. [`Error::NotFinite`] for
-    /// a non-finite value.
+    /// [`Error::OtherOptimizer`] if the state belongs to another optimizer. [`Error::NotFinite`]
+    /// for a non-finite value.
     pub fn restore(
         &self,
         parameters: &mut Parameters,
