@@ -5,6 +5,7 @@ mod overrun;
 #[path = "../support/mod.rs"]
 mod support;
 
+mod adapters;
 mod attention;
 mod bf16;
 mod checkpoint;

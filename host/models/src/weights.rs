@@ -163,12 +163,7 @@ impl Weights {
 }
 
 /// Writes `config.json` and a model's tensors to a folder.
-fn write_folder(
-    folder: &Path,
-    config: &ModelConfig,
-    mut parts: Parts<'_>,
-    max_shard_size: Option<u64>,
-) -> Result<()> {
+fn write_folder(folder: &Path, config: &ModelConfig, mut parts: Parts<'_>, max_shard_size: Option<u64>) -> Result<()> {
     fs::create_dir_all(folder).map_err(|reason| Error::file(folder, reason))?;
     let (mut tensors, columns) = (names::tensors(config), columns(parts.layout));
     tensors.sort_by(|one, other| one.name.cmp(&other.name));

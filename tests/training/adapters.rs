@@ -1,0 +1,205 @@
+//! Adapters of linear layers: the results and gradients of separate products, for any ranks, and
+//! dropout that is repeated in every run of a step.
+
+#![forbid(unsafe_code)]
+
+use crate::support::{Random, bits, on_each_device, relative_l2};
+use stepscope::nn::{AdapterPart, Linear};
+use stepscope::ops::{GemmElement, Generator};
+use stepscope::*;
+
+const ROWS: usize = 37;
+const INPUTS: usize = 20;
+const OUTPUTS: usize = 26;
+/// The first output, the outputs, the rank and the scale of each part. The outputs in between have
+/// none.
+const PARTS: [(usize, usize, usize, f32); 3] = [(0, 8, 3, 2.0), (8, 5, 4, 0.5), (17, 9, 1, -1.5)];
+
+/// A layer with an adapter, and separate matrices of the same values.
+struct Layers {
+    layer: Linear,
+    separate: Vec<[Parameter; 2]>,
+    parameters: Parameters,
+}
+
+fn layers(device: &Device, dropout: f32) -> Layers {
+    let mut layout = ParameterSpec::builder();
+    let layer = Linear::new(layout.names().at("layer"), INPUTS, OUTPUTS);
+    layout.freeze(|_| Some(FrozenType::F32));
+    let names = ["a", "b", "c"];
+    let part = |(number, (first, outputs, rank, scale)): (usize, (usize, usize, usize, f32))| AdapterPart {
+        name: names[number],
+        first,
+        outputs,
+        rank,
+        scale,
+    };
+    let parts: Vec<AdapterPart<'_>> = PARTS.into_iter().enumerate().map(part).collect();
+    let layer = layer.with_adapter(layout.names().at("layer"), INPUTS, &parts, dropout).unwrap();
+    let separate = parts.iter().map(|part| {
+        let mut names = layout.names();
+        let a = names.add(format!("{}.a", part.name), [INPUTS, part.rank], Initializer::ZERO);
+        [a, names.add(format!("{}.b", part.name), [part.rank, part.outputs], Initializer::ZERO)]
+    });
+    let separate: Vec<[Parameter; 2]> = separate.collect();
+    let mut parameters = Parameters::new(device, &layout.build().unwrap(), 7).unwrap();
+    let mut random = Random::new(3);
+    let ranks: usize = PARTS.iter().map(|part| part.2).sum();
+    let a = random.normals(INPUTS * ranks);
+    let low_rank = layer.adapter.unwrap().low_rank;
+    parameters.write(low_rank.a, &a).unwrap();
+    let mut column = 0;
+    for ((part, own), &[of_a, of_b]) in PARTS.iter().zip(low_rank.parts).zip(&separate) {
+        let b = random.normals(part.2 * part.1);
+        parameters.write(own.unwrap().b, &b).unwrap();
+        parameters.write(of_b, &b).unwrap();
+        let own_a: Vec<f32> = a.chunks(ranks).flat_map(|row| row[column..column + part.2].to_vec()).collect();
+        parameters.write(of_a, &own_a).unwrap();
+        column += part.2;
+    }
+    Layers { layer, separate, parameters }
+}
+
+/// Returns y and the gradient of each parameter, and of the residual's source, for the layer or for
+/// separate products. A residual is twice the result of the frozen layer.
+fn run<S: GemmElement<S> + GemmElement<f32>>(layers: &Layers, whole: bool, residual: bool) -> [Vec<f32>; 3] {
+    let Layers { layer, separate, parameters } = layers;
+    let device = parameters.flat().device();
+    let mut gradients = Gradients::zeros(parameters).unwrap();
+    let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
+    let mut random = Random::new(11);
+    let (x, weights): (Vec<f32>, Vec<f32>) = (random.normals(ROWS * INPUTS), random.normals(ROWS * OUTPUTS));
+    let narrow = |values: &[f32]| values.iter().map(|&value| S::narrow(value)).collect::<Vec<S>>();
+    let y = arena.step(|step| {
+        let tape = Tape::new(step, parameters);
+        let x = tape.input(step.upload(&narrow(&x), [ROWS, INPUTS])?);
+        let frozen = Linear { adapter: None, ..*layer };
+        let before = residual.then(|| tape.scale(&frozen.forward(&tape, &x)?, 2.0)).transpose()?;
+        let y = match (whole, &before) {
+            (true, None) => layer.forward(&tape, &x)?,
+            (true, Some(before)) => layer.forward_residual(&tape, &x, before)?,
+            (false, before) => {
+                let mut added = Vec::new();
+                let mut end = 0;
+                for (&(first, outputs, _, scale), &[a, b]) in PARTS.iter().zip(separate) {
+                    if first > end {
+                        added.push(
+                            tape.input(step.upload(&vec![S::narrow(0.0); ROWS * (first - end)], [ROWS, first - end])?),
+                        );
+                    }
+                    added.push(tape.scale(&tape.linear(&tape.linear(&x, a, None)?, b, None)?, scale)?);
+                    end = first + outputs;
+                }
+                let y = frozen.forward(&tape, &x)?;
+                let y = before.as_ref().map_or(Ok(y), |before| tape.add(&y, before))?;
+                tape.add(&y, &tape.concat(&added, 1)?)?
+            }
+        };
+        let weights = tape.input(step.upload(&narrow(&weights), [ROWS, OUTPUTS])?);
+        let loss = tape.sum(&tape.mul(&y, &weights)?)?;
+        let values = step.read(y.value())?.into_iter().map(|value| value.widen()).collect();
+        tape.backward_overwrite(&loss, &mut gradients)?;
+        Ok(values)
+    });
+    let low_rank = layer.adapter.unwrap().low_rank;
+    let (mut of_a, mut of_b) = (Vec::new(), Vec::new());
+    let read = |parameter| gradients.read(parameter).unwrap();
+    if whole {
+        let (ranks, a) = (PARTS.iter().map(|part| part.2).sum(), read(low_rank.a));
+        let mut column = 0;
+        for (part, own) in PARTS.iter().zip(low_rank.parts) {
+            of_a.extend(a.chunks(ranks).flat_map(|row| row[column..column + part.2].to_vec()));
+            of_b.extend(read(own.unwrap().b));
+            column += part.2;
+        }
+    } else {
+        separate.iter().for_each(|&[a, b]| {
+            of_a.extend(read(a));
+            of_b.extend(read(b));
+        });
+    }
+    [y.unwrap(), of_a, of_b]
+}
+
+fn agree<S: GemmElement<S> + GemmElement<f32>>(device: &Device, limit: f64) {
+    let mut layers = layers(device, 0.0);
+    if <S as Element>::NAME == bf16::NAME {
+        layers.parameters = layers.parameters.with_bf16_copy().unwrap();
+    }
+    for residual in [false, true] {
+        let [ours, theirs] = [true, false].map(|whole| run::<S>(&layers, whole, residual));
+        for (what, (ours, theirs)) in ["y", "A", "B"].into_iter().zip(ours.iter().zip(&theirs)) {
+            let theirs: Vec<f64> = theirs.iter().map(|&value| f64::from(value)).collect();
+            let difference = relative_l2(ours, &theirs);
+            assert!(difference <= limit, "{what} differs by {difference:e}");
+            assert!(ours.iter().all(|value| *value != 0.0), "{what} has zeros");
+        }
+    }
+}
+
+on_each_device! {
+    fn adapters_agree_with_separate_products(device: &Device) {
+        agree::<f32>(device, 1e-6);
+        // Each of the separate results is rounded to 8 bits.
+        agree::<bf16>(device, 1e-2);
+    }
+
+    /// Dropout of an adapter's input is the same with and without recompute, and absent in an
+    /// evaluation. It leaves the frozen layer alone.
+    fn dropout_repeats(device: &Device) {
+        let [plain, dropped] = [0.0, 0.5].map(|dropout| layers(device, dropout));
+        let generator = Generator::new(device, 5).unwrap();
+        let run = |layers: &Layers, evaluates: bool, recompute: bool| {
+            let (layer, mut gradients) = (layers.layer, Gradients::zeros(&layers.parameters).unwrap());
+            let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
+            let y = arena.step(|step| {
+                let tape = Tape::new(step, &layers.parameters);
+                let tape = if evaluates { tape.evaluating() } else { tape.with_generator(&generator) };
+                let x = tape.input(step.upload(&Random::new(2).normals(ROWS * INPUTS), [ROWS, INPUTS])?);
+                let y = match recompute {
+                    true => tape.recompute(x, move |tape, x| layer.forward(tape, &x))?,
+                    false => layer.forward(&tape, &x)?,
+                };
+                let values = step.read(y.value())?;
+                let loss = tape.mean(&y)?;
+                tape.backward_overwrite(&loss, &mut gradients)?;
+                Ok(values)
+            });
+            (bits(&y.unwrap()), bits(&gradients.flat().read().unwrap()))
+        };
+        assert_eq!(run(&plain, true, false), run(&dropped, true, false));
+        let once = run(&dropped, false, false);
+        assert_eq!(once, run(&dropped, false, true));
+        assert_eq!(once, run(&dropped, false, false));
+        let plain = run(&plain, false, false);
+        assert_ne!(once.0, plain.0);
+        // The outputs without an addition.
+        let rest = |y: &[u32]| y.chunks(OUTPUTS).flat_map(|row| row[13..17].to_vec()).collect::<Vec<_>>();
+        assert_eq!(rest(&once.0), rest(&plain.0));
+    }
+}
+
+/// Parts outside the layer, and too many, are refused.
+#[test]
+fn misplaced_parts_are_refused() {
+    let device = Device::open(DeviceKind::Emulated).unwrap();
+    let part = AdapterPart { name: "", first: 2, outputs: 3, rank: 1, scale: 1.0 };
+    let mut layout = ParameterSpec::builder();
+    let layer = Linear::without_bias(layout.names().at("layer"), 4, 4);
+    for parts in [vec![], vec![part; 4]] {
+        let error = layer.with_adapter(layout.names().at("other"), 4, &parts, 0.0).unwrap_err().to_string();
+        assert!(error.contains("1 to 3 parts"), "{error}");
+    }
+    let mut layout = ParameterSpec::builder();
+    let layer = Linear::without_bias(layout.names().at("layer"), 4, 4);
+    let layer = layer.with_adapter(layout.names().at("layer"), 4, &[part], 0.0).unwrap();
+    let parameters = Parameters::new(&device, &layout.build().unwrap(), 7).unwrap();
+    let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
+    let error = arena.step(|step| {
+        let tape = Tape::new(step, &parameters);
+        let x = tape.input(step.upload(&[0.5; 8], [2, 4])?);
+        layer.forward(&tape, &x).map(drop)
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("inside the 4 outputs") && error.contains("3 outputs from 2 on"), "{error}");
+}
