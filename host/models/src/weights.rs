@@ -203,8 +203,8 @@ impl<'p> Parts<'p> {
         Self { adapters: Some((model, parameters)), ..Self::of(parameters) }
     }
 
-    /// Returns the values of one of these tensors, minus `added`. Keeps the parameters that the next
-    /// tensors need.
+    /// Returns the values of one of these tensors, minus `added`. Keeps the parameters that the
+    /// next tensors need.
     fn tensor(
         &mut self,
         tensors: &[FileTensor],
