@@ -130,7 +130,7 @@ struct Tool {
 }
 
 impl Tool {
-    /// Returns the tool that started this process, if one did and it supports the extension.
+    /// Returns the tool that started this process, if there is one that supports the extension.
     fn attached() -> Option<Self> {
         static ATTACHED: OnceLock<Option<Tool>> = OnceLock::new();
         *ATTACHED.get_or_init(|| {

@@ -1,7 +1,7 @@
 //! The tensors of a file, and the parameters that hold their elements.
 //!
-//! A parameter is a matrix of `[inputs, outputs]`, as [`Linear`](stepscope_train::nn::Linear) has
-//! it, or a vector of `[outputs]`. A tensor of a file holds some outputs of one or more parameters:
+//! A parameter is a matrix of `[inputs, outputs]`, as in [`Linear`](stepscope_train::nn::Linear),
+//! or a vector of `[outputs]`. A tensor of a file holds some outputs of one or more parameters:
 //!
 //! ```text
 //! q_proj.weight        [q outputs, width]      attention.qkv_proj.weight  [width, q | k | v]

@@ -106,12 +106,12 @@ pub fn save_state_dict_as<S: Stored>(parameters: &Parameters, path: impl AsRef<P
     write(path, &notes, &tensors)?.put()
 }
 
-/// Overwrites all weights with those of a file that [`save_state_dict`] or
-/// `safetensors.torch.save_file(model.state_dict(), path)` has written. Each tensor may be
-/// F32, or BF16, which becomes f32 exactly. Such a file has no digest, so its contents are not
-/// verified. Each byte is read once, and all are read before any is used. A file that changes
-/// meanwhile is refused, as far as its length and modification time show. Takes the bytes of
-/// the file and of the weights in host memory.
+/// Overwrites all weights with the tensors of a file that [`save_state_dict`] or
+/// `safetensors.torch.save_file(model.state_dict(), path)` has written. Each tensor may be F32, or
+/// BF16, which becomes f32 exactly. Such a file has no digest, so its contents are not verified.
+/// Each byte is read once, and all are read before any is used. A file that changes meanwhile is
+/// refused, as far as its length and modification time show. Takes the bytes of the file and of the
+/// weights in host memory.
 ///
 /// # Errors
 /// [`Error::File`], before anything is changed, in these cases:

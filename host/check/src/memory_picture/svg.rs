@@ -2,7 +2,7 @@
 //! ends of steps, and refusals.
 //!
 //! Text is written as SVG text, so drawing needs no font. Every band shows its name on hover. The
-//! picture has a dark ground where the reader's pages are dark.
+//! picture is dark if the reader's system prefers dark pages.
 
 use super::recording::Recording;
 use super::timeline::Timeline;

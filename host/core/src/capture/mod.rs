@@ -209,7 +209,7 @@ impl<S, R> Captured<S, R> {
         self.state
     }
 
-    /// Returns the size of the recorded graphs, and how often they were recorded and evicted.
+    /// Returns the size of the recorded graphs, and counts of recordings, evictions and replays.
     pub fn report(&self) -> CaptureReport {
         let (kept, recordings, evictions, time) = self.recordings.report();
         CaptureReport {

@@ -141,8 +141,8 @@ fn gpt2(keys: &Keys<'_>) -> Outcome<ModelConfig> {
     })
 }
 
-/// Reads what Llama and the families after it share: RMSNorm before each part, SwiGLU, grouped
-/// queries, rotary positions, and no biases.
+/// Reads the settings that Llama and the later families share: RMSNorm before each part, SwiGLU,
+/// grouped queries, rotary positions, and no biases.
 fn like_llama(keys: &Keys<'_>, family: Family, defaults: &Defaults) -> Outcome<ModelConfig> {
     keys.only("hidden_act", &[json!("silu")])?;
     let width = keys.required("hidden_size", MAX_SIZE)?;
