@@ -179,6 +179,7 @@ fn adamw(step: &Step<'_>, set: &mut Set) -> Result<()> {
         &mut step.lend_mut(first, [elements])?,
         &mut step.lend_mut(second, [elements])?,
         &step.lend(hyper, [slot::LEN])?,
+        None::<&Tensor<'_, u32>>,
         &step.lend(one, [1])?,
     )
 }

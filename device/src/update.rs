@@ -8,6 +8,8 @@
 //! groups, one for each run      |    0    |     2     |     2      | ..
 //! hyper                         | LEN of group 0 | LEN of group 1 | LEN of group 2 | ..
 //! ```
+//! If there is one group, `groups` is empty and nothing is read from it.
+//!
 //! Invariant: the four elements of a vector belong to one group. A group is given for whole runs of
 //! [`RUN`] elements, and a vector starts at a multiple of four.
 
@@ -77,24 +79,33 @@ pub fn clip_factor(max_norm: f32, squared_norm: f32) -> f32 {
 }
 
 /// Returns the index of the group's `len` settings in a slot of `slots` floats, and the factor 1.
-/// If the slot has no such group, returns 0 and the factor NaN. The factor then makes the gradient
-/// NaN, because a kernel cannot return an error.
+/// Without `groups`, every element belongs to the first group. If the slot has no such group,
+/// returns 0 and the factor NaN. The factor then makes the gradient NaN, because a kernel cannot
+/// return an error.
 ///
 /// # Safety
-/// `groups` has one group for each run of [`RUN`] elements, including the run of `index`.
+/// `groups` is empty, or has one group for each run of [`RUN`] elements, including the run of
+/// `index`. The slot has the settings of at least one group.
 #[inline(always)]
 #[track_caller]
 pub unsafe fn group_settings(groups: &[u32], index: usize, len: usize, slots: usize) -> (usize, f32) {
-    // SAFETY: the run of `index` has a group, as the caller guarantees.
+    if groups.is_empty() {
+        return (0, 1.0);
+    }
+    // SAFETY: `groups` is not empty, so the run of `index` has a group, as the caller guarantees.
     let start = unsafe { load(groups, index / RUN) } as usize * len;
     if start + len <= slots { (start, 1.0) } else { (0, f32::NAN) }
 }
 
-/// Checks groups and their settings for a contract: `groups` has one entry for each run, and the
-/// slot has whole groups, at least one.
+/// Checks groups and their settings for a contract. Either `groups` is empty, and the slot has the
+/// settings of one group. Or `groups` has one entry for each run, and the slot has whole groups, at
+/// least one.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn grouped(elements: usize, groups: usize, slots: usize, len: usize) -> Result<(), cuda_std::launch::Violation> {
     use cuda_std::launch::Violation;
+    if groups == 0 && elements > 0 {
+        return Violation::unless_length("hyper", len, slots);
+    }
     Violation::unless_length("groups", elements.div_ceil(RUN), groups)?;
     Violation::unless(slots > 0 && slots.is_multiple_of(len), "hyper", "settings of whole groups", slots)
 }

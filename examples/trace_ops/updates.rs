@@ -23,6 +23,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
             &mut first,
             &mut second,
             &hyper,
+            None::<&Tensor<'_, u32>>,
             &squared_norm,
         )?;
         let updated = [("weights", &weights), ("first", &first), ("second", &second)];
@@ -39,7 +40,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
             [[1e-2, 0.9, 0.999, 1e-8, 0.01, 0.19, 0.001_999, 1.0], [5e-2, 0.8, 0.99, 1e-6, 0.0, 0.36, 0.0199, 2.0]];
         let (hyper, groups) = (c.given("hyper", [2, 8], hyper.as_flattened())?, c.groups(shape[0], 2)?);
         let norm = ops::squared_norm(c.step, &gradients)?;
-        ops::adamw_groups(
+        ops::adamw(
             c.step,
             &mut weights,
             None::<&mut Tensor<'_, bf16>>,
@@ -47,7 +48,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
             &mut first,
             &mut second,
             &hyper,
-            &groups,
+            Some(&groups),
             &norm,
         )?;
         let updated = [("weights", &weights), ("first", &first), ("second", &second)];
@@ -68,6 +69,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
             &gradients,
             &mut velocity,
             &hyper,
+            None::<&Tensor<'_, u32>>,
             &squared_norm,
         )?;
         c.result("weights", &weights)?;
@@ -81,14 +83,14 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         let hyper = [[0.3, 0.9, 0.1, 1.0, 0.0], [0.1, 0.5, 0.0, 2.0, 1.0]];
         let (hyper, groups) = (c.given("hyper", [2, 5], hyper.as_flattened())?, c.groups(shape[0], 2)?);
         let norm = ops::squared_norm(c.step, &gradients)?;
-        ops::sgd_groups(
+        ops::sgd(
             c.step,
             &mut weights,
             None::<&mut Tensor<'_, bf16>>,
             &gradients,
             &mut velocity,
             &hyper,
-            &groups,
+            Some(&groups),
             &norm,
         )?;
         c.result("weights", &weights)?;

@@ -1,4 +1,4 @@
-//! Tests of `ops::adamw` and `ops::adamw_groups`: one update of one flat region.
+//! Tests of `ops::adamw`: one update of one flat region, with one parameter group and with several.
 
 use crate::hostile::attack;
 use crate::shapes::LENGTHS;
@@ -11,6 +11,11 @@ use stepscope::{Device, Tensor, bf16, ops};
 
 /// Returns no BF16 copy, for weights without one.
 pub(crate) fn no_copy<'t, 's>() -> Option<&'t mut Tensor<'s, bf16>> {
+    None
+}
+
+/// Returns no groups, for parameters of one group.
+pub(crate) fn no_groups<'t, 's>() -> Option<&'t Tensor<'s, u32>> {
     None
 }
 
@@ -30,12 +35,32 @@ impl State {
             let upload = |part: usize| trial.upload(&self.0[part], [self.0[part].len()]);
             let (mut weights, gradients, mut first, mut second) = (upload(0)?, upload(1)?, upload(2)?, upload(3)?);
             let (hyper, squared_norm) = (trial.upload(&hyper, [slot::LEN])?, trial.upload(&[squared_norm], [1])?);
-            ops::adamw(trial, &mut weights, no_copy(), &gradients, &mut first, &mut second, &hyper, &squared_norm)?;
+            ops::adamw(
+                trial,
+                &mut weights,
+                no_copy(),
+                &gradients,
+                &mut first,
+                &mut second,
+                &hyper,
+                no_groups(),
+                &squared_norm,
+            )?;
             let plain = [trial.output(&weights)?, trial.output(&first)?, trial.output(&second)?];
             let (mut weights, mut first, mut second) = (upload(0)?, upload(2)?, upload(3)?);
             let mut copy = trial.empty([gradients.shape().elements()])?;
             let to = Some(&mut copy);
-            ops::adamw(trial, &mut weights, to, &gradients, &mut first, &mut second, &hyper, &squared_norm)?;
+            ops::adamw(
+                trial,
+                &mut weights,
+                to,
+                &gradients,
+                &mut first,
+                &mut second,
+                &hyper,
+                no_groups(),
+                &squared_norm,
+            )?;
             let copied = [trial.output(&weights)?, trial.output(&first)?, trial.output(&second)?];
             assert_copied(&plain, &copied, &trial.output(&copy)?);
             Ok(plain)
@@ -55,7 +80,7 @@ impl State {
             let (mut weights, gradients, mut first, mut second) = (upload(0)?, upload(1)?, upload(2)?, upload(3)?);
             let hyper = trial.upload(hyper.as_flattened(), [hyper.len(), slot::LEN])?;
             let (groups, norm) = (trial.upload(groups, [groups.len()])?, trial.upload(&[squared_norm], [1])?);
-            ops::adamw_groups(
+            ops::adamw(
                 trial,
                 &mut weights,
                 no_copy(),
@@ -63,14 +88,14 @@ impl State {
                 &mut first,
                 &mut second,
                 &hyper,
-                &groups,
+                Some(&groups),
                 &norm,
             )?;
             let plain = [trial.output(&weights)?, trial.output(&first)?, trial.output(&second)?];
             let (mut weights, mut first, mut second) = (upload(0)?, upload(2)?, upload(3)?);
             let mut copy = trial.empty([gradients.shape().elements()])?;
             let to = Some(&mut copy);
-            ops::adamw_groups(trial, &mut weights, to, &gradients, &mut first, &mut second, &hyper, &groups, &norm)?;
+            ops::adamw(trial, &mut weights, to, &gradients, &mut first, &mut second, &hyper, Some(&groups), &norm)?;
             let copied = [trial.output(&weights)?, trial.output(&first)?, trial.output(&second)?];
             assert_copied(&plain, &copied, &trial.output(&copy)?);
             Ok(plain)
@@ -188,34 +213,40 @@ on_each_device! {
             let ones = |length: usize| trial.upload(&vec![1.0; length], [length]);
             let (mut a, mut b, mut c, mut d) = (ones(3)?, ones(3)?, ones(4)?, ones(3)?);
             let (g, hyper, norm) = (ones(3)?, trial.upload(&LATE, [slot::LEN])?, ones(1)?);
-            assert_refused(ops::adamw(trial, &mut a, no_copy(), &g, &mut b, &mut c, &hyper, &norm), &["adamw", "[3]", "[4]"]);
+            assert_refused(ops::adamw(trial, &mut a, no_copy(), &g, &mut b, &mut c, &hyper, no_groups(), &norm), &["adamw", "[3]", "[4]"]);
             let mut longer = trial.upload(&[bf16::ONE; 4], [4])?;
             let copy = Some(&mut longer);
-            assert_refused(ops::adamw(trial, &mut a, copy, &g, &mut b, &mut d, &hyper, &norm), &["adamw", "[3]", "[4]"]);
+            assert_refused(ops::adamw(trial, &mut a, copy, &g, &mut b, &mut d, &hyper, no_groups(), &norm), &["adamw", "[3]", "[4]"]);
             assert_refused(
-                ops::adamw(trial, &mut a, no_copy(), &g, &mut b, &mut d, &norm, &norm),
+                ops::adamw(trial, &mut a, no_copy(), &g, &mut b, &mut d, &norm, no_groups(), &norm),
                 &["adamw", "`hyper`", "8 elements"],
             );
             assert_refused(
-                ops::adamw(trial, &mut a, no_copy(), &g, &mut b, &mut d, &hyper, &g),
+                ops::adamw(trial, &mut a, no_copy(), &g, &mut b, &mut d, &hyper, no_groups(), &g),
                 &["adamw", "`squared_norm`", "1 elements"],
             );
             let (runs, none) = (trial.upload(&[0u32, 0], [2])?, trial.upload(&[0u32; 0], [0])?);
             assert_refused(
-                ops::adamw_groups(trial, &mut a, no_copy(), &g, &mut b, &mut c, &hyper, &runs, &norm),
-                &["adamw_groups", "[3]", "[4]"],
+                ops::adamw(trial, &mut a, no_copy(), &g, &mut b, &mut c, &hyper, Some(&runs), &norm),
+                &["adamw", "[3]", "[4]"],
             );
-            for groups in [&runs, &none] {
+            assert_refused(
+                ops::adamw(trial, &mut a, no_copy(), &g, &mut b, &mut d, &hyper, Some(&runs), &norm),
+                &["adamw", "`groups`", "1 elements"],
+            );
+            // Without groups, the settings of one group.
+            let two = trial.upload(&[LATE, FIRST].concat(), [2, slot::LEN])?;
+            for groups in [None, Some(&none)] {
                 assert_refused(
-                    ops::adamw_groups(trial, &mut a, no_copy(), &g, &mut b, &mut d, &hyper, groups, &norm),
-                    &["adamw_groups", "`groups`", "1 elements"],
+                    ops::adamw(trial, &mut a, no_copy(), &g, &mut b, &mut d, &two, groups, &norm),
+                    &["adamw", "`hyper`", "8 elements"],
                 );
             }
             let one = trial.upload(&[0u32], [1])?;
             for hyper in [&norm, &trial.upload(&[0.0; 12], [12])?, &trial.upload(&[0.0; 0], [0])?] {
                 assert_refused(
-                    ops::adamw_groups(trial, &mut a, no_copy(), &g, &mut b, &mut d, hyper, &one, &norm),
-                    &["adamw_groups", "`hyper`", "whole groups"],
+                    ops::adamw(trial, &mut a, no_copy(), &g, &mut b, &mut d, hyper, Some(&one), &norm),
+                    &["adamw", "`hyper`", "whole groups"],
                 );
             }
             Ok(())
@@ -225,10 +256,6 @@ on_each_device! {
 
 attack! {
     adamw::adamw {
-        weights: out 9, copy: out_halves 9, has_bf16: number 1_u32, gradients: f32s 9, m: out 9, v: out 9,
-        hyper: f32s 8, squared_norm: f32s 1,
-    }
-    adamw::adamw_groups {
         weights: out 9, copy: out_halves 9, has_bf16: number 1_u32, gradients: f32s 9, m: out 9, v: out 9,
         hyper: f32s 16, groups: u32s 1, squared_norm: f32s 1,
     }

@@ -1,6 +1,6 @@
-//! Tests of `ops::sgd` and `ops::sgd_groups`: one update of one flat region.
+//! Tests of `ops::sgd`: one update of one flat region, with one parameter group and with several.
 
-use crate::adamw::{assert_copied, no_copy};
+use crate::adamw::{assert_copied, no_copy, no_groups};
 use crate::hostile::attack;
 use crate::shapes::LENGTHS;
 use crate::support::{Random, bits, on_each_device};
@@ -25,11 +25,11 @@ impl State {
             let upload = |part: usize| trial.upload(&self.0[part], [self.0[part].len()]);
             let (mut weights, gradients, mut velocity) = (upload(0)?, upload(1)?, upload(2)?);
             let (hyper, norm) = (trial.upload(&hyper, [slot::LEN])?, trial.upload(&[squared_norm], [1])?);
-            ops::sgd(trial, &mut weights, no_copy(), &gradients, &mut velocity, &hyper, &norm)?;
+            ops::sgd(trial, &mut weights, no_copy(), &gradients, &mut velocity, &hyper, no_groups(), &norm)?;
             let plain = [trial.output(&weights)?, trial.output(&velocity)?];
             let (mut weights, mut velocity) = (upload(0)?, upload(2)?);
             let mut copy = trial.empty([gradients.shape().elements()])?;
-            ops::sgd(trial, &mut weights, Some(&mut copy), &gradients, &mut velocity, &hyper, &norm)?;
+            ops::sgd(trial, &mut weights, Some(&mut copy), &gradients, &mut velocity, &hyper, no_groups(), &norm)?;
             assert_copied(&plain, &[trial.output(&weights)?, trial.output(&velocity)?], &trial.output(&copy)?);
             Ok(plain)
         })
@@ -42,11 +42,11 @@ impl State {
             let (mut weights, gradients, mut velocity) = (upload(0)?, upload(1)?, upload(2)?);
             let hyper = trial.upload(hyper.as_flattened(), [hyper.len(), slot::LEN])?;
             let (groups, norm) = (trial.upload(groups, [groups.len()])?, trial.upload(&[9.0], [1])?);
-            ops::sgd_groups(trial, &mut weights, no_copy(), &gradients, &mut velocity, &hyper, &groups, &norm)?;
+            ops::sgd(trial, &mut weights, no_copy(), &gradients, &mut velocity, &hyper, Some(&groups), &norm)?;
             let plain = [trial.output(&weights)?, trial.output(&velocity)?];
             let (mut weights, mut velocity) = (upload(0)?, upload(2)?);
             let mut copy = trial.empty([gradients.shape().elements()])?;
-            ops::sgd_groups(trial, &mut weights, Some(&mut copy), &gradients, &mut velocity, &hyper, &groups, &norm)?;
+            ops::sgd(trial, &mut weights, Some(&mut copy), &gradients, &mut velocity, &hyper, Some(&groups), &norm)?;
             assert_copied(&plain, &[trial.output(&weights)?, trial.output(&velocity)?], &trial.output(&copy)?);
             Ok(plain)
         })
@@ -155,23 +155,29 @@ on_each_device! {
             let ones = |length: usize| trial.upload(&vec![1.0; length], [length]);
             let (mut a, mut b, mut c, g) = (ones(3)?, ones(3)?, ones(4)?, ones(3)?);
             let (hyper, norm) = (trial.upload(&HEAVY, [slot::LEN])?, ones(1)?);
-            assert_refused(ops::sgd(trial, &mut a, no_copy(), &g, &mut c, &hyper, &norm), &["sgd", "[3]", "[4]"]);
-            assert_refused(ops::sgd(trial, &mut c, no_copy(), &g, &mut b, &hyper, &norm), &["sgd", "[4]", "[3]"]);
-            assert_refused(ops::sgd(trial, &mut a, no_copy(), &g, &mut b, &norm, &norm), &["sgd", "`hyper`", "5 elements"]);
-            assert_refused(ops::sgd(trial, &mut a, no_copy(), &g, &mut b, &hyper, &g), &["sgd", "`squared_norm`", "1 elements"]);
+            assert_refused(ops::sgd(trial, &mut a, no_copy(), &g, &mut c, &hyper, no_groups(), &norm), &["sgd", "[3]", "[4]"]);
+            assert_refused(ops::sgd(trial, &mut c, no_copy(), &g, &mut b, &hyper, no_groups(), &norm), &["sgd", "[4]", "[3]"]);
+            assert_refused(ops::sgd(trial, &mut a, no_copy(), &g, &mut b, &norm, no_groups(), &norm), &["sgd", "`hyper`", "5 elements"]);
+            assert_refused(ops::sgd(trial, &mut a, no_copy(), &g, &mut b, &hyper, no_groups(), &g), &["sgd", "`squared_norm`", "1 elements"]);
             let (one, runs) = (trial.upload(&[0u32], [1])?, trial.upload(&[0u32, 0], [2])?);
             assert_refused(
-                ops::sgd_groups(trial, &mut a, no_copy(), &g, &mut c, &hyper, &one, &norm),
-                &["sgd_groups", "[3]", "[4]"],
+                ops::sgd(trial, &mut a, no_copy(), &g, &mut c, &hyper, Some(&one), &norm),
+                &["sgd", "[3]", "[4]"],
             );
             assert_refused(
-                ops::sgd_groups(trial, &mut a, no_copy(), &g, &mut b, &hyper, &runs, &norm),
-                &["sgd_groups", "`groups`", "1 elements"],
+                ops::sgd(trial, &mut a, no_copy(), &g, &mut b, &hyper, Some(&runs), &norm),
+                &["sgd", "`groups`", "1 elements"],
+            );
+            // Without groups, the settings of one group.
+            let two = trial.upload(&[HEAVY, PLAIN].concat(), [2, slot::LEN])?;
+            assert_refused(
+                ops::sgd(trial, &mut a, no_copy(), &g, &mut b, &two, no_groups(), &norm),
+                &["sgd", "`hyper`", "5 elements"],
             );
             for hyper in [&norm, &trial.upload(&[0.0; 8], [8])?, &trial.upload(&[0.0; 0], [0])?] {
                 assert_refused(
-                    ops::sgd_groups(trial, &mut a, no_copy(), &g, &mut b, hyper, &one, &norm),
-                    &["sgd_groups", "`hyper`", "whole groups"],
+                    ops::sgd(trial, &mut a, no_copy(), &g, &mut b, hyper, Some(&one), &norm),
+                    &["sgd", "`hyper`", "whole groups"],
                 );
             }
             Ok(())
@@ -181,9 +187,6 @@ on_each_device! {
 
 attack! {
     sgd::sgd {
-        weights: out 9, copy: out_halves 9, has_bf16: number 1_u32, gradients: f32s 9, velocity: out 9, hyper: f32s 5, squared_norm: f32s 1,
-    }
-    sgd::sgd_groups {
         weights: out 9, copy: out_halves 9, has_bf16: number 1_u32, gradients: f32s 9, velocity: out 9,
         hyper: f32s 10, groups: u32s 1, squared_norm: f32s 1,
     }

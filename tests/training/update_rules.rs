@@ -140,11 +140,11 @@ on_each_device! {
         let more = |count: usize| Wrapper { more: vec![0.5; count], ..adamw() };
         refused(World::new(device).train(more(1), 0), &["hyper", "8"]);
         for groups in [1, 3, 7] {
-            refused(World::new(device).train(more(1), groups), &["adamw_groups", "[groups, 8]", &format!("[{}, 9]", groups + 1)]);
-            refused(World::new(device).train(more(8), groups), &["adamw_groups", "[groups, 8]"]);
+            refused(World::new(device).train(more(1), groups), &["adamw", "[groups, 8]", &format!("[{}, 9]", groups + 1)]);
+            refused(World::new(device).train(more(8), groups), &["adamw", "[groups, 8]"]);
         }
         let sgd = Wrapper { inner: Sgd::default(), state: &["velocity"], has_groups: true, more: vec![1.0], ..Wrapper::default() };
-        refused(World::new(device).train(sgd, 4), &["sgd_groups", "[groups, 5]", "[5, 6]"]);
+        refused(World::new(device).train(sgd, 4), &["sgd", "[groups, 5]", "[5, 6]"]);
         refused(World::new(device).train(Wrapper { more: vec![f32::NAN], ..adamw() }, 0), &["wrapper", "NaN as setting 8 of group 0"]);
     }
 

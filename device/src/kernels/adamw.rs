@@ -41,56 +41,13 @@ pub mod slot {
 /// v = beta2 * v + (1 - beta2) * g * g
 /// w = w - learning_rate / bias_correction1 * m / (sqrt(v) / sqrt(bias_correction2) + epsilon)
 /// ```
-/// Shapes: `weights`, `gradients`, `m`, `v`: `[n]`, `hyper`: `[8]`, see [`slot`], `squared_norm`:
-/// `[1]`, of all gradients. `copy`: `[n]`, the new weights, each rounded once. If `has_bf16` is 0,
-/// `copy` is empty and not written. 1 - beta is exact in f32. Updates `weights`, `m` and `v`, and
-/// overwrites `copy`.
+/// Shapes: `weights`, `gradients`, `m`, `v`: `[n]`, `hyper`: `[groups, 8]`, see [`slot`], `groups`:
+/// `[ceil(n / 64)]`, the parameter group of each run of 64 elements, or empty if there is one
+/// group. `squared_norm`: `[1]`, of all gradients. `copy`: `[n]`, the new weights, each rounded
+/// once. If `has_bf16` is 0, `copy` is empty and not written. 1 - beta is exact in f32. Elements
+/// whose group does not exist become NaN. Updates `weights`, `m` and `v`, and overwrites `copy`.
 #[kernel]
 pub unsafe fn adamw(
-    weights: *mut f32,
-    copy: *mut bf16,
-    has_bf16: u32,
-    gradients: &[f32],
-    m: *mut f32,
-    v: *mut f32,
-    hyper: &[f32],
-    squared_norm: &[f32],
-) {
-    for_own_vector!(gradients.len(), |index, part| {
-        // SAFETY: the vector lies inside `gradients`, and the others are as long. `hyper` has the
-        // settings of one group.
-        unsafe {
-            update(
-                Weights { weights, copy, has_bf16 },
-                gradients,
-                m,
-                v,
-                Settings::load(hyper, 0, squared_norm),
-                index,
-                part,
-            )
-        }
-    });
-}
-
-// SAFETY: a thread accesses only the four elements from its own index on that lie inside
-// `gradients`. `weights`, `m`, `v` and a copy are as long. It also reads elements of `hyper` and
-// the one element of `squared_norm`.
-contract! { unsafe adamw { block: crate::block::BLOCK } |k| {
-    Violation::unless_length("weights", k.gradients.len(), k.weights.len())?;
-    Weights::copies(k.gradients.len(), k.has_bf16, k.copy.len())?;
-    Violation::unless_length("m", k.gradients.len(), k.m.len())?;
-    Violation::unless_length("v", k.gradients.len(), k.v.len())?;
-    Violation::unless_length("hyper", slot::LEN, k.hyper.len())?;
-    Violation::unless_length("squared_norm", 1, k.squared_norm.len())?;
-    crate::block::vector_grid::<f32>(k.gradients.len())
-}}
-
-/// Runs [`adamw`](struct@adamw) with settings by parameter group. Shapes: `hyper`: `[groups, 8]`,
-/// `groups`: `[ceil(n / 64)]`, the group of each run of 64 elements. Elements whose group does not
-/// exist become NaN.
-#[kernel]
-pub unsafe fn adamw_groups(
     weights: *mut f32,
     copy: *mut bf16,
     has_bf16: u32,
@@ -102,9 +59,9 @@ pub unsafe fn adamw_groups(
     squared_norm: &[f32],
 ) {
     for_own_vector!(gradients.len(), |index, part| {
-        // SAFETY: the vector lies inside `gradients`, and the others are as long. `groups` has the
-        // group of its run. `group_settings` returns an index at which `hyper` has a whole group's
-        // settings.
+        // SAFETY: the vector lies inside `gradients`, and the others are as long. `groups` is empty
+        // or has the group of its run. `group_settings` returns an index at which `hyper` has a
+        // whole group's settings.
         unsafe {
             let (start, known) = group_settings(groups, index, slot::LEN, hyper.len());
             let settings = Settings::load(hyper, start, squared_norm);
@@ -122,10 +79,10 @@ pub unsafe fn adamw_groups(
 }
 
 // SAFETY: a thread accesses only the four elements from its own index on that lie inside
-// `gradients`. `weights`, `m`, `v` and a copy are as long, and `groups` has a group for each 64 of
-// them. It reads `hyper` only at a whole group's settings: those of the first group, if the
-// element's group does not exist.
-contract! { unsafe adamw_groups { block: crate::block::BLOCK } |k| {
+// `gradients`. `weights`, `m`, `v` and a copy are as long, and `groups` is empty or has a group for
+// each 64 of them. It reads `hyper` only at a whole group's settings: those of the first group, if
+// the element's group does not exist.
+contract! { unsafe adamw { block: crate::block::BLOCK } |k| {
     Violation::unless_length("weights", k.gradients.len(), k.weights.len())?;
     Weights::copies(k.gradients.len(), k.has_bf16, k.copy.len())?;
     Violation::unless_length("m", k.gradients.len(), k.m.len())?;

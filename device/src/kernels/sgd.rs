@@ -35,53 +35,14 @@ pub mod slot {
 /// w = w - learning_rate * velocity
 ///   or, with Nesterov's: w = w - learning_rate * (g + momentum * velocity)
 /// ```
-/// Shapes: `weights`, `gradients`, `velocity`: `[n]`, `hyper`: `[5]`, see [`slot`], `squared_norm`:
-/// `[1]`, of all gradients. Each line ends in a fused multiply-add. `copy`: `[n]`, the new weights,
-/// each rounded once. If `has_bf16` is 0, `copy` is empty and not written. Updates `weights` and
-/// `velocity`, and overwrites `copy`.
+/// Shapes: `weights`, `gradients`, `velocity`: `[n]`, `hyper`: `[groups, 5]`, see [`slot`],
+/// `groups`: `[ceil(n / 64)]`, the parameter group of each run of 64 elements, or empty if there is
+/// one group. `squared_norm`: `[1]`, of all gradients. Each line ends in a fused multiply-add.
+/// `copy`: `[n]`, the new weights, each rounded once. If `has_bf16` is 0, `copy` is empty and not
+/// written. Elements whose group does not exist become NaN. Updates `weights` and `velocity`, and
+/// overwrites `copy`.
 #[kernel]
 pub unsafe fn sgd(
-    weights: *mut f32,
-    copy: *mut bf16,
-    has_bf16: u32,
-    gradients: &[f32],
-    velocity: *mut f32,
-    hyper: &[f32],
-    squared_norm: &[f32],
-) {
-    for_own_vector!(gradients.len(), |index, part| {
-        // SAFETY: the vector lies inside `gradients`, and the others are as long. `hyper` has the
-        // settings of one group.
-        unsafe {
-            update(
-                Weights { weights, copy, has_bf16 },
-                gradients,
-                velocity,
-                Settings::load(hyper, 0, squared_norm),
-                index,
-                part,
-            )
-        }
-    });
-}
-
-// SAFETY: a thread accesses only the four elements from its own index on that lie inside
-// `gradients`. `weights`, `velocity` and a copy are as long. It also reads elements of `hyper` and
-// the one element of `squared_norm`.
-contract! { unsafe sgd { block: crate::block::BLOCK } |k| {
-    Violation::unless_length("weights", k.gradients.len(), k.weights.len())?;
-    Weights::copies(k.gradients.len(), k.has_bf16, k.copy.len())?;
-    Violation::unless_length("velocity", k.gradients.len(), k.velocity.len())?;
-    Violation::unless_length("hyper", slot::LEN, k.hyper.len())?;
-    Violation::unless_length("squared_norm", 1, k.squared_norm.len())?;
-    crate::block::vector_grid::<f32>(k.gradients.len())
-}}
-
-/// Runs [`sgd`](struct@sgd) with settings by parameter group. Shapes: `hyper`: `[groups, 5]`,
-/// `groups`: `[ceil(n / 64)]`, the group of each run of 64 elements. Elements whose group does not
-/// exist become NaN.
-#[kernel]
-pub unsafe fn sgd_groups(
     weights: *mut f32,
     copy: *mut bf16,
     has_bf16: u32,
@@ -92,9 +53,9 @@ pub unsafe fn sgd_groups(
     squared_norm: &[f32],
 ) {
     for_own_vector!(gradients.len(), |index, part| {
-        // SAFETY: the vector lies inside `gradients`, and the others are as long. `groups` has the
-        // group of its run. `group_settings` returns an index at which `hyper` has a whole group's
-        // settings.
+        // SAFETY: the vector lies inside `gradients`, and the others are as long. `groups` is empty
+        // or has the group of its run. `group_settings` returns an index at which `hyper` has a
+        // whole group's settings.
         unsafe {
             let (start, known) = group_settings(groups, index, slot::LEN, hyper.len());
             let settings = Settings::load(hyper, start, squared_norm);
@@ -111,10 +72,10 @@ pub unsafe fn sgd_groups(
 }
 
 // SAFETY: a thread accesses only the four elements from its own index on that lie inside
-// `gradients`. `weights`, `velocity` and a copy are as long, and `groups` has a group for each 64
-// of them. It reads `hyper` only at a whole group's settings: those of the first group, if the
-// element's group does not exist.
-contract! { unsafe sgd_groups { block: crate::block::BLOCK } |k| {
+// `gradients`. `weights`, `velocity` and a copy are as long, and `groups` is empty or has a group
+// for each 64 of them. It reads `hyper` only at a whole group's settings: those of the first group,
+// if the element's group does not exist.
+contract! { unsafe sgd { block: crate::block::BLOCK } |k| {
     Violation::unless_length("weights", k.gradients.len(), k.weights.len())?;
     Weights::copies(k.gradients.len(), k.has_bf16, k.copy.len())?;
     Violation::unless_length("velocity", k.gradients.len(), k.velocity.len())?;

@@ -68,9 +68,6 @@ const LISTED: &[Listed] = &[
         })
     }),
     One("adamw", |i| i.by_form(&[1, 1023, 70_003][..], &[1, 1023]).iter().try_for_each(|&length| adamw(i, length))),
-    One("adamw_groups", |i| {
-        i.by_form(&[1, 1023, 70_003][..], &[1, 1023]).iter().try_for_each(|&length| adamw_groups(i, length))
-    }),
     One("attention_forward", |i| {
         i.heads(|i, qkv, gains, _| {
             let (made, ..) = i.short_attention(qkv, gains)?;
@@ -371,9 +368,6 @@ const LISTED: &[Listed] = &[
         })
     }),
     One("sgd", |i| i.by_form(&[1, 1023, 70_003][..], &[1, 1023]).iter().try_for_each(|&length| sgd(i, length))),
-    One("sgd_groups", |i| {
-        i.by_form(&[1, 1023, 70_003][..], &[1, 1023]).iter().try_for_each(|&length| sgd_groups(i, length))
-    }),
     both!("copy_rows", <S>, |i| {
         i.rows::<S>(|i, x| {
             let [rows, cols] = x.shape().as_rows();
@@ -416,8 +410,8 @@ fn adamw(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
     let mut second = i.step.upload(&i.random.borrow_mut().uniforms(length, 0.0, 2.0), [length])?;
     let hyper = i.step.upload(&[1e-2, 0.9, 0.999, 1e-8, 0.01, 0.19, 0.002, 1.0], [8])?;
     let norm = ops::squared_norm(i.step, &gradients)?;
-    let mut copy = i.step.empty([length])?;
-    ops::adamw(i.step, &mut weights, Some(&mut copy), &gradients, &mut first, &mut second, &hyper, &norm)?;
+    let (mut copy, no_groups) = (i.step.empty([length])?, None::<&Tensor<'_, u32>>);
+    ops::adamw(i.step, &mut weights, Some(&mut copy), &gradients, &mut first, &mut second, &hyper, no_groups, &norm)?;
     [&weights, &first, &second].into_iter().try_for_each(|tensor| i.keep(tensor))?;
     i.keep(&copy)
 }
@@ -427,54 +421,15 @@ fn clip_factors<'s>(i: &Inputs<'_, 's>, x: &Tensor<'s>) -> Result<()> {
     [0.0, 0.1, 1e3].into_iter().try_for_each(|most| i.keep(&ops::clip_factor(i.step, &norm, most)?))
 }
 
-/// Tests [`adamw`] with three groups, one of them without clipping.
-fn adamw_groups(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
-    let (mut weights, gradients, mut first) = (i.normals([length])?, i.normals([length])?, i.normals([length])?);
-    let mut second = i.step.upload(&i.random.borrow_mut().uniforms(length, 0.0, 2.0), [length])?;
-    let hyper = [
-        [1e-2, 0.9, 0.999, 1e-8, 0.01, 0.19, 0.002, 1.0],
-        [1e-3, 0.8, 0.99, 1e-6, 0.0, 0.36, 0.02, 0.0],
-        [5e-2, 0.9, 0.999, 1e-8, 0.1, 0.19, 0.002, 2.0],
-    ];
-    let (hyper, groups) = (i.step.upload(hyper.as_flattened(), [3, 8])?, i.groups(length, 3)?);
-    let norm = ops::squared_norm(i.step, &gradients)?;
-    let mut copy = i.step.empty([length])?;
-    ops::adamw_groups(
-        i.step,
-        &mut weights,
-        Some(&mut copy),
-        &gradients,
-        &mut first,
-        &mut second,
-        &hyper,
-        &groups,
-        &norm,
-    )?;
-    [&weights, &first, &second].into_iter().try_for_each(|tensor| i.keep(tensor))?;
-    i.keep(&copy)
-}
-
 /// Tests both kinds of momentum, with and without clipping.
 fn sgd(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
     for hyper in [[1e-2, 0.9, 0.01, 1.0, 0.0], [1e-2, 0.5, 0.1, 0.0, 1.0]] {
         let (mut weights, gradients, mut velocity) = (i.normals([length])?, i.normals([length])?, i.normals([length])?);
         let (hyper, norm) = (i.step.upload(&hyper, [5])?, ops::squared_norm(i.step, &gradients)?);
-        let mut copy = i.step.empty([length])?;
-        ops::sgd(i.step, &mut weights, Some(&mut copy), &gradients, &mut velocity, &hyper, &norm)?;
+        let (mut copy, no_groups) = (i.step.empty([length])?, None::<&Tensor<'_, u32>>);
+        ops::sgd(i.step, &mut weights, Some(&mut copy), &gradients, &mut velocity, &hyper, no_groups, &norm)?;
         [&weights, &velocity].into_iter().try_for_each(|tensor| i.keep(tensor))?;
         i.keep(&copy)?;
     }
     Ok(())
-}
-
-/// Tests groups of both kinds of momentum.
-fn sgd_groups(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
-    let (mut weights, gradients, mut velocity) = (i.normals([length])?, i.normals([length])?, i.normals([length])?);
-    let hyper = [[1e-2, 0.9, 0.01, 1.0, 0.0], [1e-3, 0.5, 0.0, 0.0, 1.0]];
-    let (hyper, groups) = (i.step.upload(hyper.as_flattened(), [2, 5])?, i.groups(length, 2)?);
-    let norm = ops::squared_norm(i.step, &gradients)?;
-    let mut copy = i.step.empty([length])?;
-    ops::sgd_groups(i.step, &mut weights, Some(&mut copy), &gradients, &mut velocity, &hyper, &groups, &norm)?;
-    [&weights, &velocity].into_iter().try_for_each(|tensor| i.keep(tensor))?;
-    i.keep(&copy)
 }

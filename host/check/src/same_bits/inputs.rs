@@ -97,12 +97,6 @@ impl<'s> Inputs<'_, 's> {
         Ok((ops::attention(self.step, qkv, Some(norm), &form)?, norm, form))
     }
 
-    /// Uploads a group below `count` for each run of a flat region.
-    pub(super) fn groups(&self, length: usize, count: u32) -> Result<Tensor<'s, u32>> {
-        let runs = length.div_ceil(kernels::update::RUN);
-        self.step.upload(&self.random.borrow_mut().belows(runs, count), [runs])
-    }
-
     /// Uploads a gain for the norm of `x`.
     pub(super) fn gain<S: Stored>(&self, x: &Tensor<'s, S>) -> Result<Tensor<'s>> {
         self.normals([x.shape().as_rows()[1]])

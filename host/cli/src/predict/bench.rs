@@ -129,8 +129,8 @@ fn call<'s, S: Stored>(step: &Step<'s>, name: &str, set: &Set<'s>, [x, dy]: [&Sa
             let shape = set.x.shape();
             let (mut weights, mut first, mut second) = (step.empty(shape)?, step.empty(shape)?, step.empty(shape)?);
             let (hyper, one) = (step.empty([slot::LEN])?, step.empty([1])?);
-            let none = None::<&mut Tensor<'_, bf16>>;
-            ops::adamw(step, &mut weights, none, &set.dy, &mut first, &mut second, &hyper, &one)
+            let (copy, groups) = (None::<&mut Tensor<'_, bf16>>, None::<&Tensor<'_, u32>>);
+            ops::adamw(step, &mut weights, copy, &set.dy, &mut first, &mut second, &hyper, groups, &one)
         }
         _ => return Ok(false),
     };

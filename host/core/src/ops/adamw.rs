@@ -5,7 +5,7 @@ use super::shapes::check_rows;
 use crate::error::Result;
 use crate::step::Step;
 use crate::tensor::{Source, Target};
-use cuda_std::launch::PointerMut;
+use cuda_std::launch::{PointerMut, Slice};
 use half::bf16;
 use kernels::adamw as kernel;
 
@@ -14,12 +14,16 @@ use kernels::adamw as kernel;
 /// / (sqrt(second) / sqrt(correction2) + epsilon)`, with
 /// `g = gradients * min(1, max_norm / (sqrt(squared_norm) + 1e-6))`.
 ///
-/// `weights`, `gradients`, `first`, `second`: one shape; `hyper`: `[8]`, indexed by
-/// `kernels::adamw::slot`; `squared_norm`: `[1]`. `copy`, of the same shape, receives the new
-/// weights, each rounded once to BF16. Queued, one launch; no scratch.
+/// `weights`, `gradients`, `first`, `second`: one shape. `hyper`: `[groups, 8]`, the settings of
+/// each parameter group, indexed by `kernels::adamw::slot`. `groups`: `[ceil(n / 64)]`, the group
+/// of each run of 64 elements; `None` for one group. A group number out of range gives NaN.
+/// `squared_norm`: `[1]`. `copy`, of the weights' shape, receives the new weights, each rounded
+/// once to BF16. Queued, one launch; no scratch.
 ///
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) when shapes differ.
+/// [`Error::Contract`](crate::Error::Contract) when `groups` or `hyper` has a different number of
+/// elements.
 ///
 /// Source: Loshchilov and Hutter, 2019, as PyTorch computes it.
 #[track_caller]
@@ -31,6 +35,7 @@ pub fn adamw<'s>(
     first: &mut impl Target<'s, f32>,
     second: &mut impl Target<'s, f32>,
     hyper: &impl Source<'s, f32>,
+    groups: Option<&impl Source<'s, u32>>,
     squared_norm: &impl Source<'s, f32>,
 ) -> Result<()> {
     for shape in [gradients.shape(), first.shape(), second.shape()] {
@@ -39,6 +44,7 @@ pub fn adamw<'s>(
     if let Some(copy) = &copy {
         same_shape("adamw", weights.shape(), copy.shape())?;
     }
+    check_rows("adamw", "hyper", kernel::slot::LEN, hyper)?;
     step.launch(kernel::adamw {
         weights: weights.out(),
         has_bf16: u32::from(copy.is_some()),
@@ -47,46 +53,7 @@ pub fn adamw<'s>(
         m: first.out(),
         v: second.out(),
         hyper: hyper.slice(),
-        squared_norm: squared_norm.slice(),
-    })
-}
-
-/// One AdamW update like [`adamw`], with settings per parameter group, also in one launch.
-///
-/// `hyper`: `[groups, 8]`; `groups`: `[ceil(n / 64)]`, the group of each run of 64 elements. A
-/// group number out of range gives NaN.
-///
-/// # Errors
-/// [`Error::Contract`](crate::Error::Contract) when `groups` or `hyper` has a different number of
-/// elements.
-#[track_caller]
-pub fn adamw_groups<'s>(
-    step: &Step<'s>,
-    weights: &mut impl Target<'s, f32>,
-    mut copy: Option<&mut impl Target<'s, bf16>>,
-    gradients: &impl Source<'s, f32>,
-    first: &mut impl Target<'s, f32>,
-    second: &mut impl Target<'s, f32>,
-    hyper: &impl Source<'s, f32>,
-    groups: &impl Source<'s, u32>,
-    squared_norm: &impl Source<'s, f32>,
-) -> Result<()> {
-    for shape in [gradients.shape(), first.shape(), second.shape()] {
-        same_shape("adamw_groups", weights.shape(), shape)?;
-    }
-    if let Some(copy) = &copy {
-        same_shape("adamw_groups", weights.shape(), copy.shape())?;
-    }
-    check_rows("adamw_groups", "hyper", kernel::slot::LEN, hyper)?;
-    step.launch(kernel::adamw_groups {
-        weights: weights.out(),
-        has_bf16: u32::from(copy.is_some()),
-        copy: copy.as_mut().map_or_else(PointerMut::empty, |copy| copy.out()),
-        gradients: gradients.slice(),
-        m: first.out(),
-        v: second.out(),
-        hyper: hyper.slice(),
-        groups: groups.slice(),
+        groups: groups.map_or_else(Slice::empty, Source::slice),
         squared_norm: squared_norm.slice(),
     })
 }

@@ -45,7 +45,7 @@ mod transpose;
 pub use crate::ops::reduce::squared_norms_into;
 pub use crate::precision::Precision;
 pub use activation::*;
-pub use adamw::{adamw, adamw_groups};
+pub use adamw::adamw;
 pub use attention::{
     Attention, AttentionConfig, AttentionElement, AttentionKept, AttentionMask, attention, attention_backward,
     attention_cached,
@@ -77,7 +77,7 @@ pub use reduce::{
     argmax_columns, max, max_columns, mean, scaled_sum, squared_norm, sum, sum_columns, sum_rows, sum_rows_into,
 };
 pub use rotary::{Rotary, RotaryScaling, rotary, rotary_backward};
-pub use sgd::{sgd, sgd_groups};
+pub use sgd::sgd;
 pub use shapes::same_shape;
 pub use slice::{concat, slice, slice_backward};
 pub use softmax::*;

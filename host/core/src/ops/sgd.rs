@@ -6,7 +6,7 @@ use super::shapes::check_rows;
 use crate::error::Result;
 use crate::step::Step;
 use crate::tensor::{Source, Target};
-use cuda_std::launch::PointerMut;
+use cuda_std::launch::{PointerMut, Slice};
 use half::bf16;
 use kernels::sgd as kernel;
 
@@ -14,12 +14,16 @@ use kernels::sgd as kernel;
 /// `w = w - rate velocity` or, with Nesterov's momentum, `w = w - rate (g + momentum velocity)`,
 /// with `g = gradients * min(1, max_norm / (sqrt(squared_norm) + 1e-6)) + decay w`.
 ///
-/// `weights`, `gradients`, `velocity`: one shape; `hyper`: `[5]`, indexed by `kernels::sgd::slot`;
+/// `weights`, `gradients`, `velocity`: one shape. `hyper`: `[groups, 5]`, the settings of each
+/// parameter group, indexed by `kernels::sgd::slot`. `groups`: `[ceil(n / 64)]`, the group of each
+/// run of 64 elements; `None` for one group. A group number out of range gives NaN.
 /// `squared_norm`: `[1]`. `copy`, of the weights' shape, receives the new weights, each rounded
 /// once to BF16. Queued, one launch; no scratch.
 ///
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) when shapes differ.
+/// [`Error::Contract`](crate::Error::Contract) when `groups` or `hyper` has a different number of
+/// elements.
 ///
 /// Source: PyTorch's SGD with a dampening of 0.
 #[track_caller]
@@ -30,6 +34,7 @@ pub fn sgd<'s>(
     gradients: &impl Source<'s, f32>,
     velocity: &mut impl Target<'s, f32>,
     hyper: &impl Source<'s, f32>,
+    groups: Option<&impl Source<'s, u32>>,
     squared_norm: &impl Source<'s, f32>,
 ) -> Result<()> {
     for shape in [gradients.shape(), velocity.shape()] {
@@ -38,6 +43,7 @@ pub fn sgd<'s>(
     if let Some(copy) = &copy {
         same_shape("sgd", weights.shape(), copy.shape())?;
     }
+    check_rows("sgd", "hyper", kernel::slot::LEN, hyper)?;
     step.launch(kernel::sgd {
         weights: weights.out(),
         has_bf16: u32::from(copy.is_some()),
@@ -45,44 +51,7 @@ pub fn sgd<'s>(
         gradients: gradients.slice(),
         velocity: velocity.out(),
         hyper: hyper.slice(),
-        squared_norm: squared_norm.slice(),
-    })
-}
-
-/// One update like [`sgd`], with settings per parameter group, also in one launch.
-///
-/// `hyper`: `[groups, 5]`; `groups`: `[ceil(n / 64)]`, the group of each run of 64 elements. A
-/// group number out of range gives NaN.
-///
-/// # Errors
-/// [`Error::Contract`](crate::Error::Contract) when `groups` or `hyper` has a different number of
-/// elements.
-#[track_caller]
-pub fn sgd_groups<'s>(
-    step: &Step<'s>,
-    weights: &mut impl Target<'s, f32>,
-    mut copy: Option<&mut impl Target<'s, bf16>>,
-    gradients: &impl Source<'s, f32>,
-    velocity: &mut impl Target<'s, f32>,
-    hyper: &impl Source<'s, f32>,
-    groups: &impl Source<'s, u32>,
-    squared_norm: &impl Source<'s, f32>,
-) -> Result<()> {
-    for shape in [gradients.shape(), velocity.shape()] {
-        same_shape("sgd_groups", weights.shape(), shape)?;
-    }
-    if let Some(copy) = &copy {
-        same_shape("sgd_groups", weights.shape(), copy.shape())?;
-    }
-    check_rows("sgd_groups", "hyper", kernel::slot::LEN, hyper)?;
-    step.launch(kernel::sgd_groups {
-        weights: weights.out(),
-        has_bf16: u32::from(copy.is_some()),
-        copy: copy.as_mut().map_or_else(PointerMut::empty, |copy| copy.out()),
-        gradients: gradients.slice(),
-        velocity: velocity.out(),
-        hyper: hyper.slice(),
-        groups: groups.slice(),
+        groups: groups.map_or_else(Slice::empty, Source::slice),
         squared_norm: squared_norm.slice(),
     })
 }

@@ -109,20 +109,17 @@ impl UpdateRule for AdamW {
         let UpdateArguments { mut weights, mut copy, gradients, state, settings, groups, squared_norm } = arguments;
         let [mut first, mut second] = expect_state("adamw", self.state(), state)?;
         let (first, second) = (&mut first, &mut second);
-        match groups {
-            None => ops::adamw(step, &mut weights, copy.as_mut(), &gradients, first, second, &settings, squared_norm),
-            Some(groups) => ops::adamw_groups(
-                step,
-                &mut weights,
-                copy.as_mut(),
-                &gradients,
-                first,
-                second,
-                &settings,
-                &groups,
-                squared_norm,
-            ),
-        }
+        ops::adamw(
+            step,
+            &mut weights,
+            copy.as_mut(),
+            &gradients,
+            first,
+            second,
+            &settings,
+            groups.as_ref(),
+            squared_norm,
+        )
     }
 }
 

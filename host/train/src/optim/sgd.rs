@@ -105,18 +105,6 @@ impl UpdateRule for Sgd {
         let UpdateArguments { mut weights, mut copy, gradients, state, settings, groups, squared_norm } = arguments;
         let [mut velocity] = expect_state("sgd", self.state(), state)?;
         let velocity = &mut velocity;
-        match groups {
-            None => ops::sgd(step, &mut weights, copy.as_mut(), &gradients, velocity, &settings, squared_norm),
-            Some(groups) => ops::sgd_groups(
-                step,
-                &mut weights,
-                copy.as_mut(),
-                &gradients,
-                velocity,
-                &settings,
-                &groups,
-                squared_norm,
-            ),
-        }
+        ops::sgd(step, &mut weights, copy.as_mut(), &gradients, velocity, &settings, groups.as_ref(), squared_norm)
     }
 }
