@@ -145,7 +145,7 @@ on_each_device! {
     }
 
     /// Dropout of an adapter's input is the same with and without recompute, and absent in an
-    /// evaluation. It leaves the frozen layer alone.
+    /// evaluation. It does not change the frozen layer.
     fn dropout_repeats(device: &Device) {
         let [plain, dropped] = [0.0, 0.5].map(|dropout| layers(device, dropout));
         let generator = Generator::new(device, 5).unwrap();

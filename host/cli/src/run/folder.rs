@@ -1,5 +1,5 @@
-//! The files next to the weights in a model's folder: the tokenizer, the chat template, and the tokens
-//! that end a text.
+//! The files next to the weights in a model's folder: the tokenizer, the chat template, and the
+//! tokens that end a text.
 
 use std::path::{Path, PathBuf};
 

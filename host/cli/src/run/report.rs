@@ -206,7 +206,8 @@ impl Speed {
     }
 }
 
-/// Returns the tensor cores' peak in operations per second, for GPUs whose rates the forecasts know.
+/// Returns the tensor cores' peak in operations per second, for GPUs whose rates the forecasts
+/// contain.
 fn peak(device: &str, bf16: bool, precision: ops::Precision) -> Option<f64> {
     let gpu = [Gpu::H200, Gpu::GB10].into_iter().find(|gpu| device.contains(gpu.name))?;
     let per_cycle = match (bf16, precision) {

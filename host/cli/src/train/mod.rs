@@ -7,8 +7,8 @@
 //! stepscope train --device cuda --size 124m --data train.bin --precision bf16 --batch 16
 //! ```
 //! A [`tokenizer`] turns [`text`] into tokens, and [`samples`] cuts batches from them. The [`plan`]
-//! sets up the [`model`] and its training, which [`crate::run`] runs. [`sample`] then generates text.
-//! [`weights`] reads Hugging Face files.
+//! sets up the [`model`] and its training, which [`crate::run`] runs. [`sample`] then generates
+//! text. [`weights`] reads Hugging Face files.
 //!
 //! | exit code | meaning |
 //! |---|---|
