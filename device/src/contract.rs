@@ -73,8 +73,8 @@ macro_rules! contract {
     ($($contract:tt)*) => {};
 }
 
-/// The default alignment in bytes that a contract requires of every pointer: that of an access of
-/// four floats.
+/// The default alignment in bytes that a contract requires of every pointer: the alignment of an
+/// access of four floats.
 #[cfg(not(target_arch = "nvptx64"))]
 pub const ALIGN: u64 = 16;
 

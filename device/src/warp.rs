@@ -176,7 +176,7 @@ impl<'k, const REGS: usize, S: Stored> RowFragment<'k, REGS, S> {
     /// Returns the vector at `column`, the lane's vector number `at`.
     ///
     /// # Safety
-    /// `at`, `column` and `part` are those of [`for_each_vector`] over the same row.
+    /// `at`, `column` and `part` are as in [`for_each_vector`] over the same row.
     #[inline(always)]
     pub unsafe fn get(&self, at: usize, column: usize, part: Part) -> F4 {
         if REGS > 0 {

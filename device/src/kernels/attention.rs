@@ -196,8 +196,8 @@ unsafe fn forward<const GROUPS: usize>(
 /// dq[i] = s (g dQ[i] - n mean(g dQ[i] n))    dgain = sum_i dQ[i] n
 ///   with n = q[i] s, g = gains[0]; the same for k
 /// ```
-/// Shapes are those of the forward kernel. `dout` has the shape of `out`, and `dqkv` (dq, dk, dv)
-/// that of `qkv`. `dgains`: `[batch heads, 2, 64]`, one row for each head of each sample.
+/// Shapes are as in the forward kernel. `dout` has the shape of `out`, and `dqkv` (dq, dk, dv) has
+/// the shape of `qkv`. `dgains`: `[batch heads, 2, 64]`, one row for each head of each sample.
 /// [`sum_rows`](struct@crate::reduce::sum_rows) reduces these rows. Overwrites `dqkv` and `dgains`.
 #[kernel]
 pub unsafe fn attention_backward(

@@ -114,9 +114,9 @@ family! {
     /// Computes the gradient of q: `dq[i] = scale sum_j ds[i, j] k[j]` with `ds[i, j] = p[i, j]
     /// (dout[i] . v[j] - delta[i])`.
     ///
-    /// The parameters are those of [`flash_forward`], whose `lse` is an input.
+    /// The parameters are as in [`flash_forward`], whose `lse` is an input.
     /// [`flash_delta`](struct@flash_delta) computes `delta`. `dout` has the shape of `out`, and
-    /// `dqkv` that of `qkv`. Overwrites q's part of `dqkv`.
+    /// `dqkv` has the shape of `qkv`. Overwrites q's part of `dqkv`.
     flash_bwd_dq(shape: Shape as SHAPE) {
         /// Up to 64 columns.
         flash_bwd_dq_64 = W64;
@@ -160,7 +160,7 @@ family! {
     /// Computes the gradients of k and v: `dk[j] = scale sum_i ds[i, j] q[i]` and `dv[j] = sum_i
     /// p[i, j] dout[i]`, over the queries i of all heads of the group.
     ///
-    /// The parameters are those of [`flash_bwd_dq`]. Overwrites k's and v's parts of `dqkv`.
+    /// The parameters are as in [`flash_bwd_dq`]. Overwrites k's and v's parts of `dqkv`.
     flash_bwd_dkv(shape: Shape as SHAPE) {
         /// Up to 64 columns.
         flash_bwd_dkv_64 = W64;

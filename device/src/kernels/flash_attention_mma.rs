@@ -64,7 +64,7 @@ pub const QUERIES_TF32: [Shape; 2] = [Shape::of_f32(2, 32, 64), Shape::of_f32(1,
 pub const KEYS_TF32: [Shape; 2] = [Shape::of_f32(2, 32, 64), Shape::of_f32(1, 16, 128)];
 
 family! {
-    /// Computes attention. The parameters are those of
+    /// Computes attention. The parameters are as in
     /// [`flash_forward`](struct@super::flash_attention::flash_forward). BF16 widths are multiples
     /// of 8.
     flash_forward_mma<S: Stored>(shape: Shape as SHAPE) {
@@ -109,9 +109,9 @@ family! {
 }
 
 family! {
-    /// Computes the gradient of q. The parameters are those of
-    /// [`flash_bwd_dq`](struct@super::flash_attention::flash_bwd_dq). BF16 widths are multiples
-    /// of 8.
+    /// Computes the gradient of q. The parameters are as in
+    /// [`flash_bwd_dq`](struct@super::flash_attention::flash_bwd_dq). BF16 widths are multiples of
+    /// 8.
     flash_bwd_dq_mma<S: Stored>(shape: Shape as SHAPE) {
         flash_bwd_dq_of_bf16_64: bf16 = QUERIES_BF16[0];
         flash_bwd_dq_of_bf16_128: bf16 = QUERIES_BF16[1];
@@ -156,8 +156,9 @@ family! {
 }
 
 family! {
-    /// Computes the gradients of k and v. The parameters are those of
-    /// [`flash_bwd_dkv`](struct@super::flash_attention::flash_bwd_dkv). BF16 widths are multiples of 8.
+    /// Computes the gradients of k and v. The parameters are as in
+    /// [`flash_bwd_dkv`](struct@super::flash_attention::flash_bwd_dkv). BF16 widths are multiples
+    /// of 8.
     flash_bwd_dkv_mma<S: Stored>(shape: Shape as SHAPE) {
         flash_bwd_dkv_of_bf16_64: bf16 = KEYS_BF16[0];
         flash_bwd_dkv_of_bf16_128: bf16 = KEYS_BF16[1];

@@ -131,7 +131,7 @@ family! {
 }
 
 family! {
-    /// Computes dgate = dy up silu'(gate), dup = dy silu(gate). `gate` and `up` are those of
+    /// Computes dgate = dy up silu'(gate), dup = dy silu(gate). `gate` and `up` are as in
     /// [`swiglu_forward`]. `dgate` and `dup` have their shapes, and `dy` is `[rows, cols]`.
     /// Overwrites `dgate` and `dup`.
     swiglu_backward<S: Stored> { swiglu_backward_f32: f32; swiglu_backward_bf16: bf16; }

@@ -14,8 +14,8 @@
 //! GPU's instruction adds sixteen at once, as [`mma`](crate::mma) describes, so bits may differ
 //! there. On one device the bits do not depend on the tile, the grid or the run.
 //!
-//! The parameters are those of [`matmul`](super::matmul), except that the [`OperandLayout`] gives
-//! the storage of A, not a flag. `out`, `c` and `pre` hold S. If k is split into several chunks,
+//! The parameters are as in [`matmul`](super::matmul), except that the [`OperandLayout`] gives the
+//! storage of A, not a flag. `out`, `c` and `pre` hold S. If k is split into several chunks,
 //! `chunk` is a multiple of a stage's k, and S is f32.
 //!
 //! [`BIAS_GRAD`] adds an epilogue output `sums`, f32, `[batches, chunks, n]`: the sums of B's

@@ -16,9 +16,9 @@
 //!                                                                                   32 x 32 blocks
 //! fragments  -- mma.rs ->  accumulators  -- epilogue ->  out
 //! ```
-//! The parameters are those of [`matmul`](super::matmul), without the operands' transposes and
-//! leading dimensions. A's rows are m, and B's rows are n. `stride_a` and `stride_b` count words.
-//! If k is split into several chunks, `chunk` is a multiple of the elements in a step.
+//! The parameters are as in [`matmul`](super::matmul), without the operands' transposes and leading
+//! dimensions. A's rows are m, and B's rows are n. `stride_a` and `stride_b` count words. If k is
+//! split into several chunks, `chunk` is a multiple of the elements in a step.
 
 mod block;
 mod operand;

@@ -147,10 +147,10 @@ family! {
 /// The turns per position of each pair of columns, in units of 2^-64 turns.
 ///
 /// Pair i has `start ratio^i`, with `ratio` in units of 2^-64. Unless `shrink` is 0, a pair whose
-/// place is at most `low` has `shrink` of that, in units of 2^-64. One whose place is at least
-/// `low + span` has all of it, and between them the share rises linearly. The place is the
-/// frequency itself or, by pair, the index in units of 2^-32, counted from the slow end: then the
-/// share falls.
+/// place is at most `low` has the fraction `shrink` of that, in units of 2^-64. A pair whose place
+/// is at least `low + span` has all of it, and between these places the fraction rises linearly.
+/// The place is the frequency itself or, by pair, the index in units of 2^-32, counted from the
+/// slow end: then the fraction falls.
 #[derive(Clone, Copy, Debug)]
 pub struct Frequencies {
     /// The frequency of pair 0.

@@ -39,7 +39,7 @@ fn is_foreign(name: &Ident) -> bool {
     FOREIGN.iter().any(|foreign| name == foreign)
 }
 
-/// True if the name at `at` is that of a method in a call. `0..exp(x)` is not one.
+/// True if the name at `at` is the name of a method in a call. `0..exp(x)` is not a method.
 fn is_called(tokens: &[TokenTree], at: usize) -> bool {
     let called =
         matches!(tokens.get(at + 1), Some(TokenTree::Group(group)) if group.delimiter() == Delimiter::Parenthesis);

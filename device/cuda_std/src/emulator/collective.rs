@@ -62,7 +62,7 @@ impl Collective {
 
 /// Returns the values of the lanes of the caller's segment, by their position in it. A segment has
 /// `lanes` lanes, a power of two. All lanes of `mask`, which includes the segment, call it
-/// together. One wait replaces many shuffles with a wait for each.
+/// together. A single wait replaces many shuffles, each of which would wait.
 ///
 /// # Safety
 /// `T` has no padding, all lanes of the mask bring the same `T`, and `lanes` is a power of two up

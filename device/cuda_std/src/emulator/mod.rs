@@ -14,7 +14,7 @@
 //! coroutines in use              one for each thread that waits, and one more
 //! ```
 //! Invariant: a launch either runs every thread of every block to its end, or returns one [`Fault`]
-//! that names kernel, block and thread. The fault is that of the lowest block, independent of
+//! that names kernel, block and thread. The fault is the fault of the lowest block, independent of
 //! timing. The exception is a race between blocks, which the later of the two reports.
 
 pub mod access;

@@ -40,8 +40,8 @@ enum Readers {
     None,
     /// Lanes of one warp, which are treated as reading at one time.
     Warp { first: Stamp, lanes: u32 },
-    /// Threads of several warps: two of them, from two blocks if the readers are from several
-    /// blocks.
+    /// Threads of several warps. Two readers are kept, from two blocks if the readers are from
+    /// several blocks.
     Many { first: Stamp, other: Stamp },
 }
 

@@ -56,7 +56,7 @@ impl Problem<'_> {
 /// loop's body.
 ///
 /// # Safety
-/// The contract has accepted the problem, and the const parameters are those of `tile`.
+/// The contract has accepted the problem, and the const parameters match `tile`.
 #[inline(always)]
 pub(super) unsafe fn compute<
     const TM: usize,

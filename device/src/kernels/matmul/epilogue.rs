@@ -32,7 +32,7 @@ pub(crate) const fn differentiates<S>() -> bool {
     size_of::<S>() < size_of::<f32>()
 }
 
-/// The destination of the sums and the steps before the store. The parameters are those of the
+/// The destination of the sums and the steps before the store. The parameters are as in the
 /// [module](super).
 #[derive(Clone, Copy)]
 pub(crate) struct Epilogue<'p, S> {

@@ -47,9 +47,9 @@ pub(crate) struct Splits {
     pub(crate) step: usize,
 }
 
-/// The multiprocessors that the cost model assumes: those of an H200. One rule serves all devices,
-/// so that a sum's order is the same on all. The cost of partial sums lies between an H200's and a
-/// GB10's. A GB10 multiplies half as fast and moves a twentieth of the bytes.
+/// The multiprocessors that the cost model assumes: as many as an H200 has. One rule serves all
+/// devices, so that a sum's order is the same on all. The cost of partial sums lies between an
+/// H200's and a GB10's. A GB10 multiplies half as fast and moves a twentieth of the bytes.
 const PROCESSORS: usize = 132;
 /// The maximum number of chunks. More chunks cost the reduction more time than they save.
 const MOST_CHUNKS: usize = 64;
@@ -129,8 +129,8 @@ family! {
     /// Reduces a split-K product: `out = epilogue(partials[0] + partials[1] + ..)` for each batch,
     /// in that order.
     ///
-    /// `partials`: `[batches, splits, m, n]`, at least one split. The other parameters are those of
-    /// a multiply. A thread has four columns of a row.
+    /// `partials`: `[batches, splits, m, n]`, at least one split. The other parameters are as in a
+    /// multiply. A thread has four columns of a row.
     sum_splits<S: Stored> { sum_splits_f32: f32; sum_splits_bf16: bf16; }
     unsafe fn(
         partials: &[f32],

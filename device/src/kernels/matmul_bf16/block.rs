@@ -61,7 +61,7 @@ pub(super) struct ColumnSums {
 /// `A_PASSES` and `B_PASSES` are [`Tile::passes`].
 ///
 /// # Safety
-/// The contract has accepted the problem, and the const parameters are those of `tile`.
+/// The contract has accepted the problem, and the const parameters match `tile`.
 #[inline(always)]
 pub(super) unsafe fn compute<
     const A_ALONG: bool,
@@ -121,7 +121,7 @@ pub(super) unsafe fn compute<
 /// emulator reads the run-time values instead.
 ///
 /// # Safety
-/// The contract has accepted the problem, and the const parameters are those of `tile`.
+/// The contract has accepted the problem, and the const parameters match `tile`.
 #[inline(always)]
 #[cfg_attr(not(target_arch = "nvptx64"), allow(clippy::extra_unused_type_parameters))]
 unsafe fn sum<

@@ -11,8 +11,7 @@
 //! ```
 //! The other warps use [`Epilogue::finish`].
 //!
-//! Invariant: the steps and their order are those of [`Epilogue::finish`], so the bits are the
-//! same.
+//! Invariant: the steps and their order are as in [`Epilogue::finish`], so the bits are the same.
 
 use super::fragment::{Sums, Words, quads, quads_place, read_bias, read_words, write_quads};
 use crate::block::launder_reg;

@@ -44,7 +44,7 @@ type Factors<const ROWS: usize, const COLS: usize> = ([Factor; ROWS], [Factor; C
 /// 32 outputs. `A_PASSES` and `B_PASSES` are [`Tile::passes`].
 ///
 /// # Safety
-/// The contract has accepted the problem, and the const parameters are those of `tile`.
+/// The contract has accepted the problem, and the const parameters match `tile`.
 #[inline(always)]
 pub(super) unsafe fn sum<const ROWS: usize, const COLS: usize, const A_PASSES: usize, const B_PASSES: usize>(
     problem: Problem<'_>,
