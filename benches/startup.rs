@@ -137,7 +137,7 @@ fn first_step(kind: stepscope::DeviceKind) -> harness::Result<()> {
     let made = start.elapsed();
     let x = spread(BATCH * sizes::SCALES.len() * sizes::FEATURES, 1);
     let labels: Vec<u32> = (0..BATCH).map(|at| (at % sizes::CLASSES) as u32).collect();
-    optimizer.advance()?;
+    let ticket = optimizer.advance()?;
     let loss = arena.step(|step| {
         let x = step.upload(&x, [BATCH, sizes::SCALES.len(), sizes::FEATURES])?.save();
         let labels = step.upload_indices(&labels, [BATCH])?;
@@ -145,7 +145,7 @@ fn first_step(kind: stepscope::DeviceKind) -> harness::Result<()> {
         let loss = tape.cross_entropy(&model.logits(&tape, &tape.input(x))?, labels, 1.0 / BATCH as f32)?;
         tape.backward_overwrite(&loss, &mut gradients)?;
         let loss = *loss.value();
-        optimizer.apply(step, &mut parameters, &gradients)?;
+        optimizer.apply(ticket, step, &mut parameters, &gradients)?;
         step.read_scalar(&loss)
     })?;
     let all = start.elapsed();

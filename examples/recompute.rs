@@ -14,7 +14,7 @@ use stepscope::nn::{MultiHeadAttention, RmsNorm, SwiGlu};
 use stepscope::ops::{AttentionElement, GemmElement, Rotary};
 use stepscope::{
     AdamW, Arena, Capacity, CaptureInputs, Device, DeviceKind, Gradients, HostInputs, Optimizer, ParameterSpec,
-    Parameters, Result, Step, Tape, Var, bf16,
+    Parameters, Result, Step, Tape, Var, bf16, UpdateTicket,
 };
 
 const LAYERS: usize = 12;
@@ -130,11 +130,11 @@ fn train(kind: DeviceKind, tokens: usize) -> Result<()> {
             let loss = tape.squared_error(&y, &slots.input(1)?, 1.0 / y.shape().elements() as f32)?;
             let value = slots.output(loss.value());
             tape.backward_overwrite(&loss, gradients)?;
-            adamw.apply(step, weights, gradients)?;
+            adamw.apply(UpdateTicket::each_replay(slots), step, weights, gradients)?;
             Ok(value)
         })?;
     for update in 1..=UPDATES {
-        captured.state_mut().adamw.advance()?;
+        captured.state_mut().adamw.advance()?.leave_to_replay();
         let start = Instant::now();
         let replay = captured.replay(&inputs)?;
         let loss = replay.read_scalar(*replay.outputs())?;

@@ -109,7 +109,9 @@ pub mod memory {
 
 /// Settings of optimizers, the optimizer SGD, and own update rules.
 pub mod optim {
-    pub use stepscope_train::{ParameterGroup, ParameterGroups, Schedule, Sgd, UpdateArguments, UpdateRule};
+    pub use stepscope_train::{
+        ParameterGroup, ParameterGroups, Schedule, Sgd, UpdateArguments, UpdateRule, UpdateTicket,
+    };
 }
 
 /// Entries of a [`ParameterSpec`] and their initial values.
@@ -160,7 +162,7 @@ mod threads {
     use super::capture::{CaptureInputs, Captured, Output, Replay};
     use super::check::{Recording, faults};
     use super::data::{Loader, Windows};
-    use super::optim::{ParameterGroups, Sgd, UpdateArguments};
+    use super::optim::{ParameterGroups, Sgd, UpdateArguments, UpdateTicket};
     use super::report::ArenaReport;
     use super::tensor::{Lent, LentMut, Saved, ScratchStep};
     use super::*;
@@ -188,6 +190,8 @@ mod threads {
     assert_not_impl_any!(Gradients: Clone);
     assert_not_impl_any!(Optimizer<AdamW>: Clone);
     assert_not_impl_any!(Optimizer<Sgd>: Clone);
+    // An update is applied once.
+    assert_not_impl_any!(UpdateTicket: Clone);
     assert_impl_all!(Arena: Send);
     assert_not_impl_any!(Arena: Sync, Clone);
 

@@ -9,7 +9,7 @@ use std::fmt::Debug;
 use std::sync::Once;
 use stepscope::{
     AdamW, Arena, Capacity, Device, DeviceKind, Gradients, HostInputs, Indices, Initializer, Optimizer, Parameter,
-    ParameterSpec, Parameters, Result, Saved, Step, Tape,
+    ParameterSpec, Parameters, Result, Saved, Step, Tape, UpdateTicket,
 };
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
@@ -131,11 +131,17 @@ impl Model {
         Self { w, weights, gradients, adamw }
     }
 
-    fn train<'s>(&mut self, step: &Step<'s>, x: Saved<'s>, labels: Indices<'s>) -> Result<Saved<'s>> {
+    fn train<'s>(
+        &mut self,
+        ticket: UpdateTicket,
+        step: &Step<'s>,
+        x: Saved<'s>,
+        labels: Indices<'s>,
+    ) -> Result<Saved<'s>> {
         let tape = Tape::new(step, &self.weights);
         let loss = tape.cross_entropy(&tape.linear(&tape.input(x), self.w, None)?, labels, 0.5)?;
         tape.backward_overwrite(&loss, &mut self.gradients)?;
-        self.adamw.apply(step, &mut self.weights, &self.gradients)?;
+        self.adamw.apply(ticket, step, &mut self.weights, &self.gradients)?;
         Ok(*loss.value())
     }
 }
@@ -154,10 +160,10 @@ fn steps_record_uploads_and_phases() {
     let (device, mut arena) = emulated();
     let mut model = Model::new(&device);
     let mut step = || {
-        model.adamw.advance().unwrap();
+        let ticket = model.adamw.advance().unwrap();
         arena.step(|step| {
             let (x, labels) = (step.upload(&X, [2, 4])?.save(), step.upload_indices(&LABELS, [2])?);
-            model.train(step, x, labels).map(drop)
+            model.train(ticket, step, x, labels).map(drop)
         })
     };
     let heard = listen(Level::DEBUG, || (0..2).for_each(|_| step().unwrap()));
@@ -191,15 +197,15 @@ fn captures_and_replays_have_fields() {
     let heard = listen(Level::DEBUG, || {
         let inputs = HostInputs::new().with(&X, [2, 4]).unwrap().with_indices(&LABELS, [2]).unwrap();
         let captured = arena.capture(&mut model, &inputs, |step, model, slots| {
-            let loss = model.train(step, slots.input(0)?, slots.indices(1)?)?;
+            let loss = model.train(UpdateTicket::each_replay(slots), step, slots.input(0)?, slots.indices(1)?)?;
             Ok(slots.output(&loss))
         });
         let mut captured = captured.unwrap();
-        captured.state_mut().adamw.advance().unwrap();
+        captured.state_mut().adamw.advance().unwrap().leave_to_replay();
         captured.replay(&inputs).unwrap();
-        captured.state_mut().adamw.advance().unwrap();
+        captured.state_mut().adamw.advance().unwrap().leave_to_replay();
         captured.repeat().unwrap();
-        captured.state_mut().adamw.advance().unwrap();
+        captured.state_mut().adamw.advance().unwrap().leave_to_replay();
         let one = HostInputs::new().with(&X[..4], [1, 4]).unwrap().with_indices(&LABELS[..1], [1]).unwrap();
         captured.replay(&one).unwrap();
     });
@@ -222,11 +228,11 @@ fn captures_and_replays_have_fields() {
 fn launches_are_recorded_at_trace_level() {
     let (device, mut arena) = emulated();
     let mut model = Model::new(&device);
-    model.adamw.advance().unwrap();
+    let ticket = model.adamw.advance().unwrap();
     let heard = listen(Level::TRACE, || {
         let step = arena.step(|step| {
             let (x, labels) = (step.upload(&X, [2, 4])?.save(), step.upload_indices(&LABELS, [2])?);
-            model.train(step, x, labels).map(drop)
+            model.train(ticket, step, x, labels).map(drop)
         });
         step.unwrap();
     });

@@ -7,7 +7,7 @@ use std::ops::Deref;
 use stepscope::ops::{GemmElement, Precision};
 use stepscope::{
     AdamW, Arena, Capacity, CaptureInputs, Device, DeviceKind, EagerStep, Gradients, HostInputs, Indices, Measured,
-    Optimizer, Output, PageLocked, Parameters, Result, Saved, Step, Tape,
+    Optimizer, Output, PageLocked, Parameters, Result, Saved, Step, Tape, UpdateTicket,
 };
 
 use crate::harness::values::spread;
@@ -59,6 +59,7 @@ struct Timed {
 fn train<'s, S: GemmElement<S> + GemmElement<f32>>(
     step: &Step<'s>,
     state: &mut State<S>,
+    ticket: UpdateTicket,
     (x, labels): Inside<'s>,
 ) -> Result<Saved<'s>> {
     let State { model, parameters, gradients, optimizer, precision } = state;
@@ -68,7 +69,7 @@ fn train<'s, S: GemmElement<S> + GemmElement<f32>>(
     let logits = model.logits(&tape, &tape.input(x))?;
     let loss = tape.cross_entropy(&tape.to_f32(&logits)?, labels, weight)?;
     tape.backward_overwrite(&loss, gradients)?;
-    optimizer.apply(step, parameters, gradients)?;
+    optimizer.apply(ticket, step, parameters, gradients)?;
     Ok(*loss.value())
 }
 
@@ -79,7 +80,7 @@ fn record<'s, S: GemmElement<S> + GemmElement<f32>>(
     slots: &CaptureInputs<'s>,
 ) -> Result<Output> {
     let inside = (slots.input(0)?, slots.indices(1)?);
-    Ok(slots.output(&train(step, state, inside)?))
+    Ok(slots.output(&train(step, state, UpdateTicket::each_replay(slots), inside)?))
 }
 
 impl<S: GemmElement<S> + GemmElement<f32>> State<S> {
@@ -151,7 +152,8 @@ impl Ours {
     fn need<S: GemmElement<S> + GemmElement<f32>>(&self) -> Result<Measured> {
         let mut state = State::<S>::new(&self.device, self.plan.precision)?;
         let arena = Arena::builder(&self.device).capacity(Capacity::mib(1)).build()?;
-        arena.measure(|step| train(step, &mut state, self.batch.upload(step)?).map(drop))
+        let ticket = state.optimizer.advance()?;
+        arena.measure(|step| train(step, &mut state, ticket, self.batch.upload(step)?).map(drop))
     }
 
     /// Measures steps that launch their kernels one by one. Each has its own inputs, so it always
@@ -161,11 +163,11 @@ impl Ours {
         let mut arena = Arena::builder(&self.device).capacity(Capacity::Measured(need)).build()?;
         let measures = [Measure::RoundTrip, Measure::Host, Measure::HostPinned, Measure::Queued, Measure::Pinned];
         self.times("stepscope eager", &measures, |measure| {
-            state.optimizer.advance()?;
+            let ticket = state.optimizer.advance()?;
             arena.step(|step| {
                 let batch =
                     if measure.is_pinned() { self.page_locked.upload(step)? } else { self.batch.upload(step)? };
-                let loss = train(step, &mut state, batch)?;
+                let loss = train(step, &mut state, ticket, batch)?;
                 (measure == Measure::RoundTrip).then(|| step.read_scalar(&loss)).transpose()
             })
         })
@@ -186,7 +188,7 @@ impl Ours {
             Measure::Resident,
         ];
         self.times("stepscope captured", &measures, |measure| {
-            captured.state_mut().optimizer.advance()?;
+            captured.state_mut().optimizer.advance()?.leave_to_replay();
             let inputs = if measure.is_pinned() { &page_locked } else { &inputs };
             let is_there = matches!(measure, Measure::Resident | Measure::HostResident);
             let replay = if is_there { captured.repeat()? } else { captured.replay(inputs)? };

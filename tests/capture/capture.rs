@@ -12,7 +12,7 @@ use stepscope::faults::{Call, FaultPlan};
 use stepscope::{
     AdamW, Arena, Buffer, Capacity, CaptureInputs, Captured, Device, DeviceKind, Error, Gradients, Growth, HostInputs,
     Indices, Initializer, Optimizer, Output, Overflow, Parameter, ParameterSpec, Parameters, Record, Result, Saved,
-    Step, Tape, Target, ops,
+    Step, Tape, Target, UpdateTicket, ops,
 };
 
 const ROWS: usize = 5;
@@ -41,19 +41,25 @@ impl Model {
     }
 
     /// Runs forward, backward, clipping and the update, and returns the mean loss.
-    fn train<'s>(&mut self, step: &Step<'s>, x: Saved<'s>, labels: Indices<'s>) -> Result<Saved<'s>> {
+    fn train<'s>(
+        &mut self,
+        ticket: UpdateTicket,
+        step: &Step<'s>,
+        x: Saved<'s>,
+        labels: Indices<'s>,
+    ) -> Result<Saved<'s>> {
         self.gradients.zero(step)?;
         let tape = Tape::new(step, &self.weights);
         let logits = tape.linear(&tape.input(x), self.w, Some(self.b))?;
         let loss = tape.cross_entropy(&logits, labels, 1.0 / x.shape().extents()[0] as f32)?;
         tape.backward(&loss, &mut self.gradients)?;
-        self.adamw.apply(step, &mut self.weights, &self.gradients)?;
+        self.adamw.apply(ticket, step, &mut self.weights, &self.gradients)?;
         Ok(*loss.value())
     }
 }
 
 fn train<'s>(step: &mut Step<'s>, model: &mut Model, slots: &CaptureInputs<'s>) -> Result<Output> {
-    let loss = model.train(step, slots.input(0)?, slots.indices(1)?)?;
+    let loss = model.train(UpdateTicket::each_replay(slots), step, slots.input(0)?, slots.indices(1)?)?;
     Ok(slots.output(&loss))
 }
 
@@ -125,7 +131,7 @@ impl Tower {
         Self { blocks, weights, gradients, adamw }
     }
 
-    fn train<'s>(&mut self, step: &Step<'s>, x: Saved<'s>, labels: Indices<'s>) -> Result<()> {
+    fn train<'s>(&mut self, ticket: UpdateTicket, step: &Step<'s>, x: Saved<'s>, labels: Indices<'s>) -> Result<()> {
         self.gradients.zero(step)?;
         let tape = Tape::new(step, &self.weights);
         let mut h = tape.input(x);
@@ -134,7 +140,7 @@ impl Tower {
         }
         let loss = tape.cross_entropy(&h, labels, 0.5)?;
         tape.backward(&loss, &mut self.gradients)?;
-        self.adamw.apply(step, &mut self.weights, &self.gradients)
+        self.adamw.apply(ticket, step, &mut self.weights, &self.gradients)
     }
 }
 
@@ -144,11 +150,11 @@ on_each_device! {
         let mut eager = Vec::new();
         let mut memory = arena(device);
         for (x, labels) in &batches() {
-            model.adamw.advance().unwrap();
+            let ticket = model.adamw.advance().unwrap();
             eager.push(memory.step(|step| {
                 let x = step.upload(x, [labels.len(), COLS])?.save();
                 let labels = step.upload_indices(labels, [labels.len()])?;
-                step.read_scalar(&model.train(step, x, labels)?)
+                step.read_scalar(&model.train(ticket, step, x, labels)?)
             }).unwrap());
         }
         let digest = model.weights.sha256().unwrap();
@@ -158,7 +164,7 @@ on_each_device! {
         let mut captured = memory.capture(Model::new(device), &inputs(&batches[0]), train).unwrap();
         let mut losses = Vec::new();
         for batch in &batches {
-            captured.state_mut().adamw.advance().unwrap();
+            captured.state_mut().adamw.advance().unwrap().leave_to_replay();
             let replay = captured.replay(&inputs(batch)).unwrap();
             losses.push(replay.read_scalar(*replay.outputs()).unwrap());
         }
@@ -197,21 +203,21 @@ on_each_device! {
             let inputs = HostInputs::new().with(&x, [TOWER_ROWS, 256]).unwrap().with_indices(&labels, [TOWER_ROWS]).unwrap();
             if capture {
                 let mut captured = memory.capture(tower, &inputs, |step, tower, slots| {
-                    tower.train(step, slots.input(0)?, slots.indices(1)?)
+                    tower.train(UpdateTicket::each_replay(slots), step, slots.input(0)?, slots.indices(1)?)
                 }).unwrap();
                 for _ in 0..3 {
-                    captured.state_mut().adamw.advance().unwrap();
+                    captured.state_mut().adamw.advance().unwrap().leave_to_replay();
                     captured.replay(&inputs).unwrap();
                 }
                 assert_eq!(captured.report().replays, 3);
                 tower = captured.into_state();
             } else {
                 for _ in 0..3 {
-                    tower.adamw.advance().unwrap();
+                    let ticket = tower.adamw.advance().unwrap();
                     memory.step(|step| {
                         let x = step.upload(&x, [TOWER_ROWS, 256])?.save();
                         let labels = step.upload_indices(&labels, [TOWER_ROWS])?;
-                        tower.train(step, x, labels)
+                        tower.train(ticket, step, x, labels)
                     }).unwrap();
                 }
             }
@@ -233,7 +239,7 @@ on_each_device! {
         let mut undisturbed = arena(device).capture(Model::new(device), &inputs(&batches[0]), train).unwrap();
         for batch in &batches {
             for captured in [&mut captured, &mut undisturbed] {
-                captured.state_mut().adamw.advance().unwrap();
+                captured.state_mut().adamw.advance().unwrap().leave_to_replay();
             }
             let want = loss(&mut undisturbed, batch);
             let replay = captured.replay(&inputs(batch)).unwrap();
@@ -400,13 +406,13 @@ on_each_device! {
         let longer = (random.normals(64 * COLS), random.belows(64, CLASSES as u32));
         let error = captured.replay(&inputs(&longer)).unwrap_err();
         assert!(matches!(error, Error::CaptureNeeds { bytes, available, .. } if available == owned && bytes > owned), "{error}");
-        captured.state_mut().adamw.advance().unwrap();
+        captured.state_mut().adamw.advance().unwrap().leave_to_replay();
         loss(&mut captured, short);
         drop(captured);
 
         let mut captured = memory.capture(Model::new(device), &inputs(long), train).unwrap().keep(1);
         for (batch, recordings) in [(long, 1), (long, 1), (short, 2), (long, 3), (long, 3)] {
-            captured.state_mut().adamw.advance().unwrap();
+            captured.state_mut().adamw.advance().unwrap().leave_to_replay();
             loss(&mut captured, batch);
             assert_eq!(captured.report().recordings, recordings, "one is kept");
         }
@@ -557,7 +563,7 @@ on_each_device! {
         let mut undisturbed = arena(device).capture(Model::new(device), &inputs(&batches[0]), train).unwrap();
         for batch in &batches {
             for captured in [&mut captured, &mut undisturbed] {
-                captured.state_mut().adamw.advance().unwrap();
+                captured.state_mut().adamw.advance().unwrap().leave_to_replay();
             }
             let want = loss(&mut undisturbed, batch);
             assert_eq!(loss(&mut captured, batch).to_bits(), want.to_bits());
@@ -574,7 +580,7 @@ on_each_device! {
             let batches = batches();
             let mut captured = memory.capture(Model::new(device), &inputs(&batches[0]), train).unwrap();
             let losses = batches.iter().map(|batch| {
-                captured.state_mut().adamw.advance().unwrap();
+                captured.state_mut().adamw.advance().unwrap().leave_to_replay();
                 loss(&mut captured, batch)
             }).collect();
             (losses, captured.state().weights.sha256().unwrap())

@@ -296,10 +296,10 @@ fn updated(device: &Device, updates: u64, gradient: f32) -> Result<TrainState<Cl
     let TrainState { parameters, gradients, optimizer, .. } = &mut state;
     let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build()?;
     for _ in 0..updates {
-        optimizer.advance()?;
+        let ticket = optimizer.advance()?;
         arena.step(|step| {
             ops::fill_into(step, &mut gradients.lend_mut(step, head.weight)?, gradient)?;
-            optimizer.apply(step, parameters, gradients)
+            optimizer.apply(ticket, step, parameters, gradients)
         })?;
     }
     Ok(state)

@@ -124,12 +124,12 @@ on_each_device! {
         let mut model = Model::new(device);
         let mut arena = arena(device, Overflow::pool(1 << 20));
         for _ in 0..3 {
-            model.optimizer.advance().unwrap();
+            let ticket = model.optimizer.advance().unwrap();
             arena
                 .step(|step| {
                     model.pass(step)?;
                     make(step, LARGE)?;
-                    model.optimizer.apply(step, &mut model.parameters, &model.gradients)
+                    model.optimizer.apply(ticket, step, &mut model.parameters, &model.gradients)
                 })
                 .unwrap();
         }
@@ -323,6 +323,7 @@ on_each_device! {
         let device = Device::builder(device.description().kind).layer(plan.clone()).open().unwrap();
         let mut buffer = Buffer::from_slice(&device, &[3.0f32; 8]).unwrap();
         let mut model = Model::new(&device);
+        let ticket = model.optimizer.advance().unwrap();
         let weights = model.parameters.sha256().unwrap();
         let arena = arena(&device, Overflow::pool(1 << 20));
         let before = arena.report();
@@ -332,7 +333,7 @@ on_each_device! {
                 let x = step.upload(&[1.0f32; 1 << 20], [1 << 20])?;
                 ops::fill_into(step, &mut step.lend_mut(&mut buffer, [8])?, -1.0)?;
                 model.pass(step)?;
-                model.optimizer.apply(step, &mut model.parameters, &model.gradients)?;
+                model.optimizer.apply(ticket, step, &mut model.parameters, &model.gradients)?;
                 assert_eq!(step.read(&ops::tanh(step, &x)?)?, vec![0.0; 1 << 20], "what is read is zero");
                 Ok(())
             })

@@ -127,8 +127,8 @@ on_each_device! {
                     Ok(f64::from(value[0]))
                 });
                 worst = worst.max((loss.unwrap() / want - 1.0).abs());
-                optimizer.advance().unwrap();
-                arena.step(|step| optimizer.apply(step, &mut adapted.parameters, &gradients)).unwrap();
+                let ticket = optimizer.advance().unwrap();
+                arena.step(|step| optimizer.apply(ticket, step, &mut adapted.parameters, &gradients)).unwrap();
             }
             println!("{}: losses differ by at most {worst:.1e}", folder.display());
             assert!(worst <= 1e-6, "{}: {worst:e}", folder.display());

@@ -197,6 +197,7 @@ impl Model {
 
     fn train<'s>(
         &mut self,
+        ticket: UpdateTicket,
         step: &Step<'s>,
         x: Saved<'s>,
         documents: Saved<'s, u32>,
@@ -208,7 +209,7 @@ impl Model {
         let logits = tape.reshape(&self.head.forward(&tape, &h)?, [labels.shape().elements(), CLASSES])?;
         let loss = tape.cross_entropy(&logits, labels, 1.0 / labels.shape().elements() as f32)?;
         tape.backward_overwrite(&loss, &mut self.gradients)?;
-        self.adamw.apply(step, &mut self.weights, &self.gradients)?;
+        self.adamw.apply(ticket, step, &mut self.weights, &self.gradients)?;
         Ok(*loss.value())
     }
 }
@@ -233,10 +234,10 @@ fn losses(device: &Device, captured: bool) -> Vec<f32> {
     let mut model = Model::new(device);
     if !captured {
         let mut update = |(x, documents, labels): &(Vec<f32>, Vec<u32>, Vec<u32>)| {
-            model.adamw.advance()?;
+            let ticket = model.adamw.advance()?;
             arena.step(|step| {
                 let (x, documents) = (step.upload(x, shapes.0)?.save(), step.upload(documents, shapes.1)?.save());
-                let loss = model.train(step, x, documents, step.upload_indices(labels, shapes.2)?)?;
+                let loss = model.train(ticket, step, x, documents, step.upload_indices(labels, shapes.2)?)?;
                 step.read_scalar(&loss)
             })
         };
@@ -250,12 +251,12 @@ fn losses(device: &Device, captured: bool) -> Vec<f32> {
         let inputs = inputs.with(documents, shapes.1).unwrap().with_indices(labels, shapes.2).unwrap();
         let captured = recorded.get_or_insert_with(|| {
             let record: Record<Model, Output> = |step, model, slots| {
-                let loss = model.train(step, slots.input(0)?, slots.input(1)?, slots.indices(2)?)?;
+                let loss = model.train(UpdateTicket::each_replay(slots), step, slots.input(0)?, slots.input(1)?, slots.indices(2)?)?;
                 Ok(slots.output(&loss))
             };
             arena.capture(model.take().unwrap(), &inputs, record).unwrap()
         });
-        captured.state_mut().adamw.advance().unwrap();
+        captured.state_mut().adamw.advance().unwrap().leave_to_replay();
         let replay = captured.replay(&inputs).unwrap();
         all.push(replay.read_scalar(*replay.outputs()).unwrap());
     }

@@ -68,8 +68,8 @@ impl Training {
                 let labels = step.upload_indices(&labels, [ROWS])?;
                 let loss = tape.cross_entropy(&logits, labels, 1.0 / ROWS as f32)?;
                 tape.backward(&loss, gradients)?;
-                optimizer.advance()?;
-                optimizer.apply(step, parameters, gradients)?;
+                let ticket = optimizer.advance()?;
+                optimizer.apply(ticket, step, parameters, gradients)?;
                 Ok(())
             })
             .unwrap();

@@ -74,8 +74,8 @@ fn a_rate_beyond_f32_is_refused() {
     let gradients = Gradients::zeros(&weights).unwrap();
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
     for _ in 0..2 {
-        sgd.advance().unwrap();
-        arena.step(|step| sgd.apply(step, &mut weights, &gradients)).unwrap();
+        let ticket = sgd.advance().unwrap();
+        arena.step(|step| sgd.apply(ticket, step, &mut weights, &gradients)).unwrap();
     }
     assert_misuse(sgd.advance(), &["sgd", "finite settings", "update 3"]);
     assert_eq!(sgd.updates(), 2);

@@ -268,13 +268,15 @@ on_each_device! {
         let [mut weights, mut others] = [&layout, &alike].map(|layout| Parameters::new(device, layout, 7).unwrap());
         let [mut gradients, mut others_gradients] = [&weights, &others].map(|weights| Gradients::zeros(weights).unwrap());
         let mut optimizer = Optimizer::new(&weights, AdamW::default()).unwrap();
-        optimizer.advance().unwrap();
         let mut arena = arena(device);
         assert_eq!(refused(run(&mut arena, &weights, &mut others_gradients, USES[1].2, &own)), Some("backward"));
         arena.step(|step| {
-            assert_eq!(refused(optimizer.apply(step, &mut others, &gradients)), Some("adamw"));
-            assert_eq!(refused(optimizer.apply(step, &mut weights, &others_gradients)), Some("adamw"));
-            optimizer.apply(step, &mut weights, &gradients)
+            let ticket = optimizer.advance()?;
+            assert_eq!(refused(optimizer.apply(ticket, step, &mut others, &gradients)), Some("adamw"));
+            let ticket = optimizer.advance()?;
+            assert_eq!(refused(optimizer.apply(ticket, step, &mut weights, &others_gradients)), Some("adamw"));
+            let ticket = optimizer.advance()?;
+            optimizer.apply(ticket, step, &mut weights, &gradients)
         }).unwrap();
         assert_eq!(optimizer.updates(), 1, "what was refused is no update");
 

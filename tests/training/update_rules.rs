@@ -94,8 +94,8 @@ impl World {
             optimizer = optimizer.with_parameter_groups(&self::groups(groups))?;
         }
         for _ in 0..2 {
-            optimizer.advance()?;
-            self.arena.step(|step| optimizer.apply(step, &mut self.weights, &self.gradients))?;
+            let ticket = optimizer.advance()?;
+            self.arena.step(|step| optimizer.apply(ticket, step, &mut self.weights, &self.gradients))?;
         }
         self.weights.sha256()
     }
@@ -163,8 +163,8 @@ on_each_device! {
     fn a_captured_rule(device: &Device) {
         let World { mut arena, weights, gradients } = World::new(device);
         let optimizer = Optimizer::new(&weights, Wrapper { hides: [true, false], ..adamw() }).unwrap();
-        let captured = arena.capture((weights, gradients, optimizer), &HostInputs::new(), |step, (weights, gradients, optimizer), _| {
-            optimizer.apply(step, weights, gradients)
+        let captured = arena.capture((weights, gradients, optimizer), &HostInputs::new(), |step, (weights, gradients, optimizer), slots| {
+            optimizer.apply(UpdateTicket::each_replay(slots), step, weights, gradients)
         });
         refused(captured.map(|_| String::new()), &["wrapper", "`writes_copy` returned true"]);
     }
@@ -239,8 +239,8 @@ fn rules_are_queried_once() {
     for start in 0..36 {
         let World { mut arena, mut weights, gradients } = World::new(&device);
         let mut optimizer = Optimizer::new(&weights, Fickle(Cell::new(start))).unwrap();
-        optimizer.advance().unwrap();
-        match arena.step(|step| optimizer.apply(step, &mut weights, &gradients)) {
+        let ticket = optimizer.advance().unwrap();
+        match arena.step(|step| optimizer.apply(ticket, step, &mut weights, &gradients)) {
             Ok(()) => outcomes[0] += 1,
             // It declares that it writes the copy, and does not.
             Err(error) => {

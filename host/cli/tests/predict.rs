@@ -252,7 +252,7 @@ fn touched_by_a_step(batch: usize) -> Vec<Touched> {
     let config = AdamW { clip: Some(1.0), ..AdamW::default() };
     let mut optimizer = Optimizer::new(&parameters, config).unwrap();
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(64)).build().unwrap();
-    optimizer.advance().unwrap();
+    let ticket = optimizer.advance().unwrap();
     let (x, labels) = (vec![0.5; batch * 12 * sizes::FEATURES], vec![0; batch]);
     let step = || {
         arena.step(|step| {
@@ -263,7 +263,7 @@ fn touched_by_a_step(batch: usize) -> Vec<Touched> {
             let output = model.forward(&tape, &inputs)?;
             let loss = model.loss(&tape, &output, &inputs, 1.0 / batch as f32)?;
             tape.backward_overwrite(&loss, &mut gradients)?;
-            optimizer.apply(step, &mut parameters, &gradients)
+            optimizer.apply(ticket, step, &mut parameters, &gradients)
         })
     };
     let (outcome, touched) = tally(|| Mode::RACES.scope(step));

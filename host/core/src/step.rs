@@ -6,7 +6,7 @@
 //! Invariant: the brand `'s` is fresh for every step and invariant, so no tensor outlives its step
 //! or mixes with another arena's tensors.
 
-use crate::arena::{ArenaInner, Buffer, NestedScope, Phase, Turns};
+use crate::arena::{ArenaInner, Buffer, NestedScope, Phase, ReplayPrecondition};
 use crate::device::{Description, Device};
 use crate::error::{Error, Result};
 use crate::indices::Indices;
@@ -19,7 +19,6 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Deref;
 use std::panic::Location;
-use std::slice;
 use std::sync::Arc;
 use tracing::span::EnteredSpan;
 
@@ -117,13 +116,23 @@ impl<'s> Step<'s> {
         self.region.launches().watch(queue)
     }
 
-    /// The update that the step makes when it queues an optimizer's next update. A dry run makes
-    /// none. In a recorded step, each replay makes one.
-    pub fn makes<'t>(&self, turns: &'t Arc<Turns>) -> Result<&'t [Arc<Turns>]> {
-        if self.region.is_lent() {
-            self.region.conditions().ask_turn(turns)?;
-        }
-        Ok(if self.device().is_dry_run() { &[] } else { slice::from_ref(turns) })
+    /// True if the step is being recorded: its launches run in replays, not now.
+    #[doc(hidden)]
+    pub fn is_recorded(&self) -> bool {
+        self.region.is_lent()
+    }
+
+    /// True if the step only lists its launches, which never run.
+    #[doc(hidden)]
+    pub fn is_dry_run(&self) -> bool {
+        self.device().is_dry_run()
+    }
+
+    /// Registers a precondition that each replay of this recorded step takes before any of its work
+    /// is queued. Returns false if the step has registered it before.
+    #[doc(hidden)]
+    pub fn require_each_replay(&self, condition: Arc<dyn ReplayPrecondition>) -> bool {
+        self.region.conditions().require(condition)
     }
 
     /// Sets the step's phase until the guard is dropped.

@@ -24,7 +24,9 @@ mod windows;
 pub use checkpoint::Checkpoint;
 pub use file_type::FileType;
 pub use loader::Loader;
-pub use optim::{AdamW, Optimizer, ParameterGroup, ParameterGroups, Schedule, Sgd, UpdateArguments, UpdateRule};
+pub use optim::{
+    AdamW, Optimizer, ParameterGroup, ParameterGroups, Schedule, Sgd, UpdateArguments, UpdateRule, UpdateTicket,
+};
 pub use pretrained::StateDict;
 pub use run_lock::RunLock;
 pub use state_dict::{load_state_dict, save_state_dict, save_state_dict_as};

@@ -107,7 +107,7 @@ fn process(kind: DeviceKind, way: &str) -> (Output, Duration) {
 
 /// Returns the digest of a small model's weights after a few captured updates.
 fn trained(kind: DeviceKind) -> Result<String> {
-    use stepscope::{AdamW, Gradients, Initializer, ParameterSpec, Parameters, Tape};
+    use stepscope::{AdamW, Gradients, Initializer, ParameterSpec, Parameters, Tape, UpdateTicket};
     let device = builder(kind).open()?;
     let mut layout = ParameterSpec::builder();
     let w = layout.add("w", [8, 3], Initializer::fan_in(8));
@@ -123,11 +123,11 @@ fn trained(kind: DeviceKind) -> Result<String> {
         let tape = Tape::new(step, weights);
         let loss = tape.cross_entropy(&tape.linear(&tape.input(slots.input::<f32>(0)?), *w, None)?, slots.indices(1)?, 0.25)?;
         tape.backward(&loss, gradients)?;
-        adamw.apply(step, weights, gradients)?;
+        adamw.apply(UpdateTicket::each_replay(slots), step, weights, gradients)?;
         Ok(slots.output(loss.value()))
     })?;
     for _ in 0..20 {
-        captured.state_mut().3.advance()?;
+        captured.state_mut().3.advance()?.leave_to_replay();
         captured.replay(&inputs)?;
     }
     drop(captured);

@@ -139,17 +139,19 @@ on_each_device! {
         let gradients = Gradients::zeros(&parameters).unwrap();
         let mut optimizer = Optimizer::new(&parameters, AdamW { weight_decay: 0.1, ..AdamW::default() }).unwrap();
         let before = parameters.flat().read().unwrap();
-        optimizer.advance().unwrap();
+        let ticket = optimizer.advance().unwrap();
         plant(&plan, 1, Fault::Fail);
         let outcome = arena.step(|step| {
-            let applied = optimizer.apply(step, &mut parameters, &gradients);
+            let applied = optimizer.apply(ticket, step, &mut parameters, &gradients);
             assert!(is_planted(&applied.clone().unwrap_err()));
             applied
         });
         assert!(is_planted(&outcome.unwrap_err()));
         assert_eq!((optimizer.updates(), parameters.flat().read().unwrap()), (0, before.clone()));
-        // It is still prepared.
-        arena.step(|step| optimizer.apply(step, &mut parameters, &gradients)).unwrap();
+        // The same update is prepared again.
+        let ticket = optimizer.advance().unwrap();
+        assert_eq!(ticket.number(), Some(1));
+        arena.step(|step| optimizer.apply(ticket, step, &mut parameters, &gradients)).unwrap();
         assert_eq!(optimizer.updates(), 1);
         assert_ne!(parameters.flat().read().unwrap(), before);
     }

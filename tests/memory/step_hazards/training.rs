@@ -11,7 +11,7 @@ use std::ops::Range;
 use stepscope::nn::RmsNorm;
 use stepscope::{
     AdamW, Arena, Capacity, CaptureInputs, Device, EagerStep, Gradients, HostInputs, Indices, Initializer, Optimizer,
-    Output, Parameter, ParameterSpec, Parameters, Result, Saved, StackedParameters, Step, Tape,
+    Output, Parameter, ParameterSpec, Parameters, Result, Saved, StackedParameters, Step, Tape, UpdateTicket,
 };
 
 /// The batches of a run.
@@ -142,8 +142,8 @@ impl Trainer {
 
     /// Makes the update that ends a batch.
     pub(crate) fn update(&mut self, step: &Step<'_>, loss: f32) -> Result<()> {
-        self.optimizer.advance()?;
-        self.optimizer.apply(step, &mut self.parameters, &self.gradients)?;
+        let ticket = self.optimizer.advance()?;
+        self.optimizer.apply(ticket, step, &mut self.parameters, &self.gradients)?;
         self.note(loss);
         Ok(())
     }
@@ -165,7 +165,7 @@ impl Trainer {
     fn record<'s>(step: &mut Step<'s>, trainer: &mut Self, slots: &CaptureInputs<'s>) -> Result<Output> {
         trainer.gradients.zero(step)?;
         let loss = trainer.learn(step, (slots.input(0)?, slots.indices(1)?))?;
-        trainer.optimizer.apply(step, &mut trainer.parameters, &trainer.gradients)?;
+        trainer.optimizer.apply(UpdateTicket::each_replay(slots), step, &mut trainer.parameters, &trainer.gradients)?;
         Ok(slots.output(&loss))
     }
 }
@@ -190,7 +190,7 @@ pub(crate) fn captured(mut arena: Arena, mut before: impl FnMut(&mut Arena)) -> 
     let mut captured = arena.capture(trainer, &batches[0].inputs(), Trainer::record).unwrap();
     for batch in &batches {
         before(&mut arena);
-        captured.state_mut().optimizer.advance().unwrap();
+        captured.state_mut().optimizer.advance().unwrap().leave_to_replay();
         let replay = captured.replay(&batch.inputs()).unwrap();
         let loss = replay.read_scalar(*replay.outputs()).unwrap();
         captured.state_mut().note(loss);

@@ -65,10 +65,10 @@ impl<R: UpdateRule> Trained<R> {
         Self { w, b, weights, gradients, optimizer }
     }
 
-    fn update(&mut self, step: &Step<'_>) -> Result<()> {
+    fn update(&mut self, ticket: UpdateTicket, step: &Step<'_>) -> Result<()> {
         ops::fill_into(step, &mut self.gradients.lend_mut(step, self.w)?, 0.3)?;
         ops::fill_into(step, &mut self.gradients.lend_mut(step, self.b)?, -0.7)?;
-        self.optimizer.apply(step, &mut self.weights, &self.gradients)
+        self.optimizer.apply(ticket, step, &mut self.weights, &self.gradients)
     }
 
     /// Makes eager updates, and as many replays. The weights must be the same with and without a
@@ -78,16 +78,18 @@ impl<R: UpdateRule> Trained<R> {
             let mut arena = arena(device);
             let mut model = Self::new(device, rule(), groups, copied);
             for _ in 0..3 {
-                model.optimizer.advance().unwrap();
-                arena.step(|step| model.update(step)).unwrap();
+                let ticket = model.optimizer.advance().unwrap();
+                arena.step(|step| model.update(ticket, step)).unwrap();
                 if copied {
                     assert_rounded(&model.weights);
                 }
             }
             let none = HostInputs::new();
-            let mut captured = arena.capture(model, &none, |step, model, _| model.update(step)).unwrap();
+            let mut captured = arena
+                .capture(model, &none, |step, model, slots| model.update(UpdateTicket::each_replay(slots), step))
+                .unwrap();
             for _ in 0..3 {
-                captured.state_mut().optimizer.advance().unwrap();
+                captured.state_mut().optimizer.advance().unwrap().leave_to_replay();
                 captured.replay(&none).unwrap();
                 if copied {
                     assert_rounded(&captured.state().weights);
@@ -209,8 +211,8 @@ on_each_device! {
         Trained::updates(device, || Descent { fails: false }, false);
         let mut model = Trained::new(device, Descent { fails: true }, false, true);
         let before = copy(&model.weights);
-        model.optimizer.advance().unwrap();
-        arena(device).step(|step| model.update(step)).unwrap_err();
+        let ticket = model.optimizer.advance().unwrap();
+        arena(device).step(|step| model.update(ticket, step)).unwrap_err();
         assert_ne!(copy(&model.weights), before, "the rule has changed weights before it failed");
         assert_rounded(&model.weights);
     }
@@ -272,14 +274,14 @@ on_each_device! {
         let none = HostInputs::new();
         let mut captured = arena.capture(model, &none, |step, model, slots| {
             let before = ops::scale(step, &model.weights.lend_as::<bf16>(step, model.b)?, 1.0)?;
-            model.update(step)?;
+            model.update(UpdateTicket::each_replay(slots), step)?;
             let after = ops::scale(step, &model.weights.lend_as::<bf16>(step, model.b)?, 1.0)?;
             Ok([slots.output(&before), slots.output(&after)])
         }).unwrap();
         for value in [0.1, 0.7] {
             let model = captured.state_mut();
             model.weights.write(model.b, &[value; COLS]).unwrap();
-            model.optimizer.advance().unwrap();
+            model.optimizer.advance().unwrap().leave_to_replay();
             let replay = captured.replay(&none).unwrap();
             let [before, after] = replay.outputs().map(|output| replay.read(output).unwrap());
             assert_eq!(before, [bf16::from_f32(value); COLS]);

@@ -49,13 +49,20 @@ impl Model {
     }
 
     /// Returns the loss before an update, and makes the update.
-    fn update<'s>(&mut self, step: &Step<'s>, x: Saved<'s>, labels: Indices<'s>, halves: bool) -> Result<Saved<'s>> {
+    fn update<'s>(
+        &mut self,
+        ticket: UpdateTicket,
+        step: &Step<'s>,
+        x: Saved<'s>,
+        labels: Indices<'s>,
+        halves: bool,
+    ) -> Result<Saved<'s>> {
         let tape = Tape::new(step, &self.weights);
         let x = tape.input(x);
         let loss = if halves { self.loss(&tape, tape.to_bf16(&x)?, labels)? } else { self.loss(&tape, x, labels)? };
         let value = *loss.value();
         tape.backward_overwrite(&loss, &mut self.gradients)?;
-        self.optimizer.apply(step, &mut self.weights, &self.gradients)?;
+        self.optimizer.apply(ticket, step, &mut self.weights, &self.gradients)?;
         Ok(value)
     }
 }
@@ -78,10 +85,10 @@ fn trained(device: &Device, updates: u64, halves: bool) -> (Vec<f32>, Vec<f32>) 
     let mut losses = Vec::new();
     for number in 0..updates {
         let (x, labels) = batch(number);
-        model.optimizer.advance().unwrap();
+        let ticket = model.optimizer.advance().unwrap();
         let loss = arena.step(|step| {
             let (x, labels) = (step.upload(&x, [ROWS, WIDTH])?.save(), step.upload_indices(&labels, [ROWS])?);
-            let loss = model.update(step, x, labels, halves)?;
+            let loss = model.update(ticket, step, x, labels, halves)?;
             step.read_scalar(&loss)
         });
         losses.push(loss.unwrap());
@@ -114,13 +121,13 @@ on_each_device! {
         let model = Model::new(device);
         let mut captured = arena(device)
             .capture(model, &inputs, |step, model, slots| {
-                Ok(slots.output(&model.update(step, slots.input(0)?, slots.indices(1)?, true)?))
+                Ok(slots.output(&model.update(UpdateTicket::each_replay(slots), step, slots.input(0)?, slots.indices(1)?, true)?))
             })
             .unwrap();
         for (number, eager) in (0..4).zip(&eager_losses) {
             let (x, labels) = batch(number);
             let inputs = HostInputs::new().with(&x, [ROWS, WIDTH]).unwrap().with_indices(&labels, [ROWS]).unwrap();
-            captured.state_mut().optimizer.advance().unwrap();
+            captured.state_mut().optimizer.advance().unwrap().leave_to_replay();
             let replay = captured.replay(&inputs).unwrap();
             let loss = *replay.outputs();
             assert_eq!(replay.read(loss).unwrap(), [*eager]);

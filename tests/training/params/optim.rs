@@ -27,9 +27,9 @@ impl Model {
     }
 
     /// Applies an update with equal gradients.
-    fn apply(&mut self, step: &Step<'_>, gradient: f32) -> Result<()> {
+    fn apply(&mut self, ticket: UpdateTicket, step: &Step<'_>, gradient: f32) -> Result<()> {
         ops::fill_into(step, &mut self.gradients.lend_mut(step, self.w)?, gradient)?;
-        self.optimizer.apply(step, &mut self.weights, &self.gradients)
+        self.optimizer.apply(ticket, step, &mut self.weights, &self.gradients)
     }
 
     /// Returns the weights, and the number of updates made.
@@ -43,17 +43,20 @@ fn arena(device: &Device) -> Arena {
 }
 
 #[track_caller]
-fn refused<T>(result: Result<T>) {
-    let error = result.err().expect("an update that was not set up");
-    assert!(matches!(&error, Error::Misuse { op: "adamw", .. }), "{error}");
+fn refused<T>(result: Result<T>, words: &str) {
+    let error = result.err().expect("an update that was not prepared");
+    assert!(matches!(&error, Error::Misuse { op: "adamw", .. }) && error.to_string().contains(words), "{error}");
 }
+
+/// Words of the error of a replay whose update was not prepared.
+const MISSING: &str = "`advance()?.leave_to_replay()` before each replay";
 
 /// Returns the weights and updates after this many correct updates.
 fn after(device: &Device, updates: usize) -> (Vec<f32>, u64) {
     let (mut model, mut arena) = (Model::new(device), arena(device));
     for _ in 0..updates {
-        model.optimizer.advance().unwrap();
-        arena.step(|step| model.apply(step, 5.0)).unwrap();
+        let ticket = model.optimizer.advance().unwrap();
+        arena.step(|step| model.apply(ticket, step, 5.0)).unwrap();
     }
     model.state()
 }
@@ -80,13 +83,13 @@ on_each_device! {
                 if in_one_call {
                     return sgd.update(&mut arena, &mut weights, &mut gradients, |step, tape| loss(step, tape, w, value)).unwrap();
                 }
-                sgd.advance().unwrap();
+                let ticket = sgd.advance().unwrap();
                 arena.step(|step| {
                     gradients.zero(step)?;
                     let tape = Tape::new(step, &weights);
                     let loss = loss(step, &tape, w, value)?;
                     tape.backward(&loss, &mut gradients)?;
-                    sgd.apply(step, &mut weights, &gradients)?;
+                    sgd.apply(ticket, step, &mut weights, &gradients)?;
                     step.read_scalar(loss.value())
                 }).unwrap()
             }).collect();
@@ -113,37 +116,73 @@ on_each_device! {
         for made in 0..3 {
             let before = model.state();
             assert_eq!(before, after(device, made));
-            refused(arena.step(|step| model.apply(step, 5.0)));
-            assert_eq!(model.state(), before, "nothing ran");
-            // Repeated calls prepare the same update.
+            // Repeated calls prepare the same update. Only the last ticket is valid.
             for _ in 0..=made {
-                assert_eq!(model.optimizer.advance().unwrap(), made as u64 + 1);
+                let withdrawn = model.optimizer.advance().unwrap();
+                let ticket = model.optimizer.advance().unwrap();
+                assert_eq!([withdrawn.number(), ticket.number()], [Some(made as u64 + 1); 2]);
+                refused(arena.step(|step| model.apply(withdrawn, step, 5.0)), "from before another `advance`");
+                assert_eq!(model.state(), before, "nothing ran");
+                // Neither a dry run nor a failing step applies it.
+                arena.measure(|step| model.apply(ticket, step, 5.0)).unwrap();
             }
-            // Neither a dry run nor a failing step applies it.
-            arena.measure(|step| (0..2).try_for_each(|_| model.apply(step, 5.0))).unwrap();
+            let ticket = model.optimizer.advance().unwrap();
             let full = arena.step(|step| {
                 while step.empty::<f32>([1 << 10]).is_ok() {}
                 while step.empty::<f32>([1]).is_ok() {}
-                model.apply(step, 5.0)
+                model.apply(ticket, step, 5.0)
             });
             assert!(matches!(full, Err(Error::ArenaFull { .. })), "{full:?}");
             assert_eq!(model.state(), before);
-            arena.step(|step| model.apply(step, 5.0)).unwrap();
+            let ticket = model.optimizer.advance().unwrap();
+            arena.step(|step| model.apply(ticket, step, 5.0)).unwrap();
         }
         assert_eq!(model.state(), after(device, 3));
     }
 
+    fn foreign_and_stale_tickets_are_refused(device: &Device) {
+        let slow = || ParameterGroups::new().with(ParameterGroup { rate: 0.1, weight_decay: Some(0.0) }, |_| true);
+        let (mut model, mut other, mut arena) = (Model::new(device), Model::new(device), arena(device));
+        let _own = model.optimizer.advance().unwrap();
+        let foreign = other.optimizer.advance().unwrap();
+        refused(arena.step(|step| model.apply(foreign, step, 5.0)), "of update 1, of another optimizer");
+        assert_eq!(model.state(), after(device, 0));
+
+        let stale = model.optimizer.advance().unwrap();
+        let Model { w, weights, gradients, optimizer } = model;
+        let mut model = Model { w, weights, gradients, optimizer: optimizer.with_parameter_groups(&slow()).unwrap() };
+        refused(arena.step(|step| model.apply(stale, step, 5.0)), "from before `with_parameter_groups`");
+
+        // A ticket of one step is not recorded, and one for replays is not applied now.
+        let ticket = other.optimizer.advance().unwrap();
+        refused(arena.capture((other, Some(ticket)), &HostInputs::new(), |step, (model, ticket), _| {
+            ticket.take().map_or(Ok(()), |ticket| model.apply(ticket, step, 5.0))
+        }), "the ticket of update 1");
+        let mut smuggled = arena.capture(None, &HostInputs::new(), |_, ticket, slots| {
+            *ticket = Some(UpdateTicket::each_replay(slots));
+            Ok(())
+        }).unwrap();
+        let smuggled = smuggled.state_mut().take().unwrap();
+        refused(arena.step(|step| model.apply(smuggled, step, 5.0)), "`UpdateTicket::each_replay`");
+        assert_eq!(model.state(), after(device, 0));
+    }
+
     fn replay_applies_the_prepared_update(device: &Device) {
         let mut arena = arena(device);
-        let mut captured = arena.capture(Model::new(device), &HostInputs::new(), |step, model, _| model.apply(step, 5.0)).unwrap();
+        let mut captured = arena.capture(Model::new(device), &HostInputs::new(), |step, model, slots| model.apply(UpdateTicket::each_replay(slots), step, 5.0)).unwrap();
         for made in 0..3 {
-            refused(captured.replay(&HostInputs::new()));
-            refused(captured.repeat());
+            refused(captured.replay(&HostInputs::new()), MISSING);
+            refused(captured.repeat(), MISSING);
             // Another recording, whose closure runs twice, does not apply one either.
-            refused(captured.replay(&HostInputs::new().variant(made as u64 + 1)));
+            refused(captured.replay(&HostInputs::new().variant(made as u64 + 1)), MISSING);
+            // A ticket that was withdrawn is not left to it.
+            let withdrawn = captured.state_mut().optimizer.advance().unwrap();
+            let _last = captured.state_mut().optimizer.advance().unwrap();
+            withdrawn.leave_to_replay();
+            refused(captured.replay(&HostInputs::new()), MISSING);
             assert_eq!(captured.state().state(), after(device, made), "nothing ran");
             assert_eq!(captured.report().replays, made as u64);
-            captured.state_mut().optimizer.advance().unwrap();
+            captured.state_mut().optimizer.advance().unwrap().leave_to_replay();
             match made {
                 0 => captured.replay(&HostInputs::new()).map(drop).unwrap(),
                 1 => captured.repeat().map(drop).unwrap(),
@@ -152,27 +191,26 @@ on_each_device! {
         }
         // EagerStep and replayed updates are counted together.
         let mut model = captured.into_state();
-        refused(arena.step(|step| model.apply(step, 5.0)));
-        model.optimizer.advance().unwrap();
-        arena.step(|step| model.apply(step, 5.0)).unwrap();
+        let ticket = model.optimizer.advance().unwrap();
+        arena.step(|step| model.apply(ticket, step, 5.0)).unwrap();
         assert_eq!(model.state(), after(device, 4));
     }
 
     fn recorded_step_applies_one_update(device: &Device) {
         let mut arena = arena(device);
-        refused(arena.capture(Model::new(device), &HostInputs::new(), |step, model, _| {
-            model.apply(step, 5.0)?;
-            model.apply(step, 5.0)
-        }));
+        refused(arena.capture(Model::new(device), &HostInputs::new(), |step, model, slots| {
+            model.apply(UpdateTicket::each_replay(slots), step, 5.0)?;
+            model.apply(UpdateTicket::each_replay(slots), step, 5.0)
+        }), "a second one");
         // If there are two optimizers, both updates must be prepared, or none is applied.
         let models = [Model::new(device), Model::new(device)];
         let mut captured = arena
-            .capture(models, &HostInputs::new(), |step, models, _| models.iter_mut().try_for_each(|model| model.apply(step, 5.0)))
+            .capture(models, &HostInputs::new(), |step, models, slots| models.iter_mut().try_for_each(|model| model.apply(UpdateTicket::each_replay(slots), step, 5.0)))
             .unwrap();
         for one in [0, 1] {
-            captured.state_mut()[one].optimizer.advance().unwrap();
+            captured.state_mut()[one].optimizer.advance().unwrap().leave_to_replay();
             if one == 0 {
-                refused(captured.replay(&HostInputs::new()));
+                refused(captured.replay(&HostInputs::new()), MISSING);
                 assert_eq!(captured.state()[one].state(), after(device, 0));
             }
         }
@@ -185,14 +223,15 @@ on_each_device! {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
         let (mut model, mut arena) = (Model::new(device), arena(device));
-        model.optimizer.advance().unwrap();
-        arena.step(|step| model.apply(step, 5.0)).unwrap();
+        let ticket = model.optimizer.advance().unwrap();
+        arena.step(|step| model.apply(ticket, step, 5.0)).unwrap();
         Checkpoint::save(&path, &model.weights, Some(&model.optimizer), &[]).unwrap();
-        model.optimizer.advance().unwrap();
+        let stale = model.optimizer.advance().unwrap();
         Checkpoint::load(&path).unwrap().restore(&mut model.weights, Some(&mut model.optimizer)).unwrap();
-        refused(arena.step(|step| model.apply(step, 5.0)));
-        assert_eq!(model.optimizer.advance().unwrap(), 2);
-        arena.step(|step| model.apply(step, 5.0)).unwrap();
+        refused(arena.step(|step| model.apply(stale, step, 5.0)), "or a restored checkpoint");
+        let ticket = model.optimizer.advance().unwrap();
+        assert_eq!(ticket.number(), Some(2));
+        arena.step(|step| model.apply(ticket, step, 5.0)).unwrap();
         assert_eq!(model.state(), after(device, 2));
     }
 
@@ -201,8 +240,8 @@ on_each_device! {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
         let (mut model, mut arena) = (Model::new(device), arena(device));
-        model.optimizer.advance().unwrap();
-        arena.step(|step| model.apply(step, 1e25)).unwrap();
+        let ticket = model.optimizer.advance().unwrap();
+        arena.step(|step| model.apply(ticket, step, 1e25)).unwrap();
         assert!(model.state().0.iter().all(|weight| weight.is_finite()));
         let (update, what, tensor) = (Some(1), Quantity::OptimizerState, "`adamw.second.w`".to_owned());
         let error = Error::NotFinite { update, what, tensor };
@@ -273,23 +312,24 @@ on_each_device! {
         told(odd(Odd { settings: by_group, ..Odd::default() }).with_parameter_groups(&halves()), "1 settings for each group, got 2");
         told(odd(Odd::default()).with_parameter_groups(&ParameterGroups::new().no_decay(|entry| entry.name() == "v")), "none for group 0");
         let mut more = odd(Odd { settings: |number, _| number as usize, ..Odd::default() });
-        more.advance().unwrap();
+        let ticket_of_more = more.advance().unwrap();
         let mut fails = odd(Odd { fails: true, ..Odd::default() });
         let mut sound = odd(Odd::default()).with_parameter_groups(&halves()).unwrap();
         let mut arena = arena(device);
-        // An update that was not queued does not count, and is still prepared.
-        fails.advance().unwrap();
+        // An update that was not queued does not count, and can be prepared again.
         for _ in 0..2 {
-            let failed = arena.step(|step| fails.apply(step, &mut model.weights, &model.gradients)).unwrap_err();
+            let ticket = fails.advance().unwrap();
+            assert_eq!(ticket.number(), Some(1));
+            let failed = arena.step(|step| fails.apply(ticket, step, &mut model.weights, &model.gradients)).unwrap_err();
             assert!(failed.to_string().contains("a failure"), "{failed}");
             assert_eq!(fails.updates(), 0);
         }
-        arena.step(|step| more.apply(step, &mut model.weights, &model.gradients)).unwrap();
+        arena.step(|step| more.apply(ticket_of_more, step, &mut model.weights, &model.gradients)).unwrap();
         assert!(more.advance().unwrap_err().to_string().contains("1 settings for each update, got 2"));
         assert_eq!(model.state().0, [0.0; LEN]);
         model.weights.write(model.w, &[1.0; LEN]).unwrap();
-        sound.advance().unwrap();
-        arena.step(|step| sound.apply(step, &mut model.weights, &model.gradients)).unwrap();
+        let ticket = sound.advance().unwrap();
+        arena.step(|step| sound.apply(ticket, step, &mut model.weights, &model.gradients)).unwrap();
         assert_eq!((sound.updates(), model.state().0), (1, vec![0.0; LEN]));
     }
 
@@ -297,15 +337,15 @@ on_each_device! {
     fn new_groups_invalidate_captures(device: &Device) {
         let slow = || ParameterGroups::new().with(ParameterGroup { rate: 0.1, weight_decay: Some(0.0) }, |_| true);
         let mut arena = arena(device);
-        let mut captured = arena.capture(Some(Model::new(device)), &HostInputs::new(), |step, model, _| model.as_mut().unwrap().apply(step, 5.0)).unwrap();
-        captured.state_mut().as_mut().unwrap().optimizer.advance().unwrap();
+        let mut captured = arena.capture(Some(Model::new(device)), &HostInputs::new(), |step, model, slots| model.as_mut().unwrap().apply(UpdateTicket::each_replay(slots), step, 5.0)).unwrap();
+        captured.state_mut().as_mut().unwrap().optimizer.advance().unwrap().leave_to_replay();
         captured.replay(&HostInputs::new()).unwrap();
-        captured.state_mut().as_mut().unwrap().optimizer.advance().unwrap();
+        captured.state_mut().as_mut().unwrap().optimizer.advance().unwrap().leave_to_replay();
         let model = captured.state_mut().take().unwrap();
         let after_one = model.state();
         let model = Model { optimizer: model.optimizer.with_parameter_groups(&slow()).unwrap(), ..model };
         *captured.state_mut() = Some(model);
-        captured.state_mut().as_mut().unwrap().optimizer.advance().unwrap();
+        captured.state_mut().as_mut().unwrap().optimizer.advance().unwrap().leave_to_replay();
         assert!(captured.replay(&HostInputs::new()).is_err(), "the graph's turn is gone");
         assert_eq!(captured.state().as_ref().unwrap().state(), after_one);
         // Another recording applies it: a tenth of the rate, without decay, with a second moment of
@@ -322,8 +362,8 @@ on_each_device! {
         let path = folder.path().join("model.safetensors");
         let mut model = Model::new(device);
         let mut sgd = Optimizer::new(&model.weights, Sgd { momentum: 0.9, ..Sgd::default() }).unwrap();
-        sgd.advance().unwrap();
-        arena(device).step(|step| sgd.apply(step, &mut model.weights, &model.gradients)).unwrap();
+        let ticket = sgd.advance().unwrap();
+        arena(device).step(|step| sgd.apply(ticket, step, &mut model.weights, &model.gradients)).unwrap();
         Checkpoint::save(&path, &model.weights, Some(&sgd), &[]).unwrap();
         let checkpoint = Checkpoint::load(&path).unwrap();
         let before = model.state();

@@ -52,7 +52,8 @@ fn train<R: UpdateRule>(device: &Device, rule: R, groups: Option<ParameterGroups
     let before = all(&weights);
     let mut arena = arena(device);
     for update in 1..=UPDATES {
-        assert_eq!(optimizer.advance().unwrap(), update);
+        let ticket = optimizer.advance().unwrap();
+        assert_eq!(ticket.number(), Some(update));
         arena
             .step(|step| {
                 for (number, handle) in handles.into_iter().enumerate() {
@@ -60,7 +61,7 @@ fn train<R: UpdateRule>(device: &Device, rule: R, groups: Option<ParameterGroups
                     let values = gradient(update, number, place.shape().elements());
                     ops::copy_into(step, &step.upload(&values, place.shape())?, &mut place)?;
                 }
-                optimizer.apply(step, &mut weights, &gradients)
+                optimizer.apply(ticket, step, &mut weights, &gradients)
             })
             .unwrap();
     }

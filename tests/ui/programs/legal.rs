@@ -92,8 +92,8 @@ fn a_step_trains(arena: &mut Arena, device: &Device) -> Result<()> {
             let loss = tape.cross_entropy(&tape.linear(&x, weight, None)?, labels, 0.5)?;
             tape.backward(&loss, &mut gradients)?;
         }
-        optimizer.advance()?;
-        optimizer.apply(step, &mut parameters, &gradients)?;
+        let ticket = optimizer.advance()?;
+        optimizer.apply(ticket, step, &mut parameters, &gradients)?;
         Ok(())
     })?;
     let weights = parameters.read(weight)?;

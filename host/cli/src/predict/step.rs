@@ -79,7 +79,7 @@ fn train<M: Model>(
     let TrainState { model, mut parameters, mut gradients, mut optimizer, .. } = state;
     step.set_precision(precision.of_f32());
     let batch = step.upload_inputs(inputs)?;
-    optimizer.advance()?;
+    let ticket = optimizer.advance()?;
     if until == Until::Ready {
         return Ok(());
     }
@@ -87,5 +87,5 @@ fn train<M: Model>(
     let output = model.forward(&tape, &batch)?;
     let loss = model.loss(&tape, &output, &batch, 1.0 / samples as f32)?;
     tape.backward_overwrite(&loss, &mut gradients)?;
-    optimizer.apply(step, &mut parameters, &gradients)
+    optimizer.apply(ticket, step, &mut parameters, &gradients)
 }

@@ -20,7 +20,7 @@ mod state;
 
 pub use slots::{CaptureInputs, DeviceBatch, HostInputs, Output};
 
-use crate::arena::{ALIGN_BYTES, Arena, ArenaInner, Checks, GraphReservation, Measured, Turns};
+use crate::arena::{ALIGN_BYTES, Arena, ArenaInner, Checks, GraphReservation, Measured, ReplayPrecondition};
 use crate::device::{Device, Launch, PinnedReadback, Pins};
 use crate::error::{Error, Result};
 use crate::host_memory::Floor;
@@ -121,11 +121,12 @@ impl Arena {
     ///     let logits = tape.linear(&tape.input(slots.input::<f32>(0)?), *w, None)?;
     ///     let loss = tape.cross_entropy(&logits, slots.indices(1)?, 0.5)?;
     ///     tape.backward(&loss, gradients)?;
-    ///     adamw.apply(step, weights, gradients)?;
+    ///     adamw.apply(UpdateTicket::each_replay(slots), step, weights, gradients)?;
     ///     Ok(slots.output(loss.value()))
     /// })?;
     /// for _ in 0..10 {
-    ///     captured.state_mut().3.advance()?; // the learning rate and the corrections of this update, to their device slot
+    ///     // The learning rate and the corrections of this update, to their device slot.
+    ///     captured.state_mut().3.advance()?.leave_to_replay();
     ///     let replay = captured.replay(&inputs)?; // the batch, to its slots; then the graph
     ///     let loss = replay.read_scalar(*replay.outputs())?; // waits, with a deadline
     ///     assert!(loss.is_finite());
@@ -229,9 +230,10 @@ impl<S, R> Captured<S, R> {
     ///
     /// # Errors
     /// [`Error::CaptureNeeds`] when new shapes need more memory than the capture owns.
-    /// [`Error::Misuse`] when the step makes an optimizer update that was not prepared, and inside
-    /// a step that borrows memory that the graph writes. [`Error::Label`] for a label that is not a
-    /// class. [`Error::Overrun`] in checked mode.
+    /// [`Error::Misuse`] inside a step that borrows memory that the graph writes, and when a
+    /// precondition that the recorded step registered does not hold: each update of an optimizer
+    /// must be prepared. [`Error::Label`] for a label that is not a class. [`Error::Overrun`] in
+    /// checked mode.
     pub fn replay(&mut self, inputs: &HostInputs<'_>) -> Result<Replay<'_, R>> {
         self.choose(inputs)?;
         self.run(Some(inputs), &mut |_, _| Ok(()))
@@ -252,7 +254,7 @@ impl<S, R> Captured<S, R> {
     /// Queues the most recently used graph again, on the inputs that its slots still hold.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when the step makes an optimizer update that was not prepared.
+    /// [`Error::Misuse`] when a precondition that the recorded step registered does not hold.
     /// [`Error::Overrun`] in checked mode.
     pub fn repeat(&mut self) -> Result<Replay<'_, R>> {
         self.run(None, &mut |_, _| Ok(()))
@@ -316,7 +318,7 @@ fn span(key: &Key) -> Span {
 struct DryRunRecord<R> {
     result: R,
     ports: Ports,
-    turns: Vec<Arc<Turns>>,
+    conditions: Vec<Arc<dyn ReplayPrecondition>>,
     checks: Option<Checks>,
     /// Bytes that it took, including inputs: a nonzero multiple of the arena's alignment.
     bytes: usize,
@@ -339,9 +341,9 @@ fn dry_run<S, R>(
         region.guard_like(guard_bytes, checks);
         let result = region.scope(|| record(&mut Step::new(&region), state, &ports.slots(&region)))?;
         let (bytes, tensors) = (region.high_water_bytes().max(ALIGN_BYTES), region.allocations() as usize);
-        let (turns, bounds) = region.conditions().take();
+        let (conditions, bounds) = region.conditions().take();
         ports.bind(&bounds);
-        Ok(DryRunRecord { result, ports, turns, checks: region.take_checks(), bytes, tensors })
+        Ok(DryRunRecord { result, ports, conditions, checks: region.take_checks(), bytes, tensors })
     })
 }
 
@@ -375,13 +377,13 @@ impl Place {
             run.ports.add_transits(device)?;
             Ok((Segments::capture(device, launches, &run.ports.announced(), &pins)?, run))
         });
-        let (segments, DryRunRecord { result, ports, turns, checks, .. }) = captured.inspect_err(|error| {
+        let (segments, DryRunRecord { result, ports, conditions, checks, .. }) = captured.inspect_err(|error| {
             debug_assert_eq!(life.after(Event::Abandon), Ok(State::Warm));
             tracing::debug!(%error, "a capture was abandoned");
         })?;
         let (bytes, kernels) = (section.bytes(), segments.kernels());
         Span::current().record("bytes", bytes).record("tensors", tensors).record("kernels", kernels);
-        Ok(RecordedStep { state: life.after(Event::Seal)?, segments, ports, result, turns, checks })
+        Ok(RecordedStep { state: life.after(Event::Seal)?, segments, ports, result, conditions, checks })
     }
 }
 

@@ -11,7 +11,7 @@
 use super::segments::Segments;
 use super::slots::{HostInputs, Key, Ports};
 use super::state::{Event, State};
-use crate::arena::{Checks, Turns};
+use crate::arena::{Checks, ReplayPrecondition, end_all, take_all};
 use crate::device::Device;
 use crate::error::Result;
 use std::collections::VecDeque;
@@ -30,8 +30,8 @@ pub(super) struct RecordedStep<R> {
     pub(super) state: State,
     pub(super) ports: Ports,
     pub(super) result: R,
-    /// The optimizers whose updates each replay applies.
-    pub(super) turns: Vec<Arc<Turns>>,
+    /// The preconditions that each replay takes.
+    pub(super) conditions: Vec<Arc<dyn ReplayPrecondition>>,
     pub(super) checks: Option<Checks>,
     // Dropped last: memory that waited for its pins is freed then.
     pub(super) segments: Segments,
@@ -49,10 +49,10 @@ impl<R> RecordedStep<R> {
     ) -> Result<()> {
         self.state = self.state.after(Event::Replay)?;
         inputs.map_or(Ok(()), |inputs| self.ports.check(inputs))?;
-        Turns::take(&self.turns)?;
+        take_all(&self.conditions)?;
         let filled = inputs.map_or(Ok(()), |inputs| self.ports.fill(device, inputs, deadline));
         let queued = filled.and_then(|()| self.segments.replay(between));
-        Turns::end(&self.turns, queued.is_ok());
+        end_all(&self.conditions, queued.is_ok());
         queued?;
         self.checks.as_ref().map_or(Ok(()), Checks::replayed)
     }

@@ -13,6 +13,7 @@ mod range;
 mod rule;
 mod schedule;
 mod sgd;
+mod ticket;
 mod update;
 
 pub use adamw::AdamW;
@@ -21,3 +22,4 @@ pub use parameter_groups::{ParameterGroup, ParameterGroups};
 pub use rule::{UpdateArguments, UpdateRule};
 pub use schedule::Schedule;
 pub use sgd::Sgd;
+pub use ticket::UpdateTicket;

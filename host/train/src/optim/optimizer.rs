@@ -1,13 +1,13 @@
 //! Updates of weights, by any rule.
 //!
 //! Invariant: values that change from step to step are in a device slot that is written before the
-//! kernels are queued. The queued work is therefore the same every time and can be recorded. Each
-//! update is prepared once and applied once.
+//! kernels are queued. The queued work is therefore the same every time and can be recorded.
 
 #![forbid(unsafe_code)]
 
 use super::parameter_groups::{ParameterGroup, ParameterGroups};
 use super::rule::{UpdateArguments, UpdateRule};
+use super::ticket::{UpdateTicket, Updates};
 use cuda_std::float_mode;
 use cuda_std::launch::Extent;
 use half::bf16;
@@ -15,7 +15,7 @@ use kernels::update::RUN;
 use sha2::{Digest, Sha256};
 use std::ops::Range;
 use std::sync::Arc;
-use stepscope_core::arena::{Buffer, Phase, Turns};
+use stepscope_core::arena::{Buffer, Phase};
 use stepscope_core::digest::hex;
 use stepscope_core::error::{Error, Result};
 use stepscope_core::non_finite::is_finite;
@@ -29,7 +29,7 @@ use stepscope_core::tensor::{Memory, Source, Tensor};
 #[derive(Debug)]
 pub struct Optimizer<R: ?Sized> {
     layout: ParameterSpec,
-    turns: Arc<Turns>,
+    updates: Arc<Updates>,
     groups: Vec<ParameterGroup>,
     /// The group of each run of elements, if there are several groups.
     runs: Option<Buffer<u32>>,
@@ -82,9 +82,9 @@ impl<R: UpdateRule> Optimizer<R> {
         let groups = vec![ParameterGroup::default()];
         let settings = Buffer::from_slice(device, &settings_of(&rule, 1, &groups)?)?;
         let state = declared.state.iter().map(|_| Buffer::zeros(device, layout.elements())).collect::<Result<_>>()?;
-        let turns = Arc::new(Turns::new(declared.name));
+        let updates = Arc::new(Updates::new(declared.name, 0));
         let slices = std::iter::once(0..layout.elements()).collect();
-        Ok(Self { layout, turns, groups, runs: None, settings, state, slices, declared, rule })
+        Ok(Self { layout, updates, groups, runs: None, settings, state, slices, declared, rule })
     }
 
     /// Sets rates and weight decay by parameter group, replacing any previous groups. The number of
@@ -107,11 +107,10 @@ impl<R: UpdateRule> Optimizer<R> {
         let device = self.settings.device();
         let settings = Buffer::from_slice(device, &settings_of(&self.rule, 1, &groups)?)?;
         let runs = if groups.len() > 1 { Some(Buffer::from_slice(device, &runs)?) } else { None };
-        // Captured steps use the previous tickets, which are never prepared again.
-        let (made, turns) = (self.updates(), Turns::new(name));
-        self.turns.reset(made);
-        turns.reset(made);
-        Ok(Self { groups, runs, settings, turns: Arc::new(turns), ..self })
+        // Captured steps require the previous updates, which are never prepared again.
+        self.updates.retire();
+        let updates = Arc::new(Updates::new(name, self.updates.made()));
+        Ok(Self { groups, runs, settings, updates, ..self })
     }
 
     /// The rule.
@@ -119,27 +118,27 @@ impl<R: UpdateRule> Optimizer<R> {
         &self.rule
     }
 
-    /// Prepares the next update: writes its rate and corrections to the device. Returns the
-    /// update's number, counted from 1. Call it before each [`Optimizer::apply`], and before each
-    /// replay of one. Calling it again before that prepares the same update again.
+    /// Prepares the next update: writes its rate and corrections to the device. Returns the ticket
+    /// for one [`Optimizer::apply`], or for one replay of it
+    /// ([`UpdateTicket::leave_to_replay`]). Calling it again before that prepares the same update
+    /// again, and withdraws the earlier ticket.
     ///
     /// # Errors
     /// [`Error::Misuse`] after 2^64 - 1 updates.
-    pub fn advance(&mut self) -> Result<u64> {
+    pub fn advance(&mut self) -> Result<UpdateTicket> {
         let made = self.updates();
         let Some(number) = made.checked_add(1) else {
             return Err(Error::misuse(self.name(), "an update whose number fits 64 bits", format!("one after {made}")));
         };
         // If writing the slot fails, no update is prepared.
-        self.turns.reset(made);
+        self.updates.reset(made);
         let settings = self.settings_of_update(number)?;
         if settings.len() != self.settings.len() {
             let expected = format!("{} settings for each update", self.settings.len());
             return Err(Error::misuse(self.name(), expected, format!("{} for update {number}", settings.len())));
         }
         self.settings.write(0, &settings)?;
-        self.turns.set_up();
-        Ok(number)
+        Ok(self.updates.issue(number))
     }
 
     /// Returns the rule's settings for an update, by group.
@@ -149,7 +148,8 @@ impl<R: UpdateRule> Optimizer<R> {
 
     /// Queues the update that [`Optimizer::advance`] has prepared: the squared norm of all
     /// gradients, then the rule's launches. For the library's rules this is one launch over all
-    /// weights. In a captured step, each replay applies the update that was prepared before it.
+    /// weights. `ticket` is the one that `advance` returned, or [`UpdateTicket::each_replay`] in a
+    /// captured step. A dry run makes no update but consumes the ticket.
     ///
     /// This does not check that the norm is finite. If clipping is on, an infinite norm makes the
     /// gradients zero. Otherwise the weights become worthless. [`Optimizer::update`] and a
@@ -157,11 +157,18 @@ impl<R: UpdateRule> Optimizer<R> {
     /// it.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when parameters, gradients and state do not belong together, and when no
-    /// update is prepared. In a captured step, the replay returns the latter.
+    /// [`Error::Misuse`] when parameters, gradients and state do not belong together. The same for
+    /// a ticket of another optimizer, and for one from before a later `advance`, new parameter
+    /// groups or a restored checkpoint. After an error, `advance` prepares the same update again.
     #[track_caller]
-    pub fn apply(&mut self, step: &Step<'_>, parameters: &mut Parameters, gradients: &Gradients) -> Result<()> {
-        self.apply_with_norm(step, parameters, gradients).map(drop)
+    pub fn apply(
+        &mut self,
+        ticket: UpdateTicket,
+        step: &Step<'_>,
+        parameters: &mut Parameters,
+        gradients: &Gradients,
+    ) -> Result<()> {
+        self.apply_with_norm(ticket, step, parameters, gradients).map(drop)
     }
 
     /// Queues the update like [`Optimizer::apply`], and returns the squared norm of all gradients
@@ -169,6 +176,7 @@ impl<R: UpdateRule> Optimizer<R> {
     #[track_caller]
     pub fn apply_with_norm<'s>(
         &mut self,
+        ticket: UpdateTicket,
         step: &Step<'s>,
         parameters: &mut Parameters,
         gradients: &Gradients,
@@ -176,10 +184,8 @@ impl<R: UpdateRule> Optimizer<R> {
         self.check_layout(parameters.layout())?;
         self.check_layout(gradients.layout())?;
         self.whole_state()?;
-        let turn = self.take_turn(step)?;
-        let queued = step.launched(self.queue_whole(step, parameters, gradients));
-        Turns::end(&turn, queued.is_ok());
-        queued
+        let updates = Arc::clone(&self.updates);
+        updates.apply(ticket, step, || self.queue_whole(step, parameters, gradients))
     }
 
     /// Queues the squared norm of all gradients, then the update of all weights.
@@ -204,6 +210,7 @@ impl<R: UpdateRule> Optimizer<R> {
     #[track_caller]
     pub(crate) fn apply_slices<'s>(
         &mut self,
+        ticket: UpdateTicket,
         step: &Step<'s>,
         parameters: &mut Parameters,
         gradients: &Gradients,
@@ -211,18 +218,8 @@ impl<R: UpdateRule> Optimizer<R> {
     ) -> Result<()> {
         self.check_layout(parameters.layout())?;
         self.check_layout(gradients.layout())?;
-        let turn = self.take_turn(step)?;
-        let queued = step.launched(self.queue(step, parameters, gradients, squared_norm, false));
-        Turns::end(&turn, queued.is_ok());
-        queued
-    }
-
-    /// Takes the prepared update, to apply it now. [`Turns::end`] must follow. In a recorded step,
-    /// each replay takes its own.
-    fn take_turn(&self, step: &Step<'_>) -> Result<Vec<Arc<Turns>>> {
-        let turn = step.makes(&self.turns)?.to_vec();
-        Turns::take(&turn)?;
-        Ok(turn)
+        let updates = Arc::clone(&self.updates);
+        updates.apply(ticket, step, || self.queue(step, parameters, gradients, squared_norm, false))
     }
 
     #[track_caller]
@@ -337,7 +334,7 @@ impl<R: UpdateRule + ?Sized> Optimizer<R> {
 
     /// The number of updates made so far, queued by [`Optimizer::apply`] or by a replay.
     pub fn updates(&self) -> u64 {
-        self.turns.made()
+        self.updates.made()
     }
 
     /// The rule's state for each weight, in the order of [`UpdateRule::state`]. Each part is flat,
@@ -406,7 +403,7 @@ impl<R: UpdateRule + ?Sized> Optimizer<R> {
 
     /// Returns the state, to be overwritten with the state after `updates` updates.
     pub(crate) fn restore(&mut self, updates: u64) -> &mut [Buffer<f32>] {
-        self.turns.reset(updates);
+        self.updates.reset(updates);
         &mut self.state
     }
 }

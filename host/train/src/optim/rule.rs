@@ -50,10 +50,10 @@ use stepscope_core::tensor::{Lent, LentMut, Tensor};
 /// # let mut gradients = Gradients::zeros(&weights)?;
 /// # let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
 /// let mut optimizer = Optimizer::new(&weights, Descent { rate: 0.5 })?;
-/// optimizer.advance()?;
+/// let ticket = optimizer.advance()?;
 /// arena.step(|step| {
 ///     ops::fill_into(step, &mut gradients.lend_mut(step, w)?, 1.0)?;
-///     optimizer.apply(step, &mut weights, &gradients)
+///     optimizer.apply(ticket, step, &mut weights, &gradients)
 /// })?;
 /// assert_eq!(weights.read(w)?, [0.5; 3]);
 /// # Ok(())

@@ -52,18 +52,19 @@ impl<R: UpdateRule> Optimizer<R> {
         gradients: &mut Gradients,
         loss: impl for<'t, 's> FnOnce(&'t EagerStep<'s>, &Tape<'t, 's>) -> Result<Var<'s>>,
     ) -> Result<f32> {
-        let update = self.advance()?;
+        let ticket = self.advance()?;
+        let update = ticket.number();
         let [loss, squared_norm] = arena.step(|step| {
             let tape = Tape::new(step, weights);
             let loss = loss(step, &tape)?;
             tape.backward_overwrite(&loss, gradients)?;
-            let squared_norm = self.apply_with_norm(step, weights, gradients)?;
+            let squared_norm = self.apply_with_norm(ticket, step, weights, gradients)?;
             Ok([step.read_scalar(loss.value())?, step.read_scalar(&squared_norm)?])
         })?;
         for (what, value) in [(Quantity::Loss, loss), (Quantity::GradientNorm, squared_norm)] {
             if !is_finite(value) {
                 let tensor = weights.first_not_finite(Some(gradients), "")?;
-                return Err(Error::NotFinite { update: Some(update), what, tensor });
+                return Err(Error::NotFinite { update, what, tensor });
             }
         }
         Ok(loss)

@@ -200,9 +200,12 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
             return Err(Error::misuse("apply", "a successful `accumulate`, and no update since", "none"));
         }
         let mut metrics = Vec::new();
-        let applied = self.stage.state_mut().update(&mut self.arena, &mut |step, metric| {
-            metrics.push(step.read_scalar(metric)?);
-            Ok(())
+        let state = self.stage.state_mut();
+        let applied = state.optimizer.advance().and_then(|ticket| {
+            state.update(&mut self.arena, ticket, &mut |step, metric| {
+                metrics.push(step.read_scalar(metric)?);
+                Ok(())
+            })
         });
         self.share_error(applied)?;
         self.accumulated = false;

@@ -5,7 +5,7 @@ use super::batch::{EpochProgress, MicroBatch, dropout_seed};
 use super::shards::Shards;
 use super::sync::{CallSite, GradientSync, Metric};
 use crate::checkpoint::Checkpoint;
-use crate::optim::{AdamW, Optimizer, ParameterGroups, UpdateRule};
+use crate::optim::{AdamW, Optimizer, ParameterGroups, UpdateRule, UpdateTicket};
 use stepscope_core::arena::Arena;
 use stepscope_core::bf16;
 use stepscope_core::capture::{CaptureInputs, DeviceBatch, HostInputs, Output};
@@ -177,15 +177,16 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
         Ok(settings)
     }
 
-    /// Prepares the optimizer and the random numbers for the next update, and returns its number.
-    /// `first` is the first part of the batch that runs on this device.
-    pub(super) fn advance(&mut self, first: usize) -> Result<u64> {
-        let number = self.optimizer.advance()?;
+    /// Prepares the optimizer and the random numbers for the next update. Returns its number and its
+    /// ticket. `first` is the first part of the batch that runs on this device.
+    pub(super) fn advance(&mut self, first: usize) -> Result<(u64, UpdateTicket)> {
+        let ticket = self.optimizer.advance()?;
+        let number = self.optimizer.updates() + 1;
         if let Some(generator) = &mut self.generator {
             // Each part of the batch adds one. An update that failed leaves no trace.
             generator.set(generator.seed(), number.rotate_left(u32::BITS) + first as u64)?;
         }
-        Ok(number)
+        Ok((number, ticket))
     }
 
     /// Replaces the model with the one that `wrap` makes of it, with the same parameters.
@@ -211,14 +212,14 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
         Ok(Self { parameters: self.parameters.with_bf16_copy()?, ..self })
     }
 
-    /// Runs forward and backward and, at the end of a batch, the update that [`Optimizer::advance`]
-    /// prepared.
+    /// Runs forward and backward and, with a `ticket`, the update.
     #[track_caller]
     pub(super) fn learn<'s>(
         &mut self,
         step: &Step<'s>,
         batch: &DeviceBatch<'s>,
         part: MicroBatch,
+        ticket: Option<UpdateTicket>,
     ) -> Result<StepMetrics<Saved<'s>, Tensor<'s>>> {
         let Self { model, parameters, gradients, optimizer, precision, generator, .. } = self;
         step.set_precision(*precision);
@@ -237,7 +238,8 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
             Some(parameter) => Some(ops::squared_norm(step, &gradients.lend_mut(step, parameter)?)?),
             None => None,
         };
-        let squared = part.update.then(|| optimizer.apply_with_norm(step, parameters, gradients)).transpose()?;
+        let update = |ticket| optimizer.apply_with_norm(ticket, step, parameters, gradients);
+        let squared = ticket.map(update).transpose()?;
         Ok(StepMetrics { loss: *loss.value(), gradients: squared, monitored })
     }
 
@@ -270,11 +272,11 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
         self.sync.finish(arena, &mut self.gradients, wanted)
     }
 
-    /// Makes the prepared update after all steps of a batch, and passes its metrics to `metric`.
+    /// Makes the update of `ticket` after all steps of a batch, and passes its metrics to `metric`.
     #[track_caller]
-    pub(super) fn update(&mut self, arena: &mut Arena, metric: &mut Metric<'_>) -> Result<()> {
+    pub(super) fn update(&mut self, arena: &mut Arena, ticket: UpdateTicket, metric: &mut Metric<'_>) -> Result<()> {
         let of = (&mut self.parameters, &mut self.gradients, &mut self.optimizer);
-        self.sync.update(arena, of, self.model.monitored(), metric)
+        self.sync.update(arena, ticket, of, self.model.monitored(), metric)
     }
 
     /// Restores the weights, optimizer and dropout seed, and returns the epoch's progress.
@@ -307,7 +309,9 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
         state: &mut Self,
         slots: &CaptureInputs<'s>,
     ) -> Result<StepMetrics<Output, Output>> {
-        let metrics = state.learn(step, slots.batch(), MicroBatch::of(slots.variant()))?;
+        let part = MicroBatch::of(slots.variant());
+        let ticket = part.update.then(|| UpdateTicket::each_replay(slots));
+        let metrics = state.learn(step, slots.batch(), part, ticket)?;
         for bucket in state.sync.buckets() {
             slots.announce(state.gradients.flat().memory().part(bucket.start, bucket.len()));
         }

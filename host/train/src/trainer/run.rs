@@ -5,7 +5,7 @@ use super::model::{Model, StepMetrics, TrainState, Wanted};
 use super::setup::Trainer;
 use super::stage::{Queued, Results, Stage};
 use super::sync::{Ending, OwnParts};
-use crate::optim::UpdateRule;
+use crate::optim::{UpdateRule, UpdateTicket};
 use cuda_std::float_mode;
 use std::ops::Range;
 use std::panic::Location;
@@ -29,6 +29,8 @@ struct Plan {
     is_shared: bool,
     /// True if the weights are updated.
     updates: bool,
+    /// The ticket of the update, until it is used.
+    ticket: Option<UpdateTicket>,
 }
 
 impl Plan {
@@ -56,7 +58,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         if matches!(self.stage, Stage::Eager(_)) {
             return self.queue_eager(batch, true);
         }
-        let plan = self.advance(batch, true)?;
+        let mut plan = self.advance(batch, true)?;
         let Self { arena, stage: Stage::Captured(captured), landings, .. } = self else {
             unreachable!("checked above")
         };
@@ -67,6 +69,10 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
             None => PinnedReadback::new(arena.device(), words)?,
         };
         landing.clear();
+        // In a group, an eager step makes the update after the replays.
+        if let Some(ticket) = plan.ticket.take_if(|_| !plan.is_shared) {
+            ticket.leave_to_replay();
+        }
         for (number, shard) in plan.shards.iter().enumerate() {
             for at in shard.clone() {
                 let inputs = batch[at].inputs()?.variant(plan.part(shard, at).variant());
@@ -88,7 +94,9 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         if plan.is_shared {
             let state = captured.state_mut();
             state.sum_gradients(arena, Wanted::Monitored)?;
-            state.update(arena, &mut |_, metric| landing.land(metric))?;
+            if let Some(ticket) = plan.ticket.take() {
+                state.update(arena, ticket, &mut |_, metric| landing.land(metric))?;
+            }
         }
         landing.seal()?;
         Ok(plan.queued(Results::PinnedReadback(landing)))
@@ -97,16 +105,17 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     /// Runs an update eagerly, with the optimizer's part only if `update` is set.
     #[track_caller]
     pub(super) fn queue_eager<S: HostBatch>(&mut self, batch: &[S], update: bool) -> Result<Queued> {
-        let plan = self.advance(batch, update)?;
+        let mut plan = self.advance(batch, update)?;
         let Self { arena, stage, .. } = self;
         let state = stage.state_mut();
         let mut known = Vec::new();
         for (number, shard) in plan.shards.iter().enumerate() {
             for at in shard.clone() {
+                let part = plan.part(shard, at);
+                let ticket = plan.ticket.take_if(|_| part.update);
                 let values = arena.step(|step| {
                     let inputs = step.upload_inputs(&batch[at].inputs()?)?;
-                    let StepMetrics { loss, gradients, monitored } =
-                        state.learn(step, &inputs, plan.part(shard, at))?;
+                    let StepMetrics { loss, gradients, monitored } = state.learn(step, &inputs, part, ticket)?;
                     let [gradients, monitored] =
                         [gradients, monitored].map(|norm| norm.map(|norm| step.read_scalar(&norm)).transpose());
                     Ok([Some(step.read_scalar(&loss)?), gradients?, monitored?])
@@ -117,8 +126,8 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         }
         if plan.is_shared {
             state.sum_gradients(arena, if update { Wanted::Monitored } else { Wanted::All })?;
-            if update {
-                state.update(arena, &mut |step, metric| {
+            if let Some(ticket) = plan.ticket.take() {
+                state.update(arena, ticket, &mut |step, metric| {
                     known.push(step.read_scalar(metric)?);
                     Ok(())
                 })?;
@@ -236,8 +245,8 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         let OwnParts { shards, stop } = own;
         self.stopped = stop;
         self.updates_begun += 1;
-        let (number, is_shared) = (state.advance(shards[0].start)?, state.sync.is_group());
-        Ok(Plan { number, samples, shards, is_shared, updates: update })
+        let ((number, ticket), is_shared) = (state.advance(shards[0].start)?, state.sync.is_group());
+        Ok(Plan { number, samples, shards, is_shared, updates: update, ticket: update.then_some(ticket) })
     }
 }
 

@@ -20,7 +20,7 @@
 use super::agreement;
 use super::sync::{CallSite, Ending, GradientSync, Metric, OwnParts};
 use crate::checkpoint::Checkpoint;
-use crate::optim::{Optimizer, UpdateRule};
+use crate::optim::{Optimizer, UpdateRule, UpdateTicket};
 use serde::{Deserialize, Serialize};
 use std::convert::Infallible;
 use std::ops::Range;
@@ -337,6 +337,7 @@ impl<R: UpdateRule> GradientSync<R> for Shards {
     fn update(
         &self,
         arena: &mut Arena,
+        ticket: UpdateTicket,
         (parameters, gradients, optimizer): (&mut Parameters, &mut Gradients, &mut Optimizer<R>),
         monitored: Option<Parameter>,
         metric: &mut Metric<'_>,
@@ -348,11 +349,11 @@ impl<R: UpdateRule> GradientSync<R> for Shards {
             });
             let monitored = monitored.transpose()?;
             let norm = match &self.among {
-                None => optimizer.apply_with_norm(step, parameters, gradients)?,
+                None => optimizer.apply_with_norm(ticket, step, parameters, gradients)?,
                 Some(PeerBuffers { norms, .. }) => {
                     let _phase = step.enter(Phase::Optimizer);
                     let norm = ops::sum(step, &step.lend(norms, [norms.len()])?)?;
-                    optimizer.apply_slices(step, parameters, gradients, &norm)?;
+                    optimizer.apply_slices(ticket, step, parameters, gradients, &norm)?;
                     norm
                 }
             };

@@ -6,7 +6,7 @@
 #![forbid(unsafe_code)]
 
 use crate::checkpoint::Checkpoint;
-use crate::optim::{Optimizer, UpdateRule};
+use crate::optim::{Optimizer, UpdateRule, UpdateTicket};
 use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
@@ -97,11 +97,12 @@ pub(super) trait GradientSync<R>: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// Makes the prepared update after all steps of a batch. `metric` receives the squared norm of
-    /// all gradients, and then that of the monitored parameter if there is one.
+    /// Makes the update of `ticket` after all steps of a batch. `metric` receives the squared norm
+    /// of all gradients, and then that of the monitored parameter if there is one.
     fn update(
         &self,
         arena: &mut Arena,
+        ticket: UpdateTicket,
         of: (&mut Parameters, &mut Gradients, &mut Optimizer<R>),
         monitored: Option<Parameter>,
         metric: &mut Metric<'_>,
@@ -144,12 +145,13 @@ impl<R: UpdateRule> GradientSync<R> for () {
     fn update(
         &self,
         arena: &mut Arena,
+        ticket: UpdateTicket,
         (parameters, gradients, optimizer): (&mut Parameters, &mut Gradients, &mut Optimizer<R>),
         _: Option<Parameter>,
         metric: &mut Metric<'_>,
     ) -> Result<()> {
         arena.step(|step| {
-            let norm = optimizer.apply_with_norm(step, parameters, gradients)?;
+            let norm = optimizer.apply_with_norm(ticket, step, parameters, gradients)?;
             metric(step, &norm)
         })
     }

@@ -27,14 +27,14 @@ impl Training {
 
     /// Runs forward, loss, backward, clipping and AdamW.
     pub(super) fn step(&mut self, step: &EagerStep<'_>) -> Result<()> {
-        self.optimizer.advance()?;
+        let ticket = self.optimizer.advance()?;
         let x = ops::fill(step, [BATCH, SCALES.len(), FEATURES], 0.37)?;
         let labels = step.upload_indices(&[0; BATCH], [BATCH])?;
         let tape = Tape::new(step, &self.parameters);
         let logits = self.model.logits(&tape, &tape.input(x))?;
         let loss = tape.cross_entropy(&logits, labels, 1.0 / BATCH as f32)?;
         tape.backward_overwrite(&loss, &mut self.gradients)?;
-        self.optimizer.apply(step, &mut self.parameters, &self.gradients)
+        self.optimizer.apply(ticket, step, &mut self.parameters, &self.gradients)
     }
 }
 
