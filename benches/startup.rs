@@ -142,7 +142,7 @@ fn first_step(kind: stepscope::DeviceKind) -> harness::Result<()> {
         let x = step.upload(&x, [BATCH, sizes::SCALES.len(), sizes::FEATURES])?.save();
         let labels = step.upload_indices(&labels, [BATCH])?;
         let tape = Tape::new(step, &parameters);
-        let loss = tape.cross_entropy(&model.logits(&tape, &tape.input(x))?, labels, 1.0 / BATCH as f32)?;
+        let loss = tape.cross_entropy(&model.logits(&tape, &tape.input(x))?, labels)?;
         tape.backward_overwrite(&loss, &mut gradients)?;
         let loss = *loss.value();
         optimizer.apply(ticket, step, &mut parameters, &gradients)?;

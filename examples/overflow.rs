@@ -240,7 +240,7 @@ impl Model {
         let hidden = tape.linear(&x, w1, Some(b1))?;
         let hidden = tape.tanh(&hidden)?;
         let logits = tape.linear(&tape.mean_tokens(&hidden)?, w2, Some(b2))?;
-        let loss = tape.cross_entropy(&logits, labels, 1.0 / SAMPLES as f32)?;
+        let loss = tape.cross_entropy(&logits, labels)?;
         tape.backward(&loss, gradients)
     }
 

@@ -14,7 +14,7 @@ use stepscope::nn::{MultiHeadAttention, RmsNorm, SwiGlu};
 use stepscope::ops::{AttentionElement, GemmElement, Rotary};
 use stepscope::{
     AdamW, Arena, Capacity, CaptureInputs, Device, DeviceKind, Gradients, HostInputs, Optimizer, ParameterSpec,
-    Parameters, Result, Step, Tape, Var, bf16, UpdateTicket,
+    Parameters, Result, Step, Tape, UpdateTicket, Var, bf16,
 };
 
 const LAYERS: usize = 12;
@@ -94,7 +94,7 @@ where
         let x = tape.input(step.empty::<S>([1, tokens, WIDTH])?);
         let x = forward(&tape, &blocks, x, recompute)?;
         let target = step.empty([1, tokens, WIDTH])?.save();
-        let loss = tape.squared_error(&x, &target, 1.0)?;
+        let loss = tape.squared_error_by(&x, &target, 1.0)?;
         tape.backward_overwrite(&loss, &mut gradients)
     })?;
     Ok(measured.high_water_bytes())
@@ -127,7 +127,7 @@ fn train(kind: DeviceKind, tokens: usize) -> Result<()> {
             let Training { blocks, weights, gradients, adamw } = state;
             let tape = Tape::new(step, weights);
             let y = forward(&tape, blocks, tape.input(slots.input::<bf16>(0)?), true)?;
-            let loss = tape.squared_error(&y, &slots.input(1)?, 1.0 / y.shape().elements() as f32)?;
+            let loss = tape.squared_error(&y, &slots.input(1)?)?;
             let value = slots.output(loss.value());
             tape.backward_overwrite(&loss, gradients)?;
             adamw.apply(UpdateTicket::each_replay(slots), step, weights, gradients)?;

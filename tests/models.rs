@@ -77,9 +77,8 @@ on_each_device! {
                     let labels = step.upload_indices(&expected.labels, expected.shape)?;
                     let hidden = model.forward(&tape, ids, None)?;
                     let logits = step.read(&model.logits(step, &parameters, hidden.value())?)?;
-                    let weight = 1.0 / expected.ids.len() as f32;
                     let head = LmHeadConfig::default().tied();
-                    let loss = tape.linear_cross_entropy(&hidden, model.head(), labels, weight, head)?;
+                    let loss = tape.linear_cross_entropy(&hidden, model.head(), labels, head)?;
                     let value = step.read(loss.value())?;
                     tape.backward_overwrite(&loss, &mut gradients)?;
                     Ok((logits, value))

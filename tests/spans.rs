@@ -139,7 +139,7 @@ impl Model {
         labels: Indices<'s>,
     ) -> Result<Saved<'s>> {
         let tape = Tape::new(step, &self.weights);
-        let loss = tape.cross_entropy(&tape.linear(&tape.input(x), self.w, None)?, labels, 0.5)?;
+        let loss = tape.cross_entropy(&tape.linear(&tape.input(x), self.w, None)?, labels)?;
         tape.backward_overwrite(&loss, &mut self.gradients)?;
         self.adamw.apply(ticket, step, &mut self.weights, &self.gradients)?;
         Ok(*loss.value())

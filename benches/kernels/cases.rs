@@ -163,8 +163,7 @@ fn layer_norm_backward<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
 
 /// Computes the mean loss and its gradient with respect to the logits.
 fn cross_entropy_and_gradient(step: &Step<'_>, set: &mut Set) -> Result<()> {
-    let weight = 1.0 / set.labels.len() as f32;
-    ops::cross_entropy(step, &set.x::<f32>(step)?, &OnDevice(&set.labels(step)?), weight).map(drop)
+    ops::cross_entropy(step, &set.x::<f32>(step)?, &OnDevice(&set.labels(step)?)).map(drop)
 }
 
 /// Runs an update without clipping.

@@ -64,10 +64,9 @@ fn train<'s, S: GemmElement<S> + GemmElement<f32>>(
 ) -> Result<Saved<'s>> {
     let State { model, parameters, gradients, optimizer, precision } = state;
     step.set_precision(*precision);
-    let weight = 1.0 / labels.shape().elements() as f32;
     let tape = Tape::new(step, parameters);
     let logits = model.logits(&tape, &tape.input(x))?;
-    let loss = tape.cross_entropy(&tape.to_f32(&logits)?, labels, weight)?;
+    let loss = tape.cross_entropy(&tape.to_f32(&logits)?, labels)?;
     tape.backward_overwrite(&loss, gradients)?;
     optimizer.apply(ticket, step, parameters, gradients)?;
     Ok(*loss.value())

@@ -105,7 +105,7 @@ impl Perceptron {
         }
         let last = Self::LAYERS - 1;
         let logits = ops::matmul(step, &keeper.kept(step, inputs[last])?, &self.weight(step, last)?)?;
-        let (loss, _) = ops::cross_entropy(step, &logits, &labels, Self::WEIGHT)?;
+        let (loss, _) = ops::cross_entropy(step, &logits, &labels)?;
         let probabilities = keeper.keep(step, ops::softmax(step, &logits)?)?;
         Ok(Activations { loss: step.read_scalar(&loss)?, less, inputs, before_gelu, probabilities })
     }
@@ -170,7 +170,7 @@ impl Perceptron {
                     };
                 }
                 let labels = step.upload_indices(&batch.labels, [ROWS])?;
-                let loss = tape.cross_entropy(&h, labels, Self::WEIGHT)?;
+                let loss = tape.cross_entropy(&h, labels)?;
                 tape.backward(&loss, &mut gradients)?;
                 step.read_scalar(loss.value())
             })?;

@@ -8,7 +8,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         let shape @ [rows, cols] = c.extents([70, 300]);
         c.longest(rows * cols);
         let (x, target, weight) = (c.operand::<S>("x", shape)?, c.operand("target", shape)?, c.scalar("weight"));
-        let (dy, (loss, dx)) = (c.upstream::<S>()?, ops::squared_error(c.step, &x, &target, weight)?);
+        let (dy, (loss, dx)) = (c.upstream::<S>()?, ops::squared_error(c.step, &x, &target, Some(weight))?);
         c.result("y", &loss)?;
         c.result("dx", &ops::scale_by(c.step, &dx, &dy)?)
     }),
@@ -17,7 +17,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         c.longest(rows * cols);
         let (x, target) = (c.operand::<S>("x", shape)?, c.random.borrow_mut().uniforms(rows * cols, 0.0, 1.0));
         let (target, weight, dy) = (c.given("target", shape, &target)?, c.scalar("weight"), c.upstream::<S>()?);
-        let (loss, dx) = ops::binary_cross_entropy(c.step, &x, &target, weight)?;
+        let (loss, dx) = ops::binary_cross_entropy(c.step, &x, &target, Some(weight))?;
         c.result("y", &loss)?;
         c.result("dx", &ops::scale_by(c.step, &dx, &dy)?)
     }),
@@ -29,8 +29,8 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         labels.iter_mut().skip(3).step_by(5).for_each(|label| *label = ops::IGNORED);
         let labels = c.indices("labels", [rows], &labels)?;
         let (weight, smoothing, dy) = (c.scalar("weight"), c.share("smoothing"), c.upstream::<S>()?);
-        let rules = ops::LabelRules { smoothing, ignore: true };
-        let (loss, dlogits) = ops::cross_entropy_by(c.step, &logits, &labels, weight, rules)?;
+        let rules = ops::LabelRules { smoothing, ignore: true, weight: Some(weight) };
+        let (loss, dlogits) = ops::cross_entropy_by(c.step, &logits, &labels, rules)?;
         c.result("y", &loss)?;
         c.result("dlogits", &ops::scale_by(c.step, &dlogits, &dy)?)
     }),
@@ -40,7 +40,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         let logits = c.operand::<S>("logits", [rows, classes + 1])?;
         let labels = c.indices("labels", [rows], &c.belows(rows, classes + 1))?;
         let (weight, dy) = (c.scalar("weight"), c.upstream::<S>()?);
-        let (loss, dlogits) = ops::cross_entropy(c.step, &logits, &labels, weight)?;
+        let (loss, dlogits) = ops::cross_entropy_by(c.step, &logits, &labels, ops::LabelRules::default().weighted(weight))?;
         c.result("y", &loss)?;
         c.result("dlogits", &ops::scale_by(c.step, &dlogits, &dy)?)
     }),
@@ -60,8 +60,9 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         labels.iter_mut().skip(3).step_by(5).for_each(|label| *label = ops::IGNORED);
         let labels = c.indices("labels", [rows], &labels)?;
         let (weight, smoothing, dy) = (c.scalar("weight"), c.share("smoothing"), c.upstream::<S>()?);
-        let form = form.rules(ops::LabelRules { smoothing, ignore: true }).chunk(128);
-        let (loss, dhidden, dw) = ops::linear_cross_entropy(c.step, &hidden, &w, &labels, weight, &form)?;
+        let rules = ops::LabelRules { smoothing, ignore: true, weight: Some(weight) };
+        let form = form.rules(rules).chunk(128);
+        let (loss, dhidden, dw) = ops::linear_cross_entropy(c.step, &hidden, &w, &labels, &form)?;
         c.result("y", &loss)?;
         c.result("dhidden", &ops::scale_by(c.step, &dhidden, &dy)?)?;
         c.result("dw", &ops::scale_by(c.step, &dw, &dy)?)

@@ -51,7 +51,7 @@ impl Model {
         self.gradients.zero(step)?;
         let tape = Tape::new(step, &self.weights);
         let logits = tape.linear(&tape.input(x), self.w, Some(self.b))?;
-        let loss = tape.cross_entropy(&logits, labels, 1.0 / x.shape().extents()[0] as f32)?;
+        let loss = tape.cross_entropy(&logits, labels)?;
         tape.backward(&loss, &mut self.gradients)?;
         self.adamw.apply(ticket, step, &mut self.weights, &self.gradients)?;
         Ok(*loss.value())
@@ -138,7 +138,7 @@ impl Tower {
         for [up, down] in &self.blocks {
             h = tape.linear_residual(&tape.linear_gelu(&h, *up, None)?, *down, None, &h)?;
         }
-        let loss = tape.cross_entropy(&h, labels, 0.5)?;
+        let loss = tape.cross_entropy(&h, labels)?;
         tape.backward(&loss, &mut self.gradients)?;
         self.adamw.apply(ticket, step, &mut self.weights, &self.gradients)
     }

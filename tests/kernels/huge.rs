@@ -223,7 +223,7 @@ on_each_device! {
             let labels = trial.upload_indices(&[0, 2], [2])?;
             let softmax = ops::softmax(trial, &logits)?;
             let softmax = trial.output(&softmax)?;
-            let loss = trial.with_scratch(|| Ok(ops::cross_entropy(trial, &logits, &labels, 1.0)?.0))?;
+            let loss = trial.with_scratch(|| Ok(ops::cross_entropy_by(trial, &logits, &labels, ops::LabelRules::default().weighted(1.0))?.0))?;
             Ok([softmax, trial.output(&loss)?])
         });
         assert_eq!(softmax, [1.0, 0.0, 0.0, 0.5, 0.0, 0.5]);

@@ -12,7 +12,7 @@ use stepscope::{
 };
 
 const WEIGHT: f32 = 1.0 / 3.0;
-const RULES: LabelRules = LabelRules { smoothing: 0.1, ignore: true };
+const RULES: LabelRules = LabelRules { smoothing: 0.1, ignore: true, weight: Some(WEIGHT) };
 
 /// The inputs of the head: hidden `[rows, width]`, the matrix in the config's layout, and labels,
 /// of which every seventh is ignored.
@@ -60,7 +60,7 @@ impl<S: Stored> Given<S> {
         let product = Gemm::new(count, vocabulary, width);
         let product = if self.form.tied { product.transpose_b() } else { product };
         ops::gemm_into(step, &product, &x, &w, none, &mut logits)?;
-        let (loss, dlogits) = ops::cross_entropy_by(step, &logits, &labels, WEIGHT, RULES)?;
+        let (loss, dlogits) = ops::cross_entropy_by(step, &logits, &labels, RULES)?;
         let for_dx = Gemm::new(count, width, vocabulary);
         if self.form.tied {
             ops::gemm_into(step, &for_dx, &dlogits, &w, none, &mut dx)?;
@@ -87,7 +87,7 @@ impl<S: Stored> Given<S> {
     {
         let [rows, _, vocabulary] = self.extents;
         trial.with_scratch(|| {
-            let results = ops::linear_cross_entropy(trial, hidden, w, labels, WEIGHT, &self.form)?;
+            let results = ops::linear_cross_entropy(trial, hidden, w, labels, &self.form)?;
             trial.empty::<u32>([2 * rows * vocabulary + (1 << 18)])?;
             Ok(results)
         })
@@ -175,7 +175,7 @@ fn measured<S: Stored + GemmElement<S> + GemmElement<f32>>(device: &Device, rows
         // The tensor that marks the place takes 256 bytes.
         let before = step.empty::<u32>([0])?.slice().address() + 256 - hidden.slice().address();
         let form = LmHeadConfig::default();
-        ops::linear_cross_entropy(step, &hidden, &w, &labels, WEIGHT, &form)?;
+        ops::linear_cross_entropy(step, &hidden, &w, &labels, &form)?;
         Ok(before)
     };
     let mut given = 0;
@@ -209,13 +209,13 @@ on_each_device! {
             let weight = 1.0 / rows as f32;
             let given = Given::<f32>::new([1, width, vocabulary], form);
             let values = vec![normal(&mut random, &[batch, tokens, width]), normal(&mut random, &given.matrix())];
-            let form = given.form.chunk(1);
+            let form = given.form.rules(RULES.weighted(weight)).chunk(1);
             Case { sample: 60, ..Case::new("linear_cross_entropy", seed, longest(&[rows, width, vocabulary]), values) }
                 .check(
                     device,
                     |step, tape, p| {
                         let labels = step.upload_indices(&labels, [batch, tokens])?;
-                        tape.linear_cross_entropy(&leaf(tape, p[0])?, p[1], labels, weight, form)
+                        tape.linear_cross_entropy(&leaf(tape, p[0])?, p[1], labels, form)
                     },
                     |p| {
                         let across = transpose::in_float64(&p[1], vocabulary, width);
@@ -236,7 +236,7 @@ on_each_device! {
         parameters.write(head, &values).unwrap();
         let mut random = Random::new(9);
         let [ids, labels] = [(); 2].map(|()| random.belows(rows, vocabulary as u32));
-        let form = LmHeadConfig::default().tied().chunk(128);
+        let form = LmHeadConfig::default().tied().rules(LabelRules::default().weighted(WEIGHT)).chunk(128);
         let pass = |head, gradients: &mut Gradients| {
             let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
             arena
@@ -244,7 +244,7 @@ on_each_device! {
                     let tape = Tape::new(step, &parameters);
                     let (ids, labels) = (step.upload_indices(&ids, [rows])?, step.upload_indices(&labels, [rows])?);
                     let loss =
-                        tape.linear_cross_entropy(&tape.embedding::<f32>(table, ids)?, head, labels, WEIGHT, form)?;
+                        tape.linear_cross_entropy(&tape.embedding::<f32>(table, ids)?, head, labels, form)?;
                     tape.backward_overwrite(&loss, gradients)
                 })
                 .unwrap();
@@ -263,7 +263,7 @@ on_each_device! {
             let (w, ids) = (step.upload(&values, [vocabulary, width])?, step.upload_indices(&ids, [rows])?);
             let hidden: Tensor<'_> = ops::embedding(step, &w, &ids)?;
             let labels = step.upload_indices(&labels, [rows])?;
-            step.read(&ops::linear_cross_entropy(step, &hidden, &w, &labels, WEIGHT, &form)?.2)
+            step.read(&ops::linear_cross_entropy(step, &hidden, &w, &labels, &form)?.2)
         });
         assert_eq!(bits(&of_head), bits(&dw.unwrap()));
         let inputs = HostInputs::new().with_indices(&ids, [rows]).unwrap().with_indices(&labels, [rows]).unwrap();
@@ -272,7 +272,7 @@ on_each_device! {
             .capture((parameters, gradients, (table, form)), &inputs, |step, (parameters, gradients, (table, form)), slots| {
                 let tape = Tape::new(step, parameters);
                 let hidden = tape.embedding::<f32>(*table, slots.indices(0)?)?;
-                let loss = tape.linear_cross_entropy(&hidden, *table, slots.indices(1)?, WEIGHT, *form)?;
+                let loss = tape.linear_cross_entropy(&hidden, *table, slots.indices(1)?, *form)?;
                 tape.backward_overwrite(&loss, gradients)
             })
             .unwrap();
@@ -307,7 +307,7 @@ on_each_device! {
             let run = |(w, shape): (Vec<f32>, [usize; 2]), labels: &[u32], form: LmHeadConfig| {
                 let (x, w) = (trial.upload(&[1.0; 6], [2, 3])?, trial.upload(&w, shape)?);
                 let labels = trial.upload_indices(labels, [labels.len()])?;
-                ops::linear_cross_entropy(trial, &x, &w, &labels, 1.0, &form).map(drop)
+                ops::linear_cross_entropy(trial, &x, &w, &labels, &form).map(drop)
             };
             let refused = run(w.clone(), &[0; 2], form.tied());
             assert_refused(refused, &["linear_cross_entropy", "[vocabulary, width]", "[3, 4]"]);
@@ -315,7 +315,7 @@ on_each_device! {
             assert_refused(refused, &["linear_cross_entropy", "[width, vocabulary]", "[3, 0]"]);
             let refused = run(w.clone(), &[0; 3], form);
             assert_refused(refused, &["labels of hidden's extents", "[2, 3], [3, 4] and [3]"]);
-            let refused = run(w.clone(), &[0; 2], form.rules(LabelRules { smoothing: 1.0, ignore: false }));
+            let refused = run(w.clone(), &[0; 2], form.rules(LabelRules { smoothing: 1.0, ignore: false, weight: None }));
             assert_refused(refused, &["linear_cross_entropy", "[0, 1)"]);
             assert_eq!(run(w, &[0, 4], form), Err(Error::Label { sample: 1, label: 4, classes: 4 }));
             Ok(())

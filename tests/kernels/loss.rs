@@ -43,7 +43,8 @@ fn depth(rows: usize, classes: usize) -> usize {
 fn cross_entropy(device: &Device, [rows, classes]: [usize; 2], logits: &[f32], labels: &[u32]) -> (f32, Vec<f32>) {
     trial(device, |trial| {
         let (logits, labels) = (trial.upload(logits, [rows, classes])?, trial.upload_indices(labels, [rows])?);
-        let (loss, dlogits) = trial.with_scratch(|| ops::cross_entropy(trial, &logits, &labels, WEIGHT))?;
+        let (loss, dlogits) = trial
+            .with_scratch(|| ops::cross_entropy_by(trial, &logits, &labels, LabelRules::default().weighted(WEIGHT)))?;
         assert_eq!((loss.shape().extents(), dlogits.shape()), (&[1][..], logits.shape()));
         Ok((trial.output(&loss)?[0], trial.output(&dlogits)?))
     })
@@ -104,14 +105,14 @@ on_each_device! {
                 let uploaded = arena.step(|step| {
                     let logits = step.upload(&logits, [rows, classes])?;
                     let labels = step.upload_indices(&labels, [rows])?.reshape([rows])?;
-                    ops::cross_entropy(step, &logits, &labels, WEIGHT).map(drop)
+                    ops::cross_entropy_by(step, &logits, &labels, LabelRules::default().weighted(WEIGHT)).map(drop)
                 });
                 assert_eq!(uploaded, Err(error.clone()));
                 let inputs = || HostInputs::new().with(&logits, [rows, classes]).unwrap();
                 let (zeros, right) = (vec![0; rows], inputs());
                 let mut captured = arena
                     .capture((), &right.with_indices(&zeros, [rows]).unwrap(), |step, (), slots| {
-                        let (loss, _) = ops::cross_entropy(step, &slots.input::<f32>(0)?, &slots.indices(1)?, WEIGHT)?;
+                        let (loss, _) = ops::cross_entropy_by(step, &slots.input::<f32>(0)?, &slots.indices(1)?, LabelRules::default().weighted(WEIGHT))?;
                         Ok(slots.output(&loss))
                     })
                     .unwrap();
@@ -130,7 +131,7 @@ on_each_device! {
             let mut labels = step.upload(&[255u32, 255], [2])?;
             let logits = step.upload(&[0.0f32; 6], [2, 3])?;
             step.launch(argmax_columns { x: logits.slice(), cols: 3, out: labels.out() })?;
-            let (loss, _) = ops::cross_entropy(step, &logits, &OnDevice(&labels), WEIGHT)?;
+            let (loss, _) = ops::cross_entropy_by(step, &logits, &OnDevice(&labels), LabelRules::default().weighted(WEIGHT))?;
             step.read_scalar(&loss)
         });
         assert!(loss.unwrap().is_finite());
@@ -152,7 +153,7 @@ on_each_device! {
                 // device.
                 let labels = Buffer::from_slice(trial.device(), &labels)?;
                 let (logits, labels) = (trial.upload(&logits, shape)?, trial.lend(&labels, [rows])?);
-                let (loss, dlogits) = trial.with_scratch(|| ops::cross_entropy(trial, &logits, &OnDevice(&labels), WEIGHT))?;
+                let (loss, dlogits) = trial.with_scratch(|| ops::cross_entropy_by(trial, &logits, &OnDevice(&labels), LabelRules::default().weighted(WEIGHT)))?;
                 Ok((trial.output(&loss)?[0], trial.output(&dlogits)?))
             });
             assert!(loss.is_nan(), "{loss}");
@@ -169,11 +170,11 @@ on_each_device! {
             let logits = random.normals(rows * classes);
             let mut labels = random.belows(rows, classes as u32);
             labels.iter_mut().step_by(7).for_each(|label| *label = ops::IGNORED);
-            let rules = LabelRules { smoothing, ignore: true };
+            let rules = LabelRules { smoothing, ignore: true, weight: None };
             let (got, dlogits) = trial(device, |trial| {
                 let (logits, labels) = (trial.upload(&logits, shape)?, trial.upload_indices(&labels, [rows])?);
                 let (loss, dlogits) =
-                    trial.with_scratch(|| ops::cross_entropy_by(trial, &logits, &labels, WEIGHT, rules))?;
+                    trial.with_scratch(|| ops::cross_entropy_by(trial, &logits, &labels, rules.weighted(WEIGHT)))?;
                 Ok((trial.output(&loss)?[0], trial.output(&dlogits)?))
             });
             let of_label = Exact::given(1.0) - Exact::given(smoothing);
@@ -206,7 +207,7 @@ on_each_device! {
         let [rows, classes] = [9, 5];
         let mut random = Random::new(8);
         let (mut logits, mut labels) = (random.normals(rows * classes), random.belows(rows, classes as u32));
-        let rules = LabelRules { smoothing: 0.0, ignore: true };
+        let rules = LabelRules { smoothing: 0.0, ignore: true, weight: None };
         let (want_loss, mut want) = cross_entropy(device, [rows - 1, classes], &logits[..(rows - 1) * classes], &labels[..rows - 1]);
         logits[(rows - 1) * classes..].fill(f32::NAN);
         labels[rows - 1] = ops::IGNORED;
@@ -215,7 +216,7 @@ on_each_device! {
         let (loss, dlogits) = arena
             .step(|step| {
                 let (logits, labels) = (step.upload(&logits, [rows, classes])?, step.upload_indices(&labels, [rows])?);
-                let (loss, dlogits) = ops::cross_entropy_by(step, &logits, &labels, WEIGHT, rules)?;
+                let (loss, dlogits) = ops::cross_entropy_by(step, &logits, &labels, rules.weighted(WEIGHT))?;
                 Ok((step.read(&loss)?, step.read(&dlogits)?))
             })
             .unwrap();
@@ -223,16 +224,16 @@ on_each_device! {
         assert_same("gradient", &dlogits, &want);
         // Without the rule, the ignored label is a class like any other, and invalid labels are
         // still refused, also at a replay.
-        let by = |labels: &[u32], rules| {
+        let by = |labels: &[u32], rules: LabelRules| {
             let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
             let eager = arena.step(|step| {
                 let (logits, labels) = (step.upload(&logits, [rows, classes])?, step.upload_indices(labels, [rows])?);
-                ops::cross_entropy_by(step, &logits, &labels, WEIGHT, rules).map(drop)
+                ops::cross_entropy_by(step, &logits, &labels, rules.weighted(WEIGHT)).map(drop)
             });
             let inputs = HostInputs::new().with(&logits, [rows, classes]).unwrap().with_indices(labels, [rows]).unwrap();
             let mut captured = arena
                 .capture(rules, &inputs, |step, rules, slots| {
-                    let (loss, _) = ops::cross_entropy_by(step, &slots.input::<f32>(0)?, &slots.indices(1)?, WEIGHT, *rules)?;
+                    let (loss, _) = ops::cross_entropy_by(step, &slots.input::<f32>(0)?, &slots.indices(1)?, rules.weighted(WEIGHT))?;
                     Ok(slots.output(&loss))
                 })
                 .unwrap();
@@ -262,8 +263,8 @@ on_each_device! {
                     Ok((trial.output(&loss)?[0], trial.output(&dx)?))
                 };
                 Ok([
-                    run(|step, x, target| ops::squared_error(step, x, target, WEIGHT))?,
-                    run(|step, x, target| ops::binary_cross_entropy(step, x, target, WEIGHT))?,
+                    run(|step, x, target| ops::squared_error(step, x, target, Some(WEIGHT)))?,
+                    run(|step, x, target| ops::binary_cross_entropy(step, x, target, Some(WEIGHT)))?,
                 ])
             });
             // The order is that of a sum of rounded terms.
@@ -293,7 +294,7 @@ on_each_device! {
         ] {
             let (loss, dx) = trial(device, |trial| {
                 let (x, target) = (trial.upload(&[x], [1])?, trial.upload(&[target], [1])?);
-                let (loss, dx) = ops::binary_cross_entropy(trial, &x, &target, 1.0)?;
+                let (loss, dx) = ops::binary_cross_entropy(trial, &x, &target, Some(1.0))?;
                 Ok((trial.output(&loss)?, trial.output(&dx)?))
             });
             assert_same(x, &loss, &[want]);
@@ -305,19 +306,19 @@ on_each_device! {
         trial(device, |trial| {
             let (logits, labels) = (trial.upload(&[1.0; 6], [2, 3])?, trial.upload_indices(&[0; 3], [3])?);
             assert_refused(
-                ops::cross_entropy(trial, &logits, &labels, 1.0),
+                ops::cross_entropy_by(trial, &logits, &labels, LabelRules::default().weighted(1.0)),
                 &["cross_entropy", "[rows, classes]", "[2, 3] and [3]"],
             );
             let (labels, none) = (trial.upload_indices(&[0; 2], [2])?, trial.upload::<f32>(&[], [2, 0])?);
-            assert_refused(ops::cross_entropy(trial, &none, &labels, 1.0), &["cross_entropy", "[2, 0] and [2]"]);
+            assert_refused(ops::cross_entropy_by(trial, &none, &labels, LabelRules::default().weighted(1.0)), &["cross_entropy", "[2, 0] and [2]"]);
             for smoothing in [1.0, -0.1, f32::NAN] {
-                let rules = LabelRules { smoothing, ignore: false };
-                let refused = ops::cross_entropy_by(trial, &logits, &labels, 1.0, rules);
+                let rules = LabelRules { smoothing, ignore: false, weight: None };
+                let refused = ops::cross_entropy_by(trial, &logits, &labels, rules.weighted(1.0));
                 assert_refused(refused, &["cross_entropy", "[0, 1)", &smoothing.to_string()]);
             }
             let target = trial.upload(&[1.0; 6], [6])?;
-            assert_refused(ops::squared_error(trial, &logits, &target, 1.0), &["squared_error", "[2, 3]", "[6]"]);
-            let refused = ops::binary_cross_entropy(trial, &logits, &target, 1.0);
+            assert_refused(ops::squared_error(trial, &logits, &target, Some(1.0)), &["squared_error", "[2, 3]", "[6]"]);
+            let refused = ops::binary_cross_entropy(trial, &logits, &target, Some(1.0));
             assert_refused(refused, &["binary_cross_entropy", "[2, 3]", "[6]"]);
             Ok(())
         });
@@ -339,7 +340,7 @@ stored_as_each! {
             let values = vec![normal(&mut random, &[rows, classes])];
             Case::new("cross_entropy", seed, longest(&[rows, classes]), values).stored_as::<S>(SCALED).check(device, |step, tape, p| {
                 let labels = step.upload_indices(&labels, [rows])?;
-                tape.cross_entropy(&leaf_as::<S>(tape, p[0])?, labels, weight)
+                tape.cross_entropy_by(&leaf_as::<S>(tape, p[0])?, labels, LabelRules::default().weighted(weight))
             }, |p| in_float64(&p[0], &labels, classes, f64::from(weight)));
         }
     }
@@ -355,10 +356,10 @@ stored_as_each! {
             let values = vec![normal(&mut random, &shape)];
             let case = |name| Case::new(name, seed, longest(&shape) * 2, values.clone()).stored_as::<S>(SCALED);
             case("squared_error").check(device, |step, tape, p| {
-                tape.squared_error(&leaf_as::<S>(tape, p[0])?, &step.upload(&target, shape)?.save(), weight)
+                tape.squared_error_by(&leaf_as::<S>(tape, p[0])?, &step.upload(&target, shape)?.save(), weight)
             }, |p| vec![f64::from(weight) * p[0].iter().zip(&target).map(|(x, &t)| (x - f64::from(t)).powi(2)).sum::<f64>()]);
             case("binary_cross_entropy").check(device, |step, tape, p| {
-                tape.binary_cross_entropy(&leaf_as::<S>(tape, p[0])?, &step.upload(&target, shape)?.save(), weight)
+                tape.binary_cross_entropy_by(&leaf_as::<S>(tape, p[0])?, &step.upload(&target, shape)?.save(), weight)
             }, |p| {
                 let each = |(&x, &t): (&f64, &f32)| {
                     let p = reference::sigmoid(x);
@@ -366,10 +367,10 @@ stored_as_each! {
                 };
                 vec![f64::from(weight) * p[0].iter().zip(&target).map(each).sum::<f64>()]
             });
-            let rules = LabelRules { smoothing: 0.2, ignore: true };
+            let rules = LabelRules { smoothing: 0.2, ignore: true, weight: None };
             case("cross_entropy_by").check(device, |step, tape, p| {
                 let labels = step.upload_indices(&labels, [rows])?;
-                tape.cross_entropy_by(&leaf_as::<S>(tape, p[0])?, labels, weight, rules)
+                tape.cross_entropy_by(&leaf_as::<S>(tape, p[0])?, labels, rules.weighted(weight))
             }, |p| {
                 let counted = p[0].chunks_exact(classes).zip(&labels).filter(|(_, label)| **label != ops::IGNORED);
                 let smoothing = f64::from(0.2f32);

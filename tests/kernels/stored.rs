@@ -202,7 +202,7 @@ rounded_once! {
     }
     element_losses<S>: |c| {
         let (x, target) = (c.x::<S>()?, c.of::<f32>(c.shape)?);
-        let losses = [ops::squared_error(c.trial, &x, &target, 0.1)?, ops::binary_cross_entropy(c.trial, &x, &target, 0.1)?];
+        let losses = [ops::squared_error(c.trial, &x, &target, Some(0.1))?, ops::binary_cross_entropy(c.trial, &x, &target, Some(0.1))?];
         losses.iter().try_for_each(|(loss, dx)| c.keep(loss).and_then(|()| c.keep(dx)))
     }
     softmax<S>: |c| { c.keep(&ops::softmax(c.trial, &c.x::<S>()?)?) }
@@ -238,7 +238,7 @@ rounded_once! {
     cross_entropy<S>: |c| {
         let [rows, classes] = c.shape;
         let labels: Vec<u32> = (0..rows).map(|row| (row * 7 % classes) as u32).collect();
-        let (loss, dlogits) = ops::cross_entropy(c.trial, &c.x::<S>()?, &c.trial.upload_indices(&labels, [rows])?, 0.1)?;
+        let (loss, dlogits) = ops::cross_entropy_by(c.trial, &c.x::<S>()?, &c.trial.upload_indices(&labels, [rows])?, ops::LabelRules::default().weighted(0.1))?;
         c.keep(&loss)?;
         c.keep(&dlogits)
     }

@@ -89,7 +89,7 @@ on_each_device! {
                 let z = tape.rms_norm(&h, p[5], EPSILON)?;
                 let h = tape.linear_residual(&tape.linear_gelu(&z, p[6], Some(p[7]))?, p[8], Some(p[9]), &h)?;
                 let logits = tape.linear(&tape.mean_tokens(&h)?, p[10], Some(p[11]))?;
-                tape.cross_entropy(&logits, step.upload_indices(&labels, [batch])?, weight)
+                tape.cross_entropy_by(&logits, step.upload_indices(&labels, [batch])?, ops::LabelRules::default().weighted(weight))
             }, |p| {
                 use add_in_float64 as add;
                 use linear::in_float64 as linear;
@@ -131,7 +131,7 @@ on_each_device! {
                         // The first member again, whose gradient comes before the stack's.
                         tape.linear(&tape.reshape(&y, [12, 64])?, p[2], None)?
                     };
-                    let loss = tape.cross_entropy(&y, step.upload_indices(&[1; 12], [12])?, 1.0)?;
+                    let loss = tape.cross_entropy_by(&y, step.upload_indices(&[1; 12], [12])?, ops::LabelRules::default().weighted(1.0))?;
                     if afresh { tape.backward_overwrite(&loss, &mut dirty)? } else { tape.backward(&loss, &mut zero)? }
                 }
                 let read = |gradients: &Gradients| step.read(&step.lend(gradients.flat(), [gradients.flat().len()])?);

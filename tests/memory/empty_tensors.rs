@@ -77,9 +77,9 @@ on_each_device! {
     fn labels_of_a_captured_step(device: &Device) {
         let mut arena = arena(device);
         let record: Record<(), [Output; 2]> = |step, (), slots| {
-            let (nothing, _) = ops::cross_entropy(step, &slots.input::<f32>(0)?, &slots.indices(1)?, 1.0)?;
+            let (nothing, _) = ops::cross_entropy_by(step, &slots.input::<f32>(0)?, &slots.indices(1)?, ops::LabelRules::default().weighted(1.0))?;
             let last = 3 + usize::from(slots.variant() == 3);
-            let (loss, _) = ops::cross_entropy(step, &slots.input::<f32>(last)?, &slots.indices(last + 1)?, 1.0)?;
+            let (loss, _) = ops::cross_entropy_by(step, &slots.input::<f32>(last)?, &slots.indices(last + 1)?, ops::LabelRules::default().weighted(1.0))?;
             Ok([slots.output(&nothing), slots.output(&loss)])
         };
         let inputs = |labels: &'static [u32; 2], neighbour: u64| -> Result<HostInputs<'static>> {

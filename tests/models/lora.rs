@@ -56,8 +56,8 @@ impl Adapted {
         let ids = step.upload_indices(&self.expected.ids, self.expected.shape)?;
         let labels = step.upload_indices(&self.expected.labels, self.expected.shape)?;
         let hidden = self.model.forward(tape, ids, None)?;
-        let (weight, head) = (1.0 / self.expected.ids.len() as f32, LmHeadConfig::default().tied());
-        let loss = tape.linear_cross_entropy(&hidden, self.model.head(), labels, weight, head)?;
+        let head = LmHeadConfig::default().tied();
+        let loss = tape.linear_cross_entropy(&hidden, self.model.head(), labels, head)?;
         Ok((hidden, loss))
     }
 

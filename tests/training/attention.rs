@@ -64,7 +64,11 @@ fn run(device: &Device, forward: Forward) -> (Vec<u32>, Vec<u32>) {
         let y = forward(&layers, &tape, &x, step.upload(&documents, [BATCH, TOKENS])?.save())?;
         let labels: Vec<u32> = (0..BATCH * TOKENS).map(|row| (row % WIDTH) as u32).collect();
         let labels = step.upload_indices(&labels, [labels.len()])?;
-        let loss = tape.cross_entropy(&tape.reshape(&y, [BATCH * TOKENS, WIDTH])?, labels, 1.0)?;
+        let loss = tape.cross_entropy_by(
+            &tape.reshape(&y, [BATCH * TOKENS, WIDTH])?,
+            labels,
+            ops::LabelRules::default().weighted(1.0),
+        )?;
         tape.backward_overwrite(&loss, &mut gradients)?;
         step.read(y.value())
     });
@@ -207,7 +211,7 @@ impl Model {
         let h = self.embed.forward(&tape, &tape.input(x))?;
         let h = self.attention.forward_masked(&tape, &h, &self.attention.form().documents(documents))?;
         let logits = tape.reshape(&self.head.forward(&tape, &h)?, [labels.shape().elements(), CLASSES])?;
-        let loss = tape.cross_entropy(&logits, labels, 1.0 / labels.shape().elements() as f32)?;
+        let loss = tape.cross_entropy(&logits, labels)?;
         tape.backward_overwrite(&loss, &mut self.gradients)?;
         self.adamw.apply(ticket, step, &mut self.weights, &self.gradients)?;
         Ok(*loss.value())
@@ -251,7 +255,13 @@ fn losses(device: &Device, captured: bool) -> Vec<f32> {
         let inputs = inputs.with(documents, shapes.1).unwrap().with_indices(labels, shapes.2).unwrap();
         let captured = recorded.get_or_insert_with(|| {
             let record: Record<Model, Output> = |step, model, slots| {
-                let loss = model.train(UpdateTicket::each_replay(slots), step, slots.input(0)?, slots.input(1)?, slots.indices(2)?)?;
+                let loss = model.train(
+                    UpdateTicket::each_replay(slots),
+                    step,
+                    slots.input(0)?,
+                    slots.input(1)?,
+                    slots.indices(2)?,
+                )?;
                 Ok(slots.output(&loss))
             };
             arena.capture(model.take().unwrap(), &inputs, record).unwrap()
@@ -276,7 +286,11 @@ fn bytes(device: &Device, tokens: usize, norm: bool) -> usize {
         let x = tape.input(step.empty::<f32>([1, tokens, WIDTH])?);
         let y = layer.forward(&tape, &x)?;
         let labels = Indices::on_device(step.empty([tokens])?.save());
-        let loss = tape.cross_entropy(&tape.reshape(&y, [tokens, WIDTH])?, labels, 1.0)?;
+        let loss = tape.cross_entropy_by(
+            &tape.reshape(&y, [tokens, WIDTH])?,
+            labels,
+            ops::LabelRules::default().weighted(1.0),
+        )?;
         tape.backward_overwrite(&loss, &mut gradients)
     });
     measured.unwrap().high_water_bytes()

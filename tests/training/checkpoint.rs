@@ -66,7 +66,7 @@ impl Training {
                 let x = tape.input(step.upload(&x, [ROWS, FEATURES])?);
                 let logits = tape.linear(&tape.linear_gelu(&x, *w1, Some(*b1))?, *w2, Some(*b2))?;
                 let labels = step.upload_indices(&labels, [ROWS])?;
-                let loss = tape.cross_entropy(&logits, labels, 1.0 / ROWS as f32)?;
+                let loss = tape.cross_entropy(&logits, labels)?;
                 tape.backward(&loss, gradients)?;
                 let ticket = optimizer.advance()?;
                 optimizer.apply(ticket, step, parameters, gradients)?;

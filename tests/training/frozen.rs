@@ -8,7 +8,7 @@ use crate::support::{Random, bits, on_each_device};
 use std::collections::BTreeMap;
 use stepscope::faults::{Call, FaultPlan};
 use stepscope::nn::{Block, Embedding, LayerNorm, Linear, Norm};
-use stepscope::ops::{AttentionElement, GemmElement, LmHeadConfig, Rotary};
+use stepscope::ops::{AttentionElement, GemmElement, LabelRules, LmHeadConfig, Rotary};
 use stepscope::*;
 
 const WIDTH: usize = 32;
@@ -63,8 +63,8 @@ impl Language {
                 false => block.forward(tape, &x)?,
             };
         }
-        let config = LmHeadConfig::default().tied();
-        tape.linear_cross_entropy(&self.norm.forward(tape, &x)?, self.head, *ids, 0.01, config)
+        let config = LmHeadConfig::default().tied().rules(LabelRules::default().weighted(0.01));
+        tape.linear_cross_entropy(&self.norm.forward(tape, &x)?, self.head, *ids, config)
     }
 }
 
@@ -280,14 +280,8 @@ impl Model for Learner {
         self.language.tokens.forward(tape, batch.indices(0)?)
     }
 
-    fn loss<'s>(
-        &self,
-        tape: &Tape<'_, 's>,
-        _: &Var<'s, bf16>,
-        batch: &DeviceBatch<'s>,
-        weight: f32,
-    ) -> Result<Var<'s>> {
-        tape.scale(&self.language.loss::<bf16>(tape, &batch.indices(0)?)?, weight)
+    fn loss<'s>(&self, tape: &Tape<'_, 's>, _: &Var<'s, bf16>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
+        self.language.loss::<bf16>(tape, &batch.indices(0)?)
     }
 }
 

@@ -125,7 +125,7 @@ fn run(arena: &mut Arena, weights: &Parameters, gradients: &mut Gradients, used:
         let rows = y.shape().elements() / WIDTH;
         let y = tape.reshape(&y, [rows, WIDTH])?;
         let labels = step.upload_indices(&vec![1; rows], [rows])?;
-        let loss = tape.cross_entropy(&y, labels, 1.0)?;
+        let loss = tape.cross_entropy_by(&y, labels, ops::LabelRules::default().weighted(1.0))?;
         tape.backward_overwrite(&loss, gradients)
     })
 }
@@ -232,7 +232,7 @@ on_each_device! {
             ("rotary", |tape, _, x, _| tape.rotary(x, ops::Rotary::default(), &ops::AttentionConfig::new(1))),
             ("cross_entropy", |tape, _, x, _| {
                 let labels = Indices::on_device(tape.step().empty([BATCH])?.save());
-                tape.cross_entropy(x, labels, 1.0)
+                tape.cross_entropy_by(x, labels, ops::LabelRules::default().weighted(1.0))
             }),
         ];
         let (own, layout) = handles(0);

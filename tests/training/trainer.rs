@@ -445,8 +445,10 @@ on_each_device! {
                 self.0.forward(tape, batch)
             }
 
-            fn loss<'s>(&self, tape: &Tape<'_, 's>, output: &Var<'s>, batch: &DeviceBatch<'s>, weight: f32) -> Result<Var<'s>> {
-                tape.cross_entropy(output, batch.indices(1)?, 1e30 * weight)
+            fn loss<'s>(&self, tape: &Tape<'_, 's>, output: &Var<'s>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
+                let labels = batch.indices(1)?;
+                let rules = ops::LabelRules::default().weighted(1e30 / labels.shape().elements() as f32);
+                tape.cross_entropy_by(output, labels, rules)
             }
         }
 

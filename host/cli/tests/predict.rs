@@ -261,7 +261,7 @@ fn touched_by_a_step(batch: usize) -> Vec<Touched> {
             let inputs = step.upload_inputs(&inputs)?;
             let tape = Tape::new(step, &parameters);
             let output = model.forward(&tape, &inputs)?;
-            let loss = model.loss(&tape, &output, &inputs, 1.0 / batch as f32)?;
+            let loss = model.loss(&tape, &output, &inputs)?;
             tape.backward_overwrite(&loss, &mut gradients)?;
             optimizer.apply(ticket, step, &mut parameters, &gradients)
         })

@@ -27,8 +27,9 @@ pub struct Indices<'s> {
 /// The host's knowledge of indices.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Known {
-    /// The largest index of an upload, and its largest index other than [`IGNORED`].
-    Largest([u32; 2]),
+    /// The largest index of an upload, its largest index other than [`IGNORED`], and the number of
+    /// these others.
+    Upload { largest: [u32; 2], counted: usize },
     /// The number of an input of a recorded step. Each replay has other indices.
     Input(usize),
     /// Only the device has the indices.
@@ -39,8 +40,9 @@ impl Known {
     /// Returns the host's knowledge of uploaded indices.
     pub(crate) fn of(values: &[u32]) -> Self {
         let largest = |all: &mut dyn Iterator<Item = u32>| all.max().unwrap_or(0);
-        let counted = largest(&mut values.iter().copied().filter(|&value| value != IGNORED));
-        Self::Largest([largest(&mut values.iter().copied()), counted])
+        let counted = || values.iter().copied().filter(|&value| value != IGNORED);
+        let largest = [largest(&mut values.iter().copied()), largest(&mut counted())];
+        Self::Upload { largest, counted: counted().count() }
     }
 }
 
@@ -95,6 +97,10 @@ pub trait IndexSource<'s>: sealed::Sealed {
     /// # Errors
     /// [`Error::Label`] with the place of the first invalid index.
     fn within(&self, step: &Step<'s>, bound: IndexBound) -> Result<&Self::Values>;
+
+    /// Returns the number of indices other than [`IGNORED`]. `None` if the host does not know it:
+    /// inputs of a recorded step have other indices in each replay.
+    fn counted(&self) -> Option<usize>;
 }
 
 impl<'s> Indices<'s> {
@@ -141,14 +147,21 @@ impl<'s> IndexSource<'s> for Indices<'s> {
 
     fn within(&self, step: &Step<'s>, bound: IndexBound) -> Result<&Saved<'s, u32>> {
         match self.known {
-            Known::Largest(largest) if largest[usize::from(bound.ignored)] as usize >= bound.classes => {
+            Known::Upload { largest, .. } if largest[usize::from(bound.ignored)] as usize >= bound.classes => {
                 // An empty upload has no index, and a dry run has none on its device.
                 bound.check(&self.values.memory().download(step.device(), step.region().time_left())?)?;
             }
             Known::Input(number) => step.region().conditions().bound(number, bound),
-            Known::Largest(_) | Known::Nothing => {}
+            Known::Upload { .. } | Known::Nothing => {}
         }
         Ok(&self.values)
+    }
+
+    fn counted(&self) -> Option<usize> {
+        match self.known {
+            Known::Upload { counted, .. } => Some(counted),
+            Known::Input(_) | Known::Nothing => None,
+        }
     }
 }
 
@@ -166,6 +179,10 @@ impl<'s, I: Source<'s, u32>> IndexSource<'s> for OnDevice<'_, I> {
 
     fn within(&self, _: &Step<'s>, _: IndexBound) -> Result<&I> {
         Ok(self.0)
+    }
+
+    fn counted(&self) -> Option<usize> {
+        None
     }
 }
 

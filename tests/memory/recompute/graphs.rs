@@ -109,7 +109,7 @@ fn transformer<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<V
     let x = tape.dropout(&x, 0.1)?;
     let head = model.head;
     part!(on, tape, (x, *labels), move |tape, (x, labels)| {
-        tape.cross_entropy(&head.forward(tape, &rows(tape, &x)?)?, labels, 0.25)
+        tape.cross_entropy_by(&head.forward(tape, &rows(tape, &x)?)?, labels, ops::LabelRules::default().weighted(0.25))
     })
 }
 
@@ -183,7 +183,11 @@ fn inputs_alone<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<
     part!(on, tape, kept.clone(), move |tape, (x, labels, again, none)| {
         assert!(none.is_none() && !x.wants_gradient());
         let h = tape.add(&mlp.forward(tape, &x)?, &tape.input(again.expect("it is kept")))?;
-        tape.cross_entropy(&head.forward(tape, &rows(tape, &h)?)?, labels[0], 0.5)
+        tape.cross_entropy_by(
+            &head.forward(tape, &rows(tape, &h)?)?,
+            labels[0],
+            ops::LabelRules::default().weighted(0.5),
+        )
     })
 }
 

@@ -98,7 +98,7 @@ impl Model {
         let inner = tape.linear_gelu(&h, self.inner[0], Some(self.inner[1]))?;
         let h = tape.linear_residual(&tape.tanh(&inner)?, self.outer[0], Some(self.outer[1]), &h)?;
         let logits = tape.linear(&tape.mean_tokens(&h)?, self.head[0], Some(self.head[1]))?;
-        tape.cross_entropy(&logits, labels, weight)
+        tape.cross_entropy_by(&logits, labels, stepscope::ops::LabelRules::default().weighted(weight))
     }
 }
 

@@ -45,7 +45,7 @@ impl Model {
         for (norm, block) in self.norms.iter().zip(&self.blocks) {
             h = tape.add(&h, &block.forward(tape, &norm.forward(tape, &h)?)?)?;
         }
-        tape.cross_entropy(&self.head.forward(tape, &h)?, labels, 1.0 / ROWS as f32)
+        tape.cross_entropy(&self.head.forward(tape, &h)?, labels)
     }
 
     /// Returns the loss before an update, and makes the update.

@@ -89,7 +89,7 @@ fn a_step_trains(arena: &mut Arena, device: &Device) -> Result<()> {
         for tape in [first, second] {
             let x = tape.input(step.upload(&[1.0f32], [1, 1])?);
             let labels = step.upload_indices(&[1], [1])?;
-            let loss = tape.cross_entropy(&tape.linear(&x, weight, None)?, labels, 0.5)?;
+            let loss = tape.cross_entropy(&tape.linear(&x, weight, None)?, labels)?;
             tape.backward(&loss, &mut gradients)?;
         }
         let ticket = optimizer.advance()?;
@@ -117,7 +117,7 @@ fn checkpoints_are_lent_what_they_need(arena: &mut Arena, device: &Device) -> Re
                 let h = tape.linear(&x, weight, None)?;
                 Ok([h, tape.add(&h, &again)?])
             })?;
-            tape.cross_entropy(&tape.add(&h, &y)?, labels, 1.0)
+            tape.cross_entropy(&tape.add(&h, &y)?, labels)
         })?;
         tape.backward(&loss, &mut gradients)
     })?;

@@ -266,11 +266,12 @@ const LISTED: &[Listed] = &[
         fn of<'s, S: Stored>(i: &Inputs<'_, 's>, logits: &Tensor<'s, S>) -> Result<()> {
             let labels = i.labels(logits)?;
             let labels = i.step.lend(&labels, [labels.len()])?;
-            let (loss, dlogits) = ops::cross_entropy(i.step, logits, &OnDevice(&labels), 0.1)?;
+            let rules = ops::LabelRules::default().weighted(0.1);
+            let (loss, dlogits) = ops::cross_entropy_by(i.step, logits, &OnDevice(&labels), rules)?;
             i.keep(&loss)?;
             i.keep(&dlogits)?;
-            let rules = ops::LabelRules { smoothing: 0.1, ignore: true };
-            let (loss, dlogits) = ops::cross_entropy_by(i.step, logits, &OnDevice(&labels), 0.1, rules)?;
+            let rules = ops::LabelRules { smoothing: 0.1, ignore: true, weight: Some(0.1) };
+            let (loss, dlogits) = ops::cross_entropy_by(i.step, logits, &OnDevice(&labels), rules)?;
             i.keep(&loss)?;
             i.keep(&dlogits)
         }
@@ -281,8 +282,8 @@ const LISTED: &[Listed] = &[
     both!("element_loss", <S>, |i| {
         i.long::<S>(|i, x| {
             let target = i.normals(x.shape())?;
-            let squared = ops::squared_error(i.step, x, &target, 0.1)?;
-            let binary = ops::binary_cross_entropy(i.step, x, &target, 0.1)?;
+            let squared = ops::squared_error(i.step, x, &target, Some(0.1))?;
+            let binary = ops::binary_cross_entropy(i.step, x, &target, Some(0.1))?;
             [squared, binary].iter().try_for_each(|(loss, dx)| i.keep(loss).and_then(|()| i.keep(dx)))
         })
     }),

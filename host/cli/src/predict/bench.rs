@@ -114,7 +114,7 @@ fn call<'s, S: Stored>(step: &Step<'s>, name: &str, set: &Set<'s>, [x, dy]: [&Sa
             let rows = [rows, rows];
             ops::layer_norm_backward(step, x, columns, rows, dy, None, [dgain, dbias], [true; 2]).map(drop)
         }
-        "cross_entropy_and_gradient" => ops::cross_entropy(step, x, &set.labels, 1.0).map(drop),
+        "cross_entropy_and_gradient" => ops::cross_entropy(step, x, &set.labels).map(drop),
         "sum" => ops::sum(step, x).map(drop),
         "sum_columns" => ops::sum_columns(step, x).map(drop),
         "sum_rows" => ops::sum_rows(step, x).map(drop),

@@ -44,10 +44,10 @@ fn set_up(step: &EagerStep<'_>, work: &Work, precision: Precision, batch: usize,
             let inputs = HostInputs::new().with(&x, [batch, SCALES.len(), FEATURES])?.with_indices(&labels, [batch])?;
             if precision == Precision::Bf16 {
                 let (model, spec) = crossasset::Model::<bf16>::new()?;
-                return train(step, model, &spec, &inputs, precision, batch, until);
+                return train(step, model, &spec, &inputs, precision, until);
             }
             let (model, spec) = crossasset::Model::<f32>::new()?;
-            train(step, model, &spec, &inputs, precision, batch, until)
+            train(step, model, &spec, &inputs, precision, until)
         }
         Work::Gpt { config, recompute } => {
             let mode = Mode { recompute: *recompute, documents: false, counted: false };
@@ -56,10 +56,10 @@ fn set_up(step: &EagerStep<'_>, work: &Work, precision: Precision, batch: usize,
             let inputs = HostInputs::new().with_indices(&tokens, shape)?.with_indices(&tokens, shape)?;
             if precision == Precision::Bf16 {
                 let (model, spec) = Gpt::<bf16>::new(config.clone(), mode)?;
-                return train(step, model, &spec, &inputs, precision, batch, until);
+                return train(step, model, &spec, &inputs, precision, until);
             }
             let (model, spec) = Gpt::<f32>::new(config.clone(), mode)?;
-            train(step, model, &spec, &inputs, precision, batch, until)
+            train(step, model, &spec, &inputs, precision, until)
         }
     }
 }
@@ -71,7 +71,6 @@ fn train<M: Model>(
     spec: &ParameterSpec,
     inputs: &HostInputs<'_>,
     precision: Precision,
-    samples: usize,
     until: Until,
 ) -> Result<()> {
     let config = AdamW { clip: Some(1.0), ..AdamW::default() };
@@ -85,7 +84,7 @@ fn train<M: Model>(
     }
     let tape = Tape::new(step, &parameters);
     let output = model.forward(&tape, &batch)?;
-    let loss = model.loss(&tape, &output, &batch, 1.0 / samples as f32)?;
+    let loss = model.loss(&tape, &output, &batch)?;
     tape.backward_overwrite(&loss, &mut gradients)?;
     optimizer.apply(ticket, step, &mut parameters, &gradients)
 }

@@ -110,7 +110,7 @@ fn run<M: Model>(
     let tape = Tape::new(step, &state.parameters);
     let tape = if train { tape } else { tape.evaluating() };
     let hidden = state.model.forward(&tape, &batch)?;
-    let loss = state.model.loss(&tape, &hidden, &batch, 1.0)?;
+    let loss = state.model.loss(&tape, &hidden, &batch)?;
     if train { tape.backward_overwrite(&loss, &mut state.gradients) } else { Ok(()) }
 }
 

@@ -114,22 +114,16 @@ impl<S: Activation> stepscope::Model for Gpt<S> {
         self.hidden(tape, batch.indices(0)?, documents)
     }
 
-    /// Averages over the tokens of each sample, or over the counted tokens of the batch.
-    fn loss<'s>(
-        &self,
-        tape: &Tape<'_, 's>,
-        hidden: &Var<'s, S>,
-        batch: &DeviceBatch<'s>,
-        weight: f32,
-    ) -> Result<Var<'s>> {
+    /// Averages over all tokens, or over the counted tokens of the batch.
+    fn loss<'s>(&self, tape: &Tape<'_, 's>, hidden: &Var<'s, S>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let (labels, form) = (batch.indices(1)?, LmHeadConfig::default().tied());
-        if self.mode.counted {
-            let form = form.rules(LabelRules { ignore: true, ..LabelRules::default() });
-            let sum = tape.linear_cross_entropy(hidden, self.layers.head(), labels, weight, form)?;
-            let share = batch.input::<f32>(if self.mode.documents { 3 } else { 2 })?;
-            return tape.mul(&sum, &tape.input(share));
+        if !self.mode.counted {
+            return tape.linear_cross_entropy(hidden, self.layers.head(), labels, form);
         }
-        let tokens = labels.shape().extents()[1] as f32;
-        tape.linear_cross_entropy(hidden, self.layers.head(), labels, weight / tokens, form)
+        let samples = labels.shape().extents()[0];
+        let rules = LabelRules { ignore: true, ..LabelRules::default() }.weighted(1.0 / samples as f32);
+        let sum = tape.linear_cross_entropy(hidden, self.layers.head(), labels, form.rules(rules))?;
+        let share = batch.input::<f32>(if self.mode.documents { 3 } else { 2 })?;
+        tape.mul(&sum, &tape.input(share))
     }
 }

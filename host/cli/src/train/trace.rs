@@ -49,7 +49,7 @@ fn traced<S: Activation>(
     let inputs = step.upload_inputs(&batch.inputs()?)?;
     let tape = Tape::new(step, parameters);
     let hidden = model.forward(&tape, &inputs)?;
-    let loss = model.loss(&tape, &hidden, &inputs, 1.0 / batch.len() as f32)?;
+    let loss = model.loss(&tape, &hidden, &inputs)?;
     let logits = step.read(&model.layers.logits(step, parameters, tape.to_f32(&hidden)?.value())?)?;
     let value = step.read_scalar(loss.value())?;
     tape.backward_overwrite(&loss, gradients)?;

@@ -119,7 +119,7 @@ impl Arena {
     ///     gradients.zero(step)?;
     ///     let tape = Tape::new(step, weights);
     ///     let logits = tape.linear(&tape.input(slots.input::<f32>(0)?), *w, None)?;
-    ///     let loss = tape.cross_entropy(&logits, slots.indices(1)?, 0.5)?;
+    ///     let loss = tape.cross_entropy(&logits, slots.indices(1)?)?;
     ///     tape.backward(&loss, gradients)?;
     ///     adamw.apply(UpdateTicket::each_replay(slots), step, weights, gradients)?;
     ///     Ok(slots.output(loss.value()))

@@ -80,10 +80,10 @@ impl LmHeadConfig {
     }
 }
 
-/// The loss `weight * sum over rows of -log softmax(hidden w)[label]`, `[1]`, and its gradients
-/// with respect to `hidden` and, in f32, to `w`; `hidden`: `[.., width]`, `w`: as in `form`,
-/// `labels`: hidden's extents without the last. Returns all three. Label rules are as in
-/// [`ops::cross_entropy_by`].
+/// The mean over rows of `-log softmax(hidden w)[label]`, `[1]`, and its gradients with respect to
+/// `hidden` and, in f32, to `w`; `hidden`: `[.., width]`, `w`: as in `form`, `labels`: hidden's
+/// extents without the last. Returns all three. The label rules, and with them the weight of
+/// another sum than the mean, are as in [`ops::cross_entropy_by`].
 ///
 /// The logits, `[rows, vocabulary]`, exist for only one chunk of rows at a time. A chunk's results
 /// have the bits of [`ops::linear`], [`ops::cross_entropy_by`] and [`ops::gradients_into`] over its
@@ -102,10 +102,9 @@ pub fn linear_cross_entropy<'s, S: GemmElement<S> + GemmElement<f32>>(
     hidden: &impl Source<'s, S>,
     w: &impl Source<'s, S>,
     labels: &impl IndexSource<'s>,
-    weight: f32,
     form: &LmHeadConfig,
 ) -> Result<(Tensor<'s>, Tensor<'s, S>, Tensor<'s>)> {
-    let (loss, dhidden, dw) = with_gradients(step, hidden, w, labels, weight, form, [true; 2])?;
+    let (loss, dhidden, dw) = with_gradients(step, hidden, w, labels, form, [true; 2])?;
     let both = "both gradients are wanted";
     Ok((loss, dhidden.expect(both), dw.expect(both)))
 }
@@ -117,12 +116,12 @@ fn with_gradients<'s, S: GemmElement<S> + GemmElement<f32>>(
     hidden: &impl Source<'s, S>,
     w: &impl Source<'s, S>,
     labels: &impl IndexSource<'s>,
-    weight: f32,
     form: &LmHeadConfig,
     wanted: [bool; 2],
 ) -> Result<(Tensor<'s>, Option<Tensor<'s, S>>, Option<Tensor<'s>>)> {
     const OP: &str = "linear_cross_entropy";
     let ([rows, width], vocabulary) = extents(OP, hidden.shape(), w.shape(), labels.shape(), form.tied)?;
+    let weight = form.rules.weight(OP, labels)?.of_loss();
     let labels = form.rules.check(OP, step, labels, vocabulary)?;
     let mut loss = step.empty([1])?;
     let mut dhidden = wanted[0].then(|| step.empty(hidden.shape())).transpose()?;
@@ -211,14 +210,12 @@ impl<'s> Tape<'_, 's> {
         hidden: &Var<'s, S>,
         w: Parameter,
         labels: Indices<'s>,
-        weight: f32,
         form: LmHeadConfig,
     ) -> Result<Var<'s>> {
         let op = self.op("linear_cross_entropy", [hidden])?;
         let weights = op.weights_as::<S>(w)?;
         let wanted = [hidden.wants_gradient(), op.frozen(w)?.is_none()];
-        let (loss, dhidden, dw) =
-            with_gradients(self.step(), hidden.value(), &weights, &labels, weight, &form, wanted)?;
+        let (loss, dhidden, dw) = with_gradients(self.step(), hidden.value(), &weights, &labels, &form, wanted)?;
         let hidden = *hidden;
         Ok(op.record(loss.save(), move |back, dloss| {
             let step = back.step();

@@ -10,6 +10,7 @@ use crate::ops;
 use crate::params::{Gradients, Parameter, Parameters, StackedParameters};
 use crate::step::Step;
 use crate::tensor::{AnyTensor, Lent, LentMut, Shape, Stored, Tensor};
+use cuda_std::float_mode;
 use std::fmt;
 use std::panic::Location;
 
@@ -17,8 +18,9 @@ use std::panic::Location;
 pub(super) enum Upstream<'s> {
     /// No gradient: so far, the loss does not depend on the output.
     Nothing,
-    /// The output is the loss, whose gradient is one.
-    Loss,
+    /// The output is the loss. Its gradient is this number, which is one unless the tape records a
+    /// part of a batch.
+    Loss(f64),
     /// The sum of the gradients from later ops, stored in the output's type.
     Sum(AnyTensor<'s>),
 }
@@ -28,9 +30,10 @@ impl<'s> Upstream<'s> {
     pub(super) fn into_tensor<S: Stored>(self, step: &Step<'s>, shape: Shape) -> Result<Option<Tensor<'s, S>>> {
         match self {
             Self::Nothing => Ok(None),
-            Self::Loss => {
-                let mut one = step.empty(shape)?;
-                ops::fill_into(step, &mut one, 1.0).map(|()| Some(one))
+            Self::Loss(share) => {
+                let mut gradient = step.empty(shape)?;
+                let share = float_mode::in_default(|| share as f32);
+                ops::fill_into(step, &mut gradient, share).map(|()| Some(gradient))
             }
             Self::Sum(gradient) => Ok(Some(of_output(gradient))),
         }
@@ -95,10 +98,10 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         Self { step, parameters, tape, op: "backward", gradients, written, pending, taken: Vec::new() }
     }
 
-    /// Sets the loss's gradient to one.
-    pub(super) fn begin(&mut self, loss: &Var<'s>) {
+    /// Sets the loss's gradient.
+    pub(super) fn begin(&mut self, loss: &Var<'s>, gradient: f64) {
         if let Some(output) = loss.output {
-            self.pending[output] = Upstream::Loss;
+            self.pending[output] = Upstream::Loss(gradient);
         }
     }
 
@@ -322,7 +325,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
                 sum
             }
             // The loss's own op is the first to run.
-            Upstream::Nothing | Upstream::Loss => gradient,
+            Upstream::Nothing | Upstream::Loss(_) => gradient,
         };
         self.pending[output] = Upstream::Sum(S::erase(sum));
         Ok(())
@@ -362,7 +365,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
                 self.taken.push(output);
                 Ok(Some(of_output(sum)))
             }
-            Upstream::Nothing | Upstream::Loss => Ok(None),
+            Upstream::Nothing | Upstream::Loss(_) => Ok(None),
         }
     }
 

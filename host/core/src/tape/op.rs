@@ -11,6 +11,7 @@ use crate::ops;
 use crate::params::{FrozenType, Parameter, ParameterEntry, StackedParameters};
 use crate::step::Step;
 use crate::tensor::{AnyTensor, Lent, Saved, Shape, Stored, Tensor};
+use cuda_std::float_mode;
 use std::cell::Cell;
 use std::fmt;
 use std::panic::Location;
@@ -186,18 +187,42 @@ impl<'t, 's> Op<'_, 't, 's> {
         if value.shape().elements() != 1 {
             return Err(Error::misuse(self.name, "an output of one element", value.shape().to_string()));
         }
+        self.record_loss(value, x, 1.0, derivative)
+    }
+
+    /// Records a scalar like [`Op::record_scalar`], whose derivative already includes the factor
+    /// `included`: that of the tape's [`Tape::of_part`]. If the scalar is the tape's loss, as it
+    /// usually is, nothing remains to be multiplied.
+    pub fn record_loss<S: Stored>(
+        self,
+        value: Saved<'s>,
+        x: &Var<'s, S>,
+        included: f64,
+        derivative: impl FnOnce(&Step<'s>) -> Result<Tensor<'s, S>> + 't,
+    ) -> Result<Var<'s>> {
         let x = *x;
         let [var] = self.push([value], move |back, [upstream]| {
-            let derivative = derivative(back.step())?;
-            let gradient = match upstream {
-                Upstream::Sum(AnyTensor::F32(factor)) => {
-                    let scaled = ops::scale_by(back.step(), &derivative, &factor.reshape([1])?)?;
-                    back.step().free(derivative);
-                    scaled
+            let step = back.step();
+            let mut derivative = derivative(step)?;
+            let scaled = match upstream {
+                Upstream::Loss(share) if share == included => None,
+                Upstream::Loss(share) => {
+                    Some(ops::scale(step, &derivative, float_mode::in_default(|| (share / included) as f32))?)
                 }
-                _ => derivative,
+                Upstream::Sum(AnyTensor::F32(factor)) => {
+                    let factor = factor.reshape([1])?;
+                    let factor = match included == 1.0 {
+                        true => factor,
+                        false => ops::scale(step, &factor, float_mode::in_default(|| (1.0 / included) as f32))?,
+                    };
+                    Some(ops::scale_by(step, &derivative, &factor)?)
+                }
+                _ => None,
             };
-            back.add(&x, gradient)
+            if let Some(scaled) = scaled {
+                step.free(std::mem::replace(&mut derivative, scaled));
+            }
+            back.add(&x, derivative)
         });
         Ok(var)
     }

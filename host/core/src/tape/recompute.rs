@@ -186,7 +186,7 @@ impl<'t, 's, K: RecomputeInput<'s>, F> Block<'t, 's, K, F> {
             let mut given: Vec<AnyTensor<'s>> = Vec::new();
             let mut give = |upstream: Upstream<'s>| match upstream {
                 Upstream::Nothing => Upstream::Nothing,
-                Upstream::Loss => Upstream::Loss,
+                Upstream::Loss(gradient) => Upstream::Loss(gradient),
                 Upstream::Sum(sum) => {
                     given.push(sum.rebrand());
                     Upstream::Sum(sum.rebrand())
@@ -214,7 +214,7 @@ impl<'t, 's, K: RecomputeInput<'s>, F> Block<'t, 's, K, F> {
                         }
                         None => left.push((output, sum)),
                     },
-                    Upstream::Loss => back.pending[output] = Upstream::Loss,
+                    Upstream::Loss(gradient) => back.pending[output] = Upstream::Loss(gradient),
                     Upstream::Nothing => {}
                 }
             }

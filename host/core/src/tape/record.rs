@@ -13,6 +13,7 @@ use crate::ops::{Draws, Generator};
 use crate::params::{Gradients, Parameters};
 use crate::step::Step;
 use crate::tensor::{Saved, Stored};
+use cuda_std::float_mode;
 use std::cell::{OnceCell, RefCell};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -44,6 +45,9 @@ pub struct Tape<'t, 's> {
     randomness: Randomness<'t>,
     /// The generator's numbers for this step, once requested.
     pub(super) draws: OnceCell<Draws<'s>>,
+    /// The factor of all gradients: the part of the batch that the tape records. Gradients that
+    /// enter a nested tape already include it.
+    share: f64,
     /// `None` for a nested tape.
     forward: Option<EnteredSpan>,
 }
@@ -84,7 +88,7 @@ impl<'t, 's> Tape<'t, 's> {
         static TAPES: AtomicU64 = AtomicU64::new(0);
         let identity = TAPES.fetch_add(1, Ordering::Relaxed);
         let (records, draws) = (RefCell::default(), OnceCell::new());
-        Self { step, parameters, identity, records, randomness, draws, forward: None }
+        Self { step, parameters, identity, records, randomness, draws, share: 1.0, forward: None }
     }
 
     /// Makes dropout draw from this generator, as a training pass needs. The first dropout or
@@ -98,6 +102,19 @@ impl<'t, 's> Tape<'t, 's> {
     #[must_use]
     pub fn evaluating(self) -> Self {
         Self { randomness: Randomness::Off, ..self }
+    }
+
+    /// Records a part of a batch: `samples` of its `batch` samples, with a loss that is the part's
+    /// mean. Backward multiplies all gradients by `samples / batch`. The gradients of all parts
+    /// then add up to those of the mean over the batch.
+    #[must_use]
+    pub fn of_part(self, samples: usize, batch: usize) -> Self {
+        Self { share: float_mode::in_default(|| samples as f64 / batch as f64), ..self }
+    }
+
+    /// The factor of all gradients, set by [`Tape::of_part`].
+    pub fn share(&self) -> f64 {
+        self.share
     }
 
     /// True if the tape is for an evaluation, set by [`Tape::evaluating`].
@@ -188,10 +205,10 @@ impl<'t, 's> Tape<'t, 's> {
         self.step.borrow(gradients.flat(), true)?;
         drop(self.forward);
         let Records { all, outputs } = self.records.into_inner();
-        let step = self.step;
+        let (step, share) = (self.step, self.share);
         let _phase = step.enter(Phase::Backward);
         let mut back = Backward::new(step, self.parameters, self.identity, gradients, written, outputs);
-        back.begin(loss);
+        back.begin(loss, share);
         for record in all.into_iter().rev() {
             back.run(record)?;
         }

@@ -35,7 +35,7 @@ impl<R: UpdateRule> Optimizer<R> {
     /// let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
     /// let loss = sgd.update(&mut arena, &mut weights, &mut gradients, |step, tape| {
     ///     let x = tape.input(step.upload(&[1.0, 0.0, 0.0, 1.0], [2, 2])?);
-    ///     tape.cross_entropy(&tape.linear(&x, w, None)?, step.upload_indices(&[0, 1], [2])?, 0.5)
+    ///     tape.cross_entropy(&tape.linear(&x, w, None)?, step.upload_indices(&[0, 1], [2])?)
     /// })?;
     /// assert!(loss > 0.0);
     /// # Ok(())

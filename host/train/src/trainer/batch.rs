@@ -43,8 +43,10 @@ pub trait HostBatch {
 /// The place of a micro-batch in its batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct MicroBatch {
-    /// The number of samples of the whole batch, which divides the loss.
+    /// The number of samples.
     pub(super) samples: usize,
+    /// The number of samples of the whole batch.
+    pub(super) batch: usize,
     /// True if the gradients start from zero.
     pub(super) first: bool,
     /// True if the gradients are complete after this micro-batch.
@@ -55,16 +57,19 @@ pub(super) struct MicroBatch {
 
 impl MicroBatch {
     /// The largest batch that a variant can encode, in samples.
-    pub(super) const MOST: usize = usize::MAX >> 3;
+    pub(super) const MOST: usize = (1 << 30) - 1;
 
     /// Encodes everything except the shapes that decides what is recorded.
     pub(super) fn variant(self) -> u64 {
-        (self.samples as u64) << 3 | u64::from(self.first) << 2 | u64::from(self.last) << 1 | u64::from(self.update)
+        let Self { samples, batch, first, last, update } = self;
+        let flags = u64::from(first) << 2 | u64::from(last) << 1 | u64::from(update);
+        (batch as u64) << 33 | (samples as u64) << 3 | flags
     }
 
     pub(super) fn of(variant: u64) -> Self {
         let bit = |place: u32| (variant >> place) & 1 == 1;
-        Self { samples: (variant >> 3) as usize, first: bit(2), last: bit(1), update: bit(0) }
+        let [samples, batch] = [3, 33].map(|place| (variant >> place) as usize & Self::MOST);
+        Self { samples, batch, first: bit(2), last: bit(1), update: bit(0) }
     }
 }
 

@@ -244,6 +244,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
             let (output, loss) = state.evaluate(step, &inputs)?;
             Ok((f64::from(step.read_scalar(loss.value())?), read(step, &output)?))
         })?;
+        let loss = float_mode::in_default(|| loss * samples.len() as f64);
         let update = self.state().optimizer.updates();
         let finite = float_mode::in_default(|| loss.is_finite());
         self.check(update, Quantity::EvaluationLoss, finite, || first_input(slice::from_ref(samples), 0..1))?;

@@ -38,16 +38,16 @@ pub trait Model {
     /// `[samples, classes]`.
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s, Self::Stored>>;
 
-    /// Computes `weight` times the sum of the samples' losses, `[1]`. The default is the
-    /// cross-entropy with the labels in the batch's input 1.
+    /// Computes the mean loss of the samples, `[1]`. The default is the cross-entropy with the
+    /// labels in the batch's input 1. If a batch has several parts, the trainer weights each part's
+    /// mean by its number of samples.
     fn loss<'s>(
         &self,
         tape: &Tape<'_, 's>,
         output: &Var<'s, Self::Stored>,
         batch: &DeviceBatch<'s>,
-        weight: f32,
     ) -> Result<Var<'s>> {
-        tape.cross_entropy(&tape.to_f32(output)?, batch.indices(1)?, weight)
+        tape.cross_entropy(&tape.to_f32(output)?, batch.indices(1)?)
     }
 
     /// Returns a parameter whose gradient norm is reported with each update.
@@ -84,7 +84,7 @@ pub(super) enum Wanted {
     All,
 }
 
-/// The metrics of a step: its share of the loss and up to two squared norms. `gradients` is the
+/// The metrics of a step: its mean loss and up to two squared norms. `gradients` is the
 /// norm of all gradients, if the step updates the weights. `monitored` is the norm of the monitored
 /// gradient, if the gradients are complete.
 pub(super) struct StepMetrics<Loss, Norm> {
@@ -177,8 +177,8 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
         Ok(settings)
     }
 
-    /// Prepares the optimizer and the random numbers for the next update. Returns its number and its
-    /// ticket. `first` is the first part of the batch that runs on this device.
+    /// Prepares the optimizer and the random numbers for the next update. Returns its number and
+    /// its ticket. `first` is the first part of the batch that runs on this device.
     pub(super) fn advance(&mut self, first: usize) -> Result<(u64, UpdateTicket)> {
         let ticket = self.optimizer.advance()?;
         let number = self.optimizer.updates() + 1;
@@ -223,12 +223,12 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
     ) -> Result<StepMetrics<Saved<'s>, Tensor<'s>>> {
         let Self { model, parameters, gradients, optimizer, precision, generator, .. } = self;
         step.set_precision(*precision);
-        let tape = Tape::new(step, parameters);
+        let tape = Tape::new(step, parameters).of_part(part.samples, part.batch);
         let tape = match generator {
             Some(generator) => tape.with_generator(generator),
             None => tape,
         };
-        let loss = model.loss(&tape, &model.forward(&tape, batch)?, batch, 1.0 / part.samples as f32)?;
+        let loss = model.loss(&tape, &model.forward(&tape, batch)?, batch)?;
         if part.first {
             tape.backward_overwrite(&loss, gradients)?;
         } else {
@@ -244,7 +244,7 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
     }
 
     /// Runs forward and the loss of a batch, without gradients. Returns the model's output and the
-    /// sum of the samples' losses.
+    /// mean of the samples' losses.
     #[track_caller]
     pub(super) fn evaluate<'s>(
         &self,
@@ -255,7 +255,7 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
         let batch = step.upload_inputs(inputs)?;
         let tape = Tape::new(step, &self.parameters).evaluating();
         let output = self.model.forward(&tape, &batch)?;
-        let loss = self.model.loss(&tape, &output, &batch, 1.0)?;
+        let loss = self.model.loss(&tape, &output, &batch)?;
         Ok((output, loss))
     }
 

@@ -39,10 +39,10 @@ impl Plan {
         self.shards[0].start..self.shards[self.shards.len() - 1].end
     }
 
-    /// Returns the micro-batch settings of part `at` of a shard.
-    fn part(&self, shard: &Range<usize>, at: usize) -> MicroBatch {
+    /// Returns the micro-batch settings of part `at` of a shard, which has this many samples.
+    fn part(&self, shard: &Range<usize>, at: usize, samples: usize) -> MicroBatch {
         let last = at + 1 == shard.end && !self.is_shared;
-        MicroBatch { samples: self.samples, first: at == shard.start, last, update: last && self.updates }
+        MicroBatch { samples, batch: self.samples, first: at == shard.start, last, update: last && self.updates }
     }
 
     fn queued(&self, metrics: Results) -> Queued {
@@ -75,7 +75,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         }
         for (number, shard) in plan.shards.iter().enumerate() {
             for at in shard.clone() {
-                let inputs = batch[at].inputs()?.variant(plan.part(shard, at).variant());
+                let inputs = batch[at].inputs()?.variant(plan.part(shard, at, batch[at].len()).variant());
                 let is_last = number + 1 == plan.shards.len() && at + 1 == shard.end;
                 let replay = match is_last {
                     true => captured.replay_telling(&inputs, &mut |state, complete| {
@@ -111,7 +111,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         let mut known = Vec::new();
         for (number, shard) in plan.shards.iter().enumerate() {
             for at in shard.clone() {
-                let part = plan.part(shard, at);
+                let part = plan.part(shard, at, batch[at].len());
                 let ticket = plan.ticket.take_if(|_| part.update);
                 let values = arena.step(|step| {
                     let inputs = step.upload_inputs(&batch[at].inputs()?)?;
@@ -151,7 +151,10 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         let (losses, norms) = metrics.split_at(parts.len());
         let (gradients, monitored) = norms.split_at(usize::from(updates));
         let losses = self.state().sync.losses(losses, norms, Location::caller())?;
-        let loss: f64 = float_mode::in_default(|| losses.iter().map(|&loss| f64::from(loss)).sum());
+        let share = |part: &S| part.len() as f64 / samples as f64;
+        let loss: f64 = float_mode::in_default(|| {
+            losses.iter().zip(batch).map(|(&loss, part)| f64::from(loss) * share(part)).sum()
+        });
         let finite = [
             (Quantity::Loss, float_mode::in_default(|| loss.is_finite())),
             (Quantity::GradientNorm, gradients.iter().all(|&squared| is_finite(squared))),

@@ -104,7 +104,7 @@ impl<'a, M: Model, R: UpdateRule> Trainer<'a, M, R> {
         largest: &impl HostBatch,
     ) -> Result<Self> {
         let alone = !state.sync.is_group();
-        let part = MicroBatch { samples: largest.len(), first: true, last: alone, update: alone };
+        let part = MicroBatch { samples: largest.len(), batch: largest.len(), first: true, last: alone, update: alone };
         let inputs = largest.inputs()?.variant(part.variant());
         let mut arena = memory.into().for_capture(&mut state, &inputs)?;
         let captured = arena.capture(state, &inputs, TrainState::record)?;

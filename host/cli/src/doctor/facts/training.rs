@@ -32,7 +32,7 @@ impl Training {
         let labels = step.upload_indices(&[0; BATCH], [BATCH])?;
         let tape = Tape::new(step, &self.parameters);
         let logits = self.model.logits(&tape, &tape.input(x))?;
-        let loss = tape.cross_entropy(&logits, labels, 1.0 / BATCH as f32)?;
+        let loss = tape.cross_entropy(&logits, labels)?;
         tape.backward_overwrite(&loss, &mut self.gradients)?;
         self.optimizer.apply(ticket, step, &mut self.parameters, &self.gradients)
     }
