@@ -1,7 +1,7 @@
 //! Language models of Hugging Face transformers, as data.
 //!
 //! [`ModelConfig`] holds the settings of a `config.json`: attention, norms, positions, feed-forward
-//! part, biases and tying. [`Transformer`] is the layers that it describes. [`Weights`] maps the
+//! part, biases and tying. [`Transformer`] holds the layers that it describes. [`Weights`] maps the
 //! tensors of a folder to the parameters of these layers, and back. [`WeightFiles`] loads a folder
 //! tensor by tensor. [`Lora`] adds adapters, in the files of PEFT.
 //!

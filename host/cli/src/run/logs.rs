@@ -2,7 +2,8 @@
 //! file that TensorBoard reads.
 //!
 //! Invariant: both files are complete after each line, so that they can be followed. A run that
-//! resumes keeps the lines up to its checkpoint, and drops those of updates that it makes again.
+//! resumes keeps the lines up to its checkpoint, and drops the lines of updates that it makes
+//! again.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};

@@ -1,7 +1,7 @@
 //! Training: updates, evaluations, early stopping, and checkpoints.
 //!
-//! Invariant: a run that stops and resumes makes the same updates and evaluations as one that does
-//! not, and ends at the same update.
+//! Invariant: a run that stops and resumes makes the same updates and evaluations as an
+//! uninterrupted run, and ends at the same update.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;

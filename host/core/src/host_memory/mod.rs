@@ -1,9 +1,9 @@
-//! The memory of the host: how much there is, what may be taken of it, and the pinned part that a
-//! device copies from.
+//! The memory of the host: its size, the part that may be used, and the pinned part that a device
+//! copies from.
 //!
-//! `meminfo` and `cgroup` read the kernel's figures. `admission` decides from them and from the
-//! driver's whether memory may be requested. `shortage` decides whether a run should end, and
-//! `floor` applies that rule to every step of an arena.
+//! `meminfo` and `cgroup` read the kernel's figures. `admission` decides from these figures and the
+//! driver's figures whether memory may be requested. `shortage` decides whether a run should end,
+//! and `floor` applies that rule to every step of an arena.
 
 mod admission;
 mod cgroup;
