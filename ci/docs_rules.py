@@ -2,7 +2,8 @@
 
     docs_rules.py text ROOT FILE...        checks paths, links, fences and the programs in commands
     docs_rules.py commands FILE...         prints each command to run, once: FILE:LINE, a tab, the command
-    docs_rules.py adding ROOT              checks that docs/adding.md lists the files of its example
+    docs_rules.py adding ROOT              checks that docs/adding.md lists the files of its example, and
+                                           that its code is in the files that it names
     docs_rules.py self-test                checks that each rule finds planted violations, and no others
 
 ci/docs runs ```sh fences. ```sh gpu needs a GPU; ```sh slow takes minutes or runs in another script
@@ -148,9 +149,24 @@ def adding(files):
             rows = [row for row in table.split("\n\n")[0].splitlines() if row.startswith("| ")]
             listed |= {path for row in rows for path in CODE.findall(row.split("|")[1])}
     naming = {path for path, text in files.items() if not path.startswith(PAGES + MODELS) and EXAMPLE.search(text)}
-    return [f"docs/adding.md does not list {path}" for path in sorted(naming - listed)] + [
-        f"docs/adding.md lists {path}, which does not name the example" for path in sorted(listed - naming)
-    ]
+    return (
+        [f"docs/adding.md does not list {path}" for path in sorted(naming - listed)]
+        + [f"docs/adding.md lists {path}, which does not name the example" for path in sorted(listed - naming)]
+        + quoted(files)
+    )
+
+
+def quoted(files):
+    """Returns errors for the ```rust fences of docs/adding.md. Their lines, without indentation, are
+    in the file that the text before them names last."""
+    unindented = lambda text: "\n".join(line.strip() for line in text.splitlines())
+    errors, file = [], None
+    for place, part in enumerate(re.split(r"^```", files["docs/adding.md"], flags=re.M)):
+        if place % 2 == 0:
+            file = ([path for path in CODE.findall(part) if path in files] or [file])[-1]
+        elif part.startswith("rust\n") and unindented(part[5:]) not in unindented(files.get(file, "")):
+            errors.append(f"docs/adding.md quotes code that is not in {file}: {part[5:].splitlines()[0]}")
+    return errors
 
 
 def tracked(root):
@@ -205,14 +221,18 @@ def self_test():
         if [command for _, command in commands(page)] != ["ls   -l", "ls # so"]:
             raise SystemExit(f"the commands are {list(commands(page))}")
 
-    listed = {"docs/adding.md": "# A\n\n## B\n\n`layer_norm`:\n\n| f | w |\n|---|---|\n| `a.rs`, `b.rs` | w |\n\nSee `c.rs`.\n"}
-    naming = listed | {"a.rs": "fn layer_norm_forward()", "b.rs": "struct LayerNorm", "c.rs": "fn norm()"}
+    page = "# A\n\n## B\n\n`layer_norm`:\n\n| f | w |\n|---|---|\n| `a.rs`, `b.rs` | w |\n\nSee `c.rs`.\n\n```rust\nfn norm() {\n    x\n}\n```\n"
+    naming = {"docs/adding.md": page, "a.rs": "fn layer_norm_forward()", "b.rs": "struct LayerNorm", "c.rs": "mod c {\n    fn norm() {\n        x\n    }\n}\n"}
     if problems := adding(naming):
         raise SystemExit(f"refused a right list: {problems}")
-    for what, plant in (("lacks a file", naming | {"c.rs": "layer_norm()"}), ("has one too many", naming | {"b.rs": ""})):
-        if not adding(plant):
-            raise SystemExit(f"passed a list that {what}")
-        print(f"refused: a list of docs/adding.md that {what}")
+    for what, plant in (
+        ("a list that lacks a file", {"c.rs": "layer_norm() " + naming["c.rs"]}),
+        ("a list that has one too many", {"b.rs": ""}),
+        ("code that is not in its file", {"c.rs": "fn norm() {\n    y\n}\n"}),
+    ):
+        if not adding(naming | plant):
+            raise SystemExit(f"passed {what} in docs/adding.md")
+        print(f"refused: {what} in docs/adding.md")
 
 
 def main(arguments):

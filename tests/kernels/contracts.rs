@@ -1,5 +1,5 @@
 //! Every kernel's contract is attacked. The attacks stand next to the tests of its op, see
-//! `hostile.rs`.
+//! `hostile.rs`; those of declared ops follow from their declaration, see `declared.rs`.
 
 use crate::hostile::attacked;
 use std::collections::BTreeSet;
@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 fn every_kernel_is_attacked() {
     let known: BTreeSet<&str> = kernels::entries().map(|entry| entry.name).collect();
     assert!(known.contains("fill_bf16"), "{known:?}");
-    assert_eq!(known, attacked(), "kernels that exist, and those that an `attack!` of their op's file names");
+    assert_eq!(known, attacked(), "kernels that exist, and those that an `attack!` or a declaration attacks");
 }
 
 /// A contract that wraps panics in a debug build. It would not in a release build, which `ci/test`

@@ -161,10 +161,6 @@ on_each_device! {
     fn shapes_must_agree(device: &Device) {
         trial(device, |trial| {
             let (a, b) = (trial.upload(&[1.0; 6], [2, 3])?, trial.upload(&[1.0; 6], [6])?);
-            assert_refused(ops::relu_backward(trial, &a, &b), &["relu_backward", "[2, 3]", "[6]"]);
-            assert_refused(ops::sigmoid_backward(trial, &a, &b), &["sigmoid_backward", "[2, 3]", "[6]"]);
-            assert_refused(ops::silu_backward(trial, &a, &b), &["silu_backward", "[2, 3]", "[6]"]);
-            assert_refused(ops::gelu_exact_backward(trial, &a, &b), &["gelu_exact_backward", "[2, 3]", "[6]"]);
             assert_refused(ops::swiglu(trial, &a, &b), &["swiglu", "[2, 3]", "[6]"]);
             assert_refused(ops::swiglu_backward(trial, &a, &a, &b), &["swiglu_backward", "[2, 3]", "[6]"]);
             assert_refused(ops::swiglu_packed(trial, &a), &["swiglu_packed", "two equal halves", "[2, 3]"]);
@@ -207,8 +203,6 @@ stored_as_each! {
 }
 
 attack! {
-    gate::activation_forward<S> { x: stored 9, function: number 3, y: out_stored 9 }
-    gate::activation_backward<S> { kept: stored 9, dy: stored 9, function: number 3, dx: out_stored 9 }
     gate::swiglu_forward<S> { gate: stored 24, up: stored 24, cols: number 8, length: number 24, y: out_stored 24 }
     gate::swiglu_backward<S> {
         gate: stored 24, up: stored 24, dy: stored 24, cols: number 8, dgate: out_stored 24, dup: out_stored 24,

@@ -69,13 +69,19 @@ impl Numbers<'_> {
 
     /// Returns the launch's next numeric parameter.
     pub(crate) fn next<S: Scalar>(&mut self, name: &'static str, honest: S) -> S {
+        S::from_word(self.next_word(name, honest.to_word(), S::from_word(u64::MAX).to_word()))
+    }
+
+    /// Returns the launch's next numeric parameter as a word; `most` is the largest value of its
+    /// type.
+    pub(crate) fn next_word(&mut self, name: &'static str, honest: u64, most: u64) -> u64 {
         let at = self.next;
         self.next += 1;
         if self.known.len() == at {
-            self.known.push(Number { name, honest: honest.to_word(), most: S::from_word(u64::MAX).to_word() });
+            self.known.push(Number { name, honest, most });
         }
         let chosen = self.hostile.iter().flatten().find(|(number, _)| *number == at);
-        S::from_word(chosen.map_or(honest.to_word(), |(_, word)| *word))
+        chosen.map_or(honest, |(_, word)| *word)
     }
 }
 
@@ -225,7 +231,7 @@ fn wanted_length(expected: &str, length: usize) -> usize {
     length + length.max(1)
 }
 
-/// The names of the kernels that an [`attack!`] covers.
+/// The names of the kernels that an [`attack!`] or the table of declared ops covers.
 pub(crate) struct Attacked(pub(crate) fn() -> Vec<&'static str>);
 
 inventory::collect!(Attacked);

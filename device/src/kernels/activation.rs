@@ -1,4 +1,4 @@
-//! Activations: tanh and the tanh form of GELU, forward and backward.
+//! Activations: tanh, the tanh form of GELU, and squared ReLU, forward and backward.
 //!
 //! `gelu_bias_backward` also sums over rows. Its blocks have the thread layout of a [`ColumnTile`],
 //! which has a picture. Here a chunk has 128 rows, and a thread 4 of them.
@@ -80,6 +80,47 @@ family! {
                 let x = F4::load_part(x, index, part, 0.0);
                 let dy = F4::load_part(dy, index, part, 0.0);
                 dy * map4!(x, S::gelu_derivative)
+            });
+        }
+    }
+    // SAFETY: a thread accesses only its own vectors inside `x`; `dy` and `dx` are as long.
+    contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
+        Violation::unless_length("dy", k.x.len(), k.dy.len())?;
+        Violation::unless_length("dx", k.x.len(), k.dx.len())?;
+        crate::block::vector_grid::<S>(k.x.len())
+    }
+}
+
+family! {
+    /// Computes y = max(x, 0)^2. A NaN stays NaN. Shapes: `x`, `y`: `[n]`. Overwrites `y`.
+    relu_squared_forward<S: Stored> { relu_squared_forward_f32: f32; relu_squared_forward_bf16: bf16; }
+    unsafe fn(x: &[S], y: *mut S) {
+        // SAFETY: the vector lies inside `x`, and `y` is as long.
+        unsafe {
+            write_own_vectors!(S, x.len(), y, |index, part| {
+                let x = F4::load_part(x, index, part, 0.0);
+                x.zip(x, |x, _| if x <= 0.0 { 0.0 } else { x * x })
+            });
+        }
+    }
+    // SAFETY: a thread accesses only its own vectors inside `x`; `y` is as long.
+    contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
+        Violation::unless_length("y", k.x.len(), k.y.len())?;
+        crate::block::vector_grid::<S>(k.x.len())
+    }
+}
+
+family! {
+    /// Computes dx = 2 max(x, 0) dy, and 0 where x <= 0. Shapes: `x`, `dy`, `dx`: `[n]`. Overwrites
+    /// `dx`.
+    relu_squared_backward<S: Stored> { relu_squared_backward_f32: f32; relu_squared_backward_bf16: bf16; }
+    unsafe fn(x: &[S], dy: &[S], dx: *mut S) {
+        // SAFETY: the vector lies inside `x`, and the others are as long.
+        unsafe {
+            write_own_vectors!(S, x.len(), dx, |index, part| {
+                let x = F4::load_part(x, index, part, 0.0);
+                let dy = F4::load_part(dy, index, part, 0.0);
+                x.zip(dy, |x, dy| if x <= 0.0 { 0.0 } else { 2.0 * x * dy })
             });
         }
     }

@@ -53,11 +53,11 @@ pub(super) fn declared(module: &'static str) -> Vec<(&'static str, Case)> {
     cases
 }
 
-/// Returns the cases of the declared ops of two tensors, whose kernels have their names.
+/// Returns the cases of the declared ops of two tensors.
 pub(super) fn declared_binary() -> Vec<(&'static str, Case)> {
     fn of<S: Declared>(op: &'static BinaryOp) -> (&'static str, Case) {
         let case = Case::new(|i| i.flat::<S>(|i, [a, b]| i.keep(&S::binary(op)(i.step, a, b)?)));
-        (kernel_name(op.name, <S as Element>::NAME), case)
+        (kernel_name(op.kernel, <S as Element>::NAME), case)
     }
     BINARY.iter().flat_map(|op| [of::<f32>(op), of::<bf16>(op)]).collect()
 }

@@ -1,4 +1,4 @@
-//! Activations: tanh, GELU, ReLU, sigmoid and SiLU.
+//! Activations: tanh, GELU, ReLU and its square, sigmoid and SiLU.
 
 use super::declare::unary_op;
 use kernels::gate;
@@ -22,6 +22,16 @@ unary_op! {
         saves: x,
         forward: activation::gelu_forward,
         backward: activation::gelu_backward { x },
+        operands: Elements,
+    }
+
+    /// The square of ReLU (So et al., "Primer", 2021), elementwise. A NaN stays NaN.
+    relu_squared, relu_squared_backward {
+        y: "maximum(x, 0)**2",
+        dx: "2 * maximum(x, 0) * dy",
+        saves: x,
+        forward: activation::relu_squared_forward,
+        backward: activation::relu_squared_backward { x },
         operands: Elements,
     }
 

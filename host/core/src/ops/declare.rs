@@ -1,10 +1,10 @@
 //! Ops of one or two tensors, each declared once.
 //!
-//! `unary_op!` makes an op's function, its backward pass, its tape form and their
-//! documentation, and a row of the table [`UnaryOp`]. `binary_op!` makes the function
-//! and a row of [`BinaryOp`]. The self-test's cases and `examples/trace_ops` run what is in these
-//! tables ([`UNARY`], [`BINARY`]), and `tests/oracle` evaluates the formulas, so no other file
-//! lists such an op.
+//! `unary_op!` makes an op's function, its backward pass, its tape form and their documentation,
+//! and a row of the table [`UnaryOp`]. `binary_op!` makes the function, its tape form and a row of
+//! [`BinaryOp`]. The self-test's cases, `examples/trace_ops` and the attacks on contracts
+//! (`tests/kernels/declared.rs`) run what is in these tables ([`UNARY`], [`BINARY`]), and
+//! `tests/oracle` evaluates the formulas, so no other file lists such an op.
 //!
 //! ```text
 //! unary_op! {
@@ -27,8 +27,10 @@
 use super::{activation, binary, softmax};
 use crate::error::Result;
 use crate::step::Step;
-use crate::tensor::{Stored, Tensor};
+use crate::tensor::{Shape, Stored, Tensor};
+use cuda_std::launch::{Contract, Scalar};
 use half::bf16;
+use std::ops::Range;
 
 /// The operands that show all bits of an op.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,6 +48,37 @@ pub type Unary<S> = for<'s> fn(&Step<'s>, &Tensor<'s, S>) -> Result<Tensor<'s, S
 
 /// A function of two tensors of the same shape.
 pub type Binary<S> = for<'s> fn(&Step<'s>, &Tensor<'s, S>, &Tensor<'s, S>) -> Result<Tensor<'s, S>>;
+
+/// The arguments that a test of a contract chooses. Each method returns the honest argument for an
+/// honest launch.
+pub trait ChosenArguments {
+    /// Returns the range of a buffer that the kernel gets; `honest` elements fit the others.
+    fn range(&mut self, argument: &'static str, honest: usize) -> Range<usize>;
+
+    /// Returns a number, in the low bytes of a word. `largest` is the largest value of its type.
+    fn word(&mut self, argument: &'static str, honest: u64, largest: u64) -> u64;
+
+    /// True to launch the kernel, false to check only its contract.
+    fn launches(&self) -> bool;
+}
+
+/// Launches a kernel with chosen arguments, for honest operands of a shape. The tensors are the
+/// operands and the result; each has more elements than the shape.
+pub type ChosenLaunch<S> =
+    for<'s> fn(&Step<'s>, Shape, [&Tensor<'s, S>; 2], &mut Tensor<'s, S>, &mut dyn ChosenArguments) -> Result<()>;
+
+/// Returns a number that the test chooses.
+pub(super) fn chosen<N: Scalar>(arguments: &mut dyn ChosenArguments, name: &'static str, honest: N) -> N {
+    N::from_word(arguments.word(name, honest.to_word(), N::from_word(u64::MAX).to_word()))
+}
+
+/// Launches the kernel, or only checks its contract.
+pub(super) fn launch_chosen(step: &Step<'_>, kernel: impl Contract, arguments: &dyn ChosenArguments) -> Result<()> {
+    match kernel.grid() {
+        Ok(_) if !arguments.launches() => Ok(()),
+        _ => step.launch(kernel),
+    }
+}
 
 /// A declared op of one tensor, for code that runs all of them.
 #[derive(Clone, Copy, Debug)]
@@ -68,6 +101,11 @@ pub struct UnaryOp {
     pub in_f32: (Unary<f32>, Binary<f32>),
     /// The op and its backward pass in BF16.
     pub in_bf16: (Unary<bf16>, Binary<bf16>),
+    /// Launches of the kernels, forward and backward, in f32. The operands are x, and what backward
+    /// reads and dy.
+    pub chosen_f32: [ChosenLaunch<f32>; 2],
+    /// The launches in BF16.
+    pub chosen_bf16: [ChosenLaunch<bf16>; 2],
 }
 
 /// A declared op of two tensors of the same shape, for code that runs all of them.
@@ -77,10 +115,16 @@ pub struct BinaryOp {
     pub name: &'static str,
     /// The result of operands `a` and `b`, as JAX writes it.
     pub y: &'static str,
+    /// The family of the kernels.
+    pub kernel: &'static str,
     /// The op in f32.
     pub in_f32: Binary<f32>,
     /// The op in BF16.
     pub in_bf16: Binary<bf16>,
+    /// A launch of the kernel in f32.
+    pub chosen_f32: ChosenLaunch<f32>,
+    /// A launch of the kernel in BF16.
+    pub chosen_bf16: ChosenLaunch<bf16>,
 }
 
 /// An element type of the declared ops.
@@ -90,6 +134,12 @@ pub trait Declared: Stored {
 
     /// Returns the op.
     fn binary(op: &BinaryOp) -> Binary<Self>;
+
+    /// Returns the launches of the kernels, forward and backward.
+    fn chosen_unary(op: &UnaryOp) -> [ChosenLaunch<Self>; 2];
+
+    /// Returns the launch of the kernel.
+    fn chosen_binary(op: &BinaryOp) -> ChosenLaunch<Self>;
 }
 
 impl Declared for f32 {
@@ -100,6 +150,14 @@ impl Declared for f32 {
     fn binary(op: &BinaryOp) -> Binary<f32> {
         op.in_f32
     }
+
+    fn chosen_unary(op: &UnaryOp) -> [ChosenLaunch<f32>; 2] {
+        op.chosen_f32
+    }
+
+    fn chosen_binary(op: &BinaryOp) -> ChosenLaunch<f32> {
+        op.chosen_f32
+    }
 }
 
 impl Declared for bf16 {
@@ -109,6 +167,14 @@ impl Declared for bf16 {
 
     fn binary(op: &BinaryOp) -> Binary<bf16> {
         op.in_bf16
+    }
+
+    fn chosen_unary(op: &UnaryOp) -> [ChosenLaunch<bf16>; 2] {
+        op.chosen_bf16
+    }
+
+    fn chosen_binary(op: &BinaryOp) -> ChosenLaunch<bf16> {
+        op.chosen_bf16
     }
 }
 
@@ -214,8 +280,44 @@ macro_rules! unary_op {
                 operands: $crate::ops::declare::Operands::$operands,
                 in_f32: (|step, x| $op(step, x), |step, saved, dy| $backward(step, saved, dy)),
                 in_bf16: (|step, x| $op(step, x), |step, saved, dy| $backward(step, saved, dy)),
+                chosen_f32: $crate::ops::declare::unary_op!(
+                    @chosen $module::$forward_kernel, $backward_module::$backward_kernel { $saved }
+                    $(|$x| { $($parameter: $value),* })?
+                ),
+                chosen_bf16: $crate::ops::declare::unary_op!(
+                    @chosen $module::$forward_kernel, $backward_module::$backward_kernel { $saved }
+                    $(|$x| { $($parameter: $value),* })?
+                ),
             }
         ),*];
+    };
+    (
+        @chosen $module:ident::$forward_kernel:ident, $backward_module:ident::$backward_kernel:ident { $saved:ident }
+        $(|$x:ident| { $($parameter:ident: $value:expr),* })?
+    ) => {
+        [
+            |step, shape, [x, _], y, arguments| {
+                use $crate::tensor::{Source as _, Target as _};
+                $(let $x = shape;)?
+                let kernel = kernels::$module::$forward_kernel {
+                    x: x.slice().part(arguments.range("x", shape.elements())),
+                    $($($parameter: $crate::ops::declare::chosen(arguments, stringify!($parameter), $value),)*)?
+                    y: y.out().part(arguments.range("y", shape.elements())),
+                };
+                $crate::ops::declare::launch_chosen(step, kernel, arguments)
+            },
+            |step, shape, [saved, dy], dx, arguments| {
+                use $crate::tensor::{Source as _, Target as _};
+                $(let $x = shape;)?
+                let kernel = kernels::$backward_module::$backward_kernel {
+                    $saved: saved.slice().part(arguments.range(stringify!($saved), shape.elements())),
+                    dy: dy.slice().part(arguments.range("dy", shape.elements())),
+                    $($($parameter: $crate::ops::declare::chosen(arguments, stringify!($parameter), $value),)*)?
+                    dx: dx.out().part(arguments.range("dx", shape.elements())),
+                };
+                $crate::ops::declare::launch_chosen(step, kernel, arguments)
+            },
+        ]
     };
     (@saved x, $x:expr, $y:expr) => { $x };
     (@saved y, $x:expr, $y:expr) => { $y };
@@ -226,7 +328,11 @@ pub(super) use unary_op;
 macro_rules! binary_op {
     ($(
         $(#[doc = $doc:literal])*
-        $op:ident { y: $y:literal, kernel: $module:ident::$kernel:ident }
+        $op:ident {
+            y: $y:literal,
+            kernel: $module:ident::$kernel:ident,
+            backward: |$back:ident, $dy:ident, $a:ident, $b:ident| $backward:expr,
+        }
     )*) => {
         $(
             $(#[doc = $doc])*
@@ -250,15 +356,46 @@ macro_rules! binary_op {
             }
         )*
 
+        impl<'s> $crate::tape::Tape<'_, 's> {
+            $(
+                #[doc = concat!("Records [`ops::", stringify!($op), "`](crate::ops::", stringify!($op), ").")]
+                #[track_caller]
+                pub fn $op<S: $crate::tensor::Stored>(
+                    &self,
+                    a: &$crate::tape::Var<'s, S>,
+                    b: &$crate::tape::Var<'s, S>,
+                ) -> $crate::error::Result<$crate::tape::Var<'s, S>> {
+                    let op = self.op(stringify!($op), [a, b])?;
+                    let y = $op(self.step(), a.value(), b.value())?;
+                    let ($a, $b) = (*a, *b);
+                    Ok(op.record(y.save(), move |$back, $dy| $backward))
+                }
+            )*
+        }
+
         /// The rows of the ops declared here.
         pub(super) const BINARY_OPS: &[$crate::ops::declare::BinaryOp] = &[$(
             $crate::ops::declare::BinaryOp {
                 name: stringify!($op),
                 y: $y,
+                kernel: stringify!($kernel),
                 in_f32: |step, a, b| $op(step, a, b),
                 in_bf16: |step, a, b| $op(step, a, b),
+                chosen_f32: $crate::ops::declare::binary_op!(@chosen $module::$kernel),
+                chosen_bf16: $crate::ops::declare::binary_op!(@chosen $module::$kernel),
             }
         ),*];
+    };
+    (@chosen $module:ident::$kernel:ident) => {
+        |step, shape, [a, b], out, arguments| {
+            use $crate::tensor::{Source as _, Target as _};
+            let kernel = kernels::$module::$kernel {
+                a: a.slice().part(arguments.range("a", shape.elements())),
+                b: b.slice().part(arguments.range("b", shape.elements())),
+                out: out.out().part(arguments.range("out", shape.elements())),
+            };
+            $crate::ops::declare::launch_chosen(step, kernel, arguments)
+        }
     };
 }
 pub(super) use binary_op;

@@ -2,10 +2,10 @@
 //!
 //! The differentiable form of an op is defined next to the op, in [`ops`](crate::ops). It computes
 //! the forward pass and records one closure, which turns the gradients of its outputs into those of
-//! its inputs. Neither the tape nor a device has a list of ops. This module adds only the
-//! elementwise sums and products of variables. An [`Op`] puts a record on the tape, and a
-//! [`Backward`] serves its closure. Ops of other packages use the same two types. A recomputed part
-//! of a tape keeps only its inputs ([`RecomputeInput`]) and runs again in the backward pass.
+//! its inputs. Neither the tape nor a device has a list of ops. An [`Op`] puts a record on the
+//! tape, and a [`Backward`] serves its closure. Ops of other packages use the same two types. A
+//! recomputed part of a tape keeps only its inputs ([`RecomputeInput`]) and runs again in the
+//! backward pass.
 //!
 //! Invariant: every value on a tape is `Saved`, so nothing can overwrite what the backward pass
 //! reads. A tape is consumed by its one backward pass. Variables of another tape and parameters of
@@ -14,7 +14,6 @@
 #![forbid(unsafe_code)]
 
 mod backward;
-mod elementwise;
 mod op;
 mod recompute;
 pub(crate) mod recompute_input;

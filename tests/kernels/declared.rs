@@ -1,0 +1,122 @@
+//! Tests that follow from the declarations of ops: attacks on their contracts, and the refusal of
+//! operands of different shapes. The files of the ops test their values.
+
+use crate::hostile::{Attacked, Numbers, emulated, hostile_launches, room};
+use crate::support::on_each_device;
+use crate::trial::{assert_refused, trial};
+use std::collections::BTreeSet;
+use std::ops::Range;
+use stepscope::ops::declare::{BINARY, BinaryOp, ChosenArguments, ChosenLaunch, Declared, Operands, UNARY, UnaryOp};
+use stepscope::{Element, Shape, Stored, bf16};
+
+/// Hostile arguments of a launch.
+struct Hostile<'a, 'n>(&'a mut Numbers<'n>, bool);
+
+impl ChosenArguments for Hostile<'_, '_> {
+    fn range(&mut self, argument: &'static str, honest: usize) -> Range<usize> {
+        self.0.view(argument, honest)
+    }
+
+    fn word(&mut self, argument: &'static str, honest: u64, largest: u64) -> u64 {
+        self.0.next_word(argument, honest, largest)
+    }
+
+    fn launches(&self) -> bool {
+        self.1
+    }
+}
+
+/// Returns the declared ops of one tensor.
+fn unary() -> impl Iterator<Item = &'static UnaryOp> {
+    UNARY.iter().copied().flatten()
+}
+
+/// Attacks the contract of a kernel.
+fn attack<S: Stored>(family: &str, launch: ChosenLaunch<S>, shape: Shape) {
+    let name = kernel(family, <S as Element>::NAME);
+    emulated(|step| {
+        let elements = room(shape.elements());
+        let ones = vec![S::narrow(1.0); elements];
+        let (a, b) = (step.upload(&ones, [elements])?, step.upload(&ones, [elements])?);
+        let mut out = step.upload(&ones, [elements])?;
+        hostile_launches(name, &[shape.elements() as u64], true, |numbers, launches| {
+            launch(step, shape, [&a, &b], &mut out, &mut Hostile(numbers, launches))
+        });
+        Ok(())
+    });
+}
+
+/// Attacks the kernels of all declared ops, forward or backward.
+fn attack_unary<S: Declared>(direction: usize) {
+    for op in unary() {
+        let shape: Shape = if op.operands == Operands::Elements { [9].into() } else { [3, 8].into() };
+        attack::<S>(op.kernels[direction], S::chosen_unary(op)[direction], shape);
+    }
+}
+
+fn attack_binary<S: Declared>() {
+    BINARY.iter().for_each(|op| attack::<S>(op.kernel, S::chosen_binary(op), [9].into()));
+}
+
+/// Returns the kernel of a family for a stored type.
+fn kernel(family: &str, stored: &str) -> &'static str {
+    let entry = kernels::entries().find(|entry| entry.name == format!("{family}_{stored}"));
+    entry.unwrap_or_else(|| panic!("no kernel {family}_{stored}")).name
+}
+
+mod contracts {
+    use super::*;
+
+    fn names() -> Vec<&'static str> {
+        let families = unary().flat_map(|op| op.kernels).chain(BINARY.iter().map(|op| op.kernel));
+        let names: BTreeSet<&str> = families
+            .flat_map(|family| [<f32 as Element>::NAME, <bf16 as Element>::NAME].map(|stored| kernel(family, stored)))
+            .collect();
+        names.into_iter().collect()
+    }
+
+    cuda_std::launch::inventory::submit! { Attacked(names) }
+
+    #[test]
+    fn forward_in_f32() {
+        attack_unary::<f32>(0);
+    }
+
+    #[test]
+    fn forward_in_bf16() {
+        attack_unary::<bf16>(0);
+    }
+
+    #[test]
+    fn backward_in_f32() {
+        attack_unary::<f32>(1);
+    }
+
+    #[test]
+    fn backward_in_bf16() {
+        attack_unary::<bf16>(1);
+    }
+
+    #[test]
+    fn of_two_tensors() {
+        attack_binary::<f32>();
+        attack_binary::<bf16>();
+    }
+}
+
+on_each_device! {
+    fn shapes_must_agree(device: &Device) {
+        trial(device, |trial| {
+            let (a, b) = (trial.upload(&[1.0; 6], [2, 3])?, trial.upload(&[1.0; 6], [3, 2])?);
+            for op in unary() {
+                let (_, backward) = op.in_f32;
+                let name = format!("{}_backward", op.name);
+                assert_refused(backward(trial, &a, &b), &[name.as_str(), "[2, 3]", "[3, 2]"]);
+            }
+            for &BinaryOp { name, in_f32: op, .. } in BINARY {
+                assert_refused(op(trial, &a, &b), &[name, "[2, 3]", "[3, 2]"]);
+            }
+            Ok(())
+        });
+    }
+}
