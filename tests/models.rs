@@ -210,6 +210,7 @@ fn unsupported_settings_are_refused() {
         ("llama2", serde_json::json!({"model_type": "mamba"}), &["`model_type`", "\"mamba\""][..]),
         ("llama2", serde_json::json!({"model_type": 3}), &["`model_type`", "a text", "3"]),
         ("llama2", serde_json::json!({"hidden_act": "gelu"}), &["`hidden_act`", "\"silu\"", "\"gelu\""]),
+        ("arcee", serde_json::json!({"hidden_act": "silu"}), &["`hidden_act`", "\"relu2\"", "\"silu\""]),
         ("llama2", serde_json::json!({"hidden_size": "16"}), &["`hidden_size`", "a whole number", "\"16\""]),
         ("llama2", serde_json::json!({"hidden_size": 16.5}), &["`hidden_size`", "16.5"]),
         ("llama2", serde_json::json!({"hidden_size": null}), &["`hidden_size`", "null"]),

@@ -53,6 +53,7 @@ FAMILIES = {
     "gemma3": lambda: T.Gemma3ForCausalLM(T.Gemma3TextConfig(
         **{**LLAMA, "num_hidden_layers": 3}, head_dim=16, sliding_window=5, query_pre_attn_scalar=24,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"], pad_token_id=0)),
+    "arcee": lambda: T.ArceeForCausalLM(T.ArceeConfig(**{**LLAMA, "max_position_embeddings": 256}, **rope(10000.0, **YARN))),
 }
 
 

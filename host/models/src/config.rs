@@ -38,6 +38,8 @@ pub enum Family {
     GptNeoX,
     /// Gemma 3, text only.
     Gemma3,
+    /// Arcee, such as AFM-4.5B.
+    Arcee,
 }
 
 /// A norm over the columns of a token.
@@ -67,6 +69,8 @@ pub enum FeedForwardKind {
     Gelu,
     /// Two linear layers with GELU.
     GeluExact,
+    /// Two linear layers with the square of ReLU.
+    ReluSquared,
     /// `(silu(x Wg) * (x Wu)) Wd`.
     SwiGlu,
     /// `(gelu(x Wg) * (x Wu)) Wd`, with GELU in its tanh form.

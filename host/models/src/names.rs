@@ -244,9 +244,10 @@ pub(crate) fn tensors(config: &ModelConfig) -> Vec<FileTensor> {
         }
         let bias = config.feed_forward_bias;
         match config.feed_forward {
-            FeedForwardKind::Gelu | FeedForwardKind::GeluExact => {
+            FeedForwardKind::Gelu | FeedForwardKind::GeluExact | FeedForwardKind::ReluSquared => {
                 let [up, down] = match family {
                     Family::Gpt2 => ["mlp.c_fc", "mlp.c_proj"],
+                    Family::Arcee => ["mlp.up_proj", "mlp.down_proj"],
                     _ => ["mlp.dense_h_to_4h", "mlp.dense_4h_to_h"],
                 };
                 names.linear(&format!("{file}.{up}"), bias, width, &[(&ours_of("mlp.up"), 0, hidden)]);

@@ -48,6 +48,7 @@ struct Block {
 enum FeedForward {
     Gelu(Mlp),
     GeluExact(Mlp),
+    ReluSquared(Mlp),
     SwiGlu(SwiGlu),
     GeGlu(SwiGlu),
 }
@@ -168,8 +169,12 @@ impl Transformer {
         match (name, &mut block.feed_forward) {
             ("attention.qkv_proj", _) => Some(&mut block.attention.qkv),
             ("attention.o_proj", _) => Some(&mut block.attention.output),
-            ("mlp.up", FeedForward::Gelu(mlp) | FeedForward::GeluExact(mlp)) => Some(&mut mlp.up),
-            ("mlp.down", FeedForward::Gelu(mlp) | FeedForward::GeluExact(mlp)) => Some(&mut mlp.down),
+            ("mlp.up", FeedForward::Gelu(mlp) | FeedForward::GeluExact(mlp) | FeedForward::ReluSquared(mlp)) => {
+                Some(&mut mlp.up)
+            }
+            ("mlp.down", FeedForward::Gelu(mlp) | FeedForward::GeluExact(mlp) | FeedForward::ReluSquared(mlp)) => {
+                Some(&mut mlp.down)
+            }
             ("mlp.gate_proj", FeedForward::SwiGlu(gated) | FeedForward::GeGlu(gated)) => Some(&mut gated.gate),
             ("mlp.up_proj", FeedForward::SwiGlu(gated) | FeedForward::GeGlu(gated)) => Some(&mut gated.up),
             ("mlp.down_proj", FeedForward::SwiGlu(gated) | FeedForward::GeGlu(gated)) => Some(&mut gated.down),
@@ -312,12 +317,13 @@ impl Block {
         norms.extend((early + 1..=late).map(|number| norm(names.at(format!("norm{number}")), config)));
         let (mut names, bias) = (names.at("mlp"), config.feed_forward_bias);
         let feed_forward = match config.feed_forward {
-            FeedForwardKind::Gelu | FeedForwardKind::GeluExact => {
+            FeedForwardKind::Gelu | FeedForwardKind::GeluExact | FeedForwardKind::ReluSquared => {
                 let up = linear(names.at("up"), width, hidden, bias);
                 let mlp = Mlp { up, down: linear(names.at("down"), hidden, width, bias) };
                 match config.feed_forward {
                     FeedForwardKind::Gelu => FeedForward::Gelu(mlp),
-                    _ => FeedForward::GeluExact(mlp),
+                    FeedForwardKind::GeluExact => FeedForward::GeluExact(mlp),
+                    _ => FeedForward::ReluSquared(mlp),
                 }
             }
             FeedForwardKind::SwiGlu | FeedForwardKind::GeGlu => {
@@ -394,6 +400,7 @@ impl FeedForward {
         match self {
             Self::Gelu(mlp) => mlp.forward(tape, x),
             Self::GeluExact(mlp) => mlp.down.forward(tape, &tape.gelu_exact(&mlp.up.forward(tape, x)?)?),
+            Self::ReluSquared(mlp) => mlp.down.forward(tape, &tape.relu_squared(&mlp.up.forward(tape, x)?)?),
             Self::SwiGlu(gated) => gated.forward(tape, x),
             Self::GeGlu(gated) => gated.down.forward(tape, &geglu(gated, tape, x)?),
         }
@@ -410,6 +417,9 @@ impl FeedForward {
             Self::Gelu(mlp) => mlp.forward_residual(tape, x, residual),
             Self::GeluExact(mlp) => {
                 mlp.down.forward_residual(tape, &tape.gelu_exact(&mlp.up.forward(tape, x)?)?, residual)
+            }
+            Self::ReluSquared(mlp) => {
+                mlp.down.forward_residual(tape, &tape.relu_squared(&mlp.up.forward(tape, x)?)?, residual)
             }
             Self::SwiGlu(gated) => gated.forward_residual(tape, x, residual),
             Self::GeGlu(gated) => gated.down.forward_residual(tape, &geglu(gated, tape, x)?, residual),

@@ -93,8 +93,9 @@ pub(super) fn read(keys: &Keys<'_>) -> Outcome<ModelConfig> {
         Some("phi3") => phi3(keys)?,
         Some("gpt_neox") => gpt_neox(keys)?,
         Some("gemma3_text") => gemma3(keys)?,
+        Some("arcee") => arcee(keys)?,
         _ => {
-            let known = "gpt2, llama, mistral, qwen2, qwen3, smollm3, phi3, gpt_neox or gemma3_text";
+            let known = "gpt2, llama, mistral, qwen2, qwen3, smollm3, phi3, gpt_neox, gemma3_text or arcee";
             return keys.refuse("model_type", known);
         }
     };
@@ -141,10 +142,14 @@ fn gpt2(keys: &Keys<'_>) -> Outcome<ModelConfig> {
     })
 }
 
-/// Reads the settings that Llama and the later families share: RMSNorm before each part, SwiGLU,
-/// grouped queries, rotary positions, and no biases.
+/// Reads the settings that Llama and the later families share: RMSNorm before each part, SwiGLU or
+/// for Arcee the square of ReLU, grouped queries, rotary positions, and no biases.
 fn like_llama(keys: &Keys<'_>, family: Family, defaults: &Defaults) -> Outcome<ModelConfig> {
-    keys.only("hidden_act", &[json!("silu")])?;
+    let (activation, feed_forward) = match family {
+        Family::Arcee => ("relu2", FeedForwardKind::ReluSquared),
+        _ => ("silu", FeedForwardKind::SwiGlu),
+    };
+    keys.only("hidden_act", &[json!(activation)])?;
     let width = keys.required("hidden_size", MAX_SIZE)?;
     let heads = keys.required("num_attention_heads", MAX_SIZE)?;
     let kv_heads = keys.size("num_key_value_heads", MAX_SIZE)?.unwrap_or(heads);
@@ -172,7 +177,7 @@ fn like_llama(keys: &Keys<'_>, family: Family, defaults: &Defaults) -> Outcome<M
         norm: NormKind::Rms,
         epsilon: epsilon(keys, "rms_norm_eps", 1e-6)?,
         residual: Residual::PreNorm,
-        feed_forward: FeedForwardKind::SwiGlu,
+        feed_forward,
         qkv_bias: false,
         output_bias: false,
         feed_forward_bias: false,
@@ -195,6 +200,14 @@ fn llama(keys: &Keys<'_>) -> Outcome<ModelConfig> {
         feed_forward_bias,
         ..like_llama(keys, Family::Llama, &Defaults::default())?
     })
+}
+
+fn arcee(keys: &Keys<'_>) -> Outcome<ModelConfig> {
+    let bias = keys.flag("attention_bias", false)?;
+    let feed_forward_bias = keys.flag("mlp_bias", false)?;
+    let epsilon = epsilon(keys, "rms_norm_eps", 1e-5)?;
+    let config = like_llama(keys, Family::Arcee, &Defaults::default())?;
+    Ok(ModelConfig { qkv_bias: bias, output_bias: bias, feed_forward_bias, epsilon, ..config })
 }
 
 fn mistral(keys: &Keys<'_>) -> Outcome<ModelConfig> {
