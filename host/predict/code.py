@@ -6,7 +6,8 @@
 parts:
 
 - `hot`: one iteration of its hot loop. Among loops that contain no other multiplying loop, this is
-  the one with the most matrix instructions, else with the most multiply-adds.
+  the one with the most matrix instructions, else with the most multiply-adds. A loop that only
+  repeats other work is none: see `only_repeats`.
 - `copy`: the loop's other instructions per copy to shared memory, if not every iteration copies.
 - `first`: one iteration of the loop before it, which copies a product's first stages.
 - `last`: the loop after it, which multiplies the last stages, possibly unrolled.
@@ -171,23 +172,66 @@ def way_through(blocks, follows, goals, first=0):
     return way
 
 
-def loops_of(instructions, behind=0):
-    """Returns [(first, last)] of the loops that begin at or after `behind`."""
+def dominators(follows):
+    """Returns, for each block, the blocks on every path to it, as the bits of a number."""
+    before = [[] for _ in follows]
+    for at, successors in enumerate(follows):
+        for to in successors:
+            before[to].append(at)
+    everything = (1 << len(follows)) - 1
+    found = [1] + [everything] * (len(follows) - 1)
+    changed = True
+    while changed:
+        changed = False
+        for at in range(1, len(follows)):
+            shared = everything
+            for other in before[at]:
+                shared &= found[other]
+            if found[at] != shared | 1 << at:
+                found[at], changed = shared | 1 << at, True
+    return found
+
+
+def loops_of(instructions):
+    """Returns [(first, last)] of the loops.
+
+    A jump back makes a loop if every path to it passes its target. The code that follows a kernel's
+    last exit handles diverged warps, and jumps back into the kernel without a loop.
+    """
     places = {label: at for at, (labels, _, _) in enumerate(instructions) for label in labels}
+    blocks, follows = blocks_of(instructions)
+    first = {start: number for number, (start, _) in enumerate(blocks)}
+    last = {end - 1: number for number, (_, end) in enumerate(blocks)}
+    found = dominators(follows)
     ends = {}
     for at, (_, text, _) in enumerate(instructions):
         start = places.get(target(text), at)
-        if start < at:
+        if start < at and found[last[at]] >> first[start] & 1:
             ends[start] = max(ends.get(start, 0), at)
-    return [(start, last) for start, last in ends.items() if start >= behind]
+    return list(ends.items())
 
 
 def within(inner, outer):
     return inner != outer and outer[0] <= inner[0] and inner[1] <= outer[1]
 
 
-def hot_loop(instructions):
-    loops = {loop: count(instructions[loop[0] : loop[1] + 1]) for loop in loops_of(instructions)}
+def only_repeats(instructions, loop, loops):
+    """True for a loop that reads no memory itself and contains a whole reduction between lanes, as
+    a loop or as several shuffles. It is the second pass over a row whose squares overflow, which
+    hardly any row has."""
+    inner = [other for other in loops if within(other, loop)]
+    own = [at for at in range(loop[0], loop[1] + 1) if not any(first <= at <= last for first, last in inner)]
+    names = [operation(instructions[at][1]) for at in own]
+    reads = KINDS["loads"] | KINDS["shared"] | KINDS["copies"]
+    return not reads & set(names) and (bool(inner) or names.count("SHFL") > 1)
+
+
+def hot_loop(instructions, all_loops):
+    loops = {
+        loop: count(instructions[loop[0] : loop[1] + 1])
+        for loop in all_loops
+        if not only_repeats(instructions, loop, all_loops)
+    }
     kind = "mma" if any("mma" in kinds for kinds in loops.values()) else "fma"
     multiplies = lambda loop: loops[loop].get(kind, 0)
     leaves = [
@@ -207,11 +251,11 @@ def hot_loop(instructions):
     return max(leaves, key=order, default=None)
 
 
-def ahead(instructions):
+def ahead(instructions, loops):
     """Returns, for each loop that copies and multiplies stages on tensor cores, [all mma, mma
     before its barrier]."""
     found = []
-    for first, last in sorted(loops_of(instructions)):
+    for first, last in sorted(loops):
         names = [operation(text) for _, text, _ in instructions[first : last + 1]]
         kinds = lambda names: sum(name in KINDS["mma"] for name in names)
         if kinds(names) and "LDGSTS" in names and names.count("BAR") == 1:
@@ -224,7 +268,8 @@ def code(registers, instructions):
     blocks, follows = blocks_of(instructions)
     take = lambda way: [instruction for at in way for instruction in instructions[slice(*blocks[at])]]
     weight = lambda at: sum(count(take([at])).get(kind, 0) for kind in ("mma", "fma"))
-    loop = hot_loop(instructions)
+    all_loops = loops_of(instructions)
+    loop = hot_loop(instructions, all_loops)
     start, end = (loop[0], loop[1] + 1) if loop else (0, len(instructions))
     inside = [at for at, (first, last) in enumerate(blocks) if start <= first and last <= end]
     most = max(map(weight, inside), default=0)
@@ -242,7 +287,7 @@ def code(registers, instructions):
         # chunk of a tile that extends beyond the operand.
         kinds = lambda loop: count(instructions[loop[0] : loop[1] + 1])
         is_first = lambda loop: loop[1] < start and "copies" in kinds(loop) and "mma" not in kinds(loop)
-        firsts = [loop for loop in loops_of(instructions) if is_first(loop)] if "mma" in found["hot"] else []
+        firsts = [loop for loop in all_loops if is_first(loop)] if "mma" in found["hot"] else []
         first = max((loop for loop in firsts if not any(within(loop, other) for other in firsts)), default=None)
         if first:
             inner = [at for at, (begin, last) in enumerate(blocks) if first[0] <= begin and last <= first[1] + 1]
@@ -251,17 +296,18 @@ def code(registers, instructions):
             found["first"] = count(take(way_through(blocks, follows, [*begins, {inner[-1]}], inner[0])))
             goals = [*begins, *goals]
         is_last = lambda loop: loop[0] >= end and "mma" in kinds(loop) and "copies" not in kinds(loop)
-        last = min(filter(is_last, loops_of(instructions)), default=None) if first else None
+        last = min(filter(is_last, all_loops), default=None) if first else None
         if last:
             found["last"] = count(instructions[last[0] : last[1] + 1])
-    if loops := ahead(instructions):
+    if loops := ahead(instructions, all_loops):
         found["ahead"] = loops
     exits = {at for at, (_, last) in enumerate(blocks) if re.match("EXIT", instructions[last - 1][1])}
     found["way"] = count(take(way_through(blocks, follows, [*goals, exits])))
     # A later loop stores the sums, a few outputs per iteration. If the straight path already stores
     # everything, only partial tiles need that loop.
     stores = lambda at: count(take([at])).get("stores", 0)
-    tail = max(loops_of(instructions, end), key=lambda loop: loop[1] - loop[0], default=None)
+    later = [loop for loop in all_loops if loop[0] >= end]
+    tail = max(later, key=lambda loop: loop[1] - loop[0], default=None)
     if loop and tail and not ("mma" in found["hot"] and "stores" in found["way"]):
         inner = [at for at, (first, last) in enumerate(blocks) if tail[0] <= first and last <= tail[1] + 1]
         most = max(map(stores, inner))
