@@ -168,9 +168,6 @@ impl Lora {
 
     /// Converts the gradients of the adapters, and of the modules to save, like
     /// [`Lora::tensors`].
-    ///
-    /// # Errors
-    /// The errors of [`Lora::tensors`].
     pub fn gradients(&self, config: &ModelConfig, gradients: &stepscope_core::Gradients) -> Result<StateDict> {
         let tensors = self.plan(config)?.tensors;
         weights::to_tensors(&tensors, &mut Parts::of_gradients(gradients), |_| 0.0)

@@ -26,9 +26,8 @@ pub type NewTensor = (String, Vec<usize>);
 /// is written.
 ///
 /// # Errors
-/// The errors of `values`. [`Error::File`] for a tensor that is not finite in `stored`, or with the
-/// system's reason. Nothing has changed then, unless files were written but could not be renamed or
-/// removed.
+/// [`Error::File`] for a tensor that is not finite in `stored`, or with the system's reason.
+/// Nothing has changed then, unless files were written but could not be renamed or removed.
 pub fn save_tensors<'v>(
     folder: impl AsRef<Path>,
     tensors: &[NewTensor],

@@ -96,9 +96,6 @@ pub(crate) struct OpenTensors {
 
 impl OpenTensors {
     /// Opens a file, and reads its header, which must describe exactly the file's bytes.
-    ///
-    /// # Errors
-    /// Those of [`Tensors::read`].
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let failed = |reason: std::io::Error| Error::file(path, reason);
         let mut file = PlainFile::open(path).map_err(failed)?;

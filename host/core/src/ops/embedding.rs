@@ -39,9 +39,6 @@ pub fn embedding<'s, S: Stored>(
 
 /// `y[.., c] = table[ids[..], c]`, like [`embedding`], of a table in BF16. Rows are looked up
 /// before they are converted, so that the table is not. Queued, one launch, or two for f32.
-///
-/// # Errors
-/// The errors of [`embedding`].
 #[track_caller]
 pub fn embedding_bf16<'s, S: Stored>(
     step: &Step<'s>,

@@ -68,7 +68,7 @@ impl Gradients {
     /// Lends the gradients of several parameters at once, to be added to.
     ///
     /// # Errors
-    /// Those of [`Gradients::lend_mut`], and [`Error::Misuse`] when a parameter appears twice.
+    /// [`Error::Misuse`] when a parameter appears twice.
     pub fn lend_many_mut<'b, 's, const N: usize>(
         &'b mut self,
         step: &Step<'s>,
@@ -90,7 +90,7 @@ impl Gradients {
     /// the padding between members zero.
     ///
     /// # Errors
-    /// Those of [`Gradients::lend_mut`], and [`Error::Misuse`] for a stack without members.
+    /// [`Error::Misuse`] for a stack without members.
     pub fn lend_stack_mut<'b, 's>(&'b mut self, step: &Step<'s>, stack: &StackedParameters) -> Result<LentMut<'b, 's>> {
         let (memory, shape) = self.flat.stack(step, stack, true)?;
         Ok(LentMut::new(memory, shape))
@@ -99,8 +99,7 @@ impl Gradients {
     /// Waits, and returns one parameter's gradient.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when the handle belongs to another parameter spec, and those of
-    /// [`Buffer::read`].
+    /// [`Error::Misuse`] when the handle belongs to another parameter spec.
     pub fn read(&self, parameter: Parameter) -> Result<Vec<f32>> {
         self.flat.read(parameter)
     }

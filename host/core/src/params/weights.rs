@@ -337,9 +337,6 @@ impl Parameters {
     }
 
     /// Waits, and returns one parameter's weights as S, to which they are converted.
-    ///
-    /// # Errors
-    /// The errors of [`Parameters::read`].
     pub fn read_as<S: Stored>(&self, parameter: Parameter) -> Result<Vec<S>> {
         let entry = self.layout().entry(parameter)?;
         match entry.frozen() {
@@ -370,9 +367,6 @@ impl Parameters {
 
     /// Overwrites one parameter's weights like [`Parameters::write`], with values of S. They are
     /// converted to the parameter's type: exactly to f32, and rounded to BF16.
-    ///
-    /// # Errors
-    /// The errors of [`Parameters::write`].
     pub fn write_as<S: Stored>(&mut self, parameter: Parameter, values: &[S]) -> Result<()> {
         let entry = self.flat.layout.entry(parameter)?;
         let range = entry.range();
@@ -396,9 +390,6 @@ impl Parameters {
 
     /// The SHA-256 of names, shapes, types and bytes of the frozen weights, in hexadecimal, or
     /// `None` if no parameter is frozen. It is computed once, and again after a write.
-    ///
-    /// # Errors
-    /// The errors of [`Buffer::read`].
     pub fn frozen_sha256(&self) -> Result<Option<String>> {
         self.frozen.sha256(self.layout())
     }

@@ -198,7 +198,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     /// True if the parameters of a stack are trained; see [`Backward::trains`].
     ///
     /// # Errors
-    /// Those of [`Backward::trains`], and [`Error::Misuse`] for a stack without members.
+    /// [`Error::Misuse`] for a stack without members.
     pub fn trains_stack(&self, stack: &StackedParameters) -> Result<bool> {
         let head = self.parameters.layout().head(stack).map_err(|error| error.in_op(self.op))?;
         Ok(head.frozen().is_none())

@@ -68,9 +68,6 @@ impl Lora {
     }
 
     /// Returns the `adapter_config.json` for this model.
-    ///
-    /// # Errors
-    /// The errors of [`Transformer::with_lora`](crate::Transformer::with_lora).
     pub fn to_json(&self, config: &ModelConfig) -> Result<String> {
         // The names of `all-linear`, as PEFT writes them.
         let targets = match &self.targets {

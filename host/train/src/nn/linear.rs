@@ -96,9 +96,6 @@ impl Linear {
 
     /// Adds an adapter like [`Linear::with_adapter`], with an A that another layer of the same
     /// input may have too.
-    ///
-    /// # Errors
-    /// The errors of [`Linear::with_adapter`].
     pub fn with_shared_adapter(
         self,
         mut names: Scope<'_>,

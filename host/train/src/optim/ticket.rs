@@ -123,7 +123,7 @@ impl Updates {
     ///
     /// # Errors
     /// [`Error::Misuse`] if the ticket is of another optimizer, was withdrawn, or does not fit a
-    /// recorded step. Those of `queue`.
+    /// recorded step.
     pub(super) fn apply<Q>(
         self: &Arc<Self>,
         ticket: UpdateTicket,
