@@ -29,7 +29,7 @@ use harness::values::spread;
 use harness::{Common, Peer, Samples, record};
 use serde::{Deserialize, Serialize};
 use std::time::SystemTime;
-use stepscope::ops::{self, BF16_TILES, Gemm, GemmElement, Precision, TENSOR_TILES, TILES};
+use stepscope::ops::{self, BF16_TILES, Gemm, GemmElement, MMA_TILES, Precision, TILES};
 use stepscope::{Arena, Buffer, Capacity, CaptureInputs, Device, DeviceKind, HostInputs, Result, Step, Tensor, bf16};
 
 const SAMPLES: usize = 25;
@@ -192,9 +192,9 @@ fn ours(device: &Device, case: Case, precision: Precision, tiles: bool) -> Resul
         let shape = |tile: &ops::Tile| [tile.rows(), tile.cols(), tile.threads()];
         TILES.iter().map(|tile| (shape(tile), state.gemm.tile(*tile))).collect()
     } else {
-        let shape = |tile: &ops::TensorTile| [tile.rows(), tile.cols(), tile.threads()];
-        let formed = |tile: &ops::TensorTile| Gemm { tensor_tile: Some(*tile), ..state.gemm };
-        TENSOR_TILES.iter().map(|tile| (shape(tile), formed(tile))).collect()
+        let shape = |tile: &ops::MmaTile| [tile.rows(), tile.cols(), tile.threads()];
+        let formed = |tile: &ops::MmaTile| Gemm { mma_tile: Some(*tile), ..state.gemm };
+        MMA_TILES.iter().map(|tile| (shape(tile), formed(tile))).collect()
     };
     // Smaller matrices are multiplied in f32 unless a tile is named.
     let tiles = tiles && (precision == Precision::F32 || case.m.min(case.n).min(case.k) >= Precision::LEAST);

@@ -139,14 +139,14 @@ impl Case {
         (!self.bias.is_empty()).then(|| self.bias[z * self.form.stride_bias + j])
     }
 
-    /// Sums over k in one chain, or chunk by chunk, and each chunk chain by chain.
+    /// Sums over k in one chain, or split by split, and each split chain by chain.
     fn in_parts<P, S>(&self, products: Vec<P>, chain: impl Fn(&[P]) -> S, add: impl Fn(Vec<S>) -> S) -> S {
         let Gemm { m, n, k, .. } = self.form;
-        let chunk = chunk(m, n, k);
-        if chunk >= k {
+        let k_per_split = k_per_split(m, n, k);
+        if k_per_split >= k {
             return chain(&products);
         }
-        add(products.chunks(chunk).map(|chunk| add(chunk.chunks(CHAIN as usize).map(&chain).collect())).collect())
+        add(products.chunks(k_per_split).map(|split| add(split.chunks(CHAIN as usize).map(&chain).collect())).collect())
     }
 
     /// Returns the expected `out` and `pre`, which both held `old`.
@@ -215,7 +215,7 @@ fn each_tile(device: &Device, case: &Case) -> Vec<(&'static str, [Vec<f32>; 2])>
                 lda: case.form.lda as u32,
                 ldb: case.form.ldb as u32,
                 ldc: case.form.ldc as u32,
-                chunk: case.form.k.max(1) as u32,
+                k_per_split: case.form.k.max(1) as u32,
                 batches: case.form.batches as u32,
                 stride_a: case.form.stride_a,
                 stride_b: case.form.stride_b,
@@ -248,8 +248,8 @@ fn gemm(device: &Device, case: &Case) -> Vec<f32> {
 /// Allocates the memory that a split-K product used and freed, so that the trial accounts for it.
 fn workspace<'s>(trial: &Trial<'_, 's>, form: &Gemm) -> Result<Option<Tensor<'s>>> {
     let Gemm { m, n, k, batches, .. } = *form;
-    let chunks = k.div_ceil(chunk(m, n, k));
-    (chunks > 1).then(|| trial.empty([batches * chunks, m, n])).transpose()
+    let split_k = k.div_ceil(k_per_split(m, n, k));
+    (split_k > 1).then(|| trial.empty([batches * split_k, m, n])).transpose()
 }
 
 on_each_device! {
@@ -324,8 +324,8 @@ on_each_device! {
         });
     }
 
-    /// Every tile gives the documented bits in split-K products, however k ends. The last chunk of
-    /// the last shape is shorter, and its chunks have two chains.
+    /// Every tile gives the documented bits in split-K products, however k ends. The last split of
+    /// the last shape is shorter, and its splits have two chains.
     fn every_tile_splits_k_alike(device: &Device) {
         let mut closeness = Closeness::new("split matmul");
         let everything = Variant { pads: [3, 1, 2], batches: 2, scales: [0.5, 0.5], bias: true, flags: 0 };
@@ -337,7 +337,7 @@ on_each_device! {
             ([3, 4, 70_001], TRANSPOSE_A, VARIANTS[0]),
         ] {
             let mut case = Case::new(shape, transpose, variant);
-            assert!(chunk(shape[0], shape[1], shape[2]) < shape[2]);
+            assert!(k_per_split(shape[0], shape[1], shape[2]) < shape[2]);
             let want = &case.chain()[0];
             for tile in TILES {
                 case.form = case.form.tile(tile);
@@ -352,8 +352,8 @@ on_each_device! {
         closeness.finish();
     }
 
-    /// The sums of chunks are scratch memory, which is freed when the product is queued.
-    fn chunks_free_their_memory(device: &Device) {
+    /// The sums of splits are scratch memory, which is freed when the product is queued.
+    fn split_k_frees_its_memory(device: &Device) {
         let case = Case::new([64, 64, 1024], 0, VARIANTS[0]);
         trial(device, |trial| {
             let upload = |values: &[f32]| trial.upload(values, [values.len()]);
@@ -388,7 +388,7 @@ on_each_device! {
     /// same bits.
     fn transposed_b_keeps_bits(device: &Device) {
         let [m, n, k] = [4096, 2048, 1024];
-        assert_eq!(chunk(m, n, k), chunk(m / 2, n, k));
+        assert_eq!(k_per_split(m, n, k), k_per_split(m / 2, n, k));
         let [a, b, bias, old] = [m * k, n * k, n, m * n].map(|count| Random::new(count as u64).normals(count));
         let product = |rows: Range<usize>| {
             trial_of_one(device, |trial| {
@@ -500,18 +500,18 @@ on_each_device! {
     }
 
     /// Launches may have one activation at most, and no derivative in f32. Nothing is added if `c`
-    /// is a gate, and nothing follows a chunk's sum.
+    /// is a gate, and nothing follows a split's sum.
     fn epilogues_must_agree(device: &Device) {
         trial(device, |trial| {
             let ones = trial.upload(&[1.0; 64], [64])?;
-            for (chunk, flags, [alpha, beta], argument) in [
+            for (k_per_split, flags, [alpha, beta], argument) in [
                 (8, GELU | SILU, [1.0, 0.0], "flags"),
                 (8, SILU | SWIGLU, [1.0, 0.0], "flags"),
                 (8, GELU_DERIVATIVE, [1.0, 0.0], "flags"),
                 (8, SWIGLU, [1.0, 1.0], "beta"),
-                (4, SILU, [1.0, 0.0], "chunk"),
-                (4, SWIGLU, [1.0, 0.0], "chunk"),
-                (4, 0, [0.5, 0.0], "chunk"),
+                (4, SILU, [1.0, 0.0], "k_per_split"),
+                (4, SWIGLU, [1.0, 0.0], "k_per_split"),
+                (4, 0, [0.5, 0.0], "k_per_split"),
             ] {
                 let (mut out, mut pre) = (trial.empty::<f32>([16])?, trial.empty::<f32>([8])?);
                 let refused = trial.launch(matmul {
@@ -528,7 +528,7 @@ on_each_device! {
                     lda: 8,
                     ldb: 4,
                     ldc: 4,
-                    chunk,
+                    k_per_split,
                     batches: 1,
                     stride_a: 16,
                     stride_b: 32,
@@ -567,11 +567,11 @@ on_each_device! {
 attack! {
     matmul::matmul by tile {
         a: f32s 70, b: f32s 84, bias: f32s 12, c: pointer 60, out: out 60, pre: out 60, m: number 5, n: number 6, k: number 7,
-        lda: number 7, ldb: number 6, ldc: number 6, chunk: number 7, batches: number 2, stride_a: number 35,
+        lda: number 7, ldb: number 6, ldc: number 6, k_per_split: number 7, batches: number 2, stride_a: number 35,
         stride_b: number 42, stride_c: number 30, stride_bias: number 6, alpha: float 0.5, beta: float 1.0, flags: number 12,
     }
     matmul::sum_splits<S> {
-        partials: f32s 180, splits: number 3, bias: f32s 12, c: stored_pointer 60, out: out_stored 60, pre: out_stored 60, m: number 5, n: number 6,
+        partials: f32s 180, split_k: number 3, bias: f32s 12, c: stored_pointer 60, out: out_stored 60, pre: out_stored 60, m: number 5, n: number 6,
         ldc: number 6, batches: number 2, stride_c: number 30, stride_bias: number 6, alpha: float 0.5, beta: float 1.0, flags: number 12,
     }
 }

@@ -91,12 +91,12 @@ fn gemm<S: Stored>(device: &Device, case: &Case, tile: ops::Bf16Tile) -> Vec<f32
         let mut out = trial.upload(&narrow::<S>(&case.old), [case.old.len()])?;
         let bias = (!case.bias.is_empty()).then_some(&bias);
         let ops::Gemm { m, n, k, batches, .. } = form;
-        let chunks = k.div_ceil(kernels::matmul_bf16::chunk(m, n, k));
+        let split_k = k.div_ceil(kernels::matmul_bf16::k_per_split(m, n, k));
         trial.with_scratch(|| {
             ops::gemm_into(trial, &form, &a, &b, bias, &mut out)?;
-            // The sums of chunks were in memory that is freed by now: the trial must account for
+            // The sums of splits were in memory that is freed by now: the trial must account for
             // it.
-            (chunks > 1).then(|| trial.empty::<f32>([batches * chunks, m, n])).transpose()
+            (split_k > 1).then(|| trial.empty::<f32>([batches * split_k, m, n])).transpose()
         })?;
         Ok(trial.output(&out)?.into_iter().map(S::widen).collect())
     })
@@ -113,15 +113,16 @@ fn assert_exact(device: &Device, case: &Case) {
 }
 
 /// Returns the sums of the columns of `b`, `[k, n]`, in the documented order: four lanes of each
-/// chunk, their tree, the chunks.
-fn column_sums(b: &[bf16], [n, k, chunk]: [usize; 3]) -> Vec<f32> {
-    let of_chunk = |column: usize, first: usize| {
+/// split, their tree, the splits.
+fn column_sums(b: &[bf16], [n, k, k_per_split]: [usize; 3]) -> Vec<f32> {
+    let of_split = |column: usize, first: usize| {
         let mut lanes = [0.0f32; 4];
-        (first..k.min(first + chunk)).for_each(|p| lanes[(p - first) % 8 / 2] += b[p * n + column].widen());
+        (first..k.min(first + k_per_split)).for_each(|p| lanes[(p - first) % 8 / 2] += b[p * n + column].widen());
         (lanes[0] + lanes[1]) + (lanes[2] + lanes[3])
     };
-    let sum = |column| (0..k.max(1)).step_by(chunk).map(|first| of_chunk(column, first)).reduce(|sum, next| sum + next);
-    (0..n).map(|column| sum(column).expect("a chunk at least")).collect()
+    let sum =
+        |column| (0..k.max(1)).step_by(k_per_split).map(|first| of_split(column, first)).reduce(|sum, next| sum + next);
+    (0..n).map(|column| sum(column).expect("a split at least")).collect()
 }
 
 /// Returns the gradients of a weight and a bias from dy, `[k, n]`, which is `b`. `old` is the
@@ -135,15 +136,15 @@ fn weight_gradients(device: &Device, form: &ops::Gemm, a: &[bf16], b: &[bf16], o
             Some(old) => trial.upload(old, [n])?,
             None => trial.empty([n])?,
         };
-        let chunks = k.div_ceil(kernels::matmul_bf16::chunk(m, n, k));
+        let split_k = k.div_ceil(kernels::matmul_bf16::k_per_split(m, n, k));
         trial.with_scratch(|| {
             let for_dw = ops::Gradient { form: *form, of: &a, into: &mut dw };
             let for_db = ops::BiasGradient { into: &mut db, accumulate: old.is_some() };
             let none = None::<ops::Gradient<'_, Saved<'_, bf16>, Tensor<'_>>>;
             ops::gradients_into(trial, &b, for_dw, Some(for_db), none)?;
             // As in `gemm`.
-            let scratch = || Ok((trial.empty::<f32>([chunks, n])?, trial.empty::<f32>([chunks, m, n])?));
-            (chunks > 1).then(scratch).transpose()
+            let scratch = || Ok((trial.empty::<f32>([split_k, n])?, trial.empty::<f32>([split_k, m, n])?));
+            (split_k > 1).then(scratch).transpose()
         })?;
         Ok([trial.output(&dw)?, trial.output(&db)?])
     })
@@ -153,13 +154,13 @@ on_each_device! {
     /// The bias gradient in the weight's product has the documented bits in every tile, and is
     /// close to the float64 sum. It does not change the product.
     fn columns_sum_in_order(device: &Device) {
-        // Rows of blocks that do not sum; no k; whole stages, and tails of all kinds; k in chunks.
+        // Rows of blocks that do not sum; no k; whole stages, and tails of all kinds; k in splits.
         for [m, n, k] in [[1, 1, 1], [3, 5, 0], [130, 260, 97], [256, 256, 160], [17, 300, 205], [48, 72, 2100]] {
             let (a, b) = (numbers(11, m * k, false), numbers(12, k * n, false));
             let old = Random::new(13).normals(n);
-            let chunk = kernels::matmul_bf16::chunk(m, n, k);
-            assert_eq!(chunk < k, k == 2100);
-            let want = column_sums(&b, [n, k, chunk]);
+            let k_per_split = kernels::matmul_bf16::k_per_split(m, n, k);
+            assert_eq!(k_per_split < k, k == 2100);
+            let want = column_sums(&b, [n, k, k_per_split]);
             let added: Vec<f32> = want.iter().zip(&old).map(|(sum, old)| old + sum).collect();
             for (column, sum) in want.iter().enumerate() {
                 let numbers = || (0..k).map(|p| f64::from(b[p * n + column]));
@@ -171,7 +172,7 @@ on_each_device! {
                 let [dw, db] = weight_gradients(device, &form, &a, &b, None);
                 assert_same(format!("db of {form:?}"), &db, &want);
                 assert_same(format!("added db of {form:?}"), &weight_gradients(device, &form, &a, &b, Some(&old))[1], &added);
-                if chunk >= k {
+                if k_per_split >= k {
                     assert_same(format!("dw of {form:?}"), &dw, &product::<f32>(device, &form, &a, &b));
                 }
             }
@@ -196,7 +197,7 @@ on_each_device! {
     }
 
     /// Batches, one B for all of them, padded rows, alpha, beta and bias, as for f32 products; k in
-    /// one chunk and in two.
+    /// one split and in two.
     fn batches_strides_and_scales(device: &Device) {
         let plain = VARIANTS.into_iter().filter(|variant| variant.flags == 0);
         let variants: Vec<Variant> = plain.chain(LAYOUTS).collect();
@@ -271,14 +272,14 @@ on_each_device! {
         }
     }
 
-    /// Bias, residual, activations and their kept inputs, a gate, and k in chunks: the same as
+    /// Bias, residual, activations and their kept inputs, a gate, and k in splits: the same as
     /// separate steps on f32 sums.
     fn epilogues_match_separate_steps(device: &Device) {
         let [m, n, k] = [48, 72, 2100];
         let (x, w) = (numbers(5, m * k, true), numbers(6, k * n, true));
         let (residual, bias) = (numbers(7, m * n, true), Random::new(8).normals(n));
         let sums: Vec<f32> = reference([m, n, k], [false, false], &x, &w).into_iter().map(|[sum, _]| sum as f32).collect();
-        assert!(kernels::matmul_bf16::chunk(m, n, k) < k);
+        assert!(kernels::matmul_bf16::k_per_split(m, n, k) < k);
         let round = |x: f32| bf16::narrow(x).widen();
         let mut arena = Arena::builder(device).capacity(Capacity::mib(8)).build().unwrap();
         let [linear, kept, gelu, silu, gated] = arena
@@ -341,7 +342,7 @@ on_each_device! {
                         lda: k as u32,
                         ldb: k as u32,
                         ldc: (n + pad) as u32,
-                        chunk: k as u32,
+                        k_per_split: k as u32,
                         batches: 2,
                         stride_a: m * k,
                         stride_b: k * n,
@@ -361,26 +362,26 @@ on_each_device! {
 
     /// Each element is exact up to three errors: one BF16 rounding (2^-8 of it), that of its sum (k
     /// 2^-22 of the magnitudes), and that of the derivative (2^-15 of it, and 2^-18 near its root).
-    /// Separate product and derivative would round three times. Runs k in one chunk and in several.
+    /// Separate product and derivative would round three times. Runs k in one split and in several.
     fn gelu_linear_backward_rounds_once(device: &Device) {
         for [rows, hidden, n] in [[1, 1, 1], [3, 8, 5], [65, 130, 40], [33, 72, 129], [40, 36, 2100]] {
             let (dy, w) = (numbers(5, rows * n, false), numbers(6, hidden * n, false));
             let pre = numbers(7, rows * hidden, false);
-            let chunk = kernels::matmul_bf16::chunk(rows, hidden, n);
-            assert_eq!(chunk < n, n > 1024, "{rows} x {hidden}, k {n}");
+            let k_per_split = kernels::matmul_bf16::k_per_split(rows, hidden, n);
+            assert_eq!(k_per_split < n, n > 1024, "{rows} x {hidden}, k {n}");
             let [fused, apart] = trial_of_one(device, |trial| {
                 let (dy, w) = (trial.upload(&dy, [rows, n])?, trial.upload(&w, [hidden, n])?);
                 let pre = trial.upload(&pre, [rows, hidden])?;
                 let dpre = trial.with_scratch(|| {
                     let dpre = ops::gelu_linear_backward(trial, &pre, &w, &dy)?;
-                    (chunk < n).then(|| trial.empty::<f32>([n.div_ceil(chunk), rows, hidden])).transpose()?;
+                    (k_per_split < n).then(|| trial.empty::<f32>([n.div_ceil(k_per_split), rows, hidden])).transpose()?;
                     Ok(dpre)
                 })?;
                 let apart = trial.with_scratch(|| {
                     let mut dh = trial.empty([rows, hidden])?;
                     let form = ops::Gemm::new(rows, hidden, n).transpose_b();
                     ops::gemm_into(trial, &form, &dy, &w, None::<&Saved<'_>>, &mut dh)?;
-                    (chunk < n).then(|| trial.empty::<f32>([n.div_ceil(chunk), rows, hidden])).transpose()?;
+                    (k_per_split < n).then(|| trial.empty::<f32>([n.div_ceil(k_per_split), rows, hidden])).transpose()?;
                     ops::gelu_backward(trial, &pre, &dh)
                 })?;
                 Ok([trial.output(&dpre)?, trial.output(&apart)?].map(|values| values.into_iter().map(f64::from).collect::<Vec<_>>()))
@@ -401,9 +402,9 @@ on_each_device! {
     }
 
     /// The epilogue requires a BF16 product without another activation, to which nothing is added.
-    /// `c` is as large as the output, and nothing follows a chunk's sum.
+    /// `c` is as large as the output, and nothing follows a split's sum.
     fn gelu_derivative_needs_suitable_product(device: &Device) {
-        fn launches<S: Stored>(trial: &Trial<'_, '_>, chunk: u32, flags: u32, beta: f32, c: usize) -> Result<[Result<()>; 2]> {
+        fn launches<S: Stored>(trial: &Trial<'_, '_>, k_per_split: u32, flags: u32, beta: f32, c: usize) -> Result<[Result<()>; 2]> {
             let (halves, partials) = (trial.upload(&[bf16::ONE; 64], [64])?, trial.upload(&[1.0; 16], [16])?);
             let (c, mut out) = (trial.upload(&vec![S::narrow(1.0); c], [c])?, trial.empty::<S>([16])?);
             let product = trial.launch(matmul_bf16 {
@@ -421,7 +422,7 @@ on_each_device! {
                 lda: 8,
                 ldb: 4,
                 ldc: 4,
-                chunk,
+                k_per_split,
                 batches: 1,
                 stride_a: 16,
                 stride_b: 32,
@@ -433,7 +434,7 @@ on_each_device! {
             });
             let sum = trial.launch(sum_splits {
                 partials: partials.slice(),
-                splits: 2,
+                split_k: 2,
                 bias: Slice::empty(),
                 c: c.pointer(),
                 out: out.out(),
@@ -465,7 +466,7 @@ on_each_device! {
                 assert_refused(refused, &["_f32`", "`flags`: expected a derivative only where BF16 is stored"]);
             }
             let [refused, _] = launches::<f32>(trial, 4, GELU_DERIVATIVE, 0.0, 8)?;
-            assert_refused(refused, &["`chunk`: expected"]);
+            assert_refused(refused, &["`k_per_split`: expected"]);
             Ok(())
         });
     }
@@ -488,13 +489,13 @@ on_each_device! {
 attack! {
     matmul_bf16::matmul_bf16 by variant <S> {
         a: halves 98, b: halves 84, bias: f32s 12, c: stored_pointer 60, out: out_stored 60, pre: out_stored 60, sums: out 12, m: number 5,
-        n: number 6, k: number 7, lda: number 7, ldb: number 6, ldc: number 6, chunk: number 7, batches: number 2,
+        n: number 6, k: number 7, lda: number 7, ldb: number 6, ldc: number 6, k_per_split: number 7, batches: number 2,
         stride_a: number 49, stride_b: number 42, stride_c: number 30, stride_bias: number 6, alpha: float 0.5, beta: float 1.0, flags: number 12,
     }
 }
 
 /// Attacks like `attack!`, with sums of B's columns, which BF16 outputs do not support: two
-/// batches, two chunks.
+/// batches, two splits.
 #[test]
 fn column_sums_stay_in_bounds() {
     emulated(|step| {
@@ -519,7 +520,7 @@ fn column_sums_stay_in_bounds() {
                     lda: numbers.next("lda", 5),
                     ldb: numbers.next("ldb", 6),
                     ldc: numbers.next("ldc", 6),
-                    chunk: numbers.next("chunk", 64),
+                    k_per_split: numbers.next("k_per_split", 64),
                     batches: numbers.next("batches", 2),
                     stride_a: numbers.next("stride_a", 350),
                     stride_b: numbers.next("stride_b", 420),
@@ -572,7 +573,7 @@ fn summed<'s, S: Stored>(
         lda: if form == OperandLayout::Plain { 7 } else { 5 },
         ldb: 7,
         ldc: 6,
-        chunk: 7,
+        k_per_split: 7,
         batches: 1,
         stride_a: 0,
         stride_b: 0,

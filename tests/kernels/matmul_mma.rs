@@ -10,7 +10,7 @@ use crate::launches::launched;
 use crate::support::{Random, on_each_device};
 use crate::trial::{Trial, assert_refused, assert_same, trial, trial_of_one};
 use kernels::matmul_mma::*;
-use stepscope::ops::{self, Gemm, Precision, TENSOR_TILES};
+use stepscope::ops::{self, Gemm, MMA_TILES, Precision};
 use stepscope::{Device, DeviceKind, Error, Result, Tensor};
 
 /// m, n, k: tails and multiples of every tile, zero or one products, around a stage of 16 and of
@@ -182,8 +182,8 @@ on_each_device! {
         for (number, shape) in SHAPES.into_iter().enumerate() {
             for transposed in [[false, false], [true, false], [false, true], [true, true]] {
                 let case = Case::new(shape, transposed, (number + usize::from(transposed[0])) % 3);
-                let results = TENSOR_TILES.iter().map(|&tile| {
-                    gemm(device, &case, &Gemm { tensor_tile: Some(tile), ..case.form.precision(precision) })
+                let results = MMA_TILES.iter().map(|&tile| {
+                    gemm(device, &case, &Gemm { mma_tile: Some(tile), ..case.form.precision(precision) })
                 });
                 let results: Vec<_> = results.collect();
                 worst = worst.max(case.check_bound(precision, &results[0]));
@@ -217,10 +217,10 @@ on_each_device! {
         let m = values.len();
         let precision = Precision::Tf32;
         let want: Vec<f32> = values.iter().flat_map(|&value| [round(precision, value); 16]).collect();
-        let form = Gemm { tensor_tile: Some(TENSOR_TILES[0]), ..Gemm::new(m, 16, 1).precision(precision) };
+        let form = Gemm { mma_tile: Some(MMA_TILES[0]), ..Gemm::new(m, 16, 1).precision(precision) };
         let case = Case { form, a: values.clone(), b: vec![1.0; 16], bias: vec![], old: vec![0.0; m * 16] };
         assert_same(format_args!("{precision}, on the left"), &gemm(device, &case, &form), &without_zero_signs(&want));
-        let form = Gemm { tensor_tile: Some(TENSOR_TILES[0]), ..Gemm::new(16, m, 1).precision(precision) };
+        let form = Gemm { mma_tile: Some(MMA_TILES[0]), ..Gemm::new(16, m, 1).precision(precision) };
         let case = Case { form, a: vec![1.0; 16], b: values.clone(), bias: vec![], old: vec![0.0; m * 16] };
         let want: Vec<f32> = (0..16).flat_map(|_| values.iter().map(|&value| round(precision, value))).collect();
         assert_same(format_args!("{precision}, on the right"), &gemm(device, &case, &form), &without_zero_signs(&want));
@@ -359,9 +359,9 @@ on_each_device! {
             }
             let unknown = Tile { warps: [1, 1], ..TILES[0] };
             trial.with_scratch(|| {
-                let form = Gemm { tensor_tile: Some(unknown), ..sound.precision(precision) };
+                let form = Gemm { mma_tile: Some(unknown), ..sound.precision(precision) };
                 let refused = ops::gemm_into(trial, &form, &a, &b, None::<&Tensor<'_>>, &mut out);
-                assert_refused(refused, &["one of `ops::TENSOR_TILES`", "warps: [1, 1]"]);
+                assert_refused(refused, &["one of `ops::MMA_TILES`", "warps: [1, 1]"]);
                 workspace(trial, &form)
             })?;
             Ok(())
@@ -390,7 +390,7 @@ const WORDS: usize = kernels::mma::FRAGMENT as usize;
 attack! {
     matmul_mma::matmul_mma by tile {
         a: u32s 2 * WORDS, b: u32s 2 * WORDS, bias: f32s 12, c: pointer 60, out: out 60, pre: out 60, m: number 5,
-        n: number 6, k: number 7, ldc: number 6, chunk: number 7, batches: number 2, stride_a: number WORDS,
+        n: number 6, k: number 7, ldc: number 6, k_per_split: number 7, batches: number 2, stride_a: number WORDS,
         stride_b: number WORDS, stride_c: number 30, stride_bias: number 6, alpha: float 0.5, beta: float 1.0, flags: number 12,
     }
 }

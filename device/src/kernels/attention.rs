@@ -19,8 +19,7 @@
 //!              | 2 x 16 factors | 2 x 16 means | 16 unused |
 //! ```
 //! After both heads, the forward kernel keeps one copy of the gains of q and k.
-//! "Across" means
-//! transposed: the row of token j holds its pairs with every i.
+//! "Across" means transposed: the row of token j holds its pairs with every i.
 //!
 //! A lane keeps its columns of every token in registers, so token numbers are compile-time
 //! constants. `GROUPS` is the number of groups of four tokens, rounded up.
@@ -144,7 +143,7 @@ unsafe fn forward<const GROUPS: usize>(
         }
         k_factors.set(lane, of_k);
         sync();
-        head.set_dots::<GROUPS>(q, k, p);
+        head.qk_scores::<GROUPS>(q, k, p);
         sync();
 
         // These reads overlap the softmax.
@@ -173,7 +172,7 @@ unsafe fn forward<const GROUPS: usize>(
 
         let mut row = 0;
         while exists && row < tokens {
-            let mixed = head.mix::<GROUPS>(p, row, &v);
+            let mixed = head.pv_accumulate::<GROUPS>(p, row, &v);
             unroll_on_gpu!(at < 2 => {
                 let i = row + at as u32;
                 if i < tokens {
@@ -273,7 +272,7 @@ unsafe fn backward<const GROUPS: usize>(
         }
         wait_copies::<0>();
         sync();
-        head.set_dots::<GROUPS>(x, y, ds);
+        head.qk_scores::<GROUPS>(x, y, ds);
         let dout = head.columns::<GROUPS>(x);
         sync();
 
@@ -284,7 +283,7 @@ unsafe fn backward<const GROUPS: usize>(
         commit_copies();
         let mut row = 0;
         while exists && row < tokens {
-            let dv = head.mix::<GROUPS>(p_across, row, &dout);
+            let dv = head.pv_accumulate::<GROUPS>(p_across, row, &dout);
             unroll_on_gpu!(at < 2 => {
                 let j = row as usize + at;
                 if j < tokens as usize {
@@ -293,7 +292,8 @@ unsafe fn backward<const GROUPS: usize>(
             });
             row += 2;
         }
-        // Lanes past the tokens write too: `mix` reads whole vectors of four of `ds_across`.
+        // Lanes past the tokens write too: `pv_accumulate` reads whole vectors of four of
+        // `ds_across`.
         if lane < 4 * GROUPS as u32 {
             let (mut row, mut p) = (pair_row::<GROUPS>(ds, lane), [0.0; MAX_TOKENS]);
             let mut sum = 0.0;
@@ -348,7 +348,7 @@ unsafe fn gradient<const GROUPS: usize>(
     let mut dgain = F4::splat(0.0);
     let mut row = 0;
     while row < tokens {
-        let mixed = head.mix::<GROUPS>(pairs, row, others);
+        let mixed = head.pv_accumulate::<GROUPS>(pairs, row, others);
         unroll_on_gpu!(at < 2 => {
             let (i, dy) = (row + at as u32, mixed[at] * gains[1 - part]);
             if i < tokens {

@@ -14,7 +14,7 @@
 //!                 |   |stage|  |              operand.rs   global memory -> shared memory stage
 //!  op(A): m x k   +---+-----+--+              block.rs     stages -> registers -> sums
 //!  +-------+      |   |     |  |              epilogue.rs  sums -> bias, beta C, activation -> out
-//!  | stage |  ->  |   |tile |  |  out: m x n  split.rs     split-K: a block for each chunk of k
+//!  | stage |  ->  |   |tile |  |  out: m x n  split.rs     split-K: a block for each split of k
 //!  +-------+      |   |     |  |              cpu.rs       the emulator's version
 //!  |       |      +---+-----+--+
 //! ```
@@ -29,8 +29,9 @@
 //! - `flags`: [`GELU`] and [`SILU`] apply that activation to the sum. [`SWIGLU`] makes `out`
 //!   silu(c) times the sum. [`GELU_DERIVATIVE`] makes `out` gelu'(c) times the sum. These two
 //!   require `beta` 0. [`STORE_PREACT`] stores the sum itself to `pre`.
-//! - `chunk`: the k of one split-K product. If it is less than k, each `z` has `ceil(k / chunk)`
-//!   products, and `out` has a matrix for each: all chunks of one `z`, then those of the next.
+//! - `k_per_split`: the k of one split of a split-K product. If it is less than k, each `z` has
+//!   `ceil(k / k_per_split)` splits, and `out` has a matrix for each: all splits of one `z`, then
+//!   those of the next.
 //!   [`sum_splits`](struct@sum_splits) reduces them. Such a partial sum has no epilogue: no
 //!   `alpha`, bias, `beta` or flag.
 
@@ -47,7 +48,7 @@ pub(crate) mod tile;
 use crate::family;
 use block::{Problem, compute};
 #[cfg(not(target_arch = "nvptx64"))]
-use checks::{check_factors, check_outputs, sum_chunks};
+use checks::{check_factors, check_outputs, check_split_k};
 use cuda_std::prelude::*;
 use epilogue::Epilogue;
 use operand::{Operand, is_even};
@@ -108,21 +109,21 @@ macro_rules! multiply {
     }};
 }
 
-/// Returns the grid that covers `[m, n]` with tiles: y indexes the split-K chunk, z the batch.
+/// Returns the grid that covers `[m, n]` with tiles: y indexes the split, z the batch.
 ///
 /// Why these checks suffice: every batch of `a` and `b` lies inside its argument. Every matrix of a
-/// batch and chunk lies inside `out` (and `c`, `pre`, `bias` where they are used), and none
+/// batch and split lies inside `out` (and `c`, `pre`, `bias` where they are used), and none
 /// overlaps another. Rows, columns and k are few enough that 32 bits also number those of a tile
 /// that lie past the end. Past the end, a thread reads the last row or nothing, and writes nothing.
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! grid {
     ($p:ident, $tile:ident) => {{
-        let chunks = sum_chunks!($p);
+        let split_k = check_split_k!($p);
         check_factors!($p, $p.flags);
-        check_outputs!($p, chunks);
+        check_outputs!($p, split_k);
         Grid::new(
             Size::of($p.m).div_ceil($tile.rows()).times(Size::of($p.n).div_ceil($tile.cols())),
-            chunks,
+            split_k,
             $p.batches,
         )
     }};
@@ -158,7 +159,7 @@ family! {
         lda: u32,
         ldb: u32,
         ldc: u32,
-        chunk: u32,
+        k_per_split: u32,
         batches: u32,
         stride_a: usize,
         stride_b: usize,
@@ -175,11 +176,11 @@ family! {
         let (a_along_k, b_along_k) = (flags & TRANSPOSE_A == 0, flags & TRANSPOSE_B != 0);
         let a = Operand { values: a, start: z * stride_a, rows: m, stride: lda, along_k: a_along_k };
         let b = Operand { values: b, start: z * stride_b, rows: n, stride: ldb, along_k: b_along_k };
-        // grid_dim_y is the number of split-K chunks.
-        let (chunks, chunk_index) = (thread::grid_dim_y() as usize, thread::block_idx_y());
-        let (start, bias_start) = ((z * chunks + chunk_index as usize) * stride_c, z * stride_bias);
+        // grid_dim_y is the number of splits of k.
+        let (split_k, split) = (thread::grid_dim_y() as usize, thread::block_idx_y());
+        let (start, bias_start) = ((z * split_k + split as usize) * stride_c, z * stride_bias);
         let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, alpha, beta, flags };
-        let problem = Problem { a, b, epilogue, k: Chunk::new(k, chunk, chunk_index) };
+        let problem = Problem { a, b, epilogue, k: SplitRange::new(k, k_per_split, split) };
         // SAFETY: the contract has checked that each batch lies inside its arguments.
         unsafe {
             #[cfg(not(target_arch = "nvptx64"))]

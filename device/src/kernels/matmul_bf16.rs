@@ -15,17 +15,17 @@
 //! there. On one device the bits do not depend on the tile, the grid or the run.
 //!
 //! The parameters are as in [`matmul`](super::matmul), except that the [`OperandLayout`] gives the
-//! storage of A, not a flag. `out`, `c` and `pre` hold S. If k is split into several chunks,
-//! `chunk` is a multiple of a stage's k, and S is f32.
+//! storage of A, not a flag. `out`, `c` and `pre` hold S. If k is split, `k_per_split` is a multiple
+//! of a stage's k, and S is f32.
 //!
-//! [`BIAS_GRAD`] adds an epilogue output `sums`, f32, `[batches, chunks, n]`: the sums of B's
+//! [`BIAS_GRAD`] adds an epilogue output `sums`, f32, `[batches, split_k, n]`: the sums of B's
 //! columns over k. For dw = x^T dy this is the bias gradient, so dy is not read a second time. The
 //! blocks of the first row of tiles compute it from the fragments that they multiply. The order is
 //! the same in every tile and on every device:
 //!
 //! ```text
 //! lane t of four adds its elements, k ascending    k mod 16:  2 t, 2 t + 1, 2 t + 8, 2 t + 9
-//! sums = (lane 0 + lane 1) + (lane 2 + lane 3)     of each chunk of k
+//! sums = (lane 0 + lane 1) + (lane 2 + lane 3)     of each split of k
 //! ```
 
 mod block;
@@ -37,9 +37,9 @@ mod tile;
 #[cfg(not(target_arch = "nvptx64"))]
 use super::matmul::TRANSPOSE_A;
 #[cfg(not(target_arch = "nvptx64"))]
-use super::matmul::checks::{self, check_factors, check_outputs, sum_chunks};
+use super::matmul::checks::{self, check_factors, check_outputs, check_split_k};
 use super::matmul::epilogue::Epilogue;
-use super::matmul::split::{Chunk, Splits};
+use super::matmul::split::{SplitK, SplitRange};
 use super::matmul::{Cost, TRANSPOSE_B};
 use crate::family;
 use block::{ColumnSums, Problem, compute};
@@ -107,7 +107,7 @@ family! {
         lda: u32,
         ldb: u32,
         ldc: u32,
-        chunk: u32,
+        k_per_split: u32,
         batches: u32,
         stride_a: usize,
         stride_b: usize,
@@ -124,16 +124,16 @@ family! {
         const A_ALONG_K: bool = matches!(VARIANT.0, OperandLayout::Plain);
         let a = Operand { values: a, start: z * stride_a, rows: m, stride: lda, along_k: A_ALONG_K };
         let b = Operand { values: b, start: z * stride_b, rows: n, stride: ldb, along_k: flags & TRANSPOSE_B != 0 };
-        // grid_dim_y is the number of split-K chunks.
-        let (chunks, chunk_index) = (thread::grid_dim_y() as usize, thread::block_idx_y());
-        let (start, bias_start) = ((z * chunks + chunk_index as usize) * stride_c, z * stride_bias);
+        // grid_dim_y is the number of splits of k.
+        let (split_k, split) = (thread::grid_dim_y() as usize, thread::block_idx_y());
+        let (start, bias_start) = ((z * split_k + split as usize) * stride_c, z * stride_bias);
         let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, alpha, beta, flags };
-        let Chunk { first, end, .. } = Chunk::new(k, chunk, chunk_index);
+        let SplitRange { first, end, .. } = SplitRange::new(k, k_per_split, split);
         let columns = ColumnSums {
             wanted: flags & BIAS_GRAD != 0,
             accumulate: flags & ADD_TO_SUMS,
             sums,
-            start: (z * chunks + chunk_index as usize) * n as usize,
+            start: (z * split_k + split as usize) * n as usize,
         };
         let problem = Problem { a, b, epilogue, columns, k: [first, end] };
         // SAFETY: the contract has checked that each batch lies inside its arguments.
@@ -145,35 +145,35 @@ family! {
         }
     }
     // SAFETY: every batch of `a` and `b` lies inside its argument. Every matrix of a batch and
-    // chunk lies inside `out` (and `c`, `pre`, `bias` where they are used), and none overlaps
-    // another. `sums`, where it is used, has a row of n for each of them. A chunk of k begins with
+    // split lies inside `out` (and `c`, `pre`, `bias` where they are used), and none overlaps
+    // another. `sums`, where it is used, has a row of n for each of them. A split of k begins with
     // a stage. A thread reads and writes nothing past the end of the rows, the columns or k.
     contract unsafe { block: VARIANT.1.threads(), shared: VARIANT.1.shared_bytes() } |p| {
         let (form, tile) = VARIANT;
         let of_a = if form == OperandLayout::Plain { 0 } else { TRANSPOSE_A };
-        let chunks = sum_chunks!(p);
+        let split_k = check_split_k!(p);
         check_factors!(p, of_a | p.flags & TRANSPOSE_B);
-        check_outputs!(p, chunks);
+        check_outputs!(p, split_k);
         if p.flags & BIAS_GRAD != 0 {
             let sums_b = form == OperandLayout::Transposed && size_of::<S>() == size_of::<f32>();
             Violation::unless(sums_b, "flags", "sums of B only beside a transposed A, into f32", p.flags)?;
             Violation::unless(p.flags & TRANSPOSE_B == 0, "flags", "B as [k, n] where it is summed", p.flags)?;
             Violation::unless(p.m > 0, "m", "at least one where B is summed", p.m)?;
-            let matrices = Size::of(p.batches).times(chunks);
+            let matrices = Size::of(p.batches).times(split_k);
             checks::holds("sums", p.sums.len(), matrices, p.n as usize, [1, p.n as usize], p.n as usize)?;
         }
-        Violation::unless(chunks == 1 || p.chunk.is_multiple_of(DEPTH), "chunk", "whole stages of k", p.chunk)?;
-        Grid::new(Size::of(p.m).div_ceil(tile.rows()).times(Size::of(p.n).div_ceil(tile.cols())), chunks, p.batches)
+        Violation::unless(split_k == 1 || p.k_per_split.is_multiple_of(DEPTH), "k_per_split", "whole stages of k", p.k_per_split)?;
+        Grid::new(Size::of(p.m).div_ceil(tile.rows()).times(Size::of(p.n).div_ceil(tile.cols())), split_k, p.batches)
     }
 }
 
-const SPLITS: Splits = Splits { tiles: &[[128, 128, 15]], ends: 333, partial: 150, least: 512, step: DEPTH as usize };
+const SPLIT_K: SplitK = SplitK { tiles: &[[128, 128, 15]], ends: 333, partial: 150, least: 512, step: DEPTH as usize };
 
-/// The k of a split-K chunk of the product `[m, k] [k, n]`. It depends only on these three. If the
+/// The k of one split of the split-K product `[m, k] [k, n]`. It depends only on these three. If the
 /// product is not split, it is all of k, and at least 1.
 #[must_use]
-pub fn chunk(m: usize, n: usize, k: usize) -> usize {
-    SPLITS.chunk(m, n, k)
+pub fn k_per_split(m: usize, n: usize, k: usize) -> usize {
+    SPLIT_K.k_per_split(m, n, k)
 }
 
 /// The tiles. Both output types have all of them.

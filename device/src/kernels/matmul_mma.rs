@@ -18,7 +18,7 @@
 //! ```
 //! The parameters are as in [`matmul`](super::matmul), without the operands' transposes and leading
 //! dimensions. A's rows are m, and B's rows are n. `stride_a` and `stride_b` count words. If k is
-//! split into several chunks, `chunk` is a multiple of the elements in a step.
+//! split, `k_per_split` is a multiple of the elements in a step.
 
 mod block;
 mod operand;
@@ -26,9 +26,9 @@ mod tile;
 
 use super::matmul::Cost;
 #[cfg(not(target_arch = "nvptx64"))]
-use super::matmul::checks::{self, check_outputs, sum_chunks};
+use super::matmul::checks::{self, check_outputs, check_split_k};
 use super::matmul::epilogue::Epilogue;
-use super::matmul::split::{Chunk, Splits};
+use super::matmul::split::{SplitK, SplitRange};
 use crate::family;
 use crate::mma::STEP;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -47,10 +47,10 @@ pub const T128X128: Tile = Tile { warps: [2, 2], blocks: [2, 2], cost: Cost::new
 /// 128 x 256, 256 threads.
 pub const T128X256: Tile = Tile { warps: [2, 4], blocks: [2, 2], cost: Cost::new(61, 52, 30000) };
 
-/// Returns the grid that covers `[m, n]` with tiles: y indexes the split-K chunk, z the batch.
+/// Returns the grid that covers `[m, n]` with tiles: y indexes the split, z the batch.
 ///
 /// Why these checks suffice: all fragments of each batch of `a` and `b` lie inside the argument, on
-/// 16-byte boundaries. A chunk begins with a fragment. Outputs are checked as in
+/// 16-byte boundaries. A split begins with a fragment. Outputs are checked as in
 /// [`matmul`](super::matmul).
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! grid {
@@ -59,15 +59,20 @@ macro_rules! grid {
             let words = fragments([rows as usize, $p.k as usize]);
             checks::holds(name, len, $p.batches, stride, [1, words], words)?;
         }
-        let chunks = sum_chunks!($p);
-        check_outputs!($p, chunks);
+        let split_k = check_split_k!($p);
+        check_outputs!($p, split_k);
         for (name, words) in [("stride_a", $p.stride_a), ("stride_b", $p.stride_b)] {
             Violation::unless_aligned(name, words, 4)?;
         }
-        Violation::unless(chunks == 1 || $p.chunk.is_multiple_of(STEP), "chunk", "whole steps of k", $p.chunk)?;
+        Violation::unless(
+            split_k == 1 || $p.k_per_split.is_multiple_of(STEP),
+            "k_per_split",
+            "whole steps of k",
+            $p.k_per_split,
+        )?;
         Grid::new(
             Size::of($p.m).div_ceil($tile.rows()).times(Size::of($p.n).div_ceil($tile.cols())),
-            chunks,
+            split_k,
             $p.batches,
         )
     }};
@@ -96,7 +101,7 @@ family! {
         n: u32,
         k: u32,
         ldc: u32,
-        chunk: u32,
+        k_per_split: u32,
         batches: u32,
         stride_a: usize,
         stride_b: usize,
@@ -110,10 +115,10 @@ family! {
         if z >= batches as usize {
             return;
         }
-        // grid_dim_y is the number of split-K chunks.
-        let (chunks, chunk_index) = (thread::grid_dim_y() as usize, thread::block_idx_y());
-        let Chunk { first, end, .. } = Chunk::new(k, chunk, chunk_index);
-        let (start, bias_start) = ((z * chunks + chunk_index as usize) * stride_c, z * stride_bias);
+        // grid_dim_y is the number of splits of k.
+        let (split_k, split) = (thread::grid_dim_y() as usize, thread::block_idx_y());
+        let SplitRange { first, end, .. } = SplitRange::new(k, k_per_split, split);
+        let (start, bias_start) = ((z * split_k + split as usize) * stride_c, z * stride_bias);
         let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, alpha, beta, flags };
         let [all, first, end] = [k, first, end].map(|k| k.div_ceil(STEP));
         let a = PackedOperand::new(a, z * stride_a, m, [all, end]);
@@ -131,14 +136,14 @@ family! {
     contract unsafe { block: TILE.threads(), shared: TILE.shared_bytes() } |p| grid!(p, TILE)
 }
 
-const SPLITS: Splits =
-    Splits { tiles: &[[64, 128, 24], [128, 128, 36]], ends: 125, partial: 150, least: 256, step: 64 };
+const SPLIT_K: SplitK =
+    SplitK { tiles: &[[64, 128, 24], [128, 128, 36]], ends: 125, partial: 150, least: 256, step: 64 };
 
-/// The k of a split-K chunk of the product `[m, k] [k, n]`. It depends only on these three. If the
+/// The k of one split of the split-K product `[m, k] [k, n]`. It depends only on these three. If the
 /// product is not split, it is all of k, and at least 1.
 #[must_use]
-pub fn chunk(m: usize, n: usize, k: usize) -> usize {
-    SPLITS.chunk(m, n, k)
+pub fn k_per_split(m: usize, n: usize, k: usize) -> usize {
+    SPLIT_K.k_per_split(m, n, k)
 }
 
 /// The tiles.

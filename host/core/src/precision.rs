@@ -19,7 +19,7 @@ use std::str::FromStr;
 /// multiply, or after both multiplies of a backward pass.
 ///
 /// Multiplies of fewer than [`Precision::LEAST`] rows, columns or k always run in
-/// [`Precision::F32`], unless they name a [`tensor_tile`](crate::ops::Gemm::tensor_tile), because a
+/// [`Precision::F32`], unless they name a [`mma_tile`](crate::ops::Gemm::mma_tile), because a
 /// tensor core would work on padding.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Precision {

@@ -168,7 +168,7 @@ impl Head {
     /// lane's pairs are 4 apart in each direction, so each row that it reads serves `GROUPS` of
     /// them. A 16-byte read of half a warp has no bank conflict.
     #[inline(always)]
-    pub(super) fn set_dots<const GROUPS: usize>(self, a: SharedTile<f32>, b: SharedTile<f32>, pairs: SharedTile<f32>) {
+    pub(super) fn qk_scores<const GROUPS: usize>(self, a: SharedTile<f32>, b: SharedTile<f32>, pairs: SharedTile<f32>) {
         let (mut i, mut j) = ([0; GROUPS], [0; GROUPS]);
         unroll_on_gpu!(at < GROUPS => {
             i[at] = self.lane / 8 * 2 + self.lane / 2 % 2 + 4 * at as u32;
@@ -208,7 +208,7 @@ impl Head {
     /// Returns `sum_j pairs[i, j] columns[j]`, j ascending, for i = `row` and the next. Two chains
     /// overlap each other's read latency.
     #[inline(always)]
-    pub(super) fn mix<const GROUPS: usize>(
+    pub(super) fn pv_accumulate<const GROUPS: usize>(
         self,
         pairs: SharedTile<f32>,
         row: u32,

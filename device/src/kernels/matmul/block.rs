@@ -16,11 +16,11 @@
 //! before the last barrier. Factors are also read one group of k ahead of their use.
 //!
 //! Invariant: each sum is one chain over ascending k that begins with zero. Nothing past the end of
-//! k is added. The chains of a chunk are added in order.
+//! k is added. The chains of a split are added in order.
 
 use super::epilogue::{Epilogue, Places};
 use super::operand::Stage;
-use super::split::Chunk;
+use super::split::SplitRange;
 use super::tile::place;
 use super::{Operand, Tile};
 use crate::tile::{SharedTile, commit_copies, wait_copies};
@@ -36,11 +36,11 @@ pub(super) struct Problem<'p> {
     pub(super) a: Operand<'p>,
     pub(super) b: Operand<'p>,
     pub(super) epilogue: Epilogue<'p, f32>,
-    pub(super) k: Chunk,
+    pub(super) k: SplitRange,
 }
 
 impl Problem<'_> {
-    /// True if the chunk has another chain after `until`. The problem then becomes that chain,
+    /// True if the split has another chain after `until`. The problem then becomes that chain,
     /// added to the output so far.
     #[inline(always)]
     pub(super) fn goes_on(&mut self, until: u32) -> bool {

@@ -37,27 +37,32 @@ macro_rules! check_factors {
 }
 pub(crate) use check_factors;
 
-/// Returns the number of split-K chunks. If there are several, the epilogue must be empty.
-macro_rules! sum_chunks {
+/// Returns the number of splits of k. If there are several, the epilogue must be empty.
+macro_rules! check_split_k {
     ($p:ident) => {{
         checks::countable("k", $p.k)?;
-        Violation::unless($p.chunk > 0, "chunk", "at least one", $p.chunk)?;
-        let chunks = $p.k.div_ceil($p.chunk).max(1);
+        Violation::unless($p.k_per_split > 0, "k_per_split", "at least one", $p.k_per_split)?;
+        let split_k = $p.k.div_ceil($p.k_per_split).max(1);
         let kept_or_activated = $p.flags & ($crate::matmul::ACTIVATIONS | $crate::matmul::STORE_PREACT) != 0;
         let sum_alone = $p.bias.is_empty() && $p.alpha == 1.0 && $p.beta == 0.0 && !kept_or_activated;
-        Violation::unless(chunks == 1 || sum_alone, "chunk", "k where something follows the sum", $p.chunk)?;
-        chunks
+        Violation::unless(
+            split_k == 1 || sum_alone,
+            "k_per_split",
+            "k where something follows the sum",
+            $p.k_per_split,
+        )?;
+        split_k
     }};
 }
-pub(crate) use sum_chunks;
+pub(crate) use check_split_k;
 
-/// Checks the outputs and the epilogue's inputs: `$chunks` matrices for each batch, and one bias.
+/// Checks the outputs and the epilogue's inputs: `$split_k` matrices for each batch, and one bias.
 macro_rules! check_outputs {
-    ($p:ident, $chunks:expr) => {
+    ($p:ident, $split_k:expr) => {
         checks::countable("m", $p.m)?;
         checks::countable("n", $p.n)?;
         let [m, n, ldc] = [$p.m, $p.n, $p.ldc].map(|x| x as usize);
-        let matrices = Size::of($p.batches).times($chunks);
+        let matrices = Size::of($p.batches).times($split_k);
         checks::holds("out", $p.out.len(), matrices, $p.stride_c, [m, n], ldc)?;
         if checks::reads_c(&$p.c, $p.flags, $p.beta)? {
             checks::holds("c", $p.c.len(), matrices, $p.stride_c, [m, n], ldc)?;

@@ -1,22 +1,22 @@
-//! Split-K products: which products are split, into what parts, and how the parts become one
+//! Split-K products: which products are split, into how many splits, and how the splits become one
 //! result.
 //!
 //! A product with few outputs and a long k would leave most multiprocessors idle. A product whose
 //! tiles fill the multiprocessors one and a quarter times would idle a third of them. One chain
-//! over all of k would also accumulate too many roundings. So k is cut into the number of chunks
-//! that takes the least time, and each chunk into chains:
+//! over all of k would also accumulate too many roundings. So k is cut into the number of splits
+//! that takes the least time, and each split into chains:
 //!
 //! ```text
-//! m = n = 512, k = 10000:  8 chunks of 1280, of which the last has 1040 k
+//! m = n = 512, k = 10000:  8 splits of 1280, of which the last has 1040 k
 //!
 //! k    0     1024  1280  2304  2560        8960  9984  10000
 //!      | chain | chain | chain | chain | .. | chain | chain |
-//!      |    chunk 0    |    chunk 1    | .. |    chunk 7    |     a chain has up to 1024 k
+//!      |    split 0    |    split 1    | .. |    split 7    |     a chain has up to 1024 k
 //! blocks    y = 0           y = 1                 y = 7           each adds its chains in order
 //! partials   p0              p1                    p7             for each batch
 //! out = epilogue(((p0 + p1) + ..) + p7)                           sum_splits
 //! ```
-//! Invariant: chunks and chains depend only on m, n and k, never on the device or the number of
+//! Invariant: splits and chains depend only on m, n and k, never on the device or the number of
 //! batches.
 
 use super::epilogue::{Epilogue, Places};
@@ -33,7 +33,7 @@ use half::bf16;
 pub const CHAIN: u32 = 1024;
 
 /// The cost model of a kernel's blocks, which decides how its products are split.
-pub(crate) struct Splits {
+pub(crate) struct SplitK {
     /// The tiles that are compared: rows, columns, and the cycles of an H200 multiprocessor for one
     /// k.
     pub(crate) tiles: &'static [[usize; 3]],
@@ -41,9 +41,9 @@ pub(crate) struct Splits {
     pub(crate) ends: usize,
     /// The cycles to write and read back the partial sums of 128 x 128 outputs.
     pub(crate) partial: usize,
-    /// The minimum of products in a chunk. Smaller chunks save nothing.
+    /// The minimum of products in a split. Smaller splits save nothing.
     pub(crate) least: usize,
-    /// The unit of a chunk's size. Multiples of it start on a vector boundary and end with a stage.
+    /// The unit of a split's size. Multiples of it start on a vector boundary and end with a stage.
     pub(crate) step: usize,
 }
 
@@ -51,29 +51,29 @@ pub(crate) struct Splits {
 /// devices, so that a sum's order is the same on all. The cost of partial sums lies between an
 /// H200's and a GB10's. A GB10 multiplies half as fast and moves a twentieth of the bytes.
 const PROCESSORS: usize = 132;
-/// The maximum number of chunks. More chunks cost the reduction more time than they save.
-const MOST_CHUNKS: usize = 64;
+/// The maximum number of splits. More splits cost the reduction more time than they save.
+const MAX_SPLIT_K: usize = 64;
 /// The outputs to which [`Splits::partial`] refers.
 const OUTPUTS: usize = 128 * 128;
 
-impl Splits {
-    /// Returns the k of a split-K chunk of the product `[m, k] [k, n]`. It depends only on these
-    /// three. If the product is not split, it is all of k, and at least 1.
-    pub(crate) fn chunk(&self, m: usize, n: usize, k: usize) -> usize {
-        let most = (k / self.least).clamp(1, MOST_CHUNKS);
-        let chunks = (1..=most).min_by_key(|chunks| self.time(m, n, k, *chunks)).unwrap_or(1);
-        if chunks < 2 { k.max(1) } else { k.div_ceil(chunks).next_multiple_of(self.step) }
+impl SplitK {
+    /// Returns the k of one split of the split-K product `[m, k] [k, n]`. It depends only on
+    /// these three. If the product is not split, it is all of k, and at least 1.
+    pub(crate) fn k_per_split(&self, m: usize, n: usize, k: usize) -> usize {
+        let most = (k / self.least).clamp(1, MAX_SPLIT_K);
+        let split_k = (1..=most).min_by_key(|split_k| self.time(m, n, k, *split_k)).unwrap_or(1);
+        if split_k < 2 { k.max(1) } else { k.div_ceil(split_k).next_multiple_of(self.step) }
     }
 
-    /// Estimates the cycles of a product in `chunks` chunks, in the tile that takes the fewest.
-    fn time(&self, m: usize, n: usize, k: usize, chunks: usize) -> usize {
-        let products = k.div_ceil(chunks);
+    /// Estimates the cycles of a product in `split_k` splits, in the tile that takes the fewest.
+    fn time(&self, m: usize, n: usize, k: usize, split_k: usize) -> usize {
+        let products = k.div_ceil(split_k);
         // A block that has a multiprocessor to itself waits a quarter of the time.
         let alone = products + products / 3 + self.ends;
         let times = self.tiles.iter().map(|[rows, cols, cycles]| {
-            let blocks = m.div_ceil(*rows).saturating_mul(n.div_ceil(*cols)).max(1).saturating_mul(chunks);
+            let blocks = m.div_ceil(*rows).saturating_mul(n.div_ceil(*cols)).max(1).saturating_mul(split_k);
             let together = blocks.div_ceil(PROCESSORS).saturating_mul(products + self.ends);
-            let partials = if chunks > 1 { blocks.saturating_mul(rows * cols * self.partial / OUTPUTS) } else { 0 };
+            let partials = if split_k > 1 { blocks.saturating_mul(rows * cols * self.partial / OUTPUTS) } else { 0 };
             together.max(alone).saturating_mul(*cycles).saturating_add(partials)
         });
         times.min().unwrap_or(usize::MAX)
@@ -81,17 +81,17 @@ impl Splits {
 }
 
 /// The cost of the tiles that are fastest with many outputs and with few.
-const SPLITS: Splits = Splits { tiles: &[[64, 128, 88], [32, 64, 30]], ends: 20, partial: 225, least: 256, step: 64 };
+const SPLIT_K: SplitK = SplitK { tiles: &[[64, 128, 88], [32, 64, 30]], ends: 20, partial: 225, least: 256, step: 64 };
 
-/// Returns the k of a split-K chunk of the product `[m, k] [k, n]`. It depends only on these three.
-/// If the product is not split, it is all of k, and at least 1.
+/// Returns the k of one split of the split-K product `[m, k] [k, n]`. It depends only on these
+/// three. If the product is not split, it is all of k, and at least 1.
 #[must_use]
-pub fn chunk(m: usize, n: usize, k: usize) -> usize {
-    SPLITS.chunk(m, n, k)
+pub fn k_per_split(m: usize, n: usize, k: usize) -> usize {
+    SPLIT_K.k_per_split(m, n, k)
 }
 
 /// The part of k that a block sums.
-pub(crate) struct Chunk {
+pub(crate) struct SplitRange {
     /// The start of its first chain.
     pub(crate) first: u32,
     /// The end of its last chain.
@@ -100,15 +100,15 @@ pub(crate) struct Chunk {
     pub(super) chain: u32,
 }
 
-impl Chunk {
-    /// Returns the `index`th chunk of `k`.
+impl SplitRange {
+    /// Returns the `index`th split of `k`.
     #[inline(always)]
-    pub(crate) fn new(k: u32, chunk: u32, index: u32) -> Self {
-        if chunk >= k {
+    pub(crate) fn new(k: u32, k_per_split: u32, index: u32) -> Self {
+        if k_per_split >= k {
             return Self { first: 0, end: k, chain: k };
         }
-        let first = index * chunk;
-        let end = if k - first < chunk { k } else { first + chunk };
+        let first = index * k_per_split;
+        let end = if k - first < k_per_split { k } else { first + k_per_split };
         Self { first, end, chain: CHAIN }
     }
 
@@ -129,12 +129,12 @@ family! {
     /// Reduces a split-K product: `out = epilogue(partials[0] + partials[1] + ..)` for each batch,
     /// in that order.
     ///
-    /// `partials`: `[batches, splits, m, n]`, at least one split. The other parameters are as in a
+    /// `partials`: `[batches, split_k, m, n]`, at least one split. The other parameters are as in a
     /// multiply. A thread has four columns of a row.
     sum_splits<S: Stored> { sum_splits_f32: f32; sum_splits_bf16: bf16; }
     unsafe fn(
         partials: &[f32],
-        splits: u32,
+        split_k: u32,
         bias: &[f32],
         c: *const S,
         out: *mut S,
@@ -158,12 +158,12 @@ family! {
         }
         // If rows are whole vectors, the partial sums' rows are too.
         let part = if cols.is_multiple_of(F4::LEN) { Part::Whole } else { Part::first(cols - column) };
-        let first = ((batch * splits as usize) * m + row) * cols + column;
+        let first = ((batch * split_k as usize) * m + row) * cols + column;
         // SAFETY: these columns of the row lie inside each partial sum's matrix.
         let sum = unsafe {
             match part {
-                Part::Whole => total(splits, |split| F4::load(partials, first + split * m * cols)),
-                part => total(splits, |split| F4::load_part(partials, first + split * m * cols, part, 0.0)),
+                Part::Whole => total(split_k, |split| F4::load(partials, first + split * m * cols)),
+                part => total(split_k, |split| F4::load_part(partials, first + split * m * cols, part, 0.0)),
             }
         };
         let (start, bias_start) = (batch * stride_c, batch * stride_bias);
@@ -171,24 +171,24 @@ family! {
         // SAFETY: row and columns lie inside the output.
         unsafe { epilogue.finish(Places::new(row as u32, [column as u32], 4), [[sum]]) };
     }
-    // SAFETY: `partials` holds `splits` packed matrices for each batch. `check_outputs!` has
+    // SAFETY: `partials` holds `split_k` packed matrices for each batch. `check_outputs!` has
     // checked the matrices of `out`, `c`, `pre` and `bias` that are used. A thread first checks its
     // row and batch, and drops columns past `n`.
     contract unsafe { block: THREADS, shared: 0 } |p| {
         let [m, n] = [p.m, p.n].map(|x| x as usize);
-        Violation::unless(p.splits > 0, "splits", "at least one", p.splits)?;
-        let partials = Size::of(p.batches).times(p.splits);
+        Violation::unless(p.split_k > 0, "split_k", "at least one", p.split_k)?;
+        let partials = Size::of(p.batches).times(p.split_k);
         checks::holds("partials", p.partials.len(), partials, m.saturating_mul(n), [m, n], n)?;
         check_outputs!(p, 1);
         Grid::new(Size::of(m).times(n.div_ceil(COLUMNS)), p.batches, 1)
     }
 }
 
-/// Returns the sum of `splits` partial sums, in order. Eight are loaded before the first is added.
+/// Returns the sum of `split_k` partial sums, in order. Eight are loaded before the first is added.
 #[inline(always)]
-fn total(splits: u32, partial: impl Fn(usize) -> F4) -> F4 {
+fn total(split_k: u32, partial: impl Fn(usize) -> F4) -> F4 {
     // Adding -0 changes no number, not even -0.
-    let (mut sum, mut next, end) = (F4::splat(-0.0), 0, splits as usize);
+    let (mut sum, mut next, end) = (F4::splat(-0.0), 0, split_k as usize);
     while next + 8 <= end {
         let mut some = [sum; 8];
         unroll_on_gpu!(i < 8 => { some[i] = partial(next + i); });

@@ -289,7 +289,7 @@ const LISTED: &[Listed] = &[
     }),
     each!(matmul::VARIANTS, |i, tile| products::product(i, tile), if |(_, tile)| !tile.is_on_cpu()),
     both!("sum_splits", <S>, |i| products::splits::<S>(i)),
-    each!(matmul_mma::VARIANTS, |i, tile| products::tensor_product(i, tile)),
+    each!(matmul_mma::VARIANTS, |i, tile| products::mma_product(i, tile)),
     each!(matmul_bf16::<'_, f32>::VARIANTS, |i, variant, stored| if stored == <bf16 as Element>::NAME {
         products::bf16_product::<bf16>(i, variant)
     } else {

@@ -12,17 +12,17 @@ use kernels::matmul::{
     GELU, GELU_DERIVATIVE, SILU, STORE_PREACT, SWIGLU, TRANSPOSE_A, TRANSPOSE_B, Tile, matmul, sum_splits,
 };
 use kernels::matmul_bf16::{self as of_bf16, ADD_TO_SUMS, BIAS_GRAD, matmul_bf16};
-use kernels::matmul_mma::{Tile as TensorTile, matmul_mma};
+use kernels::matmul_mma::{Tile as MmaTile, matmul_mma};
 use kernels::mma::{Side, fragments};
 use kernels::precision::{Rounding, round_to_tf32};
 use stepscope_core::error::Result;
 use stepscope_core::ops;
 use stepscope_core::tensor::{Element, Source, Stored, Target, Tensor};
 
-/// A matmul: batches, `[m, n, k]`, the size of a split-K chunk, flags, alpha and beta.
+/// A matmul: batches, `[m, n, k]`, the size of a split, flags, alpha and beta.
 type Product = (usize, [usize; 3], usize, u32, [f32; 2]);
 
-/// A chunk that covers all of k.
+/// A split that covers all of k.
 const ALL: usize = usize::MAX;
 
 /// Products with and without tails, with each way to store and each epilogue.
@@ -38,7 +38,7 @@ const PRODUCTS: [Product; 7] = [
 
 /// Four blocks of the largest tile, and enough uses of GELU, because fusing changes one result in
 /// some hundreds. Copies by vectors and by elements along both axes, complete and partial stages,
-/// and split-K chunks of which the first has two chains.
+/// and splits of which the first has two chains.
 const SMALLEST_PRODUCTS: [Product; 7] = [
     (1, [129, 257, 5], ALL, GELU, [1.0, 0.0]),
     (2, [8, 12, 68], ALL, TRANSPOSE_A, [1.0, 1.0]),
@@ -50,7 +50,7 @@ const SMALLEST_PRODUCTS: [Product; 7] = [
 ];
 
 /// Products for tensor cores, which have no transposes.
-const TENSOR_PRODUCTS: [Product; 7] = [
+const MMA_PRODUCTS: [Product; 7] = [
     (1, [1, 8, 8], ALL, 0, [1.0, 0.0]),
     (1, [64, 64, 64], ALL, 0, [1.0, 1.0]),
     (3, [136, 72, 24], ALL, 0, [1.0, 0.0]),
@@ -61,8 +61,8 @@ const TENSOR_PRODUCTS: [Product; 7] = [
 ];
 
 /// Four blocks of the largest tile, enough uses of GELU, vectors and elements, stages that wrap
-/// around the ring, and split-K chunks.
-const SMALLEST_TENSOR_PRODUCTS: [Product; 6] = [
+/// around the ring, and splits.
+const SMALLEST_MMA_PRODUCTS: [Product; 6] = [
     (1, [129, 257, 24], ALL, GELU, [1.0, 0.0]),
     (2, [12, 24, 168], ALL, GELU | STORE_PREACT, [1.0, 0.5]),
     (1, [3, 7, 8], ALL, GELU, [1.0, 0.0]),
@@ -73,9 +73,9 @@ const SMALLEST_TENSOR_PRODUCTS: [Product; 6] = [
 
 /// Runs the case of a tile. All tiles give the same bits.
 pub(super) fn product(i: &Inputs<'_, '_>, tile: Tile) -> Result<()> {
-    for &(batches, [m, n, k], chunk, flags, [alpha, beta]) in i.by_form(&PRODUCTS[..], &SMALLEST_PRODUCTS) {
+    for &(batches, [m, n, k], k_per_split, flags, [alpha, beta]) in i.by_form(&PRODUCTS[..], &SMALLEST_PRODUCTS) {
         let (a, b, bias) = (i.normals([batches, m, k])?, i.normals([batches, k, n])?, i.normals([batches, n])?);
-        let shape = [batches * k.div_ceil(chunk), m, n];
+        let shape = [batches * k.div_ceil(k_per_split), m, n];
         let mut out = i.output(reads_c(flags, beta), shape, || i.normals(shape))?;
         let mut pre = i.output(false, shape, || i.normals(shape))?;
         let (c, written) = out.in_place();
@@ -83,7 +83,7 @@ pub(super) fn product(i: &Inputs<'_, '_>, tile: Tile) -> Result<()> {
             tile,
             a: a.slice(),
             b: b.slice(),
-            bias: unless_chunked(chunk < k, &bias),
+            bias: unless_split(k_per_split < k, &bias),
             c,
             out: written,
             pre: pre.out(),
@@ -93,7 +93,7 @@ pub(super) fn product(i: &Inputs<'_, '_>, tile: Tile) -> Result<()> {
             lda: if flags & TRANSPOSE_A == 0 { k } else { m } as u32,
             ldb: if flags & TRANSPOSE_B == 0 { n } else { k } as u32,
             ldc: n as u32,
-            chunk: chunk.min(k) as u32,
+            k_per_split: k_per_split.min(k) as u32,
             batches: batches as u32,
             stride_a: m * k,
             stride_b: k * n,
@@ -113,9 +113,9 @@ fn reads_c(flags: u32, beta: f32) -> bool {
     beta != 0.0 || flags & SWIGLU != 0
 }
 
-/// Returns the bias, or none if the product is split, because no epilogue may follow a chunk's sum.
-fn unless_chunked<'t>(chunked: bool, bias: &'t Tensor<'_>) -> Slice<'t, f32> {
-    if chunked { Slice::empty() } else { bias.slice() }
+/// Returns the bias, or none if the product is split, because no epilogue may follow a split's sum.
+fn unless_split<'t>(is_split: bool, bias: &'t Tensor<'_>) -> Slice<'t, f32> {
+    if is_split { Slice::empty() } else { bias.slice() }
 }
 
 /// Keeps the outputs of a matmul.
@@ -127,13 +127,13 @@ fn keep_outputs<'s, S: Stored>(i: &Inputs<'_, 's>, flags: u32, out: &Tensor<'s, 
 /// Runs the case of a tensor-core tile: [`product`] on whole numbers so small that every sum is
 /// exact. The order of sums, which differs between GPUs, then changes nothing. The smallest size
 /// has a fractional bias, so that GELU does not see only whole numbers.
-pub(super) fn tensor_product(i: &Inputs<'_, '_>, tile: TensorTile) -> Result<()> {
-    for &(batches, [m, n, k], chunk, flags, [alpha, beta]) in i.by_form(&TENSOR_PRODUCTS[..], &SMALLEST_TENSOR_PRODUCTS)
+pub(super) fn mma_product(i: &Inputs<'_, '_>, tile: MmaTile) -> Result<()> {
+    for &(batches, [m, n, k], k_per_split, flags, [alpha, beta]) in i.by_form(&MMA_PRODUCTS[..], &SMALLEST_MMA_PRODUCTS)
     {
         let (a, b) = (i.whole(batches * m * k)?, i.whole(batches * k * n)?);
         let [(a, stride_a), (b, stride_b)] = round_factors(i, batches, [m, n, k], TRANSPOSE_B, [&a, &b])?;
         let bias = if i.form == CaseSize::Whole { i.whole(batches * n)? } else { i.normals([batches * n])? };
-        let length = batches * k.div_ceil(chunk) * m * n;
+        let length = batches * k.div_ceil(k_per_split) * m * n;
         let mut out = i.output(reads_c(flags, beta), [length], || i.whole(length))?;
         let mut pre = i.output(false, [length], || i.step.upload(&i.step.read(&out)?, [length]))?;
         let (c, written) = out.in_place();
@@ -141,7 +141,7 @@ pub(super) fn tensor_product(i: &Inputs<'_, '_>, tile: TensorTile) -> Result<()>
             tile,
             a: a.slice(),
             b: b.slice(),
-            bias: unless_chunked(chunk < k, &bias),
+            bias: unless_split(k_per_split < k, &bias),
             c,
             out: written,
             pre: pre.out(),
@@ -149,7 +149,7 @@ pub(super) fn tensor_product(i: &Inputs<'_, '_>, tile: TensorTile) -> Result<()>
             n: n as u32,
             k: k as u32,
             ldc: n as u32,
-            chunk: chunk.min(k) as u32,
+            k_per_split: k_per_split.min(k) as u32,
             batches: batches as u32,
             stride_a,
             stride_b,
@@ -195,7 +195,7 @@ const SMALLEST_BF16_PRODUCTS: [Product; 9] = [
 ];
 
 /// Runs the case of a kernel for BF16 tensors: [`product`]s of its layout on whole numbers so small
-/// that every sum is exact, as for [`tensor_product`].
+/// that every sum is exact, as for [`mma_product`].
 pub(super) fn bf16_product<S: Stored>(
     i: &Inputs<'_, '_>,
     variant: (of_bf16::OperandLayout, of_bf16::Tile),
@@ -203,11 +203,11 @@ pub(super) fn bf16_product<S: Stored>(
     let products = i.by_form(&BF16_PRODUCTS[..], &SMALLEST_BF16_PRODUCTS).iter();
     let is_own =
         |flags: u32| exists::<S>(flags) && (flags & TRANSPOSE_A == 0) == (variant.0 == of_bf16::OperandLayout::Plain);
-    for &(batches, [m, n, k], chunk, flags, [alpha, beta]) in products.filter(|product| is_own(product.3)) {
+    for &(batches, [m, n, k], k_per_split, flags, [alpha, beta]) in products.filter(|product| is_own(product.3)) {
         let (a, b) = (i.whole(batches * m * k)?, i.whole(batches * k * n)?);
         let (a, b) = (ops::to_bf16(i.step, &a)?, ops::to_bf16(i.step, &b)?);
         let bias = if i.form == CaseSize::Whole { i.whole(batches * n)? } else { i.normals([batches * n])? };
-        let length = batches * k.div_ceil(chunk) * m * n;
+        let length = batches * k.div_ceil(k_per_split) * m * n;
         let mut out = i.normals::<S>([length])?;
         let mut pre = i.normals::<S>([length])?;
         let (c, written) = out.in_place();
@@ -215,7 +215,7 @@ pub(super) fn bf16_product<S: Stored>(
             variant,
             a: a.slice(),
             b: b.slice(),
-            bias: unless_chunked(chunk < k, &bias),
+            bias: unless_split(k_per_split < k, &bias),
             c,
             out: written,
             pre: pre.out(),
@@ -226,7 +226,7 @@ pub(super) fn bf16_product<S: Stored>(
             lda: if flags & TRANSPOSE_A == 0 { k } else { m } as u32,
             ldb: if flags & TRANSPOSE_B == 0 { n } else { k } as u32,
             ldc: n as u32,
-            chunk: chunk.min(k) as u32,
+            k_per_split: k_per_split.min(k) as u32,
             batches: batches as u32,
             stride_a: m * k,
             stride_b: k * n,
@@ -246,7 +246,7 @@ pub(super) fn bf16_product<S: Stored>(
 }
 
 /// Runs the sums of B's columns. It covers a tile's second row of blocks, which computes none,
-/// operands that do and do not fill stages, batches and chunks. The products have inexact sums,
+/// operands that do and do not fill stages, batches and splits. The products have inexact sums,
 /// which each GPU adds in its own order, so they are not kept.
 fn column_sums(i: &Inputs<'_, '_>, variant: (of_bf16::OperandLayout, of_bf16::Tile)) -> Result<()> {
     const WHOLE: [Product; 4] = [
@@ -260,10 +260,10 @@ fn column_sums(i: &Inputs<'_, '_>, variant: (of_bf16::OperandLayout, of_bf16::Ti
         (1, [256, 256, 168], ALL, BIAS_GRAD, [1.0, 0.0]),
         (1, [4, 8, 80], 32, BIAS_GRAD, [1.0, 0.0]),
     ];
-    for &(batches, [m, n, k], chunk, flags, [alpha, beta]) in i.by_form(&WHOLE[..], &SMALLEST) {
+    for &(batches, [m, n, k], k_per_split, flags, [alpha, beta]) in i.by_form(&WHOLE[..], &SMALLEST) {
         let (a, b) = (i.normals::<bf16>([batches, k, m])?, i.normals::<bf16>([batches, k, n])?);
-        let chunks = batches * k.div_ceil(chunk);
-        let (mut out, mut sums) = (i.step.empty::<f32>([chunks, m, n])?, i.normals::<f32>([chunks, n])?);
+        let split_k = batches * k.div_ceil(k_per_split);
+        let (mut out, mut sums) = (i.step.empty::<f32>([split_k, m, n])?, i.normals::<f32>([split_k, n])?);
         let (c, out) = out.in_place();
         i.step.launch(matmul_bf16 {
             variant,
@@ -280,7 +280,7 @@ fn column_sums(i: &Inputs<'_, '_>, variant: (of_bf16::OperandLayout, of_bf16::Ti
             lda: m as u32,
             ldb: n as u32,
             ldc: n as u32,
-            chunk: chunk.min(k) as u32,
+            k_per_split: k_per_split.min(k) as u32,
             batches: batches as u32,
             stride_a: m * k,
             stride_b: k * n,
@@ -362,7 +362,7 @@ pub(super) fn splits<S: Stored>(i: &Inputs<'_, '_>) -> Result<()> {
         ]
         .into_iter()
         .filter(|(_, _, flags, _)| exists::<S>(*flags))
-        .try_for_each(|(extents, splits, flags, scales)| splits_alone::<S>(i, extents, splits, flags, scales));
+        .try_for_each(|(extents, split_k, flags, scales)| splits_alone::<S>(i, extents, split_k, flags, scales));
     }
     for ([m, n, k], beta) in [([12, 256, 1024], 0.0), ([35, 33, 700], 0.5), ([1, 2, 65_601], 1.0)] {
         let (a, b, bias, mut out) =
@@ -378,16 +378,16 @@ pub(super) fn splits<S: Stored>(i: &Inputs<'_, '_>) -> Result<()> {
 fn splits_alone<S: Stored>(
     i: &Inputs<'_, '_>,
     [m, n]: [usize; 2],
-    splits: usize,
+    split_k: usize,
     flags: u32,
     [alpha, beta]: [f32; 2],
 ) -> Result<()> {
-    let (partials, bias) = (i.normals([splits, m, n])?, i.normals([n])?);
+    let (partials, bias) = (i.normals([split_k, m, n])?, i.normals([n])?);
     let (mut out, mut pre) = (i.normals::<S>([m, n])?, i.normals::<S>([m, n])?);
     let (c, written) = out.in_place();
     i.step.launch(sum_splits {
         partials: partials.slice(),
-        splits: splits as u32,
+        split_k: split_k as u32,
         bias: bias.slice(),
         c,
         out: written,

@@ -63,7 +63,7 @@ pub use gate::{swiglu, swiglu_backward, swiglu_packed, swiglu_packed_backward};
 pub use gelu_bias::gelu_bias_backward;
 pub use generator::{Draw, Draws, Generator};
 pub use kernels::matmul_bf16::{TILES as BF16_TILES, Tile as Bf16Tile};
-pub use kernels::matmul_mma::{TILES as TENSOR_TILES, Tile as TensorTile};
+pub use kernels::matmul_mma::{TILES as MMA_TILES, Tile as MmaTile};
 pub use layer_norm::{Normalized, layer_norm, layer_norm_backward, layer_norm_residual};
 pub use linear_cross_entropy::{LmHeadConfig, linear_cross_entropy};
 pub use loss::{IGNORED, LabelRules, binary_cross_entropy, cross_entropy, cross_entropy_by, squared_error};

@@ -2,14 +2,14 @@
 
 use super::super::{same_shape, sum_rows_into};
 use super::gemm::{BiasGradient, Epilogue, Gemm, Gradient};
-use super::split::{self, GemmExtents, Outputs, in_chunks};
+use super::split::{self, GemmExtents, Outputs, split_or_whole};
 use crate::error::{Error, Result};
 use crate::step::Step;
 use crate::tensor::{Source, Stored, Target, Tensor};
 use cuda_std::launch::{Pointer, PointerMut, Slice};
 use half::bf16;
 use kernels::matmul::{TRANSPOSE_B, sum_splits};
-use kernels::matmul_bf16::{ADD_TO_SUMS, BIAS_GRAD, OperandLayout, TILES, Tile, chunk, matmul_bf16};
+use kernels::matmul_bf16::{ADD_TO_SUMS, BIAS_GRAD, OperandLayout, TILES, Tile, k_per_split, matmul_bf16};
 
 #[track_caller]
 pub(super) fn queue<'s, S: Stored>(
@@ -22,11 +22,11 @@ pub(super) fn queue<'s, S: Stored>(
     out: &mut impl Target<'s, S>,
     epilogue: Epilogue<'_, 's, S>,
 ) -> Result<()> {
-    let extents = GemmExtents::new(form, chunk)?;
+    let extents = GemmExtents::new(form, k_per_split)?;
     let outputs = Outputs::new(form, &extents, bias, c, out, epilogue);
     let whole = |outputs: Outputs<'_, S>| multiply(step, form, &extents, a.slice(), b.slice(), outputs, None);
     let part = |outputs: Outputs<'_, f32>| multiply(step, form, &extents, a.slice(), b.slice(), outputs, None);
-    in_chunks(step, form, &extents, outputs, whole, part)
+    split_or_whole(step, form, &extents, outputs, whole, part)
 }
 
 /// `dpre = gelu'(pre) (dy w^T)`, for `y = gelu(pre) w`; `pre`, `dpre`: `[.., k]`, `w`: `[k, n]`,
@@ -116,24 +116,24 @@ fn weight_gradients<'s>(
         // There is no product to compute the sums.
         return sum_rows_into(step, dy, db, accumulate);
     }
-    let extents = GemmExtents::new(&form, chunk)?;
+    let extents = GemmExtents::new(&form, k_per_split)?;
     let outputs = Outputs::new(&form, &extents, none, none, dw, Epilogue::Store);
     let (old, db) = db.in_place();
-    let splits = extents.k.div_ceil(extents.chunk);
-    if splits < 2 {
+    let split_k = extents.k.div_ceil(extents.k_per_split);
+    if split_k < 2 {
         let how = if accumulate { BIAS_GRAD | ADD_TO_SUMS } else { BIAS_GRAD };
         return multiply(step, &form, &extents, x.slice(), dy.slice(), outputs, Some((db, how)));
     }
     step.workspace(|step| {
-        let mut partials = step.empty([batches * splits as usize, n])?;
+        let mut partials = step.empty([batches * split_k as usize, n])?;
         let sums = partials.out();
         let part = |outputs: Outputs<'_, f32>| {
             multiply(step, &form, &extents, x.slice(), dy.slice(), outputs, Some((sums, BIAS_GRAD)))
         };
-        in_chunks(step, &form, &extents, outputs, |_| Ok(()), part)?;
+        split_or_whole(step, &form, &extents, outputs, |_| Ok(()), part)?;
         step.launch(sum_splits {
             partials: partials.slice(),
-            splits,
+            split_k,
             bias: Slice::empty(),
             c: if accumulate { old } else { Pointer::empty() },
             out: db,
@@ -163,7 +163,7 @@ fn multiply<S: Stored>(
     outputs: Outputs<'_, S>,
     sums: Option<(PointerMut<'_, f32>, u32)>,
 ) -> Result<()> {
-    let GemmExtents { m, n, k, lda, ldb, chunk, batches, .. } = *extents;
+    let GemmExtents { m, n, k, lda, ldb, k_per_split, batches, .. } = *extents;
     let Gemm { stride_a, stride_b, stride_bias, .. } = *form;
     let Outputs { bias, c, out, pre, ldc, stride_c, alpha, beta, mut flags } = outputs;
     flags |= if form.transpose_b { TRANSPOSE_B } else { 0 };
@@ -171,7 +171,7 @@ fn multiply<S: Stored>(
     flags |= how;
     let processors = step.description().processors as usize;
     let tile = split::tile_of(form.bf16_tile, &TILES, "ops::BF16_TILES", || {
-        fastest(extents.of_a_chunk(), extents.matrices(), processors)
+        fastest(extents.of_a_split(), extents.matrices(), processors)
     })?;
     step.launch(matmul_bf16 {
         variant: (if form.transpose_a { OperandLayout::Transposed } else { OperandLayout::Plain }, tile),
@@ -188,7 +188,7 @@ fn multiply<S: Stored>(
         lda,
         ldb,
         ldc,
-        chunk,
+        k_per_split,
         batches,
         stride_a,
         stride_b,
@@ -224,8 +224,8 @@ mod tests {
             (768, 3072, 16384, T128X256),
             (8192, 8192, 8192, T128X256),
         ] {
-            let chunk = chunk(m, n, k);
-            assert_eq!(fastest([m, n, chunk], k.div_ceil(chunk), 132), want, "{m} x {n}, k {k}");
+            let k_per_split = k_per_split(m, n, k);
+            assert_eq!(fastest([m, n, k_per_split], k.div_ceil(k_per_split), 132), want, "{m} x {n}, k {k}");
         }
     }
 
@@ -245,7 +245,7 @@ mod tests {
             ([3, 4, 0], 1),
             ([usize::MAX, usize::MAX, 1024], 1024),
         ] {
-            assert_eq!(chunk(m, n, k), want, "[{m}, {k}] [{k}, {n}]");
+            assert_eq!(k_per_split(m, n, k), want, "[{m}, {k}] [{k}, {n}]");
         }
     }
 }

@@ -1,13 +1,13 @@
 //! The choice of matrix-multiply kernels for each element type, and the types that they can write.
 //!
 //! Invariant: the choice depends only on the tensors' types and the precision. f32 uses
-//! [`f32`](super::f32), or [`tensor`](super::tensor) in TF32. BF16 uses
+//! [`f32`](super::f32), or [`mma`](super::mma) in TF32. BF16 uses
 //! [`bf16`](super::bf16).
 
 use super::super::cast::Cast;
 use super::super::sum_rows_into;
 use super::gemm::{BiasGradient, Epilogue, Gemm, Gradient};
-use super::{bf16 as of_bf16, f32, tensor};
+use super::{bf16 as of_bf16, f32, mma};
 use crate::error::Result;
 use crate::precision::Precision;
 use crate::step::Step;
@@ -77,7 +77,7 @@ impl GemmElement<f32> for f32 {
     ) -> Result<()> {
         match form.precision_in(step) {
             Precision::F32 => f32::queue(step, form, a, b, bias, c, out, epilogue),
-            Precision::Tf32 => tensor::queue(step, form, a, b, bias, c, out, epilogue),
+            Precision::Tf32 => mma::queue(step, form, a, b, bias, c, out, epilogue),
         }
     }
 
@@ -91,7 +91,7 @@ impl GemmElement<f32> for f32 {
         let (none, precision) = (None::<&Tensor<'s>>, dw.form.precision_in(step));
         match dx {
             // Rounds the operand that both products share only once.
-            Some(dx) if precision == Precision::Tf32 => tensor::queue_gradients(step, dy, dw, dx)?,
+            Some(dx) if precision == Precision::Tf32 => mma::queue_gradients(step, dy, dw, dx)?,
             Some(dx) => {
                 f32::queue(step, &dw.form, dw.of, dy, none, none, dw.into, Epilogue::Store)?;
                 f32::queue(step, &dx.form, dy, dx.of, none, none, dx.into, Epilogue::Store)?;

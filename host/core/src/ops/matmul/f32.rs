@@ -1,7 +1,7 @@
 //! Multiplies in f32: one chain of fused multiply-adds for each output, whatever the tile.
 
 use super::gemm::{Epilogue, Gemm};
-use super::split::{self, GemmExtents, Outputs, in_chunks};
+use super::split::{self, GemmExtents, Outputs, split_or_whole};
 use crate::device::DeviceKind;
 use crate::error::Result;
 use crate::step::Step;
@@ -67,10 +67,10 @@ fn products<'s>(
     out: &mut impl Target<'s, f32>,
     epilogue: Epilogue<'_, 's, f32>,
 ) -> Result<()> {
-    let extents = GemmExtents::new(form, kernels::matmul::chunk)?;
+    let extents = GemmExtents::new(form, kernels::matmul::k_per_split)?;
     let outputs = Outputs::new(form, &extents, bias, c, out, epilogue);
     let multiply = |outputs: Outputs<'_, f32>| multiply(step, form, &extents, a, b, outputs);
-    in_chunks(step, form, &extents, outputs, multiply, multiply)
+    split_or_whole(step, form, &extents, outputs, multiply, multiply)
 }
 
 /// Queues the product over all of k, or over each split-K part.
@@ -83,7 +83,7 @@ fn multiply(
     b: Slice<'_, f32>,
     outputs: Outputs<'_, f32>,
 ) -> Result<()> {
-    let GemmExtents { m, n, k, lda, ldb, chunk, batches, .. } = *extents;
+    let GemmExtents { m, n, k, lda, ldb, k_per_split, batches, .. } = *extents;
     let Gemm { stride_a, stride_b, stride_bias, .. } = *form;
     let Outputs { bias, c, out, pre, ldc, stride_c, alpha, beta, mut flags } = outputs;
     for (flag, set) in [(TRANSPOSE_A, form.transpose_a), (TRANSPOSE_B, form.transpose_b)] {
@@ -92,7 +92,7 @@ fn multiply(
     let device = step.device().description();
     let tile = split::tile_of(form.tile, &TILES, "ops::TILES", || match device.kind {
         DeviceKind::Emulated => ON_CPU,
-        _ => fastest(extents.of_a_chunk(), extents.matrices(), device.processors as usize),
+        _ => fastest(extents.of_a_split(), extents.matrices(), device.processors as usize),
     })?;
     step.launch(matmul {
         tile,
@@ -108,7 +108,7 @@ fn multiply(
         lda,
         ldb,
         ldc,
-        chunk,
+        k_per_split,
         batches,
         stride_a,
         stride_b,
@@ -130,7 +130,7 @@ fn fastest(extents: [usize; 3], matrices: usize, processors: usize) -> Tile {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kernels::matmul::chunk;
+    use kernels::matmul::k_per_split;
 
     /// Tries the shapes of CrossAsset and of large squares, on an H200 and a GB10.
     #[test]
@@ -144,8 +144,8 @@ mod tests {
             (8192, 8192, 8192, [128, 256], [128, 256]),
         ] {
             for (processors, want) in [(132, on_h200), (48, on_gb10)] {
-                let chunk = chunk(m, n, k);
-                let tile = fastest([m, n, chunk], k.div_ceil(chunk), processors);
+                let k_per_split = k_per_split(m, n, k);
+                let tile = fastest([m, n, k_per_split], k.div_ceil(k_per_split), processors);
                 assert_eq!([tile.rows(), tile.cols()], want, "{m} x {n}, k {k}, {processors} multiprocessors");
             }
         }
@@ -174,7 +174,7 @@ mod tests {
             ([0, 3, 4096], 256),
             ([3, 4, 0], 1),
         ] {
-            assert_eq!(chunk(m, n, k), want, "[{m}, {k}] [{k}, {n}]");
+            assert_eq!(k_per_split(m, n, k), want, "[{m}, {k}] [{k}, {n}]");
         }
     }
 }

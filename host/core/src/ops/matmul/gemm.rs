@@ -47,9 +47,9 @@ pub struct Gemm {
     pub tile: Option<Tile>,
     /// The precision to which operands are rounded. `None` means the step's precision.
     pub precision: Option<Precision>,
-    /// The tile to use in TF32, one of [`TENSOR_TILES`](crate::ops::TENSOR_TILES);
+    /// The tile to use in TF32, one of [`MMA_TILES`](crate::ops::MMA_TILES);
     /// as for `tile`.
-    pub tensor_tile: Option<kernels::matmul_mma::Tile>,
+    pub mma_tile: Option<kernels::matmul_mma::Tile>,
     /// The tile to use for BF16 tensors, one of [`BF16_TILES`](crate::ops::BF16_TILES); as for
     /// `tile`.
     pub bf16_tile: Option<kernels::matmul_bf16::Tile>,
@@ -76,7 +76,7 @@ impl Default for Gemm {
             beta: 0.0,
             tile: None,
             precision: None,
-            tensor_tile: None,
+            mma_tile: None,
             bf16_tile: None,
         }
     }

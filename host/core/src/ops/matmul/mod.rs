@@ -5,7 +5,7 @@
 //! | `gemm.rs` | the description of a multiply: `Gemm`, `Gradient`, `BiasGradient`, `Epilogue` |
 //! | `split.rs` | shared by all precisions: extents, split-K, the time of a tile |
 //! | `f32.rs` | multiplies in f32 |
-//! | `tensor.rs` | multiplies of f32 tensors on tensor cores, as TF32 |
+//! | `mma.rs` | multiplies of f32 tensors on tensor cores, as TF32 |
 //! | `bf16.rs` | multiplies of BF16 tensors, and the GELU backward epilogue |
 //! | `element.rs` | the choice among them by a tensor's type |
 //! | `linear.rs` | the ops |
@@ -20,9 +20,9 @@ mod f32;
 mod gemm;
 mod linear;
 mod low_rank;
+mod mma;
 mod split;
 mod tape;
-mod tensor;
 
 pub use bf16::gelu_linear_backward;
 pub use element::GemmElement;

@@ -2,8 +2,8 @@
 //! choice of a tile.
 //!
 //! Invariant: k is split depending only on m, n, k and the kind of operands
-//! ([`kernels::matmul::chunk`], [`kernels::matmul_mma::chunk`],
-//! [`kernels::matmul_bf16::chunk`]).
+//! ([`kernels::matmul::k_per_split`], [`kernels::matmul_mma::k_per_split`],
+//! [`kernels::matmul_bf16::k_per_split`]).
 
 use super::gemm::{Epilogue, Gemm};
 use crate::error::{Error, Result};
@@ -22,12 +22,12 @@ pub(super) struct GemmExtents {
     pub(super) lda: u32,
     pub(super) ldb: u32,
     pub(super) ldc: u32,
-    pub(super) chunk: u32,
+    pub(super) k_per_split: u32,
     pub(super) batches: u32,
 }
 
 impl GemmExtents {
-    pub(super) fn new(form: &Gemm, chunk: impl Fn(usize, usize, usize) -> usize) -> Result<Self> {
+    pub(super) fn new(form: &Gemm, k_per_split: impl Fn(usize, usize, usize) -> usize) -> Result<Self> {
         let word = |what, extent: usize| {
             let refused = |_| Error::misuse("matmul", format!("`{what}` below 2^32"), extent.to_string());
             u32::try_from(extent).map_err(refused)
@@ -39,19 +39,19 @@ impl GemmExtents {
             lda: word("lda", form.lda)?,
             ldb: word("ldb", form.ldb)?,
             ldc: word("ldc", form.ldc)?,
-            chunk: word("k", chunk(form.m, form.n, form.k))?,
+            k_per_split: word("k", k_per_split(form.m, form.n, form.k))?,
             batches: word("batches", form.batches)?,
         })
     }
 
-    /// The rows, the columns, and the products of a sum within a split-K part.
-    pub(super) fn of_a_chunk(&self) -> [usize; 3] {
-        [self.m, self.n, self.chunk.min(self.k)].map(|extent| extent as usize)
+    /// The rows, the columns, and the products of a sum within a split.
+    pub(super) fn of_a_split(&self) -> [usize; 3] {
+        [self.m, self.n, self.k_per_split.min(self.k)].map(|extent| extent as usize)
     }
 
-    /// The number of matrices of sums: one for each batch and each split-K part.
+    /// The number of matrices of sums: one for each batch and each split.
     pub(super) fn matrices(&self) -> usize {
-        self.batches as usize * self.k.div_ceil(self.chunk).max(1) as usize
+        self.batches as usize * self.k.div_ceil(self.k_per_split).max(1) as usize
     }
 }
 
@@ -97,7 +97,7 @@ impl<'o, S: Stored> Outputs<'o, S> {
 
 /// Queues `whole` for all of k, or `part` for split-K followed by the sum of the parts.
 #[track_caller]
-pub(super) fn in_chunks<S: Stored>(
+pub(super) fn split_or_whole<S: Stored>(
     step: &Step<'_>,
     form: &Gemm,
     extents: &GemmExtents,
@@ -105,13 +105,13 @@ pub(super) fn in_chunks<S: Stored>(
     whole: impl FnOnce(Outputs<'_, S>) -> Result<()>,
     part: impl FnOnce(Outputs<'_, f32>) -> Result<()>,
 ) -> Result<()> {
-    let splits = extents.k.div_ceil(extents.chunk);
-    if splits < 2 {
+    let split_k = extents.k.div_ceil(extents.k_per_split);
+    if split_k < 2 {
         return whole(outputs);
     }
     let Gemm { m, n, batches, stride_bias, .. } = *form;
     step.workspace(|step| {
-        let mut partials = step.empty([batches * splits as usize, m, n])?;
+        let mut partials = step.empty([batches * split_k as usize, m, n])?;
         part(Outputs {
             bias: Slice::empty(),
             c: Pointer::empty(),
@@ -128,7 +128,7 @@ pub(super) fn in_chunks<S: Stored>(
         let partials = partials.slice();
         step.launch(sum_splits {
             partials,
-            splits,
+            split_k,
             bias,
             c,
             out,

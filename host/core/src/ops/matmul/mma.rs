@@ -2,13 +2,13 @@
 
 use super::super::precision::{Fragments, Matrices, Unrounded, round};
 use super::gemm::{Epilogue, Gemm, Gradient};
-use super::split::{self, GemmExtents, Outputs, in_chunks};
+use super::split::{self, GemmExtents, Outputs, split_or_whole};
 use crate::error::Result;
 use crate::precision::Precision;
 use crate::step::Step;
 use crate::tensor::{Source, Target, Tensor};
 use cuda_std::launch::Slice;
-use kernels::matmul_mma::{TILES, Tile, chunk, matmul_mma};
+use kernels::matmul_mma::{TILES, Tile, k_per_split, matmul_mma};
 use kernels::mma::Side;
 
 impl Gemm {
@@ -16,7 +16,7 @@ impl Gemm {
     /// otherwise f32. A product and its gradients have the same precision, because they have the
     /// same extents in another order.
     pub(super) fn precision_in(&self, step: &Step<'_>) -> Precision {
-        let is_small = self.m.min(self.n).min(self.k) < Precision::LEAST && self.tensor_tile.is_none();
+        let is_small = self.m.min(self.n).min(self.k) < Precision::LEAST && self.mma_tile.is_none();
         if is_small { Precision::F32 } else { self.precision.unwrap_or_else(|| step.precision()) }
     }
 
@@ -53,7 +53,7 @@ pub(super) fn queue<'s>(
     out: &mut impl Target<'s, f32>,
     epilogue: Epilogue<'_, 's, f32>,
 ) -> Result<()> {
-    let extents = GemmExtents::new(form, chunk)?;
+    let extents = GemmExtents::new(form, k_per_split)?;
     let outputs = Outputs::new(form, &extents, bias, c, out, epilogue);
     step.workspace(|step| {
         let operands = [form.round_left(a.slice()), form.round_right(b.slice()), Unrounded::default()];
@@ -72,7 +72,7 @@ pub(super) fn queue_gradients<'s>(
     Gradient { form: for_dx, of: w, into: dx }: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
 ) -> Result<()> {
     let none = None::<&Tensor<'s>>;
-    let extents = [GemmExtents::new(&for_dw, chunk)?, GemmExtents::new(&for_dx, chunk)?];
+    let extents = [GemmExtents::new(&for_dw, k_per_split)?, GemmExtents::new(&for_dx, k_per_split)?];
     let to_dw = Outputs::new(&for_dw, &extents[0], none, none, dw, Epilogue::Store);
     let to_dx = Outputs::new(&for_dx, &extents[1], none, none, dx, Epilogue::Store);
     let of_dy = Unrounded { along: for_dx.round_left(dy.slice()).along, ..for_dw.round_right(dy.slice()) };
@@ -100,11 +100,11 @@ fn multiply(
         |stride: usize, fragments: &Tensor<'_, u32>| if stride == 0 { 0 } else { fragments.shape().as_rows()[1] };
     let (stride_a, stride_b) = (stride(form.stride_a, a), stride(form.stride_b, b));
     let launch = |outputs: Outputs<'_, f32>| {
-        let GemmExtents { m, n, k, chunk, batches, .. } = *extents;
+        let GemmExtents { m, n, k, k_per_split, batches, .. } = *extents;
         let Outputs { bias, c, out, pre, ldc, stride_c, alpha, beta, flags } = outputs;
         let processors = step.description().processors as usize;
-        let tile = split::tile_of(form.tensor_tile, &TILES, "ops::TENSOR_TILES", || {
-            fastest(extents.of_a_chunk(), extents.matrices(), processors)
+        let tile = split::tile_of(form.mma_tile, &TILES, "ops::MMA_TILES", || {
+            fastest(extents.of_a_split(), extents.matrices(), processors)
         })?;
         step.launch(matmul_mma {
             tile,
@@ -118,7 +118,7 @@ fn multiply(
             n,
             k,
             ldc,
-            chunk,
+            k_per_split,
             batches,
             stride_a,
             stride_b,
@@ -129,7 +129,7 @@ fn multiply(
             flags,
         })
     };
-    in_chunks(step, form, extents, outputs, launch, launch)
+    split_or_whole(step, form, extents, outputs, launch, launch)
 }
 
 /// The tile whose last block should end first, for this many `m` x `n` matrices that are sums of k
