@@ -14,6 +14,9 @@
 //! Invariant: a reduction combines the lanes of each warp first, then the warps in ascending order.
 //! Its result depends only on the threads' values.
 
+use crate::machine::hints::assume_not_zero;
+pub(crate) use crate::machine::hints::launder_index;
+pub use crate::machine::hints::{launder_reg, no_unroll};
 use crate::stored::Stored;
 use crate::tile::SharedTile;
 use crate::vector::{F4, Part};
@@ -112,54 +115,9 @@ pub fn vector_grid<S>(length: usize) -> Result<cuda_std::launch::Grid, cuda_std:
 /// `divisor` is not 0. The CPU checks it, the GPU does not.
 #[inline(always)]
 pub unsafe fn divide(number: usize, divisor: usize) -> (usize, usize) {
-    #[cfg(target_arch = "nvptx64")]
-    // SAFETY: the caller guarantees that `divisor` is not 0. A check would add a call of a panic.
-    unsafe {
-        core::hint::assert_unchecked(divisor != 0);
-    }
+    // SAFETY: `divisor` is not 0.
+    unsafe { assume_not_zero(divisor) };
     (number / divisor, number % divisor)
-}
-
-/// Prevents the assembler from unrolling the loop at whose head it stands. Unrolling a loop of few
-/// iterations would only take registers.
-#[inline(always)]
-pub fn no_unroll() {
-    #[cfg(target_arch = "nvptx64")]
-    // SAFETY: a directive, not an instruction.
-    unsafe {
-        core::arch::asm!(".pragma \"nounroll\";", options(nomem, nostack, preserves_flags));
-    }
-}
-
-/// Returns the same value, laundered, so that the compiler can infer nothing about it. The compiler
-/// then recomputes what depends on it each time, and does not unroll a loop with it as the bound.
-/// Keeping such results, or unrolling, would take registers.
-#[inline(always)]
-pub fn launder_reg(value: u32) -> u32 {
-    #[cfg(target_arch = "nvptx64")]
-    {
-        let same: u32;
-        // SAFETY: a copy of a register. Not `pure`, or the compiler would move it out of a loop.
-        unsafe { core::arch::asm!("mov.u32 {0}, {1};", out(reg32) same, in(reg32) value, options(nomem, nostack)) };
-        same
-    }
-    #[cfg(not(target_arch = "nvptx64"))]
-    value
-}
-
-/// Returns the same index, laundered, because the compiler would keep a register for each sum that
-/// it recognizes.
-#[inline(always)]
-pub(crate) fn launder_index(place: usize) -> usize {
-    #[cfg(target_arch = "nvptx64")]
-    {
-        let mut place = place;
-        // SAFETY: the assembly has no instruction.
-        unsafe { core::arch::asm!("// {0}", inout(reg64) place, options(pure, nomem, nostack, preserves_flags)) };
-        place
-    }
-    #[cfg(not(target_arch = "nvptx64"))]
-    place
 }
 
 /// Combines one value of each of the block's [`BLOCK`] threads. Every thread gets the result.
@@ -326,16 +284,17 @@ macro_rules! for_each_row {
         } else {
             let $part = $crate::vector::Part::Whole;
             // Four at a time, so that the GPU's loads overlap.
-            #[cfg(target_arch = "nvptx64")]
-            while $index + 3 * stride < end {
-                $body
-                $index += stride;
-                $body
-                $index += stride;
-                $body
-                $index += stride;
-                $body
-                $index += stride;
+            $crate::only_on_gpu! {
+                while $index + 3 * stride < end {
+                    $body
+                    $index += stride;
+                    $body
+                    $index += stride;
+                    $body
+                    $index += stride;
+                    $body
+                    $index += stride;
+                }
             }
             while $index < end {
                 $body

@@ -32,14 +32,12 @@ impl<'k, const REGS: usize, S: Stored> Exps<'k, REGS, S> {
     /// Computes the exponentials of a row of `x`.
     ///
     /// # Safety
-    /// The row lies inside `x` and meets the requirements of [`RowFragment::new`] for `REGS`. All
-    /// of its lanes call it together.
+    /// The row lies inside `x` and meets the requirements of [`RowFragment::new`] for `REGS`.
     #[inline(always)]
     pub unsafe fn new(row: Row, x: &'k [S], cols: usize) -> Self {
         let mut largest = F4::splat(f32::NEG_INFINITY);
         let mut sum = F4::splat(0.0);
-        // SAFETY: the row lies inside `x` and suits `REGS`, and its lanes are converged here, as
-        // the caller guarantees.
+        // SAFETY: the row lies inside `x` and suits `REGS`.
         unsafe {
             let mut share = RowFragment::<REGS, S>::new(row, x, row.start, cols, f32::NEG_INFINITY);
             for_each_vector!(REGS, row, cols, |at, column, part| {
@@ -63,8 +61,7 @@ impl<'k, const REGS: usize, S: Stored> Exps<'k, REGS, S> {
     /// The caller meets the requirements of [`RowFragment::get`].
     #[inline(always)]
     pub unsafe fn get(&self, at: usize, column: usize, part: Part) -> F4 {
-        // SAFETY: column and number are those of `for_each_vector` over the row, as the caller
-        // guarantees.
+        // SAFETY: column and number are those of `for_each_vector` over the row.
         let value = unsafe { self.share.get(at, column, part) };
         if REGS > 0 { value } else { map4!(value - F4::splat(self.largest), math::exp_negative) }
     }

@@ -3,8 +3,9 @@
 //! Each file of [`kernels`](self) holds the entry points of one op family, each with its contract.
 //! Arithmetic that several families share is in [`math`], [`activations`], [`philox`], [`exps`],
 //! [`update`], [`vector`], [`window`], [`warp`], [`block`] and [`tile`]. The tensor core
-//! instructions are in [`mod@format`] and [`mod@mma`]. The same source compiles to PTX, by rustc or
-//! (`cfg(rust_cuda)`) by rust-cuda, and to plain functions for the emulator.
+//! instructions are in [`mod@format`] and [`mod@mma`]. [`machine`] has what a GPU and the emulator
+//! do in different ways. The same source compiles to PTX, by rustc or (`cfg(rust_cuda)`) by
+//! rust-cuda, and to plain functions for the emulator.
 //!
 //! Invariant: f32 results have the same bits on every device. Multiply-adds are fused only where
 //! the source says so. Sums run in ascending index order, and a reduction's tree depends only on
@@ -13,8 +14,11 @@
 
 #![warn(clippy::disallowed_methods)]
 #![no_std]
-#![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, asm_experimental_arch, link_llvm_intrinsics))]
-#![cfg_attr(target_arch = "nvptx64", allow(internal_features))]
+#![cfg_attr(
+    target_arch = "nvptx64",
+    feature(abi_ptx, asm_experimental_arch, link_llvm_intrinsics),
+    allow(internal_features)
+)]
 // rust-cuda adds `no_std` itself. Its entry points are plain `extern` functions, and each slice is
 // passed as two words.
 #![cfg_attr(rust_cuda, allow(unused_attributes, improper_ctypes_definitions))]
@@ -25,15 +29,14 @@ extern crate std;
 mod contract;
 mod family;
 #[cfg(not(target_arch = "nvptx64"))]
-#[doc(hidden)]
-pub use contract::package_of;
-#[cfg(not(target_arch = "nvptx64"))]
-pub use contract::{ALIGN, entries};
+pub use contract::{ALIGN, entries, package_of};
 
 pub mod activations;
 pub mod block;
 pub mod exps;
 pub mod format;
+#[allow(clippy::disallowed_methods, reason = "accesses memory for the kernels")]
+pub mod machine;
 pub mod math;
 pub mod mma;
 pub mod philox;

@@ -1,4 +1,7 @@
-//! Tensor core products in TF32: a warp multiplies 32 rows by 32 columns over eight words of k.
+//! Tensor core products. [`fragments`] has the operands of kernels that read rows from shared
+//! memory, and [`element`] the element types of attention. This file has the operands of
+//! [`matmul_mma`](crate::matmul_mma), which are packed in TF32 beforehand: a warp multiplies 32 rows
+//! by 32 columns over eight words of k.
 //!
 //! Lane `4 g + t` brings a [`Factor`] of each operand. It holds words `2 t` and `2 t + 1` of four
 //! rows of A and of four columns of B, from [`Side::first`] on. It gets [`Sums`], the accumulators
@@ -25,15 +28,12 @@
 //! Bits may therefore differ, and a sum of k products is within k 2^-22 of the sum of their
 //! magnitudes.
 
+pub mod element;
 pub mod fragments;
 
 pub use crate::format::STEP;
-#[cfg(target_arch = "nvptx64")]
-use crate::format::{Format, Tf32};
-#[cfg(target_arch = "nvptx64")]
-use crate::unroll;
-#[cfg(not(target_arch = "nvptx64"))]
-use cuda_std::{GpuFloat, warp};
+use crate::machine;
+use crate::warp::Converged;
 
 /// The rows of A, or columns of B, that a warp multiplies at once.
 pub const ROWS: u32 = 32;
@@ -101,49 +101,8 @@ impl Side {
 pub type Sums = [[f32; 8]; 4];
 
 /// Accumulates the products of the warp's fragments in `sums`.
-///
-/// # Safety
-/// All lanes of the warp make the call, after [`converge_warp`](crate::warp::converge_warp) and
-/// with no branch in between.
 #[inline(always)]
 #[track_caller]
-pub unsafe fn multiply(sums: &mut Sums, a: Factor, b: Factor) {
-    #[cfg(target_arch = "nvptx64")]
-    unroll!(pair < 2 => {
-        // The instruction's rows g and g + 8 are neighbors here. Its columns 2 t and 2 t + 1 are 16
-        // apart here.
-        let [upper, lower] = [2 * pair, 2 * pair + 1];
-        unroll!(column < 4 => {
-            let rows = [a[upper][0], a[lower][0], a[upper][1], a[lower][1]];
-            let old = [sums[upper][column], sums[upper][column + 4], sums[lower][column], sums[lower][column + 4]];
-            // SAFETY: the caller guarantees that all lanes of the warp execute this, converged.
-            let new = unsafe { Tf32::mma(rows, b[column], old) };
-            [sums[upper][column], sums[upper][column + 4], sums[lower][column], sums[lower][column + 4]] = new;
-        });
-    });
-    #[cfg(not(target_arch = "nvptx64"))]
-    {
-        let (g, t) = (warp::lane_id() as usize / 4, warp::lane_id() as usize % 4);
-        let of_lane = [a, b];
-        let factors = cuda_std::emulator::lanes(&of_lane);
-        for lane in 0..4 {
-            // SAFETY: each lane's fragments live until the `sync_warp` below, which all lanes
-            // reach, as they reached this.
-            let [[rows, _], [_, left], [_, right]] =
-                unsafe { [4 * g + lane, 8 * t + lane, 8 * t + 4 + lane].map(|lane| *factors[lane]) };
-            for word in 0..2 {
-                let value = |factor: [u32; 2]| f32::from_bits(factor[word]);
-                let (rows, [c0, c1, c2, c3], [c4, c5, c6, c7]) = (rows.map(value), left.map(value), right.map(value));
-                let columns = [c0, c1, c2, c3, c4, c5, c6, c7];
-                for row in 0..4 {
-                    for column in 0..8 {
-                        sums[row][column] = GpuFloat::mul_add(rows[row], columns[column], sums[row][column]);
-                    }
-                }
-            }
-        }
-        // SAFETY: all lanes of the warp execute this, converged, as the caller of `multiply`
-        // guarantees.
-        unsafe { warp::sync_warp(u32::MAX) };
-    }
+pub fn multiply(warp: Converged, sums: &mut Sums, a: Factor, b: Factor) {
+    machine::mma::multiply_packed(warp, sums, a, b);
 }

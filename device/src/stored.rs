@@ -12,6 +12,7 @@
 
 use crate::activations::Activations;
 use crate::format::{Bf16, Format, round_bf16};
+use crate::machine::memory::{write_words, write4};
 use half::bf16;
 
 /// A type in which memory stores f32 numbers.
@@ -64,21 +65,9 @@ impl Stored for f32 {
     }
 
     #[inline(always)]
-    unsafe fn write4(out: *mut Self, [a, b, c, d]: [f32; 4]) {
-        // SAFETY: the caller guarantees that the four elements may be written and lie on a 16-byte
-        // boundary.
-        unsafe {
-            // LLVM would merge a plain store with the elementwise store of another branch, and
-            // split both.
-            #[cfg(target_arch = "nvptx64")]
-            core::arch::asm!(
-                "{{ .reg .u64 %global; cvta.to.global.u64 %global, {0};",
-                "st.global.v4.f32 [%global], {{{1}, {2}, {3}, {4}}}; }}",
-                in(reg64) out, in(reg32) a, in(reg32) b, in(reg32) c, in(reg32) d, options(nostack)
-            );
-            #[cfg(not(target_arch = "nvptx64"))]
-            out.cast::<Quad>().write(Quad([a, b, c, d]));
-        }
+    unsafe fn write4(out: *mut Self, values: [f32; 4]) {
+        // SAFETY: the four elements may be written, on a 16-byte boundary.
+        unsafe { write4(out, values) };
     }
 }
 
@@ -113,27 +102,5 @@ impl Stored for bf16 {
         // SAFETY: the caller guarantees that the four elements may be written and lie on an 8-byte
         // boundary.
         unsafe { write_words(out, Bf16::words(values)) };
-    }
-}
-
-/// Writes four BF16, two in each word, in one access.
-///
-/// # Safety
-/// `out` is valid for writes of four elements, in global memory, and lies on a boundary of four
-/// elements.
-#[inline(always)]
-pub(crate) unsafe fn write_words(out: *mut bf16, [low, high]: [u32; 2]) {
-    // SAFETY: the caller guarantees that the four elements may be written and lie on an 8-byte
-    // boundary.
-    unsafe {
-        // In assembly for the same reason as in f32's `write4`.
-        #[cfg(target_arch = "nvptx64")]
-        core::arch::asm!(
-            "{{ .reg .u64 %global; cvta.to.global.u64 %global, {0};",
-            "st.global.v2.b32 [%global], {{{1}, {2}}}; }}",
-            in(reg64) out, in(reg32) low, in(reg32) high, options(nostack)
-        );
-        #[cfg(not(target_arch = "nvptx64"))]
-        out.cast::<Words>().write(Words([low, high]));
     }
 }

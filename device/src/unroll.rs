@@ -32,24 +32,4 @@ macro_rules! unroll {
             $body
         })*
     };
-    (@ rolled $index:ident < $count:expr $(, at most $most:literal)? => $body:block) => {{
-        let mut next = 0_usize;
-        while next < $count {
-            let $index = next;
-            $body
-            next += 1;
-        }
-    }};
-}
-
-/// Unrolls like `unroll!` on the GPU. On a CPU it is a plain loop, because copies gain nothing
-/// there and compile slowly.
-#[macro_export]
-macro_rules! unroll_on_gpu {
-    ($($turns:tt)*) => {{
-        #[cfg(target_arch = "nvptx64")]
-        $crate::unroll!($($turns)*);
-        #[cfg(not(target_arch = "nvptx64"))]
-        $crate::unroll!(@ rolled $($turns)*);
-    }};
 }

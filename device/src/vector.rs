@@ -14,14 +14,13 @@
 //! Every global memory access of a kernel goes through this file: kernels pass the pointer they
 //! received, and an index. On the CPU a read outside a slice panics with the index and the length.
 //! The emulator rejects an access through a pointer that leaves its argument, and a misaligned
-//! vector. The GPU checks nothing.
+//! vector. The GPU checks nothing. [`machine`](crate::machine) has both sides.
 
+use crate::machine::memory::{check_range, reads, reads_at_once, reads_slice, write_words, writes, writes_at_once};
 use crate::map4;
-use crate::stored::{Stored, write_words};
+use crate::stored::Stored;
 use core::ops::{Add, Div, Mul, Neg, Sub};
 use cuda_std::GpuFloat;
-#[cfg(not(target_arch = "nvptx64"))]
-use cuda_std::emulator::{Kind, access};
 use half::bf16;
 
 /// Four floats. In memory they may be any [`Stored`] type: they are widened by loads, and rounded
@@ -79,8 +78,8 @@ impl F4 {
         reads_slice(x, index, Self::LEN);
         check_range(index, Self::LEN, x.len());
         reads_at_once(x.as_ptr(), index, Self::LEN);
-        // SAFETY: the caller guarantees that the range lies inside `x`, which starts on a 16-byte
-        // boundary, and that `index` is a multiple of four.
+        // SAFETY: the range lies inside `x`, which starts on a 16-byte boundary, and `index` is a
+        // multiple of four.
         unsafe { Self::at(x.as_ptr(), index) }
     }
 
@@ -94,8 +93,7 @@ impl F4 {
     pub unsafe fn load_raw<S: Stored>(x: *const S, index: usize) -> Self {
         reads(x, index, Self::LEN);
         reads_at_once(x, index, Self::LEN);
-        // SAFETY: the caller guarantees that the elements may be read and lie on a boundary of
-        // four.
+        // SAFETY: the elements may be read and lie on a boundary of four.
         unsafe { Self::at(x, index) }
     }
 
@@ -112,8 +110,7 @@ impl F4 {
         if part == Part::Whole {
             reads_at_once(x.as_ptr(), index, Self::LEN);
         }
-        // SAFETY: the elements lie inside `x`, as the caller guarantees and the CPU checks; a whole
-        // vector lies on a boundary of four.
+        // SAFETY: the elements lie inside `x`, and a whole vector lies on a boundary of four.
         unsafe { Self::part_at(x.as_ptr(), index, part, fill) }
     }
 
@@ -128,8 +125,7 @@ impl F4 {
         if part == Part::Whole {
             reads_at_once(x, index, Self::LEN);
         }
-        // SAFETY: the elements may be read, and a whole vector lies on a boundary of four, as the
-        // caller guarantees.
+        // SAFETY: the elements may be read, and a whole vector lies on a boundary of four.
         unsafe { Self::part_at(x, index, part, fill) }
     }
 
@@ -137,8 +133,7 @@ impl F4 {
     /// The caller meets the requirements of [`F4::load_raw`].
     #[inline(always)]
     unsafe fn at<S: Stored>(x: *const S, index: usize) -> Self {
-        // SAFETY: the four elements may be read and lie on a boundary of four, as the caller
-        // guarantees.
+        // SAFETY: the four elements may be read and lie on a boundary of four.
         Self(unsafe { S::read4(x.add(index)) })
     }
 
@@ -146,7 +141,7 @@ impl F4 {
     /// The caller meets the requirements of [`F4::load_part_raw`].
     #[inline(always)]
     unsafe fn part_at<S: Stored>(x: *const S, index: usize, part: Part, fill: f32) -> Self {
-        // SAFETY: the elements of the part may be read, as the caller guarantees. No other is read.
+        // SAFETY: the elements of the part may be read. No other is read.
         unsafe {
             match part {
                 Part::Whole => Self::at(x, index),
@@ -186,8 +181,7 @@ impl F4 {
     pub unsafe fn store<S: Stored>(self, out: *mut S, index: usize) {
         writes(out, index, Self::LEN);
         writes_at_once(out, index, Self::LEN);
-        // SAFETY: the four elements may be written and lie on a boundary of four, as the caller
-        // guarantees.
+        // SAFETY: the four elements may be written and lie on a boundary of four.
         unsafe { S::write4(out.add(index), self.0) }
     }
 
@@ -199,8 +193,7 @@ impl F4 {
     #[inline(always)]
     #[track_caller]
     pub unsafe fn store_part<S: Stored>(self, out: *mut S, index: usize, part: Part) {
-        // SAFETY: the elements of the part may be written, as the caller guarantees. No other is
-        // written.
+        // SAFETY: the elements of the part may be written. No other is written.
         unsafe {
             match part {
                 Part::Whole => self.store(out, index),
@@ -308,7 +301,7 @@ pub fn words<T: Copy>(values: &[T]) -> &[f32] {
 pub unsafe fn load<T: Copy>(x: &[T], index: usize) -> T {
     reads_slice(x, index, 1);
     check_range(index, 1, x.len());
-    // SAFETY: `index` lies inside `x`, as the caller guarantees and the CPU checks.
+    // SAFETY: `index` lies inside `x`.
     unsafe { *x.as_ptr().add(index) }
 }
 
@@ -320,7 +313,7 @@ pub unsafe fn load<T: Copy>(x: &[T], index: usize) -> T {
 #[track_caller]
 pub unsafe fn load_raw<T: Copy>(x: *const T, index: usize) -> T {
     reads(x, index, 1);
-    // SAFETY: the element may be read, as the caller guarantees.
+    // SAFETY: the element may be read.
     unsafe { *x.add(index) }
 }
 
@@ -339,8 +332,7 @@ pub unsafe fn load_pair(x: &[f32], index: usize) -> [f32; 2] {
     reads_slice(x, index, 2);
     check_range(index, 2, x.len());
     reads_at_once(x.as_ptr(), index, 2);
-    // SAFETY: the caller guarantees and the CPU checks that both elements lie inside `x`. They lie
-    // on an 8-byte boundary because `index` is even.
+    // SAFETY: both elements lie inside `x`, on an 8-byte boundary because `index` is even.
     unsafe { x.as_ptr().add(index).cast::<Pair>().read().0 }
 }
 
@@ -353,7 +345,7 @@ pub unsafe fn load_pair(x: &[f32], index: usize) -> [f32; 2] {
 pub unsafe fn load_word(x: *const bf16, index: usize) -> u32 {
     reads(x, index, 2);
     reads_at_once(x, index, 2);
-    // SAFETY: the caller guarantees that both may be read, and lie on a 4-byte boundary.
+    // SAFETY: both may be read, and lie on a 4-byte boundary.
     unsafe { x.add(index).cast::<u32>().read() }
 }
 
@@ -367,76 +359,8 @@ pub unsafe fn load_word(x: *const bf16, index: usize) -> u32 {
 pub unsafe fn store_words(out: *mut bf16, index: usize, words: [u32; 2]) {
     writes(out, index, F4::LEN);
     writes_at_once(out, index, F4::LEN);
-    // SAFETY: the caller guarantees that the elements may be written and lie on an 8-byte boundary.
+    // SAFETY: the elements may be written and lie on an 8-byte boundary.
     unsafe { write_words(out.add(index), words) };
-}
-
-/// Loads `x[index..index + N]`, on the CPU, with one check and one read.
-///
-/// # Safety
-/// `index + N <= x.len()`, which the function checks.
-#[cfg(not(target_arch = "nvptx64"))]
-#[inline(always)]
-#[track_caller]
-pub unsafe fn load_run<const N: usize>(x: &[f32], index: usize) -> [f32; N] {
-    reads_slice(x, index, N);
-    check_range(index, N, x.len());
-    // SAFETY: the range lies inside `x`, as checked above.
-    unsafe { x.as_ptr().add(index).cast::<[f32; N]>().read_unaligned() }
-}
-
-/// Loads like [`load_run`], from a pointer.
-///
-/// # Safety
-/// `x` is valid for reads of these elements.
-#[cfg(not(target_arch = "nvptx64"))]
-#[inline(always)]
-#[track_caller]
-pub unsafe fn load_run_raw<const N: usize>(x: *const f32, index: usize) -> [f32; N] {
-    reads(x, index, N);
-    // SAFETY: these elements may be read, as the caller guarantees. The read takes any alignment.
-    unsafe { x.add(index).cast::<[f32; N]>().read_unaligned() }
-}
-
-/// Writes `out[index..index + N] = values`, on the CPU.
-///
-/// # Safety
-/// `out` is valid for writes of these elements.
-#[cfg(not(target_arch = "nvptx64"))]
-#[inline(always)]
-#[track_caller]
-pub unsafe fn store_run<const N: usize>(out: *mut f32, index: usize, values: [f32; N]) {
-    writes(out, index, N);
-    // SAFETY: these elements may be written, as the caller guarantees. The write takes any
-    // alignment.
-    unsafe { out.add(index).cast::<[f32; N]>().write_unaligned(values) };
-}
-
-/// Hints the CPU to prefetch the cache line of `x[index]`. This is not an access, so the element
-/// need not exist.
-#[cfg(not(target_arch = "nvptx64"))]
-#[inline(always)]
-pub fn prefetch<T>(x: &[T], index: usize) {
-    prefetch_raw(x.as_ptr(), index);
-}
-
-/// Prefetches like [`prefetch`], from a pointer.
-#[cfg(not(target_arch = "nvptx64"))]
-#[inline(always)]
-pub fn prefetch_raw<T>(x: *const T, index: usize) {
-    let _place = x.wrapping_add(index);
-    #[cfg(all(target_arch = "x86_64", not(miri)))]
-    {
-        use core::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-        // SAFETY: every x86-64 processor has the instruction. It takes any address, and has no
-        // visible effect.
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(_place.cast()) };
-    }
-    #[cfg(all(target_arch = "aarch64", not(miri)))]
-    // SAFETY: the instruction takes any address, and has no visible effect.
-    unsafe {
-        core::arch::asm!("prfm pldl2keep, [{0}]", in(reg) _place, options(nostack, readonly, preserves_flags));
-    }
 }
 
 /// Writes `out[index] = value`.
@@ -447,7 +371,7 @@ pub fn prefetch_raw<T>(x: *const T, index: usize) {
 #[track_caller]
 pub unsafe fn store<T: Copy>(out: *mut T, index: usize, value: T) {
     writes(out, index, 1);
-    // SAFETY: the element may be written, as the caller guarantees.
+    // SAFETY: the element may be written.
     unsafe { *out.add(index) = value }
 }
 
@@ -462,78 +386,9 @@ pub unsafe fn put(out: *mut f32, index: usize, value: f32, accumulate: u32) {
         reads(out, index, 1);
     }
     writes(out, index, 1);
-    // SAFETY: the element may be read and written, as the caller guarantees.
+    // SAFETY: the element may be read and written.
     unsafe {
         let out = out.add(index);
         *out = if accumulate == 0 { value } else { *out + value }
     }
-}
-
-/// Reports a read from a slice to the emulator. The caller checks the length.
-#[inline(always)]
-#[track_caller]
-fn reads_slice<T>(x: &[T], index: usize, count: usize) {
-    #[cfg(not(target_arch = "nvptx64"))]
-    access::slice(x, index, count);
-    #[cfg(target_arch = "nvptx64")]
-    let _ = (x, index, count);
-}
-
-/// Reports a read through a pointer to the emulator, which checks it before it happens.
-#[inline(always)]
-#[track_caller]
-fn reads<T>(x: *const T, index: usize, count: usize) {
-    #[cfg(not(target_arch = "nvptx64"))]
-    access::global(Kind::Read, x, index, count);
-    #[cfg(target_arch = "nvptx64")]
-    let _ = (x, index, count);
-}
-
-/// Reports a write to the emulator, which checks it before it happens.
-#[inline(always)]
-#[track_caller]
-fn writes<T>(out: *mut T, index: usize, count: usize) {
-    #[cfg(not(target_arch = "nvptx64"))]
-    access::global(Kind::Write, out, index, count);
-    #[cfg(target_arch = "nvptx64")]
-    let _ = (out, index, count);
-}
-
-/// Reports a read of `count` elements in one access to the emulator. It checks that the first lies
-/// on a boundary of `count` elements.
-#[inline(always)]
-#[track_caller]
-pub(crate) fn reads_at_once<T>(x: *const T, index: usize, count: usize) {
-    #[cfg(not(target_arch = "nvptx64"))]
-    access::at_once(Kind::Read, x, index, count * size_of::<T>());
-    #[cfg(target_arch = "nvptx64")]
-    let _ = (x, index, count);
-}
-
-/// Reports a write of `count` elements in one access to the emulator.
-#[inline(always)]
-#[track_caller]
-fn writes_at_once<T>(out: *mut T, index: usize, count: usize) {
-    #[cfg(not(target_arch = "nvptx64"))]
-    access::at_once(Kind::Write, out, index, count * size_of::<T>());
-    #[cfg(target_arch = "nvptx64")]
-    let _ = (out, index, count);
-}
-
-/// Checks on the CPU that `index..index + count` lies inside `len` elements.
-#[inline(always)]
-fn check_range(index: usize, count: usize, len: usize) {
-    #[cfg(not(target_arch = "nvptx64"))]
-    if count > 0 && (len < count || index > len - count) {
-        out_of_range(index, count, len);
-    }
-    #[cfg(target_arch = "nvptx64")]
-    let _ = (index, count, len);
-}
-
-#[cfg(not(target_arch = "nvptx64"))]
-#[cold]
-#[inline(never)]
-fn out_of_range(index: usize, count: usize, len: usize) -> ! {
-    panic!("global memory: elements {index}..{} of {len}", index.wrapping_add(count))
 }

@@ -23,6 +23,7 @@
 //! read again.
 
 use crate::for_each_vector;
+use crate::machine::warp as machine;
 use crate::stored::Stored;
 use crate::vector::{F4, Part};
 use cuda_std::{thread, warp};
@@ -35,6 +36,9 @@ pub const ROW_BLOCK: u32 = 128;
 pub const REG_COLUMNS: usize = 8 * F4::LEN * LANES as usize;
 
 /// This thread's row, and its place among the row's lanes.
+///
+/// It is also proof that the row's lanes execute the code that holds it together. The code that
+/// makes a row promises this: up to its last use, its lanes make the same calls in the same order.
 #[derive(Clone, Copy)]
 pub struct Row {
     /// The row's number.
@@ -52,15 +56,23 @@ pub struct Row {
 impl Row {
     /// Returns this thread's row among the `length` elements in rows of `cols`. Returns none past
     /// the end.
+    ///
+    /// # Safety
+    /// The lanes of a row make the call together, and up to the row's last use the same calls in
+    /// the same order.
     #[inline(always)]
-    pub fn new(length: usize, cols: usize) -> Option<Self> {
-        Self::after(thread::block_idx_x() as usize * rows_at_once(ROW_BLOCK, cols), length, cols)
+    pub unsafe fn new(length: usize, cols: usize) -> Option<Self> {
+        // SAFETY: the lanes of a row execute this together.
+        unsafe { Self::after(thread::block_idx_x() as usize * rows_at_once(ROW_BLOCK, cols), length, cols) }
     }
 
     /// Returns this thread's row, if the block's first threads have row `first`, the next threads
     /// the next row, and so on.
+    ///
+    /// # Safety
+    /// The caller meets the requirements of [`Row::new`].
     #[inline(always)]
-    pub fn after(first: usize, length: usize, cols: usize) -> Option<Self> {
+    pub unsafe fn after(first: usize, length: usize, cols: usize) -> Option<Self> {
         let lanes = lanes_of(cols);
         let lane = warp::lane_id();
         let number = first + (thread::thread_idx_x() >> lanes.trailing_zeros()) as usize;
@@ -81,8 +93,11 @@ impl Row {
 
     /// Returns the same row, for a row that has a whole warp. The lane count is then a compile-time
     /// constant.
+    ///
+    /// # Safety
+    /// The row has a whole warp: its columns are more than 256.
     #[inline(always)]
-    pub fn of_whole_warp(self) -> Self {
+    pub unsafe fn of_whole_warp(self) -> Self {
         let stride = LANES as usize * F4::LEN;
         Self { first: warp::lane_id() as usize * F4::LEN, stride, lanes: LANES, mask: u32::MAX, ..self }
     }
@@ -95,34 +110,23 @@ impl Row {
 
     /// Combines the lanes' values pairwise, at distances lanes / 2, ..., 2, 1. `combine` is
     /// commutative.
-    ///
-    /// # Safety
-    /// All lanes of the row call it together.
     #[inline(always)]
-    pub unsafe fn combine<T: Copy>(self, value: T, combine: impl Fn(T, T) -> T) -> T {
-        // SAFETY: the mask names the lanes of the row, and the caller guarantees that all of them
-        // execute this.
+    pub fn combine<T: LaneValue>(self, value: T, combine: impl Fn(T, T) -> T) -> T {
+        // SAFETY: the mask names the lanes of the row, and the row shows that all of them execute
+        // this.
         unsafe { combine_lanes(self.mask, self.lanes, value, combine) }
     }
 
     /// Returns the sum of the lanes' vectors: a lane's four as ((0 + 1) + (2 + 3)), then the lanes.
-    ///
-    /// # Safety
-    /// All lanes of the row call it together.
     #[inline(always)]
-    pub unsafe fn sum(self, value: F4) -> f32 {
-        // SAFETY: the caller guarantees that all lanes of the row execute this.
-        unsafe { self.combine(sum4(value), add) }
+    pub fn sum(self, value: F4) -> f32 {
+        self.combine(sum4(value), add)
     }
 
     /// Returns the largest of the lanes' values, or NaN if any is NaN.
-    ///
-    /// # Safety
-    /// All lanes of the row call it together.
     #[inline(always)]
-    pub unsafe fn max(self, value: F4) -> f32 {
-        // SAFETY: the caller guarantees that all lanes of the row execute this.
-        unsafe { self.combine(max4(value), max) }
+    pub fn max(self, value: F4) -> f32 {
+        self.combine(max4(value), max)
     }
 
     /// Returns the grid over `length` elements in rows of `cols`, or the violation.
@@ -262,16 +266,17 @@ macro_rules! for_each_vector {
         if cols.is_multiple_of($crate::vector::F4::LEN) {
             let $part = $crate::vector::Part::Whole;
             // Four at a time for a long row, so that the GPU's loads overlap.
-            #[cfg(target_arch = "nvptx64")]
-            while $column + 3 * stride < cols {
-                $body
-                $column += stride;
-                $body
-                $column += stride;
-                $body
-                $column += stride;
-                $body
-                $column += stride;
+            $crate::only_on_gpu! {
+                while $column + 3 * stride < cols {
+                    $body
+                    $column += stride;
+                    $body
+                    $column += stride;
+                    $body
+                    $column += stride;
+                    $body
+                    $column += stride;
+                }
             }
             while $column < cols {
                 $body
@@ -308,93 +313,28 @@ macro_rules! with_held {
     }};
 }
 
-/// Combines the values of the lanes in `mask` pairwise, at distances lanes / 2, ..., 2, 1. `lanes`
-/// is a power of two. `combine` is commutative, so every lane gets the same result.
+/// A value that lanes exchange.
 ///
 /// # Safety
-/// The lanes in `mask`, a segment of `lanes`, call it together, with the same `T`, which has no
-/// padding.
-#[inline(always)]
-pub unsafe fn combine_lanes<T: Copy>(mask: u32, lanes: u32, value: T, combine: impl Fn(T, T) -> T) -> T {
-    #[cfg(target_arch = "nvptx64")]
-    {
-        let mut value = value;
-        let mut distance = lanes / 2;
-        while distance > 0 {
-            // SAFETY: the caller guarantees that all lanes in `mask` execute this. The other lane
-            // is in the same segment of `lanes`, because `distance` is smaller.
-            let other = unsafe { shfl_xor(mask, value, distance) };
-            value = combine(value, other);
-            distance /= 2;
-        }
-        value
-    }
-    // The same pairs after one wait instead of one for each distance. The waits dominate the cost
-    // of a reduction here.
-    #[cfg(not(target_arch = "nvptx64"))]
-    {
-        if lanes == 1 {
-            return value;
-        }
-        // SAFETY: the lanes of the mask call this together with the same `T`, which has no padding,
-        // as the caller guarantees.
-        let mut values = unsafe { cuda_std::emulator::gather(mask, lanes, value) };
-        // The distances are constants, so that the compiler adds whole registers.
-        crate::unroll!(halving < 5 => {
-            let distance = LANES as usize >> (halving + 1);
-            if distance < lanes as usize {
-                for lane in 0..distance {
-                    values[lane] = combine(values[lane], values[lane + distance]);
-                }
-            }
-        });
-        values[0]
-    }
-}
+/// It has 4 or 8 bytes, none of them padding, and one lane's value is valid in any other.
+pub unsafe trait LaneValue: Copy {}
+// SAFETY: numbers of 4 and 8 bytes, and arrays of them, have no padding. Every bit pattern is
+// valid. An array of another size does not compile in an exchange.
+unsafe impl LaneValue for f32 {}
+// SAFETY: as above.
+unsafe impl LaneValue for u32 {}
+// SAFETY: as above.
+unsafe impl LaneValue for u64 {}
+// SAFETY: as above.
+unsafe impl<const N: usize> LaneValue for [u32; N] {}
 
-#[cfg(target_arch = "nvptx64")]
-unsafe extern "C" {
-    // LLVM's own shuffle intrinsic: rust-cuda's shuffle crashes libNVVM for `compute_121`.
-    #[link_name = "llvm.nvvm.shfl.sync.bfly.i32"]
-    fn shuffle_xor(mask: i32, value: i32, lanes: i32, clamp: i32) -> i32;
-}
-
-/// Returns the `value` of the lane whose number is this lane's xor `distance`, a power of two. `T`
-/// is 4 or 8 bytes, without padding.
+/// Proof that all lanes of the warp execute the code that holds it together, so that they may
+/// exchange values.
 ///
-/// # Safety
-/// The lanes in `mask`, whole segments of `2 distance`, call it together.
-#[cfg(not(target_arch = "nvptx64"))]
-#[inline(always)]
-#[track_caller]
-pub(crate) unsafe fn shfl_xor<T: Copy>(mask: u32, value: T, distance: u32) -> T {
-    // SAFETY: the lanes of the mask call this together with the same `T`, which has no padding, as
-    // the caller guarantees.
-    let segment = unsafe { cuda_std::emulator::gather(mask, 2 * distance, value) };
-    segment[((warp::lane_id() % (2 * distance)) ^ distance) as usize]
-}
-
-/// Returns the `value` of the lane whose number is this lane's xor `distance`. `T` is 4 or 8 bytes.
-///
-/// # Safety
-/// The lanes in `mask` call it together, and the other lane is among them.
-#[cfg(target_arch = "nvptx64")]
-#[inline(always)]
-pub(crate) unsafe fn shfl_xor<T: Copy>(mask: u32, value: T, distance: u32) -> T {
-    use core::mem::{size_of, transmute_copy};
-    const { assert!(size_of::<T>() == 4 || size_of::<T>() == 8, "a shuffle moves 4 or 8 bytes") };
-    let clamp = LANES as i32 - 1;
-    // SAFETY: the caller guarantees that all lanes in `mask` execute this, the other lane among
-    // them. The moved words have the size of `T`.
-    unsafe {
-        let moved = |word| shuffle_xor(mask as i32, word, distance as i32, clamp);
-        if size_of::<T>() == 4 {
-            transmute_copy(&moved(transmute_copy(&value)))
-        } else {
-            transmute_copy(&transmute_copy::<T, [i32; 2]>(&value).map(moved))
-        }
-    }
-}
+/// The code that makes a token promises this for all its uses: from there to the last use, the
+/// lanes make the same calls in the same order. A token takes no register.
+#[derive(Clone, Copy)]
+pub struct Converged(());
 
 /// Converges the warp up to the next branch.
 ///
@@ -404,14 +344,68 @@ pub(crate) unsafe fn shfl_xor<T: Copy>(mask: u32, value: T, distance: u32) -> T 
 /// shuffle is unused.
 ///
 /// # Safety
-/// All lanes of the warp make the call.
+/// All lanes of the warp make the call. Up to the token's last use, they make the same calls in the
+/// same order.
 #[inline(always)]
-pub unsafe fn converge_warp() {
-    #[cfg(target_arch = "nvptx64")]
-    // SAFETY: the caller guarantees that all lanes of the warp execute this. Each gets a zero.
-    unsafe {
-        shuffle_xor(-1, 0, 0, LANES as i32 - 1);
+pub unsafe fn converge_warp() -> Converged {
+    // SAFETY: all lanes of the warp execute this.
+    unsafe { machine::converge() };
+    Converged(())
+}
+
+impl Converged {
+    /// Returns a token without an instruction.
+    ///
+    /// # Safety
+    /// All lanes of the warp make the call. Up to the token's last use, they make the same calls in
+    /// the same order.
+    #[inline(always)]
+    pub unsafe fn assume() -> Self {
+        Self(())
     }
+
+    /// Converges the warp again, after branches that the compiler may have moved.
+    #[inline(always)]
+    pub fn again(self) -> Self {
+        // SAFETY: all lanes of the warp execute this: the token shows it.
+        unsafe { converge_warp() }
+    }
+
+    /// Returns the `value` of the lane whose number is this lane's xor `distance`, a power of two.
+    #[inline(always)]
+    #[track_caller]
+    pub fn shfl_xor<T: LaneValue>(self, value: T, distance: u32) -> T {
+        // SAFETY: all lanes of the warp execute this: the token shows it.
+        unsafe { machine::shfl_xor(u32::MAX, value, distance) }
+    }
+
+    /// Combines the values of each segment of `lanes` lanes pairwise, at distances lanes / 2, ...,
+    /// 2, 1. `combine` is commutative, so every lane of a segment gets the same result.
+    #[inline(always)]
+    pub fn combine<T: LaneValue>(self, lanes: u32, value: T, combine: impl Fn(T, T) -> T) -> T {
+        // SAFETY: all lanes of the warp execute this: the token shows it.
+        unsafe { combine_lanes(u32::MAX, lanes, value, combine) }
+    }
+
+    /// Returns true if every lane passed true.
+    #[inline(always)]
+    #[track_caller]
+    pub fn all(self, predicate: bool) -> bool {
+        // SAFETY: all lanes of the warp execute this: the token shows it.
+        unsafe { warp::warp_vote_all(u32::MAX, predicate) }
+    }
+}
+
+/// Combines the values of the lanes in `mask` pairwise, at distances lanes / 2, ..., 2, 1. `lanes`
+/// is a power of two. `combine` is commutative, so every lane gets the same result.
+///
+/// # Safety
+/// The lanes in `mask`, a segment of `lanes`, call it together, with the same `T`, which has no
+/// padding.
+#[inline(always)]
+pub unsafe fn combine_lanes<T: Copy>(mask: u32, lanes: u32, value: T, combine: impl Fn(T, T) -> T) -> T {
+    // SAFETY: the lanes in `mask` execute this together.
+    unsafe { machine::combine_lanes(mask, lanes, value, combine) }
 }
 
 /// Returns `a + b`.

@@ -49,7 +49,7 @@ impl Window {
     /// `x` has the elements of the window. `part` is whole, or ends at the window's end.
     #[inline(always)]
     pub unsafe fn load<S: Stored>(self, x: &[S], index: usize, part: Part) -> F4 {
-        // SAFETY: `x` has the elements, as the caller guarantees.
+        // SAFETY: `x` has the elements of the window, and no others are read.
         unsafe {
             if self.is_whole() {
                 return F4::load_part(x, index, part, 0.0);
@@ -69,7 +69,7 @@ impl Window {
     /// [`Window::load`].
     #[inline(always)]
     pub unsafe fn store<S: Stored>(self, value: F4, out: *mut S, index: usize, part: Part) {
-        // SAFETY: `out` has the elements, as the caller guarantees.
+        // SAFETY: `out` has the elements of the window, and no others are written.
         unsafe {
             if self.is_whole() {
                 return value.store_part(out, index, part);

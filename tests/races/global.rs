@@ -33,10 +33,10 @@ macro_rules! maxima {
         $(#[$doc])*
         #[kernel]
         pub(crate) unsafe fn $name(x: &[f32], cols: usize, out: *mut f32) {
-            let Some($row) = Row::new(x.len(), cols) else { return };
             let mut largest = F4::splat(f32::NEG_INFINITY);
             // SAFETY: as in `max_columns`, apart from the planted bug.
             unsafe {
+                let Some($row) = Row::new(x.len(), cols) else { return };
                 for_each_vector!($row, cols, |column, part| {
                     largest = largest.zip(F4::load_part(x, $row.start + column, part, f32::NEG_INFINITY), max);
                 });

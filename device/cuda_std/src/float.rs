@@ -2,6 +2,8 @@
 //!
 //! Invariant: each is one IEEE 754 operation with the same bits on every device.
 
+use crate::machine;
+
 /// Float operations of the GPU that are exact to the last bit on every device.
 pub trait GpuFloat: Copy {
     /// Returns `self * a + b`, rounded once (`fma.rn`).
@@ -13,17 +15,11 @@ pub trait GpuFloat: Copy {
 impl GpuFloat for f32 {
     #[inline(always)]
     fn mul_add(self, a: Self, b: Self) -> Self {
-        #[cfg(target_arch = "nvptx64")]
-        return core::intrinsics::fmaf32(self, a, b);
-        #[cfg(not(target_arch = "nvptx64"))]
-        f32::mul_add(self, a, b)
+        machine::mul_add(self, a, b)
     }
 
     #[inline(always)]
     fn sqrt(self) -> Self {
-        #[cfg(target_arch = "nvptx64")]
-        return core::intrinsics::sqrtf32(self);
-        #[cfg(not(target_arch = "nvptx64"))]
-        f32::sqrt(self)
+        machine::sqrt(self)
     }
 }

@@ -41,6 +41,27 @@ pub struct Versions {
     pub watched: Threads,
 }
 
+impl Versions {
+    /// Returns the version for this processor, and true if it has registers of 16 floats.
+    pub(crate) fn for_processor(&self, watched: bool) -> (Threads, bool) {
+        #[cfg(miri)]
+        return (self.portable, false);
+        #[cfg(all(target_arch = "x86_64", not(miri)))]
+        {
+            use std::arch::is_x86_feature_detected as has;
+            if watched || !(has!("avx2") && has!("fma")) {
+                return (self.portable, false);
+            }
+            if has!("avx512f") && has!("avx512dq") && has!("avx512bw") && has!("avx512vl") {
+                return (self.wide, true);
+            }
+            (self.fused, false)
+        }
+        #[cfg(not(any(target_arch = "x86_64", miri)))]
+        (if watched { self.watched } else { self.fused }, false)
+    }
+}
+
 /// The typed arguments of a kernel, or of a family of kernels with the same parameters.
 ///
 /// # Safety

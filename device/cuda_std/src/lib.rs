@@ -10,12 +10,12 @@
 //! CPU.
 
 #![warn(clippy::disallowed_methods)]
-#![cfg_attr(target_arch = "nvptx64", no_std)]
 #![cfg_attr(
     target_arch = "nvptx64",
-    feature(stdarch_nvptx, core_intrinsics, link_llvm_intrinsics, asm_experimental_arch)
+    no_std,
+    feature(stdarch_nvptx, core_intrinsics, link_llvm_intrinsics, asm_experimental_arch),
+    allow(internal_features)
 )]
-#![cfg_attr(target_arch = "nvptx64", allow(internal_features))]
 
 pub use stepscope_cuda_std_macros::kernel;
 #[doc(hidden)]
@@ -25,6 +25,7 @@ mod float;
 #[cfg(target_arch = "nvptx64")]
 #[doc(hidden)]
 pub mod grid;
+mod machine;
 pub mod shared;
 pub mod thread;
 pub mod warp;
@@ -43,12 +44,4 @@ pub use float::GpuFloat;
 /// The imports of a kernel's file. They are a subset of rust-cuda's prelude.
 pub mod prelude {
     pub use crate::{kernel, thread};
-}
-
-// A kernel cannot report a panic: the trap ends the launch, and the host observes a lost context.
-#[cfg(target_arch = "nvptx64")]
-#[panic_handler]
-fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
-    // SAFETY: `trap` ends the grid; nothing after it runs.
-    unsafe { core::arch::nvptx::trap() }
 }

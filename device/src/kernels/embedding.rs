@@ -30,9 +30,11 @@ family! {
     /// `y`: `[tokens, cols]`. An id past the table gives a row of NaN. Overwrites `y`.
     embedding_forward<S: Stored> { embedding_forward_f32: f32; embedding_forward_bf16: bf16; }
     unsafe fn(table: &[f32], ids: &[u32], cols: usize, y: *mut S) {
-        let Some(row) = Row::new(ids.len() * cols, cols) else { return };
         // SAFETY: the row lies inside `y`, and `ids` has its number; its lanes stay converged.
-        unsafe { with_held!(row, cols, row_of(table, ids, cols, y)) }
+        unsafe {
+            let Some(row) = Row::new(ids.len() * cols, cols) else { return };
+            with_held!(row, cols, row_of(table, ids, cols, y))
+        }
     }
     // SAFETY: `table` is whole rows of `cols`, and `y` has a row for each id. A thread accesses
     // `table` only if the id is one of its rows.
@@ -48,9 +50,11 @@ family! {
     /// of y.
     gather<S: Stored> { gather_f32: f32; gather_bf16: bf16; }
     unsafe fn(x: &[S], ids: &[u32], cols: usize, y: *mut S) {
-        let Some(row) = Row::new(ids.len() * cols, cols) else { return };
         // SAFETY: the row lies inside `y`, and `ids` has its number; its lanes stay converged.
-        unsafe { with_held!(row, cols, row_of(x, ids, cols, y)) }
+        unsafe {
+            let Some(row) = Row::new(ids.len() * cols, cols) else { return };
+            with_held!(row, cols, row_of(x, ids, cols, y))
+        }
     }
     // SAFETY: `x` is whole rows of `cols`, and `y` has a row for each id. A thread accesses `x`
     // only if the id is one of its rows.
@@ -62,12 +66,10 @@ family! {
 }
 
 /// # Safety
-/// The row lies inside `y`, and `ids` has its number. `table` is whole rows of `cols`. The row's
-/// lanes call it together.
+/// The row lies inside `y`, and `ids` has its number. `table` is whole rows of `cols`.
 #[inline(always)]
 unsafe fn row_of<const REGS: usize, T: Stored>(row: Row, table: &[T], ids: &[u32], cols: usize, y: *mut impl Stored) {
-    // SAFETY: the row lies inside `y`, and a row that begins inside `table` ends there, as the
-    // caller guarantees.
+    // SAFETY: the row lies inside `y`, and a row that begins inside `table` ends there.
     unsafe {
         let start = load(ids, row.number) as usize * cols;
         if start < table.len() {

@@ -207,10 +207,12 @@ family! {
     /// Overwrites `delta`.
     flash_delta<S: Stored> { flash_delta_f32: f32; flash_delta_bf16: bf16; }
     unsafe fn(out: &[S], dout: &[S], tokens: u32, heads: u32, width: u32, delta: *mut f32) {
-        let Some(row) = Row::new(out.len(), width as usize) else { return };
         // SAFETY: the row lies inside `out` and `dout`, and has an element in `delta`; its lanes
         // stay converged.
-        unsafe { self::delta(row, out, dout, [tokens, heads, width], delta) }
+        unsafe {
+            let Some(row) = Row::new(out.len(), width as usize) else { return };
+            self::delta(row, out, dout, [tokens, heads, width], delta)
+        }
     }
     // SAFETY: `out` has whole rows of `width`, one for each head of each token of a whole number of
     // samples. `dout` is as long, and `delta` has an element for each row. A thread accesses a row

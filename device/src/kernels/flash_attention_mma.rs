@@ -68,11 +68,11 @@ family! {
     /// [`flash_forward`](struct@super::flash_attention::flash_forward). BF16 widths are multiples
     /// of 8.
     flash_forward_mma<S: Stored>(shape: Shape as SHAPE) {
-        flash_forward_of_bf16_64: bf16 = FORWARD_BF16[0];
-        flash_forward_of_bf16_128: bf16 = FORWARD_BF16[1];
-        flash_forward_of_bf16_256: bf16 = FORWARD_BF16[2];
-        flash_forward_of_tf32_64: f32 = FORWARD_TF32[0];
-        flash_forward_of_tf32_128: f32 = FORWARD_TF32[1];
+        FORWARD_BF16[0] => { flash_forward_of_bf16_64: bf16; }
+        FORWARD_BF16[1] => { flash_forward_of_bf16_128: bf16; }
+        FORWARD_BF16[2] => { flash_forward_of_bf16_256: bf16; }
+        FORWARD_TF32[0] => { flash_forward_of_tf32_64: f32; }
+        FORWARD_TF32[1] => { flash_forward_of_tf32_128: f32; }
     }
     unsafe fn(
         qkv: &[S],
@@ -113,11 +113,11 @@ family! {
     /// [`flash_bwd_dq`](struct@super::flash_attention::flash_bwd_dq). BF16 widths are multiples of
     /// 8.
     flash_bwd_dq_mma<S: Stored>(shape: Shape as SHAPE) {
-        flash_bwd_dq_of_bf16_64: bf16 = QUERIES_BF16[0];
-        flash_bwd_dq_of_bf16_128: bf16 = QUERIES_BF16[1];
-        flash_bwd_dq_of_bf16_256: bf16 = QUERIES_BF16[2];
-        flash_bwd_dq_of_tf32_64: f32 = QUERIES_TF32[0];
-        flash_bwd_dq_of_tf32_128: f32 = QUERIES_TF32[1];
+        QUERIES_BF16[0] => { flash_bwd_dq_of_bf16_64: bf16; }
+        QUERIES_BF16[1] => { flash_bwd_dq_of_bf16_128: bf16; }
+        QUERIES_BF16[2] => { flash_bwd_dq_of_bf16_256: bf16; }
+        QUERIES_TF32[0] => { flash_bwd_dq_of_tf32_64: f32; }
+        QUERIES_TF32[1] => { flash_bwd_dq_of_tf32_128: f32; }
     }
     unsafe fn(
         qkv: &[S],
@@ -160,11 +160,11 @@ family! {
     /// [`flash_bwd_dkv`](struct@super::flash_attention::flash_bwd_dkv). BF16 widths are multiples
     /// of 8.
     flash_bwd_dkv_mma<S: Stored>(shape: Shape as SHAPE) {
-        flash_bwd_dkv_of_bf16_64: bf16 = KEYS_BF16[0];
-        flash_bwd_dkv_of_bf16_128: bf16 = KEYS_BF16[1];
-        flash_bwd_dkv_of_bf16_256: bf16 = KEYS_BF16[2];
-        flash_bwd_dkv_of_tf32_64: f32 = KEYS_TF32[0];
-        flash_bwd_dkv_of_tf32_128: f32 = KEYS_TF32[1];
+        KEYS_BF16[0] => { flash_bwd_dkv_of_bf16_64: bf16; }
+        KEYS_BF16[1] => { flash_bwd_dkv_of_bf16_128: bf16; }
+        KEYS_BF16[2] => { flash_bwd_dkv_of_bf16_256: bf16; }
+        KEYS_TF32[0] => { flash_bwd_dkv_of_tf32_64: f32; }
+        KEYS_TF32[1] => { flash_bwd_dkv_of_tf32_128: f32; }
     }
     unsafe fn(
         qkv: &[S],

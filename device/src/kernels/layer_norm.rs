@@ -38,9 +38,11 @@ family! {
         mean: *mut f32,
         inverse_std: *mut f32,
     ) {
-        let Some(row) = Row::new(x.len(), cols) else { return };
         // SAFETY: the row lies inside the arguments; its lanes stay converged.
-        unsafe { with_held!(row, cols, forward(x, residual, gain, bias, cols, epsilon, h, y, mean, inverse_std)) }
+        unsafe {
+            let Some(row) = Row::new(x.len(), cols) else { return };
+            with_held!(row, cols, forward(x, residual, gain, bias, cols, epsilon, h, y, mean, inverse_std))
+        }
     }
     // SAFETY: `x` is whole rows of `cols`, `y` as long, and so are `residual` and `h` if used.
     // `gain` and `bias` are one row. `mean` and `inverse_std` have an element for each row. A row
@@ -61,7 +63,7 @@ family! {
 }
 
 /// # Safety
-/// The row lies inside the arguments; its lanes call it together.
+/// The row lies inside the arguments.
 #[inline(always)]
 unsafe fn forward<const REGS: usize, S: Stored>(
     row: Row,
@@ -76,8 +78,7 @@ unsafe fn forward<const REGS: usize, S: Stored>(
     mean: *mut f32,
     inverse_std: *mut f32,
 ) {
-    // SAFETY: the row lies inside the arguments, and its lanes are converged here, as the caller
-    // guarantees.
+    // SAFETY: the row lies inside the arguments.
     unsafe {
         let mut held = RowFragment::<REGS, _>::new(row, x, row.start, cols, 0.0);
         if !residual.is_empty() {
@@ -180,14 +181,12 @@ impl<S: Stored> Backward<'_, S> {
     /// hold it in registers. They write dh, and sum their columns for gain and bias.
     ///
     /// # Safety
-    /// The rows lie inside the arguments and suit `REGS`, which is not 0. The lanes of a row call
-    /// it together.
+    /// The rows lie inside the arguments and suit `REGS`, which is not 0.
     #[inline(always)]
     unsafe fn held<const REGS: usize>(self, mut row: Row, [of_gain, of_bias]: [SharedTile<f32>; 2]) {
         let Self { cols, .. } = self;
         let group = (row.number - self.rows.first) * width(cols);
-        // SAFETY: the rows lie inside the arguments and suit `REGS`, and their lanes are converged
-        // here, as the caller guarantees.
+        // SAFETY: the rows lie inside the arguments and suit `REGS`.
         unsafe {
             for_each_vector!(REGS, row, cols, |_at, column, _part| {
                 of_gain.set4((group + column) as u32, F4::splat(0.0));

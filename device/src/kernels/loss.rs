@@ -182,7 +182,7 @@ impl Labelled {
 /// Writes a row's gradients. Returns its loss in its first lane, and 0 in the others.
 ///
 /// # Safety
-/// The row lies inside `logits`, `labels` and `dlogits`. Its lanes call it together.
+/// The row lies inside `logits`, `labels` and `dlogits`.
 #[inline(always)]
 unsafe fn loss_of_row<const REGS: usize, S: Stored>(
     row: Row,
@@ -192,8 +192,7 @@ unsafe fn loss_of_row<const REGS: usize, S: Stored>(
     target: Target,
     dlogits: *mut S,
 ) -> f32 {
-    // SAFETY: the row lies inside the arguments, and its lanes are converged here, as the caller
-    // guarantees.
+    // SAFETY: the row lies inside the arguments.
     unsafe {
         let labelled = Labelled::of_row(row.number, row.start, logits, labels, classes, target);
         let exps = Exps::<REGS, _>::new(row, logits, classes);

@@ -8,7 +8,7 @@
 //! global memory             shared memory, 4 stages of 32 k         registers
 //! row-major A, B  ------->  16-byte chunks,         -- ldmatrix ->  fragments -mma-> sums -> out
 //!                 cp.async  swizzled                  (.trans if k                       epilogue
-//!                 operand.rs                          is not contiguous)  fragment.rs
+//!                 operand.rs                          is not contiguous)  block.rs
 //! ```
 //! Products are exact. The emulator adds them to the f32 accumulator one by one, k ascending. A
 //! GPU's instruction adds sixteen at once, as [`mma`](crate::mma) describes, so bits may differ
@@ -30,7 +30,6 @@
 
 mod block;
 mod finish;
-mod fragment;
 mod operand;
 mod tile;
 
@@ -80,18 +79,12 @@ pub enum OperandLayout {
 family! {
     /// Multiplies BF16 tensors. The module's documentation describes the parameters.
     matmul_bf16<S: Stored>(variant: (OperandLayout, Tile) as VARIANT) {
-        matmul_of_bf16_64x64_f32: f32 = (OperandLayout::Plain, T64X64);
-        matmul_of_bf16_128x128_f32: f32 = (OperandLayout::Plain, T128X128);
-        matmul_of_bf16_128x256_f32: f32 = (OperandLayout::Plain, T128X256);
-        matmul_of_bf16_64x64_bf16: bf16 = (OperandLayout::Plain, T64X64);
-        matmul_of_bf16_128x128_bf16: bf16 = (OperandLayout::Plain, T128X128);
-        matmul_of_bf16_128x256_bf16: bf16 = (OperandLayout::Plain, T128X256);
-        matmul_of_bf16_transposed_64x64_f32: f32 = (OperandLayout::Transposed, T64X64);
-        matmul_of_bf16_transposed_128x128_f32: f32 = (OperandLayout::Transposed, T128X128);
-        matmul_of_bf16_transposed_128x256_f32: f32 = (OperandLayout::Transposed, T128X256);
-        matmul_of_bf16_transposed_64x64_bf16: bf16 = (OperandLayout::Transposed, T64X64);
-        matmul_of_bf16_transposed_128x128_bf16: bf16 = (OperandLayout::Transposed, T128X128);
-        matmul_of_bf16_transposed_128x256_bf16: bf16 = (OperandLayout::Transposed, T128X256);
+        (OperandLayout::Plain, T64X64) => { matmul_of_bf16_64x64_f32: f32; matmul_of_bf16_64x64_bf16: bf16; }
+        (OperandLayout::Plain, T128X128) => { matmul_of_bf16_128x128_f32: f32; matmul_of_bf16_128x128_bf16: bf16; }
+        (OperandLayout::Plain, T128X256) => { matmul_of_bf16_128x256_f32: f32; matmul_of_bf16_128x256_bf16: bf16; }
+        (OperandLayout::Transposed, T64X64) => { matmul_of_bf16_transposed_64x64_f32: f32; matmul_of_bf16_transposed_64x64_bf16: bf16; }
+        (OperandLayout::Transposed, T128X128) => { matmul_of_bf16_transposed_128x128_f32: f32; matmul_of_bf16_transposed_128x128_bf16: bf16; }
+        (OperandLayout::Transposed, T128X256) => { matmul_of_bf16_transposed_128x256_f32: f32; matmul_of_bf16_transposed_128x256_bf16: bf16; }
     }
     unsafe fn(
         a: &[bf16],
@@ -169,8 +162,8 @@ family! {
 
 const SPLIT_K: SplitK = SplitK { tiles: &[[128, 128, 15]], ends: 333, partial: 150, least: 512, step: DEPTH as usize };
 
-/// The k of one split of the split-K product `[m, k] [k, n]`. It depends only on these three. If the
-/// product is not split, it is all of k, and at least 1.
+/// The k of one split of the split-K product `[m, k] [k, n]`. It depends only on these three. If
+/// the product is not split, it is all of k, and at least 1.
 #[must_use]
 pub fn k_per_split(m: usize, n: usize, k: usize) -> usize {
     SPLIT_K.k_per_split(m, n, k)

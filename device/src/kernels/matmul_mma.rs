@@ -139,8 +139,8 @@ family! {
 const SPLIT_K: SplitK =
     SplitK { tiles: &[[64, 128, 24], [128, 128, 36]], ends: 125, partial: 150, least: 256, step: 64 };
 
-/// The k of one split of the split-K product `[m, k] [k, n]`. It depends only on these three. If the
-/// product is not split, it is all of k, and at least 1.
+/// The k of one split of the split-K product `[m, k] [k, n]`. It depends only on these three. If
+/// the product is not split, it is all of k, and at least 1.
 #[must_use]
 pub fn k_per_split(m: usize, n: usize, k: usize) -> usize {
     SPLIT_K.k_per_split(m, n, k)

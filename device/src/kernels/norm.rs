@@ -52,9 +52,11 @@ family! {
         y: *mut S,
         inverse_rms: *mut f32,
     ) {
-        let Some(row) = Row::new(x.len(), cols) else { return };
         // SAFETY: the row lies inside the arguments; its lanes stay converged.
-        unsafe { with_held!(row, cols, forward(x, residual, gain, cols, epsilon, h, y, inverse_rms)) }
+        unsafe {
+            let Some(row) = Row::new(x.len(), cols) else { return };
+            with_held!(row, cols, forward(x, residual, gain, cols, epsilon, h, y, inverse_rms))
+        }
     }
     // SAFETY: `x` has whole rows of `cols`, `y` is as long, and so are `residual` and `h` if used.
     // `gain` has one row, and `inverse_rms` one element for each row. A thread accesses a row only
@@ -73,7 +75,7 @@ family! {
 }
 
 /// # Safety
-/// The row lies inside the arguments; its lanes call it together.
+/// The row lies inside the arguments.
 #[inline(always)]
 unsafe fn forward<const REGS: usize, S: Stored>(
     row: Row,
@@ -86,8 +88,7 @@ unsafe fn forward<const REGS: usize, S: Stored>(
     y: *mut S,
     inverse_rms: *mut f32,
 ) {
-    // SAFETY: the row lies inside the arguments, and its lanes are converged here, as the caller
-    // guarantees.
+    // SAFETY: the row lies inside the arguments.
     unsafe {
         let mut held = RowFragment::<REGS, _>::new(row, x, row.start, cols, 0.0);
         if !residual.is_empty() {
@@ -173,14 +174,12 @@ impl<S: Stored> Backward<'_, S> {
     /// hold it in registers. They write dx, and sum their columns for the gain.
     ///
     /// # Safety
-    /// The rows lie inside the arguments and suit `REGS`, which is not 0. The lanes of a row call
-    /// it together.
+    /// The rows lie inside the arguments and suit `REGS`, which is not 0.
     #[inline(always)]
     unsafe fn held<const REGS: usize>(self, mut row: Row) {
         let Self { cols, .. } = self;
         let group = (row.number - self.rows.first) * width(cols);
-        // SAFETY: the rows lie inside the arguments and suit `REGS`, and their lanes are converged
-        // here, as the caller guarantees.
+        // SAFETY: the rows lie inside the arguments and suit `REGS`.
         unsafe {
             for_each_vector!(REGS, row, cols, |_at, column, _part| {
                 self.sums.set4((group + column) as u32, F4::splat(0.0));

@@ -20,19 +20,22 @@
 //! Invariant: an element is rounded as [`Format`] defines, independent of its neighbors. Fragments
 //! are zero past the rows and k.
 
+#[cfg(not(target_arch = "nvptx64"))]
+mod host;
+
 use crate::block::divide;
 use crate::contract;
 use crate::format::{Format, Tf32};
-#[cfg(not(target_arch = "nvptx64"))]
-use crate::mma::fragments;
 use crate::mma::{FRAGMENT, QUAD, ROWS, STEP, Side};
 use crate::unroll_on_gpu;
 use crate::vector::{F4, Part, load_pair};
 use crate::warp::LANES;
-#[cfg(not(target_arch = "nvptx64"))]
-use cuda_std::launch::{PointerMut, Size, Slice, Violation};
 use cuda_std::prelude::*;
 use cuda_std::warp;
+#[cfg(not(target_arch = "nvptx64"))]
+pub use host::Rounding;
+#[cfg(not(target_arch = "nvptx64"))]
+use host::grid;
 
 const BLOCK: u32 = 256;
 const WARPS: usize = (BLOCK / LANES) as usize;
@@ -52,8 +55,6 @@ const ACROSS: usize = 1;
 /// operand             c      c       b      b       a      a
 /// ```
 const LEFT: u32 = 1;
-#[cfg(not(target_arch = "nvptx64"))]
-const RIGHT: u32 = 2;
 
 /// Returns the bits of one operand.
 #[inline(always)]
@@ -63,35 +64,6 @@ const fn bits(sides: u32, operand: u32) -> u32 {
 #[inline(always)]
 const fn side(bits: u32, form: usize) -> u32 {
     bits >> (2 * form) & 3
-}
-
-/// Returns the grid, from the [`check`] of all three operands.
-#[cfg(not(target_arch = "nvptx64"))]
-macro_rules! grid {
-    ($p:ident) => {{
-        let a = check(
-            ["a", "a_along", "a_across"],
-            [$p.a.len(), $p.a_along.len(), $p.a_across.len()],
-            [$p.a_rows, $p.a_cols, $p.a_ld],
-            [$p.a_batches, $p.a_stride],
-            bits($p.sides, 0),
-        )?;
-        let b = check(
-            ["b", "b_along", "b_across"],
-            [$p.b.len(), $p.b_along.len(), $p.b_across.len()],
-            [$p.b_rows, $p.b_cols, $p.b_ld],
-            [$p.b_batches, $p.b_stride],
-            bits($p.sides, 1),
-        )?;
-        let c = check(
-            ["c", "c_along", "c_across"],
-            [$p.c.len(), $p.c_along.len(), $p.c_across.len()],
-            [$p.c_rows, $p.c_cols, $p.c_ld],
-            [$p.c_batches, $p.c_stride],
-            bits($p.sides, 2),
-        )?;
-        Grid::cover(a.plus(b).plus(c), WARPS)
-    }};
 }
 
 /// Rounds up to three matmul operands to TF32. Each has `rows` x `cols` elements, with row stride
@@ -151,77 +123,7 @@ pub unsafe fn round_to_tf32(
 
 // SAFETY: `check` has found every batch of an operand inside its argument. For each form that
 // `sides` names, the output holds exactly the fragments. A warp past the last turn returns.
-contract! { unsafe round_to_tf32 { block: BLOCK } |p| grid!(p) }
-
-#[cfg(not(target_arch = "nvptx64"))]
-impl<'a> round_to_tf32<'a> {
-    /// Returns the launch that rounds these operands.
-    pub fn of([mut a, mut b, mut c]: [Rounding<'a>; 3]) -> Self {
-        let ([a_along, a_across], of_a) = a.wanted();
-        let ([b_along, b_across], of_b) = b.wanted();
-        let ([c_along, c_across], of_c) = c.wanted();
-        Self {
-            a: a.values.unwrap_or_else(Slice::empty),
-            a_along,
-            a_across,
-            a_rows: a.rows,
-            a_cols: a.cols,
-            a_ld: a.ld,
-            a_batches: a.batches,
-            a_stride: a.stride,
-            b: b.values.unwrap_or_else(Slice::empty),
-            b_along,
-            b_across,
-            b_rows: b.rows,
-            b_cols: b.cols,
-            b_ld: b.ld,
-            b_batches: b.batches,
-            b_stride: b.stride,
-            c: c.values.unwrap_or_else(Slice::empty),
-            c_along,
-            c_across,
-            c_rows: c.rows,
-            c_cols: c.cols,
-            c_ld: c.ld,
-            c_batches: c.batches,
-            c_stride: c.stride,
-            sides: of_a | of_b << 4 | of_c << 8,
-        }
-    }
-}
-
-/// One operand of a launch: `batches` of `rows` x `cols` elements, with row stride `ld` and batch
-/// stride `stride`. For each wanted form, it has the destination of the fragments, and their side
-/// of the product.
-#[cfg(not(target_arch = "nvptx64"))]
-#[derive(Default)]
-#[allow(missing_docs, reason = "named as the kernels' parameters")]
-pub struct Rounding<'a> {
-    pub values: Option<Slice<'a, f32>>,
-    pub rows: usize,
-    pub cols: usize,
-    pub ld: usize,
-    pub batches: usize,
-    pub stride: usize,
-    pub along: Option<(Side, PointerMut<'a, u32>)>,
-    pub across: Option<(Side, PointerMut<'a, u32>)>,
-}
-
-#[cfg(not(target_arch = "nvptx64"))]
-impl<'a> Rounding<'a> {
-    /// Returns the destinations of the fragments, and this operand's bits of `sides`.
-    fn wanted(&mut self) -> ([PointerMut<'a, u32>; 2], u32) {
-        let mut sides = 0;
-        let outs = [(ALONG, self.along.take()), (ACROSS, self.across.take())].map(|(form, wanted)| match wanted {
-            None => PointerMut::empty(),
-            Some((side, out)) => {
-                sides |= if side == Side::Left { LEFT } else { RIGHT } << (2 * form);
-                out
-            }
-        });
-        (outs, sides)
-    }
-}
+contract! { unsafe round_to_tf32 { block: BLOCK } |p| grid(p) }
 
 /// One operand, from the point of view of one thread: batches of rows and columns.
 #[derive(Clone, Copy)]
@@ -373,28 +275,4 @@ impl RoundingWork<'_> {
         });
         elements
     }
-}
-
-/// Checks one operand for the contract. Returns the warps that it needs.
-#[cfg(not(target_arch = "nvptx64"))]
-fn check(
-    [argument, along, across]: [&'static str; 3],
-    [len, along_len, across_len]: [usize; 3],
-    [rows, cols, ld]: [usize; 3],
-    [batches, stride]: [usize; 2],
-    sides: u32,
-) -> Result<Size, Violation> {
-    super::matmul::checks::holds(argument, len, batches, stride, [rows, cols], ld)?;
-    let squares = Size::of(batches).times(rows.div_ceil(SQUARE)).times(cols.div_ceil(SQUARE));
-    Violation::unless(squares.at_most((1 << 28) - 1), argument, "below 2^28 squares of 32 x 32", squares)?;
-    let mut turns = Size::of(0);
-    for (form, name, len, extents) in
-        [(ALONG, along, along_len, [rows, cols]), (ACROSS, across, across_len, [cols, rows])]
-    {
-        if side(sides, form) != 0 {
-            Violation::unless_length(name, Size::of(batches).times(fragments(extents)), len)?;
-            turns = turns.plus(squares);
-        }
-    }
-    Ok(turns)
 }

@@ -78,10 +78,10 @@ family! {
         inverse_rms: *mut f32,
     ) {
         let cols = width as usize;
-        let Some(row) = Row::new(x.len(), cols) else { return };
         // SAFETY: the row lies inside `x`, `y` and `inverse_rms`, and its lanes stay converged. The
         // sizes are not 0.
         unsafe {
+            let Some(row) = Row::new(x.len(), cols) else { return };
             let part = part_of(row.number, inverse_rms_rows(x.len(), cols), heads, kv_heads, stacked);
             let mut held = [F4::splat(0.0); REGS];
             for_each_vector!(REGS, row, cols, |at, column, present| {

@@ -31,10 +31,10 @@ family! {
     /// Computes `out[r] = scale sum_c x[r, c]`. Shapes: `x`: `[rows, cols]`, `out`: `[rows]`.
     sum_columns<S: Stored> { sum_columns_f32: f32; sum_columns_bf16: bf16; }
     unsafe fn(x: &[S], cols: usize, scale: f32, accumulate: u32, out: *mut f32) {
-        let Some(row) = Row::new(x.len(), cols) else { return };
         let mut sum = F4::splat(0.0);
         // SAFETY: the row lies inside `x` and `out`; its lanes stay converged.
         unsafe {
+            let Some(row) = Row::new(x.len(), cols) else { return };
             for_each_vector!(row, cols, |column, part| {
                 sum = sum + F4::load_part(x, row.start + column, part, 0.0);
             });
@@ -154,10 +154,10 @@ family! {
     /// `out`: `[rows]`. Overwrites `out`.
     max_columns<S: Stored> { max_columns_f32: f32; max_columns_bf16: bf16; }
     unsafe fn(x: &[S], cols: usize, out: *mut f32) {
-        let Some(row) = Row::new(x.len(), cols) else { return };
         let mut largest = F4::splat(f32::NEG_INFINITY);
         // SAFETY: the row lies inside `x` and `out`; its lanes stay converged.
         unsafe {
+            let Some(row) = Row::new(x.len(), cols) else { return };
             for_each_vector!(row, cols, |column, part| {
                 largest = largest.zip(F4::load_part(x, row.start + column, part, f32::NEG_INFINITY), max);
             });
@@ -182,10 +182,10 @@ family! {
     /// `out`.
     argmax_columns<S: Stored> { argmax_columns_f32: f32; argmax_columns_bf16: bf16; }
     unsafe fn(x: &[S], cols: usize, out: *mut u32) {
-        let Some(row) = Row::new(x.len(), cols) else { return };
         let mut best = 0;
         // SAFETY: the row lies inside `x` and `out`; its lanes stay converged.
         unsafe {
+            let Some(row) = Row::new(x.len(), cols) else { return };
             for_each_vector!(row, cols, |column, part| {
                 let x = F4::load_part(x, row.start + column, part, 0.0).0;
                 let mut at = 0;

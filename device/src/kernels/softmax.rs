@@ -27,9 +27,11 @@ family! {
     /// Overwrites `y`.
     softmax_forward<S: Stored> { softmax_forward_f32: f32; softmax_forward_bf16: bf16; }
     unsafe fn(x: &[S], cols: usize, y: *mut S) {
-        let Some(row) = Row::new(x.len(), cols) else { return };
         // SAFETY: the row lies inside `x` and `y`; its lanes stay converged.
-        unsafe { with_held!(row, cols, forward(x, cols, y)) }
+        unsafe {
+            let Some(row) = Row::new(x.len(), cols) else { return };
+            with_held!(row, cols, forward(x, cols, y))
+        }
     }
     // SAFETY: `x` has whole rows of `cols`, and `y` is as long; a thread accesses a row only if it
     // begins inside `x`.
@@ -40,11 +42,10 @@ family! {
 }
 
 /// # Safety
-/// The row lies inside `x` and `y`; its lanes call it together.
+/// The row lies inside `x` and `y`.
 #[inline(always)]
 unsafe fn forward<const REGS: usize, S: Stored>(row: Row, x: &[S], cols: usize, y: *mut S) {
-    // SAFETY: the row lies inside `x` and `y`, and its lanes are converged here, as the caller
-    // guarantees.
+    // SAFETY: the row lies inside `x` and `y`.
     unsafe {
         let exps = Exps::<REGS, _>::new(row, x, cols);
         let inverse = 1.0 / exps.sum;
@@ -59,9 +60,11 @@ family! {
     /// Shapes: `y`, `dy`, `dx`: `[rows, cols]`. Overwrites `dx`.
     softmax_backward<S: Stored> { softmax_backward_f32: f32; softmax_backward_bf16: bf16; }
     unsafe fn(y: &[S], dy: &[S], cols: usize, dx: *mut S) {
-        let Some(row) = Row::new(y.len(), cols) else { return };
         // SAFETY: the row lies inside `y`, and the others are as long; its lanes stay converged.
-        unsafe { with_held!(row, cols, backward(y, dy, cols, dx)) }
+        unsafe {
+            let Some(row) = Row::new(y.len(), cols) else { return };
+            with_held!(row, cols, backward(y, dy, cols, dx))
+        }
     }
     // SAFETY: `y` has whole rows of `cols`, and `dy` and `dx` are as long; a thread accesses a row
     // only if it begins inside `y`.
@@ -73,12 +76,11 @@ family! {
 }
 
 /// # Safety
-/// The row lies inside `y`, `dy` and `dx`; its lanes call it together.
+/// The row lies inside `y`, `dy` and `dx`.
 #[inline(always)]
 unsafe fn backward<const REGS: usize, S: Stored>(row: Row, y: &[S], dy: &[S], cols: usize, dx: *mut S) {
     let mut dot = F4::splat(0.0);
-    // SAFETY: the row lies inside `y`, `dy` and `dx`, and its lanes are converged here, as the
-    // caller guarantees.
+    // SAFETY: the row lies inside `y`, `dy` and `dx`.
     unsafe {
         let y = RowFragment::<REGS, _>::new(row, y, row.start, cols, 0.0);
         let dy = RowFragment::<REGS, _>::new(row, dy, row.start, cols, 0.0);
@@ -99,9 +101,11 @@ family! {
     /// -infinity, becomes NaN. Overwrites `y`.
     log_softmax_forward<S: Stored> { log_softmax_forward_f32: f32; log_softmax_forward_bf16: bf16; }
     unsafe fn(x: &[S], cols: usize, y: *mut S) {
-        let Some(row) = Row::new(x.len(), cols) else { return };
         // SAFETY: the row lies inside `x` and `y`; its lanes stay converged.
-        unsafe { with_held!(row, cols, log_forward(x, cols, y)) }
+        unsafe {
+            let Some(row) = Row::new(x.len(), cols) else { return };
+            with_held!(row, cols, log_forward(x, cols, y))
+        }
     }
     // SAFETY: `x` has whole rows of `cols`, and `y` is as long; a thread accesses a row only if it
     // begins inside `x`.
@@ -112,11 +116,10 @@ family! {
 }
 
 /// # Safety
-/// The row lies inside `x` and `y`; its lanes call it together.
+/// The row lies inside `x` and `y`.
 #[inline(always)]
 unsafe fn log_forward<const REGS: usize, S: Stored>(row: Row, x: &[S], cols: usize, y: *mut S) {
-    // SAFETY: the row lies inside `x` and `y`, and its lanes are converged here, as the caller
-    // guarantees.
+    // SAFETY: the row lies inside `x` and `y`.
     unsafe {
         let exps = Exps::<REGS, _>::new(row, x, cols);
         let log = math::log(exps.sum);
@@ -133,9 +136,11 @@ family! {
     /// Shapes: `y`, `dy`, `dx`: `[rows, cols]`. Overwrites `dx`.
     log_softmax_backward<S: Stored> { log_softmax_backward_f32: f32; log_softmax_backward_bf16: bf16; }
     unsafe fn(y: &[S], dy: &[S], cols: usize, dx: *mut S) {
-        let Some(row) = Row::new(y.len(), cols) else { return };
         // SAFETY: the row lies inside `y`, and the others are as long; its lanes stay converged.
-        unsafe { with_held!(row, cols, log_backward(y, dy, cols, dx)) }
+        unsafe {
+            let Some(row) = Row::new(y.len(), cols) else { return };
+            with_held!(row, cols, log_backward(y, dy, cols, dx))
+        }
     }
     // SAFETY: `y` has whole rows of `cols`, and `dy` and `dx` are as long; a thread accesses a row
     // only if it begins inside `y`.
@@ -147,12 +152,11 @@ family! {
 }
 
 /// # Safety
-/// The row lies inside `y`, `dy` and `dx`; its lanes call it together.
+/// The row lies inside `y`, `dy` and `dx`.
 #[inline(always)]
 unsafe fn log_backward<const REGS: usize, S: Stored>(row: Row, y: &[S], dy: &[S], cols: usize, dx: *mut S) {
     let mut sum = F4::splat(0.0);
-    // SAFETY: the row lies inside `y`, `dy` and `dx`, and its lanes are converged here, as the
-    // caller guarantees.
+    // SAFETY: the row lies inside `y`, `dy` and `dx`.
     unsafe {
         let y = RowFragment::<REGS, _>::new(row, y, row.start, cols, f32::NEG_INFINITY);
         let dy = RowFragment::<REGS, _>::new(row, dy, row.start, cols, 0.0);

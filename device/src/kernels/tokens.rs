@@ -35,12 +35,13 @@ family! {
                     let mut sum = F4::splat(0.0);
                     let mut token = 0;
                     // Four at a time, so that the GPU's loads overlap.
-                    #[cfg(target_arch = "nvptx64")]
-                    while token + 3 < tokens {
-                        let [a, b, c, d] = [0, 1, 2, 3].map(|next| F4::load(x, at + next * cols));
-                        sum = sum + a + b + c + d;
-                        at += 4 * cols;
-                        token += 4;
+                    crate::only_on_gpu! {
+                        while token + 3 < tokens {
+                            let [a, b, c, d] = [0, 1, 2, 3].map(|next| F4::load(x, at + next * cols));
+                            sum = sum + a + b + c + d;
+                            at += 4 * cols;
+                            token += 4;
+                        }
                     }
                     while token < tokens {
                         sum = sum + F4::load(x, at);

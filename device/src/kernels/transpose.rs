@@ -87,10 +87,10 @@ family! {
     /// as long as `x`.
     swap_extents<S: Stored> { swap_extents_f32: f32; swap_extents_bf16: bf16; }
     unsafe fn(x: &[S], first: usize, between: usize, second: usize, cols: usize, y: *mut S) {
-        let Some(row) = Row::new(x.len(), cols) else { return };
         // SAFETY: no dimension is 0. The row of `y` lies inside it, and so does the row of `x`,
         // which is as long and has as many rows. The row's lanes stay converged.
         unsafe {
+            let Some(row) = Row::new(x.len(), cols) else { return };
             let (rest, i) = divide(row.number, first);
             let (rest, m) = divide(rest, between);
             let (n, j) = divide(rest, second);
@@ -110,11 +110,10 @@ family! {
 }
 
 /// # Safety
-/// The row lies inside `y`, and `cols` elements from `start` inside `x`; its lanes call it
-/// together.
+/// The row lies inside `y`, and `cols` elements from `start` inside `x`.
 #[inline(always)]
 unsafe fn moved<const REGS: usize, S: Stored>(row: Row, x: &[S], start: usize, cols: usize, y: *mut S) {
-    // SAFETY: both rows lie inside their arrays, as the caller guarantees.
+    // SAFETY: both rows lie inside their arrays.
     unsafe {
         let values = RowFragment::<REGS, _>::new(row, x, start, cols, 0.0);
         for_each_vector!(REGS, row, cols, |at, column, part| {

@@ -4,9 +4,6 @@
 //! ```text
 //! a thread:  Fresh --begins--> runs --waits--> Waiting --all have arrived--> Ready
 //!            Ready --its turn--> runs --ends--> Done
-//!
-//! shared memory, on a cache line:
-//!   | 256 bytes red zone | the launch's bytes, as NaN | 256 bytes red zone, and up to 15 more |
 //! ```
 //! Invariant: at most one thread of a block runs at a time. A thread resumes only when every thread
 //! that it waits for has reached the same operation at the same source line.
@@ -20,21 +17,16 @@ use super::fault::{Access, Place};
 use super::fault::{Cause, Fault, Kind};
 use super::mode::Order;
 use super::resolve::{State, Wait, resolve_block, resolve_lanes};
+use super::shared::SharedMemory;
 use super::trap::{SignalStack, Traps};
 use super::{CURRENT, WARP};
-use crate::launch::{Entry, Grid, Threads, Versions, Words};
+use crate::launch::{Entry, Grid, Threads, Words};
 use corosensei::Yielder;
 use std::cell::{Cell, Ref, RefCell};
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::rc::Rc;
 use std::sync::Arc;
-
-/// The bytes before and after the shared memory that no thread may change.
-const RED_ZONE_BYTES: usize = 256;
-const RED_ZONE: u8 = 0xa5;
-/// The fill of fresh shared memory, which then reads as NaN.
-const POISON: u8 = 0xff;
 
 /// The state that all blocks of a launch share.
 pub(super) struct Launch<'l> {
@@ -348,11 +340,6 @@ impl Drop for Entered {
     }
 }
 
-/// A cache line. Memory that begins on one is accessed with the fewest lines per vector.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-struct Line([u8; 64]);
-
 /// A runner of blocks on one OS thread. It keeps coroutines and shared memory from block to block.
 pub(super) struct Runner {
     carriers: Vec<Carrier>,
@@ -360,7 +347,7 @@ pub(super) struct Runner {
     idle: Vec<usize>,
     /// The carrier of each waiting thread, by thread.
     carrier_of: Vec<usize>,
-    shared: Vec<Line>,
+    shared: SharedMemory,
     states: Vec<State>,
     exchange: Vec<u64>,
     traps: Rc<Traps>,
@@ -373,7 +360,7 @@ impl Runner {
             carriers: Vec::new(),
             idle: Vec::new(),
             carrier_of: Vec::new(),
-            shared: Vec::new(),
+            shared: SharedMemory::default(),
             states: Vec::new(),
             exchange: Vec::new(),
             traps: Rc::default(),
@@ -393,13 +380,13 @@ impl Runner {
         states.resize(entry.block as usize, State::Fresh);
         exchange.resize(entry.block as usize, 0);
         self.carrier_of.resize(entry.block as usize, 0);
-        let (code, is_wide) = version(&entry.versions, *watched);
+        let (code, is_wide) = entry.versions.for_processor(*watched);
         let detector = watched.then(|| Detector::new(Arc::clone(arguments), entry, *grid, index).into());
         let block = Block {
             grid: *grid,
             index: grid.place(index),
             threads: entry.block,
-            shared: self.shared_memory(entry.shared_bytes as usize),
+            shared: self.shared.fresh(entry.shared_bytes as usize),
             shared_bytes: entry.shared_bytes as usize,
             code,
             is_wide,
@@ -420,7 +407,11 @@ impl Runner {
             traps: Rc::clone(&self.traps),
         };
         let entered = Entered::new(&block);
-        let outcome = self.schedule(&block).and_then(|()| self.check_red_zones(&block));
+        let outcome = self.schedule(&block).and_then(|()| {
+            // SAFETY: no thread of the block is left.
+            let intact = unsafe { self.shared.check_red_zones(block.shared_bytes) };
+            intact.map_err(|cause| (block.running.get(), cause))
+        });
         // From here on no thread of the block can access the block or wait, not even while it is
         // unwound.
         drop(entered);
@@ -497,56 +488,4 @@ impl Runner {
         }
         waits
     }
-
-    /// Returns poisoned shared memory of `bytes` between two red zones.
-    fn shared_memory(&mut self, bytes: usize) -> *mut u8 {
-        let total = bytes.next_multiple_of(16) + 2 * RED_ZONE_BYTES;
-        self.shared.resize(self.shared.len().max(total.div_ceil(size_of::<Line>())), Line([0; _]));
-        let start = self.shared.as_mut_ptr().cast::<u8>();
-        // SAFETY: the vector holds at least `total` bytes, and the three parts follow each other
-        // within them.
-        unsafe {
-            start.write_bytes(RED_ZONE, RED_ZONE_BYTES);
-            start.add(RED_ZONE_BYTES).write_bytes(POISON, bytes);
-            start.add(RED_ZONE_BYTES + bytes).write_bytes(RED_ZONE, total - RED_ZONE_BYTES - bytes);
-            start.add(RED_ZONE_BYTES)
-        }
-    }
-
-    fn check_red_zones(&self, block: &Block) -> Result<(), (u32, Cause)> {
-        let bytes = block.shared_bytes;
-        let total = bytes.next_multiple_of(16) + 2 * RED_ZONE_BYTES;
-        // SAFETY: the vector holds at least `total` initialized bytes, and no thread of the block
-        // is left.
-        let memory = unsafe { std::slice::from_raw_parts(self.shared.as_ptr().cast::<u8>(), total) };
-        for zone in [0..RED_ZONE_BYTES, RED_ZONE_BYTES + bytes..total] {
-            // Compares a whole zone at once, and searches for the byte only if it was hit.
-            let intact = [RED_ZONE; RED_ZONE_BYTES + 16];
-            if memory[zone.clone()] != intact[..zone.len()] {
-                let hit = memory[zone.clone()].iter().position(|&byte| byte != RED_ZONE).expect("a byte differs");
-                let offset = (zone.start + hit) as i64 - RED_ZONE_BYTES as i64;
-                return Err((block.running.get(), Cause::SharedOverrun { offset, size: bytes }));
-            }
-        }
-        Ok(())
-    }
-}
-
-/// Returns the version of a kernel for this processor, and true if it has registers of 16 floats.
-fn version(versions: &Versions, watched: bool) -> (Threads, bool) {
-    #[cfg(miri)]
-    return (versions.portable, false);
-    #[cfg(all(target_arch = "x86_64", not(miri)))]
-    {
-        use std::arch::is_x86_feature_detected as has;
-        if watched || !(has!("avx2") && has!("fma")) {
-            return (versions.portable, false);
-        }
-        if has!("avx512f") && has!("avx512dq") && has!("avx512bw") && has!("avx512vl") {
-            return (versions.wide, true);
-        }
-        (versions.fused, false)
-    }
-    #[cfg(not(any(target_arch = "x86_64", miri)))]
-    (if watched { versions.watched } else { versions.fused }, false)
 }

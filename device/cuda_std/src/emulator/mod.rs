@@ -33,6 +33,7 @@ mod mode;
 mod panics;
 mod resolve;
 mod shadow;
+mod shared;
 mod site;
 mod stack;
 mod tally;

@@ -8,10 +8,12 @@ use super::tile::Memory;
 use crate::block::launder_reg;
 use crate::flash_attention::place::{Place, Problem};
 use crate::math::exp2_negative;
-use crate::mma::fragments::{Multiplied, Sums};
+use crate::mma::element::MmaElement;
+use crate::mma::fragments::Sums;
 use crate::tile::{SharedTile, commit_copies, wait_copies};
 use crate::unroll_on_gpu;
 use crate::vector::load;
+use crate::warp::Converged;
 use core::f32::consts::LOG2_E;
 use cuda_std::{GpuFloat, thread};
 
@@ -22,7 +24,7 @@ use cuda_std::{GpuFloat, thread};
 /// tiles of columns. All threads of the block call it together.
 #[inline(always)]
 pub(super) unsafe fn queries<
-    S: Multiplied,
+    S: MmaElement,
     const M_TILES: usize,
     const TILES: usize,
     const CHUNKS: usize,
@@ -38,6 +40,7 @@ pub(super) unsafe fn queries<
     // threads loop over the same tiles, so they reach every barrier. The lanes of a warp are
     // converged at every mma.
     unsafe {
+        let warp = Converged::assume();
         let memory = Memory::<M_TILES, TILES, CHUNKS>::new(2);
         let (rows, of_tile) = (Memory::<M_TILES, TILES, CHUNKS>::RESIDENT, Memory::<M_TILES, TILES, CHUNKS>::TILE);
         let Place { sample, head, first, mask } = Place::new(&problem, rows, problem.heads, true);
@@ -79,8 +82,8 @@ pub(super) unsafe fn queries<
             if memory.none_seen(mask, place, false) {
                 continue;
             }
-            let mut scores = memory.qk_scores::<S>(0, memory.slot(slot, 0));
-            let mut gradients = memory.qk_scores::<S>(1, memory.slot(slot, 1));
+            let mut scores = memory.qk_scores::<S>(warp, 0, memory.slot(slot, 0));
+            let mut gradients = memory.qk_scores::<S>(warp, 1, memory.slot(slot, 1));
             if !memory.all_seen(mask, place, false) {
                 memory.apply_mask(&mut scores, mask, place, false, f32::NEG_INFINITY);
                 memory.apply_mask(&mut gradients, mask, place, false, 0.0);
@@ -106,12 +109,12 @@ pub(super) unsafe fn queries<
                     });
                 }
             });
-            memory.pv_accumulate::<S, MADE>(&mut sums, &gradients, memory.slot(slot, 0), 0);
+            memory.pv_accumulate::<S, MADE>(warp, &mut sums, &gradients, memory.slot(slot, 0), 0);
         }
         // Recomputed: keeping it live across the loop would take registers from the accumulators.
         let Place { sample, head, first, mask } = Place::new(&problem, launder_reg(rows), problem.heads, true);
         let q = problem.rows(0, sample, head);
-        memory.store(&sums, problem.scale, q, 0, [first, mask.length, problem.tokens, problem.width], dqkv);
+        memory.store(warp, &sums, problem.scale, q, 0, [first, mask.length, problem.tokens, problem.width], dqkv);
     }
 }
 
@@ -141,7 +144,7 @@ unsafe fn copy_numbers(to: SharedTile<f32>, count: u32, values: &[f32], start: u
 /// block call it together.
 #[inline(always)]
 pub(super) unsafe fn keys<
-    S: Multiplied,
+    S: MmaElement,
     const M_TILES: usize,
     const TILES: usize,
     const CHUNKS: usize,
@@ -155,6 +158,7 @@ pub(super) unsafe fn keys<
 ) {
     // SAFETY: the argument in `queries` holds here too.
     unsafe {
+        let warp = Converged::assume();
         let memory = Memory::<M_TILES, TILES, CHUNKS>::new(2);
         let (rows, of_tile) = (Memory::<M_TILES, TILES, CHUNKS>::RESIDENT, Memory::<M_TILES, TILES, CHUNKS>::TILE);
         let Place { sample, head: kv_head, first, mask } = Place::new(&problem, rows, problem.kv_heads, false);
@@ -201,8 +205,8 @@ pub(super) unsafe fn keys<
             if memory.none_seen(mask, place, true) {
                 continue;
             }
-            let mut scores = memory.qk_scores::<S>(0, memory.slot(here, 0));
-            let mut gradients = memory.qk_scores::<S>(1, memory.slot(here, 1));
+            let mut scores = memory.qk_scores::<S>(warp, 0, memory.slot(here, 0));
+            let mut gradients = memory.qk_scores::<S>(warp, 1, memory.slot(here, 1));
             if !memory.all_seen(mask, place, true) {
                 memory.apply_mask(&mut scores, mask, place, true, f32::NEG_INFINITY);
                 memory.apply_mask(&mut gradients, mask, place, true, 0.0);
@@ -220,14 +224,14 @@ pub(super) unsafe fn keys<
                     }
                 });
             });
-            memory.pv_accumulate::<S, MADE>(&mut dv, &scores, memory.slot(here, 1), made);
-            memory.pv_accumulate::<S, MADE>(&mut dk, &gradients, memory.slot(here, 0), made);
+            memory.pv_accumulate::<S, MADE>(warp, &mut dv, &scores, memory.slot(here, 1), made);
+            memory.pv_accumulate::<S, MADE>(warp, &mut dk, &gradients, memory.slot(here, 0), made);
         }
         // Recomputed, as in `queries`.
         let Place { sample, head, first, mask } = Place::new(&problem, launder_reg(rows), problem.kv_heads, false);
         let (k, v) = (problem.rows(1, sample, head), problem.rows(2, sample, head));
         let bounds = [first, mask.length, problem.tokens, problem.width];
-        memory.store(&dk, problem.scale, k, made, bounds, dqkv);
-        memory.store(&dv, 1.0, v, made, bounds, dqkv);
+        memory.store(warp, &dk, problem.scale, k, made, bounds, dqkv);
+        memory.store(warp, &dv, 1.0, v, made, bounds, dqkv);
     }
 }

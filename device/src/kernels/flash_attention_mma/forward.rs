@@ -8,13 +8,14 @@ use super::tile::Memory;
 use crate::block::launder_reg;
 use crate::flash_attention::place::{Place, Problem};
 use crate::math::{self, exp2_negative, exp2_scaled, exp2_sum, larger_or_nan};
-use crate::mma::fragments::{Multiplied, Sums};
+use crate::mma::element::MmaElement;
+use crate::mma::fragments::Sums;
 use crate::tile::{commit_copies, wait_copies};
 use crate::unroll_on_gpu;
 use crate::vector::store;
-use crate::warp::{add, combine_lanes, converge_warp};
+use crate::warp::{Converged, add};
 use core::f32::consts::LOG2_E;
-use cuda_std::{GpuFloat, thread, warp};
+use cuda_std::{GpuFloat, thread, warp::lane_id};
 
 /// The lanes that share a row of scores.
 const ACROSS: u32 = 4;
@@ -36,7 +37,7 @@ fn within_growth(most: f32, factor: f32, largest: f32) -> bool {
 /// tiles of columns. All threads of the block call it together.
 #[inline(always)]
 pub(super) unsafe fn forward<
-    S: Multiplied,
+    S: MmaElement,
     const M_TILES: usize,
     const TILES: usize,
     const CHUNKS: usize,
@@ -50,6 +51,7 @@ pub(super) unsafe fn forward<
     // threads loop over the same tiles, so they reach every barrier. The lanes of a warp are
     // converged at every mma and shuffle.
     unsafe {
+        let warp = Converged::assume();
         let memory = Memory::<M_TILES, TILES, CHUNKS>::new(1);
         let (rows, of_tile) = (Memory::<M_TILES, TILES, CHUNKS>::RESIDENT, Memory::<M_TILES, TILES, CHUNKS>::TILE);
         let Place { sample, head, first, mask } = Place::new(&problem, rows, problem.heads, true);
@@ -90,7 +92,7 @@ pub(super) unsafe fn forward<
             if memory.none_seen(mask, place, false) {
                 continue;
             }
-            let mut scores = memory.qk_scores::<S>(0, memory.slot(slot, 0));
+            let mut scores = memory.qk_scores::<S>(warp, 0, memory.slot(slot, 0));
             if !memory.all_seen(mask, place, false) {
                 memory.apply_mask(&mut scores, mask, place, false, f32::NEG_INFINITY);
             }
@@ -114,14 +116,13 @@ pub(super) unsafe fn forward<
                     });
                 }
             });
-            converge_warp();
-            if !warp::warp_vote_all(u32::MAX, within) {
-                converge_warp();
+            if !warp.again().all(within) {
+                let warp = warp.again();
                 unroll_on_gpu!(m < 2 => {
                     if m < M_TILES {
                         unroll_on_gpu!(half < 2 => {
                             let of_lane = larger_or_nan(largest[m][half], most[m][half]);
-                            most[m][half] = combine_lanes(u32::MAX, ACROSS, of_lane, larger_or_nan);
+                            most[m][half] = warp.combine(ACROSS, of_lane, larger_or_nan);
                         });
                     }
                 });
@@ -163,7 +164,7 @@ pub(super) unsafe fn forward<
                     }
                 });
             });
-            memory.pv_accumulate::<S, MADE>(&mut sums, &scores, memory.slot(slot, 1), 0);
+            memory.pv_accumulate::<S, MADE>(warp, &mut sums, &scores, memory.slot(slot, 1), 0);
         }
 
         // Recomputed: keeping it live across the loop would take registers from the accumulators.
@@ -172,15 +173,15 @@ pub(super) unsafe fn forward<
         unroll_on_gpu!(m < 2 => {
             if m < M_TILES {
                 let mut inverse = [0.0; 2];
-                converge_warp();
+                let warp = warp.again();
                 unroll_on_gpu!(half < 2 => {
-                    let total = combine_lanes(u32::MAX, ACROSS, totals[m][half], add);
+                    let total = warp.combine(ACROSS, totals[m][half], add);
                     let most = largest[m][half];
                     // If a score is not finite, the row's whole output becomes NaN.
                     let known = most < f32::INFINITY;
                     inverse[half] = if known { 1.0 / total } else { f32::NAN };
                     let token = first + memory.resident_row(m, half);
-                    if warp::lane_id().is_multiple_of(ACROSS) && token < problem.tokens {
+                    if lane_id().is_multiple_of(ACROSS) && token < problem.tokens {
                         let value = if known { GpuFloat::mul_add(most, problem.scale, math::log(total)) } else { f32::NAN };
                         let value = if token < mask.length { value } else { f32::NEG_INFINITY };
                         store(lse, statistics + token as usize, value);
@@ -192,6 +193,6 @@ pub(super) unsafe fn forward<
             }
         });
         let rows = problem.output_rows(&[], sample, head);
-        memory.store(&sums, 1.0, rows, 0, [first, mask.length, problem.tokens, problem.width], out);
+        memory.store(warp, &sums, 1.0, rows, 0, [first, mask.length, problem.tokens, problem.width], out);
     }
 }

@@ -14,11 +14,12 @@
 use super::shape::{BLOCK, COLUMNS, rows_of};
 use crate::block::{launder_index, launder_reg};
 use crate::flash_attention::place::{MaskRange, Rows};
-use crate::mma::fragments::{CHUNK_WORDS, Fragments, Multiplied, Sums, multiply};
+use crate::mma::element::MmaElement;
+use crate::mma::fragments::{CHUNK_WORDS, Squares, Sums, multiply, swizzled};
 use crate::tile::SharedTile;
 use crate::unroll_on_gpu;
 use crate::vector::F4;
-use crate::warp::{LANES, converge_warp};
+use crate::warp::{Converged, LANES};
 use cuda_std::{thread, warp};
 
 /// The maximum of chunks that a thread copies at once.
@@ -27,7 +28,9 @@ const COPIES: usize = 16;
 /// The tiles of a block's shared memory, and this thread's place in them.
 #[derive(Clone, Copy)]
 pub(super) struct Memory<const M_TILES: usize, const TILES: usize, const CHUNKS: usize> {
-    fragments: Fragments<CHUNKS>,
+    /// This lane's squares of rows: of A or of k, and of B.
+    down: Squares,
+    across: Squares,
     arrays: u32,
 }
 
@@ -36,52 +39,56 @@ impl<const M_TILES: usize, const TILES: usize, const CHUNKS: usize> Memory<M_TIL
     pub(super) const RESIDENT: u32 = rows_of(M_TILES);
     pub(super) const WARP_ROWS: u32 = 16 * M_TILES as u32;
     pub(super) const TILE: u32 = COLUMNS * TILES as u32;
-    const ROW: u32 = Fragments::<CHUNKS>::ROW;
+    /// The words of a row.
+    const ROW: u32 = CHUNKS as u32 * CHUNK_WORDS;
     /// The rows that the block copies at once.
     const PASS: u32 = BLOCK / CHUNKS as u32;
 
     /// Returns the memory of a block with resident rows of `arrays` arrays, 1 or 2.
+    ///
+    /// # Safety
+    /// The contract declares [`Shape::shared_bytes`](super::Shape::shared_bytes) for that many
+    /// arrays, and for the values that the block uses.
     #[inline(always)]
-    pub(super) fn new(arrays: u32) -> Self {
+    pub(super) unsafe fn new(arrays: u32) -> Self {
         const {
             assert!(
                 Self::RESIDENT.div_ceil(Self::PASS) as usize <= COPIES
                     && Self::TILE.div_ceil(Self::PASS) as usize <= COPIES
             )
         };
-        Self { fragments: Fragments::of_lane(), arrays }
+        let chunks = CHUNKS as u32;
+        Self { down: Squares::down(chunks, 0, 0), across: Squares::across(chunks, 0, 0), arrays }
     }
 
     /// Returns the resident rows of an array.
-    ///
-    /// # Safety
-    /// The contract declares [`Shape::shared_bytes`] for that many arrays.
     #[inline(always)]
-    pub(super) unsafe fn resident(&self, array: u32) -> SharedTile<u32> {
+    pub(super) fn resident(&self, array: u32) -> SharedTile<u32> {
         // SAFETY: the arrays come first in the shared memory that the contract declares.
         unsafe { SharedTile::new(array * Self::RESIDENT * Self::ROW * 4, Self::RESIDENT * Self::ROW) }
     }
 
     /// Returns a slot's tile of the first streamed array (0) or the second (1).
-    ///
-    /// # Safety
-    /// The caller meets the requirements of [`Memory::own`].
     #[inline(always)]
-    pub(super) unsafe fn slot(&self, slot: u32, array: u32) -> SharedTile<u32> {
+    pub(super) fn slot(&self, slot: u32, array: u32) -> SharedTile<u32> {
         let before = self.arrays * Self::RESIDENT + (2 * slot + array) * Self::TILE;
-        // SAFETY: the slots come after the resident arrays.
+        // SAFETY: the slots come after the resident arrays, in the memory that the contract
+        // declares.
         unsafe { SharedTile::new(before * Self::ROW * 4, Self::TILE * Self::ROW) }
     }
 
     /// Returns a slot's values for the rows of its tile: `lse` (0) or `delta` (1).
-    ///
-    /// # Safety
-    /// The contract declares [`Shape::shared_bytes`] with two values a row.
     #[inline(always)]
-    pub(super) unsafe fn numbers(&self, slot: u32, which: u32) -> SharedTile<f32> {
+    pub(super) fn numbers(&self, slot: u32, which: u32) -> SharedTile<f32> {
         let before = (self.arrays * Self::RESIDENT + 4 * Self::TILE) * Self::ROW + (2 * slot + which) * Self::TILE;
-        // SAFETY: the values come after the slots.
+        // SAFETY: the values come after the slots, in the memory that the contract declares.
         unsafe { SharedTile::new(before * 4, Self::TILE) }
+    }
+
+    /// Returns the word of a chunk of a row.
+    #[inline(always)]
+    fn place(row: u32, chunk: u32) -> u32 {
+        swizzled(CHUNKS as u32, row, chunk) * CHUNK_WORDS
     }
 
     /// Returns the index of this warp's first resident row in the block.
@@ -118,7 +125,7 @@ impl<const M_TILES: usize, const TILES: usize, const CHUNKS: usize> Memory<M_TIL
     /// The rows below `limit` lie inside `rows.values`, with `width` columns each, on 16-byte
     /// boundaries. The tile has `count` rows.
     #[inline(always)]
-    pub(super) unsafe fn copy<S: Multiplied>(
+    pub(super) unsafe fn copy<S: MmaElement>(
         &self,
         to: SharedTile<u32>,
         count: u32,
@@ -133,7 +140,7 @@ impl<const M_TILES: usize, const TILES: usize, const CHUNKS: usize> Memory<M_TIL
         let mut from = rows.start + (first + row) as usize * rows.stride + (chunk * S::CHUNK) as usize;
         let apart = pass as usize * rows.stride;
         if first + count <= limit && width == CHUNKS as u32 * S::CHUNK {
-            let place = Fragments::<CHUNKS>::place(row, chunk);
+            let place = Self::place(row, chunk);
             unroll_on_gpu!(n < COPIES, at most 16 => {
                 let down = n as u32 * pass;
                 if down < count {
@@ -148,7 +155,7 @@ impl<const M_TILES: usize, const TILES: usize, const CHUNKS: usize> Memory<M_TIL
         while row < count {
             let there = first + row < limit && chunk * S::CHUNK < width;
             // SAFETY: the caller guarantees that the chunk lies inside the rows if `there` is true.
-            unsafe { to.copy_chunk_or_zero(Fragments::<CHUNKS>::place(row, chunk), rows.values, from, there) };
+            unsafe { to.copy_chunk_or_zero(Self::place(row, chunk), rows.values, from, there) };
             (row, from) = (row + pass, from + apart);
         }
     }
@@ -158,9 +165,9 @@ impl<const M_TILES: usize, const TILES: usize, const CHUNKS: usize> Memory<M_TIL
     /// barrier.
     #[inline(always)]
     #[track_caller]
-    pub(super) fn round<S: Multiplied>(&self, rows: SharedTile<u32>, count: u32) {
+    pub(super) fn round<S: MmaElement>(&self, rows: SharedTile<u32>, count: u32) {
         let thread = launder_reg(thread::thread_idx_x());
-        let place = Fragments::<CHUNKS>::place(thread / CHUNKS as u32, thread % CHUNKS as u32);
+        let place = Self::place(thread / CHUNKS as u32, thread % CHUNKS as u32);
         unroll_on_gpu!(n < COPIES, at most 16 => {
             let down = n as u32 * Self::PASS;
             if down < count {
@@ -171,58 +178,47 @@ impl<const M_TILES: usize, const TILES: usize, const CHUNKS: usize> Memory<M_TIL
 
     /// Returns the products of this warp's resident rows of an array with the rows of a tile, over
     /// all columns.
-    ///
-    /// # Safety
-    /// All lanes of the warp make the call.
     #[inline(always)]
     #[track_caller]
-    pub(super) unsafe fn qk_scores<S: Multiplied>(
+    pub(super) fn qk_scores<S: MmaElement>(
         &self,
+        warp: Converged,
         array: u32,
         streamed: SharedTile<u32>,
     ) -> Sums<M_TILES, TILES> {
         let mut sums = [[[0.0; 4]; TILES]; M_TILES];
-        // SAFETY: all lanes of the warp execute this, and no branch diverges from here on. The rows
-        // lie inside the tiles.
-        unsafe {
-            let (resident, first, fragments) = (self.resident(array), self.first_row(), self.fragments.anew());
-            converge_warp();
-            unroll_on_gpu!(step < CHUNKS / 2, at most 16 => {
-                let mut left = [[0; 4]; M_TILES];
-                unroll_on_gpu!(m < 2 => {
-                    if m < M_TILES {
-                        left[m] = fragments.left(resident, first + 16 * m as u32, step);
-                    }
-                });
-                unroll_on_gpu!(square < TILES / 2 => {
-                    let right = fragments.right(streamed, 16 * square as u32, step);
-                    multiply::<S::Factors, M_TILES, TILES>(&mut sums, square, &left, right);
-                });
+        let (resident, first) = (self.resident(array), self.first_row());
+        let (down, across) = (self.down.anew(), self.across.anew());
+        let warp = warp.again();
+        unroll_on_gpu!(step < CHUNKS / 2, at most 16 => {
+            let mut left = [[0; 4]; M_TILES];
+            unroll_on_gpu!(m < 2 => {
+                if m < M_TILES {
+                    left[m] = down.read(warp, resident, first + 16 * m as u32, step as u32, false);
+                }
             });
-        }
+            unroll_on_gpu!(square < TILES / 2 => {
+                let right = across.read(warp, streamed, 16 * square as u32, step as u32, false);
+                multiply::<S::Factors, M_TILES, 1, TILES>(warp, &mut sums, square, &left, &[right]);
+            });
+        });
         sums
     }
 
     /// Rounds `weights`, multiplies them with the rows of a tile, and accumulates in `MADE` mma
-    /// tiles of columns, from tile `first` on.
-    ///
-    /// # Safety
-    /// All lanes of the warp make the call. `first` is a multiple of `MADE`.
+    /// tiles of columns, from tile `first`, a multiple of `MADE`, on.
     #[inline(always)]
     #[track_caller]
-    pub(super) unsafe fn pv_accumulate<S: Multiplied, const MADE: usize>(
+    pub(super) fn pv_accumulate<S: MmaElement, const MADE: usize>(
         &self,
+        warp: Converged,
         sums: &mut Sums<M_TILES, MADE>,
         weights: &Sums<M_TILES, TILES>,
         streamed: SharedTile<u32>,
         first: usize,
     ) {
-        // SAFETY: the argument in `qk_scores` holds here too.
-        unsafe {
-            let fragments = self.fragments.anew();
-            converge_warp();
-            S::pv_accumulate(sums, weights, fragments, streamed, first);
-        }
+        let down = self.down.anew();
+        S::pv_accumulate::<M_TILES, TILES, CHUNKS, MADE>(warp.again(), sums, weights, down, streamed, first);
     }
 
     /// Writes a lane's accumulators of the resident rows, times `factor`, to mma tiles of columns
@@ -230,10 +226,11 @@ impl<const M_TILES: usize, const TILES: usize, const CHUNKS: usize> Memory<M_TIL
     /// token, the tokens that exist, all tokens, and the columns.
     ///
     /// # Safety
-    /// The rows lie inside `out`, up to the last token. All lanes of the warp make the call.
+    /// The rows lie inside `out`, up to the last token.
     #[inline(always)]
-    pub(super) unsafe fn store<S: Multiplied, const MADE: usize>(
+    pub(super) unsafe fn store<S: MmaElement, const MADE: usize>(
         &self,
+        warp: Converged,
         sums: &Sums<M_TILES, MADE>,
         factor: f32,
         rows: Rows<'_, S>,
@@ -247,19 +244,17 @@ impl<const M_TILES: usize, const TILES: usize, const CHUNKS: usize> Memory<M_TIL
         unroll_on_gpu!(m < 2 => {
             if m < M_TILES {
                 let square = first_token + 16 * m as u32;
-                // SAFETY: all lanes of the warp execute this. The row lies inside `out`, and the
-                // columns in the row.
-                unsafe {
-                    converge_warp();
-                    unroll_on_gpu!(n < MADE, at most 32 => {
-                        let ([row, column], value) = S::neighbours(&sums[m], n);
-                        let (token, column) = (square + row, first as u32 * COLUMNS + column);
-                        if token < tokens && column < width {
-                            let value = if token < length { value * F4::splat(factor) } else { F4::splat(0.0) };
-                            value.store(out, rows.start + token as usize * rows.stride + column as usize);
-                        }
-                    });
-                }
+                let warp = warp.again();
+                unroll_on_gpu!(n < MADE, at most 32 => {
+                    let ([row, column], value) = S::neighbours(warp, &sums[m], n);
+                    let (token, column) = (square + row, first as u32 * COLUMNS + column);
+                    if token < tokens && column < width {
+                        let value = if token < length { value * F4::splat(factor) } else { F4::splat(0.0) };
+                        let at = rows.start + token as usize * rows.stride + column as usize;
+                        // SAFETY: the row lies inside `out`, and the columns in the row.
+                        unsafe { value.store(out, at) };
+                    }
+                });
             }
         });
     }

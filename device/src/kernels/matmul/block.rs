@@ -23,6 +23,7 @@ use super::operand::Stage;
 use super::split::SplitRange;
 use super::tile::place;
 use super::{Operand, Tile};
+use crate::machine::IS_GPU;
 use crate::tile::{SharedTile, commit_copies, wait_copies};
 use crate::unroll;
 use crate::vector::F4;
@@ -125,7 +126,7 @@ fn multiply<const TM: usize, const TN: usize, const AHEAD: u32, const AT_ONCE: u
     wait_copies::<AHEAD>();
     thread::sync_threads();
     let mut next = [([0.0; TM], [0.0; TN]); AT_ONCE];
-    if cfg!(target_arch = "nvptx64") || until - k >= tile.step() {
+    if IS_GPU || until - k >= tile.step() {
         next = factors.read_some(tile, at);
     }
     while until - k >= tile.step() {
@@ -149,7 +150,7 @@ fn multiply<const TM: usize, const TN: usize, const AHEAD: u32, const AT_ONCE: u
                 }
                 // The GPU also reads factors that it will not use: a condition would cost register
                 // copies.
-                if cfg!(target_arch = "nvptx64") || until - k >= tile.step() {
+                if IS_GPU || until - k >= tile.step() {
                     next = factors.read_some(tile, at);
                 }
             }

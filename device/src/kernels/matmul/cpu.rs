@@ -26,13 +26,16 @@
 //!
 //! Invariant: the chains are the same as in every other tile.
 
+mod epilogue;
+
 use super::block::{GROUP, Problem};
 use super::epilogue::{Epilogue, Places};
 use super::operand::Operand;
 use super::tile::{Cost, Tile, place};
+use crate::machine::memory::{load_run, prefetch};
 use crate::tile::SharedTile;
 use crate::unroll;
-use crate::vector::{F4, load_run, prefetch};
+use crate::vector::F4;
 use cuda_std::{emulator, thread};
 
 /// Rows of a panel of A, and columns of a panel of B: a thread has this many outputs in each
@@ -278,9 +281,9 @@ impl Operand<'_> {
     #[inline(always)]
     fn runs<const ACROSS: bool>(&self, panel: SharedTile<f32>, [i, p]: [u32; 2], from: usize) {
         let mut runs = [[0.0; RUN]; 4];
-        // SAFETY: four runs inside the operand: `copy_panel` has compared them with its rows and k.
-        // A closure would stay a call.
-        unroll!(at < 4 => { runs[at] = unsafe { load_run(self.values, from + at * self.stride as usize) }; });
+        // `copy_panel` has compared the runs with the operand's rows and k. A closure would stay a
+        // call.
+        unroll!(at < 4 => { runs[at] = load_run(self.values, from + at * self.stride as usize); });
         let at = place_in_panel(self.along_k && !ACROSS, i, p);
         if self.along_k && ACROSS {
             unroll!(square < RUN / 4 => {

@@ -11,19 +11,11 @@
 //! ```
 //! Invariant: every kernel's epilogue runs these steps in this order, and rounds each once.
 
-#[cfg(not(target_arch = "nvptx64"))]
-use super::SILU;
 use super::{ACTIVATIONS, GELU, GELU_DERIVATIVE, STORE_PREACT, SWIGLU};
 use crate::block::launder_reg;
-#[cfg(not(target_arch = "nvptx64"))]
-use crate::math;
 use crate::stored::Stored;
 use crate::vector::{F4, Part};
-#[cfg(not(target_arch = "nvptx64"))]
-use crate::vector::{load_run, load_run_raw, prefetch_raw, store_run};
 use crate::{map4, unroll_on_gpu};
-#[cfg(not(target_arch = "nvptx64"))]
-use cuda_std::GpuFloat;
 
 /// True if a kernel that stores S supports [`GELU_DERIVATIVE`]. Only BF16 kernels do. The f32
 /// backward pass sums a bias gradient where it multiplies by the derivative, so f32 kernels would
@@ -201,60 +193,6 @@ impl<S: Stored> Epilogue<'_, S> {
             for_each!(|row, group, at, part| {
                 sums[row][group].store_part(out, at, part);
             });
-        }
-    }
-}
-
-#[cfg(not(target_arch = "nvptx64"))]
-impl Epilogue<'_, f32> {
-    /// Prefetches the cache lines that [`Epilogue::finish_run`] will access from (i, j) on.
-    #[inline(always)]
-    pub(super) fn fetch_run(&self, i: u32, j: u32) {
-        let Self { c, out, pre, start, ldc, beta, flags, .. } = *self;
-        let at = start + i as usize * ldc as usize + j as usize;
-        prefetch_raw(out, at);
-        if flags & STORE_PREACT != 0 {
-            prefetch_raw(pre, at);
-        }
-        if beta != 0.0 || flags & SWIGLU != 0 {
-            prefetch_raw(c, at);
-        }
-    }
-
-    /// Applies the epilogue to `N` neighboring sums that all lie inside the output, on the CPU.
-    ///
-    /// # Safety
-    /// The caller meets the requirements of [`Epilogue::finish`].
-    #[inline(always)]
-    pub(super) unsafe fn finish_run<const N: usize>(&self, i: u32, j: u32, mut sum: [f32; N]) {
-        let Self { bias, bias_start, c, out, pre, start, ldc, alpha, beta, flags, .. } = *self;
-        let at = start + i as usize * ldc as usize + j as usize;
-        // SAFETY: a run inside the output lies inside `out`, and inside `c`, `pre` and `bias` where
-        // they are used: the contract has checked it.
-        unsafe {
-            if alpha != 1.0 {
-                sum.iter_mut().for_each(|sum| *sum *= alpha);
-            }
-            if !bias.is_empty() {
-                let bias = load_run::<N>(bias, bias_start + j as usize);
-                sum.iter_mut().zip(bias).for_each(|(sum, bias)| *sum += bias);
-            }
-            if beta != 0.0 {
-                let c = load_run_raw::<N>(c, at);
-                sum.iter_mut().zip(c).for_each(|(sum, c)| *sum = GpuFloat::mul_add(beta, c, *sum));
-            }
-            if flags & STORE_PREACT != 0 {
-                store_run(pre, at, sum);
-            }
-            if flags & GELU != 0 {
-                sum.iter_mut().for_each(|sum| *sum = math::gelu(*sum));
-            } else if flags & SWIGLU != 0 {
-                let gates = load_run_raw::<N>(c, at);
-                sum.iter_mut().zip(gates).for_each(|(sum, gate)| *sum *= math::silu(gate));
-            } else if flags & SILU != 0 {
-                sum.iter_mut().for_each(|sum| *sum = math::silu(*sum));
-            }
-            store_run(out, at, sum);
         }
     }
 }

@@ -20,6 +20,7 @@
 //!
 //! Invariant: every tile gives the same bits.
 
+use crate::machine::IS_GPU;
 use cuda_std::thread;
 
 /// The unused floats after each k of a stage. They shift the next k by four banks, and keep its
@@ -100,7 +101,7 @@ impl Tile {
     /// compile slowly.
     #[inline(always)]
     pub const fn unrolled(self) -> usize {
-        if cfg!(target_arch = "nvptx64") { self.groups } else { 1 }
+        if IS_GPU { self.groups } else { 1 }
     }
 
     /// The k that one iteration of the loop covers.

@@ -13,14 +13,15 @@
 //!
 //! Invariant: the steps and their order are as in [`Epilogue::finish`], so the bits are the same.
 
-use super::fragment::{Sums, Words, quads, quads_place, read_bias, read_words, write_quads};
 use crate::block::launder_reg;
 use crate::format::{Bf16, Format};
 use crate::matmul::epilogue::{Epilogue, Places};
 use crate::matmul::{ACTIVATIONS, GELU, GELU_DERIVATIVE, SILU, STORE_PREACT, SWIGLU};
+use crate::mma::fragments::{Sums, Words, quads, quads_place, read_bias, read_words, write_quads};
 use crate::stored::Stored;
 use crate::unroll_on_gpu;
 use crate::vector::F4;
+use crate::warp::Converged;
 use cuda_std::GpuFloat;
 use half::bf16;
 
@@ -28,23 +29,23 @@ use half::bf16;
 /// and column.
 ///
 /// # Safety
-/// All lanes of the warp make the call, and the contract has accepted the problem.
+/// The contract has accepted the problem.
 #[inline(always)]
 pub(super) unsafe fn finish<const ROWS: usize, const TILES: usize, const PAIRS: usize, S: Stored>(
+    warp: Converged,
     epilogue: Epilogue<'_, S>,
     first: [u32; 2],
     sums: Sums<ROWS, TILES>,
 ) {
     const { assert!(TILES == 2 * PAIRS) };
-    // SAFETY: all lanes of the warp execute this, and the contract has accepted the problem, as the
-    // caller guarantees.
+    // SAFETY: the contract has accepted the problem.
     unsafe {
         if const { size_of::<S>() == size_of::<bf16>() }
             && epilogue.has_whole(first, [16 * ROWS as u32, 16 * PAIRS as u32])
         {
-            finish_whole::<ROWS, TILES, PAIRS, S>(epilogue, first, sums);
+            finish_whole::<ROWS, TILES, PAIRS, S>(warp, epilogue, first, sums);
         } else {
-            finish_any::<ROWS, TILES, PAIRS, S>(epilogue, first, sums);
+            finish_any::<ROWS, TILES, PAIRS, S>(warp, epilogue, first, sums);
         }
     }
 }
@@ -55,6 +56,7 @@ pub(super) unsafe fn finish<const ROWS: usize, const TILES: usize, const PAIRS: 
 /// The caller meets the requirements of [`finish`].
 #[inline(always)]
 unsafe fn finish_whole<const ROWS: usize, const TILES: usize, const PAIRS: usize, S: Stored>(
+    warp: Converged,
     epilogue: Epilogue<'_, S>,
     first: [u32; 2],
     mut sums: Sums<ROWS, TILES>,
@@ -68,7 +70,7 @@ unsafe fn finish_whole<const ROWS: usize, const TILES: usize, const PAIRS: usize
     };
     macro_rules! write_row {
         ($of:expr, $to:expr, $row:expr) => {
-            unroll_on_gpu!(pair < PAIRS => { write_quads([$of[2 * pair], $of[2 * pair + 1]], $to, place($row, pair)); })
+            unroll_on_gpu!(pair < PAIRS => { write_quads(warp, [$of[2 * pair], $of[2 * pair + 1]], $to, place($row, pair)); })
         };
     }
     // Reads C at the outputs of a row of squares.
@@ -85,9 +87,8 @@ unsafe fn finish_whole<const ROWS: usize, const TILES: usize, const PAIRS: usize
         };
     }
     let value = |words: &Words, at: usize| Bf16::value(words[at / 2], at as u32 % 2);
-    // SAFETY: all lanes of the warp execute this. The outputs exist. The contract has checked that
-    // they then lie in `out`, and in `c`, `pre` and `bias` where they are used. They hold S, which
-    // is BF16.
+    // SAFETY: the outputs exist. The contract has checked that they then lie in `out`, and in `c`,
+    // `pre` and `bias` where they are used. They hold S, which is BF16.
     unsafe {
         if alpha != 1.0 {
             unroll_on_gpu!(row < ROWS => { for_each!(|tile, at| sums[row][tile][at] *= alpha); });
@@ -155,6 +156,7 @@ unsafe fn finish_whole<const ROWS: usize, const TILES: usize, const PAIRS: usize
 /// The caller meets the requirements of [`finish`].
 #[inline(always)]
 unsafe fn finish_any<const ROWS: usize, const TILES: usize, const PAIRS: usize, S: Stored>(
+    warp: Converged,
     epilogue: Epilogue<'_, S>,
     first: [u32; 2],
     mut sums: Sums<ROWS, TILES>,
@@ -165,9 +167,7 @@ unsafe fn finish_any<const ROWS: usize, const TILES: usize, const PAIRS: usize, 
     for row in 0..ROWS as u32 {
         let (mut rows, mut columns) = ([[F4::splat(0.0); PAIRS]; 2], [0; PAIRS]);
         unroll_on_gpu!(pair < PAIRS => {
-            // SAFETY: all lanes of the warp execute this, and nothing before it in this loop
-            // diverges.
-            [rows[0][pair], rows[1][pair]] = unsafe { quads([sums[0][2 * pair], sums[0][2 * pair + 1]]) };
+            [rows[0][pair], rows[1][pair]] = quads(warp, [sums[0][2 * pair], sums[0][2 * pair + 1]]);
             columns[pair] = first[1] + 16 * pair as u32 + column;
         });
         let places = Places { row: first[0] + 16 * row + line, apart: 8, columns, width: F4::LEN as u32 };

@@ -1,7 +1,7 @@
 //! Operands, and how a block copies a stage of an operand to shared memory.
 //!
 //! A "row" is a row of op(A) or a column of op(B). A stage keeps the operand's layout, in chunks of
-//! eight elements (16 bytes) that are swizzled:
+//! eight elements (16 bytes) that are [`swizzled`]:
 //!
 //! ```text
 //! contiguous along k: 4 chunks a row             contiguous along the rows: width / 8 chunks a k
@@ -9,15 +9,13 @@
 //!   row 1   | c 0 | c 1 | c 2 | c 3 |              k 1   | rows 8..15 | rows 0..7 | ..
 //!   row 2   | c 1 | c 0 | c 3 | c 2 |              ..
 //!   row 3   | c 1 | c 0 | c 3 | c 2 |
-//!   chunk c of row r is at c xor (r / 2 mod 4)     chunk c of k p is at c xor (p mod 8)
 //! ```
-//! Either way, the eight rows of one chunk that one ldmatrix phase reads cover all 32 banks without
-//! a conflict.
 //!
 //! Invariant: every word of a stage is written, with zero past the end of the rows and of k.
 
 use super::tile::{CHUNK, CHUNK_WORDS, DEPTH};
 use crate::block::launder_index;
+use crate::mma::fragments::swizzled;
 use crate::tile::SharedTile;
 use crate::unroll_on_gpu;
 use crate::vector::load;
@@ -36,13 +34,6 @@ pub(super) struct Operand<'p> {
     pub(super) rows: u32,
     pub(super) stride: u32,
     pub(super) along_k: bool,
-}
-
-/// Returns the swizzled position of a chunk in a stage of `width` rows. If `along_k`, it is the
-/// `along`th chunk along k of row `row`; otherwise the `along`th chunk along the rows of k `row`.
-#[inline(always)]
-pub(super) fn place(along_k: bool, width: u32, row: u32, along: u32) -> u32 {
-    if along_k { row * ALONG + (along ^ (row / 2 % ALONG)) } else { row * (width / CHUNK) + (along ^ (row % 8)) }
 }
 
 /// A block's part of an operand: `width` rows from `first_row` on, with one thread's copy state.
@@ -70,7 +61,7 @@ impl<'p> Part<'p> {
     pub(super) fn new(operand: Operand<'p>, [first_row, width]: [u32; 2], threads: u32, first_k: u32) -> Self {
         let Operand { start, stride, along_k, .. } = operand;
         let (down, along) = divide(thread::thread_idx_x(), chunks(along_k, width));
-        let to = place(along_k, width, down, along) * CHUNK_WORDS;
+        let to = swizzled(chunks(along_k, width), down, along) * CHUNK_WORDS;
         let (across, within) = if along_k { (first_row, first_k) } else { (first_k, first_row) };
         // If there are no k or no rows, nothing is read, so the index may be out of range.
         let ahead = (across + down) as usize * stride as usize + (within + along * CHUNK) as usize;
@@ -154,7 +145,7 @@ impl<'p> Part<'p> {
 /// Returns the number of adjacent chunks in a stage: of a row along k, or of a k along the rows. It
 /// is a power of two.
 #[inline(always)]
-fn chunks(along_k: bool, width: u32) -> u32 {
+pub(super) fn chunks(along_k: bool, width: u32) -> u32 {
     if along_k { ALONG } else { width / CHUNK }
 }
 

@@ -15,13 +15,14 @@
 
 use super::operand::{PackedOperand, read, start};
 use super::tile::{STAGES, STEPS, Tile, WORDS};
+use crate::machine::IS_GPU;
 use crate::matmul::epilogue::{Epilogue, Places};
 use crate::matmul::tile::place;
 use crate::mma::{Factor, Side, Sums, multiply};
 use crate::tile::{SharedTile, commit_copies, wait_copies};
 use crate::unroll_on_gpu;
 use crate::vector::F4;
-use crate::warp::converge_warp;
+use crate::warp::Converged;
 use cuda_std::{thread, warp};
 
 /// Blocks run down the columns within a group of this many rows of tiles.
@@ -44,7 +45,8 @@ type Factors<const ROWS: usize, const COLS: usize> = ([Factor; ROWS], [Factor; C
 /// 32 outputs. `A_PASSES` and `B_PASSES` are [`Tile::passes`].
 ///
 /// # Safety
-/// The contract has accepted the problem, and the const parameters match `tile`.
+/// The contract has accepted the problem, and the const parameters match `tile`. All threads of the
+/// block call it together.
 #[inline(always)]
 pub(super) unsafe fn sum<const ROWS: usize, const COLS: usize, const A_PASSES: usize, const B_PASSES: usize>(
     problem: Problem<'_>,
@@ -62,7 +64,7 @@ pub(super) unsafe fn sum<const ROWS: usize, const COLS: usize, const A_PASSES: u
     };
     // The GPU also copies stages past the last, which are zeros, and reads fragments that it will
     // not use: a condition would cost more.
-    let is_needed = |stage: u32| cfg!(target_arch = "nvptx64") || stage < stages;
+    let is_needed = |stage: u32| IS_GPU || stage < stages;
     let fetch = |stage: u32| {
         if is_needed(stage) {
             // SAFETY: the contract has accepted the operands.
@@ -92,12 +94,13 @@ pub(super) unsafe fn sum<const ROWS: usize, const COLS: usize, const A_PASSES: u
     if is_needed(0) {
         now = factors(0, 0);
     }
+    // SAFETY: nothing in the loop diverges.
+    let warp = unsafe { Converged::assume() };
     for stage in 0..stages {
         // The reads of the next fragments overlap the mma of the current ones, also across the end
         // of a stage.
         let next = factors(stage, 1);
-        // SAFETY: all lanes of the warp execute this.
-        unsafe { multiply_all::<ROWS, COLS>(&mut sums, now) };
+        multiply_all::<ROWS, COLS>(warp, &mut sums, now);
         wait_copies::<{ STAGES - 2 }>();
         thread::sync_threads();
         if is_needed(stage + 1) {
@@ -105,8 +108,7 @@ pub(super) unsafe fn sum<const ROWS: usize, const COLS: usize, const A_PASSES: u
         }
         // Into the slot whose last fragments all warps have read before the barrier.
         fetch(stage + STAGES);
-        // SAFETY: all lanes of the warp execute this.
-        unsafe { multiply_all::<ROWS, COLS>(&mut sums, next) };
+        multiply_all::<ROWS, COLS>(warp, &mut sums, next);
     }
     sums
 }
@@ -159,21 +161,14 @@ fn warp_origin<const ROWS: usize, const COLS: usize>(tile: Tile) -> [u32; 2] {
 }
 
 /// Accumulates the products of all blocks of a warp.
-///
-/// # Safety
-/// All lanes of the warp make the call.
 #[inline(always)]
-unsafe fn multiply_all<const ROWS: usize, const COLS: usize>(
+fn multiply_all<const ROWS: usize, const COLS: usize>(
+    warp: Converged,
     sums: &mut [[Sums; COLS]; ROWS],
     (a, b): Factors<ROWS, COLS>,
 ) {
-    // SAFETY: all lanes of the warp execute this, as the caller guarantees.
-    unsafe { converge_warp() };
+    let warp = warp.again();
     unroll_on_gpu!(row < ROWS => {
-        unroll_on_gpu!(col < COLS => {
-            // SAFETY: the caller guarantees that all lanes of the warp execute this, and the
-            // unrolled code has no branch.
-            unsafe { multiply(&mut sums[row][col], a[row], b[col]) };
-        });
+        unroll_on_gpu!(col < COLS => { multiply(warp, &mut sums[row][col], a[row], b[col]); });
     });
 }

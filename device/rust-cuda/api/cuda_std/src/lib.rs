@@ -4,7 +4,7 @@
 //!
 //! Invariant: everything here exists in rust-cuda. The features omitted here cannot be used:
 //! `print`, the prelude's items from `alloc`, libdevice's functions (`exp`, `tanh`), and shuffles.
-//! Shuffles crash libNVVM for `compute_121` (device/src/warp.rs has its own).
+//! Shuffles crash libNVVM for `compute_121` (device/src/machine/gpu/warp.rs has its own).
 #![no_std]
 
 // stepscope's attribute takes the place of rust-cuda's.

@@ -1,0 +1,45 @@
+//! The instructions of `gpu/float.rs` in integer and float arithmetic.
+
+use cuda_std::GpuFloat;
+
+/// Returns `a * b + c`, rounded once and clamped to 0..=1. A NaN becomes 0.
+#[inline(always)]
+pub fn fma_within_1(a: f32, b: f32, c: f32) -> f32 {
+    let sum = GpuFloat::mul_add(a, b, c);
+    let below = if sum < 1.0 { sum } else { 1.0 };
+    if sum > 0.0 { below } else { 0.0 }
+}
+
+/// Returns the larger of two, or NaN if either is NaN. 0 is larger than -0.
+#[inline(always)]
+pub fn larger_or_nan(a: f32, b: f32) -> f32 {
+    // Two zeros: the one with fewer bits. Other equal numbers: either.
+    let equal = f32::from_bits(a.to_bits() & b.to_bits());
+    let larger = if b > a { b } else { a };
+    let larger = if a == b { equal } else { larger };
+    if b.is_nan() { b } else { larger }
+}
+
+/// Rounds `x` to the nearest TF32, ties away from zero, and returns its f32 bits.
+#[inline(always)]
+pub fn round_tf32(x: f32) -> u32 {
+    let bits = x.to_bits();
+    if x.is_nan() {
+        bits & !0x1fff
+    } else {
+        // An infinity's fraction is zero, so adding half a unit changes nothing above the cut.
+        (bits + 0x1000) & !0x1fff
+    }
+}
+
+/// Rounds two numbers to the nearest BF16, ties to even, and packs them in one word: `low` in the
+/// lower half.
+#[inline(always)]
+pub fn round_bf16(low: f32, high: f32) -> u32 {
+    let round = |x: f32| {
+        let bits = x.to_bits();
+        // Adds just less than half a unit, or half a unit if the last kept bit is odd.
+        if x.is_nan() { 0x7fff } else { (bits + 0x7fff + (bits >> 16 & 1)) >> 16 }
+    };
+    round(low) | round(high) << 16
+}

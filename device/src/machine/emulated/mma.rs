@@ -1,0 +1,144 @@
+//! Tensor core products of lanes that read each other's operands. They add one product after
+//! another, k ascending.
+//!
+//! The lanes of [`matmul_bf16`](crate::matmul_bf16) accumulate directly in the layout of
+//! [`quads`], so they exchange nothing.
+
+use crate::format::{Bf16, Format, Tf32};
+use crate::mma::fragments::{Sums, Words, quads_place};
+use crate::mma::{Factor, Sums as PackedSums};
+use crate::vector::{F4, load_word, store_words};
+use crate::warp::Converged;
+use cuda_std::emulator::lanes;
+use cuda_std::{GpuFloat, warp};
+use half::bf16;
+
+/// A format of mma operands that a GPU has an instruction for.
+pub trait Instruction {}
+impl Instruction for Tf32 {}
+impl Instruction for Bf16 {}
+
+/// Accumulates the products of the warp's packed fragments; see [`mma`](crate::mma).
+#[inline(always)]
+#[track_caller]
+pub fn multiply_packed(_: Converged, sums: &mut PackedSums, a: Factor, b: Factor) {
+    let (g, t) = (warp::lane_id() as usize / 4, warp::lane_id() as usize % 4);
+    let of_lane = [a, b];
+    let factors = lanes(&of_lane);
+    for lane in 0..4 {
+        // SAFETY: each lane's fragments live until the `sync_warp` below, which all lanes reach, as
+        // they reached this.
+        let [[rows, _], [_, left], [_, right]] =
+            unsafe { [4 * g + lane, 8 * t + lane, 8 * t + 4 + lane].map(|lane| *factors[lane]) };
+        for word in 0..2 {
+            let value = |factor: [u32; 2]| f32::from_bits(factor[word]);
+            let (rows, [c0, c1, c2, c3], [c4, c5, c6, c7]) = (rows.map(value), left.map(value), right.map(value));
+            let columns = [c0, c1, c2, c3, c4, c5, c6, c7];
+            for row in 0..4 {
+                for column in 0..8 {
+                    sums[row][column] = GpuFloat::mul_add(rows[row], columns[column], sums[row][column]);
+                }
+            }
+        }
+    }
+    // SAFETY: the token shows that all lanes of the warp execute this.
+    unsafe { warp::sync_warp(u32::MAX) };
+}
+
+/// Accumulates the products of squares; see [`multiply`](crate::mma::fragments::multiply).
+#[inline(always)]
+#[track_caller]
+pub fn multiply<F: Format, const ROWS: usize, const COLS: usize, const TILES: usize>(
+    _: Converged,
+    sums: &mut Sums<ROWS, TILES>,
+    first: usize,
+    a: &[[u32; 4]; ROWS],
+    b: &[[u32; 4]; COLS],
+) {
+    /// The maximum k of one instruction: that of BF16.
+    const MOST: usize = Bf16::PER_STEP as usize;
+    let of_lane = (*a, *b);
+    let factors = lanes(&of_lane);
+    let (g, t) = (warp::lane_id() as usize / 4, warp::lane_id() as usize % 4);
+    // The k of the first chunk, then of the second, of four lanes from `first` on.
+    let chain = |first: usize, word: &dyn Fn(usize, usize) -> u32| -> [f32; MOST] {
+        let (per_word, per_chunk) = (F::PER_WORD as usize, F::PER_STEP as usize / 2);
+        let mut chain = [0.0; MOST];
+        for (k, value) in chain[..F::PER_STEP as usize].iter_mut().enumerate() {
+            *value = F::value(word(first + k % per_chunk / per_word, k / per_chunk), (k % per_word) as u32);
+        }
+        chain
+    };
+    for col in 0..COLS {
+        // SAFETY: each lane's operands live until the `sync_warp` below, which all lanes reach, as
+        // they reached this.
+        let right = unsafe {
+            let of = |tile: usize, column: usize| {
+                chain(4 * (2 * t + column), &|lane, chunk| (*factors[lane]).1[col][2 * tile + chunk])
+            };
+            [of(0, 0), of(0, 1), of(1, 0), of(1, 1)]
+        };
+        for (row, sums) in sums.iter_mut().enumerate() {
+            // SAFETY: each lane's operands live until the `sync_warp` below.
+            let left =
+                unsafe { [0, 1].map(|half| chain(4 * g, &|lane, chunk| (*factors[lane]).0[row][half + 2 * chunk])) };
+            let sums = &mut sums[2 * (first + col)..2 * (first + col) + 2];
+            let mut chains = [[0.0; 4]; 2];
+            chains.copy_from_slice(sums);
+            // Eight independent sums, which a CPU adds as a vector.
+            for k in 0..F::PER_STEP as usize {
+                for (tile, chains) in chains.iter_mut().enumerate() {
+                    for (at, sum) in chains.iter_mut().enumerate() {
+                        *sum = GpuFloat::mul_add(left[at / 2][k], right[2 * tile + at % 2][k], *sum);
+                    }
+                }
+            }
+            sums.copy_from_slice(&chains);
+        }
+    }
+    // SAFETY: the token shows that all lanes of the warp execute this.
+    unsafe { warp::sync_warp(u32::MAX) };
+}
+
+/// Returns the accumulators of two adjacent tiles, which already are in the layout of a GPU's
+/// `quads`: four neighboring columns in row g and four in row g + 8 of one tile.
+#[inline(always)]
+pub fn quads(_: Converged, tiles: [[f32; 4]; 2]) -> [F4; 2] {
+    tiles.map(F4)
+}
+
+/// Rounds the [`quads`] and writes them to `out`, in the rows whose 16 columns begin at these
+/// indices.
+///
+/// # Safety
+/// The columns may be written, and begin on a boundary of four elements.
+#[inline(always)]
+pub unsafe fn write_quads(_: Converged, tiles: [[f32; 4]; 2], out: *mut bf16, at: [usize; 2]) {
+    let at = at.map(|at| at + quads_place()[1] as usize);
+    for (words, at) in tiles.map(Bf16::words).into_iter().zip(at) {
+        // SAFETY: the columns may be written, on such a boundary: the function's contract.
+        unsafe { store_words(out, at, words) };
+    }
+}
+
+/// Reads `c` at a lane's accumulators of two adjacent tiles, in the rows whose 16 columns begin at
+/// these indices.
+///
+/// # Safety
+/// The columns may be read, and begin on a boundary of four elements.
+#[inline(always)]
+pub unsafe fn read_words(c: *const bf16, at: [usize; 2]) -> [Words; 2] {
+    // SAFETY: the columns may be read, on such a boundary: the function's contract.
+    at.map(|at| [0, 2].map(|pair| unsafe { load_word(c, at + quads_place()[1] as usize + pair) }))
+}
+
+/// Reads the bias of a lane's accumulators of two adjacent tiles, whose 16 columns begin at this
+/// index.
+///
+/// # Safety
+/// The columns lie inside `bias`, and begin on a boundary of four elements.
+#[inline(always)]
+pub unsafe fn read_bias(bias: &[f32], at: usize) -> [[f32; 4]; 2] {
+    // SAFETY: the columns lie inside `bias`, on such a boundary: the function's contract.
+    unsafe { [F4::load(bias, at + quads_place()[1] as usize).0; 2] }
+}

@@ -1,0 +1,58 @@
+//! Arithmetic that is one instruction, and conversions to the formats of mma operands.
+
+/// Returns `a * b + c`, rounded once and clamped to 0..=1. A NaN becomes 0.
+#[inline(always)]
+pub fn fma_within_1(a: f32, b: f32, c: f32) -> f32 {
+    let within: f32;
+    // SAFETY: arithmetic between registers.
+    unsafe {
+        core::arch::asm!(
+            "fma.rn.sat.f32 {0}, {1}, {2}, {3};",
+            out(reg32) within, in(reg32) a, in(reg32) b, in(reg32) c, options(pure, nomem, preserves_flags, nostack)
+        );
+    }
+    within
+}
+
+/// Returns the larger of two, or NaN if either is NaN. 0 is larger than -0.
+#[inline(always)]
+pub fn larger_or_nan(a: f32, b: f32) -> f32 {
+    let larger: f32;
+    // SAFETY: arithmetic between registers.
+    unsafe {
+        core::arch::asm!(
+            "max.NaN.f32 {0}, {1}, {2};",
+            out(reg32) larger, in(reg32) a, in(reg32) b, options(pure, nomem, preserves_flags, nostack)
+        );
+    }
+    larger
+}
+
+/// Rounds `x` to the nearest TF32, ties away from zero, and returns its f32 bits.
+#[inline(always)]
+pub fn round_tf32(x: f32) -> u32 {
+    let rounded: u32;
+    // SAFETY: a conversion between registers.
+    unsafe {
+        core::arch::asm!(
+            "cvt.rna.tf32.f32 {0}, {1};",
+            out(reg32) rounded, in(reg32) x, options(pure, nomem, preserves_flags, nostack)
+        );
+    }
+    rounded
+}
+
+/// Rounds two numbers to the nearest BF16, ties to even, and packs them in one word: `low` in the
+/// lower half.
+#[inline(always)]
+pub fn round_bf16(low: f32, high: f32) -> u32 {
+    let pair: u32;
+    // SAFETY: a conversion between registers.
+    unsafe {
+        core::arch::asm!(
+            "cvt.rn.bf16x2.f32 {0}, {1}, {2};",
+            out(reg32) pair, in(reg32) high, in(reg32) low, options(pure, nomem, preserves_flags, nostack)
+        );
+    }
+    pair
+}
