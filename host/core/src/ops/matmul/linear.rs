@@ -15,7 +15,7 @@ use kernels::matmul::{GELU, SILU, SWIGLU};
 ///
 /// Each element is one chain of fused multiply-adds over ascending k. If outputs are few and k is
 /// long, k is split into parts, whose sums are added in order. The split depends only on m, n and k
-/// ([`kernels::matmul::chunk`]). The bits are therefore the same for every tile and device.
+/// ([`kernels::matmul::k_per_split`]). The bits are therefore the same for every tile and device.
 ///
 /// # Errors
 /// [`Error::Misuse`] when the inner extents differ; [`Error::ArenaFull`].
