@@ -24,14 +24,13 @@ mod machine;
 mod machine;
 
 use super::finish::finish;
-use super::operand::{Operand, Part};
+use super::operand::Operand;
 use super::tile::{DEPTH, STAGES, Tile};
 use crate::format::{Bf16, Format};
 use crate::matmul::epilogue::Epilogue;
 use crate::matmul::tile::place;
 use crate::mma::fragments::total_of_column;
 use crate::stored::Stored;
-use crate::tile::{SharedTile, commit_copies, wait_copies};
 use crate::unroll_on_gpu;
 use crate::vector::put;
 use crate::warp::Converged;
@@ -104,92 +103,6 @@ pub(super) unsafe fn compute<
         let sums = sum::<A_ALONG, ROWS, COLS, TILES, A_PASSES, B_PASSES, S>(problem, tile, first, origin, summed);
         let first = [first[0] + origin[0], first[1] + origin[1]];
         finish::<ROWS, TILES, COLS, S>(Converged::assume(), epilogue, first, sums);
-    }
-}
-
-/// The stages of a block's operands, and this thread's part of the copies that fill them.
-#[derive(Clone, Copy)]
-struct Ring<'p, const A_PASSES: usize, const B_PASSES: usize> {
-    tile: Tile,
-    left: Part<'p>,
-    right: Part<'p>,
-    /// The first k of the first stage, and one past the last k.
-    k: [u32; 2],
-    /// The number of stages.
-    stages: u32,
-    /// The number of stages that both operands fill completely: their copies need no bounds checks.
-    whole: u32,
-}
-
-impl<'p, const A_PASSES: usize, const B_PASSES: usize> Ring<'p, A_PASSES, B_PASSES> {
-    /// Returns the ring of the stages of `a` and `b` for the tile that begins at `first`.
-    #[inline(always)]
-    fn new(a: Operand<'p>, b: Operand<'p>, tile: Tile, first: [u32; 2], k: [u32; 2]) -> Self {
-        let [first_k, end] = k;
-        let left = Part::new(a, [first[0], tile.rows()], tile.threads(), first_k);
-        let right = Part::new(b, [first[1], tile.cols()], tile.threads(), first_k);
-        let whole = if left.is_whole() && right.is_whole() { (end - first_k) / DEPTH } else { 0 };
-        Self { tile, left, right, k, stages: (end - first_k).div_ceil(DEPTH), whole }
-    }
-
-    /// Returns the parts of A and B in the slot of a stage.
-    #[inline(always)]
-    fn slot(&self, stage: u32) -> [SharedTile<u32>; 2] {
-        let (tile, rows, cols) = (self.tile, self.tile.rows(), self.tile.cols());
-        [(0, rows), (rows, cols)].map(|(start, width)| {
-            let offset = (stage % STAGES * tile.stage_len() + start * DEPTH / 2) * 4;
-            // SAFETY: the parts follow each other in the shared memory that the contract declares.
-            unsafe { SharedTile::new(offset, width * DEPTH / 2) }
-        })
-    }
-
-    /// Starts to copy a stage without bounds checks.
-    ///
-    /// # Safety
-    /// The contract has accepted the operands, and the stage is [whole](Self::whole).
-    #[inline(always)]
-    unsafe fn fetch_whole(&mut self, stage: u32) {
-        let [a, b] = self.slot(stage);
-        // SAFETY: the contract has accepted the operands; both parts and the stage are whole.
-        unsafe {
-            self.left.copy_whole::<A_PASSES>(a);
-            self.right.copy_whole::<B_PASSES>(b);
-        }
-    }
-
-    /// Starts to copy a stage, if it exists.
-    ///
-    /// # Safety
-    /// The contract has accepted the operands.
-    #[inline(always)]
-    unsafe fn fetch(&mut self, stage: u32) {
-        if stage < self.whole {
-            // SAFETY: the contract has accepted the operands, and the stage is whole.
-            unsafe { self.fetch_whole(stage) };
-        } else if stage < self.stages {
-            let [a, b] = self.slot(stage);
-            let k = [self.k[0] + stage * DEPTH, self.k[1]];
-            // SAFETY: the contract has accepted the operands.
-            unsafe {
-                self.left.copy_existing::<A_PASSES>(a, k);
-                self.right.copy_existing::<B_PASSES>(b, k);
-            }
-        }
-    }
-
-    /// Starts to copy the first stages, and waits until the block has the first.
-    ///
-    /// # Safety
-    /// The contract has accepted the operands. All threads of the block call it together.
-    #[inline(always)]
-    unsafe fn start(&mut self) {
-        for stage in 0..STAGES {
-            // SAFETY: the contract has accepted the operands.
-            unsafe { self.fetch(stage) };
-            commit_copies();
-        }
-        wait_copies::<{ STAGES - 1 }>();
-        thread::sync_threads();
     }
 }
 

@@ -1,8 +1,8 @@
 //! The GPU's loop over the stages: fragments are read one step ahead of their products.
 
-use super::{Problem, Ring, STAGES, STEP, Tile, finish_columns, summed_half};
+use super::{DEPTH, Problem, STAGES, STEP, Tile, finish_columns, summed_half};
 use crate::format::Bf16;
-use crate::matmul_bf16::operand::{Operand, chunks};
+use crate::matmul_bf16::operand::{Operand, Part, chunks};
 use crate::matmul_bf16::tile::CHUNK;
 use crate::mma::fragments::{Squares, Sums, multiply};
 use crate::stored::Stored;
@@ -61,7 +61,7 @@ fn squares<const ALONG_K: bool>(width: u32, first: u32, is_left: bool) -> Square
 
 /// Reads the lane's words of a square of a step, the `square`th from the first on.
 #[inline(always)]
-fn read<const ALONG_K: bool>(
+fn read_square<const ALONG_K: bool>(
     warp: Converged,
     squares: Squares,
     part: SharedTile<u32>,
@@ -97,77 +97,108 @@ unsafe fn pipeline<
     first: [u32; 2],
     origin: [u32; 2],
 ) -> Sums<ROWS, TILES> {
-    let (a, b) = (Operand { along_k: A_ALONG, ..problem.a }, Operand { along_k: B_ALONG, ..problem.b });
-    let mut ring = Ring::<A_PASSES, B_PASSES>::new(a, b, tile, first, problem.k);
-    // SAFETY: the contract has accepted the operands, and all threads of the block execute this.
-    unsafe { ring.start() };
+    let Problem { a, b, k: [first_k, end], .. } = problem;
+    let (a, b) = (Operand { along_k: A_ALONG, ..a }, Operand { along_k: B_ALONG, ..b });
+    let (rows, cols, threads) = (tile.rows(), tile.cols(), tile.threads());
+    let stages = (end - first_k).div_ceil(DEPTH);
+    // SAFETY: the parts follow each other in the shared memory that the contract declares.
+    let slot = |stage: u32, start: u32, width: u32| unsafe {
+        SharedTile::<u32>::new((stage % STAGES * tile.stage_len() + start * DEPTH / 2) * 4, width * DEPTH / 2)
+    };
+    let mut left = Part::new(a, [first[0], rows], threads, first_k);
+    let mut right = Part::new(b, [first[1], cols], threads, first_k);
+    // The number of stages that both operands fill completely: their copies need no bounds checks.
+    let whole = if left.is_whole() && right.is_whole() { (end - first_k) / DEPTH } else { 0 };
+    macro_rules! fetch {
+        (whole $stage:expr) => {
+            // SAFETY: the contract has accepted the operands; both parts and the stage are whole.
+            unsafe {
+                left.copy_whole::<A_PASSES>(slot($stage, 0, rows));
+                right.copy_whole::<B_PASSES>(slot($stage, rows, cols));
+            }
+        };
+        ($stage:expr) => {
+            if $stage < whole {
+                fetch!(whole $stage);
+            } else if $stage < stages {
+                // SAFETY: the contract has accepted the operands.
+                unsafe {
+                    let k = [first_k + $stage * DEPTH, end];
+                    left.copy_existing::<A_PASSES>(slot($stage, 0, rows), k);
+                    right.copy_existing::<B_PASSES>(slot($stage, rows, cols), k);
+                }
+            }
+        };
+    }
+    for stage in 0..STAGES {
+        fetch!(stage);
+        commit_copies();
+    }
     let mut sums: Sums<ROWS, TILES> = [[[0.0; 4]; TILES]; ROWS];
     let [half, summed_from] = summed_half::<COLS>(tile, origin);
-    let mut columns = [0.0; COLS];
-    let of_left = squares::<A_ALONG>(tile.rows(), origin[0], true);
-    let of_right = squares::<B_ALONG>(tile.cols(), origin[1], false);
-    // Reads a lane's fragments of a step.
-    macro_rules! read {
-        ($stage:expr, $step:expr) => {{
-            let ([a, b], step) = (ring.slot($stage), $step);
-            let mut fragments = ([[0; 4]; ROWS], [[0; 4]; COLS]);
-            // SAFETY: all lanes of the warp execute this: nothing in the loop diverges.
-            let warp = unsafe { converge_warp() };
-            unroll!(row < ROWS => { fragments.0[row] = read::<A_ALONG>(warp, of_left, a, row as u32, step); });
-            unroll!(col < COLS => { fragments.1[col] = read::<B_ALONG>(warp, of_right, b, col as u32, step); });
-            fragments
-        }};
-    }
+    let mut of_columns = [0.0; COLS];
+    wait_copies::<{ STAGES - 1 }>();
+    thread::sync_threads();
+    let of_left = squares::<A_ALONG>(rows, origin[0], true);
+    let of_right = squares::<B_ALONG>(cols, origin[1], false);
+    let read = |stage: u32, step: u32| {
+        let (a, b) = (slot(stage, 0, rows), slot(stage, rows, cols));
+        let mut fragments = ([[0; 4]; ROWS], [[0; 4]; COLS]);
+        // SAFETY: all lanes of the warp execute this: nothing in the loop diverges.
+        let warp = unsafe { converge_warp() };
+        unroll!(row < ROWS => { fragments.0[row] = read_square::<A_ALONG>(warp, of_left, a, row as u32, step); });
+        unroll!(col < COLS => { fragments.1[col] = read_square::<B_ALONG>(warp, of_right, b, col as u32, step); });
+        fragments
+    };
+    // The column-sum flag is a constant here.
     macro_rules! multiply {
         ($fragments:expr) => {
             // SAFETY: all lanes of the warp execute this: nothing in the loop diverges.
             let warp = unsafe { converge_warp() };
             multiply::<Bf16, ROWS, COLS, TILES>(warp, &mut sums, 0, &$fragments.0, &$fragments.1);
             if SUMMED {
-                add_columns(&mut columns, &$fragments.1, half);
+                add_columns(&mut of_columns, &$fragments.1, half);
             }
         };
     }
-    let mut now = read!(0, 0);
+    let mut now = read(0, 0);
     // The reads of the next fragments overlap the mma of the current ones, also across the end
     // of a stage. Fragments of a stage past the last are read and not used: a condition would
     // cost more.
     macro_rules! turn {
         ($stage:expr, $fetch:expr) => {
-            let next = read!($stage, 1);
+            let next = read($stage, 1);
             multiply!(now);
             wait_copies::<{ STAGES - 2 }>();
             thread::sync_threads();
             // Into the slot whose last fragments all warps have read before the barrier.
             $fetch;
             commit_copies();
-            now = read!($stage + 1, 0);
+            now = read($stage + 1, 0);
             multiply!(next);
         };
     }
     let mut stage = 0;
-    while stage + STAGES < ring.whole {
-        // SAFETY: the contract has accepted the operands, and the stage is whole.
-        turn!(stage, unsafe { ring.fetch_whole(stage + STAGES) });
+    while stage + STAGES < whole {
+        turn!(stage, fetch!(whole stage + STAGES));
         stage += 1;
     }
-    if ring.whole == ring.stages {
-        while stage < ring.stages {
+    if whole == stages {
+        while stage < stages {
             turn!(stage, {});
             stage += 1;
         }
     } else {
         // Not pipelined: the bounds-checked copies need the registers.
-        while stage < ring.stages {
+        while stage < stages {
             wait_copies::<{ STAGES - 1 }>();
             thread::sync_threads();
             for step in 0..2 {
-                let now = read!(stage, step);
+                let now = read(stage, step);
                 multiply!(now);
             }
             thread::sync_threads();
-            // SAFETY: the contract has accepted the operands.
-            unsafe { ring.fetch(stage + STAGES) };
+            fetch!(stage + STAGES);
             commit_copies();
             stage += 1;
         }
@@ -175,7 +206,7 @@ unsafe fn pipeline<
     if SUMMED {
         // SAFETY: all lanes of the warp execute this, and the contract has accepted the problem.
         unsafe {
-            finish_columns(Converged::assume(), problem.columns, first[1] + summed_from, problem.b.rows, columns)
+            finish_columns(Converged::assume(), problem.columns, first[1] + summed_from, problem.b.rows, of_columns)
         };
     }
     sums
