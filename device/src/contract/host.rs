@@ -52,8 +52,8 @@ macro_rules! contract {
     };
 }
 
-/// The default alignment in bytes that a contract requires of every pointer: that of an access of
-/// four floats.
+/// The default alignment in bytes that a contract requires of every pointer: the alignment of an
+/// access of four floats.
 pub const ALIGN: u64 = 16;
 
 /// Returns the package that declares a contract, as `name@version`. A package that could be

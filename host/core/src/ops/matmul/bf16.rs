@@ -70,7 +70,7 @@ pub(super) fn queue_weight_gradients<'s>(
     dw: Gradient<'_, impl Source<'s, bf16>, impl Target<'s, f32>>,
     db: Option<BiasGradient<'_, impl Target<'s, f32>>>,
 ) -> Result<()> {
-    weight_gradients(step, dy, dw, db, chunk)
+    weight_gradients(step, dy, dw, db, k_per_split)
 }
 
 /// Queues only the sums of dy's columns, with the bits that they have next to `dw = x^T dy`: the
@@ -89,19 +89,19 @@ pub(super) fn queue_bias_gradient<'s>(
     let form = Gemm { lda: inputs, ..Gemm::new(1, n, rows).transpose_a() };
     let mut row = step.empty::<f32>([1, n])?;
     let dw = Gradient { form, of: x, into: &mut row };
-    weight_gradients(step, dy, dw, Some(db), |_, n, rows| chunk(inputs, n, rows))?;
+    weight_gradients(step, dy, dw, Some(db), |_, n, rows| k_per_split(inputs, n, rows))?;
     step.free(row);
     Ok(())
 }
 
-/// Queues [`queue_weight_gradients`], with k split into chunks of the length that `chunk` returns.
+/// Queues [`queue_weight_gradients`], with splits of the k that `k_per_split` returns.
 #[track_caller]
 fn weight_gradients<'s>(
     step: &Step<'s>,
     dy: &impl Source<'s, bf16>,
     Gradient { form, of: x, into: dw }: Gradient<'_, impl Source<'s, bf16>, impl Target<'s, f32>>,
     db: Option<BiasGradient<'_, impl Target<'s, f32>>>,
-    chunk: impl Fn(usize, usize, usize) -> usize,
+    k_per_split: impl Fn(usize, usize, usize) -> usize,
 ) -> Result<()> {
     let none = None::<&Tensor<'s>>;
     let Some(BiasGradient { into: db, accumulate }) = db else {
