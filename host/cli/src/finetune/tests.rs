@@ -1,6 +1,8 @@
 //! The loss of packed chats is that of the same chats one by one, and a run's bits do not depend on
 //! how it runs. `tests/finetune.rs` runs the program.
 
+mod fits;
+
 use super::cli::Args;
 use super::data::Contexts;
 use super::plan::Plan;

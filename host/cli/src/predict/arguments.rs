@@ -5,6 +5,9 @@ use std::path::PathBuf;
 use clap::builder::RangedU64ValueParser;
 use clap::{Parser, ValueEnum};
 
+use stepscope::PlainFile;
+use stepscope::models::ModelConfig;
+
 use crate::predict::step::Work;
 use crate::train::cli::{Arch, Precision, Size};
 use crate::train::model;
@@ -40,7 +43,11 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t = Arch::Gpt2)]
     arch: Arch,
 
-    /// Tokens per sample of gpt [default: 128 for tiny, else 1024]
+    /// The config.json of a model of transformers, which is predicted instead
+    #[arg(long, value_name = "FILE", value_parser = read_config, conflicts_with_all = ["model", "size", "arch", "vocabulary"])]
+    config: Option<ModelConfig>,
+
+    /// Tokens per sample of gpt and of --config [default: 128 for tiny, else 1024]
     #[arg(long, value_name = "TOKENS", value_parser = up_to(1 << 20))]
     context: Option<usize>,
 
@@ -84,11 +91,16 @@ pub(crate) enum Model {
 
 impl Args {
     pub(crate) fn batch(&self) -> usize {
-        self.batch.unwrap_or(if self.model == Model::Gpt { 8 } else { 256 })
+        self.batch.unwrap_or(if self.model == Model::Gpt || self.config.is_some() { 8 } else { 256 })
     }
 
     /// Returns the work of a step.
     pub(crate) fn work(&self) -> Work {
+        if let Some(config) = &self.config {
+            let mut config = config.clone();
+            config.context = self.context.unwrap_or(config.context.min(1024));
+            return Work::Gpt { config, recompute: self.recompute };
+        }
         match self.model {
             Model::Crossasset => Work::CrossAsset,
             Model::Gpt => {
@@ -117,7 +129,10 @@ impl Args {
             Work::Gpt { config, recompute } => {
                 let again = if recompute { ", recompute" } else { "" };
                 let (family, context) = (config.family, config.context);
-                let size = self.size.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned());
+                let size = match self.config {
+                    Some(_) => format!("of {} layers", config.layers.len()),
+                    None => self.size.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned()),
+                };
                 format!("{family:?} {size}, {batch} x {context}, {}{again}", self.precision)
             }
         }
@@ -132,4 +147,10 @@ fn up_to(most: u32) -> RangedU64ValueParser<usize> {
 fn above_zero(text: &str) -> Result<f64, String> {
     let number = text.parse().ok().filter(|number: &f64| number.is_finite() && *number > 0.0);
     number.ok_or_else(|| "give a finite number above zero".into())
+}
+
+/// Reads a `config.json`.
+fn read_config(path: &str) -> Result<ModelConfig, String> {
+    let bytes = PlainFile::read_whole(path, 1 << 20).map_err(|reason| reason.to_string())?;
+    ModelConfig::from_json(&bytes)
 }

@@ -4,6 +4,7 @@
 //! ```text
 //! stepscope predict --gpu gb10 --model gpt --precision bf16
 //! stepscope predict --gpu h200 --model crossasset --batch 4096
+//! stepscope predict --gpu gb10 --config Llama-3.2-1B/config.json --precision bf16 --recompute
 //! stepscope predict --against benches/runs  # compared with every recorded line of an H200
 //! stepscope predict --gpu gb10 --beside FILE  # compared with a run of the step bench
 //!
@@ -24,13 +25,14 @@ mod bench;
 mod matmul_case;
 mod recorded;
 mod report;
-mod step;
+pub(crate) mod step;
 
 use std::error::Error;
 use std::io::{self, ErrorKind, Write as _};
 use std::process::ExitCode;
 
 pub(crate) use arguments::Args;
+use step::Work;
 use stepscope_predict::{Forecast, Kernels};
 
 /// Prints the prediction, and returns the exit code.
@@ -66,7 +68,12 @@ fn run(args: &Args) -> Result<String, Box<dyn Error>> {
             let json = serde_json::json!({
                 "gpu": gpu.name, "is_prediction": true, "step": args.title(), "forecast": forecast,
             });
-            (report::forecast(&args.title(), &gpu, &forecast), json)
+            let mut text = report::forecast(&args.title(), &gpu, &forecast);
+            if let Work::Gpt { config, recompute } = args.work() {
+                let needs = step::memory(&config, recompute, args.precision, args.batch())?;
+                text.push_str(&format!("a training run: {needs}\n"));
+            }
+            (text, json)
         }
     };
     if let Some(path) = &args.json {

@@ -4,9 +4,10 @@
 //! are created in the dry run too.
 
 use stepscope::models::ModelConfig;
-use stepscope::{AdamW, EagerStep, HostInputs, Launch, Model, ParameterSpec, Result, Tape, TrainState, bf16};
+use stepscope::{AdamW, Device, DeviceKind, EagerStep, HostBatch, HostInputs, Launch, Model, ParameterSpec, Result, Tape, TrainState, bf16};
 
 use crate::crossasset;
+use crate::run::memory::RunMemory;
 use crate::sizes::{FEATURES, SCALES};
 use crate::train::cli::Precision;
 use crate::train::model::{Gpt, Mode};
@@ -30,6 +31,45 @@ pub(crate) fn launches(processors: u32, work: &Work, precision: Precision, batch
     Ok(launches.split_off(before))
 }
 
+/// Returns the memory of a run that trains `config` on `batch` samples a step.
+///
+/// # Errors
+/// When an op fails.
+pub(crate) fn memory(config: &ModelConfig, recompute: bool, precision: Precision, batch: usize) -> Result<RunMemory> {
+    let device = Device::open(DeviceKind::Emulated)?;
+    let mode = Mode { recompute, ..Mode::default() };
+    let [step, look] = [batch, batch.div_ceil(4)].map(|samples| Tokens::new(samples, config.context));
+    match precision {
+        Precision::Bf16 => {
+            let model = || Gpt::<bf16>::new(config.clone(), mode);
+            RunMemory::of(&device, model, precision.of_f32(), [&step, &look])
+        }
+        _ => RunMemory::of(&device, || Gpt::<f32>::new(config.clone(), mode), precision.of_f32(), [&step, &look]),
+    }
+}
+
+/// Samples of zeros.
+struct Tokens {
+    shape: [usize; 2],
+    zeros: Vec<u32>,
+}
+
+impl Tokens {
+    fn new(samples: usize, context: usize) -> Self {
+        Self { shape: [samples, context], zeros: vec![0; samples * context] }
+    }
+}
+
+impl HostBatch for Tokens {
+    fn len(&self) -> usize {
+        self.shape[0]
+    }
+
+    fn inputs(&self) -> Result<HostInputs<'_>> {
+        HostInputs::new().with_indices(&self.zeros, self.shape)?.with_indices(&self.zeros, self.shape)
+    }
+}
+
 /// The end of a dry run.
 #[derive(Clone, Copy, PartialEq)]
 enum Until {
@@ -51,9 +91,8 @@ fn set_up(step: &EagerStep<'_>, work: &Work, precision: Precision, batch: usize,
         }
         Work::Gpt { config, recompute } => {
             let mode = Mode { recompute: *recompute, documents: false, counted: false };
-            let shape = [batch, config.context];
-            let tokens = vec![0; shape[0] * shape[1]];
-            let inputs = HostInputs::new().with_indices(&tokens, shape)?.with_indices(&tokens, shape)?;
+            let tokens = Tokens::new(batch, config.context);
+            let inputs = tokens.inputs()?;
             if precision == Precision::Bf16 {
                 let (model, spec) = Gpt::<bf16>::new(config.clone(), mode)?;
                 return train(step, model, &spec, &inputs, precision, until);
