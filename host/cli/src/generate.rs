@@ -87,7 +87,7 @@ pub(crate) fn main(args: &Args) -> ExitCode {
 
 fn text(args: &Args) -> Outcome<String> {
     let folder = &args.weights;
-    let weights = weights::read(folder, args.context)?;
+    let (mut weights, config) = weights::open(folder, args.context)?;
     let name = match &args.tokenizer {
         Some(name) => name.clone(),
         None => folder.join("tokenizer.json").display().to_string(),
@@ -101,9 +101,9 @@ fn text(args: &Args) -> Outcome<String> {
         return Err(bad("--prompt", "is empty: give the text to continue"));
     }
     let device = Device::open(args.device)?;
-    let (model, spec) = Gpt::<f32>::new(weights.config.clone(), Mode::default())?;
+    let (model, spec) = Gpt::<f32>::new(config, Mode::default())?;
     let mut parameters = Parameters::new(&device, &spec, 0)?;
-    weights.load(&mut parameters)?;
+    weights.load(&mut parameters).map_err(weights::refused)?;
     let config = TokenSamplerConfig { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p };
     let sampler = TokenSampler::new(config, args.seed)?;
     let tokens = sample::write(&device, &model, &parameters, &beginning, (args.tokens, &files.stops), &sampler)?;

@@ -80,6 +80,27 @@ on_each_device! {
         assert!(text(&output.stdout).starts_with("It is "), "{}", text(&output.stdout));
     }
 
+    /// Adapters learn too. They are exported by themselves, in PEFT's files, or merged into the
+    /// model.
+    fn adapters_are_exported(device: &Device) {
+        let folder = tempfile::tempdir().unwrap();
+        let run_with = |name: &str, more: &str| {
+            let out = folder.path().join(name);
+            let more = format!("--context 64 --batch 8 --epochs 4 --lora 8 --learning-rate 2e-2 {more}");
+            let output = finetune(device, &example("chats.jsonl"), &out, &more);
+            assert!(output.status.success(), "{}", text(&output.stderr));
+            let losses: Vec<f64> = report(&out)["losses"].as_array().unwrap().iter().map(|loss| loss.as_f64().unwrap()).collect();
+            assert!(losses[losses.len() - 1] < 0.8 * losses[0], "{losses:?}");
+            out
+        };
+        let adapter = names(&run_with("alone", "").join("adapter"));
+        assert!(adapter.contains("adapter_config.json") && adapter.contains("adapter_model.safetensors"), "{adapter:?}");
+        let merged = run_with("merged", "--merge").join("transformers");
+        assert_eq!(names(&merged), names(&example("tiny")));
+        let output = run("generate", device, &["--weights", merged.to_str().unwrap(), "--chat", "What is 2+3?", "--tokens", "4"]);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+    }
+
     /// One rank with two shards and two ranks give the same bits.
     fn ranks_give_same_bits(device: &Device) {
         let folder = tempfile::tempdir().unwrap();
@@ -124,9 +145,10 @@ fn bad_input_writes_nothing() {
         "",
         "git lfs pull",
     );
-    refused(&chats, "--context 2048 --batch 1048576", "the run needs ");
+    refused(&chats, "--context 2048 --batch 8192", "the run needs ");
     refused(&chats, "--context 4", "give a larger --context");
     refused(&chats, "--context 4096", "has a context of 2048");
+    refused(&chats, "--lora 4 --lora-targets nothing", "--lora-targets: ");
     refused(&chats, "--patience 2", "add --eval or --eval-share");
     refused(&chats, "--eval-share 0.001", "give another share");
     refused(&chats, "--accumulate 1 --shards 2", "fewer than 2 shards");

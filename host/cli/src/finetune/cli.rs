@@ -8,8 +8,9 @@ use stepscope::Schedule;
 use crate::run::cli::RunArgs;
 use crate::train::cli::{above_zero, share, up_to, zero_or_above};
 
-/// The learning rate of full fine-tuning.
+/// The learning rates of full fine-tuning, and of adapters.
 const RATE: f32 = 2e-5;
+const LORA_RATE: f32 = 2e-4;
 
 /// Fine-tunes a language model of transformers on chats, prompts with completions, or texts. Writes
 /// checkpoints, report.json, loss.svg, and the model in the format of transformers.
@@ -50,9 +51,9 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = up_to(1 << 20))]
     pub(crate) epochs: usize,
 
-    /// Peak learning rate of AdamW
-    #[arg(long, value_name = "RATE", default_value_t = RATE, value_parser = above_zero)]
-    pub(crate) learning_rate: f32,
+    /// Peak learning rate of AdamW [default: 2e-5, or 2e-4 with --lora]
+    #[arg(long, value_name = "RATE", value_parser = above_zero)]
+    pub(crate) learning_rate: Option<f32>,
 
     /// Share of all updates over which the learning rate rises to its peak
     #[arg(long, value_name = "SHARE", default_value_t = 0.03, value_parser = zero_or_above)]
@@ -73,6 +74,24 @@ pub(crate) struct Args {
     /// End when this many evaluations in a row have found no lower loss [default: never]
     #[arg(long, value_name = "EVALUATIONS", value_parser = up_to(u32::MAX))]
     pub(crate) patience: Option<usize>,
+
+    /// Train adapters of this rank (LoRA), and freeze the model's own weights, which keep the type
+    /// of the file
+    #[arg(long, value_name = "RANK", value_parser = up_to(1 << 12))]
+    pub(crate) lora: Option<usize>,
+
+    /// Number that is divided by the rank to scale the adapters [default: twice the rank]
+    #[arg(long, value_name = "NUMBER", value_parser = above_zero, requires = "lora")]
+    pub(crate) lora_alpha: Option<f32>,
+
+    /// Linear layers that have adapters, by the ends of their names, such as q_proj,v_proj
+    /// [default: all but the head]
+    #[arg(long, value_name = "NAMES", value_delimiter = ',', requires = "lora")]
+    pub(crate) lora_targets: Vec<String>,
+
+    /// Export the model with its adapters merged into it, instead of the adapters
+    #[arg(long, requires = "lora")]
+    pub(crate) merge: bool,
 
     /// Continue from this checkpoint, with the same settings; with more --epochs, the run is
     /// prolonged, and the learning rate follows the longer run
@@ -103,6 +122,10 @@ pub(crate) enum Decay {
 }
 
 impl Args {
+    pub(crate) fn learning_rate(&self) -> f32 {
+        self.learning_rate.unwrap_or(if self.lora.is_some() { LORA_RATE } else { RATE })
+    }
+
     /// Returns the schedule of a run of this many updates.
     pub(crate) fn schedule(&self, total: u64) -> Schedule {
         let warmup = (f64::from(self.warmup.min(1.0)) * total as f64).ceil() as u64;

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! stepscope finetune --weights DIR --data chats.jsonl
+//! stepscope finetune --weights DIR --data chats.jsonl --lora 16 --merge
 //! stepscope finetune --weights DIR --data chats.jsonl --eval-share 0.05 --patience 2 --precision bf16
 //! ```
 //! [`data`] turns rows into packed contexts, in which only the assistant's text counts. The
@@ -35,7 +36,7 @@ use crate::run::report::{Position, Report};
 use crate::run::{memory, program};
 use crate::train::bad_input::Outcome;
 use crate::train::cli::Precision;
-use crate::train::model::{Activation, Gpt};
+use crate::train::model::Activation;
 use crate::train::sample;
 
 /// Fine-tunes, and returns the exit code.
@@ -65,9 +66,10 @@ fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, sc
     let mut arena = memory::arena(&device, args.run.arena_mib, needs)?;
     let (config, size) = (&plan.config, &plan.data.size);
     screen.say(format_args!(
-        "{:?} of {} weights on the {}",
+        "{:?} of {} weights, of which {} are trained, on the {}",
         config.family,
         state.parameters.layout().weights(),
+        state.parameters.layout().trained_weights(),
         device.description().name
     ));
     screen.say(format_args!(
@@ -108,8 +110,9 @@ fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, sc
     if let Some(update) = best_before_the_end(&report.position) {
         // The memory of training is free again before the best weights are read.
         drop(trainer);
-        let (_, spec) = Gpt::<S>::new(config.clone(), plan.mode())?;
+        let (_, spec) = plan.model::<S>()?;
         let mut parameters = Parameters::new(&device, &spec, 0)?;
+        plan.load(&mut parameters)?;
         Checkpoint::load(args.out.join(BEST))?.restore(&mut parameters, None)?;
         (report.exported_update, report.weights_sha256) = (update, parameters.sha256()?);
         report.sample = finish::<S>(plan, &device, &parameters)?;
@@ -139,10 +142,14 @@ fn best_before_the_end(position: &Position) -> Option<u64> {
 /// Exports the model, and returns its answer to the sample's message.
 fn finish<S: Activation>(plan: &Plan<'_>, device: &Device, weights: &Parameters) -> Outcome<Option<String>> {
     let Plan { args, config, folder, .. } = plan;
-    Weights::write(plan.export(), config, weights, args.run.max_shard_size)?;
+    let (model, _) = plan.model::<S>()?;
+    match &plan.lora {
+        Some(lora) if !args.merge => lora.write(plan.export(), config, weights)?,
+        Some(_) => Weights::write_merged(plan.export(), &model.layers, weights, args.run.max_shard_size)?,
+        None => Weights::write(plan.export(), config, weights, args.run.max_shard_size)?,
+    }
     copy_companions(&args.weights, &plan.export())?;
     let Some(beginning) = &plan.beginning else { return Ok(None) };
-    let (model, _) = Gpt::<S>::new(config.clone(), plan.mode())?;
     let sampler = TokenSampler::new(TokenSamplerConfig { temperature: 0.0, top_k: None, top_p: None }, args.run.seed)?;
     let tokens = sample::write(device, &model, weights, beginning, (args.sample_tokens, &folder.stops), &sampler)?;
     Ok(Some(folder.tokenizer.decode(&tokens)))

@@ -3,8 +3,8 @@
 
 use std::path::Path;
 
-use stepscope::models::{ModelConfig, Weights};
-use stepscope::{AdamW, Arena, Checkpoint, Device, Result, TrainState, Trainer};
+use stepscope::models::{Lora, ModelConfig, Targets, Transformer, WeightFiles};
+use stepscope::{AdamW, Arena, Checkpoint, Device, ParameterSpec, Parameters, Result, TrainState, Trainer};
 use stepscope_chat::Encoder;
 
 use crate::finetune::cli::Args;
@@ -12,7 +12,7 @@ use crate::finetune::data::{Contexts, Data, Form, Sources};
 use crate::program::settings::Settings;
 use crate::run::cli::RunArgs;
 use crate::run::folder::ModelFolder;
-use crate::run::memory::RunMemory;
+use crate::run::memory::{RunMemory, check_batch};
 use crate::run::settings;
 use crate::run::updates::{Trained, Updates};
 use crate::train::bad_input::{Outcome, bad};
@@ -29,7 +29,9 @@ pub(crate) struct Plan<'r> {
     pub(crate) folder: ModelFolder,
     pub(crate) data: Data,
     pub(crate) config: ModelConfig,
-    weights: Weights,
+    /// The adapters that are trained instead of the model's weights.
+    pub(crate) lora: Option<Lora>,
+    files: WeightFiles,
     resumed: Option<Checkpoint>,
     /// The tokens that the sample begins with.
     pub(crate) beginning: Option<Vec<u32>>,
@@ -40,8 +42,12 @@ impl<'r> Plan<'r> {
     pub(crate) fn load(args: &'r Args, shards: usize) -> Outcome<Self> {
         let RunArgs { seed, .. } = args.run;
         let accumulate = args.run.accumulate(shards)?;
-        let weights = weights::read(&args.weights, args.context)?;
-        let config = weights.config.clone();
+        let (files, config) = weights::open(&args.weights, args.context)?;
+        let lora = lora(args);
+        if let Some(lora) = &lora {
+            lora.modules(&config).map_err(|error| bad("--lora-targets", error))?;
+        }
+        check_batch(args.batch, config.context)?;
         let folder = ModelFolder::open(&args.weights)?;
         folder.tokenizer.check_vocabulary(config.vocabulary)?;
         let Tokenizer::File(tokenizer, _) = &folder.tokenizer else { unreachable!("a folder has a tokenizer.json") };
@@ -58,7 +64,7 @@ impl<'r> Plan<'r> {
         });
         let resumed = args.resume.as_ref().map(|path| Checkpoint::load(path).map_err(|error| bad("--resume", error)));
         let (beginning, resumed) = (beginning.transpose()?, resumed.transpose()?);
-        Ok(Self { args, accumulate, shards, folder, data, config, weights, resumed, beginning })
+        Ok(Self { args, accumulate, shards, folder, data, config, lora, files, resumed, beginning })
     }
 
     /// Returns the contexts of an update.
@@ -81,29 +87,44 @@ impl<'r> Plan<'r> {
         Mode { recompute: self.args.run.recompute, documents: true, counted: true }
     }
 
+    /// Builds the model. With adapters, its own weights are frozen in the type of the file.
+    pub(crate) fn model<S: Activation>(&self) -> Result<(Gpt<S>, ParameterSpec)> {
+        let config = self.config.clone();
+        let (layers, spec) = match &self.lora {
+            Some(lora) => Transformer::with_lora(config, lora, |entry| self.files.stored(entry))?,
+            None => Transformer::new(config)?,
+        };
+        Ok((Gpt::of(layers, self.mode()), spec))
+    }
+
+    /// Loads the model's own weights, trained or frozen.
+    pub(crate) fn load(&self, parameters: &mut Parameters) -> Outcome<()> {
+        let mut files = WeightFiles::open(&self.args.weights).map_err(weights::refused)?;
+        files.load(parameters).map_err(weights::refused)
+    }
+
     /// Creates the model with its initial weights, and the optimizer.
     pub(crate) fn state<S: Activation>(&self, device: &Device) -> Outcome<TrainState<Gpt<S>>> {
         let RunArgs { seed, precision, .. } = self.args.run;
-        let (model, spec) = Gpt::<S>::new(self.config.clone(), self.mode())?;
+        let (model, spec) = self.model::<S>()?;
         let config = AdamW {
-            learning_rate: self.args.learning_rate,
+            learning_rate: self.args.learning_rate(),
             weight_decay: self.args.weight_decay,
             clip: Some(1.0),
             schedule: self.args.schedule(self.total()),
             ..AdamW::default()
         };
-        let groups = model.groups();
+        let groups = model.groups(&spec);
         let state = TrainState::new(device, model, &spec, seed, config)?.with_parameter_groups(&groups)?;
         let mut state = state.with_precision(precision.of_f32());
-        self.weights.load(&mut state.parameters)?;
+        self.load(&mut state.parameters)?;
         Ok(state)
     }
 
     /// Computes the memory that the run needs.
     pub(crate) fn memory<S: Activation>(&self, device: &Device) -> Result<RunMemory> {
         let [step, look] = [self.args.batch, self.look()].map(|samples| self.blank(samples));
-        let model = || Gpt::<S>::new(self.config.clone(), self.mode());
-        RunMemory::of(device, model, self.args.run.precision.of_f32(), [&step, &look])
+        RunMemory::of(device, || self.model::<S>(), self.args.run.precision.of_f32(), [&step, &look])
     }
 
     /// Returns contexts without tokens, for measurements that ignore the values.
@@ -124,7 +145,7 @@ impl<'r> Plan<'r> {
     ) -> Outcome<Option<Trained>> {
         let Args { batch, ref out, patience, ref resume, .. } = *self.args;
         let context = self.config.context;
-        let (rate, schedule) = (f64::from(self.args.learning_rate), self.args.schedule(self.total()));
+        let (rate, schedule) = (f64::from(self.args.learning_rate()), self.args.schedule(self.total()));
         let updates = Updates {
             rate: &|number| rate * schedule.factor(number),
             out,
@@ -149,7 +170,8 @@ impl<'r> Plan<'r> {
     /// Returns all settings that decide the weights after an update, except the number of updates:
     /// a run can be prolonged.
     pub(crate) fn settings(&self) -> Settings {
-        let Args { batch, learning_rate, warmup, decay, weight_decay, .. } = *self.args;
+        let Args { batch, warmup, decay, weight_decay, .. } = *self.args;
+        let learning_rate = self.args.learning_rate();
         let RunArgs { precision, seed, .. } = self.args.run;
         let mut all = settings::of_model(&self.config);
         all.extend([
@@ -161,6 +183,7 @@ impl<'r> Plan<'r> {
             ("warmup", warmup.to_string()),
             ("decay", format!("{decay:?}")),
             ("weight-decay", weight_decay.to_string()),
+            ("lora", self.lora.as_ref().map_or("none".into(), |lora| format!("{lora:?}"))),
             ("seed", seed.to_string()),
             ("tokenizer", self.folder.tokenizer.name()),
             ("data", self.data.size.sha256.clone()),
@@ -192,8 +215,21 @@ impl<'r> Plan<'r> {
         }
     }
 
-    /// Returns the folder of the exported model.
+    /// Returns the folder of the exported model, or of its adapters.
     pub(crate) fn export(&self) -> std::path::PathBuf {
-        Path::new(&self.args.out).join("transformers")
+        let adapters = self.lora.is_some() && !self.args.merge;
+        Path::new(&self.args.out).join(if adapters { "adapter" } else { "transformers" })
     }
+}
+
+/// Returns the adapters that the arguments ask for.
+fn lora(args: &Args) -> Option<Lora> {
+    let rank = args.lora?;
+    let alpha = args.lora_alpha.map_or(2.0 * rank as f64, f64::from);
+    let targets = match &args.lora_targets[..] {
+        [] => Targets::AllLinear,
+        names => Targets::Names(names.to_vec()),
+    };
+    let base_model = Some(args.weights.display().to_string());
+    Some(Lora { targets, base_model, ..Lora::new(rank, alpha) })
 }

@@ -9,7 +9,6 @@ use super::plan::Plan;
 use crate::run::memory::{self, RunMemory};
 use crate::run::updates::Part;
 use crate::support::{on_each_device, relative_l2};
-use crate::train::model::Gpt;
 use crate::train::tokenizer::Tokenizer;
 use clap::Parser;
 use std::fs;
@@ -48,7 +47,7 @@ fn arguments(data: &Path, more: &str) -> Args {
 fn gradients(device: &Device, plan: &Plan<'_>, batch: &[Contexts]) -> (Vec<f32>, f64) {
     let state = plan.state::<f32>(device).unwrap();
     let largest = batch.iter().max_by_key(|part| part.ids.len()).unwrap();
-    let model = || Gpt::<f32>::new(plan.config.clone(), plan.mode());
+    let model = || plan.model::<f32>();
     let needs = RunMemory::of(device, model, state.precision, [largest, largest]).unwrap();
     let mut arena = memory::arena(device, None, needs).unwrap();
     let mut trainer = stepscope::Trainer::eager(&mut arena, state);
@@ -108,22 +107,8 @@ on_each_device! {
     /// The bits are the same captured and eager, with and without recomputing, and with and without
     /// a stop after each update; also if the last batch of a pass is not full.
     fn run_modes_give_same_bits(device: &Device) {
-        let (folder, data) = chats();
-        let run = |more: &str| trained(device, &arguments(&data, &format!("--accumulate 2 --eval-share 0.2 --epochs 3 {more}")), false).unwrap();
-        let captured = run("");
-        assert!(captured.1.len() > 4, "{captured:?}");
-        assert_eq!(run("--eager"), captured, "eager");
-        assert_eq!(run("--recompute"), captured, "recomputed");
-        assert_ne!(run("--seed 8"), captured, "another seed");
-
-        let resume = format!("--accumulate 2 --eval-share 0.2 --epochs 3 --resume {}", folder.path().join("model.safetensors").display());
-        assert_eq!(trained(device, &arguments(&data, "--accumulate 2 --eval-share 0.2 --epochs 3"), true), None);
-        let resumed = loop {
-            if let Some(bits) = trained(device, &arguments(&data, &resume), true) {
-                break bits;
-            }
-        };
-        assert_eq!(resumed, captured, "resumed after each update");
+        modes_give_same_bits(device, "--accumulate 2 --eval-share 0.2 --epochs 3");
+        modes_give_same_bits(device, "--accumulate 2 --eval-share 0.2 --epochs 3 --lora 4 --lora-targets q_proj,down_proj");
     }
 
     /// A finished run goes on with more epochs, from where it was.
@@ -158,6 +143,25 @@ on_each_device! {
         assert_eq!(best + 2, looks.len() - 1, "{looks:?}");
         assert!(Checkpoint::load(folder.path().join("best.safetensors")).is_ok());
     }
+}
+
+fn modes_give_same_bits(device: &Device, base: &str) {
+    let (folder, data) = chats();
+    let run = |more: &str| trained(device, &arguments(&data, &format!("{base} {more}")), false).unwrap();
+    let captured = run("");
+    assert!(captured.1.len() > 4, "{base}: {captured:?}");
+    assert_eq!(run("--eager"), captured, "{base}: eager");
+    assert_eq!(run("--recompute"), captured, "{base}: recomputed");
+    assert_ne!(run("--seed 8"), captured, "{base}: another seed");
+
+    let resume = format!("{base} --resume {}", folder.path().join("model.safetensors").display());
+    assert_eq!(trained(device, &arguments(&data, base), true), None);
+    let resumed = loop {
+        if let Some(bits) = trained(device, &arguments(&data, &resume), true) {
+            break bits;
+        }
+    };
+    assert_eq!(resumed, captured, "{base}: resumed after each update");
 }
 
 /// A pass over the data has each context once, in an order of its own.

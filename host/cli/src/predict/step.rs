@@ -4,7 +4,10 @@
 //! are created in the dry run too.
 
 use stepscope::models::ModelConfig;
-use stepscope::{AdamW, Device, DeviceKind, EagerStep, HostBatch, HostInputs, Launch, Model, ParameterSpec, Result, Tape, TrainState, bf16};
+use stepscope::{
+    AdamW, Device, DeviceKind, EagerStep, HostBatch, HostInputs, Launch, Model, ParameterSpec, Result, Tape,
+    TrainState, bf16,
+};
 
 use crate::crossasset;
 use crate::run::memory::RunMemory;

@@ -6,8 +6,8 @@
 use std::fmt;
 
 use stepscope::{
-    AdamW, Arena, Capacity, Device, Element, HostBatch, HostInputs, HostMemory, Model, ParameterSpec, Parameters,
-    Result, Tape, TrainState, bf16, ops,
+    AdamW, Arena, Capacity, Device, Element, FrozenType, HostBatch, HostInputs, HostMemory, Model, ParameterSpec,
+    Parameters, Result, Tape, TrainState, bf16, ops,
 };
 
 use crate::train::bad_input::{Outcome, bad};
@@ -19,7 +19,7 @@ const GIB: f64 = (1 << 30) as f64;
 /// The bytes that a run needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RunMemory {
-    /// Weights, gradients, two moments, and the BF16 copy.
+    /// Weights, gradients, two moments, and the BF16 copy; frozen weights once.
     pub(crate) weights: u64,
     /// The arena: a training step and an evaluation step.
     pub(crate) steps: u64,
@@ -49,9 +49,15 @@ impl RunMemory {
         let steps = needs(&largest.inputs()?, true)? + needs(&evaluated.inputs()?, false)? + ROOM;
         let (_, spec) = model()?;
         let is_bf16 = <M::Stored as Element>::NAME == bf16::NAME;
-        let of_element = 4 * size_of::<f32>() + if is_bf16 { size_of::<bf16>() } else { 0 };
-        let largest = spec.entries().iter().map(|entry| entry.shape().elements() * size_of::<f32>()).max().unwrap_or(0);
-        Ok(Self { weights: (spec.elements() * of_element) as u64, steps: steps as u64, files: 3 * largest as u64 })
+        let copied = if is_bf16 { size_of::<bf16>() } else { 0 };
+        let largest = spec.iter().map(|(_, entry)| entry.shape().elements() * size_of::<f32>()).max().unwrap_or(0);
+        let frozen: usize = spec.frozen(FrozenType::F32).iter().map(|entry| entry.shape().elements()).sum();
+        let trained = spec.elements() * (4 * size_of::<f32>() + copied);
+        Ok(Self {
+            weights: (trained + frozen * copied) as u64 + spec.frozen_bytes(),
+            steps: steps as u64,
+            files: 3 * largest as u64,
+        })
     }
 
     /// Returns all bytes together.
@@ -91,6 +97,20 @@ impl fmt::Display for RunMemory {
     }
 }
 
+/// Returns an error if the host cannot hold the tokens of a batch: ids, labels and documents.
+pub(crate) fn check_batch(batch: usize, context: usize) -> Outcome<()> {
+    let (batch, context) = (batch as u64, context as u64);
+    let (needed, available) = (batch * context * 3 * size_of::<u32>() as u64, HostMemory::available_bytes());
+    if needed <= available {
+        return Ok(());
+    }
+    let reason = format!(
+        "{batch} samples of {context} tokens take {needed} bytes of the host's memory, and {available} are available: give a smaller --batch \
+         and a larger --accumulate"
+    );
+    Err(bad("--batch", reason))
+}
+
 /// Builds an arena of `mebibytes`, or else of the bytes that the steps need.
 pub(crate) fn arena(device: &Device, mebibytes: Option<usize>, needs: RunMemory) -> Result<Arena> {
     let capacity = mebibytes.map_or(Capacity::Bytes(needs.steps as usize), Capacity::mib);
@@ -117,5 +137,5 @@ fn run<M: Model>(
 /// Returns the bytes that persist across steps: weights, gradients, two moments, and the BF16 copy.
 pub(crate) fn weights_bytes(weights: &Parameters) -> usize {
     let copy = weights.bf16_copy().map_or(0, |copy| copy.len() * size_of::<bf16>());
-    4 * weights.flat().len() * size_of::<f32>() + copy
+    4 * weights.flat().len() * size_of::<f32>() + copy + weights.layout().frozen_bytes() as usize
 }

@@ -170,7 +170,7 @@ pub(crate) struct Speed {
     /// Real tokens per update divided by that median. Padding does not count.
     pub(crate) real_tokens_per_second: Option<f64>,
     /// The share of the tensor cores' peak that the products with weights reach, padding included:
-    /// six operations for each weight and token. None on a device whose peak is not known.
+    /// six operations for each weight and token, or four if the weight is frozen. None on a device whose peak is not known.
     pub(crate) peak_share: Option<f64>,
 }
 
@@ -192,16 +192,18 @@ impl Speed {
     fn with_peak(self, device: &Device, parameters: &Parameters, precision: ops::Precision) -> Self {
         // Matrices, each of which is a factor of one product per token. A token table is one only
         // if it is also the head.
-        let entries = parameters.layout().entries().iter();
+        let entries = parameters.layout().iter().map(|(_, entry)| entry);
         let has_head = entries.clone().any(|entry| entry.name() == "head.weight");
         let is_factor = |entry: &&ParameterEntry| {
             let is_table = entry.name() == "positions.weight" || entry.name() == "tokens.weight" && has_head;
             entry.shape().extents().len() == 2 && !is_table
         };
-        let weights: usize = entries.filter(is_factor).map(|entry| entry.shape().elements()).sum();
+        let operations = |entry: &ParameterEntry| if entry.frozen().is_some() { 4 } else { 6 };
+        let each_token: usize =
+            entries.filter(is_factor).map(|entry| operations(entry) * entry.shape().elements()).sum();
         let bf16 = parameters.bf16_copy().is_some();
         let peak = peak(&device.description().name, bf16, precision);
-        let share = |(peak, tokens): (f64, f64)| 6.0 * weights as f64 * tokens / peak;
+        let share = |(peak, tokens): (f64, f64)| each_token as f64 * tokens / peak;
         Self { peak_share: peak.zip(self.tokens_per_second).map(share), ..self }
     }
 }

@@ -73,7 +73,12 @@ impl<S: Activation> Gpt<S> {
     /// Never, since names are unique.
     pub(crate) fn new(config: ModelConfig, mode: Mode) -> Result<(Self, ParameterSpec)> {
         let (layers, spec) = Transformer::new(config)?;
-        Ok((Self { layers: layers.recompute(mode.recompute), mode, stored: PhantomData }, spec))
+        Ok((Self::of(layers, mode), spec))
+    }
+
+    /// Makes a model of these layers.
+    pub(crate) fn of(layers: Transformer, mode: Mode) -> Self {
+        Self { layers: layers.recompute(mode.recompute), mode, stored: PhantomData }
     }
 
     /// Returns the configuration.
@@ -83,11 +88,15 @@ impl<S: Activation> Gpt<S> {
 
     /// Applies weight decay to matrices and tables, but not to gains and biases, and not to a table
     /// of positions that samples do not reach.
-    pub(crate) fn groups(&self) -> ParameterGroups {
+    pub(crate) fn groups(&self, spec: &ParameterSpec) -> ParameterGroups {
         let ModelConfig { context, learned_positions, .. } = *self.config();
         let unreached = learned_positions.is_some_and(|rows| rows > context);
         let without = move |entry: &ParameterEntry| unreached && entry.name() == "positions.weight";
-        ParameterGroups::new().no_decay(move |entry| entry.shape().extents().len() == 1 || without(entry))
+        let without = move |entry: &ParameterEntry| entry.shape().extents().len() == 1 || without(entry);
+        match spec.entries().iter().any(without) {
+            true => ParameterGroups::new().no_decay(without),
+            false => ParameterGroups::new(),
+        }
     }
 
     /// Returns the input of the head: `[samples, tokens, width]` for `ids: [samples, tokens]`.

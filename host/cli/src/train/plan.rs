@@ -5,11 +5,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 use stepscope::models::{Family, ModelConfig, Weights};
-use stepscope::{AdamW, Arena, Checkpoint, Device, HostMemory, Result, Schedule, TrainState, Trainer, Windows};
+use stepscope::{AdamW, Arena, Checkpoint, Device, Result, Schedule, TrainState, Trainer, Windows};
 
 use crate::program::settings::Settings;
 use crate::run::cli::RunArgs;
-use crate::run::memory::RunMemory;
+use crate::run::memory::{RunMemory, check_batch};
 use crate::run::settings;
 use crate::run::updates::{Trained, Updates};
 use crate::train::bad_input::{Outcome, bad};
@@ -45,7 +45,7 @@ impl<'r> Plan<'r> {
     /// Reads everything that the arguments name, for batches cut into this many shards.
     pub(crate) fn load(args: &'r Args, shards: usize) -> Outcome<Self> {
         let accumulate = args.run.accumulate(shards)?;
-        check_batch(args)?;
+        check_batch(args.batch, args.context())?;
         let weights = args.weights.as_ref().map(|folder| weights::read(folder, args.context)).transpose()?;
         let tokenizer = Tokenizer::open(&tokenizer_name(args, weights.as_ref())?)?;
         if args.documents && tokenizer.end().is_none() {
@@ -101,7 +101,7 @@ impl<'r> Plan<'r> {
             schedule: Schedule::WarmupCosine { warmup: self.args.warmup(), total, floor: FLOOR },
             ..AdamW::default()
         };
-        let groups = model.groups();
+        let groups = model.groups(&spec);
         let state = TrainState::new(device, model, &spec, seed, config)?.with_parameter_groups(&groups)?;
         let mut state = state.with_precision(precision.of_f32());
         if let Some(weights) = &self.weights {
@@ -118,7 +118,13 @@ impl<'r> Plan<'r> {
     pub(crate) fn memory<S: Activation>(&self, device: &Device) -> Result<RunMemory> {
         let [step, look] = [self.args.batch, self.look()].map(|samples| Sequences::zeros(samples, self.form()));
         let model = || Gpt::<S>::new(self.config.clone(), self.mode());
-        RunMemory::of(device, model, self.args.run.precision.of_f32(), [&step, &look])
+        let needs = RunMemory::of(device, model, self.args.run.precision.of_f32(), [&step, &look])?;
+        // The weights of a folder stay on the host.
+        let held = match self.weights {
+            Some(_) => model()?.1.weights() * size_of::<f32>(),
+            None => 0,
+        };
+        Ok(RunMemory { files: needs.files + held as u64, ..needs })
     }
 
     /// Trains to the end. Returns none if it was stopped, after writing a checkpoint.
@@ -225,20 +231,6 @@ impl<'r> Plan<'r> {
             false => Trainer::captured(arena, state, &Sequences::zeros(self.args.batch, self.form())),
         }
     }
-}
-
-/// Returns an error if the host cannot hold a batch's tokens: ids, labels and documents.
-fn check_batch(args: &Args) -> Outcome<()> {
-    let (batch, context) = (args.batch as u64, args.context() as u64);
-    let (needed, available) = (batch * context * 3 * size_of::<u32>() as u64, HostMemory::available_bytes());
-    if needed <= available {
-        return Ok(());
-    }
-    let reason = format!(
-        "{batch} samples of {context} tokens take {needed} bytes of the host's memory, and {available} are available: give a smaller --batch \
-         and a larger --accumulate"
-    );
-    Err(bad("--batch", reason))
 }
 
 /// Returns the requested tokenizer, or the one next to the weights, or the one that fits the data.

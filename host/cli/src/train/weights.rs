@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use stepscope::Error;
-use stepscope::models::Weights;
+use stepscope::models::{ModelConfig, WeightFiles, Weights};
 
 use crate::train::bad_input::{Outcome, bad};
 
@@ -14,13 +14,26 @@ const DEFAULT_CONTEXT: usize = 1024;
 /// Reads a folder, for samples of at most `context` tokens.
 pub(crate) fn read(folder: &Path, context: Option<usize>) -> Outcome<Weights> {
     let mut weights = Weights::read(folder).map_err(refused)?;
-    let most = weights.config.context;
+    weights.limit_context(checked(folder, weights.config.context, context)?)?;
+    Ok(weights)
+}
+
+/// Opens a folder, for samples of at most `context` tokens. Returns its files, of which only the
+/// headers are read, and the model.
+pub(crate) fn open(folder: &Path, context: Option<usize>) -> Outcome<(WeightFiles, ModelConfig)> {
+    let files = WeightFiles::open(folder).map_err(refused)?;
+    let mut config = files.config().clone();
+    config.context = checked(folder, config.context, context)?;
+    Ok((files, config))
+}
+
+/// Returns the requested context, or the default, if the model allows it.
+fn checked(folder: &Path, most: usize, context: Option<usize>) -> Outcome<usize> {
     let context = context.unwrap_or(most.min(DEFAULT_CONTEXT));
     if context > most {
         return Err(bad(folder.display(), format!("has a context of {most}, got --context {context}")));
     }
-    weights.limit_context(context)?;
-    Ok(weights)
+    Ok(context)
 }
 
 /// Reports file errors as mistakes of the user, and returns other errors, such as a memory
