@@ -41,7 +41,7 @@ on_each_device! {
     fn first_command_of_the_page(device: &Device) {
         let folder = tempfile::tempdir().unwrap();
         let out = folder.path().join("out");
-        let more = "--context 64 --batch 8 --epochs 12 --learning-rate 1e-2 --eval-share 0.1";
+        let more = "--context 64 --batch 8 --epochs 40 --learning-rate 2e-2 --eval-share 0.1 --sample Hello";
         let output = finetune(device, &example("chats.jsonl"), &out, more);
         let (screen, errors) = (text(&output.stdout), text(&output.stderr));
         assert!(output.status.success(), "{screen}{errors}");
@@ -51,6 +51,7 @@ on_each_device! {
         assert!(losses[losses.len() - 1] < 0.5 * losses[0], "{losses:?}");
         let [real, all] = ["real_tokens_per_second", "tokens_per_second"].map(|name| report[name].as_f64().unwrap());
         assert!(real > 0.0 && real < all, "{real} {all}");
+        assert!(report["sample"].is_string() && screen.contains("--- Hello\n"), "{screen}");
         let looks = report["evaluations"].as_array().unwrap();
         let best = looks.iter().min_by(|one, other| one["loss"].as_f64().unwrap().total_cmp(&other["loss"].as_f64().unwrap()));
         assert_eq!(report["exported_update"], best.unwrap()["update"], "{report}");

@@ -23,7 +23,7 @@ use std::process::ExitCode;
 use std::sync::atomic::AtomicBool;
 
 use stepscope::models::Weights;
-use stepscope::{Checkpoint, Device, Parameters, TokenSampler, TokenSamplerConfig, bf16};
+use stepscope::{Checkpoint, Device, Parameters, TokenSampler, TokenSamplerConfig, TrainState, bf16};
 
 use self::cli::Args;
 use self::plan::Plan;
@@ -36,7 +36,7 @@ use crate::run::report::{Position, Report};
 use crate::run::{memory, program};
 use crate::train::bad_input::Outcome;
 use crate::train::cli::Precision;
-use crate::train::model::Activation;
+use crate::train::model::{Activation, Gpt};
 use crate::train::sample;
 
 /// Fine-tunes, and returns the exit code.
@@ -110,14 +110,15 @@ fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, sc
     if let Some(update) = best_before_the_end(&report.position) {
         // The memory of training is free again before the best weights are read.
         drop(trainer);
-        let (_, spec) = plan.model::<S>()?;
+        let (model, spec) = plan.model::<S>()?;
         let mut parameters = Parameters::new(&device, &spec, 0)?;
-        plan.load(&mut parameters)?;
+        plan.load_weights(&mut parameters)?;
         Checkpoint::load(args.out.join(BEST))?.restore(&mut parameters, None)?;
         (report.exported_update, report.weights_sha256) = (update, parameters.sha256()?);
-        report.sample = finish::<S>(plan, &device, &parameters)?;
+        report.sample = finish(plan, &device, &model, &parameters)?;
     } else {
-        report.sample = finish::<S>(plan, &device, &trainer.state().parameters)?;
+        let TrainState { model, parameters, .. } = trainer.state();
+        report.sample = finish(plan, &device, model, parameters)?;
     }
     report.write(&args.out, config.vocabulary)?;
     screen.say(format_args!("{}; {}", report.speed, report.arena.summary()));
@@ -140,9 +141,13 @@ fn best_before_the_end(position: &Position) -> Option<u64> {
 }
 
 /// Exports the model, and returns its answer to the sample's message.
-fn finish<S: Activation>(plan: &Plan<'_>, device: &Device, weights: &Parameters) -> Outcome<Option<String>> {
+fn finish<S: Activation>(
+    plan: &Plan<'_>,
+    device: &Device,
+    model: &Gpt<S>,
+    weights: &Parameters,
+) -> Outcome<Option<String>> {
     let Plan { args, config, folder, .. } = plan;
-    let (model, _) = plan.model::<S>()?;
     match &plan.lora {
         Some(lora) if !args.merge => lora.write(plan.export(), config, weights)?,
         Some(_) => Weights::write_merged(plan.export(), &model.layers, weights, args.run.max_shard_size)?,
@@ -151,6 +156,6 @@ fn finish<S: Activation>(plan: &Plan<'_>, device: &Device, weights: &Parameters)
     copy_companions(&args.weights, &plan.export())?;
     let Some(beginning) = &plan.beginning else { return Ok(None) };
     let sampler = TokenSampler::new(TokenSamplerConfig { temperature: 0.0, top_k: None, top_p: None }, args.run.seed)?;
-    let tokens = sample::write(device, &model, weights, beginning, (args.sample_tokens, &folder.stops), &sampler)?;
+    let tokens = sample::write(device, model, weights, beginning, (args.sample_tokens, &folder.stops), &sampler)?;
     Ok(Some(folder.tokenizer.decode(&tokens)))
 }

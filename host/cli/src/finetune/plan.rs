@@ -98,7 +98,7 @@ impl<'r> Plan<'r> {
     }
 
     /// Loads the model's own weights, trained or frozen.
-    pub(crate) fn load(&self, parameters: &mut Parameters) -> Outcome<()> {
+    pub(crate) fn load_weights(&self, parameters: &mut Parameters) -> Outcome<()> {
         let mut files = WeightFiles::open(&self.args.weights).map_err(weights::refused)?;
         files.load(parameters).map_err(weights::refused)
     }
@@ -117,7 +117,7 @@ impl<'r> Plan<'r> {
         let groups = model.groups(&spec);
         let state = TrainState::new(device, model, &spec, seed, config)?.with_parameter_groups(&groups)?;
         let mut state = state.with_precision(precision.of_f32());
-        self.load(&mut state.parameters)?;
+        self.load_weights(&mut state.parameters)?;
         Ok(state)
     }
 

@@ -192,15 +192,15 @@ impl Speed {
     fn with_peak(self, device: &Device, parameters: &Parameters, precision: ops::Precision) -> Self {
         // Matrices, each of which is a factor of one product per token. A token table is one only
         // if it is also the head.
-        let entries = parameters.layout().iter().map(|(_, entry)| entry);
-        let has_head = entries.clone().any(|entry| entry.name() == "head.weight");
+        let entries: Vec<_> = parameters.layout().iter().map(|(_, entry)| entry).collect();
+        let has_head = entries.iter().any(|entry| entry.name() == "head.weight");
         let is_factor = |entry: &&ParameterEntry| {
             let is_table = entry.name() == "positions.weight" || entry.name() == "tokens.weight" && has_head;
             entry.shape().extents().len() == 2 && !is_table
         };
         let operations = |entry: &ParameterEntry| if entry.frozen().is_some() { 4 } else { 6 };
         let each_token: usize =
-            entries.filter(is_factor).map(|entry| operations(entry) * entry.shape().elements()).sum();
+            entries.iter().copied().filter(is_factor).map(|entry| operations(entry) * entry.shape().elements()).sum();
         let bf16 = parameters.bf16_copy().is_some();
         let peak = peak(&device.description().name, bf16, precision);
         let share = |(peak, tokens): (f64, f64)| each_token as f64 * tokens / peak;
