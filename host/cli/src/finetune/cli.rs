@@ -126,7 +126,8 @@ impl Args {
         self.learning_rate.unwrap_or(if self.lora.is_some() { LORA_RATE } else { RATE })
     }
 
-    /// Returns the schedule of a run of this many updates. The rate is zero only after the last one.
+    /// Returns the schedule of a run of this many updates. The rate is zero only after the last
+    /// one.
     pub(crate) fn schedule(&self, total: u64) -> Schedule {
         let warmup = (f64::from(self.warmup.min(1.0)) * total as f64).ceil() as u64;
         let total = total + 1;

@@ -170,7 +170,8 @@ pub(crate) struct Speed {
     /// Real tokens per update divided by that median. Padding does not count.
     pub(crate) real_tokens_per_second: Option<f64>,
     /// The share of the tensor cores' peak that the products with weights reach, padding included:
-    /// six operations for each weight and token, or four if the weight is frozen. None on a device whose peak is not known.
+    /// six operations for each weight and token, or four if the weight is frozen. None on a device
+    /// whose peak is not known.
     pub(crate) peak_share: Option<f64>,
 }
 
