@@ -14,7 +14,8 @@ use clap::Parser;
 use harness::{Common, Peer, Samples, record};
 use serde::Serialize;
 use std::time::{Duration, Instant};
-use stepscope::{Arena, Capacity, Device, EagerStep, Overflow, Result};
+use stepscope::memory::Overflow;
+use stepscope::{Arena, Capacity, Device, EagerStep, Result};
 
 /// A tanh output of 12 tokens x 1024, which is the allocation that broke ztensor on GB10.
 const ELEMENTS: usize = 12 * 1024;

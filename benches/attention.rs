@@ -21,8 +21,9 @@ use harness::values::spread;
 use harness::{Common, Peer, Samples, record};
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use stepscope::capture::CaptureInputs;
 use stepscope::ops::{self, AttentionConfig, AttentionElement, Precision, QkNorm};
-use stepscope::{Arena, Buffer, Capacity, CaptureInputs, Device, DeviceKind, HostInputs, Result, Step, Tensor, bf16};
+use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, HostInputs, Result, Step, Tensor, bf16};
 
 const SAMPLES: usize = 15;
 

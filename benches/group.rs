@@ -17,10 +17,11 @@ use harness::{Common, Peer, Samples, record};
 use serde::{Deserialize, Serialize};
 use std::thread;
 use std::time::Duration;
+use stepscope::group::{Group, GroupConfig};
 use stepscope::nn::{Embedding, Linear};
 use stepscope::{
-    AdamW, Arena, Capacity, Device, DeviceBatch, DeviceKind, Group, GroupConfig, HostInputs, Model, ParameterSpec,
-    Result, Tape, TrainState, Trainer, Var,
+    AdamW, Arena, Capacity, Device, DeviceBatch, DeviceKind, HostInputs, Model, ParameterSpec, Result, Tape,
+    TrainState, Trainer, Var,
 };
 
 const SAMPLES: usize = 15;

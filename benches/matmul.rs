@@ -29,8 +29,9 @@ use harness::values::spread;
 use harness::{Common, Peer, Samples, record};
 use serde::{Deserialize, Serialize};
 use std::time::SystemTime;
+use stepscope::capture::CaptureInputs;
 use stepscope::ops::{self, BF16_TILES, Gemm, GemmElement, MMA_TILES, Precision, TILES};
-use stepscope::{Arena, Buffer, Capacity, CaptureInputs, Device, DeviceKind, HostInputs, Result, Step, Tensor, bf16};
+use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, HostInputs, Result, Step, Tensor, bf16};
 
 const SAMPLES: usize = 25;
 /// The number of outputs that are compared between tiles.

@@ -18,7 +18,9 @@ use harness::{Common, Samples, record};
 use serde::Serialize;
 use std::fmt;
 use std::str::FromStr;
-use stepscope::{Device, DeviceKind, Initializer, ParameterSpec, Parameters, Transfer};
+use stepscope::parameters::Initializer;
+use stepscope::upload::Transfer;
+use stepscope::{Device, DeviceKind, ParameterSpec, Parameters};
 
 /// Bytes per small tensor.
 const SMALL_BYTES: usize = 1024;

@@ -21,9 +21,11 @@ use std::io::{self, Write};
 use std::ops::Range;
 use std::process::ExitCode;
 use std::sync::{Mutex, PoisonError};
+use stepscope::memory::{ArenaBuilder, Growth, Overflow};
+use stepscope::parameters::Initializer;
+use stepscope::report::Cause;
 use stepscope::{
-    Arena, ArenaBuilder, Capacity, Cause, Device, DeviceKind, EagerStep, Error, Gradients, Growth, Initializer,
-    Overflow, Parameter, ParameterSpec, Parameters, Tape,
+    Arena, Capacity, Device, DeviceKind, EagerStep, Error, Gradients, Parameter, ParameterSpec, Parameters, Tape,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;

@@ -10,7 +10,8 @@
 use cuda_std::prelude::*;
 use kernels::contract;
 use kernels::vector::{load, store};
-use stepscope::{Arena, Capacity, Device, DeviceKind, Error, Result, Source, Step, Target, Tensor};
+use stepscope::tensor::{Source, Target};
+use stepscope::{Arena, Capacity, Device, DeviceKind, Error, Result, Step, Tensor};
 
 const BLOCK: usize = 128;
 

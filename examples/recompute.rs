@@ -10,11 +10,13 @@
 
 use clap::Parser;
 use std::time::Instant;
+use stepscope::capture::CaptureInputs;
 use stepscope::nn::{MultiHeadAttention, RmsNorm, SwiGlu};
 use stepscope::ops::{AttentionElement, GemmElement, Rotary};
+use stepscope::optim::UpdateTicket;
 use stepscope::{
-    AdamW, Arena, Capacity, CaptureInputs, Device, DeviceKind, Gradients, HostInputs, Optimizer, ParameterSpec,
-    Parameters, Result, Step, Tape, UpdateTicket, Var, bf16,
+    AdamW, Arena, Capacity, Device, DeviceKind, Gradients, HostInputs, Optimizer, ParameterSpec, Parameters, Result,
+    Step, Tape, Var, bf16,
 };
 
 const LAYERS: usize = 12;

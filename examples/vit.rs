@@ -14,9 +14,10 @@ use clap::Parser;
 use data::{CLASSES, Images, PIXELS};
 use std::{process::ExitCode, sync::Arc};
 use stepscope::nn::{Block, Embedding, LayerNorm, Linear};
+use stepscope::optim::Schedule;
 use stepscope::{
-    AdamW, Device, DeviceBatch, DeviceKind, EpochProgress, HostBatch, Model, ParameterSpec, Result, Schedule, Tape,
-    TrainState, Trainer, Var,
+    AdamW, Device, DeviceBatch, DeviceKind, EpochProgress, HostBatch, Model, ParameterSpec, Result, Tape, TrainState,
+    Trainer, Var,
 };
 
 /// Rows of an image, each of which is a token, and pixels per row.

@@ -145,16 +145,6 @@ pub mod upload {
     pub use stepscope_core::{NonFinite, Progress, Transfer};
 }
 
-// Every name also at the root, until all programs use the modules.
-#[doc(hidden)]
-pub use stepscope_check::*;
-#[doc(hidden)]
-pub use stepscope_core::*;
-#[doc(hidden)]
-pub use stepscope_group::*;
-#[doc(hidden)]
-pub use stepscope_train::*;
-
 /// Compile-time checks of which types cross threads and which are cloneable. Everything that
 /// belongs to a step stays on one thread: the stream gives its order, and the scope its lifetime.
 #[cfg(test)]

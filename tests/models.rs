@@ -12,9 +12,10 @@ use safetensors::{Dtype, SafeTensors};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
+use stepscope::files::StateDict;
 use stepscope::models::{ModelConfig, Transformer, Weights};
 use stepscope::ops::{self, LmHeadConfig};
-use stepscope::{Arena, Capacity, Gradients, Parameters, StateDict, Tape};
+use stepscope::{Arena, Capacity, Gradients, Parameters, Tape};
 use support::{on_each_device, relative_l2};
 
 /// The largest relative difference from float64. Where transformers' own error in f32 is a third of

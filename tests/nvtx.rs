@@ -8,7 +8,8 @@
 
 use std::cell::RefCell;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
-use stepscope::{Arena, Capacity, Device, DeviceKind, NvtxLayer, ops};
+use stepscope::check::NvtxLayer;
+use stepscope::{Arena, Capacity, Device, DeviceKind, ops};
 use tracing_subscriber::prelude::*;
 
 /// A function whose type follows only from its place in a table.

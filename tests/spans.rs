@@ -7,9 +7,12 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::sync::Once;
+use stepscope::optim::UpdateTicket;
+use stepscope::parameters::Initializer;
+use stepscope::tensor::{Indices, Saved};
 use stepscope::{
-    AdamW, Arena, Capacity, Device, DeviceKind, Gradients, HostInputs, Indices, Initializer, Optimizer, Parameter,
-    ParameterSpec, Parameters, Result, Saved, Step, Tape, UpdateTicket,
+    AdamW, Arena, Capacity, Device, DeviceKind, Gradients, HostInputs, Optimizer, Parameter, ParameterSpec, Parameters,
+    Result, Step, Tape,
 };
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};

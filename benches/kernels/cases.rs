@@ -5,8 +5,10 @@
 //! case.
 
 use kernels::adamw::slot;
-use stepscope::ops::Generator;
-use stepscope::{Buffer, Device, Lent, OnDevice, Result, SplitMix64, Step, Stored, Tensor, bf16, ops};
+use stepscope::data::SplitMix64;
+use stepscope::ops::{self, Generator};
+use stepscope::tensor::{Lent, OnDevice, Stored};
+use stepscope::{Buffer, Device, Result, Step, Tensor, bf16};
 
 /// Columns per row.
 pub(crate) const COLUMNS: usize = 1024;

@@ -2,7 +2,8 @@
 //!
 //! Invariant: a graph contains exactly the calls that the plan counts.
 
-use stepscope::{Arena, Capacity, CaptureInputs, Device, HostInputs, Result, Step};
+use stepscope::capture::CaptureInputs;
+use stepscope::{Arena, Capacity, Device, HostInputs, Result, Step};
 
 use crate::cases::{Call, Case, Normals, Set};
 use crate::harness::{self, Samples};

@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
-use stepscope::SplitMix64;
+use stepscope::data::SplitMix64;
 use stepscope::ops::Gemm;
 
 /// The sizes of CrossAsset: tokens, features per token, width of the model, and width of its hidden

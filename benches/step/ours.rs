@@ -4,10 +4,14 @@
 
 use std::ops::Deref;
 
+use stepscope::capture::{CaptureInputs, Output};
+use stepscope::memory::{Measured, PageLocked};
 use stepscope::ops::{GemmElement, Precision};
+use stepscope::optim::UpdateTicket;
+use stepscope::tensor::{Indices, Saved};
 use stepscope::{
-    AdamW, Arena, Capacity, CaptureInputs, Device, DeviceKind, EagerStep, Gradients, HostInputs, Indices, Measured,
-    Optimizer, Output, PageLocked, Parameters, Result, Saved, Step, Tape, UpdateTicket,
+    AdamW, Arena, Capacity, Device, DeviceKind, EagerStep, Gradients, HostInputs, Optimizer, Parameters, Result, Step,
+    Tape,
 };
 
 use crate::harness::values::spread;

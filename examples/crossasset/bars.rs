@@ -14,7 +14,8 @@ use std::io::{self, BufReader, Read, Seek};
 use std::path::{Path, PathBuf};
 
 use csv::{ByteRecord, ErrorKind, ReaderBuilder};
-use stepscope::{FileKind, HostMemory, PlainFile};
+use stepscope::files::{FileKind, PlainFile};
+use stepscope::memory::HostMemory;
 
 #[path = "times.rs"]
 mod times;

@@ -20,7 +20,7 @@ pub(crate) const SYNTHETIC_LIMIT: usize = 2048;
 /// The version, and per architecture the SHA-256 of the kernels' PTX and its compiler. Two builds
 /// with the same digests run the same kernels.
 static VERSION: LazyLock<String> = LazyLock::new(|| {
-    let builds = stepscope::ptx_builds();
+    let builds = stepscope::device::ptx_builds();
     let lines: String = builds.iter().map(|build| format!("\nPTX {build}")).collect();
     let lines = if builds.is_empty() { "\nPTX none: built without feature `cuda`".into() } else { lines };
     format!("{}{lines}", env!("CARGO_PKG_VERSION"))

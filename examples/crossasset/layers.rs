@@ -6,7 +6,9 @@
 
 use stepscope::nn::{Linear, RmsNorm, Scope};
 use stepscope::ops::{self, AttentionConfig, BiasGradient, Gemm, GemmElement, Gradient};
-use stepscope::{Error, Initializer, Result, Saved, StackedParameters, Tape, Tensor, Var};
+use stepscope::parameters::{Initializer, StackedParameters};
+use stepscope::tensor::Saved;
+use stepscope::{Error, Result, Tape, Tensor, Var};
 
 /// The columns of a head.
 const HEAD: usize = 64;

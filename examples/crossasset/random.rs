@@ -3,7 +3,7 @@
 //!
 //! Nothing here calls the platform's math library, so a seed determines every bit.
 
-use stepscope::SplitMix64;
+use stepscope::data::SplitMix64;
 
 /// A stream of random numbers.
 #[derive(Clone, Debug)]

@@ -7,7 +7,8 @@ use std::path::Path;
 
 use comfy_table::{CellAlignment, Table, presets};
 use serde::{Deserialize, Serialize};
-use stepscope::{Result, replace_file};
+use stepscope::Result;
+use stepscope::files::replace_file;
 
 use crate::sizes::CLASSES;
 use stepscope_cli::program::loss_svg::{Part, Picture};

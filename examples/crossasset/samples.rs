@@ -3,7 +3,10 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use stepscope::{Device, Group, HostBatch, HostInputs, Loader, PageLocked, Result};
+use stepscope::data::Loader;
+use stepscope::group::Group;
+use stepscope::memory::PageLocked;
+use stepscope::{Device, HostBatch, HostInputs, Result};
 
 use crate::dataset::{Dataset, Fold};
 use crate::features::SAMPLE_LEN;

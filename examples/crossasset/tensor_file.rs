@@ -7,7 +7,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 use safetensors::tensor::{Dtype, SafeTensorError, TensorView};
-use stepscope::{Element, Error, Result, Shape, replace_file};
+use stepscope::files::replace_file;
+use stepscope::tensor::{Element, Shape};
+use stepscope::{Error, Result};
 
 /// Tensors and notes, to be written together.
 #[derive(Default)]

@@ -5,7 +5,8 @@
 
 use std::path::PathBuf;
 
-use stepscope::{AdamW, Model, Result, Schedule, TrainState};
+use stepscope::optim::Schedule;
+use stepscope::{AdamW, Model, Result, TrainState};
 
 use crate::samples::MicroBatch;
 use crate::sizes::{FEATURES, SCALES};

@@ -5,9 +5,13 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use serde::{Deserialize, Serialize};
+use stepscope::check::MemoryRecorder;
+use stepscope::files::replace_file;
+use stepscope::group::Group;
+use stepscope::optim::Schedule;
+use stepscope::train::{Ended, Observer, ProgressBar, Update};
 use stepscope::{
-    AdamW, Arena, Checkpoint, Ended, EpochProgress, Error, Group, MemoryRecorder, Model as Trained, Observer,
-    ProgressBar, Result, Schedule, TrainState, Trainer, Update, bf16, ops, replace_file,
+    AdamW, Arena, Checkpoint, EpochProgress, Error, Model as Trained, Result, TrainState, Trainer, bf16, ops,
 };
 
 use crate::bars::shown;

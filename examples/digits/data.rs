@@ -5,7 +5,8 @@
 
 use std::sync::Arc;
 
-use stepscope::{HostBatch, HostInputs, Loader, Result, SplitMix64};
+use stepscope::data::{Loader, SplitMix64};
+use stepscope::{HostBatch, HostInputs, Result};
 
 /// The number of digits.
 pub(crate) const CLASSES: usize = 10;

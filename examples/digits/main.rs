@@ -19,9 +19,10 @@ use std::sync::Arc;
 use clap::Parser;
 use data::{CLASSES, Images, PIXELS};
 use stepscope::nn::Mlp;
+use stepscope::optim::Schedule;
 use stepscope::{
-    AdamW, Device, DeviceBatch, DeviceKind, EpochProgress, HostBatch, Model, ParameterSpec, Result, Schedule, Tape,
-    TrainState, Trainer, Var,
+    AdamW, Device, DeviceBatch, DeviceKind, EpochProgress, HostBatch, Model, ParameterSpec, Result, Tape, TrainState,
+    Trainer, Var,
 };
 
 const HIDDEN: usize = 128;

@@ -4,9 +4,11 @@
 use super::pool::Pool;
 use super::run::Run;
 use crate::support::Random;
+use stepscope::parameters::Initializer;
+use stepscope::tensor::{Lent, Saved, Source};
 use stepscope::{
-    Arena, Buffer, Capacity, Device, EagerStep, Gradients, Initializer, Lent, Parameter, ParameterSpec, Parameters,
-    Result, Saved, Source, Step, Tape, Tensor, ops,
+    Arena, Buffer, Capacity, Device, EagerStep, Gradients, Parameter, ParameterSpec, Parameters, Result, Step, Tape,
+    Tensor, ops,
 };
 
 /// Batches per run.

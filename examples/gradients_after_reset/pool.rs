@@ -5,7 +5,8 @@
 //! reset.
 
 use super::perceptron::{Keeper, ROWS, WIDTH};
-use stepscope::{Buffer, Device, Result, Source, Step, Tensor, ops};
+use stepscope::tensor::Source;
+use stepscope::{Buffer, Device, Result, Step, Tensor, ops};
 
 /// A free list of slots, each `[ROWS, WIDTH]`.
 pub(crate) struct Pool {

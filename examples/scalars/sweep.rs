@@ -11,7 +11,8 @@ use std::fmt;
 use std::panic::resume_unwind;
 use std::sync::mpsc;
 use std::thread;
-use stepscope::{Arena, Result, Target};
+use stepscope::tensor::Target;
+use stepscope::{Arena, Result};
 
 /// Inputs per launch: 16 MiB of results.
 pub(crate) const BLOCK: usize = 1 << 22;

@@ -6,8 +6,9 @@ use crate::support::{Random, tolerance};
 use crate::tensor_file::TensorFile;
 use kernels::update::RUN;
 use std::cell::RefCell;
-use stepscope::ops::{AttentionElement, GemmElement};
-use stepscope::{EagerStep, Element, Indices, Result, Shape, Source, Tensor, bf16, ops};
+use stepscope::ops::{self, AttentionElement, GemmElement};
+use stepscope::tensor::{Element, Indices, Shape, Source};
+use stepscope::{EagerStep, Result, Tensor, bf16};
 
 /// An element type of the traced cases.
 pub(crate) trait Traced: GemmElement<Self> + GemmElement<f32> + AttentionElement {

@@ -1,7 +1,8 @@
 //! Ops over whole rows or all elements: sums, maxima, norms.
 
 use crate::case::{Case, Run, both};
-use stepscope::{Result, Shape, ops};
+use stepscope::tensor::Shape;
+use stepscope::{Result, ops};
 
 pub(crate) const CASES: &[&[(&str, Run)]] = &[
     &both!("sum", <S>, |c| c.reduced::<S, f32>(Shape::elements, |c, x| ops::sum(c.step, x))),

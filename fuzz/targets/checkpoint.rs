@@ -14,9 +14,9 @@ use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::sync::{LazyLock, Mutex};
-use stepscope::{
-    AdamW, Checkpoint, Device, DeviceKind, Error, Initializer, ParameterSpec, NonFinite, Parameters, Transfer, Optimizer,
-};
+use stepscope::parameters::Initializer;
+use stepscope::upload::{NonFinite, Transfer};
+use stepscope::{AdamW, Checkpoint, Device, DeviceKind, Error, Optimizer, ParameterSpec, Parameters};
 use tempfile::TempDir;
 
 /// The prefixes of a parameter's tensors: weights and both moments.

@@ -8,11 +8,15 @@
 use crate::overrun::one_too_far;
 use crate::support::{Random, bits, on_each_device};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use stepscope::faults::{Call, FaultPlan};
+use stepscope::capture::{CaptureInputs, Captured, Output, Record};
+use stepscope::check::faults::{Call, FaultPlan};
+use stepscope::memory::{Growth, Overflow};
+use stepscope::optim::UpdateTicket;
+use stepscope::parameters::Initializer;
+use stepscope::tensor::{Indices, Saved, Target};
 use stepscope::{
-    AdamW, Arena, Buffer, Capacity, CaptureInputs, Captured, Device, DeviceKind, Error, Gradients, Growth, HostInputs,
-    Indices, Initializer, Optimizer, Output, Overflow, Parameter, ParameterSpec, Parameters, Record, Result, Saved,
-    Step, Tape, Target, UpdateTicket, ops,
+    AdamW, Arena, Buffer, Capacity, Device, DeviceKind, Error, Gradients, HostInputs, Optimizer, Parameter,
+    ParameterSpec, Parameters, Result, Step, Tape, ops,
 };
 
 const ROWS: usize = 5;

@@ -7,10 +7,10 @@
 use crate::support::on_each_device;
 use crate::support::witness::Watch;
 use std::time::Duration;
-use stepscope::faults::{Call, Fault, FaultPlan};
-use stepscope::{
-    Arena, Capacity, Captured, Device, DeviceKind, Error, HostInputs, Output, Overflow, Record, Result, ops,
-};
+use stepscope::capture::{Captured, Output, Record};
+use stepscope::check::faults::{Call, Fault, FaultPlan};
+use stepscope::memory::Overflow;
+use stepscope::{Arena, Capacity, Device, DeviceKind, Error, HostInputs, Result, ops};
 
 /// The driver calls from the begin to the end of a capture, and those around them.
 const CAPTURE: [Call; 6] =

@@ -10,7 +10,12 @@ use crate::support::on_each_device;
 use kernels::fill::fill;
 use kernels::guard::guard_write;
 use std::cell::RefCell;
-use stepscope::*;
+use stepscope::capture::{CaptureInputs, Record};
+use stepscope::memory::Overflow;
+use stepscope::ops;
+use stepscope::parameters::Initializer;
+use stepscope::prelude::*;
+use stepscope::tensor::{Lent, Saved, Source, Target};
 
 const LEN: usize = 64;
 

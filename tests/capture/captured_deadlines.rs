@@ -10,11 +10,12 @@
 use crate::support::witness::{AT_ONCE, SLACK, Watch};
 use crate::support::{Random, on_each_device};
 use std::time::Duration;
-use stepscope::faults::{Call, Fault, FaultPlan};
+use stepscope::check::faults::{Call, Fault, FaultPlan};
+use stepscope::memory::Overflow;
 use stepscope::nn::Linear;
 use stepscope::{
     AdamW, Arena, Capacity, Device, DeviceBatch, DeviceKind, EpochProgress, Error, HostBatch, HostInputs, Model,
-    Overflow, ParameterSpec, Result, Tape, TrainState, Trainer, Var, ops,
+    ParameterSpec, Result, Tape, TrainState, Trainer, Var, ops,
 };
 
 const DEADLINE: Duration = Duration::from_millis(100);

@@ -13,10 +13,11 @@ use crate::support::witness::{AT_ONCE, SLACK, Watch};
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus};
 use std::time::{Duration, Instant};
-use stepscope::faults::{Call, Fault, FaultPlan};
-use stepscope::{
-    Arena, ArenaBuilder, ArenaReport, Buffer, Capacity, Device, DeviceKind, Error, Overflow, Result, ops, replace_file,
-};
+use stepscope::check::faults::{Call, Fault, FaultPlan};
+use stepscope::files::replace_file;
+use stepscope::memory::{ArenaBuilder, Overflow};
+use stepscope::report::ArenaReport;
+use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, Error, Result, ops};
 
 /// A deadline longer than any test waits. A call that is answered by it has used the wrong
 /// deadline.

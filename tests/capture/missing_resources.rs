@@ -6,7 +6,10 @@
 
 use std::error::Error as _;
 use std::process::Command;
-use stepscope::{Device, DeviceKind, Error, GroupConfig, Loader, Resource, Result};
+use stepscope::data::Loader;
+use stepscope::error::Resource;
+use stepscope::group::GroupConfig;
+use stepscope::{Device, DeviceKind, Error, Result};
 
 /// The environment variable that makes a test play the child process.
 const CHILD: &str = "STEPSCOPE_TEST_WITHOUT";

@@ -9,8 +9,10 @@ use crate::support::{Random, on_each_device};
 use std::cell::RefCell;
 use std::fmt::Debug;
 use std::sync::Once;
+use stepscope::capture::{CaptureReport, Captured, Output, Record};
 use stepscope::nn::Linear;
-use stepscope::*;
+use stepscope::ops;
+use stepscope::prelude::*;
 use tracing::field::{Field, Visit};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 

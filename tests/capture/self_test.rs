@@ -12,9 +12,10 @@ use crate::support::witness::{AT_ONCE, SLACK, Watch};
 use std::path::Path;
 use std::process::Output;
 use std::time::Duration;
-use stepscope::faults::{Call, Fault, FaultPlan};
-use stepscope::same_bits::{self, CaseSize, cases, in_order};
-use stepscope::{Buffer, Device, DeviceKind, Error, SelfTest};
+use stepscope::check::faults::{Call, Fault, FaultPlan};
+use stepscope::check::same_bits::{self, CaseSize, cases, in_order};
+use stepscope::device::SelfTest;
+use stepscope::{Buffer, Device, DeviceKind, Error};
 
 /// The longest wait for a GPU, whatever its deadline. The emulator uses its deadline.
 const SELF_TEST_TIMEOUT: Duration = Duration::from_secs(2);

@@ -11,7 +11,9 @@ use crate::samples::MicroBatch;
 use crate::support::on_each_device;
 use crate::synthetic;
 use stepscope::ops::GemmElement;
-use stepscope::{AdamW, Arena, Capacity, Device, DeviceKind, Element, Schedule, TrainState, Trainer, bf16};
+use stepscope::optim::Schedule;
+use stepscope::tensor::Element;
+use stepscope::{AdamW, Arena, Capacity, Device, DeviceKind, TrainState, Trainer, bf16};
 
 const SEED: u64 = 7;
 const BATCH: usize = 16;

@@ -8,9 +8,13 @@ use crate::support::rank_threads::{in_threads, on_ranks};
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
+use stepscope::group::{DifferentSetting, Group, GroupConfig};
 use stepscope::nn::Linear;
-use stepscope::ops::Precision;
-use stepscope::*;
+use stepscope::ops::{self, Precision};
+use stepscope::optim::{ParameterGroup, ParameterGroups, Schedule, Sgd, UpdateArguments, UpdateRule};
+use stepscope::parameters::ParameterEntry;
+use stepscope::prelude::*;
+use stepscope::upload::NonFinite;
 
 const INPUTS: usize = 4;
 /// A deadline that no refusal reaches; each comes much sooner.

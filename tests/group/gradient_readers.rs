@@ -9,7 +9,12 @@
 use crate::support::Random;
 use crate::support::rank_threads::{DEADLINE, on_ranks};
 use std::cell::RefCell;
-use stepscope::*;
+use stepscope::autograd::Backward;
+use stepscope::ops;
+use stepscope::optim::Sgd;
+use stepscope::parameters::Initializer;
+use stepscope::prelude::*;
+use stepscope::tensor::Source;
 
 /// A layer's weights are 4 MiB, the size of the smallest bucket.
 const WIDTH: usize = 1024;

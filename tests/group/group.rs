@@ -8,8 +8,10 @@ use crate::support::rank_threads::*;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-use stepscope::faults::{Call, Fault, FaultPlan};
-use stepscope::*;
+use stepscope::check::faults::{Call, Fault, FaultPlan};
+use stepscope::group::{Group, GroupConfig, RankFaultKind};
+use stepscope::prelude::*;
+use stepscope::train::Ended;
 
 #[test]
 fn rank_count_keeps_bits() {

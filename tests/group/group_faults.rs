@@ -16,8 +16,9 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-use stepscope::faults::{Call, Fault, FaultPlan};
-use stepscope::*;
+use stepscope::check::faults::{Call, Fault, FaultPlan};
+use stepscope::group::{Group, GroupConfig, RankFaultKind, RendezvousFaultKind};
+use stepscope::prelude::*;
 
 /// The time that a rank waits for the others.
 const PEER_TIMEOUT: Duration = Duration::from_secs(5);

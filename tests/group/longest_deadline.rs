@@ -5,7 +5,13 @@
 
 use crate::support::rank_threads::*;
 use std::time::Duration;
-use stepscope::*;
+use stepscope::data::Loader;
+use stepscope::group::{Group, GroupConfig};
+use stepscope::memory::Overflow;
+use stepscope::ops;
+use stepscope::parameters::Initializer;
+use stepscope::prelude::*;
+use stepscope::upload::Transfer;
 
 #[test]
 fn group_trains_with_longest_deadline() {

@@ -8,9 +8,12 @@ use crate::support::Random;
 use crate::support::rank_threads::{DEADLINE, on_ranks_with};
 use std::path::Path;
 use std::time::{Duration, Instant};
-use stepscope::faults::{Call, Fault, FaultPlan};
+use stepscope::check::faults::{Call, Fault, FaultPlan};
+use stepscope::group::{Group, RankFaultKind};
 use stepscope::nn::Linear;
-use stepscope::*;
+use stepscope::ops;
+use stepscope::optim::ParameterGroups;
+use stepscope::prelude::*;
 
 const LAYERS: usize = 4;
 /// A layer's weights are 4 MiB, the size of the smallest bucket.

@@ -8,7 +8,8 @@ use crate::trees;
 use crate::trial::{Trial, assert_refused, assert_same, trial};
 use crate::{norm, softmax};
 use stepscope::ops::{self, Attention, AttentionConfig, AttentionKept, QkNorm};
-use stepscope::{Result, Saved, Tensor};
+use stepscope::tensor::Saved;
+use stepscope::{Result, Tensor};
 
 const HEAD: usize = 64;
 const SCALE: f32 = 0.125;

@@ -5,7 +5,8 @@ use crate::shapes::LENGTHS;
 use crate::support::{Random, on_each_device};
 use crate::trial::assert_refused;
 use kernels::checksum::{CHUNK, checksum};
-use stepscope::{Arena, Capacity, Device, Result, Source, Target};
+use stepscope::tensor::{Source, Target};
+use stepscope::{Arena, Capacity, Device, Result};
 
 /// Returns the sum of each chunk by the documented formula, in 128 bits.
 fn expected(words: &[u32]) -> Vec<u64> {

@@ -6,8 +6,9 @@ use crate::support::on_each_device;
 use crate::trial::{assert_refused, trial};
 use std::collections::BTreeSet;
 use std::ops::Range;
+use stepscope::bf16;
 use stepscope::ops::declare::{BINARY, BinaryOp, ChosenArguments, ChosenLaunch, Declared, Operands, UNARY, UnaryOp};
-use stepscope::{Element, Shape, Stored, bf16};
+use stepscope::tensor::{Element, Shape, Stored};
 
 /// Hostile arguments of a launch.
 struct Hostile<'a, 'n>(&'a mut Numbers<'n>, bool);

@@ -7,7 +7,8 @@ use crate::linear;
 use crate::support::{Random, on_each_device};
 use crate::tolerance::{Closeness, Exact};
 use crate::trial::{assert_refused, assert_same, trial};
-use stepscope::{Arena, Buffer, Capacity, Device, Error, HostInputs, OnDevice, bf16, ops};
+use stepscope::tensor::OnDevice;
+use stepscope::{Arena, Buffer, Capacity, Device, Error, HostInputs, bf16, ops};
 
 /// Ids, rows of the table, columns. They lie around a vector, a chunk of 64, a block's 512 and
 /// several merges. Some rows have no id, and in some cases all ids are one.

@@ -237,7 +237,7 @@ on_each_device! {
                     let upload = |values: &[f32], shape| {
                         step.upload(&values.iter().map($of).collect::<Vec<$S>>(), shape)
                     };
-                    let rows = stepscope::Shape::from([2, 80, 256]);
+                    let rows = stepscope::tensor::Shape::from([2, 80, 256]);
                     let (qkv, dout) = (upload(&inputs.qkv, setup.shape())?, upload(&inputs.dout, rows)?);
                     let rotated = ops::rotary(step, &qkv, ops::Rotary::default(), &form)?;
                     let norm = QkNorm::new(&gains, 1e-6);

@@ -6,7 +6,8 @@ use crate::trees;
 use kernels::math;
 use std::num::NonZeroU32;
 use stepscope::ops::{AttentionConfig, AttentionMask};
-use stepscope::{Result, Shape, Tensor};
+use stepscope::tensor::Shape;
+use stepscope::{Result, Tensor};
 
 /// The keys of a tile, which are part of the documented order.
 const TILE: usize = 64;

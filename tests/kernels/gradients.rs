@@ -12,10 +12,11 @@
 use crate::support::{Random, relative_l2, tolerance};
 use kernels::stored::Stored as _;
 use std::ops::Index;
-use stepscope::ops::{Cast, Generator};
+use stepscope::ops::{self, Cast, Generator};
+use stepscope::parameters::{Initializer, StackedParameters};
+use stepscope::tensor::Element;
 use stepscope::{
-    Arena, Capacity, Device, EagerStep, Element, Gradients, Initializer, Parameter, ParameterSpec, Parameters, Result,
-    StackedParameters, Tape, Var, bf16, ops,
+    Arena, Capacity, Device, EagerStep, Gradients, Parameter, ParameterSpec, Parameters, Result, Tape, Var, bf16,
 };
 
 /// The seeds of each test's shapes and values.

@@ -260,7 +260,7 @@ macro_rules! attack {
             #[allow(unused_imports)]
             use cuda_std::launch::Contract as _;
             #[allow(unused_imports)]
-            use stepscope::{Source as _, Target as _};
+            use stepscope::tensor::{Source as _, Target as _};
 
             fn names() -> Vec<&'static str> {
                 let mut names = Vec::new();
@@ -306,7 +306,7 @@ macro_rules! attack {
     (@choices $file:ident $family:ident $choice:ident <$S:ident>) => {
         kernels::$file::$family::<'_, f32>::VARIANTS
             .iter()
-            .filter(|(_, _, stored)| *stored == <S as stepscope::Element>::NAME)
+            .filter(|(_, _, stored)| *stored == <S as stepscope::tensor::Element>::NAME)
             .map(|&(name, choice, _)| (name, choice))
     };
     (@choices $($of:ident)*) => { attack!(@variants $($of)*) };

@@ -3,8 +3,9 @@
 
 use crate::support::{Random, on_each_device, relative_l2};
 use crate::trial::{canonical, trial};
-use stepscope::ops::AttentionConfig;
-use stepscope::{Device, Shape, Stored, bf16, ops};
+use stepscope::ops::{self, AttentionConfig};
+use stepscope::tensor::{Shape, Stored};
+use stepscope::{Device, bf16};
 
 /// The magnitudes of a row's numbers.
 const SIZES: [f32; 8] = [1.0, 1e17, 3e18, 1e19, 1e25, 1e30, 1e37, 1e38];

@@ -10,7 +10,8 @@ use crate::support::{Random, on_each_device, relative_l2};
 use crate::trial::assert_same;
 use kernels::stored::Stored as _;
 use stepscope::ops::{self, Gemm, GemmElement};
-use stepscope::{Arena, Capacity, Device, Gradients, Parameters, Saved, Source, Tape, bf16};
+use stepscope::tensor::{Saved, Source};
+use stepscope::{Arena, Capacity, Device, Gradients, Parameters, Tape, bf16};
 
 /// Returns rows, inner and outer extents of a linear layer: more than a tile of rows, or a long
 /// sum.

@@ -6,9 +6,11 @@ use crate::support::{Random, bits, on_each_device};
 use crate::trial::{Trial, assert_refused, assert_same, trial, trial_of_one};
 use crate::{linear, softmax, transpose};
 use stepscope::ops::{self, Gemm, GemmElement, LabelRules, LmHeadConfig, Precision};
+use stepscope::parameters::Initializer;
+use stepscope::tensor::{Element, Indices, Source, Stored};
 use stepscope::{
-    Arena, Capacity, Device, EagerStep, Element, Error, Gradients, HostInputs, Indices, Initializer, ParameterSpec,
-    Parameters, Result, Source, Stored, Tape, Tensor, bf16,
+    Arena, Capacity, Device, EagerStep, Error, Gradients, HostInputs, ParameterSpec, Parameters, Result, Tape, Tensor,
+    bf16,
 };
 
 const WEIGHT: f32 = 1.0 / 3.0;

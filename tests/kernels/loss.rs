@@ -11,10 +11,9 @@ use crate::tolerance::{Closeness, Exact};
 use crate::trees;
 use crate::trial::{assert_refused, assert_same, trial};
 use kernels::reduce::argmax_columns;
-use stepscope::ops::LabelRules;
-use stepscope::{
-    Arena, Buffer, Capacity, Device, Error, HostInputs, OnDevice, Result, Source, Step, Target, Tensor, ops,
-};
+use stepscope::ops::{self, LabelRules};
+use stepscope::tensor::{OnDevice, Source, Target};
+use stepscope::{Arena, Buffer, Capacity, Device, Error, HostInputs, Result, Step, Tensor};
 
 const WEIGHT: f32 = 1.0 / 3.0;
 

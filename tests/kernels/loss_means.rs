@@ -1,10 +1,12 @@
 //! Tests of the weights of losses: a plain loss is a mean, and means of parts add up.
 
 use crate::support::{Random, bits, on_each_device, relative_l2};
-use stepscope::ops::{LabelRules, LmHeadConfig};
+use stepscope::ops::{self, LabelRules, LmHeadConfig};
+use stepscope::parameters::Initializer;
+use stepscope::tensor::OnDevice;
 use stepscope::{
-    Arena, Capacity, Device, EagerStep, Error, Gradients, HostInputs, Initializer, OnDevice, ParameterSpec, Parameters,
-    Result, Tape, Tensor, Var, ops,
+    Arena, Capacity, Device, EagerStep, Error, Gradients, HostInputs, ParameterSpec, Parameters, Result, Tape, Tensor,
+    Var,
 };
 
 const ROWS: usize = 7;
@@ -31,7 +33,7 @@ struct Given<'a> {
     w: stepscope::Parameter,
 }
 
-fn target<'s>(step: &EagerStep<'s>, given: &Given<'_>) -> Result<stepscope::Saved<'s>> {
+fn target<'s>(step: &EagerStep<'s>, given: &Given<'_>) -> Result<stepscope::tensor::Saved<'s>> {
     Ok(step.upload(given.target, [given.labels.len(), CLASSES])?.save())
 }
 

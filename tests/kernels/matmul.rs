@@ -16,7 +16,8 @@ use kernels::math;
 use kernels::matmul::*;
 use std::ops::Range;
 use stepscope::ops::{self, Gemm};
-use stepscope::{Device, DeviceKind, Result, Source, Target, Tensor};
+use stepscope::tensor::{Source, Target};
+use stepscope::{Device, DeviceKind, Result, Tensor};
 
 /// m, n, k: tails and multiples of every tile, zero or one products, around a stage of 16, the
 /// model's 193, more than all stages of 64.

@@ -11,7 +11,8 @@ use kernels::activations::Activations as _;
 use kernels::matmul::{GELU, GELU_DERIVATIVE, STORE_PREACT, SWIGLU, TRANSPOSE_A, TRANSPOSE_B, sum_splits};
 use kernels::matmul_bf16::{ADD_TO_SUMS, BIAS_GRAD, OperandLayout, matmul_bf16};
 use kernels::stored::Stored as _;
-use stepscope::{Arena, Capacity, Device, Result, Saved, Source, Step, Stored, Target, Tensor, bf16, ops};
+use stepscope::tensor::{Saved, Source, Stored, Target};
+use stepscope::{Arena, Capacity, Device, Result, Step, Tensor, bf16, ops};
 
 /// Extents with tails of every kind: less than a tile, a chunk, a stage; rows of 16 bytes and
 /// others.

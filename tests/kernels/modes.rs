@@ -1,13 +1,13 @@
 //! Every kernel in every mode of the emulator: with race checks, and in shuffled orders.
 //!
 //! Invariant: no kernel is reported, and each gives the committed bits in any order of its threads
-//! or blocks. The cases of [`stepscope::same_bits`] launch every kernel of the library.
+//! or blocks. The cases of [`stepscope::check::same_bits`] launch every kernel of the library.
 
 use crate::same_bits::run;
 use crate::support;
 use cuda_std::emulator::Mode;
 use stepscope::DeviceKind;
-use stepscope::same_bits::{CaseSize, cases, line};
+use stepscope::check::same_bits::{CaseSize, cases, line};
 
 /// Checks that every case gives the committed bits in `mode`.
 fn assert_committed(mode: Mode) {

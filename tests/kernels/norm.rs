@@ -127,8 +127,8 @@ on_each_device! {
         let [heads, rows] = [[2, 12, 4, 64].as_slice(), &[96, 64]].map(|extents| {
             trial(device, |trial| {
                 let shape = match *extents {
-                    [a, b, c, d] => stepscope::Shape::from([a, b, c, d]),
-                    _ => stepscope::Shape::from([96, 64]),
+                    [a, b, c, d] => stepscope::tensor::Shape::from([a, b, c, d]),
+                    _ => stepscope::tensor::Shape::from([96, 64]),
                 };
                 let (x, gain) = (trial.upload(&inputs.x, shape)?, trial.upload(&inputs.gain, [64])?);
                 let (y, inverse_rms) = ops::rms_norm(trial, &x, &gain, EPSILON)?;

@@ -6,7 +6,8 @@ use crate::support::{Random, SPECIAL, on_each_device};
 use crate::trial::{Trial, assert_refused, trial};
 use kernels::mma::Side;
 use kernels::precision::{Rounding, round_to_tf32};
-use stepscope::{Result, Source, Target};
+use stepscope::Result;
+use stepscope::tensor::{Source, Target};
 
 /// `batches` of `rows` x `cols` elements without gaps, and the sides for which fragments are
 /// needed: untransposed and transposed.

@@ -5,8 +5,9 @@ use crate::hostile::attack;
 use crate::support::{Random, on_each_device, relative_l2, tolerance};
 use crate::trial::{assert_refused, assert_same, trial};
 use crate::{flash_reference, norm};
+use stepscope::Tensor;
 use stepscope::ops::{self, AttentionConfig, AttentionKept, QkNorm};
-use stepscope::{Shape, Tensor};
+use stepscope::tensor::Shape;
 
 const EPSILON: f32 = 1e-5;
 

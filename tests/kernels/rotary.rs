@@ -6,8 +6,9 @@ use crate::reference::error_ulps;
 use crate::support::{Random, on_each_device, relative_l2, tolerance};
 use crate::trial::{assert_refused, assert_same, trial};
 use std::f64::consts::TAU;
+use stepscope::Device;
 use stepscope::ops::{self, AttentionConfig, Rotary, RotaryScaling};
-use stepscope::{Device, Shape};
+use stepscope::tensor::Shape;
 
 /// Heads and key heads, their width, and a matching shape.
 const FORMS: [([usize; 2], usize, &[usize]); 4] =

@@ -1,4 +1,5 @@
-//! Every kernel gives the committed bits on every device, by the cases of `stepscope::same_bits`.
+//! Every kernel gives the committed bits on every device, by the cases of
+//! `stepscope::check::same_bits`.
 //!
 //! Invariant: each kernel of the library has a case that launches it, and the library's own trace
 //! lists the kernels that ran. The trials of the other modules also compare devices, over all their
@@ -9,7 +10,7 @@ use crate::support::{self, on_each_device};
 use kernels::matmul::matmul;
 use kernels::matmul_mma::matmul_mma;
 use std::collections::BTreeSet;
-use stepscope::same_bits::{self, Case, CaseSize, Verdict, cases, compare, in_order};
+use stepscope::check::same_bits::{self, Case, CaseSize, Verdict, cases, compare, in_order};
 use stepscope::{Device, DeviceKind};
 
 /// The runs of the cases check that each launches its kernel.

@@ -10,7 +10,8 @@ use crate::support::{self, on_each_device};
 use crate::sweep::{BLOCK, Range, Tally, sweep};
 use crate::trial::{assert_refused, trial};
 use kernels::scalars;
-use stepscope::{Arena, Capacity, Device, DeviceKind, Target};
+use stepscope::tensor::Target;
+use stepscope::{Arena, Capacity, Device, DeviceKind};
 
 /// A prime, so that all low bits occur.
 const STRIDE: u32 = 4099;

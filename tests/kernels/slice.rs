@@ -4,7 +4,8 @@ use crate::gradients::{Case, Roundings, SEEDS, extents, leaf_as, normal, stored_
 use crate::hostile::attack;
 use crate::support::{Random, SPECIAL, bits, on_each_device};
 use crate::trial::{assert_refused, trial};
-use stepscope::{Shape, bf16, ops};
+use stepscope::tensor::Shape;
+use stepscope::{bf16, ops};
 
 /// Shapes, an extent, and a range of it: with whole vectors and without, from the front, the middle
 /// and the end, all and nothing.

@@ -6,7 +6,8 @@ use crate::support::{Random, on_each_device};
 use crate::trial::{Trial, assert_same, trial};
 use kernels::stored::Stored as _;
 use std::cell::RefCell;
-use stepscope::{Device, Element, Result, Shape, Source, Stored, Tensor, bf16, ops};
+use stepscope::tensor::{Element, Shape, Source, Stored};
+use stepscope::{Device, Result, Tensor, bf16, ops};
 
 /// An op's operands and its results.
 struct Case<'c, 's> {

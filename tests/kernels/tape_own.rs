@@ -6,11 +6,11 @@ use crate::support::{Random, on_each_device};
 use crate::{linear, transpose};
 use std::cell::Cell;
 use std::rc::Rc;
+use stepscope::autograd::Backward;
 use stepscope::ops::{self, Gemm};
-use stepscope::{
-    Arena, Backward, Capacity, Device, Error, Gradients, IndexBound, IndexSource, Parameters, Result, Saved,
-    StackedParameters, Tape, Tensor, Var,
-};
+use stepscope::parameters::StackedParameters;
+use stepscope::tensor::{IndexBound, IndexSource, Saved};
+use stepscope::{Arena, Capacity, Device, Error, Gradients, Parameters, Result, Tape, Tensor, Var};
 
 /// Computes `h = x W^T` and `t = tanh(h)`, two outputs. The rows of W are those of every member;
 /// `x`: `[rows, in]`, `w`: `[out, in]` each, `h`, `t`: `[rows, members out]`. Backward adds to the

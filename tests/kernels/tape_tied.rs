@@ -5,9 +5,11 @@ use crate::gradients::{Case, SEEDS, extents, leaf, longest, normal};
 use crate::support::{Random, bits, on_each_device};
 use crate::{linear, softmax, transpose};
 use stepscope::ops::{self, Gemm, Precision};
+use stepscope::parameters::Initializer;
+use stepscope::tensor::Saved;
 use stepscope::{
-    AdamW, Arena, Capacity, DeviceBatch, EpochProgress, Gradients, HostBatch, HostInputs, Initializer, Model,
-    Parameter, ParameterSpec, Parameters, Result, Saved, Tape, TrainState, Trainer, Var,
+    AdamW, Arena, Capacity, DeviceBatch, EpochProgress, Gradients, HostBatch, HostInputs, Model, Parameter,
+    ParameterSpec, Parameters, Result, Tape, TrainState, Trainer, Var,
 };
 
 /// Computes a head over the rows of an embedding: `y = h w^T`; `h`: `[rows, width]`, `w`: `[words,
@@ -15,7 +17,7 @@ use stepscope::{
 fn head<'s>(tape: &Tape<'_, 's>, h: &Var<'s>, w: Parameter) -> Result<Var<'s>> {
     let (op, none) = (tape.op("head", [h])?, None::<&Saved<'s>>);
     let weights = op.weights(w)?;
-    let [words, width] = stepscope::Source::shape(&weights).as_rows();
+    let [words, width] = stepscope::tensor::Source::shape(&weights).as_rows();
     let [rows, _] = h.shape().as_rows();
     let mut y = tape.step().empty([rows, words])?;
     ops::gemm_into(tape.step(), &Gemm::new(rows, words, width).transpose_b(), h.value(), &weights, none, &mut y)?;

@@ -9,9 +9,8 @@
 use crate::support;
 use std::cell::RefCell;
 use std::ops::{Deref, Range};
-use stepscope::{
-    Arena, Capacity, Device, DeviceKind, EagerStep, Element, Error, Indices, Result, Shape, Source, Step, Tensor, ops,
-};
+use stepscope::tensor::{Element, Indices, Shape, Source};
+use stepscope::{Arena, Capacity, Device, DeviceKind, EagerStep, Error, Result, Step, Tensor, ops};
 
 /// A NaN that no arithmetic makes.
 const POISON: u32 = 0x7fc0_dead;

@@ -9,7 +9,8 @@ use half::bf16;
 use kernels::contract;
 use kernels::tile::SharedTile;
 use kernels::vector::{F4, Part, load_pair, load_word, store_words};
-use stepscope::{Arena, Capacity, DeviceKind, Error, Result, Source, Target, ops};
+use stepscope::tensor::{Source, Target};
+use stepscope::{Arena, Capacity, DeviceKind, Error, Result, ops};
 
 const LENGTH: usize = 64;
 

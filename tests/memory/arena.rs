@@ -15,9 +15,10 @@ use proptest::sample::Index;
 use proptest::test_runner::{Config, TestRunner};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use stepscope::nn::Mlp;
+use stepscope::tensor::{Saved, ScratchStep};
 use stepscope::{
-    Arena, Buffer, Capacity, Device, EagerStep, Error, Gradients, ParameterSpec, Parameters, Result, Saved,
-    ScratchStep, Step, Tape, Tensor, ops,
+    Arena, Buffer, Capacity, Device, EagerStep, Error, Gradients, ParameterSpec, Parameters, Result, Step, Tape,
+    Tensor, ops,
 };
 
 /// The elements of the buffer that outlives the steps. This is also the most frequent tensor

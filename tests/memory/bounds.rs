@@ -8,7 +8,8 @@ use cuda_std::emulator::{Cause, Kind, Place};
 use cuda_std::prelude::*;
 use kernels::contract;
 use kernels::vector::{F4, Part, put, store};
-use stepscope::{Arena, Capacity, DeviceKind, EagerStep, Error, HostInputs, Result, Source, Target, Tensor};
+use stepscope::tensor::{Source, Target};
+use stepscope::{Arena, Capacity, DeviceKind, EagerStep, Error, HostInputs, Result, Tensor};
 
 /// The length of a tensor as large as its place in the arena, so that tensors touch.
 const LENGTH: usize = 1024;

@@ -2,7 +2,9 @@
 
 use crate::overrun::one_too_far;
 use crate::support::{Random, bits, on_each_device};
-use stepscope::{Arena, Buffer, Capacity, Device, Error, Overflow, Result, Target, ops};
+use stepscope::memory::Overflow;
+use stepscope::tensor::Target;
+use stepscope::{Arena, Buffer, Capacity, Device, Error, Result, ops};
 
 /// f32 poison, and u32 poison.
 const POISON: [u32; 2] = [0x7fc0_dead, 0xdead_beef];
@@ -100,7 +102,7 @@ fn another_devices_memory_is_refused() {
         let x = other.lend(&buffer, [4])?;
         arena.step(|step| {
             let mut y = step.empty::<f32>([4])?;
-            use stepscope::Source;
+            use stepscope::tensor::Source;
             step.launch(kernels::fill::copy { x: x.slice(), out: y.out() })
         })
     });

@@ -11,10 +11,14 @@ use std::fmt::Debug;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::process::Command;
 use std::sync::{Arc, Mutex};
-use stepscope::faults::{Call, FaultPlan};
+use stepscope::check::faults::{Call, FaultPlan};
+use stepscope::memory::Overflow;
+use stepscope::parameters::Initializer;
+use stepscope::report::{ArenaReport, Cause, Phase};
+use stepscope::tensor::ScratchStep;
 use stepscope::{
-    AdamW, Arena, ArenaReport, Buffer, Capacity, Cause, Device, Error, Gradients, Initializer, Optimizer, Overflow,
-    ParameterSpec, Parameters, Phase, Result, ScratchStep, Step, Tape, ops,
+    AdamW, Arena, Buffer, Capacity, Device, Error, Gradients, Optimizer, ParameterSpec, Parameters, Result, Step, Tape,
+    ops,
 };
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};

@@ -12,8 +12,9 @@ use dlpark::{DlpackElement, Managed, ManagedTensorBase, versioned};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
-use stepscope::faults::{Call, Fault, FaultPlan};
-use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, Error, HostInputs, Shape, bf16, ops};
+use stepscope::check::faults::{Call, Fault, FaultPlan};
+use stepscope::tensor::Shape;
+use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, Error, HostInputs, bf16, ops};
 
 /// Memory of a library that makes tensors, which counts how often it is freed.
 struct Producer<T> {

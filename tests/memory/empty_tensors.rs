@@ -5,7 +5,12 @@
 
 use crate::support::on_each_device;
 use proptest::prelude::*;
-use stepscope::*;
+use stepscope::capture::{Output, Record};
+use stepscope::memory::Overflow;
+use stepscope::ops;
+use stepscope::parameters::Initializer;
+use stepscope::prelude::*;
+use stepscope::tensor::Source;
 
 fn arena(device: &Device) -> Arena {
     Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap()

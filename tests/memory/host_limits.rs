@@ -7,8 +7,12 @@
 use std::any::Any;
 use std::cell::RefCell;
 use std::time::Duration;
+use stepscope::capture::{Captured, Output, Record};
+use stepscope::memory::{Growth, Overflow, PageLocked};
 use stepscope::nn::Linear;
-use stepscope::*;
+use stepscope::ops;
+use stepscope::parameters::Initializer;
+use stepscope::prelude::*;
 
 fn open() -> Device {
     crate::support::open(DeviceKind::Emulated)

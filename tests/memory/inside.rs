@@ -9,12 +9,12 @@
 use crate::support::on_each_device;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use stepscope::faults::{Call, Fault, FaultPlan};
-use stepscope::same_bits::cases;
-use stepscope::{
-    Arena, Buffer, Capacity, Captured, Device, DeviceKind, Error, HostInputs, Output, Overflow, Record, Result, Source,
-    Step, Target, ops,
-};
+use stepscope::capture::{Captured, Output, Record};
+use stepscope::check::faults::{Call, Fault, FaultPlan};
+use stepscope::check::same_bits::cases;
+use stepscope::memory::Overflow;
+use stepscope::tensor::{Source, Target};
+use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, Error, HostInputs, Result, Step, ops};
 
 const VALUES: [f32; 4] = [1.0, 2.0, 3.0, 4.0];
 const DOUBLED: [f32; 4] = [2.0, 4.0, 6.0, 8.0];

@@ -3,7 +3,8 @@
 
 #![forbid(unsafe_code)]
 
-use stepscope::{Device, DeviceKind, Error, Initializer, ParameterSpec, ParameterSpecBuilder, Parameters};
+use stepscope::parameters::{Initializer, ParameterSpecBuilder};
+use stepscope::{Device, DeviceKind, Error, ParameterSpec, Parameters};
 
 /// Returns the actual value in the error of `build`.
 #[track_caller]

@@ -7,8 +7,12 @@
 
 use crate::support::{Random, on_each_device};
 use std::path::Path;
+use stepscope::group::{Group, GroupConfig};
+use stepscope::memory::{MemInfo, ProcessMemory};
 use stepscope::nn::Linear;
-use stepscope::*;
+use stepscope::ops;
+use stepscope::prelude::*;
+use stepscope::train::Ended;
 
 /// More than any machine has.
 const NEVER: u64 = u64::MAX;

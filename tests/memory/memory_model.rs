@@ -35,7 +35,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use stepscope::DeviceKind;
-use stepscope::faults::{Call, Fault};
+use stepscope::check::faults::{Call, Fault};
 use world::{Rig, World};
 
 /// The longest machine pause during a stalling program for which its deadlines can still be

@@ -12,7 +12,8 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-use stepscope::{AdamW, Checkpoint, Device, DeviceKind, Error, Initializer, Optimizer, ParameterSpec, Parameters};
+use stepscope::parameters::Initializer;
+use stepscope::{AdamW, Checkpoint, Device, DeviceKind, Error, Optimizer, ParameterSpec, Parameters};
 
 /// Far more than a refusal takes on a busy machine.
 const SOON: Duration = Duration::from_secs(10);
@@ -39,8 +40,10 @@ fn file(header: &str, bytes: &[u8]) -> Vec<u8> {
 fn refused(path: &Path) -> String {
     let (mut parameters, _) = model(&crate::support::open(DeviceKind::Emulated), 1, 1);
     let (before, start) = (parameters.sha256().unwrap(), Instant::now());
-    let errors =
-        [Checkpoint::load(path).map(drop).unwrap_err(), stepscope::load_state_dict(&mut parameters, path).unwrap_err()];
+    let errors = [
+        Checkpoint::load(path).map(drop).unwrap_err(),
+        stepscope::files::load_state_dict(&mut parameters, path).unwrap_err(),
+    ];
     let [first, second] = errors.map(|error| match error {
         Error::File { path: named, reason } if named == path => reason,
         other => panic!("not about the file: {other}"),
@@ -217,7 +220,7 @@ fn changing_files_load_right_or_fail() {
     let (saved, optimizer) = model(&device, ELEMENTS, 1);
     let expected = saved.sha256().unwrap();
     Checkpoint::save(&path, &saved, Some(&optimizer), &[]).unwrap();
-    stepscope::save_state_dict(&saved, &state_dict).unwrap();
+    stepscope::files::save_state_dict(&saved, &state_dict).unwrap();
     let bytes = [&path, &state_dict].map(|path| fs::read(path).unwrap());
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -230,7 +233,7 @@ fn changing_files_load_right_or_fail() {
                         0 => file.set_len(middle).unwrap(),
                         1 => file.write_all_at(&[1, 2, 3, 4], middle).unwrap(),
                         2 => file.set_len(2 * middle).unwrap(),
-                        _ => stepscope::replace_file(path, bytes).unwrap(),
+                        _ => stepscope::files::replace_file(path, bytes).unwrap(),
                     }
                     // For a while it is as before.
                     file.write_all_at(bytes, 0).unwrap();
@@ -259,7 +262,7 @@ fn changing_files_load_right_or_fail() {
             }
             assert_eq!(parameters.sha256().unwrap(), before);
             // These numbers have no digest, so they may be wrong. But they come from one reading.
-            match stepscope::load_state_dict(&mut parameters, &state_dict) {
+            match stepscope::files::load_state_dict(&mut parameters, &state_dict) {
                 Ok(()) => (parameters, optimizer) = model(&device, ELEMENTS, 2),
                 Err(Error::File { .. }) => assert_eq!(parameters.sha256().unwrap(), before),
                 Err(other) => panic!("not about the file: {other}"),

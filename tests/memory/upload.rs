@@ -10,10 +10,13 @@ use crate::support::witness::Watch;
 use crate::support::{Random, bits, on_each_device};
 use std::ops::Range;
 use std::time::Duration;
-use stepscope::faults::{Call, Fault, FaultPlan};
+use stepscope::check::faults::{Call, Fault, FaultPlan};
+use stepscope::device::DeviceBuilder;
+use stepscope::parameters::Initializer;
+use stepscope::upload::{NonFinite, Progress, Transfer};
 use stepscope::{
-    AdamW, Arena, Buffer, Capacity, Checkpoint, Device, DeviceBuilder, DeviceKind, Error, Initializer, NonFinite,
-    Optimizer, ParameterSpec, Parameters, Progress, Result, Transfer, ops,
+    AdamW, Arena, Buffer, Capacity, Checkpoint, Device, DeviceKind, Error, Optimizer, ParameterSpec, Parameters,
+    Result, ops,
 };
 
 /// The bytes of a slot, unless a test sets others.
@@ -249,7 +252,7 @@ on_each_device! {
         for (number, entry) in layout.entries().iter().enumerate() {
             let right = 4 * entry.range().len();
             for wrong in [None, Some(0), Some(right - 1), Some(right + 1), Some(right + 4)] {
-                let source = |asked: &stepscope::ParameterEntry| {
+                let source = |asked: &stepscope::parameters::ParameterEntry| {
                     let own = asked.name() == entry.name();
                     Some(&bytes[..if own { wrong? } else { 4 * asked.range().len() }])
                 };

@@ -9,9 +9,11 @@ use super::{Expected, LIMIT, case};
 use safetensors::SafeTensors;
 use std::fs;
 use std::path::{Path, PathBuf};
+use stepscope::files::StateDict;
 use stepscope::models::{Lora, ModelConfig, Targets, Transformer, WeightFiles, Weights};
 use stepscope::ops::LmHeadConfig;
-use stepscope::*;
+use stepscope::parameters::FrozenType;
+use stepscope::prelude::*;
 
 const UPDATES: usize = 100;
 

@@ -4,7 +4,8 @@ use super::global::*;
 use super::shared::*;
 use crate::support;
 use cuda_std::emulator::{Cause, Fault, Kind, Mode, Place};
-use stepscope::{Arena, Capacity, DeviceKind, EagerStep, Error, Result, Source, Target};
+use stepscope::tensor::{Source, Target};
+use stepscope::{Arena, Capacity, DeviceKind, EagerStep, Error, Result};
 
 /// Launches in race mode and returns the report.
 fn reported(launch: impl for<'s> FnOnce(&mut EagerStep<'s>) -> Result<()>) -> Option<Fault> {

@@ -48,7 +48,7 @@ macro_rules! on_each_device {
     };
 }
 pub(crate) use on_each_device;
-pub(crate) use stepscope::same_bits::{Random, SPECIAL, sample};
+pub(crate) use stepscope::check::same_bits::{Random, SPECIAL, sample};
 
 /// Opens a device of exactly this kind. On a busy machine a kernel of the emulator may take
 /// minutes.

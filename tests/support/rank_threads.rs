@@ -9,9 +9,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
-use stepscope::faults::FaultPlan;
+use stepscope::check::faults::FaultPlan;
+use stepscope::group::{Group, GroupConfig};
 use stepscope::nn::{Linear, Mlp};
-use stepscope::*;
+use stepscope::optim::{ParameterGroups, Schedule};
+use stepscope::prelude::*;
+use stepscope::train::{Observer, Update};
 
 pub(crate) const INPUTS: usize = 12;
 pub(crate) const CLASSES: usize = 3;

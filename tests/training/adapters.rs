@@ -6,7 +6,9 @@
 use crate::support::{Random, bits, on_each_device, relative_l2};
 use stepscope::nn::{AdapterPart, Linear};
 use stepscope::ops::{GemmElement, Generator};
-use stepscope::*;
+use stepscope::parameters::{FrozenType, Initializer};
+use stepscope::prelude::*;
+use stepscope::tensor::Element;
 
 const ROWS: usize = 37;
 const INPUTS: usize = 20;

@@ -7,9 +7,12 @@ mod cached;
 
 use crate::support::{Random, bits, on_each_device};
 use std::num::NonZeroU32;
+use stepscope::capture::{Captured, Output, Record};
 use stepscope::nn::{Linear, MultiHeadAttention};
-use stepscope::ops::{AttentionConfig, AttentionMask, Rotary};
-use stepscope::*;
+use stepscope::ops::{self, AttentionConfig, AttentionMask, Rotary};
+use stepscope::optim::UpdateTicket;
+use stepscope::prelude::*;
+use stepscope::tensor::{Indices, Saved};
 
 const BATCH: usize = 2;
 const TOKENS: usize = 70;

@@ -12,11 +12,11 @@ mod training;
 use crate::overrun::one_too_long;
 use crate::support::{Random, on_each_device};
 use kernels::fill::fill;
-use stepscope::faults::{Call, Fault, FaultPlan};
-use stepscope::{
-    Arena, Buffer, Capacity, CaptureInputs, Device, Error, HostInputs, MemoryRecorder, Output, Result, Step, Target,
-    bf16, ops,
-};
+use stepscope::capture::{CaptureInputs, Output};
+use stepscope::check::MemoryRecorder;
+use stepscope::check::faults::{Call, Fault, FaultPlan};
+use stepscope::tensor::Target;
+use stepscope::{Arena, Buffer, Capacity, Device, Error, HostInputs, Result, Step, bf16, ops};
 
 /// Numbers of elements that end inside a word, at its end, and around multiples of 256 bytes and of
 /// a checksum's chunk.

@@ -11,9 +11,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 
 use crate::support::{Random, bits, on_each_device};
+use stepscope::error::Quantity;
+use stepscope::optim::Schedule;
+use stepscope::parameters::Initializer;
+use stepscope::upload::{NonFinite, Transfer};
 use stepscope::{
-    AdamW, Arena, Capacity, Checkpoint, Device, DeviceKind, Error, Gradients, Initializer, NonFinite, Optimizer,
-    Parameter, ParameterSpec, Parameters, Quantity, Result, Schedule, Tape, Transfer,
+    AdamW, Arena, Capacity, Checkpoint, Device, DeviceKind, Error, Gradients, Optimizer, Parameter, ParameterSpec,
+    Parameters, Result, Tape,
 };
 use tempfile::TempDir;
 
@@ -212,7 +216,7 @@ on_each_device! {
         let optimizer = Optimizer::new(&parameters, AdamW::default()).unwrap();
         refused(None, Checkpoint::save(&path, &parameters, None, &[]));
         refused(Some(0), Checkpoint::save(&path, &parameters, Some(&optimizer), &[]));
-        refused(None, stepscope::save_state_dict(&parameters, &path));
+        refused(None, stepscope::files::save_state_dict(&parameters, &path));
         assert!(!path.exists(), "nothing was saved");
         Checkpoint::save_with(&path, &parameters, None, &[], NonFinite::Allow).unwrap();
         let mut restored = Parameters::new(device, &layout, 0).unwrap();
@@ -465,10 +469,10 @@ fn wrong_file_kind_names_its_reader() {
     let [checkpoint, weights] = ["checkpoint", "weights"].map(|name| folder.path().join(name));
     let mut training = Training::new(&Device::open(DeviceKind::Emulated).unwrap(), 3);
     Checkpoint::save(&checkpoint, &training.parameters, None, &[]).unwrap();
-    stepscope::save_state_dict(&training.parameters, &weights).unwrap();
+    stepscope::files::save_state_dict(&training.parameters, &weights).unwrap();
     let reason = file_error(Checkpoint::load(&weights), &weights);
     assert!(reason.contains("`Parameters::load_state_dict`"), "{reason}");
-    let reason = file_error(stepscope::load_state_dict(&mut training.parameters, &checkpoint), &checkpoint);
+    let reason = file_error(stepscope::files::load_state_dict(&mut training.parameters, &checkpoint), &checkpoint);
     assert!(reason.contains("`Checkpoint::load`"), "{reason}");
     // Each note states the matrix layout.
     for (path, lies) in [(&checkpoint, "inputs x outputs"), (&weights, "outputs x inputs")] {

@@ -3,10 +3,12 @@
 
 #![forbid(unsafe_code)]
 
+use stepscope::error::Quantity;
 use stepscope::nn::Linear;
+use stepscope::upload::NonFinite;
 use stepscope::{
     AdamW, Arena, Capacity, Device, DeviceBatch, DeviceKind, EpochProgress, Error, HostBatch, HostInputs, Model,
-    NonFinite, ParameterSpec, Quantity, Result, Tape, TrainState, Trainer, Var,
+    ParameterSpec, Result, Tape, TrainState, Trainer, Var,
 };
 
 struct Line(Linear);

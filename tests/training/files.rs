@@ -11,7 +11,8 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-use stepscope::{Checkpoint, Error, PlainFile, RunLock, replace_file};
+use stepscope::files::{PlainFile, RunLock, replace_file};
+use stepscope::{Checkpoint, Error};
 
 /// Far more than any of this takes.
 const FAR: Duration = Duration::from_secs(20);

@@ -3,8 +3,13 @@
 
 #![forbid(unsafe_code)]
 
+use stepscope::error::Quantity;
 use stepscope::nn::Linear;
-use stepscope::*;
+use stepscope::ops;
+use stepscope::optim::{ParameterGroup, ParameterGroups, Schedule, Sgd, UpdateArguments, UpdateRule};
+use stepscope::parameters::Initializer;
+use stepscope::prelude::*;
+use stepscope::upload::{NonFinite, Transfer};
 
 const INPUTS: usize = 3;
 

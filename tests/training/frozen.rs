@@ -6,10 +6,13 @@
 use crate::support::rank_threads::{DEADLINE, on_ranks};
 use crate::support::{Random, bits, on_each_device};
 use std::collections::BTreeMap;
-use stepscope::faults::{Call, FaultPlan};
+use stepscope::check::faults::{Call, FaultPlan};
+use stepscope::group::Group;
 use stepscope::nn::{Block, Embedding, LayerNorm, Linear, Norm};
-use stepscope::ops::{AttentionElement, GemmElement, LabelRules, LmHeadConfig, Rotary};
-use stepscope::*;
+use stepscope::ops::{self, AttentionElement, GemmElement, LabelRules, LmHeadConfig, Rotary};
+use stepscope::parameters::{FrozenType, Initializer, ParameterEntry};
+use stepscope::prelude::*;
+use stepscope::tensor::{Element, Indices};
 
 const WIDTH: usize = 32;
 const VOCABULARY: usize = 40;

@@ -7,7 +7,9 @@ mod gradcheck;
 
 use crate::support::{Random, bits, on_each_device};
 use stepscope::nn::{Dropout, Embedding, Gelu, Linear, Mlp, RmsNorm, SwiGlu};
-use stepscope::*;
+use stepscope::ops;
+use stepscope::parameters::ParameterEntry;
+use stepscope::prelude::*;
 
 const BATCH: usize = 3;
 const TOKENS: usize = 4;

@@ -7,8 +7,12 @@ mod optim;
 mod parameter_groups;
 
 use crate::support::{bits, on_each_device};
+use stepscope::autograd::Backward;
 use stepscope::nn::{Linear, Mlp, RmsNorm, SwiGlu};
-use stepscope::*;
+use stepscope::ops;
+use stepscope::parameters::{Initializer, StackedParameters};
+use stepscope::prelude::*;
+use stepscope::tensor::Indices;
 
 const BATCH: usize = 2;
 const TOKENS: usize = 3;

@@ -8,7 +8,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
-use stepscope::RunLock;
+use stepscope::files::RunLock;
 use tempfile::TempDir;
 
 /// Returns a folder, the path of its lock, and a file elsewhere that must not change.

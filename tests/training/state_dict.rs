@@ -7,9 +7,12 @@ mod pretrained;
 use crate::support::on_each_device;
 use std::collections::BTreeMap;
 use std::path::Path;
+use stepscope::error::Quantity;
 use stepscope::nn::{Block, Embedding, LayerNorm, Linear, MultiHeadAttention, RmsNorm, SwiGlu};
 use stepscope::ops::Rotary;
-use stepscope::*;
+use stepscope::parameters::{Initializer, ParameterSpecBuilder};
+use stepscope::prelude::*;
+use stepscope::upload::{NonFinite, Transfer};
 
 /// Enough non-finite f32 bits for any parameter here.
 static INFINITE: [u8; 1 << 17] = [0xff; 1 << 17];
@@ -45,7 +48,7 @@ on_each_device! {
         let path = folder.path().join("model.safetensors");
         let layout = layout();
         let parameters = Parameters::new(device, &layout, 7).unwrap();
-        stepscope::save_state_dict(&parameters, &path).unwrap();
+        stepscope::files::save_state_dict(&parameters, &path).unwrap();
         let file = tensors(&path);
         let names: Vec<&str> = file.keys().map(String::as_str).collect();
         assert_eq!(names, [
@@ -90,7 +93,7 @@ on_each_device! {
 
         let mut other = Parameters::new(device, &layout, 8).unwrap();
         assert_ne!(other.sha256().unwrap(), parameters.sha256().unwrap());
-        stepscope::load_state_dict(&mut other, &path).unwrap();
+        stepscope::files::load_state_dict(&mut other, &path).unwrap();
         assert_eq!(other.sha256().unwrap(), parameters.sha256().unwrap());
     }
 
@@ -101,8 +104,8 @@ on_each_device! {
         let [whole, halves, mixed] = ["whole", "halves", "mixed"].map(|name| folder.path().join(name));
         let layout = layout();
         let parameters = Parameters::new(device, &layout, 7).unwrap();
-        stepscope::save_state_dict(&parameters, &whole).unwrap();
-        stepscope::save_state_dict_as::<bf16>(&parameters, &halves).unwrap();
+        stepscope::files::save_state_dict(&parameters, &whole).unwrap();
+        stepscope::files::save_state_dict_as::<bf16>(&parameters, &halves).unwrap();
         let [file, rounded] = [&whole, &halves].map(|path| std::fs::read(path).unwrap());
         let [file, rounded] = [&file, &rounded].map(|file| safetensors::SafeTensors::deserialize(file).unwrap());
         for (name, tensor) in file.tensors() {
@@ -117,7 +120,7 @@ on_each_device! {
         let expected: Vec<f32> = ours.iter().map(|&value| bf16::from_f32(value).to_f32()).collect();
         assert_ne!(ours, expected);
         let mut other = Parameters::new(device, &layout, 8).unwrap();
-        stepscope::load_state_dict(&mut other, &halves).unwrap();
+        stepscope::files::load_state_dict(&mut other, &halves).unwrap();
         assert_eq!(other.flat().read().unwrap(), expected);
 
         // Every other tensor from each file.
@@ -126,7 +129,7 @@ on_each_device! {
         });
         std::fs::write(&mixed, safetensors::serialize(tensors, None).unwrap()).unwrap();
         let mut other = Parameters::new(device, &layout, 8).unwrap();
-        stepscope::load_state_dict(&mut other, &mixed).unwrap();
+        stepscope::files::load_state_dict(&mut other, &mixed).unwrap();
         let got = other.flat().read().unwrap();
         for entry in layout.entries() {
             let is = |values: &[f32]| got[entry.range()] == values[entry.range()];
@@ -143,10 +146,10 @@ on_each_device! {
         let [_, b] = ["a", "b"].map(|name| builder.add(name, [3], Initializer::ONE));
         let mut parameters = Parameters::new(device, &builder.build().unwrap(), 7).unwrap();
         parameters.write(b, &[0.0, -f32::MAX, 0.0]).unwrap();
-        stepscope::save_state_dict(&parameters, &path).unwrap();
+        stepscope::files::save_state_dict(&parameters, &path).unwrap();
         let before = std::fs::read(&path).unwrap();
         let expected = Error::NotFinite { update: None, what: Quantity::Weight, tensor: "`b`".to_owned() };
-        assert_eq!(stepscope::save_state_dict_as::<bf16>(&parameters, &path), Err(expected));
+        assert_eq!(stepscope::files::save_state_dict_as::<bf16>(&parameters, &path), Err(expected));
         assert_eq!(std::fs::read(&path).unwrap(), before);
     }
 
@@ -160,7 +163,7 @@ on_each_device! {
             let zeros = vec![0; 3 * bytes];
             let tensor = safetensors::tensor::TensorView::new(dtype, vec![3], &zeros).unwrap();
             std::fs::write(&path, safetensors::serialize([("w", tensor)], None).unwrap()).unwrap();
-            let error = stepscope::load_state_dict(&mut parameters, &path).unwrap_err().to_string();
+            let error = stepscope::files::load_state_dict(&mut parameters, &path).unwrap_err().to_string();
             assert!(error.contains(&format!("`w`: expected F32 or BF16 [3], got {dtype:?} [3]")), "{error}");
         }
         assert_eq!(parameters.flat().read().unwrap()[..3], [1.0; 3]);
@@ -172,7 +175,7 @@ on_each_device! {
         let path = folder.path().join("model.safetensors");
         let mut parameters = Parameters::new(device, &layout(), 7).unwrap();
         let before = parameters.sha256().unwrap();
-        stepscope::save_state_dict(&parameters, &path).unwrap();
+        stepscope::files::save_state_dict(&parameters, &path).unwrap();
         let mut file = std::fs::read(&path).unwrap();
         // The first tensor of the file.
         let start = 8 + u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
@@ -181,16 +184,16 @@ on_each_device! {
         for wrong in [f32::NAN, f32::INFINITY, -f32::INFINITY] {
             file[start..start + 4].copy_from_slice(&wrong.to_le_bytes());
             std::fs::write(&path, &file).unwrap();
-            assert_eq!(stepscope::load_state_dict(&mut parameters, &path), Err(expected.clone()));
+            assert_eq!(stepscope::files::load_state_dict(&mut parameters, &path), Err(expected.clone()));
             assert_eq!(parameters.sha256().unwrap(), before);
         }
         file[start..start + 4].copy_from_slice(&1.0f32.to_le_bytes());
         std::fs::write(&path, &file).unwrap();
-        stepscope::load_state_dict(&mut parameters, &path).unwrap();
+        stepscope::files::load_state_dict(&mut parameters, &path).unwrap();
 
         let words = std::fs::read(&path).unwrap();
         parameters.load(|entry| Some(&INFINITE[..entry.range().len() * 4]), Transfer::new().non_finite(NonFinite::Allow)).unwrap();
-        let saved = stepscope::save_state_dict(&parameters, &path).unwrap_err();
+        let saved = stepscope::files::save_state_dict(&parameters, &path).unwrap_err();
         assert!(matches!(&saved, Error::NotFinite { tensor, .. } if tensor == "`encoder.0.weight`"), "{saved}");
         assert_eq!(std::fs::read(&path).unwrap(), words, "the old file is untouched");
     }
@@ -217,15 +220,15 @@ on_each_device! {
             }), "has `norm.weight`, which is not a parameter"),
         ] {
             let path = folder.path().join("other.safetensors");
-            stepscope::save_state_dict(&file, &path).unwrap();
-            let error = stepscope::load_state_dict(&mut parameters, &path).unwrap_err().to_string();
+            stepscope::files::save_state_dict(&file, &path).unwrap();
+            let error = stepscope::files::load_state_dict(&mut parameters, &path).unwrap_err().to_string();
             assert!(error.contains(reason) && error.contains("other.safetensors"), "{error}");
             assert_eq!(parameters.sha256().unwrap(), before, "{reason}");
         }
         let twice = model(&|layout| {
             layout.add("head.gain", [3], Initializer::ONE);
         });
-        let error = stepscope::save_state_dict(&twice, folder.path().join("twice")).unwrap_err().to_string();
+        let error = stepscope::files::save_state_dict(&twice, folder.path().join("twice")).unwrap_err().to_string();
         assert!(error.contains("two named `head.weight`"), "{error}");
     }
 }

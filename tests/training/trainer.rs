@@ -8,9 +8,15 @@ mod dropout;
 use crate::support::{Random, on_each_device};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use stepscope::faults::{Call, Fault, FaultPlan};
+use stepscope::check::faults::{Call, Fault, FaultPlan};
+use stepscope::error::Quantity;
 use stepscope::nn::{Linear, Mlp};
-use stepscope::*;
+use stepscope::ops;
+use stepscope::optim::Schedule;
+use stepscope::prelude::*;
+use stepscope::report::Cause;
+use stepscope::train::{Ended, Observer, Update};
+use stepscope::upload::NonFinite;
 
 const INPUTS: usize = 12;
 const CLASSES: usize = 3;

@@ -4,7 +4,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use stepscope::StateDict;
+use stepscope::files::StateDict;
 
 const TENSORS: usize = 12;
 const VALUES: usize = 64;

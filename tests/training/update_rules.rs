@@ -7,7 +7,10 @@
 
 use crate::support::on_each_device;
 use std::cell::Cell;
-use stepscope::*;
+use stepscope::ops;
+use stepscope::optim::{ParameterGroup, ParameterGroups, Sgd, UpdateArguments, UpdateRule, UpdateTicket};
+use stepscope::parameters::Initializer;
+use stepscope::prelude::*;
 
 const LEN: usize = 200;
 

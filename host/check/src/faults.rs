@@ -3,7 +3,7 @@
 //!
 //! ```
 //! use std::time::Duration;
-//! use stepscope::faults::{Call, Fault, FaultPlan};
+//! use stepscope::check::faults::{Call, Fault, FaultPlan};
 //! use stepscope::{Buffer, Device, DeviceKind, Error};
 //!
 //! let plan = FaultPlan::new().on(Call::Allocate, 2, Fault::Never);

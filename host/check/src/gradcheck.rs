@@ -25,7 +25,8 @@ use stepscope_core::tensor::Shape;
 /// in f32. Use small inputs, away from points where f has no derivative.
 ///
 /// ```
-/// # use stepscope::*;
+/// # use stepscope::check::GradCheck;
+/// # use stepscope::prelude::*;
 /// # fn main() -> Result<()> {
 /// let device = Device::open(DeviceKind::Emulated)?;
 /// let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;

@@ -21,7 +21,7 @@ use tracing_subscriber::registry::LookupSpan;
 /// ```
 /// use tracing_subscriber::filter::LevelFilter;
 /// use tracing_subscriber::prelude::*;
-/// let layer = stepscope::NvtxLayer.with_filter(LevelFilter::TRACE);
+/// let layer = stepscope::check::NvtxLayer.with_filter(LevelFilter::TRACE);
 /// tracing_subscriber::registry().with(layer).init();
 /// // nsys profile --trace cuda,nvtx program
 /// ```

@@ -18,8 +18,9 @@ use clap::Parser;
 use clap::builder::PossibleValuesParser;
 use std::process::ExitCode;
 use std::time::Instant;
-use stepscope::same_bits::{self, CaseSize, cases, compare, remembered};
-use stepscope::{Device, DeviceKind, Result, SelfTest};
+use stepscope::check::same_bits::{self, CaseSize, cases, compare, remembered};
+use stepscope::device::SelfTest;
+use stepscope::{Device, DeviceKind, Result};
 
 /// Compares the bits of every kernel's results with the committed ones
 #[derive(Parser)]
@@ -81,7 +82,7 @@ fn run(args: &Args) -> Result<bool, Box<dyn std::error::Error>> {
     if args.update {
         let [(_, whole), (_, smallest)] =
             [digests(&device, CaseSize::Whole, args)?, digests(&device, CaseSize::Smallest, args)?];
-        stepscope::replace_file(GOLDEN, same_bits::to_commit(&whole, &smallest).as_bytes())?;
+        stepscope::files::replace_file(GOLDEN, same_bits::to_commit(&whole, &smallest).as_bytes())?;
         println!("written to {GOLDEN}");
         return Ok(true);
     }

@@ -11,7 +11,8 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Parser;
-use stepscope::{Device, DeviceKind, Parameters, TokenSampler, TokenSamplerConfig};
+use stepscope::data::{TokenSampler, TokenSamplerConfig};
+use stepscope::{Device, DeviceKind, Parameters};
 
 use crate::program::exit;
 use crate::program::log::{self, Log};

@@ -96,7 +96,7 @@ on_each_device! {
         let shards = names(&theirs);
         assert!(shards.contains("model.safetensors.index.json") && !shards.contains("model.safetensors"), "{shards:?}");
         let [one, other] = [&whole, &sharded].map(|out| {
-            let loaded = stepscope::StateDict::from_pretrained(out.join("transformers"), |_| false).unwrap();
+            let loaded = stepscope::files::StateDict::from_pretrained(out.join("transformers"), |_| false).unwrap();
             loaded.iter().map(|(name, shape, values)| (name.to_owned(), shape.to_vec(), support::bits(values))).collect::<Vec<_>>()
         });
         assert!(one == other && !one.is_empty(), "the same tensors, bit for bit");

@@ -9,7 +9,7 @@
 ///
 /// ```
 /// // The reference C program's first output for this seed.
-/// assert_eq!(stepscope::SplitMix64::new(1_234_567).next_u64(), 6_457_827_717_110_365_317);
+/// assert_eq!(stepscope::data::SplitMix64::new(1_234_567).next_u64(), 6_457_827_717_110_365_317);
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SplitMix64 {

@@ -37,9 +37,10 @@ pub struct Progress {
 /// not finite.
 ///
 /// ```no_run
-/// # use stepscope::{Parameters, Transfer};
+/// # use stepscope::upload::Transfer;
+/// # use stepscope::Parameters;
 /// # fn load(parameters: &mut Parameters, file: &safetensors::SafeTensors<'_>) -> stepscope::Result<()> {
-/// let mut tell = |progress: stepscope::Progress| {
+/// let mut tell = |progress: stepscope::upload::Progress| {
 ///     println!("{} of {} bytes", progress.done_bytes, progress.total_bytes);
 ///     Ok(())
 /// };

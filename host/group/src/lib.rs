@@ -55,7 +55,8 @@ use wire::MOST_WORD;
 /// emulator.
 ///
 /// ```
-/// use stepscope::*;
+/// use stepscope::group::{Group, GroupConfig};
+/// use stepscope::prelude::*;
 ///
 /// # fn main() -> Result<()> {
 /// let ranks = GroupConfig::on_this_host(2)?.into_iter().map(|config| {
@@ -186,7 +187,8 @@ impl Group {
     /// `TrainState::in_group`).
     ///
     /// ```
-    /// use stepscope::*;
+    /// use stepscope::group::{Group, GroupConfig};
+    /// use stepscope::prelude::*;
     ///
     /// # fn main() -> Result<()> {
     /// # let digest = "9f86d08188";

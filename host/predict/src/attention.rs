@@ -1,7 +1,7 @@
 //! Attention, as tiles of token pairs.
 
 use kernels::{flash_attention as ieee, flash_attention_mma as tensor};
-use stepscope::Launch;
+use stepscope::device::Launch;
 
 use crate::code::Code;
 use crate::work::Work;

@@ -26,7 +26,8 @@ pub use code::Kernels;
 pub use forecast::Forecast;
 pub use gpu::Gpu;
 
-use stepscope::{Arena, Capacity, Description, Device, DeviceKind, EagerStep, Launch, Result};
+use stepscope::device::{Description, Launch};
+use stepscope::{Arena, Capacity, Device, DeviceKind, EagerStep, Result};
 
 /// Returns the launches of `run` on a GPU with this many multiprocessors. Nothing is computed and
 /// no memory is allocated.

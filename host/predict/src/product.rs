@@ -1,7 +1,7 @@
 //! Products: their work, from the kernel's tile, layout and loop.
 
 use kernels::matmul::{GELU, GELU_DERIVATIVE, SILU, SWIGLU, TILES, TRANSPOSE_A, TRANSPOSE_B, Tile};
-use stepscope::Launch;
+use stepscope::device::Launch;
 
 use crate::code::{Activations, Code};
 use crate::work::{Work, adds};

@@ -1,6 +1,6 @@
 //! Kernels that pass through their arguments once.
 
-use stepscope::Launch;
+use stepscope::device::Launch;
 
 use crate::code::Code;
 use crate::work::Work;

@@ -25,7 +25,7 @@ const AHEAD: usize = 2;
 /// as fast. The model ran at 588,000 samples per second (`docs/lab/step.md`).
 ///
 /// ```
-/// let squares = stepscope::Loader::new((0..4u32).map(|number| Ok(number * number)))?;
+/// let squares = stepscope::data::Loader::new((0..4u32).map(|number| Ok(number * number)))?;
 /// assert_eq!(squares.collect::<stepscope::Result<Vec<u32>>>()?, [0, 1, 4, 9]);
 /// # Ok::<(), stepscope::Error>(())
 /// ```

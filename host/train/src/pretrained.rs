@@ -38,7 +38,7 @@ const TORCH_FILES: [&str; 2] = ["pytorch_model.bin", "pytorch_model.bin.index.js
 /// itself, as `host/cli/src/train/weights.rs` does for GPT-2 and Llama.
 ///
 /// ```
-/// use stepscope::StateDict;
+/// use stepscope::files::StateDict;
 ///
 /// # fn main() -> stepscope::Result<()> {
 /// # let folder = tempfile::tempdir().expect("a folder");

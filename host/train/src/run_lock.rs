@@ -24,11 +24,11 @@ const MAX_NUMBER_BYTES: u64 = 10;
 ///
 /// ```
 /// let folder = tempfile::tempdir()?;
-/// let lock = stepscope::RunLock::hold(folder.path())?;
-/// let refused = stepscope::RunLock::hold(folder.path()).unwrap_err();
+/// let lock = stepscope::files::RunLock::hold(folder.path())?;
+/// let refused = stepscope::files::RunLock::hold(folder.path()).unwrap_err();
 /// assert!(refused.to_string().contains("another run"));
 /// drop(lock);
-/// stepscope::RunLock::hold(folder.path())?;
+/// stepscope::files::RunLock::hold(folder.path())?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]

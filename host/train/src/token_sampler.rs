@@ -34,7 +34,7 @@ impl Default for TokenSamplerConfig {
 /// Draws one token after another. The seed determines the sequence of random numbers.
 ///
 /// ```
-/// use stepscope::{TokenSampler, TokenSamplerConfig};
+/// use stepscope::data::{TokenSampler, TokenSamplerConfig};
 ///
 /// let config = TokenSamplerConfig { temperature: 0.8, top_k: Some(2), ..Default::default() };
 /// let mut sampler = TokenSampler::new(config, 7)?;

@@ -18,7 +18,7 @@ const ROUNDS: u64 = 4;
 /// (Feistel, 1973).
 ///
 /// ```
-/// use stepscope::Windows;
+/// use stepscope::data::Windows;
 ///
 /// let windows = Windows::new(1_000_000, 1024, 7)?;
 /// let window = windows.window(0);

@@ -4,7 +4,9 @@
 #![forbid(unsafe_code)]
 
 use downstream_kernels as kernels;
-use stepscope::{Device, DeviceBuilder, DeviceKind, Result, Source, Tape, Target, Var};
+use stepscope::device::DeviceBuilder;
+use stepscope::tensor::{Source, Target};
+use stepscope::{Device, DeviceKind, Result, Tape, Var};
 
 /// Returns the builder of a device that has this package's kernels.
 pub fn builder(kind: DeviceKind) -> DeviceBuilder {

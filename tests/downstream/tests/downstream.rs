@@ -2,10 +2,12 @@
 //! contract refuses.
 
 use downstream::{builder, leaky_relu};
+use stepscope::data::SplitMix64;
 use stepscope::nn::Linear;
+use stepscope::tensor::{Source, Target};
 use stepscope::{
-    AdamW, Arena, DeviceBatch, Capacity, Device, DeviceKind, EpochProgress, Error, HostInputs, ParameterSpec, TrainState, Model,
-    Result, HostBatch, Source, SplitMix64, Tape, Target, Trainer, Var,
+    AdamW, Arena, Capacity, Device, DeviceBatch, DeviceKind, EpochProgress, Error, HostBatch, HostInputs, Model,
+    ParameterSpec, Result, Tape, TrainState, Trainer, Var,
 };
 
 const SLOPE: f32 = 0.25;

@@ -9,7 +9,8 @@
 #![cfg(all(feature = "cuda", feature = "nvtx"))]
 
 use downstream::builder;
-use stepscope::{Arena, Capacity, DeviceKind, Source, Target, ops};
+use stepscope::tensor::{Source, Target};
+use stepscope::{Arena, Capacity, DeviceKind, ops};
 
 /// The reach of a guard, in bytes.
 const OVERRUNS: usize = 256;

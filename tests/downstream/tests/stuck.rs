@@ -9,7 +9,9 @@
 use downstream::builder;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
-use stepscope::{Arena, Buffer, Capacity, DeviceKind, Error, HostInputs, Record, Result, Target, ops, Optimizer};
+use stepscope::capture::Record;
+use stepscope::tensor::Target;
+use stepscope::{Arena, Buffer, Capacity, DeviceKind, Error, HostInputs, Optimizer, Result, ops};
 
 /// The environment variable that makes the test play a child process, and names its case.
 const WAY: &str = "STEPSCOPE_TEST_STUCK";
@@ -107,7 +109,9 @@ fn process(kind: DeviceKind, way: &str) -> (Output, Duration) {
 
 /// Returns the digest of a small model's weights after a few captured updates.
 fn trained(kind: DeviceKind) -> Result<String> {
-    use stepscope::{AdamW, Gradients, Initializer, ParameterSpec, Parameters, Tape, UpdateTicket};
+    use stepscope::optim::UpdateTicket;
+    use stepscope::parameters::Initializer;
+    use stepscope::{AdamW, Gradients, ParameterSpec, Parameters, Tape};
     let device = builder(kind).open()?;
     let mut layout = ParameterSpec::builder();
     let w = layout.add("w", [8, 3], Initializer::fan_in(8));

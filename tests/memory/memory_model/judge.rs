@@ -5,7 +5,7 @@ use super::super::rules::{Rule, Violation};
 use super::{Begin, Want, World};
 use crate::support::witness::{AT_ONCE, SLACK, Watch};
 use std::time::Duration;
-use stepscope::faults::{Call, Fault};
+use stepscope::check::faults::{Call, Fault};
 use stepscope::{Error, Result};
 
 impl World<'_> {

@@ -6,7 +6,7 @@
 
 use crate::support::Random;
 use std::time::Duration;
-use stepscope::faults::{Call, Fault};
+use stepscope::check::faults::{Call, Fault};
 
 /// The lengths of tensors, so few that there is a buffer of each length to read back a scratch's
 /// values. Padded they take 256, 256, 256, 512, 1024, 1792 and 10240 bytes.

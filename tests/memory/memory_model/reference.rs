@@ -3,7 +3,7 @@
 //! Invariant: it knows no device and no address. The place of a tensor follows from sizes and the
 //! order of requests.
 
-use stepscope::{ArenaReport, Cause};
+use stepscope::report::{ArenaReport, Cause};
 
 /// The alignment of every tensor's bytes.
 const ALIGN_BYTES: usize = 256;

@@ -1,7 +1,7 @@
 //! The rules, the planted bugs that test them, and counts of what programs did.
 
 use std::time::Duration;
-use stepscope::faults::{Call, Fault};
+use stepscope::check::faults::{Call, Fault};
 
 /// A rule that a program broke.
 #[derive(Clone, Debug, PartialEq, Eq)]

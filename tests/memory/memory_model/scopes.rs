@@ -12,8 +12,9 @@ use crate::support::witness::SLACK;
 use std::any::Any;
 use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use stepscope::faults::{Call, Fault};
-use stepscope::{EagerStep, Error, Result, Saved, ScratchStep, Source, Step, Tensor, ops};
+use stepscope::check::faults::{Call, Fault};
+use stepscope::tensor::{Saved, ScratchStep, Source};
+use stepscope::{EagerStep, Error, Result, Step, Tensor, ops};
 
 /// A live tensor, and its expected contents.
 pub(super) struct Live<'s> {

@@ -14,10 +14,10 @@ use crate::support::witness::Watch;
 use scopes::Live;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
-use stepscope::faults::{Call, Fault, FaultPlan};
-use stepscope::{
-    Arena, ArenaReport, Buffer, Capacity, Cause, Device, DeviceKind, EagerStep, Error, Growth, Overflow, Result, ops,
-};
+use stepscope::check::faults::{Call, Fault, FaultPlan};
+use stepscope::memory::{Growth, Overflow};
+use stepscope::report::{ArenaReport, Cause};
+use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, EagerStep, Error, Result, ops};
 
 #[path = "judge.rs"]
 mod judge;

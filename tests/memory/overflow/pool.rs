@@ -6,10 +6,11 @@
 use crate::support::on_each_device;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::Duration;
-use stepscope::faults::{Call, Fault, FaultPlan};
-use stepscope::{
-    Arena, ArenaBuilder, Capacity, Cause, Device, EagerStep, Error, Growth, Overflow, Result, ScratchStep, Step, ops,
-};
+use stepscope::check::faults::{Call, Fault, FaultPlan};
+use stepscope::memory::{ArenaBuilder, Growth, Overflow};
+use stepscope::report::Cause;
+use stepscope::tensor::ScratchStep;
+use stepscope::{Arena, Capacity, Device, EagerStep, Error, Result, Step, ops};
 
 const MIB: usize = 1 << 20;
 /// The arena of most tests, and the elements of tensors: one that it holds, one that it does not,

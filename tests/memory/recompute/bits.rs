@@ -2,7 +2,10 @@
 
 use crate::recompute::graphs::{BATCH, GRAPHS, Graph, TOKENS, WIDTH, World, eager, values};
 use crate::support::{bits, on_each_device};
-use stepscope::{Arena, Capacity, Captured, Device, Error, HostInputs, Indices, Output, Overflow, Result, ops};
+use stepscope::capture::{Captured, Output};
+use stepscope::memory::Overflow;
+use stepscope::tensor::Indices;
+use stepscope::{Arena, Capacity, Device, Error, HostInputs, Result, ops};
 
 fn arena(device: &Device) -> Arena {
     Arena::builder(device).capacity(Capacity::mib(8)).build().unwrap()

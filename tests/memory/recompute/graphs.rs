@@ -1,12 +1,11 @@
 //! Models whose parts are recomputed, or run plainly.
 
 use crate::support::Random;
+use stepscope::autograd::RecomputeInput;
 use stepscope::nn::{Dropout, Linear, Mlp, MultiHeadAttention, RmsNorm, SwiGlu};
-use stepscope::ops::{AttentionConfig, GemmElement, Generator};
-use stepscope::{
-    Arena, Device, Gradients, Indices, ParameterSpec, Parameters, RecomputeInput, Result, Saved, Step, Stored, Tape,
-    Var, bf16, ops,
-};
+use stepscope::ops::{self, AttentionConfig, GemmElement, Generator};
+use stepscope::tensor::{Indices, Saved, Stored};
+use stepscope::{Arena, Device, Gradients, ParameterSpec, Parameters, Result, Step, Tape, Var, bf16};
 
 pub(crate) const BATCH: usize = 2;
 pub(crate) const TOKENS: usize = 9;

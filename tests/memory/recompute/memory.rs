@@ -2,11 +2,11 @@
 //! freed.
 
 use crate::support::on_each_device;
+use stepscope::check::MemoryRecorder;
+use stepscope::memory::Kind;
 use stepscope::nn::{MultiHeadAttention, RmsNorm, SwiGlu};
 use stepscope::ops::Precision;
-use stepscope::{
-    Arena, Capacity, Device, Error, Gradients, Kind, MemoryRecorder, ParameterSpec, Parameters, Result, Tape, Var,
-};
+use stepscope::{Arena, Capacity, Device, Error, Gradients, ParameterSpec, Parameters, Result, Tape, Var};
 
 /// Returns the bytes of a tensor with this many f32, as an arena counts them.
 fn bytes(elements: usize) -> usize {
@@ -16,7 +16,7 @@ fn bytes(elements: usize) -> usize {
 fn nothing(device: &Device) -> (Arena, Parameters) {
     let arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
     let mut layout = ParameterSpec::builder();
-    layout.add("w", [1], stepscope::Initializer::ONE);
+    layout.add("w", [1], stepscope::parameters::Initializer::ONE);
     (arena, Parameters::new(device, &layout.build().unwrap(), 1).unwrap())
 }
 
@@ -96,7 +96,7 @@ on_each_device! {
     /// leaves the input's gradient in the place of the result's.
     fn backward_leaves_nothing(device: &Device) {
         let mut layout = ParameterSpec::builder();
-        let w = layout.add("w", [1000, 8], stepscope::Initializer::ONE);
+        let w = layout.add("w", [1000, 8], stepscope::parameters::Initializer::ONE);
         let weights = Parameters::new(device, &layout.build().unwrap(), 1).unwrap();
         let mut gradients = Gradients::zeros(&weights).unwrap();
         let arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();

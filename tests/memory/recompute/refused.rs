@@ -5,9 +5,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use stepscope::ops::Generator;
-use stepscope::{
-    Arena, Capacity, Device, Error, Gradients, Initializer, Parameter, ParameterSpec, Parameters, Result, Tape, Var,
-};
+use stepscope::parameters::Initializer;
+use stepscope::{Arena, Capacity, Device, Error, Gradients, Parameter, ParameterSpec, Parameters, Result, Tape, Var};
 
 const ROWS: usize = 3;
 const COLS: usize = 4;

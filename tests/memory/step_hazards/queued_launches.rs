@@ -9,10 +9,10 @@
 use crate::support::{Random, on_each_device};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
-use stepscope::faults::{Call, Fault, FaultPlan};
+use stepscope::check::faults::{Call, Fault, FaultPlan};
+use stepscope::parameters::Initializer;
 use stepscope::{
-    AdamW, Arena, Buffer, Capacity, Device, Error, Gradients, Initializer, Optimizer, ParameterSpec, Parameters,
-    Result, Step, ops,
+    AdamW, Arena, Buffer, Capacity, Device, Error, Gradients, Optimizer, ParameterSpec, Parameters, Result, Step, ops,
 };
 
 /// More launches than may wait on the driver thread before it reports.

@@ -4,7 +4,8 @@
 use crate::step_hazards::training::{BATCHES, Trainer, arena, batches, captured, eagerly};
 use crate::step_hazards::{assert_gradients_live, assert_same, poison};
 use crate::support::{bits, on_each_device, relative_l2};
-use stepscope::{Arena, ArenaBuilder, Capacity, Device, Growth, Overflow, ops};
+use stepscope::memory::{ArenaBuilder, Growth, Overflow};
+use stepscope::{Arena, Capacity, Device, ops};
 
 /// Less than a batch's step needs.
 const SMALL: Capacity = Capacity::Bytes(64 << 10);

@@ -8,10 +8,14 @@ use self::layers::norm_project;
 use crate::step_hazards::run::Run;
 use crate::support::Random;
 use std::ops::Range;
+use stepscope::capture::{CaptureInputs, Output};
 use stepscope::nn::RmsNorm;
+use stepscope::optim::UpdateTicket;
+use stepscope::parameters::{Initializer, StackedParameters};
+use stepscope::tensor::{Indices, Saved};
 use stepscope::{
-    AdamW, Arena, Capacity, CaptureInputs, Device, EagerStep, Gradients, HostInputs, Indices, Initializer, Optimizer,
-    Output, Parameter, ParameterSpec, Parameters, Result, Saved, StackedParameters, Step, Tape, UpdateTicket,
+    AdamW, Arena, Capacity, Device, EagerStep, Gradients, HostInputs, Optimizer, Parameter, ParameterSpec, Parameters,
+    Result, Step, Tape,
 };
 
 /// The batches of a run.

@@ -7,10 +7,10 @@
 use crate::support::on_each_device;
 use std::thread;
 use std::time::{Duration, Instant};
-use stepscope::faults::{Call, Fault, FaultPlan};
-use stepscope::{
-    Arena, Capacity, CaptureInputs, Device, Error, HostInputs, Output, PageLocked, Result, Step, bf16, ops,
-};
+use stepscope::capture::{CaptureInputs, Output};
+use stepscope::check::faults::{Call, Fault, FaultPlan};
+use stepscope::memory::PageLocked;
+use stepscope::{Arena, Capacity, Device, Error, HostInputs, Result, Step, bf16, ops};
 
 /// The elements of an upload that passes the ring in many pieces.
 const LEN: usize = 10_000;

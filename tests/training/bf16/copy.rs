@@ -4,8 +4,15 @@
 #![forbid(unsafe_code)]
 
 use crate::support::{Random, bits, on_each_device};
-use stepscope::faults::{Call, Fault, FaultPlan};
-use stepscope::*;
+use stepscope::check::faults::{Call, Fault, FaultPlan};
+use stepscope::error::Quantity;
+use stepscope::ops;
+use stepscope::optim::{ParameterGroup, ParameterGroups, Sgd, UpdateArguments, UpdateRule, UpdateTicket};
+use stepscope::parameters::Initializer;
+use stepscope::prelude::*;
+use stepscope::tensor::{Shape, Source, Stored};
+use stepscope::train::Ended;
+use stepscope::upload::Transfer;
 
 const ROWS: usize = 6;
 const COLS: usize = 7;
@@ -223,8 +230,8 @@ on_each_device! {
         let source = Trained::new(device, AdamW::default(), false, true);
         assert_rounded(&source.weights);
         Checkpoint::save(&checkpoint, &source.weights, Some(&source.optimizer), &[]).unwrap();
-        stepscope::save_state_dict(&source.weights, &state_dict).unwrap();
-        stepscope::save_state_dict_as::<bf16>(&source.weights, &halves).unwrap();
+        stepscope::files::save_state_dict(&source.weights, &state_dict).unwrap();
+        stepscope::files::save_state_dict_as::<bf16>(&source.weights, &halves).unwrap();
 
         let mut model = Trained::new(device, AdamW::default(), false, true);
         let change = |model: &mut Trained<AdamW>, load: &dyn Fn(&mut Trained<AdamW>)| {
@@ -238,8 +245,8 @@ on_each_device! {
         change(&mut model, &|model| {
             Checkpoint::load(&checkpoint).unwrap().restore(&mut model.weights, Some(&mut model.optimizer)).unwrap();
         });
-        change(&mut model, &|model| stepscope::load_state_dict(&mut model.weights, &state_dict).unwrap());
-        change(&mut model, &|model| stepscope::load_state_dict(&mut model.weights, &halves).unwrap());
+        change(&mut model, &|model| stepscope::files::load_state_dict(&mut model.weights, &state_dict).unwrap());
+        change(&mut model, &|model| stepscope::files::load_state_dict(&mut model.weights, &halves).unwrap());
         assert_eq!(copy(&model.weights), copy(&source.weights), "what was rounded is itself");
         let words = [[0x3d, 0x3d, 0x3d, 0x3d]; ROWS * COLS];
         change(&mut model, &|model| {

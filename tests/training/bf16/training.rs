@@ -6,7 +6,9 @@
 use crate::support::{Random, bits, on_each_device};
 use stepscope::nn::{Mlp, RmsNorm};
 use stepscope::ops::GemmElement;
-use stepscope::*;
+use stepscope::optim::UpdateTicket;
+use stepscope::prelude::*;
+use stepscope::tensor::{Indices, Saved};
 
 const ROWS: usize = 48;
 const WIDTH: usize = 40;

@@ -1,7 +1,10 @@
 //! `GradCheck` accepts right backward passes, and names wrong ones by input and element.
 
 use crate::support::{Random, on_each_device};
-use stepscope::*;
+use stepscope::check::GradCheck;
+use stepscope::ops;
+use stepscope::prelude::*;
+use stepscope::tensor::{Saved, Shape};
 
 fn arena(device: &Device) -> Arena {
     Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap()

@@ -1,7 +1,13 @@
 //! The optimizer's protocol: each update is prepared once and applied once, eagerly or by a replay.
 
 use crate::support::on_each_device;
-use stepscope::*;
+use stepscope::error::Quantity;
+use stepscope::ops;
+use stepscope::optim::{ParameterGroup, ParameterGroups, Schedule, Sgd, UpdateArguments, UpdateRule, UpdateTicket};
+use stepscope::parameters::Initializer;
+use stepscope::prelude::*;
+use stepscope::tensor::{OnDevice, Source};
+use stepscope::upload::NonFinite;
 
 const LEN: usize = 8;
 

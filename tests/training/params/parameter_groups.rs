@@ -3,7 +3,11 @@
 
 use crate::support::{Random, bits, on_each_device, relative_l2, tolerance};
 use stepscope::nn::{Linear, Mlp};
-use stepscope::*;
+use stepscope::ops;
+use stepscope::optim::{ParameterGroup, ParameterGroups, Schedule, Sgd, UpdateArguments, UpdateRule};
+use stepscope::parameters::Initializer;
+use stepscope::prelude::*;
+use stepscope::tensor::Source;
 
 const UPDATES: u64 = 6;
 const CLIP: f32 = 8.0;

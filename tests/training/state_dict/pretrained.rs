@@ -6,7 +6,9 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 use std::time::Duration;
-use stepscope::{Error, Quantity, StateDict};
+use stepscope::Error;
+use stepscope::error::Quantity;
+use stepscope::files::StateDict;
 
 const INDEX: &str = "model.safetensors.index.json";
 const SECOND: &str = "model-00002-of-00003.safetensors";

@@ -5,7 +5,7 @@ use crate::support::{Random, on_each_device};
 use crate::trainer::{BATCHES, CLASSES, INPUTS, Points, arena};
 use std::path::Path;
 use stepscope::nn::{Dropout, Linear, Mlp};
-use stepscope::*;
+use stepscope::prelude::*;
 
 const SEED: u64 = 0x5eed_0000_0001;
 

@@ -1,7 +1,8 @@
 //! A tensor cannot be freed while a kernel that is still to be launched names it.
 
 use kernels::elementwise::add_assign;
-use stepscope::{Arena, Result, Source, Target};
+use stepscope::tensor::{Source, Target};
+use stepscope::{Arena, Result};
 
 fn run(arena: &mut Arena) -> Result<()> {
     arena.step(|step| {

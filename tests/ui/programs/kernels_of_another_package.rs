@@ -1,6 +1,7 @@
 //! A PTX table cannot claim another package's name: the build that made it writes the name.
 
-use stepscope::{Device, DeviceKind, Kernels};
+use stepscope::device::Kernels;
+use stepscope::{Device, DeviceKind};
 
 fn main() {
     let kernels = Kernels { package: "downstream-kernels@0.0.0", ptx: &[(121, "any text")] };

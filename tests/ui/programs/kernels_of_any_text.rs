@@ -1,6 +1,7 @@
 //! PTX comes from the package's own build script; providing any other text is `unsafe`.
 
-use stepscope::{Device, DeviceKind, Kernels};
+use stepscope::device::Kernels;
+use stepscope::{Device, DeviceKind};
 
 fn main() {
     let kernels = Kernels::new("downstream-kernels@0.0.0", &[(121, "any text")]);

@@ -1,7 +1,8 @@
 //! A launch's arguments stay on their thread, because they name a step's memory.
 
 use kernels::fill::fill;
-use stepscope::{Arena, Capacity, Device, DeviceKind, Target};
+use stepscope::tensor::Target;
+use stepscope::{Arena, Capacity, Device, DeviceKind};
 
 fn main() {
     let device = Device::open(DeviceKind::Emulated).unwrap();

@@ -1,8 +1,10 @@
 //! Every pattern that a training program needs compiles, and runs.
 
+use stepscope::parameters::Initializer;
+use stepscope::tensor::Saved;
 use stepscope::{
-    AdamW, Arena, Buffer, Capacity, Device, DeviceKind, Gradients, Initializer, Optimizer, ParameterSpec, Parameters,
-    Result, Saved, Step, Tape, Tensor, ops,
+    AdamW, Arena, Buffer, Capacity, Device, DeviceKind, Gradients, Optimizer, ParameterSpec, Parameters, Result, Step,
+    Tape, Tensor, ops,
 };
 
 /// Doubles x: a custom op takes a bare step and returns a tensor of that step.

@@ -1,7 +1,8 @@
 //! A kernel's arguments cannot name the same tensor for reading and for writing.
 
 use kernels::elementwise::add_assign;
-use stepscope::{Arena, Result, Source, Target};
+use stepscope::tensor::{Source, Target};
+use stepscope::{Arena, Result};
 
 fn run(arena: &mut Arena) -> Result<()> {
     arena.step(|step| {

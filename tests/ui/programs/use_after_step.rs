@@ -1,6 +1,7 @@
 //! A closure that holds a tensor cannot be called after the step.
 
-use stepscope::{Arena, Result, Shape};
+use stepscope::tensor::Shape;
+use stepscope::{Arena, Result};
 
 fn run(arena: &mut Arena) -> Result<()> {
     let mut later: Vec<Box<dyn Fn() -> Shape>> = Vec::new();

@@ -10,7 +10,8 @@
 use std::fs;
 use std::path::PathBuf;
 
-use stepscope::{Arena, Device, EagerStep, Lent, LentMut, Saved, ScratchStep, Step, Tape, Tensor, Var};
+use stepscope::tensor::{Lent, LentMut, Saved, ScratchStep};
+use stepscope::{Arena, Device, EagerStep, Step, Tape, Tensor, Var};
 
 /// The program that must compile. As a module it needs no build of its own, and is run too.
 #[path = "../programs/legal.rs"]

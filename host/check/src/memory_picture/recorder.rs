@@ -12,7 +12,8 @@ use stepscope_core::{Arena, Event};
 /// Records the memory events of an arena, each with its line and phase, until it is dropped.
 ///
 /// ```
-/// use stepscope::{Arena, Capacity, Device, DeviceKind, MemoryRecorder};
+/// use stepscope::check::MemoryRecorder;
+/// use stepscope::{Arena, Capacity, Device, DeviceKind};
 ///
 /// let device = Device::open(DeviceKind::Emulated)?;
 /// let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;

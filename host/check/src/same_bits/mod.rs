@@ -9,7 +9,7 @@
 //! automatically when a GPU with new kernels is opened.
 //!
 //! ```
-//! use stepscope::same_bits::{CaseSize, cases, compare, line, run};
+//! use stepscope::check::same_bits::{CaseSize, cases, compare, line, run};
 //! use stepscope::{Device, DeviceKind};
 //!
 //! let device = Device::open(DeviceKind::Emulated)?;

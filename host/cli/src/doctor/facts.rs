@@ -23,7 +23,7 @@ use std::path::Path;
 use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
-use stepscope::PlainFile;
+use stepscope::files::PlainFile;
 
 /// The largest facts file.
 const MAX_BYTES: u64 = 16 << 20;

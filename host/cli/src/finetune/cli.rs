@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Parser, ValueEnum};
-use stepscope::Schedule;
+use stepscope::optim::Schedule;
 
 use crate::run::cli::RunArgs;
 use crate::train::cli::{above_zero, share, up_to, zero_or_above};

@@ -11,7 +11,9 @@ use rayon::ThreadPoolBuilder;
 use rayon::prelude::*;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
-use stepscope::{Error, HostBatch, HostInputs, HostMemory, Loader, Result, SplitMix64, Windows};
+use stepscope::data::{Loader, SplitMix64, Windows};
+use stepscope::memory::HostMemory;
+use stepscope::{Error, HostBatch, HostInputs, Result};
 use stepscope_chat::{Encoder, IGNORED, Packed, Sample, pack, read_rows};
 
 use crate::run::updates::Part;

@@ -22,8 +22,9 @@ mod tests;
 use std::process::ExitCode;
 use std::sync::atomic::AtomicBool;
 
+use stepscope::data::{TokenSampler, TokenSamplerConfig};
 use stepscope::models::Weights;
-use stepscope::{Checkpoint, Device, Parameters, TokenSampler, TokenSamplerConfig, TrainState, bf16};
+use stepscope::{Checkpoint, Device, Parameters, TrainState, bf16};
 
 use self::cli::Args;
 use self::plan::Plan;

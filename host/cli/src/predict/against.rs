@@ -5,7 +5,9 @@ use std::path::Path;
 use clap::ValueEnum as _;
 use serde::Serialize;
 use serde_json::Value;
-use stepscope::{Launch, PlainFile, bf16};
+use stepscope::bf16;
+use stepscope::device::Launch;
+use stepscope::files::PlainFile;
 
 use crate::predict::bench;
 use crate::predict::matmul_case::Case as Product;

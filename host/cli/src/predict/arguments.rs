@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::builder::RangedU64ValueParser;
 use clap::{Parser, ValueEnum};
 
-use stepscope::PlainFile;
+use stepscope::files::PlainFile;
 use stepscope::models::ModelConfig;
 
 use crate::predict::step::Work;

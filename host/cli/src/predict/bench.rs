@@ -1,8 +1,10 @@
 //! The launches of the benches: products, attention, and memory-bound kernels.
 
 use kernels::adamw::slot;
+use stepscope::device::Launch;
 use stepscope::ops::{self, AttentionConfig, AttentionElement, GemmElement, Generator, Precision, QkNorm};
-use stepscope::{EagerStep, Indices, Launch, Result, Saved, Step, Stored, Tensor, bf16};
+use stepscope::tensor::{Indices, Saved, Stored};
+use stepscope::{EagerStep, Result, Step, Tensor, bf16};
 
 use crate::predict::matmul_case::Case as Product;
 use stepscope_predict::dry_run;

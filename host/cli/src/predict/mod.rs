@@ -77,7 +77,7 @@ fn run(args: &Args) -> Result<String, Box<dyn Error>> {
         }
     };
     if let Some(path) = &args.json {
-        let written = stepscope::replace_file(path, format!("{json:#}\n").as_bytes());
+        let written = stepscope::files::replace_file(path, format!("{json:#}\n").as_bytes());
         written.map_err(|error| format!("--json: {error}"))?;
     }
     Ok(text)

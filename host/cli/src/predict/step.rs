@@ -3,10 +3,10 @@
 //! Invariant: nothing is computed and no memory is allocated, however large the model. Its weights
 //! are created in the dry run too.
 
+use stepscope::device::Launch;
 use stepscope::models::ModelConfig;
 use stepscope::{
-    AdamW, Device, DeviceKind, EagerStep, HostBatch, HostInputs, Launch, Model, ParameterSpec, Result, Tape,
-    TrainState, bf16,
+    AdamW, Device, DeviceKind, EagerStep, HostBatch, HostInputs, Model, ParameterSpec, Result, Tape, TrainState, bf16,
 };
 
 use crate::crossasset;

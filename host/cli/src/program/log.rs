@@ -7,7 +7,7 @@ use std::error::Error;
 use std::io::{IsTerminal, Write, stderr};
 
 use clap::ValueEnum;
-use stepscope::ProgressBar;
+use stepscope::train::ProgressBar;
 use tracing_subscriber::filter::{EnvFilter, LevelFilter};
 use tracing_subscriber::fmt::format::FmtSpan;
 use tracing_subscriber::prelude::*;
@@ -51,7 +51,7 @@ pub fn start(log: Log) {
     };
     let listeners = tracing_subscriber::registry().with(lines.with_filter(filter));
     #[cfg(feature = "nvtx")]
-    let listeners = listeners.with(profiler().then(|| stepscope::NvtxLayer.with_filter(LevelFilter::TRACE)));
+    let listeners = listeners.with(profiler().then(|| stepscope::check::NvtxLayer.with_filter(LevelFilter::TRACE)));
     listeners.init();
 }
 

@@ -8,7 +8,8 @@ use std::thread;
 use std::time::Duration;
 
 use clap::builder::RangedU64ValueParser;
-use stepscope::{Device, DeviceKind, Group, GroupConfig, Model, Result, TrainState};
+use stepscope::group::{Group, GroupConfig};
+use stepscope::{Device, DeviceKind, Model, Result, TrainState};
 
 use super::settings::Settings;
 

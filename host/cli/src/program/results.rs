@@ -9,7 +9,7 @@ use std::io::Read;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
-use stepscope::{PlainFile, RunLock};
+use stepscope::files::{PlainFile, RunLock};
 use time::OffsetDateTime;
 use time::macros::format_description;
 

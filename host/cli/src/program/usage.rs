@@ -1,7 +1,9 @@
 //! Report sections about the model, the memory and the graphs of a run.
 
 use serde::Serialize;
-use stepscope::{ArenaReport, CaptureReport, MemoryForecast, ProcessMemory};
+use stepscope::capture::CaptureReport;
+use stepscope::memory::{MemoryForecast, ProcessMemory};
+use stepscope::report::ArenaReport;
 
 /// The size of the model.
 #[derive(Clone, Copy, Debug, Default, Serialize)]

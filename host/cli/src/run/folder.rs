@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
-use stepscope::{PlainFile, replace_file};
+use stepscope::files::{PlainFile, replace_file};
 use stepscope_chat::ChatTemplate;
 
 use crate::train::bad_input::{Outcome, bad};

@@ -12,7 +12,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use prost::Message;
 use serde::{Deserialize, Serialize};
-use stepscope::{PlainFile, ProcessMemory, replace_file};
+use stepscope::files::{PlainFile, replace_file};
+use stepscope::memory::ProcessMemory;
 
 use crate::run::gpu::GpuWatch;
 

@@ -5,9 +5,12 @@
 
 use std::fmt;
 
+use stepscope::memory::HostMemory;
+use stepscope::parameters::FrozenType;
+use stepscope::tensor::Element;
 use stepscope::{
-    AdamW, Arena, Capacity, Device, Element, FrozenType, HostBatch, HostInputs, HostMemory, Model, ParameterSpec,
-    Parameters, Result, Tape, TrainState, bf16, ops,
+    AdamW, Arena, Capacity, Device, HostBatch, HostInputs, Model, ParameterSpec, Parameters, Result, Tape, TrainState,
+    bf16, ops,
 };
 
 use crate::train::bad_input::{Outcome, bad};

@@ -4,7 +4,9 @@ use std::fmt;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-use stepscope::{Device, Model, ParameterEntry, Parameters, Result, Trainer, ops, replace_file};
+use stepscope::files::replace_file;
+use stepscope::parameters::ParameterEntry;
+use stepscope::{Device, Model, Parameters, Result, Trainer, ops};
 use stepscope_predict::Gpu;
 
 use crate::program::loss_svg::{Part, Picture};

@@ -8,10 +8,9 @@ use std::collections::VecDeque;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use stepscope::{
-    Arena, Checkpoint, Ended, EpochProgress, Error, HostBatch, Loader, Model, Observer, ProgressBar, Result, Trainer,
-    Update,
-};
+use stepscope::data::Loader;
+use stepscope::train::{Ended, Observer, ProgressBar, Update};
+use stepscope::{Arena, Checkpoint, EpochProgress, Error, HostBatch, Model, Result, Trainer};
 
 use crate::program::log::Log;
 use crate::program::results::{BEST, CHECKPOINT};

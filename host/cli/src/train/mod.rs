@@ -52,8 +52,9 @@ use crate::program::signals;
 use crate::run::report::Report;
 use crate::run::{memory, program};
 use crate::train::cli::Precision;
+use stepscope::data::{TokenSampler, TokenSamplerConfig};
 use stepscope::models::Weights;
-use stepscope::{Device, Parameters, TokenSampler, TokenSamplerConfig, TrainState, bf16};
+use stepscope::{Device, Parameters, TrainState, bf16};
 
 /// The size of the data.
 #[derive(Clone, Debug, Serialize)]

@@ -8,7 +8,10 @@ use std::marker::PhantomData;
 use serde_json::json;
 use stepscope::models::{ModelConfig, Transformer};
 use stepscope::ops::{AttentionElement, GemmElement, LabelRules, LmHeadConfig};
-use stepscope::{DeviceBatch, Indices, ParameterEntry, ParameterGroups, ParameterSpec, Result, Saved, Tape, Var};
+use stepscope::optim::ParameterGroups;
+use stepscope::parameters::ParameterEntry;
+use stepscope::tensor::{Indices, Saved};
+use stepscope::{DeviceBatch, ParameterSpec, Result, Tape, Var};
 
 use crate::train::cli::{Arch, Size};
 

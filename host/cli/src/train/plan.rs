@@ -4,8 +4,10 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use stepscope::data::Windows;
 use stepscope::models::{Family, ModelConfig, Weights};
-use stepscope::{AdamW, Arena, Checkpoint, Device, Result, Schedule, TrainState, Trainer, Windows};
+use stepscope::optim::Schedule;
+use stepscope::{AdamW, Arena, Checkpoint, Device, Result, TrainState, Trainer};
 
 use crate::program::settings::Settings;
 use crate::run::cli::RunArgs;

@@ -3,7 +3,8 @@
 //! Invariant: the same weights, beginning, settings and seed give the same tokens on every machine.
 //! Logits have the same bits everywhere, and the sampler is deterministic.
 
-use stepscope::{Arena, Capacity, Device, EagerStep, Parameters, Result, TokenSampler, ops};
+use stepscope::data::TokenSampler;
+use stepscope::{Arena, Capacity, Device, EagerStep, Parameters, Result, ops};
 
 use crate::train::model::{Activation, Gpt};
 

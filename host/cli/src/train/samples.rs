@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use stepscope::{HostBatch, HostInputs, Loader, Result, Windows};
+use stepscope::data::{Loader, Windows};
+use stepscope::{HostBatch, HostInputs, Result};
 
 use crate::run::updates::Part;
 use crate::train::text::Text;

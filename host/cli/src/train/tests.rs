@@ -18,10 +18,10 @@ use clap::Parser;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
+use stepscope::data::{SplitMix64, TokenSampler, TokenSamplerConfig};
+use stepscope::files::StateDict;
 use stepscope::models::{Transformer, Weights};
-use stepscope::{
-    Arena, Capacity, Device, SplitMix64, StateDict, Tape, TokenSampler, TokenSamplerConfig, TrainState, ops,
-};
+use stepscope::{Arena, Capacity, Device, Tape, TrainState, ops};
 use tempfile::TempDir;
 
 /// Returns a folder with a text of this many random words.

@@ -11,7 +11,9 @@ use std::path::{Path, PathBuf};
 use rayon::ThreadPoolBuilder;
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
-use stepscope::{Error, HostMemory, PlainFile, Result};
+use stepscope::files::PlainFile;
+use stepscope::memory::HostMemory;
+use stepscope::{Error, Result};
 
 use crate::train::bad_input::{Outcome, bad};
 use crate::train::registry;

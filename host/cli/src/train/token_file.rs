@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use sha2::{Digest, Sha256};
-use stepscope::{FileKind, PlainFile};
+use stepscope::files::{FileKind, PlainFile};
 
 use crate::train::bad_input::{Outcome, bad};
 

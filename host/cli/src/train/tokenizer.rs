@@ -4,7 +4,7 @@
 
 use serde_json::Value;
 use sha2::{Digest, Sha256};
-use stepscope::{FileKind, PlainFile};
+use stepscope::files::{FileKind, PlainFile};
 use tiktoken_rs::CoreBPE;
 use tokenizers::ModelWrapper;
 

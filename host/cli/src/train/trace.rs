@@ -3,8 +3,9 @@
 
 use std::path::Path;
 
+use stepscope::files::StateDict;
 use stepscope::models::Weights;
-use stepscope::{Arena, Capacity, Device, EagerStep, HostBatch, Model, Result, StateDict, Tape, TrainState};
+use stepscope::{Arena, Capacity, Device, EagerStep, HostBatch, Model, Result, Tape, TrainState};
 
 use crate::train::bad_input::Outcome;
 use crate::train::model::{Activation, Gpt};

@@ -103,7 +103,9 @@ impl Arena {
     /// the capture is dropped. Pass `&mut state` to keep the state if this call fails.
     ///
     /// ```
-    /// # use stepscope::*;
+    /// # use stepscope::optim::UpdateTicket;
+    /// # use stepscope::parameters::Initializer;
+    /// # use stepscope::prelude::*;
     /// # fn main() -> Result<()> {
     /// # let device = Device::open(DeviceKind::Emulated)?;
     /// # let mut layout = ParameterSpec::builder();

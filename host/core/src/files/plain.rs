@@ -43,8 +43,8 @@ impl PlainFile {
     /// ```
     /// let file = tempfile::NamedTempFile::new()?;
     /// std::fs::write(file.path(), "{}")?;
-    /// assert_eq!(stepscope::PlainFile::read_whole(file.path(), 1 << 20)?, b"{}");
-    /// let refused = stepscope::PlainFile::read_whole(file.path(), 1).unwrap_err().to_string();
+    /// assert_eq!(stepscope::files::PlainFile::read_whole(file.path(), 1 << 20)?, b"{}");
+    /// let refused = stepscope::files::PlainFile::read_whole(file.path(), 1).unwrap_err().to_string();
     /// assert!(refused.contains("2 bytes") && refused.contains("at most 1"));
     /// # Ok::<(), std::io::Error>(())
     /// ```

@@ -23,7 +23,8 @@ use std::ops::Deref;
 /// to 512 MiB for this purpose.
 ///
 /// ```
-/// use stepscope::{Arena, Capacity, Device, DeviceKind, PageLocked};
+/// use stepscope::memory::PageLocked;
+/// use stepscope::{Arena, Capacity, Device, DeviceKind};
 ///
 /// let device = Device::open(DeviceKind::Emulated)?;
 /// let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;

@@ -15,7 +15,8 @@ use std::cell::Cell;
 /// different numbers.
 ///
 /// ```
-/// use stepscope::*;
+/// use stepscope::ops;
+/// use stepscope::prelude::*;
 ///
 /// # fn main() -> Result<()> {
 /// # let device = Device::open(DeviceKind::Emulated)?;

@@ -186,7 +186,8 @@ impl ParameterSpecBuilder {
     /// applies a recipe such as GPT-2's to existing layers.
     ///
     /// ```
-    /// # use stepscope::{Initializer, ParameterSpec};
+    /// # use stepscope::parameters::Initializer;
+    /// # use stepscope::ParameterSpec;
     /// # let mut layout = ParameterSpec::builder();
     /// # stepscope::nn::Linear::new(layout.names().at("head"), 2, 2);
     /// layout.initialize(|entry| entry.name().ends_with("weight").then_some(Initializer::Normal { deviation: 0.02 }));
@@ -205,7 +206,9 @@ impl ParameterSpecBuilder {
     /// returns, because kernels read it in f32.
     ///
     /// ```
-    /// use stepscope::{FrozenType, ParameterSpec, nn::Linear};
+    /// use stepscope::nn::Linear;
+    /// use stepscope::parameters::FrozenType;
+    /// use stepscope::ParameterSpec;
     ///
     /// # fn main() -> stepscope::Result<()> {
     /// let mut layout = ParameterSpec::builder();

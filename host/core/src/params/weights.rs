@@ -147,7 +147,8 @@ impl Parameters {
     /// f32 get a copy too, unless all are gains or biases. Those in BF16 need none.
     ///
     /// ```
-    /// use stepscope::*;
+    /// use stepscope::parameters::Initializer;
+    /// use stepscope::prelude::*;
     ///
     /// # fn main() -> Result<()> {
     /// # let device = Device::open(DeviceKind::Emulated)?;

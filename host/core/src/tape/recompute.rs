@@ -42,7 +42,7 @@ impl<'t, 's> Tape<'t, 's> {
     ///
     /// ```
     /// use stepscope::nn::Mlp;
-    /// use stepscope::*;
+    /// use stepscope::prelude::*;
     ///
     /// # fn main() -> Result<()> {
     /// # let device = Device::open(DeviceKind::Emulated)?;

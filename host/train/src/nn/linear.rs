@@ -12,7 +12,8 @@ use stepscope_core::tape::{Tape, Var};
 ///
 /// ```
 /// use stepscope::nn::{AdapterPart, Linear};
-/// use stepscope::{FrozenType, ParameterSpec};
+/// use stepscope::parameters::FrozenType;
+/// use stepscope::ParameterSpec;
 ///
 /// # fn main() -> stepscope::Result<()> {
 /// let mut layout = ParameterSpec::builder();

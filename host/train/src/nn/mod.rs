@@ -7,7 +7,8 @@
 //!
 //! ```
 //! use stepscope::nn::{Mlp, RmsNorm};
-//! use stepscope::*;
+//! use stepscope::parameters::ParameterEntry;
+//! use stepscope::prelude::*;
 //!
 //! # fn main() -> Result<()> {
 //! let mut layout = ParameterSpec::builder();

@@ -37,7 +37,7 @@ type Belongs = Box<dyn Fn(&ParameterEntry) -> bool + Send + Sync>;
 /// that match no rule use the optimizer's own rate and decay.
 ///
 /// ```
-/// use stepscope::{ParameterGroup, ParameterGroups};
+/// use stepscope::optim::{ParameterGroup, ParameterGroups};
 ///
 /// let groups = ParameterGroups::new()
 ///     .with(ParameterGroup { rate: 0.1, weight_decay: None }, |entry| entry.name().starts_with("backbone."))

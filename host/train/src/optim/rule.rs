@@ -17,7 +17,10 @@ use stepscope_core::tensor::{Lent, LentMut, Tensor};
 /// [`Sgd`](crate::Sgd), or a struct of yours. [`Optimizer`](crate::Optimizer) does the rest.
 ///
 /// ```
-/// use stepscope::*;
+/// use stepscope::ops;
+/// use stepscope::optim::{ParameterGroup, UpdateArguments, UpdateRule};
+/// use stepscope::parameters::Initializer;
+/// use stepscope::prelude::*;
 ///
 /// /// Gradient descent, made of ops.
 /// struct Descent {

@@ -19,7 +19,8 @@ use stepscope_core::step::Step;
 /// unprepared or twice:
 ///
 /// ```
-/// # use stepscope::*;
+/// # use stepscope::parameters::Initializer;
+/// # use stepscope::prelude::*;
 /// # fn main() -> Result<()> {
 /// # let device = Device::open(DeviceKind::Emulated)?;
 /// # let mut layout = ParameterSpec::builder();

@@ -23,7 +23,9 @@ impl<R: UpdateRule> Optimizer<R> {
     /// loader.
     ///
     /// ```
-    /// use stepscope::*;
+    /// use stepscope::optim::Sgd;
+    /// use stepscope::parameters::Initializer;
+    /// use stepscope::prelude::*;
     ///
     /// # fn main() -> Result<()> {
     /// let mut layout = ParameterSpec::builder();

@@ -27,7 +27,8 @@ const LINE_EVERY: Duration = Duration::from_secs(10);
 ///
 /// ```
 /// # use stepscope::nn::Linear;
-/// use stepscope::*;
+/// use stepscope::prelude::*;
+/// use stepscope::train::ProgressBar;
 ///
 /// # struct Line(Linear);
 /// # impl Model for Line {

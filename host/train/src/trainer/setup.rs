@@ -21,7 +21,7 @@ use stepscope_core::non_finite::NonFinite;
 ///
 /// ```
 /// use stepscope::nn::Linear;
-/// use stepscope::*;
+/// use stepscope::prelude::*;
 ///
 /// struct Classifier(Linear);
 ///

@@ -5,7 +5,7 @@
 use rustix::process::{Resource, getrlimit, getuid};
 use serde::{Deserialize, Serialize};
 use std::fs;
-use stepscope::CgroupMemory;
+use stepscope::memory::CgroupMemory;
 
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(default)]

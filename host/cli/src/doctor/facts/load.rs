@@ -9,8 +9,9 @@ use serde::{Deserialize, Serialize};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-use stepscope::same_bits::{self, CaseSize};
-use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, EagerStep, Result, SelfTest, bf16, ops};
+use stepscope::check::same_bits::{self, CaseSize};
+use stepscope::device::SelfTest;
+use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, EagerStep, Result, bf16, ops};
 
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
@@ -65,7 +66,7 @@ const KERNELS: usize = 3;
 
 impl Load {
     pub(crate) fn gather() -> std::result::Result<Self, String> {
-        let ptx = stepscope::ptx_builds().iter().map(|build| build.arch).collect();
+        let ptx = stepscope::device::ptx_builds().iter().map(|build| build.arch).collect();
         let mut found = Self { built_for_gpu: Some(cfg!(feature = "cuda")), ptx, ..Self::default() };
         if cfg!(feature = "cuda")
             && let Err(error) = found.measure()

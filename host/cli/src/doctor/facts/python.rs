@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::path::PathBuf;
-use stepscope::PlainFile;
+use stepscope::files::PlainFile;
 
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(default)]

@@ -7,7 +7,7 @@ use crate::train::token_file::{CHUNK, TokenFile};
 use std::fs::{self, File, FileTimes};
 use std::io::{Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
-use stepscope::SplitMix64;
+use stepscope::data::SplitMix64;
 use tempfile::TempDir;
 
 const TOKENS: usize = 10 * CHUNK + 100;
