@@ -9,6 +9,7 @@ use crate::transformer::Transformer;
 use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::path::Path;
+use stepscope_core::ops::LOW_RANK_UNIT;
 use stepscope_core::{
     Error, Gradients, HostMemory, Parameter, ParameterEntry, ParameterSpec, Parameters, Result, Shape, replace_file,
 };
@@ -246,11 +247,12 @@ fn merge(weights: &mut [f32], shape: Shape, adapter: &Adapter, parameters: &Para
     let (&[_, outputs], low_rank) = (shape.extents(), adapter.low_rank) else {
         return Err(Error::misuse("merge", "a matrix [inputs, outputs]", shape.to_string()));
     };
-    let (a, mut column) = (parameters.read(low_rank.a)?, 0);
+    let (a, mut column) = (parameters.read(low_rank.a)?, 0usize);
     let ranks = parameters.layout().entry(low_rank.a)?.shape().as_rows()[1];
     for part in low_rank.parts.into_iter().flatten() {
         let b = parameters.read(part.b)?;
         let [rank, of_part] = parameters.layout().entry(part.b)?.shape().as_rows();
+        column = column.next_multiple_of(LOW_RANK_UNIT);
         let mut sums = vec![0.0; of_part];
         for (row, a) in weights.chunks_exact_mut(outputs).zip(a.chunks_exact(ranks)) {
             sums.fill(0.0);

@@ -7,7 +7,7 @@ use super::{Lora, Targets};
 use crate::config::ModelConfig;
 use crate::names::{self, FileTensor, Part};
 use std::collections::{BTreeMap, BTreeSet};
-use stepscope_core::{Error, Result};
+use stepscope_core::{Error, Result, ops};
 
 /// The prefix of all names in PEFT's file.
 const PREFIX: &str = "base_model.model.";
@@ -123,8 +123,9 @@ impl Lora {
                 plan.layers.len() - 1
             });
             let adapted = &mut plan.layers[place];
-            let column = adapted.parts.iter().map(|part| part.rank).sum();
             adapted.parts.push(PlannedPart { name: end.clone(), first, outputs, rank, scale });
+            let (columns, _) = ops::low_rank_columns(adapted.parts.iter().map(|part| part.rank));
+            let column = columns[columns.len() - 1];
             a.get_or_insert(Part { parameter: adapted.a.clone(), first: column, outputs: rank });
             let parameter = format!("{layer}.lora_b.{end}.weight");
             let of_part =

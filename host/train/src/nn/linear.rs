@@ -3,7 +3,7 @@
 use super::Scope;
 use stepscope_core::error::{Error, Result};
 use stepscope_core::initializer::Initializer;
-use stepscope_core::ops::{GemmElement, LOW_RANK_PARTS, LowRank, LowRankPart};
+use stepscope_core::ops::{GemmElement, LOW_RANK_PARTS, LowRank, LowRankPart, low_rank_columns};
 use stepscope_core::params::Parameter;
 use stepscope_core::tape::{Tape, Var};
 
@@ -54,7 +54,7 @@ pub struct Adapter {
 pub struct AdapterPart<'n> {
     /// The name of the part's B within `lora_b`, such as `q_proj`. It may be empty.
     pub name: &'n str,
-    /// The first output.
+    /// The first output, a multiple of 8.
     pub first: usize,
     /// The number of outputs.
     pub outputs: usize,
@@ -77,7 +77,7 @@ impl Linear {
         Self { weight, bias: None, adapter: None }
     }
 
-    /// Adds an adapter of these parts: `lora_a.weight` `[inputs, ranks of all parts]`, initialized
+    /// Adds an adapter of these parts: `lora_a.weight` `[inputs, columns]`, initialized
     /// with [`Initializer::fan_in`] as PEFT does, and for each part `lora_b.NAME.weight`
     /// `[rank, outputs]`, initialized to zero.
     ///
@@ -90,8 +90,8 @@ impl Linear {
         parts: &[AdapterPart<'_>],
         dropout: f32,
     ) -> Result<Self> {
-        let ranks = parts.iter().map(|part| part.rank).sum();
-        let a = names.at("lora_a").add("weight", [inputs, ranks], Initializer::fan_in(inputs));
+        let (_, columns) = low_rank_columns(parts.iter().map(|part| part.rank));
+        let a = names.at("lora_a").add("weight", [inputs, columns], Initializer::fan_in(inputs));
         self.with_shared_adapter(names, a, parts, dropout)
     }
 

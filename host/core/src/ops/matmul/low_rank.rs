@@ -6,7 +6,9 @@
 //! y[:, columns of a part] += scale h[:, its rank] B    one launch for each part, in place
 //! ```
 //! A layer whose outputs belong to several matrices of a checkpoint, such as q, k and v, has a part
-//! for each. The parts share the products with x, because their A are columns of one parameter.
+//! for each. The parts share the products with x, because their A are columns of one parameter. Each
+//! part begins at a multiple of [`LOW_RANK_UNIT`] columns, as products require. Columns in between
+//! have no gradient and no effect.
 //!
 //! Invariant: the order of every sum depends only on shapes.
 
@@ -20,10 +22,23 @@ use crate::tensor::{Element, Lent, LentMut, Saved, Shape, Source, Target, Tensor
 /// The most parts of a [`LowRank`].
 pub const LOW_RANK_PARTS: usize = 3;
 
+/// The unit of a part's first column and first output: 16 bytes of BF16.
+pub const LOW_RANK_UNIT: usize = 8;
+
+/// Returns the first column of each part in A, given their ranks, and the columns of A.
+pub fn low_rank_columns(ranks: impl IntoIterator<Item = usize>) -> (Vec<usize>, usize) {
+    let (mut starts, mut end) = (Vec::new(), 0usize);
+    for rank in ranks {
+        starts.push(end.next_multiple_of(LOW_RANK_UNIT));
+        end = end.next_multiple_of(LOW_RANK_UNIT) + rank;
+    }
+    (starts, end)
+}
+
 /// A low-rank addition to the outputs of a linear layer; see [`Tape::linear_low_rank`].
 #[derive(Clone, Copy, Debug)]
 pub struct LowRank {
-    /// A: `[in, ranks]`, the columns of each part after those of the part before it.
+    /// A: `[in, columns]`, with the columns of each part where [`low_rank_columns`] places them.
     pub a: Parameter,
     /// The parts, in the order of their columns of A.
     pub parts: [Option<LowRankPart>; LOW_RANK_PARTS],
@@ -34,7 +49,7 @@ pub struct LowRank {
 pub struct LowRankPart {
     /// B: `[rank, outputs of the part]`.
     pub b: Parameter,
-    /// The first output.
+    /// The first output, a multiple of [`LOW_RANK_UNIT`].
     pub first: usize,
     /// The factor of the addition.
     pub scale: f32,
@@ -53,16 +68,18 @@ impl LowRank {
     /// Returns the places of the parts, and the columns of A.
     fn places(&self, op: &Op<'_, '_, '_>, inputs: usize, outputs: usize) -> Result<(Vec<Place>, usize)> {
         const OP: &str = "linear_low_rank";
-        let (mut places, mut column) = (Vec::new(), 0);
+        let (mut places, mut column) = (Vec::new(), 0usize);
         for part in self.parts.into_iter().flatten() {
             let shape = op.shape(part.b)?;
             let &[rank, of_part] = shape.extents() else {
                 return Err(Error::misuse(OP, "a matrix B [rank, outputs]", shape.to_string()));
             };
-            if part.first + of_part > outputs {
-                let expected = format!("a part inside the {outputs} outputs");
+            if part.first + of_part > outputs || !part.first.is_multiple_of(LOW_RANK_UNIT) {
+                let expected =
+                    format!("a part inside the {outputs} outputs, from a multiple of {LOW_RANK_UNIT} outputs on");
                 return Err(Error::misuse(OP, expected, format!("{of_part} outputs from {} on", part.first)));
             }
+            column = column.next_multiple_of(LOW_RANK_UNIT);
             places.push(Place { part, column, rank, outputs: of_part });
             column += rank;
         }
@@ -147,6 +164,10 @@ fn backward<'s, S: GemmElement<S> + GemmElement<f32>>(
     let inputs = x.shape().as_rows()[1];
     let wants_dh = x.wants_gradient() || back.trains(a)?;
     let mut dh = step.empty::<S>([rows, ranks])?;
+    if places.iter().map(|place| place.rank).sum::<usize>() < ranks {
+        // Columns between parts.
+        ops::fill_into(step, &mut dh, 0.0)?;
+    }
     for Place { part, column, rank, outputs: of_part } in places {
         let dy = columns(dy, part.first);
         if let Some((mut db, accumulate)) = back.gradient_if_trained(part.b)? {
