@@ -6,9 +6,9 @@
 //! y[:, columns of a part] += scale h[:, its rank] B    one launch for each part, in place
 //! ```
 //! A layer whose outputs belong to several matrices of a checkpoint, such as q, k and v, has a part
-//! for each. The parts share the products with x, because their A are columns of one parameter. Each
-//! part begins at a multiple of [`LOW_RANK_UNIT`] columns, as products require. Columns in between
-//! have no gradient and no effect.
+//! for each. The parts share the products with x, because their A are columns of one parameter.
+//! Each part begins at a multiple of [`LOW_RANK_UNIT`] columns, as products require. Columns in
+//! between have no gradient and no effect.
 //!
 //! Invariant: the order of every sum depends only on shapes.
 
