@@ -147,7 +147,6 @@ fn bad_input_writes_nothing() {
         "",
         "git lfs pull",
     );
-    refused(&chats, "--context 2048 --batch 8192", "the run needs ");
     refused(&chats, "--context 4", "give a larger --context");
     refused(&chats, "--context 4096", "has a context of 2048");
     refused(&chats, "--lora 4 --lora-targets nothing", "--lora-targets: ");
@@ -164,4 +163,17 @@ fn bad_input_writes_nothing() {
     refused(&chats, &bare(""), "row 1: the row has `messages`, but the model has no chat template");
     fs::remove_file(folder.path().join("bare/tokenizer.json")).unwrap();
     refused(&chats, &bare(""), "has no tokenizer.json");
+}
+
+/// A run that does not fit into memory is refused before its first update.
+#[test]
+fn large_run_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("out");
+    let device = Device::open(stepscope::DeviceKind::Emulated).unwrap();
+    let output = finetune(&device, &example("chats.jsonl"), &out, "--context 2048 --batch 8192");
+    let errors = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{errors}");
+    assert!(errors.contains("the run needs ") && errors.contains("give a smaller --batch"), "{errors}");
+    assert!(!out.join("model.safetensors").exists() && !out.join("log.jsonl").exists());
 }
