@@ -93,7 +93,7 @@ fn encode(path: &Path, name: &str, shape: &[usize], values: &[f32], stored: File
         return Err(Error::misuse("save_tensors", expected, values.len().to_string()));
     }
     stored.encode(values).map_err(|value| {
-        let reason = format!("`{}` has {value}, which is not finite as {:?}", short(name), stored.dtype());
+        let reason = format!("`{}` has {value:e}, which is not finite as {:?}", short(name), stored.dtype());
         Error::file(path, reason)
     })
 }
