@@ -139,7 +139,7 @@ on_each_device! {
                 }
                 (mean, gradients.read(w).unwrap())
             };
-            let (mean, whole) = pass(&[0..ROWS]);
+            let (mean, whole) = pass(std::slice::from_ref(&(0..ROWS)));
             let (of_parts, sum) = pass(&[0..4, 4..6, 6..ROWS]);
             let whole: Vec<f64> = whole.into_iter().map(f64::from).collect();
             let error = relative_l2(&sum, &whole);

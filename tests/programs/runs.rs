@@ -232,7 +232,7 @@ fn impossible_configuration_numbers() {
         ("layer_norm_epsilon", json!(0), "`layer_norm_epsilon`: expected a number"),
         ("layer_norm_epsilon", json!("1e-5"), "`layer_norm_epsilon`: expected a number"),
         ("tie_word_embeddings", json!("yes"), "`tie_word_embeddings`: expected true or false, got \"yes\""),
-        ("model_type", json!("x".repeat(1 << 19)), "gpt_neox or gemma3_text, got \"xxx"),
+        ("model_type", json!("x".repeat(1 << 19)), "gemma3_text or arcee, got \"xxx"),
     ] {
         let mut sizes = before.clone();
         sizes[key] = value;
@@ -456,7 +456,7 @@ fn finished_run_suggests_next_command() {
     let output = within(&mut place.gpt(&format!("--updates 4 {resume}")), LATE);
     let said = text(&output.stdout) + &text(&output.stderr);
     assert!(
-        output.status.success() && !said.contains("NaN") && said.contains("all 4 updates had already been made"),
+        output.status.success() && !said.contains("NaN") && said.contains("all updates had already been made"),
         "{said}"
     );
     assert!(report(&place.path("out"))["tokens_per_second"].is_null());

@@ -15,8 +15,8 @@
 //! there. On one device the bits do not depend on the tile, the grid or the run.
 //!
 //! The parameters are as in [`matmul`](super::matmul), except that the [`OperandLayout`] gives the
-//! storage of A, not a flag. `out`, `c` and `pre` hold S. If k is split, `k_per_split` is a multiple
-//! of a stage's k, and S is f32.
+//! storage of A, not a flag. `out`, `c` and `pre` hold S. If k is split, `k_per_split` is a
+//! multiple of a stage's k, and S is f32.
 //!
 //! [`BIAS_GRAD`] adds an epilogue output `sums`, f32, `[batches, split_k, n]`: the sums of B's
 //! columns over k. For dw = x^T dy this is the bias gradient, so dy is not read a second time. The

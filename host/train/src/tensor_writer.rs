@@ -100,7 +100,8 @@ fn encode(path: &Path, name: &str, shape: &[usize], values: &[f32], stored: File
 
 /// Returns the tensors of each shard. There is at least one shard.
 fn dealt(bytes: impl IntoIterator<Item = u64>, most: u64) -> Vec<Range<usize>> {
-    let (mut shards, mut filled) = (vec![0..0], 0u64);
+    let mut shards: Vec<Range<usize>> = std::iter::once(0..0).collect();
+    let mut filled = 0u64;
     for (number, bytes) in bytes.into_iter().enumerate() {
         let last = shards.last_mut().expect("at least one");
         if filled + bytes > most && last.start < last.end {

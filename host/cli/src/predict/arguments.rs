@@ -99,14 +99,14 @@ impl Args {
         if let Some(config) = &self.config {
             let mut config = config.clone();
             config.context = self.context.unwrap_or(config.context.min(1024));
-            return Work::Gpt { config, recompute: self.recompute };
+            return Work::Gpt { config: Box::new(config), recompute: self.recompute };
         }
         match self.model {
             Model::Crossasset => Work::CrossAsset,
             Model::Gpt => {
                 let context = self.context.unwrap_or(if self.size == Size::Tiny { 128 } else { 1024 });
                 let config = model::config(self.size, self.arch, self.vocabulary, context);
-                Work::Gpt { config, recompute: self.recompute }
+                Work::Gpt { config: Box::new(config), recompute: self.recompute }
             }
         }
     }

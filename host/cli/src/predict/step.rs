@@ -20,7 +20,7 @@ use stepscope_predict::dry_run;
 #[derive(Clone, Debug)]
 pub(crate) enum Work {
     CrossAsset,
-    Gpt { config: ModelConfig, recompute: bool },
+    Gpt { config: Box<ModelConfig>, recompute: bool },
 }
 
 /// Returns the launches of one step on `batch` samples, on a GPU with this many multiprocessors.
@@ -97,10 +97,10 @@ fn set_up(step: &EagerStep<'_>, work: &Work, precision: Precision, batch: usize,
             let tokens = Tokens::new(batch, config.context);
             let inputs = tokens.inputs()?;
             if precision == Precision::Bf16 {
-                let (model, spec) = Gpt::<bf16>::new(config.clone(), mode)?;
+                let (model, spec) = Gpt::<bf16>::new(ModelConfig::clone(config), mode)?;
                 return train(step, model, &spec, &inputs, precision, until);
             }
-            let (model, spec) = Gpt::<f32>::new(config.clone(), mode)?;
+            let (model, spec) = Gpt::<f32>::new(ModelConfig::clone(config), mode)?;
             train(step, model, &spec, &inputs, precision, until)
         }
     }

@@ -49,9 +49,11 @@ pub(crate) fn end_all(all: &[Arc<dyn ReplayPrecondition>], queued: bool) {
 #[derive(Debug, Default)]
 pub(crate) struct ReplayPreconditions {
     each: RefCell<Vec<Arc<dyn ReplayPrecondition>>>,
-    /// The bounds of the step's indices, each with the number of the input that has them.
-    bounds: RefCell<Vec<(usize, IndexBound)>>,
+    bounds: RefCell<Vec<InputBound>>,
 }
+
+/// The bound of indices, and the number of the input that has them.
+pub(crate) type InputBound = (usize, IndexBound);
 
 impl ReplayPreconditions {
     /// Registers the bound of an input's indices for a check before each replay.
@@ -73,7 +75,7 @@ impl ReplayPreconditions {
     }
 
     /// Takes everything that each replay must check.
-    pub(crate) fn take(&self) -> (Vec<Arc<dyn ReplayPrecondition>>, Vec<(usize, IndexBound)>) {
+    pub(crate) fn take(&self) -> (Vec<Arc<dyn ReplayPrecondition>>, Vec<InputBound>) {
         (self.each.take(), self.bounds.take())
     }
 }

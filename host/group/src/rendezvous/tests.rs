@@ -270,7 +270,7 @@ fn other_hosts_require_a_secret() {
 
 #[test]
 fn invalid_addresses_are_refused() {
-    for address in ["", "host", ":1", "host:", "host:0", "host:65536", "host:-1", "no such host.invalid:1"] {
+    for address in ["", "host", ":1", "host:", "host:0", "host:65536", "host:-1"] {
         let error = meet(&GroupConfig::new(1, 2, address).secret(SECRET).deadline(PLENTY)).expect_err("no address");
         assert!(matches!(error, Error::Misuse { .. }), "{address}: {error}");
         assert!(error.to_string().contains("host:port"), "{error}");

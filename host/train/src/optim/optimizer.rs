@@ -184,8 +184,9 @@ impl<R: UpdateRule> Optimizer<R> {
         self.check_layout(parameters.layout())?;
         self.check_layout(gradients.layout())?;
         self.whole_state()?;
-        let updates = Arc::clone(&self.updates);
-        updates.apply(ticket, step, || self.queue_whole(step, parameters, gradients))
+        self.updates.accept(ticket, step)?;
+        let queued = self.queue_whole(step, parameters, gradients);
+        self.updates.count(step, queued)
     }
 
     /// Queues the squared norm of all gradients, then the update of all weights.
@@ -218,8 +219,9 @@ impl<R: UpdateRule> Optimizer<R> {
     ) -> Result<()> {
         self.check_layout(parameters.layout())?;
         self.check_layout(gradients.layout())?;
-        let updates = Arc::clone(&self.updates);
-        updates.apply(ticket, step, || self.queue(step, parameters, gradients, squared_norm, false))
+        self.updates.accept(ticket, step)?;
+        let queued = self.queue(step, parameters, gradients, squared_norm, false);
+        self.updates.count(step, queued)
     }
 
     #[track_caller]

@@ -120,17 +120,12 @@ impl Updates {
         UpdateTicket(Right::Once { updates: Arc::clone(self), serial, number })
     }
 
-    /// Queues an update with `queue`, as its ticket allows. Counts the update if it will run.
+    /// Accepts a ticket for the update that is about to be queued. [`Updates::count`] must follow.
     ///
     /// # Errors
     /// [`Error::Misuse`] if the ticket is of another optimizer, was withdrawn, or does not fit a
     /// recorded step.
-    pub(super) fn apply<Q>(
-        self: &Arc<Self>,
-        ticket: UpdateTicket,
-        step: &Step<'_>,
-        queue: impl FnOnce() -> Result<Q>,
-    ) -> Result<Q> {
+    pub(super) fn accept(self: &Arc<Self>, ticket: UpdateTicket, step: &Step<'_>) -> Result<()> {
         let refuse = |expected: &str, got: String| Err(Error::misuse(self.op, expected, got));
         match ticket.0 {
             Right::EachReplay if !step.is_recorded() => {
@@ -164,7 +159,12 @@ impl Updates {
                 }
             }
         }
-        let queued = step.launched(queue())?;
+        Ok(())
+    }
+
+    /// Counts the accepted update if it was queued and will run. Returns what queuing it gave.
+    pub(super) fn count<Q>(&self, step: &Step<'_>, queued: Result<Q>) -> Result<Q> {
+        let queued = step.launched(queued)?;
         if !step.is_dry_run() {
             self.made.fetch_add(1, Ordering::Relaxed);
         }
