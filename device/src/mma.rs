@@ -1,7 +1,7 @@
-//! Tensor core products. [`fragments`] has the operands of kernels that read rows from shared
-//! memory, and [`element`] the element types of attention. This file has the operands of
-//! [`matmul_mma`](crate::matmul_mma), which are packed in TF32 beforehand: a warp multiplies 32 rows
-//! by 32 columns over eight words of k.
+//! Tensor core products. [`fragments`](mod@fragments) has the operands of kernels that read rows
+//! from shared memory, and [`element`] the element types of attention. This file has the operands
+//! of [`matmul_mma`](crate::matmul_mma), which are packed in TF32 beforehand: a warp multiplies 32
+//! rows by 32 columns over eight words of k.
 //!
 //! Lane `4 g + t` brings a [`Factor`] of each operand. It holds words `2 t` and `2 t + 1` of four
 //! rows of A and of four columns of B, from [`Side::first`] on. It gets [`Sums`], the accumulators

@@ -39,8 +39,8 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         c.longest(rows.max(classes));
         let logits = c.operand::<S>("logits", [rows, classes + 1])?;
         let labels = c.indices("labels", [rows], &c.belows(rows, classes + 1))?;
-        let (weight, dy) = (c.scalar("weight"), c.upstream::<S>()?);
-        let (loss, dlogits) = ops::cross_entropy_by(c.step, &logits, &labels, ops::LabelRules::default().weighted(weight))?;
+        c.given("weight", [1], &[1.0 / rows as f32])?;
+        let (dy, (loss, dlogits)) = (c.upstream::<S>()?, ops::cross_entropy(c.step, &logits, &labels)?);
         c.result("y", &loss)?;
         c.result("dlogits", &ops::scale_by(c.step, &dlogits, &dy)?)
     }),

@@ -1,7 +1,7 @@
 //! Indexed rows, slices and permutations.
 
 use crate::case::{Case, Run, both};
-use stepscope::{Result, Tensor, ops};
+use stepscope::{Result, Tensor, bf16, ops};
 
 pub(crate) const CASES: &[&[(&str, Run)]] = &[
     &both!("embedding", <S>, |c| {
@@ -14,6 +14,13 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         let mut dtable = c.step.empty([rows, cols])?;
         ops::embedding_backward(c.step, &dy, &ids, &mut dtable, false)?;
         c.result("dtable", &dtable)
+    }),
+    &both!("embedding_of_half", <S>, |c| {
+        let [count, rows, cols] = c.extents([700, 40, 70]);
+        c.longest(0);
+        let (table, ids) = (c.operand::<bf16>("table", [rows, cols])?, c.belows(count, rows));
+        let y: Tensor<'_, S> = ops::embedding_bf16(c.step, &table, &c.indices("ids", [count], &ids)?)?;
+        c.result("y", &y)
     }),
     &both!("gather", <S>, |c| {
         let [count, rows, cols] = c.extents([700, 40, 70]);

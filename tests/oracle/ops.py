@@ -193,6 +193,7 @@ REFERENCES = {
     "swiglu_packed": lambda x: jax.nn.silu(x[:, : x.shape[1] // 2]) * x[:, x.shape[1] // 2 :],
     "dropout": dropout,
     "embedding": lambda table, ids: table[ids],
+    "embedding_of_half": lambda table, ids: table[ids],
     "gather": lambda x, ids: x[ids],
     "add_positions": lambda x, table: x + table[: x.shape[1]],
     "slice": lambda x, range: x[:, int(range[0]) : int(range[1])],

@@ -46,7 +46,7 @@ fn layers(device: &Device, dropout: f32) -> Layers {
     let separate: Vec<[Parameter; 2]> = separate.collect();
     let mut parameters = Parameters::new(device, &layout.build().unwrap(), 7).unwrap();
     let mut random = Random::new(3);
-    let (columns, ranks) = ops::low_rank_columns(PARTS.map(|part| part.2));
+    let (columns, ranks) = ops::LowRankPart::columns(PARTS.map(|part| part.2));
     assert_eq!((&columns[..], ranks), (&[0, 8, 24][..], 25));
     let a = random.normals(INPUTS * ranks);
     let low_rank = layer.adapter.unwrap().low_rank;
@@ -106,7 +106,7 @@ fn run<S: GemmElement<S> + GemmElement<f32>>(layers: &Layers, whole: bool, resid
     let (mut of_a, mut of_b) = (Vec::new(), Vec::new());
     let read = |parameter| gradients.read(parameter).unwrap();
     if whole {
-        let ((columns, ranks), a) = (ops::low_rank_columns(PARTS.map(|part| part.2)), read(low_rank.a));
+        let ((columns, ranks), a) = (ops::LowRankPart::columns(PARTS.map(|part| part.2)), read(low_rank.a));
         assert!(a.chunks(ranks).all(|row| row[3..8] == [0.0; 5] && row[17..24] == [0.0; 7]), "no part has these");
         for ((part, own), column) in PARTS.iter().zip(low_rank.parts).zip(columns) {
             of_a.extend(a.chunks(ranks).flat_map(|row| row[column..column + part.2].to_vec()));

@@ -53,7 +53,7 @@ fn normal_tail(size: f32) -> NormalTail {
 /// Computes the exact form of GELU: x times the normal distribution's mass below x, 0.5 x (1 +
 /// erf(x / sqrt(2))). It is -0 at -infinity.
 ///
-/// A remainder corrects the quotient, as in [`gelu`].
+/// A remainder corrects the quotient, as in [`gelu`](super::gelu).
 #[inline(always)]
 pub fn gelu_exact(x: f32) -> f32 {
     let size = x.abs();

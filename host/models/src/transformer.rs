@@ -149,7 +149,7 @@ impl Transformer {
             return Err(Error::misuse("lora", "targets that are linear layers of the model's blocks", got));
         };
         let scope = |spec: &mut ParameterSpecBuilder| -> Parameter {
-            let (_, columns) = ops::low_rank_columns(layer.parts.iter().map(|part| part.rank));
+            let (_, columns) = ops::LowRankPart::columns(layer.parts.iter().map(|part| part.rank));
             let a = layer.a.strip_suffix(".weight").expect("a name that ends so");
             spec.names().at(a).add("weight", [layer.inputs, columns], Initializer::fan_in(layer.inputs))
         };

@@ -219,8 +219,7 @@ impl Window<u32> {
         }
     }
 
-    /// Reads four matrices of 8 x 8 16-bit elements; see
-    /// [`SharedTile::matrices`](crate::tile::SharedTile::matrices).
+    /// Reads four matrices of 8 x 8 16-bit elements, as `SharedTile::matrices` describes.
     ///
     /// # Safety
     /// See [`Window`]: the lane's row of four words begins at `index`.

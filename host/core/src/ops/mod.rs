@@ -70,7 +70,7 @@ pub use loss::{IGNORED, LabelRules, binary_cross_entropy, cross_entropy, cross_e
 pub use matmul::{
     BiasGradient, Gemm, GemmElement, Gradient, LOW_RANK_PARTS, LOW_RANK_UNIT, LowRank, LowRankPart, TILES, Tile,
     gelu_linear_backward, gemm_into, gradients_into, linear, linear_gelu, linear_residual, linear_silu, linear_swiglu,
-    low_rank_columns, matmul,
+    matmul,
 };
 pub use norm::{rms_norm, rms_norm_backward, rms_norm_residual};
 pub use qk_norm::{QkNorm, qk_norm, qk_norm_backward};

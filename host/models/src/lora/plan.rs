@@ -124,7 +124,7 @@ impl Lora {
             });
             let adapted = &mut plan.layers[place];
             adapted.parts.push(PlannedPart { name: end.clone(), first, outputs, rank, scale });
-            let (columns, _) = ops::low_rank_columns(adapted.parts.iter().map(|part| part.rank));
+            let (columns, _) = ops::LowRankPart::columns(adapted.parts.iter().map(|part| part.rank));
             let column = columns[columns.len() - 1];
             a.get_or_insert(Part { parameter: adapted.a.clone(), first: column, outputs: rank });
             let parameter = format!("{layer}.lora_b.{end}.weight");

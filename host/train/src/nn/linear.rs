@@ -3,7 +3,7 @@
 use super::Scope;
 use stepscope_core::error::{Error, Result};
 use stepscope_core::initializer::Initializer;
-use stepscope_core::ops::{GemmElement, LOW_RANK_PARTS, LowRank, LowRankPart, low_rank_columns};
+use stepscope_core::ops::{GemmElement, LOW_RANK_PARTS, LowRank, LowRankPart};
 use stepscope_core::params::Parameter;
 use stepscope_core::tape::{Tape, Var};
 
@@ -90,7 +90,7 @@ impl Linear {
         parts: &[AdapterPart<'_>],
         dropout: f32,
     ) -> Result<Self> {
-        let (_, columns) = low_rank_columns(parts.iter().map(|part| part.rank));
+        let (_, columns) = LowRankPart::columns(parts.iter().map(|part| part.rank));
         let a = names.at("lora_a").add("weight", [inputs, columns], Initializer::fan_in(inputs));
         self.with_shared_adapter(names, a, parts, dropout)
     }

@@ -25,20 +25,10 @@ pub const LOW_RANK_PARTS: usize = 3;
 /// The unit of a part's first column and first output: 16 bytes of BF16.
 pub const LOW_RANK_UNIT: usize = 8;
 
-/// Returns the first column of each part in A, given their ranks, and the columns of A.
-pub fn low_rank_columns(ranks: impl IntoIterator<Item = usize>) -> (Vec<usize>, usize) {
-    let (mut starts, mut end) = (Vec::new(), 0usize);
-    for rank in ranks {
-        starts.push(end.next_multiple_of(LOW_RANK_UNIT));
-        end = end.next_multiple_of(LOW_RANK_UNIT) + rank;
-    }
-    (starts, end)
-}
-
 /// A low-rank addition to the outputs of a linear layer; see [`Tape::linear_low_rank`].
 #[derive(Clone, Copy, Debug)]
 pub struct LowRank {
-    /// A: `[in, columns]`, with the columns of each part where [`low_rank_columns`] places them.
+    /// A: `[in, columns]`, with the columns of each part where [`LowRankPart::columns`] places them.
     pub a: Parameter,
     /// The parts, in the order of their columns of A.
     pub parts: [Option<LowRankPart>; LOW_RANK_PARTS],
@@ -53,6 +43,19 @@ pub struct LowRankPart {
     pub first: usize,
     /// The factor of the addition.
     pub scale: f32,
+}
+
+impl LowRankPart {
+    /// Returns the first column of each part in A, given their ranks, and the number of columns of
+    /// A.
+    pub fn columns(ranks: impl IntoIterator<Item = usize>) -> (Vec<usize>, usize) {
+        let (mut starts, mut end) = (Vec::new(), 0usize);
+        for rank in ranks {
+            starts.push(end.next_multiple_of(LOW_RANK_UNIT));
+            end = end.next_multiple_of(LOW_RANK_UNIT) + rank;
+        }
+        (starts, end)
+    }
 }
 
 /// A part with its place: the first column in h, its rank, and its outputs.
