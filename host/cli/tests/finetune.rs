@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Output;
-use stepscope::Device;
+use stepscope::{Device, DeviceKind};
 use support::example::{run, text};
 use support::on_each_device;
 
@@ -102,19 +102,35 @@ on_each_device! {
         let output = run("generate", device, &["--weights", merged.to_str().unwrap(), "--chat", "What is 2+3?", "--tokens", "4"]);
         assert!(output.status.success(), "{}", text(&output.stderr));
     }
+}
 
-    /// One rank with two shards and two ranks give the same bits.
-    fn ranks_give_same_bits(device: &Device) {
-        let folder = tempfile::tempdir().unwrap();
-        let run = |name: &str, more: &str| {
-            let out = folder.path().join(name);
-            let more = format!("--context 64 --batch 2 --epochs 1 {more}");
-            let output = finetune(device, &example("chats.jsonl"), &out, &more);
-            assert!(output.status.success(), "{}", text(&output.stderr));
-            let report = report(&out);
-            (report["weights_sha256"].clone(), report["losses"].clone())
-        };
-        assert_eq!(run("one", "--shards 2"), run("two", "--ranks 2"));
+/// Checks that one rank with two shards and two ranks give the same bits.
+fn ranks_give_same_bits(kind: DeviceKind) {
+    let (device, folder) = (support::open(kind), tempfile::tempdir().unwrap());
+    let run = |name: &str, more: &str| {
+        let out = folder.path().join(name);
+        let more = format!("--context 64 --batch 2 --epochs 1 {more}");
+        let output = finetune(&device, &example("chats.jsonl"), &out, &more);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let report = report(&out);
+        (report["weights_sha256"].clone(), report["losses"].clone())
+    };
+    assert_eq!(run("one", "--shards 2"), run("two", "--ranks 2"));
+}
+
+#[test]
+fn emulated_ranks_give_same_bits() {
+    ranks_give_same_bits(DeviceKind::Emulated);
+}
+
+#[cfg(feature = "cuda")]
+mod two_gpus {
+    use super::*;
+
+    #[test]
+    #[ignore = "needs two NVIDIA GPUs"]
+    fn ranks_give_same_bits() {
+        super::ranks_give_same_bits(DeviceKind::Cuda);
     }
 }
 
@@ -122,7 +138,7 @@ on_each_device! {
 fn refused(data: &Path, more: &str, words: &str) {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("out");
-    let device = Device::open(stepscope::DeviceKind::Emulated).unwrap();
+    let device = Device::open(DeviceKind::Emulated).unwrap();
     let output = finetune(&device, data, &out, more);
     let errors = text(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{more}: {errors}");
@@ -170,7 +186,7 @@ fn bad_input_writes_nothing() {
 fn large_run_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("out");
-    let device = Device::open(stepscope::DeviceKind::Emulated).unwrap();
+    let device = Device::open(DeviceKind::Emulated).unwrap();
     let output = finetune(&device, &example("chats.jsonl"), &out, "--context 2048 --batch 8192");
     let errors = text(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{errors}");

@@ -28,7 +28,7 @@ pub const LOW_RANK_UNIT: usize = 8;
 /// A low-rank addition to the outputs of a linear layer; see [`Tape::linear_low_rank`].
 #[derive(Clone, Copy, Debug)]
 pub struct LowRank {
-    /// A: `[in, columns]`, with the columns of each part where [`LowRankPart::columns`] places them.
+    /// A: `[in, columns]`. [`LowRankPart::columns`] places the columns of each part.
     pub a: Parameter,
     /// The parts, in the order of their columns of A.
     pub parts: [Option<LowRankPart>; LOW_RANK_PARTS],
