@@ -125,7 +125,7 @@ pub(crate) enum Message {
 /// The stage of a conversation. Messages of the next stage are refused before the current one ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stage {
-    /// Both ends prove that they have the secret. These messages alone are not encrypted.
+    /// Both ends prove that they have the secret. Only these messages are not encrypted.
     Introduction,
     /// The ranks find each other.
     Rendezvous,

@@ -12,7 +12,7 @@ use crate::finetune::data::{Contexts, Data, Form, Sources};
 use crate::program::settings::Settings;
 use crate::run::cli::RunArgs;
 use crate::run::folder::ModelFolder;
-use crate::run::memory::{RunMemory, check_batch};
+use crate::run::memory::{RunMemory, check_batch, evaluation_batch};
 use crate::run::settings;
 use crate::run::updates::{Trained, Updates};
 use crate::train::bad_input::{Outcome, bad};
@@ -105,7 +105,6 @@ impl<'r> Plan<'r> {
 
     /// Creates the model with its initial weights, and the optimizer.
     pub(crate) fn state<S: Activation>(&self, device: &Device) -> Outcome<TrainState<Gpt<S>>> {
-        let RunArgs { seed, precision, .. } = self.args.run;
         let (model, spec) = self.model::<S>()?;
         let config = AdamW {
             learning_rate: self.args.learning_rate(),
@@ -114,27 +113,20 @@ impl<'r> Plan<'r> {
             schedule: self.args.schedule(self.total()),
             ..AdamW::default()
         };
-        let groups = model.groups(&spec);
-        let state = TrainState::new(device, model, &spec, seed, config)?.with_parameter_groups(&groups)?;
-        let mut state = state.with_precision(precision.of_f32());
+        let mut state = self.args.run.state(device, model, &spec, config)?;
         self.load_weights(&mut state.parameters)?;
         Ok(state)
     }
 
     /// Computes the memory that the run needs.
     pub(crate) fn memory<S: Activation>(&self, device: &Device) -> Result<RunMemory> {
-        let [step, look] = [self.args.batch, self.look()].map(|samples| self.blank(samples));
+        let [step, look] = [self.args.batch, evaluation_batch(self.args.batch)].map(|samples| self.blank(samples));
         RunMemory::of(device, || self.model::<S>(), self.args.run.precision.of_f32(), [&step, &look])
     }
 
     /// Returns contexts without tokens, for measurements that ignore the values.
     pub(crate) fn blank(&self, count: usize) -> Contexts {
         Contexts::new([], count, self.config.context, 1.0)
-    }
-
-    /// Returns the contexts of an evaluation step.
-    fn look(&self) -> usize {
-        self.args.batch.div_ceil(4)
     }
 
     /// Trains to the end. Returns none if it was stopped, after writing a checkpoint.
@@ -164,7 +156,7 @@ impl<'r> Plan<'r> {
                     .into(),
         };
         let batches = |behind| self.data.batches(context, [batch, self.accumulate], self.args.run.seed, behind);
-        updates.run(trainer, batches, &self.data.held_out(context, self.look()))
+        updates.run(trainer, batches, &self.data.held_out(context, evaluation_batch(self.args.batch)))
     }
 
     /// Returns all settings that decide the weights after an update, except the number of updates:
@@ -196,23 +188,16 @@ impl<'r> Plan<'r> {
         let mut settings = self.settings();
         settings.push(("epochs", self.args.epochs.to_string()));
         settings.push(("patience", format!("{:?}", self.args.patience)));
-        settings.push(("evaluate-every", self.evaluate_every().to_string()));
-        settings.push(("checkpoint-every", format!("{:?}", self.args.run.checkpoint_every)));
-        settings.push(("resumes", self.resumed.is_some().to_string()));
-        settings
+        settings::of_ranks(settings, &self.args.run, self.evaluate_every(), self.resumed.is_some())
     }
 
-    /// Creates a trainer that replays each step as one graph, or launches each kernel with
-    /// `--eager`.
+    /// Creates the trainer of the run.
     pub(crate) fn trainer<'a, S: Activation>(
         &self,
         arena: &'a mut Arena,
         state: TrainState<Gpt<S>>,
     ) -> Result<Trainer<'a, Gpt<S>>> {
-        match self.args.run.eager {
-            true => Ok(Trainer::eager(arena, state)),
-            false => Trainer::captured(arena, state, &self.blank(self.args.batch)),
-        }
+        self.args.run.trainer(arena, state, &self.blank(self.args.batch))
     }
 
     /// Returns the folder of the exported model, or of its adapters.

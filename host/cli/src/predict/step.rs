@@ -10,7 +10,7 @@ use stepscope::{
 };
 
 use crate::crossasset;
-use crate::run::memory::RunMemory;
+use crate::run::memory::{RunMemory, evaluation_batch};
 use crate::sizes::{FEATURES, SCALES};
 use crate::train::cli::Precision;
 use crate::train::model::{Gpt, Mode};
@@ -41,7 +41,7 @@ pub(crate) fn launches(processors: u32, work: &Work, precision: Precision, batch
 pub(crate) fn memory(config: &ModelConfig, recompute: bool, precision: Precision, batch: usize) -> Result<RunMemory> {
     let device = Device::open(DeviceKind::Emulated)?;
     let mode = Mode { recompute, ..Mode::default() };
-    let [step, look] = [batch, batch.div_ceil(4)].map(|samples| Tokens::new(samples, config.context));
+    let [step, look] = [batch, evaluation_batch(batch)].map(|samples| Tokens::new(samples, config.context));
     match precision {
         Precision::Bf16 => {
             let model = || Gpt::<bf16>::new(config.clone(), mode);

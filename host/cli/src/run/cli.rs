@@ -1,11 +1,12 @@
-//! The options that `train` and `finetune` share.
+//! The options that `train` and `finetune` share, and the state and trainer that follow from them.
 
 use clap::Args;
-use stepscope::DeviceKind;
+use stepscope::{AdamW, Arena, Device, DeviceKind, HostBatch, ParameterSpec, Result, TrainState, Trainer};
 
 use crate::program::ranks::RankArgs;
 use crate::train::bad_input::{Outcome, bad};
 use crate::train::cli::{Precision, bytes, up_to};
+use crate::train::model::{Activation, Gpt};
 
 /// The options of a training run.
 #[derive(Clone, Debug, Args)]
@@ -70,5 +71,32 @@ impl RunArgs {
             return Err(bad("--accumulate", reason));
         }
         Ok(accumulate)
+    }
+
+    /// Creates the state of a run: new weights, and the optimizer with the model's groups.
+    pub(crate) fn state<S: Activation>(
+        &self,
+        device: &Device,
+        model: Gpt<S>,
+        spec: &ParameterSpec,
+        config: AdamW,
+    ) -> Result<TrainState<Gpt<S>>> {
+        let groups = model.groups(spec);
+        let state = TrainState::new(device, model, spec, self.seed, config)?.with_parameter_groups(&groups)?;
+        Ok(state.with_precision(self.precision.of_f32()))
+    }
+
+    /// Creates a trainer that replays each step as one graph, or launches each kernel with
+    /// `--eager`. `largest` is the largest step; its values are not read.
+    pub(crate) fn trainer<'a, S: Activation>(
+        &self,
+        arena: &'a mut Arena,
+        state: TrainState<Gpt<S>>,
+        largest: &impl HostBatch,
+    ) -> Result<Trainer<'a, Gpt<S>>> {
+        match self.eager {
+            true => Ok(Trainer::eager(arena, state)),
+            false => Trainer::captured(arena, state, largest),
+        }
     }
 }

@@ -31,6 +31,12 @@ pub(crate) struct RunMemory {
     pub(crate) files: u64,
 }
 
+/// Returns the samples of an evaluation step. It is smaller than a training batch, because it needs
+/// memory in addition.
+pub(crate) fn evaluation_batch(batch: usize) -> usize {
+    batch.div_ceil(4)
+}
+
 impl RunMemory {
     /// Computes the needs of a run whose largest training step and evaluation step have these
     /// samples. Their values are not read.

@@ -1,9 +1,10 @@
-//! The settings of a model, which a run that resumes must share.
+//! The settings of a model, which a run that resumes must share, and those that ranks must share.
 
 use sha2::{Digest, Sha256};
 use stepscope::models::ModelConfig;
 
 use crate::program::settings::Settings;
+use crate::run::cli::RunArgs;
 use crate::train::text::hex;
 
 /// Returns the settings of a model that decide the weights.
@@ -20,4 +21,13 @@ pub(crate) fn of_model(config: &ModelConfig) -> Settings {
         ("tied", tied.to_string()),
         ("config.json", hex(&Sha256::digest(config.to_json("float32")))),
     ]
+}
+
+/// Adds to the settings that decide the weights the times of evaluations and checkpoints, which all
+/// ranks do together.
+pub(crate) fn of_ranks(mut settings: Settings, args: &RunArgs, evaluate_every: u64, resumes: bool) -> Settings {
+    settings.push(("evaluate-every", evaluate_every.to_string()));
+    settings.push(("checkpoint-every", format!("{:?}", args.checkpoint_every)));
+    settings.push(("resumes", resumes.to_string()));
+    settings
 }

@@ -11,7 +11,7 @@ use stepscope::{AdamW, Arena, Checkpoint, Device, Result, TrainState, Trainer};
 
 use crate::program::settings::Settings;
 use crate::run::cli::RunArgs;
-use crate::run::memory::{RunMemory, check_batch};
+use crate::run::memory::{RunMemory, check_batch, evaluation_batch};
 use crate::run::settings;
 use crate::run::updates::{Trained, Updates};
 use crate::train::bad_input::{Outcome, bad};
@@ -91,21 +91,16 @@ impl<'r> Plan<'r> {
 
     /// Creates the model with its initial weights, and the optimizer.
     pub(crate) fn state<S: Activation>(&self, device: &Device) -> Outcome<TrainState<Gpt<S>>> {
-        let Args { updates, .. } = *self.args;
-        let RunArgs { seed, precision, .. } = self.args.run;
         let (model, spec) = Gpt::<S>::new(self.config.clone(), self.mode())?;
-        let total = updates as u64;
         let config = AdamW {
             learning_rate: self.learning_rate(),
             beta2: 0.95,
             weight_decay: 0.1,
             clip: Some(1.0),
-            schedule: Schedule::WarmupCosine { warmup: self.args.warmup(), total, floor: FLOOR },
+            schedule: self.schedule(),
             ..AdamW::default()
         };
-        let groups = model.groups(&spec);
-        let state = TrainState::new(device, model, &spec, seed, config)?.with_parameter_groups(&groups)?;
-        let mut state = state.with_precision(precision.of_f32());
+        let mut state = self.args.run.state(device, model, &spec, config)?;
         if let Some(weights) = &self.weights {
             weights.load(&mut state.parameters)?;
         }
@@ -118,7 +113,8 @@ impl<'r> Plan<'r> {
 
     /// Computes the memory that the run needs.
     pub(crate) fn memory<S: Activation>(&self, device: &Device) -> Result<RunMemory> {
-        let [step, look] = [self.args.batch, self.look()].map(|samples| Sequences::zeros(samples, self.form()));
+        let [step, look] =
+            [self.args.batch, evaluation_batch(self.args.batch)].map(|samples| Sequences::zeros(samples, self.form()));
         let model = || Gpt::<S>::new(self.config.clone(), self.mode());
         let needs = RunMemory::of(device, model, self.args.run.precision.of_f32(), [&step, &look])?;
         // The weights of a folder stay on the host.
@@ -137,10 +133,7 @@ impl<'r> Plan<'r> {
         leads: bool,
     ) -> Outcome<Option<Trained>> {
         let Args { batch, updates, .. } = *self.args;
-        let (rate, schedule) = (
-            f64::from(self.learning_rate()),
-            Schedule::WarmupCosine { warmup: self.args.warmup(), total: updates as u64, floor: FLOOR },
-        );
+        let (rate, schedule) = (f64::from(self.learning_rate()), self.schedule());
         let updates = Updates {
             rate: &|number| rate * schedule.factor(number),
             out,
@@ -156,7 +149,7 @@ impl<'r> Plan<'r> {
             how_to_prolong: self.how_to_prolong(),
         };
         let (form, windows) = (self.form(), self.windows()?);
-        let held_out = samples::held_out(&self.text, form, HELD_OUT, self.look())?;
+        let held_out = samples::held_out(&self.text, form, HELD_OUT, evaluation_batch(self.args.batch))?;
         let batches = |behind| samples::batches(&self.text, &windows, form, [batch, self.accumulate], behind);
         updates.run(trainer, batches, &held_out)
     }
@@ -173,10 +166,8 @@ impl<'r> Plan<'r> {
         )
     }
 
-    /// Returns the samples of an evaluation step. It is smaller than a training batch, because it
-    /// needs memory in addition.
-    pub(crate) fn look(&self) -> usize {
-        self.args.batch.div_ceil(4)
+    fn schedule(&self) -> Schedule {
+        Schedule::WarmupCosine { warmup: self.args.warmup(), total: self.args.updates as u64, floor: FLOOR }
     }
 
     /// Returns the peak learning rate: the wider the model, the lower.
@@ -214,24 +205,16 @@ impl<'r> Plan<'r> {
     /// Returns all settings that ranks must share: those that decide the weights, and the times of
     /// evaluations and checkpoints, which all ranks do together.
     pub(crate) fn settings_of_ranks(&self) -> Settings {
-        let mut settings = self.settings();
-        settings.push(("evaluate-every", self.args.evaluate_every().to_string()));
-        settings.push(("checkpoint-every", format!("{:?}", self.args.run.checkpoint_every)));
-        settings.push(("resumes", self.resumed.is_some().to_string()));
-        settings
+        settings::of_ranks(self.settings(), &self.args.run, self.args.evaluate_every(), self.resumed.is_some())
     }
 
-    /// Creates a trainer that replays each step as one graph, or launches each kernel with
-    /// `--eager`.
+    /// Creates the trainer of the run.
     pub(crate) fn trainer<'a, S: Activation>(
         &self,
         arena: &'a mut Arena,
         state: TrainState<Gpt<S>>,
     ) -> Result<Trainer<'a, Gpt<S>>> {
-        match self.args.run.eager {
-            true => Ok(Trainer::eager(arena, state)),
-            false => Trainer::captured(arena, state, &Sequences::zeros(self.args.batch, self.form())),
-        }
+        self.args.run.trainer(arena, state, &Sequences::zeros(self.args.batch, self.form()))
     }
 }
 
