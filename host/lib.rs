@@ -63,7 +63,8 @@ pub mod device {
     #[doc(hidden)]
     pub use stepscope_core::Launch;
     pub use stepscope_core::{
-        DEFAULT_DEADLINE, Description, DeviceBuilder, Kernels, PtxBuild, PtxCompiler, SelfTest, ptx_builds,
+        DEFAULT_DEADLINE, Description, DeviceBuilder, Kernels, MatrixInstruction, PtxBuild, PtxCompiler, SelfTest,
+        ptx_builds,
     };
 }
 

@@ -69,7 +69,7 @@ pub use arena::{ArenaReport, Cause, Count, Largest, OverflowReport, Phase, Site,
 #[doc(hidden)]
 pub use device::Launch;
 pub use device::{DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, SelfTest};
-pub use device::{Kernels, PtxBuild, PtxCompiler, ptx_builds};
+pub use device::{Kernels, MatrixInstruction, PtxBuild, PtxCompiler, ptx_builds};
 pub use error::disagreement::{DifferentSetting, Disagreement, ValueOnRanks};
 pub use error::rank_fault::{LastHeard, RankFault, RankFaultKind, RendezvousFault, RendezvousFaultKind};
 pub use error::{Error, Quantity, Resource, Result, SystemError};

@@ -36,7 +36,8 @@ use stepscope::{Arena, Capacity, Device, DeviceKind, EagerStep, Result};
 /// Returns an error if `run` fails.
 pub fn dry_run(processors: u32, run: impl for<'s> FnOnce(&mut EagerStep<'s>) -> Result<()>) -> Result<Vec<Launch>> {
     let device = Device::open(DeviceKind::Emulated)?;
-    let description = Description { kind: DeviceKind::Cuda, processors, ..device.description().clone() };
+    let description =
+        Description { kind: DeviceKind::Cuda, processors, has_wgmma: false, ..device.description().clone() };
     let arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
     arena.launches(description, run).map(|(_, launches)| launches)
 }

@@ -8,6 +8,7 @@ use super::driver::{DeviceKind, Driver, DriverLayer};
 use super::driver_thread::DriverThread;
 use super::emulated;
 use super::kernels::{Kernels, check_names};
+use super::matrix_instruction::MatrixInstruction;
 use super::staging::{RingSize, Staging};
 use super::{Device, no_result};
 use crate::error::{Error, Resource, Result};
@@ -65,6 +66,7 @@ pub struct DeviceBuilder {
     staging: Option<(usize, usize)>,
     checked: bool,
     kernels: Vec<Kernels>,
+    matrix_instruction: Option<MatrixInstruction>,
     self_test: SelfTest,
 }
 
@@ -97,6 +99,7 @@ impl DeviceBuilder {
             staging: None,
             checked: false,
             kernels: Vec::new(),
+            matrix_instruction: None,
             self_test: SelfTest::default(),
         }
     }
@@ -143,6 +146,16 @@ impl DeviceBuilder {
         self
     }
 
+    /// Sets the instruction by which matrix multiplies and attention run. The default is the fastest
+    /// that the GPU and the build have, and [`MatrixInstruction::MmaSync`] on the emulator, unless
+    /// the environment variable `STEPSCOPE_MATRIX_INSTRUCTION` (`mma-sync` or `wgmma`) selects one.
+    /// A GPU without the selected instruction is not opened.
+    #[must_use]
+    pub fn matrix_instruction(mut self, instruction: MatrixInstruction) -> Self {
+        self.matrix_instruction = Some(instruction);
+        self
+    }
+
     /// Sets when the library's kernels are tested (default: [`SelfTest::WhenNew`]). The environment
     /// variable `STEPSCOPE_SELF_TEST` (`new`, `always` or `never`) overrides this.
     #[must_use]
@@ -178,6 +191,7 @@ impl DeviceBuilder {
         check_names(&self.kernels)?;
         let ring = self.staging.map(|(slots, slot_bytes)| RingSize::asked(slots, slot_bytes)).transpose()?;
         let checks = CheckedMode { asked: self.checked, forced: checked_variable()? };
+        let asked = MatrixInstruction::asked(self.matrix_instruction)?;
         let thread = DriverThread::start().map_err(|error| Error::system("device", Resource::Thread, error))?;
         let (kind, ordinal, kernels) = (self.kind, self.ordinal, self.kernels);
         // Opening compiles the kernels, which takes seconds, and the driver can hang here as in any
@@ -187,11 +201,15 @@ impl DeviceBuilder {
             // device.
             float_mode::set_default();
             match kind {
-                DeviceKind::Emulated => emulated(),
-                DeviceKind::Cuda => cuda(ordinal, &kernels),
-                DeviceKind::Auto => cuda(ordinal, &kernels).or_else(|reason| {
-                    tracing::debug!(%reason, "no CUDA device, using the emulator");
-                    emulated()
+                DeviceKind::Emulated => emulated(asked),
+                DeviceKind::Cuda => cuda(ordinal, &kernels, asked),
+                DeviceKind::Auto => cuda(ordinal, &kernels, asked).or_else(|reason| match reason {
+                    // A GPU is there, without the requested instruction.
+                    Error::Misuse { .. } => Err(reason),
+                    _ => {
+                        tracing::debug!(%reason, "no CUDA device, using the emulator");
+                        emulated(asked)
+                    }
                 }),
             }
         });
@@ -212,19 +230,19 @@ fn checked_variable() -> Result<Option<bool>> {
     }
 }
 
-fn emulated() -> Result<Arc<dyn Driver>> {
+fn emulated(asked: Option<MatrixInstruction>) -> Result<Arc<dyn Driver>> {
     let expected = "0 or 1 in STEPSCOPE_RACES and a seed in STEPSCOPE_SHUFFLE";
     Mode::from_environment().map_err(|found| Error::misuse("emulator", expected, found))?;
-    Ok(Arc::new(emulated::Emulated::new()))
+    Ok(Arc::new(emulated::Emulated::new(asked == Some(MatrixInstruction::Wgmma))))
 }
 
 #[cfg(feature = "cuda")]
-fn cuda(ordinal: u32, others: &[Kernels]) -> Result<Arc<dyn Driver>> {
-    Ok(Arc::new(super::cuda::Cuda::open(ordinal, others)?))
+fn cuda(ordinal: u32, others: &[Kernels], asked: Option<MatrixInstruction>) -> Result<Arc<dyn Driver>> {
+    Ok(Arc::new(super::cuda::Cuda::open(ordinal, others, asked)?))
 }
 
 #[cfg(not(feature = "cuda"))]
-fn cuda(_: u32, _: &[Kernels]) -> Result<Arc<dyn Driver>> {
+fn cuda(_: u32, _: &[Kernels], _: Option<MatrixInstruction>) -> Result<Arc<dyn Driver>> {
     let reason = "this build has no CUDA; build with `--features cuda`".into();
     Err(Error::NoDevice { wanted: "cuda", reason })
 }

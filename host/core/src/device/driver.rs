@@ -281,11 +281,16 @@ pub struct Description {
     pub processors: u32,
     /// The compute capability times ten (121 for GB10), or none on the emulator.
     pub capability: Option<u32>,
+    /// True if the device runs the kernels of warpgroups: matrix multiplies and attention by
+    /// [`MatrixInstruction::Wgmma`](super::MatrixInstruction::Wgmma).
+    pub has_wgmma: bool,
     /// The driver, which compiles PTX for the device: its CUDA version, and its own version if the
     /// system reports it. None on the emulator.
     pub driver: Option<String>,
     /// The PTX that the library's own kernels were compiled from, or none on the emulator.
     pub ptx: Option<PtxBuild>,
+    /// The PTX of the kernels of warpgroups, if a GPU runs them.
+    pub wgmma_ptx: Option<PtxBuild>,
 }
 
 /// The kind of device to open.

@@ -82,7 +82,8 @@ struct Memory {
 }
 
 impl Emulated {
-    pub(super) fn new() -> Self {
+    /// Creates an emulator. It runs the kernels of warpgroups if `has_wgmma`.
+    pub(super) fn new(has_wgmma: bool) -> Self {
         let processors = std::thread::available_parallelism().map_or(1, |threads| threads.get() as u32);
         let description = Description {
             kind: DeviceKind::Emulated,
@@ -92,8 +93,10 @@ impl Emulated {
             integrated: true,
             processors,
             capability: None,
+            has_wgmma,
             driver: None,
             ptx: None,
+            wgmma_ptx: None,
         };
         Self {
             description,

@@ -16,8 +16,8 @@ use std::fmt;
 pub struct Kernels {
     /// The package as `name@version`.
     pub(super) package: &'static str,
-    /// Compute capabilities times ten (121 for GB10), each with its PTX.
-    pub(super) ptx: &'static [(u32, &'static str)],
+    /// Architectures (`sm_121` for GB10), each with its PTX.
+    pub(super) ptx: &'static [(&'static str, &'static str)],
 }
 
 impl Kernels {
@@ -26,9 +26,9 @@ impl Kernels {
     /// # Safety
     /// The PTX was made from the sources of `package`, a crate's `name@version`, exactly as this
     /// program is compiled with them. For each contract of that package it contains the kernel that
-    /// the contract is declared with. The numbers are compute capabilities times ten, each with its
-    /// PTX.
-    pub const unsafe fn new(package: &'static str, ptx: &'static [(u32, &'static str)]) -> Self {
+    /// the contract is declared with, except PTX for `sm_90a`, which may contain only kernels that
+    /// need it. The first text of each pair is the architecture of the second, such as `sm_121`.
+    pub const unsafe fn new(package: &'static str, ptx: &'static [(&'static str, &'static str)]) -> Self {
         Self { package, ptx }
     }
 
@@ -47,7 +47,7 @@ impl Kernels {
 #[macro_export]
 macro_rules! kernels {
     () => {{
-        const MADE: (&str, &[(u32, &str)]) =
+        const MADE: (&str, &[(&str, &str)]) =
             $crate::of_core::include!($crate::of_core::concat!($crate::of_core::env!("OUT_DIR"), "/kernels.rs"));
         // SAFETY: the package's own build script compiled them, from the crate whose name it found
         // there.
@@ -76,14 +76,14 @@ pub(super) fn check_names(others: &[Kernels]) -> Result<()> {
 /// Returns the library's own kernels as built in, for each architecture. Empty without the feature
 /// `cuda`.
 pub fn ptx_builds() -> Vec<PtxBuild> {
-    OWN.ptx.iter().map(|(arch, ptx)| PtxBuild::of(*arch, ptx)).collect()
+    OWN.ptx.iter().map(|&built| PtxBuild::of(built)).collect()
 }
 
 /// The identity of kernels as PTX for one architecture.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PtxBuild {
-    /// The compute capability times ten: 121 for `sm_121.ptx`.
-    pub arch: u32,
+    /// The architecture, such as `sm_121`.
+    pub arch: &'static str,
     /// The SHA-256 of the text, in hexadecimal, as `ci/ptx` prints it.
     pub sha256: String,
     /// The compiler that wrote it.
@@ -91,14 +91,14 @@ pub struct PtxBuild {
 }
 
 impl PtxBuild {
-    pub(crate) fn of(arch: u32, ptx: &str) -> Self {
+    pub(crate) fn of((arch, ptx): (&'static str, &str)) -> Self {
         Self { arch, sha256: hex(&Sha256::digest(ptx)), compiler: PtxCompiler::of(ptx) }
     }
 }
 
 impl fmt::Display for PtxBuild {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "sm_{} {} by {}", self.arch, self.sha256, self.compiler)
+        write!(f, "{} {} by {}", self.arch, self.sha256, self.compiler)
     }
 }
 
@@ -170,7 +170,7 @@ mod tests {
         assert_eq!(PtxCompiler::of(rustc), PtxCompiler::Rustc);
         assert_eq!(PtxCompiler::of(rust_cuda), PtxCompiler::RustCuda);
         assert_eq!(PtxCompiler::of(&format!(".version 8.8\n{rustc}")), PtxCompiler::Other);
-        let build = PtxBuild::of(121, rust_cuda).to_string();
+        let build = PtxBuild::of(("sm_121", rust_cuda)).to_string();
         assert!(build.starts_with("sm_121 ") && build.ends_with(" by rust-cuda") && build.len() == 84, "{build}");
     }
 }

@@ -164,7 +164,8 @@ impl Key {
             return Ok(None);
         };
         let cases = hex(&Sha256::digest((KernelTest::registered()?.digests)()));
-        Ok(Some(Self(format!("ptx {ptx}\ngpu {name}, sm_{capability}\ndriver {driver}\ncases {cases}\n"))))
+        let wgmma = description.wgmma_ptx.as_ref().map_or_else(String::new, |ptx| format!("ptx {ptx}\n"));
+        Ok(Some(Self(format!("ptx {ptx}\n{wgmma}gpu {name}, sm_{capability}\ndriver {driver}\ncases {cases}\n"))))
     }
 
     fn file(&self) -> String {
@@ -254,7 +255,7 @@ mod tests {
     const TESTED: Tested = Tested { kernels: 49, elapsed: Duration::from_millis(50) };
 
     fn ptx(sha256: &str) -> Option<PtxBuild> {
-        Some(PtxBuild { arch: 121, sha256: sha256.into(), compiler: PtxCompiler::RustCuda })
+        Some(PtxBuild { arch: "sm_121", sha256: sha256.into(), compiler: PtxCompiler::RustCuda })
     }
 
     /// Returns the description of a GPU.
@@ -307,6 +308,8 @@ mod tests {
             Description { driver: Some("other".into()), ..described() },
             Description { name: "NVIDIA Other".into(), ..described() },
             Description { capability: Some(90), ..described() },
+            Description { wgmma_ptx: ptx("01"), ..described() },
+            Description { wgmma_ptx: ptx("02"), ..described() },
         ];
         for (number, other) in others.iter().map(|other| Key::of(other).unwrap().unwrap()).enumerate() {
             assert!(is_new(&other, &folder), "{number}");

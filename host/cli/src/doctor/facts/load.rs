@@ -19,11 +19,13 @@ pub(crate) struct Load {
     /// True if this program was built with feature `cuda`.
     pub built_for_gpu: Option<bool>,
     /// The architectures of its PTX.
-    pub ptx: Vec<u32>,
+    pub ptx: Vec<String>,
     /// The reason why the device did not open, or failed under load.
     pub error: Option<String>,
     pub opened: bool,
     pub capability: Option<u32>,
+    /// The instruction by which matrices are multiplied.
+    pub matrix_instruction: Option<String>,
     pub driver: Option<String>,
     pub integrated: Option<bool>,
     pub driver_free_bytes: Option<u64>,
@@ -66,7 +68,7 @@ const KERNELS: usize = 3;
 
 impl Load {
     pub(crate) fn gather() -> std::result::Result<Self, String> {
-        let ptx = stepscope::device::ptx_builds().iter().map(|build| build.arch).collect();
+        let ptx = stepscope::device::ptx_builds().iter().map(|build| build.arch.into()).collect();
         let mut found = Self { built_for_gpu: Some(cfg!(feature = "cuda")), ptx, ..Self::default() };
         if cfg!(feature = "cuda")
             && let Err(error) = found.measure()
@@ -81,6 +83,7 @@ impl Load {
         let description = device.description();
         self.opened = true;
         self.capability = description.capability;
+        self.matrix_instruction = Some(description.matrix_instruction().to_string());
         self.driver.clone_from(&description.driver);
         self.integrated = Some(description.integrated);
         let mut arena = Arena::builder(&device).capacity(Capacity::mib(640)).step_deadline(DEADLINE).build()?;

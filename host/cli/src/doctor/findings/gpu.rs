@@ -63,13 +63,23 @@ pub(super) fn ptx(facts: &Facts) -> Finding {
     let (Some(capability), false) = (facts.gpu.capability.or(facts.load.capability), facts.load.ptx.is_empty()) else {
         return not_loaded(facts);
     };
-    let what = format!("PTX for {:?}; the GPU is sm_{capability}", facts.load.ptx);
-    let todo = format!("build with STEPSCOPE_ARCHS=sm_{capability}");
-    if facts.load.ptx.iter().all(|&arch| arch > capability) {
+    let ptx = &facts.load.ptx;
+    let multiplies = facts.load.matrix_instruction.as_ref();
+    let multiplies = multiplies.map_or_else(String::new, |instruction| format!(", multiplies by {instruction}"));
+    let what = format!("PTX for {}; the GPU is sm_{capability}{multiplies}", ptx.join(", "));
+    let own = format!("sm_{capability}");
+    let todo = format!("build with STEPSCOPE_ARCHS={own}");
+    // Without a suffix: PTX for sm_90a has only some of the kernels.
+    let number = |arch: &String| arch.strip_prefix("sm_")?.parse::<u32>().ok();
+    if ptx.iter().filter_map(number).all(|arch| arch > capability) {
         return stops(what, "PTX runs on its own architecture and on later ones", &todo);
     }
-    if is_gb10(facts) && !facts.load.ptx.contains(&capability) {
+    if is_gb10(facts) && !ptx.contains(&own) {
         return warning(what, "kernels for an older GPU run, but not those tuned for this one", &todo);
+    }
+    if capability == 90 && !ptx.iter().any(|arch| arch == "sm_90a") {
+        let why = "matrix multiplies and attention run without wgmma, this GPU's fastest instruction";
+        return warning(what, why, "build with STEPSCOPE_ARCHS=sm_90,sm_90a");
     }
     well(what)
 }

@@ -13,14 +13,16 @@
 //!   name.
 //! - A part contains everything that its kernel names. PTX stays whole if kernels may share more
 //!   than functions, or if it does not have the form that compilers write.
+//! - `sm_90a` adds kernels to those of `sm_90`, and replaces none.
 //! - A library lives as long as the functions taken from it.
 
+use super::architectures::{archs, choose, wgmma};
 use super::streams::{check, describe};
 use crate::device::kernels::{Kernels, OWN};
 use crate::error::{Error, Result, short};
 use cuda_std::launch::{Entry, Grid, Words};
 use cust::sys::{self, CUfunction, CUresult};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -58,23 +60,28 @@ struct Compiled {
 }
 
 impl Modules {
-    /// Compiles the library's kernels and `others` for the GPU called `name`, on all processors.
-    pub(super) fn load(capability: u32, name: &str, others: &[Kernels]) -> Result<Self> {
+    /// Compiles the library's kernels and `others` for the GPU called `name`, on all processors,
+    /// with the kernels of warpgroups if `has_wgmma`.
+    pub(super) fn load(capability: u32, name: &str, others: &[Kernels], has_wgmma: bool) -> Result<Self> {
         let absent = |reason: String| Error::NoDevice { wanted: "cuda", reason };
         let mut packages: HashMap<_, HashMap<_, _>> = HashMap::new();
         let mut work = Vec::new();
         // Each name appears once, which `DeviceBuilder::open` has checked.
         for Kernels { package, ptx } in [&[OWN], others].concat() {
             let (_, chosen) = choose(ptx, capability).ok_or_else(|| {
-                let built: Vec<String> = ptx.iter().map(|(arch, _)| format!("sm_{arch}")).collect();
                 absent(format!(
                     "{name} is sm_{capability}, and this build holds kernels of {package} for {}; build with \
                      STEPSCOPE_ARCHS=sm_{capability}",
-                    built.join(", ")
+                    archs(ptx)
                 ))
             })?;
             packages.insert(package, HashMap::new());
-            work.extend(parts(chosen).into_iter().map(|part| (package, part)));
+            let mut compiled = parts(chosen);
+            if let Some((_, more)) = wgmma(ptx).filter(|_| has_wgmma) {
+                let known: HashSet<&str> = compiled.iter().flat_map(|part| part.kernels.iter().copied()).collect();
+                compiled.extend(parts(more).into_iter().filter_map(|part| part.without(&known)));
+            }
+            work.extend(compiled.into_iter().map(|part| (package, part)));
         }
         for (package, kernel, compiled) in compile(&work).map_err(absent)? {
             packages.entry(package).or_default().insert(kernel, compiled);
@@ -163,12 +170,6 @@ fn allow_shared_bytes(function: CUfunction, entry: &Entry) -> Result<()> {
         check("cuFuncSetAttribute", result)?;
     }
     Ok(())
-}
-
-/// Returns the PTX with the highest architecture that does not exceed this GPU's.
-pub(super) fn choose(ptx: &'static [(u32, &'static str)], capability: u32) -> Option<(u32, &'static str)> {
-    let fits = |arch: u32| arch <= capability;
-    ptx.iter().filter(|(arch, _)| fits(*arch)).max_by_key(|(arch, _)| *arch).copied()
 }
 
 /// Returns true if each kernel contains the wait of `cuda_std::grid`. Kernels of rust-cuda's
@@ -347,6 +348,14 @@ struct Part<'a> {
     ptx: String,
 }
 
+impl Part<'_> {
+    /// Returns the part without the kernels in `known`, or none if it has no other.
+    fn without(mut self, known: &HashSet<&str>) -> Option<Self> {
+        self.kernels.retain(|kernel| !known.contains(kernel));
+        (!self.kernels.is_empty()).then_some(self)
+    }
+}
+
 /// Splits a text into parts, the longest first.
 fn parts(ptx: &str) -> Vec<Part<'_>> {
     let (mut common, mut kernels) = (String::new(), Vec::new());
@@ -422,6 +431,13 @@ mod tests {
         stays_whole(&TWO.replace(".visible .entry", ".entry"));
         stays_whole(&TWO.replace("\n}", "\n\t}"));
         stays_whole(&format!("{TWO}\t.section .debug_info\n\t{{\n.b64 a\n\t}}\n"));
+    }
+
+    #[test]
+    fn second_ptx_only_adds_kernels() {
+        let known = HashSet::from(["a"]);
+        let added: Vec<_> = parts(TWO).into_iter().filter_map(|part| part.without(&known)).collect();
+        assert_eq!(added.iter().map(|part| &part.kernels[..]).collect::<Vec<_>>(), [["longer"]]);
     }
 
     fn stays_whole(ptx: &str) {

@@ -6,7 +6,7 @@
 
 use super::driver::{Description, DeviceKind, Driver, Fence, Graph, Link, Nodes, Piece, Pool, Wire};
 use super::kernels::{Kernels, OWN};
-use crate::device::PtxBuild;
+use crate::device::{MatrixInstruction, PtxBuild};
 use crate::error::{Error, Result, short};
 use cuda_std::launch::{Entry, Grid, Words};
 use cust::CudaApiVersion;
@@ -26,6 +26,7 @@ use std::thread::ThreadId;
 use std::time::Duration;
 use streams::{SideStream, StagingCopy, check, create_event, describe, is_idle};
 
+mod architectures;
 mod kernels;
 mod nccl;
 mod streams;
@@ -70,8 +71,9 @@ impl fmt::Debug for Cuda {
 }
 
 impl Cuda {
-    /// Opens the GPU with this ordinal and loads the library's kernels and `others`.
-    pub(super) fn open(ordinal: u32, others: &[Kernels]) -> Result<Self> {
+    /// Opens the GPU with this ordinal and loads the library's kernels and `others`, for the
+    /// instruction that was asked for, if any.
+    pub(super) fn open(ordinal: u32, others: &[Kernels], asked: Option<MatrixInstruction>) -> Result<Self> {
         let absent = |reason: String| Error::NoDevice { wanted: "cuda", reason };
         let failed = |call: &'static str| move |error: CudaError| absent(format!("`{call}` failed: {error:?}"));
         cust::init(cust::CudaFlags::empty()).map_err(|error| {
@@ -92,6 +94,7 @@ impl Cuda {
         let processors = attribute(DeviceAttribute::MultiprocessorCount)? as u32;
         let name = device.name().map_err(failed("cuDeviceGetName"))?;
         let memory_bytes = Some(device.total_memory().map_err(failed("cuDeviceTotalMem"))? as u64);
+        let wgmma = architectures::choose_wgmma(OWN.ptx, capability, &name, asked)?;
         let context = Context::new(device).map_err(failed("cuDevicePrimaryCtxRetain"))?;
         let stream = || Stream::new(StreamFlags::NON_BLOCKING, None).map_err(failed("cuStreamCreate"));
         let (stream, capture_stream, stream_of_copies) = (stream()?, stream()?, stream()?);
@@ -100,7 +103,7 @@ impl Cuda {
         // highest priority.
         let first = Stream::new(StreamFlags::NON_BLOCKING, Some(i32::MIN)).map_err(failed("cuStreamCreate"))?;
         let exchanges = SideStream::new(first)?;
-        let modules = Modules::load(capability, &name, others)?;
+        let modules = Modules::load(capability, &name, others, wgmma.is_some())?;
         let description = Description {
             kind: DeviceKind::Cuda,
             ordinal: device.as_raw(),
@@ -109,8 +112,10 @@ impl Cuda {
             integrated,
             processors,
             capability: Some(capability),
+            has_wgmma: wgmma.is_some(),
             driver: Some(driver_version()?),
-            ptx: kernels::choose(OWN.ptx, capability).map(|(arch, ptx)| PtxBuild::of(arch, ptx)),
+            ptx: architectures::choose(OWN.ptx, capability).map(PtxBuild::of),
+            wgmma_ptx: wgmma.map(PtxBuild::of),
         };
         Ok(Self {
             description,
