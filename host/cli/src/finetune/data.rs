@@ -15,10 +15,10 @@ use stepscope::data::{Loader, SplitMix64, Windows};
 use stepscope::memory::HostMemory;
 use stepscope::{Error, HostBatch, HostInputs, Result};
 use stepscope_chat::{Encoder, IGNORED, Packed, Sample, pack, read_rows};
+use stepscope_core::digest::hex;
 
 use crate::run::updates::Part;
 use crate::train::bad_input::{Outcome, bad};
-use crate::train::text::hex;
 
 /// The most bytes of memory that one byte of a file needs: the row, its text and its tokens.
 const BYTES_OF_BYTE: u64 = 16;

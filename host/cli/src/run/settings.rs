@@ -2,10 +2,10 @@
 
 use sha2::{Digest, Sha256};
 use stepscope::models::ModelConfig;
+use stepscope_core::digest::hex;
 
 use crate::program::settings::Settings;
 use crate::run::cli::RunArgs;
-use crate::train::text::hex;
 
 /// Returns the settings of a model that decide the weights.
 pub(crate) fn of_model(config: &ModelConfig) -> Settings {

@@ -14,6 +14,7 @@ use sha2::{Digest, Sha256};
 use stepscope::files::PlainFile;
 use stepscope::memory::HostMemory;
 use stepscope::{Error, Result};
+use stepscope_core::digest::hex;
 
 use crate::train::bad_input::{Outcome, bad};
 use crate::train::registry;
@@ -173,9 +174,4 @@ fn check_memory(files: &[PathBuf]) -> Outcome<()> {
 /// Returns true if the file name is that of a token file.
 pub(crate) fn is_token_file(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == "bin")
-}
-
-/// Formats a digest as hexadecimal.
-pub(crate) fn hex(digest: &[u8]) -> String {
-    digest.iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -5,6 +5,7 @@
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use stepscope::files::{FileKind, PlainFile};
+use stepscope_core::digest::hex;
 use tiktoken_rs::CoreBPE;
 use tokenizers::ModelWrapper;
 
@@ -74,7 +75,7 @@ impl Tokenizer {
                 check(&tokenizer, &told).map_err(|reason| bad(file, reason))?;
                 // Some files ask for these, because they treat each text as one sentence.
                 tokenizer.with_padding(None).with_truncation(None).map_err(|reason| bad(file, reason))?;
-                Ok(Self::File(Box::new(tokenizer), crate::train::text::hex(&Sha256::digest(&bytes))))
+                Ok(Self::File(Box::new(tokenizer), hex(&Sha256::digest(&bytes))))
             }
         }
     }
