@@ -7,7 +7,7 @@
 //! use a buffer that was given away. A buffer made from a foreign tensor belongs only to this
 //! library.
 
-use crate::arena::Buffer;
+use crate::buffer::Buffer;
 use crate::device::{Device, DeviceKind};
 use crate::error::{Error, Result};
 use crate::launch::launch_on;

@@ -14,6 +14,8 @@ pub mod arena;
 #[cfg(feature = "ndarray")]
 mod arrays;
 #[doc(hidden)]
+pub mod buffer;
+#[doc(hidden)]
 pub mod capture;
 #[doc(hidden)]
 pub mod copies;
@@ -55,6 +57,7 @@ pub mod tensor;
 #[doc(hidden)]
 pub mod upload;
 
+pub use buffer::Buffer;
 pub use capture::{CaptureInputs, CaptureReport, Captured, DeviceBatch, HostInputs, Output, Record, Replay};
 pub use cuda_std::launch as kernel;
 pub use tape::{AnyVar, Backward, Op, RecomputeInput, Tape, Var};
@@ -63,7 +66,7 @@ pub use tape::{AnyVar, Backward, Op, RecomputeInput, Tape, Var};
 pub mod of_core {
     pub use core::{concat, env, include};
 }
-pub use arena::{Arena, ArenaBuilder, Buffer, Capacity, Event, Growth, Kind, Measured, Origin, Overflow};
+pub use arena::{Arena, ArenaBuilder, Capacity, Event, Growth, Kind, Measured, Origin, Overflow};
 pub use arena::{ArenaReport, Cause, Count, Largest, OverflowReport, Phase, Site, SystemMemory};
 /// One kernel launch, as [`Arena::launches`] lists it.
 #[doc(hidden)]

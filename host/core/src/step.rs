@@ -6,7 +6,9 @@
 //! Invariant: the brand `'s` is fresh for every step and invariant, so no tensor outlives its step
 //! or mixes with another arena's tensors.
 
-use crate::arena::{ArenaInner, Buffer, NestedScope, Phase, ReplayPrecondition};
+use crate::arena::{ArenaInner, NestedScope, Phase};
+use crate::buffer::Buffer;
+use crate::capture::ReplayPrecondition;
 use crate::device::{Description, Device};
 use crate::error::{Error, Result};
 use crate::indices::Indices;

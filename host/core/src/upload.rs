@@ -8,7 +8,7 @@
 
 #![forbid(unsafe_code)]
 
-use crate::arena::Buffer;
+use crate::buffer::Buffer;
 use crate::device::{Device, Fill};
 use crate::error::{Error, Result};
 use crate::launch::launch_on;

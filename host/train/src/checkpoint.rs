@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 use std::io::{self, BufWriter, Seek, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use stepscope_core::arena::{Buffer, PIECE_BYTES};
+use stepscope_core::buffer::{Buffer, PIECE_BYTES};
 use stepscope_core::digest::hex;
 use stepscope_core::error::{Error, Quantity, Result, short};
 use stepscope_core::files::{replace_file_by, sweep};

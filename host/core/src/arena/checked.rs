@@ -9,8 +9,8 @@
 
 #![forbid(unsafe_code)]
 
-use super::buffer::Buffer;
 use super::region::Request;
+use crate::buffer::Buffer;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::launch::launch_on;

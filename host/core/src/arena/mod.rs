@@ -7,10 +7,8 @@
 //! Invariant: a reset happens only after the step value is gone. The borrow checker ties every
 //! tensor of the step to that value.
 
-mod buffer;
 mod builder;
 mod checked;
-mod conditions;
 mod counters;
 mod events;
 mod layout;
@@ -19,11 +17,8 @@ mod region;
 mod report;
 mod scope;
 
-pub use buffer::{Buffer, PIECE_BYTES};
 pub use builder::{ArenaBuilder, Capacity, Growth, Measured};
 pub(crate) use checked::Checks;
-pub use conditions::ReplayPrecondition;
-pub(crate) use conditions::{end_all, take_all};
 pub use events::{ArenaObserver, ArenaTool, Event, Kind, Origin};
 pub use layout::ALIGN_BYTES;
 pub(crate) use layout::GraphReservation;

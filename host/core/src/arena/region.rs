@@ -3,13 +3,13 @@
 //! Invariant: every allocation is disjoint from all live ones. `scope.rs` frees them.
 
 use super::checked::{Checks, GUARD_BYTES};
-use super::conditions::ReplayPreconditions;
 use super::counters::{Counters, Peak};
 use super::events::{Kind, Observers, Origin};
 use super::layout::{Bump, End, GraphReservation, Sections, grown, guarded, padded};
 use super::overflow::OverflowPool;
 use super::report::Phase;
 use super::scope::Reuse;
+use crate::capture::ReplayPreconditions;
 use crate::deadline::after;
 use crate::device::{BufferBorrow, DeferredFree, Device, Launches};
 use crate::error::{Error, Result};

@@ -13,14 +13,17 @@
 
 #![forbid(unsafe_code)]
 
+mod preconditions;
 mod recordings;
 mod segments;
 mod slots;
 mod state;
 
+pub use preconditions::ReplayPrecondition;
+pub(crate) use preconditions::ReplayPreconditions;
 pub use slots::{CaptureInputs, DeviceBatch, HostInputs, Output};
 
-use crate::arena::{ALIGN_BYTES, Arena, ArenaInner, Checks, GraphReservation, Measured, ReplayPrecondition};
+use crate::arena::{ALIGN_BYTES, Arena, ArenaInner, Checks, GraphReservation, Measured};
 use crate::device::{Device, Launch, PinnedReadback, Pins};
 use crate::error::{Error, Result};
 use crate::host_memory::Floor;

@@ -8,10 +8,11 @@
 
 #![forbid(unsafe_code)]
 
+use super::preconditions::{ReplayPrecondition, end_all, take_all};
 use super::segments::Segments;
 use super::slots::{HostInputs, Key, Ports};
 use super::state::{Event, State};
-use crate::arena::{Checks, ReplayPrecondition, end_all, take_all};
+use crate::arena::Checks;
 use crate::device::Device;
 use crate::error::Result;
 use std::collections::VecDeque;

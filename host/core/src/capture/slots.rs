@@ -6,7 +6,8 @@
 
 #![forbid(unsafe_code)]
 
-use crate::arena::{ArenaInner, Buffer};
+use crate::arena::ArenaInner;
+use crate::buffer::Buffer;
 use crate::device::{Device, DeviceKind, Pins};
 use crate::error::{Error, Result};
 use crate::indices::{IndexBound, Indices, Known};

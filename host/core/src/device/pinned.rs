@@ -302,7 +302,7 @@ impl Drop for PinnedReadback {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::arena::Buffer;
+    use crate::buffer::Buffer;
     use crate::device::DeviceKind;
     use half::bf16;
 

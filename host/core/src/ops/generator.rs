@@ -3,7 +3,7 @@
 //! Invariant: the numbers depend only on the generator's seed and step, the call's number within
 //! the step, and the element's index. They are the same on every device, captured or not.
 
-use crate::arena::Buffer;
+use crate::buffer::Buffer;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::step::Step;

@@ -7,7 +7,7 @@
 
 use super::spec::{FrozenType, ParameterEntry, ParameterSpec, StackedParameters};
 use super::weights::draw;
-use crate::arena::Buffer;
+use crate::buffer::Buffer;
 use crate::device::Device;
 use crate::digest::hex;
 use crate::error::{Error, Result};

@@ -7,7 +7,7 @@
 
 use super::spec::{Parameter, ParameterSpec, StackedParameters};
 use super::weights::{Flat, Parameters};
-use crate::arena::Buffer;
+use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 use crate::ops;
 use crate::step::Step;

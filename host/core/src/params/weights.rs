@@ -9,7 +9,7 @@
 use super::Gradients;
 use super::frozen::Frozen;
 use super::spec::{Parameter, ParameterEntry, ParameterSpec, StackedParameters};
-use crate::arena::Buffer;
+use crate::buffer::Buffer;
 use crate::device::Device;
 use crate::digest::hex;
 use crate::error::{Error, Quantity, Result, short};

@@ -7,8 +7,8 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use stepscope_core::arena::ReplayPrecondition;
 use stepscope_core::capture::CaptureInputs;
+use stepscope_core::capture::ReplayPrecondition;
 use stepscope_core::error::{Error, Result};
 use stepscope_core::step::Step;
 

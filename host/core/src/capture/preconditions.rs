@@ -33,7 +33,7 @@ pub trait ReplayPrecondition: fmt::Debug + Send + Sync {
 ///
 /// # Errors
 /// The error of the first precondition that does not hold.
-pub(crate) fn take_all(all: &[Arc<dyn ReplayPrecondition>]) -> Result<()> {
+pub(super) fn take_all(all: &[Arc<dyn ReplayPrecondition>]) -> Result<()> {
     for (place, condition) in all.iter().enumerate() {
         condition.take().inspect_err(|_| end_all(&all[..place], false))?;
     }
@@ -41,7 +41,7 @@ pub(crate) fn take_all(all: &[Arc<dyn ReplayPrecondition>]) -> Result<()> {
 }
 
 /// Ends preconditions that were taken.
-pub(crate) fn end_all(all: &[Arc<dyn ReplayPrecondition>], queued: bool) {
+pub(super) fn end_all(all: &[Arc<dyn ReplayPrecondition>], queued: bool) {
     all.iter().for_each(|condition| condition.end(queued));
 }
 
