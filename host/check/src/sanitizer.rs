@@ -8,9 +8,8 @@
 //! ```text
 //! arena     |<------------------- heap ------------------->|
 //! tensors   |<-- region -->|  free  |<- region ->|  free  ..     256 bytes or more are free after each
-//! ```
-//! Invariant: regions are disjoint. A region is unregistered only after all work that was queued
-//! while it existed is done, because a sanitizer checks each access when it happens.
+//! ``` Invariant: regions are disjoint. A region is unregistered only after all work that was
+//! queued while it existed is done. A sanitizer checks each access when it happens.
 
 use std::collections::BTreeMap;
 use std::env;

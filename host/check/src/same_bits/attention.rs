@@ -1,7 +1,8 @@
 //! The cases of attention over any number of tokens, which all variants of a family share.
 //!
-//! Invariant: the invariant of [`cases`](super::cases) holds. A kernel receives seeded numbers in
-//! place of another kernel's output, so no case depends on another kernel.
+//! Invariant: results depend only on the case and its size, as [`cases`](super::cases) requires. A
+//! kernel receives seeded numbers in place of another kernel's output, so no case depends on
+//! another kernel.
 
 #![forbid(unsafe_code)]
 
@@ -40,7 +41,7 @@ impl<'s> Inputs<'_, 's> {
     /// one with a tail.
     fn attends(&self, shape: Shape, run: impl Fn(&Case<'s>) -> Result<()>) -> Result<()> {
         let widths = [shape.width() as u32, shape.width() as u32 / 2 + 8];
-        let forms = self.by_form(&WHOLE[..], &SMALLEST);
+        let forms = self.by_size(&WHOLE[..], &SMALLEST);
         for (&(sizes @ ([batch, tokens, heads, kv_heads], _), window, masked), width) in
             forms.iter().zip(widths.into_iter().cycle())
         {
@@ -71,14 +72,14 @@ impl<'s> Inputs<'_, 's> {
     ) -> Result<()> {
         let smallest = [([1, 21], [4, 2], 32, false), ([1, 9], [1, 1], 80, true), ([1, 5], [2, 1], 256, false)];
         let whole = [([2, 50], [4, 2], 32, false), ([1, 77], [2, 2], 80, true), ([2, 20], [3, 1], 256, false)];
-        for ([batch, tokens], [heads, kv_heads], width, stacked) in self.by_form(whole, smallest) {
-            let form = AttentionConfig::new(heads).kv_heads(kv_heads);
+        for ([batch, tokens], [heads, kv_heads], width, stacked) in self.by_size(whole, smallest) {
+            let config = AttentionConfig::new(heads).kv_heads(kv_heads);
             let qkv = if stacked {
                 self.normals([3, batch, tokens, heads * width])?
             } else {
                 self.normals([batch, tokens, (heads + 2 * kv_heads) * width])?
             };
-            run(&qkv, &form, &self.normals([2, width])?)?;
+            run(&qkv, &config, &self.normals([2, width])?)?;
         }
         Ok(())
     }
@@ -146,7 +147,7 @@ pub(super) fn keys(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
 }
 
 pub(super) fn delta<S: Stored>(i: &Inputs<'_, '_>) -> Result<()> {
-    for [batch, tokens, heads, width] in i.by_form([[2, 130, 3, 80], [1, 9, 2, 256]], [[1, 9, 3, 32], [2, 5, 1, 132]]) {
+    for [batch, tokens, heads, width] in i.by_size([[2, 130, 3, 80], [1, 9, 2, 256]], [[1, 9, 3, 32], [2, 5, 1, 132]]) {
         let length = (batch * tokens * heads) as usize;
         let values = || i.normals::<S>([length * width as usize]);
         let (out, dout, mut delta) = (values()?, values()?, i.step.empty([length])?);
@@ -164,28 +165,28 @@ pub(super) fn delta<S: Stored>(i: &Inputs<'_, '_>) -> Result<()> {
 }
 
 pub(super) fn qk_norm<S: Stored>(i: &Inputs<'_, '_>) -> Result<()> {
-    i.heads_of_all::<S>(|qkv, form, gains| {
-        let (y, inverse_rms) = ops::qk_norm(i.step, qkv, QkNorm::new(gains, 1e-6), form)?;
+    i.heads_of_all::<S>(|qkv, config, gains| {
+        let (y, inverse_rms) = ops::qk_norm(i.step, qkv, QkNorm::new(gains, 1e-6), config)?;
         i.keep(&y)?;
         i.keep(&inverse_rms)
     })
 }
 
 pub(super) fn qk_norm_backward<S: Stored>(i: &Inputs<'_, '_>) -> Result<()> {
-    i.heads_of_all::<S>(|qkv, form, gains| {
+    i.heads_of_all::<S>(|qkv, config, gains| {
         let norm = QkNorm::new(gains, 1e-6);
-        let (_, inverse_rms) = ops::qk_norm(i.step, qkv, norm, form)?;
+        let (_, inverse_rms) = ops::qk_norm(i.step, qkv, norm, config)?;
         let (dy, mut dgains) = (i.normals::<S>(qkv.shape())?, i.normals(gains.shape())?);
-        let dqkv = ops::qk_norm_backward(i.step, qkv, norm, form, &inverse_rms, dy, &mut dgains, true)?;
+        let dqkv = ops::qk_norm_backward(i.step, qkv, norm, config, &inverse_rms, dy, &mut dgains, true)?;
         i.keep(&dqkv)?;
         i.keep(&dgains)
     })
 }
 
 pub(super) fn rotary<S: Stored>(i: &Inputs<'_, '_>) -> Result<()> {
-    i.heads_of_all::<S>(|qkv, form, _| {
+    i.heads_of_all::<S>(|qkv, config, _| {
         let far = Rotary { offset: 100_000, ..Rotary::new(500_000.0) };
-        i.keep(&ops::rotary(i.step, qkv, Rotary::default(), form)?)?;
-        i.keep(&ops::rotary_backward(i.step, ops::copy(i.step, qkv)?, far, form)?)
+        i.keep(&ops::rotary(i.step, qkv, Rotary::default(), config)?)?;
+        i.keep(&ops::rotary_backward(i.step, ops::copy(i.step, qkv)?, far, config)?)
     })
 }

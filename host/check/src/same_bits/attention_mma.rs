@@ -1,9 +1,9 @@
 //! The cases of attention on tensor cores, which all variants of a family share.
 //!
-//! Invariant: the invariant of [`cases`](super::cases) holds. Every sum is exact, so the order in
-//! which a GPU's tensor cores add changes nothing. The values of q, k, v and dout are small whole
-//! numbers, with more zeros in wider heads. The weights are powers of two, because scores are
-//! multiples of ln 2.
+//! Invariant: results depend only on the case and its size, as [`cases`](super::cases) requires.
+//! Every sum is exact, so the order in which a GPU's tensor cores add changes nothing. The values
+//! of q, k, v and dout are small whole numbers, with more zeros in wider heads. The weights are
+//! powers of two, because scores are multiples of ln 2.
 
 #![forbid(unsafe_code)]
 
@@ -50,7 +50,7 @@ impl<'s> Inputs<'_, 's> {
     /// one with a tail.
     fn attends_by_tensor<S: Stored>(&self, shape: Shape, run: impl Fn(&Case<'s, S>) -> Result<()>) -> Result<()> {
         let widths = [shape.width as u32, shape.width as u32 / 2 + 8];
-        for (&sizes, width) in self.by_form(&WHOLE[..], &SMALLEST).iter().zip(widths.into_iter().cycle()) {
+        for (&sizes, width) in self.by_size(&WHOLE[..], &SMALLEST).iter().zip(widths.into_iter().cycle()) {
             let ([batch, tokens, heads, kv_heads], _, _, masked) = sizes;
             let qkv =
                 self.sparse((batch * tokens * (heads + 2 * kv_heads) * width) as usize, 1, shape.width.isqrt())?;

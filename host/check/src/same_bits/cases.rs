@@ -22,6 +22,7 @@ use kernels::guard::{PATTERN, guard_check, guard_write};
 use kernels::matmul::matmul;
 use kernels::matmul_bf16::matmul_bf16;
 use kernels::matmul_mma::matmul_mma;
+use kernels::update::RUN;
 use kernels::{reduce, scalars};
 use stepscope_core::error::Result;
 use stepscope_core::indices::OnDevice;
@@ -67,7 +68,7 @@ const LISTED: &[Listed] = &[
             i.keep(&db)
         })
     }),
-    One("adamw", |i| i.by_form(&[1, 1023, 70_003][..], &[1, 1023]).iter().try_for_each(|&length| adamw(i, length))),
+    One("adamw", |i| i.by_size(&[1, 1023, 70_003][..], &[1, 1023]).iter().try_for_each(|&length| adamw(i, length))),
     One("attention_forward", |i| {
         i.heads(|i, qkv, gains, _| {
             let (made, ..) = i.short_attention(qkv, gains)?;
@@ -80,8 +81,8 @@ const LISTED: &[Listed] = &[
     One("attention_backward", |i| {
         i.heads(|i, qkv, gains, dout| {
             let mut dgains = i.normals([2, 64])?;
-            let (made, norm, form) = i.short_attention(qkv, gains)?;
-            let dqkv = ops::attention_backward(i.step, qkv, Some((norm, &mut dgains, true)), &form, &made, dout)?;
+            let (made, norm, config) = i.short_attention(qkv, gains)?;
+            let dqkv = ops::attention_backward(i.step, qkv, Some((norm, &mut dgains, true)), &config, &made, dout)?;
             i.keep(&dqkv)?;
             i.keep(&dgains)
         })
@@ -89,7 +90,7 @@ const LISTED: &[Listed] = &[
     One("cast_to_bf16", |i| i.flat(|i, [x, _]| i.keep(&ops::to_bf16(i.step, x)?))),
     One("cast_to_f32", |i| i.flat(|i, [x, _]| i.keep(&ops::to_f32(i.step, x)?))),
     One("checksum", |i| {
-        let chunks = i.by_form(3, 1);
+        let chunks = i.by_size(3, 1);
         let words =
             i.random.borrow_mut().normals(chunks * CHUNK + 5).into_iter().map(f32::to_bits).collect::<Vec<u32>>();
         let (x, mut sums) =
@@ -99,7 +100,7 @@ const LISTED: &[Listed] = &[
     }),
     One("clip_factor", |i| {
         // The whole size also has norms that are NaN.
-        if i.by_form(true, false) { i.flat(|i, [x, _]| clip_factors(i, x)) } else { i.long(|i, x| clip_factors(i, x)) }
+        if i.by_size(true, false) { i.flat(|i, [x, _]| clip_factors(i, x)) } else { i.long(|i, x| clip_factors(i, x)) }
     }),
     One("draw", |i| {
         let mut generator = i.step.upload(&[1, 2, u32::MAX, 7], [4])?;
@@ -169,7 +170,7 @@ const LISTED: &[Listed] = &[
     }),
     One("rows_finish", |i| {
         for (counts, cols) in
-            i.by_form([([3, 65, 0, 700, 64], 64), ([0, 1, 300, 2, 129], 131)], [([3, 65, 0, 70, 2], 20); 2])
+            i.by_size([([3, 65, 0, 700, 64], 64), ([0, 1, 300, 2, 129], 131)], [([3, 65, 0, 70, 2], 20); 2])
         {
             let each = counts.iter().enumerate();
             let sorted: Vec<u32> = each.flat_map(|(id, &count)| std::iter::repeat_n(id as u32, count)).collect();
@@ -185,7 +186,7 @@ const LISTED: &[Listed] = &[
     }),
     both!("rows_sum", <S>, |i| i.embedded::<S>(5)),
     both!("fill", <S>, |i| {
-        let lengths = i.by_form(&[1, 1025, 4099][..], &[1027]);
+        let lengths = i.by_size(&[1, 1025, 4099][..], &[1027]);
         lengths.iter().try_for_each(|&length| {
             let mut out = i.step.empty::<S>([length])?;
             ops::fill_into(i.step, &mut out, 0.1)?;
@@ -362,13 +363,13 @@ const LISTED: &[Listed] = &[
         (scalars::EXP..=scalars::GELU_EXACT).try_for_each(|function| {
             // In the smallest size from 0.01 to 10, with alternating signs.
             let (length, first, stride) =
-                i.by_form(((1 << 17) + 3, 0x8000_0001, 32_749), (4099, 0x3c23_d70b, 0x8000_4fd9));
+                i.by_size(((1 << 17) + 3, 0x8000_0001, 32_749), (4099, 0x3c23_d70b, 0x8000_4fd9));
             let mut y = i.step.empty([length])?;
             i.step.launch(scalars::scalars { y: y.out(), length, function, first, stride })?;
             i.keep(&y)
         })
     }),
-    One("sgd", |i| i.by_form(&[1, 1023, 70_003][..], &[1, 1023]).iter().try_for_each(|&length| sgd(i, length))),
+    One("sgd", |i| i.by_size(&[1, 1023, 70_003][..], &[1, 1023]).iter().try_for_each(|&length| sgd(i, length))),
     both!("copy_rows", <S>, |i| {
         i.rows::<S>(|i, x| {
             let [rows, cols] = x.shape().as_rows();
@@ -379,7 +380,7 @@ const LISTED: &[Listed] = &[
     }),
     Each(|| declared("softmax")),
     One("sum_parts", |i| {
-        for (count, pitch) in i.by_form(&[(1, 8), (2, 4100), (8, 1028), (64, 12)][..], &[(8, 1028)]) {
+        for (count, pitch) in i.by_size(&[(1, 8), (2, 4100), (8, 1028), (64, 12)][..], &[(8, 1028)]) {
             let mut out = i.step.empty([pitch - 3])?;
             ops::sum_parts_into(i.step, &i.normals([*count, *pitch])?, &mut out)?;
             i.keep(&out)?;
@@ -406,15 +407,31 @@ const LISTED: &[Listed] = &[
     }),
 ];
 
+/// Calls `update` with the settings of each parameter group as the only one, then with all of them.
+/// Among all, one run in three has a group that does not exist.
+fn in_groups<'s, const LEN: usize>(
+    i: &Inputs<'_, 's>,
+    length: usize,
+    settings: [[f32; LEN]; 2],
+    update: impl Fn(&Tensor<'s>, Option<&Tensor<'s, u32>>) -> Result<()>,
+) -> Result<()> {
+    settings.iter().try_for_each(|only| update(&i.step.upload(only, [1, LEN])?, None))?;
+    let runs = length.div_ceil(RUN);
+    let groups: Vec<u32> = (1..=runs as u32).map(|run| run % 3).collect();
+    update(&i.step.upload(settings.as_flattened(), [2, LEN])?, Some(&i.step.upload(&groups, [runs])?))
+}
+
+/// Tests parameter groups with and without clipping and decay.
 fn adamw(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
-    let (mut weights, gradients, mut first) = (i.normals([length])?, i.normals([length])?, i.normals([length])?);
-    let mut second = i.step.upload(&i.random.borrow_mut().uniforms(length, 0.0, 2.0), [length])?;
-    let hyper = i.step.upload(&[1e-2, 0.9, 0.999, 1e-8, 0.01, 0.19, 0.002, 1.0], [8])?;
-    let norm = ops::squared_norm(i.step, &gradients)?;
-    let (mut copy, no_groups) = (i.step.empty([length])?, None::<&Tensor<'_, u32>>);
-    ops::adamw(i.step, &mut weights, Some(&mut copy), &gradients, &mut first, &mut second, &hyper, no_groups, &norm)?;
-    [&weights, &first, &second].into_iter().try_for_each(|tensor| i.keep(tensor))?;
-    i.keep(&copy)
+    let settings = [[1e-2, 0.9, 0.999, 1e-8, 0.01, 0.19, 0.002, 1.0], [1e-3, 0.8, 0.99, 1e-6, 0.0, 0.2, 0.01, 0.0]];
+    in_groups(i, length, settings, |hyper, groups| {
+        let (mut weights, gradients, mut first) = (i.normals([length])?, i.normals([length])?, i.normals([length])?);
+        let mut second = i.step.upload(&i.random.borrow_mut().uniforms(length, 0.0, 2.0), [length])?;
+        let (mut copy, norm) = (i.step.empty([length])?, ops::squared_norm(i.step, &gradients)?);
+        ops::adamw(i.step, &mut weights, Some(&mut copy), &gradients, &mut first, &mut second, hyper, groups, &norm)?;
+        [&weights, &first, &second].into_iter().try_for_each(|tensor| i.keep(tensor))?;
+        i.keep(&copy)
+    })
 }
 
 fn clip_factors<'s>(i: &Inputs<'_, 's>, x: &Tensor<'s>) -> Result<()> {
@@ -424,13 +441,12 @@ fn clip_factors<'s>(i: &Inputs<'_, 's>, x: &Tensor<'s>) -> Result<()> {
 
 /// Tests both kinds of momentum, with and without clipping.
 fn sgd(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
-    for hyper in [[1e-2, 0.9, 0.01, 1.0, 0.0], [1e-2, 0.5, 0.1, 0.0, 1.0]] {
+    let settings = [[1e-2, 0.9, 0.01, 1.0, 0.0], [1e-2, 0.5, 0.1, 0.0, 1.0]];
+    in_groups(i, length, settings, |hyper, groups| {
         let (mut weights, gradients, mut velocity) = (i.normals([length])?, i.normals([length])?, i.normals([length])?);
-        let (hyper, norm) = (i.step.upload(&hyper, [5])?, ops::squared_norm(i.step, &gradients)?);
-        let (mut copy, no_groups) = (i.step.empty([length])?, None::<&Tensor<'_, u32>>);
-        ops::sgd(i.step, &mut weights, Some(&mut copy), &gradients, &mut velocity, &hyper, no_groups, &norm)?;
+        let (mut copy, norm) = (i.step.empty([length])?, ops::squared_norm(i.step, &gradients)?);
+        ops::sgd(i.step, &mut weights, Some(&mut copy), &gradients, &mut velocity, hyper, groups, &norm)?;
         [&weights, &velocity].into_iter().try_for_each(|tensor| i.keep(tensor))?;
-        i.keep(&copy)?;
-    }
-    Ok(())
+        i.keep(&copy)
+    })
 }

@@ -38,7 +38,7 @@ pub fn to_commit(whole: &str, smallest: &str) -> String {
     whole.lines().zip(smallest.lines()).map(line).collect()
 }
 
-/// Returns a kernel's line. For each result, the digest covers its length in 8 bytes and its words,
+/// Returns a kernel's line. The digest covers the length of each result, in 8 bytes, and its words,
 /// little-endian.
 pub fn line(name: &str, results: &[Vec<u32>]) -> String {
     let mut hash = Sha256::new();

@@ -14,7 +14,8 @@ use half::bf16;
 use kernels::attention::HEAD;
 use std::cell::RefCell;
 use std::fmt;
-use stepscope_core::arena::{Arena, Buffer};
+use stepscope_core::arena::Arena;
+use stepscope_core::buffer::Buffer;
 use stepscope_core::device::Device;
 use stepscope_core::error::Result;
 use stepscope_core::indices::OnDevice;
@@ -44,21 +45,21 @@ const SMALLEST_SQUARES: [[usize; 2]; 2] = [[40, 68], [33, 35]];
 /// The inputs of one case, and the results of its kernel.
 pub struct Inputs<'i, 's> {
     pub(super) step: &'i EagerStep<'s>,
-    pub(super) form: CaseSize,
+    pub(super) size: CaseSize,
     pub(super) random: RefCell<Random>,
     results: RefCell<Vec<Vec<u32>>>,
 }
 
 impl fmt::Debug for Inputs<'_, '_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Inputs").field("form", &self.form).finish_non_exhaustive()
+        f.debug_struct("Inputs").field("size", &self.size).finish_non_exhaustive()
     }
 }
 
 impl<'s> Inputs<'_, 's> {
     /// Returns the value for the size that runs.
-    pub(super) fn by_form<T>(&self, whole: T, smallest: T) -> T {
-        match self.form {
+    pub(super) fn by_size<T>(&self, whole: T, smallest: T) -> T {
+        match self.size {
             CaseSize::Whole => whole,
             CaseSize::Smallest => smallest,
         }
@@ -78,7 +79,7 @@ impl<'s> Inputs<'_, 's> {
     /// Uploads whole numbers from -8 to 8. In the smallest size they range from -2 to 2, so that
     /// GELU maps few sums to 0 or to themselves.
     pub(super) fn whole(&self, length: usize) -> Result<Tensor<'s>> {
-        let most = self.by_form(8, 2);
+        let most = self.by_size(8, 2);
         let below = self.random.borrow_mut().belows(length, 2 * most + 1);
         let values: Vec<f32> = below.into_iter().map(|below| below as f32 - most as f32).collect();
         self.step.upload(&values, [length])
@@ -92,9 +93,9 @@ impl<'s> Inputs<'_, 's> {
         gains: &'q Tensor<'s>,
     ) -> Result<(Attention<'s>, QkNorm<'q, 's>, AttentionConfig<'s>)> {
         // A power of two would hide a fused product.
-        let form = AttentionConfig::new(qkv.shape().as_rows()[1] / HEAD).scale(self.by_form(0.125, 0.1));
+        let config = AttentionConfig::new(qkv.shape().as_rows()[1] / HEAD).scale(self.by_size(0.125, 0.1));
         let norm = QkNorm::new(gains, 1e-6);
-        Ok((ops::attention(self.step, qkv, Some(norm), &form)?, norm, form))
+        Ok((ops::attention(self.step, qkv, Some(norm), &config)?, norm, config))
     }
 
     /// Uploads a gain for the norm of `x`.
@@ -110,7 +111,7 @@ impl<'s> Inputs<'_, 's> {
         shape: impl Into<Shape>,
         old: impl FnOnce() -> Result<Tensor<'s>>,
     ) -> Result<Tensor<'s>> {
-        if is_read || self.form == CaseSize::Whole { old() } else { self.step.empty(shape) }
+        if is_read || self.size == CaseSize::Whole { old() } else { self.step.empty(shape) }
     }
 
     /// Returns a class for each row of `logits`, with one beyond the last among them, whose row
@@ -137,7 +138,7 @@ impl<'s> Inputs<'_, 's> {
 
     /// Runs the op on ids with frequent repetitions: fewer than a block sorts, and more.
     pub(super) fn sorted(&self, op: impl Fn(&Self, &Tensor<'s, u32>) -> Result<()>) -> Result<()> {
-        for &count in self.by_form(&[1, 5, 511, 5003][..], &[1300]) {
+        for &count in self.by_size(&[1, 5, 511, 5003][..], &[1300]) {
             op(self, &self.step.upload(&self.random.borrow_mut().belows(count, 40), [count])?)?;
         }
         Ok(())
@@ -155,7 +156,7 @@ impl<'s> Inputs<'_, 's> {
     /// Runs the gradient of an embedding, with `distinct` different ids that appear up to some
     /// hundred times.
     pub(super) fn embedded<S: Stored>(&self, distinct: u32) -> Result<()> {
-        for &[count, cols] in self.by_form(&[[1, 3], [700, 64], [5003, 131]][..], &[[530, 20], [140, 131]]) {
+        for &[count, cols] in self.by_size(&[[1, 3], [700, 64], [5003, 131]][..], &[[530, 20], [140, 131]]) {
             let ids = self.step.upload_indices(&self.random.borrow_mut().belows(count, distinct), [count])?;
             let (dy, mut dtable) = (self.normals::<S>([count, cols])?, self.normals([distinct as usize + 1, cols])?);
             for accumulate in [true, false] {
@@ -170,13 +171,13 @@ impl<'s> Inputs<'_, 's> {
     /// lengths. The smallest size has one length, which is not a multiple of four.
     pub(super) fn flat<S: Stored>(&self, op: impl Fn(&Self, &[Tensor<'s, S>; 2]) -> Result<()>) -> Result<()> {
         let dense = |seed| {
-            let counts = self.by_form([18, 18], [9, 12]);
+            let counts = self.by_size([18, 18], [9, 12]);
             let values = sample_of(counts, seed, -12.5, 10.0);
-            let values = self.by_form(&values[..], &values[1..]);
+            let values = self.by_size(&values[..], &values[1..]);
             self.upload(values, [values.len()])
         };
         op(self, &[dense(1)?, dense(2)?])?;
-        for &length in self.by_form(&[1, 5, 1023, 4097][..], &[]) {
+        for &length in self.by_size(&[1, 5, 1023, 4097][..], &[]) {
             op(self, &[self.normals([length])?, self.normals([length])?])?;
         }
         Ok(())
@@ -185,20 +186,20 @@ impl<'s> Inputs<'_, 's> {
     /// Runs the op on arrays that are shorter than, as long as, and longer than the part that a
     /// block reduces.
     pub(super) fn long<S: Stored>(&self, op: impl Fn(&Self, &Tensor<'s, S>) -> Result<()>) -> Result<()> {
-        let lengths = self.by_form(&[1, 5, 4096, 4096 * 70 + 3][..], &[4096 * 8 + 1027]);
+        let lengths = self.by_size(&[1, 5, 4096, 4096 * 70 + 3][..], &[4096 * 8 + 1027]);
         lengths.iter().try_for_each(|&length| op(self, &self.normals([length])?))
     }
 
     /// Runs the op on rows of several lengths, then on rows of which most contain one special
     /// number each.
     pub(super) fn rows<S: Stored>(&self, op: impl Fn(&Self, &Tensor<'s, S>) -> Result<()>) -> Result<()> {
-        self.matrices(self.by_form(&ROWS[..], &SMALLEST_ROWS), op)
+        self.matrices(self.by_size(&ROWS[..], &SMALLEST_ROWS), op)
     }
 
     /// Runs the op on matrices of several extents, then on rows of which most contain one special
     /// number each.
     pub(super) fn squares<S: Stored>(&self, op: impl Fn(&Self, &Tensor<'s, S>) -> Result<()>) -> Result<()> {
-        self.matrices(self.by_form(&ROWS[..], &SMALLEST_SQUARES), op)
+        self.matrices(self.by_size(&ROWS[..], &SMALLEST_SQUARES), op)
     }
 
     fn matrices<S: Stored>(
@@ -225,7 +226,7 @@ impl<'s> Inputs<'_, 's> {
         op: impl FnOnce() -> Result<Tensor<'s>>,
         kernel: impl FnOnce(f32, u32, PointerMut<'_, f32>) -> Result<()>,
     ) -> Result<()> {
-        if self.form == CaseSize::Whole {
+        if self.size == CaseSize::Whole {
             return self.keep(&op()?);
         }
         let mut out = self.normals([length])?;
@@ -237,7 +238,7 @@ impl<'s> Inputs<'_, 's> {
     pub(super) fn heads(&self, op: impl Fn(&Self, &Tensor<'s>, &Tensor<'s>, &Tensor<'s>) -> Result<()>) -> Result<()> {
         // The smallest size has each number of groups of four tokens.
         let smallest = [[1, 2, 64], [1, 5, 128], [1, 12, 64], [1, 15, 64]];
-        for &[samples, tokens, width] in self.by_form(&[[4, 12, 256], [3, 16, 128], [2, 1, 64]][..], &smallest) {
+        for &[samples, tokens, width] in self.by_size(&[[4, 12, 256], [3, 16, 128], [2, 1, 64]][..], &smallest) {
             let qkv = self.normals([3, samples, tokens, width])?;
             op(self, &qkv, &self.normals([2, 64])?, &self.normals([samples, tokens, width])?)?;
         }
@@ -246,7 +247,7 @@ impl<'s> Inputs<'_, 's> {
 
     /// Runs the op on shapes of `[samples, tokens, cols]`.
     pub(super) fn tokens(&self, op: impl Fn(&Self, [usize; 3]) -> Result<()>) -> Result<()> {
-        let shapes = self.by_form(&[[33, 12, 67], [256, 12, 256], [1, 1, 1]][..], &[[3, 5, 7], [2, 6, 8]]);
+        let shapes = self.by_size(&[[33, 12, 67], [256, 12, 256], [1, 1, 1]][..], &[[3, 5, 7], [2, 6, 8]]);
         shapes.iter().try_for_each(|&shape| op(self, shape))
     }
 
@@ -271,13 +272,13 @@ impl<'s> Inputs<'_, 's> {
 }
 
 /// Runs a case in a separate arena that no setting affects, and returns the words of each result.
-pub fn run(device: &Device, case: &Case, form: CaseSize) -> Result<Vec<Vec<u32>>> {
-    let bytes = match form {
+pub fn run(device: &Device, case: &Case, size: CaseSize) -> Result<Vec<Vec<u32>>> {
+    let bytes = match size {
         CaseSize::Whole => ARENA_BYTES,
         CaseSize::Smallest => SMALLEST_ARENA_BYTES,
     };
     Arena::bare(device, bytes)?.step(|step| {
-        let inputs = Inputs { step, form, random: Random::new(17).into(), results: RefCell::default() };
+        let inputs = Inputs { step, size, random: Random::new(17).into(), results: RefCell::default() };
         case.run(&inputs)?;
         Ok(inputs.results.into_inner())
     })

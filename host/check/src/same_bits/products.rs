@@ -1,6 +1,6 @@
 //! The cases of matmuls, which all variants of a family share.
 //!
-//! Invariant: the invariant of [`cases`](super::cases) holds.
+//! Invariant: results depend only on the case and its size, as [`cases`](super::cases) requires.
 
 #![forbid(unsafe_code)]
 
@@ -73,7 +73,7 @@ const SMALLEST_MMA_PRODUCTS: [Product; 6] = [
 
 /// Runs the case of a tile. All tiles give the same bits.
 pub(super) fn product(i: &Inputs<'_, '_>, tile: Tile) -> Result<()> {
-    for &(batches, [m, n, k], k_per_split, flags, [alpha, beta]) in i.by_form(&PRODUCTS[..], &SMALLEST_PRODUCTS) {
+    for &(batches, [m, n, k], k_per_split, flags, [alpha, beta]) in i.by_size(&PRODUCTS[..], &SMALLEST_PRODUCTS) {
         let (a, b, bias) = (i.normals([batches, m, k])?, i.normals([batches, k, n])?, i.normals([batches, n])?);
         let shape = [batches * k.div_ceil(k_per_split), m, n];
         let mut out = i.output(reads_c(flags, beta), shape, || i.normals(shape))?;
@@ -121,18 +121,18 @@ fn unless_split<'t>(is_split: bool, bias: &'t Tensor<'_>) -> Slice<'t, f32> {
 /// Keeps the outputs of a matmul.
 fn keep_outputs<'s, S: Stored>(i: &Inputs<'_, 's>, flags: u32, out: &Tensor<'s, S>, pre: &Tensor<'s, S>) -> Result<()> {
     i.keep(out)?;
-    if flags & STORE_PREACT != 0 || i.form == CaseSize::Whole { i.keep(pre) } else { Ok(()) }
+    if flags & STORE_PREACT != 0 || i.size == CaseSize::Whole { i.keep(pre) } else { Ok(()) }
 }
 
 /// Runs the case of a tensor-core tile: [`product`] on whole numbers so small that every sum is
 /// exact. The order of sums, which differs between GPUs, then changes nothing. The smallest size
 /// has a fractional bias, so that GELU does not see only whole numbers.
 pub(super) fn mma_product(i: &Inputs<'_, '_>, tile: MmaTile) -> Result<()> {
-    for &(batches, [m, n, k], k_per_split, flags, [alpha, beta]) in i.by_form(&MMA_PRODUCTS[..], &SMALLEST_MMA_PRODUCTS)
+    for &(batches, [m, n, k], k_per_split, flags, [alpha, beta]) in i.by_size(&MMA_PRODUCTS[..], &SMALLEST_MMA_PRODUCTS)
     {
         let (a, b) = (i.whole(batches * m * k)?, i.whole(batches * k * n)?);
         let [(a, stride_a), (b, stride_b)] = round_factors(i, batches, [m, n, k], TRANSPOSE_B, [&a, &b])?;
-        let bias = if i.form == CaseSize::Whole { i.whole(batches * n)? } else { i.normals([batches * n])? };
+        let bias = if i.size == CaseSize::Whole { i.whole(batches * n)? } else { i.normals([batches * n])? };
         let length = batches * k.div_ceil(k_per_split) * m * n;
         let mut out = i.output(reads_c(flags, beta), [length], || i.whole(length))?;
         let mut pre = i.output(false, [length], || i.step.upload(&i.step.read(&out)?, [length]))?;
@@ -200,13 +200,13 @@ pub(super) fn bf16_product<S: Stored>(
     i: &Inputs<'_, '_>,
     variant: (of_bf16::OperandLayout, of_bf16::Tile),
 ) -> Result<()> {
-    let products = i.by_form(&BF16_PRODUCTS[..], &SMALLEST_BF16_PRODUCTS).iter();
+    let products = i.by_size(&BF16_PRODUCTS[..], &SMALLEST_BF16_PRODUCTS).iter();
     let is_own =
         |flags: u32| exists::<S>(flags) && (flags & TRANSPOSE_A == 0) == (variant.0 == of_bf16::OperandLayout::Plain);
     for &(batches, [m, n, k], k_per_split, flags, [alpha, beta]) in products.filter(|product| is_own(product.3)) {
         let (a, b) = (i.whole(batches * m * k)?, i.whole(batches * k * n)?);
         let (a, b) = (ops::to_bf16(i.step, &a)?, ops::to_bf16(i.step, &b)?);
-        let bias = if i.form == CaseSize::Whole { i.whole(batches * n)? } else { i.normals([batches * n])? };
+        let bias = if i.size == CaseSize::Whole { i.whole(batches * n)? } else { i.normals([batches * n])? };
         let length = batches * k.div_ceil(k_per_split) * m * n;
         let mut out = i.normals::<S>([length])?;
         let mut pre = i.normals::<S>([length])?;
@@ -260,7 +260,7 @@ fn column_sums(i: &Inputs<'_, '_>, variant: (of_bf16::OperandLayout, of_bf16::Ti
         (1, [256, 256, 168], ALL, BIAS_GRAD, [1.0, 0.0]),
         (1, [4, 8, 80], 32, BIAS_GRAD, [1.0, 0.0]),
     ];
-    for &(batches, [m, n, k], k_per_split, flags, [alpha, beta]) in i.by_form(&WHOLE[..], &SMALLEST) {
+    for &(batches, [m, n, k], k_per_split, flags, [alpha, beta]) in i.by_size(&WHOLE[..], &SMALLEST) {
         let (a, b) = (i.normals::<bf16>([batches, k, m])?, i.normals::<bf16>([batches, k, n])?);
         let split_k = batches * k.div_ceil(k_per_split);
         let (mut out, mut sums) = (i.step.empty::<f32>([split_k, m, n])?, i.normals::<f32>([split_k, n])?);
@@ -354,7 +354,7 @@ fn exists<S: Stored>(flags: u32) -> bool {
 /// Runs the case of [`sum_splits`]: split-K matmuls, or in the smallest size only the kernel
 /// itself.
 pub(super) fn splits<S: Stored>(i: &Inputs<'_, '_>) -> Result<()> {
-    if i.form == CaseSize::Smallest || <S as Element>::NAME != <f32 as Element>::NAME {
+    if i.size == CaseSize::Smallest || <S as Element>::NAME != <f32 as Element>::NAME {
         return [
             ([3, 260], 9, GELU | STORE_PREACT, [1.0, 0.5]),
             ([2, 5], 2, SWIGLU | STORE_PREACT, [0.3, 0.0]),
@@ -367,8 +367,8 @@ pub(super) fn splits<S: Stored>(i: &Inputs<'_, '_>) -> Result<()> {
     for ([m, n, k], beta) in [([12, 256, 1024], 0.0), ([35, 33, 700], 0.5), ([1, 2, 65_601], 1.0)] {
         let (a, b, bias, mut out) =
             (i.normals::<f32>([m, k])?, i.normals([k, n])?, i.normals([n])?, i.normals::<f32>([m, n])?);
-        let form = ops::Gemm { beta, ..ops::Gemm::new(m, n, k) };
-        ops::gemm_into(i.step, &form, &a, &b, Some(&bias), &mut out)?;
+        let gemm = ops::Gemm { beta, ..ops::Gemm::new(m, n, k) };
+        ops::gemm_into(i.step, &gemm, &a, &b, Some(&bias), &mut out)?;
         i.keep(&out)?;
     }
     Ok(())
