@@ -145,7 +145,7 @@ on_each_device! {
                 tape.linear(&tape.attention(&qkv, None, &form)?, output.weight, output.bias)
             }),
             ("gpt2, documents", |layers, tape, x, documents| {
-                layers.gpt2.forward_masked(tape, x, &layers.gpt2.form().documents(documents))
+                layers.gpt2.forward_masked(tape, x, &layers.gpt2.config().documents(documents))
             }, |layers, tape, x, documents| {
                 let MultiHeadAttention { qkv, output, .. } = layers.gpt2;
                 let form = AttentionConfig::new(2).causal().documents(documents);
@@ -212,7 +212,7 @@ impl Model {
     ) -> Result<Saved<'s>> {
         let tape = Tape::new(step, &self.weights);
         let h = self.embed.forward(&tape, &tape.input(x))?;
-        let h = self.attention.forward_masked(&tape, &h, &self.attention.form().documents(documents))?;
+        let h = self.attention.forward_masked(&tape, &h, &self.attention.config().documents(documents))?;
         let logits = tape.reshape(&self.head.forward(&tape, &h)?, [labels.shape().elements(), CLASSES])?;
         let loss = tape.cross_entropy(&logits, labels)?;
         tape.backward_overwrite(&loss, &mut self.gradients)?;

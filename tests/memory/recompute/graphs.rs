@@ -100,7 +100,7 @@ fn transformer<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<V
     let Given { model, labels, lengths, .. } = given;
     let mut x = model.input.forward(tape, &tape.input(given.x))?;
     for block in &model.blocks {
-        let form = block.attention.form().lengths(*lengths);
+        let form = block.attention.config().lengths(*lengths);
         let block = block.clone();
         x = part!(on, tape, (x, form), move |tape, (x, form)| block.forward(tape, &x, &form))?;
     }
@@ -121,10 +121,10 @@ fn nested<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<Var<'s
         let y = part!(on, tape, x, move |tape, x| {
             let deeper = within.clone();
             let h = part!(on, tape, x, move |tape, x| mlp.forward_residual(tape, &x, &x))?;
-            let h = deeper.forward(tape, &h, &deeper.attention.form())?;
+            let h = deeper.forward(tape, &h, &deeper.attention.config())?;
             part!(on, tape, (h, x), move |tape, (h, x)| tape.mul(&h, &deeper.norms[0].forward(tape, &x)?))
         })?;
-        block.forward(tape, &y, &block.attention.form())
+        block.forward(tape, &y, &block.attention.config())
     })?;
     tape.mean(&mlp.forward_residual(tape, &y, &x)?)
 }

@@ -114,22 +114,22 @@ impl Block {
     where
         S: AttentionElement + GemmElement<S> + GemmElement<f32>,
     {
-        self.forward_masked(tape, x, &self.attention.form())
+        self.forward_masked(tape, x, &self.attention.config())
     }
 
-    /// Computes y with a config from [`MultiHeadAttention::form`] to which documents or lengths
+    /// Computes y with a config from [`MultiHeadAttention::config`] to which documents or lengths
     /// were added.
     #[track_caller]
     pub fn forward_masked<'s, S>(
         &self,
         tape: &Tape<'_, 's>,
         x: &Var<'s, S>,
-        form: &AttentionConfig<'s>,
+        config: &AttentionConfig<'s>,
     ) -> Result<Var<'s, S>>
     where
         S: AttentionElement + GemmElement<S> + GemmElement<f32>,
     {
-        let h = self.attention.forward_residual_masked(tape, &self.norms[0].forward(tape, x)?, x, form)?;
+        let h = self.attention.forward_residual_masked(tape, &self.norms[0].forward(tape, x)?, x, config)?;
         self.feed_forward.forward_residual(tape, &self.norms[1].forward(tape, &h)?, &h)
     }
 

@@ -101,9 +101,9 @@ impl MultiHeadAttention {
 
     /// The config of the heads and the mask. Documents or lengths may be added for
     /// [`MultiHeadAttention::forward_masked`].
-    pub fn form<'s>(&self) -> AttentionConfig<'s> {
-        let form = AttentionConfig::new(self.heads[0]).kv_heads(self.heads[1]).sees(self.sees);
-        self.scale.map_or(form, |scale| form.scale(scale))
+    pub fn config<'s>(&self) -> AttentionConfig<'s> {
+        let config = AttentionConfig::new(self.heads[0]).kv_heads(self.heads[1]).sees(self.sees);
+        self.scale.map_or(config, |scale| config.scale(scale))
     }
 
     /// Computes the result for samples without padding, each of them one document.
@@ -112,22 +112,22 @@ impl MultiHeadAttention {
     where
         S: AttentionElement + GemmElement<S> + GemmElement<f32>,
     {
-        self.forward_masked(tape, x, &self.form())
+        self.forward_masked(tape, x, &self.config())
     }
 
-    /// Computes the result with a config from [`MultiHeadAttention::form`] to which documents or
+    /// Computes the result with a config from [`MultiHeadAttention::config`] to which documents or
     /// lengths were added.
     #[track_caller]
     pub fn forward_masked<'s, S>(
         &self,
         tape: &Tape<'_, 's>,
         x: &Var<'s, S>,
-        form: &AttentionConfig<'s>,
+        config: &AttentionConfig<'s>,
     ) -> Result<Var<'s, S>>
     where
         S: AttentionElement + GemmElement<S> + GemmElement<f32>,
     {
-        self.output.forward(tape, &self.mixed(tape, x, form)?)
+        self.output.forward(tape, &self.mixed(tape, x, config)?)
     }
 
     /// Computes `residual + forward_masked(x)`, in as many launches.
@@ -137,26 +137,26 @@ impl MultiHeadAttention {
         tape: &Tape<'_, 's>,
         x: &Var<'s, S>,
         residual: &Var<'s, S>,
-        form: &AttentionConfig<'s>,
+        config: &AttentionConfig<'s>,
     ) -> Result<Var<'s, S>>
     where
         S: AttentionElement + GemmElement<S> + GemmElement<f32>,
     {
-        self.output.forward_residual(tape, &self.mixed(tape, x, form)?, residual)
+        self.output.forward_residual(tape, &self.mixed(tape, x, config)?, residual)
     }
 
     /// Computes the heads' output, before the output layer.
     #[track_caller]
-    fn mixed<'s, S>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>, form: &AttentionConfig<'s>) -> Result<Var<'s, S>>
+    fn mixed<'s, S>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>, config: &AttentionConfig<'s>) -> Result<Var<'s, S>>
     where
         S: AttentionElement + GemmElement<S> + GemmElement<f32>,
     {
         let qkv = self.qkv.forward(tape, x)?;
         let norm = self.qk_norm.as_ref().map(|(gains, epsilon)| (gains, *epsilon));
         match (self.rotary, norm) {
-            (None, norm) => tape.attention(&qkv, norm, form),
+            (None, norm) => tape.attention(&qkv, norm, config),
             (Some(rotary), _) => {
-                tape.attention(&tape.rotary(&self.normed(tape, qkv, form)?, rotary, form)?, None, form)
+                tape.attention(&tape.rotary(&self.normed(tape, qkv, config)?, rotary, config)?, None, config)
             }
         }
     }
@@ -171,13 +171,13 @@ impl MultiHeadAttention {
         x: &Var<'s>,
         mut cache: NextToken<'_, 's>,
     ) -> Result<Var<'s>> {
-        let (form, position) = (self.form(), cache.position);
-        let mut qkv = self.normed(tape, self.qkv.forward(tape, x)?, &form)?;
+        let (config, position) = (self.config(), cache.position);
+        let mut qkv = self.normed(tape, self.qkv.forward(tape, x)?, &config)?;
         if let Some(rotary) = self.rotary {
-            qkv = tape.rotary(&qkv, Rotary { offset: rotary.offset + position as u32, ..rotary }, &form)?;
+            qkv = tape.rotary(&qkv, Rotary { offset: rotary.offset + position as u32, ..rotary }, &config)?;
         }
         let kept = [&mut cache.keys, &mut cache.values];
-        let mixed = ops::attention_cached(tape.step(), qkv.value(), kept, position, &form)?;
+        let mixed = ops::attention_cached(tape.step(), qkv.value(), kept, position, &config)?;
         self.output.forward(tape, &tape.input(mixed))
     }
 
@@ -187,10 +187,10 @@ impl MultiHeadAttention {
         &self,
         tape: &Tape<'_, 's>,
         qkv: Var<'s, S>,
-        form: &AttentionConfig<'s>,
+        config: &AttentionConfig<'s>,
     ) -> Result<Var<'s, S>> {
         match &self.qk_norm {
-            Some((gains, epsilon)) => tape.qk_norm(&qkv, gains, *epsilon, form),
+            Some((gains, epsilon)) => tape.qk_norm(&qkv, gains, *epsilon, config),
             None => Ok(qkv),
         }
     }
