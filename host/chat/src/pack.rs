@@ -20,9 +20,9 @@ pub const IGNORED: u32 = u32::MAX;
 pub struct Packed {
     /// The tokens, and zeros as padding.
     pub ids: Vec<u32>,
-    /// For each token its successor, or [`IGNORED`].
+    /// The successor of each token, or [`IGNORED`].
     pub labels: Vec<u32>,
-    /// For each token the number of its sample within the context. Padding has a number of its own.
+    /// The number of each token's sample within the context. Padding has a number of its own.
     pub documents: Vec<u32>,
     /// The tokens that are not padding.
     pub tokens: usize,

@@ -2,7 +2,8 @@
 //!
 //! transformers trims blocks, adds `raise_exception`, a `tojson` like Python's `json.dumps`, and
 //! the tag `generation` around the assistant's text. It also adds `strftime_now`, which is left out
-//! here: a text would depend on the day. Templates that offer a fixed date use it then.
+//! here, because a text would depend on the day. Templates that test for it then use the fixed date
+//! that they contain.
 //!
 //! Invariant: the same messages always give the same text.
 
@@ -69,8 +70,8 @@ impl ChatTemplate {
         Self::new(&source, special_tokens(&settings)).map(Some).map_err(|reason| Error::file(path, reason))
     }
 
-    /// Renders messages. With `add_generation_prompt`, the text ends where the assistant's next
-    /// message begins.
+    /// Renders messages. If `add_generation_prompt` is set, the text ends where the assistant's
+    /// next message begins.
     ///
     /// # Errors
     /// Returns the template's own message if it refuses the chat (for example because roles must

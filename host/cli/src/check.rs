@@ -6,10 +6,10 @@
 //! stepscope check --update  # after a change of a kernel or a case
 //! stepscope check --self-test  # the cost of a device's self-test
 //! stepscope check --list  # the kernels' names
-//! ```
-//! Prints a line per kernel, forward and backward: its name, the first 16 digits of the SHA-256 of
-//! its results, and whether it matches the committed digest. The digest of all results follows.
-//! NaNs count as equal. The device is opened without its self-test, which would be redundant here.
+//! ``` Prints a line per kernel, forward and backward. It contains the name, the first 16 digits of
+//! the SHA-256 of the results, and whether they match the committed digest. The digest of all
+//! results follows. NaNs count as equal. The device is opened without its self-test, which would be
+//! redundant here.
 //!
 //! Exit code 0: all are equal (with `--update`: written). 1: one differs, or the device failed. 2:
 //! the command line is wrong.

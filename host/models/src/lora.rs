@@ -64,7 +64,7 @@ pub struct Lora {
     pub rs_lora: bool,
     /// The layers that have adapters.
     pub targets: Targets,
-    /// The targets that have no adapters after all, matched like [`Targets::Names`].
+    /// Exceptions from `targets`: modules without an adapter, matched like [`Targets::Names`].
     pub excluded: Vec<String>,
     /// The modules that are trained as a whole, such as `embed_tokens` and `lm_head`, matched like
     /// [`Targets::Names`].

@@ -54,9 +54,9 @@ enum FeedForward {
 }
 
 impl Transformer {
-    /// Builds the layers and the spec of their parameters, initialized as GPT-2: matrices have a
-    /// standard deviation of 0.02, and matrices before a residual connection less, the deeper the
-    /// model.
+    /// Builds the layers and the spec of their parameters, initialized as GPT-2. Matrices have a
+    /// standard deviation of 0.02. Matrices before a residual connection have a smaller one, which
+    /// falls with the number of layers.
     ///
     /// # Errors
     /// Never, since names are unique.
@@ -206,7 +206,7 @@ impl Transformer {
     }
 
     /// Computes the input of the head, `[samples, tokens, width]`, for `ids`: `[samples, tokens]`.
-    /// With `documents` of the same shape, tokens attend only to their own document.
+    /// If there are `documents`, of the same shape, tokens attend only to their own document.
     ///
     /// # Errors
     /// Returns an error if an op fails, for example because the arena is full.
@@ -225,7 +225,7 @@ impl Transformer {
             x = positions.add_positions(tape, &x)?;
         }
         for block in &self.blocks {
-            let heads = block.attention.form();
+            let heads = block.attention.config();
             let heads = documents.map_or(heads, |documents| heads.documents(documents));
             // Without backward nothing is kept anyway, and the scope frees memory earlier.
             x = match self.recompute || tape.is_evaluating() {
@@ -248,8 +248,8 @@ impl Transformer {
         self.blocks.iter().map(|_| KeyValueCache::new(step, self.config.context, columns)).collect()
     }
 
-    /// Computes the logits `[1, vocabulary]` of the token that follows `token`: `[1, 1]` at
-    /// `place`: `[1, 1]`, given the cached keys and values of all tokens before it.
+    /// Computes the logits of the token that follows `token`, from the cached keys and values of
+    /// all earlier tokens. `token`, `place`: `[1, 1]`; result: `[1, vocabulary]`.
     ///
     /// # Errors
     /// Returns an error if an op fails.

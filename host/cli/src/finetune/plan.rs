@@ -87,7 +87,7 @@ impl<'r> Plan<'r> {
         Mode { recompute: self.args.run.recompute, documents: true, counted: true }
     }
 
-    /// Builds the model. With adapters, its own weights are frozen in the type of the file.
+    /// Builds the model. If it has adapters, its own weights are frozen, in the type of the file.
     pub(crate) fn model<S: Activation>(&self) -> Result<(Gpt<S>, ParameterSpec)> {
         let config = self.config.clone();
         let (layers, spec) = match &self.lora {

@@ -36,8 +36,8 @@ impl Log {
 }
 
 /// Subscribes to the events of this program and the library. `RUST_LOG` sets the level. The default
-/// is warnings, and with JSON also progress; `debug` adds each step with its time. With the feature
-/// `nvtx`, events also go to a profiler, if one started the program.
+/// is warnings, and also progress if the log is JSON. `debug` adds each step with its time. If the
+/// feature `nvtx` is on and a profiler started the program, it receives the events, too.
 pub fn start(log: Log) {
     let default = match log {
         Log::Text | Log::Quiet => LevelFilter::WARN,

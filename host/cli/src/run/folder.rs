@@ -90,8 +90,8 @@ impl ModelFolder {
 }
 
 /// Copies the files of the tokenizer, the chat template and the settings of generation, so that the
-/// weights in `to` are a model that can be served. If there are no settings of generation, they are
-/// written: the tokens that begin, end and fill a text, by `config.json`.
+/// weights in `to` are a model that can be served. If there are no settings of generation, it
+/// writes those that `config.json` implies: the tokens that begin, end and fill a text.
 pub(crate) fn copy_companions(from: &Path, to: &Path) -> Outcome<()> {
     for name in FILES {
         let path = from.join(name);

@@ -171,9 +171,9 @@ pub(crate) struct Speed {
     pub(crate) tokens_per_second: Option<f64>,
     /// Real tokens per update divided by that median. Padding does not count.
     pub(crate) real_tokens_per_second: Option<f64>,
-    /// The share of the tensor cores' peak that the products with weights reach, padding included:
-    /// six operations for each weight and token, or four if the weight is frozen. None on a device
-    /// whose peak is not known.
+    /// The share of the tensor cores' peak that the products with weights reach, padding included.
+    /// Each weight and token count six operations, or four if the weight is frozen. None on a
+    /// device whose peak is not known.
     pub(crate) peak_share: Option<f64>,
 }
 

@@ -1,4 +1,4 @@
-//! Text generation: draws each token from the model's distribution after all previous tokens.
+//! Text generation. Each token is drawn from the model's distribution, given all previous tokens.
 //!
 //! Invariant: the same weights, beginning, settings and seed give the same tokens on every machine.
 //! Logits have the same bits everywhere, and the sampler is deterministic.

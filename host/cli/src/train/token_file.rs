@@ -7,9 +7,9 @@
 //! Invariant: every token that is used was checked. The file is read completely when it is opened,
 //! and a digest of each chunk is stored. Each time a window is used, its chunks are read and hashed
 //! again, so that any change to the file is an error. A window of 1025 tokens takes 0.03 ms of the
-//! loader's thread. A GPT-2 step on such a window takes milliseconds. (`tests/token_files.rs`
-//! measures it; here with SHA-256 instructions of an AMD EPYC, and the file in the page cache.) The
-//! digests take 1/256 of the file's size.
+//! loader's thread, and a GPT-2 step on it takes milliseconds. `tests/token_files.rs` measured this
+//! on an AMD EPYC with SHA-256 instructions, with the file in the page cache. The digests take
+//! 1/256 of the file's size.
 
 use std::io::{self, Read, Seek, SeekFrom};
 use std::ops::Range;

@@ -14,8 +14,8 @@ use stepscope_core::ops::{AttentionMask, Rotary};
 /// The range of a norm's epsilon.
 const EPSILONS: RangeInclusive<f64> = 1e-30..=1.0;
 
-/// Keys that do not change the computation of a model: the writer of the file, the initialization
-/// of weights, dropout, token ids, and the settings of tasks and of generation.
+/// Keys that do not change the computation of a model. They name the writer of the file, the
+/// initialization of weights, dropout, token ids, and the settings of tasks and of generation.
 const WITHOUT_EFFECT: [&str; 62] = [
     "_name_or_path",
     "architectures",
@@ -142,8 +142,9 @@ fn gpt2(keys: &Keys<'_>) -> Outcome<ModelConfig> {
     })
 }
 
-/// Reads the settings that Llama and the later families share: RMSNorm before each part, SwiGLU or
-/// for Arcee the square of ReLU, grouped queries, rotary positions, and no biases.
+/// Reads the settings that Llama and the later families share: RMSNorm before each part, SwiGLU,
+/// grouped queries, rotary positions, and no biases. Arcee uses the square of ReLU in place of
+/// SwiGLU.
 fn like_llama(keys: &Keys<'_>, family: Family, defaults: &Defaults) -> Outcome<ModelConfig> {
     let (activation, feed_forward) = match family {
         Family::Arcee => ("relu2", FeedForwardKind::ReluSquared),

@@ -9,8 +9,8 @@ use stepscope_core::Result;
 /// The largest rank.
 const MAX_RANK: usize = 1 << 14;
 
-/// Keys that do not change what an adapter computes: what wrote the file, where the base model is,
-/// and settings of variants that other keys turn on, which are refused.
+/// Keys that do not change what an adapter computes. They name the writer of the file, the place of
+/// the base model, and settings of variants. Other keys enable those variants, and are refused.
 const WITHOUT_EFFECT: [&str; 10] = [
     "auto_mapping",
     "ensure_weight_tying",

@@ -1,7 +1,7 @@
 //! The places of adapters in a model, and the tensors of PEFT's file.
 //!
-//! A module of the file may be a part of a layer, such as `q_proj` of `qkv_proj`, a whole layer, or
-//! several layers, such as Phi-3's `gate_up_proj`. The layers of one module share its A.
+//! A module of the file may be a part of a layer (`q_proj` of `qkv_proj`), a whole layer, or
+//! several layers (Phi-3's `gate_up_proj`). The layers of one module share its A.
 
 use super::{Lora, Targets};
 use crate::config::ModelConfig;
