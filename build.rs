@@ -2,7 +2,9 @@
 //! `OUT_DIR/kernels.rs`, a table that `kernels!` of `host/core/src/device/kernels.rs` includes.
 //! Without the feature it does nothing, so neither CUDA nor a device compiler is needed.
 //!
-//! - `STEPSCOPE_ARCHS=sm_121,sm_90`: the architectures (this is the default).
+//! - `STEPSCOPE_ARCHS=sm_121,sm_90,sm_90a`: the architectures (this is the default). PTX for `sm_90a`
+//!   contains only the kernels of warpgroups, which a GPU of compute capability 9.0 loads next to
+//!   those of `sm_90`.
 //! - `STEPSCOPE_PTX_DIR=DIR`: uses precompiled `DIR/ARCH.ptx` instead of compiling.
 
 fn main() {
@@ -57,7 +59,7 @@ mod ptx {
         Ok(write_table(&kernels, &ptx?)?)
     }
 
-    /// Returns the requested architectures without duplicates, or the project's own two by default.
+    /// Returns the requested architectures without duplicates, or the project's own by default.
     fn archs(asked: &str) -> Result<Vec<NvvmArch>, Box<dyn Error>> {
         let mut archs = Vec::new();
         for name in asked.split(',').map(str::trim).filter(|name| !name.is_empty()) {
@@ -66,7 +68,7 @@ mod ptx {
                 archs.push(arch);
             }
         }
-        Ok(if archs.is_empty() { vec![NvvmArch::Compute121, NvvmArch::Compute90] } else { archs })
+        Ok(if archs.is_empty() { vec![NvvmArch::Compute121, NvvmArch::Compute90, NvvmArch::Compute90a] } else { archs })
     }
 
     fn compiled(kernels: &Path, arch: NvvmArch, out: &Path) -> Result<PathBuf, String> {

@@ -38,7 +38,7 @@ struct Line {
 
 fn main() -> harness::Result<()> {
     let Args { common } = Args::parse();
-    let device = Device::open(common.device)?;
+    let device = common.builder().open()?;
     let mut lines = vec![
         Line { name: "48 KiB in a step", nanoseconds: in_a_step(&device)? },
         Line { name: "reset after 10 tensors", nanoseconds: reset(&device, 10)? },

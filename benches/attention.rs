@@ -123,7 +123,7 @@ struct State<S: AttentionElement> {
 
 fn main() -> harness::Result<()> {
     let Args { common, stored, precision, only } = Args::parse();
-    let device = Device::open(common.device)?;
+    let device = common.builder().open()?;
     let emulated = device.description().kind == DeviceKind::Emulated;
     let cases: Vec<Case> = Case::all(emulated).into_iter().filter(|case| case.to_string().contains(&only)).collect();
     let mut arguments = vec!["--device".to_owned(), if emulated { "cpu" } else { "cuda" }.into()];

@@ -20,8 +20,8 @@ use std::time::Duration;
 use stepscope::group::{Group, GroupConfig};
 use stepscope::nn::{Embedding, Linear};
 use stepscope::{
-    AdamW, Arena, Capacity, Device, DeviceBatch, DeviceKind, HostInputs, Model, ParameterSpec, Result, Tape,
-    TrainState, Trainer, Var,
+    AdamW, Arena, Capacity, DeviceBatch, DeviceKind, HostInputs, Model, ParameterSpec, Result, Tape, TrainState,
+    Trainer, Var,
 };
 
 const SAMPLES: usize = 15;
@@ -83,7 +83,7 @@ impl stepscope::HostBatch for Tokens {
 
 fn main() -> harness::Result<()> {
     let Args { common, mut millions } = Args::parse();
-    let device = Device::open(common.device)?;
+    let device = common.builder().open()?;
     let kind = device.description().kind;
     if millions.is_empty() {
         millions = if kind == DeviceKind::Emulated { vec![1] } else { vec![2, 124, 512] };
@@ -100,7 +100,7 @@ fn main() -> harness::Result<()> {
     let mut lines = peer.lines;
     for &elements in &elements {
         for ranks in [1, 2] {
-            let samples = updates(kind, ranks, elements)?;
+            let samples = updates(&common, ranks, elements)?;
             let work = format!("update of {ranks}");
             lines.push(Line::Measured { elements, contender: "stepscope".into(), work, samples });
         }
@@ -120,18 +120,18 @@ fn main() -> harness::Result<()> {
 }
 
 /// Returns the samples of rank 0 in a group of this size.
-fn updates(kind: DeviceKind, ranks: usize, elements: usize) -> Result<Samples> {
+fn updates(common: &Common, ranks: usize, elements: usize) -> Result<Samples> {
     let said = thread::scope(|scope| {
         let ranks = GroupConfig::on_this_host(ranks)?.into_iter();
-        let ranks: Vec<_> = ranks.map(|config| scope.spawn(move || of_rank(kind, &config, elements))).collect();
+        let ranks: Vec<_> = ranks.map(|config| scope.spawn(move || of_rank(common, &config, elements))).collect();
         let said = ranks.into_iter().map(|rank| rank.join().expect("a rank ends with a result"));
         said.collect::<Result<Vec<_>>>()
     });
     said.map(|samples| samples.into_iter().next().expect("rank 0's"))
 }
 
-fn of_rank(kind: DeviceKind, config: &GroupConfig, elements: usize) -> Result<Samples> {
-    let device = Device::builder(kind).ordinal(config.local_rank()).deadline(DEADLINE).open()?;
+fn of_rank(common: &Common, config: &GroupConfig, elements: usize) -> Result<Samples> {
+    let device = common.builder().ordinal(config.local_rank()).deadline(DEADLINE).open()?;
     let group = Group::join(&device, &config.clone().deadline(DEADLINE))?;
     let mut layout = ParameterSpec::builder();
     let mut names = layout.names();

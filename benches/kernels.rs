@@ -24,7 +24,7 @@ use cases::{CASES, COLUMNS, Case};
 use clap::Parser;
 use harness::{Common, Peer, Samples, record};
 use serde::{Deserialize, Serialize};
-use stepscope::{Device, DeviceKind};
+use stepscope::DeviceKind;
 
 /// Times memory-bound kernels, compared with PyTorch's
 #[derive(Debug, Parser)]
@@ -100,7 +100,7 @@ impl Plan {
 
 fn main() -> harness::Result<()> {
     let Args { common, sizes } = Args::parse();
-    let device = Device::open(common.device)?;
+    let device = common.builder().open()?;
     let kind = device.description().kind;
     let default = if kind == DeviceKind::Cuda { vec![12, 16, 20, 24, 28] } else { vec![12, 16] };
     let mut plans: Vec<Plan> =

@@ -110,7 +110,7 @@ fn main() -> harness::Result<()> {
     let Args { common, tiles, precision, stored, family, only } = Args::parse();
     let seed = family.map(|seed| seed.unwrap_or_else(by_the_clock));
     let of_peer = if stored == StoredAs::Bf16 { stored.to_string() } else { precision.to_string() };
-    let device = Device::open(common.device)?;
+    let device = common.builder().open()?;
     let emulated = device.description().kind == DeviceKind::Emulated;
     let all = seed.map_or_else(|| Case::all(emulated), Case::family);
     let cases: Vec<Case> = all.into_iter().filter(|case| case.to_string().contains(&only)).collect();

@@ -26,7 +26,7 @@ use serde::Serialize;
 use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
-use stepscope::{AdamW, Arena, Capacity, Device, Gradients, Optimizer, Parameters, Tape};
+use stepscope::{AdamW, Arena, Capacity, Gradients, Optimizer, Parameters, Tape};
 
 const BATCH: usize = 256;
 const COLD: usize = 3;
@@ -54,12 +54,13 @@ struct Line {
 fn main() -> harness::Result<()> {
     let Args { common, once } = Args::parse();
     if once {
-        return first_step(common.device);
+        return first_step(&common);
     }
     let place = common.device.to_string();
     let ours = || {
         let mut command = Command::new(std::env::current_exe()?);
         command.args(["--once", "--device", &place]);
+        command.args(common.matrix_instruction.map(|instruction| format!("--matrix-instruction={instruction}")));
         Ok(command)
     };
     let peer = || {
@@ -74,7 +75,7 @@ fn main() -> harness::Result<()> {
         Err(error) => println!("PyTorch: not measured here ({error})"),
     }
     // Opened only for its name, after all timing.
-    let device = Device::open(common.device)?;
+    let device = common.builder().open()?;
     println!("{:<40}{:>10}{:>10}{:>10}", device.description().name, "ms", "p10", "p90");
     for Line { contender, cache, process, parts } in &lines {
         print(&format!("{contender}, {cache}"), process);
@@ -125,9 +126,9 @@ impl Line {
 }
 
 /// Runs one step, and prints the times of its parts.
-fn first_step(kind: stepscope::DeviceKind) -> harness::Result<()> {
+fn first_step(common: &Common) -> harness::Result<()> {
     let start = Instant::now();
-    let device = Device::open(kind)?;
+    let device = common.builder().open()?;
     let opened = start.elapsed();
     let (model, layout) = model::Model::<f32>::new()?;
     let mut parameters = Parameters::new(&device, &layout, 7)?;

@@ -29,7 +29,7 @@ use harness::{Common, Peer, Samples, record};
 use ours::Ours;
 use serde::{Deserialize, Serialize};
 use stepscope::ops::Precision;
-use stepscope::{Device, DeviceKind, bf16};
+use stepscope::{DeviceKind, bf16};
 
 /// Times CrossAsset's training step, compared with PyTorch's
 #[derive(Debug, Parser)]
@@ -110,7 +110,7 @@ impl Plan {
 
 fn main() -> harness::Result<()> {
     let Args { common, batches, precision, stored } = Args::parse();
-    let device = Device::open(common.device)?;
+    let device = common.builder().open()?;
     let kind = device.description().kind;
     let default = if kind == DeviceKind::Cuda { vec![1, 256, 4096] } else { vec![1, 8] };
     let plan = |batch| Plan::of(batch as usize, kind, precision, stored);

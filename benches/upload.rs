@@ -105,7 +105,7 @@ struct Line {
 
 fn main() -> harness::Result<()> {
     let Args { common, small, large, repeats, ring } = Args::parse();
-    let device = Device::open(common.device)?;
+    let device = common.builder().open()?;
     let kind = device.description().kind;
     let large = large.unwrap_or(if kind == DeviceKind::Cuda { 5120 } else { 64 });
     let cases = [Case { tensors: small, tensor_bytes: SMALL_BYTES }, Case { tensors: 1, tensor_bytes: large << 20 }];

@@ -3,19 +3,29 @@
     ptx_rules.py self-test PTXAS
         checks that every rule fires on code that breaks it
     ptx_rules.py check PTXAS LIST PTX_DIR ARCH...
-        checks PTX_DIR/ARCH.ptx against the rules and LIST, the output of `same_bits --list`
+        checks PTX_DIR/ARCH.ptx against the rules and LIST, the output of `stepscope check --list`.
+        PTX for sm_90a must contain the kernels of warpgroups and no others.
 
 Invariant: unreadable input is a failure. A kernel without a report, a report without a kernel, or an
 attribute without a function exits with status 1.
 """
 
+import collections
 import pathlib
 import re
 import subprocess
 import sys
 import tempfile
 
-SHARED_LIMIT_BYTES = 99 * 1024  # one block on sm_121
+# PTX for this architecture contains the kernels of warpgroups, and no other PTX contains them.
+WARPGROUP_ARCH = "sm_90a"
+# The static and dynamic bytes of one block. PTX for sm_90 also runs on sm_121.
+SHARED_LIMIT_BYTES = collections.defaultdict(lambda: 99 * 1024, {WARPGROUP_ARCH: 227 * 1024})
+# The registers of a multiprocessor, of which the threads of a block get a multiple of 8 each.
+REGISTERS = 64 * 1024
+# A kernel of the library: the threads and dynamic shared bytes of a block, and whether it is a kernel
+# of warpgroups.
+Kernel = collections.namedtuple("Kernel", "threads shared is_warpgroup")
 FLOAT = r"(?:f16|f16x2|bf16|bf16x2|f32|f32x2|f64)"
 
 # name -> (its meaning, a function that is true if an instruction breaks it)
@@ -48,7 +58,6 @@ INSTRUCTION_RULES = {
 REPORT_RULES = {
     "spill": ("registers spill", lambda report: report["spill"] > 0),
     "stack": ("has a stack frame", lambda report: report["stack"] > 0),
-    "shared": (f"more than {SHARED_LIMIT_BYTES} bytes of shared memory", lambda report: report["shared"] > SHARED_LIMIT_BYTES),
 }
 
 
@@ -117,12 +126,25 @@ def reports(log):
 
 
 def listed(path):
-    """Reads a list of kernels printed by the library, one name per line."""
-    kernels = pathlib.Path(path).read_text().split("\n")
-    kernels = [line for line in kernels if line]
-    if not kernels or len(set(kernels)) < len(kernels) or not all(re.fullmatch(r"\w+", name) for name in kernels):
-        raise SystemExit(f"{path}: not a list of kernels, each once")
+    """Reads the library's list of kernels: name, threads, dynamic shared bytes, and `sm_90a` if it is a
+    kernel of warpgroups. Returns name -> Kernel."""
+    kernels = {}
+    for line in filter(None, pathlib.Path(path).read_text().split("\n")):
+        match = re.fullmatch(rf"(\w+) (\d+) (\d+)( {WARPGROUP_ARCH})?", line)
+        if not match or match[1] in kernels:
+            raise SystemExit(f"{path}: not a list of kernels, each once: {line!r}")
+        kernels[match[1]] = Kernel(int(match[2]), int(match[3]), match[4] is not None)
+    if not kernels:
+        raise SystemExit(f"{path}: a list without kernels")
     return kernels
+
+
+def without_threads(ptx):
+    """Returns the kernels that use `setmaxnreg` without `.maxntid`, with which ptxas ignores it."""
+    ptx = re.sub(r"//[^\n]*", "", ptx)
+    bodies = re.split(r"\.entry\s+(\w+)", ptx)[1:]
+    heads = ((name, *text.split("{", 1)) for name, text in zip(bodies[::2], bodies[1::2]) if "{" in text)
+    return {name for name, head, body in heads if "setmaxnreg" in body and ".maxntid" not in head}
 
 
 def waits_first(body):
@@ -150,12 +172,16 @@ def parted(ptx):
                 together = True
             if op.startswith("mma.") and (condition or not together):
                 found.add(name)
+            # ptxas itself reports lanes that part before these.
+            if op.startswith(("wgmma.", "setmaxnreg.")) and condition:
+                found.add(name)
     return found
 
 
-def judge(ptx, log, kernels):
-    """Returns [(rule, message)] for one architecture."""
+def judge(ptx, log, arch, library):
+    """Returns [(rule, message)] for the PTX of one architecture. `library` is name -> Kernel."""
     faults = []
+    kernels = {name: kernel for name, kernel in library.items() if kernel.is_warpgroup == (arch == WARPGROUP_ARCH)}
     code, report = functions(ptx), reports(log)
     entries = {name for name, entry, _ in code if entry}
     for name in sorted(set(kernels) - entries):
@@ -169,8 +195,11 @@ def judge(ptx, log, kernels):
                 faults.append((rule, f"{name}: {meaning}: {', '.join(broken)}"))
     faults += [("parted", f"{name}: a matrix instruction that a divergent warp may reach") for name in sorted(parted(ptx))]
     for name, _, body in code:
-        if re.match(r"matmul_(tf32|bf16)_", name) and not any(op.startswith("mma.sync") for op in body):
+        instruction = "wgmma.mma_async" if arch == WARPGROUP_ARCH else "mma.sync"
+        if (arch == WARPGROUP_ARCH or re.match(r"matmul_(tf32|bf16)_", name)) and not any(op.startswith(instruction) for op in body):
             faults.append(("matrix", f"{name}: has no matrix instruction"))
+    faults += [("threads", f"{name}: `setmaxnreg` without `.maxntid`: ptxas ignores it") for name in sorted(without_threads(ptx))]
+    faults += [("note", line.strip()) for line in log.splitlines() if re.search(r"\bC75\d\d\b", line)]
     # If any kernel waits, the host lets all begin early. rust-cuda's kernels never wait, so none of
     # them begins early.
     if any("griddepcontrol.wait" in body for _, _, body in code):
@@ -184,6 +213,14 @@ def judge(ptx, log, kernels):
         for rule, (meaning, breaks) in REPORT_RULES.items():
             if {"stack", "spill", "shared"} <= values.keys() and breaks(values):
                 faults.append((rule, f"{name}: {meaning}: {', '.join(f'{k} {v}' for k, v in values.items())}"))
+    for name in sorted(kernels.keys() & report.keys()):
+        kernel, values = kernels[name], report[name]
+        bytes, limit = values["shared"] + kernel.shared, SHARED_LIMIT_BYTES[arch]
+        if bytes > limit:
+            faults.append(("shared", f"{name}: {bytes} bytes of shared memory in a block, of {limit}"))
+        registers = kernel.threads * -(-(values["registers"] or 0) // 8) * 8
+        if registers > REGISTERS:
+            faults.append(("registers", f"{name}: {registers} registers in a block of {kernel.threads}, of {REGISTERS}"))
     return faults
 
 
@@ -222,7 +259,7 @@ def check(ptxas, kernels, ptx_dir, archs):
         ptx = path.read_text()
         log = assemble(ptxas, arch, path)
         by_arch[arch] = reports(log)
-        faults += [f"{arch}: [{rule}] {message}" for rule, message in judge(ptx, log, kernels)]
+        faults += [f"{arch}: [{rule}] {message}" for rule, message in judge(ptx, log, arch, kernels)]
     table(sorted(set().union(*by_arch.values())), archs, by_arch)
     print("shared: static bytes; spills: bytes stored and loaded. Dynamic shared memory is in each kernel's contract.")
     if faults:
@@ -284,7 +321,9 @@ ptxas info    : Used 12 registers, used 1 barriers, 1024 bytes smem
 LOG_PLANTS = {
     "spill": [("0 bytes spill loads", "4 bytes spill loads"), ("0 bytes spill stores", "8 bytes spill stores")],
     "stack": [("0 bytes stack", "16 bytes stack")],
-    "shared": [("1024 bytes smem", "101377 bytes smem")],
+    "note": [("ptxas info    : Used", "ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored\nptxas info    : Used")],
+    "shared": [("1024 bytes smem", "97281 bytes smem")],
+    "registers": [("Used 12", "Used 65")],
     "report": [("Used 12", "Took 12"), ("bytes stack frame", "bytes of frame"), ("'good'", "'other'")],
 }
 
@@ -305,8 +344,11 @@ def real_plants():
 
 
 def self_test(ptxas):
-    def rules_broken(ptx, log, kernels=("good",)):
-        return {rule for rule, _ in judge(ptx, log, kernels)}
+    # A block of these kernels has 4096 dynamic bytes, and 1024 threads of up to 64 registers.
+    plain, warpgroup = Kernel(1024, 4096, False), Kernel(1024, 4096, True)
+
+    def rules_broken(ptx, log, kernels=("good",), arch="sm_121", library=None):
+        return {rule for rule, _ in judge(ptx, log, arch, library or dict.fromkeys(kernels, plain) or {"": warpgroup})}
 
     def expect(what, rules, wanted):
         if rules != wanted:
@@ -315,6 +357,8 @@ def self_test(ptxas):
     planted = 0
     clean = GOOD.replace("{ PLANT }", "")
     expect("clean code", rules_broken(clean, GOOD_LOG), set())
+    expect("shared memory that fits", rules_broken(clean, GOOD_LOG.replace("1024 bytes smem", "97280 bytes smem")), set())
+    expect("registers that fit", rules_broken(clean, GOOD_LOG.replace("Used 12", "Used 64")), set())
     if missing := INSTRUCTION_RULES.keys() - PLANTS.keys() | REPORT_RULES.keys() - LOG_PLANTS.keys():
         raise SystemExit(f"self-test: no planted violation for {sorted(missing)}")
     for rule, plants in PLANTS.items():
@@ -351,13 +395,30 @@ def self_test(ptxas):
     expect("no kernel waits", rules_broken(clean.replace(wait, ""), GOOD_LOG), set())
     planted += 7
 
+    # Kernels of warpgroups.
+    a = WARPGROUP_ARCH
+    wgmma = GOOD.replace("{ PLANT }", "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r1, ..};")
+    for what, ptx, arch, library, wanted in (
+        ("a kernel of warpgroups", wgmma, a, {"good": warpgroup, "other": plain}, set()),
+        ("one without its instruction", clean, a, {"good": warpgroup}, {"matrix"}),
+        ("one in other PTX", clean, "sm_90", {"good": warpgroup}, {"entries"}),
+        ("another kernel in their PTX", wgmma, a, {"good": plain}, {"entries"}),
+        ("a warpgroup in parts", wgmma.replace("wgmma.mma", "@%p1 wgmma.mma"), a, {"good": warpgroup}, {"parted"}),
+        ("setmaxnreg without threads", wgmma.replace("wgmma.mma", "setmaxnreg.dec.sync.aligned.u32 40; wgmma.mma"), a, {"good": warpgroup}, {"threads"}),
+        ("setmaxnreg with threads", wgmma.replace("wgmma.mma", "setmaxnreg.dec.sync.aligned.u32 40; wgmma.mma").replace("\n)\n{", "\n)\n.maxntid 384, 1, 1\n{"), a, {"good": warpgroup}, set()),
+    ):
+        expect(what, rules_broken(ptx, GOOD_LOG, arch=arch, library=library), wanted)
+        planted += bool(wanted)
+    more = GOOD_LOG.replace("1024 bytes smem", f"{223 * 1024} bytes smem")
+    expect("227 KB for a warpgroup", rules_broken(wgmma, more, arch=a, library={"good": warpgroup}), set())
+
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         names = folder / "names"
-        names.write_text("one\ntwo\n")
-        if listed(names) != ["one", "two"]:
+        names.write_text("one 128 0\ntwo 256 4096 sm_90a\n")
+        if listed(names) != {"one": Kernel(128, 0, False), "two": Kernel(256, 4096, True)}:
             raise SystemExit("self-test: a list was misread")
-        for bad in ("", "one\none\n", "one two\n", "error: no kernels\n"):
+        for bad in ("", "one 1 0\none 1 0\n", "one\n", "one 1 0 sm_90\n", "error: no kernels\n"):
             names.write_text(bad)
             try:
                 listed(names)

@@ -15,6 +15,7 @@ let
   archs = [
     "sm_121"
     "sm_90"
+    "sm_90a"
   ];
 
   cudaPackages = pkgs.cudaPackages_13_0;

@@ -13,7 +13,8 @@ pub(crate) use peer::Peer;
 pub(crate) use record::record;
 pub(crate) use samples::Samples;
 
-use stepscope::DeviceKind;
+use stepscope::device::{DeviceBuilder, MatrixInstruction};
+use stepscope::{Device, DeviceKind};
 
 /// The result type of the benches, whose errors are printed and end them.
 pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
@@ -24,7 +25,19 @@ pub(crate) struct Common {
     /// Device to run on
     #[arg(long, value_name = "auto|emulated|cuda", default_value = "emulated")]
     pub(crate) device: DeviceKind,
+    /// Instruction of matrix multiplies and attention on tensor cores [default: the fastest that the
+    /// GPU has]
+    #[arg(long, value_name = "mma-sync|wgmma")]
+    pub(crate) matrix_instruction: Option<MatrixInstruction>,
     /// The flag that `cargo bench` passes to every bench
     #[arg(long, hide = true)]
     bench: bool,
+}
+
+impl Common {
+    /// Returns a builder of the device.
+    pub(crate) fn builder(&self) -> DeviceBuilder {
+        let builder = Device::builder(self.device);
+        self.matrix_instruction.into_iter().fold(builder, DeviceBuilder::matrix_instruction)
+    }
 }

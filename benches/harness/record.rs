@@ -20,6 +20,7 @@ pub(crate) fn record(group: &str, device: &Device, lines: &impl Serialize) -> Re
     let run = json!({
         "date": date,
         "device": device.description().name,
+        "matrix_instruction": device.description().matrix_instruction().to_string(),
         "driver": told("nvidia-smi", &["--query-gpu=driver_version", "--format=csv,noheader"]),
         "commit": commit.or_else(|| told("git", &["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"])),
         "command": std::env::args().collect::<Vec<_>>(),

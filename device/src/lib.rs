@@ -19,6 +19,8 @@
     feature(abi_ptx, asm_experimental_arch, link_llvm_intrinsics),
     allow(internal_features)
 )]
+// PTX for sm_90a contains only the kernels of warpgroups, and what they call.
+#![cfg_attr(cuda_arch = "sm_90a", allow(unused))]
 // rust-cuda adds `no_std` itself. Its entry points are plain `extern` functions, and each slice is
 // passed as two words.
 #![cfg_attr(rust_cuda, allow(unused_attributes, improper_ctypes_definitions))]

@@ -128,11 +128,12 @@ fn run_rank(
     stop: &AtomicBool,
     screen: &mut Screen,
 ) -> Result<bool, Box<dyn Error>> {
-    let device = rank.open(match args.device {
+    let kind = match args.device {
         DeviceChoice::Auto => DeviceKind::Auto,
         DeviceChoice::Emulated => DeviceKind::Emulated,
         DeviceChoice::Cuda => DeviceKind::Cuda,
-    })?;
+    };
+    let device = rank.open(kind, None)?;
     let mut settings = train::settings(args, (dataset, rank.shards()));
     settings.push(("checkpoint-every", format!("{:?}", args.checkpoint_every)));
     settings.push(("resumes", args.resume.is_some().to_string()));

@@ -13,7 +13,7 @@ use std::path::Path;
 use std::process::Output;
 use std::time::Duration;
 use stepscope::check::faults::{Call, Fault, FaultPlan};
-use stepscope::check::same_bits::{self, CaseSize, cases, in_order};
+use stepscope::check::same_bits::{self, CaseSize, cases, in_order, runs_on};
 use stepscope::device::SelfTest;
 use stepscope::{Buffer, Device, DeviceKind, Error};
 
@@ -53,9 +53,10 @@ on_each_device! {
     fn self_test_reports_count_and_time(device: &Device) {
         let watch = Watch::start();
         let tested = device.self_test().unwrap();
-        assert_eq!(tested.kernels, cases().len());
+        let kernels = cases().iter().filter(|(name, _)| runs_on(device, name)).count();
+        assert_eq!(tested.kernels, kernels);
         assert!(tested.elapsed > Duration::ZERO && tested.elapsed <= watch.elapsed());
-        assert!(tested.to_string().starts_with(&format!("{} kernels give the right bits", cases().len())), "{tested}");
+        assert!(tested.to_string().starts_with(&format!("{kernels} kernels give the right bits")), "{tested}");
         // The device works as before, and so does a second self-test.
         assert_eq!(Buffer::from_slice(device, &[1.0f32, 2.0]).unwrap().read().unwrap(), [1.0, 2.0]);
         device.self_test().unwrap();
@@ -70,7 +71,7 @@ on_each_device! {
             assert_eq!(planted.lost().is_some(), fault == Fault::Spoil);
             // The next launch does not meet the fault.
             if kernel == KERNELS[0] {
-                assert_eq!(planted.self_test().unwrap().kernels, cases().len());
+                assert_eq!(planted.self_test().unwrap().kernels, device.self_test().unwrap().kernels);
             }
         }
     }

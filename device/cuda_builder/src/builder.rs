@@ -203,7 +203,12 @@ impl CudaBuilder {
             command.env(format!("{profile}_{setting}"), value);
         }
 
-        let mut flags = vec![format!("-Ctarget-cpu={}", self.arch), "-Clinker=true".to_owned()];
+        let mut flags = vec![
+            format!("-Ctarget-cpu={}", self.arch),
+            "-Clinker=true".to_owned(),
+            // PTX for sm_90a contains only kernels of warpgroups; see cuda_std's `warpgroup_kernel`.
+            format!("--cfg=cuda_arch=\"{}\"", self.arch),
+        ];
         if self.arch.capability() >= 90 {
             // A launch may begin before the previous one has ended; see cuda_std's `grid`.
             flags.push("--cfg=grid_dependency".to_owned());
@@ -386,8 +391,9 @@ mod tests {
         assert_eq!(variable(&command, "CARGO_PROFILE_RELEASE_LTO").as_deref(), Some("fat"));
         let flags = variable(&command, "CARGO_ENCODED_RUSTFLAGS").unwrap();
         let flags: Vec<&str> = flags.split('\x1f').collect();
-        assert_eq!(flags[..3], ["-Ctarget-cpu=sm_121", "-Clinker=true", "--cfg=grid_dependency"]);
-        assert_eq!(flags[3], "--remap-path-prefix=/src/app=/workspace");
+        let of_arch = ["-Ctarget-cpu=sm_121", "-Clinker=true", "--cfg=cuda_arch=\"sm_121\"", "--cfg=grid_dependency"];
+        assert_eq!(flags[..4], of_arch);
+        assert_eq!(flags[4], "--remap-path-prefix=/src/app=/workspace");
     }
 
     #[test]

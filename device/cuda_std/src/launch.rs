@@ -82,6 +82,8 @@ pub unsafe trait Arguments: fmt::Debug {
 pub unsafe trait Kernel: Arguments {
     /// The kernel's CPU versions.
     const VERSIONS: Versions;
+    /// True for `#[warpgroup_kernel]`: a GPU needs `sm_90a` to run it.
+    const IS_WARPGROUP: bool;
 }
 
 /// The requirements of a kernel on a launch, and its guarantees in return. `contract!` or `family!`
@@ -112,6 +114,8 @@ pub struct Entry {
     pub shared_bytes: u32,
     /// The alignment in bytes that every pointer must have.
     pub align: u64,
+    /// True for a kernel of warpgroups, whose PTX is for `sm_90a`.
+    pub is_warpgroup: bool,
     /// The kernel's CPU versions.
     pub versions: Versions,
     /// The names of the parameters that are slices or pointers, in order.
@@ -128,7 +132,16 @@ impl Entry {
     pub const fn of<K: Kernel>(package: &'static str, block: u32, shared_bytes: u32, align: u64) -> Self {
         assert!(block >= 1 && block <= 1024, "a block has 1 to 1024 threads");
         assert!(align.is_power_of_two(), "an alignment is a power of two");
-        Self { package, name: K::NAME, block, shared_bytes, align, versions: K::VERSIONS, pointers: K::POINTERS }
+        Self {
+            package,
+            name: K::NAME,
+            block,
+            shared_bytes,
+            align,
+            is_warpgroup: K::IS_WARPGROUP,
+            versions: K::VERSIONS,
+            pointers: K::POINTERS,
+        }
     }
 }
 

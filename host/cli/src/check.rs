@@ -5,10 +5,11 @@
 //! stepscope check --plant add  # shows that one wrong bit is detected
 //! stepscope check --update  # after a change of a kernel or a case
 //! stepscope check --self-test  # the cost of a device's self-test
-//! stepscope check --list  # the kernels' names
-//! ``` Prints a line per kernel, forward and backward. It contains the name, the first 16 digits of
-//! the SHA-256 of the results, and whether they match the committed digest. The digest of all
-//! results follows. NaNs count as equal. The device is opened without its self-test, which would be
+//! stepscope check --list  # the kernels and their blocks
+//! ```
+//! Prints a line per kernel, forward and backward. It contains the name, the first 16 digits of the
+//! SHA-256 of the results, and whether they match the committed digest. The digest of all results
+//! follows. NaNs count as equal. The device is opened without its self-test, which would be
 //! redundant here.
 //!
 //! Exit code 0: all are equal (with `--update`: written). 1: one differs, or the device failed. 2:
@@ -16,10 +17,11 @@
 
 use clap::Parser;
 use clap::builder::PossibleValuesParser;
+use std::collections::HashMap;
 use std::process::ExitCode;
 use std::time::Instant;
-use stepscope::check::same_bits::{self, CaseSize, cases, compare, remembered};
-use stepscope::device::SelfTest;
+use stepscope::check::same_bits::{self, CaseSize, cases, compare, remembered, runs_on};
+use stepscope::device::{DeviceBuilder, MatrixInstruction, SelfTest};
 use stepscope::{Device, DeviceKind, Result};
 
 /// Compares the bits of every kernel's results with the committed ones
@@ -29,6 +31,10 @@ pub(crate) struct Args {
     /// Device to run on
     #[arg(long, value_name = "auto|emulated|cuda", default_value = "auto")]
     device: DeviceKind,
+
+    /// Instruction of the device, whose kernels are checked [default: the fastest that it has]
+    #[arg(long, value_name = "mma-sync|wgmma")]
+    matrix_instruction: Option<MatrixInstruction>,
 
     /// Run each case in its smallest size, as the self-test on opening a device does
     #[arg(long)]
@@ -47,7 +53,8 @@ pub(crate) struct Args {
     #[arg(long, conflicts_with_all = ["plant", "smallest", "update"])]
     self_test: bool,
 
-    /// Print only the names of the kernels on a GPU
+    /// Print only the kernels that run on a GPU: the name, the threads and dynamic shared bytes of a
+    /// block, and `sm_90a` if only its PTX contains the kernel
     #[arg(long, exclusive = true)]
     list: bool,
 }
@@ -58,10 +65,10 @@ const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../check/src/same_bit
 /// Runs the kernels, and returns the exit code.
 pub(crate) fn main(args: &Args) -> ExitCode {
     if args.list {
-        cases().iter().for_each(|(name, _)| println!("{name}"));
+        list();
         return ExitCode::SUCCESS;
     }
-    match if args.self_test { time(args.device).map(|()| true).map_err(Into::into) } else { run(args) } {
+    match if args.self_test { time(args).map(|()| true).map_err(Into::into) } else { run(args) } {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
@@ -71,14 +78,27 @@ pub(crate) fn main(args: &Args) -> ExitCode {
     }
 }
 
-fn open(kind: DeviceKind, when: SelfTest) -> Result<Device> {
-    Device::builder(kind).self_test(when).open()
+/// Prints a line per kernel, which `ci/ptx_rules.py` reads.
+fn list() {
+    let entries: HashMap<_, _> = stepscope::kernel::entries().map(|entry| (entry.name, entry)).collect();
+    for (name, _) in cases() {
+        let entry = entries[name];
+        let arch = if entry.is_warpgroup { " sm_90a" } else { "" };
+        println!("{name} {} {}{arch}", entry.block, entry.shared_bytes);
+    }
+}
+
+fn open(args: &Args, when: SelfTest) -> Result<Device> {
+    let builder = Device::builder(args.device).self_test(when);
+    args.matrix_instruction.into_iter().fold(builder, DeviceBuilder::matrix_instruction).open()
 }
 
 /// Returns true if all digests are equal or written.
 fn run(args: &Args) -> Result<bool, Box<dyn std::error::Error>> {
-    let device = open(args.device, SelfTest::Never)?;
-    println!("{}, {} kernels", device.description().name, cases().len());
+    let device = open(args, SelfTest::Never)?;
+    let (description, count) =
+        (device.description(), cases().iter().filter(|(name, _)| runs_on(&device, name)).count());
+    println!("{}, {count} kernels, multiplies by {}", description.name, description.matrix_instruction());
     if args.update {
         let [(_, whole), (_, smallest)] =
             [digests(&device, CaseSize::Whole, args)?, digests(&device, CaseSize::Smallest, args)?];
@@ -93,7 +113,7 @@ fn run(args: &Args) -> Result<bool, Box<dyn std::error::Error>> {
 fn digests(device: &Device, form: CaseSize, args: &Args) -> Result<(bool, String)> {
     let start = Instant::now();
     let mut found = String::new();
-    for (name, case) in cases() {
+    for (name, case) in cases().into_iter().filter(|(name, _)| runs_on(device, name)) {
         let mut results = same_bits::run(device, &case, form)?;
         if args.plant.as_deref() == Some(name) {
             results[0][0] ^= 1;
@@ -102,6 +122,7 @@ fn digests(device: &Device, form: CaseSize, args: &Args) -> Result<(bool, String
     }
     let seconds = start.elapsed().as_secs_f64();
     let verdicts = compare(&found, form.golden());
+    let verdicts: Vec<_> = verdicts.into_iter().filter(|verdict| runs_on(device, verdict.name)).collect();
     verdicts.iter().filter(|verdict| !(args.update && verdict.equal())).for_each(|verdict| println!("{verdict}"));
     let different = verdicts.iter().filter(|verdict| !verdict.equal()).count();
     println!("{:<24} {}", "all", same_bits::of_all(&found));
@@ -114,10 +135,10 @@ fn digests(device: &Device, form: CaseSize, args: &Args) -> Result<(bool, String
 }
 
 /// Prints the cost of the self-test. It reads and writes the cache as any program does.
-fn time(kind: DeviceKind) -> Result<()> {
+fn time(args: &Args) -> Result<()> {
     // The first opening of a process also loads the driver.
     let known = |device: &Device| remembered(device).map_or("no".into(), |path| path.display().to_string());
-    let device = open(kind, SelfTest::Never)?;
+    let device = open(args, SelfTest::Never)?;
     println!("{}: remembered before: {}", device.description().name, known(&device));
     drop(device);
     for (name, when) in [
@@ -127,11 +148,11 @@ fn time(kind: DeviceKind) -> Result<()> {
         ("always", SelfTest::Always),
     ] {
         let start = Instant::now();
-        let device = open(kind, when)?;
+        let device = open(args, when)?;
         println!("{:7.3} s  opened with STEPSCOPE_SELF_TEST={name}", start.elapsed().as_secs_f64());
         drop(device);
     }
-    let device = open(kind, SelfTest::Never)?;
+    let device = open(args, SelfTest::Never)?;
     for time in ["first", "second"] {
         let tested = device.self_test()?;
         println!("{:7.3} s  {time} self-test of {} kernels", tested.elapsed.as_secs_f64(), tested.kernels);

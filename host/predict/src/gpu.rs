@@ -23,6 +23,8 @@ pub struct Gpu {
     pub sources: &'static str,
     /// The architecture of the assembled kernels.
     pub arch: &'static str,
+    /// True if it multiplies matrices by `wgmma`, otherwise by `mma.sync`.
+    pub has_wgmma: bool,
     /// The number of multiprocessors.
     pub processors: u32,
     /// The multiprocessor clock under a load of instructions, in GHz.
@@ -66,6 +68,7 @@ impl Gpu {
         name: "H200",
         sources: "instruction rates, copy and launch measured on an H200; L2 cache rate assumed",
         arch: "sm_90",
+        has_wgmma: true,
         processors: 132,
         clock: 1.932,
         loaded_clock: 1.56,
@@ -92,6 +95,7 @@ impl Gpu {
         name: "GB10",
         sources: "rates measured by others (219 GB/s copied, 91 TFLOP/s BF16); clocks, caches, latencies and launches assumed",
         arch: "sm_121",
+        has_wgmma: false,
         processors: 48,
         clock: 2.418,
         loaded_clock: 2.418,

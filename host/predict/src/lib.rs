@@ -29,15 +29,15 @@ pub use gpu::Gpu;
 use stepscope::device::{Description, Launch};
 use stepscope::{Arena, Capacity, Device, DeviceKind, EagerStep, Result};
 
-/// Returns the launches of `run` on a GPU with this many multiprocessors. Nothing is computed and
-/// no memory is allocated.
+/// Returns the launches of `run` on a GPU. Its multiprocessors and its matrix instruction decide
+/// them. Nothing is computed and no memory is allocated.
 ///
 /// # Errors
 /// Returns an error if `run` fails.
-pub fn dry_run(processors: u32, run: impl for<'s> FnOnce(&mut EagerStep<'s>) -> Result<()>) -> Result<Vec<Launch>> {
+pub fn dry_run(gpu: &Gpu, run: impl for<'s> FnOnce(&mut EagerStep<'s>) -> Result<()>) -> Result<Vec<Launch>> {
     let device = Device::open(DeviceKind::Emulated)?;
-    let description =
-        Description { kind: DeviceKind::Cuda, processors, has_wgmma: false, ..device.description().clone() };
+    let Gpu { processors, has_wgmma, .. } = *gpu;
+    let description = Description { kind: DeviceKind::Cuda, processors, has_wgmma, ..device.description().clone() };
     let arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
     arena.launches(description, run).map(|(_, launches)| launches)
 }

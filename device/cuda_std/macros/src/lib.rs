@@ -32,7 +32,20 @@ use syn::{Attribute, Error, FnArg, Ident, ItemFn, Pat, ReturnType, Type, parse_m
 /// the GPU build reports *no method named `exp` found for type `f32`*.
 #[proc_macro_attribute]
 pub fn kernel(attribute: TokenStream, item: TokenStream) -> TokenStream {
-    let item = parse_macro_input!(item as ItemFn);
+    expanded(attribute, parse_macro_input!(item as ItemFn), false)
+}
+
+/// Makes a `pub unsafe fn` a kernel of warpgroups: one that uses instructions of `sm_90a`.
+///
+/// It differs from [`macro@kernel`] in the PTX that contains it. PTX for `sm_90a` contains only kernels
+/// of warpgroups, and other PTX contains none. A GPU of compute capability 9.0 loads the PTX of
+/// `sm_90` and of `sm_90a`. rust-cuda lacks this macro.
+#[proc_macro_attribute]
+pub fn warpgroup_kernel(attribute: TokenStream, item: TokenStream) -> TokenStream {
+    expanded(attribute, parse_macro_input!(item as ItemFn), true)
+}
+
+fn expanded(attribute: TokenStream, item: ItemFn, is_warpgroup: bool) -> TokenStream {
     if !attribute.is_empty() {
         return Error::new(
             item.sig.span(),
@@ -41,7 +54,7 @@ pub fn kernel(attribute: TokenStream, item: TokenStream) -> TokenStream {
         .into_compile_error()
         .into();
     }
-    expand(&item).unwrap_or_else(Error::into_compile_error).into()
+    expand(&item, is_warpgroup).unwrap_or_else(Error::into_compile_error).into()
 }
 
 /// Expands `written_unsafe!(unsafe)` to an empty unsafe block at the author's `unsafe`. The
@@ -75,7 +88,7 @@ struct Parameter {
     docs: Vec<Attribute>,
 }
 
-fn expand(item: &ItemFn) -> syn::Result<Tokens> {
+fn expand(item: &ItemFn, is_warpgroup: bool) -> syn::Result<Tokens> {
     let signature = &item.sig;
     if !matches!(signature.safety, syn::Safety::Unsafe(_)) {
         return Err(Error::new(
@@ -111,12 +124,14 @@ fn expand(item: &ItemFn) -> syn::Result<Tokens> {
     // Emitted next to the kernel and not in its place, so that a rejected kernel causes no further
     // errors.
     let refused = foreign_math::refuse(item.block.to_token_stream()).err().map(Error::into_compile_error);
+    // The macro of `cuda_std` that selects the PTX.
+    let entry = if is_warpgroup { quote!(warpgroup_entry) } else { quote!(entry) };
     let gpu = on_gpu(item, &parameters);
-    let cpu = on_cpu(item, &documents, &parameters);
+    let cpu = on_cpu(item, &documents, &parameters, is_warpgroup);
     Ok(quote! {
         #refused
         #[cfg(target_arch = "nvptx64")]
-        #gpu
+        ::cuda_std::#entry! { #gpu }
         #cpu
     })
 }
@@ -185,7 +200,7 @@ fn on_gpu(item: &ItemFn, parameters: &[Parameter]) -> Tokens {
     }
 }
 
-fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> Tokens {
+fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter], is_warpgroup: bool) -> Tokens {
     let (attributes, visibility, name) = (&item.attrs, &item.vis, &item.sig.ident);
     let raw = parameters.iter().filter(|p| matches!(p.kind, Kind::Pointer(_) | Kind::PointerMut(_)));
     let body = pointers::instrumented(&item.block, &raw.map(|p| &p.name).collect::<Vec<_>>());
@@ -286,6 +301,7 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> T
                     #[cfg(not(target_arch = "x86_64"))]
                     watched,
                 };
+                const IS_WARPGROUP: bool = #is_warpgroup;
             }
         };
     }

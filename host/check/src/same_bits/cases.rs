@@ -24,6 +24,7 @@ use kernels::matmul_bf16::matmul_bf16;
 use kernels::matmul_mma::matmul_mma;
 use kernels::update::RUN;
 use kernels::{reduce, scalars};
+use stepscope_core::device::{Device, DeviceKind};
 use stepscope_core::error::Result;
 use stepscope_core::indices::OnDevice;
 use stepscope_core::ops;
@@ -32,6 +33,15 @@ use stepscope_core::tensor::{Element, Source, Stored, Target, Tensor};
 /// Returns every GPU kernel and its case, in the order of the kernels' files.
 pub fn cases() -> Vec<(&'static str, Case)> {
     LISTED.iter().flat_map(Listed::cases).collect()
+}
+
+/// Returns true if a device runs this kernel. A GPU opened without `wgmma` does not run the kernels of
+/// warpgroups. The emulator runs every kernel.
+pub fn runs_on(device: &Device, kernel: &str) -> bool {
+    let description = device.description();
+    description.kind != DeviceKind::Cuda
+        || description.has_wgmma
+        || !kernels::entries().any(|entry| entry.name == kernel && entry.is_warpgroup)
 }
 
 /// The kernels that other cases and uploads use. Their own cases must find their faults, so these

@@ -36,7 +36,7 @@ mod self_test;
 
 pub use case::Case;
 pub use case_size::CaseSize;
-pub use cases::{cases, in_order};
+pub use cases::{cases, in_order, runs_on};
 pub use golden::{Verdict, compare, line, of_all, to_commit};
 pub use inputs::{Inputs, run};
 #[doc(hidden)]

@@ -6,7 +6,7 @@
 #![forbid(unsafe_code)]
 
 use super::golden::RESULTS;
-use super::{CaseSize, in_order, line, run};
+use super::{CaseSize, in_order, line, run, runs_on};
 use cuda_std::launch::inventory;
 use std::time::{Duration, Instant};
 use stepscope_core::device::{Device, DeviceKind, KernelTest, Tested};
@@ -33,7 +33,7 @@ fn compare(device: &Device, golden: &str) -> Result<Tested> {
     let _span = tracing::debug_span!("self_test").entered();
     let start = Instant::now();
     let mut kernels = 0;
-    for (kernel, case) in in_order() {
+    for (kernel, case) in in_order().into_iter().filter(|(kernel, _)| runs_on(device, kernel)) {
         let results = run(device, &case, CaseSize::Smallest).map_err(|error| blame(device, kernel, error))?;
         let found = line(kernel, &results);
         if !golden.lines().any(|line| line == found.trim_end()) {
@@ -68,7 +68,9 @@ fn blame(device: &Device, kernel: &'static str, error: Error) -> Error {
 
 fn wrong(device: &Device, kernel: &'static str, reason: String) -> Error {
     let description = device.description();
-    Error::Kernels { kernel, reason, device: description.name.clone(), ptx: description.ptx.clone() }
+    let is_warpgroup = kernels::entries().any(|entry| entry.name == kernel && entry.is_warpgroup);
+    let ptx = if is_warpgroup { &description.wgmma_ptx } else { &description.ptx };
+    Error::Kernels { kernel, reason, device: description.name.clone(), ptx: ptx.clone() }
 }
 
 #[cfg(test)]

@@ -59,7 +59,7 @@ fn run_rank(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen
 
 fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen) -> Outcome<bool> {
     let args = plan.args;
-    let device = rank.open(args.run.device)?;
+    let device = rank.open(args.run.device, args.run.matrix_instruction)?;
     let group = rank.join(&device, &plan.settings_of_ranks())?;
     let needs = plan.memory::<S>(&device)?;
     needs.check(&device)?;

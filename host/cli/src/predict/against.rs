@@ -63,7 +63,9 @@ impl Compared {
 /// # Errors
 /// Returns an error if the samples cannot be read.
 pub(crate) fn compare(folder: &Path, gpu: &Gpu, kernels: &Kernels) -> Outcome<Vec<Compared>> {
-    Ok(predicted(all(folder, gpu.processors)?, gpu, kernels))
+    // All of them were recorded before there were kernels for `wgmma`.
+    let gpu = &Gpu { has_wgmma: false, ..*gpu };
+    Ok(predicted(all(folder, gpu)?, gpu, kernels))
 }
 
 /// Predicts the steps that a run of the step bench measured.
@@ -80,8 +82,10 @@ pub(crate) fn beside(file: &Path, gpu: &Gpu, kernels: &Kernels) -> Outcome<Vec<C
     // Older files name f32 `ieee`.
     let named = named.filter(|name| *name != "ieee").unwrap_or("f32");
     let precision = Precision::from_str(named, false).map_err(|error| format!("{}: {error}", file.display()))?;
+    // Older files name no instruction: their kernels used `mma.sync`.
+    let gpu = &Gpu { has_wgmma: run["matrix_instruction"] == "wgmma", ..*gpu };
     let mut found = Vec::new();
-    add_steps(&run, gpu.processors, precision, &mut found)?;
+    add_steps(&run, gpu, precision, &mut found)?;
     if found.is_empty() {
         return Err(format!("{}: expected a file of the step bench, found no captured step", file.display()).into());
     }
@@ -116,18 +120,18 @@ fn number(line: &Value, name: &str) -> usize {
 }
 
 /// Returns every line that was measured on an H200.
-fn all(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
-    let mut all = steps(folder, processors)?;
-    all.extend(kernels(folder, processors)?);
-    all.extend(products(folder, processors)?);
-    all.extend(attention(folder, processors)?);
+fn all(folder: &Path, gpu: &Gpu) -> Outcome<Vec<Line>> {
+    let mut all = steps(folder, gpu)?;
+    all.extend(kernels(folder, gpu)?);
+    all.extend(products(folder, gpu)?);
+    all.extend(attention(folder, gpu)?);
     Ok(all)
 }
 
-fn steps(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
+fn steps(folder: &Path, gpu: &Gpu) -> Outcome<Vec<Line>> {
     let mut found = Vec::new();
     for (precision, file) in recorded::STEPS {
-        add_steps(&read(&folder.join(file))?, processors, precision, &mut found)?;
+        add_steps(&read(&folder.join(file))?, gpu, precision, &mut found)?;
     }
     let runs = read(&folder.join(recorded::GPT2))?;
     for Gpt { size, precision, batch, recompute } in recorded::GPT {
@@ -144,18 +148,18 @@ fn steps(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
         found.push(step_line(
             format!("GPT-2 {name}{again}, {batch} x {CONTEXT}, {precision}"),
             measured_us,
-            step::launches(processors, &work, precision, batch)?,
+            step::launches(gpu, &work, precision, batch)?,
         ));
     }
     Ok(found)
 }
 
 /// Adds the captured steps of a run of the step bench, with inputs on the device.
-fn add_steps(run: &Value, processors: u32, precision: Precision, found: &mut Vec<Line>) -> Outcome<()> {
+fn add_steps(run: &Value, gpu: &Gpu, precision: Precision, found: &mut Vec<Line>) -> Outcome<()> {
     for line in lines(run, "stepscope captured").filter(|line| line["measure"] == "resident") {
         let batch = number(line, "batch");
         let measured_us = median(&line["nanoseconds"]).ok_or("no samples")? / 1e3;
-        let launches = step::launches(processors, &Work::CrossAsset, precision, batch)?;
+        let launches = step::launches(gpu, &Work::CrossAsset, precision, batch)?;
         found.push(step_line(format!("CrossAsset, batch {batch}, {precision}"), measured_us, launches));
     }
     Ok(())
@@ -165,7 +169,7 @@ fn step_line(name: String, measured_us: f64, launches: Vec<Launch>) -> Line {
     Line { group: "step", name, measured_us, launches, calls: 1 }
 }
 
-fn kernels(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
+fn kernels(folder: &Path, gpu: &Gpu) -> Outcome<Vec<Line>> {
     let mut found = Vec::new();
     for (file, is_taken) in recorded::KERNELS {
         let run = read(&folder.join(file))?;
@@ -175,7 +179,7 @@ fn kernels(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
                 continue;
             }
             let measured_us = median(&line["nanoseconds"]).ok_or("no samples")? / 1e3;
-            if let Some((launches, calls)) = bench::kernel(processors, name, elements)? {
+            if let Some((launches, calls)) = bench::kernel(gpu, name, elements)? {
                 let size =
                     if elements.is_power_of_two() { format!("2^{}", elements.ilog2()) } else { elements.to_string() };
                 let name = format!("{name}, {size}");
@@ -186,14 +190,14 @@ fn kernels(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
     let run = read(&folder.join(recorded::LAYER_NORM_BACKWARD))?;
     for name in ["layer_norm_backward", "layer_norm_backward_bf16"] {
         let measured_us = run["microseconds p50 p10 p90"][name][0].as_f64().ok_or("no samples")?;
-        if let Some((launches, calls)) = bench::kernel(processors, name, 1 << 28)? {
+        if let Some((launches, calls)) = bench::kernel(gpu, name, 1 << 28)? {
             found.push(Line { group: "kernel", name: format!("{name}, 2^28"), measured_us, launches, calls });
         }
     }
     Ok(found)
 }
 
-fn products(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
+fn products(folder: &Path, gpu: &Gpu) -> Outcome<Vec<Line>> {
     let mut found = Vec::new();
     for (factors, file) in recorded::PRODUCTS {
         let run = read(&folder.join(file))?;
@@ -202,11 +206,9 @@ fn products(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
             let measured_us = median(&line["nanoseconds"]).ok_or("no samples")? / 1e3;
             let (launches, named) = match factors {
                 Factors::F32(precision) => {
-                    (bench::product::<f32>(processors, case, precision.of_f32())?, precision.to_string())
+                    (bench::product::<f32>(gpu, case, precision.of_f32())?, precision.to_string())
                 }
-                Factors::Bf16 => {
-                    (bench::product::<bf16>(processors, case, Precision::F32.of_f32())?, "BF16 tensors".into())
-                }
+                Factors::Bf16 => (bench::product::<bf16>(gpu, case, Precision::F32.of_f32())?, "BF16 tensors".into()),
             };
             found.push(Line { group: "product", name: format!("{case}, {named}"), measured_us, launches, calls: 1 });
         }
@@ -214,7 +216,7 @@ fn products(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
     Ok(found)
 }
 
-fn attention(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
+fn attention(folder: &Path, gpu: &Gpu) -> Outcome<Vec<Line>> {
     let run = read(&folder.join(recorded::ATTENTION))?;
     let mut found = Vec::new();
     for line in lines(&run, "stepscope") {
@@ -223,7 +225,7 @@ fn attention(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
         let [batch, tokens, heads, kv_heads, width] = case;
         for (both, name) in [(false, "forward"), (true, "both")] {
             let measured_us = median(&line[name]).ok_or("no samples")? / 1e3;
-            let launches = bench::attention::<bf16>(processors, case, (causal, both))?;
+            let launches = bench::attention::<bf16>(gpu, case, (causal, both))?;
             let sees = if causal { "causal" } else { "all" };
             let name = format!("{batch} x {tokens}, {heads}/{kv_heads} heads of {width}, {sees}, {name}");
             found.push(Line { group: "attention", name, measured_us, launches, calls: 1 });

@@ -7,14 +7,14 @@ use stepscope::tensor::{Indices, Saved, Stored};
 use stepscope::{EagerStep, Result, Step, Tensor, bf16};
 
 use crate::predict::matmul_case::Case as Product;
-use stepscope_predict::dry_run;
+use stepscope_predict::{Gpu, dry_run};
 
 /// Columns of each row.
 const COLUMNS: usize = 1024;
 
 /// Returns the launches of a product.
-pub(crate) fn product<S: GemmElement<S>>(processors: u32, case: Product, precision: Precision) -> Result<Vec<Launch>> {
-    dry_run(processors, |step| {
+pub(crate) fn product<S: GemmElement<S>>(gpu: &Gpu, case: Product, precision: Precision) -> Result<Vec<Launch>> {
+    dry_run(gpu, |step| {
         let [a, b, out] = case.elements();
         let (a, b, mut out) = (step.empty::<S>([a])?.save(), step.empty::<S>([b])?.save(), step.empty::<S>([out])?);
         let gemm = case.gemm().precision(precision);
@@ -25,11 +25,11 @@ pub(crate) fn product<S: GemmElement<S>>(processors: u32, case: Product, precisi
 /// Returns the launches of attention over `[batch, tokens, heads, key heads, width]`: forward, or
 /// with its backward pass.
 pub(crate) fn attention<S: AttentionElement>(
-    processors: u32,
+    gpu: &Gpu,
     [batch, tokens, heads, kv_heads, width]: [usize; 5],
     (causal, backward): (bool, bool),
 ) -> Result<Vec<Launch>> {
-    dry_run(processors, |step| {
+    dry_run(gpu, |step| {
         let form = AttentionConfig::new(heads).kv_heads(kv_heads);
         let form = if causal { form.causal() } else { form };
         let qkv = step.empty::<S>([batch, tokens, (heads + 2 * kv_heads) * width])?.save();
@@ -48,10 +48,10 @@ pub(crate) fn attention<S: AttentionElement>(
 ///
 /// # Errors
 /// Returns an error if an op fails.
-pub(crate) fn kernel(processors: u32, name: &str, elements: usize) -> Result<Option<(Vec<Launch>, usize)>> {
+pub(crate) fn kernel(gpu: &Gpu, name: &str, elements: usize) -> Result<Option<(Vec<Launch>, usize)>> {
     let sets = ((1 << 26) / elements).clamp(1, 64);
     let mut known = true;
-    let launches = dry_run(processors, |step| {
+    let launches = dry_run(gpu, |step| {
         let sets: Vec<Set<'_>> = (0..sets).map(|_| Set::new(step, elements)).collect::<Result<_>>()?;
         for set in &sets {
             known = match name.strip_suffix("_bf16") {

@@ -63,7 +63,7 @@ fn run(args: &Args) -> Result<String, Box<dyn Error>> {
     let (text, json) = match compared {
         Some(compared) => (report::comparison(&compared), serde_json::to_value(&compared)?),
         None => {
-            let launches = step::launches(gpu.processors, &args.work(), args.precision, args.batch())?;
+            let launches = step::launches(&gpu, &args.work(), args.precision, args.batch())?;
             let forecast = Forecast::of(&gpu, &kernels, &launches);
             let json = serde_json::json!({
                 "gpu": gpu.name, "is_prediction": true, "step": args.title(), "forecast": forecast,

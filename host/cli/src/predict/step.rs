@@ -14,7 +14,7 @@ use crate::run::memory::{RunMemory, evaluation_batch};
 use crate::sizes::{FEATURES, SCALES};
 use crate::train::cli::Precision;
 use crate::train::model::{Gpt, Mode};
-use stepscope_predict::dry_run;
+use stepscope_predict::{Gpu, dry_run};
 
 /// The model to train.
 #[derive(Clone, Debug)]
@@ -23,14 +23,14 @@ pub(crate) enum Work {
     Gpt { config: Box<ModelConfig>, recompute: bool },
 }
 
-/// Returns the launches of one step on `batch` samples, on a GPU with this many multiprocessors.
+/// Returns the launches of one step on `batch` samples on a GPU.
 ///
 /// # Errors
 /// Returns an error if an op fails.
-pub(crate) fn launches(processors: u32, work: &Work, precision: Precision, batch: usize) -> Result<Vec<Launch>> {
+pub(crate) fn launches(gpu: &Gpu, work: &Work, precision: Precision, batch: usize) -> Result<Vec<Launch>> {
     // The launches that initialize the weights and the optimizer's state are not part of a step.
-    let before = dry_run(processors, |step| set_up(step, work, precision, batch, Until::Ready))?.len();
-    let mut launches = dry_run(processors, |step| set_up(step, work, precision, batch, Until::Updated))?;
+    let before = dry_run(gpu, |step| set_up(step, work, precision, batch, Until::Ready))?.len();
+    let mut launches = dry_run(gpu, |step| set_up(step, work, precision, batch, Until::Updated))?;
     Ok(launches.split_off(before))
 }
 

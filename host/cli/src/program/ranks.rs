@@ -8,6 +8,7 @@ use std::thread;
 use std::time::Duration;
 
 use clap::builder::RangedU64ValueParser;
+use stepscope::device::{DeviceBuilder, MatrixInstruction};
 use stepscope::group::{Group, GroupConfig};
 use stepscope::{Device, DeviceKind, Model, Result, TrainState};
 
@@ -70,10 +71,11 @@ impl Rank {
         self.shards
     }
 
-    /// Opens the rank's device.
-    pub fn open(&self, kind: DeviceKind) -> Result<Device> {
+    /// Opens the rank's device, with the device's own matrix instruction unless one is given.
+    pub fn open(&self, kind: DeviceKind, instruction: Option<MatrixInstruction>) -> Result<Device> {
         let ordinal = self.config.as_ref().map_or(0, GroupConfig::local_rank);
-        Device::builder(kind).ordinal(ordinal).open()
+        let builder = Device::builder(kind).ordinal(ordinal);
+        instruction.into_iter().fold(builder, DeviceBuilder::matrix_instruction).open()
     }
 
     /// Joins the other ranks, which must have the same settings.

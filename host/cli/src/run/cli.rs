@@ -1,6 +1,7 @@
 //! The options that `train` and `finetune` share, and the state and trainer that follow from them.
 
 use clap::Args;
+use stepscope::device::MatrixInstruction;
 use stepscope::{AdamW, Arena, Device, DeviceKind, HostBatch, ParameterSpec, Result, TrainState, Trainer};
 
 use crate::program::ranks::RankArgs;
@@ -14,6 +15,11 @@ pub(crate) struct RunArgs {
     /// Device to train on
     #[arg(long, value_name = "auto|emulated|cuda", default_value = "auto")]
     pub(crate) device: DeviceKind,
+
+    /// Instruction of matrix multiplies and attention on tensor cores [default: the fastest that the
+    /// GPU has]
+    #[arg(long, value_name = "mma-sync|wgmma")]
+    pub(crate) matrix_instruction: Option<MatrixInstruction>,
 
     /// Numbers in matrix multiplies; tf32 rounds the operands, bf16 stores activations and a copy
     /// of the weights in BF16

@@ -25,9 +25,7 @@ pub(super) fn of_optimizer<R: UpdateRule>(
     let mut settings = Settings::default();
     settings.add("shards", shards.to_string());
     settings.add("kernels' results", sha256(KernelTest::registered()?.results));
-    let description = parameters.flat().device().description();
-    settings.add("matrix instruction", description.matrix_instruction().to_string());
-    if description.kind == DeviceKind::Cuda {
+    if parameters.flat().device().description().kind == DeviceKind::Cuda {
         settings.add("PTX", format!("{:?}", ptx_builds()));
     }
     let spec = parameters.layout();

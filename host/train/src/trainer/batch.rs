@@ -6,6 +6,7 @@ use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
 use stepscope_core::capture::HostInputs;
+use stepscope_core::device::MatrixInstruction;
 use stepscope_core::error::{Error, Result, short};
 
 /// The name of the checkpoint note that stores [`EpochProgress`].
@@ -21,6 +22,22 @@ pub(super) fn dropout_seed(checkpoint: &Checkpoint) -> Result<u64> {
     note.parse().map_err(|_| {
         Error::misuse("restore", format!("a number in the note `{DROPOUT_SEED}`"), format!("`{}`", short(note)))
     })
+}
+
+/// The name of the checkpoint note that stores the instruction by which the run multiplied matrices,
+/// if that decides bits.
+pub(super) const MATRIX_INSTRUCTION: &str = "stepscope.matrix_instruction";
+
+/// Logs a warning if the run that wrote the checkpoint multiplied by another instruction than
+/// `ours`. The run then continues with other bits than it would have had there.
+pub(super) fn compare_instructions(checkpoint: &Checkpoint, ours: Option<MatrixInstruction>) {
+    let (theirs, ours) = (checkpoint.note(MATRIX_INSTRUCTION).ok(), ours.map(|ours| ours.to_string()));
+    if let (Some(theirs), Some(ours)) = (theirs, ours)
+        && theirs != ours
+    {
+        let theirs = short(theirs);
+        tracing::warn!(%theirs, %ours, "the checkpoint was made with another matrix instruction; its sums round differently");
+    }
 }
 
 /// Samples in host memory: a batch, or a part of one.

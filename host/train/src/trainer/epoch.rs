@@ -2,7 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::batch::{DROPOUT_SEED, EpochProgress, HostBatch, PROGRESS, Update, first_input};
+use super::batch::{DROPOUT_SEED, EpochProgress, HostBatch, MATRIX_INSTRUCTION, PROGRESS, Update, first_input};
 use super::model::{Model, TrainState};
 use super::setup::Trainer;
 use super::stage::Queued;
@@ -273,8 +273,8 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         Ok((loss, guesses.iter().zip(labels).filter(|(guess, label)| guess == label).count()))
     }
 
-    /// Writes the weights, optimizer, dropout seed, progress and notes to the checkpoint path, or
-    /// does nothing without a path. In a group all ranks must call it, each with a path set, and
+    /// Writes the weights, optimizer, dropout seed, matrix instruction, progress and notes to the
+    /// checkpoint path, or does nothing without a path. In a group all ranks must call it, each with a path set, and
     /// rank 0 writes the file. Waits for the device.
     #[track_caller]
     pub fn save(&self, progress: &EpochProgress, notes: &[(&str, String)]) -> Result<()> {
@@ -282,6 +282,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         let TrainState { parameters, optimizer, generator, sync, .. } = self.state();
         let mut notes = [&[(PROGRESS, progress.to_string())], notes].concat();
         notes.extend(generator.iter().map(|generator| (DROPOUT_SEED, generator.seed().to_string())));
+        notes.extend(self.state().instruction().map(|instruction| (MATRIX_INSTRUCTION, instruction.to_string())));
         let write = |state: &[Buffer<f32>]| {
             Checkpoint::save_whole(path, parameters, (Some(optimizer), state), &notes, self.non_finite)
         };

@@ -1,7 +1,7 @@
 //! The model, and the training step. The same step function runs eagerly and captured.
 
 use super::agreement;
-use super::batch::{EpochProgress, MicroBatch, dropout_seed};
+use super::batch::{EpochProgress, MicroBatch, compare_instructions, dropout_seed};
 use super::shards::Shards;
 use super::sync::{CallSite, GradientSync, Metric};
 use crate::checkpoint::Checkpoint;
@@ -9,7 +9,7 @@ use crate::optim::{AdamW, Optimizer, ParameterGroups, UpdateRule, UpdateTicket};
 use stepscope_core::arena::Arena;
 use stepscope_core::bf16;
 use stepscope_core::capture::{CaptureInputs, DeviceBatch, HostInputs, Output};
-use stepscope_core::device::Device;
+use stepscope_core::device::{Device, MatrixInstruction};
 use stepscope_core::error::Result;
 use stepscope_core::non_finite::NonFinite;
 use stepscope_core::ops::{self, Cast, Generator};
@@ -166,10 +166,10 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
         settings.add("weights", parameters.sha256()?);
         settings.add_option("frozen weights", parameters.frozen_sha256()?);
         settings.add("precision", precision.to_string());
-        if *precision != Precision::F32 || parameters.bf16_copy().is_some() {
-            // Tensor cores of other GPUs round their sums differently.
-            let description = parameters.flat().device().description();
-            settings.add_option("compute capability", description.capability);
+        if let Some(instruction) = self.instruction() {
+            // Tensor cores of other GPUs, and other instructions, round their sums differently.
+            settings.add_option("compute capability", parameters.flat().device().description().capability);
+            settings.add("matrix instruction", instruction.to_string());
         }
         settings.add_option("dropout's seed", generator.as_ref().map(|generator| generator.seed()));
         let monitored = model.monitored().map(|monitored| parameters.layout().trained_entry(monitored)).transpose()?;
@@ -287,6 +287,7 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
         site: CallSite,
     ) -> Result<EpochProgress> {
         let progress = EpochProgress::of(checkpoint)?;
+        compare_instructions(checkpoint, self.instruction());
         let Self { parameters, optimizer, generator, sync, .. } = self;
         let seed = generator.as_ref().map(|_| dropout_seed(checkpoint)).transpose()?;
         sync.restore(checkpoint, site)?;
@@ -301,6 +302,14 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
             generator.set(seed, 0)?;
         }
         Ok(progress)
+    }
+
+    /// Returns the instruction that multiplies matrices, if it decides bits of the weights: only f32
+    /// multiplies have the same bits with each.
+    pub(super) fn instruction(&self) -> Option<MatrixInstruction> {
+        let device = self.parameters.flat().device();
+        let decides = self.precision != Precision::F32 || self.parameters.bf16_copy().is_some();
+        decides.then(|| device.description().matrix_instruction())
     }
 
     /// Records [`TrainState::learn`] for a capture.

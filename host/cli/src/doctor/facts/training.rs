@@ -43,8 +43,8 @@ impl Training {
 pub(super) fn predicted_ms(name: &str) -> Result<Option<f64>> {
     let Some(gpu) = [Gpu::GB10, Gpu::H200].into_iter().find(|gpu| name.contains(gpu.name)) else { return Ok(None) };
     // The launches that initialize the weights are not part of a step.
-    let before = dry_run(gpu.processors, |step| Training::new(step.device()).map(drop))?.len();
-    let mut launches = dry_run(gpu.processors, |step| Training::new(step.device())?.step(step))?;
+    let before = dry_run(&gpu, |step| Training::new(step.device()).map(drop))?.len();
+    let mut launches = dry_run(&gpu, |step| Training::new(step.device())?.step(step))?;
     let forecast = Forecast::of(&gpu, &Kernels::of(gpu.arch), &launches.split_off(before));
     Ok(Some(forecast.microseconds / 1e3))
 }

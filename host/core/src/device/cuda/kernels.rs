@@ -104,10 +104,13 @@ impl Modules {
             .packages
             .get(entry.package)
             .ok_or_else(|| missing("whose PTX is not loaded on this device; pass it to `DeviceBuilder::kernels`"))?;
-        let Compiled { library, overlaps } = package
-            .get(entry.name)
-            .map(|compiled| &**compiled)
-            .ok_or_else(|| missing("whose PTX has no such kernel; was it built from other sources?"))?;
+        let Compiled { library, overlaps } = package.get(entry.name).map(|compiled| &**compiled).ok_or_else(|| {
+            missing(if entry.is_warpgroup {
+                "and needs wgmma, which this device was opened without"
+            } else {
+                "whose PTX has no such kernel; was it built from other sources?"
+            })
+        })?;
         let function = Function { name: library.function(entry.name)?, overlaps: *overlaps };
         allow_shared_bytes(function.name, entry)?;
         functions.insert(key, function);
