@@ -2,9 +2,9 @@
 //! `OUT_DIR/kernels.rs`, a table that `kernels!` of `host/core/src/device/kernels.rs` includes.
 //! Without the feature it does nothing, so neither CUDA nor a device compiler is needed.
 //!
-//! - `STEPSCOPE_ARCHS=sm_121,sm_90,sm_90a`: the architectures (this is the default). PTX for `sm_90a`
-//!   contains only the kernels of warpgroups, which a GPU of compute capability 9.0 loads next to
-//!   those of `sm_90`.
+//! - `STEPSCOPE_ARCHS=sm_121,sm_90,sm_90a`: the architectures (this is the default). PTX for
+//!   `sm_90a` contains only the kernels of warpgroups, which a GPU of compute capability 9.0 loads
+//!   next to those of `sm_90`.
 //! - `STEPSCOPE_PTX_DIR=DIR`: uses precompiled `DIR/ARCH.ptx` instead of compiling.
 
 fn main() {

@@ -25,8 +25,8 @@ pub(crate) struct Common {
     /// Device to run on
     #[arg(long, value_name = "auto|emulated|cuda", default_value = "emulated")]
     pub(crate) device: DeviceKind,
-    /// Instruction of matrix multiplies and attention on tensor cores [default: the fastest that the
-    /// GPU has]
+    /// Instruction of matrix multiplies and attention on tensor cores [default: the fastest that
+    /// the GPU has]
     #[arg(long, value_name = "mma-sync|wgmma")]
     pub(crate) matrix_instruction: Option<MatrixInstruction>,
     /// The flag that `cargo bench` passes to every bench

@@ -206,7 +206,8 @@ impl CudaBuilder {
         let mut flags = vec![
             format!("-Ctarget-cpu={}", self.arch),
             "-Clinker=true".to_owned(),
-            // PTX for sm_90a contains only kernels of warpgroups; see cuda_std's `warpgroup_kernel`.
+            // PTX for sm_90a contains only kernels of warpgroups: see cuda_std's
+            // `warpgroup_kernel`.
             format!("--cfg=cuda_arch=\"{}\"", self.arch),
         ];
         if self.arch.capability() >= 90 {

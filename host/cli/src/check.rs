@@ -53,8 +53,8 @@ pub(crate) struct Args {
     #[arg(long, conflicts_with_all = ["plant", "smallest", "update"])]
     self_test: bool,
 
-    /// Print only the kernels that run on a GPU: the name, the threads and dynamic shared bytes of a
-    /// block, and `sm_90a` if only its PTX contains the kernel
+    /// Print only the kernels that run on a GPU: the name, the threads and dynamic shared bytes of
+    /// a block, and `sm_90a` if only its PTX contains the kernel
     #[arg(long, exclusive = true)]
     list: bool,
 }

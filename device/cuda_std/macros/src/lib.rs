@@ -37,9 +37,9 @@ pub fn kernel(attribute: TokenStream, item: TokenStream) -> TokenStream {
 
 /// Makes a `pub unsafe fn` a kernel of warpgroups: one that uses instructions of `sm_90a`.
 ///
-/// It differs from [`macro@kernel`] in the PTX that contains it. PTX for `sm_90a` contains only kernels
-/// of warpgroups, and other PTX contains none. A GPU of compute capability 9.0 loads the PTX of
-/// `sm_90` and of `sm_90a`. rust-cuda lacks this macro.
+/// It differs from [`macro@kernel`] in the PTX that contains it. PTX for `sm_90a` contains only
+/// kernels of warpgroups, and other PTX contains none. A GPU of compute capability 9.0 loads the
+/// PTX of `sm_90` and of `sm_90a`. rust-cuda lacks this macro.
 #[proc_macro_attribute]
 pub fn warpgroup_kernel(attribute: TokenStream, item: TokenStream) -> TokenStream {
     expanded(attribute, parse_macro_input!(item as ItemFn), true)

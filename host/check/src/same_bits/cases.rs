@@ -35,8 +35,8 @@ pub fn cases() -> Vec<(&'static str, Case)> {
     LISTED.iter().flat_map(Listed::cases).collect()
 }
 
-/// Returns true if a device runs this kernel. A GPU opened without `wgmma` does not run the kernels of
-/// warpgroups. The emulator runs every kernel.
+/// Returns true if a device runs this kernel. A GPU opened without `wgmma` does not run the kernels
+/// of warpgroups. The emulator runs every kernel.
 pub fn runs_on(device: &Device, kernel: &str) -> bool {
     let description = device.description();
     description.kind != DeviceKind::Cuda

@@ -5,11 +5,10 @@ use std::path::PathBuf;
 use clap::builder::RangedU64ValueParser;
 use clap::{Parser, ValueEnum};
 
-use stepscope::files::PlainFile;
 use stepscope::models::ModelConfig;
 
 use crate::predict::step::Work;
-use crate::train::cli::{Arch, Precision, Size};
+use crate::train::cli::{Arch, Precision, Size, read_config};
 use crate::train::model;
 use stepscope_predict::gpu::{self, Gpu};
 
@@ -147,10 +146,4 @@ fn up_to(most: u32) -> RangedU64ValueParser<usize> {
 fn above_zero(text: &str) -> Result<f64, String> {
     let number = text.parse().ok().filter(|number: &f64| number.is_finite() && *number > 0.0);
     number.ok_or_else(|| "give a finite number above zero".into())
-}
-
-/// Reads a `config.json`.
-fn read_config(path: &str) -> Result<ModelConfig, String> {
-    let bytes = PlainFile::read_whole(path, 1 << 20).map_err(|reason| reason.to_string())?;
-    ModelConfig::from_json(&bytes)
 }

@@ -16,8 +16,8 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "auto|emulated|cuda", default_value = "auto")]
     pub(crate) device: DeviceKind,
 
-    /// Instruction of matrix multiplies and attention on tensor cores [default: the fastest that the
-    /// GPU has]
+    /// Instruction of matrix multiplies and attention on tensor cores [default: the fastest that
+    /// the GPU has]
     #[arg(long, value_name = "mma-sync|wgmma")]
     pub(crate) matrix_instruction: Option<MatrixInstruction>,
 

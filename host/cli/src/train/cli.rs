@@ -6,6 +6,8 @@ use std::path::PathBuf;
 
 use clap::builder::RangedU64ValueParser;
 use clap::{Parser, ValueEnum};
+use stepscope::files::PlainFile;
+use stepscope::models::ModelConfig;
 use stepscope::ops;
 
 use crate::run::cli::RunArgs;
@@ -37,7 +39,12 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t = Arch::Gpt2)]
     pub(crate) arch: Arch,
 
-    /// Tokens per sample [default: 128 for tiny, else 1024; at most what --weights allow]
+    /// The config.json of a model of transformers, of which a new one is trained
+    #[arg(long, value_name = "FILE", value_parser = read_config, conflicts_with_all = ["size", "arch", "weights"])]
+    pub(crate) config: Option<ModelConfig>,
+
+    /// Tokens per sample [default: 128 for tiny, else 1024; at most what --config or --weights
+    /// allow]
     #[arg(long, value_name = "TOKENS", value_parser = up_to(1 << 20))]
     pub(crate) context: Option<usize>,
 
@@ -164,7 +171,11 @@ impl fmt::Display for Precision {
 
 impl Args {
     pub(crate) fn context(&self) -> usize {
-        self.context.unwrap_or(if self.size == Size::Tiny { 128 } else { 1024 })
+        self.context.unwrap_or_else(|| match &self.config {
+            Some(config) => config.context.min(1024),
+            None if self.size == Size::Tiny => 128,
+            None => 1024,
+        })
     }
 
     pub(crate) fn warmup(&self) -> u64 {
@@ -209,4 +220,10 @@ pub(crate) fn zero_or_above(text: &str) -> Result<f32, String> {
 
 pub(crate) fn share(text: &str) -> Result<f32, String> {
     number(text, |number| number > 0.0 && number <= 1.0, "a number above 0 and at most 1")
+}
+
+/// Reads a `config.json`.
+pub(crate) fn read_config(path: &str) -> Result<ModelConfig, String> {
+    let bytes = PlainFile::read_whole(path, 1 << 20).map_err(|reason| reason.to_string())?;
+    ModelConfig::from_json(&bytes)
 }

@@ -60,12 +60,17 @@ impl<'r> Plan<'r> {
         if beginning.is_empty() {
             return Err(bad("--sample", "is empty: give the text that the sample begins with"));
         }
-        let config = match &weights {
-            Some(weights) => {
-                tokenizer.check_vocabulary(weights.config.vocabulary)?;
-                weights.config.clone()
+        let config = match (&weights, &args.config) {
+            (Some(Weights { config, .. }), _) => {
+                tokenizer.check_vocabulary(config.vocabulary)?;
+                config.clone()
             }
-            None => {
+            (None, Some(config)) => {
+                let mut config = config.clone();
+                config.context = new_context(args, &config, &tokenizer)?;
+                config
+            }
+            (None, None) => {
                 let vocabulary = tokenizer.vocabulary().next_multiple_of(VOCABULARY_UNIT);
                 model::config(args.size, args.arch, vocabulary, args.context())
             }
@@ -216,6 +221,23 @@ impl<'r> Plan<'r> {
     ) -> Result<Trainer<'a, Gpt<S>>> {
         self.args.run.trainer(arena, state, &Sequences::zeros(self.args.batch, self.form()))
     }
+}
+
+/// Returns the context of a new model of `--config`, which must have a place for each token.
+fn new_context(args: &Args, config: &ModelConfig, tokenizer: &Tokenizer) -> Outcome<usize> {
+    let (context, tokens) = (args.context(), tokenizer.vocabulary());
+    if config.vocabulary < tokens {
+        let reason = format!(
+            "has a vocabulary of {}, but {} has {tokens}: give a smaller --tokenizer, or another vocab_size",
+            config.vocabulary,
+            tokenizer.name()
+        );
+        return Err(bad("--config", reason));
+    }
+    if context > config.context {
+        return Err(bad("--config", format!("has a context of {}, got --context {context}", config.context)));
+    }
+    Ok(context)
 }
 
 /// Returns the requested tokenizer, or the one next to the weights, or the one that fits the data.

@@ -242,6 +242,31 @@ fn changed(theirs: &Path, shards: bool, change: impl FnOnce(&mut Vec<(String, Ve
 }
 
 #[test]
+fn config_file_gives_new_model() {
+    let (folder, data) = folder(400);
+    let device = support::open(stepscope::DeviceKind::Emulated);
+    let args = arguments(&data, folder.path(), "");
+    let plan = Plan::load(&args, 1).unwrap();
+    let parameters = plan.state::<f32>(&device).unwrap().parameters;
+    let theirs = folder.path().join("theirs");
+    Weights::write(&theirs, &plan.config, &parameters, None).unwrap();
+    let of_file = |more: &str| {
+        let config = theirs.join("config.json");
+        arguments(&data, folder.path(), &format!("--config {} {more}", config.display()))
+    };
+    let args = of_file("");
+    let made = Plan::load(&args, 1).unwrap().state::<f32>(&device).unwrap().parameters;
+    assert_eq!(made.sha256(), parameters.sha256());
+    for (more, told) in [
+        ("--context 17", "--config: has a context of 16, got --context 17"),
+        ("--tokenizer gpt2", "--config: has a vocabulary of 256, but gpt2 has 50257: give a smaller --tokenizer"),
+    ] {
+        let error = Plan::load(&of_file(more), 1).err().expect("refused").to_string();
+        assert!(error.contains(told), "expected `{told}` in: {error}");
+    }
+}
+
+#[test]
 fn unsuitable_weights_are_refused_by_name() {
     let (folder, data) = folder(400);
     let device = support::open(stepscope::DeviceKind::Emulated);

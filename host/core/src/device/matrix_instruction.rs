@@ -14,8 +14,8 @@ use std::str::FromStr;
 /// does not.
 const VARIABLE: &str = "STEPSCOPE_MATRIX_INSTRUCTION";
 
-/// The instruction by which a device multiplies matrices of BF16 and TF32, and computes attention on
-/// them. Each has bits of its own; f32 results do not depend on it.
+/// The instruction by which a device multiplies matrices of BF16 and TF32, and computes attention
+/// on them. Each has bits of its own; f32 results do not depend on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MatrixInstruction {
     /// `mma.sync`, which one warp executes. Every GPU that stepscope supports has it.

@@ -24,8 +24,8 @@ pub(super) fn dropout_seed(checkpoint: &Checkpoint) -> Result<u64> {
     })
 }
 
-/// The name of the checkpoint note that stores the instruction by which the run multiplied matrices,
-/// if that decides bits.
+/// The name of the checkpoint note that stores the instruction by which the run multiplied
+/// matrices, if that decides bits.
 pub(super) const MATRIX_INSTRUCTION: &str = "stepscope.matrix_instruction";
 
 /// Logs a warning if the run that wrote the checkpoint multiplied by another instruction than

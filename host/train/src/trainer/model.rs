@@ -304,8 +304,8 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
         Ok(progress)
     }
 
-    /// Returns the instruction that multiplies matrices, if it decides bits of the weights: only f32
-    /// multiplies have the same bits with each.
+    /// Returns the instruction that multiplies matrices, if it decides bits of the weights: only
+    /// f32 multiplies have the same bits with each.
     pub(super) fn instruction(&self) -> Option<MatrixInstruction> {
         let device = self.parameters.flat().device();
         let decides = self.precision != Precision::F32 || self.parameters.bf16_copy().is_some();
