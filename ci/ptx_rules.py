@@ -54,6 +54,10 @@ INSTRUCTION_RULES = {
     ),
 }
 
+# Instructions that the rules allow in some kernels (name pattern, instruction); docs/numbers.md has
+# the bound. Bits of tensor core attention already differ between devices.
+EXCEPTIONS = [(r"flash_(forward|bwd_dq|bwd_dkv)_of_(bf16|tf32)_\d+", "ex2.approx.ftz.f32")]
+
 # name -> (its meaning, a function that is true if a ptxas report breaks it)
 REPORT_RULES = {
     "spill": ("registers spill", lambda report: report["spill"] > 0),
@@ -189,8 +193,9 @@ def judge(ptx, log, arch, library):
     for name in sorted(entries - set(kernels)):
         faults.append(("entries", f"{name}: in the PTX, not in the library: does it have a contract?"))
     for name, _, body in code:
+        allowed = {op for pattern, op in EXCEPTIONS if re.fullmatch(pattern, name)}
         for rule, (meaning, breaks) in INSTRUCTION_RULES.items():
-            broken = sorted({op for op in body if breaks(op)})
+            broken = sorted({op for op in body if breaks(op) and op not in allowed})
             if broken:
                 faults.append((rule, f"{name}: {meaning}: {', '.join(broken)}"))
     faults += [("parted", f"{name}: a matrix instruction that a divergent warp may reach") for name in sorted(parted(ptx))]
@@ -366,6 +371,13 @@ def self_test(ptxas):
             for form in (plant, f"{{ {plant} }}"):
                 expect(plant, rules_broken(GOOD.replace("{ PLANT }", form), GOOD_LOG), {rule})
                 planted += 1
+    # An exception holds for its kernels and its instruction only.
+    fast, other = "ex2.approx.ftz.f32 %r2, %r1;", "ex2.approx.f32 %r2, %r1;"
+    for name in ("flash_forward_of_bf16_64", "flash_forward_64"):
+        rules = set() if "_of_" in name else {"approximate", "flush"}
+        expect(f"{fast} in {name}", rules_broken(GOOD.replace("{ PLANT }", fast).replace("good", name), GOOD_LOG.replace("good", name), (name,)), rules)
+        expect(f"{other} in {name}", rules_broken(GOOD.replace("{ PLANT }", other).replace("good", name), GOOD_LOG.replace("good", name), (name,)), {"approximate"})
+        planted += 2
     # Also in a function that a kernel calls.
     helper = clean + ".func  (.param .b32 r) helper(\n\t.param .b32 a\n)\n{\n\tadd.f32 %r1, %r1, %r1;\n\tret;\n}\n"
     expect("a called function", rules_broken(helper, GOOD_LOG), {"rounding"})

@@ -6,8 +6,8 @@
 //! assembly and LLVM's intrinsics. `emulated/` is plain Rust, which reports every access to the
 //! emulator.
 //!
-//! Invariant: a function gives the same bits in both folders. The exception is a tensor core
-//! product; see [`mma`](crate::mma).
+//! Invariant: a function gives the same bits in both folders. The exceptions are a tensor core
+//! product (see [`mma`](crate::mma)) and [`float::exp2_weight`].
 
 #[cfg(not(target_arch = "nvptx64"))]
 mod emulated;

@@ -60,7 +60,7 @@ fn assert_near<S: AttentionElement>(device: &Device, setup: Setup) {
 /// arguments that are not finite.
 #[test]
 fn exponentials_keep_their_bounds() {
-    use kernels::math::{exp2_negative, exp2_scaled, exp2_sum};
+    use kernels::math::{exp2_negative, exp2_scaled, exp2_sum, exp2_weight};
     let (mut of_negative, mut of_sum) = (0.0_f64, 0.0_f64);
     for at in 0..=134 << 14_u32 {
         let x = 8.0 - at as f32 / 16_384.0;
@@ -70,6 +70,7 @@ fn exponentials_keep_their_bounds() {
             of_negative = of_negative.max(error(exp2_negative(x)));
         }
         of_sum = of_sum.max(error(exp2_sum(x, exp2_scaled(1.0, 0.0))));
+        assert_eq!(exp2_weight(x, 1.0, 0.0).to_bits(), exp2_sum(x, exp2_scaled(1.0, 0.0)).to_bits());
     }
     assert!(of_negative < 2_f64.powi(-18), "exp2_negative: {of_negative:e}");
     assert!(of_sum < 2_f64.powi(-17), "exp2_sum: {of_sum:e}");
@@ -79,7 +80,8 @@ fn exponentials_keep_their_bounds() {
     for hidden in [f32::NEG_INFINITY, f32::NAN, -127.0, -1e30] {
         assert_eq!(exp2_sum(hidden, exp2_scaled(1.0, 0.0)), 0.0, "{hidden}");
     }
-    assert_eq!(exp2_sum(f32::NEG_INFINITY, exp2_scaled(1.0, f32::INFINITY)), 0.0, "a row that has seen no key");
+    assert_eq!(exp2_weight(f32::NEG_INFINITY, 1.0, 0.0), 0.0, "a row that has seen no key");
+    assert!(exp2_weight(f32::NAN, 1.0, 0.0).is_nan() && exp2_weight(0.0, 1.0, f32::NAN).is_nan());
 }
 
 /// A masked token (later, of another document, or past the end) changes no bit of a row that does

@@ -49,11 +49,11 @@ pub const FORWARD_BF16: [Shape; 3] =
     [Shape::of_bf16(2, 64, 64), Shape::of_bf16(2, 64, 128), Shape::of_bf16(1, 32, 256)];
 /// The BF16 shapes of the kernel for the gradient of q.
 pub const QUERIES_BF16: [Shape; 3] =
-    [Shape::of_bf16(1, 64, 64), Shape::of_bf16(2, 32, 128), Shape::of_bf16(1, 16, 256)];
+    [Shape::of_bf16(2, 64, 64), Shape::of_bf16(2, 32, 128), Shape::of_bf16(1, 16, 256)];
 /// The BF16 shapes of the kernel for the gradients of k and v. For the widest heads a block
 /// computes half of the columns.
 pub const KEYS_BF16: [Shape; 3] =
-    [Shape::of_bf16(2, 32, 64), Shape::of_bf16(1, 32, 128), Shape::of_bf16(1, 16, 256).in_parts(2)];
+    [Shape::of_bf16(2, 32, 64), Shape::of_bf16(1, 64, 128), Shape::of_bf16(1, 16, 256).in_parts(2)];
 
 /// The f32 shapes of the forward kernel. For wider heads, a block's rows do not fit in the shared
 /// memory of a GB10.

@@ -7,7 +7,7 @@
 use super::tile::Memory;
 use crate::block::launder_reg;
 use crate::flash_attention::place::{Place, Problem};
-use crate::math::exp2_negative;
+use crate::math::exp2_weight;
 use crate::mma::element::MmaElement;
 use crate::mma::fragments::Sums;
 use crate::tile::{SharedTile, commit_copies, wait_copies};
@@ -15,7 +15,7 @@ use crate::unroll_on_gpu;
 use crate::vector::load;
 use crate::warp::Converged;
 use core::f32::consts::LOG2_E;
-use cuda_std::{GpuFloat, thread};
+use cuda_std::thread;
 
 /// Computes dq of this block's queries.
 ///
@@ -102,7 +102,7 @@ pub(super) unsafe fn queries<
                         unroll_on_gpu!(n < TILES => {
                             unroll_on_gpu!(column < 2 => {
                                 let at = 2 * half + column;
-                                let p = exp2_negative(GpuFloat::mul_add(scores[m][n][at], factor, base));
+                                let p = exp2_weight(scores[m][n][at], factor, base);
                                 gradients[m][n][at] = p * (gradients[m][n][at] - delta_here);
                             });
                         });
@@ -218,7 +218,7 @@ pub(super) unsafe fn keys<
                     if m < M_TILES {
                         unroll_on_gpu!(at < 4 => {
                             let base = lses[at % 2] * -LOG2_E;
-                            scores[m][n][at] = exp2_negative(GpuFloat::mul_add(scores[m][n][at], factor, base));
+                            scores[m][n][at] = exp2_weight(scores[m][n][at], factor, base);
                             gradients[m][n][at] = scores[m][n][at] * (gradients[m][n][at] - deltas[at % 2]);
                         });
                     }

@@ -7,7 +7,7 @@
 use super::tile::Memory;
 use crate::block::launder_reg;
 use crate::flash_attention::place::{Place, Problem};
-use crate::math::{self, exp2_negative, exp2_scaled, exp2_sum, larger_or_nan};
+use crate::math::{self, exp2_negative, exp2_weight, larger_or_nan};
 use crate::mma::element::MmaElement;
 use crate::mma::fragments::Sums;
 use crate::tile::{commit_copies, wait_copies};
@@ -146,19 +146,21 @@ pub(super) unsafe fn forward<
                     }
                 });
             }
-            let mut terms = [[[0.0; 2]; 2]; M_TILES];
+            let mut bases = [[0.0; 2]; M_TILES];
             unroll_on_gpu!(m < 2 => {
                 if m < M_TILES {
-                    unroll_on_gpu!(half < 2 => { terms[m][half] = exp2_scaled(factor, largest[m][half] * -factor); });
+                    unroll_on_gpu!(half < 2 => {
+                        // If a row has seen no key, all its scores are -infinity.
+                        let none = largest[m][half] == f32::NEG_INFINITY;
+                        bases[m][half] = if none { 0.0 } else { largest[m][half] * -factor };
+                    });
                 }
             });
             unroll_on_gpu!(n < TILES => {
                 unroll_on_gpu!(m < 2 => {
                     if m < M_TILES {
                         unroll_on_gpu!(at < 4 => {
-                            // 0 if a row has seen no key yet: -infinity less -infinity is a NaN,
-                            // which `exp2_sum` maps to 0.
-                            scores[m][n][at] = exp2_sum(scores[m][n][at], terms[m][at / 2]);
+                            scores[m][n][at] = exp2_weight(scores[m][n][at], factor, bases[m][at / 2]);
                             totals[m][at / 2] += scores[m][n][at];
                         });
                     }

@@ -1,5 +1,6 @@
 //! The instructions of `gpu/float.rs` in integer and float arithmetic.
 
+use crate::math::{exp2_scaled, exp2_sum};
 use cuda_std::GpuFloat;
 
 /// Returns `a * b + c`, rounded once and clamped to 0..=1. A NaN becomes 0.
@@ -18,6 +19,13 @@ pub fn larger_or_nan(a: f32, b: f32) -> f32 {
     let larger = if b > a { b } else { a };
     let larger = if a == b { equal } else { larger };
     if b.is_nan() { b } else { larger }
+}
+
+/// Returns 2^(`score` `factor` + `base`), within 2^-17 of itself up to 2^8, for attention. Below
+/// 2^-126 it is 0. A NaN gives NaN.
+#[inline(always)]
+pub fn exp2_weight(score: f32, factor: f32, base: f32) -> f32 {
+    if GpuFloat::mul_add(score, factor, base).is_nan() { f32::NAN } else { exp2_sum(score, exp2_scaled(factor, base)) }
 }
 
 /// Rounds `x` to the nearest TF32, ties away from zero, and returns its f32 bits.

@@ -1,5 +1,7 @@
 //! Arithmetic that is one instruction, and conversions to the formats of mma operands.
 
+use cuda_std::GpuFloat;
+
 /// Returns `a * b + c`, rounded once and clamped to 0..=1. A NaN becomes 0.
 #[inline(always)]
 pub fn fma_within_1(a: f32, b: f32, c: f32) -> f32 {
@@ -26,6 +28,22 @@ pub fn larger_or_nan(a: f32, b: f32) -> f32 {
         );
     }
     larger
+}
+
+/// Returns 2^(`score` `factor` + `base`), within 2^-17 of itself up to 2^8, for attention. Below
+/// 2^-126 it is 0. A NaN gives NaN.
+#[inline(always)]
+pub fn exp2_weight(score: f32, factor: f32, base: f32) -> f32 {
+    let weight: f32;
+    // SAFETY: arithmetic between registers.
+    unsafe {
+        core::arch::asm!(
+            "ex2.approx.ftz.f32 {0}, {1};",
+            out(reg32) weight, in(reg32) GpuFloat::mul_add(score, factor, base),
+            options(pure, nomem, preserves_flags, nostack)
+        );
+    }
+    weight
 }
 
 /// Rounds `x` to the nearest TF32, ties away from zero, and returns its f32 bits.
