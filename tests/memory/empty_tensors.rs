@@ -38,7 +38,7 @@ fn gradients(device: &Device, arena: &mut Arena, results: Results, nested: bool)
         let y = match results {
             Results::One => tape.add(&tape.scale(&xa, 2.0)?, &xb)?,
             Results::WithEmpty { before } => {
-                let parts = tape.checkpoint_all((xa, xb), move |tape, (xa, xb)| {
+                let parts = tape.recompute_all((xa, xb), move |tape, (xa, xb)| {
                     let empty = tape.slice(&xa, 0, 0..0)?;
                     let other = tape.slice(&xb, 0, 1..1)?;
                     let sum = if nested {

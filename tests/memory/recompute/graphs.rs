@@ -156,7 +156,7 @@ fn several<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<Var<'
     let x = input.forward(tape, &tape.input(given.x))?;
     let constant = tape.input(given.x);
     let results = if on {
-        tape.checkpoint_all((x, constant), move |tape, (x, constant)| {
+        tape.recompute_all((x, constant), move |tape, (x, constant)| {
             let h = mlp.forward(tape, &x)?;
             let y = mlp.forward_residual(tape, &h, &constant)?;
             let unused = tape.scale(&h, 2.0)?;

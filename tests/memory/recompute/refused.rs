@@ -41,7 +41,7 @@ impl World {
             let x = tape.input(step.upload(&[0.5; ROWS * COLS], [ROWS, COLS])?);
             let x = tape.linear(&x, w, None)?;
             let [y, z] =
-                tape.checkpoint_all(x, move |tape, x| deed(runs.fetch_add(1, Ordering::Relaxed), tape, x, w))?;
+                tape.recompute_all(x, move |tape, x| deed(runs.fetch_add(1, Ordering::Relaxed), tape, x, w))?;
             let loss = tape.sum(&tape.add(&y, &z)?)?;
             tape.backward_overwrite(&loss, gradients)
         })?;

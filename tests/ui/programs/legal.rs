@@ -115,7 +115,7 @@ fn checkpoints_are_lent_what_they_need(arena: &mut Arena, device: &Device) -> Re
         let labels = step.upload_indices(&[1], [1])?;
         let loss = tape.recompute((x, labels), move |tape, (x, labels)| {
             assert_eq!(name, "owned");
-            let [h, y] = tape.checkpoint_all([x, x], move |tape, [x, again]| {
+            let [h, y] = tape.recompute_all([x, x], move |tape, [x, again]| {
                 let h = tape.linear(&x, weight, None)?;
                 Ok([h, tape.add(&h, &again)?])
             })?;

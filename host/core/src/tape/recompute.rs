@@ -74,13 +74,13 @@ impl<'t, 's> Tape<'t, 's> {
         kept: K,
         run: impl for<'i> Fn(&Tape<'_, 'i>, K::Lent<'i>) -> Result<Var<'i, S>> + 'static,
     ) -> Result<Var<'s, S>> {
-        let [y] = self.checkpoint_all(kept, move |tape, lent| Ok([run(tape, lent)?]))?;
+        let [y] = self.recompute_all(kept, move |tape, lent| Ok([run(tape, lent)?]))?;
         Ok(y)
     }
 
     /// Recomputes a closure with several results; see [`Tape::recompute`].
     #[track_caller]
-    pub fn checkpoint_all<K: RecomputeInput<'s> + 't, S: Stored, const N: usize>(
+    pub fn recompute_all<K: RecomputeInput<'s> + 't, S: Stored, const N: usize>(
         &self,
         kept: K,
         run: impl for<'i> Fn(&Tape<'_, 'i>, K::Lent<'i>) -> Result<[Var<'i, S>; N]> + 'static,
