@@ -316,6 +316,20 @@ on_each_device! {
         works(&mut memory, 100);
     }
 
+    /// In checked mode a recording has a place for the guard of each tensor of the first run.
+    fn more_checked_tensors_are_refused(device: &Device) {
+        let mut memory = Arena::builder(device).capacity(Capacity::mib(1)).checked(true).build().unwrap();
+        let mut runs = 0;
+        let error = memory.capture(&mut runs, &HostInputs::new(), |step, runs, _| {
+            **runs += 1;
+            ops::fill(step, [4096], 1.0)?;
+            (0..**runs).try_for_each(|_| step.scratch(|inner| ops::fill(inner, [4], 1.0).map(drop)))
+        }).unwrap_err();
+        let second = "3 in the second run";
+        assert!(matches!(&error, Error::Misuse { op: "capture", got, .. } if got == second), "{error}");
+        works(&mut memory, 100);
+    }
+
     fn closure_error_ends_capture(device: &Device) {
         for fails_at in 1..=2 {
             let mut memory = arena(device);

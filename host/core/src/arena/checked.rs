@@ -85,6 +85,11 @@ impl Checks {
     pub(crate) fn verify(&mut self, device: &Device, between: Range<usize>) -> Result<()> {
         let guards = &self.guards[between];
         if let Some(recorded) = &mut self.recorded {
+            let (tensors, measured) = (recorded.len() + guards.len(), self.found.len());
+            if tensors > measured {
+                let expected = format!("a function that makes the same tensors in both runs, {measured} of them");
+                return Err(Error::misuse("capture", expected, format!("{tensors} in the second run")));
+            }
             queue_guard_checks(device, guards, &self.found, recorded.len())?;
             recorded.extend(guards);
             return Ok(());
