@@ -77,14 +77,16 @@ pub enum Error {
         /// it.
         tensor: String,
     },
-    /// A label is not a class. Nothing was trained on it.
-    #[error("sample {sample} has the label {label}, but there are only {classes} classes, counted from 0")]
+    /// A label is not a class, or an id is not a row of its table. Nothing was computed with it.
+    #[error(
+        "sample {sample} has the label or id {label}, but there are only {classes} classes or rows, counted from 0"
+    )]
     Label {
         /// The sample's index in the batch.
         sample: usize,
-        /// The sample's label.
+        /// The sample's label or id.
         label: u32,
-        /// The number of classes.
+        /// The number of classes, or of the table's rows.
         classes: usize,
     },
     /// The arena cannot hold one more tensor in this step, and the overflow, if there is one, could

@@ -291,7 +291,7 @@ fn failure_reaches_all_with_its_reason() {
     for (fault, took) in faults {
         in_time(took, Duration::ZERO);
         assert_eq!((fault.rank, fault.sequence, &fault.location), (2, 1, &step.location.to_string()), "{fault}");
-        assert!(fault.to_string().contains("sample 3 has the label 9"), "{fault}");
+        assert!(fault.to_string().contains("sample 3 has the label or id 9"), "{fault}");
     }
 }
 
