@@ -50,7 +50,7 @@ pub struct Code {
 pub struct Activations {
     pub gelu: f64,
     pub silu: f64,
-    /// For BF16, the only products with this epilogue.
+    /// Only products that store BF16 have this epilogue.
     pub gelu_derivative: f64,
 }
 

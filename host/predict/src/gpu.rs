@@ -120,7 +120,7 @@ impl Gpu {
     }
 
     /// Returns the operations per cycle and multiprocessor of tensor-core instructions of this
-    /// size. Those of 16 x 8 x 8 are TF32.
+    /// size. Instructions of 16 x 8 x 8 are TF32.
     pub fn matrix_rate(&self, of_one: f64) -> f64 {
         if of_one < 4096.0 { self.bf16_per_cycle / 2.0 } else { self.bf16_per_cycle }
     }

@@ -235,8 +235,8 @@ impl<'s> CaptureInputs<'s> {
         Output { recording: *recording, index: outputs.len() - 1, element: PhantomData }
     }
 
-    /// Makes each replay report when no launch still to be queued writes or reads this memory, nor
-    /// any memory announced before it.
+    /// Announces memory. Each replay reports when it has queued the last launch that uses this
+    /// memory, and all memory announced earlier.
     pub fn announce<T: Element>(&self, memory: Memory<T>) {
         let start = memory.as_slice().address();
         self.ports.announced.borrow_mut().push(start..start + memory.bytes().len() as u64);

@@ -224,9 +224,9 @@ pub enum RendezvousFaultKind {
     Twice {
         /// The number.
         rank: usize,
-        /// The address of the one that came first.
+        /// The address of the rank that came first.
         first: String,
-        /// The address of the other one.
+        /// The address of the other rank.
         second: String,
     },
     /// A rank runs another version of the library.
