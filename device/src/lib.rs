@@ -9,9 +9,9 @@
 //!
 //! Invariant: f32 results have the same bits on every device. Multiply-adds are fused only where
 //! the source says so. Sums run in ascending index order, and a reduction's tree depends only on
-//! its length. The kernels use neither library functions nor approximate instructions. The exceptions
-//! are tensor core multiplies ([`mod@mma`]) and the exponential of attention that uses them
-//! ([`math::exp2_weight`]).
+//! its length. The kernels use neither library functions nor approximate instructions. The
+//! exceptions are tensor core multiplies ([`mod@mma`]) and the exponential of attention that uses
+//! them ([`math::exp2_weight`]).
 
 #![warn(clippy::disallowed_methods)]
 #![no_std]

@@ -146,10 +146,10 @@ impl DeviceBuilder {
         self
     }
 
-    /// Sets the instruction by which matrix multiplies and attention run. The default is the fastest
-    /// that the GPU and the build have, and [`MatrixInstruction::MmaSync`] on the emulator, unless
-    /// the environment variable `STEPSCOPE_MATRIX_INSTRUCTION` (`mma-sync` or `wgmma`) selects one.
-    /// A GPU without the selected instruction is not opened.
+    /// Sets the instruction by which matrix multiplies and attention run. The default is the
+    /// fastest that the GPU and the build have, and [`MatrixInstruction::MmaSync`] on the emulator,
+    /// unless the environment variable `STEPSCOPE_MATRIX_INSTRUCTION` (`mma-sync` or `wgmma`)
+    /// selects one. A GPU without the selected instruction is not opened.
     #[must_use]
     pub fn matrix_instruction(mut self, instruction: MatrixInstruction) -> Self {
         self.matrix_instruction = Some(instruction);

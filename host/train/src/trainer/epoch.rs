@@ -274,8 +274,8 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     }
 
     /// Writes the weights, optimizer, dropout seed, matrix instruction, progress and notes to the
-    /// checkpoint path, or does nothing without a path. In a group all ranks must call it, each with
-    /// a path set, and rank 0 writes the file. Waits for the device.
+    /// checkpoint path, or does nothing without a path. In a group all ranks must call it, each
+    /// with a path set, and rank 0 writes the file. Waits for the device.
     #[track_caller]
     pub fn save(&self, progress: &EpochProgress, notes: &[(&str, String)]) -> Result<()> {
         let Some(path) = &self.checkpoint else { return Ok(()) };
