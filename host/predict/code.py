@@ -132,19 +132,26 @@ def target(text):
     return match and match.group(1)
 
 
+def ends_path(text):
+    """True if the next instruction does not follow: after a jump, an exit, a return, and a call of
+    a panic, which does not return."""
+    return re.match(r"BRA `|EXIT|RET\b|CALL\b.*panicking", text)
+
+
 def blocks_of(instructions):
     """Returns the basic blocks [(first, end)], and the set of successors of each."""
     places = {label: at for at, (labels, _, _) in enumerate(instructions) for label in labels}
     last = len(instructions)
     jumps = {at: places.get(target(text)) for at, (_, text, _) in enumerate(instructions) if target(text)}
-    exits = {at + 1 for at, (_, text, _) in enumerate(instructions) if "EXIT" in text and at + 1 < last}
+    is_exit = lambda text: "EXIT" in text or ends_path(text)
+    exits = {at + 1 for at, (_, text, _) in enumerate(instructions) if is_exit(text) and at + 1 < last}
     starts = sorted({0, last, *places.values(), *exits, *(at + 1 for at in jumps if at + 1 < last)})
     blocks = list(zip(starts, starts[1:]))
     number = {start: at for at, (start, _) in enumerate(blocks)}
     follows = []
     for start, end in blocks:
         to = jumps.get(end - 1)
-        always = re.match(r"(?:BRA `|EXIT)", instructions[end - 1][1])
+        always = ends_path(instructions[end - 1][1])
         follows.append({number[to]} if to is not None else set())
         if end < last and not always:
             follows[-1].add(number[end])
@@ -240,8 +247,7 @@ def hot_loop(instructions, all_loops):
         if multiplies(loop) and not any(within(other, loop) and multiplies(other) >= 32 for other in loops)
     ]
     # An activation after a product may have more multiplies than an iteration of the product, but
-    # it
-    # does not read shared memory. A product copies its operands.
+    # it does not read shared memory. A product copies its operands.
     is_product = any("copies" in kinds for kinds in loops.values())
     reads = lambda loop: is_product and loops[loop].get("shared", 0) >= 16
     # The last iterations, with nothing left to copy, form a separate loop, possibly unrolled.
@@ -274,6 +280,8 @@ def code(registers, instructions):
     inside = [at for at, (first, last) in enumerate(blocks) if start <= first and last <= end]
     most = max(map(weight, inside), default=0)
     goals = [{at} for at in inside if most and 2 * weight(at) >= most]
+    if not loop and any("HMMA" in text for _, text, _ in instructions):
+        raise SystemExit("no loop of matrix instructions was found in a kernel that has them")
     found = {"registers": registers}
     if loop:
         turn = way_through(blocks, follows, [*goals, {inside[-1]}], inside[0])
