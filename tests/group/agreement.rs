@@ -8,6 +8,7 @@ use crate::support::rank_threads::{in_threads, on_ranks};
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
+use stepscope::device::MatrixInstruction;
 use stepscope::group::{DifferentSetting, Group, GroupConfig};
 use stepscope::nn::Linear;
 use stepscope::ops::{self, Precision};
@@ -255,8 +256,9 @@ fn parameters_and_groups_are_compared() {
 fn learner_settings_are_compared() {
     let base = Setup::new();
     refuses(&base, &with(|setup| setup.shards = 8), 1, &["shards"]);
-    refuses(&base, &with(|setup| setup.precision = Precision::Tf32), 1, &["precision", "compute capability"]);
-    refuses(&base, &with(|setup| setup.has_copy = true), 2, &["BF16 copy of the weights", "compute capability"]);
+    refuses(&base, &with(|setup| setup.precision = Precision::Tf32), 1, &["precision", "compute capability", "matrix instruction"]);
+    let names = ["BF16 copy of the weights", "compute capability", "matrix instruction"];
+    refuses(&base, &with(|setup| setup.has_copy = true), 2, &names);
     refuses(&base, &with(|setup| setup.dropout = Some(1)), 3, &["dropout's seed"]);
     let (one, other) = (with(|setup| setup.dropout = Some(1)), with(|setup| setup.dropout = Some(2)));
     refuses(&one, &other, 0, &["dropout's seed"]);
@@ -265,6 +267,28 @@ fn learner_settings_are_compared() {
     // Two differences in one error.
     let two = with(|setup| (setup.watches, setup.dropout) = (false, Some(1)));
     refuses(&base, &two, 1, &["dropout's seed", "monitored parameter"]);
+}
+
+/// The instruction decides bits only below f32.
+#[test]
+fn matrix_instructions_are_compared() {
+    let train = |precision| {
+        let setup = with(|setup| setup.precision = precision);
+        let program = |config: GroupConfig| {
+            let instruction = MatrixInstruction::ALL[config.rank() % 2];
+            let device = Device::builder(DeviceKind::Emulated).matrix_instruction(instruction).open()?;
+            setup.train(&device, &Group::join(&device, &config.deadline(DEADLINE))?)
+        };
+        in_threads(GroupConfig::on_this_host(2).unwrap(), program)
+    };
+    for (said, _) in train(Precision::Tf32) {
+        let Err(Error::Disagreement(disagreement)) = said else { panic!("{said:?}") };
+        let text = disagreement.to_string();
+        assert_eq!(disagreement.settings.len(), 1, "{text}");
+        assert!(["`matrix instruction`: ", "mma-sync", "wgmma"].iter().all(|word| text.contains(word)), "{text}");
+    }
+    let said = train(Precision::F32);
+    assert_eq!(said[0].0.as_ref().unwrap(), said[1].0.as_ref().unwrap());
 }
 
 #[test]

@@ -5,9 +5,9 @@
 //! [`emulator`], which runs the same kernel, thread by thread. The emulator turns what is undefined
 //! on a GPU into an error that names kernel, block and thread.
 //!
-//! Invariant: a kernel written against this crate compiles unchanged with rust-cuda's own
-//! `cuda_std`. The rest of this crate ([`launch`], [`emulator`], [`float_mode`]) exists only on the
-//! CPU.
+//! Invariant: a `#[kernel]` written against this crate compiles unchanged with rust-cuda's own
+//! `cuda_std`, which has no [`macro@warpgroup_kernel`]. The rest of this crate ([`launch`],
+//! [`emulator`], [`float_mode`]) exists only on the CPU.
 
 #![warn(clippy::disallowed_methods)]
 #![cfg_attr(

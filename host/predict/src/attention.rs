@@ -4,6 +4,7 @@ use kernels::{flash_attention as ieee, flash_attention_mma as tensor};
 use stepscope::device::Launch;
 
 use crate::code::Code;
+use crate::warpgroup;
 use crate::work::Work;
 
 /// The value of `window` for causal attention.
@@ -41,7 +42,8 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
     let number = |at: usize| words[first + at] as f64;
     let (tokens, heads, kv_heads, width) = (number(0), number(1), number(2), number(3));
     let hot = code.hot.unwrap_or_default();
-    let (is_bf16, is_tf32) = (name.contains("bf16"), name.contains("tf32"));
+    let is_warpgroup = launch.entry.is_warpgroup;
+    let (is_bf16, is_tf32) = (name.contains("bf16") || is_warpgroup, name.contains("tf32"));
     let mut work = Work::plain(launch, code);
     let (forward, keys) = (name.contains("forward"), name.contains("dkv"));
     let products = if forward {
@@ -54,7 +56,11 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
     let held: usize = name.rsplit('_').next().and_then(|text| text.parse().ok()).unwrap_or(64);
     let element = if is_bf16 { 2.0 } else { 4.0 };
     let by_tensor_cores = is_bf16 || is_tf32;
-    let [own, tile] = if by_tensor_cores { of_tensor(is_bf16, forward, keys, held) } else { of_ieee(forward, held) };
+    let [own, tile] = match by_tensor_cores {
+        true if is_warpgroup => warpgroup::attention_tile(launch),
+        true => of_tensor(is_bf16, forward, keys, held),
+        false => of_ieee(forward, held),
+    };
     let group = if keys { heads / kv_heads } else { 1.0 };
     // With a causal mask, a block's tokens see half of all on average, and their own tile.
     let causal = (tokens + own) / 2.0;
@@ -89,10 +95,15 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
         work.turn_waits = turns * (hot.alone - hot.all) + chunks * OF_CHUNK;
         work.flops = [flops, 0.0];
     }
+    if is_warpgroup {
+        warpgroup::attention(&mut work, products, [own, tile], held as f64);
+    }
     work.streamed = tiles * tile * width * 2.0 * element;
     work.moved = own * width * element * products;
     work.waits = 2.0;
-    work.ends = code.way.all - hot.all;
-    work.ends_alone = code.way.alone - hot.alone;
+    if !is_warpgroup {
+        work.ends = code.way.all - hot.all;
+        work.ends_alone = code.way.alone - hot.alone;
+    }
     work
 }

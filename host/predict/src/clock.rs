@@ -61,7 +61,12 @@ pub(crate) fn time(gpu: &Gpu, work: &Work, memory_bytes: f64) -> Time {
         let cycles = turns + ends;
         let bound = ["issue", "matrix", "shared memory", "special"];
         let at = (0..4).max_by(|&a, &b| stations[a].total_cmp(&stations[b])).unwrap_or(0);
-        (cycles / if work.is_hot { gpu.loaded_clock } else { gpu.clock }, bound[at])
+        let clock = match gpu.wgmma {
+            Some(wgmma) if work.is_hot && work.mma_flops > 4096.0 => wgmma.loaded_clock,
+            _ if work.is_hot => gpu.loaded_clock,
+            _ => gpu.clock,
+        };
+        (cycles / clock, bound[at])
     };
     // A block's share of the GPU.
     let share = processors.min(blocks);

@@ -14,6 +14,15 @@ pub enum Name {
     H200,
 }
 
+/// The rate of `wgmma`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Wgmma {
+    /// BF16 operations per cycle and multiprocessor.
+    pub per_cycle: f64,
+    /// The clock when such kernels reach the power limit, in GHz.
+    pub loaded_clock: f64,
+}
+
 /// The capabilities of a GPU.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Gpu {
@@ -23,16 +32,16 @@ pub struct Gpu {
     pub sources: &'static str,
     /// The architecture of the assembled kernels.
     pub arch: &'static str,
-    /// True if it multiplies matrices by `wgmma`, otherwise by `mma.sync`.
-    pub has_wgmma: bool,
     /// The number of multiprocessors.
     pub processors: u32,
     /// The multiprocessor clock under a load of instructions, in GHz.
     pub clock: f64,
     /// The clock when BF16 tensor-core kernels reach the power limit.
     pub loaded_clock: f64,
-    /// BF16 tensor-core operations per cycle and multiprocessor. TF32 reaches half.
+    /// BF16 tensor-core operations of `mma.sync` per cycle and multiprocessor. TF32 reaches half.
     pub bf16_per_cycle: f64,
+    /// The rate of `wgmma`, if it multiplies matrices by that instruction.
+    pub wgmma: Option<Wgmma>,
     /// The copy rate in GB/s, reads plus writes.
     pub copy: f64,
     /// The L2 cache's rate to all multiprocessors, in GB/s.
@@ -63,16 +72,18 @@ impl Gpu {
     ///   (`fill` at 2^12, less its own instructions), and the latencies (`copy` at 2^12 and 2^20,
     ///   less launch, instructions and bytes).
     /// - Published: 132 multiprocessors, 50 MB of L2 cache, 228 KiB of shared memory.
+    /// - Published: `wgmma` of 989 TFLOP/s at 1.83 GHz, which is 4,096 operations per cycle. Its
+    ///   loaded clock is the middle of the 1.26 to 1.7 GHz that an H100 had at 700 W.
     /// - Assumed: 5,120 bytes per cycle from the L2 cache, which NVIDIA states for the A100.
     pub const H200: Self = Self {
         name: "H200",
         sources: "instruction rates, copy and launch measured on an H200; L2 cache rate assumed",
         arch: "sm_90",
-        has_wgmma: true,
         processors: 132,
         clock: 1.932,
         loaded_clock: 1.56,
         bf16_per_cycle: 618.9e3 / 132.0 / 1.932,
+        wgmma: Some(Wgmma { per_cycle: 4096.0, loaded_clock: 1.48 }),
         copy: 4266.0,
         cache_rate: 5120.0 * 1.932,
         cache_bytes: 50_000_000,
@@ -95,11 +106,11 @@ impl Gpu {
         name: "GB10",
         sources: "rates measured by others (219 GB/s copied, 91 TFLOP/s BF16); clocks, caches, latencies and launches assumed",
         arch: "sm_121",
-        has_wgmma: false,
         processors: 48,
         clock: 2.418,
         loaded_clock: 2.418,
         bf16_per_cycle: 91e3 / 48.0 / 2.418,
+        wgmma: None,
         copy: 219.0,
         cache_rate: 5120.0 * 48.0 / 132.0 * 2.418,
         cache_bytes: 24_000_000,
@@ -120,8 +131,12 @@ impl Gpu {
     }
 
     /// Returns the operations per cycle and multiprocessor of tensor-core instructions of this
-    /// size. Instructions of 16 x 8 x 8 are TF32.
+    /// size. Instructions of 16 x 8 x 8 are TF32, and larger ones than 16 x 8 x 16 are `wgmma`.
     pub fn matrix_rate(&self, of_one: f64) -> f64 {
-        if of_one < 4096.0 { self.bf16_per_cycle / 2.0 } else { self.bf16_per_cycle }
+        match self.wgmma {
+            Some(wgmma) if of_one > 4096.0 => wgmma.per_cycle,
+            _ if of_one < 4096.0 => self.bf16_per_cycle / 2.0,
+            _ => self.bf16_per_cycle,
+        }
     }
 }

@@ -4,7 +4,7 @@
 //! gpu.rs        the capabilities of GPUs, with sources
 //! code.rs       instruction counts of the kernels, from code.json
 //! work.rs       a launch -> instructions, bytes and waits per block
-//!   product.rs, attention.rs, stream.rs    by kind of kernel
+//!   product.rs, attention.rs, warpgroup.rs, stream.rs    by kind of kernel
 //! cache.rs      the bytes of a launch that move to or from memory
 //! clock.rs      work and bytes -> time
 //! forecast.rs   all launches, by kernel
@@ -20,6 +20,7 @@ pub mod forecast;
 pub mod gpu;
 mod product;
 mod stream;
+mod warpgroup;
 mod work;
 
 pub use code::Kernels;
@@ -36,7 +37,7 @@ use stepscope::{Arena, Capacity, Device, DeviceKind, EagerStep, Result};
 /// Returns an error if `run` fails.
 pub fn dry_run(gpu: &Gpu, run: impl for<'s> FnOnce(&mut EagerStep<'s>) -> Result<()>) -> Result<Vec<Launch>> {
     let device = Device::open(DeviceKind::Emulated)?;
-    let Gpu { processors, has_wgmma, .. } = *gpu;
+    let (processors, has_wgmma) = (gpu.processors, gpu.wgmma.is_some());
     let description = Description { kind: DeviceKind::Cuda, processors, has_wgmma, ..device.description().clone() };
     let arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
     arena.launches(description, run).map(|(_, launches)| launches)

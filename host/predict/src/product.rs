@@ -4,6 +4,7 @@ use kernels::matmul::{GELU, GELU_DERIVATIVE, SILU, SWIGLU, TILES, TRANSPOSE_A, T
 use stepscope::device::Launch;
 
 use crate::code::{Activations, Code};
+use crate::warpgroup;
 use crate::work::{Work, adds};
 
 /// Cycles from a barrier to the first operands.
@@ -60,6 +61,19 @@ pub(crate) fn work(launch: &Launch, code: &Code, activations: Activations) -> Wo
     let (is_tf32, is_tensor) = (name.starts_with("matmul_tf32"), name.starts_with("matmul_of_bf16"));
     let is_f32 = hot.mma == 0.0;
     let mut work = Work::plain(launch, code);
+    let outputs = launch.entry.pointers.iter().zip(launch.words.extents()).filter(|(name, _)| **name != "sums");
+    let out_bytes = outputs.filter(|(_, extent)| extent.written && extent.length > 0);
+    let out_bytes: f64 = out_bytes.map(|(_, extent)| extent.element_bytes as f64).sum();
+    let flops = 2.0 * m * n * k * batches;
+    if launch.entry.is_warpgroup {
+        // A persistent block computes several tiles, each as a block of its own would.
+        work.blocks = ((m / rows).ceil() * (n / cols).ceil() * batches * (k / chunk).ceil().max(1.0)) as u64;
+        warpgroup::product(&mut work, [rows, cols], chunk, activation(flags, activations));
+        work.moved = rows.min(m) * cols.min(n) * out_bytes * if adds(launch) { 2.0 } else { 1.0 };
+        share_b(&mut work, m / rows / 16.0);
+        work.flops = [0.0, flops];
+        return work;
+    }
     work.turn = hot;
     let (turn_k, depth) = if is_f32 {
         // A multiply-add of a thread is one output at one k.
@@ -117,9 +131,6 @@ pub(crate) fn work(launch: &Launch, code: &Code, activations: Activations) -> Wo
     // A block waits for its first stage before it computes.
     let stage = (rows + cols) * depth.min(chunk) * element;
     work.streamed = (rows + cols) * chunk * element - stage;
-    let outputs = launch.entry.pointers.iter().zip(launch.words.extents()).filter(|(name, _)| **name != "sums");
-    let out_bytes = outputs.filter(|(_, extent)| extent.written && extent.length > 0);
-    let out_bytes: f64 = out_bytes.map(|(_, extent)| extent.element_bytes as f64).sum();
     work.moved = rows.min(m) * cols.min(n) * out_bytes;
     // The first stage, and a bias or the store.
     work.waits = 2.0;
@@ -143,17 +154,30 @@ pub(crate) fn work(launch: &Launch, code: &Code, activations: Activations) -> Wo
         work.ends_alone += OF_CHUNK * chunks;
     }
     // Groups of tile rows share the operand along the columns.
-    let groups = (m / rows / if is_f32 { 8.0 } else { 16.0 }).ceil().max(1.0);
-    for touch in &mut work.touches {
-        touch.passes = if touch.name == "b" { groups as u64 } else { 1 };
-    }
+    share_b(&mut work, m / rows / if is_f32 { 8.0 } else { 16.0 });
     // With accumulation, each iteration reads the old values before it stores.
     if adds(launch) {
         work.waits += tails.max(1.0);
         work.moved *= 2.0;
     }
     work.moved += stage;
-    let activation = if flags & GELU != 0 {
+    let activation = activation(flags, activations);
+    work.ends += outputs * activation;
+    work.ends_alone += outputs * activation;
+    work.flops = if is_f32 { [flops, 0.0] } else { [0.0, flops] };
+    work
+}
+
+/// Counts B once for each group of rows of tiles, which share it.
+fn share_b(work: &mut Work, groups: f64) {
+    for touch in &mut work.touches {
+        touch.passes = if touch.name == "b" { groups.ceil().max(1.0) as u64 } else { 1 };
+    }
+}
+
+/// Returns the instructions per output of the activation that a product ends with.
+fn activation(flags: u32, activations: Activations) -> f64 {
+    if flags & GELU != 0 {
         activations.gelu
     } else if flags & (SILU | SWIGLU) != 0 {
         activations.silu
@@ -161,12 +185,7 @@ pub(crate) fn work(launch: &Launch, code: &Code, activations: Activations) -> Wo
         activations.gelu_derivative
     } else {
         0.0
-    };
-    work.ends += outputs * activation;
-    work.ends_alone += outputs * activation;
-    let flops = 2.0 * m * n * k * batches;
-    work.flops = if is_f32 { [flops, 0.0] } else { [0.0, flops] };
-    work
+    }
 }
 
 /// Parses a tile such as `128x256`.

@@ -118,7 +118,7 @@ impl Work {
             moved: 0.0,
             waits: 0.0,
             touches: touches(launch),
-            is_hot: launch.entry.name.contains("_of_bf16_"),
+            is_hot: launch.entry.name.contains("_of_bf16_") || launch.entry.is_warpgroup,
             flops: [0.0; 2],
             mma_flops: 0.0,
         }

@@ -64,7 +64,7 @@ impl Compared {
 /// Returns an error if the samples cannot be read.
 pub(crate) fn compare(folder: &Path, gpu: &Gpu, kernels: &Kernels) -> Outcome<Vec<Compared>> {
     // All of them were recorded before there were kernels for `wgmma`.
-    let gpu = &Gpu { has_wgmma: false, ..*gpu };
+    let gpu = &Gpu { wgmma: None, ..*gpu };
     Ok(predicted(all(folder, gpu)?, gpu, kernels))
 }
 
@@ -83,7 +83,8 @@ pub(crate) fn beside(file: &Path, gpu: &Gpu, kernels: &Kernels) -> Outcome<Vec<C
     let named = named.filter(|name| *name != "ieee").unwrap_or("f32");
     let precision = Precision::from_str(named, false).map_err(|error| format!("{}: {error}", file.display()))?;
     // Older files name no instruction: their kernels used `mma.sync`.
-    let gpu = &Gpu { has_wgmma: run["matrix_instruction"] == "wgmma", ..*gpu };
+    let wgmma = gpu.wgmma.filter(|_| run["matrix_instruction"] == "wgmma");
+    let gpu = &Gpu { wgmma, ..*gpu };
     let mut found = Vec::new();
     add_steps(&run, gpu, precision, &mut found)?;
     if found.is_empty() {

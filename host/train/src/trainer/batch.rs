@@ -31,13 +31,15 @@ pub(super) const MATRIX_INSTRUCTION: &str = "stepscope.matrix_instruction";
 /// Logs a warning if the run that wrote the checkpoint multiplied by another instruction than
 /// `ours`. The run then continues with other bits than it would have had there.
 pub(super) fn compare_instructions(checkpoint: &Checkpoint, ours: Option<MatrixInstruction>) {
-    let (theirs, ours) = (checkpoint.note(MATRIX_INSTRUCTION).ok(), ours.map(|ours| ours.to_string()));
-    if let (Some(theirs), Some(ours)) = (theirs, ours)
-        && theirs != ours
-    {
-        let theirs = short(theirs);
+    if let Some((theirs, ours)) = different(checkpoint.note(MATRIX_INSTRUCTION).ok(), ours) {
         tracing::warn!(%theirs, %ours, "the checkpoint was made with another matrix instruction; its sums round differently");
     }
+}
+
+/// Returns both instructions if they decide bits in both runs, and differ.
+fn different(theirs: Option<&str>, ours: Option<MatrixInstruction>) -> Option<(String, MatrixInstruction)> {
+    let (theirs, ours) = (theirs?, ours?);
+    (theirs != ours.to_string()).then(|| (short(theirs).to_string(), ours))
 }
 
 /// Samples in host memory: a batch, or a part of one.
@@ -183,6 +185,16 @@ pub(super) fn place<S: HostBatch>(before: &[S], sample: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn other_instruction_is_noticed() {
+        use MatrixInstruction::{MmaSync, Wgmma};
+        assert_eq!(different(Some("wgmma"), Some(MmaSync)), Some(("wgmma".into(), MmaSync)));
+        assert_eq!(different(Some("mma-sync"), Some(Wgmma)), Some(("mma-sync".into(), Wgmma)));
+        for (theirs, ours) in [(Some("wgmma"), Some(Wgmma)), (Some("wgmma"), None), (None, Some(Wgmma)), (None, None)] {
+            assert_eq!(different(theirs, ours), None);
+        }
+    }
 
     #[test]
     fn a_part_is_its_variant() {

@@ -7,7 +7,10 @@
 //! Shuffles crash libNVVM for `compute_121` (device/src/machine/gpu/warp.rs has its own).
 #![no_std]
 
-// stepscope's attribute takes the place of rust-cuda's.
+// stepscope's attribute takes the place of rust-cuda's, with the macro that it expands to.
+#[doc(hidden)]
+#[cfg(target_arch = "nvptx64")]
+pub use ours::entry;
 pub use ours::kernel;
 
 /// The imports of a kernel's file.
