@@ -256,7 +256,12 @@ fn parameters_and_groups_are_compared() {
 fn learner_settings_are_compared() {
     let base = Setup::new();
     refuses(&base, &with(|setup| setup.shards = 8), 1, &["shards"]);
-    refuses(&base, &with(|setup| setup.precision = Precision::Tf32), 1, &["precision", "compute capability", "matrix instruction"]);
+    refuses(
+        &base,
+        &with(|setup| setup.precision = Precision::Tf32),
+        1,
+        &["precision", "compute capability", "matrix instruction"],
+    );
     let names = ["BF16 copy of the weights", "compute capability", "matrix instruction"];
     refuses(&base, &with(|setup| setup.has_copy = true), 2, &names);
     refuses(&base, &with(|setup| setup.dropout = Some(1)), 3, &["dropout's seed"]);

@@ -7,11 +7,15 @@
 //! Shuffles crash libNVVM for `compute_121` (device/src/machine/gpu/warp.rs has its own).
 #![no_std]
 
-// stepscope's attribute takes the place of rust-cuda's, with the macro that it expands to.
-#[doc(hidden)]
-#[cfg(target_arch = "nvptx64")]
-pub use ours::entry;
+// stepscope's attribute takes the place of rust-cuda's.
 pub use ours::kernel;
+
+/// Expands to an entry point, to which stepscope's attribute passes each.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! entry {
+    ($($entry:tt)*) => { $($entry)* };
+}
 
 /// The imports of a kernel's file.
 pub mod prelude {
