@@ -104,16 +104,42 @@ on_each_device! {
         }
     }
 
-    /// The token after each prefix of a sample has the same logits from caches as from all tokens.
-    fn cached_tokens_agree_with_all(device: &Device) {
+    /// A fault in any one parameter changes the logits by more than the limit.
+    fn planted_faults_are_found(device: &Device) {
         for folder in cases() {
             let expected = Expected::read(&folder);
             let weights = Weights::read(&folder).unwrap();
             let (model, spec) = Transformer::new(weights.config.clone()).unwrap();
             let mut parameters = Parameters::new(device, &spec, 1).unwrap();
+            let mut arena = Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap();
+            let limit = LIMIT.max(3.0 * expected.results["f32.logits"][0]);
+            for (parameter, entry) in spec.iter() {
+                weights.load(&mut parameters).unwrap();
+                let mut values = parameters.read(parameter).unwrap();
+                values.iter_mut().enumerate().for_each(|(at, value)| *value += [1e-3, -1e-3][at % 2]);
+                parameters.write(parameter, &values).unwrap();
+                let logits = arena.step(|step| {
+                    let tape = Tape::new(step, &parameters).evaluating();
+                    let hidden = model.forward::<f32>(&tape, step.upload_indices(&expected.ids, expected.shape)?, None)?;
+                    step.read(&model.logits(step, &parameters, hidden.value())?)
+                });
+                let difference = relative_l2(&logits.unwrap(), &expected.results["logits"]);
+                assert!(difference > 10.0 * limit, "{}: {}: {difference:e}", folder.display(), entry.name());
+            }
+        }
+    }
+
+    /// The token after each prefix of a sample has the same logits from caches as from all tokens.
+    fn cached_tokens_agree_with_all(device: &Device) {
+        for folder in cases() {
+            let expected = Expected::read(&folder);
+            let mut weights = Weights::read(&folder).unwrap();
+            let tokens = expected.shape[1];
+            weights.limit_context(tokens).unwrap();
+            let (model, spec) = Transformer::new(weights.config.clone()).unwrap();
+            let mut parameters = Parameters::new(device, &spec, 1).unwrap();
             weights.load(&mut parameters).unwrap();
             let mut arena = Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap();
-            let tokens = expected.shape[1];
             let cached = arena
                 .step(|step| {
                     let mut caches = model.caches(step)?;
@@ -267,9 +293,51 @@ fn unsupported_settings_are_refused() {
         ("smollm3", serde_json::json!({"no_rope_layers": [1, 2]}), &["`no_rope_layers`", "[1,2]"]),
         (
             "phi3",
-            rope(r#"{"rope_theta": 10000.0, "rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}"#),
-            &["`rope_parameters.rope_type`", "\"longrope\""],
+            rope(
+                r#"{"rope_theta": 1e4, "rope_type": "longrope", "long_factor": [1, 1, 1], "short_factor": [1, 1, 1, 1], "original_max_position_embeddings": 4096}"#,
+            ),
+            &["`rope_parameters.long_factor`", "4 numbers", "[1,1,1]"],
         ),
+        (
+            "phi3",
+            rope(
+                r#"{"rope_theta": 1e4, "rope_type": "longrope", "long_factor": [1, 1, 1, 1], "short_factor": [1, 1, 0.5, 1], "original_max_position_embeddings": 4096}"#,
+            ),
+            &["`rope_parameters.short_factor`", "at least 1", "[1,1,0.5,1]"],
+        ),
+        (
+            "phi3",
+            rope(
+                r#"{"rope_theta": 1e4, "rope_type": "longrope", "long_factor": [1, 1, 1, 1], "original_max_position_embeddings": 4096}"#,
+            ),
+            &["`rope_parameters.short_factor`", "4 numbers", "nothing"],
+        ),
+        (
+            "phi3",
+            rope(
+                r#"{"rope_theta": 1e4, "rope_type": "longrope", "long_factor": [1, 1, 1, 1], "short_factor": [1, 1, 1, 1], "original_max_position_embeddings": 32}"#,
+            ),
+            &["`rope_parameters.original_max_position_embeddings`", "4096", "32"],
+        ),
+        (
+            "phi3",
+            rope(
+                r#"{"rope_theta": 1e4, "rope_type": "longrope", "long_factor": [1, 1, 1, 1], "short_factor": [1, 1, 1, 1], "factor": 3.0}"#,
+            ),
+            &["`rope_parameters.factor`", "0.015625", "3.0"],
+        ),
+        (
+            "phi3",
+            rope(r#"{"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0}"#),
+            &["`rope_parameters.rope_type`", "\"longrope\"", "\"yarn\""],
+        ),
+        (
+            "olmo2",
+            rope(r#"{"rope_theta": 1e4, "rope_type": "su"}"#),
+            &["`rope_parameters.rope_type`", "\"longrope\"", "\"su\""],
+        ),
+        ("olmo2", serde_json::json!({"clip_qkv": 8.0}), &["`clip_qkv`", "8", "unknown"]),
+        ("olmo2", serde_json::json!({"hidden_act": "gelu"}), &["`hidden_act`", "\"silu\"", "\"gelu\""]),
         ("gemma3", serde_json::json!({"final_logit_softcapping": 30.0}), &["`final_logit_softcapping`", "30"]),
         ("gpt2", serde_json::json!({"activation_function": "relu"}), &["`activation_function`", "\"relu\""]),
         (

@@ -7,7 +7,7 @@ use crate::support::{Random, on_each_device, relative_l2, tolerance};
 use crate::trial::{assert_refused, assert_same, trial};
 use std::f64::consts::TAU;
 use stepscope::Device;
-use stepscope::ops::{self, AttentionConfig, Rotary, RotaryScaling};
+use stepscope::ops::{self, AttentionConfig, PairFactors, Rotary, RotaryScaling};
 use stepscope::tensor::Shape;
 
 /// Heads and key heads, their width, and a matching shape.
@@ -37,7 +37,7 @@ const SCALINGS: [RotaryScaling; 6] = [
 
 /// Returns the angle of a pair, with the frequencies as transformers' `modeling_rope_utils.py`
 /// computes them.
-fn angle(rotary: Rotary, width: usize, token: usize, pair: usize) -> f64 {
+fn angle(rotary: Rotary, width: usize, tokens: usize, token: usize, pair: usize) -> f64 {
     let (base, columns) = (rotary.base, rotary.columns.unwrap_or(width) as f64);
     let frequency = base.powf(-2.0 * pair as f64 / columns);
     let scaled = match rotary.scaling {
@@ -57,13 +57,17 @@ fn angle(rotary: Rotary, width: usize, token: usize, pair: usize) -> f64 {
             let ramp = ((pair as f64 - low) / (high - low)).clamp(0.0, 1.0);
             frequency / factor * ramp + frequency * (1.0 - ramp)
         }
+        RotaryScaling::Long { short, long, context, .. } => {
+            let is_long = rotary.offset as usize + tokens > context;
+            frequency / f64::from(if is_long { long[pair] } else { short[pair] })
+        }
     };
     (f64::from(rotary.offset) + token as f64) * scaled
 }
 
 fn gain(rotary: Rotary) -> f64 {
     match rotary.scaling {
-        RotaryScaling::Yarn { gain, .. } => f64::from(gain),
+        RotaryScaling::Yarn { gain, .. } | RotaryScaling::Long { gain, .. } => f64::from(gain),
         _ => 1.0,
     }
 }
@@ -81,7 +85,7 @@ fn in_float64(x: &[f64], rotary: Rotary, [heads, kv_heads]: [usize; 2], width: u
         };
         let half = rotary.columns.unwrap_or(width) / 2;
         for pair in (0..half).filter(|_| !is_v) {
-            let (sin, cos) = angle(rotary, width, token, pair).sin_cos();
+            let (sin, cos) = angle(rotary, width, tokens, token, pair).sin_cos();
             let (sin, cos) = (sin * gain(rotary), cos * gain(rotary));
             let (a, b) = (x[pair], x[pair + half]);
             (y[pair], y[pair + half]) = (a * cos - b * sin, b * cos + a * sin);
@@ -121,7 +125,7 @@ on_each_device! {
                     (0..tokens * 3 * width).map(|at| if at % width < width / 2 { 1.0 } else { 0.0 }).collect();
                 let [y, back] = turned(device, &x, rotary, [1, 1], &[1, tokens, 3 * width]);
                 for (token, pair) in (0..tokens).flat_map(|token| (0..width / 2).map(move |pair| (token, pair))) {
-                    let angle = angle(rotary, width, token, pair);
+                    let angle = angle(rotary, width, tokens, token, pair);
                     let at = |part: usize| (token * 3 + part) * width + pair;
                     for (got, want) in [(y[at(0)], angle.cos()), (y[at(0) + width / 2], angle.sin())] {
                         let lost = angle * 2f64.powi(-44) / f64::from(f32::EPSILON) / want.abs().max(1e-30);
@@ -178,6 +182,34 @@ on_each_device! {
         }
     }
 
+    /// LongRoPE divides each frequency by its own factor, which depends on the number of positions.
+    fn factors_of_pairs_against_float64(device: &Device) {
+        let factors = |pairs: usize, seed: u64| -> PairFactors {
+            let mut random = Random::new(seed);
+            let factors: Vec<f32> = (0..pairs).map(|pair| 1.0 + pair as f32 * (0.1 + random.normal().abs())).collect();
+            PairFactors::new(&factors).unwrap()
+        };
+        for (heads, width, extents) in FORMS {
+            for (columns, offset, context) in [(None, 0, 4), (None, 5, 1000), (Some(8), 90_000, 64)] {
+                let pairs = columns.unwrap_or(width) / 2;
+                let scaling = RotaryScaling::Long { short: factors(pairs, 1), long: factors(pairs, 2), context, gain: 1.19 };
+                let rotary = Rotary { offset, columns, scaling, ..Rotary::default() };
+                let x = Random::new(width as u64).normals(extents.iter().product());
+                let [y, back] = turned(device, &x, rotary, heads, extents);
+                let exact: Vec<f64> = x.iter().map(|&x| f64::from(x)).collect();
+                assert!(relative_l2(&y, &in_float64(&exact, rotary, heads, width, extents)) <= tolerance(1), "{rotary:?}");
+                // Backward is the transpose: <back(x), x> = <x, y(x)>.
+                let dot = |a: &[f32]| a.iter().zip(&exact).map(|(&a, b)| f64::from(a) * b).sum::<f64>();
+                let norm = exact.iter().map(|x| x * x).sum::<f64>();
+                assert!((dot(&y) - dot(&back)).abs() <= 1e-6 * norm, "{rotary:?}");
+                // The choice of the factors, made before.
+                let positions = offset as usize + extents[extents.len() - 2];
+                let [chosen, _] = turned(device, &x, rotary.for_positions(positions), heads, extents);
+                assert_eq!(chosen, y, "{rotary:?}");
+            }
+        }
+    }
+
     /// A factor of 1 and a rotation of all columns change no bit.
     fn neutral_scaling_is_none(device: &Device) {
         let x = Random::new(5).normals(5 * 96);
@@ -224,6 +256,11 @@ on_each_device! {
             let [x, odd] = [24, 36].map(|length| trial.upload(&vec![1.0; length], [1, 1, length]));
             let (x, odd) = (x?, odd?);
             assert_refused(ops::rotary(trial, &odd, FAR, &form), &["rotary", "multiple of 8", "12 columns"]);
+            assert_refused(PairFactors::new(&[1.0; 65]), &["factors of at most 64 pairs", "65 factors"]);
+            let long = |factors: &[f32], gain| {
+                let factors = PairFactors::new(factors).unwrap();
+                RotaryScaling::Long { short: factors, long: factors, context: 64, gain }
+            };
             assert_refused(ops::rotary(trial, &x, Rotary::new(1.0), &form), &["rotary", "a base above 1", "1"]);
             assert_refused(ops::rotary(trial, &x, Rotary::new(f64::NAN), &form), &["rotary", "a base above 1", "NaN"]);
             for (columns, scaling, words) in [
@@ -235,6 +272,9 @@ on_each_device! {
                 (None, RotaryScaling::Llama3 { factor: 8.0, low: 4.0, high: 1.0, context: 8192 }, "4 and 1"),
                 (None, RotaryScaling::Llama3 { factor: 8.0, low: 1.0, high: 4.0, context: 0 }, "a context of at least 1"),
                 (None, RotaryScaling::Yarn { factor: 2.0, slow: 1.0, fast: 32.0, whole: true, context: 64, gain: f32::INFINITY }, "a finite gain"),
+                (None, long(&[1.0; 3], 1.0), "4 factors"),
+                (None, long(&[1.0, 1.0, 0.5, 1.0], 1.0), "a factor of at least 1"),
+                (None, long(&[1.0; 4], f32::NAN), "a finite gain"),
             ] {
                 assert_refused(ops::rotary(trial, &x, Rotary { columns, scaling, ..FAR }, &form), &["rotary", words]);
             }
@@ -251,5 +291,12 @@ attack! {
         x: stored_pointer 128, tokens: number 2, heads: number 2, kv_heads: number 1, width: number 8, rotated: number 8,
         stacked: number 0, start: number 1u64 << 60, ratio: number 1u64 << 60, shrink: number 1u64 << 60, low: number 1u64 << 50,
         span: number 1u64 << 50, shift: number 13, inverse: number 1u64 << 60, by_pair: number 0, gain: float 1.0, offset: number 3, back: number 0, samples: number 2, out: out_stored 128,
+    }
+    rotary::rotary_pairs <S> {
+        tokens: number 2, heads: number 2, kv_heads: number 1, width: number 8, rotated: number 8, stacked: number 0, first: number 0,
+        f0: number 1u64 << 60, f1: number 1u64 << 60, f2: number 1u64 << 60, f3: number 1u64 << 60, f4: number 1u64 << 60,
+        f5: number 1u64 << 60, f6: number 1u64 << 60, f7: number 1u64 << 60, f8: number 1u64 << 60, f9: number 1u64 << 60,
+        f10: number 1u64 << 60, f11: number 1u64 << 60, f12: number 1u64 << 60, f13: number 1u64 << 60, f14: number 1u64 << 60,
+        f15: number 1u64 << 60, gain: float 1.0, offset: number 3, back: number 0, samples: number 2, out: out_stored 128,
     }
 }

@@ -33,6 +33,14 @@ def rope(base, **scaling):
 
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
+def longrope(context, before):
+    """Returns a Phi-3 with this context before scaling. transformers 4 allows three keys, of which one is `type`."""
+    factors = dict(short_factor=[1.0, 1.1, 1.25, 1.5], long_factor=[1.5, 2.25, 4.1, 7.9])
+    scaling = factors | {"rope_type" if VERSION >= 5 else "type": "longrope"}
+    settings = dict(LLAMA, max_position_embeddings=context, original_max_position_embeddings=before, pad_token_id=0)
+    return T.Phi3ForCausalLM(T.Phi3Config(**settings, **rope(10000.0, **scaling)))
+
+
 NEOX = dict(rope_parameters=dict(rope_theta=10000.0, rope_type="default", partial_rotary_factor=0.5))
 FAMILIES = {
     "gpt2": lambda: T.GPT2LMHeadModel(T.GPT2Config(vocab_size=VOCABULARY, n_positions=24, n_embd=16, n_layer=2, n_head=2)),
@@ -54,6 +62,9 @@ FAMILIES = {
         **{**LLAMA, "num_hidden_layers": 3}, head_dim=16, sliding_window=5, query_pre_attn_scalar=24,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"], pad_token_id=0)),
     "arcee": lambda: T.ArceeForCausalLM(T.ArceeConfig(**{**LLAMA, "max_position_embeddings": 256}, **rope(10000.0, **YARN))),
+    "phi3_long": lambda: longrope(64, 8),
+    "phi3_short": lambda: longrope(256, 32),
+    "olmo2": lambda: T.Olmo2ForCausalLM(T.Olmo2Config(**LLAMA, pad_token_id=0, **rope(500000.0))),
 }
 
 

@@ -8,7 +8,7 @@ mod cached;
 use crate::support::{Random, bits, on_each_device};
 use std::num::NonZeroU32;
 use stepscope::capture::{Captured, Output, Record};
-use stepscope::nn::{Linear, MultiHeadAttention};
+use stepscope::nn::{Linear, MultiHeadAttention, QueryKeyNorm};
 use stepscope::ops::{self, AttentionConfig, AttentionMask, Rotary};
 use stepscope::optim::UpdateTicket;
 use stepscope::prelude::*;
@@ -132,7 +132,8 @@ on_each_device! {
             }),
             ("qwen", |layers, tape, x, _| layers.qwen.forward(tape, x), |layers, tape, x, _| {
                 let MultiHeadAttention { qkv, output, qk_norm, .. } = &layers.qwen;
-                let (form, (gains, _)) = (AttentionConfig::new(4).kv_heads(1).causal(), qk_norm.as_ref().unwrap());
+                let form = AttentionConfig::new(4).kv_heads(1).causal();
+                let Some(QueryKeyNorm::Heads { gains, .. }) = qk_norm else { panic!("{qk_norm:?}") };
                 let qkv = tape.qk_norm(&tape.linear(x, qkv.weight, None)?, gains, EPSILON, &form)?;
                 let qkv = tape.rotary(&qkv, Rotary::default(), &form)?;
                 tape.linear(&tape.attention(&qkv, None, &form)?, output.weight, None)
@@ -140,7 +141,7 @@ on_each_device! {
             ("local", |layers, tape, x, _| layers.local.forward(tape, x), |layers, tape, x, _| {
                 let MultiHeadAttention { qkv, output, qk_norm, .. } = &layers.local;
                 let form = AttentionConfig::new(2).sees(AttentionMask::SlidingWindow(NonZeroU32::new(16).unwrap()));
-                let (gains, _) = qk_norm.as_ref().unwrap();
+                let Some(QueryKeyNorm::Heads { gains, .. }) = qk_norm else { panic!("{qk_norm:?}") };
                 let qkv = tape.qk_norm(&tape.linear(x, qkv.weight, qkv.bias)?, gains, EPSILON, &form)?;
                 tape.linear(&tape.attention(&qkv, None, &form)?, output.weight, output.bias)
             }),

@@ -15,7 +15,9 @@
 //!
 //! Contexts are extended by dividing slow frequencies by a factor, with a linear ramp between slow
 //! and fast ones: over the frequency in Llama 3.1, over the pair's index in YaRN (Peng et al.,
-//! "YaRN: Efficient Context Window Extension of Large Language Models", 2023).
+//! "YaRN: Efficient Context Window Extension of Large Language Models", 2023). LongRoPE (Ding et
+//! al., 2024) divides each frequency by a factor of its own. The frequencies are then arguments of
+//! a second kernel, 16 in each launch.
 //!
 //! Invariant: the angle is computed in integers only, so every device has the same one.
 
@@ -99,20 +101,7 @@ family! {
             let all = if is_copy { heads + 2 * kv_heads } else { turned };
             let mut head = 0;
             while head < all {
-                let start = if stacked == 0 {
-                    (row * (heads + 2 * kv_heads) as usize + head as usize) * width as usize
-                } else {
-                    // There are as many heads of q as of k and of v.
-                    let part = if head < heads {
-                        0
-                    } else if head < 2 * heads {
-                        1
-                    } else {
-                        2
-                    };
-                    let rows = part * samples as usize * tokens as usize + row;
-                    (rows * heads as usize + head as usize - part * heads as usize) * width as usize
-                };
+                let start = start_of(head, row, tokens, heads, kv_heads, width, stacked, samples);
                 let (low, high) = (start + column, start + column + distance);
                 let (a, b) = (F4::load_raw(x, low), F4::load_raw(x, high));
                 let (turned_a, turned_b) = ((-(b * sin)).fma(a, cos), (a * sin).fma(b, cos));
@@ -142,6 +131,129 @@ family! {
         Violation::unless_length("out", rows.times(heads).times(k.width), k.out.len())?;
         Grid::cover(rows.times(Size::of(k.width).div_ceil(2 * 4)), BLOCK as usize)
     }
+}
+
+/// The pairs of one launch of [`rotary_pairs`].
+pub const PAIRS: usize = 16;
+
+family! {
+    /// Rotates 16 neighboring pairs of columns of q and k in place like [`rotary`], each by a
+    /// frequency of its own.
+    ///
+    /// `out`: q, k and v as for [`rotary`]. Pair `first + i` turns by `fi` per position, in units
+    /// of 2^-64 turns. Pairs beyond those of `rotated` columns do not exist.
+    rotary_pairs<S: Stored> { rotary_pairs_f32: f32; rotary_pairs_bf16: bf16; }
+    unsafe fn(
+        tokens: u32,
+        heads: u32,
+        kv_heads: u32,
+        width: u32,
+        rotated: u32,
+        stacked: u32,
+        first: u32,
+        f0: u64,
+        f1: u64,
+        f2: u64,
+        f3: u64,
+        f4: u64,
+        f5: u64,
+        f6: u64,
+        f7: u64,
+        f8: u64,
+        f9: u64,
+        f10: u64,
+        f11: u64,
+        f12: u64,
+        f13: u64,
+        f14: u64,
+        f15: u64,
+        gain: f32,
+        offset: u32,
+        back: u32,
+        samples: u32,
+        out: *mut S,
+    ) {
+        let index = thread::block_idx_x() as usize * BLOCK as usize + thread::thread_idx_x() as usize;
+        let (row, quad) = (index / (PAIRS / F4::LEN), index % (PAIRS / F4::LEN));
+        let (pair, distance) = (first as usize + quad * F4::LEN, rotated as usize / 2);
+        if row >= samples as usize * tokens as usize || pair >= distance {
+            return;
+        }
+        let frequencies = match quad {
+            0 => [f0, f1, f2, f3],
+            1 => [f4, f5, f6, f7],
+            2 => [f8, f9, f10, f11],
+            _ => [f12, f13, f14, f15],
+        };
+        // SAFETY: the contract has checked that no size is 0, and that `out` holds all heads of all
+        // tokens of the samples. A quad of pairs begins at a multiple of 4, as their number is.
+        unsafe {
+            let (_, token) = divide(row, tokens as usize);
+            let (mut cos, mut sin) = (F4::splat(1.0), F4::splat(0.0));
+            unroll!(at < 4 => {
+                let (c, s) = cos_sin(frequencies[at].wrapping_mul(offset as u64 + token as u64));
+                (cos.0[at], sin.0[at]) = (c * gain, s * gain);
+            });
+            if back != 0 {
+                sin = -sin;
+            }
+            let mut head = 0;
+            while head < heads + kv_heads {
+                let low = start_of(head, row, tokens, heads, kv_heads, width, stacked, samples) + pair;
+                let high = low + distance;
+                let (a, b) = (F4::load_raw(out.cast_const(), low), F4::load_raw(out.cast_const(), high));
+                (-(b * sin)).fma(a, cos).store(out, low);
+                (a * sin).fma(b, cos).store(out, high);
+                head += 1;
+            }
+        }
+    }
+    // SAFETY: `out` holds the heads of q, k and v of each token. A thread accesses only its own
+    // columns of each head of its own token, and only if that token and those columns exist.
+    contract unsafe { block: BLOCK, shared: 0 } |k| {
+        Violation::unless(k.tokens > 0, "tokens", "at least 1", k.tokens)?;
+        Violation::unless(k.heads > 0, "heads", "at least 1", k.heads)?;
+        let suits = k.kv_heads > 0 && (k.stacked == 0 || k.kv_heads == k.heads);
+        Violation::unless(suits, "kv_heads", "at least 1; `heads` if q, k and v are stacked", k.kv_heads)?;
+        Violation::unless_aligned("width", k.width, 2 * F4::LEN)?;
+        Violation::unless(k.width > 0, "width", "at least 1", k.width)?;
+        Violation::unless_aligned("rotated", k.rotated, 2 * F4::LEN)?;
+        Violation::unless(k.rotated <= k.width, "rotated", "at most `width`", k.rotated)?;
+        Violation::unless_aligned("first", k.first, F4::LEN)?;
+        let heads = Size::of(k.kv_heads).times(2).plus(k.heads);
+        Violation::unless(heads.at_most(u32::MAX as usize), "heads", "fewer than 2^32 heads in all", k.heads)?;
+        let rows = Size::of(k.samples).times(k.tokens);
+        Violation::unless_length("out", rows.times(heads).times(k.width), k.out.len())?;
+        Grid::cover(rows.times(PAIRS / F4::LEN), BLOCK as usize)
+    }
+}
+
+/// Returns the index of the first column of a head. `row` is the number of the token among those
+/// of all samples, and `head` counts those of q, of k and of v.
+#[inline(always)]
+fn start_of(
+    head: u32,
+    row: usize,
+    tokens: u32,
+    heads: u32,
+    kv_heads: u32,
+    width: u32,
+    stacked: u32,
+    samples: u32,
+) -> usize {
+    if stacked == 0 {
+        return (row * (heads + 2 * kv_heads) as usize + head as usize) * width as usize;
+    }
+    // There are as many heads of q as of k and of v.
+    let part = if head < heads {
+        0
+    } else if head < 2 * heads {
+        1
+    } else {
+        2
+    };
+    let rows = part * samples as usize * tokens as usize + row;
+    (rows * heads as usize + head as usize - part * heads as usize) * width as usize
 }
 
 /// The turns per position of each pair of columns, in units of 2^-64 turns.

@@ -32,6 +32,8 @@ pub enum Family {
     Qwen3,
     /// SmolLM3.
     SmolLm3,
+    /// OLMo 2.
+    Olmo2,
     /// Phi-3.
     Phi3,
     /// GPT-NeoX, such as Pythia.
@@ -58,8 +60,19 @@ pub enum Residual {
     PreNorm,
     /// `y = x + attention(norm(x)) + feed_forward(norm(x))`, with two norms.
     Parallel,
+    /// `h = x + norm(attention(x))`, `y = h + norm(feed_forward(h))`.
+    PostNorm,
     /// `h = x + norm(attention(norm(x)))`, `y = h + norm(feed_forward(norm(h)))`.
     Sandwich,
+}
+
+/// An RMSNorm of queries and keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QkNormKind {
+    /// A norm of each head, with gains that all heads share.
+    Heads,
+    /// A norm of all heads of the queries together, and one of those of the keys.
+    Projections,
 }
 
 /// The part of a block that processes each token separately.
@@ -141,8 +154,8 @@ pub struct ModelConfig {
     pub output_bias: bool,
     /// True if the feed-forward part has biases.
     pub feed_forward_bias: bool,
-    /// True if each head of queries and keys has an RMSNorm.
-    pub qk_norm: bool,
+    /// The norm of queries and keys, if there is one.
+    pub qk_norm: Option<QkNormKind>,
     /// The rows of the table of positions that is added to the tokens, if there is one.
     pub learned_positions: Option<usize>,
     /// The factor of attention's scores, unless it is `1 / sqrt(head_width)`.

@@ -19,7 +19,7 @@ mod names;
 mod transformer;
 mod weights;
 
-pub use config::{Family, FeedForwardKind, LayerConfig, ModelConfig, NormKind, Residual};
+pub use config::{Family, FeedForwardKind, LayerConfig, ModelConfig, NormKind, QkNormKind, Residual};
 pub use files::WeightFiles;
 pub use lora::{Lora, Targets};
 pub use transformer::Transformer;

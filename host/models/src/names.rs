@@ -11,7 +11,7 @@
 //! ```
 //! Invariant: each element of each parameter has exactly one place in exactly one tensor.
 
-use crate::config::{Family, FeedForwardKind, ModelConfig, NormKind, Residual};
+use crate::config::{Family, FeedForwardKind, ModelConfig, NormKind, QkNormKind, Residual};
 
 /// A tensor of a file.
 #[derive(Clone, Debug)]
@@ -204,6 +204,7 @@ pub(crate) fn tensors(config: &ModelConfig) -> Vec<FileTensor> {
                 "pre_feedforward_layernorm",
                 "post_feedforward_layernorm",
             ],
+            (_, Residual::PostNorm) => &["post_attention_layernorm", "post_feedforward_layernorm"],
             _ => &["input_layernorm", "post_attention_layernorm"],
         };
         for (number, name) in norms.iter().enumerate() {
@@ -235,10 +236,11 @@ pub(crate) fn tensors(config: &ModelConfig) -> Vec<FileTensor> {
             _ => "self_attn.o_proj",
         };
         names.linear(&format!("{file}.{output}"), config.output_bias, q, &[(&ours_of("attention.o_proj"), 0, width)]);
-        if config.qk_norm {
-            for name in ["q_norm", "k_norm"] {
+        if let Some(kind) = config.qk_norm {
+            for (name, columns) in [("q_norm", q), ("k_norm", k)] {
                 let parameter = ours_of(&format!("attention.{name}.gain"));
-                let part = vec![Part { parameter, first: 0, outputs: head_width }];
+                let outputs = if kind == QkNormKind::Heads { head_width } else { columns };
+                let part = vec![Part { parameter, first: 0, outputs }];
                 names.vector(format!("{file}.self_attn.{name}.weight"), gain, part);
             }
         }

@@ -3,7 +3,7 @@
 //! Invariant: every parameter's name is one that the crate's map of file tensors knows, so that
 //! each model can be read and written.
 
-use crate::config::{FeedForwardKind, LayerConfig, ModelConfig, NormKind, Residual};
+use crate::config::{FeedForwardKind, LayerConfig, ModelConfig, NormKind, QkNormKind, Residual};
 use crate::lora::{AdaptedLayer, Lora, PlannedPart};
 use stepscope_core::indices::Indices;
 use stepscope_core::ops::{self, AttentionConfig, AttentionElement, Gemm, GemmElement};
@@ -311,9 +311,11 @@ impl Block {
         let (heads, rotary, sees) = ([config.heads, config.kv_heads], layer.rotary, layer.mask);
         let mut attention =
             MultiHeadAttention { qkv, output, qk_norm: None, rotary, heads, sees, scale: config.score_scale };
-        if config.qk_norm {
-            attention = attention.qk_norm(scope, head, config.epsilon);
-        }
+        attention = match config.qk_norm {
+            Some(QkNormKind::Heads) => attention.qk_norm(scope, head, config.epsilon),
+            Some(QkNormKind::Projections) => attention.qk_norm_of_projections(scope, head, config.epsilon),
+            None => attention,
+        };
         norms.extend((early + 1..=late).map(|number| norm(names.at(format!("norm{number}")), config)));
         let (mut names, bias) = (names.at("mlp"), config.feed_forward_bias);
         let feed_forward = match config.feed_forward {
@@ -346,18 +348,19 @@ impl Block {
         x: &Var<'s, S>,
         heads: &AttentionConfig<'s>,
     ) -> Result<Var<'s, S>> {
-        let normed = self.norms[0].forward(tape, x)?;
+        let first = || self.norms[0].forward(tape, x);
         match self.residual {
             Residual::PreNorm => {
-                let h = self.attention.forward_residual_masked(tape, &normed, x, heads)?;
+                let h = self.attention.forward_residual_masked(tape, &first()?, x, heads)?;
                 self.feed_forward.forward_residual(tape, &self.norms[1].forward(tape, &h)?, &h)
             }
             Residual::Parallel => {
-                let h = self.attention.forward_residual_masked(tape, &normed, x, heads)?;
+                let h = self.attention.forward_residual_masked(tape, &first()?, x, heads)?;
                 self.feed_forward.forward_residual(tape, &self.norms[1].forward(tape, x)?, &h)
             }
+            Residual::PostNorm => self.after_attention(tape, x, &self.attention.forward_masked(tape, x, heads)?),
             Residual::Sandwich => {
-                let mixed = self.attention.forward_masked(tape, &normed, heads)?;
+                let mixed = self.attention.forward_masked(tape, &first()?, heads)?;
                 self.after_attention(tape, x, &mixed)
             }
         }
@@ -365,7 +368,10 @@ impl Block {
 
     #[track_caller]
     fn forward_cached<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>, cache: NextToken<'_, 's>) -> Result<Var<'s>> {
-        let mixed = self.attention.forward_cached(tape, &self.norms[0].forward(tape, x)?, cache)?;
+        let mixed = match self.residual {
+            Residual::PostNorm => self.attention.forward_cached(tape, x, cache)?,
+            _ => self.attention.forward_cached(tape, &self.norms[0].forward(tape, x)?, cache)?,
+        };
         match self.residual {
             Residual::PreNorm => {
                 let [h, normed] = self.norms[1].forward_residual(tape, &mixed, x)?;
@@ -375,11 +381,11 @@ impl Block {
                 let h = tape.add(&mixed, x)?;
                 self.feed_forward.forward_residual(tape, &self.norms[1].forward(tape, x)?, &h)
             }
-            Residual::Sandwich => self.after_attention(tape, x, &mixed),
+            Residual::PostNorm | Residual::Sandwich => self.after_attention(tape, x, &mixed),
         }
     }
 
-    /// Computes the rest of a block with norms before and after each part.
+    /// Computes the rest of a block with a norm after each part, and perhaps also before it.
     #[track_caller]
     fn after_attention<'s, S: Activation>(
         &self,
@@ -387,6 +393,11 @@ impl Block {
         x: &Var<'s, S>,
         mixed: &Var<'s, S>,
     ) -> Result<Var<'s, S>> {
+        if self.residual == Residual::PostNorm {
+            let h = tape.add(&self.norms[0].forward(tape, mixed)?, x)?;
+            let y = self.feed_forward.forward(tape, &h)?;
+            return tape.add(&self.norms[1].forward(tape, &y)?, &h);
+        }
         let mixed = self.norms[1].forward(tape, mixed)?;
         let [h, normed] = self.norms[2].forward_residual(tape, &mixed, x)?;
         let y = self.feed_forward.forward(tape, &normed)?;

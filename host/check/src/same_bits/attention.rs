@@ -9,7 +9,7 @@
 use super::inputs::Inputs;
 use kernels::flash_attention::{CAUSAL, Shape, flash_bwd_dkv, flash_bwd_dq, flash_delta, flash_forward};
 use stepscope_core::error::Result;
-use stepscope_core::ops::{self, AttentionConfig, QkNorm, Rotary};
+use stepscope_core::ops::{self, AttentionConfig, PairFactors, QkNorm, Rotary, RotaryScaling};
 use stepscope_core::tensor::{Source, Stored, Target, Tensor};
 
 /// Batch, tokens, heads and key heads, and whether they are stacked.
@@ -188,5 +188,16 @@ pub(super) fn rotary<S: Stored>(i: &Inputs<'_, '_>) -> Result<()> {
         let far = Rotary { offset: 100_000, ..Rotary::new(500_000.0) };
         i.keep(&ops::rotary(i.step, qkv, Rotary::default(), config)?)?;
         i.keep(&ops::rotary_backward(i.step, ops::copy(i.step, qkv)?, far, config)?)
+    })
+}
+
+pub(super) fn rotary_pairs<S: Stored>(i: &Inputs<'_, '_>) -> Result<()> {
+    i.heads_of_all::<S>(|qkv, form, gains| {
+        let columns = gains.shape().as_rows()[1].min(2 * PairFactors::MOST);
+        let factors: Vec<f32> = (0..columns / 2).map(|pair| 1.0 + 0.25 * pair as f32).collect();
+        let factors = PairFactors::new(&factors)?;
+        let scaling = RotaryScaling::Long { short: factors, long: factors, context: 64, gain: 1.25 };
+        let rotary = Rotary { columns: Some(columns), scaling, ..Rotary::default() };
+        i.keep(&ops::rotary(i.step, qkv, rotary, form)?)
     })
 }

@@ -369,6 +369,7 @@ const LISTED: &[Listed] = &[
     both!("max_columns", <S>, |i| i.rows::<S>(|i, x| i.keep(&ops::max_columns(i.step, x)?))),
     both!("argmax_columns", <S>, |i| i.rows::<S>(|i, x| i.keep(&ops::argmax_columns(i.step, x)?))),
     both!("rotary", <S>, |i| attention::rotary::<S>(i)),
+    both!("rotary_pairs", <S>, |i| attention::rotary_pairs::<S>(i)),
     One("scalars", |i| {
         (scalars::EXP..=scalars::GELU_EXACT).try_for_each(|function| {
             // In the smallest size from 0.01 to 10, with alternating signs.

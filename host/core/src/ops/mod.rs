@@ -68,16 +68,16 @@ pub use layer_norm::{Normalized, layer_norm, layer_norm_backward, layer_norm_res
 pub use linear_cross_entropy::{LmHeadConfig, linear_cross_entropy};
 pub use loss::{IGNORED, LabelRules, binary_cross_entropy, cross_entropy, cross_entropy_by, squared_error};
 pub use matmul::{
-    BiasGradient, Gemm, GemmElement, Gradient, LOW_RANK_PARTS, LOW_RANK_UNIT, LowRank, LowRankPart, TILES, Tile,
-    gelu_linear_backward, gemm_into, gradients_into, linear, linear_gelu, linear_residual, linear_silu, linear_swiglu,
-    matmul,
+    BiasGradient, Gemm, GemmElement, Gradient, LOW_RANK_PARTS, LOW_RANK_UNIT, LowRank, LowRankPart,
+    TILES, Tile, gelu_linear_backward, gemm_into, gradients_into, linear, linear_gelu, linear_residual, linear_silu,
+    linear_swiglu, matmul,
 };
 pub use norm::{rms_norm, rms_norm_backward, rms_norm_residual};
 pub use qk_norm::{QkNorm, qk_norm, qk_norm_backward};
 pub use reduce::{
     argmax_columns, max, max_columns, mean, scaled_sum, squared_norm, sum, sum_columns, sum_rows, sum_rows_into,
 };
-pub use rotary::{Rotary, RotaryScaling, rotary, rotary_backward};
+pub use rotary::{PairFactors, Rotary, RotaryScaling, rotary, rotary_backward};
 pub use sgd::sgd;
 pub use shapes::same_shape;
 pub use slice::{concat, slice, slice_backward};

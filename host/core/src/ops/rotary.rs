@@ -8,7 +8,7 @@ use crate::step::Step;
 use crate::tape::{Tape, Var};
 use crate::tensor::{Source, Stored, Target, Tensor};
 use cuda_std::launch::{Pointer, PointerMut};
-use kernels::rotary::{self as kernel, Frequencies, RADIAN, times};
+use kernels::rotary::{self as kernel, Frequencies, PAIRS, RADIAN, times};
 
 /// The rotation of pairs of columns at each position.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -28,6 +28,7 @@ pub struct Rotary {
 /// A change of the frequencies of [`Rotary`] that extends the context of a trained model. All
 /// factors are at least 1.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[expect(clippy::large_enum_variant, reason = "a `Rotary` is a value that is copied, so it owns no memory")]
 pub enum RotaryScaling {
     /// The frequencies of the base.
     None,
@@ -68,6 +69,60 @@ pub enum RotaryScaling {
         /// The factor of queries and keys: `0.1 ln(factor) + 1` in the paper.
         gain: f32,
     },
+    /// LongRoPE (Ding et al., "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens",
+    /// 2024), as in Phi-3. The frequency of each pair is divided by a factor of its own: one of
+    /// `short` if no position reaches `context`, and otherwise one of `long`. Sine and cosine are
+    /// multiplied by `gain`. This takes a copy, and a launch for 16 pairs.
+    Long {
+        /// The divisors for positions below `context`.
+        short: PairFactors,
+        /// The divisors for more positions.
+        long: PairFactors,
+        /// The context of the model before scaling.
+        context: usize,
+        /// The factor of queries and keys, `sqrt(1 + ln(factor) / ln(context))` in the paper.
+        gain: f32,
+    },
+}
+
+/// A factor for each pair of columns that rotates.
+#[derive(Clone, Copy, PartialEq)]
+pub struct PairFactors {
+    factors: [f32; Self::MOST],
+    pairs: usize,
+}
+
+impl PairFactors {
+    /// The most pairs: those of a head of 128 columns.
+    pub const MOST: usize = 64;
+
+    /// Takes the factors of pairs 0, 1 and so on.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for more than [`PairFactors::MOST`].
+    pub fn new(factors: &[f32]) -> Result<Self> {
+        let mut all = [1.0; Self::MOST];
+        let Some(own) = all.get_mut(..factors.len()) else {
+            let expected = format!("factors of at most {} pairs", Self::MOST);
+            return Err(Error::misuse("rotary", expected, format!("{} factors", factors.len())));
+        };
+        own.copy_from_slice(factors);
+        Ok(Self { factors: all, pairs: factors.len() })
+    }
+}
+
+impl std::ops::Deref for PairFactors {
+    type Target = [f32];
+
+    fn deref(&self) -> &[f32] {
+        &self.factors[..self.pairs]
+    }
+}
+
+impl std::fmt::Debug for PairFactors {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        (**self).fmt(f)
+    }
 }
 
 impl Rotary {
@@ -76,9 +131,22 @@ impl Rotary {
         Self { base, offset: 0, columns: None, scaling: RotaryScaling::None }
     }
 
+    /// Fixes the choice of [`RotaryScaling::Long`] to the factors for this many positions, for a
+    /// text whose tokens are computed in several steps.
+    #[must_use]
+    pub fn for_positions(self, positions: usize) -> Self {
+        match self.scaling {
+            RotaryScaling::Long { short, long, context, gain } => {
+                let factors = if positions > context { long } else { short };
+                Self { scaling: RotaryScaling::Long { short: factors, long: factors, context, gain }, ..self }
+            }
+            _ => self,
+        }
+    }
+
     /// Computes the frequencies, the factor of sine and cosine, and the columns that rotate, for
-    /// heads of `width` columns.
-    fn angles(self, op: &'static str, width: usize) -> Result<Angles> {
+    /// `tokens` of heads of `width` columns.
+    fn angles(self, op: &'static str, Sizes { width, tokens, .. }: Sizes) -> Result<Angles> {
         let check = |holds: bool, expected: &str, got: String| match holds {
             true => Ok(()),
             false => Err(Error::misuse(op, expected, got)),
@@ -129,17 +197,39 @@ impl Rotary {
                     [first.max(0.0), last.min(columns as f64 - 1.0)].map(|at| (at * 2f64.powi(32)) as u64);
                 (ramp(all, factor, true, first, last), gain)
             }
+            RotaryScaling::Long { short, long, context, gain } => {
+                let factors = if self.offset as usize + tokens > context { long } else { short };
+                let pairs = columns / 2;
+                check(factors.len() == pairs, &format!("{pairs} factors"), factors.len().to_string())?;
+                factors.iter().try_for_each(|&factor| scaled(factor.into()))?;
+                check(gain.is_finite(), "a finite gain", gain.to_string())?;
+                let of_pair = |(pair, &factor): (usize, &f32)| {
+                    let slowed = libm::pow(self.base, -2.0 * pair as f64 / columns as f64) / f64::from(factor);
+                    (RADIAN as f64 * slowed) as u64
+                };
+                let mut all = [0; PairFactors::MOST];
+                all.iter_mut().zip(factors.iter().enumerate().map(of_pair)).for_each(|(place, turns)| *place = turns);
+                return Ok(Angles { turns: Turns::OfPairs(all), gain, columns });
+            }
         };
-        Ok(Angles { frequencies, gain, columns })
+        Ok(Angles { turns: Turns::Geometric(frequencies), gain, columns })
     }
 }
 
 /// The kernel's form of [`Rotary`].
-#[derive(Clone, Copy)]
 struct Angles {
-    frequencies: Frequencies,
+    turns: Turns,
     gain: f32,
     columns: usize,
+}
+
+/// The turns per position, in units of 2^-64 turns.
+#[expect(clippy::large_enum_variant, reason = "it exists only for the duration of a launch")]
+enum Turns {
+    /// The coefficients of a formula.
+    Geometric(Frequencies),
+    /// A number for each pair.
+    OfPairs([u64; PairFactors::MOST]),
 }
 
 /// Returns a number below 1 in units of 2^-64.
@@ -182,10 +272,19 @@ pub fn rotary<'s, S: Stored>(
     form: &AttentionConfig<'s>,
 ) -> Result<Tensor<'s, S>> {
     let sizes = form.sizes("rotary", qkv.shape())?;
-    let angles = rotary.angles("rotary", sizes.width)?;
-    let mut y = step.empty(qkv.shape())?;
-    launch(step, sizes, (angles, rotary.offset, false), (qkv.pointer(), y.out()))?;
-    Ok(y)
+    let angles = rotary.angles("rotary", sizes)?;
+    match angles.turns {
+        Turns::Geometric(frequencies) => {
+            let mut y = step.empty(qkv.shape())?;
+            launch(step, sizes, (frequencies, &angles, rotary.offset, false), (qkv.pointer(), y.out()))?;
+            Ok(y)
+        }
+        Turns::OfPairs(turns) => {
+            let mut y = ops::copy(step, qkv)?;
+            launch_pairs(step, sizes, (&turns, &angles, rotary.offset, false), &mut y)?;
+            Ok(y)
+        }
+    }
 }
 
 /// The gradient of [`rotary`]'s `qkv`, from `dy`, the gradient of its result, in the memory of
@@ -198,8 +297,13 @@ pub fn rotary_backward<'s, S: Stored>(
     form: &AttentionConfig<'s>,
 ) -> Result<Tensor<'s, S>> {
     let sizes = form.sizes("rotary_backward", dy.shape())?;
-    let angles = rotary.angles("rotary_backward", sizes.width)?;
-    launch(step, sizes, (angles, rotary.offset, true), dy.in_place())?;
+    let angles = rotary.angles("rotary_backward", sizes)?;
+    match angles.turns {
+        Turns::Geometric(frequencies) => {
+            launch(step, sizes, (frequencies, &angles, rotary.offset, true), dy.in_place())?;
+        }
+        Turns::OfPairs(turns) => launch_pairs(step, sizes, (&turns, &angles, rotary.offset, true), &mut dy)?,
+    }
     Ok(dy)
 }
 
@@ -207,7 +311,7 @@ pub fn rotary_backward<'s, S: Stored>(
 fn launch<S: Stored>(
     step: &Step<'_>,
     sizes: Sizes,
-    (Angles { frequencies, gain, columns }, offset, back): (Angles, u32, bool),
+    (frequencies, angles, offset, back): (Frequencies, &Angles, u32, bool),
     (x, out): (Pointer<'_, S>, PointerMut<'_, S>),
 ) -> Result<()> {
     step.launch(kernel::rotary {
@@ -216,7 +320,7 @@ fn launch<S: Stored>(
         heads: sizes.heads as u32,
         kv_heads: sizes.kv_heads as u32,
         width: sizes.width as u32,
-        rotated: columns as u32,
+        rotated: angles.columns as u32,
         stacked: u32::from(sizes.stacked),
         start: frequencies.start,
         ratio: frequencies.ratio,
@@ -226,12 +330,60 @@ fn launch<S: Stored>(
         shift: frequencies.shift,
         inverse: frequencies.inverse,
         by_pair: u32::from(frequencies.by_pair),
-        gain,
+        gain: angles.gain,
         offset,
         back: u32::from(back),
         samples: sizes.batch as u32,
         out,
     })
+}
+
+/// Rotates `x` in place, with a launch for each 16 pairs.
+#[track_caller]
+fn launch_pairs<S: Stored>(
+    step: &Step<'_>,
+    sizes: Sizes,
+    (turns, angles, offset, back): (&[u64; PairFactors::MOST], &Angles, u32, bool),
+    x: &mut Tensor<'_, S>,
+) -> Result<()> {
+    let (groups, _) = turns.as_chunks::<PAIRS>();
+    for (number, &[f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10, f11, f12, f13, f14, f15]) in groups.iter().enumerate() {
+        let first = number * PAIRS;
+        if first >= angles.columns / 2 {
+            break;
+        }
+        step.launch(kernel::rotary_pairs {
+            tokens: sizes.tokens as u32,
+            heads: sizes.heads as u32,
+            kv_heads: sizes.kv_heads as u32,
+            width: sizes.width as u32,
+            rotated: angles.columns as u32,
+            stacked: u32::from(sizes.stacked),
+            first: first as u32,
+            f0,
+            f1,
+            f2,
+            f3,
+            f4,
+            f5,
+            f6,
+            f7,
+            f8,
+            f9,
+            f10,
+            f11,
+            f12,
+            f13,
+            f14,
+            f15,
+            gain: angles.gain,
+            offset,
+            back: u32::from(back),
+            samples: sizes.batch as u32,
+            out: x.out(),
+        })?;
+    }
+    Ok(())
 }
 
 impl<'s> Tape<'_, 's> {

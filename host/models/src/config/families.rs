@@ -5,7 +5,7 @@
 
 use super::keys::{Keys, Outcome, shown};
 use super::rope::{self, Defaults};
-use super::{Family, FeedForwardKind, LayerConfig, MAX_LAYERS, MAX_SIZE, ModelConfig, NormKind, Residual};
+use super::{Family, FeedForwardKind, LayerConfig, MAX_LAYERS, MAX_SIZE, ModelConfig, NormKind, QkNormKind, Residual};
 use serde_json::{Map, json};
 use std::num::NonZeroU32;
 use std::ops::RangeInclusive;
@@ -90,12 +90,13 @@ pub(super) fn read(keys: &Keys<'_>) -> Outcome<ModelConfig> {
         Some("qwen2") => qwen2(keys)?,
         Some("qwen3") => qwen3(keys)?,
         Some("smollm3") => smollm3(keys)?,
+        Some("olmo2") => olmo2(keys)?,
         Some("phi3") => phi3(keys)?,
         Some("gpt_neox") => gpt_neox(keys)?,
         Some("gemma3_text") => gemma3(keys)?,
         Some("arcee") => arcee(keys)?,
         _ => {
-            let known = "gpt2, llama, mistral, qwen2, qwen3, smollm3, phi3, gpt_neox, gemma3_text or arcee";
+            let known = "gpt2, llama, mistral, qwen2, qwen3, smollm3, olmo2, phi3, gpt_neox, gemma3_text or arcee";
             return keys.refuse("model_type", known);
         }
     };
@@ -133,7 +134,7 @@ fn gpt2(keys: &Keys<'_>) -> Outcome<ModelConfig> {
         qkv_bias: true,
         output_bias: true,
         feed_forward_bias: true,
-        qk_norm: false,
+        qk_norm: None,
         learned_positions: Some(context),
         score_scale: None,
         embedding_scale: None,
@@ -182,7 +183,7 @@ fn like_llama(keys: &Keys<'_>, family: Family, defaults: &Defaults) -> Outcome<M
         qkv_bias: false,
         output_bias: false,
         feed_forward_bias: false,
-        qk_norm: false,
+        qk_norm: None,
         learned_positions: None,
         score_scale: None,
         embedding_scale: None,
@@ -235,7 +236,7 @@ fn qwen3(keys: &Keys<'_>) -> Outcome<ModelConfig> {
     stated(keys, "num_key_value_heads")?;
     stated(keys, "head_dim")?;
     windows_by_layer(keys, &mut config)?;
-    Ok(ModelConfig { qk_norm: true, qkv_bias: bias, output_bias: bias, ..config })
+    Ok(ModelConfig { qk_norm: Some(QkNormKind::Heads), qkv_bias: bias, output_bias: bias, ..config })
 }
 
 fn smollm3(keys: &Keys<'_>) -> Outcome<ModelConfig> {
@@ -262,12 +263,26 @@ fn smollm3(keys: &Keys<'_>) -> Outcome<ModelConfig> {
     Ok(ModelConfig { qkv_bias: bias, output_bias: bias, feed_forward_bias, tied, ..config })
 }
 
+fn olmo2(keys: &Keys<'_>) -> Outcome<ModelConfig> {
+    let bias = keys.flag("attention_bias", false)?;
+    let epsilon = epsilon(keys, "rms_norm_eps", 1e-5)?;
+    Ok(ModelConfig {
+        qkv_bias: bias,
+        output_bias: bias,
+        epsilon,
+        residual: Residual::PostNorm,
+        qk_norm: Some(QkNormKind::Projections),
+        ..like_llama(keys, Family::Olmo2, &Defaults::default())?
+    })
+}
+
 fn phi3(keys: &Keys<'_>) -> Outcome<ModelConfig> {
     let mask = window(keys)?;
     let epsilon = epsilon(keys, "rms_norm_eps", 1e-5)?;
-    // Only longrope, which is refused, reads the context before scaling.
+    // Only longrope reads the context before scaling.
     keys.size("original_max_position_embeddings", MAX_SIZE)?;
-    let mut config = like_llama(keys, Family::Phi3, &Defaults::default())?;
+    let defaults = Defaults { scaling: rope::LONGROPE, ..Defaults::default() };
+    let mut config = like_llama(keys, Family::Phi3, &defaults)?;
     config.layers.iter_mut().for_each(|layer| layer.mask = mask);
     Ok(ModelConfig { epsilon, ..config })
 }
@@ -284,7 +299,7 @@ fn gpt_neox(keys: &Keys<'_>) -> Outcome<ModelConfig> {
     if keys.real("partial_rotary_factor", 0.0..=1.0)?.is_some_and(|other| other != share) {
         return keys.refuse("partial_rotary_factor", format!("{share}, as in `rotary_pct`"));
     }
-    let defaults = Defaults { base: Some(outer.unwrap_or(10_000.0)), share };
+    let defaults = Defaults { base: Some(outer.unwrap_or(10_000.0)), share, ..Defaults::default() };
     let rotary = rope::read(keys, head_width, context, &defaults)?;
     fits_kernels(keys, head_width, rotary)?;
     let bias = keys.flag("attention_bias", true)?;
@@ -307,7 +322,7 @@ fn gpt_neox(keys: &Keys<'_>) -> Outcome<ModelConfig> {
         qkv_bias: bias,
         output_bias: bias,
         feed_forward_bias: true,
-        qk_norm: false,
+        qk_norm: None,
         learned_positions: None,
         score_scale: None,
         embedding_scale: None,
@@ -336,8 +351,8 @@ fn gemma3(keys: &Keys<'_>) -> Outcome<ModelConfig> {
     stated(keys, "sliding_window")?;
     let mask = window(keys)?;
     let scale = keys.real("query_pre_attn_scalar", 1e-3..=1e9)?.unwrap_or(256.0);
-    let full = rope::read_kind(keys, "full_attention", context)?;
-    let sliding = rope::read_kind(keys, "sliding_attention", context)?;
+    let full = rope::read_kind(keys, "full_attention", head_width, context)?;
+    let sliding = rope::read_kind(keys, "sliding_attention", head_width, context)?;
     let (full, sliding) = match (full, sliding) {
         (Some(full), Some(sliding)) => (full, sliding),
         _ => {
@@ -376,7 +391,7 @@ fn gemma3(keys: &Keys<'_>) -> Outcome<ModelConfig> {
         qkv_bias: bias,
         output_bias: bias,
         feed_forward_bias: false,
-        qk_norm: true,
+        qk_norm: Some(QkNormKind::Heads),
         learned_positions: None,
         score_scale: Some((1.0 / scale.sqrt()) as f32),
         embedding_scale: Some((width as f64).sqrt() as f32),

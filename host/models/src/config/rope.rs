@@ -5,7 +5,8 @@
 
 use super::MAX_SIZE;
 use super::keys::{Keys, Outcome};
-use stepscope_core::ops::{Rotary, RotaryScaling};
+use serde_json::Value;
+use stepscope_core::ops::{PairFactors, Rotary, RotaryScaling};
 
 /// The range of the base, and of the divisor of frequencies.
 const BASES: std::ops::RangeInclusive<f64> = 1.000_001..=1e12;
@@ -19,11 +20,17 @@ pub(super) struct Defaults {
     pub(super) base: Option<f64>,
     /// The share of each head's columns that rotate.
     pub(super) share: f64,
+    /// The scalings that transformers accepts for this family.
+    pub(super) scaling: &'static [&'static str],
 }
+
+/// The scalings of most families, and of Phi-3.
+const SCALINGS: &[&str] = &["default", "linear", "llama3", "yarn", "longrope"];
+pub(super) const LONGROPE: &[&str] = &["default", "longrope"];
 
 impl Default for Defaults {
     fn default() -> Self {
-        Self { base: Some(10_000.0), share: 1.0 }
+        Self { base: Some(10_000.0), share: 1.0, scaling: SCALINGS }
     }
 }
 
@@ -49,79 +56,161 @@ pub(super) fn read(config: &Keys<'_>, head_width: usize, context: usize, default
     let columns = (head_width as f64 * share) as usize;
     let rotary = Rotary { columns: (columns != head_width).then_some(columns), ..Rotary::new(base) };
     let Some(settings) = all.or(scaling) else { return Ok(rotary) };
-    let scaling = scaling_of(config, &settings, context)?;
+    let scaling = Scaling { config, settings: &settings, context, columns, known: defaults.scaling }.read()?;
     settings.finish(&[])?;
     Ok(Rotary { scaling, ..rotary })
 }
 
 /// Reads one entry of Gemma 3's `rope_parameters`, which has one for each kind of layer.
-pub(super) fn read_kind(config: &Keys<'_>, kind: &str, context: usize) -> Outcome<Option<Rotary>> {
+pub(super) fn read_kind(config: &Keys<'_>, kind: &str, columns: usize, context: usize) -> Outcome<Option<Rotary>> {
     let Some(all) = config.object("rope_parameters")? else { return Ok(None) };
     let Some(settings) = all.object(kind)? else { return all.refuse(kind, "an object") };
     let Some(base) = settings.real("rope_theta", BASES)? else {
         return settings.refuse("rope_theta", "a number above 1");
     };
-    let scaling = scaling_of(config, &settings, context)?;
+    let scaling = Scaling { config, settings: &settings, context, columns, known: SCALINGS }.read()?;
     settings.finish(&[])?;
     Ok(Some(Rotary { scaling, ..Rotary::new(base) }))
 }
 
-/// Reads the scaling from `rope_scaling` or `rope_parameters`.
-fn scaling_of(config: &Keys<'_>, settings: &Keys<'_>, context: usize) -> Outcome<RotaryScaling> {
-    let kind = settings.text("rope_type")?;
-    let old = settings.text("type")?;
-    let kind = match (kind, old) {
-        (None, Some(_)) => return settings.refuse("type", "nothing: this key is called `rope_type`"),
-        (Some(kind), Some(old)) if kind != old => {
-            return settings.refuse("type", format!("\"{kind}\", as `rope_type`"));
-        }
-        (kind, _) => kind.unwrap_or("default"),
-    };
-    let factor = || match settings.real("factor", FACTORS)? {
-        Some(factor) => Ok(factor),
-        None => settings.refuse("factor", "a number of at least 1"),
-    };
-    // transformers prefers the context before scaling to `max_position_embeddings`.
-    let before = || match settings.size("original_max_position_embeddings", MAX_SIZE)? {
-        Some(before) => Ok(Some(before)),
-        None => config.size("original_max_position_embeddings", MAX_SIZE),
-    };
-    let turns = |key: &str| match settings.real(key, TURNS)? {
-        Some(turns) => Ok(turns),
-        None => settings.refuse(key, "a number above 0"),
-    };
-    match kind {
-        "default" => Ok(RotaryScaling::None),
-        "linear" => Ok(RotaryScaling::Linear { factor: factor()? }),
-        "llama3" => {
-            let (low, high) = (turns("low_freq_factor")?, turns("high_freq_factor")?);
-            if low >= high {
-                return settings.refuse("high_freq_factor", format!("more than `low_freq_factor`, {low}"));
+/// The scaling in `rope_scaling` or `rope_parameters`.
+struct Scaling<'k, 'j> {
+    config: &'k Keys<'j>,
+    settings: &'k Keys<'j>,
+    context: usize,
+    /// The columns of a head that rotate.
+    columns: usize,
+    /// The scalings that the family may have.
+    known: &'static [&'static str],
+}
+
+impl Scaling<'_, '_> {
+    fn read(&self) -> Outcome<RotaryScaling> {
+        let Self { settings, known, .. } = *self;
+        let kind = settings.text("rope_type")?;
+        let old = settings.text("type")?;
+        let kind = match (kind, old) {
+            // Phi-3's files have no other key, and transformers reads this one for Phi-3.
+            (None, Some("longrope" | "su")) if known == LONGROPE => "longrope",
+            (None, Some(_)) => return settings.refuse("type", "nothing: this key is called `rope_type`"),
+            (Some(kind), Some(old)) if kind != old => {
+                return settings.refuse("type", format!("\"{kind}\", as `rope_type`"));
             }
-            let Some(context) = before()? else {
-                return settings.refuse("original_max_position_embeddings", "a whole number above 0");
-            };
-            Ok(RotaryScaling::Llama3 { factor: factor()?, low, high, context })
-        }
-        "yarn" => {
-            let context = before()?.unwrap_or(context);
-            let factor = factor()?;
-            let fast = settings.real("beta_fast", TURNS)?.unwrap_or(32.0);
-            let slow = settings.real("beta_slow", TURNS)?.unwrap_or(1.0);
-            if slow >= fast {
-                return settings.refuse("beta_fast", format!("more than `beta_slow`, {slow}"));
+            (kind, _) => kind.unwrap_or("default"),
+        };
+        match kind {
+            _ if !known.contains(&kind) => {
+                let known: Vec<String> = known.iter().map(|name| format!("\"{name}\"")).collect();
+                settings.refuse("rope_type", known.join(" or "))
             }
-            let whole = settings.flag("truncate", true)?;
-            let scale = |factor: f64, scale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * scale * factor.ln() + 1.0 };
-            let mscale = settings.real("mscale", 0.0..=1e3)?;
-            let all_dims = settings.real("mscale_all_dim", 0.0..=1e3)?;
-            let gain = match (settings.real("attention_factor", 0.0..=1e3)?, mscale, all_dims) {
-                (Some(gain), ..) => gain,
-                (None, Some(a), Some(b)) if a != 0.0 && b != 0.0 => scale(factor, a) / scale(factor, b),
-                _ => scale(factor, 1.0),
-            };
-            Ok(RotaryScaling::Yarn { factor, slow, fast, whole, context, gain: gain as f32 })
+            "linear" => Ok(RotaryScaling::Linear { factor: self.factor()? }),
+            "llama3" => self.llama3(),
+            "yarn" => self.yarn(),
+            "longrope" => self.longrope(),
+            _ => Ok(RotaryScaling::None),
         }
-        _ => settings.refuse("rope_type", "\"default\", \"linear\", \"llama3\" or \"yarn\""),
+    }
+
+    fn factor(&self) -> Outcome<f64> {
+        match self.settings.real("factor", FACTORS)? {
+            Some(factor) => Ok(factor),
+            None => self.settings.refuse("factor", "a number of at least 1"),
+        }
+    }
+
+    /// Returns the context before scaling, if it is stated.
+    fn before(&self) -> Outcome<Option<usize>> {
+        const KEY: &str = "original_max_position_embeddings";
+        let (inner, outer) = (self.settings.size(KEY, MAX_SIZE)?, self.config.size(KEY, MAX_SIZE)?);
+        match (inner, outer) {
+            (Some(inner), Some(outer)) if inner != outer => {
+                self.settings.refuse(KEY, format!("{outer}, as outside of this object"))
+            }
+            _ => Ok(inner.or(outer)),
+        }
+    }
+
+    /// Returns the context before scaling.
+    fn stated_before(&self) -> Outcome<usize> {
+        match self.before()? {
+            Some(context) => Ok(context),
+            None => self.settings.refuse("original_max_position_embeddings", "a whole number above 0"),
+        }
+    }
+
+    fn llama3(&self) -> Outcome<RotaryScaling> {
+        let settings = self.settings;
+        let turns = |key: &str| match settings.real(key, TURNS)? {
+            Some(turns) => Ok(turns),
+            None => settings.refuse(key, "a number above 0"),
+        };
+        let (low, high) = (turns("low_freq_factor")?, turns("high_freq_factor")?);
+        if low >= high {
+            return settings.refuse("high_freq_factor", format!("more than `low_freq_factor`, {low}"));
+        }
+        Ok(RotaryScaling::Llama3 { factor: self.factor()?, low, high, context: self.stated_before()? })
+    }
+
+    fn yarn(&self) -> Outcome<RotaryScaling> {
+        let settings = self.settings;
+        let context = self.before()?.unwrap_or(self.context);
+        let factor = self.factor()?;
+        let fast = settings.real("beta_fast", TURNS)?.unwrap_or(32.0);
+        let slow = settings.real("beta_slow", TURNS)?.unwrap_or(1.0);
+        if slow >= fast {
+            return settings.refuse("beta_fast", format!("more than `beta_slow`, {slow}"));
+        }
+        let whole = settings.flag("truncate", true)?;
+        let scale = |factor: f64, scale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * scale * factor.ln() + 1.0 };
+        let mscale = settings.real("mscale", 0.0..=1e3)?;
+        let all_dims = settings.real("mscale_all_dim", 0.0..=1e3)?;
+        let gain = match (self.gain()?, mscale, all_dims) {
+            (Some(gain), ..) => gain,
+            (None, Some(a), Some(b)) if a != 0.0 && b != 0.0 => scale(factor, a) / scale(factor, b),
+            _ => scale(factor, 1.0),
+        };
+        Ok(RotaryScaling::Yarn { factor, slow, fast, whole, context, gain: gain as f32 })
+    }
+
+    fn longrope(&self) -> Outcome<RotaryScaling> {
+        let context = self.stated_before()?;
+        let ratio = self.context as f64 / context as f64;
+        // transformers 4 ignores this factor where the context before scaling is stated.
+        if self.settings.real("factor", FACTORS)?.is_some_and(|factor| factor != ratio) {
+            let expected = format!("{ratio}, the ratio of both contexts, or nothing");
+            return self.settings.refuse("factor", expected);
+        }
+        let gain = match self.gain()? {
+            Some(gain) => gain,
+            None if ratio <= 1.0 => 1.0,
+            None if context == 1 => {
+                return self.settings.refuse("original_max_position_embeddings", "a whole number above 1");
+            }
+            None => (1.0 + ratio.ln() / (context as f64).ln()).sqrt(),
+        };
+        let (short, long) = (self.factors("short_factor")?, self.factors("long_factor")?);
+        Ok(RotaryScaling::Long { short, long, context, gain: gain as f32 })
+    }
+
+    fn gain(&self) -> Outcome<Option<f64>> {
+        self.settings.real("attention_factor", 0.0..=1e3)
+    }
+
+    /// Returns a list of factors, one for each pair of columns that rotates.
+    fn factors(&self, key: &str) -> Outcome<PairFactors> {
+        let list = self.settings.list(key)?.unwrap_or_default();
+        let factor =
+            |value: &Value| value.as_f64().filter(|factor| FACTORS.contains(factor)).map(|factor| factor as f32);
+        let factors: Option<Vec<f32>> = list.iter().map(factor).collect();
+        let pairs = self.columns / 2;
+        match factors.filter(|factors| factors.len() == pairs).map(|factors| PairFactors::new(&factors)) {
+            Some(Ok(factors)) => Ok(factors),
+            _ if pairs > PairFactors::MOST => self
+                .settings
+                .refuse(key, format!("at most {} numbers, but {} columns rotate", PairFactors::MOST, self.columns)),
+            _ => self
+                .settings
+                .refuse(key, format!("{pairs} numbers of at least 1, one for each pair of columns that rotates")),
+        }
     }
 }

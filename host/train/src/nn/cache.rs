@@ -3,7 +3,7 @@
 
 use stepscope_core::error::{Error, Result};
 use stepscope_core::step::{ScratchStep, Step};
-use stepscope_core::tensor::{LentMut, Tensor};
+use stepscope_core::tensor::{LentMut, Source, Tensor};
 
 /// Keys and values of the tokens so far, of one layer. They are tensors of a step that lasts for
 /// the whole text.
@@ -55,4 +55,11 @@ pub struct NextToken<'b, 's> {
     pub(super) values: LentMut<'b, 's>,
     /// The position, counted from 0.
     pub(super) position: usize,
+}
+
+impl NextToken<'_, '_> {
+    /// The number of tokens that the cache has room for.
+    pub(super) fn capacity(&self) -> usize {
+        self.keys.shape().extents()[0]
+    }
 }

@@ -52,7 +52,7 @@ pub use embedding::Embedding;
 pub use layer_norm::LayerNorm;
 pub use linear::{Adapter, AdapterPart, Linear};
 pub use mlp::{Gelu, Mlp};
-pub use multi_head_attention::MultiHeadAttention;
+pub use multi_head_attention::{MultiHeadAttention, QueryKeyNorm};
 pub use norm::RmsNorm;
 pub use stepscope_core::params::Scope;
 pub use swiglu::SwiGlu;

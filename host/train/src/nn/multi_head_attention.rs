@@ -1,6 +1,6 @@
 //! Self-attention with its input and output projections, as in GPT-2, Llama and ViT.
 
-use super::{Linear, NextToken, Scope};
+use super::{Linear, NextToken, RmsNorm, Scope};
 use stepscope_core::error::Result;
 use stepscope_core::initializer::Initializer;
 use stepscope_core::ops::{self, AttentionConfig, AttentionElement, AttentionMask, GemmElement, Rotary};
@@ -29,9 +29,8 @@ pub struct MultiHeadAttention {
     pub qkv: Linear,
     /// Wo: `[heads head, width]`; and bo.
     pub output: Linear,
-    /// The gains of the queries' and the keys' norms, `[head]` each, and epsilon, which is added to
-    /// the mean square.
-    pub qk_norm: Option<(StackedParameters, f32)>,
+    /// The norm of queries and keys, if there is one.
+    pub qk_norm: Option<QueryKeyNorm>,
     /// The rotary embedding of queries and keys, if there is one.
     pub rotary: Option<Rotary>,
     /// The numbers of heads of q, and of k and v.
@@ -40,6 +39,25 @@ pub struct MultiHeadAttention {
     pub sees: AttentionMask,
     /// The factor of the scores. `None` means `1 / sqrt(head)`.
     pub scale: Option<f32>,
+}
+
+/// An RMSNorm of queries and keys.
+#[derive(Clone, Debug)]
+pub enum QueryKeyNorm {
+    /// A norm of each head; see [`Tape::qk_norm`].
+    Heads {
+        /// The gains of the queries and of the keys, `[head]` each.
+        gains: StackedParameters,
+        /// The term that is added to the mean square.
+        epsilon: f32,
+    },
+    /// A norm of all heads of the queries together, and one of those of the keys, as in OLMo 2.
+    Projections {
+        /// The norm of the queries.
+        queries: RmsNorm,
+        /// The norm of the keys.
+        keys: RmsNorm,
+    },
 }
 
 impl MultiHeadAttention {
@@ -96,7 +114,18 @@ impl MultiHeadAttention {
     #[must_use]
     pub fn qk_norm(self, mut names: Scope<'_>, head: usize, epsilon: f32) -> Self {
         let name = |part: usize| ["q_norm.gain", "k_norm.gain"][part].to_owned();
-        Self { qk_norm: Some((names.add_stack(2, name, [head], Initializer::ONE), epsilon)), ..self }
+        let gains = names.add_stack(2, name, [head], Initializer::ONE);
+        Self { qk_norm: Some(QueryKeyNorm::Heads { gains, epsilon }), ..self }
+    }
+
+    /// Adds a norm of all heads of `head` columns together, with the parameters `q_norm.gain` and
+    /// `k_norm.gain`, initialized to one.
+    #[must_use]
+    pub fn qk_norm_of_projections(self, mut names: Scope<'_>, head: usize, epsilon: f32) -> Self {
+        let [heads, kv_heads] = self.heads;
+        let queries = RmsNorm { epsilon, ..RmsNorm::new(names.at("q_norm"), heads * head) };
+        let keys = RmsNorm { epsilon, ..RmsNorm::new(names.at("k_norm"), kv_heads * head) };
+        Self { qk_norm: Some(QueryKeyNorm::Projections { queries, keys }), ..self }
     }
 
     /// The config of the heads and the mask. Documents or lengths may be added for
@@ -152,9 +181,9 @@ impl MultiHeadAttention {
         S: AttentionElement + GemmElement<S> + GemmElement<f32>,
     {
         let qkv = self.qkv.forward(tape, x)?;
-        let norm = self.qk_norm.as_ref().map(|(gains, epsilon)| (gains, *epsilon));
-        match (self.rotary, norm) {
-            (None, norm) => tape.attention(&qkv, norm, config),
+        match (self.rotary, &self.qk_norm) {
+            (None, Some(QueryKeyNorm::Heads { gains, epsilon })) => tape.attention(&qkv, Some((gains, *epsilon)), config),
+            (None, _) => tape.attention(&self.normed(tape, qkv, config)?, None, config),
             (Some(rotary), _) => {
                 tape.attention(&tape.rotary(&self.normed(tape, qkv, config)?, rotary, config)?, None, config)
             }
@@ -174,6 +203,7 @@ impl MultiHeadAttention {
         let (config, position) = (self.config(), cache.position);
         let mut qkv = self.normed(tape, self.qkv.forward(tape, x)?, &config)?;
         if let Some(rotary) = self.rotary {
+            let rotary = rotary.for_positions(rotary.offset as usize + cache.capacity());
             qkv = tape.rotary(&qkv, Rotary { offset: rotary.offset + position as u32, ..rotary }, &config)?;
         }
         let kept = [&mut cache.keys, &mut cache.values];
@@ -190,7 +220,16 @@ impl MultiHeadAttention {
         config: &AttentionConfig<'s>,
     ) -> Result<Var<'s, S>> {
         match &self.qk_norm {
-            Some((gains, epsilon)) => tape.qk_norm(&qkv, gains, *epsilon, config),
+            Some(QueryKeyNorm::Heads { gains, epsilon }) => tape.qk_norm(&qkv, gains, *epsilon, config),
+            Some(QueryKeyNorm::Projections { queries, keys }) => {
+                let (columns, last) = (qkv.shape().as_rows()[1], qkv.shape().extents().len() - 1);
+                let [heads, kv_heads] = self.heads;
+                let head = columns / (heads + 2 * kv_heads);
+                let (end_of_q, end_of_k) = (heads * head, (heads + kv_heads) * head);
+                let q = queries.forward(tape, &tape.slice(&qkv, last, 0..end_of_q)?)?;
+                let k = keys.forward(tape, &tape.slice(&qkv, last, end_of_q..end_of_k)?)?;
+                tape.concat(&[q, k, tape.slice(&qkv, last, end_of_k..columns)?], last)
+            }
             None => Ok(qkv),
         }
     }
