@@ -176,6 +176,23 @@ on_each_device! {
         }
     }
 
+    /// A model whose adapters were merged into its weights has the logits of PEFT.
+    fn merged_layers_agree(device: &Device) {
+        for folder in folders() {
+            let Adapted { model, mut parameters, expected, lora, losses } = Adapted::read(device, &folder);
+            let model = model.merge(&mut parameters).unwrap();
+            let merged = Adapted { model, parameters, expected, lora, losses };
+            let (logits, _, gradients) = merged.results(&mut arena(device));
+            let difference = relative_l2(&logits, &merged.expected.results["logits"]);
+            assert!(difference <= LIMIT, "{}: {difference:e}", folder.display());
+            // The layers no longer use the adapters.
+            for entry in gradients.layout().entries().iter().filter(|entry| entry.name().contains(".lora_")) {
+                let unused = gradients.flat().read().unwrap()[entry.range()].iter().all(|&gradient| gradient == 0.0);
+                assert!(unused, "{}", entry.name());
+            }
+        }
+    }
+
     /// A fresh adapter adds nothing, and trains nothing but itself. Recompute changes no bit.
     fn fresh_adapters_add_nothing(device: &Device) {
         for folder in folders() {

@@ -3,6 +3,7 @@
 //! ```text
 //! stepscope generate --weights DIR --prompt "Once upon a time"
 //! stepscope generate --weights DIR --chat "What is 2 + 2?"  # by the model's chat template
+//! stepscope generate --weights DIR --adapter DIR --chat "What is 2 + 2?"
 //! ```
 //! Exit code 1: the device failed. 2: the command line is wrong, or a file of the folder is.
 
@@ -12,6 +13,8 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use stepscope::data::{TokenSampler, TokenSamplerConfig};
+use stepscope::models::{Lora, ModelConfig, Transformer, WeightFiles};
+use stepscope::parameters::FrozenType;
 use stepscope::{Device, DeviceKind, Parameters};
 
 use crate::program::exit;
@@ -30,6 +33,14 @@ pub(crate) struct Args {
     /// Folder with config.json, safetensors files and tokenizer.json, as transformers saves it
     #[arg(long, value_name = "DIR")]
     weights: PathBuf,
+
+    /// Folder of an adapter for these weights, as PEFT or finetune --lora saves it
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
+
+    /// Add the adapter to the weights when they are loaded, instead of applying it to each token
+    #[arg(long, requires = "adapter")]
+    merge: bool,
 
     /// Text to continue
     #[arg(long, value_name = "TEXT", required_unless_present = "chat", conflicts_with = "chat")]
@@ -102,11 +113,32 @@ fn text(args: &Args) -> Outcome<String> {
         return Err(bad("--prompt", "is empty: give the text to continue"));
     }
     let device = Device::open(args.device)?;
-    let (model, spec) = Gpt::<f32>::new(config, Mode::default())?;
-    let mut parameters = Parameters::new(&device, &spec, 0)?;
-    weights.load(&mut parameters).map_err(weights::refused)?;
+    let (model, parameters) = loaded(args, &device, &mut weights, config)?;
     let config = TokenSamplerConfig { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p };
     let sampler = TokenSampler::new(config, args.seed)?;
     let tokens = sample::write(&device, &model, &parameters, &beginning, (args.tokens, &files.stops), &sampler)?;
     Ok(files.tokenizer.decode(&tokens))
+}
+
+/// Builds the model and loads its weights, with the adapter if there is one.
+fn loaded(
+    args: &Args,
+    device: &Device,
+    weights: &mut WeightFiles,
+    config: ModelConfig,
+) -> Outcome<(Gpt<f32>, Parameters)> {
+    let Some(folder) = &args.adapter else {
+        let (model, spec) = Gpt::<f32>::new(config, Mode::default())?;
+        let mut parameters = Parameters::new(device, &spec, 0)?;
+        weights.load(&mut parameters).map_err(weights::refused)?;
+        return Ok((model, parameters));
+    };
+    let lora = Lora::read(folder).map_err(weights::refused)?;
+    let layers = Transformer::with_lora(config, &lora, |_| FrozenType::F32);
+    let (layers, spec) = layers.map_err(|error| bad(folder.display(), error))?;
+    let mut parameters = Parameters::new(device, &spec, 0)?;
+    weights.load(&mut parameters).map_err(weights::refused)?;
+    lora.load(folder, layers.config(), &mut parameters).map_err(weights::refused)?;
+    let layers = if args.merge { layers.merge(&mut parameters)? } else { layers };
+    Ok((Gpt::of(layers, Mode::default()), parameters))
 }

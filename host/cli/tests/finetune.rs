@@ -95,12 +95,25 @@ on_each_device! {
             assert!(losses[losses.len() - 1] < losses[0] - 0.1, "{losses:?}");
             out
         };
-        let adapter = names(&run_with("alone", "").join("adapter"));
+        let alone = run_with("alone", "").join("adapter");
+        let adapter = names(&alone);
         assert!(adapter.contains("adapter_config.json") && adapter.contains("adapter_model.safetensors"), "{adapter:?}");
         let merged = run_with("merged", "--merge").join("transformers");
         assert_eq!(names(&merged), names(&example("tiny")));
-        let output = run("generate", device, &["--weights", merged.to_str().unwrap(), "--chat", "What is 2+3?", "--tokens", "4"]);
-        assert!(output.status.success(), "{}", text(&output.stderr));
+        // Applied or merged, the adapter gives one text, which is not the model's own.
+        let answer = |weights: &Path, more: &[&str]| {
+            let own = ["--weights", weights.to_str().unwrap(), "--chat", "What is 2+3?", "--tokens", "8", "--temperature", "0"];
+            let output = run("generate", device, &own.iter().chain(more).copied().collect::<Vec<_>>());
+            assert!(output.status.success(), "{}", text(&output.stderr));
+            text(&output.stdout)
+        };
+        let (tiny, alone) = (example("tiny"), alone.to_str().unwrap());
+        let applied = answer(&tiny, &["--adapter", alone]);
+        assert_eq!(answer(&tiny, &["--adapter", alone, "--merge"]), applied);
+        assert_ne!(answer(&tiny, &[]), applied);
+        answer(&merged, &[]);
+        let output = run("generate", device, &["--weights", tiny.to_str().unwrap(), "--adapter", "nowhere", "--prompt", "a"]);
+        assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
     }
 }
 
@@ -109,13 +122,18 @@ fn ranks_give_same_bits(kind: DeviceKind) {
     let (device, folder) = (support::open(kind), tempfile::tempdir().unwrap());
     let run = |name: &str, more: &str| {
         let out = folder.path().join(name);
-        let more = format!("--context 64 --batch 2 --epochs 1 {more}");
+        let more = format!("--context 64 --batch 2 --epochs 1 --overwrite {more}");
         let output = finetune(&device, &example("chats.jsonl"), &out, &more);
         assert!(output.status.success(), "{}", text(&output.stderr));
         let report = report(&out);
         (report["weights_sha256"].clone(), report["losses"].clone())
     };
-    assert_eq!(run("one", "--shards 2"), run("two", "--ranks 2"));
+    let lora = "--lora 4 --lora-targets q_proj,v_proj,down_proj --lora-dropout 0.1";
+    for settings in ["", lora, &format!("{lora} --precision bf16 --recompute")] {
+        let [one, two] =
+            [("one", "--shards 2"), ("two", "--ranks 2")].map(|(name, more)| run(name, &format!("{more} {settings}")));
+        assert_eq!(one, two, "{settings}");
+    }
 }
 
 #[test]

@@ -5,6 +5,7 @@
 
 use crate::config::{FeedForwardKind, LayerConfig, ModelConfig, NormKind, QkNormKind, Residual};
 use crate::lora::{AdaptedLayer, Lora, PlannedPart};
+use crate::weights;
 use stepscope_core::indices::Indices;
 use stepscope_core::ops::{self, AttentionConfig, AttentionElement, Gemm, GemmElement};
 use stepscope_core::{
@@ -187,6 +188,26 @@ impl Transformer {
     pub(crate) fn adapter_of(&self, weight: &str) -> Option<Adapter> {
         // The same search as for writing, in a copy, which is a few handles.
         self.clone().linear_mut(weight.strip_suffix(".weight")?)?.adapter
+    }
+
+    /// Adds each adapter to the weights of its layer, and removes the adapters from the layers. The
+    /// sums are computed in f32, and rounded to the type in which the weights are stored.
+    ///
+    /// # Errors
+    /// Returns an error if the device fails.
+    pub fn merge(mut self, parameters: &mut Parameters) -> Result<Self> {
+        let spec = parameters.layout().clone();
+        for (parameter, entry) in spec.iter() {
+            let Some(linear) = entry.name().strip_suffix(".weight").and_then(|layer| self.linear_mut(layer)) else {
+                continue;
+            };
+            if let Some(adapter) = linear.adapter.take() {
+                let mut values = parameters.read(parameter)?;
+                weights::merge(&mut values, entry.shape(), &adapter, parameters)?;
+                parameters.write(parameter, &values)?;
+            }
+        }
+        Ok(self)
     }
 
     /// Makes each block keep only its input, and compute the rest again in the backward pass.
@@ -441,7 +462,8 @@ impl FeedForward {
 /// Computes `gelu(x Wg) * (x Wu)`.
 #[track_caller]
 fn geglu<'s, S: Activation>(gated: &SwiGlu, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
-    tape.mul(&tape.gelu(&gated.gate.forward(tape, x)?)?, &gated.up.forward(tape, x)?)
+    let [gate, up] = gated.gate.forward_both(&gated.up, tape, x)?;
+    tape.mul(&tape.gelu(&gate)?, &up)
 }
 
 fn norm(names: Scope<'_>, config: &ModelConfig) -> Norm {

@@ -243,7 +243,7 @@ impl<'p> Parts<'p> {
 }
 
 /// Adds `scale A B` of each part of an adapter to a matrix `[inputs, outputs]`.
-fn merge(weights: &mut [f32], shape: Shape, adapter: &Adapter, parameters: &Parameters) -> Result<()> {
+pub(crate) fn merge(weights: &mut [f32], shape: Shape, adapter: &Adapter, parameters: &Parameters) -> Result<()> {
     let (&[_, outputs], low_rank) = (shape.extents(), adapter.low_rank) else {
         return Err(Error::misuse("merge", "a matrix [inputs, outputs]", shape.to_string()));
     };

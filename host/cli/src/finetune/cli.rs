@@ -6,7 +6,7 @@ use clap::{Parser, ValueEnum};
 use stepscope::optim::Schedule;
 
 use crate::run::cli::RunArgs;
-use crate::train::cli::{above_zero, share, up_to, zero_or_above};
+use crate::train::cli::{above_zero, below_one, share, up_to, zero_or_above};
 
 /// The learning rates of full fine-tuning, and of adapters.
 const RATE: f32 = 2e-5;
@@ -88,6 +88,10 @@ pub(crate) struct Args {
     /// [default: all but the head]
     #[arg(long, value_name = "NAMES", value_delimiter = ',', requires = "lora")]
     pub(crate) lora_targets: Vec<String>,
+
+    /// Probability with which dropout zeroes an element of an adapter's input in training
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = below_one, requires = "lora")]
+    pub(crate) lora_dropout: f32,
 
     /// Export the model with its adapters merged into it, instead of the adapters
     #[arg(long, requires = "lora")]

@@ -4,7 +4,9 @@
 use std::path::Path;
 
 use stepscope::models::{Lora, ModelConfig, Targets, Transformer, WeightFiles};
-use stepscope::{AdamW, Arena, Checkpoint, Device, ParameterSpec, Parameters, Result, TrainState, Trainer};
+use stepscope::parameters::{FrozenType, ParameterEntry};
+use stepscope::tensor::Element;
+use stepscope::{AdamW, Arena, Checkpoint, Device, ParameterSpec, Parameters, Result, TrainState, Trainer, bf16};
 use stepscope_chat::Encoder;
 
 use crate::finetune::cli::Args;
@@ -87,20 +89,31 @@ impl<'r> Plan<'r> {
         Mode { recompute: self.args.run.recompute, documents: true, counted: true }
     }
 
-    /// Builds the model. If it has adapters, its own weights are frozen, in the type of the file.
+    /// Builds the model. If it has adapters, its own weights are frozen, in the type of the file, or
+    /// in f32 where steps would otherwise widen them to f32 and hold both.
     pub(crate) fn model<S: Activation>(&self) -> Result<(Gpt<S>, ParameterSpec)> {
         let config = self.config.clone();
         let (layers, spec) = match &self.lora {
-            Some(lora) => Transformer::with_lora(config, lora, |entry| self.files.stored(entry))?,
+            Some(lora) => Transformer::with_lora(config, lora, |entry| self.frozen_type::<S>(entry))?,
             None => Transformer::new(config)?,
         };
         Ok((Gpt::of(layers, self.mode()), spec))
     }
 
+    /// Returns the type in which a weight is frozen. Kernels that compute in f32 read matrices that
+    /// were widened to f32 in step memory. With recompute, those of one block exist at a time.
+    fn frozen_type<S: Activation>(&self, entry: &ParameterEntry) -> FrozenType {
+        let is_narrow = <S as Element>::NAME == bf16::NAME;
+        let is_brief = self.args.run.recompute && entry.name().starts_with("blocks.");
+        if is_narrow || is_brief || entry.shape().extents().len() < 2 {
+            return self.files.stored(entry);
+        }
+        FrozenType::F32
+    }
+
     /// Loads the model's own weights, trained or frozen.
     pub(crate) fn load_weights(&self, parameters: &mut Parameters) -> Outcome<()> {
-        let mut files = WeightFiles::open(&self.args.weights).map_err(weights::refused)?;
-        files.load(parameters).map_err(weights::refused)
+        weights::load(&self.args.weights, parameters)
     }
 
     /// Creates the model with its initial weights, and the optimizer.
@@ -115,7 +128,10 @@ impl<'r> Plan<'r> {
         };
         let mut state = self.args.run.state(device, model, &spec, config)?;
         self.load_weights(&mut state.parameters)?;
-        Ok(state)
+        match &self.lora {
+            Some(lora) if lora.dropout > 0.0 => Ok(state.with_dropout(self.args.run.seed)?),
+            _ => Ok(state),
+        }
     }
 
     /// Computes the memory that the run needs.
@@ -216,5 +232,5 @@ fn lora(args: &Args) -> Option<Lora> {
         names => Targets::Names(names.to_vec()),
     };
     let base_model = Some(args.weights.display().to_string());
-    Some(Lora { targets, base_model, ..Lora::new(rank, alpha) })
+    Some(Lora { targets, base_model, dropout: args.lora_dropout, ..Lora::new(rank, alpha) })
 }

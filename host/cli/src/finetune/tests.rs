@@ -9,12 +9,14 @@ use super::plan::Plan;
 use crate::run::memory::{self, RunMemory};
 use crate::run::updates::Part;
 use crate::support::{on_each_device, relative_l2};
+use crate::train::cli::Precision;
+use crate::train::model::Activation;
 use crate::train::tokenizer::Tokenizer;
 use clap::Parser;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
-use stepscope::{Checkpoint, Device, HostBatch};
+use stepscope::{Checkpoint, Device, HostBatch, bf16};
 use stepscope_chat::{Encoder, Packed, pack, read_rows};
 use tempfile::TempDir;
 
@@ -60,9 +62,16 @@ type Bits = (String, Vec<u64>);
 
 /// Runs to the end, or to the stop.
 fn trained(device: &Device, args: &Args, stopped: bool) -> Option<Bits> {
+    match args.run.precision {
+        Precision::Bf16 => trained_in::<bf16>(device, args, stopped),
+        _ => trained_in::<f32>(device, args, stopped),
+    }
+}
+
+fn trained_in<S: Activation>(device: &Device, args: &Args, stopped: bool) -> Option<Bits> {
     let plan = Plan::load(args, 1).unwrap();
-    let state = plan.state::<f32>(device).unwrap();
-    let mut arena = memory::arena(device, args.run.arena_mib, plan.memory::<f32>(device).unwrap()).unwrap();
+    let state = plan.state::<S>(device).unwrap();
+    let mut arena = memory::arena(device, args.run.arena_mib, plan.memory::<S>(device).unwrap()).unwrap();
     let stop = AtomicBool::new(stopped);
     let trainer = plan.trainer(&mut arena, state).unwrap();
     let mut trainer = trainer.checkpoint(args.out.join("model.safetensors"), None).stop_when(&stop);
@@ -108,7 +117,10 @@ on_each_device! {
     /// a stop after each update; also if the last batch of a pass is not full.
     fn run_modes_give_same_bits(device: &Device) {
         modes_give_same_bits(device, "--accumulate 2 --eval-share 0.2 --epochs 3");
-        modes_give_same_bits(device, "--accumulate 2 --eval-share 0.2 --epochs 3 --lora 4 --lora-targets q_proj,down_proj");
+        let lora = "--accumulate 2 --eval-share 0.2 --epochs 3 --lora 4 --lora-targets q_proj,v_proj,down_proj";
+        modes_give_same_bits(device, lora);
+        modes_give_same_bits(device, &format!("{lora} --lora-dropout 0.2"));
+        modes_give_same_bits(device, &format!("{lora} --lora-dropout 0.2 --precision bf16"));
     }
 
     /// A finished run goes on with more epochs, from where it was.

@@ -144,7 +144,8 @@ fn steps(folder: &Path, gpu: &Gpu) -> Outcome<Vec<Line>> {
         let arguments = format!("--size {} --precision {recorded} --batch {batch}{option}", name.to_lowercase());
         let samples = median(&runs["runs"][&arguments]["seconds_of_updates"]);
         let measured_us = samples.ok_or_else(|| format!("{}: no samples of {arguments}", recorded::GPT2))? * 1e6;
-        let work = Work::Gpt { config: Box::new(model::config(size, Arch::Gpt2, 50_304, CONTEXT)), recompute };
+        let work =
+            Work::Gpt { config: Box::new(model::config(size, Arch::Gpt2, 50_304, CONTEXT)), recompute, lora: None };
         let again = if recompute { ", recompute" } else { "" };
         found.push(step_line(
             format!("GPT-2 {name}{again}, {batch} x {CONTEXT}, {precision}"),

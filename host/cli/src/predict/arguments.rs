@@ -58,6 +58,11 @@ pub(crate) struct Args {
     #[arg(long)]
     recompute: bool,
 
+    /// Train adapters of this rank on all linear layers but the head of --config, and freeze the
+    /// model's own weights
+    #[arg(long, value_name = "RANK", value_parser = up_to(1 << 12), requires = "config")]
+    lora: Option<usize>,
+
     /// The GPU's copy rate in GB/s, reads plus writes, such as the doctor's measurement [default:
     /// the GPU's]
     #[arg(long, value_name = "GB/S", value_parser = above_zero)]
@@ -98,14 +103,14 @@ impl Args {
         if let Some(config) = &self.config {
             let mut config = config.clone();
             config.context = self.context.unwrap_or(config.context.min(1024));
-            return Work::Gpt { config: Box::new(config), recompute: self.recompute };
+            return Work::Gpt { config: Box::new(config), recompute: self.recompute, lora: self.lora };
         }
         match self.model {
             Model::Crossasset => Work::CrossAsset,
             Model::Gpt => {
                 let context = self.context.unwrap_or(if self.size == Size::Tiny { 128 } else { 1024 });
                 let config = model::config(self.size, self.arch, self.vocabulary, context);
-                Work::Gpt { config: Box::new(config), recompute: self.recompute }
+                Work::Gpt { config: Box::new(config), recompute: self.recompute, lora: None }
             }
         }
     }
@@ -125,14 +130,15 @@ impl Args {
         let batch = self.batch();
         match self.work() {
             Work::CrossAsset => format!("CrossAsset, batch {batch}, {}", self.precision),
-            Work::Gpt { config, recompute } => {
+            Work::Gpt { config, recompute, lora } => {
+                let adapters = lora.map_or_else(String::new, |rank| format!(", LoRA of rank {rank}"));
                 let again = if recompute { ", recompute" } else { "" };
                 let (family, context) = (config.family, config.context);
                 let size = match self.config {
                     Some(_) => format!("of {} layers", config.layers.len()),
                     None => self.size.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned()),
                 };
-                format!("{family:?} {size}, {batch} x {context}, {}{again}", self.precision)
+                format!("{family:?} {size}{adapters}, {batch} x {context}, {}{again}", self.precision)
             }
         }
     }

@@ -69,8 +69,8 @@ fn run(args: &Args) -> Result<String, Box<dyn Error>> {
                 "gpu": gpu.name, "is_prediction": true, "step": args.title(), "forecast": forecast,
             });
             let mut text = report::forecast(&args.title(), &gpu, &forecast);
-            if let Work::Gpt { config, recompute } = args.work() {
-                let needs = step::memory(&config, recompute, args.precision, args.batch())?;
+            if let Work::Gpt { config, recompute, lora } = args.work() {
+                let needs = step::memory(&config, recompute, lora, args.precision, args.batch())?;
                 text.push_str(&format!("a training run: {needs}\n"));
             }
             (text, json)

@@ -4,7 +4,9 @@
 //! are created in the dry run too.
 
 use stepscope::device::Launch;
-use stepscope::models::ModelConfig;
+use stepscope::models::{Lora, ModelConfig, Transformer};
+use stepscope::parameters::FrozenType;
+use stepscope::tensor::Element;
 use stepscope::{
     AdamW, Device, DeviceKind, EagerStep, HostBatch, HostInputs, Model, ParameterSpec, Result, Tape, TrainState, bf16,
 };
@@ -13,14 +15,14 @@ use crate::crossasset;
 use crate::run::memory::{RunMemory, evaluation_batch};
 use crate::sizes::{FEATURES, SCALES};
 use crate::train::cli::Precision;
-use crate::train::model::{Gpt, Mode};
+use crate::train::model::{Activation, Gpt, Mode};
 use stepscope_predict::{Gpu, dry_run};
 
 /// The model to train.
 #[derive(Clone, Debug)]
 pub(crate) enum Work {
     CrossAsset,
-    Gpt { config: Box<ModelConfig>, recompute: bool },
+    Gpt { config: Box<ModelConfig>, recompute: bool, lora: Option<usize> },
 }
 
 /// Returns the launches of one step on `batch` samples on a GPU.
@@ -34,20 +36,35 @@ pub(crate) fn launches(gpu: &Gpu, work: &Work, precision: Precision, batch: usiz
     Ok(launches.split_off(before))
 }
 
+/// Builds the layers, with adapters of this rank on all linear layers of blocks if there is one.
+/// The frozen weights are then stored as the activations are.
+fn gpt<S: Activation>(config: &ModelConfig, mode: Mode, lora: Option<usize>) -> Result<(Gpt<S>, ParameterSpec)> {
+    let Some(rank) = lora else { return Gpt::new(config.clone(), mode) };
+    let stored = if <S as Element>::NAME == bf16::NAME { FrozenType::Bf16 } else { FrozenType::F32 };
+    let lora = Lora::new(rank, 2.0 * rank as f64);
+    let (layers, spec) = Transformer::with_lora(config.clone(), &lora, |_| stored)?;
+    Ok((Gpt::of(layers, mode), spec))
+}
+
 /// Returns the memory of a run that trains `config` on `batch` samples a step.
 ///
 /// # Errors
 /// When an op fails.
-pub(crate) fn memory(config: &ModelConfig, recompute: bool, precision: Precision, batch: usize) -> Result<RunMemory> {
+pub(crate) fn memory(
+    config: &ModelConfig,
+    recompute: bool,
+    lora: Option<usize>,
+    precision: Precision,
+    batch: usize,
+) -> Result<RunMemory> {
     let device = Device::open(DeviceKind::Emulated)?;
     let mode = Mode { recompute, ..Mode::default() };
     let [step, look] = [batch, evaluation_batch(batch)].map(|samples| Tokens::new(samples, config.context));
     match precision {
         Precision::Bf16 => {
-            let model = || Gpt::<bf16>::new(config.clone(), mode);
-            RunMemory::of(&device, model, precision.of_f32(), [&step, &look])
+            RunMemory::of(&device, || gpt::<bf16>(config, mode, lora), precision.of_f32(), [&step, &look])
         }
-        _ => RunMemory::of(&device, || Gpt::<f32>::new(config.clone(), mode), precision.of_f32(), [&step, &look]),
+        _ => RunMemory::of(&device, || gpt::<f32>(config, mode, lora), precision.of_f32(), [&step, &look]),
     }
 }
 
@@ -92,15 +109,15 @@ fn set_up(step: &EagerStep<'_>, work: &Work, precision: Precision, batch: usize,
             let (model, spec) = crossasset::Model::<f32>::new()?;
             train(step, model, &spec, &inputs, precision, until)
         }
-        Work::Gpt { config, recompute } => {
+        Work::Gpt { config, recompute, lora } => {
             let mode = Mode { recompute: *recompute, documents: false, counted: false };
             let tokens = Tokens::new(batch, config.context);
             let inputs = tokens.inputs()?;
             if precision == Precision::Bf16 {
-                let (model, spec) = Gpt::<bf16>::new(ModelConfig::clone(config), mode)?;
+                let (model, spec) = gpt::<bf16>(config, mode, *lora)?;
                 return train(step, model, &spec, &inputs, precision, until);
             }
-            let (model, spec) = Gpt::<f32>::new(ModelConfig::clone(config), mode)?;
+            let (model, spec) = gpt::<f32>(config, mode, *lora)?;
             train(step, model, &spec, &inputs, precision, until)
         }
     }

@@ -38,6 +38,8 @@ pub struct Rank {
     /// The rendezvous of the group, if there is one.
     config: Option<GroupConfig>,
     shards: usize,
+    /// The ranks of this process.
+    in_process: usize,
 }
 
 impl RankArgs {
@@ -55,7 +57,8 @@ impl RankArgs {
             Some(seconds) => config.deadline(Duration::from_secs(seconds)),
             None => config,
         };
-        let rank = |of_group| Rank { config: is_group.then(|| config(of_group)), shards };
+        let in_process = configs.len();
+        let rank = |of_group| Rank { config: is_group.then(|| config(of_group)), shards, in_process };
         Ok(configs.into_iter().map(rank).collect())
     }
 }
@@ -69,6 +72,16 @@ impl Rank {
     /// Returns the shards per batch.
     pub fn shards(&self) -> usize {
         self.shards
+    }
+
+    /// Returns the ranks of the group.
+    pub fn ranks(&self) -> usize {
+        self.config.as_ref().map_or(1, GroupConfig::ranks)
+    }
+
+    /// Returns the ranks that this process runs.
+    pub fn in_process(&self) -> usize {
+        self.in_process
     }
 
     /// Opens the rank's device, with the device's own matrix instruction unless one is given.

@@ -13,6 +13,7 @@ use stepscope::{
     bf16, ops,
 };
 
+use crate::program::ranks::Rank;
 use crate::train::bad_input::{Outcome, bad};
 
 /// Spare bytes of the arena, for differences from the measured steps.
@@ -29,6 +30,13 @@ pub(crate) struct RunMemory {
     /// Reading, checkpoints and the export: the largest tensor as it is in memory, in a file's
     /// order, and as bytes.
     pub(crate) files: u64,
+    /// The gradients, which are a part of `weights`.
+    gradients: u64,
+    /// The sums of shards that wait for others, and the optimizer's state while it is divided among
+    /// the ranks.
+    group: u64,
+    /// The ranks of this process, each of which needs all of this.
+    ranks: u64,
 }
 
 /// Returns the samples of an evaluation step. It is smaller than a training batch, because it needs
@@ -66,28 +74,42 @@ impl RunMemory {
             weights: (trained + frozen * copied) as u64 + spec.frozen_bytes(),
             steps: steps as u64,
             files: 3 * largest as u64,
+            gradients: (spec.elements() * size_of::<f32>()) as u64,
+            group: 0,
+            ranks: 1,
         })
+    }
+
+    /// Adds the needs of a rank of a group.
+    #[must_use]
+    pub(crate) fn of_rank(self, rank: &Rank) -> Self {
+        let own = (rank.shards() / rank.ranks()).max(1);
+        let divided = if rank.ranks() > 1 { self.gradients / rank.ranks() as u64 } else { 0 };
+        let group = u64::from(own.ilog2()) * self.gradients + divided;
+        Self { group, ranks: rank.in_process() as u64, ..self }
     }
 
     /// Returns all bytes together.
     pub(crate) fn total(&self) -> u64 {
-        self.weights + self.steps + self.files
+        self.weights + self.steps + self.files + self.group
     }
 
     /// Returns an error if the device, or the host if the device shares its memory, has less.
     pub(crate) fn check(&self, device: &Device) -> Outcome<()> {
         let description = device.description();
         let of_host = HostMemory::available_bytes();
-        let available = match description.memory_bytes.filter(|_| !description.integrated) {
-            Some(bytes) => bytes,
-            None => of_host,
+        // The ranks of a process share the host's memory, but not that of their GPUs.
+        let (available, ranks) = match description.memory_bytes.filter(|_| !description.integrated) {
+            Some(bytes) => (bytes, 1),
+            None => (of_host, self.ranks),
         };
-        if self.total() <= available && self.files <= of_host {
+        if ranks * self.total() <= available && self.files <= of_host {
             return Ok(());
         }
         let reason = format!(
-            "the run needs {self}, and {:.2} GiB are there: give a smaller --batch and a larger --accumulate, a smaller \
+            "the run needs {self}{}, and {:.2} GiB are there: give a smaller --batch and a larger --accumulate, a smaller \
              --context, --recompute, or --precision bf16",
+            if ranks > 1 { format!(", for each of {ranks} ranks") } else { String::new() },
             available as f64 / GIB
         );
         Err(bad("memory", reason))
@@ -96,13 +118,14 @@ impl RunMemory {
 
 impl fmt::Display for RunMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [total, weights, steps, files] =
-            [self.total(), self.weights, self.steps, self.files].map(|bytes| bytes as f64 / GIB);
+        let [total, weights, steps, files, group] =
+            [self.total(), self.weights, self.steps, self.files, self.group].map(|bytes| bytes as f64 / GIB);
         write!(
             f,
             "{total:.2} GiB of memory: {weights:.2} for weights, gradients and moments, {steps:.2} for steps, {files:.2} for \
              files"
-        )
+        )?;
+        if self.group > 0 { write!(f, ", {group:.2} for shards and ranks") } else { Ok(()) }
     }
 }
 
@@ -136,8 +159,9 @@ fn run<M: Model>(
 ) -> Result<()> {
     step.set_precision(precision);
     let batch = step.upload_inputs(inputs)?;
+    let generator = ops::Generator::new(step.device(), 0)?;
     let tape = Tape::new(step, &state.parameters);
-    let tape = if train { tape } else { tape.evaluating() };
+    let tape = if train { tape.with_generator(&generator) } else { tape.evaluating() };
     let hidden = state.model.forward(&tape, &batch)?;
     let loss = state.model.loss(&tape, &hidden, &batch)?;
     if train { tape.backward_overwrite(&loss, &mut state.gradients) } else { Ok(()) }

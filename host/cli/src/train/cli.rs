@@ -218,6 +218,10 @@ pub(crate) fn zero_or_above(text: &str) -> Result<f32, String> {
     number(text, |number| number >= 0.0, "a finite number, at least zero")
 }
 
+pub(crate) fn below_one(text: &str) -> Result<f32, String> {
+    number(text, |number| (0.0..1.0).contains(&number), "a number from 0 to below 1")
+}
+
 pub(crate) fn share(text: &str) -> Result<f32, String> {
     number(text, |number| number > 0.0 && number <= 1.0, "a number above 0 and at most 1")
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use stepscope::data::Windows;
-use stepscope::models::{Family, ModelConfig, Weights};
+use stepscope::models::{Family, ModelConfig};
 use stepscope::optim::Schedule;
 use stepscope::{AdamW, Arena, Checkpoint, Device, Result, TrainState, Trainer};
 
@@ -36,8 +36,6 @@ pub(crate) struct Plan<'r> {
     pub(crate) tokenizer: Tokenizer,
     pub(crate) text: Arc<Text>,
     pub(crate) config: ModelConfig,
-    /// The initial weights, if they do not come from the seed.
-    weights: Option<Weights>,
     pub(crate) resumed: Option<Checkpoint>,
     /// The tokens that the sample begins with.
     pub(crate) beginning: Vec<u32>,
@@ -48,8 +46,9 @@ impl<'r> Plan<'r> {
     pub(crate) fn load(args: &'r Args, shards: usize) -> Outcome<Self> {
         let accumulate = args.run.accumulate(shards)?;
         check_batch(args.batch, args.context())?;
-        let weights = args.weights.as_ref().map(|folder| weights::read(folder, args.context)).transpose()?;
-        let tokenizer = Tokenizer::open(&tokenizer_name(args, weights.as_ref())?)?;
+        let given = args.weights.as_ref().map(|folder| weights::open(folder, args.context)).transpose()?;
+        let given = given.map(|(_, config)| config);
+        let tokenizer = Tokenizer::open(&tokenizer_name(args, given.as_ref())?)?;
         if args.documents && tokenizer.end().is_none() {
             return Err(bad(
                 "--documents",
@@ -60,10 +59,10 @@ impl<'r> Plan<'r> {
         if beginning.is_empty() {
             return Err(bad("--sample", "is empty: give the text that the sample begins with"));
         }
-        let config = match (&weights, &args.config) {
-            (Some(Weights { config, .. }), _) => {
+        let config = match (given, &args.config) {
+            (Some(config), _) => {
                 tokenizer.check_vocabulary(config.vocabulary)?;
-                config.clone()
+                config
             }
             (None, Some(config)) => {
                 let mut config = config.clone();
@@ -78,7 +77,7 @@ impl<'r> Plan<'r> {
         let text = Arc::new(Text::load(&args.data, &tokenizer, config.context)?);
         let resumed = args.resume.as_ref().map(|path| Checkpoint::load(path).map_err(|error| bad("--resume", error)));
         let resumed = resumed.transpose()?;
-        Ok(Self { args, accumulate, shards, tokenizer, text, config, weights, resumed, beginning })
+        Ok(Self { args, accumulate, shards, tokenizer, text, config, resumed, beginning })
     }
 
     /// Returns the shape of a sample.
@@ -106,8 +105,8 @@ impl<'r> Plan<'r> {
             ..AdamW::default()
         };
         let mut state = self.args.run.state(device, model, &spec, config)?;
-        if let Some(weights) = &self.weights {
-            weights.load(&mut state.parameters)?;
+        if let Some(folder) = &self.args.weights {
+            weights::load(folder, &mut state.parameters)?;
         }
         Ok(state)
     }
@@ -121,13 +120,7 @@ impl<'r> Plan<'r> {
         let [step, look] =
             [self.args.batch, evaluation_batch(self.args.batch)].map(|samples| Sequences::zeros(samples, self.form()));
         let model = || Gpt::<S>::new(self.config.clone(), self.mode());
-        let needs = RunMemory::of(device, model, self.args.run.precision.of_f32(), [&step, &look])?;
-        // The weights of a folder stay on the host.
-        let held = match self.weights {
-            Some(_) => model()?.1.weights() * size_of::<f32>(),
-            None => 0,
-        };
-        Ok(RunMemory { files: needs.files + held as u64, ..needs })
+        RunMemory::of(device, model, self.args.run.precision.of_f32(), [&step, &look])
     }
 
     /// Trains to the end. Returns none if it was stopped, after writing a checkpoint.
@@ -242,7 +235,7 @@ fn new_context(args: &Args, config: &ModelConfig, tokenizer: &Tokenizer) -> Outc
 
 /// Returns the requested tokenizer, or the one next to the weights, or the one that fits the data.
 /// A folder's own tokenizer in another form is refused, because GPT-2's would read other tokens.
-fn tokenizer_name(args: &Args, weights: Option<&Weights>) -> Outcome<String> {
+fn tokenizer_name(args: &Args, given: Option<&ModelConfig>) -> Outcome<String> {
     if let Some(name) = &args.tokenizer {
         return Ok(name.clone());
     }
@@ -259,7 +252,7 @@ fn tokenizer_name(args: &Args, weights: Option<&Weights>) -> Outcome<String> {
             return Err(bad(folder.display(), reason));
         }
     }
-    let of_gpt2 = weights.is_some_and(|weights| weights.config.family == Family::Gpt2);
+    let of_gpt2 = given.is_some_and(|config| config.family == Family::Gpt2);
     let is_gpt2 = of_gpt2 || args.data.iter().any(|path| text::is_token_file(path));
     Ok(if is_gpt2 { "gpt2" } else { "bytes" }.into())
 }

@@ -188,11 +188,11 @@ on_each_device! {
                 let shards: Vec<_> = shards.filter(|path| path.extension().is_some_and(|end| end == "safetensors")).collect();
                 assert_eq!(shards.len(), files, "{arch}: {shards:?}");
                 let mut fresh = Plan::load(&Args { run: RunArgs { seed: 8, ..args.run.clone() }, ..args.clone() }, 1).unwrap().state::<f32>(device).unwrap();
-                weights::read(&theirs, None).unwrap().load(&mut fresh.parameters).unwrap();
+                weights::load(&theirs, &mut fresh.parameters).unwrap();
                 assert_eq!(fresh.parameters.sha256(), state.parameters.sha256(), "{arch} in {files} files");
             }
-            let back = weights::read(&theirs, None).unwrap();
-            assert_eq!(back.config.layers, plan.config.layers, "{arch}");
+            let (_, back) = weights::open(&theirs, None).unwrap();
+            assert_eq!(back.layers, plan.config.layers, "{arch}");
             // The place of row 3 and column 2 of the keys.
             let flat = state.parameters.flat().read().unwrap();
             let qkv = state.parameters.layout().entries().iter().find(|entry| entry.name().ends_with("qkv_proj.weight"));
@@ -279,13 +279,13 @@ fn unsuitable_weights_are_refused_by_name() {
         theirs
     };
     let refused = |theirs: &Path, told: &str| {
-        let error = weights::read(theirs, None).expect_err(told).to_string();
+        let error = weights::open(theirs, None).map(drop).expect_err(told).to_string();
         assert!(error.contains(told), "expected `{told}` in: {error}");
     };
     let theirs = fresh("llama");
     let name = "model.layers.3.self_attn.k_proj.weight";
     changed(&theirs, true, |_| ());
-    weights::read(&theirs, None).unwrap();
+    weights::open(&theirs, None).unwrap();
     let theirs = fresh("llama");
     let _ = fs::remove_file(theirs.join("model.safetensors.index.json"));
     changed(&theirs, false, |tensors| tensors.retain(|(tensor, ..)| tensor != name));
@@ -340,7 +340,7 @@ fn half_precision_weights_load_exactly() {
         let view = |bytes, shape: &Vec<usize>| TensorView::new(dtype, shape.clone(), bytes).unwrap();
         let views = tensors.iter().map(|(name, shape, bytes)| (name, view(bytes, shape)));
         fs::write(&path, safetensors::serialize(views, None).unwrap()).unwrap();
-        weights::read(&theirs, None).unwrap().load(&mut state.parameters).unwrap();
+        weights::load(&theirs, &mut state.parameters).unwrap();
         let want: Vec<f32> = ours.iter().map(|&x| rounded(x)).collect();
         assert!(want != ours && state.parameters.flat().read().unwrap() == want, "{dtype:?}");
     }

@@ -2,21 +2,14 @@
 
 use std::path::Path;
 
-use stepscope::Error;
-use stepscope::models::{ModelConfig, WeightFiles, Weights};
+use stepscope::models::{ModelConfig, WeightFiles};
+use stepscope::{Error, Parameters};
 
 use crate::train::bad_input::{Outcome, bad};
 
 /// The most tokens in a sample, unless the command line says otherwise. Recent models allow a
 /// hundred thousand tokens and more, which no GPU has the memory to train.
 const DEFAULT_CONTEXT: usize = 1024;
-
-/// Reads a folder, for samples of at most `context` tokens.
-pub(crate) fn read(folder: &Path, context: Option<usize>) -> Outcome<Weights> {
-    let mut weights = Weights::read(folder).map_err(refused)?;
-    weights.limit_context(checked(folder, weights.config.context, context)?)?;
-    Ok(weights)
-}
 
 /// Opens a folder, for samples of at most `context` tokens. Returns its files, of which only the
 /// headers are read, and the model.
@@ -25,6 +18,11 @@ pub(crate) fn open(folder: &Path, context: Option<usize>) -> Outcome<(WeightFile
     let mut config = files.config().clone();
     config.context = checked(folder, config.context, context)?;
     Ok((files, config))
+}
+
+/// Loads the weights of a folder, tensor by tensor, into the parameters of its model.
+pub(crate) fn load(folder: &Path, parameters: &mut Parameters) -> Outcome<()> {
+    WeightFiles::open(folder).and_then(|mut files| files.load(parameters)).map_err(refused)
 }
 
 /// Returns the requested context, or the default, if the model allows it.

@@ -68,7 +68,7 @@ pub use layer_norm::{Normalized, layer_norm, layer_norm_backward, layer_norm_res
 pub use linear_cross_entropy::{LmHeadConfig, linear_cross_entropy};
 pub use loss::{IGNORED, LabelRules, binary_cross_entropy, cross_entropy, cross_entropy_by, squared_error};
 pub use matmul::{
-    BiasGradient, Gemm, GemmElement, Gradient, LOW_RANK_PARTS, LOW_RANK_UNIT, LowRank, LowRankPart,
+    BiasGradient, Gemm, GemmElement, Gradient, LOW_RANK_PARTS, LOW_RANK_UNIT, LowRank, LowRankDropout, LowRankPart,
     TILES, Tile, gelu_linear_backward, gemm_into, gradients_into, linear, linear_gelu, linear_residual, linear_silu,
     linear_swiglu, matmul,
 };

@@ -99,7 +99,7 @@ impl Lora {
             "layers_to_transform": null,
             "lora_alpha": number(self.alpha),
             "lora_bias": false,
-            "lora_dropout": self.dropout,
+            "lora_dropout": shortest(self.dropout),
             "modules_to_save": list(&self.modules_to_save),
             "peft_type": "LORA",
             "r": self.rank,
@@ -117,6 +117,11 @@ impl Lora {
 /// Writes a whole number as one, because PEFT declares alpha so.
 fn number(value: f64) -> Value {
     if value.fract() == 0.0 && value.abs() < 1e15 { json!(value as i64) } else { json!(value) }
+}
+
+/// Returns the number with the fewest digits that is this one in f32.
+fn shortest(value: f32) -> f64 {
+    value.to_string().parse().expect("a number's digits are a number")
 }
 
 /// Returns the names of a list, or none if the key is absent.

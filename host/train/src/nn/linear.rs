@@ -3,7 +3,7 @@
 use super::Scope;
 use stepscope_core::error::{Error, Result};
 use stepscope_core::initializer::Initializer;
-use stepscope_core::ops::{GemmElement, LOW_RANK_PARTS, LowRank, LowRankPart};
+use stepscope_core::ops::{Draws, GemmElement, LOW_RANK_PARTS, LowRank, LowRankDropout, LowRankPart};
 use stepscope_core::params::Parameter;
 use stepscope_core::tape::{Tape, Var};
 
@@ -44,9 +44,23 @@ pub struct Linear {
 pub struct Adapter {
     /// A and B.
     pub low_rank: LowRank,
-    /// The probability with which dropout zeroes an element of the addition's input. All parts
-    /// share the choice.
+    /// The probability with which dropout zeroes an element of the addition's input. Each part has
+    /// its own choice.
     pub dropout: f32,
+}
+
+impl Adapter {
+    /// Draws the random numbers of the adapter's dropout, if it has any and the tape is not for an
+    /// evaluation.
+    #[track_caller]
+    fn draw<'s>(&self, tape: &Tape<'_, 's>) -> Result<Option<LowRankDropout<'s>>> {
+        if self.dropout == 0.0 {
+            return Ok(None);
+        }
+        let dropout =
+            |draws: &Draws<'s>| LowRankDropout { p: self.dropout, draws: [(); LOW_RANK_PARTS].map(|()| draws.next()) };
+        Ok(tape.draws()?.map(dropout))
+    }
 }
 
 /// A part of an adapter, which adds to neighboring outputs of a layer.
@@ -133,7 +147,25 @@ impl Linear {
     ) -> Result<Var<'s, S>> {
         match &self.adapter {
             None => tape.linear(x, self.weight, self.bias),
-            Some(adapter) => self.adapted(tape, x, adapter, None),
+            Some(adapter) => self.adapted(tape, x, (adapter, adapter.draw(tape)?), None),
+        }
+    }
+
+    /// Computes [`Linear::forward`] of this layer and of another one. If their adapters share A, as
+    /// those of two halves of one matrix in a file do, they also share the choice of dropout.
+    #[track_caller]
+    pub fn forward_both<'s, S: GemmElement<S> + GemmElement<f32>>(
+        &self,
+        other: &Self,
+        tape: &Tape<'_, 's>,
+        x: &Var<'s, S>,
+    ) -> Result<[Var<'s, S>; 2]> {
+        match (&self.adapter, &other.adapter) {
+            (Some(ours), Some(theirs)) if ours.low_rank.a == theirs.low_rank.a => {
+                let dropout = ours.draw(tape)?;
+                Ok([self.adapted(tape, x, (ours, dropout), None)?, other.adapted(tape, x, (theirs, dropout), None)?])
+            }
+            _ => Ok([self.forward(tape, x)?, other.forward(tape, x)?]),
         }
     }
 
@@ -148,7 +180,7 @@ impl Linear {
     ) -> Result<Var<'s, S>> {
         match &self.adapter {
             None => tape.linear_residual(x, self.weight, self.bias, residual),
-            Some(adapter) => self.adapted(tape, x, adapter, Some(residual)),
+            Some(adapter) => self.adapted(tape, x, (adapter, adapter.draw(tape)?), Some(residual)),
         }
     }
 
@@ -157,10 +189,9 @@ impl Linear {
         &self,
         tape: &Tape<'_, 's>,
         x: &Var<'s, S>,
-        adapter: &Adapter,
+        (adapter, dropout): (&Adapter, Option<LowRankDropout<'s>>),
         residual: Option<&Var<'s, S>>,
     ) -> Result<Var<'s, S>> {
-        let dropped = if adapter.dropout > 0.0 { tape.dropout(x, adapter.dropout)? } else { *x };
-        tape.linear_low_rank(x, (self.weight, self.bias), &adapter.low_rank, &dropped, residual)
+        tape.linear_low_rank(x, (self.weight, self.bias), &adapter.low_rank, dropout, residual)
     }
 }

@@ -55,10 +55,10 @@ impl SwiGlu {
         tape: &Tape<'_, 's>,
         x: &Var<'s, S>,
     ) -> Result<Var<'s, S>> {
-        let gate = self.gate.forward(tape, x)?;
-        match self.up.adapter {
-            None => tape.linear_swiglu(x, self.up.weight, self.up.bias, &gate),
-            Some(_) => tape.swiglu(&gate, &self.up.forward(tape, x)?),
+        if self.up.adapter.is_none() {
+            return tape.linear_swiglu(x, self.up.weight, self.up.bias, &self.gate.forward(tape, x)?);
         }
+        let [gate, up] = self.gate.forward_both(&self.up, tape, x)?;
+        tape.swiglu(&gate, &up)
     }
 }

@@ -1,4 +1,4 @@
-//! The table of docs/finetune.md: what fits into 128 GB.
+//! The tables of docs/finetune.md: what fits into 128 GB.
 
 use crate::predict::step;
 use crate::train::cli::Precision;
@@ -21,6 +21,14 @@ const MODELS: [(&str, &str, Sizes, bool); 7] = [
     ("Mistral-7B-v0.3", "mistral", [32_768, 4096, 14_336, 32, 32, 8, 128], false),
     ("Llama-3.1-8B", "llama", [128_256, 4096, 14_336, 32, 32, 8, 128], false),
 ];
+/// Larger models, of which only adapters are trained.
+const LARGER: [(&str, &str, Sizes, bool); 3] = [
+    ("Qwen3-14B", "qwen3", [151_936, 5120, 17_408, 40, 40, 8, 128], false),
+    ("Qwen3-32B", "qwen3", [151_936, 5120, 25_600, 64, 64, 8, 128], false),
+    ("Llama-3.3-70B", "llama", [128_256, 8192, 28_672, 80, 64, 8, 128], false),
+];
+/// The rank of the adapters.
+const RANK: usize = 16;
 /// The bytes of a GB10.
 const MEMORY: u64 = 128_000_000_000;
 const GIB: f64 = (1 << 30) as f64;
@@ -36,25 +44,38 @@ fn config((_, family, sizes, tied): (&str, &str, Sizes, bool)) -> ModelConfig {
     ModelConfig::from_json(json.to_string().as_bytes()).unwrap()
 }
 
-/// The rows of the table are what `stepscope predict --config` prints.
-#[test]
-fn table_of_the_page_is_computed() {
+/// Asserts that the page has a row for each model, with the memory of a run of each of these
+/// columns: whether it recomputes, and its contexts per step.
+fn table_is_computed(models: &[(&str, &str, Sizes, bool)], lora: Option<usize>, columns: &[(bool, usize)]) {
     let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/finetune.md");
     let page = std::fs::read_to_string(page).unwrap();
     let mut missing = Vec::new();
-    for named in MODELS {
+    for &named in models {
         let mut config = config(named);
         config.context = 2048;
         let weights = Gpt::<bf16>::new(config.clone(), Mode::default()).unwrap().1.weights();
-        let needs = |recompute: bool, contexts: usize| {
-            let bytes = step::memory(&config, recompute, Precision::Bf16, contexts).unwrap().total();
+        let needs = |&(recompute, contexts): &(bool, usize)| {
+            let bytes = step::memory(&config, recompute, lora, Precision::Bf16, contexts).unwrap().total();
             if bytes > MEMORY { "-".to_owned() } else { format!("{:.1}", bytes as f64 / GIB) }
         };
-        let cells = [needs(false, 1), needs(true, 1), needs(true, 8)].join(" | ");
+        let cells = columns.iter().map(needs).collect::<Vec<_>>().join(" | ");
         let row = format!("| {} | {:.2} | {cells} |", named.0, weights as f64 / 1e9);
         if !page.contains(&row) {
             missing.push(row);
         }
     }
     assert!(missing.is_empty(), "docs/finetune.md must have these rows:\n{}", missing.join("\n"));
+}
+
+/// The rows of the tables are what `stepscope predict --config` prints.
+#[test]
+fn tables_of_the_page_are_computed() {
+    table_is_computed(&MODELS, None, &[(false, 1), (true, 1), (true, 8)]);
+}
+
+/// The rows of the table of adapters are what `stepscope predict --config --lora` prints.
+#[test]
+fn table_of_adapters_is_computed() {
+    let models: Vec<_> = MODELS.into_iter().chain(LARGER).collect();
+    table_is_computed(&models, Some(RANK), &[(false, 1), (true, 1), (true, 8)]);
 }

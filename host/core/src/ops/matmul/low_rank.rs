@@ -8,13 +8,14 @@
 //! A layer whose outputs belong to several matrices of a checkpoint, such as q, k and v, has a part
 //! for each. The parts share the products with x, because their A are columns of one parameter.
 //! Each part begins at a multiple of [`LOW_RANK_UNIT`] columns, as products require. Columns in
-//! between have no gradient and no effect.
+//! between have no gradient and no effect. With dropout, each part has an input of its own, which
+//! is computed again in the backward pass, so that it takes no memory until then.
 //!
 //! Invariant: the order of every sum depends only on shapes.
 
 use super::tape::linear_backward;
 use crate::error::{Error, Result};
-use crate::ops::{self, Gemm, GemmElement};
+use crate::ops::{self, Draw, Gemm, GemmElement};
 use crate::params::Parameter;
 use crate::tape::{Backward, Op, Tape, Var};
 use crate::tensor::{Element, Lent, LentMut, Saved, Shape, Source, Target, Tensor};
@@ -43,6 +44,15 @@ pub struct LowRankPart {
     pub first: usize,
     /// The factor of the addition.
     pub scale: f32,
+}
+
+/// Dropout of the input of a [`LowRank`]; see [`ops::dropout`].
+#[derive(Clone, Copy, Debug)]
+pub struct LowRankDropout<'s> {
+    /// The probability that an element is dropped, in `[0, 1)`.
+    pub p: f32,
+    /// The random numbers of each part.
+    pub draws: [Draw<'s>; LOW_RANK_PARTS],
 }
 
 impl LowRankPart {
@@ -95,9 +105,10 @@ impl LowRank {
 }
 
 impl<'s> Tape<'_, 's> {
-    /// `y = (residual +) x w (+ b)`, and then `y[.., columns] += scale (dropped A) B` for each
-    /// part; `x`, `dropped`: `[.., in]`, `w`: `[in, out]`, `b`: `[out]`, `residual`, `y`: `[..,
-    /// out]`. The input of the addition, `dropped`, is x itself or x after dropout.
+    /// `y = (residual +) x w (+ b)`, and then `y[.., columns] += scale (x A) B` for each part;
+    /// `x`: `[.., in]`, `w`: `[in, out]`, `b`: `[out]`, `residual`, `y`: `[.., out]`. With
+    /// `dropout`, the x of each part's addition is x after dropout. Scratch then includes a tensor
+    /// of x's size.
     ///
     /// The first sum has the bits of [`Tape::linear`] and [`Tape::linear_residual`]. In BF16, it is
     /// rounded before a part is added.
@@ -110,11 +121,10 @@ impl<'s> Tape<'_, 's> {
         x: &Var<'s, S>,
         (w, b): (Parameter, Option<Parameter>),
         low_rank: &LowRank,
-        dropped: &Var<'s, S>,
+        dropout: Option<LowRankDropout<'s>>,
         residual: Option<&Var<'s, S>>,
     ) -> Result<Var<'s, S>> {
-        let op = self.op("linear_low_rank", [x, dropped, residual.unwrap_or(x)])?;
-        ops::same_shape("linear_low_rank", x.shape(), dropped.shape())?;
+        let op = self.op("linear_low_rank", [x, residual.unwrap_or(x)])?;
         let (step, none, bias) = (self.step(), None::<&Tensor<'s>>, b.map(|b| op.weights(b)).transpose()?);
         let weights = op.weights_as::<S>(w)?;
         let mut y = match residual {
@@ -124,24 +134,29 @@ impl<'s> Tape<'_, 's> {
         let ([rows, inputs], [_, outputs]) = (x.shape().as_rows(), y.shape().as_rows());
         let (places, ranks) = low_rank.places(&op, inputs, outputs)?;
         let mut h = step.empty::<S>([rows, ranks])?;
-        ops::gemm_into(
-            step,
-            &Gemm::new(rows, ranks, inputs),
-            dropped.value(),
-            &op.weights_as::<S>(low_rank.a)?,
-            none,
-            &mut h,
-        )?;
+        let a = op.weights_as::<S>(low_rank.a)?;
+        match dropout {
+            None => ops::gemm_into(step, &Gemm::new(rows, ranks, inputs), x.value(), &a, none, &mut h)?,
+            Some(LowRankDropout { p, draws }) => {
+                for (Place { column, rank, .. }, draw) in places.iter().zip(&draws) {
+                    let dropped = ops::dropout(step, x.value(), p, draw)?;
+                    let product = Gemm { ldb: ranks, ldc: ranks, ..Gemm::new(rows, *rank, inputs) };
+                    let into = &mut columns_mut(&mut h, *column);
+                    ops::gemm_into(step, &product, &dropped, &columns(&a, *column), none, into)?;
+                    step.free(dropped);
+                }
+            }
+        }
         for Place { part, column, rank, outputs: of_part } in &places {
             let product = Gemm { lda: ranks, ldc: outputs, ..Gemm::new(rows, *of_part, *rank) };
             let b = op.weights_as::<S>(part.b)?;
             let into = &mut columns_mut(&mut y, part.first);
             ops::gemm_into(step, &product.scaled(part.scale).accumulate(), &columns(&h, *column), &b, none, into)?;
         }
-        let (x, dropped, residual, a, h) = (*x, *dropped, residual.copied(), low_rank.a, h.save());
+        let (x, residual, a, h) = (*x, residual.copied(), low_rank.a, h.save());
         Ok(op.record(y.save(), move |back, dy| {
             linear_backward(back, &x, w, b, &dy)?;
-            backward(back, &dropped, a, &places, &h, &dy)?;
+            backward(back, &x, a, &places, dropout, &h, &dy)?;
             match residual {
                 Some(residual) => back.add(&residual, dy),
                 None => {
@@ -159,6 +174,7 @@ fn backward<'s, S: GemmElement<S> + GemmElement<f32>>(
     x: &Var<'s, S>,
     a: Parameter,
     places: &[Place],
+    dropout: Option<LowRankDropout<'s>>,
     h: &Saved<'s, S>,
     dy: &Tensor<'s, S>,
 ) -> Result<()> {
@@ -167,7 +183,8 @@ fn backward<'s, S: GemmElement<S> + GemmElement<f32>>(
     let inputs = x.shape().as_rows()[1];
     let wants_dh = x.wants_gradient() || back.trains(a)?;
     let mut dh = step.empty::<S>([rows, ranks])?;
-    if places.iter().map(|place| place.rank).sum::<usize>() < ranks {
+    let has_gaps = places.iter().map(|place| place.rank).sum::<usize>() < ranks;
+    if has_gaps {
         // Columns between parts.
         ops::fill_into(step, &mut dh, 0.0)?;
     }
@@ -185,6 +202,11 @@ fn backward<'s, S: GemmElement<S> + GemmElement<f32>>(
             ops::gemm_into(step, &product.scaled(part.scale), &dy, &b, none, into)?;
         }
     }
+    if let Some(dropout) = dropout {
+        dropped_backward(back, x, a, places, dropout, &dh, has_gaps)?;
+        step.free(dh);
+        return Ok(());
+    }
     if let Some((mut da, accumulate)) = back.gradient_if_trained(a)? {
         let product = adding(Gemm::new(inputs, ranks, rows).transpose_a(), accumulate);
         ops::gemm_into(step, &product, x.value(), &dh, none, &mut da)?;
@@ -199,6 +221,44 @@ fn backward<'s, S: GemmElement<S> + GemmElement<f32>>(
         back.add(x, dx)?;
     }
     step.free(dh);
+    Ok(())
+}
+
+/// Computes the gradient of A, and adds that of x, with each part's dropout of x.
+fn dropped_backward<'s, S: GemmElement<S> + GemmElement<f32>>(
+    back: &mut Backward<'_, '_, 's>,
+    x: &Var<'s, S>,
+    a: Parameter,
+    places: &[Place],
+    LowRankDropout { p, draws }: LowRankDropout<'s>,
+    dh: &Tensor<'s, S>,
+    has_gaps: bool,
+) -> Result<()> {
+    let (step, none) = (back.step(), None::<&Tensor<'s>>);
+    let ([rows, ranks], inputs) = (dh.shape().as_rows(), x.shape().as_rows()[1]);
+    if let Some((mut da, accumulate)) = back.gradient_if_trained(a)? {
+        if has_gaps && !accumulate {
+            ops::fill_into(step, &mut da, 0.0)?;
+        }
+        for (Place { column, rank, .. }, draw) in places.iter().zip(&draws) {
+            let dropped = ops::dropout(step, x.value(), p, draw)?;
+            let product = Gemm { ldb: ranks, ldc: ranks, ..Gemm::new(inputs, *rank, rows).transpose_a() };
+            let into = &mut columns_mut(&mut da, *column);
+            ops::gemm_into(step, &adding(product, accumulate), &dropped, &columns(dh, *column), none, into)?;
+            step.free(dropped);
+        }
+    }
+    if x.wants_gradient() {
+        for (Place { column, rank, .. }, draw) in places.iter().zip(&draws) {
+            let product = Gemm { lda: ranks, ldb: ranks, ..Gemm::new(rows, inputs, *rank).transpose_b() };
+            let mut of_part = step.empty::<S>(x.shape())?;
+            let a = back.weights_as::<S>(a)?;
+            ops::gemm_into(step, &product, &columns(dh, *column), &columns(&a, *column), none, &mut of_part)?;
+            let dx = ops::dropout(step, &of_part, p, draw)?;
+            step.free(of_part);
+            back.add(x, dx)?;
+        }
+    }
     Ok(())
 }
 

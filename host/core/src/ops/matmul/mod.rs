@@ -29,4 +29,4 @@ pub use element::GemmElement;
 pub use gemm::{BiasGradient, Gemm, Gradient};
 pub use kernels::matmul::{TILES, Tile};
 pub use linear::{gemm_into, gradients_into, linear, linear_gelu, linear_residual, linear_silu, linear_swiglu, matmul};
-pub use low_rank::{LOW_RANK_PARTS, LOW_RANK_UNIT, LowRank, LowRankPart};
+pub use low_rank::{LOW_RANK_PARTS, LOW_RANK_UNIT, LowRank, LowRankDropout, LowRankPart};
