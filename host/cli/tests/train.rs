@@ -180,6 +180,8 @@ fn bad_input_writes_nothing() {
     };
     refused(&file("empty.txt", b""), "", "empty.txt: is empty");
     refused(&folder.path().join("missing.txt"), "", "missing.txt: ");
+    let chat = br#"{"messages": [{"role": "user", "content": "a"}]}"#;
+    refused(&file("chats.jsonl", chat), "", "chats.jsonl: has rows with `messages`, which are not read as raw text");
     refused(&file("short.txt", b"let x;"), "", "7 tokens are too few: --context 16 needs 17");
     refused(&data, "--context 4096", "1041 tokens are too few");
     refused(&file("latin.txt", &[0xe4; 100]), "--tokenizer gpt2", "latin.txt: is not valid UTF-8");

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 
 use rayon::ThreadPoolBuilder;
 use rayon::prelude::*;
+use serde_json::Value;
 use sha2::{Digest, Sha256};
 use stepscope::files::PlainFile;
 use stepscope::memory::HostMemory;
@@ -150,7 +151,29 @@ fn text_of(path: &Path) -> Outcome<Vec<u8>> {
     // The byte tokenizer accepts any bytes, but a binary file here is a mistake.
     match file.kind().map_err(failed)?.filter(|kind| kind.is_no_text()) {
         Some(kind) => Err(bad(path.display(), kind.refusal("text, or tokens in a file that ends in .bin"))),
-        None => file.all_bytes(HostMemory::available_bytes() / BYTES_OF_BYTE).map_err(failed),
+        None => {
+            let text = file.all_bytes(HostMemory::available_bytes() / BYTES_OF_BYTE).map_err(failed)?;
+            refuse_chats(path, &text)?;
+            Ok(text)
+        }
+    }
+}
+
+/// Returns an error for chats, one JSON object a line, whose template and roles would be lost.
+fn refuse_chats(path: &Path, text: &[u8]) -> Outcome<()> {
+    let mut lines = text.split(|&byte| byte == b'\n');
+    let first = lines.find(|line| !line.trim_ascii().is_empty()).unwrap_or_default();
+    let Ok(Value::Object(row)) = serde_json::from_slice(first) else { return Ok(()) };
+    match ["messages", "completion"].into_iter().find(|key| row.contains_key(*key)) {
+        None => Ok(()),
+        Some(key) => {
+            let reason = format!(
+                "has rows with `{key}`, which are not read as raw text: train on them with `stepscope finetune \
+                 --weights DIR --data {}`",
+                path.display()
+            );
+            Err(bad(path.display(), reason))
+        }
     }
 }
 

@@ -182,7 +182,9 @@ impl MultiHeadAttention {
     {
         let qkv = self.qkv.forward(tape, x)?;
         match (self.rotary, &self.qk_norm) {
-            (None, Some(QueryKeyNorm::Heads { gains, epsilon })) => tape.attention(&qkv, Some((gains, *epsilon)), config),
+            (None, Some(QueryKeyNorm::Heads { gains, epsilon })) => {
+                tape.attention(&qkv, Some((gains, *epsilon)), config)
+            }
             (None, _) => tape.attention(&self.normed(tape, qkv, config)?, None, config),
             (Some(rotary), _) => {
                 tape.attention(&tape.rotary(&self.normed(tape, qkv, config)?, rotary, config)?, None, config)
