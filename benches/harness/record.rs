@@ -28,7 +28,9 @@ pub(crate) fn record(group: &str, device: &Device, lines: &impl Serialize) -> Re
     });
     let folder = std::env::var("STEPSCOPE_RUNS").unwrap_or_else(|_| "benches/runs".into());
     std::fs::create_dir_all(&folder)?;
-    let path = format!("{folder}/{date}-{}-{group}.json", short_name(device));
+    let description = device.description();
+    let instruction = if description.capability == Some(90) && !description.has_wgmma { "-mma-sync" } else { "" };
+    let path = format!("{folder}/{date}-{}-{group}{instruction}.json", short_name(device));
     stepscope::files::replace_file(&path, serde_json::to_string(&run)?.as_bytes())?;
     Ok(path)
 }
