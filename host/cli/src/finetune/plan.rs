@@ -89,8 +89,8 @@ impl<'r> Plan<'r> {
         Mode { recompute: self.args.run.recompute, documents: true, counted: true }
     }
 
-    /// Builds the model. If it has adapters, its own weights are frozen, in the type of the file, or
-    /// in f32 where steps would otherwise widen them to f32 and hold both.
+    /// Builds the model. If it has adapters, its own weights are frozen, in the type of the file,
+    /// or in f32 where steps would otherwise widen them to f32 and hold both.
     pub(crate) fn model<S: Activation>(&self) -> Result<(Gpt<S>, ParameterSpec)> {
         let config = self.config.clone();
         let (layers, spec) = match &self.lora {
