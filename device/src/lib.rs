@@ -54,6 +54,8 @@ pub mod update;
 #[allow(clippy::disallowed_methods, reason = "accesses memory for the kernels")]
 pub mod vector;
 pub mod warp;
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+pub mod wgmma;
 pub mod window;
 
 #[cfg(not(all(target_arch = "nvptx64", feature = "library")))]
@@ -78,6 +80,8 @@ mod entries {
     pub mod matmul;
     pub mod matmul_bf16;
     pub mod matmul_mma;
+    #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+    pub mod matmul_wgmma;
     pub mod norm;
     pub mod precision;
     pub mod qk_norm;

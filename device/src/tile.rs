@@ -173,6 +173,20 @@ impl SharedTile<u32> {
         unsafe { self.0.copy16_or_zero(index, x, from, there) };
     }
 
+    /// Starts the copy of the first `count` elements of [`copy_chunk`](Self::copy_chunk), with zeros
+    /// in place of the others. `x[from]` lies on a 16-byte boundary if `count` is not 0.
+    ///
+    /// # Safety
+    /// `count` elements from `x[from]` on lie inside `x`, and at most 16 bytes. The CPU checks it, the
+    /// GPU does not.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn copy_chunk_part<S: Stored>(self, index: u32, x: &[S], from: usize, count: u32) {
+        // SAFETY: inside the tile and, as far as `count` reaches, inside `x`, both on 16-byte
+        // boundaries.
+        unsafe { self.0.copy16_part(index, x, from, count) };
+    }
+
     /// Reads four matrices of 8 x 8 16-bit elements by `ldmatrix.x4`. Lane `8 q + r` supplies the
     /// address of row r of matrix q: its first word, `index`, a multiple of four. Lane `4 g + t`
     /// gets elements 2 t and 2 t + 1 of row g of each matrix, or of column g if `transposed`, the

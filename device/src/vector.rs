@@ -16,7 +16,9 @@
 //! The emulator rejects an access through a pointer that leaves its argument, and a misaligned
 //! vector. The GPU checks nothing. [`machine`](crate::machine) has both sides.
 
-use crate::machine::memory::{check_range, reads, reads_at_once, reads_slice, write_words, writes, writes_at_once};
+use crate::machine::memory::{
+    check_range, reads, reads_at_once, reads_slice, write_words, write4, writes, writes_at_once,
+};
 use crate::map4;
 use crate::stored::Stored;
 use core::ops::{Add, Div, Mul, Neg, Sub};
@@ -361,6 +363,20 @@ pub unsafe fn store_words(out: *mut bf16, index: usize, words: [u32; 2]) {
     writes_at_once(out, index, F4::LEN);
     // SAFETY: the elements may be written and lie on an 8-byte boundary.
     unsafe { write_words(out.add(index), words) };
+}
+
+/// Writes eight BF16, two in each word, in one access.
+///
+/// # Safety
+/// `out` is valid for writes of elements `index..index + 8`, in global memory, and `out + index`
+/// lies on a boundary of eight elements.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn store_chunk(out: *mut bf16, index: usize, words: [u32; 4]) {
+    writes(out, index, 2 * F4::LEN);
+    writes_at_once(out, index, 2 * F4::LEN);
+    // SAFETY: the elements may be written and lie on a 16-byte boundary.
+    unsafe { write4(out.add(index).cast(), words.map(f32::from_bits)) };
 }
 
 /// Writes `out[index] = value`.

@@ -28,9 +28,9 @@
 //! sums = (lane 0 + lane 1) + (lane 2 + lane 3)     of each split of k
 //! ```
 
-mod block;
-mod finish;
-mod operand;
+pub(crate) mod block;
+pub(crate) mod finish;
+pub(crate) mod operand;
 mod tile;
 
 #[cfg(not(target_arch = "nvptx64"))]
@@ -75,6 +75,23 @@ pub enum OperandLayout {
     /// A is stored as `[k, m]`, B in either layout.
     Transposed,
 }
+
+/// Checks the output of the sums of B's columns, if they are requested.
+#[cfg(not(target_arch = "nvptx64"))]
+macro_rules! check_column_sums {
+    ($p:ident, $S:ty, $split_k:ident, $a_is_transposed:expr, $b_is_plain:expr) => {
+        if $p.flags & $crate::matmul_bf16::BIAS_GRAD != 0 {
+            let sums_b = $a_is_transposed && size_of::<$S>() == size_of::<f32>();
+            Violation::unless(sums_b, "flags", "sums of B only beside a transposed A, into f32", $p.flags)?;
+            Violation::unless($b_is_plain, "flags", "B as [k, n] where it is summed", $p.flags)?;
+            Violation::unless($p.m > 0, "m", "at least one where B is summed", $p.m)?;
+            let matrices = Size::of($p.batches).times($split_k);
+            checks::holds("sums", $p.sums.len(), matrices, $p.n as usize, [1, $p.n as usize], $p.n as usize)?;
+        }
+    };
+}
+#[cfg(not(target_arch = "nvptx64"))]
+pub(crate) use check_column_sums;
 
 family! {
     /// Multiplies BF16 tensors. The module's documentation describes the parameters.
@@ -147,14 +164,7 @@ family! {
         let split_k = check_split_k!(p);
         check_factors!(p, of_a | p.flags & TRANSPOSE_B);
         check_outputs!(p, split_k);
-        if p.flags & BIAS_GRAD != 0 {
-            let sums_b = form == OperandLayout::Transposed && size_of::<S>() == size_of::<f32>();
-            Violation::unless(sums_b, "flags", "sums of B only beside a transposed A, into f32", p.flags)?;
-            Violation::unless(p.flags & TRANSPOSE_B == 0, "flags", "B as [k, n] where it is summed", p.flags)?;
-            Violation::unless(p.m > 0, "m", "at least one where B is summed", p.m)?;
-            let matrices = Size::of(p.batches).times(split_k);
-            checks::holds("sums", p.sums.len(), matrices, p.n as usize, [1, p.n as usize], p.n as usize)?;
-        }
+        check_column_sums!(p, S, split_k, form == OperandLayout::Transposed, p.flags & TRANSPOSE_B == 0);
         Violation::unless(split_k == 1 || p.k_per_split.is_multiple_of(DEPTH), "k_per_split", "whole stages of k", p.k_per_split)?;
         Grid::new(Size::of(p.m).div_ceil(tile.rows()).times(Size::of(p.n).div_ceil(tile.cols())), split_k, p.batches)
     }

@@ -133,8 +133,13 @@ impl Tile {
 ///                                              11 13 15 17 19
 /// ```
 #[inline(always)]
-pub(crate) fn place([rows, cols]: [u32; 2], group: u32) -> [u32; 2] {
-    let block = thread::block_idx_x();
+pub(crate) fn place(extents: [u32; 2], group: u32) -> [u32; 2] {
+    place_of(thread::block_idx_x(), extents, group)
+}
+
+/// Returns [`place`] of the tile with this number.
+#[inline(always)]
+pub(crate) fn place_of(block: u32, [rows, cols]: [u32; 2], group: u32) -> [u32; 2] {
     let height = rows.min(group);
     let above = block / (height * cols) * height;
     let (height, within) = (height.min(rows - above), block - above * cols);

@@ -47,24 +47,24 @@ const _: () = assert!(DEPTH == 2 * STEP, "a stage has two steps");
 
 /// One matrix multiply, from the point of view of one thread.
 #[derive(Clone, Copy)]
-pub(super) struct Problem<'p, S> {
-    pub(super) a: Operand<'p>,
-    pub(super) b: Operand<'p>,
-    pub(super) epilogue: Epilogue<'p, S>,
-    pub(super) columns: ColumnSums,
+pub(crate) struct Problem<'p, S> {
+    pub(crate) a: Operand<'p>,
+    pub(crate) b: Operand<'p>,
+    pub(crate) epilogue: Epilogue<'p, S>,
+    pub(crate) columns: ColumnSums,
     /// The range of k that this block accumulates: its first k, and one past its last.
-    pub(super) k: [u32; 2],
+    pub(crate) k: [u32; 2],
 }
 
 /// The destination of the sums of B's columns, if they are wanted.
 #[derive(Clone, Copy)]
-pub(super) struct ColumnSums {
-    pub(super) wanted: bool,
+pub(crate) struct ColumnSums {
+    pub(crate) wanted: bool,
     /// A flag: if not 0, the sums are added to the memory's content.
-    pub(super) accumulate: u32,
-    pub(super) sums: *mut f32,
+    pub(crate) accumulate: u32,
+    pub(crate) sums: *mut f32,
     /// The index of the sums of this block's batch and split.
-    pub(super) start: usize,
+    pub(crate) start: usize,
 }
 
 /// Computes the block's tile. `A_ALONG` is true if A is contiguous along k. A warp has `ROWS x

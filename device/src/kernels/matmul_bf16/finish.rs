@@ -31,7 +31,7 @@ use half::bf16;
 /// # Safety
 /// The contract has accepted the problem.
 #[inline(always)]
-pub(super) unsafe fn finish<const ROWS: usize, const TILES: usize, const PAIRS: usize, S: Stored>(
+pub(crate) unsafe fn finish<const ROWS: usize, const TILES: usize, const PAIRS: usize, S: Stored>(
     warp: Converged,
     epilogue: Epilogue<'_, S>,
     first: [u32; 2],
@@ -43,52 +43,99 @@ pub(super) unsafe fn finish<const ROWS: usize, const TILES: usize, const PAIRS: 
         if const { size_of::<S>() == size_of::<bf16>() }
             && epilogue.has_whole(first, [16 * ROWS as u32, 16 * PAIRS as u32])
         {
-            finish_whole::<ROWS, TILES, PAIRS, S>(warp, epilogue, first, sums);
+            finish_whole::<ROWS, TILES, PAIRS, S>(epilogue, first, sums, |of, to, row| {
+                unroll_on_gpu!(pair < PAIRS => {
+                    write_quads(warp, [of[2 * pair], of[2 * pair + 1]], to, place(&epilogue, first, row, pair));
+                });
+            });
         } else {
             finish_any::<ROWS, TILES, PAIRS, S>(warp, epilogue, first, sums);
         }
     }
 }
 
-/// Implements [`finish`] if S is BF16 and all of the warp's outputs exist.
+/// Implements [`finish`] if S is BF16 and all of the warp's outputs exist. `write` writes a row of
+/// squares to `out` or `pre`.
 ///
 /// # Safety
 /// The caller meets the requirements of [`finish`].
 #[inline(always)]
-unsafe fn finish_whole<const ROWS: usize, const TILES: usize, const PAIRS: usize, S: Stored>(
-    warp: Converged,
+pub(crate) unsafe fn finish_whole<const ROWS: usize, const TILES: usize, const PAIRS: usize, S: Stored>(
     epilogue: Epilogue<'_, S>,
     first: [u32; 2],
     mut sums: Sums<ROWS, TILES>,
+    write: impl Fn([[f32; 4]; TILES], *mut bf16, usize),
 ) {
-    let Epilogue { bias, bias_start, c, out, pre, start, ldc, alpha, beta, flags, .. } = epilogue;
+    let Epilogue { c, out, pre, flags, .. } = epilogue;
     let (c, out, pre) = (c.cast::<bf16>(), out.cast::<bf16>(), pre.cast::<bf16>());
-    // The indices in a square of the first elements of the lane's two rows.
-    let place = |row: usize, pair: usize| {
-        let i = first[0] + 16 * row as u32 + quads_place()[0];
-        [i, i + 8].map(|i| start + i as usize * ldc as usize + first[1] as usize + 16 * pair)
-    };
-    macro_rules! write_row {
-        ($of:expr, $to:expr, $row:expr) => {
-            unroll_on_gpu!(pair < PAIRS => { write_quads(warp, [$of[2 * pair], $of[2 * pair + 1]], $to, place($row, pair)); })
-        };
-    }
-    // Reads C at the outputs of a row of squares.
-    macro_rules! read_row {
-        ($row:expr) => {{
-            let mut words = [[0; 2]; TILES];
-            unroll_on_gpu!(pair < PAIRS => { [words[2 * pair], words[2 * pair + 1]] = read_words(c, place($row, pair)); });
-            words
-        }};
-    }
     macro_rules! for_each {
         (|$tile:ident, $at:ident| $body:expr) => {
             unroll_on_gpu!($tile < TILES => { unroll_on_gpu!($at < 4 => { $body }); })
         };
     }
-    let value = |words: &Words, at: usize| Bf16::value(words[at / 2], at as u32 % 2);
     // SAFETY: the outputs exist. The contract has checked that they then lie in `out`, and in `c`,
     // `pre` and `bias` where they are used. They hold S, which is BF16.
+    unsafe {
+        scale_and_add::<ROWS, TILES, PAIRS, S>(epilogue, first, &mut sums);
+        if is_plain(flags) {
+            unroll_on_gpu!(row < ROWS => { write(sums[row], out, row); });
+            return;
+        }
+        let reads = flags & (SWIGLU | GELU_DERIVATIVE) != 0;
+        let mut next = [[0; 2]; TILES];
+        if reads {
+            next = read_row::<TILES, PAIRS, S>(&epilogue, c, first, 0);
+        }
+        // One row of squares at a time; then the other rows move up. An activation is long code, so
+        // it is instantiated once.
+        for row in 0..launder_reg(ROWS as u32) as usize {
+            let inputs = next;
+            if reads && row + 1 < ROWS {
+                next = read_row::<TILES, PAIRS, S>(&epilogue, c, first, row + 1);
+            }
+            let mut done = sums[0];
+            if flags & STORE_PREACT != 0 {
+                write(done, pre, row);
+            }
+            if flags & GELU != 0 {
+                for_each!(|tile, at| done[tile][at] = S::gelu(done[tile][at]));
+            } else if flags & GELU_DERIVATIVE != 0 {
+                for_each!(|tile, at| done[tile][at] *= S::gelu_derivative(value(&inputs[tile], at)));
+            } else if flags & SWIGLU != 0 {
+                for_each!(|tile, at| done[tile][at] *= S::silu(value(&inputs[tile], at)));
+            } else if flags & SILU != 0 {
+                for_each!(|tile, at| done[tile][at] = S::silu(done[tile][at]));
+            }
+            write(done, out, row);
+            unroll_on_gpu!(row < ROWS - 1 => { sums[row] = sums[row + 1]; });
+        }
+    }
+}
+
+/// True if the sums are stored without an activation.
+#[inline(always)]
+pub(crate) fn is_plain(flags: u32) -> bool {
+    flags & (STORE_PREACT | ACTIVATIONS) == 0
+}
+
+/// Applies the steps up to `beta C` to a warp's accumulators, whose outputs all exist.
+///
+/// # Safety
+/// The contract has accepted the problem, and S is BF16.
+#[inline(always)]
+pub(crate) unsafe fn scale_and_add<const ROWS: usize, const TILES: usize, const PAIRS: usize, S: Stored>(
+    epilogue: Epilogue<'_, S>,
+    first: [u32; 2],
+    sums: &mut Sums<ROWS, TILES>,
+) {
+    let Epilogue { bias, bias_start, c, alpha, beta, .. } = epilogue;
+    let c = c.cast::<bf16>();
+    macro_rules! for_each {
+        (|$tile:ident, $at:ident| $body:expr) => {
+            unroll_on_gpu!($tile < TILES => { unroll_on_gpu!($at < 4 => { $body }); })
+        };
+    }
+    // SAFETY: as in `finish_whole`.
     unsafe {
         if alpha != 1.0 {
             unroll_on_gpu!(row < ROWS => { for_each!(|tile, at| sums[row][tile][at] *= alpha); });
@@ -104,50 +151,50 @@ unsafe fn finish_whole<const ROWS: usize, const TILES: usize, const PAIRS: usize
             });
         }
         if beta != 0.0 {
-            let mut next = read_row!(0);
+            let mut next = read_row::<TILES, PAIRS, S>(&epilogue, c, first, 0);
             unroll_on_gpu!(row < ROWS => {
                 let old = next;
                 if row + 1 < ROWS {
-                    next = read_row!(row + 1);
+                    next = read_row::<TILES, PAIRS, S>(&epilogue, c, first, row + 1);
                 }
                 for_each!(|tile, at| {
                     sums[row][tile][at] = GpuFloat::mul_add(beta, value(&old[tile], at), sums[row][tile][at]);
                 });
             });
         }
-        if flags & (STORE_PREACT | ACTIVATIONS) == 0 {
-            unroll_on_gpu!(row < ROWS => { write_row!(sums[row], out, row); });
-            return;
-        }
-        let reads = flags & (SWIGLU | GELU_DERIVATIVE) != 0;
-        let mut next = [[0; 2]; TILES];
-        if reads {
-            next = read_row!(0);
-        }
-        // One row of squares at a time; then the other rows move up. An activation is long code, so
-        // it is instantiated once.
-        for row in 0..launder_reg(ROWS as u32) as usize {
-            let inputs = next;
-            if reads && row + 1 < ROWS {
-                next = read_row!(row + 1);
-            }
-            let mut done = sums[0];
-            if flags & STORE_PREACT != 0 {
-                write_row!(done, pre, row);
-            }
-            if flags & GELU != 0 {
-                for_each!(|tile, at| done[tile][at] = S::gelu(done[tile][at]));
-            } else if flags & GELU_DERIVATIVE != 0 {
-                for_each!(|tile, at| done[tile][at] *= S::gelu_derivative(value(&inputs[tile], at)));
-            } else if flags & SWIGLU != 0 {
-                for_each!(|tile, at| done[tile][at] *= S::silu(value(&inputs[tile], at)));
-            } else if flags & SILU != 0 {
-                for_each!(|tile, at| done[tile][at] = S::silu(done[tile][at]));
-            }
-            write_row!(done, out, row);
-            unroll_on_gpu!(row < ROWS - 1 => { sums[row] = sums[row + 1]; });
-        }
     }
+}
+
+/// Returns an element of C.
+#[inline(always)]
+fn value(words: &Words, at: usize) -> f32 {
+    Bf16::value(words[at / 2], at as u32 % 2)
+}
+
+/// Returns the indices in a square of the first elements of the lane's two rows.
+#[inline(always)]
+fn place<S>(epilogue: &Epilogue<'_, S>, first: [u32; 2], row: usize, pair: usize) -> [usize; 2] {
+    let i = first[0] + 16 * row as u32 + quads_place()[0];
+    [i, i + 8].map(|i| epilogue.start + i as usize * epilogue.ldc as usize + first[1] as usize + 16 * pair)
+}
+
+/// Reads C at the outputs of a row of squares.
+///
+/// # Safety
+/// The outputs exist, and C may be read there.
+#[inline(always)]
+unsafe fn read_row<const TILES: usize, const PAIRS: usize, S>(
+    epilogue: &Epilogue<'_, S>,
+    c: *const bf16,
+    first: [u32; 2],
+    row: usize,
+) -> [Words; TILES] {
+    let mut words = [[0; 2]; TILES];
+    // SAFETY: the function's contract.
+    unroll_on_gpu!(pair < PAIRS => {
+        [words[2 * pair], words[2 * pair + 1]] = unsafe { read_words(c, place(epilogue, first, row, pair)) };
+    });
+    words
 }
 
 /// Implements [`finish`] for any S and any outputs, one row of squares after another.
@@ -155,7 +202,7 @@ unsafe fn finish_whole<const ROWS: usize, const TILES: usize, const PAIRS: usize
 /// # Safety
 /// The caller meets the requirements of [`finish`].
 #[inline(always)]
-unsafe fn finish_any<const ROWS: usize, const TILES: usize, const PAIRS: usize, S: Stored>(
+pub(crate) unsafe fn finish_any<const ROWS: usize, const TILES: usize, const PAIRS: usize, S: Stored>(
     warp: Converged,
     epilogue: Epilogue<'_, S>,
     first: [u32; 2],

@@ -28,12 +28,12 @@ const ALONG: u32 = DEPTH / CHUNK;
 /// One operand: `rows` x k, starting at index `start`. It is contiguous along k (`along_k`) or
 /// along the rows. Consecutive rows (or consecutive k) are `stride` elements apart.
 #[derive(Clone, Copy)]
-pub(super) struct Operand<'p> {
-    pub(super) values: &'p [bf16],
-    pub(super) start: usize,
-    pub(super) rows: u32,
-    pub(super) stride: u32,
-    pub(super) along_k: bool,
+pub(crate) struct Operand<'p> {
+    pub(crate) values: &'p [bf16],
+    pub(crate) start: usize,
+    pub(crate) rows: u32,
+    pub(crate) stride: u32,
+    pub(crate) along_k: bool,
 }
 
 /// A block's part of an operand: `width` rows from `first_row` on, with one thread's copy state.

@@ -5,8 +5,9 @@
 //! [`quads`], so they exchange nothing.
 
 use crate::format::{Bf16, Format, Tf32};
-use crate::mma::fragments::{Sums, Words, quads_place};
+use crate::mma::fragments::{CHUNK_WORDS, Sums, Words, quads_place, swizzled};
 use crate::mma::{Factor, Sums as PackedSums};
+use crate::tile::SharedTile;
 use crate::vector::{F4, load_word, store_words};
 use crate::warp::Converged;
 use cuda_std::emulator::lanes;
@@ -100,6 +101,39 @@ pub fn multiply<F: Format, const ROWS: usize, const COLS: usize, const TILES: us
     unsafe { warp::sync_warp(u32::MAX) };
 }
 
+/// Accumulates the products of the range of k in a lane's accumulators, which are in the layout of
+/// [`quads`], k ascending. `origin` is the warp's first row and column. `left` and `right` return an
+/// element by its row or column and its k.
+#[inline(always)]
+pub fn add_products<const ROWS: usize, const TILES: usize>(
+    sums: &mut Sums<ROWS, TILES>,
+    [first_row, first_col]: [u32; 2],
+    range: core::ops::Range<u32>,
+    left_at: impl Fn(u32, u32) -> f32,
+    right_at: impl Fn(u32, u32) -> f32,
+) {
+    let [line, column] = quads_place();
+    for k in range {
+        let mut left = [[0.0; 2]; ROWS];
+        for (row, left) in left.iter_mut().enumerate() {
+            *left = [0, 8].map(|below| left_at(first_row + 16 * row as u32 + line + below, k));
+        }
+        // Both rows of two tiles have the same columns.
+        let mut right = [0.0; 4];
+        for tile in 0..TILES {
+            if tile % 2 == 0 {
+                let first = first_col + 8 * tile as u32 + column;
+                right = [0, 1, 2, 3].map(|at| right_at(first + at, k));
+            }
+            for (sums, left) in sums.iter_mut().zip(left) {
+                for (sum, right) in sums[tile].iter_mut().zip(right) {
+                    *sum = GpuFloat::mul_add(left[tile % 2], right, *sum);
+                }
+            }
+        }
+    }
+}
+
 /// Returns the accumulators of two adjacent tiles, which already are in the layout of a GPU's
 /// `quads`: four neighboring columns in row g and four in row g + 8 of one tile.
 #[inline(always)]
@@ -118,6 +152,17 @@ pub unsafe fn write_quads(_: Converged, tiles: [[f32; 4]; 2], out: *mut bf16, at
     for (words, at) in tiles.map(Bf16::words).into_iter().zip(at) {
         // SAFETY: the columns may be written, on such a boundary: the function's contract.
         unsafe { store_words(out, at, words) };
+    }
+}
+
+/// Rounds the [`quads`] and writes them to 16 rows of `chunks` chunks, in chunks `2 pair` and `2 pair
+/// + 1`, [`swizzled`].
+#[track_caller]
+pub fn put_words(rows: SharedTile<u32>, chunks: u32, pair: u32, tiles: [[f32; 4]; 2]) {
+    let [row, column] = quads_place();
+    for (half, words) in (0..).zip(tiles.map(Bf16::words)) {
+        let word = swizzled(chunks, row + 8 * half, 2 * pair + column / 8) * CHUNK_WORDS + column % 8 / 2;
+        words.into_iter().zip(word..).for_each(|(value, word)| rows.set(word, value));
     }
 }
 

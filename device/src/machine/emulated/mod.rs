@@ -6,6 +6,7 @@ pub mod memory;
 pub mod mma;
 pub mod shared;
 pub mod warp;
+pub mod wgmma;
 
 /// True on a GPU.
 pub const IS_GPU: bool = false;

@@ -219,6 +219,28 @@ impl Window<u32> {
         }
     }
 
+    /// Makes the copy of the first `count` elements of [`copy16`](Self::copy16), with zeros in place
+    /// of the others.
+    ///
+    /// # Safety
+    /// See [`Window`]. `count` elements lie inside `x`, which is checked.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn copy16_part<S: Stored>(self, index: u32, x: &[S], from: usize, count: u32) {
+        let per_word = 4 / size_of::<S>();
+        if count as usize == 4 * per_word {
+            // SAFETY: both are checked.
+            return unsafe { self.copy16(index, x, from) };
+        }
+        // SAFETY: the elements are checked.
+        let bits = |at: usize| if at < count as usize { unsafe { load(x, from + at) }.widen().to_bits() } else { 0 };
+        for word in 0..4 {
+            let value = if per_word == 2 { bits(2 * word) >> 16 | bits(2 * word + 1) } else { bits(word) };
+            // SAFETY: inside the window, which is checked.
+            unsafe { self.write(index + word as u32, value) };
+        }
+    }
+
     /// Reads four matrices of 8 x 8 16-bit elements, as `SharedTile::matrices` describes.
     ///
     /// # Safety
@@ -252,6 +274,14 @@ impl SharedTile<f32> {
         // SAFETY: the caller of `SharedTile::new` guarantees that the tile lies inside shared
         // memory.
         unsafe { self.0.write_run(index, values) };
+    }
+}
+
+impl SharedTile<u32> {
+    /// Reports a read of the whole tile to the race detector.
+    #[track_caller]
+    pub fn reread(self) {
+        access::shared(Kind::Read, self.0.pointer, self.0.len, 0, self.0.len);
     }
 }
 

@@ -1,8 +1,9 @@
 //! Tensor core products by mma instructions, and the exchange of their accumulators by shuffles.
 
 use crate::format::{Bf16, Format, Tf32};
-use crate::mma::fragments::{Sums, Words, quads_place};
+use crate::mma::fragments::{CHUNK_WORDS, Sums, Words, quads_place, swizzled};
 use crate::mma::{Factor, Sums as PackedSums};
+use crate::tile::SharedTile;
 use crate::unroll;
 use crate::vector::{F4, load_pair, load_word, store_words};
 use crate::warp::Converged;
@@ -116,6 +117,20 @@ pub unsafe fn write_quads(warp: Converged, tiles: [[f32; 4]; 2], out: *mut bf16,
         let [[near], [far]] = exchanged(warp, [left[row]], [right[row]]);
         // SAFETY: the columns may be written, on such a boundary: the function's contract.
         unsafe { store_words(out, at[row], [near, far]) };
+    });
+}
+
+/// Rounds the accumulators of two adjacent tiles and writes them to 16 rows of `chunks` chunks, in
+/// chunks `2 pair` and `2 pair + 1`, [`swizzled`].
+#[inline(always)]
+pub fn put_words(rows: SharedTile<u32>, chunks: u32, pair: u32, tiles: [[f32; 4]; 2]) {
+    let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
+    let words = tiles.map(Bf16::words);
+    unroll!(tile < 2 => {
+        unroll!(half < 2 => {
+            let word = swizzled(chunks, 8 * half as u32 + g, 2 * pair + tile as u32) * CHUNK_WORDS + t;
+            rows.set(word, words[tile][half]);
+        });
     });
 }
 

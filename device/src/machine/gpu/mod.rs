@@ -6,6 +6,8 @@ pub mod memory;
 pub mod mma;
 pub mod shared;
 pub mod warp;
+#[cfg(cuda_arch = "sm_90a")]
+pub mod wgmma;
 
 /// True on a GPU.
 pub const IS_GPU: bool = true;

@@ -154,6 +154,32 @@ impl<T> Window<T> {
             );
         }
     }
+
+    /// Starts the copy of the first `count` elements of [`copy16`](Self::copy16), with zeros in place
+    /// of the others.
+    ///
+    /// # Safety
+    /// See [`Window`]. `count` elements lie inside `x`, and if it is not 0 on a 16-byte boundary.
+    #[inline(always)]
+    pub unsafe fn copy16_part<S>(self, index: u32, x: &[S], from: usize, count: u32) {
+        // SAFETY: as many bytes may be read, and both addresses lie on 16-byte boundaries: the
+        // function's contract.
+        unsafe {
+            core::arch::asm!(
+                "{{ .reg .u64 %global; cvta.to.global.u64 %global, {1};",
+                "cp.async.cg.shared.global [{0}], [%global], 16, {2}; }}",
+                in(reg32) self.at(index), in(reg64) x.as_ptr().wrapping_add(from),
+                in(reg32) count * size_of::<S>() as u32, options(nostack)
+            );
+        }
+    }
+
+    /// Returns the shared address of the window.
+    #[cfg(cuda_arch = "sm_90a")]
+    #[inline(always)]
+    pub(in crate::machine) fn address(self) -> u32 {
+        self.address
+    }
 }
 
 impl<T: SharedElement> Window<T> {

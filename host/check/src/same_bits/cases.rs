@@ -11,6 +11,7 @@ use super::case::Listed::{self, Both, Each, One};
 use super::case::{Case, both, each};
 use super::declared::{declared, declared_binary};
 use super::inputs::Inputs;
+use super::products::Bf16Kernel;
 use super::{attention, attention_mma, products};
 use half::bf16;
 use kernels::checksum::{CHUNK, checksum};
@@ -22,6 +23,7 @@ use kernels::guard::{PATTERN, guard_check, guard_write};
 use kernels::matmul::matmul;
 use kernels::matmul_bf16::matmul_bf16;
 use kernels::matmul_mma::matmul_mma;
+use kernels::matmul_wgmma::matmul_wgmma;
 use kernels::update::RUN;
 use kernels::{reduce, scalars};
 use stepscope_core::device::{Device, DeviceKind};
@@ -302,9 +304,14 @@ const LISTED: &[Listed] = &[
     both!("sum_splits", <S>, |i| products::splits::<S>(i)),
     each!(matmul_mma::VARIANTS, |i, tile| products::mma_product(i, tile)),
     each!(matmul_bf16::<'_, f32>::VARIANTS, |i, variant, stored| if stored == <bf16 as Element>::NAME {
-        products::bf16_product::<bf16>(i, variant)
+        products::bf16_product::<bf16>(i, Bf16Kernel::Mma(variant))
     } else {
-        products::bf16_product::<f32>(i, variant)
+        products::bf16_product::<f32>(i, Bf16Kernel::Mma(variant))
+    }),
+    each!(matmul_wgmma::<'_, f32>::VARIANTS, |i, variant, stored| if stored == <bf16 as Element>::NAME {
+        products::bf16_product::<bf16>(i, Bf16Kernel::Wgmma(variant))
+    } else {
+        products::bf16_product::<f32>(i, Bf16Kernel::Wgmma(variant))
     }),
     both!("rms_norm_forward", <S>, |i| {
         i.rows::<S>(|i, x| {

@@ -11,8 +11,9 @@ use half::bf16;
 use kernels::matmul::{
     GELU, GELU_DERIVATIVE, SILU, STORE_PREACT, SWIGLU, TRANSPOSE_A, TRANSPOSE_B, Tile, matmul, sum_splits,
 };
-use kernels::matmul_bf16::{self as of_bf16, ADD_TO_SUMS, BIAS_GRAD, matmul_bf16};
+use kernels::matmul_bf16::{self as of_bf16, ADD_TO_SUMS, BIAS_GRAD, OperandLayout, matmul_bf16};
 use kernels::matmul_mma::{Tile as MmaTile, matmul_mma};
+use kernels::matmul_wgmma::{self as of_wgmma, matmul_wgmma};
 use kernels::mma::{Side, fragments};
 use kernels::precision::{Rounding, round_to_tf32};
 use stepscope_core::error::Result;
@@ -194,25 +195,96 @@ const SMALLEST_BF16_PRODUCTS: [Product; 9] = [
     (1, [9, 35, 8], ALL, GELU_DERIVATIVE | STORE_PREACT, [0.3, 0.0]),
 ];
 
+/// Products for wgmma, each in all layouts: ragged and whole tiles, several stages, a batch, k in
+/// splits, and each epilogue.
+const WGMMA_PRODUCTS: [Product; 9] = [
+    (1, [1, 8, 0], ALL, 0, [1.0, 1.0]),
+    (1, [129, 264, 72], ALL, GELU, [1.0, 0.0]),
+    (2, [128, 256, 200], ALL, 0, [0.5, 0.5]),
+    (1, [20, 256, 9], ALL, SWIGLU | STORE_PREACT, [0.3, 0.0]),
+    (1, [130, 257, 40], ALL, SILU | STORE_PREACT, [0.3, 0.5]),
+    (2, [20, 256, 9], ALL, GELU_DERIVATIVE | STORE_PREACT, [0.3, 0.0]),
+    (1, [150, 275, 261], ALL, GELU | STORE_PREACT, [1.0, 0.5]),
+    (1, [5, 9, 8], ALL, GELU_DERIVATIVE, [1.0, 0.0]),
+    (1, [4, 8, 80], 32, 0, [1.0, 0.0]),
+];
+
+/// A part of these for the self-test.
+const SMALLEST_WGMMA_PRODUCTS: [Product; 4] = [
+    (1, [129, 264, 72], ALL, GELU | STORE_PREACT, [1.0, 0.0]),
+    (1, [128, 256, 392], ALL, 0, [0.5, 0.5]),
+    (1, [9, 36, 8], ALL, SWIGLU, [0.3, 0.0]),
+    (1, [4, 8, 80], 32, 0, [1.0, 0.0]),
+];
+
+/// A kernel for BF16 tensors.
+#[derive(Clone, Copy)]
+pub(super) enum Bf16Kernel {
+    Mma((OperandLayout, of_bf16::Tile)),
+    Wgmma(([OperandLayout; 2], of_wgmma::Tile)),
+}
+
+impl Bf16Kernel {
+    /// The products of the kernel's case. It multiplies those of its layouts.
+    fn products(self, i: &Inputs<'_, '_>) -> &'static [Product] {
+        match self {
+            Self::Mma(_) => i.by_size(&BF16_PRODUCTS[..], &SMALLEST_BF16_PRODUCTS),
+            Self::Wgmma(_) => i.by_size(&WGMMA_PRODUCTS[..], &SMALLEST_WGMMA_PRODUCTS),
+        }
+    }
+
+    /// Returns the flags of the operands' layouts for a product, if the kernel has its layout.
+    fn layout(self, flags: u32) -> Option<u32> {
+        let flag = |layout: OperandLayout, flag: u32| if layout == OperandLayout::Transposed { flag } else { 0 };
+        match self {
+            Self::Mma((of_a, _)) => {
+                (flags & TRANSPOSE_A == flag(of_a, TRANSPOSE_A)).then_some(flags & (TRANSPOSE_A | TRANSPOSE_B))
+            }
+            Self::Wgmma(([of_a, of_b], _)) => Some(flag(of_a, TRANSPOSE_A) | flag(of_b, TRANSPOSE_B)),
+        }
+    }
+
+    /// The elements from a row of `length` to the next.
+    fn row(self, length: usize) -> usize {
+        match self {
+            Self::Mma(_) => length,
+            Self::Wgmma(_) => length.next_multiple_of(8),
+        }
+    }
+}
+
+/// Launches a kernel for BF16 tensors. wgmma gets fewer blocks than tiles.
+macro_rules! launch_bf16 {
+    ($i:ident, $kernel:expr, { $($argument:ident $(: $value:expr)?,)* }) => {
+        match $kernel {
+            Bf16Kernel::Mma(variant) => $i.step.launch(matmul_bf16 { variant, $($argument $(: $value)?,)* }),
+            Bf16Kernel::Wgmma(variant) => {
+                $i.step.launch(matmul_wgmma { variant, blocks: 2, $($argument $(: $value)?,)* })
+            }
+        }
+    };
+}
+
 /// Runs the case of a kernel for BF16 tensors: [`product`]s of its layout on whole numbers so small
 /// that every sum is exact, as for [`mma_product`].
-pub(super) fn bf16_product<S: Stored>(
-    i: &Inputs<'_, '_>,
-    variant: (of_bf16::OperandLayout, of_bf16::Tile),
-) -> Result<()> {
-    let products = i.by_size(&BF16_PRODUCTS[..], &SMALLEST_BF16_PRODUCTS).iter();
-    let is_own =
-        |flags: u32| exists::<S>(flags) && (flags & TRANSPOSE_A == 0) == (variant.0 == of_bf16::OperandLayout::Plain);
-    for &(batches, [m, n, k], k_per_split, flags, [alpha, beta]) in products.filter(|product| is_own(product.3)) {
-        let (a, b) = (i.whole(batches * m * k)?, i.whole(batches * k * n)?);
+pub(super) fn bf16_product<S: Stored>(i: &Inputs<'_, '_>, kernel: Bf16Kernel) -> Result<()> {
+    for &(batches, [m, n, k], k_per_split, flags, [alpha, beta]) in kernel.products(i) {
+        let Some(layout) = kernel.layout(flags).filter(|_| exists::<S>(flags)) else { continue };
+        let flags = flags & !(TRANSPOSE_A | TRANSPOSE_B) | layout;
+        let stored = |is_transposed: bool, [rows, cols]: [usize; 2]| {
+            let [rows, cols] = if is_transposed { [cols, rows] } else { [rows, cols] };
+            (rows, kernel.row(cols))
+        };
+        let ((a_rows, lda), (b_rows, ldb)) =
+            (stored(flags & TRANSPOSE_A != 0, [m, k]), stored(flags & TRANSPOSE_B != 0, [k, n]));
+        let (a, b) = (i.whole(batches * a_rows * lda)?, i.whole(batches * b_rows * ldb)?);
         let (a, b) = (ops::to_bf16(i.step, &a)?, ops::to_bf16(i.step, &b)?);
         let bias = if i.size == CaseSize::Whole { i.whole(batches * n)? } else { i.normals([batches * n])? };
-        let length = batches * k.div_ceil(k_per_split) * m * n;
+        let length = batches * k.div_ceil(k_per_split).max(1) * m * n;
         let mut out = i.normals::<S>([length])?;
         let mut pre = i.normals::<S>([length])?;
         let (c, written) = out.in_place();
-        i.step.launch(matmul_bf16 {
-            variant,
+        launch_bf16!(i, kernel, {
             a: a.slice(),
             b: b.slice(),
             bias: unless_split(k_per_split < k, &bias),
@@ -223,13 +295,13 @@ pub(super) fn bf16_product<S: Stored>(
             m: m as u32,
             n: n as u32,
             k: k as u32,
-            lda: if flags & TRANSPOSE_A == 0 { k } else { m } as u32,
-            ldb: if flags & TRANSPOSE_B == 0 { n } else { k } as u32,
+            lda: lda as u32,
+            ldb: ldb as u32,
             ldc: n as u32,
-            k_per_split: k_per_split.min(k) as u32,
+            k_per_split: k_per_split.min(k.max(1)) as u32,
             batches: batches as u32,
-            stride_a: m * k,
-            stride_b: k * n,
+            stride_a: a_rows * lda,
+            stride_b: b_rows * ldb,
             stride_c: m * n,
             stride_bias: n,
             alpha,
@@ -238,17 +310,17 @@ pub(super) fn bf16_product<S: Stored>(
         })?;
         keep_outputs(i, flags, &out, &pre)?;
     }
-    if size_of::<S>() == size_of::<f32>() && variant.0 == of_bf16::OperandLayout::Transposed {
-        column_sums(i, variant)
-    } else {
-        Ok(())
-    }
+    let sums_b = match kernel {
+        Bf16Kernel::Mma((of_a, _)) => of_a == OperandLayout::Transposed,
+        Bf16Kernel::Wgmma((layouts, _)) => layouts == [OperandLayout::Transposed, OperandLayout::Plain],
+    };
+    if size_of::<S>() == size_of::<f32>() && sums_b { column_sums(i, kernel) } else { Ok(()) }
 }
 
 /// Runs the sums of B's columns. It covers a tile's second row of blocks, which computes none,
 /// operands that do and do not fill stages, batches and splits. The products have inexact sums,
 /// which each GPU adds in its own order, so they are not kept.
-fn column_sums(i: &Inputs<'_, '_>, variant: (of_bf16::OperandLayout, of_bf16::Tile)) -> Result<()> {
+fn column_sums(i: &Inputs<'_, '_>, kernel: Bf16Kernel) -> Result<()> {
     const WHOLE: [Product; 4] = [
         (1, [129, 300, 101], ALL, BIAS_GRAD, [1.0, 0.0]),
         (2, [8, 264, 168], ALL, BIAS_GRAD | ADD_TO_SUMS, [1.0, 0.0]),
@@ -261,12 +333,12 @@ fn column_sums(i: &Inputs<'_, '_>, variant: (of_bf16::OperandLayout, of_bf16::Ti
         (1, [4, 8, 80], 32, BIAS_GRAD, [1.0, 0.0]),
     ];
     for &(batches, [m, n, k], k_per_split, flags, [alpha, beta]) in i.by_size(&WHOLE[..], &SMALLEST) {
-        let (a, b) = (i.normals::<bf16>([batches, k, m])?, i.normals::<bf16>([batches, k, n])?);
+        let (lda, ldb) = (kernel.row(m), kernel.row(n));
+        let (a, b) = (i.normals::<bf16>([batches, k, lda])?, i.normals::<bf16>([batches, k, ldb])?);
         let split_k = batches * k.div_ceil(k_per_split);
         let (mut out, mut sums) = (i.step.empty::<f32>([split_k, m, n])?, i.normals::<f32>([split_k, n])?);
         let (c, out) = out.in_place();
-        i.step.launch(matmul_bf16 {
-            variant,
+        launch_bf16!(i, kernel, {
             a: a.slice(),
             b: b.slice(),
             bias: Slice::empty(),
@@ -277,13 +349,13 @@ fn column_sums(i: &Inputs<'_, '_>, variant: (of_bf16::OperandLayout, of_bf16::Ti
             m: m as u32,
             n: n as u32,
             k: k as u32,
-            lda: m as u32,
-            ldb: n as u32,
+            lda: lda as u32,
+            ldb: ldb as u32,
             ldc: n as u32,
             k_per_split: k_per_split.min(k) as u32,
             batches: batches as u32,
-            stride_a: m * k,
-            stride_b: k * n,
+            stride_a: k * lda,
+            stride_b: k * ldb,
             stride_c: m * n,
             stride_bias: 0,
             alpha,

@@ -2,13 +2,14 @@
 //! which are in the layout of [`quads`](crate::mma::fragments::quads). So lanes exchange nothing.
 
 use super::{DEPTH, Operand, Problem, STAGES, STEP, Tile, finish_columns, summed_half};
+use crate::machine::mma::add_products;
 use crate::matmul_bf16::operand::{Part, chunks};
 use crate::matmul_bf16::tile::{CHUNK, CHUNK_WORDS};
-use crate::mma::fragments::{Sums, quads_place, swizzled};
+use crate::mma::fragments::{Sums, swizzled};
 use crate::stored::Stored;
 use crate::tile::{SharedTile, commit_copies, wait_copies};
 use crate::warp::Converged;
-use cuda_std::{GpuFloat, thread, warp};
+use cuda_std::{thread, warp};
 
 /// The stages of a block's operands, and this thread's part of the copies that fill them.
 #[derive(Clone, Copy)]
@@ -128,7 +129,13 @@ pub(super) unsafe fn sum<
     for stage in 0..ring.stages {
         let parts = ring.slot(stage);
         for step in 0..2 {
-            multiply(&mut sums, parts, [a.along_k, b.along_k], [tile.rows(), tile.cols()], origin, step);
+            add_products(
+                &mut sums,
+                origin,
+                STEP * step..STEP * (step + 1),
+                |row, k| element(parts[0], a.along_k, tile.rows(), row, k),
+                |column, k| element(parts[1], b.along_k, tile.cols(), column, k),
+            );
             if summed {
                 add_columns(&mut columns, parts[1], b.along_k, tile.cols(), summed_from, step);
             }
@@ -143,38 +150,6 @@ pub(super) unsafe fn sum<
         unsafe { finish_columns(Converged::assume(), problem.columns, first[1] + summed_from, b.rows, columns) };
     }
     sums
-}
-
-/// Accumulates the products of a stage's step in a lane's accumulators, k ascending.
-#[inline(always)]
-fn multiply<const ROWS: usize, const TILES: usize>(
-    sums: &mut Sums<ROWS, TILES>,
-    [a, b]: [SharedTile<u32>; 2],
-    [along_a, along_b]: [bool; 2],
-    [rows, cols]: [u32; 2],
-    [first_row, first_col]: [u32; 2],
-    step: u32,
-) {
-    let [line, column] = quads_place();
-    for k in STEP * step..STEP * (step + 1) {
-        let mut left = [[0.0; 2]; ROWS];
-        for (row, left) in left.iter_mut().enumerate() {
-            *left = [0, 8].map(|below| element(a, along_a, rows, first_row + 16 * row as u32 + line + below, k));
-        }
-        // Both rows of two tiles have the same columns.
-        let mut right = [0.0; 4];
-        for tile in 0..TILES {
-            if tile % 2 == 0 {
-                let first = first_col + 8 * tile as u32 + column;
-                right = [0, 1, 2, 3].map(|at| element(b, along_b, cols, first + at, k));
-            }
-            for (sums, left) in sums.iter_mut().zip(left) {
-                for (sum, right) in sums[tile].iter_mut().zip(right) {
-                    *sum = GpuFloat::mul_add(left[tile % 2], right, *sum);
-                }
-            }
-        }
-    }
 }
 
 /// Adds the elements of a stage's step to a lane's sums of B's columns, from column `first_col` on,

@@ -1,4 +1,5 @@
-//! Multiplies of BF16 tensors with tensor-core instructions, directly from memory.
+//! Multiplies of BF16 tensors with tensor-core instructions, directly from memory: by `wgmma` if the
+//! device has it and rows begin on 16 bytes, else by `mma.sync`.
 
 use super::super::{same_shape, sum_rows_into};
 use super::gemm::{BiasGradient, Epilogue, Gemm, Gradient};
@@ -10,6 +11,7 @@ use cuda_std::launch::{Pointer, PointerMut, Slice};
 use half::bf16;
 use kernels::matmul::{TRANSPOSE_B, sum_splits};
 use kernels::matmul_bf16::{ADD_TO_SUMS, BIAS_GRAD, OperandLayout, TILES, Tile, k_per_split, matmul_bf16};
+use kernels::matmul_wgmma::{self as wgmma, matmul_wgmma};
 
 #[track_caller]
 pub(super) fn queue<'s, S: Stored>(
@@ -169,35 +171,58 @@ fn multiply<S: Stored>(
     flags |= if form.transpose_b { TRANSPOSE_B } else { 0 };
     let (sums, how) = sums.unwrap_or((PointerMut::empty(), 0));
     flags |= how;
-    let processors = step.description().processors as usize;
+    let layout = |is_transposed| if is_transposed { OperandLayout::Transposed } else { OperandLayout::Plain };
+    let layouts = [layout(form.transpose_a), layout(form.transpose_b)];
+    let processors = step.description().processors;
+    macro_rules! launch {
+        ($kernel:ident { $($own:tt)* }) => {
+            step.launch($kernel {
+                $($own)*
+                a,
+                b,
+                bias,
+                c,
+                out,
+                pre,
+                sums,
+                m,
+                n,
+                k,
+                lda,
+                ldb,
+                ldc,
+                k_per_split,
+                batches,
+                stride_a,
+                stride_b,
+                stride_c,
+                stride_bias,
+                alpha,
+                beta,
+                flags,
+            })
+        };
+    }
+    if step.description().has_wgmma && form.bf16_tile.is_none() && has_aligned_rows(form) {
+        let tile = fastest_wgmma(extents.of_a_split(), extents.matrices(), processors as usize);
+        return launch!(matmul_wgmma { variant: (layouts, tile), blocks: processors });
+    }
     let tile = split::tile_of(form.bf16_tile, &TILES, "ops::BF16_TILES", || {
-        fastest(extents.of_a_split(), extents.matrices(), processors)
+        fastest(extents.of_a_split(), extents.matrices(), processors as usize)
     })?;
-    step.launch(matmul_bf16 {
-        variant: (if form.transpose_a { OperandLayout::Transposed } else { OperandLayout::Plain }, tile),
-        a,
-        b,
-        bias,
-        c,
-        out,
-        pre,
-        sums,
-        m,
-        n,
-        k,
-        lda,
-        ldb,
-        ldc,
-        k_per_split,
-        batches,
-        stride_a,
-        stride_b,
-        stride_c,
-        stride_bias,
-        alpha,
-        beta,
-        flags,
-    })
+    launch!(matmul_bf16 { variant: (layouts[0], tile) })
+}
+
+/// True if every row of A and B begins on 16 bytes, as `wgmma` requires.
+fn has_aligned_rows(form: &Gemm) -> bool {
+    let batches = if form.batches > 1 { form.stride_a | form.stride_b } else { 0 };
+    (form.lda | form.ldb | batches).is_multiple_of(8)
+}
+
+/// The tile of `wgmma` whose last block should end first; as [`fastest`].
+fn fastest_wgmma(extents: [usize; 3], matrices: usize, processors: usize) -> wgmma::Tile {
+    let costs = |tile: wgmma::Tile| ([tile.rows(), tile.cols()], tile.cost);
+    split::fastest(&wgmma::TILES, extents, matrices, processors, costs)
 }
 
 /// The tile whose last block should end first, for this many `m` x `n` matrices that are sums of k

@@ -1,0 +1,88 @@
+//! Products of a warpgroup: each thread adds its own sums from shared memory, k ascending. In race
+//! mode the operands are read when the products start, and again when a wait ends them. A write in
+//! between is therefore a race.
+
+use crate::machine::mma::add_products;
+use crate::tile::SharedTile;
+use crate::wgmma::{DEPTH, element};
+use cuda_std::thread;
+
+/// A warpgroup's products that are in flight: the operands of each group, the oldest first.
+#[derive(Clone, Copy)]
+pub struct Products {
+    groups: [Option<[SharedTile<u32>; 2]>; 2],
+}
+
+impl Products {
+    /// Returns a state without products in flight.
+    pub fn new() -> Self {
+        Self { groups: [None; 2] }
+    }
+
+    /// Adds the products of 64 rows of A, from `first_row` of its stage on, with all columns of B:
+    /// 64 k. They are added to the sums, or replace them if `add` is false.
+    ///
+    /// # Safety
+    /// See the GPU's version. A violation is a race, which race mode reports.
+    #[track_caller]
+    pub unsafe fn start<const A_ALONG: bool, const B_ALONG: bool, const TILES: usize>(
+        &mut self,
+        sums: &mut [[f32; 4]; TILES],
+        a: SharedTile<u32>,
+        first_row: u32,
+        b: SharedTile<u32>,
+        add: bool,
+    ) {
+        if !add {
+            *sums = [[0.0; 4]; TILES];
+        }
+        let mut rows = [*sums];
+        let origin = [first_row + thread::thread_idx_x() / 32 % 4 * 16, 0];
+        add_products(
+            &mut rows,
+            origin,
+            0..DEPTH,
+            |row, k| element(a, A_ALONG, row, k),
+            |column, k| element(b, B_ALONG, column, k),
+        );
+        *sums = rows[0];
+        assert!(self.groups[0].is_none(), "at most two groups are in flight");
+        self.groups = [self.groups[1], Some([a, b])];
+    }
+
+    /// Waits until at most the `PENDING` newest groups are in flight.
+    #[track_caller]
+    pub fn wait<const PENDING: u32>(&mut self) {
+        let done = self.groups.len() - PENDING as usize;
+        for group in &mut self.groups[..done] {
+            let Some(operands) = group.take() else { continue };
+            // Two threads of each warpgroup stand for all of its reads: one of them is not the thread
+            // that has written too early.
+            if thread::thread_idx_x() % 128 < 2 {
+                operands.iter().for_each(|operand| operand.reread());
+            }
+        }
+    }
+
+    /// Waits for all products. Then the sums may be read.
+    #[track_caller]
+    pub fn finish<const TILES: usize>(&mut self, _: &mut [[f32; 4]; TILES]) {
+        self.wait::<0>();
+    }
+}
+
+/// Returns zeros.
+pub fn no_sums<const TILES: usize>() -> [[f32; 4]; TILES] {
+    [[0.0; 4]; TILES]
+}
+
+/// Returns sums of any value, for products that replace them: NaN.
+pub fn undefined_sums<const TILES: usize>() -> [[f32; 4]; TILES] {
+    [[f32::NAN; 4]; TILES]
+}
+
+/// Does nothing: all accesses are synchronous.
+pub fn fence_async() {}
+
+/// Does nothing: the layout of a stage does not depend on addresses.
+pub fn align_stages() {}

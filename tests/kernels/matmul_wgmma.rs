@@ -1,0 +1,210 @@
+//! Products of BF16 tensors by wgmma. On the emulator they have the bits of `matmul_bf16`, for each
+//! tile, layout, epilogue, split and grid. Tests of the ops run with them too, if the device
+//! chooses wgmma.
+
+use crate::hostile::attack;
+use crate::support::Random;
+use crate::trial::assert_same;
+use cuda_std::emulator::Mode;
+use cuda_std::launch::{Contract as _, PointerMut, Slice};
+use kernels::matmul::{GELU, GELU_DERIVATIVE, SILU, STORE_PREACT, SWIGLU, TRANSPOSE_B};
+use kernels::matmul_bf16::{ADD_TO_SUMS, BIAS_GRAD, OperandLayout, matmul_bf16};
+use kernels::matmul_wgmma::{self as wgmma, matmul_wgmma};
+use kernels::stored::Stored as _;
+use stepscope::tensor::{Element, Source as _, Stored, Target as _};
+use stepscope::{Arena, Capacity, Device, DeviceKind, EagerStep, Result, bf16, ops};
+
+/// A product of one layout.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    extents: [usize; 3],
+    layouts: [OperandLayout; 2],
+    batches: usize,
+    k_per_split: usize,
+    /// Elements between a row's end and the next row of the output.
+    pad: usize,
+    scales: [f32; 2],
+    has_bias: bool,
+    flags: u32,
+    /// The blocks of the grid at most.
+    blocks: u32,
+}
+
+const LAYOUTS: [[OperandLayout; 2]; 4] = {
+    use OperandLayout::{Plain, Transposed};
+    [[Plain, Plain], [Plain, Transposed], [Transposed, Plain], [Transposed, Transposed]]
+};
+
+const ALL: usize = usize::MAX;
+
+/// Extents with tails of every kind, no k, one chunk, more stages than slots, several tiles.
+const EXTENTS: [[usize; 3]; 7] =
+    [[1, 1, 1], [3, 8, 0], [64, 128, 64], [129, 130, 40], [128, 256, 128], [17, 300, 333], [256, 520, 96]];
+
+/// Returns random BF16 values.
+fn numbers<S: Stored>(seed: u64, length: usize) -> Vec<S> {
+    Random::new(seed).normals(length).into_iter().map(S::narrow).collect()
+}
+
+/// Returns `out`, `pre` and the column sums of a case: by wgmma in this tile, or by `matmul_bf16`.
+fn outputs<S: Stored>(step: &EagerStep<'_>, case: Case, tile: Option<wgmma::Tile>) -> Result<[Vec<f32>; 3]> {
+    let Case { extents: [m, n, k], layouts, batches, pad, scales: [alpha, beta], flags, .. } = case;
+    let of = |transposed: bool, [rows, cols]: [usize; 2]| {
+        let [rows, cols] = if transposed { [cols, rows] } else { [rows, cols] };
+        (rows, cols.next_multiple_of(8))
+    };
+    let (a_rows, lda) = of(layouts[0] == OperandLayout::Transposed, [m, k]);
+    let (b_rows, ldb) = of(layouts[1] == OperandLayout::Transposed, [k, n]);
+    let (split_k, ldc) = (k.div_ceil(case.k_per_split.min(k.max(1))).max(1), n + pad);
+    let length = batches * split_k * m * ldc;
+    let a = step.upload(&numbers::<bf16>(1, batches * a_rows * lda), [batches * a_rows * lda])?;
+    let b = step.upload(&numbers::<bf16>(2, batches * b_rows * ldb), [batches * b_rows * ldb])?;
+    let bias = step.upload(&numbers::<f32>(3, batches * n), [batches * n])?;
+    let mut out = step.upload(&numbers::<S>(4, length), [length])?;
+    let mut pre = step.upload(&numbers::<S>(5, length), [length])?;
+    let mut sums = step.upload(&numbers::<f32>(6, batches * split_k * n), [batches * split_k * n])?;
+    let (c, written) = out.in_place();
+    macro_rules! launch {
+        ($kernel:ident { $($own:tt)* }) => {
+            step.launch($kernel {
+                $($own)*
+                a: a.slice(),
+                b: b.slice(),
+                bias: if case.has_bias { bias.slice() } else { Slice::empty() },
+                c,
+                out: written,
+                pre: pre.out(),
+                sums: if flags & BIAS_GRAD == 0 { PointerMut::empty() } else { sums.out() },
+                m: m as u32,
+                n: n as u32,
+                k: k as u32,
+                lda: lda as u32,
+                ldb: ldb as u32,
+                ldc: ldc as u32,
+                k_per_split: case.k_per_split.min(k.max(1)) as u32,
+                batches: batches as u32,
+                stride_a: a_rows * lda,
+                stride_b: b_rows * ldb,
+                stride_c: m * ldc,
+                stride_bias: n,
+                alpha,
+                beta,
+                flags: flags | if layouts[1] == OperandLayout::Transposed { TRANSPOSE_B } else { 0 },
+            })?
+        };
+    }
+    match tile {
+        Some(tile) => launch!(matmul_wgmma { variant: (layouts, tile), blocks: case.blocks }),
+        None => launch!(matmul_bf16 { variant: (layouts[0], ops::BF16_TILES[0]) }),
+    }
+    let read = |values: Vec<S>| values.into_iter().map(S::widen).collect();
+    Ok([read(step.read(&out)?), read(step.read(&pre)?), step.read(&sums)?])
+}
+
+/// Checks that every tile gives the bits of `matmul_bf16`, with S outputs.
+fn assert_same_bits<S: Stored>(case: Case) {
+    let device = Device::open(DeviceKind::Emulated).unwrap();
+    let run = |tile| {
+        let mut arena = Arena::builder(&device).capacity(Capacity::mib(32)).build().unwrap();
+        arena.step(|step| outputs::<S>(step, case, tile)).unwrap()
+    };
+    let want = run(None);
+    for tile in wgmma::TILES {
+        for (got, want) in run(Some(tile)).iter().zip(&want) {
+            assert_same(format_args!("{case:?}, {tile:?}, {}", <S as Element>::NAME), got, want);
+        }
+    }
+}
+
+fn plain(extents: [usize; 3], layouts: [OperandLayout; 2]) -> Case {
+    Case {
+        extents,
+        layouts,
+        batches: 1,
+        k_per_split: ALL,
+        pad: 0,
+        scales: [1.0, 0.0],
+        has_bias: false,
+        flags: 0,
+        blocks: 132,
+    }
+}
+
+#[test]
+fn all_layouts_match_bits() {
+    for extents in EXTENTS {
+        for layouts in LAYOUTS {
+            assert_same_bits::<f32>(plain(extents, layouts));
+            assert_same_bits::<bf16>(plain(extents, layouts));
+        }
+    }
+}
+
+/// Each epilogue, for whole tiles, ragged ones, and rows that do not begin on 16 bytes.
+#[test]
+fn all_epilogues_match_bits() {
+    for (layouts, extents, pad) in [
+        (LAYOUTS[0], [128, 256, 64], 0),
+        (LAYOUTS[1], [150, 264, 72], 0),
+        (LAYOUTS[2], [128, 256, 80], 4),
+        (LAYOUTS[3], [130, 131, 80], 1),
+    ] {
+        for (flags, scales, has_bias) in [
+            (0, [0.5, 0.25], true),
+            (GELU | STORE_PREACT, [1.0, 0.0], true),
+            (GELU, [0.3, 0.5], true),
+            (SILU | STORE_PREACT, [1.0, -1.0], false),
+            (SWIGLU | STORE_PREACT, [1.0, 0.0], true),
+            (STORE_PREACT, [1.0, 0.0], false),
+            (GELU_DERIVATIVE, [1.0, 0.0], false),
+        ] {
+            let case = Case { pad, scales, has_bias, flags, ..plain(extents, layouts) };
+            assert_same_bits::<bf16>(case);
+            if flags & GELU_DERIVATIVE == 0 {
+                assert_same_bits::<f32>(case);
+            }
+        }
+    }
+}
+
+/// Batches, splits of k, grids of fewer blocks than tiles, and the sums of B's columns.
+#[test]
+fn batches_splits_and_sums_match_bits() {
+    let sums = LAYOUTS[2];
+    for (layouts, extents, batches, k_per_split, blocks, flags) in [
+        (LAYOUTS[0], [130, 260, 200], 2, ALL, 1, 0),
+        (LAYOUTS[1], [200, 130, 208], 3, 96, 2, 0),
+        (LAYOUTS[3], [72, 520, 320], 1, 160, 5, 0),
+        (sums, [130, 260, 97], 1, ALL, 132, BIAS_GRAD),
+        (sums, [129, 300, 168], 2, ALL, 3, BIAS_GRAD | ADD_TO_SUMS),
+        (sums, [17, 300, 680], 1, 224, 2, BIAS_GRAD),
+        (sums, [5, 70, 0], 1, ALL, 132, BIAS_GRAD | ADD_TO_SUMS),
+    ] {
+        let case = Case { batches, k_per_split, blocks, flags, ..plain(extents, layouts) };
+        assert_same_bits::<f32>(case);
+        if k_per_split == ALL && flags == 0 {
+            assert_same_bits::<bf16>(case);
+        }
+    }
+}
+
+/// Nothing writes a slot of the ring while products read it, and no two warps an output.
+#[test]
+fn ring_has_no_race() {
+    let races = Mode { races: true, ..Mode::default() };
+    races.scope(|| {
+        for layouts in LAYOUTS {
+            assert_same_bits::<bf16>(Case { blocks: 1, ..plain([130, 260, 400], layouts) });
+        }
+        let sums = Case { flags: BIAS_GRAD, blocks: 1, ..plain([130, 260, 400], LAYOUTS[2]) };
+        assert_same_bits::<f32>(sums);
+    });
+}
+
+attack! {
+    matmul_wgmma::matmul_wgmma by variant <S> {
+        a: halves 98, b: halves 112, bias: f32s 12, c: stored_pointer 60, out: out_stored 60, pre: out_stored 60, sums: out 12, m: number 5,
+        n: number 6, k: number 7, lda: number 8, ldb: number 8, ldc: number 6, k_per_split: number 7, batches: number 2, blocks: number 3,
+        stride_a: number 56, stride_b: number 56, stride_c: number 30, stride_bias: number 6, alpha: float 0.5, beta: float 1.0, flags: number 12,
+    }
+}
