@@ -177,8 +177,8 @@ impl SharedTile<u32> {
     /// in place of the others. `x[from]` lies on a 16-byte boundary if `count` is not 0.
     ///
     /// # Safety
-    /// `count` elements from `x[from]` on lie inside `x`, and at most 16 bytes. The CPU checks it, the
-    /// GPU does not.
+    /// `count` elements from `x[from]` on lie inside `x`, and at most 16 bytes. The CPU checks it,
+    /// the GPU does not.
     #[inline(always)]
     #[track_caller]
     pub unsafe fn copy_chunk_part<S: Stored>(self, index: u32, x: &[S], from: usize, count: u32) {

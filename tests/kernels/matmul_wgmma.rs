@@ -10,7 +10,6 @@ use cuda_std::launch::{Contract as _, PointerMut, Slice};
 use kernels::matmul::{GELU, GELU_DERIVATIVE, SILU, STORE_PREACT, SWIGLU, TRANSPOSE_B};
 use kernels::matmul_bf16::{ADD_TO_SUMS, BIAS_GRAD, OperandLayout, matmul_bf16};
 use kernels::matmul_wgmma::{self as wgmma, matmul_wgmma};
-use kernels::stored::Stored as _;
 use stepscope::tensor::{Element, Source as _, Stored, Target as _};
 use stepscope::{Arena, Capacity, Device, DeviceKind, EagerStep, Result, bf16, ops};
 
@@ -65,9 +64,9 @@ fn outputs<S: Stored>(step: &EagerStep<'_>, case: Case, tile: Option<wgmma::Tile
     let mut sums = step.upload(&numbers::<f32>(6, batches * split_k * n), [batches * split_k * n])?;
     let (c, written) = out.in_place();
     macro_rules! launch {
-        ($kernel:ident { $($own:tt)* }) => {
+        ($kernel:ident { $($own:ident: $value:expr),* }) => {
             step.launch($kernel {
-                $($own)*
+                $($own: $value,)*
                 a: a.slice(),
                 b: b.slice(),
                 bias: if case.has_bias { bias.slice() } else { Slice::empty() },

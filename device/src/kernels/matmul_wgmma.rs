@@ -11,12 +11,12 @@
 //! bits there. The epilogue is the same code. The split of k is the same rule
 //! ([`k_per_split`](super::matmul_bf16::k_per_split)).
 //!
-//! The parameters are as in `matmul_bf16`, with three differences. The layouts of A and of B are part
-//! of the variant, and [`TRANSPOSE_B`](super::matmul::TRANSPOSE_B) is not read. Rows and batches of A
-//! and B begin on 16 bytes: `lda` and `ldb` are multiples of eight, and so are `stride_a` and
-//! `stride_b` if there are several batches. `blocks` limits the grid: a block computes every
-//! `blocks`th tile, so that the copies of the next tile overlap the epilogue of this one. The grid
-//! changes no bit.
+//! The parameters are as in `matmul_bf16`, with three differences. The layouts of A and of B are
+//! part of the variant, and [`TRANSPOSE_B`](super::matmul::TRANSPOSE_B) is not read. Rows and
+//! batches of A and B begin on 16 bytes: `lda` and `ldb` are multiples of eight, and so are
+//! `stride_a` and `stride_b` if there are several batches. `blocks` limits the grid: a block
+//! computes every `blocks`th tile, so that the copies of the next tile overlap the epilogue of this
+//! one. The grid changes no bit.
 
 mod block;
 mod columns;
@@ -39,7 +39,6 @@ use super::matmul_bf16::operand::Operand;
 use super::matmul_bf16::{ADD_TO_SUMS, BIAS_GRAD, OperandLayout};
 use crate::family;
 use block::compute;
-use cuda_std::prelude::*;
 // The family declares kernels of warpgroups.
 use cuda_std::warpgroup_kernel as kernel;
 use half::bf16;
@@ -132,8 +131,8 @@ family! {
     // SAFETY: every batch of `a` and `b` lies inside its argument. Every matrix of a batch and
     // split lies inside `out` (and `c`, `pre`, `bias` where they are used), and none overlaps
     // another. `sums`, where it is used, has a row of n for each of them. Rows, batches and splits
-    // begin on 16 bytes. A block computes existing tiles, whichever grid it is in. A thread reads and
-    // writes nothing past the end of the rows, the columns or k.
+    // begin on 16 bytes. A block computes existing tiles, whichever grid it is in. A thread reads
+    // and writes nothing past the end of the rows, the columns or k.
     contract unsafe { block: VARIANT.1.threads(), shared: VARIANT.1.shared_bytes() } |p| {
         let ([of_a, of_b], tile) = VARIANT;
         let transposed = |layout: OperandLayout, flag: u32| if layout == OperandLayout::Transposed { flag } else { 0 };

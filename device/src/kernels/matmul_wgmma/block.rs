@@ -3,8 +3,8 @@
 //!
 //! ```text
 //! stage s:   wait for own copies of s, fence, barrier     all threads have waited for the products of s - 2
-//!            start to copy s + 2                          into the slot of s - 2
 //!            start the products of s
+//!            start to copy s + 2                          into the slot of s - 2
 //!            wait for the products of s - 1
 //! ```
 //! The copies run two stages ahead across tiles, so the first stages of the next tile arrive while
@@ -49,8 +49,9 @@ impl<'p, const A_ALONG: bool, const B_ALONG: bool, const LINES: u32> Feed<'p, A_
 /// of a tile by its number, and the tile's first row and column.
 ///
 /// # Safety
-/// The contract has accepted the problems, and the const parameters are those of `tile`: `TILES` mma
-/// tiles of eight columns, its passes, and the `LINES` of a [`Part`]. All threads of the block call it together.
+/// The contract has accepted the problems, and the const parameters are those of `tile`: `TILES`
+/// mma tiles of eight columns, its passes, and the `LINES` of a [`Part`]. All threads of the block
+/// call it together.
 #[inline(always)]
 pub(super) unsafe fn compute<
     'p,
@@ -77,15 +78,15 @@ pub(super) unsafe fn compute<
             ]
         }
     };
-    let after = |slot: u32| if slot + 1 == STAGES { 0 } else { slot + 1 };
+    let after = |slot: u32| (slot + 1) % STAGES;
     let mut feed = Feed::<A_ALONG, B_ALONG, LINES>::new(problem(thread::block_idx_x()), tile);
-    // The tile, the stage and the slot that are copied next. Without k there is nothing to copy.
+    // The tile and the stage that are copied next. Without k there is nothing to copy.
     let mut copied = if feed.stages == 0 { count } else { thread::block_idx_x() };
-    let (mut ahead, mut to) = (0, 0);
+    let mut ahead = 0;
     macro_rules! fetch {
-        () => {
+        ($to:expr) => {
             if copied < count {
-                let [a, b] = slot(to);
+                let [a, b] = slot($to);
                 // SAFETY: the contract has accepted the operands, and a whole stage exists.
                 unsafe {
                     if ahead < feed.whole {
@@ -97,7 +98,6 @@ pub(super) unsafe fn compute<
                         feed.right.copy_existing::<B_PASSES>(b, k);
                     }
                 }
-                to = after(to);
                 ahead += 1;
                 if ahead == feed.stages {
                     ahead = 0;
@@ -110,8 +110,8 @@ pub(super) unsafe fn compute<
             commit_copies();
         };
     }
-    for _ in 0..AHEAD {
-        fetch!();
+    for stage in 0..AHEAD {
+        fetch!(stage);
     }
     let (group, warp) = (thread::thread_idx_x() / 128, thread::thread_idx_x() / 32 % 4);
     // SAFETY: the warps' parts follow the stages in the shared memory that the contract declares.
@@ -126,18 +126,18 @@ pub(super) unsafe fn compute<
         let summed =
             const { !A_ALONG && !B_ALONG && size_of::<S>() == size_of::<f32>() } && columns.wanted && first[0] == 0;
         let mut chains = Chains::new();
-        let mut sums = if first_k < end { wgmma::undefined_sums() } else { wgmma::no_sums() };
+        let mut sums = wgmma::undefined_sums();
         let mut k = first_k;
         while k < end {
             wait_copies::<{ AHEAD - 1 }>();
             wgmma::fence_async();
             thread::sync_threads();
-            fetch!();
             let [a, b] = slot(from);
-            // SAFETY: this thread and, by the barrier, all threads have copied the stage. Its slot is
-            // filled again after the next barrier but one, and all have waited for these products
-            // before that.
+            // SAFETY: this thread and, by the barrier, all threads have copied the stage. Its slot
+            // is filled again after the next barrier but one, and all have waited for these
+            // products before that.
             unsafe { products.start::<A_ALONG, B_ALONG, TILES>(&mut sums, a, group * GROUP_ROWS, b, k > first_k) };
+            fetch!((from + AHEAD) % STAGES);
             if summed {
                 chains.add(b, tile.cols());
             }
@@ -146,6 +146,9 @@ pub(super) unsafe fn compute<
             k += DEPTH;
         }
         products.finish(&mut sums);
+        if first_k >= end {
+            sums = wgmma::no_sums();
+        }
         // SAFETY: all lanes of the warp execute this, and the contract has accepted the problem.
         unsafe {
             let converged = Converged::assume();

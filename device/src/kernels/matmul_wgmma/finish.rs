@@ -1,8 +1,8 @@
 //! The epilogue of a warp's sums: 16 rows of all columns of the tile.
 //!
 //! The steps are those of [`matmul_bf16`](crate::matmul_bf16). The warp's columns are finished in
-//! parts. Rows of BF16 that begin on 16 bytes are staged in shared memory, so that neighboring lanes
-//! write whole lines:
+//! parts. Rows of BF16 that begin on 16 bytes are staged in shared memory, so that neighboring
+//! lanes write whole lines:
 //!
 //! ```text
 //! a part, 16 x 64     lane 4 g + t: words t of each chunk of rows g, g + 8    staged, swizzled
@@ -24,10 +24,11 @@ use half::bf16;
 
 /// The mma tiles of a part that is only stored.
 const PLAIN: usize = 8;
-/// The mma tiles of a part with an activation, or at an edge. Their code is long, so it has fewer.
+/// The mma tiles of a part with an activation, or at an edge. Its code is long, so it has fewer.
 const PART: usize = 4;
 
-/// Applies the epilogue to a warp's sums and writes them. `first` is the warp's first row and column.
+/// Applies the epilogue to a warp's sums and writes them. `first` is the warp's first row and
+/// column.
 ///
 /// # Safety
 /// The contract has accepted the problem. `staging` is the warp's own.
@@ -58,21 +59,28 @@ pub(super) unsafe fn finish<const TILES: usize, S: Stored>(
             });
             return;
         }
-        // After each part the next part's sums move into its place. The epilogue is long code, so it
-        // is instantiated once.
-        for part in 0..launder_reg((TILES / PART) as u32) {
-            let mut now = [[[0.0; 4]; PART]];
-            unroll_on_gpu!(tile < PART => { now[0][tile] = sums[tile]; });
-            let column = 8 * PART as u32 * part;
-            let first = [first[0], first[1] + column];
-            if is_whole {
+        // After each part the next part's sums move into its place. The epilogue is long code, so
+        // it is instantiated once.
+        macro_rules! parts {
+            ($PART:ident, |$column:ident, $first:ident, $now:ident| $finish:expr) => {
+                for part in 0..launder_reg((TILES / $PART) as u32) {
+                    let mut $now = [[[0.0; 4]; $PART]];
+                    unroll_on_gpu!(tile < $PART => { $now[0][tile] = sums[tile]; });
+                    let $column = 8 * $PART as u32 * part;
+                    let $first = [first[0], first[1] + $column];
+                    $finish;
+                    unroll_on_gpu!(tile < TILES - $PART, at most 32 => { sums[tile] = sums[tile + $PART]; });
+                }
+            };
+        }
+        if is_whole {
+            parts!(PART, |column, first, now| {
                 finish_whole::<1, PART, { PART / 2 }, S>(epilogue, first, now, |of, to, _| {
                     write_rows(warp, staging, of, to, at(column), ldc);
                 });
-            } else {
-                finish_any::<1, PART, { PART / 2 }, S>(warp, epilogue, first, now);
-            }
-            unroll_on_gpu!(tile < TILES - PART, at most 32 => { sums[tile] = sums[tile + PART]; });
+            });
+        } else {
+            parts!(PART, |column, first, now| finish_any::<1, PART, { PART / 2 }, S>(warp, epilogue, first, now));
         }
     }
 }
@@ -92,7 +100,8 @@ unsafe fn write_rows<const TILES: usize>(
     ldc: u32,
 ) {
     let chunks = TILES as u32;
-    let lane = warp::lane_id();
+    // The compiler would keep the addresses in registers throughout the products.
+    let lane = launder_reg(warp::lane_id());
     sync_lanes(warp);
     unroll_on_gpu!(pair < TILES / 2 => {
         put_words(staging, chunks, pair as u32, [sums[2 * pair], sums[2 * pair + 1]]);

@@ -1,4 +1,4 @@
-//! How a block copies a stage of an operand to shared memory, in the layout that
+//! The copies of a stage of an operand to shared memory, in the layout that
 //! [`wgmma`](crate::wgmma) reads. Chunks lie on 16-byte boundaries in memory; the contract demands
 //! it.
 //!
@@ -76,8 +76,8 @@ impl<'p, const ALONG: bool, const LINES: u32> Part<'p, ALONG, LINES> {
         self.advance();
     }
 
-    /// Starts the copies of the stage with the k from `first_k` up to `end`, with zeros for elements
-    /// that do not exist.
+    /// Starts the copies of the stage with the k from `first_k` up to `end`, with zeros for
+    /// elements that do not exist.
     ///
     /// # Safety
     /// The contract has accepted the operand.

@@ -102,8 +102,8 @@ pub fn multiply<F: Format, const ROWS: usize, const COLS: usize, const TILES: us
 }
 
 /// Accumulates the products of the range of k in a lane's accumulators, which are in the layout of
-/// [`quads`], k ascending. `origin` is the warp's first row and column. `left` and `right` return an
-/// element by its row or column and its k.
+/// [`quads`], k ascending. `origin` is the warp's first row and column. `left` and `right` return
+/// an element by its row or column and its k.
 #[inline(always)]
 pub fn add_products<const ROWS: usize, const TILES: usize>(
     sums: &mut Sums<ROWS, TILES>,
@@ -155,8 +155,8 @@ pub unsafe fn write_quads(_: Converged, tiles: [[f32; 4]; 2], out: *mut bf16, at
     }
 }
 
-/// Rounds the [`quads`] and writes them to 16 rows of `chunks` chunks, in chunks `2 pair` and `2 pair
-/// + 1`, [`swizzled`].
+/// Rounds the [`quads`] and writes them to 16 rows of `chunks` chunks, in chunks `2 pair` and `2
+/// pair + 1`, [`swizzled`].
 #[track_caller]
 pub fn put_words(rows: SharedTile<u32>, chunks: u32, pair: u32, tiles: [[f32; 4]; 2]) {
     let [row, column] = quads_place();

@@ -56,8 +56,8 @@ impl Products {
         let done = self.groups.len() - PENDING as usize;
         for group in &mut self.groups[..done] {
             let Some(operands) = group.take() else { continue };
-            // Two threads of each warpgroup stand for all of its reads: one of them is not the thread
-            // that has written too early.
+            // Two threads of each warpgroup stand for all of its reads: one of them is not the
+            // thread that has written too early.
             if thread::thread_idx_x() % 128 < 2 {
                 operands.iter().for_each(|operand| operand.reread());
             }

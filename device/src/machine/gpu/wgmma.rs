@@ -2,8 +2,8 @@
 //! memory.
 //!
 //! ptxas keeps the sums in registers only under three conditions. No loop over the sums may remain,
-//! so every sum is an operand of the assembly. While instructions are in flight, nothing touches the
-//! sums, and no branch is taken by some lanes of the warp.
+//! so every sum is an operand of the assembly. While instructions are in flight, nothing touches
+//! the sums, and no branch is taken by some lanes of the warp.
 
 use crate::tile::SharedTile;
 use core::arch::asm;
@@ -98,9 +98,9 @@ const fn step(along_k: bool) -> u64 {
     if along_k { 2 } else { 128 }
 }
 
-/// Returns the descriptor of an operand that begins at a shared address: rows of 128 bytes, swizzled
-/// by 128 bytes. Eight rows are 1024 bytes. Across k, the next 64 rows or columns follow 8192 bytes
-/// further.
+/// Returns the descriptor of an operand that begins at a shared address: rows of 128 bytes,
+/// swizzled by 128 bytes. Eight rows are 1024 bytes. Across k, the next 64 rows or columns follow
+/// 8192 bytes further.
 #[inline(always)]
 fn descriptor(address: u32, along_k: bool) -> u64 {
     const SWIZZLE_128: u64 = 1 << 62;
@@ -152,7 +152,8 @@ impl Products {
     /// Waits until at most the `PENDING` newest groups are in flight.
     #[inline(always)]
     pub fn wait<const PENDING: u32>(&mut self) {
-        // SAFETY: it only waits, and all lanes of the warp execute it, as they started the products.
+        // SAFETY: it only waits, and all lanes of the warp execute it, as they started the
+        // products.
         unsafe { asm!("wgmma.wait_group.sync.aligned {0};", const PENDING, options(nostack)) };
     }
 
@@ -160,7 +161,8 @@ impl Products {
     #[inline(always)]
     pub fn finish<const TILES: usize>(&mut self, sums: &mut [[f32; 4]; TILES]) {
         let sums = sums.as_flattened_mut();
-        // SAFETY: it only waits, and all lanes of the warp execute it, as they started the products.
+        // SAFETY: it only waits, and all lanes of the warp execute it, as they started the
+        // products.
         unsafe {
             match TILES {
                 8 => numbered!(8 finish sums),

@@ -1,5 +1,5 @@
-//! Multiplies of BF16 tensors with tensor-core instructions, directly from memory: by `wgmma` if the
-//! device has it and rows begin on 16 bytes, else by `mma.sync`.
+//! Multiplies of BF16 tensors with tensor-core instructions, directly from memory: by `wgmma` if
+//! the device has it and rows begin on 16 bytes, else by `mma.sync`.
 
 use super::super::{same_shape, sum_rows_into};
 use super::gemm::{BiasGradient, Epilogue, Gemm, Gradient};
@@ -175,9 +175,9 @@ fn multiply<S: Stored>(
     let layouts = [layout(form.transpose_a), layout(form.transpose_b)];
     let processors = step.description().processors;
     macro_rules! launch {
-        ($kernel:ident { $($own:tt)* }) => {
+        ($kernel:ident { $($own:ident: $value:expr),* }) => {
             step.launch($kernel {
-                $($own)*
+                $($own: $value,)*
                 a,
                 b,
                 bias,
