@@ -44,7 +44,7 @@ fn config((_, family, sizes, tied): (&str, &str, Sizes, bool)) -> ModelConfig {
     ModelConfig::from_json(json.to_string().as_bytes()).unwrap()
 }
 
-/// Whether a run recomputes, and its contexts per step, for each column of a table.
+/// The columns of a table: true if a run recomputes, and its contexts per step.
 const COLUMNS: [(bool, usize); 3] = [(false, 1), (true, 1), (true, 8)];
 
 /// Asserts that the page has a row for each model, with the memory of a run of each column.
