@@ -16,6 +16,7 @@ use super::columns::Chains;
 use super::finish::finish;
 use super::operand::Part;
 use super::tile::{AHEAD, STAGES, STAGING_LEN, Tile};
+use crate::block::launder_reg;
 use crate::matmul_bf16::block::Problem;
 use crate::stored::Stored;
 use crate::tile::{SharedTile, commit_copies, wait_copies};
@@ -118,9 +119,11 @@ pub(super) unsafe fn compute<
     let staging = unsafe { SharedTile::<u32>::new(tile.staging(thread::thread_idx_x() / 32) * 4, STAGING_LEN) };
     let mut products = Products::new();
     let mut from = 0;
+    // Only a copy of the number is computed with, so that the number itself stays in a uniform
+    // register.
     let mut item = thread::block_idx_x();
     while item < count {
-        let (Problem { b: right, epilogue, columns, k: [first_k, end], .. }, first) = problem(item);
+        let (Problem { b: right, epilogue, columns, k: [first_k, end], .. }, first) = problem(launder_reg(item));
         // The first row of tiles covers all columns. Other kernels have no code for the sums of
         // columns.
         let summed =

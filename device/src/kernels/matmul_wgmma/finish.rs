@@ -26,6 +26,8 @@ use half::bf16;
 const PLAIN: usize = 8;
 /// The mma tiles of a part with an activation, or at an edge. Its code is long, so it has fewer.
 const PART: usize = 4;
+/// The mma tiles of a part of BF16 outputs at an edge, which needs the most registers.
+const EDGE: usize = 2;
 
 /// Applies the epilogue to a warp's sums and writes them. `first` is the warp's first row and
 /// column.
@@ -79,6 +81,8 @@ pub(super) unsafe fn finish<const TILES: usize, S: Stored>(
                     write_rows(warp, staging, of, to, at(column), ldc);
                 });
             });
+        } else if const { size_of::<S>() == size_of::<bf16>() } {
+            parts!(EDGE, |column, first, now| finish_any::<1, EDGE, { EDGE / 2 }, S>(warp, epilogue, first, now));
         } else {
             parts!(PART, |column, first, now| finish_any::<1, PART, { PART / 2 }, S>(warp, epilogue, first, now));
         }
