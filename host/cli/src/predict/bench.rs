@@ -139,3 +139,32 @@ fn call<'s, S: Stored>(step: &Step<'s>, name: &str, set: &Set<'s>, [x, dy]: [&Sa
     made?;
     Ok(true)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::predict::matmul_case::OperandLayout::{NN, NT};
+    use stepscope_predict::{Forecast, Kernels};
+
+    /// Microseconds of products by `wgmma`, on an H100 at its power limit next to cuBLAS: tiles of
+    /// 128 x 256, copied by `cp.async`. They were measured before the library had such kernels.
+    const MEASURED: [(Product, f64); 4] = [
+        (Product { m: 8192, n: 8192, k: 8192, batches: 1, form: NT }, 1605.0),
+        (Product { m: 4096, n: 4096, k: 4096, batches: 1, form: NT }, 205.4),
+        (Product { m: 16_384, n: 3072, k: 768, batches: 1, form: NT }, 136.1),
+        (Product { m: 16_384, n: 768, k: 3072, batches: 1, form: NN }, 124.1),
+    ];
+
+    #[test]
+    fn wgmma_products_are_predicted() {
+        let kernels = Kernels::of(Gpu::H200.arch);
+        for (case, measured) in MEASURED {
+            let launches = product::<bf16>(&Gpu::H200, case, Precision::F32).unwrap();
+            assert!(launches.iter().any(|launch| launch.entry.is_warpgroup), "{case}");
+            let predicted = Forecast::of(&Gpu::H200, &kernels, &launches).microseconds;
+            assert!((predicted / measured - 1.0).abs() < 0.2, "{case}: {predicted:.1}, measured {measured}");
+            let launches = product::<bf16>(&Gpu::GB10, case, Precision::F32).unwrap();
+            assert!(!launches.iter().any(|launch| launch.entry.is_warpgroup), "{case}");
+        }
+    }
+}
