@@ -1,6 +1,6 @@
 //! The emulator's rules, each on a kernel that follows it and on a kernel that breaks it.
 
-use cuda_std::emulator::{Cause, Fault, Machine};
+use cuda_std::emulator::{Cause, Fault, Machine, Mode, mbarrier};
 use cuda_std::launch::{Arguments, Contract, Entry, Grid, Pointer, PointerMut, Slice, Violation, Words};
 use cuda_std::{prelude::*, shared, warp};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -33,6 +33,8 @@ contract! {
     overruns_shared: 32, 64;
     counts: 64, 0;
     places: 32, 0;
+    hands_over: 64, 16;
+    waits_in_vain: 64, 8;
 }
 
 /// Computes y = factor * x, `[n]`.
@@ -167,6 +169,52 @@ unsafe fn places(y: *mut u32) {
     }
 }
 
+/// Hands three values over from each lane of warp 0 to the same lane of warp 1, which writes them
+/// to y: `[32, 3]`. If `waits` is 0, warp 1 does not wait for them.
+#[kernel]
+unsafe fn hands_over(waits: u32, slot: *mut u32, y: *mut u32) {
+    const FULL: u32 = 0;
+    const FREE: u32 = 8;
+    let lane = thread::thread_idx_x() % 32;
+    if thread::thread_idx_x() == 0 {
+        mbarrier::init(FULL, 32);
+        mbarrier::init(FREE, 32);
+    }
+    thread::sync_threads();
+    for turn in 0..3 {
+        // SAFETY: the test's buffers cover every access of the grid.
+        unsafe {
+            if thread::thread_idx_x() < 32 {
+                mbarrier::wait(FREE, (turn + 1) % 2);
+                *slot.add(lane as usize) = 100 * turn + lane;
+                mbarrier::arrive(FULL);
+            } else {
+                if waits != 0 {
+                    mbarrier::wait(FULL, turn % 2);
+                }
+                *y.add((3 * lane + turn) as usize) = *slot.add(lane as usize);
+                mbarrier::arrive(FREE);
+            }
+        }
+    }
+}
+
+/// Waits for 32 arrivals, of which one is missing.
+#[kernel]
+unsafe fn waits_in_vain(y: *mut u32) {
+    if thread::thread_idx_x() == 0 {
+        mbarrier::init(0, 32);
+    }
+    thread::sync_threads();
+    match thread::thread_idx_x() {
+        0..31 => mbarrier::arrive(0),
+        40 => mbarrier::wait(0, 0),
+        _ => {}
+    }
+    // SAFETY: the test's buffers cover every access of the grid.
+    unsafe { *y = 1 };
+}
+
 fn run<K: Contract>(kernel: K, grid: Grid) -> Result<(), Fault> {
     // SAFETY: each test passes buffers that cover every access of its kernel.
     unsafe { Machine::default().launch(kernel.entry().unwrap(), grid, &Words::of(&kernel), &|_| None) }
@@ -207,6 +255,28 @@ fn barriers_count_and_or() {
     let mut y = [9; 3];
     run(barrier_results { y: output(&mut y) }, ONE).unwrap();
     assert_eq!(y, [48, 0, 1]);
+}
+
+#[test]
+fn an_mbarrier_hands_values_over() {
+    let (mut slot, mut y) = ([0; 32], [9; 96]);
+    for mode in [Mode::default(), Mode::RACES, Mode { races: true, shuffle: Some(3) }] {
+        let kernel = hands_over { waits: 1, slot: output(&mut slot), y: output(&mut y) };
+        mode.scope(|| run(kernel, ONE)).unwrap();
+        assert!(y.iter().enumerate().all(|(at, &y)| y as usize == at / 3 + 100 * (at % 3)), "{mode:?}");
+    }
+    let kernel = hands_over { waits: 0, slot: output(&mut slot), y: output(&mut y) };
+    let fault = Mode::RACES.scope(|| run(kernel, ONE)).unwrap_err();
+    assert!(matches!(fault.cause, Cause::Race { .. }), "{fault}");
+}
+
+#[test]
+fn a_wait_for_arrivals_that_never_come_is_an_error() {
+    let mut y = [0];
+    let fault = run(waits_in_vain { y: output(&mut y) }, ONE).unwrap_err();
+    let (thread, _, found) = divergence(fault);
+    assert_eq!(thread, 40);
+    assert!(found.contains("byte 0"), "{found}");
 }
 
 #[test]

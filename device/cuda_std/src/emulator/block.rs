@@ -15,6 +15,7 @@ use super::collective::Collective;
 use super::detector::Detector;
 use super::fault::{Access, Place};
 use super::fault::{Cause, Fault, Kind};
+use super::mbarrier::Phases;
 use super::mode::Order;
 use super::resolve::{State, Wait, resolve_block, resolve_lanes};
 use super::shared::SharedMemory;
@@ -72,6 +73,8 @@ pub struct Block {
     pub(super) gathered: Cell<u32>,
     /// The value that each thread brought to the last resolved collective, or its result.
     pub(super) exchange: RefCell<Vec<u64>>,
+    /// The block's barriers at which threads arrive.
+    pub(super) phases: RefCell<Vec<Phases>>,
     /// The number of barriers that all threads have passed.
     epoch: Cell<u32>,
     /// The launch's arguments. It is a plain pointer, because the blocks' OS threads would contend
@@ -207,11 +210,25 @@ impl Block {
 
     /// Called when the participating threads of a collective resume. `thread` is one of them.
     pub(super) fn met(&self, collective: Collective, thread: u32) {
-        if collective.mask().is_none() {
+        if collective.is_of_block() {
             self.epoch.set(self.epoch.get().wrapping_add(1));
         }
         if let Some(detector) = &self.detector {
             detector.borrow_mut().met(collective, thread);
+        }
+    }
+
+    /// Called when the running thread arrives at an mbarrier, and `ends` its phase.
+    pub(super) fn arrived(&self, byte: u32, ends: bool) {
+        if let Some(detector) = &self.detector {
+            detector.borrow_mut().arrived(self.running.get(), byte, ends);
+        }
+    }
+
+    /// Called when the running thread has waited for a phase of an mbarrier.
+    pub(super) fn acquired(&self, byte: u32) {
+        if let Some(detector) = &self.detector {
+            detector.borrow_mut().acquired(self.running.get(), byte);
         }
     }
 
@@ -226,8 +243,8 @@ impl Block {
         // coroutine is alive, because it runs.
         unsafe { (*yielder).suspend(()) };
         match collective {
-            // A barrier has no value.
-            Collective::Barrier => 0,
+            // These have no value.
+            Collective::Barrier | Collective::Phase { .. } => 0,
             Collective::Shuffle { source, .. } => self.brought(source.into()),
             _ => self.brought(self.running.get() % WARP),
         }
@@ -399,6 +416,7 @@ impl Runner {
             states: RefCell::new(states),
             gathering: Cell::new(None),
             gathered: Cell::new(0),
+            phases: RefCell::default(),
             exchange: RefCell::new(exchange),
             epoch: Cell::new(0),
             arguments: Arc::as_ptr(arguments),

@@ -11,6 +11,10 @@
 //! sync_warp(lanes 0, 1)     1                1                              0
 //! sync_warp(lanes 1, 2)     2                1                              1       through lane 1
 //! ```
+//! An mbarrier stores up to which time it follows each thread of the block. A thread that arrives
+//! adds what it follows, and its own time, which it increments. A thread that has waited follows
+//! all of that.
+//!
 //! Shuffles and votes are not recorded here: they exchange values and do not order memory.
 //!
 //! Invariant: an access follows another if and only if CUDA guarantees that it observes the other.
@@ -36,6 +40,22 @@ pub(super) struct Stamp {
     time: u32,
     pub(super) thread: u16,
     pub(super) site: Site,
+}
+
+/// The time up to which its holder follows each thread of the block.
+type Followed = Vec<u32>;
+
+/// The times that an mbarrier follows: of its ended phases, and of the present one too.
+struct Arrivals {
+    byte: u32,
+    ended: Followed,
+    present: Followed,
+}
+
+fn join(times: &mut [u32], others: &[u32]) {
+    for (time, other) in times.iter_mut().zip(others) {
+        *time = other.max(time).to_owned();
+    }
 }
 
 impl Stamp {
@@ -69,6 +89,8 @@ impl Stamp {
 pub(super) struct Now<'c> {
     pub(super) stamp: Stamp,
     seen: &'c Seen,
+    /// Empty until the first mbarrier.
+    followed: &'c [u32],
 }
 
 impl Now<'_> {
@@ -79,7 +101,8 @@ impl Now<'_> {
         earlier.block == now.block
             && (earlier.epoch < now.epoch
                 || earlier.thread == now.thread
-                || earlier.warp() == now.warp() && earlier.time < self.seen[earlier.lane() as usize])
+                || earlier.warp() == now.warp() && earlier.time < self.seen[earlier.lane() as usize]
+                || self.followed.get(usize::from(earlier.thread)).is_some_and(|&time| earlier.time < time))
     }
 }
 
@@ -91,11 +114,17 @@ pub(super) struct Clock {
     times: Vec<u32>,
     /// The vector clocks by thread. Empty until the first warp barrier.
     seen: Vec<Seen>,
+    /// The times that each thread follows through mbarriers. Empty until the first arrival.
+    followed: Vec<Followed>,
+    arrivals: Vec<Arrivals>,
+    threads: u32,
 }
 
 impl Clock {
     pub(super) fn new(block: u32, threads: u32) -> Self {
-        Self { block, epoch: NonZeroU32::MIN, times: vec![0; threads.div_ceil(WARP) as usize], seen: Vec::new() }
+        let times = vec![0; threads.div_ceil(WARP) as usize];
+        let (seen, followed, arrivals) = (Vec::new(), Vec::new(), Vec::new());
+        Self { block, epoch: NonZeroU32::MIN, times, seen, followed, arrivals, threads }
     }
 
     /// Records a barrier that every thread of the block has reached.
@@ -122,6 +151,46 @@ impl Clock {
         for lane in (0..lanes.len()).filter(|&lane| meets(lane)) {
             lanes[lane] = joined;
         }
+        if self.followed.is_empty() {
+            return;
+        }
+        let own = (0..WARP).filter(|&lane| meets(lane as usize)).map(|lane| (warp * WARP + lane) as usize);
+        let mut joined = vec![0; self.threads as usize];
+        own.clone().for_each(|thread| join(&mut joined, &self.followed[thread]));
+        own.for_each(|thread| self.followed[thread].clone_from(&joined));
+    }
+
+    /// Records that a thread arrives at the mbarrier at a byte of shared memory, and `ends` its
+    /// phase.
+    pub(super) fn arrived(&mut self, thread: u32, byte: u32, ends: bool) {
+        let none = vec![0; self.threads as usize];
+        self.followed.resize(self.threads as usize, none.clone());
+        let found = self.arrivals.iter().position(|arrivals| arrivals.byte == byte);
+        let found = found.unwrap_or_else(|| {
+            self.arrivals.push(Arrivals { byte, ended: none.clone(), present: none });
+            self.arrivals.len() - 1
+        });
+        let Arrivals { ended, present, .. } = &mut self.arrivals[found];
+        join(present, &self.followed[thread as usize]);
+        let (warp, lane) = (thread / WARP, (thread % WARP) as usize);
+        // What the thread follows of its own warp, and itself.
+        let of_warp = &mut present[(warp * WARP) as usize..];
+        if let Some(seen) = self.seen.get(thread as usize) {
+            join(of_warp, seen);
+        }
+        let time = &mut self.times[warp as usize];
+        *time += 1;
+        of_warp[lane] = *time;
+        if ends {
+            ended.clone_from(present);
+        }
+    }
+
+    /// Records that a thread has waited for a phase of the mbarrier at a byte of shared memory.
+    pub(super) fn acquired(&mut self, thread: u32, byte: u32) {
+        if let Some(arrivals) = self.arrivals.iter().find(|arrivals| arrivals.byte == byte) {
+            join(&mut self.followed[thread as usize], &arrivals.ended);
+        }
     }
 
     /// Returns an access of a thread at the current time.
@@ -129,6 +198,7 @@ impl Clock {
     pub(super) fn now(&self, thread: u32, site: Site) -> Now<'_> {
         let time = self.times[(thread / WARP) as usize];
         let stamp = Stamp { block: self.block, epoch: self.epoch, time, thread: thread as u16, site };
-        Now { stamp, seen: self.seen.get(thread as usize).unwrap_or(NOTHING_SEEN) }
+        let followed = self.followed.get(thread as usize).map_or(&[][..], Vec::as_slice);
+        Now { stamp, seen: self.seen.get(thread as usize).unwrap_or(NOTHING_SEEN), followed }
     }
 }

@@ -32,6 +32,14 @@ pub enum Collective {
         /// fits a register on its way to the scheduler.
         source: u8,
     },
+    /// A wait for the end of a phase of the [`mbarrier`](super::mbarrier) at a byte of shared
+    /// memory. The thread resumes without the others.
+    Phase {
+        /// The byte at which the barrier lies.
+        byte: u32,
+        /// The parity of the phase.
+        is_odd: bool,
+    },
 }
 
 impl Collective {
@@ -43,10 +51,15 @@ impl Collective {
         unsafe { current_block() }.wait(self, value, Location::caller())
     }
 
-    /// Returns the participating lanes, or `None` for the whole block.
+    /// True for a barrier of all threads of the block.
+    pub(super) fn is_of_block(self) -> bool {
+        matches!(self, Self::Barrier | Self::BarrierCount | Self::BarrierAnd | Self::BarrierOr)
+    }
+
+    /// Returns the participating lanes, or `None` for the whole block and for a phase.
     pub(super) fn mask(self) -> Option<u32> {
         match self {
-            Self::Barrier | Self::BarrierCount | Self::BarrierAnd | Self::BarrierOr => None,
+            Self::Barrier | Self::BarrierCount | Self::BarrierAnd | Self::BarrierOr | Self::Phase { .. } => None,
             Self::Warp(mask) | Self::Ballot(mask) | Self::Gather(mask) | Self::Shuffle { mask, .. } => Some(mask),
         }
     }

@@ -65,7 +65,19 @@ impl Detector {
             Collective::Warp(mask) => self.clock.warp_barrier(thread / WARP, mask),
             // These exchange values. CUDA guarantees no memory order for them.
             Collective::Ballot(_) | Collective::Gather(_) | Collective::Shuffle { .. } => {}
+            // `acquired` records it.
+            Collective::Phase { .. } => {}
         }
+    }
+
+    /// Called when a thread arrives at an mbarrier, and `ends` its phase.
+    pub(super) fn arrived(&mut self, thread: u32, byte: u32, ends: bool) {
+        self.clock.arrived(thread, byte, ends);
+    }
+
+    /// Called when a thread has waited for a phase of an mbarrier.
+    pub(super) fn acquired(&mut self, thread: u32, byte: u32) {
+        self.clock.acquired(thread, byte);
     }
 
     /// Checks an access to global memory.

@@ -29,6 +29,7 @@ mod fault;
 mod guards;
 mod lanes;
 mod machine;
+pub mod mbarrier;
 mod mode;
 mod panics;
 mod resolve;

@@ -36,6 +36,13 @@ pub(super) fn resolve_lanes(block: &Block, threads: Range<u32>) -> bool {
     let mut progress = false;
     for thread in threads {
         let State::Waiting(wait) = states[thread as usize] else { continue };
+        if let Collective::Phase { byte, is_odd } = wait.collective {
+            if block.has_ended(byte, is_odd) {
+                states[thread as usize] = State::Ready;
+                progress = true;
+            }
+            continue;
+        }
         let Some(mask) = wait.collective.mask() else { continue };
         let lanes = (0..WARP).filter(|lane| mask >> lane & 1 == 1).map(|lane| thread / WARP * WARP + lane);
         if missing(&states, wait, lanes.clone()).is_none() {
@@ -47,10 +54,13 @@ pub(super) fn resolve_lanes(block: &Block, threads: Range<u32>) -> bool {
     progress
 }
 
-/// Makes the block ready, when no lanes can resume by themselves. All its threads must wait at one
-/// barrier. A thread that is missing now never arrives, which is an error. Returns false if every
-/// thread has ended.
+/// Makes the block ready, when no lanes can resume by themselves. If no thread waits for a phase
+/// that has ended, all threads must wait at one barrier. A thread that is missing now never
+/// arrives, which is an error. Returns false if every thread has ended.
 pub(super) fn resolve_block(block: &Block) -> Result<bool, (u32, Cause)> {
+    if !block.phases.borrow().is_empty() && resolve_lanes(block, 0..block.threads) {
+        return Ok(true);
+    }
     let mut states = block.states.borrow_mut();
     let mut exchange = block.exchange.borrow_mut();
     if block.gathered.replace(0) == block.threads {
@@ -63,6 +73,11 @@ pub(super) fn resolve_block(block: &Block) -> Result<bool, (u32, Cause)> {
         _ => None,
     });
     let Some((thread, wait)) = first else { return Ok(false) };
+    if let Collective::Phase { byte, .. } = wait.collective {
+        let waits_at = format!("{} ({:?})", wait.location, wait.collective);
+        let (missing, found) = (thread, format!("waits for arrivals at byte {byte} that never come"));
+        return Err((thread, Cause::Divergence { waits_at, missing, found }));
+    }
     let lanes: Vec<u32> = match wait.collective.mask() {
         None => (0..block.threads).collect(),
         Some(mask) => (0..WARP).filter(|lane| mask >> lane & 1 == 1).map(|lane| thread / WARP * WARP + lane).collect(),
@@ -114,7 +129,7 @@ fn complete(
         Collective::BarrierAnd => Some(u64::from(count == total)),
         Collective::BarrierOr => Some(u64::from(count != 0)),
         Collective::Ballot(_) => Some(ballot),
-        Collective::Gather(_) | Collective::Shuffle { .. } => None,
+        Collective::Gather(_) | Collective::Shuffle { .. } | Collective::Phase { .. } => None,
     };
     for thread in threads {
         if let Some(result) = result {
