@@ -13,6 +13,7 @@ use std::{
 
 use crate::{
     CudaBuilderError, DeviceCompiler, Library, NvvmArch, Search,
+    bounds::with_block_threads,
     compiler::{DEVICE_RUSTC, TARGET},
 };
 
@@ -137,6 +138,15 @@ impl CudaBuilder {
             path: ptx.clone(),
             source,
         })?;
+        let bounded = with_block_threads(&text);
+        if bounded != text {
+            fs::write(&ptx, &bounded).map_err(|source| CudaBuilderError::Io {
+                action: "write",
+                path: ptx.clone(),
+                source,
+            })?;
+        }
+        let text = bounded;
         check(&text, self.arch).map_err(|reason| CudaBuilderError::BadOutput { path: ptx.clone(), reason })?;
         let records = dep_info(&profile_dir);
         stand_in_for_the_linker(&records, &profile_dir, &text);

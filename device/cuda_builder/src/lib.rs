@@ -20,6 +20,7 @@
 #![warn(missing_docs)]
 
 mod arch;
+mod bounds;
 mod builder;
 mod compiler;
 mod error;
