@@ -73,6 +73,8 @@ mod entries {
     pub mod fill;
     pub mod flash_attention;
     pub mod flash_attention_mma;
+    #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+    pub mod flash_attention_wgmma;
     pub mod gate;
     pub mod guard;
     pub mod layer_norm;

@@ -38,7 +38,7 @@ fn by_tensor_cores<S: AttentionElement>(inputs: &Inputs, device: &Device) -> Res
 }
 
 /// Checks that each result is within its bound.
-fn assert_near<S: AttentionElement>(device: &Device, setup: Setup) {
+pub(crate) fn assert_near<S: AttentionElement>(device: &Device, setup: Setup) {
     let inputs = inputs::<S>(setup);
     let (got, want) = (by_tensor_cores::<S>(&inputs, device), inputs.in_float64());
     let limits = bounds::<S>(setup.tokens.max(setup.width));
@@ -86,7 +86,7 @@ fn exponentials_keep_their_bounds() {
 
 /// A masked token (later, of another document, or past the end) changes no bit of a row that does
 /// not attend to it.
-fn sees_nothing_else<S: AttentionElement>(device: &Device) {
+pub(crate) fn sees_nothing_else<S: AttentionElement>(device: &Device) {
     for setup in [
         Setup { tokens: 150, heads: [2, 1], sees: AttentionMask::Causal, ..PLAIN },
         Setup { tokens: 150, width: 32, sees: window(20), ..PLAIN },
@@ -126,7 +126,7 @@ fn sees_nothing_else<S: AttentionElement>(device: &Device) {
 }
 
 /// Rows past the end give 0 whatever their memory holds, and have the gradient 0.
-fn reads_no_padding<S: AttentionElement>(device: &Device) {
+pub(crate) fn reads_no_padding<S: AttentionElement>(device: &Device) {
     let setup = Setup { batch: 5, tokens: 70, heads: [2, 1], width: 32, masks: [false, true], ..PLAIN };
     let (clean, mut dirty) = (inputs::<S>(setup), inputs::<S>(setup));
     for sample in 0..setup.batch {
@@ -154,7 +154,7 @@ fn reads_no_padding<S: AttentionElement>(device: &Device) {
 }
 
 /// Large scores do not overflow, and the largest decides. A NaN reaches only its own row.
-fn takes_extreme_scores<S: AttentionElement>(device: &Device) {
+pub(crate) fn takes_extreme_scores<S: AttentionElement>(device: &Device) {
     let setup = Setup { tokens: 130, width: 8, ..PLAIN };
     let mut inputs = inputs::<S>(setup);
     inputs.qkv.iter_mut().for_each(|x| *x = bf16::from_f32(*x * 1e4).to_f32());

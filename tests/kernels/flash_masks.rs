@@ -246,6 +246,13 @@ fn is_quick(setup: Setup, by_tensor_cores: bool) -> bool {
     }
 }
 
+/// Checks every mask with every head width in BF16, for each number of tokens.
+pub(crate) fn check_bf16(device: &Device, tokens: [usize; 2]) {
+    for setup in tokens.into_iter().flat_map(|tokens| WIDTHS.into_iter().flat_map(move |width| setups(tokens, width))) {
+        check::<bf16>(device, setup, Precision::F32, Bounds::of_bf16);
+    }
+}
+
 fn check_all(device: &Device, tokens: usize) {
     let on_gpu = device.description().kind == DeviceKind::Cuda;
     for setup in WIDTHS.into_iter().flat_map(|width| setups(tokens, width)) {

@@ -41,6 +41,7 @@ use crate::family;
 use backward::{keys, queries};
 use cuda_std::prelude::*;
 use forward::forward;
+pub(crate) use forward::within_growth;
 use half::bf16;
 pub use shape::{BLOCK, Shape};
 

@@ -107,6 +107,16 @@ impl<'k> Place<'k> {
         // SAFETY: the contract has checked that there are heads.
         let (sample, head) = unsafe { divide(number, heads) };
         let tile = if backwards { tiles - 1 - tile as u32 } else { tile as u32 };
+        // SAFETY: the sample and the head exist.
+        unsafe { Self::of(problem, sample, head as u32, tile * rows) }
+    }
+
+    /// Returns the place of rows of a head, from token `first` on.
+    ///
+    /// # Safety
+    /// The contract has accepted the problem, and the sample exists.
+    #[inline(always)]
+    pub(crate) unsafe fn of<S: Copy>(problem: &Problem<'k, S>, sample: usize, head: u32, first: u32) -> Self {
         let length = if problem.lengths.is_empty() {
             problem.tokens
         } else {
@@ -120,7 +130,7 @@ impl<'k> Place<'k> {
             length,
             window: problem.window,
         };
-        Self { sample, head: head as u32, first: tile * rows, mask }
+        Self { sample, head, first, mask }
     }
 }
 

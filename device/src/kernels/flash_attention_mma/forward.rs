@@ -26,7 +26,7 @@ const MOST_GROWTH: f32 = 8.0;
 /// True if a row's running maximum `largest` may stay although the tile's maximum is `most`. False
 /// before the first key, and for a NaN.
 #[inline(always)]
-fn within_growth(most: f32, factor: f32, largest: f32) -> bool {
+pub(crate) fn within_growth(most: f32, factor: f32, largest: f32) -> bool {
     GpuFloat::mul_add(most, factor, largest * -factor) <= MOST_GROWTH
 }
 

@@ -2,10 +2,12 @@
 
 pub mod float;
 pub mod hints;
+pub mod mbarrier;
 pub mod memory;
 pub mod mma;
 pub mod shared;
 pub mod warp;
+pub mod warpgroup;
 pub mod wgmma;
 
 /// True on a GPU.

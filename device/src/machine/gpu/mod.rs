@@ -2,10 +2,14 @@
 
 pub mod float;
 pub mod hints;
+#[cfg(cuda_arch = "sm_90a")]
+pub mod mbarrier;
 pub mod memory;
 pub mod mma;
 pub mod shared;
 pub mod warp;
+#[cfg(cuda_arch = "sm_90a")]
+pub mod warpgroup;
 #[cfg(cuda_arch = "sm_90a")]
 pub mod wgmma;
 

@@ -8,8 +8,10 @@
 #![forbid(unsafe_code)]
 
 use super::inputs::Inputs;
+use half::bf16;
 use kernels::flash_attention::CAUSAL;
 use kernels::flash_attention_mma::{Shape, flash_bwd_dkv_mma, flash_bwd_dq_mma, flash_forward_mma};
+use kernels::flash_attention_wgmma::{self as wgmma, flash_bwd_dkv_wgmma, flash_bwd_dq_wgmma, flash_forward_wgmma};
 use std::f32::consts::LN_2;
 use stepscope_core::error::Result;
 use stepscope_core::tensor::{Source, Stored, Target, Tensor};
@@ -46,14 +48,13 @@ impl<'s> Inputs<'_, 's> {
         self.step.upload(&below.into_iter().map(|below| S::narrow(value(below))).collect::<Vec<S>>(), [length])
     }
 
-    /// Runs attention with each configuration, alternating between the widest head of a shape and
-    /// one with a tail.
-    fn attends_by_tensor<S: Stored>(&self, shape: Shape, run: impl Fn(&Case<'s, S>) -> Result<()>) -> Result<()> {
-        let widths = [shape.width as u32, shape.width as u32 / 2 + 8];
+    /// Runs attention with each configuration, alternating between heads of `widest` columns and
+    /// narrower ones with a tail.
+    fn attends_by_tensor<S: Stored>(&self, widest: usize, run: impl Fn(&Case<'s, S>) -> Result<()>) -> Result<()> {
+        let widths = [widest as u32, widest as u32 / 2 + 8];
         for (&sizes, width) in self.by_size(&WHOLE[..], &SMALLEST).iter().zip(widths.into_iter().cycle()) {
             let ([batch, tokens, heads, kv_heads], _, _, masked) = sizes;
-            let qkv =
-                self.sparse((batch * tokens * (heads + 2 * kv_heads) * width) as usize, 1, shape.width.isqrt())?;
+            let qkv = self.sparse((batch * tokens * (heads + 2 * kv_heads) * width) as usize, 1, widest.isqrt())?;
             let mask = |length: u32, bound: u32| {
                 self.random.borrow_mut().belows(if masked { length as usize } else { 0 }, bound)
             };
@@ -108,32 +109,48 @@ macro_rules! launch {
     }};
 }
 
+/// Makes the cases of the three families of one instruction, in S.
+macro_rules! cases {
+    (<$S:ident>, $width:expr, $i:ident, $shape:expr, forward $kernel:ident { $($name:ident: $value:expr),* }) => {
+        $i.attends_by_tensor::<$S>($width, |case| {
+            let outputs = case.statistics() * case.width as usize;
+            let (mut out, mut lse) = ($i.step.empty::<$S>([outputs])?, $i.step.empty([case.statistics()])?);
+            launch!($i, $kernel, $shape, case, { $($name: $value,)* out: out.out(), lse: lse.out() })?;
+            $i.keep(&out)?;
+            $i.keep(&lse)
+        })
+    };
+    (<$S:ident>, $width:expr, $i:ident, $shape:expr, backward $kernel:ident) => {
+        $i.attends_by_tensor::<$S>($width, |case| {
+            let (lse, delta, dout) = $i.gradients_by_tensor(case)?;
+            let mut dqkv = $i.sparse::<$S>(case.qkv.shape().elements(), 1, 2)?;
+            let (lse, delta, dout) = (lse.slice(), delta.slice(), dout.slice());
+            launch!($i, $kernel, $shape, case, { lse: lse, delta: delta, dout: dout, dqkv: dqkv.out() })?;
+            $i.keep(&dqkv)
+        })
+    };
+}
+
 pub(super) fn forward<S: Stored>(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
-    i.attends_by_tensor::<S>(shape, |case| {
-        let outputs = case.statistics() * case.width as usize;
-        let (mut out, mut lse) = (i.step.empty::<S>([outputs])?, i.step.empty([case.statistics()])?);
-        launch!(i, flash_forward_mma, shape, case, { out: out.out(), lse: lse.out() })?;
-        i.keep(&out)?;
-        i.keep(&lse)
-    })
+    cases!(<S>, shape.width, i, shape, forward flash_forward_mma {})
 }
 
 pub(super) fn queries<S: Stored>(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
-    i.attends_by_tensor::<S>(shape, |case| {
-        let (lse, delta, dout) = i.gradients_by_tensor(case)?;
-        let mut dqkv = i.sparse::<S>(case.qkv.shape().elements(), 1, 2)?;
-        let (lse, delta, dout) = (lse.slice(), delta.slice(), dout.slice());
-        launch!(i, flash_bwd_dq_mma, shape, case, { lse: lse, delta: delta, dout: dout, dqkv: dqkv.out() })?;
-        i.keep(&dqkv)
-    })
+    cases!(<S>, shape.width, i, shape, backward flash_bwd_dq_mma)
 }
 
 pub(super) fn keys<S: Stored>(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
-    i.attends_by_tensor::<S>(shape, |case| {
-        let (lse, delta, dout) = i.gradients_by_tensor(case)?;
-        let mut dqkv = i.sparse::<S>(case.qkv.shape().elements(), 1, 2)?;
-        let (lse, delta, dout) = (lse.slice(), delta.slice(), dout.slice());
-        launch!(i, flash_bwd_dkv_mma, shape, case, { lse: lse, delta: delta, dout: dout, dqkv: dqkv.out() })?;
-        i.keep(&dqkv)
-    })
+    cases!(<S>, shape.width, i, shape, backward flash_bwd_dkv_mma)
+}
+
+pub(super) fn forward_of_warpgroup(i: &Inputs<'_, '_>, shape: wgmma::Shape) -> Result<()> {
+    cases!(<bf16>, shape.width, i, shape, forward flash_forward_wgmma { blocks: 5 })
+}
+
+pub(super) fn queries_of_warpgroup(i: &Inputs<'_, '_>, shape: wgmma::Shape) -> Result<()> {
+    cases!(<bf16>, shape.width, i, shape, backward flash_bwd_dq_wgmma)
+}
+
+pub(super) fn keys_of_warpgroup(i: &Inputs<'_, '_>, shape: wgmma::Shape) -> Result<()> {
+    cases!(<bf16>, shape.width, i, shape, backward flash_bwd_dkv_wgmma)
 }

@@ -19,6 +19,7 @@ use kernels::dropout::{draw, dropout};
 use kernels::embedding::{merge_ids, rows_finish, sort_ids};
 use kernels::flash_attention::{flash_bwd_dkv, flash_bwd_dq, flash_forward};
 use kernels::flash_attention_mma::{flash_bwd_dkv_mma, flash_bwd_dq_mma, flash_forward_mma};
+use kernels::flash_attention_wgmma::{flash_bwd_dkv_wgmma, flash_bwd_dq_wgmma, flash_forward_wgmma};
 use kernels::guard::{PATTERN, guard_check, guard_write};
 use kernels::matmul::matmul;
 use kernels::matmul_bf16::matmul_bf16;
@@ -225,6 +226,9 @@ const LISTED: &[Listed] = &[
     } else {
         attention_mma::keys::<f32>(i, shape)
     }),
+    each!(flash_forward_wgmma::VARIANTS, |i, shape| attention_mma::forward_of_warpgroup(i, shape)),
+    each!(flash_bwd_dq_wgmma::VARIANTS, |i, shape| attention_mma::queries_of_warpgroup(i, shape)),
+    each!(flash_bwd_dkv_wgmma::VARIANTS, |i, shape| attention_mma::keys_of_warpgroup(i, shape)),
     Each(|| declared("gate")),
     both!("swiglu_forward", <S>, |i| {
         i.flat::<S>(|i, [gate, up]| i.keep(&ops::swiglu(i.step, gate, up)?))?;

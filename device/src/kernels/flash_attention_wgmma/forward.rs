@@ -1,0 +1,284 @@
+//! The forward pass of a block's queries, as FlashAttention-3 orders it (Shah et al., 2024): the
+//! products of a tile run while the exponentials of the tile before are computed.
+//!
+//! ```text
+//! start S = q k_j^T -> start out += p v_(j - 1) -> wait for S -> free k_j, mask, maximum, p of S
+//!   -> wait for out -> free v_(j - 1), rescale out, round p
+//! ```
+//! Invariant: the four lanes of a row have the same maximum, bit for bit. Until the end, each lane
+//! has the sum of its own keys.
+
+use super::shape::{GROUP_ROWS, WARPGROUP};
+use super::tile::{Memory, copies, hide, kv_head_of, leave_registers, multiplying_group, resident_row, round, store};
+use crate::block::divide;
+use crate::flash_attention::place::{MaskRange, Place, Problem};
+use crate::flash_attention_mma::within_growth;
+use crate::machine::warpgroup::{Accumulators, hold};
+use crate::machine::wgmma::fence_async;
+use crate::math::{self, exp2_negative, exp2_weight, larger_or_nan};
+use crate::unroll_on_gpu;
+use crate::vector;
+use crate::warp::{Converged, LANES, add};
+use core::f32::consts::LOG2_E;
+use cuda_std::{GpuFloat, thread, warp::lane_id};
+use half::bf16;
+
+/// The lanes that share a row of scores.
+const ACROSS: u32 = 4;
+
+/// A lane's part of two rows: the running maximum, and the sum of the lane's weights.
+struct Softmax {
+    largest: [f32; 2],
+    totals: [f32; 2],
+}
+
+impl Softmax {
+    /// Replaces scores by their weights. Returns the factors of the sums so far, and true if all of
+    /// the warp's are 1.
+    #[inline(always)]
+    fn weigh<const TILES: usize>(
+        &mut self,
+        warp: Converged,
+        scores: &mut [[f32; 4]; TILES],
+        factor: f32,
+    ) -> ([f32; 2], bool) {
+        let mut most = [f32::NEG_INFINITY; 2];
+        unroll_on_gpu!(n < TILES, at most 16 => {
+            unroll_on_gpu!(half < 2 => {
+                let larger = larger_or_nan(scores[n][2 * half], scores[n][2 * half + 1]);
+                most[half] = larger_or_nan(most[half], larger);
+            });
+        });
+        let mut shrink = [1.0; 2];
+        let mut stay = true;
+        unroll_on_gpu!(half < 2 => {
+            let of_lane = larger_or_nan(self.largest[half], most[half]);
+            most[half] = warp.combine(ACROSS, of_lane, larger_or_nan);
+        });
+        unroll_on_gpu!(half < 2 => {
+            let stays = within_growth(most[half], factor, self.largest[half]);
+            let base = if most[half] == f32::NEG_INFINITY { 0.0 } else { most[half] * -factor };
+            let smaller = exp2_negative(GpuFloat::mul_add(self.largest[half], factor, base));
+            shrink[half] = if stays { 1.0 } else { smaller };
+            self.largest[half] = if stays { self.largest[half] } else { most[half] };
+            self.totals[half] *= shrink[half];
+            stay &= stays;
+        });
+        // A row that has seen no key yet has scores of -infinity, whose weights are 0.
+        let base = self.largest.map(|largest| if largest == f32::NEG_INFINITY { 0.0 } else { largest * -factor });
+        unroll_on_gpu!(n < TILES, at most 16 => {
+            unroll_on_gpu!(at < 4 => {
+                scores[n][at] = exp2_weight(scores[n][at], factor, base[at / 2]);
+                self.totals[at / 2] += scores[n][at];
+            });
+        });
+        (shrink, warp.all(stay))
+    }
+}
+
+/// Computes the output of this block's tiles of queries: every `blocks`th. While one ends, the
+/// copies of the next run.
+///
+/// # Safety
+/// The contract has accepted the problem, and the grid has `blocks` blocks. Its heads have up to
+/// `PARTS` parts of 64 columns. All threads of the block call it together.
+#[inline(always)]
+pub(super) unsafe fn forward<
+    const GROUPS: u32,
+    const TILE: u32,
+    const TILES: usize,
+    const BLOCKS: usize,
+    const PARTS: u32,
+    const MADE: usize,
+>(
+    problem: Problem<'_, bf16>,
+    blocks: u32,
+    out: *mut bf16,
+    lse: *mut f32,
+) where
+    [[f32; 4]; TILES]: Accumulators,
+    [[f32; 4]; MADE]: Accumulators,
+{
+    // SAFETY: the contract has checked that the rows of every head lie inside the arguments. Each
+    // warpgroup loops over the same tiles and reaches every barrier of its role. The lanes of a
+    // warp are converged at every product and shuffle.
+    unsafe {
+        let memory = Memory::<GROUPS, TILE, PARTS>::new(1, 0);
+        let rows = Memory::<GROUPS, TILE, PARTS>::RESIDENT;
+        let items = Items::new(&problem, rows);
+        let bounds = |mask: MaskRange<'_>| [mask.length, problem.width];
+        // The turns and the items with turns so far.
+        let (mut turns, mut parts) = (0, 0);
+        let mut item = thread::block_idx_x();
+        if copies() {
+            leave_registers::<GROUPS>();
+            while item < items.count {
+                let Place { sample, head, first, mask } = items.place(&problem, item);
+                let [from, until] = mask.keys_of(first, rows, TILE);
+                item += blocks;
+                if from >= until {
+                    continue;
+                }
+                let kv_head = kv_head_of(&problem, head);
+                let (k, v) = (problem.rows(1, sample, kv_head), problem.rows(2, sample, kv_head));
+                // Before the queries, whose place becomes free later.
+                memory.fill(turns, 0, k, from * TILE, bounds(mask));
+                memory.resident_free().wait((parts + 1) % 2);
+                let q = problem.rows(0, sample, head);
+                Memory::<GROUPS, TILE, PARTS>::copy(memory.resident(0), rows, q, first, bounds(mask));
+                memory.resident_full().arrive_after_copies();
+                memory.fill(turns, 1, v, from * TILE, bounds(mask));
+                (turns, parts) = (turns + 1, parts + 1);
+                let mut tile = from + 1;
+                while tile < until {
+                    memory.fill(turns, 0, k, tile * TILE, bounds(mask));
+                    memory.fill(turns, 1, v, tile * TILE, bounds(mask));
+                    (turns, tile) = (turns + 1, tile + 1);
+                }
+            }
+            return;
+        }
+        let group = multiplying_group::<GROUPS>();
+        let warp = Converged::assume();
+        // A score's weight is 2^(score factor - maximum factor).
+        let factor = problem.scale * LOG2_E;
+        while item < items.count {
+            let Place { sample, head, first, mask } = items.place(&problem, item);
+            let [from, until] = mask.keys_of(first, rows, TILE);
+            item += blocks;
+            let first = first + group * GROUP_ROWS;
+            let mut softmax = Softmax { largest: [f32::NEG_INFINITY; 2], totals: [0.0; 2] };
+            let mut sums: [[f32; 4]; MADE] = core::mem::zeroed();
+            if from < until {
+                let own = mask.keys_of(first, GROUP_ROWS, TILE);
+                let [own_from, own_until] = Memory::<GROUPS, TILE, PARTS>::own(own, until);
+                memory.skip(turns, turns + own_from - from);
+                // The turn of tile 0.
+                let zero = turns.wrapping_sub(from);
+                memory.resident_full().wait(parts % 2);
+                fence_async();
+                if own_from < own_until {
+                    let mut scores: [[f32; 4]; TILES] = core::mem::zeroed();
+                    let mut p: [[[u32; 4]; 4]; BLOCKS] = core::mem::zeroed();
+                    // The first tile is not a turn of the loop with conditions: the assembler must
+                    // see on every path that the sums are waited for before p changes.
+                    let mut tile = own_from;
+                    let turn = zero.wrapping_add(tile);
+                    memory.wait_full(turn, 0);
+                    memory.multiply_rows(&mut scores, group, turn, 0);
+                    scores.wait::<0>();
+                    memory.set_free_if(true, turn, 0);
+                    hide(&mut scores, mask, [first, tile * TILE], [GROUP_ROWS, TILE], false);
+                    softmax.weigh(warp, &mut scores, factor);
+                    round(&scores, &mut p);
+                    tile += 1;
+                    while tile < own_until {
+                        let turn = zero.wrapping_add(tile);
+                        memory.wait_full(turn, 0);
+                        memory.multiply_rows(&mut scores, group, turn, 0);
+                        memory.wait_full(turn - 1, 1);
+                        memory.multiply_weights(&mut sums, &p, turn - 1, 1);
+                        scores.wait::<1>();
+                        memory.set_free_if(true, turn, 0);
+                        hide(&mut scores, mask, [first, tile * TILE], [GROUP_ROWS, TILE], false);
+                        let (shrink, stay) = softmax.weigh(warp, &mut scores, factor);
+                        // Measured: faster for narrow heads, and slower for others.
+                        if PARTS == 1 {
+                            hold(softmax.totals[0] + softmax.totals[1]);
+                        }
+                        sums.wait::<0>();
+                        memory.set_free_if(true, turn - 1, 1);
+                        if !stay {
+                            unroll_on_gpu!(n < MADE, at most 32 => {
+                                unroll_on_gpu!(at < 4 => { sums[n][at] *= shrink[at / 2]; });
+                            });
+                        }
+                        round(&scores, &mut p);
+                        tile += 1;
+                    }
+                    memory.resident_free().arrive_if(lane_id() == 0);
+                    let turn = zero.wrapping_add(tile) - 1;
+                    memory.wait_full(turn, 1);
+                    memory.multiply_weights(&mut sums, &p, turn, 1);
+                    sums.wait::<0>();
+                    memory.set_free_if(true, turn, 1);
+                } else {
+                    memory.resident_free().arrive_if(lane_id() == 0);
+                }
+                memory.skip(zero.wrapping_add(own_until), zero.wrapping_add(until));
+                (turns, parts) = (turns + until - from, parts + 1);
+            }
+
+            let statistics = problem.statistics(sample, head);
+            let warp = warp.again();
+            let mut inverse = [0.0; 2];
+            unroll_on_gpu!(half < 2 => {
+                let total = warp.combine(ACROSS, softmax.totals[half], add);
+                let most = softmax.largest[half];
+                // If a score is not finite, the row's whole output becomes NaN.
+                let known = most < f32::INFINITY;
+                inverse[half] = if known { 1.0 / total } else { f32::NAN };
+                let token = first + resident_row(half);
+                if lane_id().is_multiple_of(ACROSS) && token < problem.tokens {
+                    let value =
+                        if known { GpuFloat::mul_add(most, problem.scale, math::log(total)) } else { f32::NAN };
+                    let value = if token < mask.length { value } else { f32::NEG_INFINITY };
+                    vector::store(lse, statistics + token as usize, value);
+                }
+            });
+            unroll_on_gpu!(n < MADE, at most 32 => {
+                unroll_on_gpu!(at < 4 => { sums[n][at] *= inverse[at / 2]; });
+            });
+            let rows = problem.output_rows(&[], sample, head);
+            let warp_row = first + thread::thread_idx_x() % WARPGROUP / LANES * 16;
+            store(warp, &sums, 1.0, rows, [warp_row, mask.length, problem.tokens, problem.width], out);
+        }
+    }
+}
+
+/// The heads whose keys and values are in use at about the same time.
+const HEADS_AT_ONCE: u32 = 16;
+
+/// The tiles of queries of all heads. Under a causal mask, the last rows of a head have the most
+/// work, so the last tiles of some heads come first, then those before them.
+struct Items {
+    count: u32,
+    /// The tiles of a head, and the heads of all samples.
+    tiles: u32,
+    heads: u32,
+    rows: u32,
+}
+
+impl Items {
+    /// Returns the tiles of `rows` queries.
+    ///
+    /// # Safety
+    /// The contract has accepted the problem.
+    #[inline(always)]
+    unsafe fn new(problem: &Problem<'_, bf16>, rows: u32) -> Self {
+        let tiles = problem.tokens.div_ceil(rows);
+        let all_heads = (problem.heads + 2 * problem.kv_heads) as usize;
+        // SAFETY: the contract has checked that there are tokens, heads and columns.
+        let (samples, _) =
+            unsafe { divide(problem.qkv.len(), all_heads * problem.width as usize * problem.tokens as usize) };
+        let heads = samples as u32 * problem.heads;
+        Self { count: heads * tiles, tiles, heads, rows }
+    }
+
+    /// Returns the place of an item.
+    ///
+    /// # Safety
+    /// The contract has accepted the problem, and the item exists.
+    #[inline(always)]
+    unsafe fn place<'k>(&self, problem: &Problem<'k, bf16>, item: u32) -> Place<'k> {
+        // SAFETY: there are tiles and heads.
+        unsafe {
+            let (section, at) = divide(item as usize, (HEADS_AT_ONCE * self.tiles) as usize);
+            let before = section as u32 * HEADS_AT_ONCE;
+            let left = self.heads - before;
+            let (tile, head) = divide(at, if left < HEADS_AT_ONCE { left } else { HEADS_AT_ONCE } as usize);
+            let (sample, head) = divide((before + head as u32) as usize, problem.heads as usize);
+            Place::of(problem, sample, head as u32, (self.tiles - 1 - tile as u32) * self.rows)
+        }
+    }
+}

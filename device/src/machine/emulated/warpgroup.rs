@@ -1,0 +1,175 @@
+//! Products of a warpgroup: each thread adds its own sums from shared memory, k ascending. Lanes
+//! read the operand A in registers from each other.
+
+use crate::mma::fragments::{CHUNK_WORDS, swizzled};
+use crate::tile::SharedTile;
+use cuda_std::emulator::lanes;
+use cuda_std::{GpuFloat, thread, warp};
+
+/// The k of a product, the words of a row of as many BF16, and its chunks.
+const DEPTH: usize = 64;
+const WORDS: u32 = DEPTH as u32 / 2;
+const CHUNKS: u32 = WORDS / CHUNK_WORDS;
+
+/// An operand in shared memory: rows of 64 BF16, swizzled.
+#[derive(Clone, Copy)]
+pub struct Operand {
+    tile: SharedTile<u32>,
+    /// The row at which it begins, and the rows from one part to the next.
+    first: u32,
+    part: u32,
+}
+
+impl Operand {
+    /// Returns the operand whose rows are m or n, from `row` of part `part` on. A part has `rows`
+    /// rows of 64 k.
+    pub fn along(tile: SharedTile<u32>, rows: u32, part: u32, row: u32) -> Self {
+        Self { tile, first: part * rows + row, part: rows }
+    }
+
+    /// Returns the operand whose rows are k, from `row` on. A part has `rows` rows of 64 n.
+    pub fn across(tile: SharedTile<u32>, rows: u32, row: u32) -> Self {
+        Self { tile, first: row, part: rows }
+    }
+
+    /// Returns a chunk, eight BF16, of a row.
+    #[inline(always)]
+    #[track_caller]
+    fn chunk(self, row: u32, chunk: u32) -> [f32; 8] {
+        let words = self.tile.chunk(swizzled(CHUNKS, self.first + row, chunk) * CHUNK_WORDS);
+        core::array::from_fn(|at| element(words[at / 2], at % 2))
+    }
+}
+
+/// Returns the BF16 in the lower (0) or upper (1) half of a word.
+#[inline(always)]
+fn element(word: u32, half: usize) -> f32 {
+    f32::from_bits(if half == 0 { word << 16 } else { word & 0xffff_0000 })
+}
+
+/// A thread's accumulators of 64 rows, as on the GPU.
+pub trait Accumulators {
+    /// Adds (or, without `ADD`, stores) the products of 64 k of two operands in shared memory,
+    /// whose rows are m and n.
+    ///
+    /// # Safety
+    /// See the GPU's version.
+    unsafe fn multiply_shared<const ADD: bool>(&mut self, a: Operand, b: Operand);
+
+    /// Adds the products of 64 k of A in registers, four squares of 16 x 16, with B,
+    /// whose rows are k.
+    ///
+    /// # Safety
+    /// See the GPU's version.
+    unsafe fn multiply_registers(&mut self, a: &[[u32; 4]; 4], b: Operand);
+
+    /// Waits until the products of all lanes of the warp have ended.
+    ///
+    /// # Safety
+    /// See the GPU's version.
+    unsafe fn wait<const PENDING: u32>(&mut self);
+}
+
+impl<const TILES: usize> Accumulators for [[f32; 4]; TILES] {
+    #[track_caller]
+    unsafe fn multiply_shared<const ADD: bool>(&mut self, a: Operand, b: Operand) {
+        if !ADD {
+            *self = [[0.0; 4]; TILES];
+        }
+        let row = thread::thread_idx_x() % 128 / 32 * 16 + warp::lane_id() / 4;
+        let mut left = [[0.0; DEPTH]; 2];
+        for (half, left) in left.iter_mut().enumerate() {
+            for chunk in 0..CHUNKS {
+                left[8 * chunk as usize..][..8].copy_from_slice(&a.chunk(row + 8 * half as u32, chunk));
+            }
+        }
+        add_products::<TILES, false>(self, &left, b);
+    }
+
+    #[track_caller]
+    unsafe fn multiply_registers(&mut self, a: &[[u32; 4]; 4], b: Operand) {
+        let own = *a;
+        let lanes = lanes(&own);
+        let mut left = [[0.0; DEPTH]; 2];
+        for (half, left) in left.iter_mut().enumerate() {
+            for (k, value) in left.iter_mut().enumerate() {
+                let (square, chunk, pair) = (k / 16, k / 8 % 2, k / 2 % 4);
+                // SAFETY: each lane's operand lives until the `sync_warp` below, which all lanes
+                // reach, as they reached this.
+                let word = unsafe { (*lanes[warp::lane_id() as usize / 4 * 4 + pair])[square][half + 2 * chunk] };
+                *value = element(word, k % 2);
+            }
+        }
+        // SAFETY: all threads of the warpgroup execute this: the function's contract.
+        unsafe { warp::sync_warp(u32::MAX) };
+        add_products::<TILES, true>(self, &left, b);
+    }
+
+    #[track_caller]
+    unsafe fn wait<const PENDING: u32>(&mut self) {
+        // SAFETY: all threads of the warpgroup execute this: the function's contract.
+        unsafe { warp::sync_warp(u32::MAX) };
+    }
+}
+
+/// Adds the products of a thread's two rows of A with its columns of B.
+#[track_caller]
+fn add_products<const TILES: usize, const ACROSS: bool>(
+    sums: &mut [[f32; 4]; TILES],
+    left: &[[f32; DEPTH]; 2],
+    b: Operand,
+) {
+    let t = warp::lane_id() % 4;
+    // Four tiles of columns at a time: eight sums of a row, which a CPU adds as a vector.
+    for (group, sums) in sums.chunks_mut(4).enumerate() {
+        let mut right = [[0.0; 8]; DEPTH];
+        for at in 0..8 {
+            let column = 8 * (4 * group as u32 + at / 2) + 2 * t + at % 2;
+            for k in 0..DEPTH as u32 {
+                let (row, element) = if ACROSS { (column / 64 * b.part + k, column % 64) } else { (column, k) };
+                if ACROSS || k % 8 == 0 {
+                    let chunk = b.chunk(row, element / 8);
+                    if ACROSS {
+                        right[k as usize][at as usize] = chunk[element as usize % 8];
+                    } else {
+                        (0..8).for_each(|next| right[k as usize + next][at as usize] = chunk[next]);
+                    }
+                }
+            }
+        }
+        for (half, left) in left.iter().enumerate() {
+            let mut chains: [f32; 8] = core::array::from_fn(|at| sums[at / 2][2 * half + at % 2]);
+            for (left, right) in left.iter().zip(&right) {
+                for (sum, right) in chains.iter_mut().zip(right) {
+                    *sum = GpuFloat::mul_add(*left, *right, *sum);
+                }
+            }
+            (0..8).for_each(|at| sums[at / 2][2 * half + at % 2] = chains[at]);
+        }
+    }
+}
+
+/// Does nothing: waits stay where they are.
+pub fn hold(_: f32) {}
+
+/// Does nothing: products have ended when they return.
+///
+/// # Safety
+/// See the GPU's version.
+pub unsafe fn begin_products() {}
+
+/// Does nothing: products have ended when they return.
+///
+/// # Safety
+/// See the GPU's version.
+pub unsafe fn commit_products() {}
+
+/// Does nothing: the contract declares the threads of a block.
+#[inline(always)]
+pub fn block_threads<const THREADS: u32>() {}
+
+/// Does nothing: a CPU's threads do not share registers.
+///
+/// # Safety
+/// See the GPU's version.
+pub unsafe fn registers<const COUNT: u32, const MORE: bool>() {}

@@ -1,0 +1,97 @@
+//! Barriers in shared memory at which some threads arrive and others wait (mbarrier).
+//!
+//! A barrier counts arrivals. When all have arrived, its phase ends and the next begins. A phase
+//! has a parity: 0 for the first, 1 for the second, and so on.
+
+use super::shared::Window;
+
+/// The bytes of a barrier.
+pub const BARRIER_BYTES: u32 = 8;
+
+/// A barrier in the block's shared memory.
+#[derive(Clone, Copy)]
+pub struct Barrier(u32);
+
+impl Barrier {
+    /// Returns the barrier that lies `byte_offset` bytes, a multiple of 8, into shared memory.
+    #[inline(always)]
+    pub fn new(byte_offset: u32) -> Self {
+        Self(Window::<u32>::new(byte_offset, 2).address())
+    }
+
+    /// Initializes the barrier for phases of `arrivals` arrivals.
+    ///
+    /// # Safety
+    /// The barrier lies inside the block's shared memory, which no tile uses. One thread calls it,
+    /// followed by [`fence_barriers`] and a barrier of the block.
+    #[inline(always)]
+    pub unsafe fn init(self, arrivals: u32) {
+        // SAFETY: the barrier lies inside shared memory: the function's contract.
+        unsafe {
+            core::arch::asm!(
+                "mbarrier.init.shared::cta.b64 [{0}], {1};",
+                in(reg32) self.0, in(reg32) arrivals, options(nostack)
+            );
+        }
+    }
+
+    /// Arrives if `condition` is true. No branch: the compiler could copy instructions of the whole
+    /// warp into one.
+    ///
+    /// # Safety
+    /// The barrier is initialized.
+    #[inline(always)]
+    pub unsafe fn arrive_if(self, condition: bool) {
+        // SAFETY: the barrier is initialized: the function's contract.
+        unsafe {
+            core::arch::asm!(
+                "{{ .reg .pred %p; setp.ne.u32 %p, {0}, 0;",
+                "@%p mbarrier.arrive.shared::cta.b64 _, [{1}]; }}",
+                in(reg32) u32::from(condition), in(reg32) self.0, options(nostack)
+            );
+        }
+    }
+
+    /// Arrives when all copies that this thread has started have ended.
+    ///
+    /// # Safety
+    /// The barrier is initialized.
+    #[inline(always)]
+    pub unsafe fn arrive_after_copies(self) {
+        // SAFETY: the barrier is initialized: the function's contract.
+        unsafe {
+            core::arch::asm!(
+                "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{0}];",
+                in(reg32) self.0, options(nostack)
+            );
+        }
+    }
+
+    /// Waits until the phase of this parity has ended. For a fresh barrier, the phase before the
+    /// first has the parity 1.
+    ///
+    /// # Safety
+    /// The barrier is initialized. All lanes of the warp call it together.
+    #[inline(always)]
+    #[allow(named_asm_labels, reason = "the braces make the labels local")]
+    pub unsafe fn wait(self, parity: u32) {
+        // SAFETY: the barrier is initialized: the function's contract.
+        unsafe {
+            core::arch::asm!(
+                "{{ .reg .pred %ended;",
+                "again: mbarrier.try_wait.parity.shared::cta.b64 %ended, [{0}], {1};",
+                "@%ended bra done;",
+                "bra again;",
+                "done: }}",
+                in(reg32) self.0, in(reg32) parity, options(nostack)
+            );
+        }
+    }
+}
+
+/// Makes initialized barriers visible, before a barrier of the block.
+#[inline(always)]
+pub fn fence_barriers() {
+    // SAFETY: it only orders memory accesses.
+    unsafe { core::arch::asm!("fence.mbarrier_init.release.cluster;", options(nostack)) };
+}
