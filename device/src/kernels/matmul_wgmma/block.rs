@@ -3,8 +3,9 @@
 //!
 //! ```text
 //! stage s:   wait for own copies of s, fence, barrier     all threads have waited for the products of s - 2
-//!            start the products of s
+//!            start the products of s, first part
 //!            start to copy s + 2                          into the slot of s - 2
+//!            start the products of s, second part
 //!            wait for the products of s - 1
 //! ```
 //! The copies run two stages ahead across tiles, so the first stages of the next tile arrive while
@@ -141,6 +142,8 @@ pub(super) unsafe fn compute<
             // products before that.
             unsafe { products.start::<A_ALONG, B_ALONG, TILES>(&mut sums, a, group * GROUP_ROWS, b, k > first_k) };
             fetch!((from + AHEAD) % STAGES);
+            // SAFETY: as above.
+            unsafe { products.complete::<A_ALONG, B_ALONG, TILES>(&mut sums, a, group * GROUP_ROWS, b) };
             if summed {
                 chains.add(b, tile.cols());
             }
