@@ -293,4 +293,14 @@ attack! {
         qkv: stored 256, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: stored 128, tokens: number 4,
         heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0, window: number 3, scale: float 0.5, dqkv: out_stored 256,
     }
+    flash_attention_mma::flash_bwd_scores_mma by shape<S> {
+        qkv: stored 256, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: stored 128, tokens: number 4,
+        heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0, window: number 3, scale: float 0.5,
+        before: number 1, count: number 1, p: out_stored 32768, ds: out_stored 32768,
+    }
+    flash_attention_mma::flash_bwd_from_scores_mma by variant<S> {
+        qkv: stored 256, documents: u32s 8, lengths: u32s 0, scores: stored 32768, dout: stored 128, tokens: number 4,
+        heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0, window: number 3, scale: float 0.5,
+        before: number 1, count: number 1, dqkv: out_stored 256,
+    }
 }

@@ -14,6 +14,8 @@
 //!                                          dq += ds k
 //! keys     keys      q, dout of the heads  s = k q^T -> p;  dp = v dout^T -> ds        backward.rs
 //!                    of its group          dv += p dout;  dk += ds q
+//! scores   keys      as for `keys`         p and ds, which are stored                  squares.rs
+//! gradient as there  one of q, k, dout     its sums += stored p or ds times rows       squares.rs
 //!
 //! global memory                   shared memory, two slots     registers
 //! rows of a tile  -- cp.async ->  swizzled rows  -- ldmatrix ->  scores  -- rounded ->
@@ -32,6 +34,7 @@
 mod backward;
 mod forward;
 mod shape;
+mod squares;
 mod tile;
 
 use super::flash_attention::place::Problem;
@@ -44,10 +47,12 @@ use forward::forward;
 pub(crate) use forward::within_growth;
 use half::bf16;
 pub use shape::{BLOCK, Shape};
+pub use squares::{Gradient, stored_scores};
+use squares::{from_scores, scores};
 
 /// The BF16 shapes of the forward kernel, by their widest head.
 pub const FORWARD_BF16: [Shape; 3] =
-    [Shape::of_bf16(2, 64, 64), Shape::of_bf16(2, 64, 128), Shape::of_bf16(1, 32, 256)];
+    [Shape::of_bf16(2, 64, 64), Shape::of_bf16(2, 64, 128), Shape::of_bf16(1, 64, 256).in_one_slot()];
 /// The BF16 shapes of the kernel for the gradient of q.
 pub const QUERIES_BF16: [Shape; 3] =
     [Shape::of_bf16(2, 64, 64), Shape::of_bf16(2, 32, 128), Shape::of_bf16(1, 16, 256)];
@@ -55,6 +60,11 @@ pub const QUERIES_BF16: [Shape; 3] =
 /// computes half of the columns.
 pub const KEYS_BF16: [Shape; 3] =
     [Shape::of_bf16(2, 32, 64), Shape::of_bf16(1, 64, 128), Shape::of_bf16(1, 16, 256).in_parts(2)];
+
+/// The BF16 shape of the kernel that stores p and ds.
+pub const SCORES_BF16: Shape = Shape::of_bf16(1, 32, 256);
+/// The BF16 shape of the kernels that compute gradients from stored scores.
+pub const FROM_SCORES_BF16: Shape = Shape::of_bf16(1, 64, 256);
 
 /// The f32 shapes of the forward kernel. For wider heads, a block's rows do not fit in the shared
 /// memory of a GB10.
@@ -93,7 +103,9 @@ family! {
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.
         unsafe {
-            forward::<S, { SHAPE.m_tiles }, { SHAPE.tiles() }, { SHAPE.chunks() }, { SHAPE.made() }>(problem, out, lse);
+            forward::<S, { SHAPE.m_tiles }, { SHAPE.tiles() }, { SHAPE.chunks() }, { SHAPE.made() }, { SHAPE.slots }>(
+                problem, out, lse,
+            );
         }
     }
     // SAFETY: the heads lie inside `qkv` and `out`, which have a row for each token. `lse` has an
@@ -201,5 +213,113 @@ family! {
         sizes.check_gradients(p.heads, [p.lse.len(), p.delta.len(), p.dout.len()])?;
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
         Grid::new(sizes.blocks(p.kv_heads, SHAPE.rows()), SHAPE.parts, 1)
+    }
+}
+
+family! {
+    /// Stores p and ds of `count` key heads from `before` on, of all samples' heads, for
+    /// [`flash_bwd_from_scores_mma`](struct@flash_bwd_from_scores_mma): each has
+    /// [`stored_scores`] elements for each query head of these. The other parameters are as in
+    /// [`flash_bwd_dkv`](struct@super::flash_attention::flash_bwd_dkv).
+    flash_bwd_scores_mma<S: Stored>(shape: Shape as SHAPE) {
+        SCORES_BF16 => { flash_bwd_scores_of_bf16_256: bf16; }
+    }
+    unsafe fn(
+        qkv: &[S],
+        documents: &[u32],
+        lengths: &[u32],
+        lse: &[f32],
+        delta: &[f32],
+        dout: &[S],
+        tokens: u32,
+        heads: u32,
+        kv_heads: u32,
+        width: u32,
+        stacked: u32,
+        window: u32,
+        scale: f32,
+        before: u32,
+        count: u32,
+        p: *mut S,
+        ds: *mut S,
+    ) {
+        let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
+        let _ = count;
+        // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
+        // width suits the shape.
+        unsafe {
+            scores::<S, { SHAPE.m_tiles }, { SHAPE.tiles() }, { SHAPE.chunks() }, { SHAPE.chunks() / 2 }>(
+                problem, before as usize, lse, delta, dout, p, ds,
+            );
+        }
+    }
+    // SAFETY: the heads lie inside `qkv`, `dout`, `lse` and `delta`. `p` and `ds` have the squares
+    // of these heads, of which each block writes those of its own keys.
+    contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(0, 2) } |p| {
+        let sizes = Sizes::new(p.qkv.len(), [p.tokens, p.heads, p.kv_heads, p.width, p.stacked], SHAPE.widths())?;
+        sizes.check_masks(p.documents.len(), p.lengths.len())?;
+        Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
+        sizes.check_gradients(p.heads, [p.lse.len(), p.delta.len(), p.dout.len()])?;
+        let heads = sizes.check_part(p.kv_heads, [p.before, p.count])?;
+        let stored = heads.times(stored_scores(p.tokens, p.window != 0));
+        Violation::unless_length("p", stored, p.p.len())?;
+        Violation::unless_length("ds", stored, p.ds.len())?;
+        Grid::cover(Size::of(p.tokens).div_ceil(SHAPE.rows()).times(p.count), 1)
+    }
+}
+
+family! {
+    /// Computes a gradient from stored scores, for `count` key heads from `before` on, of all
+    /// samples' heads: dq or dk from ds, dv from p. `dout` is read only for dv.
+    flash_bwd_from_scores_mma<S: Stored>(variant: Gradient as VARIANT) {
+        Gradient::Queries => { flash_bwd_dq_from_scores_of_bf16_256: bf16; }
+        Gradient::Keys => { flash_bwd_dk_from_scores_of_bf16_256: bf16; }
+        Gradient::Values => { flash_bwd_dv_from_scores_of_bf16_256: bf16; }
+    }
+    unsafe fn(
+        qkv: &[S],
+        documents: &[u32],
+        lengths: &[u32],
+        scores: &[S],
+        dout: &[S],
+        tokens: u32,
+        heads: u32,
+        kv_heads: u32,
+        width: u32,
+        stacked: u32,
+        window: u32,
+        scale: f32,
+        before: u32,
+        count: u32,
+        dqkv: *mut S,
+    ) {
+        let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
+        let _ = count;
+        const SHAPE: Shape = FROM_SCORES_BF16;
+        // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
+        // width suits the shape.
+        unsafe {
+            from_scores::<
+                S,
+                { SHAPE.m_tiles },
+                { SHAPE.tiles() },
+                { SHAPE.chunks() },
+                { SHAPE.made() },
+                { VARIANT as usize },
+            >(problem, before as usize, scores, dout, dqkv);
+        }
+    }
+    // SAFETY: the heads lie inside `qkv`, `dqkv` and `dout`, and their squares inside `scores`.
+    // Each block has rows of its own, and writes only those below `tokens`.
+    contract unsafe { block: BLOCK, shared: FROM_SCORES_BF16.squares_bytes() } |p| {
+        let sizes = Sizes::new(p.qkv.len(), [p.tokens, p.heads, p.kv_heads, p.width, p.stacked], FROM_SCORES_BF16.widths())?;
+        sizes.check_masks(p.documents.len(), p.lengths.len())?;
+        Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
+        let heads = sizes.check_part(p.kv_heads, [p.before, p.count])?;
+        Violation::unless_length("scores", heads.times(stored_scores(p.tokens, p.window != 0)), p.scores.len())?;
+        Violation::unless_length("dout", sizes.outputs(), p.dout.len())?;
+        Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
+        let own = if VARIANT == Gradient::Queries { heads } else { Size::of(p.count) };
+        Grid::cover(Size::of(p.tokens).div_ceil(FROM_SCORES_BF16.rows()).times(own), 1)
     }
 }

@@ -32,21 +32,37 @@ fn of_tensor(is_bf16: bool, forward: bool, keys: bool, held: usize) -> [f64; 2] 
         (false, ..) => &tensor::QUERIES_TF32,
     };
     let shape = tensor::Shape::suiting(held, shapes);
+    rows_of(shape)
+}
+
+/// Returns the rows that a block owns, and the rows of a tile.
+fn rows_of(shape: tensor::Shape) -> [f64; 2] {
     [f64::from(shape.rows()), f64::from(shape.tile)]
 }
 
 /// Computes the work of an attention launch.
 pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
     let (name, words) = (launch.entry.name, launch.words.as_slice());
-    let first = if name.contains("forward") { 6 } else { 12 };
+    // The kernels that store scores, and those that compute gradients from them.
+    let (stores, from_scores) = (name.contains("bwd_scores"), name.contains("from_scores"));
+    let first = if name.contains("forward") {
+        6
+    } else if from_scores {
+        10
+    } else {
+        12
+    };
     let number = |at: usize| words[first + at] as f64;
     let (tokens, heads, kv_heads, width) = (number(0), number(1), number(2), number(3));
     let hot = code.hot.unwrap_or_default();
     let is_warpgroup = launch.entry.is_warpgroup;
     let (is_bf16, is_tf32) = (name.contains("bf16") || is_warpgroup, name.contains("tf32"));
     let mut work = Work::plain(launch, code);
-    let (forward, keys) = (name.contains("forward"), name.contains("dkv"));
-    let products = if forward {
+    let forward = name.contains("forward");
+    let keys = stores || ["dkv", "dk_from", "dv_from"].iter().any(|part| name.contains(part));
+    let products = if from_scores {
+        1.0
+    } else if forward || stores {
         2.0
     } else if keys {
         4.0
@@ -58,6 +74,8 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
     let by_tensor_cores = is_bf16 || is_tf32;
     let [own, tile] = match by_tensor_cores {
         true if is_warpgroup => warpgroup::attention_tile(launch),
+        true if stores => rows_of(tensor::SCORES_BF16),
+        true if from_scores => rows_of(tensor::FROM_SCORES_BF16),
         true => of_tensor(is_bf16, forward, keys, held),
         false => of_ieee(forward, held),
     };
@@ -98,8 +116,14 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
     if is_warpgroup {
         warpgroup::attention(&mut work, products, [own, tile], held as f64);
     }
-    work.streamed = tiles * tile * width * 2.0 * element;
+    let stored = tiles * tile * own * element;
+    work.streamed = tiles * tile * width * if from_scores { 1.0 } else { 2.0 } * element;
     work.moved = own * width * element * products;
+    if stores {
+        work.moved += 2.0 * stored;
+    } else if from_scores {
+        work.streamed += stored;
+    }
     work.waits = 2.0;
     if !is_warpgroup {
         work.ends = code.way.all - hot.all;

@@ -91,6 +91,9 @@ pub(crate) struct Place<'k> {
     pub(crate) mask: MaskRange<'k>,
 }
 
+/// The heads whose blocks take turns in [`Place::in_part`].
+const HEADS_AT_ONCE: usize = 8;
+
 impl<'k> Place<'k> {
     /// Returns this block's place, for blocks with `rows` resident rows of each of `heads` heads.
     /// If `backwards`, the last rows come first, because they have the most work under a causal
@@ -109,6 +112,33 @@ impl<'k> Place<'k> {
         let tile = if backwards { tiles - 1 - tile as u32 } else { tile as u32 };
         // SAFETY: the sample and the head exist.
         unsafe { Self::of(problem, sample, head as u32, tile * rows) }
+    }
+
+    /// Returns this block's place in a launch that begins at head `before` of all samples' heads.
+    /// All first rows of eight heads come before their next ones, so that a launch of few heads
+    /// ends with short blocks. The parameters are otherwise as in [`Place::new`].
+    ///
+    /// # Safety
+    /// The caller meets the requirements of [`Place::new`]. The launch has all blocks of its heads.
+    #[inline(always)]
+    pub(crate) unsafe fn in_part<S: Copy>(
+        problem: &Problem<'k, S>,
+        rows: u32,
+        heads: u32,
+        before: usize,
+        backwards: bool,
+    ) -> Self {
+        let tiles = problem.tokens.div_ceil(rows) as usize;
+        // SAFETY: the contract has checked that there are tokens and heads. A group of heads has at
+        // least the head of this block.
+        unsafe {
+            let (group, place) = divide(thread::block_idx_x() as usize, tiles * HEADS_AT_ONCE);
+            let left = divide(thread::grid_dim_x() as usize, tiles).0 - group * HEADS_AT_ONCE;
+            let (tile, head) = divide(place, if left < HEADS_AT_ONCE { left } else { HEADS_AT_ONCE });
+            let (sample, head) = divide(before + group * HEADS_AT_ONCE + head, heads as usize);
+            let tile = if backwards { tiles - 1 - tile } else { tile };
+            Self::of(problem, sample, head as u32, tile as u32 * rows)
+        }
     }
 
     /// Returns the place of rows of a head, from token `first` on.
@@ -300,6 +330,16 @@ impl Sizes {
         Violation::unless_length("lse", self.rows(heads), lse)?;
         Violation::unless_length("delta", self.rows(heads), delta)?;
         Violation::unless_length("dout", self.outputs(), dout)
+    }
+
+    /// Checks that a part of all samples' key heads, from a first on, has some and lies inside
+    /// them. Returns its number of query heads.
+    pub(crate) fn check_part(self, kv_heads: u32, [before, count]: [u32; 2]) -> Result<Size, Violation> {
+        Violation::unless(count > 0, "count", "at least 1", count)?;
+        let all = Size::of(self.samples).times(kv_heads);
+        let inside = all.number().is_some_and(|all| before as usize + count as usize <= all);
+        Violation::unless(inside, "before", "at most the number of key heads less `count`", before)?;
+        Ok(Size::of(count).times(self.heads / kv_heads))
     }
 
     /// Returns the number of blocks: one for each tile of `rows` rows of each of `heads` heads.

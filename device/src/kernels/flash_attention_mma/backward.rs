@@ -1,6 +1,6 @@
 //! The backward pass: the gradient of a block's queries, and the gradients of a block's keys and
 //! values (Dao, 2023). Both kernels recompute scores and dp, so that each sum belongs to one block
-//! and needs no atomics.
+//! and needs no atomics. For the widest heads see [`squares`](super::squares).
 //!
 //! Invariant: both kernels compute p from the score and `lse` in the same way.
 
@@ -123,7 +123,14 @@ pub(super) unsafe fn queries<
 /// # Safety
 /// The values of the tokens below `limit` lie inside `values`. `to` has an element for each row.
 #[inline(always)]
-unsafe fn copy_numbers(to: SharedTile<f32>, count: u32, values: &[f32], start: usize, first: u32, limit: u32) {
+pub(super) unsafe fn copy_numbers(
+    to: SharedTile<f32>,
+    count: u32,
+    values: &[f32],
+    start: usize,
+    first: u32,
+    limit: u32,
+) {
     let row = thread::thread_idx_x();
     if row < count {
         let token = first + row;

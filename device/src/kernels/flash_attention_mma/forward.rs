@@ -30,7 +30,8 @@ pub(crate) fn within_growth(most: f32, factor: f32, largest: f32) -> bool {
     GpuFloat::mul_add(most, factor, largest * -factor) <= MOST_GROWTH
 }
 
-/// Computes the output of this block's queries.
+/// Computes the output of this block's queries. With one slot, a tile of v is copied while scores
+/// are computed, and the next tile of k during the rest of the turn.
 ///
 /// # Safety
 /// The contract has accepted the problem. Its heads have up to `CHUNKS` chunks, and `MADE` mma
@@ -42,6 +43,7 @@ pub(super) unsafe fn forward<
     const TILES: usize,
     const CHUNKS: usize,
     const MADE: usize,
+    const SLOTS: u32,
 >(
     problem: Problem<'_, S>,
     out: *mut S,
@@ -69,30 +71,47 @@ pub(super) unsafe fn forward<
         if from < until {
             memory.copy(memory.resident(0), rows, problem.rows(0, sample, head), first, bounds);
             memory.copy(memory.slot(0, 0), of_tile, k(), from * of_tile, bounds);
-            memory.copy(memory.slot(0, 1), of_tile, v(), from * of_tile, bounds);
+            if SLOTS == 2 {
+                memory.copy(memory.slot(0, 1), of_tile, v(), from * of_tile, bounds);
+            }
             commit_copies();
             wait_copies::<0>();
             memory.round::<S>(memory.resident(0), rows);
         }
         let mut tile = from;
         while tile < until {
-            let slot = (tile - from) % 2;
+            let slot = (tile - from) % SLOTS;
             wait_copies::<0>();
             memory.round::<S>(memory.slot(slot, 0), of_tile);
-            memory.round::<S>(memory.slot(slot, 1), of_tile);
+            if SLOTS == 2 {
+                memory.round::<S>(memory.slot(slot, 1), of_tile);
+            }
             thread::sync_threads();
             // Into the slot that all warps have finished reading.
-            if tile + 1 < until {
+            if SLOTS == 1 {
+                memory.copy(memory.slot(0, 1), of_tile, v(), tile * of_tile, bounds);
+                commit_copies();
+            } else if tile + 1 < until {
                 memory.copy(memory.slot(1 - slot, 0), of_tile, k(), (tile + 1) * of_tile, bounds);
                 memory.copy(memory.slot(1 - slot, 1), of_tile, v(), (tile + 1) * of_tile, bounds);
                 commit_copies();
             }
             let place = [first, tile * of_tile];
             tile += 1;
-            if memory.none_seen(mask, place, false) {
+            // With one slot all warps meet again in the turn.
+            if SLOTS == 2 && memory.none_seen(mask, place, false) {
                 continue;
             }
             let mut scores = memory.qk_scores::<S>(warp, 0, memory.slot(slot, 0));
+            if SLOTS == 1 {
+                wait_copies::<0>();
+                memory.round::<S>(memory.slot(0, 1), of_tile);
+                thread::sync_threads();
+                if tile < until {
+                    memory.copy(memory.slot(0, 0), of_tile, k(), tile * of_tile, bounds);
+                    commit_copies();
+                }
+            }
             if !memory.all_seen(mask, place, false) {
                 memory.apply_mask(&mut scores, mask, place, false, f32::NEG_INFINITY);
             }

@@ -4,6 +4,7 @@
 //! shared memory:  | resident rows | again, in backward |
 //!                 | slot 0: a tile of k, of v (or of q, of dout) | slot 1 |
 //!                 | lse and delta of each slot's rows (if the tiles are of queries) |
+//! from squares:   | slot 0: a tile's rows | slot 1 | slot 0: a tile's squares | slot 1 |
 //! ```
 //! Invariant: the tile depends only on the width and the kernel, because it determines the order of
 //! sums.
@@ -28,6 +29,8 @@ pub struct Shape {
     pub width: usize,
     /// The number of blocks that divide the columns of a gradient.
     pub parts: u32,
+    /// The slots of a streamed tile: with one, a tile is copied while the other array's is used.
+    pub slots: u32,
     /// The bytes of an element in memory.
     pub bytes: u32,
 }
@@ -36,7 +39,7 @@ impl Shape {
     /// Returns the BF16 shape of a warp with `m_tiles` mma tiles of resident rows, streamed tiles
     /// of `tile` rows, and up to `width` columns.
     pub const fn of_bf16(m_tiles: usize, tile: u32, width: usize) -> Self {
-        Self { m_tiles, tile, width, parts: 1, bytes: 2 }
+        Self { m_tiles, tile, width, parts: 1, slots: 2, bytes: 2 }
     }
 
     /// Returns the f32 shape with these sizes.
@@ -47,6 +50,11 @@ impl Shape {
     /// Returns the shape with the columns divided among `parts` blocks.
     pub const fn in_parts(self, parts: u32) -> Self {
         Self { parts, ..self }
+    }
+
+    /// Returns the shape with one slot for each streamed array.
+    pub const fn in_one_slot(self) -> Self {
+        Self { slots: 1, ..self }
     }
 
     /// The resident rows of a block.
@@ -88,7 +96,13 @@ impl Shape {
     /// Returns the shared memory of a kernel in bytes. Its block has resident rows of `arrays`
     /// arrays, and `numbers` values for each row of a tile.
     pub const fn shared_bytes(self, arrays: u32, numbers: u32) -> u32 {
-        (self.rows() * arrays + 2 * 2 * self.tile) * self.bytes * self.width as u32 + 2 * numbers * self.tile * 4
+        (self.rows() * arrays + self.slots * 2 * self.tile) * self.bytes * self.width as u32
+            + 2 * numbers * self.tile * 4
+    }
+
+    /// Returns the shared memory in bytes of a kernel that streams rows and squares of scores.
+    pub const fn squares_bytes(self) -> u32 {
+        2 * self.tile * (self.bytes * self.width as u32 + 2 * self.rows())
     }
 }
 

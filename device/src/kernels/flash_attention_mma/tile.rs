@@ -29,7 +29,7 @@ const COPIES: usize = 16;
 #[derive(Clone, Copy)]
 pub(super) struct Memory<const M_TILES: usize, const TILES: usize, const CHUNKS: usize> {
     /// This lane's squares of rows: of A or of k, and of B.
-    down: Squares,
+    pub(super) down: Squares,
     across: Squares,
     arrays: u32,
 }
@@ -40,7 +40,7 @@ impl<const M_TILES: usize, const TILES: usize, const CHUNKS: usize> Memory<M_TIL
     pub(super) const WARP_ROWS: u32 = 16 * M_TILES as u32;
     pub(super) const TILE: u32 = COLUMNS * TILES as u32;
     /// The words of a row.
-    const ROW: u32 = CHUNKS as u32 * CHUNK_WORDS;
+    pub(super) const ROW: u32 = CHUNKS as u32 * CHUNK_WORDS;
     /// The rows that the block copies at once.
     const PASS: u32 = BLOCK / CHUNKS as u32;
 
@@ -200,6 +200,47 @@ impl<const M_TILES: usize, const TILES: usize, const CHUNKS: usize> Memory<M_TIL
             unroll_on_gpu!(square < TILES / 2 => {
                 let right = across.read(warp, streamed, 16 * square as u32, step as u32, false);
                 multiply::<S::Factors, M_TILES, 1, TILES>(warp, &mut sums, square, &left, &[right]);
+            });
+        });
+        sums
+    }
+
+    /// Reads the operands of this warp's rows, for products with [`Memory::held_scores`]. All
+    /// chunks of the rows are read: `STEPS` is half of them.
+    #[inline(always)]
+    #[track_caller]
+    pub(super) fn operands<const STEPS: usize>(
+        &self,
+        warp: Converged,
+        rows: SharedTile<u32>,
+    ) -> [[[u32; 4]; M_TILES]; STEPS] {
+        let mut left = [[[0; 4]; M_TILES]; STEPS];
+        let (first, down, warp) = (self.first_row(), self.down.anew(), warp.again());
+        unroll_on_gpu!(step < STEPS, at most 16 => {
+            unroll_on_gpu!(m < 2 => {
+                if m < M_TILES {
+                    left[step][m] = down.read(warp, rows, first + 16 * m as u32, step as u32, false);
+                }
+            });
+        });
+        left
+    }
+
+    /// Returns the products of rows that registers hold with the rows of a tile, over all columns.
+    #[inline(always)]
+    #[track_caller]
+    pub(super) fn held_scores<S: MmaElement, const STEPS: usize>(
+        &self,
+        warp: Converged,
+        left: &[[[u32; 4]; M_TILES]; STEPS],
+        streamed: SharedTile<u32>,
+    ) -> Sums<M_TILES, TILES> {
+        let mut sums = [[[0.0; 4]; TILES]; M_TILES];
+        let (across, warp) = (self.across.anew(), warp.again());
+        unroll_on_gpu!(step < STEPS, at most 16 => {
+            unroll_on_gpu!(square < TILES / 2 => {
+                let right = across.read(warp, streamed, 16 * square as u32, step as u32, false);
+                multiply::<S::Factors, M_TILES, 1, TILES>(warp, &mut sums, square, &left[step], &[right]);
             });
         });
         sums

@@ -10,7 +10,10 @@
 use super::inputs::Inputs;
 use half::bf16;
 use kernels::flash_attention::CAUSAL;
-use kernels::flash_attention_mma::{Shape, flash_bwd_dkv_mma, flash_bwd_dq_mma, flash_forward_mma};
+use kernels::flash_attention_mma::{
+    FROM_SCORES_BF16, Gradient, SCORES_BF16, Shape, flash_bwd_dkv_mma, flash_bwd_dq_mma, flash_bwd_from_scores_mma,
+    flash_bwd_scores_mma, flash_forward_mma, stored_scores,
+};
 use kernels::flash_attention_wgmma::{self as wgmma, flash_bwd_dkv_wgmma, flash_bwd_dq_wgmma, flash_forward_wgmma};
 use std::f32::consts::LN_2;
 use stepscope_core::error::Result;
@@ -86,14 +89,23 @@ impl<S: Stored> Case<'_, S> {
         let ([batch, tokens, heads, _], ..) = self.sizes;
         (batch * tokens * heads) as usize
     }
+
+    /// Returns the part of all samples' key heads that a kernel of stored scores computes: all but
+    /// the first, if there are several. Also returns the elements of their scores.
+    fn part(&self) -> ([u32; 2], usize) {
+        let ([batch, tokens, heads, kv_heads], _, window, _) = self.sizes;
+        let all = batch * kv_heads;
+        let before = u32::from(all > 1);
+        let queries = ((all - before) * (heads / kv_heads)) as usize;
+        ([before, all - before], queries * stored_scores(tokens, window != 0))
+    }
 }
 
 /// Launches a kernel with the arguments of a case.
 macro_rules! launch {
-    ($i:ident, $kernel:ident, $shape:expr, $case:expr, { $($name:ident: $value:expr),* }) => {{
+    ($i:ident, $kernel:ident, $case:expr, { $($name:ident: $value:expr),* }) => {{
         let ([_, tokens, heads, kv_heads], stacked, window, _) = $case.sizes;
         $i.step.launch($kernel {
-            shape: $shape,
             qkv: $case.qkv.slice(),
             documents: $case.documents.slice(),
             lengths: $case.lengths.slice(),
@@ -107,6 +119,9 @@ macro_rules! launch {
             $($name: $value),*
         })
     }};
+    ($i:ident, $kernel:ident, $shape:expr, $case:expr, { $($arguments:tt)* }) => {
+        launch!($i, $kernel, $case, { shape: $shape, $($arguments)* })
+    };
 }
 
 /// Makes the cases of the three families of one instruction, in S.
@@ -153,4 +168,32 @@ pub(super) fn queries_of_warpgroup(i: &Inputs<'_, '_>, shape: wgmma::Shape) -> R
 
 pub(super) fn keys_of_warpgroup(i: &Inputs<'_, '_>, shape: wgmma::Shape) -> Result<()> {
     cases!(<bf16>, shape.width, i, shape, backward flash_bwd_dkv_wgmma)
+}
+
+pub(super) fn scores(i: &Inputs<'_, '_>) -> Result<()> {
+    i.attends_by_tensor::<bf16>(SCORES_BF16.width, |case| {
+        let (lse, delta, dout) = i.gradients_by_tensor(case)?;
+        let ([before, count], length) = case.part();
+        // Squares that the mask hides are not written.
+        let (mut p, mut ds) = (i.sparse::<bf16>(length, 1, 2)?, i.sparse::<bf16>(length, 1, 2)?);
+        let (lse, delta, dout) = (lse.slice(), delta.slice(), dout.slice());
+        launch!(i, flash_bwd_scores_mma, SCORES_BF16, case, {
+            lse: lse, delta: delta, dout: dout, before: before, count: count, p: p.out(), ds: ds.out()
+        })?;
+        i.keep(&p)?;
+        i.keep(&ds)
+    })
+}
+
+pub(super) fn from_scores(i: &Inputs<'_, '_>, gradient: Gradient) -> Result<()> {
+    i.attends_by_tensor::<bf16>(FROM_SCORES_BF16.width, |case| {
+        let ([before, count], length) = case.part();
+        let scores = i.sparse::<bf16>(length, 1, 2)?;
+        let dout = i.sparse::<bf16>(case.statistics() * case.width as usize, 1, 8)?;
+        let mut dqkv = i.sparse::<bf16>(case.qkv.shape().elements(), 1, 2)?;
+        launch!(i, flash_bwd_from_scores_mma, case, {
+            variant: gradient, scores: scores.slice(), dout: dout.slice(), before: before, count: count, dqkv: dqkv.out()
+        })?;
+        i.keep(&dqkv)
+    })
 }

@@ -77,12 +77,15 @@ fn mask<'m>(mask: &'m Option<Saved<'_, u32>>) -> Slice<'m, u32> {
     mask.as_ref().map_or_else(Slice::empty, Source::slice)
 }
 
-/// Queues a kernel in a tile shape that suits the heads, with the common arguments and the given
-/// ones.
+/// Queues a kernel with the common arguments and the given ones, in a tile shape that suits the
+/// heads if there are several shapes.
 macro_rules! launch {
-    ($step:ident, $qkv:ident, $form:ident, $sizes:ident, $kernels:ident::$kernel:ident, $SHAPES:ident, $($name:ident: $value:expr),*) => {
+    ($step:ident, $qkv:ident, $form:ident, $sizes:ident, $kernels:ident::$kernel:ident, $SHAPES:ident, $($arguments:tt)*) => {
+        launch!($step, $qkv, $form, $sizes, $kernels::$kernel,
+            shape: $kernels::Shape::suiting($sizes.width, &$kernels::$SHAPES), $($arguments)*)
+    };
+    ($step:ident, $qkv:ident, $form:ident, $sizes:ident, $kernels:ident::$kernel:ident, $($name:ident: $value:expr),*) => {
         $step.launch($kernels::$kernel {
-            shape: $kernels::Shape::suiting($sizes.width, &$kernels::$SHAPES),
             qkv: $qkv.slice(),
             documents: mask(&$form.documents),
             lengths: mask(&$form.lengths),
@@ -118,6 +121,53 @@ macro_rules! launch_backward {
 /// an H100: over 1,024 tokens the overlap gains more, from 2,048 tokens on the balance.
 fn forward_blocks(step: &Step<'_>, form: &AttentionConfig<'_>, sizes: Sizes) -> u32 {
     if form.window() == 0 || sizes.tokens <= 1024 { step.description().processors } else { i32::MAX as u32 }
+}
+
+/// The most bytes of stored scores. With a GiB, launches of many heads of 4096 tokens fill a GPU.
+const STORED_BYTES: usize = 1 << 30;
+
+/// Queues the kernels that compute the gradients from scores that are stored once, for as many
+/// heads at a time as fit in [`STORED_BYTES`]. Returns false, and queues nothing, if one key head
+/// does not fit, or if the heads are not wide: then it is faster to compute scores twice.
+fn queue_by_stored_scores<'s>(
+    step: &Step<'s>,
+    qkv: &impl Source<'s, bf16>,
+    form: &AttentionConfig<'s>,
+    sizes: Sizes,
+    [lse, delta]: [&dyn Source<'s, f32>; 2],
+    dout: &impl Source<'s, bf16>,
+    dqkv: &mut Tensor<'s, bf16>,
+) -> Result<bool> {
+    let of_head = mma::stored_scores(sizes.tokens as u32, form.window() != 0);
+    let of_group = sizes.heads / sizes.kv_heads * of_head;
+    // p and ds, in BF16.
+    let most = STORED_BYTES / 2 / size_of::<bf16>() / of_group;
+    if sizes.width <= mma::KEYS_BF16[1].width || most == 0 {
+        return Ok(false);
+    }
+    let all = sizes.batch * sizes.kv_heads;
+    // Launches of about the same number of heads.
+    let at_once = all.div_ceil(all.div_ceil(most).max(1));
+    let (mut p, mut ds) = (step.empty::<bf16>([at_once * of_group])?, step.empty::<bf16>([at_once * of_group])?);
+    let mut before = 0;
+    while before < all {
+        let count = at_once.min(all - before);
+        let (stored, part) = (0..count * of_group, [before as u32, count as u32]);
+        launch!(step, qkv, form, sizes, mma::flash_bwd_scores_mma,
+            shape: mma::SCORES_BF16, lse: lse.slice(), delta: delta.slice(), dout: dout.slice(), before: part[0],
+            count: part[1], p: p.out().part(stored.clone()), ds: ds.out().part(stored.clone()))?;
+        for (variant, scores) in
+            [(mma::Gradient::Queries, &ds), (mma::Gradient::Keys, &ds), (mma::Gradient::Values, &p)]
+        {
+            launch!(step, qkv, form, sizes, mma::flash_bwd_from_scores_mma,
+                variant: variant, scores: scores.slice().part(stored.clone()), dout: dout.slice(), before: part[0],
+                count: part[1], dqkv: dqkv.out())?;
+        }
+        before += count;
+    }
+    step.free(p);
+    step.free(ds);
+    Ok(true)
 }
 
 /// True if f32 is multiplied as TF32: in a step of [`Precision::Tf32`], if the kernels support
@@ -252,6 +302,9 @@ impl AttentionElement for bf16 {
         if step.description().has_wgmma && sizes.width <= wgmma::KEYS[wgmma::KEYS.len() - 1].width {
             return launch_backward!(step, qkv, form, sizes,
                 wgmma: [flash_bwd_dq_wgmma, QUERIES], [flash_bwd_dkv_wgmma, KEYS], statistics, dout, dqkv);
+        }
+        if queue_by_stored_scores(step, qkv, form, sizes, statistics, dout, dqkv)? {
+            return Ok(());
         }
         launch_backward!(step, qkv, form, sizes,
             mma: [flash_bwd_dq_mma, QUERIES_BF16], [flash_bwd_dkv_mma, KEYS_BF16], statistics, dout, dqkv)
