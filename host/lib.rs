@@ -117,7 +117,9 @@ pub mod optim {
 
 /// Entries of a [`ParameterSpec`] and their initial values.
 pub mod parameters {
-    pub use stepscope_core::{FrozenType, Initializer, ParameterEntry, ParameterSpecBuilder, StackedParameters};
+    pub use stepscope_core::{
+        FrozenType, Initializer, MatrixWeights, Nf4Matrix, ParameterEntry, ParameterSpecBuilder, StackedParameters,
+    };
 }
 
 /// The report of an [`Arena`]: its memory by phase and by source line.

@@ -3,9 +3,9 @@
 //! Each file of [`kernels`](self) holds the entry points of one op family, each with its contract.
 //! Arithmetic that several families share is in [`math`], [`activations`], [`philox`], [`exps`],
 //! [`update`], [`vector`], [`window`], [`warp`], [`block`] and [`tile`]. The tensor core
-//! instructions are in [`mod@format`] and [`mod@mma`]. [`machine`] has what a GPU and the emulator
-//! do in different ways. The same source compiles to PTX, by rustc or (`cfg(rust_cuda)`) by
-//! rust-cuda, and to plain functions for the emulator.
+//! instructions are in [`mod@format`] and [`mod@mma`], and the tables of NF4 in [`nf4_format`].
+//! [`machine`] has what a GPU and the emulator do in different ways. The same source compiles to
+//! PTX, by rustc or (`cfg(rust_cuda)`) by rust-cuda, and to plain functions for the emulator.
 //!
 //! Invariant: f32 results have the same bits on every device. Multiply-adds are fused only where
 //! the source says so. Sums run in ascending index order, and a reduction's tree depends only on
@@ -42,6 +42,7 @@ pub mod format;
 pub mod machine;
 pub mod math;
 pub mod mma;
+pub mod nf4_format;
 pub mod philox;
 pub mod rescale;
 pub mod row_chunk;
@@ -84,6 +85,7 @@ mod entries {
     pub mod matmul_mma;
     #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
     pub mod matmul_wgmma;
+    pub mod nf4;
     pub mod norm;
     pub mod precision;
     pub mod qk_norm;

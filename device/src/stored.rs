@@ -38,6 +38,13 @@ pub trait Stored: Activations + Copy + core::fmt::Debug + 'static {
     /// `out` is valid for writes of four elements, in global memory, and lies on a boundary of four
     /// elements.
     unsafe fn write4(out: *mut Self, values: [f32; 4]);
+
+    /// Writes the nearest of eight numbers, with accesses of 16 bytes.
+    ///
+    /// # Safety
+    /// `out` is valid for writes of eight elements, in global memory, and lies on a boundary of
+    /// eight elements.
+    unsafe fn write8(out: *mut Self, values: [[f32; 4]; 2]);
 }
 
 #[derive(Clone, Copy)]
@@ -68,6 +75,15 @@ impl Stored for f32 {
     unsafe fn write4(out: *mut Self, values: [f32; 4]) {
         // SAFETY: the four elements may be written, on a 16-byte boundary.
         unsafe { write4(out, values) };
+    }
+
+    #[inline(always)]
+    unsafe fn write8(out: *mut Self, [first, second]: [[f32; 4]; 2]) {
+        // SAFETY: the eight elements may be written, each four on a 16-byte boundary.
+        unsafe {
+            write4(out, first);
+            write4(out.add(4), second);
+        }
     }
 }
 
@@ -102,5 +118,13 @@ impl Stored for bf16 {
         // SAFETY: the caller guarantees that the four elements may be written and lie on an 8-byte
         // boundary.
         unsafe { write_words(out, Bf16::words(values)) };
+    }
+
+    #[inline(always)]
+    unsafe fn write8(out: *mut Self, [first, second]: [[f32; 4]; 2]) {
+        let ([a, b], [c, d]) = (Bf16::words(first), Bf16::words(second));
+        // Moved as floats, bit by bit.
+        // SAFETY: the eight elements may be written, and lie on a 16-byte boundary.
+        unsafe { write4(out.cast(), [a, b, c, d].map(f32::from_bits)) };
     }
 }

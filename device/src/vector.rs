@@ -221,6 +221,20 @@ impl F4 {
     }
 }
 
+/// Writes `out[index..index + 8]`: 16 bytes of BF16 in one access, or two accesses of f32. `index`
+/// is a multiple of eight and `out` starts on a 16-byte boundary.
+///
+/// # Safety
+/// `out` is valid for writes of these elements, in global memory.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn store8<S: Stored>(values: [F4; 2], out: *mut S, index: usize) {
+    writes(out, index, 2 * F4::LEN);
+    writes_at_once(out, index, 16 / size_of::<S>());
+    // SAFETY: the eight elements may be written and lie on a boundary of eight.
+    unsafe { S::write8(out.add(index), values.map(|four| four.0)) }
+}
+
 /// Applies a function to each of a vector's four. It is a macro, because a function passed as a
 /// value may stay a call that is compiled without the CPU's fused multiply-add.
 #[macro_export]

@@ -148,6 +148,40 @@ fn gradients_keep_their_bits<S: Activation>(device: &Device, stored: FrozenType)
     }
 }
 
+/// Checks that weights frozen in one type, and the same numbers in another, give the same bits,
+/// with and without recompute.
+fn same_as_converted<S: Activation>(device: &Device, rule: Rule, stored: FrozenType, plain: FrozenType) {
+    let (model, spec) = language(true, rule, stored);
+    assert!(!spec.frozen(stored).is_empty());
+    let (plain_model, plain_spec) = language(true, rule, plain);
+    let source = Parameters::new(device, &spec, 7).unwrap();
+    let same = Parameters::new(device, &plain_spec, 7).unwrap();
+    let is_bf16 = <S as Element>::NAME == bf16::NAME;
+    let mut same = if is_bf16 { same.with_bf16_copy().unwrap() } else { same };
+    for (parameter, entry) in plain_spec.iter() {
+        let (ours, _) = spec.iter().find(|(_, ours)| ours.name() == entry.name()).unwrap();
+        same.write(parameter, &source.read(ours).unwrap()).unwrap();
+    }
+    for recompute in [false, true] {
+        let found = results::<S>(device, None, &Language { recompute, ..model.clone() }, &spec);
+        let model = Language { recompute, ..plain_model.clone() };
+        let mut gradients = Gradients::zeros(&same).unwrap();
+        let mut arena = Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap();
+        let loss = arena.step(|step| {
+            let tape = Tape::new(step, &same);
+            let loss = model.loss::<S>(&tape, &step.upload_indices(&ids(), [SAMPLES, TOKENS])?)?;
+            let value = step.read(loss.value())?;
+            tape.backward_overwrite(&loss, &mut gradients)?;
+            Ok(value[0])
+        });
+        assert_eq!(loss.unwrap().to_bits(), found.loss, "{stored:?}");
+        let all = gradients.flat().read().unwrap();
+        for entry in plain_spec.entries() {
+            assert_eq!(bits(&all[entry.range()]), found.gradients[entry.name()], "{stored:?}: {}", entry.name());
+        }
+    }
+}
+
 on_each_device! {
     fn f32_gradients_keep_their_bits(device: &Device) {
         gradients_keep_their_bits::<f32>(device, FrozenType::F32);
@@ -163,29 +197,14 @@ on_each_device! {
     /// Products in f32 read frozen weights in BF16 as f32, exactly.
     fn f32_reads_bf16_exactly(device: &Device) {
         let rule: Rule = |name| name.ends_with("proj.weight") || name == "tokens.weight";
-        let (model, spec) = language(true, rule, FrozenType::Bf16);
-        let narrow = results::<f32>(device, None, &model, &spec);
-        let (same, wide_spec) = language(true, rule, FrozenType::F32);
-        let mut wide = Parameters::new(device, &wide_spec, 7).unwrap();
-        let source = Parameters::new(device, &spec, 7).unwrap();
-        for (parameter, entry) in wide_spec.iter() {
-            let (ours, _) = spec.iter().find(|(_, ours)| ours.name() == entry.name()).unwrap();
-            wide.write(parameter, &source.read(ours).unwrap()).unwrap();
-        }
-        let mut gradients = Gradients::zeros(&wide).unwrap();
-        let mut arena = Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap();
-        let loss = arena.step(|step| {
-            let tape = Tape::new(step, &wide);
-            let loss = same.loss::<f32>(&tape, &step.upload_indices(&ids(), [SAMPLES, TOKENS])?)?;
-            let value = step.read(loss.value())?;
-            tape.backward_overwrite(&loss, &mut gradients)?;
-            Ok(value[0])
-        });
-        assert_eq!(loss.unwrap().to_bits(), narrow.loss);
-        let all = gradients.flat().read().unwrap();
-        for entry in wide_spec.entries() {
-            assert_eq!(bits(&all[entry.range()]), narrow.gradients[entry.name()], "{}", entry.name());
-        }
+        same_as_converted::<f32>(device, rule, FrozenType::Bf16, FrozenType::F32);
+    }
+
+    /// Frozen matrices in NF4 have the gradients of the weights that they decode to.
+    fn nf4_has_gradients_of_its_weights(device: &Device) {
+        let rule: Rule = |name| name.ends_with("weight") && name != "positions.weight";
+        same_as_converted::<f32>(device, rule, FrozenType::Nf4, FrozenType::F32);
+        same_as_converted::<bf16>(device, rule, FrozenType::Nf4, FrozenType::Bf16);
     }
 
     /// The norm that clips gradients sums over the trained parameters only.
@@ -201,16 +220,18 @@ on_each_device! {
     /// without recompute.
     fn captured_steps_equal_eager_ones(device: &Device) {
         let rule: Rule = |name| !name.starts_with("llama.mlp") && !name.ends_with("bias");
-        let mut digests = Vec::new();
-        for captured in [false, true] {
-            for recompute in [false, true] {
-                let mut arena = Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap();
-                let mut trainer = trainer(&mut arena, captured, recompute, rule, FrozenType::Bf16);
-                trainer.epoch(batches(3), &mut EpochProgress::default(), &mut ()).unwrap();
-                digests.push(trainer.state().parameters.sha256().unwrap());
+        for stored in [FrozenType::Bf16, FrozenType::Nf4] {
+            let mut digests = Vec::new();
+            for captured in [false, true] {
+                for recompute in [false, true] {
+                    let mut arena = Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap();
+                    let mut trainer = trainer(&mut arena, captured, recompute, rule, stored);
+                    trainer.epoch(batches(3), &mut EpochProgress::default(), &mut ()).unwrap();
+                    digests.push(trainer.state().parameters.sha256().unwrap());
+                }
             }
+            assert!(digests.windows(2).all(|pair| pair[0] == pair[1]), "{stored:?}: {digests:?}");
         }
-        assert!(digests.windows(2).all(|pair| pair[0] == pair[1]), "{digests:?}");
     }
 }
 

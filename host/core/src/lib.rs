@@ -86,8 +86,8 @@ pub use indices::{IndexBound, IndexSource, Indices, OnDevice};
 pub use initializer::Initializer;
 pub use non_finite::NonFinite;
 pub use params::{
-    FrozenType, Gradients, Parameter, ParameterEntry, ParameterSpec, ParameterSpecBuilder, Parameters,
-    StackedParameters,
+    FrozenType, Gradients, MatrixWeights, Nf4Matrix, Parameter, ParameterEntry, ParameterSpec, ParameterSpecBuilder,
+    Parameters, StackedParameters,
 };
 pub use random::SplitMix64;
 pub use step::{EagerStep, ScratchStep, Step};

@@ -323,6 +323,7 @@ const LISTED: &[Listed] = &[
     } else {
         products::bf16_product::<f32>(i, Bf16Kernel::Wgmma(variant))
     }),
+    both!("nf4_decode", <S>, |i| i.decoded::<S>()),
     both!("rms_norm_forward", <S>, |i| {
         i.rows::<S>(|i, x| {
             let (y, scale) = ops::rms_norm(i.step, x, &i.gain(x)?, 1e-6)?;

@@ -12,6 +12,8 @@ use super::seeded::{Random, SPECIAL, sample_of};
 use cuda_std::launch::PointerMut;
 use half::bf16;
 use kernels::attention::HEAD;
+use kernels::nf4::nf4_decode;
+use kernels::nf4_format::Layout;
 use std::cell::RefCell;
 use std::fmt;
 use stepscope_core::arena::Arena;
@@ -134,6 +136,28 @@ impl<'s> Inputs<'_, 's> {
         ids[5] = rows;
         let ids = Buffer::from_slice(self.step.device(), &ids)?;
         op(self, &OnDevice(&self.step.lend(&ids, [ids.len()])?))
+    }
+
+    /// Decodes matrices of NF4 whose words are random, apart from the factors and the offset. The
+    /// whole size has several groups of scales, and a last block that is shorter.
+    pub(super) fn decoded<S: Stored>(&self) -> Result<()> {
+        for &[inputs, outputs, columns, first] in
+            self.by_form(&[[8, 8, 8, 0], [72, 24, 40, 16], [192, 200, 208, 8]][..], &[[40, 24, 32, 8]])
+        {
+            let layout = Layout::new(inputs * outputs);
+            let mut random = self.random.borrow_mut();
+            let mut words = random.belows(layout.words, u32::MAX);
+            let scales = random.uniforms(layout.offset + 1 - layout.factors, 0.01, 0.1);
+            words[layout.factors..=layout.offset]
+                .iter_mut()
+                .zip(scales)
+                .for_each(|(word, scale)| *word = scale.to_bits());
+            drop(random);
+            let (words, mut out) = (self.step.upload(&words, [layout.words])?, self.normals::<S>([inputs, columns])?);
+            self.step.launch(nf4_decode { words: words.slice(), inputs, outputs, columns, first, out: out.out() })?;
+            self.keep(&out)?;
+        }
+        Ok(())
     }
 
     /// Runs the op on ids with frequent repetitions: fewer than a block sorts, and more.

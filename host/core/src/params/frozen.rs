@@ -5,20 +5,22 @@
 
 #![forbid(unsafe_code)]
 
+use super::matrix::MatrixWeights;
+use super::nf4::{self, Nf4Matrix};
 use super::spec::{FrozenType, ParameterEntry, ParameterSpec, StackedParameters};
 use super::weights::draw;
 use crate::buffer::Buffer;
 use crate::device::Device;
 use crate::digest::hex;
 use crate::error::{Error, Result};
+use crate::initializer::Initializer;
 use crate::launch::launch_on;
 use crate::non_finite::all_finite;
-use crate::ops;
 use crate::step::Step;
-use crate::tensor::{Element, Lent, Memory, Shape, Source, Stored};
+use crate::tensor::{Element, Lent, LentMut, Memory, Shape, Source, Stored, Target};
 use crate::upload::{Content, Transfer};
 use half::bf16;
-use kernels::cast::cast_to_bf16;
+use kernels::cast::{cast_to_bf16, cast_to_f32};
 use sha2::{Digest, Sha256};
 use std::sync::OnceLock;
 
@@ -29,6 +31,8 @@ pub(super) struct Frozen {
     /// The weights of `f32` rounded to BF16, at the same positions.
     copy: Option<Buffer<bf16>>,
     bf16: Option<Buffer<bf16>>,
+    /// The words of matrices in NF4.
+    nf4: Option<Buffer<u32>>,
     digest: OnceLock<String>,
 }
 
@@ -43,7 +47,16 @@ impl Frozen {
             let rounded = |value| bf16::from_f32(value).to_le_bytes();
             draw(entry, within / size_of::<bf16>(), seed, drawn, part.as_chunks_mut().0, rounded);
         })?;
-        Ok(Self { f32, bf16, ..Self::default() })
+        let mut frozen = Self { f32, bf16, nf4: None, ..Self::default() };
+        frozen.nf4 = region(device, layout, FrozenType::Nf4, &nf4::fill_zeros)?;
+        let others = |entry: &&ParameterEntry| entry.initializer != Initializer::ZERO && !device.is_dry_run();
+        for entry in layout.frozen(FrozenType::Nf4).iter().filter(others) {
+            let mut values = vec![[0; 4]; entry.shape().elements()];
+            draw(entry, 0, seed, drawn, &mut values, f32::to_le_bytes);
+            let values: Vec<f32> = values.into_iter().map(f32::from_le_bytes).collect();
+            frozen.write_words(entry.start(), &nf4::quantise(entry, &values))?;
+        }
+        Ok(frozen)
     }
 
     /// Adds a BF16 copy of the weights in f32, if a product reads any of them.
@@ -67,14 +80,32 @@ impl Frozen {
         launch_on(values.device(), &cast_to_bf16 { x: x.as_slice(), out: out.as_out() })
     }
 
-    /// Lends a range of a region as S. BF16 is widened into memory of the step.
+    /// Lends a parameter as S. NF4 is decoded into memory of the step, and BF16 is widened there.
+    #[track_caller]
     pub(super) fn lend<'b, 's, S: Stored>(
+        &'b self,
+        step: &Step<'s>,
+        entry: &ParameterEntry,
+        stored: FrozenType,
+    ) -> Result<MatrixWeights<'b, 's, S>> {
+        match stored {
+            FrozenType::Nf4 => {
+                let words = part(step, &self.nf4, entry.start(), entry.stored_elements())?;
+                Ok(MatrixWeights::Converted(nf4::decoded(step, entry, words)?))
+            }
+            _ => self.lend_range(step, stored, entry.start(), entry.shape()),
+        }
+    }
+
+    /// Lends a range of a region of f32 or BF16 as S.
+    #[track_caller]
+    fn lend_range<'b, 's, S: Stored>(
         &'b self,
         step: &Step<'s>,
         stored: FrozenType,
         start: usize,
         shape: Shape,
-    ) -> Result<Lent<'b, 's, S>> {
+    ) -> Result<MatrixWeights<'b, 's, S>> {
         let (len, as_f32) = (shape.elements(), <S as Element>::NAME == f32::NAME);
         let memory: Memory<S> = match (stored, as_f32) {
             (FrozenType::F32, true) => part(step, &self.f32, start, len)?.cast(),
@@ -89,10 +120,16 @@ impl Frozen {
             (FrozenType::Bf16, false) => part(step, &self.bf16, start, len)?.cast(),
             (FrozenType::Bf16, true) => {
                 let narrow = Lent::<bf16>::new(part(step, &self.bf16, start, len)?, shape);
-                ops::to_f32(step, &narrow)?.save().memory().cast()
+                let out = step.empty::<S>(shape)?;
+                let into = &mut LentMut::new(out.memory().cast(), shape);
+                step.launch(cast_to_f32 { x: narrow.slice(), out: into.out() })?;
+                return Ok(MatrixWeights::Converted(out));
+            }
+            (FrozenType::Nf4, _) => {
+                return Err(Error::misuse("lend_stack", "members of a stack in f32 or BF16", "members in NF4"));
             }
         };
-        Ok(Lent::new(memory, shape))
+        Ok(MatrixWeights::Lent(Lent::new(memory, shape)))
     }
 
     /// Lends a stack, flat, as S.
@@ -104,7 +141,7 @@ impl Frozen {
         stored: FrozenType,
     ) -> Result<Lent<'b, 's, S>> {
         let (span, _) = layout.span(stack)?;
-        self.lend(step, stored, span.start, [span.len()].into())
+        Ok(self.lend_range(step, stored, span.start, [span.len()].into())?.keep())
     }
 
     /// Overwrites a parameter, from its first element on, with values that are converted to its
@@ -120,7 +157,19 @@ impl Frozen {
                 written.and(rounded)
             }
             FrozenType::Bf16 => write(&mut self.bf16, start, values),
+            FrozenType::Nf4 => self.write_words(start, &nf4::quantise(entry, values)),
         }
+    }
+
+    /// Overwrites a matrix of a parameter in NF4.
+    pub(super) fn write_nf4(&mut self, entry: &ParameterEntry, number: usize, matrix: &Nf4Matrix<'_>) -> Result<()> {
+        let (first, words) = nf4::packed(entry, number, matrix)?;
+        self.digest = OnceLock::new();
+        self.write_words(entry.start() + first, &words)
+    }
+
+    fn write_words(&mut self, start: usize, words: &[u32]) -> Result<()> {
+        self.nf4.as_mut().expect("a spec with parameters of this type has the region").write(start, words)
     }
 
     /// Waits, and returns the weights of a parameter as S.
@@ -129,6 +178,7 @@ impl Frozen {
         match stored {
             FrozenType::F32 => convert(existing(&self.f32).read_range(start, len)?),
             FrozenType::Bf16 => convert(existing(&self.bf16).read_range(start, len)?),
+            FrozenType::Nf4 => Ok(nf4::values(entry, &existing(&self.nf4).read_range(start, entry.stored_elements())?)),
         }
     }
 
@@ -146,6 +196,12 @@ impl Frozen {
                 if !piece?.iter().all(|value| value.is_finite()) {
                     return Ok(Some(entry.name()));
                 }
+            }
+        }
+        for entry in layout.frozen(FrozenType::Nf4) {
+            let values: Vec<f32> = self.read(entry, FrozenType::Nf4)?;
+            if !all_finite(bytemuck::cast_slice(&values)) {
+                return Ok(Some(entry.name()));
             }
         }
         Ok(None)
@@ -167,6 +223,7 @@ impl Frozen {
             match stored {
                 FrozenType::F32 => existing(&self.f32).hash_into(&mut hash, entry.range())?,
                 FrozenType::Bf16 => existing(&self.bf16).hash_into(&mut hash, entry.range())?,
+                FrozenType::Nf4 => existing(&self.nf4).hash_into(&mut hash, entry.range())?,
             }
         }
         let digest = hex(&hash.finalize());
@@ -178,7 +235,7 @@ impl Frozen {
 type Write<'w> = dyn Fn(&ParameterEntry, usize, &mut [u8]) + Sync + 'w;
 
 /// Makes a region of a type, if the spec has parameters of that type.
-fn region<S: Stored>(
+fn region<S: Element>(
     device: &Device,
     layout: &ParameterSpec,
     stored: FrozenType,
@@ -198,12 +255,12 @@ fn region<S: Stored>(
 }
 
 /// Returns the region of a type that a parameter of the spec has.
-fn existing<S: Stored>(region: &Option<Buffer<S>>) -> &Buffer<S> {
+fn existing<S: Element>(region: &Option<Buffer<S>>) -> &Buffer<S> {
     region.as_ref().expect("a spec with parameters of this type has the region")
 }
 
 /// Borrows a region for the step, and returns a part of it.
-fn part<S: Stored>(step: &Step<'_>, region: &Option<Buffer<S>>, start: usize, len: usize) -> Result<Memory<S>> {
+fn part<S: Element>(step: &Step<'_>, region: &Option<Buffer<S>>, start: usize, len: usize) -> Result<Memory<S>> {
     let region = existing(region);
     step.borrow(region, false)?;
     Ok(region.memory().part(start, len))

@@ -2,12 +2,16 @@
 
 mod frozen;
 mod gradients;
+mod matrix;
+mod nf4;
 mod region;
 mod scope;
 mod spec;
 mod weights;
 
 pub use gradients::Gradients;
+pub use matrix::MatrixWeights;
+pub use nf4::Nf4Matrix;
 pub use scope::Scope;
 #[doc(hidden)]
 pub use spec::NOTES;

@@ -23,11 +23,15 @@ pub(super) struct Region {
 }
 
 impl Region {
+    pub(super) const fn new() -> Self {
+        Self { entries: Vec::new(), elements: 0 }
+    }
+
     /// Adds a parameter after the others.
     pub(super) fn push(&mut self, mut entry: ParameterEntry) {
         let (start, unit) = (self.elements, ALIGN_BYTES / entry.element_bytes());
         // The builder has checked that all parameters together fit in memory.
-        self.elements = (start + entry.shape.elements()).next_multiple_of(unit);
+        self.elements = (start + entry.stored_elements()).next_multiple_of(unit);
         entry.start = start;
         self.entries.push(entry);
     }

@@ -1,7 +1,7 @@
 //! The parameter spec: a name, a shape and a position for each parameter.
 //!
-//! A parameter is trained, or frozen in f32 or BF16. All trained parameters share one flat region,
-//! and so do all frozen parameters of one type.
+//! A parameter is trained, or frozen in f32, BF16 or NF4. All trained parameters share one flat
+//! region, and so do all frozen parameters of one type.
 //!
 //! Invariant: a spec gives every parameter a name, a shape and a 256-byte aligned position in its
 //! region. A trained parameter has the same position in weights, gradients and moments. A handle
@@ -13,6 +13,7 @@ use crate::arena::ALIGN_BYTES;
 use crate::error::{Error, Result, short};
 use crate::initializer::Initializer;
 use crate::non_finite::all_finite;
+use crate::params::nf4;
 use crate::params::region::{Place, Region};
 use crate::processors::have_threads;
 use crate::tensor::Shape;
@@ -55,6 +56,9 @@ pub enum FrozenType {
     F32,
     /// BF16, 2 bytes for each element. Kernels that compute in BF16 read it without a copy.
     Bf16,
+    /// NF4 with double quantisation (Dettmers et al., "QLoRA", 2023), 0.516 bytes for each element.
+    /// Each op that reads the parameter decodes it first.
+    Nf4,
 }
 
 /// A parameter's name, shape and position.
@@ -68,6 +72,8 @@ pub struct ParameterEntry {
     pub(super) initializer: Initializer,
     is_table: bool,
     frozen: Option<FrozenType>,
+    /// The outputs of each matrix of a file that the parameter consists of; empty for one matrix.
+    matrices: Vec<usize>,
 }
 
 impl ParameterEntry {
@@ -92,14 +98,29 @@ impl ParameterEntry {
         self.frozen
     }
 
-    /// The first element's index in the flat region of the parameter.
+    /// The outputs of each matrix of a file that the parameter consists of; see
+    /// [`ParameterSpecBuilder::matrices`].
+    pub fn matrices(&self) -> &[usize] {
+        &self.matrices
+    }
+
+    /// The first element's index in the flat region of the parameter. The elements of the region
+    /// for NF4 are words of 4 bytes.
     pub fn start(&self) -> usize {
         self.start
     }
 
     /// The elements' indices in the flat region of the parameter.
     pub fn range(&self) -> Range<usize> {
-        self.start..self.start + self.shape.elements()
+        self.start..self.start + self.stored_elements()
+    }
+
+    /// The number of elements of the flat region that the parameter takes.
+    pub(super) fn stored_elements(&self) -> usize {
+        match self.frozen {
+            Some(FrozenType::Nf4) => nf4::words(self.shape.as_rows()[0], &self.matrices),
+            _ => self.shape.elements(),
+        }
     }
 
     /// The elements' byte range in the flat region of the parameter.
@@ -147,7 +168,16 @@ impl ParameterSpecBuilder {
             }
         };
         let (number, name) = (self.entries.len(), name.into());
-        self.entries.push(ParameterEntry { name, shape, start, number, initializer, is_table: false, frozen: None });
+        self.entries.push(ParameterEntry {
+            name,
+            shape,
+            start,
+            number,
+            initializer,
+            is_table: false,
+            frozen: None,
+            matrices: Vec::new(),
+        });
         Parameter { layout: self.identity, index: number }
     }
 
@@ -203,7 +233,8 @@ impl ParameterSpecBuilder {
     /// A frozen parameter is stored once, in its type. It has no gradient and no optimizer state,
     /// it does not count in the gradients' norm, and a backward pass computes nothing for it. A
     /// parameter of one extent, such as a gain or a bias, is stored in f32 whatever `choose`
-    /// returns, because kernels read it in f32.
+    /// returns, because kernels read it in f32. A table is stored in BF16 where `choose` returns
+    /// NF4, because its rows are looked up by number.
     ///
     /// ```
     /// use stepscope::nn::Linear;
@@ -225,7 +256,22 @@ impl ParameterSpecBuilder {
     pub fn freeze(&mut self, choose: impl Fn(&ParameterEntry) -> Option<FrozenType>) {
         for entry in &mut self.entries {
             let is_vector = entry.shape.extents().len() < 2;
-            entry.frozen = choose(entry).map(|stored| if is_vector { FrozenType::F32 } else { stored });
+            entry.frozen = choose(entry).map(|stored| match stored {
+                _ if is_vector => FrozenType::F32,
+                FrozenType::Nf4 if entry.is_table => FrozenType::Bf16,
+                stored => stored,
+            });
+        }
+    }
+
+    /// Sets the outputs of the matrices that a parameter `[inputs, outputs]` consists of, where
+    /// `choose` returns them. In NF4, each matrix is quantised separately, as in a file with q, k
+    /// and v. By default, a parameter is one matrix.
+    pub fn matrices(&mut self, choose: impl Fn(&ParameterEntry) -> Option<Vec<usize>>) {
+        for entry in &mut self.entries {
+            if let Some(matrices) = choose(entry) {
+                entry.matrices = matrices;
+            }
         }
     }
 
@@ -239,7 +285,9 @@ impl ParameterSpecBuilder {
     /// - A parameter is named `__metadata__`, which no tensor of a file can be.
     /// - There are more bytes than memory can have.
     /// - An initializer's values may be infinite or NaN.
-    pub fn build(self) -> Result<ParameterSpec> {
+    /// - A parameter in NF4 is not a matrix, or its inputs, or the outputs of one of its matrices,
+    ///   are not a multiple of 8.
+    pub fn build(mut self) -> Result<ParameterSpec> {
         let refused = |expected: &str, got: String| Err(Error::misuse("layout", expected, got));
         let named = |entry: &ParameterEntry| format!("`{}` {}", short(&entry.name), entry.shape);
         if let Some(entry) = self.beyond.map(|first| &self.entries[first]) {
@@ -266,11 +314,25 @@ impl ParameterSpecBuilder {
         if let Some((expected, named, initializer)) = self.entries.iter().find_map(flaw) {
             return refused(&format!("{expected} as initializer"), format!("{initializer:?} for {named}"));
         }
+        for entry in self.entries.iter_mut().filter(|entry| entry.frozen == Some(FrozenType::Nf4)) {
+            let &[inputs, outputs] = entry.shape.extents() else {
+                return refused("a matrix [inputs, outputs] to be frozen in NF4", named(entry));
+            };
+            if entry.matrices.is_empty() {
+                entry.matrices = vec![outputs];
+            }
+            let unit = nf4::UNIT;
+            let suits = inputs.is_multiple_of(unit) && entry.matrices.iter().all(|count| count.is_multiple_of(unit));
+            if !suits || entry.matrices.iter().sum::<usize>() != outputs {
+                let expected = format!("multiples of {unit} inputs, and of {unit} outputs in each matrix, in NF4");
+                return refused(&expected, format!("{} of outputs {:?}", named(entry), entry.matrices));
+            }
+        }
         let mut shared = Shared {
             identity: self.identity,
             places: Vec::new(),
             trained: Region::default(),
-            frozen: [Region::default(), Region::default()],
+            frozen: [const { Region::new() }; 3],
         };
         for entry in self.entries {
             let place = match entry.frozen {
@@ -295,7 +357,7 @@ struct Shared {
     places: Vec<Place>,
     trained: Region,
     /// The frozen parameters of each [`FrozenType`].
-    frozen: [Region; 2],
+    frozen: [Region; 3],
 }
 
 impl Shared {
@@ -420,8 +482,8 @@ impl ParameterSpec {
 
     /// The bytes that frozen parameters take on a device, without a BF16 copy of those in f32.
     pub fn frozen_bytes(&self) -> u64 {
-        let [f32, bf16] = &self.shared.frozen;
-        (size_of::<f32>() * f32.elements + size_of::<bf16>() * bf16.elements) as u64
+        let [f32, bf16, nf4] = &self.shared.frozen;
+        (size_of::<f32>() * f32.elements + size_of::<bf16>() * bf16.elements + size_of::<u32>() * nf4.elements) as u64
     }
 
     /// True if both are the same spec, rather than merely equal ones.

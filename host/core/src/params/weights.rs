@@ -8,7 +8,9 @@
 
 use super::Gradients;
 use super::frozen::Frozen;
-use super::spec::{Parameter, ParameterEntry, ParameterSpec, StackedParameters};
+use super::matrix::MatrixWeights;
+use super::nf4::Nf4Matrix;
+use super::spec::{FrozenType, Parameter, ParameterEntry, ParameterSpec, StackedParameters};
 use crate::buffer::Buffer;
 use crate::device::Device;
 use crate::digest::hex;
@@ -281,17 +283,34 @@ impl Parameters {
 
     /// Lends one parameter's weights as S stores them to kernels of a step. BF16 comes from the
     /// copy, or from a frozen parameter in BF16 itself. A frozen parameter in BF16 that is lent as
-    /// f32 is converted into memory of the step first.
+    /// f32, and one in NF4, is converted into memory of the step first, which the step keeps. See
+    /// [`Parameters::matrix`].
     ///
     /// # Errors
     /// [`Error::Misuse`] when there is no copy.
+    #[track_caller]
     pub fn lend_as<'b, 's, S: Stored>(&'b self, step: &Step<'s>, parameter: Parameter) -> Result<Lent<'b, 's, S>> {
+        Ok(self.matrix(step, parameter)?.keep())
+    }
+
+    /// Lends one parameter's weights like [`Parameters::lend_as`], to an op that frees converted
+    /// weights when it has queued its launches.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when there is no copy; [`Error::ArenaFull`] when converted weights have no
+    /// room.
+    #[track_caller]
+    pub fn matrix<'b, 's, S: Stored>(
+        &'b self,
+        step: &Step<'s>,
+        parameter: Parameter,
+    ) -> Result<MatrixWeights<'b, 's, S>> {
         let entry = self.layout().entry(parameter)?;
         if let Some(stored) = entry.frozen() {
-            return self.frozen.lend(step, stored, entry.start(), entry.shape());
+            return self.frozen.lend(step, entry, stored);
         }
         let (memory, shape) = self.flat_as::<S>()?.part(step, parameter, false)?;
-        Ok(Lent::new(memory, shape))
+        Ok(MatrixWeights::Lent(Lent::new(memory, shape)))
     }
 
     /// Returns the region of this type.
@@ -367,7 +386,7 @@ impl Parameters {
     }
 
     /// Overwrites one parameter's weights like [`Parameters::write`], with values of S. They are
-    /// converted to the parameter's type: exactly to f32, and rounded to BF16.
+    /// converted to the parameter's type: exactly to f32, rounded to BF16, and quantised to NF4.
     pub fn write_as<S: Stored>(&mut self, parameter: Parameter, values: &[S]) -> Result<()> {
         let entry = self.flat.layout.entry(parameter)?;
         let range = entry.range();
@@ -387,6 +406,22 @@ impl Parameters {
         };
         let rounded = self.round(range);
         written.and(rounded)
+    }
+
+    /// Overwrites a matrix of a parameter that is frozen in NF4. `number` is its place among the
+    /// parameter's [`matrices`](ParameterEntry::matrices).
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when the parameter is not in NF4, has no such matrix, or the matrix has
+    /// other extents.
+    pub fn write_nf4(&mut self, parameter: Parameter, number: usize, matrix: &Nf4Matrix<'_>) -> Result<()> {
+        let entry = self.flat.layout.entry(parameter)?;
+        if entry.frozen() != Some(FrozenType::Nf4) {
+            let got = format!("`{}`", short(entry.name()));
+            return Err(Error::misuse("write_nf4", "a parameter that is frozen in NF4", got));
+        }
+        self.unchecked |= !matrix.factors.iter().chain([&matrix.offset]).all(|&value| is_finite(value));
+        self.frozen.write_nf4(entry, number, matrix)
     }
 
     /// The SHA-256 of names, shapes, types and bytes of the frozen weights, in hexadecimal, or

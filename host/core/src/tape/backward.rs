@@ -7,7 +7,7 @@
 use super::var::{Var, check};
 use crate::error::{Error, Result};
 use crate::ops;
-use crate::params::{Gradients, Parameter, Parameters, StackedParameters};
+use crate::params::{Gradients, MatrixWeights, Parameter, Parameters, StackedParameters};
 use crate::step::Step;
 use crate::tensor::{AnyTensor, Lent, LentMut, Shape, Stored, Tensor};
 use cuda_std::float_mode;
@@ -168,6 +168,16 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     /// [`Error::Misuse`] when there is no copy.
     pub fn weights_as<S: Stored>(&self, parameter: Parameter) -> Result<Lent<'t, 's, S>> {
         self.parameters.lend_as(self.step, parameter).map_err(|error| error.in_op(self.op))
+    }
+
+    /// Lends the weights of a parameter as S; see [`Op::matrix`](super::Op::matrix).
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when there is no copy; [`Error::ArenaFull`] when converted weights have no
+    /// room.
+    #[track_caller]
+    pub fn matrix<S: Stored>(&self, parameter: Parameter) -> Result<MatrixWeights<'t, 's, S>> {
+        self.parameters.matrix(self.step, parameter).map_err(|error| error.in_op(self.op))
     }
 
     /// Lends a stack's weights, flat; see [`Op::stack_weights`](super::Op::stack_weights).

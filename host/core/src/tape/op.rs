@@ -8,7 +8,7 @@ use super::record::Tape;
 use super::var::{AnyVar, Dependence, Var, check};
 use crate::error::{Error, Result};
 use crate::ops;
-use crate::params::{FrozenType, Parameter, ParameterEntry, StackedParameters};
+use crate::params::{FrozenType, MatrixWeights, Parameter, ParameterEntry, StackedParameters};
 use crate::step::Step;
 use crate::tensor::{AnyTensor, Lent, Saved, Shape, Stored, Tensor};
 use cuda_std::float_mode;
@@ -71,6 +71,19 @@ impl<'t, 's> Op<'_, 't, 's> {
         let lent = self.tape.parameters.lend_as(self.tape.step, parameter).map_err(|error| error.in_op(self.name))?;
         self.depend_on(self.tape.parameters.layout().entry(parameter)?);
         Ok(lent)
+    }
+
+    /// Lends the weights of a parameter as S, like [`Op::weights_as`], to an op that passes them to
+    /// [`MatrixWeights::free`] when it has queued its launches.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when there is no copy; [`Error::ArenaFull`] when converted weights have no
+    /// room.
+    #[track_caller]
+    pub fn matrix<S: Stored>(&self, parameter: Parameter) -> Result<MatrixWeights<'t, 's, S>> {
+        let matrix = self.tape.parameters.matrix(self.tape.step, parameter).map_err(|error| error.in_op(self.name))?;
+        self.depend_on(self.tape.parameters.layout().entry(parameter)?);
+        Ok(matrix)
     }
 
     /// Lends a stack's weights from the first member's start to the last member's end, flat.

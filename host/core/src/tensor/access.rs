@@ -8,7 +8,7 @@ use super::memory::Memory;
 use super::shape::Shape;
 use cuda_std::launch::{Pointer, PointerMut, Slice};
 
-pub(super) mod sealed {
+pub(crate) mod sealed {
     pub trait Sealed {}
 }
 

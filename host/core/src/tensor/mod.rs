@@ -14,6 +14,7 @@ mod owned;
 mod shape;
 mod stored;
 
+pub(crate) use access::sealed::Sealed;
 pub use access::{Source, Target};
 pub(crate) use brand::Brand;
 pub use element::Element;

@@ -126,11 +126,12 @@ impl<'s> Tape<'_, 's> {
     ) -> Result<Var<'s, S>> {
         let op = self.op("linear_low_rank", [x, residual.unwrap_or(x)])?;
         let (step, none, bias) = (self.step(), None::<&Tensor<'s>>, b.map(|b| op.weights(b)).transpose()?);
-        let weights = op.weights_as::<S>(w)?;
+        let weights = op.matrix::<S>(w)?;
         let mut y = match residual {
             Some(residual) => ops::linear_residual(step, x.value(), &weights, bias.as_ref(), residual.value())?,
             None => ops::linear(step, x.value(), &weights, bias.as_ref())?,
         };
+        weights.free(step);
         let ([rows, inputs], [_, outputs]) = (x.shape().as_rows(), y.shape().as_rows());
         let (places, ranks) = low_rank.places(&op, inputs, outputs)?;
         let mut h = step.empty::<S>([rows, ranks])?;

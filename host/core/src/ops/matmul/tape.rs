@@ -7,7 +7,7 @@
 
 use crate::error::Result;
 use crate::ops::{self, BiasGradient, Gemm, GemmElement, Gradient};
-use crate::params::Parameter;
+use crate::params::{MatrixWeights, Parameter};
 use crate::tape::{Backward, Tape, Var};
 use crate::tensor::{Saved, Tensor};
 
@@ -23,7 +23,9 @@ impl<'s> Tape<'_, 's> {
     ) -> Result<Var<'s, S>> {
         let op = self.op("linear", [x])?;
         let bias = b.map(|b| op.weights(b)).transpose()?;
-        let y = ops::linear(self.step(), x.value(), &op.weights_as(w)?, bias.as_ref())?;
+        let weights = op.matrix(w)?;
+        let y = ops::linear(self.step(), x.value(), &weights, bias.as_ref())?;
+        weights.free(self.step());
         let x = *x;
         Ok(op.record(y.save(), move |back, dy| {
             linear_backward(back, &x, w, b, &dy)?;
@@ -43,7 +45,9 @@ impl<'s> Tape<'_, 's> {
     ) -> Result<Var<'s, S>> {
         let op = self.op("linear_residual", [x, residual])?;
         let bias = b.map(|b| op.weights(b)).transpose()?;
-        let y = ops::linear_residual(self.step(), x.value(), &op.weights_as(w)?, bias.as_ref(), residual.value())?;
+        let weights = op.matrix(w)?;
+        let y = ops::linear_residual(self.step(), x.value(), &weights, bias.as_ref(), residual.value())?;
+        weights.free(self.step());
         let (x, residual) = (*x, *residual);
         Ok(op.record(y.save(), move |back, dy| {
             linear_backward(back, &x, w, b, &dy)?;
@@ -61,7 +65,9 @@ impl<'s> Tape<'_, 's> {
     ) -> Result<Var<'s, S>> {
         let op = self.op("linear_gelu", [x])?;
         let bias = b.map(|b| op.weights(b)).transpose()?;
-        let (y, pre) = ops::linear_gelu(self.step(), x.value(), &op.weights_as(w)?, bias.as_ref())?;
+        let weights = op.matrix(w)?;
+        let (y, pre) = ops::linear_gelu(self.step(), x.value(), &weights, bias.as_ref())?;
+        weights.free(self.step());
         let (x, pre) = (*x, pre.save());
         Ok(op.record(y.save(), move |back, dy| linear_gelu_backward(back, &x, &pre, w, b, dy)))
     }
@@ -84,12 +90,15 @@ impl<'s> Tape<'_, 's> {
         let op = self.op("mlp_gelu", [x, residual.unwrap_or(x)])?;
         let (step, (w1, b1), (w2, b2)) = (self.step(), up, down);
         let [bias1, bias2] = [b1, b2].map(|b| b.map(|b| op.weights(b)).transpose());
-        let (h, pre) = ops::linear_gelu(step, x.value(), &op.weights_as(w1)?, bias1?.as_ref())?;
-        let (weights, bias) = (op.weights_as(w2)?, bias2?);
+        let weights = op.matrix(w1)?;
+        let (h, pre) = ops::linear_gelu(step, x.value(), &weights, bias1?.as_ref())?;
+        weights.free(step);
+        let (weights, bias) = (op.matrix(w2)?, bias2?);
         let y = match residual {
             Some(residual) => ops::linear_residual(step, &h, &weights, bias.as_ref(), residual.value())?,
             None => ops::linear(step, &h, &weights, bias.as_ref())?,
         };
+        weights.free(step);
         let (x, residual, h, pre) = (*x, residual.copied(), h.save(), pre.save());
         Ok(op.record(y.save(), move |back, dy| {
             let step = back.step();
@@ -100,15 +109,17 @@ impl<'s> Tape<'_, 's> {
                     Ok(())
                 }
             };
-            if let Some(dpre) = <S as GemmElement<S>>::through_gelu(step, &pre, &back.weights_as::<S>(w2)?, &dy)? {
-                gradients_of_linear(back, &h, w2, b2, &dy, None)?;
+            let weights = back.matrix::<S>(w2)?;
+            if let Some(dpre) = <S as GemmElement<S>>::through_gelu(step, &pre, &weights, &dy)? {
+                weights.free(step);
+                gradients_of_linear(back, &h, (w2, None), b2, &dy, None)?;
                 pass_on(back, dy)?;
                 linear_backward(back, &x, w1, b1, &dpre)?;
                 step.free(dpre);
                 return Ok(());
             }
             let mut dh = step.empty(h.shape())?;
-            gradients_of_linear(back, &h, w2, b2, &dy, Some((&mut dh, false)))?;
+            gradients_of_linear(back, &h, (w2, Some(weights)), b2, &dy, Some((&mut dh, false)))?;
             pass_on(back, dy)?;
             linear_gelu_backward(back, &x, &pre, w1, b1, dh)
         }))
@@ -124,7 +135,9 @@ impl<'s> Tape<'_, 's> {
     ) -> Result<Var<'s, S>> {
         let op = self.op("linear_silu", [x])?;
         let bias = b.map(|b| op.weights(b)).transpose()?;
-        let (y, pre) = ops::linear_silu(self.step(), x.value(), &op.weights_as(w)?, bias.as_ref())?;
+        let weights = op.matrix(w)?;
+        let (y, pre) = ops::linear_silu(self.step(), x.value(), &weights, bias.as_ref())?;
+        weights.free(self.step());
         let (x, pre) = (*x, pre.save());
         Ok(op.record(y.save(), move |back, dy| {
             let dpre = ops::silu_backward(back.step(), &pre, &dy)?;
@@ -147,7 +160,9 @@ impl<'s> Tape<'_, 's> {
     ) -> Result<Var<'s, S>> {
         let op = self.op("linear_swiglu", [x, gate])?;
         let bias = b.map(|b| op.weights(b)).transpose()?;
-        let (y, up) = ops::linear_swiglu(self.step(), x.value(), &op.weights_as(w)?, bias.as_ref(), gate.value())?;
+        let weights = op.matrix(w)?;
+        let (y, up) = ops::linear_swiglu(self.step(), x.value(), &weights, bias.as_ref(), gate.value())?;
+        weights.free(self.step());
         let (x, gate, up) = (*x, *gate, up.save());
         Ok(op.record(y.save(), move |back, dy| {
             let [dgate, dup] = ops::swiglu_backward(back.step(), gate.value(), &up, &dy)?;
@@ -195,7 +210,7 @@ pub(super) fn linear_backward<'s, S: GemmElement<S> + GemmElement<f32>>(
         None if x.wants_gradient() => Some((back.step().empty(x.shape())?, false)),
         None => None,
     };
-    gradients_of_linear(back, x.value(), w, b, dy, dx.as_mut().map(|(dx, accumulate)| (dx, *accumulate)))?;
+    gradients_of_linear(back, x.value(), (w, None), b, dy, dx.as_mut().map(|(dx, accumulate)| (dx, *accumulate)))?;
     match dx {
         Some((dx, _)) => back.add(x, dx),
         None => Ok(()),
@@ -203,16 +218,16 @@ pub(super) fn linear_backward<'s, S: GemmElement<S> + GemmElement<f32>>(
 }
 
 /// Computes the gradients of w and b and, if there is an output for it, of x, which is overwritten
-/// or added to.
+/// or added to. The weights are lent, and converted if necessary, unless the caller has done so.
 fn gradients_of_linear<'s, S: GemmElement<S> + GemmElement<f32>>(
     back: &mut Backward<'_, '_, 's>,
     x: &Saved<'s, S>,
-    w: Parameter,
+    (w, weights): (Parameter, Option<MatrixWeights<'_, 's, S>>),
     b: Option<Parameter>,
     dy: &Tensor<'s, S>,
     dx: Option<(&mut Tensor<'s, S>, bool)>,
 ) -> Result<()> {
-    let (step, weights) = (back.step(), back.weights_as::<S>(w)?);
+    let step = back.step();
     let ([rows, k], [_, n]) = (x.shape().as_rows(), dy.shape().as_rows());
     let adding = |form: Gemm, adds| if adds { form.accumulate() } else { form };
     let to_x = Gemm::new(rows, k, n).transpose_b();
@@ -226,8 +241,12 @@ fn gradients_of_linear<'s, S: GemmElement<S> + GemmElement<f32>>(
             <S as GemmElement<S>>::queue_bias_gradient(step, dy, x, db)?;
         }
         let Some((into, adds)) = dx else { return Ok(()) };
-        return ops::gemm_into(step, &adding(to_x, adds), dy, &weights, None::<&Tensor<'s>>, into);
+        let weights = weights.map_or_else(|| back.matrix::<S>(w), Ok)?;
+        ops::gemm_into(step, &adding(to_x, adds), dy, &weights, None::<&Tensor<'s>>, into)?;
+        weights.free(step);
+        return Ok(());
     }
+    let weights = weights.map_or_else(|| back.matrix::<S>(w), Ok)?;
     let (mut dw, accumulate, mut db) = match b {
         Some(b) => {
             let ([dw, db], [accumulate, to_db]) = back.gradients_uninit([w, b])?;
