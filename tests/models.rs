@@ -5,6 +5,8 @@
 
 #[path = "models/lora.rs"]
 mod lora;
+#[path = "models/nf4.rs"]
+mod nf4;
 mod support;
 
 use safetensors::tensor::TensorView;

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use stepscope::files::StateDict;
 use stepscope::models::{Lora, ModelConfig, Targets, Transformer, WeightFiles, Weights};
 use stepscope::ops::LmHeadConfig;
-use stepscope::parameters::FrozenType;
+use stepscope::parameters::{FrozenType, ParameterEntry};
 use stepscope::prelude::*;
 
 const UPDATES: usize = 100;
@@ -26,20 +26,31 @@ fn folders() -> Vec<PathBuf> {
 }
 
 /// An adapter with its model, loaded from their files.
-struct Adapted {
-    lora: Lora,
-    model: Transformer,
-    parameters: Parameters,
+pub(super) struct Adapted {
+    pub(super) lora: Lora,
+    pub(super) model: Transformer,
+    pub(super) parameters: Parameters,
     expected: Expected,
     losses: Vec<f64>,
 }
 
 impl Adapted {
     fn read(device: &Device, folder: &Path) -> Self {
+        let base = case(Lora::read(folder).unwrap().base_model.as_ref().unwrap());
+        let files = WeightFiles::open(&base).unwrap();
+        Self::with(device, folder, &base, |entry| files.stored(entry))
+    }
+
+    /// Loads an adapter and its model, whose own weights are frozen in these types.
+    pub(super) fn with(
+        device: &Device,
+        folder: &Path,
+        base: &Path,
+        stored: impl Fn(&ParameterEntry) -> FrozenType,
+    ) -> Self {
         let lora = Lora::read(folder).unwrap();
-        let mut files = WeightFiles::open(case(lora.base_model.as_ref().unwrap())).unwrap();
-        let config = files.config().clone();
-        let (model, spec) = Transformer::with_lora(config, &lora, |entry| files.stored(entry)).unwrap();
+        let mut files = WeightFiles::open(base).unwrap();
+        let (model, spec) = Transformer::with_lora(files.config().clone(), &lora, stored).unwrap();
         let mut parameters = Parameters::new(device, &spec, 1).unwrap();
         files.load(&mut parameters).unwrap();
         lora.load(folder, model.config(), &mut parameters).unwrap();
@@ -64,7 +75,7 @@ impl Adapted {
     }
 
     /// Returns logits, loss and gradients.
-    fn results(&self, arena: &mut Arena) -> (Vec<f32>, Vec<f32>, Gradients) {
+    pub(super) fn results(&self, arena: &mut Arena) -> (Vec<f32>, Vec<f32>, Gradients) {
         let mut gradients = Gradients::zeros(&self.parameters).unwrap();
         let (logits, loss) = arena
             .step(|step| {
@@ -80,60 +91,70 @@ impl Adapted {
     }
 }
 
-fn arena(device: &Device) -> Arena {
+impl Adapted {
+    /// Checks logits, loss and gradients.
+    pub(super) fn agrees(&self, device: &Device, label: &str) {
+        let (logits, loss, gradients) = self.results(&mut arena(device));
+        let mut worst: f64 = 0.0;
+        let mut compared = 0;
+        let mut compare = |name: String, ours: &[f32]| {
+            let results = &self.expected.results;
+            let want = results.get(&name).unwrap_or_else(|| panic!("{label}: {name}"));
+            let (difference, limit) = (relative_l2(ours, want), LIMIT.max(3.0 * results[&format!("f32.{name}")][0]));
+            assert!(difference <= limit, "{label}: {name} differs by {difference:e}");
+            worst = worst.max(difference);
+            compared += 1;
+        };
+        compare("logits".into(), &logits);
+        compare("loss".into(), &loss);
+        for (name, _, gradient) in self.lora.gradients(self.config(), &gradients).unwrap().iter() {
+            compare(format!("gradient.{name}"), gradient);
+        }
+        let known = |name: &&String| name.starts_with("gradient.");
+        assert_eq!(compared - 2, self.expected.results.keys().filter(known).count(), "{label}");
+        println!("{label}: differs by at most {worst:.1e}");
+    }
+
+    /// Checks the losses of 100 updates.
+    pub(super) fn updates_agree(&mut self, device: &Device, label: &str) {
+        let rule = AdamW { learning_rate: 1e-3, weight_decay: 0.01, ..AdamW::default() };
+        let mut optimizer = Optimizer::new(&self.parameters, rule).unwrap();
+        let mut gradients = Gradients::zeros(&self.parameters).unwrap();
+        let mut arena = arena(device);
+        let mut worst: f64 = 0.0;
+        assert_eq!(self.losses.len(), UPDATES);
+        for want in self.losses.clone() {
+            let loss = arena.step(|step| {
+                let tape = Tape::new(step, &self.parameters);
+                let (_, loss) = self.loss(step, &tape)?;
+                let value = step.read(loss.value())?;
+                tape.backward_overwrite(&loss, &mut gradients)?;
+                Ok(f64::from(value[0]))
+            });
+            worst = worst.max((loss.unwrap() / want - 1.0).abs());
+            let ticket = optimizer.advance().unwrap();
+            arena.step(|step| optimizer.apply(ticket, step, &mut self.parameters, &gradients)).unwrap();
+        }
+        println!("{label}: losses differ by at most {worst:.1e}");
+        assert!(worst <= 1e-6, "{label}: {worst:e}");
+    }
+}
+
+pub(super) fn arena(device: &Device) -> Arena {
     Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap()
 }
 
 on_each_device! {
     fn adapters_agree_with_peft(device: &Device) {
         for folder in folders() {
-            let adapted = Adapted::read(device, &folder);
-            let (logits, loss, gradients) = adapted.results(&mut arena(device));
-            let mut worst: f64 = 0.0;
-            let mut compared = 0;
-            let mut compare = |name: String, ours: &[f32]| {
-                let results = &adapted.expected.results;
-                let want = results.get(&name).unwrap_or_else(|| panic!("{}: {name}", folder.display()));
-                let (difference, limit) = (relative_l2(ours, want), LIMIT.max(3.0 * results[&format!("f32.{name}")][0]));
-                assert!(difference <= limit, "{}: {name} differs by {difference:e}", folder.display());
-                worst = worst.max(difference);
-                compared += 1;
-            };
-            compare("logits".into(), &logits);
-            compare("loss".into(), &loss);
-            for (name, _, gradient) in adapted.lora.gradients(adapted.config(), &gradients).unwrap().iter() {
-                compare(format!("gradient.{name}"), gradient);
-            }
-            let known = |name: &&String| name.starts_with("gradient.");
-            assert_eq!(compared - 2, adapted.expected.results.keys().filter(known).count(), "{}", folder.display());
-            println!("{}: differs by at most {worst:.1e}", folder.display());
+            Adapted::read(device, &folder).agrees(device, &folder.display().to_string());
         }
     }
 
     /// Each loss of 100 updates is within 1e-6 of PEFT's in float64.
     fn updates_agree_with_peft(device: &Device) {
         for folder in folders() {
-            let mut adapted = Adapted::read(device, &folder);
-            let rule = AdamW { learning_rate: 1e-3, weight_decay: 0.01, ..AdamW::default() };
-            let mut optimizer = Optimizer::new(&adapted.parameters, rule).unwrap();
-            let mut gradients = Gradients::zeros(&adapted.parameters).unwrap();
-            let mut arena = arena(device);
-            let mut worst: f64 = 0.0;
-            assert_eq!(adapted.losses.len(), UPDATES);
-            for want in adapted.losses.clone() {
-                let loss = arena.step(|step| {
-                    let tape = Tape::new(step, &adapted.parameters);
-                    let (_, loss) = adapted.loss(step, &tape)?;
-                    let value = step.read(loss.value())?;
-                    tape.backward_overwrite(&loss, &mut gradients)?;
-                    Ok(f64::from(value[0]))
-                });
-                worst = worst.max((loss.unwrap() / want - 1.0).abs());
-                let ticket = optimizer.advance().unwrap();
-                arena.step(|step| optimizer.apply(ticket, step, &mut adapted.parameters, &gradients)).unwrap();
-            }
-            println!("{}: losses differ by at most {worst:.1e}", folder.display());
-            assert!(worst <= 1e-6, "{}: {worst:e}", folder.display());
+            Adapted::read(device, &folder).updates_agree(device, &folder.display().to_string());
         }
     }
 

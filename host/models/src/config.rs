@@ -209,9 +209,11 @@ impl ModelConfig {
         stated.filter(|name| ["bfloat16", "float16"].contains(name)).unwrap_or("float32")
     }
 
-    /// Returns the `config.json` that was read, with the type of the stored weights.
+    /// Returns the `config.json` that was read, with the type of the stored weights, which are not
+    /// quantised.
     pub fn to_json(&self, dtype: &str) -> String {
         let mut json = self.json.clone();
+        json.remove("quantization_config");
         // transformers 5 has renamed the key.
         let old = json.contains_key("torch_dtype") && !json.contains_key("dtype");
         json.insert(if old { "torch_dtype" } else { "dtype" }.into(), dtype.into());

@@ -6,6 +6,7 @@
 
 use crate::config::ModelConfig;
 use crate::names::{self, FileTensor};
+use crate::quantized::{self, Quantized};
 use crate::weights::columns;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -33,12 +34,15 @@ pub struct WeightFiles {
     folder: PathBuf,
     config: ModelConfig,
     files: TensorFiles,
-    /// The model's tensors, each with its name in the file.
+    /// The model's tensors, each with its name in the file. A matrix in NF4 is `[outputs, inputs]`.
     tensors: Vec<(String, FileTensor)>,
+    /// The names of the matrices in NF4.
+    quantized: BTreeSet<String>,
 }
 
 impl WeightFiles {
-    /// Opens a folder, and checks the names, types and shapes of its tensors.
+    /// Opens a folder, and checks the names, types and shapes of its tensors. Linear layers may be
+    /// in NF4, as bitsandbytes saves them with double quantisation.
     ///
     /// # Errors
     /// [`Error::File`] if a file cannot be read, `config.json` states something that is not
@@ -47,27 +51,37 @@ impl WeightFiles {
         let folder = folder.as_ref();
         let config = ModelConfig::read(folder)?;
         let files = TensorFiles::open(folder, names::is_computed)?;
-        let mut more: BTreeSet<String> = files.iter().map(|(name, ..)| name.to_owned()).collect();
-        let mut tensors = Vec::new();
-        for tensor in names::tensors(&config) {
-            let Some(name) = [tensor.name.as_str(), tensor.bare_name()].into_iter().find(|&name| more.remove(name))
-            else {
+        let mut more: BTreeSet<String> = files.names().map(str::to_owned).collect();
+        let (mut tensors, mut quantized) = (Vec::new(), BTreeSet::new());
+        for mut tensor in names::tensors(&config) {
+            let names = [tensor.name.clone(), tensor.bare_name().to_owned()];
+            let Some(name) = names.into_iter().find(|name| more.remove(name)) else {
                 let reason = format!("has no `{}` {:?}, which config.json requires", tensor.name, tensor.shape);
                 return Err(Error::file(folder, reason));
             };
-            let shape = files.get(name).map_or(&[][..], |(_, shape)| shape);
+            if tensor.linear && quantized::has(&files, &name) {
+                if let Some(missing) = quantized::names(&name).into_iter().skip(1).find(|name| !more.remove(name)) {
+                    let reason = format!("has no `{missing}`, which a matrix in NF4 with double quantisation requires");
+                    return Err(Error::file(folder, reason));
+                }
+                (tensor.shape, tensor.transposed) = (vec![tensor.outputs(), tensor.inputs], true);
+                quantized.insert(name.clone());
+                tensors.push((name, tensor));
+                continue;
+            }
+            let shape = files.get(&name).map_or(&[][..], |(_, shape)| shape);
             if shape != tensor.shape {
                 let reason = format!("`{}`: config.json requires {:?}, got {shape:?}", tensor.name, tensor.shape);
                 return Err(Error::file(folder, reason));
             }
-            tensors.push((name.to_owned(), tensor));
+            tensors.push((name, tensor));
         }
         // A tied head is compared with the token table when the weights are loaded.
         more.retain(|name| !(config.tied && name == names::head(config.family)));
         if let Some(more) = more.first() {
             return Err(Error::file(folder, format!("has `{more}`, which is not a weight of this model")));
         }
-        Ok(Self { folder: folder.into(), config, files, tensors })
+        Ok(Self { folder: folder.into(), config, files, tensors, quantized })
     }
 
     /// Returns the model.
@@ -75,14 +89,26 @@ impl WeightFiles {
         &self.config
     }
 
-    /// Returns the type in which a parameter is frozen without loss: BF16 if the file has all its
-    /// elements in BF16, and otherwise f32.
+    /// Returns the type in which a parameter is frozen without loss: BF16 or NF4 if the file has
+    /// all its elements in it, and otherwise f32.
     pub fn stored(&self, entry: &ParameterEntry) -> FrozenType {
         let mut of_entry =
             self.tensors.iter().filter(|(_, tensor)| tensor.parts.iter().any(|part| part.parameter == entry.name()));
         let is_bf16 =
             |(name, _): &(String, FileTensor)| self.files.get(name).is_some_and(|(kind, _)| kind == FileType::Bf16);
+        if of_entry.clone().all(|(name, _)| self.quantized.contains(name)) {
+            return FrozenType::Nf4;
+        }
         if of_entry.all(is_bf16) { FrozenType::Bf16 } else { FrozenType::F32 }
+    }
+
+    /// Returns NF4 for the matrices of linear layers, and the type of [`WeightFiles::stored`] for
+    /// all other parameters.
+    pub fn quantized(&self, entry: &ParameterEntry) -> FrozenType {
+        let is_linear = |(_, tensor): &(String, FileTensor)| {
+            tensor.linear && tensor.parts.iter().any(|part| part.parameter == entry.name())
+        };
+        if self.tensors.iter().any(is_linear) { FrozenType::Nf4 } else { self.stored(entry) }
     }
 
     /// Overwrites all parameters of the model, trained and frozen, but not those of adapters.
@@ -105,7 +131,12 @@ impl WeightFiles {
         }
         for (parameter, entry) in layout.iter() {
             let Some(numbers) = of_parameter.remove(entry.name()) else { continue };
-            if entry.frozen() == Some(FrozenType::Bf16) {
+            let in_nf4 = numbers.iter().all(|&number| self.quantized.contains(&self.tensors[number].0));
+            if entry.frozen() == Some(FrozenType::Nf4) && in_nf4 {
+                for (place, &number) in numbers.iter().enumerate() {
+                    parameters.write_nf4(parameter, place, &self.read_quantized(number)?.matrix())?;
+                }
+            } else if entry.frozen() == Some(FrozenType::Bf16) {
                 parameters.write_as(parameter, &self.read::<bf16>(&layout, entry, &numbers)?)?;
             } else {
                 parameters.write(parameter, &self.read::<f32>(&layout, entry, &numbers)?)?;
@@ -122,8 +153,11 @@ impl WeightFiles {
     fn read<S: Stored>(&mut self, layout: &ParameterSpec, entry: &ParameterEntry, numbers: &[usize]) -> Result<Vec<S>> {
         let (mut ours, columns) = (vec![S::narrow(0.0); entry.shape().elements()], columns(layout));
         for &number in numbers {
-            let (name, tensor) = &self.tensors[number];
-            let theirs = self.files.read::<S>(name)?;
+            let theirs = match self.quantized.contains(&self.tensors[number].0) {
+                true => self.read_quantized(number)?.matrix().decode(),
+                false => self.files.read::<S>(&self.tensors[number].0)?,
+            };
+            let tensor = &self.tensors[number].1;
             for (_, places) in tensor.places(&columns).filter(|(name, _)| *name == entry.name()) {
                 let added = tensor.added;
                 match added == 0.0 {
@@ -133,6 +167,12 @@ impl WeightFiles {
             }
         }
         Ok(ours)
+    }
+
+    /// Reads a matrix in NF4.
+    fn read_quantized(&mut self, number: usize) -> Result<Quantized> {
+        let (name, tensor) = &self.tensors[number];
+        Quantized::read(&self.folder, &mut self.files, name, [tensor.outputs(), tensor.inputs])
     }
 
     /// Returns an error if the file of a tied model has a head that differs from the token table.

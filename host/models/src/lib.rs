@@ -16,6 +16,7 @@ mod config;
 mod files;
 mod lora;
 mod names;
+mod quantized;
 mod transformer;
 mod weights;
 

@@ -12,6 +12,7 @@
 //! Invariant: each element of each parameter has exactly one place in exactly one tensor.
 
 use crate::config::{Family, FeedForwardKind, ModelConfig, NormKind, QkNormKind, Residual};
+use std::collections::BTreeMap;
 
 /// A tensor of a file.
 #[derive(Clone, Debug)]
@@ -280,6 +281,25 @@ pub(crate) fn tensors(config: &ModelConfig) -> Vec<FileTensor> {
         names.table(head(family), "head.weight", [vocabulary, width]);
     }
     names.tensors
+}
+
+/// Returns for each matrix of a linear layer the outputs of the file's tensors that it consists of.
+/// `None` is for a matrix that shares a tensor with another one, and for one whose outputs have
+/// another order in the file.
+pub(crate) fn matrices(tensors: &[FileTensor]) -> BTreeMap<&str, Option<Vec<usize>>> {
+    let mut matrices: BTreeMap<&str, Option<Vec<usize>>> = BTreeMap::new();
+    for tensor in tensors.iter().filter(|tensor| tensor.linear) {
+        for part in &tensor.parts {
+            let outputs = matrices.entry(&part.parameter).or_insert_with(|| Some(Vec::new()));
+            match outputs {
+                Some(before) if tensor.parts.len() == 1 && before.iter().sum::<usize>() == part.first => {
+                    before.push(part.outputs);
+                }
+                _ => *outputs = None,
+            }
+        }
+    }
+    matrices
 }
 
 /// Returns the head's name in a file.

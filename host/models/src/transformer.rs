@@ -5,6 +5,7 @@
 
 use crate::config::{FeedForwardKind, LayerConfig, ModelConfig, NormKind, QkNormKind, Residual};
 use crate::lora::{AdaptedLayer, Lora, PlannedPart};
+use crate::names;
 use crate::weights;
 use stepscope_core::indices::Indices;
 use stepscope_core::ops::{self, AttentionConfig, AttentionElement, Gemm, GemmElement};
@@ -70,7 +71,9 @@ impl Transformer {
     /// are loaded, for example by [`Weights::load`](crate::Weights::load).
     ///
     /// # Errors
-    /// Never, since names are unique.
+    /// [`Error::Misuse`] for a matrix that cannot be frozen in NF4. Its extents must be multiples
+    /// of 8, and the file must have its outputs in one piece, unlike Phi-3's `gate_up_proj` and
+    /// GPT-NeoX' `query_key_value`.
     pub fn frozen(
         config: ModelConfig,
         freeze: impl Fn(&ParameterEntry) -> Option<FrozenType>,
@@ -85,8 +88,8 @@ impl Transformer {
     /// that `stored` returns, except those of [`Lora::modules_to_save`], which are trained.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for a target that names no linear layer of the model, and for modules to
-    /// save that cannot be trained separately.
+    /// [`Error::Misuse`] for a target that names no linear layer of the model, for modules to save
+    /// that cannot be trained separately, and like [`Transformer::frozen`].
     pub fn with_lora(
         config: ModelConfig,
         lora: &Lora,
@@ -128,7 +131,17 @@ impl Transformer {
         spec.initialize(|entry| {
             (entry.frozen().is_some() && entry.shape().extents().len() == 2).then_some(Initializer::ZERO)
         });
-        Ok((model, spec.build()?))
+        let tensors = names::tensors(&model.config);
+        let matrices = names::matrices(&tensors);
+        spec.matrices(|entry| matrices.get(entry.name()).cloned().flatten());
+        let spec = spec.build()?;
+        for entry in spec.frozen(FrozenType::Nf4) {
+            if matrices.get(entry.name()).is_none_or(Option::is_none) {
+                let got = format!("`{}` of {:?}", entry.name(), model.config.family);
+                return Err(Error::misuse("freeze", "in NF4, matrices that are whole tensors of the file", got));
+            }
+        }
+        Ok((model, spec))
     }
 
     /// Adds the adapter of a layer.

@@ -27,6 +27,8 @@ pub struct TensorFiles {
     files: Vec<(PathBuf, OpenTensors)>,
     /// For each tensor its file, type and shape.
     tensors: BTreeMap<String, (usize, FileType, Vec<usize>)>,
+    /// The file of each tensor of U8.
+    bytes: BTreeMap<String, usize>,
 }
 
 impl TensorFiles {
@@ -39,11 +41,17 @@ impl TensorFiles {
     ///
     /// - A file is missing, not a plain file, truncated, or of another format.
     /// - The index and the shards do not have the same tensors, or a tensor appears twice.
-    /// - A tensor has another type than F32, BF16 and F16.
+    /// - A tensor has another type than F32, BF16, F16 and U8.
     pub fn open(folder: impl AsRef<Path>, skip: impl Fn(&str) -> bool) -> Result<Self> {
         let folder = folder.as_ref();
         let (whole, index) = (folder.join(FILE), folder.join(INDEX));
-        let mut opened = Self { folder: folder.into(), index: None, files: Vec::new(), tensors: BTreeMap::new() };
+        let mut opened = Self {
+            folder: folder.into(),
+            index: None,
+            files: Vec::new(),
+            tensors: BTreeMap::new(),
+            bytes: BTreeMap::new(),
+        };
         if whole.exists() {
             opened.add(whole, &skip, None)?;
             return Ok(opened);
@@ -81,8 +89,14 @@ impl TensorFiles {
                 Dtype::F32 => FileType::F32,
                 Dtype::BF16 => FileType::Bf16,
                 Dtype::F16 => FileType::F16,
+                Dtype::U8 => {
+                    if self.bytes.insert(name.into(), self.files.len()).is_some() {
+                        return Err(Error::file(path, format!("has `{}`, as another file does", short(name))));
+                    }
+                    continue;
+                }
                 other => {
-                    let reason = format!("`{}`: expected F32, BF16 or F16, got {other:?}", short(name));
+                    let reason = format!("`{}`: expected F32, BF16, F16 or U8, got {other:?}", short(name));
                     return Err(Error::file(path, reason));
                 }
             };
@@ -94,12 +108,38 @@ impl TensorFiles {
         Ok(())
     }
 
-    /// Returns all tensors in the order of their names: name, type and shape.
+    /// Returns the names of all tensors, including those of U8.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().chain(self.bytes.keys()).map(String::as_str)
+    }
+
+    /// Returns all tensors of numbers in the order of their names: name, type and shape.
     pub fn iter(&self) -> impl Iterator<Item = (&str, FileType, &[usize])> {
         self.tensors.iter().map(|(name, (_, kind, shape))| (name.as_str(), *kind, shape.as_slice()))
     }
 
-    /// Returns the type and the shape of a tensor, if the folder has it.
+    /// Returns true if the folder has this tensor of U8, which is part of a quantised matrix.
+    pub fn has_bytes(&self, name: &str) -> bool {
+        self.bytes.contains_key(name)
+    }
+
+    /// Reads a tensor of U8.
+    ///
+    /// # Errors
+    /// [`Error::File`] if the folder has no such tensor, or if its file cannot be read or has
+    /// changed since it was opened.
+    pub fn read_bytes(&mut self, name: &str) -> Result<Vec<u8>> {
+        let Some(&place) = self.bytes.get(name) else {
+            return Err(Error::file(&self.folder, format!("has no tensor `{}` of U8", short(name))));
+        };
+        let (path, file) = &mut self.files[place];
+        let failed = |reason: std::io::Error| Error::file(&*path, reason);
+        let bytes = file.bytes(name).map_err(failed)?;
+        file.file().check_unchanged().map_err(failed)?;
+        Ok(bytes)
+    }
+
+    /// Returns the type and the shape of a tensor of numbers, if the folder has it.
     pub fn get(&self, name: &str) -> Option<(FileType, &[usize])> {
         self.tensors.get(name).map(|(_, kind, shape)| (*kind, shape.as_slice()))
     }

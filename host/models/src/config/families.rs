@@ -106,8 +106,35 @@ pub(super) fn read(keys: &Keys<'_>) -> Outcome<ModelConfig> {
     keys.only("tie_encoder_decoder", &[json!(false)])?;
     keys.only("pruned_heads", &[json!({})])?;
     keys.only("chunk_size_feed_forward", &[json!(0)])?;
+    if let Some(keys) = keys.object("quantization_config")? {
+        quantization(&keys)?;
+    }
     keys.finish(&WITHOUT_EFFECT)?;
     Ok(config)
+}
+
+/// Checks the settings of a file in NF4: those of bitsandbytes with double quantisation.
+fn quantization(keys: &Keys<'_>) -> Outcome<()> {
+    keys.only("quant_method", &[json!("bitsandbytes")])?;
+    for name in ["load_in_4bit", "_load_in_4bit"].into_iter().filter(|name| keys.has(name)) {
+        keys.only(name, &[json!(true)])?;
+    }
+    keys.only("load_in_8bit", &[json!(false)])?;
+    keys.only("_load_in_8bit", &[json!(false)])?;
+    for (name, value) in [("bnb_4bit_quant_type", json!("nf4")), ("bnb_4bit_use_double_quant", json!(true))] {
+        match keys.get(name) {
+            Some(found) if *found == value => {}
+            _ => return keys.refuse(name, value),
+        }
+    }
+    keys.only("bnb_4bit_quant_storage", &[json!("uint8")])?;
+    keys.finish(&[
+        "bnb_4bit_compute_dtype",
+        "llm_int8_enable_fp32_cpu_offload",
+        "llm_int8_has_fp16_weight",
+        "llm_int8_skip_modules",
+        "llm_int8_threshold",
+    ])
 }
 
 fn gpt2(keys: &Keys<'_>) -> Outcome<ModelConfig> {
