@@ -98,6 +98,10 @@ on_each_device! {
         let alone = run_with("alone", "").join("adapter");
         let adapter = names(&alone);
         assert!(adapter.contains("adapter_config.json") && adapter.contains("adapter_model.safetensors"), "{adapter:?}");
+        let adapter = names(&run_with("quantized", "--quantize nf4").join("adapter"));
+        assert!(adapter.contains("adapter_model.safetensors"), "{adapter:?}");
+        let merged = run_with("merged", "--merge --quantize nf4").join("transformers");
+        assert_eq!(names(&merged), names(&example("tiny")));
         let merged = run_with("merged", "--merge").join("transformers");
         assert_eq!(names(&merged), names(&example("tiny")));
         // Applied or merged, the adapter gives one text, which is not the model's own.
@@ -117,7 +121,8 @@ on_each_device! {
     }
 }
 
-/// Checks that one rank with two shards and two ranks give the same bits.
+/// Checks that one rank with two shards and two ranks give the same bits, also with frozen weights
+/// in NF4.
 fn ranks_give_same_bits(kind: DeviceKind) {
     let (device, folder) = (support::open(kind), tempfile::tempdir().unwrap());
     let run = |name: &str, more: &str| {
@@ -129,7 +134,8 @@ fn ranks_give_same_bits(kind: DeviceKind) {
         (report["weights_sha256"].clone(), report["losses"].clone())
     };
     let lora = "--lora 4 --lora-targets q_proj,v_proj,down_proj --lora-dropout 0.1";
-    for settings in ["", lora, &format!("{lora} --precision bf16 --recompute")] {
+    let quantized = format!("{lora} --quantize nf4");
+    for settings in ["", lora, &format!("{lora} --precision bf16 --recompute"), &quantized] {
         let [one, two] =
             [("one", "--shards 2"), ("two", "--ranks 2")].map(|(name, more)| run(name, &format!("{more} {settings}")));
         assert_eq!(one, two, "{settings}");

@@ -142,7 +142,7 @@ impl<'s> Inputs<'_, 's> {
     /// whole size has several groups of scales, and a last block that is shorter.
     pub(super) fn decoded<S: Stored>(&self) -> Result<()> {
         for &[inputs, outputs, columns, first] in
-            self.by_form(&[[8, 8, 8, 0], [72, 24, 40, 16], [192, 200, 208, 8]][..], &[[40, 24, 32, 8]])
+            self.by_size(&[[8, 8, 8, 0], [72, 24, 40, 16], [192, 200, 208, 8]][..], &[[40, 24, 32, 8]])
         {
             let layout = Layout::new(inputs * outputs);
             let mut random = self.random.borrow_mut();

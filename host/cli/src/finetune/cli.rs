@@ -93,6 +93,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = below_one, requires = "lora")]
     pub(crate) lora_dropout: f32,
 
+    /// Quantize the frozen weights of linear layers to this type (QLoRA)
+    #[arg(long, value_enum, requires = "lora")]
+    pub(crate) quantize: Option<Quantize>,
+
     /// Export the model with its adapters merged into it, instead of the adapters
     #[arg(long, requires = "lora")]
     pub(crate) merge: bool,
@@ -112,6 +116,13 @@ pub(crate) struct Args {
 
     #[command(flatten)]
     pub(crate) run: RunArgs,
+}
+
+/// The type of quantized weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Quantize {
+    /// Four bits, in the format of bitsandbytes with double quantisation.
+    Nf4,
 }
 
 /// The fall of the learning rate after the warm-up.

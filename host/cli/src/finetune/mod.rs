@@ -3,6 +3,7 @@
 //! ```text
 //! stepscope finetune --weights DIR --data chats.jsonl
 //! stepscope finetune --weights DIR --data chats.jsonl --lora 16 --merge
+//! stepscope finetune --weights DIR --data chats.jsonl --lora 16 --quantize nf4 --precision bf16
 //! stepscope finetune --weights DIR --data chats.jsonl --eval-share 0.05 --patience 2 --precision bf16
 //! ```
 //! [`data`] turns rows into packed contexts, in which only the assistant's text counts. The

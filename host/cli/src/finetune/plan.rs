@@ -9,7 +9,7 @@ use stepscope::tensor::Element;
 use stepscope::{AdamW, Arena, Checkpoint, Device, ParameterSpec, Parameters, Result, TrainState, Trainer, bf16};
 use stepscope_chat::Encoder;
 
-use crate::finetune::cli::Args;
+use crate::finetune::cli::{Args, Quantize};
 use crate::finetune::data::{Contexts, Data, Form, Sources};
 use crate::program::settings::Settings;
 use crate::run::cli::RunArgs;
@@ -48,6 +48,10 @@ impl<'r> Plan<'r> {
         let lora = lora(args);
         if let Some(lora) = &lora {
             lora.modules(&config).map_err(|error| bad("--lora-targets", error))?;
+            if args.quantize.is_some() {
+                let built = Transformer::with_lora(config.clone(), lora, |entry| files.quantized(entry));
+                built.map_err(|error| bad("--quantize", error))?;
+            }
         }
         check_batch(args.batch, config.context)?;
         let folder = ModelFolder::open(&args.weights)?;
@@ -100,13 +104,17 @@ impl<'r> Plan<'r> {
         Ok((Gpt::of(layers, self.mode()), spec))
     }
 
-    /// Returns the type in which a weight is frozen. Kernels that compute in f32 read matrices that
+    /// Returns the type in which a weight is frozen: NF4 if it is quantized. Kernels that compute in f32 read matrices that
     /// were widened to f32 in step memory. With recompute, those of one block exist at a time.
     fn frozen_type<S: Activation>(&self, entry: &ParameterEntry) -> FrozenType {
         let is_narrow = <S as Element>::NAME == bf16::NAME;
         let is_brief = self.args.run.recompute && entry.name().starts_with("blocks.");
-        if is_narrow || is_brief || entry.shape().extents().len() < 2 {
-            return self.files.stored(entry);
+        let stored = match self.args.quantize {
+            Some(Quantize::Nf4) => self.files.quantized(entry),
+            None => self.files.stored(entry),
+        };
+        if is_narrow || is_brief || entry.shape().extents().len() < 2 || stored == FrozenType::Nf4 {
+            return stored;
         }
         FrozenType::F32
     }
@@ -192,6 +200,7 @@ impl<'r> Plan<'r> {
             ("decay", format!("{decay:?}")),
             ("weight-decay", weight_decay.to_string()),
             ("lora", self.lora.as_ref().map_or("none".into(), |lora| format!("{lora:?}"))),
+            ("quantize", format!("{:?}", self.args.quantize)),
             ("seed", seed.to_string()),
             ("tokenizer", self.folder.tokenizer.name()),
             ("data", self.data.size.sha256.clone()),

@@ -121,6 +121,7 @@ on_each_device! {
         modes_give_same_bits(device, lora);
         modes_give_same_bits(device, &format!("{lora} --lora-dropout 0.2"));
         modes_give_same_bits(device, &format!("{lora} --lora-dropout 0.2 --precision bf16"));
+        modes_give_same_bits(device, "--accumulate 2 --epochs 3 --lora 4 --quantize nf4");
     }
 
     /// A finished run goes on with more epochs, from where it was.
