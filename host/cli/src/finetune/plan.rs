@@ -104,8 +104,9 @@ impl<'r> Plan<'r> {
         Ok((Gpt::of(layers, self.mode()), spec))
     }
 
-    /// Returns the type in which a weight is frozen: NF4 if it is quantized. Kernels that compute in f32 read matrices that
-    /// were widened to f32 in step memory. With recompute, those of one block exist at a time.
+    /// Returns the type in which a weight is frozen: NF4 if it is quantized. Kernels that compute
+    /// in f32 read matrices that were widened to f32 in step memory. With recompute, those of one
+    /// block exist at a time.
     fn frozen_type<S: Activation>(&self, entry: &ParameterEntry) -> FrozenType {
         let is_narrow = <S as Element>::NAME == bf16::NAME;
         let is_brief = self.args.run.recompute && entry.name().starts_with("blocks.");
