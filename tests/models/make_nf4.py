@@ -39,8 +39,10 @@ def nearest(weight):
 
 
 def decoded(codes, state, dtype):
-    state.dtype = dtype
-    return F.dequantize_4bit(codes, state).contiguous()
+    # As one row: on the CPU, bitsandbytes decodes rows shorter than a block with wrong scales.
+    state.dtype, shape = dtype, torch.Size(state.shape)
+    state.shape = (shape.numel(),)
+    return F.dequantize_4bit(codes, state).view(shape).clone()
 
 
 def matrices(path):
