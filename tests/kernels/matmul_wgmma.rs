@@ -202,7 +202,7 @@ fn ring_has_no_race() {
 
 attack! {
     matmul_wgmma::matmul_wgmma by variant <S> {
-        a: halves 98, b: halves 112, bias: f32s 12, c: stored_pointer 60, out: out_stored 60, pre: out_stored 60, sums: out 12, m: number 5,
+        a: halves 112, b: halves 112, bias: f32s 12, c: stored_pointer 60, out: out_stored 60, pre: out_stored 60, sums: out 12, m: number 5,
         n: number 6, k: number 7, lda: number 8, ldb: number 8, ldc: number 6, k_per_split: number 7, batches: number 2, blocks: number 3,
         stride_a: number 56, stride_b: number 56, stride_c: number 30, stride_bias: number 6, alpha: float 0.5, beta: float 1.0, flags: number 12,
     }
