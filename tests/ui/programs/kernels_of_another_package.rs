@@ -4,6 +4,6 @@ use stepscope::device::Kernels;
 use stepscope::{Device, DeviceKind};
 
 fn main() {
-    let kernels = Kernels { package: "downstream-kernels@0.0.0", ptx: &[(121, "any text")] };
+    let kernels = Kernels { package: "downstream-kernels@0.0.0", ptx: &[("sm_121", "any text")] };
     let _ = Device::builder(DeviceKind::Cuda).kernels(kernels).open();
 }

@@ -4,6 +4,6 @@ use stepscope::device::Kernels;
 use stepscope::{Device, DeviceKind};
 
 fn main() {
-    let kernels = Kernels::new("downstream-kernels@0.0.0", &[(121, "any text")]);
+    let kernels = Kernels::new("downstream-kernels@0.0.0", &[("sm_121", "any text")]);
     let _ = Device::builder(DeviceKind::Cuda).kernels(kernels).open();
 }
