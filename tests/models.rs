@@ -249,7 +249,11 @@ fn unsupported_settings_are_refused() {
         ("llama2", serde_json::json!({"attention_bias": "no"}), &["`attention_bias`", "true or false", "\"no\""]),
         ("llama2", serde_json::json!({"tie_word_embeddings": 1}), &["`tie_word_embeddings`", "true or false", "1"]),
         ("llama2", serde_json::json!({"pretraining_tp": 2}), &["`pretraining_tp`", "2"]),
-        ("llama2", serde_json::json!({"quantization_config": {"bits": 4}}), &["`quantization_config.bnb_4bit_quant_type`", "\"nf4\""]),
+        (
+            "llama2",
+            serde_json::json!({"quantization_config": {"bits": 4}}),
+            &["`quantization_config.bnb_4bit_quant_type`", "\"nf4\""],
+        ),
         ("llama2", serde_json::json!({"logit_scale": 0.5}), &["`logit_scale`", "0.5", "unknown"]),
         ("llama2", serde_json::json!({"rope_theta": 5.0}), &["`rope_theta`", "10000", "5"]),
         ("llama2", serde_json::json!({"rope_scaling": {"rope_type": "linear"}}), &["`rope_scaling`"]),

@@ -100,7 +100,7 @@ on_each_device! {
         assert!(adapter.contains("adapter_config.json") && adapter.contains("adapter_model.safetensors"), "{adapter:?}");
         let adapter = names(&run_with("quantized", "--quantize nf4").join("adapter"));
         assert!(adapter.contains("adapter_model.safetensors"), "{adapter:?}");
-        let merged = run_with("merged", "--merge --quantize nf4").join("transformers");
+        let merged = run_with("merged-nf4", "--merge --quantize nf4").join("transformers");
         assert_eq!(names(&merged), names(&example("tiny")));
         let merged = run_with("merged", "--merge").join("transformers");
         assert_eq!(names(&merged), names(&example("tiny")));
