@@ -68,7 +68,7 @@ impl Wrong {
             Self::Ends => "has left the group",
             Self::Fails => "no more samples",
             Self::Panics => "it panicked",
-            Self::Label => "the label 77",
+            Self::Label => "the label or id 77",
             Self::Driver => "planted on ",
             Self::Cut => "is gone",
             Self::Sleeps => "is late",

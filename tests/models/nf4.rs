@@ -165,7 +165,7 @@ fn damaged_matrices_are_refused() {
     );
     refused(&|bytes| replace(bytes, "\"nested_offset\"", "\"nestes_offset\""), "nestes_offset");
     // The second value of the codes.
-    let map = 0.7229568362236023f32.to_le_bytes();
+    let map = 0.722_956_84_f32.to_le_bytes();
     refused(
         &|bytes| {
             let at = bytes.windows(4).position(|window| window == map).unwrap();

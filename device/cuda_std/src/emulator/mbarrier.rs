@@ -77,6 +77,6 @@ impl Block {
     /// True if the present phase of a barrier follows one of this parity.
     pub(super) fn has_ended(&self, byte: u32, is_odd: bool) -> bool {
         let mut all = self.phases.borrow_mut();
-        (Phases::of(&mut all, byte).ended % 2 == 0) == is_odd
+        Phases::of(&mut all, byte).ended.is_multiple_of(2) == is_odd
     }
 }

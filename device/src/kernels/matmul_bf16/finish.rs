@@ -190,9 +190,10 @@ unsafe fn read_row<const TILES: usize, const PAIRS: usize, S>(
     row: usize,
 ) -> [Words; TILES] {
     let mut words = [[0; 2]; TILES];
-    // SAFETY: the function's contract.
     unroll_on_gpu!(pair < PAIRS => {
-        [words[2 * pair], words[2 * pair + 1]] = unsafe { read_words(c, place(epilogue, first, row, pair)) };
+        // SAFETY: the caller guarantees that the outputs of this square exist in C.
+        let read = unsafe { read_words(c, place(epilogue, first, row, pair)) };
+        [words[2 * pair], words[2 * pair + 1]] = read;
     });
     words
 }

@@ -9,7 +9,7 @@ use core::ops::Range;
 use cuda_std::thread;
 
 /// A warpgroup's products that are in flight: the operands of each group, the oldest first.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub struct Products {
     groups: [Option<[SharedTile<u32>; 2]>; 2],
 }
