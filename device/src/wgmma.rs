@@ -2,7 +2,7 @@
 //!
 //! A warpgroup, four warps, multiplies 64 rows of A with up to 256 columns of B over 64 k, a stage.
 //! Both operands lie in shared memory, in rows of 128 bytes whose 16-byte chunks are
-//! [`swizzled`](crate::mma::fragments::swizzled):
+//! [`swizzled`]:
 //!
 //! ```text
 //! along k                             across k
