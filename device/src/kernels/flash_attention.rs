@@ -58,7 +58,7 @@ use forward::forward;
 use half::bf16;
 use place::Problem;
 #[cfg(not(target_arch = "nvptx64"))]
-use place::Sizes;
+use place::check_sizes;
 pub use shape::{BLOCK, FORWARD, KEYS, MAX_WIDTH, QUERIES, Shape, TILE, W64, W128, W128_BACKWARD, W256};
 
 /// The `window` of causal attention: a query sees its own token and all before it.
@@ -102,8 +102,7 @@ family! {
     // element for each token of a head. Each block has rows of its own, and accesses only those
     // below `tokens`.
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(1) } |p| {
-        let sizes = Sizes::new(p.qkv.len(), [p.tokens, p.heads, p.kv_heads, p.width, p.stacked], SHAPE.widths())?;
-        sizes.check_masks(p.documents.len(), p.lengths.len())?;
+        let sizes = check_sizes!(p, SHAPE.widths());
         Violation::unless_length("out", sizes.outputs(), p.out.len())?;
         Violation::unless_length("lse", sizes.rows(p.heads), p.lse.len())?;
         Grid::cover(sizes.blocks(p.heads, SHAPE.rows()), 1)
@@ -148,8 +147,7 @@ family! {
     }
     // SAFETY: the argument for `flash_forward` holds here too; `dqkv` is as long as `qkv`.
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(2) } |p| {
-        let sizes = Sizes::new(p.qkv.len(), [p.tokens, p.heads, p.kv_heads, p.width, p.stacked], SHAPE.widths())?;
-        sizes.check_masks(p.documents.len(), p.lengths.len())?;
+        let sizes = check_sizes!(p, SHAPE.widths());
         sizes.check_gradients(p.heads, [p.lse.len(), p.delta.len(), p.dout.len()])?;
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
         Grid::cover(sizes.blocks(p.heads, SHAPE.rows()), 1)
@@ -192,8 +190,7 @@ family! {
     }
     // SAFETY: the argument for `flash_bwd_dq` holds here too.
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(2) } |p| {
-        let sizes = Sizes::new(p.qkv.len(), [p.tokens, p.heads, p.kv_heads, p.width, p.stacked], SHAPE.widths())?;
-        sizes.check_masks(p.documents.len(), p.lengths.len())?;
+        let sizes = check_sizes!(p, SHAPE.widths());
         sizes.check_gradients(p.heads, [p.lse.len(), p.delta.len(), p.dout.len()])?;
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
         Grid::cover(sizes.blocks(p.kv_heads, SHAPE.rows()), 1)

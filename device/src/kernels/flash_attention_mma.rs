@@ -39,7 +39,7 @@ mod tile;
 
 use super::flash_attention::place::Problem;
 #[cfg(not(target_arch = "nvptx64"))]
-use super::flash_attention::place::Sizes;
+use super::flash_attention::place::check_sizes;
 use crate::family;
 use backward::{keys, queries};
 use cuda_std::prelude::*;
@@ -112,8 +112,7 @@ family! {
     // element for each token of a head. Each block has rows of its own, and accesses only those
     // below `tokens`.
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(1, 0) } |p| {
-        let sizes = Sizes::new(p.qkv.len(), [p.tokens, p.heads, p.kv_heads, p.width, p.stacked], SHAPE.widths())?;
-        sizes.check_masks(p.documents.len(), p.lengths.len())?;
+        let sizes = check_sizes!(p, SHAPE.widths());
         Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
         Violation::unless_length("out", sizes.outputs(), p.out.len())?;
         Violation::unless_length("lse", sizes.rows(p.heads), p.lse.len())?;
@@ -159,8 +158,7 @@ family! {
     }
     // SAFETY: the argument for `flash_forward_mma` holds here too; `dqkv` is as long as `qkv`.
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(2, 0) } |p| {
-        let sizes = Sizes::new(p.qkv.len(), [p.tokens, p.heads, p.kv_heads, p.width, p.stacked], SHAPE.widths())?;
-        sizes.check_masks(p.documents.len(), p.lengths.len())?;
+        let sizes = check_sizes!(p, SHAPE.widths());
         Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
         sizes.check_gradients(p.heads, [p.lse.len(), p.delta.len(), p.dout.len()])?;
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
@@ -207,8 +205,7 @@ family! {
     // SAFETY: the argument for `flash_bwd_dq_mma` holds here too; block_idx_y is the part of
     // the columns.
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(2, 2) } |p| {
-        let sizes = Sizes::new(p.qkv.len(), [p.tokens, p.heads, p.kv_heads, p.width, p.stacked], SHAPE.widths())?;
-        sizes.check_masks(p.documents.len(), p.lengths.len())?;
+        let sizes = check_sizes!(p, SHAPE.widths());
         Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
         sizes.check_gradients(p.heads, [p.lse.len(), p.delta.len(), p.dout.len()])?;
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
@@ -256,8 +253,7 @@ family! {
     // SAFETY: the heads lie inside `qkv`, `dout`, `lse` and `delta`. `p` and `ds` have the squares
     // of these heads, of which each block writes those of its own keys.
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(0, 2) } |p| {
-        let sizes = Sizes::new(p.qkv.len(), [p.tokens, p.heads, p.kv_heads, p.width, p.stacked], SHAPE.widths())?;
-        sizes.check_masks(p.documents.len(), p.lengths.len())?;
+        let sizes = check_sizes!(p, SHAPE.widths());
         Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
         sizes.check_gradients(p.heads, [p.lse.len(), p.delta.len(), p.dout.len()])?;
         let heads = sizes.check_part(p.kv_heads, [p.before, p.count])?;
@@ -312,8 +308,7 @@ family! {
     // SAFETY: the heads lie inside `qkv`, `dqkv` and `dout`, and their squares inside `scores`.
     // Each block has rows of its own, and writes only those below `tokens`.
     contract unsafe { block: BLOCK, shared: FROM_SCORES_BF16.squares_bytes() } |p| {
-        let sizes = Sizes::new(p.qkv.len(), [p.tokens, p.heads, p.kv_heads, p.width, p.stacked], FROM_SCORES_BF16.widths())?;
-        sizes.check_masks(p.documents.len(), p.lengths.len())?;
+        let sizes = check_sizes!(p, FROM_SCORES_BF16.widths());
         Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
         let heads = sizes.check_part(p.kv_heads, [p.before, p.count])?;
         Violation::unless_length("scores", heads.times(stored_scores(p.tokens, p.window != 0)), p.scores.len())?;

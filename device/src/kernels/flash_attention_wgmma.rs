@@ -37,7 +37,7 @@ mod tile;
 
 use super::flash_attention::place::Problem;
 #[cfg(not(target_arch = "nvptx64"))]
-use super::flash_attention::place::Sizes;
+use super::flash_attention::place::check_sizes;
 use crate::family;
 use crate::machine::warpgroup::block_threads;
 use backward::{keys, queries};
@@ -104,8 +104,7 @@ family! {
     // element for each token of a head. Each block has rows of its own, and accesses only those
     // below `tokens`.
     contract unsafe { block: SHAPE.threads(), shared: SHAPE.shared_bytes(1, 0) } |p| {
-        let sizes = Sizes::new(p.qkv.len(), [p.tokens, p.heads, p.kv_heads, p.width, p.stacked], SHAPE.widths())?;
-        sizes.check_masks(p.documents.len(), p.lengths.len())?;
+        let sizes = check_sizes!(p, SHAPE.widths());
         Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
         Violation::unless_length("out", sizes.outputs(), p.out.len())?;
         Violation::unless_length("lse", sizes.rows(p.heads), p.lse.len())?;
@@ -158,8 +157,7 @@ family! {
     }
     // SAFETY: the argument for `flash_forward_wgmma` holds here too; `dqkv` is as long as `qkv`.
     contract unsafe { block: SHAPE.threads(), shared: SHAPE.shared_bytes(2, 0) } |p| {
-        let sizes = Sizes::new(p.qkv.len(), [p.tokens, p.heads, p.kv_heads, p.width, p.stacked], SHAPE.widths())?;
-        sizes.check_masks(p.documents.len(), p.lengths.len())?;
+        let sizes = check_sizes!(p, SHAPE.widths());
         Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
         sizes.check_gradients(p.heads, [p.lse.len(), p.delta.len(), p.dout.len()])?;
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
@@ -209,8 +207,7 @@ family! {
     }
     // SAFETY: the argument for `flash_forward_wgmma` holds here too; `dqkv` is as long as `qkv`.
     contract unsafe { block: SHAPE.threads(), shared: SHAPE.shared_bytes(2, 2) } |p| {
-        let sizes = Sizes::new(p.qkv.len(), [p.tokens, p.heads, p.kv_heads, p.width, p.stacked], SHAPE.widths())?;
-        sizes.check_masks(p.documents.len(), p.lengths.len())?;
+        let sizes = check_sizes!(p, SHAPE.widths());
         Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
         sizes.check_gradients(p.heads, [p.lse.len(), p.delta.len(), p.dout.len()])?;
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;

@@ -283,6 +283,19 @@ pub(crate) struct Sizes {
     width: u32,
 }
 
+/// Returns the [`Sizes`] of a launch, whose widths are `$widths`. Checks `qkv` and the masks.
+#[cfg(not(target_arch = "nvptx64"))]
+macro_rules! check_sizes {
+    ($p:ident, $widths:expr) => {{
+        let numbers = [$p.tokens, $p.heads, $p.kv_heads, $p.width, $p.stacked];
+        let sizes = $crate::flash_attention::place::Sizes::new($p.qkv.len(), numbers, $widths)?;
+        sizes.check_masks($p.documents.len(), $p.lengths.len())?;
+        sizes
+    }};
+}
+#[cfg(not(target_arch = "nvptx64"))]
+pub(crate) use check_sizes;
+
 #[cfg(not(target_arch = "nvptx64"))]
 impl Sizes {
     /// Returns the sizes of a `qkv` with `length` elements, or the violation. Widths are multiples
