@@ -1,5 +1,5 @@
 //! The cases: shapes of CrossAsset's training at batch 1, 256 and 4096, of GPT-2's with 16,384
-//! tokens, and large matrices.
+//! tokens, of Llama 8B's with 4,096, and large matrices.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -15,6 +15,10 @@ const HIDDEN: usize = 1024;
 /// The tokens of a GPT-2 step, and the width of the model.
 const TOKENS: usize = 16_384;
 const GPT: usize = 768;
+/// The tokens of a step of Llama 8B, and the inputs and outputs of its layers: queries with keys and
+/// values, gate with up, and down.
+const LLAMA_TOKENS: usize = 4096;
+const LLAMA: [[usize; 2]; 3] = [[4096, 6144], [4096, 28_672], [14_336, 4096]];
 
 /// The layout of A and B; `T` means transposed. With more than one batch, activations (A of `NN`,
 /// both of `TN`) store their batches side by side in each row.
@@ -64,6 +68,7 @@ impl Case {
             Self::training(256),
             Self::training(4096),
             Self::layers(TOKENS, [[GPT, GPT], [GPT, 3 * GPT], [GPT, 4 * GPT], [4 * GPT, GPT]]),
+            Self::layers(LLAMA_TOKENS, LLAMA),
             [OperandLayout::NN, OperandLayout::NT, OperandLayout::TN, OperandLayout::TT].map(forms).concat(),
             vec![Self::new(OperandLayout::NN, [2049, 1023, 511])],
         ]

@@ -287,6 +287,36 @@ on_each_device! {
         assert_eq!(captured.replay(&inputs).err(), Some(error));
     }
 
+    /// An evaluation has the same loss, and does not take the memory of the matrix's gradient.
+    fn evaluation_computes_no_gradients(device: &Device) {
+        let [rows, width, vocabulary] = [150, 64, 400];
+        let mut layout = ParameterSpec::builder();
+        let head = layout.add("head", [vocabulary, width], Initializer::fan_in(width));
+        let parameters = Parameters::new(device, &layout.build().unwrap(), 3).unwrap();
+        let mut random = Random::new(4);
+        let (hidden, labels) = (random.normals(rows * width), random.belows(rows, vocabulary as u32));
+        let pass = |step: &mut EagerStep<'_>, evaluates: bool, backward: bool| {
+            let tape = Tape::new(step, &parameters);
+            let tape = if evaluates { tape.evaluating() } else { tape };
+            let hidden = tape.input(step.upload(&hidden, [rows, width])?);
+            let labels = step.upload_indices(&labels, [rows])?;
+            let loss = tape.linear_cross_entropy(&hidden, head, labels, LmHeadConfig::default().tied().chunk(128))?;
+            let value = step.read_scalar(loss.value())?;
+            if backward {
+                tape.backward_overwrite(&loss, &mut Gradients::zeros(&parameters)?)?;
+            }
+            Ok(value)
+        };
+        let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
+        let [trained, evaluated] = [false, true].map(|evaluates| arena.step(|step| pass(step, evaluates, false)).unwrap());
+        assert_eq!(trained.to_bits(), evaluated.to_bits());
+        let [trained, evaluated] = [false, true]
+            .map(|evaluates| arena.measure(|step| pass(step, evaluates, false)).unwrap().high_water_bytes());
+        assert!(trained >= evaluated + vocabulary * width * size_of::<f32>(), "{trained} and {evaluated} bytes");
+        let refused = arena.step(|step| pass(step, true, true).map(drop));
+        assert_refused(refused, &["linear_cross_entropy", "evaluation tape", "Tape::with_generator"]);
+    }
+
     /// The loss and all gradients are 0 if all labels are ignored, as in `cross_entropy_by`. The
     /// same holds without rows.
     fn all_labels_ignored(device: &Device) {

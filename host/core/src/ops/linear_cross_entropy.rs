@@ -32,7 +32,8 @@ pub struct LmHeadConfig {
     /// The label rules.
     pub rules: LabelRules,
     /// The rows of a chunk, rounded down to a multiple of [`LmHeadConfig::UNIT`], but at least
-    /// that. `None`: as many rows as have [`LmHeadConfig::BYTES`] of logits.
+    /// that. `None`: as many rows as have [`LmHeadConfig::BYTES`] of logits, or a quarter of that
+    /// in an evaluation.
     pub chunk: Option<usize>,
 }
 
@@ -63,9 +64,10 @@ impl LmHeadConfig {
 
     /// The rows of a chunk; the last chunk may have fewer. A chunk has a multiple of four blocks of
     /// the loss's kernel, so that its losses begin where a kernel may write.
-    fn rows<S: Element>(&self, vocabulary: usize) -> usize {
+    fn rows<S: Element>(&self, vocabulary: usize, has_gradients: bool) -> usize {
         let unit = Self::UNIT.max(4 * loss_rows(vocabulary));
-        let wanted = self.chunk.unwrap_or(Self::BYTES / size_of::<S>() / vocabulary);
+        let bytes = if has_gradients { Self::BYTES } else { Self::BYTES / 4 };
+        let wanted = self.chunk.unwrap_or(bytes / size_of::<S>() / vocabulary);
         (wanted / unit).max(1) * unit
     }
 
@@ -131,7 +133,7 @@ fn with_gradients<'s, S: GemmElement<S> + GemmElement<f32>>(
         fill_into(step, dw, 0.0)?;
     }
     let precision = step.precision();
-    let in_chunk = form.rows::<S>(vocabulary);
+    let in_chunk = form.rows::<S>(vocabulary, wanted.contains(&true));
     for first in (0..rows).step_by(in_chunk) {
         let rows = in_chunk.min(rows - first);
         step.workspace(|step| {
@@ -203,7 +205,11 @@ impl<'s> Tape<'_, 's> {
     /// Records the loss of [`ops::linear_cross_entropy`], `[1]`, with a parameter `w`; `hidden`:
     /// `[.., width]`. Another op, such as the embedding, may share the parameter. The gradients are
     /// computed with the loss, and backward multiplies them by the loss's own gradient. Until then
-    /// they occupy memory: w's size in f32, and that of `hidden`.
+    /// they occupy memory: w's size in f32, and that of `hidden`. On an evaluation tape
+    /// ([`Tape::evaluating`]) they are not computed, and backward returns an error.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when extents differ.
     #[track_caller]
     pub fn linear_cross_entropy<S: GemmElement<S> + GemmElement<f32>>(
         &self,
@@ -214,10 +220,15 @@ impl<'s> Tape<'_, 's> {
     ) -> Result<Var<'s>> {
         let op = self.op("linear_cross_entropy", [hidden])?;
         let weights = op.weights_as::<S>(w)?;
-        let wanted = [hidden.wants_gradient(), op.frozen(w)?.is_none()];
+        let trains = !self.is_evaluating();
+        let wanted = [trains && hidden.wants_gradient(), trains && op.frozen(w)?.is_none()];
         let (loss, dhidden, dw) = with_gradients(self.step(), hidden.value(), &weights, &labels, &form, wanted)?;
         let hidden = *hidden;
         Ok(op.record(loss.save(), move |back, dloss| {
+            if !trains {
+                let expected = "a tape for training (`Tape::with_generator`), which computes the head's gradients";
+                return Err(Error::misuse("linear_cross_entropy", expected, "backward on an evaluation tape"));
+            }
             let step = back.step();
             if let Some(dw) = dw {
                 let (mut gradient, accumulate) = back.gradient_uninit(w)?;

@@ -344,6 +344,10 @@ const ENTRY: &str = ".visible .entry ";
 /// kernels. The last entry detects a kernel that begins differently.
 const SHARED: [&str; 4] = [".global ", ".const ", ".section", ".entry "];
 
+/// The beginning of the names that rustc gives to constant tables. No kernel can write them, so
+/// each part has its own copy.
+const TABLE: &str = " anon_$_";
+
 /// PTX, and the names of the kernels in it: one, or all.
 #[derive(Debug)]
 struct Part<'a> {
@@ -373,7 +377,7 @@ fn parts(ptx: &str) -> Vec<Part<'_>> {
         rest = &rest[start + end + 1..];
     }
     common.push_str(rest);
-    let mut code = common.lines().filter(|line| !line.starts_with("//"));
+    let mut code = common.lines().filter(|line| !line.starts_with("//") && !line.contains(TABLE));
     if code.any(|line| SHARED.iter().any(|kind| line.contains(kind))) {
         return vec![Part { kernels: names(ptx), ptx: ptx.to_owned() }];
     }
@@ -425,6 +429,14 @@ mod tests {
         for variable in [".global .align 4 .u32 counter;\n", ".visible .const .b8 table[4] = {1, 2, 3, 4};\n"] {
             stays_whole(&TWO.replace(".func f\n;\n", variable));
         }
+    }
+
+    #[test]
+    fn each_part_includes_constant_tables() {
+        let table = ".global .align 4 .b8 anon_$_1_$_2[4] = {1, 2, 3, 4};\n";
+        let text = TWO.replace(".func f\n;\n", table);
+        let parts = parts(&text);
+        assert_eq!(parts.iter().map(|part| part.ptx.matches(table).count()).collect::<Vec<_>>(), [1, 1]);
     }
 
     #[test]
