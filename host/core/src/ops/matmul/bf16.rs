@@ -3,14 +3,15 @@
 
 use super::super::{same_shape, sum_rows_into};
 use super::gemm::{BiasGradient, Epilogue, Gemm, Gradient};
-use super::split::{self, GemmExtents, Outputs, split_or_whole};
+use super::split::{GemmExtents, Outputs, split_or_whole};
+use super::tile::{fastest, tile_of};
 use crate::error::{Error, Result};
 use crate::step::Step;
 use crate::tensor::{Source, Stored, Target, Tensor};
 use cuda_std::launch::{Pointer, PointerMut, Slice};
 use half::bf16;
 use kernels::matmul::{TRANSPOSE_B, sum_splits};
-use kernels::matmul_bf16::{ADD_TO_SUMS, BIAS_GRAD, OperandLayout, TILES, Tile, k_per_split, matmul_bf16};
+use kernels::matmul_bf16::{ADD_TO_SUMS, BIAS_GRAD, OperandLayout, TILES, k_per_split, matmul_bf16};
 use kernels::matmul_wgmma::{self as wgmma, matmul_wgmma};
 
 #[track_caller]
@@ -204,11 +205,11 @@ fn multiply<S: Stored>(
         };
     }
     if step.description().has_wgmma && form.bf16_tile.is_none() && has_aligned_rows(form) {
-        let tile = fastest_wgmma(extents.of_a_split(), extents.matrices(), processors as usize);
+        let tile = fastest(&wgmma::TILES, extents.of_a_split(), extents.matrices(), processors as usize);
         return launch!(matmul_wgmma { variant: (layouts, tile), blocks: processors });
     }
-    let tile = split::tile_of(form.bf16_tile, &TILES, "ops::BF16_TILES", || {
-        fastest(extents.of_a_split(), extents.matrices(), processors as usize)
+    let tile = tile_of(form.bf16_tile, &TILES, "ops::BF16_TILES", || {
+        fastest(&TILES, extents.of_a_split(), extents.matrices(), processors as usize)
     })?;
     launch!(matmul_bf16 { variant: (layouts[0], tile) })
 }
@@ -217,19 +218,6 @@ fn multiply<S: Stored>(
 fn has_aligned_rows(form: &Gemm) -> bool {
     let batches = if form.batches > 1 { form.stride_a | form.stride_b } else { 0 };
     (form.lda | form.ldb | batches).is_multiple_of(8)
-}
-
-/// The tile of `wgmma` whose last block should end first; as [`fastest`].
-fn fastest_wgmma(extents: [usize; 3], matrices: usize, processors: usize) -> wgmma::Tile {
-    let costs = |tile: wgmma::Tile| ([tile.rows(), tile.cols()], tile.cost);
-    split::fastest(&wgmma::TILES, extents, matrices, processors, costs)
-}
-
-/// The tile whose last block should end first, for this many `m` x `n` matrices that are sums of k
-/// products.
-fn fastest(extents: [usize; 3], matrices: usize, processors: usize) -> Tile {
-    let costs = |tile: Tile| ([tile.rows(), tile.cols()], tile.cost);
-    split::fastest(&TILES, extents, matrices, processors, costs)
 }
 
 #[cfg(test)]
@@ -250,7 +238,8 @@ mod tests {
             (8192, 8192, 8192, T128X256),
         ] {
             let k_per_split = k_per_split(m, n, k);
-            assert_eq!(fastest([m, n, k_per_split], k.div_ceil(k_per_split), 132), want, "{m} x {n}, k {k}");
+            let tile = fastest(&TILES, [m, n, k_per_split], k.div_ceil(k_per_split), 132);
+            assert_eq!(tile, want, "{m} x {n}, k {k}");
         }
     }
 

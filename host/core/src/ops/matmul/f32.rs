@@ -1,13 +1,14 @@
 //! Multiplies in f32: one chain of fused multiply-adds for each output, whatever the tile.
 
 use super::gemm::{Epilogue, Gemm};
-use super::split::{self, GemmExtents, Outputs, split_or_whole};
+use super::split::{GemmExtents, Outputs, split_or_whole};
+use super::tile::{fastest, tile_of};
 use crate::device::DeviceKind;
 use crate::error::Result;
 use crate::step::Step;
 use crate::tensor::{Source, Target};
 use cuda_std::launch::Slice;
-use kernels::matmul::{ON_CPU, TILES, TRANSPOSE_A, TRANSPOSE_B, Tile, matmul};
+use kernels::matmul::{ON_CPU, TILES, TRANSPOSE_A, TRANSPOSE_B, matmul};
 use kernels::transpose::transpose;
 
 /// The size in floats up to which B is transposed first: 64 MiB of workspace.
@@ -90,9 +91,9 @@ fn multiply(
         flags |= if set { flag } else { 0 };
     }
     let device = step.device().description();
-    let tile = split::tile_of(form.tile, &TILES, "ops::TILES", || match device.kind {
+    let tile = tile_of(form.tile, &TILES, "ops::TILES", || match device.kind {
         DeviceKind::Emulated => ON_CPU,
-        _ => fastest(extents.of_a_split(), extents.matrices(), device.processors as usize),
+        _ => fastest(&TILES, extents.of_a_split(), extents.matrices(), device.processors as usize),
     })?;
     step.launch(matmul {
         tile,
@@ -120,13 +121,6 @@ fn multiply(
     })
 }
 
-/// The tile whose last block should end first, for this many `m` x `n` matrices that are sums of k
-/// products.
-fn fastest(extents: [usize; 3], matrices: usize, processors: usize) -> Tile {
-    let costs = |tile: Tile| ([tile.rows(), tile.cols()], tile.cost);
-    split::fastest(&TILES, extents, matrices, processors, costs)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -145,7 +139,7 @@ mod tests {
         ] {
             for (processors, want) in [(132, on_h200), (48, on_gb10)] {
                 let k_per_split = k_per_split(m, n, k);
-                let tile = fastest([m, n, k_per_split], k.div_ceil(k_per_split), processors);
+                let tile = fastest(&TILES, [m, n, k_per_split], k.div_ceil(k_per_split), processors);
                 assert_eq!([tile.rows(), tile.cols()], want, "{m} x {n}, k {k}, {processors} multiprocessors");
             }
         }

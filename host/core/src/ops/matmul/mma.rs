@@ -2,13 +2,14 @@
 
 use super::super::precision::{Fragments, Matrices, Unrounded, round};
 use super::gemm::{Epilogue, Gemm, Gradient};
-use super::split::{self, GemmExtents, Outputs, split_or_whole};
+use super::split::{GemmExtents, Outputs, split_or_whole};
+use super::tile::{fastest, tile_of};
 use crate::error::Result;
 use crate::precision::Precision;
 use crate::step::Step;
 use crate::tensor::{Source, Target, Tensor};
 use cuda_std::launch::Slice;
-use kernels::matmul_mma::{TILES, Tile, k_per_split, matmul_mma};
+use kernels::matmul_mma::{TILES, k_per_split, matmul_mma};
 use kernels::mma::Side;
 
 impl Gemm {
@@ -103,8 +104,8 @@ fn multiply(
         let GemmExtents { m, n, k, k_per_split, batches, .. } = *extents;
         let Outputs { bias, c, out, pre, ldc, stride_c, alpha, beta, flags } = outputs;
         let processors = step.description().processors as usize;
-        let tile = split::tile_of(form.mma_tile, &TILES, "ops::MMA_TILES", || {
-            fastest(extents.of_a_split(), extents.matrices(), processors)
+        let tile = tile_of(form.mma_tile, &TILES, "ops::MMA_TILES", || {
+            fastest(&TILES, extents.of_a_split(), extents.matrices(), processors)
         })?;
         step.launch(matmul_mma {
             tile,
@@ -132,13 +133,6 @@ fn multiply(
     split_or_whole(step, form, extents, outputs, launch, launch)
 }
 
-/// The tile whose last block should end first, for this many `m` x `n` matrices that are sums of k
-/// products.
-fn fastest(extents: [usize; 3], matrices: usize, processors: usize) -> Tile {
-    let costs = |tile: Tile| ([tile.rows(), tile.cols()], tile.cost);
-    split::fastest(&TILES, extents, matrices, processors, costs)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -158,7 +152,7 @@ mod tests {
             (256, 1024, 6144, 8, T128X128),
             (8192, 8192, 8192, 1, T128X256),
         ] {
-            assert_eq!(fastest([m, n, k], matrices, 132), want, "{m} x {n}, {matrices} times k {k}");
+            assert_eq!(fastest(&TILES, [m, n, k], matrices, 132), want, "{m} x {n}, {matrices} times k {k}");
         }
     }
 }

@@ -3,7 +3,8 @@
 //! | file | contents |
 //! |---|---|
 //! | `gemm.rs` | the description of a multiply: `Gemm`, `Gradient`, `BiasGradient`, `Epilogue` |
-//! | `split.rs` | shared by all precisions: extents, split-K, the time of a tile |
+//! | `split.rs` | shared by all precisions: extents and split-K |
+//! | `tile.rs` | shared by all precisions: the choice of a tile by its time |
 //! | `f32.rs` | multiplies in f32 |
 //! | `mma.rs` | multiplies of f32 tensors on tensor cores, as TF32 |
 //! | `bf16.rs` | multiplies of BF16 tensors, and the GELU backward epilogue |
@@ -23,6 +24,7 @@ mod low_rank;
 mod mma;
 mod split;
 mod tape;
+mod tile;
 
 pub use bf16::gelu_linear_backward;
 pub use element::GemmElement;

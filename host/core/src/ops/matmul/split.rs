@@ -1,5 +1,4 @@
-//! The common part of multiplies in every precision: extents for their kernels, split-K, and the
-//! choice of a tile.
+//! The common part of multiplies in every precision: extents for their kernels, and split-K.
 //!
 //! Invariant: k is split depending only on m, n, k and the kind of operands
 //! ([`kernels::matmul::k_per_split`], [`kernels::matmul_mma::k_per_split`],
@@ -10,8 +9,7 @@ use crate::error::{Error, Result};
 use crate::step::Step;
 use crate::tensor::{Source, Stored, Target};
 use cuda_std::launch::{Pointer, PointerMut, Slice};
-use kernels::matmul::{Cost, sum_splits};
-use std::fmt;
+use kernels::matmul::sum_splits;
 
 /// The extents of a multiply as its kernels take them.
 #[derive(Clone, Copy)]
@@ -144,39 +142,4 @@ pub(super) fn split_or_whole<S: Stored>(
             flags,
         })
     })
-}
-
-/// The tile of `tiles` whose last block should end first, for this many `m` x `n` matrices that are
-/// sums of k products. `costs` returns a tile's rows and columns, and its running time.
-pub(super) fn fastest<T: Copy>(
-    tiles: &[T],
-    [m, n, k]: [usize; 3],
-    matrices: usize,
-    processors: usize,
-    costs: impl Fn(T) -> ([u32; 2], Cost),
-) -> T {
-    let time = |tile: &&T| {
-        let ([rows, cols], Cost { latency, cycles, ends }) = costs(**tile);
-        let blocks = m.div_ceil(rows as usize).saturating_mul(n.div_ceil(cols as usize)).saturating_mul(matrices);
-        let block = |for_one_k: u32| k.saturating_mul(for_one_k as usize).saturating_add(ends as usize);
-        blocks.div_ceil(processors).saturating_mul(block(cycles)).max(block(latency))
-    };
-    *tiles.iter().min_by_key(time).expect("there are tiles")
-}
-
-/// The named tile if it is one of `tiles`, whose public name is `list`. Without a named tile, the
-/// choice of `unnamed`.
-pub(super) fn tile_of<T: PartialEq + fmt::Debug>(
-    named: Option<T>,
-    tiles: &[T],
-    list: &str,
-    unnamed: impl FnOnce() -> T,
-) -> Result<T> {
-    match named {
-        Some(tile) if !tiles.contains(&tile) => {
-            Err(Error::misuse("matmul", format!("one of `{list}`"), format!("{tile:?}")))
-        }
-        Some(tile) => Ok(tile),
-        None => Ok(unnamed()),
-    }
 }
