@@ -1,12 +1,12 @@
 //! The folder of a run's results.
 //!
 //! Invariant: only one run at a time writes there, and a run replaces another run's checkpoint only
-//! with `--overwrite`.
+//! with `--overwrite`. A run that ends without results leaves no folder that it created.
 
 use std::error::Error;
 use std::fs;
 use std::io::Read;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use stepscope::files::{PlainFile, RunLock};
@@ -20,8 +20,15 @@ pub const BEST: &str = "best.safetensors";
 /// The longest checkpoint header from which notes are read.
 const MAX_HEADER_BYTES: u64 = 1 << 24;
 
-/// The lock of this process's folder. It is global because the signal thread also releases it.
-static HELD: Mutex<Option<RunLock>> = Mutex::new(None);
+/// This process's folder. It is global because the signal thread also releases it.
+static HELD: Mutex<Option<Held>> = Mutex::new(None);
+
+/// A locked folder.
+struct Held {
+    lock: RunLock,
+    /// The folders that [`take`] created, the innermost first.
+    created: Vec<PathBuf>,
+}
 
 /// Ownership of the folder until this is dropped.
 pub struct Results(());
@@ -31,17 +38,27 @@ pub struct Results(());
 /// # Errors
 /// Returns an error if another run has locked it, [`check`] refuses it, or the system fails.
 pub fn take(out: &Path, resume: Option<&Path>, overwrite: bool) -> Result<Results, Box<dyn Error + Send + Sync>> {
+    let created = out.ancestors().take_while(|folder| !folder.exists()).map(Path::to_path_buf).collect();
     fs::create_dir_all(out).map_err(|error| format!("{}: {error}", out.display()))?;
-    *HELD.lock().unwrap_or_else(PoisonError::into_inner) = Some(RunLock::hold(out)?);
+    let lock = RunLock::hold(out)?;
+    *HELD.lock().unwrap_or_else(PoisonError::into_inner) = Some(Held { lock, created });
     let results = Results(());
     // Another run may have ended since this one began to load.
     check(out, resume, overwrite)?;
     Ok(results)
 }
 
-/// Releases the folder.
+/// Releases the folder, and removes it if [`take`] created it and it is still empty.
 pub fn release() {
-    drop(HELD.lock().unwrap_or_else(PoisonError::into_inner).take());
+    let held = HELD.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let Some(Held { lock, created }) = held else { return };
+    drop(lock);
+    for folder in created {
+        // Only an empty folder can be removed.
+        if fs::remove_dir(folder).is_err() {
+            return;
+        }
+    }
 }
 
 impl Drop for Results {
@@ -117,6 +134,23 @@ fn updates(path: &Path) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Checks that a run removes the empty folders that it created, and no others.
+    #[test]
+    fn empty_folders_are_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let outer = folder.path().join("runs");
+        let out = outer.join("first");
+        drop(take(&out, None, false).unwrap());
+        assert!(!outer.exists() && folder.path().exists());
+        let results = take(&out, None, false).unwrap();
+        fs::write(out.join("report.json"), "{}").unwrap();
+        drop(results);
+        assert!(out.join("report.json").exists());
+        fs::remove_file(out.join("report.json")).unwrap();
+        drop(take(&out, None, false).unwrap());
+        assert!(out.exists(), "an earlier run created it");
+    }
 
     #[test]
     fn another_runs_files_are_refused() {
