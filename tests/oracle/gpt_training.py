@@ -3,9 +3,9 @@
 
     python3 tests/oracle/gpt_training.py PROGRAM [--updates N] [--limit LOSS] [-- ARGUMENTS of the program]
 
-Both start from the same weights and train on the same samples. PROGRAM is the built example. Without
-arguments it trains the tiny model in f32 on this repository's Rust sources, as bytes, with PyTorch on
-the CPU. For a GPU, with a file of GPT-2's tokens:
+Both start from the same weights and train on the same samples. PROGRAM is the built `stepscope`.
+Without arguments it trains the tiny model in f32 on this repository's Rust sources, as bytes, with
+PyTorch on the CPU. For a GPU, with a file of GPT-2's tokens:
 
     ... gpt_training.py PROGRAM --updates 500 --limit 0.01 -- --device cuda --size 124m \
         --precision bf16 --batch 16 --data train.bin

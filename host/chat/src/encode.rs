@@ -87,7 +87,7 @@ impl Encoder<'_> {
         self.tokens(&whole, false, &counted)
     }
 
-    /// Encodes a text, of which these bytes count.
+    /// Encodes a text. A token counts if its bytes lie in one of the `counted` ranges.
     fn tokens(&self, text: &str, special: bool, counted: &[Range<usize>]) -> Result<Sample, String> {
         let encoding = self.tokenizer.encode(text, special).map_err(|reason| reason.to_string())?;
         // Special tokens that the tokenizer adds have no text of their own.

@@ -45,7 +45,7 @@ impl ChatTemplate {
     }
 
     /// Reads the template of a model's folder: `chat_template.jinja`, or else `chat_template` in
-    /// `tokenizer_config.json`. Returns `None` if the folder has none.
+    /// `tokenizer_config.json`. Returns `None` if the folder has no template.
     ///
     /// # Errors
     /// [`Error::File`] if a file cannot be read, or holds no valid template.

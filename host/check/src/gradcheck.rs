@@ -21,7 +21,7 @@ use stepscope_core::tensor::Shape;
 /// The function y = f(x0, x1, ..) may be any composition of tape ops. The loss is L = sum c y with
 /// random c, summed in f64. For an element x of an input the difference is
 /// `(8 (L(x + h) - L(x - h)) - (L(x + 2h) - L(x - 2h))) / 12 h`. Its error falls with h^4. The step
-/// h is `step`, times |x| if that is above one. The forward pass runs four times for each element,
+/// h is `step`, times |x| if |x| is above one. The forward pass runs four times for each element,
 /// in f32. Use small inputs, away from points where f has no derivative.
 ///
 /// ```
@@ -44,8 +44,8 @@ pub struct GradCheck {
     /// The largest allowed difference (default 1e-3), relative to the input's largest gradient or
     /// to one, whichever is larger.
     pub tolerance: f64,
-    /// The largest number of elements tried per input (default 64). If an input has more, `seed`
-    /// chooses them.
+    /// The largest number of elements tried per input (default 64). `seed` chooses the elements of
+    /// a larger input.
     pub elements: usize,
     /// The seed of c and of the chosen elements.
     pub seed: u64,

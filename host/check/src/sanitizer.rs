@@ -110,8 +110,8 @@ struct Unregistration {
     references: *const u64,
 }
 
-/// A tool's `InitializeInjectionNvtxExtension`, which fills in its functions. It returns zero if
-/// the tool has none.
+/// A tool's `InitializeInjectionNvtxExtension`, which fills in the tool's functions. It returns
+/// zero if the tool has no such functions.
 type Initialize = unsafe extern "C" fn(*mut Module) -> c_int;
 /// The first argument of each function is a domain, which is always the default one here.
 type RegisterHeap = unsafe extern "C" fn(*const c_void, *const HeapDescription) -> *mut c_void;

@@ -22,7 +22,7 @@ const PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
 /// The bytes of an ephemeral key, and of an authentication tag.
 const KEY: usize = 32;
 const TAG: usize = 16;
-/// The bytes that the initiator's message of the handshake has, and the responder's.
+/// The bytes of the two messages of a handshake: the initiator's, and the responder's.
 pub(super) const CALL: usize = KEY + TAG;
 pub(super) const ANSWER: usize = KEY + size_of::<u32>() + TAG;
 /// The bytes of a record's length.

@@ -78,7 +78,7 @@ pub struct Group(Arc<Member>);
 #[derive(Debug)]
 struct Member {
     mesh: Arc<Mesh>,
-    /// The link to the other ranks' devices. A single rank has none.
+    /// The link to the other ranks' devices. A single rank has no link.
     link: Option<Arc<DeviceLink>>,
 }
 
@@ -101,8 +101,8 @@ impl Wire for Mesh {
 }
 
 impl Group {
-    /// Meets the other ranks, and links this rank's device with theirs. Waits until all have
-    /// arrived, at most until the configuration's deadline.
+    /// Meets the other ranks, and links this rank's device with theirs. Waits until all ranks
+    /// have arrived, at most until the configuration's deadline.
     ///
     /// # Errors
     /// [`Error::Rendezvous`] that names a rank which has not arrived, does not belong to this
@@ -219,7 +219,7 @@ impl Group {
         self.compare("agree_on", &own, Location::caller())
     }
 
-    /// Compares the library's own settings in the same way.
+    /// Compares the library's own settings, as [`Group::agree_on`] compares a program's.
     #[doc(hidden)]
     pub fn compare(&self, op: &'static str, own: &Settings, location: &'static Location<'static>) -> Result<()> {
         let compared = own.check().and_then(|()| {

@@ -35,7 +35,7 @@ pub(super) struct Link {
 pub(super) enum HandshakeError {
     /// The other end, which should be or claims to be this rank, has a different secret.
     Secret(u32),
-    /// Its message was invalid, or did not arrive.
+    /// The other end's message was invalid, or did not arrive.
     Wire(WireError),
     /// The system has no random numbers.
     NoRandom,

@@ -28,9 +28,10 @@ use stepscope_core::rank_fault::{RankFault, RankFaultKind};
 /// The time that the others may take to receive a fault before it is returned, because the process
 /// may end then.
 const BROADCAST_TIME: Duration = Duration::from_millis(250);
-/// The time that they may take to receive a goodbye.
+/// The time that the others may take to receive a goodbye.
 const GOODBYE: Duration = Duration::from_millis(500);
-/// The time that a call which differs waits for the remaining ranks, to find the majority.
+/// The time to wait for the remaining ranks after two calls differ. The calls of most ranks then
+/// show which rank is wrong.
 const VOTE_TIMEOUT: Duration = Duration::from_millis(200);
 /// The bytes of an error that are passed on.
 const MOST_REASON: usize = 4096;

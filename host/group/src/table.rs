@@ -59,7 +59,7 @@ pub(super) struct Peer {
     pub(super) announced: VecDeque<Announcement>,
     /// The data that it has sent, the oldest first. It is unbounded, because two ranks that stop
     /// reading would keep each other from sending. It holds at most one round's data, because a
-    /// rank begins a round only after it has received all data of the last one.
+    /// rank begins a round only after it has received all data of the last round.
     pub(super) inbox: VecDeque<Piece>,
     /// The remaining bytes of the message that is arriving.
     pub(super) to_come: u64,
@@ -130,7 +130,7 @@ impl Peer {
         self.last.waits_for.map(|rank| rank as usize)
     }
 
-    /// Records that a message of it has arrived, and its heartbeat if it was one.
+    /// Records that a message of this peer has arrived. `beat` is the message if it is a heartbeat.
     pub(super) fn has_sent(&mut self, beat: Option<Beat>) {
         self.last_received = Instant::now();
         if let Some(beat) = beat {
@@ -163,7 +163,7 @@ impl Peer {
 pub(super) struct Table {
     pub(super) rank: usize,
     pub(super) own: Activity,
-    /// The other ranks by number. None for this one.
+    /// The other ranks by number. The entry of this rank is `None`.
     pub(super) peers: Vec<Option<Peer>>,
     pub(super) verdict: Option<RankFault>,
     /// The channel that receives a signal when there is a verdict.

@@ -55,7 +55,8 @@ pub(crate) fn attention_tile(launch: &Launch) -> [f64; 2] {
     [(warps - COPYING_WARPS).max(4.0) / 4.0 * 64.0, KEYS]
 }
 
-/// Sets one turn of attention: `products` of `[own, tile]` scores with heads of `held` columns.
+/// Sets the work of one turn of attention: `products` multiplies of `[own, tile]` scores, with
+/// heads of `held` columns.
 pub(crate) fn attention(work: &mut Work, products: f64, [own, tile]: [f64; 2], held: f64) {
     let computing = (work.warps - COPYING_WARPS).max(4.0);
     work.mma_flops = of_one(tile);

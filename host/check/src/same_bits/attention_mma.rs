@@ -71,7 +71,8 @@ impl<'s> Inputs<'_, 's> {
         Ok(())
     }
 
-    /// Uploads `lse`, `delta` and `dout`. `lse` is that of scores up to 8.
+    /// Uploads `lse`, `delta` and `dout`. The values of `lse` belong to scores of up
+    /// to 8.
     fn gradients_by_tensor<S: Stored>(&self, case: &Case<'s, S>) -> Result<(Tensor<'s>, Tensor<'s>, Tensor<'s, S>)> {
         let statistics = case.statistics();
         let lse: Vec<f32> =

@@ -181,8 +181,9 @@ const BF16_PRODUCTS: [Product; 11] = [
     (2, [70, 132, 9], ALL, TRANSPOSE_B | GELU_DERIVATIVE | STORE_PREACT, [0.3, 0.0]),
 ];
 
-/// Four blocks of the largest tile, enough uses of GELU, complete and partial stages with both
-/// kinds of rows. Some products have stages that wrap around the ring, and some are split-K.
+/// Products with four blocks of the largest tile, with GELU of many values, and with complete and
+/// partial stages of both kinds of rows. Some have stages that wrap around the ring, and some are
+/// split-K.
 const SMALLEST_BF16_PRODUCTS: [Product; 9] = [
     (1, [129, 260, 24], ALL, GELU, [1.0, 0.0]),
     (1, [256, 256, 168], ALL, TRANSPOSE_A, [1.0, 0.0]),

@@ -10,8 +10,11 @@
 //! Facts are gathered first, and then judged by functions that depend on nothing else. Each part of
 //! the gathering has a deadline, so the program ends within a minute.
 //!
-//! Exit code 0: nothing would stop training. 1: something would, or the report could not be
-//! written. 2: the command line is wrong, or the facts could not be read.
+//! | exit code | meaning |
+//! |---|---|
+//! | 0 | nothing would stop training |
+//! | 1 | a finding would stop training, or the report could not be written |
+//! | 2 | the command line is wrong, or the facts could not be read |
 
 mod facts;
 mod findings;

@@ -24,7 +24,7 @@ const CGROUP_SHARE: u64 = 32;
 pub struct HostMemory {
     /// The host's figures.
     pub host: Option<MemInfo>,
-    /// The memory cgroup that leaves this process least, if one limits it.
+    /// The memory cgroup that leaves this process the least memory, if a cgroup limits it.
     pub cgroup: Option<CgroupMemory>,
     /// The percentage of the last ten seconds in which a process of the host waited for memory, if
     /// the kernel reports it (`some avg10` of `/proc/pressure/memory`).

@@ -88,8 +88,8 @@ pub trait UpdateRule: 'static {
         false
     }
 
-    /// True if [`UpdateRule::queue`] writes [`UpdateArguments::copy`]. If false, it receives no
-    /// copy, and [`Optimizer`](crate::Optimizer) queues a launch after it that rounds all weights.
+    /// True if [`UpdateRule::queue`] writes [`UpdateArguments::copy`]. If false, `queue` receives
+    /// no copy, and [`Optimizer`](crate::Optimizer) queues another launch that rounds all weights.
     /// If true and a part is not written, the update is [`Error::Misuse`].
     fn writes_copy(&self) -> bool {
         false

@@ -108,7 +108,7 @@ impl Updates {
         self.serial.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Withdraws all tickets. None is issued again.
+    /// Withdraws all tickets, and ends the issue of tickets.
     pub(super) fn retire(&self) {
         self.reset(self.made());
         self.retired.store(true, Ordering::Relaxed);

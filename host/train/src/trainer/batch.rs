@@ -29,7 +29,8 @@ pub(super) fn dropout_seed(checkpoint: &Checkpoint) -> Result<u64> {
 pub(super) const MATRIX_INSTRUCTION: &str = "stepscope.matrix_instruction";
 
 /// Logs a warning if the run that wrote the checkpoint multiplied by another instruction than
-/// `ours`. The run then continues with other bits than it would have had there.
+/// `ours`. The sums of the continued run then differ from those of the first run in their last
+/// bits.
 pub(super) fn compare_instructions(checkpoint: &Checkpoint, ours: Option<MatrixInstruction>) {
     if let Some((theirs, ours)) = different(checkpoint.note(MATRIX_INSTRUCTION).ok(), ours) {
         tracing::warn!(%theirs, %ours, "the checkpoint was made with another matrix instruction; its sums round differently");
