@@ -17,10 +17,10 @@ const RUN_BYTES: usize = 4 << 10;
 /// The values that losses, gradients, weights and moments may hold.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum NonFinite {
-    /// Only finite values. All others are [`Error::NotFinite`].
+    /// Only finite values. Infinities and NaN are [`Error::NotFinite`].
     #[default]
     Reject,
-    /// Infinities and NaN too.
+    /// All values, also infinities and NaN.
     Allow,
 }
 

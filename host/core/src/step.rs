@@ -112,7 +112,7 @@ impl<'s> Step<'s> {
         self.region.launched(result)
     }
 
-    /// Runs what queues launches, and returns the memory that these use, too.
+    /// Calls `queue`, and returns its result and the memory that the queued launches use.
     #[doc(hidden)]
     pub fn watch_launches<Q>(&self, queue: impl FnOnce() -> Q) -> (Q, Vec<Extent>) {
         self.region.launches().watch(queue)

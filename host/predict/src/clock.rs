@@ -4,7 +4,7 @@
 //! Lavenberg, "Mean-Value Analysis of Closed Multichain Queuing Networks", 1980). The inner network
 //! is a multiprocessor. Its customers are the resident warps, which issue, multiply, read shared
 //! memory, and wait. The customers of the outer network are the resident blocks, which compute and
-//! move bytes.
+//! move bytes, or their warps where these do so independently.
 
 use crate::gpu::Gpu;
 use crate::work::Work;
@@ -85,7 +85,7 @@ pub(crate) fn time(gpu: &Gpu, work: &Work, memory_bytes: f64) -> Time {
         // and epilogue.
         let time = match work.turns > 1.0 {
             true => loops + moved + waits / at_once,
-            false => round(at_once, &[loops, moved], waits),
+            false => round(at_once * work.parts, &[loops / work.parts, moved / work.parts], waits) * work.parts,
         };
         let ends = waits + at_once * loops.max(moved) + loops.min(moved);
         let bound = if compute >= streamed.max(moved) {

@@ -1,5 +1,6 @@
 //! Kernels that pass through their arguments once.
 
+use kernels::loss::loss_rows;
 use stepscope::device::Launch;
 
 use crate::code::Code;
@@ -35,11 +36,23 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
         // A thread follows its path once.
         _ => {}
     }
+    if holds_rows_in_warps(launch) {
+        work.parts = work.warps;
+    }
     work.turn.all = all;
     work.turn.conflicts = code.way.conflicts / code.way.all * all;
     work.turn_waits = (alone - all).max(0.0);
     work.moved = work.moves() / blocks;
     work
+}
+
+/// Returns true if each warp of a loss has rows of its own, and meets the others only at the
+/// block's end. Softmax and norms do this too, in blocks of half as many threads, of which five to
+/// ten are resident: their blocks fill the memory's queue as well as their warps would.
+fn holds_rows_in_warps(launch: &Launch) -> bool {
+    // The classes follow two slices of two words each.
+    let classes = launch.words.as_slice().get(4).copied().unwrap_or(0);
+    launch.entry.name.starts_with("cross_entropy") && loss_rows(classes as usize) > 1
 }
 
 /// Dependent loads of an optimizer's settings: the norm, its limit, and the rates.

@@ -48,6 +48,9 @@ pub(crate) struct Work {
     pub(crate) moved: f64,
     /// The number of successive memory waits of a block.
     pub(crate) waits: f64,
+    /// The parts of a block that compute and move bytes independently of each other, if it has no
+    /// loop: one, or its warps.
+    pub(crate) parts: f64,
     pub(crate) touches: Vec<Touch>,
     /// True if its tensor-core instructions reach the GPU's power limit.
     pub(crate) is_hot: bool,
@@ -117,6 +120,7 @@ impl Work {
             streamed: 0.0,
             moved: 0.0,
             waits: 0.0,
+            parts: 1.0,
             touches: touches(launch),
             is_hot: launch.entry.name.contains("_of_bf16_") || launch.entry.is_warpgroup,
             flops: [0.0; 2],

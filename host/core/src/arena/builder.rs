@@ -165,8 +165,8 @@ impl ArenaBuilder {
         self
     }
 
-    /// Returns an arena of almost no memory whose steps need as much as those of the arena that
-    /// this builds. Steps can only be measured on it.
+    /// Returns an arena of almost no memory. Its steps need as many bytes as the steps of the arena
+    /// that this builder builds. Steps can only be measured on it.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`] if the driver is out of memory.

@@ -61,8 +61,8 @@ pub enum Origin {
 /// An event of the memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Event {
-    /// The time in microseconds, since 1970 for tools that show a date. Never earlier than that of
-    /// the event before.
+    /// The time in microseconds, since 1970 for tools that show a date. The times of an arena's
+    /// events never decrease.
     pub time_us: u64,
     /// The kind of the event.
     pub kind: Kind,

@@ -66,7 +66,8 @@ pub(super) struct Recordings<R> {
     kept: usize,
     made: u64,
     evicted: u64,
-    /// The shapes of evicted recordings, each once, the latest last. None of them has a recording.
+    /// The shapes of evicted recordings, each once, the latest last. A shape that is recorded again
+    /// is removed.
     gone: VecDeque<Key>,
     /// True once the warning was logged.
     warned: bool,

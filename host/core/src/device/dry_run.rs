@@ -228,8 +228,8 @@ pub(super) struct DryRunState {
 }
 
 impl DryRunState {
-    /// Returns true if the dry run may use memory of this device, which is that of a running step
-    /// if `of_step`.
+    /// Returns true if the dry run may use memory of this device. `of_step` is true for memory of
+    /// a running step.
     pub(super) fn reaches(&self, device: u64, of_step: bool) -> bool {
         self.parents.contains(&device) && !(self.replayed && of_step)
     }

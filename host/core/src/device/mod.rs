@@ -430,7 +430,8 @@ mod tests {
     use super::*;
     use std::sync::mpsc;
 
-    /// Also checks that the driver of a lost device stays, and that of any other ends with it.
+    /// Also checks that the driver of a lost device is kept, and that any other driver ends with
+    /// its device.
     #[cfg_attr(miri, ignore = "leaks the driver on purpose")]
     #[test]
     fn panic_loses_the_device() {

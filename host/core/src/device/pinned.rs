@@ -109,7 +109,7 @@ impl Pages {
         (end <= block.bytes as u64).then_some(block)
     }
 
-    /// Returns all blocks for freeing. None of them is held.
+    /// Returns all blocks for freeing. All held blocks must have been returned before.
     pub(super) fn into_deferred(self) -> impl Iterator<Item = DeferredFree> {
         self.spare.into_iter().map(Block::deferred)
     }

@@ -75,8 +75,8 @@ impl DeviceBuilder {
     /// it. [`Error::Kernels`] if one of its kernels fails the test, even if
     /// [`DeviceKind::Auto`](crate::DeviceKind::Auto) selected the device. [`Error::Timeout`] if the
     /// driver does not answer. [`Error::Misuse`] for a malformed `STEPSCOPE_CHECKED` or
-    /// `STEPSCOPE_SELF_TEST`. It is also returned for kernels of two packages with the same name,
-    /// or of one with the name of stepscope's own.
+    /// `STEPSCOPE_SELF_TEST`. It is also returned if two packages of kernels have the same name,
+    /// or if a package has the name of stepscope's own.
     pub fn open(self) -> Result<Device> {
         let (when, covered) = (self.tests()?, self.has_layers());
         let device = self.open_untested()?;

@@ -32,7 +32,7 @@ const PART_BYTES: usize = 128 << 10;
 /// The alignment of a piece within its slot.
 const ALIGN_BYTES: usize = 256;
 
-/// The number of slots of a ring, and the bytes of each. The default has none.
+/// The number of slots of a ring, and the bytes of each slot. The default has no slots.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct RingSize {
     slots: usize,

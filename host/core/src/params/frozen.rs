@@ -1,7 +1,7 @@
 //! Frozen weights: one flat region for each type in which they are stored.
 //!
-//! Invariant: no kernel writes a frozen weight, so their digest changes only when the host writes
-//! one. A BF16 copy of those in f32 equals them rounded.
+//! Invariant: no kernel writes a frozen weight, so the digest of frozen weights changes only when
+//! the host writes one. The BF16 copy of frozen f32 weights equals these weights, rounded.
 
 #![forbid(unsafe_code)]
 

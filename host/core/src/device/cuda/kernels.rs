@@ -121,8 +121,8 @@ impl Modules {
 /// A package, the name of a kernel, and the library that contains it.
 type Named<'a> = (&'a str, &'a str, Arc<Compiled>);
 
-/// Compiles each package's parts, on as many threads as there are processors. The error is that of
-/// the part that failed first.
+/// Compiles each package's parts, on as many threads as there are processors. Returns the
+/// error of the part that failed first.
 fn compile<'a>(work: &[(&'a str, Part<'a>)]) -> std::result::Result<Vec<Named<'a>>, String> {
     let (next, done) = (AtomicUsize::new(0), Mutex::new(Ok(Vec::new())));
     let take = || {
