@@ -60,6 +60,18 @@ on_each_device! {
             };
             parameters.write(w, &transposed(&values, shape)).unwrap();
             assert!(bits(&parameters.read(w).unwrap()) == bits(&transposed(&floats("nearest"), shape)), "{count}");
+            // The same from the order of the file, in its type.
+            parameters.write(w, &vec![0.0; values.len()]).unwrap();
+            match is_bf16 {
+                true => parameters.quantise(w, 0, &values.iter().map(|&value| bf16::from_f32(value)).collect::<Vec<_>>()),
+                false => parameters.quantise(w, 0, &values),
+            }
+            .unwrap();
+            assert!(bits(&parameters.read(w).unwrap()) == bits(&transposed(&floats("nearest"), shape)), "{count}");
+            let error = parameters.quantise(w, 1, &values).unwrap_err().to_string();
+            assert!(error.contains("number 1"), "{error}");
+            let error = parameters.quantise(w, 0, &values[1..]).unwrap_err().to_string();
+            assert!(error.contains("`w`"), "{error}");
             count += 1;
         }
         assert_eq!(count, 4);

@@ -32,6 +32,8 @@ pub mod error;
 #[doc(hidden)]
 pub mod files;
 #[doc(hidden)]
+pub mod host_matrix;
+#[doc(hidden)]
 pub mod host_memory;
 #[doc(hidden)]
 pub mod indices;
@@ -45,7 +47,8 @@ pub mod ops;
 pub mod params;
 #[doc(hidden)]
 pub mod precision;
-mod processors;
+#[doc(hidden)]
+pub mod processors;
 #[doc(hidden)]
 pub mod random;
 #[doc(hidden)]

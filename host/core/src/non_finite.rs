@@ -7,6 +7,7 @@
 
 use crate::error::{Error, Quantity, Result};
 use crate::processors::have_threads;
+use crate::tensor::Stored;
 use rayon::prelude::*;
 
 /// Bytes in each part that a thread checks.
@@ -56,6 +57,19 @@ fn part_is_finite(part: &[u8]) -> bool {
     })
 }
 
+/// True if all values are finite. All processors check a large slice.
+pub fn are_finite<S: Stored>(values: &[S]) -> bool {
+    const RUN: usize = RUN_BYTES / size_of::<f32>();
+    const PART: usize = PART_BYTES / size_of::<f32>();
+    let part_is_finite = |part: &[S]| {
+        part.chunks(RUN).all(|run| run.iter().fold(true, |finite, value| finite & is_finite(value.widen())))
+    };
+    match values.len() > PART && have_threads() {
+        true => values.par_chunks(PART).all(part_is_finite),
+        false => part_is_finite(values),
+    }
+}
+
 /// True if a value is finite, judged by its bits. A comparison could trap, depending on the
 /// thread's floating-point mode.
 pub fn is_finite(value: f32) -> bool {
@@ -78,6 +92,7 @@ mod tests {
             for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                 let finite = std::mem::replace(&mut values[at], value);
                 assert!(!all_finite(bytemuck::cast_slice(&values)), "{value} at {at}");
+                assert!(!are_finite(&values) && are_finite(&values[..at]), "{value} at {at}");
                 assert!(all_finite(bytemuck::cast_slice(&values[..at])), "{at}");
                 values[at] = finite;
             }

@@ -10,6 +10,7 @@ use crate::quantized::{self, Quantized};
 use crate::weights::columns;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+use stepscope_core::host_memory::zeros;
 use stepscope_core::{Error, FrozenType, ParameterEntry, ParameterSpec, Parameters, Result, Stored, bf16};
 use stepscope_train::{FileType, TensorFiles};
 
@@ -131,10 +132,21 @@ impl WeightFiles {
         }
         for (parameter, entry) in layout.iter() {
             let Some(numbers) = of_parameter.remove(entry.name()) else { continue };
-            let in_nf4 = numbers.iter().all(|&number| self.quantized.contains(&self.tensors[number].0));
-            if entry.frozen() == Some(FrozenType::Nf4) && in_nf4 {
+            let tensors = || numbers.iter().map(|&number| &self.tensors[number]);
+            // A matrix in NF4 has the order of a file of `[outputs, inputs]`.
+            let in_order = entry.frozen() == Some(FrozenType::Nf4) && tensors().all(|(_, tensor)| tensor.transposed);
+            if in_order && tensors().all(|(name, _)| self.quantized.contains(name)) {
                 for (place, &number) in numbers.iter().enumerate() {
                     parameters.write_nf4(parameter, place, &self.read_quantized(number)?.matrix())?;
+                }
+            } else if in_order && tensors().all(|(name, _)| !self.quantized.contains(name)) {
+                for (place, (name, _)) in tensors().enumerate() {
+                    match self.files.get(name) {
+                        Some((FileType::Bf16, _)) => {
+                            parameters.quantise(parameter, place, &self.files.read::<bf16>(name)?)?;
+                        }
+                        _ => parameters.quantise(parameter, place, &self.files.read::<f32>(name)?)?,
+                    }
                 }
             } else if entry.frozen() == Some(FrozenType::Bf16) {
                 parameters.write_as(parameter, &self.read::<bf16>(&layout, entry, &numbers)?)?;
@@ -151,7 +163,15 @@ impl WeightFiles {
 
     /// Reads the tensors of a parameter, one after another.
     fn read<S: Stored>(&mut self, layout: &ParameterSpec, entry: &ParameterEntry, numbers: &[usize]) -> Result<Vec<S>> {
-        let (mut ours, columns) = (vec![S::narrow(0.0); entry.shape().elements()], columns(layout));
+        let columns = columns(layout);
+        if let &[number] = numbers
+            && let (name, tensor) = &self.tensors[number]
+            && !self.quantized.contains(name)
+            && tensor.is_stored_as(columns(entry.name()))
+        {
+            return self.files.read(name);
+        }
+        let mut ours = zeros(entry.shape().elements()).map_err(|reason| Error::file(&self.folder, reason))?;
         for &number in numbers {
             let theirs = match self.quantized.contains(&self.tensors[number].0) {
                 true => self.read_quantized(number)?.matrix().decode(),
@@ -159,11 +179,7 @@ impl WeightFiles {
             };
             let tensor = &self.tensors[number].1;
             for (_, places) in tensor.places(&columns).filter(|(name, _)| *name == entry.name()) {
-                let added = tensor.added;
-                match added == 0.0 {
-                    true => places.for_each(|at, there| ours[at] = theirs[there]),
-                    false => places.for_each(|at, there| ours[at] = S::narrow(theirs[there].widen() + added)),
-                }
+                places.copy(&theirs, &mut ours, tensor.added);
             }
         }
         Ok(ours)

@@ -13,6 +13,8 @@
 
 use crate::config::{Family, FeedForwardKind, ModelConfig, NormKind, QkNormKind, Residual};
 use std::collections::BTreeMap;
+use stepscope_core::Stored;
+use stepscope_core::host_matrix::{Columns, copy, transpose};
 
 /// A tensor of a file.
 #[derive(Clone, Debug)]
@@ -61,6 +63,11 @@ impl FileTensor {
         self.parts.iter().map(|part| part.outputs).sum()
     }
 
+    /// Returns true if the tensor is the whole parameter of so many outputs, in its order.
+    pub(crate) fn is_stored_as(&self, outputs: usize) -> bool {
+        !self.transposed && self.added == 0.0 && self.parts.len() == 1 && self.parts[0].outputs == outputs
+    }
+
     /// Returns for each part its parameter, and the places of its elements. `columns` returns a
     /// parameter's outputs.
     pub(crate) fn places<'t>(
@@ -95,6 +102,20 @@ pub(crate) struct Places {
 impl Places {
     /// The inputs and outputs that are visited together, so that both sides stay in the cache.
     const BLOCK: usize = 64;
+
+    /// Copies the part's elements of a file's tensor to its parameter.
+    pub(crate) fn copy<S: Stored>(self, theirs: &[S], ours: &mut [S], added: f32) {
+        let Self { inputs, outputs, first, columns, start, all, transposed } = self;
+        let place = Columns { first, of: columns };
+        match transposed {
+            _ if added != 0.0 => self.for_each(|at, there| ours[at] = S::narrow(theirs[there].widen() + added)),
+            true => {
+                let source = (&theirs[start * inputs..], Columns { first: 0, of: inputs });
+                transpose(source, (ours, place), outputs);
+            }
+            false => copy((theirs, Columns { first: start, of: all }), (ours, place), outputs),
+        }
+    }
 
     /// Calls `visit` with each element's index in the parameter and in the file.
     pub(crate) fn for_each(self, mut visit: impl FnMut(usize, usize)) {

@@ -5,6 +5,7 @@
 use cuda_std::float_mode;
 use half::{bf16, f16};
 use safetensors::tensor::Dtype;
+use stepscope_core::tensor::{Element, Stored};
 
 /// The type of a tensor in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,11 +27,32 @@ impl FileType {
         }
     }
 
+    /// Returns true if values of S have this type.
+    pub(crate) fn is<S: Stored>(self) -> bool {
+        let name = <S as Element>::NAME;
+        matches!((self, name), (Self::F32, <f32 as Element>::NAME) | (Self::Bf16, <bf16 as Element>::NAME))
+    }
+
     pub(crate) fn dtype(self) -> Dtype {
         match self {
             Self::F32 => Dtype::F32,
             Self::Bf16 => Dtype::BF16,
             Self::F16 => Dtype::F16,
+        }
+    }
+
+    /// Converts little-endian values of this type: exactly to f32, and rounded to BF16. Runs in the
+    /// default floating-point mode.
+    pub(crate) fn decode<S: Stored>(self, bytes: &[u8], values: &mut [S]) {
+        let (twos, fours) = (bytes.as_chunks().0.iter(), bytes.as_chunks().0.iter());
+        match self {
+            Self::F32 => fours.zip(values).for_each(|(&four, value)| *value = S::narrow(f32::from_le_bytes(four))),
+            Self::Bf16 => {
+                twos.zip(values).for_each(|(&two, value)| *value = S::narrow(bf16::from_le_bytes(two).to_f32()));
+            }
+            Self::F16 => {
+                twos.zip(values).for_each(|(&two, value)| *value = S::narrow(f16::from_le_bytes(two).to_f32()));
+            }
         }
     }
 

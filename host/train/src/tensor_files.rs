@@ -9,14 +9,18 @@
 use crate::file_type::FileType;
 use crate::pretrained::{FILE, INDEX, no_tensors, shards};
 use crate::tensors::OpenTensors;
-use cuda_std::float_mode;
-use half::{bf16, f16};
 use safetensors::tensor::Dtype;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use stepscope_core::error::{Error, Result, short};
 use stepscope_core::files::PlainFile;
+use stepscope_core::host_memory::zeros;
+use stepscope_core::non_finite::{are_finite, is_finite};
+use stepscope_core::processors::for_each_part;
 use stepscope_core::tensor::Stored;
+
+/// The elements that a thread reads at a time.
+const PART: usize = 1 << 17;
 
 /// The open files of a folder in the layout of `save_pretrained`. The host holds one tensor at a
 /// time.
@@ -149,28 +153,31 @@ impl TensorFiles {
     /// # Errors
     /// [`Error::File`] if the folder has no such tensor, if its file cannot be read or has changed
     /// since it was opened, or if a number is not finite, also after rounding.
-    pub fn read<S: Stored>(&mut self, name: &str) -> Result<Vec<S>> {
-        let Some((place, kind, _)) = self.tensors.get(name) else {
+    pub fn read<S: Stored>(&self, name: &str) -> Result<Vec<S>> {
+        let Some((place, kind, shape)) = self.tensors.get(name) else {
             return Err(Error::file(&self.folder, format!("has no tensor `{}`", short(name))));
         };
-        let (path, file) = &mut self.files[*place];
-        let failed = |reason: std::io::Error| Error::file(&*path, reason);
-        let bytes = file.bytes(name).map_err(failed)?;
-        file.file().check_unchanged().map_err(failed)?;
-        let values: Vec<S> = match kind {
-            FileType::F32 => bytes.as_chunks().0.iter().map(|&four| S::narrow(f32::from_le_bytes(four))).collect(),
-            FileType::Bf16 => {
-                let number = |&two: &[u8; 2]| S::narrow(bf16::from_le_bytes(two).to_f32());
-                bytes.as_chunks().0.iter().map(number).collect()
+        let (path, file) = &self.files[*place];
+        let failed = |reason: std::io::Error| Error::file(path, reason);
+        // The header's check has computed the number of bytes.
+        let mut values = zeros::<S>(shape.iter().product()).map_err(failed)?;
+        let read = for_each_part(&mut values, PART, |first, part| {
+            let first = kind.bytes() * first;
+            if kind.is::<S>() {
+                return file.fill_from(name, first, bytemuck::cast_slice_mut(part));
             }
-            FileType::F16 => float_mode::in_default(|| {
-                bytes.as_chunks().0.iter().map(|&two| S::narrow(f16::from_le_bytes(two).to_f32())).collect()
-            }),
-        };
-        if let Some(at) = values.iter().position(|value| !value.widen().is_finite()) {
-            let got = values[at].widen();
-            let reason = format!("`{}`: expected finite numbers, got {got} at index {at}", short(name));
-            return Err(Error::file(&*path, reason));
+            let mut bytes = vec![0; kind.bytes() * part.len()];
+            file.fill_from(name, first, &mut bytes)?;
+            kind.decode(&bytes, part);
+            Ok(())
+        });
+        read.map_err(failed)?;
+        file.file().check_unchanged().map_err(failed)?;
+        if !are_finite(&values) {
+            let at = values.iter().position(|value| !is_finite(value.widen())).expect("a value that is not finite");
+            let reason =
+                format!("`{}`: expected finite numbers, got {} at index {at}", short(name), values[at].widen());
+            return Err(Error::file(path, reason));
         }
         Ok(values)
     }

@@ -137,6 +137,12 @@ impl OpenTensors {
         self.file.next_bytes((end - start) as u64)
     }
 
+    /// Fills `place` with the bytes of a tensor, which exists, from byte `first` on.
+    pub(crate) fn fill_from(&self, name: &str, first: usize, place: &mut [u8]) -> std::io::Result<()> {
+        let (start, _) = self.header.tensors[name].data_offsets;
+        self.file.fill_from(self.start + (start + first) as u64, place)
+    }
+
     /// The file.
     pub(crate) fn file(&self) -> &PlainFile {
         &self.file

@@ -5,7 +5,7 @@
 #![forbid(unsafe_code)]
 
 use super::kind::FileKind;
-use crate::host_memory::HostMemory;
+use crate::host_memory::check_room;
 use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Take};
 use std::path::Path;
@@ -84,24 +84,34 @@ impl PlainFile {
 
     /// Returns the next `count` bytes, after checking that the host has memory for them.
     pub fn next_bytes(&mut self, count: u64) -> io::Result<Vec<u8>> {
-        // The system may grant memory that it does not have, and kill a process that writes to it.
-        let available = HostMemory::available_bytes();
-        let too_large = |reason: String| io::Error::new(io::ErrorKind::FileTooLarge, reason);
-        if count > available {
-            return Err(too_large(format!(
-                "expected at most the {available} bytes that the host, or this process's cgroup, has available, got {count}: free some \
-                 memory"
-            )));
-        }
+        check_room(count.into())?;
         let mut bytes = Vec::new();
         let room = usize::try_from(count).ok().filter(|&room| bytes.try_reserve_exact(room).is_ok());
-        let room = room.ok_or_else(|| too_large(format!("no memory for its {count} bytes")))?;
+        let refused = || io::Error::new(io::ErrorKind::FileTooLarge, format!("no memory for its {count} bytes"));
+        let room = room.ok_or_else(refused)?;
         let read = self.take(count).read_to_end(&mut bytes)?;
         if read != room {
-            let reason = format!("truncated: expected {count} more bytes, got {read}");
-            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, reason));
+            return Err(truncated(format!("expected {count} more bytes, got {read}")));
         }
         Ok(bytes)
+    }
+
+    /// Fills `place` with the bytes from `offset` on. Several threads may call it at a time.
+    pub fn fill_from(&self, offset: u64, place: &mut [u8]) -> io::Result<()> {
+        #[cfg(unix)]
+        let filled = std::os::unix::fs::FileExt::read_exact_at(self.file.get_ref(), place, offset);
+        #[cfg(not(unix))]
+        let filled = {
+            // The position belongs to the open file.
+            static POSITION: std::sync::Mutex<()> = std::sync::Mutex::new(());
+            let _position = POSITION.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let mut file = self.file.get_ref();
+            file.seek(SeekFrom::Start(offset)).and_then(|_| file.read_exact(place))
+        };
+        filled.map_err(|reason| match reason.kind() {
+            io::ErrorKind::UnexpectedEof => truncated(format!("expected {} bytes from byte {offset} on", place.len())),
+            _ => reason,
+        })
     }
 
     /// Checks like [`PlainFile::check_unchanged`], and also returns an error if the path leads to
@@ -153,6 +163,10 @@ impl Seek for PlainFile {
     fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
         self.file.seek(to)
     }
+}
+
+fn truncated(reason: String) -> io::Error {
+    io::Error::new(io::ErrorKind::UnexpectedEof, format!("truncated: {reason}"))
 }
 
 /// Opens a file without waiting for a pipe's other end.

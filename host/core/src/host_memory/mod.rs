@@ -20,8 +20,36 @@ pub use meminfo::MemInfo;
 pub use page_locked::PageLocked;
 pub use shortage::{HostMemory, MemoryForecast, MemoryShortage, ProcessMemory};
 
+use bytemuck::Pod;
 use cuda_std::float_mode;
-use std::fmt;
+use std::{fmt, io};
+
+/// Returns an error unless the host has memory for so many bytes of a file.
+///
+/// # Errors
+/// [`io::ErrorKind::FileTooLarge`], with both figures.
+pub(crate) fn check_room(bytes: u128) -> io::Result<()> {
+    // The system may grant memory that it does not have, and kill a process that writes to it.
+    let available = HostMemory::available_bytes();
+    if bytes <= u128::from(available) {
+        return Ok(());
+    }
+    let reason = format!(
+        "expected at most the {available} bytes that the host, or this process's cgroup, has available, got {bytes}: free some memory"
+    );
+    Err(io::Error::new(io::ErrorKind::FileTooLarge, reason))
+}
+
+/// Returns zeros to be overwritten with the values of a file, after checking that the host has
+/// memory for them. The system provides pages when they are written.
+///
+/// # Errors
+/// [`io::ErrorKind::FileTooLarge`].
+pub fn zeros<T: Pod>(count: usize) -> io::Result<Vec<T>> {
+    check_room(count as u128 * size_of::<T>() as u128)?;
+    let refused = || io::Error::new(io::ErrorKind::FileTooLarge, format!("no memory for its {count} values"));
+    bytemuck::try_zeroed_vec(count).map_err(|()| refused())
+}
 
 /// A number of bytes, shown in readable and in exact form.
 pub(crate) struct Size(pub(crate) u64);

@@ -168,6 +168,13 @@ impl Frozen {
         self.write_words(entry.start() + first, &words)
     }
 
+    /// Quantises a matrix of a parameter in NF4.
+    pub(super) fn quantise<S: Stored>(&mut self, entry: &ParameterEntry, number: usize, weights: &[S]) -> Result<()> {
+        let (first, words) = nf4::quantised(entry, number, weights)?;
+        self.digest = OnceLock::new();
+        self.write_words(entry.start() + first, &words)
+    }
+
     fn write_words(&mut self, start: usize, words: &[u32]) -> Result<()> {
         self.nf4.as_mut().expect("a spec with parameters of this type has the region").write(start, words)
     }

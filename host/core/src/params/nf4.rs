@@ -12,13 +12,14 @@
 
 use super::spec::ParameterEntry;
 use crate::error::{Error, Result, short};
-use crate::processors::have_threads;
+use crate::host_matrix::{Columns, transpose};
+use crate::processors::for_each_part;
 use crate::step::Step;
 use crate::tensor::{Memory, Stored, Target, Tensor};
 use cuda_std::float_mode;
 use kernels::nf4::nf4_decode;
 use kernels::nf4_format::{BLOCK, GROUP, Layout, NF4, PER_WORD, scale, shift, weight};
-use rayon::prelude::*;
+use std::convert::Infallible;
 
 /// The parts of a matrix in NF4, as a file of bitsandbytes has them.
 #[derive(Clone, Copy, Debug)]
@@ -60,21 +61,19 @@ impl Nf4Matrix<'_> {
     /// Returns the weights, row by row, of a matrix whose parts have been checked. All codes have
     /// weights.
     pub fn decode<S: Stored>(&self) -> Vec<S> {
-        let words = self.words();
-        decode(&words, 2 * self.codes.len()).into_iter().map(S::narrow).collect()
+        decode(&self.words(), 2 * self.codes.len())
     }
 
     /// Returns the words of a matrix whose parts have been checked.
     fn words(&self) -> Vec<u32> {
         let layout = Layout::new(2 * self.codes.len());
         let mut words = vec![0; layout.words];
-        let mut place = |first: usize, bytes: &[u8]| {
-            for (at, byte) in bytes.iter().enumerate() {
-                words[first + at / 4] |= u32::from(*byte) << (8 * (at % 4));
-            }
-        };
-        place(0, self.codes);
-        place(layout.scales, self.scales);
+        for (first, bytes) in [(0, self.codes), (layout.scales, self.scales)] {
+            let (fours, rest) = bytes.as_chunks();
+            let last = [0, 1, 2, 3].map(|at| rest.get(at).copied().unwrap_or(0));
+            let fours = fours.iter().chain((!rest.is_empty()).then_some(&last));
+            words[first..].iter_mut().zip(fours).for_each(|(word, &four)| *word = u32::from_le_bytes(four));
+        }
         for (word, factor) in words[layout.factors..].iter_mut().zip(self.factors) {
             *word = factor.to_bits();
         }
@@ -89,83 +88,112 @@ pub(super) const UNIT: usize = PER_WORD;
 /// The least scale by which bitsandbytes divides.
 const LEAST: f32 = 1e-38;
 
-/// Returns the codes' boundaries: a value has the code of the number of boundaries below it.
-fn boundaries<const N: usize>(values: [f32; N]) -> Vec<f32> {
-    values.windows(2).map(|pair| (pair[0] + pair[1]) / 2.0).collect()
-}
+/// The blocks, or words of scales, that a thread quantises or decodes at a time.
+const PART: usize = 1024;
 
 /// Returns the values of the codes of scales.
 fn scale_values() -> [f32; 256] {
     std::array::from_fn(|code| scale(code as u32, 1.0, 0.0))
 }
 
-fn code(boundaries: &[f32], value: f32) -> u32 {
-    boundaries.partition_point(|&boundary| boundary < value) as u32
+/// Returns the boundary between two neighboring values.
+fn boundary(pair: &[f32]) -> f32 {
+    (pair[0] + pair[1]) / 2.0
 }
 
-/// Quantises the weights of a matrix `[outputs, inputs]`, and returns its words.
-fn encode(weights: &[f32]) -> Vec<u32> {
-    float_mode::in_default(|| {
-        let layout = Layout::new(weights.len());
-        let mut words = vec![0; layout.words];
-        let of_weights = boundaries(NF4);
-        let mut scales = vec![0.0; weights.len().div_ceil(BLOCK)];
-        let block = |(weights, (words, scale)): (&[f32], (&mut [u32], &mut f32))| {
-            float_mode::in_default(|| *scale = encode_block(&of_weights, weights, words));
-        };
-        let codes = &mut words[..layout.scales];
-        match have_threads() {
-            true => {
-                let blocks = codes.par_chunks_mut(BLOCK / PER_WORD).zip(&mut scales);
-                weights.par_chunks(BLOCK).zip(blocks).with_min_len(1024).for_each(block);
-            }
-            false => {
-                let blocks = codes.chunks_mut(BLOCK / PER_WORD).zip(&mut scales);
-                weights.chunks(BLOCK).zip(blocks).for_each(block);
-            }
+/// Quantises the weights of a matrix `[outputs, inputs]`, whose extents are multiples of [`UNIT`],
+/// and returns its words. Runs in the default floating-point mode.
+fn encode<S: Stored>(weights: &[S]) -> Vec<u32> {
+    let layout = Layout::new(weights.len());
+    let (weights, []) = weights.as_chunks::<BLOCK>() else { unreachable!("the extents are multiples of 8") };
+    let (mut words, mut scales) = (vec![0; layout.words], vec![0.0; weights.len()]);
+    let Ok(()) = for_each_part(&mut scales, PART, |first, part| {
+        part.iter_mut().zip(&weights[first..]).for_each(|(scale, block)| *scale = largest(block));
+        Ok::<_, Infallible>(())
+    });
+    let boundaries: [f32; 15] = std::array::from_fn(|code| boundary(&NF4[code..code + 2]));
+    let block_words = BLOCK / PER_WORD;
+    let Ok(()) = for_each_part(&mut words[..layout.scales], PART * block_words, |first, part| {
+        let first = first / block_words;
+        for ((words, block), scale) in part.as_chunks_mut().0.iter_mut().zip(&weights[first..]).zip(&scales[first..]) {
+            encode_block(&boundaries, block, *scale, words);
         }
-        let offset = (scales.iter().map(|&scale| f64::from(scale)).sum::<f64>() / scales.len() as f64) as f32;
-        let of_scales = boundaries(scale_values());
-        for (group, scales) in scales.chunks(GROUP).enumerate() {
+        Ok::<_, Infallible>(())
+    });
+    let offset = (scales.iter().map(|&scale| f64::from(scale)).sum::<f64>() / scales.len() as f64) as f32;
+    words[layout.offset] = offset.to_bits();
+    let (of_scales, of_factors) = words[layout.scales..layout.offset].split_at_mut(layout.factors - layout.scales);
+    let Ok(()) = for_each_part(of_factors, PART / GROUP, |first, part| {
+        for (word, scales) in part.iter_mut().zip(scales[GROUP * first..].chunks(GROUP)) {
             let factor = scales.iter().fold(0.0f32, |largest, scale| largest.max((scale - offset).abs()));
+            *word = factor.to_bits();
+        }
+        Ok::<_, Infallible>(())
+    });
+    let values = scale_values();
+    let boundaries: [f32; 255] = std::array::from_fn(|code| boundary(&values[code..code + 2]));
+    let Ok(()) = for_each_part(of_scales, PART, |first, part| {
+        for (word, (number, scales)) in part.iter_mut().zip(scales[4 * first..].chunks(4).enumerate()) {
+            let factor = f32::from_bits(of_factors[4 * (first + number) / GROUP]);
             let inverse = 1.0 / factor.max(LEAST);
-            words[layout.factors + group] = factor.to_bits();
             for (at, scale) in scales.iter().enumerate() {
-                let at = group * GROUP + at;
                 let scaled = ((scale - offset) * inverse).clamp(-1.0, 1.0);
-                words[layout.scales + at / 4] |= code(&of_scales, scaled) << (8 * (at % 4));
+                let code = boundaries.partition_point(|&boundary| boundary < scaled) as u32;
+                *word |= code << (8 * at);
             }
         }
-        words[layout.offset] = offset.to_bits();
-        words
-    })
+        Ok::<_, Infallible>(())
+    });
+    words
 }
 
-/// Writes the codes of a block, and returns its scale.
-fn encode_block(boundaries: &[f32], weights: &[f32], words: &mut [u32]) -> f32 {
-    let largest = weights.iter().fold(0.0f32, |largest, weight| largest.max(weight.abs()));
-    let (is_whole, divisor) = (weights.len() == BLOCK, largest.max(LEAST));
-    let inverse = 1.0 / divisor;
-    for (at, &weight) in weights.iter().enumerate() {
-        // As bitsandbytes does it: the weights of a last block that is shorter are divided.
-        let scaled = if is_whole { weight * inverse } else { weight / divisor };
-        words[at / PER_WORD] |= code(boundaries, scaled.clamp(-1.0, 1.0)) << shift(at);
+/// Returns the largest magnitude of a block, which is its scale.
+fn largest<S: Stored>(block: &[S; BLOCK]) -> f32 {
+    let mut largest = [0.0f32; PER_WORD];
+    for weights in block.as_chunks::<PER_WORD>().0 {
+        for (largest, weight) in largest.iter_mut().zip(weights) {
+            let magnitude = weight.widen().abs();
+            *largest = if magnitude > *largest { magnitude } else { *largest };
+        }
     }
-    if is_whole { largest } else { divisor }
+    largest.into_iter().fold(0.0, f32::max)
+}
+
+/// Writes the codes of a block. A weight's code is the number of boundaries below it. They are
+/// counted without branches, so that the compiler uses vectors.
+fn encode_block<S: Stored>(
+    boundaries: &[f32; 15],
+    block: &[S; BLOCK],
+    scale: f32,
+    words: &mut [u32; BLOCK / PER_WORD],
+) {
+    let inverse = 1.0 / scale.max(LEAST);
+    for (word, weights) in words.iter_mut().zip(block.as_chunks::<PER_WORD>().0) {
+        let scaled = weights.map(|weight| weight.widen() * inverse);
+        let mut codes = [0; PER_WORD];
+        for boundary in boundaries {
+            codes.iter_mut().zip(scaled).for_each(|(code, scaled)| *code += u32::from(*boundary < scaled));
+        }
+        *word = codes.iter().enumerate().map(|(at, code)| code << shift(at)).sum();
+    }
 }
 
 /// Returns the weights of a matrix of this many, row by row.
-fn decode(words: &[u32], weights: usize) -> Vec<f32> {
+fn decode<S: Stored>(words: &[u32], weights: usize) -> Vec<S> {
     let layout = Layout::new(weights);
     let offset = f32::from_bits(words[layout.offset]);
-    float_mode::in_default(|| {
-        let of_block = |block: usize| {
+    let mut all = bytemuck::zeroed_vec(weights);
+    let Ok(()) = for_each_part(&mut all, PART * BLOCK, |first, part: &mut [S]| {
+        for (block, part) in (first / BLOCK..).zip(part.chunks_mut(BLOCK)) {
             let code = words[layout.scales + block / 4] >> (8 * (block % 4));
-            scale(code, f32::from_bits(words[layout.factors + block / GROUP]), offset)
-        };
-        let scales: Vec<f32> = (0..weights.div_ceil(BLOCK)).map(of_block).collect();
-        (0..weights).map(|at| weight(words[at / PER_WORD] >> shift(at), scales[at / BLOCK])).collect()
-    })
+            let scale = scale(code, f32::from_bits(words[layout.factors + block / GROUP]), offset);
+            for (at, place) in part.iter_mut().enumerate() {
+                *place = S::narrow(weight(words[block * (BLOCK / PER_WORD) + at / PER_WORD] >> shift(at), scale));
+            }
+        }
+        Ok::<_, Infallible>(())
+    });
+    all
 }
 
 /// A matrix of a parameter: its first word, and its outputs.
@@ -203,13 +231,10 @@ pub(super) fn quantise<S: Stored>(entry: &ParameterEntry, values: &[S]) -> Vec<u
     let ([inputs, columns], places) = matrices(entry);
     let mut words = Vec::with_capacity(entry.stored_elements());
     for Place { first, outputs, .. } in places {
-        let mut rows = vec![0.0; inputs * outputs];
-        for (input, values) in values.chunks_exact(columns).enumerate() {
-            for (output, value) in values[first..first + outputs].iter().enumerate() {
-                rows[output * inputs + input] = value.widen();
-            }
-        }
-        words.extend(encode(&rows));
+        let mut rows: Vec<S> = bytemuck::zeroed_vec(inputs * outputs);
+        let all = Columns { first: 0, of: inputs };
+        transpose((values, Columns { first, of: columns }), (&mut rows, all), inputs);
+        words.extend(float_mode::in_default(|| encode(&rows)));
     }
     words
 }
@@ -229,29 +254,45 @@ pub(super) fn fill_zeros(entry: &ParameterEntry, from: usize, part: &mut [u8]) {
 /// Returns a parameter's values `[inputs, outputs]`.
 pub(super) fn values<S: Stored>(entry: &ParameterEntry, words: &[u32]) -> Vec<S> {
     let ([inputs, columns], places) = matrices(entry);
-    let mut values = vec![S::narrow(0.0); inputs * columns];
+    let mut values = bytemuck::zeroed_vec(inputs * columns);
     for Place { word, first, outputs } in places {
         let weights = inputs * outputs;
-        let rows = decode(&words[word..word + Layout::new(weights).words], weights);
-        for (output, row) in rows.chunks_exact(inputs).enumerate() {
-            for (input, &weight) in row.iter().enumerate() {
-                values[input * columns + first + output] = S::narrow(weight);
-            }
-        }
+        let rows: Vec<S> = decode(&words[word..word + Layout::new(weights).words], weights);
+        let all = Columns { first: 0, of: inputs };
+        transpose((&rows, all), (&mut values, Columns { first, of: columns }), outputs);
     }
     values
 }
 
 /// Returns the first word of a matrix in its parameter, and its words.
 pub(super) fn packed(entry: &ParameterEntry, number: usize, matrix: &Nf4Matrix<'_>) -> Result<(usize, Vec<u32>)> {
-    let ([inputs, _], mut places) = matrices(entry);
-    let Some(Place { word, outputs, .. }) = places.nth(number) else {
-        let expected = format!("one of the {} matrices of `{}`", entry.matrices().len(), short(entry.name()));
-        return Err(Error::misuse("write_nf4", expected, format!("number {number}")));
-    };
-    let checked = matrix.check([outputs, inputs]);
+    let (word, shape) = matrix_place("write_nf4", entry, number)?;
+    let checked = matrix.check(shape);
     checked.map_err(|reason| Error::misuse("write_nf4", format!("a matrix of `{}`", short(entry.name())), reason))?;
     Ok((word, matrix.words()))
+}
+
+/// Returns the first word of a matrix in its parameter, and the words of its weights `[outputs,
+/// inputs]`.
+pub(super) fn quantised<S: Stored>(entry: &ParameterEntry, number: usize, weights: &[S]) -> Result<(usize, Vec<u32>)> {
+    let (word, [outputs, inputs]) = matrix_place("quantise", entry, number)?;
+    if weights.len() != outputs * inputs {
+        let expected = format!("{outputs} x {inputs} weights of `{}`", short(entry.name()));
+        return Err(Error::misuse("quantise", expected, weights.len().to_string()));
+    }
+    Ok((word, float_mode::in_default(|| encode(weights))))
+}
+
+/// Returns the first word of a matrix in its parameter, and its outputs and inputs.
+fn matrix_place(op: &'static str, entry: &ParameterEntry, number: usize) -> Result<(usize, [usize; 2])> {
+    let ([inputs, _], mut places) = matrices(entry);
+    match places.nth(number) {
+        Some(Place { word, outputs, .. }) => Ok((word, [outputs, inputs])),
+        None => {
+            let expected = format!("one of the {} matrices of `{}`", entry.matrices().len(), short(entry.name()));
+            Err(Error::misuse(op, expected, format!("number {number}")))
+        }
+    }
 }
 
 /// Queues the decoding of a parameter, whose words begin in `memory`, into a tensor of the step.

@@ -17,7 +17,7 @@ use crate::digest::hex;
 use crate::error::{Error, Quantity, Result, short};
 use crate::initializer::Initializer;
 use crate::launch::launch_on;
-use crate::non_finite::{NonFinite, all_finite, is_finite};
+use crate::non_finite::{NonFinite, all_finite, are_finite, is_finite};
 use crate::random::SplitMix64;
 use crate::step::Step;
 use crate::tensor::{Element, Lent, LentMut, Memory, Shape, Source, Stored, Target};
@@ -394,7 +394,7 @@ impl Parameters {
             let expected = format!("{} values for `{}` {}", entry.shape().elements(), entry.name(), entry.shape());
             return Err(Error::misuse("write", expected, values.len().to_string()));
         }
-        self.unchecked |= !values.iter().all(|value| is_finite(value.widen()));
+        self.unchecked |= !are_finite(values);
         if let Some(stored) = entry.frozen() {
             return self.frozen.write(entry, stored, values);
         }
@@ -415,13 +415,22 @@ impl Parameters {
     /// [`Error::Misuse`] when the parameter is not in NF4, has no such matrix, or the matrix has
     /// other extents.
     pub fn write_nf4(&mut self, parameter: Parameter, number: usize, matrix: &Nf4Matrix<'_>) -> Result<()> {
-        let entry = self.flat.layout.entry(parameter)?;
-        if entry.frozen() != Some(FrozenType::Nf4) {
-            let got = format!("`{}`", short(entry.name()));
-            return Err(Error::misuse("write_nf4", "a parameter that is frozen in NF4", got));
-        }
+        let entry = nf4_entry("write_nf4", &self.flat.layout, parameter)?;
         self.unchecked |= !matrix.factors.iter().chain([&matrix.offset]).all(|&value| is_finite(value));
         self.frozen.write_nf4(entry, number, matrix)
+    }
+
+    /// Quantises a matrix of a parameter that is frozen in NF4, like [`Parameters::write_nf4`]. The
+    /// weights are `[outputs, inputs]`, as in a file. [`Parameters::write`] writes the same from
+    /// `[inputs, outputs]`.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when the parameter is not in NF4, has no such matrix, or the number of
+    /// weights differs.
+    pub fn quantise<S: Stored>(&mut self, parameter: Parameter, number: usize, weights: &[S]) -> Result<()> {
+        let entry = nf4_entry("quantise", &self.flat.layout, parameter)?;
+        self.unchecked |= !are_finite(weights);
+        self.frozen.quantise(entry, number, weights)
     }
 
     /// The SHA-256 of names, shapes, types and bytes of the frozen weights, in hexadecimal, or
@@ -465,6 +474,15 @@ impl Parameters {
         }
         Ok(hex(&hash.finalize()))
     }
+}
+
+/// Returns the entry of a parameter, which must be frozen in NF4.
+fn nf4_entry<'l>(op: &'static str, layout: &'l ParameterSpec, parameter: Parameter) -> Result<&'l ParameterEntry> {
+    let entry = layout.entry(parameter)?;
+    if entry.frozen() == Some(FrozenType::Nf4) {
+        return Ok(entry);
+    }
+    Err(Error::misuse(op, "a parameter that is frozen in NF4", format!("`{}`", short(entry.name()))))
 }
 
 /// Draws the next elements of a parameter from element `first` on, and writes each as `write`

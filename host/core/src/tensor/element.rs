@@ -7,7 +7,7 @@ use half::bf16;
 use std::fmt;
 
 /// A type that a tensor may hold.
-pub trait Element: bytemuck::Pod + Send + fmt::Debug + PartialEq + sealed::Sealed {
+pub trait Element: bytemuck::Pod + Send + Sync + fmt::Debug + PartialEq + sealed::Sealed {
     /// The type's name in messages and files.
     const NAME: &'static str;
     /// The word that checked mode writes to memory that nothing has written yet.
