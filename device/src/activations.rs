@@ -6,7 +6,7 @@
 //! and one reciprocal, of z >= 0:
 //!
 //! ```text
-//! e = 2^-z          within 2^-18, see `exp2_negative`
+//! e = 2^-z          within 2^-18, see `math::exp2_negative`
 //! i = 1 / (1 + e)   within 2^-18: a cubic and one step of Newton's iteration
 //! sigmoid           i at +z, e i at -z
 //! ```
@@ -14,7 +14,7 @@
 //! the same bits on every CPU and GPU. A NaN gives a NaN. Each derivative is computed at -|x|, and
 //! is 1 less that at |x|.
 
-use crate::math::{self, LOG2_E, exp2_less_1, exp2_negative, fma, larger_or_nan, newton, select};
+use crate::math::{self, LOG2_E, exp2_less_1, exp2_minus, fma, larger_of_minus, larger_or_nan, newton, select};
 use half::bf16;
 
 /// Activations and their derivatives, as accurate as the stored type can represent.
@@ -39,6 +39,12 @@ pub trait Activations {
     /// Computes the derivative of [`silu`](Self::silu). Near its root at -1.2785 the BF16 version
     /// has an absolute error of 2^-18, not a relative one.
     fn silu_derivative(x: f32) -> f32;
+
+    /// Returns [`silu`](Self::silu) and its [derivative](Self::silu_derivative).
+    #[inline(always)]
+    fn silu_and_derivative(x: f32) -> [f32; 2] {
+        [Self::silu(x), Self::silu_derivative(x)]
+    }
 }
 
 impl Activations for f32 {
@@ -83,13 +89,13 @@ const SILU_END: f32 = 128.0;
 
 impl Activations for bf16 {
     /// Computes (1 - e) / (1 + e), with e of 2 |x|. The rounding error of 1 - e is avoided, because
-    /// e - 1 is known too.
+    /// e - 1 is known too. A NaN makes t a NaN, and so the result.
     #[inline(always)]
     fn hyperbolic_tangent(x: f32) -> f32 {
         let (t, power) = exp2_less_1(-2.0 * LOG2_E * x.abs());
         let above = fma(-power, t, 1.0 - power);
         let y = above * inverse(2.0 - above);
-        select(x.is_nan(), x, f32::from_bits(y.to_bits() | (x.to_bits() & 0x8000_0000)))
+        f32::from_bits(y.to_bits() | (x.to_bits() & 0x8000_0000))
     }
 
     #[inline(always)]
@@ -101,7 +107,7 @@ impl Activations for bf16 {
 
     #[inline(always)]
     fn gelu_derivative(x: f32) -> f32 {
-        let below = larger_or_nan(-x.abs(), -GELU_END);
+        let below = larger_of_minus(x, -GELU_END);
         let square = below * below;
         let logistic = Logistic::new(below * fma(square, GELU_3 * LOG2_E, GELU_1 * LOG2_E));
         logistic.derivative(x, below * fma(square, 3.0 * GELU_3, GELU_1))
@@ -120,8 +126,17 @@ impl Activations for bf16 {
 
     #[inline(always)]
     fn silu_derivative(x: f32) -> f32 {
-        let below = larger_or_nan(-x.abs(), -SILU_END);
+        let below = larger_of_minus(x, -SILU_END);
         Logistic::new(below * LOG2_E).derivative(x, below)
+    }
+
+    /// Computes both from one exponential. Its argument is `-|x| log2(e)`, and any below -127 gives
+    /// the same.
+    #[inline(always)]
+    fn silu_and_derivative(x: f32) -> [f32; 2] {
+        let below = larger_of_minus(x, -SILU_END);
+        let logistic = Logistic::new(below * LOG2_E);
+        [larger_or_nan(x, -SILU_END) * logistic.at(x), logistic.derivative(x, below)]
     }
 }
 
@@ -135,7 +150,7 @@ struct Logistic {
 impl Logistic {
     #[inline(always)]
     fn new(z: f32) -> Self {
-        let e = exp2_negative(-z.abs());
+        let e = exp2_minus(z);
         Self { e, inverse: inverse(1.0 + e) }
     }
 

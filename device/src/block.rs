@@ -4,7 +4,7 @@
 //! flat array, 256 threads:  block 0                       block 1
 //!   elements                0..3   4..7  ..  1020..1023   1024..1027  ..
 //!   thread                    0      1   ..     255            0
-//!   BF16: a thread has two vectors, 1024 elements apart
+//!   BF16: a thread has two vectors next to each other, 16 bytes
 //!
 //! reduction over a block:       lanes 0..31 of warp 0   ..   lanes 0..31 of warp 7
 //!   shuffles, 16 8 4 2 1 apart        lane 0                       lane 0
@@ -46,11 +46,29 @@ pub const fn own_vectors<S>() -> usize {
     16 / (F4::LEN * size_of::<S>())
 }
 
-/// Returns the index of the first element of this thread's first vector in a flat array of S, a
-/// multiple of four. The other vectors follow [`BLOCK_ELEMENTS`] apart.
+/// Returns true if a thread of a kernel with `twice` has two rounds of a flat array of S of
+/// `length`. An array of less than 2048 blocks of two rounds has one round, so that it has more
+/// blocks.
 #[inline(always)]
-pub fn own_index<S>() -> usize {
-    thread::block_idx_x() as usize * own_vectors::<S>() * BLOCK_ELEMENTS + thread::thread_idx_x() as usize * F4::LEN
+pub const fn has_two_rounds<S>(length: usize) -> bool {
+    length >= 2 * 2048 * own_vectors::<S>() * BLOCK_ELEMENTS
+}
+
+/// Returns the index of this thread's first element of a flat array of S, and the end of its
+/// block's elements. If `has_two`, the second round follows a block's elements later.
+#[inline(always)]
+pub fn own_places<S>(has_two: bool) -> (usize, usize) {
+    let each = own_vectors::<S>() * F4::LEN;
+    let of_block = (each * BLOCK as usize) << has_two as u32;
+    let start = thread::block_idx_x() as usize * of_block;
+    (start + thread::thread_idx_x() as usize * each, start + of_block)
+}
+
+/// Returns the index of the first element of this thread in a flat array of which each thread has
+/// four elements.
+#[inline(always)]
+pub fn own_index() -> usize {
+    thread::block_idx_x() as usize * BLOCK_ELEMENTS + thread::thread_idx_x() as usize * F4::LEN
 }
 
 /// Runs `body` for this thread's four elements of a flat f32 array of `length`, if any exist.
@@ -62,7 +80,7 @@ pub fn own_index<S>() -> usize {
 macro_rules! for_own_vector {
     ($length:expr, |$index:ident, $part:ident| $body:block) => {{
         let length = $length;
-        let $index = $crate::block::own_index::<f32>();
+        let $index = $crate::block::own_index();
         if $index + $crate::vector::F4::LEN <= length {
             let $part = $crate::vector::Part::Whole;
             $body
@@ -73,40 +91,89 @@ macro_rules! for_own_vector {
     }};
 }
 
-/// Writes `value` for each of this thread's vectors of `out`, a flat array of S of `length`.
-/// `value` gets the index of the vector's first element and the [`Part`] that exists. All values
-/// are computed before the first is written, because the compiler moves no read before a write.
+/// Writes `value` for each of this thread's vectors of `out`, a flat array of `length`. A thread
+/// has 16 bytes of an array of S. The operands, slices or pointers of `length` elements, are loaded
+/// by 16 bytes. `value` gets a vector of each under its name, and the index of the vector's first
+/// element.
 ///
-/// The value is compiled twice, like the body of [`for_own_vector`].
+/// With `twice`, a thread has two such rounds of a long array; see
+/// [`has_two_rounds`](crate::block::has_two_rounds). That is for kernels whose arithmetic takes as
+/// long as the bytes of one operand: the reads of both rounds are under way before the arithmetic
+/// begins. The compiler moves no read before a write.
+///
+/// The value is compiled for each round of whole vectors, and for the block at the array's end.
 #[macro_export]
 macro_rules! write_own_vectors {
-    ($S:ty, $length:expr, $out:expr, |$index:ident, $part:ident| $value:expr) => {{
+    (twice $S:ty, $length:expr, $($rest:tt)*) => {
+        $crate::write_own_vectors!(@list $S, $crate::block::has_two_rounds::<$S>($length), $length, $($rest)*)
+    };
+    (@list $S:ty, $has_two:expr, $length:expr, $out:expr, [] |$index:ident| $value:expr) => {
+        $crate::write_own_vectors!(@all $S, $has_two, $length, $out, [*const $S; 0], [] |$index| $value)
+    };
+    (@list $S:ty, $has_two:expr, $length:expr, $out:expr, [$($x:ident),+] |$index:ident| $value:expr) => {
+        $crate::write_own_vectors!(
+            @all $S, $has_two, $length, $out, [_; [$(stringify!($x)),+].len()], [$($x),+] |$index| $value
+        )
+    };
+    (@all $S:ty, $has_two:expr, $length:expr, $out:expr, $operands:ty, [$($x:ident),*] |$index:ident| $value:expr) => {{
+        use $crate::flat::Outputs as _;
         const VECTORS: usize = $crate::block::own_vectors::<$S>();
-        let (length, first) = ($length, $crate::block::own_index::<$S>());
-        let place = |at: usize| first + at * $crate::block::BLOCK_ELEMENTS;
-        if place(VECTORS - 1) + $crate::vector::F4::LEN <= length {
-            let mut values = [$crate::vector::F4::splat(0.0); VECTORS];
-            $crate::unroll_on_gpu!(at < VECTORS => {
-                let ($index, $part) = (place(at), $crate::vector::Part::Whole);
-                values[at] = $value;
-            });
-            $crate::unroll_on_gpu!(at < VECTORS => { values[at].store_part($out, place(at), $crate::vector::Part::Whole) });
+        const STEP: usize = VECTORS * $crate::block::BLOCK_ELEMENTS;
+        let (length, outputs, has_two) = ($length, $out, $has_two);
+        let operands: $operands = [$($crate::flat::Flat::start($x)),*];
+        let (first, end) = $crate::block::own_places::<$S>(has_two);
+        if end <= length {
+            let load = |first| operands.map(|x| $crate::flat::Fours::<_, VECTORS>::load(x, first));
+            let loaded = load(first);
+            // Without a second round this is the first again, so that no read waits for another.
+            let second = load(first + if has_two { STEP } else { 0 });
+            $crate::write_own_vectors!(@round VECTORS, outputs, first, loaded, [$($x),*] |$index| $value);
+            if has_two {
+                $crate::write_own_vectors!(@round VECTORS, outputs, first + STEP, second, [$($x),*] |$index| $value);
+            }
         } else {
-            $crate::unroll_on_gpu!(at < VECTORS => {
-                let $index = place(at);
-                if $index < length {
-                    let $part = $crate::vector::Part::first(length - $index);
-                    $value.store_part($out, $index, $part);
+            let mut round = first;
+            while round < end && round < length {
+                let mut $index = round;
+                while $index < round + VECTORS * $crate::vector::F4::LEN && $index < length {
+                    let [$($x),*] =
+                        operands.map(|x| $crate::flat::Fours::<_, 1>::load_part(x, $index, length).get(0));
+                    outputs.store_part($value, $index, length);
+                    $index += $crate::vector::F4::LEN;
                 }
-            });
+                round += STEP;
+            }
         }
     }};
+    (@round $VECTORS:expr, $outputs:expr, $first:expr, $loaded:expr, [$($x:ident),*] |$index:ident| $value:expr) => {{
+        let mut values = [$outputs.zeros(); $VECTORS];
+        $crate::unroll_on_gpu!(at < $VECTORS => {
+            let $index = $first + at * $crate::vector::F4::LEN;
+            let [$($x),*] = $loaded.map(|fours| fours.get(at));
+            values[at] = $value;
+        });
+        $outputs.store(values, $first);
+    }};
+    ($S:ty, $($rest:tt)*) => { $crate::write_own_vectors!(@list $S, false, $($rest)*) };
 }
 
-/// Returns the grid of a kernel that uses [`for_own_vector`] (S: f32) or [`write_own_vectors`].
+/// Returns the grid of a kernel that uses [`for_own_vector`].
 #[cfg(not(target_arch = "nvptx64"))]
-pub fn vector_grid<S>(length: usize) -> Result<cuda_std::launch::Grid, cuda_std::launch::Violation> {
+pub fn vector_grid(length: usize) -> Result<cuda_std::launch::Grid, cuda_std::launch::Violation> {
+    cuda_std::launch::Grid::cover(length, BLOCK_ELEMENTS)
+}
+
+/// Returns the grid of a kernel that uses [`write_own_vectors`] for arrays of S.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn own_grid<S>(length: usize) -> Result<cuda_std::launch::Grid, cuda_std::launch::Violation> {
     cuda_std::launch::Grid::cover(length, own_vectors::<S>() * BLOCK_ELEMENTS)
+}
+
+/// Returns the grid of a kernel that uses [`write_own_vectors`] with `twice`.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn twice_grid<S>(length: usize) -> Result<cuda_std::launch::Grid, cuda_std::launch::Violation> {
+    let rounds = if has_two_rounds::<S>(length) { 2 } else { 1 };
+    cuda_std::launch::Grid::cover(length, rounds * own_vectors::<S>() * BLOCK_ELEMENTS)
 }
 
 /// Returns `number / divisor` and the remainder. The GPU does not check for zero.

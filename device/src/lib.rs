@@ -2,7 +2,7 @@
 //!
 //! Each file of [`kernels`](self) holds the entry points of one op family, each with its contract.
 //! Arithmetic that several families share is in [`math`], [`activations`], [`philox`], [`exps`],
-//! [`update`], [`vector`], [`window`], [`warp`], [`block`] and [`tile`]. The tensor core
+//! [`update`], [`vector`], [`flat`], [`window`], [`warp`], [`block`] and [`tile`]. The tensor core
 //! instructions are in [`mod@format`] and [`mod@mma`], and the tables of NF4 in [`nf4_format`].
 //! [`machine`] has what a GPU and the emulator do in different ways. The same source compiles to
 //! PTX, by rustc or (`cfg(rust_cuda)`) by rust-cuda, and to plain functions for the emulator.
@@ -37,6 +37,8 @@ pub use contract::{ALIGN, entries, package_of};
 pub mod activations;
 pub mod block;
 pub mod exps;
+#[allow(clippy::disallowed_methods, reason = "accesses memory for the kernels")]
+pub mod flat;
 pub mod format;
 #[allow(clippy::disallowed_methods, reason = "accesses memory for the kernels")]
 pub mod machine;

@@ -31,6 +31,7 @@
 mod gelu_exact;
 
 use crate::machine::float::fma_within_1;
+pub(crate) use crate::machine::float::larger_of_minus;
 pub use crate::machine::float::{exp2_weight, larger_or_nan};
 use cuda_std::GpuFloat;
 pub use gelu_exact::{gelu_exact, gelu_exact_derivative};
@@ -124,8 +125,22 @@ pub fn exp_negative(x: f32) -> f32 {
 /// NaN gives a number above 2^127.
 #[inline(always)]
 pub fn exp2_negative(x: f32) -> f32 {
-    // 2^-127 has the bits of 0 here: those of 1, with 127 subtracted from the exponent.
-    let x = larger_or_nan(x, -127.0);
+    exp2_from(larger_or_nan(x, EXP2_LEAST))
+}
+
+/// Computes 2^-|x|, as [`exp2_negative`] does.
+#[inline(always)]
+pub(crate) fn exp2_minus(x: f32) -> f32 {
+    exp2_from(larger_of_minus(x, EXP2_LEAST))
+}
+
+/// The argument whose power of 2 has the bits of 0 in [`exp2_from`]: those of 1, with 127
+/// subtracted from the exponent.
+const EXP2_LEAST: f32 = -127.0;
+
+/// Computes 2^x for an x of [`EXP2_LEAST`] to 0.
+#[inline(always)]
+fn exp2_from(x: f32) -> f32 {
     let rounded = x + ROUND;
     exp2_of_parts(rounded, x - (rounded - ROUND))
 }

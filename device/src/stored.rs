@@ -20,17 +20,39 @@ pub trait Stored: Activations + Copy + core::fmt::Debug + 'static {
     /// The type's name, by which a family of kernels finds its variant.
     const NAME: &'static str;
 
+    /// Four numbers as memory stores them.
+    type Four: Copy;
+
     /// Returns the number, exactly.
     fn widen(self) -> f32;
 
     /// Returns the nearest number of this type, ties to even.
     fn narrow(value: f32) -> Self;
 
+    /// Returns four elements as [`Self::Four`].
+    fn four(elements: [Self; 4]) -> Self::Four;
+
+    /// Returns the four numbers, exactly.
+    fn widen4(four: Self::Four) -> [f32; 4];
+
+    /// Reads `4 N` elements, with accesses of 16 bytes. Four elements of 2 bytes are one access of
+    /// 8 bytes. `N` is 1 or 2.
+    ///
+    /// # Safety
+    /// `x` is valid for reads of `4 N` elements and lies on a boundary of `4 N` elements.
+    unsafe fn read_fours<const N: usize>(x: *const Self) -> [Self::Four; N];
+
     /// Reads four numbers, in one access.
     ///
     /// # Safety
     /// `x` is valid for reads of four elements and lies on a boundary of four elements.
-    unsafe fn read4(x: *const Self) -> [f32; 4];
+    #[inline(always)]
+    unsafe fn read4(x: *const Self) -> [f32; 4] {
+        // SAFETY: the caller guarantees that the four elements may be read and lie on a boundary
+        // of four.
+        let [four] = unsafe { Self::read_fours::<1>(x) };
+        Self::widen4(four)
+    }
 
     /// Writes the nearest of four numbers, in one access.
     ///
@@ -53,6 +75,7 @@ struct Quad([f32; 4]);
 
 impl Stored for f32 {
     const NAME: &'static str = "f32";
+    type Four = [f32; 4];
 
     #[inline(always)]
     fn widen(self) -> f32 {
@@ -65,10 +88,26 @@ impl Stored for f32 {
     }
 
     #[inline(always)]
-    unsafe fn read4(x: *const Self) -> [f32; 4] {
-        // SAFETY: the caller guarantees that the four elements may be read and lie on a 16-byte
-        // boundary.
-        unsafe { x.cast::<Quad>().read().0 }
+    fn four(elements: [Self; 4]) -> [f32; 4] {
+        elements
+    }
+
+    #[inline(always)]
+    fn widen4(four: [f32; 4]) -> [f32; 4] {
+        four
+    }
+
+    #[inline(always)]
+    unsafe fn read_fours<const N: usize>(x: *const Self) -> [[f32; 4]; N] {
+        let mut fours = [[0.0; 4]; N];
+        let mut at = 0;
+        while at < N {
+            // SAFETY: the caller guarantees that the elements may be read, each four on a 16-byte
+            // boundary.
+            fours[at] = unsafe { x.add(4 * at).cast::<Quad>().read().0 };
+            at += 1;
+        }
+        fours
     }
 
     #[inline(always)]
@@ -92,8 +131,14 @@ impl Stored for f32 {
 #[repr(C, align(8))]
 struct Words([u32; 2]);
 
+/// Eight BF16, two in each word.
+#[derive(Clone, Copy)]
+#[repr(C, align(16))]
+struct Chunk([[u32; 2]; 2]);
+
 impl Stored for bf16 {
     const NAME: &'static str = "bf16";
+    type Four = [u32; 2];
 
     #[inline(always)]
     fn widen(self) -> f32 {
@@ -106,11 +151,29 @@ impl Stored for bf16 {
     }
 
     #[inline(always)]
-    unsafe fn read4(x: *const Self) -> [f32; 4] {
-        // SAFETY: the caller guarantees that the four elements may be read and lie on an 8-byte
-        // boundary.
-        let Words([low, high]) = unsafe { x.cast::<Words>().read() };
+    fn four(elements: [Self; 4]) -> [u32; 2] {
+        let [a, b, c, d] = elements.map(|element| u32::from(element.to_bits()));
+        [a | b << 16, c | d << 16]
+    }
+
+    #[inline(always)]
+    fn widen4([low, high]: [u32; 2]) -> [f32; 4] {
         [Bf16::value(low, 0), Bf16::value(low, 1), Bf16::value(high, 0), Bf16::value(high, 1)]
+    }
+
+    #[inline(always)]
+    unsafe fn read_fours<const N: usize>(x: *const Self) -> [[u32; 2]; N] {
+        let mut fours = [[0; 2]; N];
+        // SAFETY: the caller guarantees that the elements may be read and lie on a boundary of all
+        // of them.
+        unsafe {
+            if N == 1 {
+                fours[0] = x.cast::<Words>().read().0;
+            } else {
+                fours.copy_from_slice(&x.cast::<Chunk>().read().0);
+            }
+        }
+        fours
     }
 
     #[inline(always)]

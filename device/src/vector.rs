@@ -11,10 +11,10 @@
 //! remainder at the end is moved element by element. A kernel's result never depends on which of
 //! the two moved an element.
 //!
-//! Every global memory access of a kernel goes through this file: kernels pass the pointer they
-//! received, and an index. On the CPU a read outside a slice panics with the index and the length.
-//! The emulator rejects an access through a pointer that leaves its argument, and a misaligned
-//! vector. The GPU checks nothing. [`machine`](crate::machine) has both sides.
+//! Every global memory access of a kernel goes through this file or [`flat`](crate::flat): kernels
+//! pass the pointer they received, and an index. On the CPU a read outside a slice panics with the
+//! index and the length. The emulator rejects an access through a pointer that leaves its argument,
+//! and a misaligned vector. The GPU checks nothing. [`machine`](crate::machine) has both sides.
 
 use crate::machine::memory::{
     check_range, reads, reads_at_once, reads_slice, write_words, write4, writes, writes_at_once,

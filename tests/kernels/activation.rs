@@ -8,6 +8,7 @@ use crate::support::{Random, on_each_device, sample};
 use crate::tolerance::Closeness;
 use crate::trees;
 use crate::trial::{assert_refused, assert_same, trial};
+use kernels::block::{BLOCK_ELEMENTS, has_two_rounds};
 use kernels::math;
 use stepscope::{Device, Result, Step, Tensor, ops};
 
@@ -81,6 +82,15 @@ on_each_device! {
 
     fn gelu_forward(device: &Device) {
         check(device, ("gelu", ulps::GELU), |step, x| ops::gelu(step, x), math::gelu, gelu);
+    }
+
+    /// A thread has two rounds of an array of this length, which ends within a round.
+    fn long_arrays(device: &Device) {
+        let length = 2 * 2048 * BLOCK_ELEMENTS + BLOCK_ELEMENTS + 5;
+        assert!(has_two_rounds::<f32>(length) && !has_two_rounds::<f32>(length / 2));
+        let x: Vec<f32> = (0..length).map(|at| (at % 4099) as f32 / 1024.0 - 2.0).collect();
+        let got = forward(device, |step, x| ops::gelu(step, x), &x);
+        assert_same(length, &got, &x.iter().map(|&x| math::gelu(x)).collect::<Vec<_>>());
     }
 
     fn gelu_backward(device: &Device) {

@@ -138,6 +138,12 @@ fn activations_of_bf16() {
         |x| bf16::narrow(bf16::hyperbolic_tangent(x)).widen(),
         &[(0.0, 0.0), (-0.0, -0.0), (f32::INFINITY, 1.0), (-9e9, -1.0)],
     );
+    let others = sample(14, -200.0, 200.0);
+    for x in (0..=u16::MAX).map(|bits| bf16::from_bits(bits).widen()).chain(others) {
+        let [value, slope] = bf16::silu_and_derivative(x);
+        let bits = [canonical(value), canonical(slope)];
+        assert_eq!(bits, [canonical(bf16::silu(x)), canonical(bf16::silu_derivative(x))], "silu({x:e})");
+    }
     for function in [bf16::gelu, bf16::silu] {
         exactly(function, &[(0.0, 0.0), (-0.0, -0.0), (f32::INFINITY, f32::INFINITY), (f32::NEG_INFINITY, -0.0)]);
     }

@@ -10,7 +10,7 @@ use kernels::{contract, for_each_vector};
 /// A copy of `fill` whose last thread takes one element too many.
 #[kernel]
 pub(crate) unsafe fn off_by_one_tail(out: *mut f32, length: usize, value: f32) {
-    let index = kernels::block::own_index::<f32>();
+    let index = kernels::block::own_index();
     // SAFETY: none: this is the planted bug.
     unsafe {
         if index + F4::LEN <= length {
@@ -25,7 +25,7 @@ pub(crate) unsafe fn off_by_one_tail(out: *mut f32, length: usize, value: f32) {
 // written.
 contract! { unsafe off_by_one_tail { block: BLOCK } |k| {
     Violation::unless_length("out", k.length, k.out.len())?;
-    kernels::block::vector_grid::<f32>(k.length)
+    kernels::block::vector_grid(k.length)
 }}
 
 macro_rules! maxima {
@@ -99,5 +99,5 @@ pub(crate) unsafe fn block_stride_overlap(x: &[f32], out: *mut f32) {
 // `out` has the same length.
 contract! { unsafe block_stride_overlap { block: BLOCK } |k| {
     Violation::unless_length("out", k.x.len(), k.out.len())?;
-    kernels::block::vector_grid::<f32>(k.x.len())
+    kernels::block::vector_grid(k.x.len())
 }}

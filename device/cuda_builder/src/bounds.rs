@@ -1,9 +1,11 @@
-//! The threads of a block, which PTX states as `.maxntid`, and for which rustc has no word.
+//! The threads of a block and the least blocks of a multiprocessor, which PTX states as `.maxntid`
+//! and `.minnctapersm`, and for which rustc has no word.
 //!
 //! Without it, ptxas gives each thread of a kernel the same registers and ignores `setmaxnreg`. A
 //! kernel therefore leaves a comment by `asm!("// block_threads 384")`, and this module writes
 //! `.maxntid 384, 1, 1` between the kernel's parameters and its body. ci/ptx checks that no kernel
-//! has `setmaxnreg` without it.
+//! has `setmaxnreg` without it. After `// block_threads 128 4` it also writes `.minnctapersm 4`,
+//! and ptxas gives a thread no more registers than leave room for four such blocks.
 
 /// The comment that a kernel leaves in its body.
 const COMMENT: &str = "// block_threads ";
@@ -16,8 +18,9 @@ pub(crate) fn with_block_threads(ptx: &str) -> String {
     for kernel in kernels {
         bounded += ".entry ";
         match (kernel.split_once("\n{"), threads(kernel)) {
-            (Some((head, body)), Some(threads)) if !head.contains(".maxntid") => {
-                bounded += &format!("{head}\n.maxntid {threads}, 1, 1\n{{{body}");
+            (Some((head, body)), Some((threads, blocks))) if !head.contains(".maxntid") => {
+                let blocks = blocks.map_or_else(String::new, |blocks| format!(".minnctapersm {blocks}\n"));
+                bounded += &format!("{head}\n.maxntid {threads}, 1, 1\n{blocks}{{{body}");
             }
             _ => bounded += kernel,
         }
@@ -25,11 +28,13 @@ pub(crate) fn with_block_threads(ptx: &str) -> String {
     bounded
 }
 
-/// Returns the number in the comment of a kernel.
-fn threads(kernel: &str) -> Option<&str> {
+/// Returns the threads in the comment of a kernel, and the blocks if it has them.
+fn threads(kernel: &str) -> Option<(&str, Option<&str>)> {
     let (_, rest) = kernel.split_once(COMMENT)?;
-    let number = rest.lines().next()?.trim();
-    number.bytes().all(|byte| byte.is_ascii_digit()).then_some(number).filter(|number| !number.is_empty())
+    let mut numbers = rest.lines().next()?.split_whitespace();
+    let is_number = |word: &&str| word.bytes().all(|byte| byte.is_ascii_digit());
+    let threads = numbers.next().filter(is_number)?;
+    Some((threads, numbers.next().filter(is_number)))
 }
 
 #[cfg(test)]
@@ -42,6 +47,11 @@ mod tests {
             .visible .entry bounded(\n\t.param .u64 a\n)\n{\n\t// block_threads 384\n\tret;\n}\n";
         let expected = ptx.replacen(")\n{\n\t// block", ")\n.maxntid 384, 1, 1\n{\n\t// block", 1);
         assert_eq!(with_block_threads(ptx), expected);
+        assert_eq!(with_block_threads(&expected), expected);
+        let with_blocks = ptx.replace("384", "128 4");
+        let expected =
+            with_blocks.replacen(")\n{\n\t// block", ")\n.maxntid 128, 1, 1\n.minnctapersm 4\n{\n\t// block", 1);
+        assert_eq!(with_block_threads(&with_blocks), expected);
         assert_eq!(with_block_threads(&expected), expected);
         let plain = ptx.replace("384", "many");
         assert_eq!(with_block_threads(&plain), plain);

@@ -21,13 +21,13 @@ family! {
     unsafe fn(x: &[S], y: *mut S) {
         // SAFETY: the vector lies inside `x`, and `y` is as long.
         unsafe {
-            write_own_vectors!(S, x.len(), y, |index, part| map4!(F4::load_part(x, index, part, 0.0), S::hyperbolic_tangent));
+            write_own_vectors!(twice S, x.len(), y, [x] |_index| map4!(x, S::hyperbolic_tangent));
         }
     }
     // SAFETY: a thread accesses only its own vectors inside `x`; `y` is as long.
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("y", k.x.len(), k.y.len())?;
-        crate::block::vector_grid::<S>(k.x.len())
+        crate::block::twice_grid::<S>(k.x.len())
     }
 }
 
@@ -38,18 +38,14 @@ family! {
     unsafe fn(y: &[S], dy: &[S], dx: *mut S) {
         // SAFETY: the vector lies inside `y`, and the others are as long.
         unsafe {
-            write_own_vectors!(S, y.len(), dx, |index, part| {
-                let y = F4::load_part(y, index, part, 0.0);
-                let dy = F4::load_part(dy, index, part, 0.0);
-                dy * F4::splat(1.0).fma(-y, y)
-            });
+            write_own_vectors!(S, y.len(), dx, [y, dy] |_index| dy * F4::splat(1.0).fma(-y, y));
         }
     }
     // SAFETY: a thread accesses only its own vectors inside `y`; `dy` and `dx` are as long.
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("dy", k.y.len(), k.dy.len())?;
         Violation::unless_length("dx", k.y.len(), k.dx.len())?;
-        crate::block::vector_grid::<S>(k.y.len())
+        crate::block::own_grid::<S>(k.y.len())
     }
 }
 
@@ -60,13 +56,13 @@ family! {
     unsafe fn(x: &[S], y: *mut S) {
         // SAFETY: the vector lies inside `x`, and `y` is as long.
         unsafe {
-            write_own_vectors!(S, x.len(), y, |index, part| map4!(F4::load_part(x, index, part, 0.0), S::gelu));
+            write_own_vectors!(twice S, x.len(), y, [x] |_index| map4!(x, S::gelu));
         }
     }
     // SAFETY: a thread accesses only its own vectors inside `x`; `y` is as long.
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("y", k.x.len(), k.y.len())?;
-        crate::block::vector_grid::<S>(k.x.len())
+        crate::block::twice_grid::<S>(k.x.len())
     }
 }
 
@@ -76,18 +72,14 @@ family! {
     unsafe fn(x: &[S], dy: &[S], dx: *mut S) {
         // SAFETY: the vector lies inside `x`, and the others are as long.
         unsafe {
-            write_own_vectors!(S, x.len(), dx, |index, part| {
-                let x = F4::load_part(x, index, part, 0.0);
-                let dy = F4::load_part(dy, index, part, 0.0);
-                dy * map4!(x, S::gelu_derivative)
-            });
+            write_own_vectors!(S, x.len(), dx, [x, dy] |_index| dy * map4!(x, S::gelu_derivative));
         }
     }
     // SAFETY: a thread accesses only its own vectors inside `x`; `dy` and `dx` are as long.
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("dy", k.x.len(), k.dy.len())?;
         Violation::unless_length("dx", k.x.len(), k.dx.len())?;
-        crate::block::vector_grid::<S>(k.x.len())
+        crate::block::own_grid::<S>(k.x.len())
     }
 }
 
@@ -97,16 +89,13 @@ family! {
     unsafe fn(x: &[S], y: *mut S) {
         // SAFETY: the vector lies inside `x`, and `y` is as long.
         unsafe {
-            write_own_vectors!(S, x.len(), y, |index, part| {
-                let x = F4::load_part(x, index, part, 0.0);
-                x.zip(x, |x, _| if x <= 0.0 { 0.0 } else { x * x })
-            });
+            write_own_vectors!(S, x.len(), y, [x] |_index| x.zip(x, |x, _| if x <= 0.0 { 0.0 } else { x * x }));
         }
     }
     // SAFETY: a thread accesses only its own vectors inside `x`; `y` is as long.
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("y", k.x.len(), k.y.len())?;
-        crate::block::vector_grid::<S>(k.x.len())
+        crate::block::own_grid::<S>(k.x.len())
     }
 }
 
@@ -117,9 +106,7 @@ family! {
     unsafe fn(x: &[S], dy: &[S], dx: *mut S) {
         // SAFETY: the vector lies inside `x`, and the others are as long.
         unsafe {
-            write_own_vectors!(S, x.len(), dx, |index, part| {
-                let x = F4::load_part(x, index, part, 0.0);
-                let dy = F4::load_part(dy, index, part, 0.0);
+            write_own_vectors!(S, x.len(), dx, [x, dy] |_index| {
                 x.zip(dy, |x, dy| if x <= 0.0 { 0.0 } else { 2.0 * x * dy })
             });
         }
@@ -128,7 +115,7 @@ family! {
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("dy", k.x.len(), k.dy.len())?;
         Violation::unless_length("dx", k.x.len(), k.dx.len())?;
-        crate::block::vector_grid::<S>(k.x.len())
+        crate::block::own_grid::<S>(k.x.len())
     }
 }
 

@@ -89,7 +89,7 @@ contract! { unsafe adamw { block: crate::block::BLOCK } |k| {
     Violation::unless_length("v", k.gradients.len(), k.v.len())?;
     crate::update::grouped(k.gradients.len(), k.groups.len(), k.hyper.len(), slot::LEN)?;
     Violation::unless_length("squared_norm", 1, k.squared_norm.len())?;
-    crate::block::vector_grid::<f32>(k.gradients.len())
+    crate::block::vector_grid(k.gradients.len())
 }}
 
 /// A group's settings, in the form that the update uses.

@@ -60,9 +60,9 @@ family! {
         // SAFETY: the vector lies inside `x`, and `y` is as long; `draw` has four elements.
         unsafe {
             let (key, step) = ([load(draw, 0), load(draw, 1)], [load(draw, 2), load(draw, 3)]);
-            write_own_vectors!(S, x.len(), y, |index, part| {
+            write_own_vectors!(twice S, x.len(), y, [x] |index| {
                 let [a, b, c, d] = philox([(index / F4::LEN) as u32, call, step[0], step[1]], key);
-                let F4([e, f, g, h]) = F4::load_part(x, index, part, 0.0) * F4::splat(scale);
+                let F4([e, f, g, h]) = x * F4::splat(scale);
                 let kept = |word, x| if word < threshold { 0.0 } else { x };
                 F4([kept(a, e), kept(b, f), kept(c, g), kept(d, h)])
             });
@@ -74,6 +74,6 @@ family! {
         Violation::unless(k.x.len() <= MAX_ELEMENTS, "x", "at most 2^34 elements", k.x.len())?;
         Violation::unless_length("draw", 4, k.draw.len())?;
         Violation::unless_length("y", k.x.len(), k.y.len())?;
-        crate::block::vector_grid::<S>(k.x.len())
+        crate::block::twice_grid::<S>(k.x.len())
     }
 }

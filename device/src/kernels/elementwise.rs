@@ -15,16 +15,14 @@ family! {
     unsafe fn(a: &[S], b: &[S], out: *mut S) {
         // SAFETY: the vector lies inside `a`, and the others are as long.
         unsafe {
-            write_own_vectors!(S, a.len(), out, |index, part| {
-                F4::load_part(a, index, part, 0.0) + F4::load_part(b, index, part, 0.0)
-            });
+            write_own_vectors!(S, a.len(), out, [a, b] |_index| a + b);
         }
     }
     // SAFETY: a thread accesses only its own vectors inside `a`; `b` and `out` are as long.
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("b", k.a.len(), k.b.len())?;
         Violation::unless_length("out", k.a.len(), k.out.len())?;
-        crate::block::vector_grid::<S>(k.a.len())
+        crate::block::own_grid::<S>(k.a.len())
     }
 }
 
@@ -34,16 +32,14 @@ family! {
     unsafe fn(a: &[S], b: &[S], out: *mut S) {
         // SAFETY: the vector lies inside `a`, and the others are as long.
         unsafe {
-            write_own_vectors!(S, a.len(), out, |index, part| {
-                F4::load_part(a, index, part, 0.0) - F4::load_part(b, index, part, 0.0)
-            });
+            write_own_vectors!(S, a.len(), out, [a, b] |_index| a - b);
         }
     }
     // SAFETY: a thread accesses only its own vectors inside `a`; `b` and `out` are as long.
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("b", k.a.len(), k.b.len())?;
         Violation::unless_length("out", k.a.len(), k.out.len())?;
-        crate::block::vector_grid::<S>(k.a.len())
+        crate::block::own_grid::<S>(k.a.len())
     }
 }
 
@@ -53,16 +49,14 @@ family! {
     unsafe fn(a: &[S], b: &[S], out: *mut S) {
         // SAFETY: the vector lies inside `a`, and the others are as long.
         unsafe {
-            write_own_vectors!(S, a.len(), out, |index, part| {
-                F4::load_part(a, index, part, 0.0) * F4::load_part(b, index, part, 0.0)
-            });
+            write_own_vectors!(S, a.len(), out, [a, b] |_index| a * b);
         }
     }
     // SAFETY: a thread accesses only its own vectors inside `a`; `b` and `out` are as long.
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("b", k.a.len(), k.b.len())?;
         Violation::unless_length("out", k.a.len(), k.out.len())?;
-        crate::block::vector_grid::<S>(k.a.len())
+        crate::block::own_grid::<S>(k.a.len())
     }
 }
 
@@ -72,16 +66,14 @@ family! {
     unsafe fn(a: &[S], out: *mut S) {
         // SAFETY: the vector lies inside `a`, and `out` is as long.
         unsafe {
-            write_own_vectors!(S, a.len(), out, |index, part| {
-                let a = F4::load_part(a, index, part, 0.0);
-                F4::load_part_raw(out, index, part, 0.0) + a
-            });
+            let old = out;
+            write_own_vectors!(S, a.len(), out, [a, old] |_index| old + a);
         }
     }
     // SAFETY: a thread accesses only its own vectors inside `a`; `out` is as long.
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("out", k.a.len(), k.out.len())?;
-        crate::block::vector_grid::<S>(k.a.len())
+        crate::block::own_grid::<S>(k.a.len())
     }
 }
 
@@ -91,15 +83,13 @@ family! {
     unsafe fn(x: &[S], factor: f32, out: *mut S) {
         // SAFETY: the vector lies inside `x`, and `out` is as long.
         unsafe {
-            write_own_vectors!(S, x.len(), out, |index, part| {
-                F4::load_part(x, index, part, 0.0) * F4::splat(factor)
-            });
+            write_own_vectors!(S, x.len(), out, [x] |_index| x * F4::splat(factor));
         }
     }
     // SAFETY: a thread accesses only its own vectors inside `x`; `out` is as long.
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("out", k.x.len(), k.out.len())?;
-        crate::block::vector_grid::<S>(k.x.len())
+        crate::block::own_grid::<S>(k.x.len())
     }
 }
 
@@ -111,10 +101,12 @@ family! {
     unsafe fn(x: &[S], factor: &[f32], accumulate: u32, out: *mut S) {
         // SAFETY: the vector lies inside `x`, and `out` is as long.
         unsafe {
-            write_own_vectors!(S, x.len(), out, |index, part| {
-                let (x, factor) = (F4::load_part(x, index, part, 0.0), F4::splat(load(factor, 0)));
-                if accumulate == 0 { x * factor } else { F4::load_part_raw(out, index, part, 0.0).fma(factor, x) }
-            });
+            let (old, factor) = (out, F4::splat(load(factor, 0)));
+            if accumulate == 0 {
+                write_own_vectors!(S, x.len(), out, [x] |_index| x * factor);
+            } else {
+                write_own_vectors!(S, x.len(), out, [x, old] |_index| old.fma(factor, x));
+            }
         }
     }
     // SAFETY: a thread accesses only its own vectors inside `x`; `out` is as long, and `factor` has
@@ -122,7 +114,7 @@ family! {
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("factor", 1, k.factor.len())?;
         Violation::unless_length("out", k.x.len(), k.out.len())?;
-        crate::block::vector_grid::<S>(k.x.len())
+        crate::block::own_grid::<S>(k.x.len())
     }
 }
 
@@ -134,14 +126,14 @@ family! {
         // SAFETY: the vector lies inside `x`, `out` is as long, and a column is below `cols`, the
         // length of `bias`.
         unsafe {
-            write_own_vectors!(S, x.len(), out, |index, part| {
+            write_own_vectors!(S, x.len(), out, [x] |index| {
                 let (_, column) = divide(index, cols);
                 let bias = if cols.is_multiple_of(F4::LEN) {
                     F4::load(bias, column)
                 } else {
                     F4([0, 1, 2, 3].map(|at| load(bias, divide(column + at, cols).1)))
                 };
-                F4::load_part(x, index, part, 0.0) + bias
+                x + bias
             });
         }
     }
@@ -151,6 +143,6 @@ family! {
         crate::warp::rows_in("x", k.x.len(), k.cols)?;
         Violation::unless_length("bias", k.cols, k.bias.len())?;
         Violation::unless_length("out", k.x.len(), k.out.len())?;
-        crate::block::vector_grid::<S>(k.x.len())
+        crate::block::own_grid::<S>(k.x.len())
     }
 }

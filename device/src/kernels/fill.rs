@@ -14,13 +14,13 @@ family! {
     unsafe fn(out: *mut S, length: usize, value: f32) {
         // SAFETY: the vector lies inside `out`.
         unsafe {
-            write_own_vectors!(S, length, out, |_index, _part| F4::splat(value));
+            write_own_vectors!(S, length, out, [] |_index| F4::splat(value));
         }
     }
     // SAFETY: a thread accesses only its own vectors up to `length`; `out` is as long.
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("out", k.length, k.out.len())?;
-        crate::block::vector_grid::<S>(k.length)
+        crate::block::own_grid::<S>(k.length)
     }
 }
 
@@ -30,12 +30,12 @@ family! {
     unsafe fn(x: &[S], out: *mut S) {
         // SAFETY: the vector lies inside `x`, and `out` is as long.
         unsafe {
-            write_own_vectors!(S, x.len(), out, |index, part| F4::load_part(x, index, part, 0.0));
+            write_own_vectors!(S, x.len(), out, [x] |_index| x);
         }
     }
     // SAFETY: a thread accesses only its own vectors inside `x`; `out` is as long.
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("out", k.x.len(), k.out.len())?;
-        crate::block::vector_grid::<S>(k.x.len())
+        crate::block::own_grid::<S>(k.x.len())
     }
 }

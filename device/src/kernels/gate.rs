@@ -13,6 +13,7 @@
 use crate::activations::Activations;
 use crate::block::BLOCK;
 use crate::math;
+use crate::stored::Stored;
 use crate::vector::F4;
 use crate::window::Window;
 use crate::{family, for_own_vector, map4, write_own_vectors};
@@ -37,7 +38,7 @@ family! {
         unsafe {
             macro_rules! of {
                 ($f:path) => {
-                    write_own_vectors!(S, x.len(), y, |index, part| map4!(F4::load_part(x, index, part, 0.0), $f))
+                    write_own_vectors!(twice S, x.len(), y, [x] |_index| map4!(x, $f))
                 };
             }
             match function {
@@ -52,7 +53,7 @@ family! {
     contract unsafe { block: BLOCK, shared: 0 } |k| {
         Violation::unless(k.function <= GELU_EXACT, "function", "a number of this module", k.function)?;
         Violation::unless_length("y", k.x.len(), k.y.len())?;
-        crate::block::vector_grid::<S>(k.x.len())
+        crate::block::twice_grid::<S>(k.x.len())
     }
 }
 
@@ -65,11 +66,7 @@ family! {
         unsafe {
             macro_rules! of {
                 (|$kept:ident, $dy:ident| $dx:expr) => {
-                    write_own_vectors!(S, kept.len(), dx, |index, part| {
-                        let $kept = F4::load_part(kept, index, part, 0.0);
-                        let $dy = F4::load_part(dy, index, part, 0.0);
-                        $dx
-                    })
+                    write_own_vectors!(S, kept.len(), dx, [$kept, $dy] |_index| $dx)
                 };
             }
             match function {
@@ -85,7 +82,7 @@ family! {
         Violation::unless(k.function <= GELU_EXACT, "function", "a number of this module", k.function)?;
         Violation::unless_length("dy", k.kept.len(), k.dy.len())?;
         Violation::unless_length("dx", k.kept.len(), k.dx.len())?;
-        crate::block::vector_grid::<S>(k.kept.len())
+        crate::block::own_grid::<S>(k.kept.len())
     }
 }
 
@@ -111,13 +108,12 @@ family! {
         unsafe {
             if up.is_empty() {
                 let [first, second] = halves(cols);
-                write_own_vectors!(S, length, y, |index, part| {
-                    map4!(first.load(gate, index, part), S::silu) * second.load(gate, index, part)
+                for_own_vector!(length, |index, part| {
+                    let y_here = map4!(first.load(gate, index, part), S::silu) * second.load(gate, index, part);
+                    y_here.store_part(y, index, part);
                 });
             } else {
-                write_own_vectors!(S, length, y, |index, part| {
-                    map4!(F4::load_part(gate, index, part, 0.0), S::silu) * F4::load_part(up, index, part, 0.0)
-                });
+                write_own_vectors!(S, length, y, [gate, up] |_index| map4!(gate, S::silu) * up);
             }
         }
     }
@@ -126,7 +122,7 @@ family! {
     contract unsafe { block: BLOCK, shared: 0 } |k| {
         swiglu_lengths(k.length, k.cols, k.gate.len(), k.up.len())?;
         Violation::unless_length("y", k.length, k.y.len())?;
-        crate::block::vector_grid::<S>(k.length)
+        swiglu_grid::<S>(k.length, k.up.is_empty())
     }
 }
 
@@ -136,31 +132,46 @@ family! {
     /// Overwrites `dgate` and `dup`.
     swiglu_backward<S: Stored> { swiglu_backward_f32: f32; swiglu_backward_bf16: bf16; }
     unsafe fn(gate: &[S], up: &[S], dy: &[S], cols: usize, dgate: *mut S, dup: *mut S) {
-        for_own_vector!(dy.len(), |index, part| {
-            // SAFETY: the vector lies inside `dy`, and the others have its elements.
-            unsafe {
-                let dy = F4::load_part(dy, index, part, 0.0);
-                if up.is_empty() {
-                    let [first, second] = halves(cols);
+        // SAFETY: the vector lies inside `dy`, and the others have its elements.
+        unsafe {
+            if up.is_empty() {
+                let [first, second] = halves(cols);
+                for_own_vector!(dy.len(), |index, part| {
                     let (x, up) = (first.load(gate, index, part), second.load(gate, index, part));
-                    first.store(dy * up * map4!(x, S::silu_derivative), dgate, index, part);
-                    second.store(dy * map4!(x, S::silu), dgate, index, part);
-                } else {
-                    let (x, up) = (F4::load_part(gate, index, part, 0.0), F4::load_part(up, index, part, 0.0));
-                    (dy * up * map4!(x, S::silu_derivative)).store_part(dgate, index, part);
-                    (dy * map4!(x, S::silu)).store_part(dup, index, part);
-                }
+                    let [of_gate, of_up] = swiglu_gradients::<S>(x, up, F4::load_part(dy, index, part, 0.0));
+                    first.store(of_gate, dgate, index, part);
+                    second.store(of_up, dgate, index, part);
+                });
+            } else {
+                write_own_vectors!(S, dy.len(), [dgate, dup], [gate, up, dy] |_index| {
+                    swiglu_gradients::<S>(gate, up, dy)
+                });
             }
-        });
+        }
     }
-    // SAFETY: a thread accesses only its own vector inside `dy`. `dy` is whole rows of `cols`, and
+    // SAFETY: a thread accesses only its own vectors inside `dy`. `dy` is whole rows of `cols`, and
     // the others are as long, or `gate` and `dgate` twice as long.
     contract unsafe { block: BLOCK, shared: 0 } |k| {
         swiglu_lengths(k.dy.len(), k.cols, k.gate.len(), k.up.len())?;
         Violation::unless_length("dgate", k.gate.len(), k.dgate.len())?;
         Violation::unless_length("dup", k.up.len(), k.dup.len())?;
-        crate::block::vector_grid::<f32>(k.dy.len())
+        swiglu_grid::<S>(k.dy.len(), k.up.is_empty())
     }
+}
+
+/// Returns `dy up silu'(gate)` and `dy silu(gate)`.
+#[inline(always)]
+fn swiglu_gradients<S: Stored>(gate: F4, up: F4, dy: F4) -> [F4; 2] {
+    let [a, b, c, d] = gate.0;
+    let [a, b, c, d] =
+        [S::silu_and_derivative(a), S::silu_and_derivative(b), S::silu_and_derivative(c), S::silu_and_derivative(d)];
+    [dy * up * F4([a[1], b[1], c[1], d[1]]), dy * F4([a[0], b[0], c[0], d[0]])]
+}
+
+/// Returns the grid of a SwiGLU kernel. A thread has four elements of packed operands.
+#[cfg(not(target_arch = "nvptx64"))]
+fn swiglu_grid<S>(length: usize, packed: bool) -> Result<cuda_std::launch::Grid, cuda_std::launch::Violation> {
+    if packed { crate::block::vector_grid(length) } else { crate::block::own_grid::<S>(length) }
 }
 
 #[cfg(not(target_arch = "nvptx64"))]

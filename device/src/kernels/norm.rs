@@ -22,6 +22,7 @@
 //! depends only on the number of rows and their length.
 
 use crate::block::{divide, no_unroll};
+use crate::machine::hints::block_bounds;
 use crate::rescale;
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::row_chunk::chunk_of;
@@ -346,6 +347,11 @@ family! {
         dx: *mut S,
         dgain: *mut f32,
     ) {
+        // Four blocks have more reads under way than the three for which the assembler would leave
+        // room. Rows of f32 would not fit the registers.
+        if size_of::<S>() == 2 {
+            block_bounds::<BLOCK, 4>();
+        }
         let rows = RowChunk::of_block(chunk, inverse_rms.len());
         // SAFETY: the tiles fill the declared shared memory. Rows and columns are compared with the
         // length of `x`, which the others share. Every thread reaches every barrier.

@@ -57,5 +57,5 @@ pub unsafe fn scalars(y: *mut f32, length: usize, function: u32, first: u32, str
 contract! { unsafe scalars { block: crate::block::BLOCK } |k| {
     Violation::unless_length("y", k.length, k.y.len())?;
     Violation::unless(k.function <= GELU_EXACT, "function", "a number of this module", k.function)?;
-    crate::block::vector_grid::<f32>(k.length)
+    crate::block::vector_grid(k.length)
 }}

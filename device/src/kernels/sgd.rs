@@ -81,7 +81,7 @@ contract! { unsafe sgd { block: crate::block::BLOCK } |k| {
     Violation::unless_length("velocity", k.gradients.len(), k.velocity.len())?;
     crate::update::grouped(k.gradients.len(), k.groups.len(), k.hyper.len(), slot::LEN)?;
     Violation::unless_length("squared_norm", 1, k.squared_norm.len())?;
-    crate::block::vector_grid::<f32>(k.gradients.len())
+    crate::block::vector_grid(k.gradients.len())
 }}
 
 /// A group's settings, in the form that the update uses.

@@ -33,6 +33,6 @@ family! {
     contract unsafe { block: BLOCK, shared: 0 } |k| {
         Window { cols: k.cols, stride: k.stride, start: k.start }.check("x", k.rows, k.x.len())?;
         Window { cols: k.cols, stride: k.out_stride, start: k.out_start }.check("out", k.rows, k.out.len())?;
-        crate::block::vector_grid::<f32>(k.rows.saturating_mul(k.cols))
+        crate::block::vector_grid(k.rows.saturating_mul(k.cols))
     }
 }

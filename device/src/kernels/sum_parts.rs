@@ -38,7 +38,7 @@ contract! { unsafe sum_parts { block: crate::block::BLOCK } |k| {
     Violation::unless(k.length <= k.pitch, "length", "at most `pitch`", k.length)?;
     Violation::unless_length("parts", Size::of(k.count).times(k.pitch), k.parts.len())?;
     Violation::unless_length("out", k.length, k.out.len())?;
-    crate::block::vector_grid::<f32>(k.length)
+    crate::block::vector_grid(k.length)
 }}
 
 /// Sums one vector of each part in the tree. A partial sum waits at its level for its neighbor,

@@ -75,7 +75,7 @@ family! {
         crate::warp::rows_in("y", k.length, k.cols)?;
         Violation::unless_length("x", Size::of(k.length).times(k.tokens), k.x.len())?;
         Violation::unless_length("y", k.length, k.y.len())?;
-        crate::block::vector_grid::<f32>(k.length)
+        crate::block::vector_grid(k.length)
     }
 }
 
@@ -122,7 +122,7 @@ family! {
         Violation::unless(k.tokens > 0, "tokens", "at least 1", k.tokens)?;
         crate::warp::rows_in("dy", k.dy.len(), k.cols)?;
         Violation::unless_length("dx", Size::of(k.dy.len()).times(k.tokens), k.dx.len())?;
-        crate::block::vector_grid::<f32>(k.dy.len())
+        crate::block::vector_grid(k.dy.len())
     }
 }
 

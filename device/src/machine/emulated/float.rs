@@ -21,6 +21,12 @@ pub fn larger_or_nan(a: f32, b: f32) -> f32 {
     if b.is_nan() { b } else { larger }
 }
 
+/// Returns the larger of `-|a|` and `b`, or NaN if either is NaN.
+#[inline(always)]
+pub fn larger_of_minus(a: f32, b: f32) -> f32 {
+    larger_or_nan(-a.abs(), b)
+}
+
 /// Returns 2^(`score` `factor` + `base`), within 2^-17 of itself up to 2^8, for attention. Below
 /// 2^-126 it is 0. A NaN gives NaN.
 #[inline(always)]

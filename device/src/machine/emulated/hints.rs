@@ -9,6 +9,10 @@ pub unsafe fn assume_not_zero(_divisor: usize) {}
 
 /// Does nothing.
 #[inline(always)]
+pub fn block_bounds<const THREADS: u32, const BLOCKS: u32>() {}
+
+/// Does nothing.
+#[inline(always)]
 pub fn no_unroll() {}
 
 /// Returns the value.

@@ -10,6 +10,19 @@ pub unsafe fn assume_not_zero(divisor: usize) {
     unsafe { core::hint::assert_unchecked(divisor != 0) };
 }
 
+/// Declares the threads of a block, and the least blocks of a multiprocessor, for which a thread's
+/// registers must leave room. It is a comment, which `cuda_builder` makes the kernel's `.maxntid`
+/// and `.minnctapersm`.
+#[inline(always)]
+pub fn block_bounds<const THREADS: u32, const BLOCKS: u32>() {
+    // SAFETY: the assembly is a comment.
+    unsafe {
+        core::arch::asm!(
+            "// block_threads {0} {1}", const THREADS, const BLOCKS, options(nomem, nostack, preserves_flags)
+        );
+    }
+}
+
 /// Prevents the assembler from unrolling the loop at whose head it stands.
 #[inline(always)]
 pub fn no_unroll() {
