@@ -15,8 +15,8 @@ const HIDDEN: usize = 1024;
 /// The tokens of a GPT-2 step, and the width of the model.
 const TOKENS: usize = 16_384;
 const GPT: usize = 768;
-/// The tokens of a step of Llama 8B, and the inputs and outputs of its layers: queries with keys and
-/// values, gate with up, and down.
+/// The tokens of a step of Llama 8B, and the inputs and outputs of its layers: queries with keys
+/// and values, gate with up, and down.
 const LLAMA_TOKENS: usize = 4096;
 const LLAMA: [[usize; 2]; 3] = [[4096, 6144], [4096, 28_672], [14_336, 4096]];
 

@@ -235,7 +235,7 @@ pub unsafe fn store8<S: Stored>(values: [F4; 2], out: *mut S, index: usize) {
     unsafe { S::write8(out.add(index), values.map(|four| four.0)) }
 }
 
-/// Applies a function to each of a vector's four. It is a macro, because a function passed as a
+/// Applies a function to each element of a vector. It is a macro, because a function passed as a
 /// value may stay a call that is compiled without the CPU's fused multiply-add.
 #[macro_export]
 macro_rules! map4 {

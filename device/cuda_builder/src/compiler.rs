@@ -144,7 +144,8 @@ impl Search {
         found
     }
 
-    /// Checks if a compiler can build for `arch`. The error contains what it lacks.
+    /// Checks if a compiler can build for `arch`. The error names the parts that the compiler
+    /// lacks.
     fn probe(&self, rustc: &Path, arch: NvvmArch) -> Result<DeviceCompiler, String> {
         let sysroot = PathBuf::from(output(clean(rustc).args(["--print", "sysroot"]))?.trim());
         let rustlib = sysroot.join("lib/rustlib");

@@ -32,7 +32,7 @@ pub struct Packed {
 
 /// Packs samples into contexts of `context` tokens. Each sample goes into the fullest context that
 /// has room for it, or into a new one. Longer samples are cut to `context` tokens. Samples without
-/// a counted token are left out. The order of contexts is that of their first samples.
+/// a counted token are left out. Contexts are in the order of their first samples.
 pub fn pack(samples: &[Sample], context: usize) -> Vec<Packed> {
     let mut contexts: Vec<Packed> = Vec::new();
     // The contexts by their free tokens.

@@ -30,8 +30,8 @@ pub use gpu::Gpu;
 use stepscope::device::{Description, Launch};
 use stepscope::{Arena, Capacity, Device, DeviceKind, EagerStep, Result};
 
-/// Returns the launches of `run` on a GPU. Its multiprocessors and its matrix instruction decide
-/// them. Nothing is computed and no memory is allocated.
+/// Returns the launches of `run` on a GPU. They depend on the GPU's multiprocessors and its matrix
+/// instruction. Nothing is computed and no memory is allocated.
 ///
 /// # Errors
 /// Returns an error if `run` fails.

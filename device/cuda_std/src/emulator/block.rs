@@ -318,7 +318,8 @@ impl Block {
         if self.order.is_none() { place } else { self.drawn(place) }
     }
 
-    /// Makes a thread that has not started the running one. Returns false if none is left.
+    /// Selects the next thread that has not started as the running thread. Returns false if all
+    /// have started.
     #[inline(always)]
     pub fn begin(&self) -> bool {
         let place = self.started.get();

@@ -114,7 +114,8 @@ pub(super) struct Clock {
     times: Vec<u32>,
     /// The vector clocks by thread. Empty until the first warp barrier.
     seen: Vec<Seen>,
-    /// The times that each thread follows through mbarriers. Empty until the first arrival.
+    /// For each thread, the times of other threads that it has learned from mbarriers. Empty until
+    /// the first arrival.
     followed: Vec<Followed>,
     arrivals: Vec<Arrivals>,
     threads: u32,

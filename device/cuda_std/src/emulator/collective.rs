@@ -11,20 +11,20 @@ use std::panic::Location;
 pub enum Collective {
     /// A barrier of all threads of the block.
     Barrier,
-    /// A barrier of all threads of the block. Each gets the number of threads that brought
+    /// A barrier of all threads of the block. Each thread gets the number of threads that brought
     /// non-zero.
     BarrierCount,
-    /// A barrier of all threads of the block. Each gets 1 if all brought non-zero.
+    /// A barrier of all threads of the block. Each thread gets 1 if all brought non-zero.
     BarrierAnd,
-    /// A barrier of all threads of the block. Each gets 1 if at least one brought non-zero.
+    /// A barrier of all threads of the block. Each thread gets 1 if at least one brought non-zero.
     BarrierOr,
     /// A barrier of the lanes of a mask.
     Warp(u32),
-    /// A vote of the lanes of a mask. Each gets the set of those that brought non-zero.
+    /// A vote of the lanes of a mask. Each lane gets the set of lanes that brought non-zero.
     Ballot(u32),
-    /// A gather of the lanes of a mask. Each may read the values of all.
+    /// A gather of the lanes of a mask. Each lane may read the values of all.
     Gather(u32),
-    /// A shuffle of the lanes of a mask. Each gets the value of lane `source`.
+    /// A shuffle of the lanes of a mask. Each lane gets the value of lane `source`.
     Shuffle {
         /// The participating lanes.
         mask: u32,

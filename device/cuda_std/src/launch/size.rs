@@ -81,7 +81,7 @@ impl From<u32> for Size {
     }
 }
 
-/// The conversion of a literal. A negative number is overflowed.
+/// The conversion of a literal. A negative number counts as an overflow.
 impl From<i32> for Size {
     fn from(number: i32) -> Self {
         Self(usize::try_from(number).ok())

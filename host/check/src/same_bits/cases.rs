@@ -49,8 +49,8 @@ pub fn runs_on(device: &Device, kernel: &str) -> bool {
         || !kernels::entries().any(|entry| entry.name == kernel && entry.is_warpgroup)
 }
 
-/// The kernels that other cases and uploads use. Their own cases must find their faults, so these
-/// run first.
+/// The kernels that other cases and uploads use. The cases of these kernels run first, so that a
+/// fault of one is reported under its own name.
 const FIRST: [&str; 11] = [
     "guard_write",
     "guard_check",

@@ -84,7 +84,7 @@ impl fmt::Display for Cause {
 pub struct Count {
     /// The number of allocations.
     pub allocations: u64,
-    /// Their bytes, rounded up to the alignment.
+    /// The bytes of the allocations, rounded up to the alignment.
     pub bytes: u64,
 }
 
