@@ -7,7 +7,8 @@ use clap::{Parser, ValueEnum};
 
 use stepscope::models::ModelConfig;
 
-use crate::predict::step::Work;
+use crate::finetune::cli::Quantize;
+use crate::predict::step::{Adapters, Work};
 use crate::train::cli::{Arch, Precision, Size, read_config};
 use crate::train::model;
 use stepscope_predict::gpu::{self, Gpu};
@@ -63,6 +64,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "RANK", value_parser = up_to(1 << 12), requires = "config")]
     lora: Option<usize>,
 
+    /// Quantize the frozen weights of linear layers to this type (QLoRA)
+    #[arg(long, value_enum, requires = "lora")]
+    quantize: Option<Quantize>,
+
     /// The GPU's copy rate in GB/s, reads plus writes, such as the doctor's measurement [default:
     /// the GPU's]
     #[arg(long, value_name = "GB/S", value_parser = above_zero)]
@@ -103,7 +108,8 @@ impl Args {
         if let Some(config) = &self.config {
             let mut config = config.clone();
             config.context = self.context.unwrap_or(config.context.min(1024));
-            return Work::Gpt { config: Box::new(config), recompute: self.recompute, lora: self.lora };
+            let lora = self.lora.map(|rank| Adapters { rank, quantize: self.quantize });
+            return Work::Gpt { config: Box::new(config), recompute: self.recompute, lora };
         }
         match self.model {
             Model::Crossasset => Work::CrossAsset,
@@ -131,7 +137,10 @@ impl Args {
         match self.work() {
             Work::CrossAsset => format!("CrossAsset, batch {batch}, {}", self.precision),
             Work::Gpt { config, recompute, lora } => {
-                let adapters = lora.map_or_else(String::new, |rank| format!(", LoRA of rank {rank}"));
+                let adapters = lora.map_or_else(String::new, |Adapters { rank, quantize }| {
+                    let weights = if quantize.is_some() { " over NF4" } else { "" };
+                    format!(", LoRA of rank {rank}{weights}")
+                });
                 let again = if recompute { ", recompute" } else { "" };
                 let (family, context) = (config.family, config.context);
                 let size = match self.config {

@@ -12,6 +12,7 @@ use stepscope::{
 };
 
 use crate::crossasset;
+use crate::finetune::cli::Quantize;
 use crate::run::memory::{RunMemory, evaluation_batch};
 use crate::sizes::{FEATURES, SCALES};
 use crate::train::cli::Precision;
@@ -22,7 +23,16 @@ use stepscope_predict::{Gpu, dry_run};
 #[derive(Clone, Debug)]
 pub(crate) enum Work {
     CrossAsset,
-    Gpt { config: Box<ModelConfig>, recompute: bool, lora: Option<usize> },
+    Gpt { config: Box<ModelConfig>, recompute: bool, lora: Option<Adapters> },
+}
+
+/// The adapters that are trained instead of a model's weights.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Adapters {
+    pub(crate) rank: usize,
+    /// The type of the frozen weights of linear layers, if it is another one than that of the
+    /// activations.
+    pub(crate) quantize: Option<Quantize>,
 }
 
 /// Returns the launches of one step on `batch` samples on a GPU.
@@ -36,13 +46,19 @@ pub(crate) fn launches(gpu: &Gpu, work: &Work, precision: Precision, batch: usiz
     Ok(launches.split_off(before))
 }
 
-/// Builds the layers, with adapters of this rank on all linear layers of blocks if there is one.
-/// The frozen weights are then stored as the activations are.
-fn gpt<S: Activation>(config: &ModelConfig, mode: Mode, lora: Option<usize>) -> Result<(Gpt<S>, ParameterSpec)> {
-    let Some(rank) = lora else { return Gpt::new(config.clone(), mode) };
-    let stored = if <S as Element>::NAME == bf16::NAME { FrozenType::Bf16 } else { FrozenType::F32 };
+/// Builds the layers, with adapters on all linear layers of blocks if there are any. Frozen weights
+/// that are not quantized are stored as the activations are.
+fn gpt<S: Activation>(config: &ModelConfig, mode: Mode, lora: Option<Adapters>) -> Result<(Gpt<S>, ParameterSpec)> {
+    let Some(Adapters { rank, quantize }) = lora else { return Gpt::new(config.clone(), mode) };
+    let unquantized = if <S as Element>::NAME == bf16::NAME { FrozenType::Bf16 } else { FrozenType::F32 };
     let lora = Lora::new(rank, 2.0 * rank as f64);
-    let (layers, spec) = Transformer::with_lora(config.clone(), &lora, |_| stored)?;
+    let (layers, spec) = Transformer::with_lora(config.clone(), &lora, |entry| {
+        let is_linear = entry.name().starts_with("blocks.") && entry.shape().extents().len() == 2;
+        match quantize {
+            Some(Quantize::Nf4) if is_linear => FrozenType::Nf4,
+            _ => unquantized,
+        }
+    })?;
     Ok((Gpt::of(layers, mode), spec))
 }
 
@@ -53,7 +69,7 @@ fn gpt<S: Activation>(config: &ModelConfig, mode: Mode, lora: Option<usize>) -> 
 pub(crate) fn memory(
     config: &ModelConfig,
     recompute: bool,
-    lora: Option<usize>,
+    lora: Option<Adapters>,
     precision: Precision,
     batch: usize,
 ) -> Result<RunMemory> {

@@ -1,6 +1,7 @@
 //! The tables of docs/finetune.md: what fits into 128 GB.
 
-use crate::predict::step;
+use crate::finetune::cli::Quantize;
+use crate::predict::step::{self, Adapters};
 use crate::train::cli::Precision;
 use crate::train::model::{Gpt, Mode};
 use serde_json::json;
@@ -48,7 +49,7 @@ fn config((_, family, sizes, tied): (&str, &str, Sizes, bool)) -> ModelConfig {
 const COLUMNS: [(bool, usize); 3] = [(false, 1), (true, 1), (true, 8)];
 
 /// Asserts that the page has a row for each model, with the memory of a run of each column.
-fn table_is_computed(models: &[(&str, &str, Sizes, bool)], lora: Option<usize>, digits: usize) {
+fn table_is_computed(models: &[(&str, &str, Sizes, bool)], lora: Option<Adapters>, digits: usize) {
     let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/finetune.md");
     let page = std::fs::read_to_string(page).unwrap();
     let mut missing = Vec::new();
@@ -75,9 +76,12 @@ fn tables_of_the_page_are_computed() {
     table_is_computed(&MODELS, None, 1);
 }
 
-/// The rows of the table of adapters are what `stepscope predict --config --lora` prints.
+/// The rows of the tables of adapters are what `stepscope predict --config --lora` prints, without
+/// and with `--quantize nf4`.
 #[test]
-fn table_of_adapters_is_computed() {
+fn tables_of_adapters_are_computed() {
     let models: Vec<_> = MODELS.into_iter().chain(LARGER).collect();
-    table_is_computed(&models, Some(RANK), 2);
+    for quantize in [None, Some(Quantize::Nf4)] {
+        table_is_computed(&models, Some(Adapters { rank: RANK, quantize }), 2);
+    }
 }
