@@ -36,9 +36,20 @@ const LAYOUTS: [[OperandLayout; 2]; 4] = {
 
 const ALL: usize = usize::MAX;
 
-/// Extents with tails of every kind, no k, one chunk, more stages than slots, several tiles.
-const EXTENTS: [[usize; 3]; 7] =
-    [[1, 1, 1], [3, 8, 0], [64, 128, 64], [129, 130, 40], [128, 256, 128], [17, 300, 333], [256, 520, 96]];
+/// Extents with tails of every kind, no k, one chunk, more stages than slots, several tiles. In the
+/// last three, the last tiles are moved back: by parts, by chunks and by rows.
+const EXTENTS: [[usize; 3]; 10] = [
+    [1, 1, 1],
+    [3, 8, 0],
+    [64, 128, 64],
+    [129, 130, 40],
+    [128, 256, 128],
+    [17, 300, 333],
+    [256, 520, 96],
+    [144, 320, 136],
+    [136, 328, 192],
+    [129, 264, 136],
+];
 
 /// Returns random BF16 values.
 fn numbers<S: Stored>(seed: u64, length: usize) -> Vec<S> {
@@ -143,8 +154,10 @@ fn all_layouts_match_bits() {
 #[test]
 fn all_epilogues_match_bits() {
     for (layouts, extents, pad) in [
-        (LAYOUTS[0], [128, 256, 64], 0),
+        (LAYOUTS[0], [128, 256, 136], 0),
         (LAYOUTS[1], [150, 264, 72], 0),
+        (LAYOUTS[1], [144, 320, 136], 8),
+        (LAYOUTS[0], [131, 264, 136], 0),
         (LAYOUTS[2], [128, 256, 80], 4),
         (LAYOUTS[3], [130, 131, 80], 1),
     ] {
@@ -174,6 +187,10 @@ fn batches_splits_and_sums_match_bits() {
         (LAYOUTS[0], [130, 260, 200], 2, ALL, 1, 0),
         (LAYOUTS[1], [200, 130, 208], 3, 96, 2, 0),
         (LAYOUTS[3], [72, 520, 320], 1, 160, 5, 0),
+        (LAYOUTS[0], [144, 320, 200], 2, ALL, 1, 0),
+        (LAYOUTS[1], [128, 320, 496], 1, 176, 4, 0),
+        (sums, [144, 320, 496], 2, 176, 3, BIAS_GRAD),
+        (sums, [256, 320, 136], 1, ALL, 2, BIAS_GRAD | ADD_TO_SUMS),
         (sums, [130, 260, 97], 1, ALL, 132, BIAS_GRAD),
         (sums, [129, 300, 168], 2, ALL, 3, BIAS_GRAD | ADD_TO_SUMS),
         (sums, [17, 300, 680], 1, 224, 2, BIAS_GRAD),
@@ -195,8 +212,11 @@ fn ring_has_no_race() {
         for layouts in LAYOUTS {
             assert_same_bits::<bf16>(Case { blocks: 1, ..plain([130, 260, 400], layouts) });
         }
-        let sums = Case { flags: BIAS_GRAD, blocks: 1, ..plain([130, 260, 400], LAYOUTS[2]) };
-        assert_same_bits::<f32>(sums);
+        assert_same_bits::<bf16>(Case { blocks: 1, ..plain([144, 328, 400], LAYOUTS[1]) });
+        for extents in [[130, 260, 400], [144, 320, 400]] {
+            let sums = Case { flags: BIAS_GRAD, blocks: 1, ..plain(extents, LAYOUTS[2]) };
+            assert_same_bits::<f32>(sums);
+        }
     });
 }
 

@@ -30,6 +30,7 @@ use super::matmul::checks::{self, check_factors, check_outputs, check_split_k};
 use super::matmul::epilogue::Epilogue;
 use super::matmul::split::SplitRange;
 use super::matmul::tile::place_of;
+use super::matmul::{GELU_DERIVATIVE, SWIGLU};
 #[cfg(not(target_arch = "nvptx64"))]
 use super::matmul::{TRANSPOSE_A, TRANSPOSE_B};
 use super::matmul_bf16::block::{ColumnSums, Problem};
@@ -38,7 +39,7 @@ use super::matmul_bf16::check_column_sums;
 use super::matmul_bf16::operand::Operand;
 use super::matmul_bf16::{ADD_TO_SUMS, BIAS_GRAD, OperandLayout};
 use crate::family;
-use block::compute;
+use block::{Place, compute};
 // The family declares kernels of warpgroups.
 use cuda_std::warpgroup_kernel as kernel;
 use half::bf16;
@@ -53,7 +54,7 @@ pub const T128X128: Tile = Tile { groups: 2, columns: 128, cost: Cost::new(6, 6,
 const GROUP: u32 = 16;
 
 /// The unit, in elements, on which rows and splits begin: 16 bytes.
-const ALIGNED: u32 = 8;
+const ALIGNED: u32 = tile::CHUNK;
 
 family! {
     /// Multiplies BF16 tensors by wgmma. The module's documentation describes the parameters.
@@ -101,31 +102,46 @@ family! {
         let extents = [m.div_ceil(TILE.rows()).max(1), n.div_ceil(TILE.cols()).max(1)];
         let tiles = extents[0] * extents[1];
         let split_k = if k_per_split < k { k.div_ceil(k_per_split.max(1)) } else { 1 };
-        let problem = |item: u32| {
-            let (matrix, tile) = (item / tiles, item % tiles);
-            let (z, split) = ((matrix / split_k) as usize, matrix % split_k);
+        let matrices = split_k * batches;
+        // Most products are one matrix. Then two divisions fewer delay the next tile's copies.
+        let place = |item: u32| {
+            let (matrix, tile) = if matrices == 1 { (0, item) } else { (item / tiles, item % tiles) };
+            let (batch, split) = if matrices == 1 { (0, 0) } else { (matrix / split_k, matrix % split_k) };
             let [row, col] = place_of(tile, extents, GROUP);
+            Place { batch, split, first: [row * TILE.rows(), col * TILE.cols()] }
+        };
+        let problem = |Place { batch, split, .. }: Place| {
+            let (z, matrix) = (batch as usize, (batch * split_k + split) as usize);
             let a = Operand { values: a, start: z * stride_a, rows: m, stride: lda, along_k: A_ALONG_K };
             let b = Operand { values: b, start: z * stride_b, rows: n, stride: ldb, along_k: B_ALONG_K };
-            let (start, bias_start) = (matrix as usize * stride_c, z * stride_bias);
+            let (start, bias_start) = (matrix * stride_c, z * stride_bias);
             let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, alpha, beta, flags };
             let SplitRange { first, end, .. } = SplitRange::new(k, k_per_split, split);
             let columns = ColumnSums {
                 wanted: flags & BIAS_GRAD != 0,
                 accumulate: flags & ADD_TO_SUMS,
                 sums,
-                start: matrix as usize * n as usize,
+                start: matrix * n as usize,
             };
-            (Problem { a, b, epilogue, columns, k: [first, end] }, [row * TILE.rows(), col * TILE.cols()])
+            Problem { a, b, epilogue, columns, k: [first, end] }
         };
+        let starts = if matrices == 1 { 0 } else { stride_c | if bias.is_empty() { 0 } else { stride_bias } };
+        let shortest = k - (split_k - 1) * k_per_split.min(k);
+        // Old outputs are skipped by chunk and row if nothing reads C, else by warp and part.
+        let reads_c = const { size_of::<S>() == size_of::<f32>() } || beta != 0.0 || flags & (SWIGLU | GELU_DERIVATIVE) != 0;
+        let units = if reads_c { [16, 64] } else { [if A_ALONG_K { 1 } else { ALIGNED }, ALIGNED] };
+        let is_whole = TILE.fits([m, n, shortest], units) && (starts | ldc as usize).is_multiple_of(ALIGNED as usize);
         // SAFETY: the contract has checked that each batch lies inside its arguments.
         unsafe {
             const TILES: usize = TILE.cols() as usize / 8;
             const PASSES: [usize; 2] = TILE.passes();
             const LINES: u32 = TILE.lines_at_once();
-            compute::<A_ALONG_K, B_ALONG_K, TILES, { PASSES[0] }, { PASSES[1] }, LINES, S>(
-                tiles * split_k * batches, problem, TILE,
-            );
+            let count = tiles * matrices;
+            if is_whole {
+                compute::<A_ALONG_K, B_ALONG_K, TILES, { PASSES[0] }, { PASSES[1] }, LINES, true, S>(count, place, problem, TILE);
+            } else {
+                compute::<A_ALONG_K, B_ALONG_K, TILES, { PASSES[0] }, { PASSES[1] }, LINES, false, S>(count, place, problem, TILE);
+            }
         }
     }
     // SAFETY: every batch of `a` and `b` lies inside its argument. Every matrix of a batch and

@@ -43,19 +43,20 @@ impl Chains {
         });
     }
 
-    /// Writes the sums. The tile of `cols` columns begins with column `first` of `count`.
+    /// Writes the sums of the columns from `written[0]` up to `written[1]`. The tile of `cols`
+    /// columns begins with column `first`.
     ///
     /// # Safety
     /// The contract has accepted the problem.
     #[inline(always)]
-    pub(super) unsafe fn finish(self, warp: Converged, columns: ColumnSums, cols: u32, first: u32, count: u32) {
+    pub(super) unsafe fn finish(self, warp: Converged, columns: ColumnSums, cols: u32, first: u32, written: [u32; 2]) {
         let [[a, b], [c, d]] = self.0;
         let own = [a + c, b + d];
         let other = warp.shfl_xor(own.map(f32::to_bits), 16).map(f32::from_bits);
         let half = warp::lane_id() / 16;
         let total = if half == 0 { own[0] + other[0] } else { own[1] + other[1] };
         let column = first + own_column() + half;
-        if own_column() < cols && column < count {
+        if own_column() < cols && written[0] <= column && column < written[1] {
             // SAFETY: the column exists, so the contract has checked that it has an element.
             unsafe { put(columns.sums, columns.start + column as usize, total, columns.accumulate) };
         }

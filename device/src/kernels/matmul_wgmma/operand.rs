@@ -4,15 +4,14 @@
 //!
 //! Invariant: every word of a stage is written, with zero past the end of the rows and of k.
 
+use super::tile::CHUNK;
+use crate::block::launder_index;
 use crate::matmul_bf16::operand::Operand;
 use crate::mma::fragments::{CHUNK_WORDS, swizzled};
 use crate::tile::SharedTile;
 use crate::unroll_on_gpu;
 use crate::wgmma::{CHUNKS, DEPTH, PANEL};
 use cuda_std::thread;
-
-/// The elements of a chunk.
-const CHUNK: u32 = 8;
 
 /// A block's part of an operand, with one thread's copy state. `LINES` rows of 128 bytes of a stage
 /// are copied at once, a multiple of eight, so that the swizzle is the same in each pass.
@@ -22,6 +21,8 @@ pub(super) struct Part<'p, const ALONG: bool, const LINES: u32> {
     first_row: u32,
     /// The index of the thread's first element in the next stage.
     from: usize,
+    /// The distance in elements from a pass to the next.
+    step: usize,
 }
 
 impl<'p, const ALONG: bool, const LINES: u32> Part<'p, ALONG, LINES> {
@@ -33,7 +34,9 @@ impl<'p, const ALONG: bool, const LINES: u32> Part<'p, ALONG, LINES> {
         let (across, within) = if ALONG { (first_row, first_k) } else { (first_k, first_row) };
         // Past the end of the rows nothing is read, so the index may be out of range.
         let ahead = (across + line) as usize * operand.stride as usize + (within + chunk * CHUNK) as usize;
-        Self { operand, first_row, from: operand.start.wrapping_add(ahead) }
+        // The compiler would multiply in each stage instead of adding.
+        let step = launder_index(LINES as usize * operand.stride as usize);
+        Self { operand, first_row, from: operand.start.wrapping_add(ahead), step }
     }
 
     /// True if `width` rows exist.
@@ -60,18 +63,28 @@ impl<'p, const ALONG: bool, const LINES: u32> Part<'p, ALONG, LINES> {
         self.from = self.from.wrapping_add(stage);
     }
 
-    /// Starts this thread's copies of the next stage: `PASSES` chunks.
+    /// Starts this thread's copies of the next stage, of which the first `k_left` k exist: `PASSES`
+    /// chunks, with zeros past the end of k. Addresses are advanced by additions.
     ///
     /// # Safety
-    /// The contract has accepted the operand. All rows and k of the stage exist.
+    /// The contract has accepted the operand. All rows of the stage exist, and `k_left` is a
+    /// multiple of eight.
     #[inline(always)]
-    pub(super) unsafe fn copy_whole<const PASSES: usize>(&mut self, stage: SharedTile<u32>) {
-        let to = own_word();
+    pub(super) unsafe fn copy_rows<const PASSES: usize>(&mut self, stage: SharedTile<u32>, k_left: u32) {
+        let (to, [line, chunk]) = (own_word(), own());
+        let mut from = self.from;
         unroll_on_gpu!(pass < PASSES => {
-            let pass = pass as u32;
-            // SAFETY: the caller guarantees that these eight elements lie inside the operand, on a
-            // 16-byte boundary.
-            unsafe { stage.copy_chunk(to + pass * LINES * CHUNKS * CHUNK_WORDS, self.operand.values, self.from.wrapping_add(self.ahead(pass))) };
+            let down = pass as u32 * LINES;
+            let k = if ALONG { chunk * CHUNK } else { down % PANEL + line };
+            // SAFETY: the caller guarantees that these eight elements lie inside the operand if
+            // their k exist, on a 16-byte boundary.
+            unsafe { stage.copy_chunk_or_zero(to + down * CHUNKS * CHUNK_WORDS, self.operand.values, from, k < k_left) };
+            // Across k, the next panel begins again with the first k.
+            from = if ALONG || !(down + LINES).is_multiple_of(PANEL) {
+                from.wrapping_add(self.step)
+            } else {
+                self.from.wrapping_add((down + LINES) as usize)
+            };
         });
         self.advance();
     }

@@ -17,6 +17,9 @@ pub(super) const STAGES: u32 = AHEAD + 2;
 /// The words of a warp's staged outputs: 16 rows of 64 columns of BF16.
 pub(super) const STAGING_LEN: u32 = 16 * 64 / 2;
 
+/// The elements of a 16-byte chunk.
+pub(super) const CHUNK: u32 = 8;
+
 /// A block's part of the output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tile {
@@ -75,6 +78,20 @@ impl Tile {
     #[inline(always)]
     pub(super) const fn staging(self, warp: u32) -> u32 {
         STAGES * self.stage_len() + warp * STAGING_LEN
+    }
+
+    /// True if the loop without checks of rows computes a product of `m` x `n` outputs whose
+    /// shortest split sums `k` products. The last tile along an edge is moved back until it ends
+    /// there, by a multiple of `units`, and only its new outputs are written. A tile has more
+    /// stages than are copied ahead, so the copies are at most one tile ahead.
+    #[inline(always)]
+    pub(super) const fn fits(self, [m, n, k]: [u32; 3], units: [u32; 2]) -> bool {
+        m >= self.rows()
+            && n >= self.cols()
+            && m.is_multiple_of(units[0])
+            && n.is_multiple_of(units[1])
+            && k.is_multiple_of(CHUNK)
+            && k > AHEAD * DEPTH
     }
 
     /// The shared memory of a block, in bytes: the stages, and the staged outputs of each warp.

@@ -166,6 +166,16 @@ pub fn put_words(rows: SharedTile<u32>, chunks: u32, pair: u32, tiles: [[f32; 4]
     }
 }
 
+/// Writes the f32 sums of two adjacent tiles, pair `pair` of their rows, to rows of `chunks` chunks.
+#[inline(always)]
+pub fn put_floats(rows: SharedTile<u32>, chunks: u32, pair: u32, tiles: [[f32; 4]; 2]) {
+    let [row, column] = quads_place();
+    for (half, values) in (0..).zip(tiles) {
+        let chunk = swizzled(chunks, row + 8 * half, 4 * pair + column / 4);
+        rows.set_chunk(chunk * CHUNK_WORDS, values.map(f32::to_bits));
+    }
+}
+
 /// Reads `c` at a lane's accumulators of two adjacent tiles, in the rows whose 16 columns begin at
 /// these indices.
 ///

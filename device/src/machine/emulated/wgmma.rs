@@ -5,7 +5,6 @@
 use crate::machine::mma::add_products;
 use crate::tile::SharedTile;
 use crate::wgmma::{DEPTH, element};
-use core::ops::Range;
 use cuda_std::thread;
 
 /// A warpgroup's products that are in flight: the operands of each group, the oldest first.
@@ -20,13 +19,13 @@ impl Products {
         Self { groups: [None; 2] }
     }
 
-    /// Adds the products of 64 rows of A, from `first_row` of its stage on, with all columns of B,
-    /// over the first 16 k. They are added to the sums, or replace them if `add` is false.
+    /// Adds the products of 64 rows of A, from `first_row` of its stage on, with all columns of B.
+    /// They are added to the sums, or replace them if `add` is false.
     ///
     /// # Safety
     /// See the GPU's version. A violation is a race, which race mode reports.
     #[track_caller]
-    pub unsafe fn start<const A_ALONG: bool, const B_ALONG: bool, const TILES: usize>(
+    pub unsafe fn multiply<const A_ALONG: bool, const B_ALONG: bool, const TILES: usize>(
         &mut self,
         sums: &mut [[f32; 4]; TILES],
         a: SharedTile<u32>,
@@ -37,22 +36,7 @@ impl Products {
         if !add {
             *sums = [[0.0; 4]; TILES];
         }
-        multiply::<A_ALONG, B_ALONG, TILES>(sums, a, first_row, b, 0..16);
-    }
-
-    /// Adds the products over the other 48 k.
-    ///
-    /// # Safety
-    /// See [`start`](Self::start).
-    #[track_caller]
-    pub unsafe fn complete<const A_ALONG: bool, const B_ALONG: bool, const TILES: usize>(
-        &mut self,
-        sums: &mut [[f32; 4]; TILES],
-        a: SharedTile<u32>,
-        first_row: u32,
-        b: SharedTile<u32>,
-    ) {
-        multiply::<A_ALONG, B_ALONG, TILES>(sums, a, first_row, b, 16..DEPTH);
+        multiply::<A_ALONG, B_ALONG, TILES>(sums, a, first_row, b);
         assert!(self.groups[0].is_none(), "at most two groups are in flight");
         self.groups = [self.groups[1], Some([a, b])];
     }
@@ -78,21 +62,20 @@ impl Products {
     }
 }
 
-/// Adds the products over a range of k.
+/// Adds the products of a stage.
 #[track_caller]
 fn multiply<const A_ALONG: bool, const B_ALONG: bool, const TILES: usize>(
     sums: &mut [[f32; 4]; TILES],
     a: SharedTile<u32>,
     first_row: u32,
     b: SharedTile<u32>,
-    range: Range<u32>,
 ) {
     let mut rows = [*sums];
     let origin = [first_row + thread::thread_idx_x() / 32 % 4 * 16, 0];
     add_products(
         &mut rows,
         origin,
-        range,
+        0..DEPTH,
         |row, k| element(a, A_ALONG, row, k),
         |column, k| element(b, B_ALONG, column, k),
     );

@@ -134,6 +134,20 @@ pub fn put_words(rows: SharedTile<u32>, chunks: u32, pair: u32, tiles: [[f32; 4]
     });
 }
 
+/// Writes the f32 sums of two adjacent tiles, pair `pair` of their rows, to rows of `chunks` chunks.
+#[inline(always)]
+pub fn put_floats(rows: SharedTile<u32>, chunks: u32, pair: u32, tiles: [[f32; 4]; 2]) {
+    let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
+    unroll!(tile < 2 => {
+        unroll!(half < 2 => {
+            let chunk = swizzled(chunks, 8 * half as u32 + g, 4 * pair + 2 * tile as u32 + t / 2);
+            unroll!(at < 2 => {
+                rows.set(chunk * CHUNK_WORDS + t % 2 * 2 + at as u32, tiles[tile][2 * half + at].to_bits());
+            });
+        });
+    });
+}
+
 /// Reads `c` at a lane's accumulators of two adjacent tiles, in the rows whose 16 columns begin at
 /// these indices.
 ///

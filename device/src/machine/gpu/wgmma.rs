@@ -50,27 +50,14 @@ macro_rules! numbered {
     };
 }
 
-/// Starts the first instruction of a group, 16 k. It adds to the sums only if `$add` is true.
-macro_rules! start {
+/// Starts four instructions, 64 k, and commits them as a group. The first one adds to the sums only
+/// if `$add` is true.
+macro_rules! multiply {
     ($name:literal, $sums:ident, $a:ident, $b:ident, $add:ident, $along:expr; $first:literal $($i:literal)*) => {
         asm!(
-            "{{ .reg .pred %add; setp.ne.u32 %add, {add}, 0;",
+            "{{ .reg .pred %add; .reg .b64 %a, %b; setp.ne.u32 %add, {add}, 0;",
             "wgmma.fence.sync.aligned;",
-            concat!("wgmma.mma_async.sync.aligned.", $name, ".f32.bf16.bf16 {{{", $first, "}", $(", {", $i, "}",)* "}}, {a}, {b}, %add, 1, 1, {ta}, {tb}; }}"),
-            inout(reg32) $sums[$first], $(inout(reg32) $sums[$i],)*
-            a = in(reg64) $a, b = in(reg64) $b, add = in(reg32) u32::from($add),
-            ta = const transposed($along[0]), tb = const transposed($along[1]),
-            options(nostack)
-        )
-    };
-}
-
-/// Starts the other three instructions of a group, 48 k, and commits the group.
-macro_rules! complete {
-    ($name:literal, $sums:ident, $a:ident, $b:ident, $along:expr; $first:literal $($i:literal)*) => {
-        asm!(
-            "{{ .reg .b64 %a, %b;",
-            "wgmma.fence.sync.aligned;",
+            concat!("wgmma.mma_async.sync.aligned.", $name, ".f32.bf16.bf16 {{{", $first, "}", $(", {", $i, "}",)* "}}, {a}, {b}, %add, 1, 1, {ta}, {tb};"),
             "add.s64 %a, {a}, {step_a}; add.s64 %b, {b}, {step_b};",
             concat!("wgmma.mma_async.sync.aligned.", $name, ".f32.bf16.bf16 {{{", $first, "}", $(", {", $i, "}",)* "}}, %a, %b, 1, 1, 1, {ta}, {tb};"),
             "add.s64 %a, %a, {step_a}; add.s64 %b, %b, {step_b};",
@@ -79,7 +66,7 @@ macro_rules! complete {
             concat!("wgmma.mma_async.sync.aligned.", $name, ".f32.bf16.bf16 {{{", $first, "}", $(", {", $i, "}",)* "}}, %a, %b, 1, 1, 1, {ta}, {tb};"),
             "wgmma.commit_group.sync.aligned; }}",
             inout(reg32) $sums[$first], $(inout(reg32) $sums[$i],)*
-            a = in(reg64) $a, b = in(reg64) $b,
+            a = in(reg64) $a, b = in(reg64) $b, add = in(reg32) u32::from($add),
             ta = const transposed($along[0]), tb = const transposed($along[1]),
             step_a = const step($along[0]), step_b = const step($along[1]),
             options(nostack)
@@ -131,15 +118,15 @@ impl Products {
     }
 
     /// Starts the products of 64 rows of A, from `first_row` of its stage on, with all columns of
-    /// B, over the first 16 k. They are added to the sums, or replace them if `add` is false.
+    /// B. They are added to the sums, or replace them if `add` is false.
     ///
     /// # Safety
     /// All lanes of the warpgroup execute this together. The stages lie on 1024 bytes, are
     /// completely written, and this thread has passed a fence and a barrier since. They are not
     /// written, and the sums not touched, before a wait for these products. `first_row` is a
-    /// multiple of 64. [`complete`](Self::complete) follows.
+    /// multiple of 64.
     #[inline(always)]
-    pub unsafe fn start<const A_ALONG: bool, const B_ALONG: bool, const TILES: usize>(
+    pub unsafe fn multiply<const A_ALONG: bool, const B_ALONG: bool, const TILES: usize>(
         &mut self,
         sums: &mut [[f32; 4]; TILES],
         a: SharedTile<u32>,
@@ -154,41 +141,11 @@ impl Products {
         // SAFETY: the function's contract.
         unsafe {
             match TILES {
-                8 => numbered!(8 start "m64n64k16", sums, a, b, add, [A_ALONG, B_ALONG]),
-                16 => numbered!(16 start "m64n128k16", sums, a, b, add, [A_ALONG, B_ALONG]),
-                24 => numbered!(24 start "m64n192k16", sums, a, b, add, [A_ALONG, B_ALONG]),
-                28 => numbered!(28 start "m64n224k16", sums, a, b, add, [A_ALONG, B_ALONG]),
-                _ => numbered!(32 start "m64n256k16", sums, a, b, add, [A_ALONG, B_ALONG]),
-            }
-        }
-    }
-
-    /// Adds the products over the other 48 k. An instruction waits until the one before has begun,
-    /// so work between the two calls overlaps the first.
-    ///
-    /// # Safety
-    /// The caller meets the requirements of [`start`](Self::start), which it has called for these
-    /// operands and sums.
-    #[inline(always)]
-    pub unsafe fn complete<const A_ALONG: bool, const B_ALONG: bool, const TILES: usize>(
-        &mut self,
-        sums: &mut [[f32; 4]; TILES],
-        a: SharedTile<u32>,
-        first_row: u32,
-        b: SharedTile<u32>,
-    ) {
-        let sums = sums.as_flattened_mut();
-        // 64 rows take 8192 bytes in either layout.
-        let a = descriptor(a.0.address() + first_row * 128, A_ALONG);
-        let b = descriptor(b.0.address(), B_ALONG);
-        // SAFETY: the function's contract.
-        unsafe {
-            match TILES {
-                8 => numbered!(8 complete "m64n64k16", sums, a, b, [A_ALONG, B_ALONG]),
-                16 => numbered!(16 complete "m64n128k16", sums, a, b, [A_ALONG, B_ALONG]),
-                24 => numbered!(24 complete "m64n192k16", sums, a, b, [A_ALONG, B_ALONG]),
-                28 => numbered!(28 complete "m64n224k16", sums, a, b, [A_ALONG, B_ALONG]),
-                _ => numbered!(32 complete "m64n256k16", sums, a, b, [A_ALONG, B_ALONG]),
+                8 => numbered!(8 multiply "m64n64k16", sums, a, b, add, [A_ALONG, B_ALONG]),
+                16 => numbered!(16 multiply "m64n128k16", sums, a, b, add, [A_ALONG, B_ALONG]),
+                24 => numbered!(24 multiply "m64n192k16", sums, a, b, add, [A_ALONG, B_ALONG]),
+                28 => numbered!(28 multiply "m64n224k16", sums, a, b, add, [A_ALONG, B_ALONG]),
+                _ => numbered!(32 multiply "m64n256k16", sums, a, b, add, [A_ALONG, B_ALONG]),
             }
         }
     }
