@@ -166,7 +166,8 @@ pub fn put_words(rows: SharedTile<u32>, chunks: u32, pair: u32, tiles: [[f32; 4]
     }
 }
 
-/// Writes the f32 sums of two adjacent tiles, pair `pair` of their rows, to rows of `chunks` chunks.
+/// Writes the f32 sums of two adjacent tiles, pair `pair` of their rows, to rows of `chunks`
+/// chunks.
 #[inline(always)]
 pub fn put_floats(rows: SharedTile<u32>, chunks: u32, pair: u32, tiles: [[f32; 4]; 2]) {
     let [row, column] = quads_place();
