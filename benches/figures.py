@@ -9,6 +9,8 @@ Some files are not written by a bench:
   precision -> the output of benches/peers/gpt2.py.
 - *-gpt-beside-ddp.json has `gpt.seconds_of_updates` and `pytorch.tokens_per_second` by ranks, with
   16 x 1024 tokens each.
+- *-finetune.json has `runs`: case -> `tokens_per_second_of_updates` and the GPU's `bytes`, and
+  `transformers.runs`: case -> runs with `compiled`, `tokens_per_second` and `peak_bytes`.
 - *-crossasset.json has `runs`: "PRECISION, RANKS" -> `epochs`.
 """
 
@@ -182,6 +184,16 @@ def gpt2(case, _, runs):
     text = lambda rate, size: f"{rate:,.0f} ({size / 2**30:.2f} GiB)"
     rate = int(wanted["--batch"]) * TOKENS / median(run["seconds_of_updates"])
     return text(rate, sum(run["bytes"].values())), text(peer["tokens_per_second"], peer["peak_bytes"]) if peer else ""
+
+
+def finetune(case, _, runs):
+    """Tokens per second, padding included, and GiB of the GPU: "Llama-3.2-1B, adapters"."""
+    run = first((file.content["runs"][case] for file in runs if case in file.content["runs"]), case)
+    text = lambda rate, size: f"{rate:,.0f} ({size / 2**30:.1f} GiB)"
+    peers = [peer for file in runs for peer in file.content["transformers"]["runs"].get(case, [])]
+    peer = max(peers, key=lambda peer: peer["tokens_per_second"], default=None)
+    theirs = f"{text(peer['tokens_per_second'], peer['peak_bytes'])}, {'compiled' if peer['compiled'] else 'eager'}" if peer else ""
+    return text(median(run["tokens_per_second_of_updates"]), run["bytes"]), theirs
 
 
 def products(case, runs):
@@ -386,6 +398,7 @@ KINDS = {
     "allocation": arena,
     "step": step,
     "gpt2": gpt2,
+    "finetune": finetune,
     "product-times": product_times,
     "product-rates": product_rates,
     "family": family,
