@@ -41,31 +41,26 @@ impl NonFinite {
     }
 }
 
-/// True if all f32, little-endian, are finite. All processors check a large slice, because one
-/// processor is slower than the link to a GPU.
+/// True if all f32, little-endian, are finite.
 pub fn all_finite(bytes: &[u8]) -> bool {
-    match bytes.len() > PART_BYTES && have_threads() {
-        true => bytes.par_chunks(PART_BYTES).all(part_is_finite),
-        false => part_is_finite(bytes),
-    }
-}
-
-fn part_is_finite(part: &[u8]) -> bool {
-    part.chunks(RUN_BYTES).all(|run| {
+    every_run(bytes, |run| {
         let (words, _) = run.as_chunks();
         words.iter().fold(true, |finite, &word| finite & is_finite(f32::from_le_bytes(word)))
     })
 }
 
-/// True if all values are finite. All processors check a large slice.
+/// True if all values are finite.
 pub fn are_finite<S: Stored>(values: &[S]) -> bool {
-    const RUN: usize = RUN_BYTES / size_of::<f32>();
-    const PART: usize = PART_BYTES / size_of::<f32>();
-    let part_is_finite = |part: &[S]| {
-        part.chunks(RUN).all(|run| run.iter().fold(true, |finite, value| finite & is_finite(value.widen())))
-    };
-    match values.len() > PART && have_threads() {
-        true => values.par_chunks(PART).all(part_is_finite),
+    every_run(values, |run| run.iter().fold(true, |finite, value| finite & is_finite(value.widen())))
+}
+
+/// True if all runs of the values are finite. All processors check a large slice, because one
+/// processor is slower than the link to a GPU.
+fn every_run<T: Sync>(values: &[T], run_is_finite: impl Fn(&[T]) -> bool + Sync) -> bool {
+    let [run, part] = [RUN_BYTES, PART_BYTES].map(|bytes| bytes / size_of::<T>());
+    let part_is_finite = |part: &[T]| part.chunks(run).all(&run_is_finite);
+    match values.len() > part && have_threads() {
+        true => values.par_chunks(part).all(part_is_finite),
         false => part_is_finite(values),
     }
 }
