@@ -71,7 +71,7 @@ on_each_device! {
             assert_eq!(planted.lost().is_some(), fault == Fault::Spoil);
             // The next launch does not meet the fault.
             if kernel == KERNELS[0] {
-                assert_eq!(planted.self_test().unwrap().kernels, device.self_test().unwrap().kernels);
+                planted.self_test().unwrap();
             }
         }
     }
@@ -81,10 +81,11 @@ on_each_device! {
         // The number of polls of a GPU depends on its speed, so polls cannot be assigned to kernels
         // there.
         let polled = if kind == DeviceKind::Cuda { (Call::Launch, Fault::Never) } else { (Call::Poll, Fault::Stalls) };
+        let healthy = device.self_test().unwrap().elapsed;
         for (kernel, (call, fault)) in [("guard_write", (Call::Launch, Fault::Never)), ("softmax_forward_f32", polled)] {
             let number = before(kind, call, kernel) + 1;
             let planted = open(kind, &FaultPlan::new().on(call, number, fault));
-            let (watch, healthy) = (Watch::start(), device.self_test().unwrap().elapsed);
+            let watch = Watch::start();
             let error = planted.self_test().unwrap_err();
             // The time of the kernels before it, plus the wait for this kernel.
             let patience = if kind == DeviceKind::Cuda { SELF_TEST_TIMEOUT } else { DEADLINE };

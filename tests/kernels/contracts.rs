@@ -11,7 +11,7 @@ fn every_kernel_is_attacked() {
     assert_eq!(known, attacked(), "kernels that exist, and those that an `attack!` or a declaration attacks");
 }
 
-/// A contract that wraps panics in a debug build. It would not in a release build, which `ci/test`
+/// A contract that wraps panics in a debug build. It would not in a release build, which `ci/long`
 /// also runs.
 #[cfg(debug_assertions)]
 #[test]
