@@ -144,11 +144,11 @@ def listed(path):
 
 
 def without_threads(ptx):
-    """Returns the kernels that use `setmaxnreg` without `.maxntid`, with which ptxas ignores it."""
+    """Returns the kernels that use `setmaxnreg` without `.maxntid` and `.minnctapersm`: ptxas may ignore it."""
     ptx = re.sub(r"//[^\n]*", "", ptx)
     bodies = re.split(r"\.entry\s+(\w+)", ptx)[1:]
     heads = ((name, *text.split("{", 1)) for name, text in zip(bodies[::2], bodies[1::2]) if "{" in text)
-    return {name for name, head, body in heads if "setmaxnreg" in body and ".maxntid" not in head}
+    return {name for name, head, body in heads if "setmaxnreg" in body and not (".maxntid" in head and ".minnctapersm" in head)}
 
 
 def waits_first(body):
@@ -203,7 +203,7 @@ def judge(ptx, log, arch, library):
         instruction = "wgmma.mma_async" if arch == WARPGROUP_ARCH else "mma.sync"
         if (name in kernels if arch == WARPGROUP_ARCH else re.match(r"matmul_(tf32|of_bf16)_", name)) and not any(op.startswith(instruction) for op in body):
             faults.append(("matrix", f"{name}: has no matrix instruction"))
-    faults += [("threads", f"{name}: `setmaxnreg` without `.maxntid`: ptxas ignores it") for name in sorted(without_threads(ptx))]
+    faults += [("threads", f"{name}: `setmaxnreg` without `.maxntid` and `.minnctapersm`: ptxas may ignore it") for name in sorted(without_threads(ptx))]
     faults += [("note", line.strip()) for line in log.splitlines() if re.search(r"\bC75\d\d\b", line)]
     # If any kernel waits, the host lets all begin early. rust-cuda's kernels never wait, so none of
     # them begins early.
@@ -417,7 +417,8 @@ def self_test(ptxas):
         ("another kernel in their PTX", wgmma, a, {"good": plain}, {"entries"}),
         ("a warpgroup in parts", wgmma.replace("wgmma.mma", "@%p1 wgmma.mma"), a, {"good": warpgroup}, {"parted"}),
         ("setmaxnreg without threads", wgmma.replace("wgmma.mma", "setmaxnreg.dec.sync.aligned.u32 40; wgmma.mma"), a, {"good": warpgroup}, {"threads"}),
-        ("setmaxnreg with threads", wgmma.replace("wgmma.mma", "setmaxnreg.dec.sync.aligned.u32 40; wgmma.mma").replace("\n)\n{", "\n)\n.maxntid 384, 1, 1\n{"), a, {"good": warpgroup}, set()),
+        ("setmaxnreg with threads", wgmma.replace("wgmma.mma", "setmaxnreg.dec.sync.aligned.u32 40; wgmma.mma").replace("\n)\n{", "\n)\n.maxntid 384, 1, 1\n.minnctapersm 1\n{"), a, {"good": warpgroup}, set()),
+        ("setmaxnreg without blocks", wgmma.replace("wgmma.mma", "setmaxnreg.dec.sync.aligned.u32 40; wgmma.mma").replace("\n)\n{", "\n)\n.maxntid 384, 1, 1\n{"), a, {"good": warpgroup}, {"threads"}),
     ):
         expect(what, rules_broken(ptx, GOOD_LOG, arch=arch, library=library), wanted)
         planted += bool(wanted)

@@ -39,7 +39,7 @@ use super::flash_attention::place::Problem;
 #[cfg(not(target_arch = "nvptx64"))]
 use super::flash_attention::place::check_sizes;
 use crate::family;
-use crate::machine::warpgroup::block_threads;
+use crate::machine::hints::block_bounds;
 use backward::{keys, queries};
 use cuda_std::warpgroup_kernel as kernel;
 use forward::forward;
@@ -85,7 +85,7 @@ family! {
         out: *mut bf16,
         lse: *mut f32,
     ) {
-        block_threads::<{ SHAPE.threads() }>();
+        block_bounds::<{ SHAPE.threads() }, 1>();
         let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.
@@ -140,7 +140,7 @@ family! {
         scale: f32,
         dqkv: *mut bf16,
     ) {
-        block_threads::<{ SHAPE.threads() }>();
+        block_bounds::<{ SHAPE.threads() }, 1>();
         let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.
@@ -190,7 +190,7 @@ family! {
         scale: f32,
         dqkv: *mut bf16,
     ) {
-        block_threads::<{ SHAPE.threads() }>();
+        block_bounds::<{ SHAPE.threads() }, 1>();
         let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.

@@ -164,10 +164,6 @@ pub unsafe fn begin_products() {}
 /// See the GPU's version.
 pub unsafe fn commit_products() {}
 
-/// Does nothing: the contract declares the threads of a block.
-#[inline(always)]
-pub fn block_threads<const THREADS: u32>() {}
-
 /// Does nothing: a CPU's threads do not share registers.
 ///
 /// # Safety

@@ -179,14 +179,6 @@ pub unsafe fn commit_products() {
     unsafe { core::arch::asm!("wgmma.commit_group.sync.aligned;", options(nostack)) };
 }
 
-/// Declares the threads of a block as a comment. `cuda_builder` makes it the kernel's `.maxntid`,
-/// for which rustc has no word, and without which the assembler ignores [`registers`].
-#[inline(always)]
-pub fn block_threads<const THREADS: u32>() {
-    // SAFETY: the assembly is a comment.
-    unsafe { core::arch::asm!("// block_threads {0}", const THREADS, options(nomem, nostack, preserves_flags)) };
-}
-
 /// Changes the registers of this warpgroup's threads to `COUNT`, a multiple of 8. `MORE` if they
 /// become more.
 ///
