@@ -95,8 +95,8 @@ pub mod group {
 /// length and chooses the grid.
 pub mod kernel {
     pub use stepscope_core::kernel::{
-        Argument, Arguments, Contract, Entry, Extent, Grid, Kernel, Pointer, PointerMut, Scalar, Size, Slice, Threads,
-        Versions, Violation, Words, entries,
+        Argument, Arguments, Contract, Entry, Extent, Grid, Kernel, PackedMap, Pointer, PointerMut, Scalar, Size,
+        Slice, TensorMap, Threads, Versions, Violation, Words, entries,
     };
 }
 

@@ -20,6 +20,8 @@ pub use crate::machine::wgmma::{Products, align_stages, fence_async, no_sums, un
 
 /// The k of a stage.
 pub const DEPTH: u32 = 64;
+/// The k of an instruction.
+pub const STEP: u32 = 16;
 /// The rows of A that a warpgroup multiplies.
 pub const GROUP_ROWS: u32 = 64;
 /// The rows or columns of a panel of an operand that is stored across k.

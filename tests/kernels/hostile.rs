@@ -250,9 +250,9 @@ pub(crate) fn emulated(launches: impl for<'s> FnOnce(&EagerStep<'s>) -> Result<(
 
 /// Attacks kernels, in a module `contracts`. Each parameter's name is followed by its kind. A
 /// buffer is read (`f32s`, `u32s`), read by a pointer (`pointer`, `pointer_u32`) or written (`out`,
-/// `out_u32`). BF16 buffers are `halves` and `out_halves`, by their elements. Scalars are a
-/// `number` or a `float`. A family `kernel<S>` is attacked with both types; its buffers of S are
-/// `stored` and `out_stored`.
+/// `out_u32`). BF16 buffers are `halves` and `out_halves`, by their elements, or a tensor `map`, by
+/// elements, extents and strides. Scalars are a `number` or a `float`. A family `kernel<S>` is
+/// attacked with both types; its buffers of S are `stored` and `out_stored`.
 macro_rules! attack {
     ($($file:ident :: $kernel:ident $(by $choice:ident)? $(<$S:ident>)? { $($name:ident: $kind:ident $value:expr),* $(,)? })*) => {
         mod contracts {
@@ -351,6 +351,9 @@ macro_rules! attack {
         let $name = $step.upload(&vec![stepscope::bf16::ONE; $crate::hostile::room($length)], [$crate::hostile::room($length)])?;
         $lengths.push($length as u64);
     };
+    (@make $step:ident, $lengths:ident, $name:ident, map, $map:expr) => {
+        attack!(@make $step, $lengths, $name, halves, $map.0);
+    };
     (@make $step:ident, $lengths:ident, $name:ident, out_halves, $length:expr) => {
         let mut $name = $step.upload(&vec![stepscope::bf16::ONE; $crate::hostile::room($length)], [$crate::hostile::room($length)])?;
         $lengths.push($length as u64);
@@ -365,6 +368,13 @@ macro_rules! attack {
     (@argument $numbers:ident, $name:ident, stored, $length:expr) => { $name.slice().part($numbers.view(stringify!($name), $length)) };
     (@argument $numbers:ident, $name:ident, out_stored, $length:expr) => { $name.out().part($numbers.view(stringify!($name), $length)) };
     (@argument $numbers:ident, $name:ident, halves, $length:expr) => { $name.slice().part($numbers.view(stringify!($name), $length)) };
+    (@argument $numbers:ident, $name:ident, map, $map:expr) => {{
+        let (length, extents, strides) = $map;
+        let memory = $name.slice().part($numbers.view(stringify!($name), length));
+        let extents: [u32; 3] = extents.map(|extent| $numbers.next(concat!(stringify!($name), " extents"), extent));
+        let strides: [usize; 2] = strides.map(|stride| $numbers.next(concat!(stringify!($name), " strides"), stride));
+        cuda_std::launch::TensorMap { memory, extents, strides }
+    }};
     (@argument $numbers:ident, $name:ident, out_halves, $length:expr) => { $name.out().part($numbers.view(stringify!($name), $length)) };
     (@argument $numbers:ident, $name:ident, u32s, $length:expr) => { $name.slice().part($numbers.view(stringify!($name), $length)) };
     (@argument $numbers:ident, $name:ident, pointer, $length:expr) => { $name.pointer().part($numbers.view(stringify!($name), $length)) };

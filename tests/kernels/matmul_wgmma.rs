@@ -6,7 +6,7 @@ use crate::hostile::attack;
 use crate::support::Random;
 use crate::trial::assert_same;
 use cuda_std::emulator::Mode;
-use cuda_std::launch::{Contract as _, PointerMut, Slice};
+use cuda_std::launch::{Contract as _, PointerMut, Slice, TensorMap};
 use kernels::matmul::{GELU, GELU_DERIVATIVE, SILU, STORE_PREACT, SWIGLU, TRANSPOSE_B};
 use kernels::matmul_bf16::{ADD_TO_SUMS, BIAS_GRAD, OperandLayout, matmul_bf16};
 use kernels::matmul_wgmma::{self as wgmma, matmul_wgmma};
@@ -74,12 +74,14 @@ fn outputs<S: Stored>(step: &EagerStep<'_>, case: Case, tile: Option<wgmma::Tile
     let mut pre = step.upload(&numbers::<S>(5, length), [length])?;
     let mut sums = step.upload(&numbers::<f32>(6, batches * split_k * n), [batches * split_k * n])?;
     let (c, written) = out.in_place();
+    let map = |layout, memory, [rows, cols]: [usize; 2], ld: usize| {
+        let [rows, cols] = if layout == OperandLayout::Transposed { [cols, rows] } else { [rows, cols] };
+        TensorMap { memory, extents: [cols, rows, batches].map(|x| x as u32), strides: [ld, rows * ld] }
+    };
     macro_rules! launch {
         ($kernel:ident { $($own:ident: $value:expr),* }) => {
             step.launch($kernel {
                 $($own: $value,)*
-                a: a.slice(),
-                b: b.slice(),
                 bias: if case.has_bias { bias.slice() } else { Slice::empty() },
                 c,
                 out: written,
@@ -88,13 +90,9 @@ fn outputs<S: Stored>(step: &EagerStep<'_>, case: Case, tile: Option<wgmma::Tile
                 m: m as u32,
                 n: n as u32,
                 k: k as u32,
-                lda: lda as u32,
-                ldb: ldb as u32,
                 ldc: ldc as u32,
                 k_per_split: case.k_per_split.min(k.max(1)) as u32,
                 batches: batches as u32,
-                stride_a: a_rows * lda,
-                stride_b: b_rows * ldb,
                 stride_c: m * ldc,
                 stride_bias: n,
                 alpha,
@@ -104,8 +102,23 @@ fn outputs<S: Stored>(step: &EagerStep<'_>, case: Case, tile: Option<wgmma::Tile
         };
     }
     match tile {
-        Some(tile) => launch!(matmul_wgmma { variant: (layouts, tile), blocks: case.blocks }),
-        None => launch!(matmul_bf16 { variant: (layouts[0], ops::BF16_TILES[0]) }),
+        Some(tile) => launch!(matmul_wgmma {
+            variant: (layouts, tile),
+            a: map(layouts[0], a.slice(), [m, k], lda),
+            b: map(layouts[1], b.slice(), [k, n], ldb),
+            steps_a: 1,
+            steps_b: 1,
+            blocks: case.blocks
+        }),
+        None => launch!(matmul_bf16 {
+            variant: (layouts[0], ops::BF16_TILES[0]),
+            a: a.slice(),
+            b: b.slice(),
+            lda: lda as u32,
+            ldb: ldb as u32,
+            stride_a: a_rows * lda,
+            stride_b: b_rows * ldb
+        }),
     }
     let read = |values: Vec<S>| values.into_iter().map(S::widen).collect();
     Ok([read(step.read(&out)?), read(step.read(&pre)?), step.read(&sums)?])
@@ -222,8 +235,8 @@ fn ring_has_no_race() {
 
 attack! {
     matmul_wgmma::matmul_wgmma by variant <S> {
-        a: halves 112, b: halves 112, bias: f32s 12, c: stored_pointer 60, out: out_stored 60, pre: out_stored 60, sums: out 12, m: number 5,
-        n: number 6, k: number 7, lda: number 8, ldb: number 8, ldc: number 6, k_per_split: number 7, batches: number 2, blocks: number 3,
-        stride_a: number 56, stride_b: number 56, stride_c: number 30, stride_bias: number 6, alpha: float 0.5, beta: float 1.0, flags: number 12,
+        a: map (112, [7, 5, 2], [8, 56]), b: map (112, [6, 7, 2], [8, 56]), bias: f32s 12, c: stored_pointer 60, out: out_stored 60, pre: out_stored 60, sums: out 12, m: number 5,
+        n: number 6, k: number 7, ldc: number 6, k_per_split: number 7, batches: number 2, blocks: number 3,
+        steps_a: number 1, steps_b: number 1, stride_c: number 30, stride_bias: number 6, alpha: float 0.5, beta: float 1.0, flags: number 12,
     }
 }

@@ -8,6 +8,9 @@
 //! for four such blocks. Without `.minnctapersm`, ptxas may ignore `setmaxnreg` as well, because it
 //! does not know with how many registers a thread begins. ci/ptx checks that such kernels have
 //! both.
+//!
+//! The parameters of such a kernel that are tensor maps, 128 bytes each, get an alignment of 64
+//! bytes, which rustc cannot state either.
 
 /// The comment that a kernel leaves in its body.
 const COMMENT: &str = "// block_threads ";
@@ -21,6 +24,7 @@ pub(crate) fn with_block_threads(ptx: &str) -> String {
         bounded += ".entry ";
         match (kernel.split_once("\n{"), threads(kernel)) {
             (Some((head, body)), Some((threads, blocks))) if !head.contains(".maxntid") => {
+                let head = with_aligned_maps(head);
                 let blocks = blocks.map_or_else(String::new, |blocks| format!(".minnctapersm {blocks}\n"));
                 bounded += &format!("{head}\n.maxntid {threads}, 1, 1\n{blocks}{{{body}");
             }
@@ -28,6 +32,14 @@ pub(crate) fn with_block_threads(ptx: &str) -> String {
         }
     }
     bounded
+}
+
+/// Returns the parameters of a kernel with tensor maps on 64 bytes.
+fn with_aligned_maps(head: &str) -> String {
+    let aligned = |line: &str| {
+        if line.contains("[128]") { line.replace(".param .align 16 ", ".param .align 64 ") } else { line.to_owned() }
+    };
+    head.split('\n').map(aligned).collect::<Vec<_>>().join("\n")
 }
 
 /// Returns the threads in the comment of a kernel, and the blocks if it has them.
@@ -55,6 +67,14 @@ mod tests {
             with_blocks.replacen(")\n{\n\t// block", ")\n.maxntid 128, 1, 1\n.minnctapersm 4\n{\n\t// block", 1);
         assert_eq!(with_block_threads(&with_blocks), expected);
         assert_eq!(with_block_threads(&expected), expected);
+        let with_map = ptx.replace(
+            ".param .u64 a\n)\n{\n\t// block",
+            ".param .align 16 .b8 a[128],\n\t.param .align 16 .b8 b[64]\n)\n{\n\t// block",
+        );
+        let bounded = with_block_threads(&with_map);
+        assert!(
+            bounded.contains("\t.param .align 64 .b8 a[128],\n\t.param .align 16 .b8 b[64]\n)\n.maxntid 384, 1, 1\n")
+        );
         let plain = ptx.replace("384", "many");
         assert_eq!(with_block_threads(&plain), plain);
     }

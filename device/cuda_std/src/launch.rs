@@ -6,6 +6,7 @@
 //! packed.
 
 mod size;
+mod tensor_map;
 #[doc(hidden)]
 pub mod unpack;
 
@@ -15,6 +16,7 @@ use core::marker::PhantomData;
 use core::ops::Range;
 use core::panic::Location;
 pub use size::Size;
+pub use tensor_map::{PackedMap, TensorMap};
 
 /// Runs a kernel's threads on the CPU. It reads the arguments from packed words, and runs the
 /// block's threads that have not started, one after another, each to its end.
@@ -71,7 +73,8 @@ pub unsafe trait Arguments: fmt::Debug {
     const NAME: &'static str;
     /// The names of the parameters that are slices or pointers, in order.
     const POINTERS: &'static [&'static str];
-    /// Writes the arguments as 8-byte words: two for a slice, one for anything else.
+    /// Writes the arguments as 8-byte words: two for a slice, seven for a tensor map, one for
+    /// anything else.
     fn pack(&self, words: &mut Words);
 }
 
@@ -378,9 +381,9 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// A value that a launch passes to a kernel: a [`Slice`], [`Pointer`], [`PointerMut`] or
-/// [`Scalar`]. The trait is sealed, because `unsafe impl Kernel` relies on the number of words of
-/// each.
+/// A value that a launch passes to a kernel: a [`Slice`], [`Pointer`], [`PointerMut`],
+/// [`TensorMap`] or [`Scalar`]. The trait is sealed, because `unsafe impl Kernel` relies on the
+/// number of words of each.
 pub trait Argument: sealed::Sealed {
     /// Appends the argument's words.
     fn pack(&self, words: &mut Words);
@@ -448,6 +451,8 @@ pub struct Words {
     extents: Vec<Extent>,
     /// The owner of each pointer's memory.
     owners: Vec<u64>,
+    /// The tensor maps among the words.
+    maps: Vec<PackedMap>,
     /// The source line that requested the launch.
     site: &'static Location<'static>,
 }
@@ -460,6 +465,7 @@ impl Words {
             words: Vec::with_capacity(16),
             extents: Vec::with_capacity(8),
             owners: Vec::with_capacity(8),
+            maps: Vec::new(),
             site: Location::caller(),
         };
         arguments.pack(&mut words);
@@ -493,6 +499,11 @@ impl Words {
     /// Returns the memory that the pointers among the words refer to, in order.
     pub fn extents(&self) -> &[Extent] {
         &self.extents
+    }
+
+    /// Returns the tensor maps among the words, in order.
+    pub fn maps(&self) -> &[PackedMap] {
+        &self.maps
     }
 
     /// Returns the first pointer whose owner `accepts` rejects: its index among the pointers, and

@@ -29,6 +29,7 @@ mod float;
 pub mod grid;
 mod machine;
 pub mod shared;
+pub mod tensor_map;
 pub mod thread;
 pub mod warp;
 

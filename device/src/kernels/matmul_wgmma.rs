@@ -2,59 +2,56 @@
 //! [`matmul_bf16`](super::matmul_bf16), on devices of compute capability 9.0 and on the emulator.
 //!
 //! ```text
-//! global memory             shared memory, 4 stages of 64 k
-//! row-major A, B  ------->  16-byte chunks,         ------------------------->  sums -> out
-//!                 cp.async  swizzled                wgmma reads both operands         epilogue
-//!                 operand.rs                        from shared memory  block.rs
+//! global memory               shared memory, 4 stages of 64 k
+//! A, B  --------------------->  boxes of 64 rows of   ---------------------->  sums -> out
+//!        copy engine (TMA)      128 bytes, swizzled   wgmma reads both           epilogue
+//!        a warpgroup, ring.rs                         operands  block.rs         finish.rs
 //! ```
 //! The emulator adds the same products in the same order as in `matmul_bf16`, so both give the same
 //! bits there. The epilogue is the same code. The split of k is the same rule
 //! ([`k_per_split`](super::matmul_bf16::k_per_split)).
 //!
-//! The parameters are as in `matmul_bf16`, with three differences. The layouts of A and of B are
-//! part of the variant, and [`TRANSPOSE_B`](super::matmul::TRANSPOSE_B) is not read. Rows and
-//! batches of A and B begin on 16 bytes: `lda` and `ldb` are multiples of eight, and so are
-//! `stride_a` and `stride_b` if there are several batches. `blocks` limits the grid: a block
-//! computes every `blocks`th tile, so that the copies of the next tile overlap the epilogue of this
-//! one. The grid changes no bit.
+//! The parameters are as in `matmul_bf16`, with these differences:
+//! - The layouts of A and of B are part of the variant, and
+//!   [`TRANSPOSE_B`](super::matmul::TRANSPOSE_B) is not read.
+//! - `a` and `b` are tensor maps, which have the strides: matrices of rows along k, or across k if
+//!   the layout says so. `steps_a` and `steps_b` are the matrices from a batch to the next: 1, or 0
+//!   if all batches share one.
+//! - `blocks` limits the grid: a block computes every `blocks`th tile, so that the copies of the
+//!   next tile overlap the epilogue of this one. The grid changes no bit.
 
 mod block;
 mod columns;
 mod finish;
-mod operand;
+mod ring;
 mod tile;
 
 use super::matmul::Cost;
 #[cfg(not(target_arch = "nvptx64"))]
-use super::matmul::checks::{self, check_factors, check_outputs, check_split_k};
+use super::matmul::checks::{self, check_outputs, check_split_k};
 use super::matmul::epilogue::Epilogue;
 use super::matmul::split::SplitRange;
-use super::matmul::tile::place_of;
-use super::matmul::{GELU_DERIVATIVE, SWIGLU};
-#[cfg(not(target_arch = "nvptx64"))]
-use super::matmul::{TRANSPOSE_A, TRANSPOSE_B};
-use super::matmul_bf16::block::{ColumnSums, Problem};
+use super::matmul_bf16::block::ColumnSums;
 #[cfg(not(target_arch = "nvptx64"))]
 use super::matmul_bf16::check_column_sums;
-use super::matmul_bf16::operand::Operand;
 use super::matmul_bf16::{ADD_TO_SUMS, BIAS_GRAD, OperandLayout};
+use crate::block::launder_reg;
 use crate::family;
-use block::{Place, compute};
+use crate::machine::hints::block_bounds;
+use block::{Operands, Outputs, Place, compute};
+use cuda_std::tensor_map::TensorMap;
 // The family declares kernels of warpgroups.
 use cuda_std::warpgroup_kernel as kernel;
 use half::bf16;
 pub use tile::Tile;
 
-/// 128 x 256, 256 threads.
+/// 128 x 256, 384 threads.
 pub const T128X256: Tile = Tile { groups: 2, columns: 256, cost: Cost::new(9, 9, 4000) };
-/// 128 x 128, 256 threads.
+/// 128 x 128, 384 threads.
 pub const T128X128: Tile = Tile { groups: 2, columns: 128, cost: Cost::new(6, 6, 2500) };
 
 /// Tiles run down the columns within a group of this many rows of tiles.
 const GROUP: u32 = 16;
-
-/// The unit, in elements, on which rows and splits begin: 16 bytes.
-const ALIGNED: u32 = tile::CHUNK;
 
 family! {
     /// Multiplies BF16 tensors by wgmma. The module's documentation describes the parameters.
@@ -69,8 +66,8 @@ family! {
         ([OperandLayout::Transposed, OperandLayout::Transposed], T128X128) => { matmul_wgmma_tt_128x128_f32: f32; matmul_wgmma_tt_128x128_bf16: bf16; }
     }
     unsafe fn(
-        a: &[bf16],
-        b: &[bf16],
+        a: TensorMap<bf16>,
+        b: TensorMap<bf16>,
         bias: &[f32],
         c: *const S,
         out: *mut S,
@@ -79,14 +76,12 @@ family! {
         m: u32,
         n: u32,
         k: u32,
-        lda: u32,
-        ldb: u32,
         ldc: u32,
         k_per_split: u32,
         batches: u32,
         blocks: u32,
-        stride_a: usize,
-        stride_b: usize,
+        steps_a: u32,
+        steps_b: u32,
         stride_c: usize,
         stride_bias: usize,
         alpha: f32,
@@ -94,77 +89,84 @@ family! {
         flags: u32,
     ) {
         const TILE: Tile = VARIANT.1;
-        const A_ALONG_K: bool = matches!(VARIANT.0[0], OperandLayout::Plain);
-        const B_ALONG_K: bool = matches!(VARIANT.0[1], OperandLayout::Transposed);
+        const A_ALONG: bool = matches!(VARIANT.0[0], OperandLayout::Plain);
+        const B_ALONG: bool = matches!(VARIANT.0[1], OperandLayout::Transposed);
+        block_bounds::<{ TILE.threads() }, 1>();
         // The grid follows from `blocks`, which only the contract reads.
         let _ = blocks;
-        // At least one, so that no division can fail.
-        let extents = [m.div_ceil(TILE.rows()).max(1), n.div_ceil(TILE.cols()).max(1)];
-        let tiles = extents[0] * extents[1];
-        let split_k = if k_per_split < k { k.div_ceil(k_per_split.max(1)) } else { 1 };
-        let matrices = split_k * batches;
-        // Most products are one matrix. Then two divisions fewer delay the next tile's copies.
-        let place = |item: u32| {
-            let (matrix, tile) = if matrices == 1 { (0, item) } else { (item / tiles, item % tiles) };
-            let (batch, split) = if matrices == 1 { (0, 0) } else { (matrix / split_k, matrix % split_k) };
-            let [row, col] = place_of(tile, extents, GROUP);
-            Place { batch, split, first: [row * TILE.rows(), col * TILE.cols()] }
+        // All of these are computed again for each tile: the compiler would keep them in registers
+        // that the sums need. Divisors are at least one, so that no division can fail.
+        let extents = || [launder_reg(m).div_ceil(TILE.rows()).max(1), launder_reg(n).div_ceil(TILE.cols()).max(1)];
+        let splits = || {
+            let k = launder_reg(k);
+            if k_per_split < k { k.div_ceil(k_per_split.max(1)).max(1) } else { 1 }
         };
-        let problem = |Place { batch, split, .. }: Place| {
-            let (z, matrix) = (batch as usize, (batch * split_k + split) as usize);
-            let a = Operand { values: a, start: z * stride_a, rows: m, stride: lda, along_k: A_ALONG_K };
-            let b = Operand { values: b, start: z * stride_b, rows: n, stride: ldb, along_k: B_ALONG_K };
-            let (start, bias_start) = (matrix * stride_c, z * stride_bias);
-            let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, alpha, beta, flags };
+        let count = || {
+            let [rows, cols] = extents();
+            rows * cols * splits() * batches
+        };
+        // Most products are one matrix. Then two divisions fewer delay the next tile's copies.
+        let is_one = batches == 1 && k_per_split >= k;
+        let place = |item: u32| {
+            let extents = extents();
+            let (matrix, tile) = if is_one {
+                (0, item)
+            } else {
+                let tiles = (extents[0] * extents[1]).max(1);
+                (item / tiles, item % tiles)
+            };
+            let [row, col] = place_of(tile, extents);
+            Place { matrix, first: [row * TILE.rows(), col * TILE.cols()] }
+        };
+        let range = |matrix: u32| {
+            let split_k = splits();
+            let (batch, split) = if split_k == 1 { (matrix, 0) } else { (matrix / split_k, matrix % split_k) };
             let SplitRange { first, end, .. } = SplitRange::new(k, k_per_split, split);
+            (batch, [first, end])
+        };
+        let outputs = |Place { matrix, .. }: Place| {
+            // Only products without splits have a bias, so that a matrix is a batch.
+            let (start, bias_start) = (matrix as usize * stride_c, matrix as usize * stride_bias);
+            let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, alpha, beta, flags };
             let columns = ColumnSums {
                 wanted: flags & BIAS_GRAD != 0,
                 accumulate: flags & ADD_TO_SUMS,
                 sums,
-                start: matrix * n as usize,
+                start: matrix as usize * n as usize,
             };
-            Problem { a, b, epilogue, columns, k: [first, end] }
+            Outputs { epilogue, columns }
         };
-        let starts = if matrices == 1 { 0 } else { stride_c | if bias.is_empty() { 0 } else { stride_bias } };
-        let shortest = k - (split_k - 1) * k_per_split.min(k);
-        // Old outputs are skipped by chunk and row if nothing reads C, else by warp and part.
-        let reads_c = const { size_of::<S>() == size_of::<f32>() } || beta != 0.0 || flags & (SWIGLU | GELU_DERIVATIVE) != 0;
-        let units = if reads_c { [16, 64] } else { [if A_ALONG_K { 1 } else { ALIGNED }, ALIGNED] };
-        let is_whole = TILE.fits([m, n, shortest], units) && (starts | ldc as usize).is_multiple_of(ALIGNED as usize);
+        let operands = Operands { maps: [a, b], steps: [steps_a, steps_b] };
         // SAFETY: the contract has checked that each batch lies inside its arguments.
         unsafe {
             const TILES: usize = TILE.cols() as usize / 8;
-            const PASSES: [usize; 2] = TILE.passes();
-            const LINES: u32 = TILE.lines_at_once();
-            let count = tiles * matrices;
-            if is_whole {
-                compute::<A_ALONG_K, B_ALONG_K, TILES, { PASSES[0] }, { PASSES[1] }, LINES, true, S>(count, place, problem, TILE);
-            } else {
-                compute::<A_ALONG_K, B_ALONG_K, TILES, { PASSES[0] }, { PASSES[1] }, LINES, false, S>(count, place, problem, TILE);
-            }
+            compute::<A_ALONG, B_ALONG, TILES, S>(count, operands, place, range, outputs, TILE);
         }
     }
-    // SAFETY: every batch of `a` and `b` lies inside its argument. Every matrix of a batch and
-    // split lies inside `out` (and `c`, `pre`, `bias` where they are used), and none overlaps
-    // another. `sums`, where it is used, has a row of n for each of them. Rows, batches and splits
-    // begin on 16 bytes. A block computes existing tiles, whichever grid it is in. A thread reads
-    // and writes nothing past the end of the rows, the columns or k.
+    // SAFETY: every matrix of `a` and `b` lies inside its argument, and a box has zeros past their
+    // extents. Every matrix of a batch and split lies inside `out` (and `c`, `pre`, `bias` where
+    // they are used), and none overlaps another. `sums`, where it is used, has a row of n for each
+    // of them. A split ends with a step or with k. A block computes existing tiles, whichever grid
+    // it is in. A thread writes nothing past the end of the rows and the columns.
     contract unsafe { block: VARIANT.1.threads(), shared: VARIANT.1.shared_bytes() } |p| {
         let ([of_a, of_b], tile) = VARIANT;
-        let transposed = |layout: OperandLayout, flag: u32| if layout == OperandLayout::Transposed { flag } else { 0 };
         let split_k = check_split_k!(p);
-        check_factors!(p, transposed(of_a, TRANSPOSE_A) | transposed(of_b, TRANSPOSE_B));
         check_outputs!(p, split_k);
         check_column_sums!(p, S, split_k, of_a == OperandLayout::Transposed, of_b == OperandLayout::Plain);
-        let aligned = |name, extent: usize| {
-            Violation::unless(extent.is_multiple_of(ALIGNED as usize), name, "a multiple of 8, so that rows begin on 16 bytes", extent)
+        let factor = |name, map: &cuda_std::launch::TensorMap<'_, bf16>, [rows, cols]: [u32; 2], layout, steps: u32| {
+            let [rows, cols] = if layout == OperandLayout::Transposed { [cols, rows] } else { [rows, cols] };
+            let extents = [cols, rows, if steps == 0 { 1 } else { p.batches }];
+            Violation::unless(steps < 2, name, "0 or 1 matrices from a batch to the next", steps)?;
+            Violation::unless(
+                map.extents == extents,
+                name,
+                &std::format!("a map of {} matrices of {rows} x {cols}", extents[2]),
+                std::format_args!("{:?}", map.extents),
+            )?;
+            map.check(name)
         };
-        aligned("lda", p.lda as usize)?;
-        aligned("ldb", p.ldb as usize)?;
-        if p.batches > 1 {
-            aligned("stride_a", p.stride_a)?;
-            aligned("stride_b", p.stride_b)?;
-        }
+        factor("a", &p.a, [p.m, p.k], of_a, p.steps_a)?;
+        factor("b", &p.b, [p.k, p.n], of_b, p.steps_b)?;
         Violation::unless(split_k == 1 || p.k_per_split.is_multiple_of(16), "k_per_split", "a multiple of 16", p.k_per_split)?;
         Violation::unless(p.blocks > 0, "blocks", "at least one", p.blocks)?;
         let count = Size::of(p.m).div_ceil(tile.rows()).times(Size::of(p.n).div_ceil(tile.cols())).times(split_k).times(p.batches);
@@ -172,6 +174,15 @@ family! {
         let blocks = count.number().map_or(0, |count| count.min(p.blocks as usize));
         Grid::new(blocks, 1, 1)
     }
+}
+
+/// Returns the row and the column of tiles of the tile with this number.
+#[inline(always)]
+fn place_of(tile: u32, [rows, cols]: [u32; 2]) -> [u32; 2] {
+    let height = rows.min(GROUP);
+    let above = tile / (height * cols).max(1) * height;
+    let (height, within) = (height.min(rows - above).max(1), tile - above * cols);
+    [above + within % height, within / height]
 }
 
 /// The tiles. All layouts and both output types have them.

@@ -2,6 +2,7 @@
 
 use kernels::matmul::{GELU, GELU_DERIVATIVE, SILU, SWIGLU, TILES, TRANSPOSE_A, TRANSPOSE_B, Tile};
 use stepscope::device::Launch;
+use stepscope::kernel::PackedMap;
 
 use crate::code::{Activations, Code};
 use crate::warpgroup;
@@ -32,6 +33,13 @@ struct Extents {
 impl Extents {
     fn of(launch: &Launch) -> Self {
         let words = launch.words.as_slice();
+        if launch.entry.is_warpgroup {
+            // After a and b, which take the words of a tensor map each, bias, c, out, pre and sums.
+            let number = |at: usize| words[2 * PackedMap::WORDS + 6 + at] as f64;
+            let [m, n, k] = [0, 1, 2].map(number);
+            let (chunk, batches) = (number(4).min(k), number(5));
+            return Self { m, n, k, chunk, batches, strides: [0.0; 2], flags: words[words.len() - 1] as u32 };
+        }
         // a, b and bias take two words each; c, out, pre and sums take one. Fragments have no row
         // strides.
         let fragments = launch.entry.name.starts_with("matmul_tf32");

@@ -9,10 +9,9 @@ use crate::work::Work;
 /// The k of a stage of a product, and of one instruction.
 const STAGE: f64 = 64.0;
 const STEP: f64 = 16.0;
-/// The instructions of a warp in a stage, next to copies and multiplies: waits, fences, the
-/// barrier, and addresses.
+/// The instructions of a warp in a stage, next to multiplies: waits, arrivals and addresses.
 const OF_STAGE: f64 = 40.0;
-/// The cycles from a stage's barrier to its first multiply.
+/// The cycles from a stage's arrival to its first multiply.
 const LATENCY: f64 = 60.0;
 /// The instructions per output of an epilogue, which stores through shared memory.
 const OF_OUTPUT: f64 = 4.0;
@@ -32,17 +31,15 @@ fn of_one(columns: f64) -> f64 {
 /// Sets the loop and the ends of a product of BF16 tensors with tiles of `[rows, cols]`: `k` of its
 /// elements for each output, and `epilogue` instructions per output.
 pub(crate) fn product(work: &mut Work, [rows, cols]: [f64; 2], k: f64, epilogue: f64) {
-    let threads = f64::from(work.threads);
-    // A thread copies 16 bytes at a time.
-    let copies = (rows + cols) * STAGE / 8.0 / threads;
-    // Each warpgroup multiplies 64 rows.
-    let multiplies = STAGE / STEP * rows / 64.0 / (work.warps / 4.0);
+    // Four warps multiply 64 rows. The model spreads the work over all warps.
+    let multiplies = 4.0 * STAGE / STEP * rows / 64.0 / work.warps;
     work.mma_flops = of_one(cols);
     work.turns = (k / STAGE).ceil();
-    work.turn = Count { all: OF_STAGE + copies + multiplies, mma: multiplies, copies, ..Count::default() };
-    work.turn_shared = 4.0 * copies;
+    work.turn = Count { all: OF_STAGE + multiplies, mma: multiplies, ..Count::default() };
+    // The copy engine writes 128 bytes a cycle.
+    work.turn_shared = (rows + cols) * STAGE * 2.0 / 128.0 / work.warps;
     work.turn_waits = LATENCY;
-    work.ends = rows * cols / threads * (OF_OUTPUT + epilogue);
+    work.ends = rows * cols / f64::from(work.threads) * (OF_OUTPUT + epilogue);
     work.ends_alone = 2.0 * work.ends;
     let stage = (rows + cols) * STAGE.min(k) * 2.0;
     work.streamed = (rows + cols) * k * 2.0 - stage;

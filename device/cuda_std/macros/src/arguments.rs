@@ -77,6 +77,7 @@ pub(super) fn typed(
             Kind::Slice(element) => quote!(#launch::Slice<'a, #element>),
             Kind::Pointer(element) => quote!(#launch::Pointer<'a, #element>),
             Kind::PointerMut(element) => quote!(#launch::PointerMut<'a, #element>),
+            Kind::TensorMap(element) => quote!(#launch::TensorMap<'a, #element>),
             Kind::Scalar(scalar) => quote!(#scalar),
         };
         let text = format!("The kernel's parameter `{name}`.");
@@ -93,7 +94,7 @@ pub(super) fn typed(
         #visibility struct #name #declared { #choice #(#fields),* }
 
         // SAFETY: each field packs itself, and only types of `launch` can: a `Slice` as two words,
-        // anything else as one.
+        // a `TensorMap` as seven, anything else as one.
         #[cfg(not(target_arch = "nvptx64"))]
         unsafe impl #bounded #launch::Arguments for #name #named {
             const NAME: &'static str = #text;

@@ -3,10 +3,10 @@
 //!
 //! The attribute takes no arguments, as in rust-cuda, so that the same source compiles with both.
 //!
-//! Invariant: parameters reach the function in the same order and width on every device. A slice is
-//! a pointer and a length, and everything else is one 8-byte word. The author must write the word
-//! `unsafe`: a module that forbids unsafe code also rejects the unsafe code that these macros
-//! generate.
+//! Invariant: parameters reach the function in the same order on every device. A slice is a pointer
+//! and a length, a tensor map is 128 bytes on a GPU and seven words on a CPU, and everything else
+//! is one 8-byte word. The author must write the word `unsafe`: a module that forbids unsafe code
+//! also rejects the unsafe code that these macros generate.
 
 #![warn(clippy::disallowed_methods)]
 
@@ -17,15 +17,19 @@ mod pointers;
 use proc_macro::TokenStream;
 use proc_macro2::TokenStream as Tokens;
 use quote::{ToTokens, format_ident, quote, quote_spanned};
-use syn::{Attribute, Error, FnArg, Ident, ItemFn, Pat, ReturnType, Type, parse_macro_input, spanned::Spanned};
+use syn::{
+    Attribute, Error, FnArg, GenericArgument, Ident, ItemFn, Pat, PathArguments, ReturnType, Type, parse_macro_input,
+    spanned::Spanned,
+};
 
 /// Makes a `pub unsafe fn` a kernel.
 ///
 /// On NVPTX it becomes a PTX entry of the same name, with `&[T]` passed as pointer and length. On a
 /// CPU the function remains, and a struct of the same name holds its arguments for a launch. `&[T]`
 /// becomes `Slice<'a, T>`, `*const T` becomes `Pointer<'a, T>`, `*mut T` becomes `PointerMut<'a,
-/// T>`, and scalars are unchanged. The struct is plain data. The kernel's `Contract` defines its
-/// number of threads and the memory that it may access.
+/// T>`, `TensorMap<T>` becomes `launch::TensorMap<'a, T>`, and scalars are unchanged. The struct is
+/// plain data. The kernel's `Contract` defines its number of threads and the memory that it may
+/// access.
 ///
 /// In its body `x.exp()`, `f32::exp(x)` and other functions that only the standard library has are
 /// rejected. Use `kernels::math` instead. The functions that a kernel calls are not checked. There
@@ -79,6 +83,8 @@ enum Kind {
     Slice(Type),
     Pointer(Type),
     PointerMut(Type),
+    /// A tensor map of elements of this type.
+    TensorMap(Type),
     Scalar(Type),
 }
 
@@ -160,9 +166,20 @@ fn parameter(argument: &FnArg) -> syn::Result<Parameter> {
             Kind::PointerMut((*pointer.elem).clone())
         }
         Type::Ptr(pointer) => Kind::Pointer((*pointer.elem).clone()),
-        scalar => Kind::Scalar(scalar.clone()),
+        other => tensor_map(other).map_or_else(|| Kind::Scalar(other.clone()), Kind::TensorMap),
     };
     Ok(Parameter { name: pattern.ident.clone(), kind, docs: typed.attrs.clone() })
+}
+
+/// Returns T if the type is `TensorMap<T>`.
+fn tensor_map(ty: &Type) -> Option<Type> {
+    let Type::Path(path) = ty else { return None };
+    let last = path.path.segments.last().filter(|last| last.ident == "TensorMap")?;
+    let PathArguments::AngleBracketed(arguments) = &last.arguments else { return None };
+    match arguments.args.first() {
+        Some(GenericArgument::Type(element)) => Some(element.clone()),
+        _ => None,
+    }
 }
 
 fn on_gpu(item: &ItemFn, parameters: &[Parameter]) -> Tokens {
@@ -175,14 +192,34 @@ fn on_gpu(item: &ItemFn, parameters: &[Parameter]) -> Tokens {
         }
         Kind::Pointer(element) => quote!(#name: *const #element),
         Kind::PointerMut(element) => quote!(#name: *mut #element),
+        Kind::TensorMap(_) => quote!(#name: ::cuda_std::tensor_map::Parameter),
         Kind::Scalar(scalar) => quote!(#name: #scalar),
     });
-    let arguments = parameters.iter().map(|Parameter { name, kind, .. }| match kind {
-        Kind::Slice(_) => {
-            let length = format_ident!("{name}_len");
-            quote!(::core::slice::from_raw_parts(#name, #length))
+    // The number of the next PTX parameter.
+    let mut number = 0;
+    let arguments = parameters.iter().map(|Parameter { name: parameter, kind, .. }| {
+        let own = number;
+        number += if matches!(kind, Kind::Slice(_)) { 2 } else { 1 };
+        match kind {
+            Kind::Slice(_) => {
+                let length = format_ident!("{parameter}_len");
+                quote!(::core::slice::from_raw_parts(#parameter, #length))
+            }
+            Kind::TensorMap(_) => {
+                // LLVM gives the parameter this name.
+                let assembly =
+                    format!("{{{{ .reg .b64 %map; mov.b64 %map, {name}_param_{own}; cvta.param.u64 {{0}}, %map; }}}}");
+                quote! {{
+                    let _ = #parameter;
+                    let address: u64;
+                    ::core::arch::asm!(
+                        #assembly, out(reg64) address, options(pure, nomem, nostack, preserves_flags)
+                    );
+                    ::cuda_std::tensor_map::TensorMap::at(address)
+                }}
+            }
+            _ => quote!(#parameter),
         }
-        _ => quote!(#name),
     });
     quote! {
         #(#attributes)*
@@ -214,6 +251,7 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter], is_w
             Kind::Slice(_) => (quote!(slice), 2),
             Kind::Pointer(_) => (quote!(pointer), 1),
             Kind::PointerMut(_) => (quote!(pointer_mut), 1),
+            Kind::TensorMap(_) => (quote!(tensor_map), 7),
             Kind::Scalar(_) => (quote!(scalar), 1),
         };
         let at = word;

@@ -81,6 +81,8 @@ pub struct Block {
     /// for a reference count.
     arguments: *const Arguments,
     detector: Option<RefCell<Detector>>,
+    /// The copy engine's number among the threads while it copies.
+    engine: Cell<Option<u32>>,
     /// True if a thread has panicked.
     pub(super) panicked: Cell<bool>,
     pub(super) traps: Rc<Traps>,
@@ -205,7 +207,8 @@ impl Block {
         location: &'static Location<'static>,
     ) -> Result<(), Cause> {
         let Some(detector) = &self.detector else { return Ok(()) };
-        detector.borrow_mut().shared(self.running.get(), kind, tile, bytes, location)
+        let thread = self.engine.get().unwrap_or_else(|| self.running.get());
+        detector.borrow_mut().shared(thread, kind, tile, bytes, location)
     }
 
     /// Called when the participating threads of a collective resume. `thread` is one of them.
@@ -222,6 +225,24 @@ impl Block {
     pub(super) fn arrived(&self, byte: u32, ends: bool) {
         if let Some(detector) = &self.detector {
             detector.borrow_mut().arrived(self.running.get(), byte, ends);
+        }
+    }
+
+    /// Makes the accesses to shared memory that follow those of the copy engine with this number
+    /// among the threads. They follow what the running thread has done.
+    pub(super) fn begin_engine(&self, engine: u32) {
+        if let Some(detector) = &self.detector {
+            detector.borrow_mut().begin_engine(self.running.get(), engine);
+        }
+        self.engine.set(Some(engine));
+    }
+
+    /// Called when the copy engine has copied: it brings bytes to the mbarrier, and `ends` its
+    /// phase.
+    pub(super) fn end_engine(&self, engine: u32, byte: u32, ends: bool) {
+        self.engine.set(None);
+        if let Some(detector) = &self.detector {
+            detector.borrow_mut().arrived(engine, byte, ends);
         }
     }
 
@@ -422,6 +443,7 @@ impl Runner {
             epoch: Cell::new(0),
             arguments: Arc::as_ptr(arguments),
             detector,
+            engine: Cell::new(None),
             panicked: Cell::new(false),
             traps: Rc::clone(&self.traps),
         };

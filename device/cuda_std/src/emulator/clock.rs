@@ -128,6 +128,11 @@ impl Clock {
         Self { block, epoch: NonZeroU32::MIN, times, seen, followed, arrivals, threads }
     }
 
+    /// Returns the number of threads.
+    pub(super) fn threads(&self) -> u32 {
+        self.threads
+    }
+
     /// Records a barrier that every thread of the block has reached.
     pub(super) fn barrier(&mut self) {
         self.epoch = self.epoch.checked_add(1).expect("a block passes fewer than 2^32 barriers");

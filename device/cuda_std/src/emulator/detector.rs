@@ -17,6 +17,11 @@ use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
 
+/// The most mbarriers of a block to which the copy engine brings bytes.
+const ENGINES: u32 = WARP;
+/// The engine's own mbarrier, at which threads hand it their copies.
+const HANDED: u32 = u32::MAX;
+
 /// The bytes of shared memory that share a cell.
 const WORD: usize = 4;
 
@@ -49,7 +54,7 @@ impl Detector {
         Self {
             arguments,
             grid,
-            clock: Clock::new(block, entry.block),
+            clock: Clock::new(block, entry.block.next_multiple_of(WARP) + ENGINES),
             shared: vec![Cell::default(); shared_bytes.div_ceil(WORD)],
             shared_bytes,
             sites: Sites::new(),
@@ -73,6 +78,14 @@ impl Detector {
     /// Called when a thread arrives at an mbarrier, and `ends` its phase.
     pub(super) fn arrived(&mut self, thread: u32, byte: u32, ends: bool) {
         self.clock.arrived(thread, byte, ends);
+    }
+
+    /// Called when a thread starts a copy of the engine with this number among the threads.
+    pub(super) fn begin_engine(&mut self, thread: u32, engine: u32) {
+        let engines = self.clock.threads() - ENGINES;
+        assert!(engine < engines + ENGINES, "copies to more than {ENGINES} mbarriers");
+        self.clock.arrived(thread, HANDED - (engine - engines), true);
+        self.clock.acquired(engine, HANDED - (engine - engines));
     }
 
     /// Called when a thread has waited for a phase of an mbarrier.

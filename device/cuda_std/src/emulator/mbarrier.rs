@@ -4,11 +4,19 @@
 //! names the parity of the phase that it waits for: 0 for the first, 1 for the second, and so on. A
 //! fresh barrier has, so to say, ended a phase of parity 1.
 //!
+//! A phase may also expect bytes, which the copy engine (TMA) brings: it ends when all have arrived
+//! and all bytes have come. The emulator makes the engine's copies at once. To race detection they
+//! are accesses of the engine, not of the thread that has started them. They follow what that
+//! thread had done, and only a wait for the barrier follows them.
+//!
+//! ```text
+//! threads of the block   0 .. 383      the engine for the first barrier: 384, the next: 385, ..
+//! ```
 //! Invariant: a thread that has waited for a phase follows everything that the threads that arrived
 //! in it had done before.
 
 use super::collective::Collective;
-use super::{Block, current, current_block};
+use super::{Block, WARP, current, current_block};
 use std::panic::Location;
 
 /// A barrier of a block.
@@ -17,6 +25,8 @@ pub(super) struct Phases {
     /// The arrivals of a phase, and those that the present phase still lacks.
     expected: u32,
     missing: u32,
+    /// The expected bytes of the present phase that have not come.
+    bytes: i64,
     /// The number of phases that have ended.
     ended: u32,
 }
@@ -25,6 +35,15 @@ impl Phases {
     fn of(all: &mut [Self], byte: u32) -> &mut Self {
         let found = all.iter_mut().find(|phases| phases.byte == byte);
         found.unwrap_or_else(|| panic!("the barrier at byte {byte} of shared memory is not initialized"))
+    }
+
+    /// Begins the next phase if nothing is missing. Returns true if so.
+    fn end(&mut self) -> bool {
+        let ends = self.missing == 0 && self.bytes == 0;
+        if ends {
+            (self.missing, self.ended) = (self.expected, self.ended + 1);
+        }
+        ends
     }
 }
 
@@ -38,7 +57,7 @@ pub fn init(byte: u32, arrivals: u32) {
     current(|block| {
         let mut all = block.phases.borrow_mut();
         assert!(all.iter().all(|phases| phases.byte != byte), "the barrier at byte {byte} is initialized twice");
-        all.push(Phases { byte, expected: arrivals, missing: arrivals, ended: 0 });
+        all.push(Phases { byte, expected: arrivals, missing: arrivals, bytes: 0, ended: 0 });
     });
 }
 
@@ -47,15 +66,43 @@ pub fn init(byte: u32, arrivals: u32) {
 /// # Panics
 /// Panics if the barrier is not initialized.
 pub fn arrive(byte: u32) {
+    arrive_expecting(byte, 0);
+}
+
+/// Arrives at the barrier, whose present phase then expects this many more bytes.
+///
+/// # Panics
+/// Panics if the barrier is not initialized, or if more threads arrive than it counts.
+pub fn arrive_expecting(byte: u32, bytes: u32) {
     current(|block| {
         let mut all = block.phases.borrow_mut();
         let phases = Phases::of(&mut all, byte);
-        phases.missing -= 1;
-        let ends = phases.missing == 0;
-        if ends {
-            (phases.missing, phases.ended) = (phases.expected, phases.ended + 1);
-        }
+        phases.missing = phases.missing.checked_sub(1).expect("more arrivals than the barrier counts");
+        phases.bytes += i64::from(bytes);
+        let ends = phases.end();
         block.arrived(byte, ends);
+    });
+}
+
+/// Makes a copy of the engine, `copy`, which brings `bytes` to the barrier.
+///
+/// # Panics
+/// Panics if the barrier is not initialized.
+pub fn bring(byte: u32, bytes: u32, copy: impl FnOnce()) {
+    let engine = current(|block| {
+        let all = block.phases.borrow();
+        let number = all.iter().position(|phases| phases.byte == byte);
+        let number = number.unwrap_or_else(|| panic!("the barrier at byte {byte} of shared memory is not initialized"));
+        block.threads.next_multiple_of(WARP) + number as u32
+    });
+    current(|block| block.begin_engine(engine));
+    copy();
+    current(|block| {
+        let mut all = block.phases.borrow_mut();
+        let phases = Phases::of(&mut all, byte);
+        phases.bytes -= i64::from(bytes);
+        let ends = phases.end();
+        block.end_engine(engine, byte, ends);
     });
 }
 

@@ -6,6 +6,8 @@
 //! has stored there.
 
 use super::Scalar;
+use crate::tensor_map::TensorMap;
+use core::marker::PhantomData;
 
 /// Reads a kernel's `&[T]`, from two words.
 ///
@@ -36,6 +38,23 @@ pub unsafe fn pointer<T>(words: *const u64, at: usize) -> *const T {
 pub unsafe fn pointer_mut<T>(words: *const u64, at: usize) -> *mut T {
     // SAFETY: the caller guarantees that there is a word at `at`.
     unsafe { *words.add(at) as usize as *mut T }
+}
+
+/// Reads a kernel's `TensorMap<T>`, from seven words.
+///
+/// # Safety
+/// The words at `at` are those of a [`TensorMap`](super::TensorMap).
+#[inline(always)]
+pub unsafe fn tensor_map<T>(words: *const u64, at: usize) -> TensorMap<T> {
+    // SAFETY: the caller guarantees that there are seven words.
+    let word = |next: usize| unsafe { *words.add(at + next) as usize };
+    TensorMap {
+        memory: word(0) as *const T,
+        length: word(1),
+        extents: [2, 3, 4].map(|next| word(next) as u32),
+        strides: [5, 6].map(word),
+        element: PhantomData,
+    }
 }
 
 /// Reads a number.

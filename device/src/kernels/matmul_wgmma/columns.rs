@@ -15,7 +15,7 @@ use crate::unroll_on_gpu;
 use crate::vector::put;
 use crate::warp::Converged;
 use crate::wgmma::word_of;
-use cuda_std::{thread, warp};
+use cuda_std::warp;
 
 /// A thread's sums of two columns, of two chains each.
 #[derive(Clone, Copy)]
@@ -27,11 +27,15 @@ impl Chains {
         Self([[0.0; 2]; 2])
     }
 
-    /// Adds a stage of B, which is stored across k, in a tile of `cols` columns.
+    /// Adds the first `steps` steps of 16 k of a stage of B, which is stored across k, in a tile of
+    /// `cols` columns. `own` is the thread's number among those that multiply.
     #[inline(always)]
-    pub(super) fn add(&mut self, b: SharedTile<u32>, cols: u32) {
-        let (column, half) = (own_column() % cols, warp::lane_id() / 16);
+    pub(super) fn add(&mut self, b: SharedTile<u32>, own: u32, cols: u32, steps: u32) {
+        let (column, half) = (own_column(own) % cols, warp::lane_id() / 16);
         unroll_on_gpu!(step < 4 => {
+            if step as u32 >= steps {
+                return;
+            }
             unroll_on_gpu!(chain < 2 => {
                 unroll_on_gpu!(at < 4 => {
                     let k = 16 * step as u32 + 4 * half + [0, 1, 8, 9][at] + 2 * chain as u32;
@@ -43,29 +47,37 @@ impl Chains {
         });
     }
 
-    /// Writes the sums of the columns from `written[0]` up to `written[1]`. The tile of `cols`
-    /// columns begins with column `first`.
+    /// Writes the sums of the columns up to `count`. The tile of `cols` columns begins with column
+    /// `first`.
     ///
     /// # Safety
     /// The contract has accepted the problem.
     #[inline(always)]
-    pub(super) unsafe fn finish(self, warp: Converged, columns: ColumnSums, cols: u32, first: u32, written: [u32; 2]) {
+    pub(super) unsafe fn finish(
+        self,
+        warp: Converged,
+        columns: ColumnSums,
+        own: u32,
+        cols: u32,
+        first: u32,
+        count: u32,
+    ) {
         let [[a, b], [c, d]] = self.0;
-        let own = [a + c, b + d];
-        let other = warp.shfl_xor(own.map(f32::to_bits), 16).map(f32::from_bits);
+        let half_sums = [a + c, b + d];
+        let other = warp.shfl_xor(half_sums.map(f32::to_bits), 16).map(f32::from_bits);
         let half = warp::lane_id() / 16;
-        let total = if half == 0 { own[0] + other[0] } else { own[1] + other[1] };
-        let column = first + own_column() + half;
-        if own_column() < cols && written[0] <= column && column < written[1] {
+        let total = if half == 0 { half_sums[0] + other[0] } else { half_sums[1] + other[1] };
+        let column = first + own_column(own) + half;
+        if own_column(own) < cols && column < count {
             // SAFETY: the column exists, so the contract has checked that it has an element.
             unsafe { put(columns.sums, columns.start + column as usize, total, columns.accumulate) };
         }
     }
 }
 
-/// Returns the first of this thread's two columns in the tile. Threads past the last column repeat
-/// the first ones.
+/// Returns the first of a thread's two columns in the tile. Threads past the last column repeat the
+/// first ones.
 #[inline(always)]
-fn own_column() -> u32 {
-    thread::thread_idx_x() / 32 * 32 + warp::lane_id() % 16 * 2
+fn own_column(own: u32) -> u32 {
+    own / 32 * 32 + warp::lane_id() % 16 * 2
 }

@@ -26,8 +26,12 @@ use crate::wgmma::CHUNKS;
 use cuda_std::warp;
 use half::bf16;
 
+/// The unit, in elements, on which rows of whole parts begin: 16 bytes of BF16.
+const CHUNK: usize = 8;
 /// The mma tiles of a part of BF16 outputs.
 const PART: usize = 8;
+/// The mma tiles of a part of BF16 outputs that an activation follows, which needs more registers.
+const LONG: usize = 4;
 /// The mma tiles of a part of f32 outputs.
 const F32_PART: usize = 4;
 /// The mma tiles of a part of BF16 outputs at an edge, which needs the most registers.
@@ -37,112 +41,84 @@ const EDGE: usize = 2;
 /// column.
 ///
 /// # Safety
-/// The contract has accepted the problem. `staging` is the warp's own.
+/// The contract has accepted the problem. `staging` is the warp's own. Parts use it alternately, so
+/// that the next part is staged while lanes still read this one.
 #[inline(always)]
 pub(super) unsafe fn finish<const TILES: usize, S: Stored>(
     warp: Converged,
     epilogue: Epilogue<'_, S>,
     first: [u32; 2],
-    mut sums: [[f32; 4]; TILES],
-    staging: SharedTile<u32>,
+    sums: [[f32; 4]; TILES],
+    staging: [SharedTile<u32>; 2],
 ) {
     const { assert!(TILES.is_multiple_of(PART)) };
-    // SAFETY: the contract has accepted the problem.
-    unsafe {
-        // After each part the next part's sums move into its place. The epilogue is long code, so
-        // it is instantiated once.
-        macro_rules! parts {
-            ($PART:ident, |$first:ident, $now:ident| $finish:expr) => {
-                for part in 0..launder_reg((TILES / $PART) as u32) {
-                    let mut $now = [[[0.0; 4]; $PART]];
-                    unroll_on_gpu!(tile < $PART => { $now[0][tile] = sums[tile]; });
-                    let $first = [first[0], first[1] + 8 * $PART as u32 * part];
-                    $finish;
-                    unroll_on_gpu!(tile < TILES - $PART, at most 32 => { sums[tile] = sums[tile + $PART]; });
-                }
-            };
-        }
-        if const { size_of::<S>() == size_of::<f32>() } {
-            parts!(F32_PART, |first, now| finish_rows(warp, epilogue, first, now[0], staging));
-        } else {
-            parts!(EDGE, |first, now| finish_any::<1, EDGE, { EDGE / 2 }, S>(warp, epilogue, first, now));
-        }
-    }
-}
-
-/// Implements [`finish`] for a warp whose outputs all exist, and which begin on 16 bytes. Only the
-/// outputs from row and column `new` on are written and, in C, read. Chunks of eight columns are
-/// all new or all old. If S is f32 or C is read, so are 16 rows, and parts of 64 columns.
-///
-/// # Safety
-/// The caller meets the requirements of [`finish`].
-#[inline(always)]
-pub(super) unsafe fn finish_inside<const TILES: usize, S: Stored>(
-    warp: Converged,
-    epilogue: Epilogue<'_, S>,
-    first: [u32; 2],
-    new: [u32; 2],
-    mut sums: [[f32; 4]; TILES],
-    staging: SharedTile<u32>,
-) {
-    const { assert!(TILES.is_multiple_of(PART)) };
-    let Epilogue { start, ldc, flags, out, .. } = epilogue;
+    let Epilogue { bias, bias_start, start, m, n, ldc, flags, out, .. } = epilogue;
     let at = |column: u32| start + first[0] as usize * ldc as usize + column as usize;
-    // The old rows and columns of the part from this column on.
-    let old = |column: u32| [new[0].saturating_sub(first[0]), new[1].saturating_sub(column)];
-    let has_new = |column: u32, width: usize| old(column)[0] < 16 && old(column)[1] < 8 * width as u32;
-    // SAFETY: the contract has accepted the problem, all outputs exist, and their rows begin on 16
-    // bytes.
+    // The columns whose 16 rows all exist and begin on 16 bytes.
+    let is_aligned =
+        (start | ldc as usize).is_multiple_of(CHUNK) && (bias.is_empty() || bias_start.is_multiple_of(CHUNK));
+    let whole = if is_aligned && first[0] + 16 <= m { n - first[1] } else { 0 };
+    // SAFETY: the contract has accepted the problem. Outputs below `whole` exist, and their rows
+    // begin on 16 bytes.
     unsafe {
-        if is_plain(flags) {
+        if is_plain(flags) && whole >= 8 * TILES as u32 {
             macro_rules! parts {
-                ($PART:ident, |$column:ident, $now:ident| $finish:expr) => {
-                    unroll_on_gpu!(part < TILES / $PART => {
-                        let $column = first[1] + (8 * $PART * part) as u32;
-                        if has_new($column, $PART) {
-                            let mut $now = [[[0.0; 4]; $PART]];
-                            unroll_on_gpu!(tile < $PART => { $now[0][tile] = sums[part * $PART + tile]; });
-                            $finish;
-                        }
+                ($PART:ident, |$part:ident, $column:ident, $now:ident| $finish:expr) => {
+                    unroll_on_gpu!($part < TILES / $PART => {
+                        let $column = first[1] + (8 * $PART * $part) as u32;
+                        let mut $now = [[[0.0; 4]; $PART]];
+                        unroll_on_gpu!(tile < $PART => { $now[0][tile] = sums[$part * $PART + tile]; });
+                        $finish;
                     });
                 };
             }
             if const { size_of::<S>() == size_of::<bf16>() } {
-                parts!(PART, |column, now| {
+                parts!(PART, |part, column, now| {
                     scale_and_add::<1, PART, { PART / 2 }, S>(epilogue, [first[0], column], &mut now);
-                    write_rows(warp, staging, now[0], out.cast(), at(column), ldc, old(column));
+                    write_rows(warp, staging[part % 2], part == 0, now[0], out.cast(), at(column), ldc);
                 });
             } else {
-                parts!(F32_PART, |column, now| {
-                    let (places, rows) = stage_rows(warp, [first[0], column], now[0], staging);
+                parts!(F32_PART, |part, column, now| {
+                    let (places, rows) = stage_rows(warp, staging[part % 2], part == 0, [first[0], column], now[0]);
                     finish_plain(epilogue, places, rows);
                 });
             }
             return;
         }
-        // After each part the next part's sums move into its place. The epilogue is long code, so
-        // it is instantiated once.
+        // The epilogue is long code, so it is instantiated once. A branch selects the sums of a
+        // part: moving all sums down would take more instructions.
         macro_rules! parts {
-            ($PART:ident, |$column:ident, $now:ident| $finish:expr) => {
-                for part in 0..launder_reg((TILES / $PART) as u32) {
-                    let $column = first[1] + 8 * $PART as u32 * part;
-                    if has_new($column, $PART) {
-                        let mut $now = [[[0.0; 4]; $PART]];
-                        unroll_on_gpu!(tile < $PART => { $now[0][tile] = sums[tile]; });
-                        $finish;
-                    }
-                    unroll_on_gpu!(tile < TILES - $PART, at most 32 => { sums[tile] = sums[tile + $PART]; });
+            ($PART:ident while |$column:ident| $exists:expr, |$now:ident| $finish:expr) => {
+                while $exists {
+                    let mut $now = [[[0.0; 4]; $PART]];
+                    let number = ($column - first[1]) / (8 * $PART as u32);
+                    unroll_on_gpu!(part < TILES / $PART, at most 16 => {
+                        if number == part as u32 {
+                            unroll_on_gpu!(tile < $PART => { $now[0][tile] = sums[part * $PART + tile]; });
+                            // Without this, the compiler would select all parts, one after another.
+                            $now[0][0][0] = f32::from_bits(launder_reg($now[0][0][0].to_bits()));
+                        }
+                    });
+                    $finish;
+                    $column = launder_reg($column + 8 * $PART as u32);
                 }
             };
         }
+        let mut column = first[1];
+        let end = if first[0] < m { n.min(first[1] + 8 * TILES as u32) } else { 0 };
         if const { size_of::<S>() == size_of::<bf16>() } {
-            parts!(PART, |column, now| {
-                finish_whole::<1, PART, { PART / 2 }, S>(epilogue, [first[0], column], now, |of, to, _| {
-                    write_rows(warp, staging, of, to, at(column), ldc, old(column));
+            parts!(LONG while |column| column + 8 * LONG as u32 <= end.min(first[1] + whole), |now| {
+                finish_whole::<1, LONG, { LONG / 2 }, S>(epilogue, [first[0], column], now, |of, to, _| {
+                    write_rows(warp, staging[0], true, of, to, at(column), ldc);
                 });
             });
+            parts!(EDGE while |column| column < end, |now| {
+                finish_any::<1, EDGE, { EDGE / 2 }, S>(warp, epilogue, [first[0], column], now);
+            });
         } else {
-            parts!(F32_PART, |column, now| finish_rows(warp, epilogue, [first[0], column], now[0], staging));
+            parts!(F32_PART while |column| column < end, |now| {
+                finish_rows(warp, epilogue, [first[0], column], now[0], staging[0]);
+            });
         }
     }
 }
@@ -159,26 +135,30 @@ unsafe fn finish_rows<S: Stored>(
     sums: [[f32; 4]; F32_PART],
     staging: SharedTile<u32>,
 ) {
-    let (places, rows) = stage_rows(warp, first, sums, staging);
+    let (places, rows) = stage_rows(warp, staging, true, first, sums);
     // SAFETY: the contract has accepted the problem.
     unsafe { epilogue.finish(places, rows) };
 }
 
 /// Moves 16 rows of `F32_PART` mma tiles through the warp's part of shared memory. A lane gets four
-/// columns of four rows, so that eight lanes have a line of a row.
+/// columns of four rows, so that eight lanes have a line of a row. Other lanes may still read that
+/// memory if `is_read`.
 #[inline(always)]
 fn stage_rows(
     warp: Converged,
+    staging: SharedTile<u32>,
+    is_read: bool,
     first: [u32; 2],
     sums: [[f32; 4]; F32_PART],
-    staging: SharedTile<u32>,
 ) -> (Places<1>, [[F4; 1]; 4]) {
     const { assert!(F32_PART as u32 * 2 == CHUNKS) };
     // The compiler would keep the addresses in registers throughout the products.
     let lane = launder_reg(warp::lane_id());
-    sync_lanes(warp);
+    if is_read {
+        sync_lanes(warp);
+    }
     unroll_on_gpu!(pair < F32_PART / 2 => {
-        put_floats(staging, CHUNKS, pair as u32, [sums[2 * pair], sums[2 * pair + 1]]);
+        put_floats(staging, CHUNKS, pair as u32, lane, [sums[2 * pair], sums[2 * pair + 1]]);
     });
     sync_lanes(warp);
     let mut rows = [[F4::splat(0.0)]; 4];
@@ -219,7 +199,7 @@ unsafe fn finish_plain<S: Stored>(epilogue: Epilogue<'_, S>, places: Places<1>, 
 }
 
 /// Rounds 16 rows of `TILES` mma tiles and writes them to `out`, whose first row begins at `at`,
-/// through the warp's part of shared memory. The first `old` rows and columns are not written.
+/// through the warp's part of shared memory, which other lanes may still read if `is_read`.
 ///
 /// # Safety
 /// The elements may be written, and rows begin on 16 bytes.
@@ -227,18 +207,20 @@ unsafe fn finish_plain<S: Stored>(epilogue: Epilogue<'_, S>, places: Places<1>, 
 unsafe fn write_rows<const TILES: usize>(
     warp: Converged,
     staging: SharedTile<u32>,
+    is_read: bool,
     sums: [[f32; 4]; TILES],
     out: *mut bf16,
     at: usize,
     ldc: u32,
-    old: [u32; 2],
 ) {
     let chunks = TILES as u32;
     // The compiler would keep the addresses in registers throughout the products.
     let lane = launder_reg(warp::lane_id());
-    sync_lanes(warp);
+    if is_read {
+        sync_lanes(warp);
+    }
     unroll_on_gpu!(pair < TILES / 2 => {
-        put_words(staging, chunks, pair as u32, [sums[2 * pair], sums[2 * pair + 1]]);
+        put_words(staging, chunks, pair as u32, lane, [sums[2 * pair], sums[2 * pair + 1]]);
     });
     sync_lanes(warp);
     let place = |pass: usize| [pass as u32 * (32 / chunks) + lane / chunks, lane % chunks];
@@ -248,23 +230,12 @@ unsafe fn write_rows<const TILES: usize>(
         let [row, chunk] = place(pass);
         words[pass] = staging.chunk(swizzled(chunks, row, chunk) * CHUNK_WORDS);
     });
-    macro_rules! write {
-        (|$row:ident, $chunk:ident| $condition:expr) => {
-            unroll_on_gpu!(pass < TILES / 2 => {
-                let [$row, $chunk] = place(pass);
-                if $condition {
-                    let index = at + $row as usize * ldc as usize + (8 * $chunk) as usize;
-                    // SAFETY: the elements may be written, on a 16-byte boundary.
-                    unsafe { store_chunk(out, index, words[pass]) };
-                }
-            });
-        };
-    }
-    if old == [0; 2] {
-        write!(|row, chunk| true);
-    } else {
-        write!(|row, chunk| old[0] <= row && old[1] <= 8 * chunk);
-    }
+    unroll_on_gpu!(pass < TILES / 2 => {
+        let [row, chunk] = place(pass);
+        let index = at + row as usize * ldc as usize + (8 * chunk) as usize;
+        // SAFETY: the elements may be written, on a 16-byte boundary.
+        unsafe { store_chunk(out, index, words[pass]) };
+    });
 }
 
 /// Orders the accesses of the warp's lanes to shared memory.

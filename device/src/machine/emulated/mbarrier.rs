@@ -1,7 +1,12 @@
 //! Barriers in shared memory at which some threads arrive and others wait, as objects of the
 //! emulator.
 
+use crate::mma::fragments::{CHUNK_WORDS, swizzled};
+use crate::tile::SharedTile;
+use crate::vector::load_raw;
 use cuda_std::emulator::mbarrier;
+use cuda_std::tensor_map::{BOX_BYTES, BOX_ROWS, TensorMap};
+use half::bf16;
 
 /// The bytes of a barrier.
 pub const BARRIER_BYTES: u32 = 8;
@@ -35,6 +40,33 @@ impl Barrier {
         }
     }
 
+    /// Arrives, and makes the present phase expect this many bytes.
+    ///
+    /// # Safety
+    /// See the GPU's version. The emulator checks it.
+    pub unsafe fn arrive_expecting(self, bytes: u32) {
+        mbarrier::arrive_expecting(self.0, bytes);
+    }
+
+    /// Copies a box of a tensor map, as on the GPU. Race detection sees accesses of the copy
+    /// engine.
+    ///
+    /// # Safety
+    /// See the GPU's version. The emulator checks it.
+    #[track_caller]
+    pub unsafe fn copy_box(self, to: SharedTile<u32>, map: TensorMap<bf16>, first: [u32; 3]) {
+        mbarrier::bring(self.0, BOX_ROWS * BOX_BYTES, || {
+            const CHUNKS: u32 = BOX_BYTES / (4 * CHUNK_WORDS);
+            for (row, chunk) in (0..BOX_ROWS).flat_map(|row| (0..CHUNKS).map(move |chunk| (row, chunk))) {
+                let words = core::array::from_fn(|word| {
+                    let element = 2 * (CHUNK_WORDS * chunk + word as u32);
+                    half(map, first, [element, row]) | half(map, first, [element + 1, row]) << 16
+                });
+                to.set_chunk(swizzled(CHUNKS, row, chunk) * CHUNK_WORDS, words);
+            }
+        });
+    }
+
     /// Arrives: this thread's copies have ended.
     ///
     /// # Safety
@@ -55,3 +87,16 @@ impl Barrier {
 
 /// Does nothing: barriers are visible at once.
 pub fn fence_barriers() {}
+
+/// Returns the bits of an element of a box, or 0 if it does not exist.
+#[inline(always)]
+#[track_caller]
+fn half(map: TensorMap<bf16>, [element, row, matrix]: [u32; 3], [right, down]: [u32; 2]) -> u32 {
+    let place = [element + right, row + down, matrix];
+    if place.iter().zip(map.extents()).any(|(at, extent)| *at >= extent) {
+        return 0;
+    }
+    // SAFETY: the contract has checked that the map's matrices lie inside its memory. The emulator
+    // checks the access.
+    u32::from(unsafe { load_raw(map.memory().0, map.index(place)) }.to_bits())
+}

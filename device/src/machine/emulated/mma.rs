@@ -158,7 +158,7 @@ pub unsafe fn write_quads(_: Converged, tiles: [[f32; 4]; 2], out: *mut bf16, at
 /// Rounds the [`quads`] and writes them to 16 rows of `chunks` chunks, in chunks `2 pair` and `2
 /// pair + 1`, [`swizzled`].
 #[track_caller]
-pub fn put_words(rows: SharedTile<u32>, chunks: u32, pair: u32, tiles: [[f32; 4]; 2]) {
+pub fn put_words(rows: SharedTile<u32>, chunks: u32, pair: u32, _: u32, tiles: [[f32; 4]; 2]) {
     let [row, column] = quads_place();
     for (half, words) in (0..).zip(tiles.map(Bf16::words)) {
         let word = swizzled(chunks, row + 8 * half, 2 * pair + column / 8) * CHUNK_WORDS + column % 8 / 2;
@@ -167,9 +167,9 @@ pub fn put_words(rows: SharedTile<u32>, chunks: u32, pair: u32, tiles: [[f32; 4]
 }
 
 /// Writes the f32 sums of two adjacent tiles, pair `pair` of their rows, to rows of `chunks`
-/// chunks.
+/// chunks. `lane` is the lane's own number.
 #[inline(always)]
-pub fn put_floats(rows: SharedTile<u32>, chunks: u32, pair: u32, tiles: [[f32; 4]; 2]) {
+pub fn put_floats(rows: SharedTile<u32>, chunks: u32, pair: u32, _: u32, tiles: [[f32; 4]; 2]) {
     let [row, column] = quads_place();
     for (half, values) in (0..).zip(tiles) {
         let chunk = swizzled(chunks, row + 8 * half, 4 * pair + column / 4);

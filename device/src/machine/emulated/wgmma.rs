@@ -4,8 +4,9 @@
 
 use crate::machine::mma::add_products;
 use crate::tile::SharedTile;
-use crate::wgmma::{DEPTH, element};
-use cuda_std::thread;
+use crate::wgmma::{DEPTH, STEP, element};
+use core::ops::Range;
+use cuda_std::{thread, warp};
 
 /// A warpgroup's products that are in flight: the operands of each group, the oldest first.
 #[derive(Clone, Copy, Default)]
@@ -36,12 +37,38 @@ impl Products {
         if !add {
             *sums = [[0.0; 4]; TILES];
         }
-        multiply::<A_ALONG, B_ALONG, TILES>(sums, a, first_row, b);
+        multiply::<A_ALONG, B_ALONG, TILES>(sums, a, first_row, b, 0..DEPTH);
+        self.start(a, b);
+    }
+
+    /// Makes the part of [`multiply`](Self::multiply) with 16 k, the `step`th of the stage.
+    ///
+    /// # Safety
+    /// See the GPU's version. A violation is a race, which race mode reports.
+    #[track_caller]
+    pub unsafe fn multiply_step<const A_ALONG: bool, const B_ALONG: bool, const TILES: usize>(
+        &mut self,
+        sums: &mut [[f32; 4]; TILES],
+        a: SharedTile<u32>,
+        first_row: u32,
+        b: SharedTile<u32>,
+        step: u32,
+        add: bool,
+    ) {
+        if !add {
+            *sums = [[0.0; 4]; TILES];
+        }
+        multiply::<A_ALONG, B_ALONG, TILES>(sums, a, first_row, b, step * STEP..(step + 1) * STEP);
+        self.start(a, b);
+    }
+
+    /// Records products that have started.
+    fn start(&mut self, a: SharedTile<u32>, b: SharedTile<u32>) {
         assert!(self.groups[0].is_none(), "at most two groups are in flight");
         self.groups = [self.groups[1], Some([a, b])];
     }
 
-    /// Waits until at most the `PENDING` newest groups are in flight.
+    /// Waits until at most the `PENDING` newest groups of all lanes are in flight.
     #[track_caller]
     pub fn wait<const PENDING: u32>(&mut self) {
         let done = self.groups.len() - PENDING as usize;
@@ -53,6 +80,8 @@ impl Products {
                 operands.iter().for_each(|operand| operand.reread());
             }
         }
+        // SAFETY: all lanes of the warp execute this, as they started the products.
+        unsafe { warp::sync_warp(u32::MAX) };
     }
 
     /// Waits for all products. Then the sums may be read.
@@ -62,20 +91,21 @@ impl Products {
     }
 }
 
-/// Adds the products of a stage.
+/// Adds the products of a part of a stage.
 #[track_caller]
 fn multiply<const A_ALONG: bool, const B_ALONG: bool, const TILES: usize>(
     sums: &mut [[f32; 4]; TILES],
     a: SharedTile<u32>,
     first_row: u32,
     b: SharedTile<u32>,
+    k: Range<u32>,
 ) {
     let mut rows = [*sums];
     let origin = [first_row + thread::thread_idx_x() / 32 % 4 * 16, 0];
     add_products(
         &mut rows,
         origin,
-        0..DEPTH,
+        k,
         |row, k| element(a, A_ALONG, row, k),
         |column, k| element(b, B_ALONG, column, k),
     );

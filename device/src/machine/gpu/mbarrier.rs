@@ -4,6 +4,8 @@
 //! has a parity: 0 for the first, 1 for the second, and so on.
 
 use super::shared::Window;
+use crate::tile::SharedTile;
+use cuda_std::tensor_map::TensorMap;
 
 /// The bytes of a barrier.
 pub const BARRIER_BYTES: u32 = 8;
@@ -48,6 +50,42 @@ impl Barrier {
                 "{{ .reg .pred %p; setp.ne.u32 %p, {0}, 0;",
                 "@%p mbarrier.arrive.shared::cta.b64 _, [{1}]; }}",
                 in(reg32) u32::from(condition), in(reg32) self.0, options(nostack)
+            );
+        }
+    }
+
+    /// Arrives, and makes the present phase expect this many bytes, which
+    /// [`copy_box`](Self::copy_box) brings.
+    ///
+    /// # Safety
+    /// The barrier is initialized.
+    #[inline(always)]
+    pub unsafe fn arrive_expecting(self, bytes: u32) {
+        // SAFETY: the barrier is initialized: the function's contract.
+        unsafe {
+            core::arch::asm!(
+                "mbarrier.arrive.expect_tx.shared::cta.b64 _, [{0}], {1};",
+                in(reg32) self.0, in(reg32) bytes, options(nostack)
+            );
+        }
+    }
+
+    /// Starts to copy a box of a tensor map, 64 rows of 128 bytes from an element, a row and a
+    /// matrix on, to the first words of a tile. Chunks of 16 bytes are
+    /// [`swizzled`](crate::mma::fragments::swizzled). What does not exist is copied as zero. When
+    /// they have come, the barrier counts 8192 bytes.
+    ///
+    /// # Safety
+    /// The barrier is initialized. The tile lies on 1024 bytes, and nothing else accesses these
+    /// words before a wait for the barrier's phase.
+    #[inline(always)]
+    pub unsafe fn copy_box<T>(self, to: SharedTile<u32>, map: TensorMap<T>, [element, row, matrix]: [u32; 3]) {
+        // SAFETY: the host has encoded the map, and the box has room: the function's contract.
+        unsafe {
+            core::arch::asm!(
+                "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [{0}], [{1}, {{{2}, {3}, {4}}}], [{5}];",
+                in(reg32) to.0.address(), in(reg64) map.address(), in(reg32) element, in(reg32) row, in(reg32) matrix,
+                in(reg32) self.0, options(nostack)
             );
         }
     }

@@ -121,10 +121,10 @@ pub unsafe fn write_quads(warp: Converged, tiles: [[f32; 4]; 2], out: *mut bf16,
 }
 
 /// Rounds the accumulators of two adjacent tiles and writes them to 16 rows of `chunks` chunks, in
-/// chunks `2 pair` and `2 pair + 1`, [`swizzled`].
+/// chunks `2 pair` and `2 pair + 1`, [`swizzled`]. `lane` is the lane's own number.
 #[inline(always)]
-pub fn put_words(rows: SharedTile<u32>, chunks: u32, pair: u32, tiles: [[f32; 4]; 2]) {
-    let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
+pub fn put_words(rows: SharedTile<u32>, chunks: u32, pair: u32, lane: u32, tiles: [[f32; 4]; 2]) {
+    let (g, t) = (lane / 4, lane % 4);
     let words = tiles.map(Bf16::words);
     unroll!(tile < 2 => {
         unroll!(half < 2 => {
@@ -135,10 +135,10 @@ pub fn put_words(rows: SharedTile<u32>, chunks: u32, pair: u32, tiles: [[f32; 4]
 }
 
 /// Writes the f32 sums of two adjacent tiles, pair `pair` of their rows, to rows of `chunks`
-/// chunks.
+/// chunks. `lane` is the lane's own number.
 #[inline(always)]
-pub fn put_floats(rows: SharedTile<u32>, chunks: u32, pair: u32, tiles: [[f32; 4]; 2]) {
-    let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
+pub fn put_floats(rows: SharedTile<u32>, chunks: u32, pair: u32, lane: u32, tiles: [[f32; 4]; 2]) {
+    let (g, t) = (lane / 4, lane % 4);
     unroll!(tile < 2 => {
         unroll!(half < 2 => {
             let chunk = swizzled(chunks, 8 * half as u32 + g, 4 * pair + 2 * tile as u32 + t / 2);

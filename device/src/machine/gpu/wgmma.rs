@@ -74,6 +74,22 @@ macro_rules! multiply {
     };
 }
 
+/// Starts one instruction, 16 k, and commits it as a group.
+macro_rules! multiply_step {
+    ($name:literal, $sums:ident, $a:ident, $b:ident, $add:ident, $along:expr; $first:literal $($i:literal)*) => {
+        asm!(
+            "{{ .reg .pred %add; setp.ne.u32 %add, {add}, 0;",
+            "wgmma.fence.sync.aligned;",
+            concat!("wgmma.mma_async.sync.aligned.", $name, ".f32.bf16.bf16 {{{", $first, "}", $(", {", $i, "}",)* "}}, {a}, {b}, %add, 1, 1, {ta}, {tb};"),
+            "wgmma.commit_group.sync.aligned; }}",
+            inout(reg32) $sums[$first], $(inout(reg32) $sums[$i],)*
+            a = in(reg64) $a, b = in(reg64) $b, add = in(reg32) u32::from($add),
+            ta = const transposed($along[0]), tb = const transposed($along[1]),
+            options(nostack)
+        )
+    };
+}
+
 /// Waits for all groups. The sums are operands, so that the compiler moves no use of them up.
 macro_rules! finish {
     ($sums:ident; $($i:literal)*) => {
@@ -146,6 +162,32 @@ impl Products {
                 24 => numbered!(24 multiply "m64n192k16", sums, a, b, add, [A_ALONG, B_ALONG]),
                 28 => numbered!(28 multiply "m64n224k16", sums, a, b, add, [A_ALONG, B_ALONG]),
                 _ => numbered!(32 multiply "m64n256k16", sums, a, b, add, [A_ALONG, B_ALONG]),
+            }
+        }
+    }
+
+    /// Starts the part of [`multiply`](Self::multiply) with 16 k, the `step`th of the stage.
+    ///
+    /// # Safety
+    /// See [`multiply`](Self::multiply).
+    #[inline(always)]
+    pub unsafe fn multiply_step<const A_ALONG: bool, const B_ALONG: bool, const TILES: usize>(
+        &mut self,
+        sums: &mut [[f32; 4]; TILES],
+        a: SharedTile<u32>,
+        first_row: u32,
+        b: SharedTile<u32>,
+        at: u32,
+        add: bool,
+    ) {
+        let sums = sums.as_flattened_mut();
+        let a = descriptor(a.0.address() + first_row * 128, A_ALONG) + u64::from(at) * step(A_ALONG);
+        let b = descriptor(b.0.address(), B_ALONG) + u64::from(at) * step(B_ALONG);
+        // SAFETY: the function's contract.
+        unsafe {
+            match TILES {
+                16 => numbered!(16 multiply_step "m64n128k16", sums, a, b, add, [A_ALONG, B_ALONG]),
+                _ => numbered!(32 multiply_step "m64n256k16", sums, a, b, add, [A_ALONG, B_ALONG]),
             }
         }
     }

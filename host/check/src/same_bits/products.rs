@@ -6,7 +6,7 @@
 
 use super::CaseSize;
 use super::inputs::Inputs;
-use cuda_std::launch::{PointerMut, Slice};
+use cuda_std::launch::{PointerMut, Slice, TensorMap};
 use half::bf16;
 use kernels::matmul::{
     GELU, GELU_DERIVATIVE, SILU, STORE_PREACT, SWIGLU, TRANSPOSE_A, TRANSPOSE_B, Tile, matmul, sum_splits,
@@ -254,16 +254,43 @@ impl Bf16Kernel {
     }
 }
 
-/// Launches a kernel for BF16 tensors. wgmma gets fewer blocks than tiles.
+/// An operand as it is stored: its memory, the extents of a matrix, and the elements from a row to
+/// the next.
+type Factor<'t> = (Slice<'t, bf16>, [usize; 2], usize);
+
+/// Returns the tensor map of an operand of several batches.
+fn map((memory, [rows, cols], ld): Factor<'_>, batches: usize) -> TensorMap<'_, bf16> {
+    TensorMap { memory, extents: [cols, rows, batches].map(|extent| extent as u32), strides: [ld, rows * ld] }
+}
+
+/// Launches a kernel for BF16 tensors with operands `[a, b]`. wgmma gets fewer blocks than tiles.
 macro_rules! launch_bf16 {
-    ($i:ident, $kernel:expr, { $($argument:ident $(: $value:expr)?,)* }) => {
+    ($i:ident, $kernel:expr, $factors:expr, $batches:expr, { $($argument:ident $(: $value:expr)?,)* }) => {{
+        let ([a, b], batches): ([Factor<'_>; 2], usize) = ($factors, $batches);
         match $kernel {
-            Bf16Kernel::Mma(variant) => $i.step.launch(matmul_bf16 { variant, $($argument $(: $value)?,)* }),
-            Bf16Kernel::Wgmma(variant) => {
-                $i.step.launch(matmul_wgmma { variant, blocks: 2, $($argument $(: $value)?,)* })
-            }
+            Bf16Kernel::Mma(variant) => $i.step.launch(matmul_bf16 {
+                variant,
+                a: a.0,
+                b: b.0,
+                lda: a.2 as u32,
+                ldb: b.2 as u32,
+                stride_a: a.1[0] * a.2,
+                stride_b: b.1[0] * b.2,
+                batches: batches as u32,
+                $($argument $(: $value)?,)*
+            }),
+            Bf16Kernel::Wgmma(variant) => $i.step.launch(matmul_wgmma {
+                variant,
+                a: map(a, batches),
+                b: map(b, batches),
+                steps_a: 1,
+                steps_b: 1,
+                batches: batches as u32,
+                blocks: 2,
+                $($argument $(: $value)?,)*
+            }),
         }
-    };
+    }};
 }
 
 /// Runs the case of a kernel for BF16 tensors: [`product`]s of its layout on whole numbers so small
@@ -274,20 +301,18 @@ pub(super) fn bf16_product<S: Stored>(i: &Inputs<'_, '_>, kernel: Bf16Kernel) ->
         let flags = flags & !(TRANSPOSE_A | TRANSPOSE_B) | layout;
         let stored = |is_transposed: bool, [rows, cols]: [usize; 2]| {
             let [rows, cols] = if is_transposed { [cols, rows] } else { [rows, cols] };
-            (rows, kernel.row(cols))
+            ([rows, cols], kernel.row(cols))
         };
-        let ((a_rows, lda), (b_rows, ldb)) =
+        let ((of_a, lda), (of_b, ldb)) =
             (stored(flags & TRANSPOSE_A != 0, [m, k]), stored(flags & TRANSPOSE_B != 0, [k, n]));
-        let (a, b) = (i.whole(batches * a_rows * lda)?, i.whole(batches * b_rows * ldb)?);
+        let (a, b) = (i.whole(batches * of_a[0] * lda)?, i.whole(batches * of_b[0] * ldb)?);
         let (a, b) = (ops::to_bf16(i.step, &a)?, ops::to_bf16(i.step, &b)?);
         let bias = if i.size == CaseSize::Whole { i.whole(batches * n)? } else { i.normals([batches * n])? };
         let length = batches * k.div_ceil(k_per_split).max(1) * m * n;
         let mut out = i.normals::<S>([length])?;
         let mut pre = i.normals::<S>([length])?;
         let (c, written) = out.in_place();
-        launch_bf16!(i, kernel, {
-            a: a.slice(),
-            b: b.slice(),
+        launch_bf16!(i, kernel, [(a.slice(), of_a, lda), (b.slice(), of_b, ldb)], batches, {
             bias: unless_split(k_per_split < k, &bias),
             c,
             out: written,
@@ -296,13 +321,8 @@ pub(super) fn bf16_product<S: Stored>(i: &Inputs<'_, '_>, kernel: Bf16Kernel) ->
             m: m as u32,
             n: n as u32,
             k: k as u32,
-            lda: lda as u32,
-            ldb: ldb as u32,
             ldc: n as u32,
             k_per_split: k_per_split.min(k.max(1)) as u32,
-            batches: batches as u32,
-            stride_a: a_rows * lda,
-            stride_b: b_rows * ldb,
             stride_c: m * n,
             stride_bias: n,
             alpha,
@@ -339,9 +359,7 @@ fn column_sums(i: &Inputs<'_, '_>, kernel: Bf16Kernel) -> Result<()> {
         let split_k = batches * k.div_ceil(k_per_split);
         let (mut out, mut sums) = (i.step.empty::<f32>([split_k, m, n])?, i.normals::<f32>([split_k, n])?);
         let (c, out) = out.in_place();
-        launch_bf16!(i, kernel, {
-            a: a.slice(),
-            b: b.slice(),
+        launch_bf16!(i, kernel, [(a.slice(), [k, m], lda), (b.slice(), [k, n], ldb)], batches, {
             bias: Slice::empty(),
             c,
             out,
@@ -350,13 +368,8 @@ fn column_sums(i: &Inputs<'_, '_>, kernel: Bf16Kernel) -> Result<()> {
             m: m as u32,
             n: n as u32,
             k: k as u32,
-            lda: lda as u32,
-            ldb: ldb as u32,
             ldc: n as u32,
             k_per_split: k_per_split.min(k) as u32,
-            batches: batches as u32,
-            stride_a: k * lda,
-            stride_b: k * ldb,
             stride_c: m * n,
             stride_bias: 0,
             alpha,

@@ -20,7 +20,8 @@ use super::architectures::{archs, choose, wgmma};
 use super::streams::{check, describe};
 use crate::device::kernels::{Kernels, OWN};
 use crate::error::{Error, Result, short};
-use cuda_std::launch::{Entry, Grid, Words};
+use cuda_std::launch::{Entry, Grid, PackedMap, Words};
+use cuda_std::tensor_map::{BOX_BYTES, BOX_ROWS};
 use cust::sys::{self, CUfunction, CUresult};
 use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, CString, c_char, c_void};
@@ -268,6 +269,20 @@ impl Drop for Library {
 }
 
 unsafe extern "C" {
+    fn cuTensorMapEncodeTiled(
+        map: *mut EncodedMap,
+        data_type: u32,
+        rank: u32,
+        address: *mut c_void,
+        extents: *const u64,
+        strides: *const u64,
+        box_extents: *const u32,
+        element_strides: *const u32,
+        interleave: u32,
+        swizzle: u32,
+        promotion: u32,
+        fill: u32,
+    ) -> CUresult;
     fn cuLaunchKernelEx(
         config: *const LaunchConfig,
         function: CUfunction,
@@ -307,6 +322,50 @@ impl LaunchAttribute {
 static_assertions::const_assert_eq!(size_of::<LaunchConfig>(), 56);
 static_assertions::const_assert_eq!(size_of::<LaunchAttribute>(), 72);
 
+/// `CUtensorMap`: what the copy engine reads.
+#[repr(C, align(64))]
+struct EncodedMap([u64; 16]);
+
+static_assertions::const_assert_eq!(size_of::<EncodedMap>(), 128);
+
+impl EncodedMap {
+    /// Encodes a map of 16-bit elements, whose boxes have 64 rows of 128 bytes, in chunks of 16
+    /// bytes that are swizzled by the row.
+    fn new(map: &PackedMap) -> Result<Self> {
+        // `CU_TENSOR_MAP_DATA_TYPE_UINT16`, `_SWIZZLE_128B` and `_L2_PROMOTION_L2_256B`.
+        const UINT16: u32 = 1;
+        const SWIZZLE: u32 = 3;
+        const PROMOTION: u32 = 3;
+        assert_eq!(map.element_bytes, 2, "the bytes of a tensor map's elements");
+        let [elements, rows, matrices] = map.extents;
+        let bytes = |stride: usize| (stride * map.element_bytes) as u64;
+        // The driver demands extents and strides, also those that are not used.
+        let row = if rows > 1 { bytes(map.strides[0]) } else { 16 };
+        let strides = [row, if matrices > 1 { bytes(map.strides[1]) } else { row }];
+        let mut encoded = Self([0; 16]);
+        // SAFETY: the driver reads the arrays, of the rank's lengths, and writes the map before the
+        // call returns.
+        let result = unsafe {
+            cuTensorMapEncodeTiled(
+                &mut encoded,
+                UINT16,
+                3,
+                map.address as *mut c_void,
+                [elements, rows, matrices].map(|extent| u64::from(extent.max(1))).as_ptr(),
+                strides.as_ptr(),
+                [BOX_BYTES / 2, BOX_ROWS, 1].as_ptr(),
+                [1; 3].as_ptr(),
+                0,
+                SWIZZLE,
+                PROMOTION,
+                0,
+            )
+        };
+        check("cuTensorMapEncodeTiled", result)?;
+        Ok(encoded)
+    }
+}
+
 /// Queues a kernel.
 ///
 /// # Safety
@@ -318,11 +377,19 @@ pub(super) unsafe fn launch(
     grid: Grid,
     words: &Words,
     stream: sys::CUstream,
-) -> CUresult {
+) -> Result<()> {
     // A parameter is read from the start of its word, because the host is little-endian.
     const { assert!(cfg!(target_endian = "little")) };
-    let mut parameters: Vec<*mut c_void> =
-        words.as_slice().iter().map(|word| std::ptr::from_ref(word).cast_mut().cast()).collect();
+    let maps = words.maps().iter().map(EncodedMap::new).collect::<Result<Vec<_>>>()?;
+    // A parameter begins with each word, except for the words of a tensor map after its first.
+    let parameter = |(at, word): (usize, &u64)| -> Option<*mut c_void> {
+        let Some(map) = words.maps().iter().position(|map| (map.word..map.word + PackedMap::WORDS).contains(&at))
+        else {
+            return Some(std::ptr::from_ref(word).cast_mut().cast());
+        };
+        (words.maps()[map].word == at).then(|| std::ptr::from_ref(&maps[map]).cast_mut().cast())
+    };
+    let mut parameters: Vec<*mut c_void> = words.as_slice().iter().enumerate().filter_map(parameter).collect();
     let mut attributes = [LaunchAttribute::OVERLAP];
     let config = LaunchConfig {
         grid: [grid.x, grid.y, grid.z],
@@ -333,9 +400,11 @@ pub(super) unsafe fn launch(
         // Only kernels that wait for their predecessor may start early.
         attributes_len: u32::from(function.overlaps),
     };
-    // SAFETY: the words are this entry's parameters, in order, as `Kernel::pack` wrote them. The
-    // driver reads them, the configuration and its attributes before the call returns.
-    unsafe { cuLaunchKernelEx(&config, function.name, parameters.as_mut_ptr(), std::ptr::null_mut()) }
+    // SAFETY: the words are this entry's parameters, in order, as `Kernel::pack` wrote them, with
+    // encoded maps. The driver reads them, the configuration and its attributes before the call
+    // returns.
+    let result = unsafe { cuLaunchKernelEx(&config, function.name, parameters.as_mut_ptr(), std::ptr::null_mut()) };
+    check("cuLaunchKernelEx", result)
 }
 
 /// The start of a kernel as compilers write it, at the start of a line.

@@ -358,7 +358,7 @@ unsafe impl Driver for Cuda {
         // SAFETY: the contract accepted the words for this grid, and their memory is alive
         // (`Driver::launch`). The function belongs to the entry, and the stream lives as long as
         // `self`.
-        check("cuLaunchKernelEx", unsafe { kernels::launch(function, entry, grid, words, self.stream()) })
+        unsafe { kernels::launch(function, entry, grid, words, self.stream()) }
     }
 
     fn begin_capture(&self) -> Result<()> {

@@ -8,7 +8,7 @@ use super::tile::{fastest, tile_of};
 use crate::error::{Error, Result};
 use crate::step::Step;
 use crate::tensor::{Source, Stored, Target, Tensor};
-use cuda_std::launch::{Pointer, PointerMut, Slice};
+use cuda_std::launch::{Pointer, PointerMut, Slice, TensorMap};
 use half::bf16;
 use kernels::matmul::{TRANSPOSE_B, sum_splits};
 use kernels::matmul_bf16::{ADD_TO_SUMS, BIAS_GRAD, OperandLayout, TILES, k_per_split, matmul_bf16};
@@ -179,8 +179,6 @@ fn multiply<S: Stored>(
         ($kernel:ident { $($own:ident: $value:expr),* }) => {
             step.launch($kernel {
                 $($own: $value,)*
-                a,
-                b,
                 bias,
                 c,
                 out,
@@ -189,13 +187,9 @@ fn multiply<S: Stored>(
                 m,
                 n,
                 k,
-                lda,
-                ldb,
                 ldc,
                 k_per_split,
                 batches,
-                stride_a,
-                stride_b,
                 stride_c,
                 stride_bias,
                 alpha,
@@ -206,12 +200,33 @@ fn multiply<S: Stored>(
     }
     if step.description().has_wgmma && form.bf16_tile.is_none() && has_aligned_rows(form) {
         let tile = fastest(&wgmma::TILES, extents.of_a_split(), extents.matrices(), processors as usize);
-        return launch!(matmul_wgmma { variant: (layouts, tile), blocks: processors });
+        let [steps_a, steps_b] = [stride_a, stride_b].map(|stride| u32::from(stride > 0));
+        let map = |memory, extents, strides, steps| {
+            let [rows, cols]: [u32; 2] = extents;
+            TensorMap { memory, extents: [cols, rows, if steps == 0 { 1 } else { batches }], strides }
+        };
+        let stored = |is_transposed, [rows, cols]: [u32; 2]| if is_transposed { [cols, rows] } else { [rows, cols] };
+        return launch!(matmul_wgmma {
+            variant: (layouts, tile),
+            a: map(a, stored(form.transpose_a, [m, k]), [lda as usize, stride_a], steps_a),
+            b: map(b, stored(form.transpose_b, [k, n]), [ldb as usize, stride_b], steps_b),
+            steps_a: steps_a,
+            steps_b: steps_b,
+            blocks: processors
+        });
     }
     let tile = tile_of(form.bf16_tile, &TILES, "ops::BF16_TILES", || {
         fastest(&TILES, extents.of_a_split(), extents.matrices(), processors as usize)
     })?;
-    launch!(matmul_bf16 { variant: (layouts[0], tile) })
+    launch!(matmul_bf16 {
+        variant: (layouts[0], tile),
+        a: a,
+        b: b,
+        lda: lda,
+        ldb: ldb,
+        stride_a: stride_a,
+        stride_b: stride_b
+    })
 }
 
 /// True if every row of A and B begins on 16 bytes, as `wgmma` requires.

@@ -1,0 +1,154 @@
+//! The stages of a block, and the barriers at which warpgroups pass them to each other.
+//!
+//! ```text
+//! warpgroup 0   waits until a stage is free -> starts its copies, which the barrier counts -> ..
+//! the others    wait until a stage is full -> multiply -> free it -> ..
+//! ```
+//! A stage has boxes of 64 rows of 128 bytes: the panels of A, then those of B, in the layout that
+//! [`wgmma`](crate::wgmma) reads. The copy engine writes zeros past the end of the rows and of k.
+//!
+//! Invariant: the warpgroups use the same stages in the same order.
+
+use super::tile::Tile;
+use crate::machine::mbarrier::{Barrier, fence_barriers};
+use crate::tile::SharedTile;
+use crate::wgmma::{self, PANEL, ROW_WORDS};
+use cuda_std::tensor_map::TensorMap;
+use cuda_std::{thread, warp};
+use half::bf16;
+
+/// The stages of a block.
+#[derive(Clone, Copy)]
+pub(super) struct Ring {
+    tile: Tile,
+}
+
+/// A turn of a warpgroup: the stage that it uses, and the parity of the stage's use.
+#[derive(Clone, Copy)]
+pub(super) struct Turn {
+    stage: u32,
+    parity: u32,
+}
+
+impl Turn {
+    pub(super) const FIRST: Self = Self { stage: 0, parity: 0 };
+
+    /// Returns the turn after this one.
+    #[inline(always)]
+    pub(super) fn next(self, tile: Tile) -> Self {
+        let Self { stage, parity } = self;
+        if stage + 1 == tile.stages() {
+            Self { stage: 0, parity: parity ^ 1 }
+        } else {
+            Self { stage: stage + 1, parity }
+        }
+    }
+}
+
+impl Ring {
+    /// Returns the stages of a block, with initialized barriers.
+    ///
+    /// # Safety
+    /// The contract declares [`Tile::shared_bytes`]. All threads of the block call it together.
+    #[inline(always)]
+    pub(super) unsafe fn new(tile: Tile) -> Self {
+        wgmma::align_stages();
+        let ring = Self { tile };
+        if thread::thread_idx_x() == 0 {
+            let mut stage = 0;
+            while stage < tile.stages() {
+                // SAFETY: one thread initializes the barriers, which lie after the other memory.
+                unsafe {
+                    ring.full(stage).init(1);
+                    ring.free(stage).init(tile.warps());
+                }
+                stage += 1;
+            }
+            fence_barriers();
+        }
+        thread::sync_threads();
+        ring
+    }
+
+    #[inline(always)]
+    fn full(self, stage: u32) -> Barrier {
+        Barrier::new(self.tile.barrier(stage))
+    }
+
+    #[inline(always)]
+    fn free(self, stage: u32) -> Barrier {
+        Barrier::new(self.tile.barrier(self.tile.stages() + stage))
+    }
+
+    /// Returns rows of 128 bytes of a stage.
+    #[inline(always)]
+    fn rows(self, stage: u32, first: u32, count: u32) -> SharedTile<u32> {
+        let word = stage * self.tile.stage_len() + first * ROW_WORDS;
+        // SAFETY: the stages come first in the shared memory that the contract declares.
+        unsafe { SharedTile::new(word * 4, count * ROW_WORDS) }
+    }
+
+    /// Returns A's and B's part of a turn's stage.
+    #[inline(always)]
+    pub(super) fn stage(self, turn: Turn) -> [SharedTile<u32>; 2] {
+        let Tile { columns, .. } = self.tile;
+        let rows = self.tile.rows();
+        [self.rows(turn.stage, 0, rows), self.rows(turn.stage, rows, columns)]
+    }
+
+    /// Starts the copies of a turn's stage when it is free: rows of A, and columns of B, from
+    /// `first` on, of the k from `first_k` on.
+    ///
+    /// # Safety
+    /// One thread calls it, for ascending turns. The maps are those of the kernel's operands, in
+    /// these layouts.
+    #[inline(always)]
+    pub(super) unsafe fn fill<const A_ALONG: bool, const B_ALONG: bool>(
+        self,
+        turn: Turn,
+        maps: [TensorMap<bf16>; 2],
+        matrices: [u32; 2],
+        first: [u32; 2],
+        first_k: u32,
+    ) {
+        let full = self.full(turn.stage);
+        // SAFETY: `new` has initialized the barriers.
+        unsafe {
+            self.free(turn.stage).wait(turn.parity ^ 1);
+            full.arrive_expecting(4 * self.tile.stage_len());
+        }
+        let mut row = 0;
+        while row < self.tile.rows() + self.tile.columns {
+            let (map, matrix, across, is_along) = if row < self.tile.rows() {
+                (maps[0], matrices[0], first[0] + row, A_ALONG)
+            } else {
+                (maps[1], matrices[1], first[1] + row - self.tile.rows(), B_ALONG)
+            };
+            let place = if is_along { [first_k, across, matrix] } else { [across, first_k, matrix] };
+            // SAFETY: the stage is free, and lies on 1024 bytes.
+            unsafe { full.copy_box(self.rows(turn.stage, row, PANEL), map, place) };
+            row += PANEL;
+        }
+    }
+
+    /// Waits until a turn's stage is full.
+    ///
+    /// # Safety
+    /// All lanes of the warp call it together, for ascending turns.
+    #[inline(always)]
+    pub(super) unsafe fn wait_full(self, turn: Turn) {
+        // SAFETY: `new` has initialized the barrier.
+        unsafe { self.full(turn.stage).wait(turn.parity) };
+    }
+
+    /// Frees a turn's stage if `condition` is true, once for each warp.
+    ///
+    /// # Safety
+    /// All lanes of a warp that multiplies call it together, once for each turn. They have waited
+    /// for their products, and read no more of the stage.
+    #[inline(always)]
+    pub(super) unsafe fn set_free_if(self, condition: bool, turn: Turn) {
+        // SAFETY: `new` has initialized the barrier.
+        unsafe { self.free(turn.stage).arrive_if(condition && warp::lane_id() == 0) };
+    }
+}
