@@ -233,10 +233,12 @@ fn ring_has_no_race() {
     });
 }
 
+// Squares, so that the maps suit every layout.
 attack! {
     matmul_wgmma::matmul_wgmma by variant <S> {
-        a: map (112, [7, 5, 2], [8, 56]), b: map (112, [6, 7, 2], [8, 56]), bias: f32s 12, c: stored_pointer 60, out: out_stored 60, pre: out_stored 60, sums: out 12, m: number 5,
-        n: number 6, k: number 7, ldc: number 6, k_per_split: number 7, batches: number 2, blocks: number 3,
-        steps_a: number 1, steps_b: number 1, stride_c: number 30, stride_bias: number 6, alpha: float 0.5, beta: float 1.0, flags: number 12,
+        a: map (96, [6, 6, 2], [8, 48]), b: map (96, [6, 6, 2], [8, 48]), bias: f32s 12, c: stored_pointer 72, out: out_stored 72,
+        pre: out_stored 72, sums: out 12, m: number 6, n: number 6, k: number 6, ldc: number 6, k_per_split: number 6, batches: number 2,
+        blocks: number 3, steps_a: number 1, steps_b: number 1, stride_c: number 36, stride_bias: number 6, alpha: float 0.5,
+        beta: float 1.0, flags: number 12,
     }
 }
