@@ -11,9 +11,9 @@
 //! thread            0             1             ..   255               0                ..
 //! columns           0..3          4..7               1020..1023        1024..1027       ..
 //! ```
-//! A row is read three times: for its maximum, its sum, and its gradients. The later passes hit a
-//! cache only if few rows are in flight. A vocabulary's rows are some 100 KB each; one row per warp
-//! would exceed any GPU's cache.
+//! A row is read for its maximum, for its sum and, if they are wanted, for its gradients. The later
+//! passes hit a cache only if few rows are in flight. A vocabulary's rows are some 100 KB each; one
+//! row per warp would exceed any GPU's cache.
 //!
 //! Invariant: a label that is not a class causes no access out of bounds. It makes the loss and the
 //! gradients of its row NaN, so that the error cannot pass unnoticed.
@@ -44,7 +44,7 @@ family! {
     ///
     /// Shapes: `logits`, `dlogits`: `[rows, classes]`, `labels`: `[rows]`, `losses`: one for each
     /// block of [`loss_rows`] rows. Rows with `labels[r] >= classes` give NaN. Overwrites `losses`
-    /// and `dlogits`.
+    /// and, if `gradients` is 1, `dlogits`. Otherwise `dlogits` is empty.
     cross_entropy<S: Stored> { cross_entropy_f32: f32; cross_entropy_bf16: bf16; }
     unsafe fn(
         logits: &[S],
@@ -54,6 +54,7 @@ family! {
         scale: f32,
         smoothing: f32,
         ignore: u32,
+        gradients: u32,
         losses: *mut f32,
         dlogits: *mut S,
     ) {
@@ -61,7 +62,7 @@ family! {
         // SAFETY: the row lies inside each argument, and its lanes stay converged. All threads
         // reach the block's reduction.
         unsafe {
-            let target = Target { weight, smoothing, ignore: ignore != 0 };
+            let target = Target { weight, smoothing, ignore: ignore != 0, gradients: gradients != 0 };
             let loss = if classes > MOST_OF_A_WARP {
                 loss_of_long_row(logits, labels, classes, target, dlogits)
             } else {
@@ -76,15 +77,16 @@ family! {
             }
         }
     }
-    // SAFETY: `logits` has whole rows of `classes`, `dlogits` is as long, `labels` has one for each
-    // row, and `losses` one for each block of rows. A thread accesses a row only if it begins
-    // inside `logits`, and uses a label as an index only if it is a class.
+    // SAFETY: `logits` has whole rows of `classes`, `dlogits` is as long if it is written, `labels`
+    // has one for each row, and `losses` one for each block of rows. A thread accesses a row only
+    // if it begins inside `logits`, and uses a label as an index only if it is a class.
     contract unsafe { block: BLOCK, shared: REDUCTIONS * REDUCTION_BYTES } |k| {
         Violation::unless(k.classes <= u32::MAX as usize, "classes", "less than 2^32", k.classes)?;
         let rows = crate::warp::rows_in("logits", k.logits.len(), k.classes)?;
         Violation::unless_length("labels", rows, k.labels.len())?;
         Violation::unless_length("losses", rows.div_ceil(loss_rows(k.classes)), k.losses.len())?;
-        Violation::unless_length("dlogits", k.logits.len(), k.dlogits.len())?;
+        let written = if k.gradients == 0 { 0 } else { k.logits.len() };
+        Violation::unless_length("dlogits", written, k.dlogits.len())?;
         Grid::cover(rows, loss_rows(k.classes))
     }
 }
@@ -112,6 +114,8 @@ struct Target {
     weight: f32,
     smoothing: f32,
     ignore: bool,
+    /// True if gradients are written.
+    gradients: bool,
 }
 
 /// A row's label, and the terms of the loss and gradients that depend on it.
@@ -139,7 +143,7 @@ impl Labelled {
         logits: &[S],
         labels: &[u32],
         classes: usize,
-        Target { weight, smoothing, ignore }: Target,
+        Target { weight, smoothing, ignore, .. }: Target,
     ) -> Self {
         // SAFETY: the caller guarantees that the row lies inside. The label is checked before it
         // becomes an index.
@@ -179,10 +183,11 @@ impl Labelled {
     }
 }
 
-/// Writes a row's gradients. Returns its loss in its first lane, and 0 in the others.
+/// Writes a row's gradients, if they are wanted. Returns its loss in its first lane, and 0 in the
+/// others.
 ///
 /// # Safety
-/// The row lies inside `logits`, `labels` and `dlogits`.
+/// The row lies inside `logits`, `labels` and, if gradients are wanted, `dlogits`.
 #[inline(always)]
 unsafe fn loss_of_row<const REGS: usize, S: Stored>(
     row: Row,
@@ -196,11 +201,13 @@ unsafe fn loss_of_row<const REGS: usize, S: Stored>(
     unsafe {
         let labelled = Labelled::of_row(row.number, row.start, logits, labels, classes, target);
         let exps = Exps::<REGS, _>::new(row, logits, classes);
-        let inverse = 1.0 / exps.sum;
-        for_each_vector!(REGS, row, classes, |at, column, part| {
-            let gradients = labelled.gradients(exps.get(at, column, part), inverse, column);
-            gradients.store_part(dlogits, row.start + column, part);
-        });
+        if target.gradients {
+            let inverse = 1.0 / exps.sum;
+            for_each_vector!(REGS, row, classes, |at, column, part| {
+                let gradients = labelled.gradients(exps.get(at, column, part), inverse, column);
+                gradients.store_part(dlogits, row.start + column, part);
+            });
+        }
         let mut smoothed = None;
         if target.smoothing != 0.0 {
             let mut sum = F4::splat(0.0);
@@ -225,8 +232,8 @@ struct LongRow {
 /// threads are reduced.
 ///
 /// # Safety
-/// The block's row lies inside `logits`, `labels` and `dlogits`. All threads of the block call it
-/// together.
+/// The block's row lies inside `logits`, `labels` and, if gradients are wanted, `dlogits`. All
+/// threads of the block call it together.
 #[inline(always)]
 unsafe fn loss_of_long_row<S: Stored>(
     logits: &[S],
@@ -257,12 +264,16 @@ unsafe fn loss_of_long_row<S: Stored>(
         let sum = block_combine(reduction(2), sum4(sum), add);
         let inverse = 1.0 / sum;
         let mut differences = F4::splat(0.0);
-        for_each_vector!(row, classes, |column, part| {
-            let value = F4::load_part(logits, start + column, part, f32::NEG_INFINITY) - F4::splat(largest);
-            let gradients = labelled.gradients(map4!(value, math::exp_negative), inverse, column);
-            gradients.store_part(dlogits, start + column, part);
-            differences = differences + value.only(part);
-        });
+        if target.gradients || target.smoothing != 0.0 {
+            for_each_vector!(row, classes, |column, part| {
+                let value = F4::load_part(logits, start + column, part, f32::NEG_INFINITY) - F4::splat(largest);
+                if target.gradients {
+                    let gradients = labelled.gradients(map4!(value, math::exp_negative), inverse, column);
+                    gradients.store_part(dlogits, start + column, part);
+                }
+                differences = differences + value.only(part);
+            });
+        }
         let smoothed =
             if target.smoothing != 0.0 { Some(block_combine(reduction(3), sum4(differences), add)) } else { None };
         if thread::thread_idx_x() == 0 { labelled.loss(largest, sum, smoothed) } else { 0.0 }

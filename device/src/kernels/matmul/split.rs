@@ -122,15 +122,14 @@ impl SplitRange {
 
 /// The threads in a block of [`sum_splits`].
 const THREADS: u32 = 64;
-/// The columns that a block of [`sum_splits`] covers.
-const COLUMNS: usize = THREADS as usize * F4::LEN;
 
 family! {
     /// Reduces a split-K product: `out = epilogue(partials[0] + partials[1] + ..)` for each batch,
     /// in that order.
     ///
     /// `partials`: `[batches, split_k, m, n]`, at least one split. The other parameters are as in a
-    /// multiply. A thread has four columns of a row.
+    /// multiply. A thread has four columns of a row, and the next thread has the next four, if
+    /// necessary of the next row.
     sum_splits<S: Stored> { sum_splits_f32: f32; sum_splits_bf16: bf16; }
     unsafe fn(
         partials: &[f32],
@@ -150,10 +149,11 @@ family! {
         flags: u32,
     ) {
         let (m, cols, batch) = (m as usize, n as usize, thread::block_idx_y() as usize);
+        let number = thread::block_idx_x() as usize * THREADS as usize + thread::thread_idx_x() as usize;
         // SAFETY: `cols` is not 0: if there are no columns, the grid has no block.
-        let (row, across) = unsafe { divide(thread::block_idx_x() as usize, cols.div_ceil(COLUMNS)) };
-        let column = across * COLUMNS + thread::thread_idx_x() as usize * F4::LEN;
-        if batch >= batches as usize || row >= m || column >= cols {
+        let (row, across) = unsafe { divide(number, cols.div_ceil(F4::LEN)) };
+        let column = across * F4::LEN;
+        if batch >= batches as usize || row >= m {
             return;
         }
         // If rows are whole vectors, the partial sums' rows are too.
@@ -180,7 +180,7 @@ family! {
         let partials = Size::of(p.batches).times(p.split_k);
         checks::holds("partials", p.partials.len(), partials, m.saturating_mul(n), [m, n], n)?;
         check_outputs!(p, 1);
-        Grid::new(Size::of(m).times(n.div_ceil(COLUMNS)), p.batches, 1)
+        Grid::new(Size::of(m).times(n.div_ceil(F4::LEN)).div_ceil(THREADS), p.batches, 1)
     }
 }
 

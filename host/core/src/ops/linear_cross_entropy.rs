@@ -2,14 +2,16 @@
 //! gradients, in chunks of rows.
 //!
 //! ```text
-//! for each chunk of rows     logits  = hidden w         [rows, vocabulary]    gone with the chunk
-//!                            dlogits = those of the loss                      gone with the chunk
+//! for each chunk of rows     for each quarter: logits  = hidden w   [rows, vocabulary]
+//!                                              dlogits = those of the loss
 //!                            dhidden = dlogits w^T      the chunk's rows
 //!                            dw     += hidden^T dlogits [width, vocabulary]
 //! ```
+//! Each chunk reads and writes all of dw, so few chunks are fast. Logits are read only by the loss,
+//! so a quarter of a chunk's logits exist at a time.
 //!
-//! Invariant: logits exist for only one chunk at a time. The chunk size depends only on shapes and
-//! the config, and so does the order of every sum.
+//! Invariant: gradients of logits exist for only one chunk at a time. The sizes of chunks and
+//! quarters depend only on shapes and the config, and so does the order of every sum.
 
 use super::loss::losses_into;
 use super::reduce::scaled_sum_into;
@@ -32,15 +34,14 @@ pub struct LmHeadConfig {
     /// The label rules.
     pub rules: LabelRules,
     /// The rows of a chunk, rounded down to a multiple of [`LmHeadConfig::UNIT`], but at least
-    /// that. `None`: as many rows as have [`LmHeadConfig::BYTES`] of logits, or a quarter of that
-    /// in an evaluation.
+    /// that. `None`: as many rows as have [`LmHeadConfig::BYTES`] of gradients of logits.
     pub chunk: Option<usize>,
 }
 
 impl LmHeadConfig {
-    /// Bytes of a chunk's logits. At a sixth of this, a GB10 would spend as long on adding to the
-    /// weights' gradient, once per chunk, as on the products.
-    pub const BYTES: usize = 5 << 26;
+    /// Bytes of a chunk's gradients of logits. At a tenth of this, a GB10 would spend as long on
+    /// adding to the weights' gradient, once per chunk, as on the products.
+    pub const BYTES: usize = 1 << 29;
     /// The unit of a chunk's rows: the rows of a large tile.
     pub const UNIT: usize = 128;
 
@@ -62,13 +63,12 @@ impl LmHeadConfig {
         Self { chunk: Some(rows), ..self }
     }
 
-    /// The rows of a chunk; the last chunk may have fewer. A chunk has a multiple of four blocks of
-    /// the loss's kernel, so that its losses begin where a kernel may write.
-    fn rows<S: Element>(&self, vocabulary: usize, has_gradients: bool) -> usize {
+    /// The rows of a chunk and of its quarter; the last ones may have fewer. Both have a multiple
+    /// of four blocks of the loss's kernel, so that their losses begin where a kernel may write.
+    fn rows<S: Element>(&self, vocabulary: usize) -> [usize; 2] {
         let unit = Self::UNIT.max(4 * loss_rows(vocabulary));
-        let bytes = if has_gradients { Self::BYTES } else { Self::BYTES / 4 };
-        let wanted = self.chunk.unwrap_or(bytes / size_of::<S>() / vocabulary);
-        (wanted / unit).max(1) * unit
+        let wanted = self.chunk.unwrap_or(Self::BYTES / size_of::<S>() / vocabulary);
+        [wanted, wanted / 4].map(|rows| (rows / unit).max(1) * unit)
     }
 
     /// The products for this many rows: logits, dhidden, and the weights' gradient.
@@ -87,14 +87,15 @@ impl LmHeadConfig {
 /// extents without the last. Returns all three. The label rules, and with them the weight of
 /// another sum than the mean, are as in [`ops::cross_entropy_by`].
 ///
-/// The logits, `[rows, vocabulary]`, exist for only one chunk of rows at a time. A chunk's results
-/// have the bits of [`ops::linear`], [`ops::cross_entropy_by`] and [`ops::gradients_into`] over its
-/// rows, with split-K chosen by the chunk's extents. The losses of rows are summed as for all rows
-/// at once. The gradient of `w` is summed over chunks in ascending order.
+/// The gradients of logits, `[rows, vocabulary]`, exist for only one chunk of rows at a time, and
+/// the logits for a quarter of it. The results have the bits of [`ops::linear`] and
+/// [`ops::cross_entropy_by`] over a quarter's rows, and of [`ops::gradients_into`] over a chunk's,
+/// with split-K chosen by these extents. The losses of rows are summed as for all rows at once. The
+/// gradient of `w` is summed over chunks in ascending order.
 ///
-/// Queued. Scratch: a chunk's logits and their gradients, at most twice [`LmHeadConfig::BYTES`]
-/// unless [`LmHeadConfig::UNIT`] rows have more. In addition, one value per eight rows, and at most
-/// 64 MiB for split-K products.
+/// Queued. Scratch: a chunk's gradients of logits and a quarter of its logits, at most 5/4
+/// [`LmHeadConfig::BYTES`] unless [`LmHeadConfig::UNIT`] rows have more. In addition, one value per
+/// eight rows, and at most 64 MiB for split-K products.
 ///
 /// # Errors
 /// [`Error::Misuse`] when extents differ.
@@ -133,26 +134,36 @@ fn with_gradients<'s, S: GemmElement<S> + GemmElement<f32>>(
         fill_into(step, dw, 0.0)?;
     }
     let precision = step.precision();
-    let in_chunk = form.rows::<S>(vocabulary, wanted.contains(&true));
-    for first in (0..rows).step_by(in_chunk) {
-        let rows = in_chunk.min(rows - first);
+    let [in_chunk, in_quarter] = form.rows::<S>(vocabulary);
+    let has_gradients = wanted.contains(&true);
+    for chunk in (0..rows).step_by(in_chunk) {
+        let in_chunk = in_chunk.min(rows - chunk);
         step.workspace(|step| {
             step.set_precision(precision);
-            let [for_logits, for_dhidden, for_dw] = form.products(rows, width, vocabulary);
+            let mut dlogits = step.empty([if has_gradients { in_chunk } else { 0 }, vocabulary])?;
+            for quarter in (0..in_chunk).step_by(in_quarter) {
+                let (first, rows) = (chunk + quarter, in_quarter.min(in_chunk - quarter));
+                step.workspace(|step| {
+                    step.set_precision(precision);
+                    let [for_logits, ..] = form.products(rows, width, vocabulary);
+                    let (w, x) = (Lent::new(w.memory(), w.shape()), part(hidden, first, [rows, width]));
+                    let mut logits = step.empty([rows, vocabulary])?;
+                    gemm_into(step, &for_logits, &x, &w, None::<&Tensor<'_>>, &mut logits)?;
+                    let (labels, blocks) = (part(labels, first, [rows]), [rows.div_ceil(loss_rows(vocabulary))]);
+                    let mut losses = part_mut(&mut losses, first / loss_rows(vocabulary), blocks);
+                    let mut dlogits = has_gradients.then(|| part_mut(&mut dlogits, quarter, [rows, vocabulary]));
+                    losses_into(step, &logits, &labels, [weight, 1.0], form.rules, &mut losses, dlogits.as_mut())
+                })?;
+            }
             let (w, none) = (Lent::new(w.memory(), w.shape()), None::<&Tensor<'_>>);
-            let (x, labels) = (part(hidden, first, [rows, width]), part(labels, first, [rows]));
-            let mut logits = step.empty([rows, vocabulary])?;
-            gemm_into(step, &for_logits, &x, &w, none, &mut logits)?;
-            let mut dlogits = step.empty([rows, vocabulary])?;
-            let blocks = [rows.div_ceil(loss_rows(vocabulary))];
-            let mut losses = part_mut(&mut losses, first / loss_rows(vocabulary), blocks);
-            losses_into(step, &logits, &labels, [weight, 1.0], form.rules, &mut losses, &mut dlogits)?;
+            let [_, for_dhidden, for_dw] = form.products(in_chunk, width, vocabulary);
             if let Some(dhidden) = &mut dhidden {
-                gemm_into(step, &for_dhidden, &dlogits, &w, none, &mut part_mut(dhidden, first, [rows, width]))?;
+                let mut dhidden = part_mut(dhidden, chunk, [in_chunk, width]);
+                gemm_into(step, &for_dhidden, &dlogits, &w, none, &mut dhidden)?;
             }
             let Some(dw) = &dw else { return Ok(()) };
-            let for_dw = if first == 0 { for_dw } else { for_dw.accumulate() };
-            let dlogits = Lent::new(dlogits.memory(), dlogits.shape());
+            let for_dw = if chunk == 0 { for_dw } else { for_dw.accumulate() };
+            let (x, dlogits) = (part(hidden, chunk, [in_chunk, width]), Lent::new(dlogits.memory(), dlogits.shape()));
             let [left, right] = if form.tied { [dlogits, x] } else { [x, dlogits] };
             gemm_into(step, &for_dw, &left, &right, none, &mut LentMut::new(dw.memory(), dw.shape()))
         })?;

@@ -9,6 +9,7 @@ use crate::step::Step;
 use crate::tape::{Tape, Var};
 use crate::tensor::{Saved, Source, Stored, Target, Tensor};
 use cuda_std::float_mode;
+use cuda_std::launch::PointerMut;
 use kernels::loss as kernel;
 pub use kernels::loss::IGNORED;
 
@@ -95,7 +96,7 @@ fn cross_entropy_of_part<'s, S: Stored>(
     let blocks = rows.div_ceil(kernel::loss_rows(classes));
     let mut losses = step.empty([blocks])?;
     let scale = if blocks == 1 { weight.of_loss() } else { 1.0 };
-    losses_into(step, logits, labels, [weight.of_gradient(share), scale], rules, &mut losses, &mut dlogits)?;
+    losses_into(step, logits, labels, [weight.of_gradient(share), scale], rules, &mut losses, Some(&mut dlogits))?;
     Ok((summed(step, losses, weight.of_loss())?, dlogits))
 }
 
@@ -176,8 +177,8 @@ impl LabelRules {
     }
 }
 
-/// Computes the weighted gradients of rows of checked logits `[rows, classes]`, and a scaled loss
-/// for each block of rows, in one launch.
+/// Computes a scaled loss for each block of rows of checked logits `[rows, classes]` and, if there
+/// is an output for them, the weighted gradients of the logits, in one launch.
 #[track_caller]
 pub(super) fn losses_into<'s, S: Stored>(
     step: &Step<'s>,
@@ -186,7 +187,7 @@ pub(super) fn losses_into<'s, S: Stored>(
     [weight, scale]: [f32; 2],
     LabelRules { smoothing, ignore, .. }: LabelRules,
     losses: &mut impl Target<'s, f32>,
-    dlogits: &mut impl Target<'s, S>,
+    dlogits: Option<&mut impl Target<'s, S>>,
 ) -> Result<()> {
     let [_, classes] = logits.shape().as_rows();
     step.launch(kernel::cross_entropy {
@@ -197,8 +198,9 @@ pub(super) fn losses_into<'s, S: Stored>(
         scale,
         smoothing,
         ignore: u32::from(ignore),
+        gradients: u32::from(dlogits.is_some()),
         losses: losses.out(),
-        dlogits: dlogits.out(),
+        dlogits: dlogits.map_or_else(PointerMut::empty, Target::out),
     })
 }
 
