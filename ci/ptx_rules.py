@@ -56,7 +56,7 @@ INSTRUCTION_RULES = {
 
 # Instructions that the rules allow in some kernels (name pattern, instruction); docs/numbers.md has
 # the bound. Bits of tensor core attention already differ between devices.
-EXCEPTIONS = [(r"flash_(forward|bwd_dq|bwd_dkv|bwd_scores)_(of_(bf16|tf32)|wgmma)_\d+", "ex2.approx.ftz.f32")]
+EXCEPTIONS = [(r"flash_(forward|bwd_dq|bwd_dkv|bwd_dkv_ds|bwd_scores)_(of_(bf16|tf32)|wgmma)_\d+", "ex2.approx.ftz.f32")]
 
 # name -> (its meaning, a function that is true if a ptxas report breaks it)
 REPORT_RULES = {

@@ -15,8 +15,14 @@ use crate::flash_reference::{Inputs, PLAIN, Results, SETUPS, Setup, window};
 use crate::hostile::attack;
 use crate::support::{bits, on_each_device, relative_l2, tolerance};
 use crate::trial::{assert_refused, trial};
+use kernels::flash_attention::CAUSAL;
+use kernels::flash_attention_mma::{
+    FROM_SCORES_BF16, Gradient, KEYS_BF16, QUERIES_BF16, flash_bwd_dkv_ds_mma, flash_bwd_dkv_mma, flash_bwd_dq_mma,
+    flash_bwd_from_scores_mma, stored_scores,
+};
 use kernels::stored::Stored;
 use stepscope::ops::{self, AttentionConfig, AttentionElement, AttentionMask, Precision, QkNorm};
+use stepscope::tensor::{Source as _, Target as _};
 use stepscope::{Arena, Capacity, Device, bf16};
 
 /// Returns the bounds of `out`, `lse` and the gradients, for BF16 or for f32 as TF32.
@@ -226,6 +232,65 @@ on_each_device! {
         takes_extreme_scores::<f32>(device);
     }
 
+    /// The kernel that also stores ds has the bits of the one that does not, and dq from ds has
+    /// those of the kernel of dq. A second launch computes all key heads but the first.
+    fn stored_ds_changes_no_bit(device: &Device) {
+        let causal = Setup { batch: 2, tokens: 300, heads: [4, 2], width: 128, sees: AttentionMask::Causal, ..PLAIN };
+        for (setup, sees) in [
+            (Setup { masks: [true, true], ..causal }, CAUSAL),
+            (Setup { tokens: 200, heads: [2, 2], width: 72, stacked: true, ..causal }, 90),
+            (Setup { batch: 3, tokens: 130, heads: [2, 1], masks: [false, true], ..causal }, 0),
+        ] {
+            let (inputs, outputs) = (inputs::<bf16>(setup), setup.outputs());
+            let narrow = |values: &[f32]| values.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>();
+            let statistics: Vec<f32> = inputs.dout.iter().copied().step_by(setup.width).collect();
+            let of_head = stored_scores(setup.tokens as u32, sees != 0) * (setup.heads[0] / setup.heads[1]);
+            let all = setup.batch * setup.heads[1];
+            let mut arena = Arena::builder(device).capacity(Capacity::mib(64)).build().unwrap();
+            arena.step(|step| {
+                let (qkv, dout) = (step.upload(&narrow(&inputs.qkv), setup.shape())?, step.upload(&narrow(&inputs.dout), [outputs])?);
+                let documents = step.upload(&inputs.documents, [inputs.documents.len()])?;
+                let lengths = step.upload(&inputs.lengths, [inputs.lengths.len()])?;
+                let [lse, delta] = [&statistics, &statistics.iter().map(|x| x / 4.0).collect()]
+                    .map(|values: &Vec<f32>| step.upload(values, [values.len()]));
+                let (lse, delta) = (lse?, delta?);
+                let unset = vec![bf16::MAX; inputs.qkv.len()];
+                let [mut want, mut got] = [step.upload(&unset, setup.shape())?, step.upload(&unset, setup.shape())?];
+                macro_rules! launch {
+                    ($kernel:ident { $($name:ident: $value:expr),* }) => {
+                        step.launch($kernel {
+                            qkv: qkv.slice(),
+                            documents: documents.slice(),
+                            lengths: lengths.slice(),
+                            dout: dout.slice(),
+                            tokens: setup.tokens as u32,
+                            heads: setup.heads[0] as u32,
+                            kv_heads: setup.heads[1] as u32,
+                            width: setup.width as u32,
+                            stacked: u32::from(setup.stacked),
+                            window: sees,
+                            scale: setup.scale(),
+                            $($name: $value),*
+                        })?
+                    };
+                }
+                let shape = KEYS_BF16[1];
+                launch!(flash_bwd_dq_mma { shape: QUERIES_BF16[1], lse: lse.slice(), delta: delta.slice(), dqkv: want.out() });
+                launch!(flash_bwd_dkv_mma { shape: shape, lse: lse.slice(), delta: delta.slice(), dqkv: want.out() });
+                for (before, count) in [(0, 1), (1, all - 1)] {
+                    let mut ds = step.upload(&vec![bf16::MAX; count * of_head], [count * of_head])?;
+                    let (before, count) = (before as u32, count as u32);
+                    launch!(flash_bwd_dkv_ds_mma { shape: shape, lse: lse.slice(), delta: delta.slice(), before: before, count: count, ds: ds.out(), dqkv: got.out() });
+                    launch!(flash_bwd_from_scores_mma { variant: (Gradient::Queries, FROM_SCORES_BF16[0]), scores: ds.slice(), before: before, count: count, dqkv: got.out() });
+                }
+                let [want, got] = [step.read(&want)?, step.read(&got)?].map(|values| values.into_iter().map(bf16::to_f32).collect::<Vec<_>>());
+                assert!(want.iter().all(|x| x.abs() < 1e6), "{setup:?}");
+                assert_eq!(bits(&got), bits(&want), "{setup:?}");
+                Ok(())
+            }).unwrap();
+        }
+    }
+
     /// The gradients on a tape, with rotary positions and QK-norm in between, are those of f32, up
     /// to BF16 rounding.
     fn tape_gradients_match_f32(device: &Device) {
@@ -292,6 +357,11 @@ attack! {
     flash_attention_mma::flash_bwd_dkv_mma by shape<S> {
         qkv: stored 256, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: stored 128, tokens: number 4,
         heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0, window: number 3, scale: float 0.5, dqkv: out_stored 256,
+    }
+    flash_attention_mma::flash_bwd_dkv_ds_mma by shape<S> {
+        qkv: stored 256, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: stored 128, tokens: number 4,
+        heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0, window: number 3, scale: float 0.5,
+        before: number 1, count: number 1, ds: out_stored 32768, dqkv: out_stored 256,
     }
     flash_attention_mma::flash_bwd_scores_mma by shape<S> {
         qkv: stored 256, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: stored 128, tokens: number 4,

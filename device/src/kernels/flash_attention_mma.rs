@@ -4,7 +4,7 @@
 //!
 //! A block keeps some rows of one head resident, and streams the other operand's rows of that head
 //! in tiles. Its four warps share only the tiles. A warp has rows of its own and all columns of a
-//! tile, so four lanes hold a whole row of scores.
+//! tile, so four lanes hold a whole row of scores. Warps in pairs share more: see `pairs.rs`.
 //!
 //! ```text
 //! kernel   resident  streamed              computes from a tile                        file
@@ -12,8 +12,9 @@
 //!                                          out += p v
 //! queries  queries   k, v                  s = q k^T -> p;  dp = dout v^T -> ds        backward.rs
 //!                                          dq += ds k
-//! keys     keys      q, dout of the heads  s = k q^T -> p;  dp = v dout^T -> ds        backward.rs
-//!                    of its group          dv += p dout;  dk += ds q
+//! keys     keys      q, dout of the heads  s = k q^T -> p;  dp = v dout^T -> ds        backward.rs,
+//!                    of its group          dv += p dout;  dk += ds q                   pairs.rs
+//! dkv_ds   keys      as for `keys`         dk and dv, and ds, which is stored          pairs.rs
 //! scores   keys      as for `keys`         p and ds, which are stored                  squares.rs
 //! gradient as there  one of q, k, dout     its sums += stored p or ds times rows       squares.rs
 //!
@@ -33,6 +34,7 @@
 
 mod backward;
 mod forward;
+mod pairs;
 mod shape;
 mod squares;
 mod tile;
@@ -46,6 +48,7 @@ use cuda_std::prelude::*;
 use forward::forward;
 pub(crate) use forward::within_growth;
 use half::bf16;
+use pairs::pairs;
 pub use shape::{BLOCK, Shape};
 pub use squares::{Gradient, stored_scores};
 use squares::{from_scores, scores};
@@ -59,12 +62,13 @@ pub const QUERIES_BF16: [Shape; 3] =
 /// The BF16 shapes of the kernel for the gradients of k and v. For the widest heads a block
 /// computes half of the columns.
 pub const KEYS_BF16: [Shape; 3] =
-    [Shape::of_bf16(2, 32, 64), Shape::of_bf16(1, 64, 128), Shape::of_bf16(1, 16, 256).in_parts(2)];
+    [Shape::of_bf16(2, 32, 64), Shape::of_bf16(1, 64, 128).in_pairs(), Shape::of_bf16(1, 16, 256).in_parts(2)];
 
 /// The BF16 shape of the kernel that stores p and ds.
 pub const SCORES_BF16: Shape = Shape::of_bf16(1, 32, 256);
-/// The BF16 shape of the kernels that compute gradients from stored scores.
-pub const FROM_SCORES_BF16: Shape = Shape::of_bf16(1, 64, 256);
+/// The BF16 shapes of the kernels that compute gradients from stored scores: of ds that the kernel of
+/// dk and dv has stored, and of p and ds.
+pub const FROM_SCORES_BF16: [Shape; 2] = [Shape::of_bf16(2, 64, 128), Shape::of_bf16(1, 64, 256)];
 
 /// The f32 shapes of the forward kernel. For wider heads, a block's rows do not fit in the shared
 /// memory of a GB10.
@@ -197,6 +201,9 @@ family! {
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.
         unsafe {
+            if const { SHAPE.paired } {
+                return pairs::<S, { SHAPE.chunks() }, false>(problem, lse, delta, dout, dqkv, 0, core::ptr::null_mut());
+            }
             keys::<S, { SHAPE.m_tiles }, { SHAPE.tiles() }, { SHAPE.chunks() }, { SHAPE.made() }>(
                 problem, lse, delta, dout, dqkv,
             );
@@ -210,6 +217,51 @@ family! {
         sizes.check_gradients(p.heads, [p.lse.len(), p.delta.len(), p.dout.len()])?;
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
         Grid::new(sizes.blocks(p.kv_heads, SHAPE.rows()), SHAPE.parts, 1)
+    }
+}
+
+family! {
+    /// Computes the gradients of k and v, and stores ds, of `count` key heads from `before` on, of
+    /// all samples' heads. `ds` is as in [`flash_bwd_scores_mma`](struct@flash_bwd_scores_mma), and
+    /// the other parameters as in [`flash_bwd_dkv`](struct@super::flash_attention::flash_bwd_dkv).
+    flash_bwd_dkv_ds_mma<S: Stored>(shape: Shape as SHAPE) {
+        KEYS_BF16[1] => { flash_bwd_dkv_ds_of_bf16_128: bf16; }
+    }
+    unsafe fn(
+        qkv: &[S],
+        documents: &[u32],
+        lengths: &[u32],
+        lse: &[f32],
+        delta: &[f32],
+        dout: &[S],
+        tokens: u32,
+        heads: u32,
+        kv_heads: u32,
+        width: u32,
+        stacked: u32,
+        window: u32,
+        scale: f32,
+        before: u32,
+        count: u32,
+        ds: *mut S,
+        dqkv: *mut S,
+    ) {
+        let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
+        let _ = count;
+        // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
+        // width suits the shape.
+        unsafe { pairs::<S, { SHAPE.chunks() }, true>(problem, lse, delta, dout, dqkv, before as usize, ds) };
+    }
+    // SAFETY: the heads lie inside `qkv`, `dqkv`, `dout`, `lse` and `delta`. `ds` has the squares of
+    // these heads. Each block has keys of its own, and writes only rows below `tokens`.
+    contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(2, 2) } |p| {
+        let sizes = check_sizes!(p, SHAPE.widths());
+        Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
+        sizes.check_gradients(p.heads, [p.lse.len(), p.delta.len(), p.dout.len()])?;
+        Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
+        let heads = sizes.check_part(p.kv_heads, [p.before, p.count])?;
+        Violation::unless_length("ds", heads.times(stored_scores(p.tokens, p.window != 0)), p.ds.len())?;
+        Grid::cover(Size::of(p.tokens).div_ceil(SHAPE.rows()).times(p.count), 1)
     }
 }
 
@@ -267,10 +319,11 @@ family! {
 family! {
     /// Computes a gradient from stored scores, for `count` key heads from `before` on, of all
     /// samples' heads: dq or dk from ds, dv from p. `dout` is read only for dv.
-    flash_bwd_from_scores_mma<S: Stored>(variant: Gradient as VARIANT) {
-        Gradient::Queries => { flash_bwd_dq_from_scores_of_bf16_256: bf16; }
-        Gradient::Keys => { flash_bwd_dk_from_scores_of_bf16_256: bf16; }
-        Gradient::Values => { flash_bwd_dv_from_scores_of_bf16_256: bf16; }
+    flash_bwd_from_scores_mma<S: Stored>(variant: (Gradient, Shape) as VARIANT) {
+        (Gradient::Queries, FROM_SCORES_BF16[0]) => { flash_bwd_dq_from_scores_of_bf16_128: bf16; }
+        (Gradient::Queries, FROM_SCORES_BF16[1]) => { flash_bwd_dq_from_scores_of_bf16_256: bf16; }
+        (Gradient::Keys, FROM_SCORES_BF16[1]) => { flash_bwd_dk_from_scores_of_bf16_256: bf16; }
+        (Gradient::Values, FROM_SCORES_BF16[1]) => { flash_bwd_dv_from_scores_of_bf16_256: bf16; }
     }
     unsafe fn(
         qkv: &[S],
@@ -291,7 +344,7 @@ family! {
     ) {
         let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
         let _ = count;
-        const SHAPE: Shape = FROM_SCORES_BF16;
+        const SHAPE: Shape = VARIANT.1;
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.
         unsafe {
@@ -301,20 +354,20 @@ family! {
                 { SHAPE.tiles() },
                 { SHAPE.chunks() },
                 { SHAPE.made() },
-                { VARIANT as usize },
+                { VARIANT.0 as usize },
             >(problem, before as usize, scores, dout, dqkv);
         }
     }
     // SAFETY: the heads lie inside `qkv`, `dqkv` and `dout`, and their squares inside `scores`.
     // Each block has rows of its own, and writes only those below `tokens`.
-    contract unsafe { block: BLOCK, shared: FROM_SCORES_BF16.squares_bytes() } |p| {
-        let sizes = check_sizes!(p, FROM_SCORES_BF16.widths());
+    contract unsafe { block: BLOCK, shared: VARIANT.1.squares_bytes() } |p| {
+        let sizes = check_sizes!(p, VARIANT.1.widths());
         Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
         let heads = sizes.check_part(p.kv_heads, [p.before, p.count])?;
         Violation::unless_length("scores", heads.times(stored_scores(p.tokens, p.window != 0)), p.scores.len())?;
         Violation::unless_length("dout", sizes.outputs(), p.dout.len())?;
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
-        let own = if VARIANT == Gradient::Queries { heads } else { Size::of(p.count) };
-        Grid::cover(Size::of(p.tokens).div_ceil(FROM_SCORES_BF16.rows()).times(own), 1)
+        let own = if VARIANT.0 == Gradient::Queries { heads } else { Size::of(p.count) };
+        Grid::cover(Size::of(p.tokens).div_ceil(VARIANT.1.rows()).times(own), 1)
     }
 }

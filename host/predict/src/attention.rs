@@ -45,6 +45,7 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
     let (name, words) = (launch.entry.name, launch.words.as_slice());
     // The kernels that store scores, and those that compute gradients from them.
     let (stores, from_scores) = (name.contains("bwd_scores"), name.contains("from_scores"));
+    let stores_ds = name.contains("dkv_ds");
     let first = if name.contains("forward") {
         6
     } else if from_scores {
@@ -75,7 +76,7 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
     let [own, tile] = match by_tensor_cores {
         true if is_warpgroup => warpgroup::attention_tile(launch),
         true if stores => rows_of(tensor::SCORES_BF16),
-        true if from_scores => rows_of(tensor::FROM_SCORES_BF16),
+        true if from_scores => rows_of(tensor::Shape::suiting(held, &tensor::FROM_SCORES_BF16)),
         true => of_tensor(is_bf16, forward, keys, held),
         false => of_ieee(forward, held),
     };
@@ -121,6 +122,8 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
     work.moved = own * width * element * products;
     if stores {
         work.moved += 2.0 * stored;
+    } else if stores_ds {
+        work.moved += stored;
     } else if from_scores {
         work.streamed += stored;
     }

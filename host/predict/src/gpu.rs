@@ -42,6 +42,8 @@ pub struct Gpu {
     pub bf16_per_cycle: f64,
     /// The rate of `wgmma`, if it multiplies matrices by that instruction.
     pub wgmma: Option<Wgmma>,
+    /// True if it shares the host's memory.
+    pub integrated: bool,
     /// The copy rate in GB/s, reads plus writes.
     pub copy: f64,
     /// The L2 cache's rate to all multiprocessors, in GB/s.
@@ -84,6 +86,7 @@ impl Gpu {
         loaded_clock: 1.56,
         bf16_per_cycle: 618.9e3 / 132.0 / 1.932,
         wgmma: Some(Wgmma { per_cycle: 4096.0, loaded_clock: 1.48 }),
+        integrated: false,
         copy: 4266.0,
         cache_rate: 5120.0 * 1.932,
         cache_bytes: 50_000_000,
@@ -111,6 +114,7 @@ impl Gpu {
         loaded_clock: 2.418,
         bf16_per_cycle: 91e3 / 48.0 / 2.418,
         wgmma: None,
+        integrated: true,
         copy: 219.0,
         cache_rate: 5120.0 * 48.0 / 132.0 * 2.418,
         cache_bytes: 24_000_000,

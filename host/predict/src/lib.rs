@@ -30,15 +30,16 @@ pub use gpu::Gpu;
 use stepscope::device::{Description, Launch};
 use stepscope::{Arena, Capacity, Device, DeviceKind, EagerStep, Result};
 
-/// Returns the launches of `run` on a GPU. They depend on the GPU's multiprocessors and its matrix
-/// instruction. Nothing is computed and no memory is allocated.
+/// Returns the launches of `run` on a GPU. They depend on the GPU's multiprocessors, its matrix
+/// instruction and its kind of memory. Nothing is computed and no memory is allocated.
 ///
 /// # Errors
 /// Returns an error if `run` fails.
 pub fn dry_run(gpu: &Gpu, run: impl for<'s> FnOnce(&mut EagerStep<'s>) -> Result<()>) -> Result<Vec<Launch>> {
     let device = Device::open(DeviceKind::Emulated)?;
-    let (processors, has_wgmma) = (gpu.processors, gpu.wgmma.is_some());
-    let description = Description { kind: DeviceKind::Cuda, processors, has_wgmma, ..device.description().clone() };
+    let (processors, has_wgmma, integrated) = (gpu.processors, gpu.wgmma.is_some(), gpu.integrated);
+    let emulated = device.description().clone();
+    let description = Description { kind: DeviceKind::Cuda, processors, has_wgmma, integrated, ..emulated };
     let arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
     arena.launches(description, run).map(|(_, launches)| launches)
 }

@@ -92,7 +92,7 @@ pub(crate) struct Place<'k> {
 }
 
 /// The heads whose blocks take turns in [`Place::in_part`].
-const HEADS_AT_ONCE: usize = 8;
+const HEADS_AT_ONCE: u32 = 16;
 
 impl<'k> Place<'k> {
     /// Returns this block's place, for blocks with `rows` resident rows of each of `heads` heads.
@@ -115,7 +115,7 @@ impl<'k> Place<'k> {
     }
 
     /// Returns this block's place in a launch that begins at head `before` of all samples' heads.
-    /// All first rows of eight heads come before their next ones, so that a launch of few heads
+    /// All first rows of sixteen heads come before their next ones, so that a launch of few heads
     /// ends with short blocks. The parameters are otherwise as in [`Place::new`].
     ///
     /// # Safety
@@ -128,16 +128,20 @@ impl<'k> Place<'k> {
         before: usize,
         backwards: bool,
     ) -> Self {
-        let tiles = problem.tokens.div_ceil(rows) as usize;
+        let tiles = problem.tokens.div_ceil(rows);
         // SAFETY: the contract has checked that there are tokens and heads. A group of heads has at
         // least the head of this block.
         unsafe {
-            let (group, place) = divide(thread::block_idx_x() as usize, tiles * HEADS_AT_ONCE);
-            let left = divide(thread::grid_dim_x() as usize, tiles).0 - group * HEADS_AT_ONCE;
+            let divide = |number: u32, divisor: u32| {
+                let (quotient, remainder) = divide(number as usize, divisor as usize);
+                (quotient as u32, remainder as u32)
+            };
+            let (group, place) = divide(thread::block_idx_x(), tiles * HEADS_AT_ONCE);
+            let left = divide(thread::grid_dim_x(), tiles).0 - group * HEADS_AT_ONCE;
             let (tile, head) = divide(place, if left < HEADS_AT_ONCE { left } else { HEADS_AT_ONCE });
-            let (sample, head) = divide(before + group * HEADS_AT_ONCE + head, heads as usize);
+            let (sample, head) = divide(before as u32 + group * HEADS_AT_ONCE + head, heads);
             let tile = if backwards { tiles - 1 - tile } else { tile };
-            Self::of(problem, sample, head as u32, tile as u32 * rows)
+            Self::of(problem, sample as usize, head, tile * rows)
         }
     }
 

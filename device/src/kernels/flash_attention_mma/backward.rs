@@ -43,7 +43,7 @@ pub(super) unsafe fn queries<
         let warp = Converged::assume();
         let memory = Memory::<M_TILES, TILES, CHUNKS>::new(2);
         let (rows, of_tile) = (Memory::<M_TILES, TILES, CHUNKS>::RESIDENT, Memory::<M_TILES, TILES, CHUNKS>::TILE);
-        let Place { sample, head, first, mask } = Place::new(&problem, rows, problem.heads, true);
+        let Place { sample, head, first, mask } = Place::in_part(&problem, rows, problem.heads, 0, true);
         let [from, until] = mask.keys_of(first, rows, of_tile);
         let kv_head = head / problem.group();
         let q = problem.rows(0, sample, head);
@@ -51,7 +51,6 @@ pub(super) unsafe fn queries<
         let (k, v) =
             (|| problem.rows(1, sample, launder_reg(kv_head)), || problem.rows(2, sample, launder_reg(kv_head)));
         let bounds = [mask.length, problem.width];
-        let factor = problem.scale * LOG2_E;
 
         let mut sums: Sums<M_TILES, MADE> = [[[0.0; 4]; MADE]; M_TILES];
         if from < until {
@@ -82,6 +81,8 @@ pub(super) unsafe fn queries<
             if memory.none_seen(mask, place, false) {
                 continue;
             }
+            // Recomputed for each tile: the accumulators need the registers.
+            let factor = f32::from_bits(launder_reg(problem.scale.to_bits())) * LOG2_E;
             let mut scores = memory.qk_scores::<S>(warp, 0, memory.slot(slot, 0));
             let mut gradients = memory.qk_scores::<S>(warp, 1, memory.slot(slot, 1));
             if !memory.all_seen(mask, place, false) {
@@ -112,7 +113,7 @@ pub(super) unsafe fn queries<
             memory.pv_accumulate::<S, MADE>(warp, &mut sums, &gradients, memory.slot(slot, 0), 0);
         }
         // Recomputed: keeping it live across the loop would take registers from the accumulators.
-        let Place { sample, head, first, mask } = Place::new(&problem, launder_reg(rows), problem.heads, true);
+        let Place { sample, head, first, mask } = Place::in_part(&problem, launder_reg(rows), problem.heads, 0, true);
         let q = problem.rows(0, sample, head);
         memory.store(warp, &sums, problem.scale, q, 0, [first, mask.length, problem.tokens, problem.width], dqkv);
     }

@@ -4,10 +4,13 @@
 //! shared memory:  | resident rows | again, in backward |
 //!                 | slot 0: a tile of k, of v (or of q, of dout) | slot 1 |
 //!                 | lse and delta of each slot's rows (if the tiles are of queries) |
+//! in pairs:       | resident rows | again | two tiles of q | one of dout | lse and delta | p and ds |
 //! from squares:   | slot 0: a tile's rows | slot 1 | slot 0: a tile's squares | slot 1 |
 //! ```
 //! Invariant: the tile depends only on the width and the kernel, because it determines the order of
 //! sums.
+
+use super::pairs::EXCHANGE_BYTES;
 
 /// The threads of a block.
 pub const BLOCK: u32 = 32 * WARPS;
@@ -31,6 +34,8 @@ pub struct Shape {
     pub parts: u32,
     /// The slots of a streamed tile: with one, a tile is copied while the other array's is used.
     pub slots: u32,
+    /// True if two warps share their resident rows; see [`pairs`](super::pairs).
+    pub paired: bool,
     /// The bytes of an element in memory.
     pub bytes: u32,
 }
@@ -39,7 +44,7 @@ impl Shape {
     /// Returns the BF16 shape of a warp with `m_tiles` mma tiles of resident rows, streamed tiles
     /// of `tile` rows, and up to `width` columns.
     pub const fn of_bf16(m_tiles: usize, tile: u32, width: usize) -> Self {
-        Self { m_tiles, tile, width, parts: 1, slots: 2, bytes: 2 }
+        Self { m_tiles, tile, width, parts: 1, slots: 2, paired: false, bytes: 2 }
     }
 
     /// Returns the f32 shape with these sizes.
@@ -55,6 +60,11 @@ impl Shape {
     /// Returns the shape with one slot for each streamed array.
     pub const fn in_one_slot(self) -> Self {
         Self { slots: 1, ..self }
+    }
+
+    /// Returns the shape whose warps share resident rows in pairs.
+    pub const fn in_pairs(self) -> Self {
+        Self { paired: true, ..self }
     }
 
     /// The resident rows of a block.
@@ -96,6 +106,10 @@ impl Shape {
     /// Returns the shared memory of a kernel in bytes. Its block has resident rows of `arrays`
     /// arrays, and `numbers` values for each row of a tile.
     pub const fn shared_bytes(self, arrays: u32, numbers: u32) -> u32 {
+        if self.paired {
+            let rows = self.rows() * arrays + 3 * self.tile;
+            return rows * self.bytes * self.width as u32 + numbers * self.tile * 4 + EXCHANGE_BYTES;
+        }
         (self.rows() * arrays + self.slots * 2 * self.tile) * self.bytes * self.width as u32
             + 2 * numbers * self.tile * 4
     }

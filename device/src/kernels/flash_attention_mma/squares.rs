@@ -1,5 +1,6 @@
 //! Gradients from stored scores. p and ds are rounded to BF16 and stored once, so that no other
-//! kernel computes them again. The gradients are then plain products.
+//! kernel computes them again. The gradients are then plain products. For heads of 128 columns the
+//! kernel of [`pairs`](super::pairs) computes dk and dv itself, and stores ds for dq.
 //!
 //! ```text
 //! stored: blocks of 128 keys x 128 queries, 8 x 8 squares of 16 x 16, queries first
@@ -87,7 +88,7 @@ impl StoredScores {
     /// # Safety
     /// The squares lie inside `to`.
     #[inline(always)]
-    pub(super) unsafe fn write<const M_TILES: usize, const TILES: usize, const CHUNKS: usize>(
+    unsafe fn write<const M_TILES: usize, const TILES: usize, const CHUNKS: usize>(
         self,
         memory: &Memory<M_TILES, TILES, CHUNKS>,
         values: &Sums<M_TILES, TILES>,
@@ -97,16 +98,31 @@ impl StoredScores {
         unroll_on_gpu!(m < 2 => {
             if m < M_TILES {
                 let key = launder_reg(place[0]) + memory.first_row() + 16 * m as u32;
-                let at = self.word(key, place[1]) + warp::lane_id() as usize;
-                unroll_on_gpu!(square < TILES / 2 => {
-                    let ([a, b, c, d], [e, f, g, h]) = (values[m][2 * square], values[m][2 * square + 1]);
-                    let words = [round_bf16(a, b), round_bf16(e, f), round_bf16(c, d), round_bf16(g, h)];
-                    unroll_on_gpu!(matrix < 4 => {
-                        // SAFETY: the square lies inside `to`.
-                        unsafe { store(to, at + square * WORDS + matrix * MATRIX as usize, words[matrix]) };
-                    });
-                });
+                // SAFETY: the squares lie inside `to`.
+                unsafe { self.write_row(&values[m], [key, place[1]], to) };
             }
+        });
+    }
+
+    /// Stores the rounded values of a warp's 16 keys and some queries, from these on.
+    ///
+    /// # Safety
+    /// The squares lie inside `to`.
+    #[inline(always)]
+    pub(super) unsafe fn write_row<const TILES: usize>(
+        self,
+        values: &[[f32; 4]; TILES],
+        place: [u32; 2],
+        to: *mut u32,
+    ) {
+        let at = self.word(place[0], place[1]) + warp::lane_id() as usize;
+        unroll_on_gpu!(square < TILES / 2 => {
+            let ([a, b, c, d], [e, f, g, h]) = (values[2 * square], values[2 * square + 1]);
+            let words = [round_bf16(a, b), round_bf16(e, f), round_bf16(c, d), round_bf16(g, h)];
+            unroll_on_gpu!(matrix < 4 => {
+                // SAFETY: the square lies inside `to`.
+                unsafe { store(to, at + square * WORDS + matrix * MATRIX as usize, words[matrix]) };
+            });
         });
     }
 }

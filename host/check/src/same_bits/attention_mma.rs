@@ -11,7 +11,7 @@ use super::inputs::Inputs;
 use half::bf16;
 use kernels::flash_attention::CAUSAL;
 use kernels::flash_attention_mma::{
-    FROM_SCORES_BF16, Gradient, SCORES_BF16, Shape, flash_bwd_dkv_mma, flash_bwd_dq_mma, flash_bwd_from_scores_mma,
+    Gradient, SCORES_BF16, Shape, flash_bwd_dkv_ds_mma, flash_bwd_dkv_mma, flash_bwd_dq_mma, flash_bwd_from_scores_mma,
     flash_bwd_scores_mma, flash_forward_mma, stored_scores,
 };
 use kernels::flash_attention_wgmma::{self as wgmma, flash_bwd_dkv_wgmma, flash_bwd_dq_wgmma, flash_forward_wgmma};
@@ -186,14 +186,30 @@ pub(super) fn scores(i: &Inputs<'_, '_>) -> Result<()> {
     })
 }
 
-pub(super) fn from_scores(i: &Inputs<'_, '_>, gradient: Gradient) -> Result<()> {
-    i.attends_by_tensor::<bf16>(FROM_SCORES_BF16.width, |case| {
+pub(super) fn keys_and_ds(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
+    i.attends_by_tensor::<bf16>(shape.width, |case| {
+        let (lse, delta, dout) = i.gradients_by_tensor(case)?;
+        let ([before, count], length) = case.part();
+        // Squares that the mask hides are not written.
+        let mut ds = i.sparse::<bf16>(length, 1, 2)?;
+        let mut dqkv = i.sparse::<bf16>(case.qkv.shape().elements(), 1, 2)?;
+        let (lse, delta, dout) = (lse.slice(), delta.slice(), dout.slice());
+        launch!(i, flash_bwd_dkv_ds_mma, shape, case, {
+            lse: lse, delta: delta, dout: dout, before: before, count: count, ds: ds.out(), dqkv: dqkv.out()
+        })?;
+        i.keep(&ds)?;
+        i.keep(&dqkv)
+    })
+}
+
+pub(super) fn from_scores(i: &Inputs<'_, '_>, variant: (Gradient, Shape)) -> Result<()> {
+    i.attends_by_tensor::<bf16>(variant.1.width, |case| {
         let ([before, count], length) = case.part();
         let scores = i.sparse::<bf16>(length, 1, 2)?;
         let dout = i.sparse::<bf16>(case.statistics() * case.width as usize, 1, 8)?;
         let mut dqkv = i.sparse::<bf16>(case.qkv.shape().elements(), 1, 2)?;
         launch!(i, flash_bwd_from_scores_mma, case, {
-            variant: gradient, scores: scores.slice(), dout: dout.slice(), before: before, count: count, dqkv: dqkv.out()
+            variant: variant, scores: scores.slice(), dout: dout.slice(), before: before, count: count, dqkv: dqkv.out()
         })?;
         i.keep(&dqkv)
     })

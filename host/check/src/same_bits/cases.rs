@@ -19,7 +19,8 @@ use kernels::dropout::{draw, dropout};
 use kernels::embedding::{merge_ids, rows_finish, sort_ids};
 use kernels::flash_attention::{flash_bwd_dkv, flash_bwd_dq, flash_forward};
 use kernels::flash_attention_mma::{
-    flash_bwd_dkv_mma, flash_bwd_dq_mma, flash_bwd_from_scores_mma, flash_bwd_scores_mma, flash_forward_mma,
+    flash_bwd_dkv_ds_mma, flash_bwd_dkv_mma, flash_bwd_dq_mma, flash_bwd_from_scores_mma, flash_bwd_scores_mma,
+    flash_forward_mma,
 };
 use kernels::flash_attention_wgmma::{flash_bwd_dkv_wgmma, flash_bwd_dq_wgmma, flash_forward_wgmma};
 use kernels::guard::{PATTERN, guard_check, guard_write};
@@ -228,10 +229,9 @@ const LISTED: &[Listed] = &[
     } else {
         attention_mma::keys::<f32>(i, shape)
     }),
+    each!(flash_bwd_dkv_ds_mma::<'_, f32>::VARIANTS, |i, shape, _stored| attention_mma::keys_and_ds(i, shape)),
     each!(flash_bwd_scores_mma::<'_, f32>::VARIANTS, |i, _shape, _stored| attention_mma::scores(i)),
-    each!(flash_bwd_from_scores_mma::<'_, f32>::VARIANTS, |i, gradient, _stored| attention_mma::from_scores(
-        i, gradient
-    )),
+    each!(flash_bwd_from_scores_mma::<'_, f32>::VARIANTS, |i, variant, _stored| attention_mma::from_scores(i, variant)),
     each!(flash_forward_wgmma::VARIANTS, |i, shape| attention_mma::forward_of_warpgroup(i, shape)),
     each!(flash_bwd_dq_wgmma::VARIANTS, |i, shape| attention_mma::queries_of_warpgroup(i, shape)),
     each!(flash_bwd_dkv_wgmma::VARIANTS, |i, shape| attention_mma::keys_of_warpgroup(i, shape)),

@@ -1,7 +1,7 @@
 //! The choice of attention kernels for each element type.
 //!
 //! Invariant: the choice depends only on the tensors' type, the config, the norm, the step's
-//! precision, and the device's matrix instruction.
+//! precision, and the device's matrix instruction and memory.
 
 use super::config::{AttentionConfig, Sizes};
 use super::made::{Attention, AttentionKept};
@@ -125,10 +125,27 @@ fn forward_blocks(step: &Step<'_>, form: &AttentionConfig<'_>, sizes: Sizes) -> 
 
 /// The most bytes of stored scores. With a GiB, launches of many heads of 4096 tokens fill a GPU.
 const STORED_BYTES: usize = 1 << 30;
+/// The key heads below which a launch of [`STORED_BYTES`] leaves part of a GPU idle.
+const FEW_HEADS: usize = 6;
+
+/// Returns the key heads of each launch that stores scores: all of them in as few launches as
+/// possible, with about the same number each. `arrays` is the number of stored arrays, and
+/// `of_group` the elements that a key head has in each. Returns 0 if one key head does not fit.
+fn heads_at_once(all: usize, arrays: usize, of_group: usize) -> usize {
+    let fit = |bytes: usize| bytes / size_of::<bf16>() / arrays / of_group;
+    let most = match fit(STORED_BYTES) {
+        few if arrays == 1 && few < FEW_HEADS => fit(2 * STORED_BYTES),
+        most => most,
+    };
+    if most == 0 { 0 } else { all.div_ceil(all.div_ceil(most).max(1)) }
+}
 
 /// Queues the kernels that compute the gradients from scores that are stored once, for as many
-/// heads at a time as fit in [`STORED_BYTES`]. Returns false, and queues nothing, if one key head
-/// does not fit, or if the heads are not wide: then it is faster to compute scores twice.
+/// heads at a time as [`heads_at_once`]. Returns false, and queues nothing, where it is faster to
+/// compute scores twice.
+///
+/// Heads of 128 columns store ds, from which dq is one product. Memory that the host shares is too
+/// slow for that. Wider heads store p and ds.
 fn queue_by_stored_scores<'s>(
     step: &Step<'s>,
     qkv: &impl Source<'s, bf16>,
@@ -138,35 +155,50 @@ fn queue_by_stored_scores<'s>(
     dout: &impl Source<'s, bf16>,
     dqkv: &mut Tensor<'s, bf16>,
 ) -> Result<bool> {
-    let of_head = mma::stored_scores(sizes.tokens as u32, form.window() != 0);
-    let of_group = sizes.heads / sizes.kv_heads * of_head;
-    // p and ds, in BF16.
-    let most = STORED_BYTES / 2 / size_of::<bf16>() / of_group;
-    if sizes.width <= mma::KEYS_BF16[1].width || most == 0 {
+    let [narrow, middle, _] = mma::KEYS_BF16.map(|shape| shape.width);
+    let stores_p = sizes.width > middle;
+    if sizes.width <= narrow || (!stores_p && step.description().integrated) {
         return Ok(false);
     }
+    let of_group = sizes.heads / sizes.kv_heads * mma::stored_scores(sizes.tokens as u32, form.window() != 0);
     let all = sizes.batch * sizes.kv_heads;
-    // Launches of about the same number of heads.
-    let at_once = all.div_ceil(all.div_ceil(most).max(1));
-    let (mut p, mut ds) = (step.empty::<bf16>([at_once * of_group])?, step.empty::<bf16>([at_once * of_group])?);
+    let at_once = heads_at_once(all, if stores_p { 2 } else { 1 }, of_group);
+    if at_once == 0 {
+        return Ok(false);
+    }
+    let mut ds = step.empty::<bf16>([at_once * of_group])?;
+    let mut p = if stores_p { Some(step.empty::<bf16>([at_once * of_group])?) } else { None };
     let mut before = 0;
     while before < all {
         let count = at_once.min(all - before);
         let (stored, part) = (0..count * of_group, [before as u32, count as u32]);
-        launch!(step, qkv, form, sizes, mma::flash_bwd_scores_mma,
-            shape: mma::SCORES_BF16, lse: lse.slice(), delta: delta.slice(), dout: dout.slice(), before: part[0],
-            count: part[1], p: p.out().part(stored.clone()), ds: ds.out().part(stored.clone()))?;
-        for (variant, scores) in
-            [(mma::Gradient::Queries, &ds), (mma::Gradient::Keys, &ds), (mma::Gradient::Values, &p)]
-        {
-            launch!(step, qkv, form, sizes, mma::flash_bwd_from_scores_mma,
-                variant: variant, scores: scores.slice().part(stored.clone()), dout: dout.slice(), before: part[0],
-                count: part[1], dqkv: dqkv.out())?;
+        macro_rules! from_scores {
+            ($gradient:ident, $shape:expr, $scores:expr) => {
+                launch!(step, qkv, form, sizes, mma::flash_bwd_from_scores_mma,
+                    variant: (mma::Gradient::$gradient, $shape), scores: $scores.slice().part(stored.clone()),
+                    dout: dout.slice(), before: part[0], count: part[1], dqkv: dqkv.out())?
+            };
+        }
+        let [of_ds, of_both] = mma::FROM_SCORES_BF16;
+        if let Some(p) = &mut p {
+            launch!(step, qkv, form, sizes, mma::flash_bwd_scores_mma,
+                shape: mma::SCORES_BF16, lse: lse.slice(), delta: delta.slice(), dout: dout.slice(), before: part[0],
+                count: part[1], p: p.out().part(stored.clone()), ds: ds.out().part(stored.clone()))?;
+            from_scores!(Queries, of_both, ds);
+            from_scores!(Keys, of_both, ds);
+            from_scores!(Values, of_both, p);
+        } else {
+            launch!(step, qkv, form, sizes, mma::flash_bwd_dkv_ds_mma,
+                shape: mma::KEYS_BF16[1], lse: lse.slice(), delta: delta.slice(), dout: dout.slice(), before: part[0],
+                count: part[1], ds: ds.out().part(stored.clone()), dqkv: dqkv.out())?;
+            from_scores!(Queries, of_ds, ds);
         }
         before += count;
     }
-    step.free(p);
     step.free(ds);
+    if let Some(p) = p {
+        step.free(p);
+    }
     Ok(true)
 }
 
