@@ -38,7 +38,7 @@ use super::matmul_bf16::{ADD_TO_SUMS, BIAS_GRAD, OperandLayout};
 use crate::block::launder_reg;
 use crate::family;
 use crate::machine::hints::block_bounds;
-use block::{Operands, Outputs, Place, compute};
+use block::{Operands, Outputs, compute};
 use cuda_std::tensor_map::TensorMap;
 // The family declares kernels of warpgroups.
 use cuda_std::warpgroup_kernel as kernel;
@@ -107,16 +107,15 @@ family! {
         };
         // Most products are one matrix. Then two divisions fewer delay the next tile's copies.
         let is_one = batches == 1 && k_per_split >= k;
+        let matrix = |item: u32| {
+            let [rows, cols] = extents();
+            if is_one { 0 } else { item / (rows * cols).max(1) }
+        };
         let place = |item: u32| {
-            let extents = extents();
-            let (matrix, tile) = if is_one {
-                (0, item)
-            } else {
-                let tiles = (extents[0] * extents[1]).max(1);
-                (item / tiles, item % tiles)
-            };
-            let [row, col] = place_of(tile, extents);
-            Place { matrix, first: [row * TILE.rows(), col * TILE.cols()] }
+            let [rows, cols] = extents();
+            let tile = if is_one { item } else { item % (rows * cols).max(1) };
+            let [row, col] = place_of(tile, [rows, cols]);
+            [row * TILE.rows(), col * TILE.cols()]
         };
         let range = |matrix: u32| {
             let split_k = splits();
@@ -124,7 +123,7 @@ family! {
             let SplitRange { first, end, .. } = SplitRange::new(k, k_per_split, split);
             (batch, [first, end])
         };
-        let outputs = |Place { matrix, .. }: Place| {
+        let outputs = |matrix: u32| {
             // Only products without splits have a bias, so that a matrix is a batch.
             let (start, bias_start) = (matrix as usize * stride_c, matrix as usize * stride_bias);
             let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, alpha, beta, flags };
@@ -140,7 +139,7 @@ family! {
         // SAFETY: the contract has checked that each batch lies inside its arguments.
         unsafe {
             const TILES: usize = TILE.cols() as usize / 8;
-            compute::<A_ALONG, B_ALONG, TILES, S>(count, operands, place, range, outputs, TILE);
+            compute::<A_ALONG, B_ALONG, TILES, S>(count, operands, matrix, place, range, outputs, TILE);
         }
     }
     // SAFETY: every matrix of `a` and `b` lies inside its argument, and a box has zeros past their

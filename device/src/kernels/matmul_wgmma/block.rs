@@ -30,14 +30,6 @@ use half::bf16;
 /// The registers of a thread that copies, and of one that multiplies.
 const REGISTERS: [u32; 2] = [24, 240];
 
-/// The location of a tile: the number of its matrix, which is a split of a batch, and its first row
-/// and column.
-#[derive(Clone, Copy)]
-pub(super) struct Place {
-    pub(super) matrix: u32,
-    pub(super) first: [u32; 2],
-}
-
 /// The operands of a product: A, then B.
 #[derive(Clone, Copy)]
 pub(super) struct Operands {
@@ -46,27 +38,29 @@ pub(super) struct Operands {
     pub(super) steps: [u32; 2],
 }
 
-/// The destination of a tile's sums.
+/// The destination of a matrix.
 #[derive(Clone, Copy)]
 pub(super) struct Outputs<'p, S> {
     pub(super) epilogue: Epilogue<'p, S>,
     pub(super) columns: ColumnSums,
 }
 
-/// Computes the tiles of this block: every `grid_dim_x`th of `count()`. `place` returns a tile's
-/// location by its number, `range` a matrix's batch and its k, and `outputs` a location's
+/// Computes the tiles of this block: every `grid_dim_x`th of `count()`. For the number of a tile,
+/// `matrix` returns that of its matrix, which is a split of a batch, and `place` its first row and
+/// column. For the number of a matrix, `range` returns its batch and its k, and `outputs` its
 /// destination.
 ///
 /// # Safety
-/// The contract has accepted the arguments. `TILES` is a sixteenth of the tile's columns, twice.
+/// The contract has accepted the arguments. `TILES` is an eighth of the tile's columns.
 /// All threads of the block call it together.
 #[inline(always)]
 pub(super) unsafe fn compute<'p, const A_ALONG: bool, const B_ALONG: bool, const TILES: usize, S: Stored>(
     count: impl Fn() -> u32,
     operands: Operands,
-    place: impl Fn(u32) -> Place,
+    matrix: impl Fn(u32) -> u32,
+    place: impl Fn(u32) -> [u32; 2],
     range: impl Fn(u32) -> (u32, [u32; 2]),
-    outputs: impl Fn(Place) -> Outputs<'p, S>,
+    outputs: impl Fn(u32) -> Outputs<'p, S>,
     tile: Tile,
 ) {
     // SAFETY: all threads of the block execute this. The first warpgroup copies and the others
@@ -76,11 +70,11 @@ pub(super) unsafe fn compute<'p, const A_ALONG: bool, const B_ALONG: bool, const
         if thread::thread_idx_x() < WARPGROUP {
             registers::<{ REGISTERS[0] }, false>();
             if thread::thread_idx_x() == 0 {
-                copy::<A_ALONG, B_ALONG>(ring, count, operands, place, range, tile);
+                copy::<A_ALONG, B_ALONG>(ring, count, operands, matrix, place, range, tile);
             }
         } else {
             registers::<{ REGISTERS[1] }, true>();
-            multiply::<A_ALONG, B_ALONG, TILES, S>(ring, count, place, range, outputs, tile);
+            multiply::<A_ALONG, B_ALONG, TILES, S>(ring, count, matrix, place, range, outputs, tile);
         }
     }
 }
@@ -94,14 +88,15 @@ unsafe fn copy<const A_ALONG: bool, const B_ALONG: bool>(
     ring: Ring,
     count: impl Fn() -> u32,
     Operands { maps, steps }: Operands,
-    place: impl Fn(u32) -> Place,
+    matrix: impl Fn(u32) -> u32,
+    place: impl Fn(u32) -> [u32; 2],
     range: impl Fn(u32) -> (u32, [u32; 2]),
     tile: Tile,
 ) {
     let (mut turn, mut item) = (Turn::FIRST, thread::block_idx_x());
     while item < count() {
-        let Place { matrix, first } = place(item);
-        let (batch, [mut k, end]) = range(matrix);
+        let first = place(item);
+        let (batch, [mut k, end]) = range(matrix(item));
         while k < end {
             // SAFETY: one thread executes this, turn by turn.
             unsafe { ring.fill::<A_ALONG, B_ALONG>(turn, maps, steps.map(|step| batch * step), first, k) };
@@ -120,9 +115,10 @@ unsafe fn copy<const A_ALONG: bool, const B_ALONG: bool>(
 unsafe fn multiply<'p, const A_ALONG: bool, const B_ALONG: bool, const TILES: usize, S: Stored>(
     ring: Ring,
     count: impl Fn() -> u32,
-    place: impl Fn(u32) -> Place,
+    matrix: impl Fn(u32) -> u32,
+    place: impl Fn(u32) -> [u32; 2],
     range: impl Fn(u32) -> (u32, [u32; 2]),
-    outputs: impl Fn(Place) -> Outputs<'p, S>,
+    outputs: impl Fn(u32) -> Outputs<'p, S>,
     tile: Tile,
 ) {
     let own = thread::thread_idx_x() - WARPGROUP;
@@ -144,11 +140,11 @@ unsafe fn multiply<'p, const A_ALONG: bool, const B_ALONG: bool, const TILES: us
         // The first row of tiles covers all columns. Other kernels have no code for the sums of
         // columns.
         let summed = const { !A_ALONG && !B_ALONG && size_of::<S>() == size_of::<f32>() }
-            && outputs(now).columns.wanted
-            && now.first[0] == 0;
+            && outputs(0).columns.wanted
+            && now[0] == 0;
         let mut chains = Chains::new();
         let mut sums = wgmma::undefined_sums();
-        let (_, [first_k, end]) = range(now.matrix);
+        let (_, [first_k, end]) = range(matrix(launder_reg(item)));
         // The last stage may have fewer steps.
         let steps = (end - first_k).div_ceil(STEP);
         let (stages, rest) = (steps / (DEPTH / STEP), steps % (DEPTH / STEP));
@@ -208,11 +204,12 @@ unsafe fn multiply<'p, const A_ALONG: bool, const B_ALONG: bool, const TILES: us
             if steps == 0 {
                 sums = wgmma::no_sums();
             }
-            let Outputs { epilogue, columns } = outputs(now);
+            let Outputs { epilogue, columns } = outputs(matrix(launder_reg(item) - thread::grid_dim_x()));
             if summed {
-                chains.finish(converged, columns, own, tile.cols(), now.first[1], epilogue.n);
+                chains.finish(converged, columns, own, tile.cols(), now[1], epilogue.n);
             }
-            let first = [now.first[0] + own / LANES * 16, now.first[1]];
+            // The compiler would keep the lane's rows in registers throughout the products.
+            let first = [launder_reg(now[0] + own / LANES * 16), now[1]];
             finish::<TILES, S>(converged, epilogue, first, sums, staging);
         }
     }
