@@ -12,11 +12,14 @@ use minijinja::value::{Kwargs, Value as JinjaValue};
 use minijinja::{Environment, Error as JinjaError, ErrorKind, UndefinedBehavior};
 use minijinja_contrib::pycompat::unknown_method_callback;
 use serde_json::{Map, Value};
+use std::error::Error as _;
 use std::path::Path;
 use stepscope_core::{Error, PlainFile, Result};
 
-/// The largest file that is read.
+/// The largest file that is read, and the longest text that is rendered.
 const MAX_BYTES: u64 = 16 << 20;
+/// The most instructions of a rendering. A message takes some hundred.
+const MAX_INSTRUCTIONS: u64 = 2_000_000;
 
 /// A chat template, with the special tokens that it may name.
 #[derive(Debug)]
@@ -34,6 +37,7 @@ impl ChatTemplate {
         let mut environment = Environment::new();
         environment.set_trim_blocks(true);
         environment.set_lstrip_blocks(true);
+        environment.set_fuel(Some(MAX_INSTRUCTIONS));
         environment.set_undefined_behavior(UndefinedBehavior::Lenient);
         environment.set_unknown_method_callback(unknown_method_callback);
         environment.add_function("raise_exception", |message: String| -> std::result::Result<String, JinjaError> {
@@ -75,7 +79,8 @@ impl ChatTemplate {
     ///
     /// # Errors
     /// Returns the template's own message if it refuses the chat (for example because roles must
-    /// alternate), or the fault of the template.
+    /// alternate), or the fault of the template. A loop without an end, and a text above 16 MiB,
+    /// are such faults.
     pub fn render(
         &self,
         messages: &[Value],
@@ -88,7 +93,28 @@ impl ChatTemplate {
         context.insert("documents".into(), Value::Null);
         context.insert("add_generation_prompt".into(), add_generation_prompt.into());
         let template = self.environment.get_template("chat").expect("added in `new`");
-        template.render(JinjaValue::from_serialize(&context)).map_err(|error| described(&error))
+        let mut text = Bounded(Vec::new());
+        template
+            .render_captured_to(JinjaValue::from_serialize(&context), &mut text)
+            .map_err(|error| described(&error))?;
+        Ok(String::from_utf8(text.0).expect("a template writes UTF-8"))
+    }
+}
+
+/// A text of at most [`MAX_BYTES`].
+struct Bounded(Vec<u8>);
+
+impl std::io::Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        if (self.0.len() + bytes.len()) as u64 > MAX_BYTES {
+            return Err(std::io::Error::other(format!("the text has more than {MAX_BYTES} bytes")));
+        }
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
     }
 }
 
@@ -156,6 +182,12 @@ fn to_json(value: &JinjaValue, options: Kwargs) -> std::result::Result<String, J
 /// Describes an error of a template, with its line.
 fn described(error: &JinjaError) -> String {
     let line = error.line().map_or(String::new(), |line| format!("line {line} of the chat template: "));
-    let detail = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
+    let detail = match (error.kind(), error.source()) {
+        (ErrorKind::OutOfFuel, _) => {
+            format!("did not end after {MAX_INSTRUCTIONS} instructions: look for a loop without an end")
+        }
+        (ErrorKind::WriteFailure, Some(reason)) => reason.to_string(),
+        _ => error.detail().map_or_else(|| error.kind().to_string(), str::to_owned),
+    };
     format!("{line}{detail}")
 }

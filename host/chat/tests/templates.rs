@@ -134,6 +134,20 @@ fn faulty_templates_are_refused() {
     assert_eq!(template.render(&[], None, false).unwrap(), "2024");
 }
 
+/// Neither a loop without an end nor an endless text stops the program.
+#[test]
+fn endless_templates_are_refused() {
+    let error = |source: &str| ChatTemplate::new(source, Map::new()).unwrap().render(&[], None, false).unwrap_err();
+    let long = "{% for a in range(100000) %}{% for b in range(100000) %}";
+    let ends = "{% endfor %}{% endfor %}";
+    let endless = error(&format!("{long}{{% set c = a %}}{ends}"));
+    assert!(endless.contains("did not end after 2000000 instructions"), "{endless}");
+    let endless = error("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}");
+    assert!(endless.contains("recursion"), "{endless}");
+    let large = error(&format!("{long}{}{ends}", "a".repeat(1000)));
+    assert!(large.contains("more than 16777216 bytes"), "{large}");
+}
+
 #[test]
 fn templates_are_read_from_folders() {
     let folder = tempfile::tempdir().unwrap();
