@@ -16,13 +16,17 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use stepscope::files::StateDict;
 use stepscope::models::{ModelConfig, Transformer, Weights};
-use stepscope::ops::{self, LmHeadConfig};
-use stepscope::{Arena, Capacity, Gradients, Parameters, Tape};
+use stepscope::ops::{self, AttentionElement, GemmElement, LmHeadConfig};
+use stepscope::parameters::FrozenType;
+use stepscope::tensor::Element;
+use stepscope::{Arena, Capacity, Device, Gradients, Parameters, Tape, bf16};
 use support::{on_each_device, relative_l2};
 
 /// The largest relative difference from float64. Where transformers' own error in f32 is a third of
 /// this or more, it is three times that error.
 const LIMIT: f64 = 2e-6;
+/// The largest relative difference of logits that are computed in BF16, which has 8 bits.
+const BF16_LIMIT: f64 = 0.02;
 
 /// The folders of all cases.
 fn cases() -> Vec<PathBuf> {
@@ -63,6 +67,44 @@ impl Expected {
     }
 }
 
+/// Returns the results of transformers for a case, and the logits after each token of its first
+/// sample, computed token by token from caches. With BF16, matrices, activations and caches are
+/// BF16.
+fn from_caches<S: AttentionElement + GemmElement<S> + GemmElement<f32>>(
+    device: &Device,
+    folder: &Path,
+) -> (Expected, Vec<f32>) {
+    let expected = Expected::read(folder);
+    let mut weights = Weights::read(folder).unwrap();
+    let tokens = expected.shape[1];
+    weights.limit_context(tokens).unwrap();
+    let is_bf16 = <S as Element>::NAME == bf16::NAME;
+    let (model, spec) = Transformer::frozen(weights.config.clone(), |entry| {
+        Some(if is_bf16 && entry.shape().extents().len() == 2 { FrozenType::Bf16 } else { FrozenType::F32 })
+    })
+    .unwrap();
+    let parameters = Parameters::new(device, &spec, 1).unwrap();
+    let mut parameters = if is_bf16 { parameters.with_bf16_copy().unwrap() } else { parameters };
+    weights.load(&mut parameters).unwrap();
+    let mut arena = Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap();
+    let cached = arena.step(|step| {
+        let mut caches = model.caches::<S>(step, tokens)?;
+        let mut logits = step.empty([1, weights.config.vocabulary])?;
+        let mut all = Vec::new();
+        for (place, &id) in expected.ids[..tokens].iter().enumerate() {
+            let token = step.upload_indices(&[id], [1, 1])?;
+            let place = step.upload_indices(&[place as u32], [1, 1])?;
+            step.scratch(|scratch| {
+                let next = model.next(scratch, &parameters, [&token, &place], &mut caches)?;
+                ops::copy_into(scratch, &next, &mut scratch.lend_mut(&mut logits))
+            })?;
+            all.extend(step.read(&logits)?);
+        }
+        Ok(all)
+    });
+    (expected, cached.unwrap())
+}
+
 on_each_device! {
     fn families_agree_with_transformers(device: &Device) {
         for folder in cases() {
@@ -78,7 +120,7 @@ on_each_device! {
                     let tape = Tape::new(step, &parameters);
                     let ids = step.upload_indices(&expected.ids, expected.shape)?;
                     let labels = step.upload_indices(&expected.labels, expected.shape)?;
-                    let hidden = model.forward(&tape, ids, None)?;
+                    let hidden = model.forward::<f32>(&tape, ids, None)?;
                     let logits = step.read(&model.logits(step, &parameters, hidden.value())?)?;
                     let head = LmHeadConfig::default().tied();
                     let loss = tape.linear_cross_entropy(&hidden, model.head(), labels, head)?;
@@ -134,34 +176,29 @@ on_each_device! {
     /// The token after each prefix of a sample has the same logits from caches as from all tokens.
     fn cached_tokens_agree_with_all(device: &Device) {
         for folder in cases() {
-            let expected = Expected::read(&folder);
-            let mut weights = Weights::read(&folder).unwrap();
-            let tokens = expected.shape[1];
-            weights.limit_context(tokens).unwrap();
-            let (model, spec) = Transformer::new(weights.config.clone()).unwrap();
-            let mut parameters = Parameters::new(device, &spec, 1).unwrap();
-            weights.load(&mut parameters).unwrap();
-            let mut arena = Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap();
-            let cached = arena
-                .step(|step| {
-                    let mut caches = model.caches(step)?;
-                    let mut logits = step.empty([1, weights.config.vocabulary])?;
-                    let mut all = Vec::new();
-                    for (place, &id) in expected.ids[..tokens].iter().enumerate() {
-                        let token = step.upload_indices(&[id], [1, 1])?;
-                        let place = step.upload_indices(&[place as u32], [1, 1])?;
-                        step.scratch(|scratch| {
-                            let next = model.next(scratch, &parameters, [&token, &place], &mut caches)?;
-                            ops::copy_into(scratch, &next, &mut scratch.lend_mut(&mut logits))
-                        })?;
-                        all.extend(step.read(&logits)?);
-                    }
-                    Ok(all)
-                })
-                .unwrap();
+            let (expected, cached) = from_caches::<f32>(device, &folder);
+            let difference = relative_l2(&cached, &expected.results["logits"][..cached.len()]);
+            assert!(difference <= LIMIT, "{}: {difference:e}", folder.display());
+        }
+    }
+
+    /// In BF16, logits from caches are near those of transformers in float64, and the likeliest
+    /// token is the same unless another token's logit is as near.
+    fn cached_tokens_in_bf16_agree(device: &Device) {
+        for folder in cases() {
+            let (expected, cached) = from_caches::<bf16>(device, &folder);
             let want = &expected.results["logits"][..cached.len()];
             let difference = relative_l2(&cached, want);
-            assert!(difference <= LIMIT, "{}: {difference:e}", folder.display());
+            println!("{}: {difference:.1e}", folder.display());
+            assert!(difference <= BF16_LIMIT, "{}: {difference:e}", folder.display());
+            let vocabulary = cached.len() / expected.shape[1];
+            for (ours, theirs) in cached.chunks(vocabulary).zip(want.chunks(vocabulary)) {
+                let likeliest = |logits: &[f64]| (0..vocabulary).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap();
+                let ours: Vec<f64> = ours.iter().map(|&logit| logit.into()).collect();
+                let norm = theirs.iter().map(|logit| logit * logit).sum::<f64>().sqrt();
+                let lost = theirs[likeliest(theirs)] - theirs[likeliest(&ours)];
+                assert!(lost <= 2.0 * BF16_LIMIT * norm, "{}: {lost:e} of {norm:e}", folder.display());
+            }
         }
     }
 

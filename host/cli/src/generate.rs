@@ -4,7 +4,11 @@
 //! stepscope generate --weights DIR --prompt "Once upon a time"
 //! stepscope generate --weights DIR --chat "What is 2 + 2?"  # by the model's chat template
 //! stepscope generate --weights DIR --adapter DIR --chat "What is 2 + 2?"
+//! stepscope generate --weights DIR --precision bf16 --chat "What is 2 + 2?"
 //! ```
+//! With `--precision bf16`, matrices, activations, and the caches of keys and values are BF16.
+//! Norms and biases stay f32, and so do scores and logits.
+//!
 //! Exit code 1: the device failed. 2: the command line is wrong, or a file of the folder is.
 
 use std::io::Write;
@@ -14,15 +18,18 @@ use std::process::ExitCode;
 use clap::Parser;
 use stepscope::data::{TokenSampler, TokenSamplerConfig};
 use stepscope::models::{Lora, ModelConfig, Transformer, WeightFiles};
-use stepscope::parameters::FrozenType;
-use stepscope::{Device, DeviceKind, Parameters};
+use stepscope::parameters::{FrozenType, ParameterEntry};
+use stepscope::tensor::Element;
+use stepscope::{Device, DeviceKind, ParameterSpec, Parameters, Result, bf16};
 
 use crate::program::exit;
 use crate::program::log::{self, Log};
+use crate::program::stored_as::StoredAs;
 use crate::run::folder::ModelFolder;
+use crate::run::memory::RunMemory;
 use crate::train::bad_input::{BadInput, Outcome, bad};
 use crate::train::cli::{share, up_to, zero_or_above};
-use crate::train::model::{Gpt, Mode};
+use crate::train::model::{Activation, Gpt, Mode};
 use crate::train::tokenizer::Tokenizer;
 use crate::train::{sample, weights};
 
@@ -58,12 +65,15 @@ pub(crate) struct Args {
     #[arg(long, value_name = "auto|emulated|cuda", default_value = "auto")]
     device: DeviceKind,
 
+    /// Numbers in memory; bf16 takes half of it, and rounds weights that the files have in f32
+    #[arg(long, value_enum, default_value_t = StoredAs::F32)]
+    precision: StoredAs,
+
     /// The most new tokens; fewer if a token that ends a text comes first
     #[arg(long, value_name = "N", default_value_t = 200, value_parser = up_to(1 << 20))]
     tokens: usize,
 
-    /// Tokens for which caches of keys and values are allocated [default: 1024, or the model's if
-    /// they are fewer]
+    /// The most tokens of the text with its beginning [default: the model's]
     #[arg(long, value_name = "TOKENS", value_parser = up_to(1 << 20))]
     context: Option<usize>,
 
@@ -99,12 +109,13 @@ pub(crate) fn main(args: &Args) -> ExitCode {
 
 fn text(args: &Args) -> Outcome<String> {
     let folder = &args.weights;
-    let (mut weights, config) = weights::open(folder, args.context)?;
+    let (mut weights, mut config) = weights::open(folder, args.context)?;
     let name = match &args.tokenizer {
         Some(name) => name.clone(),
         None => folder.join("tokenizer.json").display().to_string(),
     };
     let files = ModelFolder::with_tokenizer(folder, Tokenizer::open(&name)?)?;
+    files.tokenizer.check_vocabulary(config.vocabulary)?;
     let beginning = match (&args.chat, &args.prompt) {
         (Some(message), _) => files.chat("--chat", message)?,
         (None, prompt) => files.tokenizer.encode_beginning("--prompt", prompt.as_deref().unwrap_or_default())?,
@@ -112,33 +123,85 @@ fn text(args: &Args) -> Outcome<String> {
     if beginning.is_empty() {
         return Err(bad("--prompt", "is empty: give the text to continue"));
     }
+    let most = if args.context.is_some() { config.context } else { weights.config().context };
+    if beginning.len() >= most {
+        let place = if args.chat.is_some() { "--chat" } else { "--prompt" };
+        let reason = format!("has {} tokens, which leave none of a context of {most} for an answer", beginning.len());
+        return Err(bad(place, reason));
+    }
+    let tokens = args.tokens.min(most - beginning.len());
+    config.context = beginning.len() + tokens;
     let device = Device::open(args.device)?;
-    let (model, parameters) = loaded(args, &device, &mut weights, config)?;
-    let config = TokenSamplerConfig { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p };
-    let sampler = TokenSampler::new(config, args.seed)?;
-    let tokens = sample::write(&device, &model, &parameters, &beginning, (args.tokens, &files.stops), &sampler)?;
+    let text = Text { args, device: &device, config, beginning, tokens, stops: &files.stops };
+    let tokens = match args.precision {
+        StoredAs::F32 => text.write::<f32>(&mut weights)?,
+        StoredAs::Bf16 => text.write::<bf16>(&mut weights)?,
+    };
     Ok(files.tokenizer.decode(&tokens))
 }
 
-/// Builds the model and loads its weights, with the adapter if there is one.
-fn loaded(
-    args: &Args,
-    device: &Device,
-    weights: &mut WeightFiles,
+/// A text to be written.
+struct Text<'t> {
+    args: &'t Args,
+    device: &'t Device,
     config: ModelConfig,
-) -> Outcome<(Gpt<f32>, Parameters)> {
-    let Some(folder) = &args.adapter else {
-        let (model, spec) = Gpt::<f32>::new(config, Mode::default())?;
-        let mut parameters = Parameters::new(device, &spec, 0)?;
+    /// The tokens of the prompt or the chat.
+    beginning: Vec<u32>,
+    /// The most new tokens.
+    tokens: usize,
+    /// The tokens that end the text.
+    stops: &'t [u32],
+}
+
+impl Text<'_> {
+    /// Loads the weights, if there is memory for them, and writes the text.
+    fn write<S: Activation>(&self, weights: &mut WeightFiles) -> Outcome<Vec<u32>> {
+        let Args { temperature, top_k, top_p, seed, ref adapter, merge, .. } = *self.args;
+        let sampler = TokenSampler::new(TokenSamplerConfig { temperature, top_k, top_p }, seed)?;
+        let lora = adapter.as_deref().map(|folder| Lora::read(folder).map_err(weights::refused)).transpose()?;
+        let folder = adapter.as_ref().unwrap_or(&self.args.weights);
+        let (model, spec) = self.model::<S>(lora.as_ref()).map_err(|error| bad(folder.display(), error))?;
+        let empty = |device: &Device| {
+            let (model, spec) = self.model::<S>(lora.as_ref())?;
+            Ok((model, parameters::<S>(device, &spec)?))
+        };
+        let steps = sample::needed_bytes(self.device, empty, &self.beginning, self.tokens, &sampler)?;
+        let advice = "give fewer --tokens, a smaller --context, or --precision bf16";
+        RunMemory::of_text(&spec, steps, is_bf16::<S>()).check(self.device, advice)?;
+
+        let mut parameters = parameters::<S>(self.device, &spec)?;
         weights.load(&mut parameters).map_err(weights::refused)?;
-        return Ok((model, parameters));
-    };
-    let lora = Lora::read(folder).map_err(weights::refused)?;
-    let layers = Transformer::with_lora(config, &lora, |_| FrozenType::F32);
-    let (layers, spec) = layers.map_err(|error| bad(folder.display(), error))?;
-    let mut parameters = Parameters::new(device, &spec, 0)?;
-    weights.load(&mut parameters).map_err(weights::refused)?;
-    lora.load(folder, layers.config(), &mut parameters).map_err(weights::refused)?;
-    let layers = if args.merge { layers.merge(&mut parameters)? } else { layers };
-    Ok((Gpt::of(layers, Mode::default()), parameters))
+        let Gpt { mut layers, .. } = model;
+        if let Some((lora, folder)) = lora.as_ref().zip(adapter.as_ref()) {
+            lora.load(folder, layers.config(), &mut parameters).map_err(weights::refused)?;
+            if merge {
+                layers = layers.merge(&mut parameters)?;
+            }
+        }
+        let model = Gpt::<S>::of(layers, Mode::default());
+        Ok(sample::write(self.device, &model, &parameters, &self.beginning, (self.tokens, self.stops), &sampler)?)
+    }
+
+    /// Builds the model, with the adapters if there are any. Only the adapters are trained.
+    fn model<S: Activation>(&self, lora: Option<&Lora>) -> Result<(Gpt<S>, ParameterSpec)> {
+        let stored = |entry: &ParameterEntry| match is_bf16::<S>() && entry.shape().extents().len() == 2 {
+            true => FrozenType::Bf16,
+            false => FrozenType::F32,
+        };
+        let (layers, spec) = match lora {
+            Some(lora) => Transformer::with_lora(self.config.clone(), lora, stored)?,
+            None => Transformer::frozen(self.config.clone(), |entry| Some(stored(entry)))?,
+        };
+        Ok((Gpt::of(layers, Mode::default()), spec))
+    }
+}
+
+fn is_bf16<S: Element>() -> bool {
+    S::NAME == bf16::NAME
+}
+
+/// Allocates the parameters, with what products of this type read.
+fn parameters<S: Element>(device: &Device, spec: &ParameterSpec) -> Result<Parameters> {
+    let parameters = Parameters::new(device, spec, 0)?;
+    if is_bf16::<S>() { parameters.with_bf16_copy() } else { Ok(parameters) }
 }

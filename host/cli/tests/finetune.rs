@@ -217,3 +217,40 @@ fn large_run_is_refused() {
     assert!(errors.contains("the run needs ") && errors.contains("give a smaller --batch"), "{errors}");
     assert!(!out.join("model.safetensors").exists() && !out.join("log.jsonl").exists());
 }
+
+/// BF16 weights give a text too. Prompts that do not fit, and the tokenizer of other weights, are
+/// refused.
+#[test]
+fn generation_in_bf16() {
+    let device = Device::open(DeviceKind::Emulated).unwrap();
+    let generate = |more: &[&str]| {
+        let weights = example("tiny");
+        let own =
+            ["--weights", weights.to_str().unwrap(), "--prompt", "What is", "--temperature", "0", "--tokens", "4"];
+        run("generate", &device, &own.iter().chain(more).copied().collect::<Vec<_>>())
+    };
+    // The weights are BF16, and the likeliest tokens are clear.
+    let [wide, narrow] = ["f32", "bf16"].map(|precision| generate(&["--precision", precision]));
+    assert!(wide.status.success() && narrow.status.success(), "{}{}", text(&wide.stderr), text(&narrow.stderr));
+    assert_eq!(text(&wide.stdout), text(&narrow.stdout));
+    assert!(!text(&narrow.stdout).trim().is_empty());
+
+    // Nothing of a long prompt is left out without a word.
+    let output = generate(&["--context", "1"]);
+    let errors = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{errors}");
+    assert!(errors.contains("--prompt: has ") && errors.contains("a context of 1 for an answer"), "{errors}");
+
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tokenizer.json");
+    let larger = fs::read_to_string(example("tiny").join("tokenizer.json")).unwrap();
+    let mut larger: Value = serde_json::from_str(&larger).unwrap();
+    for id in larger["model"]["vocab"].as_object_mut().unwrap().values_mut() {
+        *id = (id.as_u64().unwrap() + 1000).into();
+    }
+    fs::write(&path, larger.to_string()).unwrap();
+    let output = generate(&["--tokenizer", path.to_str().unwrap()]);
+    let errors = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{errors}");
+    assert!(errors.contains("the weights have a vocabulary of 384"), "{errors}");
+}

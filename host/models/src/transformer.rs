@@ -3,19 +3,20 @@
 //! Invariant: every parameter's name is one that the crate's map of file tensors knows, so that
 //! each model can be read and written.
 
+mod cached;
+
 use crate::config::{FeedForwardKind, LayerConfig, ModelConfig, NormKind, QkNormKind, Residual};
 use crate::lora::{AdaptedLayer, Lora, PlannedPart};
 use crate::names;
 use crate::weights;
 use stepscope_core::indices::Indices;
-use stepscope_core::ops::{self, AttentionConfig, AttentionElement, Gemm, GemmElement};
+use stepscope_core::ops::{self, AttentionConfig, AttentionElement, GemmElement};
 use stepscope_core::{
     Error, FrozenType, Initializer, Parameter, ParameterEntry, ParameterSpec, ParameterSpecBuilder, Parameters, Result,
-    Saved, ScratchStep, Source, Step, Tape, Tensor, Var,
+    Saved, Tape, Var,
 };
 use stepscope_train::nn::{
-    Adapter, AdapterPart, Embedding, KeyValueCache, LayerNorm, Linear, Mlp, MultiHeadAttention, NextToken, Norm,
-    RmsNorm, Scope, SwiGlu,
+    Adapter, AdapterPart, Embedding, LayerNorm, Linear, Mlp, MultiHeadAttention, Norm, RmsNorm, Scope, SwiGlu,
 };
 
 /// The stored types of activations that a [`Transformer`] computes with: f32 and BF16.
@@ -272,65 +273,6 @@ impl Transformer {
         }
         self.norm.forward(tape, &x)
     }
-
-    /// Allocates the key-value caches of the blocks, for one sample that is being generated.
-    ///
-    /// # Errors
-    /// Returns an error if the arena is full.
-    pub fn caches<'s>(&self, step: &Step<'s>) -> Result<Vec<KeyValueCache<'s>>> {
-        let columns = self.config.kv_heads * self.config.head_width;
-        self.blocks.iter().map(|_| KeyValueCache::new(step, self.config.context, columns)).collect()
-    }
-
-    /// Computes the logits of the token that follows `token`, from the cached keys and values of
-    /// all earlier tokens. `token`, `place`: `[1, 1]`; result: `[1, vocabulary]`.
-    ///
-    /// # Errors
-    /// Returns an error if an op fails.
-    #[track_caller]
-    pub fn next<'i, 's>(
-        &self,
-        scratch: &ScratchStep<'i, 's>,
-        weights: &Parameters,
-        [token, place]: [&Indices<'s>; 2],
-        caches: &mut [KeyValueCache<'s>],
-    ) -> Result<Tensor<'i>> {
-        let row = |table: Parameter, id: &Indices<'s>| -> Result<Tensor<'i>> {
-            let id = scratch.lend_indices(id);
-            match weights.layout().entry(table)?.frozen() {
-                Some(FrozenType::Bf16) => ops::embedding_bf16(scratch, &weights.lend_as(scratch, table)?, &id),
-                _ => ops::embedding(scratch, &weights.lend(scratch, table)?, &id),
-            }
-        };
-        let mut x = row(self.tokens.weight, token)?;
-        if let Some(scale) = self.config.embedding_scale {
-            x = ops::scale(scratch, &x, scale)?;
-        }
-        if let Some(positions) = self.positions {
-            x = ops::add(scratch, &x, &row(positions.weight, place)?)?;
-        }
-        let tape = Tape::new(scratch, weights).evaluating();
-        let mut x = tape.input(x);
-        for (block, cache) in self.blocks.iter().zip(caches) {
-            x = block.forward_cached(&tape, &x, cache.next(scratch)?)?;
-        }
-        self.logits(scratch, weights, self.norm.forward(&tape, &x)?.value())
-    }
-
-    /// Computes the logits `[rows, vocabulary]` of rows `[rows, width]` of the result of
-    /// [`Transformer::forward`].
-    ///
-    /// # Errors
-    /// Returns an error if an op fails.
-    #[track_caller]
-    pub fn logits<'s>(&self, step: &Step<'s>, weights: &Parameters, rows: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
-        let (vocabulary, width) = (self.config.vocabulary, self.config.width);
-        let count = rows.shape().elements() / width;
-        let mut logits = step.empty([count, vocabulary])?;
-        let product = Gemm::new(count, vocabulary, width).transpose_b();
-        ops::gemm_into(step, &product, rows, &weights.lend(step, self.head)?, None::<&Tensor<'_>>, &mut logits)?;
-        Ok(logits)
-    }
 }
 
 impl Block {
@@ -397,25 +339,6 @@ impl Block {
                 let mixed = self.attention.forward_masked(tape, &first()?, heads)?;
                 self.after_attention(tape, x, &mixed)
             }
-        }
-    }
-
-    #[track_caller]
-    fn forward_cached<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>, cache: NextToken<'_, 's>) -> Result<Var<'s>> {
-        let mixed = match self.residual {
-            Residual::PostNorm => self.attention.forward_cached(tape, x, cache)?,
-            _ => self.attention.forward_cached(tape, &self.norms[0].forward(tape, x)?, cache)?,
-        };
-        match self.residual {
-            Residual::PreNorm => {
-                let [h, normed] = self.norms[1].forward_residual(tape, &mixed, x)?;
-                self.feed_forward.forward_residual(tape, &normed, &h)
-            }
-            Residual::Parallel => {
-                let h = tape.add(&mixed, x)?;
-                self.feed_forward.forward_residual(tape, &self.norms[1].forward(tape, x)?, &h)
-            }
-            Residual::PostNorm | Residual::Sandwich => self.after_attention(tape, x, &mixed),
         }
     }
 

@@ -4,8 +4,8 @@
 use crate::support::{Random, on_each_device, relative_l2, tolerance};
 use std::num::NonZeroU32;
 use stepscope::nn::{KeyValueCache, MultiHeadAttention};
-use stepscope::ops::{AttentionMask, Rotary};
-use stepscope::{Arena, Capacity, ParameterSpec, Parameters, Result, Tape, ops};
+use stepscope::ops::{AttentionElement, AttentionMask, GemmElement, Rotary};
+use stepscope::{Arena, Capacity, Device, ParameterSpec, Parameters, Result, Tape, bf16, ops};
 
 const TOKENS: usize = 21;
 const WIDTH: usize = 64;
@@ -32,8 +32,9 @@ fn forms() -> Vec<(&'static str, usize, MultiHeadAttention, ParameterSpec)> {
     made
 }
 
-/// Runs the tokens one by one, in scratches of a step, and reads each.
-fn one_by_one(
+/// Runs the tokens one by one, with activations and caches stored as S, in scratches of a step, and
+/// reads each.
+fn one_by_one<S: AttentionElement + GemmElement<S> + GemmElement<f32>>(
     arena: &mut Arena,
     weights: &Parameters,
     attention: &MultiHeadAttention,
@@ -41,7 +42,7 @@ fn one_by_one(
     x: &[f32],
 ) -> Result<Vec<f32>> {
     arena.step(|step| {
-        let mut cache = KeyValueCache::new(step, x.len() / WIDTH, columns)?;
+        let mut cache: KeyValueCache<'_, S> = KeyValueCache::new(step, x.len() / WIDTH, columns)?;
         let mut all = Vec::new();
         for token in x.chunks(WIDTH) {
             let token = step.upload(token, [1, 1, WIDTH])?;
@@ -49,8 +50,8 @@ fn one_by_one(
             step.scratch(|scratch| {
                 let tape = Tape::new(scratch, weights).evaluating();
                 let token = tape.input(ops::copy(scratch, &scratch.lend(&token))?);
-                let y = attention.forward_cached(&tape, &token, cache.next(scratch)?)?;
-                ops::copy_into(scratch, y.value(), &mut scratch.lend_mut(&mut out))
+                let y = attention.forward_cached(&tape, &tape.stored_as(&token)?, cache.next(scratch)?)?;
+                ops::copy_into(scratch, tape.to_f32(&y)?.value(), &mut scratch.lend_mut(&mut out))
             })?;
             all.extend(step.read(&out)?);
         }
@@ -59,24 +60,48 @@ fn one_by_one(
     })
 }
 
+/// Compares cached attention with attention over all tokens in f32.
+fn matches_full_attention<S: AttentionElement + GemmElement<S> + GemmElement<f32>>(device: &Device, limit: f64) {
+    let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
+    let x = Random::new(3).normals(TOKENS * WIDTH);
+    for (name, heads, attention, layout) in forms() {
+        let weights = Parameters::new(device, &layout, 7).unwrap().with_bf16_copy().unwrap();
+        let all = arena
+            .step(|step| {
+                let tape = Tape::new(step, &weights).evaluating();
+                let x = tape.input(step.upload(&x, [1, TOKENS, WIDTH])?);
+                step.read(attention.forward(&tape, &x)?.value())
+            })
+            .unwrap();
+        let made = one_by_one::<S>(&mut arena, &weights, &attention, heads * HEAD, &x).unwrap();
+        let want: Vec<f64> = all.iter().map(|&value| value.into()).collect();
+        let error = relative_l2(&made, &want);
+        assert!(error > 0.0 && error < limit, "{name}: {error:e}");
+    }
+}
+
 on_each_device! {
     fn cached_attention_matches_full_attention(device: &Device) {
-        let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
-        let x = Random::new(3).normals(TOKENS * WIDTH);
-        for (name, heads, attention, layout) in forms() {
-            let weights = Parameters::new(device, &layout, 7).unwrap();
-            let all = arena
-                .step(|step| {
-                    let tape = Tape::new(step, &weights).evaluating();
-                    let x = tape.input(step.upload(&x, [1, TOKENS, WIDTH])?);
-                    step.read(attention.forward(&tape, &x)?.value())
-                })
-                .unwrap();
-            let made = one_by_one(&mut arena, &weights, &attention, heads * HEAD, &x).unwrap();
-            let want: Vec<f64> = all.iter().map(|&value| value.into()).collect();
-            let error = relative_l2(&made, &want);
-            assert!(error > 0.0 && error < tolerance(WIDTH), "{name}: {error:e}");
-        }
+        matches_full_attention::<f32>(device, tolerance(WIDTH));
+    }
+
+    /// BF16 rounds x, the weights, q, k, v, the softmax and both results: seven roundings of 2^-9.
+    fn cached_attention_in_bf16(device: &Device) {
+        matches_full_attention::<bf16>(device, 7.0 * 2f64.powi(-9));
+    }
+
+    /// A restarted cache begins at its first position, and holds fewer tokens.
+    fn restarted_cache_is_empty(device: &Device) {
+        let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
+        let error = arena.step(|step| {
+            let mut cache: KeyValueCache<'_> = KeyValueCache::new(step, 3, 8)?;
+            step.scratch(|scratch| cache.next(scratch).map(drop))?;
+            cache.restart(2);
+            assert_eq!(cache.tokens(), 0);
+            (0..3).try_for_each(|_| step.scratch(|scratch| cache.next(scratch).map(drop)))
+        });
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains("at most 2 tokens"), "{error}");
     }
 
     /// Settings for which the result would differ from that over all tokens are refused.
@@ -87,13 +112,13 @@ on_each_device! {
         let x = vec![0.5; 3 * WIDTH];
         let all = attention.clone().sees(AttentionMask::Full);
         let mut refused = |attention: &MultiHeadAttention, columns: usize, told: &str| {
-            let error = one_by_one(&mut arena, &weights, attention, columns, &x).unwrap_err().to_string();
+            let error = one_by_one::<f32>(&mut arena, &weights, attention, columns, &x).unwrap_err().to_string();
             assert!(error.contains(told), "{error}");
         };
         refused(&all, heads * HEAD, "heads that attend to all tokens");
         refused(&attention, heads * HEAD + 4, "keys and values [more than 0, 64]");
         let full = arena.step(|step| {
-            let mut cache = KeyValueCache::new(step, 1, heads * HEAD)?;
+            let mut cache: KeyValueCache<'_> = KeyValueCache::new(step, 1, heads * HEAD)?;
             (0..2).try_for_each(|_| step.scratch(|scratch| cache.next(scratch).map(drop)))
         });
         let error = full.unwrap_err().to_string();

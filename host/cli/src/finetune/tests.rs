@@ -10,13 +10,16 @@ use crate::run::memory::{self, RunMemory};
 use crate::run::updates::Part;
 use crate::support::{on_each_device, relative_l2};
 use crate::train::cli::Precision;
-use crate::train::model::Activation;
+use crate::train::model::{Activation, Gpt, Mode};
+use crate::train::sample;
 use crate::train::tokenizer::Tokenizer;
 use clap::Parser;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
-use stepscope::{Checkpoint, Device, HostBatch, bf16};
+use stepscope::data::{TokenSampler, TokenSamplerConfig};
+use stepscope::models::WeightFiles;
+use stepscope::{Arena, Capacity, Checkpoint, Device, HostBatch, Parameters, Tape, bf16, ops};
 use stepscope_chat::{Encoder, Packed, pack, read_rows};
 use tempfile::TempDir;
 
@@ -57,6 +60,16 @@ fn gradients(device: &Device, plan: &Plan<'_>, batch: &[Contexts]) -> (Vec<f32>,
     (trainer.state().gradients.flat().read().unwrap(), loss)
 }
 
+/// Returns the loaded model of a case of `tests/models`.
+fn case(device: &Device, name: &str) -> (Gpt<f32>, Parameters) {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/models/cases").join(name);
+    let mut weights = WeightFiles::open(folder).unwrap();
+    let (model, spec) = Gpt::<f32>::new(weights.config().clone(), Mode::default()).unwrap();
+    let mut parameters = Parameters::new(device, &spec, 0).unwrap();
+    weights.load(&mut parameters).unwrap();
+    (model, parameters)
+}
+
 /// The digest of the weights, and the bits of all losses.
 type Bits = (String, Vec<u64>);
 
@@ -82,6 +95,33 @@ fn trained_in<S: Activation>(device: &Device, args: &Args, stopped: bool) -> Opt
 }
 
 on_each_device! {
+    /// A text that outgrows LongRoPE's short factors has the tokens of whole passes, which use the
+    /// long factors for more than eight tokens. So have texts that need only one of the lists.
+    fn text_outgrows_short_factors(device: &Device) {
+        let (model, parameters) = case(device, "phi3_long");
+        assert_eq!(model.layers.short_context(), Some(8));
+        let greedy = TokenSamplerConfig { temperature: 0.0, ..TokenSamplerConfig::default() };
+        let sampler = TokenSampler::new(greedy, 0).unwrap();
+        let mut arena = Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap();
+        let beginning = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5];
+        for (first, count) in [(3, 12), (3, 5), (8, 4), (11, 4)] {
+            let (mut tokens, mut next) = (beginning[..first].to_vec(), sampler.clone());
+            while tokens.len() < first + count {
+                let logits = arena.step(|step| {
+                    let tape = Tape::new(step, &parameters).evaluating();
+                    let ids = step.upload_indices(&tokens, [1, tokens.len()])?;
+                    let hidden = model.hidden(&tape, ids, None)?;
+                    let last = ops::slice(step, hidden.value(), 1, tokens.len() - 1..tokens.len())?;
+                    step.read(&model.layers.logits(step, &parameters, &last)?)
+                });
+                tokens.push(next.next(&logits.unwrap()).unwrap());
+            }
+            let written = sample::write(device, &model, &parameters, &beginning[..first], (count, &[]), &sampler);
+            println!("{:?} {:?}", &beginning[..first], written);
+            assert_eq!(written.unwrap(), tokens[first..], "{count} tokens after {first}");
+        }
+    }
+
     /// The gradient of packed chats is that of the same chats one by one, whatever share of its
     /// tokens counts in each.
     fn packing_keeps_the_gradient(device: &Device) {

@@ -67,17 +67,26 @@ impl RunMemory {
         let (_, spec) = model()?;
         let is_bf16 = <M::Stored as Element>::NAME == bf16::NAME;
         let copied = if is_bf16 { size_of::<bf16>() } else { 0 };
-        let largest = spec.iter().map(|(_, entry)| entry.shape().elements() * size_of::<f32>()).max().unwrap_or(0);
         let frozen: usize = spec.frozen(FrozenType::F32).iter().map(|entry| entry.shape().elements()).sum();
         let trained = spec.elements() * (4 * size_of::<f32>() + copied);
         Ok(Self {
             weights: (trained + frozen * copied) as u64 + spec.frozen_bytes(),
             steps: steps as u64,
-            files: 3 * largest as u64,
+            files: 3 * largest_bytes(&spec),
             gradients: (spec.elements() * size_of::<f32>()) as u64,
             group: 0,
             ranks: 1,
         })
+    }
+
+    /// Computes the needs of a text that is written with loaded weights, whose step takes `steps`
+    /// bytes. Trained weights are stored in f32, and if products read BF16, in both types.
+    pub(crate) fn of_text(spec: &ParameterSpec, steps: usize, is_bf16: bool) -> Self {
+        let copied = if is_bf16 { size_of::<bf16>() } else { 0 };
+        let frozen: usize = spec.frozen(FrozenType::F32).iter().map(|entry| entry.shape().elements()).sum();
+        let weights = spec.elements() * (size_of::<f32>() + copied) + frozen * copied;
+        let (weights, steps, files) = (weights as u64 + spec.frozen_bytes(), steps as u64, 3 * largest_bytes(spec));
+        Self { weights, steps, files, gradients: 0, group: 0, ranks: 1 }
     }
 
     /// Adds the needs of a rank of a group.
@@ -94,8 +103,9 @@ impl RunMemory {
         self.weights + self.steps + self.files + self.group
     }
 
-    /// Returns an error if the device, or the host if the device shares its memory, has less.
-    pub(crate) fn check(&self, device: &Device) -> Outcome<()> {
+    /// Returns an error if the device, or the host if the device shares its memory, has less. The
+    /// error ends with `advice`.
+    pub(crate) fn check(&self, device: &Device, advice: &str) -> Outcome<()> {
         let description = device.description();
         let of_host = HostMemory::available_bytes();
         // The ranks of a process share the host's memory, but not that of their GPUs.
@@ -107,8 +117,7 @@ impl RunMemory {
             return Ok(());
         }
         let reason = format!(
-            "the run needs {self}{}, and {:.2} GiB are there: give a smaller --batch and a larger --accumulate, a smaller \
-             --context, --recompute, or --precision bf16",
+            "the run needs {self}{}, and {:.2} GiB are there: {advice}",
             if ranks > 1 { format!(", for each of {ranks} ranks") } else { String::new() },
             available as f64 / GIB
         );
@@ -122,11 +131,20 @@ impl fmt::Display for RunMemory {
             [self.total(), self.weights, self.steps, self.files, self.group].map(|bytes| bytes as f64 / GIB);
         write!(
             f,
-            "{total:.2} GiB of memory: {weights:.2} for weights, gradients and moments, {steps:.2} for steps, {files:.2} for \
-             files"
+            "{total:.2} GiB of memory: {weights:.2} for {}, {steps:.2} for steps, {files:.2} for files",
+            if self.gradients > 0 { "weights, gradients and moments" } else { "weights" }
         )?;
         if self.group > 0 { write!(f, ", {group:.2} for shards and ranks") } else { Ok(()) }
     }
+}
+
+/// Advice for a training run that does not fit.
+pub(crate) const TRAINING_ADVICE: &str =
+    "give a smaller --batch and a larger --accumulate, a smaller --context, --recompute, or --precision bf16";
+
+/// Returns the bytes of the largest parameter in f32.
+fn largest_bytes(spec: &ParameterSpec) -> u64 {
+    spec.iter().map(|(_, entry)| entry.shape().elements() * size_of::<f32>()).max().unwrap_or(0) as u64
 }
 
 /// Returns an error if the host cannot hold the tokens of a batch: ids, labels and documents.

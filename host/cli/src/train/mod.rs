@@ -89,7 +89,7 @@ fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, sc
     let device = rank.open(args.run.device, args.run.matrix_instruction)?;
     let group = rank.join(&device, &plan.settings_of_ranks())?;
     let needs = plan.memory::<S>(&device)?.of_rank(rank);
-    needs.check(&device)?;
+    needs.check(&device, memory::TRAINING_ADVICE)?;
     let mut state = plan.state::<S>(&device)?;
     let mut arena = memory::arena(&device, args.run.arena_mib, needs)?;
     let spec = state.parameters.layout().clone();

@@ -4,7 +4,7 @@ use crate::error::Result;
 use crate::ops;
 use crate::step::Step;
 use crate::tape::{Tape, Var};
-use crate::tensor::{Source, Stored, Target, Tensor};
+use crate::tensor::{AnyTensor, Element, Source, Stored, Target, Tensor};
 use half::bf16;
 use kernels::cast as kernel;
 
@@ -24,6 +24,16 @@ pub fn to_f32<'s>(step: &Step<'s>, x: &impl Source<'s, bf16>) -> Result<Tensor<'
     let mut out = step.empty(x.shape())?;
     step.launch(kernel::cast_to_f32 { x: x.slice(), out: out.out() })?;
     Ok(out)
+}
+
+/// Returns `x` as S stores it: itself, or rounded to BF16.
+#[track_caller]
+pub(super) fn narrowed<'s, S: Stored>(step: &Step<'s>, x: Tensor<'s>) -> Result<Tensor<'s, S>> {
+    let x = match <S as Element>::NAME == f32::NAME {
+        true => AnyTensor::F32(x),
+        false => AnyTensor::Bf16(to_bf16(step, &x)?),
+    };
+    Ok(S::restore(x).expect("f32 or BF16"))
 }
 
 /// A type that a tape converts to and from f32, including f32 itself. Models use it to be generic

@@ -1,6 +1,7 @@
 //! Table lookup by token ids or by positions, and gather. Their gradients are sums in a fixed
 //! order.
 
+use super::cast::narrowed;
 use super::{add_bias, fill_into, same_shape, sum_rows_into};
 use crate::error::{Error, Result};
 use crate::indices::{IndexBound, IndexSource, Indices};
@@ -149,9 +150,7 @@ pub fn gather_backward<'s, S: Stored>(
     let cols = dy.shape().extents().last().copied().unwrap_or(0);
     let mut dx = step.empty::<f32>([rows, cols])?;
     embedding_backward(step, dy, ids, &mut dx, false).map_err(|error| error.in_op("gather_backward"))?;
-    let dx =
-        if <S as Element>::NAME == f32::NAME { AnyTensor::F32(dx) } else { AnyTensor::Bf16(ops::to_bf16(step, &dx)?) };
-    Ok(S::restore(dx).expect("f32 or BF16"))
+    narrowed(step, dx)
 }
 
 /// Returns the table's extents, and the result's extents for these ids.

@@ -136,7 +136,15 @@ impl Block {
     /// Computes y for only the next token, `[1, 1, width]`, after the tokens in the cache. See
     /// [`MultiHeadAttention::forward_cached`].
     #[track_caller]
-    pub fn forward_cached<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>, cache: NextToken<'_, 's>) -> Result<Var<'s>> {
+    pub fn forward_cached<'s, S>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: &Var<'s, S>,
+        cache: NextToken<'_, 's, S>,
+    ) -> Result<Var<'s, S>>
+    where
+        S: AttentionElement + GemmElement<S> + GemmElement<f32>,
+    {
         let mixed = self.attention.forward_cached(tape, &self.norms[0].forward(tape, x)?, cache)?;
         let [h, normed] = self.norms[1].forward_residual(tape, &mixed, x)?;
         self.feed_forward.forward_residual(tape, &normed, &h)

@@ -196,16 +196,19 @@ impl MultiHeadAttention {
     /// cache; `x`, result: `[1, 1, width]`. No gradient flows through the attention: this is for
     /// text generation. See [`ops::attention_cached`].
     #[track_caller]
-    pub fn forward_cached<'s>(
+    pub fn forward_cached<'s, S>(
         &self,
         tape: &Tape<'_, 's>,
-        x: &Var<'s>,
-        mut cache: NextToken<'_, 's>,
-    ) -> Result<Var<'s>> {
+        x: &Var<'s, S>,
+        mut cache: NextToken<'_, 's, S>,
+    ) -> Result<Var<'s, S>>
+    where
+        S: AttentionElement + GemmElement<S> + GemmElement<f32>,
+    {
         let (config, position) = (self.config(), cache.position);
         let mut qkv = self.normed(tape, self.qkv.forward(tape, x)?, &config)?;
         if let Some(rotary) = self.rotary {
-            let rotary = rotary.for_positions(rotary.offset as usize + cache.capacity());
+            let rotary = rotary.for_positions(rotary.offset as usize + cache.positions);
             qkv = tape.rotary(&qkv, Rotary { offset: rotary.offset + position as u32, ..rotary }, &config)?;
         }
         let kept = [&mut cache.keys, &mut cache.values];

@@ -3,7 +3,8 @@
 
 use super::config::{AttentionConfig, AttentionMask, Sizes};
 use crate::error::{Error, Result};
-use crate::ops::{self, Gemm};
+use crate::ops::cast::narrowed;
+use crate::ops::{self, Gemm, GemmElement};
 use crate::precision::Precision;
 use crate::step::Step;
 use crate::tensor::{Lent, LentMut, Source, Tensor};
@@ -15,21 +16,22 @@ use crate::tensor::{Lent, LentMut, Source, Tensor};
 /// The token's key and value are written to row `position` of `keys` and `values`. Its query
 /// attends to the rows up to `position`, limited by the mask of `form`.
 ///
-/// Queued: two copies, two products, a scale and a softmax; no scratch. The result is close to the
-/// last token of [`ops::attention`], but not identical, because sums run in another order. It has
-/// the same bits on every device.
+/// Queued: two copies, two products, a scale and a softmax, and for BF16 the softmax's rounding; no
+/// scratch. The result is close to the last token of [`ops::attention`], but not identical, because
+/// sums run in another order. In f32 it has the same bits on every device. In BF16, scores and
+/// their softmax are f32.
 ///
 /// # Errors
 /// [`Error::Misuse`] for other shapes, a mask that includes later tokens, documents or lengths, or
 /// a position without a row. [`Error::ArenaFull`].
 #[track_caller]
-pub fn attention_cached<'s>(
+pub fn attention_cached<'s, S: GemmElement<S> + GemmElement<f32>>(
     step: &Step<'s>,
-    qkv: &impl Source<'s, f32>,
-    [keys, values]: [&mut LentMut<'_, 's>; 2],
+    qkv: &impl Source<'s, S>,
+    [keys, values]: [&mut LentMut<'_, 's, S>; 2],
     position: usize,
     form: &AttentionConfig<'s>,
-) -> Result<Tensor<'s>> {
+) -> Result<Tensor<'s, S>> {
     const OP: &str = "attention_cached";
     let sizes = form.sizes(OP, qkv.shape())?;
     let Sizes { batch, tokens, heads, kv_heads, width, stacked } = sizes;
@@ -61,7 +63,7 @@ pub fn attention_cached<'s>(
         let mut place = LentMut::new(cache.memory().part(position * row, row), [1, row].into());
         ops::copy_into(step, &new, &mut place)?;
     }
-    let kept = |cache: &LentMut<'_, 's>| -> Lent<'_, 's> {
+    let kept = |cache: &LentMut<'_, 's, S>| -> Lent<'_, 's, S> {
         Lent::new(cache.memory().part(first * row, seen * row), [seen, row].into())
     };
     // One product for each key head, over all queries that belong to it.
@@ -78,10 +80,10 @@ pub fn attention_cached<'s>(
     let none = None::<&Tensor<'_>>;
     let by_keys =
         Gemm { m: group, n: seen, k: width, transpose_b: true, lda: width, ldc: seen, ..strides(width, seen) };
-    let mut scores = step.empty([heads, seen])?;
+    let mut scores = step.empty::<f32>([heads, seen])?;
     ops::gemm_into(step, &by_keys, &part(0, heads * width, [heads, width]), &kept(keys), none, &mut scores)?;
     let scaled = ops::scale(step, &scores, form.scale.unwrap_or(sizes.scale()))?;
-    let weights = ops::softmax(step, &scaled)?;
+    let weights = narrowed::<S>(step, ops::softmax(step, &scaled)?)?;
     let by_values = Gemm { m: group, n: width, k: seen, lda: seen, ldc: width, ..strides(seen, width) };
     let mut out = step.empty(sizes.output())?;
     ops::gemm_into(step, &by_values, &weights, &kept(values), none, &mut out)?;

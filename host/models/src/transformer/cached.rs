@@ -1,0 +1,123 @@
+//! Texts that are generated token by token, from caches of keys and values.
+//!
+//! Invariant: the logits are those of [`Transformer::forward`] for all tokens so far, except for
+//! the order of sums.
+
+use super::{Activation, Block, Transformer};
+use crate::config::Residual;
+use stepscope_core::indices::Indices;
+use stepscope_core::ops::{self, Gemm, RotaryScaling};
+use stepscope_core::{FrozenType, Parameter, Parameters, Result, ScratchStep, Source, Step, Tape, Tensor, Var};
+use stepscope_train::nn::{KeyValueCache, NextToken};
+
+impl Transformer {
+    /// Allocates the key-value caches of the blocks, for one sample of up to `tokens` tokens that
+    /// is being generated.
+    ///
+    /// # Errors
+    /// Returns an error if the arena is full.
+    pub fn caches<'s, S: Activation>(&self, step: &Step<'s>, tokens: usize) -> Result<Vec<KeyValueCache<'s, S>>> {
+        let columns = self.config.kv_heads * self.config.head_width;
+        self.blocks.iter().map(|_| KeyValueCache::new(step, tokens, columns)).collect()
+    }
+
+    /// Returns the most positions of a text for which LongRoPE uses its short factors, if the model
+    /// has any. For a longer text, keys in a cache must be computed again with the long factors;
+    /// see [`KeyValueCache::restart`].
+    pub fn short_context(&self) -> Option<usize> {
+        let scalings = self.blocks.iter().filter_map(|block| Some(block.attention.rotary?.scaling));
+        let mut contexts = scalings.filter_map(|scaling| match scaling {
+            RotaryScaling::Long { context, .. } => Some(context),
+            _ => None,
+        });
+        contexts.next()
+    }
+
+    /// Computes the logits of the token that follows `token`, from the cached keys and values of
+    /// all earlier tokens. `token`, `place`: `[1, 1]`; result: `[1, vocabulary]`.
+    ///
+    /// # Errors
+    /// Returns an error if an op fails.
+    #[track_caller]
+    pub fn next<'i, 's, S: Activation>(
+        &self,
+        scratch: &ScratchStep<'i, 's>,
+        weights: &Parameters,
+        [token, place]: [&Indices<'s>; 2],
+        caches: &mut [KeyValueCache<'s, S>],
+    ) -> Result<Tensor<'i>> {
+        let row = |table: Parameter, id: &Indices<'s>| -> Result<Tensor<'i, S>> {
+            let id = scratch.lend_indices(id);
+            match weights.layout().entry(table)?.frozen() {
+                Some(FrozenType::Bf16) => ops::embedding_bf16(scratch, &weights.lend_as(scratch, table)?, &id),
+                _ => ops::embedding(scratch, &weights.lend(scratch, table)?, &id),
+            }
+        };
+        let mut x = row(self.tokens.weight, token)?;
+        if let Some(scale) = self.config.embedding_scale {
+            x = ops::scale(scratch, &x, scale)?;
+        }
+        if let Some(positions) = self.positions {
+            x = ops::add(scratch, &x, &row(positions.weight, place)?)?;
+        }
+        let tape = Tape::new(scratch, weights).evaluating();
+        let mut x = tape.input(x);
+        for (block, cache) in self.blocks.iter().zip(caches) {
+            x = block.forward_cached(&tape, &x, cache.next(scratch)?)?;
+        }
+        self.logits(scratch, weights, self.norm.forward(&tape, &x)?.value())
+    }
+
+    /// Computes the logits `[rows, vocabulary]` of rows `[rows, width]` of the result of
+    /// [`Transformer::forward`].
+    ///
+    /// # Errors
+    /// Returns an error if an op fails.
+    #[track_caller]
+    pub fn logits<'s, S: Activation>(
+        &self,
+        step: &Step<'s>,
+        weights: &Parameters,
+        rows: &impl Source<'s, S>,
+    ) -> Result<Tensor<'s>> {
+        let (vocabulary, width) = (self.config.vocabulary, self.config.width);
+        let count = rows.shape().elements() / width;
+        let mut logits = step.empty([count, vocabulary])?;
+        let product = Gemm::new(count, vocabulary, width).transpose_b();
+        ops::gemm_into(
+            step,
+            &product,
+            rows,
+            &weights.lend_as::<S>(step, self.head)?,
+            None::<&Tensor<'_>>,
+            &mut logits,
+        )?;
+        Ok(logits)
+    }
+}
+
+impl Block {
+    #[track_caller]
+    fn forward_cached<'s, S: Activation>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: &Var<'s, S>,
+        cache: NextToken<'_, 's, S>,
+    ) -> Result<Var<'s, S>> {
+        let mixed = match self.residual {
+            Residual::PostNorm => self.attention.forward_cached(tape, x, cache)?,
+            _ => self.attention.forward_cached(tape, &self.norms[0].forward(tape, x)?, cache)?,
+        };
+        match self.residual {
+            Residual::PreNorm => {
+                let [h, normed] = self.norms[1].forward_residual(tape, &mixed, x)?;
+                self.feed_forward.forward_residual(tape, &normed, &h)
+            }
+            Residual::Parallel => {
+                let h = tape.add(&mixed, x)?;
+                self.feed_forward.forward_residual(tape, &self.norms[1].forward(tape, x)?, &h)
+            }
+            Residual::PostNorm | Residual::Sandwich => self.after_attention(tape, x, &mixed),
+        }
+    }
+}
