@@ -52,7 +52,7 @@ mod tile;
 
 use crate::family;
 use crate::warp::Row;
-use backward::{delta, keys, queries};
+use backward::{ROWS_OF_DELTA, delta, keys, queries};
 use cuda_std::prelude::*;
 use forward::forward;
 use half::bf16;
@@ -204,11 +204,14 @@ family! {
     /// Overwrites `delta`.
     flash_delta<S: Stored> { flash_delta_f32: f32; flash_delta_bf16: bf16; }
     unsafe fn(out: &[S], dout: &[S], tokens: u32, heads: u32, width: u32, delta: *mut f32) {
-        // SAFETY: the row lies inside `out` and `dout`, and has an element in `delta`; its lanes
+        // SAFETY: the rows lie inside `out` and `dout`, and have elements in `delta`; their lanes
         // stay converged.
         unsafe {
             let Some(row) = Row::new(out.len(), width as usize) else { return };
-            self::delta(row, out, dout, [tokens, heads, width], delta)
+            let first = row.later((ROWS_OF_DELTA - 1) * row.number, width as usize);
+            if first.start < out.len() {
+                self::delta(first, out, dout, [tokens, heads, width], delta)
+            }
         }
     }
     // SAFETY: `out` has whole rows of `width`, one for each head of each token of a whole number of
@@ -222,6 +225,7 @@ family! {
         let samples = crate::warp::rows_in("out", k.out.len(), rows.times(k.width))?;
         Violation::unless_length("dout", k.out.len(), k.dout.len())?;
         Violation::unless_length("delta", rows.times(samples), k.delta.len())?;
-        Grid::cover(rows.times(samples), crate::warp::rows_at_once(crate::warp::ROW_BLOCK, k.width as usize))
+        let at_once = ROWS_OF_DELTA * crate::warp::rows_at_once(crate::warp::ROW_BLOCK, k.width as usize);
+        Grid::cover(rows.times(samples), at_once)
     }
 }

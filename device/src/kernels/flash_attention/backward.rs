@@ -269,29 +269,50 @@ unsafe fn replace_pairs<const EACH: usize, const CHUNKS: usize>(memory: &Memory<
     memory.set_pairs(pairs);
 }
 
-/// Computes the row's element of delta.
+/// The rows of delta that a row's lanes compute. All their loads come before the first sum.
+pub(super) const ROWS_OF_DELTA: usize = 4;
+
+/// Computes the elements of delta of [`ROWS_OF_DELTA`] rows, from `first` on. Rows past the end
+/// are left out.
 ///
 /// # Safety
-/// The row lies inside `out` and `dout`, and its element inside `delta`. The row's lanes call it
-/// together.
+/// The rows lie inside `out` and `dout` as far as `out` reaches, which is at least the first, and
+/// their elements inside `delta`. The row's lanes call it together.
 #[inline(always)]
-pub(super) unsafe fn delta<S: Stored>(row: Row, out: &[S], dout: &[S], [tokens, heads, width]: [u32; 3], to: *mut f32) {
-    // SAFETY: the caller guarantees that the row lies inside; a head has at most 256 columns, which
-    // four vectors of each lane hold.
+pub(super) unsafe fn delta<S: Stored>(
+    first: Row,
+    out: &[S],
+    dout: &[S],
+    [tokens, heads, width]: [u32; 3],
+    to: *mut f32,
+) {
+    // SAFETY: the caller guarantees that a row lies inside if it begins inside.
     unsafe {
         let cols = width as usize;
-        let mut sum = F4::splat(0.0);
-        for_each_vector!(row, cols, |column, part| {
-            sum = sum.fma(
-                F4::load_part(out, row.start + column, part, 0.0),
-                F4::load_part(dout, row.start + column, part, 0.0),
-            );
+        let mut sums = [F4::splat(0.0); ROWS_OF_DELTA];
+        for_each_vector!(first, cols, |column, part| {
+            unroll_on_gpu!(r < ROWS_OF_DELTA => {
+                let row = first.later(r, cols);
+                // No branch, which would part the loads.
+                let start = if row.start < out.len() { row.start } else { first.start };
+                let (out, dout) = (F4::load_part(out, start + column, part, 0.0), F4::load_part(dout, start + column, part, 0.0));
+                sums[r] = sums[r].fma(out, dout);
+            });
         });
-        let sum = row.sum(sum);
-        if row.is_first_lane() {
-            let (token, head) = divide(row.number, heads as usize);
-            let (sample, token) = divide(token, tokens as usize);
-            store(to, (sample * heads as usize + head) * tokens as usize + token, sum);
-        }
+        let (token, mut head) = divide(first.number, heads as usize);
+        let (mut sample, mut token) = divide(token, tokens as usize);
+        unroll_on_gpu!(r < ROWS_OF_DELTA => {
+            let sum = first.sum(sums[r]);
+            if first.is_first_lane() && first.later(r, cols).start < out.len() {
+                store(to, (sample * heads as usize + head) * tokens as usize + token, sum);
+            }
+            head += 1;
+            if head == heads as usize {
+                (head, token) = (0, token + 1);
+                if token == tokens as usize {
+                    (token, sample) = (0, sample + 1);
+                }
+            }
+        });
     }
 }
