@@ -112,4 +112,19 @@ attack! {
         qkv: halves 256, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: halves 128, tokens: number 4,
         heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0, window: number 3, scale: float 0.5, dqkv: out_halves 256,
     }
+    flash_attention_wgmma::flash_bwd_dkv_ds_wgmma by shape {
+        qkv: halves 256, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: halves 128, tokens: number 4,
+        heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0, window: number 3, scale: float 0.5,
+        before: number 1, count: number 1, dqkv: out_halves 256, ds: out_halves 8192,
+    }
+    flash_attention_wgmma::flash_bwd_scores_wgmma by shape {
+        qkv: halves 256, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: halves 128, tokens: number 4,
+        heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0, window: number 3, scale: float 0.5,
+        before: number 1, count: number 1, p: out_halves 8192, ds: out_halves 8192,
+    }
+    flash_attention_wgmma::flash_bwd_from_scores_wgmma by variant {
+        qkv: halves 256, documents: u32s 8, lengths: u32s 0, scores: halves 8192, dout: halves 128, tokens: number 4,
+        heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0, window: number 3, scale: float 0.5,
+        before: number 1, count: number 1, dqkv: out_halves 256,
+    }
 }

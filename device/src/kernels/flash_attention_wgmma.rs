@@ -13,16 +13,17 @@
 //! queries  queries   k, v                  s = q k^T -> p;  dp = dout v^T -> ds        backward.rs
 //!                                          dq += ds k
 //! keys     keys      q, dout of the heads  s = k q^T -> p;  dp = v dout^T -> ds        backward.rs
-//!                    of its group          dv += p dout;  dk += ds q
+//!                    of its group          dv += p dout;  dk += ds q;  may store ds
+//! scores   keys      as for `keys`         p and ds, which are stored                  squares.rs
+//! gradient as there  one of q, k, dout     its sums += stored p or ds times rows       squares.rs
 //!
-//! global memory                   shared memory, two slots    registers
+//! global memory                   shared memory, slots        registers
 //! rows of a tile  -- cp.async ->  swizzled rows  -- wgmma ->  scores  -- rounded ->
 //!                                                       A operand of the second product (wgmma)
 //!                                                       (accumulator layout: no shuffle)
 //! ```
 //! A block of the forward kernel computes several tiles of queries, one after another: every
 //! `blocks`th. The copies of the next begin while one ends.
-//!
 //! Invariant: the order of every sum depends only on the numbers of tokens, columns and heads, and
 //! on the family's table. On one device it does not depend on the grid or the run. Scores, dp and
 //! outputs are chains over ascending k on the emulator. A GPU's instruction adds 16 products at
@@ -32,12 +33,15 @@
 
 mod backward;
 mod forward;
+mod rows;
 mod shape;
+mod squares;
 mod tile;
 
 use super::flash_attention::place::Problem;
 #[cfg(not(target_arch = "nvptx64"))]
 use super::flash_attention::place::check_sizes;
+use super::flash_attention_mma::Gradient;
 use crate::family;
 use crate::machine::hints::block_bounds;
 use backward::{keys, queries};
@@ -45,18 +49,35 @@ use cuda_std::warpgroup_kernel as kernel;
 use forward::forward;
 use half::bf16;
 pub use shape::Shape;
+#[cfg(not(target_arch = "nvptx64"))]
+use squares::MOST_STORED;
+pub use squares::stored_scores;
+use squares::{from_scores, scores};
 
 /// The shapes of the forward kernel, by their widest head.
 pub const FORWARD: [Shape; 3] = [
-    Shape { groups: 3, tile: 128, width: 64 },
-    Shape { groups: 2, tile: 128, width: 128 },
-    Shape { groups: 2, tile: 64, width: 256 },
+    Shape { groups: 3, tile: 128, slots: 2, held: 0, width: 64 },
+    Shape { groups: 2, tile: 128, slots: 2, held: 0, width: 128 },
+    Shape { groups: 2, tile: 64, slots: 2, held: 0, width: 256 },
 ];
 
 /// The shapes of the kernel for the gradient of q.
-pub const QUERIES: [Shape; 2] = [Shape { groups: 3, tile: 64, width: 64 }, Shape { groups: 2, tile: 64, width: 128 }];
+pub const QUERIES: [Shape; 2] = [
+    Shape { groups: 3, tile: 64, slots: 4, held: 0, width: 64 },
+    Shape { groups: 2, tile: 64, slots: 4, held: 0, width: 128 },
+];
 /// The shapes of the kernel for the gradients of k and v.
-pub const KEYS: [Shape; 2] = [Shape { groups: 2, tile: 64, width: 64 }, Shape { groups: 2, tile: 64, width: 128 }];
+pub const KEYS: [Shape; 2] = [
+    Shape { groups: 2, tile: 64, slots: 4, held: 1, width: 64 },
+    Shape { groups: 2, tile: 64, slots: 4, held: 0, width: 128 },
+];
+/// The shape of the kernel that stores scores.
+pub const SCORES: Shape = Shape { groups: 2, tile: 64, slots: 2, held: 4, width: 256 };
+/// The shapes of the kernels of stored scores.
+pub const FROM_SCORES: [Shape; 2] = [
+    Shape { groups: 2, tile: 64, slots: 4, held: 0, width: 128 },
+    Shape { groups: 2, tile: 64, slots: 3, held: 0, width: 256 },
+];
 
 family! {
     /// Computes attention. The parameters are as in
@@ -96,6 +117,7 @@ family! {
                 { SHAPE.tiles() },
                 { SHAPE.tiles() / 8 },
                 { SHAPE.parts() as u32 },
+                { SHAPE.slots },
                 { SHAPE.made() },
             >(problem, blocks, out, lse);
         }
@@ -151,6 +173,7 @@ family! {
                 { SHAPE.tiles() },
                 { SHAPE.tiles() / 8 },
                 { SHAPE.parts() as u32 },
+                { SHAPE.slots },
                 { SHAPE.made() },
             >(problem, lse, delta, dout, dqkv);
         }
@@ -201,8 +224,11 @@ family! {
                 { SHAPE.tiles() },
                 { SHAPE.tiles() / 8 },
                 { SHAPE.parts() as u32 },
+                { SHAPE.slots },
                 { SHAPE.made() },
-            >(problem, lse, delta, dout, dqkv);
+                { SHAPE.held },
+                false,
+            >(problem, lse, delta, dout, dqkv, 0, core::ptr::null_mut());
         }
     }
     // SAFETY: the argument for `flash_forward_wgmma` holds here too; `dqkv` is as long as `qkv`.
@@ -212,5 +238,182 @@ family! {
         sizes.check_gradients(p.heads, [p.lse.len(), p.delta.len(), p.dout.len()])?;
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
         Grid::cover(sizes.blocks(p.kv_heads, SHAPE.rows()), 1)
+    }
+}
+
+family! {
+    /// Computes the gradients of k and v for `count` key heads from `before` on, of all samples'
+    /// heads, and stores their ds for
+    /// [`flash_bwd_from_scores_wgmma`](struct@flash_bwd_from_scores_wgmma): [`stored_scores`]
+    /// elements for each query head of these. The other parameters are as in
+    /// [`flash_bwd_dkv`](struct@super::flash_attention::flash_bwd_dkv). Widths are multiples of 8.
+    flash_bwd_dkv_ds_wgmma(shape: Shape as SHAPE) {
+        /// Up to 128 columns.
+        flash_bwd_dkv_ds_wgmma_128 = KEYS[1];
+    }
+    unsafe fn(
+        qkv: &[bf16],
+        documents: &[u32],
+        lengths: &[u32],
+        lse: &[f32],
+        delta: &[f32],
+        dout: &[bf16],
+        tokens: u32,
+        heads: u32,
+        kv_heads: u32,
+        width: u32,
+        stacked: u32,
+        window: u32,
+        scale: f32,
+        before: u32,
+        count: u32,
+        dqkv: *mut bf16,
+        ds: *mut bf16,
+    ) {
+        let _ = count;
+        block_bounds::<{ SHAPE.threads() }, 1>();
+        let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
+        // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
+        // width suits the shape.
+        unsafe {
+            keys::<
+                { SHAPE.groups },
+                { SHAPE.tile },
+                { SHAPE.tiles() },
+                { SHAPE.tiles() / 8 },
+                { SHAPE.parts() as u32 },
+                { SHAPE.slots },
+                { SHAPE.made() },
+                { SHAPE.held },
+                true,
+            >(problem, lse, delta, dout, dqkv, before, ds);
+        }
+    }
+    // SAFETY: the argument for `flash_forward_wgmma` holds here too; `dqkv` is as long as `qkv`.
+    contract unsafe { block: SHAPE.threads(), shared: SHAPE.shared_bytes(2, 2) } |p| {
+        let sizes = check_sizes!(p, SHAPE.widths());
+        Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
+        sizes.check_gradients(p.heads, [p.lse.len(), p.delta.len(), p.dout.len()])?;
+        Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
+        let heads = sizes.check_part(p.kv_heads, [p.before, p.count])?;
+        Violation::unless_length("ds", heads.times(stored_scores(p.tokens, p.window != 0)), p.ds.len())?;
+        Violation::unless(p.ds.len() <= MOST_STORED, "ds", "at most 2^33 elements", p.ds.len())?;
+        Grid::cover(Size::of(p.tokens).div_ceil(SHAPE.rows()).times(p.count), 1)
+    }
+}
+
+family! {
+    /// Stores p and ds of `count` key heads from `before` on, of all samples' heads, for
+    /// [`flash_bwd_from_scores_wgmma`](struct@flash_bwd_from_scores_wgmma): each has
+    /// [`stored_scores`] elements for each query head of these. The other parameters are as in
+    /// [`flash_bwd_dkv`](struct@super::flash_attention::flash_bwd_dkv).
+    flash_bwd_scores_wgmma(shape: Shape as SHAPE) {
+        /// Up to 256 columns.
+        flash_bwd_scores_wgmma_256 = SCORES;
+    }
+    unsafe fn(
+        qkv: &[bf16],
+        documents: &[u32],
+        lengths: &[u32],
+        lse: &[f32],
+        delta: &[f32],
+        dout: &[bf16],
+        tokens: u32,
+        heads: u32,
+        kv_heads: u32,
+        width: u32,
+        stacked: u32,
+        window: u32,
+        scale: f32,
+        before: u32,
+        count: u32,
+        p: *mut bf16,
+        ds: *mut bf16,
+    ) {
+        block_bounds::<{ SHAPE.threads() }, 1>();
+        let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
+        let _ = count;
+        // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
+        // width suits the shape.
+        unsafe {
+            scores::<
+                { SHAPE.groups },
+                { SHAPE.tile },
+                { SHAPE.tiles() },
+                { SHAPE.parts() as u32 },
+                { SHAPE.slots },
+                { SHAPE.held },
+            >(problem, before, lse, delta, dout, p, ds);
+        }
+    }
+    // SAFETY: the heads lie inside `qkv`, `dout`, `lse` and `delta`. `p` and `ds` have the tiles of
+    // these heads, of which each block writes those of its own keys.
+    contract unsafe { block: SHAPE.threads(), shared: SHAPE.shared_bytes(1, 2) } |p| {
+        let sizes = check_sizes!(p, SHAPE.widths());
+        Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
+        sizes.check_gradients(p.heads, [p.lse.len(), p.delta.len(), p.dout.len()])?;
+        let heads = sizes.check_part(p.kv_heads, [p.before, p.count])?;
+        let stored = heads.times(stored_scores(p.tokens, p.window != 0));
+        Violation::unless_length("p", stored, p.p.len())?;
+        Violation::unless_length("ds", stored, p.ds.len())?;
+        Violation::unless(p.ds.len() <= MOST_STORED, "ds", "at most 2^33 elements", p.ds.len())?;
+        Grid::cover(Size::of(p.tokens).div_ceil(SHAPE.rows()).times(p.count), 1)
+    }
+}
+
+family! {
+    /// Computes a gradient from stored scores, for `count` key heads from `before` on, of all
+    /// samples' heads: dq or dk from ds, dv from p. `dout` is read only for dv.
+    flash_bwd_from_scores_wgmma(variant: (Gradient, Shape) as VARIANT) {
+        flash_bwd_dq_from_scores_wgmma_128 = (Gradient::Queries, FROM_SCORES[0]);
+        flash_bwd_dq_from_scores_wgmma_256 = (Gradient::Queries, FROM_SCORES[1]);
+        flash_bwd_dk_from_scores_wgmma_256 = (Gradient::Keys, FROM_SCORES[1]);
+        flash_bwd_dv_from_scores_wgmma_256 = (Gradient::Values, FROM_SCORES[1]);
+    }
+    unsafe fn(
+        qkv: &[bf16],
+        documents: &[u32],
+        lengths: &[u32],
+        scores: &[bf16],
+        dout: &[bf16],
+        tokens: u32,
+        heads: u32,
+        kv_heads: u32,
+        width: u32,
+        stacked: u32,
+        window: u32,
+        scale: f32,
+        before: u32,
+        count: u32,
+        dqkv: *mut bf16,
+    ) {
+        block_bounds::<{ VARIANT.1.threads() }, 1>();
+        let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
+        let _ = count;
+        // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
+        // width suits the shape.
+        unsafe {
+            from_scores::<
+                { VARIANT.1.groups },
+                { VARIANT.1.tile },
+                { VARIANT.1.parts() as u32 },
+                { VARIANT.1.slots },
+                { VARIANT.1.made() },
+                { VARIANT.0 as usize },
+            >(problem, before, scores, dout, dqkv);
+        }
+    }
+    // SAFETY: the heads lie inside `qkv`, `dqkv` and `dout`, and their squares inside `scores`.
+    // Each block has rows of its own, and writes only those below `tokens`.
+    contract unsafe { block: VARIANT.1.threads(), shared: VARIANT.1.shared_bytes(0, 0) } |p| {
+        let sizes = check_sizes!(p, VARIANT.1.widths());
+        Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
+        let heads = sizes.check_part(p.kv_heads, [p.before, p.count])?;
+        Violation::unless_length("scores", heads.times(stored_scores(p.tokens, p.window != 0)), p.scores.len())?;
+        Violation::unless(p.scores.len() <= MOST_STORED, "scores", "at most 2^33 elements", p.scores.len())?;
+        Violation::unless_length("dout", sizes.outputs(), p.dout.len())?;
+        Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
+        let own = if VARIANT.0 == Gradient::Queries { heads } else { Size::of(p.count) };
+        Grid::cover(Size::of(p.tokens).div_ceil(VARIANT.1.rows()).times(own), 1)
     }
 }

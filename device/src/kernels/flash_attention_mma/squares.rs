@@ -240,7 +240,7 @@ pub enum Gradient {
 }
 
 impl Gradient {
-    const ALL: [Self; 3] = [Self::Queries, Self::Keys, Self::Values];
+    pub(crate) const ALL: [Self; 3] = [Self::Queries, Self::Keys, Self::Values];
 }
 
 /// Computes the gradient with the number `OF` of this block's rows from the squares of a launch

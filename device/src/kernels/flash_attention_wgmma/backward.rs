@@ -1,20 +1,26 @@
 //! The backward pass: the gradient of a block's queries, and the gradients of a block's keys and
 //! values. Both kernels recompute scores and dp, so that each sum belongs to one block and needs no
-//! atomics. A turn's last products run while the next turn's scores and dp are computed.
+//! atomics. For heads of 65 to 128 columns, `keys` can store ds, and dq is then a product of
+//! [`squares`](super::squares).
 //!
 //! ```text
 //! queries  start s, dp -> wait for s -> p -> wait for dp -> ds -> start dq += ds k
+//!   or     wait for s -> start the next s -> p -> wait for dp -> ds -> start dq += ds k, the next dp
 //! keys     start s, dp -> wait for s -> p -> start dv += p dout -> wait for dp -> ds -> start dk += ds q
 //! ```
 //! Invariant: both kernels compute p from the score and `lse` in the same way.
 
-use super::shape::{GROUP_ROWS, WARPGROUP};
-use super::tile::{
-    Memory, copies, heads_of_group, hide, kv_head_of, leave_registers, multiplying_group, resident_row, round, store,
+use super::rows::{
+    copies, heads_of_group, hide, kv_head_of, leave_registers, multiplying_group, place_in_part, resident_row, round,
+    store,
 };
+use super::shape::{GROUP_ROWS, WARPGROUP};
+use super::squares::StoredScores;
+use super::tile::Memory;
+use crate::block::launder_reg;
 use crate::flash_attention::place::{Place, Problem};
-use crate::machine::warpgroup::Accumulators;
-use crate::machine::wgmma::fence_async;
+use crate::machine::warpgroup::{Accumulators, hold};
+use crate::machine::wgmma::{fence_async, undefined_sums};
 use crate::math::exp2_weight;
 use crate::unroll_on_gpu;
 use crate::vector::load;
@@ -35,6 +41,7 @@ pub(super) unsafe fn queries<
     const TILES: usize,
     const BLOCKS: usize,
     const PARTS: u32,
+    const SLOTS: u32,
     const MADE: usize,
 >(
     problem: Problem<'_, bf16>,
@@ -50,8 +57,8 @@ pub(super) unsafe fn queries<
     // warpgroup loops over the same tiles and reaches every barrier of its role. The lanes of a
     // warp are converged at every product.
     unsafe {
-        let memory = Memory::<GROUPS, TILE, PARTS>::new(2, 0);
-        let rows = Memory::<GROUPS, TILE, PARTS>::RESIDENT;
+        let memory = Memory::<GROUPS, TILE, PARTS, SLOTS>::new(2, 0);
+        let rows = Memory::<GROUPS, TILE, PARTS, SLOTS>::RESIDENT;
         let Place { sample, head, first, mask } = Place::new(&problem, rows, problem.heads, true);
         let [from, until] = mask.keys_of(first, rows, TILE);
         let bounds = [mask.length, problem.width];
@@ -61,8 +68,8 @@ pub(super) unsafe fn queries<
                 let kv_head = kv_head_of(&problem, head);
                 let (k, v) = (problem.rows(1, sample, kv_head), problem.rows(2, sample, kv_head));
                 let (q, dout) = (problem.rows(0, sample, head), problem.output_rows(dout, sample, head));
-                Memory::<GROUPS, TILE, PARTS>::copy(memory.resident(0), rows, q, first, bounds);
-                Memory::<GROUPS, TILE, PARTS>::copy(memory.resident(1), rows, dout, first, bounds);
+                Memory::<GROUPS, TILE, PARTS, SLOTS>::copy(memory.resident(0), rows, q, first, bounds);
+                Memory::<GROUPS, TILE, PARTS, SLOTS>::copy(memory.resident(1), rows, dout, first, bounds);
                 memory.resident_full().arrive_after_copies();
                 let mut tile = from;
                 while tile < until {
@@ -78,7 +85,8 @@ pub(super) unsafe fn queries<
         let first = first + group * GROUP_ROWS;
         let factor = problem.scale * LOG2_E;
         let mut sums: [[f32; 4]; MADE] = core::mem::zeroed();
-        let [own_from, own_until] = Memory::<GROUPS, TILE, PARTS>::own(mask.keys_of(first, GROUP_ROWS, TILE), until);
+        let [own_from, own_until] =
+            Memory::<GROUPS, TILE, PARTS, SLOTS>::own(mask.keys_of(first, GROUP_ROWS, TILE), until);
         memory.skip(0, own_from - from);
         if own_from < own_until {
             let (mut base, mut delta_here) = ([0.0; 2], [0.0; 2]);
@@ -90,38 +98,89 @@ pub(super) unsafe fn queries<
                 }
             });
             let mut scores: [[f32; 4]; TILES] = core::mem::zeroed();
+            let mut scores_after: [[f32; 4]; TILES] = core::mem::zeroed();
             let mut gradients: [[f32; 4]; TILES] = core::mem::zeroed();
             let mut weights: [[[u32; 4]; 4]; BLOCKS] = core::mem::zeroed();
             memory.resident_full().wait(0);
             fence_async();
             let mut tile = own_from;
-            while tile < own_until {
-                let turn = tile - from;
-                memory.wait_full(turn, 0);
-                memory.multiply_rows(&mut scores, group, turn, 0);
-                memory.wait_full(turn, 1);
-                memory.multiply_rows(&mut gradients, group, turn, 1);
-                // Also for the last turn's products.
-                scores.wait::<1>();
-                memory.set_free_if(tile > own_from, turn.wrapping_sub(1), 0);
-                hide(&mut scores, mask, [first, tile * TILE], [GROUP_ROWS, TILE], false);
-                unroll_on_gpu!(n < TILES, at most 16 => {
-                    unroll_on_gpu!(at < 4 => {
-                        scores[n][at] = exp2_weight(scores[n][at], factor, base[at / 2]);
+            // Two warpgroups start a turn's scores one turn ahead; three have no registers for that,
+            // and need it less.
+            let ahead = GROUPS == 2;
+            macro_rules! turn {
+                ($scores:ident, $after:ident) => {
+                    let turn = tile - from;
+                    let more = u32::from(tile + 1 < own_until);
+                    if ahead {
+                        $scores.wait::<2>();
+                        memory.wait_full(turn + more, 0);
+                        // Products replace them: the assembler must see no earlier value.
+                        $after = undefined_sums();
+                        memory.multiply_rows(&mut $after, group, 0, turn + more, 0);
+                    } else {
+                        memory.wait_full(turn, 0);
+                        memory.multiply_rows(&mut $scores, group, 0, turn, 0);
+                        memory.wait_full(turn, 1);
+                        memory.multiply_rows(&mut gradients, group, 1, turn, 1);
+                        // Also for the products of the turn before.
+                        $scores.wait::<1>();
+                        memory.set_free_if(tile > own_from, turn.wrapping_sub(1), 0);
+                    }
+                    hide(&mut $scores, mask, [first, tile * TILE], [GROUP_ROWS, TILE], false);
+                    unroll_on_gpu!(n < TILES, at most 16 => {
+                        unroll_on_gpu!(at < 4 => {
+                            $scores[n][at] = exp2_weight($scores[n][at], factor, base[at / 2]);
+                        });
                     });
-                });
-                gradients.wait::<0>();
-                memory.set_free_if(true, turn, 1);
-                unroll_on_gpu!(n < TILES, at most 16 => {
-                    unroll_on_gpu!(at < 4 => {
-                        gradients[n][at] = scores[n][at] * (gradients[n][at] - delta_here[at / 2]);
+                    // Measured: a tenth faster for heads of 64 columns. The wait would otherwise come
+                    // before most exponentials.
+                    hold($scores[TILES - 1][3] + $scores[TILES - 1][1]);
+                    if ahead {
+                        // Also for the products of the turn before.
+                        gradients.wait::<1>();
+                        memory.set_free_if(tile > own_from, turn.wrapping_sub(1), 0);
+                    } else {
+                        gradients.wait::<0>();
+                    }
+                    memory.set_free_if(true, turn, 1);
+                    unroll_on_gpu!(n < TILES, at most 16 => {
+                        unroll_on_gpu!(at < 4 => {
+                            gradients[n][at] = $scores[n][at] * (gradients[n][at] - delta_here[at / 2]);
+                        });
                     });
-                });
-                round(&gradients, &mut weights);
-                memory.multiply_weights(&mut sums, &weights, turn, 0);
-                tile += 1;
+                    round(&gradients, &mut weights);
+                    memory.multiply_weights(&mut sums, &weights, turn, 0);
+                    if ahead {
+                        memory.wait_full(turn + more, more);
+                        gradients = undefined_sums();
+                        memory.multiply_rows(&mut gradients, group, 1, turn + more, more);
+                    }
+                    tile += 1;
+                    if tile == own_until {
+                        sums.wait::<0>();
+                        break;
+                    }
+                };
             }
+            // The assembler must see no zeros put in the accumulators while products are under way.
+            // Nor may products be under way on one path only: the last turn also starts a next one,
+            // of rows that are still there, and nothing reads its sums.
             sums.wait::<0>();
+            if ahead {
+                memory.wait_full(tile - from, 0);
+                memory.multiply_rows(&mut scores, group, 0, tile - from, 0);
+                memory.wait_full(tile - from, 1);
+                memory.multiply_rows(&mut gradients, group, 1, tile - from, 1);
+                scores.wait::<1>();
+                loop {
+                    turn!(scores, scores_after);
+                    turn!(scores_after, scores);
+                }
+            } else {
+                loop {
+                    turn!(scores, scores_after);
+                }
+            }
             memory.set_free_if(true, tile - 1 - from, 0);
         }
         memory.skip(own_until - from, until - from);
@@ -131,10 +190,11 @@ pub(super) unsafe fn queries<
     }
 }
 
-/// Computes dk and dv of this block's keys.
+/// Computes dk and dv of this block's keys. If `STORE`, also stores ds, in a launch that begins at
+/// key head `before` of all samples' heads.
 ///
 /// # Safety
-/// The requirements of [`queries`] hold.
+/// The requirements of [`queries`] hold. `stored` has the tiles of the launch's heads if `STORE`.
 #[inline(always)]
 pub(super) unsafe fn keys<
     const GROUPS: u32,
@@ -142,31 +202,52 @@ pub(super) unsafe fn keys<
     const TILES: usize,
     const BLOCKS: usize,
     const PARTS: u32,
+    const SLOTS: u32,
     const MADE: usize,
+    const HELD: usize,
+    const STORE: bool,
 >(
     problem: Problem<'_, bf16>,
     lse: &[f32],
     delta: &[f32],
     dout: &[bf16],
     dqkv: *mut bf16,
+    before: u32,
+    stored: *mut bf16,
 ) where
     [[f32; 4]; TILES]: Accumulators,
     [[f32; 4]; MADE]: Accumulators,
 {
     // SAFETY: the argument in `queries` holds here too.
     unsafe {
-        let memory = Memory::<GROUPS, TILE, PARTS>::new(2, 2);
-        let rows = Memory::<GROUPS, TILE, PARTS>::RESIDENT;
-        let Place { sample, head: kv_head, first, mask } = Place::new(&problem, rows, problem.kv_heads, false);
+        let memory = Memory::<GROUPS, TILE, PARTS, SLOTS>::new(2, 2);
+        let rows = Memory::<GROUPS, TILE, PARTS, SLOTS>::RESIDENT;
+        let place = |rows: u32| {
+            if STORE {
+                place_in_part(&problem, rows, problem.kv_heads, before, false)
+            } else {
+                Place::new(&problem, rows, problem.kv_heads, false)
+            }
+        };
+        let Place { sample, head: kv_head, first, mask } = place(rows);
+        let block_first = first;
+        // A kernel that stores scores finds its place again where it needs it: registers that hold
+        // it meanwhile would be too many.
+        macro_rules! place_again {
+            () => {
+                if STORE { place(launder_reg(rows)) } else { Place { sample, head: kv_head, first: block_first, mask } }
+            };
+        }
         let [from, until] = mask.queries_of(first, rows, TILE);
         let bounds = [mask.length, problem.width];
         let (heads, turns) = (heads_of_group(&problem), until - from);
         if copies() {
             leave_registers::<GROUPS>();
             if from < until {
+                let Place { sample, head: kv_head, .. } = place_again!();
                 let (k, v) = (problem.rows(1, sample, kv_head), problem.rows(2, sample, kv_head));
-                Memory::<GROUPS, TILE, PARTS>::copy(memory.resident(0), rows, k, first, bounds);
-                Memory::<GROUPS, TILE, PARTS>::copy(memory.resident(1), rows, v, first, bounds);
+                Memory::<GROUPS, TILE, PARTS, SLOTS>::copy(memory.resident(0), rows, k, first, bounds);
+                Memory::<GROUPS, TILE, PARTS, SLOTS>::copy(memory.resident(1), rows, v, first, bounds);
                 memory.resident_full().arrive_after_copies();
                 let mut head = 0;
                 while head < heads {
@@ -193,38 +274,50 @@ pub(super) unsafe fn keys<
         let factor = problem.scale * LOG2_E;
         let mut dk: [[f32; 4]; MADE] = core::mem::zeroed();
         let mut dv: [[f32; 4]; MADE] = core::mem::zeroed();
-        let [own_from, own_until] = Memory::<GROUPS, TILE, PARTS>::own(mask.queries_of(first, GROUP_ROWS, TILE), until);
+        let [own_from, own_until] =
+            Memory::<GROUPS, TILE, PARTS, SLOTS>::own(mask.queries_of(first, GROUP_ROWS, TILE), until);
+        let (mut k, mut v) = ([[[0; 4]; 4]; HELD], [[[0; 4]; 4]; HELD]);
+        if from < until {
+            memory.resident_full().wait(0);
+            fence_async();
+            (k, v) = (memory.hold::<HELD>(0, group), memory.hold::<HELD>(1, group));
+        }
+        // The number of the group's first head in this launch.
+        let mut first_stored = 0;
+        if STORE {
+            let Place { sample, head: kv_head, .. } = place_again!();
+            first_stored = (sample as u32 * problem.kv_heads + kv_head - before) * heads;
+        }
         let mut head = 0;
         while head < heads {
-            let before = head * turns;
-            memory.skip(before, before + own_from - from);
+            let so_far = head * turns;
+            memory.skip(so_far, so_far + own_from - from);
             if own_from < own_until {
                 let mut scores: [[f32; 4]; TILES] = core::mem::zeroed();
                 let mut gradients: [[f32; 4]; TILES] = core::mem::zeroed();
                 let mut p: [[[u32; 4]; 4]; BLOCKS] = core::mem::zeroed();
                 let mut ds: [[[u32; 4]; 4]; BLOCKS] = core::mem::zeroed();
-                memory.resident_full().wait(0);
-                fence_async();
                 let mut tile = own_from;
                 while tile < own_until {
-                    let turn = before + tile - from;
+                    let turn = so_far + tile - from;
                     memory.wait_full(turn, 0);
-                    memory.multiply_rows(&mut scores, group, turn, 0);
                     // The waits are also for the last turn's products. Wide heads leave no
                     // registers for dp before that.
-                    if PARTS == 1 {
+                    if HELD > 0 {
+                        memory.multiply_held(&mut scores, &k, turn, 0);
                         memory.wait_full(turn, 1);
-                        memory.multiply_rows(&mut gradients, group, turn, 1);
+                        memory.multiply_held(&mut gradients, &v, turn, 1);
                         scores.wait::<1>();
                     } else {
+                        memory.multiply_rows(&mut scores, group, 0, turn, 0);
                         scores.wait::<0>();
                         memory.wait_full(turn, 1);
-                        memory.multiply_rows(&mut gradients, group, turn, 1);
+                        memory.multiply_rows(&mut gradients, group, 1, turn, 1);
                     }
                     memory.set_free_if(tile > own_from, turn.wrapping_sub(1), 0);
                     memory.set_free_if(tile > own_from, turn.wrapping_sub(1), 1);
                     hide(&mut scores, mask, [first, tile * TILE], [GROUP_ROWS, TILE], true);
-                    let numbers = [memory.numbers(turn % 2, 0), memory.numbers(turn % 2, 1)];
+                    let numbers = [memory.numbers(turn % SLOTS, 0), memory.numbers(turn % SLOTS, 1)];
                     let column = 2 * (lane_id() % 4);
                     unroll_on_gpu!(n < TILES, at most 16 => {
                         let base = numbers[0].get2(8 * n as u32 + column).map(|lse| lse * -LOG2_E);
@@ -242,17 +335,24 @@ pub(super) unsafe fn keys<
                         });
                     });
                     round(&gradients, &mut ds);
+                    if STORE {
+                        let place = [launder_reg(first) / GROUP_ROWS, tile];
+                        let scores = StoredScores::new(&problem, first_stored + head);
+                        scores.write(core::array::from_ref(&ds[0]), place, stored.cast());
+                    }
                     memory.multiply_weights(&mut dk, &ds, turn, 0);
                     tile += 1;
                 }
                 dv.wait::<0>();
                 dk.wait::<0>();
-                memory.set_free_if(true, before + tile - 1 - from, 0);
-                memory.set_free_if(true, before + tile - 1 - from, 1);
+                memory.set_free_if(true, so_far + tile - 1 - from, 0);
+                memory.set_free_if(true, so_far + tile - 1 - from, 1);
             }
-            memory.skip(before + own_until - from, before + turns);
+            memory.skip(so_far + own_until - from, so_far + turns);
             head += 1;
         }
+        let Place { sample, head: kv_head, first, mask } = place_again!();
+        let first = first + group * GROUP_ROWS;
         let (k, v) = (problem.rows(1, sample, kv_head), problem.rows(2, sample, kv_head));
         let warp_row = first + thread::thread_idx_x() % WARPGROUP / LANES * 16;
         let bounds = [warp_row, mask.length, problem.tokens, problem.width];

@@ -8,8 +8,9 @@
 //! Invariant: the four lanes of a row have the same maximum, bit for bit. Until the end, each lane
 //! has the sum of its own keys.
 
+use super::rows::{copies, hide, kv_head_of, leave_registers, multiplying_group, resident_row, round, store};
 use super::shape::{GROUP_ROWS, WARPGROUP};
-use super::tile::{Memory, copies, hide, kv_head_of, leave_registers, multiplying_group, resident_row, round, store};
+use super::tile::Memory;
 use crate::block::divide;
 use crate::flash_attention::place::{MaskRange, Place, Problem};
 use crate::flash_attention_mma::within_growth;
@@ -89,6 +90,7 @@ pub(super) unsafe fn forward<
     const TILES: usize,
     const BLOCKS: usize,
     const PARTS: u32,
+    const SLOTS: u32,
     const MADE: usize,
 >(
     problem: Problem<'_, bf16>,
@@ -103,8 +105,8 @@ pub(super) unsafe fn forward<
     // warpgroup loops over the same tiles and reaches every barrier of its role. The lanes of a
     // warp are converged at every product and shuffle.
     unsafe {
-        let memory = Memory::<GROUPS, TILE, PARTS>::new(1, 0);
-        let rows = Memory::<GROUPS, TILE, PARTS>::RESIDENT;
+        let memory = Memory::<GROUPS, TILE, PARTS, SLOTS>::new(1, 0);
+        let rows = Memory::<GROUPS, TILE, PARTS, SLOTS>::RESIDENT;
         let items = Items::new(&problem, rows);
         let bounds = |mask: MaskRange<'_>| [mask.length, problem.width];
         // The turns and the items with turns so far.
@@ -125,7 +127,7 @@ pub(super) unsafe fn forward<
                 memory.fill(turns, 0, k, from * TILE, bounds(mask));
                 memory.resident_free().wait((parts + 1) % 2);
                 let q = problem.rows(0, sample, head);
-                Memory::<GROUPS, TILE, PARTS>::copy(memory.resident(0), rows, q, first, bounds(mask));
+                Memory::<GROUPS, TILE, PARTS, SLOTS>::copy(memory.resident(0), rows, q, first, bounds(mask));
                 memory.resident_full().arrive_after_copies();
                 memory.fill(turns, 1, v, from * TILE, bounds(mask));
                 (turns, parts) = (turns + 1, parts + 1);
@@ -151,7 +153,7 @@ pub(super) unsafe fn forward<
             let mut sums: [[f32; 4]; MADE] = core::mem::zeroed();
             if from < until {
                 let own = mask.keys_of(first, GROUP_ROWS, TILE);
-                let [own_from, own_until] = Memory::<GROUPS, TILE, PARTS>::own(own, until);
+                let [own_from, own_until] = Memory::<GROUPS, TILE, PARTS, SLOTS>::own(own, until);
                 memory.skip(turns, turns + own_from - from);
                 // The turn of tile 0.
                 let zero = turns.wrapping_sub(from);
@@ -165,7 +167,7 @@ pub(super) unsafe fn forward<
                     let mut tile = own_from;
                     let turn = zero.wrapping_add(tile);
                     memory.wait_full(turn, 0);
-                    memory.multiply_rows(&mut scores, group, turn, 0);
+                    memory.multiply_rows(&mut scores, group, 0, turn, 0);
                     scores.wait::<0>();
                     memory.set_free_if(true, turn, 0);
                     hide(&mut scores, mask, [first, tile * TILE], [GROUP_ROWS, TILE], false);
@@ -175,7 +177,7 @@ pub(super) unsafe fn forward<
                     while tile < own_until {
                         let turn = zero.wrapping_add(tile);
                         memory.wait_full(turn, 0);
-                        memory.multiply_rows(&mut scores, group, turn, 0);
+                        memory.multiply_rows(&mut scores, group, 0, turn, 0);
                         memory.wait_full(turn - 1, 1);
                         memory.multiply_weights(&mut sums, &p, turn - 1, 1);
                         scores.wait::<1>();

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! shared memory:  | resident rows | again, in backward |
-//!                 | slot 0: a tile of k, of v (or of q, of dout) | slot 1 |
+//!                 | slot 0: a tile of k, of v (or of q, of dout) | slot 1 .. |
 //!                 | lse and delta of each slot's rows (if the tiles are of queries) | barriers |
 //! ```
 //! Invariant: the tile depends only on the width and the kernel, because it determines the order of
@@ -27,8 +27,11 @@ pub(super) const GROUP_ROWS: u32 = 64;
 pub(super) const PART: u32 = 64;
 /// The words of a row of a part.
 pub(super) const ROW: u32 = PART / 2;
-/// The barriers of a block: two for the resident rows, and two for each array of each slot.
-pub(super) const BARRIERS: u32 = 2 + 2 * 2 * 2;
+
+/// Returns the barriers of a block: two for the resident rows, and two for each array of each slot.
+pub(super) const fn barriers_of(slots: u32) -> u32 {
+    2 + 2 * 2 * slots
+}
 
 /// The sizes that a kernel is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,6 +40,10 @@ pub struct Shape {
     pub groups: u32,
     /// The rows of a streamed tile.
     pub tile: u32,
+    /// The slots for streamed tiles.
+    pub slots: u32,
+    /// The parts of resident rows that registers hold, if any.
+    pub held: usize,
     /// The columns of the widest head.
     pub width: usize,
 }
@@ -86,7 +93,7 @@ impl Shape {
     /// Returns the shared memory of a kernel in bytes. Its block has resident rows of `arrays`
     /// arrays, and `numbers` values for each row of a tile.
     pub const fn shared_bytes(self, arrays: u32, numbers: u32) -> u32 {
-        let tiles = (self.rows() * arrays + 2 * 2 * self.tile) * 2 * self.width as u32;
-        tiles + 2 * numbers * self.tile * 4 + BARRIERS * BARRIER_BYTES
+        let tiles = (self.rows() * arrays + 2 * self.slots * self.tile) * 2 * self.width as u32;
+        tiles + self.slots * numbers * self.tile * 4 + barriers_of(self.slots) * BARRIER_BYTES
     }
 }

@@ -10,18 +10,17 @@
 //!
 //! Invariant: everything past the rows or columns of a head is 0 in shared memory.
 
-use super::shape::{BARRIERS, GROUP_ROWS, PART, ROW, WARPGROUP, registers_of};
-use crate::block::{divide, launder_reg};
-use crate::flash_attention::place::{MaskRange, Problem, Rows};
-use crate::format::round_bf16;
+use super::rows::resident_row;
+use super::shape::{GROUP_ROWS, PART, ROW, WARPGROUP, barriers_of};
+use crate::block::launder_reg;
+use crate::flash_attention::place::Rows;
 use crate::machine::mbarrier::{BARRIER_BYTES, Barrier, fence_barriers};
-use crate::machine::warpgroup::{Accumulators, Operand, begin_products, commit_products, registers};
-use crate::machine::wgmma::{align_stages, fence_async};
-use crate::mma::fragments::{CHUNK_WORDS, quad, quad_place};
+use crate::machine::warpgroup::{Accumulators, Operand, begin_products, commit_products};
+use crate::machine::wgmma::{align_stages, fence_async, undefined_sums};
+use crate::mma::fragments::CHUNK_WORDS;
 use crate::tile::SharedTile;
 use crate::unroll_on_gpu;
-use crate::vector::F4;
-use crate::warp::{Converged, LANES};
+use crate::warp::LANES;
 use cuda_std::{thread, warp};
 use half::bf16;
 
@@ -29,14 +28,16 @@ use half::bf16;
 const CHUNKS: u32 = ROW / CHUNK_WORDS;
 
 /// The tiles of a block's shared memory: `GROUPS` warpgroups with 64 resident rows each, streamed
-/// tiles of `TILE` rows, and `PARTS` parts of 64 columns.
+/// tiles of `TILE` rows in `SLOTS` slots, and `PARTS` parts of 64 columns.
 #[derive(Clone, Copy)]
-pub(super) struct Memory<const GROUPS: u32, const TILE: u32, const PARTS: u32> {
+pub(super) struct Memory<const GROUPS: u32, const TILE: u32, const PARTS: u32, const SLOTS: u32> {
     arrays: u32,
     numbers: u32,
 }
 
-impl<const GROUPS: u32, const TILE: u32, const PARTS: u32> Memory<GROUPS, TILE, PARTS> {
+impl<const GROUPS: u32, const TILE: u32, const PARTS: u32, const SLOTS: u32> Memory<GROUPS, TILE, PARTS, SLOTS> {
+    /// The barriers of the block.
+    const BARRIERS: u32 = barriers_of(SLOTS);
     /// The resident rows of the block.
     pub(super) const RESIDENT: u32 = GROUP_ROWS * GROUPS;
     /// The rows that the copying warpgroup copies at once.
@@ -54,8 +55,8 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32> Memory<GROUPS, TILE, 
         let memory = Self { arrays, numbers };
         if thread::thread_idx_x() == 0 {
             let mut number = 0;
-            while number < BARRIERS {
-                let arrivals = if number < BARRIERS / 2 { WARPGROUP } else { GROUPS * WARPGROUP / LANES };
+            while number < Self::BARRIERS {
+                let arrivals = if number < Self::BARRIERS / 2 { WARPGROUP } else { GROUPS * WARPGROUP / LANES };
                 // SAFETY: one thread initializes the barriers, which lie after the tiles.
                 unsafe { memory.barrier(number).init(arrivals) };
                 number += 1;
@@ -86,7 +87,7 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32> Memory<GROUPS, TILE, 
     /// Returns a slot's values for the rows of its tile: `lse` (0) or `delta` (1).
     #[inline(always)]
     pub(super) fn numbers(self, slot: u32, which: u32) -> SharedTile<f32> {
-        let before = (self.arrays * Self::RESIDENT + 4 * TILE) * PARTS * ROW + (2 * slot + which) * TILE;
+        let before = (self.arrays * Self::RESIDENT + 2 * SLOTS * TILE) * PARTS * ROW + (2 * slot + which) * TILE;
         // SAFETY: the values come after the slots, in the memory that the contract declares.
         unsafe { SharedTile::new(before * 4, TILE) }
     }
@@ -100,8 +101,8 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32> Memory<GROUPS, TILE, 
 
     #[inline(always)]
     fn barrier(self, number: u32) -> Barrier {
-        let tiles = (self.arrays * Self::RESIDENT + 4 * TILE) * PARTS * ROW * 4;
-        Barrier::new(tiles + 2 * self.numbers * TILE * 4 + number * BARRIER_BYTES)
+        let tiles = (self.arrays * Self::RESIDENT + 2 * SLOTS * TILE) * PARTS * ROW * 4;
+        Barrier::new(tiles + SLOTS * self.numbers * TILE * 4 + number * BARRIER_BYTES)
     }
 
     /// Returns the barrier at which the resident rows are complete.
@@ -113,7 +114,7 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32> Memory<GROUPS, TILE, 
     /// Returns the barrier at which the resident rows are free.
     #[inline(always)]
     pub(super) fn resident_free(self) -> Barrier {
-        self.barrier(BARRIERS / 2)
+        self.barrier(Self::BARRIERS / 2)
     }
 
     /// Returns the barrier at which a slot's array is complete.
@@ -125,17 +126,17 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32> Memory<GROUPS, TILE, 
     /// Returns the barrier at which a slot's array is free.
     #[inline(always)]
     fn free(self, slot: u32, array: u32) -> Barrier {
-        self.barrier(BARRIERS / 2 + 1 + 2 * slot + array)
+        self.barrier(Self::BARRIERS / 2 + 1 + 2 * slot + array)
     }
 
-    /// Waits until the array of a turn is complete. Turns use the slots alternately.
+    /// Waits until the array of a turn is complete. Turns use the slots in a cycle.
     ///
     /// # Safety
     /// All lanes of the warp call it together, for ascending turns.
     #[inline(always)]
     pub(super) unsafe fn wait_full(self, turn: u32, array: u32) {
         // SAFETY: `new` has initialized the barrier.
-        unsafe { self.full(turn % 2, array).wait(turn / 2 % 2) };
+        unsafe { self.full(turn % SLOTS, array).wait(turn / SLOTS % 2) };
         fence_async();
     }
 
@@ -146,7 +147,7 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32> Memory<GROUPS, TILE, 
     #[inline(always)]
     pub(super) unsafe fn set_free_if(self, condition: bool, turn: u32, array: u32) {
         // SAFETY: `new` has initialized the barrier.
-        unsafe { self.free(turn % 2, array).arrive_if(condition && warp::lane_id() == 0) };
+        unsafe { self.free(turn % SLOTS, array).arrive_if(condition && warp::lane_id() == 0) };
     }
 
     /// Frees the turns from `from` to `until` without a use of them.
@@ -168,7 +169,7 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32> Memory<GROUPS, TILE, 
         }
     }
 
-    /// Starts the products of a warpgroup's rows of resident array `array` with a turn's rows of
+    /// Starts the products of a warpgroup's rows of resident array `resident` with a turn's rows of
     /// array `array`, as one group.
     ///
     /// # Safety
@@ -178,12 +179,13 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32> Memory<GROUPS, TILE, 
         self,
         sums: &mut [[f32; 4]; TILES],
         group: u32,
+        resident: u32,
         turn: u32,
         array: u32,
     ) where
         [[f32; 4]; TILES]: Accumulators,
     {
-        let (resident, streamed) = (self.resident(array), self.slot(turn % 2, array));
+        let (resident, streamed) = (self.resident(resident), self.slot(turn % SLOTS, array));
         let operands = |part: u32| {
             let rows = Operand::along(resident, Self::RESIDENT, part, group * GROUP_ROWS);
             (rows, Operand::along(streamed, TILE, part, 0))
@@ -198,6 +200,59 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32> Memory<GROUPS, TILE, 
                 if part > 0 && part < PARTS as usize {
                     let (a, b) = operands(part as u32);
                     sums.multiply_shared::<true>(a, b);
+                }
+            });
+            commit_products();
+        }
+    }
+
+    /// Returns a warpgroup's rows of the first `HELD` parts of a resident array, as the operand A.
+    ///
+    /// # Safety
+    /// All lanes of the warp call it together. The array is full.
+    #[inline(always)]
+    pub(super) unsafe fn hold<const HELD: usize>(self, array: u32, group: u32) -> [[[u32; 4]; 4]; HELD] {
+        let tile = self.resident(array);
+        let mut held = [[[0; 4]; 4]; HELD];
+        unroll_on_gpu!(part < 4 => {
+            if part < HELD {
+                unroll_on_gpu!(square < 4 => {
+                    unroll_on_gpu!(at < 4 => {
+                        let row = group * GROUP_ROWS + resident_row(at % 2);
+                        let chunk = (2 * square + at / 2) as u32 ^ (row % 8);
+                        let place = (part as u32 * Self::RESIDENT + row) * ROW + chunk * CHUNK_WORDS;
+                        held[part][square][at] = tile.get(place + warp::lane_id() % 4);
+                    });
+                });
+            }
+        });
+        held
+    }
+
+    /// Starts the products of rows that registers hold with a turn's rows of array `array`, as one
+    /// group.
+    ///
+    /// # Safety
+    /// All threads of the warpgroup call it together. The array is full.
+    #[inline(always)]
+    pub(super) unsafe fn multiply_held<const HELD: usize, const TILES: usize>(
+        self,
+        sums: &mut [[f32; 4]; TILES],
+        held: &[[[u32; 4]; 4]; HELD],
+        turn: u32,
+        array: u32,
+    ) where
+        [[f32; 4]; TILES]: Accumulators,
+    {
+        let streamed = self.slot(turn % SLOTS, array);
+        *sums = undefined_sums();
+        // SAFETY: as above.
+        unsafe {
+            begin_products();
+            sums.multiply_resident::<false>(&held[0], Operand::along(streamed, TILE, 0, 0));
+            unroll_on_gpu!(part < 4 => {
+                if part > 0 && part < HELD {
+                    sums.multiply_resident::<true>(&held[part], Operand::along(streamed, TILE, part as u32, 0));
                 }
             });
             commit_products();
@@ -219,7 +274,7 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32> Memory<GROUPS, TILE, 
     ) where
         [[f32; 4]; MADE]: Accumulators,
     {
-        let streamed = self.slot(turn % 2, array);
+        let streamed = self.slot(turn % SLOTS, array);
         // SAFETY: as above.
         unsafe {
             begin_products();
@@ -238,13 +293,28 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32> Memory<GROUPS, TILE, 
     pub(super) unsafe fn fill(self, turn: u32, array: u32, rows: Rows<'_, bf16>, first: u32, bounds: [u32; 2]) {
         // SAFETY: `new` has initialized the barriers; the caller guarantees the rest.
         unsafe {
-            self.free(turn % 2, array).wait((turn / 2 + 1) % 2);
-            Self::copy(self.slot(turn % 2, array), TILE, rows, first, bounds);
-            self.full(turn % 2, array).arrive_after_copies();
+            self.free(turn % SLOTS, array).wait((turn / SLOTS + 1) % 2);
+            Self::copy(self.slot(turn % SLOTS, array), TILE, rows, first, bounds);
+            self.full(turn % SLOTS, array).arrive_after_copies();
         }
     }
 
-    /// Copies the values of a turn's rows when slot 0's array is free, with 0 for tokens that do
+    /// Calls `copy` with the array of a turn when its slot is free. The array is full when the
+    /// copies that `copy` starts have ended.
+    ///
+    /// # Safety
+    /// The copying warpgroup calls it, for ascending turns.
+    #[inline(always)]
+    pub(super) unsafe fn fill_by(self, turn: u32, array: u32, copy: impl FnOnce(SharedTile<u32>)) {
+        // SAFETY: `new` has initialized the barriers.
+        unsafe {
+            self.free(turn % SLOTS, array).wait((turn / SLOTS + 1) % 2);
+            copy(self.slot(turn % SLOTS, array));
+            self.full(turn % SLOTS, array).arrive_after_copies();
+        }
+    }
+
+    /// Copies the values of a turn's rows when array 0 of its slot is free, with 0 for tokens that do
     /// not exist. The barrier of array 0 also counts them.
     ///
     /// # Safety
@@ -254,12 +324,12 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32> Memory<GROUPS, TILE, 
     pub(super) unsafe fn fill_numbers(self, turn: u32, values: [&[f32]; 2], start: usize, first: u32, limit: u32) {
         let row = thread::thread_idx_x();
         // SAFETY: `new` has initialized the barrier.
-        unsafe { self.free(turn % 2, 0).wait((turn / 2 + 1) % 2) };
+        unsafe { self.free(turn % SLOTS, 0).wait((turn / SLOTS + 1) % 2) };
         if row < TILE {
             let token = first + row;
             let there = token < limit;
             unroll_on_gpu!(which < 2 => {
-                let to = self.numbers(turn % 2, which as u32);
+                let to = self.numbers(turn % SLOTS, which as u32);
                 // SAFETY: the caller guarantees that the token has a value if `there` is true.
                 unsafe { to.copy_or_zero(row, values[which], start + token as usize, there) };
             });
@@ -304,184 +374,4 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32> Memory<GROUPS, TILE, 
             (down, from) = (launder_reg(down + Self::PASS), from + apart);
         }
     }
-}
-
-/// Returns the number of query heads of a key head.
-///
-/// # Safety
-/// The contract has accepted the problem.
-#[inline(always)]
-pub(super) unsafe fn heads_of_group(problem: &Problem<'_, bf16>) -> u32 {
-    // SAFETY: the contract has checked that there are key heads.
-    unsafe { divide(problem.heads as usize, problem.kv_heads as usize).0 as u32 }
-}
-
-/// Returns the key head of a query head.
-///
-/// # Safety
-/// The contract has accepted the problem.
-#[inline(always)]
-pub(super) unsafe fn kv_head_of(problem: &Problem<'_, bf16>, head: u32) -> u32 {
-    // SAFETY: a key head has query heads.
-    unsafe { divide(head as usize, heads_of_group(problem) as usize).0 as u32 }
-}
-
-/// True for the warpgroup that copies.
-#[inline(always)]
-pub(super) fn copies() -> bool {
-    thread::thread_idx_x() < WARPGROUP
-}
-
-/// Leaves the copying warpgroup few registers.
-///
-/// # Safety
-/// All threads of the copying warpgroup call it together, and those of the others
-/// [`multiplying_group`].
-#[inline(always)]
-pub(super) unsafe fn leave_registers<const GROUPS: u32>() {
-    // SAFETY: the whole warpgroup executes this: the function's contract.
-    unsafe {
-        if GROUPS == 2 {
-            registers::<{ registers_of(2)[0] }, false>();
-        } else {
-            registers::<{ registers_of(3)[0] }, false>();
-        }
-    }
-}
-
-/// Gives this multiplying warpgroup its registers, and returns its number among those that
-/// multiply.
-///
-/// # Safety
-/// All threads of the warpgroup call it together, and those of the copying one [`leave_registers`].
-#[inline(always)]
-pub(super) unsafe fn multiplying_group<const GROUPS: u32>() -> u32 {
-    const { assert!(GROUPS == 2 || GROUPS == 3) };
-    // SAFETY: the whole warpgroup executes this: the function's contract.
-    unsafe {
-        if GROUPS == 2 {
-            registers::<{ registers_of(2)[1] }, true>();
-        } else {
-            registers::<{ registers_of(3)[1] }, true>();
-        }
-        // The assembler knows that a shuffle from one lane gives all the same.
-        warp::warp_shuffle_idx(u32::MAX, thread::thread_idx_x() / WARPGROUP - 1, 0, LANES).0
-    }
-}
-
-/// Rounds weights to the squares of A of the second product.
-#[inline(always)]
-pub(super) fn round<const TILES: usize, const BLOCKS: usize>(
-    weights: &[[f32; 4]; TILES],
-    rounded: &mut [[[u32; 4]; 4]; BLOCKS],
-) {
-    unroll_on_gpu!(block < BLOCKS => {
-        unroll_on_gpu!(square < 4 => {
-            let at = 8 * block + 2 * square;
-            let ([a, b, c, d], [e, f, g, h]) = (weights[at], weights[at + 1]);
-            rounded[block][square] = [round_bf16(a, b), round_bf16(c, d), round_bf16(e, f), round_bf16(g, h)];
-        });
-    });
-}
-
-/// Returns the index in the warpgroup's rows of this lane's row `half`.
-#[inline(always)]
-pub(super) fn resident_row(half: usize) -> u32 {
-    thread::thread_idx_x() % WARPGROUP / LANES * 16 + 8 * half as u32 + warp::lane_id() / 4
-}
-
-/// Makes each masked score of a warpgroup's rows and a tile's rows -infinity. `first` and `counts`
-/// are the first token and the number of both. If `resident_keys`, the warpgroup's rows are keys;
-/// otherwise queries.
-#[inline(always)]
-pub(super) fn hide<const TILES: usize>(
-    scores: &mut [[f32; 4]; TILES],
-    mask: MaskRange<'_>,
-    first: [u32; 2],
-    counts: [u32; 2],
-    resident_keys: bool,
-) {
-    let [resident, streamed] = [[first[0], counts[0]], [first[1], counts[1]]];
-    let all_seen = if resident_keys { mask.all_seen(streamed, resident) } else { mask.all_seen(resident, streamed) };
-    if !all_seen {
-        let place = [launder_reg(first[0]) + resident_row(0), launder_reg(first[1]) + 2 * (warp::lane_id() % 4)];
-        apply_mask(scores, mask, place, resident_keys);
-    }
-}
-
-/// Makes each masked score -infinity. `resident` is the token of this lane's first row, and
-/// `streamed` that of its first column. If `resident_keys`, the rows are keys; otherwise queries.
-#[inline(always)]
-fn apply_mask<const TILES: usize>(
-    scores: &mut [[f32; 4]; TILES],
-    mask: MaskRange<'_>,
-    [resident, streamed]: [u32; 2],
-    resident_keys: bool,
-) {
-    unroll_on_gpu!(half < 2 => {
-        let resident = resident + 8 * half as u32;
-        let [from, until] = if resident_keys { mask.queries_seeing(resident) } else { mask.keys_seen(resident) };
-        let from_here = streamed.wrapping_sub(from);
-        unroll_on_gpu!(n < TILES, at most 16 => {
-            unroll_on_gpu!(column < 2 => {
-                if from_here.wrapping_add((8 * n + column) as u32) >= until - from {
-                    scores[n][2 * half + column] = f32::NEG_INFINITY;
-                }
-            });
-        });
-        if mask.has_documents() {
-            let other = other_documents::<TILES>(mask, resident, streamed);
-            unroll_on_gpu!(n < TILES, at most 16 => {
-                unroll_on_gpu!(column < 2 => {
-                    if other >> (2 * n + column) & 1 != 0 {
-                        scores[n][2 * half + column] = f32::NEG_INFINITY;
-                    }
-                });
-            });
-        }
-    });
-}
-
-/// Returns the columns of a lane whose tokens are of another document than `resident`, one bit
-/// each. The loop stays a loop: its loads would take registers from the accumulators.
-#[inline(always)]
-fn other_documents<const TILES: usize>(mask: MaskRange<'_>, resident: u32, streamed: u32) -> u32 {
-    let document = mask.document(resident);
-    let (mut n, mut other) = (0, 0);
-    while n < 2 * TILES as u32 {
-        let column = streamed + 4 * n;
-        let pair = [column, column + 1].map(|column| u32::from(mask.document(column) != document));
-        other |= (pair[0] | pair[1] << 1) << n;
-        n = launder_reg(n + 2);
-    }
-    other
-}
-
-/// Writes a lane's accumulators of its warp's 16 rows. Tokens that do not exist get 0. `bounds`
-/// holds the warp's first token, the tokens that exist, all tokens, and the columns.
-///
-/// # Safety
-/// The rows lie inside `out`, up to the last token.
-#[inline(always)]
-pub(super) unsafe fn store<const MADE: usize>(
-    warp: Converged,
-    sums: &[[f32; 4]; MADE],
-    factor: f32,
-    rows: Rows<'_, bf16>,
-    [first, length, tokens, width]: [u32; 4],
-    out: *mut bf16,
-) {
-    let warp = warp.again();
-    let [row, column] = quad_place();
-    let token = first + row;
-    unroll_on_gpu!(n < MADE, at most 32 => {
-        let value = quad(warp, sums[n]);
-        let column = 8 * n as u32 + column;
-        if token < tokens && column < width {
-            let value = if token < length { value * F4::splat(factor) } else { F4::splat(0.0) };
-            let at = rows.start + token as usize * rows.stride + column as usize;
-            // SAFETY: the row lies inside `out`, and the columns in the row.
-            unsafe { value.store(out, at) };
-        }
-    });
 }

@@ -56,6 +56,13 @@ pub trait Accumulators {
     /// See the GPU's version.
     unsafe fn multiply_shared<const ADD: bool>(&mut self, a: Operand, b: Operand);
 
+    /// Adds (or, without `ADD`, stores) the products of 64 k of A in registers, four squares of
+    /// 16 x 16, with B, whose rows are n.
+    ///
+    /// # Safety
+    /// See the GPU's version.
+    unsafe fn multiply_resident<const ADD: bool>(&mut self, a: &[[u32; 4]; 4], b: Operand);
+
     /// Adds the products of 64 k of A in registers, four squares of 16 x 16, with B,
     /// whose rows are k.
     ///
@@ -87,21 +94,19 @@ impl<const TILES: usize> Accumulators for [[f32; 4]; TILES] {
     }
 
     #[track_caller]
-    unsafe fn multiply_registers(&mut self, a: &[[u32; 4]; 4], b: Operand) {
-        let own = *a;
-        let lanes = lanes(&own);
-        let mut left = [[0.0; DEPTH]; 2];
-        for (half, left) in left.iter_mut().enumerate() {
-            for (k, value) in left.iter_mut().enumerate() {
-                let (square, chunk, pair) = (k / 16, k / 8 % 2, k / 2 % 4);
-                // SAFETY: each lane's operand lives until the `sync_warp` below, which all lanes
-                // reach, as they reached this.
-                let word = unsafe { (*lanes[warp::lane_id() as usize / 4 * 4 + pair])[square][half + 2 * chunk] };
-                *value = element(word, k % 2);
-            }
+    unsafe fn multiply_resident<const ADD: bool>(&mut self, a: &[[u32; 4]; 4], b: Operand) {
+        if !ADD {
+            *self = [[0.0; 4]; TILES];
         }
         // SAFETY: all threads of the warpgroup execute this: the function's contract.
-        unsafe { warp::sync_warp(u32::MAX) };
+        let left = unsafe { rows_of(a) };
+        add_products::<TILES, false>(self, &left, b);
+    }
+
+    #[track_caller]
+    unsafe fn multiply_registers(&mut self, a: &[[u32; 4]; 4], b: Operand) {
+        // SAFETY: as above.
+        let left = unsafe { rows_of(a) };
         add_products::<TILES, true>(self, &left, b);
     }
 
@@ -110,6 +115,29 @@ impl<const TILES: usize> Accumulators for [[f32; 4]; TILES] {
         // SAFETY: all threads of the warpgroup execute this: the function's contract.
         unsafe { warp::sync_warp(u32::MAX) };
     }
+}
+
+/// Returns a thread's two rows of A, of which each of the row's four lanes has a part.
+///
+/// # Safety
+/// All threads of the warpgroup call it together.
+#[track_caller]
+unsafe fn rows_of(a: &[[u32; 4]; 4]) -> [[f32; DEPTH]; 2] {
+    let own = *a;
+    let lanes = lanes(&own);
+    let mut left = [[0.0; DEPTH]; 2];
+    for (half, left) in left.iter_mut().enumerate() {
+        for (k, value) in left.iter_mut().enumerate() {
+            let (square, chunk, pair) = (k / 16, k / 8 % 2, k / 2 % 4);
+            // SAFETY: each lane's operand lives until the `sync_warp` below, which all lanes
+            // reach, as they reached this.
+            let word = unsafe { (*lanes[warp::lane_id() as usize / 4 * 4 + pair])[square][half + 2 * chunk] };
+            *value = element(word, k % 2);
+        }
+    }
+    // SAFETY: all threads of the warpgroup execute this: the function's contract.
+    unsafe { warp::sync_warp(u32::MAX) };
+    left
 }
 
 /// Adds the products of a thread's two rows of A with its columns of B.
@@ -163,6 +191,16 @@ pub unsafe fn begin_products() {}
 /// # Safety
 /// See the GPU's version.
 pub unsafe fn commit_products() {}
+
+/// Waits until the products of all lanes of the warp have ended.
+///
+/// # Safety
+/// See the GPU's version.
+#[track_caller]
+pub unsafe fn wait_products<const PENDING: u32>() {
+    // SAFETY: all threads of the warpgroup execute this: the function's contract.
+    unsafe { warp::sync_warp(u32::MAX) };
+}
 
 /// Does nothing: a CPU's threads do not share registers.
 ///

@@ -14,7 +14,10 @@ use kernels::flash_attention_mma::{
     Gradient, SCORES_BF16, Shape, flash_bwd_dkv_ds_mma, flash_bwd_dkv_mma, flash_bwd_dq_mma, flash_bwd_from_scores_mma,
     flash_bwd_scores_mma, flash_forward_mma, stored_scores,
 };
-use kernels::flash_attention_wgmma::{self as wgmma, flash_bwd_dkv_wgmma, flash_bwd_dq_wgmma, flash_forward_wgmma};
+use kernels::flash_attention_wgmma::{
+    self as wgmma, flash_bwd_dkv_ds_wgmma, flash_bwd_dkv_wgmma, flash_bwd_dq_wgmma, flash_bwd_from_scores_wgmma,
+    flash_bwd_scores_wgmma, flash_forward_wgmma,
+};
 use std::f32::consts::LN_2;
 use stepscope_core::error::Result;
 use stepscope_core::tensor::{Source, Stored, Target, Tensor};
@@ -92,8 +95,9 @@ impl<S: Stored> Case<'_, S> {
     }
 
     /// Returns the part of all samples' key heads that a kernel of stored scores computes: all but
-    /// the first, if there are several. Also returns the elements of their scores.
-    fn part(&self) -> ([u32; 2], usize) {
+    /// the first, if there are several. Also returns the elements of their scores, of which a head
+    /// has `stored_scores`.
+    fn part(&self, stored_scores: fn(u32, bool) -> usize) -> ([u32; 2], usize) {
         let ([batch, tokens, heads, kv_heads], _, window, _) = self.sizes;
         let all = batch * kv_heads;
         let before = u32::from(all > 1);
@@ -174,7 +178,7 @@ pub(super) fn keys_of_warpgroup(i: &Inputs<'_, '_>, shape: wgmma::Shape) -> Resu
 pub(super) fn scores(i: &Inputs<'_, '_>) -> Result<()> {
     i.attends_by_tensor::<bf16>(SCORES_BF16.width, |case| {
         let (lse, delta, dout) = i.gradients_by_tensor(case)?;
-        let ([before, count], length) = case.part();
+        let ([before, count], length) = case.part(stored_scores);
         // Squares that the mask hides are not written.
         let (mut p, mut ds) = (i.sparse::<bf16>(length, 1, 2)?, i.sparse::<bf16>(length, 1, 2)?);
         let (lse, delta, dout) = (lse.slice(), delta.slice(), dout.slice());
@@ -189,7 +193,7 @@ pub(super) fn scores(i: &Inputs<'_, '_>) -> Result<()> {
 pub(super) fn keys_and_ds(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
     i.attends_by_tensor::<bf16>(shape.width, |case| {
         let (lse, delta, dout) = i.gradients_by_tensor(case)?;
-        let ([before, count], length) = case.part();
+        let ([before, count], length) = case.part(stored_scores);
         // Squares that the mask hides are not written.
         let mut ds = i.sparse::<bf16>(length, 1, 2)?;
         let mut dqkv = i.sparse::<bf16>(case.qkv.shape().elements(), 1, 2)?;
@@ -204,11 +208,54 @@ pub(super) fn keys_and_ds(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
 
 pub(super) fn from_scores(i: &Inputs<'_, '_>, variant: (Gradient, Shape)) -> Result<()> {
     i.attends_by_tensor::<bf16>(variant.1.width, |case| {
-        let ([before, count], length) = case.part();
+        let ([before, count], length) = case.part(stored_scores);
         let scores = i.sparse::<bf16>(length, 1, 2)?;
         let dout = i.sparse::<bf16>(case.statistics() * case.width as usize, 1, 8)?;
         let mut dqkv = i.sparse::<bf16>(case.qkv.shape().elements(), 1, 2)?;
         launch!(i, flash_bwd_from_scores_mma, case, {
+            variant: variant, scores: scores.slice(), dout: dout.slice(), before: before, count: count, dqkv: dqkv.out()
+        })?;
+        i.keep(&dqkv)
+    })
+}
+
+pub(super) fn keys_and_ds_of_warpgroup(i: &Inputs<'_, '_>, shape: wgmma::Shape) -> Result<()> {
+    i.attends_by_tensor::<bf16>(shape.width, |case| {
+        let (lse, delta, dout) = i.gradients_by_tensor(case)?;
+        let ([before, count], length) = case.part(wgmma::stored_scores);
+        let mut dqkv = i.sparse::<bf16>(case.qkv.shape().elements(), 1, 2)?;
+        // Tiles that the mask hides are not written.
+        let mut ds = i.sparse::<bf16>(length, 1, 2)?;
+        let (lse, delta, dout) = (lse.slice(), delta.slice(), dout.slice());
+        launch!(i, flash_bwd_dkv_ds_wgmma, shape, case, {
+            lse: lse, delta: delta, dout: dout, before: before, count: count, dqkv: dqkv.out(), ds: ds.out()
+        })?;
+        i.keep(&dqkv)?;
+        i.keep(&ds)
+    })
+}
+
+pub(super) fn scores_of_warpgroup(i: &Inputs<'_, '_>, shape: wgmma::Shape) -> Result<()> {
+    i.attends_by_tensor::<bf16>(shape.width, |case| {
+        let (lse, delta, dout) = i.gradients_by_tensor(case)?;
+        let ([before, count], length) = case.part(wgmma::stored_scores);
+        let (mut p, mut ds) = (i.sparse::<bf16>(length, 1, 2)?, i.sparse::<bf16>(length, 1, 2)?);
+        let (lse, delta, dout) = (lse.slice(), delta.slice(), dout.slice());
+        launch!(i, flash_bwd_scores_wgmma, shape, case, {
+            lse: lse, delta: delta, dout: dout, before: before, count: count, p: p.out(), ds: ds.out()
+        })?;
+        i.keep(&p)?;
+        i.keep(&ds)
+    })
+}
+
+pub(super) fn from_scores_of_warpgroup(i: &Inputs<'_, '_>, variant: (Gradient, wgmma::Shape)) -> Result<()> {
+    i.attends_by_tensor::<bf16>(variant.1.width, |case| {
+        let ([before, count], length) = case.part(wgmma::stored_scores);
+        let scores = i.sparse::<bf16>(length, 1, 2)?;
+        let dout = i.sparse::<bf16>(case.statistics() * case.width as usize, 1, 8)?;
+        let mut dqkv = i.sparse::<bf16>(case.qkv.shape().elements(), 1, 2)?;
+        launch!(i, flash_bwd_from_scores_wgmma, case, {
             variant: variant, scores: scores.slice(), dout: dout.slice(), before: before, count: count, dqkv: dqkv.out()
         })?;
         i.keep(&dqkv)

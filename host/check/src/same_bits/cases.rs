@@ -22,7 +22,10 @@ use kernels::flash_attention_mma::{
     flash_bwd_dkv_ds_mma, flash_bwd_dkv_mma, flash_bwd_dq_mma, flash_bwd_from_scores_mma, flash_bwd_scores_mma,
     flash_forward_mma,
 };
-use kernels::flash_attention_wgmma::{flash_bwd_dkv_wgmma, flash_bwd_dq_wgmma, flash_forward_wgmma};
+use kernels::flash_attention_wgmma::{
+    flash_bwd_dkv_ds_wgmma, flash_bwd_dkv_wgmma, flash_bwd_dq_wgmma, flash_bwd_from_scores_wgmma,
+    flash_bwd_scores_wgmma, flash_forward_wgmma,
+};
 use kernels::guard::{PATTERN, guard_check, guard_write};
 use kernels::matmul::matmul;
 use kernels::matmul_bf16::matmul_bf16;
@@ -235,6 +238,9 @@ const LISTED: &[Listed] = &[
     each!(flash_forward_wgmma::VARIANTS, |i, shape| attention_mma::forward_of_warpgroup(i, shape)),
     each!(flash_bwd_dq_wgmma::VARIANTS, |i, shape| attention_mma::queries_of_warpgroup(i, shape)),
     each!(flash_bwd_dkv_wgmma::VARIANTS, |i, shape| attention_mma::keys_of_warpgroup(i, shape)),
+    each!(flash_bwd_dkv_ds_wgmma::VARIANTS, |i, shape| attention_mma::keys_and_ds_of_warpgroup(i, shape)),
+    each!(flash_bwd_scores_wgmma::VARIANTS, |i, shape| attention_mma::scores_of_warpgroup(i, shape)),
+    each!(flash_bwd_from_scores_wgmma::VARIANTS, |i, variant| attention_mma::from_scores_of_warpgroup(i, variant)),
     Each(|| declared("gate")),
     both!("swiglu_forward", <S>, |i| {
         i.flat::<S>(|i, [gate, up]| i.keep(&ops::swiglu(i.step, gate, up)?))?;

@@ -13,6 +13,7 @@ use crate::step::Step;
 use crate::tensor::{Saved, Source, Stored, Target, Tensor};
 use cuda_std::launch::Slice;
 use half::bf16;
+use kernels::flash_attention_mma::Gradient;
 use kernels::{flash_attention as scalar, flash_attention_mma as mma, flash_attention_wgmma as wgmma};
 
 /// The element types of attention: f32 and BF16.
@@ -155,12 +156,19 @@ fn queue_by_stored_scores<'s>(
     dout: &impl Source<'s, bf16>,
     dqkv: &mut Tensor<'s, bf16>,
 ) -> Result<bool> {
-    let [narrow, middle, _] = mma::KEYS_BF16.map(|shape| shape.width);
+    let (tokens, causal, by_wgmma) = (sizes.tokens as u32, form.window() != 0, step.description().has_wgmma);
+    let (narrow, middle, of_head) = if by_wgmma {
+        let [narrow, middle] = wgmma::KEYS.map(|shape| shape.width);
+        (narrow, middle, wgmma::stored_scores(tokens, causal))
+    } else {
+        let [narrow, middle, _] = mma::KEYS_BF16.map(|shape| shape.width);
+        (narrow, middle, mma::stored_scores(tokens, causal))
+    };
     let stores_p = sizes.width > middle;
-    if sizes.width <= narrow || (!stores_p && step.description().integrated) {
+    if sizes.width <= narrow || (!stores_p && !by_wgmma && step.description().integrated) {
         return Ok(false);
     }
-    let of_group = sizes.heads / sizes.kv_heads * mma::stored_scores(sizes.tokens as u32, form.window() != 0);
+    let of_group = sizes.heads / sizes.kv_heads * of_head;
     let all = sizes.batch * sizes.kv_heads;
     let at_once = heads_at_once(all, if stores_p { 2 } else { 1 }, of_group);
     if at_once == 0 {
@@ -168,30 +176,42 @@ fn queue_by_stored_scores<'s>(
     }
     let mut ds = step.empty::<bf16>([at_once * of_group])?;
     let mut p = if stores_p { Some(step.empty::<bf16>([at_once * of_group])?) } else { None };
+    let gradients: &[Gradient] =
+        if stores_p { &[Gradient::Queries, Gradient::Keys, Gradient::Values] } else { &[Gradient::Queries] };
     let mut before = 0;
     while before < all {
         let count = at_once.min(all - before);
         let (stored, part) = (0..count * of_group, [before as u32, count as u32]);
-        macro_rules! from_scores {
-            ($gradient:ident, $shape:expr, $scores:expr) => {
-                launch!(step, qkv, form, sizes, mma::flash_bwd_from_scores_mma,
-                    variant: (mma::Gradient::$gradient, $shape), scores: $scores.slice().part(stored.clone()),
-                    dout: dout.slice(), before: part[0], count: part[1], dqkv: dqkv.out())?
-            };
+        macro_rules! launch_part {
+            ($kernels:ident: [$keys:ident, $KEYS:ident], [$scores:ident, $SCORES:ident], [$from:ident, $FROM:ident]) => {{
+                if let Some(p) = &mut p {
+                    launch!(step, qkv, form, sizes, $kernels::$scores,
+                        shape: $kernels::$SCORES, lse: lse.slice(), delta: delta.slice(), dout: dout.slice(),
+                        before: part[0], count: part[1], p: p.out().part(stored.clone()),
+                        ds: ds.out().part(stored.clone()))?;
+                } else {
+                    launch!(step, qkv, form, sizes, $kernels::$keys,
+                        shape: $kernels::$KEYS[1], lse: lse.slice(), delta: delta.slice(), dout: dout.slice(),
+                        before: part[0], count: part[1], ds: ds.out().part(stored.clone()), dqkv: dqkv.out())?;
+                }
+                for &gradient in gradients {
+                    let scores = match &p {
+                        Some(p) if gradient == Gradient::Values => p,
+                        _ => &ds,
+                    };
+                    launch!(step, qkv, form, sizes, $kernels::$from,
+                        variant: (gradient, $kernels::$FROM[usize::from(stores_p)]),
+                        scores: scores.slice().part(stored.clone()), dout: dout.slice(), before: part[0],
+                        count: part[1], dqkv: dqkv.out())?;
+                }
+            }};
         }
-        let [of_ds, of_both] = mma::FROM_SCORES_BF16;
-        if let Some(p) = &mut p {
-            launch!(step, qkv, form, sizes, mma::flash_bwd_scores_mma,
-                shape: mma::SCORES_BF16, lse: lse.slice(), delta: delta.slice(), dout: dout.slice(), before: part[0],
-                count: part[1], p: p.out().part(stored.clone()), ds: ds.out().part(stored.clone()))?;
-            from_scores!(Queries, of_both, ds);
-            from_scores!(Keys, of_both, ds);
-            from_scores!(Values, of_both, p);
+        if by_wgmma {
+            launch_part!(wgmma: [flash_bwd_dkv_ds_wgmma, KEYS], [flash_bwd_scores_wgmma, SCORES],
+                [flash_bwd_from_scores_wgmma, FROM_SCORES]);
         } else {
-            launch!(step, qkv, form, sizes, mma::flash_bwd_dkv_ds_mma,
-                shape: mma::KEYS_BF16[1], lse: lse.slice(), delta: delta.slice(), dout: dout.slice(), before: part[0],
-                count: part[1], ds: ds.out().part(stored.clone()), dqkv: dqkv.out())?;
-            from_scores!(Queries, of_ds, ds);
+            launch_part!(mma: [flash_bwd_dkv_ds_mma, KEYS_BF16], [flash_bwd_scores_mma, SCORES_BF16],
+                [flash_bwd_from_scores_mma, FROM_SCORES_BF16]);
         }
         before += count;
     }
@@ -331,12 +351,12 @@ impl AttentionElement for bf16 {
         dout: &impl Source<'s, bf16>,
         dqkv: &mut Tensor<'s, bf16>,
     ) -> Result<()> {
+        if queue_by_stored_scores(step, qkv, form, sizes, statistics, dout, dqkv)? {
+            return Ok(());
+        }
         if step.description().has_wgmma && sizes.width <= wgmma::KEYS[wgmma::KEYS.len() - 1].width {
             return launch_backward!(step, qkv, form, sizes,
                 wgmma: [flash_bwd_dq_wgmma, QUERIES], [flash_bwd_dkv_wgmma, KEYS], statistics, dout, dqkv);
-        }
-        if queue_by_stored_scores(step, qkv, form, sizes, statistics, dout, dqkv)? {
-            return Ok(());
         }
         launch_backward!(step, qkv, form, sizes,
             mma: [flash_bwd_dq_mma, QUERIES_BF16], [flash_bwd_dkv_mma, KEYS_BF16], statistics, dout, dqkv)

@@ -86,9 +86,11 @@ pub fn attention<'s, S: AttentionElement>(
 ///
 /// If there is a `norm`, the gradient of its gains is written to the target, or added to it when
 /// the target's flag is true. Queued. Scratch: one value for each token of each head and, for the
-/// gains, up to an eighth of `qkv`. BF16 heads of more than 128 columns also have up to 1 GiB: the
-/// weights and their gradients, four bytes for each pair of tokens, half of that under a mask of
-/// earlier tokens. If the heads of one key head need more, they are computed again instead.
+/// gains, up to an eighth of `qkv`. BF16 heads of more than 64 columns also have up to 1 GiB, or 2
+/// GiB for few key heads, if the device has memory of its own: the weights' gradients, two bytes
+/// for each pair of tokens, half of that under a mask of earlier tokens. Heads of more than 128
+/// columns have the weights as well, on every device. If the heads of one key head need more, they
+/// are computed again instead.
 ///
 /// # Errors
 /// [`Error::Misuse`] when `made` does not match `form` and `norm`.
