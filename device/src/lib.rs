@@ -87,6 +87,8 @@ mod entries {
     pub mod matmul_mma;
     #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
     pub mod matmul_wgmma;
+    #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+    pub mod matmul_wgmma_tf32;
     pub mod nf4;
     pub mod norm;
     pub mod precision;

@@ -187,6 +187,14 @@ impl SharedTile<u32> {
         unsafe { self.0.copy16_part(index, x, from, count) };
     }
 
+    /// Returns the two values from `index`, a multiple of two.
+    #[inline(always)]
+    #[track_caller]
+    pub fn pair(self, index: u32) -> [u32; 2] {
+        // SAFETY: the values lie inside the tile, on an 8-byte boundary.
+        unsafe { self.0.read_pair(index) }
+    }
+
     /// Reads four matrices of 8 x 8 16-bit elements by `ldmatrix.x4`. Lane `8 q + r` supplies the
     /// address of row r of matrix q: its first word, `index`, a multiple of four. Lane `4 g + t`
     /// gets elements 2 t and 2 t + 1 of row g of each matrix, or of column g if `transposed`, the

@@ -39,6 +39,12 @@ pub fn word_of(along_k: bool, row: u32, k: u32) -> u32 {
     swizzled(CHUNKS, down, along / 8) * CHUNK_WORDS + along % 8 / 2
 }
 
+/// Returns the word of a stage of TF32 that holds this element. A row of 128 bytes has 32 k.
+#[inline(always)]
+pub fn word_of_tf32(row: u32, k: u32) -> u32 {
+    swizzled(CHUNKS, row, k / CHUNK_WORDS) * CHUNK_WORDS + k % CHUNK_WORDS
+}
+
 /// Returns an element of a stage.
 #[cfg(not(target_arch = "nvptx64"))]
 #[inline(always)]

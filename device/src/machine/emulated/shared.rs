@@ -182,6 +182,18 @@ impl Window<f32> {
 }
 
 impl Window<u32> {
+    /// Reads the two values from `index` on.
+    ///
+    /// # Safety
+    /// See [`Window`].
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn read_pair(self, index: u32) -> [u32; 2] {
+        self.at_once(Kind::Read, index, 2);
+        // SAFETY: the window lies inside shared memory: the function's contract.
+        unsafe { [self.read(index), self.read(index + 1)] }
+    }
+
     /// Copies the 16 bytes of `x` that begin with `x[from]` to `index`.
     ///
     /// # Safety

@@ -4,8 +4,9 @@
 
 use crate::machine::mma::add_products;
 use crate::tile::SharedTile;
-use crate::wgmma::{DEPTH, STEP, element};
+use crate::wgmma::{DEPTH, STEP, element, word_of_tf32};
 use core::ops::Range;
+use cuda_std::emulator::lanes;
 use cuda_std::{thread, warp};
 
 /// A warpgroup's products that are in flight: the operands of each group, the oldest first.
@@ -60,6 +61,40 @@ impl Products {
         }
         multiply::<A_ALONG, B_ALONG, TILES>(sums, a, first_row, b, step * STEP..(step + 1) * STEP);
         self.start(a, b);
+    }
+
+    /// Adds the products of a warp's 16 rows of A, two instructions of TF32 in the registers of its
+    /// lanes, with all columns of B over 16 k from `first_k` of its stage on. They are added to the
+    /// sums, or replace them if `add` is false.
+    ///
+    /// # Safety
+    /// See the GPU's version. A violation is a race, which race mode reports.
+    #[track_caller]
+    pub unsafe fn multiply_tf32<const TILES: usize>(
+        &mut self,
+        sums: &mut [[f32; 4]; TILES],
+        a: [[u32; 4]; 2],
+        b: SharedTile<u32>,
+        first_k: u32,
+        add: bool,
+    ) {
+        if !add {
+            *sums = [[0.0; 4]; TILES];
+        }
+        let lanes = lanes(&a);
+        let left = |row: u32, k: u32| {
+            let (lane, word) = (row % 8 * 4 + k % 4, row / 8 + k % 8 / 4 * 2);
+            // SAFETY: each lane's operand lives until the `sync_warp` below, which all lanes reach,
+            // as they reached this.
+            f32::from_bits(unsafe { (*lanes[lane as usize])[k as usize / 8][word as usize] })
+        };
+        let mut rows = [*sums];
+        let right = |column, k| f32::from_bits(b.get(word_of_tf32(column, first_k + k)));
+        add_products(&mut rows, [0, 0], 0..16, left, right);
+        *sums = rows[0];
+        // SAFETY: all threads of the warpgroup execute this: the function's contract.
+        unsafe { warp::sync_warp(u32::MAX) };
+        self.start(b, b);
     }
 
     /// Records products that have started.

@@ -278,6 +278,23 @@ impl Window<f32> {
 }
 
 impl Window<u32> {
+    /// Reads the two values from `index` on.
+    ///
+    /// # Safety
+    /// See [`Window`].
+    #[inline(always)]
+    pub unsafe fn read_pair(self, index: u32) -> [u32; 2] {
+        let (a, b): (u32, u32);
+        // SAFETY: inside shared memory, on an 8-byte boundary.
+        unsafe {
+            core::arch::asm!(
+                "ld.shared.v2.u32 {{{0}, {1}}}, [{2}];",
+                out(reg32) a, out(reg32) b, in(reg32) self.at(index), options(nostack)
+            );
+        }
+        [a, b]
+    }
+
     /// Reads four matrices of 8 x 8 16-bit elements by `ldmatrix.x4`; see
     /// [`SharedTile::matrices`](crate::tile::SharedTile::matrices).
     ///

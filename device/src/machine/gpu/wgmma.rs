@@ -90,6 +90,25 @@ macro_rules! multiply_step {
     };
 }
 
+/// Starts two instructions of TF32, 16 k, with A in registers, and commits them as a group. The
+/// first one adds to the sums only if `$add` is true.
+macro_rules! multiply_tf32 {
+    ($name:literal, $sums:ident, $a:ident, $b:ident, $add:ident; $first:literal $($i:literal)*) => {
+        asm!(
+            "{{ .reg .pred %add; .reg .b64 %b; setp.ne.u32 %add, {add}, 0;",
+            "wgmma.fence.sync.aligned;",
+            concat!("wgmma.mma_async.sync.aligned.", $name, ".f32.tf32.tf32 {{{", $first, "}", $(", {", $i, "}",)* "}}, {{{a0}, {a1}, {a2}, {a3}}}, {b}, %add, 1, 1;"),
+            "add.s64 %b, {b}, 2;",
+            concat!("wgmma.mma_async.sync.aligned.", $name, ".f32.tf32.tf32 {{{", $first, "}", $(", {", $i, "}",)* "}}, {{{a4}, {a5}, {a6}, {a7}}}, %b, 1, 1, 1;"),
+            "wgmma.commit_group.sync.aligned; }}",
+            inout(reg32) $sums[$first], $(inout(reg32) $sums[$i],)*
+            a0 = in(reg32) $a[0][0], a1 = in(reg32) $a[0][1], a2 = in(reg32) $a[0][2], a3 = in(reg32) $a[0][3],
+            a4 = in(reg32) $a[1][0], a5 = in(reg32) $a[1][1], a6 = in(reg32) $a[1][2], a7 = in(reg32) $a[1][3],
+            b = in(reg64) $b, add = in(reg32) u32::from($add), options(nostack)
+        )
+    };
+}
+
 /// Waits for all groups. The sums are operands, so that the compiler moves no use of them up.
 macro_rules! finish {
     ($sums:ident; $($i:literal)*) => {
@@ -188,6 +207,33 @@ impl Products {
             match TILES {
                 16 => numbered!(16 multiply_step "m64n128k16", sums, a, b, add, [A_ALONG, B_ALONG]),
                 _ => numbered!(32 multiply_step "m64n256k16", sums, a, b, add, [A_ALONG, B_ALONG]),
+            }
+        }
+    }
+
+    /// Starts the products of a warp's 16 rows of A, two instructions of TF32 in registers, with
+    /// all columns of B, which is stored along k, over 16 k from `first_k` of its stage on. They
+    /// are added to the sums, or replace them if `add` is false.
+    ///
+    /// # Safety
+    /// The requirements of [`multiply`](Self::multiply) hold for B and the sums, and `a` is not
+    /// changed before a wait for these products. `first_k` is a multiple of 16.
+    #[inline(always)]
+    pub unsafe fn multiply_tf32<const TILES: usize>(
+        &mut self,
+        sums: &mut [[f32; 4]; TILES],
+        a: [[u32; 4]; 2],
+        b: SharedTile<u32>,
+        first_k: u32,
+        add: bool,
+    ) {
+        let sums = sums.as_flattened_mut();
+        let b = descriptor(b.0.address() + first_k * 4, true);
+        // SAFETY: the function's contract.
+        unsafe {
+            match TILES {
+                16 => numbered!(16 multiply_tf32 "m64n128k8", sums, a, b, add),
+                _ => numbered!(32 multiply_tf32 "m64n256k8", sums, a, b, add),
             }
         }
     }

@@ -12,7 +12,7 @@ use super::case::{Case, both, each};
 use super::declared::{declared, declared_binary};
 use super::inputs::Inputs;
 use super::products::Bf16Kernel;
-use super::{attention, attention_mma, products};
+use super::{attention, attention_mma, products, products_tf32};
 use half::bf16;
 use kernels::checksum::{CHUNK, checksum};
 use kernels::dropout::{draw, dropout};
@@ -31,6 +31,7 @@ use kernels::matmul::matmul;
 use kernels::matmul_bf16::matmul_bf16;
 use kernels::matmul_mma::matmul_mma;
 use kernels::matmul_wgmma::matmul_wgmma;
+use kernels::matmul_wgmma_tf32::matmul_wgmma_tf32;
 use kernels::update::RUN;
 use kernels::{reduce, scalars};
 use stepscope_core::device::{Device, DeviceKind};
@@ -55,7 +56,7 @@ pub fn runs_on(device: &Device, kernel: &str) -> bool {
 
 /// The kernels that other cases and uploads use. The cases of these kernels run first, so that a
 /// fault of one is reported under its own name.
-const FIRST: [&str; 11] = [
+const FIRST: [&str; 12] = [
     "guard_write",
     "guard_check",
     "checksum",
@@ -67,6 +68,7 @@ const FIRST: [&str; 11] = [
     "sum_rows_f32",
     "squared_norm_f32",
     "round_to_tf32",
+    "pack_tf32_stages",
 ];
 
 /// Returns [`cases`] in an order in which the kernels that other cases use come first.
@@ -329,6 +331,8 @@ const LISTED: &[Listed] = &[
     } else {
         products::bf16_product::<f32>(i, Bf16Kernel::Wgmma(variant))
     }),
+    each!(matmul_wgmma_tf32::VARIANTS, |i, variant| products_tf32::product(i, variant)),
+    One("pack_tf32_stages", products_tf32::packing),
     both!("nf4_decode", <S>, |i| i.decoded::<S>()),
     both!("rms_norm_forward", <S>, |i| {
         i.rows::<S>(|i, x| {

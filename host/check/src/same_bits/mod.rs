@@ -31,6 +31,7 @@ mod declared;
 mod golden;
 mod inputs;
 mod products;
+mod products_tf32;
 mod seeded;
 mod self_test;
 

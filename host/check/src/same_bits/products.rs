@@ -21,10 +21,10 @@ use stepscope_core::ops;
 use stepscope_core::tensor::{Element, Source, Stored, Target, Tensor};
 
 /// A matmul: batches, `[m, n, k]`, the size of a split, flags, alpha and beta.
-type Product = (usize, [usize; 3], usize, u32, [f32; 2]);
+pub(super) type Product = (usize, [usize; 3], usize, u32, [f32; 2]);
 
 /// A split that covers all of k.
-const ALL: usize = usize::MAX;
+pub(super) const ALL: usize = usize::MAX;
 
 /// Products with and without tails, with each way to store and each epilogue.
 const PRODUCTS: [Product; 7] = [
@@ -110,17 +110,22 @@ pub(super) fn product(i: &Inputs<'_, '_>, tile: Tile) -> Result<()> {
 }
 
 /// Returns true if a matmul reads `c`, to add it or as its gate.
-fn reads_c(flags: u32, beta: f32) -> bool {
+pub(super) fn reads_c(flags: u32, beta: f32) -> bool {
     beta != 0.0 || flags & SWIGLU != 0
 }
 
 /// Returns the bias, or none if the product is split, because no epilogue may follow a split's sum.
-fn unless_split<'t>(is_split: bool, bias: &'t Tensor<'_>) -> Slice<'t, f32> {
+pub(super) fn unless_split<'t>(is_split: bool, bias: &'t Tensor<'_>) -> Slice<'t, f32> {
     if is_split { Slice::empty() } else { bias.slice() }
 }
 
 /// Keeps the outputs of a matmul.
-fn keep_outputs<'s, S: Stored>(i: &Inputs<'_, 's>, flags: u32, out: &Tensor<'s, S>, pre: &Tensor<'s, S>) -> Result<()> {
+pub(super) fn keep_outputs<'s, S: Stored>(
+    i: &Inputs<'_, 's>,
+    flags: u32,
+    out: &Tensor<'s, S>,
+    pre: &Tensor<'s, S>,
+) -> Result<()> {
     i.keep(out)?;
     if flags & STORE_PREACT != 0 || i.size == CaseSize::Whole { i.keep(pre) } else { Ok(()) }
 }

@@ -1,0 +1,334 @@
+//! Products of f32 tensors in TF32 by wgmma. On the emulator they have the bits of `matmul_mma`,
+//! for each tile, layout, epilogue, split and grid, whichever operand is packed. Tests of the ops
+//! run with them too, if the device chooses wgmma.
+
+use crate::hostile::attack;
+use crate::support::{Random, SPECIAL, on_each_device};
+use crate::trial::{assert_same, trial};
+use cuda_std::emulator::Mode;
+use cuda_std::launch::Slice;
+use kernels::matmul::{GELU, SILU, STORE_PREACT, SWIGLU};
+use kernels::matmul_bf16::OperandLayout;
+use kernels::matmul_mma::matmul_mma;
+use kernels::matmul_wgmma_tf32::{self as wgmma, Packing, SWAP, matmul_wgmma_tf32, pack_tf32_stages, stage_words};
+use kernels::mma::{Side, fragments};
+use kernels::precision::{Rounding, round_to_tf32};
+use stepscope::device::MatrixInstruction;
+use stepscope::ops::{Gemm, Precision};
+use stepscope::tensor::{Source as _, Target as _};
+use stepscope::{Arena, Capacity, Device, DeviceKind, EagerStep, Result, Tensor, ops};
+
+/// A product. `transposed` says which operands are stored transposed: A `[k, m]`, B `[n, k]`.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    extents: [usize; 3],
+    transposed: [bool; 2],
+    batches: usize,
+    k_per_split: usize,
+    /// Elements between a row's end and the next row of the output.
+    pad: usize,
+    scales: [f32; 2],
+    has_bias: bool,
+    flags: u32,
+    /// The blocks of the grid at most.
+    blocks: u32,
+}
+
+const LAYOUTS: [[bool; 2]; 4] = [[false, false], [false, true], [true, false], [true, true]];
+const ALL: usize = usize::MAX;
+
+/// Extents with tails of every kind, no k, one chunk, more stages than slots, several tiles.
+const EXTENTS: [[usize; 3]; 8] = [
+    [1, 1, 1],
+    [3, 8, 0],
+    [64, 128, 32],
+    [129, 130, 40],
+    [128, 256, 96],
+    [17, 300, 233],
+    [256, 520, 33],
+    [300, 140, 136],
+];
+
+/// An operand of a product as it is stored: rows of k elements, or the other way around.
+struct Operand<'s> {
+    values: Tensor<'s>,
+    rows: usize,
+    ld: usize,
+    stride: usize,
+    is_across: bool,
+}
+
+impl<'s> Operand<'s> {
+    fn new(step: &EagerStep<'s>, seed: u64, case: Case, rows: usize, is_across: bool) -> Result<Self> {
+        let k = case.extents[2];
+        let (lines, length) = if is_across { (k, rows) } else { (rows, k) };
+        let ld = length.next_multiple_of(4);
+        let values = Random::new(seed).normals(case.batches * lines * ld);
+        Ok(Self { values: step.upload(&values, [values.len()])?, rows, ld, stride: lines * ld, is_across })
+    }
+
+    /// Describes the operand for `round_to_tf32`.
+    fn rounding<'a>(&'a self, case: Case, side: Side, out: &'a mut Tensor<'s, u32>) -> Rounding<'a> {
+        let [rows, cols] = if self.is_across { [case.extents[2], self.rows] } else { [self.rows, case.extents[2]] };
+        let wanted = Some((side, out.out()));
+        let (along, across) = if self.is_across { (None, wanted) } else { (wanted, None) };
+        let (values, batches) = (Some(self.values.slice()), case.batches);
+        Rounding { values, rows, cols, ld: self.ld, batches, stride: self.stride, along, across }
+    }
+
+    fn packing<'a>(&'a self, case: Case, out: &'a mut Tensor<'s, u32>) -> Packing<'a> {
+        let Self { rows, ld, stride, is_across, .. } = *self;
+        let (values, out) = (Some(self.values.slice()), Some(out.out()));
+        Packing { values, out, rows, k: case.extents[2], ld, batches: case.batches, stride, is_across }
+    }
+}
+
+/// Returns `out` and `pre` of a case: by wgmma in this tile with these flags, or by `matmul_mma`.
+fn outputs(step: &EagerStep<'_>, case: Case, by: Option<(wgmma::Tile, u32)>) -> Result<[Vec<f32>; 2]> {
+    let Case { extents: [m, n, k], transposed, batches, pad, scales: [alpha, beta], flags, .. } = case;
+    let (split_k, ldc) = (k.div_ceil(case.k_per_split.min(k.max(1))).max(1), n + pad);
+    let length = batches * split_k * m * ldc;
+    let left = Operand::new(step, 1, case, m, transposed[0])?;
+    let right = Operand::new(step, 2, case, n, !transposed[1])?;
+    let bias = step.upload(&Random::new(3).normals(batches * n), [batches * n])?;
+    let mut out = step.upload(&Random::new(4).normals(length), [length])?;
+    let mut pre = step.upload(&Random::new(5).normals(length), [length])?;
+    let (c, written) = out.in_place();
+    macro_rules! launch {
+        ($kernel:ident { $($own:ident: $value:expr),* }) => {
+            step.launch($kernel {
+                $($own: $value,)*
+                bias: if case.has_bias { bias.slice() } else { Slice::empty() },
+                c,
+                out: written,
+                pre: pre.out(),
+                m: m as u32,
+                n: n as u32,
+                k: k as u32,
+                ldc: ldc as u32,
+                k_per_split: case.k_per_split.min(k.max(1)) as u32,
+                batches: batches as u32,
+                stride_c: m * ldc,
+                stride_bias: n,
+                alpha,
+                beta,
+            })?
+        };
+    }
+    if let Some((tile, swap)) = by {
+        let (stored, packed) = if swap == 0 { (&left, &right) } else { (&right, &left) };
+        let words = stage_words([packed.rows, k]);
+        let mut images = step.empty::<u32>([batches * words])?;
+        step.launch(pack_tf32_stages::of([packed.packing(case, &mut images), Packing::default()]))?;
+        let layout = if stored.is_across { OperandLayout::Transposed } else { OperandLayout::Plain };
+        launch!(matmul_wgmma_tf32 {
+            variant: (layout, tile),
+            a: stored.values.slice(),
+            b: images.slice(),
+            lda: stored.ld as u32,
+            blocks: case.blocks,
+            stride_a: stored.stride,
+            stride_b: words,
+            flags: flags | swap
+        });
+    } else {
+        let words = [fragments([m, k]), fragments([n, k])];
+        let (mut a, mut b) = (step.empty::<u32>([batches * words[0]])?, step.empty::<u32>([batches * words[1]])?);
+        let roundings = [left.rounding(case, Side::Left, &mut a), right.rounding(case, Side::Right, &mut b)];
+        let [of_a, of_b] = roundings;
+        step.launch(round_to_tf32::of([of_a, of_b, Rounding::default()]))?;
+        launch!(matmul_mma {
+            tile: ops::MMA_TILES[0],
+            a: a.slice(),
+            b: b.slice(),
+            stride_a: words[0],
+            stride_b: words[1],
+            flags: flags
+        });
+    }
+    Ok([step.read(&out)?, step.read(&pre)?])
+}
+
+/// Checks that every tile gives the bits of `matmul_mma`, whichever operand is packed.
+fn assert_same_bits(case: Case) {
+    let device = Device::open(DeviceKind::Emulated).unwrap();
+    let run = |by| {
+        let mut arena = Arena::builder(&device).capacity(Capacity::mib(32)).build().unwrap();
+        arena.step(|step| outputs(step, case, by)).unwrap()
+    };
+    let want = run(None);
+    for tile in wgmma::TILES {
+        for swap in [0, SWAP] {
+            for (got, want) in run(Some((tile, swap))).iter().zip(&want) {
+                assert_same(format_args!("{case:?}, {tile:?}, {swap:#x}"), got, want);
+            }
+        }
+    }
+}
+
+fn plain(extents: [usize; 3], transposed: [bool; 2]) -> Case {
+    Case {
+        extents,
+        transposed,
+        batches: 1,
+        k_per_split: ALL,
+        pad: 0,
+        scales: [1.0, 0.0],
+        has_bias: false,
+        flags: 0,
+        blocks: 132,
+    }
+}
+
+#[test]
+fn all_layouts_match_bits() {
+    for extents in EXTENTS {
+        for transposed in LAYOUTS {
+            assert_same_bits(plain(extents, transposed));
+        }
+    }
+}
+
+/// Each epilogue, for whole tiles, ragged ones, and rows that do not begin on 16 bytes.
+#[test]
+fn all_epilogues_match_bits() {
+    for (transposed, extents, pad) in [
+        (LAYOUTS[0], [128, 256, 72], 0),
+        (LAYOUTS[1], [150, 264, 40], 8),
+        (LAYOUTS[2], [256, 128, 33], 4),
+        (LAYOUTS[3], [130, 131, 80], 1),
+    ] {
+        for (flags, scales, has_bias) in [
+            (0, [0.5, 0.25], true),
+            (GELU | STORE_PREACT, [1.0, 0.0], true),
+            (GELU, [0.3, 0.5], true),
+            (SILU | STORE_PREACT, [1.0, -1.0], false),
+            (SWIGLU | STORE_PREACT, [1.0, 0.0], true),
+            (STORE_PREACT, [1.0, 0.0], false),
+        ] {
+            assert_same_bits(Case { pad, scales, has_bias, flags, ..plain(extents, transposed) });
+        }
+    }
+}
+
+/// Batches, splits of k, and grids of fewer blocks than tiles.
+#[test]
+fn batches_and_splits_match_bits() {
+    for (transposed, extents, batches, k_per_split, blocks) in [
+        (LAYOUTS[0], [130, 260, 100], 2, ALL, 1),
+        (LAYOUTS[1], [200, 130, 208], 3, 96, 2),
+        (LAYOUTS[3], [72, 520, 320], 1, 160, 5),
+        (LAYOUTS[2], [128, 256, 200], 2, 64, 3),
+        (LAYOUTS[2], [17, 300, 330], 1, 224, 2),
+    ] {
+        assert_same_bits(Case { batches, k_per_split, blocks, ..plain(extents, transposed) });
+    }
+}
+
+/// Nothing writes a slot of the ring while products read it, and no two warps an output.
+#[test]
+fn ring_has_no_race() {
+    let races = Mode { races: true, ..Mode::default() };
+    races.scope(|| {
+        for transposed in LAYOUTS {
+            assert_same_bits(Case { blocks: 1, ..plain([130, 260, 200], transposed) });
+        }
+    });
+}
+
+/// The gradients and a product, each of them packed on one side or the other, or left to `mma.sync`
+/// because no rows begin on 16 bytes or outputs are few, have the bits of `mma.sync`.
+#[test]
+fn ops_match_mma_sync() {
+    let results = |instruction| {
+        let device = Device::builder(DeviceKind::Emulated).matrix_instruction(instruction).open().unwrap();
+        let mut arena = Arena::builder(&device).capacity(Capacity::mib(64)).build().unwrap();
+        let of = |step: &EagerStep<'_>, [rows, inputs, outputs]: [usize; 3]| -> Result<Vec<Vec<f32>>> {
+            step.set_precision(Precision::Tf32);
+            let number =
+                |seed, extents: [usize; 2]| step.upload(&Random::new(seed).normals(extents[0] * extents[1]), extents);
+            let (x, w) = (number(1, [rows, inputs])?, number(2, [inputs, outputs])?);
+            let (dy, mut dw, mut dx) =
+                (number(3, [rows, outputs])?, number(4, [inputs, outputs])?, number(5, [rows, inputs])?);
+            let y = ops::linear(step, &x, &w, None::<&Tensor<'_>>)?;
+            let for_dw = Gemm::new(inputs, outputs, rows).transpose_a().accumulate();
+            let for_dx = Gemm::new(rows, inputs, outputs).transpose_b();
+            ops::gradients_into(
+                step,
+                &dy,
+                ops::Gradient { form: for_dw, of: &x, into: &mut dw },
+                None::<ops::BiasGradient<'_, Tensor<'_>>>,
+                Some(ops::Gradient { form: for_dx, of: &w, into: &mut dx }),
+            )?;
+            Ok(vec![step.read(&y)?, step.read(&dw)?, step.read(&dx)?])
+        };
+        [[2900, 132, 140], [2900, 140, 132], [2900, 140, 130], [150, 33, 49]]
+            .map(|extents| arena.step(|step| of(step, extents)).unwrap())
+    };
+    let want = results(MatrixInstruction::MmaSync);
+    for (case, (got, want)) in results(MatrixInstruction::Wgmma).iter().zip(&want).enumerate() {
+        for (what, (got, want)) in ["y", "dw", "dx"].iter().zip(got.iter().zip(want)) {
+            assert_same(format_args!("{what} of case {case}"), got, want);
+        }
+    }
+}
+
+/// Rounds `x` with integers. It rounds up if the dropped part is half or more.
+fn rounded(x: f32) -> u32 {
+    (x.to_bits() + (1 << 12)) >> 13 << 13
+}
+
+on_each_device! {
+    /// Each element is rounded and written to its place in an image, with zeros around.
+    fn elements_are_rounded_into_images(device: &Device) {
+        if device.description().kind == DeviceKind::Cuda && !device.description().has_wgmma {
+            return;
+        }
+        let extents = [[1, 1], [3, 8], [128, 32], [129, 33], [5, 0], [0, 4], [300, 12], [256, 96], [31, 70]];
+        for (turn, [rows, k]) in extents.into_iter().enumerate() {
+            for is_across in [false, true] {
+                let (batches, ld) = (1 + turn % 2, if is_across { rows } else { k } + turn % 3);
+                let stride = if is_across { k } else { rows } * ld;
+                let mut x = Random::new(turn as u64).normals(batches * stride);
+                let special = SPECIAL.into_iter().filter(|special| !special.is_nan());
+                x.iter_mut().zip(special).for_each(|(x, special)| *x = special);
+                let mut want = vec![0; batches * stage_words([rows, k])];
+                for (batch, [row, p]) in (0..batches * rows * k).map(|at| (at / (rows * k), [at / k % rows, at % k])) {
+                    let at = batch * stride + if is_across { p * ld + row } else { row * ld + p };
+                    let image = (batch * rows.div_ceil(128) + row / 128) * k.div_ceil(32) + p / 32;
+                    let chunk = p % 32 / 4 ^ row % 8;
+                    want[image * 4096 + row % 128 * 32 + chunk * 4 + p % 4] = rounded(x[at]);
+                }
+                let got = trial(device, |trial| {
+                    let values = trial.upload(&x, [x.len()])?;
+                    let mut out = trial.empty::<u32>([want.len()])?;
+                    let (values, made) = (Some(values.slice()), Some(out.out()));
+                    let packing = Packing { values, out: made, rows, k, ld, batches, stride, is_across };
+                    // The second operand, so that none precedes it.
+                    trial.launch(pack_tf32_stages::of([Packing::default(), packing]))?;
+                    trial.output(&out)
+                });
+                let different = got.iter().zip(&want).position(|(got, want)| got != want);
+                assert_eq!(different, None, "{rows} x {k}, across: {is_across}: first at this word");
+            }
+        }
+    }
+}
+
+/// The words of the image of one matrix of up to 128 rows and 32 k.
+const WORDS: usize = 4096;
+
+// Two batches of `[5, 8] [8, 6]`, and two operands of two batches of 3 x 5.
+attack! {
+    matmul_wgmma_tf32::matmul_wgmma_tf32 by variant {
+        a: f32s 128, b: u32s 2 * WORDS, bias: f32s 12, c: pointer 60, out: out 60, pre: out 60, m: number 5, n: number 6,
+        k: number 8, lda: number 8, ldc: number 6, k_per_split: number 8, batches: number 2, blocks: number 3,
+        stride_a: number 64, stride_b: number WORDS, stride_c: number 30, stride_bias: number 6, alpha: float 0.5,
+        beta: float 1.0, flags: number 12,
+    }
+    matmul_wgmma_tf32::pack_tf32_stages {
+        a: f32s 30, a_out: out_u32 2 * WORDS, a_rows: number 3, a_k: number 5, a_ld: number 5, a_batches: number 2, a_stride: number 15,
+        b: f32s 30, b_out: out_u32 2 * WORDS, b_rows: number 5, b_k: number 3, b_ld: number 5, b_batches: number 2, b_stride: number 15,
+        across: number 2,
+    }
+}
