@@ -1,12 +1,16 @@
 //! Products: their work, from the kernel's tile, layout and loop.
 
 use kernels::matmul::{GELU, GELU_DERIVATIVE, SILU, SWIGLU, TILES, TRANSPOSE_A, TRANSPOSE_B, Tile};
+use kernels::matmul_wgmma_tf32::SWAP;
 use stepscope::device::Launch;
 use stepscope::kernel::PackedMap;
 
 use crate::code::{Activations, Code};
 use crate::warpgroup;
 use crate::work::{Work, adds};
+
+/// The names of the products in TF32 by `wgmma` begin with this.
+const TF32_WGMMA: &str = "matmul_wgmma_tf32";
 
 /// Cycles from a barrier to the first operands.
 const LATENCY: f64 = 30.0;
@@ -33,12 +37,22 @@ struct Extents {
 impl Extents {
     fn of(launch: &Launch) -> Self {
         let words = launch.words.as_slice();
+        let flags = words[words.len() - 1] as u32;
+        if launch.entry.name.starts_with(TF32_WGMMA) {
+            // After a, b and bias, of two words each, and c, out and pre.
+            let number = |at: usize| words[9 + at] as f64;
+            let [m, n, k] = [0, 1, 2].map(number);
+            // The tile's rows are columns of the output if the operands are swapped.
+            let [m, n] = if flags & SWAP != 0 { [n, m] } else { [m, n] };
+            let (chunk, batches) = (number(5).min(k), number(6));
+            return Self { m, n, k, chunk, batches, strides: [0.0; 2], flags };
+        }
         if launch.entry.is_warpgroup {
             // After a and b, which take the words of a tensor map each, bias, c, out, pre and sums.
             let number = |at: usize| words[2 * PackedMap::WORDS + 6 + at] as f64;
             let [m, n, k] = [0, 1, 2].map(number);
             let (chunk, batches) = (number(4).min(k), number(5));
-            return Self { m, n, k, chunk, batches, strides: [0.0; 2], flags: words[words.len() - 1] as u32 };
+            return Self { m, n, k, chunk, batches, strides: [0.0; 2], flags };
         }
         // a, b and bias take two words each; c, out, pre and sums take one. Fragments have no row
         // strides.
@@ -53,7 +67,7 @@ impl Extents {
             chunk: number(chunk).min(number(11)),
             batches: number(chunk + 1),
             strides: if fragments { [0.0; 2] } else { [number(12), number(13)] },
-            flags: words[words.len() - 1] as u32,
+            flags,
         }
     }
 }
@@ -76,6 +90,8 @@ pub(crate) fn work(launch: &Launch, code: &Code, activations: Activations) -> Wo
     if launch.entry.is_warpgroup {
         // A persistent block computes several tiles, each as a block of its own would.
         work.blocks = ((m / rows).ceil() * (n / cols).ceil() * batches * (k / chunk).ceil().max(1.0)) as u64;
+        // TF32 has half of BF16's rate and twice its bytes, as if k were twice as long.
+        let chunk = if name.starts_with(TF32_WGMMA) { 2.0 * chunk } else { chunk };
         warpgroup::product(&mut work, [rows, cols], chunk, activation(flags, activations));
         work.moved = rows.min(m) * cols.min(n) * out_bytes * if adds(launch) { 2.0 } else { 1.0 };
         share_b(&mut work, m / rows / 16.0);

@@ -1,8 +1,10 @@
-//! Matrix multiply on tensor cores: [`gemm_into`](super::gemm_into) in TF32.
+//! Matrix multiply on tensor cores: [`gemm_into`](super::gemm_into) in TF32, by `mma.sync` unless
+//! [`tf32_wgmma`] multiplies.
 
 use super::super::precision::{Fragments, Matrices, Unrounded, round};
 use super::gemm::{Epilogue, Gemm, Gradient};
 use super::split::{GemmExtents, Outputs, split_or_whole};
+use super::tf32_wgmma::{self, Packed};
 use super::tile::{fastest, tile_of};
 use crate::error::Result;
 use crate::precision::Precision;
@@ -54,6 +56,9 @@ pub(super) fn queue<'s>(
     out: &mut impl Target<'s, f32>,
     epilogue: Epilogue<'_, 's, f32>,
 ) -> Result<()> {
+    if let Some(packed) = Packed::of(step, form) {
+        return tf32_wgmma::queue(step, packed, form, a, b, bias, c, out, epilogue);
+    }
     let extents = GemmExtents::new(form, k_per_split)?;
     let outputs = Outputs::new(form, &extents, bias, c, out, epilogue);
     step.workspace(|step| {
@@ -69,9 +74,14 @@ pub(super) fn queue<'s>(
 pub(super) fn queue_gradients<'s>(
     step: &Step<'s>,
     dy: &impl Source<'s, f32>,
-    Gradient { form: for_dw, of: x, into: dw }: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
-    Gradient { form: for_dx, of: w, into: dx }: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
+    dw: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
+    dx: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
 ) -> Result<()> {
+    if let (Some(of_dw), Some(of_dx)) = (Packed::of(step, &dw.form), Packed::of(step, &dx.form)) {
+        return tf32_wgmma::queue_gradients(step, [of_dw, of_dx], dy, dw, dx);
+    }
+    let Gradient { form: for_dw, of: x, into: dw } = dw;
+    let Gradient { form: for_dx, of: w, into: dx } = dx;
     let none = None::<&Tensor<'s>>;
     let extents = [GemmExtents::new(&for_dw, k_per_split)?, GemmExtents::new(&for_dx, k_per_split)?];
     let to_dw = Outputs::new(&for_dw, &extents[0], none, none, dw, Epilogue::Store);

@@ -6,6 +6,7 @@
 //! | `split.rs` | shared by all precisions: extents and split-K |
 //! | `tile.rs` | shared by all precisions: the choice of a tile by its time |
 //! | `f32.rs` | multiplies in f32 |
+//! | `tf32_wgmma.rs` | multiplies of f32 tensors by `wgmma`, as TF32 |
 //! | `mma.rs` | multiplies of f32 tensors on tensor cores, as TF32 |
 //! | `bf16.rs` | multiplies of BF16 tensors, and the GELU backward epilogue |
 //! | `element.rs` | the choice among them by a tensor's type |
@@ -24,6 +25,7 @@ mod low_rank;
 mod mma;
 mod split;
 mod tape;
+mod tf32_wgmma;
 mod tile;
 
 pub use bf16::gelu_linear_backward;
