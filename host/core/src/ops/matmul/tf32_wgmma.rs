@@ -268,7 +268,7 @@ mod tests {
     #[test]
     fn few_outputs_have_few_parts() {
         for (form, want) in [
-            (Gemm::new(512, 512, 512), 16),
+            (Gemm::new(512, 512, 512), 32),
             (Gemm::new(3072, 256, 1024), 48),
             (Gemm::new(256, 1024, 3072), 64),
             (Gemm { batches: 12, ..Gemm::new(256, 130, 64) }, 48),
