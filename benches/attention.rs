@@ -176,7 +176,8 @@ fn measure<S: AttentionElement>(device: &Device, case: Case, precision: Precisio
         dout: Buffer::from_slice(device, &narrow(tokens * heads * width, 2))?,
     };
     // Every repetition allocates the output, its gradient's sums and the gradient, at most in f32.
-    let bytes = row * tokens * (2 * heads + 2 * kv_heads) * (width + 4) * 4 + (64 << 20);
+    // Stored scores take up to 2 GiB while they are used.
+    let bytes = row * tokens * (2 * heads + 2 * kv_heads) * (width + 4) * 4 + (3 << 30);
     let mut collect =
         |record: fn(&mut Step<'_>, &mut &mut State<S>, &CaptureInputs<'_>) -> Result<()>| -> Result<Samples> {
             let mut arena = Arena::builder(device).capacity(Capacity::Bytes(bytes)).build()?;

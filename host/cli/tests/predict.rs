@@ -168,7 +168,7 @@ fn recorded_predictions_stay_close() {
         (of_group.iter().filter(|error| **error <= limit).count(), of_group.len())
     };
     for (group, ten, twenty, all) in
-        [("step", 10, 10, 12), ("kernel", 76, 112, 129), ("product", 121, 169, 186), ("attention", 0, 7, 16)]
+        [("step", 9, 10, 12), ("kernel", 76, 112, 129), ("product", 119, 172, 186), ("attention", 0, 3, 16)]
     {
         let found = (within(group, 0.1), within(group, 0.2));
         assert_eq!(found.0.1, all, "{group}");
@@ -196,9 +196,9 @@ fn every_kernel_has_been_counted() {
         let counted = code[arch].as_object().unwrap();
         let compiled = |name: &str| {
             // The emulator's own tile does not run on a GPU.
-            !name.ends_with("_on_cpu") && !name.contains("_wgmma_")
+            !name.ends_with("_on_cpu")
         };
-        for entry in kernels::entries().filter(|entry| compiled(entry.name)) {
+        for entry in kernels::entries().filter(|entry| !entry.is_warpgroup && compiled(entry.name)) {
             let way = &counted.get(entry.name).unwrap_or_else(|| panic!("{}: run ci/generate code", entry.name))["way"];
             assert!(number(&way["all"]) > 0.0 && number(&way["alone"]) >= number(&way["all"]), "{}: {way}", entry.name);
             // A block copies its first stages like the others, before it multiplies. After the last
