@@ -85,7 +85,7 @@ pub(crate) fn results<S: AttentionElement>(inputs: &Inputs, device: &Device, pre
     let Setup { batch, tokens, heads, width, .. } = inputs.setup;
     let narrow = |values: &[f32]| values.iter().map(|&x| S::narrow(x)).collect::<Vec<_>>();
     let widen = |values: Vec<S>| values.into_iter().map(S::widen).collect();
-    let mut arena = Arena::builder(device).capacity(Capacity::mib(64)).build().unwrap();
+    let mut arena = Arena::builder(device).capacity(Capacity::mib(128)).build().unwrap();
     arena
         .step(|step| {
             step.set_precision(precision);

@@ -296,7 +296,7 @@ on_each_device! {
                 for (batch, [row, p]) in (0..batches * rows * k).map(|at| (at / (rows * k), [at / k % rows, at % k])) {
                     let at = batch * stride + if is_across { p * ld + row } else { row * ld + p };
                     let image = (batch * rows.div_ceil(128) + row / 128) * k.div_ceil(32) + p / 32;
-                    let chunk = p % 32 / 4 ^ row % 8;
+                    let chunk = (p % 32 / 4) ^ (row % 8);
                     want[image * 4096 + row % 128 * 32 + chunk * 4 + p % 4] = rounded(x[at]);
                 }
                 let got = trial(device, |trial| {

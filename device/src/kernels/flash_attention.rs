@@ -225,7 +225,7 @@ family! {
         let samples = crate::warp::rows_in("out", k.out.len(), rows.times(k.width))?;
         Violation::unless_length("dout", k.out.len(), k.dout.len())?;
         Violation::unless_length("delta", rows.times(samples), k.delta.len())?;
-        let at_once = ROWS_OF_DELTA * crate::warp::rows_at_once(crate::warp::ROW_BLOCK, k.width as usize);
-        Grid::cover(rows.times(samples), at_once)
+        let lanes = crate::warp::rows_at_once(crate::warp::ROW_BLOCK, k.width as usize);
+        Grid::cover(rows.times(samples), ROWS_OF_DELTA.saturating_mul(lanes))
     }
 }

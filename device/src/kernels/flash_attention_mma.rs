@@ -66,8 +66,8 @@ pub const KEYS_BF16: [Shape; 3] =
 
 /// The BF16 shape of the kernel that stores p and ds.
 pub const SCORES_BF16: Shape = Shape::of_bf16(1, 32, 256);
-/// The BF16 shapes of the kernels that compute gradients from stored scores: of ds that the kernel of
-/// dk and dv has stored, and of p and ds.
+/// The BF16 shapes of the kernels that compute gradients from stored scores: of ds that the kernel
+/// of dk and dv has stored, and of p and ds.
 pub const FROM_SCORES_BF16: [Shape; 2] = [Shape::of_bf16(2, 64, 128), Shape::of_bf16(1, 64, 256)];
 
 /// The f32 shapes of the forward kernel. For wider heads, a block's rows do not fit in the shared
@@ -252,8 +252,8 @@ family! {
         // width suits the shape.
         unsafe { pairs::<S, { SHAPE.chunks() }, true>(problem, lse, delta, dout, dqkv, before as usize, ds) };
     }
-    // SAFETY: the heads lie inside `qkv`, `dqkv`, `dout`, `lse` and `delta`. `ds` has the squares of
-    // these heads. Each block has keys of its own, and writes only rows below `tokens`.
+    // SAFETY: the heads lie inside `qkv`, `dqkv`, `dout`, `lse` and `delta`. `ds` has the squares
+    // of these heads. Each block has keys of its own, and writes only rows below `tokens`.
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(2, 2) } |p| {
         let sizes = check_sizes!(p, SHAPE.widths());
         Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;

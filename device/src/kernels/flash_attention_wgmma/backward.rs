@@ -104,8 +104,8 @@ pub(super) unsafe fn queries<
             memory.resident_full().wait(0);
             fence_async();
             let mut tile = own_from;
-            // Two warpgroups start a turn's scores one turn ahead; three have no registers for that,
-            // and need it less.
+            // Two warpgroups start a turn's scores one turn ahead; three have no registers for
+            // that, and need it less.
             let ahead = GROUPS == 2;
             macro_rules! turn {
                 ($scores:ident, $after:ident) => {
@@ -132,8 +132,8 @@ pub(super) unsafe fn queries<
                             $scores[n][at] = exp2_weight($scores[n][at], factor, base[at / 2]);
                         });
                     });
-                    // Measured: a tenth faster for heads of 64 columns. The wait would otherwise come
-                    // before most exponentials.
+                    // Measured: a tenth faster for heads of 64 columns. The wait would otherwise
+                    // come before most exponentials.
                     hold($scores[TILES - 1][3] + $scores[TILES - 1][1]);
                     if ahead {
                         // Also for the products of the turn before.

@@ -20,8 +20,8 @@ const HEADS_AT_ONCE: u32 = 8;
 
 /// Returns this block's place in a launch that begins at head `before` of all samples' heads. All
 /// first rows of eight heads come before their next ones, so that a launch of few heads ends with
-/// short blocks. The last heads are up to fifteen. If `backwards`, the last rows come first, because
-/// they have the most work under a causal mask. Numbers have 32 bits, which take fewer registers
+/// short blocks. The last heads are up to fifteen. If `backwards`, the last rows come first: they
+/// have the most work under a causal mask. Numbers have 32 bits, which take fewer registers
 /// than those of [`Place::new`].
 ///
 /// # Safety

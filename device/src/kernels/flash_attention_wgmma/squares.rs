@@ -135,7 +135,7 @@ pub(super) unsafe fn scores<
     [[f32; 4]; TILES]: Accumulators,
 {
     const { assert!(TILE == TOKENS && HELD == PARTS as usize) };
-    // SAFETY: the argument in `backward::queries` holds here too. The tiles lie inside `p` and `ds`.
+    // SAFETY: the argument in `backward::queries` holds here. The tiles lie inside `p` and `ds`.
     unsafe {
         let memory = Memory::<GROUPS, TILE, PARTS, SLOTS>::new(1, 2);
         let rows = Memory::<GROUPS, TILE, PARTS, SLOTS>::RESIDENT;

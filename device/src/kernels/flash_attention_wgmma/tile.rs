@@ -314,8 +314,8 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32, const SLOTS: u32> Mem
         }
     }
 
-    /// Copies the values of a turn's rows when array 0 of its slot is free, with 0 for tokens that do
-    /// not exist. The barrier of array 0 also counts them.
+    /// Copies the values of a turn's rows when array 0 of its slot is free, with 0 for tokens that
+    /// do not exist. The barrier of array 0 also counts them.
     ///
     /// # Safety
     /// The copying warpgroup calls it, before [`fill`](Self::fill) of array 0. The values of the

@@ -84,7 +84,7 @@ impl StreamedOperand<'_> {
 /// Returns the position of a chunk in a stage of A.
 #[inline(always)]
 fn place_of<const ALONG: bool>(line: u32, chunk: u32) -> u32 {
-    if ALONG { swizzled(CHUNKS, line, chunk) } else { line * ACROSS + (chunk ^ 2 * (line % 4)) }
+    if ALONG { swizzled(CHUNKS, line, chunk) } else { line * ACROSS + (chunk ^ (2 * (line % 4))) }
 }
 
 /// Reads and rounds a lane's words of A for two instructions, 16 k from `first_k` of the stage on:

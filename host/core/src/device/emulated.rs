@@ -48,7 +48,7 @@ struct Capture {
 
 #[derive(Clone, Debug)]
 enum Node {
-    Launch(Launch),
+    Launch(Box<Launch>),
     Memory,
 }
 
@@ -317,7 +317,7 @@ unsafe impl Driver for Emulated {
     }
 
     unsafe fn launch(&self, entry: &Entry, grid: Grid, words: &Words) -> Result<()> {
-        if self.recorded(|| Node::Launch(Launch { entry: *entry, grid, words: words.clone() })) {
+        if self.recorded(|| Node::Launch(Box::new(Launch { entry: *entry, grid, words: words.clone() }))) {
             return Ok(());
         }
         // SAFETY: the contract accepted these words for this grid, and their memory is mapped
@@ -372,7 +372,8 @@ unsafe impl Driver for Emulated {
             _ => return refused("cuGraphLaunch", INVALID_VALUE),
         };
         for node in &*nodes {
-            if let Node::Launch(Launch { entry, grid, words }) = node {
+            if let Node::Launch(launch) = node {
+                let Launch { entry, grid, words } = &**launch;
                 // SAFETY: `launch` recorded this under its own requirements, and the memory is
                 // still mapped (`Driver::replay`).
                 unsafe { self.run(entry, *grid, words) }?;
