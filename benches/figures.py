@@ -6,7 +6,7 @@ peer. If several files have a line, the first counts.
 Some files are not written by a bench:
 
 - *-gpt2.json has `runs`: arguments of `gpt` -> `seconds_of_updates`, `bytes`, and `pytorch.runs`:
-  precision -> the output of benches/peers/gpt2.py.
+  precision, or size and precision -> the output of benches/peers/gpt2.py.
 - *-gpt-beside-ddp.json has `gpt.seconds_of_updates` and `pytorch.tokens_per_second` by ranks, with
   16 x 1024 tokens each.
 - *-finetune.json has `runs`: case -> `tokens_per_second_of_updates` and the GPU's `bytes`, and
@@ -179,7 +179,8 @@ def gpt2(case, _, runs):
     """Tokens per second and GiB of memory: "BF16, recompute"."""
     run, wanted = gpt_run(case, runs)
     alike = wanted == {"--size": "124m", "--batch": "16", "--precision": wanted["--precision"]}
-    peers = [file.content["pytorch"]["runs"].get(wanted["--precision"]) for file in runs if alike]
+    name = wanted["--precision"] if alike else f"{wanted['--size']} {wanted['--precision']}"
+    peers = [file.content["pytorch"]["runs"].get(name) for file in runs if "pytorch" in file.content]
     peer = next(filter(None, peers), None)
     text = lambda rate, size: f"{rate:,.0f} ({size / 2**30:.2f} GiB)"
     rate = int(wanted["--batch"]) * TOKENS / median(run["seconds_of_updates"])
