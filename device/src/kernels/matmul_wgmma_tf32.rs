@@ -3,7 +3,7 @@
 //! on the emulator.
 //!
 //! wgmma reads TF32 only along k, and truncates what it reads, so both operands are rounded first.
-//! B comes rounded from [`pack_tf32_stages`], as images of shared memory. A comes as it is stored.
+//! B comes rounded from `pack_tf32_stages`, as images of shared memory. A comes as it is stored.
 //! It is rounded where it is read into registers, so no launch reads and writes all of it.
 //!
 //! ```text

@@ -34,7 +34,7 @@ pub struct Shape {
     pub parts: u32,
     /// The slots of a streamed tile: with one, a tile is copied while the other array's is used.
     pub slots: u32,
-    /// True if two warps share their resident rows; see [`pairs`](super::pairs).
+    /// True if two warps share their resident rows; see `pairs`.
     pub paired: bool,
     /// The bytes of an element in memory.
     pub bytes: u32,

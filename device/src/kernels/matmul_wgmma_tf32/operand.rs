@@ -123,7 +123,7 @@ pub(super) fn staged_row<const ALONG: bool>(row: u32) -> u32 {
     if ALONG { row } else { row / 2 + 8 * (row % 2) }
 }
 
-/// B, packed as images ([`pack_tf32_stages`](super::pack_tf32_stages)), starting at word `start`:
+/// B, packed as images (`pack_tf32_stages`(super::pack_tf32_stages)), starting at word `start`:
 /// `blocks` blocks of 128 rows with `stages` stages each.
 #[derive(Clone, Copy)]
 pub(super) struct PackedOperand<'p> {

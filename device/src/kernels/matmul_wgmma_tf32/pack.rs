@@ -101,7 +101,7 @@ fn check(
     Ok(images)
 }
 
-/// One operand of a launch of [`pack_tf32_stages`].
+/// One operand of a launch of `pack_tf32_stages`.
 #[cfg(not(target_arch = "nvptx64"))]
 #[derive(Default)]
 #[allow(missing_docs, reason = "named as the kernel's parameters")]
