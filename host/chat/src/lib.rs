@@ -5,13 +5,18 @@
 //!                       the model's template    its tokenizer      ids, and which count
 //! ```
 //! Invariant: a `messages` row is never trained on as raw text, and a token counts in the loss only
-//! if the assistant, or a completion, has written it.
+//! if the assistant, or a completion, has written it. Nothing that a row contains is left out of
+//! its text, except for keys that carry no text.
 
 #![forbid(unsafe_code)]
 // Paths are opened through `PlainFile`. Tests may open their own files.
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 mod encode;
+mod json;
+mod limits;
+mod messages;
+mod metering;
 mod pack;
 mod python_json;
 mod rows;

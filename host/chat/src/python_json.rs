@@ -5,18 +5,22 @@ use serde_json::Value;
 use std::fmt::Write;
 
 /// Writes a value: with `", "` and `": "` between items, or with line breaks and `indent` spaces.
-pub(crate) fn dumps(value: &Value, indent: Option<usize>) -> String {
+/// Returns `None` if the text is longer than `most` bytes.
+pub(crate) fn dumps(value: &Value, indent: Option<usize>, most: usize) -> Option<String> {
     let mut text = String::new();
-    write(&mut text, value, indent, 0);
-    text
+    write(&mut text, value, (indent, most), 0)?;
+    (text.len() <= most).then_some(text)
 }
 
-fn write(text: &mut String, value: &Value, indent: Option<usize>, depth: usize) {
+fn write(text: &mut String, value: &Value, form: (Option<usize>, usize), depth: usize) -> Option<()> {
+    let (indent, most) = form;
     let line = |text: &mut String, depth: usize| {
         if let Some(indent) = indent {
+            let spaces = indent.checked_mul(depth).filter(|&spaces| spaces <= most && text.len() <= most)?;
             text.push('\n');
-            text.extend(std::iter::repeat_n(' ', indent * depth));
+            text.extend(std::iter::repeat_n(' ', spaces));
         }
+        Some(())
     };
     let next = if indent.is_some() { "," } else { ", " };
     match value {
@@ -27,10 +31,10 @@ fn write(text: &mut String, value: &Value, indent: Option<usize>, depth: usize) 
                 if number > 0 {
                     text.push_str(next);
                 }
-                line(text, depth + 1);
-                write(text, item, indent, depth + 1);
+                line(text, depth + 1)?;
+                write(text, item, form, depth + 1)?;
             }
-            line(text, depth);
+            line(text, depth)?;
             text.push(']');
         }
         Value::Object(items) if items.is_empty() => text.push_str("{}"),
@@ -40,11 +44,11 @@ fn write(text: &mut String, value: &Value, indent: Option<usize>, depth: usize) 
                 if number > 0 {
                     text.push_str(next);
                 }
-                line(text, depth + 1);
+                line(text, depth + 1)?;
                 let _ = write!(text, "{}: ", Value::from(key.as_str()));
-                write(text, item, indent, depth + 1);
+                write(text, item, form, depth + 1)?;
             }
-            line(text, depth);
+            line(text, depth)?;
             text.push('}');
         }
         // Numbers, texts and constants are the same in both.
@@ -52,6 +56,7 @@ fn write(text: &mut String, value: &Value, indent: Option<usize>, depth: usize) 
             let _ = write!(text, "{plain}");
         }
     }
+    Some(())
 }
 
 #[cfg(test)]
@@ -63,8 +68,9 @@ mod tests {
     fn values_are_written_as_python_writes_them() {
         let value: Value =
             serde_json::from_str(r#"{"b": [1, 2.5, "ü<'"], "a": {}, "c": [], "d": {"e": null}}"#).unwrap();
-        assert_eq!(dumps(&value, None), r#"{"b": [1, 2.5, "ü<'"], "a": {}, "c": [], "d": {"e": null}}"#);
+        assert_eq!(dumps(&value, None, 100).unwrap(), r#"{"b": [1, 2.5, "ü<'"], "a": {}, "c": [], "d": {"e": null}}"#);
         let lines = "{\n  \"b\": [\n    1,\n    2.5,\n    \"ü<'\"\n  ],\n  \"a\": {},\n  \"c\": [],\n  \"d\": {\n    \"e\": null\n  }\n}";
-        assert_eq!(dumps(&value, Some(2)), lines);
+        assert_eq!(dumps(&value, Some(2), 100).unwrap(), lines);
+        assert_eq!([dumps(&value, None, 20), dumps(&value, Some(1 << 62), 100)], [None, None]);
     }
 }

@@ -7,45 +7,79 @@
 //!
 //! Invariant: the same messages always give the same text.
 
-use crate::python_json;
-use minijinja::value::{Kwargs, Value as JinjaValue};
-use minijinja::{Environment, Error as JinjaError, ErrorKind, UndefinedBehavior};
-use minijinja_contrib::pycompat::unknown_method_callback;
+use crate::limits::{self, MAX_BYTES};
+use crate::metering;
+use minijinja::machinery::{CodeGenerator, Instructions, Vm, WhitespaceConfig, make_string_output, parse};
+use minijinja::value::Value as JinjaValue;
+use minijinja::{AutoEscape, Environment, Error as JinjaError, ErrorKind, UndefinedBehavior};
 use serde_json::{Map, Value};
-use std::error::Error as _;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
+use std::sync::{Mutex, PoisonError};
 use stepscope_core::{Error, PlainFile, Result};
 
-/// The largest file that is read, and the longest text that is rendered.
-const MAX_BYTES: u64 = 16 << 20;
 /// The most instructions of a rendering. A message takes some hundred.
-const MAX_INSTRUCTIONS: u64 = 2_000_000;
+const MAX_INSTRUCTIONS: u64 = 4_000_000;
+/// The longest source of a template. Those of models have at most some ten thousand bytes.
+const MAX_SOURCE: usize = 1 << 20;
+/// The roles that templates know without naming them.
+const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
 
 /// A chat template, with the special tokens that it may name.
-#[derive(Debug)]
 pub struct ChatTemplate {
+    /// The file, for errors.
+    name: String,
+    source: &'static str,
     environment: Environment<'static>,
+    instructions: Instructions<'static>,
+    blocks: BTreeMap<&'static str, Instructions<'static>>,
     tokens: Map<String, Value>,
 }
 
+impl fmt::Debug for ChatTemplate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ChatTemplate").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
 impl ChatTemplate {
-    /// Makes a template from its source, with special tokens such as `bos_token` by name.
+    /// Makes a template from its source, with special tokens such as `bos_token` by name. The
+    /// source stays in memory until the program ends.
     ///
     /// # Errors
     /// Returns the line and the fault if the source is not a valid template.
     pub fn new(source: &str, tokens: Map<String, Value>) -> std::result::Result<Self, String> {
+        if source.len() > MAX_SOURCE {
+            return Err(format!("the chat template has {} bytes, but may have at most {MAX_SOURCE}", source.len()));
+        }
         let mut environment = Environment::new();
-        environment.set_trim_blocks(true);
-        environment.set_lstrip_blocks(true);
         environment.set_fuel(Some(MAX_INSTRUCTIONS));
         environment.set_undefined_behavior(UndefinedBehavior::Lenient);
-        environment.set_unknown_method_callback(unknown_method_callback);
         environment.add_function("raise_exception", |message: String| -> std::result::Result<String, JinjaError> {
             Err(JinjaError::new(ErrorKind::InvalidOperation, message))
         });
-        environment.add_filter("tojson", to_json);
-        environment.add_template_owned("chat", without_generation_tags(source)).map_err(|error| described(&error))?;
-        Ok(Self { environment, tokens })
+        limits::limit(&mut environment);
+
+        let name = "the chat template";
+        // Jinja reads all ends of lines as `\n`.
+        let source = source.replace("\r\n", "\n").replace('\r', "\n");
+        let source = kept(without_generation_tags(&source));
+        let spaces = WhitespaceConfig { keep_trailing_newline: false, lstrip_blocks: true, trim_blocks: true };
+        let parsed = parse(source, name, Default::default(), spaces).map_err(|error| described(name, &error))?;
+        let measured = match metering::measured(&parsed) {
+            Ok(measured) => measured,
+            Err(reason) => {
+                // Dropping a tree that is nested too deep would overflow the stack.
+                std::mem::forget(parsed);
+                return Err(reason);
+            }
+        };
+        let mut generator = CodeGenerator::new(name, source);
+        generator.compile_stmt(&measured);
+        let (instructions, blocks) = generator.finish();
+        Ok(Self { name: name.into(), source, environment, instructions, blocks, tokens })
     }
 
     /// Reads the template of a model's folder: `chat_template.jinja`, or else `chat_template` in
@@ -71,7 +105,17 @@ impl ChatTemplate {
                 Err(reason) => return Err(Error::file(&config, reason)),
             },
         };
-        Self::new(&source, special_tokens(&settings)).map(Some).map_err(|reason| Error::file(path, reason))
+        let mut template =
+            Self::new(&source, special_tokens(&settings)).map_err(|reason| Error::file(&path, reason))?;
+        template.name = path.display().to_string();
+        Ok(Some(template))
+    }
+
+    /// Returns true if chats may have messages of a role: one that most templates know, or one that
+    /// this template names.
+    pub(crate) fn knows(&self, role: &str) -> bool {
+        let named = |quote: char| self.source.contains(&format!("{quote}{role}{quote}"));
+        ROLES.contains(&role) || named('\'') || named('"')
     }
 
     /// Renders messages. If `add_generation_prompt` is set, the text ends where the assistant's
@@ -79,43 +123,67 @@ impl ChatTemplate {
     ///
     /// # Errors
     /// Returns the template's own message if it refuses the chat (for example because roles must
-    /// alternate), or the fault of the template. A loop without an end, and a text above 16 MiB,
-    /// are such faults.
+    /// alternate), or the file, the line and the fault of the template. Such faults are a loop
+    /// without an end, values or a text above 16 MiB, and values above 1 GiB in all.
     pub fn render(
         &self,
         messages: &[Value],
         tools: Option<&Value>,
         add_generation_prompt: bool,
     ) -> std::result::Result<String, String> {
+        self.render_or_fault(messages, tools, add_generation_prompt).map_err(|fault| fault.reason)
+    }
+
+    /// Renders messages like [`ChatTemplate::render`].
+    pub(crate) fn render_or_fault(
+        &self,
+        messages: &[Value],
+        tools: Option<&Value>,
+        add_generation_prompt: bool,
+    ) -> std::result::Result<String, Fault> {
         let mut context = self.tokens.clone();
         context.insert("messages".into(), messages.into());
         context.insert("tools".into(), tools.cloned().unwrap_or(Value::Null));
         context.insert("documents".into(), Value::Null);
         context.insert("add_generation_prompt".into(), add_generation_prompt.into());
-        let template = self.environment.get_template("chat").expect("added in `new`");
-        let mut text = Bounded(Vec::new());
-        template
-            .render_captured_to(JinjaValue::from_serialize(&context), &mut text)
-            .map_err(|error| described(&error))?;
-        Ok(String::from_utf8(text.0).expect("a template writes UTF-8"))
+        limits::begin();
+        let mut text = String::new();
+        let mut output = make_string_output(&mut text);
+        let root = JinjaValue::from_serialize(&context);
+        let vm = Vm::new(&self.environment);
+        // In a build that checks arithmetic, some slices are panics of minijinja.
+        let run = || vm.eval(&self.instructions, root, &self.blocks, &mut output, AutoEscape::None).map(drop);
+        let failed = |reason| Fault { reason, is_limit: false };
+        let result = catch_unwind(AssertUnwindSafe(run))
+            .map_err(|_| failed(format!("{}: its rendering panicked, for example in a slice", self.name)))?;
+        result.map_err(|error| Fault {
+            reason: described(&self.name, &error),
+            is_limit: error.kind() == ErrorKind::OutOfFuel,
+        })?;
+        drop(output);
+        Ok(text)
     }
 }
 
-/// A text of at most [`MAX_BYTES`].
-struct Bounded(Vec<u8>);
+/// The reason why a chat cannot be rendered.
+#[derive(Debug)]
+pub(crate) struct Fault {
+    pub(crate) reason: String,
+    /// True if the template has reached a limit.
+    pub(crate) is_limit: bool,
+}
 
-impl std::io::Write for Bounded {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        if (self.0.len() + bytes.len()) as u64 > MAX_BYTES {
-            return Err(std::io::Error::other(format!("the text has more than {MAX_BYTES} bytes")));
-        }
-        self.0.extend_from_slice(bytes);
-        Ok(bytes.len())
+/// Returns a source that lives as long as the program, because instructions refer to it. Equal
+/// sources are kept once.
+fn kept(source: String) -> &'static str {
+    static SOURCES: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
+    let mut sources = SOURCES.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(known) = sources.get(source.as_str()) {
+        return known;
     }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
+    let source: &'static str = Box::leak(source.into_boxed_str());
+    sources.insert(source);
+    source
 }
 
 fn bytes(path: &Path) -> Result<Vec<u8>> {
@@ -164,30 +232,16 @@ fn without_generation_tags(source: &str) -> String {
     text
 }
 
-/// The filter `tojson`. Other options of Python's `json.dumps` have no effect on plain values.
-fn to_json(value: &JinjaValue, options: Kwargs) -> std::result::Result<String, JinjaError> {
-    let indent = options.get::<Option<usize>>("indent")?;
-    for known in ["ensure_ascii", "separators", "sort_keys"] {
-        if options.has(known) && !matches!(known, "ensure_ascii") {
-            return Err(JinjaError::new(ErrorKind::InvalidOperation, format!("tojson: `{known}` is not supported")));
-        }
-    }
-    let _ = options.get::<Option<bool>>("ensure_ascii")?;
-    options.assert_all_used()?;
-    let value = serde_json::to_value(value)
-        .map_err(|reason| JinjaError::new(ErrorKind::InvalidOperation, format!("tojson: {reason}")))?;
-    Ok(python_json::dumps(&value, indent))
-}
-
-/// Describes an error of a template, with its line.
-fn described(error: &JinjaError) -> String {
-    let line = error.line().map_or(String::new(), |line| format!("line {line} of the chat template: "));
-    let detail = match (error.kind(), error.source()) {
-        (ErrorKind::OutOfFuel, _) => {
+/// Describes an error of a template, with its file and line.
+fn described(name: &str, error: &JinjaError) -> String {
+    let detail = match (error.kind(), error.detail()) {
+        (ErrorKind::OutOfFuel, None) => {
             format!("did not end after {MAX_INSTRUCTIONS} instructions: look for a loop without an end")
         }
-        (ErrorKind::WriteFailure, Some(reason)) => reason.to_string(),
-        _ => error.detail().map_or_else(|| error.kind().to_string(), str::to_owned),
+        (kind, detail) => detail.map_or_else(|| kind.to_string(), str::to_owned),
     };
-    format!("{line}{detail}")
+    match error.line() {
+        Some(line) => format!("line {line} of {name}: {detail}"),
+        None => format!("{name}: {detail}"),
+    }
 }

@@ -111,6 +111,21 @@ TEMPLATES = {
         "{% endif %}\n"
         "{% endfor %}"
     ),
+    "parts": (
+        "{% for message in messages %}{{ '<' ~ message.role ~ '>' }}"
+        "{% if message.content is string %}{{ message.content }}"
+        "{% elif message.content %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}"
+        "{% for call in message.tool_calls %}{{ call.function.name ~ '(' ~ (call.function.arguments | tojson) ~ ')' }}{% endfor %}"
+        "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    ),
+    "values": (
+        "{{ true }} {{ tools is none }} {{ (messages | length > 1) ~ ';' }} {{ 3 | string }} {{ 1.5 ~ 2 }} {{ missing }}"
+        "{{ messages[1:] | length }} {{ (messages | map(attribute='role') | list)[::-1] | join(' ') }} {{ 'a' * 3 + 'b' }} "
+        "{{ ([1] + [2] * 2) | tojson }} {% set ns = namespace(l=[]) %}{% for m in messages %}{% set ns.l = ns.l + [m.role] %}"
+        "{% endfor %}{{ ns.l | unique | join('+') }} {% macro twice(a, b='c') %}{{ a }}{{ a }}{{ b }}{% endmacro %}"
+        "{{ twice('x') }}{{ twice('y', b=false) }} {% set text %}{{ messages[0].role }}{% endset %}{{ text | upper }} "
+        "{{ dict(a=1) | tojson }} {{ 'x' if messages[0].name is defined }}"
+    ),
     "date": (
         "{%- set ns = namespace(count=0) %}{% for m in messages %}{% set ns.count = ns.count + 1 %}{% endfor %}"
         "{{ ns.count }} {{ messages | length }} {{ messages[-1].content[::-1] }} {{ messages[0].get('name', 'nobody') }} "
@@ -122,17 +137,20 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 USER, OTHER = {"role": "user", "content": " What is <2+2>? "}, {"role": "user", "content": "Größer & 'quoted'\n"}
 FOUR, MORE = {"role": "assistant", "content": "4."}, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nMore.\n"}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2, "b": [1.5, None, True, "ü"]}}}]}
+NULL = {**CALL, "content": None}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "2+2?"}]}
 TOOL = {"role": "tool", "content": "4"}
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds <a> & 'b'.", "parameters": {"type": "object"}}}]
 CHATS = [
     ([USER], None), ([USER, FOUR], None), ([SYSTEM, USER, FOUR], None), ([SYSTEM, USER, FOUR, OTHER, MORE], None),
-    ([USER, CALL, TOOL, FOUR], TOOLS), ([USER, USER], None),
+    ([USER, CALL, TOOL, FOUR], TOOLS), ([USER, USER], None), ([PARTS, NULL, TOOL, FOUR], TOOLS),
 ]
 
 cases = []
 for name, template in TEMPLATES.items():
     compiled = _compile_jinja_template(template)
-    for messages, tools in CHATS:
+    # Other templates write a list as Python does, or do not take it.
+    for messages, tools in CHATS if name == "parts" else CHATS[:-1]:
         for prompt in [False, True]:
             try:
                 text = compiled.render(messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **TOKENS)

@@ -187,6 +187,22 @@ fn bad_input_writes_nothing() {
         "",
         "git lfs pull",
     );
+    let two = |second: &str| format!("{{\"text\": \"Once upon\"}}\n\n{second}\n");
+    refused(&data("row.jsonl", &two(r#"{"text": ""}"#)), "", "row.jsonl: line 3: `text` is empty");
+    refused(&data("row.jsonl", &two(r#"{"messages": []}"#)), "", "row.jsonl: line 3: `messages` is empty");
+    let answer = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": null}]}"#;
+    refused(
+        &data("row.jsonl", &two(answer)),
+        "",
+        "line 3: `messages`, message 2: `content`: expected a text, got nothing",
+    );
+    let role = r#"{"messages": [{"role": "human", "content": "a"}, {"role": "assistant", "content": "b"}]}"#;
+    refused(
+        &data("row.jsonl", &two(role)),
+        "",
+        "line 3: message 1: the chat template does not know the role \"human\"",
+    );
+    refused(folder.path(), "", "expected a plain file, got a folder");
     refused(&chats, "--context 4", "give a larger --context");
     refused(&chats, "--context 4096", "has a context of 2048");
     refused(&chats, "--lora 4 --lora-targets nothing", "--lora-targets: ");
@@ -200,7 +216,10 @@ fn bad_input_writes_nothing() {
         fs::copy(example("tiny").join(file), bare.join(file)).unwrap();
     }
     let bare = |more: &str| format!("--weights {} {more}", bare.display());
-    refused(&chats, &bare(""), "row 1: the row has `messages`, but the model has no chat template");
+    refused(&chats, &bare(""), "line 1: the row has `messages`, but the model has no chat template");
+    let double = "{% set ns = namespace(s='a') %}\n{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}";
+    fs::write(folder.path().join("bare/chat_template.jinja"), double).unwrap();
+    refused(&chats, &bare(""), "bare/chat_template.jinja: makes a value of more than 16777216 bytes");
     fs::remove_file(folder.path().join("bare/tokenizer.json")).unwrap();
     refused(&chats, &bare(""), "has no tokenizer.json");
 }

@@ -14,7 +14,7 @@ use sha2::{Digest, Sha256};
 use stepscope::data::{Loader, SplitMix64, Windows};
 use stepscope::memory::HostMemory;
 use stepscope::{Error, HostBatch, HostInputs, Result};
-use stepscope_chat::{Encoder, IGNORED, Packed, Sample, pack, read_rows};
+use stepscope_chat::{Encoder, IGNORED, Packed, Row, Sample, pack, read_rows};
 use stepscope_core::digest::hex;
 
 use crate::run::updates::Part;
@@ -177,13 +177,13 @@ fn samples(path: &Path, encoder: &Encoder<'_>) -> Outcome<Vec<Sample>> {
         Error::File { path, reason } => bad(path.display(), reason),
         error => error.into(),
     })?;
-    let encode = |(number, row): (usize, _)| {
-        encoder.encode(row).map_err(|reason| bad(path.display(), format!("row {}: {reason}", number + 1)))
+    let encode = |(line, row): &(usize, Row)| {
+        encoder.encode(row).map_err(|reason| bad(path.display(), format!("line {line}: {reason}")))
     };
     // Falls back to this thread if the system refuses to start threads.
     match ThreadPoolBuilder::new().build() {
-        Ok(pool) => pool.install(|| rows.par_iter().enumerate().map(encode).collect()),
-        Err(_) => rows.iter().enumerate().map(encode).collect(),
+        Ok(pool) => pool.install(|| rows.par_iter().map(encode).collect()),
+        Err(_) => rows.iter().map(encode).collect(),
     }
 }
 
