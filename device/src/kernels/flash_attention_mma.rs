@@ -41,7 +41,7 @@ mod tile;
 
 use super::flash_attention::place::Problem;
 #[cfg(not(target_arch = "nvptx64"))]
-use super::flash_attention::place::check_sizes;
+use super::flash_attention::place::{check_backward, check_sizes};
 use crate::family;
 use backward::{keys, queries};
 use cuda_std::prelude::*;
@@ -162,9 +162,7 @@ family! {
     }
     // SAFETY: the argument for `flash_forward_mma` holds here too; `dqkv` is as long as `qkv`.
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(2, 0) } |p| {
-        let sizes = check_sizes!(p, SHAPE.widths());
-        Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
-        sizes.check_gradients(p.heads, [p.lse.len(), p.delta.len(), p.dout.len()])?;
+        let sizes = check_backward!(p, SHAPE.widths());
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
         Grid::cover(sizes.blocks(p.heads, SHAPE.rows()), 1)
     }
@@ -212,9 +210,7 @@ family! {
     // SAFETY: the argument for `flash_bwd_dq_mma` holds here too; block_idx_y is the part of
     // the columns.
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(2, 2) } |p| {
-        let sizes = check_sizes!(p, SHAPE.widths());
-        Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
-        sizes.check_gradients(p.heads, [p.lse.len(), p.delta.len(), p.dout.len()])?;
+        let sizes = check_backward!(p, SHAPE.widths());
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
         Grid::new(sizes.blocks(p.kv_heads, SHAPE.rows()), SHAPE.parts, 1)
     }
@@ -255,9 +251,7 @@ family! {
     // SAFETY: the heads lie inside `qkv`, `dqkv`, `dout`, `lse` and `delta`. `ds` has the squares
     // of these heads. Each block has keys of its own, and writes only rows below `tokens`.
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(2, 2) } |p| {
-        let sizes = check_sizes!(p, SHAPE.widths());
-        Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
-        sizes.check_gradients(p.heads, [p.lse.len(), p.delta.len(), p.dout.len()])?;
+        let sizes = check_backward!(p, SHAPE.widths());
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
         let heads = sizes.check_part(p.kv_heads, [p.before, p.count])?;
         Violation::unless_length("ds", heads.times(stored_scores(p.tokens, p.window != 0)), p.ds.len())?;
@@ -305,9 +299,7 @@ family! {
     // SAFETY: the heads lie inside `qkv`, `dout`, `lse` and `delta`. `p` and `ds` have the squares
     // of these heads, of which each block writes those of its own keys.
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(0, 2) } |p| {
-        let sizes = check_sizes!(p, SHAPE.widths());
-        Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
-        sizes.check_gradients(p.heads, [p.lse.len(), p.delta.len(), p.dout.len()])?;
+        let sizes = check_backward!(p, SHAPE.widths());
         let heads = sizes.check_part(p.kv_heads, [p.before, p.count])?;
         let stored = heads.times(stored_scores(p.tokens, p.window != 0));
         Violation::unless_length("p", stored, p.p.len())?;

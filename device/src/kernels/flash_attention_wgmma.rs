@@ -40,7 +40,7 @@ mod tile;
 
 use super::flash_attention::place::Problem;
 #[cfg(not(target_arch = "nvptx64"))]
-use super::flash_attention::place::check_sizes;
+use super::flash_attention::place::{check_backward, check_sizes};
 use super::flash_attention_mma::Gradient;
 use crate::family;
 use crate::machine::hints::block_bounds;
@@ -180,9 +180,7 @@ family! {
     }
     // SAFETY: the argument for `flash_forward_wgmma` holds here too; `dqkv` is as long as `qkv`.
     contract unsafe { block: SHAPE.threads(), shared: SHAPE.shared_bytes(2, 0) } |p| {
-        let sizes = check_sizes!(p, SHAPE.widths());
-        Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
-        sizes.check_gradients(p.heads, [p.lse.len(), p.delta.len(), p.dout.len()])?;
+        let sizes = check_backward!(p, SHAPE.widths());
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
         Grid::cover(sizes.blocks(p.heads, SHAPE.rows()), 1)
     }
@@ -233,9 +231,7 @@ family! {
     }
     // SAFETY: the argument for `flash_forward_wgmma` holds here too; `dqkv` is as long as `qkv`.
     contract unsafe { block: SHAPE.threads(), shared: SHAPE.shared_bytes(2, 2) } |p| {
-        let sizes = check_sizes!(p, SHAPE.widths());
-        Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
-        sizes.check_gradients(p.heads, [p.lse.len(), p.delta.len(), p.dout.len()])?;
+        let sizes = check_backward!(p, SHAPE.widths());
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
         Grid::cover(sizes.blocks(p.kv_heads, SHAPE.rows()), 1)
     }
@@ -291,9 +287,7 @@ family! {
     }
     // SAFETY: the argument for `flash_forward_wgmma` holds here too; `dqkv` is as long as `qkv`.
     contract unsafe { block: SHAPE.threads(), shared: SHAPE.shared_bytes(2, 2) } |p| {
-        let sizes = check_sizes!(p, SHAPE.widths());
-        Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
-        sizes.check_gradients(p.heads, [p.lse.len(), p.delta.len(), p.dout.len()])?;
+        let sizes = check_backward!(p, SHAPE.widths());
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
         let heads = sizes.check_part(p.kv_heads, [p.before, p.count])?;
         Violation::unless_length("ds", heads.times(stored_scores(p.tokens, p.window != 0)), p.ds.len())?;
@@ -349,9 +343,7 @@ family! {
     // SAFETY: the heads lie inside `qkv`, `dout`, `lse` and `delta`. `p` and `ds` have the tiles of
     // these heads, of which each block writes those of its own keys.
     contract unsafe { block: SHAPE.threads(), shared: SHAPE.shared_bytes(1, 2) } |p| {
-        let sizes = check_sizes!(p, SHAPE.widths());
-        Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
-        sizes.check_gradients(p.heads, [p.lse.len(), p.delta.len(), p.dout.len()])?;
+        let sizes = check_backward!(p, SHAPE.widths());
         let heads = sizes.check_part(p.kv_heads, [p.before, p.count])?;
         let stored = heads.times(stored_scores(p.tokens, p.window != 0));
         Violation::unless_length("p", stored, p.p.len())?;

@@ -300,6 +300,19 @@ macro_rules! check_sizes {
 #[cfg(not(target_arch = "nvptx64"))]
 pub(crate) use check_sizes;
 
+/// Returns the [`Sizes`] of a backward launch on tensor cores, and checks its inputs.
+#[cfg(not(target_arch = "nvptx64"))]
+macro_rules! check_backward {
+    ($p:ident, $widths:expr) => {{
+        let sizes = $crate::flash_attention::place::check_sizes!($p, $widths);
+        Violation::unless($p.scale > 0.0, "scale", "above 0", $p.scale)?;
+        sizes.check_gradients($p.heads, [$p.lse.len(), $p.delta.len(), $p.dout.len()])?;
+        sizes
+    }};
+}
+#[cfg(not(target_arch = "nvptx64"))]
+pub(crate) use check_backward;
+
 #[cfg(not(target_arch = "nvptx64"))]
 impl Sizes {
     /// Returns the sizes of a `qkv` with `length` elements, or the violation. Widths are multiples

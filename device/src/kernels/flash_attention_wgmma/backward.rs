@@ -249,22 +249,7 @@ pub(super) unsafe fn keys<
                 Memory::<GROUPS, TILE, PARTS, SLOTS>::copy(memory.resident(0), rows, k, first, bounds);
                 Memory::<GROUPS, TILE, PARTS, SLOTS>::copy(memory.resident(1), rows, v, first, bounds);
                 memory.resident_full().arrive_after_copies();
-                let mut head = 0;
-                while head < heads {
-                    let query_head = kv_head * heads + head;
-                    let q = problem.rows(0, sample, query_head);
-                    let dout = problem.output_rows(dout, sample, query_head);
-                    let start = problem.statistics(sample, query_head);
-                    let mut tile = from;
-                    while tile < until {
-                        let turn = head * turns + tile - from;
-                        memory.fill_numbers(turn, [lse, delta], start, tile * TILE, mask.length);
-                        memory.fill(turn, 0, q, tile * TILE, bounds);
-                        memory.fill(turn, 1, dout, tile * TILE, bounds);
-                        tile += 1;
-                    }
-                    head += 1;
-                }
+                memory.fill_queries(&problem, (sample, kv_head), dout, [lse, delta], [from, until], mask.length);
             }
             return;
         }

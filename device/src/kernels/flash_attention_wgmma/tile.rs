@@ -10,10 +10,10 @@
 //!
 //! Invariant: everything past the rows or columns of a head is 0 in shared memory.
 
-use super::rows::resident_row;
+use super::rows::{heads_of_group, resident_row};
 use super::shape::{GROUP_ROWS, PART, ROW, WARPGROUP, barriers_of};
 use crate::block::launder_reg;
-use crate::flash_attention::place::Rows;
+use crate::flash_attention::place::{Problem, Rows};
 use crate::machine::mbarrier::{BARRIER_BYTES, Barrier, fence_barriers};
 use crate::machine::warpgroup::{Accumulators, Operand, begin_products, commit_products};
 use crate::machine::wgmma::{align_stages, fence_async, undefined_sums};
@@ -249,10 +249,10 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32, const SLOTS: u32> Mem
         // SAFETY: as above.
         unsafe {
             begin_products();
-            sums.multiply_resident::<false>(&held[0], Operand::along(streamed, TILE, 0, 0));
+            sums.multiply_registers::<false, false>(&held[0], Operand::along(streamed, TILE, 0, 0));
             unroll_on_gpu!(part < 4 => {
                 if part > 0 && part < HELD {
-                    sums.multiply_resident::<true>(&held[part], Operand::along(streamed, TILE, part as u32, 0));
+                    sums.multiply_registers::<true, false>(&held[part], Operand::along(streamed, TILE, part as u32, 0));
                 }
             });
             commit_products();
@@ -279,7 +279,7 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32, const SLOTS: u32> Mem
         unsafe {
             begin_products();
             unroll_on_gpu!(block < BLOCKS => {
-                sums.multiply_registers(&weights[block], Operand::across(streamed, TILE, 64 * block as u32));
+                sums.multiply_registers::<true, true>(&weights[block], Operand::across(streamed, TILE, 64 * block as u32));
             });
             commit_products();
         }
@@ -314,6 +314,46 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32, const SLOTS: u32> Mem
         }
     }
 
+    /// Copies q, `dout` and both of `values` of the query heads of a key head, one tile a turn: the
+    /// tiles in `tiles` of each head's tokens below `limit`. Q is array 0, and dout array 1.
+    ///
+    /// # Safety
+    /// The copying warpgroup calls it, once. The contract has checked that all heads lie inside
+    /// `problem`, `dout` and `values`.
+    #[inline(always)]
+    pub(super) unsafe fn fill_queries(
+        self,
+        problem: &Problem<'_, bf16>,
+        (sample, kv_head): (usize, u32),
+        dout: &[bf16],
+        values: [&[f32]; 2],
+        [from, until]: [u32; 2],
+        limit: u32,
+    ) {
+        let bounds = [limit, problem.width];
+        // SAFETY: the contract has checked that there are key heads, and that the heads lie inside
+        // the arguments.
+        unsafe {
+            let (heads, turns) = (heads_of_group(problem), until - from);
+            let mut head = 0;
+            while head < heads {
+                let query_head = kv_head * heads + head;
+                let q = problem.rows(0, sample, query_head);
+                let dout = problem.output_rows(dout, sample, query_head);
+                let start = problem.statistics(sample, query_head);
+                let mut tile = from;
+                while tile < until {
+                    let turn = head * turns + tile - from;
+                    self.fill_numbers(turn, values, start, tile * TILE, limit);
+                    self.fill(turn, 0, q, tile * TILE, bounds);
+                    self.fill(turn, 1, dout, tile * TILE, bounds);
+                    tile += 1;
+                }
+                head += 1;
+            }
+        }
+    }
+
     /// Copies the values of a turn's rows when array 0 of its slot is free, with 0 for tokens that
     /// do not exist. The barrier of array 0 also counts them.
     ///
@@ -321,7 +361,7 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32, const SLOTS: u32> Mem
     /// The copying warpgroup calls it, before [`fill`](Self::fill) of array 0. The values of the
     /// tokens below `limit` lie inside `values`.
     #[inline(always)]
-    pub(super) unsafe fn fill_numbers(self, turn: u32, values: [&[f32]; 2], start: usize, first: u32, limit: u32) {
+    unsafe fn fill_numbers(self, turn: u32, values: [&[f32]; 2], start: usize, first: u32, limit: u32) {
         let row = thread::thread_idx_x();
         // SAFETY: `new` has initialized the barrier.
         unsafe { self.free(turn % SLOTS, 0).wait((turn / SLOTS + 1) % 2) };

@@ -57,18 +57,11 @@ pub trait Accumulators {
     unsafe fn multiply_shared<const ADD: bool>(&mut self, a: Operand, b: Operand);
 
     /// Adds (or, without `ADD`, stores) the products of 64 k of A in registers, four squares of
-    /// 16 x 16, with B, whose rows are n.
+    /// 16 x 16, with B, whose rows are k if it lies `ACROSS`, otherwise n.
     ///
     /// # Safety
     /// See the GPU's version.
-    unsafe fn multiply_resident<const ADD: bool>(&mut self, a: &[[u32; 4]; 4], b: Operand);
-
-    /// Adds the products of 64 k of A in registers, four squares of 16 x 16, with B,
-    /// whose rows are k.
-    ///
-    /// # Safety
-    /// See the GPU's version.
-    unsafe fn multiply_registers(&mut self, a: &[[u32; 4]; 4], b: Operand);
+    unsafe fn multiply_registers<const ADD: bool, const ACROSS: bool>(&mut self, a: &[[u32; 4]; 4], b: Operand);
 
     /// Waits until the products of all lanes of the warp have ended.
     ///
@@ -94,20 +87,13 @@ impl<const TILES: usize> Accumulators for [[f32; 4]; TILES] {
     }
 
     #[track_caller]
-    unsafe fn multiply_resident<const ADD: bool>(&mut self, a: &[[u32; 4]; 4], b: Operand) {
+    unsafe fn multiply_registers<const ADD: bool, const ACROSS: bool>(&mut self, a: &[[u32; 4]; 4], b: Operand) {
         if !ADD {
             *self = [[0.0; 4]; TILES];
         }
         // SAFETY: all threads of the warpgroup execute this: the function's contract.
         let left = unsafe { rows_of(a) };
-        add_products::<TILES, false>(self, &left, b);
-    }
-
-    #[track_caller]
-    unsafe fn multiply_registers(&mut self, a: &[[u32; 4]; 4], b: Operand) {
-        // SAFETY: as above.
-        let left = unsafe { rows_of(a) };
-        add_products::<TILES, true>(self, &left, b);
+        add_products::<TILES, ACROSS>(self, &left, b);
     }
 
     #[track_caller]

@@ -49,19 +49,12 @@ pub trait Accumulators {
     unsafe fn multiply_shared<const ADD: bool>(&mut self, a: Operand, b: Operand);
 
     /// Starts to add (or, without `ADD`, to store) the products of 64 k of A in registers, four
-    /// squares of 16 x 16, with B, whose rows are n.
-    ///
-    /// # Safety
-    /// The requirements of [`multiply_registers`](Self::multiply_registers) hold.
-    unsafe fn multiply_resident<const ADD: bool>(&mut self, a: &[[u32; 4]; 4], b: Operand);
-
-    /// Starts to add the products of 64 k of A in registers, four squares of 16 x 16, with B,
-    /// whose rows are k.
+    /// squares of 16 x 16, with B, whose rows are k if it lies `ACROSS`, otherwise n.
     ///
     /// # Safety
     /// The requirements of [`multiply_shared`](Self::multiply_shared) hold. `a` is not changed
     /// until [`wait`](Self::wait).
-    unsafe fn multiply_registers(&mut self, a: &[[u32; 4]; 4], b: Operand);
+    unsafe fn multiply_registers<const ADD: bool, const ACROSS: bool>(&mut self, a: &[[u32; 4]; 4], b: Operand);
 
     /// Waits until at most the `PENDING` newest groups are under way. These accumulators' is none
     /// of them.
@@ -97,49 +90,30 @@ macro_rules! accumulators {
             }
 
             #[inline(always)]
-            unsafe fn multiply_resident<const ADD: bool>(&mut self, a: &[[u32; 4]; 4], b: Operand) {
+            unsafe fn multiply_registers<const ADD: bool, const ACROSS: bool>(
+                &mut self,
+                a: &[[u32; 4]; 4],
+                b: Operand,
+            ) {
                 // SAFETY: as above.
                 unsafe {
                     core::arch::asm!(
                         "{{ .reg .b64 %b;",
-                        accumulators!(instruction $shape, "{{{a0}, {a1}, {a2}, {a3}}}, {b}", "{add}", "0"; $($i)*),
+                        accumulators!(instruction $shape, "{{{a0}, {a1}, {a2}, {a3}}}, {b}", "{add}", "{across}"; $($i)*),
                         "add.s64 %b, {b}, {step};",
-                        accumulators!(instruction $shape, "{{{a4}, {a5}, {a6}, {a7}}}, %b", "1", "0"; $($i)*),
+                        accumulators!(instruction $shape, "{{{a4}, {a5}, {a6}, {a7}}}, %b", "1", "{across}"; $($i)*),
                         "add.s64 %b, %b, {step};",
-                        accumulators!(instruction $shape, "{{{a8}, {a9}, {a10}, {a11}}}, %b", "1", "0"; $($i)*),
+                        accumulators!(instruction $shape, "{{{a8}, {a9}, {a10}, {a11}}}, %b", "1", "{across}"; $($i)*),
                         "add.s64 %b, %b, {step};",
-                        accumulators!(instruction $shape, "{{{a12}, {a13}, {a14}, {a15}}}, %b", "1", "0"; $($i)*),
+                        accumulators!(instruction $shape, "{{{a12}, {a13}, {a14}, {a15}}}, %b", "1", "{across}"; $($i)*),
                         "}}",
                         $(inout(reg32) self[$i / 4][$i % 4],)*
                         a0 = in(reg32) a[0][0], a1 = in(reg32) a[0][1], a2 = in(reg32) a[0][2], a3 = in(reg32) a[0][3],
                         a4 = in(reg32) a[1][0], a5 = in(reg32) a[1][1], a6 = in(reg32) a[1][2], a7 = in(reg32) a[1][3],
                         a8 = in(reg32) a[2][0], a9 = in(reg32) a[2][1], a10 = in(reg32) a[2][2], a11 = in(reg32) a[2][3],
                         a12 = in(reg32) a[3][0], a13 = in(reg32) a[3][1], a14 = in(reg32) a[3][2], a15 = in(reg32) a[3][3],
-                        b = in(reg64) b.0, add = const ADD as u32, step = const ALONG_STEP, options(nostack)
-                    );
-                }
-            }
-
-            #[inline(always)]
-            unsafe fn multiply_registers(&mut self, a: &[[u32; 4]; 4], b: Operand) {
-                // SAFETY: as above.
-                unsafe {
-                    core::arch::asm!(
-                        "{{ .reg .b64 %b;",
-                        accumulators!(instruction $shape, "{{{a0}, {a1}, {a2}, {a3}}}, {b}", "1", "1"; $($i)*),
-                        "add.s64 %b, {b}, {step};",
-                        accumulators!(instruction $shape, "{{{a4}, {a5}, {a6}, {a7}}}, %b", "1", "1"; $($i)*),
-                        "add.s64 %b, %b, {step};",
-                        accumulators!(instruction $shape, "{{{a8}, {a9}, {a10}, {a11}}}, %b", "1", "1"; $($i)*),
-                        "add.s64 %b, %b, {step};",
-                        accumulators!(instruction $shape, "{{{a12}, {a13}, {a14}, {a15}}}, %b", "1", "1"; $($i)*),
-                        "}}",
-                        $(inout(reg32) self[$i / 4][$i % 4],)*
-                        a0 = in(reg32) a[0][0], a1 = in(reg32) a[0][1], a2 = in(reg32) a[0][2], a3 = in(reg32) a[0][3],
-                        a4 = in(reg32) a[1][0], a5 = in(reg32) a[1][1], a6 = in(reg32) a[1][2], a7 = in(reg32) a[1][3],
-                        a8 = in(reg32) a[2][0], a9 = in(reg32) a[2][1], a10 = in(reg32) a[2][2], a11 = in(reg32) a[2][3],
-                        a12 = in(reg32) a[3][0], a13 = in(reg32) a[3][1], a14 = in(reg32) a[3][2], a15 = in(reg32) a[3][3],
-                        b = in(reg64) b.0, step = const ACROSS_STEP, options(nostack)
+                        b = in(reg64) b.0, add = const ADD as u32, across = const ACROSS as u32,
+                        step = const if ACROSS { ACROSS_STEP } else { ALONG_STEP }, options(nostack)
                     );
                 }
             }
