@@ -5,7 +5,7 @@
 //! memory in either layout. Nothing is rounded or packed beforehand.
 //!
 //! ```text
-//! global memory             shared memory, 4 stages of 32 k         registers
+//! global memory             shared memory, stages of 32 k           registers
 //! row-major A, B  ------->  16-byte chunks,         -- ldmatrix ->  fragments -mma-> sums -> out
 //!                 cp.async  swizzled                  (.trans if k                       epilogue
 //!                 operand.rs                          is not contiguous)  block.rs
@@ -48,11 +48,13 @@ use operand::Operand;
 pub use tile::{DEPTH, Tile};
 
 /// 64 x 64, 128 threads.
-pub const T64X64: Tile = Tile { warps: [2, 2], each: [2, 2], cost: Cost::new(6, 6, 1000) };
-/// 128 x 128, 128 threads.
-pub const T128X128: Tile = Tile { warps: [2, 2], each: [4, 4], cost: Cost::new(20, 15, 5000) };
-/// 128 x 256, 256 threads.
-pub const T128X256: Tile = Tile { warps: [2, 4], each: [4, 4], cost: Cost::new(30, 29, 13500) };
+pub const T64X64: Tile = Tile { warps: [2, 2], each: [2, 2], stages: 4, cost: Cost::new(6, 6, 1000) };
+/// 128 x 128, 128 threads. With three stages, two blocks fit the shared memory of a GB10's
+/// multiprocessor: one multiplies while the other writes its outputs.
+pub const T128X128: Tile = Tile { warps: [2, 2], each: [4, 4], stages: 3, cost: Cost::new(20, 15, 5000) };
+/// 128 x 256, 256 threads. Only one block fits a multiprocessor's registers, so nothing multiplies
+/// at its end. It reads less memory for each product, and is faster if k is long.
+pub const T128X256: Tile = Tile { warps: [2, 4], each: [4, 4], stages: 4, cost: Cost::new(28, 28, 13500) };
 
 /// A flag in addition to those of [`matmul`](super::matmul): B's columns are summed. It requires
 /// [`OperandLayout::Transposed`], S = f32, B stored as `[k, n]`, and m of at least 1.
@@ -63,6 +65,17 @@ pub const ADD_TO_SUMS: u32 = 1 << 31;
 /// The two warps that multiply the same columns of B each sum half of them.
 const _: () =
     assert!(T64X64.warps[0] == 2 && T128X128.warps[0] == 2 && T128X256.warps[0] == 2, "two warps along the rows");
+
+/// Slots are remainders, up to the last stage of a k of 32 bits.
+const _: () = {
+    let (last, tiles) = (u32::MAX / DEPTH, [T64X64, T128X128, T128X256]);
+    let mut at = 0;
+    while at < 3 * tiles.len() as u32 {
+        let (tile, stage) = (tiles[at as usize / 3], last - at % 3);
+        assert!(tile.slot(stage) == stage % tile.stages * (tile.shared_bytes() / tile.stages), "the slot of a stage");
+        at += 1;
+    }
+};
 
 /// The storage of A that a kernel is compiled for. The two layouts are separate kernels because of
 /// `ptxas`. If one kernel has four or five main loops, it moves the barrier of one or two of them

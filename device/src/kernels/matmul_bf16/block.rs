@@ -1,8 +1,8 @@
 //! One block's tile of the output: stages arrive in shared memory, warps multiply them, and the
 //! epilogue finishes the accumulators.
 //!
-//! Four stages of two steps each form a ring. The iteration of stage s overlaps fragment reads,
-//! copies and mma:
+//! Three or four stages of two steps each form a ring. The iteration of stage s overlaps fragment
+//! reads, copies and mma, here with four stages:
 //!
 //! ```text
 //! read fragments                 multiply           copies, by slot
@@ -25,7 +25,7 @@ mod machine;
 
 use super::finish::finish;
 use super::operand::Operand;
-use super::tile::{DEPTH, STAGES, Tile};
+use super::tile::{DEPTH, Tile};
 use crate::format::{Bf16, Format};
 use crate::matmul::epilogue::Epilogue;
 use crate::matmul::tile::place;

@@ -8,11 +8,10 @@
 //! Invariant: every tile adds the same products in the same mma instructions, in the same order.
 
 use crate::matmul::Cost;
+use crate::tile::wait_copies;
 
 /// The k of a stage.
 pub const DEPTH: u32 = 32;
-/// The stages in shared memory: one is in use, and the others are being copied.
-pub(super) const STAGES: u32 = 4;
 /// The elements of a 16-byte copy.
 pub(super) const CHUNK: u32 = 8;
 /// The words of a 16-byte copy.
@@ -25,6 +24,8 @@ pub struct Tile {
     pub warps: [u32; 2],
     /// A warp's squares of 16 x 16 outputs, along the rows and along the columns.
     pub each: [usize; 2],
+    /// The stages in shared memory: one is in use, and the others are being copied.
+    pub stages: u32,
     /// The time a block takes.
     pub cost: Cost,
 }
@@ -61,8 +62,29 @@ impl Tile {
         (self.rows() + self.cols()) * DEPTH / 2
     }
 
+    /// The slot of a stage: its offset in shared memory, in bytes.
+    #[inline(always)]
+    pub(super) const fn slot(self, stage: u32) -> u32 {
+        // The remainder is the fraction of `stage / stages`, in 32 bits, times `stages`. That is
+        // exact for up to eight stages and numbers below 2^29; a k of 32 bits has 2^27 stages. The
+        // compiler's own remainder takes 15 instructions more in the loop, and spills.
+        let fraction = stage.wrapping_mul(u32::MAX / self.stages + 1);
+        let remainder = ((fraction as u64 * self.stages as u64) >> 32) as u32;
+        remainder * 4 * self.stage_len()
+    }
+
     /// The shared memory of a block, in bytes.
     pub const fn shared_bytes(self) -> u32 {
-        4 * STAGES * self.stage_len()
+        4 * self.stages * self.stage_len()
+    }
+}
+
+/// Waits until all stages but the last `pending` ones, 1 to 3, have arrived.
+#[inline(always)]
+pub(super) fn wait_for_stage(pending: u32) {
+    match pending {
+        1 => wait_copies::<1>(),
+        2 => wait_copies::<2>(),
+        _ => wait_copies::<3>(),
     }
 }

@@ -1,13 +1,13 @@
 //! The emulator's loop over the stages: a lane adds one product after another to its accumulators,
 //! which are in the layout of [`quads`](crate::mma::fragments::quads). So lanes exchange nothing.
 
-use super::{DEPTH, Operand, Problem, STAGES, STEP, Tile, finish_columns, summed_half};
+use super::{DEPTH, Operand, Problem, STEP, Tile, finish_columns, summed_half};
 use crate::machine::mma::add_products;
 use crate::matmul_bf16::operand::{Part, chunks};
-use crate::matmul_bf16::tile::{CHUNK, CHUNK_WORDS};
+use crate::matmul_bf16::tile::{CHUNK, CHUNK_WORDS, wait_for_stage};
 use crate::mma::fragments::{Sums, swizzled};
 use crate::stored::Stored;
-use crate::tile::{SharedTile, commit_copies, wait_copies};
+use crate::tile::{SharedTile, commit_copies};
 use crate::warp::Converged;
 use cuda_std::{thread, warp};
 
@@ -41,7 +41,7 @@ impl<'p, const A_PASSES: usize, const B_PASSES: usize> Ring<'p, A_PASSES, B_PASS
     fn slot(&self, stage: u32) -> [SharedTile<u32>; 2] {
         let (tile, rows, cols) = (self.tile, self.tile.rows(), self.tile.cols());
         [(0, rows), (rows, cols)].map(|(start, width)| {
-            let offset = (stage % STAGES * tile.stage_len() + start * DEPTH / 2) * 4;
+            let offset = tile.slot(stage) + start * DEPTH / 2 * 4;
             // SAFETY: the parts follow each other in the shared memory that the contract declares.
             unsafe { SharedTile::new(offset, width * DEPTH / 2) }
         })
@@ -87,12 +87,12 @@ impl<'p, const A_PASSES: usize, const B_PASSES: usize> Ring<'p, A_PASSES, B_PASS
     /// The contract has accepted the operands. All threads of the block call it together.
     #[inline(always)]
     unsafe fn start(&mut self) {
-        for stage in 0..STAGES {
+        for stage in 0..self.tile.stages {
             // SAFETY: the contract has accepted the operands.
             unsafe { self.fetch(stage) };
             commit_copies();
         }
-        wait_copies::<{ STAGES - 1 }>();
+        wait_for_stage(self.tile.stages - 1);
         thread::sync_threads();
     }
 }
@@ -140,10 +140,10 @@ pub(super) unsafe fn sum<
                 add_columns(&mut columns, parts[1], b.along_k, tile.cols(), summed_from, step);
             }
         }
-        wait_copies::<{ STAGES - 2 }>();
+        wait_for_stage(tile.stages - 2);
         thread::sync_threads();
         // SAFETY: the contract has accepted the operands.
-        unsafe { ring.fetch(stage + STAGES) };
+        unsafe { ring.fetch(stage + tile.stages) };
     }
     if summed {
         // SAFETY: all lanes of the warp execute this, and the contract has accepted the problem.

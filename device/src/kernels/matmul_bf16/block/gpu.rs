@@ -1,12 +1,12 @@
 //! The GPU's loop over the stages: fragments are read one step ahead of their products.
 
-use super::{DEPTH, Problem, STAGES, STEP, Tile, finish_columns, summed_half};
+use super::{DEPTH, Problem, STEP, Tile, finish_columns, summed_half};
 use crate::format::Bf16;
 use crate::matmul_bf16::operand::{Operand, Part, chunks};
-use crate::matmul_bf16::tile::CHUNK;
+use crate::matmul_bf16::tile::{CHUNK, wait_for_stage};
 use crate::mma::fragments::{Squares, Sums, multiply};
 use crate::stored::Stored;
-use crate::tile::{SharedTile, commit_copies, wait_copies};
+use crate::tile::{SharedTile, commit_copies};
 use crate::unroll;
 use crate::warp::{Converged, converge_warp};
 use cuda_std::thread;
@@ -101,48 +101,49 @@ unsafe fn pipeline<
     let (a, b) = (Operand { along_k: A_ALONG, ..a }, Operand { along_k: B_ALONG, ..b });
     let (rows, cols, threads) = (tile.rows(), tile.cols(), tile.threads());
     let stages = (end - first_k).div_ceil(DEPTH);
+    let ring = tile.stages;
     // SAFETY: the parts follow each other in the shared memory that the contract declares.
-    let slot = |stage: u32, start: u32, width: u32| unsafe {
-        SharedTile::<u32>::new((stage % STAGES * tile.stage_len() + start * DEPTH / 2) * 4, width * DEPTH / 2)
+    let part = |slot: u32, start: u32, width: u32| unsafe {
+        SharedTile::<u32>::new(slot + start * DEPTH / 2 * 4, width * DEPTH / 2)
     };
     let mut left = Part::new(a, [first[0], rows], threads, first_k);
     let mut right = Part::new(b, [first[1], cols], threads, first_k);
     // The number of stages that both operands fill completely: their copies need no bounds checks.
     let whole = if left.is_whole() && right.is_whole() { (end - first_k) / DEPTH } else { 0 };
     macro_rules! fetch {
-        (whole $stage:expr) => {
+        (whole $slot:expr) => {
             // SAFETY: the contract has accepted the operands; both parts and the stage are whole.
             unsafe {
-                left.copy_whole::<A_PASSES>(slot($stage, 0, rows));
-                right.copy_whole::<B_PASSES>(slot($stage, rows, cols));
+                left.copy_whole::<A_PASSES>(part($slot, 0, rows));
+                right.copy_whole::<B_PASSES>(part($slot, rows, cols));
             }
         };
-        ($stage:expr) => {
+        ($stage:expr, $slot:expr) => {
             if $stage < whole {
-                fetch!(whole $stage);
+                fetch!(whole $slot);
             } else if $stage < stages {
                 // SAFETY: the contract has accepted the operands.
                 unsafe {
                     let k = [first_k + $stage * DEPTH, end];
-                    left.copy_existing::<A_PASSES>(slot($stage, 0, rows), k);
-                    right.copy_existing::<B_PASSES>(slot($stage, rows, cols), k);
+                    left.copy_existing::<A_PASSES>(part($slot, 0, rows), k);
+                    right.copy_existing::<B_PASSES>(part($slot, rows, cols), k);
                 }
             }
         };
     }
-    for stage in 0..STAGES {
-        fetch!(stage);
+    for stage in 0..ring {
+        fetch!(stage, tile.slot(stage));
         commit_copies();
     }
     let mut sums: Sums<ROWS, TILES> = [[[0.0; 4]; TILES]; ROWS];
     let [half, summed_from] = summed_half::<COLS>(tile, origin);
     let mut of_columns = [0.0; COLS];
-    wait_copies::<{ STAGES - 1 }>();
+    wait_for_stage(ring - 1);
     thread::sync_threads();
     let of_left = squares::<A_ALONG>(rows, origin[0], true);
     let of_right = squares::<B_ALONG>(cols, origin[1], false);
-    let read = |stage: u32, step: u32| {
-        let (a, b) = (slot(stage, 0, rows), slot(stage, rows, cols));
+    let read = |slot: u32, step: u32| {
+        let (a, b) = (part(slot, 0, rows), part(slot, rows, cols));
         let mut fragments = ([[0; 4]; ROWS], [[0; 4]; COLS]);
         // SAFETY: all lanes of the warp execute this: nothing in the loop diverges.
         let warp = unsafe { converge_warp() };
@@ -162,25 +163,29 @@ unsafe fn pipeline<
         };
     }
     let mut now = read(0, 0);
+    // The slot of the current stage. It is derived from the stage's number, not from the previous
+    // slot: `ptxas` would then move the barrier of the second loop past half of the mma.
+    let mut slot = 0;
     // The reads of the next fragments overlap the mma of the current ones, also across the end
     // of a stage. Fragments of a stage past the last are read and not used: a condition would
     // cost more.
     macro_rules! turn {
         ($stage:expr, $fetch:expr) => {
-            let next = read($stage, 1);
+            let next = read(slot, 1);
             multiply!(now);
-            wait_copies::<{ STAGES - 2 }>();
+            wait_for_stage(ring - 2);
             thread::sync_threads();
             // Into the slot whose last fragments all warps have read before the barrier.
             $fetch;
             commit_copies();
-            now = read($stage + 1, 0);
+            slot = tile.slot($stage + 1);
+            now = read(slot, 0);
             multiply!(next);
         };
     }
     let mut stage = 0;
-    while stage + STAGES < whole {
-        turn!(stage, fetch!(whole stage + STAGES));
+    while stage + ring < whole {
+        turn!(stage, fetch!(whole slot));
         stage += 1;
     }
     if whole == stages {
@@ -191,16 +196,17 @@ unsafe fn pipeline<
     } else {
         // Not pipelined: the bounds-checked copies need the registers.
         while stage < stages {
-            wait_copies::<{ STAGES - 1 }>();
+            wait_for_stage(ring - 1);
             thread::sync_threads();
             for step in 0..2 {
-                let now = read(stage, step);
+                let now = read(slot, step);
                 multiply!(now);
             }
             thread::sync_threads();
-            fetch!(stage + STAGES);
+            fetch!(stage + ring, slot);
             commit_copies();
             stage += 1;
+            slot = tile.slot(stage);
         }
     }
     if SUMMED {

@@ -240,22 +240,39 @@ mod tests {
     use super::*;
     use kernels::matmul_bf16::{T64X64, T128X128, T128X256};
 
-    /// Tries the shapes of CrossAsset, of GPT-2 and of large squares, on an H200.
+    /// Tries the shapes of CrossAsset, of GPT-2, of Llama-3.2-1B and of large squares, on an H100.
+    /// `docs/lab/matmul.md` has their rates in both tiles.
     #[test]
     fn the_fastest_tile_suits_the_shape() {
         for (m, n, k, want) in [
             (256, 1024, 3072, T64X64),
             (12, 256, 1024, T64X64),
+            (16384, 768, 768, T128X128),
             (16384, 2304, 768, T128X128),
-            (16384, 768, 3072, T128X128),
-            (768, 768, 16384, T128X128),
+            (16384, 3072, 768, T128X128),
+            (16384, 768, 2304, T128X256),
+            (16384, 768, 3072, T128X256),
+            (2560, 50304, 768, T128X128),
+            (2560, 768, 50304, T128X256),
+            (768, 768, 16384, T128X256),
             (768, 3072, 16384, T128X256),
+            (4096, 2048, 2048, T128X256),
+            (4096, 8192, 2048, T128X256),
+            (4096, 2048, 8192, T128X256),
             (8192, 8192, 8192, T128X256),
         ] {
             let k_per_split = k_per_split(m, n, k);
             let tile = fastest(&TILES, [m, n, k_per_split], k.div_ceil(k_per_split), 132);
             assert_eq!(tile, want, "{m} x {n}, k {k}");
         }
+    }
+
+    /// Two blocks of the tile for short k fit a GB10's multiprocessor: 65,536 registers, of which a
+    /// thread has at most 255, and 100 KiB of shared memory, of which a block takes 1 KiB more.
+    #[test]
+    fn two_blocks_fit_a_gb10() {
+        assert!(2 * (T128X128.shared_bytes() + 1024) <= 100 << 10);
+        assert!(2 * T128X128.threads() * 256 <= 65_536);
     }
 
     #[test]
