@@ -290,16 +290,22 @@ on_each_device! {
             let [fused, apart] = trial_of_one(device, |trial| {
                 let (dy, w) = (trial.upload(&dy, [rows, n])?, trial.upload(&w, [hidden, n])?);
                 let pre = trial.upload(&pre, [rows, hidden])?;
+                // Sums of splits and copies of operands for `wgmma` were in memory that is freed by
+                // now.
+                let account = || {
+                    trial.empty::<bf16>([(rows + hidden) * n.next_multiple_of(8) + 512])?;
+                    (k_per_split < n).then(|| trial.empty::<f32>([n.div_ceil(k_per_split), rows, hidden])).transpose()
+                };
                 let dpre = trial.with_scratch(|| {
                     let dpre = ops::gelu_linear_backward(trial, &pre, &w, &dy)?;
-                    (k_per_split < n).then(|| trial.empty::<f32>([n.div_ceil(k_per_split), rows, hidden])).transpose()?;
+                    account()?;
                     Ok(dpre)
                 })?;
                 let apart = trial.with_scratch(|| {
                     let mut dh = trial.empty([rows, hidden])?;
                     let form = ops::Gemm::new(rows, hidden, n).transpose_b();
                     ops::gemm_into(trial, &form, &dy, &w, None::<&Saved<'_>>, &mut dh)?;
-                    (k_per_split < n).then(|| trial.empty::<f32>([n.div_ceil(k_per_split), rows, hidden])).transpose()?;
+                    account()?;
                     ops::gelu_backward(trial, &pre, &dh)
                 })?;
                 Ok([trial.output(&dpre)?, trial.output(&apart)?].map(|values| values.into_iter().map(f64::from).collect::<Vec<_>>()))

@@ -1,17 +1,19 @@
 //! Products of BF16 tensors by wgmma. On the emulator they have the bits of `matmul_bf16`, for each
-//! tile, layout, epilogue, split and grid. Tests of the ops run with them too, if the device
-//! chooses wgmma.
+//! tile, layout, epilogue, split and grid, also of operands that are copied first. Tests of the ops
+//! run with them too, if the device chooses wgmma.
 
 use crate::hostile::attack;
-use crate::support::Random;
-use crate::trial::assert_same;
+use crate::matmul_case::{Case as GemmCase, VARIANTS, Variant};
+use crate::support::{Random, on_each_device};
+use crate::trial::{assert_same, trial};
 use cuda_std::emulator::Mode;
 use cuda_std::launch::{Contract as _, PointerMut, Slice, TensorMap};
-use kernels::matmul::{GELU, GELU_DERIVATIVE, SILU, STORE_PREACT, SWIGLU, TRANSPOSE_B};
+use kernels::matmul::{GELU, GELU_DERIVATIVE, SILU, STORE_PREACT, SWIGLU, TRANSPOSE_A, TRANSPOSE_B};
 use kernels::matmul_bf16::{ADD_TO_SUMS, BIAS_GRAD, OperandLayout, matmul_bf16};
-use kernels::matmul_wgmma::{self as wgmma, matmul_wgmma};
+use kernels::matmul_wgmma::{self as wgmma, Aligning, align_rows, aligned_stride, matmul_wgmma};
+use stepscope::device::MatrixInstruction;
 use stepscope::tensor::{Element, Source as _, Stored, Target as _};
-use stepscope::{Arena, Capacity, Device, DeviceKind, EagerStep, Result, bf16, ops};
+use stepscope::{Arena, Capacity, Device, DeviceKind, EagerStep, Result, Tensor, bf16, ops};
 
 /// A product of one layout.
 #[derive(Clone, Copy, Debug)]
@@ -172,6 +174,7 @@ fn all_epilogues_match_bits() {
         (LAYOUTS[1], [144, 320, 136], 8),
         (LAYOUTS[0], [131, 264, 136], 0),
         (LAYOUTS[2], [128, 256, 80], 4),
+        (LAYOUTS[1], [144, 320, 72], 2),
         (LAYOUTS[3], [130, 131, 80], 1),
     ] {
         for (flags, scales, has_bias) in [
@@ -233,8 +236,140 @@ fn ring_has_no_race() {
     });
 }
 
-// Squares, so that the maps suit every layout.
+/// Runs `of` on an emulator that multiplies by this instruction.
+fn with_instruction<R>(instruction: MatrixInstruction, of: impl FnOnce(&EagerStep<'_>) -> Result<R>) -> R {
+    let device = Device::builder(DeviceKind::Emulated).matrix_instruction(instruction).open().unwrap();
+    let mut arena = Arena::builder(&device).capacity(Capacity::mib(64)).build().unwrap();
+    arena.step(|step| of(step)).unwrap()
+}
+
+/// Checks that `of` gives the same values with both instructions.
+fn assert_same_by_both(what: &str, of: impl Fn(&EagerStep<'_>) -> Result<Vec<Vec<f32>>>) {
+    let want = with_instruction(MatrixInstruction::MmaSync, &of);
+    for (number, (got, want)) in with_instruction(MatrixInstruction::Wgmma, &of).iter().zip(&want).enumerate() {
+        assert_same(format_args!("{what}, output {number}"), got, want);
+    }
+}
+
+/// Products with one or both operands whose rows do not begin on 16 bytes: each layout, batches,
+/// one B for all of them, padded rows, alpha, beta and bias, and k in splits.
+#[test]
+fn unaligned_products_match_bits() {
+    fn product<S: Stored>(step: &EagerStep<'_>, case: &GemmCase) -> Result<Vec<f32>> {
+        fn narrow<S: Stored>(values: &[f32]) -> Vec<S> {
+            values.iter().map(|&x| S::narrow(x)).collect()
+        }
+        let [a, b] = [&case.a, &case.b].map(|values| step.upload(&narrow::<bf16>(values), [values.len()]));
+        let (a, b, bias) = (a?, b?, step.upload(&case.bias, [case.bias.len()])?);
+        let mut out = step.upload(&narrow::<S>(&case.old), [case.old.len()])?;
+        let bias = (!case.bias.is_empty()).then_some(&bias);
+        ops::gemm_into(step, &case.form, &a, &b, bias, &mut out)?;
+        Ok(step.read(&out)?.into_iter().map(S::widen).collect())
+    }
+    let plain: Vec<Variant> = VARIANTS.into_iter().filter(|variant| variant.flags == 0).collect();
+    let shapes: [([usize; 3], &[Variant]); 4] = [
+        ([129, 131, 67], &plain),
+        ([65, 264, 72], &plain),
+        ([136, 65, 128], &plain[..1]),
+        ([33, 35, 1057], &plain[..1]),
+    ];
+    for (extents, variants) in shapes {
+        for transpose in [0, TRANSPOSE_A, TRANSPOSE_B, TRANSPOSE_A | TRANSPOSE_B] {
+            for &variant in variants {
+                let case = GemmCase::new(extents, transpose, variant);
+                assert_same_by_both(&format!("{:?}", case.form), |step| {
+                    Ok(vec![product::<f32>(step, &case)?, product::<bf16>(step, &case)?])
+                });
+            }
+        }
+    }
+    let case = GemmCase::interleaved([70, 67, 129], 4);
+    assert_same_by_both("interleaved", |step| Ok(vec![product::<f32>(step, &case)?, product::<bf16>(step, &case)?]));
+}
+
+/// The epilogues of linear layers, and their gradients with that of the bias, if no extent is a
+/// multiple of eight.
+#[test]
+fn unaligned_layers_match_bits() {
+    for [rows, inputs, outputs] in [[131, 67, 261], [1083, 35, 67]] {
+        assert_same_by_both(&format!("{rows} x {outputs}, k {inputs}"), |step| {
+            let number = |seed, extents: [usize; 2]| {
+                step.upload(&numbers::<bf16>(seed, extents[0] * extents[1]), extents)
+            };
+            let (x, w, dy) =
+                (number(1, [rows, inputs])?, number(2, [inputs, outputs])?, number(3, [rows, outputs])?);
+            let bias = step.upload(&numbers::<f32>(4, outputs), [outputs])?;
+            let (gelu, pre) = ops::linear_gelu(step, &x, &w, Some(&bias))?;
+            let (silu, _) = ops::linear_silu(step, &x, &w, None::<&Tensor<'_>>)?;
+            let (gated, _) = ops::linear_swiglu(step, &x, &w, Some(&bias), &dy)?;
+            let added = ops::linear_residual(step, &x, &w, Some(&bias), &dy)?;
+            let dpre = ops::gelu_linear_backward(step, &x, &w, &dy)?;
+            let mut dw = step.upload(&numbers::<f32>(5, inputs * outputs), [inputs, outputs])?;
+            let mut db = step.upload(&numbers::<f32>(6, outputs), [outputs])?;
+            let mut dx = step.empty::<bf16>([rows, inputs])?;
+            ops::gradients_into(
+                step,
+                &dy,
+                ops::Gradient {
+                    form: ops::Gemm::new(inputs, outputs, rows).transpose_a().accumulate(),
+                    of: &x,
+                    into: &mut dw,
+                },
+                Some(ops::BiasGradient { into: &mut db, accumulate: true }),
+                Some(ops::Gradient {
+                    form: ops::Gemm::new(rows, inputs, outputs).transpose_b(),
+                    of: &w,
+                    into: &mut dx,
+                }),
+            )?;
+            let mut results = vec![step.read(&dw)?, step.read(&db)?];
+            for tensor in [&pre, &gelu, &silu, &gated, &added, &dpre, &dx] {
+                results.push(step.read(tensor)?.into_iter().map(f32::from).collect());
+            }
+            Ok(results)
+        });
+    }
+}
+
+on_each_device! {
+    /// Each element is copied bit by bit to its place in rows that begin on 16 bytes, with zeros up
+    /// to the next.
+    fn rows_are_aligned_with_zeros(device: &Device) {
+        if device.description().kind == DeviceKind::Cuda && !device.description().has_wgmma {
+            return;
+        }
+        for (turn, [rows, cols]) in [[1, 1], [3, 8], [5, 0], [0, 4], [31, 70], [300, 17], [7, 1031]].into_iter().enumerate() {
+            let (batches, ld) = (1 + turn % 3, cols + turn % 4);
+            let (stride, padded) = (rows * ld + turn % 2, aligned_stride(cols));
+            // Every pattern of bits, NaNs among them.
+            let x: Vec<bf16> =
+                (0..batches * stride).map(|at| bf16::from_bits((at as u16).wrapping_mul(40_503))).collect();
+            let mut want = vec![0; batches * rows * padded];
+            for at in 0..batches * rows * cols {
+                let [batch, row, col] = [at / (rows * cols), at / cols % rows, at % cols];
+                want[(batch * rows + row) * padded + col] = x[batch * stride + row * ld + col].to_bits();
+            }
+            let got = trial(device, |trial| {
+                let values = trial.upload(&x, [x.len()])?;
+                let mut out = trial.empty::<bf16>([want.len()])?;
+                let (values, made) = (Some(values.slice()), Some(out.out()));
+                let aligning = Aligning { values, out: made, rows, cols, ld, batches, stride };
+                // The second operand, so that none precedes it.
+                trial.launch(align_rows::of([Aligning::default(), aligning]))?;
+                trial.output(&out)
+            });
+            let different = got.iter().zip(&want).position(|(got, want)| got.to_bits() != *want);
+            assert_eq!(different, None, "{rows} x {cols}: first at this element");
+        }
+    }
+}
+
+// Squares, so that the maps suit every layout, and two operands of two batches of 3 x 5.
 attack! {
+    matmul_wgmma::align_rows {
+        a: halves 30, a_out: out_halves 48, a_rows: number 3, a_cols: number 5, a_ld: number 5, a_batches: number 2, a_stride: number 15,
+        b: halves 30, b_out: out_halves 48, b_rows: number 3, b_cols: number 5, b_ld: number 5, b_batches: number 2, b_stride: number 15,
+    }
     matmul_wgmma::matmul_wgmma by variant <S> {
         a: map (96, [6, 6, 2], [8, 48]), b: map (96, [6, 6, 2], [8, 48]), bias: f32s 12, c: stored_pointer 72, out: out_stored 72,
         pre: out_stored 72, sums: out 12, m: number 6, n: number 6, k: number 6, ldc: number 6, k_per_split: number 6, batches: number 2,

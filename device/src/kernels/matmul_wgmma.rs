@@ -20,6 +20,7 @@
 //! - `blocks` limits the grid: a block computes every `blocks`th tile, so that the copies of the
 //!   next tile overlap the epilogue of this one. The grid changes no bit.
 
+mod align;
 mod block;
 mod columns;
 mod finish;
@@ -38,6 +39,9 @@ use super::matmul_bf16::{ADD_TO_SUMS, BIAS_GRAD, OperandLayout};
 use crate::block::launder_reg;
 use crate::family;
 use crate::machine::hints::block_bounds;
+#[cfg(not(target_arch = "nvptx64"))]
+pub use align::Aligning;
+pub use align::{align_rows, aligned_stride};
 use block::{Operands, Outputs, compute};
 use cuda_std::tensor_map::TensorMap;
 // The family declares kernels of warpgroups.
@@ -47,8 +51,12 @@ pub use tile::Tile;
 
 /// 128 x 256, 384 threads.
 pub const T128X256: Tile = Tile { groups: 2, columns: 256, cost: Cost::new(9, 9, 4000) };
+/// 128 x 192, 384 threads.
+pub const T128X192: Tile = Tile { groups: 2, columns: 192, cost: Cost::new(7, 7, 2900) };
 /// 128 x 128, 384 threads.
 pub const T128X128: Tile = Tile { groups: 2, columns: 128, cost: Cost::new(6, 6, 2500) };
+/// 128 x 64, 384 threads.
+pub const T128X64: Tile = Tile { groups: 2, columns: 64, cost: Cost::new(5, 5, 2200) };
 
 /// Tiles run down the columns within a group of this many rows of tiles.
 const GROUP: u32 = 16;
@@ -57,13 +65,21 @@ family! {
     /// Multiplies BF16 tensors by wgmma. The module's documentation describes the parameters.
     matmul_wgmma<S: Stored>(variant: ([OperandLayout; 2], Tile) as VARIANT) {
         ([OperandLayout::Plain, OperandLayout::Plain], T128X256) => { matmul_wgmma_nn_128x256_f32: f32; matmul_wgmma_nn_128x256_bf16: bf16; }
+        ([OperandLayout::Plain, OperandLayout::Plain], T128X192) => { matmul_wgmma_nn_128x192_f32: f32; matmul_wgmma_nn_128x192_bf16: bf16; }
         ([OperandLayout::Plain, OperandLayout::Plain], T128X128) => { matmul_wgmma_nn_128x128_f32: f32; matmul_wgmma_nn_128x128_bf16: bf16; }
+        ([OperandLayout::Plain, OperandLayout::Plain], T128X64) => { matmul_wgmma_nn_128x64_f32: f32; matmul_wgmma_nn_128x64_bf16: bf16; }
         ([OperandLayout::Plain, OperandLayout::Transposed], T128X256) => { matmul_wgmma_nt_128x256_f32: f32; matmul_wgmma_nt_128x256_bf16: bf16; }
+        ([OperandLayout::Plain, OperandLayout::Transposed], T128X192) => { matmul_wgmma_nt_128x192_f32: f32; matmul_wgmma_nt_128x192_bf16: bf16; }
         ([OperandLayout::Plain, OperandLayout::Transposed], T128X128) => { matmul_wgmma_nt_128x128_f32: f32; matmul_wgmma_nt_128x128_bf16: bf16; }
+        ([OperandLayout::Plain, OperandLayout::Transposed], T128X64) => { matmul_wgmma_nt_128x64_f32: f32; matmul_wgmma_nt_128x64_bf16: bf16; }
         ([OperandLayout::Transposed, OperandLayout::Plain], T128X256) => { matmul_wgmma_tn_128x256_f32: f32; matmul_wgmma_tn_128x256_bf16: bf16; }
+        ([OperandLayout::Transposed, OperandLayout::Plain], T128X192) => { matmul_wgmma_tn_128x192_f32: f32; matmul_wgmma_tn_128x192_bf16: bf16; }
         ([OperandLayout::Transposed, OperandLayout::Plain], T128X128) => { matmul_wgmma_tn_128x128_f32: f32; matmul_wgmma_tn_128x128_bf16: bf16; }
+        ([OperandLayout::Transposed, OperandLayout::Plain], T128X64) => { matmul_wgmma_tn_128x64_f32: f32; matmul_wgmma_tn_128x64_bf16: bf16; }
         ([OperandLayout::Transposed, OperandLayout::Transposed], T128X256) => { matmul_wgmma_tt_128x256_f32: f32; matmul_wgmma_tt_128x256_bf16: bf16; }
+        ([OperandLayout::Transposed, OperandLayout::Transposed], T128X192) => { matmul_wgmma_tt_128x192_f32: f32; matmul_wgmma_tt_128x192_bf16: bf16; }
         ([OperandLayout::Transposed, OperandLayout::Transposed], T128X128) => { matmul_wgmma_tt_128x128_f32: f32; matmul_wgmma_tt_128x128_bf16: bf16; }
+        ([OperandLayout::Transposed, OperandLayout::Transposed], T128X64) => { matmul_wgmma_tt_128x64_f32: f32; matmul_wgmma_tt_128x64_bf16: bf16; }
     }
     unsafe fn(
         a: TensorMap<bf16>,
@@ -186,4 +202,4 @@ fn place_of(tile: u32, [rows, cols]: [u32; 2]) -> [u32; 2] {
 
 /// The tiles. All layouts and both output types have them.
 #[cfg(not(target_arch = "nvptx64"))]
-pub const TILES: [Tile; 2] = [T128X128, T128X256];
+pub const TILES: [Tile; 4] = [T128X64, T128X128, T128X192, T128X256];

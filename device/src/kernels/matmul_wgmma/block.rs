@@ -125,10 +125,14 @@ unsafe fn multiply<'p, const A_ALONG: bool, const B_ALONG: bool, const TILES: us
     // SAFETY: all lanes of the warp execute this. The assembler knows that a shuffle from one lane
     // gives all the same.
     let group = unsafe { warp::warp_shuffle_idx(u32::MAX, own / WARPGROUP, 0, LANES).0 };
-    // SAFETY: the warps' parts follow the stages in the shared memory that the contract declares.
-    let staging = [0, 1].map(|half| unsafe {
-        SharedTile::<u32>::new((tile.staging(own / LANES) + half * STAGING_LEN) * 4, STAGING_LEN)
-    });
+    // Computed again for each tile, as are the rows of the outputs: the compiler would keep either
+    // in registers throughout the products.
+    let staging = |half: u32| {
+        let first = tile.staging(launder_reg(own / LANES)) + half * STAGING_LEN;
+        // SAFETY: the warps' parts follow the stages in the shared memory that the contract
+        // declares.
+        unsafe { SharedTile::<u32>::new(first * 4, STAGING_LEN) }
+    };
     let mut products = Products::new();
     let mut turn = Turn::FIRST;
     // Only a copy of the number is computed with, so that the number itself stays in a uniform
@@ -208,9 +212,8 @@ unsafe fn multiply<'p, const A_ALONG: bool, const B_ALONG: bool, const TILES: us
             if summed {
                 chains.finish(converged, columns, own, tile.cols(), now[1], epilogue.n);
             }
-            // The compiler would keep the lane's rows in registers throughout the products.
             let first = [launder_reg(now[0] + own / LANES * 16), now[1]];
-            finish::<TILES, S>(converged, epilogue, first, sums, staging);
+            finish::<TILES, S>(converged, epilogue, first, sums, [staging(0), staging(1)]);
         }
     }
 }

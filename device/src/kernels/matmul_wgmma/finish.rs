@@ -9,10 +9,12 @@
 //! f32, 16 x 32      lane 4 g + t: half of chunk t / 2 of each pair, rows g, g + 8    staged, swizzled
 //!                   lane l: as above
 //! ```
-//! BF16 outputs whose rows do not begin on 16 bytes are written by
-//! [`finish_any`](crate::matmul_bf16::finish::finish_any), without staging.
+//! Outputs whose rows do not begin on 16 bytes are written in parts of 16 columns. If rows begin on
+//! four elements or an activation follows, [`finish_any`](crate::matmul_bf16::finish::finish_any)
+//! writes those of BF16 without staging. The others are staged as f32, and sixteen lanes write a
+//! row of a part, element by element.
 
-use crate::block::launder_reg;
+use crate::block::{launder_index, launder_reg};
 use crate::machine::mma::{put_floats, put_words};
 use crate::matmul::epilogue::{Epilogue, Places};
 use crate::matmul_bf16::finish::{finish_any, finish_whole, is_plain, scale_and_add};
@@ -20,10 +22,10 @@ use crate::mma::fragments::{CHUNK_WORDS, swizzled};
 use crate::stored::Stored;
 use crate::tile::SharedTile;
 use crate::unroll_on_gpu;
-use crate::vector::{F4, Part, store_chunk};
+use crate::vector::{F4, Part, load, load_raw, store, store_chunk};
 use crate::warp::Converged;
 use crate::wgmma::CHUNKS;
-use cuda_std::warp;
+use cuda_std::{GpuFloat, warp};
 use half::bf16;
 
 /// The unit, in elements, on which rows of whole parts begin: 16 bytes of BF16.
@@ -34,8 +36,10 @@ const PART: usize = 8;
 const LONG: usize = 4;
 /// The mma tiles of a part of f32 outputs.
 const F32_PART: usize = 4;
-/// The mma tiles of a part of BF16 outputs at an edge, which needs the most registers.
+/// The mma tiles of a part of BF16 outputs at an edge, which needs the most registers, and the
+/// chunks of its f32 rows.
 const EDGE: usize = 2;
+const EDGE_CHUNKS: u32 = 4;
 
 /// Applies the epilogue to a warp's sums and writes them. `first` is the warp's first row and
 /// column.
@@ -54,9 +58,11 @@ pub(super) unsafe fn finish<const TILES: usize, S: Stored>(
     const { assert!(TILES.is_multiple_of(PART)) };
     let Epilogue { bias, bias_start, start, m, n, ldc, flags, out, .. } = epilogue;
     let at = |column: u32| start + first[0] as usize * ldc as usize + column as usize;
-    // The columns whose 16 rows all exist and begin on 16 bytes.
     let is_aligned =
         (start | ldc as usize).is_multiple_of(CHUNK) && (bias.is_empty() || bias_start.is_multiple_of(CHUNK));
+    // True if four columns of a row are one access.
+    let has_fours = (start | ldc as usize).is_multiple_of(F4::LEN);
+    // The columns whose 16 rows all exist and begin on 16 bytes.
     let whole = if is_aligned && first[0] + 16 <= m { n - first[1] } else { 0 };
     // SAFETY: the contract has accepted the problem. Outputs below `whole` exist, and their rows
     // begin on 16 bytes.
@@ -112,10 +118,22 @@ pub(super) unsafe fn finish<const TILES: usize, S: Stored>(
                     write_rows(warp, staging[0], true, of, to, at(column), ldc);
                 });
             });
+            if is_plain(flags) && !has_fours {
+                parts!(EDGE while |column| column < end, |now| {
+                    finish_columns(warp, epilogue, [first[0], column], now[0], staging[0]);
+                });
+                return;
+            }
             parts!(EDGE while |column| column < end, |now| {
                 finish_any::<1, EDGE, { EDGE / 2 }, S>(warp, epilogue, [first[0], column], now);
             });
         } else {
+            if is_plain(flags) && !has_fours {
+                parts!(EDGE while |column| column < end, |now| {
+                    finish_columns(warp, epilogue, [first[0], column], now[0], staging[0]);
+                });
+                return;
+            }
             parts!(F32_PART while |column| column < end, |now| {
                 finish_rows(warp, epilogue, [first[0], column], now[0], staging[0]);
             });
@@ -140,6 +158,63 @@ unsafe fn finish_rows<S: Stored>(
     unsafe { epilogue.finish(places, rows) };
 }
 
+/// Applies the epilogue without an activation to 16 rows of two mma tiles, and writes those that
+/// exist. Sixteen lanes have a row, so that their accesses are adjacent wherever it begins.
+///
+/// # Safety
+/// The caller meets the requirements of [`finish`].
+#[inline(always)]
+unsafe fn finish_columns<S: Stored>(
+    warp: Converged,
+    epilogue: Epilogue<'_, S>,
+    first: [u32; 2],
+    sums: [[f32; 4]; EDGE],
+    staging: SharedTile<u32>,
+) {
+    const { assert!(EDGE == 2) };
+    let Epilogue { bias, bias_start, c, out, start, m, n, ldc, alpha, beta, .. } = epilogue;
+    // The compiler would keep what follows from these in registers throughout the products.
+    let (lane, ldc) = (launder_reg(warp::lane_id()), launder_reg(ldc));
+    sync_lanes(warp);
+    put_floats(staging, EDGE_CHUNKS, 0, lane, sums);
+    sync_lanes(warp);
+    let [row, column] = [first[0] + lane / 16, first[1] + lane % 16];
+    let mut values = [0.0; 8];
+    unroll_on_gpu!(pair < 8 => {
+        let chunk = swizzled(EDGE_CHUNKS, 2 * pair as u32 + lane / 16, lane % 16 / CHUNK_WORDS);
+        values[pair] = f32::from_bits(staging.get(chunk * CHUNK_WORDS + lane % CHUNK_WORDS));
+    });
+    let rows = if column < n && row < m { launder_reg(m - row) as usize } else { 0 };
+    let first_place = start + row as usize * ldc as usize + column as usize;
+    // Advanced step by step, so that one register holds the index for all rows.
+    macro_rules! for_each {
+        (|$pair:ident, $at:ident| $body:expr) => {
+            let mut $at = launder_index(first_place);
+            unroll_on_gpu!($pair < 8 => {
+                if 2 * $pair < rows {
+                    $body
+                }
+                $at = launder_index($at.wrapping_add(2 * ldc as usize));
+            });
+        };
+    }
+    // SAFETY: the outputs exist, so the contract has checked that they lie in `out`, and in `bias`
+    // and `c` where they are used.
+    unsafe {
+        if alpha != 1.0 {
+            unroll_on_gpu!(pair < 8 => { values[pair] *= alpha; });
+        }
+        if !bias.is_empty() && rows > 0 {
+            let bias = load(bias, bias_start + column as usize);
+            unroll_on_gpu!(pair < 8 => { values[pair] += bias; });
+        }
+        if beta != 0.0 {
+            for_each!(|pair, at| values[pair] = GpuFloat::mul_add(beta, load_raw(c, at).widen(), values[pair]));
+        }
+        for_each!(|pair, at| store(out, at, S::narrow(values[pair])));
+    }
+}
+
 /// Moves 16 rows of `F32_PART` mma tiles through the warp's part of shared memory. A lane gets four
 /// columns of four rows, so that eight lanes have a line of a row. Other lanes may still read that
 /// memory if `is_read`.
@@ -151,6 +226,20 @@ fn stage_rows(
     first: [u32; 2],
     sums: [[f32; 4]; F32_PART],
 ) -> (Places<1>, [[F4; 1]; 4]) {
+    let lane = put_rows(warp, staging, is_read, sums);
+    let mut rows = [[F4::splat(0.0)]; 4];
+    unroll_on_gpu!(pass < 4 => {
+        let chunk = staging.chunk(swizzled(CHUNKS, 4 * pass as u32 + lane / 8, lane % 8) * CHUNK_WORDS);
+        rows[pass] = [F4(chunk.map(f32::from_bits))];
+    });
+    let columns = [first[1] + lane % 8 * F4::LEN as u32];
+    (Places { row: first[0] + lane / 8, apart: 4, columns, width: F4::LEN as u32 }, rows)
+}
+
+/// Writes 16 rows of `F32_PART` mma tiles to the warp's part of shared memory, which other lanes
+/// may still read if `is_read`. Returns the lane's number.
+#[inline(always)]
+fn put_rows(warp: Converged, staging: SharedTile<u32>, is_read: bool, sums: [[f32; 4]; F32_PART]) -> u32 {
     const { assert!(F32_PART as u32 * 2 == CHUNKS) };
     // The compiler would keep the addresses in registers throughout the products.
     let lane = launder_reg(warp::lane_id());
@@ -161,13 +250,7 @@ fn stage_rows(
         put_floats(staging, CHUNKS, pair as u32, lane, [sums[2 * pair], sums[2 * pair + 1]]);
     });
     sync_lanes(warp);
-    let mut rows = [[F4::splat(0.0)]; 4];
-    unroll_on_gpu!(pass < 4 => {
-        let chunk = staging.chunk(swizzled(CHUNKS, 4 * pass as u32 + lane / 8, lane % 8) * CHUNK_WORDS);
-        rows[pass] = [F4(chunk.map(f32::from_bits))];
-    });
-    let columns = [first[1] + lane % 8 * F4::LEN as u32];
-    (Places { row: first[0] + lane / 8, apart: 4, columns, width: F4::LEN as u32 }, rows)
+    lane
 }
 
 /// Implements [`Epilogue::finish`] without an activation, for outputs that exist, in vectors.

@@ -205,6 +205,8 @@ impl Products {
         // SAFETY: the function's contract.
         unsafe {
             match TILES {
+                8 => numbered!(8 multiply_step "m64n64k16", sums, a, b, add, [A_ALONG, B_ALONG]),
+                24 => numbered!(24 multiply_step "m64n192k16", sums, a, b, add, [A_ALONG, B_ALONG]),
                 16 => numbered!(16 multiply_step "m64n128k16", sums, a, b, add, [A_ALONG, B_ALONG]),
                 _ => numbered!(32 multiply_step "m64n256k16", sums, a, b, add, [A_ALONG, B_ALONG]),
             }

@@ -12,7 +12,7 @@ use super::case::{Case, both, each};
 use super::declared::{declared, declared_binary};
 use super::inputs::Inputs;
 use super::products::Bf16Kernel;
-use super::{attention, attention_mma, products, products_tf32};
+use super::{aligned, attention, attention_mma, products, products_tf32};
 use half::bf16;
 use kernels::checksum::{CHUNK, checksum};
 use kernels::dropout::{draw, dropout};
@@ -326,6 +326,7 @@ const LISTED: &[Listed] = &[
     } else {
         products::bf16_product::<f32>(i, Bf16Kernel::Mma(variant))
     }),
+    One("align_rows", aligned::copies),
     each!(matmul_wgmma::<'_, f32>::VARIANTS, |i, variant, stored| if stored == <bf16 as Element>::NAME {
         products::bf16_product::<bf16>(i, Bf16Kernel::Wgmma(variant))
     } else {

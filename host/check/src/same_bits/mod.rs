@@ -22,6 +22,7 @@
 
 #![forbid(unsafe_code)]
 
+mod aligned;
 mod attention;
 mod attention_mma;
 mod case;

@@ -1,18 +1,26 @@
-//! Multiplies of BF16 tensors with tensor-core instructions, directly from memory: by `wgmma` if
-//! the device has it and rows begin on 16 bytes, else by `mma.sync`.
+//! Multiplies of BF16 tensors with tensor-core instructions: by `wgmma` if the device has it, else
+//! by `mma.sync`. So are small products with an operand that `wgmma` would need copied first.
 
 use super::super::{same_shape, sum_rows_into};
+use super::aligned::{Operand, align, replaced};
 use super::gemm::{BiasGradient, Epilogue, Gemm, Gradient};
 use super::split::{GemmExtents, Outputs, split_or_whole};
 use super::tile::{fastest, tile_of};
 use crate::error::{Error, Result};
 use crate::step::Step;
 use crate::tensor::{Source, Stored, Target, Tensor};
-use cuda_std::launch::{Pointer, PointerMut, Slice, TensorMap};
+use cuda_std::launch::{Pointer, PointerMut, Slice};
 use half::bf16;
 use kernels::matmul::{TRANSPOSE_B, sum_splits};
 use kernels::matmul_bf16::{ADD_TO_SUMS, BIAS_GRAD, OperandLayout, TILES, k_per_split, matmul_bf16};
 use kernels::matmul_wgmma::{self as wgmma, matmul_wgmma};
+
+/// The least k, or the least parts of 128 x 128 outputs, of a multiply by `wgmma` if an operand
+/// must be copied first. On an H100, `mma.sync` took 0.7 to 0.8 of the time with a k of 31 or 65
+/// and up to 9 parts, and as long with 97 and 9 parts. It took longer with a k of 129, or with 289
+/// parts.
+const LEAST_K: usize = 96;
+const LEAST_PARTS: usize = 132;
 
 #[track_caller]
 pub(super) fn queue<'s, S: Stored>(
@@ -198,21 +206,25 @@ fn multiply<S: Stored>(
             })
         };
     }
-    if step.description().has_wgmma && form.bf16_tile.is_none() && has_aligned_rows(form) {
+    if step.description().has_wgmma && form.bf16_tile.is_none() && uses_wgmma(form) {
         let tile = fastest(&wgmma::TILES, extents.of_a_split(), extents.matrices(), processors as usize);
-        let [steps_a, steps_b] = [stride_a, stride_b].map(|stride| u32::from(stride > 0));
-        let map = |memory, extents, strides, steps| {
-            let [rows, cols]: [u32; 2] = extents;
-            TensorMap { memory, extents: [cols, rows, if steps == 0 { 1 } else { batches }], strides }
+        let operands = Operand::of(form, a, b);
+        let launch = |[a, b]: [Operand<'_>; 2]| {
+            launch!(matmul_wgmma {
+                variant: (layouts, tile),
+                a: a.map(),
+                b: b.map(),
+                steps_a: a.steps(),
+                steps_b: b.steps(),
+                blocks: processors
+            })
         };
-        let stored = |is_transposed, [rows, cols]: [u32; 2]| if is_transposed { [cols, rows] } else { [rows, cols] };
-        return launch!(matmul_wgmma {
-            variant: (layouts, tile),
-            a: map(a, stored(form.transpose_a, [m, k]), [lda as usize, stride_a], steps_a),
-            b: map(b, stored(form.transpose_b, [k, n]), [ldb as usize, stride_b], steps_b),
-            steps_a: steps_a,
-            steps_b: steps_b,
-            blocks: processors
+        if operands.iter().all(Operand::is_aligned) {
+            return launch(operands);
+        }
+        return step.workspace(|step| {
+            let copies = align(step, &operands)?;
+            launch(replaced(&operands, &copies))
         });
     }
     let tile = tile_of(form.bf16_tile, &TILES, "ops::BF16_TILES", || {
@@ -229,16 +241,64 @@ fn multiply<S: Stored>(
     })
 }
 
-/// True if every row of A and B begins on 16 bytes, as `wgmma` requires.
-fn has_aligned_rows(form: &Gemm) -> bool {
-    let batches = if form.batches > 1 { form.stride_a | form.stride_b } else { 0 };
-    (form.lda | form.ldb | batches).is_multiple_of(8)
+/// True if a device with `wgmma` multiplies by it: if the rows of the operands are aligned, or
+/// copies with aligned rows are worth their time.
+fn uses_wgmma(form: &Gemm) -> bool {
+    let Gemm { m, n, k, batches, .. } = *form;
+    let parts = m.div_ceil(128).saturating_mul(n.div_ceil(128)).saturating_mul(batches);
+    let is_large = k >= LEAST_K || (k > 0 && parts >= LEAST_PARTS);
+    is_large || Operand::of(form, Slice::empty(), Slice::empty()).iter().all(Operand::is_aligned)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use kernels::matmul_bf16::{T64X64, T128X128, T128X256};
+
+    /// Tries the shapes of GPT-2, of Llama 8B, of squares, and of layers whose tiles of 256 columns
+    /// leave multiprocessors idle, on an H100.
+    #[test]
+    fn the_fastest_tile_by_wgmma_suits_the_shape() {
+        for (m, n, k, want) in [
+            (16384, 768, 768, wgmma::T128X256),
+            (16384, 2304, 768, wgmma::T128X256),
+            (4096, 6144, 4096, wgmma::T128X256),
+            (2048, 2048, 2048, wgmma::T128X256),
+            (768, 3072, 16384, wgmma::T128X256),
+            (4288, 960, 2304, wgmma::T128X192),
+            (2304, 960, 4288, wgmma::T128X192),
+            (2560, 1856, 192, wgmma::T128X192),
+            (2560, 192, 1856, wgmma::T128X128),
+            (1024, 1024, 1024, wgmma::T128X64),
+            (512, 1920, 832, wgmma::T128X64),
+            (640, 128, 1920, wgmma::T128X64),
+        ] {
+            let k_per_split = k_per_split(m, n, k);
+            let tile = fastest(&wgmma::TILES, [m, n, k_per_split], k.div_ceil(k_per_split), 132);
+            assert_eq!(tile, want, "{m} x {n}, k {k}");
+        }
+    }
+
+    /// Operands are copied unless the product is small.
+    #[test]
+    fn small_unaligned_products_use_mma_sync() {
+        let with_rows = |lda| Gemm { lda, ..Gemm::new(64, 128, 64) };
+        let batched = Gemm { batches: 3, stride_a: 64 * 64, ..with_rows(64) };
+        for (form, want) in [
+            (with_rows(64), true),
+            (with_rows(65), false),
+            (Gemm { m: 1, ..with_rows(65) }, true),
+            (batched, true),
+            (Gemm { stride_a: 64 * 64 + 1, ..batched }, false),
+            (Gemm { stride_a: 64 * 64 + 1, batches: 132, ..batched }, true),
+            (Gemm::new(31, 31, 95), false),
+            (Gemm::new(31, 31, 97), true),
+            (Gemm::new(2049, 2049, 33), true),
+            (Gemm::new(4095, 4095, 0), true),
+        ] {
+            assert_eq!(uses_wgmma(&form), want, "{form:?}");
+        }
+    }
 
     /// Tries the shapes of CrossAsset, of GPT-2, of Llama-3.2-1B and of large squares, on an H100.
     /// `docs/lab/matmul.md` has their rates in both tiles.

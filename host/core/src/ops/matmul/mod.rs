@@ -8,6 +8,7 @@
 //! | `f32.rs` | multiplies in f32 |
 //! | `tf32_wgmma.rs` | multiplies of f32 tensors by `wgmma`, as TF32 |
 //! | `mma.rs` | multiplies of f32 tensors on tensor cores, as TF32 |
+//! | `aligned.rs` | operands of BF16 products by `wgmma`: rows that begin on 16 bytes |
 //! | `bf16.rs` | multiplies of BF16 tensors, and the GELU backward epilogue |
 //! | `element.rs` | the choice among them by a tensor's type |
 //! | `linear.rs` | the ops |
@@ -16,6 +17,7 @@
 //!
 //! Each file uses only those above it.
 
+mod aligned;
 mod bf16;
 mod element;
 mod f32;
