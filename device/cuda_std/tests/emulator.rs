@@ -1,6 +1,6 @@
 //! The emulator's rules, each on a kernel that follows it and on a kernel that breaks it.
 
-use cuda_std::emulator::{Cause, Fault, Machine, Mode, mbarrier};
+use cuda_std::emulator::{Cause, Fault, Kind, Machine, Mode, access, mbarrier, meet, products};
 use cuda_std::launch::{Arguments, Contract, Entry, Grid, Pointer, PointerMut, Slice, Violation, Words};
 use cuda_std::{prelude::*, shared, warp};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -35,6 +35,7 @@ contract! {
     places: 32, 0;
     hands_over: 64, 16;
     waits_in_vain: 64, 8;
+    one_lane_frees: 64, 144;
 }
 
 /// Computes y = factor * x, `[n]`.
@@ -199,6 +200,54 @@ unsafe fn hands_over(waits: u32, slot: *mut u32, y: *mut u32) {
     }
 }
 
+/// Warp 0 fills a slot three times. Warp 1 reads it by its lanes, or by its products if
+/// `by_products` is 1, and its first lane frees the slot. `order` is an index in [`ORDERS`].
+#[kernel]
+unsafe fn one_lane_frees(by_products: u32, order: u32, y: *mut u32) {
+    const FULL: u32 = 128;
+    const FREE: u32 = 136;
+    let (slot, lane) = (shared::dynamic_shared_mem::<u32>(), thread::thread_idx_x() % 32);
+    if thread::thread_idx_x() == 0 {
+        mbarrier::init(FULL, 32);
+        mbarrier::init(FREE, 1);
+    }
+    thread::sync_threads();
+    for turn in 0..3 {
+        // SAFETY: the test's buffers cover every access of the grid. All lanes of warp 1 meet.
+        unsafe {
+            if thread::thread_idx_x() < 32 {
+                mbarrier::wait(FREE, (turn + 1) % 2);
+                access::shared(Kind::Write, slot, 32, lane, 1);
+                *slot.add(lane as usize) = 100 * turn + lane;
+                mbarrier::arrive(FULL);
+            } else {
+                mbarrier::wait(FULL, turn % 2);
+                if by_products != 0 {
+                    products::begin();
+                }
+                access::shared(Kind::Read, slot, 32, lane, 1);
+                *y.add((3 * lane + turn) as usize) = *slot.add(lane as usize);
+                if by_products != 0 {
+                    products::end();
+                }
+                ORDERS[order as usize]();
+                if lane == 0 {
+                    mbarrier::arrive(FREE);
+                }
+            }
+        }
+    }
+}
+
+/// Nothing, an exchange between lanes, a wait for products, and a barrier of the warp.
+const ORDERS: [fn(); 4] = [
+    || {},
+    meet,
+    products::wait,
+    // SAFETY: all lanes of the warp call it.
+    || unsafe { warp::sync_warp(u32::MAX) },
+];
+
 /// Waits for 32 arrivals, of which one is missing.
 #[kernel]
 unsafe fn waits_in_vain(y: *mut u32) {
@@ -268,6 +317,20 @@ fn an_mbarrier_hands_values_over() {
     let kernel = hands_over { waits: 0, slot: output(&mut slot), y: output(&mut y) };
     let fault = Mode::RACES.scope(|| run(kernel, ONE)).unwrap_err();
     assert!(matches!(fault.cause, Cause::Race { .. }), "{fault}");
+}
+
+#[test]
+fn an_arrival_releases_its_own_lane() {
+    let mut y = vec![0u32; 3 * 32];
+    let mut race = |by_products, order| {
+        let kernel = one_lane_frees { by_products, order, y: output(&mut y) };
+        match Mode::RACES.scope(|| run(kernel, ONE)) {
+            Ok(()) => false,
+            Err(fault) => matches!(fault.cause, Cause::Race { .. }) || panic!("{fault}"),
+        }
+    };
+    assert_eq!([0, 1, 2, 3].map(|order| race(0, order)), [true, true, true, false], "reads by lanes");
+    assert_eq!([0, 1, 2, 3].map(|order| race(1, order)), [true, true, false, true], "reads by products");
 }
 
 #[test]

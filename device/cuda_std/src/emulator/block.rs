@@ -80,9 +80,9 @@ pub struct Block {
     /// The launch's arguments. It is a plain pointer, because the blocks' OS threads would contend
     /// for a reference count.
     arguments: *const Arguments,
-    detector: Option<RefCell<Detector>>,
-    /// The copy engine's number among the threads while it copies.
-    engine: Cell<Option<u32>>,
+    pub(super) detector: Option<RefCell<Detector>>,
+    /// The engine's number among the threads while it copies or multiplies.
+    pub(super) engine: Cell<Option<u32>>,
     /// True if a thread has panicked.
     pub(super) panicked: Cell<bool>,
     pub(super) traps: Rc<Traps>,
@@ -218,38 +218,6 @@ impl Block {
         }
         if let Some(detector) = &self.detector {
             detector.borrow_mut().met(collective, thread);
-        }
-    }
-
-    /// Called when the running thread arrives at an mbarrier, and `ends` its phase.
-    pub(super) fn arrived(&self, byte: u32, ends: bool) {
-        if let Some(detector) = &self.detector {
-            detector.borrow_mut().arrived(self.running.get(), byte, ends);
-        }
-    }
-
-    /// Makes the accesses to shared memory that follow those of the copy engine with this number
-    /// among the threads. They follow what the running thread has done.
-    pub(super) fn begin_engine(&self, engine: u32) {
-        if let Some(detector) = &self.detector {
-            detector.borrow_mut().begin_engine(self.running.get(), engine);
-        }
-        self.engine.set(Some(engine));
-    }
-
-    /// Called when the copy engine has copied: it brings bytes to the mbarrier, and `ends` its
-    /// phase.
-    pub(super) fn end_engine(&self, engine: u32, byte: u32, ends: bool) {
-        self.engine.set(None);
-        if let Some(detector) = &self.detector {
-            detector.borrow_mut().arrived(engine, byte, ends);
-        }
-    }
-
-    /// Called when the running thread has waited for a phase of an mbarrier.
-    pub(super) fn acquired(&self, byte: u32) {
-        if let Some(detector) = &self.detector {
-            detector.borrow_mut().acquired(self.running.get(), byte);
         }
     }
 

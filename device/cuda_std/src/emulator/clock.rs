@@ -128,11 +128,6 @@ impl Clock {
         Self { block, epoch: NonZeroU32::MIN, times, seen, followed, arrivals, threads }
     }
 
-    /// Returns the number of threads.
-    pub(super) fn threads(&self) -> u32 {
-        self.threads
-    }
-
     /// Records a barrier that every thread of the block has reached.
     pub(super) fn barrier(&mut self) {
         self.epoch = self.epoch.checked_add(1).expect("a block passes fewer than 2^32 barriers");
@@ -197,6 +192,14 @@ impl Clock {
         if let Some(arrivals) = self.arrivals.iter().find(|arrivals| arrivals.byte == byte) {
             join(&mut self.followed[thread as usize], &arrivals.ended);
         }
+    }
+
+    /// Records that a thread follows the accesses of another, but not what those follow.
+    pub(super) fn follows(&mut self, thread: u32, other: u32) {
+        self.followed.resize(self.threads as usize, vec![0; self.threads as usize]);
+        let time = &mut self.times[(other / WARP) as usize];
+        *time += 1;
+        self.followed[thread as usize][other as usize] = *time;
     }
 
     /// Returns an access of a thread at the current time.

@@ -18,8 +18,9 @@ use std::panic::Location;
 use std::sync::Arc;
 
 /// The most mbarriers of a block to which the copy engine brings bytes.
-const ENGINES: u32 = WARP;
-/// The engine's own mbarrier, at which threads hand it their copies.
+pub(super) const ENGINES: u32 = WARP;
+/// The mbarrier of engine 0, at which threads hand it their work; that of engine 1 is one byte
+/// before, and so on.
 const HANDED: u32 = u32::MAX;
 
 /// The bytes of shared memory that share a cell.
@@ -54,7 +55,9 @@ impl Detector {
         Self {
             arguments,
             grid,
-            clock: Clock::new(block, entry.block.next_multiple_of(WARP) + ENGINES),
+            // The products of each warp have a warp of their own, because a cell of the shadow
+            // memory has one time for all lanes of a warp.
+            clock: Clock::new(block, 2 * entry.block.next_multiple_of(WARP) + ENGINES),
             shared: vec![Cell::default(); shared_bytes.div_ceil(WORD)],
             shared_bytes,
             sites: Sites::new(),
@@ -80,12 +83,15 @@ impl Detector {
         self.clock.arrived(thread, byte, ends);
     }
 
-    /// Called when a thread starts a copy of the engine with this number among the threads.
+    /// Called when a thread starts accesses of the engine with this number among the threads.
     pub(super) fn begin_engine(&mut self, thread: u32, engine: u32) {
-        let engines = self.clock.threads() - ENGINES;
-        assert!(engine < engines + ENGINES, "copies to more than {ENGINES} mbarriers");
-        self.clock.arrived(thread, HANDED - (engine - engines), true);
-        self.clock.acquired(engine, HANDED - (engine - engines));
+        self.clock.arrived(thread, HANDED - engine, true);
+        self.clock.acquired(engine, HANDED - engine);
+    }
+
+    /// Called when a thread has waited for the accesses of this engine.
+    pub(super) fn follows(&mut self, thread: u32, engine: u32) {
+        self.clock.follows(thread, engine);
     }
 
     /// Called when a thread has waited for a phase of an mbarrier.

@@ -16,6 +16,7 @@
 //! in it had done before.
 
 use super::collective::Collective;
+use super::detector::ENGINES;
 use super::{Block, WARP, current, current_block};
 use std::panic::Location;
 
@@ -80,7 +81,7 @@ pub fn arrive_expecting(byte: u32, bytes: u32) {
         phases.missing = phases.missing.checked_sub(1).expect("more arrivals than the barrier counts");
         phases.bytes += i64::from(bytes);
         let ends = phases.end();
-        block.arrived(byte, ends);
+        block.arrived(block.thread_idx()[0], byte, ends);
     });
 }
 
@@ -93,6 +94,7 @@ pub fn bring(byte: u32, bytes: u32, copy: impl FnOnce()) {
         let all = block.phases.borrow();
         let number = all.iter().position(|phases| phases.byte == byte);
         let number = number.unwrap_or_else(|| panic!("the barrier at byte {byte} of shared memory is not initialized"));
+        assert!(number < ENGINES as usize, "copies to more than {ENGINES} mbarriers");
         block.threads.next_multiple_of(WARP) + number as u32
     });
     current(|block| block.begin_engine(engine));
@@ -102,7 +104,8 @@ pub fn bring(byte: u32, bytes: u32, copy: impl FnOnce()) {
         let phases = Phases::of(&mut all, byte);
         phases.bytes -= i64::from(bytes);
         let ends = phases.end();
-        block.end_engine(engine, byte, ends);
+        block.end_engine();
+        block.arrived(engine, byte, ends);
     });
 }
 
@@ -125,5 +128,18 @@ impl Block {
     pub(super) fn has_ended(&self, byte: u32, is_odd: bool) -> bool {
         let mut all = self.phases.borrow_mut();
         Phases::of(&mut all, byte).ended.is_multiple_of(2) == is_odd
+    }
+    /// Called when a thread arrives at an mbarrier, and `ends` its phase.
+    fn arrived(&self, thread: u32, byte: u32, ends: bool) {
+        if let Some(detector) = &self.detector {
+            detector.borrow_mut().arrived(thread, byte, ends);
+        }
+    }
+
+    /// Called when the running thread has waited for a phase of an mbarrier.
+    fn acquired(&self, byte: u32) {
+        if let Some(detector) = &self.detector {
+            detector.borrow_mut().acquired(self.thread_idx()[0], byte);
+        }
     }
 }

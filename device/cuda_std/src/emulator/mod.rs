@@ -32,6 +32,7 @@ mod machine;
 pub mod mbarrier;
 mod mode;
 mod panics;
+pub mod products;
 mod resolve;
 mod shadow;
 mod shared;
@@ -43,7 +44,7 @@ mod trap;
 pub use block::Block;
 pub use collective::{Collective, gather};
 pub use fault::{Access, Cause, Fault, Kind, Place};
-pub use lanes::lanes;
+pub use lanes::{lanes, meet};
 pub use machine::Machine;
 pub use mode::Mode;
 #[doc(hidden)]

@@ -26,7 +26,8 @@ use crate::unroll_on_gpu;
 use crate::vector::load;
 use crate::warp::{Converged, LANES};
 use core::f32::consts::LOG2_E;
-use cuda_std::{thread, warp::lane_id};
+use cuda_std::thread;
+use cuda_std::warp::{lane_id, sync_warp};
 use half::bf16;
 
 /// Computes dq of this block's queries.
@@ -299,6 +300,8 @@ pub(super) unsafe fn keys<
                         memory.wait_full(turn, 1);
                         memory.multiply_rows(&mut gradients, group, 1, turn, 1);
                     }
+                    // All lanes have read the last turn's values.
+                    sync_warp(u32::MAX);
                     memory.set_free_if(tile > own_from, turn.wrapping_sub(1), 0);
                     memory.set_free_if(tile > own_from, turn.wrapping_sub(1), 1);
                     hide(&mut scores, mask, [first, tile * TILE], [GROUP_ROWS, TILE], true);
@@ -330,6 +333,8 @@ pub(super) unsafe fn keys<
                 }
                 dv.wait::<0>();
                 dk.wait::<0>();
+                // All lanes have read the last turn's values.
+                sync_warp(u32::MAX);
                 memory.set_free_if(true, so_far + tile - 1 - from, 0);
                 memory.set_free_if(true, so_far + tile - 1 - from, 1);
             }

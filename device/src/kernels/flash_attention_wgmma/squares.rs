@@ -326,6 +326,8 @@ pub(super) unsafe fn from_scores<
                             let next = step as u32 * if of_queries { SIDE } else { 1 };
                             $left[0][step] = squares.matrices(warp, at + next * SQUARE, of_queries);
                         });
+                        // All lanes have read their rows.
+                        warp::sync_warp(u32::MAX);
                         memory.set_free_if(true, turn, 0);
                         memory.wait_full(turn, 1);
                         memory.multiply_weights(&mut sums, &$left, turn, 1);

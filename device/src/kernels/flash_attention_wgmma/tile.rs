@@ -142,6 +142,11 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32, const SLOTS: u32> Mem
 
     /// Frees the array of a turn if `condition` is true, once for each warp.
     ///
+    /// The first lane arrives for the warp, which orders only its own accesses before the next
+    /// copies. After reads by other lanes, as opposed to those of products that have ended, a
+    /// [`sync_warp`](warp::sync_warp) must come first: neither `ldmatrix` nor a wait for products
+    /// orders the memory accesses of lanes.
+    ///
     /// # Safety
     /// All lanes of the warp call it together, for ascending turns.
     #[inline(always)]

@@ -165,6 +165,10 @@ unsafe fn multiply<'p, const A_ALONG: bool, const B_ALONG: bool, const TILES: us
                     chains.add(b, own, tile.cols(), DEPTH / STEP);
                 }
                 products.wait::<1>();
+                if summed {
+                    // All lanes have read the last stage.
+                    warp::sync_warp(u32::MAX);
+                }
                 ring.set_free_if(stage > 0, last);
             }
             (last, turn) = (turn, turn.next(tile));

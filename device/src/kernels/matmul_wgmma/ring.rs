@@ -145,7 +145,8 @@ impl Ring {
     ///
     /// # Safety
     /// All lanes of a warp that multiplies call it together, once for each turn. They have waited
-    /// for their products, and read no more of the stage.
+    /// for their products. If the lanes themselves have read the stage, a
+    /// [`sync_warp`](warp::sync_warp) has ordered these reads before.
     #[inline(always)]
     pub(super) unsafe fn set_free_if(self, condition: bool, turn: Turn) {
         // SAFETY: `new` has initialized the barrier.

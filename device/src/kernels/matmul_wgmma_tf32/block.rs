@@ -168,6 +168,8 @@ pub(super) unsafe fn compute<'p, const ALONG: bool, const TILES: usize, const IM
                 let lower = fragments::<ALONG>(warp, a, row, 0);
                 products.multiply_tf32::<TILES>(&mut sums, lower, b, 0, stage > 0);
                 products.wait::<1>();
+                // All lanes have read their fragments of the stage before.
+                warp::sync_warp(u32::MAX);
                 before.free(tile).arrive_if(stage > 0 && warp::lane_id() == 0);
                 let upper = fragments::<ALONG>(warp, a, row, DEPTH / 2);
                 products.multiply_tf32::<TILES>(&mut sums, upper, b, DEPTH / 2, true);
@@ -178,8 +180,12 @@ pub(super) unsafe fn compute<'p, const ALONG: bool, const TILES: usize, const IM
             stage += 1;
         }
         products.finish(&mut sums);
-        // SAFETY: the barriers are initialized.
-        unsafe { before.free(tile).arrive_if(stages > 0 && warp::lane_id() == 0) };
+        // SAFETY: the barriers are initialized. All lanes of the warp execute this.
+        unsafe {
+            // All lanes have read their fragments of the last stage.
+            warp::sync_warp(u32::MAX);
+            before.free(tile).arrive_if(stages > 0 && warp::lane_id() == 0);
+        }
         if stages == 0 {
             sums = wgmma::no_sums();
         }

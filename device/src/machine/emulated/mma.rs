@@ -10,7 +10,7 @@ use crate::mma::{Factor, Sums as PackedSums};
 use crate::tile::SharedTile;
 use crate::vector::{F4, load_word, store_words};
 use crate::warp::Converged;
-use cuda_std::emulator::lanes;
+use cuda_std::emulator::{lanes, meet};
 use cuda_std::{GpuFloat, warp};
 use half::bf16;
 
@@ -27,7 +27,7 @@ pub fn multiply_packed(_: Converged, sums: &mut PackedSums, a: Factor, b: Factor
     let of_lane = [a, b];
     let factors = lanes(&of_lane);
     for lane in 0..4 {
-        // SAFETY: each lane's fragments live until the `sync_warp` below, which all lanes reach, as
+        // SAFETY: each lane's fragments live until `meet` below, which all lanes reach, as
         // they reached this.
         let [[rows, _], [_, left], [_, right]] =
             unsafe { [4 * g + lane, 8 * t + lane, 8 * t + 4 + lane].map(|lane| *factors[lane]) };
@@ -42,8 +42,7 @@ pub fn multiply_packed(_: Converged, sums: &mut PackedSums, a: Factor, b: Factor
             }
         }
     }
-    // SAFETY: the token shows that all lanes of the warp execute this.
-    unsafe { warp::sync_warp(u32::MAX) };
+    meet();
 }
 
 /// Accumulates the products of squares; see [`multiply`](crate::mma::fragments::multiply).
@@ -71,7 +70,7 @@ pub fn multiply<F: Format, const ROWS: usize, const COLS: usize, const TILES: us
         chain
     };
     for col in 0..COLS {
-        // SAFETY: each lane's operands live until the `sync_warp` below, which all lanes reach, as
+        // SAFETY: each lane's operands live until `meet` below, which all lanes reach, as
         // they reached this.
         let right = unsafe {
             let of = |tile: usize, column: usize| {
@@ -80,7 +79,7 @@ pub fn multiply<F: Format, const ROWS: usize, const COLS: usize, const TILES: us
             [of(0, 0), of(0, 1), of(1, 0), of(1, 1)]
         };
         for (row, sums) in sums.iter_mut().enumerate() {
-            // SAFETY: each lane's operands live until the `sync_warp` below.
+            // SAFETY: each lane's operands live until `meet` below.
             let left =
                 unsafe { [0, 1].map(|half| chain(4 * g, &|lane, chunk| (*factors[lane]).0[row][half + 2 * chunk])) };
             let sums = &mut sums[2 * (first + col)..2 * (first + col) + 2];
@@ -97,8 +96,7 @@ pub fn multiply<F: Format, const ROWS: usize, const COLS: usize, const TILES: us
             sums.copy_from_slice(&chains);
         }
     }
-    // SAFETY: the token shows that all lanes of the warp execute this.
-    unsafe { warp::sync_warp(u32::MAX) };
+    meet();
 }
 
 /// Accumulates the products of the range of k in a lane's accumulators, which are in the layout of

@@ -5,7 +5,7 @@ use crate::stored::Stored;
 use crate::tile::SharedTile;
 use crate::vector::{F4, load};
 use crate::warp::Converged;
-use cuda_std::emulator::{Kind, access, lanes};
+use cuda_std::emulator::{Kind, access, lanes, meet};
 use cuda_std::{shared, warp};
 
 /// A 32-bit element type of shared memory.
@@ -266,14 +266,13 @@ impl Window<u32> {
         let rows = lanes(&own);
         let (g, t) = (warp::lane_id() as usize / 4, warp::lane_id() as usize % 4);
         let matrices = [0, 8, 16, 24].map(|first| {
-            // SAFETY: each lane's row lives until the `sync_warp` below, which all lanes reach, as
+            // SAFETY: each lane's row lives until `meet` below, which all lanes reach, as
             // they reached this.
             let word = |row: usize, word: usize| unsafe { (*rows[first + row])[word] };
             let element = |row: usize| word(row, g / 2) >> (16 * (g % 2)) & 0xffff;
             if transposed { element(2 * t) | element(2 * t + 1) << 16 } else { word(g, t) }
         });
-        // SAFETY: the token shows that all lanes of the warp execute this.
-        unsafe { warp::sync_warp(u32::MAX) };
+        meet();
         matrices
     }
 }

@@ -3,7 +3,7 @@
 
 use crate::mma::fragments::{CHUNK_WORDS, swizzled};
 use crate::tile::SharedTile;
-use cuda_std::emulator::lanes;
+use cuda_std::emulator::{lanes, meet, products};
 use cuda_std::{GpuFloat, thread, warp};
 
 /// The k of a product, the words of a row of as many BF16, and its chunks.
@@ -78,12 +78,14 @@ impl<const TILES: usize> Accumulators for [[f32; 4]; TILES] {
         }
         let row = thread::thread_idx_x() % 128 / 32 * 16 + warp::lane_id() / 4;
         let mut left = [[0.0; DEPTH]; 2];
+        products::begin();
         for (half, left) in left.iter_mut().enumerate() {
             for chunk in 0..CHUNKS {
                 left[8 * chunk as usize..][..8].copy_from_slice(&a.chunk(row + 8 * half as u32, chunk));
             }
         }
         add_products::<TILES, false>(self, &left, b);
+        products::end();
     }
 
     #[track_caller]
@@ -93,13 +95,14 @@ impl<const TILES: usize> Accumulators for [[f32; 4]; TILES] {
         }
         // SAFETY: all threads of the warpgroup execute this: the function's contract.
         let left = unsafe { rows_of(a) };
+        products::begin();
         add_products::<TILES, ACROSS>(self, &left, b);
+        products::end();
     }
 
     #[track_caller]
     unsafe fn wait<const PENDING: u32>(&mut self) {
-        // SAFETY: all threads of the warpgroup execute this: the function's contract.
-        unsafe { warp::sync_warp(u32::MAX) };
+        products::wait();
     }
 }
 
@@ -115,14 +118,13 @@ unsafe fn rows_of(a: &[[u32; 4]; 4]) -> [[f32; DEPTH]; 2] {
     for (half, left) in left.iter_mut().enumerate() {
         for (k, value) in left.iter_mut().enumerate() {
             let (square, chunk, pair) = (k / 16, k / 8 % 2, k / 2 % 4);
-            // SAFETY: each lane's operand lives until the `sync_warp` below, which all lanes
+            // SAFETY: each lane's operand lives until `meet` below, which all lanes
             // reach, as they reached this.
             let word = unsafe { (*lanes[warp::lane_id() as usize / 4 * 4 + pair])[square][half + 2 * chunk] };
             *value = element(word, k % 2);
         }
     }
-    // SAFETY: all threads of the warpgroup execute this: the function's contract.
-    unsafe { warp::sync_warp(u32::MAX) };
+    meet();
     left
 }
 
@@ -184,8 +186,7 @@ pub unsafe fn commit_products() {}
 /// See the GPU's version.
 #[track_caller]
 pub unsafe fn wait_products<const PENDING: u32>() {
-    // SAFETY: all threads of the warpgroup execute this: the function's contract.
-    unsafe { warp::sync_warp(u32::MAX) };
+    products::wait();
 }
 
 /// Does nothing: a CPU's threads do not share registers.

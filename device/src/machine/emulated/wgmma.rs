@@ -6,8 +6,8 @@ use crate::machine::mma::add_products;
 use crate::tile::SharedTile;
 use crate::wgmma::{DEPTH, STEP, element, word_of_tf32};
 use core::ops::Range;
-use cuda_std::emulator::lanes;
-use cuda_std::{thread, warp};
+use cuda_std::emulator::{lanes, meet, products};
+use cuda_std::thread;
 
 /// A warpgroup's products that are in flight: the operands of each group, the oldest first.
 #[derive(Clone, Copy, Default)]
@@ -84,16 +84,17 @@ impl Products {
         let lanes = lanes(&a);
         let left = |row: u32, k: u32| {
             let (lane, word) = (row % 8 * 4 + k % 4, row / 8 + k % 8 / 4 * 2);
-            // SAFETY: each lane's operand lives until the `sync_warp` below, which all lanes reach,
+            // SAFETY: each lane's operand lives until `meet` below, which all lanes reach,
             // as they reached this.
             f32::from_bits(unsafe { (*lanes[lane as usize])[k as usize / 8][word as usize] })
         };
         let mut rows = [*sums];
         let right = |column, k| f32::from_bits(b.get(word_of_tf32(column, first_k + k)));
+        products::begin();
         add_products(&mut rows, [0, 0], 0..16, left, right);
+        products::end();
         *sums = rows[0];
-        // SAFETY: all threads of the warpgroup execute this: the function's contract.
-        unsafe { warp::sync_warp(u32::MAX) };
+        meet();
         self.start(b, b);
     }
 
@@ -112,11 +113,12 @@ impl Products {
             // Two threads of each warpgroup stand for all of its reads: one of them is not the
             // thread that has written too early.
             if thread::thread_idx_x() % 128 < 2 {
+                products::begin();
                 operands.iter().for_each(|operand| operand.reread());
+                products::end();
             }
         }
-        // SAFETY: all lanes of the warp execute this, as they started the products.
-        unsafe { warp::sync_warp(u32::MAX) };
+        products::wait();
     }
 
     /// Waits for all products. Then the sums may be read.
@@ -137,13 +139,11 @@ fn multiply<const A_ALONG: bool, const B_ALONG: bool, const TILES: usize>(
 ) {
     let mut rows = [*sums];
     let origin = [first_row + thread::thread_idx_x() / 32 % 4 * 16, 0];
-    add_products(
-        &mut rows,
-        origin,
-        k,
-        |row, k| element(a, A_ALONG, row, k),
-        |column, k| element(b, B_ALONG, column, k),
-    );
+    let left = |row, k| element(a, A_ALONG, row, k);
+    let right = |column, k| element(b, B_ALONG, column, k);
+    products::begin();
+    add_products(&mut rows, origin, k, left, right);
+    products::end();
     *sums = rows[0];
 }
 
