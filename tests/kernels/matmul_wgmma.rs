@@ -293,11 +293,9 @@ fn unaligned_products_match_bits() {
 fn unaligned_layers_match_bits() {
     for [rows, inputs, outputs] in [[131, 67, 261], [1083, 35, 67]] {
         assert_same_by_both(&format!("{rows} x {outputs}, k {inputs}"), |step| {
-            let number = |seed, extents: [usize; 2]| {
-                step.upload(&numbers::<bf16>(seed, extents[0] * extents[1]), extents)
-            };
-            let (x, w, dy) =
-                (number(1, [rows, inputs])?, number(2, [inputs, outputs])?, number(3, [rows, outputs])?);
+            let number =
+                |seed, extents: [usize; 2]| step.upload(&numbers::<bf16>(seed, extents[0] * extents[1]), extents);
+            let (x, w, dy) = (number(1, [rows, inputs])?, number(2, [inputs, outputs])?, number(3, [rows, outputs])?);
             let bias = step.upload(&numbers::<f32>(4, outputs), [outputs])?;
             let (gelu, pre) = ops::linear_gelu(step, &x, &w, Some(&bias))?;
             let (silu, _) = ops::linear_silu(step, &x, &w, None::<&Tensor<'_>>)?;
