@@ -352,13 +352,28 @@ pub unsafe fn load_pair(x: &[f32], index: usize) -> [f32; 2] {
     unsafe { x.as_ptr().add(index).cast::<Pair>().read().0 }
 }
 
-/// Loads two BF16 as one word.
+/// Loads `x[index]` and `x[index + 1]` as one word. `index` is even, and `x` starts on a 4-byte
+/// boundary.
+///
+/// # Safety
+/// `index + 2 <= x.len()`. The CPU checks it, the GPU does not.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn load_word(x: &[bf16], index: usize) -> u32 {
+    reads_slice(x, index, 2);
+    check_range(index, 2, x.len());
+    reads_at_once(x.as_ptr(), index, 2);
+    // SAFETY: both elements lie inside `x`, on a 4-byte boundary because `index` is even.
+    unsafe { x.as_ptr().add(index).cast::<u32>().read() }
+}
+
+/// Loads like [`load_word`], from a pointer.
 ///
 /// # Safety
 /// `x` is valid for reads of elements `index` and `index + 1`, which lie on a 4-byte boundary.
 #[inline(always)]
 #[track_caller]
-pub unsafe fn load_word(x: *const bf16, index: usize) -> u32 {
+pub unsafe fn load_word_raw(x: *const bf16, index: usize) -> u32 {
     reads(x, index, 2);
     reads_at_once(x, index, 2);
     // SAFETY: both may be read, and lie on a 4-byte boundary.

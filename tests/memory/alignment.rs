@@ -8,7 +8,7 @@ use cuda_std::prelude::*;
 use half::bf16;
 use kernels::contract;
 use kernels::tile::SharedTile;
-use kernels::vector::{F4, Part, load_pair, load_word, store_words};
+use kernels::vector::{F4, Part, load_pair, load_word, load_word_raw, store_words};
 use stepscope::tensor::{Source, Target};
 use stepscope::{Arena, Capacity, DeviceKind, Error, Result, ops};
 
@@ -75,7 +75,8 @@ movers! {
     loads_pair<f32>: 8 Read, |x, y, at| load_pair(x, at);
     loads_halves<bf16>: 8 Read, |x, y, at| F4::load(x, at);
     stores_halves<bf16>: 8 Write, |x, y, at| F4::splat(1.0).store(y, at);
-    loads_a_word<bf16>: 4 Read, |x, y, at| load_word(y.cast_const(), at);
+    loads_a_word<bf16>: 4 Read, |x, y, at| load_word(x, at);
+    loads_a_word_raw<bf16>: 4 Read, |x, y, at| load_word_raw(y.cast_const(), at);
     stores_words_of_halves<bf16>: 8 Write, |x, y, at| store_words(y, at, [0, 0]);
     copies_four<f32>: 16 Read, |x, y, at| SharedTile::<f32>::new(0, 64).copy4(0, x, at);
     copies_a_chunk_of_halves<bf16>: 16 Read, |x, y, at| SharedTile::<u32>::new(0, 64).copy_chunk(0, x, at);

@@ -160,12 +160,12 @@ impl AligningWork<'_> {
             if count < CHUNK {
                 unroll_on_gpu!(word < CHUNK / 2 => { words[word] = half(2 * word) | half(2 * word + 1) << 16; });
             } else if from.is_multiple_of(2) {
-                unroll_on_gpu!(word < CHUNK / 2 => { words[word] = load_word(self.x.as_ptr(), from + 2 * word); });
+                unroll_on_gpu!(word < CHUNK / 2 => { words[word] = load_word(self.x, from + 2 * word); });
             } else {
                 let mut shifted = [0; CHUNK / 2 + 1];
                 shifted[0] = half(0) << 16;
                 unroll_on_gpu!(word < CHUNK / 2 - 1 => {
-                    shifted[word + 1] = load_word(self.x.as_ptr(), from + 2 * word + 1);
+                    shifted[word + 1] = load_word(self.x, from + 2 * word + 1);
                 });
                 shifted[CHUNK / 2] = half(CHUNK - 1);
                 unroll_on_gpu!(word < CHUNK / 2 => { words[word] = shifted[word] >> 16 | shifted[word + 1] << 16; });

@@ -8,7 +8,7 @@ use crate::format::{Bf16, Format, Tf32};
 use crate::mma::fragments::{CHUNK_WORDS, Sums, Words, quads_place, swizzled};
 use crate::mma::{Factor, Sums as PackedSums};
 use crate::tile::SharedTile;
-use crate::vector::{F4, load_word, store_words};
+use crate::vector::{F4, load_word_raw, store_words};
 use crate::warp::Converged;
 use cuda_std::emulator::{lanes, meet};
 use cuda_std::{GpuFloat, warp};
@@ -183,7 +183,7 @@ pub fn put_floats(rows: SharedTile<u32>, chunks: u32, pair: u32, _: u32, tiles: 
 #[inline(always)]
 pub unsafe fn read_words(c: *const bf16, at: [usize; 2]) -> [Words; 2] {
     // SAFETY: the columns may be read, on such a boundary: the function's contract.
-    at.map(|at| [0, 2].map(|pair| unsafe { load_word(c, at + quads_place()[1] as usize + pair) }))
+    at.map(|at| [0, 2].map(|pair| unsafe { load_word_raw(c, at + quads_place()[1] as usize + pair) }))
 }
 
 /// Reads the bias of a lane's accumulators of two adjacent tiles, whose 16 columns begin at this

@@ -5,7 +5,7 @@ use crate::mma::fragments::{CHUNK_WORDS, Sums, Words, quads_place, swizzled};
 use crate::mma::{Factor, Sums as PackedSums};
 use crate::tile::SharedTile;
 use crate::unroll;
-use crate::vector::{F4, load_pair, load_word, store_words};
+use crate::vector::{F4, load_pair, load_word_raw, store_words};
 use crate::warp::Converged;
 use cuda_std::warp;
 use half::bf16;
@@ -158,7 +158,7 @@ pub fn put_floats(rows: SharedTile<u32>, chunks: u32, pair: u32, lane: u32, tile
 pub unsafe fn read_words(c: *const bf16, at: [usize; 2]) -> [Words; 2] {
     let pair = 2 * (warp::lane_id() % 4) as usize;
     // SAFETY: the columns may be read, on such a boundary: the function's contract.
-    [0, 8].map(|tile| at.map(|at| unsafe { load_word(c, at + tile + pair) }))
+    [0, 8].map(|tile| at.map(|at| unsafe { load_word_raw(c, at + tile + pair) }))
 }
 
 /// Reads the bias of a lane's accumulators of two adjacent tiles, whose 16 columns begin at this
