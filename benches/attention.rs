@@ -2,9 +2,10 @@
 //! the same run.
 //!
 //! Run `cargo bench --bench attention` (the emulator) or `cargo bench --features cuda --bench
-//! attention -- --device cuda`. `--stored bf16` and `--precision tf32` apply to both sides. One
-//! graph repeats forward, and another repeats forward with backward. A sample is the time of a
-//! replay divided by the repetitions, and backward is the difference of the medians.
+//! attention -- --device cuda`. `--stored bf16` and `--precision tf32` apply to both sides. With
+//! `--matrix-instruction mma-sync` and BF16, PyTorch runs its FlashAttention-2, which uses the same
+//! instruction. One graph repeats forward, and another repeats forward with backward. A sample is
+//! the time of a replay divided by the repetitions, and backward is the difference of the medians.
 //!
 //! Rates count `4 width` operations for each visible pair of a query and a key, and 2.5 times as
 //! many in backward, whatever a kernel actually does. Prints a table, and writes every sample to
@@ -129,6 +130,9 @@ fn main() -> harness::Result<()> {
     let mut arguments = vec!["--device".to_owned(), if emulated { "cpu" } else { "cuda" }.into()];
     arguments.extend(["--samples".into(), SAMPLES.to_string(), "--stored".into(), stored.to_string()]);
     arguments.extend(["--precision".into(), precision.to_string()]);
+    if stored == StoredAs::Bf16 && !emulated && !device.description().has_wgmma {
+        arguments.extend(["--backend".into(), "flash-attention".into()]);
+    }
     arguments.extend(cases.iter().map(|case| serde_json::to_string(case).expect("plain numbers")));
     let peer = Peer::<Line>::run("attention.py", &arguments);
     if let Some(reason) = &peer.failed {

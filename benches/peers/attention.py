@@ -3,14 +3,17 @@
 Prints nanoseconds, one JSON value per line. A case is a JSON object as in benches/attention.rs. On a
 GPU, one CUDA graph repeats the pass, and a sample is the time of a replay by the host's clock,
 divided by the repetitions. `--stored f32` disables TF32 unless `--precision tf32` is given. With
-`--stored bf16`, q, k, v and everything else are BF16.
+`--stored bf16`, q, k, v and everything else are BF16. `--backend flash-attention` allows only
+FlashAttention-2; otherwise PyTorch chooses.
 """
 
 import argparse
 import json
 import time
+from contextlib import nullcontext
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 WARM_UP = 5
@@ -51,6 +54,7 @@ def main():
     parser.add_argument("--samples", type=int, required=True)
     parser.add_argument("--stored", choices=("f32", "bf16"), default="f32")
     parser.add_argument("--precision", choices=("f32", "tf32"), default="f32")
+    parser.add_argument("--backend", choices=("any", "flash-attention"), default="any")
     parser.add_argument("cases", nargs="*")
     args = parser.parse_args()
     cuda = args.device == "cuda"
@@ -59,7 +63,9 @@ def main():
     torch.backends.cuda.matmul.allow_tf32 = args.precision == "tf32"
     dtype = torch.bfloat16 if args.stored == "bf16" else torch.float32
     name = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads"
-    print(json.dumps({"peer": f"PyTorch {torch.__version__}", "device": name}), flush=True)
+    flash = args.backend == "flash-attention"
+    peer = ("FlashAttention-2 of " if flash else "") + f"PyTorch {torch.__version__}"
+    print(json.dumps({"peer": peer, "device": name}), flush=True)
     for text in args.cases:
         case = json.loads(text)
 
@@ -83,8 +89,10 @@ def main():
         taken = {}
         for what, work in (("forward", forward), ("both", both)):
             row = ROW if cuda else 1
-            work = in_a_row(work) if cuda else work
-            taken[what] = samples(work, row, args.samples, torch.cuda.synchronize if cuda else lambda: None)
+            wait = torch.cuda.synchronize if cuda else lambda: None
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else nullcontext():
+                work = in_a_row(work) if cuda else work
+                taken[what] = samples(work, row, args.samples, wait)
         print(json.dumps({**case, "contender": "PyTorch", **taken}), flush=True)
 
 
