@@ -27,7 +27,7 @@ const VALUE_BYTES: u64 = 32;
 /// The deepest nesting of lists and objects.
 const MAX_DEPTH: usize = 200;
 /// The most namespaces. Each can contain the next, which no single value shows.
-const MAX_NAMESPACES: u32 = 1000;
+const MAX_NAMESPACES: u64 = 1000;
 /// The largest number of items, or of spaces, that a filter is asked for.
 const MAX_COUNT: u64 = 100_000;
 
@@ -39,7 +39,7 @@ struct Used {
     made: u64,
     read: u64,
     written: u64,
-    namespaces: u32,
+    namespaces: u64,
 }
 
 thread_local! {
@@ -58,27 +58,18 @@ pub(crate) fn limit(environment: &mut Environment<'static>) {
         listed(value)
     });
     environment.add_function(READ, |value: Value| {
-        read(size(&value, 0)?)?;
+        count(|used| &mut used.read, size(&value, 0)?, MAX_READ, ["reads values of", "bytes"])?;
         listed(value)
     });
     environment.add_function(TEXT, text);
     environment.add_function(EMIT, |value: Value| {
         let value = text(value)?;
-        let mut used = USED.get();
-        used.written += value.as_str().map_or(0, str::len) as u64;
-        USED.set(used);
-        if used.written > MAX_BYTES {
-            Err(limit_fault(format!("writes more than {MAX_BYTES} bytes")))
-        } else {
-            Ok(value)
-        }
+        let bytes = value.as_str().map_or(0, str::len) as u64;
+        count(|used| &mut used.written, bytes, MAX_BYTES, ["writes", "bytes"])?;
+        Ok(value)
     });
     environment.add_function("namespace", |defaults: Option<Value>| {
-        let used = USED.get();
-        USED.set(Used { namespaces: used.namespaces + 1, ..used });
-        if used.namespaces >= MAX_NAMESPACES {
-            return Err(limit_fault(format!("makes more than {MAX_NAMESPACES} namespaces")));
-        }
+        count(|used| &mut used.namespaces, 1, MAX_NAMESPACES, ["makes", "namespaces"])?;
         namespace(defaults)
     });
     environment.remove_global("debug");
@@ -201,24 +192,21 @@ fn size(value: &Value, depth: usize) -> Limited<u64> {
     Ok(bytes)
 }
 
-fn make(bytes: u64) -> Limited<()> {
+/// Adds to a counter of this rendering, and checks its limit.
+fn count(counter: fn(&mut Used) -> &mut u64, more: u64, limit: u64, [does, unit]: [&str; 2]) -> Limited<()> {
     let mut used = USED.get();
-    used.made = used.made.saturating_add(bytes);
+    let total = counter(&mut used);
+    *total = total.saturating_add(more);
+    let is_within = *total <= limit;
     USED.set(used);
-    match used.made > MAX_MADE {
-        true => Err(limit_fault(format!("makes values of more than {MAX_MADE} bytes"))),
-        false => Ok(()),
+    match is_within {
+        true => Ok(()),
+        false => Err(limit_fault(format!("{does} more than {limit} {unit}"))),
     }
 }
 
-fn read(bytes: u64) -> Limited<()> {
-    let mut used = USED.get();
-    used.read = used.read.saturating_add(bytes);
-    USED.set(used);
-    match used.read > MAX_READ {
-        true => Err(limit_fault(format!("reads values of more than {MAX_READ} bytes"))),
-        false => Ok(()),
-    }
+fn make(bytes: u64) -> Limited<()> {
+    count(|used| &mut used.made, bytes, MAX_MADE, ["makes values of", "bytes"])
 }
 
 /// Checks that a result of so many parts of so many bytes is not too large.
