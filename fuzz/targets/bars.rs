@@ -27,7 +27,8 @@ fuzz_target!(|bytes: &[u8]| {
         Err(error) => {
             let message = error.to_string();
             let BarsError::Broken { line, .. } = error else { panic!("bytes in memory can be read: {message}") };
-            let lines = 1 + bytes.iter().filter(|&&byte| byte == b'\n').count() as u64;
+            // A carriage return ends a line, too.
+            let lines = 1 + bytes.iter().filter(|byte| matches!(byte, b'\n' | b'\r')).count() as u64;
             assert!((1..=lines).contains(&line), "{message}, of {lines} lines");
         }
     }
