@@ -46,8 +46,8 @@ fn number(value: &Value) -> f64 {
 }
 
 /// Warps read the next stage after a stage's barrier, and only multiplies after the barrier hide
-/// these reads. Loops with few such multiplies took 7 to 15 % longer (docs/lab/matmul.md). `ptxas`
-/// moves them when a kernel gets one more loop, or when other code follows.
+/// these reads. Loops with few such multiplies took 7 to 15 % longer (docs/lab/matmul-bf16.md).
+/// `ptxas` moves them when a kernel gets one more loop, or when other code follows.
 #[test]
 fn product_barriers_come_early() {
     let code: Value = serde_json::from_str(include_str!("../../predict/code.json")).unwrap();
