@@ -15,6 +15,10 @@ use std::sync::OnceLock;
 /// The caller's thread then works without help.
 pub(crate) fn have_threads() -> bool {
     static STARTED: OnceLock<bool> = OnceLock::new();
+    // Miri refuses crossbeam-epoch, which rayon's threads use (crossbeam-rs/crossbeam#545).
+    if cfg!(miri) {
+        return false;
+    }
     let start = || match ThreadPoolBuilder::new().build_global() {
         // Only the system's refusal has a source. Otherwise the program has started the pool
         // itself.
