@@ -8,8 +8,8 @@
 //!
 //! ```text
 //! kernel   resident  streamed              computes from a tile                        file
-//! forward  queries   k, v                  s = q k^T -> p, running maximum and sum     forward.rs
-//!                                          out += p v
+//! forward  queries   k, v                  s = q k^T -> p, running maximum and sum     forward.rs,
+//!                                          out += p v                                  items.rs
 //! queries  queries   k, v                  s = q k^T -> p;  dp = dout v^T -> ds        backward.rs
 //!                                          dq += ds k
 //! keys     keys      q, dout of the heads  s = k q^T -> p;  dp = v dout^T -> ds        backward.rs
@@ -22,8 +22,8 @@
 //!                                                       A operand of the second product (wgmma)
 //!                                                       (accumulator layout: no shuffle)
 //! ```
-//! A block of the forward kernel computes several tiles of queries, one after another: every
-//! `blocks`th. The copies of the next begin while one ends.
+//! A block of the forward kernel computes several tiles of queries, one after another. The copies
+//! of the next begin while one ends.
 //! Invariant: the order of every sum depends only on the numbers of tokens, columns and heads, and
 //! on the family's table. On one device it does not depend on the grid or the run. Scores, dp and
 //! outputs are chains over ascending k on the emulator. A GPU's instruction adds 16 products at
@@ -33,6 +33,7 @@
 
 mod backward;
 mod forward;
+mod items;
 mod rows;
 mod shape;
 mod squares;
@@ -107,6 +108,7 @@ family! {
         lse: *mut f32,
     ) {
         block_bounds::<{ SHAPE.threads() }, 1>();
+        let _ = blocks;
         let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.
@@ -119,7 +121,7 @@ family! {
                 { SHAPE.parts() as u32 },
                 { SHAPE.slots },
                 { SHAPE.made() },
-            >(problem, blocks, out, lse);
+            >(problem, out, lse);
         }
     }
     // SAFETY: the heads lie inside `qkv` and `out`, which have a row for each token. `lse` has an
@@ -130,9 +132,10 @@ family! {
         Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
         Violation::unless_length("out", sizes.outputs(), p.out.len())?;
         Violation::unless_length("lse", sizes.rows(p.heads), p.lse.len())?;
-        // The kernel adds it to the number of a tile, in 32 bits.
         Violation::unless((1..1 << 31).contains(&p.blocks), "blocks", "1 to 2^31 - 1", p.blocks)?;
         let tiles = Grid::cover(sizes.blocks(p.heads, SHAPE.rows()), 1)?.x;
+        // The kernel numbers slots for tiles, of which up to half are empty, and two rounds more.
+        Violation::unless(tiles <= 1 << 29, "qkv", "at most 2^29 tiles of queries", tiles)?;
         Grid::new(tiles.min(p.blocks), 1, 1)
     }
 }

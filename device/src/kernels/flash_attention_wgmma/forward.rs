@@ -8,10 +8,10 @@
 //! Invariant: the four lanes of a row have the same maximum, bit for bit. Until the end, each lane
 //! has the sum of its own keys.
 
+use super::items::{Items, slot_of};
 use super::rows::{copies, hide, kv_head_of, leave_registers, multiplying_group, resident_row, round, store};
 use super::shape::{GROUP_ROWS, WARPGROUP};
 use super::tile::Memory;
-use crate::block::divide;
 use crate::flash_attention::place::{MaskRange, Place, Problem};
 use crate::flash_attention_mma::within_growth;
 use crate::machine::warpgroup::{Accumulators, hold};
@@ -77,12 +77,12 @@ impl Softmax {
     }
 }
 
-/// Computes the output of this block's tiles of queries: every `blocks`th. While one ends, the
-/// copies of the next run.
+/// Computes the output of this block's items, one after another. While one ends, the copies of the
+/// next run.
 ///
 /// # Safety
-/// The contract has accepted the problem, and the grid has `blocks` blocks. Its heads have up to
-/// `PARTS` parts of 64 columns. All threads of the block call it together.
+/// The contract has accepted the problem. Its heads have up to `PARTS` parts of 64 columns. All
+/// threads of the block call it together.
 #[inline(always)]
 pub(super) unsafe fn forward<
     const GROUPS: u32,
@@ -94,7 +94,6 @@ pub(super) unsafe fn forward<
     const MADE: usize,
 >(
     problem: Problem<'_, bf16>,
-    blocks: u32,
     out: *mut bf16,
     lse: *mut f32,
 ) where
@@ -107,17 +106,18 @@ pub(super) unsafe fn forward<
     unsafe {
         let memory = Memory::<GROUPS, TILE, PARTS, SLOTS>::new(1, 0);
         let rows = Memory::<GROUPS, TILE, PARTS, SLOTS>::RESIDENT;
-        let items = Items::new(&problem, rows);
+        let items = Items::new::<GROUPS>(&problem);
         let bounds = |mask: MaskRange<'_>| [mask.length, problem.width];
         // The turns and the items with turns so far.
         let (mut turns, mut parts) = (0, 0);
-        let mut item = thread::block_idx_x();
+        let mut own_round = items.occupied(&problem, 0);
         if copies() {
             leave_registers::<GROUPS>();
-            while item < items.count {
-                let Place { sample, head, first, mask } = items.place(&problem, item);
-                let [from, until] = mask.keys_of(first, rows, TILE);
-                item += blocks;
+            while slot_of(&problem, own_round) < items.end {
+                let (Place { sample, head, first, mask }, own_rows) =
+                    items.place::<GROUPS>(&problem, slot_of(&problem, own_round));
+                own_round = items.occupied(&problem, own_round + 1);
+                let [from, until] = mask.keys_of(first, own_rows, TILE);
                 if from >= until {
                     continue;
                 }
@@ -144,15 +144,17 @@ pub(super) unsafe fn forward<
         let warp = Converged::assume();
         // A score's weight is 2^(score factor - maximum factor).
         let factor = problem.scale * LOG2_E;
-        while item < items.count {
-            let Place { sample, head, first, mask } = items.place(&problem, item);
-            let [from, until] = mask.keys_of(first, rows, TILE);
-            item += blocks;
+        while slot_of(&problem, own_round) < items.end {
+            let (Place { sample, head, first, mask }, own_rows) =
+                items.place::<GROUPS>(&problem, slot_of(&problem, own_round));
+            own_round = items.occupied(&problem, own_round + 1);
+            let [from, until] = mask.keys_of(first, own_rows, TILE);
+            let end = first + own_rows;
             let first = first + group * GROUP_ROWS;
             let mut softmax = Softmax { largest: [f32::NEG_INFINITY; 2], totals: [0.0; 2] };
             let mut sums: [[f32; 4]; MADE] = core::mem::zeroed();
             if from < until {
-                let own = mask.keys_of(first, GROUP_ROWS, TILE);
+                let own = if first < end { mask.keys_of(first, GROUP_ROWS, TILE) } else { [0, 0] };
                 let [own_from, own_until] = Memory::<GROUPS, TILE, PARTS, SLOTS>::own(own, until);
                 memory.skip(turns, turns + own_from - from);
                 // The turn of tile 0.
@@ -211,6 +213,8 @@ pub(super) unsafe fn forward<
                 (turns, parts) = (turns + until - from, parts + 1);
             }
 
+            // Rows from `end` on belong to other items.
+            let end = if end < problem.tokens { end } else { problem.tokens };
             let statistics = problem.statistics(sample, head);
             let warp = warp.again();
             let mut inverse = [0.0; 2];
@@ -221,7 +225,7 @@ pub(super) unsafe fn forward<
                 let known = most < f32::INFINITY;
                 inverse[half] = if known { 1.0 / total } else { f32::NAN };
                 let token = first + resident_row(half);
-                if lane_id().is_multiple_of(ACROSS) && token < problem.tokens {
+                if lane_id().is_multiple_of(ACROSS) && token < end {
                     let value =
                         if known { GpuFloat::mul_add(most, problem.scale, math::log(total)) } else { f32::NAN };
                     let value = if token < mask.length { value } else { f32::NEG_INFINITY };
@@ -233,54 +237,7 @@ pub(super) unsafe fn forward<
             });
             let rows = problem.output_rows(&[], sample, head);
             let warp_row = first + thread::thread_idx_x() % WARPGROUP / LANES * 16;
-            store(warp, &sums, 1.0, rows, [warp_row, mask.length, problem.tokens, problem.width], out);
-        }
-    }
-}
-
-/// The heads whose keys and values are in use at about the same time.
-const HEADS_AT_ONCE: u32 = 16;
-
-/// The tiles of queries of all heads. Under a causal mask, the last rows of a head have the most
-/// work, so the last tiles of some heads come first, then those before them.
-struct Items {
-    count: u32,
-    /// The tiles of a head, and the heads of all samples.
-    tiles: u32,
-    heads: u32,
-    rows: u32,
-}
-
-impl Items {
-    /// Returns the tiles of `rows` queries.
-    ///
-    /// # Safety
-    /// The contract has accepted the problem.
-    #[inline(always)]
-    unsafe fn new(problem: &Problem<'_, bf16>, rows: u32) -> Self {
-        let tiles = problem.tokens.div_ceil(rows);
-        let all_heads = (problem.heads + 2 * problem.kv_heads) as usize;
-        // SAFETY: the contract has checked that there are tokens, heads and columns.
-        let (samples, _) =
-            unsafe { divide(problem.qkv.len(), all_heads * problem.width as usize * problem.tokens as usize) };
-        let heads = samples as u32 * problem.heads;
-        Self { count: heads * tiles, tiles, heads, rows }
-    }
-
-    /// Returns the place of an item.
-    ///
-    /// # Safety
-    /// The contract has accepted the problem, and the item exists.
-    #[inline(always)]
-    unsafe fn place<'k>(&self, problem: &Problem<'k, bf16>, item: u32) -> Place<'k> {
-        // SAFETY: there are tiles and heads.
-        unsafe {
-            let (section, at) = divide(item as usize, (HEADS_AT_ONCE * self.tiles) as usize);
-            let before = section as u32 * HEADS_AT_ONCE;
-            let left = self.heads - before;
-            let (tile, head) = divide(at, if left < HEADS_AT_ONCE { left } else { HEADS_AT_ONCE } as usize);
-            let (sample, head) = divide((before + head as u32) as usize, problem.heads as usize);
-            Place::of(problem, sample, head as u32, (self.tiles - 1 - tile as u32) * self.rows)
+            store(warp, &sums, 1.0, rows, [warp_row, mask.length, end, problem.width], out);
         }
     }
 }

@@ -55,7 +55,7 @@ pub(super) unsafe fn place_in_part<'k>(
 /// # Safety
 /// `divisor` is not 0.
 #[inline(always)]
-unsafe fn divide_short(number: u32, divisor: u32) -> (u32, u32) {
+pub(super) unsafe fn divide_short(number: u32, divisor: u32) -> (u32, u32) {
     // SAFETY: the caller guarantees it.
     unsafe { core::hint::assert_unchecked(divisor != 0) };
     (number / divisor, number % divisor)

@@ -49,6 +49,8 @@ const SQUARE: u32 = 128;
 const MATRIX: u32 = 32;
 const WORDS: u32 = SIDE * SIDE * SQUARE;
 
+const _: () = assert!(WORDS == 4 * WARPGROUP * CHUNK_WORDS, "a thread makes four copies of a group");
+
 /// Returns the stored elements of p, or of ds, for a head of `tokens` tokens. `causal` is true if
 /// no query sees a later key.
 pub const fn stored_scores(tokens: u32, causal: bool) -> usize {
@@ -279,15 +281,19 @@ pub(super) unsafe fn from_scores<
                 while tile < until {
                     let turn = number * turns + tile - from;
                     memory.fill_by(turn, 0, |slot| {
-                        let mut chunk = thread::thread_idx_x();
-                        while chunk < GROUPS * WORDS / CHUNK_WORDS {
-                            let resident = first / TOKENS + chunk / (WORDS / CHUNK_WORDS);
+                        let own = thread::thread_idx_x() * CHUNK_WORDS;
+                        let mut group = 0;
+                        while group < GROUPS {
+                            let resident = first / TOKENS + group;
                             let [key, query] = if of_queries { [tile, resident] } else { [resident, tile] };
-                            let from = stored.word(key, query) + chunk % (WORDS / CHUNK_WORDS) * CHUNK_WORDS;
+                            let from = 2 * (stored.word(key, query) + own) as usize;
                             if resident < stored.tiles {
-                                slot.copy_chunk(chunk * CHUNK_WORDS, scores, 2 * from as usize);
+                                unroll_on_gpu!(step < 4 => {
+                                    let down = step as u32 * WARPGROUP * CHUNK_WORDS;
+                                    slot.copy_chunk(group * WORDS + own + down, scores, from + 2 * down as usize);
+                                });
                             }
-                            chunk = launder_reg(chunk + WARPGROUP);
+                            group = launder_reg(group + 1);
                         }
                     });
                     memory.fill(turn, 1, streamed, tile * TILE, bounds);
