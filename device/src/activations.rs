@@ -14,7 +14,9 @@
 //! the same bits on every CPU and GPU. A NaN gives a NaN. Each derivative is computed at -|x|, and
 //! is 1 less that at |x|.
 
-use crate::math::{self, LOG2_E, exp2_less_1, exp2_minus, fma, larger_of_minus, larger_or_nan, newton, select};
+use crate::math::{
+    self, LOG2_E, by_sign, exp2_less_1, exp2_minus, fma, larger_of_minus, larger_or_nan, newton, select,
+};
 use half::bf16;
 
 /// Activations and their derivatives, as accurate as the stored type can represent.
@@ -157,7 +159,7 @@ impl Logistic {
     /// Returns sigmoid(z), where z has the sign of `x`.
     #[inline(always)]
     fn at(self, x: f32) -> f32 {
-        self.inverse * select(x.is_sign_negative(), self.e, 1.0)
+        self.inverse * by_sign(x, self.e, 1.0)
     }
 
     /// Returns the derivative of x sigmoid(z) at `x`, where `growth` is x times the derivative of
@@ -165,7 +167,7 @@ impl Logistic {
     #[inline(always)]
     fn derivative(self, x: f32, growth: f32) -> f32 {
         let below = self.e * self.inverse * fma(growth, self.inverse, 1.0);
-        select(x.is_sign_negative(), below, 1.0 - below)
+        by_sign(x, below, 1.0 - below)
     }
 }
 

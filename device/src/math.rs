@@ -31,7 +31,7 @@
 mod gelu_exact;
 
 use crate::machine::float::fma_within_1;
-pub(crate) use crate::machine::float::larger_of_minus;
+pub(crate) use crate::machine::float::{by_sign, larger_of_minus};
 pub use crate::machine::float::{exp2_weight, larger_or_nan};
 use cuda_std::GpuFloat;
 pub use gelu_exact::{gelu_exact, gelu_exact_derivative};

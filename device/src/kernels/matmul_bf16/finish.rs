@@ -22,7 +22,7 @@ use crate::stored::Stored;
 use crate::unroll_on_gpu;
 use crate::vector::F4;
 use crate::warp::Converged;
-use cuda_std::GpuFloat;
+use cuda_std::{GpuFloat, warp};
 use half::bf16;
 
 /// Applies the epilogue to a warp's accumulators and writes them. `first` is the warp's first row
@@ -43,9 +43,11 @@ pub(crate) unsafe fn finish<const ROWS: usize, const TILES: usize, const PAIRS: 
         if const { size_of::<S>() == size_of::<bf16>() }
             && epilogue.has_whole(first, [16 * ROWS as u32, 16 * PAIRS as u32])
         {
-            finish_whole::<ROWS, TILES, PAIRS, S>(epilogue, first, sums, |of, to, row| {
+            let read = || read_row::<ROWS, TILES, PAIRS, S>(&epilogue, first, 0);
+            finish_whole::<ROWS, TILES, PAIRS, S>(epilogue, first, sums, read, |of, to, row| {
                 unroll_on_gpu!(pair < PAIRS => {
-                    write_quads(warp, [of[2 * pair], of[2 * pair + 1]], to, place(&epilogue, first, row, pair));
+                    let at = place(&epilogue, own_lane::<ROWS>(), first, row, pair);
+                    write_quads(warp, [of[2 * pair], of[2 * pair + 1]], to, at);
                 });
             });
         } else {
@@ -54,8 +56,9 @@ pub(crate) unsafe fn finish<const ROWS: usize, const TILES: usize, const PAIRS: 
     }
 }
 
-/// Implements [`finish`] if S is BF16 and all of the warp's outputs exist. `write` writes a row of
-/// squares to `out` or `pre`.
+/// Implements [`finish`] if S is BF16 and all of the warp's outputs exist. `read` returns C at the
+/// first row of squares, if the epilogue reads it. `write` writes a row of squares to `out` or
+/// `pre`.
 ///
 /// # Safety
 /// The caller meets the requirements of [`finish`].
@@ -64,10 +67,11 @@ pub(crate) unsafe fn finish_whole<const ROWS: usize, const TILES: usize, const P
     epilogue: Epilogue<'_, S>,
     first: [u32; 2],
     mut sums: Sums<ROWS, TILES>,
+    read: impl FnOnce() -> [Words; TILES],
     write: impl Fn([[f32; 4]; TILES], *mut bf16, usize),
 ) {
-    let Epilogue { c, out, pre, flags, .. } = epilogue;
-    let (c, out, pre) = (c.cast::<bf16>(), out.cast::<bf16>(), pre.cast::<bf16>());
+    let Epilogue { out, pre, flags, .. } = epilogue;
+    let (out, pre) = (out.cast::<bf16>(), pre.cast::<bf16>());
     macro_rules! for_each {
         (|$tile:ident, $at:ident| $body:expr) => {
             unroll_on_gpu!($tile < TILES => { unroll_on_gpu!($at < 4 => { $body }); })
@@ -81,17 +85,17 @@ pub(crate) unsafe fn finish_whole<const ROWS: usize, const TILES: usize, const P
             unroll_on_gpu!(row < ROWS => { write(sums[row], out, row); });
             return;
         }
-        let reads = flags & (SWIGLU | GELU_DERIVATIVE) != 0;
+        let reads = reads_c(flags);
         let mut next = [[0; 2]; TILES];
         if reads {
-            next = read_row::<TILES, PAIRS, S>(&epilogue, c, first, 0);
+            next = read();
         }
         // One row of squares at a time; then the other rows move up. An activation is long code, so
         // it is instantiated once.
-        for row in 0..launder_reg(ROWS as u32) as usize {
+        for row in 0..(if ROWS == 1 { 1 } else { launder_reg(ROWS as u32) }) as usize {
             let inputs = next;
             if reads && row + 1 < ROWS {
-                next = read_row::<TILES, PAIRS, S>(&epilogue, c, first, row + 1);
+                next = read_row::<ROWS, TILES, PAIRS, S>(&epilogue, first, row + 1);
             }
             let mut done = sums[0];
             if flags & STORE_PREACT != 0 {
@@ -128,8 +132,7 @@ pub(crate) unsafe fn scale_and_add<const ROWS: usize, const TILES: usize, const 
     first: [u32; 2],
     sums: &mut Sums<ROWS, TILES>,
 ) {
-    let Epilogue { bias, bias_start, c, alpha, beta, .. } = epilogue;
-    let c = c.cast::<bf16>();
+    let Epilogue { bias, bias_start, alpha, beta, .. } = epilogue;
     macro_rules! for_each {
         (|$tile:ident, $at:ident| $body:expr) => {
             unroll_on_gpu!($tile < TILES => { unroll_on_gpu!($at < 4 => { $body }); })
@@ -142,7 +145,7 @@ pub(crate) unsafe fn scale_and_add<const ROWS: usize, const TILES: usize, const 
         }
         if !bias.is_empty() {
             unroll_on_gpu!(pair < PAIRS => {
-                let biases = read_bias(bias, bias_start + first[1] as usize + 16 * pair);
+                let biases = read_bias(bias, own_lane::<ROWS>(), bias_start + first[1] as usize + 16 * pair);
                 unroll_on_gpu!(row < ROWS => {
                     unroll_on_gpu!(side < 2 => {
                         unroll_on_gpu!(at < 4 => { sums[row][2 * pair + side][at] += biases[side][at]; });
@@ -151,11 +154,11 @@ pub(crate) unsafe fn scale_and_add<const ROWS: usize, const TILES: usize, const 
             });
         }
         if beta != 0.0 {
-            let mut next = read_row::<TILES, PAIRS, S>(&epilogue, c, first, 0);
+            let mut next = read_row::<ROWS, TILES, PAIRS, S>(&epilogue, first, 0);
             unroll_on_gpu!(row < ROWS => {
                 let old = next;
                 if row + 1 < ROWS {
-                    next = read_row::<TILES, PAIRS, S>(&epilogue, c, first, row + 1);
+                    next = read_row::<ROWS, TILES, PAIRS, S>(&epilogue, first, row + 1);
                 }
                 for_each!(|tile, at| {
                     sums[row][tile][at] = GpuFloat::mul_add(beta, value(&old[tile], at), sums[row][tile][at]);
@@ -165,16 +168,29 @@ pub(crate) unsafe fn scale_and_add<const ROWS: usize, const TILES: usize, const 
     }
 }
 
+/// True if the activation reads C.
+#[inline(always)]
+pub(crate) fn reads_c(flags: u32) -> bool {
+    flags & (SWIGLU | GELU_DERIVATIVE) != 0
+}
+
+/// Returns the lane's number. Callers with one row of squares finish many, one after another. The
+/// compiler would keep addresses that follow from the number in registers for all of them.
+#[inline(always)]
+fn own_lane<const ROWS: usize>() -> u32 {
+    if ROWS == 1 { launder_reg(warp::lane_id()) } else { warp::lane_id() }
+}
+
 /// Returns an element of C.
 #[inline(always)]
 fn value(words: &Words, at: usize) -> f32 {
     Bf16::value(words[at / 2], at as u32 % 2)
 }
 
-/// Returns the indices in a square of the first elements of the lane's two rows.
+/// Returns the indices in a square of the first elements of the two rows of a lane.
 #[inline(always)]
-fn place<S>(epilogue: &Epilogue<'_, S>, first: [u32; 2], row: usize, pair: usize) -> [usize; 2] {
-    let i = first[0] + 16 * row as u32 + quads_place()[0];
+fn place<S>(epilogue: &Epilogue<'_, S>, lane: u32, first: [u32; 2], row: usize, pair: usize) -> [usize; 2] {
+    let i = first[0] + 16 * row as u32 + lane / 4;
     [i, i + 8].map(|i| epilogue.start + i as usize * epilogue.ldc as usize + first[1] as usize + 16 * pair)
 }
 
@@ -183,16 +199,16 @@ fn place<S>(epilogue: &Epilogue<'_, S>, first: [u32; 2], row: usize, pair: usize
 /// # Safety
 /// The outputs exist, and C may be read there.
 #[inline(always)]
-unsafe fn read_row<const TILES: usize, const PAIRS: usize, S>(
+pub(crate) unsafe fn read_row<const ROWS: usize, const TILES: usize, const PAIRS: usize, S>(
     epilogue: &Epilogue<'_, S>,
-    c: *const bf16,
     first: [u32; 2],
     row: usize,
 ) -> [Words; TILES] {
+    let (c, lane) = (epilogue.c.cast::<bf16>(), own_lane::<ROWS>());
     let mut words = [[0; 2]; TILES];
     unroll_on_gpu!(pair < PAIRS => {
         // SAFETY: the caller guarantees that the outputs of this square exist in C.
-        let read = unsafe { read_words(c, place(epilogue, first, row, pair)) };
+        let read = unsafe { read_words(c, lane, place(epilogue, lane, first, row, pair)) };
         [words[2 * pair], words[2 * pair + 1]] = read;
     });
     words

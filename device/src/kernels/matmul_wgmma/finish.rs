@@ -17,7 +17,7 @@
 use crate::block::{launder_index, launder_reg};
 use crate::machine::mma::{put_floats, put_words};
 use crate::matmul::epilogue::{Epilogue, Places};
-use crate::matmul_bf16::finish::{finish_any, finish_whole, is_plain, scale_and_add};
+use crate::matmul_bf16::finish::{finish_any, finish_whole, is_plain, read_row, reads_c, scale_and_add};
 use crate::mma::fragments::{CHUNK_WORDS, swizzled};
 use crate::stored::Stored;
 use crate::tile::SharedTile;
@@ -113,8 +113,21 @@ pub(super) unsafe fn finish<const TILES: usize, S: Stored>(
         let mut column = first[1];
         let end = if first[0] < m { n.min(first[1] + 8 * TILES as u32) } else { 0 };
         if const { size_of::<S>() == size_of::<bf16>() } {
-            parts!(LONG while |column| column + 8 * LONG as u32 <= end.min(first[1] + whole), |now| {
-                finish_whole::<1, LONG, { LONG / 2 }, S>(epilogue, [first[0], column], now, |of, to, _| {
+            let end_of_whole = end.min(first[1] + whole);
+            let exists = |column: u32| column + 8 * LONG as u32 <= end_of_whole;
+            // C at the part that follows, which is read while this one is computed.
+            let read = |column: u32| {
+                let mut words = [[0; 2]; LONG];
+                if reads_c(flags) && exists(column) {
+                    words = read_row::<1, LONG, { LONG / 2 }, S>(&epilogue, [first[0], column], 0);
+                }
+                words
+            };
+            let mut next = read(column);
+            parts!(LONG while |column| exists(column), |now| {
+                let inputs = next;
+                next = read(column + 8 * LONG as u32);
+                finish_whole::<1, LONG, { LONG / 2 }, S>(epilogue, [first[0], column], now, || inputs, |of, to, _| {
                     write_rows(warp, staging[0], true, of, to, at(column), ldc);
                 });
             });
@@ -306,18 +319,20 @@ unsafe fn write_rows<const TILES: usize>(
         put_words(staging, chunks, pair as u32, lane, [sums[2 * pair], sums[2 * pair + 1]]);
     });
     sync_lanes(warp);
-    let place = |pass: usize| [pass as u32 * (32 / chunks) + lane / chunks, lane % chunks];
+    let (row, chunk) = (lane / chunks, lane % chunks);
+    let first = swizzled(chunks, row, chunk);
     // All reads first. Without checks in between, the writes are issued together.
     let mut words = [[0; 4]; TILES];
     unroll_on_gpu!(pass < TILES / 2 => {
-        let [row, chunk] = place(pass);
-        words[pass] = staging.chunk(swizzled(chunks, row, chunk) * CHUNK_WORDS);
+        // The swizzle is an xor. With eight chunks, it differs in the rows of every second pass.
+        let flipped = if chunks == 8 { 4 * (pass as u32 % 2) } else { 0 };
+        words[pass] = staging.chunk(((first ^ flipped) + 32 * pass as u32) * CHUNK_WORDS);
     });
+    let mut index = at + row as usize * ldc as usize + (8 * chunk) as usize;
     unroll_on_gpu!(pass < TILES / 2 => {
-        let [row, chunk] = place(pass);
-        let index = at + row as usize * ldc as usize + (8 * chunk) as usize;
         // SAFETY: the elements may be written, on a 16-byte boundary.
         unsafe { store_chunk(out, index, words[pass]) };
+        index += (32 / chunks) as usize * ldc as usize;
     });
 }
 

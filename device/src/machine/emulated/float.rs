@@ -27,6 +27,12 @@ pub fn larger_of_minus(a: f32, b: f32) -> f32 {
     larger_or_nan(-a.abs(), b)
 }
 
+/// Returns `negative` if the sign bit of `x` is set, else `positive`.
+#[inline(always)]
+pub fn by_sign(x: f32, negative: f32, positive: f32) -> f32 {
+    core::hint::select_unpredictable(x.is_sign_negative(), negative, positive)
+}
+
 /// Returns 2^(`score` `factor` + `base`), within 2^-17 of itself up to 2^8, for attention. Below
 /// 2^-126 it is 0. A NaN gives NaN.
 #[inline(always)]

@@ -181,7 +181,7 @@ pub fn put_floats(rows: SharedTile<u32>, chunks: u32, pair: u32, _: u32, tiles: 
 /// # Safety
 /// The columns may be read, and begin on a boundary of four elements.
 #[inline(always)]
-pub unsafe fn read_words(c: *const bf16, at: [usize; 2]) -> [Words; 2] {
+pub unsafe fn read_words(c: *const bf16, _: u32, at: [usize; 2]) -> [Words; 2] {
     // SAFETY: the columns may be read, on such a boundary: the function's contract.
     at.map(|at| [0, 2].map(|pair| unsafe { load_word_raw(c, at + quads_place()[1] as usize + pair) }))
 }
@@ -192,7 +192,7 @@ pub unsafe fn read_words(c: *const bf16, at: [usize; 2]) -> [Words; 2] {
 /// # Safety
 /// The columns lie inside `bias`, and begin on a boundary of four elements.
 #[inline(always)]
-pub unsafe fn read_bias(bias: &[f32], at: usize) -> [[f32; 4]; 2] {
+pub unsafe fn read_bias(bias: &[f32], _: u32, at: usize) -> [[f32; 4]; 2] {
     // SAFETY: the columns lie inside `bias`, on such a boundary: the function's contract.
     unsafe { [F4::load(bias, at + quads_place()[1] as usize).0; 2] }
 }

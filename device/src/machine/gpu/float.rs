@@ -46,6 +46,23 @@ pub fn larger_of_minus(a: f32, b: f32) -> f32 {
     larger
 }
 
+/// Returns `negative` if the sign bit of `x` is set, else `positive`.
+#[inline(always)]
+pub fn by_sign(x: f32, negative: f32, positive: f32) -> f32 {
+    let chosen: f32;
+    // The assembler makes a predicate of a select. It then computes one number after another, so
+    // that each instruction waits for the one before.
+    // SAFETY: arithmetic between registers.
+    unsafe {
+        core::arch::asm!(
+            "{{ .reg .b32 %sign; shr.s32 %sign, {1}, 31; lop3.b32 {0}, {2}, {3}, %sign, 0xe4; }}",
+            out(reg32) chosen, in(reg32) x, in(reg32) negative, in(reg32) positive,
+            options(pure, nomem, preserves_flags, nostack)
+        );
+    }
+    chosen
+}
+
 /// Returns 2^(`score` `factor` + `base`), within 2^-17 of itself up to 2^8, for attention. Below
 /// 2^-126 it is 0. A NaN gives NaN.
 #[inline(always)]

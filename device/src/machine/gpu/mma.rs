@@ -126,11 +126,11 @@ pub unsafe fn write_quads(warp: Converged, tiles: [[f32; 4]; 2], out: *mut bf16,
 pub fn put_words(rows: SharedTile<u32>, chunks: u32, pair: u32, lane: u32, tiles: [[f32; 4]; 2]) {
     let (g, t) = (lane / 4, lane % 4);
     let words = tiles.map(Bf16::words);
+    // The swizzle is an xor, the same in row g + 8.
+    let first = swizzled(chunks, g, 0) * CHUNK_WORDS + t;
     unroll!(tile < 2 => {
-        unroll!(half < 2 => {
-            let word = swizzled(chunks, 8 * half as u32 + g, 2 * pair + tile as u32) * CHUNK_WORDS + t;
-            rows.set(word, words[tile][half]);
-        });
+        let word = first ^ ((2 * pair + tile as u32) * CHUNK_WORDS);
+        unroll!(half < 2 => { rows.set(word + 8 * half as u32 * chunks * CHUNK_WORDS, words[tile][half]); });
     });
 }
 
@@ -150,25 +150,25 @@ pub fn put_floats(rows: SharedTile<u32>, chunks: u32, pair: u32, lane: u32, tile
 }
 
 /// Reads `c` at a lane's accumulators of two adjacent tiles, in the rows whose 16 columns begin at
-/// these indices.
+/// these indices. `lane` is the lane's own number.
 ///
 /// # Safety
 /// The columns may be read, and begin on a boundary of four elements.
 #[inline(always)]
-pub unsafe fn read_words(c: *const bf16, at: [usize; 2]) -> [Words; 2] {
-    let pair = 2 * (warp::lane_id() % 4) as usize;
+pub unsafe fn read_words(c: *const bf16, lane: u32, at: [usize; 2]) -> [Words; 2] {
+    let pair = 2 * (lane % 4) as usize;
     // SAFETY: the columns may be read, on such a boundary: the function's contract.
     [0, 8].map(|tile| at.map(|at| unsafe { load_word_raw(c, at + tile + pair) }))
 }
 
 /// Reads the bias of a lane's accumulators of two adjacent tiles, whose 16 columns begin at this
-/// index.
+/// index. `lane` is the lane's own number.
 ///
 /// # Safety
 /// The columns lie inside `bias`, and begin on a boundary of four elements.
 #[inline(always)]
-pub unsafe fn read_bias(bias: &[f32], at: usize) -> [[f32; 4]; 2] {
-    let pair = 2 * (warp::lane_id() % 4) as usize;
+pub unsafe fn read_bias(bias: &[f32], lane: u32, at: usize) -> [[f32; 4]; 2] {
+    let pair = 2 * (lane % 4) as usize;
     [0, 8].map(|tile| {
         // SAFETY: the columns lie inside `bias`, on such a boundary: the function's contract.
         let [near, far] = unsafe { load_pair(bias, at + tile + pair) };
