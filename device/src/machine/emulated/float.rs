@@ -1,6 +1,6 @@
 //! The instructions of `gpu/float.rs` in integer and float arithmetic.
 
-use crate::math::{exp2_scaled, exp2_sum};
+use crate::math::{exp2_scaled, exp2_sum, select};
 use cuda_std::GpuFloat;
 
 /// Returns `a * b + c`, rounded once and clamped to 0..=1. A NaN becomes 0.
@@ -30,7 +30,7 @@ pub fn larger_of_minus(a: f32, b: f32) -> f32 {
 /// Returns `negative` if the sign bit of `x` is set, else `positive`.
 #[inline(always)]
 pub fn by_sign(x: f32, negative: f32, positive: f32) -> f32 {
-    core::hint::select_unpredictable(x.is_sign_negative(), negative, positive)
+    select(x.is_sign_negative(), negative, positive)
 }
 
 /// Returns 2^(`score` `factor` + `base`), within 2^-17 of itself up to 2^8, for attention. Below
