@@ -49,7 +49,7 @@ fn main() -> harness::Result<()> {
     if device.description().kind == stepscope::DeviceKind::Cuda {
         lines.push(Line { name: "cuMemAllocFromPoolAsync + free, 48 KiB", nanoseconds: pool::samples()? });
     }
-    let Peer { lines: torch, failed } = Peer::<Samples>::run("arena.py", &[]);
+    let (torch, failed) = Peer::start("arena.py", &[]).rest::<Samples>();
     lines.extend(torch.into_iter().map(|nanoseconds| Line { name: "torch.empty, 48 KiB", nanoseconds }));
     if let Some(reason) = failed {
         println!("torch.empty: not measured here ({reason})");

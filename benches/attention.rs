@@ -133,25 +133,18 @@ fn main() -> harness::Result<()> {
     if stored == StoredAs::Bf16 && !emulated && !device.description().has_wgmma {
         arguments.extend(["--backend".into(), "flash-attention".into()]);
     }
-    arguments.extend(cases.iter().map(|case| serde_json::to_string(case).expect("plain numbers")));
-    let peer = Peer::<Line>::run("attention.py", &arguments);
-    if let Some(reason) = &peer.failed {
-        println!("PyTorch: not measured, or only in part ({reason})");
+    let mut pytorch = Peer::start("attention.py", &arguments);
+    let mut lines: Vec<Line> = pytorch.line().into_iter().collect();
+    if let Some(Line::Peer { peer, device }) = lines.first() {
+        println!("{peer} on {device}");
     }
-    for line in &peer.lines {
-        if let Line::Peer { peer, device } = line {
-            println!("{peer} on {device}");
-        }
-    }
-    let mut lines = peer.lines;
     let name = device.description().name.clone();
     println!(
         "{name:<48}{:<12}{:>10}{:>10}{:>10}{:>10}{:>8}{:>8}",
         "", "forward", "TFLOP/s", "backward", "TFLOP/s", "ratio", "ratio"
     );
     for case in cases {
-        let theirs =
-            lines.iter().find(|line| matches!(line, Line::Measured { case: other, .. } if *other == case)).cloned();
+        let theirs: Option<Line> = pytorch.ask(&serde_json::to_string(&case)?);
         let ours = match stored {
             StoredAs::Bf16 => measure::<bf16>(&device, case, precision)?,
             StoredAs::F32 => measure::<f32>(&device, case, precision)?,
@@ -160,7 +153,10 @@ fn main() -> harness::Result<()> {
         for line in theirs.iter().chain([&ours]) {
             print(line, unit);
         }
-        lines.push(ours);
+        lines.extend(theirs.into_iter().chain([ours]));
+    }
+    if let Some(reason) = pytorch.failed() {
+        println!("PyTorch: not measured, or only in part ({reason})");
     }
     println!("samples in {}", record(&group("attention", precision, stored), &device, &lines)?);
     Ok(())
@@ -187,8 +183,7 @@ fn measure<S: AttentionElement>(device: &Device, case: Case, precision: Precisio
             let mut arena = Arena::builder(device).capacity(Capacity::Bytes(bytes)).build()?;
             let mut captured = arena.capture(&mut state, &HostInputs::new(), record)?;
             let settle = || device.synchronize(device.deadline());
-            let samples = Samples::collect(SAMPLES, 1, || captured.repeat().map(drop), settle)?;
-            Ok(samples.0.into_iter().map(|nanoseconds| nanoseconds / row as f64).collect())
+            Samples::sustained(SAMPLES, row, || captured.repeat().map(drop), settle)
         };
     let (forward, both) = (collect(attend::<S, false>)?, collect(attend::<S, true>)?);
     Ok(Line::Measured { case, contender: "stepscope".into(), forward, both })

@@ -93,11 +93,10 @@ fn main() -> harness::Result<()> {
     let mut arguments = vec!["--device".to_owned(), if kind == DeviceKind::Emulated { "cpu" } else { "cuda" }.into()];
     arguments.extend(["--samples".into(), SAMPLES.to_string()]);
     arguments.extend(elements.iter().map(usize::to_string));
-    let peer = Peer::<Line>::run("group.py", &arguments);
-    if let Some(reason) = &peer.failed {
+    let (mut lines, failed) = Peer::start("group.py", &arguments).rest();
+    if let Some(reason) = failed {
         println!("PyTorch: not measured, or only in part ({reason})");
     }
-    let mut lines = peer.lines;
     for &elements in &elements {
         for ranks in [1, 2] {
             let samples = updates(&common, ranks, elements)?;

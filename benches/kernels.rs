@@ -124,7 +124,7 @@ fn main() -> harness::Result<()> {
 fn pytorch(kind: DeviceKind, plans: &[Plan]) -> harness::Result<Vec<Line>> {
     let device = if kind == DeviceKind::Cuda { "cuda" } else { "cpu" };
     let arguments = ["--device", device, "--columns", &COLUMNS.to_string(), "--plans", &serde_json::to_string(plans)?];
-    let Peer { mut lines, failed } = Peer::run("kernels.py", &arguments.map(str::to_owned));
+    let (mut lines, failed) = Peer::start("kernels.py", &arguments.map(str::to_owned)).rest();
     if let Some(reason) = failed {
         let missing = |plan: &Plan| Line::Missing {
             elements: plan.elements,

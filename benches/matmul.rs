@@ -114,16 +114,13 @@ fn main() -> harness::Result<()> {
     let emulated = device.description().kind == DeviceKind::Emulated;
     let all = seed.map_or_else(|| Case::all(emulated), Case::family);
     let cases: Vec<Case> = all.into_iter().filter(|case| case.to_string().contains(&only)).collect();
-    let peer = Peer::<Line>::run("matmul.py", &peer_arguments(&cases, &of_peer, emulated));
-    if let Some(reason) = &peer.failed {
-        println!("PyTorch: not measured, or only in part ({reason})");
+    let options =
+        format!("--device {} --samples {SAMPLES} --precision {of_peer}", if emulated { "cpu" } else { "cuda" });
+    let mut pytorch = Peer::start("matmul.py", &options.split(' ').map(str::to_owned).collect::<Vec<_>>());
+    let mut lines: Vec<Line> = pytorch.line().into_iter().collect();
+    if let Some(Line::Peer { peer, device }) = lines.first() {
+        println!("{peer} on {device}");
     }
-    for line in &peer.lines {
-        if let Line::Peer { peer, device } = line {
-            println!("{peer} on {device}");
-        }
-    }
-    let mut lines = peer.lines;
     println!(
         "{:<30}{:<20}{:>10}{:>10}{:>10}{:>10}{:>10}",
         device.description().name,
@@ -136,8 +133,8 @@ fn main() -> harness::Result<()> {
     );
     let mut ratios = Vec::new();
     for case in cases {
-        let theirs = lines.iter().position(|line| matches!(line, Line::Measured { case: other, .. } if *other == case));
-        let theirs = theirs.map(|at| lines[at].clone());
+        let Case { m, n, k, batches, form } = case;
+        let theirs: Option<Line> = pytorch.ask(&format!("{m},{n},{k},{batches},{form:?},{}", case.row()));
         let ours = match stored {
             StoredAs::F32 => ours(&device, case, precision, tiles)?,
             StoredAs::Bf16 => ours_of_bf16(&device, case, tiles)?,
@@ -147,7 +144,10 @@ fn main() -> harness::Result<()> {
         for line in theirs.iter().chain(&ours) {
             print(line, unit);
         }
-        lines.extend(ours);
+        lines.extend(theirs.into_iter().chain(ours));
+    }
+    if let Some(reason) = pytorch.failed() {
+        println!("PyTorch: not measured, or only in part ({reason})");
     }
     if let Some(seed) = seed {
         println!("--family {seed}: {}", spread_of(&mut ratios));
@@ -155,17 +155,6 @@ fn main() -> harness::Result<()> {
     let group = group("matmul", precision, stored) + if seed.is_some() { "-family" } else { "" };
     println!("samples in {}", record(&group, &device, &lines)?);
     Ok(())
-}
-
-/// Returns the device and the cases as arguments of benches/peers/matmul.py.
-fn peer_arguments(cases: &[Case], precision: &str, emulated: bool) -> Vec<String> {
-    let device = if emulated { "cpu" } else { "cuda" };
-    let cases = cases.iter().map(|case| {
-        let Case { m, n, k, batches, form } = case;
-        format!("{m},{n},{k},{batches},{form:?},{}", case.row())
-    });
-    let options = format!("--device {device} --samples {SAMPLES} --precision {precision}");
-    options.split(' ').map(str::to_owned).chain(cases).collect()
 }
 
 /// Returns a seed that no earlier run had.
@@ -238,10 +227,10 @@ fn measure<S: GemmElement<S>>(device: &Device, state: &mut State<S>) -> Result<(
     let mut arena = Arena::builder(device).capacity(state.capacity()).build()?;
     let mut captured = arena.capture(state, &HostInputs::new(), multiply)?;
     let settle = || device.synchronize(device.deadline());
-    let samples = Samples::collect(SAMPLES, 1, || captured.repeat().map(drop), settle)?;
+    let samples = Samples::sustained(SAMPLES, row, || captured.repeat().map(drop), settle)?;
     let out = &captured.state().out;
     let first = out.read_range(0, out.len().min(COMPARED))?.into_iter().map(|value| value.widen().to_bits()).collect();
-    Ok((samples.0.into_iter().map(|nanoseconds| nanoseconds / row as f64).collect(), first))
+    Ok((samples, first))
 }
 
 /// Records the graph of repeated multiplies.

@@ -11,6 +11,7 @@
 
 #![forbid(unsafe_code)]
 
+#[allow(dead_code, reason = "other benches ask their peer case by case")]
 mod harness;
 
 #[path = "../examples/crossasset/model.rs"]
@@ -138,7 +139,7 @@ fn pytorch(kind: DeviceKind, Plan { batch, samples, row, precision, stored }: Pl
     let arguments =
         format!("--device {device} --batch {batch} --samples {samples} --row {row} --precision {precision}");
     let arguments: Vec<String> = arguments.split(' ').map(str::to_owned).collect();
-    let Peer { mut lines, failed } = Peer::run("step.py", &arguments);
+    let (mut lines, failed) = Peer::start("step.py", &arguments).rest();
     for line in &lines {
         if let Line::Peer { tensors, weights, .. } = line {
             ours::check_model(*tensors, *weights)?;

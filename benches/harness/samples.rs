@@ -1,10 +1,13 @@
 //! The samples of one line of a table.
 
 use serde::{Deserialize, Serialize};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Runs before the first sample.
 const WARM_UP: usize = 5;
+/// Time of the runs before the first sample where power may limit the clock; peers/graphs.py has
+/// the same.
+const SUSTAINED: Duration = Duration::from_millis(200);
 
 /// Nanoseconds, one number per sample, in the order of measurement.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -35,6 +38,31 @@ impl Samples {
             settle()?;
             Ok(start.elapsed().as_nanos() as f64 / each as f64)
         };
+        (0..count).map(|_| sample()).collect()
+    }
+
+    /// Collects `count` samples of `work`, which consists of `each` equal parts. Each times it and
+    /// `settle`, and is divided by `each`. Before the first sample `work` runs for 200 ms, so that
+    /// every contender starts with the clock that the GPU sustains.
+    ///
+    /// # Errors
+    /// When a closure fails.
+    pub(crate) fn sustained<E>(
+        count: usize,
+        each: usize,
+        mut work: impl FnMut() -> Result<(), E>,
+        mut settle: impl FnMut() -> Result<(), E>,
+    ) -> Result<Self, E> {
+        let mut sample = || {
+            let start = Instant::now();
+            work()?;
+            settle()?;
+            Ok(start.elapsed().as_nanos() as f64 / each as f64)
+        };
+        let start = Instant::now();
+        while start.elapsed() < SUSTAINED {
+            sample()?;
+        }
         (0..count).map(|_| sample()).collect()
     }
 

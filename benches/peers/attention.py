@@ -1,51 +1,24 @@
 """Times PyTorch's scaled_dot_product_attention; run by benches/attention.rs.
 
-Prints nanoseconds, one JSON value per line. A case is a JSON object as in benches/attention.rs. On a
-GPU, one CUDA graph repeats the pass, and a sample is the time of a replay by the host's clock,
-divided by the repetitions. `--stored f32` disables TF32 unless `--precision tf32` is given. With
-`--stored bf16`, q, k, v and everything else are BF16. `--backend flash-attention` allows only
-FlashAttention-2; otherwise PyTorch chooses.
+Reads cases, JSON objects as in benches/attention.rs, and answers each with a JSON object of
+nanoseconds. On a GPU, one CUDA graph repeats the pass, and a sample is the time of a replay by the
+host's clock, divided by the repetitions. Values are uniform in `[-1, 1)`, as ours are. `--stored
+f32` disables TF32 unless `--precision tf32` is given. With `--stored bf16`, q, k, v and everything
+else are BF16. `--backend flash-attention` allows only FlashAttention-2; otherwise PyTorch chooses.
 """
 
 import argparse
 import json
-import time
+import sys
 from contextlib import nullcontext
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-WARM_UP = 5
+from graphs import in_a_row, sustained
+
 ROW = 5
-
-
-def samples(work, row, count, wait):
-    for _ in range(WARM_UP):
-        work()
-    wait()
-    taken = []
-    for _ in range(count):
-        start = time.perf_counter_ns()
-        work()
-        wait()
-        taken.append((time.perf_counter_ns() - start) / row)
-    return taken
-
-
-def in_a_row(work):
-    """Returns the passes as one CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            work()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(ROW):
-            work()
-    return graph.replay
 
 
 def main():
@@ -55,7 +28,6 @@ def main():
     parser.add_argument("--stored", choices=("f32", "bf16"), default="f32")
     parser.add_argument("--precision", choices=("f32", "tf32"), default="f32")
     parser.add_argument("--backend", choices=("any", "flash-attention"), default="any")
-    parser.add_argument("cases", nargs="*")
     args = parser.parse_args()
     cuda = args.device == "cuda"
     if cuda and not torch.cuda.is_available():
@@ -66,17 +38,17 @@ def main():
     flash = args.backend == "flash-attention"
     peer = ("FlashAttention-2 of " if flash else "") + f"PyTorch {torch.__version__}"
     print(json.dumps({"peer": peer, "device": name}), flush=True)
-    for text in args.cases:
+    for text in sys.stdin:
         case = json.loads(text)
 
         def rows(heads):
             shape = (case["batch"], case["tokens"], heads, case["width"])
-            values = torch.randn(shape, device=args.device, dtype=dtype)
+            values = torch.rand(shape, device=args.device, dtype=dtype).mul_(2).sub_(1)
             return values.transpose(1, 2).detach().requires_grad_()
 
         q, k, v = rows(case["heads"]), rows(case["kv_heads"]), rows(case["kv_heads"])
         options = {"is_causal": case["causal"], "enable_gqa": case["heads"] != case["kv_heads"]}
-        dout = torch.randn_like(q)
+        dout = torch.rand_like(q).mul_(2).sub_(1)
 
         def forward():
             with torch.no_grad():
@@ -91,8 +63,8 @@ def main():
             row = ROW if cuda else 1
             wait = torch.cuda.synchronize if cuda else lambda: None
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else nullcontext():
-                work = in_a_row(work) if cuda else work
-                taken[what] = samples(work, row, args.samples, wait)
+                work = in_a_row(work, row) if cuda else work
+                taken[what] = sustained(work, row, args.samples, wait)
         print(json.dumps({**case, "contender": "PyTorch", **taken}), flush=True)
 
 

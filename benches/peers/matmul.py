@@ -1,18 +1,18 @@
 """Times matrix multiplies with cuBLAS through PyTorch; run by benches/matmul.rs.
 
-Prints nanoseconds, one JSON value per line. A case is `m,n,k,batches,form,row`, as in
-benches/matmul/case.rs. On a GPU, one CUDA graph repeats the multiply `row` times, and a sample is
+Reads cases, `m,n,k,batches,form,row` as in benches/matmul/case.rs, and answers each with a JSON
+object of nanoseconds. On a GPU, one CUDA graph repeats the multiply `row` times, and a sample is
 the time of a replay by the host's clock, divided by `row`. `--precision`: f32 is f32 without TF32,
 tf32 is f32 with TF32, and bf16 has BF16 operands and output.
 """
 
 import argparse
 import json
-import time
+import sys
 
 import torch
 
-WARM_UP = 5
+from graphs import in_a_row, sustained
 
 
 def operands(m, n, k, batches, form, device, dtype):
@@ -39,40 +39,11 @@ def multiply(a, b, out):
     return lambda: torch.bmm(a, b, out=out)
 
 
-def in_a_row(work, row):
-    """Returns a CUDA graph with `row` repetitions of the work."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            work()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(row):
-            work()
-    return graph.replay
-
-
-def samples(work, row, count, wait):
-    for _ in range(WARM_UP):
-        work()
-    wait()
-    taken = []
-    for _ in range(count):
-        start = time.perf_counter_ns()
-        work()
-        wait()
-        taken.append((time.perf_counter_ns() - start) / row)
-    return taken
-
-
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--samples", type=int, required=True)
     parser.add_argument("--precision", choices=("f32", "tf32", "bf16"), default="f32")
-    parser.add_argument("cases", nargs="*")
     args = parser.parse_args()
     cuda = args.device == "cuda"
     if cuda and not torch.cuda.is_available():
@@ -81,13 +52,13 @@ def main():
     dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
     name = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads"
     print(json.dumps({"peer": f"PyTorch {torch.__version__}", "device": name}), flush=True)
-    for case in args.cases:
+    for case in sys.stdin:
         *extents, form, row = case.split(",")
         m, n, k, batches = map(int, extents)
         row = int(row) if cuda else 1
         work = multiply(*operands(m, n, k, batches, form, args.device, dtype))
         work = in_a_row(work, row) if cuda else work
-        taken = samples(work, row, args.samples, torch.cuda.synchronize if cuda else lambda: None)
+        taken = sustained(work, row, args.samples, torch.cuda.synchronize if cuda else lambda: None)
         line = {"m": m, "n": n, "k": k, "batches": batches, "form": form}
         print(json.dumps({**line, "contender": "PyTorch", "nanoseconds": taken}), flush=True)
 

@@ -1,0 +1,39 @@
+"""Repeats work in CUDA graphs and times them; shared by the peers that measure products and
+attention."""
+
+import time
+
+import torch
+
+# Time of the runs before the first sample; benches/harness/samples.rs has the same.
+SUSTAINED_NS = 200_000_000
+
+
+def in_a_row(work, row):
+    """Returns a CUDA graph with `row` repetitions of the work."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(row):
+            work()
+    return graph.replay
+
+
+def sustained(work, row, count, wait):
+    """Returns nanoseconds of a repetition, measured once the work has run for 200 ms."""
+
+    def sample():
+        start = time.perf_counter_ns()
+        work()
+        wait()
+        return (time.perf_counter_ns() - start) / row
+
+    start = time.perf_counter_ns()
+    while time.perf_counter_ns() - start < SUSTAINED_NS:
+        sample()
+    return [sample() for _ in range(count)]
