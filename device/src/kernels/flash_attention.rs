@@ -221,11 +221,12 @@ family! {
         Violation::unless_aligned("width", k.width, crate::vector::F4::LEN)?;
         let suits = k.width > 0 && Size::of(k.width).at_most(MAX_WIDTH);
         Violation::unless(suits, "width", "1 to 256", k.width)?;
-        let rows = Size::of(k.tokens).times(k.heads);
-        let samples = crate::warp::rows_in("out", k.out.len(), rows.times(k.width))?;
+        let of_sample = Size::of(k.tokens).times(k.heads);
+        let rows = of_sample.times(crate::warp::rows_in("out", k.out.len(), of_sample.times(k.width))?);
+        Violation::unless(rows.at_most(u32::MAX as usize), "out", "fewer than 2^32 rows", k.out.len())?;
         Violation::unless_length("dout", k.out.len(), k.dout.len())?;
-        Violation::unless_length("delta", rows.times(samples), k.delta.len())?;
+        Violation::unless_length("delta", rows, k.delta.len())?;
         let lanes = crate::warp::rows_at_once(crate::warp::ROW_BLOCK, k.width as usize);
-        Grid::cover(rows.times(samples), ROWS_OF_DELTA.saturating_mul(lanes))
+        Grid::cover(rows, ROWS_OF_DELTA.saturating_mul(lanes))
     }
 }

@@ -7,7 +7,7 @@
 use super::place::{Place, Problem, Rows};
 use super::shape::{ACROSS, COLUMNS, PAIRS, Shape, TILE};
 use super::tile::{Memory, Next, Pairs, Sums};
-use crate::block::{divide, launder_reg};
+use crate::block::{divide_short, launder_reg};
 use crate::for_each_vector;
 use crate::math;
 use crate::stored::Stored;
@@ -270,7 +270,7 @@ unsafe fn replace_pairs<const EACH: usize, const CHUNKS: usize>(memory: &Memory<
 }
 
 /// The rows of delta that a row's lanes compute. All their loads come before the first sum.
-pub(super) const ROWS_OF_DELTA: usize = 4;
+pub(super) const ROWS_OF_DELTA: usize = 2;
 
 /// Computes the elements of delta of [`ROWS_OF_DELTA`] rows, from `first` on. Rows past the end
 /// are left out.
@@ -299,8 +299,10 @@ pub(super) unsafe fn delta<S: Stored>(
                 sums[r] = sums[r].fma(out, dout);
             });
         });
-        let (token, mut head) = divide(first.number, heads as usize);
-        let (mut sample, mut token) = divide(token, tokens as usize);
+        // The contract has checked that 32 bits suffice.
+        let (token, head) = divide_short(first.number as u32, heads);
+        let (sample, token) = divide_short(token, tokens);
+        let [mut sample, mut token, mut head] = [sample, token, head].map(|number| number as usize);
         unroll_on_gpu!(r < ROWS_OF_DELTA => {
             let sum = first.sum(sums[r]);
             if first.is_first_lane() && first.later(r, cols).start < out.len() {

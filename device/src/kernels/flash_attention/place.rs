@@ -7,7 +7,7 @@
 //!          stride: heads width
 //! ```
 
-use crate::block::divide;
+use crate::block::{divide, divide_short};
 use crate::vector::load;
 #[cfg(not(target_arch = "nvptx64"))]
 use cuda_std::launch::{Size, Violation};
@@ -91,8 +91,9 @@ pub(crate) struct Place<'k> {
     pub(crate) mask: MaskRange<'k>,
 }
 
-/// The heads whose blocks take turns in [`Place::in_part`].
-const HEADS_AT_ONCE: u32 = 16;
+/// The heads whose blocks take turns in [`Place::in_part`], and the least number of the last ones.
+const HEADS_AT_ONCE: u32 = 8;
+const LAST_HEADS: u32 = 32;
 
 impl<'k> Place<'k> {
     /// Returns this block's place, for blocks with `rows` resident rows of each of `heads` heads.
@@ -115,8 +116,9 @@ impl<'k> Place<'k> {
     }
 
     /// Returns this block's place in a launch that begins at head `before` of all samples' heads.
-    /// All first rows of sixteen heads come before their next ones, so that a launch of few heads
-    /// ends with short blocks. The parameters are otherwise as in [`Place::new`].
+    /// All first rows of eight heads come before their next ones, and those of the last 32 heads or
+    /// more, so that the launch ends with short blocks. The parameters are otherwise as in
+    /// [`Place::new`].
     ///
     /// # Safety
     /// The caller meets the requirements of [`Place::new`]. The launch has all blocks of its heads.
@@ -132,14 +134,14 @@ impl<'k> Place<'k> {
         // SAFETY: the contract has checked that there are tokens and heads. A group of heads has at
         // least the head of this block.
         unsafe {
-            let divide = |number: u32, divisor: u32| {
-                let (quotient, remainder) = divide(number as usize, divisor as usize);
-                (quotient as u32, remainder as u32)
-            };
-            let (group, place) = divide(thread::block_idx_x(), tiles * HEADS_AT_ONCE);
-            let left = divide(thread::grid_dim_x(), tiles).0 - group * HEADS_AT_ONCE;
-            let (tile, head) = divide(place, if left < HEADS_AT_ONCE { left } else { HEADS_AT_ONCE });
-            let (sample, head) = divide(before as u32 + group * HEADS_AT_ONCE + head, heads);
+            let all = divide_short(thread::grid_dim_x(), tiles).0;
+            let last = if all < LAST_HEADS { 0 } else { (all - LAST_HEADS) / HEADS_AT_ONCE };
+            let group = divide_short(thread::block_idx_x(), tiles * HEADS_AT_ONCE).0;
+            let group = if group < last { group } else { last };
+            let start = group * HEADS_AT_ONCE;
+            let at_once = if group < last { HEADS_AT_ONCE } else { all - start };
+            let (tile, head) = divide_short(thread::block_idx_x() - start * tiles, at_once);
+            let (sample, head) = divide_short(before as u32 + start + head, heads);
             let tile = if backwards { tiles - 1 - tile } else { tile };
             Self::of(problem, sample as usize, head, tile * rows)
         }

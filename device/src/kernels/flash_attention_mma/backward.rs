@@ -169,7 +169,7 @@ pub(super) unsafe fn keys<
         let warp = Converged::assume();
         let memory = Memory::<M_TILES, TILES, CHUNKS>::new(2);
         let (rows, of_tile) = (Memory::<M_TILES, TILES, CHUNKS>::RESIDENT, Memory::<M_TILES, TILES, CHUNKS>::TILE);
-        let Place { sample, head: kv_head, first, mask } = Place::new(&problem, rows, problem.kv_heads, false);
+        let Place { sample, head: kv_head, first, mask } = Place::in_part(&problem, rows, problem.kv_heads, 0, false);
         let [from, until] = mask.queries_of(first, rows, of_tile);
         let made = thread::block_idx_y() as usize * MADE;
         let bounds = [mask.length, problem.width];
@@ -236,7 +236,8 @@ pub(super) unsafe fn keys<
             memory.pv_accumulate::<S, MADE>(warp, &mut dk, &gradients, memory.slot(here, 0), made);
         }
         // Recomputed, as in `queries`.
-        let Place { sample, head, first, mask } = Place::new(&problem, launder_reg(rows), problem.kv_heads, false);
+        let Place { sample, head, first, mask } =
+            Place::in_part(&problem, launder_reg(rows), problem.kv_heads, 0, false);
         let (k, v) = (problem.rows(1, sample, head), problem.rows(2, sample, head));
         let bounds = [first, mask.length, problem.tokens, problem.width];
         memory.store(warp, &dk, problem.scale, k, made, bounds, dqkv);

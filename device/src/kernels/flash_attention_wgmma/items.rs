@@ -14,9 +14,8 @@
 //! ```
 //! Invariant: each tile of each head is in one slot, and each slot belongs to one block.
 
-use super::rows::divide_short;
 use super::shape::GROUP_ROWS;
-use crate::block::{divide, launder_reg};
+use crate::block::{divide, divide_short, launder_reg};
 use crate::flash_attention::place::{Place, Problem};
 use cuda_std::thread;
 use half::bf16;

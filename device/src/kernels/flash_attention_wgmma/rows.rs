@@ -4,7 +4,7 @@
 //! Invariant: each row of a head belongs to one block, and to one warpgroup of it.
 
 use super::shape::{WARPGROUP, registers_of};
-use crate::block::launder_reg;
+use crate::block::{divide_short, launder_reg};
 use crate::flash_attention::place::{MaskRange, Place, Problem, Rows};
 use crate::format::round_bf16;
 use crate::machine::warpgroup::registers;
@@ -48,17 +48,6 @@ pub(super) unsafe fn place_in_part<'k>(
         let tile = if backwards { tiles - 1 - tile } else { tile };
         Place::of(problem, sample as usize, head, tile * rows)
     }
-}
-
-/// Returns the quotient and the remainder.
-///
-/// # Safety
-/// `divisor` is not 0.
-#[inline(always)]
-pub(super) unsafe fn divide_short(number: u32, divisor: u32) -> (u32, u32) {
-    // SAFETY: the caller guarantees it.
-    unsafe { core::hint::assert_unchecked(divisor != 0) };
-    (number / divisor, number % divisor)
 }
 
 /// Returns the number of query heads of a key head.
