@@ -8,7 +8,7 @@ use crate::flash_reference::{Inputs, PLAIN, SETUPS, Setup};
 use crate::hostile::attack;
 use crate::support::bits;
 use kernels::flash_attention::CAUSAL;
-use kernels::flash_attention_wgmma::{FORWARD, flash_forward_wgmma};
+use kernels::flash_attention_wgmma::{FORWARD, QUERIES, flash_bwd_dq_wgmma, flash_forward_wgmma};
 use std::time::Duration;
 use stepscope::device::MatrixInstruction;
 use stepscope::ops::AttentionMask;
@@ -73,6 +73,8 @@ fn grid_changes_no_bit() {
         .step(|step| {
             let qkv = step.upload(&values, setup.shape())?;
             let none = step.upload(&[0_u32; 0], [0])?;
+            let dout = step.upload(&values[..2 * 450 * 5 * 64], [2, 450, 5 * 64])?;
+            let delta = step.upload(&[0.5; 2 * 5 * 450], [2, 5, 450])?;
             [1, 4, 5, 1000]
                 .into_iter()
                 .map(|blocks| {
@@ -93,7 +95,26 @@ fn grid_changes_no_bit() {
                         out: out.out(),
                         lse: lse.out(),
                     })?;
-                    Ok((step.read(&out)?, bits(&step.read(&lse)?)))
+                    let mut dqkv = step.upload(&values, setup.shape())?;
+                    step.launch(flash_bwd_dq_wgmma {
+                        shape: QUERIES[0],
+                        qkv: qkv.slice(),
+                        documents: none.slice(),
+                        lengths: none.slice(),
+                        lse: lse.slice(),
+                        delta: delta.slice(),
+                        dout: dout.slice(),
+                        tokens: 450,
+                        heads: 5,
+                        kv_heads: 1,
+                        width: 64,
+                        stacked: 0,
+                        window: CAUSAL,
+                        scale: 0.125,
+                        blocks,
+                        dqkv: dqkv.out(),
+                    })?;
+                    Ok((step.read(&out)?, bits(&step.read(&lse)?), step.read(&dqkv)?))
                 })
                 .collect::<Result<Vec<_>>>()
         })
@@ -108,7 +129,8 @@ attack! {
     }
     flash_attention_wgmma::flash_bwd_dq_wgmma by shape {
         qkv: halves 256, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: halves 128, tokens: number 4,
-        heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0, window: number 3, scale: float 0.5, dqkv: out_halves 256,
+        heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0, window: number 3, scale: float 0.5, blocks: number 3,
+        dqkv: out_halves 256,
     }
     flash_attention_wgmma::flash_bwd_dkv_wgmma by shape {
         qkv: halves 256, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: halves 128, tokens: number 4,

@@ -8,8 +8,8 @@
 //!
 //! ```text
 //! kernel   resident  streamed              computes from a tile                        file
-//! forward  queries   k, v                  s = q k^T -> p, running maximum and sum     forward.rs,
-//!                                          out += p v                                  items.rs
+//! forward  queries   k, v                  s = q k^T -> p, running maximum and sum     forward.rs
+//!                                          out += p v
 //! queries  queries   k, v                  s = q k^T -> p;  dp = dout v^T -> ds        backward.rs
 //!                                          dq += ds k
 //! keys     keys      q, dout of the heads  s = k q^T -> p;  dp = v dout^T -> ds        backward.rs
@@ -22,8 +22,8 @@
 //!                                                       A operand of the second product (wgmma)
 //!                                                       (accumulator layout: no shuffle)
 //! ```
-//! A block of the forward kernel computes several tiles of queries, one after another. The copies
-//! of the next begin while one ends.
+//! A block of the kernels `forward` and `queries` computes several tiles of queries, one after
+//! another (items.rs). The copies of the next begin while one ends.
 //! Invariant: the order of every sum depends only on the numbers of tokens, columns and heads, and
 //! on the family's table. On one device it does not depend on the grid or the run. Scores, dp and
 //! outputs are chains over ascending k on the emulator. A GPU's instruction adds 16 products at
@@ -46,6 +46,8 @@ use super::flash_attention_mma::Gradient;
 use crate::family;
 use crate::machine::hints::block_bounds;
 use backward::{keys, queries};
+#[cfg(not(target_arch = "nvptx64"))]
+use cuda_std::launch::{Grid, Size, Violation};
 use cuda_std::warpgroup_kernel as kernel;
 use forward::forward;
 use half::bf16;
@@ -64,7 +66,7 @@ pub const FORWARD: [Shape; 3] = [
 
 /// The shapes of the kernel for the gradient of q.
 pub const QUERIES: [Shape; 2] = [
-    Shape { groups: 3, tile: 64, slots: 4, held: 0, width: 64 },
+    Shape { groups: 3, tile: 64, slots: 5, held: 0, width: 64 },
     Shape { groups: 2, tile: 64, slots: 4, held: 0, width: 128 },
 ];
 /// The shapes of the kernel for the gradients of k and v.
@@ -79,6 +81,17 @@ pub const FROM_SCORES: [Shape; 2] = [
     Shape { groups: 2, tile: 64, slots: 4, held: 0, width: 128 },
     Shape { groups: 2, tile: 64, slots: 3, held: 0, width: 256 },
 ];
+
+/// Returns the grid of a kernel whose blocks compute items one after another: at most `blocks`
+/// blocks for `items` items.
+#[cfg(not(target_arch = "nvptx64"))]
+fn check_items(items: Size, blocks: u32) -> Result<Grid, Violation> {
+    Violation::unless((1..1 << 31).contains(&blocks), "blocks", "1 to 2^31 - 1", blocks)?;
+    let items = Grid::cover(items, 1)?.x;
+    // The kernel numbers slots for items, of which up to half are empty, and two rounds more.
+    Violation::unless(items <= 1 << 29, "qkv", "at most 2^29 tiles of queries", items)?;
+    Grid::new(items.min(blocks), 1, 1)
+}
 
 family! {
     /// Computes attention. The parameters are as in
@@ -132,17 +145,14 @@ family! {
         Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
         Violation::unless_length("out", sizes.outputs(), p.out.len())?;
         Violation::unless_length("lse", sizes.rows(p.heads), p.lse.len())?;
-        Violation::unless((1..1 << 31).contains(&p.blocks), "blocks", "1 to 2^31 - 1", p.blocks)?;
-        let tiles = Grid::cover(sizes.blocks(p.heads, SHAPE.rows()), 1)?.x;
-        // The kernel numbers slots for tiles, of which up to half are empty, and two rounds more.
-        Violation::unless(tiles <= 1 << 29, "qkv", "at most 2^29 tiles of queries", tiles)?;
-        Grid::new(tiles.min(p.blocks), 1, 1)
+        check_items(sizes.blocks(p.heads, SHAPE.rows()), p.blocks)
     }
 }
 
 family! {
     /// Computes the gradient of q. The parameters are as in
-    /// [`flash_bwd_dq`](struct@super::flash_attention::flash_bwd_dq). Widths are multiples of 8.
+    /// [`flash_bwd_dq`](struct@super::flash_attention::flash_bwd_dq), and `blocks` as in
+    /// [`flash_forward_wgmma`](struct@flash_forward_wgmma). Widths are multiples of 8.
     flash_bwd_dq_wgmma(shape: Shape as SHAPE) {
         /// Up to 64 columns.
         flash_bwd_dq_wgmma_64 = QUERIES[0];
@@ -163,9 +173,11 @@ family! {
         stacked: u32,
         window: u32,
         scale: f32,
+        blocks: u32,
         dqkv: *mut bf16,
     ) {
         block_bounds::<{ SHAPE.threads() }, 1>();
+        let _ = blocks;
         let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.
@@ -185,7 +197,7 @@ family! {
     contract unsafe { block: SHAPE.threads(), shared: SHAPE.shared_bytes(2, 0) } |p| {
         let sizes = check_backward!(p, SHAPE.widths());
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
-        Grid::cover(sizes.blocks(p.heads, SHAPE.rows()), 1)
+        check_items(sizes.blocks(p.heads, SHAPE.rows()), p.blocks)
     }
 }
 

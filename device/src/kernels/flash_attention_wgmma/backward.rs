@@ -10,6 +10,7 @@
 //! ```
 //! Invariant: both kernels compute p from the score and `lse` in the same way.
 
+use super::items::{Items, slot_of};
 use super::rows::{
     copies, heads_of_group, hide, kv_head_of, leave_registers, multiplying_group, place_in_part, resident_row, round,
     store,
@@ -18,7 +19,7 @@ use super::shape::{GROUP_ROWS, WARPGROUP};
 use super::squares::StoredScores;
 use super::tile::Memory;
 use crate::block::launder_reg;
-use crate::flash_attention::place::{Place, Problem};
+use crate::flash_attention::place::{MaskRange, Place, Problem};
 use crate::machine::warpgroup::{Accumulators, hold};
 use crate::machine::wgmma::{fence_async, undefined_sums};
 use crate::math::exp2_weight;
@@ -30,7 +31,8 @@ use cuda_std::thread;
 use cuda_std::warp::{lane_id, sync_warp};
 use half::bf16;
 
-/// Computes dq of this block's queries.
+/// Computes dq of this block's items, one after another. While one ends, the copies of the next
+/// run.
 ///
 /// # Safety
 /// The contract has accepted the problem. Its heads have up to `PARTS` parts of 64 columns. All
@@ -60,134 +62,166 @@ pub(super) unsafe fn queries<
     unsafe {
         let memory = Memory::<GROUPS, TILE, PARTS, SLOTS>::new(2, 0);
         let rows = Memory::<GROUPS, TILE, PARTS, SLOTS>::RESIDENT;
-        let Place { sample, head, first, mask } = Place::new(&problem, rows, problem.heads, true);
-        let [from, until] = mask.keys_of(first, rows, TILE);
-        let bounds = [mask.length, problem.width];
+        let items = Items::new::<GROUPS>(&problem);
+        let bounds = |mask: MaskRange<'_>| [mask.length, problem.width];
+        // The turns and the items with turns so far.
+        let (mut turns, mut parts) = (0, 0);
+        let mut own_round = items.occupied(&problem, 0);
         if copies() {
             leave_registers::<GROUPS>();
-            if from < until {
+            while slot_of(&problem, own_round) < items.end {
+                let (Place { sample, head, first, mask }, own_rows) =
+                    items.place::<GROUPS>(&problem, slot_of(&problem, own_round));
+                own_round = items.occupied(&problem, own_round + 1);
+                let [from, until] = mask.keys_of(first, own_rows, TILE);
+                if from >= until {
+                    continue;
+                }
                 let kv_head = kv_head_of(&problem, head);
                 let (k, v) = (problem.rows(1, sample, kv_head), problem.rows(2, sample, kv_head));
                 let (q, dout) = (problem.rows(0, sample, head), problem.output_rows(dout, sample, head));
-                Memory::<GROUPS, TILE, PARTS, SLOTS>::copy(memory.resident(0), rows, q, first, bounds);
-                Memory::<GROUPS, TILE, PARTS, SLOTS>::copy(memory.resident(1), rows, dout, first, bounds);
+                // Before the queries, whose place becomes free later.
+                memory.fill(turns, 0, k, from * TILE, bounds(mask));
+                memory.fill(turns, 1, v, from * TILE, bounds(mask));
+                memory.resident_free().wait((parts + 1) % 2);
+                Memory::<GROUPS, TILE, PARTS, SLOTS>::copy(memory.resident(0), rows, q, first, bounds(mask));
+                Memory::<GROUPS, TILE, PARTS, SLOTS>::copy(memory.resident(1), rows, dout, first, bounds(mask));
                 memory.resident_full().arrive_after_copies();
-                let mut tile = from;
+                (turns, parts) = (turns + 1, parts + 1);
+                let mut tile = from + 1;
                 while tile < until {
-                    memory.fill(tile - from, 0, k, tile * TILE, bounds);
-                    memory.fill(tile - from, 1, v, tile * TILE, bounds);
-                    tile += 1;
+                    memory.fill(turns, 0, k, tile * TILE, bounds(mask));
+                    memory.fill(turns, 1, v, tile * TILE, bounds(mask));
+                    (turns, tile) = (turns + 1, tile + 1);
                 }
             }
             return;
         }
         let group = multiplying_group::<GROUPS>();
         let warp = Converged::assume();
-        let first = first + group * GROUP_ROWS;
         let factor = problem.scale * LOG2_E;
-        let mut sums: [[f32; 4]; MADE] = core::mem::zeroed();
-        let [own_from, own_until] =
-            Memory::<GROUPS, TILE, PARTS, SLOTS>::own(mask.keys_of(first, GROUP_ROWS, TILE), until);
-        memory.skip(0, own_from - from);
-        if own_from < own_until {
-            let (mut base, mut delta_here) = ([0.0; 2], [0.0; 2]);
-            unroll_on_gpu!(half < 2 => {
-                let token = first + resident_row(half);
-                if token < mask.length {
-                    let at = problem.statistics(sample, head) + token as usize;
-                    (base[half], delta_here[half]) = (load(lse, at) * -LOG2_E, load(delta, at));
-                }
-            });
-            let mut scores: [[f32; 4]; TILES] = core::mem::zeroed();
-            let mut scores_after: [[f32; 4]; TILES] = core::mem::zeroed();
-            let mut gradients: [[f32; 4]; TILES] = core::mem::zeroed();
-            let mut weights: [[[u32; 4]; 4]; BLOCKS] = core::mem::zeroed();
-            memory.resident_full().wait(0);
-            fence_async();
-            let mut tile = own_from;
-            // Two warpgroups start a turn's scores one turn ahead; three have no registers for
-            // that, and need it less.
-            let ahead = GROUPS == 2;
-            macro_rules! turn {
-                ($scores:ident, $after:ident) => {
-                    let turn = tile - from;
-                    let more = u32::from(tile + 1 < own_until);
-                    if ahead {
-                        $scores.wait::<2>();
-                        memory.wait_full(turn + more, 0);
-                        // Products replace them: the assembler must see no earlier value.
-                        $after = undefined_sums();
-                        memory.multiply_rows(&mut $after, group, 0, turn + more, 0);
-                    } else {
-                        memory.wait_full(turn, 0);
-                        memory.multiply_rows(&mut $scores, group, 0, turn, 0);
-                        memory.wait_full(turn, 1);
-                        memory.multiply_rows(&mut gradients, group, 1, turn, 1);
-                        // Also for the products of the turn before.
-                        $scores.wait::<1>();
-                        memory.set_free_if(tile > own_from, turn.wrapping_sub(1), 0);
-                    }
-                    hide(&mut $scores, mask, [first, tile * TILE], [GROUP_ROWS, TILE], false);
-                    unroll_on_gpu!(n < TILES, at most 16 => {
-                        unroll_on_gpu!(at < 4 => {
-                            $scores[n][at] = exp2_weight($scores[n][at], factor, base[at / 2]);
-                        });
-                    });
-                    // Measured: a tenth faster for heads of 64 columns. The wait would otherwise
-                    // come before most exponentials.
-                    hold($scores[TILES - 1][3] + $scores[TILES - 1][1]);
-                    if ahead {
-                        // Also for the products of the turn before.
-                        gradients.wait::<1>();
-                        memory.set_free_if(tile > own_from, turn.wrapping_sub(1), 0);
-                    } else {
-                        gradients.wait::<0>();
-                    }
-                    memory.set_free_if(true, turn, 1);
-                    unroll_on_gpu!(n < TILES, at most 16 => {
-                        unroll_on_gpu!(at < 4 => {
-                            gradients[n][at] = $scores[n][at] * (gradients[n][at] - delta_here[at / 2]);
-                        });
-                    });
-                    round(&gradients, &mut weights);
-                    memory.multiply_weights(&mut sums, &weights, turn, 0);
-                    if ahead {
-                        memory.wait_full(turn + more, more);
-                        gradients = undefined_sums();
-                        memory.multiply_rows(&mut gradients, group, 1, turn + more, more);
-                    }
-                    tile += 1;
-                    if tile == own_until {
-                        sums.wait::<0>();
-                        break;
-                    }
-                };
+        while slot_of(&problem, own_round) < items.end {
+            let (Place { sample, head, first, mask }, own_rows) =
+                items.place::<GROUPS>(&problem, slot_of(&problem, own_round));
+            own_round = items.occupied(&problem, own_round + 1);
+            let [from, until] = mask.keys_of(first, own_rows, TILE);
+            let end = first + own_rows;
+            let first = first + group * GROUP_ROWS;
+            // The turn of tile 0.
+            let zero = turns.wrapping_sub(from);
+            let mut sums: [[f32; 4]; MADE] = core::mem::zeroed();
+            let own = if first < end { mask.keys_of(first, GROUP_ROWS, TILE) } else { [0, 0] };
+            let [own_from, own_until] = Memory::<GROUPS, TILE, PARTS, SLOTS>::own(own, until);
+            memory.skip(turns, turns + own_from - from);
+            if from < until {
+                memory.resident_full().wait(parts % 2);
+                fence_async();
             }
-            // The assembler must see no zeros put in the accumulators while products are under way.
-            // Nor may products be under way on one path only: the last turn also starts a next one,
-            // of rows that are still there, and nothing reads its sums.
-            sums.wait::<0>();
-            if ahead {
-                memory.wait_full(tile - from, 0);
-                memory.multiply_rows(&mut scores, group, 0, tile - from, 0);
-                memory.wait_full(tile - from, 1);
-                memory.multiply_rows(&mut gradients, group, 1, tile - from, 1);
-                scores.wait::<1>();
-                loop {
-                    turn!(scores, scores_after);
-                    turn!(scores_after, scores);
+            if own_from < own_until {
+                let (mut base, mut delta_here) = ([0.0; 2], [0.0; 2]);
+                unroll_on_gpu!(half < 2 => {
+                    let token = first + resident_row(half);
+                    if token < mask.length {
+                        let at = problem.statistics(sample, head) + token as usize;
+                        (base[half], delta_here[half]) = (load(lse, at) * -LOG2_E, load(delta, at));
+                    }
+                });
+                let mut scores: [[f32; 4]; TILES] = core::mem::zeroed();
+                let mut scores_after: [[f32; 4]; TILES] = core::mem::zeroed();
+                let mut gradients: [[f32; 4]; TILES] = core::mem::zeroed();
+                let mut weights: [[[u32; 4]; 4]; BLOCKS] = core::mem::zeroed();
+                let mut tile = own_from;
+                // Two warpgroups start a turn's scores one turn ahead; three have no registers for
+                // that, and need it less.
+                let ahead = GROUPS == 2;
+                macro_rules! turn {
+                    ($scores:ident, $after:ident) => {
+                        let turn = zero.wrapping_add(tile);
+                        let more = u32::from(tile + 1 < own_until);
+                        if ahead {
+                            $scores.wait::<2>();
+                            memory.wait_full(turn + more, 0);
+                            // Products replace them: the assembler must see no earlier value.
+                            $after = undefined_sums();
+                            memory.multiply_rows(&mut $after, group, 0, turn + more, 0);
+                        } else {
+                            memory.wait_unfenced(turn, 0);
+                            memory.wait_full(turn, 1);
+                            memory.multiply_rows(&mut $scores, group, 0, turn, 0);
+                            memory.multiply_rows(&mut gradients, group, 1, turn, 1);
+                            // Also for the products of the turn before.
+                            $scores.wait::<1>();
+                            memory.set_free_if(tile > own_from, turn.wrapping_sub(1), 0);
+                        }
+                        hide(&mut $scores, mask, [first, tile * TILE], [GROUP_ROWS, TILE], false);
+                        unroll_on_gpu!(n < TILES, at most 16 => {
+                            unroll_on_gpu!(at < 4 => {
+                                $scores[n][at] = exp2_weight($scores[n][at], factor, base[at / 2]);
+                            });
+                        });
+                        // Measured: a tenth faster for heads of 64 columns. The wait would
+                        // otherwise come before most exponentials.
+                        hold($scores[TILES - 1][3] + $scores[TILES - 1][1]);
+                        if ahead {
+                            // Also for the products of the turn before.
+                            gradients.wait::<1>();
+                            memory.set_free_if(tile > own_from, turn.wrapping_sub(1), 0);
+                        } else {
+                            gradients.wait::<0>();
+                        }
+                        memory.set_free_if(true, turn, 1);
+                        unroll_on_gpu!(n < TILES, at most 16 => {
+                            unroll_on_gpu!(at < 4 => {
+                                gradients[n][at] = $scores[n][at] * (gradients[n][at] - delta_here[at / 2]);
+                            });
+                        });
+                        round(&gradients, &mut weights);
+                        memory.multiply_weights(&mut sums, &weights, turn, 0);
+                        if ahead {
+                            memory.wait_full(turn + more, more);
+                            gradients = undefined_sums();
+                            memory.multiply_rows(&mut gradients, group, 1, turn + more, more);
+                        }
+                        tile += 1;
+                        if tile == own_until {
+                            sums.wait::<0>();
+                            break;
+                        }
+                    };
                 }
-            } else {
-                loop {
-                    turn!(scores, scores_after);
+                // The assembler must see no zeros put in the accumulators while products are under
+                // way. Nor may products be under way on one path only: the last turn also starts a
+                // next one, of rows that are still there, and nothing reads its sums.
+                sums.wait::<0>();
+                if ahead {
+                    let turn = zero.wrapping_add(tile);
+                    memory.wait_full(turn, 0);
+                    memory.multiply_rows(&mut scores, group, 0, turn, 0);
+                    memory.wait_full(turn, 1);
+                    memory.multiply_rows(&mut gradients, group, 1, turn, 1);
+                    scores.wait::<1>();
+                    loop {
+                        turn!(scores, scores_after);
+                        turn!(scores_after, scores);
+                    }
+                } else {
+                    loop {
+                        turn!(scores, scores_after);
+                    }
                 }
+                memory.set_free_if(true, zero.wrapping_add(tile) - 1, 0);
             }
-            memory.set_free_if(true, tile - 1 - from, 0);
+            memory.resident_free().arrive_if(from < until && lane_id() == 0);
+            memory.skip(zero.wrapping_add(own_until), zero.wrapping_add(until));
+            if from < until {
+                (turns, parts) = (turns + until - from, parts + 1);
+            }
+            // Rows from `end` on belong to other items.
+            let end = if end < problem.tokens { end } else { problem.tokens };
+            let q = problem.rows(0, sample, head);
+            let warp_row = first + thread::thread_idx_x() % WARPGROUP / LANES * 16;
+            store(warp, &sums, problem.scale, q, [warp_row, mask.length, end, problem.width], dqkv);
         }
-        memory.skip(own_until - from, until - from);
-        let q = problem.rows(0, sample, head);
-        let warp_row = first + thread::thread_idx_x() % WARPGROUP / LANES * 16;
-        store(warp, &sums, problem.scale, q, [warp_row, mask.length, problem.tokens, problem.width], dqkv);
     }
 }
 

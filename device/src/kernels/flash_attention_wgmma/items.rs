@@ -1,6 +1,6 @@
-//! The items of a launch of the forward kernel, and the block that computes each. An item is a tile
-//! of a head's queries. Tiles are counted from the last row on, so the first rows of a head are the
-//! short tile: under a causal mask, they see the fewest keys.
+//! The items of a launch of the kernels `forward` and `queries`, and the block that computes each.
+//! An item is a tile of a head's queries. Tiles are counted from the last row on, so the first rows
+//! of a head are the short tile: under a causal mask, they see the fewest keys.
 //!
 //! Heads are taken in sections. A section begins with the last tiles of its heads, which have the
 //! most work under a causal mask. Blocks take its slots in rounds. If the work falls along a
@@ -20,8 +20,8 @@ use crate::flash_attention::place::{Place, Problem};
 use cuda_std::thread;
 use half::bf16;
 
-/// The heads of a section if rounds do not turn back. Their keys and values are in use at about the
-/// same time.
+/// The heads of a section if rounds do not turn back and blocks have several items. Their keys and
+/// values are in use at about the same time.
 const HEADS_AT_ONCE: u32 = 16;
 
 /// The items of a launch.
@@ -55,7 +55,8 @@ impl Items {
         let heads = samples as u32 * problem.heads;
         let two_rounds = 2 * thread::grid_dim_x();
         let at_once = if !turns_back(problem) {
-            HEADS_AT_ONCE
+            // Blocks that have one item each take one head after another.
+            if thread::grid_dim_x() == heads * tiles { 1 } else { HEADS_AT_ONCE }
         } else if two_rounds < tiles {
             1
         } else {

@@ -135,9 +135,20 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32, const SLOTS: u32> Mem
     /// All lanes of the warp call it together, for ascending turns.
     #[inline(always)]
     pub(super) unsafe fn wait_full(self, turn: u32, array: u32) {
+        // SAFETY: this function's contract is that of `wait_unfenced`.
+        unsafe { self.wait_unfenced(turn, array) };
+        fence_async();
+    }
+
+    /// Waits until the array of a turn is complete, before a [`wait_full`](Self::wait_full) of the
+    /// other array, whose fence is for both.
+    ///
+    /// # Safety
+    /// The requirements of [`wait_full`](Self::wait_full) hold.
+    #[inline(always)]
+    pub(super) unsafe fn wait_unfenced(self, turn: u32, array: u32) {
         // SAFETY: `new` has initialized the barrier.
         unsafe { self.full(turn % SLOTS, array).wait(turn / SLOTS % 2) };
-        fence_async();
     }
 
     /// Frees the array of a turn if `condition` is true, once for each warp.

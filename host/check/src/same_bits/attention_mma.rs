@@ -140,12 +140,14 @@ macro_rules! cases {
             $i.keep(&lse)
         })
     };
-    (<$S:ident>, $width:expr, $i:ident, $shape:expr, backward $kernel:ident) => {
+    (<$S:ident>, $width:expr, $i:ident, $shape:expr, backward $kernel:ident { $($name:ident: $value:expr),* }) => {
         $i.attends_by_tensor::<$S>($width, |case| {
             let (lse, delta, dout) = $i.gradients_by_tensor(case)?;
             let mut dqkv = $i.sparse::<$S>(case.qkv.shape().elements(), 1, 2)?;
             let (lse, delta, dout) = (lse.slice(), delta.slice(), dout.slice());
-            launch!($i, $kernel, $shape, case, { lse: lse, delta: delta, dout: dout, dqkv: dqkv.out() })?;
+            launch!($i, $kernel, $shape, case, {
+                $($name: $value,)* lse: lse, delta: delta, dout: dout, dqkv: dqkv.out()
+            })?;
             $i.keep(&dqkv)
         })
     };
@@ -156,11 +158,11 @@ pub(super) fn forward<S: Stored>(i: &Inputs<'_, '_>, shape: Shape) -> Result<()>
 }
 
 pub(super) fn queries<S: Stored>(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
-    cases!(<S>, shape.width, i, shape, backward flash_bwd_dq_mma)
+    cases!(<S>, shape.width, i, shape, backward flash_bwd_dq_mma {})
 }
 
 pub(super) fn keys<S: Stored>(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
-    cases!(<S>, shape.width, i, shape, backward flash_bwd_dkv_mma)
+    cases!(<S>, shape.width, i, shape, backward flash_bwd_dkv_mma {})
 }
 
 pub(super) fn forward_of_warpgroup(i: &Inputs<'_, '_>, shape: wgmma::Shape) -> Result<()> {
@@ -168,11 +170,11 @@ pub(super) fn forward_of_warpgroup(i: &Inputs<'_, '_>, shape: wgmma::Shape) -> R
 }
 
 pub(super) fn queries_of_warpgroup(i: &Inputs<'_, '_>, shape: wgmma::Shape) -> Result<()> {
-    cases!(<bf16>, shape.width, i, shape, backward flash_bwd_dq_wgmma)
+    cases!(<bf16>, shape.width, i, shape, backward flash_bwd_dq_wgmma { blocks: 5 })
 }
 
 pub(super) fn keys_of_warpgroup(i: &Inputs<'_, '_>, shape: wgmma::Shape) -> Result<()> {
-    cases!(<bf16>, shape.width, i, shape, backward flash_bwd_dkv_wgmma)
+    cases!(<bf16>, shape.width, i, shape, backward flash_bwd_dkv_wgmma {})
 }
 
 pub(super) fn scores(i: &Inputs<'_, '_>) -> Result<()> {

@@ -114,13 +114,13 @@ macro_rules! launch_backward {
     }};
 }
 
-/// Returns the most blocks of a forward kernel that computes several tiles of queries in a block.
-/// No bit depends on it.
+/// Returns the most blocks of a kernel that computes several tiles of queries in a block. No bit
+/// depends on it.
 ///
 /// One block for each multiprocessor overlaps the end of a tile with the copies of the next. Under
 /// a causal mask, tiles differ in work. The kernel balances that if all samples are equally long.
 /// If they are not, a block for each tile was faster on an H100 from 2,048 tokens on.
-fn forward_blocks(step: &Step<'_>, form: &AttentionConfig<'_>, sizes: Sizes) -> u32 {
+fn query_blocks(step: &Step<'_>, form: &AttentionConfig<'_>, sizes: Sizes) -> u32 {
     let unequal = form.window() != 0 && form.lengths.is_some();
     if unequal && sizes.tokens > 1024 { i32::MAX as u32 } else { step.description().processors }
 }
@@ -339,7 +339,7 @@ impl AttentionElement for bf16 {
     ) -> Result<()> {
         if step.description().has_wgmma {
             return launch!(step, qkv, form, sizes, wgmma::flash_forward_wgmma, FORWARD,
-                blocks: forward_blocks(step, form, sizes), out: out.out(), lse: lse.out());
+                blocks: query_blocks(step, form, sizes), out: out.out(), lse: lse.out());
         }
         launch!(step, qkv, form, sizes, mma::flash_forward_mma, FORWARD_BF16, out: out.out(), lse: lse.out())
     }
@@ -357,8 +357,12 @@ impl AttentionElement for bf16 {
             return Ok(());
         }
         if step.description().has_wgmma && sizes.width <= wgmma::KEYS[wgmma::KEYS.len() - 1].width {
-            return launch_backward!(step, qkv, form, sizes,
-                wgmma: [flash_bwd_dq_wgmma, QUERIES], [flash_bwd_dkv_wgmma, KEYS], statistics, dout, dqkv);
+            let [lse, delta] = statistics;
+            launch!(step, qkv, form, sizes, wgmma::flash_bwd_dq_wgmma, QUERIES,
+                blocks: query_blocks(step, form, sizes), lse: lse.slice(), delta: delta.slice(),
+                dout: dout.slice(), dqkv: dqkv.out())?;
+            return launch!(step, qkv, form, sizes, wgmma::flash_bwd_dkv_wgmma, KEYS,
+                lse: lse.slice(), delta: delta.slice(), dout: dout.slice(), dqkv: dqkv.out());
         }
         launch_backward!(step, qkv, form, sizes,
             mma: [flash_bwd_dq_mma, QUERIES_BF16], [flash_bwd_dkv_mma, KEYS_BF16], statistics, dout, dqkv)
