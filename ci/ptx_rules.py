@@ -201,8 +201,8 @@ def judge(ptx, log, arch, library):
     faults += [("parted", f"{name}: a matrix instruction that a divergent warp may reach") for name in sorted(parted(ptx))]
     for name, _, body in code:
         instruction = "wgmma.mma_async" if arch == WARPGROUP_ARCH else "mma.sync"
-        # A kernel of warpgroups multiplies, or packs or aligns an operand for one that does.
-        multiplies = name in kernels and not name.startswith(("pack_", "align_")) if arch == WARPGROUP_ARCH else re.match(r"matmul_(tf32|of_bf16)_", name)
+        # A kernel of warpgroups multiplies, or aligns an operand for one that does.
+        multiplies = name in kernels and not name.startswith("align_") if arch == WARPGROUP_ARCH else re.match(r"matmul_(tf32|of_bf16)_", name)
         if multiplies and not any(op.startswith(instruction) for op in body):
             faults.append(("matrix", f"{name}: has no matrix instruction"))
     faults += [("threads", f"{name}: `setmaxnreg` without `.maxntid` and `.minnctapersm`: ptxas may ignore it") for name in sorted(without_threads(ptx))]

@@ -3,13 +3,12 @@
 //! ```text
 //! bits of a word  | 31   | 30 .. 23 | 22 .. 16 | 15 .. 13 | 12 .. 0 |  significand  ties
 //! f32             | sign | exponent |           fraction            |  24 bits
-//! TF32, 1 a word  | sign | exponent |      fraction       |    0    |  11 bits      away from zero
+//! TF32, 1 a word  | sign | exponent |      fraction       |    0    |  11 bits      to even
 //! BF16, 2 a word  | upper half of f32: k + 1 | upper half of f32: k |   8 bits      to even
 //! (significand: with its implied bit)
 //! ```
 //! Infinities are preserved. A value that rounds past the largest number becomes an infinity. A NaN
-//! stays a NaN, but TF32 truncates its payload: a signaling NaN with no bit left becomes an
-//! infinity, as on the GPU.
+//! stays a NaN, and loses its sign and its payload, as on the GPU.
 //!
 //! Invariant: every device gives the same bits, except for NaNs.
 

@@ -14,7 +14,9 @@
 //! Warp w of a warpgroup gets rows 16 w to 16 w + 15 of the sums, in the layout of `mma.sync`'s
 //! tiles of 16 x 8. The instruction adds sixteen k at once, as [`mma`](crate::mma) describes.
 
+use crate::format::round_tf32;
 use crate::mma::fragments::{CHUNK_WORDS, swizzled};
+use half::bf16;
 
 pub use crate::machine::wgmma::{Products, align_stages, fence_async, no_sums, undefined_sums};
 
@@ -43,6 +45,31 @@ pub fn word_of(along_k: bool, row: u32, k: u32) -> u32 {
 #[inline(always)]
 pub fn word_of_tf32(row: u32, k: u32) -> u32 {
     swizzled(CHUNKS, row, k / CHUNK_WORDS) * CHUNK_WORDS + k % CHUNK_WORDS
+}
+
+/// Returns the rows of a box of an operand of elements `T`. Across k, a row of f32 has 32 columns,
+/// and a stage 32 k.
+#[inline(always)]
+pub const fn box_rows<T>(along_k: bool) -> u32 {
+    if along_k || size_of::<T>() == size_of::<bf16>() { 64 } else { 32 }
+}
+
+/// An element of a tensor map, which becomes bits of a word of a stage.
+pub trait BoxElement: Copy {
+    /// Returns the element's bits in a stage.
+    fn bits(self) -> u32;
+}
+
+impl BoxElement for bf16 {
+    fn bits(self) -> u32 {
+        u32::from(self.to_bits())
+    }
+}
+
+impl BoxElement for f32 {
+    fn bits(self) -> u32 {
+        round_tf32(self)
+    }
 }
 
 /// Returns an element of a stage.

@@ -251,7 +251,7 @@ pub(crate) fn emulated(launches: impl for<'s> FnOnce(&EagerStep<'s>) -> Result<(
 /// Attacks kernels, in a module `contracts`. Each parameter's name is followed by its kind. A
 /// buffer is read (`f32s`, `u32s`), read by a pointer (`pointer`, `pointer_u32`) or written (`out`,
 /// `out_u32`). BF16 buffers are `halves` and `out_halves`, by their elements, or a tensor `map`, by
-/// elements, extents and strides. Scalars are a `number` or a `float`. A family `kernel<S>` is
+/// elements, extents, strides and the rows of a box. Scalars are a `number` or a `float`. A family `kernel<S>` is
 /// attacked with both types; its buffers of S are `stored` and `out_stored`.
 macro_rules! attack {
     ($($file:ident :: $kernel:ident $(by $choice:ident)? $(<$S:ident>)? { $($name:ident: $kind:ident $value:expr),* $(,)? })*) => {
@@ -275,14 +275,21 @@ macro_rules! attack {
                 attack!(@types [$($S)?] {
                     $crate::hostile::emulated(|step| {
                         let mut lengths: Vec<u64> = Vec::new();
-                        $(attack!(@make step, lengths, $name, $kind, $value);)*
                         let choices: Vec<_> = attack!(@choices $file $kernel $($choice)? $(<$S>)?).collect();
+                        // No variant has this type.
+                        if choices.is_empty() {
+                            return Ok(());
+                        }
+                        // A value may depend on the variant, but not the length of a buffer.
+                        $(#[allow(unused_variables)] let $choice = choices[0].1;)?
+                        $(attack!(@make step, lengths, $name, $kind, $value);)*
                         for (number, &(name, _choice)) in choices.iter().enumerate() {
+                            $(#[allow(unused_variables)] let $choice = _choice;)?
                             let pairs = number == 0 || number + 1 == choices.len();
                             $crate::hostile::hostile_launches(name, &lengths, pairs, |numbers, launch| {
                                 let _ = &numbers;
                                 let kernel = kernels::$file::$kernel {
-                                    $($choice: _choice,)?
+                                    $($choice,)?
                                     $($name: attack!(@argument numbers, $name, $kind, $value)),*
                                 };
                                 match kernel.grid() {
@@ -354,6 +361,9 @@ macro_rules! attack {
     (@make $step:ident, $lengths:ident, $name:ident, map, $map:expr) => {
         attack!(@make $step, $lengths, $name, halves, $map.0);
     };
+    (@make $step:ident, $lengths:ident, $name:ident, f32_map, $map:expr) => {
+        attack!(@make $step, $lengths, $name, f32s, $map.0);
+    };
     (@make $step:ident, $lengths:ident, $name:ident, out_halves, $length:expr) => {
         let mut $name = $step.upload(&vec![stepscope::bf16::ONE; $crate::hostile::room($length)], [$crate::hostile::room($length)])?;
         $lengths.push($length as u64);
@@ -369,12 +379,14 @@ macro_rules! attack {
     (@argument $numbers:ident, $name:ident, out_stored, $length:expr) => { $name.out().part($numbers.view(stringify!($name), $length)) };
     (@argument $numbers:ident, $name:ident, halves, $length:expr) => { $name.slice().part($numbers.view(stringify!($name), $length)) };
     (@argument $numbers:ident, $name:ident, map, $map:expr) => {{
-        let (length, extents, strides) = $map;
+        let (length, extents, strides, box_rows) = $map;
         let memory = $name.slice().part($numbers.view(stringify!($name), length));
         let extents: [u32; 3] = extents.map(|extent| $numbers.next(concat!(stringify!($name), " extents"), extent));
         let strides: [usize; 2] = strides.map(|stride| $numbers.next(concat!(stringify!($name), " strides"), stride));
-        cuda_std::launch::TensorMap { memory, extents, strides }
+        let box_rows = $numbers.next(concat!(stringify!($name), " box_rows"), box_rows);
+        cuda_std::launch::TensorMap { memory, extents, strides, box_rows }
     }};
+    (@argument $numbers:ident, $name:ident, f32_map, $map:expr) => { attack!(@argument $numbers, $name, map, $map) };
     (@argument $numbers:ident, $name:ident, out_halves, $length:expr) => { $name.out().part($numbers.view(stringify!($name), $length)) };
     (@argument $numbers:ident, $name:ident, u32s, $length:expr) => { $name.slice().part($numbers.view(stringify!($name), $length)) };
     (@argument $numbers:ident, $name:ident, pointer, $length:expr) => { $name.pointer().part($numbers.view(stringify!($name), $length)) };

@@ -28,15 +28,11 @@ const SHAPES: [[usize; 3]; 9] = [
 ];
 
 /// Rounds `x` as a factor: the nearest number with this many bits of significand, found by
-/// distance.
+/// distance, and the even one of two that are as near.
 fn round(precision: Precision, x: f32) -> f32 {
     const DROPPED: u32 = 13;
     if precision == Precision::F32 {
         return x;
-    }
-    if x.is_nan() {
-        // The payload is truncated, which may leave an infinity.
-        return f32::from_bits(x.to_bits() >> DROPPED << DROPPED);
     }
     if !x.is_finite() {
         return x;
@@ -47,7 +43,8 @@ fn round(precision: Precision, x: f32) -> f32 {
     let beyond = 2.0f64.powi(128).copysign(f64::from(x));
     let value = |bits: u32| if f32::from_bits(bits).is_finite() { f64::from(f32::from_bits(bits)) } else { beyond };
     let [down, up] = [below, above].map(|bits| (value(bits) - f64::from(x)).abs());
-    f32::from_bits(if up <= down { above } else { below })
+    let is_up = up < down || (up == down && (above >> DROPPED).is_multiple_of(2));
+    f32::from_bits(if is_up { above } else { below })
 }
 
 /// A multiply with its operands, each just long enough.

@@ -11,6 +11,7 @@ use cuda_std::launch::{Contract as _, PointerMut, Slice, TensorMap};
 use kernels::matmul::{GELU, GELU_DERIVATIVE, SILU, STORE_PREACT, SWIGLU, TRANSPOSE_A, TRANSPOSE_B};
 use kernels::matmul_bf16::{ADD_TO_SUMS, BIAS_GRAD, OperandLayout, matmul_bf16};
 use kernels::matmul_wgmma::{self as wgmma, Aligning, align_rows, aligned_stride, matmul_wgmma};
+use kernels::wgmma::box_rows;
 use stepscope::device::MatrixInstruction;
 use stepscope::tensor::{Element, Source as _, Stored, Target as _};
 use stepscope::{Arena, Capacity, Device, DeviceKind, EagerStep, Result, Tensor, bf16, ops};
@@ -78,7 +79,12 @@ fn outputs<S: Stored>(step: &EagerStep<'_>, case: Case, tile: Option<wgmma::Tile
     let (c, written) = out.in_place();
     let map = |layout, memory, [rows, cols]: [usize; 2], ld: usize| {
         let [rows, cols] = if layout == OperandLayout::Transposed { [cols, rows] } else { [rows, cols] };
-        TensorMap { memory, extents: [cols, rows, batches].map(|x| x as u32), strides: [ld, rows * ld] }
+        TensorMap {
+            memory,
+            extents: [cols, rows, batches].map(|x| x as u32),
+            strides: [ld, rows * ld],
+            box_rows: box_rows::<bf16>(true),
+        }
     };
     macro_rules! launch {
         ($kernel:ident { $($own:ident: $value:expr),* }) => {
@@ -338,7 +344,7 @@ on_each_device! {
         }
         for (turn, [rows, cols]) in [[1, 1], [3, 8], [5, 0], [0, 4], [31, 70], [300, 17], [7, 1031]].into_iter().enumerate() {
             let (batches, ld) = (1 + turn % 3, cols + turn % 4);
-            let (stride, padded) = (rows * ld + turn % 2, aligned_stride(cols));
+            let (stride, padded) = (rows * ld + turn % 2, aligned_stride::<bf16>(cols));
             // Every pattern of bits, NaNs among them.
             let x: Vec<bf16> =
                 (0..batches * stride).map(|at| bf16::from_bits((at as u16).wrapping_mul(40_503))).collect();
@@ -369,7 +375,7 @@ attack! {
         b: halves 30, b_out: out_halves 48, b_rows: number 3, b_cols: number 5, b_ld: number 5, b_batches: number 2, b_stride: number 15,
     }
     matmul_wgmma::matmul_wgmma by variant <S> {
-        a: map (96, [6, 6, 2], [8, 48]), b: map (96, [6, 6, 2], [8, 48]), bias: f32s 12, c: stored_pointer 72, out: out_stored 72,
+        a: map (96, [6, 6, 2], [8, 48], 64_u32), b: map (96, [6, 6, 2], [8, 48], 64_u32), bias: f32s 12, c: stored_pointer 72, out: out_stored 72,
         pre: out_stored 72, sums: out 12, m: number 6, n: number 6, k: number 6, ldc: number 6, k_per_split: number 6, batches: number 2,
         blocks: number 3, steps_a: number 1, steps_b: number 1, stride_c: number 36, stride_bias: number 6, alpha: float 0.5,
         beta: float 1.0, flags: number 12,

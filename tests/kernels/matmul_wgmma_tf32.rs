@@ -1,18 +1,19 @@
 //! Products of f32 tensors in TF32 by wgmma. On the emulator they have the bits of `matmul_mma`,
-//! for each tile, layout, epilogue, split and grid, whichever operand is packed. Tests of the ops
-//! run with them too, if the device chooses wgmma.
+//! for each tile, layout, epilogue, split and grid, in either order of the operands. Tests of the
+//! ops run with them too, if the device chooses wgmma.
 
 use crate::hostile::attack;
 use crate::support::{Random, SPECIAL, on_each_device};
 use crate::trial::{assert_same, trial};
 use cuda_std::emulator::Mode;
-use cuda_std::launch::Slice;
+use cuda_std::launch::{Slice, TensorMap};
 use kernels::matmul::{GELU, SILU, STORE_PREACT, SWIGLU};
 use kernels::matmul_bf16::OperandLayout;
 use kernels::matmul_mma::matmul_mma;
-use kernels::matmul_wgmma_tf32::{self as wgmma, Packing, SWAP, matmul_wgmma_tf32, pack_tf32_stages, stage_words};
+use kernels::matmul_wgmma_tf32::{self as wgmma, Alignment, SWAP, align_along_k, aligned_stride, matmul_wgmma_tf32};
 use kernels::mma::{Side, fragments};
 use kernels::precision::{Rounding, round_to_tf32};
+use kernels::wgmma::box_rows;
 use stepscope::device::MatrixInstruction;
 use stepscope::ops::{Gemm, Precision};
 use stepscope::tensor::{Source as _, Target as _};
@@ -76,10 +77,29 @@ impl<'s> Operand<'s> {
         Rounding { values, rows, cols, ld: self.ld, batches, stride: self.stride, along, across }
     }
 
-    fn packing<'a>(&'a self, case: Case, out: &'a mut Tensor<'s, u32>) -> Packing<'a> {
-        let Self { rows, ld, stride, is_across, .. } = *self;
-        let (values, out) = (Some(self.values.slice()), Some(out.out()));
-        Packing { values, out, rows, k: case.extents[2], ld, batches: case.batches, stride, is_across }
+    /// Returns the operand along k, copied if it is not.
+    fn along(self, step: &EagerStep<'s>, case: Case) -> Result<Self> {
+        let Self { rows, ld, stride, is_across, .. } = self;
+        if !is_across {
+            return Ok(self);
+        }
+        let (k, to) = (case.extents[2], aligned_stride::<f32>(case.extents[2]));
+        let mut copy = step.empty([case.batches * rows * to])?;
+        let (values, out) = (Some(self.values.slice()), Some(copy.out()));
+        let alignment = Alignment { values, out, rows, k, ld, batches: case.batches, stride, is_across };
+        step.launch(align_along_k::of([alignment, Alignment::default()]))?;
+        Ok(Self { values: copy, rows, ld: to, stride: rows * to, is_across: false })
+    }
+
+    fn map(&self, case: Case) -> TensorMap<'_, f32> {
+        let [rows, cols] = if self.is_across { [case.extents[2], self.rows] } else { [self.rows, case.extents[2]] };
+        let extents = [cols, rows, case.batches].map(|extent| extent as u32);
+        TensorMap {
+            memory: self.values.slice(),
+            extents,
+            strides: [self.ld, self.stride],
+            box_rows: box_rows::<f32>(!self.is_across),
+        }
     }
 }
 
@@ -116,19 +136,16 @@ fn outputs(step: &EagerStep<'_>, case: Case, by: Option<(wgmma::Tile, u32)>) -> 
         };
     }
     if let Some((tile, swap)) = by {
-        let (stored, packed) = if swap == 0 { (&left, &right) } else { (&right, &left) };
-        let words = stage_words([packed.rows, k]);
-        let mut images = step.empty::<u32>([batches * words])?;
-        step.launch(pack_tf32_stages::of([packed.packing(case, &mut images), Packing::default()]))?;
-        let layout = if stored.is_across { OperandLayout::Transposed } else { OperandLayout::Plain };
+        let (first, second) = if swap == 0 { (left, right) } else { (right, left) };
+        let second = second.along(step, case)?;
+        let layout = if first.is_across { OperandLayout::Transposed } else { OperandLayout::Plain };
         launch!(matmul_wgmma_tf32 {
             variant: (layout, tile),
-            a: stored.values.slice(),
-            b: images.slice(),
-            lda: stored.ld as u32,
+            a: first.map(case),
+            b: second.map(case),
             blocks: case.blocks,
-            stride_a: stored.stride,
-            stride_b: words,
+            steps_a: 1,
+            steps_b: 1,
             flags: flags | swap
         });
     } else {
@@ -149,7 +166,7 @@ fn outputs(step: &EagerStep<'_>, case: Case, by: Option<(wgmma::Tile, u32)>) -> 
     Ok([step.read(&out)?, step.read(&pre)?])
 }
 
-/// Checks that every tile gives the bits of `matmul_mma`, whichever operand is packed.
+/// Checks that every tile gives the bits of `matmul_mma`, in either order of the operands.
 fn assert_same_bits(case: Case) {
     let device = Device::open(DeviceKind::Emulated).unwrap();
     let run = |by| {
@@ -236,8 +253,8 @@ fn ring_has_no_race() {
     });
 }
 
-/// The gradients and a product, each of them packed on one side or the other, or left to `mma.sync`
-/// because no rows begin on 16 bytes or outputs are few, have the bits of `mma.sync`.
+/// The gradients and a product have the bits of `mma.sync`: with operands that are copied because
+/// both lie across k or no rows begin on 16 bytes, and with so few outputs that `mma.sync` remains.
 #[test]
 fn ops_match_mma_sync() {
     let results = |instruction| {
@@ -273,14 +290,9 @@ fn ops_match_mma_sync() {
     }
 }
 
-/// Rounds `x` with integers. It rounds up if the dropped part is half or more.
-fn rounded(x: f32) -> u32 {
-    (x.to_bits() + (1 << 12)) >> 13 << 13
-}
-
 on_each_device! {
-    /// Each element is rounded and written to its place in an image, with zeros around.
-    fn elements_are_rounded_into_images(device: &Device) {
+    /// Each row is moved to its place bit by bit, with zeros up to the next 16 bytes.
+    fn rows_are_aligned_along_k(device: &Device) {
         if device.description().kind == DeviceKind::Cuda && !device.description().has_wgmma {
             return;
         }
@@ -288,47 +300,42 @@ on_each_device! {
         for (turn, [rows, k]) in extents.into_iter().enumerate() {
             for is_across in [false, true] {
                 let (batches, ld) = (1 + turn % 2, if is_across { rows } else { k } + turn % 3);
-                let stride = if is_across { k } else { rows } * ld;
+                let (stride, padded) = (if is_across { k } else { rows } * ld, aligned_stride::<f32>(k));
                 let mut x = Random::new(turn as u64).normals(batches * stride);
-                let special = SPECIAL.into_iter().filter(|special| !special.is_nan());
-                x.iter_mut().zip(special).for_each(|(x, special)| *x = special);
-                let mut want = vec![0; batches * stage_words([rows, k])];
+                x.iter_mut().zip(SPECIAL).for_each(|(x, special)| *x = special);
+                let mut want = vec![0; batches * rows * padded];
                 for (batch, [row, p]) in (0..batches * rows * k).map(|at| (at / (rows * k), [at / k % rows, at % k])) {
                     let at = batch * stride + if is_across { p * ld + row } else { row * ld + p };
-                    let image = (batch * rows.div_ceil(128) + row / 128) * k.div_ceil(32) + p / 32;
-                    let chunk = (p % 32 / 4) ^ (row % 8);
-                    want[image * 4096 + row % 128 * 32 + chunk * 4 + p % 4] = rounded(x[at]);
+                    want[(batch * rows + row) * padded + p] = x[at].to_bits();
                 }
                 let got = trial(device, |trial| {
                     let values = trial.upload(&x, [x.len()])?;
-                    let mut out = trial.empty::<u32>([want.len()])?;
+                    let mut out = trial.empty::<f32>([want.len()])?;
                     let (values, made) = (Some(values.slice()), Some(out.out()));
-                    let packing = Packing { values, out: made, rows, k, ld, batches, stride, is_across };
+                    let alignment = Alignment { values, out: made, rows, k, ld, batches, stride, is_across };
                     // The second operand, so that none precedes it.
-                    trial.launch(pack_tf32_stages::of([Packing::default(), packing]))?;
+                    trial.launch(align_along_k::of([Alignment::default(), alignment]))?;
                     trial.output(&out)
                 });
-                let different = got.iter().zip(&want).position(|(got, want)| got != want);
-                assert_eq!(different, None, "{rows} x {k}, across: {is_across}: first at this word");
+                let different = got.iter().zip(&want).position(|(got, want)| got.to_bits() != *want);
+                assert_eq!(different, None, "{rows} x {k}, across: {is_across}: first at this element");
             }
         }
     }
 }
 
-/// The words of the image of one matrix of up to 128 rows and 32 k.
-const WORDS: usize = 4096;
-
-// Two batches of `[5, 8] [8, 6]`, and two operands of two batches of 3 x 5.
+// Squares, so that the map of A suits both layouts, and two operands of two batches of 3 x 5.
 attack! {
     matmul_wgmma_tf32::matmul_wgmma_tf32 by variant {
-        a: f32s 128, b: u32s 2 * WORDS, bias: f32s 12, c: pointer 60, out: out 60, pre: out 60, m: number 5, n: number 6,
-        k: number 8, lda: number 8, ldc: number 6, k_per_split: number 8, batches: number 2, blocks: number 3,
-        stride_a: number 64, stride_b: number WORDS, stride_c: number 30, stride_bias: number 6, alpha: float 0.5,
-        beta: float 1.0, flags: number 12,
+        a: f32_map (96, [6, 6, 2], [8, 48], box_rows::<f32>(variant.0 == OperandLayout::Plain)),
+        b: f32_map (96, [6, 6, 2], [8, 48], 64_u32), bias: f32s 12, c: pointer 72, out: out 72, pre: out 72,
+        m: number 6, n: number 6, k: number 6, ldc: number 6, k_per_split: number 6, batches: number 2, blocks: number 3,
+        steps_a: number 1, steps_b: number 1, stride_c: number 36, stride_bias: number 6, alpha: float 0.5, beta: float 1.0,
+        flags: number 12,
     }
-    matmul_wgmma_tf32::pack_tf32_stages {
-        a: f32s 30, a_out: out_u32 2 * WORDS, a_rows: number 3, a_k: number 5, a_ld: number 5, a_batches: number 2, a_stride: number 15,
-        b: f32s 30, b_out: out_u32 2 * WORDS, b_rows: number 5, b_k: number 3, b_ld: number 5, b_batches: number 2, b_stride: number 15,
+    matmul_wgmma_tf32::align_along_k {
+        a: f32s 30, a_out: out 48, a_rows: number 3, a_k: number 5, a_ld: number 5, a_batches: number 2, a_stride: number 15,
+        b: f32s 30, b_out: out 40, b_rows: number 5, b_k: number 3, b_ld: number 5, b_batches: number 2, b_stride: number 15,
         across: number 2,
     }
 }

@@ -20,9 +20,11 @@ struct Form {
     across: Option<Side>,
 }
 
-/// Rounds `x` with integers. It rounds up if the dropped part is half or more.
+/// Rounds `x` with integers: to the nearer neighbor, or to the even one of two that are as near.
 fn rounded(x: f32) -> u32 {
-    (x.to_bits() + (1 << 12)) >> 13 << 13
+    let (below, dropped) = (x.to_bits() >> 13, x.to_bits() % (1 << 13));
+    let is_up = dropped > 1 << 12 || (dropped == 1 << 12 && below % 2 == 1);
+    (below + u32::from(is_up)) << 13
 }
 
 /// Returns the words of the fragments of these rows of k elements.

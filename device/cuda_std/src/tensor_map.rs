@@ -2,17 +2,18 @@
 //!
 //! ```text
 //! a map: `extents[2]` matrices of `extents[1]` rows x `extents[0]` elements
-//! a box: 64 rows x 128 bytes of one matrix, from any row and element on
+//! a box: 128 bytes, 64 elements of BF16 or 32 of f32, of each of the map's number of rows, of
+//!        one matrix, from any place on
 //! ```
 //! A kernel gets a map as a parameter, by value. The host describes it as a
 //! `launch::TensorMap`, and the driver encodes that for the GPU when it launches the kernel.
+//!
+//! f32 is rounded to TF32 on the way.
 //!
 //! Invariant: a box never reads past the extents. What lies there is copied as zero.
 
 use core::marker::PhantomData;
 
-/// The rows of a box.
-pub const BOX_ROWS: u32 = 64;
 /// The bytes of a row of a box.
 pub const BOX_BYTES: u32 = 128;
 
@@ -53,6 +54,7 @@ pub struct TensorMap<T> {
     pub(crate) length: usize,
     pub(crate) extents: [u32; 3],
     pub(crate) strides: [usize; 2],
+    pub(crate) box_rows: u32,
     pub(crate) element: PhantomData<T>,
 }
 
@@ -66,6 +68,11 @@ impl<T> TensorMap<T> {
     /// Returns the elements of a row, the rows of a matrix, and the matrices.
     pub fn extents(&self) -> [u32; 3] {
         self.extents
+    }
+
+    /// Returns the rows of a box.
+    pub fn box_rows(&self) -> u32 {
+        self.box_rows
     }
 
     /// Returns the index in the memory of an element, at its place in the row, row and matrix.

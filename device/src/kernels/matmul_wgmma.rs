@@ -21,11 +21,11 @@
 //!   next tile overlap the epilogue of this one. The grid changes no bit.
 
 mod align;
-mod block;
+pub(super) mod block;
 mod columns;
 mod finish;
-mod ring;
-mod tile;
+pub(super) mod ring;
+pub(super) mod tile;
 
 use super::matmul::Cost;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -40,9 +40,13 @@ use crate::block::launder_reg;
 use crate::family;
 use crate::machine::hints::block_bounds;
 #[cfg(not(target_arch = "nvptx64"))]
+use crate::wgmma::box_rows;
+#[cfg(not(target_arch = "nvptx64"))]
 pub use align::Aligning;
 pub use align::{align_rows, aligned_stride};
 use block::{Operands, Outputs, compute};
+#[cfg(not(target_arch = "nvptx64"))]
+use cuda_std::launch::{self, Violation};
 use cuda_std::tensor_map::TensorMap;
 // The family declares kernels of warpgroups.
 use cuda_std::warpgroup_kernel as kernel;
@@ -168,20 +172,9 @@ family! {
         let split_k = check_split_k!(p);
         check_outputs!(p, split_k);
         check_column_sums!(p, S, split_k, of_a == OperandLayout::Transposed, of_b == OperandLayout::Plain);
-        let factor = |name, map: &cuda_std::launch::TensorMap<'_, bf16>, [rows, cols]: [u32; 2], layout, steps: u32| {
-            let [rows, cols] = if layout == OperandLayout::Transposed { [cols, rows] } else { [rows, cols] };
-            let extents = [cols, rows, if steps == 0 { 1 } else { p.batches }];
-            Violation::unless(steps < 2, name, "0 or 1 matrices from a batch to the next", steps)?;
-            Violation::unless(
-                map.extents == extents,
-                name,
-                &std::format!("a map of {} matrices of {rows} x {cols}", extents[2]),
-                std::format_args!("{:?}", map.extents),
-            )?;
-            map.check(name)
-        };
-        factor("a", &p.a, [p.m, p.k], of_a, p.steps_a)?;
-        factor("b", &p.b, [p.k, p.n], of_b, p.steps_b)?;
+        let stored = |[rows, cols]: [u32; 2], layout| if layout == OperandLayout::Transposed { [cols, rows] } else { [rows, cols] };
+        check_map("a", &p.a, stored([p.m, p.k], of_a), box_rows::<bf16>(true), p.steps_a, p.batches)?;
+        check_map("b", &p.b, stored([p.k, p.n], of_b), box_rows::<bf16>(true), p.steps_b, p.batches)?;
         Violation::unless(split_k == 1 || p.k_per_split.is_multiple_of(16), "k_per_split", "a multiple of 16", p.k_per_split)?;
         Violation::unless(p.blocks > 0, "blocks", "at least one", p.blocks)?;
         let count = Size::of(p.m).div_ceil(tile.rows()).times(Size::of(p.n).div_ceil(tile.cols())).times(split_k).times(p.batches);
@@ -189,6 +182,28 @@ family! {
         let blocks = count.number().map_or(0, |count| count.min(p.blocks as usize));
         Grid::new(blocks, 1, 1)
     }
+}
+
+/// Checks that a map has the matrices of an operand, as they are stored, and the kernel's boxes.
+#[cfg(not(target_arch = "nvptx64"))]
+pub(super) fn check_map<T>(
+    name: &'static str,
+    map: &launch::TensorMap<'_, T>,
+    [rows, cols]: [u32; 2],
+    box_rows: u32,
+    steps: u32,
+    batches: u32,
+) -> Result<(), Violation> {
+    let extents = [cols, rows, if steps == 0 { 1 } else { batches }];
+    Violation::unless(steps < 2, name, "0 or 1 matrices from a batch to the next", steps)?;
+    Violation::unless(
+        map.extents == extents,
+        name,
+        &std::format!("a map of {} matrices of {rows} x {cols}", extents[2]),
+        std::format_args!("{:?}", map.extents),
+    )?;
+    Violation::unless(map.box_rows == box_rows, name, &std::format!("boxes of {box_rows} rows"), map.box_rows)?;
+    map.check(name)
 }
 
 /// Returns the row and the column of tiles of the tile with this number.

@@ -2,30 +2,28 @@
 //! computes the same as [`matmul_mma`](super::matmul_mma), on devices of compute capability 9.0 and
 //! on the emulator.
 //!
-//! wgmma reads TF32 only along k, and truncates what it reads, so both operands are rounded first.
-//! B comes rounded from `pack_tf32_stages`, as images of shared memory. A comes as it is stored.
-//! It is rounded where it is read into registers, so no launch reads and writes all of it.
+//! The copy engine rounds both operands to TF32 on their way to shared memory. wgmma reads TF32
+//! from there only along k, so B is stored along k. A goes through registers, and is stored either
+//! way.
 //!
 //! ```text
-//! A, row-major, f32     -- cp.async -->  16-byte chunks, swizzled  -->  registers, rounded
-//!                                                                             | wgmma -> sums -> out
-//! B, images of stages   -- in bulk --->  the same bytes  ----------------->---+
+//! global memory               shared memory, 4 stages of 32 k
+//! A, B  --------------------->  boxes of 32 rows of   -- A -> registers, B -->  sums -> out
+//!        copy engine (TMA),     128 bytes, swizzled      wgmma                  epilogue
+//!        rounded                                         block.rs               finish.rs
 //! ```
 //! The emulator adds the same products in the same order as in `matmul_mma`, so both give the same
 //! bits there. The epilogue is the same code. The split of k is the same rule
 //! ([`k_per_split`](super::matmul_mma::k_per_split)).
 //!
-//! The parameters are as in [`matmul`](super::matmul), with these differences. The layout of A is
-//! part of the variant. `b` holds [`stage_words`] words a matrix, and `stride_b` counts words. Rows
-//! and batches of A begin on 16 bytes: `lda` is a multiple of four, and so is `stride_a` if there
-//! are several batches. If k is split, `k_per_split` is a multiple of 32. `blocks` limits the grid,
-//! as in [`matmul_wgmma`](super::matmul_wgmma): a block computes every `blocks`th tile.
+//! The parameters are as in [`matmul_wgmma`](super::matmul_wgmma), with these differences. The
+//! layout of A is part of the variant, and `b` is a map of n rows of k elements. If k is split,
+//! `k_per_split` is a multiple of 32. [`SWAP`] exchanges the roles of the operands.
 
+mod along;
 mod block;
 mod finish;
 mod operand;
-mod pack;
-mod tile;
 
 use super::matmul::Cost;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -34,24 +32,31 @@ use super::matmul::epilogue::Epilogue;
 use super::matmul::split::SplitRange;
 use super::matmul::tile::place_of;
 use super::matmul_bf16::OperandLayout;
+use super::matmul_wgmma::block::Operands;
+#[cfg(not(target_arch = "nvptx64"))]
+use super::matmul_wgmma::check_map;
+pub use super::matmul_wgmma::{Tile, aligned_stride};
 use crate::family;
+#[cfg(not(target_arch = "nvptx64"))]
+use crate::wgmma::box_rows;
+#[cfg(not(target_arch = "nvptx64"))]
+pub use along::Alignment;
+pub use along::align_along_k;
 use block::{Place, Problem, compute};
+use cuda_std::tensor_map::TensorMap;
 // The family declares kernels of warpgroups.
 use cuda_std::warpgroup_kernel as kernel;
-use operand::{PackedOperand, StreamedOperand};
-#[cfg(not(target_arch = "nvptx64"))]
-pub use pack::Packing;
-pub use pack::{pack_tf32_stages, stage_words};
-use tile::DEPTH;
-pub use tile::Tile;
+use operand::DEPTH;
 
 /// 128 x 256, 384 threads.
-pub const T128X256: Tile = Tile { columns: 256, cost: Cost::new(38, 38, 8000) };
+pub const T128X256: Tile = Tile { groups: 2, columns: 256, cost: Cost::new(37, 37, 6300) };
 /// 128 x 128, 384 threads.
-pub const T128X128: Tile = Tile { columns: 128, cost: Cost::new(29, 29, 4500) };
+pub const T128X128: Tile = Tile { groups: 2, columns: 128, cost: Cost::new(26, 26, 3100) };
+/// 128 x 64, 384 threads.
+pub const T128X64: Tile = Tile { groups: 2, columns: 64, cost: Cost::new(23, 23, 1900) };
 
-/// Flag: the roles of the operands are exchanged. `a` then holds B, with n rows, and `b` the images
-/// of A, with m rows. The bits are the same.
+/// Flag: the roles of the operands are exchanged. `a` is then B, with n rows, and `b` is A, with m
+/// rows. The bits are the same.
 pub const SWAP: u32 = 1 << 31;
 
 /// Tiles run down the columns within a group of this many rows of tiles.
@@ -65,14 +70,18 @@ family! {
         matmul_wgmma_tf32_n_128x256 = (OperandLayout::Plain, T128X256);
         /// A is stored along k. 128 x 128, 384 threads.
         matmul_wgmma_tf32_n_128x128 = (OperandLayout::Plain, T128X128);
+        /// A is stored along k. 128 x 64, 384 threads.
+        matmul_wgmma_tf32_n_128x64 = (OperandLayout::Plain, T128X64);
         /// A is stored across k. 128 x 256, 384 threads.
         matmul_wgmma_tf32_t_128x256 = (OperandLayout::Transposed, T128X256);
         /// A is stored across k. 128 x 128, 384 threads.
         matmul_wgmma_tf32_t_128x128 = (OperandLayout::Transposed, T128X128);
+        /// A is stored across k. 128 x 64, 384 threads.
+        matmul_wgmma_tf32_t_128x64 = (OperandLayout::Transposed, T128X64);
     }
     unsafe fn(
-        a: &[f32],
-        b: &[u32],
+        a: TensorMap<f32>,
+        b: TensorMap<f32>,
         bias: &[f32],
         c: *const f32,
         out: *mut f32,
@@ -80,13 +89,12 @@ family! {
         m: u32,
         n: u32,
         k: u32,
-        lda: u32,
         ldc: u32,
         k_per_split: u32,
         batches: u32,
         blocks: u32,
-        stride_a: usize,
-        stride_b: usize,
+        steps_a: u32,
+        steps_b: u32,
         stride_c: usize,
         stride_bias: usize,
         alpha: f32,
@@ -112,40 +120,31 @@ family! {
         };
         let problem = |Place { batch, split, .. }: Place| {
             let (z, matrix) = (batch as usize, (batch * split_k + split) as usize);
-            let a = StreamedOperand { values: a, start: z * stride_a, rows, stride: lda };
-            let b = PackedOperand::new(b, z * stride_b, [cols, k]);
             let (start, bias_start) = (matrix * stride_c, z * stride_bias);
             let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, alpha, beta, flags };
             let SplitRange { first, end, .. } = SplitRange::new(k, k_per_split, split);
-            Problem { a, b, epilogue, k: [first, end] }
+            Problem { epilogue, k: [first, end] }
         };
+        let operands = Operands { maps: [a, b], steps: [steps_a, steps_b] };
         // SAFETY: the contract has checked that each batch lies inside its arguments.
         unsafe {
             const TILES: usize = TILE.cols() as usize / 8;
-            const IMAGES: usize = TILE.images();
-            compute::<ALONG, TILES, IMAGES>(tiles * matrices, place, problem, TILE, is_swapped);
+            compute::<ALONG, TILES>(tiles * matrices, operands, place, problem, TILE, is_swapped);
         }
     }
-    // SAFETY: every batch of `a` lies inside its argument, and `b` holds every image of a batch.
-    // Every matrix of a batch and split lies inside `out` (and `c`, `pre`, `bias` where they are
-    // used), and none overlaps another. Rows and batches of `a` begin on 16 bytes, and splits with
-    // a stage. A block computes existing tiles, whichever grid it is in. A thread reads and writes
-    // nothing past the end of the rows, the columns or k.
+    // SAFETY: every matrix of `a` and `b` lies inside its argument, and a box has zeros past their
+    // extents. Every matrix of a batch and split lies inside `out` (and `c`, `pre`, `bias` where
+    // they are used), and none overlaps another. A split ends with a stage or with k. A block
+    // computes existing tiles, whichever grid it is in. A thread writes nothing past the end of the
+    // rows or the columns.
     contract unsafe { block: VARIANT.1.threads(), shared: VARIANT.1.shared_bytes() } |p| {
         let (layout, tile) = VARIANT;
         let split_k = check_split_k!(p);
-        let [m, n, k, lda] = [p.m, p.n, p.k, p.lda].map(|x| x as usize);
-        let [rows, cols] = if p.flags & SWAP != 0 { [n, m] } else { [m, n] };
-        let extents = if layout == OperandLayout::Transposed { [k, rows] } else { [rows, k] };
-        checks::holds("a", p.a.len(), p.batches, p.stride_a, extents, lda)?;
-        let words = stage_words([cols, k]);
-        checks::holds("b", p.b.len(), p.batches, p.stride_b, [1, words], words)?;
+        let [rows, cols] = if p.flags & SWAP != 0 { [p.n, p.m] } else { [p.m, p.n] };
         check_outputs!(p, split_k);
-        Violation::unless_aligned("lda", lda, 4)?;
-        if p.batches > 1 {
-            Violation::unless_aligned("stride_a", p.stride_a, 4)?;
-            Violation::unless_aligned("stride_b", p.stride_b, 4)?;
-        }
+        let extents = if layout == OperandLayout::Transposed { [p.k, rows] } else { [rows, p.k] };
+        check_map("a", &p.a, extents, box_rows::<f32>(layout != OperandLayout::Transposed), p.steps_a, p.batches)?;
+        check_map("b", &p.b, [cols, p.k], box_rows::<f32>(true), p.steps_b, p.batches)?;
         Violation::unless(split_k == 1 || p.k_per_split.is_multiple_of(DEPTH), "k_per_split", "a multiple of 32", p.k_per_split)?;
         Violation::unless(p.blocks > 0, "blocks", "at least one", p.blocks)?;
         let count = Size::of(rows).div_ceil(tile.rows()).times(Size::of(cols).div_ceil(tile.cols())).times(split_k).times(p.batches);
@@ -157,4 +156,4 @@ family! {
 
 /// The tiles. Both layouts of A have them.
 #[cfg(not(target_arch = "nvptx64"))]
-pub const TILES: [Tile; 2] = [T128X128, T128X256];
+pub const TILES: [Tile; 3] = [T128X64, T128X128, T128X256];

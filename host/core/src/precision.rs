@@ -26,8 +26,7 @@ pub enum Precision {
     /// Operands unchanged: one chain of fused multiply-adds.
     #[default]
     F32,
-    /// Operands of 11 bits of significand, rounded to nearest, ties away from zero, with the range
-    /// of f32.
+    /// Operands of 11 bits of significand, rounded to nearest, ties to even, with the range of f32.
     Tf32,
 }
 

@@ -38,19 +38,14 @@ impl Extents {
     fn of(launch: &Launch) -> Self {
         let words = launch.words.as_slice();
         let flags = words[words.len() - 1] as u32;
-        if launch.entry.name.starts_with(TF32_WGMMA) {
-            // After a, b and bias, of two words each, and c, out and pre.
-            let number = |at: usize| words[9 + at] as f64;
+        if launch.entry.is_warpgroup {
+            // After a and b, which take the words of a tensor map each, bias, c, out, pre and, of
+            // BF16, sums.
+            let is_tf32 = launch.entry.name.starts_with(TF32_WGMMA);
+            let number = |at: usize| words[2 * PackedMap::WORDS + if is_tf32 { 5 } else { 6 } + at] as f64;
             let [m, n, k] = [0, 1, 2].map(number);
             // The tile's rows are columns of the output if the operands are swapped.
-            let [m, n] = if flags & SWAP != 0 { [n, m] } else { [m, n] };
-            let (chunk, batches) = (number(5).min(k), number(6));
-            return Self { m, n, k, chunk, batches, strides: [0.0; 2], flags };
-        }
-        if launch.entry.is_warpgroup {
-            // After a and b, which take the words of a tensor map each, bias, c, out, pre and sums.
-            let number = |at: usize| words[2 * PackedMap::WORDS + 6 + at] as f64;
-            let [m, n, k] = [0, 1, 2].map(number);
+            let [m, n] = if is_tf32 && flags & SWAP != 0 { [n, m] } else { [m, n] };
             let (chunk, batches) = (number(4).min(k), number(5));
             return Self { m, n, k, chunk, batches, strides: [0.0; 2], flags };
         }

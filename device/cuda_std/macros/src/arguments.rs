@@ -94,7 +94,7 @@ pub(super) fn typed(
         #visibility struct #name #declared { #choice #(#fields),* }
 
         // SAFETY: each field packs itself, and only types of `launch` can: a `Slice` as two words,
-        // a `TensorMap` as seven, anything else as one.
+        // a `TensorMap` as eight, anything else as one.
         #[cfg(not(target_arch = "nvptx64"))]
         unsafe impl #bounded #launch::Arguments for #name #named {
             const NAME: &'static str = #text;

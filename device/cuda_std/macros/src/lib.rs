@@ -4,7 +4,7 @@
 //! The attribute takes no arguments, as in rust-cuda, so that the same source compiles with both.
 //!
 //! Invariant: parameters reach the function in the same order on every device. A slice is a pointer
-//! and a length, a tensor map is 128 bytes on a GPU and seven words on a CPU, and everything else
+//! and a length, a tensor map is 128 bytes on a GPU and eight words on a CPU, and everything else
 //! is one 8-byte word. The author must write the word `unsafe`: a module that forbids unsafe code
 //! also rejects the unsafe code that these macros generate.
 
@@ -251,7 +251,7 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter], is_w
             Kind::Slice(_) => (quote!(slice), 2),
             Kind::Pointer(_) => (quote!(pointer), 1),
             Kind::PointerMut(_) => (quote!(pointer_mut), 1),
-            Kind::TensorMap(_) => (quote!(tensor_map), 7),
+            Kind::TensorMap(_) => (quote!(tensor_map), 8),
             Kind::Scalar(_) => (quote!(scalar), 1),
         };
         let at = word;

@@ -3,8 +3,9 @@
 
 use super::{Argument, Size, Slice, Violation, Words, sealed};
 
-/// The words of a tensor map: its memory's address and length, three extents, and two strides.
-pub(super) const WORDS: usize = 7;
+/// The words of a tensor map: its memory's address and length, three extents, two strides, and the
+/// rows of a box.
+pub(super) const WORDS: usize = 8;
 
 /// The unit of strides, in bytes, and their limit.
 const STRIDE_UNIT: usize = 16;
@@ -20,13 +21,15 @@ pub struct TensorMap<'a, T> {
     pub extents: [u32; 3],
     /// The elements from a row to the next, and from a matrix to the next.
     pub strides: [usize; 2],
+    /// The rows of a box, as the kernel copies it.
+    pub box_rows: u32,
 }
 
 impl<T> TensorMap<'_, T> {
     /// Returns Ok if every element of the matrices lies inside the memory, and the copy engine
     /// accepts the strides.
     pub fn check(&self, argument: &'static str) -> Result<(), Violation> {
-        let Self { memory, extents: [elements, rows, matrices], strides } = self;
+        let Self { memory, extents: [elements, rows, matrices], strides, .. } = self;
         let bytes = |stride: usize| Size::of(stride).times(size_of::<T>());
         let is_stride = |stride: usize| {
             bytes(stride).at_most(MOST_STRIDE - 1)
@@ -74,10 +77,12 @@ impl<T> Argument for TensorMap<'_, T> {
             element_bytes: size_of::<T>(),
             extents: self.extents,
             strides: self.strides,
+            box_rows: self.box_rows,
         });
         self.memory.pack(words);
         self.extents.iter().for_each(|&extent| words.push(u64::from(extent)));
         self.strides.iter().for_each(|&stride| words.push(stride as u64));
+        words.push(u64::from(self.box_rows));
     }
 }
 
@@ -95,6 +100,8 @@ pub struct PackedMap {
     pub extents: [u32; 3],
     /// The elements from a row to the next, and from a matrix to the next.
     pub strides: [usize; 2],
+    /// The rows of a box.
+    pub box_rows: u32,
 }
 
 impl PackedMap {

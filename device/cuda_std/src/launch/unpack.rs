@@ -40,19 +40,20 @@ pub unsafe fn pointer_mut<T>(words: *const u64, at: usize) -> *mut T {
     unsafe { *words.add(at) as usize as *mut T }
 }
 
-/// Reads a kernel's `TensorMap<T>`, from seven words.
+/// Reads a kernel's `TensorMap<T>`, from eight words.
 ///
 /// # Safety
 /// The words at `at` are those of a [`TensorMap`](super::TensorMap).
 #[inline(always)]
 pub unsafe fn tensor_map<T>(words: *const u64, at: usize) -> TensorMap<T> {
-    // SAFETY: the caller guarantees that there are seven words.
+    // SAFETY: the caller guarantees that there are eight words.
     let word = |next: usize| unsafe { *words.add(at + next) as usize };
     TensorMap {
         memory: word(0) as *const T,
         length: word(1),
         extents: [2, 3, 4].map(|next| word(next) as u32),
         strides: [5, 6].map(word),
+        box_rows: word(7) as u32,
         element: PhantomData,
     }
 }

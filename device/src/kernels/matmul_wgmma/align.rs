@@ -25,8 +25,8 @@ use half::bf16;
 const CHUNK: usize = 8;
 
 /// Returns the elements from a row of `cols` to the next where rows begin on 16 bytes.
-pub const fn aligned_stride(cols: usize) -> usize {
-    cols.next_multiple_of(CHUNK)
+pub const fn aligned_stride<T>(cols: usize) -> usize {
+    cols.next_multiple_of(16 / size_of::<T>())
 }
 
 /// Copies up to two operands. Each has `batches` matrices of `rows` x `cols`, with strides `stride`

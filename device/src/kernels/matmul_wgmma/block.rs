@@ -32,10 +32,10 @@ const REGISTERS: [u32; 2] = [24, 240];
 
 /// The operands of a product: A, then B.
 #[derive(Clone, Copy)]
-pub(super) struct Operands {
-    pub(super) maps: [TensorMap<bf16>; 2],
+pub(crate) struct Operands<T> {
+    pub(crate) maps: [TensorMap<T>; 2],
     /// The matrices from a batch to the next.
-    pub(super) steps: [u32; 2],
+    pub(crate) steps: [u32; 2],
 }
 
 /// The destination of a matrix.
@@ -56,7 +56,7 @@ pub(super) struct Outputs<'p, S> {
 #[inline(always)]
 pub(super) unsafe fn compute<'p, const A_ALONG: bool, const B_ALONG: bool, const TILES: usize, S: Stored>(
     count: impl Fn() -> u32,
-    operands: Operands,
+    operands: Operands<bf16>,
     matrix: impl Fn(u32) -> u32,
     place: impl Fn(u32) -> [u32; 2],
     range: impl Fn(u32) -> (u32, [u32; 2]),
@@ -87,7 +87,7 @@ pub(super) unsafe fn compute<'p, const A_ALONG: bool, const B_ALONG: bool, const
 unsafe fn copy<const A_ALONG: bool, const B_ALONG: bool>(
     ring: Ring,
     count: impl Fn() -> u32,
-    Operands { maps, steps }: Operands,
+    Operands { maps, steps }: Operands<bf16>,
     matrix: impl Fn(u32) -> u32,
     place: impl Fn(u32) -> [u32; 2],
     range: impl Fn(u32) -> (u32, [u32; 2]),
@@ -99,7 +99,7 @@ unsafe fn copy<const A_ALONG: bool, const B_ALONG: bool>(
         let (batch, [mut k, end]) = range(matrix(item));
         while k < end {
             // SAFETY: one thread executes this, turn by turn.
-            unsafe { ring.fill::<A_ALONG, B_ALONG>(turn, maps, steps.map(|step| batch * step), first, k) };
+            unsafe { ring.fill::<A_ALONG, B_ALONG, bf16>(turn, maps, steps.map(|step| batch * step), first, k) };
             turn = turn.next(tile);
             k += DEPTH;
         }

@@ -13,13 +13,13 @@ use crate::matmul::Cost;
 use crate::wgmma::{GROUP_ROWS, PANEL, ROW_WORDS};
 
 /// The threads of a warpgroup.
-pub(super) const WARPGROUP: u32 = 128;
+pub(crate) const WARPGROUP: u32 = 128;
 
 /// The words of all stages.
 const STAGES_LEN: u32 = 48 * 1024;
 
 /// The words of a part of a warp's outputs, which is staged: 16 rows of 64 columns of BF16.
-pub(super) const STAGING_LEN: u32 = 16 * 64 / 2;
+pub(crate) const STAGING_LEN: u32 = 16 * 64 / 2;
 
 /// A block's part of the output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,32 +53,32 @@ impl Tile {
 
     /// The warps that multiply.
     #[inline(always)]
-    pub(super) const fn warps(self) -> u32 {
+    pub(crate) const fn warps(self) -> u32 {
         4 * self.groups
     }
 
     /// The words of a stage: A's part, then B's.
     #[inline(always)]
-    pub(super) const fn stage_len(self) -> u32 {
+    pub(crate) const fn stage_len(self) -> u32 {
         (self.rows() + self.columns) * ROW_WORDS
     }
 
     /// The stages in shared memory.
     #[inline(always)]
-    pub(super) const fn stages(self) -> u32 {
+    pub(crate) const fn stages(self) -> u32 {
         STAGES_LEN / self.stage_len()
     }
 
     /// The word at which the memory begins that a warp stages its output in: two parts.
     #[inline(always)]
-    pub(super) const fn staging(self, warp: u32) -> u32 {
+    pub(crate) const fn staging(self, warp: u32) -> u32 {
         self.stages() * self.stage_len() + warp * 2 * STAGING_LEN
     }
 
     /// The byte at which a barrier lies: of each stage, the one at which it is full, then of each
     /// the one at which it is free.
     #[inline(always)]
-    pub(super) const fn barrier(self, number: u32) -> u32 {
+    pub(crate) const fn barrier(self, number: u32) -> u32 {
         4 * self.staging(self.warps()) + number * BARRIER_BYTES
     }
 

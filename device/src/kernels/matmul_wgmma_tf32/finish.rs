@@ -2,16 +2,17 @@
 //!
 //! Sums are staged in shared memory in parts of 32 columns, so that neighboring lanes write
 //! contiguous bytes. If the operands are swapped, the tile is transposed: its rows are columns of
-//! the output. Then a lane reads words of four staged rows, and four lanes write 64 bytes.
+//! the output. Then a lane reads words of four staged rows, and four lanes write 64 bytes, or twice
+//! 32 bytes if A is stored across k.
 //!
 //! Invariant: the steps and their order are those of every kernel's [`Epilogue`].
 
-use super::operand::staged_row;
-use super::tile::{STAGING_LEN, Tile};
+use super::operand::{run, staged_row};
 use crate::block::launder_reg;
 use crate::machine::mma::put_floats;
 use crate::matmul::epilogue::{Epilogue, Places};
 use crate::matmul_bf16::finish::is_plain;
+use crate::matmul_wgmma::tile::{STAGING_LEN, Tile};
 use crate::mma::fragments::{CHUNK_WORDS, swizzled};
 use crate::tile::SharedTile;
 use crate::unroll_on_gpu;
@@ -25,8 +26,8 @@ const TILES_OF_PART: usize = 4;
 const PART: u32 = 8 * TILES_OF_PART as u32;
 
 /// Applies the epilogue to a warp's sums and writes them. `first` is the warp's first row and
-/// column in the order of the tiles, which is that of the output unless `is_swapped`. `number` is
-/// the warp's among those that multiply.
+/// column in the order of the tiles, which is that of the output unless `is_swapped`. From its
+/// first row to its last there are `height` rows. `number` is the warp's among those that multiply.
 ///
 /// # Safety
 /// The contract has accepted the problem.
@@ -35,6 +36,7 @@ pub(super) unsafe fn finish<const ALONG: bool, const TILES: usize>(
     warp: Converged,
     epilogue: Epilogue<'_, f32>,
     [row, column]: [u32; 2],
+    height: u32,
     mut sums: [[f32; 4]; TILES],
     tile: Tile,
     number: u32,
@@ -44,7 +46,8 @@ pub(super) unsafe fn finish<const ALONG: bool, const TILES: usize>(
     // SAFETY: the warps' parts follow the stages in the shared memory that the contract declares.
     let staging = unsafe { SharedTile::<u32>::new(tile.staging(number) * 4, STAGING_LEN) };
     let columns = 8 * TILES as u32;
-    let (first, extent) = if is_swapped { ([column, row], [columns, 16]) } else { ([row, column], [16, columns]) };
+    let (first, extent) =
+        if is_swapped { ([column, row], [columns, height]) } else { ([row, column], [height, columns]) };
     // SAFETY: the contract has accepted the problem. Outputs for which `has_whole` is true exist,
     // in rows that begin on 16 bytes.
     unsafe {
@@ -102,11 +105,11 @@ fn read_rows<const ALONG: bool>(staging: SharedTile<u32>, first: [u32; 2]) -> (P
     let lane = launder_reg(warp::lane_id());
     let mut rows = [[F4::splat(0.0)]; 4];
     unroll_on_gpu!(pass < 4 => {
-        let row = staged_row::<ALONG>(4 * pass as u32 + lane / 8);
+        let row = staged_row::<ALONG>(lane / 8, pass as u32);
         rows[pass] = [F4(staging.chunk(swizzled(CHUNKS, row, lane % 8) * CHUNK_WORDS).map(f32::from_bits))];
     });
     let columns = [first[1] + lane % 8 * F4::LEN as u32];
-    (Places { row: first[0] + lane / 8, apart: 4, columns, width: F4::LEN as u32 }, rows)
+    (Places::new(first[0] + run::<ALONG>(lane / 8), columns, F4::LEN as u32), rows)
 }
 
 /// Returns four columns of four rows of the output, whose columns are the rows of a staged part.
@@ -114,16 +117,17 @@ fn read_rows<const ALONG: bool>(staging: SharedTile<u32>, first: [u32; 2]) -> (P
 fn read_columns<const ALONG: bool>(staging: SharedTile<u32>, first: [u32; 2]) -> (Places<1>, [[F4; 1]; 4]) {
     // The compiler would keep the addresses in registers throughout the products.
     let lane = launder_reg(warp::lane_id());
-    let (row, column) = (lane % 4 * F4::LEN as u32, lane / 4);
+    let (number, column) = (lane % 4, lane / 4);
     let mut rows = [[F4::splat(0.0)]; 4];
     unroll_on_gpu!(pass < 4 => {
         let column = column + 8 * pass as u32;
         unroll_on_gpu!(i < 4 => {
-            let chunk = swizzled(CHUNKS, staged_row::<ALONG>(row + i as u32), column / CHUNK_WORDS);
+            let chunk = swizzled(CHUNKS, staged_row::<ALONG>(number, i as u32), column / CHUNK_WORDS);
             rows[pass][0].0[i] = f32::from_bits(staging.get(chunk * CHUNK_WORDS + column % CHUNK_WORDS));
         });
     });
-    (Places { row: first[1] + column, apart: 8, columns: [first[0] + row], width: F4::LEN as u32 }, rows)
+    let columns = [first[0] + run::<ALONG>(number)];
+    (Places { row: first[1] + column, apart: 8, columns, width: F4::LEN as u32 }, rows)
 }
 
 /// Implements [`Epilogue::finish`] without an activation, for outputs that exist, in vectors.

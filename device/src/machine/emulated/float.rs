@@ -40,16 +40,12 @@ pub fn exp2_weight(score: f32, factor: f32, base: f32) -> f32 {
     if GpuFloat::mul_add(score, factor, base).is_nan() { f32::NAN } else { exp2_sum(score, exp2_scaled(factor, base)) }
 }
 
-/// Rounds `x` to the nearest TF32, ties away from zero, and returns its f32 bits.
+/// Rounds `x` to the nearest TF32, ties to even, and returns its f32 bits.
 #[inline(always)]
 pub fn round_tf32(x: f32) -> u32 {
     let bits = x.to_bits();
-    if x.is_nan() {
-        bits & !0x1fff
-    } else {
-        // An infinity's fraction is zero, so adding half a unit changes nothing above the cut.
-        (bits + 0x1000) & !0x1fff
-    }
+    // Adds just less than half a unit, or half a unit if the last kept bit is odd.
+    if x.is_nan() { 0x7fff_e000 } else { (bits + 0xfff + (bits >> 13 & 1)) & !0x1fff }
 }
 
 /// Rounds two numbers to the nearest BF16, ties to even, and packs them in one word: `low` in the

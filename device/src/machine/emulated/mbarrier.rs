@@ -4,9 +4,9 @@
 use crate::mma::fragments::{CHUNK_WORDS, swizzled};
 use crate::tile::SharedTile;
 use crate::vector::load_raw;
+use crate::wgmma::{BoxElement, CHUNKS};
 use cuda_std::emulator::mbarrier;
-use cuda_std::tensor_map::{BOX_BYTES, BOX_ROWS, TensorMap};
-use half::bf16;
+use cuda_std::tensor_map::{BOX_BYTES, TensorMap};
 
 /// The bytes of a barrier.
 pub const BARRIER_BYTES: u32 = 8;
@@ -54,13 +54,13 @@ impl Barrier {
     /// # Safety
     /// See the GPU's version. The emulator checks it.
     #[track_caller]
-    pub unsafe fn copy_box(self, to: SharedTile<u32>, map: TensorMap<bf16>, first: [u32; 3]) {
-        mbarrier::bring(self.0, BOX_ROWS * BOX_BYTES, || {
-            const CHUNKS: u32 = BOX_BYTES / (4 * CHUNK_WORDS);
-            for (row, chunk) in (0..BOX_ROWS).flat_map(|row| (0..CHUNKS).map(move |chunk| (row, chunk))) {
+    pub unsafe fn copy_box<T: BoxElement>(self, to: SharedTile<u32>, map: TensorMap<T>, first: [u32; 3]) {
+        mbarrier::bring(self.0, map.box_rows() * BOX_BYTES, || {
+            for (row, chunk) in (0..map.box_rows()).flat_map(|row| (0..CHUNKS).map(move |chunk| (row, chunk))) {
                 let words = core::array::from_fn(|word| {
-                    let element = 2 * (CHUNK_WORDS * chunk + word as u32);
-                    half(map, first, [element, row]) | half(map, first, [element + 1, row]) << 16
+                    let elements = 4 / size_of::<T>() as u32;
+                    let element = elements * (CHUNK_WORDS * chunk + word as u32);
+                    (0..elements).fold(0, |word, at| word | bits(map, first, [element + at, row]) << (16 * at))
                 });
                 to.set_chunk(swizzled(CHUNKS, row, chunk) * CHUNK_WORDS, words);
             }
@@ -91,12 +91,12 @@ pub fn fence_barriers() {}
 /// Returns the bits of an element of a box, or 0 if it does not exist.
 #[inline(always)]
 #[track_caller]
-fn half(map: TensorMap<bf16>, [element, row, matrix]: [u32; 3], [right, down]: [u32; 2]) -> u32 {
+fn bits<T: BoxElement>(map: TensorMap<T>, [element, row, matrix]: [u32; 3], [right, down]: [u32; 2]) -> u32 {
     let place = [element + right, row + down, matrix];
     if place.iter().zip(map.extents()).any(|(at, extent)| *at >= extent) {
         return 0;
     }
     // SAFETY: the contract has checked that the map's matrices lie inside its memory. The emulator
     // checks the access.
-    u32::from(unsafe { load_raw(map.memory().0, map.index(place)) }.to_bits())
+    unsafe { load_raw(map.memory().0, map.index(place)) }.bits()
 }

@@ -1,6 +1,5 @@
 //! The emulator's side of [`machine`](super).
 
-pub mod bulk;
 pub mod float;
 pub mod hints;
 pub mod mbarrier;

@@ -79,14 +79,14 @@ pub fn exp2_weight(score: f32, factor: f32, base: f32) -> f32 {
     weight
 }
 
-/// Rounds `x` to the nearest TF32, ties away from zero, and returns its f32 bits.
+/// Rounds `x` to the nearest TF32, ties to even, and returns its f32 bits.
 #[inline(always)]
 pub fn round_tf32(x: f32) -> u32 {
     let rounded: u32;
     // SAFETY: a conversion between registers.
     unsafe {
         core::arch::asm!(
-            "cvt.rna.tf32.f32 {0}, {1};",
+            "cvt.rn.tf32.f32 {0}, {1};",
             out(reg32) rounded, in(reg32) x, options(pure, nomem, preserves_flags, nostack)
         );
     }

@@ -5,6 +5,7 @@
 
 use super::shared::Window;
 use crate::tile::SharedTile;
+use crate::wgmma::BoxElement;
 use cuda_std::tensor_map::TensorMap;
 
 /// The bytes of a barrier.
@@ -70,16 +71,21 @@ impl Barrier {
         }
     }
 
-    /// Starts to copy a box of a tensor map, 64 rows of 128 bytes from an element, a row and a
-    /// matrix on, to the first words of a tile. Chunks of 16 bytes are
-    /// [`swizzled`](crate::mma::fragments::swizzled). What does not exist is copied as zero. When
-    /// they have come, the barrier counts 8192 bytes.
+    /// Starts to copy a box of a tensor map, from an element, a row and a matrix on, to the first
+    /// words of a tile. A row of the box is 128 bytes, and the map has its number of rows. Chunks of 16 bytes are [`swizzled`](crate::mma::fragments::swizzled). What does not exist is
+    /// copied as zero, and f32 is rounded to TF32. When they have come, the barrier counts the
+    /// bytes of the box.
     ///
     /// # Safety
     /// The barrier is initialized. The tile lies on 1024 bytes, and nothing else accesses these
     /// words before a wait for the barrier's phase.
     #[inline(always)]
-    pub unsafe fn copy_box<T>(self, to: SharedTile<u32>, map: TensorMap<T>, [element, row, matrix]: [u32; 3]) {
+    pub unsafe fn copy_box<T: BoxElement>(
+        self,
+        to: SharedTile<u32>,
+        map: TensorMap<T>,
+        [element, row, matrix]: [u32; 3],
+    ) {
         // SAFETY: the host has encoded the map, and the box has room: the function's contract.
         unsafe {
             core::arch::asm!(

@@ -1,7 +1,5 @@
 //! The GPU's side of [`machine`](super).
 
-#[cfg(cuda_arch = "sm_90a")]
-pub mod bulk;
 pub mod float;
 pub mod hints;
 #[cfg(cuda_arch = "sm_90a")]

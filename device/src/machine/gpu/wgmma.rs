@@ -234,6 +234,7 @@ impl Products {
         // SAFETY: the function's contract.
         unsafe {
             match TILES {
+                8 => numbered!(8 multiply_tf32 "m64n64k8", sums, a, b, add),
                 16 => numbered!(16 multiply_tf32 "m64n128k8", sums, a, b, add),
                 _ => numbered!(32 multiply_tf32 "m64n256k8", sums, a, b, add),
             }

@@ -16,8 +16,8 @@ pub(super) fn copies(i: &Inputs<'_, '_>) -> Result<()> {
     i.squares::<bf16>(|i, x| {
         let [rows, cols] = x.shape().as_rows();
         let narrow = cols.saturating_sub(1);
-        let mut wide = i.step.empty::<bf16>([rows, aligned_stride(cols)])?;
-        let mut tail = i.step.empty::<bf16>([rows, aligned_stride(narrow)])?;
+        let mut wide = i.step.empty::<bf16>([rows, aligned_stride::<bf16>(cols)])?;
+        let mut tail = i.step.empty::<bf16>([rows, aligned_stride::<bf16>(narrow)])?;
         let of = |out, cols| Aligning {
             values: Some(x.slice()),
             out: Some(out),

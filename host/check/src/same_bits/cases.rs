@@ -68,7 +68,7 @@ const FIRST: [&str; 12] = [
     "sum_rows_f32",
     "squared_norm_f32",
     "round_to_tf32",
-    "pack_tf32_stages",
+    "align_along_k",
 ];
 
 /// Returns [`cases`] in an order in which the kernels that other cases use come first.
@@ -333,7 +333,7 @@ const LISTED: &[Listed] = &[
         products::bf16_product::<f32>(i, Bf16Kernel::Wgmma(variant))
     }),
     each!(matmul_wgmma_tf32::VARIANTS, |i, variant| products_tf32::product(i, variant)),
-    One("pack_tf32_stages", products_tf32::packing),
+    One("align_along_k", products_tf32::copies),
     both!("nf4_decode", <S>, |i| i.decoded::<S>()),
     both!("rms_norm_forward", <S>, |i| {
         i.rows::<S>(|i, x| {

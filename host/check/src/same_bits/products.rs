@@ -16,6 +16,7 @@ use kernels::matmul_mma::{Tile as MmaTile, matmul_mma};
 use kernels::matmul_wgmma::{self as of_wgmma, matmul_wgmma};
 use kernels::mma::{Side, fragments};
 use kernels::precision::{Rounding, round_to_tf32};
+use kernels::wgmma::box_rows;
 use stepscope_core::error::Result;
 use stepscope_core::ops;
 use stepscope_core::tensor::{Element, Source, Stored, Target, Tensor};
@@ -265,7 +266,12 @@ type Factor<'t> = (Slice<'t, bf16>, [usize; 2], usize);
 
 /// Returns the tensor map of an operand of several batches.
 fn map((memory, [rows, cols], ld): Factor<'_>, batches: usize) -> TensorMap<'_, bf16> {
-    TensorMap { memory, extents: [cols, rows, batches].map(|extent| extent as u32), strides: [ld, rows * ld] }
+    TensorMap {
+        memory,
+        extents: [cols, rows, batches].map(|extent| extent as u32),
+        strides: [ld, rows * ld],
+        box_rows: box_rows::<bf16>(true),
+    }
 }
 
 /// Launches a kernel for BF16 tensors with operands `[a, b]`. wgmma gets fewer blocks than tiles.

@@ -1,4 +1,4 @@
-//! The cases of TF32 products by wgmma, and of the kernel that packs an operand for them.
+//! The cases of TF32 products by wgmma, and of the kernel that copies an operand for them.
 //!
 //! Invariant: results depend only on the case and its size, as [`cases`](super::cases) requires.
 
@@ -7,11 +7,13 @@
 use super::CaseSize;
 use super::inputs::Inputs;
 use super::products::{ALL, Product, keep_outputs, reads_c, unless_split};
+use cuda_std::launch::TensorMap;
 use kernels::matmul::{GELU, SILU, STORE_PREACT, SWIGLU};
 use kernels::matmul_bf16::OperandLayout;
-use kernels::matmul_wgmma_tf32::{Packing, SWAP, Tile, matmul_wgmma_tf32, pack_tf32_stages, stage_words};
+use kernels::matmul_wgmma_tf32::{Alignment, SWAP, Tile, align_along_k, aligned_stride, matmul_wgmma_tf32};
+use kernels::wgmma::box_rows;
 use stepscope_core::error::Result;
-use stepscope_core::tensor::{Source, Target, Tensor};
+use stepscope_core::tensor::{Source, Target};
 
 /// Ragged and whole tiles, several stages, a batch, k in splits, and each epilogue.
 const PRODUCTS: [Product; 7] = [
@@ -32,24 +34,8 @@ const SMALLEST_PRODUCTS: [Product; 4] = [
     (1, [4, 8, 80], 32, 0, [1.0, 0.0]),
 ];
 
-/// Packs `batches` of an operand of `rows` x `k`, stored along k or across it. Returns the images,
-/// one row for each batch.
-fn packed<'s>(
-    i: &Inputs<'_, 's>,
-    batches: usize,
-    [rows, k]: [usize; 2],
-    is_across: bool,
-    values: &Tensor<'s>,
-) -> Result<Tensor<'s, u32>> {
-    let mut images = i.step.empty([batches, stage_words([rows, k])])?;
-    let (values, out, ld) = (Some(values.slice()), Some(images.out()), if is_across { rows } else { k });
-    let packing = Packing { values, out, rows, k, ld, batches, stride: rows * k, is_across };
-    i.step.launch(pack_tf32_stages::of([packing, Packing::default()]))?;
-    Ok(images)
-}
-
-/// Runs the case of a tile and a layout of the operand that is read as it is stored, which is A or,
-/// if the operands are swapped, B. All give the same bits. The numbers are whole and so small that
+/// Runs the case of a tile and a layout of the instruction's A, which is A or, if the operands are
+/// swapped, B. All give the same bits. The numbers are whole and so small that
 /// every sum is exact, as in the cases of other kernels for tensor cores.
 pub(super) fn product(i: &Inputs<'_, '_>, variant: (OperandLayout, Tile)) -> Result<()> {
     let products = i.by_size(&PRODUCTS[..], &SMALLEST_PRODUCTS).iter();
@@ -59,18 +45,23 @@ pub(super) fn product(i: &Inputs<'_, '_>, variant: (OperandLayout, Tile)) -> Res
             let [rows, cols] = if swap == 0 { [m, n] } else { [n, m] };
             let is_transposed = variant.0 == OperandLayout::Transposed;
             let (lines, length) = if is_transposed { (k, rows) } else { (rows, k) };
-            let lda = length.next_multiple_of(4);
-            let (a, b) = (i.whole(batches * lines * lda)?, i.whole(batches * cols * k)?);
-            let images = packed(i, batches, [cols, k], swap != 0, &b)?;
+            let [lda, ldb] = [length, k].map(aligned_stride::<f32>);
+            let (a, b) = (i.whole(batches * lines * lda)?, i.whole(batches * cols * ldb)?);
+            let map = |memory, [rows, cols]: [usize; 2], ld, along_k| TensorMap {
+                memory,
+                extents: [cols, rows, batches].map(|extent| extent as u32),
+                strides: [ld, rows * ld],
+                box_rows: box_rows::<f32>(along_k),
+            };
             let bias = if i.size == CaseSize::Whole { i.whole(batches * n)? } else { i.normals([batches * n])? };
-            let length = batches * k.div_ceil(k_per_split).max(1) * m * n;
-            let mut out = i.output(reads_c(flags, beta), [length], || i.whole(length))?;
-            let mut pre = i.output(false, [length], || i.step.upload(&i.step.read(&out)?, [length]))?;
+            let outputs = batches * k.div_ceil(k_per_split).max(1) * m * n;
+            let mut out = i.output(reads_c(flags, beta), [outputs], || i.whole(outputs))?;
+            let mut pre = i.output(false, [outputs], || i.step.upload(&i.step.read(&out)?, [outputs]))?;
             let (c, written) = out.in_place();
             i.step.launch(matmul_wgmma_tf32 {
                 variant,
-                a: a.slice(),
-                b: images.slice(),
+                a: map(a.slice(), [lines, length], lda, !is_transposed),
+                b: map(b.slice(), [cols, k], ldb, true),
                 bias: unless_split(k_per_split < k, &bias),
                 c,
                 out: written,
@@ -78,13 +69,12 @@ pub(super) fn product(i: &Inputs<'_, '_>, variant: (OperandLayout, Tile)) -> Res
                 m: m as u32,
                 n: n as u32,
                 k: k as u32,
-                lda: lda as u32,
                 ldc: n as u32,
                 k_per_split: k_per_split.min(k.max(1)) as u32,
                 batches: batches as u32,
                 blocks: 2,
-                stride_a: lines * lda,
-                stride_b: stage_words([cols, k]),
+                steps_a: 1,
+                steps_b: 1,
                 stride_c: m * n,
                 stride_bias: n,
                 alpha,
@@ -97,12 +87,28 @@ pub(super) fn product(i: &Inputs<'_, '_>, variant: (OperandLayout, Tile)) -> Res
     Ok(())
 }
 
-/// Runs the case of the kernel that packs: operands stored along and across k, with and without
+/// Runs the case of the kernel that copies: operands stored along and across k, with and without
 /// tails, with special numbers among them.
-pub(super) fn packing(i: &Inputs<'_, '_>) -> Result<()> {
+pub(super) fn copies(i: &Inputs<'_, '_>) -> Result<()> {
     i.squares(|i, x| {
         let [rows, cols] = x.shape().as_rows();
-        i.keep(&packed(i, 1, [rows, cols], false, x)?)?;
-        i.keep(&packed(i, 1, [cols, rows], true, x)?)
+        let mut along = i.step.empty::<f32>([rows, aligned_stride::<f32>(cols)])?;
+        let mut transposed = i.step.empty::<f32>([cols, aligned_stride::<f32>(rows)])?;
+        let of = |out, [rows, k]: [usize; 2], is_across| Alignment {
+            values: Some(x.slice()),
+            out: Some(out),
+            rows,
+            k,
+            ld: cols,
+            batches: 1,
+            stride: 0,
+            is_across,
+        };
+        i.step.launch(align_along_k::of([
+            of(along.out(), [rows, cols], false),
+            of(transposed.out(), [cols, rows], true),
+        ]))?;
+        i.keep(&along)?;
+        i.keep(&transposed)
     })
 }

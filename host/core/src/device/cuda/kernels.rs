@@ -21,7 +21,7 @@ use super::streams::{check, describe};
 use crate::device::kernels::{Kernels, OWN};
 use crate::error::{Error, Result, short};
 use cuda_std::launch::{Entry, Grid, PackedMap, Words};
-use cuda_std::tensor_map::{BOX_BYTES, BOX_ROWS};
+use cuda_std::tensor_map::BOX_BYTES;
 use cust::sys::{self, CUfunction, CUresult};
 use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, CString, c_char, c_void};
@@ -329,14 +329,20 @@ struct EncodedMap([u64; 16]);
 static_assertions::const_assert_eq!(size_of::<EncodedMap>(), 128);
 
 impl EncodedMap {
-    /// Encodes a map of 16-bit elements, whose boxes have 64 rows of 128 bytes, in chunks of 16
-    /// bytes that are swizzled by the row.
+    /// Encodes a map of BF16, or of f32 that is rounded to TF32. Its boxes have rows of 128 bytes,
+    /// in chunks of 16 bytes that are swizzled by the row.
     fn new(map: &PackedMap) -> Result<Self> {
-        // `CU_TENSOR_MAP_DATA_TYPE_UINT16`, `_SWIZZLE_128B` and `_L2_PROMOTION_L2_256B`.
+        // `CU_TENSOR_MAP_DATA_TYPE_UINT16` and `_TFLOAT32`, `_SWIZZLE_128B` and
+        // `_L2_PROMOTION_L2_256B`.
         const UINT16: u32 = 1;
+        const TFLOAT32: u32 = 11;
         const SWIZZLE: u32 = 3;
         const PROMOTION: u32 = 3;
-        assert_eq!(map.element_bytes, 2, "the bytes of a tensor map's elements");
+        let (data_type, columns) = match map.element_bytes {
+            2 => (UINT16, BOX_BYTES / 2),
+            4 => (TFLOAT32, BOX_BYTES / 4),
+            bytes => unreachable!("a tensor map of elements of {bytes} bytes"),
+        };
         let [elements, rows, matrices] = map.extents;
         let bytes = |stride: usize| (stride * map.element_bytes) as u64;
         // The driver demands extents and strides, also those that are not used.
@@ -348,12 +354,12 @@ impl EncodedMap {
         let result = unsafe {
             cuTensorMapEncodeTiled(
                 &mut encoded,
-                UINT16,
+                data_type,
                 3,
                 map.address as *mut c_void,
                 [elements, rows, matrices].map(|extent| u64::from(extent.max(1))).as_ptr(),
                 strides.as_ptr(),
-                [BOX_BYTES / 2, BOX_ROWS, 1].as_ptr(),
+                [columns, map.box_rows, 1].as_ptr(),
                 [1; 3].as_ptr(),
                 0,
                 SWIZZLE,

@@ -1,8 +1,9 @@
-//! The operands of BF16 products by `wgmma`, whose rows must begin on 16 bytes.
+//! The operands of products by `wgmma`, whose rows must begin on 16 bytes.
 //!
-//! An operand with other rows is copied to scratch first, with rows that do. The copy costs a read
-//! and a write of the operand, and a launch. A thread that multiplies by `mma.sync` would copy each
-//! element of such an operand separately, once for every tile.
+//! An operand with other rows is copied to scratch first, with rows that do: those of BF16 by
+//! [`align`], those of f32 by [`tf32_wgmma`](super::tf32_wgmma). The copy costs a read and a write
+//! of the operand, and a launch. A thread that multiplies by `mma.sync` would copy each element of
+//! such an operand separately, once for every tile.
 //!
 //! Invariant: whether a product uses `wgmma` depends only on the product and the device's matrix
 //! instruction.
@@ -17,19 +18,19 @@ use kernels::matmul_wgmma::{Aligning, align_rows, aligned_stride};
 
 /// An operand as it is stored.
 #[derive(Clone, Copy)]
-pub(super) struct Operand<'a> {
-    values: Slice<'a, bf16>,
+pub(super) struct Operand<'a, T> {
+    pub(super) values: Slice<'a, T>,
     /// The rows and columns of a matrix.
-    extents: [usize; 2],
-    ld: usize,
-    stride: usize,
+    pub(super) extents: [usize; 2],
+    pub(super) ld: usize,
+    pub(super) stride: usize,
     /// The number of matrices stored: one for all batches if the stride is 0.
-    matrices: usize,
+    pub(super) matrices: usize,
 }
 
-impl<'a> Operand<'a> {
+impl<'a, T: Copy> Operand<'a, T> {
     /// Returns the operands of a product: A, then B.
-    pub(super) fn of(form: &Gemm, a: Slice<'a, bf16>, b: Slice<'a, bf16>) -> [Self; 2] {
+    pub(super) fn of(form: &Gemm, a: Slice<'a, T>, b: Slice<'a, T>) -> [Self; 2] {
         let Gemm { m, n, k, batches, .. } = *form;
         let operand = |values, is_transposed, [rows, cols]: [usize; 2], ld, stride| Self {
             values,
@@ -48,7 +49,7 @@ impl<'a> Operand<'a> {
     pub(super) fn is_aligned(&self) -> bool {
         let rows = if self.extents[0] > 1 { self.ld } else { 0 };
         let matrices = if self.matrices > 1 { self.stride } else { 0 };
-        aligned_stride(rows) == rows && aligned_stride(matrices) == matrices
+        aligned_stride::<T>(rows) == rows && aligned_stride::<T>(matrices) == matrices
     }
 
     /// The matrices from a batch to the next.
@@ -56,26 +57,26 @@ impl<'a> Operand<'a> {
         u32::from(self.stride > 0)
     }
 
-    /// Returns the map of the operand as it is stored.
-    pub(super) fn map(&self) -> TensorMap<'a, bf16> {
+    /// Returns the map of the operand as it is stored, for a kernel with boxes of so many rows.
+    pub(super) fn map(&self, box_rows: u32) -> TensorMap<'a, T> {
         let [rows, cols] = self.extents;
         // The extents of a product are below 2^32: `GemmExtents` has checked it.
         let extents = [cols, rows, self.matrices].map(|extent| extent as u32);
-        TensorMap { memory: self.values, extents, strides: [self.ld, self.stride] }
+        TensorMap { memory: self.values, extents, strides: [self.ld, self.stride], box_rows }
     }
 
     /// Returns the elements of a copy with aligned rows.
     fn copied(&self) -> [usize; 2] {
         let [rows, cols] = self.extents;
-        [self.matrices * rows, aligned_stride(cols)]
+        [self.matrices * rows, aligned_stride::<T>(cols)]
     }
 }
 
 /// Copies the operands whose rows are not aligned, in one launch. A copy of no elements takes the
 /// place of an operand that is.
 #[track_caller]
-pub(super) fn align<'s>(step: &Step<'s>, operands: &[Operand<'_>; 2]) -> Result<[Tensor<'s, bf16>; 2]> {
-    let room = |operand: &Operand<'_>| step.empty(if operand.is_aligned() { [0, 0] } else { operand.copied() });
+pub(super) fn align<'s>(step: &Step<'s>, operands: &[Operand<'_, bf16>; 2]) -> Result<[Tensor<'s, bf16>; 2]> {
+    let room = |operand: &Operand<'_, bf16>| step.empty(if operand.is_aligned() { [0, 0] } else { operand.copied() });
     let mut copies = [room(&operands[0])?, room(&operands[1])?];
     let mut outputs = copies.iter_mut();
     let aligning = operands.map(|operand| {
@@ -91,7 +92,10 @@ pub(super) fn align<'s>(step: &Step<'s>, operands: &[Operand<'_>; 2]) -> Result<
 }
 
 /// Returns the operands, with copies in place of those whose rows are not aligned.
-pub(super) fn replaced<'c>(operands: &[Operand<'c>; 2], copies: &'c [Tensor<'_, bf16>; 2]) -> [Operand<'c>; 2] {
+pub(super) fn replaced<'c>(
+    operands: &[Operand<'c, bf16>; 2],
+    copies: &'c [Tensor<'_, bf16>; 2],
+) -> [Operand<'c, bf16>; 2] {
     [0, 1].map(|at| {
         let operand = operands[at];
         let ([rows, _], [_, ld]) = (operand.extents, operand.copied());

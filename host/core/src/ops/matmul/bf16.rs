@@ -14,6 +14,7 @@ use half::bf16;
 use kernels::matmul::{TRANSPOSE_B, sum_splits};
 use kernels::matmul_bf16::{ADD_TO_SUMS, BIAS_GRAD, OperandLayout, TILES, k_per_split, matmul_bf16};
 use kernels::matmul_wgmma::{self as wgmma, matmul_wgmma};
+use kernels::wgmma::box_rows;
 
 /// The least k, or the least parts of 128 x 128 outputs, of a multiply by `wgmma` if an operand
 /// must be copied first. On an H100, `mma.sync` took 0.7 to 0.8 of the time with a k of 31 or 65
@@ -209,11 +210,11 @@ fn multiply<S: Stored>(
     if step.description().has_wgmma && form.bf16_tile.is_none() && uses_wgmma(form) {
         let tile = fastest(&wgmma::TILES, extents.of_a_split(), extents.matrices(), processors as usize);
         let operands = Operand::of(form, a, b);
-        let launch = |[a, b]: [Operand<'_>; 2]| {
+        let launch = |[a, b]: [Operand<'_, bf16>; 2]| {
             launch!(matmul_wgmma {
                 variant: (layouts, tile),
-                a: a.map(),
-                b: b.map(),
+                a: a.map(box_rows::<bf16>(true)),
+                b: b.map(box_rows::<bf16>(true)),
                 steps_a: a.steps(),
                 steps_b: b.steps(),
                 blocks: processors
@@ -247,7 +248,7 @@ fn uses_wgmma(form: &Gemm) -> bool {
     let Gemm { m, n, k, batches, .. } = *form;
     let parts = m.div_ceil(128).saturating_mul(n.div_ceil(128)).saturating_mul(batches);
     let is_large = k >= LEAST_K || (k > 0 && parts >= LEAST_PARTS);
-    is_large || Operand::of(form, Slice::empty(), Slice::empty()).iter().all(Operand::is_aligned)
+    is_large || Operand::<bf16>::of(form, Slice::empty(), Slice::empty()).iter().all(Operand::is_aligned)
 }
 
 #[cfg(test)]

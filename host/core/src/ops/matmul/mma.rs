@@ -4,7 +4,7 @@
 use super::super::precision::{Fragments, Matrices, Unrounded, round};
 use super::gemm::{Epilogue, Gemm, Gradient};
 use super::split::{GemmExtents, Outputs, split_or_whole};
-use super::tf32_wgmma::{self, Packed};
+use super::tf32_wgmma::{self, uses_wgmma};
 use super::tile::{fastest, tile_of};
 use crate::error::Result;
 use crate::precision::Precision;
@@ -56,8 +56,8 @@ pub(super) fn queue<'s>(
     out: &mut impl Target<'s, f32>,
     epilogue: Epilogue<'_, 's, f32>,
 ) -> Result<()> {
-    if let Some(packed) = Packed::of(step, form) {
-        return tf32_wgmma::queue(step, packed, form, a, b, bias, c, out, epilogue);
+    if uses_wgmma(step, form) {
+        return tf32_wgmma::queue(step, form, a, b, bias, c, out, epilogue);
     }
     let extents = GemmExtents::new(form, k_per_split)?;
     let outputs = Outputs::new(form, &extents, bias, c, out, epilogue);
@@ -68,8 +68,8 @@ pub(super) fn queue<'s>(
     })
 }
 
-/// Queues the multiplies of a backward pass, `dw = x^T dy` and `dx = dy w^T`, and rounds dy only
-/// once.
+/// Queues the multiplies of a backward pass, `dw = x^T dy` and `dx = dy w^T`. If both use
+/// `mma.sync`, it rounds dy only once.
 #[track_caller]
 pub(super) fn queue_gradients<'s>(
     step: &Step<'s>,
@@ -77,12 +77,13 @@ pub(super) fn queue_gradients<'s>(
     dw: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
     dx: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
 ) -> Result<()> {
-    if let (Some(of_dw), Some(of_dx)) = (Packed::of(step, &dw.form), Packed::of(step, &dx.form)) {
-        return tf32_wgmma::queue_gradients(step, [of_dw, of_dx], dy, dw, dx);
-    }
     let Gradient { form: for_dw, of: x, into: dw } = dw;
     let Gradient { form: for_dx, of: w, into: dx } = dx;
     let none = None::<&Tensor<'s>>;
+    if uses_wgmma(step, &for_dw) || uses_wgmma(step, &for_dx) {
+        queue(step, &for_dw, x, dy, none, none, dw, Epilogue::Store)?;
+        return queue(step, &for_dx, dy, w, none, none, dx, Epilogue::Store);
+    }
     let extents = [GemmExtents::new(&for_dw, k_per_split)?, GemmExtents::new(&for_dx, k_per_split)?];
     let to_dw = Outputs::new(&for_dw, &extents[0], none, none, dw, Epilogue::Store);
     let to_dx = Outputs::new(&for_dx, &extents[1], none, none, dx, Epilogue::Store);

@@ -1,13 +1,14 @@
 //! Multiplies of f32 tensors in TF32 by `wgmma`.
 //!
-//! One operand is rounded into images of shared memory first. The other is read as it is stored, so
-//! its rows must begin on 16 bytes. Rounding costs a read and a write of the operand, so the
-//! smaller one is packed. Products with neither operand so aligned use [`mma`](super::mma), and so
-//! do products of few outputs, for which its smaller tiles are faster.
+//! The instruction reads two operands: B along k, and A stored either way. The rows of both begin
+//! on 16 bytes. An operand with other rows, or a B across k, is copied to scratch first. A or B of
+//! the product may be the instruction's B, so only products of two operands across k, or with other
+//! rows, need a copy. If such a product has few outputs, it uses [`mma`](super::mma).
 //!
 //! Invariant: the choice depends only on the product and the device's matrix instruction.
 
-use super::gemm::{Epilogue, Gemm, Gradient};
+use super::aligned::Operand;
+use super::gemm::{Epilogue, Gemm};
 use super::split::{GemmExtents, Outputs, split_or_whole};
 use super::tile::fastest;
 use crate::error::Result;
@@ -16,73 +17,20 @@ use crate::tensor::{Source, Target, Tensor};
 use cuda_std::launch::Slice;
 use kernels::matmul_bf16::OperandLayout;
 use kernels::matmul_mma::k_per_split;
-use kernels::matmul_wgmma_tf32::{Packing, SWAP, TILES, matmul_wgmma_tf32, pack_tf32_stages, stage_words};
+use kernels::matmul_wgmma_tf32::{Alignment, SWAP, TILES, align_along_k, aligned_stride, matmul_wgmma_tf32};
+use kernels::wgmma::box_rows;
 
-/// The least parts of 128 x 128 outputs and a split of k in a product by `wgmma`. On an H100,
-/// `mma.sync` was 20 to 40 % faster with up to 28, and 19 % faster to 16 % slower with 48 to
-/// 64.
+/// The least parts of 128 x 128 outputs and a split of k in a product by `wgmma` that needs a copy.
+/// On an H100, `mma.sync` took 0.85 of the time with 32 parts, and 0.98 to 1.05 with 48 and 64.
 const LEAST: usize = 40;
 
-/// The operand that is packed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Packed {
-    Left,
-    Right,
-}
-
-/// An operand, seen as rows of k elements.
-#[derive(Clone, Copy)]
-struct Operand {
-    rows: usize,
-    ld: usize,
-    stride: usize,
-    /// True if consecutive k, not rows, are `ld` elements apart.
-    is_across: bool,
-}
-
-impl Packed {
-    /// Returns the operand that `wgmma` needs packed in this product. None if the device or the
-    /// product uses `mma.sync`.
-    pub(super) fn of(step: &Step<'_>, form: &Gemm) -> Option<Self> {
-        let is_possible = step.description().has_wgmma && form.mma_tile.is_none();
-        if is_possible && parts(form) >= LEAST { Self::cheapest(form) } else { None }
-    }
-
-    /// Returns the operand with the fewest elements that leaves one whose rows begin on 16 bytes.
-    fn cheapest(form: &Gemm) -> Option<Self> {
-        let is_aligned = |operand: Operand| {
-            let batches = if form.batches > 1 { operand.stride } else { 0 };
-            (operand.ld | batches).is_multiple_of(4)
-        };
-        let [left, right] = [Self::Left, Self::Right].map(|packed| {
-            let can_leave = is_aligned(packed.streamed(form));
-            can_leave.then(|| packed.operand(form).rows.saturating_mul(packed.operand(form).distinct(form)))
-        });
-        match (left, right) {
-            (Some(left), Some(right)) if left < right => Some(Self::Left),
-            (_, Some(_)) => Some(Self::Right),
-            (Some(_), None) => Some(Self::Left),
-            (None, None) => None,
-        }
-    }
-
-    /// Returns the packed operand.
-    fn operand(self, form: &Gemm) -> Operand {
-        match self {
-            Self::Left => Operand { rows: form.m, ld: form.lda, stride: form.stride_a, is_across: form.transpose_a },
-            Self::Right => Operand { rows: form.n, ld: form.ldb, stride: form.stride_b, is_across: !form.transpose_b },
-        }
-    }
-
-    /// Returns the other operand.
-    fn streamed(self, form: &Gemm) -> Operand {
-        if self == Self::Left { Self::Right.operand(form) } else { Self::Left.operand(form) }
-    }
-
-    /// Returns the packed one of two.
-    fn pick<T>(self, [left, right]: [T; 2]) -> T {
-        if self == Self::Left { left } else { right }
-    }
+/// True if this product is computed by `wgmma`, not by `mma.sync`.
+pub(super) fn uses_wgmma(step: &Step<'_>, form: &Gemm) -> bool {
+    let needs_no_copy = || {
+        let (factors, _) = Factor::arrange(form, Slice::empty(), Slice::empty());
+        factors.iter().all(|factor| !factor.is_copied)
+    };
+    step.description().has_wgmma && form.mma_tile.is_none() && (parts(form) >= LEAST || needs_no_copy())
 }
 
 /// The parts of 128 x 128 outputs and a split of k in a product.
@@ -91,43 +39,79 @@ fn parts(&Gemm { m, n, k, batches, .. }: &Gemm) -> usize {
     m.div_ceil(128).saturating_mul(n.div_ceil(128)).saturating_mul(splits).saturating_mul(batches)
 }
 
-impl Operand {
-    /// The number of matrices stored: one for all batches if the stride is 0.
-    fn distinct(self, form: &Gemm) -> usize {
-        if self.stride == 0 { form.batches.min(1) } else { form.batches }
+/// An operand of the instruction.
+#[derive(Clone, Copy)]
+struct Factor<'a> {
+    stored: Operand<'a, f32>,
+    /// True if the rows of the matrices are k.
+    is_across: bool,
+    /// True if a copy along k, with aligned rows, takes its place.
+    is_copied: bool,
+}
+
+impl<'a> Factor<'a> {
+    /// Returns the instruction's A and B for a product, of which as few elements as possible are
+    /// copied, and [`SWAP`] if A is the product's B.
+    fn arrange(form: &Gemm, a: Slice<'a, f32>, b: Slice<'a, f32>) -> ([Self; 2], u32) {
+        let across = [form.transpose_a, !form.transpose_b];
+        let operands = Operand::of(form, a, b);
+        let factor = |at: usize, is_left: bool| {
+            let (stored, is_across) = (operands[at], across[at]);
+            Self { stored, is_across, is_copied: !stored.is_aligned() || (is_across && !is_left) }
+        };
+        let orders = [([factor(0, true), factor(1, false)], 0), ([factor(1, true), factor(0, false)], SWAP)];
+        let copied = |(factors, _): &([Self; 2], u32)| -> usize {
+            let elements = |factor: &Self| {
+                let Operand { extents: [rows, cols], matrices, .. } = factor.stored;
+                matrices.saturating_mul(rows).saturating_mul(cols)
+            };
+            factors.iter().filter(|factor| factor.is_copied).map(elements).fold(0, usize::saturating_add)
+        };
+        orders.into_iter().min_by_key(copied).expect("there are two orders")
+    }
+
+    /// Returns the rows of k elements, and k.
+    fn along(&self) -> [usize; 2] {
+        let [rows, cols] = self.stored.extents;
+        if self.is_across { [cols, rows] } else { [rows, cols] }
+    }
+
+    /// Returns the copy in place of the operand.
+    fn replaced(self, copy: Slice<'a, f32>) -> Self {
+        let [rows, k] = self.along();
+        let ld = aligned_stride::<f32>(k);
+        let stride = if self.stored.stride == 0 { 0 } else { rows * ld };
+        let stored = Operand { values: copy, extents: [rows, k], ld, stride, ..self.stored };
+        Self { stored, is_across: false, is_copied: false }
     }
 }
 
-/// Packs the right or left operands of two products in one launch. Returns the images, one row for
-/// each matrix.
+/// Makes the copies, in one launch. Those that are not needed have no elements.
 #[track_caller]
-fn pack<'s>(step: &Step<'s>, operands: [Option<(&Gemm, Packed, Slice<'_, f32>)>; 2]) -> Result<[Tensor<'s, u32>; 2]> {
-    let room = |operand: &Option<(&Gemm, Packed, Slice<'_, f32>)>| match operand {
-        None => step.empty([0, 0]),
-        Some((form, packed, _)) => {
-            let operand = packed.operand(form);
-            step.empty([operand.distinct(form), stage_words([operand.rows, form.k])])
-        }
+fn copy<'s>(step: &Step<'s>, factors: &[Factor<'_>; 2]) -> Result<[Tensor<'s, f32>; 2]> {
+    let room = |factor: &Factor<'_>| {
+        let [rows, k] = factor.along();
+        step.empty(if factor.is_copied { [factor.stored.matrices * rows, aligned_stride::<f32>(k)] } else { [0, 0] })
     };
-    let mut images = [room(&operands[0])?, room(&operands[1])?];
-    let mut outputs = images.iter_mut();
-    let packings = operands.map(|operand| {
+    let mut copies = [room(&factors[0])?, room(&factors[1])?];
+    let mut outputs = copies.iter_mut();
+    let alignments = factors.map(|factor| {
         let out = outputs.next().expect("as many as operands").out();
-        let Some((form, packed, values)) = operand else { return Packing::default() };
-        let of = packed.operand(form);
-        let Operand { rows, ld, stride, is_across } = of;
-        let (values, out, batches) = (Some(values), Some(out), of.distinct(form));
-        Packing { values, out, rows, k: form.k, ld, batches, stride, is_across }
+        if !factor.is_copied {
+            return Alignment::default();
+        }
+        let ([rows, k], Operand { values, ld, stride, matrices, .. }) = (factor.along(), factor.stored);
+        let is_across = factor.is_across;
+        Alignment { values: Some(values), out: Some(out), rows, k, ld, batches: matrices, stride, is_across }
     });
-    step.launch(pack_tf32_stages::of(packings))?;
-    Ok(images)
+    step.launch(align_along_k::of(alignments))?;
+    Ok(copies)
 }
 
 /// Queues one multiply.
 #[track_caller]
 pub(super) fn queue<'s>(
     step: &Step<'s>,
-    packed: Packed,
     form: &Gemm,
     a: &impl Source<'s, f32>,
     b: &impl Source<'s, f32>,
@@ -138,32 +122,15 @@ pub(super) fn queue<'s>(
 ) -> Result<()> {
     let extents = GemmExtents::new(form, k_per_split)?;
     let outputs = Outputs::new(form, &extents, bias, c, out, epilogue);
+    let (factors, swap) = Factor::arrange(form, a.slice(), b.slice());
+    if factors.iter().all(|factor| !factor.is_copied) {
+        return multiply(step, form, &extents, factors, swap, outputs);
+    }
     step.workspace(|step| {
-        let [images, _] = pack(step, [Some((form, packed, packed.pick([a.slice(), b.slice()]))), None])?;
-        multiply(step, form, &extents, packed, [a.slice(), b.slice()], &images, outputs)
-    })
-}
-
-/// Queues the multiplies of a backward pass, `dw = x^T dy` and `dx = dy w^T`, and packs an operand
-/// of each in one launch.
-#[track_caller]
-pub(super) fn queue_gradients<'s>(
-    step: &Step<'s>,
-    packed: [Packed; 2],
-    dy: &impl Source<'s, f32>,
-    Gradient { form: for_dw, of: x, into: dw }: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
-    Gradient { form: for_dx, of: w, into: dx }: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
-) -> Result<()> {
-    let none = None::<&Tensor<'s>>;
-    let extents = [GemmExtents::new(&for_dw, k_per_split)?, GemmExtents::new(&for_dx, k_per_split)?];
-    let to_dw = Outputs::new(&for_dw, &extents[0], none, none, dw, Epilogue::Store);
-    let to_dx = Outputs::new(&for_dx, &extents[1], none, none, dx, Epilogue::Store);
-    step.workspace(|step| {
-        let of_dw = packed[0].pick([x.slice(), dy.slice()]);
-        let of_dx = packed[1].pick([dy.slice(), w.slice()]);
-        let images = pack(step, [Some((&for_dw, packed[0], of_dw)), Some((&for_dx, packed[1], of_dx))])?;
-        multiply(step, &for_dw, &extents[0], packed[0], [x.slice(), dy.slice()], &images[0], to_dw)?;
-        multiply(step, &for_dx, &extents[1], packed[1], [dy.slice(), w.slice()], &images[1], to_dx)
+        let copies = copy(step, &factors)?;
+        let factor =
+            |at: usize| if factors[at].is_copied { factors[at].replaced(copies[at].slice()) } else { factors[at] };
+        multiply(step, form, &extents, [factor(0), factor(1)], swap, outputs)
     })
 }
 
@@ -173,29 +140,22 @@ fn multiply(
     step: &Step<'_>,
     form: &Gemm,
     extents: &GemmExtents,
-    packed: Packed,
-    [left, right]: [Slice<'_, f32>; 2],
-    images: &Tensor<'_, u32>,
+    [a, b]: [Factor<'_>; 2],
+    swap: u32,
     outputs: Outputs<'_, f32>,
 ) -> Result<()> {
-    let GemmExtents { m, n, k, lda, ldb, k_per_split, batches, .. } = *extents;
+    let GemmExtents { m, n, k, k_per_split, batches, .. } = *extents;
     let [rows, cols, of_a_split] = extents.of_a_split();
-    // A tile's rows are those of the operand that is not packed.
-    let (stored, lda, rows, cols, swap) = match packed {
-        Packed::Left => (right, ldb, cols, rows, SWAP),
-        Packed::Right => (left, lda, rows, cols, 0),
-    };
-    let streamed = packed.streamed(form);
-    let layout = if streamed.is_across { OperandLayout::Transposed } else { OperandLayout::Plain };
-    let stride_b = if packed.operand(form).stride == 0 { 0 } else { images.shape().as_rows()[1] };
+    let [rows, cols] = if swap == 0 { [rows, cols] } else { [cols, rows] };
+    let layout = if a.is_across { OperandLayout::Transposed } else { OperandLayout::Plain };
     let blocks = step.description().processors;
     let tile = fastest(&TILES, [rows, cols, of_a_split], extents.matrices(), blocks as usize);
     let launch = |outputs: Outputs<'_, f32>| {
         let Outputs { bias, c, out, pre, ldc, stride_c, alpha, beta, flags } = outputs;
         step.launch(matmul_wgmma_tf32 {
             variant: (layout, tile),
-            a: stored,
-            b: images.slice(),
+            a: a.stored.map(box_rows::<f32>(!a.is_across)),
+            b: b.stored.map(box_rows::<f32>(true)),
             bias,
             c,
             out,
@@ -203,13 +163,12 @@ fn multiply(
             m,
             n,
             k,
-            lda,
             ldc,
             k_per_split,
             batches,
             blocks,
-            stride_a: streamed.stride,
-            stride_b,
+            steps_a: a.stored.steps(),
+            steps_b: b.stored.steps(),
             stride_c,
             stride_bias: form.stride_bias,
             alpha,
@@ -223,7 +182,7 @@ fn multiply(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kernels::matmul_wgmma_tf32::{T128X128, T128X256};
+    use kernels::matmul_wgmma_tf32::{T128X64, T128X128, T128X256};
 
     /// Tries the shapes of GPT-2, of CrossAsset and of large squares, on an H100.
     #[test]
@@ -233,8 +192,9 @@ mod tests {
             (16384, 3072, 768, 1, T128X256),
             (3072, 768, 3328, 5, T128X256),
             (3072, 1024, 256, 1, T128X256),
-            (3072, 256, 1024, 1, T128X128),
-            (1024, 1024, 1024, 1, T128X128),
+            (3072, 256, 1024, 1, T128X64),
+            (1024, 1024, 1024, 1, T128X64),
+            (1536, 1408, 384, 1, T128X128),
             (2048, 2048, 2048, 1, T128X256),
         ] {
             assert_eq!(
@@ -245,23 +205,28 @@ mod tests {
         }
     }
 
-    /// The smaller operand is packed, unless the other's rows do not begin on 16 bytes.
+    /// Only products of two operands across k, or with rows that do not begin on 16 bytes, need a
+    /// copy.
     #[test]
-    fn smaller_operand_is_packed() {
+    fn fewest_elements_are_copied() {
         let forward = Gemm::new(16384, 3072, 768);
-        let batched = Gemm { batches: 8, stride_a: 16 * 64, ..Gemm::new(16, 512, 64) };
-        for (form, want) in [
-            (forward, Some(Packed::Right)),
-            (Gemm::new(768, 3072, 16384).transpose_a(), Some(Packed::Left)),
-            (Gemm::new(3072, 768, 16384).transpose_a(), Some(Packed::Right)),
-            (Gemm { ldb: 3073, ..Gemm::new(768, 3072, 16384).transpose_a() }, Some(Packed::Right)),
-            (Gemm { lda: 769, ..forward }, Some(Packed::Left)),
-            (Gemm { lda: 769, ldb: 3073, ..forward }, None),
-            (Gemm { stride_b: 64 * 512, ..batched }, Some(Packed::Left)),
-            (Gemm { stride_b: 64 * 512 + 1, ..batched }, Some(Packed::Right)),
-            (Gemm { stride_b: 0, n: 96, ldb: 96, ..batched }, Some(Packed::Right)),
+        let weights = Gemm::new(768, 3072, 16384).transpose_a();
+        let batched = Gemm { batches: 8, stride_a: 16 * 64, stride_b: 64 * 512, ..Gemm::new(16, 512, 64) };
+        for (form, swap, copied) in [
+            (forward, SWAP, [false, false]),
+            (forward.transpose_b(), 0, [false, false]),
+            (forward.transpose_a().transpose_b(), 0, [false, false]),
+            (weights, SWAP, [false, true]),
+            (Gemm::new(3072, 768, 16384).transpose_a(), 0, [false, true]),
+            (Gemm { ldb: 3073, ..weights }, 0, [false, true]),
+            (Gemm { lda: 769, ..forward }, SWAP, [false, true]),
+            (Gemm { lda: 769, ..forward.transpose_b() }, 0, [true, false]),
+            (Gemm { lda: 769, ldb: 3073, ..forward }, 0, [true, true]),
+            (batched, SWAP, [false, false]),
+            (Gemm { stride_b: 64 * 512 + 1, ..batched }, 0, [false, true]),
         ] {
-            assert_eq!(Packed::cheapest(&form), want, "{form:?}");
+            let (factors, got) = Factor::arrange(&form, Slice::empty(), Slice::empty());
+            assert_eq!((got, factors.map(|factor| factor.is_copied)), (swap, copied), "{form:?}");
         }
     }
 

@@ -29,7 +29,7 @@ macro_rules! tiles {
     )*};
 }
 
-tiles! { matmul matmul_mma matmul_bf16 matmul_wgmma matmul_wgmma_tf32 }
+tiles! { matmul matmul_mma matmul_bf16 matmul_wgmma }
 
 /// The tile whose last block should end first, for this many `m` x `n` matrices that are sums of k
 /// products.

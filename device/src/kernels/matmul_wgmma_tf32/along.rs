@@ -1,59 +1,50 @@
-//! Rounding of an operand B to TF32 into images of stages: the bytes that
-//! [`wgmma`](crate::wgmma) reads from shared memory.
+//! Copies of f32 operands to rows of k elements that begin on 16 bytes, which the copy engine needs
+//! of an operand B.
 //!
-//! ```text
-//! image of rows R .. R + 127, k K .. K + 31     | row R: 8 chunks of 4 k, swizzled | row R + 1 | ..
-//! out    | rows 0..127: k 0..31 | k 32..63 | .. | rows 128..255: k 0..31 | .. | next batch |
-//! ```
-//! A block of 256 threads packs an image. Along k, a thread rounds a chunk of each of four rows.
-//! Across k, it rounds a square of 4 x 4, so that it reads and writes whole chunks, and eight lanes
-//! write a row of 128 bytes.
+//! A block of 256 threads copies 128 rows of 32 k. Along k, a thread copies a chunk of each of four
+//! rows. Across k, it transposes a square of 4 x 4, so that it reads and writes whole chunks, and
+//! eight lanes write a row of 128 bytes.
 //!
-//! Invariant: an element is rounded as [`Format`](crate::format::Format) defines. Images are zero
-//! past the rows and k.
+//! Invariant: an element is moved bit by bit. Past the end of a row are zeros.
 
-use super::tile::{DEPTH, IMAGE, IMAGE_ROWS};
+use super::operand::DEPTH;
 use crate::block::divide;
 use crate::contract;
-use crate::format::round_tf32;
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::matmul::checks::holds;
 use crate::matmul::epilogue::part;
-use crate::mma::fragments::{CHUNK_WORDS, swizzled};
+use crate::matmul_wgmma::aligned_stride;
+use crate::mma::fragments::CHUNK_WORDS;
 use crate::unroll_on_gpu;
 use crate::vector::F4;
-use crate::wgmma::{CHUNKS, ROW_WORDS};
+use crate::wgmma::CHUNKS;
 #[cfg(not(target_arch = "nvptx64"))]
 use cuda_std::launch::{PointerMut, Size, Slice, Violation};
 use cuda_std::prelude::*;
 use cuda_std::warpgroup_kernel;
 
 const BLOCK: u32 = 256;
+/// The rows that a block copies.
+const ROWS: u32 = 128;
 /// The bit of `across` of each operand.
 const ACROSS_A: u32 = 1;
 const ACROSS_B: u32 = 2;
 
-/// Returns the words of the images of `rows` rows of `k` elements.
-#[inline(always)]
-pub fn stage_words([rows, k]: [usize; 2]) -> usize {
-    let images = rows.div_ceil(IMAGE_ROWS as usize).saturating_mul(k.div_ceil(DEPTH as usize));
-    images.saturating_mul(IMAGE as usize)
-}
-
-/// Rounds up to two operands to TF32, into images of stages. Each has `rows` x `k` elements in
-/// `batches` with stride `stride`. Consecutive rows are `ld` elements apart or, if the operand's
-/// bit of `across` is set, consecutive k. `out` has [`stage_words`] words a batch.
+/// Copies up to two operands. Each has `rows` x `k` elements in `batches` with stride `stride`.
+/// Consecutive rows are `ld` elements apart or, if the operand's bit of `across` is set,
+/// consecutive k. In `out` a row begins [`aligned_stride`](super::aligned_stride) after the one
+/// before, and a batch after the last row of the one before.
 #[warpgroup_kernel]
-pub unsafe fn pack_tf32_stages(
+pub unsafe fn align_along_k(
     a: &[f32],
-    a_out: *mut u32,
+    a_out: *mut f32,
     a_rows: usize,
     a_k: usize,
     a_ld: usize,
     a_batches: usize,
     a_stride: usize,
     b: &[f32],
-    b_out: *mut u32,
+    b_out: *mut f32,
     b_rows: usize,
     b_k: usize,
     b_ld: usize,
@@ -61,31 +52,31 @@ pub unsafe fn pack_tf32_stages(
     b_stride: usize,
     across: u32,
 ) {
-    let work = |x, out, extents, ld, batches, stride| PackingWork { x, out, extents, ld, batches, stride };
+    let work = |x, out, extents, ld, batches, stride| AlignmentWork { x, out, extents, ld, batches, stride };
     let a = work(a, a_out, [a_rows, a_k], a_ld, a_batches, a_stride);
     let b = work(b, b_out, [b_rows, b_k], b_ld, b_batches, b_stride);
-    let image = thread::block_idx_x() as usize;
-    let before_b = a.images();
-    let (work, image, is_across) = if image < before_b {
-        (a, image, across & ACROSS_A != 0)
-    } else if image < before_b + b.images() {
-        (b, image - before_b, across & ACROSS_B != 0)
+    let part = thread::block_idx_x() as usize;
+    let before_b = a.parts();
+    let (work, part, is_across) = if part < before_b {
+        (a, part, across & ACROSS_A != 0)
+    } else if part < before_b + b.parts() {
+        (b, part - before_b, across & ACROSS_B != 0)
     } else {
         return;
     };
-    // SAFETY: the contract has accepted the operand, and the image is one of its own.
-    unsafe { work.pack(image, is_across) };
+    // SAFETY: the contract has accepted the operand, and the part is one of its own.
+    unsafe { work.copy(part, is_across) };
 }
 
 // SAFETY: `check` has found every batch of an operand inside its argument, and the output holds
-// exactly the images. A block packs one image.
-contract! { unsafe pack_tf32_stages { block: BLOCK } |p| {
+// exactly the rows. A block copies one part.
+contract! { unsafe align_along_k { block: BLOCK } |p| {
     let a = check(["a", "a_out"], [p.a.len(), p.a_out.len()], [p.a_rows, p.a_k, p.a_ld], [p.a_batches, p.a_stride], p.across & ACROSS_A != 0)?;
     let b = check(["b", "b_out"], [p.b.len(), p.b_out.len()], [p.b_rows, p.b_k, p.b_ld], [p.b_batches, p.b_stride], p.across & ACROSS_B != 0)?;
     Grid::new(a.plus(b), 1, 1)
 } }
 
-/// Checks one operand for the contract. Returns its images.
+/// Checks one operand for the contract. Returns its parts.
 #[cfg(not(target_arch = "nvptx64"))]
 fn check(
     [argument, out]: [&'static str; 2],
@@ -95,19 +86,19 @@ fn check(
     is_across: bool,
 ) -> Result<Size, Violation> {
     holds(argument, len, batches, stride, if is_across { [k, rows] } else { [rows, k] }, ld)?;
-    let images = Size::of(batches).times(rows.div_ceil(IMAGE_ROWS as usize)).times(k.div_ceil(DEPTH as usize));
-    Violation::unless(images.at_most((1 << 28) - 1), argument, "below 2^28 images of 128 x 32", images)?;
-    Violation::unless_length(out, images.times(IMAGE), out_len)?;
-    Ok(images)
+    let parts = Size::of(batches).times(rows.div_ceil(ROWS as usize)).times(k.div_ceil(DEPTH as usize));
+    Violation::unless(parts.at_most((1 << 28) - 1), argument, "below 2^28 parts of 128 x 32", parts)?;
+    Violation::unless_length(out, Size::of(batches).times(rows).times(k.div_ceil(F4::LEN)).times(F4::LEN), out_len)?;
+    Ok(parts)
 }
 
-/// One operand of a launch of `pack_tf32_stages`.
+/// One operand of a launch of `align_along_k`.
 #[cfg(not(target_arch = "nvptx64"))]
 #[derive(Default)]
 #[allow(missing_docs, reason = "named as the kernel's parameters")]
-pub struct Packing<'a> {
+pub struct Alignment<'a> {
     pub values: Option<Slice<'a, f32>>,
-    pub out: Option<PointerMut<'a, u32>>,
+    pub out: Option<PointerMut<'a, f32>>,
     pub rows: usize,
     pub k: usize,
     pub ld: usize,
@@ -117,9 +108,9 @@ pub struct Packing<'a> {
 }
 
 #[cfg(not(target_arch = "nvptx64"))]
-impl<'a> pack_tf32_stages<'a> {
-    /// Returns the launch that packs these operands.
-    pub fn of([a, b]: [Packing<'a>; 2]) -> Self {
+impl<'a> align_along_k<'a> {
+    /// Returns the launch that copies these operands.
+    pub fn of([a, b]: [Alignment<'a>; 2]) -> Self {
         Self {
             a: a.values.unwrap_or_else(Slice::empty),
             a_out: a.out.unwrap_or_else(PointerMut::empty),
@@ -142,9 +133,9 @@ impl<'a> pack_tf32_stages<'a> {
 
 /// One operand, from the point of view of one thread.
 #[derive(Clone, Copy)]
-struct PackingWork<'p> {
+struct AlignmentWork<'p> {
     x: &'p [f32],
-    out: *mut u32,
+    out: *mut f32,
     /// The rows and k.
     extents: [usize; 2],
     ld: usize,
@@ -152,31 +143,31 @@ struct PackingWork<'p> {
     stride: usize,
 }
 
-impl PackingWork<'_> {
-    /// Returns the images of the operand. If one factor is 0, the others may be of any size.
+impl AlignmentWork<'_> {
+    /// Returns the parts of the operand. If one factor is 0, the others may be of any size.
     #[inline(always)]
-    fn images(&self) -> usize {
+    fn parts(&self) -> usize {
         let [rows, k] = self.extents;
         let stages = k.div_ceil(DEPTH as usize);
-        self.batches.wrapping_mul(rows.div_ceil(IMAGE_ROWS as usize)).wrapping_mul(stages)
+        self.batches.wrapping_mul(rows.div_ceil(ROWS as usize)).wrapping_mul(stages)
     }
 
-    /// Packs this thread's part of an image.
+    /// Copies this thread's share of a part.
     ///
     /// # Safety
-    /// The contract has accepted the operand, and the image is one of its own.
+    /// The contract has accepted the operand, and the part is one of its own.
     #[inline(always)]
-    unsafe fn pack(&self, image: usize, is_across: bool) {
+    unsafe fn copy(&self, number: usize, is_across: bool) {
         let [rows, k] = self.extents;
-        // SAFETY: an operand that has images has rows and k, so neither divisor is 0.
+        // SAFETY: an operand that has parts has rows and k, so neither divisor is 0.
         let (batch, block, stage) = unsafe {
-            let (above, stage) = divide(image, k.div_ceil(DEPTH as usize));
-            let (batch, block) = divide(above, rows.div_ceil(IMAGE_ROWS as usize));
+            let (above, stage) = divide(number, k.div_ceil(DEPTH as usize));
+            let (batch, block) = divide(above, rows.div_ceil(ROWS as usize));
             (batch, block, stage)
         };
-        let first = [block * IMAGE_ROWS as usize, stage * DEPTH as usize];
+        let first = [block * ROWS as usize, stage * DEPTH as usize];
         let start = batch * self.stride;
-        let is_whole = first[0] + IMAGE_ROWS as usize <= rows
+        let is_whole = first[0] + ROWS as usize <= rows
             && first[1] + DEPTH as usize <= k
             && (start | self.ld).is_multiple_of(F4::LEN);
         // This thread's chunk along k, its first row, and the distance to its next.
@@ -193,14 +184,15 @@ impl PackingWork<'_> {
                 (false, false) => self.load::<false>(start, at, [rows, k], apart),
             }
         };
-        let words = vectors.map(|vector| vector.0.map(round_tf32));
+        let words = vectors.map(|vector| vector.0);
         unroll_on_gpu!(i < 4 => {
-            let chunk_words = if is_across { [words[0][i], words[1][i], words[2][i], words[3][i]] } else { words[i] };
-            let place = swizzled(CHUNKS, row + i as u32 * apart, chunk) * CHUNK_WORDS;
-            let at = image * IMAGE as usize + place as usize;
-            // SAFETY: the contract has checked that `out` has room for the image. Words are moved
-            // bit by bit.
-            unsafe { F4(chunk_words.map(f32::from_bits)).store(self.out.cast::<f32>(), at) };
+            let chunk = if is_across { [words[0][i], words[1][i], words[2][i], words[3][i]] } else { words[i] };
+            let row = at[0] + i * apart as usize;
+            if is_whole || (row < rows && at[1] < k) {
+                let to = (batch * rows + row) * aligned_stride::<f32>(k) + at[1];
+                // SAFETY: the contract has checked that `out` has room for the chunks of each row.
+                unsafe { F4(chunk).store(self.out, to) };
+            }
         });
     }
 
@@ -237,4 +229,4 @@ impl PackingWork<'_> {
     }
 }
 
-const _: () = assert!(ROW_WORDS * IMAGE_ROWS == 4 * BLOCK * CHUNK_WORDS, "a thread packs four chunks");
+const _: () = assert!(DEPTH * ROWS == 4 * BLOCK * CHUNK_WORDS, "a thread copies four chunks");
