@@ -30,15 +30,7 @@ impl Samples {
             work()?;
         }
         settle()?;
-        let mut sample = || {
-            let start = Instant::now();
-            for _ in 0..each {
-                work()?;
-            }
-            settle()?;
-            Ok(start.elapsed().as_nanos() as f64 / each as f64)
-        };
-        (0..count).map(|_| sample()).collect()
+        (0..count).map(|_| Ok(time(each, &mut work, &mut settle)? / each as f64)).collect()
     }
 
     /// Collects `count` samples of `work`, which consists of `each` equal parts. Each times it and
@@ -53,17 +45,11 @@ impl Samples {
         mut work: impl FnMut() -> Result<(), E>,
         mut settle: impl FnMut() -> Result<(), E>,
     ) -> Result<Self, E> {
-        let mut sample = || {
-            let start = Instant::now();
-            work()?;
-            settle()?;
-            Ok(start.elapsed().as_nanos() as f64 / each as f64)
-        };
         let start = Instant::now();
         while start.elapsed() < SUSTAINED {
-            sample()?;
+            time(1, &mut work, &mut settle)?;
         }
-        (0..count).map(|_| sample()).collect()
+        (0..count).map(|_| Ok(time(1, &mut work, &mut settle)? / each as f64)).collect()
     }
 
     /// Collects `count` samples of only `work`, after a warm-up. `settle` waits for the queued work
@@ -97,6 +83,20 @@ impl Samples {
         sorted.sort_by(f64::total_cmp);
         sorted[((sorted.len() - 1) as f64 * share).round() as usize]
     }
+}
+
+/// Returns the nanoseconds of `runs` consecutive runs of `work` and then `settle`.
+fn time<E>(
+    runs: usize,
+    work: &mut impl FnMut() -> Result<(), E>,
+    settle: &mut impl FnMut() -> Result<(), E>,
+) -> Result<f64, E> {
+    let start = Instant::now();
+    for _ in 0..runs {
+        work()?;
+    }
+    settle()?;
+    Ok(start.elapsed().as_nanos() as f64)
 }
 
 impl FromIterator<f64> for Samples {

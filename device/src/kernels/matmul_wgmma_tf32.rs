@@ -8,7 +8,7 @@
 //!
 //! ```text
 //! global memory               shared memory, 4 stages of 32 k
-//! A, B  --------------------->  boxes of 32 rows of   -- A -> registers, B -->  sums -> out
+//! A, B  --------------------->  boxes of rows of      -- A -> registers, B -->  sums -> out
 //!        copy engine (TMA),     128 bytes, swizzled      wgmma                  epilogue
 //!        rounded                                         block.rs               finish.rs
 //! ```

@@ -4,8 +4,9 @@
 //! warpgroup 0   waits until a stage is free -> starts its copies, which the barrier counts -> ..
 //! the others    wait until a stage is full -> multiply -> free it -> ..
 //! ```
-//! A stage has boxes of rows of 128 bytes ([`box_rows`]): the panels of A, then those of B, in the layout that [`wgmma`](crate::wgmma) reads. The copy engine writes zeros past
-//! the end of the rows and of k.
+//! A stage has boxes of rows of 128 bytes ([`box_rows`]): the panels of A, then those of B, in the
+//! layout that [`wgmma`](crate::wgmma) reads. The copy engine writes zeros past the end of the rows
+//! and of k.
 //!
 //! Invariant: the warpgroups use the same stages in the same order.
 

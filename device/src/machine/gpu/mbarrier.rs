@@ -72,9 +72,10 @@ impl Barrier {
     }
 
     /// Starts to copy a box of a tensor map, from an element, a row and a matrix on, to the first
-    /// words of a tile. A row of the box is 128 bytes, and the map has its number of rows. Chunks of 16 bytes are [`swizzled`](crate::mma::fragments::swizzled). What does not exist is
-    /// copied as zero, and f32 is rounded to TF32. When they have come, the barrier counts the
-    /// bytes of the box.
+    /// words of a tile. A row of the box is 128 bytes, and the map has its number of rows. Chunks
+    /// of 16 bytes are [`swizzled`](crate::mma::fragments::swizzled). What does not exist is copied
+    /// as zero, and f32 is rounded to TF32. When they have come, the barrier counts the bytes of
+    /// the box.
     ///
     /// # Safety
     /// The barrier is initialized. The tile lies on 1024 bytes, and nothing else accesses these
