@@ -18,7 +18,7 @@ mod harness;
 
 use clap::Parser;
 use harness::stored::{StoredAs, group};
-use harness::values::spread;
+use harness::values::uniform;
 use harness::{Common, Peer, Samples, record};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -165,7 +165,7 @@ fn main() -> harness::Result<()> {
 /// Samples forward, and forward with backward.
 fn measure<S: AttentionElement>(device: &Device, case: Case, precision: Precision) -> Result<Line> {
     let Case { batch, tokens, heads, kv_heads, width, .. } = case;
-    let narrow = |length, seed| spread(length, seed).into_iter().map(S::narrow).collect::<Vec<_>>();
+    let narrow = |length, seed| uniform(length, seed).into_iter().map(S::narrow).collect::<Vec<_>>();
     let tokens = batch * tokens;
     let row = if device.description().kind == DeviceKind::Emulated { 1 } else { 5 };
     let mut state = State {

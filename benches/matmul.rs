@@ -25,7 +25,7 @@ mod case;
 use case::Case;
 use clap::Parser;
 use harness::stored::{StoredAs, group};
-use harness::values::spread;
+use harness::values::uniform;
 use harness::{Common, Peer, Samples, record};
 use serde::{Deserialize, Serialize};
 use std::time::SystemTime;
@@ -89,12 +89,12 @@ struct State<S: GemmElement<S>> {
 impl<S: GemmElement<S>> State<S> {
     fn new(device: &Device, case: Case, gemm: Gemm) -> Result<Self> {
         let [a, b, out] = case.elements();
-        let spread = |length, seed| spread(length, seed).into_iter().map(S::narrow).collect::<Vec<_>>();
+        let narrow = |length, seed| uniform(length, seed).into_iter().map(S::narrow).collect::<Vec<_>>();
         Ok(Self {
             gemm,
             row: if device.description().kind == DeviceKind::Emulated { 1 } else { case.row() },
-            a: Buffer::from_slice(device, &spread(a, 1))?,
-            b: Buffer::from_slice(device, &spread(b, 2))?,
+            a: Buffer::from_slice(device, &narrow(a, 1))?,
+            b: Buffer::from_slice(device, &narrow(b, 2))?,
             out: Buffer::zeros(device, out)?,
         })
     }

@@ -20,7 +20,7 @@ mod model;
 mod sizes;
 
 use clap::Parser;
-use harness::values::spread;
+use harness::values::uniform;
 use harness::{Common, Samples, record};
 use serde::Serialize;
 use std::path::Path;
@@ -136,7 +136,7 @@ fn first_step(common: &Common) -> harness::Result<()> {
     let mut optimizer = Optimizer::new(&parameters, AdamW { clip: Some(1.0), ..AdamW::default() })?;
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(512)).build()?;
     let made = start.elapsed();
-    let x = spread(BATCH * sizes::SCALES.len() * sizes::FEATURES, 1);
+    let x = uniform(BATCH * sizes::SCALES.len() * sizes::FEATURES, 1);
     let labels: Vec<u32> = (0..BATCH).map(|at| (at % sizes::CLASSES) as u32).collect();
     let ticket = optimizer.advance()?;
     let loss = arena.step(|step| {

@@ -2,9 +2,9 @@
 
 Reads cases, JSON objects as in benches/attention.rs, and answers each with a JSON object of
 nanoseconds. On a GPU, one CUDA graph repeats the pass, and a sample is the time of a replay by the
-host's clock, divided by the repetitions. Values are uniform in `[-1, 1)`, as ours are. `--stored
-f32` disables TF32 unless `--precision tf32` is given. With `--stored bf16`, q, k, v and everything
-else are BF16. `--backend flash-attention` allows only FlashAttention-2; otherwise PyTorch chooses.
+host's clock, divided by the repetitions. `--stored f32` disables TF32 unless `--precision tf32` is
+given. With `--stored bf16`, q, k, v and everything else are BF16. `--backend flash-attention`
+allows only FlashAttention-2; otherwise PyTorch chooses.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from graphs import in_a_row, sustained
+from values import uniform
 
 ROW = 5
 
@@ -43,12 +44,11 @@ def main():
 
         def rows(heads):
             shape = (case["batch"], case["tokens"], heads, case["width"])
-            values = torch.rand(shape, device=args.device, dtype=dtype).mul_(2).sub_(1)
-            return values.transpose(1, 2).detach().requires_grad_()
+            return uniform(shape, args.device, dtype).transpose(1, 2)
 
-        q, k, v = rows(case["heads"]), rows(case["kv_heads"]), rows(case["kv_heads"])
+        q, k, v = (rows(case[of]).requires_grad_() for of in ("heads", "kv_heads", "kv_heads"))
         options = {"is_causal": case["causal"], "enable_gqa": case["heads"] != case["kv_heads"]}
-        dout = torch.rand_like(q).mul_(2).sub_(1)
+        dout = rows(case["heads"])
 
         def forward():
             with torch.no_grad():

@@ -13,6 +13,7 @@ import sys
 import torch
 
 from graphs import in_a_row, sustained
+from values import uniform
 
 
 def operands(m, n, k, batches, form, device, dtype):
@@ -21,9 +22,9 @@ def operands(m, n, k, batches, form, device, dtype):
     def matrix(rows, cols, transposed, side_by_side):
         rows, cols = (cols, rows) if transposed else (rows, cols)
         if side_by_side:
-            stored = torch.rand(rows, batches, cols, device=device, dtype=dtype).mul_(2).sub_(1).transpose(0, 1)
+            stored = uniform((rows, batches, cols), device, dtype).transpose(0, 1)
         else:
-            stored = torch.rand(batches, rows, cols, device=device, dtype=dtype).mul_(2).sub_(1)
+            stored = uniform((batches, rows, cols), device, dtype)
         return stored.transpose(1, 2) if transposed else stored
 
     many = batches > 1

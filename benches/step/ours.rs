@@ -14,7 +14,7 @@ use stepscope::{
     Tape,
 };
 
-use crate::harness::values::spread;
+use crate::harness::values::uniform;
 use crate::harness::{self, Samples};
 use crate::model::Model;
 use crate::sizes::{CLASSES, FEATURES, SCALES};
@@ -98,9 +98,9 @@ impl<S: GemmElement<S> + GemmElement<f32>> State<S> {
 }
 
 impl Batch<Vec<f32>, Vec<u32>> {
-    /// Returns evenly spread inputs, with the classes in turn.
+    /// Returns random inputs, with the classes in turn.
     fn new(len: usize) -> Self {
-        let x = spread(len * SCALES.len() * FEATURES, 1);
+        let x = uniform(len * SCALES.len() * FEATURES, 1);
         let labels = (0..len).map(|at| (at % CLASSES) as u32).collect();
         Self { x, labels }
     }
