@@ -32,7 +32,9 @@
 //! [`flash_attention_mma`](super::flash_attention_mma), for larger tiles of keys.
 
 mod backward;
+mod copies;
 mod forward;
+mod heads;
 mod items;
 mod rows;
 mod shape;
@@ -48,9 +50,15 @@ use crate::machine::hints::block_bounds;
 use backward::{keys, queries};
 #[cfg(not(target_arch = "nvptx64"))]
 use cuda_std::launch::{Grid, Size, Violation};
+use cuda_std::tensor_map::TensorMap;
 use cuda_std::warpgroup_kernel as kernel;
 use forward::forward;
 use half::bf16;
+use heads::Inputs;
+#[cfg(not(target_arch = "nvptx64"))]
+use heads::check_map;
+#[cfg(not(target_arch = "nvptx64"))]
+pub use heads::{dout_map, qkv_map};
 pub use shape::Shape;
 #[cfg(not(target_arch = "nvptx64"))]
 use squares::MOST_STORED;
@@ -107,8 +115,10 @@ family! {
     }
     unsafe fn(
         qkv: &[bf16],
+        qkv_map: TensorMap<bf16>,
         documents: &[u32],
         lengths: &[u32],
+        samples: u32,
         tokens: u32,
         heads: u32,
         kv_heads: u32,
@@ -123,6 +133,7 @@ family! {
         block_bounds::<{ SHAPE.threads() }, 1>();
         let _ = blocks;
         let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
+        let inputs = Inputs { problem, samples, qkv_map, dout: &[], dout_map: qkv_map };
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.
         unsafe {
@@ -134,7 +145,7 @@ family! {
                 { SHAPE.parts() as u32 },
                 { SHAPE.slots },
                 { SHAPE.made() },
-            >(problem, out, lse);
+            >(inputs, out, lse);
         }
     }
     // SAFETY: the heads lie inside `qkv` and `out`, which have a row for each token. `lse` has an
@@ -142,6 +153,8 @@ family! {
     // below `tokens`.
     contract unsafe { block: SHAPE.threads(), shared: SHAPE.shared_bytes(1, 0) } |p| {
         let sizes = check_sizes!(p, SHAPE.widths());
+        Violation::unless(p.samples as usize == sizes.samples, "samples", "those of `qkv`", p.samples)?;
+        check_map("qkv_map", &p.qkv_map, &qkv_map(p.qkv, [p.heads, p.kv_heads, p.width], p.stacked != 0))?;
         Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
         Violation::unless_length("out", sizes.outputs(), p.out.len())?;
         Violation::unless_length("lse", sizes.rows(p.heads), p.lse.len())?;
@@ -161,11 +174,14 @@ family! {
     }
     unsafe fn(
         qkv: &[bf16],
+        qkv_map: TensorMap<bf16>,
         documents: &[u32],
         lengths: &[u32],
         lse: &[f32],
         delta: &[f32],
         dout: &[bf16],
+        dout_map: TensorMap<bf16>,
+        samples: u32,
         tokens: u32,
         heads: u32,
         kv_heads: u32,
@@ -179,6 +195,7 @@ family! {
         block_bounds::<{ SHAPE.threads() }, 1>();
         let _ = blocks;
         let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
+        let inputs = Inputs { problem, samples, qkv_map, dout, dout_map };
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.
         unsafe {
@@ -190,12 +207,15 @@ family! {
                 { SHAPE.parts() as u32 },
                 { SHAPE.slots },
                 { SHAPE.made() },
-            >(problem, lse, delta, dout, dqkv);
+            >(inputs, lse, delta, dqkv);
         }
     }
     // SAFETY: the argument for `flash_forward_wgmma` holds here too; `dqkv` is as long as `qkv`.
     contract unsafe { block: SHAPE.threads(), shared: SHAPE.shared_bytes(2, 0) } |p| {
         let sizes = check_backward!(p, SHAPE.widths());
+        Violation::unless(p.samples as usize == sizes.samples, "samples", "those of `qkv`", p.samples)?;
+        check_map("qkv_map", &p.qkv_map, &qkv_map(p.qkv, [p.heads, p.kv_heads, p.width], p.stacked != 0))?;
+        check_map("dout_map", &p.dout_map, &dout_map(p.dout, p.heads, p.width))?;
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
         check_items(sizes.blocks(p.heads, SHAPE.rows()), p.blocks)
     }
@@ -203,7 +223,9 @@ family! {
 
 family! {
     /// Computes the gradients of k and v. The parameters are as in
-    /// [`flash_bwd_dkv`](struct@super::flash_attention::flash_bwd_dkv). Widths are multiples of 8.
+    /// [`flash_bwd_dkv`](struct@super::flash_attention::flash_bwd_dkv), and `pairs`: if it is not 0,
+    /// which only heads of up to 64 columns allow, a block computes two tiles of keys. Widths are
+    /// multiples of 8.
     flash_bwd_dkv_wgmma(shape: Shape as SHAPE) {
         /// Up to 64 columns.
         flash_bwd_dkv_wgmma_64 = KEYS[0];
@@ -212,11 +234,14 @@ family! {
     }
     unsafe fn(
         qkv: &[bf16],
+        qkv_map: TensorMap<bf16>,
         documents: &[u32],
         lengths: &[u32],
         lse: &[f32],
         delta: &[f32],
         dout: &[bf16],
+        dout_map: TensorMap<bf16>,
+        samples: u32,
         tokens: u32,
         heads: u32,
         kv_heads: u32,
@@ -224,10 +249,12 @@ family! {
         stacked: u32,
         window: u32,
         scale: f32,
+        pairs: u32,
         dqkv: *mut bf16,
     ) {
         block_bounds::<{ SHAPE.threads() }, 1>();
         let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
+        let inputs = Inputs { problem, samples, qkv_map, dout, dout_map };
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.
         unsafe {
@@ -241,14 +268,20 @@ family! {
                 { SHAPE.made() },
                 { SHAPE.held },
                 false,
-            >(problem, lse, delta, dout, dqkv, 0, core::ptr::null_mut());
+            >(inputs, lse, delta, dqkv, pairs != 0, 0, core::ptr::null_mut());
         }
     }
     // SAFETY: the argument for `flash_forward_wgmma` holds here too; `dqkv` is as long as `qkv`.
     contract unsafe { block: SHAPE.threads(), shared: SHAPE.shared_bytes(2, 2) } |p| {
         let sizes = check_backward!(p, SHAPE.widths());
+        Violation::unless(p.samples as usize == sizes.samples, "samples", "those of `qkv`", p.samples)?;
+        check_map("qkv_map", &p.qkv_map, &qkv_map(p.qkv, [p.heads, p.kv_heads, p.width], p.stacked != 0))?;
+        check_map("dout_map", &p.dout_map, &dout_map(p.dout, p.heads, p.width))?;
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
-        Grid::cover(sizes.blocks(p.kv_heads, SHAPE.rows()), 1)
+        let suits = p.pairs == 0 || SHAPE.parts() == 1;
+        Violation::unless(suits, "pairs", "0 for heads of more than 64 columns", p.pairs)?;
+        let rows = if p.pairs == 0 { SHAPE.rows() } else { 2 * SHAPE.rows() };
+        Grid::cover(sizes.blocks(p.kv_heads, rows), 1)
     }
 }
 
@@ -264,11 +297,14 @@ family! {
     }
     unsafe fn(
         qkv: &[bf16],
+        qkv_map: TensorMap<bf16>,
         documents: &[u32],
         lengths: &[u32],
         lse: &[f32],
         delta: &[f32],
         dout: &[bf16],
+        dout_map: TensorMap<bf16>,
+        samples: u32,
         tokens: u32,
         heads: u32,
         kv_heads: u32,
@@ -284,6 +320,7 @@ family! {
         let _ = count;
         block_bounds::<{ SHAPE.threads() }, 1>();
         let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
+        let inputs = Inputs { problem, samples, qkv_map, dout, dout_map };
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.
         unsafe {
@@ -297,12 +334,15 @@ family! {
                 { SHAPE.made() },
                 { SHAPE.held },
                 true,
-            >(problem, lse, delta, dout, dqkv, before, ds);
+            >(inputs, lse, delta, dqkv, false, before, ds);
         }
     }
     // SAFETY: the argument for `flash_forward_wgmma` holds here too; `dqkv` is as long as `qkv`.
     contract unsafe { block: SHAPE.threads(), shared: SHAPE.shared_bytes(2, 2) } |p| {
         let sizes = check_backward!(p, SHAPE.widths());
+        Violation::unless(p.samples as usize == sizes.samples, "samples", "those of `qkv`", p.samples)?;
+        check_map("qkv_map", &p.qkv_map, &qkv_map(p.qkv, [p.heads, p.kv_heads, p.width], p.stacked != 0))?;
+        check_map("dout_map", &p.dout_map, &dout_map(p.dout, p.heads, p.width))?;
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
         let heads = sizes.check_part(p.kv_heads, [p.before, p.count])?;
         Violation::unless_length("ds", heads.times(stored_scores(p.tokens, p.window != 0)), p.ds.len())?;
@@ -322,11 +362,14 @@ family! {
     }
     unsafe fn(
         qkv: &[bf16],
+        qkv_map: TensorMap<bf16>,
         documents: &[u32],
         lengths: &[u32],
         lse: &[f32],
         delta: &[f32],
         dout: &[bf16],
+        dout_map: TensorMap<bf16>,
+        samples: u32,
         tokens: u32,
         heads: u32,
         kv_heads: u32,
@@ -342,6 +385,7 @@ family! {
         block_bounds::<{ SHAPE.threads() }, 1>();
         let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
         let _ = count;
+        let inputs = Inputs { problem, samples, qkv_map, dout, dout_map };
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.
         unsafe {
@@ -352,13 +396,16 @@ family! {
                 { SHAPE.parts() as u32 },
                 { SHAPE.slots },
                 { SHAPE.held },
-            >(problem, before, lse, delta, dout, p, ds);
+            >(inputs, before, lse, delta, p, ds);
         }
     }
     // SAFETY: the heads lie inside `qkv`, `dout`, `lse` and `delta`. `p` and `ds` have the tiles of
     // these heads, of which each block writes those of its own keys.
     contract unsafe { block: SHAPE.threads(), shared: SHAPE.shared_bytes(1, 2) } |p| {
         let sizes = check_backward!(p, SHAPE.widths());
+        Violation::unless(p.samples as usize == sizes.samples, "samples", "those of `qkv`", p.samples)?;
+        check_map("qkv_map", &p.qkv_map, &qkv_map(p.qkv, [p.heads, p.kv_heads, p.width], p.stacked != 0))?;
+        check_map("dout_map", &p.dout_map, &dout_map(p.dout, p.heads, p.width))?;
         let heads = sizes.check_part(p.kv_heads, [p.before, p.count])?;
         let stored = heads.times(stored_scores(p.tokens, p.window != 0));
         Violation::unless_length("p", stored, p.p.len())?;
@@ -379,10 +426,13 @@ family! {
     }
     unsafe fn(
         qkv: &[bf16],
+        qkv_map: TensorMap<bf16>,
         documents: &[u32],
         lengths: &[u32],
         scores: &[bf16],
         dout: &[bf16],
+        dout_map: TensorMap<bf16>,
+        samples: u32,
         tokens: u32,
         heads: u32,
         kv_heads: u32,
@@ -397,6 +447,7 @@ family! {
         block_bounds::<{ VARIANT.1.threads() }, 1>();
         let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
         let _ = count;
+        let inputs = Inputs { problem, samples, qkv_map, dout, dout_map };
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.
         unsafe {
@@ -407,13 +458,16 @@ family! {
                 { VARIANT.1.slots },
                 { VARIANT.1.made() },
                 { VARIANT.0 as usize },
-            >(problem, before, scores, dout, dqkv);
+            >(inputs, before, scores, dqkv);
         }
     }
     // SAFETY: the heads lie inside `qkv`, `dqkv` and `dout`, and their squares inside `scores`.
     // Each block has rows of its own, and writes only those below `tokens`.
     contract unsafe { block: VARIANT.1.threads(), shared: VARIANT.1.shared_bytes(0, 0) } |p| {
         let sizes = check_sizes!(p, VARIANT.1.widths());
+        Violation::unless(p.samples as usize == sizes.samples, "samples", "those of `qkv`", p.samples)?;
+        check_map("qkv_map", &p.qkv_map, &qkv_map(p.qkv, [p.heads, p.kv_heads, p.width], p.stacked != 0))?;
+        check_map("dout_map", &p.dout_map, &dout_map(p.dout, p.heads, p.width))?;
         Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
         let heads = sizes.check_part(p.kv_heads, [p.before, p.count])?;
         Violation::unless_length("scores", heads.times(stored_scores(p.tokens, p.window != 0)), p.scores.len())?;

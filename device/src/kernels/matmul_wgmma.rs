@@ -206,9 +206,10 @@ pub(super) fn check_map<T>(
     map.check(name)
 }
 
-/// Returns the row and the column of tiles of the tile with this number.
+/// Returns the row and the column of tiles of the tile with this number. Divisors are at least one,
+/// so that no division can fail.
 #[inline(always)]
-fn place_of(tile: u32, [rows, cols]: [u32; 2]) -> [u32; 2] {
+pub(super) fn place_of(tile: u32, [rows, cols]: [u32; 2]) -> [u32; 2] {
     let height = rows.min(GROUP);
     let above = tile / (height * cols).max(1) * height;
     let (height, within) = (height.min(rows - above).max(1), tile - above * cols);

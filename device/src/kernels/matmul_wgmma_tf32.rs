@@ -30,11 +30,11 @@ use super::matmul::Cost;
 use super::matmul::checks::{self, check_outputs, check_split_k};
 use super::matmul::epilogue::Epilogue;
 use super::matmul::split::SplitRange;
-use super::matmul::tile::place_of;
 use super::matmul_bf16::OperandLayout;
 use super::matmul_wgmma::block::Operands;
 #[cfg(not(target_arch = "nvptx64"))]
 use super::matmul_wgmma::check_map;
+use super::matmul_wgmma::place_of;
 pub use super::matmul_wgmma::{Tile, aligned_stride};
 use crate::family;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -58,9 +58,6 @@ pub const T128X64: Tile = Tile { groups: 2, columns: 64, cost: Cost::new(23, 23,
 /// Flag: the roles of the operands are exchanged. `a` is then B, with n rows, and `b` is A, with m
 /// rows. The bits are the same.
 pub const SWAP: u32 = 1 << 31;
-
-/// Tiles run down the columns within a group of this many rows of tiles.
-const GROUP: u32 = 16;
 
 family! {
     /// Multiplies f32 tensors by wgmma, in TF32. The module's documentation describes the
@@ -115,7 +112,7 @@ family! {
         let place = |item: u32| {
             let (matrix, tile) = if matrices == 1 { (0, item) } else { (item / tiles, item % tiles) };
             let (batch, split) = if matrices == 1 { (0, 0) } else { (matrix / split_k, matrix % split_k) };
-            let [row, col] = place_of(tile, extents, GROUP);
+            let [row, col] = place_of(tile, extents);
             Place { batch, split, first: [row * TILE.rows(), col * TILE.cols()] }
         };
         let problem = |Place { batch, split, .. }: Place| {

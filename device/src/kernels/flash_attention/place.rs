@@ -283,7 +283,7 @@ impl MaskRange<'_> {
 #[cfg(not(target_arch = "nvptx64"))]
 #[derive(Clone, Copy)]
 pub(crate) struct Sizes {
-    samples: usize,
+    pub(crate) samples: usize,
     tokens: u32,
     heads: u32,
     width: u32,

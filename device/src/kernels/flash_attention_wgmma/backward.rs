@@ -10,6 +10,7 @@
 //! ```
 //! Invariant: both kernels compute p from the score and `lse` in the same way.
 
+use super::heads::Inputs;
 use super::items::{Items, slot_of};
 use super::rows::{
     copies, heads_of_group, hide, kv_head_of, leave_registers, multiplying_group, place_in_part, resident_row, round,
@@ -18,10 +19,10 @@ use super::rows::{
 use super::shape::{GROUP_ROWS, WARPGROUP};
 use super::squares::StoredScores;
 use super::tile::Memory;
-use crate::block::launder_reg;
+use crate::block::{divide_short, launder_reg};
 use crate::flash_attention::place::{MaskRange, Place, Problem};
 use crate::machine::warpgroup::{Accumulators, hold};
-use crate::machine::wgmma::{fence_async, undefined_sums};
+use crate::machine::wgmma::undefined_sums;
 use crate::math::exp2_weight;
 use crate::unroll_on_gpu;
 use crate::vector::load;
@@ -47,28 +48,27 @@ pub(super) unsafe fn queries<
     const SLOTS: u32,
     const MADE: usize,
 >(
-    problem: Problem<'_, bf16>,
+    inputs: Inputs<'_>,
     lse: &[f32],
     delta: &[f32],
-    dout: &[bf16],
     dqkv: *mut bf16,
 ) where
     [[f32; 4]; TILES]: Accumulators,
     [[f32; 4]; MADE]: Accumulators,
 {
+    let problem = inputs.problem;
     // SAFETY: the contract has checked that the rows of every head lie inside the arguments. Each
     // warpgroup loops over the same tiles and reaches every barrier of its role. The lanes of a
     // warp are converged at every product.
     unsafe {
         let memory = Memory::<GROUPS, TILE, PARTS, SLOTS>::new(2, 0);
-        let rows = Memory::<GROUPS, TILE, PARTS, SLOTS>::RESIDENT;
-        let items = Items::new::<GROUPS>(&problem);
+        let items = Items::new::<GROUPS>(&inputs);
         let bounds = |mask: MaskRange<'_>| [mask.length, problem.width];
         // The turns and the items with turns so far.
         let (mut turns, mut parts) = (0, 0);
         let mut own_round = items.occupied(&problem, 0);
         if copies() {
-            leave_registers::<GROUPS>();
+            leave_registers::<GROUPS, PARTS>();
             while slot_of(&problem, own_round) < items.end {
                 let (Place { sample, head, first, mask }, own_rows) =
                     items.place::<GROUPS>(&problem, slot_of(&problem, own_round));
@@ -78,15 +78,13 @@ pub(super) unsafe fn queries<
                     continue;
                 }
                 let kv_head = kv_head_of(&problem, head);
-                let (k, v) = (problem.rows(1, sample, kv_head), problem.rows(2, sample, kv_head));
-                let (q, dout) = (problem.rows(0, sample, head), problem.output_rows(dout, sample, head));
+                let (k, v) = (inputs.head(1, sample, kv_head), inputs.head(2, sample, kv_head));
+                let (q, dout) = (inputs.head(0, sample, head), inputs.output_head(sample, head));
                 // Before the queries, whose place becomes free later.
                 memory.fill(turns, 0, k, from * TILE, bounds(mask));
                 memory.fill(turns, 1, v, from * TILE, bounds(mask));
                 memory.resident_free().wait((parts + 1) % 2);
-                Memory::<GROUPS, TILE, PARTS, SLOTS>::copy(memory.resident(0), rows, q, first, bounds(mask));
-                Memory::<GROUPS, TILE, PARTS, SLOTS>::copy(memory.resident(1), rows, dout, first, bounds(mask));
-                memory.resident_full().arrive_after_copies();
+                memory.fill_resident([q, dout], first, bounds(mask));
                 (turns, parts) = (turns + 1, parts + 1);
                 let mut tile = from + 1;
                 while tile < until {
@@ -97,7 +95,7 @@ pub(super) unsafe fn queries<
             }
             return;
         }
-        let group = multiplying_group::<GROUPS>();
+        let group = multiplying_group::<GROUPS, PARTS>();
         let warp = Converged::assume();
         let factor = problem.scale * LOG2_E;
         while slot_of(&problem, own_round) < items.end {
@@ -115,7 +113,6 @@ pub(super) unsafe fn queries<
             memory.skip(turns, turns + own_from - from);
             if from < until {
                 memory.resident_full().wait(parts % 2);
-                fence_async();
             }
             if own_from < own_until {
                 let (mut base, mut delta_here) = ([0.0; 2], [0.0; 2]);
@@ -145,7 +142,7 @@ pub(super) unsafe fn queries<
                             $after = undefined_sums();
                             memory.multiply_rows(&mut $after, group, 0, turn + more, 0);
                         } else {
-                            memory.wait_unfenced(turn, 0);
+                            memory.wait_full(turn, 0);
                             memory.wait_full(turn, 1);
                             memory.multiply_rows(&mut $scores, group, 0, turn, 0);
                             memory.multiply_rows(&mut gradients, group, 1, turn, 1);
@@ -225,8 +222,8 @@ pub(super) unsafe fn queries<
     }
 }
 
-/// Computes dk and dv of this block's keys. If `STORE`, also stores ds, in a launch that begins at
-/// key head `before` of all samples' heads.
+/// Computes dk and dv of this block's tile of keys, or two if `in_pairs`. If `STORE`, it has one, of
+/// a launch that begins at key head `before` of all samples' heads, and also stores ds.
 ///
 /// # Safety
 /// The requirements of [`queries`] hold. `stored` has the tiles of the launch's heads if `STORE`.
@@ -242,145 +239,179 @@ pub(super) unsafe fn keys<
     const HELD: usize,
     const STORE: bool,
 >(
-    problem: Problem<'_, bf16>,
+    inputs: Inputs<'_>,
     lse: &[f32],
     delta: &[f32],
-    dout: &[bf16],
     dqkv: *mut bf16,
+    in_pairs: bool,
     before: u32,
     stored: *mut bf16,
 ) where
     [[f32; 4]; TILES]: Accumulators,
     [[f32; 4]; MADE]: Accumulators,
 {
+    let problem = inputs.problem;
     // SAFETY: the argument in `queries` holds here too.
     unsafe {
         let memory = Memory::<GROUPS, TILE, PARTS, SLOTS>::new(2, 2);
         let rows = Memory::<GROUPS, TILE, PARTS, SLOTS>::RESIDENT;
-        let place = |rows: u32| {
+        let tiles = problem.tokens.div_ceil(rows);
+        // Found again wherever it is used: registers that hold it meanwhile would be too many.
+        let place = || {
             if STORE {
-                place_in_part(&problem, rows, problem.kv_heads, before, false)
+                place_in_part(&problem, launder_reg(rows), problem.kv_heads, before, false)
             } else {
-                Place::new(&problem, rows, problem.kv_heads, false)
+                place_of_keys(&problem, launder_reg(rows), in_pairs)
             }
         };
-        let Place { sample, head: kv_head, first, mask } = place(rows);
-        let block_first = first;
-        // A kernel that stores scores finds its place again where it needs it: registers that hold
-        // it meanwhile would be too many.
-        macro_rules! place_again {
-            () => {
-                if STORE { place(launder_reg(rows)) } else { Place { sample, head: kv_head, first: block_first, mask } }
-            };
-        }
-        let [from, until] = mask.queries_of(first, rows, TILE);
-        let bounds = [mask.length, problem.width];
-        let (heads, turns) = (heads_of_group(&problem), until - from);
+        let Place { first: block_first, mask, .. } = place();
+        // A second tile is as far from the end as the first from the start. Under a causal mask,
+        // all pairs have the same work. If the second has queries, so has the first: both have turns
+        // with resident rows, or only the first.
+        let last = (tiles - 1) * rows;
+        let first_of = |number: u32, first: u32| if number == 0 { first } else { last - first };
+        let count = if !STORE && PARTS == 1 && in_pairs && 2 * block_first != last { 2 } else { 1 };
+        let heads = heads_of_group(&problem);
+        let (mut turns_before, mut number) = (0, 0);
         if copies() {
-            leave_registers::<GROUPS>();
-            if from < until {
-                let Place { sample, head: kv_head, .. } = place_again!();
-                let (k, v) = (problem.rows(1, sample, kv_head), problem.rows(2, sample, kv_head));
-                Memory::<GROUPS, TILE, PARTS, SLOTS>::copy(memory.resident(0), rows, k, first, bounds);
-                Memory::<GROUPS, TILE, PARTS, SLOTS>::copy(memory.resident(1), rows, v, first, bounds);
-                memory.resident_full().arrive_after_copies();
-                memory.fill_queries(&problem, (sample, kv_head), dout, [lse, delta], [from, until], mask.length);
+            leave_registers::<GROUPS, PARTS>();
+            while number < count {
+                let Place { sample, head: kv_head, first, mask } = place();
+                let first = first_of(number, first);
+                let [from, until] = mask.queries_of(first, rows, TILE);
+                if from < until {
+                    let (k, v) = (inputs.head(1, sample, kv_head), inputs.head(2, sample, kv_head));
+                    memory.resident_free().wait((number + 1) % 2);
+                    memory.fill_resident([k, v], first, [mask.length, problem.width]);
+                    let (statistics, tiles) = ([lse, delta], [from, until]);
+                    turns_before =
+                        memory.fill_queries(&inputs, (sample, kv_head), statistics, tiles, mask.length, turns_before);
+                }
+                number += 1;
             }
             return;
         }
-        let group = multiplying_group::<GROUPS>();
+        let group = multiplying_group::<GROUPS, PARTS>();
         let warp = Converged::assume();
-        let first = first + group * GROUP_ROWS;
         let factor = problem.scale * LOG2_E;
-        let mut dk: [[f32; 4]; MADE] = core::mem::zeroed();
-        let mut dv: [[f32; 4]; MADE] = core::mem::zeroed();
-        let [own_from, own_until] =
-            Memory::<GROUPS, TILE, PARTS, SLOTS>::own(mask.queries_of(first, GROUP_ROWS, TILE), until);
-        let (mut k, mut v) = ([[[0; 4]; 4]; HELD], [[[0; 4]; 4]; HELD]);
-        if from < until {
-            memory.resident_full().wait(0);
-            fence_async();
-            (k, v) = (memory.hold::<HELD>(0, group), memory.hold::<HELD>(1, group));
-        }
-        // The number of the group's first head in this launch.
-        let mut first_stored = 0;
-        if STORE {
-            let Place { sample, head: kv_head, .. } = place_again!();
-            first_stored = (sample as u32 * problem.kv_heads + kv_head - before) * heads;
-        }
-        let mut head = 0;
-        while head < heads {
-            let so_far = head * turns;
-            memory.skip(so_far, so_far + own_from - from);
-            if own_from < own_until {
-                let mut scores: [[f32; 4]; TILES] = core::mem::zeroed();
-                let mut gradients: [[f32; 4]; TILES] = core::mem::zeroed();
-                let mut p: [[[u32; 4]; 4]; BLOCKS] = core::mem::zeroed();
-                let mut ds: [[[u32; 4]; 4]; BLOCKS] = core::mem::zeroed();
-                let mut tile = own_from;
-                while tile < own_until {
-                    let turn = so_far + tile - from;
-                    memory.wait_full(turn, 0);
-                    // The waits are also for the last turn's products. Wide heads leave no
-                    // registers for dp before that.
-                    if HELD > 0 {
-                        memory.multiply_held(&mut scores, &k, turn, 0);
-                        memory.wait_full(turn, 1);
-                        memory.multiply_held(&mut gradients, &v, turn, 1);
-                        scores.wait::<1>();
-                    } else {
-                        memory.multiply_rows(&mut scores, group, 0, turn, 0);
-                        scores.wait::<0>();
-                        memory.wait_full(turn, 1);
-                        memory.multiply_rows(&mut gradients, group, 1, turn, 1);
+        while number < count {
+            let first = first_of(number, block_first);
+            let [from, until] = mask.queries_of(first, rows, TILE);
+            let turns = until - from;
+            let first = first + group * GROUP_ROWS;
+            let mut dk: [[f32; 4]; MADE] = core::mem::zeroed();
+            let mut dv: [[f32; 4]; MADE] = core::mem::zeroed();
+            let [own_from, own_until] =
+                Memory::<GROUPS, TILE, PARTS, SLOTS>::own(mask.queries_of(first, GROUP_ROWS, TILE), until);
+            let (mut k, mut v) = ([[[0; 4]; 4]; HELD], [[[0; 4]; 4]; HELD]);
+            if from < until {
+                memory.resident_full().wait(number % 2);
+                (k, v) = (memory.hold::<HELD>(0, group), memory.hold::<HELD>(1, group));
+                if HELD > 0 {
+                    // All lanes have read theirs before the warp's arrival.
+                    sync_warp(u32::MAX);
+                    memory.resident_free().arrive_if(lane_id() == 0);
+                }
+            }
+            // The number of the group's first head in this launch.
+            let mut first_stored = 0;
+            if STORE {
+                let Place { sample, head: kv_head, .. } = place();
+                first_stored = (sample as u32 * problem.kv_heads + kv_head - before) * heads;
+            }
+            let mut head = 0;
+            while head < heads {
+                let so_far = turns_before + head * turns;
+                memory.skip(so_far, so_far + own_from - from);
+                if own_from < own_until {
+                    let mut scores: [[f32; 4]; TILES] = core::mem::zeroed();
+                    let mut gradients: [[f32; 4]; TILES] = core::mem::zeroed();
+                    let mut p: [[[u32; 4]; 4]; BLOCKS] = core::mem::zeroed();
+                    let mut ds: [[[u32; 4]; 4]; BLOCKS] = core::mem::zeroed();
+                    let mut tile = own_from;
+                    while tile < own_until {
+                        let turn = so_far + tile - from;
+                        memory.wait_full(turn, 0);
+                        // The waits are also for the last turn's products. Wide heads leave no
+                        // registers for dp before that.
+                        if HELD > 0 {
+                            memory.multiply_held(&mut scores, &k, turn, 0);
+                            memory.wait_full(turn, 1);
+                            memory.multiply_held(&mut gradients, &v, turn, 1);
+                            scores.wait::<1>();
+                        } else {
+                            memory.multiply_rows(&mut scores, group, 0, turn, 0);
+                            scores.wait::<0>();
+                            memory.wait_full(turn, 1);
+                            memory.multiply_rows(&mut gradients, group, 1, turn, 1);
+                        }
+                        // All lanes have read the last turn's values.
+                        sync_warp(u32::MAX);
+                        memory.set_free_if(tile > own_from, turn.wrapping_sub(1), 0);
+                        memory.set_free_if(tile > own_from, turn.wrapping_sub(1), 1);
+                        hide(&mut scores, mask, [first, tile * TILE], [GROUP_ROWS, TILE], true);
+                        let numbers = [memory.numbers(turn % SLOTS, 0), memory.numbers(turn % SLOTS, 1)];
+                        let column = 2 * (lane_id() % 4);
+                        unroll_on_gpu!(n < TILES, at most 16 => {
+                            let base = numbers[0].get2(8 * n as u32 + column).map(|lse| lse * -LOG2_E);
+                            unroll_on_gpu!(at < 4 => {
+                                scores[n][at] = exp2_weight(scores[n][at], factor, base[at % 2]);
+                            });
+                        });
+                        round(&scores, &mut p);
+                        memory.multiply_weights(&mut dv, &p, turn, 1);
+                        gradients.wait::<1>();
+                        unroll_on_gpu!(n < TILES, at most 16 => {
+                            let deltas = numbers[1].get2(8 * n as u32 + column);
+                            unroll_on_gpu!(at < 4 => {
+                                gradients[n][at] = scores[n][at] * (gradients[n][at] - deltas[at % 2]);
+                            });
+                        });
+                        round(&gradients, &mut ds);
+                        if STORE {
+                            let place = [launder_reg(first) / GROUP_ROWS, tile];
+                            let scores = StoredScores::new(&problem, first_stored + head);
+                            scores.write(core::array::from_ref(&ds[0]), place, stored.cast());
+                        }
+                        memory.multiply_weights(&mut dk, &ds, turn, 0);
+                        tile += 1;
                     }
+                    dv.wait::<0>();
+                    dk.wait::<0>();
                     // All lanes have read the last turn's values.
                     sync_warp(u32::MAX);
-                    memory.set_free_if(tile > own_from, turn.wrapping_sub(1), 0);
-                    memory.set_free_if(tile > own_from, turn.wrapping_sub(1), 1);
-                    hide(&mut scores, mask, [first, tile * TILE], [GROUP_ROWS, TILE], true);
-                    let numbers = [memory.numbers(turn % SLOTS, 0), memory.numbers(turn % SLOTS, 1)];
-                    let column = 2 * (lane_id() % 4);
-                    unroll_on_gpu!(n < TILES, at most 16 => {
-                        let base = numbers[0].get2(8 * n as u32 + column).map(|lse| lse * -LOG2_E);
-                        unroll_on_gpu!(at < 4 => {
-                            scores[n][at] = exp2_weight(scores[n][at], factor, base[at % 2]);
-                        });
-                    });
-                    round(&scores, &mut p);
-                    memory.multiply_weights(&mut dv, &p, turn, 1);
-                    gradients.wait::<1>();
-                    unroll_on_gpu!(n < TILES, at most 16 => {
-                        let deltas = numbers[1].get2(8 * n as u32 + column);
-                        unroll_on_gpu!(at < 4 => {
-                            gradients[n][at] = scores[n][at] * (gradients[n][at] - deltas[at % 2]);
-                        });
-                    });
-                    round(&gradients, &mut ds);
-                    if STORE {
-                        let place = [launder_reg(first) / GROUP_ROWS, tile];
-                        let scores = StoredScores::new(&problem, first_stored + head);
-                        scores.write(core::array::from_ref(&ds[0]), place, stored.cast());
-                    }
-                    memory.multiply_weights(&mut dk, &ds, turn, 0);
-                    tile += 1;
+                    memory.set_free_if(true, so_far + tile - 1 - from, 0);
+                    memory.set_free_if(true, so_far + tile - 1 - from, 1);
                 }
-                dv.wait::<0>();
-                dk.wait::<0>();
-                // All lanes have read the last turn's values.
-                sync_warp(u32::MAX);
-                memory.set_free_if(true, so_far + tile - 1 - from, 0);
-                memory.set_free_if(true, so_far + tile - 1 - from, 1);
+                memory.skip(so_far + own_until - from, so_far + turns);
+                head += 1;
             }
-            memory.skip(so_far + own_until - from, so_far + turns);
-            head += 1;
+            memory.resident_free().arrive_if(HELD == 0 && from < until && lane_id() == 0);
+            turns_before += heads * turns;
+            let Place { sample, head: kv_head, first, mask } = place();
+            let first = first_of(number, first) + group * GROUP_ROWS;
+            number += 1;
+            let (k, v) = (problem.rows(1, sample, kv_head), problem.rows(2, sample, kv_head));
+            let warp_row = first + thread::thread_idx_x() % WARPGROUP / LANES * 16;
+            let bounds = [warp_row, mask.length, problem.tokens, problem.width];
+            store(warp, &dk, problem.scale, k, bounds, dqkv);
+            store(warp, &dv, 1.0, v, bounds, dqkv);
         }
-        let Place { sample, head: kv_head, first, mask } = place_again!();
-        let first = first + group * GROUP_ROWS;
-        let (k, v) = (problem.rows(1, sample, kv_head), problem.rows(2, sample, kv_head));
-        let warp_row = first + thread::thread_idx_x() % WARPGROUP / LANES * 16;
-        let bounds = [warp_row, mask.length, problem.tokens, problem.width];
-        store(warp, &dk, problem.scale, k, bounds, dqkv);
-        store(warp, &dv, 1.0, v, bounds, dqkv);
+    }
+}
+
+/// Returns the place of this block's tile of keys, or of the first of its two if `in_pairs`.
+///
+/// # Safety
+/// The contract has accepted the problem. The grid has a block for each tile or pair of each key
+/// head.
+#[inline(always)]
+unsafe fn place_of_keys<'k>(problem: &Problem<'k, bf16>, rows: u32, in_pairs: bool) -> Place<'k> {
+    let tiles = problem.tokens.div_ceil(rows);
+    // SAFETY: the contract has checked that there are tokens and heads.
+    unsafe {
+        let (number, tile) = divide_short(thread::block_idx_x(), if in_pairs { tiles.div_ceil(2) } else { tiles });
+        let (sample, head) = divide_short(number, problem.kv_heads);
+        Place::of(problem, sample as usize, head, tile * rows)
     }
 }

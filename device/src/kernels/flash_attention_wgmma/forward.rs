@@ -8,14 +8,14 @@
 //! Invariant: the four lanes of a row have the same maximum, bit for bit. Until the end, each lane
 //! has the sum of its own keys.
 
+use super::heads::Inputs;
 use super::items::{Items, slot_of};
 use super::rows::{copies, hide, kv_head_of, leave_registers, multiplying_group, resident_row, round, store};
 use super::shape::{GROUP_ROWS, WARPGROUP};
 use super::tile::Memory;
-use crate::flash_attention::place::{MaskRange, Place, Problem};
+use crate::flash_attention::place::{MaskRange, Place};
 use crate::flash_attention_mma::within_growth;
 use crate::machine::warpgroup::{Accumulators, hold};
-use crate::machine::wgmma::fence_async;
 use crate::math::{self, exp2_negative, exp2_weight, larger_or_nan};
 use crate::unroll_on_gpu;
 use crate::vector;
@@ -93,26 +93,26 @@ pub(super) unsafe fn forward<
     const SLOTS: u32,
     const MADE: usize,
 >(
-    problem: Problem<'_, bf16>,
+    inputs: Inputs<'_>,
     out: *mut bf16,
     lse: *mut f32,
 ) where
     [[f32; 4]; TILES]: Accumulators,
     [[f32; 4]; MADE]: Accumulators,
 {
+    let problem = inputs.problem;
     // SAFETY: the contract has checked that the rows of every head lie inside the arguments. Each
     // warpgroup loops over the same tiles and reaches every barrier of its role. The lanes of a
     // warp are converged at every product and shuffle.
     unsafe {
         let memory = Memory::<GROUPS, TILE, PARTS, SLOTS>::new(1, 0);
-        let rows = Memory::<GROUPS, TILE, PARTS, SLOTS>::RESIDENT;
-        let items = Items::new::<GROUPS>(&problem);
+        let items = Items::new::<GROUPS>(&inputs);
         let bounds = |mask: MaskRange<'_>| [mask.length, problem.width];
         // The turns and the items with turns so far.
         let (mut turns, mut parts) = (0, 0);
         let mut own_round = items.occupied(&problem, 0);
         if copies() {
-            leave_registers::<GROUPS>();
+            leave_registers::<GROUPS, PARTS>();
             while slot_of(&problem, own_round) < items.end {
                 let (Place { sample, head, first, mask }, own_rows) =
                     items.place::<GROUPS>(&problem, slot_of(&problem, own_round));
@@ -122,13 +122,11 @@ pub(super) unsafe fn forward<
                     continue;
                 }
                 let kv_head = kv_head_of(&problem, head);
-                let (k, v) = (problem.rows(1, sample, kv_head), problem.rows(2, sample, kv_head));
+                let (k, v) = (inputs.head(1, sample, kv_head), inputs.head(2, sample, kv_head));
                 // Before the queries, whose place becomes free later.
                 memory.fill(turns, 0, k, from * TILE, bounds(mask));
                 memory.resident_free().wait((parts + 1) % 2);
-                let q = problem.rows(0, sample, head);
-                Memory::<GROUPS, TILE, PARTS, SLOTS>::copy(memory.resident(0), rows, q, first, bounds(mask));
-                memory.resident_full().arrive_after_copies();
+                memory.fill_resident([inputs.head(0, sample, head)], first, bounds(mask));
                 memory.fill(turns, 1, v, from * TILE, bounds(mask));
                 (turns, parts) = (turns + 1, parts + 1);
                 let mut tile = from + 1;
@@ -140,7 +138,7 @@ pub(super) unsafe fn forward<
             }
             return;
         }
-        let group = multiplying_group::<GROUPS>();
+        let group = multiplying_group::<GROUPS, PARTS>();
         let warp = Converged::assume();
         // A score's weight is 2^(score factor - maximum factor).
         let factor = problem.scale * LOG2_E;
@@ -160,7 +158,6 @@ pub(super) unsafe fn forward<
                 // The turn of tile 0.
                 let zero = turns.wrapping_sub(from);
                 memory.resident_full().wait(parts % 2);
-                fence_async();
                 if own_from < own_until {
                     let mut scores: [[f32; 4]; TILES] = core::mem::zeroed();
                     let mut p: [[[u32; 4]; 4]; BLOCKS] = core::mem::zeroed();
@@ -178,15 +175,9 @@ pub(super) unsafe fn forward<
                     tile += 1;
                     while tile < own_until {
                         let turn = zero.wrapping_add(tile);
-                        // Measured: one fence is faster for narrow heads, and slower for others.
-                        if PARTS == 1 {
-                            memory.wait_unfenced(turn - 1, 1);
-                        }
                         memory.wait_full(turn, 0);
                         memory.multiply_rows(&mut scores, group, 0, turn, 0);
-                        if PARTS > 1 {
-                            memory.wait_full(turn - 1, 1);
-                        }
+                        memory.wait_full(turn - 1, 1);
                         memory.multiply_weights(&mut sums, &p, turn - 1, 1);
                         scores.wait::<1>();
                         memory.set_free_if(true, turn, 0);

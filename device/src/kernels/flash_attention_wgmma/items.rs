@@ -14,8 +14,9 @@
 //! ```
 //! Invariant: each tile of each head is in one slot, and each slot belongs to one block.
 
+use super::heads::Inputs;
 use super::shape::GROUP_ROWS;
-use crate::block::{divide, divide_short, launder_reg};
+use crate::block::{divide_short, launder_reg};
 use crate::flash_attention::place::{Place, Problem};
 use cuda_std::thread;
 use half::bf16;
@@ -42,17 +43,10 @@ pub(super) struct Items {
 
 impl Items {
     /// Returns the items, which have up to `GROUPS` groups of rows.
-    ///
-    /// # Safety
-    /// The contract has accepted the problem.
     #[inline(always)]
-    pub(super) unsafe fn new<const GROUPS: u32>(problem: &Problem<'_, bf16>) -> Self {
+    pub(super) fn new<const GROUPS: u32>(Inputs { problem, samples, .. }: &Inputs<'_>) -> Self {
         let tiles = problem.tokens.div_ceil(GROUPS * GROUP_ROWS);
-        let all_heads = (problem.heads + 2 * problem.kv_heads) as usize;
-        // SAFETY: the contract has checked that there are tokens, heads and columns.
-        let (samples, _) =
-            unsafe { divide(problem.qkv.len(), all_heads * problem.width as usize * problem.tokens as usize) };
-        let heads = samples as u32 * problem.heads;
+        let heads = samples * problem.heads;
         let two_rounds = 2 * thread::grid_dim_x();
         let at_once = if !turns_back(problem) {
             // Blocks that have one item each take one head after another.
@@ -60,13 +54,17 @@ impl Items {
         } else if two_rounds < tiles {
             1
         } else {
-            two_rounds / tiles
+            // SAFETY: the contract has checked that there are tokens.
+            unsafe { divide_short(two_rounds, tiles).0 }
         };
         let at_once = if at_once < heads { at_once } else { heads };
         let filled = at_once * tiles;
         // Each section begins with a round that goes forwards.
-        let slots = if turns_back(problem) { filled.next_multiple_of(two_rounds) } else { filled };
-        let last = heads / at_once - 1;
+        // SAFETY: a grid has blocks, and a section has heads.
+        let [rounds, sections] =
+            unsafe { [divide_short(filled + two_rounds - 1, two_rounds).0, divide_short(heads, at_once).0] };
+        let slots = if turns_back(problem) { rounds * two_rounds } else { filled };
+        let last = sections - 1;
         let (last_start, last_before) = (last * slots, last * at_once);
         Self { end: last_start + (heads - last_before) * tiles, last_start, last_before, slots, filled, at_once, heads }
     }

@@ -82,13 +82,15 @@ pub(super) fn copies() -> bool {
 /// All threads of the copying warpgroup call it together, and those of the others
 /// [`multiplying_group`].
 #[inline(always)]
-pub(super) unsafe fn leave_registers<const GROUPS: u32>() {
+pub(super) unsafe fn leave_registers<const GROUPS: u32, const PARTS: u32>() {
     // SAFETY: the whole warpgroup executes this: the function's contract.
     unsafe {
-        if GROUPS == 2 {
-            registers::<{ registers_of(2)[0] }, false>();
+        if GROUPS == 3 {
+            registers::<{ registers_of(3, 1)[0] }, false>();
+        } else if PARTS == 1 {
+            registers::<{ registers_of(2, 1)[0] }, false>();
         } else {
-            registers::<{ registers_of(3)[0] }, false>();
+            registers::<{ registers_of(2, 2)[0] }, false>();
         }
     }
 }
@@ -99,17 +101,18 @@ pub(super) unsafe fn leave_registers<const GROUPS: u32>() {
 /// # Safety
 /// All threads of the warpgroup call it together, and those of the copying one [`leave_registers`].
 #[inline(always)]
-pub(super) unsafe fn multiplying_group<const GROUPS: u32>() -> u32 {
+pub(super) unsafe fn multiplying_group<const GROUPS: u32, const PARTS: u32>() -> u32 {
     const { assert!(GROUPS == 2 || GROUPS == 3) };
     // SAFETY: the whole warpgroup executes this: the function's contract.
     unsafe {
-        if GROUPS == 2 {
-            registers::<{ registers_of(2)[1] }, true>();
+        if GROUPS == 3 {
+            registers::<{ registers_of(3, 1)[1] }, true>();
+        } else if PARTS == 1 {
+            registers::<{ registers_of(2, 1)[1] }, true>();
         } else {
-            registers::<{ registers_of(3)[1] }, true>();
+            registers::<{ registers_of(2, 2)[1] }, true>();
         }
-        // The assembler knows that a shuffle from one lane gives all the same.
-        warp::warp_shuffle_idx(u32::MAX, thread::thread_idx_x() / WARPGROUP - 1, 0, LANES).0
+        Converged::assume().uniform(thread::thread_idx_x() / WARPGROUP - 1)
     }
 }
 

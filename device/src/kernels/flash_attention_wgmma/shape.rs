@@ -11,12 +11,16 @@
 use crate::machine::mbarrier::BARRIER_BYTES;
 
 /// Returns the registers of a thread that copies, and of one that multiplies, in a block of
-/// `groups` multiplying warpgroups. Threads begin with equal numbers, multiples of 8, of the 65,536
-/// of a multiprocessor, and later have no more together.
-pub(super) const fn registers_of(groups: u32) -> [u32; 2] {
+/// `groups` multiplying warpgroups and `parts` parts of 64 columns. Threads begin with equal
+/// numbers, multiples of 8, of the 65,536 of a multiprocessor, and later have no more together.
+pub(super) const fn registers_of(groups: u32, parts: u32) -> [u32; 2] {
     let threads = WARPGROUP * (groups + 1);
     let all = 65_536 / threads / 8 * 8 * (groups + 1);
-    let copying = if groups == 2 { 24 } else { 32 };
+    let copying = match (groups, parts) {
+        (2, 1) => 40,
+        (2, _) => 24,
+        _ => 32,
+    };
     [copying, (all - copying) / groups / 8 * 8]
 }
 

@@ -22,6 +22,7 @@
 //! Invariant: a kernel uses only tiles that the mask does not hide entirely; the others may never
 //! have been written. Each sum has the order of [`backward`](super::backward), and the same bits.
 
+use super::heads::Inputs;
 use super::rows::{
     copies, heads_of_group, hide, kv_head_of, leave_registers, multiplying_group, place_in_part, round, store,
 };
@@ -32,7 +33,6 @@ use crate::flash_attention::place::{Place, Problem};
 use crate::flash_attention_mma::Gradient;
 use crate::machine::warpgroup::{Accumulators, wait_products};
 use crate::math::exp2_weight;
-use crate::mma::fragments::CHUNK_WORDS;
 use crate::tile::SharedTile;
 use crate::unroll_on_gpu;
 use crate::vector;
@@ -48,8 +48,6 @@ const SIDE: u32 = TOKENS / 16;
 const SQUARE: u32 = 128;
 const MATRIX: u32 = 32;
 const WORDS: u32 = SIDE * SIDE * SQUARE;
-
-const _: () = assert!(WORDS == 4 * WARPGROUP * CHUNK_WORDS, "a thread makes four copies of a group");
 
 /// Returns the stored elements of p, or of ds, for a head of `tokens` tokens. `causal` is true if
 /// no query sees a later key.
@@ -126,17 +124,17 @@ pub(super) unsafe fn scores<
     const SLOTS: u32,
     const HELD: usize,
 >(
-    problem: Problem<'_, bf16>,
+    inputs: Inputs<'_>,
     before: u32,
     lse: &[f32],
     delta: &[f32],
-    dout: &[bf16],
     p: *mut bf16,
     ds: *mut bf16,
 ) where
     [[f32; 4]; TILES]: Accumulators,
 {
     const { assert!(TILE == TOKENS && HELD == PARTS as usize) };
+    let problem = inputs.problem;
     // SAFETY: the argument in `backward::queries` holds here. The tiles lie inside `p` and `ds`.
     unsafe {
         let memory = Memory::<GROUPS, TILE, PARTS, SLOTS>::new(1, 2);
@@ -150,17 +148,15 @@ pub(super) unsafe fn scores<
             return;
         }
         if copies() {
-            leave_registers::<GROUPS>();
-            let (k, v) = (problem.rows(1, sample, kv_head), problem.rows(2, sample, kv_head));
-            Memory::<GROUPS, TILE, PARTS, SLOTS>::copy(memory.resident(0), rows, k, first, bounds);
-            memory.resident_full().arrive_after_copies();
+            leave_registers::<GROUPS, PARTS>();
+            let (k, v) = (inputs.head(1, sample, kv_head), inputs.head(2, sample, kv_head));
+            memory.fill_resident([k], first, bounds);
             memory.resident_free().wait(0);
-            Memory::<GROUPS, TILE, PARTS, SLOTS>::copy(memory.resident(0), rows, v, first, bounds);
-            memory.resident_full().arrive_after_copies();
-            memory.fill_queries(&problem, (sample, kv_head), dout, [lse, delta], [from, until], mask.length);
+            memory.fill_resident([v], first, bounds);
+            memory.fill_queries(&inputs, (sample, kv_head), [lse, delta], [from, until], mask.length, 0);
             return;
         }
-        let group = multiplying_group::<GROUPS>();
+        let group = multiplying_group::<GROUPS, PARTS>();
         let first = first + group * GROUP_ROWS;
         let factor = problem.scale * LOG2_E;
         memory.resident_full().wait(0);
@@ -237,10 +233,9 @@ pub(super) unsafe fn from_scores<
     const MADE: usize,
     const OF: usize,
 >(
-    problem: Problem<'_, bf16>,
+    inputs: Inputs<'_>,
     before: u32,
     scores: &[bf16],
-    dout: &[bf16],
     dqkv: *mut bf16,
 ) where
     [[f32; 4]; MADE]: Accumulators,
@@ -248,6 +243,7 @@ pub(super) unsafe fn from_scores<
     // The squares of a tile fill its array.
     const { assert!(TILE == GROUP_ROWS && GROUP_ROWS * GROUPS * TILE <= TILE * PARTS * 64) };
     let of_queries = matches!(Gradient::ALL[OF], Gradient::Queries);
+    let problem = inputs.problem;
     // SAFETY: the argument in `backward::queries` holds here too. The squares lie inside `scores`.
     unsafe {
         let memory = Memory::<GROUPS, TILE, PARTS, SLOTS>::new(0, 0);
@@ -267,35 +263,26 @@ pub(super) unsafe fn from_scores<
         let (first_head, heads) = if of_queries { (own_head, 1) } else { (own_head * heads_of_group, heads_of_group) };
         let of_launch = |head: u32| sample as u32 * problem.heads + head - before * heads_of_group;
         if copies() {
-            leave_registers::<GROUPS>();
+            leave_registers::<GROUPS, PARTS>();
             let mut number = 0;
             while number < heads && from < until {
                 let head = first_head + number;
                 let streamed = match Gradient::ALL[OF] {
-                    Gradient::Queries => problem.rows(1, sample, kv_head_of(&problem, head)),
-                    Gradient::Keys => problem.rows(0, sample, head),
-                    Gradient::Values => problem.output_rows(dout, sample, head),
+                    Gradient::Queries => inputs.head(1, sample, kv_head_of(&problem, head)),
+                    Gradient::Keys => inputs.head(0, sample, head),
+                    Gradient::Values => inputs.output_head(sample, head),
                 };
                 let stored = StoredScores::new(&problem, of_launch(head));
                 let mut tile = from;
                 while tile < until {
                     let turn = number * turns + tile - from;
-                    memory.fill_by(turn, 0, |slot| {
-                        let own = thread::thread_idx_x() * CHUNK_WORDS;
-                        let mut group = 0;
-                        while group < GROUPS {
-                            let resident = first / TOKENS + group;
-                            let [key, query] = if of_queries { [tile, resident] } else { [resident, tile] };
-                            let from = 2 * (stored.word(key, query) + own) as usize;
-                            if resident < stored.tiles {
-                                unroll_on_gpu!(step < 4 => {
-                                    let down = step as u32 * WARPGROUP * CHUNK_WORDS;
-                                    slot.copy_chunk(group * WORDS + own + down, scores, from + 2 * down as usize);
-                                });
-                            }
-                            group = launder_reg(group + 1);
-                        }
-                    });
+                    let start = |group: u32| {
+                        let resident = first / TOKENS + group;
+                        let [key, query] = if of_queries { [tile, resident] } else { [resident, tile] };
+                        2 * stored.word(key, query) as usize
+                    };
+                    let exists = |group: u32| first / TOKENS + group < stored.tiles;
+                    memory.fill_parts(turn, WORDS, scores, start, exists);
                     memory.fill(turn, 1, streamed, tile * TILE, bounds);
                     tile += 1;
                 }
@@ -303,7 +290,7 @@ pub(super) unsafe fn from_scores<
             }
             return;
         }
-        let group = multiplying_group::<GROUPS>();
+        let group = multiplying_group::<GROUPS, PARTS>();
         let warp = Converged::assume();
         let own_first = first + group * GROUP_ROWS;
         let mut sums: [[f32; 4]; MADE] = core::mem::zeroed();

@@ -1,8 +1,8 @@
-//! A block's shared memory: the warpgroup that fills it, and the barriers between that and the
-//! warpgroups that multiply.
+//! A block's shared memory, and the barriers between the warpgroup that fills it
+//! ([`copies`](super::copies)) and the warpgroups that multiply.
 //!
 //! ```text
-//! warpgroup 0   waits until a slot is free -> copies a tile into it -> .. (cp.async)
+//! warpgroup 0   waits until a slot is free -> copies a tile into it -> ..
 //! the others    wait until a slot is full -> multiply -> free it -> ..
 //! ```
 //! A tile lies in parts of 64 columns. A row of a part is 128 bytes, whose 16-byte chunks are
@@ -10,22 +10,16 @@
 //!
 //! Invariant: everything past the rows or columns of a head is 0 in shared memory.
 
-use super::rows::{heads_of_group, resident_row};
-use super::shape::{GROUP_ROWS, PART, ROW, WARPGROUP, barriers_of};
-use crate::block::launder_reg;
-use crate::flash_attention::place::{Problem, Rows};
+use super::rows::resident_row;
+use super::shape::{GROUP_ROWS, ROW, WARPGROUP, barriers_of};
 use crate::machine::mbarrier::{BARRIER_BYTES, Barrier, fence_barriers};
 use crate::machine::warpgroup::{Accumulators, Operand, begin_products, commit_products};
-use crate::machine::wgmma::{align_stages, fence_async, undefined_sums};
+use crate::machine::wgmma::{align_stages, undefined_sums};
 use crate::mma::fragments::CHUNK_WORDS;
 use crate::tile::SharedTile;
 use crate::unroll_on_gpu;
 use crate::warp::LANES;
 use cuda_std::{thread, warp};
-use half::bf16;
-
-/// The chunks of a row of a part.
-const CHUNKS: u32 = ROW / CHUNK_WORDS;
 
 /// The tiles of a block's shared memory: `GROUPS` warpgroups with 64 resident rows each, streamed
 /// tiles of `TILE` rows in `SLOTS` slots, and `PARTS` parts of 64 columns.
@@ -40,9 +34,6 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32, const SLOTS: u32> Mem
     const BARRIERS: u32 = barriers_of(SLOTS);
     /// The resident rows of the block.
     pub(super) const RESIDENT: u32 = GROUP_ROWS * GROUPS;
-    /// The rows that the copying warpgroup copies at once.
-    const PASS: u32 = WARPGROUP / (CHUNKS * PARTS);
-
     /// Returns the memory of a block with resident rows of `arrays` arrays, and `numbers` values
     /// for each row of a tile. Initializes the barriers.
     ///
@@ -56,9 +47,9 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32, const SLOTS: u32> Mem
         if thread::thread_idx_x() == 0 {
             let mut number = 0;
             while number < Self::BARRIERS {
-                let arrivals = if number < Self::BARRIERS / 2 { WARPGROUP } else { GROUPS * WARPGROUP / LANES };
+                let warps = if number < Self::BARRIERS / 2 { 1 } else { GROUPS } * (WARPGROUP / LANES);
                 // SAFETY: one thread initializes the barriers, which lie after the tiles.
-                unsafe { memory.barrier(number).init(arrivals) };
+                unsafe { memory.barrier(number).init(warps) };
                 number += 1;
             }
             fence_barriers();
@@ -70,18 +61,28 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32, const SLOTS: u32> Mem
     /// Returns the resident rows of an array.
     #[inline(always)]
     pub(super) fn resident(self, array: u32) -> SharedTile<u32> {
-        let words = Self::RESIDENT * PARTS * ROW;
         // SAFETY: the arrays come first in the shared memory that the contract declares.
-        unsafe { SharedTile::new(array * words * 4, words) }
+        unsafe { SharedTile::new(self.resident_start(array) * 4, Self::RESIDENT * PARTS * ROW) }
+    }
+
+    /// Returns the first word of the resident rows of an array.
+    #[inline(always)]
+    pub(super) fn resident_start(self, array: u32) -> u32 {
+        array * Self::RESIDENT * PARTS * ROW
     }
 
     /// Returns a slot's tile of the first streamed array (0) or the second (1).
     #[inline(always)]
     pub(super) fn slot(self, slot: u32, array: u32) -> SharedTile<u32> {
-        let before = (self.arrays * Self::RESIDENT + (2 * slot + array) * TILE) * PARTS * ROW;
         // SAFETY: the slots come after the resident arrays, in the memory that the contract
         // declares.
-        unsafe { SharedTile::new(before * 4, TILE * PARTS * ROW) }
+        unsafe { SharedTile::new(self.slot_start(slot, array) * 4, TILE * PARTS * ROW) }
+    }
+
+    /// Returns the first word of a slot's tile.
+    #[inline(always)]
+    pub(super) fn slot_start(self, slot: u32, array: u32) -> u32 {
+        (self.arrays * Self::RESIDENT + (2 * slot + array) * TILE) * PARTS * ROW
     }
 
     /// Returns a slot's values for the rows of its tile: `lse` (0) or `delta` (1).
@@ -119,13 +120,13 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32, const SLOTS: u32> Mem
 
     /// Returns the barrier at which a slot's array is complete.
     #[inline(always)]
-    fn full(self, slot: u32, array: u32) -> Barrier {
+    pub(super) fn full(self, slot: u32, array: u32) -> Barrier {
         self.barrier(1 + 2 * slot + array)
     }
 
     /// Returns the barrier at which a slot's array is free.
     #[inline(always)]
-    fn free(self, slot: u32, array: u32) -> Barrier {
+    pub(super) fn free(self, slot: u32, array: u32) -> Barrier {
         self.barrier(Self::BARRIERS / 2 + 1 + 2 * slot + array)
     }
 
@@ -135,18 +136,6 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32, const SLOTS: u32> Mem
     /// All lanes of the warp call it together, for ascending turns.
     #[inline(always)]
     pub(super) unsafe fn wait_full(self, turn: u32, array: u32) {
-        // SAFETY: this function's contract is that of `wait_unfenced`.
-        unsafe { self.wait_unfenced(turn, array) };
-        fence_async();
-    }
-
-    /// Waits until the array of a turn is complete, before a [`wait_full`](Self::wait_full) of the
-    /// other array, whose fence is for both.
-    ///
-    /// # Safety
-    /// The requirements of [`wait_full`](Self::wait_full) hold.
-    #[inline(always)]
-    pub(super) unsafe fn wait_unfenced(self, turn: u32, array: u32) {
         // SAFETY: `new` has initialized the barrier.
         unsafe { self.full(turn % SLOTS, array).wait(turn / SLOTS % 2) };
     }
@@ -298,136 +287,6 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32, const SLOTS: u32> Mem
                 sums.multiply_registers::<true, true>(&weights[block], Operand::across(streamed, TILE, 64 * block as u32));
             });
             commit_products();
-        }
-    }
-
-    /// Copies the array of a turn when its slot is free: `TILE` rows from token `first` on.
-    ///
-    /// # Safety
-    /// The copying warpgroup calls it, for ascending turns. See [`copy`](Self::copy) for the rows.
-    #[inline(always)]
-    pub(super) unsafe fn fill(self, turn: u32, array: u32, rows: Rows<'_, bf16>, first: u32, bounds: [u32; 2]) {
-        // SAFETY: `new` has initialized the barriers; the caller guarantees the rest.
-        unsafe {
-            self.free(turn % SLOTS, array).wait((turn / SLOTS + 1) % 2);
-            Self::copy(self.slot(turn % SLOTS, array), TILE, rows, first, bounds);
-            self.full(turn % SLOTS, array).arrive_after_copies();
-        }
-    }
-
-    /// Calls `copy` with the array of a turn when its slot is free. The array is full when the
-    /// copies that `copy` starts have ended.
-    ///
-    /// # Safety
-    /// The copying warpgroup calls it, for ascending turns.
-    #[inline(always)]
-    pub(super) unsafe fn fill_by(self, turn: u32, array: u32, copy: impl FnOnce(SharedTile<u32>)) {
-        // SAFETY: `new` has initialized the barriers.
-        unsafe {
-            self.free(turn % SLOTS, array).wait((turn / SLOTS + 1) % 2);
-            copy(self.slot(turn % SLOTS, array));
-            self.full(turn % SLOTS, array).arrive_after_copies();
-        }
-    }
-
-    /// Copies q, `dout` and both of `values` of the query heads of a key head, one tile a turn: the
-    /// tiles in `tiles` of each head's tokens below `limit`. Q is array 0, and dout array 1.
-    ///
-    /// # Safety
-    /// The copying warpgroup calls it, once. The contract has checked that all heads lie inside
-    /// `problem`, `dout` and `values`.
-    #[inline(always)]
-    pub(super) unsafe fn fill_queries(
-        self,
-        problem: &Problem<'_, bf16>,
-        (sample, kv_head): (usize, u32),
-        dout: &[bf16],
-        values: [&[f32]; 2],
-        [from, until]: [u32; 2],
-        limit: u32,
-    ) {
-        let bounds = [limit, problem.width];
-        // SAFETY: the contract has checked that there are key heads, and that the heads lie inside
-        // the arguments.
-        unsafe {
-            let (heads, turns) = (heads_of_group(problem), until - from);
-            let mut head = 0;
-            while head < heads {
-                let query_head = kv_head * heads + head;
-                let q = problem.rows(0, sample, query_head);
-                let dout = problem.output_rows(dout, sample, query_head);
-                let start = problem.statistics(sample, query_head);
-                let mut tile = from;
-                while tile < until {
-                    let turn = head * turns + tile - from;
-                    self.fill_numbers(turn, values, start, tile * TILE, limit);
-                    self.fill(turn, 0, q, tile * TILE, bounds);
-                    self.fill(turn, 1, dout, tile * TILE, bounds);
-                    tile += 1;
-                }
-                head += 1;
-            }
-        }
-    }
-
-    /// Copies the values of a turn's rows when array 0 of its slot is free, with 0 for tokens that
-    /// do not exist. The barrier of array 0 also counts them.
-    ///
-    /// # Safety
-    /// The copying warpgroup calls it, before [`fill`](Self::fill) of array 0. The values of the
-    /// tokens below `limit` lie inside `values`.
-    #[inline(always)]
-    unsafe fn fill_numbers(self, turn: u32, values: [&[f32]; 2], start: usize, first: u32, limit: u32) {
-        let row = thread::thread_idx_x();
-        // SAFETY: `new` has initialized the barrier.
-        unsafe { self.free(turn % SLOTS, 0).wait((turn / SLOTS + 1) % 2) };
-        if row < TILE {
-            let token = first + row;
-            let there = token < limit;
-            unroll_on_gpu!(which < 2 => {
-                let to = self.numbers(turn % SLOTS, which as u32);
-                // SAFETY: the caller guarantees that the token has a value if `there` is true.
-                unsafe { to.copy_or_zero(row, values[which], start + token as usize, there) };
-            });
-        }
-    }
-
-    /// Starts to copy `count` rows from token `first` on. Rows from `limit` on, and columns from
-    /// `width` on, become 0.
-    ///
-    /// # Safety
-    /// The copying warpgroup calls it. The rows below `limit` lie inside `rows.values`, with
-    /// `width` columns each, on 16-byte boundaries. The tile has `count` rows.
-    #[inline(always)]
-    pub(super) unsafe fn copy(
-        to: SharedTile<u32>,
-        count: u32,
-        rows: Rows<'_, bf16>,
-        first: u32,
-        [limit, width]: [u32; 2],
-    ) {
-        let thread = thread::thread_idx_x();
-        let (row, chunk) = (thread / (CHUNKS * PARTS), thread % (CHUNKS * PARTS));
-        let place = (chunk / CHUNKS * count + row) * ROW + ((chunk % CHUNKS) ^ (row % 8)) * CHUNK_WORDS;
-        // Steps of four rows alternate between the halves of the swizzle.
-        let below = |down: u32| (place ^ (down % 8 * CHUNK_WORDS)) + down * ROW;
-        let mut from = rows.start + (first + row) as usize * rows.stride + (chunk * 8) as usize;
-        let apart = Self::PASS as usize * rows.stride;
-        let mut down = 0;
-        if first + count <= limit && width == PARTS * PART {
-            while down < count {
-                // SAFETY: all rows and columns exist.
-                unsafe { to.copy_chunk(below(down), rows.values, from) };
-                (down, from) = (launder_reg(down + Self::PASS), from + apart);
-            }
-            return;
-        }
-        while down < count {
-            let there = first + row + down < limit && chunk * 8 < width;
-            // SAFETY: the caller guarantees that the chunk lies inside the rows if `there` is true.
-            unsafe { to.copy_chunk_or_zero(below(down), rows.values, from, there) };
-            // A loop: its addresses at once would take more registers than there are.
-            (down, from) = (launder_reg(down + Self::PASS), from + apart);
         }
     }
 }

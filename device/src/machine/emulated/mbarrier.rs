@@ -7,6 +7,7 @@ use crate::vector::load_raw;
 use crate::wgmma::{BoxElement, CHUNKS};
 use cuda_std::emulator::mbarrier;
 use cuda_std::tensor_map::{BOX_BYTES, TensorMap};
+use half::bf16;
 
 /// The bytes of a barrier.
 pub const BARRIER_BYTES: u32 = 8;
@@ -67,13 +68,25 @@ impl Barrier {
         });
     }
 
-    /// Arrives: this thread's copies have ended.
+    /// Copies words, as on the GPU. Race detection sees accesses of the copy engine.
     ///
     /// # Safety
     /// See the GPU's version. The emulator checks it.
-    pub unsafe fn arrive_after_copies(self) {
-        mbarrier::arrive(self.0);
+    #[track_caller]
+    pub unsafe fn copy_words(self, to: SharedTile<u32>, words: u32, values: &[bf16], from: usize) {
+        mbarrier::bring(self.0, words * 4, || {
+            for chunk in 0..words / CHUNK_WORDS {
+                // SAFETY: the function's contract, which the emulator checks.
+                unsafe { to.copy_chunk(chunk * CHUNK_WORDS, values, from + (chunk * 2 * CHUNK_WORDS) as usize) };
+            }
+        });
     }
+
+    /// Does nothing: copies have ended.
+    ///
+    /// # Safety
+    /// See the GPU's version.
+    pub unsafe fn await_copies(self) {}
 
     /// Waits until the phase of this parity has ended.
     ///

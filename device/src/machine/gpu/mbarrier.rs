@@ -7,6 +7,7 @@ use super::shared::Window;
 use crate::tile::SharedTile;
 use crate::wgmma::BoxElement;
 use cuda_std::tensor_map::TensorMap;
+use half::bf16;
 
 /// The bytes of a barrier.
 pub const BARRIER_BYTES: u32 = 8;
@@ -97,18 +98,34 @@ impl Barrier {
         }
     }
 
-    /// Arrives when all copies that this thread has started have ended.
+    /// Starts to copy so many words, a multiple of four, of `values`, from the element `from` on, to
+    /// the first words of a tile. When they have come, the barrier counts their bytes.
     ///
     /// # Safety
-    /// The barrier is initialized.
+    /// The barrier is initialized. The words lie inside the tile and `values`, both on 16 bytes.
+    /// Nothing else accesses those of the tile before a wait for the barrier's phase.
     #[inline(always)]
-    pub unsafe fn arrive_after_copies(self) {
-        // SAFETY: the barrier is initialized: the function's contract.
+    pub unsafe fn copy_words(self, to: SharedTile<u32>, words: u32, values: &[bf16], from: usize) {
+        // SAFETY: the words lie inside both: the function's contract.
         unsafe {
             core::arch::asm!(
-                "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{0}];",
+                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{0}], [{1}], {2}, [{3}];",
+                in(reg32) to.0.address(), in(reg64) values.as_ptr().add(from), in(reg32) words * 4,
                 in(reg32) self.0, options(nostack)
             );
+        }
+    }
+
+    /// Makes the present phase last until all copies that this thread has started have ended. It
+    /// is not one of the phase's arrivals.
+    ///
+    /// # Safety
+    /// The barrier is initialized. An arrival of the present phase comes after this.
+    #[inline(always)]
+    pub unsafe fn await_copies(self) {
+        // SAFETY: the barrier is initialized: the function's contract.
+        unsafe {
+            core::arch::asm!("cp.async.mbarrier.arrive.shared::cta.b64 [{0}];", in(reg32) self.0, options(nostack));
         }
     }
 

@@ -129,24 +129,41 @@ macro_rules! launch {
     };
 }
 
+/// Launches a kernel of warpgroups, which also takes tensor maps.
+macro_rules! launch_wgmma {
+    ($i:ident, $kernel:ident, $case:expr, { dout: $dout:expr, $($arguments:tt)* }) => {{
+        let ([_, _, heads, _], ..) = $case.sizes;
+        let dout_map = wgmma::dout_map($dout, heads, $case.width);
+        launch_wgmma!($i, $kernel, $case, { dout_map: dout_map, dout: $dout, $($arguments)* })
+    }};
+    ($i:ident, $kernel:ident, $case:expr, { $($arguments:tt)* }) => {{
+        let ([samples, _, heads, kv_heads], stacked, ..) = $case.sizes;
+        let qkv_map = wgmma::qkv_map($case.qkv.slice(), [heads, kv_heads, $case.width], stacked);
+        launch!($i, $kernel, $case, { samples: samples, qkv_map: qkv_map, $($arguments)* })
+    }};
+    ($i:ident, $kernel:ident, $shape:expr, $case:expr, { $($arguments:tt)* }) => {
+        launch_wgmma!($i, $kernel, $case, { $($arguments)*, shape: $shape })
+    };
+}
+
 /// Makes the cases of the three families of one instruction, in S.
 macro_rules! cases {
-    (<$S:ident>, $width:expr, $i:ident, $shape:expr, forward $kernel:ident { $($name:ident: $value:expr),* }) => {
+    (<$S:ident>, $width:expr, $i:ident, $shape:expr, $launch:ident forward $kernel:ident { $($name:ident: $value:expr),* }) => {
         $i.attends_by_tensor::<$S>($width, |case| {
             let outputs = case.statistics() * case.width as usize;
             let (mut out, mut lse) = ($i.step.empty::<$S>([outputs])?, $i.step.empty([case.statistics()])?);
-            launch!($i, $kernel, $shape, case, { $($name: $value,)* out: out.out(), lse: lse.out() })?;
+            $launch!($i, $kernel, $shape, case, { $($name: $value,)* out: out.out(), lse: lse.out() })?;
             $i.keep(&out)?;
             $i.keep(&lse)
         })
     };
-    (<$S:ident>, $width:expr, $i:ident, $shape:expr, backward $kernel:ident { $($name:ident: $value:expr),* }) => {
+    (<$S:ident>, $width:expr, $i:ident, $shape:expr, $launch:ident backward $kernel:ident { $($name:ident: $value:expr),* }) => {
         $i.attends_by_tensor::<$S>($width, |case| {
             let (lse, delta, dout) = $i.gradients_by_tensor(case)?;
             let mut dqkv = $i.sparse::<$S>(case.qkv.shape().elements(), 1, 2)?;
             let (lse, delta, dout) = (lse.slice(), delta.slice(), dout.slice());
-            launch!($i, $kernel, $shape, case, {
-                $($name: $value,)* lse: lse, delta: delta, dout: dout, dqkv: dqkv.out()
+            $launch!($i, $kernel, $shape, case, {
+                dout: dout, $($name: $value,)* lse: lse, delta: delta, dqkv: dqkv.out()
             })?;
             $i.keep(&dqkv)
         })
@@ -154,27 +171,27 @@ macro_rules! cases {
 }
 
 pub(super) fn forward<S: Stored>(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
-    cases!(<S>, shape.width, i, shape, forward flash_forward_mma {})
+    cases!(<S>, shape.width, i, shape, launch forward flash_forward_mma {})
 }
 
 pub(super) fn queries<S: Stored>(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
-    cases!(<S>, shape.width, i, shape, backward flash_bwd_dq_mma {})
+    cases!(<S>, shape.width, i, shape, launch backward flash_bwd_dq_mma {})
 }
 
 pub(super) fn keys<S: Stored>(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
-    cases!(<S>, shape.width, i, shape, backward flash_bwd_dkv_mma {})
+    cases!(<S>, shape.width, i, shape, launch backward flash_bwd_dkv_mma {})
 }
 
 pub(super) fn forward_of_warpgroup(i: &Inputs<'_, '_>, shape: wgmma::Shape) -> Result<()> {
-    cases!(<bf16>, shape.width, i, shape, forward flash_forward_wgmma { blocks: 5 })
+    cases!(<bf16>, shape.width, i, shape, launch_wgmma forward flash_forward_wgmma { blocks: 5 })
 }
 
 pub(super) fn queries_of_warpgroup(i: &Inputs<'_, '_>, shape: wgmma::Shape) -> Result<()> {
-    cases!(<bf16>, shape.width, i, shape, backward flash_bwd_dq_wgmma { blocks: 5 })
+    cases!(<bf16>, shape.width, i, shape, launch_wgmma backward flash_bwd_dq_wgmma { blocks: 5 })
 }
 
 pub(super) fn keys_of_warpgroup(i: &Inputs<'_, '_>, shape: wgmma::Shape) -> Result<()> {
-    cases!(<bf16>, shape.width, i, shape, backward flash_bwd_dkv_wgmma {})
+    cases!(<bf16>, shape.width, i, shape, launch_wgmma backward flash_bwd_dkv_wgmma { pairs: u32::from(shape.parts() == 1) })
 }
 
 pub(super) fn scores(i: &Inputs<'_, '_>) -> Result<()> {
@@ -229,8 +246,8 @@ pub(super) fn keys_and_ds_of_warpgroup(i: &Inputs<'_, '_>, shape: wgmma::Shape) 
         // Tiles that the mask hides are not written.
         let mut ds = i.sparse::<bf16>(length, 1, 2)?;
         let (lse, delta, dout) = (lse.slice(), delta.slice(), dout.slice());
-        launch!(i, flash_bwd_dkv_ds_wgmma, shape, case, {
-            lse: lse, delta: delta, dout: dout, before: before, count: count, dqkv: dqkv.out(), ds: ds.out()
+        launch_wgmma!(i, flash_bwd_dkv_ds_wgmma, shape, case, {
+            dout: dout, lse: lse, delta: delta, before: before, count: count, dqkv: dqkv.out(), ds: ds.out()
         })?;
         i.keep(&dqkv)?;
         i.keep(&ds)
@@ -243,8 +260,8 @@ pub(super) fn scores_of_warpgroup(i: &Inputs<'_, '_>, shape: wgmma::Shape) -> Re
         let ([before, count], length) = case.part(wgmma::stored_scores);
         let (mut p, mut ds) = (i.sparse::<bf16>(length, 1, 2)?, i.sparse::<bf16>(length, 1, 2)?);
         let (lse, delta, dout) = (lse.slice(), delta.slice(), dout.slice());
-        launch!(i, flash_bwd_scores_wgmma, shape, case, {
-            lse: lse, delta: delta, dout: dout, before: before, count: count, p: p.out(), ds: ds.out()
+        launch_wgmma!(i, flash_bwd_scores_wgmma, shape, case, {
+            dout: dout, lse: lse, delta: delta, before: before, count: count, p: p.out(), ds: ds.out()
         })?;
         i.keep(&p)?;
         i.keep(&ds)
@@ -257,8 +274,8 @@ pub(super) fn from_scores_of_warpgroup(i: &Inputs<'_, '_>, variant: (Gradient, w
         let scores = i.sparse::<bf16>(length, 1, 2)?;
         let dout = i.sparse::<bf16>(case.statistics() * case.width as usize, 1, 8)?;
         let mut dqkv = i.sparse::<bf16>(case.qkv.shape().elements(), 1, 2)?;
-        launch!(i, flash_bwd_from_scores_wgmma, case, {
-            variant: variant, scores: scores.slice(), dout: dout.slice(), before: before, count: count, dqkv: dqkv.out()
+        launch_wgmma!(i, flash_bwd_from_scores_wgmma, case, {
+            dout: dout.slice(), variant: variant, scores: scores.slice(), before: before, count: count, dqkv: dqkv.out()
         })?;
         i.keep(&dqkv)
     })

@@ -11,7 +11,7 @@ use crate::ops::QkNorm;
 use crate::precision::Precision;
 use crate::step::Step;
 use crate::tensor::{Saved, Source, Stored, Target, Tensor};
-use cuda_std::launch::Slice;
+use cuda_std::launch::{Slice, TensorMap};
 use half::bf16;
 use kernels::flash_attention_mma::Gradient;
 use kernels::{flash_attention as scalar, flash_attention_mma as mma, flash_attention_wgmma as wgmma};
@@ -102,6 +102,12 @@ macro_rules! launch {
     };
 }
 
+/// Returns the tensor maps of `qkv` and `dout`.
+fn maps<'m>(sizes: Sizes, qkv: Slice<'m, bf16>, dout: Slice<'m, bf16>) -> [TensorMap<'m, bf16>; 2] {
+    let [heads, kv_heads, width] = [sizes.heads, sizes.kv_heads, sizes.width].map(|size| size as u32);
+    [wgmma::qkv_map(qkv, [heads, kv_heads, width], sizes.stacked), wgmma::dout_map(dout, heads, width)]
+}
+
 /// Queues the kernels that compute the gradients.
 macro_rules! launch_backward {
     ($step:ident, $qkv:ident, $form:ident, $sizes:ident, $kernels:ident: [$queries:ident, $QUERIES:ident], [$keys:ident, $KEYS:ident],
@@ -123,6 +129,17 @@ macro_rules! launch_backward {
 fn query_blocks(step: &Step<'_>, form: &AttentionConfig<'_>, sizes: Sizes) -> u32 {
     let unequal = form.window() != 0 && form.lengths.is_some();
     if unequal && sizes.tokens > 1024 { i32::MAX as u32 } else { step.description().processors }
+}
+
+/// True if a block of the kernel of dk and dv computes two tiles of keys. No bit depends on it.
+///
+/// The copies of the second tile overlap the end of the first. But a launch of few blocks should
+/// not end with many idle multiprocessors.
+fn keys_in_pairs(step: &Step<'_>, sizes: Sizes) -> bool {
+    let shape = wgmma::KEYS[0];
+    let blocks = sizes.batch * sizes.kv_heads * sizes.tokens.div_ceil(2 * shape.rows() as usize);
+    let rounds = blocks.next_multiple_of(step.description().processors.max(1) as usize);
+    sizes.width <= shape.width && 10 * blocks >= 9 * rounds
 }
 
 /// The most bytes of stored scores: 1.25 GiB, enough for 16 key heads with four query heads of 4096
@@ -180,21 +197,23 @@ fn queue_by_stored_scores<'s>(
     let mut p = if stores_p { Some(step.empty::<bf16>([at_once * of_group])?) } else { None };
     let gradients: &[Gradient] =
         if stores_p { &[Gradient::Queries, Gradient::Keys, Gradient::Values] } else { &[Gradient::Queries] };
+    let [qkv_map, dout_map] = maps(sizes, qkv.slice(), dout.slice());
     let mut before = 0;
     while before < all {
         let count = at_once.min(all - before);
         let (stored, part) = (0..count * of_group, [before as u32, count as u32]);
         macro_rules! launch_part {
-            ($kernels:ident: [$keys:ident, $KEYS:ident], [$scores:ident, $SCORES:ident], [$from:ident, $FROM:ident]) => {{
+            ($kernels:ident: [$keys:ident, $KEYS:ident], [$scores:ident, $SCORES:ident], [$from:ident, $FROM:ident],
+                $($name:ident: $value:expr),*) => {{
                 if let Some(p) = &mut p {
                     launch!(step, qkv, form, sizes, $kernels::$scores,
                         shape: $kernels::$SCORES, lse: lse.slice(), delta: delta.slice(), dout: dout.slice(),
-                        before: part[0], count: part[1], p: p.out().part(stored.clone()),
+                        before: part[0], count: part[1], $($name: $value,)* p: p.out().part(stored.clone()),
                         ds: ds.out().part(stored.clone()))?;
                 } else {
                     launch!(step, qkv, form, sizes, $kernels::$keys,
                         shape: $kernels::$KEYS[1], lse: lse.slice(), delta: delta.slice(), dout: dout.slice(),
-                        before: part[0], count: part[1], ds: ds.out().part(stored.clone()), dqkv: dqkv.out())?;
+                        before: part[0], count: part[1], $($name: $value,)* ds: ds.out().part(stored.clone()), dqkv: dqkv.out())?;
                 }
                 for &gradient in gradients {
                     let scores = match &p {
@@ -204,16 +223,17 @@ fn queue_by_stored_scores<'s>(
                     launch!(step, qkv, form, sizes, $kernels::$from,
                         variant: (gradient, $kernels::$FROM[usize::from(stores_p)]),
                         scores: scores.slice().part(stored.clone()), dout: dout.slice(), before: part[0],
-                        count: part[1], dqkv: dqkv.out())?;
+                        count: part[1], $($name: $value,)* dqkv: dqkv.out())?;
                 }
             }};
         }
         if by_wgmma {
             launch_part!(wgmma: [flash_bwd_dkv_ds_wgmma, KEYS], [flash_bwd_scores_wgmma, SCORES],
-                [flash_bwd_from_scores_wgmma, FROM_SCORES]);
+                [flash_bwd_from_scores_wgmma, FROM_SCORES],
+                samples: sizes.batch as u32, qkv_map: qkv_map, dout_map: dout_map);
         } else {
             launch_part!(mma: [flash_bwd_dkv_ds_mma, KEYS_BF16], [flash_bwd_scores_mma, SCORES_BF16],
-                [flash_bwd_from_scores_mma, FROM_SCORES_BF16]);
+                [flash_bwd_from_scores_mma, FROM_SCORES_BF16],);
         }
         before += count;
     }
@@ -339,6 +359,7 @@ impl AttentionElement for bf16 {
     ) -> Result<()> {
         if step.description().has_wgmma {
             return launch!(step, qkv, form, sizes, wgmma::flash_forward_wgmma, FORWARD,
+                samples: sizes.batch as u32, qkv_map: maps(sizes, qkv.slice(), Slice::empty())[0],
                 blocks: query_blocks(step, form, sizes), out: out.out(), lse: lse.out());
         }
         launch!(step, qkv, form, sizes, mma::flash_forward_mma, FORWARD_BF16, out: out.out(), lse: lse.out())
@@ -357,12 +378,13 @@ impl AttentionElement for bf16 {
             return Ok(());
         }
         if step.description().has_wgmma && sizes.width <= wgmma::KEYS[wgmma::KEYS.len() - 1].width {
-            let [lse, delta] = statistics;
+            let ([lse, delta], samples) = (statistics, sizes.batch as u32);
+            let [qkv_map, dout_map] = maps(sizes, qkv.slice(), dout.slice());
             launch!(step, qkv, form, sizes, wgmma::flash_bwd_dq_wgmma, QUERIES,
-                blocks: query_blocks(step, form, sizes), lse: lse.slice(), delta: delta.slice(),
-                dout: dout.slice(), dqkv: dqkv.out())?;
+                samples: samples, qkv_map: qkv_map, dout_map: dout_map, blocks: query_blocks(step, form, sizes),
+                lse: lse.slice(), delta: delta.slice(), dout: dout.slice(), dqkv: dqkv.out())?;
             return launch!(step, qkv, form, sizes, wgmma::flash_bwd_dkv_wgmma, KEYS,
-                lse: lse.slice(), delta: delta.slice(), dout: dout.slice(), dqkv: dqkv.out());
+                pairs: u32::from(keys_in_pairs(step, sizes)), samples: samples, qkv_map: qkv_map, dout_map: dout_map, lse: lse.slice(), delta: delta.slice(), dout: dout.slice(), dqkv: dqkv.out());
         }
         launch_backward!(step, qkv, form, sizes,
             mma: [flash_bwd_dq_mma, QUERIES_BF16], [flash_bwd_dkv_mma, KEYS_BF16], statistics, dout, dqkv)
