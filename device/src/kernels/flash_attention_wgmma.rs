@@ -1,5 +1,6 @@
 //! FlashAttention-3 (Shah et al., 2024) on Hopper's tensor cores, in BF16, for any number of
-//! tokens. Parameters and gradients are those of [`flash_attention`](super::flash_attention).
+//! tokens. Parameters and gradients are those of [`flash_attention`](super::flash_attention), and
+//! `samples`, their number, with the tensor maps of `qkv` and `dout`: [`qkv_map`] and [`dout_map`].
 //!
 //! A block keeps some rows of one head resident, and streams the other operand's rows of that head
 //! in tiles. Its first warpgroup copies, and the others multiply, each for 64 resident rows of its
@@ -18,12 +19,14 @@
 //! gradient as there  one of q, k, dout     its sums += stored p or ds times rows       squares.rs
 //!
 //! global memory                   shared memory, slots        registers
-//! rows of a tile  -- cp.async ->  swizzled rows  -- wgmma ->  scores  -- rounded ->
+//! rows of a tile  -- boxes ---->  swizzled rows  -- wgmma ->  scores  -- rounded ->
 //!                                                       A operand of the second product (wgmma)
 //!                                                       (accumulator layout: no shuffle)
 //! ```
-//! A block of the kernels `forward` and `queries` computes several tiles of queries, one after
-//! another (items.rs). The copies of the next begin while one ends.
+//! The copy engine (TMA) copies boxes of rows from the tensor maps (copies.rs). A block of the
+//! kernels `forward` and `queries` computes several tiles of queries, one after another (items.rs),
+//! and one of `keys` may compute two of keys. The copies of the next begin while one ends.
+//!
 //! Invariant: the order of every sum depends only on the numbers of tokens, columns and heads, and
 //! on the family's table. On one device it does not depend on the grid or the run. Scores, dp and
 //! outputs are chains over ascending k on the emulator. A GPU's instruction adds 16 products at

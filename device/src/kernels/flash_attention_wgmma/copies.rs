@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! all rows of a tile exist   boxes of 64 rows and 64 columns, by the copy engine (TMA)
-//! some do not                16 bytes by a thread at a time (cp.async), or zeros
+//! some do not                16 bytes by a thread at a time (cp.async), and zeros
 //! ```
 //! Each warp arrives once for an array: with the boxes that it copies, or when the copies of its
 //! lanes have ended.
@@ -232,13 +232,7 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32, const SLOTS: u32> Mem
     /// The copying warpgroup calls it. The rows below `limit` lie inside `rows.values`, with
     /// `width` columns each, on 16-byte boundaries. The tile has `count` rows.
     #[inline(always)]
-    pub(super) unsafe fn copy(
-        to: SharedTile<u32>,
-        count: u32,
-        rows: Rows<'_, bf16>,
-        first: u32,
-        [limit, width]: [u32; 2],
-    ) {
+    unsafe fn copy(to: SharedTile<u32>, count: u32, rows: Rows<'_, bf16>, first: u32, [limit, width]: [u32; 2]) {
         // The assembler computes nothing of this ahead, where registers would hold it meanwhile.
         // SAFETY: the lanes of the warp are converged.
         let thread = unsafe { warp::warp_shuffle_idx(u32::MAX, thread::thread_idx_x(), warp::lane_id(), LANES).0 };

@@ -34,6 +34,7 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32, const SLOTS: u32> Mem
     const BARRIERS: u32 = barriers_of(SLOTS);
     /// The resident rows of the block.
     pub(super) const RESIDENT: u32 = GROUP_ROWS * GROUPS;
+
     /// Returns the memory of a block with resident rows of `arrays` arrays, and `numbers` values
     /// for each row of a tile. Initializes the barriers.
     ///
