@@ -387,9 +387,9 @@ impl Converged {
         unsafe { combine_lanes(u32::MAX, lanes, value, combine) }
     }
 
-    /// Returns the value of the first lane, which all lanes have. Then the assembler knows that they
-    /// are the same, and keeps what follows from them in registers that the lanes share. Wgmma reads
-    /// the places of its operands there.
+    /// Returns the value of the first lane, which all lanes have. Then the assembler knows that
+    /// they are the same, and keeps what follows from them in registers that the lanes share. Wgmma
+    /// reads the places of its operands there.
     #[inline(always)]
     #[track_caller]
     pub fn uniform(self, value: u32) -> u32 {

@@ -283,7 +283,7 @@ family! {
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
         let suits = p.pairs == 0 || SHAPE.parts() == 1;
         Violation::unless(suits, "pairs", "0 for heads of more than 64 columns", p.pairs)?;
-        let rows = if p.pairs == 0 { SHAPE.rows() } else { 2 * SHAPE.rows() };
+        let rows = if p.pairs == 0 { SHAPE.rows() } else { SHAPE.rows().saturating_mul(2) };
         Grid::cover(sizes.blocks(p.kv_heads, rows), 1)
     }
 }

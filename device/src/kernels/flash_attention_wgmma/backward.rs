@@ -222,8 +222,8 @@ pub(super) unsafe fn queries<
     }
 }
 
-/// Computes dk and dv of this block's tile of keys, or two if `in_pairs`. If `STORE`, it has one, of
-/// a launch that begins at key head `before` of all samples' heads, and also stores ds.
+/// Computes dk and dv of this block's tile of keys, or two if `in_pairs`. If `STORE`, it has one,
+/// of a launch that begins at key head `before` of all samples' heads, and also stores ds.
 ///
 /// # Safety
 /// The requirements of [`queries`] hold. `stored` has the tiles of the launch's heads if `STORE`.
@@ -266,8 +266,8 @@ pub(super) unsafe fn keys<
         };
         let Place { first: block_first, mask, .. } = place();
         // A second tile is as far from the end as the first from the start. Under a causal mask,
-        // all pairs have the same work. If the second has queries, so has the first: both have turns
-        // with resident rows, or only the first.
+        // all pairs have the same work. If the second has queries, so has the first: both have
+        // turns with resident rows, or only the first.
         let last = (tiles - 1) * rows;
         let first_of = |number: u32, first: u32| if number == 0 { first } else { last - first };
         let count = if !STORE && PARTS == 1 && in_pairs && 2 * block_first != last { 2 } else { 1 };

@@ -95,8 +95,8 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32, const SLOTS: u32> Mem
     }
 
     /// Copies a part of array 0 of a turn for each multiplying warpgroup, if `exists` is true for
-    /// it, when its slot is free: `words` words of `values`, from the element `start` on, a multiple
-    /// of eight.
+    /// it, when its slot is free: `words` words of `values`, from the element `start` on, a
+    /// multiple of eight.
     ///
     /// # Safety
     /// The copying warpgroup calls it, for ascending turns. The words lie inside `values`, and the

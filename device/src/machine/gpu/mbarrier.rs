@@ -98,8 +98,8 @@ impl Barrier {
         }
     }
 
-    /// Starts to copy so many words, a multiple of four, of `values`, from the element `from` on, to
-    /// the first words of a tile. When they have come, the barrier counts their bytes.
+    /// Starts to copy so many words, a multiple of four, of `values`, from the element `from` on,
+    /// to the first words of a tile. When they have come, the barrier counts their bytes.
     ///
     /// # Safety
     /// The barrier is initialized. The words lie inside the tile and `values`, both on 16 bytes.
