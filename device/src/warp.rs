@@ -389,7 +389,8 @@ impl Converged {
 
     /// Returns the value of the first lane, which all lanes have. Then the assembler knows that
     /// they are the same, and keeps what follows from them in registers that the lanes share. Wgmma
-    /// reads the places of its operands there.
+    /// reads the places of its operands there, and only its kernels use this.
+    #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
     #[inline(always)]
     #[track_caller]
     pub fn uniform(self, value: u32) -> u32 {
