@@ -213,7 +213,8 @@ fn queue_by_stored_scores<'s>(
                 } else {
                     launch!(step, qkv, form, sizes, $kernels::$keys,
                         shape: $kernels::$KEYS[1], lse: lse.slice(), delta: delta.slice(), dout: dout.slice(),
-                        before: part[0], count: part[1], $($name: $value,)* ds: ds.out().part(stored.clone()), dqkv: dqkv.out())?;
+                        before: part[0], count: part[1], $($name: $value,)* ds: ds.out().part(stored.clone()),
+                        dqkv: dqkv.out())?;
                 }
                 for &gradient in gradients {
                     let scores = match &p {
@@ -384,7 +385,8 @@ impl AttentionElement for bf16 {
                 samples: samples, qkv_map: qkv_map, dout_map: dout_map, blocks: query_blocks(step, form, sizes),
                 lse: lse.slice(), delta: delta.slice(), dout: dout.slice(), dqkv: dqkv.out())?;
             return launch!(step, qkv, form, sizes, wgmma::flash_bwd_dkv_wgmma, KEYS,
-                pairs: u32::from(keys_in_pairs(step, sizes)), samples: samples, qkv_map: qkv_map, dout_map: dout_map, lse: lse.slice(), delta: delta.slice(), dout: dout.slice(), dqkv: dqkv.out());
+                samples: samples, qkv_map: qkv_map, dout_map: dout_map, pairs: u32::from(keys_in_pairs(step, sizes)),
+                lse: lse.slice(), delta: delta.slice(), dout: dout.slice(), dqkv: dqkv.out());
         }
         launch_backward!(step, qkv, form, sizes,
             mma: [flash_bwd_dq_mma, QUERIES_BF16], [flash_bwd_dkv_mma, KEYS_BF16], statistics, dout, dqkv)
