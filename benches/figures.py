@@ -72,7 +72,7 @@ class Run:
             told.append(f"commit {commit[1]}" + (" with changes" if commit[2] else ""))
         lines = content.get("lines", [])
         peers = dict.fromkeys(line["peer"].split("+")[0] for line in lines if isinstance(line, dict) and "peer" in line)
-        return ", ".join([*told, *(f"beside {peer}" for peer in peers)])
+        return ", ".join([*told, *(f"compared with {peer}" for peer in peers)])
 
 
 def short(value):

@@ -7,7 +7,7 @@
         prints each figure that differs by more than 5 % in a newer run; fails if there is any
     python3 benches/tables.py self-test                      checks that only a wrong page is refused
 
-A marker `<!-- KIND: FILE, FILE .. -->` precedes a source line and a table. Both are generated. In the
+A marker `<!-- KIND: FILE, FILE .. -->` precedes the sources and a table. Both are generated. In the
 table, the columns "ours" and "best peer" are filled by the case in the first column; all others are
 handwritten and stay. If several files have a line, the first counts. For a FOLDER, the newest file
 of the same bench counts: `DATE-GPU-step.json` with any date and GPU.
@@ -18,6 +18,7 @@ import pathlib
 import re
 import sys
 import tempfile
+import textwrap
 
 from figures import KINDS, NAME, Missing, Run
 
@@ -63,20 +64,23 @@ def rows(lines, places, columns, kind, runs):
 def rewritten(text, folder):
     """Returns the page with the figures of the runs in a folder."""
     lines = text.splitlines()
-    for at, kind, names, places, columns in list(tables(lines)):
+    # From the last, because the sources may take more or fewer lines.
+    for at, kind, names, places, columns in reversed(list(tables(lines))):
         runs = [Run(folder / name) for name in names]
         sources = {}
         for run in runs:
             sources.setdefault(run.source(), []).append(f"`benches/runs/{run.path.name}`")
-        if not lines[at + 1] or lines[at + 2]:
-            raise SystemExit(f"line {at + 1}: the marker must be followed by a line for the sources and an empty line")
-        lines[at + 1] = "; ".join(f"{source}: {', '.join(files)}" for source, files in sources.items()) + "."
+        end = next(place for place in range(at + 1, places.start) if not lines[place] or place + 1 == places.start)
+        if end == at + 1 or lines[end]:
+            raise SystemExit(f"line {at + 1}: the marker must be followed by the sources and an empty line")
         for place, cells, figures in rows(lines, places, columns, kind, runs):
             if figures is None:
                 raise SystemExit(f"line {place + 1}: no line of {cells[0]} in {', '.join(names)}")
             for column, figure in figures:
                 cells[column] = figure
             lines[place] = "| " + " | ".join(cells) + " |"
+        told = "; ".join(f"{source}: {', '.join(files)}" for source, files in sources.items()) + "."
+        lines[at + 1 : end] = textwrap.wrap(told, 100, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines) + "\n"
 
 
