@@ -77,71 +77,38 @@ fn grid_changes_no_bit() {
             let none = step.upload(&[0_u32; 0], [0])?;
             let dout = step.upload(&values[..2 * 450 * 5 * 64], [2, 450, 5 * 64])?;
             let delta = step.upload(&[0.5; 2 * 5 * 450], [2, 5, 450])?;
+            macro_rules! launch {
+                (backward $kernel:ident { $($arguments:tt)* }) => {{
+                    let dout_map = dout_map(dout.slice(), 5, 64);
+                    launch!($kernel { delta: delta.slice(), dout: dout.slice(), dout_map, $($arguments)* });
+                }};
+                ($kernel:ident { $($arguments:tt)* }) => {
+                    step.launch($kernel {
+                        qkv: qkv.slice(),
+                        qkv_map: qkv_map(qkv.slice(), [5, 1, 64], false),
+                        documents: none.slice(),
+                        lengths: none.slice(),
+                        samples: 2,
+                        tokens: 450,
+                        heads: 5,
+                        kv_heads: 1,
+                        width: 64,
+                        stacked: 0,
+                        window: CAUSAL,
+                        scale: 0.125,
+                        $($arguments)*
+                    })?
+                };
+            }
             [1, 4, 5, 1000]
                 .into_iter()
                 .map(|blocks| {
                     let (mut out, mut lse) = (step.empty::<bf16>([2, 450, 5 * 64])?, step.empty([2, 5, 450])?);
-                    step.launch(flash_forward_wgmma {
-                        shape: FORWARD[0],
-                        qkv: qkv.slice(),
-                        qkv_map: qkv_map(qkv.slice(), [5, 1, 64], false),
-                        samples: 2,
-                        documents: none.slice(),
-                        lengths: none.slice(),
-                        tokens: 450,
-                        heads: 5,
-                        kv_heads: 1,
-                        width: 64,
-                        stacked: 0,
-                        window: CAUSAL,
-                        scale: 0.125,
-                        blocks,
-                        out: out.out(),
-                        lse: lse.out(),
-                    })?;
+                    launch!(flash_forward_wgmma { shape: FORWARD[0], blocks, out: out.out(), lse: lse.out() });
                     let mut dqkv = step.upload(&values, setup.shape())?;
-                    step.launch(flash_bwd_dq_wgmma {
-                        shape: QUERIES[0],
-                        qkv: qkv.slice(),
-                        qkv_map: qkv_map(qkv.slice(), [5, 1, 64], false),
-                        samples: 2,
-                        documents: none.slice(),
-                        lengths: none.slice(),
-                        lse: lse.slice(),
-                        delta: delta.slice(),
-                        dout: dout.slice(),
-                        dout_map: dout_map(dout.slice(), 5, 64),
-                        tokens: 450,
-                        heads: 5,
-                        kv_heads: 1,
-                        width: 64,
-                        stacked: 0,
-                        window: CAUSAL,
-                        scale: 0.125,
-                        blocks,
-                        dqkv: dqkv.out(),
-                    })?;
-                    step.launch(flash_bwd_dkv_wgmma {
-                        shape: KEYS[0],
-                        qkv: qkv.slice(),
-                        qkv_map: qkv_map(qkv.slice(), [5, 1, 64], false),
-                        samples: 2,
-                        documents: none.slice(),
-                        lengths: none.slice(),
-                        lse: lse.slice(),
-                        delta: delta.slice(),
-                        dout: dout.slice(),
-                        dout_map: dout_map(dout.slice(), 5, 64),
-                        tokens: 450,
-                        heads: 5,
-                        kv_heads: 1,
-                        width: 64,
-                        stacked: 0,
-                        window: CAUSAL,
-                        scale: 0.125,
-                        pairs: blocks % 2,
-                        dqkv: dqkv.out(),
-                    })?;
+                    launch!(backward flash_bwd_dq_wgmma { shape: QUERIES[0], blocks, lse: lse.slice(), dqkv: dqkv.out() });
+                    let pairs = blocks % 2;
+                    launch!(backward flash_bwd_dkv_wgmma { shape: KEYS[0], pairs, lse: lse.slice(), dqkv: dqkv.out() });
                     Ok((step.read(&out)?, bits(&step.read(&lse)?), step.read(&dqkv)?))
                 })
                 .collect::<Result<Vec<_>>>()

@@ -93,6 +93,16 @@ pub const FROM_SCORES: [Shape; 2] = [
     Shape { groups: 2, tile: 64, slots: 3, held: 0, width: 256 },
 ];
 
+/// Checks the number of samples and the tensor map of `qkv`.
+#[cfg(not(target_arch = "nvptx64"))]
+macro_rules! check_qkv_map {
+    ($p:ident, $sizes:ident) => {
+        Violation::unless($p.samples as usize == $sizes.samples, "samples", "those of `qkv`", $p.samples)?;
+        let expected = qkv_map($p.qkv, [$p.heads, $p.kv_heads, $p.width], $p.stacked != 0);
+        check_map("qkv_map", &$p.qkv_map, &expected)?;
+    };
+}
+
 /// Returns the grid of a kernel whose blocks compute items one after another: at most `blocks`
 /// blocks for `items` items.
 #[cfg(not(target_arch = "nvptx64"))]
@@ -156,8 +166,7 @@ family! {
     // below `tokens`.
     contract unsafe { block: SHAPE.threads(), shared: SHAPE.shared_bytes(1, 0) } |p| {
         let sizes = check_sizes!(p, SHAPE.widths());
-        Violation::unless(p.samples as usize == sizes.samples, "samples", "those of `qkv`", p.samples)?;
-        check_map("qkv_map", &p.qkv_map, &qkv_map(p.qkv, [p.heads, p.kv_heads, p.width], p.stacked != 0))?;
+        check_qkv_map!(p, sizes);
         Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
         Violation::unless_length("out", sizes.outputs(), p.out.len())?;
         Violation::unless_length("lse", sizes.rows(p.heads), p.lse.len())?;
@@ -216,8 +225,7 @@ family! {
     // SAFETY: the argument for `flash_forward_wgmma` holds here too; `dqkv` is as long as `qkv`.
     contract unsafe { block: SHAPE.threads(), shared: SHAPE.shared_bytes(2, 0) } |p| {
         let sizes = check_backward!(p, SHAPE.widths());
-        Violation::unless(p.samples as usize == sizes.samples, "samples", "those of `qkv`", p.samples)?;
-        check_map("qkv_map", &p.qkv_map, &qkv_map(p.qkv, [p.heads, p.kv_heads, p.width], p.stacked != 0))?;
+        check_qkv_map!(p, sizes);
         check_map("dout_map", &p.dout_map, &dout_map(p.dout, p.heads, p.width))?;
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
         check_items(sizes.blocks(p.heads, SHAPE.rows()), p.blocks)
@@ -277,8 +285,7 @@ family! {
     // SAFETY: the argument for `flash_forward_wgmma` holds here too; `dqkv` is as long as `qkv`.
     contract unsafe { block: SHAPE.threads(), shared: SHAPE.shared_bytes(2, 2) } |p| {
         let sizes = check_backward!(p, SHAPE.widths());
-        Violation::unless(p.samples as usize == sizes.samples, "samples", "those of `qkv`", p.samples)?;
-        check_map("qkv_map", &p.qkv_map, &qkv_map(p.qkv, [p.heads, p.kv_heads, p.width], p.stacked != 0))?;
+        check_qkv_map!(p, sizes);
         check_map("dout_map", &p.dout_map, &dout_map(p.dout, p.heads, p.width))?;
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
         let suits = p.pairs == 0 || SHAPE.parts() == 1;
@@ -343,8 +350,7 @@ family! {
     // SAFETY: the argument for `flash_forward_wgmma` holds here too; `dqkv` is as long as `qkv`.
     contract unsafe { block: SHAPE.threads(), shared: SHAPE.shared_bytes(2, 2) } |p| {
         let sizes = check_backward!(p, SHAPE.widths());
-        Violation::unless(p.samples as usize == sizes.samples, "samples", "those of `qkv`", p.samples)?;
-        check_map("qkv_map", &p.qkv_map, &qkv_map(p.qkv, [p.heads, p.kv_heads, p.width], p.stacked != 0))?;
+        check_qkv_map!(p, sizes);
         check_map("dout_map", &p.dout_map, &dout_map(p.dout, p.heads, p.width))?;
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
         let heads = sizes.check_part(p.kv_heads, [p.before, p.count])?;
@@ -406,8 +412,7 @@ family! {
     // these heads, of which each block writes those of its own keys.
     contract unsafe { block: SHAPE.threads(), shared: SHAPE.shared_bytes(1, 2) } |p| {
         let sizes = check_backward!(p, SHAPE.widths());
-        Violation::unless(p.samples as usize == sizes.samples, "samples", "those of `qkv`", p.samples)?;
-        check_map("qkv_map", &p.qkv_map, &qkv_map(p.qkv, [p.heads, p.kv_heads, p.width], p.stacked != 0))?;
+        check_qkv_map!(p, sizes);
         check_map("dout_map", &p.dout_map, &dout_map(p.dout, p.heads, p.width))?;
         let heads = sizes.check_part(p.kv_heads, [p.before, p.count])?;
         let stored = heads.times(stored_scores(p.tokens, p.window != 0));
@@ -468,8 +473,7 @@ family! {
     // Each block has rows of its own, and writes only those below `tokens`.
     contract unsafe { block: VARIANT.1.threads(), shared: VARIANT.1.shared_bytes(0, 0) } |p| {
         let sizes = check_sizes!(p, VARIANT.1.widths());
-        Violation::unless(p.samples as usize == sizes.samples, "samples", "those of `qkv`", p.samples)?;
-        check_map("qkv_map", &p.qkv_map, &qkv_map(p.qkv, [p.heads, p.kv_heads, p.width], p.stacked != 0))?;
+        check_qkv_map!(p, sizes);
         check_map("dout_map", &p.dout_map, &dout_map(p.dout, p.heads, p.width))?;
         Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
         let heads = sizes.check_part(p.kv_heads, [p.before, p.count])?;

@@ -57,11 +57,11 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32, const SLOTS: u32> Mem
             }
             unroll_on_gpu!(array < 2 => {
                 if array < ARRAYS {
-                    let at = self.resident_start(array as u32);
                     if all_exist {
+                        let at = self.resident_start(array as u32);
                         Self::copy_boxes(at, Self::RESIDENT, full, heads[array], first);
                     } else {
-                        let to = SharedTile::new(at * 4, Self::RESIDENT * PARTS * ROW);
+                        let to = self.resident(array as u32);
                         Self::copy(to, Self::RESIDENT, heads[array].rows(), first, bounds);
                     }
                 }

@@ -102,10 +102,15 @@ macro_rules! launch {
     };
 }
 
-/// Returns the tensor maps of `qkv` and `dout`.
-fn maps<'m>(sizes: Sizes, qkv: Slice<'m, bf16>, dout: Slice<'m, bf16>) -> [TensorMap<'m, bf16>; 2] {
-    let [heads, kv_heads, width] = [sizes.heads, sizes.kv_heads, sizes.width].map(|size| size as u32);
-    [wgmma::qkv_map(qkv, [heads, kv_heads, width], sizes.stacked), wgmma::dout_map(dout, heads, width)]
+/// Returns the tensor map of `qkv`.
+fn qkv_map(sizes: Sizes, qkv: Slice<'_, bf16>) -> TensorMap<'_, bf16> {
+    let extents = [sizes.heads, sizes.kv_heads, sizes.width].map(|size| size as u32);
+    wgmma::qkv_map(qkv, extents, sizes.stacked)
+}
+
+/// Returns the tensor map of `dout`.
+fn dout_map(sizes: Sizes, dout: Slice<'_, bf16>) -> TensorMap<'_, bf16> {
+    wgmma::dout_map(dout, sizes.heads as u32, sizes.width as u32)
 }
 
 /// Queues the kernels that compute the gradients.
@@ -197,7 +202,6 @@ fn queue_by_stored_scores<'s>(
     let mut p = if stores_p { Some(step.empty::<bf16>([at_once * of_group])?) } else { None };
     let gradients: &[Gradient] =
         if stores_p { &[Gradient::Queries, Gradient::Keys, Gradient::Values] } else { &[Gradient::Queries] };
-    let [qkv_map, dout_map] = maps(sizes, qkv.slice(), dout.slice());
     let mut before = 0;
     while before < all {
         let count = at_once.min(all - before);
@@ -231,7 +235,8 @@ fn queue_by_stored_scores<'s>(
         if by_wgmma {
             launch_part!(wgmma: [flash_bwd_dkv_ds_wgmma, KEYS], [flash_bwd_scores_wgmma, SCORES],
                 [flash_bwd_from_scores_wgmma, FROM_SCORES],
-                samples: sizes.batch as u32, qkv_map: qkv_map, dout_map: dout_map);
+                samples: sizes.batch as u32, qkv_map: qkv_map(sizes, qkv.slice()),
+                dout_map: dout_map(sizes, dout.slice()));
         } else {
             launch_part!(mma: [flash_bwd_dkv_ds_mma, KEYS_BF16], [flash_bwd_scores_mma, SCORES_BF16],
                 [flash_bwd_from_scores_mma, FROM_SCORES_BF16],);
@@ -360,7 +365,7 @@ impl AttentionElement for bf16 {
     ) -> Result<()> {
         if step.description().has_wgmma {
             return launch!(step, qkv, form, sizes, wgmma::flash_forward_wgmma, FORWARD,
-                samples: sizes.batch as u32, qkv_map: maps(sizes, qkv.slice(), Slice::empty())[0],
+                samples: sizes.batch as u32, qkv_map: qkv_map(sizes, qkv.slice()),
                 blocks: query_blocks(step, form, sizes), out: out.out(), lse: lse.out());
         }
         launch!(step, qkv, form, sizes, mma::flash_forward_mma, FORWARD_BF16, out: out.out(), lse: lse.out())
@@ -380,7 +385,7 @@ impl AttentionElement for bf16 {
         }
         if step.description().has_wgmma && sizes.width <= wgmma::KEYS[wgmma::KEYS.len() - 1].width {
             let ([lse, delta], samples) = (statistics, sizes.batch as u32);
-            let [qkv_map, dout_map] = maps(sizes, qkv.slice(), dout.slice());
+            let (qkv_map, dout_map) = (qkv_map(sizes, qkv.slice()), dout_map(sizes, dout.slice()));
             launch!(step, qkv, form, sizes, wgmma::flash_bwd_dq_wgmma, QUERIES,
                 samples: samples, qkv_map: qkv_map, dout_map: dout_map, blocks: query_blocks(step, form, sizes),
                 lse: lse.slice(), delta: delta.slice(), dout: dout.slice(), dqkv: dqkv.out())?;
