@@ -1,8 +1,8 @@
 """Times PyTorch's scaled_dot_product_attention; run by benches/attention.rs.
 
 Reads cases, JSON objects as in benches/attention.rs, and answers each with a JSON object of
-nanoseconds. On a GPU, one CUDA graph repeats the pass, and a sample is the time of a replay by the
-host's clock, divided by the repetitions. `--stored f32` disables TF32 unless `--precision tf32` is
+nanoseconds. On a GPU, one CUDA graph repeats the pass `row` times, and a sample is the time of a
+replay by the host's clock, divided by `row`. `--stored f32` disables TF32 unless `--precision tf32` is
 given. With `--stored bf16`, q, k, v and everything else are BF16. `--backend flash-attention`
 allows only FlashAttention-2; otherwise PyTorch chooses.
 """
@@ -18,8 +18,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from graphs import in_a_row, sustained
 from values import uniform
-
-ROW = 5
 
 
 def main():
@@ -41,6 +39,7 @@ def main():
     print(json.dumps({"peer": peer, "device": name}), flush=True)
     for text in sys.stdin:
         case = json.loads(text)
+        row = case.pop("row")
 
         def rows(heads):
             shape = (case["batch"], case["tokens"], heads, case["width"])
@@ -60,11 +59,10 @@ def main():
 
         taken = {}
         for what, work in (("forward", forward), ("both", both)):
-            row = ROW if cuda else 1
             wait = torch.cuda.synchronize if cuda else lambda: None
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else nullcontext():
                 work = in_a_row(work, row) if cuda else work
-                taken[what] = sustained(work, row, args.samples, wait)
+                taken[what] = sustained(work, row if cuda else 1, args.samples, wait)
         print(json.dumps({**case, "contender": "PyTorch", **taken}), flush=True)
 
 
