@@ -1,5 +1,5 @@
-"""Repeats work in CUDA graphs and times them; shared by the peers that measure products and
-attention."""
+"""Repeats work in CUDA graphs and times them; shared by the peers that measure products, attention
+and steps."""
 
 import time
 
@@ -10,7 +10,8 @@ SUSTAINED_NS = 200_000_000
 
 
 def in_a_row(work, row):
-    """Returns a CUDA graph with `row` repetitions of the work."""
+    """Returns a function that replays a CUDA graph with `row` repetitions of the work, and returns
+    the last one's result."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -20,8 +21,13 @@ def in_a_row(work, row):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(row):
-            work()
-    return graph.replay
+            result = work()
+
+    def replay():
+        graph.replay()
+        return result
+
+    return replay
 
 
 def sustained(work, row, count, wait):
