@@ -183,7 +183,8 @@ family! {
     }
 }
 
-const SPLIT_K: SplitK = SplitK { tiles: &[[128, 128, 15]], ends: 333, partial: 150, least: 512, step: DEPTH as usize };
+const SPLIT_K: SplitK =
+    SplitK { tiles: &[[128, 128, 15], [128, 192, 22]], ends: 333, partial: 150, least: 512, step: DEPTH as usize };
 
 /// The k of one split of the split-K product `[m, k] [k, n]`. It depends only on these three. If
 /// the product is not split, it is all of k, and at least 1.
