@@ -6,7 +6,7 @@ use std::ops::Deref;
 
 use stepscope::capture::{CaptureInputs, Output};
 use stepscope::memory::{Measured, PageLocked};
-use stepscope::ops::{GemmElement, Precision};
+use stepscope::ops::Precision;
 use stepscope::optim::UpdateTicket;
 use stepscope::tensor::{Indices, Saved};
 use stepscope::{
@@ -16,7 +16,7 @@ use stepscope::{
 
 use crate::harness::values::uniform;
 use crate::harness::{self, Samples};
-use crate::model::Model;
+use crate::model::{Activation, Model};
 use crate::sizes::{CLASSES, FEATURES, SCALES};
 use crate::{Line, Measure, Plan};
 
@@ -60,7 +60,7 @@ struct Timed {
 
 /// Queues the step's work: forward, loss, backward that overwrites the gradients, clipping, AdamW.
 /// Returns the loss, `[1]`.
-fn train<'s, S: GemmElement<S> + GemmElement<f32>>(
+fn train<'s, S: Activation>(
     step: &Step<'s>,
     state: &mut State<S>,
     ticket: UpdateTicket,
@@ -77,16 +77,12 @@ fn train<'s, S: GemmElement<S> + GemmElement<f32>>(
 }
 
 /// Records [`train`] for a capture.
-fn record<'s, S: GemmElement<S> + GemmElement<f32>>(
-    step: &mut Step<'s>,
-    state: &mut State<S>,
-    slots: &CaptureInputs<'s>,
-) -> Result<Output> {
+fn record<'s, S: Activation>(step: &mut Step<'s>, state: &mut State<S>, slots: &CaptureInputs<'s>) -> Result<Output> {
     let inside = (slots.input(0)?, slots.indices(1)?);
     Ok(slots.output(&train(step, state, UpdateTicket::each_replay(slots), inside)?))
 }
 
-impl<S: GemmElement<S> + GemmElement<f32>> State<S> {
+impl<S: Activation> State<S> {
     fn new(device: &Device, precision: Precision) -> Result<Self> {
         let (model, layout) = Model::new()?;
         let parameters = Parameters::new(device, &layout, SEED)?;
@@ -143,7 +139,7 @@ impl Ours {
     ///
     /// # Errors
     /// When a step fails, or the contenders' losses differ.
-    pub(crate) fn measure<S: GemmElement<S> + GemmElement<f32>>(&self) -> harness::Result<Vec<Line>> {
+    pub(crate) fn measure<S: Activation>(&self) -> harness::Result<Vec<Line>> {
         let need = self.need::<S>()?;
         let (eager, captured) = (self.eager::<S>(need)?, self.captured::<S>(need)?);
         if eager.losses != captured.losses {
@@ -152,7 +148,7 @@ impl Ours {
         Ok([eager.lines, captured.lines].concat())
     }
 
-    fn need<S: GemmElement<S> + GemmElement<f32>>(&self) -> Result<Measured> {
+    fn need<S: Activation>(&self) -> Result<Measured> {
         let mut state = State::<S>::new(&self.device, self.plan.precision)?;
         let arena = Arena::builder(&self.device).capacity(Capacity::mib(1)).build()?;
         let ticket = state.optimizer.advance()?;
@@ -161,7 +157,7 @@ impl Ours {
 
     /// Measures steps that launch their kernels one by one. Each has its own inputs, so it always
     /// uploads.
-    fn eager<S: GemmElement<S> + GemmElement<f32>>(&self, need: Measured) -> Result<Timed> {
+    fn eager<S: Activation>(&self, need: Measured) -> Result<Timed> {
         let mut state = State::<S>::new(&self.device, self.plan.precision)?;
         let mut arena = Arena::builder(&self.device).capacity(Capacity::Measured(need)).build()?;
         let measures = [Measure::RoundTrip, Measure::Host, Measure::HostPinned, Measure::Queued, Measure::Pinned];
@@ -177,7 +173,7 @@ impl Ours {
     }
 
     /// Measures steps that replay one graph.
-    fn captured<S: GemmElement<S> + GemmElement<f32>>(&self, need: Measured) -> Result<Timed> {
+    fn captured<S: Activation>(&self, need: Measured) -> Result<Timed> {
         let mut arena = Arena::builder(&self.device).capacity(Capacity::Measured(need)).build()?;
         let (inputs, page_locked) = (self.batch.inputs()?, self.page_locked.inputs()?);
         let mut captured = arena.capture(State::<S>::new(&self.device, self.plan.precision)?, &inputs, record)?;

@@ -140,10 +140,10 @@ impl SharedTile<f32> {
     /// starts on a 16-byte boundary.
     ///
     /// # Safety
-    /// `from + 4 <= x.len()`. The CPU checks it, the GPU does not.
+    /// S is f32, and `from + 4 <= x.len()`. The CPU checks the range, the GPU does not.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn copy4(self, index: u32, x: &[f32], from: usize) {
+    pub unsafe fn copy4<S: Stored>(self, index: u32, x: &[S], from: usize) {
         // SAFETY: inside the tile and inside `x`, both on 16-byte boundaries.
         unsafe { self.0.copy16(index, x, from) };
     }

@@ -5,7 +5,7 @@
 //! one strided-batched multiply.
 
 use stepscope::nn::{Linear, RmsNorm, Scope};
-use stepscope::ops::{self, AttentionConfig, BiasGradient, Gemm, GemmElement, Gradient};
+use stepscope::ops::{self, AttentionConfig, AttentionElement, BiasGradient, Gemm, GemmElement, Gradient};
 use stepscope::parameters::{Initializer, StackedParameters};
 use stepscope::tensor::Saved;
 use stepscope::{Error, Result, Tape, Tensor, Var};
@@ -66,16 +66,15 @@ impl Attention {
         names.add_stack(2, |part: usize| ["q_norm.gain", "k_norm.gain"][part].to_owned(), [HEAD], Initializer::ONE)
     }
 
-    /// Computes the sum of h and its attention. The attention itself is computed in f32, with casts
-    /// around it if h is BF16.
+    /// Computes the sum of h and its attention.
     pub(crate) fn forward<'s, S>(&self, tape: &Tape<'_, 's>, h: &Var<'s, S>) -> Result<Var<'s, S>>
     where
-        S: GemmElement<S> + GemmElement<f32>,
+        S: AttentionElement + GemmElement<S> + GemmElement<f32>,
     {
         let qkv = norm_project(tape, h, self.norm, &self.projections)?;
         let heads = AttentionConfig::new(h.shape().as_rows()[1] / HEAD);
-        let mixed = tape.attention(&tape.to_f32(&qkv)?, Some((&self.qk_norm, self.norm.epsilon)), &heads)?;
-        self.output.forward_residual(tape, &tape.stored_as(&mixed)?, h)
+        let mixed = tape.attention(&qkv, Some((&self.qk_norm, self.norm.epsilon)), &heads)?;
+        self.output.forward_residual(tape, &mixed, h)
     }
 }
 

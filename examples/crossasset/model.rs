@@ -16,7 +16,7 @@ mod layers;
 use std::marker::PhantomData;
 
 use stepscope::nn::{Linear, Mlp, RmsNorm, Scope};
-use stepscope::ops::GemmElement;
+use stepscope::ops::{AttentionElement, GemmElement};
 use stepscope::{DeviceBatch, Parameter, ParameterSpec, Result, Tape, Var};
 
 use self::layers::{Attention, TokenLinear};
@@ -38,6 +38,11 @@ impl Sizes {
     pub(crate) const CROSSASSET: Self = Self { width: 256, hidden: 1024, layers: 2 };
 }
 
+/// The element types of activations.
+pub(crate) trait Activation: AttentionElement + GemmElement<Self> + GemmElement<f32> {}
+
+impl<S: AttentionElement + GemmElement<S> + GemmElement<f32>> Activation for S {}
+
 /// The layers, starting at the input.
 pub(crate) struct Model<S = f32> {
     scales: TokenLinear,
@@ -53,7 +58,7 @@ struct Block {
     mlp: Mlp,
 }
 
-impl<S: GemmElement<S> + GemmElement<f32>> Model<S> {
+impl<S: Activation> Model<S> {
     /// Builds the model and its parameter spec.
     ///
     /// # Errors
@@ -89,7 +94,7 @@ impl<S: GemmElement<S> + GemmElement<f32>> Model<S> {
     }
 }
 
-impl<S: GemmElement<S> + GemmElement<f32>> stepscope::Model for Model<S> {
+impl<S: Activation> stepscope::Model for Model<S> {
     type Stored = S;
 
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s, S>> {
@@ -116,11 +121,7 @@ impl Block {
         Self { attention, norm: norm2, mlp }
     }
 
-    fn forward<'s, S: GemmElement<S> + GemmElement<f32>>(
-        &self,
-        tape: &Tape<'_, 's>,
-        h: &Var<'s, S>,
-    ) -> Result<Var<'s, S>> {
+    fn forward<'s, S: Activation>(&self, tape: &Tape<'_, 's>, h: &Var<'s, S>) -> Result<Var<'s, S>> {
         let h = self.attention.forward(tape, h)?;
         self.mlp.forward_residual(tape, &self.norm.forward(tape, &h)?, &h)
     }

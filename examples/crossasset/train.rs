@@ -10,14 +10,12 @@ use stepscope::files::replace_file;
 use stepscope::group::Group;
 use stepscope::optim::Schedule;
 use stepscope::train::{Ended, Observer, ProgressBar, Update};
-use stepscope::{
-    AdamW, Arena, Checkpoint, EpochProgress, Error, Model as Trained, Result, TrainState, Trainer, bf16, ops,
-};
+use stepscope::{AdamW, Arena, Checkpoint, EpochProgress, Error, Model as Trained, Result, TrainState, Trainer, bf16};
 
 use crate::bars::shown;
 use crate::cli::{Args, Switch};
 use crate::dataset::{Dataset, Fold};
-use crate::model::Model;
+use crate::model::{Activation, Model};
 use crate::report::{BATCHES_KEPT, BatchResult, EpochResult};
 use crate::samples::{self, Cut, MicroBatch};
 use crate::trace::Trace;
@@ -133,7 +131,7 @@ impl<'r> Run<'r> {
         }
     }
 
-    fn train_folds<S: ops::GemmElement<S> + ops::GemmElement<f32>>(
+    fn train_folds<S: Activation>(
         &mut self,
         arena: &mut Arena,
         mut resumed: Option<Checkpoint>,
@@ -196,11 +194,7 @@ impl<'r> Run<'r> {
 
     /// Creates the trainer with the initial weights and optimizer of a fold, and with `--capture
     /// on` the graph of its steps.
-    fn trainer<'a, S: ops::GemmElement<S> + ops::GemmElement<f32>>(
-        &self,
-        arena: &'a mut Arena,
-        fold: &Fold,
-    ) -> Result<Trainer<'a, Model<S>>>
+    fn trainer<'a, S: Activation>(&self, arena: &'a mut Arena, fold: &Fold) -> Result<Trainer<'a, Model<S>>>
     where
         'r: 'a,
     {

@@ -6,11 +6,10 @@
 //! `STEPSCOPE_UPDATES` gives their number: see `docs/numbers.md`.
 
 use crate::dataset::{Asset, Dataset, Plan};
-use crate::model::{Model, Sizes};
+use crate::model::{Activation, Model, Sizes};
 use crate::samples::MicroBatch;
 use crate::support::on_each_device;
 use crate::synthetic;
-use stepscope::ops::GemmElement;
 use stepscope::optim::Schedule;
 use stepscope::tensor::Element;
 use stepscope::{AdamW, Arena, Capacity, Device, DeviceKind, TrainState, Trainer, bf16};
@@ -25,7 +24,7 @@ const BLOCK: usize = 100;
 const FEW: usize = 16;
 
 /// Returns the losses of all updates, epoch after epoch.
-fn losses<S: GemmElement<S> + GemmElement<f32>>(device: &Device, dataset: &Dataset, updates: usize) -> Vec<f64> {
+fn losses<S: Activation>(device: &Device, dataset: &Dataset, updates: usize) -> Vec<f64> {
     let fold = &dataset.folds()[0];
     let order: Vec<usize> = (0..).flat_map(|epoch| fold.epoch_order(SEED, epoch)).take(updates * BATCH).collect();
     let schedule = Schedule::WarmupCosine { warmup: 16.min(updates as u64 / 10), total: updates as u64, floor: 0.1 };

@@ -398,12 +398,12 @@ on_each_device! {
 }
 
 attack! {
-    attention::attention_forward {
-        qkv: f32s 3072, gains: f32s 128, tokens: number 4, heads: number 2, epsilon: float 1e-6, scale: float 0.125,
-        out: out 1024, probabilities: out 64, inverse_rms: out 32,
+    attention::attention_forward<S> {
+        qkv: stored 3072, gains: f32s 128, tokens: number 4, heads: number 2, epsilon: float 1e-6, scale: float 0.125,
+        out: out_stored 1024, probabilities: out 64, inverse_rms: out 32,
     }
-    attention::attention_backward {
-        qkv: f32s 3072, gains: f32s 128, inverse_rms: f32s 32, probabilities: f32s 64, dout: f32s 1024, tokens: number 4,
-        heads: number 2, scale: float 0.125, dqkv: out 3072, dgains: out 512,
+    attention::attention_backward<S> {
+        qkv: stored 3072, gains: f32s 128, inverse_rms: f32s 32, probabilities: f32s 64, dout: stored 1024, tokens: number 4,
+        heads: number 2, scale: float 0.125, dqkv: out_stored 3072, dgains: out 512,
     }
 }

@@ -6,6 +6,7 @@ use crate::support::{Random, on_each_device};
 use crate::trial::{Trial, assert_same, trial};
 use kernels::stored::Stored as _;
 use std::cell::RefCell;
+use stepscope::ops::{AttentionConfig, AttentionElement, AttentionKept, QkNorm};
 use stepscope::tensor::{Element, Shape, Source, Stored};
 use stepscope::{Device, Result, Tensor, bf16, ops};
 
@@ -79,7 +80,7 @@ macro_rules! rounded_once {
         mod $name {
             use super::*;
 
-            fn run<$S: Stored>($c: &Case<'_, '_>) -> Result<()> $body
+            fn run<$S: AttentionElement>($c: &Case<'_, '_>) -> Result<()> $body
 
             fn check(device: &Device, shape: [usize; 2]) {
                 let outputs = |run: fn(&Case<'_, '_>) -> Result<()>| {
@@ -208,6 +209,20 @@ rounded_once! {
     }
     softmax<S>: |c| { c.keep(&ops::softmax(c.trial, &c.x::<S>()?)?) }
     softmax_backward<S>: |c| { c.keep(&ops::softmax_backward(c.trial, &c.x::<S>()?, &c.x()?)?) }
+    attention_of_few_tokens<S>: |c| {
+        let ([rows, cols], heads) = (c.shape, 2);
+        let tokens = (rows + cols) % 16 + 1;
+        let (qkv, dout) = (c.of::<S>([3, 3, tokens, heads * 64])?, c.of::<S>([3, tokens, heads * 64])?);
+        let (gains, mut dgains) = (c.of::<f32>([2, 64])?, c.of::<f32>([2, 64])?);
+        let (norm, form) = (QkNorm::new(&gains, 1e-6), AttentionConfig::new(heads));
+        let made = ops::attention(c.trial, &qkv, Some(norm), &form)?;
+        let AttentionKept::Short { probabilities, inverse_rms } = made.kept else { panic!("not by the kernel for few tokens") };
+        c.keep(&made.out)?;
+        c.keep(&probabilities)?;
+        c.keep(&inverse_rms)?;
+        c.keep(&ops::attention_backward(c.trial, &qkv, Some((norm, &mut dgains, true)), &form, &made, &dout)?)?;
+        c.keep(&dgains)
+    }
     rms_norm<S>: |c| {
         let (y, inverse_rms) = ops::rms_norm(c.trial, &c.x::<S>()?, &c.row()?, 1e-6)?;
         c.keep(&y)?;

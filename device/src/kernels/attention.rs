@@ -21,6 +21,8 @@
 //! After both heads, the forward kernel keeps one copy of the gains of q and k.
 //! "Across" means transposed: the row of token j holds its pairs with every i.
 //!
+//! BF16 is widened when it is read, and a result is rounded once, when it is written.
+//!
 //! A lane keeps its columns of every token in registers, so token numbers are compile-time
 //! constants. `GROUPS` is the number of groups of four tokens, rounded up.
 //!
@@ -29,13 +31,15 @@
 
 mod head;
 
+use crate::stored::Stored;
 use crate::tile::{SharedTile, commit_copies, wait_copies};
 use crate::vector::{F4, load, store};
 use crate::warp::{LANES, larger, sum4};
-use crate::{contract, math, unroll_on_gpu};
+use crate::{family, math, unroll_on_gpu};
 #[cfg(not(target_arch = "nvptx64"))]
 use cuda_std::launch::{Size, Violation};
 use cuda_std::{GpuFloat, prelude::*};
+use half::bf16;
 use head::*;
 
 /// The columns of a head.
@@ -59,58 +63,59 @@ pub const FORWARD_BYTES: u32 = (HEADS * FORWARD_LEN + GAINS_LEN) * 4;
 /// pairs, the factors, the means and 16 unused floats.
 pub const BACKWARD_BYTES: u32 = HEADS * BACKWARD_LEN * 4;
 
-/// Computes attention: `out[b, i, h] = sum_j p[b, h, i, j] v[b, j, h]`.
-///
-/// p is the softmax over j of `scale Q[b, i, h] . K[b, j, h]`. `Q[b, i, h] = s q gains[0]` with `s
-/// = 1 / sqrt(mean q^2 + epsilon)` over the head's 64 columns. K is computed from k likewise, with
-/// `gains[1]`.
-///
-/// Shapes: `qkv` (q, k, v): `[3, batch, tokens, heads, 64]`, `gains`: `[2, 64]`, `out`: as q,
-/// `probabilities` (p): `[batch, heads, tokens, tokens]`, `inverse_rms` (s): `[2, batch, tokens,
-/// heads]`. tokens <= 16. Overwrites `out`, `probabilities` and `inverse_rms`.
-#[kernel]
-pub unsafe fn attention_forward(
-    qkv: &[f32],
-    gains: &[f32],
-    tokens: u32,
-    heads: u32,
-    epsilon: f32,
-    scale: f32,
-    out: *mut f32,
-    probabilities: *mut f32,
-    inverse_rms: *mut f32,
-) {
-    // SAFETY: the contract checks that `tokens` and `heads` are not 0, and that the head lies
-    // inside every argument.
-    unsafe {
-        let head = Head::new(qkv.len(), tokens, heads);
-        with_groups!(tokens, forward(head, qkv, gains, epsilon, scale, out, probabilities, inverse_rms));
+family! {
+    /// Computes attention: `out[b, i, h] = sum_j p[b, h, i, j] v[b, j, h]`.
+    ///
+    /// p is the softmax over j of `scale Q[b, i, h] . K[b, j, h]`. `Q[b, i, h] = s q gains[0]` with
+    /// `s = 1 / sqrt(mean q^2 + epsilon)` over the head's 64 columns. K is computed from k
+    /// likewise, with `gains[1]`.
+    ///
+    /// Shapes: `qkv` (q, k, v): `[3, batch, tokens, heads, 64]`, `gains`: `[2, 64]`, `out`: as q,
+    /// `probabilities` (p): `[batch, heads, tokens, tokens]`, `inverse_rms` (s): `[2, batch,
+    /// tokens, heads]`. tokens <= 16. Overwrites `out`, `probabilities` and `inverse_rms`.
+    attention_forward<S: Stored> { attention_forward_f32: f32; attention_forward_bf16: bf16; }
+    unsafe fn(
+        qkv: &[S],
+        gains: &[f32],
+        tokens: u32,
+        heads: u32,
+        epsilon: f32,
+        scale: f32,
+        out: *mut S,
+        probabilities: *mut f32,
+        inverse_rms: *mut f32,
+    ) {
+        // SAFETY: the contract checks that `tokens` and `heads` are not 0, and that the head lies
+        // inside every argument.
+        unsafe {
+            let head = Head::new(qkv.len(), tokens, heads);
+            with_groups!(tokens, forward(head, qkv, gains, epsilon, scale, out, probabilities, inverse_rms));
+        }
+    }
+    // SAFETY: `heads` counts the heads of a whole number of samples. A half warp past the end
+    // recomputes the first head and writes nothing. A head has at most 16 tokens, which lie inside
+    // `qkv` and `out`. Its pairs and factors lie inside `probabilities` and `inverse_rms`, which
+    // hold one for each.
+    contract unsafe { block: ATTENTION_BLOCK, shared: FORWARD_BYTES } |k| {
+        let heads = heads_in(k.qkv.len(), k.tokens, k.heads)?;
+        Violation::unless_length("gains", 2 * HEAD, k.gains.len())?;
+        Violation::unless_length("out", k.qkv.len() / 3, k.out.len())?;
+        Violation::unless_length("probabilities", heads.times(k.tokens).times(k.tokens), k.probabilities.len())?;
+        Violation::unless_length("inverse_rms", heads.times(k.tokens).times(2), k.inverse_rms.len())?;
+        Grid::cover(heads, HEADS as usize)
     }
 }
-
-// SAFETY: `heads` counts the heads of a whole number of samples. A half warp past the end
-// recomputes the first head and writes nothing. A head has at most 16 tokens, which lie inside
-// `qkv` and `out`. Its pairs and factors lie inside `probabilities` and `inverse_rms`, which hold
-// one for each.
-contract! { unsafe attention_forward { block: ATTENTION_BLOCK, shared: FORWARD_BYTES } |k| {
-    let heads = heads_in(k.qkv.len(), k.tokens, k.heads)?;
-    Violation::unless_length("gains", 2 * HEAD, k.gains.len())?;
-    Violation::unless_length("out", k.qkv.len() / 3, k.out.len())?;
-    Violation::unless_length("probabilities", heads.times(k.tokens).times(k.tokens), k.probabilities.len())?;
-    Violation::unless_length("inverse_rms", heads.times(k.tokens).times(2), k.inverse_rms.len())?;
-    Grid::cover(heads, HEADS as usize)
-}}
 
 /// # Safety
 /// The head lies inside every argument, and `GROUPS` covers its tokens.
 #[inline(always)]
-unsafe fn forward<const GROUPS: usize>(
+unsafe fn forward<const GROUPS: usize, S: Stored>(
     head: Head,
-    qkv: &[f32],
+    qkv: &[S],
     gains: &[f32],
     epsilon: f32,
     scale: f32,
-    out: *mut f32,
+    out: *mut S,
     probabilities: *mut f32,
     inverse_rms: *mut f32,
 ) {
@@ -122,8 +127,8 @@ unsafe fn forward<const GROUPS: usize>(
         let (q, k, p) = (tile(0, ROWS_LEN), tile(ROWS_LEN, ROWS_LEN), tile(2 * ROWS_LEN, PAIRS_LEN));
         let k_factors = tile(2 * ROWS_LEN + PAIRS_LEN, NUMBERS_LEN);
         let shared_gains = SharedTile::new(HEADS * FORWARD_LEN * 4, GAINS_LEN);
-        head.copy::<GROUPS>(q, qkv, 0);
-        head.copy::<GROUPS>(k, qkv, head.length);
+        head.copy::<GROUPS, S>(q, qkv, 0);
+        head.copy::<GROUPS, S>(k, qkv, head.length);
         let at = thread::thread_idx_x() * F4::LEN as u32;
         shared_gains.copy4(at, gains, at as usize);
         commit_copies();
@@ -187,65 +192,68 @@ unsafe fn forward<const GROUPS: usize>(
     }
 }
 
-/// Computes the gradients of [`attention_forward`](struct@attention_forward) from `dout`. Let
-/// `dp[i, j] = dout[i] . v[j]` and `ds[i, j] = scale p[i, j] (dp[i, j] - sum_j p[i, j] dp[i, j])`:
-///
-/// ```text
-/// dQ[i] = sum_j ds[i, j] K[j]    dK[j] = sum_i ds[i, j] Q[i]    dv[j] = sum_i p[i, j] dout[i]
-/// dq[i] = s (g dQ[i] - n mean(g dQ[i] n))    dgain = sum_i dQ[i] n
-///   with n = q[i] s, g = gains[0]; the same for k
-/// ```
-/// Shapes are as in the forward kernel. `dout` has the shape of `out`, and `dqkv` (dq, dk, dv) has
-/// the shape of `qkv`. `dgains`: `[batch heads, 2, 64]`, one row for each head of each sample.
-/// [`sum_rows`](struct@crate::reduce::sum_rows) reduces these rows. Overwrites `dqkv` and `dgains`.
-#[kernel]
-pub unsafe fn attention_backward(
-    qkv: &[f32],
-    gains: &[f32],
-    inverse_rms: &[f32],
-    probabilities: &[f32],
-    dout: &[f32],
-    tokens: u32,
-    heads: u32,
-    scale: f32,
-    dqkv: *mut f32,
-    dgains: *mut f32,
-) {
-    // SAFETY: the contract checks that `tokens` and `heads` are not 0, and that the head lies
-    // inside every argument.
-    unsafe {
-        let head = Head::new(qkv.len(), tokens, heads);
-        with_groups!(tokens, backward(head, qkv, gains, inverse_rms, probabilities, dout, scale, dqkv, dgains));
+family! {
+    /// Computes the gradients of [`attention_forward`](struct@attention_forward) from `dout`. Let
+    /// `dp[i, j] = dout[i] . v[j]` and `ds[i, j] = scale p[i, j] (dp[i, j] - sum_j p[i, j] dp[i,
+    /// j])`:
+    ///
+    /// ```text
+    /// dQ[i] = sum_j ds[i, j] K[j]    dK[j] = sum_i ds[i, j] Q[i]    dv[j] = sum_i p[i, j] dout[i]
+    /// dq[i] = s (g dQ[i] - n mean(g dQ[i] n))    dgain = sum_i dQ[i] n
+    ///   with n = q[i] s, g = gains[0]; the same for k
+    /// ```
+    /// Shapes are as in the forward kernel. `dout` has the shape of `out`, and `dqkv` (dq, dk, dv)
+    /// has the shape of `qkv`. `dgains`: `[batch heads, 2, 64]`, one row for each head of each
+    /// sample. [`sum_rows`](struct@crate::reduce::sum_rows) reduces these rows. Overwrites `dqkv`
+    /// and `dgains`.
+    attention_backward<S: Stored> { attention_backward_f32: f32; attention_backward_bf16: bf16; }
+    unsafe fn(
+        qkv: &[S],
+        gains: &[f32],
+        inverse_rms: &[f32],
+        probabilities: &[f32],
+        dout: &[S],
+        tokens: u32,
+        heads: u32,
+        scale: f32,
+        dqkv: *mut S,
+        dgains: *mut f32,
+    ) {
+        // SAFETY: the contract checks that `tokens` and `heads` are not 0, and that the head lies
+        // inside every argument.
+        unsafe {
+            let head = Head::new(qkv.len(), tokens, heads);
+            with_groups!(tokens, backward(head, qkv, gains, inverse_rms, probabilities, dout, scale, dqkv, dgains));
+        }
+    }
+    // SAFETY: `heads` counts the heads of a whole number of samples. A half warp past the end
+    // writes nothing. A head's tokens lie inside `qkv`, `dout` and `dqkv`. Its pairs and factors
+    // lie inside `probabilities` and `inverse_rms`, which hold one for each. Its gains' gradient is
+    // a row of `dgains`.
+    contract unsafe { block: ATTENTION_BLOCK, shared: BACKWARD_BYTES } |k| {
+        let heads = heads_in(k.qkv.len(), k.tokens, k.heads)?;
+        Violation::unless_length("gains", 2 * HEAD, k.gains.len())?;
+        Violation::unless_length("inverse_rms", heads.times(k.tokens).times(2), k.inverse_rms.len())?;
+        Violation::unless_length("probabilities", heads.times(k.tokens).times(k.tokens), k.probabilities.len())?;
+        Violation::unless_length("dout", k.qkv.len() / 3, k.dout.len())?;
+        Violation::unless_length("dqkv", k.qkv.len(), k.dqkv.len())?;
+        Violation::unless_length("dgains", heads.times(2 * HEAD), k.dgains.len())?;
+        Grid::cover(heads, HEADS as usize)
     }
 }
-
-// SAFETY: `heads` counts the heads of a whole number of samples. A half warp past the end writes
-// nothing. A head's tokens lie inside `qkv`, `dout` and `dqkv`. Its pairs and factors lie inside
-// `probabilities` and `inverse_rms`, which hold one for each. Its gains' gradient is a row of
-// `dgains`.
-contract! { unsafe attention_backward { block: ATTENTION_BLOCK, shared: BACKWARD_BYTES } |k| {
-    let heads = heads_in(k.qkv.len(), k.tokens, k.heads)?;
-    Violation::unless_length("gains", 2 * HEAD, k.gains.len())?;
-    Violation::unless_length("inverse_rms", heads.times(k.tokens).times(2), k.inverse_rms.len())?;
-    Violation::unless_length("probabilities", heads.times(k.tokens).times(k.tokens), k.probabilities.len())?;
-    Violation::unless_length("dout", k.qkv.len() / 3, k.dout.len())?;
-    Violation::unless_length("dqkv", k.qkv.len(), k.dqkv.len())?;
-    Violation::unless_length("dgains", heads.times(2 * HEAD), k.dgains.len())?;
-    Grid::cover(heads, HEADS as usize)
-}}
 
 /// # Safety
 /// The caller meets the requirements of `forward`.
 #[inline(always)]
-unsafe fn backward<const GROUPS: usize>(
+unsafe fn backward<const GROUPS: usize, S: Stored>(
     head: Head,
-    qkv: &[f32],
+    qkv: &[S],
     gains: &[f32],
     inverse_rms: &[f32],
     probabilities: &[f32],
-    dout: &[f32],
+    dout: &[S],
     scale: f32,
-    dqkv: *mut f32,
+    dqkv: *mut S,
     dgains: *mut f32,
 ) {
     let Head { tokens, lane, exists, length, .. } = head;
@@ -258,8 +266,8 @@ unsafe fn backward<const GROUPS: usize>(
         let (p_across, ds, ds_across) = (pairs(0), pairs(1), pairs(2));
         let numbers = |at: u32| tile(2 * ROWS_LEN + 3 * PAIRS_LEN + at * NUMBERS_LEN, NUMBERS_LEN);
         let (factors, means) = ([numbers(0), numbers(1)], [numbers(2), numbers(3)]);
-        head.copy::<GROUPS>(x, dout, 0);
-        head.copy::<GROUPS>(y, qkv, 2 * length);
+        head.copy::<GROUPS, S>(x, dout, 0);
+        head.copy::<GROUPS, S>(y, qkv, 2 * length);
         commit_copies();
         if head.has_row() {
             let mut across = [F4::splat(0.0); GROUPS];
@@ -278,8 +286,8 @@ unsafe fn backward<const GROUPS: usize>(
 
         // All lanes have finished reading dout and v there. The copies of q and k overlap the
         // computation of dv.
-        head.copy::<GROUPS>(x, qkv, 0);
-        head.copy::<GROUPS>(y, qkv, length);
+        head.copy::<GROUPS, S>(x, qkv, 0);
+        head.copy::<GROUPS, S>(y, qkv, length);
         commit_copies();
         let mut row = 0;
         while exists && row < tokens {
@@ -318,8 +326,8 @@ unsafe fn backward<const GROUPS: usize>(
         });
         let gain = |part| F4::load(gains, part * HEAD + head.column as usize);
         let gains = [gain(0), gain(1)];
-        gradient::<GROUPS>(head, 0, ds, &k, &q, gains, [x, y], factors[0], means[0], dqkv, dgains);
-        gradient::<GROUPS>(head, 1, ds_across, &q, &k, gains, [x, y], factors[1], means[1], dqkv, dgains);
+        gradient::<GROUPS, S>(head, 0, ds, &k, &q, gains, [x, y], factors[0], means[0], dqkv, dgains);
+        gradient::<GROUPS, S>(head, 1, ds_across, &q, &k, gains, [x, y], factors[1], means[1], dqkv, dgains);
     }
 }
 
@@ -330,7 +338,7 @@ unsafe fn backward<const GROUPS: usize>(
 /// The caller meets the requirements of `backward`. Since the last barrier only this lane has
 /// accessed its columns of `n` and `d`.
 #[inline(always)]
-unsafe fn gradient<const GROUPS: usize>(
+unsafe fn gradient<const GROUPS: usize, S: Stored>(
     head: Head,
     part: usize,
     pairs: SharedTile<f32>,
@@ -340,7 +348,7 @@ unsafe fn gradient<const GROUPS: usize>(
     [n, d]: [SharedTile<f32>; 2],
     factors: SharedTile<f32>,
     means: SharedTile<f32>,
-    dqkv: *mut f32,
+    dqkv: *mut S,
     dgains: *mut f32,
 ) {
     let tokens = head.tokens;
@@ -384,8 +392,8 @@ unsafe fn gradient<const GROUPS: usize>(
     }
 }
 
-/// Returns the number of (sample, head) pairs in q, k and v, which have `length` floats in all, or
-/// the shape's violation.
+/// Returns the number of (sample, head) pairs in q, k and v, which have `length` elements in all,
+/// or the shape's violation.
 #[cfg(not(target_arch = "nvptx64"))]
 fn heads_in(length: usize, tokens: u32, heads: u32) -> Result<Size, Violation> {
     Violation::unless((1..=MAX_TOKENS as u32).contains(&tokens), "tokens", "1 to 16", tokens)?;

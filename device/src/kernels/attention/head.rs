@@ -19,6 +19,7 @@
 use super::{HEAD, HEADS, MAX_TOKENS};
 use crate::block::{divide, no_unroll};
 use crate::rescale;
+use crate::stored::Stored;
 use crate::tile::SharedTile;
 use crate::unroll_on_gpu;
 use crate::vector::F4;
@@ -50,14 +51,14 @@ macro_rules! for_each_token {
 }
 pub(super) use for_each_token;
 
-/// Calls `function::<GROUPS>(arguments)` with the number of groups of four that `tokens` fill.
+/// Calls `function::<GROUPS, _>(arguments)` with the number of groups of four that `tokens` fill.
 macro_rules! with_groups {
     ($tokens:expr, $function:ident($($argument:expr),* $(,)?)) => {
         match $tokens.div_ceil(4) {
-            1 => $function::<1>($($argument),*),
-            2 => $function::<2>($($argument),*),
-            3 => $function::<3>($($argument),*),
-            _ => $function::<4>($($argument),*),
+            1 => $function::<1, _>($($argument),*),
+            2 => $function::<2, _>($($argument),*),
+            3 => $function::<3, _>($($argument),*),
+            _ => $function::<4, _>($($argument),*),
         }
     };
 }
@@ -66,11 +67,11 @@ pub(super) use with_groups;
 /// One (sample, head) pair: the location of its rows and its probabilities.
 #[derive(Clone, Copy)]
 pub(super) struct Head {
-    /// The index of token 0's first float in q.
+    /// The index of token 0's first element in q.
     first: usize,
-    /// The floats from one token to the next.
+    /// The elements from one token to the next.
     stride: usize,
-    /// The floats of each of q, k and v.
+    /// The elements of each of q, k and v.
     pub(super) length: usize,
     /// The head's number among those of all samples.
     pub(super) number: usize,
@@ -84,7 +85,7 @@ pub(super) struct Head {
 }
 
 impl Head {
-    /// Returns the head of this half warp. q, k and v have `length` floats in all.
+    /// Returns the head of this half warp. q, k and v have `length` elements in all.
     ///
     /// # Safety
     /// `tokens` and `heads` are not 0.
@@ -144,17 +145,29 @@ impl Head {
         unsafe { SharedTile::new((start + offset) * 4, len) }
     }
 
-    /// Starts to copy this lane's columns of every token. The rows start `from` floats into `x`.
+    /// Starts to copy this lane's columns of every token. BF16 is widened, so it has been copied on
+    /// return. The rows start `from` elements into `x`.
     ///
     /// # Safety
     /// The head lies inside `x` from there.
     #[inline(always)]
-    pub(super) unsafe fn copy<const GROUPS: usize>(self, to: SharedTile<f32>, x: &[f32], from: usize) {
+    pub(super) unsafe fn copy<const GROUPS: usize, S: Stored>(self, to: SharedTile<f32>, x: &[S], from: usize) {
+        let place = |row: usize| row as u32 * ROW + self.column;
+        if const { size_of::<S>() == size_of::<f32>() } {
+            for_each_token!(GROUPS, self.tokens, |row| {
+                // SAFETY: the caller guarantees that the head's rows lie inside `x` from `from` on,
+                // and this lane's four columns lie in each row. They are 16 bytes.
+                unsafe { to.copy4(place(row), x, from + self.index(row)) };
+            });
+            return;
+        }
+        // All reads are issued before the first write waits for one.
+        let mut columns = [F4::splat(0.0); MAX_TOKENS];
         for_each_token!(GROUPS, self.tokens, |row| {
-            // SAFETY: the caller guarantees that the head's rows lie inside `x` from `from` on, and
-            // this lane's four columns lie in each row.
-            unsafe { to.copy4(row as u32 * ROW + self.column, x, from + self.index(row)) };
+            // SAFETY: as before.
+            columns[row] = unsafe { F4::load(x, from + self.index(row)) };
         });
+        for_each_token!(GROUPS, self.tokens, |row| { to.set4(place(row), columns[row]) });
     }
 
     /// Returns the token's number, or the last token's number if `token` is past it, so that lanes
@@ -245,9 +258,9 @@ pub(super) fn set_pair_row<const GROUPS: usize>(pairs: SharedTile<f32>, row: u32
 /// # Safety
 /// The row's elements begin at `from` in `x`, and are those in the tile.
 #[inline(always)]
-pub(super) unsafe fn apply_gains(
+pub(super) unsafe fn apply_gains<S: Stored>(
     (rows, row): (SharedTile<f32>, u32),
-    (x, from): (&[f32], usize),
+    (x, from): (&[S], usize),
     (gains, part): (SharedTile<f32>, u32),
     epsilon: f32,
 ) -> [f32; 2] {

@@ -164,7 +164,7 @@ impl Window<f32> {
     /// See [`Window`]. `from + 4 <= x.len()`, which is checked.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn copy16(self, index: u32, x: &[f32], from: usize) {
+    pub unsafe fn copy16<S: Stored>(self, index: u32, x: &[S], from: usize) {
         // SAFETY: both are checked.
         unsafe { self.write4(index, F4::load(x, from).0) };
     }

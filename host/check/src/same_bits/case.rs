@@ -56,7 +56,7 @@ impl Listed {
 /// Makes a [`Both`] of the kernels of a family. `|i| ..` is generic in the storage type.
 macro_rules! both {
     ($family:literal, <$S:ident>, |$i:ident| $body:expr) => {{
-        fn run<$S: Stored>($i: &Inputs<'_, '_>) -> Result<()> {
+        fn run<$S: ops::AttentionElement>($i: &Inputs<'_, '_>) -> Result<()> {
             $body
         }
         Both([(concat!($family, "_f32"), run::<f32>), (concat!($family, "_bf16"), run::<bf16>)])

@@ -90,17 +90,18 @@ const LISTED: &[Listed] = &[
         })
     }),
     One("adamw", |i| i.by_size(&[1, 1023, 70_003][..], &[1, 1023]).iter().try_for_each(|&length| adamw(i, length))),
-    One("attention_forward", |i| {
-        i.heads(|i, qkv, gains, _| {
+    both!("attention_forward", <S>, |i| {
+        i.heads::<S>(|i, qkv, gains, _| {
             let (made, ..) = i.short_attention(qkv, gains)?;
             let ops::AttentionKept::Short { probabilities, inverse_rms } = made.kept else {
                 unreachable!("up to 16 tokens, normalized")
             };
-            [made.out, probabilities, inverse_rms].iter().try_for_each(|result| i.keep(result))
+            i.keep(&made.out)?;
+            [probabilities, inverse_rms].iter().try_for_each(|result| i.keep(result))
         })
     }),
-    One("attention_backward", |i| {
-        i.heads(|i, qkv, gains, dout| {
+    both!("attention_backward", <S>, |i| {
+        i.heads::<S>(|i, qkv, gains, dout| {
             let mut dgains = i.normals([2, 64])?;
             let (made, norm, config) = i.short_attention(qkv, gains)?;
             let dqkv = ops::attention_backward(i.step, qkv, Some((norm, &mut dgains, true)), &config, &made, dout)?;

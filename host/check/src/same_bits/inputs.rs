@@ -21,7 +21,7 @@ use stepscope_core::buffer::Buffer;
 use stepscope_core::device::Device;
 use stepscope_core::error::Result;
 use stepscope_core::indices::OnDevice;
-use stepscope_core::ops::{self, Attention, AttentionConfig, QkNorm};
+use stepscope_core::ops::{self, Attention, AttentionConfig, AttentionElement, QkNorm};
 use stepscope_core::step::EagerStep;
 use stepscope_core::tensor::{Element, Lent, Shape, Source, Stored, Target, Tensor};
 
@@ -89,11 +89,11 @@ impl<'s> Inputs<'_, 's> {
 
     /// Runs the attention kernel for few tokens, and returns its output with its norm and its
     /// configuration.
-    pub(super) fn short_attention<'q>(
+    pub(super) fn short_attention<'q, S: AttentionElement>(
         &self,
-        qkv: &Tensor<'s>,
+        qkv: &Tensor<'s, S>,
         gains: &'q Tensor<'s>,
-    ) -> Result<(Attention<'s>, QkNorm<'q, 's>, AttentionConfig<'s>)> {
+    ) -> Result<(Attention<'s, S>, QkNorm<'q, 's>, AttentionConfig<'s>)> {
         // A power of two would hide a fused product.
         let config = AttentionConfig::new(qkv.shape().as_rows()[1] / HEAD).scale(self.by_size(0.125, 0.1));
         let norm = QkNorm::new(gains, 1e-6);
@@ -259,7 +259,10 @@ impl<'s> Inputs<'_, 's> {
     }
 
     /// Runs attention on q, k and v, gains, and a gradient of the output.
-    pub(super) fn heads(&self, op: impl Fn(&Self, &Tensor<'s>, &Tensor<'s>, &Tensor<'s>) -> Result<()>) -> Result<()> {
+    pub(super) fn heads<S: Stored>(
+        &self,
+        op: impl Fn(&Self, &Tensor<'s, S>, &Tensor<'s>, &Tensor<'s, S>) -> Result<()>,
+    ) -> Result<()> {
         // The smallest size has each number of groups of four tokens.
         let smallest = [[1, 2, 64], [1, 5, 128], [1, 12, 64], [1, 15, 64]];
         for &[samples, tokens, width] in self.by_size(&[[4, 12, 256], [3, 16, 128], [2, 1, 64]][..], &smallest) {

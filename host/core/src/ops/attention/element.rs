@@ -1,13 +1,10 @@
 //! The choice of attention kernels for each element type.
 //!
-//! Invariant: the choice depends only on the tensors' type, the config, the norm, the step's
-//! precision, and the device's matrix instruction and memory.
+//! Invariant: the choice depends only on the tensors' type, the config, the step's precision, and
+//! the device's matrix instruction and memory.
 
 use super::config::{AttentionConfig, Sizes};
-use super::made::{Attention, AttentionKept};
-use super::short;
 use crate::error::{Error, Result};
-use crate::ops::QkNorm;
 use crate::precision::Precision;
 use crate::step::Step;
 use crate::tensor::{Saved, Source, Stored, Target, Tensor};
@@ -21,32 +18,6 @@ pub trait AttentionElement: Stored {
     /// Rejects configs that the type's kernels do not compute.
     #[doc(hidden)]
     fn check(op: &'static str, form: &AttentionConfig<'_>, sizes: Sizes) -> Result<()>;
-
-    /// Runs the kernel for few tokens, if the type has one.
-    #[doc(hidden)]
-    #[track_caller]
-    fn short<'s>(
-        step: &Step<'s>,
-        qkv: &impl Source<'s, Self>,
-        norm: QkNorm<'_, 's>,
-        form: &AttentionConfig<'s>,
-        sizes: Sizes,
-    ) -> Result<Option<Attention<'s, Self>>>;
-
-    /// Computes the gradient of `qkv` with that kernel's backward.
-    #[doc(hidden)]
-    #[track_caller]
-    fn short_backward<'s>(
-        step: &Step<'s>,
-        op: &'static str,
-        qkv: &impl Source<'s, Self>,
-        norm: QkNorm<'_, 's>,
-        form: &AttentionConfig<'s>,
-        kept: [&Saved<'s>; 2],
-        dout: &impl Source<'s, Self>,
-        sizes: Sizes,
-        gains: Option<(&mut impl Target<'s, f32>, bool)>,
-    ) -> Result<Tensor<'s, Self>>;
 
     /// Queues the forward kernel for any number of tokens.
     #[doc(hidden)]
@@ -262,31 +233,6 @@ impl AttentionElement for f32 {
         Ok(())
     }
 
-    fn short<'s>(
-        step: &Step<'s>,
-        qkv: &impl Source<'s, f32>,
-        norm: QkNorm<'_, 's>,
-        form: &AttentionConfig<'s>,
-        sizes: Sizes,
-    ) -> Result<Option<Attention<'s>>> {
-        let [out, probabilities, inverse_rms] = short::forward(step, qkv, norm, form.scale, sizes)?;
-        Ok(Some(Attention { out, kept: AttentionKept::Short { probabilities, inverse_rms } }))
-    }
-
-    fn short_backward<'s>(
-        step: &Step<'s>,
-        op: &'static str,
-        qkv: &impl Source<'s, f32>,
-        norm: QkNorm<'_, 's>,
-        form: &AttentionConfig<'s>,
-        kept: [&Saved<'s>; 2],
-        dout: &impl Source<'s, f32>,
-        sizes: Sizes,
-        gains: Option<(&mut impl Target<'s, f32>, bool)>,
-    ) -> Result<Tensor<'s>> {
-        short::backward(step, op, qkv, norm, form.scale, kept, dout, sizes, gains)
-    }
-
     fn queue<'s>(
         step: &Step<'s>,
         qkv: &impl Source<'s, f32>,
@@ -330,30 +276,6 @@ impl AttentionElement for bf16 {
             }
             _ => Ok(()),
         }
-    }
-
-    fn short<'s>(
-        _: &Step<'s>,
-        _: &impl Source<'s, bf16>,
-        _: QkNorm<'_, 's>,
-        _: &AttentionConfig<'s>,
-        _: Sizes,
-    ) -> Result<Option<Attention<'s, bf16>>> {
-        Ok(None)
-    }
-
-    fn short_backward<'s>(
-        _: &Step<'s>,
-        op: &'static str,
-        _: &impl Source<'s, bf16>,
-        _: QkNorm<'_, 's>,
-        _: &AttentionConfig<'s>,
-        _: [&Saved<'s>; 2],
-        _: &impl Source<'s, bf16>,
-        _: Sizes,
-        _: Option<(&mut impl Target<'s, f32>, bool)>,
-    ) -> Result<Tensor<'s, bf16>> {
-        Err(Error::misuse(op, "a result of attention over BF16 tensors", "a result of the f32 kernel for few tokens"))
     }
 
     fn queue<'s>(

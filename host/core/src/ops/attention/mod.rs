@@ -42,12 +42,14 @@ pub use made::{Attention, AttentionKept};
 ///
 /// **f32 in a step of [`Precision::Tf32`](crate::ops::Precision).** Operands are rounded to TF32
 /// where the BF16 kernels round to BF16, and `out` is not rounded. This applies to heads of up to
-/// 128 columns with a scale above 0. Other heads, and the single launch for up to 16 tokens,
-/// multiply in f32.
+/// 128 columns with a scale above 0. Other heads multiply in f32.
+///
+/// **The single launch for up to 16 tokens** multiplies in f32 for both types and in every
+/// precision. BF16 is widened when it is read, and rounded once, when it is written.
 ///
 /// **Memory** grows linearly with the number of tokens: `out` and one value for each token of each
 /// head are kept (Dao, 2023). One case is a single launch that keeps the softmax instead: a `norm`,
-/// up to 16 tokens of f32, stacked heads of 64 columns, and no mask. Queues the work, and needs no
+/// up to 16 tokens, stacked heads of 64 columns, and no mask. Queues the work, and needs no
 /// scratch memory.
 ///
 /// # Errors
@@ -69,11 +71,8 @@ pub fn attention<'s, S: AttentionElement>(
         let (out, lse) = flash::forward(step, qkv, form, sizes)?;
         return Ok(Attention { out, kept: AttentionKept::Flash { lse, normal: None } });
     };
-    if norm.distance(OP, sizes.width)? == sizes.width
-        && short::suits(form, sizes)
-        && let Some(made) = S::short(step, qkv, norm, form, sizes)?
-    {
-        return Ok(made);
+    if norm.distance(OP, sizes.width)? == sizes.width && short::suits(form, sizes) {
+        return short::forward(step, qkv, norm, form.scale, sizes);
     }
     let (normed, inverse_rms) = ops::qk_norm(step, qkv, norm, form)?;
     let normal = (normed.save(), inverse_rms.save());
@@ -133,7 +132,7 @@ fn gradients<'s, S: AttentionElement, T: Target<'s, f32>>(
         }
         (AttentionKept::Short { probabilities, inverse_rms }, Some((norm, dgains))) if short::suits(form, sizes) => {
             norm.distance(OP, sizes.width)?;
-            S::short_backward(step, OP, qkv, norm, form, [probabilities, inverse_rms], dout, sizes, dgains)
+            short::backward(step, OP, qkv, norm, form.scale, [probabilities, inverse_rms], dout, sizes, dgains)
         }
         (kept, norm) => {
             let which = if norm.is_some() { "with a norm" } else { "without a norm" };

@@ -1,10 +1,11 @@
 //! Attention with the kernel for up to 16 tokens, which normalizes queries and keys itself.
 
 use super::config::{AttentionConfig, Sizes};
+use super::made::{Attention, AttentionKept};
 use crate::error::Result;
 use crate::ops::{QkNorm, same_shape, sum_rows_into};
 use crate::step::Step;
-use crate::tensor::{Saved, Source, Target, Tensor};
+use crate::tensor::{Saved, Source, Stored, Target, Tensor};
 use kernels::attention::{self as kernel, HEAD};
 
 /// True if the kernel computes attention for this config, with normalized queries and keys.
@@ -13,16 +14,15 @@ pub(super) fn suits(form: &AttentionConfig<'_>, sizes: Sizes) -> bool {
     tokens <= kernel::MAX_TOKENS && width == HEAD && heads == kv_heads && stacked && form.sees_all()
 }
 
-/// Computes the output, the softmax, `[batch, heads, tokens, tokens]`, and
-/// `1 / sqrt(mean(x^2) + epsilon)` of each head of q and of k, `[2, batch, tokens, heads]`.
+/// Computes attention with what its backward pass needs.
 #[track_caller]
-pub(super) fn forward<'s>(
+pub(super) fn forward<'s, S: Stored>(
     step: &Step<'s>,
-    qkv: &impl Source<'s, f32>,
+    qkv: &impl Source<'s, S>,
     norm: QkNorm<'_, 's>,
     scale: Option<f32>,
     sizes: Sizes,
-) -> Result<[Saved<'s>; 3]> {
+) -> Result<Attention<'s, S>> {
     let Sizes { batch, tokens, heads, .. } = sizes;
     let mut out = step.empty(sizes.output())?;
     let mut probabilities = step.empty([batch, heads, tokens, tokens])?;
@@ -38,22 +38,23 @@ pub(super) fn forward<'s>(
         probabilities: probabilities.out(),
         inverse_rms: inverse_rms.out(),
     })?;
-    Ok([out.save(), probabilities.save(), inverse_rms.save()])
+    let kept = AttentionKept::Short { probabilities: probabilities.save(), inverse_rms: inverse_rms.save() };
+    Ok(Attention { out: out.save(), kept })
 }
 
 /// Computes the gradient of `qkv`. Writes the gradient of the gains to `dgains`, or adds it.
 #[track_caller]
-pub(super) fn backward<'s>(
+pub(super) fn backward<'s, S: Stored>(
     step: &Step<'s>,
     op: &'static str,
-    qkv: &impl Source<'s, f32>,
+    qkv: &impl Source<'s, S>,
     norm: QkNorm<'_, 's>,
     scale: Option<f32>,
     [probabilities, inverse_rms]: [&Saved<'s>; 2],
-    dout: &impl Source<'s, f32>,
+    dout: &impl Source<'s, S>,
     sizes: Sizes,
     dgains: Option<(&mut impl Target<'s, f32>, bool)>,
-) -> Result<Tensor<'s>> {
+) -> Result<Tensor<'s, S>> {
     let Sizes { batch, tokens, heads, .. } = sizes;
     same_shape(op, [batch, heads, tokens, tokens].into(), probabilities.shape())?;
     let (mut dqkv, mut partials) = (step.empty(qkv.shape())?, step.empty([batch * heads, 2 * HEAD])?);
