@@ -59,7 +59,7 @@ pub(crate) const LAYER_NORM_BACKWARD: File = "2026-11-23-h200-layer-norm.json";
 pub(crate) const PRODUCTS: [(Factors, File); 3] = [
     (Factors::F32(F32), "2026-11-25-h200-matmul.json"),
     (Factors::F32(Tf32), "2026-11-24-h200-matmul-tf32.json"),
-    (Factors::Bf16, "2026-11-25-h200-matmul-stored-bf16.json"),
+    (Factors::Bf16, "2026-11-28-h200-matmul-stored-bf16-mma-sync.json"),
 ];
 
 /// The element type of a product's operands.
@@ -70,4 +70,4 @@ pub(crate) enum Factors {
 }
 
 /// The bench of attention, `--stored bf16`.
-pub(crate) const ATTENTION: File = "2026-11-23-h200-attention-stored-bf16.json";
+pub(crate) const ATTENTION: File = "2026-11-28-h200-attention-stored-bf16-mma-sync.json";
