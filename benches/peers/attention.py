@@ -2,8 +2,8 @@
 
 Reads cases, JSON objects as in benches/attention.rs, and answers each with a JSON object of
 nanoseconds. On a GPU, one CUDA graph repeats the pass `row` times, and a sample is the time of a
-replay by the host's clock, divided by `row`. `--stored f32` disables TF32 unless `--precision tf32` is
-given. With `--stored bf16`, q, k, v and everything else are BF16. `--backend flash-attention`
+replay by the host's clock, divided by `row`. `--stored f32` disables TF32 unless `--precision tf32`
+is given. With `--stored bf16`, q, k, v and everything else are BF16. `--backend flash-attention`
 allows only FlashAttention-2; otherwise PyTorch chooses.
 """
 
