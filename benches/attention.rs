@@ -80,13 +80,6 @@ impl Case {
         let pairs = (tokens * if causal { tokens + 1 } else { 2 * tokens }) as f64 / 2.0;
         4.0 * pairs * (batch * heads * width) as f64
     }
-
-    /// Returns the repetitions per sample. At the rate of the fastest instruction forward takes
-    /// about 2 ms: then the launch of the graph and the wait for it, some microseconds, count for
-    /// little.
-    fn row(self) -> usize {
-        ((2e-3 * 500e12 / self.operations()) as usize).clamp(2, 50)
-    }
 }
 
 /// Times attention, compared with PyTorch's
@@ -160,7 +153,8 @@ fn main() -> harness::Result<()> {
         "", "forward", "TFLOP/s", "backward", "TFLOP/s", "ratio", "ratio"
     );
     for case in cases {
-        let theirs: Option<Line> = pytorch.ask(&serde_json::to_string(&Question { case, row: case.row() })?);
+        let row = Samples::repetitions(&device, case.operations());
+        let theirs: Option<Line> = pytorch.ask(&serde_json::to_string(&Question { case, row })?);
         let ours = match stored {
             StoredAs::Bf16 => measure::<bf16>(&device, case, precision)?,
             StoredAs::F32 => measure::<f32>(&device, case, precision)?,
@@ -183,7 +177,7 @@ fn measure<S: AttentionElement>(device: &Device, case: Case, precision: Precisio
     let Case { batch, tokens, heads, kv_heads, width, .. } = case;
     let narrow = |length, seed| uniform(length, seed).into_iter().map(S::narrow).collect::<Vec<_>>();
     let tokens = batch * tokens;
-    let row = if device.description().kind == DeviceKind::Emulated { 1 } else { case.row() };
+    let row = Samples::repetitions(device, case.operations());
     let mut state = State {
         case,
         precision,

@@ -92,7 +92,7 @@ impl<S: GemmElement<S>> State<S> {
         let narrow = |length, seed| uniform(length, seed).into_iter().map(S::narrow).collect::<Vec<_>>();
         Ok(Self {
             gemm,
-            row: if device.description().kind == DeviceKind::Emulated { 1 } else { case.row() },
+            row: Samples::repetitions(device, case.operations()),
             a: Buffer::from_slice(device, &narrow(a, 1))?,
             b: Buffer::from_slice(device, &narrow(b, 2))?,
             out: Buffer::zeros(device, out)?,
@@ -134,7 +134,8 @@ fn main() -> harness::Result<()> {
     let mut ratios = Vec::new();
     for case in cases {
         let Case { m, n, k, batches, form } = case;
-        let theirs: Option<Line> = pytorch.ask(&format!("{m},{n},{k},{batches},{form:?},{}", case.row()));
+        let row = Samples::repetitions(&device, case.operations());
+        let theirs: Option<Line> = pytorch.ask(&format!("{m},{n},{k},{batches},{form:?},{row}"));
         let ours = match stored {
             StoredAs::F32 => ours(&device, case, precision, tiles)?,
             StoredAs::Bf16 => ours_of_bf16(&device, case, tiles)?,

@@ -133,14 +133,6 @@ impl Case {
         2.0 * (self.batches * self.m * self.n) as f64 * self.k as f64
     }
 
-    /// Returns the repetitions per sample. At the rate of the fastest instruction a sample takes
-    /// about 2 ms: then the launch of its graph and the wait for it, some microseconds, count for
-    /// little.
-    pub(crate) fn row(self) -> usize {
-        let seconds = 4e-6 + self.operations() / 600e12;
-        ((2e-3 / seconds) as usize).clamp(1, 200)
-    }
-
     pub(crate) fn gemm(self) -> Gemm {
         let Self { m, n, k, batches, form } = self;
         let mut gemm = Gemm { batches, ..Gemm::new(m, n, k) };

@@ -56,7 +56,7 @@ def main():
     for case in sys.stdin:
         *extents, form, row = case.split(",")
         m, n, k, batches = map(int, extents)
-        row = int(row) if cuda else 1
+        row = int(row)
         work = multiply(*operands(m, n, k, batches, form, args.device, dtype))
         work = in_a_row(work, row) if cuda else work
         taken = sustained(work, row, args.samples, torch.cuda.synchronize if cuda else lambda: None)
