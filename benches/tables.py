@@ -7,10 +7,11 @@
         prints each figure that differs by more than 5 % in a newer run; fails if there is any
     python3 benches/tables.py self-test                      checks that only a wrong page is refused
 
-A marker `<!-- KIND: FILE, FILE .. -->` precedes the sources and a table. Both are generated. In the
-table, the columns "ours" and "best peer" are filled by the case in the first column; all others are
-handwritten and stay. If several files have a line, the first counts. For a FOLDER, the newest file
-of the same bench counts: `DATE-GPU-step.json` with any date and GPU.
+A marker `<!-- KIND: FILE, FILE .. -->`, which may take several lines, precedes the sources and a
+table. Both are generated. In the table, the columns "ours" and "best peer" are filled by the case
+in the first column; all others are handwritten and stay. If several files have a line, the first
+counts. For a FOLDER, the newest file of the same bench counts: `DATE-GPU-step.json` with any date
+and GPU.
 """
 
 import json
@@ -36,7 +37,11 @@ def tables(lines):
     """Yields (line, kind, file names, lines of the rows, columns) of each marker, with lines as
     indices."""
     for at, line in enumerate(lines):
-        if not (marker := MARKER.match(line)):
+        if not line.endswith(" -->"):
+            continue
+        # A marker may take several lines.
+        start = next(place for place in range(at, -1, -1) if place == 0 or lines[place].startswith("<!-- "))
+        if not (marker := MARKER.match(" ".join(lines[start : at + 1]))):
             continue
         if marker[1] not in KINDS:
             raise SystemExit(f"line {at + 1}: no kind {marker[1]}; there are {', '.join(KINDS)}")
@@ -144,6 +149,9 @@ def self_test():
         if rewritten(right.replace("0.200", "0.201"), folder) != right or "commit abcdef0: `benches/runs/2026" not in right:
             raise SystemExit(f"a wrong figure or source stays: {right}")
         print("refused: a figure that differs from the file's")
+        wrapped = right.replace("<!-- step: ", "<!-- step:\n")
+        if rewritten(wrapped.replace("0.200", "0.201"), folder) != wrapped:
+            raise SystemExit("a wrong figure below a marker of two lines stays")
         refused("a row without a line", right.replace("batch 1", "batch 2"), folder)
         refused("an unknown kind", right.replace("<!-- step", "<!-- steps"), folder)
         refused("a missing file", right.replace("-h200-step", "-h100-step"), folder)
