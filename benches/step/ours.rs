@@ -6,6 +6,7 @@ use std::ops::Deref;
 
 use stepscope::capture::{CaptureInputs, Output};
 use stepscope::memory::{Measured, PageLocked};
+use stepscope::models::Activation;
 use stepscope::ops::Precision;
 use stepscope::optim::UpdateTicket;
 use stepscope::tensor::{Indices, Saved};
@@ -16,7 +17,7 @@ use stepscope::{
 
 use crate::harness::values::uniform;
 use crate::harness::{self, Samples};
-use crate::model::{Activation, Model};
+use crate::model::Model;
 use crate::sizes::{CLASSES, FEATURES, SCALES};
 use crate::{Line, Measure, Plan};
 

@@ -4,8 +4,9 @@
 //! Both keep several weights of one shape as [`StackedParameters`] and compute with all of them in
 //! one strided-batched multiply.
 
+use stepscope::models::Activation;
 use stepscope::nn::{Linear, RmsNorm, Scope};
-use stepscope::ops::{self, AttentionConfig, AttentionElement, BiasGradient, Gemm, GemmElement, Gradient};
+use stepscope::ops::{self, AttentionConfig, BiasGradient, Gemm, GemmElement, Gradient};
 use stepscope::parameters::{Initializer, StackedParameters};
 use stepscope::tensor::Saved;
 use stepscope::{Error, Result, Tape, Tensor, Var};
@@ -67,10 +68,7 @@ impl Attention {
     }
 
     /// Computes the sum of h and its attention.
-    pub(crate) fn forward<'s, S>(&self, tape: &Tape<'_, 's>, h: &Var<'s, S>) -> Result<Var<'s, S>>
-    where
-        S: AttentionElement + GemmElement<S> + GemmElement<f32>,
-    {
+    pub(crate) fn forward<'s, S: Activation>(&self, tape: &Tape<'_, 's>, h: &Var<'s, S>) -> Result<Var<'s, S>> {
         let qkv = norm_project(tape, h, self.norm, &self.projections)?;
         let heads = AttentionConfig::new(h.shape().as_rows()[1] / HEAD);
         let mixed = tape.attention(&qkv, Some((&self.qk_norm, self.norm.epsilon)), &heads)?;

@@ -15,8 +15,8 @@ mod layers;
 
 use std::marker::PhantomData;
 
+use stepscope::models::Activation;
 use stepscope::nn::{Linear, Mlp, RmsNorm, Scope};
-use stepscope::ops::{AttentionElement, GemmElement};
 use stepscope::{DeviceBatch, Parameter, ParameterSpec, Result, Tape, Var};
 
 use self::layers::{Attention, TokenLinear};
@@ -37,11 +37,6 @@ impl Sizes {
     /// The sizes of CrossAsset.
     pub(crate) const CROSSASSET: Self = Self { width: 256, hidden: 1024, layers: 2 };
 }
-
-/// The element types of activations.
-pub(crate) trait Activation: AttentionElement + GemmElement<Self> + GemmElement<f32> {}
-
-impl<S: AttentionElement + GemmElement<S> + GemmElement<f32>> Activation for S {}
 
 /// The layers, starting at the input.
 pub(crate) struct Model<S = f32> {

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use stepscope::check::MemoryRecorder;
 use stepscope::files::replace_file;
 use stepscope::group::Group;
+use stepscope::models::Activation;
 use stepscope::optim::Schedule;
 use stepscope::train::{Ended, Observer, ProgressBar, Update};
 use stepscope::{AdamW, Arena, Checkpoint, EpochProgress, Error, Model as Trained, Result, TrainState, Trainer, bf16};
@@ -15,7 +16,7 @@ use stepscope::{AdamW, Arena, Checkpoint, EpochProgress, Error, Model as Trained
 use crate::bars::shown;
 use crate::cli::{Args, Switch};
 use crate::dataset::{Dataset, Fold};
-use crate::model::{Activation, Model};
+use crate::model::Model;
 use crate::report::{BATCHES_KEPT, BatchResult, EpochResult};
 use crate::samples::{self, Cut, MicroBatch};
 use crate::trace::Trace;

@@ -6,10 +6,11 @@
 //! `STEPSCOPE_UPDATES` gives their number: see `docs/numbers.md`.
 
 use crate::dataset::{Asset, Dataset, Plan};
-use crate::model::{Activation, Model, Sizes};
+use crate::model::{Model, Sizes};
 use crate::samples::MicroBatch;
 use crate::support::on_each_device;
 use crate::synthetic;
+use stepscope::models::Activation;
 use stepscope::optim::Schedule;
 use stepscope::tensor::Element;
 use stepscope::{AdamW, Arena, Capacity, Device, DeviceKind, TrainState, Trainer, bf16};

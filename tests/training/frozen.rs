@@ -8,8 +8,9 @@ use crate::support::{Random, bits, on_each_device};
 use std::collections::BTreeMap;
 use stepscope::check::faults::{Call, FaultPlan};
 use stepscope::group::Group;
+use stepscope::models::Activation;
 use stepscope::nn::{Block, Embedding, LayerNorm, Linear, Norm};
-use stepscope::ops::{self, AttentionElement, GemmElement, LabelRules, LmHeadConfig, Rotary};
+use stepscope::ops::{self, LabelRules, LmHeadConfig, Rotary};
 use stepscope::parameters::{FrozenType, Initializer, ParameterEntry};
 use stepscope::prelude::*;
 use stepscope::tensor::{Element, Indices};
@@ -18,10 +19,6 @@ const WIDTH: usize = 32;
 const VOCABULARY: usize = 40;
 const SAMPLES: usize = 3;
 const TOKENS: usize = 24;
-
-trait Activation: AttentionElement + GemmElement<Self> + GemmElement<f32> {}
-
-impl<S: AttentionElement + GemmElement<S> + GemmElement<f32>> Activation for S {}
 
 /// A language model with every layer of the library, whose head may be its token table.
 #[derive(Clone)]

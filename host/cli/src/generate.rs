@@ -17,7 +17,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use stepscope::data::{TokenSampler, TokenSamplerConfig};
-use stepscope::models::{Lora, ModelConfig, Transformer, WeightFiles};
+use stepscope::models::{Activation, Lora, ModelConfig, Transformer, WeightFiles};
 use stepscope::parameters::{FrozenType, ParameterEntry};
 use stepscope::tensor::Element;
 use stepscope::{Device, DeviceKind, ParameterSpec, Parameters, Result, bf16};
@@ -29,7 +29,7 @@ use crate::run::folder::ModelFolder;
 use crate::run::memory::RunMemory;
 use crate::train::bad_input::{BadInput, Outcome, bad};
 use crate::train::cli::{share, up_to, zero_or_above};
-use crate::train::model::{Activation, Gpt, Mode};
+use crate::train::model::{Gpt, Mode};
 use crate::train::tokenizer::Tokenizer;
 use crate::train::{sample, weights};
 

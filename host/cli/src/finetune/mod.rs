@@ -24,7 +24,7 @@ use std::process::ExitCode;
 use std::sync::atomic::AtomicBool;
 
 use stepscope::data::{TokenSampler, TokenSamplerConfig};
-use stepscope::models::Weights;
+use stepscope::models::{Activation, Weights};
 use stepscope::{Checkpoint, Device, Parameters, TrainState, bf16};
 
 use self::cli::Args;
@@ -38,7 +38,7 @@ use crate::run::report::{Position, Report};
 use crate::run::{memory, program};
 use crate::train::bad_input::Outcome;
 use crate::train::cli::Precision;
-use crate::train::model::{Activation, Gpt};
+use crate::train::model::Gpt;
 use crate::train::sample;
 
 /// Fine-tunes, and returns the exit code.

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use stepscope::models::{Lora, ModelConfig, Targets, Transformer, WeightFiles};
+use stepscope::models::{Activation, Lora, ModelConfig, Targets, Transformer, WeightFiles};
 use stepscope::parameters::{FrozenType, ParameterEntry};
 use stepscope::tensor::Element;
 use stepscope::{AdamW, Arena, Checkpoint, Device, ParameterSpec, Parameters, Result, TrainState, Trainer, bf16};
@@ -18,7 +18,7 @@ use crate::run::memory::{RunMemory, check_batch, evaluation_batch};
 use crate::run::settings;
 use crate::run::updates::{Trained, Updates};
 use crate::train::bad_input::{Outcome, bad};
-use crate::train::model::{Activation, Gpt, Mode};
+use crate::train::model::{Gpt, Mode};
 use crate::train::tokenizer::Tokenizer;
 use crate::train::weights;
 

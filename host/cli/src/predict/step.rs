@@ -4,7 +4,7 @@
 //! are created in the dry run too.
 
 use stepscope::device::Launch;
-use stepscope::models::{Lora, ModelConfig, Transformer};
+use stepscope::models::{Activation, Lora, ModelConfig, Transformer};
 use stepscope::parameters::FrozenType;
 use stepscope::tensor::Element;
 use stepscope::{
@@ -16,7 +16,7 @@ use crate::finetune::cli::Quantize;
 use crate::run::memory::{RunMemory, evaluation_batch};
 use crate::sizes::{FEATURES, SCALES};
 use crate::train::cli::Precision;
-use crate::train::model::{Activation, Gpt, Mode};
+use crate::train::model::{Gpt, Mode};
 use stepscope_predict::{Gpu, dry_run};
 
 /// The model to train.

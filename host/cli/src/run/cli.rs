@@ -2,12 +2,13 @@
 
 use clap::Args;
 use stepscope::device::MatrixInstruction;
+use stepscope::models::Activation;
 use stepscope::{AdamW, Arena, Device, DeviceKind, HostBatch, ParameterSpec, Result, TrainState, Trainer};
 
 use crate::program::ranks::RankArgs;
 use crate::train::bad_input::{Outcome, bad};
 use crate::train::cli::{Precision, bytes, up_to};
-use crate::train::model::{Activation, Gpt};
+use crate::train::model::Gpt;
 
 /// The options of a training run.
 #[derive(Clone, Debug, Args)]

@@ -42,7 +42,7 @@ use serde::Serialize;
 
 use self::bad_input::Outcome;
 use self::cli::Args;
-use self::model::{Activation, Gpt};
+use self::model::Gpt;
 use self::plan::Plan;
 use self::samples::Sequences;
 use crate::program::ranks::Rank;
@@ -53,7 +53,7 @@ use crate::run::report::Report;
 use crate::run::{memory, program};
 use crate::train::cli::Precision;
 use stepscope::data::{TokenSampler, TokenSamplerConfig};
-use stepscope::models::Weights;
+use stepscope::models::{Activation, Weights};
 use stepscope::{Device, Parameters, TrainState, bf16};
 
 /// The size of the data.

@@ -6,8 +6,8 @@
 use std::marker::PhantomData;
 
 use serde_json::json;
-use stepscope::models::{ModelConfig, Transformer};
-use stepscope::ops::{AttentionElement, GemmElement, LabelRules, LmHeadConfig};
+use stepscope::models::{Activation, ModelConfig, Transformer};
+use stepscope::ops::{LabelRules, LmHeadConfig};
 use stepscope::optim::ParameterGroups;
 use stepscope::parameters::ParameterEntry;
 use stepscope::tensor::{Indices, Saved};
@@ -55,11 +55,6 @@ pub(crate) struct Mode {
     /// samples of the batch divided by the number of its counted tokens.
     pub(crate) counted: bool,
 }
-
-/// An element type of activations: f32 or BF16.
-pub(crate) trait Activation: AttentionElement + GemmElement<Self> + GemmElement<f32> {}
-
-impl<S: AttentionElement + GemmElement<S> + GemmElement<f32>> Activation for S {}
 
 /// A language model, as handles of parameters. Activations are stored as `S`.
 #[derive(Clone, Debug)]

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use stepscope::data::Windows;
-use stepscope::models::{Family, ModelConfig};
+use stepscope::models::{Activation, Family, ModelConfig};
 use stepscope::optim::Schedule;
 use stepscope::{AdamW, Arena, Checkpoint, Device, Result, TrainState, Trainer};
 
@@ -16,7 +16,7 @@ use crate::run::settings;
 use crate::run::updates::{Trained, Updates};
 use crate::train::bad_input::{Outcome, bad};
 use crate::train::cli::Args;
-use crate::train::model::{self, Activation, Gpt, Mode};
+use crate::train::model::{self, Gpt, Mode};
 use crate::train::samples::{self, Form, Sequences};
 use crate::train::text::{self, Text};
 use crate::train::tokenizer::{Tokenizer, VOCABULARY_UNIT};

@@ -6,10 +6,11 @@
 //! machine. Logits have the same bits everywhere, and the sampler is deterministic.
 
 use stepscope::data::TokenSampler;
+use stepscope::models::Activation;
 use stepscope::nn::KeyValueCache;
 use stepscope::{Arena, Capacity, Device, EagerStep, Parameters, Result, ops};
 
-use crate::train::model::{Activation, Gpt};
+use crate::train::model::Gpt;
 
 /// Returns up to `count` tokens that follow `beginning`, as many as fit the model's context. Stops
 /// before any of `ends`.

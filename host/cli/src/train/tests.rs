@@ -5,7 +5,6 @@ mod token_files;
 mod tokenizer_json;
 
 use super::cli::{Arch, Args, Size};
-use super::model::Activation;
 use super::plan::Plan;
 use super::text::Text;
 use super::tokenizer::Tokenizer;
@@ -20,7 +19,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use stepscope::data::{SplitMix64, TokenSampler, TokenSamplerConfig};
 use stepscope::files::StateDict;
-use stepscope::models::{Transformer, Weights};
+use stepscope::models::{Activation, Transformer, Weights};
 use stepscope::{Arena, Capacity, Device, Tape, TrainState, ops};
 use tempfile::TempDir;
 

@@ -4,11 +4,11 @@
 use std::path::Path;
 
 use stepscope::files::StateDict;
-use stepscope::models::Weights;
+use stepscope::models::{Activation, Weights};
 use stepscope::{Arena, Capacity, Device, EagerStep, HostBatch, Model, Result, Tape, TrainState};
 
 use crate::train::bad_input::Outcome;
-use crate::train::model::{Activation, Gpt};
+use crate::train::model::Gpt;
 use crate::train::samples::Sequences;
 
 /// Writes the file without changing the weights. The logits need more memory than a training step,
