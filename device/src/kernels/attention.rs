@@ -284,8 +284,8 @@ unsafe fn backward<const GROUPS: usize, S: Stored>(
         let dout = head.columns::<GROUPS>(x);
         sync();
 
-        // All lanes have finished reading dout and v there. The copies of q and k overlap the
-        // computation of dv.
+        // All lanes have finished reading dout and v there. The copies of f32 q and k overlap
+        // the computation of dv.
         head.copy::<GROUPS, S>(x, qkv, 0);
         head.copy::<GROUPS, S>(y, qkv, length);
         commit_copies();
