@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 use crate::support::rank_threads::*;
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -138,6 +139,7 @@ fn stop_on_one_rank_stops_all() {
 #[test]
 fn mismatched_shards_are_refused() {
     let batch = &batches(|_| 2)[0];
+    let joined = Barrier::new(2);
     let said = on_ranks((DeviceKind::Emulated, 2), DEADLINE, |device, group| {
         let plan = Plan { ranks: 2, shards: 4, captured: false, more: false };
         let refused = |made: Result<_>, word: &str| {
@@ -154,6 +156,8 @@ fn mismatched_shards_are_refused() {
         let mut learner = plan.learner(device)?.in_group(&group, 4)?;
         learner.optimizer = plan.learner(device)?.optimizer;
         let mut arena = arena(device);
+        // Until both have joined, the refusal of one would end the other's call.
+        joined.wait();
         refused(Trainer::eager(&mut arena, learner).update(batch).map(drop), "those of another train state");
         Ok(())
     });
