@@ -263,12 +263,14 @@ fn device_wait_meets_group_deadline() {
 #[test]
 fn link_ends_when_a_rank_fails() {
     let plans = [FaultPlan::new(), FaultPlan::new()];
+    let updated = Barrier::new(2);
     let said = on_ranks_with(DeviceKind::Emulated, &plans, DEADLINE, |device, group| {
         let plan = Plan { ranks: 2, shards: 4, captured: false, more: false };
         let mut batch = batches(|_| 2).swap_remove(0);
         let mut arena = arena(device);
         let mut trainer = Trainer::eager(&mut arena, plan.learner(device)?.in_group(&group, 4)?);
         trainer.update(&batch)?;
+        updated.wait();
         assert!(group.rank() == 0, "planted");
         let start = Instant::now();
         while plans[0].count(Call::LeaveLink) == 0 {
