@@ -12,7 +12,7 @@ use clap::Parser;
 use std::time::Instant;
 use stepscope::capture::CaptureInputs;
 use stepscope::nn::{MultiHeadAttention, RmsNorm, SwiGlu};
-use stepscope::ops::{AttentionElement, GemmElement, Rotary};
+use stepscope::ops::{Activation, Rotary};
 use stepscope::optim::UpdateTicket;
 use stepscope::{
     AdamW, Arena, Capacity, Device, DeviceKind, Gradients, HostInputs, Optimizer, ParameterSpec, Parameters, Result,
@@ -45,10 +45,7 @@ struct Block {
 }
 
 impl Block {
-    fn forward<'s, S>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>>
-    where
-        S: AttentionElement + GemmElement<S> + GemmElement<f32>,
-    {
+    fn forward<'s, S: Activation>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
         let mixed = self.attention.forward(tape, &self.norms[0].forward(tape, x)?)?;
         let [x, h] = self.norms[1].forward_residual(tape, &mixed, x)?;
         self.mlp.forward_residual(tape, &h, &x)
@@ -69,10 +66,12 @@ fn blocks() -> Result<(Vec<Block>, ParameterSpec)> {
 }
 
 /// Runs x through the blocks.
-fn forward<'s, S>(tape: &Tape<'_, 's>, blocks: &[Block], mut x: Var<'s, S>, recompute: bool) -> Result<Var<'s, S>>
-where
-    S: AttentionElement + GemmElement<S> + GemmElement<f32>,
-{
+fn forward<'s, S: Activation>(
+    tape: &Tape<'_, 's>,
+    blocks: &[Block],
+    mut x: Var<'s, S>,
+    recompute: bool,
+) -> Result<Var<'s, S>> {
     for block in blocks {
         let block = block.clone();
         x = match recompute {
@@ -84,10 +83,7 @@ where
 }
 
 /// Returns the peak bytes of a forward and a backward pass.
-fn bytes<S>(arena: &Arena, tokens: usize, recompute: bool) -> Result<usize>
-where
-    S: AttentionElement + GemmElement<S> + GemmElement<f32>,
-{
+fn bytes<S: Activation>(arena: &Arena, tokens: usize, recompute: bool) -> Result<usize> {
     let (blocks, layout) = blocks()?;
     let measured = arena.measure(|step| {
         let weights = Parameters::new(step.device(), &layout, 7)?.with_bf16_copy()?;

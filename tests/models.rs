@@ -16,7 +16,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use stepscope::files::StateDict;
 use stepscope::models::{ModelConfig, Transformer, Weights};
-use stepscope::ops::{self, AttentionElement, GemmElement, LmHeadConfig};
+use stepscope::ops::{self, Activation, LmHeadConfig};
 use stepscope::parameters::FrozenType;
 use stepscope::tensor::Element;
 use stepscope::{Arena, Capacity, Device, Gradients, Parameters, Tape, bf16};
@@ -70,10 +70,7 @@ impl Expected {
 /// Returns the results of transformers for a case, and the logits after each token of its first
 /// sample, computed token by token from caches. With BF16, matrices, activations and caches are
 /// BF16.
-fn from_caches<S: AttentionElement + GemmElement<S> + GemmElement<f32>>(
-    device: &Device,
-    folder: &Path,
-) -> (Expected, Vec<f32>) {
+fn from_caches<S: Activation>(device: &Device, folder: &Path) -> (Expected, Vec<f32>) {
     let expected = Expected::read(folder);
     let mut weights = Weights::read(folder).unwrap();
     let tokens = expected.shape[1];

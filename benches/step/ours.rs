@@ -6,8 +6,7 @@ use std::ops::Deref;
 
 use stepscope::capture::{CaptureInputs, Output};
 use stepscope::memory::{Measured, PageLocked};
-use stepscope::models::Activation;
-use stepscope::ops::Precision;
+use stepscope::ops::{Activation, Precision};
 use stepscope::optim::UpdateTicket;
 use stepscope::tensor::{Indices, Saved};
 use stepscope::{

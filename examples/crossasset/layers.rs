@@ -4,9 +4,8 @@
 //! Both keep several weights of one shape as [`StackedParameters`] and compute with all of them in
 //! one strided-batched multiply.
 
-use stepscope::models::Activation;
 use stepscope::nn::{Linear, RmsNorm, Scope};
-use stepscope::ops::{self, AttentionConfig, BiasGradient, Gemm, GemmElement, Gradient};
+use stepscope::ops::{self, Activation, AttentionConfig, BiasGradient, Gemm, Gradient};
 use stepscope::parameters::{Initializer, StackedParameters};
 use stepscope::tensor::Saved;
 use stepscope::{Error, Result, Tape, Tensor, Var};
@@ -34,10 +33,7 @@ impl TokenLinear {
     }
 
     /// Computes y.
-    pub(crate) fn forward<'s, S>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>>
-    where
-        S: GemmElement<S> + GemmElement<f32>,
-    {
+    pub(crate) fn forward<'s, S: Activation>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
         linear_per_token(tape, x, &self.weights, &self.biases)
     }
 }
@@ -82,7 +78,7 @@ impl Attention {
 ///
 /// # Errors
 /// [`Error::Misuse`] when extents differ, or `x` wants a gradient.
-pub(crate) fn linear_per_token<'s, S: GemmElement<S> + GemmElement<f32>>(
+pub(crate) fn linear_per_token<'s, S: Activation>(
     tape: &Tape<'_, 's>,
     x: &Var<'s, S>,
     w: &StackedParameters,
@@ -148,7 +144,7 @@ pub(crate) fn linear_per_token<'s, S: GemmElement<S> + GemmElement<f32>>(
 ///
 /// # Errors
 /// [`Error::Misuse`] when extents differ.
-pub(crate) fn norm_project<'s, S: GemmElement<S> + GemmElement<f32>>(
+pub(crate) fn norm_project<'s, S: Activation>(
     tape: &Tape<'_, 's>,
     x: &Var<'s, S>,
     RmsNorm { gain, epsilon }: RmsNorm,

@@ -15,8 +15,8 @@ mod layers;
 
 use std::marker::PhantomData;
 
-use stepscope::models::Activation;
 use stepscope::nn::{Linear, Mlp, RmsNorm, Scope};
+use stepscope::ops::Activation;
 use stepscope::{DeviceBatch, Parameter, ParameterSpec, Result, Tape, Var};
 
 use self::layers::{Attention, TokenLinear};

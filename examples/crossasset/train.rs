@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use stepscope::check::MemoryRecorder;
 use stepscope::files::replace_file;
 use stepscope::group::Group;
-use stepscope::models::Activation;
+use stepscope::ops::Activation;
 use stepscope::optim::Schedule;
 use stepscope::train::{Ended, Observer, ProgressBar, Update};
 use stepscope::{AdamW, Arena, Checkpoint, EpochProgress, Error, Model as Trained, Result, TrainState, Trainer, bf16};

@@ -81,7 +81,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
 ];
 
 /// Runs attention with every mask over these heads.
-fn attends<'s, S: Traced + ops::AttentionElement>(c: &Case<'_, 's>, heads: Heads<'s>) -> Result<()> {
+fn attends<'s, S: Traced>(c: &Case<'_, 's>, heads: Heads<'s>) -> Result<()> {
     let tokens = heads.batch * heads.tokens;
     let documents = c.random.borrow_mut().belows(tokens, 2);
     let lengths = c.random.borrow_mut().belows(heads.batch, 200);

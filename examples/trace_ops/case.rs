@@ -6,12 +6,12 @@ use crate::support::{Random, tolerance};
 use crate::tensor_file::TensorFile;
 use kernels::update::RUN;
 use std::cell::RefCell;
-use stepscope::ops::{self, AttentionElement, GemmElement};
+use stepscope::ops::{self, Activation};
 use stepscope::tensor::{Element, Indices, Shape, Source};
 use stepscope::{EagerStep, Result, Tensor, bf16};
 
 /// An element type of the traced cases.
-pub(crate) trait Traced: GemmElement<Self> + GemmElement<f32> + AttentionElement {
+pub(crate) trait Traced: Activation {
     /// True if ops round their results to this type.
     const IS_ROUNDED: bool;
 }

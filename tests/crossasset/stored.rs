@@ -10,7 +10,7 @@ use crate::model::{Model, Sizes};
 use crate::samples::MicroBatch;
 use crate::support::on_each_device;
 use crate::synthetic;
-use stepscope::models::Activation;
+use stepscope::ops::Activation;
 use stepscope::optim::Schedule;
 use stepscope::tensor::Element;
 use stepscope::{AdamW, Arena, Capacity, Device, DeviceKind, TrainState, Trainer, bf16};

@@ -9,7 +9,7 @@ use crate::reference::{gelu, silu};
 use crate::support::{Random, on_each_device, relative_l2};
 use crate::trial::assert_same;
 use kernels::stored::Stored as _;
-use stepscope::ops::{self, Gemm, GemmElement};
+use stepscope::ops::{self, Activation, Gemm};
 use stepscope::tensor::{Saved, Source};
 use stepscope::{Arena, Capacity, Device, Gradients, Parameters, Tape, bf16};
 
@@ -45,10 +45,13 @@ fn with_gelu(x: Vec<f64>) -> Vec<f64> {
 
 /// Returns the gradients of x, W1, b1, W2 and b2 on a tape, in an MLP of S with or without a
 /// residual x. The output has the gradient `dy`.
-fn gradients_of_mlp<S>(device: &Device, parameters: &Parameters, p: &Handles, dy: &[f32], beside: bool) -> Vec<Vec<f32>>
-where
-    S: GemmElement<S> + GemmElement<f32>,
-{
+fn gradients_of_mlp<S: Activation>(
+    device: &Device,
+    parameters: &Parameters,
+    p: &Handles,
+    dy: &[f32],
+    beside: bool,
+) -> Vec<Vec<f32>> {
     let mut gradients = Gradients::zeros(parameters).unwrap();
     let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
     arena

@@ -5,9 +5,9 @@ use crate::gradients::{Case, SEEDS, extents, leaf, longest, normal};
 use crate::support::{Random, bits, on_each_device};
 use crate::trial::{Trial, assert_refused, assert_same, trial, trial_of_one};
 use crate::{linear, softmax, transpose};
-use stepscope::ops::{self, Gemm, GemmElement, LabelRules, LmHeadConfig, Precision};
+use stepscope::ops::{self, Activation, Gemm, LabelRules, LmHeadConfig, Precision};
 use stepscope::parameters::Initializer;
-use stepscope::tensor::{Element, Indices, Source, Stored};
+use stepscope::tensor::{Element, Indices, Source};
 use stepscope::{
     Arena, Capacity, Device, EagerStep, Error, Gradients, HostInputs, ParameterSpec, Parameters, Result, Tape, Tensor,
     bf16,
@@ -26,7 +26,7 @@ struct Given<S> {
     labels: Vec<u32>,
 }
 
-impl<S: Stored> Given<S> {
+impl<S: Activation> Given<S> {
     fn new(extents: [usize; 3], form: LmHeadConfig) -> Self {
         let [rows, width, vocabulary] = extents;
         let mut random = Random::new(vocabulary as u64);
@@ -50,10 +50,7 @@ impl<S: Stored> Given<S> {
         step: &EagerStep<'s>,
         rows: std::ops::Range<usize>,
         dw: &mut Tensor<'s>,
-    ) -> Result<(Tensor<'s>, Tensor<'s, S>)>
-    where
-        S: GemmElement<S> + GemmElement<f32>,
-    {
+    ) -> Result<(Tensor<'s>, Tensor<'s, S>)> {
         let [_, width, vocabulary] = self.extents;
         let (count, none) = (rows.len(), None::<&Tensor<'_>>);
         let x = step.upload(&self.hidden[rows.start * width..rows.end * width], [count, width])?;
@@ -83,10 +80,7 @@ impl<S: Stored> Given<S> {
         trial: &Trial<'_, 's>,
         [hidden, w]: [&Tensor<'s, S>; 2],
         labels: &Indices<'s>,
-    ) -> Result<Results<'s, S>>
-    where
-        S: GemmElement<S> + GemmElement<f32>,
-    {
+    ) -> Result<Results<'s, S>> {
         let [rows, _, vocabulary] = self.extents;
         trial.with_scratch(|| {
             let results = ops::linear_cross_entropy(trial, hidden, w, labels, &self.form)?;
@@ -113,7 +107,7 @@ fn forms() -> [LmHeadConfig; 2] {
     [LmHeadConfig::default(), LmHeadConfig::default().tied()]
 }
 
-fn check<S: Stored + GemmElement<S> + GemmElement<f32>>(device: &Device, precision: Precision) {
+fn check<S: Activation>(device: &Device, precision: Precision) {
     let is_exact = <S as Element>::NAME == "f32" && precision == Precision::F32;
     // The emulator takes long for matrix instructions.
     let shapes = if is_exact { &SHAPES[..] } else { &SHAPES[..5] };
@@ -168,7 +162,7 @@ fn in_float64(hidden: &[f64], w: &[f64], labels: &[u32], width: usize, weight: f
 }
 
 /// Returns the memory that the op takes for this many rows, in a dry run.
-fn measured<S: Stored + GemmElement<S> + GemmElement<f32>>(device: &Device, rows: usize) -> usize {
+fn measured<S: Activation>(device: &Device, rows: usize) -> usize {
     let [width, vocabulary] = [768, 50_304];
     let arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
     let run = |step: &mut EagerStep<'_>| {

@@ -5,7 +5,7 @@
 
 use crate::support::{Random, bits, on_each_device, relative_l2};
 use stepscope::nn::{AdapterPart, Linear};
-use stepscope::ops::{self, GemmElement, Generator};
+use stepscope::ops::{self, Activation, Generator};
 use stepscope::parameters::{FrozenType, Initializer};
 use stepscope::prelude::*;
 use stepscope::tensor::Element;
@@ -68,7 +68,7 @@ fn layers(device: &Device, dropout: f32) -> Layers {
 /// separate products. A residual is twice the result of the frozen layer.
 ///
 /// Separate products drop elements of their own inputs, each with the numbers of the next call.
-fn run<S: GemmElement<S> + GemmElement<f32>>(layers: &Layers, whole: bool, residual: bool) -> [Vec<f32>; 4] {
+fn run<S: Activation>(layers: &Layers, whole: bool, residual: bool) -> [Vec<f32>; 4] {
     let Layers { layer, separate, parameters, .. } = layers;
     let device = parameters.flat().device();
     let mut gradients = Gradients::zeros(parameters).unwrap();
@@ -131,7 +131,7 @@ fn run<S: GemmElement<S> + GemmElement<f32>>(layers: &Layers, whole: bool, resid
     [y.unwrap(), of_a, of_b, read(layers.before)]
 }
 
-fn agree<S: GemmElement<S> + GemmElement<f32>>(device: &Device, dropout: f32, limit: f64) {
+fn agree<S: Activation>(device: &Device, dropout: f32, limit: f64) {
     let mut layers = layers(device, dropout);
     if <S as Element>::NAME == bf16::NAME {
         layers.parameters = layers.parameters.with_bf16_copy().unwrap();

@@ -17,7 +17,8 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use stepscope::data::{TokenSampler, TokenSamplerConfig};
-use stepscope::models::{Activation, Lora, ModelConfig, Transformer, WeightFiles};
+use stepscope::models::{Lora, ModelConfig, Transformer, WeightFiles};
+use stepscope::ops::Activation;
 use stepscope::parameters::{FrozenType, ParameterEntry};
 use stepscope::tensor::Element;
 use stepscope::{Device, DeviceKind, ParameterSpec, Parameters, Result, bf16};

@@ -23,5 +23,5 @@ mod weights;
 pub use config::{Family, FeedForwardKind, LayerConfig, ModelConfig, NormKind, QkNormKind, Residual};
 pub use files::WeightFiles;
 pub use lora::{Lora, Targets};
-pub use transformer::{Activation, Transformer};
+pub use transformer::Transformer;
 pub use weights::Weights;

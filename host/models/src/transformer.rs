@@ -10,7 +10,7 @@ use crate::lora::{AdaptedLayer, Lora, PlannedPart};
 use crate::names;
 use crate::weights;
 use stepscope_core::indices::Indices;
-use stepscope_core::ops::{self, AttentionConfig, AttentionElement, GemmElement};
+use stepscope_core::ops::{self, Activation, AttentionConfig};
 use stepscope_core::{
     Error, FrozenType, Initializer, Parameter, ParameterEntry, ParameterSpec, ParameterSpecBuilder, Parameters, Result,
     Saved, Tape, Var,
@@ -18,11 +18,6 @@ use stepscope_core::{
 use stepscope_train::nn::{
     Adapter, AdapterPart, Embedding, LayerNorm, Linear, Mlp, MultiHeadAttention, Norm, RmsNorm, Scope, SwiGlu,
 };
-
-/// The stored types of activations that a [`Transformer`] computes with: f32 and BF16.
-pub trait Activation: AttentionElement + GemmElement<Self> + GemmElement<f32> {}
-
-impl<S: AttentionElement + GemmElement<S> + GemmElement<f32>> Activation for S {}
 
 /// A decoder-only transformer: token table, blocks, a norm, and a head over the vocabulary.
 ///

@@ -3,7 +3,7 @@
 use crate::support::Random;
 use stepscope::autograd::RecomputeInput;
 use stepscope::nn::{Dropout, Linear, Mlp, MultiHeadAttention, RmsNorm, SwiGlu};
-use stepscope::ops::{self, AttentionConfig, GemmElement, Generator};
+use stepscope::ops::{self, Activation, AttentionConfig, Generator};
 use stepscope::tensor::{Indices, Saved, Stored};
 use stepscope::{Arena, Device, Gradients, ParameterSpec, Parameters, Result, Step, Tape, Var, bf16};
 
@@ -219,7 +219,7 @@ fn stored<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<Var<'s
     tape.mean(&tape.add(&tape.to_f32(&y)?, &x)?)
 }
 
-fn narrow_block<'s, S: GemmElement<S> + GemmElement<f32>>(
+fn narrow_block<'s, S: Activation>(
     tape: &Tape<'_, 's>,
     mlp: &Mlp,
     norm: &RmsNorm,

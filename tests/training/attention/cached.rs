@@ -4,7 +4,7 @@
 use crate::support::{Random, on_each_device, relative_l2, tolerance};
 use std::num::NonZeroU32;
 use stepscope::nn::{KeyValueCache, MultiHeadAttention};
-use stepscope::ops::{AttentionElement, AttentionMask, GemmElement, Rotary};
+use stepscope::ops::{Activation, AttentionMask, Rotary};
 use stepscope::{Arena, Capacity, Device, ParameterSpec, Parameters, Result, Tape, bf16, ops};
 
 const TOKENS: usize = 21;
@@ -34,7 +34,7 @@ fn forms() -> Vec<(&'static str, usize, MultiHeadAttention, ParameterSpec)> {
 
 /// Runs the tokens one by one, with activations and caches stored as S, in scratches of a step, and
 /// reads each.
-fn one_by_one<S: AttentionElement + GemmElement<S> + GemmElement<f32>>(
+fn one_by_one<S: Activation>(
     arena: &mut Arena,
     weights: &Parameters,
     attention: &MultiHeadAttention,
@@ -61,7 +61,7 @@ fn one_by_one<S: AttentionElement + GemmElement<S> + GemmElement<f32>>(
 }
 
 /// Compares cached attention with attention over all tokens in f32.
-fn matches_full_attention<S: AttentionElement + GemmElement<S> + GemmElement<f32>>(device: &Device, limit: f64) {
+fn matches_full_attention<S: Activation>(device: &Device, limit: f64) {
     let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
     let x = Random::new(3).normals(TOKENS * WIDTH);
     for (name, heads, attention, layout) in forms() {

@@ -5,7 +5,7 @@
 
 use crate::support::{Random, bits, on_each_device};
 use stepscope::nn::{Mlp, RmsNorm};
-use stepscope::ops::GemmElement;
+use stepscope::ops::Activation;
 use stepscope::optim::UpdateTicket;
 use stepscope::prelude::*;
 use stepscope::tensor::{Indices, Saved};
@@ -37,12 +37,7 @@ impl Model {
         Self { norms, blocks, head, gradients: Gradients::zeros(&weights).unwrap(), weights, optimizer }
     }
 
-    fn loss<'s, S: GemmElement<S> + GemmElement<f32>>(
-        &self,
-        tape: &Tape<'_, 's>,
-        x: Var<'s, S>,
-        labels: Indices<'s>,
-    ) -> Result<Var<'s>> {
+    fn loss<'s, S: Activation>(&self, tape: &Tape<'_, 's>, x: Var<'s, S>, labels: Indices<'s>) -> Result<Var<'s>> {
         let mut h = x;
         for (norm, block) in self.norms.iter().zip(&self.blocks) {
             h = tape.add(&h, &block.forward(tape, &norm.forward(tape, &h)?)?)?;

@@ -24,7 +24,8 @@ use std::process::ExitCode;
 use std::sync::atomic::AtomicBool;
 
 use stepscope::data::{TokenSampler, TokenSamplerConfig};
-use stepscope::models::{Activation, Weights};
+use stepscope::models::Weights;
+use stepscope::ops::Activation;
 use stepscope::{Checkpoint, Device, Parameters, TrainState, bf16};
 
 use self::cli::Args;

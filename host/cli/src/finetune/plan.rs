@@ -3,7 +3,8 @@
 
 use std::path::Path;
 
-use stepscope::models::{Activation, Lora, ModelConfig, Targets, Transformer, WeightFiles};
+use stepscope::models::{Lora, ModelConfig, Targets, Transformer, WeightFiles};
+use stepscope::ops::Activation;
 use stepscope::parameters::{FrozenType, ParameterEntry};
 use stepscope::tensor::Element;
 use stepscope::{AdamW, Arena, Checkpoint, Device, ParameterSpec, Parameters, Result, TrainState, Trainer, bf16};

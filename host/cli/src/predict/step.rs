@@ -4,7 +4,8 @@
 //! are created in the dry run too.
 
 use stepscope::device::Launch;
-use stepscope::models::{Activation, Lora, ModelConfig, Transformer};
+use stepscope::models::{Lora, ModelConfig, Transformer};
+use stepscope::ops::Activation;
 use stepscope::parameters::FrozenType;
 use stepscope::tensor::Element;
 use stepscope::{

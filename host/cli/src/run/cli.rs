@@ -2,7 +2,7 @@
 
 use clap::Args;
 use stepscope::device::MatrixInstruction;
-use stepscope::models::Activation;
+use stepscope::ops::Activation;
 use stepscope::{AdamW, Arena, Device, DeviceKind, HostBatch, ParameterSpec, Result, TrainState, Trainer};
 
 use crate::program::ranks::RankArgs;

@@ -53,7 +53,8 @@ use crate::run::report::Report;
 use crate::run::{memory, program};
 use crate::train::cli::Precision;
 use stepscope::data::{TokenSampler, TokenSamplerConfig};
-use stepscope::models::{Activation, Weights};
+use stepscope::models::Weights;
+use stepscope::ops::Activation;
 use stepscope::{Device, Parameters, TrainState, bf16};
 
 /// The size of the data.

@@ -6,8 +6,8 @@
 use std::marker::PhantomData;
 
 use serde_json::json;
-use stepscope::models::{Activation, ModelConfig, Transformer};
-use stepscope::ops::{LabelRules, LmHeadConfig};
+use stepscope::models::{ModelConfig, Transformer};
+use stepscope::ops::{Activation, LabelRules, LmHeadConfig};
 use stepscope::optim::ParameterGroups;
 use stepscope::parameters::ParameterEntry;
 use stepscope::tensor::{Indices, Saved};

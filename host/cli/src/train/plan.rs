@@ -5,7 +5,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use stepscope::data::Windows;
-use stepscope::models::{Activation, Family, ModelConfig};
+use stepscope::models::{Family, ModelConfig};
+use stepscope::ops::Activation;
 use stepscope::optim::Schedule;
 use stepscope::{AdamW, Arena, Checkpoint, Device, Result, TrainState, Trainer};
 

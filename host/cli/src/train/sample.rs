@@ -6,8 +6,8 @@
 //! machine. Logits have the same bits everywhere, and the sampler is deterministic.
 
 use stepscope::data::TokenSampler;
-use stepscope::models::Activation;
 use stepscope::nn::KeyValueCache;
+use stepscope::ops::Activation;
 use stepscope::{Arena, Capacity, Device, EagerStep, Parameters, Result, ops};
 
 use crate::train::model::Gpt;

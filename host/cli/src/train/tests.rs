@@ -19,7 +19,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use stepscope::data::{SplitMix64, TokenSampler, TokenSamplerConfig};
 use stepscope::files::StateDict;
-use stepscope::models::{Activation, Transformer, Weights};
+use stepscope::models::{Transformer, Weights};
+use stepscope::ops::Activation;
 use stepscope::{Arena, Capacity, Device, Tape, TrainState, ops};
 use tempfile::TempDir;
 

@@ -4,7 +4,8 @@
 use std::path::Path;
 
 use stepscope::files::StateDict;
-use stepscope::models::{Activation, Weights};
+use stepscope::models::Weights;
+use stepscope::ops::Activation;
 use stepscope::{Arena, Capacity, Device, EagerStep, HostBatch, Model, Result, Tape, TrainState};
 
 use crate::train::bad_input::Outcome;

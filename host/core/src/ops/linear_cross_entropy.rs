@@ -15,7 +15,7 @@
 
 use super::loss::losses_into;
 use super::reduce::scaled_sum_into;
-use super::{Gemm, GemmElement, LabelRules, fill_into, gemm_into};
+use super::{Activation, Gemm, LabelRules, fill_into, gemm_into};
 use crate::error::{Error, Result};
 use crate::indices::{IndexSource, Indices};
 use crate::ops;
@@ -100,7 +100,7 @@ impl LmHeadConfig {
 /// # Errors
 /// [`Error::Misuse`] when extents differ.
 #[track_caller]
-pub fn linear_cross_entropy<'s, S: GemmElement<S> + GemmElement<f32>>(
+pub fn linear_cross_entropy<'s, S: Activation>(
     step: &Step<'s>,
     hidden: &impl Source<'s, S>,
     w: &impl Source<'s, S>,
@@ -114,7 +114,7 @@ pub fn linear_cross_entropy<'s, S: GemmElement<S> + GemmElement<f32>>(
 
 /// Computes [`linear_cross_entropy`], with only the `wanted` gradients of hidden and w.
 #[track_caller]
-fn with_gradients<'s, S: GemmElement<S> + GemmElement<f32>>(
+fn with_gradients<'s, S: Activation>(
     step: &Step<'s>,
     hidden: &impl Source<'s, S>,
     w: &impl Source<'s, S>,
@@ -222,7 +222,7 @@ impl<'s> Tape<'_, 's> {
     /// # Errors
     /// [`Error::Misuse`] when extents differ.
     #[track_caller]
-    pub fn linear_cross_entropy<S: GemmElement<S> + GemmElement<f32>>(
+    pub fn linear_cross_entropy<S: Activation>(
         &self,
         hidden: &Var<'s, S>,
         w: Parameter,

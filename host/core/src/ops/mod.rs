@@ -85,3 +85,8 @@ pub use softmax::*;
 pub use sum_parts::sum_parts_into;
 pub use tokens::{mean_tokens, mean_tokens_backward};
 pub use transpose::{swap_extents, transpose};
+
+/// The stored types of a network's activations: f32 and BF16.
+pub trait Activation: AttentionElement + GemmElement<Self> + GemmElement<f32> {}
+
+impl<S: AttentionElement + GemmElement<S> + GemmElement<f32>> Activation for S {}

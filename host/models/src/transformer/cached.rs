@@ -3,10 +3,10 @@
 //! Invariant: the logits are those of [`Transformer::forward`] for all tokens so far, except for
 //! the order of sums.
 
-use super::{Activation, Block, Transformer};
+use super::{Block, Transformer};
 use crate::config::Residual;
 use stepscope_core::indices::Indices;
-use stepscope_core::ops::{self, Gemm, RotaryScaling};
+use stepscope_core::ops::{self, Activation, Gemm, RotaryScaling};
 use stepscope_core::{FrozenType, Parameter, Parameters, Result, ScratchStep, Source, Step, Tape, Tensor, Var};
 use stepscope_train::nn::{KeyValueCache, NextToken};
 

@@ -3,7 +3,7 @@
 
 use super::{LayerNorm, Mlp, MultiHeadAttention, NextToken, RmsNorm, Scope, SwiGlu};
 use stepscope_core::error::Result;
-use stepscope_core::ops::{AttentionConfig, AttentionElement, GemmElement, Rotary};
+use stepscope_core::ops::{Activation, AttentionConfig, Rotary};
 use stepscope_core::tape::{Tape, Var};
 use stepscope_core::tensor::Stored;
 
@@ -53,7 +53,7 @@ pub enum FeedForward {
 impl FeedForward {
     /// Computes `residual + forward(x)`.
     #[track_caller]
-    pub fn forward_residual<'s, S: GemmElement<S> + GemmElement<f32>>(
+    pub fn forward_residual<'s, S: Activation>(
         &self,
         tape: &Tape<'_, 's>,
         x: &Var<'s, S>,
@@ -110,25 +110,19 @@ impl Block {
 
     /// Computes y for samples without padding, each of them one document.
     #[track_caller]
-    pub fn forward<'s, S>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>>
-    where
-        S: AttentionElement + GemmElement<S> + GemmElement<f32>,
-    {
+    pub fn forward<'s, S: Activation>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
         self.forward_masked(tape, x, &self.attention.config())
     }
 
     /// Computes y with a config from [`MultiHeadAttention::config`] to which documents or lengths
     /// were added.
     #[track_caller]
-    pub fn forward_masked<'s, S>(
+    pub fn forward_masked<'s, S: Activation>(
         &self,
         tape: &Tape<'_, 's>,
         x: &Var<'s, S>,
         config: &AttentionConfig<'s>,
-    ) -> Result<Var<'s, S>>
-    where
-        S: AttentionElement + GemmElement<S> + GemmElement<f32>,
-    {
+    ) -> Result<Var<'s, S>> {
         let h = self.attention.forward_residual_masked(tape, &self.norms[0].forward(tape, x)?, x, config)?;
         self.feed_forward.forward_residual(tape, &self.norms[1].forward(tape, &h)?, &h)
     }
@@ -136,15 +130,12 @@ impl Block {
     /// Computes y for only the next token, `[1, 1, width]`, after the tokens in the cache. See
     /// [`MultiHeadAttention::forward_cached`].
     #[track_caller]
-    pub fn forward_cached<'s, S>(
+    pub fn forward_cached<'s, S: Activation>(
         &self,
         tape: &Tape<'_, 's>,
         x: &Var<'s, S>,
         cache: NextToken<'_, 's, S>,
-    ) -> Result<Var<'s, S>>
-    where
-        S: AttentionElement + GemmElement<S> + GemmElement<f32>,
-    {
+    ) -> Result<Var<'s, S>> {
         let mixed = self.attention.forward_cached(tape, &self.norms[0].forward(tape, x)?, cache)?;
         let [h, normed] = self.norms[1].forward_residual(tape, &mixed, x)?;
         self.feed_forward.forward_residual(tape, &normed, &h)

@@ -3,7 +3,7 @@
 use super::Scope;
 use stepscope_core::error::{Error, Result};
 use stepscope_core::initializer::Initializer;
-use stepscope_core::ops::{Draws, GemmElement, LOW_RANK_PARTS, LowRank, LowRankDropout, LowRankPart};
+use stepscope_core::ops::{Activation, Draws, LOW_RANK_PARTS, LowRank, LowRankDropout, LowRankPart};
 use stepscope_core::params::Parameter;
 use stepscope_core::tape::{Tape, Var};
 
@@ -140,11 +140,7 @@ impl Linear {
 
     /// Computes y; see [`Tape::linear`] and [`Tape::linear_low_rank`].
     #[track_caller]
-    pub fn forward<'s, S: GemmElement<S> + GemmElement<f32>>(
-        &self,
-        tape: &Tape<'_, 's>,
-        x: &Var<'s, S>,
-    ) -> Result<Var<'s, S>> {
+    pub fn forward<'s, S: Activation>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
         match &self.adapter {
             None => tape.linear(x, self.weight, self.bias),
             Some(adapter) => self.adapted(tape, x, (adapter, adapter.draw(tape)?), None),
@@ -154,7 +150,7 @@ impl Linear {
     /// Computes [`Linear::forward`] of this layer and of another one. If their adapters share A, as
     /// those of two halves of one matrix in a file do, they also share the choice of dropout.
     #[track_caller]
-    pub fn forward_both<'s, S: GemmElement<S> + GemmElement<f32>>(
+    pub fn forward_both<'s, S: Activation>(
         &self,
         other: &Self,
         tape: &Tape<'_, 's>,
@@ -172,7 +168,7 @@ impl Linear {
     /// Computes `residual + forward(x)`, without an adapter in one launch; see
     /// [`Tape::linear_residual`].
     #[track_caller]
-    pub fn forward_residual<'s, S: GemmElement<S> + GemmElement<f32>>(
+    pub fn forward_residual<'s, S: Activation>(
         &self,
         tape: &Tape<'_, 's>,
         x: &Var<'s, S>,
@@ -185,7 +181,7 @@ impl Linear {
     }
 
     #[track_caller]
-    fn adapted<'s, S: GemmElement<S> + GemmElement<f32>>(
+    fn adapted<'s, S: Activation>(
         &self,
         tape: &Tape<'_, 's>,
         x: &Var<'s, S>,

@@ -2,7 +2,7 @@
 
 use super::{Linear, Scope};
 use stepscope_core::error::Result;
-use stepscope_core::ops::GemmElement;
+use stepscope_core::ops::Activation;
 use stepscope_core::tape::{Tape, Var};
 
 /// GELU in its tanh form (Hendrycks and Gimpel, 2016); see [`Tape::gelu`].
@@ -12,11 +12,7 @@ pub struct Gelu;
 impl Gelu {
     /// Computes GELU of x; see [`Tape::gelu`].
     #[track_caller]
-    pub fn forward<'s, S: GemmElement<S> + GemmElement<f32>>(
-        &self,
-        tape: &Tape<'_, 's>,
-        x: &Var<'s, S>,
-    ) -> Result<Var<'s, S>> {
+    pub fn forward<'s, S: Activation>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
         tape.gelu(x)
     }
 }
@@ -39,17 +35,13 @@ impl Mlp {
 
     /// Computes y; see [`Tape::mlp_gelu`].
     #[track_caller]
-    pub fn forward<'s, S: GemmElement<S> + GemmElement<f32>>(
-        &self,
-        tape: &Tape<'_, 's>,
-        x: &Var<'s, S>,
-    ) -> Result<Var<'s, S>> {
+    pub fn forward<'s, S: Activation>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
         self.on_tape(tape, x, None)
     }
 
     /// Computes `residual + forward(x)`, also in two launches.
     #[track_caller]
-    pub fn forward_residual<'s, S: GemmElement<S> + GemmElement<f32>>(
+    pub fn forward_residual<'s, S: Activation>(
         &self,
         tape: &Tape<'_, 's>,
         x: &Var<'s, S>,
@@ -59,7 +51,7 @@ impl Mlp {
     }
 
     #[track_caller]
-    fn on_tape<'s, S: GemmElement<S> + GemmElement<f32>>(
+    fn on_tape<'s, S: Activation>(
         &self,
         tape: &Tape<'_, 's>,
         x: &Var<'s, S>,

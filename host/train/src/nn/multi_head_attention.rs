@@ -3,7 +3,7 @@
 use super::{Linear, NextToken, RmsNorm, Scope};
 use stepscope_core::error::Result;
 use stepscope_core::initializer::Initializer;
-use stepscope_core::ops::{self, AttentionConfig, AttentionElement, AttentionMask, GemmElement, Rotary};
+use stepscope_core::ops::{self, Activation, AttentionConfig, AttentionElement, AttentionMask, Rotary};
 use stepscope_core::params::StackedParameters;
 use stepscope_core::tape::{Tape, Var};
 
@@ -137,49 +137,42 @@ impl MultiHeadAttention {
 
     /// Computes the result for samples without padding, each of them one document.
     #[track_caller]
-    pub fn forward<'s, S>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>>
-    where
-        S: AttentionElement + GemmElement<S> + GemmElement<f32>,
-    {
+    pub fn forward<'s, S: Activation>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
         self.forward_masked(tape, x, &self.config())
     }
 
     /// Computes the result with a config from [`MultiHeadAttention::config`] to which documents or
     /// lengths were added.
     #[track_caller]
-    pub fn forward_masked<'s, S>(
+    pub fn forward_masked<'s, S: Activation>(
         &self,
         tape: &Tape<'_, 's>,
         x: &Var<'s, S>,
         config: &AttentionConfig<'s>,
-    ) -> Result<Var<'s, S>>
-    where
-        S: AttentionElement + GemmElement<S> + GemmElement<f32>,
-    {
+    ) -> Result<Var<'s, S>> {
         self.output.forward(tape, &self.mixed(tape, x, config)?)
     }
 
     /// Computes `residual + forward_masked(x)`, in as many launches.
     #[track_caller]
-    pub fn forward_residual_masked<'s, S>(
+    pub fn forward_residual_masked<'s, S: Activation>(
         &self,
         tape: &Tape<'_, 's>,
         x: &Var<'s, S>,
         residual: &Var<'s, S>,
         config: &AttentionConfig<'s>,
-    ) -> Result<Var<'s, S>>
-    where
-        S: AttentionElement + GemmElement<S> + GemmElement<f32>,
-    {
+    ) -> Result<Var<'s, S>> {
         self.output.forward_residual(tape, &self.mixed(tape, x, config)?, residual)
     }
 
     /// Computes the heads' output, before the output layer.
     #[track_caller]
-    fn mixed<'s, S>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>, config: &AttentionConfig<'s>) -> Result<Var<'s, S>>
-    where
-        S: AttentionElement + GemmElement<S> + GemmElement<f32>,
-    {
+    fn mixed<'s, S: Activation>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: &Var<'s, S>,
+        config: &AttentionConfig<'s>,
+    ) -> Result<Var<'s, S>> {
         let qkv = self.qkv.forward(tape, x)?;
         match (self.rotary, &self.qk_norm) {
             (None, Some(QueryKeyNorm::Heads { gains, epsilon })) => {
@@ -196,15 +189,12 @@ impl MultiHeadAttention {
     /// cache; `x`, result: `[1, 1, width]`. No gradient flows through the attention: this is for
     /// text generation. See [`ops::attention_cached`].
     #[track_caller]
-    pub fn forward_cached<'s, S>(
+    pub fn forward_cached<'s, S: Activation>(
         &self,
         tape: &Tape<'_, 's>,
         x: &Var<'s, S>,
         mut cache: NextToken<'_, 's, S>,
-    ) -> Result<Var<'s, S>>
-    where
-        S: AttentionElement + GemmElement<S> + GemmElement<f32>,
-    {
+    ) -> Result<Var<'s, S>> {
         let (config, position) = (self.config(), cache.position);
         let mut qkv = self.normed(tape, self.qkv.forward(tape, x)?, &config)?;
         if let Some(rotary) = self.rotary {

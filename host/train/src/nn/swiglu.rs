@@ -2,7 +2,7 @@
 
 use super::{Linear, Scope};
 use stepscope_core::error::Result;
-use stepscope_core::ops::GemmElement;
+use stepscope_core::ops::Activation;
 use stepscope_core::tape::{Tape, Var};
 
 /// `y = (silu(x Wg) * (x Wu)) Wd` (Shazeer, 2020), without biases; `x`: `[.., in]`, `y`:
@@ -30,17 +30,13 @@ impl SwiGlu {
 
     /// Computes y; see [`Tape::linear_swiglu`].
     #[track_caller]
-    pub fn forward<'s, S: GemmElement<S> + GemmElement<f32>>(
-        &self,
-        tape: &Tape<'_, 's>,
-        x: &Var<'s, S>,
-    ) -> Result<Var<'s, S>> {
+    pub fn forward<'s, S: Activation>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
         self.down.forward(tape, &self.gated(tape, x)?)
     }
 
     /// Computes `residual + forward(x)`.
     #[track_caller]
-    pub fn forward_residual<'s, S: GemmElement<S> + GemmElement<f32>>(
+    pub fn forward_residual<'s, S: Activation>(
         &self,
         tape: &Tape<'_, 's>,
         x: &Var<'s, S>,
@@ -50,11 +46,7 @@ impl SwiGlu {
     }
 
     #[track_caller]
-    fn gated<'s, S: GemmElement<S> + GemmElement<f32>>(
-        &self,
-        tape: &Tape<'_, 's>,
-        x: &Var<'s, S>,
-    ) -> Result<Var<'s, S>> {
+    fn gated<'s, S: Activation>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
         if self.up.adapter.is_none() {
             return tape.linear_swiglu(x, self.up.weight, self.up.bias, &self.gate.forward(tape, x)?);
         }

@@ -4,7 +4,7 @@
 use super::config::{AttentionConfig, AttentionMask, Sizes};
 use crate::error::{Error, Result};
 use crate::ops::cast::narrowed;
-use crate::ops::{self, Gemm, GemmElement};
+use crate::ops::{self, Activation, Gemm};
 use crate::precision::Precision;
 use crate::step::Step;
 use crate::tensor::{Lent, LentMut, Source, Tensor};
@@ -25,7 +25,7 @@ use crate::tensor::{Lent, LentMut, Source, Tensor};
 /// [`Error::Misuse`] for other shapes, a mask that includes later tokens, documents or lengths, or
 /// a position without a row. [`Error::ArenaFull`].
 #[track_caller]
-pub fn attention_cached<'s, S: GemmElement<S> + GemmElement<f32>>(
+pub fn attention_cached<'s, S: Activation>(
     step: &Step<'s>,
     qkv: &impl Source<'s, S>,
     [keys, values]: [&mut LentMut<'_, 's, S>; 2],

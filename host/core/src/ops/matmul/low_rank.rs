@@ -15,7 +15,7 @@
 
 use super::tape::linear_backward;
 use crate::error::{Error, Result};
-use crate::ops::{self, Draw, Gemm, GemmElement};
+use crate::ops::{self, Activation, Draw, Gemm};
 use crate::params::Parameter;
 use crate::tape::{Backward, Op, Tape, Var};
 use crate::tensor::{Element, Lent, LentMut, Saved, Shape, Source, Target, Tensor};
@@ -116,7 +116,7 @@ impl<'s> Tape<'_, 's> {
     /// # Errors
     /// [`Error::Misuse`] when extents differ; [`Error::ArenaFull`].
     #[track_caller]
-    pub fn linear_low_rank<S: GemmElement<S> + GemmElement<f32>>(
+    pub fn linear_low_rank<S: Activation>(
         &self,
         x: &Var<'s, S>,
         (w, b): (Parameter, Option<Parameter>),
@@ -170,7 +170,7 @@ impl<'s> Tape<'_, 's> {
 }
 
 /// Computes the gradients of A and of each B, and adds that of the input of A.
-fn backward<'s, S: GemmElement<S> + GemmElement<f32>>(
+fn backward<'s, S: Activation>(
     back: &mut Backward<'_, '_, 's>,
     x: &Var<'s, S>,
     a: Parameter,
@@ -226,7 +226,7 @@ fn backward<'s, S: GemmElement<S> + GemmElement<f32>>(
 }
 
 /// Computes the gradient of A, and adds that of x, with each part's dropout of x.
-fn dropped_backward<'s, S: GemmElement<S> + GemmElement<f32>>(
+fn dropped_backward<'s, S: Activation>(
     back: &mut Backward<'_, '_, 's>,
     x: &Var<'s, S>,
     a: Parameter,

@@ -6,7 +6,7 @@
 //! x without a gradient.
 
 use crate::error::Result;
-use crate::ops::{self, BiasGradient, Gemm, GemmElement, Gradient};
+use crate::ops::{self, Activation, BiasGradient, Gemm, GemmElement, Gradient};
 use crate::params::{MatrixWeights, Parameter};
 use crate::tape::{Backward, Tape, Var};
 use crate::tensor::{Saved, Tensor};
@@ -15,12 +15,7 @@ impl<'s> Tape<'_, 's> {
     /// `y = x w (+ b)`; `x`: `[.., in]`, `w`: `[in, out]`, `b`: `[out]`, `y`: `[.., out]`. See
     /// [`ops::linear`].
     #[track_caller]
-    pub fn linear<S: GemmElement<S> + GemmElement<f32>>(
-        &self,
-        x: &Var<'s, S>,
-        w: Parameter,
-        b: Option<Parameter>,
-    ) -> Result<Var<'s, S>> {
+    pub fn linear<S: Activation>(&self, x: &Var<'s, S>, w: Parameter, b: Option<Parameter>) -> Result<Var<'s, S>> {
         let op = self.op("linear", [x])?;
         let bias = b.map(|b| op.weights(b)).transpose()?;
         let weights = op.matrix(w)?;
@@ -36,7 +31,7 @@ impl<'s> Tape<'_, 's> {
 
     /// `y = residual + x w (+ b)`; `residual`, `y`: `[.., out]`. See [`ops::linear_residual`].
     #[track_caller]
-    pub fn linear_residual<S: GemmElement<S> + GemmElement<f32>>(
+    pub fn linear_residual<S: Activation>(
         &self,
         x: &Var<'s, S>,
         w: Parameter,
@@ -57,12 +52,7 @@ impl<'s> Tape<'_, 's> {
 
     /// `y = gelu(x w (+ b))` in one launch. See [`ops::linear_gelu`].
     #[track_caller]
-    pub fn linear_gelu<S: GemmElement<S> + GemmElement<f32>>(
-        &self,
-        x: &Var<'s, S>,
-        w: Parameter,
-        b: Option<Parameter>,
-    ) -> Result<Var<'s, S>> {
+    pub fn linear_gelu<S: Activation>(&self, x: &Var<'s, S>, w: Parameter, b: Option<Parameter>) -> Result<Var<'s, S>> {
         let op = self.op("linear_gelu", [x])?;
         let bias = b.map(|b| op.weights(b)).transpose()?;
         let weights = op.matrix(w)?;
@@ -80,7 +70,7 @@ impl<'s> Tape<'_, 's> {
     /// exception is BF16, where the gradient of GELU's input is [`ops::gelu_linear_backward`],
     /// which rounds once, and the gradient of `b1` is the sum of the rounded values.
     #[track_caller]
-    pub fn mlp_gelu<S: GemmElement<S> + GemmElement<f32>>(
+    pub fn mlp_gelu<S: Activation>(
         &self,
         x: &Var<'s, S>,
         up: (Parameter, Option<Parameter>),
@@ -127,12 +117,7 @@ impl<'s> Tape<'_, 's> {
 
     /// `y = silu(x w (+ b))` in one launch. See [`ops::linear_silu`].
     #[track_caller]
-    pub fn linear_silu<S: GemmElement<S> + GemmElement<f32>>(
-        &self,
-        x: &Var<'s, S>,
-        w: Parameter,
-        b: Option<Parameter>,
-    ) -> Result<Var<'s, S>> {
+    pub fn linear_silu<S: Activation>(&self, x: &Var<'s, S>, w: Parameter, b: Option<Parameter>) -> Result<Var<'s, S>> {
         let op = self.op("linear_silu", [x])?;
         let bias = b.map(|b| op.weights(b)).transpose()?;
         let weights = op.matrix(w)?;
@@ -151,7 +136,7 @@ impl<'s> Tape<'_, 's> {
     /// `y = silu(gate) (x w (+ b))` in one launch; `gate`, `y`: `[.., out]`. See
     /// [`ops::linear_swiglu`].
     #[track_caller]
-    pub fn linear_swiglu<S: GemmElement<S> + GemmElement<f32>>(
+    pub fn linear_swiglu<S: Activation>(
         &self,
         x: &Var<'s, S>,
         w: Parameter,
@@ -177,7 +162,7 @@ impl<'s> Tape<'_, 's> {
 
 /// Computes the gradients of a linear layer followed by GELU from the gradient of GELU's output.
 /// The launch that makes the gradient of `pre` also sums b's.
-fn linear_gelu_backward<'s, S: GemmElement<S> + GemmElement<f32>>(
+fn linear_gelu_backward<'s, S: Activation>(
     back: &mut Backward<'_, '_, 's>,
     x: &Var<'s, S>,
     pre: &Saved<'s, S>,
@@ -198,7 +183,7 @@ fn linear_gelu_backward<'s, S: GemmElement<S> + GemmElement<f32>>(
 }
 
 /// Computes the gradients of a linear layer from that of its output, and adds that of x.
-pub(super) fn linear_backward<'s, S: GemmElement<S> + GemmElement<f32>>(
+pub(super) fn linear_backward<'s, S: Activation>(
     back: &mut Backward<'_, '_, 's>,
     x: &Var<'s, S>,
     w: Parameter,
@@ -219,7 +204,7 @@ pub(super) fn linear_backward<'s, S: GemmElement<S> + GemmElement<f32>>(
 
 /// Computes the gradients of w and b and, if there is an output for it, of x, which is overwritten
 /// or added to. The weights are lent, and converted if necessary, unless the caller has done so.
-fn gradients_of_linear<'s, S: GemmElement<S> + GemmElement<f32>>(
+fn gradients_of_linear<'s, S: Activation>(
     back: &mut Backward<'_, '_, 's>,
     x: &Saved<'s, S>,
     (w, weights): (Parameter, Option<MatrixWeights<'_, 's, S>>),
