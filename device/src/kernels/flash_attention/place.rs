@@ -91,9 +91,8 @@ pub(crate) struct Place<'k> {
     pub(crate) mask: MaskRange<'k>,
 }
 
-/// The heads whose blocks take turns in [`Place::in_part`], and the least number of the last ones.
+/// The heads whose blocks take turns in [`Place::in_part`].
 const HEADS_AT_ONCE: u32 = 8;
-const LAST_HEADS: u32 = 32;
 
 impl<'k> Place<'k> {
     /// Returns this block's place, for blocks with `rows` resident rows of each of `heads` heads.
@@ -116,9 +115,9 @@ impl<'k> Place<'k> {
     }
 
     /// Returns this block's place in a launch that begins at head `before` of all samples' heads.
-    /// All first rows of eight heads come before their next ones, and those of the last 32 heads or
-    /// more, so that the launch ends with short blocks. The parameters are otherwise as in
-    /// [`Place::new`].
+    /// All first rows of eight heads come before their next ones, and so do those of the last
+    /// `last_heads` heads or more, so that the launch ends with short blocks. The parameters are
+    /// otherwise as in [`Place::new`]; most numbers have 32 bits, which take fewer registers.
     ///
     /// # Safety
     /// The caller meets the requirements of [`Place::new`]. The launch has all blocks of its heads.
@@ -128,6 +127,7 @@ impl<'k> Place<'k> {
         rows: u32,
         heads: u32,
         before: usize,
+        last_heads: u32,
         backwards: bool,
     ) -> Self {
         let tiles = problem.tokens.div_ceil(rows);
@@ -135,7 +135,7 @@ impl<'k> Place<'k> {
         // least the head of this block.
         unsafe {
             let all = divide_short(thread::grid_dim_x(), tiles).0;
-            let last = if all < LAST_HEADS { 0 } else { (all - LAST_HEADS) / HEADS_AT_ONCE };
+            let last = if all < last_heads { 0 } else { (all - last_heads) / HEADS_AT_ONCE };
             let group = divide_short(thread::block_idx_x(), tiles * HEADS_AT_ONCE).0;
             let group = if group < last { group } else { last };
             let start = group * HEADS_AT_ONCE;

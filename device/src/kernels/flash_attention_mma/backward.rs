@@ -4,6 +4,7 @@
 //!
 //! Invariant: both kernels compute p from the score and `lse` in the same way.
 
+use super::shape::LAST_HEADS;
 use super::tile::Memory;
 use crate::block::launder_reg;
 use crate::flash_attention::place::{Place, Problem};
@@ -43,7 +44,7 @@ pub(super) unsafe fn queries<
         let warp = Converged::assume();
         let memory = Memory::<M_TILES, TILES, CHUNKS>::new(2);
         let (rows, of_tile) = (Memory::<M_TILES, TILES, CHUNKS>::RESIDENT, Memory::<M_TILES, TILES, CHUNKS>::TILE);
-        let Place { sample, head, first, mask } = Place::in_part(&problem, rows, problem.heads, 0, true);
+        let Place { sample, head, first, mask } = Place::in_part(&problem, rows, problem.heads, 0, LAST_HEADS, true);
         let [from, until] = mask.keys_of(first, rows, of_tile);
         let kv_head = head / problem.group();
         let q = problem.rows(0, sample, head);
@@ -113,7 +114,8 @@ pub(super) unsafe fn queries<
             memory.pv_accumulate::<S, MADE>(warp, &mut sums, &gradients, memory.slot(slot, 0), 0);
         }
         // Recomputed: keeping it live across the loop would take registers from the accumulators.
-        let Place { sample, head, first, mask } = Place::in_part(&problem, launder_reg(rows), problem.heads, 0, true);
+        let Place { sample, head, first, mask } =
+            Place::in_part(&problem, launder_reg(rows), problem.heads, 0, LAST_HEADS, true);
         let q = problem.rows(0, sample, head);
         memory.store(warp, &sums, problem.scale, q, 0, [first, mask.length, problem.tokens, problem.width], dqkv);
     }
@@ -169,7 +171,8 @@ pub(super) unsafe fn keys<
         let warp = Converged::assume();
         let memory = Memory::<M_TILES, TILES, CHUNKS>::new(2);
         let (rows, of_tile) = (Memory::<M_TILES, TILES, CHUNKS>::RESIDENT, Memory::<M_TILES, TILES, CHUNKS>::TILE);
-        let Place { sample, head: kv_head, first, mask } = Place::in_part(&problem, rows, problem.kv_heads, 0, false);
+        let Place { sample, head: kv_head, first, mask } =
+            Place::in_part(&problem, rows, problem.kv_heads, 0, LAST_HEADS, false);
         let [from, until] = mask.queries_of(first, rows, of_tile);
         let made = thread::block_idx_y() as usize * MADE;
         let bounds = [mask.length, problem.width];
@@ -237,7 +240,7 @@ pub(super) unsafe fn keys<
         }
         // Recomputed, as in `queries`.
         let Place { sample, head, first, mask } =
-            Place::in_part(&problem, launder_reg(rows), problem.kv_heads, 0, false);
+            Place::in_part(&problem, launder_reg(rows), problem.kv_heads, 0, LAST_HEADS, false);
         let (k, v) = (problem.rows(1, sample, head), problem.rows(2, sample, head));
         let bounds = [first, mask.length, problem.tokens, problem.width];
         memory.store(warp, &dk, problem.scale, k, made, bounds, dqkv);

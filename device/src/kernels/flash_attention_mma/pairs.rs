@@ -19,7 +19,7 @@
 //! Invariant: each sum has the order of [`keys`](super::backward), and the same bits.
 
 use super::backward::copy_numbers;
-use super::shape::COLUMNS;
+use super::shape::{COLUMNS, LAST_HEADS};
 use super::squares::StoredScores;
 use super::tile::Memory;
 use crate::block::launder_reg;
@@ -98,7 +98,7 @@ pub(super) unsafe fn pairs<S: MmaElement, const CHUNKS: usize, const STORE: bool
         let of_lane = |pair: u32| pair * 2 * SQUARES * WORDS + launder_reg(warp::lane_id()) * CHUNK_WORDS;
 
         let Place { sample, head: kv_head, first, mask } =
-            Place::in_part(&problem, KEYS, problem.kv_heads, before, false);
+            Place::in_part(&problem, KEYS, problem.kv_heads, before, LAST_HEADS, false);
         let [from, until] = mask.queries_of(first, KEYS, TILE);
         let bounds = [mask.length, problem.width];
         let copy_q = |slot: u32, head: u32, tile: u32| {
@@ -181,7 +181,7 @@ pub(super) unsafe fn pairs<S: MmaElement, const CHUNKS: usize, const STORE: bool
         }
         // Recomputed, as in `backward::queries`.
         let Place { sample, head, first, mask } =
-            Place::in_part(&problem, launder_reg(KEYS), problem.kv_heads, before, false);
+            Place::in_part(&problem, launder_reg(KEYS), problem.kv_heads, before, LAST_HEADS, false);
         let (k, v) = (problem.rows(1, sample, head), problem.rows(2, sample, head));
         let (pair, half) = pair_and_half();
         let place = [first + pair * HALF, half * half_chunks * COLUMNS];

@@ -22,7 +22,7 @@
 //! have been written. Each sum has the order of [`backward`](super::backward), and the same bits.
 
 use super::backward::copy_numbers;
-use super::shape::BLOCK;
+use super::shape::{BLOCK, LAST_HEADS};
 use super::tile::Memory;
 use crate::block::launder_reg;
 use crate::flash_attention::place::{Place, Problem};
@@ -156,7 +156,7 @@ pub(super) unsafe fn scores<
         let memory = Memory::<M_TILES, TILES, CHUNKS>::new(0);
         let (rows, of_tile) = (Memory::<M_TILES, TILES, CHUNKS>::RESIDENT, Memory::<M_TILES, TILES, CHUNKS>::TILE);
         let Place { sample, head: kv_head, first, mask } =
-            Place::in_part(&problem, rows, problem.kv_heads, before, false);
+            Place::in_part(&problem, rows, problem.kv_heads, before, LAST_HEADS, false);
         let [from, until] = mask.queries_of(first, rows, of_tile);
         if from >= until {
             return;
@@ -278,9 +278,9 @@ pub(super) unsafe fn from_scores<
         macro_rules! place {
             ($rows:expr) => {
                 if of_queries {
-                    Place::in_part(&problem, $rows, problem.heads, before * problem.group() as usize, true)
+                    Place::in_part(&problem, $rows, problem.heads, before * problem.group() as usize, LAST_HEADS, true)
                 } else {
-                    Place::in_part(&problem, $rows, problem.kv_heads, before, false)
+                    Place::in_part(&problem, $rows, problem.kv_heads, before, LAST_HEADS, false)
                 }
             };
         }

@@ -13,7 +13,7 @@
 use super::heads::Inputs;
 use super::items::{Items, slot_of};
 use super::rows::{
-    copies, heads_of_group, hide, kv_head_of, leave_registers, multiplying_group, place_in_part, resident_row, round,
+    LAST_HEADS, copies, heads_of_group, hide, kv_head_of, leave_registers, multiplying_group, resident_row, round,
     store,
 };
 use super::shape::{GROUP_ROWS, WARPGROUP};
@@ -259,7 +259,7 @@ pub(super) unsafe fn keys<
         // Found again wherever it is used: registers that hold it meanwhile would be too many.
         let place = || {
             if STORE {
-                place_in_part(&problem, launder_reg(rows), problem.kv_heads, before, false)
+                Place::in_part(&problem, launder_reg(rows), problem.kv_heads, before as usize, LAST_HEADS, false)
             } else {
                 place_of_keys(&problem, launder_reg(rows), in_pairs)
             }

@@ -5,7 +5,7 @@
 
 use super::shape::{WARPGROUP, registers_of};
 use crate::block::{divide_short, launder_reg};
-use crate::flash_attention::place::{MaskRange, Place, Problem, Rows};
+use crate::flash_attention::place::{MaskRange, Problem, Rows};
 use crate::format::round_bf16;
 use crate::machine::warpgroup::registers;
 use crate::mma::fragments::{quad, quad_place};
@@ -15,40 +15,9 @@ use crate::warp::{Converged, LANES};
 use cuda_std::{thread, warp};
 use half::bf16;
 
-/// The heads whose blocks take turns in [`place_in_part`], at least.
-const HEADS_AT_ONCE: u32 = 8;
-
-/// Returns this block's place in a launch that begins at head `before` of all samples' heads. All
-/// first rows of eight heads come before their next ones, so that a launch of few heads ends with
-/// short blocks. The last heads are up to fifteen. If `backwards`, the last rows come first: they
-/// have the most work under a causal mask. Numbers have 32 bits, which take fewer registers
-/// than those of [`Place::new`].
-///
-/// # Safety
-/// The contract has accepted the problem, and the launch has all blocks of its heads.
-#[inline(always)]
-pub(super) unsafe fn place_in_part<'k>(
-    problem: &Problem<'k, bf16>,
-    rows: u32,
-    heads: u32,
-    before: u32,
-    backwards: bool,
-) -> Place<'k> {
-    let tiles = problem.tokens.div_ceil(rows);
-    // SAFETY: there are tokens and heads. A group of heads has at least one.
-    unsafe {
-        let all = divide_short(thread::grid_dim_x(), tiles).0;
-        let last = if all < HEADS_AT_ONCE { 0 } else { all / HEADS_AT_ONCE - 1 };
-        let group = divide_short(thread::block_idx_x(), tiles * HEADS_AT_ONCE).0;
-        let group = if group < last { group } else { last };
-        let first = group * HEADS_AT_ONCE;
-        let place = thread::block_idx_x() - first * tiles;
-        let (tile, head) = divide_short(place, if group < last { HEADS_AT_ONCE } else { all - first });
-        let (sample, head) = divide_short(before + first + head, heads);
-        let tile = if backwards { tiles - 1 - tile } else { tile };
-        Place::of(problem, sample as usize, head, tile * rows)
-    }
-}
+/// The least number of the last heads of a launch, for
+/// [`Place::in_part`](crate::flash_attention::place::Place::in_part).
+pub(super) const LAST_HEADS: u32 = 8;
 
 /// Returns the number of query heads of a key head.
 ///

@@ -24,7 +24,7 @@
 
 use super::heads::Inputs;
 use super::rows::{
-    copies, heads_of_group, hide, kv_head_of, leave_registers, multiplying_group, place_in_part, round, store,
+    LAST_HEADS, copies, heads_of_group, hide, kv_head_of, leave_registers, multiplying_group, round, store,
 };
 use super::shape::{GROUP_ROWS, WARPGROUP};
 use super::tile::Memory;
@@ -140,7 +140,7 @@ pub(super) unsafe fn scores<
         let memory = Memory::<GROUPS, TILE, PARTS, SLOTS>::new(1, 2);
         let rows = Memory::<GROUPS, TILE, PARTS, SLOTS>::RESIDENT;
         let Place { sample, head: kv_head, first, mask } =
-            place_in_part(&problem, rows, problem.kv_heads, before, false);
+            Place::in_part(&problem, rows, problem.kv_heads, before as usize, LAST_HEADS, false);
         let [from, until] = mask.queries_of(first, rows, TILE);
         let bounds = [mask.length, problem.width];
         let (heads, turns) = (heads_of_group(&problem), until - from);
@@ -250,9 +250,9 @@ pub(super) unsafe fn from_scores<
         let rows = Memory::<GROUPS, TILE, PARTS, SLOTS>::RESIDENT;
         let heads_of_group = heads_of_group(&problem);
         let Place { sample, head: own_head, first, mask } = if of_queries {
-            place_in_part(&problem, rows, problem.heads, before * heads_of_group, true)
+            Place::in_part(&problem, rows, problem.heads, (before * heads_of_group) as usize, LAST_HEADS, true)
         } else {
-            place_in_part(&problem, rows, problem.kv_heads, before, false)
+            Place::in_part(&problem, rows, problem.kv_heads, before as usize, LAST_HEADS, false)
         };
         let tiles_of = |first: u32, rows: u32| {
             if of_queries { mask.keys_of(first, rows, TILE) } else { mask.queries_of(first, rows, TILE) }
