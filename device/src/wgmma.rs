@@ -15,6 +15,8 @@
 //! tiles of 16 x 8. The instruction adds sixteen k at once, as [`mma`](crate::mma) describes.
 
 use crate::format::round_tf32;
+#[cfg(not(target_arch = "nvptx64"))]
+use crate::format::{Bf16, Format};
 use crate::mma::fragments::{CHUNK_WORDS, swizzled};
 use half::bf16;
 
@@ -77,6 +79,5 @@ impl BoxElement for f32 {
 #[inline(always)]
 #[track_caller]
 pub fn element(stage: crate::tile::SharedTile<u32>, along_k: bool, row: u32, k: u32) -> f32 {
-    let word = stage.get(word_of(along_k, row, k));
-    f32::from_bits(if (if along_k { k } else { row }) % 2 == 0 { word << 16 } else { word & 0xffff_0000 })
+    Bf16::value(stage.get(word_of(along_k, row, k)), if along_k { k } else { row } % 2)
 }

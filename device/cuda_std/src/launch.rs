@@ -35,7 +35,8 @@ pub struct Versions {
     /// The version for x86-64 with AVX2 and FMA, and for any other processor, without race
     /// detection.
     pub fused: Threads,
-    /// The version for x86-64 with AVX-512 as well, without race detection.
+    /// The version for x86-64 with AVX-512 as well, without race detection. For
+    /// `#[warpgroup_kernel]` it is `fused`.
     #[cfg(target_arch = "x86_64")]
     pub wide: Threads,
     /// The version for processors other than x86-64, with race detection.

@@ -290,6 +290,19 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter], is_w
             block.end();
         }
     };
+    // Warpgroups multiply in functions that select the processor's instructions themselves.
+    let widest = if is_warpgroup { quote!(fused) } else { quote!(wide) };
+    let wide = (!is_warpgroup).then(|| {
+        quote! {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma,avx512f,avx512dq,avx512bw,avx512vl")]
+            unsafe fn wide(words: *const u64, block: &::cuda_std::emulator::Block) {
+                // SAFETY: this is `Versions::wide`, which runs only without race detection.
+                unsafe { ::cuda_std::emulator::access::assume_watched(false) };
+                #threads
+            }
+        }
+    });
     quote! {
         #[cfg(not(target_arch = "nvptx64"))]
         #(#attributes)*
@@ -300,8 +313,8 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter], is_w
 
         #[cfg(not(target_arch = "nvptx64"))]
         const _: () = {
-            // Compiled three times for x86-64, and twice elsewhere. A fused multiply-add is one
-            // instruction if the processor has it, otherwise a call. Vectors are as wide as the
+            // Compiled two or three times for x86-64, and twice elsewhere. A fused multiply-add is
+            // one instruction if the processor has it, otherwise a call. Vectors are as wide as the
             // processor's. Race detection is compiled in or out.
             #[cfg(any(target_arch = "x86_64", miri))]
             unsafe fn portable(words: *const u64, block: &::cuda_std::emulator::Block) {
@@ -313,13 +326,7 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter], is_w
                 unsafe { ::cuda_std::emulator::access::assume_watched(false) };
                 #threads
             }
-            #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx2,fma,avx512f,avx512dq,avx512bw,avx512vl")]
-            unsafe fn wide(words: *const u64, block: &::cuda_std::emulator::Block) {
-                // SAFETY: this is `Versions::wide`, which runs only without race detection.
-                unsafe { ::cuda_std::emulator::access::assume_watched(false) };
-                #threads
-            }
+            #wide
             #[cfg(not(target_arch = "x86_64"))]
             unsafe fn watched(words: *const u64, block: &::cuda_std::emulator::Block) {
                 // SAFETY: this is `Versions::watched`, which runs only with race detection.
@@ -335,7 +342,7 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter], is_w
                     portable,
                     fused,
                     #[cfg(target_arch = "x86_64")]
-                    wide,
+                    wide: #widest,
                     #[cfg(not(target_arch = "x86_64"))]
                     watched,
                 };

@@ -46,7 +46,6 @@ pub fn multiply_packed(_: Converged, sums: &mut PackedSums, a: Factor, b: Factor
 }
 
 /// Accumulates the products of squares; see [`multiply`](crate::mma::fragments::multiply).
-#[inline(always)]
 #[track_caller]
 pub fn multiply<F: Format, const ROWS: usize, const COLS: usize, const TILES: usize>(
     _: Converged,
@@ -55,48 +54,86 @@ pub fn multiply<F: Format, const ROWS: usize, const COLS: usize, const TILES: us
     a: &[[u32; 4]; ROWS],
     b: &[[u32; 4]; COLS],
 ) {
-    /// The maximum k of one instruction: that of BF16.
-    const MOST: usize = Bf16::PER_STEP as usize;
     let of_lane = (*a, *b);
     let factors = lanes(&of_lane);
     let (g, t) = (warp::lane_id() as usize / 4, warp::lane_id() as usize % 4);
-    // The k of the first chunk, then of the second, of four lanes from `first` on.
-    let chain = |first: usize, word: &dyn Fn(usize, usize) -> u32| -> [f32; MOST] {
-        let (per_word, per_chunk) = (F::PER_WORD as usize, F::PER_STEP as usize / 2);
-        let mut chain = [0.0; MOST];
-        for (k, value) in chain[..F::PER_STEP as usize].iter_mut().enumerate() {
-            *value = F::value(word(first + k % per_chunk / per_word, k / per_chunk), (k % per_word) as u32);
-        }
-        chain
+    let chunk = F::PER_STEP / 2;
+    // The lane and the chunk that have this k of a row or column, which begins at lane `first`.
+    let place = |first: usize, k: u32| (first + (k % chunk / F::PER_WORD) as usize, (k / chunk) as usize);
+    let left = |row: usize, half: usize, k: u32| {
+        let (lane, chunk) = place(4 * g, k);
+        // SAFETY: each lane's operands live until `meet` below, which all lanes reach, as they
+        // reached this.
+        F::value(unsafe { (&(*factors[lane]).0)[row][half + 2 * chunk] }, k % F::PER_WORD)
     };
-    for col in 0..COLS {
-        // SAFETY: each lane's operands live until `meet` below, which all lanes reach, as
-        // they reached this.
-        let right = unsafe {
-            let of = |tile: usize, column: usize| {
-                chain(4 * (2 * t + column), &|lane, chunk| (*factors[lane]).1[col][2 * tile + chunk])
-            };
-            [of(0, 0), of(0, 1), of(1, 0), of(1, 1)]
-        };
-        for (row, sums) in sums.iter_mut().enumerate() {
-            // SAFETY: each lane's operands live until `meet` below.
-            let left =
-                unsafe { [0, 1].map(|half| chain(4 * g, &|lane, chunk| (*factors[lane]).0[row][half + 2 * chunk])) };
-            let sums = &mut sums[2 * (first + col)..2 * (first + col) + 2];
-            let mut chains = [[0.0; 4]; 2];
-            chains.copy_from_slice(sums);
-            // Eight independent sums, which a CPU adds as a vector.
-            for k in 0..F::PER_STEP as usize {
-                for (tile, chains) in chains.iter_mut().enumerate() {
-                    for (at, sum) in chains.iter_mut().enumerate() {
-                        *sum = GpuFloat::mul_add(left[at / 2][k], right[2 * tile + at % 2][k], *sum);
-                    }
-                }
+    let right = |square: usize, at: usize, k: u32| {
+        let (lane, chunk) = place(4 * (2 * t + at % 2), k);
+        // SAFETY: each lane's operands live until `meet` below.
+        F::value(unsafe { (&(*factors[lane]).1)[square][2 * (at / 2) + chunk] }, k % F::PER_WORD)
+    };
+    let mut columns = [[[0.0; 4]; MOST_K]; COLS];
+    for (square, columns) in columns.iter_mut().enumerate() {
+        for (k, columns) in (0..F::PER_STEP).zip(columns) {
+            *columns = [0, 1, 2, 3].map(|at| right(square, at, k));
+        }
+    }
+    for (row, sums) in sums.iter_mut().enumerate() {
+        let mut rows = [[0.0; MOST_K]; 2];
+        for (half, rows) in rows.iter_mut().enumerate() {
+            (0..F::PER_STEP).zip(rows).for_each(|(k, value)| *value = left(row, half, k));
+        }
+        let rows = rows.each_ref().map(|row| &row[..F::PER_STEP as usize]);
+        for (square, columns) in columns.iter().enumerate() {
+            let tiles = &mut sums[2 * (first + square)..2 * (first + square) + 2];
+            let mut chains = [0, 1].map(|half| [0, 1, 2, 3].map(|at: usize| tiles[at / 2][2 * half + at % 2]));
+            add_rows(&mut chains, rows, columns);
+            for (half, chains) in chains.iter().enumerate() {
+                (0..4).for_each(|at| tiles[at / 2][2 * half + at % 2] = chains[at]);
             }
-            sums.copy_from_slice(&chains);
         }
     }
     meet();
+}
+
+/// The maximum k of one instruction: that of BF16.
+const MOST_K: usize = Bf16::PER_STEP as usize;
+
+/// Adds the products of two rows with `COLS` columns, k ascending. Their operands are in the order
+/// of k, of which the rows have as many as they are long.
+///
+/// The callers are compiled once, not in each version of a kernel, so the instructions are chosen
+/// here. Every version gives the same bits.
+pub(super) fn add_rows<const COLS: usize>(sums: &mut [[f32; COLS]; 2], rows: [&[f32]; 2], columns: &[[f32; COLS]]) {
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    if std::is_x86_feature_detected!("avx2") && std::is_x86_feature_detected!("fma") {
+        // SAFETY: the processor has these instructions.
+        return unsafe { add_rows_fused(sums, rows, columns) };
+    }
+    add_rows_portably(sums, rows, columns);
+}
+
+/// [`add_rows`], where a fused multiply-add is one instruction.
+#[cfg(all(target_arch = "x86_64", not(miri)))]
+#[target_feature(enable = "avx2,fma")]
+fn add_rows_fused<const COLS: usize>(sums: &mut [[f32; COLS]; 2], rows: [&[f32]; 2], columns: &[[f32; COLS]]) {
+    add_rows_portably(sums, rows, columns);
+}
+
+#[inline(always)]
+fn add_rows_portably<const COLS: usize>(
+    sums: &mut [[f32; COLS]; 2],
+    [upper, lower]: [&[f32]; 2],
+    columns: &[[f32; COLS]],
+) {
+    // All sums are independent, so a CPU adds those of a row as a vector.
+    let mut chains = *sums;
+    for ((&upper, &lower), columns) in upper.iter().zip(lower).zip(columns) {
+        for (at, &column) in columns.iter().enumerate() {
+            chains[0][at] = GpuFloat::mul_add(upper, column, chains[0][at]);
+            chains[1][at] = GpuFloat::mul_add(lower, column, chains[1][at]);
+        }
+    }
+    *sums = chains;
 }
 
 /// Accumulates the products of the range of k in a lane's accumulators, which are in the layout of

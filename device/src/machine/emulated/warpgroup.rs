@@ -1,10 +1,12 @@
 //! Products of a warpgroup: each thread adds its own sums from shared memory, k ascending. Lanes
 //! read the operand A in registers from each other.
 
+use super::mma::add_rows;
+use crate::format::{Bf16, Format};
 use crate::mma::fragments::{CHUNK_WORDS, swizzled};
 use crate::tile::SharedTile;
 use cuda_std::emulator::{lanes, meet, products};
-use cuda_std::{GpuFloat, thread, warp};
+use cuda_std::{thread, warp};
 
 /// The k of a product, the words of a row of as many BF16, and its chunks.
 const DEPTH: usize = 64;
@@ -37,14 +39,8 @@ impl Operand {
     #[track_caller]
     fn chunk(self, row: u32, chunk: u32) -> [f32; 8] {
         let words = self.tile.chunk(swizzled(CHUNKS, self.first + row, chunk) * CHUNK_WORDS);
-        core::array::from_fn(|at| element(words[at / 2], at % 2))
+        core::array::from_fn(|at| Bf16::value(words[at / 2], at as u32 % 2))
     }
-}
-
-/// Returns the BF16 in the lower (0) or upper (1) half of a word.
-#[inline(always)]
-fn element(word: u32, half: usize) -> f32 {
-    f32::from_bits(if half == 0 { word << 16 } else { word & 0xffff_0000 })
 }
 
 /// A thread's accumulators of 64 rows, as on the GPU.
@@ -121,7 +117,7 @@ unsafe fn rows_of(a: &[[u32; 4]; 4]) -> [[f32; DEPTH]; 2] {
             // SAFETY: each lane's operand lives until `meet` below, which all lanes
             // reach, as they reached this.
             let word = unsafe { (*lanes[warp::lane_id() as usize / 4 * 4 + pair])[square][half + 2 * chunk] };
-            *value = element(word, k % 2);
+            *value = Bf16::value(word, k as u32 % 2);
         }
     }
     meet();
@@ -136,7 +132,7 @@ fn add_products<const TILES: usize, const ACROSS: bool>(
     b: Operand,
 ) {
     let t = warp::lane_id() % 4;
-    // Four tiles of columns at a time: eight sums of a row, which a CPU adds as a vector.
+    // Four tiles of columns at a time: eight sums of a row.
     for (group, sums) in sums.chunks_mut(4).enumerate() {
         let mut right = [[0.0; 8]; DEPTH];
         for at in 0..8 {
@@ -153,13 +149,9 @@ fn add_products<const TILES: usize, const ACROSS: bool>(
                 }
             }
         }
-        for (half, left) in left.iter().enumerate() {
-            let mut chains: [f32; 8] = core::array::from_fn(|at| sums[at / 2][2 * half + at % 2]);
-            for (left, right) in left.iter().zip(&right) {
-                for (sum, right) in chains.iter_mut().zip(right) {
-                    *sum = GpuFloat::mul_add(*left, *right, *sum);
-                }
-            }
+        let mut chains = [0, 1].map(|half| core::array::from_fn(|at| sums[at / 2][2 * half + at % 2]));
+        add_rows(&mut chains, left.each_ref().map(<[f32; DEPTH]>::as_slice), &right);
+        for (half, chains) in chains.iter().enumerate() {
             (0..8).for_each(|at| sums[at / 2][2 * half + at % 2] = chains[at]);
         }
     }

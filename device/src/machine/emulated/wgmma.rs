@@ -2,9 +2,11 @@
 //! mode the operands are read when the products start, and again when a wait ends them. A write in
 //! between is therefore a race.
 
-use crate::machine::mma::add_products;
+use super::mma::add_rows;
+use crate::format::{Bf16, Format};
+use crate::mma::fragments::quads_place;
 use crate::tile::SharedTile;
-use crate::wgmma::{DEPTH, STEP, element, word_of_tf32};
+use crate::wgmma::{DEPTH, STEP, element, word_of, word_of_tf32};
 use core::ops::Range;
 use cuda_std::emulator::{lanes, meet, products};
 use cuda_std::thread;
@@ -81,19 +83,24 @@ impl Products {
         if !add {
             *sums = [[0.0; 4]; TILES];
         }
+        let line = quads_place()[0];
         let lanes = lanes(&a);
-        let left = |row: u32, k: u32| {
-            let (lane, word) = (row % 8 * 4 + k % 4, row / 8 + k % 8 / 4 * 2);
-            // SAFETY: each lane's operand lives until `meet` below, which all lanes reach,
-            // as they reached this.
-            f32::from_bits(unsafe { (*lanes[lane as usize])[k as usize / 8][word as usize] })
+        let row = |row: u32| {
+            core::array::from_fn(|k| {
+                let (lane, word) = (row as usize % 8 * 4 + k % 4, row as usize / 8 + k % 8 / 4 * 2);
+                // SAFETY: each lane's operand lives until `meet` below, which all lanes reach,
+                // as they reached this.
+                f32::from_bits(unsafe { (&*lanes[lane])[k / 8][word] })
+            })
         };
-        let mut rows = [*sums];
-        let right = |column, k| f32::from_bits(b.get(word_of_tf32(column, first_k + k)));
         products::begin();
-        add_products(&mut rows, [0, 0], 0..16, left, right);
+        add_columns(sums, [row(line), row(line + 8)], |first| {
+            [0, 1, 2, 3].map(|column| {
+                let chunks = [0, 4, 8, 12].map(|k| b.chunk(word_of_tf32(first + column, first_k + k)));
+                core::array::from_fn(|k| f32::from_bits(chunks[k / 4][k % 4]))
+            })
+        });
         products::end();
-        *sums = rows[0];
         meet();
         self.start(b, b);
     }
@@ -128,6 +135,9 @@ impl Products {
     }
 }
 
+/// The values of a row or a column for one instruction.
+type Values = [f32; STEP as usize];
+
 /// Adds the products of a part of a stage.
 #[track_caller]
 fn multiply<const A_ALONG: bool, const B_ALONG: bool, const TILES: usize>(
@@ -137,14 +147,62 @@ fn multiply<const A_ALONG: bool, const B_ALONG: bool, const TILES: usize>(
     b: SharedTile<u32>,
     k: Range<u32>,
 ) {
-    let mut rows = [*sums];
-    let origin = [first_row + thread::thread_idx_x() / 32 % 4 * 16, 0];
-    let left = |row, k| element(a, A_ALONG, row, k);
-    let right = |column, k| element(b, B_ALONG, column, k);
+    let row = first_row + thread::thread_idx_x() / 32 % 4 * 16 + quads_place()[0];
     products::begin();
-    add_products(&mut rows, origin, k, left, right);
+    for first_k in k.step_by(STEP as usize) {
+        let rows = [row, row + 8].map(|row| match A_ALONG {
+            true => along_k(a, row, first_k),
+            false => core::array::from_fn(|k| element(a, false, row, first_k + k as u32)),
+        });
+        add_columns(sums, rows, |column| match B_ALONG {
+            true => [0, 1, 2, 3].map(|next| along_k(b, column + next, first_k)),
+            false => across_k(b, column, first_k),
+        });
+    }
     products::end();
-    *sums = rows[0];
+}
+
+/// Returns the values of a row that is stored along k.
+#[track_caller]
+fn along_k(stage: SharedTile<u32>, row: u32, first_k: u32) -> Values {
+    let chunks = [0, 8].map(|k| stage.chunk(word_of(true, row, first_k + k)));
+    core::array::from_fn(|k| Bf16::value(chunks[k / 8][k % 8 / 2], k as u32 % 2))
+}
+
+/// Returns the values of four neighboring columns that are stored across k.
+#[track_caller]
+fn across_k(stage: SharedTile<u32>, column: u32, first_k: u32) -> [Values; 4] {
+    let mut columns = [[0.0; _]; 4];
+    for k in 0..STEP {
+        let words = stage.pair(word_of(false, column, first_k + k));
+        for (at, column) in columns.iter_mut().enumerate() {
+            column[k as usize] = Bf16::value(words[at / 2], at as u32 % 2);
+        }
+    }
+    columns
+}
+
+/// Adds the products of a lane's two rows with all its columns. `columns` returns four neighbors.
+#[track_caller]
+fn add_columns<const TILES: usize>(
+    sums: &mut [[f32; 4]; TILES],
+    rows: [Values; 2],
+    columns: impl Fn(u32) -> [Values; 4],
+) {
+    const { assert!(TILES % 4 == 0) };
+    let first = quads_place()[1];
+    // A lane has four columns of each pair of tiles: of one tile in its first row, and of the other
+    // tile in its second.
+    for (group, sums) in (0..).zip(sums.chunks_exact_mut(4)) {
+        let columns = [columns(first + 32 * group), columns(first + 32 * group + 16)];
+        let columns: [[f32; 8]; STEP as usize] =
+            core::array::from_fn(|k| core::array::from_fn(|at| columns[at / 4][at % 4][k]));
+        let mut chains = [0, 1].map(|row| core::array::from_fn(|at| sums[at / 4 * 2 + row][at % 4]));
+        add_rows(&mut chains, rows.each_ref().map(Values::as_slice), &columns);
+        for (row, chains) in chains.iter().enumerate() {
+            (0..8).for_each(|at| sums[at / 4 * 2 + row][at % 4] = chains[at]);
+        }
+    }
 }
 
 /// Returns zeros.
