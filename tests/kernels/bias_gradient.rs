@@ -107,7 +107,7 @@ fn column_sums_stay_in_bounds() {
         let variants =
             matmul_bf16::<'_, f32>::VARIANTS.iter().filter(|(_, (form, _), _)| *form == OperandLayout::Transposed);
         for &(name, variant, _) in variants {
-            hostile_launches(name, &[700, 840, 120, 24], variant.1 == ops::BF16_TILES[0], |numbers, launch| {
+            hostile_launches(name, &[700, 840, 120, 24], variant.1 == ops::BF16_TILES[0], &mut |numbers, launch| {
                 let kernel = matmul_bf16::<'_, f32> {
                     variant,
                     a: a.slice(),

@@ -40,7 +40,7 @@ fn attack<S: Stored>(family: &str, launch: ChosenLaunch<S>, shape: Shape) {
         let ones = vec![S::narrow(1.0); elements];
         let (a, b) = (step.upload(&ones, [elements])?, step.upload(&ones, [elements])?);
         let mut out = step.upload(&ones, [elements])?;
-        hostile_launches(name, &[shape.elements() as u64], true, |numbers, launches| {
+        hostile_launches(name, &[shape.elements() as u64], true, &mut |numbers, launches| {
             launch(step, shape, [&a, &b], &mut out, &mut Hostile(numbers, launches))
         });
         Ok(())

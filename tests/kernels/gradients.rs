@@ -176,6 +176,9 @@ fn read(gradients: &Gradients, stack: &StackedParameters) -> Vec<f32> {
     stack.members().iter().flat_map(|member| gradients.read(*member).unwrap()).collect()
 }
 
+/// A forward pass that is checked.
+type Pass<'p, S> = dyn for<'t, 's> Fn(&EagerStep<'s>, &Tape<'t, 's>, &Handles) -> Result<Var<'s, S>> + 'p;
+
 /// One check: an op, its operands, and the length of its longest sum.
 pub(crate) struct Case {
     pub(crate) name: &'static str,
@@ -211,6 +214,11 @@ impl Case {
         on_tape: impl for<'t, 's> Fn(&EagerStep<'s>, &Tape<'t, 's>, &Handles) -> Result<Var<'s, S>>,
         reference: impl Fn(&[Vec<f64>]) -> Vec<f64>,
     ) {
+        self.check_pass(device, &on_tape, &reference);
+    }
+
+    /// Makes [`Self::check`]. It is compiled once for all cases of a stored type.
+    fn check_pass<S: Cast>(self, device: &Device, on_tape: &Pass<'_, S>, reference: &dyn Fn(&[Vec<f64>]) -> Vec<f64>) {
         let Self { name, seed, length, mut operands, sample, roundings } = self;
         let mut random = Random::new(!seed);
         let mut exact: Vec<Vec<f64>> =

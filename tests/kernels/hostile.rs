@@ -121,10 +121,10 @@ pub(crate) fn hostile_launches(
     kernel: &'static str,
     lengths: &[u64],
     pairs: bool,
-    mut run: impl FnMut(&mut Numbers<'_>, bool) -> Result<()>,
+    run: &mut dyn FnMut(&mut Numbers<'_>, bool) -> Result<()>,
 ) {
     let mut known = Vec::new();
-    misaligned_launches(kernel, &mut run);
+    misaligned_launches(kernel, run);
     let views = Views::default();
     let mut accepted = |hostile, known: &mut Vec<Number>, launch| {
         let buffers = &mut Vec::new();
@@ -166,7 +166,7 @@ pub(crate) fn hostile_launches(
 /// Launches with buffers that begin late, and with numbers that are one to three off and buffers of
 /// the matching lengths. Each launch must be refused or run without a fault, with race checks and
 /// without.
-fn misaligned_launches(kernel: &'static str, run: &mut impl FnMut(&mut Numbers<'_>, bool) -> Result<()>) {
+fn misaligned_launches(kernel: &'static str, run: &mut dyn FnMut(&mut Numbers<'_>, bool) -> Result<()>) {
     let (mut known, mut buffers) = (Vec::new(), Vec::new());
     let mut outcome = |hostile, views: &Views, launch| {
         let mut numbers = Numbers { hostile, known: &mut known, next: 0, views, buffers: &mut buffers };
@@ -286,7 +286,7 @@ macro_rules! attack {
                         for (number, &(name, _choice)) in choices.iter().enumerate() {
                             $(#[allow(unused_variables)] let $choice = _choice;)?
                             let pairs = number == 0 || number + 1 == choices.len();
-                            $crate::hostile::hostile_launches(name, &lengths, pairs, |numbers, launch| {
+                            $crate::hostile::hostile_launches(name, &lengths, pairs, &mut |numbers, launch| {
                                 let _ = &numbers;
                                 let kernel = kernels::$file::$kernel {
                                     $($choice,)?

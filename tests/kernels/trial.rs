@@ -48,42 +48,52 @@ pub(crate) fn assert_refused<R>(outcome: Result<R>, words: &[&str]) {
     }
 }
 
+/// A case, as the runs of a trial see it. They are compiled once for all cases.
+type Case<'c> = dyn for<'t, 's> Fn(&Trial<'t, 's>) -> Result<()> + 'c;
+
 /// Runs `case` under this module's checks, and returns the result of its first run.
 #[track_caller]
 pub(crate) fn trial<R>(device: &Device, case: impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<R>) -> R {
-    let (result, first) = twice(device, &case);
-    if device.description().kind == DeviceKind::Cuda {
-        let emulator = support::open(DeviceKind::Emulated);
-        again(&mut Room::new(&emulator, LEAST_BYTES), 0, &case, &first, "on the emulator");
-    }
-    result
+    first_result(case, |case| {
+        let first = twice(device, case);
+        if device.description().kind == DeviceKind::Cuda {
+            let emulator = support::open(DeviceKind::Emulated);
+            again(&mut Room::new(&emulator, LEAST_BYTES), 0, case, &first, "on the emulator");
+        }
+    })
 }
 
 /// Runs [`trial`] for an op whose bits depend on the device.
 #[track_caller]
 pub(crate) fn trial_of_one<R>(device: &Device, case: impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<R>) -> R {
-    twice(device, &case).0
+    first_result(case, |case| drop(twice(device, case)))
 }
 
-/// Runs `case` at two addresses, and returns the result of the first run, and its outputs.
+/// Calls `runs` with a case, and returns the result of the case's first run.
 #[track_caller]
-fn twice<R>(device: &Device, case: &impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<R>) -> (R, Outputs) {
+fn first_result<R>(case: impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<R>, runs: impl FnOnce(&Case<'_>)) -> R {
+    let first = RefCell::new(None);
+    runs(&|trial: &Trial<'_, '_>| {
+        let result = case(trial)?;
+        first.borrow_mut().get_or_insert(result);
+        Ok(())
+    });
+    first.into_inner().expect("a case runs")
+}
+
+/// Runs `case` at two addresses, and returns the outputs.
+#[track_caller]
+fn twice(device: &Device, case: &Case<'_>) -> Outputs {
     let mut room = Room::new(device, LEAST_BYTES);
-    let (result, first) = poisoned(&mut room, 0, case);
+    let first = poisoned(&mut room, 0, case);
     again(&mut room, 3, case, &first, "in a second run at other addresses");
-    (result, first)
+    first
 }
 
 /// Runs `case` once more and asserts that its outputs are those of the `first` run.
 #[track_caller]
-fn again<R>(
-    room: &mut Room,
-    shift: usize,
-    case: &impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<R>,
-    first: &Outputs,
-    place: &str,
-) {
-    let (_, again) = poisoned(room, shift, case);
+fn again(room: &mut Room, shift: usize, case: &Case<'_>, first: &Outputs, place: &str) {
+    let again = poisoned(room, shift, case);
     assert_eq!(first.len(), again.len());
     for (number, (first, again)) in first.iter().zip(&again).enumerate() {
         let different = first.iter().zip(again).position(|(&a, &b)| same_word(a) != same_word(b));
@@ -198,7 +208,7 @@ impl Room {
 }
 
 /// Runs `case` after `shift` other tensors, in a larger arena if it needs one.
-fn poisoned<R>(room: &mut Room, shift: usize, case: &impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<R>) -> (R, Outputs) {
+fn poisoned(room: &mut Room, shift: usize, case: &Case<'_>) -> Outputs {
     loop {
         match attempt(room, shift, case) {
             Err(Error::ArenaFull { .. }) if room.bytes < 1 << 30 => {
@@ -209,23 +219,19 @@ fn poisoned<R>(room: &mut Room, shift: usize, case: &impl for<'t, 's> Fn(&Trial<
     }
 }
 
-fn attempt<R>(
-    Room { arena, bytes }: &mut Room,
-    shift: usize,
-    case: &impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<R>,
-) -> Result<(R, Outputs)> {
+fn attempt(Room { arena, bytes }: &mut Room, shift: usize, case: &Case<'_>) -> Result<Outputs> {
     let words = *bytes / size_of::<u32>();
     arena.step(|step| ops::fill(step, [words], f32::from_bits(POISON)).map(drop))?;
-    let (result, ledger) = arena.step(|step| {
+    let ledger = arena.step(|step| {
         // Without elements it still gives the address of the first words.
         let base = step.empty::<u32>([shift * ALIGN])?.slice().address();
         let trial = Trial { step, base, ledger: RefCell::default() };
-        let result = case(&trial)?;
-        Ok((result, trial.ledger.into_inner()))
+        case(&trial)?;
+        Ok(trial.ledger.into_inner())
     })?;
     let image = arena.step(|step| step.read(&step.empty::<u32>([words])?))?;
     ledger.check(&image);
-    Ok((result, ledger.outputs))
+    Ok(ledger.outputs)
 }
 
 impl Ledger {

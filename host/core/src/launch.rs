@@ -6,6 +6,7 @@
 use crate::device::{Device, Launch, Launches};
 use crate::error::{Error, Result};
 use cuda_std::launch::{Contract, Violation, Words};
+use std::fmt::Debug;
 use std::time::Duration;
 
 /// Makes a launch that belongs to no step, and waits until the driver has taken it.
@@ -13,7 +14,7 @@ use std::time::Duration;
 pub(crate) fn launch_on<K: Contract>(device: &Device, kernel: &K) -> Result<()> {
     // SAFETY: `accept` passes only launches that meet the requirements. Calls that free memory come
     // later.
-    accept(device, kernel, |launch| unsafe { device.launch(launch) })
+    accept(device, kernel, &mut |launch| unsafe { device.launch(launch) })
 }
 
 /// Queues a kernel of a step, within the deadline. If the driver refuses it, the step gets the
@@ -21,7 +22,7 @@ pub(crate) fn launch_on<K: Contract>(device: &Device, kernel: &K) -> Result<()> 
 #[track_caller]
 pub(crate) fn launch<K: Contract>(launches: &Launches, kernel: &K, deadline: Duration) -> Result<()> {
     // SAFETY: as for `launch_on`.
-    accept(launches.device(), kernel, |launch| unsafe { launches.push(launch, deadline) })
+    accept(launches.device(), kernel, &mut |launch| unsafe { launches.push(launch, deadline) })
 }
 
 /// Checks a kernel's contract, and passes its launch to `make` if it has blocks. The contract has
@@ -29,11 +30,22 @@ pub(crate) fn launch<K: Contract>(launches: &Launches, kernel: &K, deadline: Dur
 /// brand keeps it alive for its step. A buffer is borrowed, and `Step::lend` has checked its
 /// device.
 #[track_caller]
-fn accept<K: Contract>(device: &Device, kernel: &K, make: impl FnOnce(Launch) -> Result<()>) -> Result<()> {
+fn accept<K: Contract>(device: &Device, kernel: &K, make: &mut dyn FnMut(Launch) -> Result<()>) -> Result<()> {
     let entry = kernel.entry().map_err(|violation| Error::Contract { kernel: K::NAME, violation })?;
+    let grid = kernel.grid().map_err(|violation| Error::Contract { kernel: entry.name, violation })?;
+    let launch = Launch { entry: *entry, grid, words: Words::of(kernel) };
+    check_memory(device, &launch, kernel)?;
+    if launch.grid.blocks() == 0 {
+        return Ok(());
+    }
+    let _span = tracing::trace_span!("launch", kernel = launch.entry.name, grid = ?launch.grid).entered();
+    make(launch)
+}
+
+/// Checks that the arguments' memory is this device's, and aligned. `kernel` shows them in errors.
+/// It is compiled once for all kernels.
+fn check_memory(device: &Device, Launch { entry, words, .. }: &Launch, kernel: &dyn Debug) -> Result<()> {
     let refused = |violation| Error::Contract { kernel: entry.name, violation };
-    let grid = kernel.grid().map_err(refused)?;
-    let words = Words::of(kernel);
     if let Some((place, owner)) = words.first_of_other(|owner| device.reaches(owner)) {
         if let Some(arena) = device.arena_of_running_step(owner) {
             let got = format!(
@@ -47,10 +59,5 @@ fn accept<K: Contract>(device: &Device, kernel: &K, make: impl FnOnce(Launch) ->
         let expected = format!("memory of this device, {}", device.description().name);
         return Err(refused(Violation::new("arguments", expected, "memory of another device or of a dry run")));
     }
-    words.check_alignment(entry).map_err(refused)?;
-    if grid.blocks() == 0 {
-        return Ok(());
-    }
-    let _span = tracing::trace_span!("launch", kernel = entry.name, ?grid).entered();
-    make(Launch { entry: *entry, grid, words })
+    words.check_alignment(entry).map_err(refused)
 }

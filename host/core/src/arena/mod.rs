@@ -65,7 +65,13 @@ impl Arena {
     /// [`Error::Timeout`](crate::Error::Timeout) when the step missed its deadline, if it has one.
     /// [`Error::Driver`](crate::Error::Driver) when the overflow could not be freed.
     pub fn step<R>(&mut self, run: impl for<'s> FnOnce(&mut EagerStep<'s>) -> Result<R>) -> Result<R> {
-        self.run_step(|region| run(&mut EagerStep::new(region)))
+        let (mut run, mut result) = (Some(run), None);
+        self.run_step(&mut |region| {
+            let run = run.take().expect("a step runs once");
+            result = Some(run(&mut EagerStep::new(region))?);
+            Ok(())
+        })?;
+        Ok(result.expect("a step that succeeded has a result"))
     }
 
     /// Runs a step without kernels or memory, and returns the bytes that it would need. The step
@@ -89,9 +95,9 @@ impl Arena {
         self.run_listed(other, |region| run(&mut EagerStep::new(region)))
     }
 
-    /// Lends the region to one step. Takes its memory back only after the closure has returned,
-    /// failed or panicked.
-    fn run_step<R>(&mut self, run: impl FnOnce(&ArenaInner) -> Result<R>) -> Result<R> {
+    /// Lends the region to one step, which `run` runs. Takes its memory back only after the closure
+    /// has returned, failed or panicked. It is compiled once for the steps of all programs.
+    fn run_step(&mut self, run: &mut dyn FnMut(&ArenaInner) -> Result<()>) -> Result<()> {
         self.device().check("step")?;
         self.floor.begin_step()?;
         let region = &self.region;
@@ -99,13 +105,13 @@ impl Arena {
         let step = region.step_begins(self.step_deadline);
         let waits = self.step_deadline.is_some();
         let outcome = region.scope(|| {
-            let result = region.launched(run(region))?;
+            region.launched(run(region))?;
             let (bytes, tensors) = region.in_use();
             span.record("bytes", bytes).record("tensors", tensors);
             if waits {
                 region.device().synchronize(region.time_left())?;
             }
-            Ok(result)
+            Ok(())
         });
         let outcome = outcome.map_err(|error| region.with_report(error));
         drop(step);
@@ -117,7 +123,7 @@ impl Arena {
             Growth::Fixed => Ok(()),
         };
         // The step's own error came first and is more precise.
-        outcome.and_then(|result| grown.map(|()| result))
+        outcome.and(grown)
     }
 
     /// Grows the arena now if its steps may fill less than `bytes` and its settings let it grow. If

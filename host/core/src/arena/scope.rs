@@ -85,15 +85,21 @@ impl ArenaInner {
 
     /// Ends a scope and frees the memory between the marks.
     fn close<R>(&self, kind: Kind, marks: [Mark; 2], outcome: thread::Result<Result<R>>) -> Result<R> {
-        let sound = if matches!(outcome, Ok(Ok(_))) { self.verify(marks) } else { Ok(()) };
-        self.note_rewind(kind, marks);
-        let given_back = self.rewind(marks);
+        let reclaimed = self.reclaim(kind, marks, matches!(outcome, Ok(Ok(_))));
         match outcome {
-            Ok(Ok(result)) => sound.and(given_back).map(|()| result),
+            Ok(Ok(result)) => reclaimed.map(|()| result),
             // The scope's own error came first and is more precise.
             Ok(Err(error)) => Err(error),
             Err(panic) => resume_unwind(panic),
         }
+    }
+
+    /// Frees the memory between the marks, after checking it if the scope has succeeded.
+    fn reclaim(&self, kind: Kind, marks: [Mark; 2], succeeded: bool) -> Result<()> {
+        let sound = if succeeded { self.verify(marks) } else { Ok(()) };
+        self.note_rewind(kind, marks);
+        let given_back = self.rewind(marks);
+        sound.and(given_back)
     }
 
     /// Checks the guards of an ending scope, and poisons its memory, in checked mode.
