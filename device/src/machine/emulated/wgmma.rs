@@ -189,7 +189,7 @@ fn add_columns<const TILES: usize>(
     rows: [Values; 2],
     columns: impl Fn(u32) -> [Values; 4],
 ) {
-    const { assert!(TILES % 4 == 0) };
+    const { assert!(TILES.is_multiple_of(4)) };
     let first = quads_place()[1];
     // A lane has four columns of each pair of tiles: of one tile in its first row, and of the other
     // tile in its second.
