@@ -15,8 +15,6 @@
 //! tiles of 16 x 8. The instruction adds sixteen k at once, as [`mma`](crate::mma) describes.
 
 use crate::format::round_tf32;
-#[cfg(not(target_arch = "nvptx64"))]
-use crate::format::{Bf16, Format};
 use crate::mma::fragments::{CHUNK_WORDS, swizzled};
 use half::bf16;
 
@@ -72,12 +70,4 @@ impl BoxElement for f32 {
     fn bits(self) -> u32 {
         round_tf32(self)
     }
-}
-
-/// Returns an element of a stage.
-#[cfg(not(target_arch = "nvptx64"))]
-#[inline(always)]
-#[track_caller]
-pub fn element(stage: crate::tile::SharedTile<u32>, along_k: bool, row: u32, k: u32) -> f32 {
-    Bf16::value(stage.get(word_of(along_k, row, k)), if along_k { k } else { row } % 2)
 }

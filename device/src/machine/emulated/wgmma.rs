@@ -6,7 +6,7 @@ use super::mma::add_rows;
 use crate::format::{Bf16, Format};
 use crate::mma::fragments::quads_place;
 use crate::tile::SharedTile;
-use crate::wgmma::{DEPTH, STEP, element, word_of, word_of_tf32};
+use crate::wgmma::{DEPTH, STEP, word_of, word_of_tf32};
 use core::ops::Range;
 use cuda_std::emulator::{lanes, meet, products};
 use cuda_std::thread;
@@ -152,7 +152,7 @@ fn multiply<const A_ALONG: bool, const B_ALONG: bool, const TILES: usize>(
     for first_k in k.step_by(STEP as usize) {
         let rows = [row, row + 8].map(|row| match A_ALONG {
             true => along_k(a, row, first_k),
-            false => core::array::from_fn(|k| element(a, false, row, first_k + k as u32)),
+            false => core::array::from_fn(|k| Bf16::value(a.get(word_of(false, row, first_k + k as u32)), row % 2)),
         });
         add_columns(sums, rows, |column| match B_ALONG {
             true => [0, 1, 2, 3].map(|next| along_k(b, column + next, first_k)),
