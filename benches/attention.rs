@@ -6,6 +6,7 @@
 //! `--matrix-instruction mma-sync` and BF16, PyTorch runs its FlashAttention-2, which uses the same
 //! instruction. One graph repeats forward, and another repeats forward with backward. A sample is
 //! the time of a replay divided by the repetitions, and backward is the difference of the medians.
+//! Both sides take turns, in three rounds.
 //!
 //! Rates count `4 width` operations for each visible pair of a query and a key, and 2.5 times as
 //! many in backward, whatever a kernel actually does. Prints a table, and writes every sample to
@@ -26,7 +27,8 @@ use stepscope::capture::CaptureInputs;
 use stepscope::ops::{self, AttentionConfig, AttentionElement, Precision, QkNorm};
 use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, HostInputs, Result, Step, Tensor, bf16};
 
-const SAMPLES: usize = 15;
+/// The samples of a round.
+const SAMPLES: usize = 5;
 
 /// A case of attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -103,6 +105,8 @@ struct Args {
 struct Question {
     #[serde(flatten)]
     case: Case,
+    /// Whether the backward pass follows.
+    backward: bool,
     row: usize,
 }
 
@@ -154,11 +158,18 @@ fn main() -> harness::Result<()> {
     );
     for case in cases {
         let row = Samples::repetitions(&device, case.operations());
-        let theirs: Option<Line> = pytorch.ask(&serde_json::to_string(&Question { case, row })?);
-        let ours = match stored {
-            StoredAs::Bf16 => measure::<bf16>(&device, case, precision)?,
-            StoredAs::F32 => measure::<f32>(&device, case, precision)?,
+        let mut theirs = [Samples::default(), Samples::default()];
+        let peer = |backward: bool| {
+            let question = serde_json::to_string(&Question { case, backward, row }).expect("integers and booleans");
+            theirs[usize::from(backward)].0.extend(pytorch.ask::<Vec<f64>>(&question).into_iter().flatten());
         };
+        let ours = match stored {
+            StoredAs::Bf16 => measure::<bf16>(&device, case, precision, peer)?,
+            StoredAs::F32 => measure::<f32>(&device, case, precision, peer)?,
+        };
+        let measured =
+            |[forward, both]: [Samples; 2]| Line::Measured { case, contender: "PyTorch".into(), forward, both };
+        let theirs = theirs.iter().all(|samples| !samples.0.is_empty()).then(|| measured(theirs));
         let unit = theirs.as_ref().map(medians);
         for line in theirs.iter().chain([&ours]) {
             print(line, unit);
@@ -172,8 +183,14 @@ fn main() -> harness::Result<()> {
     Ok(())
 }
 
-/// Samples forward, and forward with backward.
-fn measure<S: AttentionElement>(device: &Device, case: Case, precision: Precision) -> Result<Line> {
+/// Samples forward, and forward with backward. Before each round `peer` collects its own samples,
+/// with backward or without.
+fn measure<S: AttentionElement>(
+    device: &Device,
+    case: Case,
+    precision: Precision,
+    mut peer: impl FnMut(bool),
+) -> Result<Line> {
     let Case { batch, tokens, heads, kv_heads, width, .. } = case;
     let narrow = |length, seed| uniform(length, seed).into_iter().map(S::narrow).collect::<Vec<_>>();
     let tokens = batch * tokens;
@@ -188,14 +205,14 @@ fn measure<S: AttentionElement>(device: &Device, case: Case, precision: Precisio
     // Every repetition allocates the output, its gradient's sums and the gradient, at most in f32.
     // Stored scores take up to 2 GiB while they are used.
     let bytes = row * tokens * (2 * heads + 2 * kv_heads) * (width + 4) * 4 + (3 << 30);
-    let mut collect =
-        |record: fn(&mut Step<'_>, &mut &mut State<S>, &CaptureInputs<'_>) -> Result<()>| -> Result<Samples> {
-            let mut arena = Arena::builder(device).capacity(Capacity::Bytes(bytes)).build()?;
-            let mut captured = arena.capture(&mut state, &HostInputs::new(), record)?;
-            let settle = || device.synchronize(device.deadline());
-            Samples::sustained(SAMPLES, row, || captured.repeat().map(drop), settle)
-        };
-    let (forward, both) = (collect(attend::<S, false>)?, collect(attend::<S, true>)?);
+    type Record<S> = fn(&mut Step<'_>, &mut &mut State<S>, &CaptureInputs<'_>) -> Result<()>;
+    let mut collect = |backward: bool, record: Record<S>| -> Result<Samples> {
+        let mut arena = Arena::builder(device).capacity(Capacity::Bytes(bytes)).build()?;
+        let mut captured = arena.capture(&mut state, &HostInputs::new(), record)?;
+        let settle = || device.synchronize(device.deadline());
+        Samples::in_turn(|| peer(backward), SAMPLES, row, || captured.repeat().map(drop), settle)
+    };
+    let (forward, both) = (collect(false, attend::<S, false>)?, collect(true, attend::<S, true>)?);
     Ok(Line::Measured { case, contender: "stepscope".into(), forward, both })
 }
 

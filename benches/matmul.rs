@@ -9,8 +9,8 @@
 //! - `--family` multiplies random shapes that nothing was tuned for, different in each run.
 //!
 //! On both sides one graph repeats the multiply, and a sample is the time of a replay divided by
-//! the repetitions. Matrices that fit are therefore in the L2 cache. Prints a table, and writes
-//! every sample to `benches/runs/DATE-GPU-matmul.json`.
+//! the repetitions. Matrices that fit are therefore in the L2 cache. Both sides take turns, in
+//! three rounds. Prints a table, and writes every sample to `benches/runs/DATE-GPU-matmul.json`.
 //!
 //! Invariant: the output has the same bits with every tile.
 
@@ -33,7 +33,8 @@ use stepscope::capture::CaptureInputs;
 use stepscope::ops::{self, BF16_TILES, Gemm, GemmElement, MMA_TILES, Precision, TILES};
 use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, HostInputs, Result, Step, Tensor, bf16};
 
-const SAMPLES: usize = 25;
+/// The samples of a round.
+const SAMPLES: usize = 9;
 /// The number of outputs that are compared between tiles.
 const COMPARED: usize = 1 << 16;
 /// Tiles that need more blocks than this are skipped.
@@ -135,11 +136,15 @@ fn main() -> harness::Result<()> {
     for case in cases {
         let Case { m, n, k, batches, form } = case;
         let row = Samples::repetitions(&device, case.operations());
-        let theirs: Option<Line> = pytorch.ask(&format!("{m},{n},{k},{batches},{form:?},{row}"));
+        let question = format!("{m},{n},{k},{batches},{form:?},{row}");
+        let mut theirs = Samples::default();
+        let peer = || theirs.0.extend(pytorch.ask::<Vec<f64>>(&question).into_iter().flatten());
         let ours = match stored {
-            StoredAs::F32 => ours(&device, case, precision, tiles)?,
-            StoredAs::Bf16 => ours_of_bf16(&device, case, tiles)?,
+            StoredAs::F32 => ours(&device, case, precision, tiles, peer)?,
+            StoredAs::Bf16 => ours_of_bf16(&device, case, tiles, peer)?,
         };
+        let measured = |nanoseconds| Line::Measured { case, contender: "PyTorch".into(), nanoseconds };
+        let theirs = (!theirs.0.is_empty()).then(|| measured(theirs));
         let unit = theirs.as_ref().map(median);
         ratios.extend(unit.map(|unit| unit / median(&ours[0])));
         for line in theirs.iter().chain(&ours) {
@@ -173,10 +178,10 @@ fn spread_of(ratios: &mut [f64]) -> String {
     format!("PyTorch's time over ours: median {median:.2}, least {least:.2}; 0.95 or more in {reached} of {all}")
 }
 
-/// Measures the op's own choice, or every tile.
-fn ours(device: &Device, case: Case, precision: Precision, tiles: bool) -> Result<Vec<Line>> {
+/// Measures the op's own choice, in turn with `peer`, or every tile.
+fn ours(device: &Device, case: Case, precision: Precision, tiles: bool, peer: impl FnMut()) -> Result<Vec<Line>> {
     let mut state = State::<f32>::new(device, case, case.gemm().precision(precision))?;
-    let (chosen, want) = measure(device, &mut state)?;
+    let (chosen, want) = measure(device, &mut state, peer)?;
     let measured = |contender: String, nanoseconds| Line::Measured { case, contender, nanoseconds };
     let mut lines = vec![measured("stepscope".into(), chosen)];
     let formed: Vec<([u32; 3], Gemm)> = if precision == Precision::F32 {
@@ -192,7 +197,7 @@ fn ours(device: &Device, case: Case, precision: Precision, tiles: bool) -> Resul
     for ([rows, cols, threads], gemm) in formed {
         if tiles && blocks(case, rows, cols) <= MOST_BLOCKS {
             state.gemm = gemm;
-            let (nanoseconds, got) = measure(device, &mut state)?;
+            let (nanoseconds, got) = measure(device, &mut state, || ())?;
             let name = format!("  {rows}x{cols}, {threads} threads");
             assert!(got == want, "{case}: tile{name} gives different bits");
             lines.push(measured(name, nanoseconds));
@@ -201,15 +206,15 @@ fn ours(device: &Device, case: Case, precision: Precision, tiles: bool) -> Resul
     Ok(lines)
 }
 
-/// Measures BF16 tensors.
-fn ours_of_bf16(device: &Device, case: Case, tiles: bool) -> Result<Vec<Line>> {
+/// Measures BF16 tensors, in turn with `peer`.
+fn ours_of_bf16(device: &Device, case: Case, tiles: bool, peer: impl FnMut()) -> Result<Vec<Line>> {
     let mut state = State::<bf16>::new(device, case, case.gemm())?;
-    let (chosen, want) = measure(device, &mut state)?;
+    let (chosen, want) = measure(device, &mut state, peer)?;
     let mut lines = vec![Line::Measured { case, contender: "stepscope".into(), nanoseconds: chosen }];
     for tile in BF16_TILES.into_iter().filter(|_| tiles) {
         if blocks(case, tile.rows(), tile.cols()) <= MOST_BLOCKS {
             state.gemm.bf16_tile = Some(tile);
-            let (nanoseconds, got) = measure(device, &mut state)?;
+            let (nanoseconds, got) = measure(device, &mut state, || ())?;
             let name = format!("  {}x{}, {} threads", tile.rows(), tile.cols(), tile.threads());
             assert!(got == want, "{case}: tile{name} gives different bits");
             lines.push(Line::Measured { case, contender: name, nanoseconds });
@@ -222,13 +227,18 @@ fn blocks(case: Case, rows: u32, cols: u32) -> usize {
     case.batches * case.m.div_ceil(rows as usize) * case.n.div_ceil(cols as usize)
 }
 
-/// Returns samples of one multiply, and the bits of the first outputs.
-fn measure<S: GemmElement<S>>(device: &Device, state: &mut State<S>) -> Result<(Samples, Vec<u32>)> {
+/// Returns samples of one multiply, and the bits of the first outputs. Before each round `peer`
+/// collects its own.
+fn measure<S: GemmElement<S>>(
+    device: &Device,
+    state: &mut State<S>,
+    peer: impl FnMut(),
+) -> Result<(Samples, Vec<u32>)> {
     let row = state.row;
     let mut arena = Arena::builder(device).capacity(state.capacity()).build()?;
     let mut captured = arena.capture(state, &HostInputs::new(), multiply)?;
     let settle = || device.synchronize(device.deadline());
-    let samples = Samples::sustained(SAMPLES, row, || captured.repeat().map(drop), settle)?;
+    let samples = Samples::in_turn(peer, SAMPLES, row, || captured.repeat().map(drop), settle)?;
     let out = &captured.state().out;
     let first = out.read_range(0, out.len().min(COMPARED))?.into_iter().map(|value| value.widen().to_bits()).collect();
     Ok((samples, first))

@@ -6,12 +6,14 @@ use stepscope::{Device, DeviceKind};
 
 /// Runs before the first sample.
 const WARM_UP: usize = 5;
-/// Time of the runs before the first sample where power may limit the clock; peers/graphs.py has
-/// the same.
+/// Time of the runs before a round's first sample where power may limit the clock; peers/graphs.py
+/// has the same.
 const SUSTAINED: Duration = Duration::from_millis(200);
+/// The rounds in which contenders take turns.
+const ROUNDS: usize = 3;
 
 /// Nanoseconds, one number per sample, in the order of measurement.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(transparent)]
 pub(crate) struct Samples(pub(crate) Vec<f64>);
 
@@ -45,23 +47,34 @@ impl Samples {
         (0..count).map(|_| Ok(time(each, &mut work, &mut settle)? / each as f64)).collect()
     }
 
-    /// Collects `count` samples of `work`, which consists of `each` equal parts. Each times it and
-    /// `settle`, and is divided by `each`. Before the first sample `work` runs for 200 ms, so that
-    /// every contender starts with the clock that the GPU sustains.
+    /// Collects samples of `work` in three rounds, `count` in each. Before each round `peer`
+    /// collects its own. `work` consists of `each` equal parts. A sample times it and `settle`, and
+    /// is divided by `each`.
+    ///
+    /// An H200 lowers its clock only after 100 ms at its power limit, and a clock also depends on
+    /// the work before. So contenders take turns, and run for 200 ms before a round's first sample.
     ///
     /// # Errors
     /// When a closure fails.
-    pub(crate) fn sustained<E>(
+    pub(crate) fn in_turn<E>(
+        mut peer: impl FnMut(),
         count: usize,
         each: usize,
         mut work: impl FnMut() -> Result<(), E>,
         mut settle: impl FnMut() -> Result<(), E>,
     ) -> Result<Self, E> {
-        let start = Instant::now();
-        while start.elapsed() < SUSTAINED {
-            time(1, &mut work, &mut settle)?;
+        let mut samples = Self::default();
+        for _ in 0..ROUNDS {
+            peer();
+            let start = Instant::now();
+            while start.elapsed() < SUSTAINED {
+                time(1, &mut work, &mut settle)?;
+            }
+            for _ in 0..count {
+                samples.0.push(time(1, &mut work, &mut settle)? / each as f64);
+            }
         }
-        (0..count).map(|_| Ok(time(1, &mut work, &mut settle)? / each as f64)).collect()
+        Ok(samples)
     }
 
     /// Collects `count` samples of only `work`, after a warm-up. `settle` waits for the queued work

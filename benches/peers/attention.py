@@ -1,7 +1,8 @@
 """Times PyTorch's scaled_dot_product_attention; run by benches/attention.rs.
 
-Reads cases, JSON objects as in benches/attention.rs, and answers each with a JSON object of
-nanoseconds. On a GPU, one CUDA graph repeats the pass `row` times, and a sample is the time of a
+Reads cases, JSON objects as in benches/attention.rs, and answers each with a JSON list of
+nanoseconds. A case that is read again is measured again. On a GPU, one CUDA graph repeats it `row`
+times, and a sample is the time of a
 replay by the host's clock, divided by `row`. `--stored f32` disables TF32 unless `--precision tf32`
 is given. With `--stored bf16`, q, k, v and everything else are BF16. `--backend flash-attention`
 allows only FlashAttention-2; otherwise PyTorch chooses.
@@ -18,6 +19,28 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from graphs import in_a_row, sustained
 from values import uniform
+
+
+def passes(case, device, dtype):
+    """Returns a function that runs the forward pass or, if `backward` is set, both passes."""
+
+    def rows(heads):
+        shape = (case["batch"], case["tokens"], heads, case["width"])
+        return uniform(shape, device, dtype).transpose(1, 2)
+
+    q, k, v = (rows(case[of]).requires_grad_() for of in ("heads", "kv_heads", "kv_heads"))
+    options = {"is_causal": case["causal"], "enable_gqa": case["heads"] != case["kv_heads"]}
+    dout = rows(case["heads"])
+
+    def forward():
+        with torch.no_grad():
+            scaled_dot_product_attention(q, k, v, **options)
+
+    def both():
+        out = scaled_dot_product_attention(q, k, v, **options)
+        torch.autograd.grad(out, (q, k, v), dout)
+
+    return both if case["backward"] else forward
 
 
 def main():
@@ -37,33 +60,17 @@ def main():
     flash = args.backend == "flash-attention"
     peer = ("FlashAttention-2 of " if flash else "") + f"PyTorch {torch.__version__}"
     print(json.dumps({"peer": peer, "device": name}), flush=True)
-    for text in sys.stdin:
-        case = json.loads(text)
-        row = case.pop("row")
-
-        def rows(heads):
-            shape = (case["batch"], case["tokens"], heads, case["width"])
-            return uniform(shape, args.device, dtype).transpose(1, 2)
-
-        q, k, v = (rows(case[of]).requires_grad_() for of in ("heads", "kv_heads", "kv_heads"))
-        options = {"is_causal": case["causal"], "enable_gqa": case["heads"] != case["kv_heads"]}
-        dout = rows(case["heads"])
-
-        def forward():
-            with torch.no_grad():
-                scaled_dot_product_attention(q, k, v, **options)
-
-        def both():
-            out = scaled_dot_product_attention(q, k, v, **options)
-            torch.autograd.grad(out, (q, k, v), dout)
-
-        taken = {}
-        for what, work in (("forward", forward), ("both", both)):
-            wait = torch.cuda.synchronize if cuda else lambda: None
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else nullcontext():
+    wait = torch.cuda.synchronize if cuda else lambda: None
+    last = work = None
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else nullcontext():
+        for text in sys.stdin:
+            case = json.loads(text)
+            row = case["row"]
+            if text != last:
+                last, work = text, None  # Frees the memory of the case before.
+                work = passes(case, args.device, dtype)
                 work = in_a_row(work, row) if cuda else work
-                taken[what] = sustained(work, row, args.samples, wait)
-        print(json.dumps({**case, "contender": "PyTorch", **taken}), flush=True)
+            print(json.dumps(sustained(work, row, args.samples, wait)), flush=True)
 
 
 main()

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-# Time of the runs before the first sample; benches/harness/samples.rs has the same.
+# Time of the runs before a round's first sample; benches/harness/samples.rs has the same.
 SUSTAINED_NS = 200_000_000
 
 

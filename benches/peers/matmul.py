@@ -1,8 +1,9 @@
 """Times matrix multiplies with cuBLAS through PyTorch; run by benches/matmul.rs.
 
 Reads cases, `m,n,k,batches,form,row` as in benches/matmul/case.rs, and answers each with a JSON
-object of nanoseconds. On a GPU, one CUDA graph repeats the multiply `row` times, and a sample is
-the time of a replay by the host's clock, divided by `row`. `--precision`: f32 is f32 without TF32,
+list of nanoseconds. A case that is read again is measured again. On a GPU, one CUDA graph repeats
+the multiply `row` times, and a sample is the time of a replay by the host's clock, divided by
+`row`. `--precision`: f32 is f32 without TF32,
 tf32 is f32 with TF32, and bf16 has BF16 operands and output.
 """
 
@@ -53,15 +54,16 @@ def main():
     dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
     name = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads"
     print(json.dumps({"peer": f"PyTorch {torch.__version__}", "device": name}), flush=True)
+    wait = torch.cuda.synchronize if cuda else lambda: None
+    last = work = None
     for case in sys.stdin:
         *extents, form, row = case.split(",")
-        m, n, k, batches = map(int, extents)
         row = int(row)
-        work = multiply(*operands(m, n, k, batches, form, args.device, dtype))
-        work = in_a_row(work, row) if cuda else work
-        taken = sustained(work, row, args.samples, torch.cuda.synchronize if cuda else lambda: None)
-        line = {"m": m, "n": n, "k": k, "batches": batches, "form": form}
-        print(json.dumps({**line, "contender": "PyTorch", "nanoseconds": taken}), flush=True)
+        if case != last:
+            last, work = case, None  # Frees the memory of the case before.
+            work = multiply(*operands(*map(int, extents), form, args.device, dtype))
+            work = in_a_row(work, row) if cuda else work
+        print(json.dumps(sustained(work, row, args.samples, wait)), flush=True)
 
 
 main()
