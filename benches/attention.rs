@@ -158,18 +158,14 @@ fn main() -> harness::Result<()> {
     );
     for case in cases {
         let row = Samples::repetitions(&device, case.operations());
-        let mut theirs = [Samples::default(), Samples::default()];
         let peer = |backward: bool| {
             let question = serde_json::to_string(&Question { case, backward, row }).expect("integers and booleans");
-            theirs[usize::from(backward)].0.extend(pytorch.ask::<Vec<f64>>(&question).into_iter().flatten());
+            pytorch.ask(&question)
         };
-        let ours = match stored {
+        let (ours, theirs) = match stored {
             StoredAs::Bf16 => measure::<bf16>(&device, case, precision, peer)?,
             StoredAs::F32 => measure::<f32>(&device, case, precision, peer)?,
         };
-        let measured =
-            |[forward, both]: [Samples; 2]| Line::Measured { case, contender: "PyTorch".into(), forward, both };
-        let theirs = theirs.iter().all(|samples| !samples.0.is_empty()).then(|| measured(theirs));
         let unit = theirs.as_ref().map(medians);
         for line in theirs.iter().chain([&ours]) {
             print(line, unit);
@@ -183,14 +179,14 @@ fn main() -> harness::Result<()> {
     Ok(())
 }
 
-/// Samples forward, and forward with backward. Before each round `peer` collects its own samples,
-/// with backward or without.
+/// Returns our line and, if it answers, that of `peer`, which returns the samples of a round, with
+/// backward or without.
 fn measure<S: AttentionElement>(
     device: &Device,
     case: Case,
     precision: Precision,
-    mut peer: impl FnMut(bool),
-) -> Result<Line> {
+    mut peer: impl FnMut(bool) -> Option<Vec<f64>>,
+) -> Result<(Line, Option<Line>)> {
     let Case { batch, tokens, heads, kv_heads, width, .. } = case;
     let narrow = |length, seed| uniform(length, seed).into_iter().map(S::narrow).collect::<Vec<_>>();
     let tokens = batch * tokens;
@@ -206,14 +202,18 @@ fn measure<S: AttentionElement>(
     // Stored scores take up to 2 GiB while they are used.
     let bytes = row * tokens * (2 * heads + 2 * kv_heads) * (width + 4) * 4 + (3 << 30);
     type Record<S> = fn(&mut Step<'_>, &mut &mut State<S>, &CaptureInputs<'_>) -> Result<()>;
-    let mut collect = |backward: bool, record: Record<S>| -> Result<Samples> {
+    let mut collect = |backward: bool, record: Record<S>| -> Result<[Samples; 2]> {
         let mut arena = Arena::builder(device).capacity(Capacity::Bytes(bytes)).build()?;
         let mut captured = arena.capture(&mut state, &HostInputs::new(), record)?;
         let settle = || device.synchronize(device.deadline());
         Samples::in_turn(|| peer(backward), SAMPLES, row, || captured.repeat().map(drop), settle)
     };
-    let (forward, both) = (collect(false, attend::<S, false>)?, collect(true, attend::<S, true>)?);
-    Ok(Line::Measured { case, contender: "stepscope".into(), forward, both })
+    let [[forward, their_forward], [both, their_both]] =
+        [collect(false, attend::<S, false>)?, collect(true, attend::<S, true>)?];
+    let line = |contender: &str, forward, both| Line::Measured { case, contender: contender.into(), forward, both };
+    let has_answered = !their_forward.0.is_empty() && !their_both.0.is_empty();
+    let theirs = has_answered.then(|| line("PyTorch", their_forward, their_both));
+    Ok((line("stepscope", forward, both), theirs))
 }
 
 /// Records the graph of repeated attention.

@@ -137,9 +137,8 @@ fn main() -> harness::Result<()> {
         let Case { m, n, k, batches, form } = case;
         let row = Samples::repetitions(&device, case.operations());
         let question = format!("{m},{n},{k},{batches},{form:?},{row}");
-        let mut theirs = Samples::default();
-        let peer = || theirs.0.extend(pytorch.ask::<Vec<f64>>(&question).into_iter().flatten());
-        let ours = match stored {
+        let peer = || pytorch.ask(&question);
+        let (ours, theirs) = match stored {
             StoredAs::F32 => ours(&device, case, precision, tiles, peer)?,
             StoredAs::Bf16 => ours_of_bf16(&device, case, tiles, peer)?,
         };
@@ -178,10 +177,17 @@ fn spread_of(ratios: &mut [f64]) -> String {
     format!("PyTorch's time over ours: median {median:.2}, least {least:.2}; 0.95 or more in {reached} of {all}")
 }
 
-/// Measures the op's own choice, in turn with `peer`, or every tile.
-fn ours(device: &Device, case: Case, precision: Precision, tiles: bool, peer: impl FnMut()) -> Result<Vec<Line>> {
+/// Measures the op's own choice in turn with `peer`, whose samples are returned, too, and every
+/// tile if `tiles` is true.
+fn ours(
+    device: &Device,
+    case: Case,
+    precision: Precision,
+    tiles: bool,
+    peer: impl FnMut() -> Option<Vec<f64>>,
+) -> Result<(Vec<Line>, Samples)> {
     let mut state = State::<f32>::new(device, case, case.gemm().precision(precision))?;
-    let (chosen, want) = measure(device, &mut state, peer)?;
+    let ([chosen, theirs], want) = measure(device, &mut state, peer)?;
     let measured = |contender: String, nanoseconds| Line::Measured { case, contender, nanoseconds };
     let mut lines = vec![measured("stepscope".into(), chosen)];
     let formed: Vec<([u32; 3], Gemm)> = if precision == Precision::F32 {
@@ -197,43 +203,47 @@ fn ours(device: &Device, case: Case, precision: Precision, tiles: bool, peer: im
     for ([rows, cols, threads], gemm) in formed {
         if tiles && blocks(case, rows, cols) <= MOST_BLOCKS {
             state.gemm = gemm;
-            let (nanoseconds, got) = measure(device, &mut state, || ())?;
+            let ([nanoseconds, _], got) = measure(device, &mut state, || None)?;
             let name = format!("  {rows}x{cols}, {threads} threads");
             assert!(got == want, "{case}: tile{name} gives different bits");
             lines.push(measured(name, nanoseconds));
         }
     }
-    Ok(lines)
+    Ok((lines, theirs))
 }
 
-/// Measures BF16 tensors, in turn with `peer`.
-fn ours_of_bf16(device: &Device, case: Case, tiles: bool, peer: impl FnMut()) -> Result<Vec<Line>> {
+/// Measures BF16 tensors. See [`ours`].
+fn ours_of_bf16(
+    device: &Device,
+    case: Case,
+    tiles: bool,
+    peer: impl FnMut() -> Option<Vec<f64>>,
+) -> Result<(Vec<Line>, Samples)> {
     let mut state = State::<bf16>::new(device, case, case.gemm())?;
-    let (chosen, want) = measure(device, &mut state, peer)?;
+    let ([chosen, theirs], want) = measure(device, &mut state, peer)?;
     let mut lines = vec![Line::Measured { case, contender: "stepscope".into(), nanoseconds: chosen }];
     for tile in BF16_TILES.into_iter().filter(|_| tiles) {
         if blocks(case, tile.rows(), tile.cols()) <= MOST_BLOCKS {
             state.gemm.bf16_tile = Some(tile);
-            let (nanoseconds, got) = measure(device, &mut state, || ())?;
+            let ([nanoseconds, _], got) = measure(device, &mut state, || None)?;
             let name = format!("  {}x{}, {} threads", tile.rows(), tile.cols(), tile.threads());
             assert!(got == want, "{case}: tile{name} gives different bits");
             lines.push(Line::Measured { case, contender: name, nanoseconds });
         }
     }
-    Ok(lines)
+    Ok((lines, theirs))
 }
 
 fn blocks(case: Case, rows: u32, cols: u32) -> usize {
     case.batches * case.m.div_ceil(rows as usize) * case.n.div_ceil(cols as usize)
 }
 
-/// Returns samples of one multiply, and the bits of the first outputs. Before each round `peer`
-/// collects its own.
+/// Returns our samples and the peer's of one multiply, and the bits of the first outputs.
 fn measure<S: GemmElement<S>>(
     device: &Device,
     state: &mut State<S>,
-    peer: impl FnMut(),
-) -> Result<(Samples, Vec<u32>)> {
+    peer: impl FnMut() -> Option<Vec<f64>>,
+) -> Result<([Samples; 2], Vec<u32>)> {
     let row = state.row;
     let mut arena = Arena::builder(device).capacity(state.capacity()).build()?;
     let mut captured = arena.capture(state, &HostInputs::new(), multiply)?;

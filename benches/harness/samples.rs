@@ -9,11 +9,12 @@ const WARM_UP: usize = 5;
 /// Time of the runs before a round's first sample where power may limit the clock; peers/graphs.py
 /// has the same.
 const SUSTAINED: Duration = Duration::from_millis(200);
-/// The rounds in which contenders take turns.
+/// The rounds in which contenders take turns, and those before, which do not count.
 const ROUNDS: usize = 3;
+const WARM_UP_ROUNDS: usize = 2;
 
 /// Nanoseconds, one number per sample, in the order of measurement.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(transparent)]
 pub(crate) struct Samples(pub(crate) Vec<f64>);
 
@@ -47,34 +48,38 @@ impl Samples {
         (0..count).map(|_| Ok(time(each, &mut work, &mut settle)? / each as f64)).collect()
     }
 
-    /// Collects samples of `work` in three rounds, `count` in each. Before each round `peer`
-    /// collects its own. `work` consists of `each` equal parts. A sample times it and `settle`, and
-    /// is divided by `each`.
+    /// Collects samples of `work`, and of `peer` in turn, and returns ours and theirs. `peer` returns
+    /// the samples of a round, or none if there is no peer. `work` consists of `each` equal parts. A
+    /// sample times it and `settle`, and is divided by `each`.
     ///
-    /// An H200 lowers its clock only after 100 ms at its power limit, and a clock also depends on
-    /// the work before. So contenders take turns, and run for 200 ms before a round's first sample.
+    /// An H200 lowers its clock only after 100 ms at its power limit, by up to a fifth too far until
+    /// a second has passed, and a clock also depends on the work before. So both take turns, both
+    /// run for 200 ms before a round's first sample, and the first rounds do not count.
     ///
     /// # Errors
     /// When a closure fails.
     pub(crate) fn in_turn<E>(
-        mut peer: impl FnMut(),
+        mut peer: impl FnMut() -> Option<Vec<f64>>,
         count: usize,
         each: usize,
         mut work: impl FnMut() -> Result<(), E>,
         mut settle: impl FnMut() -> Result<(), E>,
-    ) -> Result<Self, E> {
-        let mut samples = Self::default();
-        for _ in 0..ROUNDS {
-            peer();
+    ) -> Result<[Self; 2], E> {
+        let (mut ours, mut theirs) = (Vec::new(), Vec::new());
+        for round in 0..WARM_UP_ROUNDS + ROUNDS {
+            let of_peer = peer();
             let start = Instant::now();
             while start.elapsed() < SUSTAINED {
                 time(1, &mut work, &mut settle)?;
             }
-            for _ in 0..count {
-                samples.0.push(time(1, &mut work, &mut settle)? / each as f64);
+            if round >= WARM_UP_ROUNDS {
+                theirs.extend(of_peer.into_iter().flatten());
+                for _ in 0..count {
+                    ours.push(time(1, &mut work, &mut settle)? / each as f64);
+                }
             }
         }
-        Ok(samples)
+        Ok([Self(ours), Self(theirs)])
     }
 
     /// Collects `count` samples of only `work`, after a warm-up. `settle` waits for the queued work
