@@ -105,7 +105,7 @@ struct Args {
 struct Question {
     #[serde(flatten)]
     case: Case,
-    /// Whether the backward pass follows.
+    /// True if the backward pass follows.
     backward: bool,
     row: usize,
 }

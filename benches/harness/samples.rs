@@ -48,13 +48,13 @@ impl Samples {
         (0..count).map(|_| Ok(time(each, &mut work, &mut settle)? / each as f64)).collect()
     }
 
-    /// Collects samples of `work`, and of `peer` in turn, and returns ours and theirs. `peer` returns
-    /// the samples of a round, or none if there is no peer. `work` consists of `each` equal parts. A
-    /// sample times it and `settle`, and is divided by `each`.
+    /// Collects samples of `work` and, in turn, of `peer`. Returns ours, then the peer's. `peer`
+    /// returns the samples of a round, or none if there is no peer. `work` consists of `each` equal
+    /// parts. A sample times it and `settle`, and is divided by `each`.
     ///
-    /// An H200 lowers its clock only after 100 ms at its power limit, by up to a fifth too far until
-    /// a second has passed, and a clock also depends on the work before. So both take turns, both
-    /// run for 200 ms before a round's first sample, and the first rounds do not count.
+    /// At its power limit, an H200 lowers its clock after 100 ms, and too far until a second has
+    /// passed. The clock also depends on the work before. So both run for 200 ms before a round's
+    /// first sample, and the first rounds do not count.
     ///
     /// # Errors
     /// When a closure fails.
