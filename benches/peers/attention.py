@@ -1,11 +1,11 @@
 """Times PyTorch's scaled_dot_product_attention; run by benches/attention.rs.
 
 Reads cases, JSON objects as in benches/attention.rs, and answers each with a JSON list of
-nanoseconds. A case that is read again is measured again. On a GPU, one CUDA graph repeats it `row`
-times, and a sample is the time of a
-replay by the host's clock, divided by `row`. `--stored f32` disables TF32 unless `--precision tf32`
-is given. With `--stored bf16`, q, k, v and everything else are BF16. `--backend flash-attention`
-allows only FlashAttention-2; otherwise PyTorch chooses.
+nanoseconds. A case that is read again is measured again. On a GPU, one CUDA graph repeats the
+passes `row` times, and a sample is the time of a replay by the host's clock, divided by `row`.
+`--stored f32` disables TF32 unless `--precision tf32` is given. With `--stored bf16`, q, k, v and
+everything else are BF16. `--backend flash-attention` allows only FlashAttention-2; otherwise
+PyTorch chooses.
 """
 
 import argparse

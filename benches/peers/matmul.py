@@ -3,8 +3,8 @@
 Reads cases, `m,n,k,batches,form,row` as in benches/matmul/case.rs, and answers each with a JSON
 list of nanoseconds. A case that is read again is measured again. On a GPU, one CUDA graph repeats
 the multiply `row` times, and a sample is the time of a replay by the host's clock, divided by
-`row`. `--precision`: f32 is f32 without TF32,
-tf32 is f32 with TF32, and bf16 has BF16 operands and output.
+`row`. `--precision`: f32 is f32 without TF32, tf32 is f32 with TF32, and bf16 has BF16 operands
+and output.
 """
 
 import argparse
