@@ -10,14 +10,13 @@ PyTorch chooses.
 
 import argparse
 import json
-import sys
 from contextlib import nullcontext
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from graphs import in_a_row, sustained
+from graphs import answer
 from values import uniform
 
 
@@ -60,17 +59,13 @@ def main():
     flash = args.backend == "flash-attention"
     peer = ("FlashAttention-2 of " if flash else "") + f"PyTorch {torch.__version__}"
     print(json.dumps({"peer": peer, "device": name}), flush=True)
-    wait = torch.cuda.synchronize if cuda else lambda: None
-    last = work = None
+
+    def prepare(text):
+        case = json.loads(text)
+        return passes(case, args.device, dtype), case["row"]
+
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else nullcontext():
-        for text in sys.stdin:
-            case = json.loads(text)
-            row = case["row"]
-            if text != last:
-                last, work = text, None  # Frees the memory of the case before.
-                work = passes(case, args.device, dtype)
-                work = in_a_row(work, row) if cuda else work
-            print(json.dumps(sustained(work, row, args.samples, wait)), flush=True)
+        answer(prepare, args.samples, cuda)
 
 
 main()

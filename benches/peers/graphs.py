@@ -1,6 +1,8 @@
 """Repeats work in CUDA graphs and times them; shared by the peers that measure products, attention
 and steps."""
 
+import json
+import sys
 import time
 
 import torch
@@ -43,3 +45,15 @@ def sustained(work, row, count, wait):
     while time.perf_counter_ns() - start < SUSTAINED_NS:
         sample()
     return [sample() for _ in range(count)]
+
+
+def answer(prepare, count, cuda):
+    """Answers each case of the standard input with a JSON list of nanoseconds. `prepare` returns a
+    case's work and its repetitions. A case that is read again is measured again."""
+    last = work = None
+    for case in sys.stdin:
+        if case != last:
+            last, work = case, None  # Frees the memory of the case before.
+            work, row = prepare(case)
+            work = in_a_row(work, row) if cuda else work
+        print(json.dumps(sustained(work, row, count, torch.cuda.synchronize if cuda else lambda: None)), flush=True)

@@ -9,11 +9,10 @@ and output.
 
 import argparse
 import json
-import sys
 
 import torch
 
-from graphs import in_a_row, sustained
+from graphs import answer
 from values import uniform
 
 
@@ -54,16 +53,12 @@ def main():
     dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
     name = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads"
     print(json.dumps({"peer": f"PyTorch {torch.__version__}", "device": name}), flush=True)
-    wait = torch.cuda.synchronize if cuda else lambda: None
-    last = work = None
-    for case in sys.stdin:
+
+    def prepare(case):
         *extents, form, row = case.split(",")
-        row = int(row)
-        if case != last:
-            last, work = case, None  # Frees the memory of the case before.
-            work = multiply(*operands(*map(int, extents), form, args.device, dtype))
-            work = in_a_row(work, row) if cuda else work
-        print(json.dumps(sustained(work, row, args.samples, wait)), flush=True)
+        return multiply(*operands(*map(int, extents), form, args.device, dtype)), int(row)
+
+    answer(prepare, args.samples, cuda)
 
 
 main()
