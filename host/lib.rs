@@ -55,7 +55,7 @@ pub mod check {
 /// Training data: windows of a text, background loading, sampled tokens and seeded random numbers.
 pub mod data {
     pub use stepscope_core::SplitMix64;
-    pub use stepscope_train::{Loader, TokenSampler, TokenSamplerConfig, Windows};
+    pub use stepscope_train::{Loader, TokenSampler, TokenSamplerConfig, Windows, penalize_repetition};
 }
 
 /// Settings and properties of a [`Device`], and the kernels that it loads.

@@ -319,19 +319,34 @@ impl Block {
         x: &Var<'s, S>,
         heads: &AttentionConfig<'s>,
     ) -> Result<Var<'s, S>> {
+        self.forward_by(tape, x, |x, residual| match residual {
+            Some(residual) => self.attention.forward_residual_masked(tape, x, residual, heads),
+            None => self.attention.forward_masked(tape, x, heads),
+        })
+    }
+
+    /// Computes the block with this attention of a value, to which it adds the residual if there is
+    /// one.
+    #[track_caller]
+    fn forward_by<'s, S: Activation>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: &Var<'s, S>,
+        attend: impl FnOnce(&Var<'s, S>, Option<&Var<'s, S>>) -> Result<Var<'s, S>>,
+    ) -> Result<Var<'s, S>> {
         let first = || self.norms[0].forward(tape, x);
         match self.residual {
             Residual::PreNorm => {
-                let h = self.attention.forward_residual_masked(tape, &first()?, x, heads)?;
+                let h = attend(&first()?, Some(x))?;
                 self.feed_forward.forward_residual(tape, &self.norms[1].forward(tape, &h)?, &h)
             }
             Residual::Parallel => {
-                let h = self.attention.forward_residual_masked(tape, &first()?, x, heads)?;
+                let h = attend(&first()?, Some(x))?;
                 self.feed_forward.forward_residual(tape, &self.norms[1].forward(tape, x)?, &h)
             }
-            Residual::PostNorm => self.after_attention(tape, x, &self.attention.forward_masked(tape, x, heads)?),
+            Residual::PostNorm => self.after_attention(tape, x, &attend(x, None)?),
             Residual::Sandwich => {
-                let mixed = self.attention.forward_masked(tape, &first()?, heads)?;
+                let mixed = attend(&first()?, None)?;
                 self.after_attention(tape, x, &mixed)
             }
         }

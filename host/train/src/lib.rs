@@ -32,7 +32,7 @@ pub use run_lock::RunLock;
 pub use state_dict::{load_state_dict, save_state_dict, save_state_dict_as};
 pub use tensor_files::TensorFiles;
 pub use tensor_writer::{NewTensor, save_tensors};
-pub use token_sampler::{TokenSampler, TokenSamplerConfig};
+pub use token_sampler::{TokenSampler, TokenSamplerConfig, penalize_repetition};
 #[cfg(feature = "progress")]
 pub use trainer::ProgressBar;
 pub use trainer::{Ended, EpochProgress, HostBatch, Model, Observer, StepMemory, TrainState, Trainer, Update};

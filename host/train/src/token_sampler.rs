@@ -71,7 +71,8 @@ impl TokenSampler {
 
     /// Draws a token from `logits`, `[vocabulary]`. A logit of minus infinity forbids its token.
     /// Among equally likely tokens, earlier ones take precedence for `top_k`, `top_p` and a
-    /// temperature of 0. Sorts the vocabulary unless the temperature is 0.
+    /// temperature of 0. Sorts the vocabulary, or its `top_k` likeliest tokens, unless the
+    /// temperature is 0.
     ///
     /// # Errors
     /// [`Error::Misuse`] for a logit that is NaN or infinity, and if no token is allowed.
@@ -87,21 +88,22 @@ impl TokenSampler {
         if let Some(at) = logits.iter().position(|logit| logit.is_nan() || *logit == f32::INFINITY) {
             return Err(refused(format!("{} for token {at}", logits[at])));
         }
-        // Adding plus zero maps both zeros to one, because `total_cmp` orders them.
-        let numbered = (0u32..).zip(logits.iter().map(|&logit| f64::from(logit) + 0.0));
-        let mut ranked: Vec<(u32, f64)> = numbered.filter(|(_, logit)| logit.is_finite()).collect();
-        // The likeliest token first, and among equal ones the first in the vocabulary.
-        let order = |(a, one): &(u32, f64), (b, other): &(u32, f64)| other.total_cmp(one).then(a.cmp(b));
+        let finite = || (0u32..).zip(logits).filter(|(_, logit)| logit.is_finite());
+        let ranks = finite().map(|(token, &logit)| rank(token, logit));
         if temperature == 0.0 {
-            let likeliest = ranked.into_iter().min_by(order);
-            return likeliest.map(|(token, _)| token).ok_or_else(|| refused(format!("{} tokens", logits.len())));
+            let likeliest = ranks.min().map(|rank| rank as u32);
+            return likeliest.ok_or_else(|| refused(format!("{} tokens", logits.len())));
         }
-        ranked.sort_unstable_by(order);
-        let most = ranked.first().ok_or_else(|| refused(format!("{} tokens", logits.len())))?.1;
-        ranked.truncate(top_k.unwrap_or(usize::MAX));
-        for (_, weight) in &mut ranked {
-            *weight = libm::exp((*weight - most) / f64::from(temperature));
+        let mut ranks: Vec<u64> = ranks.collect();
+        if let Some(top_k) = top_k.filter(|&top_k| top_k < ranks.len()) {
+            ranks.select_nth_unstable(top_k);
+            ranks.truncate(top_k);
         }
+        ranks.sort_unstable();
+        let logit = |rank: u64| f64::from(logits[rank as u32 as usize]);
+        let most = logit(*ranks.first().ok_or_else(|| refused(format!("{} tokens", logits.len())))?);
+        let weight = |rank| libm::exp((logit(rank) - most) / f64::from(temperature));
+        let mut ranked: Vec<(u32, f64)> = ranks.into_iter().map(|rank| (rank as u32, weight(rank))).collect();
         let sum = |ranked: &[(u32, f64)]| ranked.iter().map(|(_, weight)| weight).sum::<f64>();
         if let Some(share) = top_p {
             let enough = f64::from(share) * sum(&ranked);
@@ -125,6 +127,31 @@ impl TokenSampler {
         // The likeliest token always has one.
         let last = ranked.iter().rfind(|(_, weight)| *weight > 0.0);
         Ok(last.unwrap_or(&ranked[0]).0)
+    }
+}
+
+/// Returns a number that is smaller for a likelier token, and among equally likely ones for the
+/// first in the vocabulary. Its lower half is the token.
+fn rank(token: u32, logit: f32) -> u64 {
+    // Adding plus zero maps both zeros to one. The bits of negative numbers fall as they rise.
+    let bits = (logit + 0.0).to_bits();
+    let rising = if bits >> 31 == 0 { bits | 1 << 31 } else { !bits };
+    u64::from(!rising) << 32 | u64::from(token)
+}
+
+/// Makes tokens that a text already contains less likely, once each: divides a positive logit by
+/// `penalty`, and multiplies a negative one by it (Keskar and others, "CTRL", 2019).
+pub fn penalize_repetition(logits: &mut [f32], tokens: &[u32], penalty: f32) {
+    if penalty == 1.0 {
+        return;
+    }
+    let mut tokens = tokens.to_vec();
+    tokens.sort_unstable();
+    tokens.dedup();
+    for token in tokens {
+        if let Some(logit) = logits.get_mut(token as usize) {
+            *logit = if *logit > 0.0 { *logit / penalty } else { *logit * penalty };
+        }
     }
 }
 
@@ -179,6 +206,15 @@ mod tests {
         // A Python program computes the same tokens.
         assert_eq!(tokens(7), [97, 62, 56, 48, 5, 89, 16, 51]);
         assert!(tokens(7) == tokens(7) && tokens(7) != tokens(8));
+    }
+
+    #[test]
+    fn repeated_tokens_are_penalized_once() {
+        let mut logits = [3.0, -1.0, 0.0, 2.0];
+        penalize_repetition(&mut logits, &[1, 0, 0, 2, 9], 1.5);
+        assert_eq!(logits, [2.0, -1.5, 0.0, 2.0]);
+        penalize_repetition(&mut logits, &[3], 1.0);
+        assert_eq!(logits, [2.0, -1.5, 0.0, 2.0]);
     }
 
     #[test]

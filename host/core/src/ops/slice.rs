@@ -24,8 +24,20 @@ pub fn slice<'s, S: Stored>(
 ) -> Result<Tensor<'s, S>> {
     let shape = part_of("slice", x.shape(), extent, &range)?;
     let mut y = step.empty(shape)?;
-    launch(step, x.slice(), [(x.shape(), range.start), (shape, 0)], extent, shape, y.out())?;
+    slice_into(step, x, extent, range.start, &mut y)?;
     Ok(y)
+}
+
+/// Writes a [`slice()`] of x, from `start` on, to `y`, whose shape lies within that of x.
+pub(super) fn slice_into<'s, S: Stored>(
+    step: &Step<'s>,
+    x: &impl Source<'s, S>,
+    extent: usize,
+    start: usize,
+    y: &mut impl Target<'s, S>,
+) -> Result<()> {
+    let shape = y.shape();
+    launch(step, x.slice(), [(x.shape(), start), (shape, 0)], extent, shape, y.out())
 }
 
 /// The gradient of [`slice()`]: dy at its range of `shape`, and zeros elsewhere. Queued, two

@@ -1,14 +1,14 @@
-//! Texts that are generated token by token, from caches of keys and values.
+//! Texts that are generated from caches of keys and values: the beginning in one pass, and then
+//! token by token.
 //!
-//! Invariant: the logits are those of [`Transformer::forward`] for all tokens so far, except for
-//! the order of sums.
+//! Invariant: the logits after the beginning have the bits of [`Transformer::forward`]. Later logits
+//! are those for all tokens so far, except for the order of sums.
 
 use super::{Block, Transformer};
-use crate::config::Residual;
 use stepscope_core::indices::Indices;
 use stepscope_core::ops::{self, Activation, Gemm, RotaryScaling};
 use stepscope_core::{FrozenType, Parameter, Parameters, Result, ScratchStep, Source, Step, Tape, Tensor, Var};
-use stepscope_train::nn::{KeyValueCache, NextToken};
+use stepscope_train::nn::{KeyValueCache, NextTokens};
 
 impl Transformer {
     /// Allocates the key-value caches of the blocks, for one sample of up to `tokens` tokens that
@@ -33,17 +33,18 @@ impl Transformer {
         contexts.next()
     }
 
-    /// Computes the logits of the token that follows `token`, from the cached keys and values of
-    /// all earlier tokens. `token`, `place`: `[1, 1]`; result: `[1, vocabulary]`.
+    /// Computes the logits of the token that follows `tokens`, from the cached keys and values of
+    /// all earlier tokens. `tokens` are one token, or the first tokens of the text; `places` are
+    /// their positions. `tokens`, `places`: `[1, tokens]`; result: `[1, vocabulary]`.
     ///
     /// # Errors
     /// Returns an error if an op fails.
     #[track_caller]
     pub fn next<'i, 's, S: Activation>(
         &self,
-        scratch: &ScratchStep<'i, 's>,
+        scratch: &mut ScratchStep<'i, 's>,
         weights: &Parameters,
-        [token, place]: [&Indices<'s>; 2],
+        [tokens, places]: [&Indices<'s>; 2],
         caches: &mut [KeyValueCache<'s, S>],
     ) -> Result<Tensor<'i>> {
         let row = |table: Parameter, id: &Indices<'s>| -> Result<Tensor<'i, S>> {
@@ -53,19 +54,27 @@ impl Transformer {
                 _ => ops::embedding(scratch, &weights.lend(scratch, table)?, &id),
             }
         };
-        let mut x = row(self.tokens.weight, token)?;
+        let count = tokens.shape().elements();
+        let mut x = row(self.tokens.weight, tokens)?;
         if let Some(scale) = self.config.embedding_scale {
             x = ops::scale(scratch, &x, scale)?;
         }
         if let Some(positions) = self.positions {
-            x = ops::add(scratch, &x, &row(positions.weight, place)?)?;
+            x = ops::add(scratch, &x, &row(positions.weight, places)?)?;
+        }
+        for (block, cache) in self.blocks.iter().zip(caches) {
+            let mut cache = cache.next_tokens(scratch, count)?;
+            // The memory of a block is freed before the next block.
+            scratch.scratch(|inner| {
+                let tape = Tape::new(inner, weights).evaluating();
+                let input = tape.input(ops::copy(inner, &inner.lend(&x))?);
+                let y = block.forward_cached(&tape, &input, cache.lend(inner))?;
+                ops::copy_into(inner, y.value(), &mut inner.lend_mut(&mut x))
+            })?;
         }
         let tape = Tape::new(scratch, weights).evaluating();
-        let mut x = tape.input(x);
-        for (block, cache) in self.blocks.iter().zip(caches) {
-            x = block.forward_cached(&tape, &x, cache.next(scratch)?)?;
-        }
-        self.logits(scratch, weights, self.norm.forward(&tape, &x)?.value())
+        let last = tape.input(ops::slice(scratch, &x, 1, count - 1..count)?);
+        self.logits(scratch, weights, self.norm.forward(&tape, &last)?.value())
     }
 
     /// Computes the logits `[rows, vocabulary]` of rows `[rows, width]` of the result of
@@ -102,22 +111,11 @@ impl Block {
         &self,
         tape: &Tape<'_, 's>,
         x: &Var<'s, S>,
-        cache: NextToken<'_, 's, S>,
+        cache: NextTokens<'_, 's, S>,
     ) -> Result<Var<'s, S>> {
-        let mixed = match self.residual {
-            Residual::PostNorm => self.attention.forward_cached(tape, x, cache)?,
-            _ => self.attention.forward_cached(tape, &self.norms[0].forward(tape, x)?, cache)?,
-        };
-        match self.residual {
-            Residual::PreNorm => {
-                let [h, normed] = self.norms[1].forward_residual(tape, &mixed, x)?;
-                self.feed_forward.forward_residual(tape, &normed, &h)
-            }
-            Residual::Parallel => {
-                let h = tape.add(&mixed, x)?;
-                self.feed_forward.forward_residual(tape, &self.norms[1].forward(tape, x)?, &h)
-            }
-            Residual::PostNorm | Residual::Sandwich => self.after_attention(tape, x, &mixed),
-        }
+        self.forward_by(tape, x, |x, residual| match residual {
+            Some(residual) => self.attention.forward_residual_cached(tape, x, residual, cache),
+            None => self.attention.forward_cached(tape, x, cache),
+        })
     }
 }

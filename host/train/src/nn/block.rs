@@ -1,7 +1,7 @@
 //! A transformer block: attention and a feed-forward part, each with a norm before it and a
 //! residual connection.
 
-use super::{LayerNorm, Mlp, MultiHeadAttention, NextToken, RmsNorm, Scope, SwiGlu};
+use super::{LayerNorm, Mlp, MultiHeadAttention, NextTokens, RmsNorm, Scope, SwiGlu};
 use stepscope_core::error::Result;
 use stepscope_core::ops::{Activation, AttentionConfig, Rotary};
 use stepscope_core::tape::{Tape, Var};
@@ -127,17 +127,16 @@ impl Block {
         self.feed_forward.forward_residual(tape, &self.norms[1].forward(tape, &h)?, &h)
     }
 
-    /// Computes y for only the next token, `[1, 1, width]`, after the tokens in the cache. See
+    /// Computes y for only the next tokens, `[1, tokens, width]`, after those in the cache. See
     /// [`MultiHeadAttention::forward_cached`].
     #[track_caller]
     pub fn forward_cached<'s, S: Activation>(
         &self,
         tape: &Tape<'_, 's>,
         x: &Var<'s, S>,
-        cache: NextToken<'_, 's, S>,
+        cache: NextTokens<'_, 's, S>,
     ) -> Result<Var<'s, S>> {
-        let mixed = self.attention.forward_cached(tape, &self.norms[0].forward(tape, x)?, cache)?;
-        let [h, normed] = self.norms[1].forward_residual(tape, &mixed, x)?;
-        self.feed_forward.forward_residual(tape, &normed, &h)
+        let h = self.attention.forward_residual_cached(tape, &self.norms[0].forward(tape, x)?, x, cache)?;
+        self.feed_forward.forward_residual(tape, &self.norms[1].forward(tape, &h)?, &h)
     }
 }

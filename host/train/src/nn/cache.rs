@@ -1,4 +1,4 @@
-//! The key-value cache, which lets the next token be computed without recomputing the previous
+//! The key-value cache, which lets the next tokens be computed without recomputing the previous
 //! ones.
 
 use stepscope_core::error::{Error, Result};
@@ -8,7 +8,8 @@ use stepscope_core::tensor::{LentMut, Stored, Tensor};
 /// Keys and values of the tokens so far, of one layer, stored as `S`. They are tensors of a step
 /// that lasts for the whole text.
 ///
-/// Each token is computed in a scratch scope of that step, to which the cache is lent. See
+/// Tokens are computed in a scratch scope of that step, to which the cache is lent: first the
+/// beginning of the text in one pass, and then each token. See
 /// [`Block::forward_cached`](super::Block::forward_cached).
 #[derive(Debug)]
 pub struct KeyValueCache<'s, S: Stored = f32> {
@@ -46,25 +47,48 @@ impl<'s, S: Stored> KeyValueCache<'s, S> {
     ///
     /// # Errors
     /// [`Error::Misuse`] when the cache is full.
-    pub fn next<'b, 'i>(&'b mut self, scratch: &ScratchStep<'i, 's>) -> Result<NextToken<'b, 'i, S>> {
+    pub fn next<'b, 'i>(&'b mut self, scratch: &ScratchStep<'i, 's>) -> Result<NextTokens<'b, 'i, S>> {
+        self.next_tokens(scratch, 1)
+    }
+
+    /// Lends the cache to a scratch scope for this many more tokens, and counts them immediately.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when the cache has no room for them.
+    pub fn next_tokens<'b, 'i>(
+        &'b mut self,
+        scratch: &ScratchStep<'i, 's>,
+        tokens: usize,
+    ) -> Result<NextTokens<'b, 'i, S>> {
         let positions = self.positions.min(self.keys.shape().extents()[0]);
-        if self.tokens == positions {
-            return Err(Error::misuse("cache", format!("at most {positions} tokens"), "one more"));
-        }
         let position = self.tokens;
-        self.tokens += 1;
+        match position.checked_add(tokens) {
+            Some(end) if end <= positions => self.tokens = end,
+            _ => {
+                let got = format!("{tokens} more after {position}");
+                return Err(Error::misuse("cache", format!("at most {positions} tokens"), got));
+            }
+        }
         let (keys, values) = (scratch.lend_mut(&mut self.keys), scratch.lend_mut(&mut self.values));
-        Ok(NextToken { keys, values, position, positions })
+        Ok(NextTokens { keys, values, position, positions })
     }
 }
 
-/// A [`KeyValueCache`] lent to a scratch scope, for the token at this position.
+/// A [`KeyValueCache`] lent to a scratch scope, for the tokens from this position on.
 #[derive(Debug)]
-pub struct NextToken<'b, 's, S: Stored = f32> {
+pub struct NextTokens<'b, 's, S: Stored = f32> {
     pub(super) keys: LentMut<'b, 's, S>,
     pub(super) values: LentMut<'b, 's, S>,
-    /// The position, counted from 0.
+    /// The position of the first token, counted from 0.
     pub(super) position: usize,
     /// The most positions of the text.
     pub(super) positions: usize,
+}
+
+impl<'s, S: Stored> NextTokens<'_, 's, S> {
+    /// Lends the cache to a scope within its own.
+    pub fn lend<'n>(&mut self, scratch: &ScratchStep<'n, 's>) -> NextTokens<'_, 'n, S> {
+        let (keys, values) = (scratch.lend_mut(&mut self.keys), scratch.lend_mut(&mut self.values));
+        NextTokens { keys, values, position: self.position, positions: self.positions }
+    }
 }

@@ -46,7 +46,7 @@ mod norm;
 mod swiglu;
 
 pub use block::{Block, FeedForward, Norm};
-pub use cache::{KeyValueCache, NextToken};
+pub use cache::{KeyValueCache, NextTokens};
 pub use dropout::Dropout;
 pub use embedding::Embedding;
 pub use layer_norm::LayerNorm;

@@ -1,6 +1,6 @@
 //! Self-attention with its input and output projections, as in GPT-2, Llama and ViT.
 
-use super::{Linear, NextToken, RmsNorm, Scope};
+use super::{Linear, NextTokens, RmsNorm, Scope};
 use stepscope_core::error::Result;
 use stepscope_core::initializer::Initializer;
 use stepscope_core::ops::{self, Activation, AttentionConfig, AttentionElement, AttentionMask, Rotary};
@@ -185,15 +185,39 @@ impl MultiHeadAttention {
         }
     }
 
-    /// Computes the result for only the next token, after those whose keys and values are in the
-    /// cache; `x`, result: `[1, 1, width]`. No gradient flows through the attention: this is for
-    /// text generation. See [`ops::attention_cached`].
+    /// Computes the result for only the next tokens, after those whose keys and values are in the
+    /// cache: one token, or the first tokens of a text; `x`, result: `[1, tokens, width]`. No
+    /// gradient flows through the attention: this is for text generation. See
+    /// [`ops::attention_cached`].
     #[track_caller]
     pub fn forward_cached<'s, S: Activation>(
         &self,
         tape: &Tape<'_, 's>,
         x: &Var<'s, S>,
-        mut cache: NextToken<'_, 's, S>,
+        cache: NextTokens<'_, 's, S>,
+    ) -> Result<Var<'s, S>> {
+        self.output.forward(tape, &self.mixed_cached(tape, x, cache)?)
+    }
+
+    /// Computes `residual + forward_cached(x)`, in as many launches.
+    #[track_caller]
+    pub fn forward_residual_cached<'s, S: Activation>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: &Var<'s, S>,
+        residual: &Var<'s, S>,
+        cache: NextTokens<'_, 's, S>,
+    ) -> Result<Var<'s, S>> {
+        self.output.forward_residual(tape, &self.mixed_cached(tape, x, cache)?, residual)
+    }
+
+    /// Computes the heads' output for the next tokens, before the output layer.
+    #[track_caller]
+    fn mixed_cached<'s, S: Activation>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: &Var<'s, S>,
+        mut cache: NextTokens<'_, 's, S>,
     ) -> Result<Var<'s, S>> {
         let (config, position) = (self.config(), cache.position);
         let mut qkv = self.normed(tape, self.qkv.forward(tape, x)?, &config)?;
@@ -202,8 +226,7 @@ impl MultiHeadAttention {
             qkv = tape.rotary(&qkv, Rotary { offset: rotary.offset + position as u32, ..rotary }, &config)?;
         }
         let kept = [&mut cache.keys, &mut cache.values];
-        let mixed = ops::attention_cached(tape.step(), qkv.value(), kept, position, &config)?;
-        self.output.forward(tape, &tape.input(mixed))
+        Ok(tape.input(ops::attention_cached(tape.step(), qkv.value(), kept, position, &config)?))
     }
 
     /// Normalizes queries and keys, if there is a norm.

@@ -1,29 +1,32 @@
-//! Attention of one token over a cache of keys and values, for text that is generated token by
-//! token.
+//! Attention over a cache of keys and values: of a text's beginning in one pass, and then of one
+//! token after another.
 
 use super::config::{AttentionConfig, AttentionMask, Sizes};
+use super::flash;
 use crate::error::{Error, Result};
 use crate::ops::cast::narrowed;
+use crate::ops::slice::slice_into;
 use crate::ops::{self, Activation, Gemm};
 use crate::precision::Precision;
 use crate::step::Step;
 use crate::tensor::{Lent, LentMut, Source, Tensor};
 
-/// Computes [`ops::attention`] for only the token at `position`. `qkv`:
-/// `[1, 1, (heads + 2 kv_heads) width]`; `keys`, `values`: `[tokens, kv_heads width]`; result:
-/// `[1, 1, heads width]`.
+/// Computes [`ops::attention`] for only the tokens from `position` on: one token, or the first
+/// tokens of a text, at position 0. `qkv`: `[1, tokens, (heads + 2 kv_heads) width]`; `keys`,
+/// `values`: `[rows, kv_heads width]`; result: `[1, tokens, heads width]`.
 ///
-/// The token's key and value are written to row `position` of `keys` and `values`. Its query
-/// attends to the rows up to `position`, limited by the mask of `form`.
+/// The keys and values of the tokens are written to the rows of `keys` and `values` from `position`
+/// on. Each query attends to its own row and those before it, limited by the mask of `form`.
 ///
-/// Queued: two copies, two products, a scale and a softmax, and for BF16 the softmax's rounding; no
-/// scratch. The result is close to the last token of [`ops::attention`], but not identical, because
-/// sums run in another order. In f32 it has the same bits on every device. In BF16, scores and
-/// their softmax are f32.
+/// Several tokens queue two copies, and their result is that of [`ops::attention`]. One token
+/// queues two copies, two products, a scale and a softmax, and for BF16 the softmax's rounding. Its
+/// result is close to the last token of [`ops::attention`], but not identical, because sums run in
+/// another order. In f32 it has the same bits on every device. In BF16, scores and their softmax
+/// are f32. No scratch.
 ///
 /// # Errors
-/// [`Error::Misuse`] for other shapes, a mask that includes later tokens, documents or lengths, or
-/// a position without a row. [`Error::ArenaFull`].
+/// [`Error::Misuse`] for other shapes, a mask that includes later tokens, documents or lengths,
+/// several tokens after the first position, or positions without a row. [`Error::ArenaFull`].
 #[track_caller]
 pub fn attention_cached<'s, S: Activation>(
     step: &Step<'s>,
@@ -36,15 +39,21 @@ pub fn attention_cached<'s, S: Activation>(
     let sizes = form.sizes(OP, qkv.shape())?;
     let Sizes { batch, tokens, heads, kv_heads, width, stacked } = sizes;
     let row = kv_heads * width;
-    if stacked || batch * tokens != 1 || form.documents.is_some() || form.lengths.is_some() {
-        let expected = format!("q, k and v of one token, [1, 1, {} width], and no masks", heads + 2 * kv_heads);
-        return Err(Error::misuse(OP, expected, qkv.shape().to_string()));
+    let fits = batch == 1 && (tokens == 1 || tokens > 1 && position == 0);
+    if stacked || !fits || form.documents.is_some() || form.lengths.is_some() {
+        let columns = heads + 2 * kv_heads;
+        let expected = format!(
+            "q, k and v of one token, [1, 1, {columns} width], or of several at position 0, [1, tokens, {columns} width], \
+             and no masks"
+        );
+        return Err(Error::misuse(OP, expected, format!("{} at position {position}", qkv.shape())));
     }
     for cache in [&*keys, &*values] {
         match *cache.shape().extents() {
-            [rows, cols] if cols == row && position < rows => {}
+            [rows, cols] if cols == row && position.checked_add(tokens).is_some_and(|end| end <= rows) => {}
             _ => {
-                let expected = format!("keys and values [more than {position}, {row}]");
+                let last = position.saturating_add(tokens - 1);
+                let expected = format!("keys and values [more than {last}, {row}]");
                 return Err(Error::misuse(OP, expected, cache.shape().to_string()));
             }
         }
@@ -56,13 +65,18 @@ pub fn attention_cached<'s, S: Activation>(
             return Err(Error::misuse(OP, "causal or sliding-window heads", "heads that attend to all tokens"));
         }
     };
-    let seen = position + 1 - first;
-    let part = |start: usize, len: usize, shape: [usize; 2]| Lent::new(qkv.memory().part(start, len), shape.into());
     for (number, cache) in [&mut *keys, &mut *values].into_iter().enumerate() {
-        let new = part(heads * width + number * row, row, [1, row]);
-        let mut place = LentMut::new(cache.memory().part(position * row, row), [1, row].into());
-        ops::copy_into(step, &new, &mut place)?;
+        let place = cache.memory().part(position * row, tokens * row);
+        let mut place = LentMut::new(place, [1, tokens, row].into());
+        slice_into(step, qkv, 2, heads * width + number * row, &mut place)?;
     }
+    if tokens > 1 {
+        S::check(OP, form, sizes)?;
+        let (out, lse) = flash::forward(step, qkv, form, sizes)?;
+        step.free(lse);
+        return Ok(out);
+    }
+    let seen = position + 1 - first;
     let kept = |cache: &LentMut<'_, 's, S>| -> Lent<'_, 's, S> {
         Lent::new(cache.memory().part(first * row, seen * row), [seen, row].into())
     };
@@ -81,7 +95,8 @@ pub fn attention_cached<'s, S: Activation>(
     let by_keys =
         Gemm { m: group, n: seen, k: width, transpose_b: true, lda: width, ldc: seen, ..strides(width, seen) };
     let mut scores = step.empty::<f32>([heads, seen])?;
-    ops::gemm_into(step, &by_keys, &part(0, heads * width, [heads, width]), &kept(keys), none, &mut scores)?;
+    let queries = Lent::new(qkv.memory().part(0, heads * width), [heads, width].into());
+    ops::gemm_into(step, &by_keys, &queries, &kept(keys), none, &mut scores)?;
     let scaled = ops::scale(step, &scores, form.scale.unwrap_or(sizes.scale()))?;
     let weights = narrowed::<S>(step, ops::softmax(step, &scaled)?)?;
     let by_values = Gemm { m: group, n: width, k: seen, lda: seen, ldc: width, ..strides(seen, width) };

@@ -16,10 +16,10 @@ pub(super) fn forward<'s, S: AttentionElement>(
     qkv: &impl Source<'s, S>,
     form: &AttentionConfig<'s>,
     sizes: Sizes,
-) -> Result<(Saved<'s, S>, Saved<'s>)> {
+) -> Result<(Tensor<'s, S>, Tensor<'s>)> {
     let (mut out, mut lse) = (step.empty(sizes.output())?, step.empty(sizes.statistics())?);
     S::queue(step, qkv, form, sizes, (&mut out, &mut lse))?;
-    Ok((out.save(), lse.save()))
+    Ok((out, lse))
 }
 
 /// Computes the gradient of `qkv`.

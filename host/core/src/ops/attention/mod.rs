@@ -6,7 +6,7 @@
 //! | `element.rs` | the choice of kernels for each element type |
 //! | `made.rs` | the result, with what the backward pass needs |
 //! | `flash.rs` | any config, without a matrix of tokens x tokens |
-//! | `cached.rs` | one token over a cache of those before it |
+//! | `cached.rs` | tokens over a cache of those before them |
 //! | `short.rs` | up to 16 tokens with normalized queries and keys, in one launch |
 
 mod cached;
@@ -69,7 +69,7 @@ pub fn attention<'s, S: AttentionElement>(
     form.check_masks(OP, sizes)?;
     let Some(norm) = norm else {
         let (out, lse) = flash::forward(step, qkv, form, sizes)?;
-        return Ok(Attention { out, kept: AttentionKept::Flash { lse, normal: None } });
+        return Ok(Attention { out: out.save(), kept: AttentionKept::Flash { lse: lse.save(), normal: None } });
     };
     if norm.distance(OP, sizes.width)? == sizes.width && short::suits(form, sizes) {
         return short::forward(step, qkv, norm, form.scale, sizes);
@@ -77,7 +77,7 @@ pub fn attention<'s, S: AttentionElement>(
     let (normed, inverse_rms) = ops::qk_norm(step, qkv, norm, form)?;
     let normal = (normed.save(), inverse_rms.save());
     let (out, lse) = flash::forward(step, &normal.0, form, sizes)?;
-    Ok(Attention { out, kept: AttentionKept::Flash { lse, normal: Some(normal) } })
+    Ok(Attention { out: out.save(), kept: AttentionKept::Flash { lse: lse.save(), normal: Some(normal) } })
 }
 
 /// The gradients of [`attention`], from the gradient of `out` and the forward result `made`.
