@@ -9,8 +9,9 @@ mod support;
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::fs;
+use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::Output;
+use std::process::{Command, Output, Stdio};
 use stepscope::{Device, DeviceKind};
 use support::example::{run, text};
 use support::on_each_device;
@@ -272,4 +273,49 @@ fn generation_in_bf16() {
     let errors = text(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{errors}");
     assert!(errors.contains("the weights have a vocabulary of 384"), "{errors}");
+}
+
+/// A conversation answers each line of standard input after all earlier messages, and a stop ends
+/// an answer.
+#[test]
+fn conversation_continues_after_each_answer() {
+    let weights = example("tiny");
+    let generate = |more: &[&str], lines: &str| {
+        let own = ["generate", "--device", "emulated", "--temperature", "0", "--tokens", "3", "--weights"];
+        let mut child = Command::new(env!("CARGO_BIN_EXE_stepscope"))
+            .args(own)
+            .arg(&weights)
+            .args(more)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        child.stdin.take().unwrap().write_all(lines.as_bytes()).unwrap();
+        let output = child.wait_with_output().unwrap();
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        (text(&output.stdout), text(&output.stderr))
+    };
+    let (answers, report) = generate(&["--chat", "--system", "Be short."], "What is 2+3?\n\n And 4+4?");
+    let answers: Vec<&str> = answers.lines().collect();
+    let first = "<|begin|><|system|>Be short.<|end|><|user|>What is 2+3?<|end|><|assistant|>";
+    let second = format!("{first}{}<|end|><|user|>And 4+4?<|end|><|assistant|>", answers[0]);
+    let read = |report: &str| -> usize {
+        let words: Vec<&str> = report.split_whitespace().collect();
+        let at = words.iter().position(|&word| word == "read").unwrap();
+        words[at - 2].parse().unwrap()
+    };
+    let mut tokens = 0;
+    for (answer, prompt) in answers.iter().zip([first, &second]) {
+        let (alone, report) = generate(&["--prompt", prompt], "");
+        assert_eq!(alone.trim_end_matches('\n'), *answer);
+        tokens += read(&report);
+    }
+    assert_eq!((answers.len(), read(&report)), (2, tokens), "{report}");
+    assert!(report.contains("the likeliest tokens; ") && report.contains(" tokens/s)"), "{report}");
+    let (alone, _) = generate(&["--chat", "What is 2+3?", "--system", "Be short."], "");
+    assert_eq!(alone.trim_end_matches('\n'), answers[0]);
+    let stop = &answers[0][1..answers[0].len().min(4)];
+    let (stopped, _) = generate(&["--chat", "What is 2+3?", "--system", "Be short.", "--stop", stop], "");
+    assert_eq!(stopped.trim_end_matches('\n'), &answers[0][..1]);
 }

@@ -3,6 +3,7 @@
 
 use std::path::Path;
 
+use serde_json::json;
 use stepscope::models::{Lora, ModelConfig, Targets, Transformer, WeightFiles};
 use stepscope::ops::Activation;
 use stepscope::parameters::{FrozenType, ParameterEntry};
@@ -66,7 +67,7 @@ impl<'r> Plan<'r> {
             return Err(bad("--patience", "needs evaluations: add --eval or --eval-share"));
         }
         let beginning = args.sample.as_ref().map(|text| match folder.template {
-            Some(_) => folder.chat("--sample", text),
+            Some(_) => folder.chat("--sample", &[json!({"role": "user", "content": text})]),
             None => folder.tokenizer.encode_beginning("--sample", text),
         });
         let resumed = args.resume.as_ref().map(|path| Checkpoint::load(path).map_err(|error| bad("--resume", error)));

@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use serde_json::{Value, json};
+use serde_json::Value;
 use stepscope::files::{PlainFile, replace_file};
 use stepscope_chat::ChatTemplate;
 
@@ -77,14 +77,22 @@ impl ModelFolder {
         self.eos.or(self.stops.first().copied())
     }
 
-    /// Returns the tokens of a user's message, up to where the assistant answers; `place` names the
-    /// message in an error.
-    pub(crate) fn chat(&self, place: &str, message: &str) -> Outcome<Vec<u32>> {
+    /// Returns the settings of generation, or null if the folder has none.
+    pub(crate) fn generation(&self) -> Outcome<Value> {
+        object(&self.generation_path())
+    }
+
+    pub(crate) fn generation_path(&self) -> PathBuf {
+        self.path.join(GENERATION)
+    }
+
+    /// Returns the tokens of a chat, up to where the assistant answers; `place` names the chat in
+    /// an error.
+    pub(crate) fn chat(&self, place: &str, messages: &[Value]) -> Outcome<Vec<u32>> {
         let Some(template) = &self.template else {
             return Err(bad(self.path.display(), "has no chat template: use --prompt, or add chat_template.jinja"));
         };
-        let messages = [json!({"role": "user", "content": message})];
-        let text = template.render(&messages, None, true).map_err(|reason| bad(self.path.display(), reason))?;
+        let text = template.render(messages, None, true).map_err(|reason| bad(self.path.display(), reason))?;
         self.tokenizer.encode(place, text.as_bytes())
     }
 }
