@@ -1,6 +1,6 @@
 """Text generation by transformers and by stepscope, in turn: the time to the first token, and tokens/s.
 
-python3 benches/peers/generate.py PROGRAM [--rounds 3] [--prompt 2000] [--tokens 128]     one line of JSON a round
+python3 -P benches/peers/generate.py PROGRAM [--rounds 3] [--prompt 2000] [--tokens 128]     one line of JSON a round
 
 A Llama of the shape of Llama-3.2-1B with random weights in BF16, greedy, one text. transformers runs as its users run it: SDPA
 attention and its default cache, warmed up by one text. stepscope is a new process each round, so its first launches count; loading

@@ -168,12 +168,15 @@ impl Tokenizer {
 
     /// Returns the text of tokens; invalid UTF-8 becomes `�`.
     pub(crate) fn decode(&self, tokens: &[u32]) -> String {
-        // A model with a rounded-up vocabulary may generate tokens that no text contains.
-        let known = tokens.iter().copied().filter(|&token| (token as usize) < self.vocabulary());
+        // A model with a rounded-up vocabulary may generate tokens that no text contains. A file's
+        // tokenizer leaves them out itself, and counting its vocabulary would take milliseconds.
+        let known = |most: usize| tokens.iter().copied().filter(move |&token| (token as usize) < most);
         let bytes: Vec<u8> = match self {
-            Self::Bytes => known.map(|token| token as u8).collect(),
-            Self::Gpt2(pairs) => pairs._decode_native_and_split(known.collect()).flatten().collect(),
-            Self::File(tokenizer, _) => tokenizer.decode(&known.collect::<Vec<_>>(), false).unwrap_or_default().into(),
+            Self::Bytes => known(256).map(|token| token as u8).collect(),
+            Self::Gpt2(pairs) => {
+                pairs._decode_native_and_split(known(GPT2_END as usize + 1).collect()).flatten().collect()
+            }
+            Self::File(tokenizer, _) => tokenizer.decode(tokens, false).unwrap_or_default().into(),
         };
         String::from_utf8_lossy(&bytes).into_owned()
     }
