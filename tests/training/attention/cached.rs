@@ -81,7 +81,7 @@ fn matches_full_attention<S: Activation>(device: &Device, limit: f64) {
         for first in [1, 2, 9, TOKENS] {
             let made = in_parts::<S>(&mut arena, &weights, &attention, (heads * HEAD, first), &x).unwrap();
             let error = relative_l2(&made, &want);
-            let is_whole = S::NAME == f32::NAME && first == TOKENS;
+            let is_whole = <S as Element>::NAME == <f32 as Element>::NAME && first == TOKENS;
             assert!((error > 0.0) != is_whole && error < limit, "{name}, {first} tokens first: {error:e}");
         }
     }

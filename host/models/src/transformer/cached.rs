@@ -1,8 +1,8 @@
 //! Texts that are generated from caches of keys and values: the beginning in one pass, and then
 //! token by token.
 //!
-//! Invariant: the logits after the beginning have the bits of [`Transformer::forward`]. Later logits
-//! are those for all tokens so far, except for the order of sums.
+//! Invariant: the logits after the beginning have the bits of [`Transformer::forward`]. Later
+//! logits are those for all tokens so far, except for the order of sums.
 
 use super::{Block, Transformer};
 use stepscope_core::indices::Indices;
