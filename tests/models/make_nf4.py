@@ -17,25 +17,11 @@ import transformers as T
 from safetensors.torch import save_file
 
 MODEL = "llama31"
-# Outputs, inputs and type: one block, blocks across rows, a last block that is shorter, several groups of scales.
-MATRICES = [(8, 8, torch.float32), (24, 24, torch.bfloat16), (16, 72, torch.float32), (24, 760, torch.bfloat16)]
-
-
-def nearest(weight):
-    """Returns the state of a matrix as bitsandbytes makes it on a GPU: its implementation of scales on the CPU
-    does not always find the nearest value. The mean is that of float64."""
-    codes, state = F.quantize_4bit(weight, blocksize=64, quant_type="nf4")
-    offset = state.absmax.double().mean().float()
-    code = F.create_dynamic_map()
-    bounds = (code[:-1] + code[1:]) / 2
-    groups = (state.absmax - offset).split(256)
-    factors = torch.stack([group.abs().max() for group in groups])
-    scales = [torch.bucketize((group * (1 / factor.clamp(min=1e-38))).clamp(-1, 1), bounds) for group, factor in zip(groups, factors)]
-    state2 = F.QuantState(absmax=factors, code=code, blocksize=256, dtype=torch.float32)
-    return codes, F.QuantState(
-        absmax=torch.cat(scales).to(torch.uint8), shape=weight.shape, dtype=weight.dtype, blocksize=64, code=state.code,
-        quant_type="nf4", offset=offset, state2=state2,
-    )
+# Outputs, inputs and type: one block, blocks across rows, several groups of scales, scales that are summed in a
+# cascade, and weights that are all zero.
+MATRICES = [
+    (8, 8, torch.float32), (24, 24, torch.bfloat16), (16, 72, torch.float32), (24, 1400, torch.float32),
+    (24, 24, torch.float16), (16, 16, torch.float32)]
 
 
 def decoded(codes, state, dtype):
@@ -55,10 +41,12 @@ def matrices(path):
             bounds = F.get_4bit_type("nf4", device="cpu")
             weight.view(-1)[:64] = 0
             weight.view(-1)[64:79] = ((bounds[:-1] + bounds[1:]) / 2).to(dtype)
+        if number == 5:
+            weight.zero_()
         codes, state = F.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=True)
         parts = {"codes": codes.view(-1), "scales": state.absmax, "factors": state.state2.absmax, "offset": state.offset.reshape(1)}
         results = {"f32": decoded(codes, state, torch.float32), "bf16": decoded(codes, state, torch.bfloat16)}
-        results |= {"weight": weight, "nearest": decoded(*nearest(weight), torch.float32)}
+        results["weight"] = weight
         saved |= {f"{number}.{name}": tensor.clone() for name, tensor in (parts | results).items()}
     save_file(saved, path)
 

@@ -6,7 +6,7 @@
 use super::case;
 use super::lora::{Adapted, arena};
 use super::support::{bits, on_each_device};
-use safetensors::SafeTensors;
+use safetensors::{Dtype, SafeTensors};
 use std::fs;
 use std::path::PathBuf;
 use stepscope::models::{Lora, ModelConfig, Transformer, WeightFiles, Weights};
@@ -23,8 +23,8 @@ fn transposed<T: Copy>(values: &[T], [outputs, inputs]: [usize; 2]) -> Vec<T> {
 }
 
 on_each_device! {
-    /// Decoded weights have the bits of bitsandbytes, on the host and on the device. So have
-    /// quantised ones, with the scales that are nearest.
+    /// Decoded weights have the bits of bitsandbytes, on the host and on the device. So have all
+    /// parts of quantised ones.
     fn matrices_have_the_bits_of_bitsandbytes(device: &Device) {
         let bytes = fs::read(folder("matrices.safetensors")).unwrap();
         let tensors = SafeTensors::deserialize(&bytes).unwrap();
@@ -53,28 +53,30 @@ on_each_device! {
             assert!(bits(&of_device) == bits(&wide), "{count}");
             assert!(narrow_of_device == narrow, "{count}");
 
-            let is_bf16 = weight.dtype() == safetensors::Dtype::BF16;
-            let values: Vec<f32> = match is_bf16 {
-                true => bytemuck::pod_collect_to_vec::<u8, u16>(weight.data()).into_iter().map(|half| bf16::from_bits(half).to_f32()).collect(),
-                false => floats("weight"),
+            let stored = parameters.frozen_sha256().unwrap();
+            let halves = || bytemuck::pod_collect_to_vec::<u8, u16>(weight.data()).into_iter();
+            let values: Vec<f32> = match weight.dtype() {
+                Dtype::BF16 => halves().map(|half| bf16::from_bits(half).to_f32()).collect(),
+                Dtype::F16 => halves().map(|half| half::f16::from_bits(half).to_f32()).collect(),
+                _ => floats("weight"),
             };
             parameters.write(w, &transposed(&values, shape)).unwrap();
-            assert!(bits(&parameters.read(w).unwrap()) == bits(&transposed(&floats("nearest"), shape)), "{count}");
+            assert_eq!(parameters.frozen_sha256().unwrap(), stored, "{count}");
             // The same from the order of the file, in its type.
-            parameters.write(w, &vec![0.0; values.len()]).unwrap();
-            match is_bf16 {
-                true => parameters.quantise(w, 0, &values.iter().map(|&value| bf16::from_f32(value)).collect::<Vec<_>>()),
-                false => parameters.quantise(w, 0, &values),
+            parameters.write(w, &vec![0.5; values.len()]).unwrap();
+            match weight.dtype() {
+                Dtype::BF16 => parameters.quantise(w, 0, &values.iter().map(|&value| bf16::from_f32(value)).collect::<Vec<_>>()),
+                _ => parameters.quantise(w, 0, &values),
             }
             .unwrap();
-            assert!(bits(&parameters.read(w).unwrap()) == bits(&transposed(&floats("nearest"), shape)), "{count}");
+            assert_eq!(parameters.frozen_sha256().unwrap(), stored, "{count}");
             let error = parameters.quantise(w, 1, &values).unwrap_err().to_string();
             assert!(error.contains("number 1"), "{error}");
             let error = parameters.quantise(w, 0, &values[1..]).unwrap_err().to_string();
             assert!(error.contains("`w`"), "{error}");
             count += 1;
         }
-        assert_eq!(count, 4);
+        assert_eq!(count, 6);
     }
 
     /// A folder in NF4, against PEFT in float64 with the weights that bitsandbytes decodes.

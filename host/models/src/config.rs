@@ -3,6 +3,7 @@
 mod families;
 pub(crate) mod keys;
 mod rope;
+mod unread;
 
 use keys::Keys;
 use serde_json::{Map, Value};

@@ -5,8 +5,8 @@
 //! tensors of a folder to the parameters of these layers, and back. [`WeightFiles`] loads a folder
 //! tensor by tensor. [`Lora`] adds adapters, in the files of PEFT.
 //!
-//! Invariant: a setting that this crate does not know is an error that names its key and its
-//! value. Nothing falls back to a default silently.
+//! Invariant: a setting that could change the computation, and that this crate does not know, is an
+//! error that names its key and its value. Nothing falls back to a default silently.
 
 #![forbid(unsafe_code)]
 // Paths are opened through `PlainFile`. Tests may open their own files.

@@ -5,8 +5,8 @@
 //! outputs, inputs]` in the file, and blocks of weights run along its rows, and from one row into
 //! the next. [`kernels::nf4_format`] has the format.
 //!
-//! Invariant: the codes of weights are those of bitsandbytes. A scale has the code of the nearest
-//! value, as in bitsandbytes on a GPU.
+//! Invariant: all codes, factors and offsets are those of bitsandbytes 0.50 on a CPU, with one thread
+//! of torch. Its kernel for GPUs looks up the codes of scales more finely, so a few of them differ.
 
 #![forbid(unsafe_code)]
 
@@ -120,7 +120,7 @@ fn encode<S: Stored>(weights: &[S]) -> Vec<u32> {
         }
         Ok::<_, Infallible>(())
     });
-    let offset = (scales.iter().map(|&scale| f64::from(scale)).sum::<f64>() / scales.len() as f64) as f32;
+    let offset = torch_sum(&scales) / scales.len() as f32;
     words[layout.offset] = offset.to_bits();
     let (of_scales, of_factors) = words[layout.scales..layout.offset].split_at_mut(layout.factors - layout.scales);
     let Ok(()) = for_each_part(of_factors, PART / GROUP, |first, part| {
@@ -135,16 +135,65 @@ fn encode<S: Stored>(weights: &[S]) -> Vec<u32> {
     let Ok(()) = for_each_part(of_scales, PART, |first, part| {
         for (word, (number, scales)) in part.iter_mut().zip(scales[4 * first..].chunks(4).enumerate()) {
             let factor = f32::from_bits(of_factors[4 * (first + number) / GROUP]);
+            // bitsandbytes gives the code 0 to scales that all equal the offset.
+            if factor == 0.0 {
+                continue;
+            }
             let inverse = 1.0 / factor.max(LEAST);
             for (at, scale) in scales.iter().enumerate() {
-                let scaled = ((scale - offset) * inverse).clamp(-1.0, 1.0);
-                let code = boundaries.partition_point(|&boundary| boundary < scaled) as u32;
+                let rounded = table_value((scale - offset) * inverse);
+                let code = boundaries.partition_point(|&boundary| boundary < rounded) as u32;
                 *word |= code << (8 * at);
             }
         }
         Ok::<_, Infallible>(())
     });
     words
+}
+
+/// Rounds a number from -1 to 1 to the nearest entry of the table from which bitsandbytes reads the
+/// codes of scales on a CPU.
+fn table_value(scaled: f32) -> f32 {
+    const LAST: f32 = 65535.0;
+    let entry = ((scaled.clamp(-1.0, 1.0) + 1.0) * 0.5 * LAST + 0.5).floor();
+    -1.0 + 2.0 * entry / LAST
+}
+
+/// Returns the sum of numbers in the order of torch on a CPU, with one thread: in eight lanes, and
+/// in one if there are fewer than eight numbers.
+fn torch_sum(values: &[f32]) -> f32 {
+    let (vectors, rest) = values.as_chunks::<8>();
+    if vectors.is_empty() {
+        let ones: Vec<[f32; 1]> = values.iter().map(|&value| [value]).collect();
+        return sum_of_rows(&ones)[0];
+    }
+    let lanes = sum_of_rows(vectors);
+    rest.iter().chain(&lanes).fold(0.0, |sum, value| sum + value)
+}
+
+/// Sums rows in four sums, of which each is a cascade of four levels.
+fn sum_of_rows<const LANES: usize>(rows: &[[f32; LANES]]) -> [f32; LANES] {
+    const LEVELS: usize = 4;
+    let (fours, rest) = rows.as_chunks::<4>();
+    let add = |sum: &mut [f32; LANES], row: &[f32; LANES]| sum.iter_mut().zip(row).for_each(|(sum, value)| *sum += value);
+    let power = (fours.len().next_power_of_two().ilog2() / LEVELS as u32).max(4);
+    let mut levels = [[[0.0; LANES]; 4]; LEVELS];
+    for (number, four) in fours.iter().enumerate() {
+        levels[0].iter_mut().zip(four).for_each(|(sum, row)| add(sum, row));
+        // A level that is full moves into the next one.
+        for level in 1..LEVELS {
+            if !(number + 1).is_multiple_of(1 << (power * level as u32)) {
+                break;
+            }
+            let full = std::mem::replace(&mut levels[level - 1], [[0.0; LANES]; 4]);
+            levels[level].iter_mut().zip(&full).for_each(|(sum, row)| add(sum, row));
+        }
+    }
+    let [mut sums, upper @ ..] = levels;
+    upper.iter().for_each(|level| sums.iter_mut().zip(level).for_each(|(sum, row)| add(sum, row)));
+    let [mut sum, others @ ..] = sums;
+    rest.iter().chain(&others).for_each(|row| add(&mut sum, row));
+    sum
 }
 
 /// Returns the largest magnitude of a block, which is its scale.

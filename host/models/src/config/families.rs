@@ -3,83 +3,19 @@
 //! Defaults equal the defaults of transformers' configuration classes. A `config.json` must state
 //! every size whose default in transformers is the size of one particular model.
 
-use super::keys::{Keys, Outcome, shown};
+use super::keys::{Keys, Outcome};
 use super::rope::{self, Defaults};
+use super::unread;
 use super::{Family, FeedForwardKind, LayerConfig, MAX_LAYERS, MAX_SIZE, ModelConfig, NormKind, QkNormKind, Residual};
 use serde_json::{Map, json};
 use std::num::NonZeroU32;
 use std::ops::RangeInclusive;
 use stepscope_core::ops::{AttentionMask, Rotary};
 
+/// The window of a Mistral whose file does not state one.
+const MISTRAL_WINDOW: NonZeroU32 = NonZeroU32::new(4096).expect("a number above 0");
 /// The range of a norm's epsilon.
 const EPSILONS: RangeInclusive<f64> = 1e-30..=1.0;
-
-/// Keys that do not change the computation of a model. They name the writer of the file, the
-/// initialization of weights, dropout, token ids, and the settings of tasks and of generation.
-const WITHOUT_EFFECT: [&str; 62] = [
-    "_name_or_path",
-    "architectures",
-    "attention_dropout",
-    "attn_pdrop",
-    "auto_map",
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "bos_token_id",
-    "cache_implementation",
-    "classifier_dropout",
-    "decoder_start_token_id",
-    "diversity_penalty",
-    "do_sample",
-    "dtype",
-    "early_stopping",
-    "embd_pdrop",
-    "encoder_no_repeat_ngram_size",
-    "eos_token_id",
-    "exponential_decay_length_penalty",
-    "finetuning_task",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "gradient_checkpointing",
-    "hidden_dropout",
-    "id2label",
-    "initializer_range",
-    "label2id",
-    "length_penalty",
-    "max_length",
-    "min_length",
-    "n_ctx",
-    "no_repeat_ngram_size",
-    "num_beam_groups",
-    "num_beams",
-    "num_return_sequences",
-    "output_attentions",
-    "output_hidden_states",
-    "output_scores",
-    "pad_token_id",
-    "prefix",
-    "problem_type",
-    "remove_invalid_values",
-    "reorder_and_upcast_attn",
-    "repetition_penalty",
-    "resid_pdrop",
-    "return_dict",
-    "return_dict_in_generate",
-    "sep_token_id",
-    "summary_activation",
-    "summary_first_dropout",
-    "summary_proj_to_labels",
-    "summary_type",
-    "summary_use_proj",
-    "suppress_tokens",
-    "task_specific_params",
-    "temperature",
-    "tokenizer_class",
-    "top_k",
-    "top_p",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-];
 
 /// Reads a configuration.
 pub(super) fn read(keys: &Keys<'_>) -> Outcome<ModelConfig> {
@@ -95,13 +31,19 @@ pub(super) fn read(keys: &Keys<'_>) -> Outcome<ModelConfig> {
         Some("gpt_neox") => gpt_neox(keys)?,
         Some("gemma3_text") => gemma3(keys)?,
         Some("arcee") => arcee(keys)?,
+        Some("gemma3") => {
+            let known = "\"gemma3_text\", a Gemma 3 of texts only, such as the 1B and the 270M: images are not supported";
+            return keys.refuse("model_type", known);
+        }
         _ => {
-            let known = "gpt2, llama, mistral, qwen2, qwen3, smollm3, olmo2, phi3, gpt_neox, gemma3_text or arcee";
+            let known = "gpt2, llama, mistral, qwen2, qwen3, smollm3, olmo2, phi3, gpt_neox, gemma3_text or arcee: \
+                         give a model of one of these families";
             return keys.refuse("model_type", known);
         }
     };
     keys.flag("is_decoder", true)?;
     keys.only("is_encoder_decoder", &[json!(false)])?;
+    keys.only("is_causal", &[json!(true)])?;
     keys.only("add_cross_attention", &[json!(false)])?;
     keys.only("tie_encoder_decoder", &[json!(false)])?;
     keys.only("pruned_heads", &[json!({})])?;
@@ -109,7 +51,7 @@ pub(super) fn read(keys: &Keys<'_>) -> Outcome<ModelConfig> {
     if let Some(keys) = keys.object("quantization_config")? {
         quantization(&keys)?;
     }
-    keys.finish(&WITHOUT_EFFECT)?;
+    unread::check(keys)?;
     Ok(config)
 }
 
@@ -138,12 +80,14 @@ fn quantization(keys: &Keys<'_>) -> Outcome<()> {
 }
 
 fn gpt2(keys: &Keys<'_>) -> Outcome<ModelConfig> {
-    keys.only("activation_function", &[json!("gelu_new"), json!("gelu_pytorch_tanh")])?;
+    let feed_forward = gelu(keys, "activation_function", "gelu_new")?;
     keys.only("scale_attn_weights", &[json!(true)])?;
     keys.only("scale_attn_by_inverse_layer_idx", &[json!(false)])?;
-    let (width, heads) = (keys.required("n_embd", MAX_SIZE)?, keys.required("n_head", MAX_SIZE)?);
+    let width = named_twice(keys, "n_embd", "hidden_size", MAX_SIZE)?;
+    let heads = named_twice(keys, "n_head", "num_attention_heads", MAX_SIZE)?;
     let layer = LayerConfig { mask: AttentionMask::Causal, rotary: None };
-    let context = keys.required("n_positions", MAX_SIZE)?;
+    let context = named_twice(keys, "n_positions", "max_position_embeddings", MAX_SIZE)?;
+    let layers = named_twice(keys, "n_layer", "num_hidden_layers", MAX_LAYERS)?;
     Ok(ModelConfig {
         family: Family::Gpt2,
         vocabulary: keys.required("vocab_size", MAX_SIZE)?,
@@ -153,11 +97,11 @@ fn gpt2(keys: &Keys<'_>) -> Outcome<ModelConfig> {
         kv_heads: heads,
         head_width: divided(keys, "n_head", width, heads)?,
         hidden: keys.size("n_inner", MAX_SIZE)?.unwrap_or(4 * width),
-        layers: vec![layer; keys.required("n_layer", MAX_LAYERS)?],
+        layers: vec![layer; layers],
         norm: NormKind::Layer,
         epsilon: epsilon(keys, "layer_norm_epsilon", 1e-5)?,
         residual: Residual::PreNorm,
-        feed_forward: FeedForwardKind::Gelu,
+        feed_forward,
         qkv_bias: true,
         output_bias: true,
         feed_forward_bias: true,
@@ -187,11 +131,16 @@ fn like_llama(keys: &Keys<'_>, family: Family, defaults: &Defaults) -> Outcome<M
     }
     let head_width = match keys.size("head_dim", MAX_SIZE)? {
         Some(width) => width,
+        None if family == Family::Qwen3 => 128,
         None => divided(keys, "num_attention_heads", width, heads)?,
     };
-    let context = keys.required("max_position_embeddings", MAX_SIZE)?;
+    let context = match family {
+        // Files of the first Llama do not state it.
+        Family::Llama => keys.size("max_position_embeddings", MAX_SIZE)?.unwrap_or(2048),
+        _ => keys.required("max_position_embeddings", MAX_SIZE)?,
+    };
     let rotary = rope::read(keys, head_width, context, defaults)?;
-    fits_kernels(keys, head_width, rotary)?;
+    fits_kernels(head_width, rotary)?;
     let layer = LayerConfig { mask: AttentionMask::Causal, rotary: Some(rotary) };
     Ok(ModelConfig {
         family,
@@ -220,7 +169,6 @@ fn like_llama(keys: &Keys<'_>, family: Family, defaults: &Defaults) -> Outcome<M
 }
 
 fn llama(keys: &Keys<'_>) -> Outcome<ModelConfig> {
-    keys.only("pretraining_tp", &[json!(1)])?;
     let bias = keys.flag("attention_bias", false)?;
     let feed_forward_bias = keys.flag("mlp_bias", false)?;
     Ok(ModelConfig {
@@ -240,10 +188,10 @@ fn arcee(keys: &Keys<'_>) -> Outcome<ModelConfig> {
 }
 
 fn mistral(keys: &Keys<'_>) -> Outcome<ModelConfig> {
-    if !keys.has("sliding_window") {
-        return keys.refuse("sliding_window", "a whole number, or null for none");
-    }
-    let mask = window(keys)?;
+    let mask = match keys.has("sliding_window") {
+        true => window(keys)?,
+        false => AttentionMask::SlidingWindow(MISTRAL_WINDOW),
+    };
     let mut config = like_llama(keys, Family::Mistral, &Defaults::default())?;
     stated(keys, "num_key_value_heads")?;
     config.layers.iter_mut().for_each(|layer| layer.mask = mask);
@@ -261,7 +209,6 @@ fn qwen3(keys: &Keys<'_>) -> Outcome<ModelConfig> {
     let bias = keys.flag("attention_bias", false)?;
     let mut config = like_llama(keys, Family::Qwen3, &Defaults::default())?;
     stated(keys, "num_key_value_heads")?;
-    stated(keys, "head_dim")?;
     windows_by_layer(keys, &mut config)?;
     Ok(ModelConfig { qk_norm: Some(QkNormKind::Heads), qkv_bias: bias, output_bias: bias, ..config })
 }
@@ -269,11 +216,9 @@ fn qwen3(keys: &Keys<'_>) -> Outcome<ModelConfig> {
 fn smollm3(keys: &Keys<'_>) -> Outcome<ModelConfig> {
     let bias = keys.flag("attention_bias", false)?;
     let feed_forward_bias = keys.flag("mlp_bias", false)?;
-    keys.only("pretraining_tp", &[json!(1)])?;
     let tied = keys.flag("tie_word_embeddings", true)?;
     let mut config = like_llama(keys, Family::SmolLm3, &Defaults { base: Some(2_000_000.0), ..Defaults::default() })?;
     stated(keys, "num_key_value_heads")?;
-    windows_by_layer(keys, &mut config)?;
     let interval = keys.size("no_rope_layer_interval", MAX_LAYERS)?.unwrap_or(4);
     let rotates: Vec<bool> = match keys.list("no_rope_layers")? {
         None => (1..=config.layers.len()).map(|number| !number.is_multiple_of(interval)).collect(),
@@ -284,6 +229,7 @@ fn smollm3(keys: &Keys<'_>) -> Outcome<ModelConfig> {
     if rotates.len() != config.layers.len() || !known {
         return keys.refuse("no_rope_layers", format!("0 or 1 for each of {} layers", config.layers.len()));
     }
+    windows(keys, &mut config, |number| !rotates[number])?;
     for (layer, rotates) in config.layers.iter_mut().zip(rotates) {
         layer.rotary = layer.rotary.filter(|_| rotates);
     }
@@ -306,29 +252,31 @@ fn olmo2(keys: &Keys<'_>) -> Outcome<ModelConfig> {
 fn phi3(keys: &Keys<'_>) -> Outcome<ModelConfig> {
     let mask = window(keys)?;
     let epsilon = epsilon(keys, "rms_norm_eps", 1e-5)?;
-    // Only longrope reads the context before scaling.
-    keys.size("original_max_position_embeddings", MAX_SIZE)?;
-    let defaults = Defaults { scaling: rope::LONGROPE, ..Defaults::default() };
+    let defaults = Defaults { scaling: rope::LONGROPE, share: Some(1.0), ..Defaults::default() };
     let mut config = like_llama(keys, Family::Phi3, &defaults)?;
     config.layers.iter_mut().for_each(|layer| layer.mask = mask);
     Ok(ModelConfig { epsilon, ..config })
 }
 
 fn gpt_neox(keys: &Keys<'_>) -> Outcome<ModelConfig> {
-    keys.only("hidden_act", &[json!("gelu")])?;
+    let feed_forward = gelu(keys, "hidden_act", "gelu")?;
     let width = keys.required("hidden_size", MAX_SIZE)?;
     let heads = keys.required("num_attention_heads", MAX_SIZE)?;
     let head_width = divided(keys, "num_attention_heads", width, heads)?;
+    keys.only("head_dim", &[json!(head_width)])?;
     let context = keys.required("max_position_embeddings", MAX_SIZE)?;
-    let outer = keys.real("rotary_emb_base", 1.000_001..=1e12)?;
+    let base = keys.real("rotary_emb_base", 1.000_001..=1e12)?.unwrap_or(10_000.0);
+    if keys.get("rope_theta").is_some_and(|other| other.as_f64() != Some(base)) {
+        return keys.refuse("rope_theta", format!("{base}, as in `rotary_emb_base`"));
+    }
     // transformers 4.57 writes the share of rotary columns under both names.
     let share = keys.real("rotary_pct", 0.0..=1.0)?.unwrap_or(0.25);
     if keys.real("partial_rotary_factor", 0.0..=1.0)?.is_some_and(|other| other != share) {
         return keys.refuse("partial_rotary_factor", format!("{share}, as in `rotary_pct`"));
     }
-    let defaults = Defaults { base: Some(outer.unwrap_or(10_000.0)), share, ..Defaults::default() };
+    let defaults = Defaults { base: Some(base), share: Some(share), ..Defaults::default() };
     let rotary = rope::read(keys, head_width, context, &defaults)?;
-    fits_kernels(keys, head_width, rotary)?;
+    fits_kernels(head_width, rotary)?;
     let bias = keys.flag("attention_bias", true)?;
     let parallel = keys.flag("use_parallel_residual", true)?;
     let layer = LayerConfig { mask: AttentionMask::Causal, rotary: Some(rotary) };
@@ -345,7 +293,7 @@ fn gpt_neox(keys: &Keys<'_>) -> Outcome<ModelConfig> {
         norm: NormKind::Layer,
         epsilon: epsilon(keys, "layer_norm_eps", 1e-5)?,
         residual: if parallel { Residual::Parallel } else { Residual::PreNorm },
-        feed_forward: FeedForwardKind::GeluExact,
+        feed_forward,
         qkv_bias: bias,
         output_bias: bias,
         feed_forward_bias: true,
@@ -378,24 +326,27 @@ fn gemma3(keys: &Keys<'_>) -> Outcome<ModelConfig> {
     stated(keys, "sliding_window")?;
     let mask = window(keys)?;
     let scale = keys.real("query_pre_attn_scalar", 1e-3..=1e9)?.unwrap_or(256.0);
-    let full = rope::read_kind(keys, "full_attention", head_width, context)?;
-    let sliding = rope::read_kind(keys, "sliding_attention", head_width, context)?;
-    let (full, sliding) = match (full, sliding) {
-        (Some(full), Some(sliding)) => (full, sliding),
-        _ => {
-            let local = keys.real("rope_local_base_freq", 1.000_001..=1e12)?.unwrap_or(10_000.0);
+    let local = keys.real("rope_local_base_freq", 1.000_001..=1e12)?.unwrap_or(10_000.0);
+    let (full, sliding) = match keys.object("rope_parameters")? {
+        Some(_) => {
+            let global = keys.real("rope_theta", 1.000_001..=1e12)?.unwrap_or(1_000_000.0);
+            let read = |kind, base| rope::read_kind(keys, kind, base, head_width, context);
+            (read("full_attention", global)?, read("sliding_attention", local)?)
+        }
+        None => {
             let defaults = Defaults { base: Some(1_000_000.0), ..Defaults::default() };
             (rope::read(keys, head_width, context, &defaults)?, Rotary::new(local))
         }
     };
-    fits_kernels(keys, head_width, full)?;
-    let every = keys
-        .size("sliding_window_pattern", MAX_LAYERS)?
-        .or(keys.size("_sliding_window_pattern", MAX_LAYERS)?)
-        .unwrap_or(6);
+    fits_kernels(head_width, full)?;
+    let every = keys.size("sliding_window_pattern", MAX_LAYERS)?.unwrap_or(6);
     let slides = match kinds(keys, count)? {
         Some(slides) => slides,
-        None => (1..=count).map(|number| !number.is_multiple_of(every)).collect(),
+        None => {
+            // transformers writes this key next to `layer_types`, and never reads it.
+            keys.only("_sliding_window_pattern", &[json!(every)])?;
+            (1..=count).map(|number| !number.is_multiple_of(every)).collect()
+        }
     };
     let layer = |slides| match slides {
         true => LayerConfig { mask, rotary: Some(sliding) },
@@ -445,17 +396,13 @@ fn epsilon(keys: &Keys<'_>, key: &str, default: f64) -> Outcome<f32> {
 }
 
 /// Requires what rotary kernels require.
-fn fits_kernels(keys: &Keys<'_>, head_width: usize, rotary: Rotary) -> Outcome<()> {
+fn fits_kernels(head_width: usize, rotary: Rotary) -> Outcome<()> {
     let columns = rotary.columns.unwrap_or(head_width);
     match head_width.is_multiple_of(8) && columns.is_multiple_of(8) && columns > 0 {
         true => Ok(()),
-        false => {
-            let expected = format!("heads and rotary columns of a multiple of 8, got {head_width} and {columns}");
-            Err(format!(
-                "`head_dim`: expected {expected}, got {}",
-                keys.get("head_dim").map_or("nothing".into(), shown)
-            ))
-        }
+        false => Err(format!(
+            "`head_dim`: expected a width and a number of rotary columns of a multiple of 8, got {head_width} and {columns}"
+        )),
     }
 }
 
@@ -480,16 +427,22 @@ fn kinds(keys: &Keys<'_>, count: usize) -> Outcome<Option<Vec<bool>>> {
     }
 }
 
-/// Sets the masks of Qwen and SmolLM3: a window on some layers, if it is switched on.
+/// Sets the masks of Qwen: a window from one layer on, if it is switched on.
 fn windows_by_layer(keys: &Keys<'_>, config: &mut ModelConfig) -> Outcome<()> {
+    let first = keys.count("max_window_layers", MAX_LAYERS)?.unwrap_or(28);
+    windows(keys, config, |number| number >= first)
+}
+
+/// Sets the masks of layers: a window on those that `layer_types` or `slides` names, if it is
+/// switched on.
+fn windows(keys: &Keys<'_>, config: &mut ModelConfig, slides: impl Fn(usize) -> bool) -> Outcome<()> {
     let count = config.layers.len();
     let on = keys.flag("use_sliding_window", false)?;
     let window = window(keys)?;
     let mask = if on { window } else { AttentionMask::Causal };
-    let first = keys.count("max_window_layers", MAX_LAYERS)?.unwrap_or(28);
     let slides = match kinds(keys, count)? {
         Some(slides) => slides,
-        None => (0..count).map(|number| on && number >= first).collect(),
+        None => (0..count).map(|number| on && slides(number)).collect(),
     };
     if slides.contains(&true) && !(on && matches!(mask, AttentionMask::SlidingWindow(_))) {
         return keys
@@ -499,4 +452,22 @@ fn windows_by_layer(keys: &Keys<'_>, config: &mut ModelConfig) -> Outcome<()> {
         layer.mask = mask;
     }
     Ok(())
+}
+
+/// Reads a size that transformers knows under two names.
+fn named_twice(keys: &Keys<'_>, key: &str, other: &str, most: usize) -> Outcome<usize> {
+    match (keys.size(key, most)?, keys.size(other, most)?) {
+        (Some(size), Some(same)) if size != same => keys.refuse(other, format!("{size}, as `{key}`")),
+        (None, None) => keys.required(key, most),
+        (size, same) => Ok(size.or(same).unwrap_or_default()),
+    }
+}
+
+/// Reads the activation of two linear layers: GELU, exact or in its tanh form.
+fn gelu(keys: &Keys<'_>, key: &str, default: &str) -> Outcome<FeedForwardKind> {
+    match keys.text(key)?.unwrap_or(default) {
+        "gelu" => Ok(FeedForwardKind::GeluExact),
+        "gelu_new" | "gelu_fast" | "gelu_pytorch_tanh" => Ok(FeedForwardKind::Gelu),
+        _ => keys.refuse(key, "\"gelu\", \"gelu_new\", \"gelu_fast\" or \"gelu_pytorch_tanh\""),
+    }
 }

@@ -1,7 +1,6 @@
-//! A JSON object whose keys are all accounted for.
+//! A JSON object that knows which of its keys were read.
 //!
-//! Invariant: every key of the object is either read, or known to have no effect on the model, or
-//! reported as an error.
+//! Invariant: [`Keys::unread`] returns exactly the keys whose values nobody has looked at.
 
 use serde_json::{Map, Value};
 use std::cell::RefCell;
@@ -129,13 +128,15 @@ impl<'j> Keys<'j> {
         }
     }
 
-    /// Requires that all keys were read, except those that have no effect.
+    /// Returns the keys that were not read, with their values.
+    pub(crate) fn unread(&self) -> impl Iterator<Item = (&'j str, &'j Value)> + use<'j> {
+        let read = self.read.borrow().clone();
+        self.map.iter().map(|(key, value)| (key.as_str(), value)).filter(move |(key, _)| !read.contains(key))
+    }
+
+    /// Requires that all keys were read, except those that have no effect or are null.
     pub(crate) fn finish(&self, without_effect: &[&str]) -> Outcome<()> {
-        let read = self.read.borrow();
-        let unknown = self.map.iter().find(|(key, value)| {
-            !value.is_null() && !read.contains(key.as_str()) && !without_effect.contains(&key.as_str())
-        });
-        match unknown {
+        match self.unread().find(|(key, value)| !value.is_null() && !without_effect.contains(key)) {
             None => Ok(()),
             Some((key, value)) => Err(format!(
                 "`{}{key}`: expected no such key, got {}: it is unknown, so its effect is",

@@ -14,12 +14,17 @@ const FACTORS: std::ops::RangeInclusive<f64> = 1.0..=1e6;
 /// The range of the numbers of turns between which a ramp lies.
 const TURNS: std::ops::RangeInclusive<f64> = 1e-6..=1e6;
 
+/// The share of each head's columns that rotate.
+const SHARE: &str = "partial_rotary_factor";
+/// Keys that transformers reads for some scalings only, or not at all.
+const WITHOUT_EFFECT: [&str; 2] = ["finetuned", "original_max_position_embeddings"];
+
 /// The defaults of a family.
 pub(super) struct Defaults {
     /// The base, unless a file must state it.
     pub(super) base: Option<f64>,
-    /// The share of each head's columns that rotate.
-    pub(super) share: f64,
+    /// The share of each head's columns that rotate. Families without it rotate all.
+    pub(super) share: Option<f64>,
     /// The scalings that transformers accepts for this family.
     pub(super) scaling: &'static [&'static str],
 }
@@ -30,47 +35,53 @@ pub(super) const LONGROPE: &[&str] = &["default", "longrope"];
 
 impl Default for Defaults {
     fn default() -> Self {
-        Self { base: Some(10_000.0), share: 1.0, scaling: SCALINGS }
+        Self { base: Some(10_000.0), share: None, scaling: SCALINGS }
     }
 }
 
 /// Reads the rotary positions of all layers.
 pub(super) fn read(config: &Keys<'_>, head_width: usize, context: usize, defaults: &Defaults) -> Outcome<Rotary> {
-    let base = config.real("rope_theta", BASES)?;
-    let share = config.real("partial_rotary_factor", 0.0..=1.0)?;
-    let scaling = config.object("rope_scaling")?;
-    let all = config.object("rope_parameters")?;
-    if all.is_some() && scaling.is_some() {
-        return config.refuse("rope_scaling", "nothing next to `rope_parameters`");
-    }
-    let inner = all.as_ref().map_or(Ok(None), |all| all.real("rope_theta", BASES))?;
-    let base = match (base, inner) {
+    let outer = config.real("rope_theta", BASES)?;
+    let settings = match (config.object("rope_parameters")?, config.object("rope_scaling")?) {
+        (Some(_), Some(_)) if config.get("rope_parameters") != config.get("rope_scaling") => {
+            return config.refuse("rope_scaling", "nothing next to `rope_parameters`");
+        }
+        (all, scaling) => all.or(scaling),
+    };
+    let inner = settings.as_ref().map_or(Ok(None), |settings| settings.real("rope_theta", BASES))?;
+    let base = match (outer, inner) {
         (Some(outer), Some(inner)) if outer != inner => {
             return config.refuse("rope_theta", format!("{inner}, as in `rope_parameters`"));
         }
         (outer, inner) => inner.or(outer).or(defaults.base),
     };
     let Some(base) = base else { return config.refuse("rope_theta", "a number above 1") };
-    let inner = all.as_ref().map_or(Ok(None), |all| all.real("partial_rotary_factor", 0.0..=1.0))?;
-    let share = inner.or(share).unwrap_or(defaults.share);
-    let columns = (head_width as f64 * share) as usize;
+    let mut share = defaults.share;
+    for keys in [Some(config), settings.as_ref()].into_iter().flatten() {
+        match keys.real(SHARE, 0.0..=1.0)? {
+            Some(other) if share.is_none() && other != 1.0 => {
+                return keys.refuse(SHARE, "1: heads of this family rotate as a whole");
+            }
+            found => share = share.and(found).or(share),
+        }
+    }
+    let columns = (head_width as f64 * share.unwrap_or(1.0)) as usize;
     let rotary = Rotary { columns: (columns != head_width).then_some(columns), ..Rotary::new(base) };
-    let Some(settings) = all.or(scaling) else { return Ok(rotary) };
+    let Some(settings) = settings else { return Ok(rotary) };
     let scaling = Scaling { config, settings: &settings, context, columns, known: defaults.scaling }.read()?;
-    settings.finish(&[])?;
+    settings.finish(&WITHOUT_EFFECT)?;
     Ok(Rotary { scaling, ..rotary })
 }
 
-/// Reads one entry of Gemma 3's `rope_parameters`, which has one for each kind of layer.
-pub(super) fn read_kind(config: &Keys<'_>, kind: &str, columns: usize, context: usize) -> Outcome<Option<Rotary>> {
-    let Some(all) = config.object("rope_parameters")? else { return Ok(None) };
-    let Some(settings) = all.object(kind)? else { return all.refuse(kind, "an object") };
-    let Some(base) = settings.real("rope_theta", BASES)? else {
-        return settings.refuse("rope_theta", "a number above 1");
-    };
+/// Reads one entry of Gemma 3's `rope_parameters`, which has one for each kind of layer. `base` is
+/// that of an entry without one.
+pub(super) fn read_kind(config: &Keys<'_>, kind: &str, base: f64, columns: usize, context: usize) -> Outcome<Rotary> {
+    let Some(all) = config.object("rope_parameters")? else { return Ok(Rotary::new(base)) };
+    let Some(settings) = all.object(kind)? else { return Ok(Rotary::new(base)) };
+    let base = settings.real("rope_theta", BASES)?.unwrap_or(base);
     let scaling = Scaling { config, settings: &settings, context, columns, known: SCALINGS }.read()?;
-    settings.finish(&[])?;
-    Ok(Some(Rotary { scaling, ..Rotary::new(base) }))
+    settings.finish(&WITHOUT_EFFECT)?;
+    Ok(Rotary { scaling, ..Rotary::new(base) })
 }
 
 /// The scaling in `rope_scaling` or `rope_parameters`.
@@ -90,18 +101,17 @@ impl Scaling<'_, '_> {
         let kind = settings.text("rope_type")?;
         let old = settings.text("type")?;
         let kind = match (kind, old) {
-            // Phi-3's files have no other key, and transformers reads this one for Phi-3.
-            (None, Some("longrope" | "su")) if known == LONGROPE => "longrope",
-            (None, Some(_)) => return settings.refuse("type", "nothing: this key is called `rope_type`"),
+            // The name in the first files of Phi-3.
+            (None, Some("su")) if known == LONGROPE => "longrope",
             (Some(kind), Some(old)) if kind != old => {
                 return settings.refuse("type", format!("\"{kind}\", as `rope_type`"));
             }
-            (kind, _) => kind.unwrap_or("default"),
+            (kind, old) => kind.or(old).unwrap_or("default"),
         };
         match kind {
             _ if !known.contains(&kind) => {
                 let known: Vec<String> = known.iter().map(|name| format!("\"{name}\"")).collect();
-                settings.refuse("rope_type", known.join(" or "))
+                settings.refuse(if settings.has("rope_type") { "rope_type" } else { "type" }, known.join(" or "))
             }
             "linear" => Ok(RotaryScaling::Linear { factor: self.factor()? }),
             "llama3" => self.llama3(),

@@ -1,0 +1,102 @@
+//! The keys of a `config.json` that transformers' class of the family does not read.
+//!
+//! transformers ignores them. Their writer may have computed with them nevertheless, in code of its
+//! own. A key whose name contains the name of a part of a model is therefore an error, unless its
+//! value is known to have no effect. Other keys, such as the writer's version, are ignored.
+//!
+//! Invariant: a key that changes the computation of any decoder in transformers is an error in a
+//! family that does not read it, unless its value leaves the computation unchanged.
+
+use super::keys::{Keys, Outcome};
+use serde_json::{Value, json};
+
+/// Keys that name a part of a model, and do not change what it computes: dropout, initialization,
+/// tokens, the choice of an implementation, outputs, and settings of generation.
+const WITHOUT_EFFECT: [&str; 27] = [
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_attn_implementation_internal",
+    "_experts_implementation",
+    "_flash_attn_2_enabled",
+    "architectures",
+    "attention_dropout",
+    "attention_probs_dropout_prob",
+    "attn_implementation",
+    "attn_pdrop",
+    "context_window",
+    "embd_pdrop",
+    "hidden_dropout",
+    "hidden_dropout_prob",
+    "initializer_factor",
+    "max_window_layers",
+    "num_beam_groups",
+    "original_max_position_embeddings",
+    "output_attentions",
+    "output_hidden_states",
+    "remove_invalid_values",
+    "reorder_and_upcast_attn",
+    "summary_activation",
+    "use_flash_attention",
+    "use_flash_attention_2",
+    "use_memory_efficient_attention",
+    "use_sdpa_attention",
+];
+
+/// Words in the names of keys that change what a decoder computes.
+#[rustfmt::skip]
+const PARTS: [&str; 86] = [
+    "activ", "act_", "alibi", "altup", "attention", "attn", "audio", "bias", "bidirection", "causal", "clip",
+    "compress", "conv1d", "conv_kernel", "cross", "d_conv", "d_model", "decoder", "dense", "dim", "emb_", "embd",
+    "embed", "expand", "expert", "factor", "ffn", "gate", "gating", "glu", "group", "head", "hidden", "image",
+    "inner", "interleav", "jitter", "kv", "lambda", "latent", "laurel", "layer", "logit", "logn", "lora", "mamba",
+    "mask", "memory", "mla", "mlp", "moe", "mtp", "multi_query", "multiplier", "mup", "nextn", "norm", "ntk",
+    "parallel", "pattern", "position", "quant", "query", "rank", "recurren", "relative", "residual", "rope",
+    "rotary", "router", "scal", "shared", "sink", "softcap", "softmax", "sparse", "sparsi", "ssm", "state",
+    "text_config", "time_step", "topk", "use_long_context", "vision_config", "window", "yarn",
+];
+
+/// Values that leave the computation unchanged, of keys for which it is neither null nor false.
+fn neutral(key: &str) -> Option<Value> {
+    match key {
+        "causal" | "is_causal" | "use_causal_mask" | "use_rope" | "scale_attn_weights" => Some(json!(true)),
+        "embedding_multiplier" | "residual_multiplier" | "logit_scale" | "logits_scaling" | "lm_head_multiplier"
+        | "scale_emb" | "rope_scaling_factor" | "rope_ratio" | "rotary_pct" | "partial_rotary_factor"
+        // Phi-4-mini has these two, and its own code does not read them.
+        | "full_attn_mod" | "interpolate_factor" => Some(json!(1)),
+        _ => None,
+    }
+}
+
+/// Refuses a key that was not read and could change the computation.
+pub(super) fn check(keys: &Keys<'_>) -> Outcome<()> {
+    let names_a_part = |key: &str| PARTS.iter().any(|part| key.contains(part));
+    for (key, value) in keys.unread() {
+        if WITHOUT_EFFECT.contains(&key) || !names_a_part(key) || has_no_effect(key, value) {
+            continue;
+        }
+        let family = keys.text("model_type")?.unwrap_or_default();
+        return keys.refuse(
+            key,
+            format!(
+                "no such key in a {family} model, which could compute something else than stated: remove it if the \
+                 model was trained without it"
+            ),
+        );
+    }
+    Ok(())
+}
+
+/// Returns true for a value that switches a part off, or that describes the default.
+fn has_no_effect(key: &str, value: &Value) -> bool {
+    if let Some(neutral) = neutral(key) {
+        return value.as_f64().map_or(*value == neutral, |number| Some(number) == neutral.as_f64());
+    }
+    match value {
+        Value::Null => true,
+        Value::Bool(flag) => !flag,
+        Value::Number(number) => number.as_f64() == Some(0.0) && (key.starts_with("num_") || key.starts_with("n_")),
+        Value::String(text) => text.is_empty(),
+        Value::Array(list) => list.iter().all(|kind| key == "layer_types" && kind == "full_attention"),
+        Value::Object(map) => map.is_empty(),
+    }
+}
