@@ -3,6 +3,8 @@
 //!
 //! `tests/models/make.py` writes the cases. STEPSCOPE_MODELS names a folder of others.
 
+#[path = "models/adapters.rs"]
+mod adapters;
 #[path = "models/configs.rs"]
 mod configs;
 #[path = "models/lora.rs"]

@@ -186,3 +186,12 @@ fn keys_with_an_effect_are_refused() {
         assert!(error.contains(&format!("`{key}`: expected")) && error.ends_with(&format!("got {value}")), "{error}");
     }
 }
+
+/// An exported folder has no code of its own, so its `config.json` names none.
+#[test]
+fn exported_files_name_no_code() {
+    let map = json!({"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"});
+    let config = with("phi3", "auto_map", &map).unwrap();
+    let written: Value = serde_json::from_str(&config.to_json("bfloat16")).unwrap();
+    assert!(written.get("auto_map").is_none() && written["model_type"] == "phi3", "{written}");
+}

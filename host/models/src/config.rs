@@ -5,6 +5,7 @@ pub(crate) mod keys;
 mod rope;
 mod unread;
 
+use crate::names::{self, FileTensor};
 use keys::Keys;
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -17,6 +18,8 @@ const MAX_CONFIG_BYTES: u64 = 1 << 20;
 /// The most layers, and the largest of all other sizes. Both are far above any real model.
 const MAX_LAYERS: usize = 1 << 14;
 const MAX_SIZE: usize = 1 << 26;
+/// The most weights, above any real model, so that no product of sizes overflows.
+const MAX_WEIGHTS: u128 = 1 << 42;
 
 /// A family of models, which decides the names and the layout of the tensors in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -190,6 +193,11 @@ impl ModelConfig {
     pub fn from_json(bytes: &[u8]) -> std::result::Result<Self, String> {
         let json: Value = serde_json::from_slice(bytes).map_err(|reason| reason.to_string())?;
         let config = families::read(&Keys::of(&json)?)?;
+        let product = |tensor: &FileTensor| tensor.shape.iter().map(|&extent| extent as u128).product::<u128>();
+        let weights: u128 = names::tensors(&config).iter().map(product).sum();
+        if weights > MAX_WEIGHTS {
+            return Err(format!("describes {weights} weights, but the most are {MAX_WEIGHTS}: check its sizes"));
+        }
         let Value::Object(json) = json else { unreachable!("`Keys` has accepted an object") };
         Ok(Self { json, ..config })
     }
@@ -211,10 +219,12 @@ impl ModelConfig {
     }
 
     /// Returns the `config.json` that was read, with the type of the stored weights, which are not
-    /// quantised.
+    /// quantised. `auto_map` is left out: it names files of code that would have to stand next to
+    /// it, and transformers has a class for each [`Family`].
     pub fn to_json(&self, dtype: &str) -> String {
         let mut json = self.json.clone();
         json.remove("quantization_config");
+        json.remove("auto_map");
         // transformers 5 has renamed the key.
         let old = json.contains_key("torch_dtype") && !json.contains_key("dtype");
         json.insert(if old { "torch_dtype" } else { "dtype" }.into(), dtype.into());

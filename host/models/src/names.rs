@@ -58,6 +58,11 @@ impl FileTensor {
         self.name.rsplit_once('.').map_or(&self.name, |(module, _)| module)
     }
 
+    /// Returns true for the table of tokens.
+    pub(crate) fn is_token_table(&self) -> bool {
+        self.parts.first().is_some_and(|part| part.parameter == "tokens.weight")
+    }
+
     /// Returns the number of outputs in the file.
     pub(crate) fn outputs(&self) -> usize {
         self.parts.iter().map(|part| part.outputs).sum()

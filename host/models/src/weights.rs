@@ -268,7 +268,7 @@ pub(crate) fn merge(weights: &mut [f32], shape: Shape, adapter: &Adapter, parame
 }
 
 /// Returns the parameter with this name.
-fn named<'l>(layout: &'l ParameterSpec, name: &str) -> Result<(Parameter, &'l ParameterEntry)> {
+pub(crate) fn named<'l>(layout: &'l ParameterSpec, name: &str) -> Result<(Parameter, &'l ParameterEntry)> {
     let found = layout.iter().find(|(_, entry)| entry.name() == name);
     found.ok_or_else(|| Error::misuse("weights", format!("a model with the parameter `{name}`"), "one without it"))
 }
@@ -322,8 +322,8 @@ pub(crate) fn columns(spec: &ParameterSpec) -> impl Fn(&str) -> usize + use<> {
 /// Returns an error if the host cannot hold the weights twice in f32, as read and as laid out. Runs
 /// before any are allocated.
 fn check_memory(folder: &Path, config: &ModelConfig) -> Result<()> {
-    let product = |shape: &[usize]| shape.iter().map(|&extent| extent as u128).product::<u128>();
-    let weights: u128 = names::tensors(config).iter().map(|tensor| product(&tensor.shape)).sum();
+    // `ModelConfig` bounds the weights, so that the sum does not overflow.
+    let weights: u128 = names::tensors(config).iter().map(|tensor| tensor.shape.iter().product::<usize>() as u128).sum();
     let (bytes, available) = (2 * weights * size_of::<f32>() as u128, HostMemory::available_bytes());
     if bytes <= u128::from(available) {
         return Ok(());

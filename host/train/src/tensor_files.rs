@@ -49,17 +49,10 @@ impl TensorFiles {
     pub fn open(folder: impl AsRef<Path>, skip: impl Fn(&str) -> bool) -> Result<Self> {
         let folder = folder.as_ref();
         let (whole, index) = (folder.join(FILE), folder.join(INDEX));
-        let mut opened = Self {
-            folder: folder.into(),
-            index: None,
-            files: Vec::new(),
-            tensors: BTreeMap::new(),
-            bytes: BTreeMap::new(),
-        };
         if whole.exists() {
-            opened.add(whole, &skip, None)?;
-            return Ok(opened);
+            return Self::open_file(whole, skip);
         }
+        let mut opened = Self::empty(folder);
         if !index.exists() {
             return Err(no_tensors(folder));
         }
@@ -74,6 +67,21 @@ impl TensorFiles {
             opened.add(path, &skip, Some(names.iter().map(String::as_str).collect()))?;
         }
         Ok(opened)
+    }
+
+    /// Opens one file of tensors like [`TensorFiles::open`].
+    ///
+    /// # Errors
+    /// Those of [`TensorFiles::open`].
+    pub fn open_file(path: impl Into<PathBuf>, skip: impl Fn(&str) -> bool) -> Result<Self> {
+        let path = path.into();
+        let mut opened = Self::empty(path.parent().unwrap_or(&path));
+        opened.add(path, &skip, None)?;
+        Ok(opened)
+    }
+
+    fn empty(folder: &Path) -> Self {
+        Self { folder: folder.into(), index: None, files: Vec::new(), tensors: BTreeMap::new(), bytes: BTreeMap::new() }
     }
 
     /// Opens a file that must have these tensors, if they are known.

@@ -51,7 +51,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = up_to(1 << 20))]
     pub(crate) epochs: usize,
 
-    /// Peak learning rate of AdamW [default: 2e-5, or 2e-4 with --lora]
+    /// Peak learning rate of AdamW [default: 2e-5, or 2e-4 for adapters]
     #[arg(long, value_name = "RATE", value_parser = above_zero)]
     pub(crate) learning_rate: Option<f32>,
 
@@ -77,15 +77,19 @@ pub(crate) struct Args {
 
     /// Train adapters of this rank (LoRA), and freeze the model's own weights, which keep the type
     /// of the file
-    #[arg(long, value_name = "RANK", value_parser = up_to(1 << 12))]
+    #[arg(long, value_name = "RANK", value_parser = up_to(1 << 12), group = "adapters")]
     pub(crate) lora: Option<usize>,
+
+    /// Folder of an adapter of PEFT or of an earlier run, whose training continues with its settings
+    #[arg(long, value_name = "DIR", group = "adapters")]
+    pub(crate) adapter: Option<PathBuf>,
 
     /// Number that is divided by the rank to scale the adapters [default: twice the rank]
     #[arg(long, value_name = "NUMBER", value_parser = above_zero, requires = "lora")]
     pub(crate) lora_alpha: Option<f32>,
 
-    /// Linear layers that have adapters, by the ends of their names, such as q_proj,v_proj
-    /// [default: all but the head]
+    /// Linear layers that have adapters, by the ends of their names, such as q_proj,v_proj, or
+    /// all-linear [default: all-linear, which is all but the head]
     #[arg(long, value_name = "NAMES", value_delimiter = ',', requires = "lora")]
     pub(crate) lora_targets: Vec<String>,
 
@@ -94,11 +98,11 @@ pub(crate) struct Args {
     pub(crate) lora_dropout: f32,
 
     /// Quantize the frozen weights of linear layers to this type (QLoRA)
-    #[arg(long, value_enum, requires = "lora")]
+    #[arg(long, value_enum, requires = "adapters")]
     pub(crate) quantize: Option<Quantize>,
 
     /// Export the model with its adapters merged into it, instead of the adapters
-    #[arg(long, requires = "lora")]
+    #[arg(long, requires = "adapters")]
     pub(crate) merge: bool,
 
     /// Continue from this checkpoint, with the same settings; with more --epochs, the run is
@@ -138,7 +142,7 @@ pub(crate) enum Decay {
 
 impl Args {
     pub(crate) fn learning_rate(&self) -> f32 {
-        self.learning_rate.unwrap_or(if self.lora.is_some() { LORA_RATE } else { RATE })
+        self.learning_rate.unwrap_or(if self.lora.is_some() || self.adapter.is_some() { LORA_RATE } else { RATE })
     }
 
     /// Returns the schedule of a run of this many updates. The rate is zero only after the last

@@ -47,12 +47,11 @@ impl<'r> Plan<'r> {
         let RunArgs { seed, .. } = args.run;
         let accumulate = args.run.accumulate(shards)?;
         let (files, config) = weights::open(&args.weights, args.context)?;
-        let lora = lora(args);
+        let lora = lora(args, &config)?;
         if let Some(lora) = &lora {
-            lora.modules(&config).map_err(|error| bad("--lora-targets", error))?;
             if args.quantize.is_some() {
                 let built = Transformer::with_lora(config.clone(), lora, |entry| files.quantized(entry));
-                built.map_err(|error| bad("--quantize", error))?;
+                built.map_err(|error| bad("--quantize", weights::plain(&error)))?;
             }
         }
         check_batch(args.batch, config.context)?;
@@ -122,9 +121,13 @@ impl<'r> Plan<'r> {
         FrozenType::F32
     }
 
-    /// Loads the model's own weights, trained or frozen.
+    /// Loads the model's own weights, trained or frozen, and those of the adapter that continues.
     pub(crate) fn load_weights(&self, parameters: &mut Parameters) -> Outcome<()> {
-        weights::load(&self.args.weights, parameters)
+        weights::load(&self.args.weights, parameters)?;
+        match self.lora.as_ref().zip(self.args.adapter.as_ref()) {
+            Some((lora, folder)) => lora.load(folder, &self.config, parameters).map_err(weights::refused),
+            None => Ok(()),
+        }
     }
 
     /// Creates the model with its initial weights, and the optimizer.
@@ -236,13 +239,26 @@ impl<'r> Plan<'r> {
 }
 
 /// Returns the adapters that the arguments ask for.
-fn lora(args: &Args) -> Option<Lora> {
-    let rank = args.lora?;
+fn lora(args: &Args, config: &ModelConfig) -> Outcome<Option<Lora>> {
+    let base_model = Some(args.weights.display().to_string());
+    if let Some(folder) = &args.adapter {
+        let lora = weights::adapter(folder, config)?;
+        lora.check_trainable(config).map_err(|error| bad(folder.display(), weights::plain(&error)))?;
+        return Ok(Some(Lora { base_model, ..lora }));
+    }
+    let Some(rank) = args.lora else { return Ok(None) };
     let alpha = args.lora_alpha.map_or(2.0 * rank as f64, f64::from);
+    let lora = Lora { base_model, dropout: args.lora_dropout, ..Lora::new(rank, alpha) };
     let targets = match &args.lora_targets[..] {
         [] => Targets::AllLinear,
+        [all] if all == "all-linear" => Targets::AllLinear,
         names => Targets::Names(names.to_vec()),
     };
-    let base_model = Some(args.weights.display().to_string());
-    Some(Lora { targets, base_model, dropout: args.lora_dropout, ..Lora::new(rank, alpha) })
+    // Each name, because a file may have names that its model lacks.
+    for name in &args.lora_targets {
+        let one = if name == "all-linear" { Targets::AllLinear } else { Targets::Names(vec![name.clone()]) };
+        let one = Lora { targets: one, ..lora.clone() };
+        one.check_trainable(config).map_err(|error| bad("--lora-targets", weights::plain(&error)))?;
+    }
+    Ok(Some(Lora { targets, ..lora }))
 }

@@ -276,7 +276,7 @@ impl Generator<'_> {
         let sampler = self.sampling.sampler(self.args.seed)?;
         let text = self.text(beginning, &sampler)?;
         let device = Device::open(self.args.device)?;
-        let lora = adapter.as_deref().map(|folder| Lora::read(folder).map_err(weights::refused)).transpose()?;
+        let lora = adapter.as_deref().map(|folder| weights::adapter(folder, &self.config)).transpose()?;
         let folder = adapter.as_ref().unwrap_or(&self.args.weights);
         let (model, spec) = self.model::<S>(lora.as_ref()).map_err(|error| bad(folder.display(), error))?;
         let empty = |device: &Device| {

@@ -32,6 +32,7 @@ use std::io::{self, ErrorKind, Write as _};
 use std::process::ExitCode;
 
 pub(crate) use arguments::Args;
+use crate::run::memory::check_batch;
 use step::Work;
 use stepscope_predict::{Forecast, Kernels};
 
@@ -63,6 +64,10 @@ fn run(args: &Args) -> Result<String, Box<dyn Error>> {
     let (text, json) = match compared {
         Some(compared) => (report::comparison(&compared), serde_json::to_value(&compared)?),
         None => {
+            if let Work::Gpt { config, lora, .. } = args.work() {
+                check_batch(args.batch(), config.context).map_err(|error| error.to_string())?;
+                step::check_size(&config, lora)?;
+            }
             let launches = step::launches(&gpu, &args.work(), args.precision, args.batch())?;
             let forecast = Forecast::of(&gpu, &kernels, &launches);
             let json = serde_json::json!({

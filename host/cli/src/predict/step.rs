@@ -63,6 +63,26 @@ fn gpt<S: Activation>(config: &ModelConfig, mode: Mode, lora: Option<Adapters>) 
     Ok((Gpt::of(layers, mode), spec))
 }
 
+/// The most bytes of weights, gradients and moments: more than any GPU has.
+const MAX_BYTES: u64 = 2 << 40;
+
+/// Returns an error if the weights of a model, with their gradients and moments, exceed the memory
+/// of any GPU. Its steps would take hours to predict.
+pub(crate) fn check_size(config: &ModelConfig, lora: Option<Adapters>) -> std::result::Result<(), String> {
+    let (_, spec) = gpt::<bf16>(config, Mode::default(), lora).map_err(|error| error.to_string())?;
+    let bytes = (4 * size_of::<f32>() * spec.elements()) as u64 + spec.frozen_bytes();
+    match bytes <= MAX_BYTES {
+        true => Ok(()),
+        false => Err(format!(
+            "{} weights take {} GiB with their gradients and moments, but the most that can be predicted are {} GiB: \
+             check the sizes in config.json, or add --lora",
+            spec.weights(),
+            bytes >> 30,
+            MAX_BYTES >> 30
+        )),
+    }
+}
+
 /// Returns the memory of a run that trains `config` on `batch` samples a step.
 ///
 /// # Errors

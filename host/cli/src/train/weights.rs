@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use stepscope::models::{ModelConfig, WeightFiles};
+use stepscope::models::{Lora, ModelConfig, WeightFiles};
 use stepscope::{Error, Parameters};
 
 use crate::train::bad_input::{Outcome, bad};
@@ -14,10 +14,24 @@ const DEFAULT_CONTEXT: usize = 1024;
 /// Opens a folder, for samples of at most `context` tokens. Returns its files, of which only the
 /// headers are read, and the model.
 pub(crate) fn open(folder: &Path, context: Option<usize>) -> Outcome<(WeightFiles, ModelConfig)> {
+    if let Some(reason) = not_a_model(folder) {
+        return Err(bad(folder.display(), reason));
+    }
     let files = WeightFiles::open(folder).map_err(refused)?;
     let mut config = files.config().clone();
     config.context = checked(folder, config.context, context)?;
     Ok((files, config))
+}
+
+/// Reads the settings of an adapter for a model.
+pub(crate) fn adapter(folder: &Path, config: &ModelConfig) -> Outcome<Lora> {
+    if !folder.join("adapter_config.json").is_file() {
+        let reason = "is no folder of an adapter, which has adapter_config.json and adapter_model.safetensors";
+        return Err(bad(folder.display(), reason));
+    }
+    let lora = Lora::read(folder).map_err(refused)?;
+    lora.modules(config).map_err(|error| bad(folder.display(), plain(&error)))?;
+    Ok(lora)
 }
 
 /// Loads the weights of a folder, tensor by tensor, into the parameters of its model.
@@ -41,4 +55,51 @@ pub(crate) fn refused(error: Error) -> Box<dyn std::error::Error + Send + Sync> 
         Error::File { path, reason } => bad(path.display(), reason),
         error => error.into(),
     }
+}
+
+/// Returns the text of an error without the name of the function that reports it.
+pub(crate) fn plain(error: &Error) -> String {
+    match error {
+        Error::Misuse { expected, got, .. } => format!("expected {expected}, got {got}"),
+        error => error.to_string(),
+    }
+}
+
+/// Returns what a path is instead of a folder of a model, and what to do.
+fn not_a_model(folder: &Path) -> Option<String> {
+    let name = folder.to_string_lossy();
+    if folder.is_file() {
+        let is_gguf = folder.extension().is_some_and(|end| end == "gguf");
+        let what = if is_gguf { "is a GGUF file, which serves inference only" } else { "is a file" };
+        return Some(format!("{what}: give the folder of a model, with config.json and safetensors files"));
+    }
+    if !folder.is_dir() {
+        let is_hub_name = name.split('/').count() == 2 && name.split('/').all(|part| !part.is_empty() && part != ".");
+        return Some(match name.rsplit('/').next() {
+            Some(model) if is_hub_name => {
+                format!("is no folder: `hf download {name} --local-dir {model}` downloads the model; give --weights {model}")
+            }
+            _ => "is no folder: give the folder of a model, with config.json and safetensors files".into(),
+        });
+    }
+    if folder.join("config.json").exists() {
+        return None;
+    }
+    let has = |end: &str| {
+        folder.read_dir().is_ok_and(|files| {
+            files.flatten().any(|file| file.file_name().to_str().is_some_and(|name| name.ends_with(end)))
+        })
+    };
+    Some(match () {
+        () if has("adapter_config.json") => {
+            "is an adapter: give the folder of its model as --weights, and this one as --adapter".into()
+        }
+        () if has(".gguf") => "has GGUF files, which serve inference only: give the folder of the original model".into(),
+        () if has(".pth") || has("params.json") => {
+            "has no config.json, but files of another form: download the version of the model for transformers".into()
+        }
+        () => "has no config.json: give the folder of a model as transformers saves it; models that ask for consent \
+               need `hf auth login` before `hf download`"
+            .into(),
+    })
 }

@@ -153,3 +153,14 @@ pub(crate) fn shown(value: &Value) -> String {
     let start: String = text.chars().take(80).collect();
     if start.len() < text.len() { start + ".." } else { start }
 }
+
+/// Returns true for the value of a setting that is not used.
+pub(crate) fn is_off(value: &Value) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::Array(list) => list.is_empty(),
+        Value::Object(map) => map.is_empty(),
+        Value::String(text) => text.is_empty(),
+        Value::Bool(true) | Value::Number(_) => false,
+    }
+}

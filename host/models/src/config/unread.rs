@@ -7,7 +7,7 @@
 //! Invariant: a key that changes the computation of any decoder in transformers is an error in a
 //! family that does not read it, unless its value leaves the computation unchanged.
 
-use super::keys::{Keys, Outcome};
+use super::keys::{Keys, Outcome, is_off};
 use serde_json::{Value, json};
 
 /// Keys that name a part of a model, and do not change what it computes: dropout, initialization,
@@ -91,12 +91,10 @@ fn has_no_effect(key: &str, value: &Value) -> bool {
     if let Some(neutral) = neutral(key) {
         return value.as_f64().map_or(*value == neutral, |number| Some(number) == neutral.as_f64());
     }
+    let is_count = key.starts_with("num_") || key.starts_with("n_");
     match value {
-        Value::Null => true,
-        Value::Bool(flag) => !flag,
-        Value::Number(number) => number.as_f64() == Some(0.0) && (key.starts_with("num_") || key.starts_with("n_")),
-        Value::String(text) => text.is_empty(),
-        Value::Array(list) => list.iter().all(|kind| key == "layer_types" && kind == "full_attention"),
-        Value::Object(map) => map.is_empty(),
+        Value::Number(number) => is_count && number.as_f64() == Some(0.0),
+        Value::Array(list) if key == "layer_types" => list.iter().all(|kind| kind == "full_attention"),
+        value => is_off(value),
     }
 }

@@ -3,6 +3,7 @@
 //! A module of the file may be a part of a layer (`q_proj` of `qkv_proj`), a whole layer, or
 //! several layers (Phi-3's `gate_up_proj`). The layers of one module share its A.
 
+use super::targets::{ends_with, matching};
 use super::{Lora, Targets};
 use crate::config::ModelConfig;
 use crate::names::{self, FileTensor, Part};
@@ -10,7 +11,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use stepscope_core::{Error, Result, ops};
 
 /// The prefix of all names in PEFT's file.
-const PREFIX: &str = "base_model.model.";
+pub(super) const PREFIX: &str = "base_model.model.";
+
+/// The requirement that a tied model does not meet.
+const UNTIED: &str = "modules that are not tied: PEFT would change the head and the token table as two matrices, so set \
+                      `tie_word_embeddings` to false in config.json, and store the head";
 
 /// The adapters of a model.
 pub(crate) struct Plan {
@@ -18,8 +23,14 @@ pub(crate) struct Plan {
     pub(crate) layers: Vec<AdaptedLayer>,
     /// The parameters that are trained as a whole.
     pub(crate) trained: BTreeSet<String>,
-    /// The tensors of PEFT's file.
+    /// The tensors of PEFT's file that are trained.
     pub(crate) tensors: Vec<FileTensor>,
+    /// The model's own weights in PEFT's file.
+    pub(crate) base: Vec<FileTensor>,
+    /// The name of a tied head in PEFT's file, which must equal the token table.
+    pub(crate) tied_head: Option<String>,
+    /// The adapters of the token table and of the head.
+    pub(crate) tables: Vec<TableAdapter>,
     /// The modules that have adapters, by their names in the model's file.
     pub(crate) modules: Vec<String>,
 }
@@ -47,7 +58,75 @@ pub(crate) struct PlannedPart {
     pub(crate) scale: f32,
 }
 
+/// The adapter of a table `[vocabulary, width]`, which is added to the table.
+#[derive(Debug)]
+pub(crate) struct TableAdapter {
+    /// The table.
+    pub(crate) parameter: String,
+    module: String,
+    rows: usize,
+    columns: usize,
+    /// True for the head. PEFT stores the factors of the token table transposed.
+    is_head: bool,
+    rank: usize,
+    scale: f32,
+}
+
+impl TableAdapter {
+    /// Returns the names and shapes of A and B in PEFT's file.
+    pub(crate) fn tensors(&self) -> [(String, Vec<usize>); 2] {
+        let Self { ref module, rows, columns, rank, .. } = *self;
+        let name = |end: &str| format!("{PREFIX}{module}.{end}");
+        match self.is_head {
+            true => [
+                (name("lora_A.weight"), vec![rank, columns]),
+                (name("lora_B.weight"), vec![rows, rank]),
+            ],
+            false => [(name("lora_embedding_A"), vec![rank, rows]), (name("lora_embedding_B"), vec![columns, rank])],
+        }
+    }
+
+    /// Adds the product of A and B to the table.
+    pub(crate) fn add(&self, a: &[f32], b: &[f32], table: &mut [f32]) {
+        let Self { rows, columns, rank, .. } = *self;
+        // The element of rank r in row n of the table, and in column n.
+        let by_row = |r: usize, row: usize| if self.is_head { b[row * rank + r] } else { a[r * rows + row] };
+        let by_column = |r: usize, column: usize| if self.is_head { a[r * columns + column] } else { b[column * rank + r] };
+        let mut sums = vec![0.0; columns];
+        for (row, values) in table.chunks_exact_mut(columns).enumerate() {
+            sums.fill(0.0);
+            for r in 0..rank {
+                let factor = by_row(r, row);
+                sums.iter_mut().enumerate().for_each(|(column, sum)| *sum += factor * by_column(r, column));
+            }
+            values.iter_mut().zip(&sums).for_each(|(value, sum)| *value += self.scale * sum);
+        }
+    }
+}
+
+impl Plan {
+    /// Returns an error if the adapters include those of tables, which are not trained.
+    pub(crate) fn check_trainable(&self) -> Result<()> {
+        match self.tables.first() {
+            None => Ok(()),
+            Some(table) => refuse(
+                "adapters of linear layers of blocks for training: merge the adapter of the table in PEFT, and train \
+                 the table as a module to save",
+                format!("an adapter of `{}`", table.module),
+            ),
+        }
+    }
+}
+
 impl Lora {
+    /// Checks that finetuning can train these adapters of a model.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for adapters of the token table or of the head.
+    pub fn check_trainable(&self, config: &ModelConfig) -> Result<()> {
+        self.plan(config)?.check_trainable()
+    }
+
     /// Returns the names of the modules of a model that have adapters.
     ///
     /// # Errors
@@ -59,45 +138,80 @@ impl Lora {
     /// Plans the adapters of a model.
     pub(crate) fn plan(&self, config: &ModelConfig) -> Result<Plan> {
         let all = names::tensors(config);
-        let targeted = self.targeted(&all)?;
-        let mut plan = Plan { layers: Vec::new(), trained: BTreeSet::new(), tensors: Vec::new(), modules: Vec::new() };
+        let mut plan = Plan {
+            layers: Vec::new(),
+            trained: BTreeSet::new(),
+            tensors: Vec::new(),
+            base: Vec::new(),
+            tied_head: None,
+            tables: Vec::new(),
+            modules: Vec::new(),
+        };
         let mut layers: BTreeMap<String, usize> = BTreeMap::new();
-        for tensor in targeted {
-            self.add(&mut plan, &mut layers, tensor);
+        let head = names::head(config.family);
+        for tensor in all.iter().filter(|tensor| tensor.shape.len() == 2) {
+            if self.is_target(tensor.module(), tensor.linear)? {
+                match tensor.linear {
+                    true => self.add(&mut plan, &mut layers, tensor)?,
+                    false => self.add_table(&mut plan, tensor, config, tensor.name == head)?,
+                }
+            }
+        }
+        if config.tied && self.is_target(head.trim_end_matches(".weight"), false)? {
+            return refuse(UNTIED, "an adapter of the head of a tied model");
         }
         self.add_saved(&mut plan, config, &all)?;
-        if plan.layers.is_empty() {
-            return refuse("at least one target", "no module");
+        self.add_base(&mut plan, config, &all)?;
+        if plan.layers.is_empty() && plan.tables.is_empty() {
+            let targets = match &self.targets {
+                Targets::AllLinear => "all linear layers".into(),
+                Targets::Names(names) => format!("`{}`", names.join("`, `")),
+                Targets::Pattern(pattern) => format!("`{pattern}`"),
+            };
+            return refuse("targets that the model has", format!("{targets}, which match no module"));
         }
         Ok(plan)
     }
 
-    /// Returns the weights of the targeted modules.
-    fn targeted<'t>(&self, all: &'t [FileTensor]) -> Result<Vec<&'t FileTensor>> {
-        let is_excluded = |tensor: &FileTensor| self.excluded.iter().any(|name| ends_with(tensor.module(), name));
-        let Targets::Names(targets) = &self.targets else {
-            return Ok(all.iter().filter(|tensor| tensor.linear && !is_excluded(tensor)).collect());
-        };
-        for target in targets {
-            let mut named = all.iter().filter(|tensor| ends_with(tensor.module(), target)).peekable();
-            if named.peek().is_none() {
-                return refuse("targets that the model has", format!("`{target}`, which ends the name of no module"));
-            }
-            if let Some(other) = named.find(|tensor| !tensor.linear && tensor.name.ends_with(".weight")) {
-                let expected =
-                    "targets that are linear layers of blocks: train tables, norms and the head as modules to save";
-                return refuse(expected, format!("`{target}`, which is the end of `{}`", other.module()));
+    /// Adds the adapter of the token table or of the head.
+    fn add_table(&self, plan: &mut Plan, tensor: &FileTensor, config: &ModelConfig, is_head: bool) -> Result<()> {
+        if config.tied {
+            return refuse(UNTIED, format!("an adapter of `{}` in a tied model", tensor.module()));
+        }
+        if !is_head && !tensor.is_token_table() {
+            return refuse("adapters of linear layers, of the token table and of the head", format!("one of `{}`", tensor.module()));
+        }
+        let (module, [rows, columns]) = (tensor.module().to_owned(), [tensor.shape[0], tensor.shape[1]]);
+        let (rank, scale) = self.rank_and_scale(&module)?;
+        let parameter = tensor.parts[0].parameter.clone();
+        plan.modules.push(module.clone());
+        plan.tables.push(TableAdapter { parameter, module, rows, columns, is_head, rank, scale });
+        Ok(())
+    }
+
+    /// Returns the rank and the scale of a module's adapter.
+    fn rank_and_scale(&self, module: &str) -> Result<(usize, f32)> {
+        let rank = matching(&self.rank_pattern, module)?.unwrap_or(self.rank);
+        Ok((rank, self.scale(rank, matching(&self.alpha_pattern, module)?.unwrap_or(self.alpha))))
+    }
+
+    /// Adds the model's own weights that stand in PEFT's file.
+    fn add_base(&self, plan: &mut Plan, config: &ModelConfig, all: &[FileTensor]) -> Result<()> {
+        for name in &self.base_weights {
+            let full = format!("{PREFIX}{name}");
+            match all.iter().find(|tensor| tensor.name == *name) {
+                Some(tensor) => plan.base.push(FileTensor { name: full, ..tensor.clone() }),
+                None if config.tied && name == names::head(config.family) => plan.tied_head = Some(full),
+                None => return refuse("an adapter's file with weights of this model", format!("`{name}`")),
             }
         }
-        let is_target = |tensor: &&FileTensor| targets.iter().any(|target| ends_with(tensor.module(), target));
-        Ok(all.iter().filter(|tensor| tensor.linear).filter(is_target).filter(|tensor| !is_excluded(tensor)).collect())
+        Ok(())
     }
 
     /// Adds the adapter of a module.
-    fn add(&self, plan: &mut Plan, layers: &mut BTreeMap<String, usize>, tensor: &FileTensor) {
+    fn add(&self, plan: &mut Plan, layers: &mut BTreeMap<String, usize>, tensor: &FileTensor) -> Result<()> {
         let (module, inputs) = (tensor.module().to_owned(), tensor.inputs);
-        let rank = matching(&self.rank_pattern, &module).unwrap_or(self.rank);
-        let scale = self.scale(rank, matching(&self.alpha_pattern, &module).unwrap_or(self.alpha));
+        let (rank, scale) = self.rank_and_scale(&module)?;
         let end = module.rsplit('.').next().unwrap_or(&module).to_owned();
         let layer_of = |part: &Part| part.parameter.strip_suffix(".weight").unwrap_or(&part.parameter).to_owned();
         let mut of_module: Vec<String> = Vec::new();
@@ -145,6 +259,7 @@ impl Lora {
         plan.tensors.push(lora("lora_A", [rank, inputs], inputs, a.into_iter().collect()));
         plan.tensors.push(lora("lora_B", [outputs, rank], rank, of_b));
         plan.modules.push(module);
+        Ok(())
     }
 
     /// Adds the modules that are trained as a whole.
@@ -153,9 +268,7 @@ impl Lora {
             let head = names::head(config.family);
             let is_table = |module: &str| ends_with(module, name) && module.starts_with(table_of(all));
             if config.tied && (ends_with(head.trim_end_matches(".weight"), name) || is_table(table_of(all))) {
-                let expected = "modules to save that are not tied: PEFT would train the head and the token table as two \
-                                matrices, so set `tie_word_embeddings` to false in config.json, and store the head";
-                return refuse(expected, format!("`{name}` of a tied model"));
+                return refuse(UNTIED, format!("`{name}` of a tied model"));
             }
             let saved: Vec<&FileTensor> = all.iter().filter(|tensor| ends_with(tensor.module(), name)).collect();
             if saved.is_empty() {
@@ -165,12 +278,6 @@ impl Lora {
                 );
             }
             for tensor in saved {
-                if plan.modules.iter().any(|module| module == tensor.module()) {
-                    return refuse(
-                        "modules to save without adapters",
-                        format!("`{}`, which is a target", tensor.module()),
-                    );
-                }
                 plan.trained.extend(tensor.parts.iter().map(|part| part.parameter.clone()));
                 plan.tensors.push(FileTensor { name: format!("{PREFIX}{}", tensor.name), ..tensor.clone() });
             }
@@ -193,16 +300,6 @@ impl Lora {
 /// Returns the name of the token table's module.
 fn table_of(all: &[FileTensor]) -> &str {
     all.first().map_or("", FileTensor::module)
-}
-
-/// Returns true if a module's name is `end`, or ends with it after a dot.
-fn ends_with(module: &str, end: &str) -> bool {
-    module.strip_suffix(end).is_some_and(|before| before.is_empty() || before.ends_with('.'))
-}
-
-/// Returns the value of the first name that ends a module's name.
-fn matching<T: Copy>(pattern: &[(String, T)], module: &str) -> Option<T> {
-    pattern.iter().find(|(end, _)| ends_with(module, end)).map(|(_, value)| *value)
 }
 
 fn refuse<T>(expected: impl Into<String>, got: impl Into<String>) -> Result<T> {
