@@ -274,7 +274,11 @@ fn unsupported_settings_are_refused() {
     let rope =
         |rope: &str| serde_json::json!({"rope_parameters": serde_json::from_str::<serde_json::Value>(rope).unwrap()});
     let faults = [
-        ("llama2", serde_json::json!({"model_type": "mamba"}), &["`model_type`", "\"mamba\"", "one of these families"][..]),
+        (
+            "llama2",
+            serde_json::json!({"model_type": "mamba"}),
+            &["`model_type`", "\"mamba\"", "one of these families"][..],
+        ),
         ("llama2", serde_json::json!({"model_type": 3}), &["`model_type`", "a text", "3"]),
         ("llama2", serde_json::json!({"hidden_act": "gelu"}), &["`hidden_act`", "\"silu\"", "\"gelu\""]),
         ("arcee", serde_json::json!({"hidden_act": "silu"}), &["`hidden_act`", "\"relu2\"", "\"silu\""]),

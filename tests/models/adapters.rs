@@ -29,7 +29,13 @@ fn kinds() -> Vec<(String, PathBuf, Value)> {
 }
 
 /// Loads an adapter's folder onto its model, and returns the logits of these ids.
-fn logits(device: &Device, base: &Path, folder: &Path, ids: &[u32], shape: [usize; 2]) -> (Lora, Transformer, Parameters, Vec<f32>) {
+fn logits(
+    device: &Device,
+    base: &Path,
+    folder: &Path,
+    ids: &[u32],
+    shape: [usize; 2],
+) -> (Lora, Transformer, Parameters, Vec<f32>) {
     let lora = Lora::read(folder).unwrap();
     let mut files = WeightFiles::open(base).unwrap();
     let (model, spec) = Transformer::with_lora(files.config().clone(), &lora, |_| FrozenType::F32).unwrap();

@@ -119,6 +119,10 @@ fn keys_without_effect_are_accepted() {
         ("llama2", "layer_types", json!(["full_attention", "full_attention"])),
         ("llama2", "partial_rotary_factor", json!(1.0)),
         ("llama2", "residual_multiplier", json!(1.0)),
+        ("llama2", "logit_scale", Value::Null),
+        ("llama2", "embedding_dropout", json!(0.1)),
+        ("llama2", "initializer_factor", json!(1.0)),
+        ("llama2", "internal_version", json!("7b-alpha-v2.33")),
         ("llama2", "sliding_window", Value::Null),
         ("gpt_neox", "head_dim", json!(16)),
         ("gpt_neox", "custom_pipelines", json!({"text-generation": {"impl": "instruct_pipeline.Pipeline"}})),
@@ -190,7 +194,8 @@ fn keys_with_an_effect_are_refused() {
 /// An exported folder has no code of its own, so its `config.json` names none.
 #[test]
 fn exported_files_name_no_code() {
-    let map = json!({"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"});
+    let map =
+        json!({"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"});
     let config = with("phi3", "auto_map", &map).unwrap();
     let written: Value = serde_json::from_str(&config.to_json("bfloat16")).unwrap();
     assert!(written.get("auto_map").is_none() && written["model_type"] == "phi3", "{written}");

@@ -139,7 +139,8 @@ impl Lora {
         };
         let path = folder.join(WEIGHTS);
         if !path.exists() && folder.join("adapter_model.bin").exists() {
-            let reason = "is missing: convert adapter_model.bin to safetensors, by loading and saving the adapter in PEFT";
+            let reason =
+                "is missing: convert adapter_model.bin to safetensors, by loading and saving the adapter in PEFT";
             return Err(Error::file(path, reason));
         }
         let files = TensorFiles::open_file(path, |_| false)?;
@@ -174,8 +175,7 @@ impl Lora {
             }
         };
         let tensors: Vec<FileTensor> = plan.tensors.into_iter().chain(plan.base).collect();
-        let mut values =
-            weights::values_of(&tensors, parameters.layout(), |tensor| read(&tensor.name, &tensor.shape))?;
+        let mut values = weights::values_of(&tensors, parameters.layout(), |tensor| read(&tensor.name, &tensor.shape))?;
         for table in &plan.tables {
             let [a, b] = table.tensors();
             let (a, b) = (read(&a.0, &a.1)?, read(&b.0, &b.1)?);
@@ -195,7 +195,8 @@ impl Lora {
                 None => parameters.read(parameter)?,
             };
             if read(head, entry.shape().extents())? != table {
-                let reason = format!("has a `{head}` that differs from the token table, but the model's head is that table");
+                let reason =
+                    format!("has a `{head}` that differs from the token table, but the model's head is that table");
                 return Err(Error::file(path, reason));
             }
         }
@@ -244,5 +245,7 @@ impl Lora {
 /// adapter, and those of the layers around the model's own.
 fn plain(name: &str) -> String {
     let name = name.strip_suffix(".default").unwrap_or(name);
-    [".default.", ".base_layer.", ".modules_to_save."].iter().fold(name.to_owned(), |name, part| name.replace(part, "."))
+    [".default.", ".base_layer.", ".modules_to_save."]
+        .iter()
+        .fold(name.to_owned(), |name, part| name.replace(part, "."))
 }

@@ -323,7 +323,8 @@ pub(crate) fn columns(spec: &ParameterSpec) -> impl Fn(&str) -> usize + use<> {
 /// before any are allocated.
 fn check_memory(folder: &Path, config: &ModelConfig) -> Result<()> {
     // `ModelConfig` bounds the weights, so that the sum does not overflow.
-    let weights: u128 = names::tensors(config).iter().map(|tensor| tensor.shape.iter().product::<usize>() as u128).sum();
+    let weights: u128 =
+        names::tensors(config).iter().map(|tensor| tensor.shape.iter().product::<usize>() as u128).sum();
     let (bytes, available) = (2 * weights * size_of::<f32>() as u128, HostMemory::available_bytes());
     if bytes <= u128::from(available) {
         return Ok(());

@@ -80,21 +80,22 @@ pub(crate) struct Args {
     #[arg(long, value_name = "RANK", value_parser = up_to(1 << 12), group = "adapters")]
     pub(crate) lora: Option<usize>,
 
-    /// Folder of an adapter of PEFT or of an earlier run, whose training continues with its settings
+    /// Folder of an adapter of PEFT or of an earlier run, whose training continues with its
+    /// settings
     #[arg(long, value_name = "DIR", group = "adapters")]
     pub(crate) adapter: Option<PathBuf>,
 
     /// Number that is divided by the rank to scale the adapters [default: twice the rank]
-    #[arg(long, value_name = "NUMBER", value_parser = above_zero, requires = "lora")]
+    #[arg(long, value_name = "NUMBER", value_parser = above_zero, requires = "lora", conflicts_with = "adapter")]
     pub(crate) lora_alpha: Option<f32>,
 
     /// Linear layers that have adapters, by the ends of their names, such as q_proj,v_proj, or
     /// all-linear [default: all-linear, which is all but the head]
-    #[arg(long, value_name = "NAMES", value_delimiter = ',', requires = "lora")]
+    #[arg(long, value_name = "NAMES", value_delimiter = ',', requires = "lora", conflicts_with = "adapter")]
     pub(crate) lora_targets: Vec<String>,
 
     /// Probability with which dropout zeroes an element of an adapter's input in training
-    #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = below_one, requires = "lora")]
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = below_one, requires = "lora", conflicts_with = "adapter")]
     pub(crate) lora_dropout: f32,
 
     /// Quantize the frozen weights of linear layers to this type (QLoRA)

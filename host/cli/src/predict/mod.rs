@@ -31,8 +31,8 @@ use std::error::Error;
 use std::io::{self, ErrorKind, Write as _};
 use std::process::ExitCode;
 
-pub(crate) use arguments::Args;
 use crate::run::memory::check_batch;
+pub(crate) use arguments::Args;
 use step::Work;
 use stepscope_predict::{Forecast, Kernels};
 

@@ -77,7 +77,9 @@ fn not_a_model(folder: &Path) -> Option<String> {
         let is_hub_name = name.split('/').count() == 2 && name.split('/').all(|part| !part.is_empty() && part != ".");
         return Some(match name.rsplit('/').next() {
             Some(model) if is_hub_name => {
-                format!("is no folder: `hf download {name} --local-dir {model}` downloads the model; give --weights {model}")
+                format!(
+                    "is no folder: `hf download {name} --local-dir {model}` downloads the model; give --weights {model}"
+                )
             }
             _ => "is no folder: give the folder of a model, with config.json and safetensors files".into(),
         });
@@ -94,7 +96,9 @@ fn not_a_model(folder: &Path) -> Option<String> {
         () if has("adapter_config.json") => {
             "is an adapter: give the folder of its model as --weights, and this one as --adapter".into()
         }
-        () if has(".gguf") => "has GGUF files, which serve inference only: give the folder of the original model".into(),
+        () if has(".gguf") => {
+            "has GGUF files, which serve inference only: give the folder of the original model".into()
+        }
         () if has(".pth") || has("params.json") => {
             "has no config.json, but files of another form: download the version of the model for transformers".into()
         }

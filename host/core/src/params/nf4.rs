@@ -5,8 +5,8 @@
 //! outputs, inputs]` in the file, and blocks of weights run along its rows, and from one row into
 //! the next. [`kernels::nf4_format`] has the format.
 //!
-//! Invariant: all codes, factors and offsets are those of bitsandbytes 0.50 on a CPU, with one thread
-//! of torch. Its kernel for GPUs looks up the codes of scales more finely, so a few of them differ.
+//! Invariant: all codes, factors and offsets are those of bitsandbytes 0.50 on a CPU, with one
+//! thread of torch. Its kernel for GPUs looks up the codes of scales more finely, so a few differ.
 
 #![forbid(unsafe_code)]
 
@@ -175,7 +175,8 @@ fn torch_sum(values: &[f32]) -> f32 {
 fn sum_of_rows<const LANES: usize>(rows: &[[f32; LANES]]) -> [f32; LANES] {
     const LEVELS: usize = 4;
     let (fours, rest) = rows.as_chunks::<4>();
-    let add = |sum: &mut [f32; LANES], row: &[f32; LANES]| sum.iter_mut().zip(row).for_each(|(sum, value)| *sum += value);
+    let add =
+        |sum: &mut [f32; LANES], row: &[f32; LANES]| sum.iter_mut().zip(row).for_each(|(sum, value)| *sum += value);
     let power = (fours.len().next_power_of_two().ilog2() / LEVELS as u32).max(4);
     let mut levels = [[[0.0; LANES]; 4]; LEVELS];
     for (number, four) in fours.iter().enumerate() {

@@ -32,7 +32,8 @@ pub(super) fn read(keys: &Keys<'_>) -> Outcome<ModelConfig> {
         Some("gemma3_text") => gemma3(keys)?,
         Some("arcee") => arcee(keys)?,
         Some("gemma3") => {
-            let known = "\"gemma3_text\", a Gemma 3 of texts only, such as the 1B and the 270M: images are not supported";
+            let known =
+                "\"gemma3_text\", a Gemma 3 of texts only, such as the 1B and the 270M: images are not supported";
             return keys.refuse("model_type", known);
         }
         _ => {
@@ -340,13 +341,12 @@ fn gemma3(keys: &Keys<'_>) -> Outcome<ModelConfig> {
     };
     fits_kernels(head_width, full)?;
     let every = keys.size("sliding_window_pattern", MAX_LAYERS)?.unwrap_or(6);
+    // transformers writes the other key next to `layer_types`, and never reads it.
+    let unread = keys.count("_sliding_window_pattern", MAX_LAYERS)?.unwrap_or(every);
     let slides = match kinds(keys, count)? {
         Some(slides) => slides,
-        None => {
-            // transformers writes this key next to `layer_types`, and never reads it.
-            keys.only("_sliding_window_pattern", &[json!(every)])?;
-            (1..=count).map(|number| !number.is_multiple_of(every)).collect()
-        }
+        None if unread != every => return keys.refuse("_sliding_window_pattern", format!("{every}, or `layer_types`")),
+        None => (1..=count).map(|number| !number.is_multiple_of(every)).collect(),
     };
     let layer = |slides| match slides {
         true => LayerConfig { mask, rotary: Some(sliding) },

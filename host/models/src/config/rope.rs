@@ -16,8 +16,8 @@ const TURNS: std::ops::RangeInclusive<f64> = 1e-6..=1e6;
 
 /// The share of each head's columns that rotate.
 const SHARE: &str = "partial_rotary_factor";
-/// Keys that transformers reads for some scalings only, or not at all.
-const WITHOUT_EFFECT: [&str; 2] = ["finetuned", "original_max_position_embeddings"];
+/// Keys that transformers reads for some scalings only, or not at all. vLLM reads `attn_factor`.
+const WITHOUT_EFFECT: [&str; 3] = ["attn_factor", "finetuned", "original_max_position_embeddings"];
 
 /// The defaults of a family.
 pub(super) struct Defaults {

@@ -10,37 +10,28 @@
 use super::keys::{Keys, Outcome, is_off};
 use serde_json::{Value, json};
 
-/// Keys that name a part of a model, and do not change what it computes: dropout, initialization,
-/// tokens, the choice of an implementation, outputs, and settings of generation.
-const WITHOUT_EFFECT: [&str; 27] = [
-    "_attn_implementation",
+/// Keys that name a part of a model, and do not change what it computes.
+const WITHOUT_EFFECT: [&str; 14] = [
     "_attn_implementation_autoset",
     "_attn_implementation_internal",
-    "_experts_implementation",
-    "_flash_attn_2_enabled",
     "architectures",
-    "attention_dropout",
-    "attention_probs_dropout_prob",
-    "attn_implementation",
     "attn_pdrop",
     "context_window",
     "embd_pdrop",
-    "hidden_dropout",
-    "hidden_dropout_prob",
-    "initializer_factor",
     "max_window_layers",
     "num_beam_groups",
     "original_max_position_embeddings",
     "output_attentions",
     "output_hidden_states",
-    "remove_invalid_values",
     "reorder_and_upcast_attn",
     "summary_activation",
-    "use_flash_attention",
-    "use_flash_attention_2",
-    "use_memory_efficient_attention",
     "use_sdpa_attention",
 ];
+
+/// Words in the names of keys without effect: dropout, initialization, tokens, and the choice of an
+/// implementation.
+const SETTINGS: [&str; 6] =
+    ["dropout", "initializer", "token_id", "_implementation", "flash_att", "memory_efficient_attention"];
 
 /// Words in the names of keys that change what a decoder computes.
 #[rustfmt::skip]
@@ -69,9 +60,10 @@ fn neutral(key: &str) -> Option<Value> {
 
 /// Refuses a key that was not read and could change the computation.
 pub(super) fn check(keys: &Keys<'_>) -> Outcome<()> {
-    let names_a_part = |key: &str| PARTS.iter().any(|part| key.contains(part));
+    let has = |key: &str, words: &[&str]| words.iter().any(|word| key.contains(word));
     for (key, value) in keys.unread() {
-        if WITHOUT_EFFECT.contains(&key) || !names_a_part(key) || has_no_effect(key, value) {
+        let is_known = WITHOUT_EFFECT.contains(&key) || has(key, &SETTINGS) || !has(key, &PARTS);
+        if is_known || has_no_effect(key, value) {
             continue;
         }
         let family = keys.text("model_type")?.unwrap_or_default();
@@ -88,7 +80,7 @@ pub(super) fn check(keys: &Keys<'_>) -> Outcome<()> {
 
 /// Returns true for a value that switches a part off, or that describes the default.
 fn has_no_effect(key: &str, value: &Value) -> bool {
-    if let Some(neutral) = neutral(key) {
+    if let Some(neutral) = neutral(key).filter(|_| !value.is_null()) {
         return value.as_f64().map_or(*value == neutral, |number| Some(number) == neutral.as_f64());
     }
     let is_count = key.starts_with("num_") || key.starts_with("n_");

@@ -78,10 +78,7 @@ impl TableAdapter {
         let Self { ref module, rows, columns, rank, .. } = *self;
         let name = |end: &str| format!("{PREFIX}{module}.{end}");
         match self.is_head {
-            true => [
-                (name("lora_A.weight"), vec![rank, columns]),
-                (name("lora_B.weight"), vec![rows, rank]),
-            ],
+            true => [(name("lora_A.weight"), vec![rank, columns]), (name("lora_B.weight"), vec![rows, rank])],
             false => [(name("lora_embedding_A"), vec![rank, rows]), (name("lora_embedding_B"), vec![columns, rank])],
         }
     }
@@ -91,7 +88,8 @@ impl TableAdapter {
         let Self { rows, columns, rank, .. } = *self;
         // The element of rank r in row n of the table, and in column n.
         let by_row = |r: usize, row: usize| if self.is_head { b[row * rank + r] } else { a[r * rows + row] };
-        let by_column = |r: usize, column: usize| if self.is_head { a[r * columns + column] } else { b[column * rank + r] };
+        let by_column =
+            |r: usize, column: usize| if self.is_head { a[r * columns + column] } else { b[column * rank + r] };
         let mut sums = vec![0.0; columns];
         for (row, values) in table.chunks_exact_mut(columns).enumerate() {
             sums.fill(0.0);
@@ -175,11 +173,12 @@ impl Lora {
 
     /// Adds the adapter of the token table or of the head.
     fn add_table(&self, plan: &mut Plan, tensor: &FileTensor, config: &ModelConfig, is_head: bool) -> Result<()> {
+        if !is_head && !tensor.is_token_table() {
+            let expected = "adapters of linear layers, of the token table and of the head";
+            return refuse(expected, format!("one of `{}`", tensor.module()));
+        }
         if config.tied {
             return refuse(UNTIED, format!("an adapter of `{}` in a tied model", tensor.module()));
-        }
-        if !is_head && !tensor.is_token_table() {
-            return refuse("adapters of linear layers, of the token table and of the head", format!("one of `{}`", tensor.module()));
         }
         let (module, [rows, columns]) = (tensor.module().to_owned(), [tensor.shape[0], tensor.shape[1]]);
         let (rank, scale) = self.rank_and_scale(&module)?;

@@ -21,7 +21,7 @@ fn json_of(path: &Path) -> Value {
     serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
 }
 
-/// What people give as `--weights` that is no folder of a model is refused with what to do.
+/// A value of `--weights` that is no folder of a model is refused, with what to do.
 #[test]
 fn other_paths_are_refused() {
     let folder = tempfile::tempdir().unwrap();
@@ -33,7 +33,8 @@ fn other_paths_are_refused() {
     };
     let tiny = fs::read_to_string(example("tiny/config.json")).unwrap();
     let tokenizer = fs::read_to_string(example("tiny/tokenizer.json")).unwrap();
-    let model = |name: &str, file: (&str, &str)| with(name, &[("config.json", &tiny), ("tokenizer.json", &tokenizer), file]);
+    let model =
+        |name: &str, file: (&str, &str)| with(name, &[("config.json", &tiny), ("tokenizer.json", &tokenizer), file]);
     let gguf = folder.path().join("model-Q4_K_M.gguf");
     fs::write(&gguf, "GGUF").unwrap();
     let weights = example("tiny/model.safetensors");
@@ -46,14 +47,25 @@ fn other_paths_are_refused() {
         (weights.to_str().unwrap().into(), &["is a file", "folder of a model"]),
         (with("gguf", &[("model.gguf", "GGUF")]), &["has GGUF files", "original model"]),
         (with("adapter", &[("adapter_config.json", "{}")]), &["is an adapter", "--adapter"]),
-        (with("meta", &[("consolidated.00.pth", ""), ("params.json", "{}")]), &["the version of the model for transformers"]),
+        (
+            with("meta", &[("consolidated.00.pth", ""), ("params.json", "{}")]),
+            &["the version of the model for transformers"],
+        ),
         (with("gated", &[("README.md", ""), (".gitattributes", "")]), &["has no config.json", "hf auth login"]),
         (model("bin", ("pytorch_model.bin", "")), &["pytorch_model.bin", "safe_serialization=True"]),
         (model("lfs", ("model.safetensors", pointer)), &["git lfs pull"]),
     ] {
         let chats = example("chats.jsonl");
         for arguments in [
-            vec!["finetune", "--weights", &path, "--data", chats.to_str().unwrap(), "--out", folder.path().join("out").to_str().unwrap()],
+            vec![
+                "finetune",
+                "--weights",
+                &path,
+                "--data",
+                chats.to_str().unwrap(),
+                "--out",
+                folder.path().join("out").to_str().unwrap(),
+            ],
             vec!["generate", "--weights", &path, "--prompt", "a"],
         ] {
             let output = program(arguments[0]).args(&arguments[1..]).output().unwrap();
