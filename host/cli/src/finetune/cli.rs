@@ -95,7 +95,8 @@ pub(crate) struct Args {
     pub(crate) lora_targets: Vec<String>,
 
     /// Probability with which dropout zeroes an element of an adapter's input in training
-    #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = below_one, requires = "lora", conflicts_with = "adapter")]
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = below_one)]
+    #[arg(requires = "lora", conflicts_with = "adapter")]
     pub(crate) lora_dropout: f32,
 
     /// Quantize the frozen weights of linear layers to this type (QLoRA)
