@@ -48,11 +48,9 @@ impl<'r> Plan<'r> {
         let accumulate = args.run.accumulate(shards)?;
         let (files, config) = weights::open(&args.weights, args.context)?;
         let lora = lora(args, &config)?;
-        if let Some(lora) = &lora {
-            if args.quantize.is_some() {
-                let built = Transformer::with_lora(config.clone(), lora, |entry| files.quantized(entry));
-                built.map_err(|error| bad("--quantize", weights::plain(&error)))?;
-            }
+        if let Some(lora) = lora.as_ref().filter(|_| args.quantize.is_some()) {
+            let built = Transformer::with_lora(config.clone(), lora, |entry| files.quantized(entry));
+            built.map_err(|error| bad("--quantize", weights::plain(&error)))?;
         }
         check_batch(args.batch, config.context)?;
         let folder = ModelFolder::open(&args.weights)?;

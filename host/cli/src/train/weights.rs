@@ -92,18 +92,15 @@ fn not_a_model(folder: &Path) -> Option<String> {
             files.flatten().any(|file| file.file_name().to_str().is_some_and(|name| name.ends_with(end)))
         })
     };
-    Some(match () {
-        () if has("adapter_config.json") => {
-            "is an adapter: give the folder of its model as --weights, and this one as --adapter".into()
-        }
-        () if has(".gguf") => {
-            "has GGUF files, which serve inference only: give the folder of the original model".into()
-        }
-        () if has(".pth") || has("params.json") => {
-            "has no config.json, but files of another form: download the version of the model for transformers".into()
-        }
-        () => "has no config.json: give the folder of a model as transformers saves it; models that ask for consent \
-               need `hf auth login` before `hf download`"
-            .into(),
-    })
+    let reason = if has("adapter_config.json") {
+        "is an adapter: give the folder of its model as --weights, and this one as --adapter"
+    } else if has(".gguf") {
+        "has GGUF files, which serve inference only: give the folder of the original model"
+    } else if has(".pth") || has("params.json") {
+        "has no config.json, but files of another form: download the version of the model for transformers"
+    } else {
+        "has no config.json: give the folder of a model as transformers saves it; models that ask for consent need \
+         `hf auth login` before `hf download`"
+    };
+    Some(reason.into())
 }
