@@ -9,7 +9,6 @@ mod support;
 use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
-use stepscope::Device;
 use support::example::{program, run, text};
 use support::on_each_device;
 

@@ -58,7 +58,9 @@ pub(super) fn read(keys: &Keys<'_>) -> Outcome<ModelConfig> {
 
 /// Checks the settings of a file in NF4: those of bitsandbytes with double quantisation.
 fn quantization(keys: &Keys<'_>) -> Outcome<()> {
-    keys.only("quant_method", &[json!("bitsandbytes")])?;
+    if keys.text("quant_method")?.is_some_and(|method| method != "bitsandbytes") {
+        return keys.refuse("quant_method", "\"bitsandbytes\": give the model as it was before it was quantised");
+    }
     for name in ["load_in_4bit", "_load_in_4bit"].into_iter().filter(|name| keys.has(name)) {
         keys.only(name, &[json!(true)])?;
     }

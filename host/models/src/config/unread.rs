@@ -4,8 +4,8 @@
 //! own. A key whose name contains the name of a part of a model is therefore an error, unless its
 //! value is known to have no effect. Other keys, such as the writer's version, are ignored.
 //!
-//! Invariant: a key that changes the computation of any decoder in transformers is an error in a
-//! family that does not read it, unless its value leaves the computation unchanged.
+//! Invariant: a key that names a part of a model is an error in a family that does not read it,
+//! unless its value leaves the computation unchanged.
 
 use super::keys::{Keys, Outcome, is_off};
 use serde_json::{Value, json};
@@ -70,8 +70,8 @@ pub(super) fn check(keys: &Keys<'_>) -> Outcome<()> {
         return keys.refuse(
             key,
             format!(
-                "no such key in a {family} model, which could compute something else than stated: remove it if the \
-                 model was trained without it"
+                "no such key in a {family} model, because models of other families compute with such keys: remove it if \
+                 this model was trained without it"
             ),
         );
     }
