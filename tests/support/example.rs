@@ -39,8 +39,7 @@ pub(crate) fn command(example: &str, device: &Device, arguments: &[&str]) -> Com
     let mut command = program(example);
     let settings =
         ["STEPSCOPE_ARENA_GB", "STEPSCOPE_CHECKED", "STEPSCOPE_SELF_TEST", "STEPSCOPE_GROUP_SECRET", "RUST_LOG"];
-    let launchers =
-        ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"];
+    let launchers = ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID", "PMI_RANK"];
     for variable in settings.into_iter().chain(launchers) {
         command.env_remove(variable);
     }

@@ -4,30 +4,59 @@
 
 use super::config::GroupConfig;
 use std::ffi::OsString;
+use std::num::NonZeroUsize;
 use std::str::FromStr;
 use stepscope_core::error::{Error, Result};
 
 /// The variable of the secret.
 const SECRET: &str = "STEPSCOPE_GROUP_SECRET";
 
-/// The variables of a launcher: rank, number of ranks, rank on its host.
+/// The variables of a launcher.
 struct Launcher {
     name: &'static str,
-    rank: &'static str,
-    ranks: &'static str,
-    local_rank: &'static str,
+    /// The variables whose presence shows that it has started this process.
+    marks: &'static [&'static str],
+    /// The variables of the rank, of the number of ranks, and of the rank on its host. The first
+    /// that is set counts.
+    rank: &'static [&'static str],
+    ranks: &'static [&'static str],
+    local_rank: &'static [&'static str],
 }
 
 /// The launchers in the order of the search. A launcher that another one starts comes first.
-const LAUNCHERS: [Launcher; 3] = [
-    Launcher { name: "torchrun", rank: "RANK", ranks: "WORLD_SIZE", local_rank: "LOCAL_RANK" },
+///
+/// Slurm sets the number of tasks of a job even for programs that are no task of it, as in the
+/// shell of `salloc`. A job without a number of tasks has one.
+const LAUNCHERS: [Launcher; 4] = [
+    Launcher {
+        name: "torchrun",
+        marks: &["RANK", "WORLD_SIZE"],
+        // A pod of an indexed job of Kubernetes has its rank as JOB_COMPLETION_INDEX.
+        rank: &["RANK", "JOB_COMPLETION_INDEX"],
+        ranks: &["WORLD_SIZE"],
+        local_rank: &["LOCAL_RANK"],
+    },
     Launcher {
         name: "Open MPI",
-        rank: "OMPI_COMM_WORLD_RANK",
-        ranks: "OMPI_COMM_WORLD_SIZE",
-        local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
+        marks: &["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"],
+        rank: &["OMPI_COMM_WORLD_RANK"],
+        ranks: &["OMPI_COMM_WORLD_SIZE"],
+        local_rank: &["OMPI_COMM_WORLD_LOCAL_RANK"],
     },
-    Launcher { name: SLURM, rank: "SLURM_PROCID", ranks: "SLURM_NTASKS", local_rank: "SLURM_LOCALID" },
+    Launcher {
+        name: SLURM,
+        marks: &["SLURM_PROCID"],
+        rank: &["SLURM_PROCID"],
+        ranks: &["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"],
+        local_rank: &["SLURM_LOCALID"],
+    },
+    Launcher {
+        name: "MPICH",
+        marks: &["PMI_RANK"],
+        rank: &["PMI_RANK"],
+        ranks: &["PMI_SIZE"],
+        local_rank: &["MPI_LOCALRANKID"],
+    },
 ];
 const SLURM: &str = "Slurm";
 
@@ -38,20 +67,24 @@ const SLURM_PORTS: (u64, u64) = (15_000, 10_000);
 const STEP_STRIDE: u64 = 101;
 
 impl GroupConfig {
-    /// Reads the configuration that `torchrun`, Open MPI or Slurm set in environment variables, in
-    /// this order. `None` without any of them.
+    /// Reads the configuration that `torchrun`, Open MPI, Slurm or MPICH set in environment
+    /// variables, in this order. `None` without any of them.
     ///
-    /// | variable | `torchrun` | Open MPI | Slurm |
-    /// |---|---|---|---|
-    /// | rank | `RANK` | `OMPI_COMM_WORLD_RANK` | `SLURM_PROCID` |
-    /// | ranks | `WORLD_SIZE` | `OMPI_COMM_WORLD_SIZE` | `SLURM_NTASKS` |
-    /// | rank on its host | `LOCAL_RANK` | `OMPI_COMM_WORLD_LOCAL_RANK` | `SLURM_LOCALID` |
-    /// | address | `MASTER_ADDR` | `MASTER_ADDR` | `MASTER_ADDR`, or the first host of `SLURM_STEP_NODELIST` or `SLURM_JOB_NODELIST`, or `SLURM_LAUNCH_NODE_IPADDR` |
-    /// | port | `MASTER_PORT` | `MASTER_PORT` | `MASTER_PORT`, or one that follows from `SLURM_JOB_ID` and `SLURM_STEP_ID` |
+    /// | variable | `torchrun` | Open MPI | Slurm | MPICH |
+    /// |---|---|---|---|---|
+    /// | rank | `RANK`, or `JOB_COMPLETION_INDEX` | `OMPI_COMM_WORLD_RANK` | `SLURM_PROCID` | `PMI_RANK` |
+    /// | ranks | `WORLD_SIZE` | `OMPI_COMM_WORLD_SIZE` | `SLURM_STEP_NUM_TASKS`, `SLURM_NTASKS`, or 1 | `PMI_SIZE` |
+    /// | rank on its host | `LOCAL_RANK`, or 0 | `OMPI_COMM_WORLD_LOCAL_RANK` | `SLURM_LOCALID` | `MPI_LOCALRANKID` |
+    /// | address | `MASTER_ADDR` | `MASTER_ADDR` | `MASTER_ADDR`, or the first host of `SLURM_STEP_NODELIST` or `SLURM_JOB_NODELIST`, or `SLURM_LAUNCH_NODE_IPADDR` | `MASTER_ADDR` |
+    /// | port | `MASTER_PORT` | `MASTER_PORT` | `MASTER_PORT`, or one that follows from `SLURM_JOB_ID` and `SLURM_STEP_ID` | `MASTER_PORT` |
+    ///
+    /// One rank of one needs neither its number nor an address. Without a rank on its host, as in
+    /// the pods of Kubeflow, a process is the only rank of its host, unless `LOCAL_WORLD_SIZE`
+    /// divides the ranks among hosts.
     ///
     /// If `TORCHELASTIC_USE_AGENT_STORE=True`, `torchrun` itself listens at `MASTER_PORT`, and the
-    /// next port is used. A single rank needs no address. The secret consists of the bytes of
-    /// `STEPSCOPE_GROUP_SECRET`, which need not be UTF-8. The other variables must be.
+    /// next port is used. The secret consists of the bytes of `STEPSCOPE_GROUP_SECRET`, which need
+    /// not be UTF-8. The other variables must be.
     ///
     /// # Errors
     /// [`Error::Misuse`] that names a variable which is missing, not UTF-8 or invalid.
@@ -62,21 +95,32 @@ impl GroupConfig {
 
 /// Reads the configuration from `get`. See [`GroupConfig::from_environment`].
 fn read(get: impl Fn(&str) -> Option<OsString>) -> Result<Option<GroupConfig>> {
-    let Some(launcher) =
-        LAUNCHERS.iter().find(|launcher| get(launcher.rank).is_some() || get(launcher.ranks).is_some())
-    else {
+    let is_set = |names: &[&str]| names.iter().any(|name| get(name).is_some());
+    let Some(launcher) = LAUNCHERS.iter().find(|launcher| is_set(launcher.marks)) else {
         return Ok(None);
     };
     let variables = Variables { launcher: launcher.name, get };
-    let rank: usize = variables.number(launcher.rank)?;
-    let ranks: usize = variables.number(launcher.ranks)?;
-    let local_rank = variables.number(launcher.local_rank)?;
+    let ranks: usize = match variables.first(launcher.ranks)? {
+        None if launcher.name == SLURM => 1,
+        _ => variables.number(launcher.ranks)?,
+    };
+    let rank: usize = match variables.first(launcher.rank)? {
+        None if ranks == 1 => 0,
+        _ => variables.number(launcher.rank)?,
+    };
+    let local_rank = match variables.first(launcher.local_rank)? {
+        None if variables.text("LOCAL_WORLD_SIZE")?.is_some() => {
+            rank % variables.number::<NonZeroUsize>(&["LOCAL_WORLD_SIZE"])?
+        }
+        None => 0,
+        _ => variables.number(launcher.local_rank)?,
+    };
     if ranks == 0 {
-        return Err(misuse(launcher.name, launcher.ranks, "1 rank or more", "0"));
+        return Err(misuse(launcher.name, launcher.ranks[0], "1 rank or more", "0"));
     }
     if rank >= ranks {
-        let expected = format!("a number below {ranks}, which is {}", launcher.ranks);
-        return Err(misuse(launcher.name, launcher.rank, &expected, &rank.to_string()));
+        let expected = format!("a number below {ranks}, which is {}", launcher.ranks[0]);
+        return Err(misuse(launcher.name, launcher.rank[0], &expected, &rank.to_string()));
     }
     let address = if ranks == 1 { String::new() } else { variables.address()? };
     let config = GroupConfig::new(rank, ranks, address).on_host(local_rank);
@@ -102,10 +146,17 @@ impl<G: Fn(&str) -> Option<OsString>> Variables<G> {
         value.into_string().map(Some).map_err(not_text)
     }
 
-    fn number<T: FromStr>(&self, name: &str) -> Result<T> {
-        let got = self.text(name)?;
-        let number = got.as_deref().and_then(|text| text.trim().parse().ok());
-        number.ok_or_else(|| misuse(self.launcher, name, "a number", got.as_deref().unwrap_or("nothing")))
+    /// Returns the first of these variables that is set, and its value.
+    fn first<'n>(&self, names: &[&'n str]) -> Result<Option<(&'n str, String)>> {
+        let set = names.iter().map(|&name| Ok(self.text(name)?.map(|value| (name, value))));
+        set.filter_map(Result::transpose).next().transpose()
+    }
+
+    /// Returns the number in the first of these variables that is set.
+    fn number<T: FromStr>(&self, names: &[&str]) -> Result<T> {
+        let found = self.first(names)?;
+        let (name, got) = found.as_ref().map_or((names[0], "nothing"), |(name, value)| (*name, value.as_str()));
+        got.trim().parse().map_err(|_| misuse(self.launcher, name, "a number", got))
     }
 
     fn address(&self) -> Result<String> {
@@ -116,7 +167,7 @@ impl<G: Fn(&str) -> Option<OsString>> Variables<G> {
         };
         let port = match self.text("MASTER_PORT")? {
             None if self.launcher == SLURM => self.slurm_port()?,
-            _ => self.number("MASTER_PORT")?,
+            _ => self.number(&["MASTER_PORT"])?,
         };
         if port == 0 {
             return Err(misuse(self.launcher, "MASTER_PORT", "a port from 1 to 65535", "0"));
@@ -142,8 +193,8 @@ impl<G: Fn(&str) -> Option<OsString>> Variables<G> {
     }
 
     fn slurm_port(&self) -> Result<u16> {
-        let job: u64 = self.number("SLURM_JOB_ID")?;
-        let step: u64 = if self.text("SLURM_STEP_ID")?.is_some() { self.number("SLURM_STEP_ID")? } else { 0 };
+        let job: u64 = self.number(&["SLURM_JOB_ID"])?;
+        let step: u64 = if self.text("SLURM_STEP_ID")?.is_some() { self.number(&["SLURM_STEP_ID"])? } else { 0 };
         let (first, ports) = SLURM_PORTS;
         Ok((first + job.wrapping_add(step.wrapping_mul(STEP_STRIDE)) % ports) as u16)
     }
@@ -276,9 +327,59 @@ mod tests {
         }
     }
 
+    /// One rank needs neither an address nor all variables.
     #[test]
     fn one_rank_needs_no_address() {
-        assert_eq!(found(&[("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")]), (0, 1, 0, String::new()));
+        for variables in [
+            &[("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")][..],
+            &[("WORLD_SIZE", "1")],
+            &[("RANK", "0"), ("WORLD_SIZE", "1")],
+            &[("WORLD_SIZE", "1"), ("JOB_COMPLETION_INDEX", "0")],
+            &[("RANK", ""), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "")],
+            &[("OMPI_COMM_WORLD_SIZE", "1")],
+            &[("PMI_RANK", "0"), ("PMI_SIZE", "1")],
+            // A job script without `-n`, the shell of `srun --pty`, and a step of one task in a
+            // larger job.
+            &[("SLURM_PROCID", "0"), ("SLURM_LOCALID", "0"), ("SLURM_JOB_ID", "7"), ("SLURM_NNODES", "1")],
+            &[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "1"), ("SLURM_STEP_ID", "0"), ("SLURM_STEP_NUM_TASKS", "1")],
+            &[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "8"), ("SLURM_STEP_NUM_TASKS", "1"), ("SLURM_JOB_ID", "7")],
+        ] {
+            assert_eq!(found(variables), (0, 1, 0, String::new()), "{variables:?}");
+        }
+        for variables in [
+            // The shell of `salloc -n 4`, and a pod of an indexed job without a number of ranks.
+            &[("SLURM_JOB_ID", "7"), ("SLURM_NTASKS", "4"), ("SLURM_JOB_NODELIST", "a")][..],
+            &[("JOB_COMPLETION_INDEX", "2"), ("LOCAL_RANK", "1")],
+        ] {
+            assert!(from(variables).expect("no error").is_none(), "{variables:?}");
+        }
+        assert!(refused(&[("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")]).contains(" in RANK "));
+        assert!(refused(&[("RANK", "1"), ("WORLD_SIZE", "1")]).contains("a number below 1, which is WORLD_SIZE"));
+        assert!(refused(&[("SLURM_PROCID", "1"), ("SLURM_LOCALID", "1")]).contains("a number below 1"));
+    }
+
+    /// Kubeflow, indexed jobs of Kubernetes and MPICH set other variables than torchrun.
+    #[test]
+    fn ranks_of_other_launchers() {
+        let master = [("MASTER_ADDR", "job-0"), ("MASTER_PORT", "23456")];
+        for (variables, rank, local_rank) in [
+            (&[("RANK", "3"), ("WORLD_SIZE", "4")][..], 3, 0),
+            (&[("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")], 3, 1),
+            (&[("JOB_COMPLETION_INDEX", "2"), ("WORLD_SIZE", "4")], 2, 0),
+            (&[("RANK", "1"), ("JOB_COMPLETION_INDEX", "2"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")], 1, 1),
+            (&[("PMI_RANK", "3"), ("PMI_SIZE", "4"), ("MPI_LOCALRANKID", "1")], 3, 1),
+            (
+                &[("SLURM_PROCID", "2"), ("SLURM_NTASKS", "8"), ("SLURM_STEP_NUM_TASKS", "4"), ("SLURM_LOCALID", "1")],
+                2,
+                1,
+            ),
+            (&[("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "4")], 1, 0),
+        ] {
+            let found = found(&[variables, &master].concat());
+            assert_eq!(found, (rank, 4, local_rank, "job-0:23456".into()), "{variables:?}");
+        }
+        let error = refused(&[&[("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "0")], &master[..]].concat());
+        assert!(error.contains("LOCAL_WORLD_SIZE"), "{error}");
     }
 
     #[test]
@@ -286,9 +387,11 @@ mod tests {
         for at in 0..TORCHRUN.len() {
             let (name, _) = TORCHRUN[at];
             let mut variables = TORCHRUN;
-            variables[at].0 = "OTHER";
-            let error = refused(&variables);
-            assert!(error.contains(&format!(" in {name} ")) && error.contains("got nothing"), "{name}: {error}");
+            if name != "LOCAL_RANK" {
+                variables[at].0 = "OTHER";
+                let error = refused(&variables);
+                assert!(error.contains(&format!(" in {name} ")) && error.contains("got nothing"), "{name}: {error}");
+            }
             if name != "MASTER_ADDR" {
                 variables[at] = (name, "-1x\n");
                 let error = refused(&variables);
