@@ -151,6 +151,89 @@ fn concurrent_writes_are_detected() {
     assert_eq!(windows(&file, &before), [""; 0], "the writer has put all back");
 }
 
+/// Writes tokens as numbers of this many bytes.
+fn numbers(tokens: &[u32], width: usize, is_big: bool) -> Vec<u8> {
+    let number = |&token: &u32| {
+        let mut bytes = u64::from(token).to_le_bytes()[..width].to_vec();
+        if is_big {
+            bytes.reverse();
+        }
+        bytes
+    };
+    tokens.iter().flat_map(number).collect()
+}
+
+/// Opens a file with these bytes, and returns its tokens or its error.
+fn opened(bytes: &[u8], vocabulary: usize) -> Result<Vec<u32>, String> {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tokens.bin");
+    fs::write(&path, bytes).unwrap();
+    let file = TokenFile::open(&path, vocabulary).map_err(|error| error.to_string())?;
+    let mut all = Vec::new();
+    file.read(0..file.len(), &mut all).map_err(|error| error.to_string())?;
+    Ok(all)
+}
+
+/// Files without a header are read in the width of their numbers, or refused.
+#[test]
+fn widths_are_recognized() {
+    let mut random = SplitMix64::new(11);
+    let mut draw = |most: u32, count: usize| -> Vec<u32> {
+        // Small tokens are frequent, as in texts.
+        let token = |random: &mut SplitMix64| (random.next_u64() % u64::from(most)) >> (random.next_u64() % 12);
+        (0..count).map(|_| token(&mut random) as u32).collect()
+    };
+    for (vocabulary, short) in
+        [(256, true), (362, true), (50_257, true), (65_536, true), (128_256, false), (262_144, false)]
+    {
+        let tokens = draw(vocabulary as u32, 4000);
+        // Samples are often filled with zeros.
+        let mut padded = tokens.clone();
+        padded.iter_mut().enumerate().filter(|(at, _)| at % 64 > 20).for_each(|(_, token)| *token = 0);
+        for tokens in [&tokens, &padded] {
+            for width in [2, 4, 8] {
+                let told = opened(&numbers(tokens, width, false), vocabulary);
+                match width == 2 && !short {
+                    false => assert!(
+                        told.as_ref() == Ok(tokens),
+                        "{vocabulary}, {width} bytes: {:?}",
+                        told.map(|got| got.len())
+                    ),
+                    true => assert!(told.unwrap_err().contains("has tokens of 16 bits"), "{vocabulary}"),
+                }
+            }
+            for width in [4, 8] {
+                let told = opened(&numbers(tokens, width, true), vocabulary).unwrap_err();
+                assert!(
+                    told.contains(&format!("has big-endian numbers of {} bits", 8 * width)),
+                    "{vocabulary}: {told}"
+                );
+            }
+        }
+        if vocabulary < 60_000 {
+            let told = opened(&numbers(&tokens, 2, true), vocabulary).unwrap_err();
+            assert!(
+                told.contains("is outside the vocabulary") && told.contains("It may have big-endian numbers of 16"),
+                "{told}"
+            );
+        }
+    }
+    // A number of a wide file that is no token.
+    let mut tokens = draw(50_257, 4000);
+    tokens[7] = 70_000;
+    let told = opened(&numbers(&tokens, 4, false), 50_257).unwrap_err();
+    assert!(told.contains("token 70000 at place 7 is outside the vocabulary of 50257"), "{told}");
+    let told = opened(&numbers(&tokens, 8, false)[..31_996], 70_001).unwrap_err();
+    assert!(told.contains("31996 bytes are not a whole number of 8-byte tokens"), "{told}");
+    let short = numbers(&tokens[8..], 2, false);
+    let header = b"\x93NUMPY\x01\0v\0{'descr': '<u2', 'fortran_order': False, 'shape': (3992,), }\n";
+    let told = opened(&[&header[..], &short].concat(), 50_257).unwrap_err();
+    assert!(told.contains("is a NumPy array; expected its numbers without a header"), "{told}");
+    let text = "Once upon a time there was a text.\n".repeat(100);
+    let told = opened(text.as_bytes(), 50_257).unwrap_err();
+    assert!(told.contains("is text; expected tokens"), "{told}");
+}
+
 /// Measures the time of a window, for the figure in `host/cli/src/train/token_file.rs`.
 #[test]
 #[ignore = "a measurement"]
