@@ -93,6 +93,60 @@ fn every_check_has_a_fixture() {
     assert!(left.is_empty(), "fixtures of no check: {left:?}");
 }
 
+/// The facts next to those of the fixture are no reason for its finding.
+#[test]
+fn kernels_without_hidden_memory_are_well() {
+    let mut affected = fixture("well-gb10");
+    merge(&mut affected, &fixture("kernel_handover")["patch"]);
+    for (patch, expected) in [
+        (json!({}), "warning"),
+        (json!({ "kernel": "7.0.0-1021-nvidia-64k" }), "warning"),
+        (json!({ "command_line": null }), "warning"),
+        (json!({ "command_line": "quiet kho=on" }), "warning"),
+        (json!({ "command_line": "quiet kho=off" }), "well"),
+        (json!({ "kernel": "6.17.0-1014-nvidia" }), "well"),
+        (json!({ "kernel": "7.0.0-14-generic" }), "well"),
+        (json!({ "cma_total_bytes": 27_917_287_424_u64 }), "well"),
+        (json!({ "cma_free_bytes": 0 }), "well"),
+        (json!({ "cma_total_bytes": null, "cma_free_bytes": null }), "not_looked_at"),
+        (json!({ "kernel": null }), "not_looked_at"),
+    ] {
+        let mut facts = affected.clone();
+        merge(&mut facts["host"], &patch);
+        assert_eq!(level(&judged(&facts).1, "kernel_handover"), expected, "{patch}");
+    }
+}
+
+/// Only error 100 of `cuInit`, next to an NVML that answers, is a dead compute engine.
+#[test]
+fn missing_devices_are_told_apart() {
+    let mut dead = fixture("well-gb10");
+    merge(&mut dead, &fixture("gpu_found")["patch"]);
+    let told = |facts: &Value| {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        fs::write(&file, facts.to_string()).unwrap();
+        let output = doctor(&["--facts", file.path().to_str().unwrap()]);
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let words = told(&dead);
+    assert!(words.contains("compute engine is dead") && words.contains("do: reboot"), "{words}");
+    assert!(!words.contains("is the NVIDIA driver installed"), "{words}");
+    dead["gpu"]["visible_devices"] = json!("");
+    let words = told(&dead);
+    assert!(words.contains("unset CUDA_VISIBLE_DEVICES") && !words.contains("engine is dead"), "{words}");
+    for (patch, found, opens) in [
+        (json!({ "load": { "error": "cuInit: CUDA_ERROR_NO_DEVICE" } }), "stops_training", "not_looked_at"),
+        (json!({ "load": { "error": "`cuInit` failed: SystemNotReady" } }), "not_looked_at", "stops_training"),
+        (json!({ "load": { "error": null, "opened": true } }), "well", "well"),
+        (json!({ "gpu": { "name": null, "driver": null, "nvml_error": "no" } }), "not_looked_at", "stops_training"),
+    ] {
+        let mut facts = dead.clone();
+        merge(&mut facts, &patch);
+        let (_, all) = judged(&facts);
+        assert_eq!((level(&all, "gpu_found"), level(&all, "gpu_opens")), (found, opens), "{patch}");
+    }
+}
+
 #[test]
 fn rates_are_judged_on_gb10_only() {
     let mut facts = fixture("well-gb10");

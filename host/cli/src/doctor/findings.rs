@@ -1,7 +1,7 @@
 //! The checks: one table of functions that judge the facts.
 //!
 //! Invariant: an unknown fact never counts as good. A new check is a function and a row of
-//! `CHECKS`; `tests/programs/doctor.rs` then requires a fixture that triggers it.
+//! `CHECKS`; `host/cli/tests/doctor.rs` then requires a fixture that triggers it.
 
 mod gpu;
 mod host;
@@ -44,6 +44,7 @@ type Check = fn(&Facts) -> Finding;
 
 const CHECKS: &[(&str, Check)] = &[
     ("memory_figures", host::memory_figures),
+    ("kernel_handover", host::kernel_handover),
     ("memory_available", host::memory_available),
     ("page_cache", host::page_cache),
     ("dirty_pages", host::dirty_pages),
@@ -60,6 +61,7 @@ const CHECKS: &[(&str, Check)] = &[
     ("cuda_version", gpu::cuda_version),
     ("ptx", gpu::ptx),
     ("ptx_cache", gpu::ptx_cache),
+    ("gpu_found", gpu::found),
     ("gpu_opens", gpu::opens),
     ("integrated", gpu::integrated),
     ("same_bits", gpu::same_bits),

@@ -17,6 +17,8 @@ pub(crate) struct Gpu {
     pub capability: Option<u32>,
     /// The NVML error, if it failed.
     pub nvml_error: Option<String>,
+    /// The value of `CUDA_VISIBLE_DEVICES`, if it is set.
+    pub visible_devices: Option<String>,
     /// True if `CUDA_CACHE_DISABLE` is set.
     pub cache_disabled: bool,
     /// The folder of the driver's cache of compiled PTX.
@@ -29,6 +31,7 @@ impl Gpu {
     pub(crate) fn gather() -> Result<Self, String> {
         let mut found = Self {
             in_system: Some(Path::new("/proc/driver/nvidia").exists() || Path::new("/dev/nvidiactl").exists()),
+            visible_devices: std::env::var("CUDA_VISIBLE_DEVICES").ok(),
             cache_disabled: std::env::var("CUDA_CACHE_DISABLE").is_ok_and(|value| value == "1"),
             ..Self::default()
         };

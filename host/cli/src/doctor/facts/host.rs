@@ -12,10 +12,15 @@ use stepscope::memory::CgroupMemory;
 pub(crate) struct Host {
     pub architecture: Option<String>,
     pub kernel: Option<String>,
+    /// The words with which the kernel was booted.
+    pub command_line: Option<String>,
     pub user_id: Option<u32>,
     pub mem_total_bytes: Option<u64>,
     pub mem_free_bytes: Option<u64>,
     pub mem_available_bytes: Option<u64>,
+    /// Memory that is reserved for large allocations without gaps, and its free part.
+    pub cma_total_bytes: Option<u64>,
+    pub cma_free_bytes: Option<u64>,
     pub dirty_bytes: Option<u64>,
     pub swap_total_bytes: Option<u64>,
     pub swap_free_bytes: Option<u64>,
@@ -43,10 +48,13 @@ impl Host {
         Self {
             architecture: Some(std::env::consts::ARCH.into()),
             kernel: text("/proc/sys/kernel/osrelease").map(|name| name.trim().into()),
+            command_line: text("/proc/cmdline").map(|words| words.trim().into()),
             user_id: Some(getuid().as_raw()),
             mem_total_bytes: field("MemTotal"),
             mem_free_bytes: field("MemFree"),
             mem_available_bytes: field("MemAvailable"),
+            cma_total_bytes: field("CmaTotal"),
+            cma_free_bytes: field("CmaFree"),
             dirty_bytes: field("Dirty").zip(field("Writeback")).and_then(|(a, b)| a.checked_add(b)),
             swap_total_bytes: field("SwapTotal"),
             swap_free_bytes: field("SwapFree"),

@@ -95,7 +95,36 @@ pub(super) fn ptx_cache(facts: &Facts) -> Finding {
     }
 }
 
+/// Returns the error if CUDA finds no device although NVML answers.
+fn no_device(facts: &Facts) -> Option<&str> {
+    let error = facts.load.error.as_deref().filter(|_| facts.gpu.name.is_some() && !facts.load.opened)?;
+    // The driver's name of error 100, and this library's.
+    let is_absent = ["CUDA_ERROR_NO_DEVICE", "NoDevice", "error 100"].iter().any(|name| error.contains(name));
+    (error.contains("cuInit") && is_absent).then_some(error)
+}
+
+pub(super) fn found(facts: &Facts) -> Finding {
+    let name = facts.gpu.name.as_deref().unwrap_or("a GPU");
+    match (no_device(facts), facts.gpu.visible_devices.as_deref()) {
+        (Some(_), Some(visible)) => stops(
+            format!("NVML reports {name}, but cuInit finds no device, and CUDA_VISIBLE_DEVICES is `{visible}`"),
+            "CUDA hides each GPU that the variable does not list",
+            "unset CUDA_VISIBLE_DEVICES, or set it to 0; if cuInit still finds no device, reboot",
+        ),
+        (Some(_), None) => stops(
+            format!("NVML reports {name}, but cuInit finds no device (error 100)"),
+            "the GPU's compute engine is dead, while its driver still answers: no program can compute until it is reset",
+            "reboot; if it stays, pull the power plug for a minute; in a container, first run the doctor outside it",
+        ),
+        (None, _) if facts.load.opened => well(format!("CUDA finds {name}, as NVML does")),
+        (None, _) => not_loaded(facts),
+    }
+}
+
 pub(super) fn opens(facts: &Facts) -> Finding {
+    if no_device(facts).is_some() {
+        return unknown("cuInit finds no device: see gpu_found");
+    }
     match &facts.load.error {
         Some(error) if facts.gpu.name.is_some() || facts.gpu.in_system == Some(true) => {
             let at = if facts.load.opened { "the device failed under load" } else { "the device did not open" };

@@ -29,6 +29,26 @@ pub(super) fn memory_figures(facts: &Facts) -> Finding {
     }
 }
 
+/// Kernels of NVIDIA's series 7.0 keep memory for a kernel that `kexec` starts, and count it as
+/// free memory of a region of size zero.
+pub(super) fn kernel_handover(facts: &Facts) -> Finding {
+    let Some(kernel) = &facts.host.kernel else { return unknown(facts.why_unknown("host")) };
+    let is_affected = kernel.starts_with("7.0.0-") && kernel.contains("nvidia");
+    let words = facts.host.command_line.as_deref().unwrap_or_default();
+    if !is_affected || words.split_whitespace().any(|word| word == "kho=off") {
+        return well(format!("kernel {kernel}"));
+    }
+    match (facts.host.cma_total_bytes, facts.host.cma_free_bytes) {
+        (Some(0), Some(free)) if free > 0 => warning(
+            format!("kernel {kernel} reports CmaTotal 0 and CmaFree {}", gib(free)),
+            "this kernel keeps memory for a successor (kexec handover): MemFree lacks up to 26 GiB, and NCCL between two machines fails, because ibv_reg_mr returns ENOMEM",
+            "add `kho=off` to the kernel's command line and reboot, or boot kernel 6.17",
+        ),
+        (Some(total), Some(_)) => well(format!("kernel {kernel}, CmaTotal {}", gib(total))),
+        _ => unknown("/proc/meminfo has no CmaTotal"),
+    }
+}
+
 pub(super) fn memory_available(facts: &Facts) -> Finding {
     match facts.host.mem_available_bytes {
         None => unknown(facts.why_unknown("host")),
