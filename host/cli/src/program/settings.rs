@@ -47,14 +47,14 @@ pub fn compare(note: &str, ours: &Settings) -> Result<(), String> {
     let theirs: Vec<(String, String)> = serde_json::from_str(note)
         .map_err(|_| format!("its settings cannot be read, so this version did not write it: `{}`", shown(note)))?;
     let value = |settings: &[(String, String)], name: &str| {
-        let found = settings.iter().find(|(theirs, _)| theirs == name);
-        found.map_or("not set".to_owned(), |(_, value)| shown(value))
+        settings.iter().find(|(theirs, _)| theirs == name).map(|(_, value)| value.clone())
     };
     let ours: Vec<_> = ours.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect();
     let (mut seen, mut lines) = (BTreeSet::new(), Vec::new());
     for (name, _) in ours.iter().chain(&theirs) {
         let [before, now] = [&theirs, &ours].map(|settings| value(settings, name));
         if seen.insert(name) && before != now {
+            let [before, now] = difference([before, now]);
             lines.push(format!("  {}: {before} in the checkpoint, {now} here", shown(name)));
         }
     }
@@ -67,6 +67,20 @@ pub fn compare(note: &str, ours: &Settings) -> Result<(), String> {
         lines.push(format!("  and {more} more"));
     }
     Err(format!("was made with other settings:\n{}", lines.join("\n")))
+}
+
+/// Returns two different values as a message shows them. Long values with the same start are cut to
+/// the part around the first difference.
+fn difference(values: [Option<String>; 2]) -> [String; 2] {
+    let [before, now] = values.each_ref().map(|value| value.as_deref().unwrap_or_default().chars());
+    let same = before.zip(now).take_while(|(before, now)| before == now).count();
+    let skipped = if same < SHOWN / 2 { 0 } else { same - SHOWN / 4 };
+    let rest = |value: &String| shown(&value.chars().skip(skipped).collect::<String>());
+    values.map(|value| match value {
+        Some(value) if skipped > 0 => format!("..{}", rest(&value)),
+        Some(value) => rest(&value),
+        None => "not set".to_owned(),
+    })
 }
 
 /// Returns the start of a text from a file, with control characters escaped.
@@ -92,6 +106,23 @@ mod tests {
                         new: not set in the checkpoint, y here\n  old: x in the checkpoint, not set here";
         assert_eq!(told, expected);
         assert_eq!(compare(&note, &settings(&[("old", "x"), ("batch", "8"), ("seed", "7")])), Ok(()));
+    }
+
+    /// A setting is compared to its end, and the message shows where it differs.
+    #[test]
+    fn long_values_are_compared_whole() {
+        for length in [10, 49, 50, 100, 101, 5_000] {
+            let start = "q_proj,".repeat(length)[..length].to_owned();
+            for (before, now) in [("k_proj", "v_proj"), ("", "v"), ("\u{e4}", "\u{f6}")] {
+                let [theirs, ours] = [before, now].map(|end| format!("{start}{end}"));
+                let note = to_note(&settings(&[("targets", &theirs)]));
+                assert_eq!(compare(&note, &settings(&[("targets", &theirs)])), Ok(()));
+                let told = compare(&note, &settings(&[("targets", &ours)])).unwrap_err();
+                let shown = |end: &str, place: &str| told.contains(&format!("{end} {place}"));
+                assert!(shown(before, "in the checkpoint, ") && shown(now, "here"), "{length}: {told}");
+                assert!(told.len() < 400, "{told}");
+            }
+        }
     }
 
     #[test]
