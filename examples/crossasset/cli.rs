@@ -32,7 +32,8 @@ static VERSION: LazyLock<String> = LazyLock::new(|| {
 #[command(name = "crossasset", version, long_version = VERSION.as_str())]
 pub(crate) struct Args {
     /// One-minute bars of one asset, with columns open_time or timestamp, open, high, low, close,
-    /// volume; repeat the option for several assets. Times are written like 2023-03-01
+    /// volume; repeat the option for several assets. Bars of another interval are accepted if all
+    /// have the same. Times are written like 2023-03-01
     /// 00:00:00+00:00 (UTC without an offset), or as numbers since 1970 in one unit, in the years
     /// 1980 to 2100 [default: a synthetic market]
     #[arg(long, value_name = "FILE.csv")]
@@ -143,7 +144,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE")]
     pub(crate) resume: Option<PathBuf>,
 
-    /// Replace the checkpoint of an earlier run in --out
+    /// Replace the results of an earlier run in --out. Files that no run has written are never
+    /// replaced
     #[arg(long)]
     pub(crate) overwrite: bool,
 }

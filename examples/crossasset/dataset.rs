@@ -8,6 +8,7 @@
 //! Training samples whose horizon reaches that bar are therefore left out. The two class thresholds
 //! are the 1/3 and 2/3 quantiles of only the training part's returns.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::PathBuf;
 
@@ -23,6 +24,8 @@ use crate::sizes::CLASSES;
 const FLAT: usize = 1;
 /// Training samples that the shortest fold keeps per asset: one per class.
 const LEAST_TRAINED: usize = CLASSES;
+/// Equal times in a row between bars, by which another interval is recognized.
+const SAME_GAPS: usize = 10;
 
 /// A series of bars in order of time.
 pub(crate) struct Asset {
@@ -46,6 +49,32 @@ pub(crate) struct Plan {
 /// The reason why bars cannot make a data set.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DatasetError {
+    /// A series has bars of two intervals.
+    #[error(
+        "{}: bar {from} and those after it are {} s apart, but most bars are {} s apart: give bars of one interval",
+        file.display(), other / 1000.0, interval / 1000.0
+    )]
+    MixedIntervals {
+        /// The file, or the name of the series.
+        file: PathBuf,
+        /// The usual time between two bars, in milliseconds.
+        interval: f64,
+        /// The time between bars of another interval.
+        other: f64,
+        /// The first of these bars, counted from 1.
+        from: usize,
+    },
+    /// Two series have bars of different intervals.
+    #[error(
+        "{} has a bar every {} s, and {} every {} s: give bars of one interval",
+        files[0].display(), intervals[0] / 1000.0, files[1].display(), intervals[1] / 1000.0
+    )]
+    OtherInterval {
+        /// The files, or the names of the series.
+        files: [PathBuf; 2],
+        /// Their intervals, in milliseconds.
+        intervals: [f64; 2],
+    },
     /// A series is too short.
     #[error(transparent)]
     Bars(#[from] BarsError),
@@ -141,6 +170,7 @@ impl Dataset {
         for asset in assets {
             check_length(asset, plan)?;
         }
+        check_intervals(assets)?;
         let mut samples: Vec<Sample> =
             assets.iter().enumerate().flat_map(|(index, asset)| samples_of(index, &asset.bars, plan.horizon)).collect();
         samples.sort_by_key(|sample| (sample.time_ms, sample.asset));
@@ -224,6 +254,35 @@ fn sha256(assets: &[Asset]) -> String {
         }
     }
     hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Checks that all bars have the same interval. Single bars may be missing.
+fn check_intervals(assets: &[Asset]) -> Result<(), DatasetError> {
+    let intervals = assets.iter().map(interval).collect::<Result<Vec<f64>, _>>()?;
+    let Some(other) = intervals.iter().position(|&other| other != intervals[0]) else { return Ok(()) };
+    let files = [0, other].map(|at| assets[at].name.clone());
+    Err(DatasetError::OtherInterval { files, intervals: [0, other].map(|at| intervals[at]) })
+}
+
+/// Returns the most frequent time between two bars, in milliseconds. [`SAME_GAPS`] bars in a row at
+/// another distance are bars of another interval, and fewer are bars around a missing one.
+fn interval(asset: &Asset) -> Result<f64, DatasetError> {
+    let gaps: Vec<i64> = asset.bars.windows(2).map(|pair| pair[1].time_ms - pair[0].time_ms).collect();
+    let mut counts = BTreeMap::new();
+    gaps.iter().for_each(|&gap| *counts.entry(gap).or_insert(0) += 1);
+    // Among equally frequent gaps, the shortest counts.
+    let usual = counts.iter().max_by_key(|&(&gap, &count)| (count, -gap)).map_or(0, |(&gap, _)| gap);
+    let is_other = |run: &&[i64]| run[0] != usual && run.iter().all(|&gap| gap == run[0]);
+    let found = gaps.windows(SAME_GAPS).enumerate().find(|(_, run)| is_other(run));
+    match found {
+        None => Ok(usual as f64),
+        Some((at, run)) => Err(DatasetError::MixedIntervals {
+            file: asset.name.clone(),
+            interval: usual as f64,
+            other: run[0] as f64,
+            from: at + 1,
+        }),
+    }
 }
 
 /// Returns every bar of an asset that has enough bars before and after it.
@@ -342,6 +401,41 @@ mod tests {
         assert_eq!(sample.known_ms, sample.time_ms + 15 * MINUTE_MS);
         let expected = (bars[HISTORY_BARS + 15].close / bars[HISTORY_BARS].close).ln();
         assert!((sample.log_return - expected).abs() < 1e-12);
+    }
+
+    /// Moves the bars of an asset to these minutes.
+    fn at_minutes(name: &str, minutes: impl Iterator<Item = i64>) -> Asset {
+        let mut bars = assets(1, 9_000).remove(0).bars;
+        bars.iter_mut().zip(minutes).for_each(|(bar, minute)| bar.time_ms = minute * MINUTE_MS);
+        Asset { name: name.into(), bars }
+    }
+
+    #[test]
+    fn bars_have_one_interval() {
+        let told = |assets: &[Asset]| Dataset::new(assets, PLAN).err().map(|error| error.to_string());
+        let every = |name: &str, minutes: i64| at_minutes(name, (0..).step_by(minutes as usize));
+        let one = || every("one", 1);
+        for (minutes, seconds) in [(5, "300"), (60, "3600")] {
+            assert_eq!(told(&[every("a", minutes), every("b", minutes)]), None, "all the same");
+            let expected = format!("one has a bar every 60 s, and other every {seconds} s: give bars of one interval");
+            assert_eq!(told(&[one(), one(), every("other", minutes)]), Some(expected));
+        }
+        // Bars that turn from one interval to another, in both directions, and for an hour only.
+        let turns = |at: i64, [before, after]: [i64; 2]| {
+            at_minutes("a", (0..).map(move |bar: i64| bar.min(at) * before + (bar - at).max(0) * after))
+        };
+        for (at, minutes, expected) in [
+            (7_000, [1, 5], "bar 7001 and those after it are 300 s apart, but most bars are 60 s apart"),
+            (2_000, [1, 5], "bar 1 and those after it are 60 s apart, but most bars are 300 s apart"),
+            (7_000, [5, 1], "bar 7001 and those after it are 60 s apart, but most bars are 300 s apart"),
+        ] {
+            assert_eq!(told(&[turns(at, minutes)]), Some(format!("a: {expected}: give bars of one interval")));
+        }
+        let hour = (0..).map(|bar: i64| bar + 4 * (bar - 7_000).clamp(0, 12));
+        assert!(told(&[one(), at_minutes("a", hour)]).is_some_and(|told| told.starts_with("a: bar 7001 ")));
+        // Missing minutes, single ones, some in a row and whole nights, change nothing.
+        let gaps = (0..).map(|bar: i64| bar + bar / 390 * 1_050 + bar / 7 + i64::from(bar > 5_000) * 9);
+        assert_eq!(told(&[one(), at_minutes("a", gaps)]), None);
     }
 
     #[test]
