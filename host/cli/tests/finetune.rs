@@ -82,6 +82,33 @@ on_each_device! {
         assert!(text(&output.stdout).starts_with("It is "), "{}", text(&output.stdout));
     }
 
+    /// The QLoRA commands of docs/finetune.md: adapters next to four-bit weights learn, and their
+    /// model answers correctly.
+    fn quantized_commands_of_the_page(device: &Device) {
+        let folder = tempfile::tempdir().unwrap();
+        let page = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/finetune.md")).unwrap();
+        let (_, section) = page.split_once("## Frozen weights in four bits").unwrap();
+        let block = section.split("```").nth(1).unwrap().replace("\\\n", " ");
+        let losses = |out: &str| -> Vec<f64> {
+            let report = report(&folder.path().join(out));
+            report["losses"].as_array().unwrap().iter().map(|loss| loss.as_f64().unwrap()).collect()
+        };
+        for line in block.lines().filter_map(|line| line.split_once("-- finetune ")) {
+            let line = line.1.replace("examples/finetune", example("").to_str().unwrap().trim_end_matches('/'));
+            let line = line.replace("target/", &format!("{}/", folder.path().display()));
+            let (line, sample) = line.split_once(" --sample \"").unwrap_or((&line, "Hello?\""));
+            let sample = ["--sample", sample.trim_end_matches('"')];
+            let output = run("finetune", device, &line.split_whitespace().chain(sample).collect::<Vec<_>>());
+            assert!(output.status.success(), "{line}: {}", text(&output.stderr));
+        }
+        let [base, adapted] = ["base", "qlora"].map(losses);
+        assert!(base[0] > 5.0 && base[base.len() - 1] < 0.2, "{base:?}");
+        let mean = |losses: &[f64]| losses.iter().sum::<f64>() / losses.len() as f64;
+        let [first, last] = [&adapted[..10], &adapted[adapted.len() - 10..]].map(mean);
+        assert!(last < 0.5 * first && last < 0.1, "{first} and {last}");
+        assert_eq!(report(&folder.path().join("qlora"))["sample"], "It is 5.");
+    }
+
     /// Adapters learn too. They are exported by themselves, in PEFT's files, or merged into the
     /// model.
     fn adapters_are_exported(device: &Device) {
