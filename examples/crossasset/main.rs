@@ -48,10 +48,10 @@ use stepscope::{Arena, Capacity, Checkpoint, DeviceKind};
 use stepscope_cli::program::exit::{self, INTERRUPTED};
 use stepscope_cli::program::log;
 use stepscope_cli::program::ranks::{self, Rank};
-use stepscope_cli::program::results::CHECKPOINT;
+use stepscope_cli::program::results::{CHECKPOINT, Claim};
 use stepscope_cli::program::screen::Screen;
+use stepscope_cli::program::signals;
 use stepscope_cli::program::usage::{ArenaUse, ModelSize};
-use stepscope_cli::program::{results, signals};
 use train::Run;
 
 fn main() -> ExitCode {
@@ -98,9 +98,15 @@ fn load(args: &Args, screen: &mut Screen) -> Result<Dataset, Box<dyn Error>> {
     let plan = Plan { horizon: args.horizon, folds: args.folds, limit: args.sample_limit() };
     let dataset = Dataset::new(&assets, plan)?;
     if args.ranks.ranks()?[0].leads() {
-        results::check(&args.out, args.resume.as_deref(), args.overwrite)?;
+        claim(args).check()?;
     }
     Ok(dataset)
+}
+
+/// Returns the run's claim to its folder.
+fn claim(args: &Args) -> Claim<'_> {
+    let reads = args.bars.iter().map(|path| ("--bars", &**path)).collect();
+    Claim { out: &args.out, resume: args.resume.as_deref(), overwrite: args.overwrite, reads }
 }
 
 /// Trains on the samples and writes a report, on each rank of this process. Returns false if it was
@@ -108,8 +114,7 @@ fn load(args: &Args, screen: &mut Screen) -> Result<Dataset, Box<dyn Error>> {
 fn run(args: &Args, dataset: Dataset, stop: &AtomicBool, screen: &mut Screen) -> Result<bool, Box<dyn Error>> {
     let ranks = args.ranks.ranks()?;
     let _results = if ranks[0].leads() {
-        let taken = results::take(&args.out, args.resume.as_deref(), args.overwrite);
-        Some(taken.map_err(|error| -> Box<dyn Error> { error })?)
+        Some(claim(args).take().map_err(|error| -> Box<dyn Error> { error })?)
     } else {
         *screen = Screen::quiet();
         None

@@ -341,14 +341,14 @@ fn earlier_runs_are_not_overwritten() {
             assert!(output.status.success(), "{program} {advice}: {}", text(&output.stderr));
         }
         assert!(fs::read(&checkpoint).unwrap() != before, "{program}: the last one has another seed");
-        // Any file of that name counts.
+        // A file that no run has written stays, also with `--overwrite`.
         fs::create_dir(place.path("weights")).unwrap();
         place.file("weights/model.safetensors", "somebody's");
-        place.refuses(
-            run("--out weights"),
-            2,
-            &["weights holds weights of an earlier run: model.safetensors, written 20"],
-        );
+        for more in ["", "--overwrite"] {
+            let told =
+                ["weights holds files that this run would replace, and that no run has written: model.safetensors. "];
+            place.refuses(run(&format!("--out weights {more}")), 2, &told);
+        }
         assert_eq!(fs::read_to_string(place.path("weights/model.safetensors")).unwrap(), "somebody's");
     }
 }

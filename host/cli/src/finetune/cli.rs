@@ -1,10 +1,11 @@
 //! The command line of `finetune`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{Parser, ValueEnum};
 use stepscope::optim::Schedule;
 
+use crate::program::results::Claim;
 use crate::run::cli::RunArgs;
 use crate::train::cli::{above_zero, below_one, share, up_to, zero_or_above};
 
@@ -21,6 +22,10 @@ pub(crate) struct Args {
     /// template, as transformers saves it
     #[arg(long, value_name = "DIR")]
     pub(crate) weights: PathBuf,
+
+    /// The tokenizer.json, or its folder, of another tokenizer than that of --weights
+    #[arg(long, value_name = "FILE")]
+    tokenizer: Option<PathBuf>,
 
     /// Files with one JSON object a line: `messages`, `prompt` and `completion`, or `text`
     #[arg(long, value_name = "FILE", num_args = 1.., required = true)]
@@ -143,6 +148,21 @@ pub(crate) enum Decay {
 }
 
 impl Args {
+    /// Returns the run's claim to its folder.
+    pub(crate) fn claim(&self) -> Claim<'_> {
+        let data = self.data.iter().map(|path| ("--data", &**path));
+        let others = [("--eval", &self.eval), ("--tokenizer", &self.tokenizer), ("--adapter", &self.adapter)];
+        let others = others.into_iter().filter_map(|(option, path)| Some((option, path.as_deref()?)));
+        let reads = data.chain(others).chain([("--weights", &*self.weights)]).collect();
+        Claim { out: &self.out, resume: self.resume.as_deref(), overwrite: self.run.overwrite, reads }
+    }
+
+    /// Returns the tokenizer's file, if it is not that of the model's folder.
+    pub(crate) fn tokenizer(&self) -> Option<PathBuf> {
+        let path: &Path = self.tokenizer.as_deref()?;
+        Some(if path.is_dir() { path.join("tokenizer.json") } else { path.into() })
+    }
+
     pub(crate) fn learning_rate(&self) -> f32 {
         self.learning_rate.unwrap_or(if self.lora.is_some() || self.adapter.is_some() { LORA_RATE } else { RATE })
     }

@@ -24,20 +24,22 @@ use std::process::ExitCode;
 use std::sync::atomic::AtomicBool;
 
 use stepscope::data::{TokenSampler, TokenSamplerConfig};
+use stepscope::files::{PlainFile, replace_file};
 use stepscope::models::Weights;
 use stepscope::ops::Activation;
-use stepscope::{Checkpoint, Device, Parameters, TrainState, bf16};
+use stepscope::{Device, Parameters, TrainState, bf16};
 
 use self::cli::Args;
 use self::plan::Plan;
 use crate::program::ranks::Rank;
-use crate::program::results::{BEST, CHECKPOINT};
+use crate::program::results::CHECKPOINT;
 use crate::program::screen::Screen;
 use crate::program::signals;
-use crate::run::folder::copy_companions;
+use crate::run::best::Best;
+use crate::run::folder::{MAX_COPIED, copy_companions};
 use crate::run::report::{Position, Report};
 use crate::run::{memory, program};
-use crate::train::bad_input::Outcome;
+use crate::train::bad_input::{Outcome, bad};
 use crate::train::cli::Precision;
 use crate::train::model::Gpt;
 use crate::train::sample;
@@ -45,8 +47,7 @@ use crate::train::sample;
 /// Fine-tunes, and returns the exit code.
 pub(crate) fn main(args: &Args) -> ExitCode {
     program::main(|screen| {
-        let files = (&*args.out, args.resume.as_deref());
-        program::on_ranks(&args.run, files, screen, |shards| Plan::load(args, shards), run_rank)
+        program::on_ranks(&args.run, &args.claim(), screen, |shards| Plan::load(args, shards), run_rank)
     })
 }
 
@@ -109,14 +110,15 @@ fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, sc
     }
 
     let tokens = plan.contexts_per_update() * config.context;
-    let mut report = Report::of(&device, &mut trainer, size.clone(), (trained, tokens), None)?;
+    let mut report = Report::of(&device, &mut trainer, size.clone(), (trained, tokens, rank.ranks()), None)?;
     if let Some(update) = best_before_the_end(&report.position) {
         // The memory of training is free again before the best weights are read.
         drop(trainer);
         let (model, spec) = plan.model::<S>()?;
         let mut parameters = Parameters::new(&device, &spec, 0)?;
         plan.load_weights(&mut parameters)?;
-        Checkpoint::load(args.out.join(BEST))?.restore(&mut parameters, None)?;
+        let best = Best { notes: plan::NOTES, settings: &plan.settings(), position: &report.position };
+        best.load(&args.out)?.restore(&mut parameters, None)?;
         (report.exported_update, report.weights_sha256) = (update, parameters.sha256()?);
         report.sample = finish(plan, &device, &model, &parameters)?;
     } else {
@@ -157,6 +159,10 @@ fn finish<S: Activation>(
         None => Weights::write(plan.export(), config, weights, args.run.max_shard_size)?,
     }
     copy_companions(&args.weights, &plan.export())?;
+    if let Some(tokenizer) = args.tokenizer() {
+        let bytes = PlainFile::read_whole(&tokenizer, MAX_COPIED).map_err(|reason| bad(tokenizer.display(), reason))?;
+        replace_file(plan.export().join("tokenizer.json"), &bytes)?;
+    }
     let Some(beginning) = &plan.beginning else { return Ok(None) };
     let sampler = TokenSampler::new(TokenSamplerConfig { temperature: 0.0, top_k: None, top_p: None }, args.run.seed)?;
     let tokens = sample::write(device, model, weights, beginning, (args.sample_tokens, &folder.stops), &sampler)?;

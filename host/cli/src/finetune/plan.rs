@@ -4,12 +4,14 @@
 use std::path::Path;
 
 use serde_json::json;
+use sha2::{Digest, Sha256};
 use stepscope::models::{Lora, ModelConfig, Targets, Transformer, WeightFiles};
 use stepscope::ops::Activation;
 use stepscope::parameters::{FrozenType, ParameterEntry};
 use stepscope::tensor::Element;
 use stepscope::{AdamW, Arena, Checkpoint, Device, ParameterSpec, Parameters, Result, TrainState, Trainer, bf16};
-use stepscope_chat::Encoder;
+use stepscope_chat::{Encoder, Packed};
+use stepscope_core::digest::hex;
 
 use crate::finetune::cli::{Args, Quantize};
 use crate::finetune::data::{Contexts, Data, Form, Sources};
@@ -17,12 +19,18 @@ use crate::program::settings::Settings;
 use crate::run::cli::RunArgs;
 use crate::run::folder::ModelFolder;
 use crate::run::memory::{RunMemory, check_batch, evaluation_batch};
-use crate::run::settings;
 use crate::run::updates::{Trained, Updates};
-use crate::train::bad_input::{Outcome, bad};
-use crate::train::model::{Gpt, Mode};
+use crate::run::{program, settings};
+use crate::train::bad_input::{Outcome, bad, for_users};
+use crate::train::model::{self, Gpt, Mode};
 use crate::train::tokenizer::Tokenizer;
 use crate::train::weights;
+
+/// The names of a checkpoint's notes: the position of the run, and its settings.
+pub(crate) const NOTES: [&str; 2] = ["finetune.position", "finetune.settings"];
+/// The name of the setting that `is_narrow` is, and its value if that is true.
+const FROZEN: &str = "frozen";
+const NARROW: &str = "as stored";
 
 /// The settings, data and model of a run.
 pub(crate) struct Plan<'r> {
@@ -35,6 +43,10 @@ pub(crate) struct Plan<'r> {
     pub(crate) config: ModelConfig,
     /// The adapters that are trained instead of the model's weights.
     pub(crate) lora: Option<Lora>,
+    /// True if the frozen matrices of blocks keep the type of the file although kernels compute in
+    /// f32. A run keeps the choice with which it began, because the digest of frozen weights covers
+    /// their types.
+    is_narrow: bool,
     files: WeightFiles,
     resumed: Option<Checkpoint>,
     /// The tokens that the sample begins with.
@@ -48,14 +60,21 @@ impl<'r> Plan<'r> {
         let accumulate = args.run.accumulate(shards)?;
         let (files, config) = weights::open(&args.weights, args.context)?;
         let lora = lora(args, &config)?;
-        if let Some(lora) = lora.as_ref().filter(|_| args.quantize.is_some()) {
-            let built = Transformer::with_lora(config.clone(), lora, |entry| files.quantized(entry));
-            built.map_err(|error| bad("--quantize", weights::plain(&error)))?;
+        match &lora {
+            Some(lora) if args.quantize.is_some() => {
+                let built = Transformer::with_lora(config.clone(), lora, |entry| files.quantized(entry));
+                built.map_err(|error| bad("--quantize", for_users(&error)))?;
+            }
+            Some(_) => {}
+            None => model::check_trainable(&args.weights, &files, &config)?,
         }
         check_batch(args.batch, config.context)?;
-        let folder = ModelFolder::open(&args.weights)?;
+        let folder = match args.tokenizer() {
+            Some(file) => ModelFolder::with_tokenizer(&args.weights, tokenizer(&file)?)?,
+            None => ModelFolder::open(&args.weights)?,
+        };
         folder.tokenizer.check_vocabulary(config.vocabulary)?;
-        let Tokenizer::File(tokenizer, _) = &folder.tokenizer else { unreachable!("a folder has a tokenizer.json") };
+        let Tokenizer::File(tokenizer, _) = &folder.tokenizer else { unreachable!("it was read from a file") };
         let encoder = Encoder { tokenizer, template: folder.template.as_ref(), end: folder.end() };
         let sources = Sources { training: &args.data, held_out: args.eval.as_deref(), share: args.eval_share, seed };
         let form = Form { context: config.context, packs: config.learned_positions.is_none() };
@@ -67,9 +86,13 @@ impl<'r> Plan<'r> {
             Some(_) => folder.chat("--sample", &[json!({"role": "user", "content": text})]),
             None => folder.tokenizer.encode_beginning("--sample", text),
         });
-        let resumed = args.resume.as_ref().map(|path| Checkpoint::load(path).map_err(|error| bad("--resume", error)));
+        let resumed = args.resume.as_deref().map(program::resumed);
         let (beginning, resumed) = (beginning.transpose()?, resumed.transpose()?);
-        Ok(Self { args, accumulate, shards, folder, data, config, lora, files, resumed, beginning })
+        let is_narrow = match &resumed {
+            Some(checkpoint) => of_checkpoint(checkpoint, FROZEN).as_deref() == Some(NARROW),
+            None => lora.is_some() && args.run.recompute,
+        };
+        Ok(Self { args, accumulate, shards, folder, data, config, lora, is_narrow, files, resumed, beginning })
     }
 
     /// Returns the contexts of an update.
@@ -108,7 +131,7 @@ impl<'r> Plan<'r> {
     /// block exist at a time.
     fn frozen_type<S: Activation>(&self, entry: &ParameterEntry) -> FrozenType {
         let is_narrow = <S as Element>::NAME == bf16::NAME;
-        let is_brief = self.args.run.recompute && entry.name().starts_with("blocks.");
+        let is_brief = self.is_narrow && entry.name().starts_with("blocks.");
         let stored = match self.args.quantize {
             Some(Quantize::Nf4) => self.files.quantized(entry),
             None => self.files.stored(entry),
@@ -170,11 +193,12 @@ impl<'r> Plan<'r> {
             rate: &|number| rate * schedule.factor(number),
             out,
             leads,
-            notes: ["finetune.position", "finetune.settings"],
+            notes: NOTES,
             settings: self.settings(),
             total: self.total(),
             evaluate_every: self.evaluate_every(),
             patience,
+            exports_best: true,
             samples_per_update: self.contexts_per_update(),
             tokens_per_sample: context,
             resumed: self.resumed.as_ref().zip(resume.as_deref()),
@@ -203,7 +227,8 @@ impl<'r> Plan<'r> {
             ("warmup", warmup.to_string()),
             ("decay", format!("{decay:?}")),
             ("weight-decay", weight_decay.to_string()),
-            ("lora", self.lora.as_ref().map_or("none".into(), |lora| format!("{lora:?}"))),
+            ("lora", self.lora.as_ref().map_or("none".into(), described)),
+            (FROZEN, if self.is_narrow { NARROW } else { "as computed" }.into()),
             ("quantize", format!("{:?}", self.args.quantize)),
             ("seed", seed.to_string()),
             ("tokenizer", self.folder.tokenizer.name()),
@@ -217,6 +242,7 @@ impl<'r> Plan<'r> {
         let mut settings = self.settings();
         settings.push(("epochs", self.args.epochs.to_string()));
         settings.push(("patience", format!("{:?}", self.args.patience)));
+        settings.push(("eval", digest(&self.data.held_out)));
         settings::of_ranks(settings, &self.args.run, self.evaluate_every(), self.resumed.is_some())
     }
 
@@ -236,12 +262,43 @@ impl<'r> Plan<'r> {
     }
 }
 
+/// Opens a tokenizer's file.
+fn tokenizer(file: &Path) -> Outcome<Tokenizer> {
+    if !file.exists() && [Path::new("bytes"), Path::new("gpt2")].contains(&file) {
+        let reason = "expected a file: a model of --weights has a tokenizer.json of its own, so leave --tokenizer out";
+        return Err(bad(format!("--tokenizer {}", file.display()), reason));
+    }
+    Tokenizer::open(&file.display().to_string())
+}
+
+/// Returns a setting of the run that wrote a checkpoint.
+fn of_checkpoint(checkpoint: &Checkpoint, name: &str) -> Option<String> {
+    let settings: Vec<(String, String)> = serde_json::from_str(checkpoint.note(NOTES[1]).ok()?).ok()?;
+    settings.into_iter().find(|(own, _)| own == name).map(|(_, value)| value)
+}
+
+/// Describes the adapters without the path of their model, which is the same model under any path.
+fn described(lora: &Lora) -> String {
+    format!("{:?}", Lora { base_model: None, ..lora.clone() })
+}
+
+/// Returns the digest of contexts.
+fn digest(contexts: &[Packed]) -> String {
+    let mut digest = Sha256::new();
+    for packed in contexts {
+        for numbers in [&packed.ids, &packed.labels, &packed.documents] {
+            digest.update(bytemuck::cast_slice::<u32, u8>(numbers));
+        }
+    }
+    hex(&digest.finalize())
+}
+
 /// Returns the adapters that the arguments ask for.
 fn lora(args: &Args, config: &ModelConfig) -> Outcome<Option<Lora>> {
     let base_model = Some(args.weights.display().to_string());
     if let Some(folder) = &args.adapter {
         let lora = weights::adapter(folder, config)?;
-        lora.check_trainable(config).map_err(|error| bad(folder.display(), weights::plain(&error)))?;
+        lora.check_trainable(config).map_err(|error| bad(folder.display(), for_users(&error)))?;
         return Ok(Some(Lora { base_model, ..lora }));
     }
     let Some(rank) = args.lora else { return Ok(None) };
@@ -256,7 +313,7 @@ fn lora(args: &Args, config: &ModelConfig) -> Outcome<Option<Lora>> {
     for name in &args.lora_targets {
         let one = if name == "all-linear" { Targets::AllLinear } else { Targets::Names(vec![name.clone()]) };
         let one = Lora { targets: one, ..lora.clone() };
-        one.check_trainable(config).map_err(|error| bad("--lora-targets", weights::plain(&error)))?;
+        one.check_trainable(config).map_err(|error| bad("--lora-targets", for_users(&error)))?;
     }
     Ok(Some(Lora { targets, ..lora }))
 }

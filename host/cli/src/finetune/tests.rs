@@ -183,6 +183,21 @@ on_each_device! {
         assert!(error.contains("weight-decay: 0.01 in the checkpoint, 0.5 here"), "{error}");
     }
 
+    /// `--recompute` may be added or left out when a run goes on, also with frozen weights whose
+    /// type it decides.
+    fn resumed_run_may_recompute(device: &Device) {
+        let (folder, data) = chats();
+        let resume = format!("--epochs 2 --resume {}", folder.path().join("model.safetensors").display());
+        for base in ["--lora 4 --decay constant --warmup 0", "--decay constant --warmup 0"] {
+            let run = |more: &str| trained(device, &arguments(&data, &format!("{base} {more}")), false).unwrap();
+            let whole = run("--epochs 2");
+            for (before, after) in [("", "--recompute"), ("--recompute", "")] {
+                run(before);
+                assert_eq!(run(&format!("{resume} {after}")), whole, "{base}: `{before}`, then `{after}`");
+            }
+        }
+    }
+
     /// Evaluations that do not improve end a run, and the weights of the best one stay.
     fn patience_ends_a_run(device: &Device) {
         let (folder, data) = chats();

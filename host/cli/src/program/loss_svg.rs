@@ -13,6 +13,8 @@ use plotters::coord::types::RangedCoordf64;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
+use super::marks::AXIS;
+
 const SIZE: (u32, u32) = (960, 480);
 const LEGEND_WIDTH: u32 = 190;
 const TRAIN: RGBColor = RGBColor(0, 114, 178);
@@ -85,7 +87,7 @@ impl Picture {
             .disable_x_mesh()
             .x_labels(0)
             .x_desc(self.x_label)
-            .y_desc("mean cross-entropy")
+            .y_desc(AXIS)
             .y_labels(8)
             .y_label_formatter(&|loss| format!("{loss:.2}"))
             .label_style(("sans-serif", 14))

@@ -5,6 +5,7 @@
 pub mod exit;
 pub mod log;
 pub mod loss_svg;
+pub(crate) mod marks;
 pub mod ranks;
 pub mod results;
 pub mod screen;

@@ -49,7 +49,8 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "UPDATES", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) checkpoint_every: Option<u64>,
 
-    /// Replace the checkpoint of an earlier run in --out
+    /// Replace the results of an earlier run in --out. Files that no run has written are never
+    /// replaced
     #[arg(long)]
     pub(crate) overwrite: bool,
 

@@ -14,7 +14,7 @@ use crate::train::weights;
 /// The largest configuration file that is read.
 const MAX_BYTES: u64 = 1 << 24;
 /// The largest file that is copied next to exported weights.
-const MAX_COPIED: u64 = 256 << 20;
+pub(crate) const MAX_COPIED: u64 = 256 << 20;
 /// The files of a folder that belong to the tokenizer and the chat template, and the settings of
 /// generation.
 const FILES: [&str; 10] = [

@@ -2,25 +2,29 @@
 //! file that TensorBoard reads.
 //!
 //! Invariant: both files are complete after each line, so that they can be followed. A run that
-//! resumes keeps the lines up to its checkpoint, and drops the lines of updates that it makes
-//! again.
+//! resumes continues the logs of the run that its checkpoint belongs to: it keeps the figures that
+//! the checkpoint has, each once, and no others.
 
-use std::fs::{File, OpenOptions};
+use std::collections::HashSet;
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use prost::Message;
 use serde::{Deserialize, Serialize};
 use stepscope::files::{PlainFile, replace_file};
 use stepscope::memory::ProcessMemory;
 
+use crate::program::marks::{self, EVENT_FILE, EVENTS, LINES};
+use crate::run::events::{self, Event};
 use crate::run::gpu::GpuWatch;
+use crate::run::report::Position;
 
-/// The name of the file with JSON lines.
-const LINES: &str = "log.jsonl";
 /// The largest log that a run continues.
 const MAX_BYTES: u64 = 1 << 30;
+/// The tags of the figures that decide whether an event is kept.
+const LOSS: &str = "loss";
+const EVALUATION: &str = "evaluation loss";
 
 /// The figures of an update, or of an evaluation.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
@@ -57,37 +61,79 @@ pub(crate) struct Line {
     pub(crate) evaluation_loss: Option<f64>,
 }
 
-/// The logs of a run.
+/// The logs of a run. Their files are made with the first line, or at the run's end, so that a run
+/// that is stopped before its first update leaves none.
 pub(crate) struct Logs {
-    lines: File,
-    events: File,
+    folder: PathBuf,
+    /// The folder with the logs of the run that this one continues.
+    earlier: Option<PathBuf>,
+    /// The figures of that run's checkpoint.
+    position: Position,
+    files: Option<[File; 2]>,
     gpu: GpuWatch,
 }
 
 impl Logs {
-    /// Opens the logs in `folder`, for a run that has made this many updates.
+    /// Returns the logs in `folder`, of a run that continues from a position whose logs are in
+    /// `earlier`.
+    pub(crate) fn new(folder: &Path, earlier: Option<&Path>, position: Position, gpu: GpuWatch) -> Self {
+        Self { folder: folder.into(), earlier: earlier.map(Path::to_path_buf), position, files: None, gpu }
+    }
+
+    /// Opens the files, with what is kept of the earlier ones. Each file replaces its predecessor
+    /// as a whole.
+    fn open(&self) -> io::Result<[File; 2]> {
+        let path = self.folder.join(LINES);
+        replace_file(&path, self.kept_lines()?.as_bytes()).map_err(io::Error::other)?;
+        let events = self.folder.join(EVENTS);
+        fs::create_dir_all(&events)?;
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let name = format!("{EVENT_FILE}{}.{}", since.as_secs(), std::process::id());
+        let own = marks::entries(&events).into_iter().filter(|path| marks::is_own_event_file(path));
+        let own: Vec<PathBuf> = own.filter(|path| path.file_name() != Some(name.as_ref())).collect();
+        let records: Vec<u8> = self.kept_events()?.iter().flat_map(Event::to_record).collect();
+        replace_file(events.join(&name), &records).map_err(io::Error::other)?;
+        own.iter().try_for_each(fs::remove_file)?;
+        Ok([append(&path)?, append(&events.join(name))?])
+    }
+
+    /// Returns the lines of the earlier log that the position has.
+    fn kept_lines(&self) -> io::Result<String> {
+        let Some(path) = self.earlier.as_ref().map(|folder| folder.join(LINES)).filter(|path| path.exists()) else {
+            return Ok(String::new());
+        };
+        let (text, mut kept) = (PlainFile::read_whole(path, MAX_BYTES)?, Kept::of(&self.position));
+        let is_kept = |line: &&str| {
+            serde_json::from_str(line).is_ok_and(|Figures { update, loss, evaluation_loss }| {
+                loss.is_some_and(|loss| kept.once(update, LOSS, loss as f32))
+                    || evaluation_loss.is_some_and(|loss| kept.once(update, EVALUATION, loss as f32))
+            })
+        };
+        Ok(String::from_utf8_lossy(&text).lines().filter(is_kept).map(|line| format!("{line}\n")).collect())
+    }
+
+    /// Returns the beginning of an event file, with the earlier events that the position has.
+    fn kept_events(&self) -> io::Result<Vec<Event>> {
+        let (mut all, mut kept) = (vec![Event::first()], Kept::of(&self.position));
+        let folder = self.earlier.as_ref().map(|folder| folder.join(EVENTS));
+        let files = folder.map(|folder| marks::entries(&folder)).unwrap_or_default();
+        for path in files.into_iter().filter(|path| marks::is_own_event_file(path)) {
+            let read = events::events(&PlainFile::read_whole(path, MAX_BYTES)?);
+            all.extend(read.into_iter().filter(|event| {
+                let known = |value: &events::Value| kept.once(event.step as u64, &value.tag, value.simple_value);
+                event.values().first().is_some_and(known)
+            }));
+        }
+        Ok(all)
+    }
+
+    /// Returns the files, which it opens if they are not yet.
     ///
     /// # Errors
-    /// Returns the system's error if a log cannot be opened.
-    pub(crate) fn open(folder: &Path, updates: u64, gpu: GpuWatch) -> io::Result<Self> {
-        let path = folder.join(LINES);
-        let kept = kept(&path, updates)?;
-        replace_file(&path, kept.as_bytes()).map_err(io::Error::other)?;
-        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let name = format!("events.out.tfevents.{}.{}", since.as_secs(), std::process::id());
-        let events: PathBuf = folder.join("tensorboard").join(name);
-        if updates == 0 {
-            remove_events(&folder.join("tensorboard"))?;
-        }
-        std::fs::create_dir_all(folder.join("tensorboard"))?;
-        let mut logs = Self { lines: append(&path)?, events: append(&events)?, gpu };
-        // TensorBoard hides the events of later steps that an earlier file has.
-        logs.event(&Event { step: updates as i64, file_version: Some("brain.Event:2".into()), ..Event::now() })?;
-        if updates > 0 {
-            let log = SessionLog { status: SessionLog::START };
-            logs.event(&Event { step: updates as i64 + 1, session_log: Some(log), ..Event::now() })?;
-        }
-        Ok(logs)
+    /// With the system's reason.
+    pub(crate) fn files(&mut self) -> io::Result<&mut [File; 2]> {
+        let files = self.files.take().map_or_else(|| self.open(), Ok)?;
+        Ok(self.files.insert(files))
     }
 
     /// Writes the figures, and adds those of the process and the GPU to the ones of an update.
@@ -99,13 +145,11 @@ impl Logs {
             line.host_bytes = ProcessMemory::read().map(|process| process.peak_bytes);
             (line.gpu_clock_mhz, line.gpu_celsius) = self.gpu.read();
         }
+        let [lines, events] = self.files()?;
         let text = serde_json::to_string(&line).expect("plain numbers have a JSON form");
-        writeln!(self.lines, "{text}")?;
-        let value = |(tag, value): (&str, Option<f64>)| {
-            value.map(|value| Value { tag: tag.into(), simple_value: value as f32 })
-        };
+        writeln!(lines, "{text}")?;
         let values = [
-            ("loss", line.loss),
+            (LOSS, line.loss),
             ("gradient norm", line.gradient_norm),
             ("learning rate", line.learning_rate),
             ("tokens per second", line.real_tokens_per_second),
@@ -114,51 +158,44 @@ impl Logs {
             ("memory/host bytes", line.host_bytes.map(|bytes| bytes as f64)),
             ("gpu/clock MHz", line.gpu_clock_mhz.map(f64::from)),
             ("gpu/degrees Celsius", line.gpu_celsius.map(f64::from)),
-            ("evaluation loss", line.evaluation_loss),
+            (EVALUATION, line.evaluation_loss),
         ];
-        let summary = Summary { value: values.into_iter().filter_map(value).collect() };
-        self.event(&Event { step: line.update as i64, summary: Some(summary), ..Event::now() })
+        let values = values.into_iter().filter_map(|(tag, value)| Some((tag, value?)));
+        events.write_all(&Event::figures(line.update, values).to_record())
     }
-
-    /// Writes a record: length, its checksum, bytes, their checksum.
-    fn event(&mut self, event: &Event) -> io::Result<()> {
-        let bytes = event.encode_to_vec();
-        let length = (bytes.len() as u64).to_le_bytes();
-        let parts = [&length[..], &masked(&length), &bytes, &masked(&bytes)];
-        self.events.write_all(&parts.concat())
-    }
-}
-
-/// Returns the checksum of TFRecord files.
-fn masked(bytes: &[u8]) -> [u8; 4] {
-    crc32c::crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8).to_le_bytes()
 }
 
 /// The part of a line that decides whether a run that resumes keeps it.
 #[derive(Deserialize)]
-struct Number {
+struct Figures {
     update: u64,
+    loss: Option<f64>,
+    evaluation_loss: Option<f64>,
 }
 
-/// Returns the lines of the log of an earlier process up to this update.
-fn kept(path: &Path, updates: u64) -> io::Result<String> {
-    if updates == 0 || !path.exists() {
-        return Ok(String::new());
-    }
-    let text = String::from_utf8_lossy(&PlainFile::read_whole(path, MAX_BYTES)?).into_owned();
-    let old = |line: &&str| serde_json::from_str(line).is_ok_and(|Number { update }| update <= updates);
-    Ok(text.lines().filter(old).map(|line| format!("{line}\n")).collect())
+/// The figures of a position that were not kept yet.
+struct Kept<'p> {
+    position: &'p Position,
+    seen: HashSet<(u64, bool)>,
 }
 
-/// Removes the event files of an earlier run.
-fn remove_events(folder: &Path) -> io::Result<()> {
-    let Ok(entries) = std::fs::read_dir(folder) else { return Ok(()) };
-    for entry in entries.flatten() {
-        if entry.file_name().to_string_lossy().starts_with("events.out.tfevents.") {
-            std::fs::remove_file(entry.path())?;
-        }
+impl<'p> Kept<'p> {
+    fn of(position: &'p Position) -> Self {
+        Self { position, seen: HashSet::new() }
     }
-    Ok(())
+
+    /// Returns true, once, for a loss that the position has.
+    fn once(&mut self, update: u64, tag: &str, loss: f32) -> bool {
+        let Position { losses, evaluations } = self.position;
+        let is_evaluation = tag == EVALUATION;
+        let is_of_run = match is_evaluation {
+            true => evaluations.iter().any(|look| look.update == update && look.loss as f32 == loss),
+            false => {
+                update.checked_sub(1).and_then(|at| losses.get(at as usize)).is_some_and(|&own| own as f32 == loss)
+            }
+        };
+        is_of_run && (is_evaluation || tag == LOSS) && self.seen.insert((update, is_evaluation))
+    }
 }
 
 #[expect(clippy::disallowed_methods, reason = "a file of this run's folder, which grows while it trains")]
@@ -166,103 +203,83 @@ fn append(path: &Path) -> io::Result<File> {
     OpenOptions::new().create(true).append(true).open(path)
 }
 
-/// TensorFlow's `Event`, as far as it is written.
-#[derive(Clone, PartialEq, Message)]
-struct Event {
-    #[prost(double, tag = "1")]
-    wall_time: f64,
-    #[prost(int64, tag = "2")]
-    step: i64,
-    #[prost(string, optional, tag = "3")]
-    file_version: Option<String>,
-    #[prost(message, optional, tag = "5")]
-    summary: Option<Summary>,
-    #[prost(message, optional, tag = "7")]
-    session_log: Option<SessionLog>,
-}
-
-impl Event {
-    fn now() -> Self {
-        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        Self { wall_time: since.as_secs_f64(), ..Self::default() }
-    }
-}
-
-/// TensorFlow's `Summary`.
-#[derive(Clone, PartialEq, Message)]
-struct Summary {
-    #[prost(message, repeated, tag = "1")]
-    value: Vec<Value>,
-}
-
-/// TensorFlow's `Summary.Value`.
-#[derive(Clone, PartialEq, Message)]
-struct Value {
-    #[prost(string, tag = "1")]
-    tag: String,
-    #[prost(float, tag = "2")]
-    simple_value: f32,
-}
-
-/// TensorFlow's `SessionLog`.
-#[derive(Clone, PartialEq, Message)]
-struct SessionLog {
-    #[prost(int32, tag = "1")]
-    status: i32,
-}
-
-impl SessionLog {
-    /// The status of a run that starts at the event's step. TensorBoard then drops what earlier
-    /// files have for this step and later ones.
-    const START: i32 = 1;
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::run::report::Evaluation;
 
-    /// The records of an event file, checked.
-    fn records(mut bytes: &[u8]) -> Vec<Event> {
-        let mut events = Vec::new();
-        while let Some((length, rest)) = bytes.split_at_checked(8) {
-            let (check, rest) = rest.split_at(4);
-            assert_eq!(check, masked(length));
-            let (event, rest) = rest.split_at(u64::from_le_bytes(length.try_into().unwrap()) as usize);
-            let (check, rest) = rest.split_at(4);
-            assert_eq!(check, masked(event));
-            events.push(Event::decode(event).unwrap());
-            bytes = rest;
-        }
-        assert!(bytes.is_empty());
-        events
+    fn update(update: u64) -> Line {
+        Line { update, loss: Some(2.0 - 0.1 * update as f64), gradient_norm: Some(0.25), ..Line::default() }
     }
 
-    /// The checksum of nine digits is the one that RFC 3720 states for CRC32C.
-    #[test]
-    fn checksum_is_masked_crc32c() {
-        assert_eq!(crc32c::crc32c(b"123456789"), 0xe306_9283);
-        assert_eq!(masked(b"123456789"), (0xe306_9283_u32.rotate_right(15).wrapping_add(0xa282_ead8)).to_le_bytes());
+    fn look(update: u64) -> Line {
+        Line { update, evaluation_loss: Some(3.0 + 0.1 * update as f64), ..Line::default() }
     }
 
+    /// Returns the position after these updates and evaluations.
+    fn position(updates: u64, looks: &[u64]) -> Position {
+        let losses = (1..=updates).map(|number| update(number).loss.unwrap()).collect();
+        let evaluation = |&update: &u64| {
+            let loss = look(update).evaluation_loss.unwrap();
+            Evaluation { update, loss, perplexity: loss.exp() }
+        };
+        Position { losses, evaluations: looks.iter().map(evaluation).collect() }
+    }
+
+    fn write(folder: &Path, earlier: Option<&Path>, position: Position, lines: Vec<Line>) {
+        let mut logs = Logs::new(folder, earlier, position, GpuWatch::default());
+        lines.into_iter().for_each(|line| logs.write(line).unwrap());
+    }
+
+    /// Returns the update and the kind of each line, and of each event.
+    fn logged(folder: &Path) -> [Vec<(u64, bool)>; 2] {
+        let text = fs::read_to_string(folder.join(LINES)).unwrap();
+        let line = |line: &str| serde_json::from_str::<Figures>(line).unwrap();
+        let lines = text.lines().map(line).map(|line| (line.update, line.evaluation_loss.is_some()));
+        let [file] = &marks::entries(&folder.join(EVENTS))[..] else { panic!("one event file") };
+        let events = events::events(&fs::read(file).unwrap());
+        let event = |event: &Event| (event.step as u64, event.values()[0].tag == EVALUATION);
+        [lines.collect(), events.iter().skip(1).map(event).collect()]
+    }
+
+    /// A run that ended after its checkpoint logs an update or an evaluation that it repeats.
     #[test]
-    fn resumed_logs_have_each_update_once() {
+    fn resumed_logs_have_each_figure_once() {
         let folder = tempfile::tempdir().unwrap();
-        let line = |update: u64| Line { update, loss: Some(1.5), gradient_norm: Some(0.25), ..Line::default() };
-        for (updates, made) in [(0, 1..=3), (2, 3..=4)] {
-            let mut logs = Logs::open(folder.path(), updates, GpuWatch::default()).unwrap();
-            made.for_each(|update| logs.write(line(update)).unwrap());
+        let (out, other) = (folder.path().join("out"), folder.path().join("other"));
+        fs::create_dir(&out).unwrap();
+        fs::create_dir(&other).unwrap();
+        let first = vec![update(1), update(2), look(2), update(3), look(3)];
+        let both = |expected: &[(u64, bool)]| [expected.to_vec(), expected.to_vec()];
+        for (at, looks, rest, expected) in [
+            (2, &[][..], vec![look(2), update(3)], &[(1, false), (2, false), (2, true), (3, false)][..]),
+            (2, &[2], vec![update(3)], &[(1, false), (2, false), (2, true), (3, false)]),
+            (3, &[2], vec![look(3)], &[(1, false), (2, false), (2, true), (3, false), (3, true)]),
+            (0, &[], vec![update(1)], &[(1, false)]),
+        ] {
+            write(&out, None, Position::default(), first.clone());
+            // The last line and the last record are cut, as by a full disk.
+            let cut = |path: PathBuf| fs::write(&path, &fs::read(&path).unwrap()[..fs::read(&path).unwrap().len() - 3]);
+            cut(out.join(LINES)).unwrap();
+            cut(marks::entries(&out.join(EVENTS)).remove(0)).unwrap();
+            for _ in 0..2 {
+                write(&out, Some(&out), position(at, looks), rest.clone());
+                assert_eq!(logged(&out), both(expected), "{at} {looks:?}");
+            }
         }
-        let text = std::fs::read_to_string(folder.path().join(LINES)).unwrap();
-        let updates: Vec<u64> = text.lines().map(|line| serde_json::from_str::<Number>(line).unwrap().update).collect();
-        assert_eq!(updates, [1, 2, 3, 4]);
-        assert!(text.starts_with("{\"update\":1,\"loss\":1.5,\"gradient_norm\":0.25,"), "{text}");
-        let mut all = Vec::new();
-        for file in std::fs::read_dir(folder.path().join("tensorboard")).unwrap() {
-            all.extend(records(&std::fs::read(file.unwrap().path()).unwrap()));
-        }
-        let losses: Vec<_> =
-            all.iter().filter_map(|event| event.summary.as_ref()).map(|summary| summary.value[0].clone()).collect();
-        assert_eq!(losses, vec![Value { tag: "loss".into(), simple_value: 1.5 }; 5]);
-        assert!(all.iter().any(|event| event.session_log.as_ref().is_some_and(|log| log.status == SessionLog::START)));
+        // Another run's figures are neither kept nor continued.
+        write(&other, None, Position::default(), vec![Line { loss: Some(9.0), ..update(1) }, update(2)]);
+        write(&out, None, Position::default(), first);
+        write(&other, Some(&out), position(2, &[2]), vec![update(3)]);
+        assert_eq!(logged(&other), both(&[(1, false), (2, false), (2, true), (3, false)]));
+        write(&out, Some(&other), position(1, &[]), vec![update(2)]);
+        assert_eq!(logged(&out), both(&[(1, false), (2, false)]));
+        let text = fs::read_to_string(out.join(LINES)).unwrap();
+        assert!(text.starts_with("{\"update\":1,\"loss\":1.9,\"gradient_norm\":0.25"), "{text}");
+        // Event files of other programs stay.
+        let foreign = out.join(EVENTS).join("events.out.tfevents.1.other");
+        fs::write(&foreign, "another program's").unwrap();
+        write(&out, None, Position::default(), vec![update(1)]);
+        assert!(foreign.exists() && marks::entries(&out.join(EVENTS)).len() == 2);
     }
 }

@@ -2,7 +2,9 @@
 //!
 //! | file | part |
 //! |---|---|
+//! | [`best`] | the weights of the best evaluation |
 //! | [`cli`] | options |
+//! | [`events`] | the records of TensorBoard files |
 //! | [`folder`] | tokenizer, chat template and stop tokens next to a model's weights |
 //! | [`gpu`] | the clock and the temperature of the GPU |
 //! | [`logs`] | JSON lines and TensorBoard files |
@@ -12,7 +14,9 @@
 //! | [`settings`] | the settings of a model that a run must share to resume |
 //! | [`updates`] | the loop of updates, with evaluations and checkpoints |
 
+pub(crate) mod best;
 pub(crate) mod cli;
+pub(crate) mod events;
 pub(crate) mod folder;
 pub(crate) mod gpu;
 pub(crate) mod logs;

@@ -1,16 +1,20 @@
 //! The frame of a training program: exit codes, signals, the results folder, and ranks.
 
+use std::error::Error;
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::atomic::AtomicBool;
 
+use stepscope::Checkpoint;
+
 use crate::program::exit::{self, INTERRUPTED};
 use crate::program::log::{self, Log};
 use crate::program::ranks::{self, Rank};
+use crate::program::results::{CHECKPOINT, Claim};
 use crate::program::screen::Screen;
-use crate::program::{results, signals};
+use crate::program::{marks, signals};
 use crate::run::cli::RunArgs;
-use crate::train::bad_input::{BadInput, Outcome, bad};
+use crate::train::bad_input::{BadInput, Outcome, bad, for_users};
 
 /// Runs `train`, which returns false if it was stopped early, and returns the exit code.
 pub(crate) fn main(train: impl FnOnce(&mut Screen) -> Outcome<bool>) -> ExitCode {
@@ -21,31 +25,50 @@ pub(crate) fn main(train: impl FnOnce(&mut Screen) -> Outcome<bool>) -> ExitCode
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(INTERRUPTED),
         Err(error) => {
-            log::failed(Log::Text, &*error);
+            let told = error.downcast_ref().map_or_else(|| error.to_string(), for_users);
+            log::failed(Log::Text, &*Box::<dyn Error>::from(told));
             ExitCode::from(if error.is::<BadInput>() { 2 } else { exit::code(&*error) })
         }
     }
 }
 
-/// Calls `load` with the number of shards, and then `train` on each rank of this process. Returns
-/// false if it was stopped early.
+/// Loads the checkpoint that `--resume` names.
+pub(crate) fn resumed(path: &Path) -> Outcome<Checkpoint> {
+    if marks::notes(path).is_some_and(|notes| notes["stepscope.format"].is_null()) {
+        let reason = format!(
+            "{} has weights, but is no checkpoint: give the {CHECKPOINT} in the --out of a run. To start from these \
+             weights, give their folder with --weights",
+            path.display()
+        );
+        return Err(bad("--resume", reason));
+    }
+    Checkpoint::load(path).map_err(|error| bad("--resume", error))
+}
+
+/// Calls `load` with the number of shards, and then `train` on each rank of this process, which
+/// writes into the claimed folder. Returns false if it was stopped early.
 pub(crate) fn on_ranks<P: Sync>(
     args: &RunArgs,
-    (out, resume): (&Path, Option<&Path>),
+    claim: &Claim<'_>,
     screen: &mut Screen,
     load: impl FnOnce(usize) -> Outcome<P>,
     train: impl Fn(&P, &Rank, &AtomicBool, &mut Screen) -> Outcome<bool> + Sync,
 ) -> Outcome<bool> {
     let stop = signals::listen(Log::Text).map_err(|error| format!("cannot install signal handlers: {error}"))?;
-    let ranks = args.ranks.ranks().map_err(|error| bad("--ranks", error))?;
+    let ranks = args.ranks.ranks().map_err(|error| bad("--ranks", for_users(&error)))?;
+    let [all, shards] = [ranks[0].ranks(), ranks[0].shards()];
+    if !shards.is_power_of_two() || !shards.is_multiple_of(all) {
+        let reason = format!("expected a power of two that is a multiple of the {all} ranks, got {shards}");
+        return Err(bad("--shards", reason));
+    }
     let leads = ranks[0].leads();
     if leads {
         // Checked before anything slow.
-        results::check(out, resume, args.overwrite).map_err(|reason| bad("--out", reason))?;
+        claim.check().map_err(|reason| bad("--out", reason))?;
     }
     let plan = load(ranks[0].shards())?;
     let _results = if leads {
-        Some(results::take(out, resume, args.overwrite)?)
+        Some(claim.take()?)
     } else {
         *screen = Screen::quiet();
         None

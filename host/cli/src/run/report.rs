@@ -59,7 +59,7 @@ pub(crate) struct Position {
 }
 
 /// An evaluation on the held-out text.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Evaluation {
     /// Updates made before it.
     pub(crate) update: u64,
@@ -79,13 +79,13 @@ pub(crate) struct Bytes {
 }
 
 impl<D: Serialize> Report<D> {
-    /// Returns the report of a finished run, of `tokens` per update, whose final weights are
-    /// exported.
+    /// Returns the report of a finished run of these ranks, of `tokens` per update, whose final
+    /// weights are exported.
     pub(crate) fn of<M: Model>(
         device: &Device,
         trainer: &mut Trainer<'_, M>,
         data: D,
-        (trained, tokens): (Trained, usize),
+        (trained, tokens, ranks): (Trained, usize, usize),
         sample: Option<String>,
     ) -> Result<Self> {
         let arena = trainer.arena().report();
@@ -97,7 +97,7 @@ impl<D: Serialize> Report<D> {
             ptx: device.description().ptx.as_ref().map(ToString::to_string),
             model: ModelSize { tensors: spec.entries().len(), weights: spec.weights() },
             data,
-            speed: Speed::of(&trained, tokens).with_peak(device, parameters, trainer.state().precision),
+            speed: Speed::of(&trained, tokens, ranks).with_peak(device, parameters, trainer.state().precision),
             weights_sha256: parameters.sha256()?,
             exported_update: trained.position.losses.len() as u64,
             sample,
@@ -160,7 +160,9 @@ impl fmt::Display for Speed {
             (Some(all), _) => write!(f, "{all:.0} tokens/s")?,
             (None, _) => f.write_str("all updates had already been made")?,
         }
-        self.peak_share.map_or(Ok(()), |share| write!(f, ", {:.0} % of the GPU's peak", 100.0 * share))
+        let Some(share) = self.peak_share else { return Ok(()) };
+        write!(f, ", {:.0} % of the peak of ", 100.0 * share)?;
+        if self.ranks == 1 { f.write_str("the GPU") } else { write!(f, "{} GPUs", self.ranks) }
     }
 }
 
@@ -171,15 +173,18 @@ pub(crate) struct Speed {
     pub(crate) tokens_per_second: Option<f64>,
     /// Real tokens per update divided by that median. Padding does not count.
     pub(crate) real_tokens_per_second: Option<f64>,
-    /// The share of the tensor cores' peak that the products with weights reach, padding included.
-    /// Each weight and token count six operations, or four if the weight is frozen. None on a
-    /// device whose peak is not known.
+    /// The share that the products with weights reach of the peak of the tensor cores of all
+    /// ranks' GPUs, padding included. Each weight and token count six operations, or four if the
+    /// weight is frozen. None on a device whose peak is not known.
     pub(crate) peak_share: Option<f64>,
+    /// The ranks of the run, each of which has a GPU.
+    #[serde(skip)]
+    ranks: usize,
 }
 
 impl Speed {
-    /// Returns the speed of updates of this many tokens each.
-    pub(crate) fn of(trained: &Trained, tokens: usize) -> Self {
+    /// Returns the speed of updates of this many tokens each, over all ranks together.
+    pub(crate) fn of(trained: &Trained, tokens: usize, ranks: usize) -> Self {
         let mut sorted = trained.seconds.clone();
         sorted.sort_by(f64::total_cmp);
         let median = sorted.get(sorted.len() / 2);
@@ -188,6 +193,7 @@ impl Speed {
             tokens_per_second: median.map(|seconds| tokens as f64 / seconds),
             real_tokens_per_second: median.map(|seconds| real / seconds),
             peak_share: None,
+            ranks,
         }
     }
 
@@ -205,8 +211,12 @@ impl Speed {
         let each_token: usize =
             entries.iter().copied().filter(is_factor).map(|entry| operations(entry) * entry.shape().elements()).sum();
         let bf16 = parameters.bf16_copy().is_some();
-        let peak = peak(&device.description().name, bf16, precision);
-        let share = |(peak, tokens): (f64, f64)| each_token as f64 * tokens / peak;
+        self.of_peak(each_token as f64, peak(&device.description().name, bf16, precision))
+    }
+
+    /// Adds the share of a GPU's peak, for this many operations per token.
+    fn of_peak(self, each_token: f64, peak: Option<f64>) -> Self {
+        let share = |(peak, tokens): (f64, f64)| each_token * tokens / (peak * self.ranks as f64);
         Self { peak_share: peak.zip(self.tokens_per_second).map(share), ..self }
     }
 }
@@ -235,5 +245,18 @@ mod tests {
         assert_eq!(tera("NVIDIA GB10", false, ops::Precision::Tf32), Some(45.5));
         assert_eq!(tera("NVIDIA GB10", false, ops::Precision::F32), None);
         assert_eq!(tera("emulator", true, ops::Precision::F32), None);
+    }
+
+    /// The tokens of all ranks are compared with the peak of all GPUs.
+    #[test]
+    fn peak_share_counts_each_rank() {
+        let trained = Trained { seconds: vec![1.0], tokens: vec![80], ..Trained::default() };
+        for (ranks, expected) in [
+            (1, "80 tokens/s, 100 with padding, 59 % of the peak of the GPU"),
+            (2, "80 tokens/s, 100 with padding, 30 % of the peak of 2 GPUs"),
+            (8, "80 tokens/s, 100 with padding, 7 % of the peak of 8 GPUs"),
+        ] {
+            assert_eq!(Speed::of(&trained, 100, ranks).of_peak(5.9, Some(1000.0)).to_string(), expected);
+        }
     }
 }

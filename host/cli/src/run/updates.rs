@@ -16,6 +16,7 @@ use crate::program::log::Log;
 use crate::program::results::{BEST, CHECKPOINT};
 use crate::program::settings::{self, Settings};
 use crate::program::signals;
+use crate::run::best::Best;
 use crate::run::gpu::GpuWatch;
 use crate::run::logs::{Line, Logs};
 use crate::run::report::{Evaluation, Position};
@@ -47,6 +48,9 @@ pub(crate) struct Updates<'r> {
     pub(crate) evaluate_every: u64,
     /// The evaluations without a new lowest loss after which the run ends.
     pub(crate) patience: Option<usize>,
+    /// True if the run exports the weights of its best evaluation, so that it cannot do without
+    /// them.
+    pub(crate) exports_best: bool,
     pub(crate) samples_per_update: usize,
     pub(crate) tokens_per_sample: usize,
     /// The checkpoint to continue from, and its path.
@@ -97,13 +101,16 @@ impl Updates<'_> {
         let mut batches = batches(progress.samples)?.deadline(MOST_WAIT);
         let left = (updates - progress.updates) as usize * self.samples_per_update;
         let bar = ProgressBar::new("training", left).counting("tokens", self.tokens_per_sample);
-        let logs = match self.leads {
-            true => Some(
-                Logs::open(self.out, progress.updates, GpuWatch::open(trainer.arena().device()))
-                    .map_err(|reason| Error::file(self.out, reason))?,
-            ),
-            false => None,
-        };
+        let earlier = self.resumed.map(|(_, path)| path.parent().unwrap_or(Path::new("")));
+        if self.leads
+            && let Some(earlier) = earlier
+            && let Err(reason) = self.best(&trained.position).bring(earlier, self.out)
+            && self.exports_best
+        {
+            return Err(reason);
+        }
+        let gpu = GpuWatch::open(trainer.arena().device());
+        let logs = self.leads.then(|| Logs::new(self.out, earlier, trained.position.clone(), gpu));
         // The tokens of the updates that are queued.
         let queued = RefCell::new(VecDeque::new());
         let mut watch = Watch {
@@ -145,7 +152,17 @@ impl Updates<'_> {
         let notes = watch.notes();
         trainer.save(&progress, &notes)?;
         watch.bar.finish(&progress);
+        if let Some(logs) = &mut watch.logs {
+            logs.files().map_err(|reason| Error::file(self.out, reason))?;
+        }
+        if self.leads {
+            self.best(&trained.position).tidy(self.out)?;
+        }
         Ok(Some(trained))
+    }
+
+    fn best<'b>(&'b self, position: &'b Position) -> Best<'b> {
+        Best { notes: self.notes, settings: &self.settings, position }
     }
 
     /// Returns the position stored in a checkpoint, if the checkpoint belongs to this run.

@@ -20,6 +20,26 @@ impl fmt::Display for BadInput {
 
 impl Error for BadInput {}
 
+/// Formats an error of the library for users of the program. They give options, and cannot call the
+/// functions that the library advises.
+pub(crate) fn for_users(error: &stepscope::Error) -> String {
+    use stepscope::Error::{ArenaFull, CaptureNeeds, Misuse, NotFinite};
+    let bytes = match error {
+        Misuse { expected, got, .. } => return format!("expected {expected}, got {got}"),
+        NotFinite { .. } => {
+            let text = error.to_string();
+            return text.split("; `").next().unwrap_or_default().to_owned();
+        }
+        ArenaFull { used_bytes, requested_bytes, .. } => used_bytes + requested_bytes,
+        CaptureNeeds { bytes, .. } => *bytes,
+        error => return error.to_string(),
+    };
+    format!(
+        "a step needs more than {} MiB of memory: give a larger --arena-mib, or leave it out, and the need is measured",
+        bytes >> 20
+    )
+}
+
 /// Returns a [`BadInput`] error about a file or another place.
 pub(crate) fn bad(place: impl fmt::Display, reason: impl fmt::Display) -> Box<dyn Error + Send + Sync> {
     Box::new(BadInput(format!("{place}: {reason}")))

@@ -2,7 +2,7 @@
 //! work is done.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::builder::RangedU64ValueParser;
 use clap::{Parser, ValueEnum};
@@ -10,6 +10,7 @@ use stepscope::files::PlainFile;
 use stepscope::models::ModelConfig;
 use stepscope::ops;
 
+use crate::program::results::Claim;
 use crate::run::cli::RunArgs;
 
 /// Trains a GPT-2 or Llama language model and prints a sample of its text. Writes report.json,
@@ -170,6 +171,15 @@ impl fmt::Display for Precision {
 }
 
 impl Args {
+    /// Returns the run's claim to its folder.
+    pub(crate) fn claim(&self) -> Claim<'_> {
+        let data = self.data.iter().map(|path| ("--data", &**path));
+        let weights = self.weights.iter().map(|path| ("--weights", &**path));
+        let tokenizer = self.tokenizer.iter().map(|path| ("--tokenizer", Path::new(path)));
+        let reads = data.chain(weights).chain(tokenizer).collect();
+        Claim { out: &self.out, resume: self.resume.as_deref(), overwrite: self.run.overwrite, reads }
+    }
+
     pub(crate) fn context(&self) -> usize {
         self.context.unwrap_or_else(|| match &self.config {
             Some(config) => config.context.min(1024),

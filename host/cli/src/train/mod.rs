@@ -71,8 +71,7 @@ pub(crate) struct DataSize {
 /// Trains, and returns the exit code.
 pub(crate) fn main(args: &Args) -> ExitCode {
     program::main(|screen| {
-        let files = (&*args.out, args.resume.as_deref());
-        program::on_ranks(&args.run, files, screen, |shards| Plan::load(args, shards), run_rank)
+        program::on_ranks(&args.run, &args.claim(), screen, |shards| Plan::load(args, shards), run_rank)
     })
 }
 
@@ -136,7 +135,7 @@ fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, sc
     let sample = written(plan, &device, model, parameters)?;
     Weights::write(args.out.join("transformers"), config, parameters, args.run.max_shard_size)?;
     let tokens = args.batch * plan.accumulate * config.context;
-    let report = Report::of(&device, &mut trainer, data, (trained, tokens), Some(sample.clone()))?;
+    let report = Report::of(&device, &mut trainer, data, (trained, tokens, rank.ranks()), Some(sample.clone()))?;
     report.write(&args.out, config.vocabulary)?;
     screen.say(format_args!("{}; {}", report.speed, report.arena.summary()));
     screen.say(format_args!("weights {}; results in {}", report.weights_sha256, args.out.display()));

@@ -4,15 +4,17 @@
 //! tokens at a time. Activations are f32 or BF16; weights, their gradients and the loss are f32.
 
 use std::marker::PhantomData;
+use std::path::Path;
 
 use serde_json::json;
-use stepscope::models::{ModelConfig, Transformer};
+use stepscope::models::{ModelConfig, Transformer, WeightFiles};
 use stepscope::ops::{Activation, LabelRules, LmHeadConfig};
 use stepscope::optim::ParameterGroups;
-use stepscope::parameters::ParameterEntry;
+use stepscope::parameters::{FrozenType, ParameterEntry};
 use stepscope::tensor::{Indices, Saved};
 use stepscope::{DeviceBatch, ParameterSpec, Result, Tape, Var};
 
+use crate::train::bad_input::{Outcome, bad};
 use crate::train::cli::{Arch, Size};
 
 /// Returns the configuration of a new model, as a `config.json` of transformers states it.
@@ -40,6 +42,18 @@ pub(crate) fn config(size: Size, arch: Arch, vocabulary: usize, context: usize) 
         }),
     };
     ModelConfig::from_json(json.to_string().as_bytes()).expect("a supported configuration")
+}
+
+/// Returns an error for weights in four bits, which train only adapters. Training the decoded
+/// weights would take the memory of the whole model and export it in another type.
+pub(crate) fn check_trainable(folder: &Path, files: &WeightFiles, config: &ModelConfig) -> Outcome<()> {
+    let (_, spec) = Transformer::new(config.clone())?;
+    if spec.iter().all(|(_, entry)| files.stored(entry) != FrozenType::Nf4) {
+        return Ok(());
+    }
+    let reason = "has weights in NF4, which cannot be trained themselves: train adapters next to them with `stepscope \
+                  finetune --lora 16`, or give the folder of the model before it was quantized";
+    Err(bad(folder.display(), reason))
 }
 
 /// The way a model runs.

@@ -13,8 +13,8 @@ use stepscope::{AdamW, Arena, Checkpoint, Device, Result, TrainState, Trainer};
 use crate::program::settings::Settings;
 use crate::run::cli::RunArgs;
 use crate::run::memory::{RunMemory, check_batch, evaluation_batch};
-use crate::run::settings;
 use crate::run::updates::{Trained, Updates};
+use crate::run::{program, settings};
 use crate::train::bad_input::{Outcome, bad};
 use crate::train::cli::Args;
 use crate::train::model::{self, Gpt, Mode};
@@ -48,6 +48,9 @@ impl<'r> Plan<'r> {
         let accumulate = args.run.accumulate(shards)?;
         check_batch(args.batch, args.context())?;
         let given = args.weights.as_ref().map(|folder| weights::open(folder, args.context)).transpose()?;
+        if let Some((folder, (files, config))) = args.weights.as_ref().zip(given.as_ref()) {
+            model::check_trainable(folder, files, config)?;
+        }
         let given = given.map(|(_, config)| config);
         let tokenizer = Tokenizer::open(&tokenizer_name(args, given.as_ref())?)?;
         if args.documents && tokenizer.end().is_none() {
@@ -76,7 +79,7 @@ impl<'r> Plan<'r> {
             }
         };
         let text = Arc::new(Text::load(&args.data, &tokenizer, config.context)?);
-        let resumed = args.resume.as_ref().map(|path| Checkpoint::load(path).map_err(|error| bad("--resume", error)));
+        let resumed = args.resume.as_deref().map(program::resumed);
         let resumed = resumed.transpose()?;
         Ok(Self { args, accumulate, shards, tokenizer, text, config, resumed, beginning })
     }
@@ -142,6 +145,7 @@ impl<'r> Plan<'r> {
             total: updates as u64,
             evaluate_every: self.args.evaluate_every(),
             patience: None,
+            exports_best: false,
             samples_per_update: batch * self.accumulate,
             tokens_per_sample: self.config.context,
             resumed: self.resumed.as_ref().zip(self.args.resume.as_deref()),

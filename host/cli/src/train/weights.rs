@@ -5,7 +5,7 @@ use std::path::Path;
 use stepscope::models::{Lora, ModelConfig, WeightFiles};
 use stepscope::{Error, Parameters};
 
-use crate::train::bad_input::{Outcome, bad};
+use crate::train::bad_input::{Outcome, bad, for_users};
 
 /// The most tokens in a sample, unless the command line says otherwise. Recent models allow a
 /// hundred thousand tokens and more, which no GPU has the memory to train.
@@ -30,7 +30,7 @@ pub(crate) fn adapter(folder: &Path, config: &ModelConfig) -> Outcome<Lora> {
         return Err(bad(folder.display(), reason));
     }
     let lora = Lora::read(folder).map_err(refused)?;
-    lora.modules(config).map_err(|error| bad(folder.display(), plain(&error)))?;
+    lora.modules(config).map_err(|error| bad(folder.display(), for_users(&error)))?;
     Ok(lora)
 }
 
@@ -54,14 +54,6 @@ pub(crate) fn refused(error: Error) -> Box<dyn std::error::Error + Send + Sync> 
     match error {
         Error::File { path, reason } => bad(path.display(), reason),
         error => error.into(),
-    }
-}
-
-/// Returns the text of an error without the name of the function that reports it.
-pub(crate) fn plain(error: &Error) -> String {
-    match error {
-        Error::Misuse { expected, got, .. } => format!("expected {expected}, got {got}"),
-        error => error.to_string(),
     }
 }
 
