@@ -49,7 +49,7 @@ pub mod capture {
 pub mod check {
     #[cfg(feature = "nvtx")]
     pub use stepscope_check::NvtxLayer;
-    pub use stepscope_check::{GradCheck, MemoryRecorder, Recording, faults, same_bits};
+    pub use stepscope_check::{GradCheck, MemoryRecorder, Recording, faults, late, same_bits};
 }
 
 /// Training data: windows of a text, background loading, sampled tokens and seeded random numbers.

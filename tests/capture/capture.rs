@@ -8,7 +8,7 @@
 mod memory;
 
 use crate::overrun::one_too_far;
-use crate::support::{Random, bits, on_each_device};
+use crate::support::{Random, bits, like, on_each_device};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use stepscope::capture::{CaptureInputs, Captured, Output, Record};
 use stepscope::check::faults::{Call, FaultPlan};
@@ -151,6 +151,8 @@ impl Tower {
 }
 
 on_each_device! {
+    also late;
+
     fn captured_training_matches_eager(device: &Device) {
         let mut model = Model::new(device);
         let mut eager = Vec::new();
@@ -297,7 +299,7 @@ on_each_device! {
     /// Counts driver calls: `capture` makes only those that belong to a capture.
     fn capture_makes_only_capture_calls(device: &Device) {
         let plan = FaultPlan::new();
-        let device = Device::builder(device.description().kind).layer(plan.clone()).open().unwrap();
+        let device = like(device).layer(plan.clone()).open().unwrap();
         let (mut memory, model, batches) = (arena(&device), Model::new(&device), batches());
         let before = Call::ALL.map(|call| plan.count(call));
         let captured = memory.capture(model, &inputs(&batches[0]), train).unwrap();

@@ -120,6 +120,8 @@ fn sum(captured: &mut Captured<(), Output>, len: usize) -> f32 {
 }
 
 on_each_device! {
+    also late;
+
     fn alternating_shapes_are_replayed(device: &Device) {
         for shapes in [5, 20, 32] {
             let sizes = alternating(shapes, 3);

@@ -53,6 +53,8 @@ fn poison(step: &Step<'_>) {
 }
 
 on_each_device! {
+    also late;
+
     /// The table of the bug: a reset between batches compared with no reset.
     fn resets_between_batches_change_no_bit(device: &Device) {
         let with_resets = eagerly(arena(device), |_| {});

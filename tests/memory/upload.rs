@@ -7,7 +7,7 @@
 mod page_locked;
 
 use crate::support::witness::Watch;
-use crate::support::{Random, bits, on_each_device};
+use crate::support::{Random, bits, like, on_each_device};
 use std::ops::Range;
 use std::time::Duration;
 use stepscope::check::faults::{Call, Fault, FaultPlan};
@@ -28,7 +28,7 @@ const PIECE: usize = 8 << 20;
 const PART: usize = 128 << 10;
 
 fn builder(device: &Device, plan: &FaultPlan) -> DeviceBuilder {
-    Device::builder(device.description().kind).layer(plan.clone())
+    like(device).layer(plan.clone())
 }
 
 /// Opens a device of the same kind with a ring of two small slots and counted calls.
@@ -133,6 +133,8 @@ fn program(device: &Device, seed: u64) {
 }
 
 on_each_device! {
+    also late;
+
     fn device_holds_uploaded_bytes(device: &Device) {
         let programs = if device.description().kind == DeviceKind::Cuda { 8 } else { 60 };
         (0..programs).for_each(|seed| program(device, seed));

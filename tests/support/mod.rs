@@ -14,6 +14,7 @@ pub(crate) mod tokenizer_json;
 pub(crate) mod witness;
 
 /// Turns each test into a module of two: `name::emulated`, and `name::cuda` in a build with CUDA.
+/// After `also late;` there is a third, `name::late`: an emulator that works as late as a GPU may.
 ///
 /// ```ignore
 /// on_each_device! {
@@ -24,6 +25,24 @@ pub(crate) mod witness;
 /// }
 /// ```
 macro_rules! on_each_device {
+    (also late; $($(#[$meta:meta])* fn $name:ident($device:ident: &Device) $body:block)+) => {
+        $(
+            $(#[$meta])*
+            mod $name {
+                use super::*;
+
+                fn on($device: &stepscope::Device) $body
+
+                $crate::support::device_tests!();
+
+                #[test]
+                fn late() {
+                    let late = $crate::support::builder(stepscope::DeviceKind::Emulated, true);
+                    on(&late.open().unwrap_or_else(|reason| panic!("{reason}")));
+                }
+            }
+        )+
+    };
     ($($(#[$meta:meta])* fn $name:ident($device:ident: &Device) $body:block)+) => {
         $(
             $(#[$meta])*
@@ -32,37 +51,55 @@ macro_rules! on_each_device {
 
                 fn on($device: &stepscope::Device) $body
 
-                #[test]
-                fn emulated() {
-                    on(&$crate::support::open(stepscope::DeviceKind::Emulated));
-                }
-
-                #[cfg(feature = "cuda")]
-                #[test]
-                #[ignore = "needs an NVIDIA GPU"]
-                fn cuda() {
-                    on(&$crate::support::open(stepscope::DeviceKind::Cuda));
-                }
+                $crate::support::device_tests!();
             }
         )+
     };
 }
+/// Runs `on` on each kind of device.
+macro_rules! device_tests {
+    () => {
+        #[test]
+        fn emulated() {
+            on(&$crate::support::open(stepscope::DeviceKind::Emulated));
+        }
+
+        #[cfg(feature = "cuda")]
+        #[test]
+        #[ignore = "needs an NVIDIA GPU"]
+        fn cuda() {
+            on(&$crate::support::open(stepscope::DeviceKind::Cuda));
+        }
+    };
+}
+pub(crate) use device_tests;
 pub(crate) use on_each_device;
 pub(crate) use stepscope::check::same_bits::{Random, SPECIAL, sample};
 
-/// Opens a device of exactly this kind. On a busy machine a kernel of the emulator may take
-/// minutes.
+/// Opens a device of exactly this kind.
 ///
 /// # Panics
 /// There is no such device.
 pub(crate) fn open(kind: stepscope::DeviceKind) -> stepscope::Device {
+    let device = builder(kind, false).open().unwrap_or_else(|reason| panic!("{reason}"));
+    assert_eq!(device.description().kind, kind);
+    device
+}
+
+/// Returns settings for a device, perhaps one that works late. On a busy machine a kernel of the
+/// emulator may take minutes.
+pub(crate) fn builder(kind: stepscope::DeviceKind, late: bool) -> stepscope::device::DeviceBuilder {
     let mut builder = stepscope::Device::builder(kind);
     if kind == stepscope::DeviceKind::Emulated {
         builder = builder.deadline(std::time::Duration::from_secs(600));
     }
-    let device = builder.open().unwrap_or_else(|reason| panic!("{reason}"));
-    assert_eq!(device.description().kind, kind);
-    device
+    if late { builder.layer(stepscope::check::late::LateWork) } else { builder }
+}
+
+/// Returns settings for another device that works like this one.
+pub(crate) fn like(device: &stepscope::Device) -> stepscope::device::DeviceBuilder {
+    let described = device.description();
+    builder(described.kind, described.name.ends_with(", late"))
 }
 
 /// Returns the L2 norm of `got - want`, divided by that of `want` (or by 1 if `want` is all zeros).

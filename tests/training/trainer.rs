@@ -122,6 +122,8 @@ fn undisturbed(device: &Device, part: usize) -> (String, Vec<Update>) {
 }
 
 on_each_device! {
+    also late;
+
     fn training_modes_give_same_bits(device: &Device) {
         for part in [8, 3] {
             let (expected, expected_updates) = undisturbed(device, part);

@@ -101,24 +101,10 @@ impl PinnedReadback {
     /// Queues a copy of a tensor of one element to the next word.
     ///
     /// # Errors
-    /// The device's, when the copy cannot be queued.
-    ///
-    /// # Panics
-    /// Panics when the tensor has another number of elements.
+    /// [`Error::Misuse`](crate::Error::Misuse) if the readback is full or sealed, and for a tensor that has
+    /// another number of elements or is on another device. Otherwise the device's.
     pub fn land<'s, S: Stored>(&mut self, tensor: &impl Source<'s, S>) -> Result<()> {
-        tensor.memory().land(self)
-    }
-}
-
-impl<S: Stored> Memory<S> {
-    /// Queues a copy of the only element to the next word of `landing`.
-    ///
-    /// # Panics
-    /// Panics unless there is exactly one element.
-    pub(crate) fn land(self, landing: &mut PinnedReadback) -> Result<()> {
-        assert_eq!(self.len(), 1, "a result of one element");
-        // SAFETY: the memory is valid by this type's invariant, and holds exactly one element of
-        // these bytes.
-        unsafe { landing.queue(self.address(), size_of::<S>()) }
+        let memory = tensor.memory();
+        self.queue(memory.owner(), memory)
     }
 }

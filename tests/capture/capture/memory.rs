@@ -3,6 +3,8 @@
 use super::*;
 
 on_each_device! {
+    also late;
+
     /// Fills all memory that a step can get between replays, and checks that the replays' results
     /// do not change.
     fn steps_preserve_graph_memory(device: &Device) {
@@ -152,7 +154,7 @@ on_each_device! {
     /// The addresses in a graph stay reserved even after their owner is dropped.
     fn graph_keeps_its_buffers_allocated(device: &Device) {
         let plan = FaultPlan::new();
-        let device = Device::builder(device.description().kind).layer(plan.clone()).open().unwrap();
+        let device = like(device).layer(plan.clone()).open().unwrap();
         let mut memory = arena(&device);
         let buffer = Buffer::from_slice(&device, &[3.0f32; 1000]).unwrap();
         let mut captured = memory.capture(buffer, &HostInputs::new(), |step, buffer, slots| {
@@ -171,7 +173,7 @@ on_each_device! {
     /// A buffer that the closure drops is freed after the recording has ended.
     fn closure_drops_are_freed_later(device: &Device) {
         let plan = FaultPlan::new();
-        let device = Device::builder(device.description().kind).layer(plan.clone()).open().unwrap();
+        let device = like(device).layer(plan.clone()).open().unwrap();
         let mut memory = arena(&device);
         let buffer = Buffer::from_slice(&device, &[3.0f32; 10]).unwrap();
         let freed = plan.count(Call::Free);

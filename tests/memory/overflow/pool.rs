@@ -3,7 +3,7 @@
 //! Every driver call is counted, so the tests check by numbers that a step makes no system call, or
 //! that all memory was freed.
 
-use crate::support::on_each_device;
+use crate::support::{like, on_each_device};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::Duration;
 use stepscope::check::faults::{Call, Fault, FaultPlan};
@@ -23,7 +23,7 @@ const HUGE: usize = MIB;
 /// Opens a device of this kind that counts its calls.
 fn counted(device: &Device) -> (Device, FaultPlan) {
     let plan = FaultPlan::new();
-    let counted = Device::builder(device.description().kind).layer(plan.clone()).open().unwrap();
+    let counted = like(device).layer(plan.clone()).open().unwrap();
     (counted, plan)
 }
 
@@ -50,6 +50,8 @@ fn pool_calls(plan: &FaultPlan) -> (u64, u64) {
 }
 
 on_each_device! {
+    also late;
+
     fn pool_cap_is_enforced(device: &Device) {
         let mut arena = arena(device, pool(2 * 4 * LARGE, 0)).build().unwrap();
         step(&mut arena, &[LARGE, LARGE]).unwrap();

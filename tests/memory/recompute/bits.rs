@@ -39,6 +39,8 @@ fn captured(arena: &mut Arena, run: (bool, Graph)) -> Vec<Vec<u32>> {
 }
 
 on_each_device! {
+    also late;
+
     fn match_without_recomputing(device: &Device) {
         for (name, graph) in GRAPHS {
             let want = eager(&mut arena(device), (false, graph));

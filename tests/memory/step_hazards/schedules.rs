@@ -29,6 +29,8 @@ fn other_work(arena: &mut Arena) {
 }
 
 on_each_device! {
+    also late;
+
     fn capture_and_checks_keep_bits(device: &Device) {
         let plain = eagerly(arena(device), |_| {});
         assert_gradients_live(&plain);

@@ -4,11 +4,12 @@
 //! Invariant of each test: whatever fails or stalls, memory that the device may still read is
 //! neither written nor freed.
 
-use crate::support::on_each_device;
+use crate::support::{like, on_each_device};
 use std::thread;
 use std::time::{Duration, Instant};
 use stepscope::capture::{CaptureInputs, Output};
 use stepscope::check::faults::{Call, Fault, FaultPlan};
+use stepscope::check::late::LateWork;
 use stepscope::memory::PageLocked;
 use stepscope::{Arena, Capacity, Device, Error, HostInputs, Result, Step, bf16, ops};
 
@@ -19,12 +20,7 @@ const SLOT_BYTES: usize = 4096;
 /// Opens another device of the same kind, with a small ring, its plan and an arena.
 fn open(same: &Device, deadline: Duration) -> (Device, FaultPlan, Arena) {
     let plan = FaultPlan::new();
-    let device = Device::builder(same.description().kind)
-        .deadline(deadline)
-        .staging(2, SLOT_BYTES)
-        .layer(plan.clone())
-        .open()
-        .unwrap();
+    let device = like(same).deadline(deadline).staging(2, SLOT_BYTES).layer(plan.clone()).open().unwrap();
     let arena = Arena::builder(&device).capacity(Capacity::mib(1)).reserve_bytes(0).build().unwrap();
     (device, plan, arena)
 }
@@ -43,6 +39,12 @@ fn there_and_back(arena: &mut Arena, values: &[f32]) -> Result<Vec<f32>> {
     arena.step(|step| step.read(&step.upload(values, [values.len()])?))
 }
 
+/// Returns the number that all values are.
+fn uniform(values: &[f32]) -> f32 {
+    assert!(values.iter().all(|value| *value == values[0]), "not uniform, first {}", values[0]);
+    values[0]
+}
+
 /// Sums the input, as a captured step.
 fn sum<'s>(step: &mut Step<'s>, _: &mut (), slots: &CaptureInputs<'s>) -> Result<Output> {
     Ok(slots.output(&ops::sum(step, &slots.input::<f32>(0)?)?))
@@ -55,6 +57,8 @@ fn takes_memory<'s>(_: &mut Step<'s>, device: &mut Device, _: &CaptureInputs<'s>
 }
 
 on_each_device! {
+    also late;
+
     fn page_locked_upload_is_one_copy(device: &Device) {
         let (device, plan, mut arena) = open(device, Duration::from_secs(60));
         let mut batch = PageLocked::zeros(&device, LEN).unwrap();
@@ -103,6 +107,84 @@ on_each_device! {
             if round % 3 == 2 {
                 assert_eq!(replay.read_scalar(*replay.outputs()).unwrap(), round as f32 * WIDE as f32);
             }
+        }
+    }
+
+    /// The mutable borrow outlives the upload, and changes its source before the device reads it.
+    fn lent_memory_is_copied_at_once(device: &Device) {
+        let (device, plan, mut arena) = open(device, Duration::from_secs(60));
+        let mut captured_arena = Arena::builder(&device).capacity(Capacity::mib(1)).reserve_bytes(0).build().unwrap();
+        let mut pages = PageLocked::zeros(&device, LEN).unwrap();
+        let mut captured = {
+            let inputs = HostInputs::new().with(&pages, [LEN]).unwrap();
+            captured_arena.capture((), &inputs, sum).unwrap()
+        };
+        for round in 1..4 {
+            let mine: &mut [f32] = pages.write().unwrap();
+            mine.fill(round as f32);
+            let read = arena.step(|step| {
+                let whole = step.upload(&*mine, [LEN])?;
+                let doubled = ops::scale(step, &whole, 2.0)?;
+                mine.fill(-1.0);
+                let (left, right) = mine.split_at_mut(LEN / 2);
+                left.fill(7.0);
+                let part = step.upload(&left[3..], [LEN / 2 - 3])?;
+                left.fill(-2.0);
+                right.fill(8.0);
+                let inputs = HostInputs::new().with(&*right, [LEN / 2])?.with(&left[..2], [2])?;
+                let inputs = step.upload_inputs(&inputs)?;
+                mine.fill(-3.0);
+                let [right, left] = [inputs.input::<f32>(0)?, inputs.input(1)?];
+                Ok([step.read(&whole)?, step.read(&doubled)?, step.read(&part)?, step.read(&right)?, step.read(&left)?])
+            });
+            let [whole, doubled, part, right, left] = read.unwrap();
+            let read = [&whole, &doubled, &part, &right, &left].map(|values| uniform(values));
+            assert_eq!(read, [round as f32, 2.0 * round as f32, 7.0, 8.0, -2.0]);
+            mine.fill(0.5);
+            let replay = captured.replay(&HostInputs::new().with(&*mine, [LEN]).unwrap()).unwrap();
+            mine.fill(-1.0);
+            assert_eq!(replay.read_scalar(*replay.outputs()).unwrap(), 0.5 * LEN as f32);
+            // A shared borrow ends the mutable one, and uploads from it are one copy again.
+            for part in [&pages[..], &pages[1..5]] {
+                let before = plan.count(Call::Upload);
+                assert_eq!(uniform(&there_and_back(&mut arena, part).unwrap()), -1.0);
+                assert_eq!(plan.count(Call::Upload), before + 1);
+            }
+        }
+        // A borrow that never ends.
+        let mine = Box::leak(Box::new(pages)).write().unwrap();
+        mine.fill(9.0);
+        let read = arena.step(|step| {
+            let whole = step.upload(&*mine, [LEN])?;
+            mine.fill(-1.0);
+            step.read(&whole)
+        });
+        assert_eq!(uniform(&read.unwrap()), 9.0);
+    }
+
+    /// A lent array moves to another thread, and several threads end its lending at once.
+    fn lent_memory_crosses_threads(device: &Device) {
+        let (device, _, _) = open(device, Duration::from_secs(60));
+        let mut pages = PageLocked::zeros(&device, LEN).unwrap();
+        let new_arena = &|| Arena::builder(&device).capacity(Capacity::mib(1)).reserve_bytes(0).build().unwrap();
+        for round in 0..20 {
+            pages.write().unwrap().fill(round as f32);
+            let upload = || assert_eq!(uniform(&there_and_back(&mut new_arena(), &pages).unwrap()), round as f32);
+            thread::scope(|scope| (0..3).for_each(|_| drop(scope.spawn(upload))));
+            let write = move || {
+                let mut pages = pages;
+                let mine = pages.write().unwrap();
+                let read = new_arena().step(|step| {
+                    mine.fill(0.25);
+                    let whole = step.upload(&*mine, [LEN])?;
+                    mine.fill(-1.0);
+                    step.read(&whole)
+                });
+                assert_eq!(uniform(&read.unwrap()), 0.25);
+                pages
+            };
+            pages = thread::scope(|scope| scope.spawn(write).join().unwrap());
+            assert_eq!(uniform(&there_and_back(&mut new_arena(), &pages).unwrap()), -1.0);
         }
     }
 
@@ -222,4 +304,33 @@ fn memory_outlives_device_handles() {
     assert_eq!(*kept, [3.0; LEN]);
     drop(kept);
     assert_eq!(plan.count(Call::FreePinned), 2);
+}
+
+/// The layer below counts the calls that the driver has received. Nothing waits for the first ones.
+#[test]
+fn late_work_waits_for_its_reader() {
+    let plan = FaultPlan::new();
+    let device = Device::builder(stepscope::DeviceKind::Emulated).layer(plan.clone()).layer(LateWork).open().unwrap();
+    let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
+    let made = || [Call::Upload, Call::Launch, Call::RecordFence].map(|call| plan.count(call));
+    let batch = PageLocked::<f32>::zeros(&device, LEN).unwrap();
+    let before = made();
+    arena
+        .step(|step| {
+            let sum = ops::sum(step, &step.upload(&batch, [LEN])?)?;
+            assert_eq!(made(), before);
+            assert_eq!(step.read_scalar(&sum)?, 0.0);
+            assert!(made()[1] > before[1]);
+            Ok(())
+        })
+        .unwrap();
+    // The driver receives nothing after the fence.
+    let [mut held, other] = [0, 1].map(|_| PageLocked::<f32>::zeros(&device, LEN).unwrap());
+    let before = made();
+    arena.step(|step| step.upload(&held, [LEN]).and(step.upload(&other, [LEN])).map(drop)).unwrap();
+    assert_eq!(made(), before);
+    held.write().unwrap();
+    assert_eq!(made(), [before[0] + 1, before[1], before[2] + 1]);
+    device.synchronize(device.deadline()).unwrap();
+    assert_eq!(made(), [before[0] + 2, before[1], before[2] + 2]);
 }

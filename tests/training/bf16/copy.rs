@@ -3,7 +3,7 @@
 
 #![forbid(unsafe_code)]
 
-use crate::support::{Random, bits, on_each_device};
+use crate::support::{Random, bits, like, on_each_device};
 use stepscope::check::faults::{Call, Fault, FaultPlan};
 use stepscope::error::Quantity;
 use stepscope::ops;
@@ -257,7 +257,7 @@ on_each_device! {
     /// A load that ends in the middle has changed some weights.
     fn failed_load_updates_copy(device: &Device) {
         let plan = FaultPlan::new();
-        let device = Device::builder(device.description().kind).layer(plan.clone()).open().unwrap();
+        let device = like(device).layer(plan.clone()).open().unwrap();
         let mut model = Trained::new(&device, AdamW::default(), false, true);
         let words = [[0x3d, 0x3d, 0x3d, 0x3d]; ROWS * COLS];
         let mut stop = |_| Err(Error::Misuse { op: "test", expected: "the end".into(), got: "a stop".into() });

@@ -13,6 +13,7 @@ use cuda_std::launch::{Entry, Grid, Words};
 use memmap2::MmapMut;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 use std::time::Duration;
@@ -24,6 +25,8 @@ pub(super) struct Emulated {
     memory: Mutex<Memory>,
     graphs: Mutex<Graphs>,
     links: Mutex<Links>,
+    /// The number of fences made.
+    fences: AtomicU64,
 }
 
 /// The own rank and the wire of each link, by the link's number.
@@ -104,6 +107,7 @@ impl Emulated {
             memory: Mutex::default(),
             graphs: Mutex::default(),
             links: Mutex::default(),
+            fences: AtomicU64::default(),
         }
     }
 
@@ -279,7 +283,7 @@ unsafe impl Driver for Emulated {
     }
 
     fn create_fence(&self) -> Result<Fence> {
-        Ok(Fence(0))
+        Ok(Fence(self.fences.fetch_add(1, Ordering::Relaxed)))
     }
 
     fn record_fence(&self, _: Fence) -> Result<()> {

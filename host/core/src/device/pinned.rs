@@ -3,11 +3,13 @@
 //! A page is pinned memory that its owner fills, and that the device copies from directly:
 //!
 //! ```text
-//! held by its owner --upload--> a fence after the copy --passed--> may be written again
-//!      |                                                              ^
+//! held by its owner --upload--> a fence after the copy --passed--> lent for writing
+//!      |        ^                                                     |
+//!      |        '------------------------- borrowed for reading ------'
 //!      '--dropped--> spare: reused for the same size after the fence is passed
 //! ```
-//! A readback copies results into words of pinned memory, each of which holds an f32:
+//! While a block is lent, its writer may change what it uploads as soon as the call returns. The
+//! bytes then pass through the staging ring. A readback copies results into words of pinned memory, each of which holds an f32:
 //!
 //! ```text
 //! word    | 0 1 2 3 |
@@ -19,11 +21,14 @@
 //! - Pinned memory is read, written again or freed only after the device has passed the fence after
 //!   its last copy. On a lost device it stays.
 //! - A slot's memory and its fence have the same lifetime. A block of pages is held or spare.
+//! - No copy is queued directly from a block that is lent for writing.
+//! - A word of a readback is read, and written again, only after the fence after its copy.
 
 use super::Device;
 use super::driver::{Driver, Fence};
 use super::memory::DeferredFree;
 use crate::error::{Error, Result};
+use crate::tensor::{Memory, Stored};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -88,6 +93,8 @@ struct Block {
     slot: Slot,
     bytes: usize,
     copies: Copies,
+    /// True while a mutable borrow of the memory may be alive.
+    lent: bool,
 }
 
 /// The blocks of a device.
@@ -133,7 +140,7 @@ impl Device {
             Some(spare) => spare,
             None => {
                 admit()?;
-                Block { slot: Slot::new(self, bytes, self.deadline())?, bytes, copies: Copies::None }
+                Block { slot: Slot::new(self, bytes, self.deadline())?, bytes, copies: Copies::None, lent: false }
             }
         };
         let address = block.slot.address();
@@ -155,22 +162,34 @@ impl Device {
         let mut pages = self.pages();
         // Another thread may have taken it meanwhile.
         let at = first(&pages).filter(|&at| pages.spare[at].slot.fence() == fence);
-        Ok(at.map(|at| Block { copies: Copies::None, ..pages.spare.remove(at) }))
+        Ok(at.map(|at| Block { copies: Copies::None, lent: false, ..pages.spare.remove(at) }))
     }
 
-    /// Waits until no copy from the block at an address is pending.
-    pub(crate) fn wait_for_pages(&self, address: u64) -> Result<()> {
+    /// Waits until no copy from the block at an address is pending, and marks the block as lent for
+    /// writing. Until [`Device::reclaim_pages`], uploads from it are staged.
+    pub(crate) fn lend_pages(&self, address: u64) -> Result<()> {
         let Some(Block { slot, copies, .. }) = self.pages().held.get(&address).copied() else { return Ok(()) };
         let fence = slot.fence();
         match copies {
-            Copies::None => return Ok(()),
+            Copies::None => {}
             Copies::BeforeFence => self.wait("upload", self.deadline(), move |driver| driver.poll_fence(fence))?,
             Copies::Unknown => self.synchronize(self.deadline())?,
         }
         if let Some(block) = self.pages().held.get_mut(&address) {
-            block.copies = Copies::None;
+            (block.copies, block.lent) = (Copies::None, true);
         }
         Ok(())
+    }
+
+    /// Ends the lending of a block for writing.
+    ///
+    /// # Safety
+    /// No mutable borrow of the block is alive. Until the next [`Device::lend_pages`] nothing writes
+    /// it.
+    pub(crate) unsafe fn reclaim_pages(&self, address: u64) {
+        if let Some(block) = self.pages().held.get_mut(&address) {
+            block.lent = false;
+        }
     }
 
     /// Keeps a block for the next request of the same size, or frees it.
@@ -196,17 +215,19 @@ impl Device {
     }
 
     /// Queues a copy directly from pinned memory of this device. Returns false if the bytes do not
-    /// lie in such memory.
+    /// lie in such memory, or lie in a block that is lent for writing.
     ///
     /// # Safety
     /// The requirements of [`Device::stage`].
     pub(super) unsafe fn copy_from_pages(&self, to: u64, transit: Option<u64>, from: &[u8]) -> Result<bool> {
-        let Some(Block { slot, .. }) = self.pages().around(from).copied() else { return Ok(false) };
+        let Some(Block { slot, lent: false, .. }) = self.pages().around(from).copied() else { return Ok(false) };
         let (fence, address, bytes) = (slot.fence(), from.as_ptr() as u64, from.len());
         let queued = self.call("upload", self.deadline(), move |driver: &dyn Driver| {
             // SAFETY: `to` and `transit` meet this function's requirements. The source lies in
-            // pinned memory. It is borrowed until this function returns, and then neither written
-            // nor freed before the fence is passed.
+            // pinned memory, and is borrowed until this function returns. The block was not lent
+            // while it was borrowed, so the source is no part of a mutable borrow that could write
+            // it afterwards. The next mutable borrow begins with `lend_pages`, and the memory is
+            // freed by `retire`. Both wait for the fence.
             unsafe { driver.queue_upload(to, std::slice::from_raw_parts(address as *const u8, bytes), transit) }?;
             driver.record_fence(fence)
         });
@@ -220,7 +241,7 @@ impl Device {
 }
 
 /// The words for the results of one piece of work. Copies to them are queued in order, then the
-/// readback is sealed and waited for.
+/// readback is sealed and waited for. Then it is empty again.
 #[derive(Debug)]
 pub struct PinnedReadback {
     device: Device,
@@ -228,13 +249,22 @@ pub struct PinnedReadback {
     words: usize,
     /// The number of words from the start that are in use.
     filled: usize,
+    /// True if the fence comes after all copies to the words.
+    sealed: bool,
 }
 
 impl PinnedReadback {
-    /// Allocates `words` words (above zero).
+    /// Allocates `words` words.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for no words, and for more than the address space has.
     pub fn new(device: &Device, words: usize) -> Result<Self> {
-        let slot = Slot::new(device, words * size_of::<u32>(), device.deadline())?;
-        Ok(Self { device: device.clone(), slot, words, filled: 0 })
+        let bytes = words.checked_mul(size_of::<u32>()).filter(|&bytes| bytes > 0 && isize::try_from(bytes).is_ok());
+        let Some(bytes) = bytes else {
+            return misuse("at least one word, and a size that fits the address space", format!("{words} words"));
+        };
+        let slot = Slot::new(device, bytes, device.deadline())?;
+        Ok(Self { device: device.clone(), slot, words, filled: 0, sealed: false })
     }
 
     /// Returns the capacity in words.
@@ -242,52 +272,74 @@ impl PinnedReadback {
         self.words
     }
 
-    /// Clears the results, which must have been waited for.
-    pub fn clear(&mut self) {
-        self.filled = 0;
-    }
-
-    /// Queues a copy of a number from the device. Its size in bytes distinguishes f32 from BF16.
+    /// Queues a copy of an element of this owner's memory to the next word. Its size distinguishes
+    /// f32 from BF16.
     ///
-    /// # Safety
-    /// `from` is device memory of at least `bytes` bytes.
-    ///
-    /// # Panics
-    /// Panics if it is full, or if a number has more bytes than a word.
-    pub(crate) unsafe fn queue(&mut self, from: u64, bytes: usize) -> Result<()> {
-        assert!(self.filled < self.words, "a readback of {} words is full", self.words);
+    /// # Errors
+    /// [`Error::Misuse`] if the readback is full or sealed, and unless the memory is one element of
+    /// the readback's device. Otherwise the device's.
+    pub(crate) fn queue<S: Stored>(&mut self, owner: u64, from: Memory<S>) -> Result<()> {
+        if self.sealed {
+            return misuse("results before `seal`, or after `wait`", "one in between");
+        }
+        if self.filled == self.words {
+            return misuse("a free word", format!("another result than the {} that have a word", self.words));
+        }
+        if from.len() != 1 {
+            return misuse("a result of one element", format!("{} elements", from.len()));
+        }
+        if !self.device.reaches(owner) {
+            return misuse("a result on the readback's device", "one of another device, or of a dry run");
+        }
+        let (from, bytes) = (from.address(), size_of::<S>());
         let word = self.slot.address() + (self.filled * size_of::<u32>()) as u64;
-        let to = word + size_of::<u32>().checked_sub(bytes).expect("a number fits a word") as u64;
+        let to = word + size_of::<u32>().checked_sub(bytes).expect("an element fits a word") as u64;
         self.filled += 1;
-        // SAFETY: this word belongs to our own pinned slot. No copy to it is queued, because
-        // `clear` is called only after all were waited for.
+        // SAFETY: this word belongs to our own pinned slot, which has room for `words` words. No
+        // copy to it is queued, because `wait` has waited for all earlier ones.
         unsafe { (word as *mut u32).write(0) };
         let queue = move |driver: &dyn Driver| {
-            // SAFETY: `from` is device memory of `bytes` bytes, which is this function's contract.
-            // `to` is the end of a word of our own pinned slot, and is read only after the fence.
+            // SAFETY: `from` is one element of this device by the type of `Memory` and the check
+            // above. `to` is the end of a word of our own pinned slot, and is read only after the
+            // fence.
             unsafe { driver.queue_download(from, to, bytes) }
         };
         self.device.call("queue_download", self.device.deadline(), queue)
     }
 
     /// Records the fence after the copies.
-    pub fn seal(&mut self) -> Result<()> {
-        let fence = self.slot.fence();
-        self.device.call("record_fence", self.device.deadline(), move |driver| driver.record_fence(fence))
-    }
-
-    /// Waits for the copies, and returns the words as numbers.
     ///
     /// # Errors
-    /// [`Error::Timeout`] at the deadline, which also loses the device.
-    pub fn wait(&self, deadline: Duration) -> Result<Vec<f32>> {
+    /// The device's, when the fence cannot be recorded.
+    pub fn seal(&mut self) -> Result<()> {
+        let fence = self.slot.fence();
+        self.device.call("record_fence", self.device.deadline(), move |driver| driver.record_fence(fence))?;
+        self.sealed = true;
+        Ok(())
+    }
+
+    /// Waits for the copies, and takes the words as numbers.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`] at the deadline, which also loses the device. [`Error::Misuse`] if the
+    /// readback is not sealed.
+    pub fn wait(&mut self, deadline: Duration) -> Result<Vec<f32>> {
+        if !self.sealed {
+            return misuse("`wait` after `seal`", "no `seal` since the last result");
+        }
         let fence = self.slot.fence();
         self.device.wait("download", deadline, move |driver| driver.poll_fence(fence))?;
-        // SAFETY: `filled` words of the slot were copied to, and the device has passed the fence
-        // after the copies.
+        // SAFETY: `filled` words of the slot were copied to. `seal` recorded the fence after those
+        // copies, and the device has passed it.
         let words = unsafe { std::slice::from_raw_parts(self.slot.address() as *const f32, self.filled) };
-        Ok(words.to_vec())
+        let words = words.to_vec();
+        (self.filled, self.sealed) = (0, false);
+        Ok(words)
     }
+}
+
+fn misuse<R>(expected: &str, got: impl Into<String>) -> Result<R> {
+    Err(Error::misuse("readback", expected, got))
 }
 
 impl Drop for PinnedReadback {
@@ -312,23 +364,53 @@ mod tests {
         let device = Device::open(DeviceKind::Emulated).unwrap();
         let halves = Buffer::from_slice(&device, &[bf16::from_f32(1.5), bf16::from_f32(-3.0)]).unwrap();
         let words = Buffer::from_slice(&device, &[0.1f32, -f32::MIN_POSITIVE]).unwrap();
-        let mut landing = PinnedReadback::new(&device, 4).unwrap();
+        let mut readback = PinnedReadback::new(&device, 4).unwrap();
         for round in 0..2 {
-            landing.clear();
             for place in 0..2 {
                 let (half, word) = (halves.memory().part(place, 1), words.memory().part(place, 1));
-                let landed = if round == 0 {
-                    half.land(&mut landing).and_then(|()| word.land(&mut landing))
+                let queued = if round == 0 {
+                    readback.queue(half.owner(), half).and_then(|()| readback.queue(word.owner(), word))
                 } else {
-                    word.land(&mut landing).and_then(|()| half.land(&mut landing))
+                    readback.queue(word.owner(), word).and_then(|()| readback.queue(half.owner(), half))
                 };
-                landed.unwrap();
+                queued.unwrap();
             }
-            landing.seal().unwrap();
-            let got = landing.wait(device.deadline()).unwrap();
+            readback.seal().unwrap();
+            let got = readback.wait(device.deadline()).unwrap();
             let pairs = [[1.5, 0.1], [-3.0, -f32::MIN_POSITIVE]];
             let expected = pairs.map(|[half, word]| if round == 0 { [half, word] } else { [word, half] });
             assert_eq!(got, expected.as_flattened(), "{round}");
+        }
+    }
+
+    #[test]
+    fn misused_readbacks_are_refused() {
+        let [device, other] = [0, 1].map(|_| Device::open(DeviceKind::Emulated).unwrap());
+        for words in [0, usize::MAX, 1 << 62, (1 << 62) + 1, isize::MAX as usize / 4 + 1] {
+            let error = PinnedReadback::new(&device, words).unwrap_err().to_string();
+            assert!(error.contains(&format!("at least one word, and a size that fits the address space, got {words}")));
+        }
+        let [own, theirs] = [&device, &other].map(|device| Buffer::from_slice(device, &[1.0f32, 2.0]).unwrap());
+        let mut readback = PinnedReadback::new(&device, 1).unwrap();
+        let mut refused = |memory: Memory<f32>, text: &str| {
+            let error = readback.queue(memory.owner(), memory).unwrap_err().to_string();
+            assert!(error.contains(text), "{error}");
+        };
+        refused(own.memory(), "a result of one element, got 2 elements");
+        refused(own.memory().part(1, 0), "got 0 elements");
+        refused(theirs.memory().part(0, 1), "one of another device, or of a dry run");
+        readback.queue(device.identity(), own.memory().part(1, 1)).unwrap();
+        let error = readback.queue(device.identity(), own.memory().part(0, 1)).unwrap_err().to_string();
+        assert!(error.contains("a free word, got another result than the 1 that have a word"), "{error}");
+        let error = readback.wait(device.deadline()).unwrap_err().to_string();
+        assert!(error.contains("`wait` after `seal`, got no `seal` since the last result"), "{error}");
+        readback.seal().unwrap();
+        let error = readback.queue(device.identity(), own.memory().part(0, 1)).unwrap_err().to_string();
+        assert!(error.contains("results before `seal`, or after `wait`, got one in between"), "{error}");
+        for expected in [&[2.0][..], &[]] {
+            assert_eq!(readback.wait(device.deadline()).unwrap(), expected);
+            assert!(readback.wait(device.deadline()).is_err());
+            readback.seal().unwrap();
         }
     }
 

@@ -4,8 +4,9 @@
 //! upload from it needs no copy on the host. Use it for batches that a thread prepares while the
 //! device works.
 //!
-//! Invariant: the memory changes only through [`PageLocked::write`], which waits for the queued
-//! copies from it.
+//! Invariant: the memory changes only through the mutable borrow of [`PageLocked::write`], which
+//! waits for the queued copies from it. While such a borrow may be alive, no copy is queued from the
+//! memory. An upload then copies the bytes before it returns.
 
 use super::admission::admit_on_host;
 use crate::device::Device;
@@ -13,11 +14,13 @@ use crate::error::{Error, Result};
 use crate::tensor::Element;
 use std::marker::PhantomData;
 use std::ops::Deref;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Pinned host memory of one device with `len` elements. It dereferences to a slice. Two uses of
 /// the slice, or of a part of it, copy nothing on the host: an
 /// [`EagerStep::upload`](crate::EagerStep::upload) to that device, and a replay's input
-/// ([`HostInputs`](crate::HostInputs)).
+/// ([`HostInputs`](crate::HostInputs)). An upload of what [`PageLocked::write`] returned is copied on
+/// the host, because it may be written again at once.
 ///
 /// Dropped memory is reused by the next request for the same number of bytes. The device keeps up
 /// to 512 MiB for this purpose.
@@ -42,6 +45,8 @@ pub struct PageLocked<T: Element> {
     device: Device,
     address: u64,
     len: usize,
+    /// True from [`PageLocked::write`] until the next shared borrow.
+    lent: AtomicBool,
     element: PhantomData<T>,
 }
 
@@ -63,7 +68,7 @@ impl<T: Element> PageLocked<T> {
         // SAFETY: these bytes of pinned memory were just taken, and nothing else uses them. No copy
         // from them is queued any more.
         unsafe { std::ptr::write_bytes(address as *mut u8, 0, bytes) };
-        Ok(Self { device: device.clone(), address, len, element: PhantomData })
+        Ok(Self { device: device.clone(), address, len, lent: AtomicBool::new(false), element: PhantomData })
     }
 
     /// Returns the elements for writing, after the device has made all queued copies from them.
@@ -72,9 +77,11 @@ impl<T: Element> PageLocked<T> {
     /// [`Error::Timeout`] after the device's deadline. [`Error::DeviceLost`] if a queued copy will
     /// not be made.
     pub fn write(&mut self) -> Result<&mut [T]> {
-        self.device.wait_for_pages(self.address)?;
+        self.device.lend_pages(self.address)?;
+        *self.lent.get_mut() = true;
         // SAFETY: `zeros` took and wrote `len` elements, at an address that is a multiple of 256.
-        // No copy from them is queued, and this mutable borrow excludes all others.
+        // No copy from them is queued, and this mutable borrow excludes all others. Until it has
+        // ended, no copy is queued from them either: only `deref` ends the lending.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.address as *mut T, self.len) })
     }
 }
@@ -83,6 +90,15 @@ impl<T: Element> Deref for PageLocked<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
+        // Several threads may do this at the same time. None of them returns before the block is
+        // reclaimed, or it finds the mark that another thread has set after that.
+        if self.lent.load(Ordering::Acquire) {
+            // SAFETY: `write` borrows `self` mutably for as long as anything derived from its result
+            // lives, so none of that is alive next to this shared borrow. Only `write` makes
+            // another, after `lend_pages`.
+            unsafe { self.device.reclaim_pages(self.address) };
+            self.lent.store(false, Ordering::Release);
+        }
         // SAFETY: `zeros` took and wrote `len` elements, at an address that is a multiple of 256.
         // Writing requires a mutable borrow of all of them.
         unsafe { std::slice::from_raw_parts(self.address as *const T, self.len) }

@@ -57,6 +57,11 @@ impl<T: Pod> Memory<T> {
         self.address
     }
 
+    /// Its owner's number.
+    pub(crate) fn owner(self) -> u64 {
+        self.owner
+    }
+
     /// True for memory of this owner.
     pub(crate) fn is_of(self, owner: u64) -> bool {
         self.owner == owner

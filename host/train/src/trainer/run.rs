@@ -68,7 +68,6 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
             Some(landing) => landing,
             None => PinnedReadback::new(arena.device(), words)?,
         };
-        landing.clear();
         // In a group, an eager step makes the update after the replays.
         if let Some(ticket) = plan.ticket.take_if(|_| !plan.is_shared) {
             ticket.leave_to_replay();
@@ -99,7 +98,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
             }
         }
         landing.seal()?;
-        Ok(plan.queued(Results::PinnedReadback(landing)))
+        Ok(plan.queued(Results::Queued(landing)))
     }
 
     /// Runs an update eagerly, with the optimizer's part only if `update` is set.
@@ -142,7 +141,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         let Queued { number, samples, parts, updates, metrics } = queued;
         let metrics = match metrics {
             Results::Known(metrics) => metrics,
-            Results::PinnedReadback(landing) => {
+            Results::Queued(mut landing) => {
                 let metrics = landing.wait(self.arena.deadline())?;
                 self.landings.push(landing);
                 metrics

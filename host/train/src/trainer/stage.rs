@@ -48,5 +48,5 @@ pub(super) enum Results {
     /// Metrics that are already on the host.
     Known(Vec<f32>),
     /// Metrics that arrive after the steps.
-    PinnedReadback(PinnedReadback),
+    Queued(PinnedReadback),
 }
