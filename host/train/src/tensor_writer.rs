@@ -7,7 +7,7 @@
 
 use crate::file_type::FileType;
 use crate::pretrained::{FILE, INDEX, remove_shards, shard_name};
-use crate::tensors::header;
+use crate::tensors::{check_names, header};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -26,8 +26,8 @@ pub type NewTensor = (String, Vec<usize>);
 /// is written.
 ///
 /// # Errors
-/// [`Error::File`] for a tensor that is not finite in `stored`, or with the system's reason.
-/// Nothing has changed then, unless files were written but could not be renamed or removed.
+/// [`Error::File`] for a tensor that is not finite in `stored`, for one whose size overflows, for a
+/// name that occurs twice or is `__metadata__`, or with the system's reason. Nothing has changed then, unless files were written but could not be renamed or removed.
 pub fn save_tensors<'v>(
     folder: impl AsRef<Path>,
     tensors: &[NewTensor],
@@ -36,8 +36,16 @@ pub fn save_tensors<'v>(
     mut values: impl FnMut(usize) -> Result<Cow<'v, [f32]>>,
 ) -> Result<()> {
     let folder = folder.as_ref();
-    let bytes = |(_, shape): &NewTensor| (shape.iter().product::<usize>() * stored.bytes()) as u64;
-    let shards = dealt(tensors.iter().map(bytes), max_shard_bytes.unwrap_or(u64::MAX));
+    check_names(folder, tensors.iter().map(|(name, _)| name.as_str()))?;
+    let overflows = |name: &str| Error::file(folder, format!("the size of `{}` overflows", short(name)));
+    let (mut sizes, mut total) = (Vec::new(), 0u64);
+    for (name, shape) in tensors {
+        let bytes = shape.iter().try_fold(stored.bytes() as u64, |bytes, &extent| bytes.checked_mul(extent as u64));
+        let bytes = bytes.ok_or_else(|| overflows(name))?;
+        total = total.checked_add(bytes).ok_or_else(|| overflows(name))?;
+        sizes.push(bytes);
+    }
+    let shards = dealt(sizes, max_shard_bytes.unwrap_or(u64::MAX));
     let mut stage = |path: &Path, numbers: Range<usize>| -> Result<Replacement> {
         let described = tensors[numbers.clone()].iter();
         let described = described.map(|(name, shape)| (name.clone(), stored.dtype(), shape.clone()));
@@ -76,7 +84,7 @@ pub fn save_tensors<'v>(
     let named = |number: usize| folder.join(shard_name(number, shards.len()));
     let staged = shards.iter().enumerate().map(|(at, numbers)| stage(&named(at + 1), numbers.clone()));
     let staged = staged.collect::<Result<Vec<_>>>()?;
-    let text = index_text(tensors, &shards, tensors.iter().map(bytes).sum());
+    let text = index_text(tensors, &shards, total);
     let staged_index = Replacement::write(&index, |mut file| file.write_all(text.as_bytes()))?;
     if (1..=shards.len()).any(|number| named(number).exists()) {
         remove_file(&index)?;
@@ -139,6 +147,28 @@ mod tests {
         assert_eq!(dealt(sizes, 24), vec![0..6]);
         assert_eq!(dealt(sizes, 0), [0..1, 1..2, 2..3, 3..4, 4..5, 5..6]);
         assert_eq!(dealt([], 0), vec![0..0]);
+    }
+
+    #[cfg_attr(miri, ignore = "Miri does not support the flags with which files are opened")]
+    #[test]
+    fn unwritable_tensors_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let cases: [(&[(&str, &[usize])], &str); 5] = [
+            (&[("w", &[1]), ("w", &[1])], "cannot have two tensors `w`: rename one, or leave it out"),
+            (&[("a", &[1]), ("w", &[1]), ("z", &[2]), ("a", &[1])], "cannot have two tensors `a`"),
+            (&[("__metadata__", &[1])], "cannot have a tensor `__metadata__`, where the format has its notes"),
+            (&[("w", &[1 << 62, 4])], "the size of `w` overflows"),
+            (&[("a", &[1 << 61]), ("b", &[1 << 61]), ("c", &[1 << 61])], "the size of `b` overflows"),
+        ];
+        for (tensors, text) in cases {
+            let tensors: Vec<NewTensor> = tensors.iter().map(|&(name, shape)| (name.into(), shape.into())).collect();
+            for most in [None, Some(0), Some(8)] {
+                let saved = save_tensors(folder.path(), &tensors, FileType::F32, most, |_| Ok(vec![1.0].into()));
+                let error = saved.unwrap_err().to_string();
+                assert!(error.contains(text), "{error}");
+            }
+        }
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }
 
     #[cfg_attr(miri, ignore = "Miri does not support the flags with which files are opened")]

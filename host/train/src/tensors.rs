@@ -6,10 +6,11 @@
 
 #![forbid(unsafe_code)]
 
-use safetensors::tensor::{Dtype, Metadata, TensorInfo};
-use serde::Deserialize;
+use safetensors::tensor::{Dtype, TensorInfo};
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
-use std::collections::BTreeMap;
+use serde::ser::SerializeMap;
+use serde::{Deserialize, Serialize, Serializer};
+use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::io::{Seek, SeekFrom, Write};
 use std::path::Path;
@@ -163,7 +164,7 @@ pub(crate) struct NamedTensor<'t> {
 /// temporary name to be put at `path`. Takes the header's bytes in host memory.
 ///
 /// # Errors
-/// [`Error::File`] with the system's reason.
+/// [`Error::File`] with the system's reason, and like [`header`].
 pub(crate) fn write(path: &Path, notes: &BTreeMap<String, String>, tensors: &[NamedTensor<'_>]) -> Result<Replacement> {
     let described = tensors.iter().map(|tensor| (tensor.name.to_owned(), tensor.dtype, tensor.shape.to_vec()));
     let header = header(path, notes, described)?;
@@ -174,10 +175,10 @@ pub(crate) fn write(path: &Path, notes: &BTreeMap<String, String>, tensors: &[Na
 }
 
 /// Returns the start of a file whose tensors follow one another in this order: the header's length,
-/// and the header. It is equally long for texts of equal lengths.
+/// and the header. It is equally long for texts of equal lengths, and equal for equal arguments.
 ///
 /// # Errors
-/// [`Error::File`] if the bytes of the tensors overflow.
+/// [`Error::File`] if the bytes of the tensors overflow, and like [`check_names`].
 pub(crate) fn header(
     path: &Path,
     notes: &BTreeMap<String, String>,
@@ -192,12 +193,46 @@ pub(crate) fn header(
         Ok((name, TensorInfo { dtype, shape, data_offsets }))
     };
     let tensors = tensors.into_iter().map(info).collect::<Result<Vec<_>>>()?;
-    let notes = notes.iter().map(|(key, value)| (key.clone(), value.clone())).collect();
-    let metadata = Metadata::new(Some(notes), tensors).map_err(|reason| Error::file(path, reason))?;
-    let mut header = serde_json::to_vec(&metadata).map_err(|reason| Error::file(path, reason))?;
+    check_names(path, tensors.iter().map(|(name, _)| name.as_str()))?;
+    let header = serde_json::to_vec(&NewHeader { notes, tensors });
+    let mut header = header.map_err(|reason| Error::file(path, reason))?;
     // The format requires the tensors to start at a multiple of eight bytes.
     header.resize(header.len().next_multiple_of(size_of::<u64>()), b' ');
     Ok([&(header.len() as u64).to_le_bytes()[..], &header].concat())
+}
+
+/// Checks that a file can have tensors of these names.
+///
+/// # Errors
+/// [`Error::File`] for a name that occurs twice, and for the name of the notes.
+pub(crate) fn check_names<'n>(path: &Path, names: impl Iterator<Item = &'n str>) -> Result<()> {
+    let mut known = HashSet::new();
+    for name in names {
+        if name == NOTES {
+            let reason = format!("cannot have a tensor `{NOTES}`, where the format has its notes: rename the tensor");
+            return Err(Error::file(path, reason));
+        }
+        if !known.insert(name) {
+            let reason = format!("cannot have two tensors `{}`: rename one, or leave it out", short(name));
+            return Err(Error::file(path, reason));
+        }
+    }
+    Ok(())
+}
+
+/// A header to be written: the notes in order of their names, and the tensors in their order.
+struct NewHeader<'h> {
+    notes: &'h BTreeMap<String, String>,
+    tensors: Vec<(String, TensorInfo)>,
+}
+
+impl Serialize for NewHeader<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(Some(1 + self.tensors.len()))?;
+        map.serialize_entry(NOTES, self.notes)?;
+        self.tensors.iter().try_for_each(|(name, info)| map.serialize_entry(name, info))?;
+        map.end()
+    }
 }
 
 /// The header of a file.
@@ -296,5 +331,30 @@ impl<'de> Visitor<'de> for TextEntries {
             }
         }
         Ok(Texts(texts))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Notes are in the order of their names, and tensors in their own.
+    #[test]
+    fn equal_contents_have_equal_headers() {
+        let notes: BTreeMap<_, _> = (0..20).map(|number| (format!("note {number:02}"), "\"".to_owned())).collect();
+        let header = || {
+            let tensors = ["z", "a\n", "m"].map(|name| (name.to_owned(), Dtype::BF16, vec![2, 3]));
+            header(Path::new("a"), &notes, tensors).unwrap()
+        };
+        let first = header();
+        assert!((0..20).all(|_| header() == first));
+        let text = String::from_utf8(first[8..].to_vec()).unwrap();
+        let written = (0..20).map(|number| format!(r#""note {number:02}":"\"""#)).collect::<Vec<_>>().join(",");
+        let tensor = |name: &str, start: usize| {
+            format!(r#""{name}":{{"dtype":"BF16","shape":[2,3],"data_offsets":[{start},{}]}}"#, start + 12)
+        };
+        let tensors = [tensor("z", 0), tensor(r"a\n", 12), tensor("m", 24)].join(",");
+        assert_eq!(text.trim_end(), format!(r#"{{"__metadata__":{{{written}}},{tensors}}}"#));
+        assert_eq!(first.len() % 8, 0);
     }
 }
