@@ -203,16 +203,29 @@ fn misplaced_parts_are_refused() {
         let error = layer.with_adapter(layout.names().at("other"), 4, &parts, 0.0).unwrap_err().to_string();
         assert!(error.contains("1 to 3 parts"), "{error}");
     }
+    for (first, outputs) in [(0, 5), (8, 4), (usize::MAX - 7, 4), (usize::MAX - 7, 8), (1 << 63, 4)] {
+        let part = AdapterPart { first, outputs, ..part };
+        let mut layout = ParameterSpec::builder();
+        let layer = Linear::without_bias(layout.names().at("layer"), 4, 4);
+        let layer = layer.with_adapter(layout.names().at("layer"), 4, &[part], 0.0).unwrap();
+        let parameters = Parameters::new(&device, &layout.build().unwrap(), 7).unwrap();
+        let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
+        let error = arena.step(|step| {
+            let tape = Tape::new(step, &parameters);
+            let x = tape.input(step.upload(&[0.5; 8], [2, 4])?);
+            layer.forward(&tape, &x).map(drop)
+        });
+        let error = error.unwrap_err().to_string();
+        let got = format!("{outputs} outputs from {first} on");
+        assert!(error.contains("inside the 4 outputs") && error.contains(&got), "{error}");
+    }
     let mut layout = ParameterSpec::builder();
     let layer = Linear::without_bias(layout.names().at("layer"), 4, 4);
-    let layer = layer.with_adapter(layout.names().at("layer"), 4, &[part], 0.0).unwrap();
-    let parameters = Parameters::new(&device, &layout.build().unwrap(), 7).unwrap();
-    let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
-    let error = arena.step(|step| {
-        let tape = Tape::new(step, &parameters);
-        let x = tape.input(step.upload(&[0.5; 8], [2, 4])?);
-        layer.forward(&tape, &x).map(drop)
-    });
-    let error = error.unwrap_err().to_string();
-    assert!(error.contains("inside the 4 outputs") && error.contains("5 outputs from 0 on"), "{error}");
+    for ranks in [&[usize::MAX][..], &[1 << 63, 1 << 63], &[usize::MAX - 3, 8]] {
+        let mut layout = ParameterSpec::builder();
+        let parts: Vec<_> = ranks.iter().map(|&rank| AdapterPart { rank, outputs: 4, ..part }).collect();
+        let _ = layer.with_adapter(layout.names().at("layer"), 4, &parts, 0.0);
+        let error = layout.build().unwrap_err().to_string();
+        assert!(error.contains("memory can hold"), "{error}");
+    }
 }

@@ -449,4 +449,12 @@ fn misuses_of_frozen_parameters_are_refused() {
         tape.backward(&loss, &mut gradients)
     });
     refused(error, "`body`, which is frozen");
+    // Matrices that are not the parameter's outputs, also where the sum overflows.
+    for outputs in [vec![8], vec![0, 16], vec![4, 12], vec![usize::MAX - 7, 24], vec![1 << 63, 1 << 63, 16]] {
+        let mut layout = ParameterSpec::builder();
+        layout.add("w", [16, 16], Initializer::ZERO);
+        layout.freeze(|_| Some(FrozenType::Nf4));
+        layout.matrices(|_| Some(outputs.clone()));
+        refused(layout.build().map(drop), "of 8 outputs in each matrix, in NF4, got `w` [16, 16] of outputs [");
+    }
 }

@@ -61,8 +61,10 @@ impl LowRankPart {
     pub fn columns(ranks: impl IntoIterator<Item = usize>) -> (Vec<usize>, usize) {
         let (mut starts, mut end) = (Vec::new(), 0usize);
         for rank in ranks {
-            starts.push(end.next_multiple_of(LOW_RANK_UNIT));
-            end = end.next_multiple_of(LOW_RANK_UNIT) + rank;
+            // Sums that overflow become extents that no memory can hold.
+            let start = end.checked_next_multiple_of(LOW_RANK_UNIT).unwrap_or(usize::MAX);
+            starts.push(start);
+            end = start.saturating_add(rank);
         }
         (starts, end)
     }
@@ -87,7 +89,8 @@ impl LowRank {
             let &[rank, of_part] = shape.extents() else {
                 return Err(Error::misuse(OP, "a matrix B [rank, outputs]", shape.to_string()));
             };
-            if part.first + of_part > outputs || !part.first.is_multiple_of(LOW_RANK_UNIT) {
+            let is_inside = part.first.checked_add(of_part).is_some_and(|end| end <= outputs);
+            if !is_inside || !part.first.is_multiple_of(LOW_RANK_UNIT) {
                 let expected =
                     format!("a part inside the {outputs} outputs, from a multiple of {LOW_RANK_UNIT} outputs on");
                 return Err(Error::misuse(OP, expected, format!("{of_part} outputs from {} on", part.first)));

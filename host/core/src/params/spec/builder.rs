@@ -164,7 +164,7 @@ impl ParameterSpecBuilder {
     /// - There are more bytes than memory can have.
     /// - An initializer's values may be infinite or NaN.
     /// - A parameter in NF4 is not a matrix, or its inputs, or the outputs of one of its matrices,
-    ///   are not a multiple of 8.
+    ///   are not a multiple of 8 above zero.
     pub fn build(mut self) -> Result<ParameterSpec> {
         let refused = |expected: &str, got: String| Err(Error::misuse("layout", expected, got));
         let named = |entry: &ParameterEntry| format!("`{}` {}", short(&entry.name), entry.shape);
@@ -200,8 +200,10 @@ impl ParameterSpecBuilder {
                 entry.matrices = vec![outputs];
             }
             let unit = nf4::UNIT;
-            let suits = inputs.is_multiple_of(unit) && entry.matrices.iter().all(|count| count.is_multiple_of(unit));
-            if !suits || entry.matrices.iter().sum::<usize>() != outputs {
+            let all = entry.matrices.iter().try_fold(0usize, |all, &count| {
+                all.checked_add(count).filter(|_| count > 0 && count.is_multiple_of(unit))
+            });
+            if !inputs.is_multiple_of(unit) || all != Some(outputs) {
                 let expected = format!("multiples of {unit} inputs, and of {unit} outputs in each matrix, in NF4");
                 return refused(&expected, format!("{} of outputs {:?}", named(entry), entry.matrices));
             }
