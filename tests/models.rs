@@ -7,6 +7,8 @@
 mod adapters;
 #[path = "models/configs.rs"]
 mod configs;
+#[path = "models/frozen.rs"]
+mod frozen;
 #[path = "models/lora.rs"]
 mod lora;
 #[path = "models/nf4.rs"]

@@ -9,15 +9,18 @@ use cuda_std::kernel;
 use kernels::contract;
 use register::{MODES, Mode};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
 use std::thread;
 use stepscope::check::same_bits::{CaseSize, cases, compare, line, run};
 use stepscope::check::{GradCheck, MemoryRecorder};
 use stepscope::data::{Loader, TokenSampler, TokenSamplerConfig};
 use stepscope::device::SelfTest;
+use stepscope::files::StateDict;
+use stepscope::models::{Lora, Transformer, WeightFiles, Weights};
 use stepscope::nn::{Dropout, Linear, Mlp};
 use stepscope::ops;
 use stepscope::optim::{ParameterGroup, ParameterGroups, Schedule, Sgd, UpdateRule};
-use stepscope::parameters::Initializer;
+use stepscope::parameters::{FrozenType, Initializer};
 use stepscope::prelude::*;
 use stepscope::tensor::Target;
 use stepscope::train::Update;
@@ -280,6 +283,55 @@ fn host_results_are_the_same() {
     let expected = host_numbers(&mut arena, &logits);
     for mode in MODES {
         assert_eq!(mode.within(|| host_numbers(&mut arena, &logits)), expected, "{}", mode.0);
+    }
+}
+
+/// Returns the settings of all committed models and adapters, and the weights that are read,
+/// merged and written, as a hash of their bits.
+fn models(device: &Device) -> Vec<String> {
+    let folders = |name: &str| {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models").join(name);
+        let mut folders: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+        folders.sort();
+        folders
+    };
+    let hash = |state: StateDict| {
+        let words = state.iter().flat_map(|(_, _, values)| values).map(|value| u64::from(value.to_bits()));
+        format!("{:x}", words.fold(0u64, |hash, word| (hash ^ word).wrapping_mul(0x100_0000_01b3)))
+    };
+    let mut found = Vec::new();
+    for folder in folders("cases").into_iter().chain(folders("nf4")) {
+        let Ok(mut files) = WeightFiles::open(&folder) else { continue };
+        let (_, spec) = Transformer::frozen(files.config().clone(), |_| Some(FrozenType::F32)).unwrap();
+        let mut parameters = Parameters::new(device, &spec, 1).unwrap();
+        files.load(&mut parameters).unwrap();
+        found.push(format!("{:?}", files.config()));
+        found.push(hash(Weights::tensors(files.config(), &parameters).unwrap()));
+    }
+    for folder in folders("lora") {
+        let lora = Lora::read(&folder).unwrap();
+        let base = folder.join("../../cases").join(lora.base_model.as_ref().unwrap());
+        let mut files = WeightFiles::open(base).unwrap();
+        let (model, spec) = Transformer::with_lora(files.config().clone(), &lora, |_| FrozenType::F32).unwrap();
+        let mut parameters = Parameters::new(device, &spec, 1).unwrap();
+        let initial = parameters.sha256().unwrap();
+        files.load(&mut parameters).unwrap();
+        lora.load(&folder, files.config(), &mut parameters).unwrap();
+        found.push(format!("{lora:?} {} {initial}", lora.scale(3, 10.0)));
+        found.push(hash(Weights::merged(&model, &parameters).unwrap()));
+    }
+    found
+}
+
+#[test]
+fn models_and_adapters_are_the_same() {
+    let device = device();
+    let expected = models(&device);
+    assert!(expected.len() > 40, "{}", expected.len());
+    for mode in MODES {
+        let found = mode.within(|| models(&device));
+        let differs = found.iter().zip(&expected).find(|(found, expected)| found != expected);
+        assert!(differs.is_none() && found.len() == expected.len(), "{}: {differs:#?}", mode.0);
     }
 }
 

@@ -51,8 +51,10 @@ enum Command {
     Check(check::Args),
 }
 
-/// Runs the subcommand of the command line.
+/// Runs the subcommand of the command line, in the default floating-point mode. A library that the
+/// process loads may have set another one. Threads inherit the mode.
 pub fn main() -> ExitCode {
+    cuda_std::float_mode::set_default();
     match Arguments::parse().command {
         Command::Train(args) => train::main(&args),
         Command::Finetune(args) => finetune::main(&args),

@@ -6,6 +6,7 @@ mod rope;
 mod unread;
 
 use crate::names::{self, FileTensor};
+use cuda_std::float_mode;
 use keys::Keys;
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -191,15 +192,17 @@ impl ModelConfig {
     /// # Errors
     /// The key whose value is not supported, the supported values, and the actual value.
     pub fn from_json(bytes: &[u8]) -> std::result::Result<Self, String> {
-        let json: Value = serde_json::from_slice(bytes).map_err(|reason| reason.to_string())?;
-        let config = families::read(&Keys::of(&json)?)?;
-        let product = |tensor: &FileTensor| tensor.shape.iter().map(|&extent| extent as u128).product::<u128>();
-        let weights: u128 = names::tensors(&config).iter().map(product).sum();
-        if weights > MAX_WEIGHTS {
-            return Err(format!("describes {weights} weights, but the most are {MAX_WEIGHTS}: check its sizes"));
-        }
-        let Value::Object(json) = json else { unreachable!("`Keys` has accepted an object") };
-        Ok(Self { json, ..config })
+        float_mode::in_default(|| {
+            let json: Value = serde_json::from_slice(bytes).map_err(|reason| reason.to_string())?;
+            let config = families::read(&Keys::of(&json)?)?;
+            let product = |tensor: &FileTensor| tensor.shape.iter().map(|&extent| extent as u128).product::<u128>();
+            let weights: u128 = names::tensors(&config).iter().map(product).sum();
+            if weights > MAX_WEIGHTS {
+                return Err(format!("describes {weights} weights, but the most are {MAX_WEIGHTS}: check its sizes"));
+            }
+            let Value::Object(json) = json else { unreachable!("`Keys` has accepted an object") };
+            Ok(Self { json, ..config })
+        })
     }
 
     /// Returns the type of the weights in files, which the `config.json` states as `dtype`, or as
@@ -233,6 +236,7 @@ impl ModelConfig {
 
     /// Returns the columns of queries, keys and values together.
     pub(crate) fn qkv_columns(&self) -> usize {
-        (self.heads + 2 * self.kv_heads) * self.head_width
+        // A product that overflows becomes an extent that no memory can hold.
+        self.heads.saturating_add(self.kv_heads.saturating_mul(2)).saturating_mul(self.head_width)
     }
 }

@@ -8,6 +8,7 @@ use crate::config::ModelConfig;
 use crate::names::{self, FileTensor};
 use crate::quantized::{self, Quantized};
 use crate::weights::columns;
+use cuda_std::float_mode;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use stepscope_core::host_memory::zeros;
@@ -119,6 +120,11 @@ impl WeightFiles {
     /// is not finite, or if a tied head differs from the token table. [`Error::Misuse`] for
     /// parameters of another model.
     pub fn load(&mut self, parameters: &mut Parameters) -> Result<()> {
+        float_mode::in_default(|| self.load_each(parameters))
+    }
+
+    /// Overwrites the parameters one after another.
+    fn load_each(&mut self, parameters: &mut Parameters) -> Result<()> {
         let layout = parameters.layout().clone();
         // The tensors of each parameter.
         let mut of_parameter: BTreeMap<String, Vec<usize>> = BTreeMap::new();

@@ -15,6 +15,7 @@ mod targets;
 use crate::config::ModelConfig;
 use crate::names::FileTensor;
 use crate::weights::{self, Parts};
+use cuda_std::float_mode;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
@@ -116,8 +117,10 @@ impl Lora {
 
     /// Returns the factor of an adapter's output.
     pub fn scale(&self, rank: usize, alpha: f64) -> f32 {
-        let divisor = if self.rs_lora { (rank as f64).sqrt() } else { rank as f64 };
-        (alpha / divisor) as f32
+        float_mode::in_default(|| {
+            let divisor = if self.rs_lora { (rank as f64).sqrt() } else { rank as f64 };
+            (alpha / divisor) as f32
+        })
     }
 
     /// Reads the `adapter_config.json` of a folder, and the names in its

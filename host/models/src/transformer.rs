@@ -9,6 +9,7 @@ use crate::config::{FeedForwardKind, LayerConfig, ModelConfig, NormKind, QkNormK
 use crate::lora::{AdaptedLayer, Lora, PlannedPart};
 use crate::names;
 use crate::weights;
+use cuda_std::float_mode;
 use stepscope_core::indices::Indices;
 use stepscope_core::ops::{self, Activation, AttentionConfig};
 use stepscope_core::{
@@ -31,6 +32,8 @@ pub struct Transformer {
     norm: Norm,
     head: Parameter,
     recompute: bool,
+    /// The number of blocks before the first one with a trained parameter.
+    frozen_blocks: usize,
 }
 
 /// A block, as handles of parameters.
@@ -119,10 +122,10 @@ impl Transformer {
         spec.initialize(|entry| {
             let before_residual = ["o_proj.weight", "down.weight", "down_proj.weight"];
             let share = if before_residual.iter().any(|end| entry.name().ends_with(end)) { 2 * layers } else { 1 };
-            let deviation = 0.02 / (share as f32).sqrt();
+            let deviation = float_mode::in_default(|| 0.02 / (share as f32).sqrt());
             (entry.shape().extents().len() == 2).then_some(Initializer::Normal { deviation })
         });
-        let mut model = Self { config, tokens, positions, blocks, norm, head, recompute: false };
+        let mut model = Self { config, tokens, positions, blocks, norm, head, recompute: false, frozen_blocks: layers };
         finish(&mut model, &mut spec)?;
         spec.initialize(|entry| {
             (entry.frozen().is_some() && entry.shape().extents().len() == 2).then_some(Initializer::ZERO)
@@ -131,6 +134,9 @@ impl Transformer {
         let matrices = names::matrices(&tensors);
         spec.matrices(|entry| matrices.get(entry.name()).cloned().flatten());
         let spec = spec.build()?;
+        let trained = spec.iter().filter(|(_, entry)| entry.frozen().is_none());
+        let blocks = trained.filter_map(|(_, entry)| block_of(entry.name()));
+        model.frozen_blocks = blocks.map(|(number, _)| number).min().unwrap_or(layers);
         for entry in spec.frozen(FrozenType::Nf4) {
             if matrices.get(entry.name()).is_none_or(Option::is_none) {
                 let got = format!("`{}` of {:?}", entry.name(), model.config.family);
@@ -174,8 +180,8 @@ impl Transformer {
     /// Returns a linear layer of a block by the name of its parameters, such as
     /// `blocks.0.attention.o_proj`.
     fn linear_mut(&mut self, layer: &str) -> Option<&mut Linear> {
-        let (number, name) = layer.strip_prefix("blocks.")?.split_once('.')?;
-        let block = self.blocks.get_mut(number.parse::<usize>().ok()?)?;
+        let (number, name) = block_of(layer)?;
+        let block = self.blocks.get_mut(number)?;
         match (name, &mut block.feed_forward) {
             ("attention.qkv_proj", _) => Some(&mut block.attention.qkv),
             ("attention.o_proj", _) => Some(&mut block.attention.output),
@@ -212,7 +218,7 @@ impl Transformer {
             };
             if let Some(adapter) = linear.adapter.take() {
                 let mut values = parameters.read(parameter)?;
-                weights::merge(&mut values, entry.shape(), &adapter, parameters)?;
+                float_mode::in_default(|| weights::merge(&mut values, entry.shape(), &adapter, parameters))?;
                 parameters.write(parameter, &values)?;
             }
         }
@@ -254,16 +260,23 @@ impl Transformer {
         if let Some(positions) = &self.positions {
             x = positions.add_positions(tape, &x)?;
         }
-        for block in &self.blocks {
-            let heads = block.attention.config();
-            let heads = documents.map_or(heads, |documents| heads.documents(documents));
-            // Without backward nothing is kept anyway, and the scope frees memory earlier.
-            x = match self.recompute || tape.is_evaluating() {
-                true => {
-                    let block = block.clone();
-                    tape.recompute((x, heads), move |tape, (x, heads)| block.forward(tape, &x, &heads))?
-                }
-                false => block.forward(tape, &x, &heads)?,
+        // Blocks without a backward pass keep nothing, so a scope frees their memory.
+        let unrecorded = match (tape.is_evaluating(), x.wants_gradient()) {
+            (true, _) => self.blocks.len(),
+            (false, true) => 0,
+            (false, false) => self.frozen_blocks,
+        };
+        let (unrecorded, recorded) = self.blocks.split_at(unrecorded);
+        if !unrecorded.is_empty() {
+            let blocks = unrecorded.to_vec();
+            x = tape.recompute((x, documents), move |tape, (x, documents)| {
+                blocks.iter().try_fold(x, |x, block| block.recomputed(tape, x, documents))
+            })?;
+        }
+        for block in recorded {
+            x = match self.recompute {
+                true => block.recomputed(tape, x, documents)?,
+                false => block.forward(tape, &x, documents)?,
             };
         }
         self.norm.forward(tape, &x)
@@ -278,7 +291,7 @@ impl Block {
         let mut norms: Vec<Norm> = (1..=early).map(|number| norm(names.at(format!("norm{number}")), config)).collect();
         let mut scope = names.at("attention");
         let qkv = linear(scope.at("qkv_proj"), width, config.qkv_columns(), config.qkv_bias);
-        let output = linear(scope.at("o_proj"), config.heads * head, width, config.output_bias);
+        let output = linear(scope.at("o_proj"), config.heads.saturating_mul(head), width, config.output_bias);
         let (heads, rotary, sees) = ([config.heads, config.kv_heads], layer.rotary, layer.mask);
         let mut attention =
             MultiHeadAttention { qkv, output, qk_norm: None, rotary, heads, sees, scale: config.score_scale };
@@ -312,13 +325,27 @@ impl Block {
         Self { norms, attention, feed_forward, residual: config.residual }
     }
 
+    /// Computes the block in a scope that frees everything but the result.
+    #[track_caller]
+    fn recomputed<'s, S: Activation>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: Var<'s, S>,
+        documents: Option<Saved<'s, u32>>,
+    ) -> Result<Var<'s, S>> {
+        let block = self.clone();
+        tape.recompute((x, documents), move |tape, (x, documents)| block.forward(tape, &x, documents))
+    }
+
     #[track_caller]
     fn forward<'s, S: Activation>(
         &self,
         tape: &Tape<'_, 's>,
         x: &Var<'s, S>,
-        heads: &AttentionConfig<'s>,
+        documents: Option<Saved<'s, u32>>,
     ) -> Result<Var<'s, S>> {
+        let heads: AttentionConfig<'s> = self.attention.config();
+        let heads = &documents.map_or(heads, |documents| heads.documents(documents));
         self.forward_by(tape, x, |x, residual| match residual {
             Some(residual) => self.attention.forward_residual_masked(tape, x, residual, heads),
             None => self.attention.forward_masked(tape, x, heads),
@@ -403,6 +430,12 @@ impl FeedForward {
             Self::GeGlu(gated) => gated.down.forward_residual(tape, &geglu(gated, tape, x)?, residual),
         }
     }
+}
+
+/// Splits a name such as `blocks.0.attention.o_proj` into the number of its block and the rest.
+fn block_of(name: &str) -> Option<(usize, &str)> {
+    let (number, name) = name.strip_prefix("blocks.")?.split_once('.')?;
+    Some((number.parse().ok()?, name))
 }
 
 /// Computes `gelu(x Wg) * (x Wu)`.

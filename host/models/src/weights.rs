@@ -6,6 +6,7 @@
 use crate::config::ModelConfig;
 use crate::names::{self, FileTensor};
 use crate::transformer::Transformer;
+use cuda_std::float_mode;
 use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::path::Path;
@@ -217,7 +218,7 @@ impl<'p> Parts<'p> {
         let mut values = vec![0.0; tensor.shape.iter().product()];
         for (name, places) in tensor.places(columns) {
             let ours = self.get(name)?;
-            places.for_each(|at, there| values[there] = ours[at] - added);
+            float_mode::in_default(|| places.for_each(|at, there| values[there] = ours[at] - added));
         }
         // q, k and v of one parameter, each with a bias, are six tensors.
         let next = tensors.iter().skip(number + 1).take(5).flat_map(|tensor| &tensor.parts);
@@ -234,7 +235,7 @@ impl<'p> Parts<'p> {
             if let Some((model, parameters)) = self.adapters
                 && let Some(adapter) = model.adapter_of(name)
             {
-                merge(&mut values, entry.shape(), &adapter, parameters)?;
+                float_mode::in_default(|| merge(&mut values, entry.shape(), &adapter, parameters))?;
             }
             self.kept.insert(name.into(), values);
         }
@@ -304,7 +305,7 @@ pub(crate) fn values_of(
         let theirs = read(tensor)?;
         for (name, places) in tensor.places(&columns) {
             let (_, ours) = values.get_mut(name).expect("made above");
-            places.for_each(|at, there| ours[at] = theirs[there] + tensor.added);
+            float_mode::in_default(|| places.for_each(|at, there| ours[at] = theirs[there] + tensor.added));
         }
     }
     Ok(values.into_values().collect())

@@ -4,6 +4,7 @@ use super::targets::compile;
 use super::{Lora, Targets};
 use crate::config::keys::{Keys, is_off};
 use crate::config::{Family, ModelConfig};
+use cuda_std::float_mode;
 use serde_json::{Map, Value, json};
 use stepscope_core::Result;
 
@@ -39,6 +40,10 @@ impl Lora {
     /// # Errors
     /// The key whose value is not supported, the supported values, and the actual value.
     pub fn from_json(bytes: &[u8]) -> std::result::Result<Self, String> {
+        float_mode::in_default(|| Self::parse(bytes))
+    }
+
+    fn parse(bytes: &[u8]) -> std::result::Result<Self, String> {
         let json: Value = serde_json::from_slice(bytes).map_err(|reason| reason.to_string())?;
         let keys = Keys::of(&json)?;
         if keys.text("peft_type")? != Some("LORA") {
