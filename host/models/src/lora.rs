@@ -188,7 +188,7 @@ impl Lora {
                 Some(place) => values.swap_remove(place),
                 None => (parameter, parameters.read(parameter)?),
             };
-            table.add(&a, &b, &mut sums);
+            float_mode::in_default(|| table.add(&a, &b, &mut sums));
             values.push((parameter, sums));
         }
         if let Some(head) = &plan.tied_head {
