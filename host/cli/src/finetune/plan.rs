@@ -15,7 +15,7 @@ use stepscope_core::digest::hex;
 
 use crate::finetune::cli::{Args, Quantize};
 use crate::finetune::data::{Contexts, Data, Form, Sources};
-use crate::program::settings::Settings;
+use crate::program::settings::{self as notes, Settings};
 use crate::run::cli::RunArgs;
 use crate::run::folder::ModelFolder;
 use crate::run::memory::{RunMemory, check_batch, evaluation_batch};
