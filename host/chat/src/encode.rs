@@ -1,63 +1,37 @@
-//! The samples of a row: their tokens, and which of them count in the loss.
+//! Tokens of a row, and which of them count in the loss.
 //!
-//! A token counts if any of its text is the assistant's, or a completion's. A token may also contain
-//! the end of the prompt, for example the space before the first word. The tokens of the prompt and
-//! those of the whole then differ from this token on.
+//! The assistant's part of a chat is the text that the template adds after the generation prompt.
+//! The messages before it, rendered with that prompt, must be the beginning of the text that
+//! includes it. Templates that rewrite earlier messages break this, and are refused for such a
+//! chat.
 //!
-//! Invariant: no token counts whose text is all a prompt's, and each token of a text counts in one
-//! sample.
+//! ```text
+//! messages 0..2 and the prompt      <|user|>Hi<|end|><|assistant|>
+//! messages 0..3                     <|user|>Hi<|end|><|assistant|>Hello<|end|>
+//! counted                                                         ^^^^^^^^^^^^
+//! ```
+//! Invariant: a token counts only if all of its text is the assistant's, or a completion's.
 
-use crate::answers::{Answers, Part, Parts};
-use crate::complete::Chat;
+use crate::messages::has;
 use crate::rows::Row;
-use crate::template::ChatTemplate;
-use crate::tokens::{Token, tokens};
-use minijinja::value::Value as JinjaValue;
+use crate::template::{ChatTemplate, Fault};
 use serde_json::Value;
-use std::ops::{AddAssign, Range};
+use std::ops::Range;
+use std::slice::from_ref;
 use tokenizers::Tokenizer;
 
-/// Keys of a message that say if it counts.
-const WEIGHTS: [&str; 2] = ["train", "weight"];
+/// Keys of messages whose texts a template may leave out.
+const PARTS: [&str; 4] = ["tool_calls", "reasoning_content", "reasoning", "thinking"];
+/// The length from which a text is not part of another by chance.
+const LONG: usize = 16;
 
-/// The tokens of a sample.
+/// The tokens of a row.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Sample {
     /// The tokens.
     pub ids: Vec<u32>,
     /// True for each token that counts in the loss when it is predicted.
     pub counted: Vec<bool>,
-}
-
-/// The samples of a row.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Encoded {
-    /// The samples, none longer than a context. Each has a token that counts.
-    pub samples: Vec<Sample>,
-    /// What a report of the data states about the row.
-    pub notes: Notes,
-}
-
-/// What a report states about rows.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Notes {
-    /// Tokens that would count, but lie beyond a context.
-    pub lost: usize,
-    /// Answers and completions that share their first token with the prompt.
-    pub shared: usize,
-    /// Answers that begin otherwise than the template's prompt for an answer ends.
-    pub opened: usize,
-    /// Messages after the last answer that counts, which are left out.
-    pub trailing: usize,
-}
-
-impl AddAssign for Notes {
-    fn add_assign(&mut self, more: Self) {
-        self.lost += more.lost;
-        self.shared += more.shared;
-        self.opened += more.opened;
-        self.trailing += more.trailing;
-    }
 }
 
 /// A tokenizer, and the template that chats are rendered with.
@@ -69,8 +43,6 @@ pub struct Encoder<'e> {
     pub template: Option<&'e ChatTemplate>,
     /// The token that ends a text and a completion.
     pub end: Option<u32>,
-    /// The most tokens of a sample.
-    pub context: usize,
 }
 
 impl Encoder<'_> {
@@ -78,35 +50,24 @@ impl Encoder<'_> {
     /// prompt begin with the tokens that the tokenizer adds before a text, such as a BOS, and end
     /// with [`Encoder::end`].
     ///
-    /// A text that is longer than a context becomes several samples. A chat becomes one, or one for
-    /// each answer. Chats and completions are cut after a context.
-    ///
     /// # Errors
     /// Returns the reason why the row cannot be encoded.
-    pub fn encode(&self, row: &Row) -> Result<Encoded, String> {
-        let mut all = Encoded::default();
-        match row {
-            Row::Chat { messages, tools } => self.chat(messages, tools.as_ref(), &mut all)?,
-            Row::Pair { messages, .. } if self.template.is_some() => self.chat(messages, None, &mut all)?,
-            Row::Completion { prompt, completion } | Row::Pair { prompt, completion, .. } => {
-                let whole = format!("{prompt}{completion}");
-                let tokens = tokens(self.tokenizer, &whole, true)?;
-                let (mut sample, shared) = counted(&tokens, &[prompt.len()..whole.len()]);
-                self.finish(&mut sample);
-                all.notes.shared = shared;
-                self.cut(counting(sample)?, &mut all);
+    pub fn encode(&self, row: &Row) -> Result<Sample, String> {
+        let whole;
+        let (text, counted) = match row {
+            Row::Chat { messages, tools } => return counting(self.chat(messages, tools.as_ref())?),
+            Row::Completion { prompt, completion } => {
+                whole = format!("{prompt}{completion}");
+                (&whole, prompt.len()..whole.len())
             }
-            Row::Text(text) => {
-                let tokens = tokens(self.tokenizer, text, true)?;
-                let (mut sample, _) = counted(&tokens, &[0..text.len()]);
-                self.finish(&mut sample);
-                all.samples = windows(&counting(sample)?, self.context);
-            }
-        }
-        Ok(all)
+            Row::Text(text) => (text, 0..text.len()),
+        };
+        let mut sample = self.tokens(text, true, from_ref(&counted))?;
+        self.finish(&mut sample);
+        counting(sample)
     }
 
-    fn chat(&self, messages: &[Value], tools: Option<&Value>, all: &mut Encoded) -> Result<(), String> {
+    fn chat(&self, messages: &[Value], tools: Option<&Value>) -> Result<Sample, String> {
         let Some(template) = self.template else {
             return Err(
                 "the row has `messages`, but the model has no chat template: give a folder with `chat_template.jinja`, or rows with `text`"
@@ -121,52 +82,51 @@ impl Encoder<'_> {
                 ));
             }
         }
-        let counts: Vec<bool> = messages.iter().map(counts).collect();
-        let Some(last) = counts.iter().rposition(|&counts| counts) else {
-            return Err("no message counts in the loss: add an answer of the role \"assistant\", without \"train\": false or \"weight\": 0".into());
-        };
-        all.notes.trailing = messages.len() - last - 1;
-        let messages: Vec<Value> = messages[..=last].iter().map(without_weights).collect();
-        let values: Vec<JinjaValue> = messages.iter().map(JinjaValue::from_serialize).collect();
-        let tools = tools.unwrap_or(&Value::Null);
-        let chat = Chat {
-            template,
-            messages: &messages,
-            tools,
-            values: &values,
-            tool_values: &JinjaValue::from_serialize(tools),
-        };
-        let answers = Answers { chat, counts: &counts[..=last] };
-        let layout = match answers.parts()? {
-            Parts::Whole(part) => {
-                let sample = self.part(&part, all)?;
-                self.cut(counting(sample)?, all);
-                return Ok(());
+        let whole = template.render_or_fault(messages, tools, false).map_err(|Fault { reason, is_limit }| {
+            // Rendering more chats that reach a limit would take long.
+            let fails = |&count: &usize| template.render(&messages[..count], tools, false).as_ref() == Err(&reason);
+            match (1..=messages.len()).find(|count| !is_limit && fails(count)) {
+                Some(number) => format!("message {number}: {reason}"),
+                None => reason,
             }
-            Parts::Each(layout) => layout,
-        };
-        let mut is_full = false;
-        for answer in answers.numbers() {
-            if is_full {
-                for text in layout.texts(answer) {
-                    all.notes.lost += tokens(self.tokenizer, text, false)?.len();
-                }
-                continue;
+        })?;
+        check_complete(template, messages, tools, &whole)?;
+        let mut counted = Vec::new();
+        for (number, _) in messages.iter().enumerate().filter(|(_, message)| message["role"] == "assistant") {
+            let before = template.render(&messages[..number], tools, true)?;
+            let with = template.render(&messages[..=number], tools, false)?;
+            let number = number + 1;
+            if !with.starts_with(&before) {
+                return Err(format!(
+                    "message {number}: the chat template writes the beginning of an answer differently than its prompt for one, so the \
+                     answer's tokens cannot be told apart: write rows with `prompt` and `completion`"
+                ));
             }
-            let sample = self.part(&answers.alone(answer)?, all)?;
-            is_full = sample.counted.iter().take(self.context).all(|counts| !counts);
-            self.cut(counting(sample).map_err(|reason| format!("message {}: {reason}", answer + 1))?, all);
+            if !whole.starts_with(&with) {
+                return Err(format!(
+                    "message {number}: the chat template writes it differently once other messages follow, so its tokens cannot be told apart: \
+                     end the chat after it, or split the chat"
+                ));
+            }
+            counted.push(before.len()..with.len());
         }
-        Ok(())
+        self.tokens(&whole, false, &counted)
     }
 
-    fn part(&self, part: &Part, all: &mut Encoded) -> Result<Sample, String> {
-        let (sample, shared) = counted(&tokens(self.tokenizer, &part.text, false)?, &part.counted);
-        all.notes += Notes { shared, opened: part.opened, ..Notes::default() };
-        Ok(sample)
+    /// Encodes a text. A token counts if its bytes lie in one of the `counted` ranges.
+    fn tokens(&self, text: &str, special: bool, counted: &[Range<usize>]) -> Result<Sample, String> {
+        let encoding = self.tokenizer.encode(text, special).map_err(|reason| reason.to_string())?;
+        // Special tokens that the tokenizer adds have no text of their own.
+        let inside = |(token, &(start, end)): (usize, &(usize, usize))| {
+            encoding.get_special_tokens_mask()[token] == 0
+                && start < end
+                && counted.iter().any(|range| range.start <= start && end <= range.end)
+        };
+        let counted = encoding.get_offsets().iter().enumerate().map(inside).collect();
+        Ok(Sample { ids: encoding.get_ids().to_vec(), counted })
     }
 
-    /// Adds the token that ends a text, unless it is there.
+    /// Adds the token that ends a text, unless the tokenizer has added it.
     fn finish(&self, sample: &mut Sample) {
         match (self.end, sample.ids.last()) {
             (Some(end), Some(&last)) if last == end => *sample.counted.last_mut().expect("as many as ids") = true,
@@ -177,64 +137,6 @@ impl Encoder<'_> {
             (None, _) => {}
         }
     }
-
-    /// Adds a sample, cut to a context. Without a token that counts, it is left out.
-    fn cut(&self, mut sample: Sample, all: &mut Encoded) {
-        let length = sample.ids.len().min(self.context);
-        all.notes.lost += sample.counted[length..].iter().filter(|counted| **counted).count();
-        sample.ids.truncate(length);
-        sample.counted.truncate(length);
-        if sample.counted.iter().skip(1).any(|&counted| counted) {
-            all.samples.push(sample);
-        }
-    }
-}
-
-/// Returns true for an answer that counts in the loss.
-fn counts(message: &Value) -> bool {
-    let has_none = message["weight"].as_f64() == Some(0.0) || message["train"] == false;
-    message["role"] == "assistant" && !has_none
-}
-
-/// Returns a message without the keys that say if it counts.
-fn without_weights(message: &Value) -> Value {
-    let mut message = message.clone();
-    if let Value::Object(object) = &mut message {
-        object.retain(|key, _| !WEIGHTS.contains(&key.as_str()));
-    }
-    message
-}
-
-/// Returns the sample in which tokens count that overlap one of the parts of the text, and the
-/// number of parts whose first token begins before them.
-fn counted(tokens: &[Token], parts: &[Range<usize>]) -> (Sample, usize) {
-    let mut sample = Sample { ids: tokens.iter().map(|token| token.id).collect(), counted: vec![false; tokens.len()] };
-    let (mut shared, mut first) = (0, 0);
-    for part in parts.iter().filter(|part| !part.is_empty()) {
-        let ends_before = |token: &Token| token.place.as_ref().is_none_or(|place| place.end <= part.start);
-        first += tokens[first..].iter().take_while(|token| ends_before(token)).count();
-        let inside =
-            tokens[first..].iter().take_while(|token| token.place.as_ref().is_none_or(|place| place.start < part.end));
-        let is_shared =
-            tokens.get(first).and_then(|token| token.place.as_ref()).is_some_and(|place| place.start < part.start);
-        shared += usize::from(is_shared);
-        for (counted, token) in sample.counted[first..].iter_mut().zip(inside) {
-            *counted = token.place.is_some();
-        }
-    }
-    (sample, shared)
-}
-
-/// Cuts a text into samples of at most a context. The last token of one is the first of the next,
-/// so that each token is predicted once.
-fn windows(sample: &Sample, context: usize) -> Vec<Sample> {
-    let step = context.saturating_sub(1).max(1);
-    let starts = (0..sample.ids.len().saturating_sub(1)).step_by(step);
-    let window = |start: usize| {
-        let range = start..(start + step + 1).min(sample.ids.len());
-        Sample { ids: sample.ids[range.clone()].to_vec(), counted: sample.counted[range].to_vec() }
-    };
-    starts.map(window).collect()
 }
 
 /// Checks that a token counts.
@@ -246,4 +148,64 @@ fn counting(sample: Sample) -> Result<Sample, String> {
             sample.ids.len()
         )),
     }
+}
+
+/// Checks that the template leaves out no message, no part of one, and not the tools. It has left
+/// out what it does not know, for example a role, if the text without it is the same.
+fn check_complete(
+    template: &ChatTemplate,
+    messages: &[Value],
+    tools: Option<&Value>,
+    whole: &str,
+) -> Result<(), String> {
+    let same = |messages: &[Value]| template.render(messages, tools, false).is_ok_and(|text| text == whole);
+    let is_written = |text: &Value| {
+        let text = text.as_str().unwrap_or_default().trim();
+        text.len() >= LONG && whole.contains(text)
+    };
+    let after = |number: usize, edit: &dyn Fn(&mut Value)| {
+        let mut messages = messages.to_vec();
+        edit(&mut messages[number]);
+        same(&messages)
+    };
+    for (number, message) in messages.iter().enumerate() {
+        let Value::Object(object) = message else { continue };
+        let lost = |part: &str| {
+            format!(
+                "message {}: the chat template leaves out {part}: remove it, or write it as the template expects",
+                number + 1
+            )
+        };
+        for key in PARTS.into_iter().filter(|key| has(object, key)) {
+            if after(number, &|message| drop(message.as_object_mut().map(|message| message.remove(key)))) {
+                return Err(lost(&format!("`{key}`")));
+            }
+        }
+        if object.get("content").is_some_and(Value::is_null) {
+            let with = |text: &str| after(number, &|message| message["content"] = text.into());
+            if with("None") && !with("") {
+                return Err(format!(
+                    "message {}: the chat template writes its null as \"None\": write \"\"",
+                    number + 1
+                ));
+            }
+        }
+        if !has(object, "content") || is_written(&message["content"]) {
+            continue;
+        }
+        if same(&[&messages[..number], &messages[number + 1..]].concat()) {
+            return Err(lost(&format!("the message, which has the role {}", message["role"])));
+        }
+        for (part, one) in message["content"].as_array().into_iter().flatten().enumerate() {
+            let remove = |message: &mut Value| drop(message["content"].as_array_mut().map(|parts| parts.remove(part)));
+            if one["text"] != "" && !is_written(&one["text"]) && after(number, &remove) {
+                return Err(lost(&format!("part {} of `content`", part + 1)));
+            }
+        }
+    }
+    let has_tools = tools.and_then(Value::as_array).is_some_and(|tools| !tools.is_empty());
+    if has_tools && template.render(messages, None, false).is_ok_and(|text| text == whole) {
+        return Err("`tools`: the chat template leaves them out: remove them, or describe them in a message".into());
+    }
+    Ok(())
 }
