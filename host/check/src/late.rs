@@ -1,8 +1,8 @@
 //! A device that works as late as a GPU may, for tests on the emulator.
 //!
-//! The emulator makes each call at once. A GPU makes a queued one at any later time, until something
-//! waits for it. A program that changes what a queued copy still reads therefore computes the right
-//! result on the emulator, and a wrong one on a GPU. With this layer it is wrong on both.
+//! The emulator makes each call at once. A GPU makes a queued one at any later time, until
+//! something waits for it. A program that changes what a queued copy still reads therefore computes
+//! the right result on the emulator, and a wrong one on a GPU. With this layer it is wrong on both.
 //!
 //! ```
 //! use stepscope::check::late::LateWork;
@@ -11,9 +11,9 @@
 //! let device = Device::builder(DeviceKind::Emulated).layer(LateWork).open()?;
 //! # Ok::<(), stepscope::Error>(())
 //! ```
-//! Invariant: the work runs in the order of the calls. It has run before any call returns that waits
-//! for it, frees its memory, or belongs to a capture or a group. An error of late work is that of
-//! the call that waits.
+//! Invariant: the work runs in the order of the calls. It has run before any call returns that
+//! waits for it, frees its memory, or belongs to a capture or a group. Its errors are those of the
+//! call that waits.
 
 use cuda_std::emulator::Mode;
 use cuda_std::launch::{Entry, Grid, Words};
@@ -53,11 +53,13 @@ struct State {
     capturing: Option<ThreadId>,
 }
 
+type Call = Box<dyn FnOnce(&dyn Driver) -> Result<()> + Send>;
+
 /// A queued call.
 struct Work {
     /// The fence that the call records.
     fence: Option<Fence>,
-    call: Box<dyn FnOnce(&dyn Driver) -> Result<()> + Send>,
+    call: Call,
 }
 
 impl fmt::Debug for Late {

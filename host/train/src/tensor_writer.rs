@@ -27,7 +27,8 @@ pub type NewTensor = (String, Vec<usize>);
 ///
 /// # Errors
 /// [`Error::File`] for a tensor that is not finite in `stored`, for one whose size overflows, for a
-/// name that occurs twice or is `__metadata__`, or with the system's reason. Nothing has changed then, unless files were written but could not be renamed or removed.
+/// name that occurs twice or is `__metadata__`, or with the system's reason. Nothing has changed
+/// then, unless files were written but could not be renamed or removed.
 pub fn save_tensors<'v>(
     folder: impl AsRef<Path>,
     tensors: &[NewTensor],
@@ -153,7 +154,8 @@ mod tests {
     #[test]
     fn unwritable_tensors_are_refused() {
         let folder = tempfile::tempdir().unwrap();
-        let cases: [(&[(&str, &[usize])], &str); 5] = [
+        type Tensors = &'static [(&'static str, &'static [usize])];
+        let cases: [(Tensors, &str); 5] = [
             (&[("w", &[1]), ("w", &[1])], "cannot have two tensors `w`: rename one, or leave it out"),
             (&[("a", &[1]), ("w", &[1]), ("z", &[2]), ("a", &[1])], "cannot have two tensors `a`"),
             (&[("__metadata__", &[1])], "cannot have a tensor `__metadata__`, where the format has its notes"),

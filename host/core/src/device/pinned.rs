@@ -9,7 +9,9 @@
 //!      '--dropped--> spare: reused for the same size after the fence is passed
 //! ```
 //! While a block is lent, its writer may change what it uploads as soon as the call returns. The
-//! bytes then pass through the staging ring. A readback copies results into words of pinned memory, each of which holds an f32:
+//! bytes then pass through the staging ring.
+//!
+//! A readback copies results into words of pinned memory, each of which holds an f32:
 //!
 //! ```text
 //! word    | 0 1 2 3 |
@@ -184,8 +186,8 @@ impl Device {
     /// Ends the lending of a block for writing.
     ///
     /// # Safety
-    /// No mutable borrow of the block is alive. Until the next [`Device::lend_pages`] nothing writes
-    /// it.
+    /// No mutable borrow of the block is alive. Until the next [`Device::lend_pages`] nothing
+    /// writes it.
     pub(crate) unsafe fn reclaim_pages(&self, address: u64) {
         if let Some(block) = self.pages().held.get_mut(&address) {
             block.lent = false;

@@ -5,8 +5,8 @@
 //! device works.
 //!
 //! Invariant: the memory changes only through the mutable borrow of [`PageLocked::write`], which
-//! waits for the queued copies from it. While such a borrow may be alive, no copy is queued from the
-//! memory. An upload then copies the bytes before it returns.
+//! waits for the queued copies from it. While such a borrow may be alive, no copy is queued from
+//! the memory. An upload then copies the bytes before it returns.
 
 use super::admission::admit_on_host;
 use crate::device::Device;
@@ -93,8 +93,8 @@ impl<T: Element> Deref for PageLocked<T> {
         // Several threads may do this at the same time. None of them returns before the block is
         // reclaimed, or it finds the mark that another thread has set after that.
         if self.lent.load(Ordering::Acquire) {
-            // SAFETY: `write` borrows `self` mutably for as long as anything derived from its result
-            // lives, so none of that is alive next to this shared borrow. Only `write` makes
+            // SAFETY: `write` borrows `self` mutably for as long as anything derived from its
+            // result lives, so none of that is alive next to this shared borrow. Only `write` makes
             // another, after `lend_pages`.
             unsafe { self.device.reclaim_pages(self.address) };
             self.lent.store(false, Ordering::Release);
