@@ -233,7 +233,7 @@ fn bad_input_writes_nothing() {
         refused(&data, &format!("--max-shard-size={wrong}"), "--max-shard-size");
     }
     refused(&data, "--resume nothing.safetensors", "nothing.safetensors");
-    refused(&data, "--weights nothing", "config.json: ");
+    refused(&data, "--weights nothing", "nothing: is no folder: give the folder of a model");
     refused(&data, "--batch 0", "--batch");
     refused(&data, "--top-p 0", "--top-p");
 }
