@@ -234,7 +234,7 @@ fn impossible_configuration_numbers() {
         ("layer_norm_epsilon", json!(0), "`layer_norm_epsilon`: expected a number"),
         ("layer_norm_epsilon", json!("1e-5"), "`layer_norm_epsilon`: expected a number"),
         ("tie_word_embeddings", json!("yes"), "`tie_word_embeddings`: expected true or false, got \"yes\""),
-        ("model_type", json!("x".repeat(1 << 19)), "gemma3_text or arcee, got \"xxx"),
+        ("model_type", json!("x".repeat(1 << 19)), "gemma3_text or arcee: give a model of one of these families, got \"xxx"),
     ] {
         let mut sizes = before.clone();
         sizes[key] = value;
