@@ -234,7 +234,11 @@ fn impossible_configuration_numbers() {
         ("layer_norm_epsilon", json!(0), "`layer_norm_epsilon`: expected a number"),
         ("layer_norm_epsilon", json!("1e-5"), "`layer_norm_epsilon`: expected a number"),
         ("tie_word_embeddings", json!("yes"), "`tie_word_embeddings`: expected true or false, got \"yes\""),
-        ("model_type", json!("x".repeat(1 << 19)), "gemma3_text or arcee: give a model of one of these families, got \"xxx"),
+        (
+            "model_type",
+            json!("x".repeat(1 << 19)),
+            "gemma3_text or arcee: give a model of one of these families, got \"xxx",
+        ),
     ] {
         let mut sizes = before.clone();
         sizes[key] = value;
@@ -284,7 +288,10 @@ fn errors_name_the_file_kind() {
         ("--resume model.pt", "`safetensors.torch.save_file(model.state_dict(), path)`"),
         ("--resume first/best.safetensors --updates 1", "has weights but no optimizer state"),
         ("--weights weights", "config.json: is a pointer of git-lfs; expected a model's configuration in JSON"),
-        (&format!("--resume {state}"), "has weights, but is no checkpoint: give the model.safetensors in the --out of a run"),
+        (
+            &format!("--resume {state}"),
+            "has weights, but is no checkpoint: give the model.safetensors in the --out of a run",
+        ),
     ] {
         place.refuses(place.gpt(more), 2, &[told]);
     }
