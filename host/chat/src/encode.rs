@@ -1,37 +1,66 @@
-//! Tokens of a row, and which of them count in the loss.
+//! The samples of a row: their tokens, and which of them count in the loss.
 //!
-//! The assistant's part of a chat is the text that the template adds after the generation prompt.
-//! The messages before it, rendered with that prompt, must be the beginning of the text that
-//! includes it. Templates that rewrite earlier messages break this, and are refused for such a
-//! chat.
+//! An answer or a completion counts from the first token that differs from those of the prompt, as
+//! in TRL. This token may also contain the end of the prompt, for example the space before the
+//! first word. A part that a template marks counts with all tokens that overlap it, as in
+//! transformers.
 //!
-//! ```text
-//! messages 0..2 and the prompt      <|user|>Hi<|end|><|assistant|>
-//! messages 0..3                     <|user|>Hi<|end|><|assistant|>Hello<|end|>
-//! counted                                                         ^^^^^^^^^^^^
-//! ```
-//! Invariant: a token counts only if all of its text is the assistant's, or a completion's.
+//! Invariant: each token of a text counts in one sample.
 
-use crate::messages::has;
+use crate::answers::{Answers, Counted, Part, Parts};
+use crate::complete::Chat;
 use crate::rows::Row;
-use crate::template::{ChatTemplate, Fault};
+use crate::template::ChatTemplate;
+use crate::tokens::{Token, tokens};
+use minijinja::value::Value as JinjaValue;
 use serde_json::Value;
-use std::ops::Range;
-use std::slice::from_ref;
+use std::ops::AddAssign;
 use tokenizers::Tokenizer;
 
-/// Keys of messages whose texts a template may leave out.
-const PARTS: [&str; 4] = ["tool_calls", "reasoning_content", "reasoning", "thinking"];
-/// The length from which a text is not part of another by chance.
-const LONG: usize = 16;
+/// The longest prompt of a chat without added tokens that is encoded again to find where an
+/// answer's tokens begin. In a longer one, the tokens count that overlap the answer.
+const MAX_COMPARED: usize = 1 << 13;
+/// Keys of a message that say if it counts.
+const WEIGHTS: [&str; 2] = ["train", "weight"];
 
-/// The tokens of a row.
+/// The tokens of a sample.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Sample {
     /// The tokens.
     pub ids: Vec<u32>,
     /// True for each token that counts in the loss when it is predicted.
     pub counted: Vec<bool>,
+}
+
+/// The samples of a row.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Encoded {
+    /// The samples, none longer than a context. Each has a token that counts.
+    pub samples: Vec<Sample>,
+    /// Facts about the row, for a report of the data.
+    pub notes: Notes,
+}
+
+/// Facts about rows, for a report of the data.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Notes {
+    /// Tokens that would count, but lie beyond a context.
+    pub lost: usize,
+    /// Answers and completions that share their first token with the prompt.
+    pub shared: usize,
+    /// Answers that begin otherwise than the template's prompt for an answer ends.
+    pub opened: usize,
+    /// Messages after the last answer that counts, which are left out.
+    pub trailing: usize,
+}
+
+impl AddAssign for Notes {
+    fn add_assign(&mut self, more: Self) {
+        self.lost += more.lost;
+        self.shared += more.shared;
+        self.opened += more.opened;
+        self.trailing += more.trailing;
+    }
 }
 
 /// A tokenizer, and the template that chats are rendered with.
@@ -43,6 +72,8 @@ pub struct Encoder<'e> {
     pub template: Option<&'e ChatTemplate>,
     /// The token that ends a text and a completion.
     pub end: Option<u32>,
+    /// The most tokens of a sample.
+    pub context: usize,
 }
 
 impl Encoder<'_> {
@@ -50,24 +81,37 @@ impl Encoder<'_> {
     /// prompt begin with the tokens that the tokenizer adds before a text, such as a BOS, and end
     /// with [`Encoder::end`].
     ///
+    /// A text that is longer than a context becomes several samples. A chat becomes one, or one for
+    /// each answer. Chats and completions are cut after a context.
+    ///
     /// # Errors
     /// Returns the reason why the row cannot be encoded.
-    pub fn encode(&self, row: &Row) -> Result<Sample, String> {
-        let whole;
-        let (text, counted) = match row {
-            Row::Chat { messages, tools } => return counting(self.chat(messages, tools.as_ref())?),
-            Row::Completion { prompt, completion } => {
-                whole = format!("{prompt}{completion}");
-                (&whole, prompt.len()..whole.len())
+    pub fn encode(&self, row: &Row) -> Result<Encoded, String> {
+        let mut all = Encoded::default();
+        match row {
+            Row::Chat { messages, tools } => self.chat(messages, tools.as_ref(), &mut all)?,
+            Row::Pair { messages, .. } if self.template.is_some() => self.chat(messages, None, &mut all)?,
+            Row::Completion { prompt, completion } | Row::Pair { prompt, completion, .. } => {
+                let whole = format!("{prompt}{completion}");
+                let tokens = tokens(self.tokenizer, &whole, true)?;
+                let part = Counted { place: prompt.len()..whole.len(), prompt: Some(String::new()) };
+                let (mut sample, shared) = self.counted(&whole, &tokens, &[part], true)?;
+                self.finish(&mut sample);
+                all.notes.shared = shared;
+                self.cut(counting(sample)?, &mut all);
             }
-            Row::Text(text) => (text, 0..text.len()),
-        };
-        let mut sample = self.tokens(text, true, from_ref(&counted))?;
-        self.finish(&mut sample);
-        counting(sample)
+            Row::Text(text) => {
+                let tokens = tokens(self.tokenizer, text, true)?;
+                let part = Counted { place: 0..text.len(), prompt: None };
+                let (mut sample, _) = self.counted(text, &tokens, &[part], true)?;
+                self.finish(&mut sample);
+                all.samples = windows(&counting(sample)?, self.context);
+            }
+        }
+        Ok(all)
     }
 
-    fn chat(&self, messages: &[Value], tools: Option<&Value>) -> Result<Sample, String> {
+    fn chat(&self, messages: &[Value], tools: Option<&Value>, all: &mut Encoded) -> Result<(), String> {
         let Some(template) = self.template else {
             return Err(
                 "the row has `messages`, but the model has no chat template: give a folder with `chat_template.jinja`, or rows with `text`"
@@ -82,51 +126,106 @@ impl Encoder<'_> {
                 ));
             }
         }
-        let whole = template.render_or_fault(messages, tools, false).map_err(|Fault { reason, is_limit }| {
-            // Rendering more chats that reach a limit would take long.
-            let fails = |&count: &usize| template.render(&messages[..count], tools, false).as_ref() == Err(&reason);
-            match (1..=messages.len()).find(|count| !is_limit && fails(count)) {
-                Some(number) => format!("message {number}: {reason}"),
-                None => reason,
-            }
-        })?;
-        check_complete(template, messages, tools, &whole)?;
-        let mut counted = Vec::new();
-        for (number, _) in messages.iter().enumerate().filter(|(_, message)| message["role"] == "assistant") {
-            let before = template.render(&messages[..number], tools, true)?;
-            let with = template.render(&messages[..=number], tools, false)?;
-            let number = number + 1;
-            if !with.starts_with(&before) {
-                return Err(format!(
-                    "message {number}: the chat template writes the beginning of an answer differently than its prompt for one, so the \
-                     answer's tokens cannot be told apart: write rows with `prompt` and `completion`"
-                ));
-            }
-            if !whole.starts_with(&with) {
-                return Err(format!(
-                    "message {number}: the chat template writes it differently once other messages follow, so its tokens cannot be told apart: \
-                     end the chat after it, or split the chat"
-                ));
-            }
-            counted.push(before.len()..with.len());
-        }
-        self.tokens(&whole, false, &counted)
-    }
-
-    /// Encodes a text. A token counts if its bytes lie in one of the `counted` ranges.
-    fn tokens(&self, text: &str, special: bool, counted: &[Range<usize>]) -> Result<Sample, String> {
-        let encoding = self.tokenizer.encode(text, special).map_err(|reason| reason.to_string())?;
-        // Special tokens that the tokenizer adds have no text of their own.
-        let inside = |(token, &(start, end)): (usize, &(usize, usize))| {
-            encoding.get_special_tokens_mask()[token] == 0
-                && start < end
-                && counted.iter().any(|range| range.start <= start && end <= range.end)
+        let counts: Vec<bool> = messages.iter().map(counts).collect();
+        let Some(last) = counts.iter().rposition(|&counts| counts) else {
+            return Err("no message counts in the loss: add an answer of the role \"assistant\", without \"train\": false or \"weight\": 0".into());
         };
-        let counted = encoding.get_offsets().iter().enumerate().map(inside).collect();
-        Ok(Sample { ids: encoding.get_ids().to_vec(), counted })
+        all.notes.trailing = messages.len() - last - 1;
+        let messages: Vec<Value> = messages[..=last].iter().map(without_weights).collect();
+        let values: Vec<JinjaValue> = messages.iter().map(JinjaValue::from_serialize).collect();
+        let tools = tools.unwrap_or(&Value::Null);
+        let chat = Chat {
+            template,
+            messages: &messages,
+            tools,
+            values: &values,
+            tool_values: &JinjaValue::from_serialize(tools),
+        };
+        let answers = Answers { chat, counts: &counts[..=last] };
+        let layout = match answers.parts()? {
+            Parts::Whole(part) => {
+                let sample = self.part(&part, all)?;
+                self.cut(counting(sample)?, all);
+                return Ok(());
+            }
+            Parts::Each(layout) => layout,
+        };
+        let mut is_full = false;
+        for answer in answers.numbers() {
+            if is_full {
+                for text in layout.texts(answer) {
+                    all.notes.lost += tokens(self.tokenizer, text, false)?.len();
+                }
+                continue;
+            }
+            let sample = self.part(&answers.alone(answer)?, all)?;
+            is_full = sample.counted.iter().take(self.context).all(|counts| !counts);
+            self.cut(counting(sample).map_err(|reason| format!("message {}: {reason}", answer + 1))?, all);
+        }
+        Ok(())
     }
 
-    /// Adds the token that ends a text, unless the tokenizer has added it.
+    fn part(&self, part: &Part, all: &mut Encoded) -> Result<Sample, String> {
+        let tokens = tokens(self.tokenizer, &part.text, false)?;
+        let (sample, shared) = self.counted(&part.text, &tokens, &part.counted, false)?;
+        all.notes += Notes { shared, opened: part.opened, ..Notes::default() };
+        Ok(sample)
+    }
+
+    /// Returns the sample of a text, and the number of parts whose first token begins before them.
+    fn counted(&self, text: &str, all: &[Token], parts: &[Counted], adds: bool) -> Result<(Sample, usize), String> {
+        let mut sample = Sample { ids: all.iter().map(|token| token.id).collect(), counted: vec![false; all.len()] };
+        let (mut shared, mut next) = (0, 0);
+        for Counted { place: part, prompt } in parts.iter().filter(|part| !part.place.is_empty()) {
+            let ends_before = |token: &Token| token.place.as_ref().is_none_or(|place| place.end <= part.start);
+            next += all[next..].iter().take_while(|token| ends_before(token)).count();
+            let end = next
+                + all[next..]
+                    .iter()
+                    .take_while(|token| token.place.as_ref().is_none_or(|place| place.start < part.end))
+                    .count();
+            let first = match prompt {
+                Some(prompt) => self.divergence(text, (all, next), (part.start, prompt), adds)?,
+                None => next,
+            };
+            let is_shared =
+                all.get(first).and_then(|token| token.place.as_ref()).is_some_and(|place| place.start < part.start);
+            shared += usize::from(is_shared);
+            let part = first.min(end)..end;
+            for (counted, token) in sample.counted[part.clone()].iter_mut().zip(&all[part]) {
+                *counted = token.place.is_some();
+            }
+            next = next.max(first.min(end));
+        }
+        Ok((sample, shared))
+    }
+
+    /// Returns the first token that differs from those of the prompt, which is the text up to
+    /// `start`, and then what the prompt continues with. `next` is the first token of the text
+    /// after the start.
+    fn divergence(
+        &self,
+        text: &str,
+        (all, next): (&[Token], usize),
+        (start, prompt): (usize, &str),
+        adds: bool,
+    ) -> Result<usize, String> {
+        // Texts on both sides of an added token have their own tokens.
+        let added = self.tokenizer.get_added_vocabulary().get_added_tokens_decoder();
+        let is_added = |token: &Token| added.contains_key(&token.id) && token.place.is_some();
+        let anchor = match all[..next].iter().rposition(is_added).filter(|_| !adds) {
+            Some(anchor) => anchor,
+            None if adds || start <= MAX_COMPARED => 0,
+            None => return Ok(next),
+        };
+        let from = all.get(anchor).and_then(|token| token.place.clone()).map_or(0, |place| place.start);
+        let from = if anchor == 0 { 0 } else { from };
+        let before = tokens(self.tokenizer, &format!("{}{prompt}", &text[from..start]), adds)?;
+        let same = all[anchor..].iter().zip(&before).take_while(|(one, other)| one.id == other.id);
+        Ok(anchor + same.count())
+    }
+
+    /// Adds the token that ends a text, unless it is there.
     fn finish(&self, sample: &mut Sample) {
         match (self.end, sample.ids.last()) {
             (Some(end), Some(&last)) if last == end => *sample.counted.last_mut().expect("as many as ids") = true,
@@ -137,6 +236,44 @@ impl Encoder<'_> {
             (None, _) => {}
         }
     }
+
+    /// Adds a sample, cut to a context. Without a token that counts, it is left out.
+    fn cut(&self, mut sample: Sample, all: &mut Encoded) {
+        let length = sample.ids.len().min(self.context);
+        all.notes.lost += sample.counted[length..].iter().filter(|counted| **counted).count();
+        sample.ids.truncate(length);
+        sample.counted.truncate(length);
+        if sample.counted.iter().skip(1).any(|&counted| counted) {
+            all.samples.push(sample);
+        }
+    }
+}
+
+/// Returns true for an answer that counts in the loss.
+fn counts(message: &Value) -> bool {
+    let has_none = message["weight"].as_f64() == Some(0.0) || message["train"] == false;
+    message["role"] == "assistant" && !has_none
+}
+
+/// Returns a message without the keys that say if it counts.
+fn without_weights(message: &Value) -> Value {
+    let mut message = message.clone();
+    if let Value::Object(object) = &mut message {
+        object.retain(|key, _| !WEIGHTS.contains(&key.as_str()));
+    }
+    message
+}
+
+/// Cuts a text into samples of at most a context. The last token of one is the first of the next,
+/// so that each token is predicted once.
+fn windows(sample: &Sample, context: usize) -> Vec<Sample> {
+    let step = context.saturating_sub(1).max(1);
+    let starts = (0..sample.ids.len().saturating_sub(1)).step_by(step);
+    let window = |start: usize| {
+        let range = start..(start + step + 1).min(sample.ids.len());
+        Sample { ids: sample.ids[range.clone()].to_vec(), counted: sample.counted[range].to_vec() }
+    };
+    starts.map(window).collect()
 }
 
 /// Checks that a token counts.
@@ -148,64 +285,4 @@ fn counting(sample: Sample) -> Result<Sample, String> {
             sample.ids.len()
         )),
     }
-}
-
-/// Checks that the template leaves out no message, no part of one, and not the tools. It has left
-/// out what it does not know, for example a role, if the text without it is the same.
-fn check_complete(
-    template: &ChatTemplate,
-    messages: &[Value],
-    tools: Option<&Value>,
-    whole: &str,
-) -> Result<(), String> {
-    let same = |messages: &[Value]| template.render(messages, tools, false).is_ok_and(|text| text == whole);
-    let is_written = |text: &Value| {
-        let text = text.as_str().unwrap_or_default().trim();
-        text.len() >= LONG && whole.contains(text)
-    };
-    let after = |number: usize, edit: &dyn Fn(&mut Value)| {
-        let mut messages = messages.to_vec();
-        edit(&mut messages[number]);
-        same(&messages)
-    };
-    for (number, message) in messages.iter().enumerate() {
-        let Value::Object(object) = message else { continue };
-        let lost = |part: &str| {
-            format!(
-                "message {}: the chat template leaves out {part}: remove it, or write it as the template expects",
-                number + 1
-            )
-        };
-        for key in PARTS.into_iter().filter(|key| has(object, key)) {
-            if after(number, &|message| drop(message.as_object_mut().map(|message| message.remove(key)))) {
-                return Err(lost(&format!("`{key}`")));
-            }
-        }
-        if object.get("content").is_some_and(Value::is_null) {
-            let with = |text: &str| after(number, &|message| message["content"] = text.into());
-            if with("None") && !with("") {
-                return Err(format!(
-                    "message {}: the chat template writes its null as \"None\": write \"\"",
-                    number + 1
-                ));
-            }
-        }
-        if !has(object, "content") || is_written(&message["content"]) {
-            continue;
-        }
-        if same(&[&messages[..number], &messages[number + 1..]].concat()) {
-            return Err(lost(&format!("the message, which has the role {}", message["role"])));
-        }
-        for (part, one) in message["content"].as_array().into_iter().flatten().enumerate() {
-            let remove = |message: &mut Value| drop(message["content"].as_array_mut().map(|parts| parts.remove(part)));
-            if one["text"] != "" && !is_written(&one["text"]) && after(number, &remove) {
-                return Err(lost(&format!("part {} of `content`", part + 1)));
-            }
-        }
-    }
-    let has_tools = tools.and_then(Value::as_array).is_some_and(|tools| !tools.is_empty());
-    if has_tools && template.render(messages, None, false).is_ok_and(|text| text == whole) {
-        return Err("`tools`: the chat template leaves them out: remove them, or describe them in a message".into());
-    }
-    Ok(())
 }

@@ -12,17 +12,26 @@
 // Paths are opened through `PlainFile`. Tests may open their own files.
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
+mod answers;
+mod complete;
+mod date;
 mod encode;
+mod forms;
 mod json;
 mod limits;
 mod messages;
 mod metering;
+mod nesting;
 mod pack;
 mod python_json;
 mod rows;
 mod template;
+mod tokenizer;
+mod tokens;
 
-pub use encode::{Encoder, Sample};
+pub use date::Date;
+pub use encode::{Encoded, Encoder, Notes, Sample};
 pub use pack::{IGNORED, Packed, pack};
-pub use rows::{Row, read_rows};
+pub use rows::{Row, read_rows, usable};
 pub use template::ChatTemplate;
+pub use tokenizer::{decode, read_tokenizer, token_ids};

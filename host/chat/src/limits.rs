@@ -8,7 +8,7 @@
 //! [`MAX_BYTES`], which bounds its memory. It reads at most [`MAX_READ`] bytes, which bounds its
 //! time together with the instructions.
 
-use crate::metering::{EMIT, READ, TEXT, VALUE};
+use crate::metering::{EMIT, ITEMS, READ, TEXT, VALUE};
 use crate::python_json;
 use minijinja::functions::namespace;
 use minijinja::value::{Kwargs, Rest, Value, ValueKind};
@@ -61,6 +61,10 @@ pub(crate) fn limit(environment: &mut Environment<'static>) {
         count(|used| &mut used.read, size(&value, 0)?, MAX_READ, ["reads values of", "bytes"])?;
         listed(value)
     });
+    environment.add_function(ITEMS, |value: Value| match value.is_none() {
+        true => Err(fault("expects a list, but gets null, for example because the row has no `tools`".into())),
+        false => Ok(value),
+    });
     environment.add_function(TEXT, text);
     environment.add_function(EMIT, |value: Value| {
         let value = text(value)?;
@@ -78,6 +82,13 @@ pub(crate) fn limit(environment: &mut Environment<'static>) {
     environment.remove_filter("lines");
     // minijinja iterates over null, and Python does not.
     environment.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
+    // The length of an undefined value is zero.
+    for name in ["length", "count"] {
+        environment.add_filter(name, |value: &Value| match value.is_undefined() {
+            true => Ok(0),
+            false => filters::length(value),
+        });
+    }
     environment.add_filter("tojson", to_json);
     environment.add_filter("string", text);
     environment.add_filter("trim", |state: &State, args: Rest<Value>| {
@@ -281,6 +292,9 @@ fn to_json(value: &Value, options: Kwargs) -> Limited<String> {
     }
     let _ = options.get::<Option<bool>>("ensure_ascii")?;
     options.assert_all_used()?;
+    if value.is_undefined() {
+        return Err(fault("tojson: the value is undefined".into()));
+    }
     size(value, 0)?;
     let value = serde_json::to_value(value).map_err(|reason| fault(format!("tojson: {reason}")))?;
     python_json::dumps(&value, indent, MAX_BYTES as usize)

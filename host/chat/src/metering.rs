@@ -2,7 +2,8 @@
 //!
 //! minijinja counts the instructions of a rendering, but one instruction can double a text, or walk
 //! a list that contains itself a thousand times. [`measured`] wraps the expressions that make or
-//! read values in calls of functions ([`VALUE`], [`READ`], [`TEXT`], [`EMIT`]). [`crate::limits`]
+//! read values in calls of functions ([`VALUE`], [`READ`], [`ITEMS`], [`TEXT`],
+//! [`EMIT`]). [`crate::limits`]
 //! defines them. No template can call or replace these functions, because their names are no
 //! identifiers.
 //!
@@ -21,6 +22,8 @@ use minijinja::machinery::ast::{
 pub(crate) const VALUE: &str = "=value";
 /// The function that measures a value that is read.
 pub(crate) const READ: &str = "=read";
+/// The function that refuses to loop over null, which minijinja takes for an empty list.
+pub(crate) const ITEMS: &str = "=items";
 /// The function that measures an operand of `~`, and returns its text.
 pub(crate) const TEXT: &str = "=text";
 /// The function that measures a value that is written, and returns its text.
@@ -67,7 +70,7 @@ fn statement<'a>(statement: &Stmt<'a>, depth: usize) -> Folded<Stmt<'a>> {
         Stmt::ForLoop(s) => {
             let node = ForLoop {
                 target: target(&s.target, depth)?,
-                iter: operand(&s.iter, depth)?,
+                iter: call(ITEMS, operand(&s.iter, depth)?),
                 filter_expr: s.filter_expr.as_ref().map(|expr| checked(expr, depth)).transpose()?,
                 recursive: s.recursive,
                 body: body(&s.body, s.span())?,

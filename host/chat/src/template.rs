@@ -1,20 +1,23 @@
 //! A model's chat template, in Jinja as transformers renders it.
 //!
-//! transformers trims blocks, adds `raise_exception`, a `tojson` like Python's `json.dumps`, and
-//! the tag `generation` around the assistant's text. It also adds `strftime_now`, which is left out
-//! here, because a text would depend on the day. Templates that test for it then use the fixed date
-//! that they contain.
+//! transformers trims blocks, adds `raise_exception`, a `tojson` like Python's `json.dumps`,
+//! `strftime_now`, and the tag `generation` around the assistant's text. The tag becomes a filter
+//! that writes marks around this text, which are removed from the rendering.
 //!
-//! Invariant: the same messages always give the same text.
+//! Invariant: the same messages and the same date always give the same text.
 
+use crate::date::Date;
 use crate::limits::{self, MAX_BYTES};
+use crate::messages::with_thoughts;
 use crate::metering;
+use crate::nesting;
 use minijinja::machinery::{CodeGenerator, Instructions, Vm, WhitespaceConfig, make_string_output, parse};
 use minijinja::value::Value as JinjaValue;
 use minijinja::{AutoEscape, Environment, Error as JinjaError, ErrorKind, UndefinedBehavior};
 use serde_json::{Map, Value};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
@@ -27,6 +30,11 @@ const MAX_SOURCE: usize = 1 << 20;
 /// The roles that templates know without naming them.
 const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
 
+/// The filter that the tag `generation` becomes.
+const GENERATION: &str = "stepscope_generation";
+/// The marks around the assistant's text. They contain characters that no text should have.
+const MARKS: [&str; 2] = ["\u{fdd0}generation\u{fdd1}", "\u{fdd0}endgeneration\u{fdd1}"];
+
 /// A chat template, with the special tokens that it may name.
 pub struct ChatTemplate {
     /// The file, for errors.
@@ -35,7 +43,16 @@ pub struct ChatTemplate {
     environment: Environment<'static>,
     instructions: Instructions<'static>,
     blocks: BTreeMap<&'static str, Instructions<'static>>,
-    tokens: Map<String, Value>,
+    tokens: BTreeMap<String, JinjaValue>,
+    date: Date,
+}
+
+/// A rendered chat.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Rendering {
+    pub(crate) text: String,
+    /// The parts of the text between the tags `generation` and `endgeneration`.
+    pub(crate) generated: Vec<Range<usize>>,
 }
 
 impl fmt::Debug for ChatTemplate {
@@ -45,8 +62,8 @@ impl fmt::Debug for ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// Makes a template from its source, with special tokens such as `bos_token` by name. The
-    /// source stays in memory until the program ends.
+    /// Makes a template from its source, with special tokens such as `bos_token` by name, and
+    /// today's date in UTC. The source stays in memory until the program ends.
     ///
     /// # Errors
     /// Returns the line and the fault if the source is not a valid template.
@@ -61,12 +78,14 @@ impl ChatTemplate {
             Err(JinjaError::new(ErrorKind::InvalidOperation, message))
         });
         limits::limit(&mut environment);
+        environment.add_filter(GENERATION, |text: String| format!("{}{text}{}", MARKS[0], MARKS[1]));
 
         let name = "the chat template";
         // Jinja reads all ends of lines as `\n`.
         let source = source.replace("\r\n", "\n").replace('\r', "\n");
-        let source = kept(without_generation_tags(&source));
+        let source = kept(with_generation_filter(&source));
         let spaces = WhitespaceConfig { keep_trailing_newline: false, lstrip_blocks: true, trim_blocks: true };
+        nesting::check(source, spaces).map_err(|reason| format!("{name}: {reason}"))?;
         let parsed = parse(source, name, Default::default(), spaces).map_err(|error| described(name, &error))?;
         let measured = match metering::measured(&parsed) {
             Ok(measured) => measured,
@@ -79,7 +98,25 @@ impl ChatTemplate {
         let mut generator = CodeGenerator::new(name, source);
         generator.compile_stmt(&measured);
         let (instructions, blocks) = generator.finish();
-        Ok(Self { name: name.into(), source, environment, instructions, blocks, tokens })
+        let tokens = tokens.into_iter().map(|(name, token)| (name, JinjaValue::from_serialize(token))).collect();
+        let template =
+            Self { name: name.into(), source, environment, instructions, blocks, tokens, date: Date::today() };
+        Ok(template.at(Date::today()))
+    }
+
+    /// Sets the date that the template may write.
+    #[must_use]
+    pub fn at(mut self, date: Date) -> Self {
+        self.date = date;
+        self.environment.add_function("strftime_now", move |format: String| {
+            date.format(&format).map_err(|reason| JinjaError::new(ErrorKind::InvalidOperation, reason))
+        });
+        self
+    }
+
+    /// Returns the date if the template may write it.
+    pub fn date(&self) -> Option<Date> {
+        self.source.contains("strftime_now").then_some(self.date)
     }
 
     /// Reads the template of a model's folder: `chat_template.jinja`, or else `chat_template` in
@@ -131,25 +168,30 @@ impl ChatTemplate {
         tools: Option<&Value>,
         add_generation_prompt: bool,
     ) -> std::result::Result<String, String> {
-        self.render_or_fault(messages, tools, add_generation_prompt).map_err(|fault| fault.reason)
+        let messages: Vec<JinjaValue> = messages.iter().map(JinjaValue::from_serialize).collect();
+        let tools = JinjaValue::from_serialize(tools);
+        let rendering = self.render_values(&messages, &tools, add_generation_prompt);
+        rendering.map(|rendering| rendering.text).map_err(|fault| fault.reason)
     }
 
     /// Renders messages like [`ChatTemplate::render`].
-    pub(crate) fn render_or_fault(
+    pub(crate) fn render_values(
         &self,
-        messages: &[Value],
-        tools: Option<&Value>,
+        messages: &[JinjaValue],
+        tools: &JinjaValue,
         add_generation_prompt: bool,
-    ) -> std::result::Result<String, Fault> {
-        let mut context = self.tokens.clone();
-        context.insert("messages".into(), messages.into());
-        context.insert("tools".into(), tools.cloned().unwrap_or(Value::Null));
-        context.insert("documents".into(), Value::Null);
-        context.insert("add_generation_prompt".into(), add_generation_prompt.into());
+    ) -> std::result::Result<Rendering, Fault> {
+        let own = [
+            ("messages", messages.iter().map(with_thoughts).collect()),
+            ("tools", tools.clone()),
+            ("documents", JinjaValue::from(())),
+            ("add_generation_prompt", add_generation_prompt.into()),
+        ];
+        let tokens = self.tokens.iter().map(|(name, token)| (name.as_str(), token.clone()));
+        let root: JinjaValue = tokens.chain(own).collect();
         limits::begin();
         let mut text = String::new();
         let mut output = make_string_output(&mut text);
-        let root = JinjaValue::from_serialize(&context);
         let vm = Vm::new(&self.environment);
         // In a build that checks arithmetic, some slices are panics of minijinja.
         let run = || vm.eval(&self.instructions, root, &self.blocks, &mut output, AutoEscape::None).map(drop);
@@ -161,7 +203,7 @@ impl ChatTemplate {
             is_limit: error.kind() == ErrorKind::OutOfFuel,
         })?;
         drop(output);
-        Ok(text)
+        Ok(unmarked(&text))
     }
 }
 
@@ -216,20 +258,52 @@ fn special_tokens(settings: &Value) -> Map<String, Value> {
     content.collect()
 }
 
-/// Replaces the tags `generation` and `endgeneration` by tags that have no effect.
-fn without_generation_tags(source: &str) -> String {
-    let mut text = source.to_owned();
-    for (tag, replacement) in [("generation", "if true"), ("endgeneration", "endif")] {
-        for open in ["{%", "{%-", "{%+"] {
-            for close in ["%}", "-%}", "+%}"] {
-                for space in [" ", ""] {
-                    let tag = format!("{open}{space}{tag}{space}{close}");
-                    text = text.replace(&tag, &format!("{open} {replacement} {close}"));
-                }
-            }
+/// Replaces the tags `generation` and `endgeneration` by those of a filter.
+fn with_generation_filter(source: &str) -> String {
+    let (mut text, mut rest) = (String::with_capacity(source.len()), source);
+    while let Some(start) = rest.find("{%") {
+        let (before, tag) = rest.split_at(start + 2);
+        text.push_str(before);
+        rest = tag;
+        let Some(end) = tag.find("%}") else { break };
+        let inside = &tag[..end];
+        let bare = inside.strip_prefix(['-', '+']).unwrap_or(inside);
+        let name = bare.strip_suffix(['-', '+']).unwrap_or(bare);
+        let replacement = match name.trim() {
+            "generation" => format!(" filter {GENERATION} "),
+            "endgeneration" => " endfilter ".into(),
+            _ => continue,
+        };
+        text.push_str(&inside[..inside.len() - bare.len()]);
+        text.push_str(&replacement);
+        text.push_str(&bare[name.len()..]);
+        rest = &tag[end..];
+    }
+    text + rest
+}
+
+/// Removes the marks from a text, and returns what they enclose.
+fn unmarked(marked: &str) -> Rendering {
+    let (mut text, mut generated, mut starts) = (String::with_capacity(marked.len()), Vec::new(), Vec::new());
+    let mut rest = marked;
+    while let Some(at) = rest.find(MARKS[0].chars().next().expect("a mark is not empty")) {
+        text.push_str(&rest[..at]);
+        rest = &rest[at..];
+        if let Some(after) = rest.strip_prefix(MARKS[0]) {
+            starts.push(text.len());
+            rest = after;
+        } else if let (Some(after), Some(&start)) = (rest.strip_prefix(MARKS[1]), starts.last()) {
+            starts.pop();
+            generated.push(start..text.len());
+            rest = after;
+        } else {
+            let first = rest.chars().next().map_or(0, char::len_utf8);
+            text.push_str(&rest[..first]);
+            rest = &rest[first..];
         }
     }
-    text
+    text.push_str(rest);
+    Rendering { text, generated }
 }
 
 /// Describes an error of a template, with its file and line.

@@ -88,9 +88,9 @@ fn only_the_assistant_counts() {
         ("turns", "<end_of_turn>", "Vier. Grüße!<end_of_turn>\nMore.<end_of_turn>\n"),
     ] {
         let (template, tokenizer) = (template(&cases, name), tokenizer(&[end]));
-        let encoder = Encoder { tokenizer: &tokenizer, template: Some(&template), end: None };
-        let sample = encoder.encode(&chat(&messages)).unwrap();
-        assert_eq!(counted(&tokenizer, &sample), want, "{name}");
+        let encoder = Encoder { tokenizer: &tokenizer, template: Some(&template), end: None, context: 4096 };
+        let [sample] = &encoder.encode(&chat(&messages)).unwrap().samples[..] else { panic!("{name}: one sample") };
+        assert_eq!(counted(&tokenizer, sample), want, "{name}");
         let whole = template.render(messages.as_array().unwrap(), None, false).unwrap();
         assert_eq!(tokenizer.decode(&sample.ids, false).unwrap(), whole);
     }
@@ -106,10 +106,10 @@ fn rewritten_messages_are_refused() {
         tokenizer(&[]),
     );
     let template = template.unwrap();
-    let encoder = Encoder { tokenizer: &tokenizer, template: Some(&template), end: None };
+    let encoder = Encoder { tokenizer: &tokenizer, template: Some(&template), end: None, context: 4096 };
     let one = json!([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]);
     let error = encoder.encode(&chat(&one)).unwrap_err();
-    assert!(error.starts_with("message 2: ") && error.contains("than its prompt for one"), "{error}");
+    assert!(error.starts_with("message 2: ") && error.contains("than in its prompt for one"), "{error}");
     let without = Encoder { template: None, ..encoder };
     assert!(without.encode(&chat(&one)).unwrap_err().contains("chat template"));
 }
@@ -124,8 +124,8 @@ fn nothing_is_left_out() {
             true => template(&cases, name),
             false => ChatTemplate::new(name, Map::new()).unwrap(),
         };
-        let encoder = Encoder { tokenizer: &tokenizer, template: Some(&template), end: None };
-        encoder.encode(&Row::from_json(row).unwrap()).map(|sample| tokenizer.decode(&sample.ids, false).unwrap())
+        let encoder = Encoder { tokenizer: &tokenizer, template: Some(&template), end: None, context: 4096 };
+        encoder.encode(&Row::from_json(row).unwrap()).map(|row| tokenizer.decode(&row.samples[0].ids, false).unwrap())
     };
     let user = json!({"role": "user", "content": "What is 2+2?"});
     let four = json!({"role": "assistant", "content": "It is 4."});
@@ -138,6 +138,11 @@ fn nothing_is_left_out() {
     assert_eq!(encode("parts", &parts).unwrap(), "<user>What is 2+2?</s><assistant>It is 4.</s>");
     let called = json!({"messages": [user, {"role": "assistant", "content": null, "tool_calls": [call]}]});
     assert_eq!(encode("parts", &called).unwrap(), "<user>What is 2+2?</s><assistant>add({\"a\": 2})</s>");
+
+    assert_eq!(
+        encode(plain, &called).unwrap(),
+        "<user>What is 2+2?<assistant>[{\"function\": {\"name\": \"add\", \"arguments\": {\"a\": 2}}}]"
+    );
 
     for (name, row, words) in [
         (
@@ -167,7 +172,6 @@ fn nothing_is_left_out() {
         ),
         (first, parts.clone(), "message 1: the chat template leaves out part 2 of `content`"),
         (plain, parts, "message 1: line 1 of the chat template: writes a list where it expects a text"),
-        (plain, called, "message 2: the chat template writes its null as \"None\": write \"\""),
         ("inst", json!({"messages": [user, user, four]}), "conversation roles must alternate"),
         ("inst", json!({"messages": [four, user]}), "conversation roles must alternate"),
         ("inst", json!({"messages": [user, {"role": "tool", "content": "4"}, four]}), "roles"),
@@ -182,8 +186,8 @@ fn nothing_is_left_out() {
 #[test]
 fn completions_and_texts_end() {
     let tokenizer = tokenizer(&["</s>"]);
-    let encoder = Encoder { tokenizer: &tokenizer, template: None, end: Some(256) };
-    let row = |json: Value| encoder.encode(&Row::from_json(&json).unwrap()).unwrap();
+    let encoder = Encoder { tokenizer: &tokenizer, template: None, end: Some(256), context: 4096 };
+    let row = |json: Value| encoder.encode(&Row::from_json(&json).unwrap()).unwrap().samples.remove(0);
     assert_eq!(counted(&tokenizer, &row(json!({"prompt": "2+2=", "completion": "4"}))), "4</s>");
     assert_eq!(counted(&tokenizer, &row(json!({"text": "abc"}))), "abc</s>");
     assert_eq!(row(json!({"text": "a</s>"})).ids, [97, 256], "no second end");
@@ -195,9 +199,11 @@ fn faulty_templates_are_refused() {
     assert!(error.contains("line 2"), "{error}");
     let template = ChatTemplate::new("{{ raise_exception('roles must alternate') }}", Map::new()).unwrap();
     assert!(template.render(&[], None, false).unwrap_err().contains("roles must alternate"));
-    let template =
-        ChatTemplate::new("{{ strftime_now('%Y') if strftime_now is defined else '2024' }}", Map::new()).unwrap();
-    assert_eq!(template.render(&[], None, false).unwrap(), "2024");
+    let dated = "{{ strftime_now('%d %b %Y') if strftime_now is defined else '2024' }}";
+    let template = ChatTemplate::new(dated, Map::new()).unwrap().at("2025-01-31".parse().unwrap());
+    assert_eq!(template.render(&[], None, false).unwrap(), "31 Jan 2025");
+    assert_eq!(template.date().map(|date| date.to_string()).as_deref(), Some("2025-01-31"));
+    assert_eq!(ChatTemplate::new("a", Map::new()).unwrap().date(), None);
 }
 
 /// Returns the error of a template, which must end soon.
@@ -318,11 +324,26 @@ fn large_values_are_refused() {
             ),
             "more than 1000 namespaces",
         ),
-        (format!("{{{{ 1{} }}}}", " + 1".repeat(100_000)), "nested more than 200 deep"),
-        (format!("{{{{ messages{} }}}}", ".a".repeat(100_000)), "nested more than 200 deep"),
-        (format!("{{{{ messages{} }}}}", "|list".repeat(100_000)), "nested more than 200 deep"),
-        (format!("{}a{}", "{% if true %}".repeat(10_000), "{% endif %}".repeat(10_000)), "recursion"),
-        (format!("{{{{ {} }}}}", "(".repeat(100_000)), "recursion"),
+        (format!("{{{{ 1{} }}}}", " + 1".repeat(100_000)), "nested more than 4000 deep"),
+        (format!("{{{{ messages{} }}}}", ".a".repeat(100_000)), "nested more than 4000 deep"),
+        (format!("{{{{ messages{} }}}}", "|list".repeat(100_000)), "nested more than 4000 deep"),
+        (
+            format!("{}a{}", "{% if true %}".repeat(10_000), "{% endif %}".repeat(10_000)),
+            "`if` and `elif` are nested more than 150 deep",
+        ),
+        (format!("{{{{ {} }}}}", "(".repeat(100_000)), "brackets are nested more than 150 deep"),
+        (format!("{{{{ 1{} }}}}", " + 1".repeat(3000)), "nested more than 200 deep"),
+        (format!("{{{{ {}1 }}}}", "-".repeat(30_000)), "signs, `not` and `else` are nested"),
+        (format!("{{{{ {}1 }}}}", "not ".repeat(50_000)), "signs, `not` and `else` are nested"),
+        (format!("{{{{ {}1 }}}}", "not -".repeat(50_000)), "signs, `not` and `else` are nested"),
+        (format!("{{{{ 1{} }}}}", " if 1 else 2".repeat(30_000)), "signs, `not` and `else` are nested"),
+        (format!("{{{{ 1{} }}}}", " if 1".repeat(30_000)), "operators are nested"),
+        (format!("{{{{ 1{} ) }}}}", " ** 2".repeat(30_000)), "operators are nested"),
+        (format!("{{{{ 1{} }}}}", " is not defined".repeat(30_000)), "nested"),
+        (format!("{{{{ a{} }}}}", "[0]".repeat(30_000)), "operators are nested"),
+        (format!("{{{{ {}1{} }}}}", "[-".repeat(30_000), "]".repeat(30_000)), "nested"),
+        (format!("{{% set {}a = 1 %}}", "(".repeat(30_000)), "brackets are nested"),
+        (format!("{{% if 0 %}}{}{{% endif %}}", "{% elif 0 %}".repeat(30_000)), "`if` and `elif` are nested"),
         ("a".repeat(2 << 20), "the chat template has 2097152 bytes"),
         (
             format!("{{% set t = 'a' * 9999999 %}}{}", loops("{% if t == 'a' %}{% endif %}")),

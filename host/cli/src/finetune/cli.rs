@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use clap::{Parser, ValueEnum};
 use stepscope::optim::Schedule;
+use stepscope_chat::Date;
 
 use crate::program::results::Claim;
 use crate::run::cli::RunArgs;
@@ -43,10 +44,15 @@ pub(crate) struct Args {
     #[arg(long, value_name = "DIR", default_value = "target/finetune")]
     pub(crate) out: PathBuf,
 
-    /// Tokens per context, into which samples are packed; longer samples are cut [default: 1024,
-    /// or the model's if they are fewer]
+    /// Tokens per context, into which samples are packed; longer texts become several samples, and
+    /// longer chats are cut [default: 1024, or the model's if they are fewer]
     #[arg(long, value_name = "TOKENS", value_parser = up_to(1 << 20))]
     pub(crate) context: Option<usize>,
+
+    /// Date that a chat template writes if it asks for one [default: today's in UTC, or that of the
+    /// checkpoint]
+    #[arg(long, value_name = "YYYY-MM-DD")]
+    pub(crate) date: Option<Date>,
 
     /// Contexts per step
     #[arg(long, value_name = "CONTEXTS", default_value_t = 4, value_parser = up_to(1 << 20))]

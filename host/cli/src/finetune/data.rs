@@ -14,17 +14,19 @@ use sha2::{Digest, Sha256};
 use stepscope::data::{Loader, SplitMix64, Windows};
 use stepscope::memory::HostMemory;
 use stepscope::{Error, HostBatch, HostInputs, Result};
-use stepscope_chat::{Encoder, IGNORED, Packed, Row, Sample, pack, read_rows};
+use stepscope_chat::{Encoded, Encoder, IGNORED, Notes, Packed, Row, Sample, pack, read_rows, usable};
 use stepscope_core::digest::hex;
 
 use crate::run::updates::Part;
 use crate::train::bad_input::{Outcome, bad};
+use crate::train::tokenizer::Tokenizer;
 
 /// The most bytes of memory that one byte of a file needs: the row, its text and its tokens.
 const BYTES_OF_BYTE: u64 = 16;
 
 /// The files that are trained and evaluated on.
 pub(crate) struct Sources<'s> {
+    pub(crate) tokenizer: &'s Tokenizer,
     pub(crate) training: &'s [PathBuf],
     pub(crate) held_out: Option<&'s Path>,
     /// The share of the training rows that is held out instead.
@@ -54,6 +56,8 @@ pub(crate) struct Data {
 pub(crate) struct DataSize {
     /// Rows to train on.
     pub(crate) rows: usize,
+    /// Samples that these rows gave: a long text and some chats give several.
+    pub(crate) samples: usize,
     /// Contexts into which they are packed.
     pub(crate) contexts: usize,
     /// Tokens of these contexts that are not padding.
@@ -66,21 +70,61 @@ pub(crate) struct DataSize {
     pub(crate) held_out_counted: usize,
     /// Rows that were cut, because they have more tokens than a context.
     pub(crate) cut: usize,
-    /// Rows that were left out, because no token that counts lies in their first context.
-    pub(crate) left_out: usize,
+    /// Tokens of these rows that would count, but lie beyond a context.
+    pub(crate) lost: usize,
+    /// Answers and completions that share their first token with the prompt.
+    pub(crate) shared: usize,
+    /// Answers that begin otherwise than the template's prompt for an answer ends.
+    pub(crate) opened: usize,
+    /// Messages after the last answer of a chat, which were left out.
+    pub(crate) trailing: usize,
     /// The digest of the samples to train on.
     pub(crate) sha256: String,
 }
 
+impl DataSize {
+    /// Describes what the rows have become, with a line for each fact that a reader may not expect.
+    pub(crate) fn lines(&self, context: usize, updates: u64) -> Vec<String> {
+        let Self { rows, samples, contexts, tokens, counted, cut, lost, shared, opened, trailing, .. } = *self;
+        let samples = if samples == rows { String::new() } else { format!(" and {samples} samples") };
+        let first = format!(
+            "{rows} rows{samples} in {contexts} contexts of {context}: {tokens} tokens, of which {counted} count; {updates} updates"
+        );
+        let facts = [
+            (
+                lost,
+                format!(
+                    "{cut} rows are longer than a context and were cut: {lost} tokens that count are not trained on"
+                ),
+            ),
+            (
+                shared,
+                format!(
+                    "{shared} answers or completions begin within a token that also contains the end of their prompt; it counts"
+                ),
+            ),
+            (
+                opened,
+                format!(
+                    "{opened} answers begin otherwise than the chat template's prompt for one ends; they count from there on"
+                ),
+            ),
+            (trailing, format!("{trailing} messages after the last answer of a chat were left out")),
+        ];
+        let facts = facts.into_iter().filter(|&(count, _)| count > 0).map(|(_, line)| line);
+        std::iter::once(first).chain(facts).collect()
+    }
+}
+
 impl Data {
-    /// Reads, encodes and packs the rows.
+    /// Reads, encodes and packs the rows. The samples of a row are all trained on, or all held out.
     pub(crate) fn load(sources: &Sources<'_>, encoder: &Encoder<'_>, form: Form) -> Outcome<Self> {
         let mut training = Vec::new();
         for path in sources.training {
-            training.extend(samples(path, encoder)?);
+            training.extend(encoded(path, sources.tokenizer, encoder)?);
         }
         let mut held_out = match sources.held_out {
-            Some(path) => samples(path, encoder)?,
+            Some(path) => encoded(path, sources.tokenizer, encoder)?,
             None => Vec::new(),
         };
         let mut random = SplitMix64::new(sources.seed);
@@ -93,19 +137,30 @@ impl Data {
             }
             held_out = training.split_off(training.len() - count);
         }
+        let (mut notes, mut cut) = (Notes::default(), 0);
+        for row in training.iter().chain(&held_out) {
+            notes += row.notes;
+            cut += usize::from(row.notes.lost > 0);
+        }
+        let rows = [training.len(), held_out.len()];
+        let [training, held_out] = [training, held_out].map(|rows| rows.into_iter().flat_map(|row| row.samples));
+        let (training, held_out): (Vec<Sample>, Vec<Sample>) = (training.collect(), held_out.collect());
         let mut digest = Sha256::new();
         for sample in &training {
             digest.update((sample.ids.len() as u64).to_le_bytes());
             digest.update(bytemuck::cast_slice::<u32, u8>(&sample.ids));
             digest.update(sample.counted.iter().map(|&counted| u8::from(counted)).collect::<Vec<_>>());
         }
-        let counts = |sample: &&Sample| sample.counted.iter().take(form.context).skip(1).any(|&counted| counted);
-        let all = || training.iter().chain(&held_out);
+        let Notes { lost, shared, opened, trailing } = notes;
         let mut size = DataSize {
-            rows: training.len(),
-            held_out_rows: held_out.len(),
-            cut: all().filter(|sample| sample.ids.len() > form.context).count(),
-            left_out: all().filter(|sample| !counts(sample)).count(),
+            rows: rows[0],
+            samples: training.len(),
+            held_out_rows: rows[1],
+            cut,
+            lost,
+            shared,
+            opened,
+            trailing,
             sha256: hex(&digest.finalize()),
             ..DataSize::default()
         };
@@ -172,25 +227,30 @@ impl Data {
 }
 
 /// Reads and encodes the rows of a file.
-fn samples(path: &Path, encoder: &Encoder<'_>) -> Outcome<Vec<Sample>> {
+fn encoded(path: &Path, tokenizer: &Tokenizer, encoder: &Encoder<'_>) -> Outcome<Vec<Encoded>> {
     let rows = read_rows(path, HostMemory::available_bytes() / BYTES_OF_BYTE).map_err(|error| match error {
         Error::File { path, reason } => bad(path.display(), reason),
         error => error.into(),
     })?;
     let encode = |(line, row): &(usize, Row)| {
-        encoder.encode(row).map_err(|reason| bad(path.display(), format!("line {line}: {reason}")))
+        let checked = |row: Encoded| {
+            row.samples.iter().try_for_each(|sample| tokenizer.check_tokens(&sample.ids))?;
+            Ok(row)
+        };
+        (*line, encoder.encode(row).and_then(checked))
     };
     // Falls back to this thread if the system refuses to start threads.
-    match ThreadPoolBuilder::new().build() {
+    let encoded: Vec<_> = match ThreadPoolBuilder::new().build() {
         Ok(pool) => pool.install(|| rows.par_iter().map(encode).collect()),
         Err(_) => rows.iter().map(encode).collect(),
-    }
+    };
+    usable(encoded).map_err(|reason| bad(path.display(), reason))
 }
 
-/// Shuffles samples (Fisher and Yates).
-fn shuffle(samples: &mut [Sample], random: &mut SplitMix64) {
-    for last in (1..samples.len()).rev() {
-        samples.swap(last, (random.next_u64() % (last as u64 + 1)) as usize);
+/// Shuffles rows (Fisher and Yates).
+fn shuffle(rows: &mut [Encoded], random: &mut SplitMix64) {
+    for last in (1..rows.len()).rev() {
+        rows.swap(last, (random.next_u64() % (last as u64 + 1)) as usize);
     }
 }
 

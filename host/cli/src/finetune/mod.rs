@@ -28,6 +28,7 @@ use stepscope::files::{PlainFile, replace_file};
 use stepscope::models::Weights;
 use stepscope::ops::Activation;
 use stepscope::{Device, Parameters, TrainState, bf16};
+use stepscope_chat::ChatTemplate;
 
 use self::cli::Args;
 use self::plan::Plan;
@@ -76,22 +77,10 @@ fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, sc
         state.parameters.layout().trained_weights(),
         device.description().name
     ));
-    screen.say(format_args!(
-        "{} rows in {} contexts of {}: {} tokens, of which {} count; {} updates",
-        size.rows,
-        size.contexts,
-        config.context,
-        size.tokens,
-        size.counted,
-        plan.total()
-    ));
-    if size.cut > 0 {
-        screen.say(format_args!(
-            "{} rows are longer than a context and were cut; {} of them have nothing left that counts",
-            size.cut, size.left_out
-        ));
+    size.lines(config.context, plan.total()).into_iter().for_each(|line| screen.say(line));
+    if let Some(date) = plan.folder.template.as_ref().and_then(ChatTemplate::date) {
+        screen.say(format_args!("the chat template writes the date {date}; --date gives another"));
     }
-
     screen.say(needs);
     let checkpoint = args.out.join(CHECKPOINT);
     let state = rank.in_group(group.as_ref(), state)?;

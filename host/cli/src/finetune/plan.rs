@@ -10,7 +10,7 @@ use stepscope::ops::Activation;
 use stepscope::parameters::{FrozenType, ParameterEntry};
 use stepscope::tensor::Element;
 use stepscope::{AdamW, Arena, Checkpoint, Device, ParameterSpec, Parameters, Result, TrainState, Trainer, bf16};
-use stepscope_chat::{Encoder, Packed};
+use stepscope_chat::{ChatTemplate, Encoder, Packed};
 use stepscope_core::digest::hex;
 
 use crate::finetune::cli::{Args, Quantize};
@@ -69,14 +69,26 @@ impl<'r> Plan<'r> {
             None => model::check_trainable(&args.weights, &files, &config)?,
         }
         check_batch(args.batch, config.context)?;
-        let folder = match args.tokenizer() {
+        let resumed = args.resume.as_deref().map(program::resumed).transpose()?;
+        let mut folder = match args.tokenizer() {
             Some(file) => ModelFolder::with_tokenizer(&args.weights, tokenizer(&file)?)?,
             None => ModelFolder::open(&args.weights)?,
         };
+        let stored = resumed.as_ref().and_then(|checkpoint| of_checkpoint(checkpoint, "date"));
+        if let Some(date) = args.date.or(stored.and_then(|date| date.parse().ok())) {
+            folder.template = folder.template.map(|template| template.at(date));
+        }
         folder.tokenizer.check_vocabulary(config.vocabulary)?;
         let Tokenizer::File(tokenizer, _) = &folder.tokenizer else { unreachable!("it was read from a file") };
-        let encoder = Encoder { tokenizer, template: folder.template.as_ref(), end: folder.end() };
-        let sources = Sources { training: &args.data, held_out: args.eval.as_deref(), share: args.eval_share, seed };
+        let encoder =
+            Encoder { tokenizer, template: folder.template.as_ref(), end: folder.end(), context: config.context };
+        let sources = Sources {
+            tokenizer: &folder.tokenizer,
+            training: &args.data,
+            held_out: args.eval.as_deref(),
+            share: args.eval_share,
+            seed,
+        };
         let form = Form { context: config.context, packs: config.learned_positions.is_none() };
         let data = Data::load(&sources, &encoder, form)?;
         if args.patience.is_some() && data.held_out.is_empty() {
@@ -86,8 +98,7 @@ impl<'r> Plan<'r> {
             Some(_) => folder.chat("--sample", &[json!({"role": "user", "content": text})]),
             None => folder.tokenizer.encode_beginning("--sample", text),
         });
-        let resumed = args.resume.as_deref().map(program::resumed);
-        let (beginning, resumed) = (beginning.transpose()?, resumed.transpose()?);
+        let beginning = beginning.transpose()?;
         let is_narrow = match &resumed {
             Some(checkpoint) => of_checkpoint(checkpoint, FROZEN).as_deref() == Some(NARROW),
             None => lora.is_some() && args.run.recompute,
@@ -234,6 +245,8 @@ impl<'r> Plan<'r> {
             ("tokenizer", self.folder.tokenizer.name()),
             ("data", self.data.size.sha256.clone()),
         ]);
+        let date = self.folder.template.as_ref().and_then(ChatTemplate::date);
+        all.extend(date.map(|date| ("date", date.to_string())));
         all
     }
 

@@ -130,9 +130,9 @@ on_each_device! {
         let args = arguments(&data, "");
         let plan = Plan::load(&args, 1).unwrap();
         let Tokenizer::File(tokenizer, _) = &plan.folder.tokenizer else { panic!("a tokenizer.json") };
-        let encoder = Encoder { tokenizer, template: plan.folder.template.as_ref(), end: plan.folder.end() };
+        let encoder = Encoder { tokenizer, template: plan.folder.template.as_ref(), end: plan.folder.end(), context: 64 };
         let rows = read_rows(&data, 1 << 20).unwrap();
-        let samples: Vec<_> = rows[..6].iter().map(|(_, row)| encoder.encode(row).unwrap()).collect();
+        let samples: Vec<_> = rows[..6].iter().flat_map(|(_, row)| encoder.encode(row).unwrap().samples).collect();
         let packed = pack(&samples, 64);
         assert!(packed.len() < samples.len(), "chats share contexts");
         let counted: usize = packed.iter().map(|packed| packed.counted).sum();

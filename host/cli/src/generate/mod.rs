@@ -30,6 +30,7 @@ use stepscope::ops::Activation;
 use stepscope::parameters::{FrozenType, ParameterEntry};
 use stepscope::tensor::Element;
 use stepscope::{Device, DeviceKind, ParameterSpec, Parameters, Result, bf16};
+use stepscope_chat::Date;
 
 use crate::program::exit;
 use crate::program::log::{self, Log};
@@ -74,6 +75,10 @@ pub(crate) struct Args {
     /// System message that a chat begins with
     #[arg(long, value_name = "TEXT", requires = "chat")]
     system: Option<String>,
+
+    /// Date that the chat template writes if it asks for one [default: today's in UTC]
+    #[arg(long, value_name = "YYYY-MM-DD")]
+    date: Option<Date>,
 
     /// Tokenizer: bytes, gpt2, or the path of a tokenizer.json [default: the folder's]
     #[arg(long, value_name = "bytes|gpt2|FILE")]
@@ -145,7 +150,10 @@ fn run(args: &Args) -> Outcome<()> {
         Some(name) => name.clone(),
         None => folder.join("tokenizer.json").display().to_string(),
     };
-    let files = ModelFolder::with_tokenizer(folder, Tokenizer::open(&name)?)?;
+    let mut files = ModelFolder::with_tokenizer(folder, Tokenizer::open(&name)?)?;
+    if let Some(date) = args.date {
+        files.template = files.template.map(|template| template.at(date));
+    }
     files.tokenizer.check_vocabulary(config.vocabulary)?;
     let settings = files.generation()?;
     let sampling = Sampling::of(args, &settings).map_err(|reason| bad(files.generation_path().display(), reason))?;

@@ -59,10 +59,6 @@ impl<'r> Plan<'r> {
                 "the tokenizer has no token that ends a document: leave out --documents, or use another --tokenizer",
             ));
         }
-        let beginning = tokenizer.encode("--sample", args.sample.as_bytes())?;
-        if beginning.is_empty() {
-            return Err(bad("--sample", "is empty: give the text that the sample begins with"));
-        }
         let config = match (given, &args.config) {
             (Some(config), _) => {
                 tokenizer.check_vocabulary(config.vocabulary)?;
@@ -78,6 +74,10 @@ impl<'r> Plan<'r> {
                 model::config(args.size, args.arch, vocabulary, args.context())
             }
         };
+        let beginning = tokenizer.encode("--sample", args.sample.as_bytes())?;
+        if beginning.is_empty() {
+            return Err(bad("--sample", "is empty: give the text that the sample begins with"));
+        }
         let text = Arc::new(Text::load(&args.data, &tokenizer, config.context)?);
         let resumed = args.resume.as_deref().map(program::resumed);
         let resumed = resumed.transpose()?;

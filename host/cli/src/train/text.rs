@@ -63,7 +63,7 @@ impl Text {
         check_memory(&files)?;
         let read = |path: &PathBuf| {
             if is_token_file(path) {
-                let file = TokenFile::open(path, tokenizer.vocabulary())?;
+                let file = TokenFile::open(path, tokenizer.rows())?;
                 let digest = Sha256::digest(file.digests().as_flattened());
                 return Ok((Part::File(file), digest));
             }
@@ -164,7 +164,7 @@ fn refuse_chats(path: &Path, text: &[u8]) -> Outcome<()> {
     let mut lines = text.split(|&byte| byte == b'\n');
     let first = lines.find(|line| !line.trim_ascii().is_empty()).unwrap_or_default();
     let Ok(Value::Object(row)) = serde_json::from_slice(first) else { return Ok(()) };
-    match ["messages", "completion"].into_iter().find(|key| row.contains_key(*key)) {
+    match ["messages", "conversations", "completion"].into_iter().find(|key| row.contains_key(*key)) {
         None => Ok(()),
         Some(key) => {
             let reason = format!(

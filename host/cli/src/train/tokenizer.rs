@@ -1,10 +1,15 @@
 //! Tokenizers: bytes, GPT-2's byte pairs, or a `tokenizer.json`.
 //!
-//! Invariant: the same text always gives the same tokens, and they encode all of the text.
+//! Invariant: the same text always gives the same tokens, and they encode all of the text. No token
+//! lies beyond the model's table of embeddings.
+
+use std::path::Path;
+use std::sync::OnceLock;
 
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use stepscope::files::{FileKind, PlainFile};
+use stepscope_chat::{decode, read_tokenizer, token_ids};
 use stepscope_core::digest::hex;
 use tiktoken_rs::CoreBPE;
 use tokenizers::ModelWrapper;
@@ -17,15 +22,23 @@ pub(crate) enum Tokenizer {
     Bytes,
     /// GPT-2's byte pairs.
     Gpt2(Box<CoreBPE>),
-    /// A file's tokenizer, and the digest of the file.
-    File(Box<tokenizers::Tokenizer>, String),
+    /// A file's tokenizer.
+    File(Box<tokenizers::Tokenizer>, About),
+}
+
+/// Facts about a file's tokenizer.
+pub(crate) struct About {
+    /// The digest of the file.
+    sha256: String,
+    /// One more than its last token.
+    vocabulary: usize,
+    /// The rows of the model's table, once a model is known.
+    rows: OnceLock<usize>,
 }
 
 /// Vocabulary sizes are rounded up to a multiple of this, because matrices of such sizes are
 /// faster. No text contains the added tokens.
 pub(crate) const VOCABULARY_UNIT: usize = 128;
-/// Published models have at most this share of tokens that no text contains, one in 64.
-const UNUSED_TOKENS: usize = 64;
 /// The largest `tokenizer.json`. Files for vocabularies of 256,000 tokens have about 35 MB.
 const MAX_BYTES: u64 = 256 << 20;
 /// The token that ends a document in GPT-2's vocabulary, its last one.
@@ -63,19 +76,17 @@ impl Tokenizer {
             "bytes" => Ok(Self::Bytes),
             "gpt2" => Ok(Self::Gpt2(Box::new(tiktoken_rs::r50k_base().map_err(|reason| bad("gpt2", reason))?))),
             file => {
-                let bytes = PlainFile::read_whole(file, MAX_BYTES).map_err(|reason| bad(file, reason))?;
-                let no_file = |reason: &dyn std::fmt::Display| match FileKind::of(&bytes) {
-                    Some(kind) if kind != FileKind::Json => {
-                        bad(file, format!("is not a tokenizer.json: {}", kind.refusal("JSON")))
-                    }
-                    _ => bad(file, format!("is not a tokenizer.json: {reason}")),
-                };
-                let mut tokenizer = tokenizers::Tokenizer::from_bytes(&bytes).map_err(|reason| no_file(&reason))?;
-                let told: Value = serde_json::from_slice(&bytes).map_err(|reason| no_file(&reason))?;
+                let bytes = read(file)?;
+                let refused =
+                    |reason| bad(file, format!("is not a tokenizer.json: {}", not_a_tokenizer(&bytes, reason)));
+                let mut tokenizer = read_tokenizer(&bytes).map_err(refused)?;
+                let told: Value = serde_json::from_slice(&bytes).map_err(|reason| bad(file, reason))?;
                 check(&tokenizer, &told).map_err(|reason| bad(file, reason))?;
                 // Some files ask for these, because they treat each text as one sentence.
                 tokenizer.with_padding(None).with_truncation(None).map_err(|reason| bad(file, reason))?;
-                Ok(Self::File(Box::new(tokenizer), hex(&Sha256::digest(&bytes))))
+                let vocabulary = tokenizer.get_vocab(true).into_values().max().map_or(0, |last| last as usize + 1);
+                let sha256 = hex(&Sha256::digest(&bytes));
+                Ok(Self::File(Box::new(tokenizer), About { sha256, vocabulary, rows: OnceLock::new() }))
             }
         }
     }
@@ -85,7 +96,7 @@ impl Tokenizer {
         match self {
             Self::Bytes => "bytes".into(),
             Self::Gpt2(_) => "gpt2".into(),
-            Self::File(_, sha256) => format!("tokenizer {sha256}"),
+            Self::File(_, about) => format!("tokenizer {}", about.sha256),
         }
     }
 
@@ -97,12 +108,16 @@ impl Tokenizer {
         }
     }
 
-    /// Returns an error unless weights of this vocabulary are the tokenizer's, whose vocabulary may
-    /// be rounded up.
+    /// Checks that weights with this vocabulary can be the tokenizer's. Their table may have more
+    /// rows. A file may also have tokens beyond the table, as Gemma 3's does: from now on, texts
+    /// with such a token are refused.
     pub(crate) fn check_vocabulary(&self, has: usize) -> Outcome<()> {
         let needs = self.vocabulary();
-        let most = needs.next_multiple_of(VOCABULARY_UNIT).max(needs + needs / UNUSED_TOKENS);
-        if (needs..=most).contains(&has) {
+        let is_useful = match self {
+            Self::File(_, about) => *about.rows.get_or_init(|| has) == has,
+            _ => (needs..=needs.next_multiple_of(VOCABULARY_UNIT)).contains(&has),
+        };
+        if is_useful {
             return Ok(());
         }
         let reason = format!(
@@ -112,23 +127,50 @@ impl Tokenizer {
         Err(bad("--tokenizer", reason))
     }
 
+    /// Returns an error for tokens beyond the model's table.
+    pub(crate) fn check_tokens(&self, tokens: &[u32]) -> Result<(), String> {
+        let Self::File(tokenizer, About { rows, .. }) = self else { return Ok(()) };
+        let Some((rows, token)) = rows
+            .get()
+            .and_then(|&rows| tokens.iter().find(|&&token| token as usize >= rows).map(|token| (rows, token)))
+        else {
+            return Ok(());
+        };
+        let text = tokenizer.id_to_token(*token).unwrap_or_default();
+        Err(format!(
+            "contains the token {token}, `{text}`, but the model's table has {rows} rows: remove it from the text, or give the tokenizer \
+             that the weights were trained with"
+        ))
+    }
+
     /// Returns the number of tokens.
     pub(crate) fn vocabulary(&self) -> usize {
         match self {
             Self::Bytes => 256,
             Self::Gpt2(_) => GPT2_END as usize + 1,
-            Self::File(tokenizer, _) => {
-                tokenizer.get_vocab(true).into_values().max().map_or(0, |last| last as usize + 1)
-            }
+            Self::File(_, about) => about.vocabulary,
         }
     }
 
-    /// Returns the token that ends a document, if there is one.
+    /// Returns the number of tokens that texts may have.
+    pub(crate) fn rows(&self) -> usize {
+        match self {
+            Self::File(_, About { rows, .. }) => {
+                rows.get().map_or(self.vocabulary(), |&rows| rows.min(self.vocabulary()))
+            }
+            _ => self.vocabulary(),
+        }
+    }
+
+    /// Returns the token that ends a document, if there is one in the model's table.
     pub(crate) fn end(&self) -> Option<u32> {
         match self {
             Self::Bytes => Some(0),
             Self::Gpt2(_) => Some(GPT2_END),
-            Self::File(tokenizer, _) => ENDS.iter().find_map(|end| tokenizer.token_to_id(end)),
+            Self::File(tokenizer, _) => {
+                let known = |end: &str| tokenizer.token_to_id(end).filter(|&end| (end as usize) < self.rows());
+                ENDS.iter().find_map(|end| known(end))
+            }
         }
     }
 
@@ -138,11 +180,12 @@ impl Tokenizer {
         match self {
             Self::File(tokenizer, _) => {
                 // What the tokenizer puts after a text would end it.
-                let encoding = tokenizer.encode_fast(text, true).map_err(|reason| bad(place, reason))?;
-                let with = encoding.get_ids();
+                let with = token_ids(tokenizer, text, true).map_err(|reason| bad(place, reason))?;
                 let own = self.encode(place, text.as_bytes())?;
                 let start = with.windows(own.len().max(1)).position(|window| window == own).unwrap_or(0);
-                Ok([&with[..start], &own].concat())
+                let all = [&with[..start], &own].concat();
+                self.check_tokens(&all).map_err(|reason| bad(place, reason))?;
+                Ok(all)
             }
             _ => self.encode(place, text.as_bytes()),
         }
@@ -160,8 +203,9 @@ impl Tokenizer {
             // `<|endoftext|>` in a text is the token that ends a document.
             Self::Gpt2(pairs) => Ok(pairs.encode_with_special_tokens(utf8()?)),
             Self::File(tokenizer, _) => {
-                let encoding = tokenizer.encode_fast(utf8()?, false).map_err(|reason| bad(place, reason))?;
-                Ok(encoding.get_ids().to_vec())
+                let tokens = token_ids(tokenizer, utf8()?, false).map_err(|reason| bad(place, reason))?;
+                self.check_tokens(&tokens).map_err(|reason| bad(place, reason))?;
+                Ok(tokens)
             }
         }
     }
@@ -176,8 +220,62 @@ impl Tokenizer {
             Self::Gpt2(pairs) => {
                 pairs._decode_native_and_split(known(GPT2_END as usize + 1).collect()).flatten().collect()
             }
-            Self::File(tokenizer, _) => tokenizer.decode(tokens, false).unwrap_or_default().into(),
+            Self::File(tokenizer, _) => decode(tokenizer, tokens).unwrap_or_default().into(),
         };
         String::from_utf8_lossy(&bytes).into_owned()
     }
+}
+
+/// Returns true for a name such as `Qwen/Qwen3-0.6B`.
+fn is_of_hub(name: &str) -> bool {
+    let is_file = [".json", ".model", ".txt"].iter().any(|end| name.ends_with(end));
+    let starts_as_name = name.starts_with(|letter: char| letter.is_ascii_alphanumeric());
+    starts_as_name && !is_file && name.matches('/').count() == 1 && !name.ends_with('/')
+}
+
+/// Reads a tokenizer's file.
+fn read(file: &str) -> Outcome<Vec<u8>> {
+    let path = Path::new(file);
+    let advice = if path.is_dir() {
+        format!("is a folder: give the file, {}", path.join("tokenizer.json").display())
+    } else if path.exists() {
+        return PlainFile::read_whole(file, MAX_BYTES).map_err(|reason| bad(file, reason));
+    } else if is_of_hub(file) {
+        format!(
+            "is no file: to use a tokenizer of the hub, download it with `hf download {file} tokenizer.json`, and give its path"
+        )
+    } else {
+        "is no file: give `bytes`, `gpt2`, or the path of a tokenizer.json".into()
+    };
+    Err(bad(file, advice))
+}
+
+/// Describes a file that is no tokenizer: what it is, and how to make one of it.
+fn not_a_tokenizer(bytes: &[u8], reason: String) -> String {
+    let told: Value = serde_json::from_slice(bytes).unwrap_or_default();
+    let holds = |key: &str| told.get(key).is_some();
+    let is_words = told.as_object().is_some_and(|words| words.len() > 1 && words.values().all(Value::is_u64));
+    let start = &bytes[..bytes.len().min(FileKind::BYTES)];
+    let contains = |text: &[u8]| start.windows(text.len()).any(|window| window == text);
+    let form = if is_words {
+        "it is a vocabulary, such as vocab.json, without merges"
+    } else if holds("tokenizer_class") || holds("added_tokens_decoder") {
+        "it has a tokenizer's settings, as tokenizer_config.json"
+    } else if holds("model_type") || holds("architectures") {
+        "it has a model's settings, as config.json"
+    } else if start.starts_with(b"#version") {
+        "it has merges without a vocabulary, as merges.txt"
+    } else if contains(b"<unk>") && contains(b"</s>") && told.is_null() && str::from_utf8(start).is_err()
+        || start.starts_with(b"\n\x0e\n\x05<unk>")
+    {
+        "it is a model of SentencePiece"
+    } else {
+        return match FileKind::of(bytes).filter(|&kind| kind != FileKind::Json) {
+            Some(kind) => kind.refusal("JSON"),
+            None => reason,
+        };
+    };
+    format!(
+        "{form}: write a tokenizer.json with `AutoTokenizer.from_pretrained(folder).save_pretrained(folder)` of transformers, and give that"
+    )
 }

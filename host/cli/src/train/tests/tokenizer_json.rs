@@ -123,3 +123,49 @@ fn a_damaged_file_is_refused() {
     refused(with("/model/merges/0", json!(["l"])), "is not a tokenizer.json: ");
     refused(with("/pre_tokenizer/type", "Bytes".into()), "is not a tokenizer.json: ");
 }
+
+/// Gemma 3's tokenizer has a token beyond the model's table, and most tables have more rows.
+#[test]
+fn tokens_beyond_the_table_are_refused() {
+    for rows in [TOKENS, TOKENS + 1, 4 * TOKENS] {
+        let all = opened(byte_level().to_string()).unwrap();
+        all.check_vocabulary(rows).unwrap();
+        assert_eq!(all.encode("", b"let<|pad|>").unwrap(), [257, 262]);
+    }
+    let pairs = opened(byte_level().to_string()).unwrap();
+    pairs.check_vocabulary(262).unwrap();
+    assert_eq!((pairs.rows(), pairs.end()), (262, Some(261)));
+    assert_eq!(pairs.encode("", b"let mut").unwrap(), [257, 260]);
+    for error in [pairs.encode("--chat", b"let<|pad|>"), pairs.encode_beginning("--chat", "<|pad|>")] {
+        let error = error.unwrap_err().to_string();
+        let words = "--chat: contains the token 262, `<|pad|>`, but the model's table has 262 rows";
+        assert!(error.starts_with(words), "{error}");
+    }
+    assert!(pairs.check_tokens(&[261]).is_ok() && pairs.check_tokens(&[0, 300]).is_err());
+    let small = opened(byte_level().to_string()).unwrap();
+    small.check_vocabulary(261).unwrap();
+    assert_eq!(small.end(), None, "an end beyond the table");
+    Tokenizer::Bytes.check_vocabulary(300).unwrap_err();
+}
+
+#[test]
+fn other_files_of_tokenizers_are_named() {
+    let advice = "write a tokenizer.json with `AutoTokenizer";
+    for (text, words) in [
+        (&br#"{"a": 0, "b": 1}"#[..], "it is a vocabulary, such as vocab.json"),
+        (br#"{"tokenizer_class": "GPT2Tokenizer"}"#, "it has a tokenizer's settings"),
+        (br#"{"model_type": "llama"}"#, "it has a model's settings, as config.json"),
+        (b"#version: 0.2\na b\n", "it has merges without a vocabulary"),
+        (b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02\n\n\n\x03<s>\x15\0\0\0\0\x18\x03", "it is a model of SentencePiece"),
+    ] {
+        refused(text, words);
+        refused(text, advice);
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let open = |name: &str| Tokenizer::open(name).err().unwrap().to_string();
+    let of_folder = open(folder.path().to_str().unwrap());
+    assert!(of_folder.contains("is a folder: give the file, ") && of_folder.ends_with("tokenizer.json"), "{of_folder}");
+    let of_hub = open("Qwen/Qwen3-0.6B");
+    assert!(of_hub.contains("`hf download Qwen/Qwen3-0.6B tokenizer.json`"), "{of_hub}");
+    assert!(open("llama").contains("is no file: give `bytes`, `gpt2`, or the path"));
+}
