@@ -204,22 +204,28 @@ impl Answers<'_> {
             }
         };
         let start = common(&before, with);
-        let is_opened = start < before.len();
-        if is_opened && self.differs_before(answer, &before, start) {
-            return Err(format!(
+        let rest = &before[start..];
+        let Some(prompt) = self.differs_before(answer, &before, start).filter(|_| !rest.is_empty()) else {
+            return Ok(Place { start, end, prompt: rest.to_owned() });
+        };
+        // The template closes the messages before an answer otherwise than those before its prompt.
+        let text = layout.spans[answer].as_ref().filter(|_| !prompt.is_empty());
+        let found = text.and_then(|text| Some(with[..text.start].rfind(&prompt)? + prompt.len()));
+        found.map(|start| Place { start, end, prompt: String::new() }).ok_or_else(|| {
+            format!(
                 "message {}: the chat template writes the messages before an answer differently than in its prompt for \
                  one, so the answer's tokens cannot be told apart: write rows with `prompt` and `completion`",
                 answer + 1
-            ));
-        }
-        Ok(Place { start, end, prompt: before[start..].to_owned() })
+            )
+        })
     }
 
-    /// Returns true if the prompt for an answer differs from the answer's text already at this
-    /// place in the messages before it.
-    fn differs_before(&self, answer: usize, prompt: &str, at: usize) -> bool {
-        let messages = self.render(answer, false).map(|messages| common(&messages.text, prompt));
-        answer > 0 && messages.is_ok_and(|messages| at < messages)
+    /// Returns what the template adds as a prompt for an answer, if the prompt differs from the
+    /// answer's text already at this place in the messages before it.
+    fn differs_before(&self, answer: usize, prompt: &str, at: usize) -> Option<String> {
+        let messages = self.render(answer, false).ok().filter(|_| answer > 0)?;
+        let messages = common(&messages.text, prompt);
+        (at < messages).then(|| prompt[messages..].to_owned())
     }
 
     /// Finds the beginning of an answer by the text that the template adds as a prompt for the next

@@ -17,9 +17,9 @@ use serde_json::Value;
 use std::ops::AddAssign;
 use tokenizers::Tokenizer;
 
-/// The longest prompt of a chat without added tokens that is encoded again to find where an
-/// answer's tokens begin. In a longer one, the tokens count that overlap the answer.
-const MAX_COMPARED: usize = 1 << 13;
+/// The letters before and after the beginning of an answer whose tokens are compared with its
+/// prompt's.
+const NEAR: usize = 64;
 /// Keys of a message that say if it counts.
 const WEIGHTS: [&str; 2] = ["train", "weight"];
 
@@ -210,19 +210,27 @@ impl Encoder<'_> {
         (start, prompt): (usize, &str),
         adds: bool,
     ) -> Result<usize, String> {
-        // Texts on both sides of an added token have their own tokens.
-        let added = self.tokenizer.get_added_vocabulary().get_added_tokens_decoder();
-        let is_added = |token: &Token| added.contains_key(&token.id) && token.place.is_some();
-        let anchor = match all[..next].iter().rposition(is_added).filter(|_| !adds) {
-            Some(anchor) => anchor,
-            None if adds || start <= MAX_COMPARED => 0,
-            None => return Ok(next),
+        // In a chat, only the tokens near the start are compared, so that its time does not grow
+        // with the square of its length.
+        let [from, to] = match adds {
+            true => [0, text.len()],
+            false => [
+                text[..start].char_indices().rev().take(NEAR).last().map_or(start, |(at, _)| at),
+                text[start..].char_indices().nth(NEAR).map_or(text.len(), |(at, _)| start + at),
+            ],
         };
-        let from = all.get(anchor).and_then(|token| token.place.clone()).map_or(0, |place| place.start);
-        let from = if anchor == 0 { 0 } else { from };
         let before = tokens(self.tokenizer, &format!("{}{prompt}", &text[from..start]), adds)?;
-        let same = all[anchor..].iter().zip(&before).take_while(|(one, other)| one.id == other.id);
-        Ok(anchor + same.count())
+        let near;
+        let with = match adds {
+            true => all,
+            false => {
+                near = tokens(self.tokenizer, &text[from..to], false)?;
+                &near
+            }
+        };
+        let same = with.iter().zip(&before).take_while(|(one, other)| one.id == other.id).count();
+        let ends_before = |token: &&Token| token.place.as_ref().is_none_or(|place| place.end <= start - from);
+        Ok((next + same).saturating_sub(with.iter().take_while(ends_before).count()))
     }
 
     /// Adds the token that ends a text, unless it is there.
