@@ -299,7 +299,7 @@ fn generation_in_bf16() {
     let output = generate(&["--tokenizer", path.to_str().unwrap()]);
     let errors = text(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{errors}");
-    assert!(errors.contains("the weights have a vocabulary of 384"), "{errors}");
+    assert!(errors.contains("`What`, but the model's table has 384 rows: remove it from the text"), "{errors}");
 }
 
 /// A conversation answers each line of standard input after all earlier messages, and a stop ends

@@ -39,6 +39,9 @@ pub(crate) struct About {
 /// Vocabulary sizes are rounded up to a multiple of this, because matrices of such sizes are
 /// faster. No text contains the added tokens.
 pub(crate) const VOCABULARY_UNIT: usize = 128;
+/// Published models have at most this share of tokens that no text contains, one in 32. DeepSeek
+/// LLM has one in 42.
+const UNUSED_TOKENS: usize = 32;
 /// The largest `tokenizer.json`. Files for vocabularies of 256,000 tokens have about 35 MB.
 const MAX_BYTES: u64 = 256 << 20;
 /// The token that ends a document in GPT-2's vocabulary, its last one.
@@ -108,14 +111,17 @@ impl Tokenizer {
         }
     }
 
-    /// Checks that weights with this vocabulary can be the tokenizer's. Their table may have more
-    /// rows. A file may also have tokens beyond the table, as Gemma 3's does: from now on, texts
-    /// with such a token are refused.
+    /// Checks that weights with this vocabulary can be the tokenizer's. Their table may have some
+    /// more rows. A file may also have tokens beyond the table, as Gemma 3's does: from now on,
+    /// texts with such a token are refused.
     pub(crate) fn check_vocabulary(&self, has: usize) -> Outcome<()> {
         let needs = self.vocabulary();
+        let rounded = needs.next_multiple_of(VOCABULARY_UNIT);
         let is_useful = match self {
-            Self::File(_, about) => *about.rows.get_or_init(|| has) == has,
-            _ => (needs..=needs.next_multiple_of(VOCABULARY_UNIT)).contains(&has),
+            Self::File(_, about) => {
+                has <= rounded.max(needs + needs / UNUSED_TOKENS) && *about.rows.get_or_init(|| has) == has
+            }
+            _ => (needs..=rounded).contains(&has),
         };
         if is_useful {
             return Ok(());
