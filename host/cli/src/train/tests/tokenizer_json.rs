@@ -127,7 +127,7 @@ fn a_damaged_file_is_refused() {
 /// Gemma 3's tokenizer has a token beyond the model's table, and most tables have more rows.
 #[test]
 fn tokens_beyond_the_table_are_refused() {
-    for rows in [TOKENS, TOKENS + 1, 4 * TOKENS] {
+    for rows in [TOKENS, TOKENS + 1, TOKENS.next_multiple_of(128)] {
         let all = opened(byte_level().to_string()).unwrap();
         all.check_vocabulary(rows).unwrap();
         assert_eq!(all.encode("", b"let<|pad|>").unwrap(), [257, 262]);
@@ -146,6 +146,7 @@ fn tokens_beyond_the_table_are_refused() {
     small.check_vocabulary(261).unwrap();
     assert_eq!(small.end(), None, "an end beyond the table");
     Tokenizer::Bytes.check_vocabulary(300).unwrap_err();
+    opened(byte_level().to_string()).unwrap().check_vocabulary(2 * TOKENS).unwrap_err();
 }
 
 #[test]
