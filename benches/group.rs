@@ -132,17 +132,17 @@ fn updates(common: &Common, ranks: usize, elements: usize) -> Result<Samples> {
 fn of_rank(common: &Common, config: &GroupConfig, elements: usize) -> Result<Samples> {
     let device = common.builder().ordinal(config.local_rank()).deadline(DEADLINE).open()?;
     let group = Group::join(&device, &config.clone().deadline(DEADLINE))?;
-    let mut layout = ParameterSpec::builder();
-    let mut names = layout.names();
+    let mut spec = ParameterSpec::builder();
+    let mut names = spec.names();
     let model = Rows {
         rows: Embedding::new(names.at("rows"), elements / WIDTH, WIDTH, 0.02),
         head: Linear::new(names.at("head"), WIDTH, CLASSES),
     };
     let config = AdamW { clip: None, ..AdamW::default() };
-    let learner = TrainState::new(&device, model, &layout.build()?, 7, config)?.in_group(&group, group.ranks())?;
+    let state = TrainState::new(&device, model, &spec.build()?, 7, config)?.in_group(&group, group.ranks())?;
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(64)).build()?;
     let tokens = || Tokens { ids: vec![3, 1, 4, 1], labels: vec![0, 1, 1, 0] };
     let batch: Vec<Tokens> = (0..group.ranks()).map(|_| tokens()).collect();
-    let mut trainer = Trainer::captured(&mut arena, learner, &tokens())?;
+    let mut trainer = Trainer::captured(&mut arena, state, &tokens())?;
     Samples::collect(SAMPLES, 1, || trainer.update(&batch).map(drop), || Ok(()))
 }

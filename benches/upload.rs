@@ -146,11 +146,11 @@ fn tell(case: Case, ring: Ring, ours: &Samples, peer: Option<&Samples>) {
 /// Returns the nanoseconds from the sources to the device's memory, through the library.
 fn ours(kind: DeviceKind, ring: Ring, case: Case, sources: &[Vec<u8>], repeats: usize) -> harness::Result<Samples> {
     let device = Device::builder(kind).staging(ring.slots, ring.mebibytes << 20).open()?;
-    let mut layout = ParameterSpec::builder();
+    let mut spec = ParameterSpec::builder();
     for tensor in 0..case.tensors {
-        layout.add(tensor.to_string(), [case.tensor_bytes / size_of::<f32>()], Initializer::Constant(0.0));
+        spec.add(tensor.to_string(), [case.tensor_bytes / size_of::<f32>()], Initializer::Constant(0.0));
     }
-    let mut parameters = Parameters::new(&device, &layout.build()?, 0)?;
+    let mut parameters = Parameters::new(&device, &spec.build()?, 0)?;
     let load = || {
         let mut next = sources.iter();
         parameters.load(|_| next.next().map(Vec::as_slice), Transfer::new())

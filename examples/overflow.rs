@@ -219,12 +219,12 @@ struct Model {
 
 impl Model {
     fn new(device: &Device) -> stepscope::Result<Self> {
-        let mut layout = ParameterSpec::builder();
-        let w1 = layout.add("w1", [FEATURES, WIDTH], Initializer::fan_in(FEATURES));
-        let b1 = layout.add("b1", [WIDTH], Initializer::Constant(0.0));
-        let w2 = layout.add("w2", [WIDTH, CLASSES], Initializer::fan_in(WIDTH));
-        let b2 = layout.add("b2", [CLASSES], Initializer::Constant(0.0));
-        let weights = Parameters::new(device, &layout.build()?, 7)?;
+        let mut spec = ParameterSpec::builder();
+        let w1 = spec.add("w1", [FEATURES, WIDTH], Initializer::fan_in(FEATURES));
+        let b1 = spec.add("b1", [WIDTH], Initializer::Constant(0.0));
+        let w2 = spec.add("w2", [WIDTH, CLASSES], Initializer::fan_in(WIDTH));
+        let b2 = spec.add("b2", [CLASSES], Initializer::Constant(0.0));
+        let weights = Parameters::new(device, &spec.build()?, 7)?;
         let gradients = Gradients::zeros(&weights)?;
         let samples = (0..SAMPLES * TOKENS * FEATURES).map(|at| (at * 37 % 101) as f32 / 50.0 - 1.0).collect();
         let labels = (0..SAMPLES).map(|at| (at % CLASSES) as u32).collect();

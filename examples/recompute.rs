@@ -53,8 +53,8 @@ impl Block {
 }
 
 fn blocks() -> Result<(Vec<Block>, ParameterSpec)> {
-    let mut layout = ParameterSpec::builder();
-    let mut names = layout.names();
+    let mut spec = ParameterSpec::builder();
+    let mut names = spec.names();
     let block = |layer: usize| Block {
         norms: ["norm1", "norm2"].map(|norm| RmsNorm::new(names.at(format!("{layer}.{norm}")), WIDTH)),
         attention: MultiHeadAttention::new(names.at(format!("{layer}.attention")), WIDTH, HEADS)
@@ -62,7 +62,7 @@ fn blocks() -> Result<(Vec<Block>, ParameterSpec)> {
             .rotary(Rotary::new(10_000.0)),
         mlp: SwiGlu::new(names.at(format!("{layer}.mlp")), WIDTH, HIDDEN, WIDTH),
     };
-    Ok(((0..LAYERS).map(block).collect(), layout.build()?))
+    Ok(((0..LAYERS).map(block).collect(), spec.build()?))
 }
 
 /// Runs x through the blocks.
@@ -84,9 +84,9 @@ fn forward<'s, S: Activation>(
 
 /// Returns the peak bytes of a forward and a backward pass.
 fn bytes<S: Activation>(arena: &Arena, tokens: usize, recompute: bool) -> Result<usize> {
-    let (blocks, layout) = blocks()?;
+    let (blocks, spec) = blocks()?;
     let measured = arena.measure(|step| {
-        let weights = Parameters::new(step.device(), &layout, 7)?.with_bf16_copy()?;
+        let weights = Parameters::new(step.device(), &spec, 7)?.with_bf16_copy()?;
         let mut gradients = Gradients::zeros(&weights)?;
         let tape = Tape::new(step, &weights);
         let x = tape.input(step.empty::<S>([1, tokens, WIDTH])?);
@@ -109,8 +109,8 @@ struct Training {
 /// Makes updates on one sample in BF16 with recompute, and prints their loss and time.
 fn train(kind: DeviceKind, tokens: usize) -> Result<()> {
     let device = Device::open(kind)?;
-    let (blocks, layout) = blocks()?;
-    let weights = Parameters::new(&device, &layout, 7)?.with_bf16_copy()?;
+    let (blocks, spec) = blocks()?;
+    let weights = Parameters::new(&device, &spec, 7)?.with_bf16_copy()?;
     let config = AdamW { learning_rate: 1e-3, ..AdamW::default() };
     let adamw = Optimizer::new(&weights, config)?;
     let state = Training { blocks, gradients: Gradients::zeros(&weights)?, weights, adamw };

@@ -126,9 +126,9 @@ struct Model {
 
 impl Model {
     fn new(device: &Device) -> Self {
-        let mut layout = ParameterSpec::builder();
-        let w = layout.add("w", [4, 3], Initializer::fan_in(4));
-        let weights = Parameters::new(device, &layout.build().unwrap(), 7).unwrap();
+        let mut spec = ParameterSpec::builder();
+        let w = spec.add("w", [4, 3], Initializer::fan_in(4));
+        let weights = Parameters::new(device, &spec.build().unwrap(), 7).unwrap();
         let gradients = Gradients::zeros(&weights).unwrap();
         let adamw = Optimizer::new(&weights, AdamW::default()).unwrap();
         Self { w, weights, gradients, adamw }

@@ -84,8 +84,8 @@ fn record<'s, S: Activation>(step: &mut Step<'s>, state: &mut State<S>, slots: &
 
 impl<S: Activation> State<S> {
     fn new(device: &Device, precision: Precision) -> Result<Self> {
-        let (model, layout) = Model::new()?;
-        let parameters = Parameters::new(device, &layout, SEED)?;
+        let (model, spec) = Model::new()?;
+        let parameters = Parameters::new(device, &spec, SEED)?;
         let parameters = if size_of::<S>() < size_of::<f32>() { parameters.with_bf16_copy()? } else { parameters };
         let config = AdamW { learning_rate: LEARNING_RATE, clip: Some(1.0), ..AdamW::default() };
         let (gradients, optimizer) = (Gradients::zeros(&parameters)?, Optimizer::new(&parameters, config)?);
@@ -232,8 +232,8 @@ impl Ours {
 /// # Errors
 /// When the numbers of tensors or weights differ, so that the table would compare different work.
 pub(crate) fn check_model(tensors: usize, weights: usize) -> harness::Result<()> {
-    let (_, layout) = Model::<f32>::new()?;
-    let ours = (layout.entries().len(), layout.entries().iter().map(|entry| entry.shape().elements()).sum::<usize>());
+    let (_, spec) = Model::<f32>::new()?;
+    let ours = (spec.entries().len(), spec.entries().iter().map(|entry| entry.shape().elements()).sum::<usize>());
     if ours == (tensors, weights) {
         return Ok(());
     }

@@ -143,8 +143,8 @@ fn run_rank(
     settings.push(("checkpoint-every", format!("{:?}", args.checkpoint_every)));
     settings.push(("resumes", args.resume.is_some().to_string()));
     let group = rank.join(&device, &settings)?;
-    let (_, layout) = Model::<f32>::new()?;
-    let model = ModelSize { tensors: layout.entries().len(), weights: layout.weights() };
+    let (_, spec) = Model::<f32>::new()?;
+    let model = ModelSize { tensors: spec.entries().len(), weights: spec.weights() };
     let data = DataSize { bars: dataset.bars(), samples: dataset.samples().len() };
     screen.say(format_args!(
         "{} tensors, {} weights; {} samples of {} bars; {} folds of {} epochs; on the {}",

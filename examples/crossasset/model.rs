@@ -68,12 +68,12 @@ impl<S: Activation> Model<S> {
     /// Never, since names are unique.
     pub(crate) fn sized(sizes: Sizes) -> Result<(Self, ParameterSpec)> {
         let Sizes { width, layers, .. } = sizes;
-        let mut layout = ParameterSpec::builder();
-        let mut names = layout.names();
+        let mut spec = ParameterSpec::builder();
+        let mut names = spec.names();
         let scales = TokenLinear::new(&mut names, "scale", SCALES.len(), FEATURES, width);
         let layers = (0..layers).map(|number| Block::new(names.at(format!("layer{number}")), sizes)).collect();
         let head = Linear::new(names.at("head"), width, CLASSES);
-        Ok((Self { scales, layers, head, stored: PhantomData }, layout.build()?))
+        Ok((Self { scales, layers, head, stored: PhantomData }, spec.build()?))
     }
 
     /// Returns logits `[batch, 3]` for `x: [batch, 12, 193]`, an input of the tape.

@@ -54,7 +54,7 @@ impl Trace {
         &mut self,
         batch: &[MicroBatch],
         loss: f32,
-        learner: &TrainState<M>,
+        state: &TrainState<M>,
     ) -> Result<()> {
         let update = self.updates;
         let x: Vec<f32> = batch.iter().flat_map(MicroBatch::x).copied().collect();
@@ -63,9 +63,9 @@ impl Trace {
         self.file.add(format!("{update}.label"), [labels.len()], &labels);
         self.file.add(format!("{update}.loss"), [1], &[loss]);
         if update == 0 {
-            self.add_all("weight", learner, &learner.parameters.flat().read()?);
+            self.add_all("weight", state, &state.parameters.flat().read()?);
         }
-        self.add_all("gradient", learner, &learner.gradients.flat().read()?);
+        self.add_all("gradient", state, &state.gradients.flat().read()?);
         Ok(())
     }
 
@@ -73,16 +73,16 @@ impl Trace {
     ///
     /// # Errors
     /// When the device fails or the file cannot be written.
-    pub(crate) fn after_update<M: Model>(&mut self, learner: &TrainState<M>) -> Result<bool> {
+    pub(crate) fn after_update<M: Model>(&mut self, state: &TrainState<M>) -> Result<bool> {
         self.updates += 1;
-        self.add_all("weight", learner, &learner.parameters.flat().read()?);
+        self.add_all("weight", state, &state.parameters.flat().read()?);
         self.file.write(&self.path)?;
         Ok(self.updates == UPDATES)
     }
 
     /// Adds a flat region, parameter by parameter.
-    fn add_all<M: Model>(&mut self, kind: &str, learner: &TrainState<M>, flat: &[f32]) {
-        for entry in learner.parameters.layout().entries() {
+    fn add_all<M: Model>(&mut self, kind: &str, state: &TrainState<M>, flat: &[f32]) {
+        for entry in state.parameters.spec().entries() {
             let name = format!("{}.{kind}.{}", self.updates, entry.name());
             self.file.add(name, entry.shape(), &flat[entry.range()]);
         }

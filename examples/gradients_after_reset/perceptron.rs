@@ -68,10 +68,9 @@ impl Perceptron {
 
     /// Creates weights, and the same values as parameters for a tape.
     fn new(device: &Device) -> Result<(Self, Parameters, [Parameter; Self::LAYERS])> {
-        let mut layout = ParameterSpec::builder();
-        let handles =
-            ["a", "b", "c"].map(|name| layout.add(name, [WIDTH, WIDTH], Initializer::Uniform { bound: 0.25 }));
-        let parameters = Parameters::new(device, &layout.build()?, 5)?;
+        let mut spec = ParameterSpec::builder();
+        let handles = ["a", "b", "c"].map(|name| spec.add(name, [WIDTH, WIDTH], Initializer::Uniform { bound: 0.25 }));
+        let parameters = Parameters::new(device, &spec.build()?, 5)?;
         let buffer = |handle| Buffer::from_slice(device, &parameters.read(handle)?);
         let zeros = |_| Buffer::zeros(device, WIDTH * WIDTH);
         let weights = handles.into_iter().map(buffer).collect::<Result<_>>()?;

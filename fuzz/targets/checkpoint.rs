@@ -30,11 +30,11 @@ struct Model {
 
 static MODEL: LazyLock<Mutex<Model>> = LazyLock::new(|| {
     let device = Device::open(DeviceKind::Emulated).expect("the emulator opens");
-    let mut layout = ParameterSpec::builder();
-    layout.add("w", [2, 3], Initializer::fan_in(2));
-    layout.add("b", [1], Initializer::Constant(0.0));
-    let layout = layout.build().expect("a layout");
-    let parameters = Parameters::new(&device, &layout, 1).expect("parameters");
+    let mut spec = ParameterSpec::builder();
+    spec.add("w", [2, 3], Initializer::fan_in(2));
+    spec.add("b", [1], Initializer::Constant(0.0));
+    let spec = spec.build().expect("a spec");
+    let parameters = Parameters::new(&device, &spec, 1).expect("parameters");
     let optimizer = Optimizer::new(&parameters, AdamW::default()).expect("an optimizer");
     Mutex::new(Model { folder: tempfile::tempdir().expect("a folder"), parameters, optimizer })
 });
@@ -93,7 +93,7 @@ impl Model {
         let tensors = SafeTensors::deserialize(file).expect("a file that was loaded");
         let (mut regions, _) = self.state();
         for (prefix, region) in PREFIXES.into_iter().zip(&mut regions) {
-            for entry in self.parameters.layout().entries() {
+            for entry in self.parameters.spec().entries() {
                 let tensor = tensors.tensor(&format!("{prefix}{}", entry.name())).expect("a tensor that was restored");
                 let at = entry.range().start * 4;
                 region[at..at + tensor.data().len()].copy_from_slice(tensor.data());

@@ -36,10 +36,10 @@ struct Model {
 
 impl Model {
     fn new(device: &Device) -> Self {
-        let mut layout = ParameterSpec::builder();
-        let w = layout.add("w", [COLS, CLASSES], Initializer::fan_in(COLS));
-        let b = layout.add("b", [CLASSES], Initializer::Constant(0.1));
-        let weights = Parameters::new(device, &layout.build().unwrap(), 3).unwrap();
+        let mut spec = ParameterSpec::builder();
+        let w = spec.add("w", [COLS, CLASSES], Initializer::fan_in(COLS));
+        let b = spec.add("b", [CLASSES], Initializer::Constant(0.1));
+        let weights = Parameters::new(device, &spec.build().unwrap(), 3).unwrap();
         let gradients = Gradients::zeros(&weights).unwrap();
         let config = AdamW { learning_rate: 0.05, clip: Some(1.0), ..AdamW::default() };
         let adamw = Optimizer::new(&weights, config).unwrap();
@@ -125,13 +125,13 @@ struct Tower {
 
 impl Tower {
     fn new(device: &Device) -> Self {
-        let mut layout = ParameterSpec::builder();
+        let mut spec = ParameterSpec::builder();
         let mut matrix = |name, number, shape: [usize; 2]| {
-            layout.add(format!("{name}{number}"), shape, Initializer::Uniform { bound: 0.02 })
+            spec.add(format!("{name}{number}"), shape, Initializer::Uniform { bound: 0.02 })
         };
         let blocks =
             (0..25).map(|number| [matrix("up", number, [256, 1024]), matrix("down", number, [1024, 256])]).collect();
-        let weights = Parameters::new(device, &layout.build().unwrap(), 5).unwrap();
+        let weights = Parameters::new(device, &spec.build().unwrap(), 5).unwrap();
         let gradients = Gradients::zeros(&weights).unwrap();
         let adamw = Optimizer::new(&weights, AdamW { clip: Some(1.0), ..AdamW::default() }).unwrap();
         Self { blocks, weights, gradients, adamw }

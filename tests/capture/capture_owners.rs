@@ -98,9 +98,9 @@ on_each_device! {
     /// after the first recording.
     fn hidden_tensor_is_refused(device: &Device) {
         let (mut a, mut b) = (arena(device), arena(device));
-        let mut layout = ParameterSpec::builder();
-        let w = layout.add("w", [LEN, 2], Initializer::Constant(1.0));
-        let weights = Parameters::new(device, &layout.build().unwrap(), 1).unwrap();
+        let mut spec = ParameterSpec::builder();
+        let w = spec.add("w", [LEN, 2], Initializer::Constant(1.0));
+        let weights = Parameters::new(device, &spec.build().unwrap(), 1).unwrap();
         a.step(|step| {
             let tape = Tape::new(step, &weights);
             let x = tape.input(ops::fill(step, [1, LEN], 1.0)?);

@@ -61,13 +61,13 @@ impl HostBatch for Points {
 /// Trains by replays, then overflows once and trims. This makes every driver call, most of them
 /// more than once.
 fn run(device: Device) -> Result<()> {
-    let mut layout = ParameterSpec::builder();
-    let model = Classifier(Linear::new(layout.names().at("head"), INPUTS, 2));
-    let learner = TrainState::new(&device, model, &layout.build()?, 7, AdamW::default())?;
+    let mut spec = ParameterSpec::builder();
+    let model = Classifier(Linear::new(spec.names().at("head"), INPUTS, 2));
+    let state = TrainState::new(&device, model, &spec.build()?, 7, AdamW::default())?;
     let pool = Overflow::Pool { cap_bytes: 1 << 20, prime_bytes: 1 << 16, deadline: device.deadline() };
     let mut arena =
         Arena::builder(&device).capacity(Capacity::Bytes(1 << 18)).overflow(pool).reserve_bytes(0).build()?;
-    let mut trainer = Trainer::captured(&mut arena, learner, &Points::new())?;
+    let mut trainer = Trainer::captured(&mut arena, state, &Points::new())?;
     let batches = (0..6).map(|_| Ok(vec![Points::new()]));
     trainer.epoch(batches, &mut EpochProgress::default(), &mut ())?;
     trainer.evaluate(&Points::new(), |_, _| Ok(()))?;

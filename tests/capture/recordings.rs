@@ -78,15 +78,15 @@ fn batch(samples: usize) -> Points {
 /// Returns the weights after updates with batches of these sizes, and the report of the captured
 /// step.
 fn train(device: &Device, sizes: &[usize], captured: bool, kept: Option<usize>) -> (String, Option<CaptureReport>) {
-    let mut layout = ParameterSpec::builder();
-    let model = Classifier(Linear::new(layout.names().at("head"), 6, 3));
+    let mut spec = ParameterSpec::builder();
+    let model = Classifier(Linear::new(spec.names().at("head"), 6, 3));
     let config = AdamW { learning_rate: 0.05, ..AdamW::default() };
-    let learner = TrainState::new(device, model, &layout.build().unwrap(), 7, config).unwrap();
+    let state = TrainState::new(device, model, &spec.build().unwrap(), 7, config).unwrap();
     let mut arena = arena(device);
     let largest = sizes.iter().copied().max().unwrap();
     let mut trainer = match captured {
-        true => Trainer::captured(&mut arena, learner, &batch(largest)).unwrap(),
-        false => Trainer::eager(&mut arena, learner),
+        true => Trainer::captured(&mut arena, state, &batch(largest)).unwrap(),
+        false => Trainer::eager(&mut arena, state),
     };
     if let Some(kept) = kept {
         trainer = trainer.recordings(kept);

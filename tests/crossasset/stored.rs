@@ -31,10 +31,10 @@ fn losses<S: Activation>(device: &Device, dataset: &Dataset, updates: usize) -> 
     let schedule = Schedule::WarmupCosine { warmup: 16.min(updates as u64 / 10), total: updates as u64, floor: 0.1 };
     let config = AdamW { learning_rate: LEARNING_RATE, clip: Some(1.0), schedule, ..AdamW::default() };
     let is_gpu = device.description().kind == DeviceKind::Cuda;
-    let (model, layout) = Model::<S>::sized(if is_gpu { Sizes::CROSSASSET } else { SMALL }).unwrap();
-    let learner = TrainState::new(device, model, &layout, SEED, config).unwrap().with_bf16_copy().unwrap();
+    let (model, spec) = Model::<S>::sized(if is_gpu { Sizes::CROSSASSET } else { SMALL }).unwrap();
+    let state = TrainState::new(device, model, &spec, SEED, config).unwrap().with_bf16_copy().unwrap();
     let mut arena = Arena::builder(device).capacity(Capacity::mib(64)).build().unwrap();
-    let mut trainer = Trainer::captured(&mut arena, learner, &MicroBatch::zeros(device, BATCH).unwrap()).unwrap();
+    let mut trainer = Trainer::captured(&mut arena, state, &MicroBatch::zeros(device, BATCH).unwrap()).unwrap();
     let mut losses = Vec::new();
     for samples in order.chunks_exact(BATCH) {
         losses.push(trainer.update(&[MicroBatch::of(device, dataset, fold, samples).unwrap()]).unwrap().loss);

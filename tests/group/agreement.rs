@@ -110,30 +110,30 @@ impl<R: UpdateRule + Clone> Setup<R> {
     /// Makes two updates, and returns the digest of the weights.
     fn train(&self, device: &Device, group: &Group) -> Result<String> {
         group.agree_on(&[("data", self.data)])?;
-        let mut layout = ParameterSpec::builder();
-        let hidden = Linear::new(layout.names().at("hidden"), INPUTS, self.hidden);
-        let head = Linear::new(layout.names().at(self.head), self.hidden, 3);
+        let mut spec = ParameterSpec::builder();
+        let hidden = Linear::new(spec.names().at("hidden"), INPUTS, self.hidden);
+        let head = Linear::new(spec.names().at(self.head), self.hidden, 3);
         let model = Classifier { hidden, head, drops: self.dropout.is_some(), watches: self.watches };
-        let mut learner = TrainState::new(device, model, &layout.build()?, self.seed, self.rule.clone())?;
+        let mut state = TrainState::new(device, model, &spec.build()?, self.seed, self.rule.clone())?;
         if self.rule.has_groups() {
-            learner = learner.with_parameter_groups(&ParameterGroups::new().no_decay(self.no_decay))?;
+            state = state.with_parameter_groups(&ParameterGroups::new().no_decay(self.no_decay))?;
         }
-        let mut learner = learner.in_group(group, self.shards)?.with_precision(self.precision);
+        let mut state = state.in_group(group, self.shards)?.with_precision(self.precision);
         if let Some(seed) = self.dropout {
-            learner = learner.with_dropout(seed)?;
+            state = state.with_dropout(seed)?;
         }
         if self.has_copy {
-            learner = learner.with_bf16_copy()?;
+            state = state.with_bf16_copy()?;
         }
         match self.late {
             Late::Nothing => {}
-            Late::Weights => learner.parameters.write(head.weight, &vec![0.5; 3 * self.hidden])?,
+            Late::Weights => state.parameters.write(head.weight, &vec![0.5; 3 * self.hidden])?,
             Late::Groups => {
                 let group = ParameterGroup { rate: 0.5, weight_decay: None };
                 let of_head = ParameterGroups::new().with(group, |entry| entry.name().starts_with("head"));
-                learner = learner.with_parameter_groups(&of_head)?;
+                state = state.with_parameter_groups(&of_head)?;
             }
-            Late::Optimizer => learner.optimizer = Optimizer::new(&learner.parameters, self.rule.clone())?,
+            Late::Optimizer => state.optimizer = Optimizer::new(&state.parameters, self.rule.clone())?,
         }
         let mut random = Random::new(3);
         let mut part =
@@ -141,8 +141,8 @@ impl<R: UpdateRule + Clone> Setup<R> {
         let batches: Vec<Vec<Points>> = (0..2).map(|_| self.lens.map(&mut part).into()).collect();
         let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build()?;
         let trainer = match self.eager {
-            true => Trainer::eager(&mut arena, learner),
-            false => Trainer::captured(&mut arena, learner, &batches[0][0])?,
+            true => Trainer::eager(&mut arena, state),
+            false => Trainer::captured(&mut arena, state, &batches[0][0])?,
         };
         let mut trainer = trainer.non_finite(self.numbers);
         trainer.epoch(batches.into_iter().map(Ok), &mut EpochProgress::default(), &mut ())?;
@@ -255,7 +255,7 @@ fn parameters_and_groups_are_compared() {
 }
 
 #[test]
-fn learner_settings_are_compared() {
+fn train_settings_are_compared() {
     let base = Setup::new();
     refuses(&base, &with(|setup| setup.shards = 8), 1, &["shards"]);
     refuses(
@@ -323,11 +323,11 @@ fn changes_after_joining_are_compared() {
 
 /// A training state whose optimizer has made updates with a constant gradient.
 fn updated(device: &Device, updates: u64, gradient: f32) -> Result<TrainState<Classifier>> {
-    let mut layout = ParameterSpec::builder();
-    let (hidden, head) = (Linear::new(layout.names().at("hidden"), 4, 4), Linear::new(layout.names().at("head"), 4, 3));
+    let mut spec = ParameterSpec::builder();
+    let (hidden, head) = (Linear::new(spec.names().at("hidden"), 4, 4), Linear::new(spec.names().at("head"), 4, 3));
     let model = Classifier { hidden, head, drops: false, watches: false };
     let rule = AdamW { learning_rate: 0.0, ..AdamW::default() };
-    let mut state = TrainState::new(device, model, &layout.build()?, 7, rule)?;
+    let mut state = TrainState::new(device, model, &spec.build()?, 7, rule)?;
     let TrainState { parameters, gradients, optimizer, .. } = &mut state;
     let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build()?;
     for _ in 0..updates {
@@ -364,9 +364,9 @@ fn restored_ranks_compare_again() {
     let folder = tempfile::tempdir().unwrap();
     let paths = ["one", "two"].map(|name| folder.path().join(name));
     let train = |device: &Device, group: &Group, from: Option<&Path>, to: Option<&Path>| -> Result<String> {
-        let learner = updated(device, 0, 0.0)?.in_group(group, 2)?;
+        let state = updated(device, 0, 0.0)?.in_group(group, 2)?;
         let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build()?;
-        let mut trainer = Trainer::eager(&mut arena, learner);
+        let mut trainer = Trainer::eager(&mut arena, state);
         if let Some(from) = from {
             trainer.restore(&Checkpoint::load(from)?)?;
         }
@@ -406,9 +406,9 @@ fn other_settings_may_differ() {
         let deadline = DEADLINE + Duration::from_secs(config.rank() as u64);
         let device = Device::builder(DeviceKind::Emulated).deadline(deadline).open()?;
         let group = Group::join(&device, &config.deadline(deadline))?;
-        let learner = updated(&device, 0, 0.0)?.in_group(&group, 2)?;
+        let state = updated(&device, 0, 0.0)?.in_group(&group, 2)?;
         let mut arena = Arena::builder(&device).capacity(Capacity::mib(1 + group.rank())).build()?;
-        let mut trainer = Trainer::eager(&mut arena, learner);
+        let mut trainer = Trainer::eager(&mut arena, state);
         if group.rank() == 1 {
             trainer = trainer.stop_when(&stop);
         }

@@ -134,18 +134,18 @@ fn part(random: &mut Random) -> Points {
 /// Returns the weights after two updates, which must be the same on all ranks.
 fn train(kind: DeviceKind, ranks: usize, captured: bool, reads: Reads) -> String {
     let said = on_ranks((kind, ranks), DEADLINE, |device, group| {
-        let mut layout = ParameterSpec::builder();
-        let first = layout.add("first", [1, WIDTH], Initializer::Constant(0.1));
-        let layers = ["a", "b"].map(|name| layout.add(name, [WIDTH, WIDTH], Initializer::fan_in(WIDTH)));
+        let mut spec = ParameterSpec::builder();
+        let first = spec.add("first", [1, WIDTH], Initializer::Constant(0.1));
+        let layers = ["a", "b"].map(|name| spec.add(name, [WIDTH, WIDTH], Initializer::fan_in(WIDTH)));
         let config = Sgd { learning_rate: 0.5, momentum: 0.9, ..Sgd::default() };
-        let learner = TrainState::new(device, Spying { first, layers, reads }, &layout.build()?, 7, config)?;
-        let learner = learner.in_group(&group, SHARDS)?;
+        let state = TrainState::new(device, Spying { first, layers, reads }, &spec.build()?, 7, config)?;
+        let state = state.in_group(&group, SHARDS)?;
         let mut random = Random::new(11);
         let batches: Vec<Vec<Points>> = (0..2).map(|_| (0..SHARDS + 1).map(|_| part(&mut random)).collect()).collect();
         let mut arena = Arena::builder(device).capacity(Capacity::mib(64)).build()?;
         let mut trainer = match captured {
-            true => Trainer::captured(&mut arena, learner, &batches[0][0])?,
-            false => Trainer::eager(&mut arena, learner),
+            true => Trainer::captured(&mut arena, state, &batches[0][0])?,
+            false => Trainer::eager(&mut arena, state),
         };
         batches.iter().try_for_each(|batch| trainer.update(batch).map(drop))?;
         trainer.state().parameters.sha256()
@@ -200,10 +200,10 @@ fn reads_in_recomputed_parts_keep_bits() {
 #[test]
 fn unwritten_gradients_read_as_zeros() {
     let device = Device::open(DeviceKind::Emulated).unwrap();
-    let mut layout = ParameterSpec::builder();
-    let (w, other) = (layout.add("w", [8], Initializer::ONE), layout.add("other", [8, 4], Initializer::ONE));
-    let stack = layout.add_stack(2, |number| format!("s.{number}"), [4], Initializer::ONE);
-    let weights = Parameters::new(&device, &layout.build().unwrap(), 7).unwrap();
+    let mut spec = ParameterSpec::builder();
+    let (w, other) = (spec.add("w", [8], Initializer::ONE), spec.add("other", [8, 4], Initializer::ONE));
+    let stack = spec.add_stack(2, |number| format!("s.{number}"), [4], Initializer::ONE);
+    let weights = Parameters::new(&device, &spec.build().unwrap(), 7).unwrap();
     let mut gradients = Gradients::zeros(&weights).unwrap();
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
     for _ in 0..2 {

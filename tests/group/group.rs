@@ -63,7 +63,7 @@ fn gradients_sum_in_one_shard_tree() {
         .iter()
         .map(|shard| {
             let mut arena = arena(&device);
-            let mut trainer = Trainer::eager(&mut arena, plan(1).learner(&device).unwrap());
+            let mut trainer = Trainer::eager(&mut arena, plan(1).state(&device).unwrap());
             trainer.accumulate(std::slice::from_ref(shard)).unwrap();
             let gradients = trainer.state().gradients.flat().read().unwrap();
             gradients.into_iter().map(|gradient| gradient / PARTS as f32).collect()
@@ -73,8 +73,8 @@ fn gradients_sum_in_one_shard_tree() {
     for ranks in [1, 2, 8] {
         let updated = on_ranks((DeviceKind::Emulated, ranks), DEADLINE, |device, group| {
             let mut arena = arena(device);
-            let learner = plan(ranks).learner(device)?.in_group(&group, PARTS)?;
-            let mut trainer = Trainer::eager(&mut arena, learner);
+            let state = plan(ranks).state(device)?.in_group(&group, PARTS)?;
+            let mut trainer = Trainer::eager(&mut arena, state);
             trainer.accumulate(batch)?;
             let got = trainer.state().gradients.flat().read()?;
             let different = got.iter().zip(&want).position(|(got, want)| got.to_bits() != want.to_bits());
@@ -104,9 +104,9 @@ fn checkpoints_resume_with_other_ranks() {
     assert_eq!(digests[4], whole);
     // A single device resumes from it, too.
     let device = Device::open(DeviceKind::Emulated).unwrap();
-    let mut learner = plan(1).learner(&device).unwrap();
-    Checkpoint::load(&path).unwrap().restore(&mut learner.parameters, Some(&mut learner.optimizer)).unwrap();
-    assert_eq!((learner.parameters.sha256().unwrap(), learner.optimizer.updates()), (whole, 5));
+    let mut state = plan(1).state(&device).unwrap();
+    Checkpoint::load(&path).unwrap().restore(&mut state.parameters, Some(&mut state.optimizer)).unwrap();
+    assert_eq!((state.parameters.sha256().unwrap(), state.optimizer.updates()), (whole, 5));
 }
 
 /// Checks that all ranks stop after the same update.
@@ -119,8 +119,8 @@ fn stop_on_one_rank_stops_all() {
     let ended = on_ranks((DeviceKind::Emulated, 4), DEADLINE, |device, group| {
         let (flag, rank) = (AtomicBool::new(false), group.rank());
         let mut arena = arena(device);
-        let learner = plan.learner(device)?.in_group(&group, 4)?;
-        let mut trainer = Trainer::captured(&mut arena, learner, &batches[0][1])?.checkpoint(&path, None);
+        let state = plan.state(device)?.in_group(&group, 4)?;
+        let mut trainer = Trainer::captured(&mut arena, state, &batches[0][1])?.checkpoint(&path, None);
         trainer = trainer.stop_when(&flag);
         let mut progress = EpochProgress::default();
         let given = batches.iter().enumerate().map(|(number, batch)| {
@@ -148,17 +148,17 @@ fn mismatched_shards_are_refused() {
         };
         for shards in [0, 1, 3, 6, usize::MAX] {
             refused(
-                plan.learner(device)?.in_group(&group, shards).map(drop),
+                plan.state(device)?.in_group(&group, shards).map(drop),
                 "a power of two and a multiple of the ranks",
             );
         }
         // An optimizer outside the group holds the state of all weights.
-        let mut learner = plan.learner(device)?.in_group(&group, 4)?;
-        learner.optimizer = plan.learner(device)?.optimizer;
+        let mut state = plan.state(device)?.in_group(&group, 4)?;
+        state.optimizer = plan.state(device)?.optimizer;
         let mut arena = arena(device);
         // Until both have joined, the refusal of one would end the other's call.
         joined.wait();
-        refused(Trainer::eager(&mut arena, learner).update(batch).map(drop), "those of another train state");
+        refused(Trainer::eager(&mut arena, state).update(batch).map(drop), "those of another train state");
         Ok(())
     });
     said.into_iter().for_each(|said| said.unwrap());
@@ -175,7 +175,7 @@ fn one_update(kind: DeviceKind, plan: &FaultPlan, deadline: Duration) -> (Vec<Re
     let said = on_ranks_with(kind, &[FaultPlan::new(), plan.clone()], deadline, |device, group| {
         let way = Plan { ranks: 2, shards: 4, captured: false, more: false };
         let mut arena = arena(device);
-        let mut trainer = Trainer::eager(&mut arena, way.learner(device)?.in_group(&group, 4)?);
+        let mut trainer = Trainer::eager(&mut arena, way.state(device)?.in_group(&group, 4)?);
         trainer.update(batch)?;
         trainer.state().parameters.sha256()
     });
@@ -234,11 +234,11 @@ fn device_wait_meets_group_deadline() {
             let (rank, faults) = (config.rank(), if config.rank() == 0 { plan.clone() } else { FaultPlan::new() });
             let device = Device::builder(DeviceKind::Emulated).deadline(DEADLINE).layer(faults).open()?;
             let group = Group::join(&device, &config.deadline(PEER_TIMEOUT))?;
-            let learner = Plan { ranks: 2, shards: 4, captured, more: false }.learner(&device)?.in_group(&group, 4)?;
+            let state = Plan { ranks: 2, shards: 4, captured, more: false }.state(&device)?.in_group(&group, 4)?;
             let mut arena = arena(&device);
             let mut trainer = match captured {
-                true => Trainer::captured(&mut arena, learner, &batch[0])?,
-                false => Trainer::eager(&mut arena, learner),
+                true => Trainer::captured(&mut arena, state, &batch[0])?,
+                false => Trainer::eager(&mut arena, state),
             };
             trainer.update(batch)?;
             if rank == 0 {
@@ -268,7 +268,7 @@ fn link_ends_when_a_rank_fails() {
         let plan = Plan { ranks: 2, shards: 4, captured: false, more: false };
         let mut batch = batches(|_| 2).swap_remove(0);
         let mut arena = arena(device);
-        let mut trainer = Trainer::eager(&mut arena, plan.learner(device)?.in_group(&group, 4)?);
+        let mut trainer = Trainer::eager(&mut arena, plan.state(device)?.in_group(&group, 4)?);
         trainer.update(&batch)?;
         updated.wait();
         assert!(group.rank() == 0, "planted");

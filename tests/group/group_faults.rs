@@ -219,10 +219,10 @@ impl Run<'_> {
         let rank = group.rank();
         let path = self.folder.join("checkpoint.safetensors");
         let mut arena = arena(device);
-        let learner = plan.learner(device)?.in_group(group, plan.shards)?;
+        let state = plan.state(device)?.in_group(group, plan.shards)?;
         let trainer = match plan.captured {
-            true => Trainer::captured(&mut arena, learner, &self.batches[0][1])?,
-            false => Trainer::eager(&mut arena, learner),
+            true => Trainer::captured(&mut arena, state, &self.batches[0][1])?,
+            false => Trainer::eager(&mut arena, state),
         };
         let mut trainer = trainer.checkpoint(&path, Some(every));
         let mut progress = EpochProgress::default();

@@ -37,9 +37,9 @@ fn other_deadlines_may_be_longest() {
         let device = Device::builder(DeviceKind::Emulated).deadline(deadline).open().unwrap();
         assert_eq!(device.deadline(), deadline);
         device.synchronize(deadline).unwrap();
-        let mut layout = ParameterSpec::builder();
-        let w = layout.add("w", [64, 64], Initializer::ONE);
-        let mut weights = Parameters::new(&device, &layout.build().unwrap(), 7).unwrap();
+        let mut spec = ParameterSpec::builder();
+        let w = spec.add("w", [64, 64], Initializer::ONE);
+        let mut weights = Parameters::new(&device, &spec.build().unwrap(), 7).unwrap();
         let twos: Vec<u8> = [2.0f32; 4096].iter().flat_map(|value| value.to_le_bytes()).collect();
         weights.load(|_| Some(&twos), Transfer::new().deadline(deadline)).unwrap();
         let pool = Overflow::Pool { cap_bytes: 1 << 20, prime_bytes: 1 << 16, deadline };

@@ -86,19 +86,19 @@ impl Plan {
         batches: &[Vec<Points>],
         path: Option<&Path>,
     ) -> Result<(Vec<f64>, String)> {
-        let mut layout = ParameterSpec::builder();
-        let mut names = layout.names();
+        let mut spec = ParameterSpec::builder();
+        let mut names = spec.names();
         let layers =
             (0..LAYERS).map(|number| Linear::new(names.at(format!("layers.{number}")), WIDTH, WIDTH)).collect();
         let model = Deep { layers, head: Linear::new(names.at("head"), WIDTH, CLASSES), adds_late: self.adds_late };
         let config = AdamW { clip: Some(0.05), ..AdamW::default() };
-        let learner = TrainState::new(device, model, &layout.build()?, 7, config)?.with_bf16_copy()?;
+        let state = TrainState::new(device, model, &spec.build()?, 7, config)?.with_bf16_copy()?;
         let groups = ParameterGroups::new().no_decay(ParameterGroups::is_gain_bias_or_embedding);
-        let learner = learner.with_parameter_groups(&groups)?.in_group(group, self.shards)?;
+        let state = state.with_parameter_groups(&groups)?.in_group(group, self.shards)?;
         let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build()?;
         let mut trainer = match self.captured {
-            true => Trainer::captured(&mut arena, learner, &batches[0][0])?,
-            false => Trainer::eager(&mut arena, learner),
+            true => Trainer::captured(&mut arena, state, &batches[0][0])?,
+            false => Trainer::eager(&mut arena, state),
         };
         if let Some(path) = path {
             trainer = trainer.checkpoint(path, None);

@@ -146,23 +146,23 @@ fn project<'s>(tape: &Tape<'_, 's>, y: &Var<'s>, coefficients: Parameter) -> Res
 }
 
 fn layout_of(operands: &[ParameterValues]) -> (ParameterSpec, Handles) {
-    let mut layout = ParameterSpec::builder();
+    let mut spec = ParameterSpec::builder();
     let mut add = |(number, operand): (usize, &ParameterValues)| {
         let (name, start) = (|member| format!("p{number}.{member}"), Initializer::Constant(0.0));
         match *operand.shape.as_slice() {
-            [a] => layout.add_stack(operand.count, name, [a], start),
-            [a, b] => layout.add_stack(operand.count, name, [a, b], start),
-            [a, b, c] => layout.add_stack(operand.count, name, [a, b, c], start),
+            [a] => spec.add_stack(operand.count, name, [a], start),
+            [a, b] => spec.add_stack(operand.count, name, [a, b], start),
+            [a, b, c] => spec.add_stack(operand.count, name, [a, b, c], start),
             _ => panic!("a parameter of shape {:?}", operand.shape),
         }
     };
     let stacks = operands.iter().enumerate().map(&mut add).collect();
-    (layout.build().unwrap(), Handles { stacks })
+    (spec.build().unwrap(), Handles { stacks })
 }
 
 pub(crate) fn parameters_of(device: &Device, operands: &[ParameterValues]) -> (Parameters, Handles) {
-    let (layout, handles) = layout_of(operands);
-    let mut parameters = Parameters::new(device, &layout, 0).unwrap();
+    let (spec, handles) = layout_of(operands);
+    let mut parameters = Parameters::new(device, &spec, 0).unwrap();
     for (stack, operand) in handles.stacks.iter().zip(operands) {
         let each = operand.values.len() / operand.count;
         for (member, values) in stack.members().iter().zip(operand.values.chunks_exact(each)) {

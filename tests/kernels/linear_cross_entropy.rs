@@ -225,9 +225,9 @@ on_each_device! {
     /// head's matrix gets the sum of both gradients, captured and eager.
     fn tied_with_an_embedding(device: &Device) {
         let [rows, width, vocabulary] = [150, 12, 40];
-        let mut layout = ParameterSpec::builder();
-        let [table, head] = ["table", "head"].map(|name| layout.add(name, [vocabulary, width], Initializer::fan_in(width)));
-        let mut parameters = Parameters::new(device, &layout.build().unwrap(), 3).unwrap();
+        let mut spec = ParameterSpec::builder();
+        let [table, head] = ["table", "head"].map(|name| spec.add(name, [vocabulary, width], Initializer::fan_in(width)));
+        let mut parameters = Parameters::new(device, &spec.build().unwrap(), 3).unwrap();
         let values = parameters.read(table).unwrap();
         parameters.write(head, &values).unwrap();
         let mut random = Random::new(9);
@@ -285,9 +285,9 @@ on_each_device! {
     /// of the matrix.
     fn evaluation_computes_no_gradients(device: &Device) {
         let [rows, width, vocabulary] = [150, 64, 400];
-        let mut layout = ParameterSpec::builder();
-        let head = layout.add("head", [vocabulary, width], Initializer::fan_in(width));
-        let parameters = Parameters::new(device, &layout.build().unwrap(), 3).unwrap();
+        let mut spec = ParameterSpec::builder();
+        let head = spec.add("head", [vocabulary, width], Initializer::fan_in(width));
+        let parameters = Parameters::new(device, &spec.build().unwrap(), 3).unwrap();
         let mut random = Random::new(4);
         let (hidden, labels) = (random.normals(rows * width), random.belows(rows, vocabulary as u32));
         let pass = |step: &mut EagerStep<'_>, evaluates: bool, backward: bool| {

@@ -113,9 +113,9 @@ on_each_device! {
     /// sum of losses, or made of other ops, is weighted too.
     fn parts_add_up(device: &Device) {
         const WIDTH: usize = 3;
-        let mut layout = ParameterSpec::builder();
-        let w = layout.add("w", [WIDTH, CLASSES], Initializer::fan_in(WIDTH));
-        let weights = Parameters::new(device, &layout.build().unwrap(), 7).unwrap();
+        let mut spec = ParameterSpec::builder();
+        let w = spec.add("w", [WIDTH, CLASSES], Initializer::fan_in(WIDTH));
+        let weights = Parameters::new(device, &spec.build().unwrap(), 7).unwrap();
         let mut random = Random::new(4);
         let (x, targets) = (random.normals(ROWS * WIDTH), random.uniforms(ROWS * CLASSES, 0.0, 1.0));
         let labels = random.belows(ROWS, CLASSES as u32);

@@ -13,11 +13,11 @@ use stepscope::{Arena, Capacity, Device, Parameter, ParameterSpec, Parameters, R
 const CASES: [(usize, &[usize]); 4] = [(8, &[8]), (24, &[8, 16, 8]), (72, &[24]), (200, &[96, 8])];
 
 fn parameters(device: &Device, inputs: usize, matrices: &[usize], initializer: Initializer) -> (Parameters, Parameter) {
-    let mut layout = ParameterSpec::builder();
-    let w = layout.add("w", [inputs, matrices.iter().sum()], initializer);
-    layout.freeze(|_| Some(FrozenType::Nf4));
-    layout.matrices(|_| Some(matrices.to_vec()));
-    (Parameters::new(device, &layout.build().unwrap(), 7).unwrap(), w)
+    let mut spec = ParameterSpec::builder();
+    let w = spec.add("w", [inputs, matrices.iter().sum()], initializer);
+    spec.freeze(|_| Some(FrozenType::Nf4));
+    spec.matrices(|_| Some(matrices.to_vec()));
+    (Parameters::new(device, &spec.build().unwrap(), 7).unwrap(), w)
 }
 
 /// Returns the weights that a step is lent.
@@ -67,9 +67,9 @@ on_each_device! {
             let initializer = Initializer::Normal { deviation: 0.02 };
             let (mut quantised, w) = parameters(device, inputs, matrices, initializer);
             let columns: usize = matrices.iter().sum();
-            let mut layout = ParameterSpec::builder();
-            let plain = layout.add("w", [inputs, columns], initializer);
-            let plain = Parameters::new(device, &layout.build().unwrap(), 7).unwrap().read(plain).unwrap();
+            let mut spec = ParameterSpec::builder();
+            let plain = spec.add("w", [inputs, columns], initializer);
+            let plain = Parameters::new(device, &spec.build().unwrap(), 7).unwrap().read(plain).unwrap();
             let drawn = quantised.read(w).unwrap();
             quantised.write(w, &plain).unwrap();
             assert_eq!(bits(&quantised.read(w).unwrap()), bits(&drawn));
@@ -86,11 +86,11 @@ on_each_device! {
 
 /// Returns the error of a parameter in NF4.
 fn refusal<const RANK: usize>(shape: [usize; RANK], matrices: &[usize]) -> String {
-    let mut layout = ParameterSpec::builder();
-    layout.add("w", shape, Initializer::ZERO);
-    layout.freeze(|_| Some(FrozenType::Nf4));
-    layout.matrices(|_| Some(matrices.to_vec()));
-    layout.build().map(drop).unwrap_err().to_string()
+    let mut spec = ParameterSpec::builder();
+    spec.add("w", shape, Initializer::ZERO);
+    spec.freeze(|_| Some(FrozenType::Nf4));
+    spec.matrices(|_| Some(matrices.to_vec()));
+    spec.build().map(drop).unwrap_err().to_string()
 }
 
 #[test]

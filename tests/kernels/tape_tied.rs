@@ -117,10 +117,10 @@ on_each_device! {
     fn gradient_sums_over_uses(device: &Device) {
         // The second needs products in chunks.
         for (rows, words, width) in [(33, 20, 24), (1030, 16, 16)] {
-            let mut layout = ParameterSpec::builder();
+            let mut spec = ParameterSpec::builder();
             let [tied, first, second, third] =
-                ["tied", "first", "second", "third"].map(|name| layout.add(name, [words, width], Initializer::ZERO));
-            let mut parameters = Parameters::new(device, &layout.build().unwrap(), 0).unwrap();
+                ["tied", "first", "second", "third"].map(|name| spec.add(name, [words, width], Initializer::ZERO));
+            let mut parameters = Parameters::new(device, &spec.build().unwrap(), 0).unwrap();
             let mut random = Random::new(words as u64);
             let values = random.normals(words * width);
             for parameter in [tied, first, second, third] {
@@ -163,14 +163,14 @@ on_each_device! {
     /// weights, and the model learns.
     fn training_modes_give_same_bits(device: &Device) {
         let train = |captured: bool, parts: usize| {
-            let mut layout = ParameterSpec::builder();
-            let model = Tied { w: layout.add("w", [WORDS, 16], Initializer::fan_in(16)) };
+            let mut spec = ParameterSpec::builder();
+            let model = Tied { w: spec.add("w", [WORDS, 16], Initializer::fan_in(16)) };
             let config = AdamW { learning_rate: 0.05, ..AdamW::default() };
-            let learner = TrainState::new(device, model, &layout.build().unwrap(), 7, config).unwrap();
+            let state = TrainState::new(device, model, &spec.build().unwrap(), 7, config).unwrap();
             let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
             let mut trainer = match captured {
-                true => Trainer::captured(&mut arena, learner, &Words::new(0)).unwrap(),
-                false => Trainer::eager(&mut arena, learner),
+                true => Trainer::captured(&mut arena, state, &Words::new(0)).unwrap(),
+                false => Trainer::eager(&mut arena, state),
             };
             let batch = |number: u64| Ok((0..parts as u64).map(|part| Words::new(2 * number + part)).collect());
             trainer.epoch((0..30).map(batch), &mut EpochProgress::default(), &mut ()).unwrap();

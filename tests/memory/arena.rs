@@ -434,10 +434,10 @@ on_each_device! {
 
     fn backward_memory_is_independent_of_layers(device: &Device) {
         let needs = |layers: usize, backward: bool| {
-            let mut layout = ParameterSpec::builder();
-            let mlp = |n| Mlp::new(layout.names().at(format!("layers.{n}")), 64, 64, 64);
+            let mut spec = ParameterSpec::builder();
+            let mlp = |n| Mlp::new(spec.names().at(format!("layers.{n}")), 64, 64, 64);
             let mlps: Vec<Mlp> = (0..layers).map(mlp).collect();
-            let weights = Parameters::new(device, &layout.build()?, 7)?;
+            let weights = Parameters::new(device, &spec.build()?, 7)?;
             let mut gradients = Gradients::zeros(&weights)?;
             let arena = Arena::builder(device).capacity(Capacity::mib(1)).build()?;
             let measured = arena.measure(|step| {

@@ -40,9 +40,9 @@ struct Model {
 
 impl Model {
     fn new(device: &Device) -> Self {
-        let mut layout = ParameterSpec::builder();
-        layout.add("w", [8], Initializer::Constant(1.0));
-        let parameters = Parameters::new(device, &layout.build().unwrap(), 0).unwrap();
+        let mut spec = ParameterSpec::builder();
+        spec.add("w", [8], Initializer::Constant(1.0));
+        let parameters = Parameters::new(device, &spec.build().unwrap(), 0).unwrap();
         let gradients = Gradients::zeros(&parameters).unwrap();
         let optimizer = Optimizer::new(&parameters, AdamW::default()).unwrap();
         Self { parameters, gradients, optimizer }

@@ -27,9 +27,9 @@ enum Results {
 
 /// Returns the gradients of two weights, both of which the recomputed closure uses.
 fn gradients(device: &Device, arena: &mut Arena, results: Results, nested: bool) -> Result<[Vec<f32>; 2]> {
-    let mut layout = ParameterSpec::builder();
-    let [a, b] = ["a", "b"].map(|name| layout.add(name, [1, 4], Initializer::Constant(1.0)));
-    let weights = Parameters::new(device, &layout.build()?, 1)?;
+    let mut spec = ParameterSpec::builder();
+    let [a, b] = ["a", "b"].map(|name| spec.add(name, [1, 4], Initializer::Constant(1.0)));
+    let weights = Parameters::new(device, &spec.build()?, 1)?;
     let mut gradients = Gradients::zeros(&weights)?;
     arena.step(|step| {
         let tape = Tape::new(step, &weights);

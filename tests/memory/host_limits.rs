@@ -112,9 +112,9 @@ fn oversized_reads_are_refused() {
         assert_eq!(buffer.read_range(LEN - 2, 2)?, [0.0; 2]);
         no_memory(step.read(&step.lend(&buffer, [LEN])?), 4 * LEN);
         no_memory(step.read(&step.empty::<bf16>([LEN])?), 2 * LEN);
-        let mut layout = ParameterSpec::builder();
-        let w = layout.add("w", [LEN], Initializer::ZERO);
-        let weights = Parameters::new(step.device(), &layout.build()?, 1)?;
+        let mut spec = ParameterSpec::builder();
+        let w = spec.add("w", [LEN], Initializer::ZERO);
+        let weights = Parameters::new(step.device(), &spec.build()?, 1)?;
         no_memory(weights.read(w), 4 * LEN);
         no_memory(Gradients::zeros(&weights)?.read(w), 4 * LEN);
         Ok(())
@@ -160,15 +160,15 @@ fn thread_ends_with_live_objects() {
         arena.step(|step| step.read(&ops::fill(step, [2], 1.0)?))?;
         let captured =
             arena.capture((), &HostInputs::new(), |step, (), slots| Ok(slots.output(&ops::fill(step, [2], 1.0)?)))?;
-        let mut layout = ParameterSpec::builder();
-        let model = Classifier(Linear::new(layout.names().at("head"), 2, 2));
-        let learner = TrainState::new(device, model, &layout.build()?, 7, AdamW::default())?;
-        let adamw = Optimizer::new(&learner.parameters, AdamW::default())?;
+        let mut spec = ParameterSpec::builder();
+        let model = Classifier(Linear::new(spec.names().at("head"), 2, 2));
+        let state = TrainState::new(device, model, &spec.build()?, 7, AdamW::default())?;
+        let adamw = Optimizer::new(&state.parameters, AdamW::default())?;
         let buffer = Buffer::<f32>::zeros(device, 3)?;
         Ok(vec![
             Box::new(captured),
             Box::new(arena),
-            Box::new(learner),
+            Box::new(state),
             Box::new(adamw),
             Box::new(buffer),
             Box::new(PageLocked::<f32>::zeros(device, 3)?),
@@ -192,10 +192,10 @@ fn thread_ends_with_a_trainer() {
     keep_until_the_thread_ends(|device| {
         // Safe code gets a `Trainer<'static>` from a leaked arena.
         let arena = Box::leak(Box::new(arena(device)));
-        let mut layout = ParameterSpec::builder();
-        let model = Classifier(Linear::new(layout.names().at("head"), 2, 2));
-        let learner = TrainState::new(device, model, &layout.build()?, 7, AdamW::default())?;
-        let mut trainer = Trainer::captured(arena, learner, &Points)?;
+        let mut spec = ParameterSpec::builder();
+        let model = Classifier(Linear::new(spec.names().at("head"), 2, 2));
+        let state = TrainState::new(device, model, &spec.build()?, 7, AdamW::default())?;
+        let mut trainer = Trainer::captured(arena, state, &Points)?;
         trainer.update(&[Points])?;
         Ok(vec![Box::new(trainer)])
     });

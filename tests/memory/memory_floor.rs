@@ -37,18 +37,18 @@ fn batches() -> Vec<Vec<Points>> {
     (0..6).map(|_| (0..4).map(|_| part()).collect()).collect()
 }
 
-fn learner(device: &Device) -> Result<TrainState<Classifier>> {
-    let mut layout = ParameterSpec::builder();
-    let model = Classifier(Linear::new(layout.names().at("head"), INPUTS, 2));
-    TrainState::new(device, model, &layout.build()?, 7, AdamW { learning_rate: 0.01, ..AdamW::default() })
+fn state(device: &Device) -> Result<TrainState<Classifier>> {
+    let mut spec = ParameterSpec::builder();
+    let model = Classifier(Linear::new(spec.names().at("head"), INPUTS, 2));
+    TrainState::new(device, model, &spec.build()?, 7, AdamW { learning_rate: 0.01, ..AdamW::default() })
 }
 
 fn arena(device: &Device, floor: u64) -> Arena {
     Arena::builder(device).capacity(Capacity::mib(1)).memory_floor(floor).build().unwrap()
 }
 
-fn trainer(arena: &mut Arena, learner: TrainState<Classifier>, captured: bool) -> Result<Trainer<'_, Classifier>> {
-    if captured { Trainer::captured(arena, learner, &batches()[0][0]) } else { Ok(Trainer::eager(arena, learner)) }
+fn trainer(arena: &mut Arena, state: TrainState<Classifier>, captured: bool) -> Result<Trainer<'_, Classifier>> {
+    if captured { Trainer::captured(arena, state, &batches()[0][0]) } else { Ok(Trainer::eager(arena, state)) }
 }
 
 /// Trains, resuming from the checkpoint if there is one. After this many updates of the run, memory
@@ -60,12 +60,12 @@ fn train(
     captured: bool,
     short_behind: Option<usize>,
 ) -> Result<String> {
-    let (mut rank, mut learner) = (0, learner(device)?);
+    let (mut rank, mut state) = (0, state(device)?);
     if let Some(group) = &group {
-        (rank, learner) = (group.rank(), learner.in_group(group, 4)?);
+        (rank, state) = (group.rank(), state.in_group(group, 4)?);
     }
     let mut arena = arena(device, 1);
-    let mut trainer = trainer(&mut arena, learner, captured)?.checkpoint(path, None);
+    let mut trainer = trainer(&mut arena, state, captured)?.checkpoint(path, None);
     let mut progress = EpochProgress::default();
     if path.exists() {
         progress = trainer.restore(&Checkpoint::load(path)?)?;
@@ -143,13 +143,13 @@ impl Model for Deep {
 /// Returns a trainer of six million weights, in many tensors.
 fn deep<'a>(arena: &'a mut Arena, checkpoint: &Path) -> Result<Trainer<'a, Deep>> {
     const WIDTHS: [usize; 26] = [512; 26];
-    let mut layout = ParameterSpec::builder();
+    let mut spec = ParameterSpec::builder();
     let widths = [&[INPUTS], &WIDTHS[..], &[2]].concat();
     let pairs = widths.windows(2).zip(0..);
-    let layers = pairs.map(|(pair, at)| Linear::new(layout.names().at(format!("layer{at}")), pair[0], pair[1]));
+    let layers = pairs.map(|(pair, at)| Linear::new(spec.names().at(format!("layer{at}")), pair[0], pair[1]));
     let model = Deep(layers.collect());
-    let learner = TrainState::new(arena.device(), model, &layout.build()?, 7, AdamW::default())?;
-    Ok(Trainer::captured(arena, learner, &batches()[0][0])?.checkpoint(checkpoint, Some(2)))
+    let state = TrainState::new(arena.device(), model, &spec.build()?, 7, AdamW::default())?;
+    Ok(Trainer::captured(arena, state, &batches()[0][0])?.checkpoint(checkpoint, Some(2)))
 }
 
 #[test]

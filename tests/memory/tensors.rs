@@ -22,9 +22,9 @@ const SHORT: usize = 1000;
 
 /// Returns a model with one parameter of this many elements.
 fn model(device: &Device, elements: usize, seed: u64) -> (Parameters, Optimizer<AdamW>) {
-    let mut layout = ParameterSpec::builder();
-    layout.add("w", [elements], Initializer::fan_in(1));
-    let parameters = Parameters::new(device, &layout.build().unwrap(), seed).unwrap();
+    let mut spec = ParameterSpec::builder();
+    spec.add("w", [elements], Initializer::fan_in(1));
+    let parameters = Parameters::new(device, &spec.build().unwrap(), seed).unwrap();
     let optimizer = Optimizer::new(&parameters, AdamW::default()).unwrap();
     (parameters, optimizer)
 }
@@ -298,10 +298,10 @@ fn colliding_names_write_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("file");
     let device = crate::support::open(DeviceKind::Emulated);
-    let mut layout = ParameterSpec::builder();
-    layout.add("w", [1], Initializer::ONE);
-    layout.names().at("adamw").at("first").add("w", [1], Initializer::ONE);
-    let parameters = Parameters::new(&device, &layout.build().unwrap(), 1).unwrap();
+    let mut spec = ParameterSpec::builder();
+    spec.add("w", [1], Initializer::ONE);
+    spec.names().at("adamw").at("first").add("w", [1], Initializer::ONE);
+    let parameters = Parameters::new(&device, &spec.build().unwrap(), 1).unwrap();
     let optimizer = Optimizer::new(&parameters, AdamW::default()).unwrap();
     let error = Checkpoint::save(&path, &parameters, Some(&optimizer), &[]).unwrap_err();
     assert!(matches!(&error, Error::Misuse { got, .. } if got == "two named `adamw.first.w`"), "{error}");

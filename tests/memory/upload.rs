@@ -38,18 +38,18 @@ fn small(device: &Device) -> (Device, FaultPlan) {
 }
 
 /// Returns parameters of these numbers of elements.
-fn layout(lengths: impl IntoIterator<Item = usize>) -> ParameterSpec {
-    let mut layout = ParameterSpec::builder();
+fn spec(lengths: impl IntoIterator<Item = usize>) -> ParameterSpec {
+    let mut spec = ParameterSpec::builder();
     for (number, length) in lengths.into_iter().enumerate() {
-        layout.add(format!("p{number}"), [length], Initializer::Uniform { bound: 1.0 });
+        spec.add(format!("p{number}"), [length], Initializer::Uniform { bound: 1.0 });
     }
-    layout.build().unwrap()
+    spec.build().unwrap()
 }
 
 /// Returns the words of a flat region whose parameters are consecutive slices of `bytes`.
-fn flat(layout: &ParameterSpec, bytes: &[u8]) -> Vec<u32> {
-    let mut words = vec![0; layout.elements()];
-    for (entry, range) in layout.entries().iter().zip(ranges(layout)) {
+fn flat(spec: &ParameterSpec, bytes: &[u8]) -> Vec<u32> {
+    let mut words = vec![0; spec.elements()];
+    for (entry, range) in spec.entries().iter().zip(ranges(spec)) {
         let values = bytes[range].chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().unwrap()));
         words[entry.range()].iter_mut().zip(values).for_each(|(word, value)| *word = value);
     }
@@ -57,8 +57,8 @@ fn flat(layout: &ParameterSpec, bytes: &[u8]) -> Vec<u32> {
 }
 
 /// Returns the range of each parameter's bytes.
-fn ranges(layout: &ParameterSpec) -> impl Iterator<Item = Range<usize>> {
-    layout.entries().iter().scan(0, |start, entry| {
+fn ranges(spec: &ParameterSpec) -> impl Iterator<Item = Range<usize>> {
+    spec.entries().iter().scan(0, |start, entry| {
         let range = *start..*start + 4 * entry.range().len();
         *start = range.end;
         Some(range)
@@ -67,7 +67,7 @@ fn ranges(layout: &ParameterSpec) -> impl Iterator<Item = Range<usize>> {
 
 /// Loads parameters from consecutive slices of `bytes`.
 fn load(parameters: &mut Parameters, bytes: &[u8], transfer: Transfer<'_>) -> Result<()> {
-    let ranges: Vec<_> = ranges(parameters.layout()).collect();
+    let ranges: Vec<_> = ranges(parameters.spec()).collect();
     let mut ranges = ranges.into_iter();
     parameters.load(|_| bytes.get(ranges.next()?), transfer.non_finite(NonFinite::Allow))
 }
@@ -146,13 +146,13 @@ on_each_device! {
             let (device, _) = small(device);
             let count = random.extent(1, 40);
             let lengths: Vec<usize> = (0..count).map(|_| length(&mut random, SLOT).max(1)).collect();
-            let layout = layout(lengths);
-            let mut parameters = Parameters::new(&device, &layout, seed).unwrap();
+            let spec = spec(lengths);
+            let mut parameters = Parameters::new(&device, &spec, seed).unwrap();
             // At every alignment.
             for shift in 0..5 {
-                let bytes = random_bytes(&mut random, shift + 4 * layout.weights());
+                let bytes = random_bytes(&mut random, shift + 4 * spec.weights());
                 load(&mut parameters, &bytes[shift..], Transfer::new()).unwrap();
-                assert_eq!(held(&parameters), flat(&layout, &bytes[shift..]), "seed {seed}, shift {shift}");
+                assert_eq!(held(&parameters), flat(&spec, &bytes[shift..]), "seed {seed}, shift {shift}");
             }
         }
     }
@@ -165,10 +165,10 @@ on_each_device! {
             builder.add(format!("u{number}"), [length], Initializer::Uniform { bound: 0.5 });
             builder.add(format!("c{number}"), [length], Initializer::Constant(3.25));
         }
-        let layout = builder.build().unwrap();
-        let parameters = Parameters::new(device, &layout, 42).unwrap();
-        let mut expected = vec![0u32; layout.elements()];
-        for entry in layout.entries() {
+        let spec = builder.build().unwrap();
+        let parameters = Parameters::new(device, &spec, 42).unwrap();
+        let mut expected = vec![0u32; spec.elements()];
+        for entry in spec.entries() {
             let drawn = entry.name().starts_with('u');
             let value = |_| if drawn { 0.5 * (2.0 * random.unit() - 1.0) } else { 3.25f32 };
             expected[entry.range()].iter_mut().zip(entry.range().map(value)).for_each(|(to, value)| *to = value.to_bits());
@@ -180,13 +180,13 @@ on_each_device! {
         let plan = FaultPlan::new();
         let device = builder(device, &plan).staging(2, GPU_SLOT).open().unwrap();
         let copies = |lengths: Vec<usize>| {
-            let layout = layout(lengths);
-            let mut parameters = Parameters::new(&device, &layout, 1).unwrap();
-            let bytes = random_bytes(&mut Random::new(7), 4 * layout.weights());
+            let spec = spec(lengths);
+            let mut parameters = Parameters::new(&device, &spec, 1).unwrap();
+            let bytes = random_bytes(&mut Random::new(7), 4 * spec.weights());
             let before = plan.count(Call::Upload);
             load(&mut parameters, &bytes, Transfer::new()).unwrap();
             let copies = plan.count(Call::Upload) - before;
-            assert_eq!(held(&parameters), flat(&layout, &bytes));
+            assert_eq!(held(&parameters), flat(&spec, &bytes));
             copies
         };
         // 300 times 256 bytes, including the gaps between them.
@@ -210,22 +210,22 @@ on_each_device! {
 
     fn memory_mapped_files_are_sources(device: &Device) {
         let (device, _) = small(device);
-        let layout = layout([1, 5, 3000, 64]);
+        let spec = spec([1, 5, 3000, 64]);
         let file = tempfile::NamedTempFile::new().unwrap();
-        let bytes = random_bytes(&mut Random::new(9), 3 + 4 * layout.weights());
+        let bytes = random_bytes(&mut Random::new(9), 3 + 4 * spec.weights());
         std::fs::write(file.path(), &bytes).unwrap();
         // SAFETY: the file has no other user.
         let mapped = unsafe { memmap2::Mmap::map(file.as_file()) }.unwrap();
-        let mut parameters = Parameters::new(&device, &layout, 1).unwrap();
+        let mut parameters = Parameters::new(&device, &spec, 1).unwrap();
         load(&mut parameters, &mapped[3..], Transfer::new()).unwrap();
         drop(mapped);
-        assert_eq!(held(&parameters), flat(&layout, &bytes[3..]));
+        assert_eq!(held(&parameters), flat(&spec, &bytes[3..]));
     }
 
     fn checkpoint_is_one_upload(device: &Device) {
         let (device, _) = small(device);
-        let layout = layout([3000, 64, 5]);
-        let mut parameters = Parameters::new(&device, &layout, 1).unwrap();
+        let spec = spec([3000, 64, 5]);
+        let mut parameters = Parameters::new(&device, &spec, 1).unwrap();
         let mut optimizer = Optimizer::new(&parameters, AdamW::default()).unwrap();
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
@@ -233,7 +233,7 @@ on_each_device! {
         let saved = held(&parameters);
         let checkpoint = Checkpoint::load(&path).unwrap();
         std::fs::write(&path, "cut").unwrap();
-        load(&mut parameters, &vec![1; 4 * layout.weights()], Transfer::new()).unwrap();
+        load(&mut parameters, &vec![1; 4 * spec.weights()], Transfer::new()).unwrap();
         let mut last = None;
         let mut tell = |progress| {
             last = Some(progress);
@@ -242,16 +242,16 @@ on_each_device! {
         checkpoint.restore_with(&mut parameters, Some(&mut optimizer), Transfer::new().progress(&mut tell)).unwrap();
         assert_eq!(held(&parameters), saved);
         let Progress { done_bytes, total_bytes, .. } = last.expect("some progress");
-        assert_eq!((done_bytes, total_bytes), (total_bytes, 3 * 4 * layout.elements() as u64));
+        assert_eq!((done_bytes, total_bytes), (total_bytes, 3 * 4 * spec.elements() as u64));
     }
 
     fn mismatched_sources_are_refused(device: &Device) {
         let (device, plan) = small(device);
-        let layout = layout([4, 7, 2]);
-        let mut parameters = Parameters::new(&device, &layout, 1).unwrap();
+        let spec = spec([4, 7, 2]);
+        let mut parameters = Parameters::new(&device, &spec, 1).unwrap();
         let (before, copies) = (held(&parameters), plan.count(Call::Upload));
         let bytes = [0u8; 100];
-        for (number, entry) in layout.entries().iter().enumerate() {
+        for (number, entry) in spec.entries().iter().enumerate() {
             let right = 4 * entry.range().len();
             for wrong in [None, Some(0), Some(right - 1), Some(right + 1), Some(right + 4)] {
                 let source = |asked: &stepscope::parameters::ParameterEntry| {
@@ -269,16 +269,16 @@ on_each_device! {
 
     fn progress_is_monotone_and_complete(device: &Device) {
         let (device, _) = small(device);
-        let layout = layout([1, 3000, 5, 64]);
-        let mut parameters = Parameters::new(&device, &layout, 1).unwrap();
-        let bytes = random_bytes(&mut Random::new(3), 4 * layout.weights());
+        let spec = spec([1, 3000, 5, 64]);
+        let mut parameters = Parameters::new(&device, &spec, 1).unwrap();
+        let bytes = random_bytes(&mut Random::new(3), 4 * spec.weights());
         let mut told = Vec::new();
         let mut tell = |progress| {
             told.push(progress);
             Ok(())
         };
         load(&mut parameters, &bytes, Transfer::new().progress(&mut tell)).unwrap();
-        let total = 4 * layout.elements() as u64;
+        let total = 4 * spec.elements() as u64;
         assert!(told.iter().all(|progress: &Progress| progress.total_bytes == total));
         assert!(told.is_sorted_by(|a, b| a.done_bytes < b.done_bytes && a.elapsed <= b.elapsed), "{told:?}");
         assert!(told.len() as u64 >= total / SLOT as u64 && told.last().unwrap().done_bytes == total, "{told:?}");
@@ -286,16 +286,16 @@ on_each_device! {
 
     fn progress_can_stop_an_upload(device: &Device) {
         let (device, plan) = small(device);
-        let layout = layout([5 * SLOT / 4]);
-        let mut parameters = Parameters::new(&device, &layout, 1).unwrap();
-        let bytes = random_bytes(&mut Random::new(3), 4 * layout.weights());
+        let spec = spec([5 * SLOT / 4]);
+        let mut parameters = Parameters::new(&device, &spec, 1).unwrap();
+        let bytes = random_bytes(&mut Random::new(3), 4 * spec.weights());
         let stopped = Error::File { path: "stop".into(), reason: "asked to".into() };
         let before = plan.count(Call::Upload);
         let mut tell = |progress: Progress| if progress.done_bytes < 8000 { Ok(()) } else { Err(stopped.clone()) };
         assert_eq!(load(&mut parameters, &bytes, Transfer::new().progress(&mut tell)), Err(stopped.clone()));
         assert!(plan.count(Call::Upload) - before <= 3, "it went on");
         load(&mut parameters, &bytes, Transfer::new()).unwrap();
-        assert_eq!(held(&parameters), flat(&layout, &bytes));
+        assert_eq!(held(&parameters), flat(&spec, &bytes));
     }
 
     /// Each wait is short, and the whole upload is too long. The upload itself misses the deadline,
@@ -305,9 +305,9 @@ on_each_device! {
         let deadline = Duration::from_millis(60);
         let missed = (0..5).any(|_| {
             let (device, _) = small(device);
-            let layout = layout([50 * SLOT / 4]);
-            let mut parameters = Parameters::new(&device, &layout, 1).unwrap();
-            let bytes = vec![0; 4 * layout.weights()];
+            let spec = spec([50 * SLOT / 4]);
+            let mut parameters = Parameters::new(&device, &spec, 1).unwrap();
+            let bytes = vec![0; 4 * spec.weights()];
             let mut slow = |_| {
                 std::thread::sleep(Duration::from_millis(10));
                 Ok(())
@@ -391,17 +391,17 @@ on_each_device! {
     }
 
     fn checked_devices_name_damaged_uploads(device: &Device) {
-        let layout = layout([5, 6000, 64, 1]);
-        let bytes = random_bytes(&mut Random::new(3), 4 * layout.weights());
+        let spec = spec([5, 6000, 64, 1]);
+        let bytes = random_bytes(&mut Random::new(3), 4 * spec.weights());
         for (number, checked) in (1..=7).flat_map(|number| [(number, true), (number, false)]) {
             let plan = FaultPlan::new();
             let device = builder(device, &plan).staging(2, SLOT).checked(checked).open().unwrap();
-            let mut parameters = Parameters::new(&device, &layout, 1).unwrap();
+            let mut parameters = Parameters::new(&device, &spec, 1).unwrap();
             let before = plan.count(Call::Upload);
             let _ = plan.clone().on(Call::Upload, before + number, Fault::Flips);
             let loaded = load(&mut parameters, &bytes, Transfer::new());
             // The place of the single wrong bit.
-            let (got, sound) = (held(&parameters), flat(&layout, &bytes));
+            let (got, sound) = (held(&parameters), flat(&spec, &bytes));
             let wrong: Vec<usize> = (0..got.len()).filter(|&at| got[at] != sound[at]).collect();
             let ([at], true) = (wrong.as_slice(), plan.count(Call::Upload) > before) else { panic!("{number}: {wrong:?}") };
             assert_eq!((got[*at] ^ sound[*at]).count_ones(), 1);
@@ -411,7 +411,7 @@ on_each_device! {
             }
             let error = loaded.unwrap_err();
             let Error::Damaged { tensor, offset_bytes, expected, got } = &error else { panic!("{error}") };
-            let owner = layout.entries().iter().rev().find(|entry| entry.start() <= *at).unwrap();
+            let owner = spec.entries().iter().rev().find(|entry| entry.start() <= *at).unwrap();
             assert_eq!((tensor.as_str(), *offset_bytes), (owner.name(), 4 * (at - owner.start())), "{error}");
             assert_ne!(expected, got);
             assert!(error.to_string().contains(&format!("`{}`", owner.name())), "{error}");
@@ -465,8 +465,8 @@ on_each_device! {
         const TENSORS: usize = 213_304;
         let plan = FaultPlan::new();
         let device = builder(device, &plan).staging(2, GPU_SLOT).checked(true).open().unwrap();
-        let layout = layout(vec![256; TENSORS]);
-        let mut parameters = Parameters::new(&device, &layout, 1).unwrap();
+        let spec = spec(vec![256; TENSORS]);
+        let mut parameters = Parameters::new(&device, &spec, 1).unwrap();
         let bytes = random_bytes(&mut Random::new(11), 1 << 20);
         let place = |number: usize| (number * 7919) % (bytes.len() - 1024);
         let before = plan.count(Call::Upload);

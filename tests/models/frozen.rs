@@ -51,8 +51,8 @@ impl Training {
 
     /// Takes the weights of another model.
     fn with_weights_of(mut self, other: &Self) -> Self {
-        for (parameter, entry) in self.parameters.layout().clone().iter() {
-            let (source, _) = other.parameters.layout().iter().find(|(_, other)| other.name() == entry.name()).unwrap();
+        for (parameter, entry) in self.parameters.spec().clone().iter() {
+            let (source, _) = other.parameters.spec().iter().find(|(_, other)| other.name() == entry.name()).unwrap();
             self.parameters.write(parameter, &other.parameters.read(source).unwrap()).unwrap();
         }
         self
@@ -94,7 +94,7 @@ impl Training {
         let gradient = |(parameter, entry): (Parameter, &ParameterEntry)| {
             (entry.name().to_owned(), bits(&self.gradients.read(parameter).unwrap()))
         };
-        let gradients = self.parameters.layout().iter().filter(|(_, entry)| entry.frozen().is_none()).map(gradient);
+        let gradients = self.parameters.spec().iter().filter(|(_, entry)| entry.frozen().is_none()).map(gradient);
         std::iter::once(("loss".to_owned(), bits(&loss.unwrap()))).chain(gradients).collect()
     }
 }

@@ -207,7 +207,7 @@ on_each_device! {
             let difference = relative_l2(&logits, &merged.expected.results["logits"]);
             assert!(difference <= LIMIT, "{}: {difference:e}", folder.display());
             // The layers no longer use the adapters.
-            for entry in gradients.layout().entries().iter().filter(|entry| entry.name().contains(".lora_")) {
+            for entry in gradients.spec().entries().iter().filter(|entry| entry.name().contains(".lora_")) {
                 let unused = gradients.flat().read().unwrap()[entry.range()].iter().all(|&gradient| gradient == 0.0);
                 assert!(unused, "{}", entry.name());
             }

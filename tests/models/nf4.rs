@@ -33,10 +33,10 @@ on_each_device! {
             let shape: [usize; 2] = weight.shape().try_into().unwrap();
             let part = |name: &str| tensors.tensor(&format!("{count}.{name}")).unwrap().data().to_vec();
             let floats = |name: &str| bytemuck::pod_collect_to_vec::<u8, f32>(&part(name));
-            let mut layout = ParameterSpec::builder();
-            let w = layout.add("w", [shape[1], shape[0]], Initializer::ZERO);
-            layout.freeze(|_| Some(FrozenType::Nf4));
-            let mut parameters = Parameters::new(device, &layout.build().unwrap(), 1).unwrap();
+            let mut spec = ParameterSpec::builder();
+            let w = spec.add("w", [shape[1], shape[0]], Initializer::ZERO);
+            spec.freeze(|_| Some(FrozenType::Nf4));
+            let mut parameters = Parameters::new(device, &spec.build().unwrap(), 1).unwrap();
 
             let (codes, scales, factors) = (part("codes"), part("scales"), floats("factors"));
             let offset = floats("offset")[0];

@@ -54,18 +54,18 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
-    pub(crate) fn learner(self, device: &Device) -> Result<TrainState<Classifier>> {
-        let mut layout = ParameterSpec::builder();
-        let mut names = layout.names();
+    pub(crate) fn state(self, device: &Device) -> Result<TrainState<Classifier>> {
+        let mut spec = ParameterSpec::builder();
+        let mut names = spec.names();
         // 18 chunks of 4096 weights: of 8 ranks, 5 have a slice.
         let mlp = Mlp::new(names.at("mlp"), INPUTS, 256, 256);
         let model = Classifier { mlp, head: Linear::new(names.at("head"), 256, CLASSES), drops: self.more };
         let schedule = Schedule::WarmupCosine { warmup: 2, total: 10, floor: 0.1 };
         let config = AdamW { learning_rate: 0.002, clip: Some(0.05), schedule, ..AdamW::default() };
-        let learner = TrainState::new(device, model, &layout.build()?, 7, config)?;
+        let state = TrainState::new(device, model, &spec.build()?, 7, config)?;
         let groups = ParameterGroups::new().no_decay(ParameterGroups::is_gain_bias_or_embedding);
-        let learner = learner.with_parameter_groups(&groups)?;
-        if self.more { learner.with_dropout(11)?.with_bf16_copy() } else { Ok(learner) }
+        let state = state.with_parameter_groups(&groups)?;
+        if self.more { state.with_dropout(11)?.with_bf16_copy() } else { Ok(state) }
     }
 }
 
@@ -176,15 +176,15 @@ pub(crate) fn train(
     batches: &[Vec<Points>],
     path: Option<&Path>,
 ) -> Result<Said> {
-    let learner = plan.learner(device)?;
-    let learner = match group {
-        Some(group) => learner.in_group(&group, plan.shards)?,
-        None => learner,
+    let state = plan.state(device)?;
+    let state = match group {
+        Some(group) => state.in_group(&group, plan.shards)?,
+        None => state,
     };
     let mut arena = arena(device);
     let mut trainer = match plan.captured {
-        true => Trainer::captured(&mut arena, learner, &batches[0][1])?,
-        false => Trainer::eager(&mut arena, learner),
+        true => Trainer::captured(&mut arena, state, &batches[0][1])?,
+        false => Trainer::eager(&mut arena, state),
     };
     let mut progress = EpochProgress::default();
     if let Some(path) = path {

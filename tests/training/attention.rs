@@ -30,8 +30,8 @@ struct Layers {
 
 impl Layers {
     fn new() -> (Self, ParameterSpec) {
-        let mut layout = ParameterSpec::builder();
-        let mut names = layout.names();
+        let mut spec = ParameterSpec::builder();
+        let mut names = spec.names();
         let layers = Self {
             gpt2: MultiHeadAttention::new(names.at("gpt2"), WIDTH, 2).causal(),
             vit: MultiHeadAttention::new(names.at("vit"), WIDTH, 1),
@@ -46,7 +46,7 @@ impl Layers {
                 .sees(AttentionMask::SlidingWindow(NonZeroU32::new(16).unwrap()))
                 .qk_norm(names.at("local"), WIDTH / 2, EPSILON),
         };
-        (layers, layout.build().expect("the names differ"))
+        (layers, spec.build().expect("the names differ"))
     }
 }
 
@@ -55,8 +55,8 @@ type Forward = for<'t, 's> fn(&Layers, &Tape<'t, 's>, &Var<'s>, Saved<'s, u32>) 
 
 /// Returns the output and all gradients for a loss that weighs each output element differently.
 fn run(device: &Device, forward: Forward) -> (Vec<u32>, Vec<u32>) {
-    let (layers, layout) = Layers::new();
-    let parameters = Parameters::new(device, &layout, 7).unwrap();
+    let (layers, spec) = Layers::new();
+    let parameters = Parameters::new(device, &spec, 7).unwrap();
     let mut gradients = Gradients::zeros(&parameters).unwrap();
     let mut arena = Arena::builder(device).capacity(Capacity::mib(8)).build().unwrap();
     let x = Random::new(3).normals(BATCH * TOKENS * WIDTH);
@@ -80,9 +80,9 @@ fn run(device: &Device, forward: Forward) -> (Vec<u32>, Vec<u32>) {
 
 #[test]
 fn names_match_other_libraries() {
-    let (_, layout) = Layers::new();
+    let (_, spec) = Layers::new();
     let shapes: Vec<String> =
-        layout.entries().iter().map(|entry| format!("{} {}", entry.name(), entry.shape())).collect();
+        spec.entries().iter().map(|entry| format!("{} {}", entry.name(), entry.shape())).collect();
     let [projections, biases] = [["qkv_proj.weight", "o_proj.weight"], ["qkv_proj.bias", "o_proj.bias"]];
     let full = |name: &str| {
         let extents = [["[64, 192]", "[192]"], ["[64, 64]", "[64]"]];
@@ -188,15 +188,15 @@ struct Model {
 
 impl Model {
     fn new(device: &Device) -> Self {
-        let mut layout = ParameterSpec::builder();
-        let mut names = layout.names();
+        let mut spec = ParameterSpec::builder();
+        let mut names = spec.names();
         let embed = Linear::without_bias(names.at("embed"), CLASSES, 32);
         let attention = MultiHeadAttention::grouped(names.at("attention"), 32, [2, 1])
             .causal()
             .rotary(Rotary::new(100.0))
             .qk_norm(names.at("attention"), 16, EPSILON);
         let head = Linear::new(names.at("head"), 32, CLASSES);
-        let weights = Parameters::new(device, &layout.build().unwrap(), 5).unwrap();
+        let weights = Parameters::new(device, &spec.build().unwrap(), 5).unwrap();
         let gradients = Gradients::zeros(&weights).unwrap();
         let config = AdamW { learning_rate: 0.02, ..AdamW::default() };
         let adamw = Optimizer::new(&weights, config).unwrap();
@@ -279,10 +279,10 @@ fn losses(device: &Device, captured: bool) -> Vec<f32> {
 
 /// Returns the bytes that a step with attention over this many tokens needs.
 fn bytes(device: &Device, tokens: usize, norm: bool) -> usize {
-    let mut layout = ParameterSpec::builder();
-    let layer = MultiHeadAttention::new(layout.names().at("attention"), WIDTH, 1).causal().rotary(Rotary::default());
-    let layer = if norm { layer.qk_norm(layout.names(), WIDTH, EPSILON) } else { layer };
-    let weights = Parameters::new(device, &layout.build().unwrap(), 5).unwrap();
+    let mut spec = ParameterSpec::builder();
+    let layer = MultiHeadAttention::new(spec.names().at("attention"), WIDTH, 1).causal().rotary(Rotary::default());
+    let layer = if norm { layer.qk_norm(spec.names(), WIDTH, EPSILON) } else { layer };
+    let weights = Parameters::new(device, &spec.build().unwrap(), 5).unwrap();
     let mut gradients = Gradients::zeros(&weights).unwrap();
     let arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
     let measured = arena.measure(|step| {

@@ -37,15 +37,15 @@ struct Training {
 
 impl Training {
     fn new(device: &Device, seed: u64) -> Self {
-        let mut layout = ParameterSpec::builder();
+        let mut spec = ParameterSpec::builder();
         let zero = Initializer::Constant(0.0);
         let handles = [
-            layout.add("first.weight", [FEATURES, HIDDEN], Initializer::fan_in(FEATURES)),
-            layout.add("first.bias", [HIDDEN], zero),
-            layout.add("second.weight", [HIDDEN, CLASSES], Initializer::fan_in(HIDDEN)),
-            layout.add("second.bias", [CLASSES], zero),
+            spec.add("first.weight", [FEATURES, HIDDEN], Initializer::fan_in(FEATURES)),
+            spec.add("first.bias", [HIDDEN], zero),
+            spec.add("second.weight", [HIDDEN, CLASSES], Initializer::fan_in(HIDDEN)),
+            spec.add("second.bias", [CLASSES], zero),
         ];
-        let parameters = Parameters::new(device, &layout.build().unwrap(), seed).unwrap();
+        let parameters = Parameters::new(device, &spec.build().unwrap(), seed).unwrap();
         let gradients = Gradients::zeros(&parameters).unwrap();
         let config = AdamW {
             learning_rate: 0.01,
@@ -204,10 +204,10 @@ on_each_device! {
         let (_folder, path) = folder();
         let odd_nan = f32::from_bits(0xffc1_2345);
         let values = [0.0, -0.0, f32::NAN, odd_nan, f32::INFINITY, -f32::INFINITY, 1e-45, f32::MIN_POSITIVE, f32::MAX];
-        let mut layout = ParameterSpec::builder();
-        let handle = layout.add("odd", [values.len()], Initializer::Constant(1.0));
-        let layout = layout.build().unwrap();
-        let mut parameters = Parameters::new(device, &layout, 0).unwrap();
+        let mut spec = ParameterSpec::builder();
+        let handle = spec.add("odd", [values.len()], Initializer::Constant(1.0));
+        let spec = spec.build().unwrap();
+        let mut parameters = Parameters::new(device, &spec, 0).unwrap();
         parameters.write(handle, &values).unwrap();
         let refused = |update, done: Result<()>| {
             let tensor = "`odd`".to_owned();
@@ -219,7 +219,7 @@ on_each_device! {
         refused(None, stepscope::files::save_state_dict(&parameters, &path));
         assert!(!path.exists(), "nothing was saved");
         Checkpoint::save_with(&path, &parameters, None, &[], NonFinite::Allow).unwrap();
-        let mut restored = Parameters::new(device, &layout, 0).unwrap();
+        let mut restored = Parameters::new(device, &spec, 0).unwrap();
         let before = restored.sha256().unwrap();
         let checkpoint = Checkpoint::load(&path).unwrap();
         refused(None, checkpoint.restore(&mut restored, None));
@@ -321,10 +321,10 @@ fn foreign_optimizer_is_refused() {
     training.update(1);
     training.save(&path).unwrap();
     // Smaller, larger, and by chance of the same size.
-    for elements in [1, 1_000_000, training.parameters.layout().elements()] {
-        let mut layout = ParameterSpec::builder();
-        layout.add("other", [elements], Initializer::Constant(0.0));
-        let others = Parameters::new(&device, &layout.build().unwrap(), 0).unwrap();
+    for elements in [1, 1_000_000, training.parameters.spec().elements()] {
+        let mut spec = ParameterSpec::builder();
+        spec.add("other", [elements], Initializer::Constant(0.0));
+        let others = Parameters::new(&device, &spec.build().unwrap(), 0).unwrap();
         let mut optimizer = Optimizer::new(&others, AdamW::default()).unwrap();
         let mut parameters = Training::new(&device, 2).parameters;
         let before = parameters.sha256().unwrap();
@@ -421,9 +421,9 @@ const CHILD: &str = "STEPSCOPE_TEST_CHECKPOINT_PATH";
 
 /// Returns a model of a few hundred kilobytes, too large for the child's limit.
 fn large(seed: u64) -> Parameters {
-    let mut layout = ParameterSpec::builder();
-    layout.add("weight", [300, 300], Initializer::fan_in(300));
-    Parameters::new(&emulated(), &layout.build().unwrap(), seed).unwrap()
+    let mut spec = ParameterSpec::builder();
+    spec.add("weight", [300, 300], Initializer::fan_in(300));
+    Parameters::new(&emulated(), &spec.build().unwrap(), seed).unwrap()
 }
 
 /// A process that may write only a few kilobytes to a file saves over a checkpoint. Once it gets an

@@ -39,11 +39,11 @@ const GOOD: Points = Points([1.0, 0.0, 0.0, 1.0]);
 /// Passes on a trainer that has made an update, with non-finite gradients if requested.
 fn with_trainer(bad_gradients: bool, look: impl FnOnce(&mut Trainer<'_, Line>)) {
     let device = Device::open(DeviceKind::Emulated).unwrap();
-    let mut layout = ParameterSpec::builder();
-    let model = Line(Linear::new(layout.names().at("line"), 2, 2));
-    let learner = TrainState::new(&device, model, &layout.build().unwrap(), 7, AdamW::default()).unwrap();
+    let mut spec = ParameterSpec::builder();
+    let model = Line(Linear::new(spec.names().at("line"), 2, 2));
+    let state = TrainState::new(&device, model, &spec.build().unwrap(), 7, AdamW::default()).unwrap();
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
-    let mut trainer = Trainer::eager(&mut arena, learner).non_finite(NonFinite::Allow);
+    let mut trainer = Trainer::eager(&mut arena, state).non_finite(NonFinite::Allow);
     trainer.epoch([Ok(vec![GOOD])], &mut EpochProgress::default(), &mut ()).unwrap();
     if bad_gradients {
         trainer.accumulate(&[Points([f32::NAN; 4])]).unwrap();

@@ -20,9 +20,9 @@ fn device() -> Device {
 }
 
 fn one_weight(device: &Device) -> Parameters {
-    let mut layout = ParameterSpec::builder();
-    layout.add("w", [4], Initializer::ONE);
-    Parameters::new(device, &layout.build().unwrap(), 1).unwrap()
+    let mut spec = ParameterSpec::builder();
+    spec.add("w", [4], Initializer::ONE);
+    Parameters::new(device, &spec.build().unwrap(), 1).unwrap()
 }
 
 #[track_caller]
@@ -89,10 +89,10 @@ fn a_rate_beyond_f32_is_refused() {
 #[test]
 fn initializers_refuse_non_finite_values() {
     let built = |initializer| {
-        let mut layout = ParameterSpec::builder();
-        layout.add("first", [2], Initializer::ONE);
-        layout.add("wrong", [2], initializer);
-        layout.build()
+        let mut spec = ParameterSpec::builder();
+        spec.add("first", [2], Initializer::ONE);
+        spec.add("wrong", [2], initializer);
+        spec.build()
     };
     for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         assert_misuse(built(Initializer::Constant(value)), &["finite constant", "`wrong`"]);
@@ -102,13 +102,13 @@ fn initializers_refuse_non_finite_values() {
     for of_nothing in
         [Initializer::fan_in(0), Initializer::glorot(0, 0), Initializer::he(0), Initializer::Normal { deviation: 1e38 }]
     {
-        assert_misuse(built(of_nothing), &["layout", "`wrong`"]);
+        assert_misuse(built(of_nothing), &["parameter spec", "`wrong`"]);
     }
     // A later choice counts too.
-    let mut layout = ParameterSpec::builder();
-    layout.add("w", [2], Initializer::ONE);
-    layout.initialize(|_| Some(Initializer::he(0)));
-    assert_misuse(layout.build(), &["deviation", "`w`"]);
+    let mut spec = ParameterSpec::builder();
+    spec.add("w", [2], Initializer::ONE);
+    spec.initialize(|_| Some(Initializer::he(0)));
+    assert_misuse(spec.build(), &["deviation", "`w`"]);
     built(Initializer::Constant(f32::MAX)).unwrap();
 }
 
@@ -148,12 +148,12 @@ impl UpdateRule for Spoils {
     }
 }
 
-fn learner<R: UpdateRule>(device: &Device, rule: R) -> (TrainState<Net, R>, Parameter) {
-    let mut layout = ParameterSpec::builder();
-    let head = Linear::new(layout.names().at("head"), INPUTS, 2);
-    layout.initialize(|_| Some(Initializer::ZERO));
-    let unused = layout.add("unused", [5], Initializer::Constant(1e30));
-    (TrainState::new(device, Net { head }, &layout.build().unwrap(), 1, rule).unwrap(), unused)
+fn state<R: UpdateRule>(device: &Device, rule: R) -> (TrainState<Net, R>, Parameter) {
+    let mut spec = ParameterSpec::builder();
+    let head = Linear::new(spec.names().at("head"), INPUTS, 2);
+    spec.initialize(|_| Some(Initializer::ZERO));
+    let unused = spec.add("unused", [5], Initializer::Constant(1e30));
+    (TrainState::new(device, Net { head }, &spec.build().unwrap(), 1, rule).unwrap(), unused)
 }
 
 fn batch() -> Points {
@@ -171,12 +171,12 @@ fn infinite_weight_stops_first_update() {
     let device = device();
     for captured in [false, true] {
         for value in [f32::INFINITY, f32::NAN] {
-            let (mut learner, unused) = learner(&device, Sgd::default());
-            learner.parameters.write(unused, &[1.0, 2.0, value, 4.0, 5.0]).unwrap();
+            let (mut state, unused) = state(&device, Sgd::default());
+            state.parameters.write(unused, &[1.0, 2.0, value, 4.0, 5.0]).unwrap();
             let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
             let mut trainer = match captured {
-                true => Trainer::captured(&mut arena, learner, &batch()).unwrap(),
-                false => Trainer::eager(&mut arena, learner),
+                true => Trainer::captured(&mut arena, state, &batch()).unwrap(),
+                false => Trainer::eager(&mut arena, state),
             };
             assert_names_unused(trainer.update(&[batch()]), 0);
             let one = std::iter::once(Ok(vec![batch()]));
@@ -189,10 +189,10 @@ fn infinite_weight_stops_first_update() {
 #[test]
 fn unchecked_loads_are_checked_later() {
     let device = device();
-    let (mut learner, _) = learner(&device, Sgd::default());
-    let numbers: Vec<Vec<u8>> = learner
+    let (mut state, _) = state(&device, Sgd::default());
+    let numbers: Vec<Vec<u8>> = state
         .parameters
-        .layout()
+        .spec()
         .entries()
         .iter()
         .map(|entry| {
@@ -202,20 +202,20 @@ fn unchecked_loads_are_checked_later() {
         .collect();
     let mut sources = numbers.iter();
     let load =
-        learner.parameters.load(|_| sources.next().map(Vec::as_slice), Transfer::new().non_finite(NonFinite::Allow));
+        state.parameters.load(|_| sources.next().map(Vec::as_slice), Transfer::new().non_finite(NonFinite::Allow));
     load.unwrap();
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
-    assert_names_unused(Trainer::eager(&mut arena, learner).update(&[batch()]), 0);
+    assert_names_unused(Trainer::eager(&mut arena, state).update(&[batch()]), 0);
 }
 
 #[test]
 fn spoilt_weight_is_found_within_epoch() {
     let device = device();
-    let (learner, _) = learner(&device, Spoils { at: 300 });
+    let (state, _) = state(&device, Spoils { at: 300 });
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
     let mut progress = EpochProgress::default();
     let batches = (0..1_000_000).map(|_| Ok(vec![batch()]));
-    let ended = Trainer::eager(&mut arena, learner).epoch(batches, &mut progress, &mut ());
+    let ended = Trainer::eager(&mut arena, state).epoch(batches, &mut progress, &mut ());
     assert_names_unused(ended, 1000);
     assert!(progress.updates <= 1000);
 }
@@ -224,8 +224,8 @@ fn spoilt_weight_is_found_within_epoch() {
 #[test]
 fn non_finite_numbers_can_be_allowed() {
     let device = device();
-    let (mut learner, unused) = learner(&device, Sgd::default());
-    learner.parameters.write(unused, &[f32::INFINITY; 5]).unwrap();
+    let (mut state, unused) = state(&device, Sgd::default());
+    state.parameters.write(unused, &[f32::INFINITY; 5]).unwrap();
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
-    Trainer::eager(&mut arena, learner).non_finite(NonFinite::Allow).update(&[batch()]).unwrap();
+    Trainer::eager(&mut arena, state).non_finite(NonFinite::Allow).update(&[batch()]).unwrap();
 }

@@ -86,21 +86,21 @@ impl Model for Net {
     }
 }
 
-fn learner(device: &Device) -> TrainState<Net> {
-    let mut layout = ParameterSpec::builder();
-    let mut names = layout.names();
+fn state(device: &Device) -> TrainState<Net> {
+    let mut spec = ParameterSpec::builder();
+    let mut names = spec.names();
     let net = Net {
         input: Linear::new(names.at("input"), INPUTS, 16),
         mlp: Mlp::new(names.at("mlp"), 16, 32, 16),
         dropout: Dropout { p: 0.3 },
         head: Linear::new(names.at("head"), 16, CLASSES),
     };
-    layout.initialize(|entry| entry.name().starts_with("mlp").then(|| Initializer::he(16)));
+    spec.initialize(|entry| entry.name().starts_with("mlp").then(|| Initializer::he(16)));
     let schedule = Schedule::WarmupCosine { warmup: 3, total: 9, floor: 0.1 };
     let config = AdamW { learning_rate: 0.02, clip: Some(0.3), schedule, ..AdamW::default() };
     let groups = ParameterGroups::new().no_decay(ParameterGroups::is_gain_bias_or_embedding);
-    let learner = TrainState::new(device, net, &layout.build().unwrap(), 7, config).unwrap();
-    learner.with_parameter_groups(&groups).unwrap().with_dropout(5).unwrap().with_bf16_copy().unwrap()
+    let state = TrainState::new(device, net, &spec.build().unwrap(), 7, config).unwrap();
+    state.with_parameter_groups(&groups).unwrap().with_dropout(5).unwrap().with_bf16_copy().unwrap()
 }
 
 /// Returns batches in which some numbers are subnormal.
@@ -119,10 +119,10 @@ fn batches() -> Vec<Vec<Points>> {
 /// all as bits.
 fn trained(device: &Device, captured: bool, batches: &[Vec<Points>]) -> (String, [u64; 2]) {
     let mut arena = Arena::builder(device).capacity(Capacity::mib(8)).build().unwrap();
-    let learner = learner(device);
+    let state = state(device);
     let mut trainer = match captured {
-        true => Trainer::captured(&mut arena, learner, &batches[0][0]).unwrap(),
-        false => Trainer::eager(&mut arena, learner),
+        true => Trainer::captured(&mut arena, state, &batches[0][0]).unwrap(),
+        false => Trainer::eager(&mut arena, state),
     };
     let mut progress = EpochProgress::default();
     let batches = batches.to_vec();
@@ -357,12 +357,12 @@ fn displayed_values_do_not_trap() {
 #[test]
 fn non_finite_numbers_are_found() {
     let device = device();
-    let mut layout = ParameterSpec::builder();
-    let w = layout.add("w", [3], Initializer::ONE);
-    let layout = layout.build().unwrap();
+    let mut spec = ParameterSpec::builder();
+    let w = spec.add("w", [3], Initializer::ONE);
+    let spec = spec.build().unwrap();
     for mode in MODES {
         mode.within(|| {
-            let mut weights = Parameters::new(&device, &layout, 1).unwrap();
+            let mut weights = Parameters::new(&device, &spec, 1).unwrap();
             let signalling = [f32::from_bits(0x7f80_0001), f32::from_bits(1), 1.0].map(f32::to_le_bytes);
             let refused = weights.load(|_| Some(signalling.as_flattened()), Transfer::new());
             assert!(matches!(refused, Err(Error::NotFinite { .. })), "{refused:?}");

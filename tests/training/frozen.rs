@@ -34,8 +34,8 @@ struct Language {
 type Rule = fn(&str) -> bool;
 
 fn language(tied: bool, frozen: Rule, stored: FrozenType) -> (Language, ParameterSpec) {
-    let mut layout = ParameterSpec::builder();
-    let mut names = layout.names();
+    let mut spec = ParameterSpec::builder();
+    let mut names = spec.names();
     let tokens = Embedding::new(names.at("tokens"), VOCABULARY, WIDTH, 0.5);
     let positions = Embedding::new(names.at("positions"), TOKENS + 1, WIDTH, 0.5);
     let gpt2 = Block::gpt2(names.at("gpt2"), WIDTH, 2, 64);
@@ -45,9 +45,9 @@ fn language(tied: bool, frozen: Rule, stored: FrozenType) -> (Language, Paramete
     let head = if tied { tokens.weight } else { Embedding::new(names.at("head"), VOCABULARY, WIDTH, 0.5).weight };
     // Positions are added in f32, also to sums in BF16, so rounding them would change the sums.
     let is_exact = |name: &str| stored == FrozenType::F32 || name != "positions.weight";
-    layout.freeze(|entry| (frozen(entry.name()) && is_exact(entry.name())).then_some(stored));
+    spec.freeze(|entry| (frozen(entry.name()) && is_exact(entry.name())).then_some(stored));
     let model = Language { tokens, positions, blocks: [gpt2, llama], norm, head, recompute: false };
-    (model, layout.build().unwrap())
+    (model, spec.build().unwrap())
 }
 
 impl Language {
@@ -242,10 +242,10 @@ fn frozen_gradients_are_not_launched() {
     assert_eq!((none.launches, none.gradients.len()), (0, 0));
 
     let launches = |frozen: [bool; 2]| {
-        let mut layout = ParameterSpec::builder();
-        let layers = [Linear::new(layout.names().at("0"), 8, 8), Linear::new(layout.names().at("1"), 8, 8)];
-        layout.freeze(|entry| frozen[usize::from(entry.name().starts_with('1'))].then_some(FrozenType::F32));
-        let parameters = Parameters::new(&device, &layout.build().unwrap(), 7).unwrap();
+        let mut spec = ParameterSpec::builder();
+        let layers = [Linear::new(spec.names().at("0"), 8, 8), Linear::new(spec.names().at("1"), 8, 8)];
+        spec.freeze(|entry| frozen[usize::from(entry.name().starts_with('1'))].then_some(FrozenType::F32));
+        let parameters = Parameters::new(&device, &spec.build().unwrap(), 7).unwrap();
         let mut gradients = Gradients::zeros(&parameters).unwrap();
         let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
         let launches = arena.step(|step| {
@@ -271,15 +271,15 @@ fn frozen_gradients_are_not_launched() {
 fn frozen_weights_take_two_bytes() {
     let plan = FaultPlan::new();
     let device = Device::builder(DeviceKind::Emulated).layer(plan.clone()).open().unwrap();
-    let mut layout = ParameterSpec::builder();
-    Linear::without_bias(layout.names().at("body"), 1000, 1001);
-    let head = Linear::new(layout.names().at("head"), 10, 3);
-    layout.freeze(|entry| entry.name().starts_with("body").then_some(FrozenType::Bf16));
-    let layout = layout.build().unwrap();
-    assert_eq!(layout.frozen_bytes(), (2 * 1000 * 1001u64).next_multiple_of(256));
-    assert_eq!((layout.elements(), layout.trained_weights(), layout.weights()), (128, 33, 1000 * 1001 + 33));
+    let mut spec = ParameterSpec::builder();
+    Linear::without_bias(spec.names().at("body"), 1000, 1001);
+    let head = Linear::new(spec.names().at("head"), 10, 3);
+    spec.freeze(|entry| entry.name().starts_with("body").then_some(FrozenType::Bf16));
+    let spec = spec.build().unwrap();
+    assert_eq!(spec.frozen_bytes(), (2 * 1000 * 1001u64).next_multiple_of(256));
+    assert_eq!((spec.elements(), spec.trained_weights(), spec.weights()), (128, 33, 1000 * 1001 + 33));
     let before = plan.count(Call::Allocate);
-    let parameters = Parameters::new(&device, &layout, 7).unwrap();
+    let parameters = Parameters::new(&device, &spec, 7).unwrap();
     assert_eq!(plan.count(Call::Allocate) - before, 2, "the trained weights and the frozen ones");
     let parameters = parameters.with_bf16_copy().unwrap();
     assert_eq!(plan.count(Call::Allocate) - before, 3, "the copy of the trained weights");
@@ -384,7 +384,7 @@ fn checkpoints_name_their_frozen_weights() {
     refused(state(&device, false, |_| false, FrozenType::F32), "but the model has no frozen weights");
     refused(state(&device, false, rule, FrozenType::F32), "but the model has frozen weights with SHA-256");
     let mut other = state(&device, false, rule, FrozenType::Bf16);
-    let (parameter, entry) = other.parameters.layout().iter().find(|(_, entry)| entry.frozen().is_some()).unwrap();
+    let (parameter, entry) = other.parameters.spec().iter().find(|(_, entry)| entry.frozen().is_some()).unwrap();
     let values = vec![0.5; entry.shape().elements()];
     other.parameters.write(parameter, &values).unwrap();
     refused(other, "but the model has frozen weights with SHA-256");
@@ -397,8 +397,8 @@ fn ranks_compare_frozen_weights() {
     let train = |device: &Device, group: Group, changes: bool| {
         let mut state = state(device, false, rule, FrozenType::Bf16);
         if changes && group.rank() == 1 {
-            let layout = state.parameters.layout().clone();
-            let (parameter, entry) = layout.iter().find(|(_, entry)| entry.frozen().is_some()).unwrap();
+            let spec = state.parameters.spec().clone();
+            let (parameter, entry) = spec.iter().find(|(_, entry)| entry.frozen().is_some()).unwrap();
             state.parameters.write(parameter, &vec![0.5; entry.shape().elements()])?;
         }
         let state = state.in_group(&group, 2)?;
@@ -422,12 +422,12 @@ fn ranks_compare_frozen_weights() {
 #[test]
 fn misuses_of_frozen_parameters_are_refused() {
     let device = Device::open(DeviceKind::Emulated).unwrap();
-    let mut layout = ParameterSpec::builder();
-    let head = layout.add("head", [4, 4], Initializer::ONE);
-    let body = layout.add("body", [4, 4], Initializer::ONE);
-    let stack = layout.add_stack(2, |number| format!("gain{number}"), [4], Initializer::ONE);
-    layout.freeze(|entry| ["body", "gain0"].contains(&entry.name()).then_some(FrozenType::Bf16));
-    let spec = layout.build().unwrap();
+    let mut spec = ParameterSpec::builder();
+    let head = spec.add("head", [4, 4], Initializer::ONE);
+    let body = spec.add("body", [4, 4], Initializer::ONE);
+    let stack = spec.add_stack(2, |number| format!("gain{number}"), [4], Initializer::ONE);
+    spec.freeze(|entry| ["body", "gain0"].contains(&entry.name()).then_some(FrozenType::Bf16));
+    let spec = spec.build().unwrap();
     let parameters = Parameters::new(&device, &spec, 7).unwrap();
     let gradients = Gradients::zeros(&parameters).unwrap();
     let refused = |result: Result<()>, words: &str| {
@@ -451,10 +451,10 @@ fn misuses_of_frozen_parameters_are_refused() {
     refused(error, "`body`, which is frozen");
     // Matrices that are not the parameter's outputs, also where the sum overflows.
     for outputs in [vec![8], vec![0, 16], vec![4, 12], vec![usize::MAX - 7, 24], vec![1 << 63, 1 << 63, 16]] {
-        let mut layout = ParameterSpec::builder();
-        layout.add("w", [16, 16], Initializer::ZERO);
-        layout.freeze(|_| Some(FrozenType::Nf4));
-        layout.matrices(|_| Some(outputs.clone()));
-        refused(layout.build().map(drop), "of 8 outputs in each matrix, in NF4, got `w` [16, 16] of outputs [");
+        let mut spec = ParameterSpec::builder();
+        spec.add("w", [16, 16], Initializer::ZERO);
+        spec.freeze(|_| Some(FrozenType::Nf4));
+        spec.matrices(|_| Some(outputs.clone()));
+        refused(spec.build().map(drop), "of 8 outputs in each matrix, in NF4, got `w` [16, 16] of outputs [");
     }
 }

@@ -29,8 +29,8 @@ struct Layers {
 
 impl Layers {
     fn new() -> (Self, ParameterSpec) {
-        let mut layout = ParameterSpec::builder();
-        let mut names = layout.names();
+        let mut spec = ParameterSpec::builder();
+        let mut names = spec.names();
         let layers = Self {
             linear: Linear::new(names.at("linear"), WIDTH, 5),
             plain: Linear::without_bias(names.at("plain"), WIDTH, WIDTH),
@@ -39,14 +39,14 @@ impl Layers {
             swiglu: SwiGlu::new(names.at("swiglu"), WIDTH, 24, WIDTH),
             positions: Embedding::new(names.at("positions"), TOKENS + 1, WIDTH, 0.5),
         };
-        (layers, layout.build().expect("the names differ"))
+        (layers, spec.build().expect("the names differ"))
     }
 }
 
 /// Returns the output and all gradients for a loss that weighs each output element differently.
 fn run(device: &Device, forward: Forward) -> (Vec<u32>, Vec<u32>) {
-    let (layers, layout) = Layers::new();
-    let parameters = Parameters::new(device, &layout, 7).unwrap();
+    let (layers, spec) = Layers::new();
+    let parameters = Parameters::new(device, &spec, 7).unwrap();
     let mut gradients = Gradients::zeros(&parameters).unwrap();
     let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
     let x = Random::new(3).normals(BATCH * TOKENS * WIDTH);
@@ -69,8 +69,8 @@ fn run(device: &Device, forward: Forward) -> (Vec<u32>, Vec<u32>) {
 
 #[test]
 fn names_are_nested_and_in_order() {
-    let (_, layout) = Layers::new();
-    let names: Vec<&str> = layout.entries().iter().map(ParameterEntry::name).collect();
+    let (_, spec) = Layers::new();
+    let names: Vec<&str> = spec.entries().iter().map(ParameterEntry::name).collect();
     let expected: Vec<String> = ["linear.weight", "linear.bias", "plain.weight"]
         .into_iter()
         .map(String::from)
@@ -81,11 +81,11 @@ fn names_are_nested_and_in_order() {
         .collect();
     assert_eq!(names, expected);
     let twice = {
-        let mut layout = ParameterSpec::builder();
-        let mut names = layout.names();
+        let mut spec = ParameterSpec::builder();
+        let mut names = spec.names();
         Linear::new(names.at("head"), 2, 2);
         Linear::new(names.at("head"), 2, 2);
-        layout.build().unwrap_err()
+        spec.build().unwrap_err()
     };
     assert!(twice.to_string().contains("two named `head."), "{twice}");
 }
@@ -166,9 +166,9 @@ on_each_device! {
 
     /// Layers that need more than a variable: ids, and a tape with random numbers.
     fn embedding_and_dropout(device: &Device) {
-        let mut layout = ParameterSpec::builder();
-        let embedding = Embedding::new(layout.names().at("wte"), 7, 5, 1.0);
-        let parameters = Parameters::new(device, &layout.build().unwrap(), 3).unwrap();
+        let mut spec = ParameterSpec::builder();
+        let embedding = Embedding::new(spec.names().at("wte"), 7, 5, 1.0);
+        let parameters = Parameters::new(device, &spec.build().unwrap(), 3).unwrap();
         let generator = ops::Generator::new(device, 1).unwrap();
         let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
         let ids = [6, 0, 3, 3, 1, 6];

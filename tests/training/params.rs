@@ -30,8 +30,8 @@ struct Handles {
 
 /// Returns handles in a spec with this many parameters before them.
 fn handles(before: usize) -> (Handles, ParameterSpec) {
-    let mut layout = ParameterSpec::builder();
-    let mut names = layout.names();
+    let mut spec = ParameterSpec::builder();
+    let mut names = spec.names();
     for number in 0..before {
         names.add(format!("before{number}"), [WIDTH], Initializer::ONE);
     }
@@ -42,7 +42,7 @@ fn handles(before: usize) -> (Handles, ParameterSpec) {
         mlp: Mlp::new(names.at("mlp"), WIDTH, WIDTH, WIDTH),
         swiglu: SwiGlu::new(names.at("swiglu"), WIDTH, WIDTH, WIDTH),
     };
-    (handles, layout.build().unwrap())
+    (handles, spec.build().unwrap())
 }
 
 /// Returns handles of a spec built alike, of one with other places, and of one whose handles go
@@ -141,8 +141,8 @@ fn arena(device: &Device) -> Arena {
 on_each_device! {
     /// Tests foreign parameters on a tape, forward and backward, and through layers.
     fn tapes_refuse_foreign_parameters(device: &Device) {
-        let (own, layout) = handles(0);
-        let weights = Parameters::new(device, &layout, 7).unwrap();
+        let (own, spec) = handles(0);
+        let weights = Parameters::new(device, &spec, 7).unwrap();
         let mut gradients = Gradients::zeros(&weights).unwrap();
         let mut arena = arena(device);
         for (name, op, used) in USES {
@@ -170,8 +170,8 @@ on_each_device! {
 
     /// Reads and writes by handle.
     fn buffers_refuse_foreign_parameters(device: &Device) {
-        let (own, layout) = handles(0);
-        let mut weights = Parameters::new(device, &layout, 7).unwrap();
+        let (own, spec) = handles(0);
+        let mut weights = Parameters::new(device, &spec, 7).unwrap();
         let mut gradients = Gradients::zeros(&weights).unwrap();
         let before = weights.sha256().unwrap();
         let mut arena = arena(device);
@@ -181,7 +181,7 @@ on_each_device! {
                 Ok([refused(weights.lend(step, handle)), refused(gradients.lend_mut(step, handle))])
             });
             let [lent, lent_mut] = stepped.unwrap();
-            let read = [refused(layout.entry(handle)), refused(weights.read(handle)), refused(gradients.read(handle))];
+            let read = [refused(spec.entry(handle)), refused(weights.read(handle)), refused(gradients.read(handle))];
             [&read[..], &[lent, lent_mut, refused(weights.write(handle, &values))]].concat()
         };
         for foreign in strangers() {
@@ -197,13 +197,13 @@ on_each_device! {
 
     /// Clones of a spec are equal: a model may have several sets of weights.
     fn handles_work_for_cloned_specs(device: &Device) {
-        let (own, layout) = handles(0);
-        let [one, other] = [&layout, &layout.clone()].map(|layout| Parameters::new(device, layout, 7).unwrap());
+        let (own, spec) = handles(0);
+        let [one, other] = [&spec, &spec.clone()].map(|spec| Parameters::new(device, spec, 7).unwrap());
         let read = |weights: &Parameters| bits(&weights.read(own.linear.weight).unwrap());
         assert_eq!(read(&one), read(&other));
         let mut gradients = Gradients::zeros(&one).unwrap();
         run(&mut arena(device), &other, &mut gradients, USES[1].2, &own).unwrap();
-        assert_ne!(own.linear.weight, handles(0).0.linear.weight, "but not a layout that was built alike");
+        assert_ne!(own.linear.weight, handles(0).0.linear.weight, "but not a spec that was built alike");
     }
 
     /// Every op, in each place where it takes a variable, and the backward pass.
@@ -239,8 +239,8 @@ on_each_device! {
                 tape.cross_entropy_by(x, labels, ops::LabelRules::default().weighted(1.0))
             }),
         ];
-        let (own, layout) = handles(0);
-        let weights = Parameters::new(device, &layout, 7).unwrap();
+        let (own, spec) = handles(0);
+        let weights = Parameters::new(device, &spec, 7).unwrap();
         let mut gradients = Gradients::zeros(&weights).unwrap();
         arena(device).step(|step| {
             for (name, op) in OPS {
@@ -268,8 +268,8 @@ on_each_device! {
 
     /// Gradients, moments and models of other specs.
     fn objects_of_another_spec_are_refused(device: &Device) {
-        let ((own, layout), (_, alike)) = (handles(0), handles(0));
-        let [mut weights, mut others] = [&layout, &alike].map(|layout| Parameters::new(device, layout, 7).unwrap());
+        let ((own, spec), (_, alike)) = (handles(0), handles(0));
+        let [mut weights, mut others] = [&spec, &alike].map(|spec| Parameters::new(device, spec, 7).unwrap());
         let [mut gradients, mut others_gradients] = [&weights, &others].map(|weights| Gradients::zeros(weights).unwrap());
         let mut optimizer = Optimizer::new(&weights, AdamW::default()).unwrap();
         let mut arena = arena(device);
@@ -286,7 +286,7 @@ on_each_device! {
 
         // An equal spec on another device.
         let elsewhere = crate::support::open(device.description().kind);
-        let far = Parameters::new(&elsewhere, &layout, 7).unwrap();
+        let far = Parameters::new(&elsewhere, &spec, 7).unwrap();
         let mut far_gradients = Gradients::zeros(&far).unwrap();
         assert_eq!(refused(run(&mut arena, &weights, &mut far_gradients, USES[1].2, &own)), Some("lend"));
         assert_eq!(refused(run(&mut arena, &far, &mut gradients, USES[1].2, &own)), Some("linear"));
@@ -294,10 +294,10 @@ on_each_device! {
 
     /// Stacks without a member are refused, and nothing panics.
     fn an_empty_stack_is_refused(device: &Device) {
-        let mut layout = ParameterSpec::builder();
-        layout.add("gain", [WIDTH], Initializer::ONE);
-        let none = layout.add_stack(0, |_| unreachable!(), [WIDTH, WIDTH], Initializer::ONE);
-        let weights = Parameters::new(device, &layout.build().unwrap(), 7).unwrap();
+        let mut spec = ParameterSpec::builder();
+        spec.add("gain", [WIDTH], Initializer::ONE);
+        let none = spec.add_stack(0, |_| unreachable!(), [WIDTH, WIDTH], Initializer::ONE);
+        let weights = Parameters::new(device, &spec.build().unwrap(), 7).unwrap();
         arena(device).step(|step| {
             let tape = Tape::new(step, &weights);
             let qkv = tape.input(ops::fill(step, [3, BATCH, TOKENS, WIDTH], 0.5)?);

@@ -17,9 +17,9 @@ use stepscope::upload::{NonFinite, Transfer};
 /// Enough non-finite f32 bits for any parameter here.
 static INFINITE: [u8; 1 << 17] = [0xff; 1 << 17];
 
-fn layout() -> ParameterSpec {
-    let mut layout = ParameterSpec::builder();
-    let mut names = layout.names();
+fn spec() -> ParameterSpec {
+    let mut spec = ParameterSpec::builder();
+    let mut names = spec.names();
     Linear::new(names.at("encoder").at("0"), 5, 3);
     RmsNorm::new(names.at("norm"), 7);
     Embedding::new(names.at("wte"), 6, 4, 0.02);
@@ -28,9 +28,9 @@ fn layout() -> ParameterSpec {
     MultiHeadAttention::new(names.at("heads"), 8, 2);
     Block::gpt2(names.at("gpt2"), 8, 2, 12);
     Block::llama(names.at("llama"), 16, [4, 2], 12, Rotary::default());
-    layout.add("scalegain", [4], Initializer::ONE);
-    layout.add("kernel", [2, 3, 4], Initializer::fan_in(6));
-    layout.build().unwrap()
+    spec.add("scalegain", [4], Initializer::ONE);
+    spec.add("kernel", [2, 3, 4], Initializer::fan_in(6));
+    spec.build().unwrap()
 }
 
 /// Returns a file's tensors by name: extents and numbers.
@@ -46,8 +46,8 @@ on_each_device! {
     fn weights_round_trip(device: &Device) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
-        let layout = layout();
-        let parameters = Parameters::new(device, &layout, 7).unwrap();
+        let spec = spec();
+        let parameters = Parameters::new(device, &spec, 7).unwrap();
         stepscope::files::save_state_dict(&parameters, &path).unwrap();
         let file = tensors(&path);
         let names: Vec<&str> = file.keys().map(String::as_str).collect();
@@ -63,7 +63,7 @@ on_each_device! {
             "wte.weight",
         ]);
         let ours = parameters.flat().read().unwrap();
-        let entry = |name: &str| layout.entries().iter().find(|entry| entry.name() == name).unwrap();
+        let entry = |name: &str| spec.entries().iter().find(|entry| entry.name() == name).unwrap();
         // The queries of grouped heads, and the keys and values that two of them share, next to
         // each other.
         for (name, inputs, outputs) in [
@@ -91,7 +91,7 @@ on_each_device! {
         assert_eq!(file["wte.weight"], (vec![6, 4], ours[entry("wte.weight").range()].to_vec()));
         assert_eq!(file["kernel"], (vec![2, 3, 4], ours[entry("kernel").range()].to_vec()));
 
-        let mut other = Parameters::new(device, &layout, 8).unwrap();
+        let mut other = Parameters::new(device, &spec, 8).unwrap();
         assert_ne!(other.sha256().unwrap(), parameters.sha256().unwrap());
         stepscope::files::load_state_dict(&mut other, &path).unwrap();
         assert_eq!(other.sha256().unwrap(), parameters.sha256().unwrap());
@@ -102,8 +102,8 @@ on_each_device! {
     fn bf16_weights_read_exactly_write_rounded(device: &Device) {
         let folder = tempfile::tempdir().unwrap();
         let [whole, halves, mixed] = ["whole", "halves", "mixed"].map(|name| folder.path().join(name));
-        let layout = layout();
-        let parameters = Parameters::new(device, &layout, 7).unwrap();
+        let spec = spec();
+        let parameters = Parameters::new(device, &spec, 7).unwrap();
         stepscope::files::save_state_dict(&parameters, &whole).unwrap();
         stepscope::files::save_state_dict_as::<bf16>(&parameters, &halves).unwrap();
         let [file, rounded] = [&whole, &halves].map(|path| std::fs::read(path).unwrap());
@@ -119,7 +119,7 @@ on_each_device! {
         let ours = parameters.flat().read().unwrap();
         let expected: Vec<f32> = ours.iter().map(|&value| bf16::from_f32(value).to_f32()).collect();
         assert_ne!(ours, expected);
-        let mut other = Parameters::new(device, &layout, 8).unwrap();
+        let mut other = Parameters::new(device, &spec, 8).unwrap();
         stepscope::files::load_state_dict(&mut other, &halves).unwrap();
         assert_eq!(other.flat().read().unwrap(), expected);
 
@@ -128,10 +128,10 @@ on_each_device! {
             (name, [&file, &rounded][number % 2].tensor(name).unwrap())
         });
         std::fs::write(&mixed, safetensors::serialize(tensors, None).unwrap()).unwrap();
-        let mut other = Parameters::new(device, &layout, 8).unwrap();
+        let mut other = Parameters::new(device, &spec, 8).unwrap();
         stepscope::files::load_state_dict(&mut other, &mixed).unwrap();
         let got = other.flat().read().unwrap();
-        for entry in layout.entries() {
+        for entry in spec.entries() {
             let is = |values: &[f32]| got[entry.range()] == values[entry.range()];
             assert!(is(&ours) || is(&expected), "{}", entry.name());
         }
@@ -173,7 +173,7 @@ on_each_device! {
     fn non_finite_numbers_are_refused(device: &Device) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
-        let mut parameters = Parameters::new(device, &layout(), 7).unwrap();
+        let mut parameters = Parameters::new(device, &spec(), 7).unwrap();
         let before = parameters.sha256().unwrap();
         stepscope::files::save_state_dict(&parameters, &path).unwrap();
         let mut file = std::fs::read(&path).unwrap();
@@ -201,22 +201,22 @@ on_each_device! {
     fn mismatched_files_change_nothing(device: &Device) {
         let folder = tempfile::tempdir().unwrap();
         let model = |add: &dyn Fn(&mut ParameterSpecBuilder)| {
-            let mut layout = ParameterSpec::builder();
-            layout.add("head.weight", [2, 3], Initializer::fan_in(2));
-            add(&mut layout);
-            Parameters::new(device, &layout.build().unwrap(), 7).unwrap()
+            let mut spec = ParameterSpec::builder();
+            spec.add("head.weight", [2, 3], Initializer::fan_in(2));
+            add(&mut spec);
+            Parameters::new(device, &spec.build().unwrap(), 7).unwrap()
         };
-        let bias = |extent: usize| move |layout: &mut ParameterSpecBuilder| {
-            layout.add("head.bias", [extent], Initializer::ONE);
+        let bias = |extent: usize| move |spec: &mut ParameterSpecBuilder| {
+            spec.add("head.bias", [extent], Initializer::ONE);
         };
         let mut parameters = model(&bias(3));
         let before = parameters.sha256().unwrap();
         for (file, reason) in [
             (model(&|_| ()), "has no `head.bias`"),
             (model(&bias(4)), "`head.bias`: expected F32 or BF16 [3], got F32 [4]"),
-            (model(&|layout| {
-                bias(3)(layout);
-                layout.add("norm.gain", [3], Initializer::ONE);
+            (model(&|spec| {
+                bias(3)(spec);
+                spec.add("norm.gain", [3], Initializer::ONE);
             }), "has `norm.weight`, which is not a parameter"),
         ] {
             let path = folder.path().join("other.safetensors");
@@ -225,8 +225,8 @@ on_each_device! {
             assert!(error.contains(reason) && error.contains("other.safetensors"), "{error}");
             assert_eq!(parameters.sha256().unwrap(), before, "{reason}");
         }
-        let twice = model(&|layout| {
-            layout.add("head.gain", [3], Initializer::ONE);
+        let twice = model(&|spec| {
+            spec.add("head.gain", [3], Initializer::ONE);
         });
         let error = stepscope::files::save_state_dict(&twice, folder.path().join("twice")).unwrap_err().to_string();
         assert!(error.contains("two named `head.weight`"), "{error}");

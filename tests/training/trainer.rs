@@ -30,14 +30,14 @@ struct Classifier {
 }
 
 impl Classifier {
-    fn learner(device: &Device) -> TrainState<Self> {
-        let mut layout = ParameterSpec::builder();
-        let mut names = layout.names();
+    fn state(device: &Device) -> TrainState<Self> {
+        let mut spec = ParameterSpec::builder();
+        let mut names = spec.names();
         let mlp = Mlp::new(names.at("mlp"), INPUTS, 64, 64);
         let model = Self { mlp, head: Linear::new(names.at("head"), 64, CLASSES) };
         let schedule = Schedule::WarmupCosine { warmup: 2, total: 10, floor: 0.1 };
         let config = AdamW { learning_rate: 0.02, clip: Some(0.5), schedule, ..AdamW::default() };
-        TrainState::new(device, model, &layout.build().unwrap(), 7, config).unwrap()
+        TrainState::new(device, model, &spec.build().unwrap(), 7, config).unwrap()
     }
 }
 
@@ -73,10 +73,10 @@ fn arena(device: &Device) -> Arena {
 }
 
 fn trainer<'a>(arena: &'a mut Arena, captured: bool, part: usize) -> Trainer<'a, Classifier> {
-    let learner = Classifier::learner(arena.device());
+    let state = Classifier::state(arena.device());
     match captured {
-        true => Trainer::captured(arena, learner, &batches(0, part)[0][0]).unwrap(),
-        false => Trainer::eager(arena, learner),
+        true => Trainer::captured(arena, state, &batches(0, part)[0][0]).unwrap(),
+        false => Trainer::eager(arena, state),
     }
 }
 
@@ -243,14 +243,14 @@ on_each_device! {
         let mut seen = Vec::new();
         for precision in ops::Precision::ALL {
             let mut arena = arena(device);
-            let learner = Classifier::learner(device).with_precision(precision);
+            let state = Classifier::state(device).with_precision(precision);
             let by_hand = arena.step(|step| {
                 step.set_precision(precision);
                 let batch = step.upload_inputs(&points.inputs()?)?;
-                let tape = Tape::new(step, &learner.parameters).evaluating();
-                step.read(learner.model.forward(&tape, &batch)?.value())
+                let tape = Tape::new(step, &state.parameters).evaluating();
+                step.read(state.model.forward(&tape, &batch)?.value())
             });
-            let mut trainer = Trainer::captured(&mut arena, learner, &batches(0, 8)[0][0]).unwrap();
+            let mut trainer = Trainer::captured(&mut arena, state, &batches(0, 8)[0][0]).unwrap();
             let (_, logits) = trainer.evaluate(&points, |step, logits| step.read(logits.value())).unwrap();
             assert_eq!(logits, by_hand.unwrap(), "{precision}");
             assert!(!seen.contains(&logits), "{precision} rounds as another does");
@@ -279,7 +279,7 @@ on_each_device! {
 fn arena_and_deadline_errors_pass_through() {
     let device = Device::open(DeviceKind::Emulated).unwrap();
     let mut small = Arena::builder(&device).capacity(Capacity::Bytes(4096)).build().unwrap();
-    let mut cramped = Trainer::eager(&mut small, Classifier::learner(&device));
+    let mut cramped = Trainer::eager(&mut small, Classifier::state(&device));
     let error = cramped.update(&batches(1, 8)[0]).unwrap_err();
     assert!(matches!(&error, Error::ArenaFull { cause: Cause::WorkingSetLargerThanArena, .. }), "{error}");
 
@@ -350,15 +350,15 @@ fn exactly_one_update_runs_ahead() {
 on_each_device! {
     /// A model that was built over another spec than its weights.
     fn model_of_another_spec_is_refused(device: &Device) {
-        let stranger = Classifier::learner(device).model;
+        let stranger = Classifier::state(device).model;
         let mut memory = arena(device);
-        let mut learner = Classifier::learner(device);
-        learner.model = stranger;
-        let error = Trainer::captured(&mut memory, learner, &batches(0, 8)[0][0]).err().unwrap();
+        let mut state = Classifier::state(device);
+        state.model = stranger;
+        let error = Trainer::captured(&mut memory, state, &batches(0, 8)[0][0]).err().unwrap();
         assert!(matches!(error, Error::Misuse { op: "mlp_gelu", .. }), "{error}");
-        let mut learner = Classifier::learner(device);
-        learner.gradients = Classifier::learner(device).gradients;
-        let error = Trainer::eager(&mut memory, learner).update(&batches(0, 8)[0]).unwrap_err();
+        let mut state = Classifier::state(device);
+        state.gradients = Classifier::state(device).gradients;
+        let error = Trainer::eager(&mut memory, state).update(&batches(0, 8)[0]).unwrap_err();
         assert!(matches!(error, Error::Misuse { op: "backward", .. }), "{error}");
     }
 }

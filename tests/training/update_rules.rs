@@ -76,10 +76,10 @@ struct World {
 
 impl World {
     fn new(device: &Device) -> Self {
-        let mut layout = ParameterSpec::builder();
+        let mut spec = ParameterSpec::builder();
         let parameters: Vec<_> =
-            (0..8).map(|number| layout.add(format!("p{number}"), [LEN], Initializer::fan_in(4))).collect();
-        let weights = Parameters::new(device, &layout.build().unwrap(), 7).unwrap().with_bf16_copy().unwrap();
+            (0..8).map(|number| spec.add(format!("p{number}"), [LEN], Initializer::fan_in(4))).collect();
+        let weights = Parameters::new(device, &spec.build().unwrap(), 7).unwrap().with_bf16_copy().unwrap();
         let mut gradients = Gradients::zeros(&weights).unwrap();
         let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
         let fill = |step: &mut EagerStep<'_>| {

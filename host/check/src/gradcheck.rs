@@ -124,12 +124,12 @@ where
     F: for<'t, 's> Fn(&Tape<'t, 's>, &[Var<'s>]) -> Result<Var<'s>>,
 {
     fn new(arena: &'a mut Arena, inputs: &[(&[f32], Shape)], function: &'a F) -> Result<Self> {
-        let mut layout = ParameterSpec::builder();
+        let mut spec = ParameterSpec::builder();
         let place = |(number, &(_, shape)): (usize, &(&[f32], Shape))| {
-            layout.add(format!("input {number}"), shape, Initializer::Constant(0.0))
+            spec.add(format!("input {number}"), shape, Initializer::Constant(0.0))
         };
         let places: Vec<_> = inputs.iter().enumerate().map(place).collect();
-        let mut values = Parameters::new(arena.device(), &layout.build()?, 0)?;
+        let mut values = Parameters::new(arena.device(), &spec.build()?, 0)?;
         for (&place, &(given, _)) in places.iter().zip(inputs) {
             values.write(place, given)?;
         }

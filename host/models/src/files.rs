@@ -125,7 +125,7 @@ impl WeightFiles {
 
     /// Overwrites the parameters one after another.
     fn load_each(&mut self, parameters: &mut Parameters) -> Result<()> {
-        let layout = parameters.layout().clone();
+        let spec = parameters.spec().clone();
         // The tensors of each parameter.
         let mut of_parameter: BTreeMap<String, Vec<usize>> = BTreeMap::new();
         for (number, (_, tensor)) in self.tensors.iter().enumerate() {
@@ -136,7 +136,7 @@ impl WeightFiles {
                 }
             }
         }
-        for (parameter, entry) in layout.iter() {
+        for (parameter, entry) in spec.iter() {
             let Some(numbers) = of_parameter.remove(entry.name()) else { continue };
             let tensors = || numbers.iter().map(|&number| &self.tensors[number]);
             // A matrix in NF4 has the order of a file of `[outputs, inputs]`.
@@ -155,9 +155,9 @@ impl WeightFiles {
                     }
                 }
             } else if entry.frozen() == Some(FrozenType::Bf16) {
-                parameters.write_as(parameter, &self.read::<bf16>(&layout, entry, &numbers)?)?;
+                parameters.write_as(parameter, &self.read::<bf16>(&spec, entry, &numbers)?)?;
             } else {
-                parameters.write(parameter, &self.read::<f32>(&layout, entry, &numbers)?)?;
+                parameters.write(parameter, &self.read::<f32>(&spec, entry, &numbers)?)?;
             }
         }
         if let Some((name, _)) = of_parameter.first_key_value() {
@@ -168,8 +168,8 @@ impl WeightFiles {
     }
 
     /// Reads the tensors of a parameter, one after another.
-    fn read<S: Stored>(&mut self, layout: &ParameterSpec, entry: &ParameterEntry, numbers: &[usize]) -> Result<Vec<S>> {
-        let columns = columns(layout);
+    fn read<S: Stored>(&mut self, spec: &ParameterSpec, entry: &ParameterEntry, numbers: &[usize]) -> Result<Vec<S>> {
+        let columns = columns(spec);
         if let &[number] = numbers
             && let (name, tensor) = &self.tensors[number]
             && !self.quantized.contains(name)

@@ -178,11 +178,11 @@ impl Lora {
             }
         };
         let tensors: Vec<FileTensor> = plan.tensors.into_iter().chain(plan.base).collect();
-        let mut values = weights::values_of(&tensors, parameters.layout(), |tensor| read(&tensor.name, &tensor.shape))?;
+        let mut values = weights::values_of(&tensors, parameters.spec(), |tensor| read(&tensor.name, &tensor.shape))?;
         for table in &plan.tables {
             let [a, b] = table.tensors();
             let (a, b) = (read(&a.0, &a.1)?, read(&b.0, &b.1)?);
-            let (parameter, _) = weights::named(parameters.layout(), &table.parameter)?;
+            let (parameter, _) = weights::named(parameters.spec(), &table.parameter)?;
             let place = values.iter().position(|(other, _)| *other == parameter);
             let (_, mut sums) = match place {
                 Some(place) => values.swap_remove(place),
@@ -192,7 +192,7 @@ impl Lora {
             values.push((parameter, sums));
         }
         if let Some(head) = &plan.tied_head {
-            let (parameter, entry) = weights::named(parameters.layout(), "tokens.weight")?;
+            let (parameter, entry) = weights::named(parameters.spec(), "tokens.weight")?;
             let table = match values.iter().find(|(other, _)| *other == parameter) {
                 Some((_, table)) => table.clone(),
                 None => parameters.read(parameter)?,

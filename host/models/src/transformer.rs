@@ -211,7 +211,7 @@ impl Transformer {
     /// # Errors
     /// Returns an error if the device fails.
     pub fn merge(mut self, parameters: &mut Parameters) -> Result<Self> {
-        let spec = parameters.layout().clone();
+        let spec = parameters.spec().clone();
         for (parameter, entry) in spec.iter() {
             let Some(linear) = entry.name().strip_suffix(".weight").and_then(|layer| self.linear_mut(layer)) else {
                 continue;

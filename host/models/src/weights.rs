@@ -89,10 +89,10 @@ impl Weights {
     /// # Errors
     /// Returns an error if the upload fails, or [`Error::Misuse`] for parameters of another model.
     pub fn load(&self, parameters: &mut Parameters) -> Result<()> {
-        let layout = parameters.layout().clone();
+        let spec = parameters.spec().clone();
         let ours = |(_, entry): &(_, &ParameterEntry)| self.values.contains_key(entry.name());
         let mut loaded = 0;
-        for (parameter, entry) in layout.iter().filter(ours) {
+        for (parameter, entry) in spec.iter().filter(ours) {
             parameters.write(parameter, &self.values[entry.name()])?;
             loaded += 1;
         }
@@ -156,8 +156,8 @@ impl Weights {
     /// # Errors
     /// Returns an error only if the device cannot be read.
     pub fn gradients(config: &ModelConfig, gradients: &Gradients) -> Result<StateDict> {
-        let layout = gradients.layout();
-        let trained: HashSet<&str> = layout.entries().iter().map(ParameterEntry::name).collect();
+        let spec = gradients.spec();
+        let trained: HashSet<&str> = spec.entries().iter().map(ParameterEntry::name).collect();
         let is_trained = |tensor: &FileTensor| tensor.parts.iter().all(|part| trained.contains(&*part.parameter));
         let tensors: Vec<FileTensor> = names::tensors(config).into_iter().filter(is_trained).collect();
         to_tensors(&tensors, &mut Parts::of_gradients(gradients), |_| 0.0)
@@ -167,7 +167,7 @@ impl Weights {
 /// Writes `config.json` and a model's tensors to a folder.
 fn write_folder(folder: &Path, config: &ModelConfig, mut parts: Parts<'_>, max_shard_size: Option<u64>) -> Result<()> {
     fs::create_dir_all(folder).map_err(|reason| Error::file(folder, reason))?;
-    let (mut tensors, columns) = (names::tensors(config), columns(parts.layout));
+    let (mut tensors, columns) = (names::tensors(config), columns(parts.spec));
     tensors.sort_by(|one, other| one.name.cmp(&other.name));
     let described: Vec<NewTensor> = tensors.iter().map(|tensor| (tensor.name.clone(), tensor.shape.clone())).collect();
     save_tensors(folder, &described, config.stored(), max_shard_size, |number| {
@@ -179,7 +179,7 @@ fn write_folder(folder: &Path, config: &ModelConfig, mut parts: Parts<'_>, max_s
 
 /// The values of parameters by their names, read one after another.
 pub(crate) struct Parts<'p> {
-    layout: &'p ParameterSpec,
+    spec: &'p ParameterSpec,
     read: Box<dyn Fn(Parameter) -> Result<Vec<f32>> + 'p>,
     /// The adapters that are merged into the values.
     adapters: Option<(&'p Transformer, &'p Parameters)>,
@@ -191,13 +191,13 @@ impl<'p> Parts<'p> {
     /// Reads weights.
     pub(crate) fn of(parameters: &'p Parameters) -> Self {
         let read = Box::new(|parameter| parameters.read(parameter));
-        Self { layout: parameters.layout(), read, adapters: None, kept: HashMap::new() }
+        Self { spec: parameters.spec(), read, adapters: None, kept: HashMap::new() }
     }
 
     /// Reads gradients.
     pub(crate) fn of_gradients(gradients: &'p Gradients) -> Self {
         let read = Box::new(|parameter| gradients.read(parameter));
-        Self { layout: gradients.layout(), read, adapters: None, kept: HashMap::new() }
+        Self { spec: gradients.spec(), read, adapters: None, kept: HashMap::new() }
     }
 
     /// Reads weights, with each adapter of the model merged into its layer.
@@ -230,7 +230,7 @@ impl<'p> Parts<'p> {
     /// Returns a parameter's values.
     fn get(&mut self, name: &str) -> Result<&[f32]> {
         if !self.kept.contains_key(name) {
-            let (parameter, entry) = named(self.layout, name)?;
+            let (parameter, entry) = named(self.spec, name)?;
             let mut values = (self.read)(parameter)?;
             if let Some((model, parameters)) = self.adapters
                 && let Some(adapter) = model.adapter_of(name)
@@ -249,10 +249,10 @@ pub(crate) fn merge(weights: &mut [f32], shape: Shape, adapter: &Adapter, parame
         return Err(Error::misuse("merge", "a matrix [inputs, outputs]", shape.to_string()));
     };
     let (a, mut column) = (parameters.read(low_rank.a)?, 0usize);
-    let ranks = parameters.layout().entry(low_rank.a)?.shape().as_rows()[1];
+    let ranks = parameters.spec().entry(low_rank.a)?.shape().as_rows()[1];
     for part in low_rank.parts.into_iter().flatten() {
         let b = parameters.read(part.b)?;
-        let [rank, of_part] = parameters.layout().entry(part.b)?.shape().as_rows();
+        let [rank, of_part] = parameters.spec().entry(part.b)?.shape().as_rows();
         column = column.next_multiple_of(LOW_RANK_UNIT);
         let mut sums = vec![0.0; of_part];
         for (row, a) in weights.chunks_exact_mut(outputs).zip(a.chunks_exact(ranks)) {
@@ -269,8 +269,8 @@ pub(crate) fn merge(weights: &mut [f32], shape: Shape, adapter: &Adapter, parame
 }
 
 /// Returns the parameter with this name.
-pub(crate) fn named<'l>(layout: &'l ParameterSpec, name: &str) -> Result<(Parameter, &'l ParameterEntry)> {
-    let found = layout.iter().find(|(_, entry)| entry.name() == name);
+pub(crate) fn named<'l>(spec: &'l ParameterSpec, name: &str) -> Result<(Parameter, &'l ParameterEntry)> {
+    let found = spec.iter().find(|(_, entry)| entry.name() == name);
     found.ok_or_else(|| Error::misuse("weights", format!("a model with the parameter `{name}`"), "one without it"))
 }
 
@@ -280,7 +280,7 @@ pub(crate) fn to_tensors(
     parts: &mut Parts<'_>,
     added: impl Fn(&FileTensor) -> f32,
 ) -> Result<StateDict> {
-    let (columns, mut all) = (columns(parts.layout), StateDict::default());
+    let (columns, mut all) = (columns(parts.spec), StateDict::default());
     for (number, tensor) in tensors.iter().enumerate() {
         let values = parts.tensor(tensors, number, &columns, added(tensor))?;
         all.insert(tensor.name.clone(), tensor.shape.clone(), values)?;
@@ -291,14 +291,14 @@ pub(crate) fn to_tensors(
 /// Converts tensors of a file, which `read` returns, to the values of their parameters.
 pub(crate) fn values_of(
     tensors: &[FileTensor],
-    layout: &ParameterSpec,
+    spec: &ParameterSpec,
     mut read: impl FnMut(&FileTensor) -> Result<Vec<f32>>,
 ) -> Result<Vec<(Parameter, Vec<f32>)>> {
-    let (columns, mut values) = (columns(layout), HashMap::new());
+    let (columns, mut values) = (columns(spec), HashMap::new());
     for tensor in tensors {
         for part in &tensor.parts {
             if !values.contains_key(&part.parameter) {
-                let (parameter, entry) = named(layout, &part.parameter)?;
+                let (parameter, entry) = named(spec, &part.parameter)?;
                 values.insert(part.parameter.clone(), (parameter, vec![0.0; entry.shape().elements()]));
             }
         }

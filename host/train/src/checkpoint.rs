@@ -92,7 +92,7 @@ impl Checkpoint {
         notes: &[(&str, String)],
         non_finite: NonFinite,
     ) -> Result<()> {
-        let layout = parameters.layout();
+        let spec = parameters.spec();
         let mut notes: BTreeMap<String, String> =
             notes.iter().map(|(key, value)| (key.to_string(), value.clone())).collect();
         notes.insert(FORMAT.into(), "1".into());
@@ -100,13 +100,13 @@ impl Checkpoint {
         if let Some(digest) = parameters.frozen_sha256()? {
             notes.insert(FROZEN.into(), digest);
         }
-        let mut parts = parts(layout, ("", Quantity::Weight), parameters.flat());
+        let mut parts = parts(spec, ("", Quantity::Weight), parameters.flat());
         if let Some(optimizer) = optimizer {
-            optimizer.check_layout(layout)?;
+            optimizer.check_spec(spec)?;
             notes.insert(UPDATES.into(), optimizer.updates().to_string());
             notes.insert(OPTIMIZER.into(), optimizer.name().into());
             for (prefix, state) in optimizer.prefixes().into_iter().zip(state) {
-                parts.extend(self::parts(layout, (&prefix, Quantity::OptimizerState), state));
+                parts.extend(self::parts(spec, (&prefix, Quantity::OptimizerState), state));
             }
         }
         let file = NewFile { path: path.as_ref(), parts, non_finite, update: optimizer.map(Optimizer::updates) };
@@ -192,13 +192,13 @@ impl Checkpoint {
         optimizer: Option<&mut Optimizer<dyn UpdateRule>>,
         transfer: Transfer<'_>,
     ) -> Result<()> {
-        let layout = parameters.layout().clone();
+        let spec = parameters.spec().clone();
         self.check_frozen(parameters)?;
-        let weights = self.region(&layout, "")?;
+        let weights = self.region(&spec, "")?;
         let state = match &optimizer {
             None => None,
             Some(optimizer) => {
-                optimizer.check_layout(&layout)?;
+                optimizer.check_spec(&spec)?;
                 optimizer.whole_state()?;
                 let updates = self.note(UPDATES)?;
                 let number = updates.parse().ok().filter(|&updates: &u64| updates <= MOST_UPDATES);
@@ -210,13 +210,13 @@ impl Checkpoint {
                     )
                 })?;
                 self.check_optimizer(optimizer.name())?;
-                let region = |prefix: String| Ok((self.region(&layout, &prefix)?, prefix));
+                let region = |prefix: String| Ok((self.region(&spec, &prefix)?, prefix));
                 Some((number, optimizer.prefixes().into_iter().map(region).collect::<Result<Vec<_>>>()?))
             }
         };
         let update = state.as_ref().map(|(updates, _)| *updates);
         let check = |what, prefix: &str, region: &[&[u8]]| {
-            transfer.allowed().check((update, what), layout.finite_bytes(prefix, region))
+            transfer.allowed().check((update, what), spec.finite_bytes(prefix, region))
         };
         check(Quantity::Weight, "", &weights)?;
         for (region, prefix) in state.iter().flat_map(|(_, state)| state) {
@@ -254,13 +254,13 @@ impl Checkpoint {
     }
 
     /// Returns the bytes of the tensors whose names start with `prefix`, one per parameter.
-    fn region(&self, layout: &ParameterSpec, prefix: &str) -> Result<Vec<&[u8]>> {
+    fn region(&self, spec: &ParameterSpec, prefix: &str) -> Result<Vec<&[u8]>> {
         let bytes = |entry: &ParameterEntry| {
             let name = format!("{prefix}{}", entry.name());
             let found = self.tensors.expect(&name, entry.shape().extents(), &[Dtype::F32]);
             found.map(|(bytes, _)| bytes).map_err(|reason| Error::file(&self.path, reason))
         };
-        layout.entries().iter().map(bytes).collect()
+        spec.entries().iter().map(bytes).collect()
     }
 }
 
@@ -280,7 +280,7 @@ impl Part<'_> {
 }
 
 /// Returns the tensors of a buffer on a device.
-fn parts<'p>(layout: &ParameterSpec, (prefix, quantity): (&str, Quantity), buffer: &'p Buffer<f32>) -> Vec<Part<'p>> {
+fn parts<'p>(spec: &ParameterSpec, (prefix, quantity): (&str, Quantity), buffer: &'p Buffer<f32>) -> Vec<Part<'p>> {
     let part = |entry: &ParameterEntry| Part {
         name: format!("{prefix}{}", entry.name()),
         quantity,
@@ -288,7 +288,7 @@ fn parts<'p>(layout: &ParameterSpec, (prefix, quantity): (&str, Quantity), buffe
         buffer,
         range: entry.range(),
     };
-    layout.entries().iter().map(part).collect()
+    spec.entries().iter().map(part).collect()
 }
 
 /// A file to be written, and which values it may hold.
@@ -302,8 +302,8 @@ struct NewFile<'p> {
 
 /// Returns the most host memory that writing a file of such tensors takes: one piece, and the write
 /// buffer.
-pub(crate) fn writing_bytes(layout: &ParameterSpec) -> u64 {
-    let largest = layout.entries().iter().map(|entry| size_of::<f32>() * entry.range().len()).max().unwrap_or(0);
+pub(crate) fn writing_bytes(spec: &ParameterSpec) -> u64 {
+    let largest = spec.entries().iter().map(|entry| size_of::<f32>() * entry.range().len()).max().unwrap_or(0);
     (PIECE_BYTES.min(largest) + WAITING_BYTES) as u64
 }
 

@@ -32,9 +32,9 @@ fn name(entry: &ParameterEntry) -> String {
 }
 
 /// Returns the parameters by their names in the `state_dict`.
-fn names(layout: &ParameterSpec) -> Result<BTreeMap<String, &ParameterEntry>> {
+fn names(spec: &ParameterSpec) -> Result<BTreeMap<String, &ParameterEntry>> {
     let mut names = BTreeMap::new();
-    for (_, entry) in layout.iter() {
+    for (_, entry) in spec.iter() {
         if names.insert(name(entry), entry).is_some() {
             let expected = "different names for all parameters after each `gain` becomes a `weight`";
             return Err(Error::misuse("state_dict", expected, format!("two named `{}`", short(&name(entry)))));
@@ -81,21 +81,21 @@ pub fn save_state_dict(parameters: &Parameters, path: impl AsRef<Path>) -> Resul
 /// [`Error::NotFinite`] for a weight that is not finite, or is rounded to an infinity.
 pub fn save_state_dict_as<S: Stored>(parameters: &Parameters, path: impl AsRef<Path>) -> Result<()> {
     let path = path.as_ref();
-    let layout = parameters.layout();
+    let spec = parameters.spec();
     let mut values = HashMap::new();
-    for (parameter, entry) in layout.iter() {
+    for (parameter, entry) in spec.iter() {
         values.insert(entry.name(), parameters.read_as::<S>(parameter)?);
     }
     let finite = |(_, entry): (_, &ParameterEntry)| {
         (entry.name().to_owned(), values[entry.name()].iter().all(|value| is_finite(value.widen())))
     };
-    NonFinite::Reject.check((None, Quantity::Weight), layout.iter().map(finite))?;
+    NonFinite::Reject.check((None, Quantity::Weight), spec.iter().map(finite))?;
     let dtype = if <S as Element>::NAME == <bf16 as Element>::NAME { Dtype::BF16 } else { Dtype::F32 };
     let tensor = |(name, entry): (String, &ParameterEntry)| {
         let values = transposed(entry, &values[entry.name()], entry.shape().extents(), |value| value);
         (name, shape(entry), values)
     };
-    let tensors: Vec<_> = names(layout)?.into_iter().map(tensor).collect();
+    let tensors: Vec<_> = names(spec)?.into_iter().map(tensor).collect();
     let tensors: Vec<_> = tensors
         .iter()
         .map(|(name, shape, values)| NamedTensor { name, dtype, shape, bytes: bytemuck::cast_slice(values) })
@@ -122,7 +122,7 @@ pub fn save_state_dict_as<S: Stored>(parameters: &Parameters, path: impl AsRef<P
 /// [`Error::Misuse`] if two parameters have the same name there.
 pub fn load_state_dict(parameters: &mut Parameters, path: impl AsRef<Path>) -> Result<()> {
     let path = path.as_ref();
-    let names = names(parameters.layout())?;
+    let names = names(parameters.spec())?;
     let file = Tensors::read(path)?;
     if file.notes().contains_key(FORMAT) {
         let reason = "a checkpoint, which stores the weights of linear layers transposed: `Checkpoint::load` and `restore` read it";
@@ -142,8 +142,8 @@ pub fn load_state_dict(parameters: &mut Parameters, path: impl AsRef<Path>) -> R
     if let Some(more) = file.iter().find(|tensor| !names.contains_key(tensor.name)) {
         return Err(Error::file(path, format!("has `{}`, which is not a parameter of this model", short(more.name))));
     }
-    let layout = parameters.layout().clone();
-    let frozen = || layout.iter().filter(|(_, entry)| entry.frozen().is_some());
+    let spec = parameters.spec().clone();
+    let frozen = || spec.iter().filter(|(_, entry)| entry.frozen().is_some());
     let finite = |(_, entry): (_, &ParameterEntry)| {
         (entry.name().to_owned(), sources[entry.name()].iter().all(|&value| is_finite(value)))
     };

@@ -52,13 +52,13 @@ impl HostBatch for Points {
     }
 }
 
-fn learner(device: &Device) -> TrainState<Classifier> {
-    let mut layout = ParameterSpec::builder();
-    let mut names = layout.names();
+fn state(device: &Device) -> TrainState<Classifier> {
+    let mut spec = ParameterSpec::builder();
+    let mut names = spec.names();
     let model =
         Classifier { hidden: Linear::new(names.at("hidden"), 2, 32), head: Linear::new(names.at("head"), 32, 2) };
     let config = AdamW { learning_rate: 0.05, ..AdamW::default() };
-    TrainState::new(device, model, &layout.build().unwrap(), 7, config).unwrap()
+    TrainState::new(device, model, &spec.build().unwrap(), 7, config).unwrap()
 }
 
 /// Checks exact values, forward and backward, of only the kernel.
@@ -96,8 +96,8 @@ fn trains(device: &Device) {
     for captured in [false, true] {
         let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
         let mut trainer = match captured {
-            true => Trainer::captured(&mut arena, learner(device), &Points::new()).unwrap(),
-            false => Trainer::eager(&mut arena, learner(device)),
+            true => Trainer::captured(&mut arena, state(device), &Points::new()).unwrap(),
+            false => Trainer::eager(&mut arena, state(device)),
         };
         let mut progress = EpochProgress::default();
         trainer.epoch((0..UPDATES).map(|_| Ok(vec![Points::new()])), &mut progress, &mut ()).unwrap();
@@ -132,7 +132,7 @@ mod cuda {
         // Without the package's PTX, its kernels are refused by name.
         let without = Device::open(DeviceKind::Cuda).unwrap();
         let mut arena = Arena::builder(&without).capacity(Capacity::mib(1)).build().unwrap();
-        let mut trainer = Trainer::eager(&mut arena, learner(&without));
+        let mut trainer = Trainer::eager(&mut arena, state(&without));
         let error = trainer.update(&[Points::new()]).unwrap_err().to_string();
         assert!(error.contains("leaky_relu") && error.contains("downstream-kernels"), "{error}");
     }

@@ -113,9 +113,9 @@ fn trained(kind: DeviceKind) -> Result<String> {
     use stepscope::parameters::Initializer;
     use stepscope::{AdamW, Gradients, ParameterSpec, Parameters, Tape};
     let device = builder(kind).open()?;
-    let mut layout = ParameterSpec::builder();
-    let w = layout.add("w", [8, 3], Initializer::fan_in(8));
-    let mut weights = Parameters::new(&device, &layout.build()?, 7)?;
+    let mut spec = ParameterSpec::builder();
+    let w = spec.add("w", [8, 3], Initializer::fan_in(8));
+    let mut weights = Parameters::new(&device, &spec.build()?, 7)?;
     let mut gradients = Gradients::zeros(&weights)?;
     let mut adamw = Optimizer::new(&weights, AdamW::default())?;
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;

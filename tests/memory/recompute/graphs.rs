@@ -60,8 +60,8 @@ pub(crate) struct Model {
 
 impl Model {
     pub(crate) fn new() -> (Self, ParameterSpec) {
-        let mut layout = ParameterSpec::builder();
-        let mut names = layout.names();
+        let mut spec = ParameterSpec::builder();
+        let mut names = spec.names();
         let input = Linear::new(names.at("input"), WIDTH, WIDTH);
         let blocks = (0..3)
             .map(|n| Block {
@@ -73,7 +73,7 @@ impl Model {
             .collect();
         let mlp = Mlp::new(names.at("mlp"), WIDTH, 2 * WIDTH, WIDTH);
         let head = Linear::new(names.at("head"), WIDTH, CLASSES);
-        (Self { input, blocks, mlp, head }, layout.build().unwrap())
+        (Self { input, blocks, mlp, head }, spec.build().unwrap())
     }
 }
 
@@ -248,8 +248,8 @@ pub(crate) struct World {
 
 impl World {
     pub(crate) fn new(device: &Device) -> Self {
-        let (model, layout) = Model::new();
-        let weights = Parameters::new(device, &layout, 3).unwrap().with_bf16_copy().unwrap();
+        let (model, spec) = Model::new();
+        let weights = Parameters::new(device, &spec, 3).unwrap().with_bf16_copy().unwrap();
         let gradients = Gradients::zeros(&weights).unwrap();
         Self { model, weights, gradients, generator: Generator::new(device, SEED).unwrap() }
     }

@@ -15,9 +15,9 @@ fn bytes(elements: usize) -> usize {
 
 fn nothing(device: &Device) -> (Arena, Parameters) {
     let arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
-    let mut layout = ParameterSpec::builder();
-    layout.add("w", [1], stepscope::parameters::Initializer::ONE);
-    (arena, Parameters::new(device, &layout.build().unwrap(), 1).unwrap())
+    let mut spec = ParameterSpec::builder();
+    spec.add("w", [1], stepscope::parameters::Initializer::ONE);
+    (arena, Parameters::new(device, &spec.build().unwrap(), 1).unwrap())
 }
 
 /// Makes ten tensors in a row.
@@ -43,8 +43,8 @@ impl Block {
 /// Returns the bytes of a step over a stack of blocks.
 fn stack(device: &Device, layers: usize, tokens: usize, on: bool) -> usize {
     const WIDTH: usize = 64;
-    let mut layout = ParameterSpec::builder();
-    let mut names = layout.names();
+    let mut spec = ParameterSpec::builder();
+    let mut names = spec.names();
     let blocks: Vec<Block> = (0..layers)
         .map(|n| Block {
             norms: [0, 1].map(|norm| RmsNorm::new(names.at(format!("{n}.norm{norm}")), WIDTH)),
@@ -52,7 +52,7 @@ fn stack(device: &Device, layers: usize, tokens: usize, on: bool) -> usize {
             mlp: SwiGlu::new(names.at(format!("{n}.mlp")), WIDTH, 3 * WIDTH, WIDTH),
         })
         .collect();
-    let weights = Parameters::new(device, &layout.build().unwrap(), 1).unwrap();
+    let weights = Parameters::new(device, &spec.build().unwrap(), 1).unwrap();
     let mut gradients = Gradients::zeros(&weights).unwrap();
     let arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
     let measured = arena.measure(|step| {
@@ -95,9 +95,9 @@ on_each_device! {
     /// Backward allocates a closure's tensors and gradients at the other end of the arena. It
     /// leaves the input's gradient in the place of the result's.
     fn backward_leaves_nothing(device: &Device) {
-        let mut layout = ParameterSpec::builder();
-        let w = layout.add("w", [1000, 8], stepscope::parameters::Initializer::ONE);
-        let weights = Parameters::new(device, &layout.build().unwrap(), 1).unwrap();
+        let mut spec = ParameterSpec::builder();
+        let w = spec.add("w", [1000, 8], stepscope::parameters::Initializer::ONE);
+        let weights = Parameters::new(device, &spec.build().unwrap(), 1).unwrap();
         let mut gradients = Gradients::zeros(&weights).unwrap();
         let arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
         let one = bytes(1000);

@@ -24,9 +24,9 @@ struct World {
 
 impl World {
     fn new(device: &Device) -> Self {
-        let mut layout = ParameterSpec::builder();
-        let w = layout.add("w", [COLS, COLS], Initializer::fan_in(COLS));
-        let weights = Parameters::new(device, &layout.build().unwrap(), 5).unwrap();
+        let mut spec = ParameterSpec::builder();
+        let w = spec.add("w", [COLS, COLS], Initializer::fan_in(COLS));
+        let weights = Parameters::new(device, &spec.build().unwrap(), 5).unwrap();
         let gradients = Gradients::zeros(&weights).unwrap();
         let arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
         Self { arena, w, weights, gradients, generator: Generator::new(device, 1).unwrap() }

@@ -132,10 +132,10 @@ on_each_device! {
 
     fn failed_update_can_be_repeated(device: &Device) {
         let (device, plan, mut arena) = open(device, Duration::from_secs(60));
-        let mut layout = ParameterSpec::builder();
-        layout.add("weight", [64], Initializer::Constant(1.0));
-        let layout = layout.build().unwrap();
-        let mut parameters = Parameters::new(&device, &layout, 0).unwrap();
+        let mut spec = ParameterSpec::builder();
+        spec.add("weight", [64], Initializer::Constant(1.0));
+        let spec = spec.build().unwrap();
+        let mut parameters = Parameters::new(&device, &spec, 0).unwrap();
         let gradients = Gradients::zeros(&parameters).unwrap();
         let mut optimizer = Optimizer::new(&parameters, AdamW { weight_decay: 0.1, ..AdamW::default() }).unwrap();
         let before = parameters.flat().read().unwrap();

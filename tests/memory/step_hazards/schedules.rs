@@ -107,7 +107,7 @@ on_each_device! {
         };
         let (whole, parts) = (train(SAMPLES), train(1));
         let mut different = 0;
-        for parameter in whole.parameters.layout().entries() {
+        for parameter in whole.parameters.spec().entries() {
             let of = |trainer: &Trainer| trainer.run.gradients[0][parameter.range()].to_vec();
             let (whole, parts) = (of(&whole), of(&parts));
             let exact: Vec<f64> = whole.iter().map(|&gradient| f64::from(gradient)).collect();

@@ -68,14 +68,14 @@ pub(crate) struct Model {
 
 impl Model {
     fn new() -> (Self, ParameterSpec) {
-        let mut layout = ParameterSpec::builder();
-        let qkv = layout.add_stack(3, |at| ["q", "k", "v"][at].into(), [WIDTH, WIDTH], Initializer::fan_in(WIDTH));
-        let qk_norm = layout.add_stack(2, |at| format!("qk_norm{at}"), [64], Initializer::Constant(1.0));
-        let mut matrix = |name: &str, rows, cols| layout.add(name, [rows, cols], Initializer::fan_in(rows));
+        let mut spec = ParameterSpec::builder();
+        let qkv = spec.add_stack(3, |at| ["q", "k", "v"][at].into(), [WIDTH, WIDTH], Initializer::fan_in(WIDTH));
+        let qk_norm = spec.add_stack(2, |at| format!("qk_norm{at}"), [64], Initializer::Constant(1.0));
+        let mut matrix = |name: &str, rows, cols| spec.add(name, [rows, cols], Initializer::fan_in(rows));
         let out = matrix("out", WIDTH, WIDTH);
         let (inner, outer) = (matrix("inner", WIDTH, HIDDEN), matrix("outer", HIDDEN, WIDTH));
         let head = matrix("head", WIDTH, CLASSES);
-        let mut vector = |name: &str, len, start| layout.add(name, [len], Initializer::Constant(start));
+        let mut vector = |name: &str, len, start| spec.add(name, [len], Initializer::Constant(start));
         let model = Self {
             norm: vector("norm", WIDTH, 1.0),
             qkv,
@@ -85,7 +85,7 @@ impl Model {
             outer: [outer, vector("outer.bias", WIDTH, 0.0)],
             head: [head, vector("head.bias", CLASSES, 0.0)],
         };
-        (model, layout.build().unwrap())
+        (model, spec.build().unwrap())
     }
 
     /// Computes the loss on a tape, where each sample weighs `weight`.
@@ -120,8 +120,8 @@ pub(crate) struct Trainer {
 impl Trainer {
     /// Returns fresh weights, for batches of `rows` samples.
     pub(crate) fn new(device: &Device, rows: usize) -> Self {
-        let (model, layout) = Model::new();
-        let parameters = Parameters::new(device, &layout, 3).unwrap();
+        let (model, spec) = Model::new();
+        let parameters = Parameters::new(device, &spec, 3).unwrap();
         let gradients = Gradients::zeros(&parameters).unwrap();
         let config = AdamW { learning_rate: 1e-2, clip: Some(1.0), ..AdamW::default() };
         let optimizer = Optimizer::new(&parameters, config).unwrap();

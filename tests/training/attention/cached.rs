@@ -17,11 +17,11 @@ fn forms() -> Vec<(&'static str, usize, MultiHeadAttention, ParameterSpec)> {
     let mut made = Vec::new();
     let mut add =
         |name, heads: usize, form: &dyn Fn(MultiHeadAttention, stepscope::nn::Scope<'_>) -> MultiHeadAttention| {
-            let mut layout = ParameterSpec::builder();
-            let mut names = layout.names();
+            let mut spec = ParameterSpec::builder();
+            let mut names = spec.names();
             let attention = MultiHeadAttention::grouped(names.at("attention"), WIDTH, [WIDTH / HEAD, heads]).causal();
             let attention = form(attention, names.at("norm"));
-            made.push((name, heads, attention, layout.build().unwrap()));
+            made.push((name, heads, attention, spec.build().unwrap()));
         };
     let rotary = Rotary { offset: 5, ..Rotary::default() };
     add("causal", 4, &|attention, _| attention);
@@ -68,8 +68,8 @@ fn in_parts<S: Activation>(
 fn matches_full_attention<S: Activation>(device: &Device, limit: f64) {
     let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
     let x = Random::new(3).normals(TOKENS * WIDTH);
-    for (name, heads, attention, layout) in forms() {
-        let weights = Parameters::new(device, &layout, 7).unwrap().with_bf16_copy().unwrap();
+    for (name, heads, attention, spec) in forms() {
+        let weights = Parameters::new(device, &spec, 7).unwrap().with_bf16_copy().unwrap();
         let all = arena
             .step(|step| {
                 let tape = Tape::new(step, &weights).evaluating();
@@ -114,8 +114,8 @@ on_each_device! {
     /// Settings for which the result would differ from that over all tokens are refused.
     fn unsupported_settings_are_refused(device: &Device) {
         let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
-        let (_, heads, attention, layout) = forms().swap_remove(0);
-        let weights = Parameters::new(device, &layout, 7).unwrap();
+        let (_, heads, attention, spec) = forms().swap_remove(0);
+        let weights = Parameters::new(device, &spec, 7).unwrap();
         let x = vec![0.5; 3 * WIDTH];
         let all = attention.clone().sees(AttentionMask::Full);
         for (attention, columns, first, told) in [

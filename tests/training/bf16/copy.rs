@@ -50,17 +50,17 @@ struct Trained<R: UpdateRule> {
     optimizer: Optimizer<R>,
 }
 
-fn layout() -> (ParameterSpec, Parameter, Parameter) {
-    let mut layout = ParameterSpec::builder();
-    let w = layout.add("w", [ROWS, COLS], Initializer::fan_in(ROWS));
-    let b = layout.add("b", [COLS], Initializer::Constant(0.1));
-    (layout.build().unwrap(), w, b)
+fn spec() -> (ParameterSpec, Parameter, Parameter) {
+    let mut spec = ParameterSpec::builder();
+    let w = spec.add("w", [ROWS, COLS], Initializer::fan_in(ROWS));
+    let b = spec.add("b", [COLS], Initializer::Constant(0.1));
+    (spec.build().unwrap(), w, b)
 }
 
 impl<R: UpdateRule> Trained<R> {
     fn new(device: &Device, rule: R, groups: bool, copied: bool) -> Self {
-        let (layout, w, b) = layout();
-        let weights = Parameters::new(device, &layout, 3).unwrap();
+        let (spec, w, b) = spec();
+        let weights = Parameters::new(device, &spec, 3).unwrap();
         let weights = if copied { weights.with_bf16_copy().unwrap() } else { weights };
         let (gradients, optimizer) = (Gradients::zeros(&weights).unwrap(), Optimizer::new(&weights, rule).unwrap());
         let decay = ParameterGroup { weight_decay: Some(0.2), ..ParameterGroup::default() };
@@ -114,11 +114,11 @@ struct Linear {
 }
 
 impl Linear {
-    fn learner(device: &Device) -> TrainState<Self> {
-        let mut layout = ParameterSpec::builder();
-        let w = layout.add("w", [ROWS, COLS], Initializer::fan_in(ROWS));
+    fn state(device: &Device) -> TrainState<Self> {
+        let mut spec = ParameterSpec::builder();
+        let w = spec.add("w", [ROWS, COLS], Initializer::fan_in(ROWS));
         let config = AdamW { learning_rate: 0.05, ..AdamW::default() };
-        TrainState::new(device, Self { w }, &layout.build().unwrap(), 7, config).unwrap()
+        TrainState::new(device, Self { w }, &spec.build().unwrap(), 7, config).unwrap()
     }
 }
 
@@ -161,14 +161,14 @@ impl<S: Stored> Points<S> {
     /// whose last batch has an infinity.
     fn train(
         device: &Device,
-        learner: TrainState<Linear>,
+        state: TrainState<Linear>,
         captured: bool,
         look: impl FnOnce(&TrainState<Linear>),
     ) -> Result<Ended> {
         let mut arena = arena(device);
         let mut trainer = match captured {
-            true => Trainer::captured(&mut arena, learner, &Self::batches(None)[0][0])?,
-            false => Trainer::eager(&mut arena, learner),
+            true => Trainer::captured(&mut arena, state, &Self::batches(None)[0][0])?,
+            false => Trainer::eager(&mut arena, state),
         };
         let epoch = |trainer: &mut Trainer<'_, _>, wrong| {
             let batches = Self::batches(wrong).into_iter().map(Ok);
@@ -302,30 +302,30 @@ on_each_device! {
     /// HostBatch in BF16 train the same weights as the same numbers in f32, captured and eager,
     /// with a copy and without.
     fn trainers_accept_bf16_batches(device: &Device) {
-        let weights = |learner: &TrainState<Linear>| bits(&learner.parameters.flat().read().unwrap());
-        let mut plain = weights(&Linear::learner(device));
+        let weights = |state: &TrainState<Linear>| bits(&state.parameters.flat().read().unwrap());
+        let mut plain = weights(&Linear::state(device));
         let started = plain.clone();
         let tensor = "input 0 of the batch, sample 3".to_owned();
         let ends = Err(Error::NotFinite { update: Some(6), what: Quantity::Loss, tensor });
-        let ended = Points::<f32>::train(device, Linear::learner(device), false, |learner| plain = weights(learner));
+        let ended = Points::<f32>::train(device, Linear::state(device), false, |state| plain = weights(state));
         assert_eq!(ended, ends);
         assert_ne!(plain, started);
         for captured in [false, true] {
-            let copied = Linear::learner(device).with_bf16_copy().unwrap();
-            let ended = Points::<bf16>::train(device, copied, captured, |learner| {
-                assert_eq!(weights(learner), plain);
-                assert_rounded(&learner.parameters);
+            let copied = Linear::state(device).with_bf16_copy().unwrap();
+            let ended = Points::<bf16>::train(device, copied, captured, |state| {
+                assert_eq!(weights(state), plain);
+                assert_rounded(&state.parameters);
             });
             assert_eq!(ended, ends);
         }
     }
 
     fn tape_lends_copy(device: &Device) {
-        let mut layout = ParameterSpec::builder();
-        let w = layout.add("w", [3], Initializer::fan_in(3));
-        let stack = layout.add_stack(2, |number| format!("layer.{number}"), [2, 5], Initializer::fan_in(2));
-        let layout = layout.build().unwrap();
-        let weights = Parameters::new(device, &layout, 3).unwrap();
+        let mut spec = ParameterSpec::builder();
+        let w = spec.add("w", [3], Initializer::fan_in(3));
+        let stack = spec.add_stack(2, |number| format!("layer.{number}"), [2, 5], Initializer::fan_in(2));
+        let spec = spec.build().unwrap();
+        let weights = Parameters::new(device, &spec, 3).unwrap();
         let round = |values: Vec<f32>| values.into_iter().map(bf16::from_f32).collect::<Vec<_>>();
         let mut gradients = Gradients::zeros(&weights).unwrap();
         let mut arena = arena(device);

@@ -26,12 +26,12 @@ struct Model {
 
 impl Model {
     fn new(device: &Device) -> Self {
-        let mut layout = ParameterSpec::builder();
-        let mut names = layout.names();
+        let mut spec = ParameterSpec::builder();
+        let mut names = spec.names();
         let norms = [0, 1].map(|at| RmsNorm::new(names.at(format!("norm.{at}")), WIDTH));
         let blocks = [0, 1].map(|at| Mlp::new(names.at(format!("block.{at}")), WIDTH, 4 * WIDTH, WIDTH));
         let head = Mlp::new(names.at("head"), WIDTH, WIDTH, CLASSES);
-        let weights = Parameters::new(device, &layout.build().unwrap(), 11).unwrap().with_bf16_copy().unwrap();
+        let weights = Parameters::new(device, &spec.build().unwrap(), 11).unwrap().with_bf16_copy().unwrap();
         let config = AdamW { learning_rate: 3e-3, ..AdamW::default() };
         let optimizer = Optimizer::new(&weights, config).unwrap();
         Self { norms, blocks, head, gradients: Gradients::zeros(&weights).unwrap(), weights, optimizer }

@@ -25,9 +25,9 @@ impl Model {
     }
 
     fn with(device: &Device, config: AdamW) -> Result<Self> {
-        let mut layout = ParameterSpec::builder();
-        let w = layout.add("w", [LEN], Initializer::ONE);
-        let weights = Parameters::new(device, &layout.build()?, 7)?;
+        let mut spec = ParameterSpec::builder();
+        let w = spec.add("w", [LEN], Initializer::ONE);
+        let weights = Parameters::new(device, &spec.build()?, 7)?;
         let (gradients, optimizer) = (Gradients::zeros(&weights)?, Optimizer::new(&weights, config)?);
         Ok(Self { w, weights, gradients, optimizer })
     }
@@ -75,9 +75,9 @@ on_each_device! {
             tape.mean(&tape.linear(&x, w, None)?)
         }
         let model = || {
-            let mut layout = ParameterSpec::builder();
-            let w = layout.add("w", [LEN, 2], Initializer::fan_in(LEN));
-            let weights = Parameters::new(device, &layout.build().unwrap(), 7).unwrap();
+            let mut spec = ParameterSpec::builder();
+            let w = spec.add("w", [LEN, 2], Initializer::fan_in(LEN));
+            let weights = Parameters::new(device, &spec.build().unwrap(), 7).unwrap();
             let (gradients, sgd) = (Gradients::zeros(&weights).unwrap(), Optimizer::new(&weights, Sgd::default()).unwrap());
             (w, weights, gradients, sgd)
         };

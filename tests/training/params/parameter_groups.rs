@@ -44,9 +44,9 @@ fn gradient(update: u64, parameter: usize, elements: usize) -> Vec<f32> {
 
 /// Returns the weights before and after [`UPDATES`] updates, by parameter.
 fn train<R: UpdateRule>(device: &Device, rule: R, groups: Option<ParameterGroups>) -> [Vec<Vec<f32>>; 2] {
-    let mut layout = ParameterSpec::builder();
-    let handles = SHAPES.map(|(name, shape, _)| layout.add(name, shape, Initializer::fan_in(2)));
-    let mut weights = Parameters::new(device, &layout.build().unwrap(), 7).unwrap();
+    let mut spec = ParameterSpec::builder();
+    let handles = SHAPES.map(|(name, shape, _)| spec.add(name, shape, Initializer::fan_in(2)));
+    let mut weights = Parameters::new(device, &spec.build().unwrap(), 7).unwrap();
     let mut gradients = Gradients::zeros(&weights).unwrap();
     let mut optimizer = Optimizer::new(&weights, rule).unwrap();
     if let Some(groups) = groups {
@@ -71,7 +71,7 @@ fn train<R: UpdateRule>(device: &Device, rule: R, groups: Option<ParameterGroups
     }
     let space = weights.flat().read().unwrap();
     let mut between = vec![true; space.len()];
-    weights.layout().entries().iter().for_each(|entry| between[entry.range()].fill(false));
+    weights.spec().entries().iter().for_each(|entry| between[entry.range()].fill(false));
     assert!(space.iter().zip(between).all(|(value, between)| !between || value.to_bits() == 0), "the space stays zero");
     [before, all(&weights)]
 }
@@ -207,15 +207,15 @@ impl Model for Classifier {
     }
 }
 
-fn learner<R: UpdateRule>(device: &Device, rule: R, groups: Option<ParameterGroups>) -> TrainState<Classifier, R> {
-    let mut layout = ParameterSpec::builder();
-    let mut names = layout.names();
+fn state<R: UpdateRule>(device: &Device, rule: R, groups: Option<ParameterGroups>) -> TrainState<Classifier, R> {
+    let mut spec = ParameterSpec::builder();
+    let mut names = spec.names();
     let mlp = Mlp::new(names.at("mlp"), INPUTS, 64, 64);
     let model = Classifier { mlp, head: Linear::new(names.at("tail"), 64, CLASSES) };
-    let learner = TrainState::new(device, model, &layout.build().unwrap(), 7, rule).unwrap();
+    let state = TrainState::new(device, model, &spec.build().unwrap(), 7, rule).unwrap();
     match groups {
-        Some(groups) => learner.with_parameter_groups(&groups).unwrap(),
-        None => learner,
+        Some(groups) => state.with_parameter_groups(&groups).unwrap(),
+        None => state,
     }
 }
 
@@ -230,7 +230,7 @@ fn batches(part: usize) -> Vec<Vec<Points>> {
 }
 
 /// Returns weights and state, as bits, and the number of updates.
-fn state<R: UpdateRule>(trainer: &Trainer<'_, Classifier, R>) -> (Vec<Vec<u32>>, u64) {
+fn bits_of<R: UpdateRule>(trainer: &Trainer<'_, Classifier, R>) -> (Vec<Vec<u32>>, u64) {
     let TrainState { parameters, optimizer, .. } = trainer.state();
     let flat = [parameters.flat()].into_iter().chain(optimizer.state());
     (flat.map(|flat| bits(&flat.read().unwrap())).collect(), optimizer.updates())
@@ -242,36 +242,36 @@ fn however_it_runs<R: UpdateRule + Copy>(device: &Device, rule: R, groups: impl 
     let folder = tempfile::tempdir().unwrap();
     for part in [8, 5] {
         let mut arena = arena(device);
-        let mut eager = Trainer::eager(&mut arena, learner(device, rule, groups()));
+        let mut eager = Trainer::eager(&mut arena, state(device, rule, groups()));
         let first = eager.state().parameters.sha256().unwrap();
         let losses: Vec<f64> = batches(part).iter().map(|batch| eager.update(batch).unwrap().loss).collect();
-        let expected = state(&eager);
+        let expected = bits_of(&eager);
         assert_ne!(eager.state().parameters.sha256().unwrap(), first);
         drop(eager);
 
         let path = folder.path().join(format!("{part}.safetensors"));
         let mut arena = self::arena(device);
-        let mut captured = Trainer::captured(&mut arena, learner(device, rule, groups()), &batches(part)[0][0])
+        let mut captured = Trainer::captured(&mut arena, state(device, rule, groups()), &batches(part)[0][0])
             .unwrap()
             .checkpoint(&path, None);
         let mut progress = EpochProgress::default();
         captured.epoch(batches(part).into_iter().take(2).map(Ok), &mut progress, &mut ()).unwrap();
         captured.save(&progress, &[]).unwrap();
         captured.epoch(batches(part).into_iter().skip(2).map(Ok), &mut progress, &mut ()).unwrap();
-        assert_eq!(state(&captured), expected);
+        assert_eq!(bits_of(&captured), expected);
         assert_eq!(progress.loss_sum, losses.iter().map(|loss| loss * 8.0).sum::<f64>());
         drop(captured);
 
         // A new process starts with other weights; then the test resumes the trained ones.
         let mut arena = self::arena(device);
-        let mut resumed = Trainer::eager(&mut arena, learner(device, rule, groups()));
+        let mut resumed = Trainer::eager(&mut arena, state(device, rule, groups()));
         resumed.update(&batches(part)[3]).unwrap();
         let progress = resumed.restore(&Checkpoint::load(&path).unwrap()).unwrap();
         assert_eq!(progress.updates, 2);
         for batch in &batches(part)[2..] {
             resumed.update(batch).unwrap();
         }
-        assert_eq!(state(&resumed), expected);
+        assert_eq!(bits_of(&resumed), expected);
     }
 }
 
@@ -294,7 +294,7 @@ on_each_device! {
         let nodes = |groups: Option<ParameterGroups>| {
             let mut arena = arena(device);
             let mut trainer =
-                Trainer::captured(&mut arena, learner(device, sgd(true), groups), &batches(8)[0][0]).unwrap();
+                Trainer::captured(&mut arena, state(device, sgd(true), groups), &batches(8)[0][0]).unwrap();
             trainer.update(&batches(8)[0]).unwrap();
             trainer.capture_report().unwrap().nodes
         };

@@ -43,8 +43,8 @@ impl Model for Net {
 
 /// Returns a training state without a generator.
 fn bare(device: &Device, p: f32, recompute: bool) -> TrainState<Net> {
-    let mut layout = ParameterSpec::builder();
-    let mut names = layout.names();
+    let mut spec = ParameterSpec::builder();
+    let mut names = spec.names();
     let net = Net {
         input: Linear::new(names.at("input"), INPUTS, 32),
         mlp: Mlp::new(names.at("mlp"), 32, 64, 32),
@@ -53,10 +53,10 @@ fn bare(device: &Device, p: f32, recompute: bool) -> TrainState<Net> {
         recompute,
     };
     let config = AdamW { learning_rate: 0.02, clip: Some(0.5), ..AdamW::default() };
-    TrainState::new(device, net, &layout.build().unwrap(), 7, config).unwrap()
+    TrainState::new(device, net, &spec.build().unwrap(), 7, config).unwrap()
 }
 
-fn learner(device: &Device, recompute: bool) -> TrainState<Net> {
+fn state(device: &Device, recompute: bool) -> TrainState<Net> {
     bare(device, 0.3, recompute).with_dropout(SEED).unwrap()
 }
 
@@ -72,10 +72,10 @@ fn batches(part: usize) -> Vec<Vec<Points>> {
 }
 
 fn trainer<'a>(arena: &'a mut Arena, captured: bool, part: usize, recompute: bool) -> Trainer<'a, Net> {
-    let learner = learner(arena.device(), recompute);
+    let state = state(arena.device(), recompute);
     match captured {
-        true => Trainer::captured(arena, learner, &batches(part)[0][0]).unwrap(),
-        false => Trainer::eager(arena, learner),
+        true => Trainer::captured(arena, state, &batches(part)[0][0]).unwrap(),
+        false => Trainer::eager(arena, state),
     }
 }
 
@@ -122,10 +122,10 @@ on_each_device! {
     /// Each update draws its own numbers, and so does each part of it.
     fn updates_and_parts_draw_anew(device: &Device) {
         let mut arena = arena(device);
-        let mut learner = learner(device, false);
+        let mut state = state(device, false);
         let still = AdamW { learning_rate: 0.0, weight_decay: 0.0, ..AdamW::default() };
-        learner.optimizer = Optimizer::new(&learner.parameters, still).unwrap();
-        let mut trainer = Trainer::eager(&mut arena, learner);
+        state.optimizer = Optimizer::new(&state.parameters, still).unwrap();
+        let mut trainer = Trainer::eager(&mut arena, state);
         let point = batches(1)[0][0].clone();
         let losses: Vec<f64> = (0..5).map(|_| trainer.update(std::slice::from_ref(&point)).unwrap().loss).collect();
         let all_differ = |losses: &[f64]| losses.iter().enumerate().all(|(at, loss)| !losses[..at].contains(loss));
@@ -190,14 +190,14 @@ on_each_device! {
     /// An evaluation has the bits of a model without dropout.
     fn evaluation_drops_nothing(device: &Device) {
         let batch = batches(8).remove(0);
-        let evaluate = |learner| {
+        let evaluate = |state| {
             let mut arena = arena(device);
-            let mut trainer = Trainer::eager(&mut arena, learner);
+            let mut trainer = Trainer::eager(&mut arena, state);
             let (loss, logits) = trainer.evaluate(&batch[0], |step, logits| step.read(logits.value())).unwrap();
             assert!(trainer.state().generator.as_ref().is_none_or(|generator| generator.read().unwrap() == (SEED, 0)));
             (loss, logits)
         };
-        let dropping = evaluate(learner(device, true));
+        let dropping = evaluate(state(device, true));
         assert_eq!(dropping, evaluate(bare(device, 0.0, false).with_dropout(SEED).unwrap()));
         assert_eq!(dropping, evaluate(bare(device, 0.3, false)), "it needs no generator");
     }
@@ -231,7 +231,7 @@ on_each_device! {
             Checkpoint::load(&path).unwrap()
         };
         let mut arena = arena(device);
-        let mut trainer = Trainer::eager(&mut arena, learner(device, false));
+        let mut trainer = Trainer::eager(&mut arena, state(device, false));
         let before = sha256(&trainer);
         for (seed, tells) in [(None, "stepscope.dropout_seed"), (Some("-1"), "`-1`")] {
             let error = trainer.restore(&note(seed)).expect_err("no seed").to_string();

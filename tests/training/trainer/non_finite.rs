@@ -58,13 +58,13 @@ on_each_device! {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
         for captured in [false, true] {
-            let mut learner = Classifier::learner(device);
+            let mut state = Classifier::state(device);
             let config = AdamW { learning_rate: 1e30, ..AdamW::default() };
-            learner.optimizer = Optimizer::new(&learner.parameters, config).unwrap();
+            state.optimizer = Optimizer::new(&state.parameters, config).unwrap();
             let mut memory = arena(device);
             let training = match captured {
-                true => Trainer::captured(&mut memory, learner, &batches(0, 8)[0][0]).unwrap(),
-                false => Trainer::eager(&mut memory, learner),
+                true => Trainer::captured(&mut memory, state, &batches(0, 8)[0][0]).unwrap(),
+                false => Trainer::eager(&mut memory, state),
             };
             let mut training = training.checkpoint(&path, Some(1));
             let mut heard = Heard::default();
@@ -73,21 +73,21 @@ on_each_device! {
             assert!(*update > 1 && heard.updates.len() as u64 == update - 1, "{ended:?}");
             assert!(tensor.contains("gradient of `mlp."), "{tensor}");
             // The checkpoints saved on the way can be restored.
-            Checkpoint::load(&path).unwrap().restore(&mut Parameters::new(device, training.state().parameters.layout(), 0).unwrap(), None).unwrap();
+            Checkpoint::load(&path).unwrap().restore(&mut Parameters::new(device, training.state().parameters.spec(), 0).unwrap(), None).unwrap();
         }
     }
 
     /// The last update of an epoch may damage the weights: its loss and gradients are from before.
     fn weights_are_checked_after_an_epoch(device: &Device) {
         for captured in [false, true] {
-            let mut learner = Classifier::learner(device);
+            let mut state = Classifier::state(device);
             // The decay, 1 - rate times decay, overflows.
             let config = AdamW { learning_rate: 1e38, weight_decay: 1e3, ..AdamW::default() };
-            learner.optimizer = Optimizer::new(&learner.parameters, config).unwrap();
+            state.optimizer = Optimizer::new(&state.parameters, config).unwrap();
             let mut memory = arena(device);
             let mut training = match captured {
-                true => Trainer::captured(&mut memory, learner, &batches(0, 8)[0][0]).unwrap(),
-                false => Trainer::eager(&mut memory, learner),
+                true => Trainer::captured(&mut memory, state, &batches(0, 8)[0][0]).unwrap(),
+                false => Trainer::eager(&mut memory, state),
             };
             let one = batches(1, 8).into_iter().take(1).map(Ok);
             let tensor = "`mlp.up.weight`".to_owned();
@@ -119,11 +119,11 @@ on_each_device! {
         }
 
         for captured in [false, true] {
-            let learner = Classifier::learner(device).map_model(Steep);
+            let state = Classifier::state(device).map_model(Steep);
             let (mut memory, batch) = (arena(device), batches(1, 8).swap_remove(0));
             let mut training = match captured {
-                true => Trainer::captured(&mut memory, learner, &batch[0]).unwrap(),
-                false => Trainer::eager(&mut memory, learner),
+                true => Trainer::captured(&mut memory, state, &batch[0]).unwrap(),
+                false => Trainer::eager(&mut memory, state),
             };
             let check = |update, ended: Result<()>| {
                 let Err(Error::NotFinite { update: Some(found), what: Quantity::GradientNorm, tensor }) = &ended else {

@@ -76,10 +76,10 @@ fn buffers_outlive_steps(arena: &mut Arena, device: &Device) -> Result<()> {
 }
 
 fn a_step_trains(arena: &mut Arena, device: &Device) -> Result<()> {
-    let mut layout = ParameterSpec::builder();
-    let weight = layout.add("weight", [1, 2], Initializer::Constant(0.5));
-    let layout = layout.build()?;
-    let mut parameters = Parameters::new(device, &layout, 0)?;
+    let mut spec = ParameterSpec::builder();
+    let weight = spec.add("weight", [1, 2], Initializer::Constant(0.5));
+    let spec = spec.build()?;
+    let mut parameters = Parameters::new(device, &spec, 0)?;
     let mut gradients = Gradients::zeros(&parameters)?;
     let mut optimizer = Optimizer::new(&parameters, AdamW::default())?;
     arena.step(|step| {
@@ -104,9 +104,9 @@ fn a_step_trains(arena: &mut Arena, device: &Device) -> Result<()> {
 }
 
 fn checkpoints_are_lent_what_they_need(arena: &mut Arena, device: &Device) -> Result<()> {
-    let mut layout = ParameterSpec::builder();
-    let weight = layout.add("weight", [2, 2], Initializer::Constant(0.5));
-    let parameters = Parameters::new(device, &layout.build()?, 0)?;
+    let mut spec = ParameterSpec::builder();
+    let weight = spec.add("weight", [2, 2], Initializer::Constant(0.5));
+    let parameters = Parameters::new(device, &spec.build()?, 0)?;
     let mut gradients = Gradients::zeros(&parameters)?;
     let name = String::from("owned");
     arena.step(|step| {

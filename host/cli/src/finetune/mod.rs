@@ -73,8 +73,8 @@ fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, sc
     screen.say(format_args!(
         "{:?} of {} weights, of which {} are trained, on the {}",
         config.family,
-        state.parameters.layout().weights(),
-        state.parameters.layout().trained_weights(),
+        state.parameters.spec().weights(),
+        state.parameters.spec().trained_weights(),
         device.description().name
     ));
     size.lines(config.context, plan.total()).into_iter().for_each(|line| screen.say(line));

@@ -100,10 +100,10 @@ impl Rank {
     }
 
     /// Makes the train state a member of the group.
-    pub fn in_group<M: Model>(&self, group: Option<&Group>, learner: TrainState<M>) -> Result<TrainState<M>> {
+    pub fn in_group<M: Model>(&self, group: Option<&Group>, state: TrainState<M>) -> Result<TrainState<M>> {
         match group {
-            Some(group) => learner.in_group(group, self.shards),
-            None => Ok(learner),
+            Some(group) => state.in_group(group, self.shards),
+            None => Ok(state),
         }
     }
 }

@@ -188,5 +188,5 @@ fn run<M: Model>(
 /// Returns the bytes that persist across steps: weights, gradients, two moments, and the BF16 copy.
 pub(crate) fn weights_bytes(weights: &Parameters) -> usize {
     let copy = weights.bf16_copy().map_or(0, |copy| copy.len() * size_of::<bf16>());
-    4 * weights.flat().len() * size_of::<f32>() + copy + weights.layout().frozen_bytes() as usize
+    4 * weights.flat().len() * size_of::<f32>() + copy + weights.spec().frozen_bytes() as usize
 }

@@ -90,7 +90,7 @@ impl<D: Serialize> Report<D> {
     ) -> Result<Self> {
         let arena = trainer.arena().report();
         let parameters = &trainer.state().parameters;
-        let spec = parameters.layout();
+        let spec = parameters.spec();
         let bytes = Bytes { weights: weights_bytes(parameters), steps: arena.capacity_bytes + arena.captured_bytes };
         Ok(Self {
             device: device.description().kind.to_string(),
@@ -201,7 +201,7 @@ impl Speed {
     fn with_peak(self, device: &Device, parameters: &Parameters, precision: ops::Precision) -> Self {
         // Matrices, each of which is a factor of one product per token. A token table is one only
         // if it is also the head.
-        let entries: Vec<_> = parameters.layout().iter().map(|(_, entry)| entry).collect();
+        let entries: Vec<_> = parameters.spec().iter().map(|(_, entry)| entry).collect();
         let has_head = entries.iter().any(|entry| entry.name() == "head.weight");
         let is_factor = |entry: &&ParameterEntry| {
             let is_table = entry.name() == "positions.weight" || entry.name() == "tokens.weight" && has_head;

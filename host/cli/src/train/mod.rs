@@ -92,7 +92,7 @@ fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, sc
     needs.check(&device, memory::TRAINING_ADVICE)?;
     let mut state = plan.state::<S>(&device)?;
     let mut arena = memory::arena(&device, args.run.arena_mib, needs)?;
-    let spec = state.parameters.layout().clone();
+    let spec = state.parameters.spec().clone();
     let config = &plan.config;
     let data = DataSize {
         tokens: plan.text.training().len(),

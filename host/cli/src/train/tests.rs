@@ -195,7 +195,7 @@ on_each_device! {
             assert_eq!(back.layers, plan.config.layers, "{arch}");
             // The place of row 3 and column 2 of the keys.
             let flat = state.parameters.flat().read().unwrap();
-            let qkv = state.parameters.layout().entries().iter().find(|entry| entry.name().ends_with("qkv_proj.weight"));
+            let qkv = state.parameters.spec().entries().iter().find(|entry| entry.name().ends_with("qkv_proj.weight"));
             let qkv = qkv.unwrap();
             let ours = flat[qkv.start() + 2 * qkv.shape().extents()[1] + 128 + 1];
             let (name, place) = match arch {

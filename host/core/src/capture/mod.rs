@@ -111,9 +111,9 @@ impl Arena {
     /// # use stepscope::prelude::*;
     /// # fn main() -> Result<()> {
     /// # let device = Device::open(DeviceKind::Emulated)?;
-    /// # let mut layout = ParameterSpec::builder();
-    /// # let w = layout.add("w", [4, 3], Initializer::fan_in(4));
-    /// # let mut weights = Parameters::new(&device, &layout.build()?, 7)?;
+    /// # let mut spec = ParameterSpec::builder();
+    /// # let w = spec.add("w", [4, 3], Initializer::fan_in(4));
+    /// # let mut weights = Parameters::new(&device, &spec.build()?, 7)?;
     /// # let mut gradients = Gradients::zeros(&weights)?;
     /// # let mut adamw = Optimizer::new(&weights, AdamW::default())?;
     /// # let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;

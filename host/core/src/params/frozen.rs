@@ -39,18 +39,18 @@ pub(super) struct Frozen {
 impl Frozen {
     /// Makes the frozen weights of a spec with their initializers. `drawn` is the number of random
     /// numbers that the parameters before each one have used.
-    pub(super) fn new(device: &Device, layout: &ParameterSpec, seed: u64, drawn: &[u64]) -> Result<Self> {
-        let f32 = region(device, layout, FrozenType::F32, &|entry: &ParameterEntry, within, part: &mut [u8]| {
+    pub(super) fn new(device: &Device, spec: &ParameterSpec, seed: u64, drawn: &[u64]) -> Result<Self> {
+        let f32 = region(device, spec, FrozenType::F32, &|entry: &ParameterEntry, within, part: &mut [u8]| {
             draw(entry, within / size_of::<f32>(), seed, drawn, part.as_chunks_mut().0, f32::to_le_bytes);
         })?;
-        let bf16 = region(device, layout, FrozenType::Bf16, &|entry: &ParameterEntry, within, part: &mut [u8]| {
+        let bf16 = region(device, spec, FrozenType::Bf16, &|entry: &ParameterEntry, within, part: &mut [u8]| {
             let rounded = |value| bf16::from_f32(value).to_le_bytes();
             draw(entry, within / size_of::<bf16>(), seed, drawn, part.as_chunks_mut().0, rounded);
         })?;
         let mut frozen = Self { f32, bf16, nf4: None, ..Self::default() };
-        frozen.nf4 = region(device, layout, FrozenType::Nf4, &nf4::fill_zeros)?;
+        frozen.nf4 = region(device, spec, FrozenType::Nf4, &nf4::fill_zeros)?;
         let others = |entry: &&ParameterEntry| entry.initializer != Initializer::ZERO && !device.is_dry_run();
-        for entry in layout.frozen(FrozenType::Nf4).iter().filter(others) {
+        for entry in spec.frozen(FrozenType::Nf4).iter().filter(others) {
             let mut values = vec![[0; 4]; entry.shape().elements()];
             draw(entry, 0, seed, drawn, &mut values, f32::to_le_bytes);
             let values: Vec<f32> = values.into_iter().map(f32::from_le_bytes).collect();
@@ -60,10 +60,10 @@ impl Frozen {
     }
 
     /// Adds a BF16 copy of the weights in f32, if a product reads any of them.
-    pub(super) fn with_bf16_copy(self, layout: &ParameterSpec) -> Result<Self> {
+    pub(super) fn with_bf16_copy(self, spec: &ParameterSpec) -> Result<Self> {
         let read_by_products = |entry: &ParameterEntry| entry.shape().extents().len() > 1;
         let copy = match &self.f32 {
-            Some(values) if layout.frozen(FrozenType::F32).iter().any(read_by_products) => {
+            Some(values) if spec.frozen(FrozenType::F32).iter().any(read_by_products) => {
                 Some(Buffer::allocate(values.device(), values.len())?)
             }
             _ => None,
@@ -136,11 +136,11 @@ impl Frozen {
     pub(super) fn lend_stack<'b, 's, S: Stored>(
         &'b self,
         step: &Step<'s>,
-        layout: &ParameterSpec,
+        spec: &ParameterSpec,
         stack: &StackedParameters,
         stored: FrozenType,
     ) -> Result<Lent<'b, 's, S>> {
-        let (span, _) = layout.span(stack)?;
+        let (span, _) = spec.span(stack)?;
         Ok(self.lend_range(step, stored, span.start, [span.len()].into())?.keep())
     }
 
@@ -190,22 +190,22 @@ impl Frozen {
     }
 
     /// Finds the first frozen parameter that is not finite. Waits.
-    pub(super) fn first_not_finite<'l>(&self, layout: &'l ParameterSpec) -> Result<Option<&'l str>> {
-        for entry in layout.frozen(FrozenType::F32) {
+    pub(super) fn first_not_finite<'l>(&self, spec: &'l ParameterSpec) -> Result<Option<&'l str>> {
+        for entry in spec.frozen(FrozenType::F32) {
             for piece in existing(&self.f32).pieces(entry.range()) {
                 if !all_finite(bytemuck::cast_slice(&piece?)) {
                     return Ok(Some(entry.name()));
                 }
             }
         }
-        for entry in layout.frozen(FrozenType::Bf16) {
+        for entry in spec.frozen(FrozenType::Bf16) {
             for piece in existing(&self.bf16).pieces(entry.range()) {
                 if !piece?.iter().all(|value| value.is_finite()) {
                     return Ok(Some(entry.name()));
                 }
             }
         }
-        for entry in layout.frozen(FrozenType::Nf4) {
+        for entry in spec.frozen(FrozenType::Nf4) {
             let values: Vec<f32> = self.read(entry, FrozenType::Nf4)?;
             if !all_finite(bytemuck::cast_slice(&values)) {
                 return Ok(Some(entry.name()));
@@ -216,15 +216,15 @@ impl Frozen {
 
     /// The SHA-256 of names, shapes, types and bytes of the frozen weights, or `None` if there are
     /// none. Waits the first time, and after a write.
-    pub(super) fn sha256(&self, layout: &ParameterSpec) -> Result<Option<String>> {
-        if !layout.has_frozen() {
+    pub(super) fn sha256(&self, spec: &ParameterSpec) -> Result<Option<String>> {
+        if !spec.has_frozen() {
             return Ok(None);
         }
         if let Some(digest) = self.digest.get() {
             return Ok(Some(digest.clone()));
         }
         let mut hash = Sha256::new();
-        for (_, entry) in layout.iter() {
+        for (_, entry) in spec.iter() {
             let Some(stored) = entry.frozen() else { continue };
             hash.update(format!("{}{} {stored:?}\n", entry.name(), entry.shape()));
             match stored {
@@ -244,11 +244,11 @@ type Write<'w> = dyn Fn(&ParameterEntry, usize, &mut [u8]) + Sync + 'w;
 /// Makes a region of a type, if the spec has parameters of that type.
 fn region<S: Element>(
     device: &Device,
-    layout: &ParameterSpec,
+    spec: &ParameterSpec,
     stored: FrozenType,
     write: &Write<'_>,
 ) -> Result<Option<Buffer<S>>> {
-    let region = layout.frozen_region(stored);
+    let region = spec.frozen_region(stored);
     if region.elements == 0 {
         return Ok(None);
     }

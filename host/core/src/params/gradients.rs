@@ -25,9 +25,9 @@ impl Gradients {
     /// # Errors
     /// [`Error::DeviceMemory`] when the device has no room.
     pub fn zeros(parameters: &Parameters) -> Result<Self> {
-        let layout = parameters.layout().clone();
-        let values = Buffer::zeros(parameters.flat().device(), layout.elements())?;
-        Ok(Self { flat: Flat { layout, values } })
+        let spec = parameters.spec().clone();
+        let values = Buffer::zeros(parameters.flat().device(), spec.elements())?;
+        Ok(Self { flat: Flat { spec, values } })
     }
 
     /// Finds the first gradient that is not finite. Waits.
@@ -36,8 +36,8 @@ impl Gradients {
     }
 
     /// The names, shapes and positions.
-    pub fn layout(&self) -> &ParameterSpec {
-        &self.flat.layout
+    pub fn spec(&self) -> &ParameterSpec {
+        &self.flat.spec
     }
 
     /// Queues zeroing of all gradients.

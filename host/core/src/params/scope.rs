@@ -9,7 +9,7 @@ use std::fmt::Display;
 /// `ffn1` in `layer0`.
 #[derive(Debug)]
 pub struct Scope<'l> {
-    layout: &'l mut ParameterSpecBuilder,
+    spec: &'l mut ParameterSpecBuilder,
     /// The prefix of each name, including its last dot.
     prefix: String,
 }
@@ -17,24 +17,24 @@ pub struct Scope<'l> {
 impl ParameterSpecBuilder {
     /// The root scope.
     pub fn names(&mut self) -> Scope<'_> {
-        Scope { layout: self, prefix: String::new() }
+        Scope { spec: self, prefix: String::new() }
     }
 }
 
 impl Scope<'_> {
     /// The scope `name` in this one.
     pub fn at(&mut self, name: impl Display) -> Scope<'_> {
-        Scope { prefix: format!("{}{name}.", self.prefix), layout: self.layout }
+        Scope { prefix: format!("{}{name}.", self.prefix), spec: self.spec }
     }
 
     /// Adds a parameter with this name and shape.
     pub fn add(&mut self, name: impl Display, shape: impl Into<Shape>, initializer: Initializer) -> Parameter {
-        self.layout.add(format!("{}{name}", self.prefix), shape, initializer)
+        self.spec.add(format!("{}{name}", self.prefix), shape, initializer)
     }
 
     /// Adds a table, whose rows are looked up by number; see [`ParameterSpecBuilder::add_table`].
     pub fn add_table(&mut self, name: impl Display, shape: impl Into<Shape>, initializer: Initializer) -> Parameter {
-        self.layout.add_table(format!("{}{name}", self.prefix), shape, initializer)
+        self.spec.add_table(format!("{}{name}", self.prefix), shape, initializer)
     }
 
     /// Adds `count` parameters of one shape. `name` maps a number to a name in this scope.
@@ -45,7 +45,7 @@ impl Scope<'_> {
         shape: impl Into<Shape>,
         initializer: Initializer,
     ) -> StackedParameters {
-        let Self { layout, prefix } = self;
-        layout.add_stack(count, |number| format!("{prefix}{}", name(number)), shape, initializer)
+        let Self { spec, prefix } = self;
+        spec.add_stack(count, |number| format!("{prefix}{}", name(number)), shape, initializer)
     }
 }

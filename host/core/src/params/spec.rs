@@ -33,7 +33,7 @@ pub const NOTES: &str = "__metadata__";
 /// and clone it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Parameter {
-    layout: u64,
+    spec: u64,
     index: usize,
 }
 
@@ -191,7 +191,7 @@ impl ParameterSpec {
     /// added.
     pub fn iter(&self) -> impl Iterator<Item = (Parameter, &ParameterEntry)> {
         let Shared { identity, ref places, .. } = *self.shared;
-        let handle = move |index| Parameter { layout: identity, index };
+        let handle = move |index| Parameter { spec: identity, index };
         places.iter().enumerate().map(move |(index, &place)| (handle(index), self.shared.entry(place)))
     }
 
@@ -203,8 +203,8 @@ impl ParameterSpec {
     /// The handles of all trained parameters in order.
     pub(crate) fn trained_parameters(&self) -> impl Iterator<Item = Parameter> + use<> {
         let number = |entry: &ParameterEntry| entry.number;
-        let (layout, numbers): (_, Vec<usize>) = (self.shared.identity, self.entries().iter().map(number).collect());
-        numbers.into_iter().map(move |index| Parameter { layout, index })
+        let (spec, numbers): (_, Vec<usize>) = (self.shared.identity, self.entries().iter().map(number).collect());
+        numbers.into_iter().map(move |index| Parameter { spec, index })
     }
 
     pub(super) fn trained(&self) -> &Region {
@@ -244,7 +244,7 @@ impl ParameterSpec {
     }
 
     fn place(&self, parameter: Parameter) -> Result<Place> {
-        if parameter.layout == self.shared.identity {
+        if parameter.spec == self.shared.identity {
             return Ok(self.shared.places[parameter.index]);
         }
         let got = format!("parameter {} of another parameter spec", parameter.index);

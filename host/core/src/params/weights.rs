@@ -52,7 +52,7 @@ impl ParameterSpec {
 /// A flat region of a spec, accessed by parameter.
 #[derive(Debug)]
 pub(super) struct Flat<S: Stored = f32> {
-    pub(super) layout: ParameterSpec,
+    pub(super) spec: ParameterSpec,
     pub(super) values: Buffer<S>,
 }
 
@@ -60,7 +60,7 @@ impl<S: Stored> Flat<S> {
     /// Returns one parameter's memory. The caller borrows the region according to its use.
     pub(super) fn part(&self, step: &Step<'_>, parameter: Parameter, written: bool) -> Result<(Memory<S>, Shape)> {
         step.borrow(&self.values, written)?;
-        let entry = self.layout.trained_entry(parameter)?;
+        let entry = self.spec.trained_entry(parameter)?;
         Ok((self.values.memory().part(entry.start(), entry.shape().elements()), entry.shape()))
     }
 
@@ -73,16 +73,16 @@ impl<S: Stored> Flat<S> {
         written: bool,
     ) -> Result<(Memory<S>, Shape)> {
         step.borrow(&self.values, written)?;
-        let (span, frozen) = self.layout.span(stack)?;
+        let (span, frozen) = self.spec.span(stack)?;
         if frozen.is_some() {
-            let got = format!("`{}`, which is frozen", short(self.layout.head(stack)?.name()));
+            let got = format!("`{}`, which is frozen", short(self.spec.head(stack)?.name()));
             return Err(Error::misuse("stack", "trained parameters, which have gradients", got));
         }
         Ok((self.values.memory().part(span.start, span.len()), [span.len()].into()))
     }
 
     pub(super) fn read(&self, parameter: Parameter) -> Result<Vec<S>> {
-        let entry = self.layout.trained_entry(parameter)?;
+        let entry = self.spec.trained_entry(parameter)?;
         self.values.read_range(entry.start(), entry.shape().elements())
     }
 }
@@ -90,7 +90,7 @@ impl<S: Stored> Flat<S> {
 impl Flat {
     /// Finds the first parameter that is not finite. Waits. Needs host memory for one piece.
     pub(super) fn first_not_finite(&self) -> Result<Option<&str>> {
-        for entry in self.layout.entries() {
+        for entry in self.spec.entries() {
             for piece in self.values.pieces(entry.range()) {
                 if !all_finite(bytemuck::cast_slice(&piece?)) {
                     return Ok(Some(entry.name()));
@@ -117,9 +117,9 @@ impl Parameters {
     ///
     /// # Errors
     /// [`Error::DeviceMemory`] when the device has no room.
-    pub fn new(device: &Device, layout: &ParameterSpec, seed: u64) -> Result<Self> {
+    pub fn new(device: &Device, spec: &ParameterSpec, seed: u64) -> Result<Self> {
         // The number of random numbers that the parameters before each one have used.
-        let drawn: Vec<u64> = layout
+        let drawn: Vec<u64> = spec
             .iter()
             .scan(0, |drawn, (_, entry)| {
                 let before = *drawn;
@@ -130,16 +130,16 @@ impl Parameters {
             })
             .collect();
         let fill = |offset: usize, place: &mut [u8]| {
-            layout.trained().fill(offset, place, |_, entry, within, part| {
+            spec.trained().fill(offset, place, |_, entry, within, part| {
                 draw(entry, within / size_of::<f32>(), seed, &drawn, part.as_chunks_mut().0, f32::to_le_bytes);
             });
         };
-        let values = Buffer::allocate(device, layout.elements())?;
-        let name = |offset| layout.trained().name_at(offset);
+        let values = Buffer::allocate(device, spec.elements())?;
+        let name = |offset| spec.trained().name_at(offset);
         let content = Content::new(values.memory(), &fill, &name);
         Transfer::new().run(device, &[content])?;
-        let frozen = Frozen::new(device, layout, seed, &drawn)?;
-        Ok(Self { flat: Flat { layout: layout.clone(), values }, copy: None, frozen, unchecked: false })
+        let frozen = Frozen::new(device, spec, seed, &drawn)?;
+        Ok(Self { flat: Flat { spec: spec.clone(), values }, copy: None, frozen, unchecked: false })
     }
 
     /// Adds a BF16 copy of the weights, so that products read half the bytes. Each weight is
@@ -154,9 +154,9 @@ impl Parameters {
     ///
     /// # fn main() -> Result<()> {
     /// # let device = Device::open(DeviceKind::Emulated)?;
-    /// let mut layout = ParameterSpec::builder();
-    /// let w = layout.add("w", [2], Initializer::Constant(0.1));
-    /// let mut weights = Parameters::new(&device, &layout.build()?, 7)?.with_bf16_copy()?;
+    /// let mut spec = ParameterSpec::builder();
+    /// let w = spec.add("w", [2], Initializer::Constant(0.1));
+    /// let mut weights = Parameters::new(&device, &spec.build()?, 7)?.with_bf16_copy()?;
     /// let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
     /// let copy = arena.step(|step| step.read(&weights.lend_as::<bf16>(step, w)?))?;
     /// assert_eq!(copy, [bf16::from_f32(0.1); 2]);
@@ -167,10 +167,10 @@ impl Parameters {
     /// # Errors
     /// [`Error::DeviceMemory`] when the device has no room.
     pub fn with_bf16_copy(self) -> Result<Self> {
-        let Flat { layout, values } = &self.flat;
-        let copy = Buffer::allocate(values.device(), layout.elements())?;
-        let copy = Some(Flat { layout: layout.clone(), values: copy });
-        let frozen = self.frozen.with_bf16_copy(layout)?;
+        let Flat { spec, values } = &self.flat;
+        let copy = Buffer::allocate(values.device(), spec.elements())?;
+        let copy = Some(Flat { spec: spec.clone(), values: copy });
+        let frozen = self.frozen.with_bf16_copy(spec)?;
         let parameters = Self { copy, frozen, flat: self.flat, unchecked: self.unchecked };
         parameters.round(0..parameters.flat.values.len())?;
         Ok(parameters)
@@ -194,12 +194,12 @@ impl Parameters {
         transfer: Transfer<'_>,
     ) -> Result<()> {
         self.unchecked |= transfer.allowed() == NonFinite::Allow;
-        let Flat { layout, values } = &mut self.flat;
+        let Flat { spec, values } = &mut self.flat;
         let mut regions = vec![(values, weights)];
         for (region, sources) in others {
             regions.push((region, sources));
         }
-        let overwritten = layout.overwrite(&regions, transfer);
+        let overwritten = spec.overwrite(&regions, transfer);
         // A failed upload may have changed some weights.
         let rounded = self.round(0..self.flat.values.len());
         overwritten.and(rounded)
@@ -222,7 +222,7 @@ impl Parameters {
         mut source: impl FnMut(&ParameterEntry) -> Option<&'b [u8]>,
         transfer: Transfer<'_>,
     ) -> Result<()> {
-        let layout = self.layout();
+        let spec = self.spec();
         let checked = |entry: &ParameterEntry| {
             let (expected, found) = (entry.bytes().len(), source(entry));
             found.filter(|bytes| bytes.len() == expected).ok_or_else(|| {
@@ -230,14 +230,14 @@ impl Parameters {
                 Error::misuse("load", format!("{expected} bytes for `{}` {}", short(entry.name()), entry.shape()), got)
             })
         };
-        let sources: Vec<&[u8]> = layout.entries().iter().map(checked).collect::<Result<_>>()?;
-        transfer.allowed().check((None, Quantity::Weight), layout.finite_bytes("", &sources))?;
+        let sources: Vec<&[u8]> = spec.entries().iter().map(checked).collect::<Result<_>>()?;
+        transfer.allowed().check((None, Quantity::Weight), spec.finite_bytes("", &sources))?;
         self.overwrite(sources, [], transfer)
     }
 
     /// The names, shapes and positions.
-    pub fn layout(&self) -> &ParameterSpec {
-        &self.flat.layout
+    pub fn spec(&self) -> &ParameterSpec {
+        &self.flat.spec
     }
 
     /// Returns the error text for the first tensor that is not finite: of the gradients, if given,
@@ -252,7 +252,7 @@ impl Parameters {
         if let Some(name) = self.flat.first_not_finite()? {
             return Ok(format!("`{name}`{seen}"));
         }
-        if let Some(name) = self.frozen.first_not_finite(self.layout())? {
+        if let Some(name) = self.frozen.first_not_finite(self.spec())? {
             return Ok(format!("the frozen `{name}`{seen}"));
         }
         let all = if gradients.is_some() { "all gradients and weights" } else { "all weights" };
@@ -305,7 +305,7 @@ impl Parameters {
         step: &Step<'s>,
         parameter: Parameter,
     ) -> Result<MatrixWeights<'b, 's, S>> {
-        let entry = self.layout().entry(parameter)?;
+        let entry = self.spec().entry(parameter)?;
         if let Some(stored) = entry.frozen() {
             return self.frozen.lend(step, entry, stored);
         }
@@ -341,8 +341,8 @@ impl Parameters {
         step: &Step<'s>,
         stack: &StackedParameters,
     ) -> Result<Lent<'b, 's, S>> {
-        if let Some(stored) = self.layout().head(stack)?.frozen() {
-            return self.frozen.lend_stack(step, self.layout(), stack, stored);
+        if let Some(stored) = self.spec().head(stack)?.frozen() {
+            return self.frozen.lend_stack(step, self.spec(), stack, stored);
         }
         let (memory, shape) = self.flat_as::<S>()?.stack(step, stack, false)?;
         Ok(Lent::new(memory, shape))
@@ -358,7 +358,7 @@ impl Parameters {
 
     /// Waits, and returns one parameter's weights as S, to which they are converted.
     pub fn read_as<S: Stored>(&self, parameter: Parameter) -> Result<Vec<S>> {
-        let entry = self.layout().entry(parameter)?;
+        let entry = self.spec().entry(parameter)?;
         match entry.frozen() {
             Some(stored) => self.frozen.read(entry, stored),
             None => Ok(self.flat.read(parameter)?.into_iter().map(S::narrow).collect()),
@@ -388,7 +388,7 @@ impl Parameters {
     /// Overwrites one parameter's weights like [`Parameters::write`], with values of S. They are
     /// converted to the parameter's type: exactly to f32, rounded to BF16, and quantised to NF4.
     pub fn write_as<S: Stored>(&mut self, parameter: Parameter, values: &[S]) -> Result<()> {
-        let entry = self.flat.layout.entry(parameter)?;
+        let entry = self.flat.spec.entry(parameter)?;
         let range = entry.range();
         if values.len() != entry.shape().elements() {
             let expected = format!("{} values for `{}` {}", entry.shape().elements(), entry.name(), entry.shape());
@@ -415,7 +415,7 @@ impl Parameters {
     /// [`Error::Misuse`] when the parameter is not in NF4, has no such matrix, or the matrix has
     /// other extents.
     pub fn write_nf4(&mut self, parameter: Parameter, number: usize, matrix: &Nf4Matrix<'_>) -> Result<()> {
-        let entry = nf4_entry("write_nf4", &self.flat.layout, parameter)?;
+        let entry = nf4_entry("write_nf4", &self.flat.spec, parameter)?;
         self.unchecked |= !matrix.factors.iter().chain([&matrix.offset]).all(|&value| is_finite(value));
         self.frozen.write_nf4(entry, number, matrix)
     }
@@ -428,7 +428,7 @@ impl Parameters {
     /// [`Error::Misuse`] when the parameter is not in NF4, has no such matrix, or the number of
     /// weights differs.
     pub fn quantise<S: Stored>(&mut self, parameter: Parameter, number: usize, weights: &[S]) -> Result<()> {
-        let entry = nf4_entry("quantise", &self.flat.layout, parameter)?;
+        let entry = nf4_entry("quantise", &self.flat.spec, parameter)?;
         self.unchecked |= !are_finite(weights);
         self.frozen.quantise(entry, number, weights)
     }
@@ -436,7 +436,7 @@ impl Parameters {
     /// The SHA-256 of names, shapes, types and bytes of the frozen weights, in hexadecimal, or
     /// `None` if no parameter is frozen. It is computed once, and again after a write.
     pub fn frozen_sha256(&self) -> Result<Option<String>> {
-        self.frozen.sha256(self.layout())
+        self.frozen.sha256(self.spec())
     }
 
     /// Lends all trained weights as one flat region, with their BF16 copy if there is one, to
@@ -468,7 +468,7 @@ impl Parameters {
     /// order, in hexadecimal.
     pub fn sha256(&self) -> Result<String> {
         let mut hash = Sha256::new();
-        for entry in self.layout().entries() {
+        for entry in self.spec().entries() {
             hash.update(format!("{}{}\n", entry.name(), entry.shape()));
             self.flat.values.hash_into(&mut hash, entry.range())?;
         }
@@ -477,8 +477,8 @@ impl Parameters {
 }
 
 /// Returns the entry of a parameter, which must be frozen in NF4.
-fn nf4_entry<'l>(op: &'static str, layout: &'l ParameterSpec, parameter: Parameter) -> Result<&'l ParameterEntry> {
-    let entry = layout.entry(parameter)?;
+fn nf4_entry<'l>(op: &'static str, spec: &'l ParameterSpec, parameter: Parameter) -> Result<&'l ParameterEntry> {
+    let entry = spec.entry(parameter)?;
     if entry.frozen() == Some(FrozenType::Nf4) {
         return Ok(entry);
     }

@@ -144,7 +144,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
 
     /// Zeroes the gradients that received no contribution.
     pub(super) fn finish(&mut self) -> Result<()> {
-        self.parameters.layout().trained_parameters().try_for_each(|parameter| self.gradient(parameter).map(drop))
+        self.parameters.spec().trained_parameters().try_for_each(|parameter| self.gradient(parameter).map(drop))
     }
 
     /// The step that the pass belongs to.
@@ -201,7 +201,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     /// # Errors
     /// [`Error::Misuse`] when the handle belongs to another parameter spec.
     pub fn trains(&self, parameter: Parameter) -> Result<bool> {
-        let entry = self.parameters.layout().entry(parameter).map_err(|error| error.in_op(self.op))?;
+        let entry = self.parameters.spec().entry(parameter).map_err(|error| error.in_op(self.op))?;
         Ok(entry.frozen().is_none())
     }
 
@@ -210,7 +210,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     /// # Errors
     /// [`Error::Misuse`] for a stack without members.
     pub fn trains_stack(&self, stack: &StackedParameters) -> Result<bool> {
-        let head = self.parameters.layout().head(stack).map_err(|error| error.in_op(self.op))?;
+        let head = self.parameters.spec().head(stack).map_err(|error| error.in_op(self.op))?;
         Ok(head.frozen().is_none())
     }
 
@@ -285,8 +285,8 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         parameters: [Parameter; N],
     ) -> Result<([LentMut<'_, 's>; N], [bool; N])> {
         let op = self.op;
-        let layout = self.parameters.layout();
-        let places = parameters.iter().map(|&parameter| layout.index(parameter)).collect::<Result<Vec<_>>>();
+        let spec = self.parameters.spec();
+        let places = parameters.iter().map(|&parameter| spec.index(parameter)).collect::<Result<Vec<_>>>();
         let places = places.map_err(|error| error.in_op(op))?;
         let gradients = self.gradients.lend_many_mut(self.step, parameters).map_err(|error| error.in_op(op))?;
         let mut places = places.into_iter();
@@ -300,8 +300,8 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         let op = self.op;
         // One write covers all members, so if some are already written, the others are zeroed
         // first.
-        let layout = self.parameters.layout();
-        let places = stack.members().iter().map(|member| layout.index(*member)).collect::<Result<Vec<_>>>();
+        let spec = self.parameters.spec();
+        let places = stack.members().iter().map(|member| spec.index(*member)).collect::<Result<Vec<_>>>();
         let places = places.map_err(|error| error.in_op(op))?;
         let written = places.iter().any(|&place| self.written[place]);
         for (member, place) in stack.members().iter().zip(places) {

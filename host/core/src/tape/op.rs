@@ -69,7 +69,7 @@ impl<'t, 's> Op<'_, 't, 's> {
     /// [`Error::Misuse`] when there is no copy.
     pub fn weights_as<S: Stored>(&self, parameter: Parameter) -> Result<Lent<'t, 's, S>> {
         let lent = self.tape.parameters.lend_as(self.tape.step, parameter).map_err(|error| error.in_op(self.name))?;
-        self.depend_on(self.tape.parameters.layout().entry(parameter)?);
+        self.depend_on(self.tape.parameters.spec().entry(parameter)?);
         Ok(lent)
     }
 
@@ -82,7 +82,7 @@ impl<'t, 's> Op<'_, 't, 's> {
     #[track_caller]
     pub fn matrix<S: Stored>(&self, parameter: Parameter) -> Result<MatrixWeights<'t, 's, S>> {
         let matrix = self.tape.parameters.matrix(self.tape.step, parameter).map_err(|error| error.in_op(self.name))?;
-        self.depend_on(self.tape.parameters.layout().entry(parameter)?);
+        self.depend_on(self.tape.parameters.spec().entry(parameter)?);
         Ok(matrix)
     }
 
@@ -101,7 +101,7 @@ impl<'t, 's> Op<'_, 't, 's> {
     /// [`Error::Misuse`] when there is no copy.
     pub fn stack_weights_as<S: Stored>(&self, stack: &StackedParameters) -> Result<Lent<'t, 's, S>> {
         let lent = self.tape.parameters.lend_stack_as(self.tape.step, stack).map_err(|error| error.in_op(self.name))?;
-        self.depend_on(self.tape.parameters.layout().head(stack)?);
+        self.depend_on(self.tape.parameters.spec().head(stack)?);
         Ok(lent)
     }
 
@@ -116,7 +116,7 @@ impl<'t, 's> Op<'_, 't, 's> {
     /// # Errors
     /// [`Error::Misuse`] when the handle belongs to another parameter spec.
     pub fn shape(&self, parameter: Parameter) -> Result<Shape> {
-        let entry = self.tape.parameters.layout().entry(parameter).map_err(|error| error.in_op(self.name))?;
+        let entry = self.tape.parameters.spec().entry(parameter).map_err(|error| error.in_op(self.name))?;
         Ok(entry.shape())
     }
 
@@ -125,7 +125,7 @@ impl<'t, 's> Op<'_, 't, 's> {
     /// # Errors
     /// [`Error::Misuse`] when the handle belongs to another parameter spec.
     pub fn frozen(&self, parameter: Parameter) -> Result<Option<FrozenType>> {
-        let entry = self.tape.parameters.layout().entry(parameter).map_err(|error| error.in_op(self.name))?;
+        let entry = self.tape.parameters.spec().entry(parameter).map_err(|error| error.in_op(self.name))?;
         Ok(entry.frozen())
     }
 
@@ -148,7 +148,7 @@ impl<'t, 's> Op<'_, 't, 's> {
     /// [`Error::Misuse`] when the handle belongs to another parameter spec, or the stack has no
     /// members.
     pub fn stack(&self, stack: &StackedParameters) -> Result<(Shape, usize)> {
-        self.tape.parameters.layout().stack(stack).map_err(|error| error.in_op(self.name))
+        self.tape.parameters.spec().stack(stack).map_err(|error| error.in_op(self.name))
     }
 
     /// Puts the op's output on the tape. `backward` receives the output's gradient. It passes

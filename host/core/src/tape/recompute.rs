@@ -46,9 +46,9 @@ impl<'t, 's> Tape<'t, 's> {
     ///
     /// # fn main() -> Result<()> {
     /// # let device = Device::open(DeviceKind::Emulated)?;
-    /// let mut layout = ParameterSpec::builder();
-    /// let blocks: Vec<Mlp> = (0..4).map(|n| Mlp::new(layout.names().at(format!("blocks.{n}")), 8, 32, 8)).collect();
-    /// let weights = Parameters::new(&device, &layout.build()?, 7)?;
+    /// let mut spec = ParameterSpec::builder();
+    /// let blocks: Vec<Mlp> = (0..4).map(|n| Mlp::new(spec.names().at(format!("blocks.{n}")), 8, 32, 8)).collect();
+    /// let weights = Parameters::new(&device, &spec.build()?, 7)?;
     /// let mut gradients = Gradients::zeros(&weights)?;
     /// let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
     /// arena.step(|step| {

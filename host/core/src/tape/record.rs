@@ -182,14 +182,14 @@ impl<'t, 's> Tape<'t, 's> {
     /// [`Error::Misuse`] when `loss` belongs to another tape or has more than one element, or when
     /// `gradients` belong to another parameter spec or device.
     pub fn backward(self, loss: &Var<'s>, gradients: &mut Gradients) -> Result<()> {
-        let written = vec![true; gradients.layout().entries().len()];
+        let written = vec![true; gradients.spec().entries().len()];
         self.run(loss, gradients, written)
     }
 
     /// Runs the records like [`Tape::backward`], but overwrites `gradients`. The result is the same
     /// as from zeroed gradients, without the pass that zeroes them.
     pub fn backward_overwrite(self, loss: &Var<'s>, gradients: &mut Gradients) -> Result<()> {
-        let written = vec![false; gradients.layout().entries().len()];
+        let written = vec![false; gradients.spec().entries().len()];
         self.run(loss, gradients, written)
     }
 
@@ -199,7 +199,7 @@ impl<'t, 's> Tape<'t, 's> {
         if loss.shape().elements() != 1 {
             return Err(Error::misuse(OP, "a loss of one element", format!("shape {}", loss.shape())));
         }
-        if !gradients.layout().same(self.parameters.layout()) {
+        if !gradients.spec().same(self.parameters.spec()) {
             return Err(Error::misuse(OP, "gradients of the tape's parameters", "gradients of another parameter spec"));
         }
         self.step.borrow(gradients.flat(), true)?;

@@ -49,7 +49,7 @@ impl Transformer {
     ) -> Result<Tensor<'i>> {
         let row = |table: Parameter, id: &Indices<'s>| -> Result<Tensor<'i, S>> {
             let id = scratch.lend_indices(id);
-            match weights.layout().entry(table)?.frozen() {
+            match weights.spec().entry(table)?.frozen() {
                 Some(FrozenType::Bf16) => ops::embedding_bf16(scratch, &weights.lend_as(scratch, table)?, &id),
                 _ => ops::embedding(scratch, &weights.lend(scratch, table)?, &id),
             }

@@ -16,13 +16,13 @@ use stepscope_core::tape::{Tape, Var};
 /// use stepscope::ParameterSpec;
 ///
 /// # fn main() -> stepscope::Result<()> {
-/// let mut layout = ParameterSpec::builder();
-/// let layer = Linear::new(layout.names().at("layer"), 64, 32);
-/// layout.freeze(|_| Some(FrozenType::Bf16));
+/// let mut spec = ParameterSpec::builder();
+/// let layer = Linear::new(spec.names().at("layer"), 64, 32);
+/// spec.freeze(|_| Some(FrozenType::Bf16));
 /// let part = AdapterPart { name: "", first: 0, outputs: 32, rank: 8, scale: 2.0 };
-/// let layer = layer.with_adapter(layout.names().at("layer"), 64, &[part], 0.05)?;
-/// let layout = layout.build()?;
-/// let names: Vec<&str> = layout.entries().iter().map(|entry| entry.name()).collect();
+/// let layer = layer.with_adapter(spec.names().at("layer"), 64, &[part], 0.05)?;
+/// let spec = spec.build()?;
+/// let names: Vec<&str> = spec.entries().iter().map(|entry| entry.name()).collect();
 /// assert_eq!(names, ["layer.lora_a.weight", "layer.lora_b.weight"]);
 /// # assert!(layer.adapter.is_some());
 /// # Ok(())

@@ -11,16 +11,16 @@
 //! use stepscope::prelude::*;
 //!
 //! # fn main() -> Result<()> {
-//! let mut layout = ParameterSpec::builder();
-//! let mut names = layout.names();
+//! let mut spec = ParameterSpec::builder();
+//! let mut names = spec.names();
 //! let norm = RmsNorm::new(names.at("norm"), 64);
 //! let mlp = Mlp::new(names.at("mlp"), 64, 128, 10);
-//! let layout = layout.build()?;
-//! let found: Vec<&str> = layout.entries().iter().map(ParameterEntry::name).collect();
+//! let spec = spec.build()?;
+//! let found: Vec<&str> = spec.entries().iter().map(ParameterEntry::name).collect();
 //! assert_eq!(found, ["norm.gain", "mlp.up.weight", "mlp.up.bias", "mlp.down.weight", "mlp.down.bias"]);
 //!
 //! let device = Device::open(DeviceKind::Emulated)?;
-//! let weights = Parameters::new(&device, &layout, 7)?;
+//! let weights = Parameters::new(&device, &spec, 7)?;
 //! let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
 //! let logits = arena.step(|step| {
 //!     let tape = Tape::new(step, &weights);

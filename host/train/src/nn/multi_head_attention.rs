@@ -13,8 +13,8 @@ use stepscope_core::tape::{Tape, Var};
 /// ```
 /// use stepscope::nn::MultiHeadAttention;
 /// use stepscope::ops::Rotary;
-/// # let mut layout = stepscope::ParameterSpec::builder();
-/// # let mut names = layout.names();
+/// # let mut spec = stepscope::ParameterSpec::builder();
+/// # let mut names = spec.names();
 /// let vit = MultiHeadAttention::new(names.at("vit"), 768, 12);
 /// let gpt2 = MultiHeadAttention::new(names.at("gpt2"), 768, 12).causal();
 /// let llama = MultiHeadAttention::grouped(names.at("llama"), 4096, [32, 8]).causal().rotary(Rotary::new(500_000.0));

@@ -29,7 +29,7 @@ use stepscope_core::tensor::{Memory, Source, Tensor};
 /// [`AdamW`](crate::AdamW) and [`Sgd`](crate::Sgd) are two rules.
 #[derive(Debug)]
 pub struct Optimizer<R: ?Sized> {
-    layout: ParameterSpec,
+    spec: ParameterSpec,
     updates: Arc<Updates>,
     groups: Vec<ParameterGroup>,
     /// The group of each run of elements, if there are several groups.
@@ -79,13 +79,13 @@ impl<R: UpdateRule> Optimizer<R> {
     pub fn new(parameters: &Parameters, rule: R) -> Result<Self> {
         rule.check()?;
         let declared = Declared::of(&rule)?;
-        let (device, layout) = (parameters.flat().device(), parameters.layout().clone());
+        let (device, spec) = (parameters.flat().device(), parameters.spec().clone());
         let groups = vec![ParameterGroup::default()];
         let settings = Buffer::from_slice(device, &settings_of(&rule, 1, &groups)?)?;
-        let state = declared.state.iter().map(|_| Buffer::zeros(device, layout.elements())).collect::<Result<_>>()?;
+        let state = declared.state.iter().map(|_| Buffer::zeros(device, spec.elements())).collect::<Result<_>>()?;
         let updates = Arc::new(Updates::new(declared.name, 0));
-        let slices = std::iter::once(0..layout.elements()).collect();
-        Ok(Self { layout, updates, groups, runs: None, settings, state, slices, declared, rule })
+        let slices = std::iter::once(0..spec.elements()).collect();
+        Ok(Self { spec, updates, groups, runs: None, settings, state, slices, declared, rule })
     }
 
     /// Sets rates and weight decay by parameter group, replacing any previous groups. The number of
@@ -97,7 +97,7 @@ impl<R: UpdateRule> Optimizer<R> {
     /// does not support groups.
     pub fn with_parameter_groups(self, groups: &ParameterGroups) -> Result<Self> {
         let name = self.name();
-        let (groups, runs) = groups.of(&self.layout)?;
+        let (groups, runs) = groups.of(&self.spec)?;
         if groups.len() > 1 && !self.declared.has_groups {
             return Err(Error::misuse(
                 name,
@@ -182,8 +182,8 @@ impl<R: UpdateRule> Optimizer<R> {
         parameters: &mut Parameters,
         gradients: &Gradients,
     ) -> Result<Tensor<'s>> {
-        self.check_layout(parameters.layout())?;
-        self.check_layout(gradients.layout())?;
+        self.check_spec(parameters.spec())?;
+        self.check_spec(gradients.spec())?;
         self.whole_state()?;
         self.updates.accept(ticket, step)?;
         let queued = self.queue_whole(step, parameters, gradients);
@@ -218,8 +218,8 @@ impl<R: UpdateRule> Optimizer<R> {
         gradients: &Gradients,
         squared_norm: &Tensor<'s>,
     ) -> Result<()> {
-        self.check_layout(parameters.layout())?;
-        self.check_layout(gradients.layout())?;
+        self.check_spec(parameters.spec())?;
+        self.check_spec(gradients.spec())?;
         self.updates.accept(ticket, step)?;
         let queued = self.queue(step, parameters, gradients, squared_norm, false);
         self.updates.count(step, queued)
@@ -234,7 +234,7 @@ impl<R: UpdateRule> Optimizer<R> {
         squared_norm: &Tensor<'s>,
         writes_copy: bool,
     ) -> Result<()> {
-        let elements = [self.layout.elements()];
+        let elements = [self.spec.elements()];
         for (slice, start) in with_places(&self.slices) {
             let gradients = step.lend(gradients.flat(), elements)?.part(slice.clone());
             let (weights, copy) = parameters.lend_flat_mut(step)?;
@@ -316,7 +316,7 @@ impl<R: UpdateRule + ?Sized> Optimizer<R> {
         let runs = self.runs.as_ref().map(Buffer::read).transpose()?.unwrap_or_default();
         let group_of = |entry: &ParameterEntry| runs.get(entry.start() / RUN).map_or(0, |&group| group as usize);
         for (number, ParameterGroup { rate, weight_decay }) in self.groups.iter().enumerate() {
-            let entries = self.layout.entries().iter().filter(|entry| group_of(entry) == number);
+            let entries = self.spec.entries().iter().filter(|entry| group_of(entry) == number);
             let names: Vec<&str> = entries.map(ParameterEntry::name).collect();
             let value = format!("rate {rate:?}, weight decay {weight_decay:?}, {} parameters: {names:?}", names.len());
             all.push((format!("parameter group {number}"), value));
@@ -349,7 +349,7 @@ impl<R: UpdateRule + ?Sized> Optimizer<R> {
 
     /// Returns the state if it covers all weights.
     pub(crate) fn whole_state(&self) -> Result<&[Buffer<f32>]> {
-        if self.slices == std::slice::from_ref(&(0..self.layout.elements())) {
+        if self.slices == std::slice::from_ref(&(0..self.spec.elements())) {
             return Ok(&self.state);
         }
         let expected = "the state of all weights: in a group, leave updates, saves and restores to the trainer";
@@ -392,9 +392,9 @@ impl<R: UpdateRule + ?Sized> Optimizer<R> {
         self.declared.state.iter().map(|state| format!("{}.{state}.", self.name())).collect()
     }
 
-    /// Returns an error unless the state belongs to parameters of `layout`.
-    pub(crate) fn check_layout(&self, layout: &ParameterSpec) -> Result<()> {
-        if self.layout.same(layout) {
+    /// Returns an error unless the state belongs to parameters of `spec`.
+    pub(crate) fn check_spec(&self, spec: &ParameterSpec) -> Result<()> {
+        if self.spec.same(spec) {
             return Ok(());
         }
         Err(Error::misuse(

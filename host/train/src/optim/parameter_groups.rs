@@ -89,15 +89,15 @@ impl ParameterGroups {
     }
 
     /// Returns the groups of a spec's parameters, and the group number of each run.
-    pub(super) fn of(&self, layout: &ParameterSpec) -> Result<(Vec<ParameterGroup>, Vec<u32>)> {
+    pub(super) fn of(&self, spec: &ParameterSpec) -> Result<(Vec<ParameterGroup>, Vec<u32>)> {
         let op = "groups";
         for (group, _) in &self.rules {
             at_least_zero(op, "rate", group.rate)?;
             at_least_zero(op, "weight_decay", group.weight_decay.unwrap_or(0.0))?;
         }
-        let mut runs = vec![0; layout.elements().div_ceil(RUN)];
+        let mut runs = vec![0; spec.elements().div_ceil(RUN)];
         let mut sizes = vec![0usize; self.rules.len()];
-        for entry in layout.entries() {
+        for entry in spec.entries() {
             let Some(number) = self.rules.iter().position(|(_, belongs)| belongs(entry)) else { continue };
             sizes[number] += 1;
             let range = entry.range();
@@ -122,12 +122,12 @@ mod tests {
     use stepscope_core::initializer::Initializer;
 
     /// Makes parameters with these numbers of elements, `p0` and so on.
-    fn layout(sizes: &[usize]) -> ParameterSpec {
-        let mut layout = ParameterSpec::builder();
+    fn spec(sizes: &[usize]) -> ParameterSpec {
+        let mut spec = ParameterSpec::builder();
         for (number, &size) in sizes.iter().enumerate() {
-            layout.add(format!("p{number}"), [size], Initializer::ZERO);
+            spec.add(format!("p{number}"), [size], Initializer::ZERO);
         }
-        layout.build().unwrap()
+        spec.build().unwrap()
     }
 
     proptest! {
@@ -135,10 +135,10 @@ mod tests {
         /// spans two groups.
         #[test]
         fn every_vector_has_one_group(sizes in prop::collection::vec(1usize..300, 1..24), chosen in any::<u64>()) {
-            let layout = layout(&sizes);
+            let spec = spec(&sizes);
             let number = |entry: &ParameterEntry| entry.name()[1..].parse::<u32>().unwrap();
             let of = move |entry: &ParameterEntry| (chosen >> (2 * number(entry))) & 3;
-            let members = |group| layout.entries().iter().filter(|entry| of(entry) == group).count();
+            let members = |group| spec.entries().iter().filter(|entry| of(entry) == group).count();
             let mut groups = ParameterGroups::new();
             let mut numbers = [0; 4];
             for group in 1..4 {
@@ -147,10 +147,10 @@ mod tests {
                     numbers[group as usize] = groups.rules.len() as u32;
                 }
             }
-            let (found, runs) = groups.of(&layout).unwrap();
+            let (found, runs) = groups.of(&spec).unwrap();
             prop_assert_eq!(found.len(), groups.rules.len() + 1);
-            prop_assert_eq!(runs.len() * RUN, layout.elements());
-            for entry in layout.entries() {
+            prop_assert_eq!(runs.len() * RUN, spec.elements());
+            for entry in spec.entries() {
                 prop_assert_eq!(entry.start() % RUN, 0);
                 for at in entry.range() {
                     let vector = at / 4 * 4;
@@ -164,14 +164,14 @@ mod tests {
 
     #[test]
     fn first_matching_rule_wins() {
-        let layout = layout(&[3, 4, 5]);
+        let spec = spec(&[3, 4, 5]);
         let (quick, slow) =
             (ParameterGroup { rate: 2.0, weight_decay: None }, ParameterGroup { rate: 0.5, weight_decay: Some(0.1) });
         let groups =
             ParameterGroups::new().with(quick, |entry| entry.name() == "p1").with(slow, |entry| entry.name() != "p2");
-        assert_eq!(groups.of(&layout).unwrap(), (vec![ParameterGroup::default(), quick, slow], vec![2, 1, 0]));
+        assert_eq!(groups.of(&spec).unwrap(), (vec![ParameterGroup::default(), quick, slow], vec![2, 1, 0]));
         let refused = |groups: ParameterGroups, words: &str| {
-            let error = groups.of(&layout).unwrap_err().to_string();
+            let error = groups.of(&spec).unwrap_err().to_string();
             assert!(error.contains(words), "{error}");
         };
         refused(ParameterGroups::new().no_decay(|_| true).no_decay(|_| true), "none for group 1");
@@ -189,15 +189,15 @@ mod tests {
 
     #[test]
     fn gains_biases_and_embeddings_are_recognized() {
-        let mut layout = ParameterSpec::builder();
+        let mut spec = ParameterSpec::builder();
         let not = ["head.weight", "gained.weight", "biased.weight", "again", "embed"];
         let known = ["head.bias", "gain.0", "token_embedding.weight", "embeddings", "embedding"];
         for name in not.iter().chain(&known) {
-            layout.add(*name, [2, 2], Initializer::ZERO);
+            spec.add(*name, [2, 2], Initializer::ZERO);
         }
-        layout.add("scale", [7], Initializer::ZERO);
-        let layout = layout.build().unwrap();
-        let found = layout
+        spec.add("scale", [7], Initializer::ZERO);
+        let spec = spec.build().unwrap();
+        let found = spec
             .entries()
             .iter()
             .filter(|entry| ParameterGroups::is_gain_bias_or_embedding(entry))

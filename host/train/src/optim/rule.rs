@@ -47,9 +47,9 @@ use stepscope_core::tensor::{Lent, LentMut, Tensor};
 /// }
 /// # fn main() -> Result<()> {
 /// # let device = Device::open(DeviceKind::Emulated)?;
-/// # let mut layout = ParameterSpec::builder();
-/// # let w = layout.add("w", [3], Initializer::ONE);
-/// # let mut weights = Parameters::new(&device, &layout.build()?, 7)?;
+/// # let mut spec = ParameterSpec::builder();
+/// # let w = spec.add("w", [3], Initializer::ONE);
+/// # let mut weights = Parameters::new(&device, &spec.build()?, 7)?;
 /// # let mut gradients = Gradients::zeros(&weights)?;
 /// # let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
 /// let mut optimizer = Optimizer::new(&weights, Descent { rate: 0.5 })?;

@@ -23,9 +23,9 @@ use stepscope_core::step::Step;
 /// # use stepscope::prelude::*;
 /// # fn main() -> Result<()> {
 /// # let device = Device::open(DeviceKind::Emulated)?;
-/// # let mut layout = ParameterSpec::builder();
-/// # layout.add("w", [3], Initializer::ONE);
-/// # let mut weights = Parameters::new(&device, &layout.build()?, 7)?;
+/// # let mut spec = ParameterSpec::builder();
+/// # spec.add("w", [3], Initializer::ONE);
+/// # let mut weights = Parameters::new(&device, &spec.build()?, 7)?;
 /// # let gradients = Gradients::zeros(&weights)?;
 /// # let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
 /// # let mut optimizer = Optimizer::new(&weights, AdamW::default())?;

@@ -28,10 +28,10 @@ impl<R: UpdateRule> Optimizer<R> {
     /// use stepscope::prelude::*;
     ///
     /// # fn main() -> Result<()> {
-    /// let mut layout = ParameterSpec::builder();
-    /// let w = layout.add("w", [2, 2], Initializer::fan_in(2));
+    /// let mut spec = ParameterSpec::builder();
+    /// let w = spec.add("w", [2, 2], Initializer::fan_in(2));
     /// let device = Device::open(DeviceKind::Emulated)?;
-    /// let mut weights = Parameters::new(&device, &layout.build()?, 7)?;
+    /// let mut weights = Parameters::new(&device, &spec.build()?, 7)?;
     /// let mut gradients = Gradients::zeros(&weights)?;
     /// let mut sgd = Optimizer::new(&weights, Sgd::default())?;
     /// let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;

@@ -28,7 +28,7 @@ pub(super) fn of_optimizer<R: UpdateRule>(
     if parameters.flat().device().description().kind == DeviceKind::Cuda {
         settings.add("PTX", format!("{:?}", ptx_builds()));
     }
-    let spec = parameters.layout();
+    let spec = parameters.spec();
     let place = |entry: &ParameterEntry| format!("{} {}", entry.name(), entry.shape());
     let places: Vec<String> = spec.entries().iter().map(place).collect();
     settings.add("parameters", format!("{}: {}", places.len(), places.join(", ")));

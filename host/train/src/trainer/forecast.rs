@@ -35,7 +35,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         let Some((process, unbacked_bytes)) = ProcessMemory::read().zip(self.arena.device().unbacked_bytes()?) else {
             return Ok(None);
         };
-        let spec = self.state().parameters.layout();
+        let spec = self.state().parameters.spec();
         let checkpoint_bytes = self.checkpoint.as_ref().map_or(0, |_| writing_bytes(spec));
         Ok(Some(MemoryForecast { process, unbacked_bytes, checkpoint_bytes }))
     }

@@ -172,7 +172,7 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
             settings.add("matrix instruction", instruction.to_string());
         }
         settings.add_option("dropout's seed", generator.as_ref().map(|generator| generator.seed()));
-        let monitored = model.monitored().map(|monitored| parameters.layout().trained_entry(monitored)).transpose()?;
+        let monitored = model.monitored().map(|monitored| parameters.spec().trained_entry(monitored)).transpose()?;
         settings.add_option("monitored parameter", monitored.map(ParameterEntry::name));
         Ok(settings)
     }
@@ -261,7 +261,7 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
 
     /// Sums the gradients of all shards of a group.
     pub(super) fn sum_gradients(&mut self, arena: &mut Arena, wanted: Wanted) -> Result<()> {
-        let spec = self.parameters.layout();
+        let spec = self.parameters.spec();
         let wanted = match wanted {
             Wanted::All => Some(0..spec.elements()),
             Wanted::Monitored => {
@@ -293,7 +293,7 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
         sync.restore(checkpoint, site)?;
         // Checkpoints are not sliced.
         let slices = optimizer.slices().to_vec();
-        optimizer.keep(std::iter::once(0..parameters.layout().elements()).collect())?;
+        optimizer.keep(std::iter::once(0..parameters.spec().elements()).collect())?;
         let restored = checkpoint.restore_with(parameters, Some(optimizer), Transfer::new().non_finite(non_finite));
         optimizer.keep(slices)?;
         restored?;

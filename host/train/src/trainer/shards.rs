@@ -90,7 +90,7 @@ impl Shards {
             return Err(Error::misuse("in_group", expected, format!("{shards} shards for {ranks} ranks")));
         }
         let device = parameters.flat().device();
-        let elements = parameters.layout().elements();
+        let elements = parameters.spec().elements();
         let state = if ranks > 1 {
             let state = group.broadcast_error(optimizer.state_sha256())?;
             let settings = group.broadcast_error(agreement::of_optimizer(shards, parameters, optimizer))?;
@@ -99,7 +99,7 @@ impl Shards {
         } else {
             None
         };
-        let starts = parameters.layout().entries().iter().map(ParameterEntry::start);
+        let starts = parameters.spec().entries().iter().map(ParameterEntry::start);
         let slices = Slices::new(starts, elements, ranks);
         let own = shards / ranks;
         let waiting = (0..own.ilog2()).map(|_| Buffer::zeros(device, elements)).collect::<Result<_>>()?;
@@ -121,7 +121,7 @@ impl Shards {
             Some(_) => optimizer.slices() == self.slices.of(self.group.rank()),
             None => optimizer.slices() == std::slice::from_ref(&all),
         };
-        if parameters.layout().elements() == all.end && fits {
+        if parameters.spec().elements() == all.end && fits {
             return Ok(());
         }
         let expected = "a train state with the shards and the optimizer that `in_group` has made for it";

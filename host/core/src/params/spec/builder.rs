@@ -56,7 +56,7 @@ impl ParameterSpecBuilder {
             frozen: None,
             matrices: Vec::new(),
         });
-        Parameter { layout: self.identity, index: number }
+        Parameter { spec: self.identity, index: number }
     }
 
     /// Adds a table whose rows are looked up by number, such as an embedding's. A `state_dict`
@@ -87,7 +87,7 @@ impl ParameterSpecBuilder {
     /// Returns the handle of the parameter with this name, if one was added so far.
     pub fn parameter(&self, name: &str) -> Option<Parameter> {
         let index = self.entries.iter().position(|entry| entry.name == name)?;
-        Some(Parameter { layout: self.identity, index })
+        Some(Parameter { spec: self.identity, index })
     }
 
     /// Replaces the initializers of the parameters so far for which `choose` returns one. This
@@ -96,9 +96,9 @@ impl ParameterSpecBuilder {
     /// ```
     /// # use stepscope::parameters::Initializer;
     /// # use stepscope::ParameterSpec;
-    /// # let mut layout = ParameterSpec::builder();
-    /// # stepscope::nn::Linear::new(layout.names().at("head"), 2, 2);
-    /// layout.initialize(|entry| entry.name().ends_with("weight").then_some(Initializer::Normal { deviation: 0.02 }));
+    /// # let mut spec = ParameterSpec::builder();
+    /// # stepscope::nn::Linear::new(spec.names().at("head"), 2, 2);
+    /// spec.initialize(|entry| entry.name().ends_with("weight").then_some(Initializer::Normal { deviation: 0.02 }));
     /// ```
     pub fn initialize(&mut self, choose: impl Fn(&ParameterEntry) -> Option<Initializer>) {
         for entry in &mut self.entries {
@@ -120,14 +120,14 @@ impl ParameterSpecBuilder {
     /// use stepscope::ParameterSpec;
     ///
     /// # fn main() -> stepscope::Result<()> {
-    /// let mut layout = ParameterSpec::builder();
-    /// Linear::new(layout.names().at("body"), 64, 64);
-    /// Linear::new(layout.names().at("head"), 64, 10);
-    /// layout.freeze(|entry| entry.name().starts_with("body.").then_some(FrozenType::Bf16));
-    /// let layout = layout.build()?;
-    /// assert_eq!(layout.entries()[0].name(), "head.weight");
-    /// assert_eq!(layout.frozen(FrozenType::Bf16)[0].name(), "body.weight");
-    /// assert_eq!(layout.frozen(FrozenType::F32)[0].name(), "body.bias");
+    /// let mut spec = ParameterSpec::builder();
+    /// Linear::new(spec.names().at("body"), 64, 64);
+    /// Linear::new(spec.names().at("head"), 64, 10);
+    /// spec.freeze(|entry| entry.name().starts_with("body.").then_some(FrozenType::Bf16));
+    /// let spec = spec.build()?;
+    /// assert_eq!(spec.entries()[0].name(), "head.weight");
+    /// assert_eq!(spec.frozen(FrozenType::Bf16)[0].name(), "body.weight");
+    /// assert_eq!(spec.frozen(FrozenType::F32)[0].name(), "body.bias");
     /// # Ok(())
     /// # }
     /// ```
@@ -166,7 +166,7 @@ impl ParameterSpecBuilder {
     /// - A parameter in NF4 is not a matrix, or its inputs, or the outputs of one of its matrices,
     ///   are not a multiple of 8 above zero.
     pub fn build(mut self) -> Result<ParameterSpec> {
-        let refused = |expected: &str, got: String| Err(Error::misuse("layout", expected, got));
+        let refused = |expected: &str, got: String| Err(Error::misuse("parameter spec", expected, got));
         let named = |entry: &ParameterEntry| format!("`{}` {}", short(&entry.name), entry.shape);
         if let Some(entry) = self.beyond.map(|first| &self.entries[first]) {
             let got = format!("{} after {} elements", named(entry), entry.start);

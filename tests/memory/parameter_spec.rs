@@ -9,11 +9,11 @@ use stepscope::{Device, DeviceKind, Error, ParameterSpec, Parameters};
 /// Returns the actual value in the error of `build`.
 #[track_caller]
 fn refused(add: impl FnOnce(&mut ParameterSpecBuilder)) -> String {
-    let mut layout = ParameterSpec::builder();
-    add(&mut layout);
-    let error = layout.build().unwrap_err();
+    let mut spec = ParameterSpec::builder();
+    add(&mut spec);
+    let error = spec.build().unwrap_err();
     assert!(error.to_string().len() < 1000, "{error}");
-    let Error::Misuse { op: "layout", got, .. } = error else { panic!("{error}") };
+    let Error::Misuse { op: "parameter spec", got, .. } = error else { panic!("{error}") };
     got
 }
 
@@ -22,14 +22,14 @@ fn refused(add: impl FnOnce(&mut ParameterSpecBuilder)) -> String {
 #[test]
 fn initialize_changes_only_named_parameters() {
     let values = |recipe: bool| {
-        let mut layout = ParameterSpec::builder();
-        let [a, b] = ["a.weight", "a.bias"].map(|name| layout.add(name, [70], Initializer::Constant(0.25)));
+        let mut spec = ParameterSpec::builder();
+        let [a, b] = ["a.weight", "a.bias"].map(|name| spec.add(name, [70], Initializer::Constant(0.25)));
         if recipe {
-            layout.initialize(|entry| entry.name().ends_with("bias").then_some(Initializer::Constant(0.5)));
+            spec.initialize(|entry| entry.name().ends_with("bias").then_some(Initializer::Constant(0.5)));
         }
-        let after = layout.add("after.bias", [70], Initializer::Constant(0.75));
+        let after = spec.add("after.bias", [70], Initializer::Constant(0.75));
         let device = Device::open(DeviceKind::Emulated).unwrap();
-        let weights = Parameters::new(&device, &layout.build().unwrap(), 7).unwrap();
+        let weights = Parameters::new(&device, &spec.build().unwrap(), 7).unwrap();
         [a, b, after].map(|parameter| {
             let values = weights.read(parameter).unwrap();
             assert!(values.len() == 70 && values.iter().all(|value| *value == values[0]));
@@ -46,53 +46,53 @@ fn impossible_sizes_are_refused_by_name() {
     for shape in
         [[huge, 1, 1], [huge, huge, 1], [1 << 32, 1 << 32, 1], [huge / 2 + 1, 2, 1], [most, 1, 1], [huge, 2, 0]]
     {
-        let got = refused(|layout| {
-            layout.add("small", [3], Initializer::ZERO);
-            layout.add("huge", shape, Initializer::ZERO);
-            layout.add("behind", [3], Initializer::ZERO);
+        let got = refused(|spec| {
+            spec.add("small", [3], Initializer::ZERO);
+            spec.add("huge", shape, Initializer::ZERO);
+            spec.add("behind", [3], Initializer::ZERO);
         });
         assert_eq!(got, format!("`huge` {shape:?} after 64 elements"));
     }
     // Either size would be accepted by itself.
-    let got = refused(|layout| {
-        layout.add("first", [most / 2], Initializer::ZERO);
-        layout.add("second", [most / 2], Initializer::ZERO);
+    let got = refused(|spec| {
+        spec.add("first", [most / 2], Initializer::ZERO);
+        spec.add("second", [most / 2], Initializer::ZERO);
     });
     assert!(got.starts_with("`second` "), "{got}");
-    let got = refused(|layout| {
-        layout.add_stack(3, |number| number.to_string(), [most / 2], Initializer::ZERO);
+    let got = refused(|spec| {
+        spec.add_stack(3, |number| number.to_string(), [most / 2], Initializer::ZERO);
     });
     assert!(got.starts_with("`1` "), "{got}");
     // The largest possible size, of which nothing is allocated.
-    let mut layout = ParameterSpec::builder();
-    let handle = layout.add("most", [most / 64 * 64], Initializer::ZERO);
-    let layout = layout.build().unwrap();
-    assert_eq!((layout.elements(), layout.entry(handle).unwrap().range()), (most / 64 * 64, 0..most / 64 * 64));
+    let mut spec = ParameterSpec::builder();
+    let handle = spec.add("most", [most / 64 * 64], Initializer::ZERO);
+    let spec = spec.build().unwrap();
+    assert_eq!((spec.elements(), spec.entry(handle).unwrap().range()), (most / 64 * 64, 0..most / 64 * 64));
 }
 
 #[test]
 fn colliding_names_are_refused() {
-    let one = |layout: &mut ParameterSpecBuilder, name: &str| {
-        layout.add(name, [1], Initializer::ZERO);
+    let one = |spec: &mut ParameterSpecBuilder, name: &str| {
+        spec.add(name, [1], Initializer::ZERO);
     };
-    let got = refused(|layout| ["a", "b", "a"].iter().for_each(|name| one(layout, name)));
+    let got = refused(|spec| ["a", "b", "a"].iter().for_each(|name| one(spec, name)));
     assert_eq!(got, "two named `a`");
     // The names collide when joined.
-    let got = refused(|layout| {
-        layout.names().at("a").at("b").add("c", [1], Initializer::ZERO);
-        layout.names().at("a").add("b.c", [2], Initializer::ZERO);
+    let got = refused(|spec| {
+        spec.names().at("a").at("b").add("c", [1], Initializer::ZERO);
+        spec.names().at("a").add("b.c", [2], Initializer::ZERO);
     });
     assert_eq!(got, "two named `a.b.c`");
-    let got = refused(|layout| one(layout, "__metadata__"));
+    let got = refused(|spec| one(spec, "__metadata__"));
     assert_eq!(got, "`__metadata__`, which holds a file's notes");
     let long = "x".repeat(1_000_000);
-    let got = refused(|layout| [&long, &long].iter().for_each(|name| one(layout, name)));
+    let got = refused(|spec| [&long, &long].iter().for_each(|name| one(spec, name)));
     assert!(got.starts_with("two named `xxxx") && got.ends_with(".. and 999880 more bytes`"), "{got}");
-    let got = refused(|layout| {
-        layout.add(&long, [0], Initializer::ZERO);
+    let got = refused(|spec| {
+        spec.add(&long, [0], Initializer::ZERO);
     });
     assert!(got.ends_with("more bytes` [0]"), "{got}");
     // Terminal control characters are not passed on.
-    let got = refused(|layout| (0..2).for_each(|_| one(layout, "\x1b[2J\n")));
+    let got = refused(|spec| (0..2).for_each(|_| one(spec, "\x1b[2J\n")));
     assert_eq!(got, "two named `\u{fffd}[2J\u{fffd}`");
 }
