@@ -78,8 +78,8 @@ macro_rules! family {
         $crate::only_on_host! {
             ::cuda_std::arguments! { $(#[doc = $doc])* pub struct $family<$S> { $choice: $Choice } $parameters }
 
-            // The SAFETY comment precedes the contract, where ci/kernel_rules.py expects it. clippy
-            // would expect it before the family.
+            // The SAFETY comment precedes the contract, where `cargo xtask contracts` expects it.
+            // clippy would expect it before the family.
             #[allow(clippy::undocumented_unsafe_blocks)]
             const _: () = {
                 // Rejects the contract where `unsafe` is forbidden; see below.
@@ -133,8 +133,8 @@ macro_rules! family {
         $crate::only_on_host! {
             ::cuda_std::arguments! { $(#[doc = $doc])* pub struct $family<$S> $parameters }
 
-            // The SAFETY comment precedes the contract, where ci/kernel_rules.py expects it. clippy
-            // would expect it before the family.
+            // The SAFETY comment precedes the contract, where `cargo xtask contracts` expects it.
+            // clippy would expect it before the family.
             #[allow(clippy::undocumented_unsafe_blocks)]
             const _: () = {
                 // Rejects the contract where `unsafe` is forbidden; see below.
@@ -187,8 +187,8 @@ macro_rules! family {
         $crate::only_on_host! {
             ::cuda_std::arguments! { $(#[doc = $doc])* pub struct $family { $choice: $Choice } $parameters }
 
-            // The SAFETY comment precedes the contract, where ci/kernel_rules.py expects it. clippy
-            // would expect it before the family.
+            // The SAFETY comment precedes the contract, where `cargo xtask contracts` expects it.
+            // clippy would expect it before the family.
             #[allow(clippy::undocumented_unsafe_blocks)]
             const _: () = {
                 // Where `unsafe` is forbidden, the contract must be rejected too: the lint does not
