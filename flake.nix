@@ -9,7 +9,7 @@
 #
 # flake.lock pins the revisions known when it was written. rust-cuda is pinned by revision here, and
 # `nix flake lock` adds its hash. ci/flake evaluates every output against the stand-ins of nix/, and
-# builds nothing. docs/nix.md lists what the inputs must provide, and how to check it.
+# builds nothing. nix/README.md lists what the inputs must provide, and how to check it.
 {
   description = "A training runtime in Rust for NVIDIA GPUs";
 

@@ -10,7 +10,7 @@ Compares ours with PyTorch's compiled step. Prints a table and writes every kern
 `benches/runs/DATE-GPU-bytes-WHAT.json`. A step of ours is the launches from one AdamW to the next,
 in eager steps, because `ncu` does not see kernels inside graphs. Nothing is replayed and caches are
 left unchanged, so a kernel finds in the L2 cache what the previous one left there. Needs `ncu` and
-the permission to read counters (`docs/gb10.md`).
+the permission to read counters (`docs/platforms.md`).
 """
 
 import csv

@@ -2,7 +2,7 @@
 
     docs_rules.py text ROOT FILE...        checks paths, links, fences and the programs in commands
     docs_rules.py commands FILE...         prints each command to run, once: FILE:LINE, a tab, the command
-    docs_rules.py adding ROOT              checks that docs/adding.md lists the files of its example, and
+    docs_rules.py adding ROOT              checks that CONTRIBUTING.md lists the files of its example, and
                                            that its code is in the files that it names
     docs_rules.py self-test                checks that each rule finds planted violations, and no others
 
@@ -117,9 +117,9 @@ def text(root, files):
                             yield f"{at}: a link to {target}, which is not there"
 
 
-# The example of docs/adding.md, as code names it, and the pages, which are not listed.
+# The example of CONTRIBUTING.md, as code names it, and the pages, which are not listed.
 EXAMPLE = re.compile(r"\b(?:layer_norm|LayerNorm)")
-PAGES = ("docs/", "benches/", "CHANGELOG.md", "README.md", "ci/")
+PAGES = ("docs/", "benches/", "CHANGELOG.md", "CONTRIBUTING.md", "README.md", "ci/")
 # Models that use it. A new op would not be added to them.
 MODELS = (
     "host/train/src/nn/block.rs",
@@ -138,34 +138,34 @@ MODELS = (
 
 
 def adding(files):
-    """Yields errors in the lists of docs/adding.md, given all files as path -> text.
+    """Yields errors in the lists of CONTRIBUTING.md, given all files as path -> text.
 
     Its sections contain "`layer_norm`" before the table.
     """
     listed = set()
-    for section in files["docs/adding.md"].split("\n## ")[1:]:
+    for section in files["CONTRIBUTING.md"].split("\n## ")[1:]:
         before, _, table = section.partition("\n|---|")
         if "`layer_norm`" in before:
             rows = [row for row in table.split("\n\n")[0].splitlines() if row.startswith("| ")]
             listed |= {path for row in rows for path in CODE.findall(row.split("|")[1])}
     naming = {path for path, text in files.items() if not path.startswith(PAGES + MODELS) and EXAMPLE.search(text)}
     return (
-        [f"docs/adding.md does not list {path}" for path in sorted(naming - listed)]
-        + [f"docs/adding.md lists {path}, which does not name the example" for path in sorted(listed - naming)]
+        [f"CONTRIBUTING.md does not list {path}" for path in sorted(naming - listed)]
+        + [f"CONTRIBUTING.md lists {path}, which does not name the example" for path in sorted(listed - naming)]
         + quoted(files)
     )
 
 
 def quoted(files):
-    """Returns errors for the ```rust fences of docs/adding.md. Their lines, without indentation, are
+    """Returns errors for the ```rust fences of CONTRIBUTING.md. Their lines, without indentation, are
     in the file that the text before them names last."""
     unindented = lambda text: "\n".join(line.strip() for line in text.splitlines())
     errors, file = [], None
-    for place, part in enumerate(re.split(r"^```", files["docs/adding.md"], flags=re.M)):
+    for place, part in enumerate(re.split(r"^```", files["CONTRIBUTING.md"], flags=re.M)):
         if place % 2 == 0:
             file = ([path for path in CODE.findall(part) if path in files] or [file])[-1]
         elif part.startswith("rust\n") and unindented(part[5:]) not in unindented(files.get(file, "")):
-            errors.append(f"docs/adding.md quotes code that is not in {file}: {part[5:].splitlines()[0]}")
+            errors.append(f"CONTRIBUTING.md quotes code that is not in {file}: {part[5:].splitlines()[0]}")
     return errors
 
 
@@ -222,7 +222,7 @@ def self_test():
             raise SystemExit(f"the commands are {list(commands(page))}")
 
     page = "# A\n\n## B\n\n`layer_norm`:\n\n| f | w |\n|---|---|\n| `a.rs`, `b.rs` | w |\n\nSee `c.rs`.\n\n```rust\nfn norm() {\n    x\n}\n```\n"
-    naming = {"docs/adding.md": page, "a.rs": "fn layer_norm_forward()", "b.rs": "struct LayerNorm", "c.rs": "mod c {\n    fn norm() {\n        x\n    }\n}\n"}
+    naming = {"CONTRIBUTING.md": page, "a.rs": "fn layer_norm_forward()", "b.rs": "struct LayerNorm", "c.rs": "mod c {\n    fn norm() {\n        x\n    }\n}\n"}
     if problems := adding(naming):
         raise SystemExit(f"refused a right list: {problems}")
     for what, plant in (
@@ -231,8 +231,8 @@ def self_test():
         ("code that is not in its file", {"c.rs": "fn norm() {\n    y\n}\n"}),
     ):
         if not adding(naming | plant):
-            raise SystemExit(f"passed {what} in docs/adding.md")
-        print(f"refused: {what} in docs/adding.md")
+            raise SystemExit(f"passed {what} in CONTRIBUTING.md")
+        print(f"refused: {what} in CONTRIBUTING.md")
 
 
 def main(arguments):

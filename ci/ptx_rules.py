@@ -49,7 +49,7 @@ INSTRUCTION_RULES = {
         lambda op: re.fullmatch(rf"(?:min|max)(?:\.\w+)*\.{FLOAT}", op) and ".NaN." not in op,
     ),
     "bit-count": (
-        "counts the bits of 64, which rust-cuda gets wrong: count in u32 (docs/rust-cuda.md)",
+        "counts the bits of 64, which rust-cuda gets wrong: count in u32 (device/rust-cuda/README.md)",
         lambda op: op in ("clz.b64", "popc.b64"),
     ),
 }

@@ -46,7 +46,7 @@ rec {
 
   # Arguments of crane's mkCargoDerivation. rust-cuda is a path there. The other crates of
   # device/rust-cuda/Cargo.lock are those of its own lock file. This revision and lock file were
-  # shown to give the right bits without patches (docs/rust-cuda.md).
+  # shown to give the right bits without patches (device/rust-cuda/README.md).
   build = environment // {
     nativeBuildInputs = tools;
     dontUseCmakeConfigure = true;

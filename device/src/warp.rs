@@ -201,7 +201,7 @@ impl<'k, const REGS: usize, S: Stored> RowFragment<'k, REGS, S> {
 }
 
 /// Returns the number of lanes that share a row of `cols`. It rounds up as a `u32`, because
-/// rust-cuda counts the bits of other types wrongly (docs/rust-cuda.md).
+/// rust-cuda counts the bits of other types wrongly (device/rust-cuda/README.md).
 #[inline(always)]
 pub fn lanes_of(cols: usize) -> u32 {
     const SHARE: usize = 4 * F4::LEN;

@@ -224,7 +224,7 @@ pub enum Error {
             || "On the emulator, a kernel or its committed digest was changed: run `ci/generate golden` if that is intended".into(),
             |ptx| format!(
                 "Its PTX is {ptx}; that compiler or the driver miscompiles it: build with rustc's NVPTX backend, or with a \
-                 rust-cuda that avoids the problems in docs/rust-cuda.md"
+                 rust-cuda that avoids the problems in device/rust-cuda/README.md"
             )
         )
     )]

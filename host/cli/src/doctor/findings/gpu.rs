@@ -221,7 +221,7 @@ pub(super) fn step_time(facts: &Facts) -> Finding {
         return warning(
             what,
             "the machine is slower than it should be, or docs/predict.md is wrong about this GPU",
-            "follow the advice of copy_rate, bf16_rate and clock; if they are well, send a report: docs/gb10.md",
+            "follow the advice of copy_rate, bf16_rate and clock; if they are well, send a report: docs/platforms.md",
         );
     }
     well(what)
