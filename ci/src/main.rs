@@ -3,36 +3,45 @@
 //! `ci/setup` installs tools. Each check must first refuse a planted violation, here or in a test
 //! of this package, and fails if a tool is missing.
 
-#![allow(dead_code)]
+mod all;
 mod contracts;
+mod docs;
+mod lint;
+mod pages;
 mod prose;
+mod suite;
 mod tools;
 
+use std::ffi::OsStr;
 use std::path::Path;
 use std::process::ExitCode;
+use std::time::Instant;
 
-use tools::{Outcome, Tools};
+use tools::Outcome;
 
 /// A command: its name, its function and what it does.
 type Step = (&'static str, fn(&[String]) -> Outcome, &'static str);
 
 const STEPS: &[Step] = &[
-    ("prose", |_| prose(), "the rules of prose, in pages and comments"),
+    ("all", all::all, "every check, or with --quick those of .ci/run"),
+    ("lint", lint::lint, "formatting, prose, contracts and clippy"),
+    ("prose", |_| prose::check_all(), "the rules of prose, in pages and comments"),
     ("contracts", |_| contracts::check(Path::new("device/src/kernels")), "a reason for each kernel's contract"),
+    ("test", suite::test, "every test; takes arguments of nextest"),
+    ("docs", docs::docs, "rustdoc, links and paths, and the pages' commands; --quick: no commands"),
+    ("long", suite::long, "the emulator's longest tests, release builds, faults of groups"),
+    ("loom", suite::loom, "the driver thread under loom"),
+    ("aarch64", suite::aarch64, "programs and tests for aarch64, under qemu; --quick: link only what runs"),
 ];
 
-/// Checks all pages and Rust files but docs/lab, which keeps notes as they were written.
-fn prose() -> Outcome {
-    let tools = Tools::install(&[])?;
-    let files = tools.output("git ls-files *.md *.rs")?;
-    let files: Vec<String> = files.lines().filter(|file| !file.starts_with("docs/lab/")).map(str::to_owned).collect();
-    prose::check(&files)?;
-    println!("{} files", files.len());
-    Ok(())
-}
-
 fn main() -> ExitCode {
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let mut arguments = std::env::args();
+    let program = arguments.next().unwrap_or_default();
+    let arguments: Vec<String> = arguments.collect();
+    if Path::new(&program).file_name() == Some(OsStr::new("cargo")) {
+        eprintln!("{}", docs::cargo(&arguments));
+        return ExitCode::FAILURE;
+    }
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("ci/ is in the repository");
     let step = arguments.first().and_then(|name| STEPS.iter().find(|step| step.0 == name));
     let Some((name, function, _)) = step else {
@@ -40,10 +49,14 @@ fn main() -> ExitCode {
         STEPS.iter().for_each(|(name, _, what)| eprintln!("  {name:<12} {what}"));
         return ExitCode::from(2);
     };
+    let (started, line) = (Instant::now(), arguments.join(" "));
+    println!("ci: {line}: started");
     let outcome = tools::at(root, std::env::set_current_dir(root)).and_then(|()| function(&arguments[1..]));
+    let seconds = started.elapsed().as_secs();
     if let Err(message) = outcome {
-        eprintln!("{message}\ncargo xtask {name}: FAILED");
+        println!("{message}\nci: {name}: FAILED after {seconds} s");
         return ExitCode::FAILURE;
     }
+    println!("ci: {line}: passed in {seconds} s");
     ExitCode::SUCCESS
 }
