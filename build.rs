@@ -1,3 +1,5 @@
+//! The build script of `stepscope-core`: `host/core/build.rs` is a symbolic link to this file.
+//!
 //! Compiles the kernels to PTX for every architecture with feature `cuda`, and writes
 //! `OUT_DIR/kernels.rs`, a table that `kernels!` of `host/core/src/device/kernels.rs` includes.
 //! Without the feature it does nothing, so neither CUDA nor a device compiler is needed.

@@ -1,10 +1,37 @@
-#![doc = include_str!("../README.md")]
+//! A training runtime for NVIDIA GPUs, with a CPU emulator that runs the same kernels.
+//!
+//! A [`Device`] computes everything in a [`Step`]. The tensors of a step live in an [`Arena`], and
+//! the compiler rejects programs that use them after the step has ended:
+//!
+//! ```
+//! use stepscope::prelude::*;
+//!
+//! # fn main() -> Result<()> {
+//! let device = Device::open(DeviceKind::Emulated)?; // or Cuda, with feature `cuda`
+//! let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
+//! let shares = arena.step(|step| {
+//!     let x = step.upload(&[1.0, 1.0, 3.0, 3.0], [2, 2])?;
+//!     step.read(&stepscope::ops::softmax(step, &x)?)
+//! })?;
+//! assert_eq!(shares, [0.5; 4]);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! To train, declare [`Parameters`] by a [`ParameterSpec`], build a [`Model`] of layers ([`nn`]) or of
+//! ops on a [`Tape`], and give a [`TrainState`] to a [`Trainer`]. The repository's `docs/guide.md`
+//! explains each part with complete programs.
+
 #![forbid(unsafe_code)]
 
-/// The guide. Its programs run as tests.
-#[cfg(any(doc, doctest))]
-#[doc = include_str!("../docs/guide.md")]
-pub mod guide {}
+/// The programs of the README and the guide, which run as tests.
+#[cfg(doctest)]
+mod pages {
+    #[doc = include_str!("../README.md")]
+    mod readme {}
+    #[doc = include_str!("../docs/guide.md")]
+    mod guide {}
+}
 
 /// The list of the root and of [`prelude`].
 mod common {
