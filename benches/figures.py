@@ -1,7 +1,7 @@
 """The figures of a table's row, from the run files, for benches/tables.py and docs/performance.md.
 
-Each kind of table is a function (case, the row's limit, runs) -> the cells of ours and of the best
-peer. If several files have a line, the first counts.
+Each kind of table is a function (case, runs) -> the cells of ours and of the best peer. If several
+files have a line, the first counts.
 
 Some files are not written by a bench:
 
@@ -12,13 +12,14 @@ Some files are not written by a bench:
 - *-finetune.json has `runs`: case -> `tokens_per_second_of_updates` and the GPU's `bytes`, and
   `transformers.runs`: case -> runs with `compiled`, `tokens_per_second` and `peak_bytes`.
 - *-crossasset.json has `runs`: "PRECISION, RANKS" -> `epochs`.
+- *-generate.jsonl has a line for each round: the rates of `stepscope` and of `transformers`.
 """
 
 import json
 import re
 from statistics import median
 
-NAME = re.compile(r"\d{4}-\d\d-\d\d-([a-z0-9]+(?:-x\d+)?)-(.+)\.json")
+NAME = re.compile(r"(\d{4}-\d\d-\d\d)-([a-z0-9]+)(?:-x\d+)?-(.+)\.jsonl?")
 # Older runs name f32 `ieee`.
 PRECISIONS = {"f32": "f32", "ieee": "f32", "tf32": "TF32", "bf16": "BF16"}
 OURS = "stepscope"
@@ -33,11 +34,14 @@ class Run:
 
     def __init__(self, path):
         self.path = path
-        self.content = json.loads(path.read_text())
         found = NAME.fullmatch(path.name)
         if not found:
             raise SystemExit(f"{path.name}: a run is called DATE-GPU-BENCH.json")
-        self.group = found[2]
+        self.group, text = found[3], path.read_text()
+        if path.suffix == ".jsonl":
+            self.content = {"date": found[1], "gpu": f"NVIDIA {found[2].upper()}", "rounds": [json.loads(line) for line in text.splitlines()]}
+        else:
+            self.content = json.loads(text)
 
     @property
     def lines(self):
@@ -53,8 +57,8 @@ class Run:
 
         The precision is the one that the program reported, else the one in the file's name.
         """
-        told = re.findall("tf32|bf16", self.group)
-        precision = PRECISIONS[told[0] if told else "f32"]
+        named = re.findall("tf32|bf16", self.group)
+        precision = PRECISIONS[named[0] if named else "f32"]
         for line in self.lines:
             if "peer" in line:
                 precision = PRECISIONS.get(line.get("precision"), precision)
@@ -65,14 +69,14 @@ class Run:
         """Describes the run: date, GPU, driver, commit and peers."""
         content = self.content
         gpu = content.get("device") or content["gpu"]
-        told = [content["date"], gpu]
+        parts = [content["date"], gpu]
         if content.get("driver"):
-            told.append(f"driver {content['driver'].splitlines()[0]}")
+            parts.append(f"driver {content['driver'].splitlines()[0]}")
         if commit := re.fullmatch(r"([0-9a-f]{7})[0-9a-f]*(-dirty)?", content.get("commit") or ""):
-            told.append(f"commit {commit[1]}" + (" with changes" if commit[2] else ""))
+            parts.append(f"commit {commit[1]}" + (" with changes" if commit[2] else ""))
         lines = content.get("lines", [])
         peers = dict.fromkeys(line["peer"].split("+")[0] for line in lines if isinstance(line, dict) and "peer" in line)
-        return ", ".join([*told, *(f"compared with {peer}" for peer in peers)])
+        return ", ".join([*parts, *(f"compared with {peer}" for peer in peers)])
 
 
 def short(value):
@@ -97,23 +101,25 @@ def first(values, case):
     raise Missing(case)
 
 
-def fastest(peers, beside, text=short):
-    """Returns the least of {name: time}, with its name; "" if empty."""
-    peers = {name: time for name, time in peers.items() if not beside or beside in name}
+def fastest(peers, wanted, text=short):
+    """Returns the least of {name: time}, with its name; "" if empty. A wanted peer must be there."""
+    peers = {name: time for name, time in peers.items() if not wanted or wanted in name}
+    if wanted and not peers:
+        raise Missing(wanted)
     if not peers:
         return ""
     name = min(peers, key=peers.get)
     return f"{text(peers[name])} ({name.removeprefix('PyTorch ')})"
 
 
-def arena(case, _, runs):
+def arena(case, runs):
     """Nanoseconds of an allocation."""
     times = {line["name"]: median(line["nanoseconds"]) for run in reversed(runs) for line in run.lines}
-    case, _, beside = case.partition(", beside ")
+    case, _, peer = case.partition(", compared with ")
     if case not in times:
         raise Missing(case)
     peers = {name.split(",")[0].split(" ")[0]: time for name, time in times.items() if name.startswith(("torch.", "cuMem"))}
-    return short(times[case]), fastest(peers if "48 KiB" in case else {}, beside)
+    return short(times[case]), fastest(peers if "48 KiB" in case else {}, peer)
 
 
 MEASURES = {
@@ -127,10 +133,10 @@ MEASURES = {
 }
 
 
-def step(case, _, runs):
+def step(case, runs):
     """Milliseconds: "f32, batch 256, captured, in a row"; with activations in BF16 "BF16 tensors,
     batch 256, ..."."""
-    whole, _, beside = case.partition(", beside ")
+    whole, _, peer = case.partition(", compared with ")
     if len(whole.split(", ")) != 4:
         raise Missing(case)
     precision, batch, mode, measure = whole.split(", ")
@@ -142,7 +148,7 @@ def step(case, _, runs):
                 times[line["contender"]] = median(line["nanoseconds"]) / 1e6
     if f"{OURS} {mode}" not in times:
         raise Missing(case)
-    return short(times[f"{OURS} {mode}"]), fastest({name: time for name, time in times.items() if not name.startswith(OURS)}, beside)
+    return short(times[f"{OURS} {mode}"]), fastest({name: time for name, time in times.items() if not name.startswith(OURS)}, peer)
 
 
 TOKENS = 1024
@@ -175,7 +181,7 @@ def gpt_run(case, runs):
     return first(found, case), wanted
 
 
-def gpt2(case, _, runs):
+def gpt2(case, runs):
     """Tokens per second and GiB of memory: "BF16, recompute"."""
     run, wanted = gpt_run(case, runs)
     alike = wanted == {"--size": "124m", "--batch": "16", "--precision": wanted["--precision"]}
@@ -187,7 +193,7 @@ def gpt2(case, _, runs):
     return text(rate, sum(run["bytes"].values())), text(peer["tokens_per_second"], peer["peak_bytes"]) if peer else ""
 
 
-def finetune(case, _, runs):
+def finetune(case, runs):
     """Tokens per second, padding included, and GiB of the GPU: "Llama-3.2-1B, adapters"."""
     run = first((file.content["runs"][case] for file in runs if case in file.content["runs"]), case)
     text = lambda rate, size: f"{rate:,.0f} ({size / 2**30:.1f} GiB)"
@@ -220,7 +226,7 @@ def products(case, runs):
         yield 2.0 * int(batches or 1) * extents[0] * extents[1] * extents[2], times
 
 
-def product_times(case, _, runs):
+def product_times(case, runs):
     """Microseconds; the peer's also as a multiple of ours."""
     forms = [times for _, times in products(case, runs)]
     ours, theirs = ([times[who] / 1e3 for times in forms if who in times] for who in (OURS, "PyTorch"))
@@ -229,16 +235,11 @@ def product_times(case, _, runs):
     return listed(ours), f"{listed(theirs)} ({listed([their / our for our, their in zip(ours, theirs)], share)})"
 
 
-def with_shares(rates, limit):
-    text = listed(rates)
-    return f"{text} ({listed([rate / limit for rate in rates], share)})" if limit else text
-
-
-def product_rates(case, limit, runs):
-    """TFLOP/s; ours with its share of the limit."""
+def product_rates(case, runs):
+    """TFLOP/s."""
     forms = list(products(case, runs))
     ours, theirs = ([operations / times[who] / 1e3 for operations, times in forms if who in times] for who in (OURS, "PyTorch"))
-    return with_shares(ours, limit), with_shares(theirs, None)
+    return listed(ours), listed(theirs)
 
 
 def is_layer(line):
@@ -256,7 +257,7 @@ FAMILY = {
 }
 
 
-def family(case, _, runs):
+def family(case, runs):
     """The peer's time divided by ours: the median, the least and the largest."""
     times = {}
     for run in runs:
@@ -266,10 +267,10 @@ def family(case, _, runs):
     ratios = sorted(both["PyTorch"] / both[OURS] for both in times.values() if both.keys() >= {OURS, "PyTorch"})
     if not ratios:
         raise Missing(case)
-    return f"{share(median(ratios))} ({share(ratios[0])} to {share(ratios[-1])})", ""
+    return share(median(ratios)), f"{share(ratios[0])} to {share(ratios[-1])}"
 
 
-def attention(case, limit, runs):
+def attention(case, runs):
     """TFLOP/s of forward and of backward: "4 x 4096, 32/8 heads of 128, causal"."""
     found = re.fullmatch(r"(\d+) x (\d+), (\d+)/(\d+) heads of (\d+), (causal|all)", case)
     if not found:
@@ -286,7 +287,7 @@ def attention(case, limit, runs):
                 rates[line["contender"]] = [operations / forward / 1e3, 2.5 * operations / (both - forward) / 1e3]
     if OURS not in rates:
         raise Missing(case)
-    return with_shares(rates[OURS], limit), with_shares(rates.get("PyTorch", []), None)
+    return listed(rates[OURS]), listed(rates.get("PyTorch", []))
 
 
 LARGE = 2**28
@@ -296,7 +297,7 @@ BYTES |= dict.fromkeys(["tanh_backward", "gelu_backward", "silu_backward", "swig
 EMBEDDING = {"embedding": (8, 6), "embedding_backward": (8, 6)}
 
 
-def kernels(case, _, runs):
+def kernels(case, runs):
     """The share of the faster f32 copy at 2^28 elements, for f32 and, if measured, BF16: "`tanh`".
 
     For "`copy`, GB/s" it is the rates.
@@ -318,7 +319,7 @@ def kernels(case, _, runs):
     return of(OURS), of("PyTorch")
 
 
-def startup(case, _, runs):
+def startup(case, runs):
     """Milliseconds of a process, or of a part of it: "cold", "warm, first step"."""
     cache, _, part = case.partition(", ")
     times = {}
@@ -332,7 +333,7 @@ def startup(case, _, runs):
     return short(times[OURS]), short(times["PyTorch"]) if "PyTorch" in times else ""
 
 
-def moved(case, _, runs):
+def moved(case, runs):
     """GB that a step moves from and to memory; the peer's with the quotient of ours and its own.
 
     "crossasset ieee 256" reads *-bytes-crossasset-ieee-256.json.
@@ -344,7 +345,7 @@ def moved(case, _, runs):
     return short(totals[OURS]), f"{short(peer)} ({totals[OURS] / peer:.2f})" if peer else ""
 
 
-def ranks(case, _, runs):
+def ranks(case, runs):
     """Rates of several GPUs with their scaling efficiency, and microseconds per update."""
     if found := re.fullmatch(r"GPT-2 124M, BF16, (\d+) ranks?, tokens/s", case):
         content = first((run.content for run in runs if "gpt" in run.content), case)
@@ -378,10 +379,25 @@ def scaled(rates, number, case):
     return text if number == "1" or "1" not in rates else f"{text} ({rates[number] / int(number) / rates['1']:.3f})"
 
 
+def generate(case, runs):
+    """Milliseconds to the first token, or tokens per second after it, with the range."""
+    names = {"first token, ms": ("first_s", 1e3), "tokens/s after it": ("tokens_per_s", 1)}
+    if case not in names:
+        raise Missing(case)
+    name, factor = names[case]
+    rounds = runs[0].content["rounds"]
+
+    def text(who):
+        values = sorted(factor * one[who][name] for one in rounds)
+        return f"{median(values):.1f} ({values[0]:.1f} to {values[-1]:.1f})"
+
+    return text(OURS), text("transformers")
+
+
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-def upload(case, _, runs):
+def upload(case, runs):
     """Milliseconds and GB/s: "213,304 tensors of 1 KiB"."""
     found = re.fullmatch(r"([\d,]+) tensors? of (\d+) ([KMG]iB)", case)
     if not found:
@@ -400,6 +416,7 @@ KINDS = {
     "step": step,
     "gpt2": gpt2,
     "finetune": finetune,
+    "generate": generate,
     "product-times": product_times,
     "product-rates": product_rates,
     "family": family,

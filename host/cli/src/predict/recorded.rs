@@ -23,7 +23,7 @@ pub(crate) struct Gpt {
 }
 
 /// A file whose `runs` are keyed by arguments and have `seconds_of_updates`.
-pub(crate) const GPT2: File = "2026-11-25-h200-gpt2.json";
+pub(crate) const GPT2: File = "2026-11-25-h200-gpt2-mma-sync.json";
 
 pub(crate) const GPT: [Gpt; 6] = [
     gpt(Size::Small, F32, 16, false),
@@ -58,7 +58,7 @@ pub(crate) const LAYER_NORM_BACKWARD: File = "2026-11-23-h200-layer-norm.json";
 /// The bench of products: of f32 tensors in a precision, or of BF16 tensors (`--stored bf16`).
 pub(crate) const PRODUCTS: [(Factors, File); 3] = [
     (Factors::F32(F32), "2026-11-25-h200-matmul.json"),
-    (Factors::F32(Tf32), "2026-11-24-h200-matmul-tf32.json"),
+    (Factors::F32(Tf32), "2026-11-24-h200-matmul-tf32-mma-sync.json"),
     (Factors::Bf16, "2026-11-28-h200-matmul-stored-bf16-mma-sync.json"),
 ];
 
