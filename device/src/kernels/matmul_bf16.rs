@@ -80,7 +80,7 @@ const _: () = {
 /// The storage of A that a kernel is compiled for. The two layouts are separate kernels because of
 /// `ptxas`. If one kernel has four or five main loops, it moves the barrier of one or two of them
 /// past half of the mma. Then too few mma are left to hide the reads after the barrier, and those
-/// loops take 7 to 15 % longer (docs/lab/matmul-bf16.md).
+/// loops take 7 to 15 % longer (docs/lab/products.md).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OperandLayout {
     /// A is stored as `[m, k]`, B in either layout.

@@ -46,7 +46,7 @@ fn number(value: &Value) -> f64 {
 }
 
 /// Warps read the next stage after a stage's barrier, and only multiplies after the barrier hide
-/// these reads. Loops with few such multiplies took 7 to 15 % longer (docs/lab/matmul-bf16.md).
+/// these reads. Loops with few such multiplies took 7 to 15 % longer (docs/lab/products.md).
 /// `ptxas` moves them when a kernel gets one more loop, or when other code follows.
 #[test]
 fn product_barriers_come_early() {

@@ -69,7 +69,7 @@ impl Gpu {
     ///
     /// - Measured: FFMA, TF32 and BF16 from registers (65.3, 309.5, 618.9 TFLOP/s: FFMA at 1.93
     ///   GHz).
-    /// - Measured: the loaded clock, in `docs/lab/matmul-bf16.md`, 8192 cubed with tiles of 128 x
+    /// - Measured: the loaded clock, in `docs/lab/products.md`, 8192 cubed with tiles of 128 x
     ///   128.
     /// - Measured, in `benches/runs/2026-11-21-h200-kernels.json`: the copy rate (2^28), the launch
     ///   (`fill` at 2^12, less its own instructions), and the latencies (`copy` at 2^12 and 2^20,

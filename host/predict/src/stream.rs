@@ -62,7 +62,7 @@ const SETTINGS: f64 = 3.0;
 ///
 /// Softmax's loop has 284 instructions for 16 exponentials. Ten more instructions compute the
 /// maximum and the factor, and store the result. The counts of attention are from
-/// `docs/lab/step.md`, for a head of 12 tokens. Its backward pass has twice the products, so twice
+/// `docs/lab/steps.md`, for a head of 12 tokens. Its backward pass has twice the products, so twice
 /// as many instructions. The counts of norms and rounding are assumed.
 const PER_ELEMENT: [(&str, f64); 9] = [
     ("round_to_", 10.0),

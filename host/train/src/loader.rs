@@ -22,7 +22,7 @@ const AHEAD: usize = 2;
 ///
 /// If several threads make the items, leave processors to those that copy batches to the GPU. On a
 /// host with 32 processors and an H200, using half of them instead of all made training 1.4 times
-/// as fast. The model ran at 588,000 samples per second (`docs/lab/step.md`).
+/// as fast. The model ran at 588,000 samples per second (`docs/lab/steps.md`).
 ///
 /// ```
 /// let squares = stepscope::data::Loader::new((0..4u32).map(|number| Ok(number * number)))?;

@@ -302,7 +302,7 @@ mod tests {
     }
 
     /// Tries the shapes of CrossAsset, of GPT-2, of Llama-3.2-1B and of large squares, on an H100.
-    /// `docs/lab/matmul-bf16.md` has their rates in both tiles.
+    /// `docs/lab/products.md` has their rates in both tiles.
     #[test]
     fn the_fastest_tile_suits_the_shape() {
         for (m, n, k, want) in [
