@@ -1,88 +1,90 @@
-"""Updates the tables of docs/predict.md in place, and the counts of lines within 10 % and 20 %.
+"""Updates the tables of docs/predict.md in place.
 
-    cargo run --release -- predict --against benches/runs |
-        python3 host/cli/src/predict/tables.py docs/predict.md
+    python3 host/cli/src/predict/tables.py docs/predict.md PROGRAM ARGUMENT...
 
-The rows stay; only their figures change. Lists the lines without a row in the page, and fails if a
-row has no line.
+PROGRAM runs `stepscope`, as `cargo run --release -p stepscope-cli --` does. `predict --against
+benches/runs` gives the steps against the H200, and the counts of lines within 10 % and 20 %. A row
+of a GB10 names its arguments; its columns f32, TF32, BF16 and tokens/s (BF16) get predictions, except
+for empty cells. Fails if a row has no line, or a line of a step no row.
 """
 
+import json
 import pathlib
 import re
+import subprocess
 import sys
-
-# The columns of the products table, which are the endings of its lines' names.
-FACTORS = ["f32", "tf32", "BF16 tensors"]
-GROUPS = {"Products": "product", "Kernels that memory bounds": "kernel", "Attention of BF16 tensors": "attention"}
+import tempfile
 
 
-def read(report):
-    """Parses the report.
-
-    Returns {line: (predicted, measured, error in %, bound)} and
-    {group: (lines, within 10 %, within 20 %)}.
-    """
-    rows = re.findall(r"^\| (.+) \| ([\d.]+) \| ([\d.]+) \| ([+-][\d.]+) % \| (.+) \|$", report, flags=re.M)
-    groups = re.findall(r"^(\w+): (\d+) lines, (\d+) within 10 %, (\d+) within 20 %$", report, flags=re.M)
-    return {name: line for name, *line in rows}, {name: counts for name, *counts in groups}
+def cells_of(row):
+    return [cell.strip() for cell in row.strip().strip("|").split("|")]
 
 
-def rewrite(page, lines, groups):
-    """Returns the page with these figures, and the names of the lines that it shows."""
-    shown = set()
+class Predictions:
+    """What the program prints."""
 
-    def cell(name):
-        if name not in lines:
-            return ""
-        shown.add(name)
-        predicted, measured, error, _ = lines[name]
-        whole = f"{float(error):+.0f}"
-        return f"{predicted} / {measured} ({f'**{whole}**' if abs(float(error)) > 20 else whole})"
+    def __init__(self, program):
+        self.program = program
+        report = self.run("--against", "benches/runs")
+        rows = re.findall(r"^\| (.+) \| ([\d.]+) \| ([\d.]+) \| ([+-][\d.]+) % \| (.+) \|$", report, flags=re.M)
+        groups = re.findall(r"^(\w+): (\d+) lines, (\d+) within 10 %, (\d+) within 20 %$", report, flags=re.M)
+        self.lines = {name: line for name, *line in rows}
+        self.groups = {name: counts for name, *counts in groups}
 
-    def step(name):
-        shown.add(name)
-        predicted, measured, error, bound = lines[name]
-        return [*(f"{float(time) / 1e3:.4g}" for time in (predicted, measured)), f"{error} %", bound]
+    def run(self, *arguments):
+        return subprocess.run([*self.program, "predict", *arguments], check=True, stdout=subprocess.PIPE, text=True).stdout
 
-    section, sizes, written = "", [], []
+    def on_gb10(self, arguments, column):
+        """Returns the cell of a column: the time of a step and what binds it, or its tokens/s."""
+        precision = {"f32": "f32", "TF32": "tf32"}.get(column, "bf16")
+        with tempfile.TemporaryDirectory() as folder:
+            file = pathlib.Path(folder, "prediction.json")
+            self.run("--gpu", "gb10", "--precision", precision, "--json", str(file), *arguments)
+            forecast = json.loads(file.read_text())["forecast"]
+        if column.startswith("tokens/s"):
+            options = dict(zip(arguments[::2], arguments[1::2]))
+            rate = int(options["--batch"]) * int(options["--context"]) / forecast["microseconds"] * 1e6
+            return f"{rate:,.0f}"
+        milliseconds = forecast["microseconds"] / 1e3
+        digits = 0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2
+        return f"{milliseconds:,.{digits}f} ms, {forecast['bound']}"
+
+
+def rewrite(page, found):
+    """Returns the page with these predictions, and the names of the steps that it shows."""
+    shown, written, columns = set(), [], []
     for row in page.splitlines():
-        if row.startswith("#"):
-            section = row.lstrip("# ")
-        first, *rest = [text.strip() for text in row.strip("|").split("|")]
-        cells = None
-        if section == "Against the H200" and re.match(r"(CrossAsset|GPT-2).*(f32|tf32|bf16)$", first):
-            cells = step(first) if first in lines else []
-        elif section == "Products" and ", k " in first:
-            cells = [cell(f"{first}, {factors}") for factors in FACTORS]
-        elif section == "Kernels that memory bounds" and first == "kernel":
-            sizes = rest
-        elif section == "Kernels that memory bounds" and first.startswith("`"):
-            kernel = first.strip("`")
-            others = [f"{size}: " + cell(f"{kernel}, {size}") for size in re.findall(r"(\S+): ", rest[-1])]
-            cells = [*(cell(f"{kernel}, {size}") for size in sizes[:-1]), "; ".join(others)]
-        elif section == "Attention of BF16 tensors" and re.search(r"heads of .*(forward|both)$", first):
-            cells = [cell(first)]
-        if cells is not None:
-            if not any(cells):
+        first = cells_of(row)[0]
+        if not row.startswith("|"):
+            columns = []
+        elif not columns:
+            columns = cells_of(row)
+        if re.match(r"\| (CrossAsset|GPT-2).*, (f32|tf32|bf16) \|", row):
+            if first not in found.lines:
                 raise SystemExit(f"no line of {first}")
-            row = "| " + " | ".join([first, *cells]) + " |"
-        elif section in GROUPS:
-            all_lines, ten, twenty = groups[GROUPS[section]]
-            within = f"{all_lines} lines, {ten} within 10 %, {twenty} within 20 %"
-            row = re.sub(r"\d+ lines, \d+ within 10 %, \d+ within 20 %", within, row)
-        else:
-            row = re.sub(r"\d+ of \d+ are within it", "{1} of {0} are within it".format(*groups["step"]), row)
+            predicted, measured, error, bound = found.lines[first]
+            times = (f"{float(time) / 1e3:.4g}" for time in (predicted, measured))
+            row = "| " + " | ".join([first, *times, f"{error} %", bound]) + " |"
+            shown.add(first)
+        elif counted := re.match(r"\| (\w+) \| \d+ \| \d+ \| \d+ \|", row):
+            row = "| " + " | ".join([counted[1], *found.groups[counted[1]]]) + " |"
+        elif named := re.match(r"\| `(--(?:model|config) [^`]+)` \|", row):
+            cells = cells_of(row)
+            for place, column in enumerate(columns):
+                if cells[place] and re.match(r"(f32|TF32|BF16|tokens/s)\b", column):
+                    cells[place] = found.on_gb10(named[1].split(), column)
+            row = "| " + " | ".join(cells) + " |"
         written.append(row)
     return "\n".join(written) + "\n", shown
 
 
-def main(path):
-    page = pathlib.Path(path)
-    lines, groups = read(sys.stdin.read())
-    text, shown = rewrite(page.read_text(), lines, groups)
+def main(path, *program):
+    page, found = pathlib.Path(path), Predictions(program)
+    text, shown = rewrite(page.read_text(), found)
+    steps = {name for name in found.lines if re.match(r"(CrossAsset|GPT-2)", name)}
+    if steps != shown:
+        raise SystemExit(f"no row of {', '.join(sorted(steps - shown))}")
     page.write_text(text)
-    for name in lines.keys() - shown:
-        print(f"no row of {name}", file=sys.stderr)
 
 
 if __name__ == "__main__":
