@@ -3,6 +3,9 @@
 //! Invariant: callers never wait for a connection, only for the table. The reader accepts whatever
 //! arrives, so two ranks never wait for each other to read. Unreadable data ends the connection to
 //! the other rank.
+//!
+//! A rank may end because of a fault, and its goodbye may overtake the report on another
+//! connection. It would then be blamed. Each rank therefore forwards a fault before anything else.
 
 #![forbid(unsafe_code)]
 

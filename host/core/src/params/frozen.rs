@@ -2,6 +2,9 @@
 //!
 //! Invariant: no kernel writes a frozen weight, so the digest of frozen weights changes only when
 //! the host writes one. The BF16 copy of frozen f32 weights equals these weights, rounded.
+//!
+//! Matrices in NF4 are decoded into memory of the step once for each product. If the prologue of a
+//! product decoded them, each row of tiles would decode the weights again.
 
 #![forbid(unsafe_code)]
 

@@ -1,5 +1,8 @@
 //! Attention over a cache of keys and values: of a text's beginning in one pass, and then of one
 //! token after another.
+//!
+//! Existing ops compute one token. The flash kernels read a text from its beginning, so they would
+//! compute it again for each token.
 
 use super::config::{AttentionConfig, AttentionMask, Sizes};
 use super::flash;
