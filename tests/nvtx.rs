@@ -83,5 +83,5 @@ fn profiler_receives_all_ranges() {
     assert_eq!((step.as_str(), upload.as_str()), ("step number=0", "  upload bytes=8"));
     assert!(launch.starts_with("  launch kernel=tanh_forward_f32 grid="), "{launch}");
     assert_eq!(other, "other text=ab");
-    assert_eq!(DEPTH.take(), 0, "a range without an end");
+    assert_eq!(DEPTH.take(), 0, "every range must end");
 }

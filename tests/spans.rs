@@ -33,7 +33,7 @@ struct Heard {
 impl Heard {
     fn number(&self, field: &str) -> u64 {
         let text = self.fields.get(field).unwrap_or_else(|| panic!("no `{field}` in {self:?}"));
-        text.parse().unwrap_or_else(|_| panic!("`{field}` is no number in {self:?}"))
+        text.parse().unwrap_or_else(|_| panic!("`{field}` is not a number in {self:?}"))
     }
 }
 
@@ -107,7 +107,7 @@ fn listen(level: Level, work: impl FnOnce()) -> Vec<Heard> {
     HEARD.set(Some(Vec::new()));
     work();
     let mut heard = HEARD.take().unwrap();
-    assert!(heard.iter().all(|span| span.ended), "a span without an end: {heard:?}");
+    assert!(heard.iter().all(|span| span.ended), "every span must end: {heard:?}");
     heard.retain(|span| span.level <= level);
     heard
 }

@@ -179,7 +179,7 @@ on_each_device! {
         assert_eq!(crate::support::bits(&losses), crate::support::bits(&eager));
         assert_eq!(captured.state().weights.sha256().unwrap(), digest);
         let report = captured.report();
-        assert_eq!((report.recordings, report.replays), (2, 6), "one recording for each of two shapes");
+        assert_eq!((report.recordings, report.replays), (2, 6), "each of the two shapes has one recording");
         assert!(report.nodes > 5 && report.bytes_owned > 0 && report.record_seconds > 0.0, "{report:?}");
     }
 
@@ -307,7 +307,7 @@ on_each_device! {
         for (call, before) in Call::ALL.into_iter().zip(before) {
             let made = plan.count(call) - before;
             match call {
-                Call::Load => assert!(made > 5 && made < nodes, "each kernel once: {made} of {nodes}"),
+                Call::Load => assert!(made > 5 && made < nodes, "each kernel loads once: {made} loads for {nodes} nodes"),
                 Call::BeginCapture | Call::EndCapture | Call::GraphNodes | Call::Instantiate => assert_eq!(made, 1, "{call:?}"),
                 Call::Record => assert_eq!(made, nodes),
                 other => assert_eq!(made, 0, "{other:?}"),

@@ -67,14 +67,14 @@ fn works(arena: &mut Arena) {
 #[track_caller]
 fn nothing_leaks(plan: &FaultPlan, graphs: u64) {
     assert_eq!(plan.count(Call::Free), plan.count(Call::Allocate));
-    assert_eq!(plan.count(Call::DestroyGraph), graphs, "a graph that was made is ended");
+    assert_eq!(plan.count(Call::DestroyGraph), graphs, "each graph that was made is destroyed");
 }
 
 /// Runs a capture that meets `fault`, and returns its error and a watch started before it.
 fn meets(arena: &mut Arena, plan: &FaultPlan, call: Call, later: u64, fault: Fault) -> (Error, Watch) {
     plant(plan, call, later, fault);
     let watch = Watch::start();
-    (arena.capture((), &inputs(), STEP).expect_err("the fault was not met"), watch)
+    (arena.capture((), &inputs(), STEP).expect_err("the capture succeeded in spite of the planted fault"), watch)
 }
 
 /// Returns every place in a capture where a driver call can fail.
@@ -135,7 +135,7 @@ on_each_device! {
             let error = arena.step(|step| ops::fill(step, [1], 1.0).map(drop)).unwrap_err();
             assert!(matches!(error, Error::DeviceLost { .. }), "{error}");
             drop((arena, device));
-            watch.within(Duration::from_millis(500), "drops that leak rather than wait");
+            watch.within(Duration::from_millis(500), "drops on a lost device");
         }
     }
 
@@ -199,7 +199,7 @@ on_each_device! {
             assert!(error.to_string().to_lowercase().contains("lost"), "{error}");
             let watch = Watch::start();
             drop((captured, arena, device));
-            watch.within(Duration::from_millis(500), "drops that leak rather than wait");
+            watch.within(Duration::from_millis(500), "drops on a lost device");
         }
     }
 
@@ -212,10 +212,10 @@ on_each_device! {
         plant(&plan, Call::Poll, 0, Fault::Stalls);
         let watch = Watch::start();
         drop((captured, arena));
-        let told = device.lost().expect("a drop has met the kernel").to_owned();
+        let told = device.lost().expect("the drops must lose the device").to_owned();
         drop(device);
         assert!(told.contains("destroy_graph") && told.contains("had not ended"), "{told}");
-        watch.within(2 * deadline, "the drops");
+        watch.within(2 * deadline, "dropping the objects of a lost device");
     }
 
     fn undestroyed_graph_keeps_its_memory(device: &Device) {
@@ -227,6 +227,6 @@ on_each_device! {
         works(&mut arena);
         let (freed, allocated) = (plan.count(Call::Free), plan.count(Call::Allocate));
         drop(arena);
-        assert_eq!((plan.count(Call::Free), plan.count(Call::Allocate)), (freed, allocated), "its arena is leaked");
+        assert_eq!((plan.count(Call::Free), plan.count(Call::Allocate)), (freed, allocated), "memory of a graph that was not destroyed stays allocated");
     }
 }

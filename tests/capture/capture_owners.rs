@@ -32,7 +32,7 @@ fn overwrite<'a, T: Target<'a, f32>>(step: &mut Step<'_>, state: &mut Option<T>,
 /// Checks that the error names the kernel, the argument and the arena, and gives advice.
 #[track_caller]
 fn refused<R>(captured: Result<R>, kernel: &str) {
-    let error = captured.err().expect("a graph of a running step's tensor").to_string();
+    let error = captured.err().expect("capturing a running step's tensor must fail").to_string();
     assert!(matches!(error.split_once(": "), Some(("capture", _))), "{error}");
     for words in [&format!("kernel `{kernel}`"), "pointer ", "of the running step of arena ", "keep them in a `Buffer`"]
     {
@@ -121,7 +121,7 @@ on_each_device! {
             captured.replay(&HostInputs::new())?;
             refused(captured.replay(&HostInputs::new().variant(1)), "fill_f32");
             captured.replay(&HostInputs::new())?;
-            let tensor = captured.into_state().expect("it was put there");
+            let tensor = captured.into_state().expect("the captured closure stored a tensor in its state");
             assert_eq!(step.read(&tensor)?, [1.0; LEN]);
             // An op of the outer step would launch on the device directly.
             let record: Record<&Tape<'_, '_>, ()> = |_, tape, _| tape.sum(&tape.input(ops::fill(tape.step(), [2], 1.0)?)).map(drop);
@@ -183,7 +183,7 @@ on_each_device! {
             reads.repeat()?;
             assert_eq!(reads.into_state().1.read()?, [2.0; LEN]);
             let mut writes = b.capture(Some(step.lend_mut(&mut lent, [LEN])?), &HostInputs::new(), overwrite)?;
-            let error = writes.repeat().map(drop).expect_err("the step has the buffer").to_string();
+            let error = writes.repeat().map(drop).expect_err("the running step has borrowed the buffer").to_string();
             assert!(error.contains("a replay inside that step"), "{error}");
             Ok(())
         })

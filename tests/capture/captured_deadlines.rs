@@ -90,7 +90,7 @@ on_each_device! {
         let usual = watch.elapsed();
         for call in Call::ALL.into_iter().filter(|call| !GROUP.contains(call)) {
             let count = counted.count(call);
-            assert!(count > 0, "{call:?} is not made");
+            assert!(count > 0, "the program never makes {call:?}");
             // The number of polls depends on time.
             let looks = matches!(call, Call::Poll | Call::PollFence);
             let mut numbers = if looks { vec![1] } else { vec![1, count.div_ceil(2), count] };

@@ -91,10 +91,13 @@ fn timed_out(error: &Error, call: &str, deadline: Duration, watch: Watch) -> Opt
     watch.within(deadline + SLACK, call);
     let Error::Timeout { call: name, waited, report } = error else { panic!("{call}: {error}") };
     assert_eq!(*name, call, "{error}");
-    assert!(watch.elapsed() >= deadline, "{call}: given up after {:?}", watch.elapsed());
+    assert!(watch.elapsed() >= deadline, "{call}: the wait ended before its deadline, after {:?}", watch.elapsed());
     // The last call waits for the deadline less the time of the work before it.
     let before = AT_ONCE + watch.pauses();
-    assert!(*waited <= watch.elapsed() && *waited + before >= deadline, "{call}: says {waited:?}");
+    assert!(
+        *waited <= watch.elapsed() && *waited + before >= deadline,
+        "{call}: the error reports a wait of {waited:?}"
+    );
     report.as_deref().cloned()
 }
 
@@ -130,7 +133,7 @@ fn lost(device: &Device, arena: Option<&mut Arena>, buffer: Option<&mut Buffer<f
         let watch = now();
         let report = arena.report();
         watch.within(AT_ONCE, "a report");
-        assert_eq!(report.memory.device_free_bytes, None, "a lost device is not asked");
+        assert_eq!(report.memory.device_free_bytes, None, "the report of a lost device has no free bytes");
         assert_eq!(report.offset_bytes, 0);
     }
 }
@@ -162,9 +165,9 @@ on_each_device! {
             assert_eq!((report.overflow.timeouts, report.overflow.allocations), (1, 0));
             assert!(error.to_string().contains("pool_allocate") && error.to_string().contains("restart"), "{error}");
             lost(&device, Some(&mut arena), Some(&mut weights), "pool_allocate");
-            drops_at_once(arena, "the arena");
+            drops_at_once(arena, "dropping the arena");
             drops_at_once(weights, "a buffer");
-            drops_at_once(device, "the device");
+            drops_at_once(device, "dropping the device");
         }
     }
 
@@ -193,7 +196,7 @@ on_each_device! {
         let watch = Watch::start();
         let error = make(&mut arena, FITS).unwrap_err();
         let report = timed_out(&error, "synchronize", deadline, watch).expect("a report");
-        assert_eq!((report.allocations, report.resets), (2, 1), "what the arena knew while it waited");
+        assert_eq!((report.allocations, report.resets), (2, 1), "the counts while the arena waited");
         lost(&device, Some(&mut arena), None, "synchronize");
     }
 
@@ -275,7 +278,7 @@ on_each_device! {
         assert_eq!(device.lost(), None);
         drop(device);
         for call in calls() {
-            assert!(plan.count(call) > 0, "{call:?} was never called: `everything` is not everything");
+            assert!(plan.count(call) > 0, "`everything` never called {call:?}");
         }
     }
 
@@ -326,7 +329,7 @@ fn loses_at_once(kind: DeviceKind, call: Call, fault: Fault) {
     plant(&plan, call, fault);
     let watch = Watch::start();
     let outcome = everything(&device, &plan);
-    watch.within(Duration::from_secs(2), "a call that loses the device");
+    watch.within(Duration::from_secs(2), "the call that loses the device");
     // Calls that only free memory have no caller to report to.
     let told = !matches!(call, Call::Free | Call::DestroyPool) && !ends_with_the_device(call);
     assert_eq!(outcome.is_err(), told, "{call:?}: {outcome:?}");
@@ -337,7 +340,7 @@ fn loses_at_once(kind: DeviceKind, call: Call, fault: Fault) {
     }
     if ends_with_the_device(call) {
         drop(buffer);
-        drops_at_once(device, "the device");
+        drops_at_once(device, "dropping the device");
         assert!(plan.count(call) > 0, "{call:?}");
         return;
     }
@@ -346,7 +349,7 @@ fn loses_at_once(kind: DeviceKind, call: Call, fault: Fault) {
         || [Call::Free, Call::DestroyPool, Call::FreePinned, Call::DestroyFence].map(|call| plan.count(call));
     let before = destroyed();
     drops_at_once(buffer, "a buffer");
-    drops_at_once(device, "the device");
+    drops_at_once(device, "dropping the device");
     assert_eq!(destroyed(), before, "{call:?}: something of a lost device was destroyed");
 }
 
@@ -367,7 +370,7 @@ fn never_returns(kind: DeviceKind, call: Call, fault: Fault) {
         drop((arena, weights, other, staged));
         let watch = Watch::start();
         drop(device);
-        watch.within(deadline + SLACK, "the device's end");
+        watch.within(deadline + SLACK, "dropping the device");
         assert!(watch.elapsed() >= deadline, "{call:?}: {:?}", watch.elapsed());
         return;
     }
@@ -395,12 +398,12 @@ fn never_returns(kind: DeviceKind, call: Call, fault: Fault) {
         Call::Launch => ("launch", make(&mut arena, FITS), true),
         Call::Download => ("download", read(&mut arena), true),
         Call::Poll => ("synchronize", read(&mut arena), true),
-        other => panic!("no way to provoke {other:?}"),
+        other => panic!("no test provokes {other:?}"),
     };
     match outcome {
         Err(error) => {
             let report = timed_out(&error, name, deadline, watch);
-            assert_eq!(report.is_some(), of_arena, "{name}: a report when an arena was waiting");
+            assert_eq!(report.is_some(), of_arena, "{name}: the error has a report only if an arena waited");
         }
         // A drop has no caller to report to. It waits for its deadline once.
         Ok(()) => {
@@ -410,7 +413,7 @@ fn never_returns(kind: DeviceKind, call: Call, fault: Fault) {
         }
     }
     lost(&device, Some(&mut arena), Some(&mut weights), name);
-    drops_at_once(arena, "the arena");
+    drops_at_once(arena, "dropping the arena");
     drops_at_once(weights, "a buffer");
 }
 

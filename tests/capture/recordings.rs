@@ -129,7 +129,7 @@ on_each_device! {
                 let (digest, report) = train(device, &sizes, true, None);
                 let CaptureReport { recordings, replays, evictions, kept, .. } = report.unwrap();
                 assert_eq!((recordings, replays, evictions, kept), (shapes as u64, sizes.len() as u64, 0, 32));
-                assert_eq!(digest, train(device, &sizes, false, None).0, "{shapes} shapes");
+                assert_eq!(digest, train(device, &sizes, false, None).0, "with {shapes} shapes the captured digest differs");
             });
             assert_eq!(logged, [""; 0]);
         }
@@ -143,11 +143,11 @@ on_each_device! {
             let logged = warnings(|| {
                 let (digest, report) = train(device, &sizes, true, Some(kept));
                 let report = report.unwrap();
-                assert_eq!(report.recordings, sizes.len() as u64, "each is recorded anew: {report:?}");
+                assert_eq!(report.recordings, sizes.len() as u64, "each size is recorded anew: {report:?}");
                 assert_eq!((report.kept, report.evictions), (kept, report.recordings - kept as u64));
                 assert_eq!(digest, train(device, &sizes, false, Some(kept)).0);
             });
-            let [line] = &logged[..] else { panic!("one warning, not {logged:?}") };
+            let [line] = &logged[..] else { panic!("expected one warning, got {logged:?}") };
             for words in [format!("kept={kept} "), "f32[".into(), "`Trainer::recordings`".into(), "pad the inputs".into()] {
                 assert!(line.contains(&words), "{words}: {line}");
             }
@@ -194,7 +194,7 @@ on_each_device! {
             let mut captured = captured.keep(4);
             (1..=7).for_each(|len| assert_eq!(sum(&mut captured, len), len as f32));
         });
-        assert_eq!(logged, [""; 0], "a few shapes more at the end of an epoch are none of its business");
+        assert_eq!(logged, [""; 0], "a few new shapes at the end of an epoch cause no warning");
     }
 
     /// A shape that needs more than the capture owns evicts nothing.

@@ -95,7 +95,7 @@ on_each_device! {
             assert!(matches!(planted.self_test().unwrap_err(), Error::DeviceLost { .. }));
             assert!(matches!(Buffer::<f32>::zeros(&planted, 8).unwrap_err(), Error::DeviceLost { .. }));
             drop(planted);
-            watch.within(AT_ONCE, "what is asked of a lost device");
+            watch.within(AT_ONCE, "calls on a lost device");
         }
     }
 

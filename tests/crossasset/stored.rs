@@ -69,17 +69,17 @@ on_each_device! {
         let dataset = Dataset::new(&[asset], Plan { horizon: 15, folds: 1, limit: None }).unwrap();
         let updates = updates(device);
         let (floats, halves) = (losses::<f32>(device, &dataset, updates), losses::<bf16>(device, &dataset, updates));
-        assert_ne!(floats, halves, "BF16 has not rounded anything");
+        assert_ne!(floats, halves, "BF16 storage must change the losses");
         let block = if updates < BLOCK { 1 } else { BLOCK };
         let mut worst: f64 = 0.0;
         for (at, (floats, halves)) in floats.chunks(block).zip(halves.chunks(block)).enumerate() {
             let (float, half) = (mean(floats), mean(halves));
             let difference = (half - float).abs() / float;
             worst = worst.max(difference);
-            assert!(difference < 0.01, "updates from {}: {half}, in f32 {float}", at * block);
+            assert!(difference < 0.01, "from update {}: loss {half} in BF16, {float} in f32", at * block);
         }
         println!("{updates} updates: the largest difference of a mean of {block} is {:.3} %", 100.0 * worst);
         let [first, last] = [&floats[..block], &floats[updates - block..]].map(mean);
-        assert!(updates < 2 * BLOCK || last < first, "nothing was learned: {last} behind {first}");
+        assert!(updates < 2 * BLOCK || last < first, "the loss must fall: it is {last} after {first}");
     }
 }

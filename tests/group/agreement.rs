@@ -185,7 +185,7 @@ fn refuses<R: UpdateRule + Clone + Sync, O: UpdateRule + Clone + Sync>(
             assert!(text.contains(&format!("`{name}`: ")) && text.contains(&format!("on rank {odd}")), "{text}");
         }
     }
-    assert!(said.iter().all(|other| *other == said[0]), "all ranks say the same");
+    assert!(said.iter().all(|other| *other == said[0]), "all ranks return the same error");
 }
 
 /// Returns the usual setup with `change` applied.

@@ -72,10 +72,10 @@ fn refuses(program: &str, base: &str, more: &str, settings: &[[&str; 3]]) {
         for [name, here, there] in settings {
             let expected = format!("`{name}`: `{here}` on rank 0, `{there}` on rank 1");
             let found = said.contains(&expected) || here.is_empty() && said.contains(&format!("`{name}`: `"));
-            assert!(found, "{more}: rank {rank} does not say {expected}: {said}");
+            assert!(found, "{more}: the output of rank {rank} lacks {expected}: {said}");
         }
     }
-    assert!(!folder.path().join("0/model.safetensors").exists(), "{more}: it has trained");
+    assert!(!folder.path().join("0/model.safetensors").exists(), "{more}: a rank trained and wrote a checkpoint");
 }
 
 fn texts(folder: &Path) -> [String; 3] {

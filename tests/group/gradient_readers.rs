@@ -162,7 +162,7 @@ fn has_the_bits_of_one_rank(reads: Reads) {
     for (ranks, captured) in [(1, true), (2, false), (2, true), (4, false), (4, true)] {
         assert_eq!(on(ranks, captured, reads), one, "{reads:?}: {ranks} ranks, captured {captured}");
     }
-    assert_ne!(one, on(1, false, Reads::Nothing), "{reads:?} changes nothing");
+    assert_ne!(one, on(1, false, Reads::Nothing), "{reads:?} must change the result");
 }
 
 #[test]

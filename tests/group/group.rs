@@ -19,7 +19,7 @@ fn rank_count_keeps_bits() {
     let batches = uneven();
     for more in [false, true] {
         let one = said(Plan { ranks: 1, shards: 8, captured: false, more }, &batches, None);
-        assert!(one.0[3].loss < 0.9 * one.0[0].loss, "it learns: {:?}", one.0);
+        assert!(one.0[3].loss < 0.9 * one.0[0].loss, "the loss must fall: {:?}", one.0);
         assert!(one.0.iter().all(|update| update.monitored_l2.is_some_and(|norm| norm > 0.0)));
         for ranks in [1, 2, 4, 8] {
             for captured in [false, true] {
@@ -28,7 +28,7 @@ fn rank_count_keeps_bits() {
             }
         }
         let other = said(Plan { ranks: 1, shards: 4, captured: false, more }, &batches, None);
-        assert!(other.1 != one.1, "the shards are part of a run's numbers");
+        assert!(other.1 != one.1, "the number of shards must change a run's results");
     }
 }
 
@@ -78,13 +78,13 @@ fn gradients_sum_in_one_shard_tree() {
             trainer.accumulate(batch)?;
             let got = trainer.state().gradients.flat().read()?;
             let different = got.iter().zip(&want).position(|(got, want)| got.to_bits() != want.to_bits());
-            assert_eq!(different, None, "{ranks} ranks: a gradient");
+            assert_eq!(different, None, "{ranks} ranks: a gradient differs");
             trainer.apply()?;
             trainer.state().parameters.sha256()
         });
         let updated: Vec<String> = updated.into_iter().map(|sha| sha.unwrap()).collect();
         let whole = said(plan(1), std::slice::from_ref(batch), None).1;
-        assert!(updated.iter().all(|sha| *sha == whole), "{ranks} ranks: the update behind `accumulate`");
+        assert!(updated.iter().all(|sha| *sha == whole), "{ranks} ranks: the update after `accumulate` differs");
     }
 }
 
@@ -98,7 +98,7 @@ fn checkpoints_resume_with_other_ranks() {
     let mut digests = Vec::new();
     for (made, ranks) in [4, 1, 8, 2, 4].into_iter().enumerate() {
         let (updates, sha, _) = said(plan(ranks), &batches[..=made], Some(&path));
-        assert_eq!(updates.len(), 1, "{ranks} ranks go on behind update {made}");
+        assert_eq!(updates.len(), 1, "{ranks} ranks: more than update {made} was made");
         digests.push(sha);
     }
     assert_eq!(digests[4], whole);
@@ -189,7 +189,7 @@ fn link_call_never_returns(kind: DeviceKind) {
     let digest = sound[0].clone().unwrap();
     for call in [Call::JoinLink, Call::Exchange, Call::FollowExchanges, Call::LeaveLink] {
         let count = counted.count(call);
-        assert!(count > 0, "{call:?} is not made");
+        assert!(count > 0, "the program never makes {call:?}");
         let mut numbers = vec![1, count];
         numbers.dedup();
         for number in numbers {
@@ -274,7 +274,7 @@ fn link_ends_when_a_rank_fails() {
         assert!(group.rank() == 0, "planted");
         let start = Instant::now();
         while plans[0].count(Call::LeaveLink) == 0 {
-            assert!(start.elapsed() < DEADLINE, "the link stays");
+            assert!(start.elapsed() < DEADLINE, "the link must end when the other rank fails");
             thread::sleep(Duration::from_millis(5));
         }
         // This rank would also find an error of its own; the other rank's is reported.

@@ -108,7 +108,7 @@ fn ended(ranks: Vec<Rank>, within: Duration) -> Vec<String> {
     let begun = Instant::now();
     let wait = |mut rank: Rank| {
         while !rank.has_ended() {
-            assert!(begun.elapsed() < within, "a rank has not ended after {:?}", begun.elapsed());
+            assert!(begun.elapsed() < within, "a rank still runs after {:?}", begun.elapsed());
             sleep(Duration::from_millis(5));
         }
         let mut said = String::new();
@@ -136,14 +136,14 @@ fn one_gets(signal: &str, kind: DeviceKind, of: usize, usual: u64) {
     let straight = tempfile::tempdir().unwrap();
     let expected = digest(kind, straight.path(), of);
     let of_one = digest(DeviceKind::Emulated, tempfile::tempdir().unwrap().path(), 1);
-    assert_eq!(of_one, expected, "neither the number of ranks nor the device changes anything");
+    assert_eq!(of_one, expected, "the digest depends on the number of ranks or on the device");
     let mut all = Vec::new();
     let at = |moment: u64, out: &Path| {
         let mut random = Random::new(1000 * moment + of as u64);
         let mut ranks = started(kind, out, of, deadline);
         let begun = Instant::now();
         while !checkpoint(out).exists() {
-            assert!(begun.elapsed() < Duration::from_secs(120), "no checkpoint");
+            assert!(begun.elapsed() < Duration::from_secs(120), "no checkpoint was written in time");
             sleep(Duration::from_millis(2));
         }
         sleep(Duration::from_millis(random.below(150).into()));
@@ -177,7 +177,7 @@ fn one_gets(signal: &str, kind: DeviceKind, of: usize, usual: u64) {
             let expected = &expected;
             let left = move || {
                 let got = digest(kind, folder.path(), of / 2);
-                assert_eq!(got, *expected, "moment {moment}: those that are left come to the same weights");
+                assert_eq!(got, *expected, "moment {moment}: the remaining ranks must reach the same weights");
             };
             // Programs on GPUs take seconds to start. The next group starts meanwhile.
             if kind == DeviceKind::Emulated { left() } else { drop(scope.spawn(left)) }

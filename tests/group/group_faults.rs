@@ -177,7 +177,7 @@ impl Run<'_> {
                 let plan = &self.plans[self.moment.culprit];
                 drop(plan.clone().on(call, plan.count(call) + behind, Fault::Fail));
             }
-            Wrong::Cut => self.cable.as_ref().expect("one to cut").cut(),
+            Wrong::Cut => self.cable.as_ref().expect("the run has a cable").cut(),
             Wrong::Sleeps => {
                 let others = self.moment.others().count();
                 while self.told.load(Ordering::Relaxed) < others && self.at.get().expect("now").elapsed() < DEADLINE {
@@ -302,14 +302,14 @@ fn at(kind: DeviceKind, moment: &Moment, batches: &[Vec<Points>], left: &[Device
         let device = Device::builder(kind).ordinal(config.local_rank()).deadline(DEADLINE).layer(plan).open()?;
         run.train(&device, &Group::join(&device, &config.deadline(PEER_TIMEOUT))?)
     });
-    let at = *run.at.get().unwrap_or_else(|| panic!("{moment:?} never came: {ended:?}"));
+    let at = *run.at.get().unwrap_or_else(|| panic!("{moment:?} was never reached: {ended:?}"));
     let mut took = Duration::ZERO;
     for rank in moment.others() {
         let (said, end) = &ended[rank];
-        let Err(error) = said else { panic!("{moment:?}: rank {rank} goes on") };
+        let Err(error) = said else { panic!("{moment:?}: rank {rank} returned no error") };
         let text = error.to_string();
         let placed = text.contains("(number ") && text.contains("tests/group/group_faults.rs:");
-        assert!(placed && run.names(error), "{moment:?}: rank {rank} says: {text}");
+        assert!(placed && run.names(error), "{moment:?}: rank {rank} returned: {text}");
         took = took.max(end.saturating_duration_since(at));
     }
     assert!(took < PEER_TIMEOUT + MARGIN + BUSY, "{moment:?}: {took:?}");
@@ -322,10 +322,12 @@ fn at(kind: DeviceKind, moment: &Moment, batches: &[Vec<Points>], left: &[Device
     let mut updates = Vec::new();
     for (said, _) in said {
         let digest;
-        (updates, digest, _) = said.unwrap_or_else(|error| panic!("{moment:?}: those that are left: {error}"));
-        assert_eq!(digest, whole, "{moment:?}: those that are left, by {updates:?}");
+        (updates, digest, _) =
+            said.unwrap_or_else(|error| panic!("{moment:?}: the remaining ranks failed to resume: {error}"));
+        assert_eq!(digest, whole, "{moment:?}: the remaining ranks' weights differ after {updates:?}");
     }
-    let said = ended[moment.others().next().expect("another rank")].0.as_ref().expect_err("looked at above");
+    let said =
+        ended[moment.others().next().expect("another rank")].0.as_ref().expect_err("the check above found only errors");
     let Moment { seed, wrong, plan, .. } = moment;
     let how = if plan.captured { "captured" } else { "eager" };
     println!("{wrong:?} of {ranks}, {how}, seed {seed}: {took:?}, and {} updates by those left: {said}", updates.len());
@@ -382,9 +384,9 @@ fn at_a_taken_port(devices: &[Device], seed: u64) -> Duration {
         Group::join(&devices[config.rank()], &config.deadline(TO_MEET)).map(drop)
     });
     for (rank, (said, _)) in ended.iter().enumerate() {
-        let Err(Error::Rendezvous(fault)) = said else { panic!("seed {seed}: rank {rank} says {said:?}") };
+        let Err(Error::Rendezvous(fault)) = said else { panic!("seed {seed}: rank {rank} returned {said:?}") };
         let text = fault.to_string();
-        assert!(text.contains("rank 0 ") && text.contains(&address), "seed {seed}: rank {rank} says: {text}");
+        assert!(text.contains("rank 0 ") && text.contains(&address), "seed {seed}: rank {rank} returned: {text}");
         assert!(rank > 0 || matches!(fault.kind, RendezvousFaultKind::Taken { .. }), "seed {seed}: {text}");
     }
     in_time(begun, ended.iter().map(|(_, end)| *end))
@@ -400,7 +402,7 @@ fn at_a_wrong_secret(devices: &[Device], seed: u64) -> Duration {
     let begun = Instant::now();
     let ended = in_threads(configs, |config| Group::join(&devices[config.rank()], &config.deadline(TO_MEET)).map(drop));
     for (rank, (said, _)) in ended.iter().enumerate() {
-        let Err(Error::Rendezvous(fault)) = said else { panic!("seed {seed}: rank {rank} says {said:?}") };
+        let Err(Error::Rendezvous(fault)) = said else { panic!("seed {seed}: rank {rank} returned {said:?}") };
         let text = fault.to_string();
         let named = match &fault.kind {
             // The calling rank is refused at once.
@@ -414,7 +416,7 @@ fn at_a_wrong_secret(devices: &[Device], seed: u64) -> Duration {
             }
             _ => false,
         };
-        assert!(named, "seed {seed}: the secret of rank {culprit}; rank {rank} says: {text}");
+        assert!(named, "seed {seed}: rank {culprit} has a different secret; rank {rank} returned: {text}");
     }
     in_time(begun, ended.iter().enumerate().filter(|(rank, _)| *rank != culprit).map(|(_, (_, end))| *end))
 }

@@ -44,7 +44,7 @@ impl Model for Deep {
                 let weights = back.weights(head)?;
                 let step = back.step();
                 let (mut gradient, adds) = back.gradient(head)?;
-                assert!(adds, "the head's own op has run");
+                assert!(adds, "the head's own op must run first");
                 ops::add_assign(step, &mut gradient, &weights)
             });
         }

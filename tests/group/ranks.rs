@@ -56,7 +56,7 @@ impl Program<'_> {
         let mut child = self.command(out, ranks, "").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
         let start = Instant::now();
         while !out.join("model.safetensors").exists() {
-            assert!(start.elapsed() < Duration::from_secs(300), "no checkpoint");
+            assert!(start.elapsed() < Duration::from_secs(300), "no checkpoint was written in time");
             sleep(Duration::from_millis(5));
         }
         assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
@@ -68,12 +68,12 @@ impl Program<'_> {
         let out = |name: &str| folder.path().join(name);
         let expected = self.digest(&out("one"), 1, "");
         assert!(expected.1 >= 100, "{expected:?}");
-        assert_eq!(self.digest(&out("two"), 2, self.eager), expected, "two, launch by launch");
+        assert_eq!(self.digest(&out("two"), 2, self.eager), expected, "two ranks, eager: the digest differs");
         assert_eq!(self.digest(&out("eight"), 8, ""), expected, "eight");
         let changing = out("changing");
         self.is_interrupted(&changing, 4);
         let resume = format!("{} --resume {}", self.eager, changing.join("model.safetensors").display());
-        assert_eq!(self.digest(&changing, 8, &resume), expected, "four, then eight");
+        assert_eq!(self.digest(&changing, 8, &resume), expected, "resuming four ranks as eight: the digest differs");
     }
 }
 

@@ -130,10 +130,10 @@ impl State {
 /// new weights, which come first, rounded once.
 pub(crate) fn assert_copied<const N: usize>(plain: &[Vec<f32>; N], copied: &[Vec<f32>; N], copy: &[bf16]) {
     for (plain, copied) in plain.iter().zip(copied) {
-        assert_same("with a copy", copied, plain);
+        assert_same("the weights, updated with a BF16 copy", copied, plain);
     }
     let rounded: Vec<f32> = plain[0].iter().map(|&weight| bf16::from_f32(weight).to_f32()).collect();
-    assert_same("the copy", &copy.iter().map(|half| half.to_f32()).collect::<Vec<_>>(), &rounded);
+    assert_same("the BF16 copy", &copy.iter().map(|half| half.to_f32()).collect::<Vec<_>>(), &rounded);
 }
 
 /// Learning rate, betas, epsilon, weight decay, bias corrections, maximal norm: those of a late

@@ -208,7 +208,7 @@ fn attend<'s>(trial: &Trial<'_, 's>, qkv: &Tensor<'s>, gains: &Tensor<'s>) -> Re
     let heads = qkv.shape().as_rows()[1] / HEAD;
     let norm = QkNorm::new(gains, EPSILON);
     let Attention { out, kept } = ops::attention(trial, qkv, Some(norm), &form(heads))?;
-    let AttentionKept::Short { probabilities, inverse_rms } = kept else { panic!("not by the kernel for few tokens") };
+    let AttentionKept::Short { probabilities, inverse_rms } = kept else { panic!("the kernel for few tokens was not chosen") };
     Ok((out, [probabilities, inverse_rms]))
 }
 

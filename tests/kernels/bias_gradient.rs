@@ -22,7 +22,7 @@ fn column_sums(b: &[bf16], [n, k, k_per_split]: [usize; 3]) -> Vec<f32> {
     };
     let sum =
         |column| (0..k.max(1)).step_by(k_per_split).map(|first| of_split(column, first)).reduce(|sum, next| sum + next);
-    (0..n).map(|column| sum(column).expect("a split at least")).collect()
+    (0..n).map(|column| sum(column).expect("k has at least one split")).collect()
 }
 
 /// Returns the gradients of a weight and a bias from dy, `[k, n]`, which is `b`. `old` is the

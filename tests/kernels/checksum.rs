@@ -51,13 +51,13 @@ on_each_device! {
             flipped[at] ^= 1 << bit;
             let got = sums(device, &flipped).unwrap();
             let differ: Vec<usize> = (0..got.len()).filter(|&chunk| got[chunk] != sound[chunk]).collect();
-            assert_eq!(differ, [at / CHUNK], "bit {bit} of word {at}");
+            assert_eq!(differ, [at / CHUNK], "flipping bit {bit} of word {at} must change only its chunk's sum");
             // Within one chunk and across two. Words further apart than one bit of noise are
             // different.
             let other = if at < CHUNK { at + 2 * CHUNK } else { at - 2 };
             let mut swapped = words.clone();
             swapped.swap(at, other);
-            assert_ne!(sums(device, &swapped).unwrap(), sound, "words {at} and {other}");
+            assert_ne!(sums(device, &swapped).unwrap(), sound, "swapping words {at} and {other} must change the sums");
         }
     }
 

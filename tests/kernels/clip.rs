@@ -27,7 +27,7 @@ on_each_device! {
     }
 
     fn special_norms(device: &Device) {
-        assert_eq!(factor(device, 4.0, 0.0), 1.0, "no clipping");
+        assert_eq!(factor(device, 4.0, 0.0), 1.0, "a limit of 0 disables clipping");
         assert_eq!(factor(device, 0.0, 1.0), 1.0);
         assert_eq!(factor(device, f32::INFINITY, 1.0), 0.0);
         assert!(factor(device, f32::NAN, 1.0).is_nan());
@@ -41,7 +41,7 @@ on_each_device! {
                 step = Some(ops::clip_factor(trial, &two, 1.0).map(drop));
                 Ok(())
             })?;
-            assert_refused(step.expect("it was tried"), &["clip_factor", "`squared_norm`", "1 elements"]);
+            assert_refused(step.expect("the closure ran"), &["clip_factor", "`squared_norm`", "1 elements"]);
             Ok(())
         });
     }

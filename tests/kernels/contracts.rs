@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 fn every_kernel_is_attacked() {
     let known: BTreeSet<&str> = kernels::entries().map(|entry| entry.name).collect();
     assert!(known.contains("fill_bf16"), "{known:?}");
-    assert_eq!(known, attacked(), "kernels that exist, and those that an `attack!` or a declaration attacks");
+    assert_eq!(known, attacked(), "each kernel needs an `attack!` or a declaration");
 }
 
 /// A contract that wraps panics in a debug build. It would not in a release build, which `ci/long`

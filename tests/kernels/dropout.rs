@@ -127,7 +127,7 @@ on_each_device! {
                 Ok([step.read(&a)?, step.read(&b)?])
             }).unwrap();
             assert_eq!(replayed.each_ref().map(|y| bits(y)), want.each_ref().map(|y| bits(y)));
-            assert!(!seen.contains(&replayed), "a replay drew what another did");
+            assert!(!seen.contains(&replayed), "two replays drew the same numbers");
             seen.push(replayed);
         }
     }

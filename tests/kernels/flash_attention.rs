@@ -116,7 +116,7 @@ on_each_device! {
                     let same = bits(&out[at..][..setup.width]) == bits(&other_out[at..][..setup.width]);
                     if sample == 0 && inputs.sees(0, token, changed) {
                         seen += 1;
-                        assert!(!same, "{setup:?}: token {token} sees {changed}");
+                        assert!(!same, "{setup:?}: token {token} depends on masked token {changed}");
                         continue;
                     }
                     assert!(same && lse[statistic].to_bits() == other_lse[statistic].to_bits(), "{setup:?}: token {token}, {changed}");
@@ -172,7 +172,7 @@ on_each_device! {
         inputs.qkv[setup.place(0, 0, 100, 0)] = f32::NAN;
         let [out, lse, _] = results(&inputs, device);
         assert!(lse[100].is_nan() && out[400..404].iter().all(|x| x.is_nan()));
-        assert!(lse.iter().filter(|x| x.is_nan()).count() == 1, "a query reaches its own row alone");
+        assert!(lse.iter().filter(|x| x.is_nan()).count() == 1, "a query affects only its own row");
     }
 
     fn gradient(device: &Device) {

@@ -86,7 +86,7 @@ fn exponentials_keep_their_bounds() {
     for hidden in [f32::NEG_INFINITY, f32::NAN, -127.0, -1e30] {
         assert_eq!(exp2_sum(hidden, exp2_scaled(1.0, 0.0)), 0.0, "{hidden}");
     }
-    assert_eq!(exp2_weight(f32::NEG_INFINITY, 1.0, 0.0), 0.0, "a row that has seen no key");
+    assert_eq!(exp2_weight(f32::NEG_INFINITY, 1.0, 0.0), 0.0, "a row without keys has weight 0");
     assert!(exp2_weight(f32::NAN, 1.0, 0.0).is_nan() && exp2_weight(0.0, 1.0, f32::NAN).is_nan());
 }
 
@@ -117,7 +117,7 @@ pub(crate) fn sees_nothing_else<S: AttentionElement>(device: &Device) {
                     let same = bits(&out[at..][..setup.width]) == bits(&other_out[at..][..setup.width]);
                     if sample == 0 && before.sees(0, token, changed) {
                         seen += 1;
-                        assert!(!same, "{setup:?}: token {token} sees {changed}");
+                        assert!(!same, "{setup:?}: token {token} depends on masked token {changed}");
                         continue;
                     }
                     assert!(same, "{setup:?}: token {token}, {changed}");
@@ -172,7 +172,7 @@ pub(crate) fn takes_extreme_scores<S: AttentionElement>(device: &Device) {
         inputs.qkv[setup.place(0, 0, 100, 0)] = wrong;
         let [out, lse, dqkv] = by_tensor_cores::<S>(&inputs, device);
         assert!(out[800..808].iter().all(|x| x.is_nan()), "{wrong}");
-        assert_eq!(lse.iter().filter(|x| !x.is_finite()).count(), 1, "a query reaches its own row alone");
+        assert_eq!(lse.iter().filter(|x| !x.is_finite()).count(), 1, "a query affects only its own row");
         assert!(dqkv[setup.place(0, 0, 100, 0)..][..8].iter().any(|x| !x.is_finite()), "{wrong}");
     }
 }

@@ -158,7 +158,7 @@ fn compare(inputs: &Inputs, [out, lse, dqkv]: &Results<f32>, bounds: Bounds) -> 
             let got = got.map(|row| &row[..width]);
             let Some(exact) = Row::of(inputs, [sample, head], token) else {
                 let nothing = lse(token) == f64::NEG_INFINITY && got.iter().all(|row| row.iter().all(|&x| x == 0.0));
-                nothing.then_some(()).ok_or(format!("token {token} sees nothing and has results"))?;
+                nothing.then_some(()).ok_or(format!("token {token} attends to no key, but its results are not zero"))?;
                 continue;
             };
             let error = (lse(token) - exact.lse).abs() / exact.lse.abs().max(1.0);

@@ -135,7 +135,7 @@ pub(crate) fn hostile_launches(
         assert!(refused || outcome.is_ok(), "{kernel}, with {:?}: {outcome:?}", choice());
         !refused
     };
-    assert!(accepted([None; 2], &mut known, true), "{kernel}: the honest launch is refused");
+    assert!(accepted([None; 2], &mut known, true), "{kernel}: the valid launch is refused");
     // For each number, the values that are refused by themselves, and of the others the values from
     // `telling`.
     let mut alone: Vec<[Vec<u64>; 2]> = Vec::new();
@@ -175,7 +175,7 @@ fn misaligned_launches(kernel: &'static str, run: &mut dyn FnMut(&mut Numbers<'_
             Ok(()) => None,
             Err(Error::Contract { violation, .. }) => Some(violation),
             Err(other) => {
-                panic!("{kernel}, with {hostile:?}, {:?} late and {:?} long: {other}", views.late, views.lengths)
+                panic!("{kernel}, with {hostile:?}, views {:?} elements late and {:?} long: {other}", views.late, views.lengths)
             }
         };
         let words = numbers.known.iter().map(|number| number.honest).collect();
@@ -183,7 +183,7 @@ fn misaligned_launches(kernel: &'static str, run: &mut dyn FnMut(&mut Numbers<'_
     };
     let honest = Views::default();
     let (refusal, words, buffers): (_, Vec<u64>, Vec<(&'static str, usize)>) = outcome([None; 2], &honest, true);
-    assert_eq!(refusal, None, "{kernel}: the honest launch is refused");
+    assert_eq!(refusal, None, "{kernel}: the valid launch is refused");
     for &(name, _) in &buffers {
         for late in 1..=3 {
             outcome([None; 2], &Views { late: Some((name, late)), ..Views::default() }, true);

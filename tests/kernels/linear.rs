@@ -148,7 +148,7 @@ on_each_device! {
             Case::new("mlp_gelu, residual", seed, length, values.clone()).check(device, |_, tape, p| {
                 tape.mlp_gelu(&leaf(tape, p[0])?, (p[1], Some(p[2])), (p[3], Some(p[4])), Some(&leaf(tape, p[5])?))
             }, |p| add_in_float64(&p[5], &mlp(p, &p[2], &p[4])));
-            Case::new("mlp_gelu without biases, beside itself", seed, length, values).check(device, |_, tape, p| {
+            Case::new("mlp_gelu without biases, twice", seed, length, values).check(device, |_, tape, p| {
                 let x = leaf(tape, p[0])?;
                 let y = tape.mlp_gelu(&x, (p[1], None), (p[3], None), Some(&x))?;
                 // The others are used, so that they have the gradients of the reference.

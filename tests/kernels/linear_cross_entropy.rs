@@ -366,7 +366,7 @@ fn logits_never_exist_whole() {
             let chunk = LmHeadConfig::BYTES / 4 * 5;
             let whole = 2 * bytes * rows * vocabulary;
             println!(
-                "{rows} rows of {bytes} bytes: {got} bytes, {kept} of them kept; all logits and their gradients are {whole}"
+                "{rows} rows of {bytes} bytes: {got} bytes, {kept} of them kept; all logits and their gradients take {whole}"
             );
             // Split-K products take some memory, and so does a loss for every eight rows.
             let bound = kept + chunk + (64 << 20) + rows;

@@ -116,7 +116,7 @@ on_each_device! {
                     })
                     .unwrap();
                 assert_eq!(captured.replay(&inputs().with_indices(&labels, [rows]).unwrap()).err(), Some(error));
-                assert_eq!(captured.report().replays, 0, "nothing was queued");
+                assert_eq!(captured.report().replays, 0, "a refused replay must queue nothing");
                 let replay = captured.replay(&inputs().with_indices(&zeros, [rows]).unwrap()).unwrap();
                 assert!(replay.read_scalar(*replay.outputs()).unwrap().is_finite());
             }

@@ -78,10 +78,10 @@ on_each_device! {
             let all = LabelRules::default();
             let plain = read(step, ops::cross_entropy(step, &x, &upload(&labels)?)?)?;
             assert_eq!(plain, by(&labels, all.weighted(1.0 / ROWS as f32))?);
-            assert_eq!(plain, by(&labels, SKIP)?, "no label is ignored");
-            assert_eq!(by(&some, SKIP)?, by(&some, SKIP.weighted(1.0 / 5.0))?, "five rows count");
+            assert_eq!(plain, by(&labels, SKIP)?, "without ignored labels both means agree");
+            assert_eq!(by(&some, SKIP)?, by(&some, SKIP.weighted(1.0 / 5.0))?, "the mean divides by the five counted rows");
             let [loss, gradient] = by(&[ops::IGNORED; ROWS], SKIP)?;
-            assert!(loss.iter().chain(&gradient).all(|&bits| f32::from_bits(bits) == 0.0), "no row counts");
+            assert!(loss.iter().chain(&gradient).all(|&bits| f32::from_bits(bits) == 0.0), "without counted rows, loss and gradient are 0");
             let mean = Some(1.0 / (ROWS * CLASSES) as f32);
             let squared = |weight| read(step, ops::squared_error(step, &x, &target, weight)?);
             let binary = |weight| read(step, ops::binary_cross_entropy(step, &x, &target, weight)?);
@@ -93,7 +93,7 @@ on_each_device! {
     /// The host cannot count labels that only the device has, or that a replay brings.
     fn unknown_labels_need_a_weight(device: &Device) {
         let refused = |error: Option<Error>| {
-            let error = error.expect("a mean over unknown labels").to_string();
+            let error = error.expect("a mean over unknown labels must fail").to_string();
             assert!(error.contains("cross_entropy") && error.contains("`LabelRules::weight`"), "{error}");
         };
         let (x, labels) = (vec![0.5; ROWS * CLASSES], vec![0u32; ROWS]);

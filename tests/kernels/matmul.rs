@@ -158,7 +158,7 @@ on_each_device! {
     fn the_op_takes_any_tile(device: &Device) {
         let mut case = Case::new([33, 100, 40], TRANSPOSE_B, Variant { batches: 2, ..VARIANTS[1] });
         let want = &case.chain()[0];
-        assert_same("its own choice", &gemm(device, &case), want);
+        assert_same("the tile that the op chooses", &gemm(device, &case), want);
         for &(kernel, tile) in matmul::VARIANTS.iter().filter(|(_, tile)| TILES.contains(tile)) {
             case.form = case.form.tile(tile);
             let names = launched(|| assert_same(kernel, &gemm(device, &case), want));

@@ -193,9 +193,9 @@ on_each_device! {
                 }
             }
         }
-        println!("{precision}: worst error {worst:.3} of the bound");
+        println!("{precision}: the worst error is {worst:.3} of its bound");
         // A single product of two factors that both lie near a tie comes close.
-        assert!(worst >= 0.5, "{precision}: the bound is more than twice the worst error, {worst:.3} of it");
+        assert!(worst >= 0.5, "{precision}: the bound is loose: the worst error is only {worst:.3} of it");
     }
 
     /// A product with one is the factor itself.

@@ -14,7 +14,7 @@ fn assert_committed(mode: Mode) {
     let (device, golden) = (support::open(DeviceKind::Emulated), CaseSize::Whole.golden());
     for (name, case) in cases() {
         let results = mode.scope(|| run(&device, &case, CaseSize::Whole));
-        assert!(golden.contains(&line(name, &results)), "{name} gives other bits in {mode:?}");
+        assert!(golden.contains(&line(name, &results)), "the bits of {name} differ in {mode:?}");
     }
 }
 
@@ -22,7 +22,7 @@ fn assert_committed(mode: Mode) {
 /// number of orders.
 #[test]
 fn every_order_keeps_bits_without_races() {
-    let orders = std::env::var("STEPSCOPE_ORDERS").map_or(1, |orders| orders.parse().expect("a number of orders"));
+    let orders = std::env::var("STEPSCOPE_ORDERS").map_or(1, |orders| orders.parse().expect("STEPSCOPE_ORDERS is a number"));
     assert_committed(Mode { races: true, shuffle: Some(orders) });
     for seed in 1..orders {
         assert_committed(Mode { races: false, shuffle: Some(seed) });

@@ -122,7 +122,7 @@ on_each_device! {
                 let want = form.expected(x);
                 for (got, want) in got.iter().zip(&want) {
                     let different = got.iter().zip(want).position(|(got, want)| got != want);
-                    assert_eq!(different, None, "{form:?}: first at this word");
+                    assert_eq!(different, None, "{form:?}: differs from this word on");
                     assert_eq!(got.len(), want.len());
                 }
             }

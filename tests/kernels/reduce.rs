@@ -137,7 +137,7 @@ on_each_device! {
                 }
             }
         }
-        assert_same("nothing finite", &[whole(device, op, &[f32::NEG_INFINITY; 5])], &[f32::NEG_INFINITY]);
+        assert_same("the maximum without finite elements", &[whole(device, op, &[f32::NEG_INFINITY; 5])], &[f32::NEG_INFINITY]);
         assert_eq!(whole(device, op, &[-0.0, 0.0, -1.0]), 0.0);
     }
 

@@ -21,7 +21,7 @@ fn shape(extents: &[usize]) -> Shape {
     match *extents {
         [a, b, c] => [a, b, c].into(),
         [a, b, c, d] => [a, b, c, d].into(),
-        _ => unreachable!("three or four"),
+        _ => unreachable!("a form has three or four extents"),
     }
 }
 
@@ -133,13 +133,13 @@ on_each_device! {
                         assert!(error <= 2.0 + 2.0 * lost, "{width}, {rotary:?}, {token}, {pair}: {error} ulp, {got} for {want}");
                         worst = if lost < 0.01 { worst.max(error) } else { worst };
                     }
-                    assert_eq!([y[at(0)], back[at(0)]], [y[at(1)], y[at(1)]], "k as q; the cosine is even");
+                    assert_eq!([y[at(0)], back[at(0)]], [y[at(1)], y[at(1)]], "k is rotated like q, and the cosine is even");
                     assert_eq!(back[at(0) + width / 2], -y[at(0) + width / 2], "the sine is odd");
                 }
             }
         }
-        println!("worst error {worst:.3} ulp");
-        assert!(worst > 0.75, "the bound is loose: {worst}");
+        println!("the worst error is {worst:.3} ulp");
+        assert!(worst > 0.75, "the bound is loose: the worst error is only {worst} ulp");
     }
 
     fn against_float64(device: &Device) {

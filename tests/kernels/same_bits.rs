@@ -20,7 +20,7 @@ fn every_kernel_has_a_case() {
     // It does not run on the GPU, so there is nothing to compare. `matmul.rs` compares its bits
     // with those of the other tiles.
     assert!(known.remove("matmul_on_cpu"));
-    assert_eq!(known, cases().iter().map(|(name, _)| *name).collect(), "kernels that exist, and cases");
+    assert_eq!(known, cases().iter().map(|(name, _)| *name).collect(), "each kernel has a case, and each case a kernel");
 }
 
 /// A kernel that hangs or is wrong must be found by its own case, so that no other kernel is
@@ -31,8 +31,8 @@ fn kernels_are_tested_before_use() {
     let mut known = BTreeSet::new();
     for (name, case) in in_order() {
         let ran = launched(|| drop(run(&device, &case, CaseSize::Smallest)));
-        assert!(known.insert(name.to_owned()), "{name} comes twice");
-        assert!(ran.is_subset(&known), "the case `{name}` launches {:?} before their cases", &ran - &known);
+        assert!(known.insert(name.to_owned()), "{name} has two cases");
+        assert!(ran.is_subset(&known), "the case `{name}` launches {:?}, whose own cases come later", &ran - &known);
     }
     assert_eq!(known.len(), cases().len());
 }
@@ -58,10 +58,10 @@ fn gives_the_committed_bits(device: &Device, form: CaseSize) {
         let ran = launched(|| results = run(device, &case, form));
         // The lines that `ci/sanitize` counts.
         ran.iter().for_each(|kernel| println!("launch kernel={kernel:?}"));
-        assert!(ran.contains(name), "the case `{name}`, {form:?}, launches {ran:?}");
+        assert!(ran.contains(name), "the case `{name}`, {form:?}, launches only {ran:?}");
         let nans = results.iter().flatten().filter(|&&word| f32::from_bits(word).is_nan()).count();
         let words: usize = results.iter().map(Vec::len).sum();
-        assert!(words > 0 && 4 * nans < words, "{name}, {form:?}: {nans} of {words} words are NaN and say nothing");
+        assert!(words > 0 && 4 * nans < words, "{name}, {form:?}: {nans} of {words} words are NaN, which checks nothing");
         let line = same_bits::line(name, &results);
         // The digest shows that there is a difference; this shows its place.
         if !form.golden().contains(&line) {
@@ -74,7 +74,7 @@ fn gives_the_committed_bits(device: &Device, form: CaseSize) {
     let golden: String = form.golden().split_inclusive('\n').filter(|line| of_device(&line.trim_end())).collect();
     let different: Vec<_> = compare(&text, &golden).into_iter().filter(|verdict| !verdict.equal()).collect();
     let right = different.is_empty() && text == golden;
-    assert!(right, "after a change that is meant: ci/generate golden\n{different:#?}");
+    assert!(right, "digests differ; if the change is intended, run ci/generate golden\n{different:#?}");
 }
 
 #[test]
@@ -141,6 +141,6 @@ fn difference(name: &str, emulated: &[Vec<u32>], device: &[Vec<u32>]) -> Option<
 #[test]
 fn a_difference_is_named() {
     assert_eq!(difference("op", &[vec![1, 2], vec![3]], &[vec![1, 2], vec![3]]), None);
-    let told = difference("op", &[vec![1, 2], vec![3, 4, 5]], &[vec![1, 2], vec![3, 5, 6]]).expect("it differs");
+    let told = difference("op", &[vec![1, 2], vec![3, 4, 5]], &[vec![1, 2], vec![3, 5, 6]]).expect("the results differ");
     assert_eq!(told, "op, result 1: element 1 is 0x00000004 emulated and 0x00000005 on the device; 2 of 3 differ");
 }

@@ -33,7 +33,7 @@ on_each_device! {
             println!("{}: {:.4} ulp at {:e}", function.name, tally.worst_ulps, tally.worst_input);
             assert_eq!(tally.inputs, (1u64 << 32).div_ceil(u64::from(STRIDE)));
             assert!(tally.holds(function), "{}: {tally:?}", function.name);
-            assert!(tally.worst_ulps > 0.75 * function.stated_ulps, "{}: stated too loosely", function.name);
+            assert!(tally.worst_ulps > 0.75 * function.stated_ulps, "{}: the stated error is loose", function.name);
         }
     }
 
@@ -64,7 +64,7 @@ fn wrong_bit_is_found_and_named() {
     // The second range is whole; the third is the last, and shorter.
     assert_eq!(tally.differences, 2);
     let input = (BLOCK + at) as u32 * stride;
-    assert_eq!(tally.first_difference.expect("it differs").input.to_bits(), input);
+    assert_eq!(tally.first_difference.expect("the results differ").input.to_bits(), input);
     assert!(!tally.holds(exp));
 }
 

@@ -216,7 +216,7 @@ rounded_once! {
         let (gains, mut dgains) = (c.of::<f32>([2, 64])?, c.of::<f32>([2, 64])?);
         let (norm, form) = (QkNorm::new(&gains, 1e-6), AttentionConfig::new(heads));
         let made = ops::attention(c.trial, &qkv, Some(norm), &form)?;
-        let AttentionKept::Short { probabilities, inverse_rms } = made.kept else { panic!("not by the kernel for few tokens") };
+        let AttentionKept::Short { probabilities, inverse_rms } = made.kept else { panic!("the kernel for few tokens was not chosen") };
         c.keep(&made.out)?;
         c.keep(&probabilities)?;
         c.keep(&inverse_rms)?;

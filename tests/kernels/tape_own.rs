@@ -25,7 +25,7 @@ fn fork<'s>(tape: &Tape<'_, 's>, x: &Var<'s>, w: &StackedParameters, added: &Rc<
     let [rows, _] = x.shape().as_rows();
     ops::same_shape(OP, [rows, inner].into(), x.shape())?;
     if w.members().len() > 1 && distance != member.elements() {
-        return Err(Error::misuse(OP, "members without space between", format!("{distance} elements apart")));
+        return Err(Error::misuse(OP, "members without gaps", format!("{distance} elements apart")));
     }
     let outputs = w.members().len() * out;
     let mut h = step.empty([rows, outputs])?;
@@ -38,7 +38,7 @@ fn fork<'s>(tape: &Tape<'_, 's>, x: &Var<'s>, w: &StackedParameters, added: &Rc<
         let through_t = dt.map(|dt| ops::tanh_backward(step, &t, &dt)).transpose()?;
         let dh = match (dh, through_t) {
             (Some(mut dh), Some(more)) => ops::add_assign(step, &mut dh, &more).map(|()| dh)?,
-            (dh, through_t) => dh.or(through_t).expect("one of them, or it would not run"),
+            (dh, through_t) => dh.or(through_t).expect("the op runs only if an output has a gradient"),
         };
         // dW += dh^T x
         let (mut dw, accumulate) = back.stack_gradient(&w)?;
@@ -146,7 +146,7 @@ on_each_device! {
             arena(device).step(|step| {
                 let tape = Tape::new(step, &parameters);
                 let both = fork(&tape, &leaf(&tape, p[0])?, &p.stacks[1], &added)?;
-                let dead = tape.op("dead", [&both[0]])?.record(*both[0].value(), |_, _| panic!("it has no gradient"));
+                let dead = tape.op("dead", [&both[0]])?.record(*both[0].value(), |_, _| panic!("an output without a gradient ran backward"));
                 assert!(dead.wants_gradient());
                 tape.backward_overwrite(&both[output], &mut gradients)
             }).unwrap();
@@ -162,7 +162,7 @@ on_each_device! {
         const DEEDS: [(&str, Deed, Option<&str>); 14] = [
             ("add", |back, [a, ..], dy, _| back.add(&a, dy), None),
             ("take and add", |back, [a, ..], dy, _| {
-                let so_far = back.take(&a)?.expect("the op after this one gave it");
+                let so_far = back.take(&a)?.expect("the op after this one added it");
                 back.add(&a, dy)?;
                 back.add(&a, so_far)
             }, None),
@@ -173,9 +173,9 @@ on_each_device! {
             ("nothing", |_, _, _, _| Ok(()), None),
             ("another shape", |back, [a, ..], dy, _| back.add(&a, dy.reshape([3, 2])?), Some("mine")),
             ("another shape for an input", |back, [_, input, ..], dy, _| back.add(&input, dy.reshape([6])?), Some("mine")),
-            ("a stranger's", |back, [_, _, theirs, _], dy, _| back.add(&theirs, dy), Some("mine")),
-            ("take a stranger's", |back, [_, _, theirs, _], _, _| back.take(&theirs).map(drop), Some("mine")),
-            ("a later one", |back, [.., later], dy, _| back.add(&later, dy), Some("mine")),
+            ("add to another tape's variable", |back, [_, _, theirs, _], dy, _| back.add(&theirs, dy), Some("mine")),
+            ("take from another tape's variable", |back, [_, _, theirs, _], _, _| back.take(&theirs).map(drop), Some("mine")),
+            ("add to a later variable", |back, [.., later], dy, _| back.add(&later, dy), Some("mine")),
             ("take twice", |back, [a, ..], _, _| back.take(&a).and_then(|_| back.take(&a)).map(drop), Some("mine")),
             ("take and keep", |back, [a, ..], _, _| back.take(&a).map(drop), Some("mine")),
             ("gradient", |back, _, _, foreign| back.gradient(foreign[0]).map(drop), Some("mine")),
@@ -215,16 +215,16 @@ on_each_device! {
         arena(device).step(|step| {
             let (tape, other) = (Tape::new(step, &parameters), Tape::new(step, &parameters));
             let x = leaf(&tape, p[0])?;
-            assert_eq!(refused(fork(&other, &x, &p.stacks[0], &added)), Some("fork"), "a stranger's variable");
-            assert_eq!(refused(fork(&tape, &x, &foreign.stacks[0], &added)), Some("fork"), "a stranger's stack");
+            assert_eq!(refused(fork(&other, &x, &p.stacks[0], &added)), Some("fork"), "a variable of another tape");
+            assert_eq!(refused(fork(&tape, &x, &foreign.stacks[0], &added)), Some("fork"), "a stack of another spec");
             let wide = tape.input(ops::fill(step, [2, 5], 0.0)?);
             assert_eq!(refused(fork(&tape, &wide, &p.stacks[0], &added)), Some("fork"), "another shape");
-            assert_eq!(refused(fork(&tape, &x, &p.stacks[0], &added)), Some("fork"), "space between the members");
+            assert_eq!(refused(fork(&tape, &x, &p.stacks[0], &added)), Some("fork"), "a gap between the members");
             let op = tape.op("mine", [&x])?;
             assert_eq!(refused(op.weights(foreign[0])), Some("mine"));
             assert_eq!(refused(op.stack_weights(&foreign.stacks[0])), Some("mine"));
             let two = ops::fill(step, [2], 0.0)?.save();
-            assert_eq!(refused(op.record_scalar(two, &x, |_| unreachable!())), Some("mine"), "no scalar");
+            assert_eq!(refused(op.record_scalar(two, &x, |_| unreachable!())), Some("mine"), "an output of two elements is no scalar");
             // Labels that the host knows are checked for any op.
             let labels = step.upload_indices(&[0, 3, 1], [3])?;
             labels.within(step, IndexBound::below(4))?;

@@ -152,7 +152,7 @@ on_each_device! {
                     }
                     let got = bits(&got.read(tied).unwrap());
                     assert!(got == bits(&want), "{rows} rows, {precision:?}, part {number}");
-                    assert!(got != bits(&otherwise), "another order has other bits, or nothing is shown");
+                    assert!(got != bits(&otherwise), "a different order of sums must give different bits");
                 }
                 assert!(got.read(first).unwrap().iter().all(|&value| value == 0.0));
             }
@@ -175,7 +175,7 @@ on_each_device! {
             let batch = |number: u64| Ok((0..parts as u64).map(|part| Words::new(2 * number + part)).collect());
             trainer.epoch((0..30).map(batch), &mut EpochProgress::default(), &mut ()).unwrap();
             let (loss, ()) = trainer.evaluate(&Words::new(99), |_, _| Ok(())).unwrap();
-            assert!(loss < 20.0 * 0.5, "a quarter of guessing's at most: {loss} of 20 samples");
+            assert!(loss < 20.0 * 0.5, "the loss must fall to a quarter of guessing: {loss} of 20 samples");
             trainer.state().parameters.sha256().unwrap()
         };
         for parts in [1, 2] {

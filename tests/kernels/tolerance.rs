@@ -172,7 +172,7 @@ impl Closeness {
     pub(crate) fn finish(self) {
         let Self { op, worst, place } = self;
         println!("{op}: worst error {worst:.3} of the bound, at {place}");
-        assert!(worst >= 0.25, "{op}: the bound is more than four times the worst error, {worst:.3} of it at {place}");
+        assert!(worst >= 0.25, "{op}: the bound is loose: the worst error is only {worst:.3} of it, at {place}");
     }
 }
 

@@ -107,7 +107,7 @@ pub(crate) fn chunks_depth(rows: usize, [chunk, groups]: [usize; 2]) -> usize {
 
 /// Sums one number from each thread of a block of 256.
 pub(crate) fn block(threads: &[f32]) -> f32 {
-    threads.chunks(32).map(|warp| across(warp.to_vec())).reduce(|sum, warp| sum + warp).expect("eight warps")
+    threads.chunks(32).map(|warp| across(warp.to_vec())).reduce(|sum, warp| sum + warp).expect("the block has warps")
 }
 
 fn four([a, b, c, d]: [f32; 4]) -> f32 {

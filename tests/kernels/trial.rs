@@ -40,7 +40,7 @@ pub(crate) fn assert_same(what: impl std::fmt::Display, got: &[f32], want: &[f32
 /// Asserts that an op refused, with these words.
 #[track_caller]
 pub(crate) fn assert_refused<R>(outcome: Result<R>, words: &[&str]) {
-    let Err(error) = outcome else { panic!("accepted, though {words:?} is wrong") };
+    let Err(error) = outcome else { panic!("the call succeeded, but {words:?} is wrong") };
     assert!(matches!(error, Error::Misuse { .. } | Error::Contract { .. }), "{error:?}");
     let message = error.to_string();
     for word in words {
@@ -78,7 +78,7 @@ fn first_result<R>(case: impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<R>, runs:
         first.borrow_mut().get_or_insert(result);
         Ok(())
     });
-    first.into_inner().expect("a case runs")
+    first.into_inner().expect("the case ran")
 }
 
 /// Runs `case` at two addresses, and returns the outputs.
@@ -97,7 +97,7 @@ fn again(room: &mut Room, shift: usize, case: &Case<'_>, first: &Outputs, place:
     assert_eq!(first.len(), again.len());
     for (number, (first, again)) in first.iter().zip(&again).enumerate() {
         let different = first.iter().zip(again).position(|(&a, &b)| same_word(a) != same_word(b));
-        assert_eq!(different, None, "output {number} has other bits {place}, first at this element");
+        assert_eq!(different, None, "the bits of output {number} differ {place}, first at this element");
     }
 }
 
@@ -262,7 +262,7 @@ mod catches {
 
     fn fails(case: impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<()> + std::panic::RefUnwindSafe, words: &str) {
         let device = support::open(DeviceKind::Emulated);
-        let panicked = catch_unwind(std::panic::AssertUnwindSafe(|| trial(&device, &case))).expect_err("it passed");
+        let panicked = catch_unwind(std::panic::AssertUnwindSafe(|| trial(&device, &case))).expect_err("the case passed");
         let message = panicked.downcast_ref::<String>().expect("a message");
         assert!(message.contains(words), "{message}");
     }
@@ -294,6 +294,6 @@ mod catches {
             let y = ops::fill(trial, [3], run as f32)?;
             trial.output(&y).map(drop)
         };
-        fails(differs, "output 0 has other bits in a second run at other addresses");
+        fails(differs, "the bits of output 0 differ in a second run at other addresses");
     }
 }

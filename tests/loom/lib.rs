@@ -59,7 +59,7 @@ struct Answer(Arc<u32>);
 /// Runs a call that answers with `number`. Returns its own answer, or the timeout.
 fn ask(worker: &impl Worker, deadline: Duration, number: u32) -> Result<(), NoResult> {
     let Answer(answer) = worker.run(deadline, move || Answer(Arc::new(number)))?;
-    assert_eq!(*answer, number, "another call's result");
+    assert_eq!(*answer, number, "the call returned another call's result");
     Ok(())
 }
 
@@ -69,7 +69,7 @@ fn callers_at_a_time<W: Worker>() {
     let other = Arc::clone(&worker);
     let other = thread::spawn(move || ask(&*other, SOME_TIME, 1));
     ask(&*worker, NEVER, 2).expect("a call without a deadline is answered");
-    let _ = other.join().expect("the other caller");
+    let _ = other.join().expect("the other caller returns");
 }
 
 /// Runs a caller that may time out and then calls again. The second call must not receive the late
@@ -85,11 +85,11 @@ fn dropped_worker<W: Worker>() {
     let worker = W::start();
     let (ran, waiting) = mpsc::channel();
     let _ = worker.run(SOME_TIME, move || {
-        ran.send(()).expect("somebody waits");
+        ran.send(()).expect("the caller still waits");
         Answer(Arc::new(1))
     });
     drop(worker);
-    waiting.recv_timeout(NEVER).expect("a call that was handed over runs");
+    waiting.recv_timeout(NEVER).expect("a posted call runs");
 }
 
 /// Runs calls without waiting callers, and one with. Each runs after those before it.
@@ -98,14 +98,14 @@ fn posted_calls<W: Posts>() {
     let (ran, order) = mpsc::channel();
     for number in 0..2 {
         let ran = ran.clone();
-        worker.post(move || ran.send(number).expect("somebody waits"));
+        worker.post(move || ran.send(number).expect("the caller still waits"));
     }
     let last = move || {
-        ran.send(2).expect("somebody waits");
+        ran.send(2).expect("the caller still waits");
         Answer(Arc::new(2))
     };
     worker.run(NEVER, last).expect("a call without a deadline is answered");
-    assert_eq!(order.collect::<Vec<_>>(), [0, 1, 2], "a call before its turn");
+    assert_eq!(order.collect::<Vec<_>>(), [0, 1, 2], "a call ran before its turn");
 }
 
 /// Explores every interleaving of a scenario with at most [`PREEMPTIONS`], and returns their

@@ -99,7 +99,7 @@ fn finds(scenario: fn(), words: &str) {
 
 #[test]
 fn shared_answers_are_found() {
-    finds(call_after_timeout::<SharedAnswers>, "another call's result");
+    finds(call_after_timeout::<SharedAnswers>, "the call returned another call's result");
 }
 
 #[test]
@@ -114,5 +114,5 @@ fn unending_worker_is_found() {
 
 #[test]
 fn concurrent_posted_calls_are_found() {
-    finds(posted_calls::<PostsBeside>, "a call before its turn");
+    finds(posted_calls::<PostsBeside>, "a call ran before its turn");
 }

@@ -360,7 +360,7 @@ fn run_steps(device: &Device, steps: &[(Vec<Op>, Outcome)]) {
         assert_eq!(report.high_water_bytes, model.high_water_bytes);
         assert_eq!(report.allocations, model.allocations);
         assert_eq!(report.overflow.allocations, 0);
-        assert_eq!(report.resets, model.resets, "a step that {outcome:?} has ended");
+        assert_eq!(report.resets, model.resets, "a step that {outcome:?} must reset the arena");
         // All of the arena is free again, and not a byte more.
         let everything = arena.step(|step| {
             let _all = step.empty::<f32>([CAPACITY_BYTES / 4])?;
@@ -424,7 +424,7 @@ on_each_device! {
                 ops::fill(inner, [64], 5.0).map(drop)
             })?;
             let y = ops::scale(step, &x, 1.0)?;
-            assert!(matches!(ops::fill(step, [65], 0.0), Err(Error::ArenaFull { .. })), "no block is cut or joined");
+            assert!(matches!(ops::fill(step, [65], 0.0), Err(Error::ArenaFull { .. })), "blocks may neither be split nor merged");
             Ok([step.read(&x)?, step.read(&y)?, step.read(&kept)?])
         });
         assert_eq!(values, Ok([vec![1024.0; 64], vec![1024.0; 64], vec![7.0; 64]]));

@@ -30,7 +30,7 @@ on_each_device! {
                 assert_eq!(bits(&step.read(&x)?), [POISON[0]; 5]);
                 assert_eq!(step.read(&y)?, [POISON[1]; 3]);
                 let z = ops::add(step, &x, &step.upload(&[1.0; 5], [5])?)?;
-                assert!(step.read(&z)?.iter().all(|z| z.is_nan()), "a read of it shows");
+                assert!(step.read(&z)?.iter().all(|z| z.is_nan()), "a checked read returns NaN");
                 ops::fill(step, [100], 2.0).map(drop)
             }).unwrap();
         }

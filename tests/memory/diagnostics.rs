@@ -102,9 +102,9 @@ on_each_device! {
             assert!(error.to_string().contains(&format!("{passes} backward passes since the last reset")), "{error}");
         }
         let (_, cause) = run(3, &[LARGE]);
-        assert_eq!(cause, Cause::RequestLargerThanArena, "no number of resets would help");
+        assert_eq!(cause, Cause::RequestLargerThanArena, "the tensor is larger than the arena, so resets cannot help");
         let (_, cause) = run(0, &[EIGHTH; 9]);
-        assert_eq!(cause, Cause::WorkingSetLargerThanArena, "what the step before did is over");
+        assert_eq!(cause, Cause::WorkingSetLargerThanArena, "backward passes of the step before do not count");
     }
 
     fn a_panic_ends_the_passes_too(device: &Device) {
@@ -302,7 +302,7 @@ on_each_device! {
             };
             let mut roomy = arena(Capacity::mib(64)).build().unwrap();
             let measured = roomy.measure(|step| program.run(step)).unwrap();
-            assert_eq!(roomy.report().allocations, 0, "measuring is not using");
+            assert_eq!(roomy.report().allocations, 0, "a measurement must not count as use");
             roomy.step(|step| program.run(step)).unwrap();
             assert_eq!(roomy.report().high_water_bytes, measured.high_water_bytes(), "round {round}: {program:?}");
             if measured.high_water_bytes() == 0 {
@@ -338,12 +338,12 @@ on_each_device! {
                 ops::fill_into(step, &mut step.lend_mut(&mut buffer, [8])?, -1.0)?;
                 model.pass(step)?;
                 model.optimizer.apply(ticket, step, &mut model.parameters, &model.gradients)?;
-                assert_eq!(step.read(&ops::tanh(step, &x)?)?, vec![0.0; 1 << 20], "what is read is zero");
+                assert_eq!(step.read(&ops::tanh(step, &x)?)?, vec![0.0; 1 << 20], "a dry run reads zeros");
                 Ok(())
             })
             .unwrap();
         assert!(measured.high_water_bytes() > 8 << 20);
-        assert_eq!(Call::ALL.map(|call| plan.count(call)), counts, "no call of the driver: {:?}", Call::ALL);
+        assert_eq!(Call::ALL.map(|call| plan.count(call)), counts, "a dry run called the driver: {:?}", Call::ALL);
         let mut after = arena.report();
         after.memory = before.memory;
         assert_eq!(after, before);

@@ -316,7 +316,7 @@ on_each_device! {
         let error = buffer.into_dlpack::<DLManagedTensorVersioned>([2]).map(drop).unwrap_err();
         assert!(matches!(error, Error::Timeout { call: "synchronize", .. }), "{error}");
         assert!(device.lost().is_some());
-        assert_eq!(plan.count(Call::Free), 0, "the device may still be writing");
+        assert_eq!(plan.count(Call::Free), 0, "the buffer was freed while the device may write it");
         let (tensor, given_back) = plain(vec![1.0f32; 4], &[4]);
         // SAFETY: the tensor describes memory of its own, which is not written.
         let error = unsafe { Buffer::<f32>::from_dlpack(&device, tensor) }.unwrap_err();

@@ -72,7 +72,7 @@ on_each_device! {
             assert_eq!(expected, [vec![2.0; 4], vec![1.0; 4]]);
             for (before, nested) in [(0, false), (1, false), (2, false), (0, true), (1, true), (2, true)] {
                 let found = gradients(device, arena, Results::WithEmpty { before }, nested).unwrap();
-                assert_eq!(found, expected, "{before} before it, nested: {nested}");
+                assert_eq!(found, expected, "{before} results before the empty one, nested: {nested}");
             }
         }
     }
@@ -124,7 +124,7 @@ on_each_device! {
             let address = freed.slice().address();
             step.free(freed);
             let next = ops::fill(step, [64], 2.0)?;
-            assert_eq!(next.slice().address(), address, "the empty output keeps its neighbour's memory");
+            assert_eq!(next.slice().address(), address, "the freed tensor's memory must be reused");
             Ok([outputs[0], outputs[1], slots.output(&next)])
         };
         let mut captured = arena.capture((), &HostInputs::new(), record).unwrap();

@@ -25,7 +25,7 @@ fn arena(device: &Device) -> Arena {
 /// Checks the error for a missing number of bytes, with the available memory.
 #[track_caller]
 fn no_memory<R>(result: Result<R>, requested: usize) {
-    match result.err().expect("no machine has so much") {
+    match result.err().expect("the request must fail: no machine has that much memory") {
         Error::DeviceMemory { requested_bytes, free_bytes, .. } => {
             assert_eq!(requested_bytes, requested);
             assert!(free_bytes > 0);
@@ -85,7 +85,7 @@ fn buffers_of_any_size() {
     for len in [0, usize::MAX, usize::MAX / 4 + 1, usize::MAX / 4] {
         let errors = [Buffer::<f32>::zeros(&device, len).err(), PageLocked::<f32>::zeros(&device, len).err()];
         for error in errors {
-            let error = error.expect("no machine has so much");
+            let error = error.expect("the request must fail: no machine has that much memory");
             assert!(matches!(error, Error::Misuse { .. } | Error::Refused(_)), "{len}: {error}");
         }
     }
@@ -124,7 +124,7 @@ fn oversized_reads_are_refused() {
     let measured = arena.measure(|step| {
         let mut errors = (0..5).map(|_| Buffer::<u32>::zeros(step.device(), 1 << 60));
         assert!(matches!(errors.next(), Some(Err(Error::Contract { .. }))));
-        errors.last().expect("there are five").map(drop)
+        errors.last().expect("five results").map(drop)
     });
     no_memory(measured, 1 << 62);
 }

@@ -277,7 +277,7 @@ on_each_device! {
                 drop((world, device));
                 let ended = [(Call::Allocate, Call::Free), (Call::CreatePool, Call::DestroyPool), (Call::Instantiate, Call::DestroyGraph)];
                 for (made, ended) in ended {
-                    assert_eq!(plan.count(made), plan.count(ended), "{deed:?} in {place:?}: {made:?} without {ended:?}");
+                    assert_eq!(plan.count(made), plan.count(ended), "{deed:?} in {place:?}: {made:?} and {ended:?} are not paired");
                 }
             }
         }
@@ -410,14 +410,14 @@ on_each_device! {
                         let buffer = buffer.lock().unwrap();
                         let lent = step.lend(&buffer, [LEN])?;
                         let first = step.read(&lent)?;
-                        assert!(first.iter().all(|x| *x == first[0]), "a read saw half of a replay");
+                        assert!(first.iter().all(|x| *x == first[0]), "a read returned half of a replay's result");
                         std::thread::yield_now();
-                        assert!(step.read(&lent)? == first, "a replay came under a step");
+                        assert!(step.read(&lent)? == first, "a replay ran during a step");
                         Ok(())
                     })
                     .unwrap();
                 let read = buffer.lock().unwrap().read().unwrap();
-                assert!(read.iter().all(|x| *x == read[0]), "a read saw half of a replay");
+                assert!(read.iter().all(|x| *x == read[0]), "a read returned half of a replay's result");
             }
             stop.store(true, Ordering::Relaxed);
             assert!(replays.join().unwrap() > 0);

@@ -84,7 +84,7 @@ fn train(
 on_each_device! {
     fn no_step_begins_below_floor(device: &Device) {
         let mut arena = arena(device, NEVER);
-        let error = arena.step(|_| -> Result<()> { panic!("a step began") }).unwrap_err();
+        let error = arena.step(|_| -> Result<()> { panic!("a step began below the floor") }).unwrap_err();
         let Error::MemoryShortage(shortage) = &error else { panic!("{error}") };
         assert!(shortage.floor_bytes > shortage.available_bytes && shortage.memory.host.is_some(), "{shortage:?}");
         assert!(error.to_string().contains("memory_floor"), "{error}");
@@ -164,7 +164,7 @@ fn first_update_predicts_peak_memory() -> Result<()> {
     let mut progress = EpochProgress::default();
     let mut left = batches().into_iter().map(Ok);
     trainer.epoch(left.by_ref().take(1), &mut progress, &mut ())?;
-    assert_eq!(trainer.memory_forecast(), None, "before the second update");
+    assert_eq!(trainer.memory_forecast(), None, "there is no forecast before the second update");
     trainer.epoch(left.by_ref().take(1), &mut progress, &mut ())?;
     let forecast = trainer.memory_forecast().unwrap();
     // The checkpoint is written after everything else has been needed.
@@ -209,7 +209,7 @@ fn oversized_run_ends_after_first_update() -> Result<()> {
         assert_eq!(trainer.epoch(batches().into_iter().skip(1).map(Ok), &mut progress, &mut ()), Ok(Ended::Finished));
         return Ok(());
     }
-    panic!("the host's memory never stood still")
+    panic!("the host's free memory never settled")
 }
 
 /// Runs the ranks of a group, each on a thread, and returns their results.

@@ -175,7 +175,7 @@ fn enough(tally: &Tally, device: DeviceKind) {
         ("lost devices", lost, if device == DeviceKind::Cuda { 0 } else { programs / 50 }),
         ("faults", met.len() as u64, programs / 20),
     ] {
-        assert!(count >= least, "{count} {what} in {programs} programs are too few; {}", summary(tally));
+        assert!(count >= least, "too few {what}: {count} in {programs} programs; {}", summary(tally));
     }
     if programs < 10_000 {
         return;
@@ -188,7 +188,7 @@ fn enough(tally: &Tally, device: DeviceKind) {
             assert!(met.contains(&(call, fault)), "no program met {fault:?} on {call:?}");
         }
         let stalls = met.iter().filter(|(_, fault)| *fault == Fault::Never).count();
-        assert!(stalls >= 20, "{stalls} calls that never return are too few");
+        assert!(stalls >= 20, "too few calls that never return: {stalls}");
     }
 }
 

@@ -46,7 +46,7 @@ fn refused(path: &Path) -> String {
     ];
     let [first, second] = errors.map(|error| match error {
         Error::File { path: named, reason } if named == path => reason,
-        other => panic!("not about the file: {other}"),
+        other => panic!("expected an error about the file, got {other}"),
     });
     // The host's available memory changes between two reads.
     let words = |text: &str| text.replace(|letter: char| letter.is_ascii_digit(), "");
@@ -258,14 +258,14 @@ fn changing_files_load_right_or_fail() {
                     (parameters, optimizer) = model(&device, ELEMENTS, 2);
                 }
                 Err(Error::File { .. }) => failed += 1,
-                Err(other) => panic!("not about the file: {other}"),
+                Err(other) => panic!("expected an error about the file, got {other}"),
             }
             assert_eq!(parameters.sha256().unwrap(), before);
             // These numbers have no digest, so they may be wrong. But they come from one reading.
             match stepscope::files::load_state_dict(&mut parameters, &state_dict) {
                 Ok(()) => (parameters, optimizer) = model(&device, ELEMENTS, 2),
                 Err(Error::File { .. }) => assert_eq!(parameters.sha256().unwrap(), before),
-                Err(other) => panic!("not about the file: {other}"),
+                Err(other) => panic!("expected an error about the file, got {other}"),
             }
         }
         done.store(true, Ordering::SeqCst);

@@ -241,7 +241,7 @@ on_each_device! {
         };
         checkpoint.restore_with(&mut parameters, Some(&mut optimizer), Transfer::new().progress(&mut tell)).unwrap();
         assert_eq!(held(&parameters), saved);
-        let Progress { done_bytes, total_bytes, .. } = last.expect("some progress");
+        let Progress { done_bytes, total_bytes, .. } = last.expect("progress was reported");
         assert_eq!((done_bytes, total_bytes), (total_bytes, 3 * 4 * spec.elements() as u64));
     }
 
@@ -289,11 +289,11 @@ on_each_device! {
         let spec = spec([5 * SLOT / 4]);
         let mut parameters = Parameters::new(&device, &spec, 1).unwrap();
         let bytes = random_bytes(&mut Random::new(3), 4 * spec.weights());
-        let stopped = Error::File { path: "stop".into(), reason: "asked to".into() };
+        let stopped = Error::File { path: "stop".into(), reason: "the test stopped it".into() };
         let before = plan.count(Call::Upload);
         let mut tell = |progress: Progress| if progress.done_bytes < 8000 { Ok(()) } else { Err(stopped.clone()) };
         assert_eq!(load(&mut parameters, &bytes, Transfer::new().progress(&mut tell)), Err(stopped.clone()));
-        assert!(plan.count(Call::Upload) - before <= 3, "it went on");
+        assert!(plan.count(Call::Upload) - before <= 3, "the upload went on after the error");
         load(&mut parameters, &bytes, Transfer::new()).unwrap();
         assert_eq!(held(&parameters), flat(&spec, &bytes));
     }
@@ -321,7 +321,7 @@ on_each_device! {
             assert!(device.lost().unwrap().contains(call));
             call == "upload" && deadline <= waited
         });
-        assert!(missed, "each try ended in a call of the driver");
+        assert!(missed, "no attempt missed the deadline of the upload itself");
     }
 
     /// One call of the ring fails at a time: its upload returns the error, the next one is right,
@@ -406,7 +406,7 @@ on_each_device! {
             let ([at], true) = (wrong.as_slice(), plan.count(Call::Upload) > before) else { panic!("{number}: {wrong:?}") };
             assert_eq!((got[*at] ^ sound[*at]).count_ones(), 1);
             if !checked {
-                assert_eq!(loaded, Ok(()), "nobody looks");
+                assert_eq!(loaded, Ok(()), "`NonFinite::Allow` must not scan the values");
                 continue;
             }
             let error = loaded.unwrap_err();

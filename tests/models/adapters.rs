@@ -79,7 +79,7 @@ on_each_device! {
             }
             lora.write(folder.path(), model.config(), &parameters).unwrap();
             let (.., again) = logits(device, base, folder.path(), &ids, shape);
-            assert!(again == ours, "{kind}: another adapter was written");
+            assert!(again == ours, "{kind}: the saved adapter differs");
         }
         assert_eq!(kinds.len(), 36);
     }

@@ -89,7 +89,7 @@ fn program() -> PathBuf {
     if let Some(program) = std::env::var_os("STEPSCOPE_CROSSASSET") {
         return program.into();
     }
-    let test = std::env::current_exe().expect("this test's path");
+    let test = std::env::current_exe().expect("the path of this test");
     let name = format!("crossasset{}", std::env::consts::EXE_SUFFIX);
     let program = test.ancestors().nth(2).expect("target/PROFILE/deps/TEST").join("examples").join(name);
     assert!(program.is_file(), "{} is missing; run: cargo build --example crossasset", program.display());

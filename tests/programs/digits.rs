@@ -16,14 +16,14 @@ on_each_device! {
         let told = screen.lines().last().and_then(|line| line.strip_prefix("validation accuracy ")?.strip_suffix(" %"));
         let accuracy: f64 = told.and_then(|number| number.parse().ok()).unwrap_or_else(|| panic!("{screen}"));
         assert!((95.0..=100.0).contains(&accuracy), "{screen}");
-        assert_eq!(screen.lines().count(), 13, "a line for each epoch: {screen}");
+        assert_eq!(screen.lines().count(), 13, "expected a line for each epoch: {screen}");
     }
 
     fn vision_transformer_learns_digits(device: &Device) {
         let output = run("vit", device, &[]);
         assert_eq!(output.status.code(), Some(0), "{}{}", text(&output.stdout), text(&output.stderr));
         let output = run("vit", device, &["--epochs", "0"]);
-        assert_eq!(output.status.code(), Some(1), "without training it fails: {}", text(&output.stdout));
+        assert_eq!(output.status.code(), Some(1), "without training the example must fail: {}", text(&output.stdout));
     }
 
     /// The exit code can report a failure.

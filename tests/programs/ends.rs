@@ -59,7 +59,7 @@ impl Run {
     fn running(&self) -> Child {
         let (child, start) = (self.spawn(), Instant::now());
         while !self.checkpoint().exists() {
-            assert!(start.elapsed() < Duration::from_secs(120), "no checkpoint");
+            assert!(start.elapsed() < Duration::from_secs(120), "no checkpoint was written in time");
             sleep(Duration::from_millis(2));
         }
         child
@@ -140,13 +140,13 @@ fn ended_at_random(ends: usize, signals: &[&str]) {
                 assert!(by_signal || names.iter().all(|name| expected.contains(&name.as_str())), "{names:?}");
             }
         }
-        assert_eq!(run.digest(), expected, "behind {ended} ends");
+        assert_eq!(run.digest(), expected, "after {ended} ends the digest differs");
         finished += 1;
     }
     println!(
-        "{ended} ends by {signals:?}: {resumed} resumed, {left} left temporary files, {finished} came to their end with the same weights"
+        "{ended} ends by {signals:?}: {resumed} resumed, {left} left temporary files, {finished} finished with the same weights"
     );
-    assert!(ends < 50 || resumed > 0, "each ended before its first checkpoint");
+    assert!(ends < 50 || resumed > 0, "no run reached its first checkpoint");
 }
 
 #[test]
@@ -164,7 +164,7 @@ fn memory_shortage_exits_with_75() {
         let mut child = run.spawn();
         let (start, before) = (Instant::now(), fs::metadata(run.checkpoint()).unwrap().modified().unwrap());
         while fs::metadata(run.checkpoint()).unwrap().modified().unwrap() == before {
-            assert!(start.elapsed() < Duration::from_secs(120), "no checkpoint");
+            assert!(start.elapsed() < Duration::from_secs(120), "no checkpoint was written in time");
             sleep(Duration::from_millis(2));
         }
         child.kill().unwrap();
@@ -209,7 +209,7 @@ fn ignored_hangup_ends_nothing() {
     let child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     let start = Instant::now();
     while !run.checkpoint().exists() {
-        assert!(start.elapsed() < Duration::from_secs(120), "no checkpoint");
+        assert!(start.elapsed() < Duration::from_secs(120), "no checkpoint was written in time");
         sleep(Duration::from_millis(2));
     }
     assert!(Command::new("kill").args(["-HUP", &child.id().to_string()]).status().unwrap().success());

@@ -44,7 +44,7 @@ fn json_reports_training() {
     assert!(success && trained["level"] == "INFO" && trained["epoch"] == "fold 0, epoch 0", "{trained}");
     assert_eq!(trained["done"], 35);
     for figure in ["seconds", "per_second", "loss"] {
-        assert!(trained[figure].as_f64().is_some_and(|figure| figure > 0.0), "{figure} in {trained}");
+        assert!(trained[figure].as_f64().is_some_and(|figure| figure > 0.0), "`{figure}` must be above 0 in {trained}");
     }
     let opened =
         objects.iter().find(|object| object["message"] == "arena ready").unwrap_or_else(|| panic!("{objects:?}"));

@@ -48,7 +48,7 @@ fn killed_run_resumes_to_same_weights() {
     wait_for(&checkpoint);
     child.kill().unwrap();
     child.wait().unwrap();
-    assert!(!killed.join("report.json").exists(), "it was killed before its end");
+    assert!(!killed.join("report.json").exists(), "the killed run finished first");
 
     let checkpoint = checkpoint.to_str().unwrap().to_owned();
     assert!(
@@ -60,7 +60,7 @@ fn killed_run_resumes_to_same_weights() {
         let epochs = report["epochs"].as_array().unwrap();
         epochs.iter().map(|epoch| epoch["train_loss"].clone()).collect::<Vec<_>>()
     };
-    assert_eq!(losses(&straight), losses(&resumed_report), "the report is whole");
+    assert_eq!(losses(&straight), losses(&resumed_report), "the resumed run's report must contain all losses");
 
     // Other settings would make it another run.
     let other = crossasset(
@@ -94,7 +94,7 @@ fn interrupted_run_resumes_to_same_weights() {
         wait_for(&checkpoint);
         assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
         let output = child.wait_with_output().unwrap();
-        assert_eq!(output.status.code(), Some(130), "stopped, and not at its end");
+        assert_eq!(output.status.code(), Some(130), "the run must stop before its end");
         let screen = String::from_utf8(output.stdout).unwrap();
         let told = format!("stopped; continue with --resume {}", checkpoint.display());
         assert_eq!(screen.lines().last(), Some(&*told), "{screen}");
@@ -110,7 +110,10 @@ fn interrupted_run_resumes_to_same_weights() {
         for (straight, resumed) in
             straight["epochs"].as_array().unwrap().iter().zip(resumed["epochs"].as_array().unwrap())
         {
-            assert_eq!(straight["train_loss"], resumed["train_loss"], "the report is whole");
+            assert_eq!(
+                straight["train_loss"], resumed["train_loss"],
+                "the resumed run's report must contain all losses"
+            );
             assert_eq!(straight["valid_loss"], resumed["valid_loss"]);
         }
     }

@@ -342,12 +342,12 @@ fn earlier_runs_are_not_overwritten() {
             fs::copy(&checkpoint, place.path("copy.safetensors")).unwrap();
             place.refuses(run(more), 2, &[&format!("{file} holds the checkpoint")]);
         }
-        assert!(fs::read(&checkpoint).unwrap() == before, "{program}: nothing was changed");
+        assert!(fs::read(&checkpoint).unwrap() == before, "{program}: a refused run changed the checkpoint");
         for advice in [go_on, "--out another", "--overwrite", "--overwrite --seed 8"] {
             let output = within(&mut run(advice), LATE);
             assert!(output.status.success(), "{program} {advice}: {}", text(&output.stderr));
         }
-        assert!(fs::read(&checkpoint).unwrap() != before, "{program}: the last one has another seed");
+        assert!(fs::read(&checkpoint).unwrap() != before, "{program}: a different seed must change the checkpoint");
         // A file that no run has written stays, also with `--overwrite`.
         fs::create_dir(place.path("weights")).unwrap();
         place.file("weights/model.safetensors", "somebody's");
@@ -443,7 +443,7 @@ fn scarce_threads_make_no_panic() {
         });
         assert!(
             ended_well.is_some_and(|gigabytes| gigabytes < 13),
-            "{more}: with {ended_well:?} GB: fewer threads are enough"
+            "{more}: needed {ended_well:?} GB, but fewer threads need less"
         );
         assert_eq!(report(&place.path("out"))["weights_sha256"], expected, "{more}");
     }

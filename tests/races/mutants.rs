@@ -36,7 +36,7 @@ macro_rules! report {
 fn race(fault: Option<Fault>) -> (Place, [Kind; 2], bool) {
     let fault = fault.expect("a report");
     let text = fault.to_string();
-    let Cause::Race { place, earlier, later } = fault.cause else { panic!("not a race: {text}") };
+    let Cause::Race { place, earlier, later } = fault.cause else { panic!("expected a race, got {text}") };
     assert_eq!((later.block, later.thread), (fault.block, fault.thread), "{text}");
     let same_block = earlier.block == later.block;
     assert!(!same_block || (earlier.thread != later.thread && earlier.epoch == later.epoch), "{text}");

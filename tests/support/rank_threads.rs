@@ -205,7 +205,7 @@ pub(crate) fn said_on(kind: DeviceKind, plan: Plan, batches: &[Vec<Points>], pat
     let mut all = all.into_iter().map(|said| said.unwrap());
     let first = all.next().unwrap();
     all.enumerate()
-        .for_each(|(rank, other)| assert!(other == first, "{plan:?}: rank {} says something else", rank + 1));
+        .for_each(|(rank, other)| assert!(other == first, "{plan:?}: rank {} returned a different result", rank + 1));
     first
 }
 

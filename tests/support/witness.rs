@@ -125,6 +125,10 @@ impl Watch {
     #[track_caller]
     pub(crate) fn within(&self, limit: Duration, what: &str) {
         let (elapsed, late) = (self.elapsed(), self.exceeds(limit));
-        assert!(!late, "{what}: {elapsed:?} of at most {limit:?}, with the machine's pauses of {:?}", self.pauses());
+        assert!(
+            !late,
+            "{what}: took {elapsed:?}, more than {limit:?} plus the machine's pauses of {:?}",
+            self.pauses()
+        );
     }
 }

@@ -117,7 +117,10 @@ fn run<S: Activation>(layers: &Layers, whole: bool, residual: bool) -> [Vec<f32>
     let read = |parameter| gradients.read(parameter).unwrap();
     if whole {
         let ((columns, ranks), a) = (ops::LowRankPart::columns(PARTS.map(|part| part.2)), read(low_rank.a));
-        assert!(a.chunks(ranks).all(|row| row[3..8] == [0.0; 5] && row[17..24] == [0.0; 7]), "no part has these");
+        assert!(
+            a.chunks(ranks).all(|row| row[3..8] == [0.0; 5] && row[17..24] == [0.0; 7]),
+            "outputs outside the parts must be 0"
+        );
         for ((part, own), column) in PARTS.iter().zip(low_rank.parts).zip(columns) {
             of_a.extend(a.chunks(ranks).flat_map(|row| row[column..column + part.2].to_vec()));
             of_b.extend(read(own.unwrap().b));

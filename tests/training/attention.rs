@@ -46,7 +46,7 @@ impl Layers {
                 .sees(AttentionMask::SlidingWindow(NonZeroU32::new(16).unwrap()))
                 .qk_norm(names.at("local"), WIDTH / 2, EPSILON),
         };
-        (layers, spec.build().expect("the names differ"))
+        (layers, spec.build().expect("the names are different"))
     }
 }
 
@@ -156,11 +156,11 @@ on_each_device! {
         let mut all: Vec<Vec<u32>> = Vec::new();
         for (name, layer, ops) in pairs {
             let (layer, ops) = (run(device, layer), run(device, ops));
-            assert!(layer == ops, "{name}: other bits than its ops");
-            assert!(layer.1.iter().any(|&bits| bits << 1 != 0), "{name}: no gradient");
+            assert!(layer == ops, "{name}: the bits differ from those of its ops");
+            assert!(layer.1.iter().any(|&bits| bits << 1 != 0), "{name}: the gradient is zero");
             all.push(layer.0);
         }
-        assert!(all[0] != all[5], "documents are a mask");
+        assert!(all[0] != all[5], "a document mask must change the result");
     }
 
     /// A token's label is the class of the token before it, which only attention can access.

@@ -152,7 +152,7 @@ on_each_device! {
                 let unwritten = step.read(&step.empty::<bf16>([count])?)?;
                 assert!(unwritten.iter().all(|value| value.is_nan()), "{count}: {unwritten:?}");
                 let scaled = ops::scale(step, &step.empty::<bf16>([count])?, 2.0)?;
-                assert!(step.read(&scaled)?.iter().all(|value| value.is_nan()), "a read of it shows");
+                assert!(step.read(&scaled)?.iter().all(|value| value.is_nan()), "a checked read returns NaN");
                 Ok(())
             }).unwrap();
         }

@@ -81,7 +81,7 @@ impl Training {
 
     /// Returns the weights and both moments, as bits, and the number of updates.
     fn state(&self) -> ([Vec<u32>; 3], u64) {
-        let [first, second] = self.optimizer.state() else { panic!("two moments") };
+        let [first, second] = self.optimizer.state() else { panic!("the optimizer's state has two moments") };
         ([self.parameters.flat(), first, second].map(|flat| bits(&flat.read().unwrap())), self.optimizer.updates())
     }
 
@@ -217,13 +217,13 @@ on_each_device! {
         refused(None, Checkpoint::save(&path, &parameters, None, &[]));
         refused(Some(0), Checkpoint::save(&path, &parameters, Some(&optimizer), &[]));
         refused(None, stepscope::files::save_state_dict(&parameters, &path));
-        assert!(!path.exists(), "nothing was saved");
+        assert!(!path.exists(), "a failed save must leave no file");
         Checkpoint::save_with(&path, &parameters, None, &[], NonFinite::Allow).unwrap();
         let mut restored = Parameters::new(device, &spec, 0).unwrap();
         let before = restored.sha256().unwrap();
         let checkpoint = Checkpoint::load(&path).unwrap();
         refused(None, checkpoint.restore(&mut restored, None));
-        assert_eq!(restored.sha256().unwrap(), before, "all or nothing");
+        assert_eq!(restored.sha256().unwrap(), before, "a failed restore must change nothing");
         checkpoint.restore_with(&mut restored, None, Transfer::new().non_finite(NonFinite::Allow)).unwrap();
         assert_eq!(bits(&restored.read(handle).unwrap()), bits(&values));
         // The padding after a parameter is zero, whatever was restored.
@@ -268,7 +268,7 @@ fn weights_save_without_an_optimizer() {
     let mut other = Training::new(&device, 2);
     let before = other.state();
     assert!(file_error(other.restore(&path), &path).contains("stepscope.updates"));
-    assert_eq!(other.state(), before, "an optimiser's state was asked for: all or nothing");
+    assert_eq!(other.state(), before, "a failed restore of the optimizer's state must change nothing");
     Checkpoint::load(&path).unwrap().restore(&mut other.parameters, None).unwrap();
     assert_eq!(other.state().0[0], training.state().0[0]);
     assert_eq!(other.state().0[1..], before.0[1..]);

@@ -71,7 +71,7 @@ fn gradients_are_not_blamed() {
             let points = [Points(large), Points(large.map(|value| -value))];
             let mut lost = points.iter().map(|points| trainer.evaluate(points, |_, _| Ok(())));
             refused(lost.find(Result::is_err).unwrap(), told);
-            assert!(trainer.evaluate(&GOOD, |_, _| Ok(())).is_ok(), "and the trainer goes on");
+            assert!(trainer.evaluate(&GOOD, |_, _| Ok(())).is_ok(), "the trainer must work after the error");
         });
     }
 }

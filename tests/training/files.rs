@@ -157,7 +157,9 @@ fn changing_path_never_blocks() {
 fn folder_has_one_run_at_once() {
     let folder = tempfile::tempdir().unwrap();
     let lock = RunLock::hold(folder.path()).unwrap();
-    let Error::File { path, reason } = RunLock::hold(folder.path()).unwrap_err() else { panic!("not about a file") };
+    let Error::File { path, reason } = RunLock::hold(folder.path()).unwrap_err() else {
+        panic!("expected an error about a file")
+    };
     assert_eq!(path, folder.path());
     assert!(reason.contains(&format!("another run (process {}) writes here", std::process::id())), "{reason}");
     drop(lock);
@@ -177,10 +179,10 @@ fn only_one_thread_gets_the_folder() {
                 let start = Instant::now();
                 for _ in 0..50 {
                     let lock = std::iter::repeat_with(|| RunLock::hold(folder.path())).find_map(|lock| {
-                        assert!(start.elapsed() < 3 * FAR, "nobody ever lets go");
+                        assert!(start.elapsed() < 3 * FAR, "the lock was never released");
                         lock.inspect_err(|error| assert!(error.to_string().contains("another run"), "{error}")).ok()
                     });
-                    assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0, "two have it");
+                    assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0, "two threads hold the lock");
                     thread::yield_now();
                     inside.fetch_sub(1, Ordering::SeqCst);
                     drop(lock);
@@ -215,7 +217,7 @@ fn lock_of_killed_run_is_released() {
     });
     assert!(refused.contains(&format!("(process {})", child.id())), "{refused}");
     kill(child);
-    assert_eq!(names_in(folder.path()).len(), 1, "it had no time to take its file away");
+    assert_eq!(names_in(folder.path()).len(), 1, "a killed process leaves its lock file");
     drop(RunLock::hold(folder.path()).unwrap());
     assert_eq!(names_in(folder.path()), [""; 0]);
 }
@@ -245,7 +247,7 @@ fn killed_processes_temporary_files_are_swept() {
         assert_eq!(names_in(folder.path()), ["file"]);
         fs::remove_file(&path).unwrap();
     }
-    assert!(left > 0, "none was killed in the middle");
+    assert!(left > 0, "no child was killed during a write");
 }
 
 /// Some threads write, and some only sweep, as a load does. No writer's temporary file is removed.
@@ -308,7 +310,9 @@ fn longest_name_can_be_replaced() {
 #[test]
 fn system_errors_are_passed_on() {
     let path = Path::new("/proc/stepscope");
-    let Err(Error::File { path: named, reason }) = replace_file(path, b"bytes") else { panic!("a file in /proc") };
+    let Err(Error::File { path: named, reason }) = replace_file(path, b"bytes") else {
+        panic!("a file in /proc cannot be replaced")
+    };
     assert!(named == path && !reason.is_empty(), "{reason}");
     assert!(matches!(RunLock::hold("/proc"), Err(Error::File { .. })));
 }

@@ -161,7 +161,7 @@ fn another_thread_may_have_another_mode() {
         };
         MODES.map(train).map(|thread| thread.join().unwrap())
     });
-    assert!(found.iter().all(|found| *found == expected), "{found:?}, not {expected:?}");
+    assert!(found.iter().all(|found| *found == expected), "found the modes {found:?}, not {expected:?}");
 }
 
 /// The mode changes while a step runs, as when a shared library is loaded there.

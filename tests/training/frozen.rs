@@ -136,7 +136,7 @@ fn gradients_keep_their_bits<S: Activation>(device: &Device, stored: FrozenType)
                 assert_eq!(some.loss, all.loss, "{what}");
                 assert_eq!(some.gradients.len(), spec.entries().len());
                 for (name, gradient) in &some.gradients {
-                    assert!(gradient.iter().any(|&bits| bits << 1 != 0), "{what}: {name} has no gradient");
+                    assert!(gradient.iter().any(|&bits| bits << 1 != 0), "{what}: the gradient of {name} is zero");
                     assert!(gradient == &all.gradients[name], "{what}: the gradient of {name} differs");
                 }
             }
@@ -209,7 +209,7 @@ on_each_device! {
         let found = results::<f32>(device, None, &model, &spec);
         let squares = found.gradients["llama.mlp.down_proj.weight"].iter().map(|&x| f64::from(f32::from_bits(x)).powi(2));
         let (got, want) = (f64::from(f32::from_bits(found.norm)), squares.sum::<f64>());
-        assert!((got - want).abs() <= 1e-6 * want, "{got} and {want}");
+        assert!((got - want).abs() <= 1e-6 * want, "got {got}, expected {want}");
     }
 
     /// Captured steps of a model with frozen parameters have the bits of eager ones, with and
@@ -262,8 +262,8 @@ fn frozen_gradients_are_not_launched() {
     };
     let [both, lower, upper] = [[false, false], [false, true], [true, false]].map(launches);
     let of_one_layer = both - lower;
-    assert!(of_one_layer >= 2, "the gradients of a weight and of a bias: {of_one_layer}");
-    assert_eq!(both - upper, of_one_layer + 1, "and the gradient of the lower layer's result");
+    assert!(of_one_layer >= 2, "a layer's backward computes the gradients of its weight and bias: {of_one_layer}");
+    assert_eq!(both - upper, of_one_layer + 1, "a trained lower layer adds only the gradient of its result");
 }
 
 /// A frozen weight in BF16 takes 2 bytes, and no memory of gradients, moments or a copy.
@@ -280,9 +280,9 @@ fn frozen_weights_take_two_bytes() {
     assert_eq!((spec.elements(), spec.trained_weights(), spec.weights()), (128, 33, 1000 * 1001 + 33));
     let before = plan.count(Call::Allocate);
     let parameters = Parameters::new(&device, &spec, 7).unwrap();
-    assert_eq!(plan.count(Call::Allocate) - before, 2, "the trained weights and the frozen ones");
+    assert_eq!(plan.count(Call::Allocate) - before, 2, "the trained and the frozen weights are one allocation each");
     let parameters = parameters.with_bf16_copy().unwrap();
-    assert_eq!(plan.count(Call::Allocate) - before, 3, "the copy of the trained weights");
+    assert_eq!(plan.count(Call::Allocate) - before, 3, "the BF16 copy of the trained weights is a third allocation");
     assert_eq!((parameters.flat().len(), parameters.bf16_copy().unwrap().len()), (128, 128));
     assert_eq!(Gradients::zeros(&parameters).unwrap().flat().len(), 128);
     assert_eq!(parameters.read(head.weight).unwrap().len(), 30);

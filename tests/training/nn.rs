@@ -39,7 +39,7 @@ impl Layers {
             swiglu: SwiGlu::new(names.at("swiglu"), WIDTH, 24, WIDTH),
             positions: Embedding::new(names.at("positions"), TOKENS + 1, WIDTH, 0.5),
         };
-        (layers, spec.build().expect("the names differ"))
+        (layers, spec.build().expect("the names are different"))
     }
 }
 
@@ -159,8 +159,8 @@ on_each_device! {
         ];
         for (name, layer, ops) in pairs {
             let (layer, ops) = (run(device, layer), run(device, ops));
-            assert!(layer == ops, "{name}: other bits than its ops");
-            assert!(layer.1.iter().any(|&bits| bits << 1 != 0), "{name}: no gradient");
+            assert!(layer == ops, "{name}: the bits differ from those of its ops");
+            assert!(layer.1.iter().any(|&bits| bits << 1 != 0), "{name}: the gradient is zero");
         }
     }
 
@@ -185,7 +185,7 @@ on_each_device! {
         let want: Vec<f32> = ids.iter().flat_map(|&id| table[id as usize * 5..][..5].to_vec()).collect();
         assert_eq!(bits(&rows), bits(&want));
         let zeros = dropped.iter().filter(|&&y| y == 0.0).count();
-        assert!((5..25).contains(&zeros), "{zeros} of 30");
+        assert!((5..25).contains(&zeros), "dropout zeroed {zeros} of 30");
         assert!(dropped.iter().zip(&rows).all(|(&y, &x)| y == 0.0 || y == 2.0 * x));
     }
 }

@@ -191,7 +191,7 @@ on_each_device! {
         let gain = weights.read(own.norm.gain).unwrap();
         assert_eq!(gain, [0.25; WIDTH]);
         weights.write(own.norm.gain, &[1.0; WIDTH]).unwrap();
-        assert_eq!(weights.sha256().unwrap(), before, "nothing else was written");
+        assert_eq!(weights.sha256().unwrap(), before, "a refused write changed the weights");
         assert_eq!(refused(weights.write(own.norm.gain, &[1.0; WIDTH + 1])), Some("write"));
     }
 
@@ -203,7 +203,7 @@ on_each_device! {
         assert_eq!(read(&one), read(&other));
         let mut gradients = Gradients::zeros(&one).unwrap();
         run(&mut arena(device), &other, &mut gradients, USES[1].2, &own).unwrap();
-        assert_ne!(own.linear.weight, handles(0).0.linear.weight, "but not a spec that was built alike");
+        assert_ne!(own.linear.weight, handles(0).0.linear.weight, "a handle of an equal spec must differ");
     }
 
     /// Every op, in each place where it takes a variable, and the backward pass.
@@ -282,7 +282,7 @@ on_each_device! {
             let ticket = optimizer.advance()?;
             optimizer.apply(ticket, step, &mut weights, &gradients)
         }).unwrap();
-        assert_eq!(optimizer.updates(), 1, "what was refused is no update");
+        assert_eq!(optimizer.updates(), 1, "a refused update must not count");
 
         // An equal spec on another device.
         let elsewhere = crate::support::open(device.description().kind);

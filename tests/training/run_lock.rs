@@ -39,7 +39,7 @@ fn a_link_is_not_followed() {
         fs::remove_file(&lock).unwrap();
     }
     assert_eq!(fs::read_to_string(&precious).unwrap(), "31337");
-    assert!(!folder.path().join("absent").exists(), "nothing was made through a link");
+    assert!(!folder.path().join("absent").exists(), "the lock must create nothing through a link");
 }
 
 #[test]

@@ -195,7 +195,7 @@ on_each_device! {
         parameters.load(|entry| Some(&INFINITE[..entry.range().len() * 4]), Transfer::new().non_finite(NonFinite::Allow)).unwrap();
         let saved = stepscope::files::save_state_dict(&parameters, &path).unwrap_err();
         assert!(matches!(&saved, Error::NotFinite { tensor, .. } if tensor == "`encoder.0.weight`"), "{saved}");
-        assert_eq!(std::fs::read(&path).unwrap(), words, "the old file is untouched");
+        assert_eq!(std::fs::read(&path).unwrap(), words, "a failed save must leave the old file");
     }
 
     fn mismatched_files_change_nothing(device: &Device) {

@@ -127,7 +127,7 @@ on_each_device! {
     fn training_modes_give_same_bits(device: &Device) {
         for part in [8, 3] {
             let (expected, expected_updates) = undisturbed(device, part);
-            assert!(expected_updates[4].loss < 0.8 * expected_updates[0].loss, "it learns: {expected_updates:?}");
+            assert!(expected_updates[4].loss < 0.8 * expected_updates[0].loss, "the loss must fall: {expected_updates:?}");
             let mut arena = arena(device);
             let mut progress = EpochProgress::default();
             let mut ahead = trainer(&mut arena, true, part);
@@ -151,7 +151,7 @@ on_each_device! {
                 let before = sha256(&looked_at);
                 let only_accumulated = Update { gradient_l2: None, ..*expected };
                 assert_eq!(looked_at.accumulate(batch).unwrap(), only_accumulated);
-                assert_eq!(sha256(&looked_at), before, "only gradients have changed");
+                assert_eq!(sha256(&looked_at), before, "`accumulate` must change only gradients");
                 looked_at.apply().unwrap();
                 assert!(matches!(looked_at.apply(), Err(Error::Misuse { op: "apply", .. })));
             }
@@ -174,7 +174,7 @@ on_each_device! {
             assert_eq!(ended, if after < 5 { Ended::Stopped } else { Ended::Finished }, "{captured} {after}");
             assert_eq!((progress.updates, heard.updates.len() as u64), (stopped, stopped));
             if ended == Ended::Finished {
-                assert!(!path.exists(), "nothing asked for a checkpoint");
+                assert!(!path.exists(), "a checkpoint was written without a request");
                 first.save(&progress, &heard.notes()).unwrap();
             }
             drop(first);
@@ -217,7 +217,7 @@ on_each_device! {
             .unwrap();
         assert_eq!((sha256(&trainer), classes.len()), (before, 8));
         let told = trainer.update(&[whole]).unwrap().loss;
-        assert!((loss / 8.0 - told).abs() < 1e-6, "{loss} over 8 samples, {told} on average");
+        assert!((loss / 8.0 - told).abs() < 1e-6, "the sum over 8 samples is {loss}, but the mean {told}");
     }
 
     /// The result matches a manual count. A model whose output has other rows, or labels of another
@@ -253,7 +253,7 @@ on_each_device! {
             let mut trainer = Trainer::captured(&mut arena, state, &batches(0, 8)[0][0]).unwrap();
             let (_, logits) = trainer.evaluate(&points, |step, logits| step.read(logits.value())).unwrap();
             assert_eq!(logits, by_hand.unwrap(), "{precision}");
-            assert!(!seen.contains(&logits), "{precision} rounds as another does");
+            assert!(!seen.contains(&logits), "{precision} has the bits of another precision");
             seen.push(logits);
         }
     }
@@ -269,7 +269,7 @@ on_each_device! {
         let some = batches(1, 8).into_iter().take(2).map(Ok).chain([Err(broken.clone())]);
         let mut progress = EpochProgress::default();
         assert_eq!(trainer.epoch(some, &mut progress, &mut ()).unwrap_err(), broken);
-        assert_eq!(progress.updates, 2, "what was queued before it is told");
+        assert_eq!(progress.updates, 2, "the update queued before the error must be counted");
     }
 }
 

@@ -27,7 +27,7 @@ on_each_device! {
             assert_eq!(replay.read_scalar(*replay.outputs()).unwrap().to_bits(), want.to_bits());
         }
         drop(captured);
-        memory.step(|step| ops::fill(step, [capacity / 4], 1.0).map(drop)).expect("the whole arena is a step's again");
+        memory.step(|step| ops::fill(step, [capacity / 4], 1.0).map(drop)).expect("the step can use the whole arena again");
         assert_eq!(memory.report().captured_bytes, 0);
     }
 
@@ -42,7 +42,7 @@ on_each_device! {
         let mut model = Model::new(&device);
         let before = Call::ALL.map(|call| plan.count(call));
         let error = small.capture(&mut model, &inputs(&batches[0]), train_borrowed).unwrap_err();
-        assert_eq!(Call::ALL.map(|call| plan.count(call)), before, "no call of the driver: {:?}", Call::ALL);
+        assert_eq!(Call::ALL.map(|call| plan.count(call)), before, "the driver was called: {:?}", Call::ALL);
         let Error::CaptureNeeds { bytes, available, overflow_bytes } = error else { panic!("{error}") };
         assert_eq!((available, overflow_bytes), (1024, 0));
         assert!(error.to_string().contains(&bytes.to_string()), "{error}");
@@ -71,7 +71,7 @@ on_each_device! {
         let captured = memory.capture((), &HostInputs::new(), |step, (), slots| {
             Ok(slots.output(&ops::fill(step, [256], 1.0)?))
         }).unwrap();
-        assert_eq!((memory.report().captured_bytes, memory.report().peak_bytes), (1024, 4096), "not both at once");
+        assert_eq!((memory.report().captured_bytes, memory.report().peak_bytes), (1024, 4096), "the peak must not add bytes that were never in use together");
         let beside = fills(&mut memory, 8192);
         assert_eq!((beside.high_water_bytes, beside.peak_bytes), (8192, 9216));
         drop(captured);
@@ -124,7 +124,7 @@ on_each_device! {
         for (batch, recordings) in [(long, 1), (long, 1), (short, 2), (long, 3), (long, 3)] {
             captured.state_mut().adamw.advance().unwrap().leave_to_replay();
             loss(&mut captured, batch);
-            assert_eq!(captured.report().recordings, recordings, "one is kept");
+            assert_eq!(captured.report().recordings, recordings, "with `keep(1)`, a change of shape is recorded again");
         }
         assert_eq!(captured.report().replays, 5);
     }
@@ -163,11 +163,11 @@ on_each_device! {
         let freed = plan.count(Call::Free);
         drop(std::mem::replace(captured.state_mut(), Buffer::from_slice(&device, &[0.0f32]).unwrap()));
         drop(memory);
-        assert_eq!(plan.count(Call::Free), freed, "the buffer and the arena wait for the graph");
+        assert_eq!(plan.count(Call::Free), freed, "the buffer and the arena are freed before the graph");
         let replay = captured.replay(&HostInputs::new()).unwrap();
         assert_eq!(replay.read::<f32>(*replay.outputs()).unwrap(), [6.0; 1000]);
         drop(captured);
-        assert_eq!(plan.count(Call::Free), plan.count(Call::Allocate), "nothing leaks");
+        assert_eq!(plan.count(Call::Free), plan.count(Call::Allocate), "every allocation is freed");
     }
 
     /// A buffer that the closure drops is freed after the recording has ended.
@@ -202,6 +202,6 @@ on_each_device! {
             let _ = memory.step(|step| ops::fill(step, [100_000], f32::NAN).map(drop));
         }
         let report = memory.report();
-        assert_eq!((report.growths, report.captured_bytes), (1, 0), "the new memory is all the steps'");
+        assert_eq!((report.growths, report.captured_bytes), (1, 0), "captured steps own none of the new memory");
     }
 }

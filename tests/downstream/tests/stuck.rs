@@ -69,7 +69,7 @@ fn meet(kind: DeviceKind, way: &str) -> Result<()> {
             eprintln!("error: {error}");
             std::process::exit(3)
         }
-        other => panic!("no way {other}"),
+        other => panic!("unknown way to end: {other}"),
     }
 }
 

@@ -90,14 +90,14 @@ impl World<'_> {
         };
         if !right {
             let want = match want {
-                _ if was_lost => "a device that is lost".to_owned(),
+                _ if was_lost => "a lost device".to_owned(),
                 _ if effect.is_some() => "the fault's own error".to_owned(),
                 Want::Success => "success".to_owned(),
                 Want::Misuse => "misuse".to_owned(),
                 Want::Full { padded, cause } => format!("{padded} bytes refused, {cause:?}, at {:?}", self.reference),
             };
             let elapsed = begin.0.elapsed();
-            self.violated(Rule::Typed, format!("{what}: met {met:?}, wanted {want}, after {elapsed:?} got {got:?}"));
+            self.violated(Rule::Typed, format!("{what}: met {met:?}, expected {want}, got {got:?} after {elapsed:?}"));
         }
         met
     }
@@ -155,6 +155,6 @@ fn call_name(call: Call) -> &'static str {
         Call::Launch => "launch",
         Call::Download => "download",
         Call::Poll => "synchronize",
-        other => panic!("{other:?} is not waited for"),
+        other => panic!("no deadline is known for {other:?}"),
     }
 }

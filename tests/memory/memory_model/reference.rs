@@ -111,7 +111,7 @@ impl Reference {
                 padded
             }
             Block::Again { offset, .. } => {
-                let at = self.given_back.iter().rposition(|(given, _)| *given == offset).expect("it was given back");
+                let at = self.given_back.iter().rposition(|(given, _)| *given == offset).expect("the offset was freed");
                 self.given_back.remove(at);
                 // Its bytes are counted already.
                 0
@@ -188,6 +188,6 @@ impl Reference {
             ("overflow.timeouts", overflow.timeouts, 0),
         ];
         let wrong = figures.iter().find(|(_, got, want)| got != want);
-        wrong.map(|(name, got, want)| format!("{name} is {got}, and {want} is right"))
+        wrong.map(|(name, got, want)| format!("{name} is {got}, but should be {want}"))
     }
 }

@@ -394,7 +394,10 @@ impl World<'_> {
         let in_step = read.is_some();
         let read = read.unwrap_or_else(|| {
             // A scratch cannot read, so the values pass through a buffer.
-            let at = LENGTHS.iter().position(|&length| length == live.want.len()).expect("a length of the program's");
+            let at = LENGTHS
+                .iter()
+                .position(|&length| length == live.want.len())
+                .expect("the length is one of the program's");
             let (step, mirror) = (scope.step(), &mut self.rig.mirrors[at]);
             with!(&live.handle, |source| ops::copy_into(step, source, &mut step.lend_mut(mirror, [LENGTHS[at]])?))?;
             mirror.read()
@@ -417,7 +420,10 @@ impl World<'_> {
         absorbed: &[Call],
     ) -> Option<Result<()>> {
         let Some((begin, end)) = self.closing.take() else {
-            self.violated(Rule::Typed, format!("{what}: it never ran: {:?}", outcome.map_err(|panic| said(&*panic))));
+            self.violated(
+                Rule::Typed,
+                format!("{what}: the closure never ran: {:?}", outcome.map_err(|panic| said(&*panic))),
+            );
             return Some(Ok(()));
         };
         self.reference.rewind(mark);
@@ -430,7 +436,7 @@ impl World<'_> {
                 None
             }
             (_, Err(panic)) => {
-                self.violated(Rule::Typed, format!("{what}: an unforeseen panic: {}", said(&*panic)));
+                self.violated(Rule::Typed, format!("{what}: an unexpected panic: {}", said(&*panic)));
                 Some(Ok(()))
             }
             (End::Panicked, Ok(got)) => {
@@ -442,7 +448,10 @@ impl World<'_> {
                 self.late(what, begin);
                 self.meet();
                 if !got.as_ref().is_err_and(|got| same(got, &want)) {
-                    self.violated(Rule::Typed, format!("{what}: it failed with `{want}` and gave {got:?}"));
+                    self.violated(
+                        Rule::Typed,
+                        format!("{what}: the closure failed with `{want}`, but the call returned {got:?}"),
+                    );
                 }
                 Some(got)
             }

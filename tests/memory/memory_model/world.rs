@@ -177,7 +177,10 @@ impl<'r> World<'r> {
             let taken = given[at].0 - before[at].0 - u64::from(failed);
             let returned = given[at].1 - before[at].1;
             if taken != returned {
-                self.violated(Rule::Returned, format!("{call:?} gave {taken} times, and {returned} went back"));
+                self.violated(
+                    Rule::Returned,
+                    format!("{call:?} succeeded {taken} times, but {returned} of its results were freed"),
+                );
             }
         }
     }
@@ -230,7 +233,10 @@ impl<'r> World<'r> {
                 let capacity_bytes = self.report(arena).capacity_bytes;
                 let least = self.reference.needed.min(max_bytes);
                 if !(least..=max_bytes).contains(&capacity_bytes) {
-                    self.violated(Rule::Reported, format!("grew to {capacity_bytes}, not to {least}..={max_bytes}"));
+                    self.violated(
+                        Rule::Reported,
+                        format!("the arena grew to {capacity_bytes}, outside {least}..={max_bytes}"),
+                    );
                 }
                 (self.reference.capacity_bytes, self.reference.growths) = (capacity_bytes, self.reference.growths + 1);
             }
@@ -271,7 +277,7 @@ impl<'r> World<'r> {
         let wrong = got.iter().zip(want).position(|(got, want)| got.to_bits() != want.to_bits());
         let at = wrong.unwrap_or(0);
         let (got, want, length) = (got.get(at), want.get(at), want.len());
-        self.violated(rule, format!("tensor {name} of {length} has {got:?} at {at}, not {want:?}"));
+        self.violated(rule, format!("tensor {name} of {length} elements has {got:?} at {at}, not {want:?}"));
     }
 
     fn report(&mut self, arena: &Arena) -> ArenaReport {
@@ -293,7 +299,7 @@ impl<'r> World<'r> {
         let live = report.overflow.live_blocks;
         if live != self.reference.leaked {
             let want = self.reference.leaked;
-            self.violated(Rule::Returned, format!("{live} blocks of the pool are out, and {want} are right"));
+            self.violated(Rule::Returned, format!("{live} blocks of the pool are live, but {want} should be"));
         }
         if let Some(difference) = self.reference.differs(&report) {
             self.violated(Rule::Reported, difference);

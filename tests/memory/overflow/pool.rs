@@ -104,16 +104,16 @@ on_each_device! {
     fn primed_overflow_makes_no_system_calls(device: &Device) {
         let (device, plan) = counted(device);
         let mut arena = arena(&device, pool(MIB, 2 * 4 * LARGE)).build().unwrap();
-        assert_eq!(pool_calls(&plan), (1, 1), "the prime");
+        assert_eq!(pool_calls(&plan), (1, 1), "building the arena allocates the prime and frees it");
         let asked = plan.count(Call::FreeBytes);
         for _ in 0..3 {
             step(&mut arena, &[LARGE, LARGE]).unwrap();
         }
         assert_eq!(plan.count(Call::FreeBytes), asked);
         step(&mut arena, &[LARGE, LARGE, LARGE]).unwrap();
-        assert_eq!(plan.count(Call::FreeBytes), asked + 1, "beyond the prime");
+        assert_eq!(plan.count(Call::FreeBytes), asked + 1, "growing beyond the prime asks for free memory");
         step(&mut arena, &[LARGE, LARGE, LARGE]).unwrap();
-        assert_eq!(plan.count(Call::FreeBytes), asked + 1, "like the step before");
+        assert_eq!(plan.count(Call::FreeBytes), asked + 1, "a step like the one before does not ask again");
         assert_eq!(pool_calls(&plan), (13, 13));
     }
 
@@ -125,7 +125,7 @@ on_each_device! {
         arena.trim().unwrap();
         assert_eq!((plan.count(Call::TrimPool), plan.count(Call::FreeBytes)), (1, asked));
         step(&mut arena, &[LARGE]).unwrap();
-        assert_eq!(plan.count(Call::FreeBytes), asked + 1, "the pool has nothing left");
+        assert_eq!(plan.count(Call::FreeBytes), asked + 1, "an empty pool does not ask again");
         assert_eq!(arena.report().overflow.live_blocks, 0);
     }
 
@@ -232,7 +232,7 @@ on_each_device! {
         assert_eq!(pool_calls(&plan), (3, 3));
         assert_eq!(arena.report().overflow.live_blocks, 1);
         step(&mut arena, &[LARGE]).unwrap();
-        assert_eq!(arena.report().overflow.live_blocks, 1, "a leak is not forgotten");
+        assert_eq!(arena.report().overflow.live_blocks, 1, "a leaked block still counts as live");
     }
 
     /// An impossible size is refused with every number, and nothing is allocated.
@@ -271,13 +271,13 @@ on_each_device! {
         let sizes = [SMALL, HUGE, LARGE];
         step(&mut arena, &sizes).unwrap();
         let first = arena.report();
-        assert_eq!((first.growths, first.capacity_bytes), (1, 6 * MIB), "4 MiB and a little, in units of 2 MiB");
+        assert_eq!((first.growths, first.capacity_bytes), (1, 6 * MIB), "the arena grows to just over 4 MiB, rounded up to units of 2 MiB");
         assert_eq!(first.overflow.allocations, 2);
         for _ in 0..3 {
             step(&mut arena, &sizes).unwrap();
         }
         let report = arena.report();
-        assert_eq!(report.overflow.allocations, 2, "no step but the first overflowed");
+        assert_eq!(report.overflow.allocations, 2, "only the first step overflows");
         assert_eq!((report.growths, report.capacity_bytes), (1, 6 * MIB));
         assert_eq!(report.high_water_bytes, 256 + 4 * MIB + 4096);
     }
@@ -307,7 +307,7 @@ on_each_device! {
             assert_eq!((first.high_water_bytes, first.capacity_bytes), (need, need), "{sizes:?}");
             assert_eq!(first.overflow.peak_bytes, 4 * MIB as u64);
             step(&mut arena, &sizes).unwrap();
-            assert_eq!(arena.report().overflow.allocations, 1, "the second step does not overflow: {sizes:?}");
+            assert_eq!(arena.report().overflow.allocations, 1, "only the first step overflows: {sizes:?}");
         }
     }
 
@@ -318,7 +318,7 @@ on_each_device! {
             step(&mut arena, &[HUGE, HUGE]).unwrap();
             let report = arena.report();
             assert_eq!((report.capacity_bytes, report.growths), (5 * MIB, 1));
-            assert_eq!(report.overflow.allocations, round + 1, "one of two fits from the second step on");
+            assert_eq!(report.overflow.allocations, round + 1, "from the second step on, one of two tensors fits");
         }
     }
 

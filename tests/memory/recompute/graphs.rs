@@ -181,7 +181,7 @@ fn inputs_alone<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<
     let kept = (tape.input(given.x), vec![given.labels], Some(given.x), None::<Saved<'s, u32>>);
     part!(on, tape, kept.clone(), move |tape, (x, labels, again, none)| {
         assert!(none.is_none() && !x.wants_gradient());
-        let h = tape.add(&mlp.forward(tape, &x)?, &tape.input(again.expect("it is kept")))?;
+        let h = tape.add(&mlp.forward(tape, &x)?, &tape.input(again.expect("the input is kept")))?;
         tape.cross_entropy_by(
             &head.forward(tape, &rows(tape, &h)?)?,
             labels[0],
@@ -233,7 +233,7 @@ pub(crate) const GRAPHS: [(&str, Graph); 7] = [
     ("nested", nested),
     ("shared", shared),
     ("several", several),
-    ("inputs alone", inputs_alone),
+    ("inputs only", inputs_alone),
     ("precision", precision),
     ("stored", stored),
 ];
@@ -277,7 +277,7 @@ impl World {
             }
             last = Some(*loss.value());
         }
-        Ok(last.expect("two passes"))
+        Ok(last.expect("the loop runs"))
     }
 }
 

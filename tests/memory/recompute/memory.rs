@@ -116,7 +116,7 @@ on_each_device! {
         };
         let first = taken(1, &mut gradients);
         for parts in 2..5 {
-            assert_eq!(taken(parts, &mut gradients), first + (parts - 1) * one, "a result for each part, and no gradient");
+            assert_eq!(taken(parts, &mut gradients), first + (parts - 1) * one, "each part adds one result, and no gradient");
         }
     }
 
@@ -159,12 +159,12 @@ on_each_device! {
         }).unwrap();
         let recording = recorder.recording();
         let of = |kind| recording.events().filter(move |event| event.kind == kind).map(|event| (event.address, event.bytes));
-        let [start] = of(Kind::Reserve).collect::<Vec<_>>()[..] else { panic!("one arena") };
+        let [start] = of(Kind::Reserve).collect::<Vec<_>>()[..] else { panic!("the recording contains one arena") };
         let one = bytes(1000);
         let end = start.0 + (1 << 20);
         assert_eq!(of(Kind::Rewind).collect::<Vec<_>>(), [(end - 10 * one as u64, 10 * one)]);
         assert_eq!(of(Kind::Reset).collect::<Vec<_>>(), [(start.0, 2 * one)]);
-        assert_eq!(of(Kind::Allocate).last(), Some((start.0 + one as u64, 4000)), "the result lies behind the input");
+        assert_eq!(of(Kind::Allocate).last(), Some((start.0 + one as u64, 4000)), "the result lies directly after the input");
     }
 
     /// A recomputed part fits its measured size. With less there is no memory for its result: this
@@ -180,7 +180,7 @@ on_each_device! {
                     tape.step().set_precision(Precision::Tf32);
                     ten(tape, &x)
                 });
-                assert_eq!(step.precision() == Precision::Tf32, y.is_ok(), "what fails has set nothing");
+                assert_eq!(step.precision() == Precision::Tf32, y.is_ok(), "a failed recomputation must leave the precision");
                 step.read(y?.value())
             })
         };
@@ -196,18 +196,18 @@ on_each_device! {
         let input = |tokens: usize| (tokens * 64 * 4) as f64;
         for tokens in [256, 1024] {
             let each = take(9, tokens, true) - take(8, tokens, true);
-            assert_eq!(each, input(tokens), "a block more is an input more");
+            assert_eq!(each, input(tokens), "one more block takes the memory of one more input");
             let whole = take(9, tokens, false) - take(8, tokens, false);
-            assert!(whole > 16.0 * input(tokens), "a block is {} inputs", whole / input(tokens));
+            assert!(whole > 16.0 * input(tokens), "without recomputation, one block takes only {} inputs", whole / input(tokens));
             // One block holds what its forward pass keeps, and the gradients in between, which all
             // blocks share.
             let [all, one] = [take(8, tokens, true), take(1, tokens, false)].map(|bytes| bytes / input(tokens));
-            assert!(all < 11.0 + one, "{all} inputs, one block {one}");
+            assert!(all < 11.0 + one, "all blocks take {all} inputs, one block {one}");
         }
         for on in [true, false] {
             let [short, middle, long] = [1024, 2048, 4096].map(|tokens| take(4, tokens, on));
             let growth = (long - middle) / (middle - short);
-            assert!((growth - 2.0).abs() < 0.02, "bytes are linear in tokens: {short}, {middle}, {long}");
+            assert!((growth - 2.0).abs() < 0.02, "bytes must grow linearly with tokens: {short}, {middle}, {long}");
         }
     }
 }

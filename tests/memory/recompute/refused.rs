@@ -50,7 +50,7 @@ impl World {
 }
 
 fn error(outcome: Result<Vec<u32>>) -> String {
-    outcome.expect_err("it is refused").to_string()
+    outcome.expect_err("the step must fail").to_string()
 }
 
 on_each_device! {
@@ -120,7 +120,7 @@ on_each_device! {
                 Err(panic) => assert_eq!(*panic.downcast::<String>().unwrap(), format!("run {}", number - 2)),
             }
             let (seed, drawn) = world.generator.read().unwrap();
-            assert_eq!(drawn, 1, "the step had begun to draw");
+            assert_eq!(drawn, 1, "the step drew once before the error");
             world.generator.set(seed, 0).unwrap();
             let again = world.pass(|_, tape, x, w| sound(tape, x, w)).unwrap();
             assert_eq!(again, World::new(device).pass(|_, tape, x, w| sound(tape, x, w)).unwrap());
@@ -171,7 +171,7 @@ on_each_device! {
             Ok([kept, deep])
         }).unwrap();
         for outcome in outcomes {
-            let error = outcome.expect_err("it is another tape's").to_string();
+            let error = outcome.expect_err("a variable of another tape must fail").to_string();
             assert!(["recompute", "another tape"].iter().all(|tell| error.contains(tell)), "{error}");
         }
     }
@@ -184,7 +184,7 @@ on_each_device! {
             let x = tape.input(step.upload(&[1.0], [1])?);
             tape.recompute(x, move |tape, x| generator.draws(tape.step()).map(|_| x)).map(drop)
         });
-        let error = outcome.expect_err("it draws").to_string();
+        let error = outcome.expect_err("drawing outside the tape must fail").to_string();
         assert!(["draws", "recomputed", "Tape::with_generator"].iter().all(|tell| error.contains(tell)), "{error}");
     }
 
@@ -196,7 +196,7 @@ on_each_device! {
             let x = step.upload(&[1.0; 8], [8])?.save();
             let tape = Tape::new(step, &weights);
             for outcome in [tape.dropout(&tape.input(x), 0.5), tape.recompute(tape.input(x), |tape, x| tape.dropout(&x, 0.5))] {
-                let error = outcome.expect_err("no generator").to_string();
+                let error = outcome.expect_err("a tape without a generator must fail").to_string();
                 let tells = ["dropout", "Tape::with_generator", "TrainState::with_dropout", "Tape::evaluating"];
                 assert!(tells.iter().all(|tell| error.contains(tell)), "{error}");
             }
@@ -206,9 +206,9 @@ on_each_device! {
                 tape.dropout(&x, 0.5)
             })?;
             assert_eq!(step.read(y.value())?, [1.0; 8]);
-            assert!(tape.dropout(&y, 1.0).is_err(), "a wrong probability is one in an evaluation too");
+            assert!(tape.dropout(&y, 1.0).is_err(), "an evaluation checks the probability too");
             Ok(())
         }).unwrap();
-        assert_eq!(generator.read().unwrap(), (1, 0), "an evaluation draws nothing");
+        assert_eq!(generator.read().unwrap(), (1, 0), "an evaluation draws no random numbers");
     }
 }

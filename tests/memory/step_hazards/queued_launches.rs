@@ -167,7 +167,7 @@ on_each_device! {
         let waited = start.elapsed();
         assert!(matches!(error, Error::Timeout { call: "launch", .. }), "{error}");
         assert!(waited >= deadline && waited < 20 * deadline, "{waited:?}");
-        assert_eq!(plan.count(Call::Launch), launched + 3, "nothing runs behind it");
+        assert_eq!(plan.count(Call::Launch), launched + 3, "no launch may follow the failed one");
         assert!(matches!(number.read().unwrap_err(), Error::DeviceLost { .. }));
     }
 

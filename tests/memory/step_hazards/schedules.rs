@@ -116,7 +116,7 @@ on_each_device! {
             assert!(error <= LIMIT, "{}: {error:e}", parameter.name());
             different += usize::from(bits(&whole) != bits(&parts));
         }
-        assert!(different > 5, "the order of sums is another one, so bits are");
+        assert!(different > 5, "a different order of sums must give different bits");
         let error = (f64::from(parts.run.losses[0]) / f64::from(whole.run.losses[0]) - 1.0).abs();
         assert!(error <= LIMIT, "{error:e}");
     }

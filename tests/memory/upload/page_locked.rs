@@ -41,7 +41,7 @@ fn there_and_back(arena: &mut Arena, values: &[f32]) -> Result<Vec<f32>> {
 
 /// Returns the number that all values are.
 fn uniform(values: &[f32]) -> f32 {
-    assert!(values.iter().all(|value| *value == values[0]), "not uniform, first {}", values[0]);
+    assert!(values.iter().all(|value| *value == values[0]), "the values differ from the first, {}", values[0]);
     values[0]
 }
 
@@ -198,7 +198,7 @@ on_each_device! {
         }
         let made = plan.count(Call::AllocatePinned);
         let both = [0, 1].map(|_| PageLocked::<f32>::zeros(&device, LEN).unwrap());
-        assert_eq!(plan.count(Call::AllocatePinned), made + 1, "one was there");
+        assert_eq!(plan.count(Call::AllocatePinned), made + 1, "one block was free");
         let other = PageLocked::<f32>::zeros(&device, LEN + 1).unwrap();
         assert_eq!(plan.count(Call::AllocatePinned), made + 2);
         drop((both, other));
@@ -215,14 +215,14 @@ on_each_device! {
         drop(dropped);
         let made = plan.count(Call::AllocatePinned);
         drop(PageLocked::<f32>::zeros(&device, LEN).unwrap());
-        assert_eq!(plan.count(Call::AllocatePinned), made + 1, "the dropped one is not given out");
+        assert_eq!(plan.count(Call::AllocatePinned), made + 1, "the dropped block must not be reused yet");
         let start = Instant::now();
         let error = held.write().unwrap_err();
         assert!(matches!(error, Error::Timeout { call: "upload", .. }), "{error}");
         assert!(start.elapsed() >= deadline && start.elapsed() < 50 * deadline, "{:?}", start.elapsed());
         assert!(matches!(held.write().unwrap_err(), Error::DeviceLost { .. }));
         assert_eq!(plan.count(Call::FreePinned), 0);
-        assert!(held.iter().all(|&value| value == 1.0), "it can still be read");
+        assert!(held.iter().all(|&value| value == 1.0), "a held block must stay readable");
     }
 
     fn failed_uploads_leave_memory_writable(device: &Device) {
@@ -236,7 +236,7 @@ on_each_device! {
             let polls = plan.count(Call::Poll);
             if call == Call::Upload {
                 batch.write().unwrap().fill(2.0);
-                assert!(plan.count(Call::Poll) > polls, "it waits for all that is queued");
+                assert!(plan.count(Call::Poll) > polls, "`write` must wait for everything queued");
                 assert_eq!(there_and_back(&mut arena, &batch).unwrap(), vec![2.0; LEN]);
             } else {
                 drop(batch);

@@ -34,7 +34,7 @@ fn early_signal_ends_run_at_once() {
                 "{said}"
             );
             assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
-            assert!(!place.path("out").exists(), "the empty folder is removed");
+            assert!(!place.path("out").exists(), "the empty folder must be removed");
         }
     }
 }

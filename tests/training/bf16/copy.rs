@@ -32,7 +32,7 @@ impl UpdateRule for Descent {
     }
 
     fn queue<'s>(&self, step: &Step<'s>, mut arguments: UpdateArguments<'_, 's>) -> Result<()> {
-        assert!(arguments.copy.is_none(), "it would not write one");
+        assert!(arguments.copy.is_none(), "this rule does not write the copy");
         let change = ops::scale_by(step, &arguments.gradients, &arguments.settings)?;
         ops::add_assign(step, &mut arguments.weights, &change)?;
         let failed = Error::Misuse { op: "descent", expected: "no failure".into(), got: "one".into() };
@@ -220,7 +220,7 @@ on_each_device! {
         let before = copy(&model.weights);
         let ticket = model.optimizer.advance().unwrap();
         arena(device).step(|step| model.update(ticket, step)).unwrap_err();
-        assert_ne!(copy(&model.weights), before, "the rule has changed weights before it failed");
+        assert_ne!(copy(&model.weights), before, "the rule changed weights before it failed, and so the copy");
         assert_rounded(&model.weights);
     }
 
@@ -247,7 +247,7 @@ on_each_device! {
         });
         change(&mut model, &|model| stepscope::files::load_state_dict(&mut model.weights, &state_dict).unwrap());
         change(&mut model, &|model| stepscope::files::load_state_dict(&mut model.weights, &halves).unwrap());
-        assert_eq!(copy(&model.weights), copy(&source.weights), "what was rounded is itself");
+        assert_eq!(copy(&model.weights), copy(&source.weights), "rounding a BF16 value must not change it");
         let words = [[0x3d, 0x3d, 0x3d, 0x3d]; ROWS * COLS];
         change(&mut model, &|model| {
             model.weights.load(|entry| Some(&words.as_flattened()[..4 * entry.shape().elements()]), Transfer::new()).unwrap();

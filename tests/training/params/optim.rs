@@ -50,7 +50,7 @@ fn arena(device: &Device) -> Arena {
 
 #[track_caller]
 fn refused<T>(result: Result<T>, words: &str) {
-    let error = result.err().expect("an update that was not prepared");
+    let error = result.err().expect("an update that was not prepared must fail");
     assert!(matches!(&error, Error::Misuse { op: "adamw", .. }) && error.to_string().contains(words), "{error}");
 }
 
@@ -103,7 +103,7 @@ on_each_device! {
             (losses, weights.read(w).unwrap())
         });
         assert_eq!(in_one_call, written_out);
-        assert_ne!(in_one_call.1, model().1.read(model().0).unwrap_or_default(), "the weights have changed");
+        assert_ne!(in_one_call.1, model().1.read(model().0).unwrap_or_default(), "the update must change the weights");
 
         // A non-finite loss is an error that names its place.
         let (w, mut weights, mut gradients, mut sgd) = model();
@@ -128,7 +128,7 @@ on_each_device! {
                 let ticket = model.optimizer.advance().unwrap();
                 assert_eq!([withdrawn.number(), ticket.number()], [Some(made as u64 + 1); 2]);
                 refused(arena.step(|step| model.apply(withdrawn, step, 5.0)), "from before another `advance`");
-                assert_eq!(model.state(), before, "nothing ran");
+                assert_eq!(model.state(), before, "a refused update must change nothing");
                 // Neither a dry run nor a failing step applies it.
                 arena.measure(|step| model.apply(ticket, step, 5.0)).unwrap();
             }
@@ -186,7 +186,7 @@ on_each_device! {
             let _last = captured.state_mut().optimizer.advance().unwrap();
             withdrawn.leave_to_replay();
             refused(captured.replay(&HostInputs::new()), MISSING);
-            assert_eq!(captured.state().state(), after(device, made), "nothing ran");
+            assert_eq!(captured.state().state(), after(device, made), "a refused update must change nothing");
             assert_eq!(captured.report().replays, made as u64);
             captured.state_mut().optimizer.advance().unwrap().leave_to_replay();
             match made {
@@ -256,7 +256,7 @@ on_each_device! {
         Checkpoint::save_with(&path, &model.weights, Some(&model.optimizer), &[], NonFinite::Allow).unwrap();
         let (mut other, checkpoint) = (Model::new(device), Checkpoint::load(&path).unwrap());
         assert_eq!(checkpoint.restore(&mut other.weights, Some(&mut other.optimizer)), Err(error));
-        assert_eq!(other.state(), after(device, 0), "all or nothing");
+        assert_eq!(other.state(), after(device, 0), "a failed restore must change nothing");
         // The weights themselves are finite.
         checkpoint.restore(&mut other.weights, None).unwrap();
         assert_eq!(other.state().0, model.state().0);
@@ -307,7 +307,7 @@ on_each_device! {
         let mut model = Model::new(device);
         let weights = &model.weights;
         let told = |error: Result<Optimizer<Odd>>, words: &str| {
-            let error = error.err().expect("it is refused").to_string();
+            let error = error.err().expect("the settings must be refused").to_string();
             assert!(error.contains(words), "{error}");
         };
         told(Optimizer::new(weights, Odd { settings: |_, _| 0, ..Odd::default() }), "odd: expected at least one setting");
@@ -352,7 +352,7 @@ on_each_device! {
         let model = Model { optimizer: model.optimizer.with_parameter_groups(&slow()).unwrap(), ..model };
         *captured.state_mut() = Some(model);
         captured.state_mut().as_mut().unwrap().optimizer.advance().unwrap().leave_to_replay();
-        assert!(captured.replay(&HostInputs::new()).is_err(), "the graph's turn is gone");
+        assert!(captured.replay(&HostInputs::new()).is_err(), "a second replay must fail without another `advance`");
         assert_eq!(captured.state().as_ref().unwrap().state(), after_one);
         // Another recording applies it: a tenth of the rate, without decay, with a second moment of
         // one gradient.

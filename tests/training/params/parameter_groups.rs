@@ -72,7 +72,10 @@ fn train<R: UpdateRule>(device: &Device, rule: R, groups: Option<ParameterGroups
     let space = weights.flat().read().unwrap();
     let mut between = vec![true; space.len()];
     weights.spec().entries().iter().for_each(|entry| between[entry.range()].fill(false));
-    assert!(space.iter().zip(between).all(|(value, between)| !between || value.to_bits() == 0), "the space stays zero");
+    assert!(
+        space.iter().zip(between).all(|(value, between)| !between || value.to_bits() == 0),
+        "the gaps between parameters must stay zero"
+    );
     [before, all(&weights)]
 }
 

@@ -56,7 +56,11 @@ fn shards_round_trip_in_transformers_format() {
     let tensors = state(0.1);
     tensors.save_pretrained(folder, Some(28)).unwrap();
     let expected = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", INDEX];
-    assert_eq!(names(folder), expected.map(String::from).into(), "40 bytes are more than 28, and 24 and 4 are not");
+    assert_eq!(
+        names(folder),
+        expected.map(String::from).into(),
+        "a shard of at most 28 bytes holds 24 and 4, and 40 get their own"
+    );
     let index: Value = serde_json::from_slice(&fs::read(folder.join(INDEX)).unwrap()).unwrap();
     let map = json!({ "a.weight": expected[0], "b.weight": expected[1], "c": expected[1] });
     assert_eq!(index, json!({ "metadata": { "total_size": 68 }, "weight_map": map }));
@@ -152,7 +156,7 @@ fn killed_save_mixes_nothing() {
             .spawn()
             .unwrap();
         while !folder.join(BEGUN).exists() {
-            assert!(child.try_wait().unwrap().is_none(), "the child has ended");
+            assert!(child.try_wait().unwrap().is_none(), "the child ended too early");
             std::thread::sleep(Duration::from_millis(1));
         }
         std::thread::sleep(Duration::from_millis(milliseconds));
@@ -162,7 +166,7 @@ fn killed_save_mixes_nothing() {
         match read(folder) {
             Ok(tensors) => {
                 let number = tensors.iter().next().unwrap().2[0];
-                assert_eq!(tensors, state(number), "of one save");
+                assert_eq!(tensors, state(number), "all shards must be from one save");
                 whole += 1;
             }
             Err(error) => assert!(error.to_string().contains("has neither model.safetensors nor"), "{error}"),

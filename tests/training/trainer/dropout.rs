@@ -116,7 +116,7 @@ on_each_device! {
         }
         let mut arena = arena(device);
         let mut plain = Trainer::eager(&mut arena, bare(device, 0.0, false).with_dropout(SEED).unwrap());
-        assert_ne!(epoch(&mut plain, 8, &mut EpochProgress::default()), undisturbed(device, 8), "nothing is dropped");
+        assert_ne!(epoch(&mut plain, 8, &mut EpochProgress::default()), undisturbed(device, 8), "dropout must change the result");
     }
 
     /// Each update draws its own numbers, and so does each part of it.
@@ -154,7 +154,7 @@ on_each_device! {
             trainer.update(&batches(3)[1]).unwrap();
             let mut progress = trainer.restore(&Checkpoint::load(&path).unwrap()).unwrap();
             assert_eq!(progress.updates, updates as u64);
-            assert_eq!(epoch(&mut trainer, 3, &mut progress), expected, "behind {updates} updates");
+            assert_eq!(epoch(&mut trainer, 3, &mut progress), expected, "after {updates} updates the result differs");
         }
     }
 
@@ -199,7 +199,7 @@ on_each_device! {
         };
         let dropping = evaluate(state(device, true));
         assert_eq!(dropping, evaluate(bare(device, 0.0, false).with_dropout(SEED).unwrap()));
-        assert_eq!(dropping, evaluate(bare(device, 0.3, false)), "it needs no generator");
+        assert_eq!(dropping, evaluate(bare(device, 0.3, false)), "an evaluation needs no generator");
     }
 
     fn dropout_needs_a_generator(device: &Device) {
@@ -209,7 +209,7 @@ on_each_device! {
             let eager = Trainer::eager(&mut arena, bare(device, 0.3, recompute)).update(&batch).map(drop);
             let captured = Trainer::captured(&mut arena, bare(device, 0.3, recompute), &batch[0]).map(drop);
             for outcome in [eager, captured] {
-                let error = outcome.expect_err("it has no generator").to_string();
+                let error = outcome.expect_err("training without a generator must fail").to_string();
                 assert!(["dropout", "TrainState::with_dropout"].iter().all(|tell| error.contains(tell)), "{error}");
             }
         }
@@ -234,7 +234,7 @@ on_each_device! {
         let mut trainer = Trainer::eager(&mut arena, state(device, false));
         let before = sha256(&trainer);
         for (seed, tells) in [(None, "stepscope.dropout_seed"), (Some("-1"), "`-1`")] {
-            let error = trainer.restore(&note(seed)).expect_err("no seed").to_string();
+            let error = trainer.restore(&note(seed)).expect_err("a note without a seed must fail").to_string();
             assert!(error.contains(tells), "{error}");
             assert_eq!((sha256(&trainer), trainer.state().optimizer.updates()), (before.clone(), 0));
         }

@@ -43,7 +43,7 @@ on_each_device! {
 
             // One by one.
             assert_eq!(training.accumulate(&batches[2]).unwrap_err().to_string(), expected.to_string().replace("update 3", "update 6"));
-            assert_eq!(sha256(&training), undisturbed(device, part).0, "no update was made");
+            assert_eq!(sha256(&training), undisturbed(device, part).0, "a refused update changed the weights");
             assert!(matches!(training.update(&batches[2]), Err(Error::NotFinite { update: Some(6), what: Quantity::Loss, .. })));
             let lost = training.update(&self::batches(1, part)[0]).unwrap_err();
             let Error::NotFinite { update: Some(7), tensor, .. } = &lost else { panic!("{lost}") };

@@ -127,7 +127,10 @@ fn checkpoints_are_lent_what_they_need(arena: &mut Arena, device: &Device) -> Re
     let wrong = 1.0 / (1.0 + 1.0f32.exp());
     let want = [2.0, -2.0, 4.0, -4.0].map(|factor| factor * wrong);
     let gradients = gradients.read(weight)?;
-    assert!(gradients.iter().zip(want).all(|(got, want)| (got - want).abs() < 1e-6), "{gradients:?}, not {want:?}");
+    assert!(
+        gradients.iter().zip(want).all(|(got, want)| (got - want).abs() < 1e-6),
+        "got the gradients {gradients:?}, expected {want:?}"
+    );
     Ok(())
 }
 

@@ -65,7 +65,7 @@ fn forbidden_programs_state_their_guarantee() {
         let mut kinds: Vec<&str> =
             errors.lines().filter(|line| line.starts_with("error")).filter_map(|line| line.split(':').next()).collect();
         kinds.dedup();
-        assert_eq!(kinds.len(), 1, "{name}: errors of one kind\n{errors}");
+        assert_eq!(kinds.len(), 1, "{name}: expected errors of one kind\n{errors}");
         assert!(!errors.contains("warning"), "{name}: no warning\n{errors}");
     }
 }
