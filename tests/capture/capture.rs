@@ -382,7 +382,7 @@ on_each_device! {
         assert!(matches!(HostInputs::new().with(&x, [3]), Err(Error::Misuse { op: "inputs", .. })));
         let absent: Record<(), ()> = |_, (), slots| slots.input::<f32>(1).map(drop);
         let other: Record<(), ()> = |_, (), slots| slots.input::<u32>(0).map(drop);
-        for (record, words) in [(absent, "one of 1 inputs"), (other, "input 0 of u32 elements")] {
+        for (record, words) in [(absent, "an input below 1"), (other, "input 0 of u32 elements")] {
             let error = memory.capture((), &inputs, record).unwrap_err();
             assert!(error.to_string().contains(words), "{error}");
         }

@@ -314,10 +314,17 @@ fn changes_after_joining_are_compared() {
     refuses(&base, &with(|setup| setup.late = Late::Groups), 2, &groups);
     // An optimizer without slices does not belong to the group.
     let said = with_odd(&base, &with(|setup| setup.late = Late::Optimizer), 1);
-    assert!(said[1].as_ref().unwrap_err().to_string().contains("those of another train state"), "{said:?}");
+    assert!(
+        said[1].as_ref().unwrap_err().to_string().contains("the shards or the optimizer of another train state"),
+        "{said:?}"
+    );
     for rank in [0, 2, 3] {
         let text = said[rank].as_ref().unwrap_err().to_string();
-        assert!(text.contains("rank 1 of 4 has failed") && text.contains("those of another train state"), "{text}");
+        assert!(
+            text.contains("rank 1 of 4 has failed")
+                && text.contains("the shards or the optimizer of another train state"),
+            "{text}"
+        );
     }
 }
 

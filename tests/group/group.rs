@@ -158,7 +158,10 @@ fn mismatched_shards_are_refused() {
         let mut arena = arena(device);
         // Until both have joined, the refusal of one would end the other's call.
         joined.wait();
-        refused(Trainer::eager(&mut arena, state).update(batch).map(drop), "those of another train state");
+        refused(
+            Trainer::eager(&mut arena, state).update(batch).map(drop),
+            "the shards or the optimizer of another train state",
+        );
         Ok(())
     });
     said.into_iter().for_each(|said| said.unwrap());

@@ -141,14 +141,14 @@ fn column_sums_stay_in_bounds() {
         }
         // Only into f32, together with a transposed A, and only for an untransposed dy.
         let mut halves = step.upload(&[bf16::ONE; 120], [120])?;
-        let refused = "`flags`: expected sums of B only beside a transposed A, into f32";
+        let refused = "`flags`: expected sums of B only with a transposed A and an f32 output";
         assert_refused(
             summed(step, [&a, &b], &mut halves, &mut sums, (OperandLayout::Transposed, 0)),
             &["_bf16`", refused],
         );
         assert_refused(summed(step, [&a, &b], &mut out, &mut sums, (OperandLayout::Plain, 0)), &["_f32`", refused]);
         let launched = summed(step, [&a, &b], &mut out, &mut sums, (OperandLayout::Transposed, TRANSPOSE_B));
-        assert_refused(launched, &["`flags`: expected B as [k, n] where it is summed"]);
+        assert_refused(launched, &["`flags`: expected B as [k, n] if it is summed"]);
         Ok(())
     });
 }

@@ -387,7 +387,7 @@ on_each_device! {
                 }
             }
             for refused in launches::<f32>(trial, 8, GELU_DERIVATIVE, 0.0, 8)? {
-                assert_refused(refused, &["_f32`", "`flags`: expected a derivative only where BF16 is stored"]);
+                assert_refused(refused, &["_f32`", "`flags`: expected a derivative only with BF16 storage"]);
             }
             let [refused, _] = launches::<f32>(trial, 4, GELU_DERIVATIVE, 0.0, 8)?;
             assert_refused(refused, &["`k_per_split`: expected"]);

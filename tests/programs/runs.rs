@@ -300,12 +300,12 @@ fn errors_name_the_file_kind() {
     place.refuses(
         place.gpt("--resume market/model.safetensors"),
         2,
-        &["is a checkpoint of `crossasset`; expected one of `gpt`"],
+        &["is a checkpoint of `crossasset`; expected a checkpoint of `gpt`"],
     );
     place.refuses(
         place.crossasset("--resume first/model.safetensors"),
         1,
-        &["is a checkpoint of `gpt`; expected one of `crossasset`"],
+        &["is a checkpoint of `gpt`; expected a checkpoint of `crossasset`"],
     );
     for (file, told) in [
         ("wide.txt", "is text in UTF-16"),

@@ -159,7 +159,7 @@ on_each_device! {
         let groups = Wrapper { hides: [false, true], ..adamw() };
         refused(World::new(device).train(groups, 3), &["hyper"]);
         refused(World::new(device).train(Heedless, 3), &["heedless", "`has_groups` returned true"]);
-        refused(World::new(device).train(Wrapper { has_groups: false, ..adamw() }, 3), &["wrapper", "supports no others"]);
+        refused(World::new(device).train(Wrapper { has_groups: false, ..adamw() }, 3), &["wrapper", "`has_groups` returns false"]);
     }
 
     /// A captured update is checked when it is recorded.

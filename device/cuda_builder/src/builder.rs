@@ -295,7 +295,7 @@ pub(crate) fn start_error(command: &Command, source: std::io::Error) -> CudaBuil
 fn check(ptx: &str, arch: NvvmArch) -> Result<(), String> {
     let target = ptx.lines().find_map(|line| line.strip_prefix(".target ")).map(str::trim);
     if target.and_then(|target| target.split(',').next()) != Some(arch.sm()) {
-        return Err(format!("it should be for {arch}, and says `.target {}`", target.unwrap_or("nothing")));
+        return Err(format!("expected `.target {arch}`, got {}", target.unwrap_or("none")));
     }
     // `.extern .func (.param .b64 result) name` or `.extern .func name`, with parameters on the
     // lines that follow.

@@ -31,7 +31,7 @@ pub fn write_table(crate_path: impl AsRef<Path>, ptx: &[(NvvmArch, PathBuf)]) ->
     let mut table = format!("({:?}, &[", package(crate_path.as_ref())?);
     for (arch, path) in ptx {
         let text = fs::read_to_string(path).map_err(io("read", path))?;
-        write!(table, "({:?}, {text:?}), ", arch.sm()).expect("a String takes all");
+        write!(table, "({:?}, {text:?}), ", arch.sm()).expect("writing into a String cannot fail");
     }
     fs::write(&out, table + "])\n").map_err(io("write", &out))
 }

@@ -97,7 +97,7 @@ pub const FROM_SCORES: [Shape; 2] = [
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! check_qkv_map {
     ($p:ident, $sizes:ident) => {
-        Violation::unless($p.samples as usize == $sizes.samples, "samples", "those of `qkv`", $p.samples)?;
+        Violation::unless($p.samples as usize == $sizes.samples, "samples", "the samples of `qkv`", $p.samples)?;
         let expected = qkv_map($p.qkv, [$p.heads, $p.kv_heads, $p.width], $p.stacked != 0);
         check_map("qkv_map", &$p.qkv_map, &expected)?;
     };

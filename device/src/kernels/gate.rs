@@ -51,7 +51,7 @@ family! {
     }
     // SAFETY: a thread accesses only its own vectors inside `x`; `y` is as long.
     contract unsafe { block: BLOCK, shared: 0 } |k| {
-        Violation::unless(k.function <= GELU_EXACT, "function", "a number of this module", k.function)?;
+        Violation::unless(k.function <= GELU_EXACT, "function", "the number of a function of this module", k.function)?;
         Violation::unless_length("y", k.x.len(), k.y.len())?;
         crate::block::twice_grid::<S>(k.x.len())
     }
@@ -79,7 +79,7 @@ family! {
     }
     // SAFETY: a thread accesses only its own vectors inside `kept`; `dy` and `dx` are as long.
     contract unsafe { block: BLOCK, shared: 0 } |k| {
-        Violation::unless(k.function <= GELU_EXACT, "function", "a number of this module", k.function)?;
+        Violation::unless(k.function <= GELU_EXACT, "function", "the number of a function of this module", k.function)?;
         Violation::unless_length("dy", k.kept.len(), k.dy.len())?;
         Violation::unless_length("dx", k.kept.len(), k.dx.len())?;
         crate::block::own_grid::<S>(k.kept.len())

@@ -393,7 +393,7 @@ family! {
         Violation::unless_length("inverse_std", rows, k.inverse_std.len())?;
         Violation::unless_length("dy", k.h.len(), k.dy.len())?;
         Violation::unless_length("dh", k.h.len(), k.dh.len())?;
-        Violation::unless(k.chunk == chunk_of(rows, k.cols), "chunk", "what `chunk_of` gives", k.chunk)?;
+        Violation::unless(k.chunk == chunk_of(rows, k.cols), "chunk", "the value of `chunk_of`", k.chunk)?;
         let sums = Size::of(rows).div_ceil(k.chunk).times(k.cols);
         Violation::unless_length("dgain", sums, k.dgain.len())?;
         Violation::unless_length("dbias", sums, k.dbias.len())?;

@@ -343,7 +343,7 @@ family! {
     // SAFETY: a block accesses only the part of its own chunk inside `x`. `target` and `dx` are as
     // long, and `losses` has an element for each chunk.
     contract unsafe { block: BLOCK, shared: REDUCTION_BYTES } |k| {
-        Violation::unless(k.function <= BINARY_CROSS_ENTROPY, "function", "a number of this module", k.function)?;
+        Violation::unless(k.function <= BINARY_CROSS_ENTROPY, "function", "the number of a function of this module", k.function)?;
         Violation::unless_length("target", k.x.len(), k.target.len())?;
         Violation::unless_length("losses", k.x.len().div_ceil(CHUNK), k.losses.len())?;
         Violation::unless_length("dx", k.x.len(), k.dx.len())?;

@@ -206,7 +206,7 @@ pub const TILES: [Tile; matmul::VARIANTS.len() - 1] = {
     let mut at = 0;
     while at < tiles.len() {
         tiles[at] = matmul::VARIANTS[at].1;
-        assert!(!tiles[at].is_on_cpu(), "the emulator's own stands last");
+        assert!(!tiles[at].is_on_cpu(), "the emulator's own tiles must be last");
         at += 1;
     }
     tiles

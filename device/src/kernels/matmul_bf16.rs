@@ -95,9 +95,9 @@ macro_rules! check_column_sums {
     ($p:ident, $S:ty, $split_k:ident, $a_is_transposed:expr, $b_is_plain:expr) => {
         if $p.flags & $crate::matmul_bf16::BIAS_GRAD != 0 {
             let sums_b = $a_is_transposed && size_of::<$S>() == size_of::<f32>();
-            Violation::unless(sums_b, "flags", "sums of B only beside a transposed A, into f32", $p.flags)?;
-            Violation::unless($b_is_plain, "flags", "B as [k, n] where it is summed", $p.flags)?;
-            Violation::unless($p.m > 0, "m", "at least one where B is summed", $p.m)?;
+            Violation::unless(sums_b, "flags", "sums of B only with a transposed A and an f32 output", $p.flags)?;
+            Violation::unless($b_is_plain, "flags", "B as [k, n] if it is summed", $p.flags)?;
+            Violation::unless($p.m > 0, "m", "at least one if B is summed", $p.m)?;
             let matrices = Size::of($p.batches).times($split_k);
             checks::holds("sums", $p.sums.len(), matrices, $p.n as usize, [1, $p.n as usize], $p.n as usize)?;
         }

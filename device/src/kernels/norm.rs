@@ -384,7 +384,7 @@ family! {
         Violation::unless(k.parts > 0, "parts", "at least 1", k.parts)?;
         Violation::unless_length("dy", Size::of(k.parts).times(k.x.len()), k.dy.len())?;
         Violation::unless_length("dx", k.x.len(), k.dx.len())?;
-        Violation::unless(k.chunk == chunk_of(rows, k.cols), "chunk", "what `chunk_of` gives", k.chunk)?;
+        Violation::unless(k.chunk == chunk_of(rows, k.cols), "chunk", "the value of `chunk_of`", k.chunk)?;
         Violation::unless_length("dgain", Size::of(rows).div_ceil(k.chunk).times(k.cols), k.dgain.len())?;
         Grid::cover(rows, k.chunk)
     }

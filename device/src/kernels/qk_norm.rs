@@ -240,7 +240,7 @@ family! {
         Violation::unless_length("gains", Size::of(k.distance).plus(k.width), k.gains.len())?;
         Violation::unless_length("inverse_rms", rows, k.inverse_rms.len())?;
         let chunk = crate::row_chunk::chunk_of(rows, k.width as usize);
-        Violation::unless(k.chunk == chunk, "chunk", "what `chunk_of` gives", k.chunk)?;
+        Violation::unless(k.chunk == chunk, "chunk", "the value of `chunk_of`", k.chunk)?;
         Violation::unless_length("dx", k.x.len(), k.dx.len())?;
         Violation::unless_length("dgains", Size::of(rows).div_ceil(chunk).times(k.gains.len()), k.dgains.len())?;
         Grid::cover(rows, chunk)

@@ -56,6 +56,6 @@ pub unsafe fn scalars(y: *mut f32, length: usize, function: u32, first: u32, str
 // which is that of `y`.
 contract! { unsafe scalars { block: crate::block::BLOCK } |k| {
     Violation::unless_length("y", k.length, k.y.len())?;
-    Violation::unless(k.function <= GELU_EXACT, "function", "a number of this module", k.function)?;
+    Violation::unless(k.function <= GELU_EXACT, "function", "the number of a function of this module", k.function)?;
     crate::block::vector_grid(k.length)
 }}

@@ -236,7 +236,9 @@ impl Encoder<'_> {
     /// Adds the token that ends a text, unless it is there.
     fn finish(&self, sample: &mut Sample) {
         match (self.end, sample.ids.last()) {
-            (Some(end), Some(&last)) if last == end => *sample.counted.last_mut().expect("as many as ids") = true,
+            (Some(end), Some(&last)) if last == end => {
+                *sample.counted.last_mut().expect("`counted` has an entry for each id") = true
+            }
             (Some(end), _) => {
                 sample.ids.push(end);
                 sample.counted.push(true);

@@ -18,7 +18,7 @@ pub(crate) fn line(bytes: &[u8]) -> std::result::Result<Value, String> {
         let advice = if error.is_eof() {
             ": the line ends within an object: write each object on one line, and check that the file is complete"
         } else if fault.contains("hex escape") {
-            ": `\\ud800` to `\\udfff` are halves of a character (surrogates): write both, or remove the one"
+            ": `\\ud800` to `\\udfff` are halves of a character (surrogates): write both, or remove it"
         } else if fault.contains("unicode code point") {
             ": write the file as UTF-8"
         } else if column <= 1 {

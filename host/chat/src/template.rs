@@ -286,7 +286,7 @@ fn with_generation_filter(source: &str) -> String {
 fn unmarked(marked: &str) -> Rendering {
     let (mut text, mut generated, mut starts) = (String::with_capacity(marked.len()), Vec::new(), Vec::new());
     let mut rest = marked;
-    while let Some(at) = rest.find(MARKS[0].chars().next().expect("a mark is not empty")) {
+    while let Some(at) = rest.find(MARKS[0].chars().next().expect("a mark has a character")) {
         text.push_str(&rest[..at]);
         rest = &rest[at..];
         if let Some(after) = rest.strip_prefix(MARKS[0]) {

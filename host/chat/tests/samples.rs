@@ -83,7 +83,7 @@ fn special_tokens_are_not_doubled() {
     for (prompt, completion) in [("<s>It", " is."), ("It", " is.</s>")] {
         assert_eq!(ids(json!({"prompt": prompt, "completion": completion})), row, "{prompt}{completion}");
     }
-    assert_eq!(ids(json!({"text": "<s><s>It is."})).len(), plain.len() + 1, "only one is left out");
+    assert_eq!(ids(json!({"text": "<s><s>It is."})).len(), plain.len() + 1, "only one of both tokens is left out");
 }
 
 /// Long texts become samples in which each token is predicted once. Others are cut.

@@ -330,7 +330,7 @@ impl Sanitizer {
     fn call<R: Send + 'static>(&self, call: impl FnOnce() -> R + Send + 'static) -> Option<R> {
         // SAFETY: the functions of the tool only describe memory to it.
         let called = unsafe { self.device.in_context("sanitizer", call) };
-        called.inspect_err(|error| tracing::debug!(%error, "a call to the sanitizer was not made")).ok()
+        called.inspect_err(|error| tracing::debug!(%error, "a call to the sanitizer failed")).ok()
     }
 }
 

@@ -15,7 +15,7 @@
 
 mod check;
 #[path = "../../../examples/crossasset/model.rs"]
-#[allow(dead_code, reason = "the monitored weight is unused")]
+#[allow(dead_code, reason = "the monitored weight is not used here")]
 mod crossasset;
 mod doctor;
 mod finetune;

@@ -191,7 +191,7 @@ fn missing_or_absurd_facts_are_tolerated() {
     let (code, found) = judged(&json!({}));
     assert_eq!(code, 0, "{found:?}");
     let well: Vec<_> = found.iter().filter(|(_, level)| level == "well").map(|(check, _)| check.as_str()).collect();
-    assert_eq!(well, ["cgroup"], "what is not known is not well; no cgroup is no limit");
+    assert_eq!(well, ["cgroup"], "unknown facts must not be reported as well, but a missing cgroup limit is");
     let huge = json!(u64::MAX);
     let mut facts = fixture("well-gb10");
     for name in ["mem_available_bytes", "dirty_bytes", "swap_total_bytes", "swap_free_bytes"] {
@@ -231,6 +231,6 @@ fn report_is_complete_or_an_error() {
         let output = doctor(&["--facts", &facts, "--report", report, "--add", &path(add)]);
         assert_eq!(output.status.code(), Some(1), "{report} {add}");
         assert!(String::from_utf8_lossy(&output.stderr).starts_with("error: "), "{report} {add}");
-        assert!(!Path::new(report).exists(), "half a report");
+        assert!(!Path::new(report).exists(), "a failed report must leave no file");
     }
 }

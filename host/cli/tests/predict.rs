@@ -60,16 +60,12 @@ fn product_barriers_come_early() {
             let (all, ahead) = (number(&turn[0]), number(&turn[1]));
             // A warp of a small tile has few multiplies, and the first reads take some of them.
             if all >= 32.0 {
-                assert!(3.0 * ahead < all, "{arch}, {name}: {ahead} of {all} multiplies before the barrier");
+                assert!(3.0 * ahead < all, "{arch}, {name}: too many multiplies before the barrier: {ahead} of {all}");
                 loops += 1;
             }
         }
     }
-    assert_eq!(
-        loops,
-        2 * (3 + 18),
-        "three kernels of rounded factors; eight of BF16 tensors, two loops each, and two more"
-    );
+    assert_eq!(loops, 2 * (3 + 18), "expected two loops in each of the 3 + 18 kernels");
 }
 
 #[test]
@@ -102,9 +98,9 @@ fn cached_data_causes_no_traffic() {
         (number(&step["forecast"]["memory_bytes"]), touched)
     };
     let (all, touched) = bytes("1000000");
-    assert_eq!(all, 0.0, "a step in a row finds everything that the one before has left");
+    assert_eq!(all, 0.0, "a step after another must find all its data in the cache");
     let (none, _) = bytes("1");
-    assert!(none >= 0.95 * touched, "{none} of {touched}");
+    assert!(none >= 0.95 * touched, "without a cache, almost all bytes come from memory: {none} of {touched}");
     let (some, _) = bytes("50");
     assert!(0.0 < some && some < none, "{some}");
 }

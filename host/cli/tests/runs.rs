@@ -77,7 +77,7 @@ impl Place {
         let errors = text(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{arguments}: {errors}");
         assert!(errors.contains(words), "{arguments}: expected `{words}` in {errors}");
-        assert!(!errors.contains("::"), "a name of Rust: {errors}");
+        assert!(!errors.contains("::"), "an error contains a Rust path: {errors}");
         assert!(self.files() == before, "{arguments}: a file was changed");
     }
 

@@ -57,7 +57,7 @@ on_each_device! {
         assert_eq!(report["weights_sha256"].as_str().unwrap().len(), 64);
         assert!(report["tokens_per_second"].as_f64().unwrap() > 0.0 && report["sample"].is_string(), "{report}");
         assert!(report["bytes"]["steps"].as_u64().unwrap() > 0, "{report}");
-        assert_eq!(report["evaluations"].as_array().unwrap().len(), 4, "a fifth of four updates is one");
+        assert_eq!(report["evaluations"].as_array().unwrap().len(), 4, "a fifth of four updates is rounded up to one");
 
         // The run has ended. Resuming it gives the same report, and training continues from the
         // weights for transformers.
@@ -99,7 +99,7 @@ on_each_device! {
             let loaded = stepscope::files::StateDict::from_pretrained(out.join("transformers"), |_| false).unwrap();
             loaded.iter().map(|(name, shape, values)| (name.to_owned(), shape.to_vec(), support::bits(values))).collect::<Vec<_>>()
         });
-        assert!(one == other && !one.is_empty(), "the same tensors, bit for bit");
+        assert!(one == other && !one.is_empty(), "the tensors must have the same bits");
         let output = gpt(device, &data, &folder.path().join("on"), &format!("{tokenizer} --weights {}", theirs.display()));
         assert!(output.status.success(), "{}", text(&output.stderr));
     }

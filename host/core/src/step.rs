@@ -173,7 +173,7 @@ impl<'s> Step<'s> {
             return Ok(());
         }
         let name = |device: &Device| device.description().name.clone();
-        let got = format!("one on {}, or on a dry run of it", name(device));
+        let got = format!("a buffer on {}, or on a dry run of it", name(device));
         Err(Error::misuse("lend", format!("a buffer on {}", name(self.device())), got))
     }
 

@@ -57,13 +57,13 @@ mod tests {
     #[test]
     fn buckets_cover_everything_from_the_end() {
         assert_eq!(sizes(&[1]), [1]);
-        assert_eq!(sizes(&[LEAST, LEAST - 1]), [2 * LEAST - 1], "a small one waits for its neighbour");
+        assert_eq!(sizes(&[LEAST, LEAST - 1]), [2 * LEAST - 1], "a small bucket is merged with its neighbour");
         let aligned = TOGETHER * CHUNK;
         assert_eq!(sizes(&[aligned, LEAST, aligned, LEAST]), [LEAST, aligned + LEAST, aligned]);
         assert_eq!(
             sizes(&[64, LEAST, LEAST]),
             [LEAST + 64 - aligned, LEAST, aligned],
-            "buckets start where slices may"
+            "buckets start at multiples of a slice's alignment"
         );
         // A large region is divided by `MOST`, whatever its size, and a single parameter is not
         // divided.

@@ -96,9 +96,9 @@ fn begin(
     build: impl FnOnce(Builder<'_>) -> Result<HandshakeState, snow::Error>,
 ) -> HandshakeState {
     let key = secret.key();
-    let pattern = PATTERN.parse().expect("a pattern that snow has");
+    let pattern = PATTERN.parse().expect("snow supports the pattern");
     let builder = Builder::new(pattern).psk(0, &key).and_then(|builder| builder.prologue(prologue));
-    builder.and_then(build).expect("the pattern needs nothing else")
+    builder.and_then(build).expect("the pattern needs no other keys")
 }
 
 /// The two directions of a channel.
@@ -133,7 +133,7 @@ impl Sealer {
             let (length, message) = record.split_at_mut(LENGTH);
             length.copy_from_slice(&(message.len() as u16).to_le_bytes());
             let written = self.keys.write_message(self.next, content, message);
-            assert_eq!(written, Ok(content.len() + TAG), "a record has a number below 2^64 and room");
+            assert_eq!(written, Ok(content.len() + TAG), "fewer than 2^64 records are sealed, and the buffer has room");
             self.next += 1;
             rest = behind;
         }

@@ -131,7 +131,10 @@ mod tests {
     #[test]
     fn invalid_group_sizes_are_refused() {
         for (rank, ranks, says) in [(0, 0, "1 to 4096 ranks"), (2, 2, "a rank below 2"), (0, 4097, "got 4097")] {
-            let error = GroupConfig::new(rank, ranks, "127.0.0.1:1").check().expect_err("no such group").to_string();
+            let error = GroupConfig::new(rank, ranks, "127.0.0.1:1")
+                .check()
+                .expect_err("such a group must be refused")
+                .to_string();
             assert!(error.contains(says), "{error}");
         }
         assert!(GroupConfig::on_this_host(0).is_err());

@@ -238,7 +238,7 @@ mod tests {
     }
 
     fn found(variables: &[(&str, &str)]) -> (usize, usize, usize, String) {
-        let config = from(variables).expect("variables that make sense").expect("a launcher");
+        let config = from(variables).expect("the variables are valid").expect("a launcher");
         (config.rank, config.ranks, config.local_rank, config.address)
     }
 

@@ -115,7 +115,7 @@ impl Rendezvous<'_> {
                 started.map_err(|error| Error::system("group", Resource::Thread, error))?;
                 let reason = match receiver.recv_timeout(self.config.deadline) {
                     Ok(Ok(found)) if !found.is_empty() => Ok(found),
-                    Ok(Ok(_)) => Err("the lookup found none".into()),
+                    Ok(Ok(_)) => Err("the lookup returned no address".into()),
                     Ok(Err(error)) => Err(error.to_string()),
                     Err(_) => Err(format!("the lookup had not ended after {:?}", self.config.deadline)),
                 };

@@ -59,19 +59,21 @@ pub(super) fn all<C: Send, T: Send>(
 /// Returns a group that has met with ample time, and then has this deadline.
 pub(super) fn met(ranks: usize, deadline: Duration) -> Vec<Arc<Mesh>> {
     let met = all(configs(ranks, PLENTY), |config| Mesh::join(&config).expect("the ranks meet"));
-    let within = |(mesh, _): (Arc<Mesh>, _)| Arc::new(Arc::into_inner(mesh).expect("the only one").within(deadline));
+    let within = |(mesh, _): (Arc<Mesh>, _)| {
+        Arc::new(Arc::into_inner(mesh).expect("no other handle of the mesh exists").within(deadline))
+    };
     met.into_iter().map(within).collect()
 }
 
 pub(super) fn rank_fault<T: std::fmt::Debug>(result: Result<T>) -> RankFault {
-    match result.expect_err("another rank is at fault") {
+    match result.expect_err("the call must fail because of another rank") {
         Error::Rank(fault) => *fault,
         other => panic!("{other}"),
     }
 }
 
 pub(super) fn rendezvous_fault<T: std::fmt::Debug>(result: Result<T>) -> RendezvousFault {
-    match result.expect_err("the ranks do not meet") {
+    match result.expect_err("the rendezvous must fail") {
         Error::Rendezvous(fault) => *fault,
         other => panic!("{other}"),
     }

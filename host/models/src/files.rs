@@ -161,7 +161,7 @@ impl WeightFiles {
             }
         }
         if let Some((name, _)) = of_parameter.first_key_value() {
-            return Err(Error::misuse("load", format!("a model with the parameter `{name}`"), "one without it"));
+            return Err(Error::misuse("load", format!("a model with the parameter `{name}`"), "a model without it"));
         }
         self.check_tied_head()?;
         self.files.check_unchanged()

@@ -52,7 +52,7 @@ impl Quantized {
         for (map, known) in MAPS.into_iter().zip(Nf4Matrix::code_values()) {
             if files.read::<f32>(&format!("{name}{map}"))? != known {
                 return Err(refused(format!(
-                    "expected the values of bitsandbytes' codes in `{name}{map}`, got others"
+                    "expected the values of bitsandbytes' codes in `{name}{map}`, got other values"
                 )));
             }
         }

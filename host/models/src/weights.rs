@@ -271,7 +271,7 @@ pub(crate) fn merge(weights: &mut [f32], shape: Shape, adapter: &Adapter, parame
 /// Returns the parameter with this name.
 pub(crate) fn named<'l>(spec: &'l ParameterSpec, name: &str) -> Result<(Parameter, &'l ParameterEntry)> {
     let found = spec.iter().find(|(_, entry)| entry.name() == name);
-    found.ok_or_else(|| Error::misuse("weights", format!("a model with the parameter `{name}`"), "one without it"))
+    found.ok_or_else(|| Error::misuse("weights", format!("a model with the parameter `{name}`"), "a model without it"))
 }
 
 /// Converts parameters to tensors of a file, minus what the file's tensors lack.
@@ -304,7 +304,7 @@ pub(crate) fn values_of(
         }
         let theirs = read(tensor)?;
         for (name, places) in tensor.places(&columns) {
-            let (_, ours) = values.get_mut(name).expect("made above");
+            let (_, ours) = values.get_mut(name).expect("the values were inserted above");
             float_mode::in_default(|| places.for_each(|at, there| ours[at] = theirs[there] + tensor.added));
         }
     }
@@ -314,7 +314,7 @@ pub(crate) fn values_of(
 /// Returns a function from a parameter's name to its outputs.
 pub(crate) fn columns(spec: &ParameterSpec) -> impl Fn(&str) -> usize + use<> {
     let last = |(_, entry): (_, &ParameterEntry)| {
-        (entry.name().to_owned(), *entry.shape().extents().last().expect("an extent"))
+        (entry.name().to_owned(), *entry.shape().extents().last().expect("a shape has an extent"))
     };
     let columns: HashMap<String, usize> = spec.iter().map(last).collect();
     move |name| columns.get(name).copied().unwrap_or(0)

@@ -126,7 +126,7 @@ mod tests {
             let most = taken + AHEAD + 1;
             wait_until("batches are made ahead", || made.load(Ordering::SeqCst) == most);
             thread::sleep(Duration::from_millis(5));
-            assert_eq!(made.load(Ordering::SeqCst), most, "after {taken} were taken");
+            assert_eq!(made.load(Ordering::SeqCst), most, "batches made after {taken} were taken");
             assert_eq!(loader.next().unwrap().unwrap(), taken);
         }
         assert_eq!(loader.map(Result::unwrap).collect::<Vec<_>>(), (5..100).collect::<Vec<_>>());
@@ -164,7 +164,7 @@ mod tests {
         let mut full = Loader::new((0..).map(move |_: u32| Ok(Arc::clone(&held)))).unwrap();
         drop(full.next());
         drop(full);
-        wait_until("what waits for room is let go", || Arc::strong_count(&kept) == 1);
+        wait_until("a batch that waits for room is dropped", || Arc::strong_count(&kept) == 1);
         // .. or is making a batch that takes long.
         let (gate, opened) = channel::<()>();
         let held = Arc::clone(&kept);
@@ -175,8 +175,8 @@ mod tests {
         .unwrap();
         let start = Instant::now();
         drop(busy);
-        assert!(start.elapsed() < FAR, "the drop waits for the batch");
+        assert!(start.elapsed() < FAR, "the drop waited for the batch");
         drop(gate);
-        wait_until("what was in the making is let go", || Arc::strong_count(&kept) == 1);
+        wait_until("a batch in progress is dropped", || Arc::strong_count(&kept) == 1);
     }
 }

@@ -105,7 +105,7 @@ impl OpenTensors {
             return Err(Error::file(path, reason));
         }
         let number = file.next_bytes(NUMBER_BYTES).map_err(failed)?;
-        let number: [u8; 8] = number.try_into().expect("as many as were asked for");
+        let number: [u8; 8] = number.try_into().expect("the read returns 8 bytes");
         let (length, rest) = (u64::from_le_bytes(number), file.len() - NUMBER_BYTES);
         if length > rest.min(MAX_HEADER_BYTES) {
             let kind = file.kind().map_err(failed)?.filter(|&kind| kind != FileKind::Safetensors);

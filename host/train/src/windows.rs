@@ -117,7 +117,7 @@ mod tests {
         let (first, second, other) = (order(7, 0), order(7, 1), order(8, 0));
         assert!(first != second && first != other && second != other && first == order(7, 0));
         let stays = first.windows(2).filter(|pair| pair[0] + 8 == pair[1]).count();
-        assert!(stays < 10, "{stays} of 99 windows follow the one before, as in the text");
+        assert!(stays < 10, "too many windows keep the order of the text: {stays} of 99");
     }
 
     #[test]

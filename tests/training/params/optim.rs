@@ -207,7 +207,7 @@ on_each_device! {
         refused(arena.capture(Model::new(device), &HostInputs::new(), |step, model, slots| {
             model.apply(UpdateTicket::each_replay(slots), step, 5.0)?;
             model.apply(UpdateTicket::each_replay(slots), step, 5.0)
-        }), "a second one");
+        }), "a second `apply`");
         // If there are two optimizers, both updates must be prepared, or none is applied.
         let models = [Model::new(device), Model::new(device)];
         let mut captured = arena
@@ -313,7 +313,7 @@ on_each_device! {
         told(Optimizer::new(weights, Odd { settings: |_, _| 0, ..Odd::default() }), "odd: expected at least one setting");
         let halves = || ParameterGroups::new().with(ParameterGroup { rate: 0.5, weight_decay: None }, |_| true);
         let odd = |odd| Optimizer::new(weights, odd).unwrap();
-        told(odd(Odd { groups: false, ..Odd::default() }).with_parameter_groups(&halves()), "supports no others, got 2");
+        told(odd(Odd { groups: false, ..Odd::default() }).with_parameter_groups(&halves()), "`has_groups` returns false, got 2");
         let by_group: fn(u64, &ParameterGroup) -> usize = |_, group| if group.rate < 1.0 { 2 } else { 1 };
         told(odd(Odd { settings: by_group, ..Odd::default() }).with_parameter_groups(&halves()), "1 settings for each group, got 2");
         told(odd(Odd::default()).with_parameter_groups(&ParameterGroups::new().no_decay(|entry| entry.name() == "v")), "none for group 0");

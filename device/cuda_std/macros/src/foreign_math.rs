@@ -63,7 +63,7 @@ fn message(name: &str) -> String {
     let instead = match name {
         "exp" | "tanh" => format!("call `kernels::math::{name}`"),
         "ln" | "log" => "call `kernels::math::log`".to_owned(),
-        _ => "make it of what `kernels::math` has".to_owned(),
+        _ => "compute it with the functions of `kernels::math`".to_owned(),
     };
     format!(
         "`{name}` of the standard library has other bits on each machine, and no GPU has it: {instead} \

@@ -57,7 +57,7 @@ fn is_watched() -> bool {
     let watched: u64;
     #[allow(
         clippy::pointers_in_nomem_asm_block,
-        reason = "the word is constant for as long as two looks can be merged"
+        reason = "the word does not change between two reads that can be merged"
     )]
     // SAFETY: the assembly reads one word that lives as long as the OS thread. `nomem` claims more
     // than is true: that no write to memory changes the result. No write of a kernel does. Only
@@ -86,7 +86,7 @@ fn reach(base: u64) -> Reach {
     #[cfg(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(miri)))]
     #[allow(
         clippy::pointers_in_nomem_asm_block,
-        reason = "the words are constant for as long as two looks can be merged"
+        reason = "the words do not change between two reads that can be merged"
     )]
     // SAFETY: the assembly reads a word of this OS thread, as in `is_watched`, and the `Bounds` to
     // which it points. `watch` requires that they live, unchanged, as long as kernels run. The

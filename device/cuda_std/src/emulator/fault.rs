@@ -192,7 +192,10 @@ impl fmt::Display for Fault {
             }
             Cause::OutOfBounds { place, access, .. } => write!(f, "out of bounds: {place} {access}"),
             Cause::Misaligned { place, align, access } => {
-                write!(f, "misaligned: {place} is no multiple of {align} bytes, {access}; a GPU would be lost")
+                write!(
+                    f,
+                    "misaligned: {place} is no multiple of {align} bytes, {access}; on a GPU this access would fail"
+                )
             }
             Cause::Unwritten { place, access } => write!(f, "never written: {place} {access}"),
         }

@@ -53,7 +53,10 @@ impl SharedMemory {
             // Compares a whole zone at once, and searches for the byte only if it was hit.
             let intact = [RED_ZONE; RED_ZONE_BYTES + 16];
             if memory[zone.clone()] != intact[..zone.len()] {
-                let hit = memory[zone.clone()].iter().position(|&byte| byte != RED_ZONE).expect("a byte differs");
+                let hit = memory[zone.clone()]
+                    .iter()
+                    .position(|&byte| byte != RED_ZONE)
+                    .expect("a byte of the red zone was overwritten");
                 let offset = (zone.start + hit) as i64 - RED_ZONE_BYTES as i64;
                 return Err(Cause::SharedOverrun { offset, size: bytes });
             }

@@ -54,7 +54,7 @@ impl Traps {
         match self.note.take() {
             Some(Note::StackOverflow) => Cause::StackOverflow { bytes: STACK_BYTES },
             Some(Note::NoMemory(address)) => Cause::NoMemory { place: address.map(|address| block.place(address)) },
-            None => unreachable!("a coroutine ends by a fault alone"),
+            None => unreachable!("only a fault ends a coroutine here"),
         }
     }
 }

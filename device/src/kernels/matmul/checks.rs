@@ -20,8 +20,8 @@ pub(crate) fn reads_c<S>(_: &Pointer<'_, S>, flags: u32, beta: f32) -> Result<bo
     let multiplies = flags & (SWIGLU | GELU_DERIVATIVE) != 0;
     Violation::unless((flags & ACTIVATIONS).count_ones() <= 1, "flags", "at most one activation", flags)?;
     let exists = differentiates::<S>() || flags & GELU_DERIVATIVE == 0;
-    Violation::unless(exists, "flags", "a derivative only where BF16 is stored", flags)?;
-    Violation::unless(!multiplies || beta == 0.0, "beta", "0 where `c` multiplies the sum", beta)?;
+    Violation::unless(exists, "flags", "a derivative only with BF16 storage", flags)?;
+    Violation::unless(!multiplies || beta == 0.0, "beta", "0, because `c` multiplies the sum", beta)?;
     Ok(multiplies || beta != 0.0)
 }
 
@@ -48,7 +48,7 @@ macro_rules! check_split_k {
         Violation::unless(
             split_k == 1 || sum_alone,
             "k_per_split",
-            "k where something follows the sum",
+            "k, because the epilogue is not empty",
             $p.k_per_split,
         )?;
         split_k

@@ -94,7 +94,7 @@ mod tests {
         assert_eq!(gone.iter().map(|gone| gone.bytes).collect::<Vec<_>>(), [100]);
         assert_eq!((held.resets, held.live.len()), (1, 2));
         assert_eq!(held.apply(&event(4, Kind::Free, OVERFLOW, 5)).len(), 1);
-        assert_eq!(held.apply(&event(4, Kind::Free, OVERFLOW, 5)).len(), 0, "it is gone already");
+        assert_eq!(held.apply(&event(4, Kind::Free, OVERFLOW, 5)).len(), 0, "the tensor was already freed");
     }
 
     #[test]
@@ -130,7 +130,7 @@ mod tests {
             };
             let (reserved, live, resets) = end(&short);
             prop_assert_eq!(resets, steps.len() as u64);
-            prop_assert_eq!(live.len(), 1, "the weights");
+            prop_assert_eq!(live.len(), 1, "only the weights are live");
             prop_assert_eq!((reserved, live, resets), end(&full));
         }
     }

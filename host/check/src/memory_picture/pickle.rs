@@ -473,7 +473,7 @@ print(json.dumps({
             for segment in &snapshot.segments {
                 let mut at = segment.address;
                 for block in &segment.blocks {
-                    prop_assert_eq!(block.address, at, "the next block");
+                    prop_assert_eq!(block.address, at, "blocks must be adjacent");
                     prop_assert!(block.size > 0 && block.requested_size <= block.size);
                     at += block.size;
                 }

@@ -75,6 +75,6 @@ mod tests {
         drop(long);
         assert_eq!(observed.strong_count(), 0);
         arena.step(|step| step.empty::<f32>([64]).map(drop)).unwrap();
-        assert_eq!(short.recording().forgotten_events(), 3, "the other recorder goes on");
+        assert_eq!(short.recording().forgotten_events(), 3, "the other recorder must continue");
     }
 }

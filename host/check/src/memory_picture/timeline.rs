@@ -204,7 +204,7 @@ mod tests {
         assert_eq!(
             line.holds_most(&recording),
             Some(("host/core/src/ops/activation.rs:21".into(), all)),
-            "one line made all"
+            "one line made all tensors"
         );
         assert_eq!(line.arena_bytes, 4096);
         assert_eq!(line.resets_us, [150]);

@@ -230,7 +230,7 @@ fn modes_give_same_bits(device: &Device, base: &str) {
             break bits;
         }
     };
-    assert_eq!(resumed, captured, "{base}: resumed after each update");
+    assert_eq!(resumed, captured, "{base}: resuming after each update must change nothing");
 }
 
 /// A pass over the data has each context once, in an order of its own.
@@ -251,6 +251,6 @@ fn passes_have_each_context_once() {
         batches.iter().flatten().map(|part| part.ids.clone()).collect()
     };
     assert_ne!(ids(first), ids(second));
-    assert_eq!(ids(&take(4, 2)), ids(&batches[1..3]), "a run resumes after a batch");
+    assert_eq!(ids(&take(4, 2)), ids(&batches[1..3]), "a resumed run must begin after the last batch");
     assert!(batches.iter().flatten().all(|part| part.len() == 2));
 }

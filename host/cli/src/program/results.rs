@@ -245,7 +245,7 @@ mod tests {
         fs::write(out.join("adapter/adapter_config.json"), "{}").unwrap();
         assert_eq!(Claim { overwrite: true, ..claim(out) }.check(), Ok(()));
         fs::write(&checkpoint, "cut").unwrap();
-        assert_eq!(resumed(&checkpoint), Ok(()), "its reader names the damage");
+        assert_eq!(resumed(&checkpoint), Ok(()), "the reader of a damaged checkpoint names the damage");
     }
 
     /// Files that no run has written are refused by name, also with `--overwrite`.

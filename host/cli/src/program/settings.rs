@@ -30,7 +30,7 @@ pub fn note<'c>(checkpoint: &'c Checkpoint, name: &str) -> Result<&'c str, Strin
     let program = |name: &str| shown(name.split('.').next().unwrap_or_default());
     let other = checkpoint.notes().map(|(name, _)| name).find(|name| name.ends_with(".settings"));
     let whose = other.map_or("another program".to_owned(), |other| format!("`{}`", program(other)));
-    Err(format!("is a checkpoint of {whose}; expected one of `{}`", program(name)))
+    Err(format!("is a checkpoint of {whose}; expected a checkpoint of `{}`", program(name)))
 }
 
 /// Returns true if a run can resume from the checkpoint. That needs the optimizer's state, not only

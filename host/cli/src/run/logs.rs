@@ -236,7 +236,7 @@ mod tests {
         let text = fs::read_to_string(folder.join(LINES)).unwrap();
         let line = |line: &str| serde_json::from_str::<Figures>(line).unwrap();
         let lines = text.lines().map(line).map(|line| (line.update, line.evaluation_loss.is_some()));
-        let [file] = &marks::entries(&folder.join(EVENTS))[..] else { panic!("one event file") };
+        let [file] = &marks::entries(&folder.join(EVENTS))[..] else { panic!("the folder must have one event file") };
         let events = events::events(&fs::read(file).unwrap());
         let event = |event: &Event| (event.step as u64, event.values()[0].tag == EVALUATION);
         [lines.collect(), events.iter().skip(1).map(event).collect()]

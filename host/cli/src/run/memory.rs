@@ -117,7 +117,7 @@ impl RunMemory {
             return Ok(());
         }
         let reason = format!(
-            "the run needs {self}{}, and {:.2} GiB are there: {advice}",
+            "the run needs {self}{}, but only {:.2} GiB are available: {advice}",
             if ranks > 1 { format!(", for each of {ranks} ranks") } else { String::new() },
             available as f64 / GIB
         );

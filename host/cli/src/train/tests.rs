@@ -82,7 +82,7 @@ on_each_device! {
                 trained(device, &arguments(&data, folder.path(), &format!("{arch} {more}")), false).unwrap()
             };
             let captured = run("");
-            assert_eq!(captured.1.len(), 5 + 2, "{arch}: 5 updates, and looks behind the third and the last");
+            assert_eq!(captured.1.len(), 5 + 2, "{arch}: 5 updates, and evaluations after the third and the last");
             assert_eq!(run("--eager"), captured, "{arch}: eager");
             assert_eq!(run("--recompute"), captured, "{arch}: recomputed");
             assert_eq!(run("--eager --recompute"), captured, "{arch}: eager and recomputed");
@@ -98,7 +98,7 @@ on_each_device! {
                     break bits;
                 }
             };
-            assert_eq!((stops, resumed), (5, captured), "{arch}: resumed behind each update");
+            assert_eq!((stops, resumed), (5, captured), "{arch}: resuming after each update must change nothing");
         }
     }
 
@@ -138,7 +138,7 @@ on_each_device! {
         };
         let text = write(7, 1.0);
         assert!(text == write(7, 1.0) && text != write(8, 1.0) && text.len() == 10, "{text:?}");
-        assert_eq!(write(7, 0.0), write(8, 0.0), "the likeliest tokens have no seed");
+        assert_eq!(write(7, 0.0), write(8, 0.0), "with temperature 0 the seed must not matter");
     }
 
     /// Generation token by token with a key-value cache gives the same greedy text as recomputing
@@ -168,7 +168,7 @@ on_each_device! {
             }
             let written = sample::write(device, model, parameters, &tokens[..3], (100, &[]), &greedy).unwrap();
             assert_eq!(written, tokens[3..], "{arch}");
-            assert!(written.iter().any(|&token| token != written[0]), "{arch} writes more than one token: {written:?}");
+            assert!(written.iter().any(|&token| token != written[0]), "{arch} must write different tokens: {written:?}");
         }
     }
 

@@ -193,7 +193,7 @@ mod tests {
         counters.passes = 3;
         assert_eq!(counters.cause(512, 1024), Cause::NeverReset { passes: 3 });
         (counters.passes, counters.phase) = (1, Phase::Optimizer);
-        assert_eq!(counters.cause(512, 1024), Cause::WorkingSetLargerThanArena, "the pass is not over yet");
+        assert_eq!(counters.cause(512, 1024), Cause::WorkingSetLargerThanArena, "the pass has not ended yet");
         counters.reset();
         assert_eq!((counters.passes, counters.phase), (0, Phase::Forward));
     }
@@ -227,13 +227,13 @@ mod tests {
         peak.step_has(70);
         assert_eq!((peak.step_bytes(), peak.whole_bytes(0)), (100, 100));
         peak.captured_changes(0);
-        assert_eq!(peak.whole_bytes(40), 100, "captured steps own 40 bytes, and no step has run beside them");
+        assert_eq!(peak.whole_bytes(40), 100, "captured steps own 40 bytes, and no step ran while they did");
         peak.step_has(50);
         assert_eq!(peak.whole_bytes(40), 100);
         peak.step_has(90);
         assert_eq!((peak.step_bytes(), peak.whole_bytes(40)), (100, 130));
         peak.captured_changes(40);
         peak.step_has(10);
-        assert_eq!((peak.step_bytes(), peak.whole_bytes(0)), (100, 130), "they have ended");
+        assert_eq!((peak.step_bytes(), peak.whole_bytes(0)), (100, 130), "the captured steps were dropped");
     }
 }

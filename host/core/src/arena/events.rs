@@ -279,7 +279,7 @@ mod tests {
             assert_eq!(arena.region.observed(), at == Kind::Release, "{at:?}");
             drop(arena);
             assert!(seen.load(Ordering::Relaxed) > 0);
-            assert_eq!(Arc::strong_count(&seen), 1, "{at:?}: the observer is gone");
+            assert_eq!(Arc::strong_count(&seen), 1, "{at:?}: the observer must be dropped");
         }
     }
 
@@ -297,7 +297,7 @@ mod tests {
             });
         }));
         assert_eq!(panicked.unwrap_err().downcast_ref::<&str>(), Some(&"the step"));
-        assert_eq!(seen.load(Ordering::Relaxed), 3, "Reserve, Allocate, Reset");
+        assert_eq!(seen.load(Ordering::Relaxed), 3, "expected the events Reserve, Allocate and Reset");
         assert!(!arena.region.observed());
         arena.step(|step| step.empty::<f32>([4]).map(drop)).unwrap();
     }

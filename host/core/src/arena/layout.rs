@@ -79,7 +79,10 @@ impl Bump {
     /// must be empty or the latest ones taken.
     pub(crate) fn without(mut self, mark: Self, until: Self) -> Self {
         for ((taken, mark), until) in self.taken.iter_mut().zip(mark.taken).zip(until.taken) {
-            debug_assert!(mark <= until && until <= *taken && (mark == until || until == *taken), "no hole is left");
+            debug_assert!(
+                mark <= until && until <= *taken && (mark == until || until == *taken),
+                "a rewind must leave no hole"
+            );
             *taken = *taken - until + mark;
         }
         self
@@ -194,7 +197,7 @@ mod tests {
         let (offset, after) = inside.take(End::Front, 512).unwrap();
         assert_eq!((offset, after.taken()), (256, 1792));
         let left = after.without(start, inside);
-        assert_eq!(left, start.take(End::Front, 512).unwrap().1, "the scope's bytes are free, the others are not");
+        assert_eq!(left, start.take(End::Front, 512).unwrap().1, "only the scope's bytes must be free");
         assert_eq!(left.without(start, left), start);
     }
 
@@ -218,14 +221,14 @@ mod tests {
         for (end, bytes) in REQUESTS {
             let needed = padded(bytes).unwrap();
             let Some((offset, next)) = bump.take(end, bytes) else {
-                assert!(bump.taken() + needed > bump.capacity, "a request that fits is granted");
+                assert!(bump.taken() + needed > bump.capacity, "only a request that does not fit may fail");
                 continue;
             };
             let block = offset..offset + needed;
             assert!(offset % ALIGN_BYTES == 0 && block.end <= bump.capacity);
             assert!(live.iter().all(|other| block.end <= other.start || other.end <= block.start));
             assert_eq!(next.taken(), bump.taken() + needed);
-            assert_eq!(next.without(bump, next), bump, "the scope of this request ends");
+            assert_eq!(next.without(bump, next), bump, "ending a scope must restore the state before it");
             tried += 1;
             if depth > 1 {
                 if !block.is_empty() {

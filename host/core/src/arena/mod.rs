@@ -67,7 +67,7 @@ impl Arena {
     pub fn step<R>(&mut self, run: impl for<'s> FnOnce(&mut EagerStep<'s>) -> Result<R>) -> Result<R> {
         let (mut run, mut result) = (Some(run), None);
         self.run_step(&mut |region| {
-            let run = run.take().expect("a step runs once");
+            let run = run.take().expect("a step runs its closure once");
             result = Some(run(&mut EagerStep::new(region))?);
             Ok(())
         })?;

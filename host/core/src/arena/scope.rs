@@ -246,19 +246,23 @@ mod tests {
         let (reuse, now) = scope(4096);
         assert!([0..256, 512..768, 1024..2048].into_iter().all(|block| reuse.give(now, block)));
         assert_eq!([200, 1, 256].map(|bytes| reuse.take(bytes)), [Some(512), Some(0), None]);
-        assert_eq!([512, 1000, 1000].map(|bytes| reuse.take(bytes)), [None, Some(1024), None], "no block is cut");
+        assert_eq!(
+            [512, 1000, 1000].map(|bytes| reuse.take(bytes)),
+            [None, Some(1024), None],
+            "a block must not be split"
+        );
     }
 
     #[test]
     fn foreign_blocks_are_not_taken() {
         let (reuse, now) = scope(1024);
-        assert!(!reuse.give(now, 1024..1280), "behind what was taken");
+        assert!(!reuse.give(now, 1024..1280), "a range beyond the taken memory must be refused");
         assert!(!reuse.give(now, 896..1280), "partly");
         assert!(!reuse.give(now, 256..256), "nothing");
-        assert!(!reuse.give(now, usize::MAX - 255..usize::MAX), "of the overflow");
+        assert!(!reuse.give(now, usize::MAX - 255..usize::MAX), "overflow memory must be refused");
         reuse.keep(256);
-        assert!(!reuse.give(now, 256..512), "read later");
-        assert!(!Reuse::default().give(now, 0..256), "between steps");
+        assert!(!reuse.give(now, 256..512), "memory that is read later must be refused");
+        assert!(!Reuse::default().give(now, 0..256), "memory must be refused between steps");
     }
 
     #[test]
@@ -268,7 +272,7 @@ mod tests {
         let around = reuse.begin(now, End::Front);
         let inside = now.take(End::Front, 512).unwrap().1;
         assert_eq!(reuse.take(256), None);
-        assert!(!reuse.give(inside, 256..512), "of the scope around");
+        assert!(!reuse.give(inside, 256..512), "memory of the outer scope must be refused");
         assert!(reuse.give(inside, 1024..1280));
         reuse.resume(around);
         assert_eq!([reuse.take(256), reuse.take(256)], [Some(0), None]);
@@ -281,7 +285,7 @@ mod tests {
         let aside = now.take(End::Back, 256).unwrap().1;
         assert!(reuse.give(aside, (1 << 20) - 256..1 << 20));
         reuse.begin(aside, End::Front);
-        assert_eq!(reuse.take(256), None, "it goes with the scope");
+        assert_eq!(reuse.take(256), None, "a free block must end with its scope");
         reuse.resume(around);
         assert_eq!(reuse.take(256), None);
     }

@@ -95,12 +95,12 @@ impl<R> Recordings<R> {
 
     /// The most recently used recording.
     pub(super) fn last(&self) -> &RecordedStep<R> {
-        self.all.last().expect("there is always one")
+        self.all.last().expect("a recording is always kept")
     }
 
     /// The most recently used recording.
     pub(super) fn last_mut(&mut self) -> &mut RecordedStep<R> {
-        self.all.last_mut().expect("there is always one")
+        self.all.last_mut().expect("a recording is always kept")
     }
 
     /// Moves the recording for these inputs to the end. Returns true if there is one.

@@ -98,9 +98,9 @@ mod tests {
         let ends = |announced: &[Range<u64>]| cuts(&used, announced);
         assert_eq!(ends(&[]), [(6, 0)]);
         assert_eq!(ends(&[8..10, 4..6, 0..1]), [(1, 1), (4, 2), (6, 3)]);
-        assert_eq!(ends(&[4..6, 8..10]), [(4, 2), (6, 2)], "told in the order of the announcements");
+        assert_eq!(ends(&[4..6, 8..10]), [(4, 2), (6, 2)], "the ends must be in the order of the announcements");
         assert_eq!(ends(&[4..5, 5..6]), [(3, 1), (4, 2), (6, 2)]);
-        assert_eq!(ends(&[20..30, 9..10]), [(1, 2), (6, 2)], "what nobody uses");
+        assert_eq!(ends(&[20..30, 9..10]), [(1, 2), (6, 2)], "an unused range must be complete at once");
         assert_eq!(ends(&[0..10, 9..10]), [(6, 2)]);
         assert_eq!((cuts(&[], &[]), cuts(&[], &[0..1, 1..2])), (vec![(0, 0)], vec![(0, 2)]));
     }

@@ -165,7 +165,7 @@ impl<'s> DeviceBatch<'s> {
 
     fn find(&self, number: usize, element: &str) -> Result<(Memory<u8>, Shape, Known)> {
         let Some(&(memory, form, known)) = self.inputs.get(number) else {
-            let expected = format!("one of {} inputs", self.inputs.len());
+            let expected = format!("an input below {}", self.inputs.len());
             return Err(Error::misuse("input", expected, format!("input {number}")));
         };
         if form.element != element {
@@ -347,7 +347,7 @@ impl Ports {
     pub(super) fn find<T: Element>(&self, output: Output<T>) -> Result<Memory<T>> {
         match self.outputs.borrow().get(output.index) {
             Some(memory) if output.recording == self.recording => Ok(memory.cast()),
-            _ => Err(Error::misuse("replay.read", "an output of this replay", "one of another recording")),
+            _ => Err(Error::misuse("replay.read", "an output of this replay", "an output of another recording")),
         }
     }
 }

@@ -53,7 +53,7 @@ impl State {
                     Event::Abandon | Event::Seal => "a step that is being recorded",
                     Event::Replay | Event::Lose => "a step that is sealed",
                 };
-                Err(Error::misuse("capture", needs, format!("{event:?} of one that is {state:?}")))
+                Err(Error::misuse("capture", needs, format!("{event:?} of a step that is {state:?}")))
             }
         }
     }
@@ -102,7 +102,7 @@ mod tests {
             for event in EVENTS {
                 let Ok(next) = state.after(event) else { continue };
                 assert!(event != Event::Replay || sealed);
-                assert!(state != State::Lost || next == State::Lost, "nothing comes back from a lost device");
+                assert!(state != State::Lost || next == State::Lost, "the state of a lost device must stay Lost");
                 walk(next, event == Event::Seal || (sealed && event == Event::Replay), left - 1);
             }
         }

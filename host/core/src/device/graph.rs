@@ -333,10 +333,10 @@ mod tests {
         first.add([0x1000, 7]);
         second.add([0x1010]);
         assert!(table.holds(0x1000, 0x100));
-        assert!(!table.holds(0x2000, 0x100), "nothing names it");
-        assert!(!table.holds(0x0f00, 0x100), "the end is not inside");
+        assert!(!table.holds(0x2000, 0x100), "the range must not be held");
+        assert!(!table.holds(0x0f00, 0x100), "the end must not be inside");
         drop(first);
-        assert!(table.holds(0x1000, 0x100), "the second set names it too");
+        assert!(table.holds(0x1000, 0x100), "the second set must still hold the range");
         drop(second);
         assert!(!table.holds(0x1000, 0x100));
     }
@@ -353,13 +353,13 @@ mod tests {
         let borrow = BufferBorrow::new(&table);
         borrow.add(100, 10, false);
         let replay = |bytes, written| table.replay(&[used(bytes, written)], DEADLINE, || Ok(()));
-        assert!(replay(109..120, true).is_err(), "what a step reads is written");
-        assert!(replay(109..120, false).is_ok(), "both read");
-        assert!(replay(110..120, true).is_ok() && replay(0..100, true).is_ok(), "beside it");
+        assert!(replay(109..120, true).is_err(), "a replay must not write what a step reads");
+        assert!(replay(109..120, false).is_ok(), "a replay and a step may read the same range");
+        assert!(replay(110..120, true).is_ok() && replay(0..100, true).is_ok(), "a replay may use neighbouring ranges");
         borrow.add(100, 10, true);
-        assert!(replay(0..101, false).is_err(), "what a step writes is read");
+        assert!(replay(0..101, false).is_err(), "a replay must not read what a step writes");
         borrow.end();
-        assert!(replay(0..200, true).is_ok(), "the step is over");
+        assert!(replay(0..200, true).is_ok(), "after the step, a replay may use the range");
     }
 
     #[test]

@@ -484,7 +484,7 @@ mod tests {
         limited.until("synchronize", FAR, waits).unwrap();
         let left = limited.launch_deadline(FAR);
         assert!(left <= time - PAUSE, "{left:?}");
-        assert_eq!(limited.clone().launch_deadline(FAR), left, "clones share the time");
+        assert_eq!(limited.clone().launch_deadline(FAR), left, "clones must share the remaining time");
         assert_eq!(device.launch_deadline(FAR), FAR);
         let error = device.with_wait_budget(PAUSE).until("synchronize", FAR, |_| Ok(None::<()>)).unwrap_err();
         assert!(matches!(error, Error::Timeout { waited, .. } if waited >= PAUSE && waited < FAR), "{error}");

@@ -282,16 +282,16 @@ impl PinnedReadback {
     /// the readback's device. Otherwise the device's.
     pub(crate) fn queue<S: Stored>(&mut self, owner: u64, from: Memory<S>) -> Result<()> {
         if self.sealed {
-            return misuse("results before `seal`, or after `wait`", "one in between");
+            return misuse("results before `seal`, or after `wait`", "a result between `seal` and `wait`");
         }
         if self.filled == self.words {
-            return misuse("a free word", format!("another result than the {} that have a word", self.words));
+            return misuse("a free word", format!("all {} words in use", self.words));
         }
         if from.len() != 1 {
             return misuse("a result of one element", format!("{} elements", from.len()));
         }
         if !self.device.reaches(owner) {
-            return misuse("a result on the readback's device", "one of another device, or of a dry run");
+            return misuse("a result on the readback's device", "a result on another device or in a dry run");
         }
         let (from, bytes) = (from.address(), size_of::<S>());
         let word = self.slot.address() + (self.filled * size_of::<u32>()) as u64;
@@ -400,15 +400,18 @@ mod tests {
         };
         refused(own.memory(), "a result of one element, got 2 elements");
         refused(own.memory().part(1, 0), "got 0 elements");
-        refused(theirs.memory().part(0, 1), "one of another device, or of a dry run");
+        refused(theirs.memory().part(0, 1), "a result on another device or in a dry run");
         readback.queue(device.identity(), own.memory().part(1, 1)).unwrap();
         let error = readback.queue(device.identity(), own.memory().part(0, 1)).unwrap_err().to_string();
-        assert!(error.contains("a free word, got another result than the 1 that have a word"), "{error}");
+        assert!(error.contains("a free word, got all 1 words in use"), "{error}");
         let error = readback.wait(device.deadline()).unwrap_err().to_string();
         assert!(error.contains("`wait` after `seal`, got no `seal` since the last result"), "{error}");
         readback.seal().unwrap();
         let error = readback.queue(device.identity(), own.memory().part(0, 1)).unwrap_err().to_string();
-        assert!(error.contains("results before `seal`, or after `wait`, got one in between"), "{error}");
+        assert!(
+            error.contains("results before `seal`, or after `wait`, got a result between `seal` and `wait`"),
+            "{error}"
+        );
         for expected in [&[2.0][..], &[]] {
             assert_eq!(readback.wait(device.deadline()).unwrap(), expected);
             assert!(readback.wait(device.deadline()).is_err());

@@ -104,7 +104,7 @@ impl Device {
     /// cannot run, such as [`Error::DeviceMemory`].
     pub fn self_test(&self) -> Result<Tested> {
         if self.is_dry_run() {
-            let got = "the dry run of one, on which no kernel runs";
+            let got = "a dry run, on which no kernel runs";
             return Err(Error::misuse("self_test", "a device", got));
         }
         (KernelTest::registered()?.run)(self)

@@ -300,11 +300,11 @@ mod tests {
 
     impl Wire for Nobody {
         fn send(&self, _: usize, _: &[u8]) -> Result<()> {
-            unreachable!("there is one rank")
+            unreachable!("a group of one rank sends nothing")
         }
 
         fn receive(&self, _: usize, _: &mut [u8]) -> Result<()> {
-            unreachable!("there is one rank")
+            unreachable!("a group of one rank sends nothing")
         }
     }
 
@@ -321,13 +321,19 @@ mod tests {
             device.replay(&[used], |_| Ok(())).is_ok()
         };
         exchange();
-        assert!(replays(0..512, false) && replays(256..512, true), "it reads what is sent, and writes beside it");
-        assert!(!replays(255..256, true) && !replays(767..1024, false), "it writes what is sent, or reads what comes");
+        assert!(
+            replays(0..512, false) && replays(256..512, true),
+            "a replay may read sent memory and write neighbouring memory"
+        );
+        assert!(
+            !replays(255..256, true) && !replays(767..1024, false),
+            "a replay must neither write sent memory nor read received memory"
+        );
         link.follow().unwrap();
-        assert!(replays(0..1024, true), "it runs behind the exchange");
+        assert!(replays(0..1024, true), "after the exchange, a replay may use the memory");
         exchange();
         link.give_up();
-        assert!(replays(0..1024, true), "the link has ended, and the exchange with it");
+        assert!(replays(0..1024, true), "closing the link must end the exchange");
         // SAFETY: nothing uses it any more.
         unsafe { device.retire(DeferredFree::Memory { address: memory, bytes: 1024 }) };
     }

@@ -95,7 +95,10 @@ impl fmt::Display for RankFault {
                 write!(f, "rank {rank} of {ranks} is late: rank {found_by} waited {waited} for it {op}")?
             }
             RankFaultKind::Gone { reason } => {
-                write!(f, "rank {rank} of {ranks} is gone, without a goodbye: {reason}; rank {found_by} noticed {op}")?;
+                write!(
+                    f,
+                    "rank {rank} of {ranks} is gone, without leaving the group: {reason}; rank {found_by} noticed {op}"
+                )?;
             }
             RankFaultKind::Left => {
                 write!(f, "rank {rank} of {ranks} has left the group, and rank {found_by} needs it {op}")?;

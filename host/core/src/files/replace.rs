@@ -76,7 +76,7 @@ impl Replacement {
 }
 
 /// Waits until the names in a folder are on disk.
-#[expect(clippy::disallowed_methods, reason = "a folder, in which a file was made")]
+#[expect(clippy::disallowed_methods, reason = "opens a folder to sync it")]
 fn sync_folder(folder: &Path) -> io::Result<()> {
     File::open(folder)?.sync_all()
 }

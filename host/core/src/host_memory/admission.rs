@@ -260,9 +260,9 @@ mod tests {
         let swapping = gb10(MemInfo::parse(SWAPPING).unwrap());
         assert_eq!(fresh.available_bytes(), 123_310_720 * KIB - 2 * GIB);
         assert_eq!(cached.available_bytes(), 118_466_532 * KIB - 2 * GIB);
-        assert_eq!(swapping.available_bytes(), 0, "1.4 GiB are left, less than the reserve");
-        assert_eq!(cached.admit(64 * GIB), Ok(()), "64 GiB are there, though only 21.7 GiB are free");
-        assert!(swapping.admit(48 << 10).is_err(), "48 KiB are refused rather than got by swapping");
+        assert_eq!(swapping.available_bytes(), 0, "1.4 GiB are less than the reserve");
+        assert_eq!(cached.admit(64 * GIB), Ok(()), "64 GiB are available, of which only 21.7 GiB are free");
+        assert!(swapping.admit(48 << 10).is_err(), "48 KiB must be refused, because they would be swapped");
     }
 
     /// Checks the figures measured on a GB10 around the writing of a 60 GiB file. See

@@ -245,10 +245,14 @@ mod tests {
                 ("sys/fs/cgroup/a/memory.current", "600000"),
             ]
         };
-        assert_eq!(tightest(&files("1200000")), of(2, 1_200_000, 600_000), "its neighbours have used it");
+        assert_eq!(
+            tightest(&files("1200000")),
+            of(2, 1_200_000, 600_000),
+            "the cgroup above is the tightest, because its other members use it"
+        );
         assert_eq!(tightest(&files("2000000")), of(2, 1_000_000, 10));
         assert_eq!(tightest(&files("max")), of(2, 1_000_000, 10));
-        assert_eq!(tightest(&files("600")).unwrap().available_bytes(), 0, "more is used than may be");
+        assert_eq!(tightest(&files("600")).unwrap().available_bytes(), 0, "use above the limit leaves nothing");
     }
 
     #[test]
@@ -283,7 +287,7 @@ mod tests {
         assert_eq!(tightest(&files("9223372036854771712\n")), None, "the largest number of pages is no limit");
         let stat = ("sys/fs/cgroup/memory/job/7/memory.stat", "hierarchical_memory_limit 2048\ntotal_dirty 50\n");
         let hidden = files("4096").map(|file| if file.0 == stat.0 { stat } else { file });
-        assert_eq!(tightest(&hidden), of(1, 2048, 900), "of a cgroup above that is not to be seen");
+        assert_eq!(tightest(&hidden), of(1, 2048, 900), "the limit of a hidden cgroup above counts");
     }
 
     #[test]
@@ -309,7 +313,7 @@ mod tests {
         let first = ("sys/fs/cgroup/memory/memory.limit_in_bytes", "66");
         let usage = ("sys/fs/cgroup/memory/memory.usage_in_bytes", "6");
         assert_eq!(tightest(&[first, usage]), of(1, 66, 6));
-        assert_eq!(tightest(&[first]), None, "a limit whose usage nobody tells");
+        assert_eq!(tightest(&[first]), None, "a limit without a usage file is ignored");
         assert_eq!(tightest(&[]), None);
     }
 

@@ -249,7 +249,7 @@ mod tests {
             let error = high.begin_step().unwrap_err();
             assert!(matches!(&error, Error::MemoryShortage(shortage) if shortage.floor_bytes > 1), "{error}");
         }
-        assert_eq!(low.begin_step(), Ok(()), "another's floor is not its own");
+        assert_eq!(low.begin_step(), Ok(()), "the floor of another arena must not count");
         let captured = high.clone();
         high.set(0);
         assert_eq!((high.begin_step(), captured.begin_step()), (Ok(()), Ok(())));
@@ -266,7 +266,7 @@ mod tests {
     fn horizon_is_the_longest_recent_step() {
         let mut begun = Begun::default();
         begun.now();
-        assert_eq!(begun.horizon(), Duration::ZERO, "nothing is known of the first");
+        assert_eq!(begun.horizon(), Duration::ZERO, "the first step has no horizon");
         thread::sleep(Duration::from_millis(80));
         begun.now();
         let step = begun.step;
@@ -294,11 +294,11 @@ mod tests {
         };
         watch.see(&memory(9 << 30));
         watch.see(&memory(8 << 30));
-        assert_eq!(watch.others_take(LONGEST), 0, "too soon to tell");
+        assert_eq!(watch.others_take(LONGEST), 0, "too few samples for a rate");
         thread::sleep(WINDOW);
         watch.see(&memory(7 << 30));
         let taken = watch.others_take(WINDOW);
-        assert!((1 << 27..=2 << 30).contains(&taken), "{taken}: 2 GiB in a window or more");
+        assert!((1 << 27..=2 << 30).contains(&taken), "{taken}: expected at most 2 GiB");
         thread::sleep(WINDOW);
         watch.see(&memory(9 << 30));
         assert_eq!(watch.others_take(WINDOW), 0);

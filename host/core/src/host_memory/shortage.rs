@@ -251,7 +251,7 @@ mod tests {
         ] {
             assert!(text.contains(part), "{part}: {text}");
         }
-        assert_eq!(HostMemory::default().shortage(u64::MAX), None, "nobody tells");
+        assert_eq!(HostMemory::default().shortage(u64::MAX), None, "unknown memory is no shortage");
     }
 
     #[test]
@@ -282,7 +282,7 @@ mod tests {
         let mut after = memory(570, Some((320, 240)));
         after.cgroup.as_mut().unwrap().dirty_bytes = 10 * MIB;
         assert_eq!(before.left_by_others(50 * MIB), Some(170 * MIB));
-        assert_eq!(after.left_by_others(80 * MIB), Some(170 * MIB), "30 MiB more of its own, 10 MiB to be written");
+        assert_eq!(after.left_by_others(80 * MIB), Some(170 * MIB), "own growth and dirty pages must count");
         assert_eq!(HostMemory::default().left_by_others(1), None);
     }
 

@@ -59,7 +59,7 @@ pub(super) fn round<'s>(step: &Step<'s>, operands: [Unrounded<'_>; 3]) -> Result
     let mut rounded = [a.room(step)?, b.room(step)?, c.room(step)?];
     let mut outputs = rounded.iter_mut();
     let roundings = operands.map(|Unrounded { values, matrices, along, across }| {
-        let out = outputs.next().expect("as many as operands");
+        let out = outputs.next().expect("there is an output for each operand");
         let Matrices { rows, cols, ld, stride, .. } = matrices;
         let along = along.map(|side| (side, out.along.out()));
         let across = across.map(|side| (side, out.across.out()));

@@ -8,7 +8,11 @@ use crate::tensor::{Shape, Source};
 /// # Errors
 /// [`Error::Misuse`] when the shapes differ.
 pub fn same_shape(op: &'static str, a: Shape, b: Shape) -> Result<()> {
-    if a == b { Ok(()) } else { Err(Error::misuse(op, format!("two tensors of shape {a}"), format!("one of {b}"))) }
+    if a == b {
+        Ok(())
+    } else {
+        Err(Error::misuse(op, format!("two tensors of shape {a}"), format!("a tensor of shape {b}")))
+    }
 }
 
 /// Returns an error of `op` unless `row`, such as a gain, has one element for each of `cols`.

@@ -83,7 +83,7 @@ impl Gradients {
         let parts =
             parameters.iter().map(|&parameter| self.flat.part(step, parameter, true)).collect::<Result<Vec<_>>>()?;
         let mut parts = parts.into_iter().map(|(memory, shape)| LentMut::new(memory, shape));
-        Ok(parameters.map(|_| parts.next().expect("one for each parameter")))
+        Ok(parameters.map(|_| parts.next().expect("there is a part for each parameter")))
     }
 
     /// Lends a stack's gradients from the first member's start to the last member's end, flat. Keep

@@ -118,7 +118,11 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         if self.taken.is_empty() {
             return Ok(());
         }
-        Err(Error::misuse(op, "`add` for each gradient that was taken", format!("{} not returned", self.taken.len())))
+        Err(Error::misuse(
+            op,
+            "`add` for each gradient that was taken",
+            format!("{} gradients not returned", self.taken.len()),
+        ))
     }
 
     /// Runs the records of a nested tape over the same parameters, from its outputs' gradients so
@@ -290,7 +294,8 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         let places = places.map_err(|error| error.in_op(op))?;
         let gradients = self.gradients.lend_many_mut(self.step, parameters).map_err(|error| error.in_op(op))?;
         let mut places = places.into_iter();
-        let mut written = || std::mem::replace(&mut self.written[places.next().expect("one for each")], true);
+        let mut written =
+            || std::mem::replace(&mut self.written[places.next().expect("there is a place for each output")], true);
         Ok((gradients, [(); N].map(|()| written())))
     }
 
@@ -367,7 +372,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
             return Err(Error::misuse(
                 self.op,
                 "`add` before a variable's gradient is taken again",
-                "it was not returned",
+                "the gradient was not returned",
             ));
         }
         match std::mem::replace(&mut self.pending[output], Upstream::Nothing) {
@@ -384,7 +389,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         check(var, self.op, self.tape)?;
         match var.output {
             Some(output) if output >= self.pending.len() => {
-                Err(Error::misuse(self.op, "a variable made before the running op", "a later one"))
+                Err(Error::misuse(self.op, "a variable made before the running op", "a later variable"))
             }
             output => Ok(output),
         }

@@ -138,7 +138,7 @@ impl<'t, 's> Tape<'t, 's> {
                 Ok(Some(self.draws.get_or_init(|| draws)))
             }
             Randomness::Unset => {
-                let expected = "a tape with a generator (`Tape::with_generator`, `TrainState::with_dropout`), or one for an \
+                let expected = "a tape with a generator (`Tape::with_generator`, `TrainState::with_dropout`), or a tape for an \
                                 evaluation (`Tape::evaluating`)";
                 Err(Error::misuse("draws", expected, "neither"))
             }

@@ -92,5 +92,5 @@ pub(super) fn check(var: &dyn AnyVar, op: &'static str, tape: u64) -> Result<()>
     if var.tape() == tape {
         return Ok(());
     }
-    Err(Error::misuse(op, "a variable of this tape", "one of another tape"))
+    Err(Error::misuse(op, "a variable of this tape", "a variable of another tape"))
 }

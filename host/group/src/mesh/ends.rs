@@ -41,7 +41,7 @@ fn external_waits_name_the_late_rank() {
     meshes[2].shared.lock().begin(step, &[]);
     let start = Instant::now();
     while meshes[0].shared.lock().stuck(waited).rank == 2 {
-        assert!(start.elapsed() < PLENTY, "rank 2's beats do not say what it does");
+        assert!(start.elapsed() < PLENTY, "rank 2's beats never name its op");
         thread::sleep(Duration::from_millis(5));
     }
     let fault = rank_fault(Err::<(), _>(meshes[0].late(waited)));
@@ -60,7 +60,7 @@ fn external_waits_name_the_late_rank() {
     meshes[1].shared.lock().begin(step, &[]);
     let start = Instant::now();
     while meshes[0].shared.lock().stuck(waited).kind == RankFaultKind::Stuck {
-        assert!(start.elapsed() < PLENTY, "rank 1's beats do not say what it does");
+        assert!(start.elapsed() < PLENTY, "rank 1's beats never name its op");
         thread::sleep(Duration::from_millis(5));
     }
     let fault = rank_fault(Err::<(), _>(meshes[0].late(waited)));
@@ -99,7 +99,11 @@ fn any_cut_connection_reaches_all() {
         let faults = all([Some(0), Some(1), Some(2), Some(3), None], |rank: Option<usize>| {
             let Some(rank) = rank else {
                 thread::sleep(moment);
-                meshes[near].streams[far].as_ref().expect("a connection").shutdown(Shutdown::Both).expect("it is open");
+                meshes[near].streams[far]
+                    .as_ref()
+                    .expect("a connection")
+                    .shutdown(Shutdown::Both)
+                    .expect("the connection is open");
                 return None;
             };
             let (next, last) = ((rank + 1) % 4, (rank + 3) % 4);
@@ -131,7 +135,7 @@ fn original_faults_precede_their_consequences() {
     let waits_for_verdict = |mesh: &Mesh| {
         let start = Instant::now();
         while mesh.shared.lock().verdict.is_none() {
-            assert!(start.elapsed() < PLENTY, "it is not notified");
+            assert!(start.elapsed() < PLENTY, "the rank is never notified");
             thread::sleep(Duration::from_millis(1));
         }
         mesh.fault_of_others().map(|error| rank_fault(Err::<(), _>(error)))
@@ -176,7 +180,7 @@ fn cut_anywhere_ends_all_in_time() {
                     Ok(())
                 };
                 work()?;
-                assert!(start.elapsed() < PLENTY, "the proxy has not cut the connection");
+                assert!(start.elapsed() < PLENTY, "the proxy never cut the connection");
             }
         });
         for (rank, (end, took)) in ends.into_iter().enumerate() {
@@ -233,8 +237,9 @@ fn silent_rank_delays_at_most_deadline() {
             drop(channels);
             return None;
         }
-        let mesh =
-            Arc::into_inner(Mesh::join(&config).expect("the ranks meet")).expect("the only one").within(deadline);
+        let mesh = Arc::into_inner(Mesh::join(&config).expect("the ranks meet"))
+            .expect("no other handle of the mesh exists")
+            .within(deadline);
         let start = Instant::now();
         let fault = rank_fault(mesh.send(1, &vec![1; 256 << 20]));
         let took = start.elapsed();
@@ -244,7 +249,7 @@ fn silent_rank_delays_at_most_deadline() {
     });
     let (fault, took, dropped) = results[0].0.as_ref().expect("rank 0's");
     assert!(*took >= deadline && *took < Duration::from_secs(4), "took {took:?}");
-    assert!(*dropped < GOODBYE + Duration::from_secs(2), "dropped in {dropped:?}");
+    assert!(*dropped < GOODBYE + Duration::from_secs(2), "the drop took {dropped:?}");
     assert_eq!((fault.rank, &fault.kind), (1, &RankFaultKind::Late), "{fault}");
 }
 
@@ -253,7 +258,7 @@ fn threads_end_with_the_mesh() {
     let shared: Vec<_> = met(4, PLENTY).into_iter().map(|mesh| mesh.shared.clone()).collect();
     let start = Instant::now();
     while !shared.iter().all(|shared| shared.lock().is_quiet()) {
-        assert!(start.elapsed() < PLENTY, "threads go on when their mesh is gone");
+        assert!(start.elapsed() < PLENTY, "threads outlive their mesh");
         thread::sleep(Duration::from_millis(5));
     }
 }

@@ -12,12 +12,12 @@ const DEADLINE: Duration = Duration::from_secs(1);
 const MOMENTS: u64 = 3;
 
 #[test]
-#[ignore = "a rank of the tests below, which start it"]
+#[ignore = "a process of a rank, which the tests below start"]
 fn a_rank() {
     // If all ignored tests run, this one was not started as a rank.
     let Some(config) = GroupConfig::from_environment().expect("variables") else { return };
     let mesh = Mesh::join(&config.deadline(PLENTY)).expect("the ranks meet");
-    let mesh = Arc::into_inner(mesh).expect("the only one").within(DEADLINE);
+    let mesh = Arc::into_inner(mesh).expect("no other handle of the mesh exists").within(DEADLINE);
     println!("met");
     let (next, last) = ((mesh.rank() + 1) % mesh.ranks(), (mesh.rank() + mesh.ranks() - 1) % mesh.ranks());
     let mut got = vec![0; 100_000];
@@ -88,7 +88,8 @@ fn ended(ranks: usize, signal: &str, seed: u64) -> Duration {
 }
 
 fn at_random_moments(signal: &str) {
-    let moments = std::env::var("STEPSCOPE_GROUP_ENDS").map_or(MOMENTS, |text| text.parse().expect("a number of ends"));
+    let moments = std::env::var("STEPSCOPE_GROUP_ENDS")
+        .map_or(MOMENTS, |text| text.parse().expect("STEPSCOPE_GROUP_ENDS is a number"));
     let ends = (0..moments).flat_map(|seed| [2, 4].map(|ranks| ended(ranks, signal, seed)));
     let took: Vec<_> = ends.collect();
     println!("{signal} of {} ranks: the others ended after at most {:?}", took.len(), took.iter().max());

@@ -35,7 +35,8 @@ fn words_arrive_by_rank() {
 #[test]
 fn word_length_is_limited() {
     all(met(2, PLENTY), |mesh| {
-        let words = mesh.agree(call("word", 1), &vec![7; MOST_WORD]).expect("it fits");
+        let words =
+            mesh.agree(call("word", 1), &vec![7; MOST_WORD]).expect("a word of the greatest length is accepted");
         assert!(words.iter().all(|word| *word == vec![7; MOST_WORD]));
         let refused = mesh.agree(call("word", 1), &vec![7; MOST_WORD + 1]);
         assert!(matches!(refused, Err(Error::Misuse { op: "word", .. })), "{refused:?}");
@@ -48,10 +49,10 @@ fn large_simultaneous_sends_do_not_deadlock() {
     all(met(2, PLENTY), |mesh| {
         let other = 1 - mesh.rank();
         let sent: Vec<u8> = (0..BYTES).map(|at| ((at * (7 + mesh.rank())) >> 3) as u8).collect();
-        mesh.send(other, &sent).expect("it is taken");
-        mesh.agree(call("exchange", 1), &[]).expect("a round overtakes data");
+        mesh.send(other, &sent).expect("the send succeeds");
+        mesh.agree(call("exchange", 1), &[]).expect("a round may overtake data");
         let mut got = vec![0; BYTES];
-        mesh.receive(other, &mut got).expect("it comes");
+        mesh.receive(other, &mut got).expect("the receive succeeds");
         assert!(got.iter().enumerate().all(|(at, byte)| *byte == ((at * (7 + other)) >> 3) as u8));
     });
 }
@@ -64,13 +65,13 @@ fn messages_arrive_in_order() {
             let others: Vec<_> = (0..ranks).filter(|rank| *rank != mesh.rank()).collect();
             for (number, length) in lengths.into_iter().enumerate() {
                 for to in &others {
-                    mesh.send(*to, &vec![(16 * mesh.rank() + number) as u8; length]).expect("it is taken");
+                    mesh.send(*to, &vec![(16 * mesh.rank() + number) as u8; length]).expect("the send succeeds");
                 }
             }
             for from in others {
                 for (number, length) in lengths.into_iter().enumerate() {
                     let mut got = vec![0; length];
-                    mesh.receive(from, &mut got).expect("it comes");
+                    mesh.receive(from, &mut got).expect("the receive succeeds");
                     assert!(got.iter().all(|byte| *byte == (16 * from + number) as u8));
                 }
             }
@@ -113,7 +114,7 @@ fn differing(ranks: usize, odd: usize, common: Call, other: Call) {
     all(&meshes, |mesh| mesh.agree(call("before", 1), &[]).expect("all agree"));
     let faults = all(meshes, |mesh| {
         let fault = rank_fault(mesh.agree(if mesh.rank() == odd { other } else { common }, &[]));
-        assert_eq!(rank_fault(mesh.agree(common, &[])), fault, "every later call says the same");
+        assert_eq!(rank_fault(mesh.agree(common, &[])), fault, "every later call must return the same fault");
         fault
     });
     // Two ranks have no majority, and rank 0 counts.
@@ -172,7 +173,7 @@ fn late_rank_and_last_call_named() {
                 // It is notified in the end, too.
                 let start = Instant::now();
                 while mesh.shared.lock().verdict.is_none() {
-                    assert!(start.elapsed() < PLENTY, "nobody named the late rank");
+                    assert!(start.elapsed() < PLENTY, "no rank named the late rank");
                     thread::sleep(Duration::from_millis(5));
                 }
             }
@@ -184,7 +185,7 @@ fn late_rank_and_last_call_named() {
             assert!(rank == late || fault.found_by != rank || waited >= SHORT, "{waited:?}");
             assert_eq!((fault.rank, &fault.kind), (late, &RankFaultKind::Late), "{fault}");
             assert_eq!((fault.op.as_str(), fault.sequence), ("step", 2), "{fault}");
-            let last = fault.last.as_ref().expect("it has sent something");
+            let last = fault.last.as_ref().expect("the late rank sent a message before");
             assert_eq!((last.op.as_str(), last.sequence, &last.location), ("before", 1, &before.location.to_string()));
             assert!(fault.to_string().contains("Last message from"), "{fault}");
         }
@@ -219,7 +220,8 @@ fn waiting_ranks_are_not_blamed() {
     all(&meshes, |mesh| mesh.agree(call("exchange", 4), &[]).expect("all agree"));
     let faults = all(meshes, |mesh| match mesh.rank() {
         0 => {
-            let mesh = Arc::into_inner(mesh).expect("the only one").within(Duration::from_secs(1));
+            let mesh =
+                Arc::into_inner(mesh).expect("no other handle of the mesh exists").within(Duration::from_secs(1));
             Some(rank_fault(mesh.receive(1, &mut [0; 4])))
         }
         1 => Some(rank_fault(mesh.receive(2, &mut [0; 4]))),
@@ -252,11 +254,11 @@ fn data_of_departed_rank_still_arrives() {
     let (last, first) = (meshes.pop().expect("rank 1"), meshes.pop().expect("rank 0"));
     thread::scope(|scope| {
         scope.spawn(|| {
-            last.send(0, &vec![9; 3 * MOST_PIECE]).expect("it is taken");
+            last.send(0, &vec![9; 3 * MOST_PIECE]).expect("the send succeeds");
             drop(last);
         });
         let mut got = vec![0; 3 * MOST_PIECE];
-        first.receive(1, &mut got).expect("it comes");
+        first.receive(1, &mut got).expect("the receive succeeds");
         assert!(got.iter().all(|byte| *byte == 9));
         let fault = rank_fault(first.receive(1, &mut got));
         assert_eq!((fault.rank, fault.kind), (1, RankFaultKind::Left));
@@ -307,7 +309,8 @@ fn fault_actions_run_once_per_rank() {
     // No rank waits for anything here.
     meshes[1].fail(&Error::Label { sample: 3, label: 9, classes: 5 });
     meshes[1].fail(&Error::Label { sample: 4, label: 9, classes: 5 });
-    let mut ranks: Vec<_> = (0..3).map(|_| on_rank.recv_timeout(PLENTY).expect("all of them")).collect();
+    let mut ranks: Vec<_> =
+        (0..3).map(|_| on_rank.recv_timeout(PLENTY).expect("all three ranks report the fault")).collect();
     ranks.sort();
     assert_eq!(ranks, [0, 1, 2]);
     // A callback that is registered too late also runs.
@@ -315,7 +318,11 @@ fn fault_actions_run_once_per_rank() {
     meshes[0].at_fault(move || done_late.send(7).expect("the test waits")).expect("a thread");
     assert_eq!(on_rank.recv_timeout(PLENTY), Ok(7));
     drop((meshes, done));
-    assert_eq!(on_rank.recv_timeout(PLENTY), Err(mpsc::RecvTimeoutError::Disconnected), "nothing is done twice");
+    assert_eq!(
+        on_rank.recv_timeout(PLENTY),
+        Err(mpsc::RecvTimeoutError::Disconnected),
+        "`at_fault` must run only once"
+    );
 
     // A normal end is no fault.
     let (done, undone) = mpsc::channel::<usize>();
@@ -358,7 +365,7 @@ fn the_culprit_is_passed_on() {
         match mesh.rank() {
             0 => Some(rank_fault(mesh.agree(step, &[]))),
             1 => {
-                let mesh = Arc::into_inner(mesh).expect("the only one").within(SHORT);
+                let mesh = Arc::into_inner(mesh).expect("no other handle of the mesh exists").within(SHORT);
                 let error = mesh.agree(step, &[]).expect_err("rank 2 is late");
                 mesh.fail(&error);
                 Some(rank_fault(Err::<(), _>(error)))
@@ -399,7 +406,7 @@ fn unreadable_words_name_their_rank() {
     }
     let readable = all(met(2, PLENTY), |mesh| {
         let words = mesh.agree(call("agree_on", 0), format!("[{}]", mesh.rank()).as_bytes()).expect("all agree");
-        mesh.parse::<Vec<u64>>(&words).expect("both are lists")
+        mesh.parse::<Vec<u64>>(&words).expect("both words are lists")
     });
     assert!(readable.into_iter().all(|(lists, _)| lists == [[0], [1]]));
 }

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 fn wrong_secret_is_named_by_both() {
     for (other, none) in [(1, false), (0, false), (1, true), (0, true)] {
         let mut configs = apart(2, SHORT);
-        configs[other] = configs[other].clone().secret("another secret than that");
+        configs[other] = configs[other].clone().secret("a different group secret");
         if none {
             let (rank, address) = (configs[other].rank, configs[other].address.clone());
             configs[other] = GroupConfig::new(rank, 2, address).deadline(SHORT);
@@ -32,7 +32,7 @@ fn wrong_secret_is_named_by_both() {
     // A stranger that claims to be rank 1 does not keep rank 1 out. If it comes after all have met,
     // nothing answers.
     let configs = apart(2, PLENTY);
-    let stranger = configs[1].clone().secret("another secret than that").deadline(SHORT);
+    let stranger = configs[1].clone().secret("a different group secret").deadline(SHORT);
     all([&configs[0], &stranger, &configs[1]], |config| {
         let met = meet(config);
         assert_eq!(met.is_err(), std::ptr::eq(config, &stranger));
@@ -56,11 +56,11 @@ fn rank_0_must_prove_itself() {
             if client {
                 return Some(rendezvous_fault(meet(&config)));
             }
-            let connection = Connection::new(listener.accept().expect("it calls").0).expect("a connection");
+            let connection = Connection::new(listener.accept().expect("the caller connects").0).expect("a connection");
             let Ok(Message::Greeting(_)) = connection.receive(after(PLENTY)) else { panic!("a greeting") };
             let Ok(Message::Handshake(call)) = connection.receive(after(PLENTY)) else { panic!("a handshake") };
             let answer = if sends_back { call } else { overheard.clone() };
-            connection.send(&Message::Handshake(answer), after(PLENTY)).expect("it is received");
+            connection.send(&Message::Handshake(answer), after(PLENTY)).expect("the peer receives the message");
             let _ = connection.receive(after(PLENTY));
             None
         });
@@ -77,7 +77,7 @@ fn refused_caller(secret: &Secret, sends: impl FnOnce(&mut TcpStream) + Send) ->
     let start = Instant::now();
     let received = thread::scope(|scope| {
         let caller = scope.spawn(|| {
-            let mut stream = TcpStream::connect(address).expect("it listens");
+            let mut stream = TcpStream::connect(address).expect("the listener accepts");
             sends(&mut stream);
             let mut received = Vec::new();
             // A connection that is closed with unread data is reset.
@@ -104,7 +104,7 @@ fn repeated_handshakes_are_refused() {
     let hello = keys.sealer.seal(&Message::Hello(hello).frame());
     let (received, seen) = refused_caller(&secret, |stream| {
         let conversation = [greeting, Message::Handshake(call).frame(), hello].concat();
-        stream.write_all(&conversation).expect("it listens");
+        stream.write_all(&conversation).expect("the listener accepts");
     });
     // The answer to the handshake is another one, and the repeated message does not fit its keys.
     let Ok(Message::Handshake(other)) = wire::read(&mut &received[..], Stage::Introduction) else {
@@ -117,10 +117,10 @@ fn repeated_handshakes_are_refused() {
 #[test]
 fn handshakes_of_other_secrets_are_denied() {
     let greeting = Message::Greeting(Greeting::new(1, 2)).frame();
-    let (_, call) = Handshake::call(&Secret::new(b"another secret than that"), &greeting).expect("random numbers");
+    let (_, call) = Handshake::call(&Secret::new(b"a different group secret"), &greeting).expect("random numbers");
     let (received, seen) = refused_caller(&Secret::new(SECRET), |stream| {
-        stream.write_all(&[greeting, Message::Handshake(call).frame()].concat()).expect("it listens");
-        stream.shutdown(Shutdown::Write).expect("it is open");
+        stream.write_all(&[greeting, Message::Handshake(call).frame()].concat()).expect("the listener accepts");
+        stream.shutdown(Shutdown::Write).expect("the connection is open");
     });
     assert_eq!(wire::read(&mut &received[..], Stage::Introduction), Ok(Message::Denied));
     assert!(seen.contains("rank 1 has a different secret"), "{seen}");
@@ -134,8 +134,8 @@ fn unencrypted_messages_are_refused() {
     let hello = Hello { protocol: PROTOCOL, version: version().into(), group: [0; 16], port: 0 };
     let (_, seen) = refused_caller(&secret, |stream| {
         let messages = [greeting, Message::Handshake(call).frame(), Message::Hello(hello).frame()].concat();
-        stream.write_all(&messages).expect("it listens");
-        stream.shutdown(Shutdown::Write).expect("it is open");
+        stream.write_all(&messages).expect("the listener accepts");
+        stream.shutdown(Shutdown::Write).expect("the connection is open");
     });
     assert!(seen.contains("was not a rank"), "{seen}");
 }
@@ -145,7 +145,8 @@ fn old_protocols_are_named() {
     // The greeting of rank 1 of 2 in versions 1 to 3.
     let body = [&b"stepscope group\n"[..], &[9; 32], &[1, 2]].concat();
     let frame = [&[0][..], &(body.len() as u32).to_le_bytes(), &body].concat();
-    let (received, seen) = refused_caller(&Secret::new(SECRET), |stream| stream.write_all(&frame).expect("it listens"));
+    let (received, seen) =
+        refused_caller(&Secret::new(SECRET), |stream| stream.write_all(&frame).expect("the listener accepts"));
     assert!(received.is_empty(), "{received:?}");
     assert!(seen.contains("messages of version 3 or less, here 4"), "{seen}");
     // A rank 0 of an old version reads the greeting, and closes the connection.
@@ -234,8 +235,8 @@ fn crowding_evicts_oldest_strangers_only() {
     };
     thread::scope(|scope| {
         let caller = scope.spawn(|| {
-            let Ok(mut link) = rendezvous.call(0, &[address], None) else { panic!("it answers") };
-            rendezvous.send_hello(&mut link, [0; 16], 0).expect("it is received");
+            let Ok(mut link) = rendezvous.call(0, &[address], None) else { panic!("the listener must answer") };
+            rendezvous.send_hello(&mut link, [0; 16], 0).expect("the peer receives the message");
             link
         });
         let mut peer = loop {
@@ -247,7 +248,7 @@ fn crowding_evicts_oldest_strangers_only() {
         let mut strangers: Vec<_> = (0..150)
             .map(|_| {
                 assert!(listener.next_peer().is_none());
-                TcpStream::connect(address).expect("it listens")
+                TcpStream::connect(address).expect("the listener accepts")
             })
             .collect();
         let last = Instant::now();
@@ -255,8 +256,11 @@ fn crowding_evicts_oldest_strangers_only() {
             assert!(listener.next_peer().is_none());
         }
         strangers[0].set_read_timeout(Some(PLENTY)).expect("a socket");
-        assert!(!matches!(strangers[0].read(&mut [0]), Ok(1..)), "the oldest was shown out");
-        assert!(start.elapsed() < HANDSHAKE_TIMEOUT - Duration::from_secs(1), "and not by its own deadline");
+        assert!(!matches!(strangers[0].read(&mut [0]), Ok(1..)), "the oldest caller's connection must be closed");
+        assert!(
+            start.elapsed() < HANDSHAKE_TIMEOUT - Duration::from_secs(1),
+            "the connection must close before its own deadline"
+        );
         let mut link = caller.join().expect("no panic");
         peer.link.send(&Message::Go, after(PLENTY)).expect("the peer is still there");
         assert_eq!(link.receive(after(PLENTY)), Ok(Message::Go));

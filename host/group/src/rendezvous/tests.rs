@@ -31,7 +31,7 @@ pub(super) fn all_hear(configs: Vec<GroupConfig>, deadline: Duration) -> Vec<Ren
 /// Returns the listening sockets of this process, from the system's own table.
 fn listening_sockets() -> Vec<String> {
     let own: Vec<String> = fs::read_dir("/proc/self/fd")
-        .expect("a list of open files")
+        .expect("/proc lists the open files")
         .filter_map(|entry| fs::read_link(entry.ok()?.path()).ok()?.to_str().map(str::to_string))
         .collect();
     let tables = ["/proc/self/net/tcp", "/proc/self/net/tcp6"];
@@ -62,7 +62,7 @@ fn ranks_meet_in_any_order() {
         for (rank, channels) in &mut channels {
             for (other, channel) in channels.iter_mut().enumerate() {
                 if let Some(Channel { stream, keys }) = channel {
-                    stream.write_all(&keys.sealer.seal(&[*rank as u8, other as u8])).expect("it is open");
+                    stream.write_all(&keys.sealer.seal(&[*rank as u8, other as u8])).expect("the connection is open");
                 }
             }
         }
@@ -70,7 +70,7 @@ fn ranks_meet_in_any_order() {
             for (other, channel) in channels.iter_mut().enumerate() {
                 if let Some(Channel { stream, keys }) = channel {
                     let mut got = [0; 2];
-                    keys.opener.open(stream).read_exact(&mut got).expect("it is open");
+                    keys.opener.open(stream).read_exact(&mut got).expect("the connection is open");
                     assert_eq!(got, [other as u8, *rank as u8]);
                 }
             }
@@ -83,13 +83,13 @@ fn no_listener_remains_after_rendezvous() {
     let configs = apart(4, PLENTY);
     let address = configs[0].address.clone();
     let listener = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
-    assert_eq!(listening_sockets().len(), 1, "the test sees what listens");
+    assert_eq!(listening_sockets().len(), 1, "the test must see one listening socket");
     drop(listener);
     let met = all(configs, |config| meet(&config).expect("the ranks meet"));
     assert_eq!(listening_sockets(), Vec::<String>::new());
     assert!(TcpStream::connect(&address).is_err());
     drop(met);
-    meet(&GroupConfig::new(0, 1, "")).expect("one rank needs nobody");
+    meet(&GroupConfig::new(0, 1, "")).expect("a group of one rank needs no connection");
     assert_eq!(listening_sockets(), Vec::<String>::new());
     // Nothing listens after a failed rendezvous either.
     all_hear(apart(3, SHORT).into_iter().take(2).collect(), SHORT);
@@ -147,7 +147,7 @@ fn duplicate_rank_reaches_all() {
                         is_this_host: true,
                     };
                     let Ok(mut link) = rendezvous.call(0, &[address], None) else { panic!("rank 0 answers") };
-                    rendezvous.send_hello(&mut link, [0; 16], 0).expect("it is received");
+                    rendezvous.send_hello(&mut link, [0; 16], 0).expect("rank 0 receives the message");
                     // Reads everything to the end.
                     while link.receive(after(PLENTY)).is_ok() {}
                     None
@@ -182,7 +182,7 @@ fn restarted_rank_replaces_its_predecessor() {
                 is_this_host: true,
             };
             let Ok(mut link) = rendezvous.call(0, &[address], None) else { panic!("rank 0 answers") };
-            rendezvous.send_hello(&mut link, [0; 16], 9).expect("it is received");
+            rendezvous.send_hello(&mut link, [0; 16], 9).expect("rank 0 receives the message");
             assert!(matches!(link.receive(after(PLENTY)), Ok(Message::Missing(missing)) if missing == [2]));
         }
         if rank == 2 {
@@ -212,7 +212,7 @@ fn differing_version_reaches_all() {
             };
             let Ok(mut link) = rendezvous.call(0, &[address], None) else { panic!("rank 0 answers") };
             let hello = Hello { protocol, version: named.into(), group: [0; 16], port: 0 };
-            link.send(&Message::Hello(hello), after(PLENTY)).expect("it is received");
+            link.send(&Message::Hello(hello), after(PLENTY)).expect("rank 0 receives the message");
             loop {
                 match link.receive(after(PLENTY)).expect("rank 0 answers") {
                     Message::Refused(fault) => return *fault,
@@ -232,7 +232,7 @@ fn differing_version_reaches_all() {
 fn first_timeout_explains_missing_rank() {
     let patience = Duration::from_secs(2);
     let mut configs = apart(3, PLENTY);
-    configs[1] = configs[1].clone().secret("another secret than that");
+    configs[1] = configs[1].clone().secret("a different group secret");
     configs[2] = configs[2].clone().deadline(patience);
     let faults = all_hear(configs, patience);
     assert_eq!((faults[0].found_by, faults[2].found_by), (2, 2));
@@ -254,8 +254,9 @@ fn other_hosts_require_a_secret() {
     for address in ["192.0.2.1:29500", "0.0.0.0:29500", "[2001:db8::1]:29500"] {
         for rank in [0, 1] {
             let start = Instant::now();
-            let error = meet(&GroupConfig::new(rank, 2, address).deadline(PLENTY)).expect_err("it is refused");
-            assert!(start.elapsed() < PLENTY, "at once");
+            let error =
+                meet(&GroupConfig::new(rank, 2, address).deadline(PLENTY)).expect_err("the address must be refused");
+            assert!(start.elapsed() < PLENTY, "the refusal must not wait");
             assert!(matches!(error, Error::Misuse { .. }), "{error}");
             assert!(error.to_string().contains("STEPSCOPE_GROUP_SECRET"), "{error}");
         }

@@ -182,7 +182,7 @@ struct HeaderAlone(Vec<u8>);
 
 impl Read for HeaderAlone {
     fn read(&mut self, place: &mut [u8]) -> std::io::Result<usize> {
-        assert!(!self.0.is_empty(), "a body was asked for");
+        assert!(!self.0.is_empty(), "more than the header was read");
         let bytes = self.0.len().min(place.len());
         place[..bytes].copy_from_slice(&self.0[..bytes]);
         self.0.drain(..bytes);
@@ -199,7 +199,7 @@ fn excessive_lengths_are_refused_unread() {
             let heard = read(&mut HeaderAlone(header), stage);
             assert_eq!(heard, Err(WireError::Length { kind: number, claimed, most }));
         }
-        assert!(stage != Stage::Introduction || most <= 64, "strangers may say {most} bytes");
+        assert!(stage != Stage::Introduction || most <= 64, "an unauthenticated peer may send {most} bytes");
     }
 }
 
@@ -296,7 +296,7 @@ fn an_old_greeting_is_named() {
     for nonce in [0, 7, 255] {
         let body = [&OLD_MAGIC[..], &[nonce; 32], &[1, 4]].concat();
         let frame = [&[GREETING][..], &(body.len() as u32).to_le_bytes(), &body].concat();
-        let error = read(&mut &frame[..], Stage::Introduction).expect_err("no protocol of ours");
+        let error = read(&mut &frame[..], Stage::Introduction).expect_err("a frame of another protocol must fail");
         assert_eq!(error, WireError::OldProtocol);
         let text = error.to_string();
         assert!(text.contains("messages of version 3 or less, here 4") && text.contains("same program"), "{text}");
@@ -428,5 +428,5 @@ fn fuzz_corpus_is_current() {
         let committed = std::fs::read(&path).expect("a committed file");
         assert!(committed == frames, "{path} has messages of another protocol; run ci/generate corpus");
     }
-    assert_eq!(kinds, (0..=PIECE).collect::<Vec<_>>(), "every kind, in order");
+    assert_eq!(kinds, (0..=PIECE).collect::<Vec<_>>(), "the corpus must contain every kind of message, in order");
 }

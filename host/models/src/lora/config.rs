@@ -170,7 +170,7 @@ fn number(value: f64) -> Value {
 
 /// Returns the number with the fewest digits that is this one in f32.
 fn shortest(value: f32) -> f64 {
-    value.to_string().parse().expect("a number's digits are a number")
+    value.to_string().parse().expect("the digits of a JSON number parse as a number")
 }
 
 /// Returns the names of a list, or none if the key is absent.

@@ -101,7 +101,7 @@ impl<R: UpdateRule> Optimizer<R> {
         if groups.len() > 1 && !self.declared.has_groups {
             return Err(Error::misuse(
                 name,
-                "one group: the rule's `has_groups` returns false, so it supports no others",
+                "one parameter group, because the rule's `has_groups` returns false",
                 groups.len().to_string(),
             ));
         }
@@ -129,7 +129,11 @@ impl<R: UpdateRule> Optimizer<R> {
     pub fn advance(&mut self) -> Result<UpdateTicket> {
         let made = self.updates();
         let Some(number) = made.checked_add(1) else {
-            return Err(Error::misuse(self.name(), "an update whose number fits 64 bits", format!("one after {made}")));
+            return Err(Error::misuse(
+                self.name(),
+                "an update whose number fits 64 bits",
+                format!("the update after {made}"),
+            ));
         };
         // If writing the slot fails, no update is prepared.
         self.updates.reset(made);
@@ -293,7 +297,7 @@ impl Promised {
             let all = groups.address()..groups.address() + groups.bytes().len() as u64;
             if !extents.iter().map(range).any(|used| used.start < all.end && all.start < used.end) {
                 let expected = "a rule whose launches read `UpdateArguments::groups`: its `has_groups` returned true";
-                return Err(Error::misuse(name, expected, "no launch that does"));
+                return Err(Error::misuse(name, expected, "launches that do not read it"));
             }
         }
         Ok(())
@@ -400,7 +404,7 @@ impl<R: UpdateRule + ?Sized> Optimizer<R> {
         Err(Error::misuse(
             self.name(),
             "parameters, gradients and state of one parameter spec",
-            "those of different ones",
+            "parameters, gradients and state of different specs",
         ))
     }
 

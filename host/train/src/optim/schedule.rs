@@ -86,7 +86,7 @@ mod tests {
         let factors: Vec<f64> = (1..=14).map(|number| schedule.factor(number)).collect();
         assert_eq!(factors[..4], [0.25, 0.5, 0.75, 1.0]);
         assert!(factors[3..12].windows(2).all(|pair| pair[0] > pair[1]));
-        assert!((factors[7] - 0.55).abs() < 1e-12, "half way down: {}", factors[7]);
+        assert!((factors[7] - 0.55).abs() < 1e-12, "half of the decay: {}", factors[7]);
         assert!(factors[11..].iter().all(|factor| (factor - 0.1).abs() < 1e-12));
     }
 

@@ -136,7 +136,7 @@ impl Updates {
             }
             Right::EachReplay => {
                 if !step.require_each_replay(Arc::<Self>::clone(self)) {
-                    return refuse("one `apply` of an optimizer in a recorded step", "a second one".into());
+                    return refuse("one `apply` of an optimizer in a recorded step", "a second `apply`".into());
                 }
             }
             Right::Once { number, .. } if step.is_recorded() => {
@@ -154,7 +154,7 @@ impl Updates {
                     };
                     return refuse(
                         "the ticket of this optimizer's last `advance`",
-                        format!("that of update {number}, {origin}"),
+                        format!("the ticket of update {number}, {origin}"),
                     );
                 }
             }
@@ -178,7 +178,7 @@ impl ReplayPrecondition for Updates {
             return Ok(());
         }
         let expected = "`advance()?.leave_to_replay()` before each replay of a captured `apply`";
-        Err(Error::misuse(self.op, expected, format!("none since update {} was made", self.made())))
+        Err(Error::misuse(self.op, expected, format!("no such call since update {} was made", self.made())))
     }
 
     fn end(&self, queued: bool) {

@@ -299,7 +299,7 @@ mod tests {
         let (mut arena, mut progress) = (arena(), EpochProgress::default());
         arena.step(|step| step.empty::<f32>([1 << 17]).map(drop)).unwrap();
         update(&mut bar, &mut progress, 3, 1.5, &arena);
-        assert!(!terminal.contents().contains("1.5000"), "it is drawn at its own pace");
+        assert!(!terminal.contents().contains("1.5000"), "the bar must not be drawn more often than its rate");
         bar.show(1.25, &arena);
         bar.bar.tick();
         let shown = terminal.contents();

@@ -125,7 +125,7 @@ impl Shards {
             return Ok(());
         }
         let expected = "a train state with the shards and the optimizer that `in_group` has made for it";
-        Err(Error::misuse("update", expected, "those of another train state"))
+        Err(Error::misuse("update", expected, "the shards or the optimizer of another train state"))
     }
 
     /// Returns the parts of a batch that each of this rank's shards owns. `lens` are the lengths of

@@ -27,7 +27,7 @@ pub(crate) struct Gpu {
 }
 
 impl Gpu {
-    #[expect(clippy::unnecessary_wraps, reason = "as the other parts")]
+    #[expect(clippy::unnecessary_wraps, reason = "the other parts return a Result")]
     pub(crate) fn gather() -> Result<Self, String> {
         let mut found = Self {
             in_system: Some(Path::new("/proc/driver/nvidia").exists() || Path::new("/dev/nvidiactl").exists()),

@@ -114,7 +114,7 @@ fn only_truncation_is_an_error() {
     File::options().write(true).open(&path).unwrap().set_len(1024 + 2 * CHUNK as u64 + 10).unwrap();
     assert!(!windows(&file, &before).is_empty());
     assert!(file.read(0..CHUNK, &mut Vec::new()).is_ok());
-    assert!(file.read(CHUNK..CHUNK + 1, &mut Vec::new()).is_err(), "its chunk is cut");
+    assert!(file.read(CHUNK..CHUNK + 1, &mut Vec::new()).is_err(), "a read in the truncated chunk must fail");
 }
 
 /// An open file stays the one that was checked, even if its name now leads elsewhere.
@@ -146,9 +146,9 @@ fn concurrent_writes_are_detected() {
         });
         let seen: usize = (0..20).map(|_| windows(&file, &before).len()).sum();
         done.store(true, std::sync::atomic::Ordering::Relaxed);
-        println!("{seen} windows were errors");
+        println!("{seen} windows failed");
     });
-    assert_eq!(windows(&file, &before), [""; 0], "the writer has put all back");
+    assert_eq!(windows(&file, &before), [""; 0], "the restored file must be readable");
 }
 
 /// Writes tokens as numbers of this many bytes.

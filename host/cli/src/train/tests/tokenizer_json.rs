@@ -51,7 +51,7 @@ fn byte_pairs_are_merged_in_their_order() {
     assert_eq!(pairs.encode("", b"lut").unwrap(), [u32::from(b'l'), 258]);
     assert!(pairs.encode("", b"").unwrap().is_empty());
     let special = pairs.encode("", b"let<|endoftext|>mut<|pad|>").unwrap();
-    assert_eq!(special, [257, 261, u32::from(b'm'), 258, 262], "where a text has a special token, it is one");
+    assert_eq!(special, [257, 261, u32::from(b'm'), 258, 262], "a special token in a text must become one token");
     assert_eq!(pairs.decode(&special), "let<|endoftext|>mut<|pad|>");
 }
 

@@ -103,7 +103,7 @@ impl Joined {
 }
 
 fn ended() -> Error {
-    Error::Driver { call: "exchange", reason: "the link has ended".into(), fatal: true }
+    Error::Driver { call: "exchange", reason: "the link was closed".into(), fatal: true }
 }
 
 /// The NCCL library, if open, and this device's communicators.

@@ -80,7 +80,7 @@ pub(super) fn align<'s>(step: &Step<'s>, operands: &[Operand<'_, bf16>; 2]) -> R
     let mut copies = [room(&operands[0])?, room(&operands[1])?];
     let mut outputs = copies.iter_mut();
     let aligning = operands.map(|operand| {
-        let out = outputs.next().expect("as many as operands").out();
+        let out = outputs.next().expect("there is an output for each operand").out();
         if operand.is_aligned() {
             return Aligning::default();
         }

@@ -96,7 +96,7 @@ fn copy<'s>(step: &Step<'s>, factors: &[Factor<'_>; 2]) -> Result<[Tensor<'s, f3
     let mut copies = [room(&factors[0])?, room(&factors[1])?];
     let mut outputs = copies.iter_mut();
     let alignments = factors.map(|factor| {
-        let out = outputs.next().expect("as many as operands").out();
+        let out = outputs.next().expect("there is an output for each operand").out();
         if !factor.is_copied {
             return Alignment::default();
         }
