@@ -158,18 +158,11 @@ in
         '';
       }
     );
-    ptx =
-      pkgs.runCommand "stepscope-ptx-rules"
-        {
-          nativeBuildInputs = [
-            pkgs.python3
-            cudaPackages.cuda_nvcc
-          ];
-        }
-        ''
-          python3 ${self}/ci/ptx_rules.py self-test "$(command -v ptxas)"
-          python3 ${self}/ci/ptx_rules.py check "$(command -v ptxas)" ${kernels} ${ptx} ${toString archs} > $out
-        '';
+    ptx = cargo "ptx-rules" {
+      buildPhaseCargoCommand = ''
+        cargo run --locked --package xtask -- ptx-rules ${cudaPackages.cuda_nvcc} ${kernels} ${ptx} ${toString archs}
+      '';
+    };
     nextest = cargo "nextest" {
       nativeBuildInputs = [ pkgs.cargo-nextest ];
       buildPhaseCargoCommand = "cargo nextest run --locked --workspace";

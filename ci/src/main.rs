@@ -4,11 +4,20 @@
 //! of this package, and fails if a tool is missing.
 
 mod all;
+mod bundle;
 mod contracts;
 mod docs;
+mod generate;
+mod hosts;
+mod kernels;
 mod lint;
+mod nightly;
 mod pages;
+mod peers;
 mod prose;
+mod ptx_rules;
+mod publish;
+mod sanitize;
 mod suite;
 mod tools;
 
@@ -31,16 +40,39 @@ const STEPS: &[Step] = &[
     ("docs", docs::docs, "rustdoc, links and paths, and the pages' commands; --quick: no commands"),
     ("long", suite::long, "the emulator's longest tests, release builds, faults of groups"),
     ("loom", suite::loom, "the driver thread under loom"),
+    ("miri", nightly::miri, "the host's unsafe code under Miri; --quick: less of it"),
+    ("fuzz", nightly::fuzz, "fuzz targets; takes seconds (60) and names"),
+    ("ptx", kernels::ptx, "the kernels' PTX keeps its rules; takes architectures"),
+    ("ptx-rules", kernels::rules, "the same for files: NVIDIA LIST FOLDER ARCH.."),
+    ("rust-cuda", kernels::rust_cuda, "the kernels use only what rust-cuda has; --quick: no PTX"),
+    ("oracle", peers::oracle, "ops and training against JAX and PyTorch; --quick: less, no PyTorch"),
+    ("families", peers::families, "models against transformers; takes names of families"),
+    ("publish", publish::publish, "all that must hold before a release; takes names of parts"),
+    ("flake", hosts::flake, "flake.nix, against stand-ins"),
+    ("workflow", hosts::workflow, "GitHub's workflow"),
+    ("generate", generate::generate, "rewrite generated data; takes names of parts"),
+    ("pressure", |arguments| script("pressure", arguments), "training under memory pressure; --quick: less"),
+    ("gpu", bundle::pack, "pack what runs on a GPU machine"),
+    ("gb10", |arguments| script("gb10", arguments), "the first run on a machine with a GPU"),
     ("aarch64", suite::aarch64, "programs and tests for aarch64, under qemu; --quick: link only what runs"),
 ];
+
+fn script(name: &str, arguments: &[String]) -> Outcome {
+    tools::run(std::process::Command::new(format!("ci/{name}")).args(arguments))
+}
 
 fn main() -> ExitCode {
     let mut arguments = std::env::args();
     let program = arguments.next().unwrap_or_default();
     let arguments: Vec<String> = arguments.collect();
-    if Path::new(&program).file_name() == Some(OsStr::new("cargo")) {
+    let name = Path::new(&program).file_name().and_then(OsStr::to_str).unwrap_or_default();
+    if name == "cargo" {
         eprintln!("{}", docs::cargo(&arguments));
         return ExitCode::FAILURE;
+    }
+    if let Some(outcome) = bundle::bundled(name, &arguments) {
+        outcome.as_ref().inspect_err(|message| println!("{message}")).ok();
+        return if outcome.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     }
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("ci/ is in the repository");
     let step = arguments.first().and_then(|name| STEPS.iter().find(|step| step.0 == name));

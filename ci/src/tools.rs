@@ -57,12 +57,14 @@ pub(crate) fn output(command: &mut Command) -> Outcome<String> {
     if done.status.success() { Ok(text) } else { Err(format!("{text}failed with {}: {}", done.status, words(command))) }
 }
 
-/// Runs a command and returns its standard output; the rest is printed.
+/// Runs a command and returns its standard output; an error contains its messages.
 pub(crate) fn stdout(command: &mut Command) -> Outcome<String> {
-    let done = command.stderr(Stdio::inherit()).output();
+    let done = command.stdin(Stdio::null()).output();
     let done = at(command.get_program(), done)?;
-    let text = String::from_utf8_lossy(&done.stdout).into_owned();
-    if done.status.success() { Ok(text) } else { Err(format!("{text}failed with {}: {}", done.status, words(command))) }
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    let failed =
+        || format!("{}{}failed with {}: {}", text(&done.stdout), text(&done.stderr), done.status, words(command));
+    if done.status.success() { Ok(text(&done.stdout)) } else { Err(failed()) }
 }
 
 fn words(command: &Command) -> String {
@@ -104,12 +106,33 @@ impl Tools {
         let calls: String = functions.iter().map(|function| format!("{function} >&2; ")).collect();
         let script = format!("set -a; source ci/setup; {calls} env -0");
         let before: Vec<(String, String)> = std::env::vars().collect();
-        let printed = stdout(Command::new("bash").args(["-euo", "pipefail", "-c", &script, "ci/setup"]))
-            .map_err(|_| format!("ci/setup could not install: {}", functions.join(", ")))?;
+        let done = Command::new("bash")
+            .args(["-euo", "pipefail", "-c", &script, "ci/setup"])
+            .stderr(Stdio::inherit())
+            .output();
+        let done = at("bash", done)?;
+        if !done.status.success() {
+            return Err(format!("ci/setup could not install: {}", functions.join(", ")));
+        }
+        let printed = String::from_utf8_lossy(&done.stdout);
         let variables = printed.split('\0').filter_map(|entry| entry.split_once('='));
         let variables = variables.map(|(name, value)| (name.to_owned(), value.to_owned()));
         let variables = variables.filter(|variable| variable.0 != "_" && !before.contains(variable)).collect();
         Ok(Self { variables, folder: at(".", std::env::current_dir())? })
+    }
+
+    /// Returns the environment of this process.
+    pub(crate) fn bare() -> Outcome<Self> {
+        Ok(Self { variables: Vec::new(), folder: at(".", std::env::current_dir())? })
+    }
+
+    /// Copies the files that git tracks or would track, without build output, to a new folder.
+    pub(crate) fn copy_sources(&self, folder: &Path) -> Outcome {
+        run(self
+            .command("bash -euo pipefail -c")
+            .arg("source ci/setup; copy_sources \"$1\"")
+            .arg("ci/setup")
+            .arg(folder))
     }
 
     /// Returns a variable that a function of `ci/setup` set.
@@ -121,6 +144,11 @@ impl Tools {
     /// Returns cargo's target folder.
     pub(crate) fn target(&self) -> PathBuf {
         PathBuf::from(self.get("target").unwrap_or("target"))
+    }
+
+    /// Returns the folder in which commands run.
+    pub(crate) fn folder(&self) -> &Path {
+        &self.folder
     }
 
     /// Returns these tools with another variable.
