@@ -46,19 +46,15 @@ fn files_formatted(tools: &Tools, folder: &Path) -> Outcome {
 fn refuse_plants(tools: &Tools) -> Outcome {
     let folder = scratch()?;
     let within = tools.within(folder.path()).with("CARGO_TARGET_DIR", folder.path().join("target"));
-    let format = |_: ()| within.output("cargo fmt --all --check").map(|_| ());
-    let file_format = |_: ()| within.output("rustfmt --check src/lib.rs").map(|_| ());
-    let clippy = |_: ()| within.output("cargo clippy --quiet -- -D warnings").map(|_| ());
-    let checks: [(&str, &str, &dyn Fn(()) -> Outcome); 3] = [
-        ("bad formatting", "fn  f( ){}", &format),
-        ("bad formatting of a file that none lists", "fn  f( ){}", &file_format),
-        ("a clippy warning", "pub fn f(x: u32) -> u32 { return x; }", &clippy),
-    ];
-    for (what, source, check) in checks {
+    for (what, source, check) in [
+        ("bad formatting", "fn  f( ){}", "cargo fmt --all --check"),
+        ("bad formatting of a file that none lists", "fn  f( ){}", "rustfmt --check src/lib.rs"),
+        ("a clippy warning", "pub fn f(x: u32) -> u32 { return x; }", "cargo clippy --quiet -- -D warnings"),
+    ] {
         plant(folder.path(), "planted", "", "//! A crate.\n")?;
-        check(())?;
+        within.output(check)?;
         plant(folder.path(), "planted", "", source)?;
-        refused(what, "", check(()))?;
+        refused(what, "", within.output(check))?;
     }
     Ok(())
 }

@@ -257,13 +257,11 @@ fn misquoted(page: &str, files: &BTreeMap<String, String>) -> Vec<String> {
         if !is_code {
             let codes = part.split('`').skip(1).step_by(2);
             file = codes.filter(|code| files.contains_key(*code)).last().unwrap_or(file);
-        } else if let Some(code) = part.strip_prefix("rust\n") {
-            if !unindented(files.get(file).map_or("", String::as_str)).contains(&unindented(code)) {
-                faults.push(format!(
-                    "{ADDING} quotes code that is not in {file}: {}",
-                    code.lines().next().unwrap_or_default()
-                ));
-            }
+        } else if let Some(code) = part.strip_prefix("rust\n")
+            && !unindented(files.get(file).map_or("", String::as_str)).contains(&unindented(code))
+        {
+            let first = code.lines().next().unwrap_or_default();
+            faults.push(format!("{ADDING} quotes code that is not in {file}: {first}"));
         }
     }
     faults

@@ -34,7 +34,7 @@ impl Ran {
             let (_, count) = line.split_once(" SUMMARY: ").filter(|_| line.starts_with('='))?;
             count.split(' ').next()?.parse().ok()
         };
-        self.log.lines().filter_map(summary).last()
+        self.log.lines().filter_map(summary).next_back()
     }
 
     /// Returns the number of racecheck's findings about a write and reads in known kernels.
