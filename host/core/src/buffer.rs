@@ -4,7 +4,6 @@
 
 use crate::device::{DeferredFree, Device};
 use crate::error::{Error, Result};
-use crate::host_memory::admit;
 use crate::launch::launch_on;
 use crate::tensor::{Element, Memory};
 use kernels::fill::fill;
@@ -50,7 +49,7 @@ impl<T: Element> Buffer<T> {
                 len.to_string(),
             ));
         };
-        admit(device, bytes)?;
+        device.admit(bytes)?;
         let address = device.allocate(bytes)?;
         Ok(Self { device: device.clone(), address, len, element: PhantomData })
     }

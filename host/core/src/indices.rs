@@ -8,9 +8,9 @@
 
 #![forbid(unsafe_code)]
 
-use crate::error::{Error, Result};
-use crate::step::{EagerStep, Step};
-use crate::tape::{Lender, RecomputeInput, Sealed as Kept};
+use crate::error::Result;
+use crate::preconditions::IndexBound;
+use crate::step::{EagerStep, ScratchStep, Step};
 use crate::tensor::{Memory, Saved, Shape, Source};
 use kernels::loss::IGNORED;
 use std::fmt;
@@ -43,39 +43,6 @@ impl Known {
         let counted = || values.iter().copied().filter(|&value| value != IGNORED);
         let largest = [largest(&mut values.iter().copied()), largest(&mut counted())];
         Self::Upload { largest, counted: counted().count() }
-    }
-}
-
-/// The bound of an op's indices.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct IndexBound {
-    classes: usize,
-    /// True if [`IGNORED`] is also allowed.
-    ignored: bool,
-}
-
-impl IndexBound {
-    /// Requires that all indices are below `classes`.
-    pub fn below(classes: usize) -> Self {
-        Self { classes, ignored: false }
-    }
-
-    /// Allows [`IGNORED`], too.
-    #[must_use]
-    pub fn or_ignored(self) -> Self {
-        Self { ignored: true, ..self }
-    }
-
-    /// Checks indices on the host.
-    ///
-    /// # Errors
-    /// [`Error::Label`] with the place of the first invalid index.
-    pub(crate) fn check(self, indices: &[u32]) -> Result<()> {
-        let Self { classes, ignored } = self;
-        match indices.iter().position(|&label| label as usize >= classes && !(ignored && label == IGNORED)) {
-            None => Ok(()),
-            Some(sample) => Err(Error::Label { sample, label: indices[sample], classes }),
-        }
     }
 }
 
@@ -194,21 +161,18 @@ impl<'s> EagerStep<'s> {
     }
 }
 
+impl<'i, 'o> ScratchStep<'i, 'o> {
+    /// Lends indices of the outer step.
+    pub fn lend_indices(&self, indices: &Indices<'o>) -> Indices<'i> {
+        indices.lend()
+    }
+}
+
 mod sealed {
     pub trait Sealed {}
 
     impl Sealed for super::Indices<'_> {}
     impl<I> Sealed for super::OnDevice<'_, I> {}
-}
-
-impl Kept for Indices<'_> {}
-
-impl<'s> RecomputeInput<'s> for Indices<'s> {
-    type Lent<'i> = Indices<'i>;
-
-    fn lend<'i>(&self, _: &mut Lender) -> Result<Indices<'i>> {
-        Ok(Indices::lend(self))
-    }
 }
 
 impl fmt::Debug for Indices<'_> {

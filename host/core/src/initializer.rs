@@ -6,8 +6,8 @@
 
 #![forbid(unsafe_code)]
 
-use crate::non_finite::is_finite;
 use crate::random::SplitMix64;
+use crate::tensor::is_finite;
 use cuda_std::float_mode;
 
 /// The distribution of a parameter's initial values.

@@ -27,10 +27,12 @@ pub mod device;
 pub mod digest;
 #[cfg(feature = "dlpack")]
 mod dlpack;
+mod elementary;
 #[doc(hidden)]
 pub mod error;
 #[doc(hidden)]
 pub mod files;
+mod generator;
 #[doc(hidden)]
 pub mod host_matrix;
 #[doc(hidden)]
@@ -40,6 +42,8 @@ pub mod indices;
 #[doc(hidden)]
 pub mod initializer;
 mod launch;
+#[cfg(test)]
+mod module_order;
 #[doc(hidden)]
 pub mod non_finite;
 pub mod ops;
@@ -47,10 +51,13 @@ pub mod ops;
 pub mod params;
 #[doc(hidden)]
 pub mod precision;
+mod preconditions;
 #[doc(hidden)]
 pub mod processors;
+mod ptx;
 #[doc(hidden)]
 pub mod random;
+mod report;
 #[doc(hidden)]
 pub mod step;
 #[doc(hidden)]
@@ -70,12 +77,11 @@ pub mod of_core {
     pub use core::{concat, env, include};
 }
 pub use arena::{Arena, ArenaBuilder, Capacity, Event, Growth, Kind, Measured, Origin, Overflow};
-pub use arena::{ArenaReport, Cause, Count, Largest, OverflowReport, Phase, Site, SystemMemory};
 /// One kernel launch, as [`Arena::launches`] lists it.
 #[doc(hidden)]
 pub use device::Launch;
 pub use device::{DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, SelfTest};
-pub use device::{Kernels, MatrixInstruction, PtxBuild, PtxCompiler, ptx_builds};
+pub use device::{Kernels, MatrixInstruction, PageLocked, ptx_builds};
 pub use error::disagreement::{DifferentSetting, Disagreement, ValueOnRanks};
 pub use error::rank_fault::{LastHeard, RankFault, RankFaultKind, RendezvousFault, RendezvousFaultKind};
 pub use error::{Error, Quantity, Resource, Result, SystemError};
@@ -83,16 +89,19 @@ pub use error::{Error, Quantity, Resource, Result, SystemError};
 pub use error::{disagreement, rank_fault};
 pub use files::{FileKind, PlainFile, replace_file};
 pub use half::bf16;
-pub use host_memory::{AdmissionError, CgroupMemory, MemInfo, MemoryBudget, PageLocked};
+pub use host_memory::{AdmissionError, CgroupMemory, MemInfo, MemoryBudget};
 pub use host_memory::{HostMemory, MemoryForecast, MemoryShortage, ProcessMemory};
-pub use indices::{IndexBound, IndexSource, Indices, OnDevice};
+pub use indices::{IndexSource, Indices, OnDevice};
 pub use initializer::Initializer;
 pub use non_finite::NonFinite;
 pub use params::{
     FrozenType, Gradients, MatrixWeights, Nf4Matrix, Parameter, ParameterEntry, ParameterSpec, ParameterSpecBuilder,
     Parameters, StackedParameters,
 };
+pub use preconditions::IndexBound;
+pub use ptx::{PtxBuild, PtxCompiler};
 pub use random::SplitMix64;
+pub use report::{ArenaReport, Cause, Count, Largest, OverflowReport, Phase, Site, SystemMemory};
 pub use step::{EagerStep, ScratchStep, Step};
 pub use tensor::{Element, Lent, LentMut, Saved, Shape, Source, Stored, Target, Tensor};
 pub use upload::{Progress, Transfer};

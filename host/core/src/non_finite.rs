@@ -8,6 +8,7 @@
 use crate::error::{Error, Quantity, Result};
 use crate::processors::have_threads;
 use crate::tensor::Stored;
+pub use crate::tensor::is_finite;
 use rayon::prelude::*;
 
 /// Bytes in each part that a thread checks.
@@ -63,13 +64,6 @@ fn every_run<T: Sync>(values: &[T], run_is_finite: impl Fn(&[T]) -> bool + Sync)
         true => values.par_chunks(part).all(part_is_finite),
         false => part_is_finite(values),
     }
-}
-
-/// True if a value is finite, judged by its bits. A comparison could trap, depending on the
-/// thread's floating-point mode.
-pub fn is_finite(value: f32) -> bool {
-    const EXPONENT: u32 = f32::INFINITY.to_bits();
-    value.to_bits() & EXPONENT != EXPONENT
 }
 
 #[cfg(test)]

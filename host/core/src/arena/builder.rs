@@ -12,7 +12,7 @@ use super::overflow::{Overflow, OverflowPool};
 use super::region::ArenaInner;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::host_memory::{Floor, MemoryBudget};
+use crate::host_memory::Floor;
 use cuda_std::float_mode;
 use std::cell::RefCell;
 use std::time::Duration;
@@ -187,7 +187,7 @@ impl ArenaBuilder {
     /// `STEPSCOPE_ARENA_GB` or a prime above the cap.
     pub fn build(self) -> Result<Arena> {
         let Self { device, capacity, overflow, growth, step_deadline, reserve_bytes, memory_floor, checked } = self;
-        let budget = MemoryBudget::of(&device, reserve_bytes, device.deadline())?;
+        let budget = device.budget(reserve_bytes, device.deadline())?;
         let capacity = match (variable()?, capacity) {
             (Some(bytes), _) | (None, Capacity::Bytes(bytes)) => bytes,
             (None, Capacity::Measured(measured)) => measured.high_water_bytes,

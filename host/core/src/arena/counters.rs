@@ -6,8 +6,8 @@
 #![forbid(unsafe_code)]
 
 use super::region::ArenaInner;
-use super::report::{ArenaReport, Cause, Count, Largest, OverflowReport, Phase, Site, SystemMemory};
 use crate::host_memory::{CgroupMemory, MemInfo};
+use crate::report::{ArenaReport, Cause, Count, Largest, OverflowReport, Phase, Site, SystemMemory};
 use cuda_std::float_mode;
 use std::cell::Cell;
 use std::collections::HashMap;

@@ -14,7 +14,6 @@ mod events;
 mod layout;
 mod overflow;
 mod region;
-mod report;
 mod scope;
 
 pub use builder::{ArenaBuilder, Capacity, Growth, Measured};
@@ -24,13 +23,13 @@ pub use layout::ALIGN_BYTES;
 pub(crate) use layout::GraphReservation;
 pub use overflow::Overflow;
 pub(crate) use region::ArenaInner;
-pub use report::{ArenaReport, Cause, Count, Largest, OverflowReport, Phase, Site, SystemMemory};
 pub(crate) use scope::NestedScope;
 
+pub use crate::report::{ArenaReport, Phase};
+
 use crate::device::{Description, Device, Launch};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::host_memory::{Floor, MemoryShortage};
-use crate::step::EagerStep;
 use std::sync::Arc;
 use std::time::Duration;
 use tracing::field::Empty;
@@ -57,49 +56,11 @@ impl Arena {
         self.region.device()
     }
 
-    /// Runs one step. Every tensor that it makes is branded with `'s`, which the result cannot
-    /// name. The memory is reclaimed when the closure has returned, failed or panicked, and only
-    /// then.
-    ///
-    /// # Errors
-    /// [`Error::Timeout`](crate::Error::Timeout) when the step missed its deadline, if it has one.
-    /// [`Error::Driver`](crate::Error::Driver) when the overflow could not be freed.
-    pub fn step<R>(&mut self, run: impl for<'s> FnOnce(&mut EagerStep<'s>) -> Result<R>) -> Result<R> {
-        let (mut run, mut result) = (Some(run), None);
-        self.run_step(&mut |region| {
-            let run = run.take().expect("a step runs its closure once");
-            result = Some(run(&mut EagerStep::new(region))?);
-            Ok(())
-        })?;
-        Ok(result.expect("a step that succeeded has a result"))
-    }
-
-    /// Runs a step without kernels or memory, and returns the bytes that it would need. The step
-    /// runs on a dry run of the device. It may borrow the device's buffers, and launch with tensors
-    /// of the device's running steps. All reads return zero, and nothing on the device changes.
-    /// Anything that the closure makes on [`EagerStep::device`] belongs to the dry run: real steps
-    /// reject it, and it is useless once the closure has returned.
-    pub fn measure<R>(&self, run: impl for<'s> FnOnce(&mut EagerStep<'s>) -> Result<R>) -> Result<Measured> {
-        self.run_measured(|region| run(&mut EagerStep::new(region)))
-    }
-
-    /// Measures a step like [`Arena::measure`], as if the device were `other`, and lists the step's
-    /// launches in order. `stepscope predict` computes from the list how long the step takes on a
-    /// GPU that is not present.
-    #[doc(hidden)]
-    pub fn launches<R>(
-        &self,
-        other: Description,
-        run: impl for<'s> FnOnce(&mut EagerStep<'s>) -> Result<R>,
-    ) -> Result<(Measured, Vec<Launch>)> {
-        self.run_listed(other, |region| run(&mut EagerStep::new(region)))
-    }
-
     /// Lends the region to one step, which `run` runs. Takes its memory back only after the closure
     /// has returned, failed or panicked. It is compiled once for the steps of all programs.
-    fn run_step(&mut self, run: &mut dyn FnMut(&ArenaInner) -> Result<()>) -> Result<()> {
+    pub(crate) fn run_step(&mut self, run: &mut dyn FnMut(&ArenaInner) -> Result<()>) -> Result<()> {
         self.device().check("step")?;
-        self.floor.begin_step()?;
+        self.floor.begin_step().map_err(Error::MemoryShortage)?;
         let region = &self.region;
         let span = tracing::debug_span!("step", number = region.steps(), bytes = Empty, tensors = Empty).entered();
         let step = region.step_begins(self.step_deadline);
@@ -153,12 +114,12 @@ impl Arena {
 
     /// Lends a region without memory to one step on a dry run of the device, and returns what the
     /// step needed.
-    fn run_measured<R>(&self, run: impl FnOnce(&ArenaInner) -> Result<R>) -> Result<Measured> {
+    pub(crate) fn run_measured<R>(&self, run: impl FnOnce(&ArenaInner) -> Result<R>) -> Result<Measured> {
         self.device().dry_run(|dry_run| self.measure_on(dry_run, run))
     }
 
     /// Measures a step on a dry run of another device, and lists its launches in order.
-    fn run_listed<R>(
+    pub(crate) fn run_listed<R>(
         &self,
         other: Description,
         run: impl FnOnce(&ArenaInner) -> Result<R>,

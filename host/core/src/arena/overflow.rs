@@ -10,10 +10,10 @@
 
 use super::layout::padded;
 use super::region::ArenaInner;
-use super::report::{Cause, size};
 use crate::device::{Device, Pool};
 use crate::error::{Error, Result};
-use crate::host_memory::{AdmissionError, MemoryBudget};
+use crate::host_memory::AdmissionError;
+use crate::report::{Cause, size};
 use std::ops::Range;
 use std::panic::Location;
 use std::time::{Duration, Instant};
@@ -107,7 +107,7 @@ impl OverflowPool {
         let used = self.used_bytes.checked_add(bytes).filter(|&used| used <= self.cap_bytes).ok_or(NotGiven::Cap)?;
         if used > self.held_bytes {
             let growth = (used - self.held_bytes) as u64;
-            let budget = MemoryBudget::of(device, self.reserve_bytes, deadline).map_err(NotGiven::Driver)?;
+            let budget = device.budget(self.reserve_bytes, deadline).map_err(NotGiven::Driver)?;
             budget.admit(growth).map_err(|refusal| NotGiven::Refused(Box::new(refusal)))?;
         }
         let left = deadline.saturating_sub(start.elapsed());

@@ -7,13 +7,12 @@ use super::counters::{Counters, Peak};
 use super::events::{Kind, Observers, Origin};
 use super::layout::{Bump, End, GraphReservation, Sections, grown, guarded, padded};
 use super::overflow::OverflowPool;
-use super::report::Phase;
 use super::scope::Reuse;
-use crate::capture::ReplayPreconditions;
 use crate::deadline::after;
 use crate::device::{BufferBorrow, DeferredFree, Device, Launches};
 use crate::error::{Error, Result};
-use crate::host_memory::MemoryBudget;
+use crate::preconditions::ReplayPreconditions;
+use crate::report::Phase;
 use crate::tensor::{Element, Memory, Shape, Source, Stored, Tensor};
 use std::borrow::Cow;
 use std::cell::{Cell, RefCell};
@@ -411,9 +410,7 @@ impl ArenaInner {
         if wanted <= self.capacity.get() || self.device.lost().is_some() {
             return Ok(());
         }
-        if let Err(refusal) =
-            MemoryBudget::of(&self.device, self.reserve_bytes, self.device.deadline())?.admit(wanted as u64)
-        {
+        if let Err(refusal) = self.device.budget(self.reserve_bytes, self.device.deadline())?.admit(wanted as u64) {
             tracing::warn!(%refusal, "the arena keeps its size");
             return Ok(());
         }

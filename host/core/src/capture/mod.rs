@@ -13,14 +13,12 @@
 
 #![forbid(unsafe_code)]
 
-mod preconditions;
 mod recordings;
 mod segments;
 mod slots;
 mod state;
 
-pub use preconditions::ReplayPrecondition;
-pub(crate) use preconditions::ReplayPreconditions;
+pub use crate::preconditions::ReplayPrecondition;
 pub use slots::{CaptureInputs, DeviceBatch, HostInputs, Output};
 
 use crate::arena::{ALIGN_BYTES, Arena, ArenaInner, Checks, GraphReservation, Measured};
@@ -280,7 +278,7 @@ impl<S, R> Captured<S, R> {
         let recording = self.recordings.last_mut();
         let (key, kernels) = (recording.ports.key(), recording.segments.kernels());
         let _span = tracing::debug_span!("replay", %key, kernels, number = self.replays).entered();
-        self.place.floor.begin_step()?;
+        self.place.floor.begin_step().map_err(Error::MemoryShortage)?;
         let state = &mut self.state;
         let outcome = recording.replay(device, inputs, self.place.deadline, &mut |complete| between(state, complete));
         if device.lost().is_some() {

@@ -8,13 +8,13 @@
 
 #![forbid(unsafe_code)]
 
-use super::preconditions::{ReplayPrecondition, end_all, take_all};
 use super::segments::Segments;
 use super::slots::{HostInputs, Key, Ports};
 use super::state::{Event, State};
 use crate::arena::Checks;
 use crate::device::Device;
 use crate::error::Result;
+use crate::preconditions::{ReplayPrecondition, end_all, take_all};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;

@@ -4,8 +4,8 @@
 //! Invariant: this interface passes only bytes, addresses and kernels by name. Callers cannot
 //! distinguish devices.
 
-use super::kernels::PtxBuild;
 use crate::error::{Error, Result};
+use crate::ptx::PtxBuild;
 use cuda_std::launch::{Entry, Grid, Words};
 use std::fmt;
 use std::str::FromStr;

@@ -10,6 +10,7 @@
 //! waits at most until its deadline. Waits for the device poll. Invariant: all work of a driver is
 //! ordered on one stream, so a later call sees the writes of an earlier one.
 
+mod admission;
 mod builder;
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -21,6 +22,7 @@ mod graph;
 mod kernels;
 mod matrix_instruction;
 mod memory;
+mod page_locked;
 mod pinned;
 mod self_test;
 mod staging;
@@ -31,9 +33,10 @@ pub use driver::{Description, DeviceKind, Driver, DriverLayer, Fence, Graph, Lin
 pub use driver_thread::panic_message;
 pub use dry_run::Launch;
 pub(crate) use graph::{BufferBorrow, Pins, SealedGraph};
-pub use kernels::{Kernels, PtxBuild, PtxCompiler, ptx_builds};
+pub use kernels::{Kernels, ptx_builds};
 pub use matrix_instruction::MatrixInstruction;
 pub(crate) use memory::DeferredFree;
+pub use page_locked::PageLocked;
 pub use pinned::PinnedReadback;
 pub use self_test::{KernelTest, Tested, remembered};
 pub(crate) use staging::Fill;

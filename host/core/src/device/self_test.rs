@@ -245,7 +245,7 @@ fn read(path: &Path) -> io::Result<Vec<u8>> {
 mod tests {
     use super::*;
     use crate::device::{Description, DeviceKind};
-    use crate::device::{PtxBuild, PtxCompiler};
+    use crate::ptx::{PtxBuild, PtxCompiler};
 
     // The library's test is `stepscope-check`'s, which this crate cannot name.
     inventory::submit! {

@@ -13,9 +13,9 @@ mod system;
 
 pub use system::{Resource, SystemError};
 
-use crate::arena::{ArenaReport, Cause};
-use crate::device::PtxBuild;
 use crate::host_memory::{AdmissionError, MemoryShortage};
+use crate::ptx::PtxBuild;
+use crate::report::{ArenaReport, Cause};
 use cuda_std::emulator::Fault;
 use cuda_std::launch::Violation;
 use disagreement::Disagreement;

@@ -10,17 +10,14 @@
 use super::Size;
 use super::cgroup::CgroupMemory;
 use super::meminfo::MemInfo;
-use crate::device::{Description, Device, DeviceKind};
-use crate::error::{Error, Result};
 use serde::Serialize;
 use std::fmt;
-use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 
 /// The smallest request that admission checks. Smaller requests are covered by the reserve.
-const LEAST_ADMITTED_BYTES: usize = 1 << 20;
+pub(crate) const LEAST_ADMITTED_BYTES: usize = 1 << 20;
 
 /// The figures that decide whether device memory may be requested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -45,21 +42,6 @@ pub struct MemoryBudget {
 }
 
 impl MemoryBudget {
-    /// Returns the memory that is available on the device now.
-    pub(crate) fn of(device: &Device, reserve_bytes: Option<u64>, deadline: Duration) -> Result<Self> {
-        let Description { kind, integrated, memory_bytes, .. } = *device.description();
-        let driver_free_bytes = device.free_bytes(deadline)?;
-        let driver_total_bytes = memory_bytes.unwrap_or(driver_free_bytes);
-        let reserve_bytes = reserve_bytes.unwrap_or_else(|| default_reserve_bytes(integrated, driver_total_bytes));
-        let host = MemInfo::read();
-        // The emulator's memory belongs to this process.
-        let (cgroup, promised_bytes) = match kind {
-            DeviceKind::Emulated => (CgroupMemory::read(), device.unbacked_bytes()?.unwrap_or(0)),
-            _ => (None, 0),
-        };
-        Ok(Self { integrated, driver_free_bytes, driver_total_bytes, host, cgroup, promised_bytes, reserve_bytes })
-    }
-
     /// Returns the bytes that may be requested.
     ///
     /// On an integrated GPU this is min(driver free + reclaimable, MemAvailable) - reserve. There,
@@ -109,33 +91,6 @@ impl MemoryBudget {
         }
         Err(AdmissionError { requested_bytes, available_bytes, situation: *self })
     }
-}
-
-/// Returns an error unless a buffer of `bytes` bytes may be requested. A dry run takes no memory.
-pub(crate) fn admit(device: &Device, bytes: usize) -> Result<()> {
-    if bytes < LEAST_ADMITTED_BYTES || device.is_dry_run() {
-        return Ok(());
-    }
-    let budget = MemoryBudget::of(device, None, device.deadline())?;
-    budget.admit(bytes as u64).map_err(|refusal| Error::Refused(Box::new(refusal)))
-}
-
-/// Returns an error unless the host can lock `bytes` bytes of its memory. Integrated GPUs and the
-/// emulator use host memory as device memory.
-pub(crate) fn admit_on_host(device: &Device, bytes: usize) -> Result<()> {
-    let Description { kind, integrated, .. } = *device.description();
-    if integrated || kind == DeviceKind::Emulated || bytes < LEAST_ADMITTED_BYTES {
-        return admit(device, bytes);
-    }
-    let Some(host) = MemInfo::read() else { return Ok(()) };
-    let reserve_bytes = default_reserve_bytes(true, host.available_bytes);
-    let free_bytes = host.available_bytes.saturating_sub(reserve_bytes);
-    if bytes as u64 <= free_bytes {
-        return Ok(());
-    }
-    let reason =
-        format!("MemAvailable minus {reserve_bytes} bytes for other processes; pinned memory cannot be swapped");
-    Err(Error::DeviceMemory { device: "the host".into(), requested_bytes: bytes, free_bytes, reason })
 }
 
 /// Returns the default reserve: a sixteenth of the memory, up to a maximum. On an integrated GPU

@@ -12,7 +12,6 @@
 
 use super::cgroup::Cgroups;
 use super::shortage::{HostMemory, MemoryShortage, ProcessMemory};
-use crate::error::{Error, Result};
 use cuda_std::float_mode;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -223,8 +222,8 @@ impl Floor {
     /// Begins a step, or returns an error if less is available now, or will be before it is done.
     ///
     /// # Errors
-    /// [`Error::MemoryShortage`].
-    pub(crate) fn begin_step(&self) -> Result<()> {
+    /// The shortage.
+    pub(crate) fn begin_step(&self) -> Result<(), Box<MemoryShortage>> {
         let Some(watch) = self.0.watch.get() else { return Ok(()) };
         let mut begun = self.begun();
         if begun.at.is_none() {
@@ -233,7 +232,7 @@ impl Floor {
         begun.now();
         watch.horizon.fetch_max(begun.horizon().as_nanos() as u64, Ordering::Relaxed);
         drop(begun);
-        self.shortage().map_or(Ok(()), |shortage| Err(Error::MemoryShortage(Box::new(shortage))))
+        self.shortage().map_or(Ok(()), |shortage| Err(Box::new(shortage)))
     }
 }
 
@@ -246,8 +245,8 @@ mod tests {
     fn only_unreachable_floors_are_errors() {
         let (high, low) = (Floor::new(u64::MAX), Floor::new(1));
         if MemInfo::read().is_some() {
-            let error = high.begin_step().unwrap_err();
-            assert!(matches!(&error, Error::MemoryShortage(shortage) if shortage.floor_bytes > 1), "{error}");
+            let shortage = high.begin_step().unwrap_err();
+            assert!(shortage.floor_bytes > 1, "{shortage}");
         }
         assert_eq!(low.begin_step(), Ok(()), "the floor of another arena must not count");
         let captured = high.clone();

@@ -9,15 +9,13 @@ mod admission;
 mod cgroup;
 mod floor;
 mod meminfo;
-mod page_locked;
 mod shortage;
 
-pub(crate) use admission::admit;
 pub use admission::{AdmissionError, MemoryBudget};
+pub(crate) use admission::{LEAST_ADMITTED_BYTES, default_reserve_bytes};
 pub use cgroup::CgroupMemory;
 pub(crate) use floor::Floor;
 pub use meminfo::MemInfo;
-pub use page_locked::PageLocked;
 pub use shortage::{HostMemory, MemoryForecast, MemoryShortage, ProcessMemory};
 
 use bytemuck::Pod;

@@ -4,8 +4,8 @@
 //! Invariant: the dropped elements depend only on the call's random numbers and the element's
 //! index.
 
-use super::generator::Draw;
 use crate::error::{Error, Result};
+use crate::generator::Draw;
 use crate::ops;
 use crate::step::Step;
 use crate::tape::{Tape, Var};

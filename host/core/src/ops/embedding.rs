@@ -4,9 +4,10 @@
 use super::cast::narrowed;
 use super::{add_bias, fill_into, same_shape, sum_rows_into};
 use crate::error::{Error, Result};
-use crate::indices::{IndexBound, IndexSource, Indices};
+use crate::indices::{IndexSource, Indices};
 use crate::ops;
 use crate::params::{FrozenType, Parameter};
+use crate::preconditions::IndexBound;
 use crate::step::Step;
 use crate::tape::{Tape, Var};
 use crate::tensor::{AnyTensor, Element, Lent, LentMut, Shape, Source, Stored, Target, Tensor};

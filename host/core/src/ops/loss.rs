@@ -2,9 +2,10 @@
 
 use super::{fill, same_shape, scaled_sum};
 use crate::error::{Error, Result};
-use crate::indices::{IndexBound, IndexSource, Indices};
+use crate::indices::{IndexSource, Indices};
 #[cfg(doc)]
 use crate::ops;
+use crate::preconditions::IndexBound;
 use crate::step::Step;
 use crate::tape::{Tape, Var};
 use crate::tensor::{Saved, Source, Stored, Target, Tensor};

@@ -20,10 +20,8 @@ pub mod declare;
 mod dropout;
 mod elementwise;
 mod embedding;
-mod fill;
 mod gate;
 mod gelu_bias;
-mod generator;
 mod layer_norm;
 mod linear_cross_entropy;
 mod loss;
@@ -41,6 +39,8 @@ mod sum_parts;
 mod tokens;
 mod transpose;
 
+pub use crate::elementary::{add_assign, copy, copy_into, fill, fill_into, same_shape, scale, scale_by, scale_by_into};
+pub use crate::generator::{Draw, Draws, Generator};
 #[doc(hidden)]
 pub use crate::ops::reduce::squared_norms_into;
 pub use crate::precision::Precision;
@@ -54,14 +54,12 @@ pub use binary::*;
 pub use cast::{Cast, to_bf16, to_f32};
 pub use clip::clip_factor;
 pub use dropout::dropout;
-pub use elementwise::{add_assign, add_bias, scale, scale_by, scale_by_into};
+pub use elementwise::add_bias;
 pub use embedding::{
     add_positions, add_positions_backward, embedding, embedding_backward, embedding_bf16, gather, gather_backward,
 };
-pub use fill::{copy, copy_into, fill, fill_into};
 pub use gate::{swiglu, swiglu_backward, swiglu_packed, swiglu_packed_backward};
 pub use gelu_bias::gelu_bias_backward;
-pub use generator::{Draw, Draws, Generator};
 pub use kernels::matmul_bf16::{TILES as BF16_TILES, Tile as Bf16Tile};
 pub use kernels::matmul_mma::{TILES as MMA_TILES, Tile as MmaTile};
 pub use layer_norm::{Normalized, layer_norm, layer_norm_backward, layer_norm_residual};
@@ -79,7 +77,6 @@ pub use reduce::{
 };
 pub use rotary::{PairFactors, Rotary, RotaryScaling, rotary, rotary_backward};
 pub use sgd::sgd;
-pub use shapes::same_shape;
 pub use slice::{concat, slice, slice_backward};
 pub use softmax::*;
 pub use sum_parts::sum_parts_into;

@@ -1,19 +1,7 @@
 //! Checks of tensors' shapes that several ops share.
 
 use crate::error::{Error, Result};
-use crate::tensor::{Shape, Source};
-
-/// Returns an error of `op` unless the two shapes are equal.
-///
-/// # Errors
-/// [`Error::Misuse`] when the shapes differ.
-pub fn same_shape(op: &'static str, a: Shape, b: Shape) -> Result<()> {
-    if a == b {
-        Ok(())
-    } else {
-        Err(Error::misuse(op, format!("two tensors of shape {a}"), format!("a tensor of shape {b}")))
-    }
-}
+use crate::tensor::Source;
 
 /// Returns an error of `op` unless `row`, such as a gain, has one element for each of `cols`.
 pub(super) fn check_row<'s>(op: &'static str, what: &str, cols: usize, row: &impl Source<'s, f32>) -> Result<()> {

@@ -8,8 +8,8 @@
 use super::spec::{Parameter, ParameterSpec, StackedParameters};
 use super::weights::{Flat, Parameters};
 use crate::buffer::Buffer;
+use crate::elementary;
 use crate::error::{Error, Result};
-use crate::ops;
 use crate::step::Step;
 use crate::tensor::LentMut;
 
@@ -45,7 +45,7 @@ impl Gradients {
     /// # Errors
     /// [`Error::Misuse`] when they are on another device.
     pub fn zero(&mut self, step: &Step<'_>) -> Result<()> {
-        ops::fill_into(step, &mut self.lend_flat_mut(step)?, 0.0)
+        elementary::fill_into(step, &mut self.lend_flat_mut(step)?, 0.0)
     }
 
     /// Lends all gradients as one flat region to kernels of a step that write them. Keep the

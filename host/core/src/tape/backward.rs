@@ -5,8 +5,8 @@
 //! takes a variable's gradient and does not return it fails.
 
 use super::var::{Var, check};
+use crate::elementary;
 use crate::error::{Error, Result};
-use crate::ops;
 use crate::params::{Gradients, MatrixWeights, Parameter, Parameters, StackedParameters};
 use crate::step::Step;
 use crate::tensor::{AnyTensor, Lent, LentMut, Shape, Stored, Tensor};
@@ -33,7 +33,7 @@ impl<'s> Upstream<'s> {
             Self::Loss(share) => {
                 let mut gradient = step.empty(shape)?;
                 let share = float_mode::in_default(|| share as f32);
-                ops::fill_into(step, &mut gradient, share).map(|()| Some(gradient))
+                elementary::fill_into(step, &mut gradient, share).map(|()| Some(gradient))
             }
             Self::Sum(gradient) => Ok(Some(of_output(gradient))),
         }
@@ -335,7 +335,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         let sum = match std::mem::replace(&mut self.pending[output], Upstream::Nothing) {
             Upstream::Sum(sum) => {
                 let mut sum = of_output(sum);
-                ops::add_assign(self.step, &mut sum, &gradient)?;
+                elementary::add_assign(self.step, &mut sum, &gradient)?;
                 self.step.free(gradient);
                 sum
             }
@@ -353,8 +353,8 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         let (first, second) = if b.wants_gradient() { (a, b) } else { (b, a) };
         if first.wants_gradient() {
             let sum = match self.take(first)? {
-                Some(mut grad_in) => ops::add_assign(self.step, &mut grad_in, &gradient).map(|()| grad_in)?,
-                None => ops::copy(self.step, &gradient)?,
+                Some(mut grad_in) => elementary::add_assign(self.step, &mut grad_in, &gradient).map(|()| grad_in)?,
+                None => elementary::copy(self.step, &gradient)?,
             };
             self.add(first, sum)?;
         }
@@ -398,5 +398,5 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
 
 /// Zeroes a gradient unless this pass has written it.
 fn zero_unless<'s>(written: bool, step: &Step<'s>, gradient: &mut LentMut<'_, 's>) -> Result<()> {
-    if written { Ok(()) } else { ops::fill_into(step, gradient, 0.0) }
+    if written { Ok(()) } else { elementary::fill_into(step, gradient, 0.0) }
 }

@@ -23,6 +23,5 @@ mod var;
 pub use backward::Backward;
 pub use op::Op;
 pub use recompute_input::RecomputeInput;
-pub(crate) use recompute_input::{Lender, sealed::Sealed};
 pub use record::Tape;
 pub use var::{AnyVar, Dependence, Var};

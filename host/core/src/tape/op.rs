@@ -6,8 +6,8 @@
 use super::backward::{Backward, Record, Upstream};
 use super::record::Tape;
 use super::var::{AnyVar, Dependence, Var, check};
+use crate::elementary;
 use crate::error::{Error, Result};
-use crate::ops;
 use crate::params::{FrozenType, MatrixWeights, Parameter, ParameterEntry, StackedParameters};
 use crate::step::Step;
 use crate::tensor::{AnyTensor, Lent, Saved, Shape, Stored, Tensor};
@@ -220,15 +220,15 @@ impl<'t, 's> Op<'_, 't, 's> {
             let scaled = match upstream {
                 Upstream::Loss(share) if share == included => None,
                 Upstream::Loss(share) => {
-                    Some(ops::scale(step, &derivative, float_mode::in_default(|| (share / included) as f32))?)
+                    Some(elementary::scale(step, &derivative, float_mode::in_default(|| (share / included) as f32))?)
                 }
                 Upstream::Sum(AnyTensor::F32(factor)) => {
                     let factor = factor.reshape([1])?;
                     let factor = match included == 1.0 {
                         true => factor,
-                        false => ops::scale(step, &factor, float_mode::in_default(|| (1.0 / included) as f32))?,
+                        false => elementary::scale(step, &factor, float_mode::in_default(|| (1.0 / included) as f32))?,
                     };
-                    Some(ops::scale_by(step, &derivative, &factor)?)
+                    Some(elementary::scale_by(step, &derivative, &factor)?)
                 }
                 _ => None,
             };

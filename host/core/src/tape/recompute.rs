@@ -20,8 +20,8 @@ use super::backward::{Backward, Record, Upstream};
 use super::recompute_input::{Lender, OP, RecomputeInput};
 use super::record::{Tape, TapeContext};
 use super::var::{Var, check};
+use crate::elementary;
 use crate::error::{Error, Result};
-use crate::ops;
 use crate::precision::Precision;
 use crate::step::Step;
 use crate::tensor::{AnyTensor, Lent, Saved, Shape, Source, Stored, Tensor};
@@ -239,7 +239,7 @@ fn copy_over<'s, S: Stored>(
     let shape = inner.shape();
     while let Some(place) = free.iter().position(|free| free.shape() == shape) {
         if let Some(mut out) = S::restore(free.swap_remove(place)) {
-            ops::copy_into(step, &Lent::new(inner.memory(), shape), &mut out)?;
+            elementary::copy_into(step, &Lent::new(inner.memory(), shape), &mut out)?;
             return Ok(out);
         }
     }
@@ -248,7 +248,7 @@ fn copy_over<'s, S: Stored>(
 
 /// Copies a tensor of a nested scope into the step.
 fn copy<'s, 'i, S: Stored>(step: &Step<'s>, inner: &impl Source<'i, S>) -> Result<Tensor<'s, S>> {
-    ops::copy(step, &Lent::new(inner.memory(), inner.shape()))
+    elementary::copy(step, &Lent::new(inner.memory(), inner.shape()))
 }
 
 /// The trace of a run, by which the second run is compared with the first.

@@ -7,6 +7,7 @@
 
 use super::var::{Var, check};
 use crate::error::Result;
+use crate::indices::Indices;
 use crate::tensor::{Element, Saved, Source, Stored};
 
 pub(super) const OP: &str = "recompute";
@@ -61,6 +62,16 @@ impl<'s, T: Element> RecomputeInput<'s> for Saved<'s, T> {
 
     fn lend<'i>(&self, _: &mut Lender) -> Result<Saved<'i, T>> {
         Ok(Saved::new(self.memory(), self.shape()))
+    }
+}
+
+impl sealed::Sealed for Indices<'_> {}
+
+impl<'s> RecomputeInput<'s> for Indices<'s> {
+    type Lent<'i> = Indices<'i>;
+
+    fn lend<'i>(&self, _: &mut Lender) -> Result<Indices<'i>> {
+        Ok(Indices::lend(self))
     }
 }
 

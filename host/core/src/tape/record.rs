@@ -7,10 +7,10 @@
 
 use super::backward::{Backward, Record};
 use super::var::{Var, check};
-use crate::arena::Phase;
 use crate::error::{Error, Result};
-use crate::ops::{Draws, Generator};
+use crate::generator::{Draws, Generator};
 use crate::params::{Gradients, Parameters};
+use crate::report::Phase;
 use crate::step::Step;
 use crate::tensor::{Saved, Stored};
 use cuda_std::float_mode;

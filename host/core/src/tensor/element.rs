@@ -2,7 +2,6 @@
 
 #![forbid(unsafe_code)]
 
-use crate::non_finite::is_finite;
 use half::bf16;
 use std::fmt;
 
@@ -80,6 +79,13 @@ impl Element for u32 {
     fn erase_values(values: &[Self]) -> Values<'_> {
         Values::U32(values)
     }
+}
+
+/// True if a value is finite, judged by its bits. A comparison could trap, depending on the
+/// thread's floating-point mode.
+pub fn is_finite(value: f32) -> bool {
+    const EXPONENT: u32 = f32::INFINITY.to_bits();
+    value.to_bits() & EXPONENT != EXPONENT
 }
 
 mod sealed {

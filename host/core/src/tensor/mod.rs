@@ -17,7 +17,7 @@ mod stored;
 pub(crate) use access::sealed::Sealed;
 pub use access::{Source, Target};
 pub(crate) use brand::Brand;
-pub use element::Element;
+pub use element::{Element, is_finite};
 pub(crate) use element::{STALE, Values};
 pub use lent::{Lent, LentMut};
 pub use memory::Memory;

@@ -6,8 +6,9 @@
 
 use super::driver::{Description, DeviceKind, Driver, Fence, Graph, Link, Nodes, Piece, Pool, Wire};
 use super::kernels::{Kernels, OWN};
-use crate::device::{MatrixInstruction, PtxBuild};
+use crate::device::MatrixInstruction;
 use crate::error::{Error, Result, short};
+use crate::ptx::PtxBuild;
 use cuda_std::launch::{Entry, Grid, Words};
 use cust::CudaApiVersion;
 use cust::context::Context;

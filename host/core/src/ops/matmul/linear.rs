@@ -5,7 +5,7 @@ use super::element::GemmElement;
 use super::gemm::{BiasGradient, Epilogue, Gemm, Gradient};
 use crate::error::{Error, Result};
 use crate::step::Step;
-use crate::tensor::{Source, Stored, Target, Tensor};
+use crate::tensor::{Shape, Source, Stored, Target, Tensor};
 use kernels::matmul::{GELU, SILU, SWIGLU};
 
 /// `out = x w`; `x`: `[.., k]`, `w`: `[k, n]`, `out`: `[.., n]`.
@@ -158,11 +158,7 @@ pub fn gradients_into<'s, F: GemmElement<S>, S: Stored>(
 }
 
 /// Returns the shape of `x w`, and the multiply.
-fn forward<'s, S: Stored>(
-    op: &'static str,
-    x: &impl Source<'s, S>,
-    w: &impl Source<'s, S>,
-) -> Result<(crate::Shape, Gemm)> {
+fn forward<'s, S: Stored>(op: &'static str, x: &impl Source<'s, S>, w: &impl Source<'s, S>) -> Result<(Shape, Gemm)> {
     let ([rows, inner], w_shape) = (x.shape().as_rows(), w.shape());
     let &[k, n] = w_shape.extents() else {
         return Err(Error::misuse(op, "weights of shape [in, out]", w_shape.to_string()));

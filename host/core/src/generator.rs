@@ -3,6 +3,8 @@
 //! Invariant: the numbers depend only on the generator's seed and step, the call's number within
 //! the step, and the element's index. They are the same on every device, captured or not.
 
+#![forbid(unsafe_code)]
+
 use crate::buffer::Buffer;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -140,6 +142,6 @@ impl<'s> Draws<'s> {
 /// The random numbers of a call. They are the same each time they are used.
 #[derive(Clone, Copy, Debug)]
 pub struct Draw<'s> {
-    pub(super) draw: Saved<'s, u32>,
-    pub(super) call: u32,
+    pub(crate) draw: Saved<'s, u32>,
+    pub(crate) call: u32,
 }

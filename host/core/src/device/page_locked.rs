@@ -8,8 +8,7 @@
 //! waits for the queued copies from it. While such a borrow may be alive, no copy is queued from
 //! the memory. An upload then copies the bytes before it returns.
 
-use super::admission::admit_on_host;
-use crate::device::Device;
+use super::Device;
 use crate::error::{Error, Result};
 use crate::tensor::Element;
 use std::marker::PhantomData;
@@ -64,7 +63,7 @@ impl<T: Element> PageLocked<T> {
             let expected = "at least one element, and a size that fits the address space";
             return Err(Error::misuse("page-locked memory", expected, len.to_string()));
         };
-        let address = device.take_pages(bytes, || admit_on_host(device, bytes))?;
+        let address = device.take_pages(bytes, || device.admit_on_host(bytes))?;
         // SAFETY: these bytes of pinned memory were just taken, and nothing else uses them. No copy
         // from them is queued any more.
         unsafe { std::ptr::write_bytes(address as *mut u8, 0, bytes) };

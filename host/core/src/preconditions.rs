@@ -7,8 +7,8 @@
 
 #![forbid(unsafe_code)]
 
-use crate::error::Result;
-use crate::indices::IndexBound;
+use crate::error::{Error, Result};
+use kernels::loss::IGNORED;
 use std::cell::RefCell;
 use std::fmt;
 use std::ptr;
@@ -33,7 +33,7 @@ pub trait ReplayPrecondition: fmt::Debug + Send + Sync {
 ///
 /// # Errors
 /// The error of the first precondition that does not hold.
-pub(super) fn take_all(all: &[Arc<dyn ReplayPrecondition>]) -> Result<()> {
+pub(crate) fn take_all(all: &[Arc<dyn ReplayPrecondition>]) -> Result<()> {
     for (place, condition) in all.iter().enumerate() {
         condition.take().inspect_err(|_| end_all(&all[..place], false))?;
     }
@@ -41,7 +41,7 @@ pub(super) fn take_all(all: &[Arc<dyn ReplayPrecondition>]) -> Result<()> {
 }
 
 /// Ends preconditions that were taken.
-pub(super) fn end_all(all: &[Arc<dyn ReplayPrecondition>], queued: bool) {
+pub(crate) fn end_all(all: &[Arc<dyn ReplayPrecondition>], queued: bool) {
     all.iter().for_each(|condition| condition.end(queued));
 }
 
@@ -50,6 +50,39 @@ pub(super) fn end_all(all: &[Arc<dyn ReplayPrecondition>], queued: bool) {
 pub(crate) struct ReplayPreconditions {
     each: RefCell<Vec<Arc<dyn ReplayPrecondition>>>,
     bounds: RefCell<Vec<InputBound>>,
+}
+
+/// The bound of an op's indices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IndexBound {
+    pub(crate) classes: usize,
+    /// True if [`IGNORED`] is also allowed.
+    pub(crate) ignored: bool,
+}
+
+impl IndexBound {
+    /// Requires that all indices are below `classes`.
+    pub fn below(classes: usize) -> Self {
+        Self { classes, ignored: false }
+    }
+
+    /// Allows [`IGNORED`], too.
+    #[must_use]
+    pub fn or_ignored(self) -> Self {
+        Self { ignored: true, ..self }
+    }
+
+    /// Checks indices on the host.
+    ///
+    /// # Errors
+    /// [`Error::Label`] with the place of the first invalid index.
+    pub(crate) fn check(self, indices: &[u32]) -> Result<()> {
+        let Self { classes, ignored } = self;
+        match indices.iter().position(|&label| label as usize >= classes && !(ignored && label == IGNORED)) {
+            None => Ok(()),
+            Some(sample) => Err(Error::Label { sample, label: indices[sample], classes }),
+        }
+    }
 }
 
 /// The bound of indices, and the number of the input that has them.

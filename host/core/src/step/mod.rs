@@ -6,20 +6,23 @@
 //! Invariant: the brand `'s` is fresh for every step and invariant, so no tensor outlives its step
 //! or mixes with another arena's tensors.
 
-use crate::arena::{ArenaInner, NestedScope, Phase};
+mod eager;
+
+pub use eager::{EagerStep, ScratchStep};
+
+use crate::arena::{ArenaInner, NestedScope};
 use crate::buffer::Buffer;
-use crate::capture::ReplayPrecondition;
 use crate::device::{Description, Device};
 use crate::error::{Error, Result};
-use crate::indices::Indices;
 use crate::launch::launch;
 use crate::precision::Precision;
-use crate::tensor::{Brand, Element, Lent, LentMut, Shape, Source, Stored, Target, Tensor};
+use crate::preconditions::ReplayPrecondition;
+use crate::report::Phase;
+use crate::tensor::{Brand, Element, Lent, LentMut, Shape, Stored, Tensor};
 use cuda_std::launch::{Contract, Extent};
 use std::cell::Cell;
 use std::fmt;
 use std::marker::PhantomData;
-use std::ops::Deref;
 use std::panic::Location;
 use std::sync::Arc;
 use tracing::span::EnteredSpan;
@@ -250,122 +253,5 @@ impl Drop for PhaseGuard<'_> {
 impl fmt::Debug for Step<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Step on {}", self.device().description().name)
-    }
-}
-
-/// A step that runs immediately: it may also upload and read.
-///
-/// It dereferences to [`Step`], so ops accept it, and it also has the methods of a step:
-/// [`empty`](Step::empty), [`free`](Step::free), [`lend`](Step::lend),
-/// [`lend_mut`](Step::lend_mut), [`launch`](Step::launch), [`precision`](Step::precision),
-/// [`set_precision`](Step::set_precision) and [`description`](Step::description).
-#[derive(Debug)]
-pub struct EagerStep<'s> {
-    step: Step<'s>,
-}
-
-impl<'s> EagerStep<'s> {
-    pub(crate) fn new(region: &'s ArenaInner) -> Self {
-        Self { step: Step::new(region) }
-    }
-
-    /// The device that the step runs on.
-    pub fn device(&self) -> &Device {
-        self.step.device()
-    }
-
-    /// Uploads a copy of `values` into a new tensor.
-    ///
-    /// # Errors
-    /// [`Error::Misuse`] when the shape has a different number of elements. [`Error::ArenaFull`].
-    #[track_caller]
-    pub fn upload<T: Element>(&self, values: &[T], shape: impl Into<Shape>) -> Result<Tensor<'s, T>> {
-        let shape = shape.into();
-        if shape.checked_elements() != Some(values.len()) {
-            return Err(Error::misuse("upload", format!("a shape of {} elements", values.len()), shape.to_string()));
-        }
-        let tensor = self.empty(shape)?;
-        let uploaded = tensor.memory().copy_from(self.device(), values, self.region().time_left());
-        uploaded.map_err(|error| self.region().with_report(error))?;
-        Ok(tensor)
-    }
-
-    /// Waits for the work queued before and returns the tensor's elements.
-    ///
-    /// # Errors
-    /// [`Error::DeviceMemory`] when the host has too little memory for them. [`Error::Timeout`]
-    /// after the device's deadline, or after the rest of the step's deadline. The error of an
-    /// earlier launch that the driver refused.
-    pub fn read<T: Element>(&self, tensor: &impl Source<'s, T>) -> Result<Vec<T>> {
-        let region = self.region();
-        region.launched(tensor.memory().download(self.device(), region.time_left()))
-    }
-
-    /// Reads a tensor of one element, like [`EagerStep::read`].
-    ///
-    /// # Errors
-    /// [`Error::Misuse`] when it has a different number of elements.
-    pub fn read_scalar<T: Element>(&self, tensor: &impl Source<'s, T>) -> Result<T> {
-        match self.read(tensor)?.as_slice() {
-            [value] => Ok(*value),
-            _ => Err(Error::misuse("read_scalar", "one element", format!("shape {}", tensor.shape()))),
-        }
-    }
-
-    /// Runs a nested scope; see [`Step::scratch`].
-    pub fn scratch<R>(&mut self, scoped: impl for<'i> FnOnce(&mut ScratchStep<'i, 's>) -> Result<R>) -> Result<R> {
-        self.step.scratch(scoped)
-    }
-}
-
-impl<'s> Deref for EagerStep<'s> {
-    type Target = Step<'s>;
-
-    fn deref(&self) -> &Step<'s> {
-        &self.step
-    }
-}
-
-/// A nested scope of the step `'o`, with tensors of its own brand `'i`.
-///
-/// It dereferences to [`Step`], so ops accept it, and it also has the methods of a step:
-/// [`empty`](Step::empty), [`free`](Step::free), [`launch`](Step::launch),
-/// [`precision`](Step::precision), [`set_precision`](Step::set_precision) and
-/// [`description`](Step::description). Its own `lend` and `lend_mut` take tensors of the outer
-/// step. To lend a buffer, call `Step::lend(step, &buffer, shape)`.
-#[derive(Debug)]
-pub struct ScratchStep<'i, 'o> {
-    step: Step<'i>,
-    outer: Brand<'o>,
-}
-
-impl<'i, 'o> ScratchStep<'i, 'o> {
-    /// Lends a tensor of the outer step, for reading.
-    pub fn lend<'b, T: Element>(&self, tensor: &'b impl Source<'o, T>) -> Lent<'b, 'i, T> {
-        Lent::new(tensor.memory(), tensor.shape())
-    }
-
-    /// Lends a tensor of the outer step, for writing. This is how a result leaves the scratch
-    /// scope.
-    pub fn lend_mut<'b, T: Element>(&self, tensor: &'b mut impl Target<'o, T>) -> LentMut<'b, 'i, T> {
-        LentMut::new(tensor.memory(), tensor.shape())
-    }
-
-    /// Lends indices of the outer step.
-    pub fn lend_indices(&self, indices: &Indices<'o>) -> Indices<'i> {
-        indices.lend()
-    }
-
-    /// Runs a scope nested in this one.
-    pub fn scratch<R>(&mut self, scoped: impl for<'n> FnOnce(&mut ScratchStep<'n, 'i>) -> Result<R>) -> Result<R> {
-        self.step.scratch(scoped)
-    }
-}
-
-impl<'i> Deref for ScratchStep<'i, '_> {
-    type Target = Step<'i>;
-
-    fn deref(&self) -> &Step<'i> {
-        &self.step
     }
 }
