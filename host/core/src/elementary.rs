@@ -15,7 +15,11 @@ use kernels::{elementwise, fill};
 /// # Errors
 /// [`Error::Misuse`] when the shapes differ.
 pub fn same_shape(op: &'static str, a: Shape, b: Shape) -> Result<()> {
-    if a == b { Ok(()) } else { Err(Error::misuse(op, format!("two tensors of shape {a}"), format!("a tensor of shape {b}"))) }
+    if a == b {
+        Ok(())
+    } else {
+        Err(Error::misuse(op, format!("two tensors of shape {a}"), format!("a tensor of shape {b}")))
+    }
 }
 
 /// Makes a tensor with all elements equal to `value`. Queues the work, and needs no scratch memory.
