@@ -345,9 +345,9 @@ fn displayed_values_do_not_trap() {
             let mut arena = Arena::builder(&device).capacity(Capacity::FractionOfAvailable(0.001)).build().unwrap();
             let recorder = MemoryRecorder::start(&mut arena, 100);
             let full = arena.step(|step| step.empty::<f32>([1 << 40]).map(drop)).unwrap_err();
-            let picture = recorder.recording().timeline_svg();
+            let snapshot = recorder.recording().pickle();
             let refused = Arena::builder(&device).capacity(Capacity::gib(1 << 20)).build().unwrap_err();
-            format!("{full}{refused}{}{}", arena.report(), picture.len())
+            format!("{full}{refused}{}{}", arena.report(), snapshot.len())
         });
         assert!(text.contains("MiB"), "{text}");
     }

@@ -1,5 +1,5 @@
 //! Checks of kernels, gradients, error paths and memory: the self-test with its committed digests,
-//! finite differences, fault injection, late work, and pictures of an arena's memory.
+//! finite differences, fault injection, late work, and recordings of an arena's memory.
 
 #![deny(unsafe_op_in_unsafe_fn)]
 // Paths are opened through `PlainFile`. Tests may open their own files.

@@ -1,17 +1,14 @@
-//! A [`Recording`] of memory events, exported as PyTorch's memory snapshot (`pickle`) or as a
-//! picture (`timeline`, `svg`).
+//! A [`Recording`] of memory events, exported as PyTorch's memory snapshot.
 //!
 //! A [`MemoryRecorder`] observes an arena, takes no memory from a device and uses no driver.
 //!
 //! Invariant: a recording is bounded, and dropped events are folded into its starting state, so
-//! both exports stay exact however long it ran.
+//! the export stays exact however long it ran.
 #![forbid(unsafe_code)]
 
 mod pickle;
 mod recorder;
 mod recording;
-mod svg;
-mod timeline;
 
 pub use recorder::MemoryRecorder;
 pub use recording::Recording;
@@ -89,10 +86,9 @@ mod tests {
         }
         let gone = held.apply(&event(2, Kind::Rewind, ARENA + 256, 768));
         assert_eq!(gone.iter().map(|gone| gone.address - ARENA).collect::<Vec<_>>(), [256, 768]);
-        assert_eq!(held.resets, 0);
         let gone = held.apply(&event(3, Kind::Reset, ARENA, 256));
         assert_eq!(gone.iter().map(|gone| gone.bytes).collect::<Vec<_>>(), [100]);
-        assert_eq!((held.resets, held.live.len()), (1, 2));
+        assert_eq!(held.live.len(), 2);
         assert_eq!(held.apply(&event(4, Kind::Free, OVERFLOW, 5)).len(), 1);
         assert_eq!(held.apply(&event(4, Kind::Free, OVERFLOW, 5)).len(), 0, "the tensor was already freed");
     }
@@ -126,12 +122,11 @@ mod tests {
             let end = |recording: &Recording| {
                 let mut held = recording.start.clone();
                 recording.events().for_each(|event| drop(held.apply(event)));
-                (held.reserved, held.live, held.resets)
+                (held.reserved, held.live)
             };
-            let (reserved, live, resets) = end(&short);
-            prop_assert_eq!(resets, steps.len() as u64);
-            prop_assert_eq!(live.len(), 1, "only the weights are live");
-            prop_assert_eq!((reserved, live, resets), end(&full));
+            let (reserved, live) = end(&short);
+            prop_assert_eq!(live.len(), 1, "the weights");
+            prop_assert_eq!((reserved, live), end(&full));
         }
     }
 }

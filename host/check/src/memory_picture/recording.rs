@@ -51,7 +51,6 @@ impl Recording {
 pub(super) struct Held {
     pub(super) reserved: BTreeMap<u64, Event>,
     pub(super) live: BTreeMap<u64, Event>,
-    pub(super) resets: u64,
 }
 
 impl Held {
@@ -70,7 +69,6 @@ impl Held {
             Kind::Allocate => return self.live.insert(event.address, event.clone()).into_iter().collect(),
             Kind::Free => return self.live.remove(&event.address).into_iter().collect(),
             Kind::Rewind | Kind::Reset => {
-                self.resets += u64::from(event.kind == Kind::Reset);
                 let range = event.address..event.address.saturating_add(event.bytes as u64);
                 let gone: Vec<u64> = self.live.range(range).map(|(&address, _)| address).collect();
                 return gone.iter().filter_map(|address| self.live.remove(address)).collect();
