@@ -148,7 +148,7 @@ impl ArenaBuilder {
     /// fails with [`Error::MemoryShortage`]. Where CPU and GPU share one memory, and on the
     /// emulator, the default is half of the reserve. Elsewhere the default is no floor, and zero
     /// means the same. A memory cgroup has the same floor, or a thirty-second of its limit if that
-    /// is less. A thread of the process reads the figures at least once a second.
+    /// is less. A step reads the figures if the last ones are a second old, or less near the floor.
     #[must_use]
     pub fn memory_floor(mut self, bytes: u64) -> Self {
         self.memory_floor = Some(bytes);
