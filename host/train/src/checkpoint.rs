@@ -80,7 +80,7 @@ impl Checkpoint {
         non_finite: NonFinite,
     ) -> Result<()> {
         let state = optimizer.map(Optimizer::whole_state).transpose()?.unwrap_or_default();
-        Self::save_whole(path, parameters, (optimizer, state), notes, non_finite)
+        Self::save_whole(path, parameters, optimizer, state, notes, non_finite)
     }
 
     /// Saves like [`Checkpoint::save_with`], with the whole optimizer state in separate buffers on
@@ -88,7 +88,8 @@ impl Checkpoint {
     pub(crate) fn save_whole(
         path: impl AsRef<Path>,
         parameters: &Parameters,
-        (optimizer, state): (Option<&Optimizer<dyn UpdateRule>>, &[Buffer<f32>]),
+        optimizer: Option<&Optimizer<dyn UpdateRule>>,
+        state: &[Buffer<f32>],
         notes: &[(&str, String)],
         non_finite: NonFinite,
     ) -> Result<()> {
@@ -100,13 +101,13 @@ impl Checkpoint {
         if let Some(digest) = parameters.frozen_sha256()? {
             notes.insert(FROZEN.into(), digest);
         }
-        let mut parts = parts(spec, ("", Quantity::Weight), parameters.flat());
+        let mut parts = parts(spec, "", Quantity::Weight, parameters.flat());
         if let Some(optimizer) = optimizer {
             optimizer.check_spec(spec)?;
             notes.insert(UPDATES.into(), optimizer.updates().to_string());
             notes.insert(OPTIMIZER.into(), optimizer.name().into());
             for (prefix, state) in optimizer.prefixes().into_iter().zip(state) {
-                parts.extend(self::parts(spec, (&prefix, Quantity::OptimizerState), state));
+                parts.extend(self::parts(spec, &prefix, Quantity::OptimizerState, state));
             }
         }
         let file = NewFile { path: path.as_ref(), parts, non_finite, update: optimizer.map(Optimizer::updates) };
@@ -265,7 +266,7 @@ impl Checkpoint {
 }
 
 /// A tensor to be written, and its location on the device.
-struct Part<'p> {
+struct SavedTensor<'p> {
     name: String,
     quantity: Quantity,
     shape: Shape,
@@ -273,15 +274,15 @@ struct Part<'p> {
     range: Range<usize>,
 }
 
-impl Part<'_> {
+impl SavedTensor<'_> {
     fn pieces(&self) -> impl Iterator<Item = Result<Vec<f32>>> {
         self.buffer.pieces(self.range.clone())
     }
 }
 
 /// Returns the tensors of a buffer on a device.
-fn parts<'p>(spec: &ParameterSpec, (prefix, quantity): (&str, Quantity), buffer: &'p Buffer<f32>) -> Vec<Part<'p>> {
-    let part = |entry: &ParameterEntry| Part {
+fn parts<'p>(spec: &ParameterSpec, prefix: &str, quantity: Quantity, buffer: &'p Buffer<f32>) -> Vec<SavedTensor<'p>> {
+    let part = |entry: &ParameterEntry| SavedTensor {
         name: format!("{prefix}{}", entry.name()),
         quantity,
         shape: entry.shape(),
@@ -295,7 +296,7 @@ fn parts<'p>(spec: &ParameterSpec, (prefix, quantity): (&str, Quantity), buffer:
 struct NewFile<'p> {
     path: &'p Path,
     /// The weights, then the state, each in the order of the parameters.
-    parts: Vec<Part<'p>>,
+    parts: Vec<SavedTensor<'p>>,
     non_finite: NonFinite,
     update: Option<u64>,
 }
@@ -311,7 +312,7 @@ impl NewFile<'_> {
     /// Reads each tensor once. Its bytes go to the file and into the digest. The digest is written
     /// last, but lies before them in the file.
     fn write(&self, mut notes: BTreeMap<String, String>) -> Result<()> {
-        let mut parts: Vec<&Part<'_>> = self.parts.iter().collect();
+        let mut parts: Vec<&SavedTensor<'_>> = self.parts.iter().collect();
         parts.sort_by(|one, other| one.name.cmp(&other.name));
         let twice = parts.windows(2).find(|pair| pair[0].name == pair[1].name).map(|pair| pair[0].name.as_str());
         if let Some(name) = twice {
@@ -357,13 +358,13 @@ impl NewFile<'_> {
     }
 
     /// Returns the file's header, whose length does not depend on the digest's value.
-    fn header(&self, notes: &BTreeMap<String, String>, parts: &[&Part<'_>]) -> Result<Vec<u8>> {
+    fn header(&self, notes: &BTreeMap<String, String>, parts: &[&SavedTensor<'_>]) -> Result<Vec<u8>> {
         let described = parts.iter().map(|part| (part.name.clone(), Dtype::F32, part.shape.extents().to_vec()));
         header(self.path, notes, described)
     }
 
     /// Returns an error if values of a tensor must be finite and are not.
-    fn check(&self, part: &Part<'_>, values: &[f32]) -> Result<()> {
+    fn check(&self, part: &SavedTensor<'_>, values: &[f32]) -> Result<()> {
         let finite = || (part.name.clone(), all_finite(bytemuck::cast_slice(values)));
         self.non_finite.check((self.update, part.quantity), std::iter::once_with(finite))
     }

@@ -136,11 +136,11 @@ impl StateDict {
             }
             let (tensors, file) = Tensors::read_from(&path)?;
             let there: BTreeSet<&str> = tensors.iter().map(|tensor| tensor.name).filter(|name| !skip(name)).collect();
-            let told: BTreeSet<&str> = names.iter().map(String::as_str).filter(|name| !skip(name)).collect();
-            if let Some(name) = told.difference(&there).next() {
+            let listed: BTreeSet<&str> = names.iter().map(String::as_str).filter(|name| !skip(name)).collect();
+            if let Some(name) = listed.difference(&there).next() {
                 return Err(Error::file(path, format!("has no `{}`, which {INDEX} lists there", short(name))));
             }
-            if let Some(name) = there.difference(&told).next() {
+            if let Some(name) = there.difference(&listed).next() {
                 return Err(Error::file(path, format!("has `{}`, which {INDEX} does not list there", short(name))));
             }
             found.add(&path, &tensors, &skip)?;

@@ -243,14 +243,14 @@ mod tests {
         }
         for config in [PLAIN, GREEDY] {
             let mut sampler = TokenSampler::new(config, 1).unwrap();
-            for (logits, told) in [
+            for (logits, expected) in [
                 (&[0.0, f32::NAN][..], "NaN for token 1"),
                 (&[f32::INFINITY, 0.0], "inf for token 0"),
                 (&[f32::NEG_INFINITY; 3], "3 tokens"),
                 (&[], "0 tokens"),
             ] {
                 let error = sampler.next(logits).unwrap_err().to_string();
-                assert!(error.ends_with(told), "{error}");
+                assert!(error.ends_with(expected), "{error}");
             }
         }
     }

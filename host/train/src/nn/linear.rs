@@ -143,7 +143,7 @@ impl Linear {
     pub fn forward<'s, S: Activation>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
         match &self.adapter {
             None => tape.linear(x, self.weight, self.bias),
-            Some(adapter) => self.adapted(tape, x, (adapter, adapter.draw(tape)?), None),
+            Some(adapter) => self.adapted(tape, x, adapter, adapter.draw(tape)?, None),
         }
     }
 
@@ -159,7 +159,7 @@ impl Linear {
         match (&self.adapter, &other.adapter) {
             (Some(ours), Some(theirs)) if ours.low_rank.a == theirs.low_rank.a => {
                 let dropout = ours.draw(tape)?;
-                Ok([self.adapted(tape, x, (ours, dropout), None)?, other.adapted(tape, x, (theirs, dropout), None)?])
+                Ok([self.adapted(tape, x, ours, dropout, None)?, other.adapted(tape, x, theirs, dropout, None)?])
             }
             _ => Ok([self.forward(tape, x)?, other.forward(tape, x)?]),
         }
@@ -176,7 +176,7 @@ impl Linear {
     ) -> Result<Var<'s, S>> {
         match &self.adapter {
             None => tape.linear_residual(x, self.weight, self.bias, residual),
-            Some(adapter) => self.adapted(tape, x, (adapter, adapter.draw(tape)?), Some(residual)),
+            Some(adapter) => self.adapted(tape, x, adapter, adapter.draw(tape)?, Some(residual)),
         }
     }
 
@@ -185,7 +185,8 @@ impl Linear {
         &self,
         tape: &Tape<'_, 's>,
         x: &Var<'s, S>,
-        (adapter, dropout): (&Adapter, Option<LowRankDropout<'s>>),
+        adapter: &Adapter,
+        dropout: Option<LowRankDropout<'s>>,
         residual: Option<&Var<'s, S>>,
     ) -> Result<Var<'s, S>> {
         tape.linear_low_rank(x, (self.weight, self.bias), &adapter.low_rank, dropout, residual)

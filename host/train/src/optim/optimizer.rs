@@ -268,6 +268,10 @@ impl<R: UpdateRule> Optimizer<R> {
 }
 
 /// Memory that a rule has declared to use.
+///
+/// A false declaration would give wrong numbers without an error: products that read an old BF16
+/// copy, or one group's rate for all parameters. The type of a rule cannot exclude that, so the
+/// launches are checked.
 struct Promised {
     copy: Option<Memory<bf16>>,
     groups: Option<Memory<u32>>,

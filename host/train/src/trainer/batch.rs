@@ -79,13 +79,15 @@ impl MicroBatch {
     /// The largest batch that a variant can encode, in samples.
     pub(super) const MOST: usize = (1 << 30) - 1;
 
-    /// Encodes everything except the shapes that decides what is recorded.
+    /// Encodes everything except the shapes that decides what is recorded. Core keys its recordings
+    /// by a number, because it does not know the types of the step's owner.
     pub(super) fn variant(self) -> u64 {
         let Self { samples, batch, first, last, update } = self;
         let flags = u64::from(first) << 2 | u64::from(last) << 1 | u64::from(update);
         (batch as u64) << 33 | (samples as u64) << 3 | flags
     }
 
+    /// Decodes a variant.
     pub(super) fn of(variant: u64) -> Self {
         let bit = |place: u32| (variant >> place) & 1 == 1;
         let [samples, batch] = [3, 33].map(|place| (variant >> place) as usize & Self::MOST);

@@ -284,7 +284,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         notes.extend(generator.iter().map(|generator| (DROPOUT_SEED, generator.seed().to_string())));
         notes.extend(self.state().instruction().map(|instruction| (MATRIX_INSTRUCTION, instruction.to_string())));
         let write = |state: &[Buffer<f32>]| {
-            Checkpoint::save_whole(path, parameters, (Some(optimizer), state), &notes, self.non_finite)
+            Checkpoint::save_whole(path, parameters, Some(optimizer), state, &notes, self.non_finite)
         };
         let saved = match self.agree() {
             Ok(()) => sync.save(optimizer, &write, Location::caller()),

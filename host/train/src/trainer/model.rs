@@ -3,7 +3,7 @@
 use super::agreement;
 use super::batch::{EpochProgress, MicroBatch, compare_instructions, dropout_seed};
 use super::shards::Shards;
-use super::sync::{CallSite, GradientSync, Metric};
+use super::sync::{CallSite, GradientSync, Metric, Updated};
 use crate::checkpoint::Checkpoint;
 use crate::optim::{AdamW, Optimizer, ParameterGroups, UpdateRule, UpdateTicket};
 use stepscope_core::arena::Arena;
@@ -77,7 +77,7 @@ pub struct TrainState<M, R = AdamW> {
 
 /// The elements whose gradient sums every rank receives, in addition to its own slices.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Wanted {
+pub(super) enum GatheredSums {
     /// The elements of the monitored parameter.
     Monitored,
     /// All elements.
@@ -260,11 +260,11 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
     }
 
     /// Sums the gradients of all shards of a group.
-    pub(super) fn sum_gradients(&mut self, arena: &mut Arena, wanted: Wanted) -> Result<()> {
+    pub(super) fn sum_gradients(&mut self, arena: &mut Arena, wanted: GatheredSums) -> Result<()> {
         let spec = self.parameters.spec();
         let wanted = match wanted {
-            Wanted::All => Some(0..spec.elements()),
-            Wanted::Monitored => {
+            GatheredSums::All => Some(0..spec.elements()),
+            GatheredSums::Monitored => {
                 let monitored = self.model.monitored().map(|monitored| spec.trained_entry(monitored)).transpose()?;
                 monitored.map(ParameterEntry::range)
             }
@@ -275,7 +275,8 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
     /// Makes the update of `ticket` after all steps of a batch, and passes its metrics to `metric`.
     #[track_caller]
     pub(super) fn update(&mut self, arena: &mut Arena, ticket: UpdateTicket, metric: &mut Metric<'_>) -> Result<()> {
-        let of = (&mut self.parameters, &mut self.gradients, &mut self.optimizer);
+        let Self { parameters, gradients, optimizer, .. } = self;
+        let of = Updated { parameters, gradients, optimizer };
         self.sync.update(arena, ticket, of, self.model.monitored(), metric)
     }
 

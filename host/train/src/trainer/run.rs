@@ -1,7 +1,7 @@
 //! Runs the steps of an update, reads their metrics back, and reports updates that failed.
 
 use super::batch::{HostBatch, MicroBatch, Update, first_input, place};
-use super::model::{Model, StepMetrics, TrainState, Wanted};
+use super::model::{GatheredSums, Model, StepMetrics, TrainState};
 use super::setup::Trainer;
 use super::stage::{Queued, Results, Stage};
 use super::sync::{Ending, OwnParts};
@@ -59,13 +59,13 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
             return self.queue_eager(batch, true);
         }
         let mut plan = self.advance(batch, true)?;
-        let Self { arena, stage: Stage::Captured(captured), landings, .. } = self else {
+        let Self { arena, stage: Stage::Captured(captured), readbacks, .. } = self else {
             unreachable!("checked above")
         };
         let words = plan.parts().len() + 2;
-        let free = landings.pop().filter(|landing| landing.words() >= words);
-        let mut landing = match free {
-            Some(landing) => landing,
+        let free = readbacks.pop().filter(|readback| readback.words() >= words);
+        let mut readback = match free {
+            Some(readback) => readback,
             None => PinnedReadback::new(arena.device(), words)?,
         };
         // In a group, an eager step makes the update after the replays.
@@ -85,20 +85,20 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
                 let replay = replay.map_err(|error| behind(&batch[..at], error))?;
                 let StepMetrics { loss, gradients, monitored } = replay.outputs();
                 let mut outputs = [Some(*loss), *gradients, *monitored].into_iter().flatten();
-                outputs.try_for_each(|output| replay.land(output, &mut landing))?;
+                outputs.try_for_each(|output| replay.land(output, &mut readback))?;
             }
             let TrainState { sync, gradients, .. } = captured.state_mut();
-            sync.shard_ready(arena, gradients, (number, shard.is_empty()))?;
+            sync.shard_ready(arena, gradients, number, shard.is_empty())?;
         }
         if plan.is_shared {
             let state = captured.state_mut();
-            state.sum_gradients(arena, Wanted::Monitored)?;
+            state.sum_gradients(arena, GatheredSums::Monitored)?;
             if let Some(ticket) = plan.ticket.take() {
-                state.update(arena, ticket, &mut |_, metric| landing.land(metric))?;
+                state.update(arena, ticket, &mut |_, metric| readback.land(metric))?;
             }
         }
-        landing.seal()?;
-        Ok(plan.queued(Results::Queued(landing)))
+        readback.seal()?;
+        Ok(plan.queued(Results::Queued(readback)))
     }
 
     /// Runs an update eagerly, with the optimizer's part only if `update` is set.
@@ -121,10 +121,10 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
                 });
                 known.extend(values.map_err(|error| behind(&batch[..at], error))?.into_iter().flatten());
             }
-            state.sync.shard_ready(arena, &mut state.gradients, (number, shard.is_empty()))?;
+            state.sync.shard_ready(arena, &mut state.gradients, number, shard.is_empty())?;
         }
         if plan.is_shared {
-            state.sum_gradients(arena, if update { Wanted::Monitored } else { Wanted::All })?;
+            state.sum_gradients(arena, if update { GatheredSums::Monitored } else { GatheredSums::All })?;
             if let Some(ticket) = plan.ticket.take() {
                 state.update(arena, ticket, &mut |step, metric| {
                     known.push(step.read_scalar(metric)?);
@@ -141,9 +141,9 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         let Queued { number, samples, parts, updates, metrics } = queued;
         let metrics = match metrics {
             Results::Known(metrics) => metrics,
-            Results::Queued(mut landing) => {
-                let metrics = landing.wait(self.arena.deadline())?;
-                self.landings.push(landing);
+            Results::Queued(mut readback) => {
+                let metrics = readback.wait(self.arena.deadline())?;
+                self.readbacks.push(readback);
                 metrics
             }
         };
@@ -225,7 +225,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
             settings.add("non-finite values", format!("{:?}", self.non_finite));
             Ok(settings)
         };
-        state.sync.agree_on_settings((&state.parameters, &state.optimizer), &settings, Location::caller())
+        state.sync.agree_on_settings(&state.parameters, &state.optimizer, &settings, Location::caller())
     }
 
     /// Agrees on the update with all ranks, prepares the optimizer for it, and returns the parts of

@@ -66,7 +66,7 @@ pub struct Trainer<'a, M, R = AdamW> {
     pub(super) stage: Stage<M, R>,
     pub(super) arena: TrainerArena<'a>,
     /// Readbacks that are free for the next update.
-    pub(super) landings: Vec<PinnedReadback>,
+    pub(super) readbacks: Vec<PinnedReadback>,
     pub(super) checkpoint: Option<PathBuf>,
     pub(super) every: Option<u64>,
     pub(super) stop: Option<&'a AtomicBool>,
@@ -115,7 +115,7 @@ impl<'a, M: Model, R: UpdateRule> Trainer<'a, M, R> {
         Self {
             arena,
             stage,
-            landings: Vec::new(),
+            readbacks: Vec::new(),
             checkpoint: None,
             every: None,
             stop: None,

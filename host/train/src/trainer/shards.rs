@@ -18,7 +18,7 @@
 //! element.
 
 use super::agreement;
-use super::sync::{CallSite, Ending, GradientSync, Metric, OwnParts};
+use super::sync::{CallSite, Ending, GradientSync, Metric, OwnParts, Updated};
 use crate::checkpoint::Checkpoint;
 use crate::optim::{Optimizer, UpdateRule, UpdateTicket};
 use serde::{Deserialize, Serialize};
@@ -219,7 +219,8 @@ impl<R: UpdateRule> GradientSync<R> for Shards {
 
     fn agree_on_settings(
         &self,
-        (parameters, optimizer): (&Parameters, &Optimizer<R>),
+        parameters: &Parameters,
+        optimizer: &Optimizer<R>,
         settings: &dyn Fn(usize) -> Result<Settings>,
         site: CallSite,
     ) -> Result<()> {
@@ -287,7 +288,8 @@ impl<R: UpdateRule> GradientSync<R> for Shards {
         &mut self,
         arena: &mut Arena,
         gradients: &mut Gradients,
-        (number, is_empty): (usize, bool),
+        number: usize,
+        is_empty: bool,
     ) -> Result<()> {
         let rest = match &self.among {
             Some(PeerBuffers { travelling: travelling @ 1.., .. }) => self.slices.buckets()[travelling - 1].start,
@@ -339,7 +341,7 @@ impl<R: UpdateRule> GradientSync<R> for Shards {
         &self,
         arena: &mut Arena,
         ticket: UpdateTicket,
-        (parameters, gradients, optimizer): (&mut Parameters, &mut Gradients, &mut Optimizer<R>),
+        Updated { parameters, gradients, optimizer }: Updated<'_, R>,
         monitored: Option<Parameter>,
         metric: &mut Metric<'_>,
     ) -> Result<()> {

@@ -42,6 +42,13 @@ pub(super) struct OwnParts {
     pub(super) stop: bool,
 }
 
+/// The parts of a train state that an update changes.
+pub(super) struct Updated<'u, R> {
+    pub(super) parameters: &'u mut Parameters,
+    pub(super) gradients: &'u mut Gradients,
+    pub(super) optimizer: &'u mut Optimizer<R>,
+}
+
 /// The ranks that train one model. The default functions are those of a single GPU.
 pub(super) trait GradientSync<R>: fmt::Debug + Send + Sync {
     /// Returns true in a group. There, no step updates the weights, and the gradients of each shard
@@ -59,7 +66,8 @@ pub(super) trait GradientSync<R>: fmt::Debug + Send + Sync {
     /// `settings` computes it for a number of shards.
     fn agree_on_settings(
         &self,
-        _of: (&Parameters, &Optimizer<R>),
+        _parameters: &Parameters,
+        _optimizer: &Optimizer<R>,
         _settings: &dyn Fn(usize) -> Result<Settings>,
         _site: CallSite,
     ) -> Result<()> {
@@ -88,7 +96,13 @@ pub(super) trait GradientSync<R>: fmt::Debug + Send + Sync {
     }
 
     /// Receives the complete gradients of the shard of this number, or of a shard that is empty.
-    fn shard_ready(&mut self, _arena: &mut Arena, _gradients: &mut Gradients, _shard: (usize, bool)) -> Result<()> {
+    fn shard_ready(
+        &mut self,
+        _arena: &mut Arena,
+        _gradients: &mut Gradients,
+        _number: usize,
+        _is_empty: bool,
+    ) -> Result<()> {
         Ok(())
     }
 
@@ -104,7 +118,7 @@ pub(super) trait GradientSync<R>: fmt::Debug + Send + Sync {
         &self,
         arena: &mut Arena,
         ticket: UpdateTicket,
-        of: (&mut Parameters, &mut Gradients, &mut Optimizer<R>),
+        of: Updated<'_, R>,
         monitored: Option<Parameter>,
         metric: &mut Metric<'_>,
     ) -> Result<()>;
@@ -147,7 +161,7 @@ impl<R: UpdateRule> GradientSync<R> for () {
         &self,
         arena: &mut Arena,
         ticket: UpdateTicket,
-        (parameters, gradients, optimizer): (&mut Parameters, &mut Gradients, &mut Optimizer<R>),
+        Updated { parameters, gradients, optimizer }: Updated<'_, R>,
         _: Option<Parameter>,
         metric: &mut Metric<'_>,
     ) -> Result<()> {
