@@ -27,7 +27,7 @@ static VERSION: LazyLock<String> = LazyLock::new(|| {
 });
 
 /// Trains CrossAsset, a transformer over 12 time scales that predicts whether a price will fall,
-/// stay or rise. Writes report.json, loss.svg and model.safetensors.
+/// stay or rise. Writes report.json and model.safetensors.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "crossasset", version, long_version = VERSION.as_str())]
 pub(crate) struct Args {
@@ -126,8 +126,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE", conflicts_with_all = ["resume", "ranks", "shards"])]
     pub(crate) trace: Option<PathBuf>,
 
-    /// Write the memory events of the first batch to this file, as a PyTorch memory snapshot, and a
-    /// picture to the same name with .svg
+    /// Write the memory events of the first batch to this file, as a PyTorch memory snapshot
     #[arg(long, value_name = "FILE", conflicts_with = "ranks")]
     pub(crate) memory: Option<PathBuf>,
 
@@ -304,7 +303,7 @@ mod tests {
 
     #[test]
     fn wrong_values_end_with_code_2_and_name_the_argument() {
-        for (line, told) in [
+        for (line, expected) in [
             ("--batch 0", "--batch"),
             ("--batch -1", "-1"),
             ("--epochs 0", "--epochs"),
@@ -334,7 +333,7 @@ mod tests {
         ] {
             let error = parse(line).expect_err(line);
             assert_eq!(error.exit_code(), 2, "{line}");
-            assert!(error.to_string().contains(told), "{line}: {error}");
+            assert!(error.to_string().contains(expected), "{line}: {error}");
         }
     }
 }

@@ -73,9 +73,9 @@ fn main() -> ExitCode {
         }
     };
     let ended = run(&args, dataset, &stop, &mut screen);
-    let told = screen.end().map_err(Into::into);
+    let printed = screen.end().map_err(Into::into);
     let stopped = matches!(ended, Ok(false));
-    match ended.and(told) {
+    match ended.and(printed) {
         Ok(()) if stopped => ExitCode::from(INTERRUPTED),
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -139,7 +139,7 @@ fn run_rank(
         DeviceChoice::Cuda => DeviceKind::Cuda,
     };
     let device = rank.open(kind, None)?;
-    let mut settings = train::settings(args, (dataset, rank.shards()));
+    let mut settings = train::settings(args, dataset, rank.shards());
     settings.push(("checkpoint-every", format!("{:?}", args.checkpoint_every)));
     settings.push(("resumes", args.resume.is_some().to_string()));
     let group = rank.join(&device, &settings)?;
@@ -168,7 +168,7 @@ fn run_rank(
     let mut arena = arena.build()?;
     let checkpoint = args.out.join(CHECKPOINT);
     let resumed = args.resume.as_ref().map(Checkpoint::load).transpose()?;
-    let mut run = Run::new(args, dataset, (rank, group.as_ref()), &checkpoint, resumed.as_ref(), stop)?;
+    let mut run = Run::new(args, dataset, rank, group.as_ref(), &checkpoint, resumed.as_ref(), stop)?;
     let Some(weights_sha256) = run.train(&mut arena, resumed)? else {
         screen.say(format_args!("stopped; continue with --resume {}", checkpoint.display()));
         return Ok(false);

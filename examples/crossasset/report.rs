@@ -1,7 +1,6 @@
-//! The report of a run: `report.json` and `loss.svg`.
+//! The report of a run: `report.json`.
 //!
-//! Files are written atomically: each is written under another name, synced to disk and then
-//! renamed.
+//! The file is written atomically: under another name, synced to disk and then renamed.
 
 use std::path::Path;
 
@@ -10,14 +9,10 @@ use serde::{Deserialize, Serialize};
 use stepscope::Result;
 use stepscope::files::replace_file;
 
-use crate::sizes::CLASSES;
-use stepscope_cli::program::loss_svg::{Part, Picture};
 use stepscope_cli::program::usage::{ArenaUse, CaptureUse, MemoryUse, ModelSize};
 
 /// Batches whose loss and gradient norm the report lists.
 pub(crate) const BATCHES_KEPT: usize = 8;
-/// The most epochs that are labeled below the axis.
-const NUMBERS: usize = 24;
 
 /// The contents of `report.json`. A loss that is not finite is written as `null`.
 #[derive(Clone, Debug, Default, Serialize)]
@@ -85,14 +80,13 @@ pub(crate) struct BatchResult {
 }
 
 impl Report {
-    /// Writes `report.json` and `loss.svg` into `folder`, which must exist.
+    /// Writes `report.json` into `folder`, which must exist.
     ///
     /// # Errors
-    /// When a file cannot be written. The previous file is then unchanged.
+    /// When the file cannot be written. The previous file is then unchanged.
     pub(crate) fn write(&self, folder: &Path) -> Result<()> {
         let mut json = serde_json::to_string_pretty(self).expect("plain numbers and lists have a JSON form");
         json.push('\n');
-        replace_file(folder.join("loss.svg"), picture(&self.epochs).draw().as_bytes())?;
         replace_file(folder.join("report.json"), json.as_bytes())
     }
 }
@@ -127,29 +121,6 @@ pub(crate) fn epoch_table(epochs: &[EpochResult]) -> Table {
         column.set_cell_alignment(CellAlignment::Right);
     }
     table
-}
-
-/// Returns the training and validation loss of every epoch, with the folds side by side.
-fn picture(epochs: &[EpochResult]) -> Picture {
-    let step = epochs.len().div_ceil(NUMBERS).max(1);
-    let mut start = 0;
-    let part = |fold: &[EpochResult]| {
-        let at = |number: usize| (start + number) as f64;
-        let ticks = (0..fold.len()).step_by(step).map(|number| (at(number), fold[number].epoch.to_string())).collect();
-        let curve = |loss: fn(&EpochResult) -> f64| {
-            fold.iter().enumerate().map(|(number, epoch)| (at(number), loss(epoch))).collect()
-        };
-        let part = Part {
-            name: format!("fold {}", fold[0].fold),
-            range: at(0) - 0.5..at(fold.len()) - 0.5,
-            ticks,
-            curves: [curve(|epoch| epoch.train_loss), curve(|epoch| epoch.valid_loss)],
-        };
-        start += fold.len();
-        part
-    };
-    let parts = epochs.chunk_by(|one, next| one.fold == next.fold).map(part).collect();
-    Picture { caption: "Loss by epoch and fold", x_label: "epoch", classes: CLASSES, parts }
 }
 
 #[cfg(test)]
@@ -205,40 +176,7 @@ mod tests {
             .map(|entry| entry.unwrap().file_name().into_string().unwrap())
             .collect();
         names.sort();
-        assert_eq!(names, ["loss.svg", "report.json"], "no temporary file stays");
-    }
-
-    fn epochs(folds: usize, count: usize) -> Vec<EpochResult> {
-        let result = |fold, epoch: usize| EpochResult {
-            fold,
-            epoch,
-            train_loss: 1.1 / (1.0 + 0.2 * epoch as f64),
-            valid_loss: 1.12 / (1.0 + 0.1 * epoch as f64) + 0.05 * fold as f64,
-            valid_accuracy: 0.5,
-            baseline_accuracy: 0.3,
-            seconds: 1.0,
-            samples_per_second: 1.0,
-        };
-        (0..folds).flat_map(|fold| (0..count).map(move |epoch| result(fold, epoch))).collect()
-    }
-
-    #[test]
-    fn draws_a_dot_for_every_loss() {
-        for (folds, count) in [(1, 1), (2, 1), (2, 2), (3, 40)] {
-            let svg = picture(&epochs(folds, count)).draw();
-            let dots = svg.matches("<circle").count();
-            assert_eq!(dots, 2 * folds * count + 2, "{folds} folds of {count} epochs, and the legend");
-            assert!(svg.contains("fold 0") && svg.contains("training") && svg.contains("validation"));
-        }
-    }
-
-    #[test]
-    fn no_epoch_and_no_finite_loss_are_drawn_too() {
-        let mut lost = epochs(1, 3);
-        lost[1].train_loss = f64::NAN;
-        lost[2].train_loss = f64::INFINITY;
-        assert_eq!(picture(&lost).draw().matches("<circle").count(), 1 + 3 + 2);
-        assert_eq!(picture(&[]).draw().matches("<circle").count(), 2);
+        assert_eq!(names, ["report.json"], "no temporary file stays");
     }
 
     #[test]

@@ -99,12 +99,13 @@ impl<'r> Run<'r> {
     pub(crate) fn new(
         args: &'r Args,
         dataset: &'r Arc<Dataset>,
-        (rank, group): (&'r Rank, Option<&'r Group>),
+        rank: &'r Rank,
+        group: Option<&'r Group>,
         checkpoint: &'r Path,
         resumed: Option<&Checkpoint>,
         stop: &'r AtomicBool,
     ) -> Result<Self> {
-        let position = |resumed| position(resumed, args, (dataset, rank.shards()));
+        let position = |resumed| position(resumed, args, dataset, rank.shards());
         let position = resumed.map(position).transpose()?.unwrap_or_default();
         Ok(Self {
             args,
@@ -249,10 +250,10 @@ impl<'r> Run<'r> {
         let device = trainer.arena().device().clone();
         let mut batches = samples::batches(&device, self.dataset, fold, order, self.cut(), self.group)?;
         let mut position = std::mem::take(&mut self.position);
-        let settings = shared_settings::to_note(&settings(self.args, (self.dataset, self.rank.shards())));
+        let settings = shared_settings::to_note(&settings(self.args, self.dataset, self.rank.shards()));
         let mut watch = Watch { bar, settings, position: &mut position };
         if fold.index == 0 && epoch == 0 {
-            self.look(trainer, fold, &mut batches, &mut progress, &mut watch)?;
+            self.trace(trainer, fold, &mut batches, &mut progress, &mut watch)?;
         }
         let ended = trainer.epoch(batches, &mut progress, &mut watch)?;
         if ended == Ended::Finished {
@@ -276,7 +277,7 @@ impl<'r> Run<'r> {
 
     /// Trains on the run's first batches while they are traced. Each of these updates is waited
     /// for.
-    fn look<M: Trained>(
+    fn trace<M: Trained>(
         &mut self,
         trainer: &mut Trainer<'_, M>,
         fold: &Fold,
@@ -299,9 +300,7 @@ impl<'r> Run<'r> {
                 trace = None;
             }
             if let (Some(path), Some(recorder)) = (self.memory.take(), recorder) {
-                let recording = recorder.recording();
-                replace_file(path, &recording.pickle())?;
-                replace_file(path.with_extension("svg"), recording.timeline_svg().as_bytes())?;
+                replace_file(path, &recorder.recording().pickle())?;
             }
             progress.add(&update);
             watch.updated(&update, progress, trainer.arena())?;
@@ -317,8 +316,8 @@ impl<'r> Run<'r> {
         let device = trainer.arena().device().clone();
         for batch in samples::batches(&device, self.dataset, fold, samples, cut, None)? {
             for batch in batch? {
-                let (sum, told) = trainer.evaluate_classes(&batch, &batch.labels)?;
-                (loss, right) = (loss + sum, right + told);
+                let (sum, correct) = trainer.evaluate_classes(&batch, &batch.labels)?;
+                (loss, right) = (loss + sum, right + correct);
             }
         }
         Ok((loss / all, right as f64 / all))
@@ -326,10 +325,10 @@ impl<'r> Run<'r> {
 }
 
 /// Reads the position from a checkpoint.
-fn position(checkpoint: &Checkpoint, args: &Args, data: (&Dataset, usize)) -> Result<Position> {
+fn position(checkpoint: &Checkpoint, args: &Args, dataset: &Dataset, shards: usize) -> Result<Position> {
     let refused = |reason| Error::File { path: args.resume.clone().unwrap_or_default(), reason };
     let theirs = shared_settings::note(checkpoint, SETTINGS).map_err(refused)?;
-    shared_settings::compare(theirs, &settings(args, data)).map_err(|reason| {
+    shared_settings::compare(theirs, &settings(args, dataset, shards)).map_err(|reason| {
         refused(format!(
             "{reason}\nTo continue this run, use the checkpoint's settings, and the same bars in the same order. For more \
              epochs, other bars or other settings, start a new run without --resume and with another --out"
@@ -348,7 +347,7 @@ fn position(checkpoint: &Checkpoint, args: &Args, data: (&Dataset, usize)) -> Re
 }
 
 /// Returns all settings that decide the weights. The bars are last, as a digest.
-pub(crate) fn settings(args: &Args, (dataset, shards): (&Dataset, usize)) -> Settings {
+pub(crate) fn settings(args: &Args, dataset: &Dataset, shards: usize) -> Settings {
     vec![
         ("seed", args.seed.to_string()),
         ("epochs", args.epochs.to_string()),

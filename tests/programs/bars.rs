@@ -27,7 +27,7 @@ impl Workplace {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let workplace = Self { folder };
         fs::create_dir(workplace.out()).unwrap();
-        for name in ["report.json", "loss.svg", "model.safetensors"] {
+        for name in ["report.json", "model.safetensors"] {
             fs::write(workplace.out().join(name), format!("an earlier run's {name}")).unwrap();
         }
         workplace

@@ -48,7 +48,7 @@ on_each_device! {
         assert!(screen.contains("--- a sample\nfn "), "{screen}");
         assert!(errors.contains("held-out loss") && errors.contains("tokens/s"), "{errors}");
         let expected =
-            ["best.safetensors", "log.jsonl", "loss.svg", "model.safetensors", "report.json", "tensorboard", "transformers"];
+            ["best.safetensors", "log.jsonl", "model.safetensors", "report.json", "tensorboard", "transformers"];
         assert_eq!(names(&out), expected.map(String::from).into());
         let report: Value = serde_json::from_str(&fs::read_to_string(out.join("report.json")).unwrap()).unwrap();
         let losses = report["losses"].as_array().unwrap();

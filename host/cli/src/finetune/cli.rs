@@ -15,7 +15,7 @@ const RATE: f32 = 2e-5;
 const LORA_RATE: f32 = 2e-4;
 
 /// Fine-tunes a language model of transformers on chats, prompts with completions, or texts. Writes
-/// checkpoints, report.json, loss.svg, and the model in the format of transformers.
+/// checkpoints, log.jsonl, report.json, and the model in the format of transformers.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "stepscope finetune", version, args_override_self = true)]
 pub(crate) struct Args {

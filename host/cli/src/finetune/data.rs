@@ -17,7 +17,7 @@ use stepscope::{Error, HostBatch, HostInputs, Result};
 use stepscope_chat::{Encoded, Encoder, IGNORED, Notes, Packed, Row, Sample, pack, read_rows, usable};
 use stepscope_core::digest::hex;
 
-use crate::run::updates::Part;
+use crate::run::updates::TokenBatch;
 use crate::train::bad_input::{Outcome, bad};
 use crate::train::tokenizer::Tokenizer;
 
@@ -310,7 +310,7 @@ impl HostBatch for Contexts {
     }
 }
 
-impl Part for Contexts {
+impl TokenBatch for Contexts {
     fn weight(&self) -> usize {
         self.counted
     }

@@ -39,7 +39,7 @@ use crate::program::signals;
 use crate::run::best::Best;
 use crate::run::folder::{MAX_COPIED, copy_companions};
 use crate::run::report::{Position, Report};
-use crate::run::{memory, program};
+use crate::run::{self, memory};
 use crate::train::bad_input::{Outcome, bad};
 use crate::train::cli::Precision;
 use crate::train::model::Gpt;
@@ -47,9 +47,7 @@ use crate::train::sample;
 
 /// Fine-tunes, and returns the exit code.
 pub(crate) fn main(args: &Args) -> ExitCode {
-    program::main(|screen| {
-        program::on_ranks(&args.run, &args.claim(), screen, |shards| Plan::load(args, shards), run_rank)
-    })
+    run::main(|screen| run::on_ranks(&args.run, &args.claim(), screen, |shards| Plan::load(args, shards), run_rank))
 }
 
 /// Runs one rank, with activations stored as the precision implies. Returns false if it was stopped
@@ -99,7 +97,7 @@ fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, sc
     }
 
     let tokens = plan.contexts_per_update() * config.context;
-    let mut report = Report::of(&device, &mut trainer, size.clone(), (trained, tokens, rank.ranks()), None)?;
+    let mut report = Report::of(&device, &mut trainer, size.clone(), trained, tokens, rank.ranks(), None)?;
     if let Some(update) = best_before_the_end(&report.position) {
         // The memory of training is free again before the best weights are read.
         drop(trainer);
@@ -114,7 +112,7 @@ fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, sc
         let TrainState { model, parameters, .. } = trainer.state();
         report.sample = finish(plan, &device, model, parameters)?;
     }
-    report.write(&args.out, config.vocabulary)?;
+    report.write(&args.out)?;
     screen.say(format_args!("{}; {}", report.speed, report.arena.summary()));
     screen.say(format_args!(
         "the model after update {} is in {}; weights {}",
@@ -154,6 +152,6 @@ fn finish<S: Activation>(
     }
     let Some(beginning) = &plan.beginning else { return Ok(None) };
     let sampler = TokenSampler::new(TokenSamplerConfig { temperature: 0.0, top_k: None, top_p: None }, args.run.seed)?;
-    let tokens = sample::write(device, model, weights, beginning, (args.sample_tokens, &folder.stops), &sampler)?;
+    let tokens = sample::write(device, model, weights, beginning, args.sample_tokens, &folder.stops, &sampler)?;
     Ok(Some(folder.tokenizer.decode(&tokens)))
 }

@@ -20,7 +20,7 @@ use crate::run::cli::RunArgs;
 use crate::run::folder::ModelFolder;
 use crate::run::memory::{RunMemory, check_batch, evaluation_batch};
 use crate::run::updates::{Trained, Updates};
-use crate::run::{program, settings};
+use crate::run::{self, settings};
 use crate::train::bad_input::{Outcome, bad, for_users};
 use crate::train::model::{self, Gpt, Mode};
 use crate::train::tokenizer::Tokenizer;
@@ -69,7 +69,7 @@ impl<'r> Plan<'r> {
             None => model::check_trainable(&args.weights, &files, &config)?,
         }
         check_batch(args.batch, config.context)?;
-        let resumed = args.resume.as_deref().map(program::resumed).transpose()?;
+        let resumed = args.resume.as_deref().map(run::resumed).transpose()?;
         let mut folder = match args.tokenizer() {
             Some(file) => ModelFolder::with_tokenizer(&args.weights, tokenizer(&file)?)?,
             None => ModelFolder::open(&args.weights)?,
@@ -182,8 +182,9 @@ impl<'r> Plan<'r> {
 
     /// Computes the memory that the run needs.
     pub(crate) fn memory<S: Activation>(&self, device: &Device) -> Result<RunMemory> {
-        let [step, look] = [self.args.batch, evaluation_batch(self.args.batch)].map(|samples| self.blank(samples));
-        RunMemory::of(device, || self.model::<S>(), self.args.run.precision.of_f32(), [&step, &look])
+        let [step, evaluation] =
+            [self.args.batch, evaluation_batch(self.args.batch)].map(|samples| self.blank(samples));
+        RunMemory::of(device, || self.model::<S>(), self.args.run.precision.of_f32(), [&step, &evaluation])
     }
 
     /// Returns contexts without tokens, for measurements that ignore the values.

@@ -7,7 +7,7 @@ use super::cli::Args;
 use super::data::Contexts;
 use super::plan::Plan;
 use crate::run::memory::{self, RunMemory};
-use crate::run::updates::Part;
+use crate::run::updates::TokenBatch;
 use crate::support::{on_each_device, relative_l2};
 use crate::train::cli::Precision;
 use crate::train::model::{Gpt, Mode};
@@ -90,7 +90,7 @@ fn trained_in<S: Activation>(device: &Device, args: &Args, stopped: bool) -> Opt
     let trainer = plan.trainer(&mut arena, state).unwrap();
     let mut trainer = trainer.checkpoint(args.out.join("model.safetensors"), None).stop_when(&stop);
     let position = plan.train(&mut trainer, true).unwrap()?.position;
-    let losses = position.losses.iter().chain(position.evaluations.iter().map(|look| &look.loss));
+    let losses = position.losses.iter().chain(position.evaluations.iter().map(|evaluation| &evaluation.loss));
     let losses = losses.map(|loss| loss.to_bits()).collect();
     Some((trainer.state().parameters.sha256().unwrap(), losses))
 }
@@ -117,7 +117,7 @@ on_each_device! {
                 });
                 tokens.push(next.next(&logits.unwrap()).unwrap());
             }
-            let written = sample::write(device, &model, &parameters, &beginning[..first], (count, &[]), &sampler);
+            let written = sample::write(device, &model, &parameters, &beginning[..first], count, &[], &sampler);
             println!("{:?} {:?}", &beginning[..first], written);
             assert_eq!(written.unwrap(), tokens[first..], "{count} tokens after {first}");
         }
@@ -206,10 +206,10 @@ on_each_device! {
         let state = plan.state::<f32>(device).unwrap();
         let mut arena = memory::arena(device, args.run.arena_mib, plan.memory::<f32>(device).unwrap()).unwrap();
         let trained = plan.train(&mut plan.trainer(&mut arena, state).unwrap(), true).unwrap().unwrap();
-        let looks = &trained.position.evaluations;
-        assert!(trained.ended_early && (looks.len() as u64) < plan.total(), "{looks:?}");
+        let evaluations = &trained.position.evaluations;
+        assert!(trained.ended_early && (evaluations.len() as u64) < plan.total(), "{evaluations:?}");
         let best = trained.position.best().unwrap();
-        assert_eq!(best + 2, looks.len() - 1, "{looks:?}");
+        assert_eq!(best + 2, evaluations.len() - 1, "{evaluations:?}");
         assert!(Checkpoint::load(folder.path().join("best.safetensors")).is_ok());
     }
 }
@@ -244,7 +244,7 @@ fn passes_have_each_context_once() {
         plan.data.batches(64, [2, 2], 7, behind).unwrap().take(count).map(Result::unwrap).collect()
     };
     let batches = take(0, 2 * per_epoch);
-    let counted = |batches: &[Vec<Contexts>]| -> usize { batches.iter().flatten().map(Part::weight).sum() };
+    let counted = |batches: &[Vec<Contexts>]| -> usize { batches.iter().flatten().map(TokenBatch::weight).sum() };
     let [first, second] = [&batches[..per_epoch], &batches[per_epoch..]];
     assert_eq!([counted(first), counted(second)], [plan.data.size.counted; 2]);
     let ids = |batches: &[Vec<Contexts>]| -> Vec<Vec<u32>> {

@@ -15,7 +15,6 @@ use super::results::{BEST, CHECKPOINT};
 /// The other files of a run.
 pub(crate) const LINES: &str = "log.jsonl";
 pub(crate) const REPORT: &str = "report.json";
-pub(crate) const PICTURE: &str = "loss.svg";
 /// The folder of the files for TensorBoard, and the start of their names.
 pub(crate) const EVENTS: &str = "tensorboard";
 pub(crate) const EVENT_FILE: &str = "events.out.tfevents.";
@@ -23,12 +22,10 @@ pub(crate) const EVENT_FILE: &str = "events.out.tfevents.";
 pub(crate) const WRITER: &str = "stepscope";
 /// The folders of exported weights, which a run writes after its checkpoint.
 pub(crate) const EXPORTS: [&str; 2] = ["transformers", "adapter"];
-/// The text next to the axis of each picture.
-pub(crate) const AXIS: &str = "mean cross-entropy";
 
 /// The longest checkpoint header from which notes are read.
 const MAX_HEADER_BYTES: u64 = 1 << 27;
-/// The longest report and picture.
+/// The longest report.
 const MAX_BYTES: u64 = 1 << 28;
 /// The longest line of a log, and the first bytes of an event file, that are searched for a mark.
 const MAX_LINE: u64 = 1 << 16;
@@ -46,7 +43,7 @@ pub(crate) struct Found {
 /// Returns what a run would replace in a folder.
 pub(crate) fn found(out: &Path) -> Vec<Found> {
     let mut all = Vec::new();
-    for name in [CHECKPOINT, BEST, REPORT, PICTURE, LINES] {
+    for name in [CHECKPOINT, BEST, REPORT, LINES] {
         let path = out.join(name);
         if let Ok(kind) = fs::symlink_metadata(&path) {
             all.push(Found { name: name.into(), is_own: kind.is_file() && has_mark(&path, name) });
@@ -79,7 +76,7 @@ pub(crate) fn found(out: &Path) -> Vec<Found> {
 
 /// Returns the files of the folder that a run may replace or remove, with those of its folders.
 pub(crate) fn replaceable(out: &Path) -> Vec<PathBuf> {
-    let files = [CHECKPOINT, BEST, REPORT, PICTURE, LINES].map(|name| out.join(name));
+    let files = [CHECKPOINT, BEST, REPORT, LINES].map(|name| out.join(name));
     let inner = EXPORTS.into_iter().chain([EVENTS]).flat_map(|name| entries(&out.join(name)));
     files.into_iter().chain(inner).collect()
 }
@@ -116,10 +113,6 @@ fn has_mark(path: &Path, name: &str) -> bool {
         REPORT => {
             let report = json(&PlainFile::read_whole(path, MAX_BYTES).unwrap_or_default());
             report["weights_sha256"].is_string() && report["device"].is_string()
-        }
-        PICTURE => {
-            let picture = PlainFile::read_whole(path, MAX_BYTES).unwrap_or_default();
-            picture.starts_with(b"<svg") && picture.windows(AXIS.len()).any(|bytes| bytes == AXIS.as_bytes())
         }
         _ => {
             // An empty log has lost nothing.

@@ -1,10 +1,20 @@
-//! The parts that training programs share: logging, standard output, signals, the results folder,
-//! settings in a checkpoint, ranks of a group, the loss picture, and statistics of memory and
-//! graphs.
+//! The process of a training program, such as `stepscope train` or the example `crossasset`.
+//!
+//! | file | part |
+//! |---|---|
+//! | [`exit`] | exit codes |
+//! | [`log`] | the log on standard error |
+//! | `marks` | the files of a run, and the marks by which they are recognized |
+//! | [`ranks`] | the ranks of a group that this process runs |
+//! | [`results`] | the folder of a run's results |
+//! | [`screen`] | standard output |
+//! | [`settings`] | the settings in a checkpoint |
+//! | [`signals`] | Ctrl-C, SIGTERM and SIGHUP |
+//! | [`stored_as`] | the element type in memory, as an option |
+//! | [`usage`] | the report's sections about the model, the memory and the graphs |
 
 pub mod exit;
 pub mod log;
-pub mod loss_svg;
 pub(crate) mod marks;
 pub mod ranks;
 pub mod results;

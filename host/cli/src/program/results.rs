@@ -222,18 +222,18 @@ mod tests {
         fs::write(out.join(marks::LINES), format!("{lines}\n{{\"upd")).unwrap();
         assert!(claim(out).check().unwrap_err().contains("holds files of an earlier run: log.jsonl. Add"));
         write_checkpoint(&out.join(BEST));
-        let told = claim(out).check().unwrap_err();
-        assert!(told.contains("holds weights of an earlier run: best.safetensors, 500 updates, written "), "{told}");
+        let error = claim(out).check().unwrap_err();
+        assert!(error.contains("holds weights of an earlier run: best.safetensors, 500 updates, written "), "{error}");
         write_checkpoint(&checkpoint);
-        let told = claim(out).check().unwrap_err();
+        let error = claim(out).check().unwrap_err();
         assert!(
-            told.contains("holds the checkpoint of an earlier run: model.safetensors, 500 updates, written 20"),
-            "{told}"
+            error.contains("holds the checkpoint of an earlier run: model.safetensors, 500 updates, written 20"),
+            "{error}"
         );
         let go_on = format!("\n  --resume {}   to continue", checkpoint.display());
         assert!(
-            told.contains(&go_on) && told.contains("\n  --overwrite ") && told.contains("\n  --out DIR "),
-            "{told}"
+            error.contains(&go_on) && error.contains("\n  --overwrite ") && error.contains("\n  --out DIR "),
+            "{error}"
         );
         // Resuming from any other file, even one in the folder, would replace the checkpoint.
         let other = out.join("copy.safetensors");
@@ -259,7 +259,6 @@ mod tests {
             ("log.jsonl", r#"{"step":1,"loss":2.0}"#),
             ("report.json", "mine"),
             ("report.json", r#"{"accuracy":1}"#),
-            ("loss.svg", "<svg></svg>"),
             ("tensorboard/events.out.tfevents.1.other", "years of logs"),
             ("adapter/adapter_model.safetensors", "my adapter"),
             ("transformers/model-00001-of-00002.safetensors", "my shard"),
@@ -273,8 +272,8 @@ mod tests {
             let listed = name.strip_suffix("/adapter_model.safetensors").unwrap_or(name);
             let listed = if listed.starts_with("transformers") { "transformers" } else { listed };
             for overwrite in [false, true] {
-                let told = Claim { overwrite, ..claim(&out) }.check().unwrap_err();
-                assert!(told.contains(&format!("no run has written: {listed}. Move them")), "{name}: {told}");
+                let error = Claim { overwrite, ..claim(&out) }.check().unwrap_err();
+                assert!(error.contains(&format!("no run has written: {listed}. Move them")), "{name}: {error}");
             }
             // Its name leads to the same file, and a run would write through it or replace it.
             let linked = folder.path().join("linked");
@@ -282,14 +281,14 @@ mod tests {
             fs::create_dir(&linked).unwrap();
             symlink(out.join(Path::new(name).iter().next().unwrap()), &first).unwrap();
             write_checkpoint(&linked.join(if name == CHECKPOINT { BEST } else { CHECKPOINT }));
-            let told = Claim { overwrite: true, ..claim(&linked) }.check().unwrap_err();
-            assert!(told.contains("no run has written: "), "{name}: {told}");
+            let error = Claim { overwrite: true, ..claim(&linked) }.check().unwrap_err();
+            assert!(error.contains("no run has written: "), "{name}: {error}");
         }
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("notes.txt"), "never replaced").unwrap();
         symlink(folder.path().join("nowhere"), folder.path().join(BEST)).unwrap();
-        let told = Claim { overwrite: true, ..claim(folder.path()) }.check().unwrap_err();
-        assert!(told.contains("no run has written: best.safetensors. "), "{told}");
+        let error = Claim { overwrite: true, ..claim(folder.path()) }.check().unwrap_err();
+        assert!(error.contains("no run has written: best.safetensors. "), "{error}");
     }
 
     /// A run does not replace its own model or data, whatever the path that leads to it.
@@ -322,8 +321,8 @@ mod tests {
             (&out, &hard),
             (&out, &out.join("log.jsonl")),
         ] {
-            let told = Claim { overwrite: true, reads: vec![("--weights", reads)], ..claim(out) }.check().unwrap_err();
-            assert!(told.contains("is where --weights reads ") && told.contains("--out DIR"), "{told}");
+            let error = Claim { overwrite: true, reads: vec![("--weights", reads)], ..claim(out) }.check().unwrap_err();
+            assert!(error.contains("is where --weights reads ") && error.contains("--out DIR"), "{error}");
         }
         let inside = model.join("run");
         let absent = folder.path().join("absent");

@@ -67,14 +67,14 @@ mod tests {
 
     #[test]
     fn an_output_that_fails_ends_nothing_and_is_told_at_the_end() {
-        for (kind, told) in [(ErrorKind::BrokenPipe, false), (ErrorKind::StorageFull, true)] {
+        for (kind, is_error) in [(ErrorKind::BrokenPipe, false), (ErrorKind::StorageFull, true)] {
             let (mut screen, mut output) = (Screen::default(), Failing(5, kind));
             screen.say_to(&mut output, "one");
             assert!(screen.failed.is_none());
             screen.say_to(&mut output, "two");
             output.0 = 100;
             screen.say_to(&mut output, "three");
-            assert_eq!((output.0, screen.end().is_err()), (100, told), "{kind}");
+            assert_eq!((output.0, screen.end().is_err()), (100, is_error), "{kind}");
         }
     }
 }

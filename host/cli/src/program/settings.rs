@@ -101,10 +101,10 @@ mod tests {
     fn each_difference_has_both_values() {
         let note = to_note(&settings(&[("seed", "7"), ("batch", "8"), ("old", "x")]));
         let ours = settings(&[("seed", "7"), ("batch", "9"), ("new", "y")]);
-        let told = compare(&note, &ours).unwrap_err();
+        let error = compare(&note, &ours).unwrap_err();
         let expected = "was made with other settings:\n  batch: 8 in the checkpoint, 9 here\n  \
                         new: not set in the checkpoint, y here\n  old: x in the checkpoint, not set here";
-        assert_eq!(told, expected);
+        assert_eq!(error, expected);
         assert_eq!(compare(&note, &settings(&[("old", "x"), ("batch", "8"), ("seed", "7")])), Ok(()));
     }
 
@@ -117,10 +117,10 @@ mod tests {
                 let [theirs, ours] = [before, now].map(|end| format!("{start}{end}"));
                 let note = to_note(&settings(&[("targets", &theirs)]));
                 assert_eq!(compare(&note, &settings(&[("targets", &theirs)])), Ok(()));
-                let told = compare(&note, &settings(&[("targets", &ours)])).unwrap_err();
-                let shown = |end: &str, place: &str| told.contains(&format!("{end} {place}"));
-                assert!(shown(before, "in the checkpoint, ") && shown(now, "here"), "{length}: {told}");
-                assert!(told.len() < 400, "{told}");
+                let error = compare(&note, &settings(&[("targets", &ours)])).unwrap_err();
+                let shown = |end: &str, place: &str| error.contains(&format!("{end} {place}"));
+                assert!(shown(before, "in the checkpoint, ") && shown(now, "here"), "{length}: {error}");
+                assert!(error.len() < 400, "{error}");
             }
         }
     }
@@ -130,8 +130,8 @@ mod tests {
         let long = "\u{1b}[2J".repeat(100_000);
         let many: Vec<_> = (0..10_000).map(|number| (format!("{number}{long}"), "x")).take(50).collect();
         for note in [long.clone(), serde_json::to_string(&many).unwrap(), "{}".into(), String::new()] {
-            let told = compare(&note, &settings(&[("seed", "7")])).unwrap_err();
-            assert!(told.len() < 20_000 && !told.contains('\u{1b}'), "{told}");
+            let error = compare(&note, &settings(&[("seed", "7")])).unwrap_err();
+            assert!(error.len() < 20_000 && !error.contains('\u{1b}'), "{error}");
         }
     }
 }

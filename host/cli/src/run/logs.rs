@@ -189,7 +189,7 @@ impl<'p> Kept<'p> {
         let Position { losses, evaluations } = self.position;
         let is_evaluation = tag == EVALUATION;
         let is_of_run = match is_evaluation {
-            true => evaluations.iter().any(|look| look.update == update && look.loss as f32 == loss),
+            true => evaluations.iter().any(|evaluation| evaluation.update == update && evaluation.loss as f32 == loss),
             false => {
                 update.checked_sub(1).and_then(|at| losses.get(at as usize)).is_some_and(|&own| own as f32 == loss)
             }
@@ -212,18 +212,18 @@ mod tests {
         Line { update, loss: Some(2.0 - 0.1 * update as f64), gradient_norm: Some(0.25), ..Line::default() }
     }
 
-    fn look(update: u64) -> Line {
+    fn evaluation(update: u64) -> Line {
         Line { update, evaluation_loss: Some(3.0 + 0.1 * update as f64), ..Line::default() }
     }
 
     /// Returns the position after these updates and evaluations.
-    fn position(updates: u64, looks: &[u64]) -> Position {
+    fn position(updates: u64, evaluations: &[u64]) -> Position {
         let losses = (1..=updates).map(|number| update(number).loss.unwrap()).collect();
         let evaluation = |&update: &u64| {
-            let loss = look(update).evaluation_loss.unwrap();
+            let loss = evaluation(update).evaluation_loss.unwrap();
             Evaluation { update, loss, perplexity: loss.exp() }
         };
-        Position { losses, evaluations: looks.iter().map(evaluation).collect() }
+        Position { losses, evaluations: evaluations.iter().map(evaluation).collect() }
     }
 
     fn write(folder: &Path, earlier: Option<&Path>, position: Position, lines: Vec<Line>) {
@@ -249,12 +249,12 @@ mod tests {
         let (out, other) = (folder.path().join("out"), folder.path().join("other"));
         fs::create_dir(&out).unwrap();
         fs::create_dir(&other).unwrap();
-        let first = vec![update(1), update(2), look(2), update(3), look(3)];
+        let first = vec![update(1), update(2), evaluation(2), update(3), evaluation(3)];
         let both = |expected: &[(u64, bool)]| [expected.to_vec(), expected.to_vec()];
-        for (at, looks, rest, expected) in [
-            (2, &[][..], vec![look(2), update(3)], &[(1, false), (2, false), (2, true), (3, false)][..]),
+        for (at, evaluations, rest, expected) in [
+            (2, &[][..], vec![evaluation(2), update(3)], &[(1, false), (2, false), (2, true), (3, false)][..]),
             (2, &[2], vec![update(3)], &[(1, false), (2, false), (2, true), (3, false)]),
-            (3, &[2], vec![look(3)], &[(1, false), (2, false), (2, true), (3, false), (3, true)]),
+            (3, &[2], vec![evaluation(3)], &[(1, false), (2, false), (2, true), (3, false), (3, true)]),
             (0, &[], vec![update(1)], &[(1, false)]),
         ] {
             write(&out, None, Position::default(), first.clone());
@@ -263,8 +263,8 @@ mod tests {
             cut(out.join(LINES)).unwrap();
             cut(marks::entries(&out.join(EVENTS)).remove(0)).unwrap();
             for _ in 0..2 {
-                write(&out, Some(&out), position(at, looks), rest.clone());
-                assert_eq!(logged(&out), both(expected), "{at} {looks:?}");
+                write(&out, Some(&out), position(at, evaluations), rest.clone());
+                assert_eq!(logged(&out), both(expected), "{at} {evaluations:?}");
             }
         }
         // Another run's figures are neither kept nor continued.

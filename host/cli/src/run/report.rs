@@ -1,4 +1,4 @@
-//! The report of a run: `report.json` and `loss.svg`.
+//! The report of a run: `report.json`.
 
 use std::fmt;
 use std::path::Path;
@@ -9,13 +9,9 @@ use stepscope::parameters::ParameterEntry;
 use stepscope::{Device, Model, Parameters, Result, Trainer, ops};
 use stepscope_predict::Gpu;
 
-use crate::program::loss_svg::{Part, Picture};
 use crate::program::usage::{ArenaUse, CaptureUse, MemoryUse, ModelSize};
 use crate::run::memory::weights_bytes;
 use crate::run::updates::Trained;
-
-/// Labels below the axis.
-const NUMBERS: usize = 5;
 
 /// The contents of `report.json`, with the size of the data as `D`.
 #[derive(Debug, Serialize)]
@@ -85,7 +81,9 @@ impl<D: Serialize> Report<D> {
         device: &Device,
         trainer: &mut Trainer<'_, M>,
         data: D,
-        (trained, tokens, ranks): (Trained, usize, usize),
+        trained: Trained,
+        tokens: usize,
+        ranks: usize,
         sample: Option<String>,
     ) -> Result<Self> {
         let arena = trainer.arena().report();
@@ -110,14 +108,13 @@ impl<D: Serialize> Report<D> {
         })
     }
 
-    /// Writes `report.json` and `loss.svg` into `folder`, which must exist.
+    /// Writes `report.json` into `folder`, which must exist.
     ///
     /// # Errors
-    /// Returns an error if a file cannot be written. The previous file is then unchanged.
-    pub(crate) fn write(&self, folder: &Path, vocabulary: usize) -> Result<()> {
+    /// Returns an error if the file cannot be written. The previous file is then unchanged.
+    pub(crate) fn write(&self, folder: &Path) -> Result<()> {
         let mut json = serde_json::to_string_pretty(self).expect("plain numbers and lists have a JSON form");
         json.push('\n');
-        replace_file(folder.join("loss.svg"), self.position.picture(vocabulary).draw().as_bytes())?;
         replace_file(folder.join("report.json"), json.as_bytes())
     }
 }
@@ -135,21 +132,6 @@ impl Position {
         let by_loss =
             |(_, one): &(usize, &Evaluation), (_, other): &(usize, &Evaluation)| one.loss.total_cmp(&other.loss);
         self.evaluations.iter().enumerate().min_by(by_loss).map(|(number, _)| number)
-    }
-
-    fn picture(&self, vocabulary: usize) -> Picture {
-        let updates = self.losses.len();
-        let step = updates.div_ceil(NUMBERS).max(1);
-        let part = Part {
-            name: String::new(),
-            range: 0.0..updates as f64 + 1.0,
-            ticks: (0..=updates).step_by(step).map(|update| (update as f64, update.to_string())).collect(),
-            curves: [
-                (1u32..).map(f64::from).zip(self.losses.iter().copied()).collect(),
-                self.evaluations.iter().map(|look| (look.update as f64, look.loss)).collect(),
-            ],
-        };
-        Picture { caption: "Loss by update", x_label: "update", classes: vocabulary, parts: vec![part] }
     }
 }
 

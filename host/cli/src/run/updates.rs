@@ -26,7 +26,7 @@ use crate::train::bad_input::{Outcome, bad};
 const MOST_WAIT: Duration = Duration::from_secs(600);
 
 /// A part of a batch of tokens.
-pub(crate) trait Part: HostBatch {
+pub(crate) trait TokenBatch: HostBatch {
     /// Returns the number of things over which an evaluation averages: samples, or counted tokens.
     fn weight(&self) -> usize;
 
@@ -76,7 +76,7 @@ pub(crate) struct Trained {
 impl Updates<'_> {
     /// Trains to the end. Returns none if it was stopped, after writing a checkpoint. `batches`
     /// makes the batches after this many samples.
-    pub(crate) fn run<M: Model, S: Part + Send + 'static>(
+    pub(crate) fn run<M: Model, S: TokenBatch + Send + 'static>(
         &self,
         trainer: &mut Trainer<'_, M>,
         batches: impl FnOnce(u64) -> Result<Loader<Vec<S>>>,
@@ -88,10 +88,10 @@ impl Updates<'_> {
         if let Some((checkpoint, _)) = self.resumed {
             trained.position = self.position(checkpoint)?;
             progress = trainer.restore(checkpoint).map_err(|error| self.refused(error))?;
-            let (made, told) = (progress.updates, trained.position.losses.len() as u64);
-            if made != told || progress.samples != made * self.samples_per_update as u64 {
+            let (made, losses) = (progress.updates, trained.position.losses.len() as u64);
+            if made != losses || progress.samples != made * self.samples_per_update as u64 {
                 let reason =
-                    format!("is damaged: it has {made} updates of {} samples, but {told} losses", progress.samples);
+                    format!("is damaged: it has {made} updates of {} samples, but {losses} losses", progress.samples);
                 return Err(bad(self.checkpoint(), reason));
             }
             if made > updates {
@@ -119,7 +119,7 @@ impl Updates<'_> {
             names: self.notes,
             settings: settings::to_note(&self.settings),
             last: Instant::now(),
-            since_look: 0,
+            since_evaluation: 0,
             queued: &queued,
             tokens: self.samples_per_update * self.tokens_per_sample,
             rate: self.rate,
@@ -128,19 +128,19 @@ impl Updates<'_> {
         };
         loop {
             let (done, every) = (progress.updates, self.evaluate_every);
-            let looked = watch.trained.position.evaluations.last().is_some_and(|look| look.update == done);
+            let evaluated = watch.trained.position.evaluations.last().is_some_and(|last| last.update == done);
             let due = done > 0 && (done == updates || done.is_multiple_of(every));
-            if due && !looked && !held_out.is_empty() {
-                watch.look(trainer, held_out, done, self.out)?;
+            if due && !evaluated && !held_out.is_empty() {
+                watch.evaluate(trainer, held_out, done, self.out)?;
             }
             watch.trained.ended_early = watch.trained.position.worsens(self.patience);
             if done == updates || watch.trained.ended_early {
                 break;
             }
-            (watch.last, watch.since_look) = (Instant::now(), watch.trained.seconds.len());
+            (watch.last, watch.since_evaluation) = (Instant::now(), watch.trained.seconds.len());
             let some = batches.by_ref().take((updates.min((done / every + 1) * every) - done) as usize);
             let counted = some.inspect(|batch| {
-                let tokens = batch.iter().flatten().map(Part::tokens).sum();
+                let tokens = batch.iter().flatten().map(TokenBatch::tokens).sum();
                 queued.borrow_mut().push_back(tokens);
             });
             let ended = trainer.epoch(counted, &mut progress, &mut watch)?;
@@ -202,7 +202,7 @@ struct Watch<'w> {
     /// The end of the last update.
     last: Instant,
     /// Updates of this process before the last evaluation.
-    since_look: usize,
+    since_evaluation: usize,
     queued: &'w RefCell<VecDeque<usize>>,
     /// The tokens of an update, with padding.
     tokens: usize,
@@ -214,10 +214,10 @@ struct Watch<'w> {
 impl Watch<'_> {
     /// Reports the mean loss of the held-out samples, and saves the weights if they are the best so
     /// far.
-    fn look<M: Model>(
+    fn evaluate<M: Model>(
         &mut self,
         trainer: &mut Trainer<'_, M>,
-        held_out: &[impl Part],
+        held_out: &[impl TokenBatch],
         update: u64,
         out: &Path,
     ) -> Result<()> {
@@ -248,7 +248,7 @@ impl Watch<'_> {
     /// update is reported when the next is queued. On a device that computes during the queueing,
     /// this takes as long as the update itself. The last update is reported at once.
     fn share_pipeline_time(&mut self) {
-        if let [first, .., last] = &mut self.trained.seconds[self.since_look..] {
+        if let [first, .., last] = &mut self.trained.seconds[self.since_evaluation..] {
             let mean = (*first + *last) / 2.0;
             (*first, *last) = (mean, mean);
         }

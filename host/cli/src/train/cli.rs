@@ -13,8 +13,8 @@ use stepscope::ops;
 use crate::program::results::Claim;
 use crate::run::cli::RunArgs;
 
-/// Trains a GPT-2 or Llama language model and prints a sample of its text. Writes report.json,
-/// loss.svg, checkpoints, and the weights in the format of Hugging Face transformers.
+/// Trains a GPT-2 or Llama language model and prints a sample of its text. Writes log.jsonl,
+/// report.json, checkpoints, and the weights in the format of Hugging Face transformers.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "stepscope train", version, args_override_self = true)]
 pub(crate) struct Args {

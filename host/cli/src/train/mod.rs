@@ -50,7 +50,7 @@ use crate::program::results::CHECKPOINT;
 use crate::program::screen::Screen;
 use crate::program::signals;
 use crate::run::report::Report;
-use crate::run::{memory, program};
+use crate::run::{self, memory};
 use crate::train::cli::Precision;
 use stepscope::data::{TokenSampler, TokenSamplerConfig};
 use stepscope::models::Weights;
@@ -70,9 +70,7 @@ pub(crate) struct DataSize {
 
 /// Trains, and returns the exit code.
 pub(crate) fn main(args: &Args) -> ExitCode {
-    program::main(|screen| {
-        program::on_ranks(&args.run, &args.claim(), screen, |shards| Plan::load(args, shards), run_rank)
-    })
+    run::main(|screen| run::on_ranks(&args.run, &args.claim(), screen, |shards| Plan::load(args, shards), run_rank))
 }
 
 /// Runs one rank, with activations stored as the precision implies. Returns false if it was stopped
@@ -135,8 +133,8 @@ fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, sc
     let sample = written(plan, &device, model, parameters)?;
     Weights::write(args.out.join("transformers"), config, parameters, args.run.max_shard_size)?;
     let tokens = args.batch * plan.accumulate * config.context;
-    let report = Report::of(&device, &mut trainer, data, (trained, tokens, rank.ranks()), Some(sample.clone()))?;
-    report.write(&args.out, config.vocabulary)?;
+    let report = Report::of(&device, &mut trainer, data, trained, tokens, rank.ranks(), Some(sample.clone()))?;
+    report.write(&args.out)?;
     screen.say(format_args!("{}; {}", report.speed, report.arena.summary()));
     screen.say(format_args!("weights {}; results in {}", report.weights_sha256, args.out.display()));
     screen.say(format_args!("--- a sample\n{}{sample}", args.sample));
@@ -148,6 +146,6 @@ fn written<S: Activation>(plan: &Plan<'_>, device: &Device, model: &Gpt<S>, weig
     let Args { temperature, top_k, top_p, sample_tokens, .. } = *plan.args;
     let sampler = TokenSampler::new(TokenSamplerConfig { temperature, top_k, top_p }, plan.args.run.seed)?;
     let ends = Vec::from_iter(plan.tokenizer.end());
-    let tokens = sample::write(device, model, weights, &plan.beginning, (sample_tokens, &ends), &sampler)?;
+    let tokens = sample::write(device, model, weights, &plan.beginning, sample_tokens, &ends, &sampler)?;
     Ok(plan.tokenizer.decode(&tokens))
 }

@@ -14,7 +14,7 @@ use crate::program::settings::Settings;
 use crate::run::cli::RunArgs;
 use crate::run::memory::{RunMemory, check_batch, evaluation_batch};
 use crate::run::updates::{Trained, Updates};
-use crate::run::{program, settings};
+use crate::run::{self, settings};
 use crate::train::bad_input::{Outcome, bad};
 use crate::train::cli::Args;
 use crate::train::model::{self, Gpt, Mode};
@@ -79,7 +79,7 @@ impl<'r> Plan<'r> {
             return Err(bad("--sample", "is empty: give the text that the sample begins with"));
         }
         let text = Arc::new(Text::load(&args.data, &tokenizer, config.context)?);
-        let resumed = args.resume.as_deref().map(program::resumed);
+        let resumed = args.resume.as_deref().map(run::resumed);
         let resumed = resumed.transpose()?;
         Ok(Self { args, accumulate, shards, tokenizer, text, config, resumed, beginning })
     }
@@ -121,10 +121,10 @@ impl<'r> Plan<'r> {
 
     /// Computes the memory that the run needs.
     pub(crate) fn memory<S: Activation>(&self, device: &Device) -> Result<RunMemory> {
-        let [step, look] =
+        let [step, evaluation] =
             [self.args.batch, evaluation_batch(self.args.batch)].map(|samples| Sequences::zeros(samples, self.form()));
         let model = || Gpt::<S>::new(self.config.clone(), self.mode());
-        RunMemory::of(device, model, self.args.run.precision.of_f32(), [&step, &look])
+        RunMemory::of(device, model, self.args.run.precision.of_f32(), [&step, &evaluation])
     }
 
     /// Trains to the end. Returns none if it was stopped, after writing a checkpoint.

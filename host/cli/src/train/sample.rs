@@ -38,7 +38,8 @@ pub(crate) fn write<S: Activation>(
     model: &Gpt<S>,
     weights: &Parameters,
     beginning: &[u32],
-    (count, ends): (usize, &[u32]),
+    count: usize,
+    ends: &[u32],
     sampler: &TokenSampler,
 ) -> Result<Vec<u32>> {
     let text = Text { beginning: newest(beginning, model, count), count, ends, sampler, repetition_penalty: 1.0 };

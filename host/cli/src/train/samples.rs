@@ -5,7 +5,7 @@ use std::sync::Arc;
 use stepscope::data::{Loader, Windows};
 use stepscope::{HostBatch, HostInputs, Result};
 
-use crate::run::updates::Part;
+use crate::run::updates::TokenBatch;
 use crate::train::text::Text;
 
 /// The samples of one step.
@@ -77,7 +77,7 @@ impl HostBatch for Sequences {
     }
 }
 
-impl Part for Sequences {
+impl TokenBatch for Sequences {
     fn weight(&self) -> usize {
         self.len()
     }

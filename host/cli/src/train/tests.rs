@@ -67,7 +67,7 @@ fn trained_as<S: Activation>(device: &Device, args: &Args, stopped: bool) -> Opt
     let trainer = plan.trainer(&mut arena, state).unwrap();
     let mut trainer = trainer.checkpoint(args.out.join("model.safetensors"), None).stop_when(&stop);
     let position = plan.train(&mut trainer, &args.out, true).unwrap()?.position;
-    let losses = position.losses.iter().chain(position.evaluations.iter().map(|look| &look.loss));
+    let losses = position.losses.iter().chain(position.evaluations.iter().map(|evaluation| &evaluation.loss));
     let losses = losses.map(|loss| loss.to_bits()).collect();
     Some((trainer.state().parameters.sha256().unwrap(), losses))
 }
@@ -134,7 +134,7 @@ on_each_device! {
         let write = |seed, temperature| {
             let config = TokenSamplerConfig { temperature, top_k: Some(40), top_p: Some(0.9) };
             let sampler = TokenSampler::new(config, seed).unwrap();
-            sample::write(device, &state.model, &state.parameters, &[5, 6, 7], (10, &[]), &sampler).unwrap()
+            sample::write(device, &state.model, &state.parameters, &[5, 6, 7], 10, &[], &sampler).unwrap()
         };
         let text = write(7, 1.0);
         assert!(text == write(7, 1.0) && text != write(8, 1.0) && text.len() == 10, "{text:?}");
@@ -166,7 +166,7 @@ on_each_device! {
                 });
                 tokens.push(greedy.next(&logits.unwrap()).unwrap());
             }
-            let written = sample::write(device, model, parameters, &tokens[..3], (100, &[]), &greedy).unwrap();
+            let written = sample::write(device, model, parameters, &tokens[..3], 100, &[], &greedy).unwrap();
             assert_eq!(written, tokens[3..], "{arch}");
             assert!(written.iter().any(|&token| token != written[0]), "{arch} must write different tokens: {written:?}");
         }
@@ -257,12 +257,12 @@ fn config_file_gives_new_model() {
     let args = of_file("");
     let made = Plan::load(&args, 1).unwrap().state::<f32>(&device).unwrap().parameters;
     assert_eq!(made.sha256(), parameters.sha256());
-    for (more, told) in [
+    for (more, expected) in [
         ("--context 17", "--config: has a context of 16, got --context 17"),
         ("--tokenizer gpt2", "--config: has a vocabulary of 256, but gpt2 has 50257: give a smaller --tokenizer"),
     ] {
         let error = Plan::load(&of_file(more), 1).err().expect("refused").to_string();
-        assert!(error.contains(told), "expected `{told}` in: {error}");
+        assert!(error.contains(expected), "expected `{expected}` in: {error}");
     }
 }
 
@@ -278,9 +278,9 @@ fn unsuitable_weights_are_refused_by_name() {
         Weights::write(&theirs, &plan.config, &plan.state::<f32>(&device).unwrap().parameters, None).unwrap();
         theirs
     };
-    let refused = |theirs: &Path, told: &str| {
-        let error = weights::open(theirs, None).map(drop).expect_err(told).to_string();
-        assert!(error.contains(told), "expected `{told}` in: {error}");
+    let refused = |theirs: &Path, expected: &str| {
+        let error = weights::open(theirs, None).map(drop).expect_err(expected).to_string();
+        assert!(error.contains(expected), "expected `{expected}` in: {error}");
     };
     let theirs = fresh("llama");
     let name = "model.layers.3.self_attn.k_proj.weight";

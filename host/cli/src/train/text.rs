@@ -30,7 +30,7 @@ const BYTES_OF_BYTE: u64 = 5;
 
 /// A sequence of tokens.
 pub(crate) struct Text {
-    parts: Vec<Part>,
+    parts: Vec<TokenSource>,
     /// The number of tokens up to the end of each part.
     ends: Vec<usize>,
     /// The digest of all tokens.
@@ -39,14 +39,14 @@ pub(crate) struct Text {
     held_out: usize,
 }
 
-enum Part {
+enum TokenSource {
     /// The tokens of a text file.
     Memory(Vec<u32>),
     /// A token file.
     File(TokenFile),
 }
 
-impl Part {
+impl TokenSource {
     fn len(&self) -> usize {
         match self {
             Self::Memory(tokens) => tokens.len(),
@@ -65,12 +65,12 @@ impl Text {
             if is_token_file(path) {
                 let file = TokenFile::open(path, tokenizer.rows())?;
                 let digest = Sha256::digest(file.digests().as_flattened());
-                return Ok((Part::File(file), digest));
+                return Ok((TokenSource::File(file), digest));
             }
             let mut tokens = tokenizer.encode(&path.display().to_string(), &text_of(path)?)?;
             tokens.extend(tokenizer.end());
             let digests: Vec<ChunkDigest> = tokens.chunks(CHUNK).map(token_file::digest).collect();
-            Ok((Part::Memory(tokens), Sha256::digest(digests.as_flattened())))
+            Ok((TokenSource::Memory(tokens), Sha256::digest(digests.as_flattened())))
         };
         // Falls back to this thread if the system refuses to start threads.
         let parts = match ThreadPoolBuilder::new().build() {
@@ -78,8 +78,8 @@ impl Text {
             Err(_) => files.iter().map(read).collect(),
         }?;
         let digests: Vec<u8> = parts.iter().flat_map(|(_, digest)| digest.iter().copied()).collect();
-        let parts: Vec<Part> = parts.into_iter().map(|(part, _)| part).collect();
-        let count = |sum: &mut usize, part: &Part| {
+        let parts: Vec<TokenSource> = parts.into_iter().map(|(part, _)| part).collect();
+        let count = |sum: &mut usize, part: &TokenSource| {
             *sum += part.len();
             Some(*sum)
         };
@@ -122,8 +122,8 @@ impl Text {
             let start = end - part.len();
             let wanted = places.start.max(start) - start..places.end.min(end) - start;
             match part {
-                Part::Memory(tokens) => into.extend_from_slice(&tokens[wanted]),
-                Part::File(file) => {
+                TokenSource::Memory(tokens) => into.extend_from_slice(&tokens[wanted]),
+                TokenSource::File(file) => {
                     let failed = |reason: std::io::Error| Error::File {
                         path: file.path().into(),
                         reason: format!(

@@ -104,15 +104,15 @@ impl TokenFile {
         let mut sample = Vec::new();
         let (start, width) = match known {
             Some(&([_, version], width)) => {
-                let [found, told] = [1, 2].map(|at| number(at).unwrap_or(0));
+                let [found, stated] = [1, 2].map(|at| number(at).unwrap_or(0));
                 if found != version {
                     return Err(format!("expected llm.c version {version}, got {found}"));
                 }
-                let expected = HEADER as u64 + u64::from(told) * width as u64;
+                let expected = HEADER as u64 + u64::from(stated) * width as u64;
                 if bytes != expected {
                     let what = if bytes < expected { "is truncated" } else { "is longer than its header states" };
                     return Err(format!(
-                        "{what}: its header states {told} tokens, which take {expected} bytes; it has {bytes}"
+                        "{what}: its header states {stated} tokens, which take {expected} bytes; it has {bytes}"
                     ));
                 }
                 (HEADER as u64, width)

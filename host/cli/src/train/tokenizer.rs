@@ -50,7 +50,7 @@ const GPT2_END: u32 = 50_256;
 const ENDS: [&str; 5] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]"];
 
 /// Returns an error for a tokenizer that is random, or whose token numbers differ from its file's.
-fn check(tokenizer: &tokenizers::Tokenizer, told: &Value) -> Result<(), String> {
+fn check(tokenizer: &tokenizers::Tokenizer, json: &Value) -> Result<(), String> {
     if let ModelWrapper::BPE(pairs) = tokenizer.get_model()
         && let Some(dropout) = pairs.dropout.filter(|&dropout| dropout > 0.0)
     {
@@ -59,7 +59,7 @@ fn check(tokenizer: &tokenizers::Tokenizer, told: &Value) -> Result<(), String> 
         ));
     }
     // The `tokenizers` package renumbers added tokens so that they follow all others.
-    for added in told["added_tokens"].as_array().into_iter().flatten() {
+    for added in json["added_tokens"].as_array().into_iter().flatten() {
         let (content, id) = (added["content"].as_str().unwrap_or_default(), added["id"].as_u64());
         let got = tokenizer.token_to_id(content);
         if got.map(u64::from) != id {
@@ -83,8 +83,8 @@ impl Tokenizer {
                 let refused =
                     |reason| bad(file, format!("is not a tokenizer.json: {}", not_a_tokenizer(&bytes, reason)));
                 let mut tokenizer = read_tokenizer(&bytes).map_err(refused)?;
-                let told: Value = serde_json::from_slice(&bytes).map_err(|reason| bad(file, reason))?;
-                check(&tokenizer, &told).map_err(|reason| bad(file, reason))?;
+                let json: Value = serde_json::from_slice(&bytes).map_err(|reason| bad(file, reason))?;
+                check(&tokenizer, &json).map_err(|reason| bad(file, reason))?;
                 // Some files ask for these, because they treat each text as one sentence.
                 tokenizer.with_padding(None).with_truncation(None).map_err(|reason| bad(file, reason))?;
                 let vocabulary = tokenizer.get_vocab(true).into_values().max().map_or(0, |last| last as usize + 1);
@@ -258,9 +258,9 @@ fn read(file: &str) -> Outcome<Vec<u8>> {
 
 /// Describes a file that is no tokenizer: what it is, and how to make one of it.
 fn not_a_tokenizer(bytes: &[u8], reason: String) -> String {
-    let told: Value = serde_json::from_slice(bytes).unwrap_or_default();
-    let holds = |key: &str| told.get(key).is_some();
-    let is_words = told.as_object().is_some_and(|words| words.len() > 1 && words.values().all(Value::is_u64));
+    let json: Value = serde_json::from_slice(bytes).unwrap_or_default();
+    let holds = |key: &str| json.get(key).is_some();
+    let is_words = json.as_object().is_some_and(|words| words.len() > 1 && words.values().all(Value::is_u64));
     let start = &bytes[..bytes.len().min(FileKind::BYTES)];
     let contains = |text: &[u8]| start.windows(text.len()).any(|window| window == text);
     let form = if is_words {
@@ -271,7 +271,7 @@ fn not_a_tokenizer(bytes: &[u8], reason: String) -> String {
         "it has a model's settings, as config.json"
     } else if start.starts_with(b"#version") {
         "it has merges without a vocabulary, as merges.txt"
-    } else if contains(b"<unk>") && contains(b"</s>") && told.is_null() && str::from_utf8(start).is_err()
+    } else if contains(b"<unk>") && contains(b"</s>") && json.is_null() && str::from_utf8(start).is_err()
         || start.starts_with(b"\n\x0e\n\x05<unk>")
     {
         "it is a model of SentencePiece"

@@ -77,10 +77,10 @@ fn rewritten_token_is_an_error() {
         let mut read = Vec::new();
         let error = file.read(place..place + 1, &mut read).unwrap_err().to_string();
         let first = place / CHUNK * CHUNK;
-        let told = format!("tokens {first} to {} have changed", TOKENS.min(first + CHUNK));
-        assert!(error == told && read.is_empty(), "{error}");
+        let opened_as = format!("tokens {first} to {} have changed", TOKENS.min(first + CHUNK));
+        assert!(error == opened_as && read.is_empty(), "{error}");
         let errors = windows(&file, &before);
-        assert!(errors.iter().all(|error| *error == told), "{errors:?}");
+        assert!(errors.iter().all(|error| *error == opened_as), "{errors:?}");
         // Other chunks are unchanged, and so is this one after the token is restored.
         write_at(&path, 1024 + 2 * place as u64, &(before[place] as u16).to_le_bytes());
         assert_eq!(windows(&file, &before), [""; 0]);
@@ -192,46 +192,47 @@ fn widths_are_recognized() {
         padded.iter_mut().enumerate().filter(|(at, _)| at % 64 > 20).for_each(|(_, token)| *token = 0);
         for tokens in [&tokens, &padded] {
             for width in [2, 4, 8] {
-                let told = opened(&numbers(tokens, width, false), vocabulary);
+                let opened_as = opened(&numbers(tokens, width, false), vocabulary);
                 match width == 2 && !short {
                     false => assert!(
-                        told.as_ref() == Ok(tokens),
+                        opened_as.as_ref() == Ok(tokens),
                         "{vocabulary}, {width} bytes: {:?}",
-                        told.map(|got| got.len())
+                        opened_as.map(|got| got.len())
                     ),
-                    true => assert!(told.unwrap_err().contains("has tokens of 16 bits"), "{vocabulary}"),
+                    true => assert!(opened_as.unwrap_err().contains("has tokens of 16 bits"), "{vocabulary}"),
                 }
             }
             for width in [4, 8] {
-                let told = opened(&numbers(tokens, width, true), vocabulary).unwrap_err();
+                let opened_as = opened(&numbers(tokens, width, true), vocabulary).unwrap_err();
                 assert!(
-                    told.contains(&format!("has big-endian numbers of {} bits", 8 * width)),
-                    "{vocabulary}: {told}"
+                    opened_as.contains(&format!("has big-endian numbers of {} bits", 8 * width)),
+                    "{vocabulary}: {opened_as}"
                 );
             }
         }
         if vocabulary < 60_000 {
-            let told = opened(&numbers(&tokens, 2, true), vocabulary).unwrap_err();
+            let opened_as = opened(&numbers(&tokens, 2, true), vocabulary).unwrap_err();
             assert!(
-                told.contains("is outside the vocabulary") && told.contains("It may have big-endian numbers of 16"),
-                "{told}"
+                opened_as.contains("is outside the vocabulary")
+                    && opened_as.contains("It may have big-endian numbers of 16"),
+                "{opened_as}"
             );
         }
     }
     // A number of a wide file that is no token.
     let mut tokens = draw(50_257, 4000);
     tokens[7] = 70_000;
-    let told = opened(&numbers(&tokens, 4, false), 50_257).unwrap_err();
-    assert!(told.contains("token 70000 at place 7 is outside the vocabulary of 50257"), "{told}");
-    let told = opened(&numbers(&tokens, 8, false)[..31_996], 70_001).unwrap_err();
-    assert!(told.contains("31996 bytes are not a whole number of 8-byte tokens"), "{told}");
+    let opened_as = opened(&numbers(&tokens, 4, false), 50_257).unwrap_err();
+    assert!(opened_as.contains("token 70000 at place 7 is outside the vocabulary of 50257"), "{opened_as}");
+    let opened_as = opened(&numbers(&tokens, 8, false)[..31_996], 70_001).unwrap_err();
+    assert!(opened_as.contains("31996 bytes are not a whole number of 8-byte tokens"), "{opened_as}");
     let short = numbers(&tokens[8..], 2, false);
     let header = b"\x93NUMPY\x01\0v\0{'descr': '<u2', 'fortran_order': False, 'shape': (3992,), }\n";
-    let told = opened(&[&header[..], &short].concat(), 50_257).unwrap_err();
-    assert!(told.contains("is a NumPy array; expected its numbers without a header"), "{told}");
+    let opened_as = opened(&[&header[..], &short].concat(), 50_257).unwrap_err();
+    assert!(opened_as.contains("is a NumPy array; expected its numbers without a header"), "{opened_as}");
     let text = "Once upon a time there was a text.\n".repeat(100);
-    let told = opened(text.as_bytes(), 50_257).unwrap_err();
-    assert!(told.contains("is text; expected tokens"), "{told}");
+    let opened_as = opened(text.as_bytes(), 50_257).unwrap_err();
+    assert!(opened_as.contains("is text; expected tokens"), "{opened_as}");
 }
 
 /// Measures the time of a window, for the figure in `host/cli/src/train/token_file.rs`.

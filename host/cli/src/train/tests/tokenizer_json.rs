@@ -14,9 +14,9 @@ fn opened(text: impl AsRef<[u8]>) -> Result<Tokenizer, String> {
 }
 
 #[track_caller]
-fn refused(text: impl AsRef<[u8]>, told: &str) {
-    let error = opened(text).err().expect(told);
-    assert!(error.contains("tokenizer.json: ") && error.contains(told), "expected `{told}` in: {error}");
+fn refused(text: impl AsRef<[u8]>, expected: &str) {
+    let error = opened(text).err().expect(expected);
+    assert!(error.contains("tokenizer.json: ") && error.contains(expected), "expected `{expected}` in: {error}");
 }
 
 /// The file with another value at a place, as `/model/dropout`.
