@@ -58,7 +58,7 @@ fn code(_: &Tools) -> Outcome {
 
 fn predict(tools: &Tools) -> Outcome {
     let table = tools.target().join("predictions");
-    write(&table, stepscope(tools, "predict --against benches/runs")?)?;
+    write(&table, stepscope(tools, "predict --compare benches/runs")?)?;
     let mut script = tools.command("bash -euo pipefail -c");
     output(script.arg("python3 host/cli/src/predict/tables.py docs/predict.md < \"$1\"").arg("tables").arg(&table))
         .map(drop)

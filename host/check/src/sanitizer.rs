@@ -8,8 +8,10 @@
 //! ```text
 //! arena     |<------------------- heap ------------------->|
 //! tensors   |<-- region -->|  free  |<- region ->|  free  ..     256 bytes or more are free after each
-//! ``` Invariant: regions are disjoint. A region is unregistered only after all work that was
-//! queued while it existed is done. A sanitizer checks each access when it happens.
+//! ```
+//!
+//! Invariant: regions are disjoint. A region is unregistered only after all work that was queued
+//! while it existed is done. A sanitizer checks each access when it happens.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -293,8 +295,8 @@ impl Sanitizer {
 
     /// Unregisters the regions that start among these bytes. Waits for all queued work.
     fn unregister(&mut self, range: Range<u64>) {
-        let gone: Vec<u64> = self.regions.extract_if(range, |_, _| true).map(|(address, _)| address).collect();
-        if gone.is_empty() {
+        let ended: Vec<u64> = self.regions.extract_if(range, |_, _| true).map(|(address, _)| address).collect();
+        if ended.is_empty() {
             return;
         }
         // A failed device stays failed, and its next caller receives the error.
@@ -305,9 +307,9 @@ impl Sanitizer {
                 compatible: COMPATIBLE,
                 struct_size: size_of::<Unregistration>() as u16,
                 reference_type: BY_POINTER,
-                count: gone.len(),
+                count: ended.len(),
                 reference_size: size_of::<u64>(),
-                references: gone.as_ptr(),
+                references: ended.as_ptr(),
             };
             // SAFETY: the list has NVTX's type, and outlives the call. Each address is that of a
             // region.
@@ -341,55 +343,70 @@ mod tests {
     use stepscope_core::{Arena, Capacity, HostInputs, Output, Record, ops};
 
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    enum Told {
+    enum Call {
         Heap { address: u64, bytes: usize },
         Region { address: u64, bytes: usize },
-        Gone { address: u64 },
-        HeapGone,
+        Unregister { address: u64 },
+        UnregisterHeap,
     }
 
     const BYTES: usize = 1 << 20;
     /// The calls that the tool received on the driver's thread.
-    static HEARD: Mutex<Vec<Told>> = Mutex::new(Vec::new());
+    static CALLS: Mutex<Vec<Call>> = Mutex::new(Vec::new());
     /// Serializes the tests.
     static TURN: Mutex<()> = Mutex::new(());
 
-    fn hear(told: Told) {
-        HEARD.lock().unwrap().push(told);
+    fn record(call: Call) {
+        CALLS.lock().unwrap().push(call);
     }
 
-    fn heard() -> Vec<Told> {
-        std::mem::take(&mut HEARD.lock().unwrap())
+    fn recorded() -> Vec<Call> {
+        std::mem::take(&mut CALLS.lock().unwrap())
     }
 
     unsafe extern "C" fn register_heap(_: *const c_void, heap: *const HeapDescription) -> *mut c_void {
         // SAFETY: the library passes a description with one range.
         let (heap, range) = unsafe { (&*heap, &*(*heap).range) };
         assert_eq!((heap.compatible, heap.struct_size, heap.usage, heap.memory_type), (0x0102, 48, 1, 1));
-        hear(Told::Heap { address: range.address, bytes: range.size });
+        record(Call::Heap { address: range.address, bytes: range.size });
         ptr::without_provenance_mut(1)
     }
 
     unsafe extern "C" fn unregister_heap(_: *const c_void, heap: *mut c_void) {
         assert_eq!(heap.addr(), 1);
-        hear(Told::HeapGone);
+        record(Call::UnregisterHeap);
     }
 
-    unsafe extern "C" fn register(_: *const c_void, told: *const Registration) {
+    unsafe extern "C" fn register(_: *const c_void, registration: *const Registration) {
         // SAFETY: the library passes a registration of one range.
-        let (told, range) = unsafe { (&*told, &*(*told).ranges) };
+        let (registration, range) = unsafe { (&*registration, &*(*registration).ranges) };
         assert_eq!(
-            (told.compatible, told.struct_size, told.heap.addr(), told.count, told.range_size),
+            (
+                registration.compatible,
+                registration.struct_size,
+                registration.heap.addr(),
+                registration.count,
+                registration.range_size
+            ),
             (0x0102, 48, 1, 1, 16)
         );
-        hear(Told::Region { address: range.address, bytes: range.size });
+        record(Call::Region { address: range.address, bytes: range.size });
     }
 
-    unsafe extern "C" fn unregister(_: *const c_void, told: *const Unregistration) {
+    unsafe extern "C" fn unregister(_: *const c_void, registration: *const Unregistration) {
         // SAFETY: the library passes a list of `count` addresses.
-        let (told, gone) = unsafe { (&*told, std::slice::from_raw_parts((*told).references, (*told).count)) };
-        assert_eq!((told.compatible, told.struct_size, told.reference_type, told.reference_size), (0x0102, 32, 1, 8));
-        gone.iter().for_each(|&address| hear(Told::Gone { address }));
+        let (registration, ended) =
+            unsafe { (&*registration, std::slice::from_raw_parts((*registration).references, (*registration).count)) };
+        assert_eq!(
+            (
+                registration.compatible,
+                registration.struct_size,
+                registration.reference_type,
+                registration.reference_size
+            ),
+            (0x0102, 32, 1, 8)
+        );
+        ended.iter().for_each(|&address| record(Call::Unregister { address }));
     }
 
     /// A tool that supports the extension.
@@ -420,13 +437,13 @@ mod tests {
 
     /// Returns an arena that is registered with the tool, and its first address.
     fn told_arena() -> (Arena, u64) {
-        heard();
+        recorded();
         let device = Device::open(DeviceKind::Emulated).unwrap();
         let mut arena = Arena::builder(&device).capacity(Capacity::Bytes(BYTES)).build().unwrap();
         // SAFETY: the functions have NVTX's types.
         let tool = unsafe { Tool::new(initialize) }.unwrap();
         arena.observe(Box::new(Sanitizer::new(tool, &device)));
-        let [Told::Heap { address, bytes }] = heard()[..] else { panic!("one arena") };
+        let [Call::Heap { address, bytes }] = recorded()[..] else { panic!("one arena") };
         assert_eq!(bytes, BYTES);
         (arena, address)
     }
@@ -446,13 +463,13 @@ mod tests {
             // 400 bytes take 512 and 256 bytes take 256, and the 256 bytes after each belong to no
             // region.
             let second = start + 768;
-            let first = Told::Region { address: start, bytes: 400 };
-            let seconds = [400, 256].map(|bytes| Told::Region { address: second, bytes });
-            let gone = [second, start].map(|address| Told::Gone { address });
-            assert_eq!(heard(), [first, seconds[0], gone[0], seconds[1], gone[1], gone[0]]);
+            let first = Call::Region { address: start, bytes: 400 };
+            let seconds = [400, 256].map(|bytes| Call::Region { address: second, bytes });
+            let ended = [second, start].map(|address| Call::Unregister { address });
+            assert_eq!(recorded(), [first, seconds[0], ended[0], seconds[1], ended[1], ended[0]]);
         }
         drop(arena);
-        assert_eq!(heard(), [Told::HeapGone]);
+        assert_eq!(recorded(), [Call::UnregisterHeap]);
     }
 
     #[test]
@@ -469,13 +486,13 @@ mod tests {
         let mut captured = arena.capture((), &inputs, record).unwrap();
         let bytes = captured.report().bytes_owned;
         let section = end - bytes as u64;
-        assert_eq!(heard(), [Told::Region { address: section, bytes }]);
+        assert_eq!(recorded(), [Call::Region { address: section, bytes }]);
         captured.replay(&inputs).unwrap();
         arena.step(|step| step.empty::<f32>([1]).map(drop)).unwrap();
-        assert_eq!(heard(), [Told::Region { address: first, bytes: 4 }, Told::Gone { address: first }]);
+        assert_eq!(recorded(), [Call::Region { address: first, bytes: 4 }, Call::Unregister { address: first }]);
         drop(captured);
         arena.step(|_| Ok(())).unwrap();
-        assert_eq!(heard(), [Told::Gone { address: section }]);
+        assert_eq!(recorded(), [Call::Unregister { address: section }]);
     }
 
     #[test]

@@ -20,6 +20,8 @@ use std::time::Duration;
 use stepscope::{AdamW, Arena, Capacity, Device, DeviceKind, Gradients, Model, Optimizer, Parameters, Tape};
 
 const RUNS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/runs");
+/// A folder without recorded runs.
+const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src");
 const KERNELS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/runs/2026-11-21-h200-kernels.json");
 
 fn run(arguments: &[&str]) -> Output {
@@ -124,10 +126,10 @@ fn bad_arguments_exit_with_2() {
         (&["--batch", "0"], "'--batch <SAMPLES>'"),
         (&["--copy=-1"], "give a finite number above zero"),
         (&["--precision", "fp8"], "--precision"),
-        (&["--against", "no/such/folder"], "no/such/folder/2026-11-25-h200-step.json: "),
-        (&["--against", RUNS, "--gpu", "gb10"], "cannot be used with"),
-        (&["--beside", "no/such/file.json"], "no/such/file.json: "),
-        (&["--beside", KERNELS], "expected a file of the step bench"),
+        (&["--compare", SOURCES], "src/2026-11-25-h200-step.json: "),
+        (&["--compare", RUNS, "--gpu", "gb10"], "leave out --gpu"),
+        (&["--compare", "no/such/file.json"], "no/such/file.json: "),
+        (&["--compare", KERNELS], "expected a file of the step bench"),
         (&["--json", "no/such/folder/file.json"], "--json: "),
     ] {
         let output = run(arguments);
@@ -142,7 +144,7 @@ fn bad_arguments_exit_with_2() {
 #[test]
 fn bench_runs_get_predictions() {
     let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/runs/2026-11-21-h200-step-tf32.json");
-    let [there, here] = ["h200", "gb10"].map(|gpu| json(&format!("--beside {file} --gpu {gpu}")));
+    let [there, here] = ["h200", "gb10"].map(|gpu| json(&format!("--compare {file} --gpu {gpu}")));
     let lines = |compared: &Value| compared.as_array().unwrap().clone();
     assert_eq!(lines(&there).len(), 3);
     for (there, here) in lines(&there).iter().zip(&lines(&here)) {
@@ -156,7 +158,7 @@ fn bench_runs_get_predictions() {
 /// kernel's choice of tile or of a step's launches shows here.
 #[test]
 fn recorded_predictions_stay_close() {
-    let compared = json(&format!("--against {RUNS}"));
+    let compared = json(&format!("--compare {RUNS}"));
     let lines = compared.as_array().unwrap();
     let error = |line: &Value| (number(&line["predicted"]) / number(&line["measured"]) - 1.0).abs();
     let within = |group: &str, limit: f64| {

@@ -84,10 +84,10 @@ mod tests {
         for (address, bytes) in [(ARENA, 100), (ARENA + 256, 300), (ARENA + 768, 1), (OVERFLOW, 5), (WEIGHTS, 9)] {
             assert_eq!(held.apply(&event(1, Kind::Allocate, address, bytes)), []);
         }
-        let gone = held.apply(&event(2, Kind::Rewind, ARENA + 256, 768));
-        assert_eq!(gone.iter().map(|gone| gone.address - ARENA).collect::<Vec<_>>(), [256, 768]);
-        let gone = held.apply(&event(3, Kind::Reset, ARENA, 256));
-        assert_eq!(gone.iter().map(|gone| gone.bytes).collect::<Vec<_>>(), [100]);
+        let ended = held.apply(&event(2, Kind::Rewind, ARENA + 256, 768));
+        assert_eq!(ended.iter().map(|ended| ended.address - ARENA).collect::<Vec<_>>(), [256, 768]);
+        let ended = held.apply(&event(3, Kind::Reset, ARENA, 256));
+        assert_eq!(ended.iter().map(|ended| ended.bytes).collect::<Vec<_>>(), [100]);
         assert_eq!(held.live.len(), 2);
         assert_eq!(held.apply(&event(4, Kind::Free, OVERFLOW, 5)).len(), 1);
         assert_eq!(held.apply(&event(4, Kind::Free, OVERFLOW, 5)).len(), 0, "the tensor was already freed");

@@ -70,8 +70,8 @@ impl Held {
             Kind::Free => return self.live.remove(&event.address).into_iter().collect(),
             Kind::Rewind | Kind::Reset => {
                 let range = event.address..event.address.saturating_add(event.bytes as u64);
-                let gone: Vec<u64> = self.live.range(range).map(|(&address, _)| address).collect();
-                return gone.iter().filter_map(|address| self.live.remove(address)).collect();
+                let ended: Vec<u64> = self.live.range(range).map(|(&address, _)| address).collect();
+                return ended.iter().filter_map(|address| self.live.remove(address)).collect();
             }
             _ => {}
         }

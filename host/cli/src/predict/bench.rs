@@ -27,7 +27,8 @@ pub(crate) fn product<S: GemmElement<S>>(gpu: &Gpu, case: Product, precision: Pr
 pub(crate) fn attention<S: AttentionElement>(
     gpu: &Gpu,
     [batch, tokens, heads, kv_heads, width]: [usize; 5],
-    (causal, backward): (bool, bool),
+    causal: bool,
+    backward: bool,
 ) -> Result<Vec<Launch>> {
     dry_run(gpu, |step| {
         let form = AttentionConfig::new(heads).kv_heads(kv_heads);

@@ -5,21 +5,21 @@
 //! stepscope predict --gpu gb10 --model gpt --precision bf16
 //! stepscope predict --gpu h200 --model crossasset --batch 4096
 //! stepscope predict --gpu gb10 --config Llama-3.2-1B/config.json --precision bf16 --recompute
-//! stepscope predict --against benches/runs  # compared with every recorded line of an H200
-//! stepscope predict --gpu gb10 --beside FILE  # compared with a run of the step bench
+//! stepscope predict --gpu gb10 --compare FILE   # compared with a run of the step bench
+//! stepscope predict --compare benches/runs      # compared with every recorded line of an H200
 //!
 //! step.rs       the launches of a step, from a dry run
 //! bench.rs      the launches of the benches
 //! report.rs     tables
-//! against.rs    comparison with measurements
+//! compare.rs    comparison with measurements
 //! recorded.rs   the files of those measurements
 //! ```
 //! `docs/predict.md` describes the model, its accuracy, and where it fails. Exit code 2: the
 //! command line is wrong, or a file cannot be read or written.
 
-mod against;
 mod arguments;
 mod bench;
+mod compare;
 #[path = "../../../../benches/matmul/case.rs"]
 #[allow(dead_code, reason = "its cases are those of the recorded lines")]
 mod matmul_case;
@@ -54,15 +54,13 @@ fn failed(error: &dyn Error) -> ExitCode {
 
 /// Returns the text to print.
 fn run(args: &Args) -> Result<String, Box<dyn Error>> {
-    let gpu = args.gpu();
+    let gpu = args.gpu()?;
     let kernels = Kernels::of(gpu.arch);
-    let compared = match (&args.against, &args.beside) {
-        (Some(folder), _) => Some(against::compare(folder, &gpu, &kernels)?),
-        (_, Some(file)) => Some(against::beside(file, &gpu, &kernels)?),
-        _ => None,
-    };
-    let (text, json) = match compared {
-        Some(compared) => (report::comparison(&compared), serde_json::to_value(&compared)?),
+    let (text, json) = match &args.compare {
+        Some(path) => {
+            let compared = compare::compare(path, &gpu, &kernels)?;
+            (report::comparison(&compared), serde_json::to_value(&compared)?)
+        }
         None => {
             if let Work::Gpt { config, lora, .. } = args.work() {
                 check_batch(args.batch(), config.context).map_err(|error| error.to_string())?;

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use crate::predict::against::Compared;
+use crate::predict::compare::Compared;
 use stepscope_predict::Gpu;
 use stepscope_predict::forecast::{Forecast, Row};
 

@@ -96,12 +96,12 @@ pub(crate) fn memory(
 ) -> Result<RunMemory> {
     let device = Device::open(DeviceKind::Emulated)?;
     let mode = Mode { recompute, ..Mode::default() };
-    let [step, look] = [batch, evaluation_batch(batch)].map(|samples| Tokens::new(samples, config.context));
+    let [step, evaluation] = [batch, evaluation_batch(batch)].map(|samples| Tokens::new(samples, config.context));
     match precision {
         Precision::Bf16 => {
-            RunMemory::of(&device, || gpt::<bf16>(config, mode, lora), precision.of_f32(), [&step, &look])
+            RunMemory::of(&device, || gpt::<bf16>(config, mode, lora), precision.of_f32(), [&step, &evaluation])
         }
-        _ => RunMemory::of(&device, || gpt::<f32>(config, mode, lora), precision.of_f32(), [&step, &look]),
+        _ => RunMemory::of(&device, || gpt::<f32>(config, mode, lora), precision.of_f32(), [&step, &evaluation]),
     }
 }
 

@@ -2,7 +2,7 @@
 
     python3 host/cli/src/predict/tables.py docs/predict.md PROGRAM ARGUMENT...
 
-PROGRAM runs `stepscope`, as `cargo run --release -p stepscope-cli --` does. `predict --against
+PROGRAM runs `stepscope`, as `cargo run --release -p stepscope-cli --` does. `predict --compare
 benches/runs` gives the steps against the H200, and the counts of lines within 10 % and 20 %. A row
 of a GB10 names its arguments; its columns f32, TF32, BF16 and tokens/s (BF16) get predictions, except
 for empty cells. Fails if a row has no line, or a line of a step no row.
@@ -25,7 +25,7 @@ class Predictions:
 
     def __init__(self, program):
         self.program = program
-        report = self.run("--against", "benches/runs")
+        report = self.run("--compare", "benches/runs")
         rows = re.findall(r"^\| (.+) \| ([\d.]+) \| ([\d.]+) \| ([+-][\d.]+) % \| (.+) \|$", report, flags=re.M)
         groups = re.findall(r"^(\w+): (\d+) lines, (\d+) within 10 %, (\d+) within 20 %$", report, flags=re.M)
         self.lines = {name: line for name, *line in rows}

@@ -1,4 +1,5 @@
-//! Comparison of predictions with the recorded samples in `benches/runs/`.
+//! Comparison of predictions with measurements: a run of the step bench, or the recorded samples
+//! in `benches/runs/`.
 
 use std::path::Path;
 
@@ -58,21 +59,21 @@ impl Compared {
     }
 }
 
-/// Predicts every line that was measured on an H200.
+/// Predicts what was measured: every line of an H200 in a folder of recorded runs, or the steps in a
+/// file of the step bench.
 ///
 /// # Errors
-/// Returns an error if the samples cannot be read.
-pub(crate) fn compare(folder: &Path, gpu: &Gpu, kernels: &Kernels) -> Outcome<Vec<Compared>> {
+/// Returns an error if a file cannot be read, or is from another bench.
+pub(crate) fn compare(path: &Path, gpu: &Gpu, kernels: &Kernels) -> Outcome<Vec<Compared>> {
+    if !path.is_dir() {
+        return steps_of_file(path, gpu, kernels);
+    }
     // All of them were recorded before there were kernels for `wgmma`.
     let gpu = &Gpu { wgmma: None, ..*gpu };
-    Ok(predicted(all(folder, gpu)?, gpu, kernels))
+    Ok(predicted(all(path, gpu)?, gpu, kernels))
 }
 
-/// Predicts the steps that a run of the step bench measured.
-///
-/// # Errors
-/// Returns an error if its file cannot be read, or is from another bench.
-pub(crate) fn beside(file: &Path, gpu: &Gpu, kernels: &Kernels) -> Outcome<Vec<Compared>> {
+fn steps_of_file(file: &Path, gpu: &Gpu, kernels: &Kernels) -> Outcome<Vec<Compared>> {
     let run = read(file)?;
     let of_command = run["command"].as_array().map(Vec::as_slice).unwrap_or_default();
     let named = of_command
@@ -227,7 +228,7 @@ fn attention(folder: &Path, gpu: &Gpu) -> Outcome<Vec<Line>> {
         let [batch, tokens, heads, kv_heads, width] = case;
         for (both, name) in [(false, "forward"), (true, "both")] {
             let measured_us = median(&line[name]).ok_or("no samples")? / 1e3;
-            let launches = bench::attention::<bf16>(gpu, case, (causal, both))?;
+            let launches = bench::attention::<bf16>(gpu, case, causal, both)?;
             let sees = if causal { "causal" } else { "all" };
             let name = format!("{batch} x {tokens}, {heads}/{kv_heads} heads of {width}, {sees}, {name}");
             found.push(Line { group: "attention", name, measured_us, launches, calls: 1 });
