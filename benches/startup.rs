@@ -114,8 +114,8 @@ impl Line {
         if !output.status.success() {
             return Err(format!("{command:?}: {}: {}", output.status, String::from_utf8_lossy(&output.stderr)).into());
         }
-        let told: Vec<(String, f64)> = serde_json::from_slice(&output.stdout)?;
-        for (part, nanoseconds) in told {
+        let parts: Vec<(String, f64)> = serde_json::from_slice(&output.stdout)?;
+        for (part, nanoseconds) in parts {
             match self.parts.iter_mut().find(|(known, _)| *known == part) {
                 Some((_, samples)) => samples.0.push(nanoseconds),
                 None => self.parts.push((part, Samples(vec![nanoseconds]))),

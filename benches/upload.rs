@@ -119,7 +119,7 @@ fn main() -> harness::Result<()> {
         }
         for &ring in &ring {
             let nanoseconds = ours(kind, ring, case, &sources, repeats)?;
-            tell(case, ring, &nanoseconds, peer.as_ref());
+            print_line(case, ring, &nanoseconds, peer.as_ref());
             lines.push(Line { case, contender: format!("stepscope, {ring}"), nanoseconds });
         }
         lines.extend(peer.map(|nanoseconds| Line { case, contender: "cuMemcpyHtoDAsync".into(), nanoseconds }));
@@ -129,7 +129,7 @@ fn main() -> harness::Result<()> {
 }
 
 /// Prints our times next to the peer's.
-fn tell(case: Case, ring: Ring, ours: &Samples, peer: Option<&Samples>) {
+fn print_line(case: Case, ring: Ring, ours: &Samples, peer: Option<&Samples>) {
     let figures = |samples: &Samples| {
         let [low, median, high] = [0.1, 0.5, 0.9].map(|share| samples.quantile(share));
         let rate = case.bytes() as f64 / median;

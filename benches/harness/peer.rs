@@ -82,9 +82,9 @@ impl Running {
         let mut errors = child.stderr.take().expect("piped");
         // Read at once, because a full pipe would block the peer.
         let errors = std::thread::spawn(move || {
-            let mut told = Vec::new();
-            let _ = errors.read_to_end(&mut told);
-            String::from_utf8_lossy(&told).into_owned()
+            let mut message = Vec::new();
+            let _ = errors.read_to_end(&mut message);
+            String::from_utf8_lossy(&message).into_owned()
         });
         Self { child, requests, lines: BufReader::new(lines), errors }
     }
@@ -98,8 +98,8 @@ impl Running {
             Ok(status) => status,
             Err(error) => return Some(error.to_string()),
         };
-        let told = errors.join().unwrap_or_default();
-        let last = told.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("no message");
+        let message = errors.join().unwrap_or_default();
+        let last = message.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("no message");
         Some(format!("{status}: {last}"))
     }
 }

@@ -15,14 +15,14 @@ use super::Result;
 /// # Errors
 /// When the file cannot be written.
 pub(crate) fn record(group: &str, device: &Device, lines: &impl Serialize) -> Result<String> {
-    let date = told("date", &["-u", "+%Y-%m-%d"]).unwrap_or_else(|| "undated".into());
+    let date = output_of("date", &["-u", "+%Y-%m-%d"]).unwrap_or_else(|| "undated".into());
     let commit = std::env::var("STEPSCOPE_COMMIT").ok();
     let run = json!({
         "date": date,
         "device": device.description().name,
         "matrix_instruction": device.description().matrix_instruction().to_string(),
-        "driver": told("nvidia-smi", &["--query-gpu=driver_version", "--format=csv,noheader"]),
-        "commit": commit.or_else(|| told("git", &["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"])),
+        "driver": output_of("nvidia-smi", &["--query-gpu=driver_version", "--format=csv,noheader"]),
+        "commit": commit.or_else(|| output_of("git", &["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"])),
         "command": std::env::args().collect::<Vec<_>>(),
         "lines": lines,
     });
@@ -45,7 +45,7 @@ fn short_name(device: &Device) -> String {
 }
 
 /// Returns the output of a program, or none if it is missing or fails.
-fn told(program: &str, arguments: &[&str]) -> Option<String> {
+fn output_of(program: &str, arguments: &[&str]) -> Option<String> {
     let output = Command::new(program).args(arguments).output().ok()?;
     output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }

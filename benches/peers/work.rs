@@ -181,18 +181,18 @@ pub(crate) fn measure_step(given: &StepArgs, peer: &Peer, training: impl Trainin
     );
     let queued = || upload().and_then(|()| step());
     let round_trip = || queued().and_then(|()| loss()).map(drop);
-    let tell = |measure: &str, nanoseconds: Samples| {
+    let report = |measure: &str, nanoseconds: Samples| {
         let contender = peer.contender;
         println!(
             "{}",
             json!({ "batch": batch, "contender": contender, "measure": measure, "nanoseconds": nanoseconds })
         );
     };
-    tell("round_trip", Samples::collect(samples, 1, round_trip, wait)?);
-    tell("host", Samples::collect_queueing(samples, queued, wait)?);
-    tell("host_resident", Samples::collect_queueing(samples, step, wait)?);
-    tell("queued", Samples::collect(samples, row, queued, wait)?);
-    tell("resident", Samples::collect(samples, row, step, wait)?);
+    report("round_trip", Samples::collect(samples, 1, round_trip, wait)?);
+    report("host", Samples::collect_queueing(samples, queued, wait)?);
+    report("host_resident", Samples::collect_queueing(samples, step, wait)?);
+    report("queued", Samples::collect(samples, row, queued, wait)?);
+    report("resident", Samples::collect(samples, row, step, wait)?);
     Ok(())
 }
 
@@ -210,13 +210,13 @@ pub(crate) fn measure_gpt2(given: &Gpt2Args, peer: &Peer, mut training: impl Tra
         losses.push(training.loss()?);
     }
     let mut timed = seconds.split_off(WARM_UP);
-    let told = json!(timed);
+    let seconds = json!(timed);
     timed.sort_by(f64::total_cmp);
     let median = timed[timed.len() / 2];
     let line: Value = json!({
         "peer": peer.name(), "device": given.device.name(), "ranks": 1, "precision": given.precision.name(),
         "samples": given.batch, "tokens": tokens, "weights": training.model()[1],
-        "tokens_per_second": (given.batch * tokens) as f64 / median, "seconds": told,
+        "tokens_per_second": (given.batch * tokens) as f64 / median, "seconds": seconds,
         "losses": [losses[0], losses[losses.len() - 1]],
     });
     println!("{line}");

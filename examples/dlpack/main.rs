@@ -23,7 +23,7 @@ extern "C" fn give_halves(rows: usize, cols: usize) -> *mut DLManagedTensorVersi
         })?;
         halves.into_dlpack([rows, cols])
     };
-    told(give()).map_or(std::ptr::null_mut(), Managed::into_raw)
+    printed(give()).map_or(std::ptr::null_mut(), Managed::into_raw)
 }
 
 /// Copies a tensor to a buffer, releases the tensor, and writes the buffer's elements to `out`.
@@ -34,7 +34,7 @@ extern "C" fn give_halves(rows: usize, cols: usize) -> *mut DLManagedTensorVersi
 #[unsafe(no_mangle)]
 unsafe extern "C" fn take(tensor: *mut DLManagedTensorVersioned, out: *mut f32) -> isize {
     // SAFETY: this function has the same contract as `taken`.
-    told(unsafe { taken(tensor, out) }).unwrap_or(-1)
+    printed(unsafe { taken(tensor, out) }).unwrap_or(-1)
 }
 
 /// Does the same as [`take`] for a tensor from before DLPack 1.0.
@@ -44,7 +44,7 @@ unsafe extern "C" fn take(tensor: *mut DLManagedTensorVersioned, out: *mut f32) 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn take_legacy(tensor: *mut DLManagedTensor, out: *mut f32) -> isize {
     // SAFETY: this function has the same contract as `taken`.
-    told(unsafe { taken(tensor, out) }).unwrap_or(-1)
+    printed(unsafe { taken(tensor, out) }).unwrap_or(-1)
 }
 
 /// # Safety
@@ -62,6 +62,6 @@ unsafe fn taken<M: ManagedTensorBase>(tensor: *mut M, out: *mut f32) -> Result<i
     Ok(values.len() as isize)
 }
 
-fn told<R>(result: Result<R>) -> Option<R> {
+fn printed<R>(result: Result<R>) -> Option<R> {
     result.inspect_err(|error| eprintln!("{error}")).ok()
 }

@@ -30,8 +30,8 @@ fn a_row_without_end_is_refused_after_a_bounded_part_of_it() {
         let error = parse_rows(&mut source).expect_err("a row that is too long");
         assert!(matches!(error, Fault::Broken { rule: Rule::Long, .. }));
         assert!(source.position() < 2 << 20, "{} bytes were read", source.position());
-        let told = message(&text);
-        assert!(told.starts_with(&format!("bars.csv, line {line}, column ")) && told.len() < 200, "{told}");
+        let error = message(&text);
+        assert!(error.starts_with(&format!("bars.csv, line {line}, column ")) && error.len() < 200, "{error}");
     }
     // A row just below the limit is accepted.
     let note = "x".repeat(ROW_BYTES - 200);
@@ -43,16 +43,16 @@ fn a_row_without_end_is_refused_after_a_bounded_part_of_it() {
 #[test]
 fn messages_are_short_and_steer_no_terminal() {
     let long = "9x".repeat(400_000);
-    for told in [
+    for error in [
         second(&format!("{long},10,12,9,11,1")),
         second(&format!("2023-03-01 00:01:00+00:00,{long},12,9,11,1")),
         message(&format!("{}\n", "name,".repeat(150_000))),
         message(&format!("open,open,{long}\n")),
     ] {
-        assert!(told.len() < 600 && told.contains(".."), "{told}");
+        assert!(error.len() < 600 && error.contains(".."), "{error}");
     }
-    let told = second("\x1b[2J\0,10,12,9,11,1");
-    assert!(told.contains("\"\u{fffd}[2J\u{fffd}\" is not a time"), "{told}");
+    let error = second("\x1b[2J\0,10,12,9,11,1");
+    assert!(error.contains("\"\u{fffd}[2J\u{fffd}\" is not a time"), "{error}");
 }
 
 /// Returns the message for a second row with these fields.
