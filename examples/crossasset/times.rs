@@ -5,7 +5,10 @@
 //! separators is never mistaken for a number, except one with hours (`2023022812`), which as
 //! seconds is in 2033 to 2036. Two such numbers in adjacent rows are refused.
 
-use time::{Date, Month, OffsetDateTime, Time, UtcOffset};
+use time::format_description::BorrowedFormatItem;
+use time::macros::format_description;
+use time::parsing::Parsed;
+use time::{Date, Month, OffsetDateTime, PrimitiveDateTime, Time, UtcOffset};
 
 /// The first year and the last of any bar.
 const YEARS: [i32; 2] = [1980, 2100];
@@ -141,77 +144,26 @@ fn compact(text: &str) -> Option<String> {
     is_recent.then(|| format!("{date} {:02}:{:02}:{:02}", time.hour(), time.minute(), time.second()))
 }
 
+/// A date and a time with separators, and an offset, which may be missing.
+const WRITTEN: &[BorrowedFormatItem<'_>] = format_description!(
+    version = 2,
+    "[year]-[month]-[day][first [T] [t] [ ]][hour]:[minute][optional [:[second][optional [[first [.] [,]][subsecond]]]]]\
+     [optional [[first [Z] [z] [[offset_hour sign:mandatory][optional [[optional [:]][offset_minute]]]]]]]"
+);
+
 /// Parses a date with separators, in nanoseconds since 1970-01-01 UTC.
 fn written(text: &str) -> Result<i128, TimeError> {
-    let nanos = Digits(text.as_bytes()).date_and_time().ok_or(TimeError::Unknown)?;
+    let time = || {
+        let mut parsed = Parsed::new();
+        parsed.parse_items(text.as_bytes(), WRITTEN).ok().filter(|rest| rest.is_empty())?;
+        let offset = UtcOffset::try_from(parsed).unwrap_or(UtcOffset::UTC);
+        let time = PrimitiveDateTime::try_from(parsed).ok()?.assume_offset(offset);
+        (offset.whole_hours().abs() < 24).then(|| time.unix_timestamp_nanos())
+    };
+    let nanos = time().ok_or(TimeError::Unknown)?;
     match is_plausible(nanos) {
         true => Ok(nanos),
         false => Err(TimeError::Implausible { read: shown(nanos), how: "a date and a time", hint: String::new() }),
-    }
-}
-
-/// The unparsed rest of a time's text.
-struct Digits<'a>(&'a [u8]);
-
-impl Digits<'_> {
-    /// Parses all of it, in nanoseconds since 1970-01-01 UTC.
-    fn date_and_time(mut self) -> Option<i128> {
-        let rest = &mut self;
-        let year = i32::try_from(rest.number(4)?).ok()?;
-        rest.one_of(b"-")?;
-        let month = Month::try_from(u8::try_from(rest.number(2)?).ok()?).ok()?;
-        rest.one_of(b"-")?;
-        let date = Date::from_calendar_date(year, month, u8::try_from(rest.number(2)?).ok()?).ok()?;
-        rest.one_of(b"Tt ")?;
-        let hour = u8::try_from(rest.number(2)?).ok()?;
-        rest.one_of(b":")?;
-        let minute = u8::try_from(rest.number(2)?).ok()?;
-        let second = if rest.one_of(b":").is_some() { u8::try_from(rest.number(2)?).ok()? } else { 0 };
-        let milli = if rest.one_of(b".,").is_some() { rest.fraction_ms()? } else { 0 };
-        let time = Time::from_hms_milli(hour, minute, second, milli).ok()?;
-        let offset = rest.offset()?;
-        Some(date.with_time(time).assume_offset(offset).unix_timestamp_nanos())
-    }
-
-    /// Parses exactly `count` digits.
-    fn number(&mut self, count: usize) -> Option<u32> {
-        let (digits, rest) = self.0.split_at_checked(count)?;
-        let value = digits
-            .iter()
-            .try_fold(0, |value, byte| byte.is_ascii_digit().then(|| value * 10 + u32::from(byte - b'0')))?;
-        self.0 = rest;
-        Some(value)
-    }
-
-    /// Takes one of these characters, or returns `None` and takes nothing.
-    fn one_of(&mut self, wanted: &[u8]) -> Option<u8> {
-        let (&first, rest) = self.0.split_first()?;
-        wanted.contains(&first).then(|| self.0 = rest)?;
-        Some(first)
-    }
-
-    /// Parses at least one digit after the decimal point. Digits beyond milliseconds are cut off.
-    fn fraction_ms(&mut self) -> Option<u16> {
-        let count = self.0.iter().take_while(|byte| byte.is_ascii_digit()).count();
-        let (digits, rest) = self.0.split_at(count);
-        self.0 = rest;
-        let milli = (0..3).fold(0, |milli, at| milli * 10 + u16::from(digits.get(at).map_or(0, |byte| byte - b'0')));
-        (count > 0).then_some(milli)
-    }
-
-    /// Parses nothing (UTC), `Z`, `+00`, `+0000` or `+00:00`, and then the end.
-    fn offset(&mut self) -> Option<UtcOffset> {
-        if self.0.is_empty() || self.0.eq_ignore_ascii_case(b"z") {
-            return Some(UtcOffset::UTC);
-        }
-        let sign = if self.one_of(b"+-")? == b'-' { -1 } else { 1 };
-        let hours = i8::try_from(self.number(2)?).ok()?;
-        let colon = self.one_of(b":").is_some();
-        let minutes = if colon || !self.0.is_empty() { i8::try_from(self.number(2)?).ok()? } else { 0 };
-        if !self.0.is_empty() || hours > 23 || minutes > 59 {
-            return None;
-        }
-        UtcOffset::from_hms(sign * hours, sign * minutes, 0).ok()
     }
 }
 
@@ -272,7 +224,7 @@ mod tests {
 
     #[test]
     fn a_time_outside_the_years_is_told_as_it_was_read() {
-        for (text, told) in [
+        for (text, expected) in [
             (
                 "20230228",
                 "is 1970-08-23 3:30:28 UTC as seconds since 1970: expected a year from 1980 to 2100; if 2023-02-28 00:00:00 is",
@@ -299,13 +251,13 @@ mod tests {
             ("1969-12-31T23:59:59Z", "is 1969-12-31 23:59:59 UTC as a date and a time"),
         ] {
             let found = one(text).unwrap_err().to_string();
-            assert!(found.contains(told), "{text}: {found}");
+            assert!(found.contains(expected), "{text}: {found}");
         }
     }
 
     #[test]
     fn a_file_writes_its_times_in_one_way() {
-        for (first, second, told) in [
+        for (first, second, expected) in [
             ("1677628800", "1677628860000", "is milliseconds since 1970, and the rows before have seconds since 1970"),
             (
                 "1677628800000",
@@ -324,7 +276,7 @@ mod tests {
             let mut times = Times::default();
             times.next(first).unwrap();
             let found = times.next(second).unwrap_err().to_string();
-            assert!(found.contains(told), "{first}, {second}: {found}");
+            assert!(found.contains(expected), "{first}, {second}: {found}");
         }
         // Seconds in 2033 and later are accepted.
         let mut times = Times::default();
