@@ -8,7 +8,7 @@
 pub mod faults;
 mod gradcheck;
 pub mod late;
-mod memory_picture;
+mod memory_recording;
 #[cfg(feature = "nvtx")]
 mod nvtx;
 pub mod same_bits;
@@ -16,6 +16,6 @@ pub mod same_bits;
 mod sanitizer;
 
 pub use gradcheck::GradCheck;
-pub use memory_picture::{MemoryRecorder, Recording};
+pub use memory_recording::{MemoryRecorder, Recording};
 #[cfg(feature = "nvtx")]
 pub use nvtx::NvtxLayer;
