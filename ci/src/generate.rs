@@ -1,6 +1,6 @@
 //! Committed data that is generated.
 
-use crate::tools::{Outcome, Tools, output, run, say, stdout, write};
+use crate::tools::{Outcome, Tools, run, say, stdout, write};
 
 type Part = (&'static str, fn(&Tools) -> Outcome);
 
@@ -10,8 +10,12 @@ const PARTS: [Part; 5] = [
     // The instructions of every assembled kernel: host/predict/code.json. They also depend on the
     // versions of rustc and ptxas.
     ("code", code),
-    // The tables of docs/predict.md: predictions compared with benches/runs.
-    ("predict", predict),
+    // The tables of docs/predict.md: predictions compared with benches/runs, and a GB10's.
+    ("predict", |tools| {
+        tools.run(
+            "python3 host/cli/src/predict/tables.py docs/predict.md cargo run --quiet --release -p stepscope-cli --",
+        )
+    }),
     // The tables of docs/performance.md, from benches/runs.
     ("figures", |tools| tools.run("python3 benches/tables.py docs/performance.md")),
     // The messages from which `fuzz` starts: fuzz/corpus/group.
@@ -54,12 +58,4 @@ fn code(_: &Tools) -> Outcome {
     let counted =
         stdout(tools.command(format!("python3 host/predict/code.py {nvidia}/bin/ptxas {disassembler}")).arg(&ptx))?;
     write("host/predict/code.json", counted)
-}
-
-fn predict(tools: &Tools) -> Outcome {
-    let table = tools.target().join("predictions");
-    write(&table, stepscope(tools, "predict --compare benches/runs")?)?;
-    let mut script = tools.command("bash -euo pipefail -c");
-    output(script.arg("python3 host/cli/src/predict/tables.py docs/predict.md < \"$1\"").arg("tables").arg(&table))
-        .map(drop)
 }

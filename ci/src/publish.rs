@@ -354,7 +354,8 @@ fn packages(release: &Release) -> Outcome {
         format!("[features]\ncuda = [\"stepscope/cuda\"]\n[dependencies]\nstepscope = \"{}\"", release.version()?);
     plant(&outside, "outside", &manifest, "")?;
     let page = read("README.md")?;
-    let program: String = page.split("```rust\n").skip(1).filter_map(|part| part.split("```").next()).collect();
+    // The last program of the README, which trains.
+    let program = page.rsplit("```rust\n").next().and_then(|rest| rest.split("```").next()).unwrap_or_default();
     write(outside.join("src/main.rs"), program)?;
     let tools = tools.within(&outside);
     tools.output(offline(&tools, "cargo run --quiet"))?;
