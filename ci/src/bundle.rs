@@ -8,18 +8,17 @@ use std::process::Command;
 use serde_json::Value;
 
 use crate::sanitize::sanitize;
-use crate::tools::{EVERY_FEATURE, Outcome, Tools, at, output, read, run, say, stdout, write};
+use crate::tools::{EVERY_FEATURE, Outcome, Tools, at, output, run, stdout};
 
 const LIMIT_BYTES: u64 = 60_000_000;
 /// The name of this program in the bundle, by what it runs.
-const PROGRAMS: [&str; 3] = ["run", "run-many", "sanitize"];
+const PROGRAMS: [&str; 2] = ["run", "sanitize"];
 /// Examples that give the same results on the emulator.
 const LEFT_OUT: [&str; 3] = ["one_op", "own_kernel", "gradients_after_reset"];
 
 /// Packs everything to run on a GPU machine (default `target/gpu-bundle.tar.xz`): the package's test
-/// binaries, benches and most examples, optimized and with every feature, and three programs. `run`
-/// runs the tests, `sanitize` runs NVIDIA's sanitizers over them, and `run-many` is for hosts with
-/// several GPUs.
+/// binaries, benches and most examples, optimized and with every feature, and two programs. `run`
+/// runs the tests, and `sanitize` runs NVIDIA's sanitizers over them.
 ///
 /// That machine needs the driver, tar and xz; `sanitize` also needs the CUDA toolkit. STEPSCOPE_ARCHS
 /// selects the GPU that the kernels are compiled for (default sm_90, and sm_90a with the kernels of
@@ -66,7 +65,6 @@ pub(crate) fn pack(arguments: &[String]) -> Outcome {
     for name in &PROGRAMS[1..] {
         at(&first, fs::hard_link(&first, folder.join(name)))?;
     }
-    write(folder.join("peers/gpt2.py"), read("benches/peers/gpt2.py")?)?;
     // The programs share much code, so the dictionary spans several of them. Blocks are few, because
     // each begins with an empty dictionary. For 56 programs, preset 3 gives 65 MB and this 58, in
     // seven minutes on two cores.
@@ -98,7 +96,6 @@ pub(crate) fn bundled(name: &str, arguments: &[String]) -> Option<Outcome> {
         let here = program.parent().unwrap_or(Path::new("."));
         match name {
             "run" => run_tests(here, &Gpus::here(), arguments),
-            "run-many" => run_many(here, Gpus::here().count, arguments),
             _ => sanitize(here, arguments),
         }
     })
@@ -203,111 +200,10 @@ fn counts(log: &str) -> (usize, usize) {
     (number(" passed;"), number(" failed;"))
 }
 
-/// Tests and measures a host with several GPUs, with 1, 2, 4 .. ranks up to a number (default: all
-/// GPUs). STEPSCOPE_NCCL overrides libnccl.so.2, PYTHON the Python interpreter, and OUT the folder.
-///
-/// - Weights: CrossAsset and a tiny GPT, a hundred updates with 8 shards. Any number of GPUs and the
-///   emulator must give the same weights.
-/// - Speed: GPT-2 124M, BF16, 16 x 1024 tokens per GPU: tokens/s, compared with PyTorch's DDP if it is
-///   there. Speed is only reported.
-/// - Faults: faults of a rank at random moments, as many as STEPSCOPE_KILLS (default 5). Prints for
-///   each how long the other ranks took to end.
-fn run_many(here: &Path, gpus: usize, arguments: &[String]) -> Outcome {
-    let most = arguments.first().map_or(Some(gpus), |most| most.parse().ok());
-    let most = most
-        .filter(|most| (1..=gpus).contains(most))
-        .ok_or_else(|| format!("this host has {gpus} GPUs, not {arguments:?}"))?;
-    let out =
-        PathBuf::from(std::env::var("OUT").unwrap_or(format!("{}/stepscope-many", std::env::temp_dir().display())));
-    // Random text, which gives as many tokens as the speed needs.
-    let text = out.join("text");
-    write(&text, stdout(Command::new("bash").args(["-c", "head -c 3000000 /dev/urandom | base64"]))?)?;
-    let ranks: Vec<usize> =
-        std::iter::successors(Some(1), |ranks| Some(ranks * 2)).take_while(|ranks| *ranks <= most).collect();
-    println!("{gpus} GPUs, by {ranks:?} ranks, into {}", out.display());
-    let trained = |name: &str, program: &str, options: &str| -> Outcome<Value> {
-        let program = if program == "train" {
-            format!("{}/stepscope train", here.display())
-        } else {
-            format!("{}/examples/{program}", here.display())
-        };
-        let mut command = Tools::bare()?.command(format!("timeout 600 {program} {options} --overwrite --out"));
-        output(command.arg(out.join(name)))?;
-        serde_json::from_str(&read(out.join(name).join("report.json"))?).map_err(|error| format!("{name}: {error}"))
-    };
-    let mut faults = Vec::new();
-
-    say("weights");
-    let crossasset = "--limit 105 --horizon 2 --batch 8 --shards 8 --folds 1 --epochs 15 --arena-mib 64";
-    let gpt = format!(
-        "--size tiny --context 16 --batch 1 --shards 8 --updates 100 --sample-tokens 1 --data {}",
-        text.display()
-    );
-    for (program, options) in [("crossasset", crossasset), ("train", gpt.as_str())] {
-        let devices =
-            ranks.iter().map(|ranks| (format!("{program}-{ranks}"), format!("--device cuda --ranks {ranks}")));
-        let devices = [(format!("{program}-emulated"), "--device emulated".to_owned())].into_iter().chain(devices);
-        let mut digests = Vec::new();
-        for (name, device) in devices {
-            match trained(&name, program, &format!("{device} {options}")) {
-                Ok(report) => digests.push((name, report["weights_sha256"].as_str().unwrap_or_default().to_owned())),
-                Err(error) => faults.push(error),
-            }
-        }
-        digests.iter().for_each(|(name, digest)| println!("{name:<28} {digest}"));
-        faults.extend(differing(&digests));
-    }
-    say("tokens per second, and PyTorch's");
-    let python = std::env::var("PYTHON").unwrap_or("python3".to_owned());
-    for ranks in &ranks {
-        let options = format!(
-            "--device cuda --size 124m --tokenizer gpt2 --data {} --precision bf16 --batch 16 --updates 30 --ranks {ranks} --shards {ranks} --sample-tokens 1",
-            text.display()
-        );
-        let ours =
-            trained(&format!("speed-{ranks}"), "train", &options).map(|report| report["tokens_per_second"].clone());
-        let peer = Command::new(&python)
-            .args(["-m", "torch.distributed.run", "--nproc-per-node", &ranks.to_string()])
-            .arg(here.join("peers/gpt2.py"))
-            .output();
-        let peer = peer.map(|done| String::from_utf8_lossy(&done.stdout).trim().to_owned()).unwrap_or_default();
-        println!("{ranks} ranks: {ours:?}; PyTorch: {peer}");
-        faults.extend(ours.err());
-    }
-    say("faults");
-    for (test, needed) in [("two_gpus::", 2), ("four_gpus::", 4)] {
-        if most >= needed {
-            let mut command = Command::new("timeout");
-            command.arg("600").arg(here.join("tests/group")).args([
-                "--include-ignored",
-                "--test-threads=1",
-                "--nocapture",
-                test,
-            ]);
-            let kills = std::env::var("STEPSCOPE_KILLS").unwrap_or("5".to_owned());
-            let outcome = output(command.env("STEPSCOPE_KILLS", kills));
-            let (Ok(log) | Err(log)) = &outcome;
-            // The text after a test's name starts on the same line.
-            log.lines()
-                .filter_map(|line| line.find("FAULT ").map(|start| &line[start..]))
-                .for_each(|line| println!("{line}"));
-            faults.extend(outcome.err());
-        }
-    }
-    if faults.is_empty() { Ok(()) } else { Err(faults.join("\n")) }
-}
-
-/// Returns an error unless all runs have the same digest, and there is one.
-fn differing(digests: &[(String, String)]) -> Option<String> {
-    let [(first, digest), others @ ..] = digests else { return Some("no run has weights".to_owned()) };
-    let other = [(first, digest)].into_iter().chain(others.iter().map(|(name, digest)| (name, digest)));
-    let other = other.into_iter().find(|(_, other)| *other != digest || other.is_empty());
-    other.map(|(name, other)| format!("{name} has other weights than {first}: {other}, {digest}"))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tools::write;
     use std::os::unix::fs::PermissionsExt;
 
     #[test]
@@ -335,14 +231,5 @@ mod tests {
         let first_only = format!("[ \"$STEPSCOPE_MATRIX_INSTRUCTION\" != mma-sync ] || exit 1; {passes}");
         assert_eq!(outcome(&first_only, "12.1"), Ok(()));
         assert!(outcome(&first_only, "9.0").is_err());
-    }
-
-    #[test]
-    fn other_weights_are_reported() {
-        let run = |name: &str, digest: &str| (name.to_owned(), digest.to_owned());
-        assert_eq!(differing(&[run("a", "1"), run("b", "1")]), None);
-        for runs in [&[][..], &[run("a", "1"), run("b", "2")], &[run("a", "")]] {
-            assert!(differing(runs).is_some(), "passed: {runs:?}");
-        }
     }
 }

@@ -7,6 +7,7 @@ mod all;
 mod bundle;
 mod contracts;
 mod docs;
+mod gb10;
 mod generate;
 mod hosts;
 mod kernels;
@@ -14,6 +15,7 @@ mod lint;
 mod nightly;
 mod pages;
 mod peers;
+mod pressure;
 mod prose;
 mod ptx_rules;
 mod publish;
@@ -51,15 +53,11 @@ const STEPS: &[Step] = &[
     ("flake", hosts::flake, "flake.nix, against stand-ins"),
     ("workflow", hosts::workflow, "GitHub's workflow"),
     ("generate", generate::generate, "rewrite generated data; takes names of parts"),
-    ("pressure", |arguments| script("pressure", arguments), "training under memory pressure; --quick: less"),
+    ("pressure", pressure::pressure, "training under memory pressure; --quick: less"),
     ("gpu", bundle::pack, "pack what runs on a GPU machine"),
-    ("gb10", |arguments| script("gb10", arguments), "the first run on a machine with a GPU"),
+    ("gb10", gb10::gb10, "the first run on a machine with a GPU"),
     ("aarch64", suite::aarch64, "programs and tests for aarch64, under qemu; --quick: link only what runs"),
 ];
-
-fn script(name: &str, arguments: &[String]) -> Outcome {
-    tools::run(std::process::Command::new(format!("ci/{name}")).args(arguments))
-}
 
 fn main() -> ExitCode {
     let mut arguments = std::env::args();

@@ -87,10 +87,11 @@ pub(crate) fn fuzz(arguments: &[String]) -> Outcome {
         }
         let (inputs, crashes) = (work.path().join(name), folder.join(format!("artifacts/{name}")));
         run(tools.command("mkdir -p").args([&inputs, &crashes]))?;
-        // New inputs leave the committed ones unchanged. Leak detection is off, because a lost device
-        // deliberately keeps its memory.
+        // New inputs leave the committed ones unchanged. Leak detection is off, also that at the end,
+        // because a lost device deliberately keeps its memory.
         let fuzzed = |tools: &Tools, end: &str, crashes: &Path| {
             let mut command = tools.command(programs.join(name).display().to_string());
+            command.env("ASAN_OPTIONS", "detect_leaks=0");
             command.args(["-detect_leaks=0", "-max_len=4096", "-len_control=20", end]);
             output(command.arg(format!("-artifact_prefix={}/", crashes.display())).arg(&inputs).arg(&corpus))
         };
