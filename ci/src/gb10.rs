@@ -265,7 +265,7 @@ fn figures(steps: &mut Steps) -> Outcome {
         let command = steps.cargo("bench", &format!("--bench step -- --device {device} {options}"));
         let said = steps.run(&format!("bench step {options}"), &command, 3600, 0, ".json")?;
         let samples = said.split_whitespace().rfind(|word| word.ends_with(".json")).unwrap_or_default();
-        let command = steps.cargo("run", &format!("-- predict --gpu gb10 --beside {samples}"));
+        let command = steps.cargo("run", &format!("-- predict --gpu gb10 --compare {samples}"));
         let table = steps.run(&format!("predictions {options}"), &command, 900, 0, "| step |")?;
         println!("{}", table[table.find("| step |").unwrap_or(0)..].trim());
     }

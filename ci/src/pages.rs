@@ -31,7 +31,7 @@ const UNLISTED: [&str; 15] = [
     "examples/vit.rs",
     "tests/oracle/gpt_training.py",
     "tests/programs/runs.rs",
-    "host/cli/src/predict/against.rs",
+    "host/cli/src/predict/compare.rs",
     "host/cli/src/predict/bench.rs",
     "host/cli/src/predict/recorded.rs",
 ];
