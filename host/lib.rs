@@ -87,8 +87,6 @@ pub mod data {
 
 /// Settings and properties of a [`Device`], and the kernels that it loads.
 pub mod device {
-    #[doc(hidden)]
-    pub use stepscope_core::Launch;
     pub use stepscope_core::{
         DEFAULT_DEADLINE, Description, DeviceBuilder, Kernels, MatrixInstruction, PtxBuild, PtxCompiler, SelfTest,
         ptx_builds,

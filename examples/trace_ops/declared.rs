@@ -1,8 +1,8 @@
 //! The ops that the library declares in tables: a case for each row, with its formulas as notes.
 
 use crate::case::{Case, Traced};
-use stepscope::ops::declare::{BINARY, BinaryOp, Declared, Operands, UNARY, UnaryOp};
 use stepscope::{Result, bf16};
+use stepscope_core::internals::{BINARY, BinaryOp, Declared, Operands, UNARY, UnaryOp};
 
 /// A case that is made from a row.
 pub(crate) type RunRow = Box<dyn for<'c, 's> Fn(&Case<'c, 's>) -> Result<()>>;

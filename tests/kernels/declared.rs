@@ -7,7 +7,7 @@ use crate::trial::{assert_refused, trial};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use stepscope::bf16;
-use stepscope::ops::declare::{BINARY, BinaryOp, ChosenArguments, ChosenLaunch, Declared, Operands, UNARY, UnaryOp};
+use stepscope_core::internals::{BINARY, BinaryOp, ChosenArguments, ChosenLaunch, Declared, Operands, UNARY, UnaryOp};
 use stepscope::tensor::{Element, Shape, Stored};
 
 /// Hostile arguments of a launch.

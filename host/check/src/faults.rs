@@ -20,8 +20,8 @@ use cuda_std::launch::{Entry, Grid, Words};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-use stepscope_core::device::{Description, Driver, DriverLayer, Fence, Graph, Link, Nodes, Piece, Pool, Wire};
-use stepscope_core::error::{Error, Result};
+use stepscope_core::internals::{Driver, DriverLayer, Fence, Graph, Link, Nodes, Piece, Pool, Wire};
+use stepscope_core::{Description, Error, Result};
 
 /// A kind of call of a device's driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -6,14 +6,10 @@
 #![forbid(unsafe_code)]
 
 use cuda_std::float_mode;
-use stepscope_core::arena::Arena;
-use stepscope_core::error::{Error, Result};
-use stepscope_core::initializer::Initializer;
-use stepscope_core::ops;
-use stepscope_core::params::{Gradients, Parameter, ParameterSpec, Parameters};
-use stepscope_core::random::SplitMix64;
-use stepscope_core::tape::{Tape, Var};
-use stepscope_core::tensor::Shape;
+use stepscope_core::{
+    Arena, Error, Gradients, Initializer, Parameter, ParameterSpec, Parameters, Result, Shape, SplitMix64, Tape, Var,
+    ops,
+};
 
 /// The settings for comparing the gradients of a function with finite differences, as
 /// `torch.autograd.gradcheck` does.

@@ -22,8 +22,8 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 use std::time::Duration;
-use stepscope_core::device::{Description, Driver, DriverLayer, Fence, Graph, Link, Nodes, Piece, Pool, Wire};
-use stepscope_core::error::Result;
+use stepscope_core::internals::{Driver, DriverLayer, Fence, Graph, Link, Nodes, Piece, Pool, Wire};
+use stepscope_core::{Description, Result};
 
 /// Makes queued uploads, launches, replays, downloads and frees only when something waits for them,
 /// for [`DeviceBuilder::layer`](stepscope_core::DeviceBuilder::layer).

@@ -23,7 +23,7 @@ use std::sync::OnceLock;
 
 use cuda_std::launch::inventory;
 use libloading::Library;
-use stepscope_core::arena::{ArenaObserver, ArenaTool};
+use stepscope_core::internals::{ArenaObserver, ArenaTool, in_context};
 use stepscope_core::{Device, DeviceKind, Event, Kind, Origin};
 
 /// The tool's library, as NVTX finds it. The tool sets this variable for the programs that it
@@ -340,6 +340,7 @@ impl Sanitizer {
 mod tests {
     use super::*;
     use std::sync::{Mutex, PoisonError};
+    use stepscope_core::internals::observe;
     use stepscope_core::{Arena, Capacity, HostInputs, Output, Record, ops};
 
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]

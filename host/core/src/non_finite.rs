@@ -7,8 +7,7 @@
 
 use crate::error::{Error, Quantity, Result};
 use crate::processors::have_threads;
-use crate::tensor::Stored;
-pub use crate::tensor::is_finite;
+use crate::tensor::{Stored, is_finite};
 use rayon::prelude::*;
 
 /// Bytes in each part that a thread checks.

@@ -15,7 +15,7 @@ use std::ptr;
 use std::sync::Arc;
 
 /// A precondition of each replay of a recorded step. An op that checks it eagerly registers it with
-/// [`Step::require_each_replay`](crate::step::Step::require_each_replay) when it is recorded. Each
+/// [`require_each_replay`](crate::internals::require_each_replay) when it is recorded. Each
 /// replay takes all preconditions of its step before any of its work is queued.
 pub trait ReplayPrecondition: fmt::Debug + Send + Sync {
     /// Takes what one replay uses up. [`ReplayPrecondition::end`] follows.

@@ -7,9 +7,8 @@
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
-use stepscope_core::digest::hex;
-use stepscope_core::disagreement::{DifferentSetting, Disagreement, ValueOnRanks};
-use stepscope_core::error::{Error, Result, short};
+use stepscope_core::internals::{hex, short};
+use stepscope_core::{DifferentSetting, Disagreement, Error, Result, ValueOnRanks};
 
 /// The longest value, in characters, that is sent and shown unchanged.
 const LONGEST: usize = 120;

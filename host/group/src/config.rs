@@ -7,8 +7,7 @@ use super::wire::MOST_RANKS;
 use std::net::{Ipv4Addr, TcpListener};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-use stepscope_core::device::DEFAULT_DEADLINE;
-use stepscope_core::error::{Error, Resource, Result};
+use stepscope_core::{DEFAULT_DEADLINE, Error, Resource, Result};
 
 /// The number of a rank in its group, and the way it finds the others.
 #[derive(Clone, Debug)]

@@ -6,7 +6,7 @@ use super::config::GroupConfig;
 use std::ffi::OsString;
 use std::num::NonZeroUsize;
 use std::str::FromStr;
-use stepscope_core::error::{Error, Result};
+use stepscope_core::{Error, Result};
 
 /// The variable of the secret.
 const SECRET: &str = "STEPSCOPE_GROUP_SECRET";
@@ -224,7 +224,7 @@ fn misuse(launcher: &str, variable: &str, expected: &str, got: &str) -> Error {
     Error::misuse(
         "GroupConfig::from_environment",
         format!("{expected} in {variable} (the variables are those of {launcher})"),
-        stepscope_core::error::short(got).to_string(),
+        stepscope_core::internals::short(got).to_string(),
     )
 }
 

@@ -41,10 +41,8 @@ use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
 use std::time::Duration;
-use stepscope_core::copies::{self, OfRank};
-use stepscope_core::device::{Device, DeviceLink, Wire};
-use stepscope_core::error::{Error, Result};
-use stepscope_core::tensor::Memory;
+use stepscope_core::internals::{DeviceLink, Memory, OfRank, Wire, exchange};
+use stepscope_core::{Device, Error, Result};
 use wire::MOST_WORD;
 
 /// The membership of a rank in a group whose ranks train one model, each on its own device. Clones
@@ -256,7 +254,7 @@ impl Group {
     pub unsafe fn exchange_beside(&self, sends: &[OfRank], receives: &[OfRank]) -> Result<()> {
         self.0.link.as_ref().map_or(Ok(()), |link| {
             // SAFETY: as the caller promises.
-            unsafe { copies::exchange(link, sends, receives) }
+            unsafe { exchange(link, sends, receives) }
         })
     }
 

@@ -9,7 +9,7 @@ use super::wire::{self, Greeting, Message, Stage, WireError};
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
-use stepscope_core::deadline::after;
+use stepscope_core::internals::after;
 
 /// The time that the other end of a closing connection may take to receive the reason.
 const LAST_MESSAGE: Duration = Duration::from_millis(200);

@@ -16,7 +16,7 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
-use stepscope_core::deadline::after;
+use stepscope_core::internals::after;
 
 /// The time that a caller, or an answering rank, may take to authenticate.
 pub(super) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);

@@ -21,9 +21,8 @@ use std::panic::Location;
 use std::sync::{Arc, MutexGuard, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
-use stepscope_core::deadline::{after, later};
-use stepscope_core::error::{Error, Resource, Result};
-use stepscope_core::rank_fault::{RankFault, RankFaultKind};
+use stepscope_core::internals::{after, later};
+use stepscope_core::{Error, RankFault, RankFaultKind, Resource, Result};
 
 /// The time that the others may take to receive a fault before it is returned, because the process
 /// may end then.

@@ -17,7 +17,7 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Instant;
-use stepscope_core::rank_fault::RankFaultKind;
+use stepscope_core::RankFaultKind;
 
 /// The state that callers and threads share.
 #[derive(Debug)]

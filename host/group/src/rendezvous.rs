@@ -16,9 +16,8 @@ use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
-use stepscope_core::deadline::after;
-use stepscope_core::error::{Error, Resource, Result};
-use stepscope_core::rank_fault::{RendezvousFault, RendezvousFaultKind};
+use stepscope_core::internals::after;
+use stepscope_core::{Error, RendezvousFault, RendezvousFaultKind, Resource, Result};
 
 /// The interval at which waiting ranks are notified of missing ones.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);

@@ -6,7 +6,7 @@
 
 use sha2::{Digest, Sha256};
 use std::fmt;
-use stepscope_core::error::{Error, Resource, Result};
+use stepscope_core::{Error, Resource, Result};
 
 /// The fewest bytes of a secret. A shorter one could be guessed from an intercepted handshake.
 const LEAST: usize = 16;

@@ -8,7 +8,7 @@ use super::wire::{Announcement, Beat, MOST_PIECE, Message};
 use std::collections::VecDeque;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
-use stepscope_core::rank_fault::{LastHeard, RankFault, RankFaultKind};
+use stepscope_core::{LastHeard, RankFault, RankFaultKind};
 
 /// The interval of heartbeats.
 pub(super) const BEAT: Duration = Duration::from_millis(200);

@@ -11,8 +11,7 @@ use std::panic::Location;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
-use stepscope_core::error::{Error, Result};
-use stepscope_core::rank_fault::{RankFault, RendezvousFault};
+use stepscope_core::{Error, RankFault, RendezvousFault, Result};
 
 /// The time that anything may take beyond its deadline on a busy machine.
 pub(super) const SLACK: Duration = Duration::from_secs(4);

@@ -13,7 +13,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 use std::io::{ErrorKind, Read};
 use std::net::SocketAddr;
-use stepscope_core::rank_fault::{RankFault, RendezvousFault};
+use stepscope_core::{RankFault, RendezvousFault};
 
 /// The version of the protocol after [`Message::Hello`]. From version 4 on, the messages up to and
 /// including it never change.

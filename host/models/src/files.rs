@@ -11,7 +11,7 @@ use crate::weights::columns;
 use cuda_std::float_mode;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use stepscope_core::host_memory::zeros;
+use stepscope_core::internals::zeros;
 use stepscope_core::{Error, FrozenType, ParameterEntry, ParameterSpec, Parameters, Result, Stored, bf16};
 use stepscope_train::{FileType, TensorFiles};
 

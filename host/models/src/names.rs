@@ -14,7 +14,7 @@
 use crate::config::{Family, FeedForwardKind, ModelConfig, NormKind, QkNormKind, Residual};
 use std::collections::BTreeMap;
 use stepscope_core::Stored;
-use stepscope_core::host_matrix::{Columns, copy, transpose};
+use stepscope_core::internals::{Columns, copy, transpose};
 
 /// A tensor of a file.
 #[derive(Clone, Debug)]

@@ -10,11 +10,10 @@ use crate::lora::{AdaptedLayer, Lora, PlannedPart};
 use crate::names;
 use crate::weights;
 use cuda_std::float_mode;
-use stepscope_core::indices::Indices;
 use stepscope_core::ops::{self, Activation, AttentionConfig};
 use stepscope_core::{
-    Error, FrozenType, Initializer, Parameter, ParameterEntry, ParameterSpec, ParameterSpecBuilder, Parameters, Result,
-    Saved, Tape, Var,
+    Error, FrozenType, Indices, Initializer, Parameter, ParameterEntry, ParameterSpec, ParameterSpecBuilder,
+    Parameters, Result, Saved, Tape, Var,
 };
 use stepscope_train::nn::{
     Adapter, AdapterPart, Embedding, LayerNorm, Linear, Mlp, MultiHeadAttention, Norm, RmsNorm, Scope, SwiGlu,

@@ -1,7 +1,7 @@
 //! Attention, as tiles of token pairs.
 
 use kernels::{flash_attention as ieee, flash_attention_mma as tensor};
-use stepscope::device::Launch;
+use stepscope_core::internals::Launch;
 
 use crate::code::Code;
 use crate::warpgroup;

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use serde::Serialize;
-use stepscope::device::Launch;
+use stepscope_core::internals::Launch;
 
 use crate::cache::Cache;
 use crate::clock;

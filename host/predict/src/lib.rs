@@ -27,8 +27,9 @@ pub use code::Kernels;
 pub use forecast::Forecast;
 pub use gpu::Gpu;
 
-use stepscope::device::{Description, Launch};
+use stepscope::device::Description;
 use stepscope::{Arena, Capacity, Device, DeviceKind, EagerStep, Result};
+use stepscope_core::internals::{Launch, launches};
 
 /// Returns the launches of `run` on a GPU. They depend on the GPU's multiprocessors, its matrix
 /// instruction and its kind of memory. Nothing is computed and no memory is allocated.
@@ -41,5 +42,5 @@ pub fn dry_run(gpu: &Gpu, run: impl for<'s> FnOnce(&mut EagerStep<'s>) -> Result
     let emulated = device.description().clone();
     let description = Description { kind: DeviceKind::Cuda, processors, has_wgmma, integrated, ..emulated };
     let arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
-    arena.launches(description, run).map(|(_, launches)| launches)
+    launches(&arena, description, run).map(|(_, launches)| launches)
 }

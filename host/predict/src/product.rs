@@ -2,8 +2,8 @@
 
 use kernels::matmul::{GELU, GELU_DERIVATIVE, SILU, SWIGLU, TILES, TRANSPOSE_A, TRANSPOSE_B, Tile};
 use kernels::matmul_wgmma_tf32::SWAP;
-use stepscope::device::Launch;
 use stepscope::kernel::PackedMap;
+use stepscope_core::internals::Launch;
 
 use crate::code::{Activations, Code};
 use crate::warpgroup;

@@ -1,7 +1,7 @@
 //! Kernels that pass through their arguments once.
 
 use kernels::loss::loss_rows;
-use stepscope::device::Launch;
+use stepscope_core::internals::Launch;
 
 use crate::code::Code;
 use crate::work::Work;

@@ -1,7 +1,7 @@
 //! Kernels of warpgroups: their work follows from tiles and shapes. `code.json` does not count
 //! their instructions, so the figures here are assumed from the SASS of such loops.
 
-use stepscope::device::Launch;
+use stepscope_core::internals::Launch;
 
 use crate::code::Count;
 use crate::work::Work;

@@ -1,7 +1,7 @@
 //! The work of a launch: per block, the instructions by kind, the bytes, and the number of waits.
 
 use kernels::matmul::{GELU_DERIVATIVE, SWIGLU};
-use stepscope::device::Launch;
+use stepscope_core::internals::Launch;
 
 use crate::code::{Code, Count, Kernels};
 use crate::{attention, product, stream};

@@ -16,14 +16,10 @@ use std::collections::BTreeMap;
 use std::io::{self, BufWriter, Seek, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use stepscope_core::buffer::{Buffer, PIECE_BYTES};
-use stepscope_core::digest::hex;
-use stepscope_core::error::{Error, Quantity, Result, short};
-use stepscope_core::files::{replace_file_by, sweep};
-use stepscope_core::non_finite::{NonFinite, all_finite};
-use stepscope_core::params::{ParameterEntry, ParameterSpec, Parameters};
-use stepscope_core::tensor::Shape;
-use stepscope_core::upload::Transfer;
+use stepscope_core::internals::{PIECE_BYTES, all_finite, hex, replace_file_by, short, sweep};
+use stepscope_core::{
+    Buffer, Error, NonFinite, ParameterEntry, ParameterSpec, Parameters, Quantity, Result, Shape, Transfer,
+};
 
 pub(crate) const FORMAT: &str = "stepscope.format";
 /// The note that states the memory layout of linear layers' weights, for readers of the file.

@@ -5,7 +5,7 @@
 use cuda_std::float_mode;
 use half::{bf16, f16};
 use safetensors::tensor::Dtype;
-use stepscope_core::tensor::{Element, Stored};
+use stepscope_core::{Element, Stored};
 
 /// The type of a tensor in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

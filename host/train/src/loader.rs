@@ -12,8 +12,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread;
 use std::time::Duration;
-use stepscope_core::device::{DEFAULT_DEADLINE, panic_message};
-use stepscope_core::error::{Error, Resource, Result};
+use stepscope_core::internals::panic_message;
+use stepscope_core::{DEFAULT_DEADLINE, Error, Resource, Result};
 
 /// The most finished batches in the queue. One more may be in progress.
 const AHEAD: usize = 2;

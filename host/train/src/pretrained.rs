@@ -16,9 +16,8 @@ use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet, btree_map};
 use std::fs;
 use std::path::{Path, PathBuf};
-use stepscope_core::error::{Error, Quantity, Result, short};
-use stepscope_core::files::{FileKind, PlainFile, Replacement, remove_file};
-use stepscope_core::non_finite::{NonFinite, is_finite};
+use stepscope_core::internals::{Replacement, is_finite, remove_file, short};
+use stepscope_core::{Error, FileKind, NonFinite, PlainFile, Quantity, Result};
 
 /// The single file of a folder that is not sharded.
 pub(crate) const FILE: &str = "model.safetensors";

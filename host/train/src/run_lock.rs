@@ -8,8 +8,8 @@
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
-use stepscope_core::error::{Error, Result};
-use stepscope_core::files::{is_at, open_without_links};
+use stepscope_core::internals::{is_at, open_without_links};
+use stepscope_core::{Error, Result};
 
 /// The file that is locked.
 const LOCK: &str = ".stepscope-lock";

@@ -16,11 +16,10 @@ use half::bf16;
 use safetensors::tensor::Dtype;
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
-use stepscope_core::error::{Error, Quantity, Result, short};
-use stepscope_core::non_finite::{NonFinite, is_finite};
-use stepscope_core::params::{ParameterEntry, ParameterSpec, Parameters};
-use stepscope_core::tensor::{Element, Stored};
-use stepscope_core::upload::Transfer;
+use stepscope_core::internals::{is_finite, short};
+use stepscope_core::{
+    Element, Error, NonFinite, ParameterEntry, ParameterSpec, Parameters, Quantity, Result, Stored, Transfer,
+};
 
 /// Returns a parameter's name in the `state_dict`.
 fn name(entry: &ParameterEntry) -> String {

@@ -12,12 +12,8 @@ use crate::tensors::OpenTensors;
 use safetensors::tensor::Dtype;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use stepscope_core::error::{Error, Result, short};
-use stepscope_core::files::PlainFile;
-use stepscope_core::host_memory::zeros;
-use stepscope_core::non_finite::{are_finite, is_finite};
-use stepscope_core::processors::for_each_part;
-use stepscope_core::tensor::Stored;
+use stepscope_core::internals::{are_finite, for_each_part, is_finite, short, zeros};
+use stepscope_core::{Error, PlainFile, Result, Stored};
 
 /// The elements that a thread reads at a time.
 const PART: usize = 1 << 17;

@@ -14,8 +14,8 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::ops::Range;
 use std::path::Path;
-use stepscope_core::error::{Error, Result, short};
-use stepscope_core::files::{Replacement, remove_file};
+use stepscope_core::internals::{Replacement, remove_file, short};
+use stepscope_core::{Error, Result};
 
 /// A tensor that is to be written: its name and shape.
 pub type NewTensor = (String, Vec<usize>);

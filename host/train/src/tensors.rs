@@ -14,9 +14,8 @@ use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::io::{Seek, SeekFrom, Write};
 use std::path::Path;
-use stepscope_core::error::{Error, Result, short};
-use stepscope_core::files::{FileKind, MAX_HEADER_BYTES, PlainFile, Replacement};
-use stepscope_core::params::NOTES;
+use stepscope_core::internals::{MAX_HEADER_BYTES, NOTES, Replacement, short};
+use stepscope_core::{Error, FileKind, PlainFile, Result};
 
 /// The bytes of the number at a file's start, which is the length of its header.
 const NUMBER_BYTES: u64 = size_of::<u64>() as u64;

@@ -7,8 +7,7 @@
 #![forbid(unsafe_code)]
 
 use cuda_std::float_mode;
-use stepscope_core::error::{Error, Result};
-use stepscope_core::random::SplitMix64;
+use stepscope_core::{Error, Result, SplitMix64};
 
 /// The settings for drawing tokens. The default uses the plain probabilities.
 #[derive(Clone, Copy, Debug, PartialEq)]

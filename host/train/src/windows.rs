@@ -6,8 +6,7 @@
 #![forbid(unsafe_code)]
 
 use std::ops::Range;
-use stepscope_core::error::{Error, Result};
-use stepscope_core::random::SplitMix64;
+use stepscope_core::{Error, Result, SplitMix64};
 
 /// The rounds of the network that shuffles.
 const ROUNDS: u64 = 4;

@@ -4,7 +4,7 @@
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
-use stepscope_core::device::{Driver, DriverLayer};
+use stepscope_core::internals::{Driver, DriverLayer};
 
 #[derive(Debug)]
 struct Liar;

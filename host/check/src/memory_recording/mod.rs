@@ -14,7 +14,7 @@ pub use recorder::MemoryRecorder;
 pub use recording::Recording;
 
 use stepscope_core::Event;
-use stepscope_core::arena::ALIGN_BYTES;
+use stepscope_core::internals::ALIGN_BYTES;
 
 /// Returns the bytes that the tensor occupies. Tensors start at multiples of the alignment.
 fn occupied_bytes(event: &Event) -> u64 {

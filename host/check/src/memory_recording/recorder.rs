@@ -6,7 +6,7 @@
 
 use super::recording::Recording;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
-use stepscope_core::arena::ArenaObserver;
+use stepscope_core::internals::{ArenaObserver, observe};
 use stepscope_core::{Arena, Event};
 
 /// Records the memory events of an arena, each with its line and phase, until it is dropped.
@@ -32,7 +32,7 @@ impl MemoryRecorder {
     pub fn start(arena: &mut Arena, limit: usize) -> Self {
         let recording = Recording::new(&arena.device().description().name, limit);
         let recording = Arc::new(Mutex::new(recording));
-        arena.observe(Box::new(Observer(Arc::downgrade(&recording))));
+        observe(arena, Box::new(Observer(Arc::downgrade(&recording))));
         Self { recording }
     }
 

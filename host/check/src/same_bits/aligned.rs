@@ -7,8 +7,7 @@
 use super::inputs::Inputs;
 use half::bf16;
 use kernels::matmul_wgmma::{Aligning, align_rows, aligned_stride};
-use stepscope_core::error::Result;
-use stepscope_core::tensor::{Source, Target};
+use stepscope_core::{Result, Source, Target};
 
 /// Runs the case: rows with and without tails, at even and odd places, with special numbers among
 /// them. The second operand is the first without its last column.

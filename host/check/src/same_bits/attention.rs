@@ -8,9 +8,8 @@
 
 use super::inputs::Inputs;
 use kernels::flash_attention::{CAUSAL, Shape, flash_bwd_dkv, flash_bwd_dq, flash_delta, flash_forward};
-use stepscope_core::error::Result;
 use stepscope_core::ops::{self, AttentionConfig, PairFactors, QkNorm, Rotary, RotaryScaling};
-use stepscope_core::tensor::{Source, Stored, Target, Tensor};
+use stepscope_core::{Result, Source, Stored, Target, Tensor};
 
 /// Batch, tokens, heads and key heads, and whether they are stacked.
 type Sizes = ([u32; 4], bool);

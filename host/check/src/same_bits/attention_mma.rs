@@ -19,8 +19,7 @@ use kernels::flash_attention_wgmma::{
     flash_bwd_scores_wgmma, flash_forward_wgmma,
 };
 use std::f32::consts::LN_2;
-use stepscope_core::error::Result;
-use stepscope_core::tensor::{Source, Stored, Target, Tensor};
+use stepscope_core::{Result, Source, Stored, Target, Tensor};
 
 /// Batch, tokens, heads and key heads, whether they are stacked, the window, and whether there are
 /// documents and lengths.

@@ -5,7 +5,7 @@
 use super::inputs::Inputs;
 use std::fmt;
 use std::sync::Arc;
-use stepscope_core::error::Result;
+use stepscope_core::Result;
 
 /// A function that runs a kernel and keeps its results.
 pub(super) type Run = for<'s> fn(&Inputs<'_, 's>) -> Result<()>;

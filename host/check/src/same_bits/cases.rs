@@ -34,11 +34,7 @@ use kernels::matmul_wgmma::matmul_wgmma;
 use kernels::matmul_wgmma_tf32::matmul_wgmma_tf32;
 use kernels::update::RUN;
 use kernels::{reduce, scalars};
-use stepscope_core::device::{Device, DeviceKind};
-use stepscope_core::error::Result;
-use stepscope_core::indices::OnDevice;
-use stepscope_core::ops;
-use stepscope_core::tensor::{Element, Source, Stored, Target, Tensor};
+use stepscope_core::{Device, DeviceKind, Element, OnDevice, Result, Source, Stored, Target, Tensor, ops};
 
 /// Returns every GPU kernel and its case, in the order of the kernels' files.
 pub fn cases() -> Vec<(&'static str, Case)> {

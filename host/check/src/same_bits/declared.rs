@@ -4,9 +4,8 @@
 
 use super::case::Case;
 use half::bf16;
-use stepscope_core::ops;
-use stepscope_core::ops::declare::{BINARY, BinaryOp, Declared, Operands, UNARY, UnaryOp};
-use stepscope_core::tensor::Element;
+use stepscope_core::internals::{BINARY, BinaryOp, Declared, Operands, UNARY, UnaryOp};
+use stepscope_core::{Element, ops};
 
 /// Returns the cases of a module's declared ops of one tensor, for each of their kernels. Ops that
 /// share kernels share a case.

@@ -10,7 +10,7 @@ use super::CaseSize;
 use sha2::{Digest, Sha256};
 use std::fmt;
 use std::sync::OnceLock;
-use stepscope_core::digest::hex;
+use stepscope_core::internals::hex;
 
 /// The committed digests of both forms of every case.
 pub(super) const RESULTS: &str = include_str!("golden.txt");

@@ -16,14 +16,10 @@ use kernels::nf4::nf4_decode;
 use kernels::nf4_format::Layout;
 use std::cell::RefCell;
 use std::fmt;
-use stepscope_core::arena::Arena;
-use stepscope_core::buffer::Buffer;
-use stepscope_core::device::Device;
-use stepscope_core::error::Result;
-use stepscope_core::indices::OnDevice;
 use stepscope_core::ops::{self, Attention, AttentionConfig, AttentionElement, QkNorm};
-use stepscope_core::step::EagerStep;
-use stepscope_core::tensor::{Element, Lent, Shape, Source, Stored, Target, Tensor};
+use stepscope_core::{
+    Arena, Buffer, Device, EagerStep, Element, Lent, OnDevice, Result, Shape, Source, Stored, Target, Tensor,
+};
 
 /// The bytes of a case's arena.
 const ARENA_BYTES: usize = 64 << 20;

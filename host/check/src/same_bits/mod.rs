@@ -43,5 +43,4 @@ pub use golden::{Verdict, compare, line, of_all, to_commit};
 pub use inputs::{Inputs, run};
 #[doc(hidden)]
 pub use seeded::{Random, SPECIAL, sample};
-pub use stepscope_core::device::Tested;
-pub use stepscope_core::device::remembered;
+pub use stepscope_core::internals::{Tested, remembered};

@@ -17,9 +17,7 @@ use kernels::matmul_wgmma::{self as of_wgmma, matmul_wgmma};
 use kernels::mma::{Side, fragments};
 use kernels::precision::{Rounding, round_to_tf32};
 use kernels::wgmma::box_rows;
-use stepscope_core::error::Result;
-use stepscope_core::ops;
-use stepscope_core::tensor::{Element, Source, Stored, Target, Tensor};
+use stepscope_core::{Element, Result, Source, Stored, Target, Tensor, ops};
 
 /// A matmul: batches, `[m, n, k]`, the size of a split, flags, alpha and beta.
 pub(super) type Product = (usize, [usize; 3], usize, u32, [f32; 2]);

@@ -12,8 +12,7 @@ use kernels::matmul::{GELU, SILU, STORE_PREACT, SWIGLU};
 use kernels::matmul_bf16::OperandLayout;
 use kernels::matmul_wgmma_tf32::{Alignment, SWAP, Tile, align_along_k, aligned_stride, matmul_wgmma_tf32};
 use kernels::wgmma::box_rows;
-use stepscope_core::error::Result;
-use stepscope_core::tensor::{Source, Target};
+use stepscope_core::{Result, Source, Target};
 
 /// Ragged and whole tiles, several stages, a batch, k in splits, and each epilogue.
 const PRODUCTS: [Product; 7] = [

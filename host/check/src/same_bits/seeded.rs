@@ -5,7 +5,7 @@
 
 #![forbid(unsafe_code)]
 
-use stepscope_core::random::SplitMix64;
+use stepscope_core::SplitMix64;
 
 /// A stream of numbers from the library's generator.
 #[derive(Clone, Debug)]

@@ -9,8 +9,8 @@ use super::golden::RESULTS;
 use super::{CaseSize, in_order, line, run, runs_on};
 use cuda_std::launch::inventory;
 use std::time::{Duration, Instant};
-use stepscope_core::device::{Device, DeviceKind, KernelTest, Tested};
-use stepscope_core::error::{Error, Result};
+use stepscope_core::internals::{KernelTest, Tested, with_wait_budget};
+use stepscope_core::{Device, DeviceKind, Error, Result};
 
 /// The longest wait for a GPU. Healthy kernels take some milliseconds.
 const SELF_TEST_TIMEOUT: Duration = Duration::from_secs(2);
@@ -23,7 +23,7 @@ inventory::submit! {
 fn self_test(device: &Device) -> Result<Tested> {
     device.synchronize(device.deadline())?;
     match device.description().kind {
-        DeviceKind::Cuda => compare(&device.with_wait_budget(SELF_TEST_TIMEOUT), CaseSize::Smallest.golden()),
+        DeviceKind::Cuda => compare(&with_wait_budget(device, SELF_TEST_TIMEOUT), CaseSize::Smallest.golden()),
         _ => compare(device, CaseSize::Smallest.golden()),
     }
 }

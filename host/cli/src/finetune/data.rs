@@ -15,7 +15,7 @@ use stepscope::data::{Loader, SplitMix64, Windows};
 use stepscope::memory::HostMemory;
 use stepscope::{Error, HostBatch, HostInputs, Result};
 use stepscope_chat::{Encoded, Encoder, IGNORED, Notes, Packed, Row, Sample, pack, read_rows, usable};
-use stepscope_core::digest::hex;
+use stepscope_core::internals::hex;
 
 use crate::run::updates::TokenBatch;
 use crate::train::bad_input::{Outcome, bad};

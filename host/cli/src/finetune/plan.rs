@@ -11,7 +11,7 @@ use stepscope::parameters::{FrozenType, ParameterEntry};
 use stepscope::tensor::Element;
 use stepscope::{AdamW, Arena, Checkpoint, Device, ParameterSpec, Parameters, Result, TrainState, Trainer, bf16};
 use stepscope_chat::{ChatTemplate, Encoder, Packed};
-use stepscope_core::digest::hex;
+use stepscope_core::internals::hex;
 
 use crate::finetune::cli::{Args, Quantize};
 use crate::finetune::data::{Contexts, Data, Form, Sources};

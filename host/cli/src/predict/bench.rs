@@ -1,10 +1,10 @@
 //! The launches of the benches: products, attention, and memory-bound kernels.
 
 use kernels::adamw::slot;
-use stepscope::device::Launch;
 use stepscope::ops::{self, AttentionConfig, AttentionElement, GemmElement, Generator, Precision, QkNorm};
 use stepscope::tensor::{Indices, Saved, Stored};
 use stepscope::{EagerStep, Result, Step, Tensor, bf16};
+use stepscope_core::internals::Launch;
 
 use crate::predict::matmul_case::Case as Product;
 use stepscope_predict::{Gpu, dry_run};

@@ -7,8 +7,8 @@ use clap::ValueEnum as _;
 use serde::Serialize;
 use serde_json::Value;
 use stepscope::bf16;
-use stepscope::device::Launch;
 use stepscope::files::PlainFile;
+use stepscope_core::internals::Launch;
 
 use crate::predict::bench;
 use crate::predict::matmul_case::Case as Product;

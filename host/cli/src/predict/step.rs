@@ -3,7 +3,6 @@
 //! Invariant: nothing is computed and no memory is allocated, however large the model. Its weights
 //! are created in the dry run too.
 
-use stepscope::device::Launch;
 use stepscope::models::{Lora, ModelConfig, Transformer};
 use stepscope::ops::Activation;
 use stepscope::parameters::FrozenType;
@@ -11,6 +10,7 @@ use stepscope::tensor::Element;
 use stepscope::{
     AdamW, Device, DeviceKind, EagerStep, HostBatch, HostInputs, Model, ParameterSpec, Result, Tape, TrainState, bf16,
 };
+use stepscope_core::internals::Launch;
 
 use crate::crossasset;
 use crate::finetune::cli::Quantize;

@@ -8,7 +8,7 @@ use std::io;
 use std::path::Path;
 
 use stepscope::Checkpoint;
-use stepscope_core::files::{remove_file, replace_file_by};
+use stepscope_core::internals::{remove_file, replace_file_by};
 
 use crate::program::marks;
 use crate::program::results::BEST;

@@ -2,7 +2,7 @@
 
 use sha2::{Digest, Sha256};
 use stepscope::models::ModelConfig;
-use stepscope_core::digest::hex;
+use stepscope_core::internals::hex;
 
 use crate::program::settings::Settings;
 use crate::run::cli::RunArgs;

@@ -15,7 +15,7 @@ use sha2::{Digest, Sha256};
 use stepscope::files::PlainFile;
 use stepscope::memory::HostMemory;
 use stepscope::{Error, Result};
-use stepscope_core::digest::hex;
+use stepscope_core::internals::hex;
 
 use crate::train::bad_input::{Outcome, bad};
 use crate::train::registry;

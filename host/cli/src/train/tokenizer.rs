@@ -10,7 +10,7 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 use stepscope::files::{FileKind, PlainFile};
 use stepscope_chat::{decode, read_tokenizer, token_ids};
-use stepscope_core::digest::hex;
+use stepscope_core::internals::hex;
 use tiktoken_rs::CoreBPE;
 use tokenizers::ModelWrapper;
 

@@ -170,8 +170,7 @@ impl ArenaBuilder {
     ///
     /// # Errors
     /// [`Error::DeviceMemory`] if the driver is out of memory.
-    #[doc(hidden)]
-    pub fn build_to_measure(&self) -> Result<Arena> {
+    pub(crate) fn build_to_measure(&self) -> Result<Arena> {
         let mut arena = Arena::bare(&self.device, ALIGN_BYTES)?;
         if self.device.checked_unless(self.checked) {
             arena.region.check()?;

@@ -85,7 +85,6 @@ pub struct Event {
 }
 
 /// A receiver of the events of one arena.
-#[doc(hidden)]
 pub trait ArenaObserver: Debug + Send {
     /// Receives an event, on the thread of the step. Returns false to be detached.
     fn event(&mut self, event: &Event) -> bool;
@@ -98,7 +97,6 @@ pub trait ArenaObserver: Debug + Send {
 
 /// A tool that observes every arena from the start, if it was started with this program. Other
 /// crates register one with `inventory::submit!`.
-#[doc(hidden)]
 #[derive(Debug)]
 pub struct ArenaTool {
     /// Returns the observer of a new arena of this device, if the tool wants one.

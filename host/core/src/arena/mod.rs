@@ -25,11 +25,10 @@ pub use overflow::Overflow;
 pub(crate) use region::ArenaInner;
 pub(crate) use scope::NestedScope;
 
-pub use crate::report::{ArenaReport, Phase};
-
 use crate::device::{Description, Device, Launch};
 use crate::error::{Error, Result};
 use crate::host_memory::{Floor, MemoryShortage};
+use crate::report::ArenaReport;
 use std::sync::Arc;
 use std::time::Duration;
 use tracing::field::Empty;
@@ -89,8 +88,7 @@ impl Arena {
 
     /// Grows the arena now if its steps may fill less than `bytes` and its settings let it grow. If
     /// there is no memory, the arena keeps its size.
-    #[doc(hidden)]
-    pub fn make_room(&mut self, bytes: usize) -> Result<()> {
+    pub(crate) fn make_room(&mut self, bytes: usize) -> Result<()> {
         let Growth::AtBoundary { max_bytes } = self.growth else { return Ok(()) };
         self.region.needed.set(self.region.needed.get().max(bytes));
         self.region.grow(max_bytes).map_err(|error| self.region.with_report(error))
@@ -102,8 +100,7 @@ impl Arena {
     }
 
     /// Returns the floor, for steps that are replayed.
-    #[doc(hidden)]
-    pub fn shortage_for(&self, still_wanted_bytes: u64) -> Option<MemoryShortage> {
+    pub(crate) fn shortage_for(&self, still_wanted_bytes: u64) -> Option<MemoryShortage> {
         self.floor.shortage_for(still_wanted_bytes)
     }
 
@@ -150,8 +147,7 @@ impl Arena {
     }
 
     /// Passes the events of this arena's memory to an observer from now on.
-    #[doc(hidden)]
-    pub fn observe(&mut self, observer: Box<dyn ArenaObserver>) {
+    pub(crate) fn observe(&mut self, observer: Box<dyn ArenaObserver>) {
         self.region.observe(observer);
     }
 

@@ -18,13 +18,13 @@ mod segments;
 mod slots;
 mod state;
 
-pub use crate::preconditions::ReplayPrecondition;
 pub use slots::{CaptureInputs, DeviceBatch, HostInputs, Output};
 
 use crate::arena::{ALIGN_BYTES, Arena, ArenaInner, Checks, GraphReservation, Measured};
 use crate::device::{Device, Launch, PinnedReadback, Pins};
 use crate::error::{Error, Result};
 use crate::host_memory::Floor;
+use crate::preconditions::ReplayPrecondition;
 use crate::step::Step;
 use crate::tensor::{Element, Stored};
 use cuda_std::float_mode;
@@ -167,8 +167,7 @@ impl Arena {
 
 impl Arena {
     /// Measures what [`Arena::capture`] would reserve.
-    #[doc(hidden)]
-    pub fn measure_capture<S, R>(
+    pub(crate) fn measure_capture<S, R>(
         &self,
         state: &mut S,
         inputs: &HostInputs<'_>,

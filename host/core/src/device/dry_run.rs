@@ -23,7 +23,6 @@ use std::time::Duration;
 
 /// A future launch, whose contract has been checked.
 #[derive(Clone, Debug)]
-#[doc(hidden)]
 #[non_exhaustive]
 pub struct Launch {
     /// The kernel.

@@ -127,8 +127,7 @@ impl Device {
     /// Returns a handle whose waits for launched work take at most `time` in all, and each launch
     /// at most the rest of it, whatever the deadlines. Only waits for the device use up this time,
     /// so a slow host cannot make a device appear stuck.
-    #[doc(hidden)]
-    pub fn with_wait_budget(&self, time: Duration) -> Self {
+    pub(crate) fn with_wait_budget(&self, time: Duration) -> Self {
         Self { shared: Arc::clone(&self.shared), wait_budget: Some(Arc::new(Mutex::new(time))) }
     }
 
@@ -328,8 +327,7 @@ impl Device {
     ///
     /// # Safety
     /// `run` leaves the device, its memory and the thread's current context as they are.
-    #[doc(hidden)]
-    pub unsafe fn in_context<R: Send + 'static>(
+    pub(crate) unsafe fn in_context<R: Send + 'static>(
         &self,
         name: &'static str,
         run: impl FnOnce() -> R + Send + 'static,

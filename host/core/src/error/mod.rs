@@ -5,9 +5,7 @@
 //! [`Error::Panic`]. Every other variant names the call that failed and the reason that the system
 //! gave.
 
-#[doc(hidden)]
 pub mod disagreement;
-#[doc(hidden)]
 pub mod rank_fault;
 mod system;
 

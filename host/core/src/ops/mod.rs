@@ -15,8 +15,7 @@ mod attention;
 mod binary;
 mod cast;
 mod clip;
-#[doc(hidden)]
-pub mod declare;
+pub(crate) mod declare;
 mod dropout;
 mod elementwise;
 mod embedding;
@@ -41,8 +40,6 @@ mod transpose;
 
 pub use crate::elementary::{add_assign, copy, copy_into, fill, fill_into, same_shape, scale, scale_by, scale_by_into};
 pub use crate::generator::{Draw, Draws, Generator};
-#[doc(hidden)]
-pub use crate::ops::reduce::squared_norms_into;
 pub use crate::precision::Precision;
 pub use activation::*;
 pub use adamw::adamw;
@@ -72,6 +69,7 @@ pub use matmul::{
 };
 pub use norm::{rms_norm, rms_norm_backward, rms_norm_residual};
 pub use qk_norm::{QkNorm, qk_norm, qk_norm_backward};
+pub(crate) use reduce::squared_norms_into;
 pub use reduce::{
     argmax_columns, max, max_columns, mean, scaled_sum, squared_norm, sum, sum_columns, sum_rows, sum_rows_into,
 };

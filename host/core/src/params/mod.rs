@@ -13,7 +13,6 @@ pub use gradients::Gradients;
 pub use matrix::MatrixWeights;
 pub use nf4::Nf4Matrix;
 pub use scope::Scope;
-#[doc(hidden)]
 pub use spec::NOTES;
 pub use spec::{FrozenType, Parameter, ParameterEntry, ParameterSpec, ParameterSpecBuilder, StackedParameters};
 pub use weights::Parameters;

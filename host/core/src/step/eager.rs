@@ -2,7 +2,7 @@
 
 use super::Step;
 use crate::arena::{Arena, ArenaInner, Measured};
-use crate::device::{Description, Device, Launch};
+use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::tensor::{Brand, Element, Lent, LentMut, Shape, Source, Target, Tensor};
 use std::ops::Deref;
@@ -32,18 +32,6 @@ impl Arena {
     /// reject it, and it is useless once the closure has returned.
     pub fn measure<R>(&self, run: impl for<'s> FnOnce(&mut EagerStep<'s>) -> Result<R>) -> Result<Measured> {
         self.run_measured(|region| run(&mut EagerStep::new(region)))
-    }
-
-    /// Measures a step like [`Arena::measure`], as if the device were `other`, and lists the step's
-    /// launches in order. `stepscope predict` computes from the list how long the step takes on a
-    /// GPU that is not present.
-    #[doc(hidden)]
-    pub fn launches<R>(
-        &self,
-        other: Description,
-        run: impl for<'s> FnOnce(&mut EagerStep<'s>) -> Result<R>,
-    ) -> Result<(Measured, Vec<Launch>)> {
-        self.run_listed(other, |region| run(&mut EagerStep::new(region)))
     }
 }
 

@@ -16,15 +16,13 @@ use crate::device::{Description, Device};
 use crate::error::{Error, Result};
 use crate::launch::launch;
 use crate::precision::Precision;
-use crate::preconditions::ReplayPrecondition;
 use crate::report::Phase;
 use crate::tensor::{Brand, Element, Lent, LentMut, Shape, Stored, Tensor};
-use cuda_std::launch::{Contract, Extent};
+use cuda_std::launch::Contract;
 use std::cell::Cell;
 use std::fmt;
 use std::marker::PhantomData;
 use std::panic::Location;
-use std::sync::Arc;
 use tracing::span::EnteredSpan;
 
 /// A step in progress: makes tensors and launches kernels.
@@ -113,31 +111,6 @@ impl<'s> Step<'s> {
     /// that failed, otherwise `result`; see `ArenaInner::launched`.
     pub fn launched<R>(&self, result: Result<R>) -> Result<R> {
         self.region.launched(result)
-    }
-
-    /// Calls `queue`, and returns its result and the memory that the queued launches use.
-    #[doc(hidden)]
-    pub fn watch_launches<Q>(&self, queue: impl FnOnce() -> Q) -> (Q, Vec<Extent>) {
-        self.region.launches().watch(queue)
-    }
-
-    /// True if the step is being recorded: its launches run in replays, not now.
-    #[doc(hidden)]
-    pub fn is_recorded(&self) -> bool {
-        self.region.is_lent()
-    }
-
-    /// True if the step only lists its launches, which never run.
-    #[doc(hidden)]
-    pub fn is_dry_run(&self) -> bool {
-        self.device().is_dry_run()
-    }
-
-    /// Registers a precondition that each replay of this recorded step takes before any of its work
-    /// is queued. Returns false if the step has registered it before.
-    #[doc(hidden)]
-    pub fn require_each_replay(&self, condition: Arc<dyn ReplayPrecondition>) -> bool {
-        self.region.conditions().require(condition)
     }
 
     /// Sets the step's phase until the guard is dropped.
@@ -235,7 +208,6 @@ fn check_shape<T: Element>(buffer: &Buffer<T>, shape: Shape) -> Result<Shape> {
 }
 
 /// Restores the previous phase when dropped.
-#[doc(hidden)]
 #[derive(Debug)]
 pub struct PhaseGuard<'s> {
     region: &'s ArenaInner,

@@ -23,7 +23,8 @@ pub trait RecomputeInput<'s>: sealed::Sealed {
     /// The type that the closure receives: the same value, in its own step.
     type Lent<'i>;
 
-    #[doc(hidden)]
+    /// Returns what a run of the closure receives. [`Tape::recompute`](super::Tape::recompute) calls
+    /// it.
     fn lend<'i>(&self, lender: &mut Lender) -> Result<Self::Lent<'i>>;
 }
 

@@ -46,17 +46,9 @@ impl<'s, S: Stored> Var<'s, S> {
 }
 
 /// A variable of any stored type.
-pub trait AnyVar: sealed::Sealed {
-    #[doc(hidden)]
-    fn tape(&self) -> u64;
-
-    /// Returns if a backward pass computes its gradient, and if it is a constant.
-    #[doc(hidden)]
-    fn dependence(&self) -> Dependence;
-}
+pub trait AnyVar: sealed::Sealed {}
 
 /// The things that a value of a tape depends on, from least to most.
-#[doc(hidden)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Dependence {
     /// Inputs only, or nothing that the tape knows.
@@ -68,12 +60,17 @@ pub enum Dependence {
 }
 
 mod sealed {
-    pub trait Sealed {}
+    pub trait Sealed {
+        fn tape(&self) -> u64;
+
+        /// Returns if a backward pass computes its gradient, and if it is a constant.
+        fn dependence(&self) -> super::Dependence;
+    }
 }
 
-impl<S: Stored> sealed::Sealed for Var<'_, S> {}
+impl<S: Stored> AnyVar for Var<'_, S> {}
 
-impl<S: Stored> AnyVar for Var<'_, S> {
+impl<S: Stored> sealed::Sealed for Var<'_, S> {
     fn tape(&self) -> u64 {
         self.tape
     }

@@ -22,7 +22,7 @@ pub trait Source<'s, T: Element>: sealed::Sealed {
     /// The extents.
     fn shape(&self) -> Shape;
 
-    #[doc(hidden)]
+    /// The memory, which only launches and copies of this crate access.
     fn memory(&self) -> Memory<T>;
 
     /// The kernel argument `&[T]`.

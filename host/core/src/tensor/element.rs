@@ -11,9 +11,6 @@ pub trait Element: bytemuck::Pod + Send + Sync + fmt::Debug + PartialEq + sealed
     const NAME: &'static str;
     /// The word that checked mode writes to memory that nothing has written yet.
     const POISON: u32;
-
-    #[doc(hidden)]
-    fn erase_values(values: &[Self]) -> Values<'_>;
 }
 
 /// The word that checked mode writes to the memory of a finished step, whatever its tensors held.
@@ -21,7 +18,6 @@ pub trait Element: bytemuck::Pod + Send + Sync + fmt::Debug + PartialEq + sealed
 pub(crate) const STALE: u32 = bf16::POISON;
 
 /// Host values of any element type.
-#[doc(hidden)]
 #[derive(Clone, Copy, Debug)]
 pub enum Values<'v> {
     /// Values of f32.
@@ -56,29 +52,17 @@ impl Element for f32 {
     const NAME: &'static str = "f32";
     // A quiet NaN that no operation produces.
     const POISON: u32 = 0x7fc0_dead;
-
-    fn erase_values(values: &[Self]) -> Values<'_> {
-        Values::F32(values)
-    }
 }
 
 impl Element for bf16 {
     const NAME: &'static str = "bf16";
     // Two quiet NaNs.
     const POISON: u32 = 0x7fde_7fde;
-
-    fn erase_values(values: &[Self]) -> Values<'_> {
-        Values::Bf16(values)
-    }
 }
 
 impl Element for u32 {
     const NAME: &'static str = "u32";
     const POISON: u32 = 0xdead_beef;
-
-    fn erase_values(values: &[Self]) -> Values<'_> {
-        Values::U32(values)
-    }
 }
 
 /// True if a value is finite, judged by its bits. A comparison could trap, depending on the
@@ -89,10 +73,23 @@ pub fn is_finite(value: f32) -> bool {
 }
 
 mod sealed {
-    pub trait Sealed {}
-    impl Sealed for f32 {}
-    impl Sealed for half::bf16 {}
-    impl Sealed for u32 {}
+    use super::{Values, bf16};
+
+    pub trait Sealed: Sized {
+        fn erase_values(values: &[Self]) -> Values<'_>;
+    }
+
+    macro_rules! sealed {
+        ($($ty:ty: $variant:ident,)*) => {$(
+            impl Sealed for $ty {
+                fn erase_values(values: &[Self]) -> Values<'_> {
+                    Values::$variant(values)
+                }
+            }
+        )*};
+    }
+
+    sealed! { f32: F32, bf16: Bf16, u32: U32, }
 }
 
 #[cfg(test)]

@@ -12,17 +12,20 @@ use half::bf16;
 
 /// A stored type of numbers: `f32` or [`bf16`]. Ops compute in f32 whatever is stored, and round
 /// once, to nearest even, when they write.
-pub trait Stored: Element + kernels::stored::Stored {
-    #[doc(hidden)]
-    fn erase(tensor: Tensor<'_, Self>) -> AnyTensor<'_>;
+pub trait Stored: Element + kernels::stored::Stored + sealed::Erase {}
 
-    /// Returns the tensor if it holds this type.
-    #[doc(hidden)]
-    fn restore(tensor: AnyTensor<'_>) -> Option<Tensor<'_, Self>>;
+mod sealed {
+    use super::{AnyTensor, Element, Tensor};
+
+    pub trait Erase: Element {
+        fn erase(tensor: Tensor<'_, Self>) -> AnyTensor<'_>;
+
+        /// Returns the tensor if it holds this type.
+        fn restore(tensor: AnyTensor<'_>) -> Option<Tensor<'_, Self>>;
+    }
 }
 
 /// A tensor of numbers of any stored type.
-#[doc(hidden)]
 #[derive(Debug)]
 pub enum AnyTensor<'s> {
     /// A tensor of f32.
@@ -54,7 +57,9 @@ macro_rules! stored {
         }
 
         $(
-        impl Stored for $ty {
+        impl Stored for $ty {}
+
+        impl sealed::Erase for $ty {
             fn erase(tensor: Tensor<'_, Self>) -> AnyTensor<'_> {
                 AnyTensor::$variant(tensor)
             }

@@ -3,7 +3,7 @@
 use super::tests::in_time;
 use super::*;
 use crate::testing::{Harm, PLENTY, all, call, configs, met, proxy, rank_fault};
-use stepscope_core::random::SplitMix64;
+use stepscope_core::SplitMix64;
 
 #[test]
 fn faults_arrive_before_goodbyes() {

@@ -4,7 +4,7 @@ use super::*;
 use crate::testing::{PLENTY, SLACK, call, free_port};
 use std::io::Read;
 use std::process::{Child, Command, Stdio};
-use stepscope_core::random::SplitMix64;
+use stepscope_core::SplitMix64;
 
 /// The deadline of the ranks in these tests.
 const DEADLINE: Duration = Duration::from_secs(1);

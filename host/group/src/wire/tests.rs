@@ -2,7 +2,7 @@ use super::*;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use std::time::Duration;
-use stepscope_core::rank_fault::{LastHeard, RankFaultKind, RendezvousFaultKind};
+use stepscope_core::{LastHeard, RankFaultKind, RendezvousFaultKind};
 
 fn text() -> impl Strategy<Value = String> {
     prop_oneof![".{0,40}", "[ -~]{1024}"].prop_map(|text| clip(&text).to_string())

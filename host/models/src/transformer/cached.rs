@@ -5,9 +5,10 @@
 //! logits are those for all tokens so far, except for the order of sums.
 
 use super::{Block, Transformer};
-use stepscope_core::indices::Indices;
 use stepscope_core::ops::{self, Activation, Gemm, RotaryScaling};
-use stepscope_core::{FrozenType, Parameter, Parameters, Result, ScratchStep, Source, Step, Tape, Tensor, Var};
+use stepscope_core::{
+    FrozenType, Indices, Parameter, Parameters, Result, ScratchStep, Source, Step, Tape, Tensor, Var,
+};
 use stepscope_train::nn::{KeyValueCache, NextTokens};
 
 impl Transformer {

@@ -2,10 +2,8 @@
 //! residual connection.
 
 use super::{LayerNorm, Mlp, MultiHeadAttention, NextTokens, RmsNorm, Scope, SwiGlu};
-use stepscope_core::error::Result;
 use stepscope_core::ops::{Activation, AttentionConfig, Rotary};
-use stepscope_core::tape::{Tape, Var};
-use stepscope_core::tensor::Stored;
+use stepscope_core::{Result, Stored, Tape, Var};
 
 /// A norm over the last extent.
 #[derive(Clone, Copy, Debug)]

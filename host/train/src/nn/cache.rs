@@ -1,9 +1,7 @@
 //! The key-value cache, which lets the next tokens be computed without recomputing the previous
 //! ones.
 
-use stepscope_core::error::{Error, Result};
-use stepscope_core::step::{ScratchStep, Step};
-use stepscope_core::tensor::{LentMut, Stored, Tensor};
+use stepscope_core::{Error, LentMut, Result, ScratchStep, Step, Stored, Tensor};
 
 /// Keys and values of the tokens so far, of one layer, stored as `S`. They are tensors of a step
 /// that lasts for the whole text.

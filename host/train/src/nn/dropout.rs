@@ -1,8 +1,6 @@
 //! Dropout.
 
-use stepscope_core::error::Result;
-use stepscope_core::tape::{Tape, Var};
-use stepscope_core::tensor::Stored;
+use stepscope_core::{Result, Stored, Tape, Var};
 
 /// A dropout layer: zeroes elements with probability `p`, except on an evaluation tape. See
 /// [`Tape::dropout`].

@@ -1,12 +1,7 @@
 //! Embeddings of tokens and of positions.
 
 use super::Scope;
-use stepscope_core::error::Result;
-use stepscope_core::indices::Indices;
-use stepscope_core::initializer::Initializer;
-use stepscope_core::params::Parameter;
-use stepscope_core::tape::{Tape, Var};
-use stepscope_core::tensor::Stored;
+use stepscope_core::{Indices, Initializer, Parameter, Result, Stored, Tape, Var};
 
 /// A table whose rows are looked up by number; `weight`: `[rows, cols]`, as in
 /// `torch.nn.Embedding`.

@@ -1,11 +1,7 @@
 //! LayerNorm.
 
 use super::Scope;
-use stepscope_core::error::Result;
-use stepscope_core::initializer::Initializer;
-use stepscope_core::params::Parameter;
-use stepscope_core::tape::{Tape, Var};
-use stepscope_core::tensor::Stored;
+use stepscope_core::{Initializer, Parameter, Result, Stored, Tape, Var};
 
 /// `y = gain (x - mean(x)) / sqrt(variance(x) + epsilon) + bias` over the last extent (Ba, Kiros
 /// and Hinton, 2016); `gain`, `bias`: `[cols]`.

@@ -1,11 +1,8 @@
 //! Linear layers.
 
 use super::Scope;
-use stepscope_core::error::{Error, Result};
-use stepscope_core::initializer::Initializer;
 use stepscope_core::ops::{Activation, Draws, LOW_RANK_PARTS, LowRank, LowRankDropout, LowRankPart};
-use stepscope_core::params::Parameter;
-use stepscope_core::tape::{Tape, Var};
+use stepscope_core::{Error, Initializer, Parameter, Result, Tape, Var};
 
 /// `y = x w + b`; `x`: `[.., in]`, `w`: `[in, out]`, `b`: `[out]`, `y`: `[.., out]`. An adapter
 /// adds a product of low rank, so that w and b can stay frozen:

@@ -1,9 +1,8 @@
 //! GELU, and an MLP of two linear layers with GELU between them.
 
 use super::{Linear, Scope};
-use stepscope_core::error::Result;
 use stepscope_core::ops::Activation;
-use stepscope_core::tape::{Tape, Var};
+use stepscope_core::{Result, Tape, Var};
 
 /// GELU in its tanh form (Hendrycks and Gimpel, 2016); see [`Tape::gelu`].
 #[derive(Clone, Copy, Debug)]

@@ -54,5 +54,5 @@ pub use linear::{Adapter, AdapterPart, Linear};
 pub use mlp::{Gelu, Mlp};
 pub use multi_head_attention::{MultiHeadAttention, QueryKeyNorm};
 pub use norm::RmsNorm;
-pub use stepscope_core::params::Scope;
+pub use stepscope_core::internals::Scope;
 pub use swiglu::SwiGlu;

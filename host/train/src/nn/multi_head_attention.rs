@@ -1,11 +1,8 @@
 //! Self-attention with its input and output projections, as in GPT-2, Llama and ViT.
 
 use super::{Linear, NextTokens, RmsNorm, Scope};
-use stepscope_core::error::Result;
-use stepscope_core::initializer::Initializer;
 use stepscope_core::ops::{self, Activation, AttentionConfig, AttentionElement, AttentionMask, Rotary};
-use stepscope_core::params::StackedParameters;
-use stepscope_core::tape::{Tape, Var};
+use stepscope_core::{Initializer, Result, StackedParameters, Tape, Var};
 
 /// `attention(x Wqkv + bqkv) Wo + bo`; `x`, result: `[batch, tokens, width]`. The mask, grouped
 /// queries, rotary positions and a norm of queries and keys are settings:

@@ -1,11 +1,7 @@
 //! RMSNorm.
 
 use super::Scope;
-use stepscope_core::error::Result;
-use stepscope_core::initializer::Initializer;
-use stepscope_core::params::Parameter;
-use stepscope_core::tape::{Tape, Var};
-use stepscope_core::tensor::Stored;
+use stepscope_core::{Initializer, Parameter, Result, Stored, Tape, Var};
 
 /// `y = gain x / sqrt(mean(x^2) + epsilon)` over the last extent (Zhang and Sennrich, 2019);
 /// `gain`: `[cols]`.

@@ -1,9 +1,8 @@
 //! A SwiGLU feed-forward layer.
 
 use super::{Linear, Scope};
-use stepscope_core::error::Result;
 use stepscope_core::ops::Activation;
-use stepscope_core::tape::{Tape, Var};
+use stepscope_core::{Result, Tape, Var};
 
 /// `y = (silu(x Wg) * (x Wu)) Wd` (Shazeer, 2020), without biases; `x`: `[.., in]`, `y`:
 /// `[.., out]`.

@@ -8,9 +8,7 @@ use super::rule::{UpdateArguments, UpdateRule, expect_state};
 use super::schedule::Schedule;
 use cuda_std::float_mode;
 use kernels::adamw::slot;
-use stepscope_core::error::Result;
-use stepscope_core::ops;
-use stepscope_core::step::Step;
+use stepscope_core::{Result, Step, ops};
 
 /// Adam with decoupled weight decay (Loshchilov and Hutter, 2019), as PyTorch computes it. The
 /// defaults are PyTorch's. An [`Optimizer`](crate::Optimizer) applies it.

@@ -15,15 +15,10 @@ use kernels::update::RUN;
 use sha2::{Digest, Sha256};
 use std::ops::Range;
 use std::sync::Arc;
-use stepscope_core::arena::Phase;
-use stepscope_core::buffer::Buffer;
-use stepscope_core::digest::hex;
-use stepscope_core::error::{Error, Result};
-use stepscope_core::non_finite::is_finite;
-use stepscope_core::ops;
-use stepscope_core::params::{Gradients, ParameterEntry, ParameterSpec, Parameters};
-use stepscope_core::step::Step;
-use stepscope_core::tensor::{Memory, Source, Tensor};
+use stepscope_core::internals::{Memory, hex, is_finite, watch_launches};
+use stepscope_core::{
+    Buffer, Error, Gradients, ParameterEntry, ParameterSpec, Parameters, Phase, Result, Source, Step, Tensor, ops,
+};
 
 /// An optimizer that updates weights by a rule `R` and keeps the rule's state on the device.
 /// [`AdamW`](crate::AdamW) and [`Sgd`](crate::Sgd) are two rules.
@@ -259,7 +254,7 @@ impl<R: UpdateRule> Optimizer<R> {
             let promised =
                 Promised { copy: copy.as_ref().map(Source::memory), groups: groups.as_ref().map(Source::memory) };
             let arguments = UpdateArguments { weights, copy, gradients, state, settings, groups, squared_norm };
-            let (queued, extents) = step.watch_launches(|| self.rule.queue(step, arguments));
+            let (queued, extents) = watch_launches(step, || self.rule.queue(step, arguments));
             queued?;
             promised.check(self.declared.name, &extents)?;
         }

@@ -8,9 +8,8 @@
 use super::range::at_least_zero;
 use kernels::update::RUN;
 use std::fmt;
-use stepscope_core::arena::ALIGN_BYTES;
-use stepscope_core::error::{Error, Result};
-use stepscope_core::params::{ParameterEntry, ParameterSpec};
+use stepscope_core::internals::ALIGN_BYTES;
+use stepscope_core::{Error, ParameterEntry, ParameterSpec, Result};
 
 // A parameter starts at the start of a run.
 const _: () = assert!((ALIGN_BYTES / size_of::<f32>()).is_multiple_of(RUN));
@@ -119,7 +118,7 @@ impl ParameterGroups {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use stepscope_core::initializer::Initializer;
+    use stepscope_core::Initializer;
 
     /// Makes parameters with these numbers of elements, `p0` and so on.
     fn spec(sizes: &[usize]) -> ParameterSpec {

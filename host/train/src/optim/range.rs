@@ -3,7 +3,7 @@
 #![forbid(unsafe_code)]
 
 use std::fmt::Display;
-use stepscope_core::error::{Error, Result};
+use stepscope_core::{Error, Result};
 
 /// Returns an error unless a setting satisfies its rule.
 pub(crate) fn expect(op: &'static str, name: &str, value: impl Display, holds: bool, rule: &str) -> Result<()> {

@@ -9,9 +9,7 @@
 
 use super::parameter_groups::ParameterGroup;
 use half::bf16;
-use stepscope_core::error::{Error, Result};
-use stepscope_core::step::Step;
-use stepscope_core::tensor::{Lent, LentMut, Tensor};
+use stepscope_core::{Error, Lent, LentMut, Result, Step, Tensor};
 
 /// A rule by which an optimizer updates weights, with its settings: [`AdamW`](crate::AdamW),
 /// [`Sgd`](crate::Sgd), or a struct of yours. [`Optimizer`](crate::Optimizer) does the rest.

@@ -5,7 +5,7 @@
 use super::parameter_groups::ParameterGroup;
 use super::range::expect;
 use cuda_std::float_mode;
-use stepscope_core::error::Result;
+use stepscope_core::Result;
 
 /// The change of the learning rate over the updates.
 #[derive(Clone, Copy, Debug, PartialEq)]

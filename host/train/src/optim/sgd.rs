@@ -7,9 +7,7 @@ use super::range::{at_least_zero, expect, expect_clip};
 use super::rule::{UpdateArguments, UpdateRule, expect_state};
 use super::schedule::Schedule;
 use kernels::sgd::slot;
-use stepscope_core::error::Result;
-use stepscope_core::ops;
-use stepscope_core::step::Step;
+use stepscope_core::{Result, Step, ops};
 
 /// Gradient descent with momentum (Sutskever et al., 2013), as `torch.optim.SGD` computes it with a
 /// dampening of 0. `g` is the clipped gradient plus the weight decay times the weight, and

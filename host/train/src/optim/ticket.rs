@@ -7,10 +7,8 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use stepscope_core::capture::CaptureInputs;
-use stepscope_core::capture::ReplayPrecondition;
-use stepscope_core::error::{Error, Result};
-use stepscope_core::step::Step;
+use stepscope_core::internals::{ReplayPrecondition, is_dry_run, is_recorded, require_each_replay};
+use stepscope_core::{CaptureInputs, Error, Result, Step};
 
 /// The right to apply one update of an optimizer.
 ///
@@ -128,7 +126,7 @@ impl Updates {
     pub(super) fn accept(self: &Arc<Self>, ticket: UpdateTicket, step: &Step<'_>) -> Result<()> {
         let refuse = |expected: &str, got: String| Err(Error::misuse(self.op, expected, got));
         match ticket.0 {
-            Right::EachReplay if !step.is_recorded() => {
+            Right::EachReplay if !is_recorded(step) => {
                 return refuse(
                     "the ticket of an `advance` in a step that is not captured",
                     "`UpdateTicket::each_replay`".into(),
@@ -139,7 +137,7 @@ impl Updates {
                     return refuse("one `apply` of an optimizer in a recorded step", "a second `apply`".into());
                 }
             }
-            Right::Once { number, .. } if step.is_recorded() => {
+            Right::Once { number, .. } if is_recorded(step) => {
                 let expected =
                     "`UpdateTicket::each_replay` in a captured step, because each replay makes another update";
                 return refuse(expected, format!("the ticket of update {number}"));
@@ -165,7 +163,7 @@ impl Updates {
     /// Counts the accepted update if it was queued and will run. Returns what queuing it gave.
     pub(super) fn count<Q>(&self, step: &Step<'_>, queued: Result<Q>) -> Result<Q> {
         let queued = step.launched(queued)?;
-        if !step.is_dry_run() {
+        if !is_dry_run(step) {
             self.made.fetch_add(1, Ordering::Relaxed);
         }
         Ok(queued)

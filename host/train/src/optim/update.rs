@@ -6,12 +6,8 @@
 
 use super::optimizer::Optimizer;
 use super::rule::UpdateRule;
-use stepscope_core::arena::Arena;
-use stepscope_core::error::{Error, Quantity, Result};
-use stepscope_core::non_finite::is_finite;
-use stepscope_core::params::{Gradients, Parameters};
-use stepscope_core::step::EagerStep;
-use stepscope_core::tape::{Tape, Var};
+use stepscope_core::internals::is_finite;
+use stepscope_core::{Arena, EagerStep, Error, Gradients, Parameters, Quantity, Result, Tape, Var};
 
 impl<R: UpdateRule> Optimizer<R> {
     /// Makes one update, in a step of its own. `loss` computes the loss on the tape, backward

@@ -9,10 +9,8 @@
 
 use crate::optim::{Optimizer, UpdateRule};
 use sha2::{Digest, Sha256};
-use stepscope_core::device::{DeviceKind, KernelTest, ptx_builds};
-use stepscope_core::digest::hex;
-use stepscope_core::error::{Error, Result};
-use stepscope_core::params::{ParameterEntry, Parameters};
+use stepscope_core::internals::{KernelTest, hex};
+use stepscope_core::{DeviceKind, Error, ParameterEntry, Parameters, Result, ptx_builds};
 use stepscope_group::agreement::Settings;
 
 /// Returns the settings of the parameters and the optimizer of a group of several ranks, without

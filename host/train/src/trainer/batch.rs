@@ -5,9 +5,8 @@ use cuda_std::float_mode;
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
-use stepscope_core::capture::HostInputs;
-use stepscope_core::device::MatrixInstruction;
-use stepscope_core::error::{Error, Result, short};
+use stepscope_core::internals::short;
+use stepscope_core::{Error, HostInputs, MatrixInstruction, Result};
 
 /// The name of the checkpoint note that stores [`EpochProgress`].
 pub(super) const PROGRESS: &str = "stepscope.epoch";

@@ -12,14 +12,8 @@ use cuda_std::float_mode;
 use std::panic::Location;
 use std::slice;
 use std::sync::atomic::Ordering;
-use stepscope_core::arena::Arena;
-use stepscope_core::buffer::Buffer;
-use stepscope_core::error::{Error, Quantity, Result};
-use stepscope_core::host_memory::MemoryShortage;
-use stepscope_core::non_finite::is_finite;
-use stepscope_core::ops;
-use stepscope_core::step::EagerStep;
-use stepscope_core::tape::Var;
+use stepscope_core::internals::is_finite;
+use stepscope_core::{Arena, Buffer, EagerStep, Error, MemoryShortage, Quantity, Result, Var, ops};
 
 /// Receives callbacks while an epoch runs. The default functions do nothing.
 pub trait Observer {

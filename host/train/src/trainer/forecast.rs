@@ -12,8 +12,8 @@ use super::model::Model;
 use super::setup::Trainer;
 use crate::checkpoint::writing_bytes;
 use crate::optim::UpdateRule;
-use stepscope_core::error::Result;
-use stepscope_core::host_memory::{MemoryForecast, MemoryShortage, ProcessMemory};
+use stepscope_core::internals::shortage_for;
+use stepscope_core::{MemoryForecast, MemoryShortage, ProcessMemory, Result};
 
 impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     /// Returns the reason why no update can begin. Either the host's available memory is below the
@@ -27,7 +27,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         }
         self.forecast = self.forecast()?;
         let still_wanted = self.forecast.as_ref().map(MemoryForecast::still_wanted_bytes);
-        Ok(still_wanted.and_then(|bytes| self.arena.shortage_for(bytes)))
+        Ok(still_wanted.and_then(|bytes| shortage_for(&self.arena, bytes)))
     }
 
     /// Returns the forecast, or none on systems that do not report the figures.

@@ -6,10 +6,8 @@ use super::model::{Model, TrainState};
 use crate::optim::UpdateRule;
 use std::ops::{Deref, DerefMut};
 use std::time::Duration;
-use stepscope_core::arena::{Arena, ArenaBuilder, Capacity, Growth, Measured, Overflow};
-use stepscope_core::capture::HostInputs;
-use stepscope_core::device::Device;
-use stepscope_core::error::Result;
+use stepscope_core::internals::{build_to_measure, make_room, measure_capture};
+use stepscope_core::{Arena, ArenaBuilder, Capacity, Device, Growth, HostInputs, Measured, Overflow, Result};
 
 /// The bytes of a sized arena in addition to the captured step's, for the small steps between two
 /// updates.
@@ -62,7 +60,7 @@ impl<'a> StepMemory<'a> {
         match self.0 {
             Source::Lent(arena) => Ok(TrainerArena::Lent(arena)),
             Source::Measured(builder) => {
-                let step = builder.build_to_measure()?.measure_capture(state, inputs, TrainState::record)?;
+                let step = measure_capture(&build_to_measure(&builder)?, state, inputs, TrainState::record)?;
                 let bytes = step.high_water_bytes().saturating_add(ROOM_BYTES);
                 Ok(TrainerArena::Owned(Box::new(builder.capacity(Capacity::Bytes(bytes)).build()?)))
             }
@@ -85,7 +83,7 @@ impl TrainerArena<'_> {
             Self::Lent(_) => Ok(()),
             Self::Owned(arena) => {
                 let bytes = measure(arena)?.high_water_bytes().saturating_add(ROOM_BYTES);
-                arena.make_room(bytes)
+                make_room(arena, bytes)
             }
         }
     }

@@ -6,19 +6,12 @@ use super::shards::Shards;
 use super::sync::{CallSite, GradientSync, Metric, Updated};
 use crate::checkpoint::Checkpoint;
 use crate::optim::{AdamW, Optimizer, ParameterGroups, UpdateRule, UpdateTicket};
-use stepscope_core::arena::Arena;
-use stepscope_core::bf16;
-use stepscope_core::capture::{CaptureInputs, DeviceBatch, HostInputs, Output};
-use stepscope_core::device::{Device, MatrixInstruction};
-use stepscope_core::error::Result;
-use stepscope_core::non_finite::NonFinite;
-use stepscope_core::ops::{self, Cast, Generator};
-use stepscope_core::params::{Gradients, Parameter, ParameterEntry, ParameterSpec, Parameters};
-use stepscope_core::precision::Precision;
-use stepscope_core::step::{EagerStep, Step};
-use stepscope_core::tape::{Tape, Var};
-use stepscope_core::tensor::{Element, Saved, Tensor};
-use stepscope_core::upload::Transfer;
+use stepscope_core::ops::{self, Cast, Generator, Precision};
+use stepscope_core::{
+    Arena, CaptureInputs, Device, DeviceBatch, EagerStep, Element, Gradients, HostInputs, MatrixInstruction, NonFinite,
+    Output, Parameter, ParameterEntry, ParameterSpec, Parameters, Result, Saved, Step, Tape, Tensor, Transfer, Var,
+    bf16,
+};
 use stepscope_group::Group;
 use stepscope_group::agreement::Settings;
 

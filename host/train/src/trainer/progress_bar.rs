@@ -13,8 +13,7 @@ use indicatif::{ProgressState, ProgressStyle};
 use std::fmt;
 use std::io::{Write, stderr};
 use std::time::{Duration, Instant};
-use stepscope_core::arena::Arena;
-use stepscope_core::error::Result;
+use stepscope_core::{Arena, Result};
 
 /// The time between two redraws on a terminal.
 const DRAW_EVERY: Duration = Duration::from_millis(100);
@@ -275,8 +274,7 @@ fn write_line(text: &str) {
 mod tests {
     use super::*;
     use indicatif::{InMemoryTerm, ProgressDrawTarget};
-    use stepscope_core::arena::Capacity;
-    use stepscope_core::device::{Device, DeviceKind};
+    use stepscope_core::{Capacity, Device, DeviceKind};
 
     fn arena() -> Arena {
         let device = Device::open(DeviceKind::Emulated).unwrap();

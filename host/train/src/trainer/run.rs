@@ -10,9 +10,8 @@ use cuda_std::float_mode;
 use std::ops::Range;
 use std::panic::Location;
 use std::sync::atomic::Ordering;
-use stepscope_core::device::PinnedReadback;
-use stepscope_core::error::{Error, Quantity, Result};
-use stepscope_core::non_finite::{NonFinite, is_finite};
+use stepscope_core::internals::{PinnedReadback, is_finite};
+use stepscope_core::{Error, NonFinite, Quantity, Result};
 
 /// The number of updates between two checks of all weights. Reading the weights of GPT-2 takes as
 /// long as one update.

@@ -10,12 +10,8 @@ use crate::optim::{AdamW, UpdateRule};
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
-use stepscope_core::arena::Arena;
-use stepscope_core::capture::CaptureReport;
-use stepscope_core::device::PinnedReadback;
-use stepscope_core::error::Result;
-use stepscope_core::host_memory::MemoryForecast;
-use stepscope_core::non_finite::NonFinite;
+use stepscope_core::internals::PinnedReadback;
+use stepscope_core::{Arena, CaptureReport, MemoryForecast, NonFinite, Result};
 
 /// Trains a model, with update rule `R`.
 ///

@@ -26,12 +26,9 @@ use std::convert::Infallible;
 use std::ops::Range;
 use std::panic::Location;
 use std::sync::atomic::{AtomicBool, Ordering};
-use stepscope_core::arena::{Arena, Phase};
-use stepscope_core::buffer::Buffer;
-use stepscope_core::error::{Error, Result};
-use stepscope_core::host_memory::MemoryShortage;
-use stepscope_core::ops;
-use stepscope_core::params::{Gradients, Parameter, ParameterEntry, Parameters};
+use stepscope_core::{
+    Arena, Buffer, Error, Gradients, MemoryShortage, Parameter, ParameterEntry, Parameters, Phase, Result, ops,
+};
 use stepscope_group::agreement::{Settings, expect_same};
 use stepscope_group::{Group, Slices};
 

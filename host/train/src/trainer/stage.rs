@@ -4,8 +4,8 @@
 
 use super::model::{StepMetrics, TrainState};
 use std::ops::Range;
-use stepscope_core::capture::{Captured, Output};
-use stepscope_core::device::PinnedReadback;
+use stepscope_core::internals::PinnedReadback;
+use stepscope_core::{Captured, Output};
 
 /// The way in which the steps run.
 pub(super) enum Stage<M, R> {

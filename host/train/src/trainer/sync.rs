@@ -10,13 +10,9 @@ use crate::optim::{Optimizer, UpdateRule, UpdateTicket};
 use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
-use stepscope_core::arena::Arena;
-use stepscope_core::buffer::Buffer;
-use stepscope_core::error::{Error, Result};
-use stepscope_core::host_memory::MemoryShortage;
-use stepscope_core::params::{Gradients, Parameter, Parameters};
-use stepscope_core::step::EagerStep;
-use stepscope_core::tensor::Tensor;
+use stepscope_core::{
+    Arena, Buffer, EagerStep, Error, Gradients, MemoryShortage, Parameter, Parameters, Result, Tensor,
+};
 use stepscope_group::agreement::Settings;
 
 /// The line of the program from which all ranks are expected to call.

@@ -179,7 +179,6 @@ impl<'s> AttentionConfig<'s> {
 }
 
 /// The sizes of q, k and v.
-#[doc(hidden)]
 #[derive(Clone, Copy, Debug)]
 pub struct Sizes {
     pub(in super::super) batch: usize,

@@ -126,7 +126,6 @@ impl Gemm {
 }
 
 /// The epilogue: the operation on the sums before they are written.
-#[doc(hidden)]
 #[derive(Debug)]
 pub enum Epilogue<'e, 's, S: Stored> {
     Store,
