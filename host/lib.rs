@@ -73,6 +73,7 @@ pub mod capture {
 
 /// Checks: gradients against finite differences, kernels against committed digests, injected
 /// faults, and recordings of an arena's memory.
+#[cfg(feature = "check")]
 pub mod check {
     #[cfg(feature = "nvtx")]
     pub use stepscope_check::NvtxLayer;
@@ -107,12 +108,13 @@ pub mod files {
     };
 }
 
-/// Ranks that train one model together, and their faults.
+/// Ranks that train one model together (feature `group`), and their faults.
 pub mod group {
     pub use stepscope_core::{
         DifferentSetting, Disagreement, LastHeard, RankFault, RankFaultKind, RendezvousFault, RendezvousFaultKind,
         ValueOnRanks,
     };
+    #[cfg(feature = "group")]
     pub use stepscope_group::{Group, GroupConfig};
 }
 

@@ -331,7 +331,7 @@ impl Sanitizer {
     /// lost.
     fn call<R: Send + 'static>(&self, call: impl FnOnce() -> R + Send + 'static) -> Option<R> {
         // SAFETY: the functions of the tool only describe memory to it.
-        let called = unsafe { self.device.in_context("sanitizer", call) };
+        let called = unsafe { in_context(&self.device, "sanitizer", call) };
         called.inspect_err(|error| tracing::debug!(%error, "a call to the sanitizer failed")).ok()
     }
 }
@@ -443,7 +443,7 @@ mod tests {
         let mut arena = Arena::builder(&device).capacity(Capacity::Bytes(BYTES)).build().unwrap();
         // SAFETY: the functions have NVTX's types.
         let tool = unsafe { Tool::new(initialize) }.unwrap();
-        arena.observe(Box::new(Sanitizer::new(tool, &device)));
+        observe(&mut arena, Box::new(Sanitizer::new(tool, &device)));
         let [Call::Heap { address, bytes }] = recorded()[..] else { panic!("one arena") };
         assert_eq!(bytes, BYTES);
         (arena, address)

@@ -22,13 +22,9 @@ const DIGITS: usize = 32;
 pub struct Settings(Vec<(String, String)>);
 
 impl Settings {
-    pub fn add(&mut self, name: impl Into<String>, value: impl AsRef<str>) {
-        self.0.push((name.into(), shortened(value.as_ref())));
-    }
-
-    /// Adds an optional value.
-    pub fn add_option(&mut self, name: impl Into<String>, value: Option<impl ToString>) {
-        self.add(name, value.map_or("none".into(), |value| value.to_string()));
+    /// Collects names and values.
+    pub fn of(pairs: &[(impl AsRef<str>, impl AsRef<str>)]) -> Self {
+        Self(pairs.iter().map(|(name, value)| (name.as_ref().into(), shortened(value.as_ref()))).collect())
     }
 
     fn value(&self, name: &str) -> Option<&str> {
@@ -93,9 +89,7 @@ mod tests {
     use super::*;
 
     fn settings(pairs: &[(&str, &str)]) -> Settings {
-        let mut settings = Settings::default();
-        pairs.iter().for_each(|(name, value)| settings.add(*name, value));
-        settings
+        Settings::of(pairs)
     }
 
     fn differ(all: &[Settings]) -> String {

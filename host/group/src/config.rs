@@ -40,7 +40,8 @@ impl GroupConfig {
     }
 
     /// Sets the secret that only the ranks share: 16 bytes or more. It keeps strangers out and
-    /// encrypts the connections between ranks, but not those of NCCL between their GPUs.
+    /// encrypts the connections between ranks, but not those of NCCL between their GPUs. A group
+    /// with a secret needs feature `encrypted`.
     pub fn secret(mut self, secret: impl AsRef<[u8]>) -> Self {
         self.secret = Secret::new(secret.as_ref());
         self
@@ -77,7 +78,8 @@ impl GroupConfig {
     }
 
     /// Creates configurations for ranks that are threads of this process, one per rank. They meet
-    /// at a port of this host that the system selects, with a random secret.
+    /// at a port of this host that the system selects, with a random secret. Several ranks
+    /// therefore need feature `encrypted`.
     ///
     /// # Errors
     /// [`Error::Misuse`] for an invalid number of ranks. [`Error::System`] if the system has no
@@ -106,9 +108,15 @@ impl GroupConfig {
     }
 
     /// # Errors
-    /// [`Error::Misuse`] for invalid numbers and secrets.
+    /// [`Error::Misuse`] for invalid numbers and secrets, and for a secret that this build cannot
+    /// use.
     pub(super) fn check(&self) -> Result<()> {
         check_ranks(self.rank, self.ranks)?;
+        // A single rank has no connection.
+        if self.ranks > 1 && self.secret.is_set() && !cfg!(feature = "encrypted") {
+            let expected = "a build of stepscope with feature `encrypted`, because the group has a secret";
+            return Err(Error::misuse("group", expected, "a build without it"));
+        }
         self.secret.check()
     }
 }

@@ -124,8 +124,7 @@ impl Group {
 
     fn link_devices(&self, device: &Device, location: &'static Location<'static>) -> Result<DeviceLink> {
         let mesh = &self.0.mesh;
-        let mut settings = Settings::default();
-        settings.add("kind of device", device.description().kind.to_string());
+        let settings = Settings::of(&[("kind of device", device.description().kind.to_string())]);
         self.compare("link", &settings, location)?;
         let name = if self.rank() == 0 { DeviceLink::name(device)? } else { Vec::new() };
         let call = Call { op: "link", element: "u8", count: 0, location };
@@ -212,9 +211,7 @@ impl Group {
     /// the deadline.
     #[track_caller]
     pub fn agree_on(&self, settings: &[(impl AsRef<str>, impl AsRef<str>)]) -> Result<()> {
-        let mut own = Settings::default();
-        settings.iter().for_each(|(name, value)| own.add(name.as_ref(), value));
-        self.compare("agree_on", &own, Location::caller())
+        self.compare("agree_on", &Settings::of(settings), Location::caller())
     }
 
     /// Compares the library's own settings, as [`Group::agree_on`] compares a program's.

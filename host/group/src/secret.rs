@@ -4,6 +4,7 @@
 
 #![forbid(unsafe_code)]
 
+#[cfg(feature = "encrypted")]
 use sha2::{Digest, Sha256};
 use std::fmt;
 use stepscope_core::{Error, Resource, Result};
@@ -13,6 +14,7 @@ const LEAST: usize = 16;
 /// The bytes of a key, and of a random secret.
 const KEY: usize = 32;
 /// The purpose of the key, so that it is valid for nothing else.
+#[cfg(feature = "encrypted")]
 const DOMAIN: &[u8] = b"stepscope group: key of the handshake\n";
 
 /// The secret that only the ranks of a group share. None if only this host can connect.
@@ -56,6 +58,7 @@ impl Secret {
     }
 
     /// Returns the key that both ends of a handshake must have.
+    #[cfg(feature = "encrypted")]
     pub(crate) fn key(&self) -> [u8; KEY] {
         let secret = self.0.as_deref().unwrap_or_default();
         Sha256::new().chain_update(DOMAIN).chain_update(secret).finalize().into()

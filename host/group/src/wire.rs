@@ -18,8 +18,8 @@ use stepscope_core::{RankFault, RendezvousFault};
 /// The version of the protocol after [`Message::Hello`]. From version 4 on, the messages up to and
 /// including it never change.
 pub(crate) const PROTOCOL: u32 = 4;
-/// The start of a greeting.
-const MAGIC: [u8; 16] = *b"stepscope noise\n";
+/// The start of a greeting, which names the channel.
+const MAGIC: [u8; 16] = if cfg!(feature = "encrypted") { *b"stepscope noise\n" } else { *b"stepscope plain\n" };
 /// The start of a greeting before version 4, and the most bytes that followed it.
 const OLD_MAGIC: [u8; 16] = *b"stepscope group\n";
 const OLD_GREETING: usize = 32 + 2 * U32;
@@ -297,7 +297,9 @@ impl Message {
     /// Returns the fault of values that have the right types.
     fn check(&self) -> Result<(), &'static str> {
         let (is_right, what) = match self {
-            Self::Greeting(greeting) if greeting.magic != MAGIC => (false, "another greeting"),
+            Self::Greeting(greeting) if greeting.magic != MAGIC => {
+                (false, "another greeting; build all ranks with the same features")
+            }
             Self::Greeting(Greeting { rank, ranks, .. }) => {
                 (*ranks as usize <= MOST_RANKS && rank < ranks, "an impossible rank")
             }

@@ -161,6 +161,7 @@ impl Checkpoint {
     }
 
     /// Returns the digest of the whole contents.
+    #[cfg(feature = "group")]
     pub(crate) fn digest(&self) -> Result<&str> {
         self.note(DIGEST)
     }

@@ -44,8 +44,8 @@ impl KernelTest {
         inventory::iter::<Self>.into_iter().next().ok_or_else(|| {
             Error::misuse(
                 "self_test",
-                "a program that links `stepscope-check`, as every user of `stepscope` does",
-                "none",
+                "a build of stepscope with feature `check`, which has the test of kernels",
+                "a build without it",
             )
         })
     }

@@ -12,7 +12,6 @@ use cuda_std::float_mode;
 use cuda_std::launch::Extent;
 use half::bf16;
 use kernels::update::RUN;
-use sha2::{Digest, Sha256};
 use std::ops::Range;
 use std::sync::Arc;
 use stepscope_core::internals::{Memory, hex, is_finite, watch_launches};
@@ -208,6 +207,7 @@ impl<R: UpdateRule> Optimizer<R> {
 
     /// Applies the update to the slices whose state is on this rank, with a norm that the caller
     /// supplies. The caller that collects the other slices rounds all weights to their copy.
+    #[cfg(feature = "group")]
     #[track_caller]
     pub(crate) fn apply_slices<'s>(
         &mut self,
@@ -325,17 +325,6 @@ impl<R: UpdateRule + ?Sized> Optimizer<R> {
             all.push((format!("parameter group {number}"), value));
         }
         Ok(Some(all))
-    }
-
-    /// Returns the SHA-256 of the state, in hexadecimal. `None` if no update has changed the state,
-    /// or if it covers only slices, which other ranks do not have. Waits.
-    pub(crate) fn state_sha256(&self) -> Result<Option<String>> {
-        if self.updates() == 0 || self.whole_state().is_err() {
-            return Ok(None);
-        }
-        let mut hash = Sha256::new();
-        self.state.iter().try_for_each(|state| state.hash_into(&mut hash, 0..state.len()))?;
-        Ok(Some(hex(&hash.finalize())))
     }
 
     /// The number of updates made so far, queued by [`Optimizer::apply`] or by a replay.

@@ -133,7 +133,7 @@ impl Updates {
                 );
             }
             Right::EachReplay => {
-                if !step.require_each_replay(Arc::<Self>::clone(self)) {
+                if !require_each_replay(step, Arc::<Self>::clone(self)) {
                     return refuse("one `apply` of an optimizer in a recorded step", "a second `apply`".into());
                 }
             }

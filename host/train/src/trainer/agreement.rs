@@ -1,9 +1,9 @@
 //! Collects the settings that all ranks of a group must share, as names and values.
 //!
 //! Invariant: this file collects every property of a train state, trainer or batch that decides the
-//! weights after an update. [`Group::agree_on`](stepscope_group::Group::agree_on) compares the properties
-//! that only the program can access. Properties that do not decide the weights, such as whether
-//! steps are captured, are left out, so ranks may differ in them.
+//! weights after an update. `Group::agree_on` compares the properties that only the program can
+//! access. Properties that do not decide the weights, such as whether steps are captured, are left
+//! out, so ranks may differ in them.
 
 #![forbid(unsafe_code)]
 
@@ -11,7 +11,21 @@ use crate::optim::{Optimizer, UpdateRule};
 use sha2::{Digest, Sha256};
 use stepscope_core::internals::{KernelTest, hex};
 use stepscope_core::{DeviceKind, Error, ParameterEntry, Parameters, Result, ptx_builds};
-use stepscope_group::agreement::Settings;
+
+/// The names and values of one rank.
+#[derive(Debug, Default)]
+pub(super) struct Settings(pub(super) Vec<(String, String)>);
+
+impl Settings {
+    pub(super) fn add(&mut self, name: impl Into<String>, value: impl Into<String>) {
+        self.0.push((name.into(), value.into()));
+    }
+
+    /// Adds an optional value.
+    pub(super) fn add_option(&mut self, name: impl Into<String>, value: Option<impl ToString>) {
+        self.add(name, value.map_or("none".into(), |value| value.to_string()));
+    }
+}
 
 /// Returns the settings of the parameters and the optimizer of a group of several ranks, without
 /// the weights themselves. Waits for the device.
@@ -43,6 +57,7 @@ pub(super) fn of_optimizer<R: UpdateRule>(
 
 /// Returns the settings of an update: its number, the lengths of the batch's parts, and the rule's
 /// settings for it.
+#[cfg(feature = "group")]
 pub(super) fn of_update<R: UpdateRule>(optimizer: &Optimizer<R>, lens: &[usize]) -> Result<Settings> {
     let number = optimizer.updates().saturating_add(1);
     let mut settings = Settings::default();

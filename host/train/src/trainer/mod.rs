@@ -22,6 +22,7 @@ mod model;
 mod progress_bar;
 mod run;
 mod setup;
+#[cfg(feature = "group")]
 mod shards;
 mod stage;
 mod sync;

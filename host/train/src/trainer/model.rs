@@ -1,8 +1,7 @@
 //! The model, and the training step. The same step function runs eagerly and captured.
 
-use super::agreement;
+use super::agreement::{self, Settings};
 use super::batch::{EpochProgress, MicroBatch, compare_instructions, dropout_seed};
-use super::shards::Shards;
 use super::sync::{CallSite, GradientSync, Metric, Updated};
 use crate::checkpoint::Checkpoint;
 use crate::optim::{AdamW, Optimizer, ParameterGroups, UpdateRule, UpdateTicket};
@@ -12,8 +11,6 @@ use stepscope_core::{
     Output, Parameter, ParameterEntry, ParameterSpec, Parameters, Result, Saved, Step, Tape, Tensor, Transfer, Var,
     bf16,
 };
-use stepscope_group::Group;
-use stepscope_group::agreement::Settings;
 
 /// A model that a [`Trainer`](super::Trainer) can train: parameter handles, and the computation
 /// from a batch to a loss.
@@ -113,42 +110,6 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
     pub fn with_dropout(self, seed: u64) -> Result<Self> {
         let generator = Generator::new(self.parameters.flat().device(), seed)?;
         Ok(Self { generator: Some(generator), ..self })
-    }
-
-    /// Distributes training over all ranks of a group. Each rank gets the same number of the
-    /// `shards`, adjacent in the batch. It also gets the optimizer state for one slice of each
-    /// bucket of the weights. Call it last. The weights after an update depend on the number of
-    /// shards but not on the number of ranks, and are equal on all ranks.
-    ///
-    /// Every rank is given the whole batch, in at least as many parts as there are shards. It reads
-    /// the values only of its own parts (see [`Group::own_parts`]). Shard s starts at part
-    /// `s * parts / shards`. Each shard's gradients are computed separately and accumulated over
-    /// its parts as without a group. One binary tree then sums the shards.
-    ///
-    /// The optimizer's rule sees only this rank's slices, one after another, so it must update each
-    /// weight from only its own gradient and state. [`TrainState::gradients`] holds the sums in
-    /// this rank's slices, and unspecified values elsewhere unless
-    /// [`Trainer::accumulate`](super::Trainer::accumulate) computed them. After an error on any
-    /// rank, all ranks end. Resume from a checkpoint, with any number of ranks.
-    ///
-    /// Memory: one buffer the size of the gradients, plus one more for each doubling of the shards
-    /// per rank.
-    ///
-    /// All ranks must have the same parameters, optimizer and shards. They compare these here.
-    /// Before the first update they compare everything that decides the weights: these again, the
-    /// weights, the precision and the dropout seed. Only the program can access some properties,
-    /// such as the data. Compare those with [`Group::agree_on`].
-    ///
-    /// # Errors
-    /// [`Error::Misuse`](stepscope_core::Error::Misuse) if the number of shards is not a power of
-    /// two or not a multiple of the number of ranks. The same if the rule returns no
-    /// [`UpdateRule::configuration`]. [`Error::Disagreement`](stepscope_core::Error::Disagreement)
-    /// if ranks differ. [`Error::Rank`](stepscope_core::Error::Rank) if a rank does not arrive.
-    /// [`Error::DeviceMemory`](stepscope_core::Error::DeviceMemory) if memory runs out.
-    #[track_caller]
-    pub fn in_group(mut self, group: &Group, shards: usize) -> Result<Self> {
-        self.sync = Box::new(Shards::new(group.clone(), shards, &self.parameters, &mut self.optimizer)?);
-        Ok(self)
     }
 
     /// Returns everything that decides the weights in a train state of a group of several ranks.

@@ -18,10 +18,12 @@
 //! element.
 
 use super::agreement;
+use super::model::{Model, TrainState};
 use super::sync::{CallSite, Ending, GradientSync, Metric, OwnParts, Updated};
 use crate::checkpoint::Checkpoint;
 use crate::optim::{Optimizer, UpdateRule, UpdateTicket};
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 use std::convert::Infallible;
 use std::ops::Range;
 use std::panic::Location;
@@ -72,6 +74,44 @@ struct PeerBuffers {
     travelling: usize,
 }
 
+impl<M: Model, R: UpdateRule> TrainState<M, R> {
+    /// Distributes training over all ranks of a group. Each rank gets the same number of the
+    /// `shards`, adjacent in the batch. It also gets the optimizer state for one slice of each
+    /// bucket of the weights. Call it last. The weights after an update depend on the number of
+    /// shards but not on the number of ranks, and are equal on all ranks.
+    ///
+    /// Every rank is given the whole batch, in at least as many parts as there are shards. It reads
+    /// the values only of its own parts (see [`Group::own_parts`]). Shard s starts at part
+    /// `s * parts / shards`. Each shard's gradients are computed separately and accumulated over
+    /// its parts as without a group. One binary tree then sums the shards.
+    ///
+    /// The optimizer's rule sees only this rank's slices, one after another, so it must update each
+    /// weight from only its own gradient and state. [`TrainState::gradients`] holds the sums in
+    /// this rank's slices, and unspecified values elsewhere unless
+    /// [`Trainer::accumulate`](super::Trainer::accumulate) computed them. After an error on any
+    /// rank, all ranks end. Resume from a checkpoint, with any number of ranks.
+    ///
+    /// Memory: one buffer the size of the gradients, plus one more for each doubling of the shards
+    /// per rank.
+    ///
+    /// All ranks must have the same parameters, optimizer and shards. They compare these here.
+    /// Before the first update they compare everything that decides the weights: these again, the
+    /// weights, the precision and the dropout seed. Only the program can access some properties,
+    /// such as the data. Compare those with [`Group::agree_on`].
+    ///
+    /// # Errors
+    /// [`Error::Misuse`](stepscope_core::Error::Misuse) if the number of shards is not a power of
+    /// two or not a multiple of the number of ranks. The same if the rule returns no
+    /// [`UpdateRule::configuration`]. [`Error::Disagreement`](stepscope_core::Error::Disagreement)
+    /// if ranks differ. [`Error::Rank`](stepscope_core::Error::Rank) if a rank does not arrive.
+    /// [`Error::DeviceMemory`](stepscope_core::Error::DeviceMemory) if memory runs out.
+    #[track_caller]
+    pub fn in_group(mut self, group: &Group, shards: usize) -> Result<Self> {
+        self.sync = Box::new(Shards::new(group.clone(), shards, &self.parameters, &mut self.optimizer)?);
+        Ok(self)
+    }
+}
+
 impl Shards {
     /// Splits the batch into `shards` shards, and the optimizer's state into one slice per rank.
     #[track_caller]
@@ -89,7 +129,7 @@ impl Shards {
         let device = parameters.flat().device();
         let elements = parameters.spec().elements();
         let state = if ranks > 1 {
-            let state = group.broadcast_error(optimizer.state_sha256())?;
+            let state = group.broadcast_error(state_sha256(optimizer))?;
             let settings = group.broadcast_error(agreement::of_optimizer(shards, parameters, optimizer))?;
             group.compare("in_group", &with_state(settings, state.as_deref()), Location::caller())?;
             state
@@ -218,7 +258,7 @@ impl<R: UpdateRule> GradientSync<R> for Shards {
         &self,
         parameters: &Parameters,
         optimizer: &Optimizer<R>,
-        settings: &dyn Fn(usize) -> Result<Settings>,
+        settings: &dyn Fn(usize) -> Result<agreement::Settings>,
         site: CallSite,
     ) -> Result<()> {
         self.check(parameters, optimizer)?;
@@ -242,7 +282,7 @@ impl<R: UpdateRule> GradientSync<R> for Shards {
         site: CallSite,
     ) -> Result<OwnParts> {
         let shards = self.own(lens)?;
-        let settings = agreement::of_update(optimizer, lens)?;
+        let settings = Settings::of(&agreement::of_update(optimizer, lens)?.0);
         if let Some(among) = &mut self.among {
             among.travelling = 0;
         }
@@ -414,16 +454,27 @@ impl<R: UpdateRule> GradientSync<R> for Shards {
 
     /// The ranks compare all settings again before the next update.
     fn restore(&mut self, checkpoint: &Checkpoint, site: CallSite) -> Result<()> {
-        let mut settings = Settings::default();
-        settings.add("checkpoint", checkpoint.digest()?);
+        let settings = Settings::of(&[("checkpoint", checkpoint.digest()?)]);
         self.group.compare("restore", &settings, site)?;
         (self.state, self.agreed) = (None, AtomicBool::new(self.group.ranks() == 1));
         Ok(())
     }
 }
 
-/// Returns the settings with the digest of the optimizer's state added.
-fn with_state(mut settings: Settings, state: Option<&str>) -> Settings {
+/// Returns the SHA-256 of an optimizer's state, in hexadecimal. `None` if no update has changed the
+/// state, or if it covers only slices, which other ranks do not have. Waits.
+fn state_sha256<R: UpdateRule>(optimizer: &Optimizer<R>) -> Result<Option<String>> {
+    let Ok(state) = optimizer.whole_state() else { return Ok(None) };
+    if optimizer.updates() == 0 {
+        return Ok(None);
+    }
+    let mut hash = Sha256::new();
+    state.iter().try_for_each(|state| state.hash_into(&mut hash, 0..state.len()))?;
+    Ok(Some(hex(&hash.finalize())))
+}
+
+/// Returns the settings to compare, with the digest of the optimizer's state added.
+fn with_state(mut settings: agreement::Settings, state: Option<&str>) -> Settings {
     state.into_iter().for_each(|state| settings.add("digest of the optimizer's state", state));
-    settings
+    Settings::of(&settings.0)
 }

@@ -5,6 +5,7 @@
 
 #![forbid(unsafe_code)]
 
+use super::agreement::Settings;
 use crate::checkpoint::Checkpoint;
 use crate::optim::{Optimizer, UpdateRule, UpdateTicket};
 use std::fmt;
@@ -13,7 +14,6 @@ use std::panic::Location;
 use stepscope_core::{
     Arena, Buffer, EagerStep, Error, Gradients, MemoryShortage, Parameter, Parameters, Result, Tensor,
 };
-use stepscope_group::agreement::Settings;
 
 /// The line of the program from which all ranks are expected to call.
 pub(super) type CallSite = &'static Location<'static>;
@@ -25,6 +25,7 @@ pub(super) type Metric<'m> = dyn for<'s> FnMut(&EagerStep<'s>, &Tensor<'s>) -> R
 #[derive(Debug)]
 pub(super) struct Ending {
     /// True if the stop flag is set.
+    #[cfg_attr(not(feature = "group"), expect(dead_code, reason = "one GPU stops between updates"))]
     pub(super) stop: bool,
     pub(super) short: Option<MemoryShortage>,
 }
