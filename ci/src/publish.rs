@@ -280,7 +280,7 @@ fn semver(release: &Release) -> Outcome {
         // The check cannot read macros. Features that the baseline lacks are only for the current version.
         let features = match package {
             "stepscope-cuda-std-macros" => continue,
-            "stepscope" => "--features dlpack,ndarray,nvtx --current-features progress",
+            "stepscope" => "--features dlpack,ndarray,nvtx --current-features check,encrypted,group,progress",
             _ => "",
         };
         // device/rust-cuda has a package of the same name, and the check accepts only one.

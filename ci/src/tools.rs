@@ -12,7 +12,7 @@ use tempfile::TempDir;
 pub(crate) type Outcome<T = ()> = Result<T, String>;
 
 /// All features of the package. The same everywhere, so that nothing is built twice.
-pub(crate) const EVERY_FEATURE: &str = "cuda,dlpack,ndarray,nvtx,progress";
+pub(crate) const EVERY_FEATURE: &str = "check,cuda,dlpack,encrypted,group,ndarray,nvtx,progress";
 
 /// Prints the title of a part of a check.
 pub(crate) fn say(title: impl Display) {

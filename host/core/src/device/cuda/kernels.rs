@@ -319,14 +319,14 @@ impl LaunchAttribute {
     };
 }
 
-static_assertions::const_assert_eq!(size_of::<LaunchConfig>(), 56);
-static_assertions::const_assert_eq!(size_of::<LaunchAttribute>(), 72);
+const _: () = assert!(size_of::<LaunchConfig>() == 56);
+const _: () = assert!(size_of::<LaunchAttribute>() == 72);
 
 /// `CUtensorMap`: what the copy engine reads.
 #[repr(C, align(64))]
 struct EncodedMap([u64; 16]);
 
-static_assertions::const_assert_eq!(size_of::<EncodedMap>(), 128);
+const _: () = assert!(size_of::<EncodedMap>() == 128);
 
 impl EncodedMap {
     /// Encodes a map of BF16, or of f32 that is rounded to TF32. Its boxes have rows of 128 bytes,
