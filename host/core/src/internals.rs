@@ -47,7 +47,7 @@ pub use crate::host_memory::zeros;
 pub use crate::non_finite::{all_finite, are_finite};
 /// Invariant: the lists contain each op that is declared by one expression, once.
 pub use crate::ops::declare::{BINARY, BinaryOp, ChosenArguments, ChosenLaunch, Declared, Operands, UNARY, UnaryOp};
-pub use crate::ops::squared_norms_into;
+pub use crate::ops::reduce::squared_norms_into;
 pub use crate::params::{NOTES, Scope};
 /// Invariant: a replay takes all preconditions of its step, or none, before it queues any work.
 pub use crate::preconditions::ReplayPrecondition;

@@ -5,8 +5,8 @@
 //! [`Error::Panic`]. Every other variant names the call that failed and the reason that the system
 //! gave.
 
-pub mod disagreement;
-pub mod rank_fault;
+pub(crate) mod disagreement;
+pub(crate) mod rank_fault;
 mod system;
 
 pub use system::{Resource, SystemError};
@@ -386,6 +386,7 @@ impl Error {
         }
     }
 
+    /// An error of a file, with what is wrong about it.
     pub fn file(path: impl Into<PathBuf>, reason: impl ToString) -> Self {
         Self::File { path: path.into(), reason: reason.to_string() }
     }

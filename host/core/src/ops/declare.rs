@@ -44,10 +44,10 @@ pub enum Operands {
 }
 
 /// A function of one tensor.
-pub type Unary<S> = for<'s> fn(&Step<'s>, &Tensor<'s, S>) -> Result<Tensor<'s, S>>;
+pub(crate) type Unary<S> = for<'s> fn(&Step<'s>, &Tensor<'s, S>) -> Result<Tensor<'s, S>>;
 
 /// A function of two tensors of the same shape.
-pub type Binary<S> = for<'s> fn(&Step<'s>, &Tensor<'s, S>, &Tensor<'s, S>) -> Result<Tensor<'s, S>>;
+pub(crate) type Binary<S> = for<'s> fn(&Step<'s>, &Tensor<'s, S>, &Tensor<'s, S>) -> Result<Tensor<'s, S>>;
 
 /// The arguments that a test of a contract chooses. Each method returns the honest argument for an
 /// honest launch.

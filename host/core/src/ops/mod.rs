@@ -28,7 +28,7 @@ mod matmul;
 mod norm;
 mod precision;
 mod qk_norm;
-mod reduce;
+pub(crate) mod reduce;
 mod rotary;
 mod sgd;
 mod shapes;
@@ -69,7 +69,6 @@ pub use matmul::{
 };
 pub use norm::{rms_norm, rms_norm_backward, rms_norm_residual};
 pub use qk_norm::{QkNorm, qk_norm, qk_norm_backward};
-pub(crate) use reduce::squared_norms_into;
 pub use reduce::{
     argmax_columns, max, max_columns, mean, scaled_sum, squared_norm, sum, sum_columns, sum_rows, sum_rows_into,
 };

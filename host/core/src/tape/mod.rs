@@ -24,4 +24,4 @@ pub use backward::Backward;
 pub use op::Op;
 pub use recompute_input::RecomputeInput;
 pub use record::Tape;
-pub use var::{AnyVar, Dependence, Var};
+pub use var::{AnyVar, Var};

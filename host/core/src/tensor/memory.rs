@@ -53,6 +53,7 @@ impl<T: Pod> Memory<T> {
         (self.owner, self.address, self.len)
     }
 
+    /// The address of its first byte.
     pub fn address(self) -> u64 {
         self.address
     }
@@ -67,6 +68,7 @@ impl<T: Pod> Memory<T> {
         self.owner == owner
     }
 
+    /// The number of its elements.
     #[allow(clippy::len_without_is_empty, reason = "no caller asks for that")]
     pub fn len(self) -> usize {
         self.len

@@ -14,7 +14,7 @@ use half::bf16;
 use kernels::update::RUN;
 use std::ops::Range;
 use std::sync::Arc;
-use stepscope_core::internals::{Memory, hex, is_finite, watch_launches};
+use stepscope_core::internals::{Memory, is_finite, watch_launches};
 use stepscope_core::{
     Buffer, Error, Gradients, ParameterEntry, ParameterSpec, Parameters, Phase, Result, Source, Step, Tensor, ops,
 };

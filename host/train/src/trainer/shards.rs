@@ -28,6 +28,7 @@ use std::convert::Infallible;
 use std::ops::Range;
 use std::panic::Location;
 use std::sync::atomic::{AtomicBool, Ordering};
+use stepscope_core::internals::{self, hex};
 use stepscope_core::{
     Arena, Buffer, Error, Gradients, MemoryShortage, Parameter, ParameterEntry, Parameters, Phase, Result, ops,
 };
@@ -360,7 +361,7 @@ impl<R: UpdateRule> GradientSync<R> for Shards {
                 let parts = step.lend(parts, [ranks, slices.pitch(bucket)])?;
                 ops::sum_parts_into(step, &parts, &mut sum)?;
                 let mut norms = step.lend_mut(norms, chunks)?.part(Slices::chunks_in(&own));
-                ops::squared_norms_into(step, &sum, &mut norms)?;
+                internals::squared_norms_into(step, &sum, &mut norms)?;
             }
             Ok(())
         })?;
