@@ -22,7 +22,7 @@ use tracing_subscriber::registry::LookupSpan;
 
 /// A recorded span.
 #[derive(Clone, Debug)]
-struct Heard {
+struct RecordedSpan {
     depth: usize,
     name: &'static str,
     level: Level,
@@ -30,14 +30,14 @@ struct Heard {
     ended: bool,
 }
 
-impl Heard {
+impl RecordedSpan {
     fn number(&self, field: &str) -> u64 {
         let text = self.fields.get(field).unwrap_or_else(|| panic!("no `{field}` in {self:?}"));
         text.parse().unwrap_or_else(|_| panic!("`{field}` is not a number in {self:?}"))
     }
 }
 
-impl Visit for Heard {
+impl Visit for RecordedSpan {
     fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
         self.fields.insert(field.name(), format!("{value:?}"));
     }
@@ -49,7 +49,7 @@ impl Visit for Heard {
 
 thread_local! {
     /// The spans of this thread while it records them, in the order in which they began.
-    static HEARD: RefCell<Option<Vec<Heard>>> = const { RefCell::new(None) };
+    static SPANS: RefCell<Option<Vec<RecordedSpan>>> = const { RefCell::new(None) };
 }
 
 /// The subscriber of the whole program. With one for each thread, another thread's first span could
@@ -57,13 +57,13 @@ thread_local! {
 struct Listener;
 
 /// The place of a span in the record.
-struct Place(usize);
+struct SpanIndex(usize);
 
 impl Listener {
-    fn change(place: &Place, change: impl FnOnce(&mut Heard)) {
-        HEARD.with_borrow_mut(|heard| {
-            if let Some(heard) = heard {
-                change(&mut heard[place.0]);
+    fn change(place: &SpanIndex, change: impl FnOnce(&mut RecordedSpan)) {
+        SPANS.with_borrow_mut(|spans| {
+            if let Some(spans) = spans {
+                change(&mut spans[place.0]);
             }
         });
     }
@@ -73,48 +73,53 @@ impl<S: Subscriber + for<'l> LookupSpan<'l>> Layer<S> for Listener {
     fn on_new_span(&self, attributes: &Attributes<'_>, id: &Id, context: Context<'_, S>) {
         let span = context.span(id).unwrap();
         let depth = span.scope().skip(1).count();
-        let mut new =
-            Heard { depth, name: span.name(), level: *span.metadata().level(), fields: BTreeMap::new(), ended: false };
+        let mut new = RecordedSpan {
+            depth,
+            name: span.name(),
+            level: *span.metadata().level(),
+            fields: BTreeMap::new(),
+            ended: false,
+        };
         attributes.record(&mut new);
-        HEARD.with_borrow_mut(|heard| {
-            let Some(heard) = heard else { return };
-            span.extensions_mut().insert(Place(heard.len()));
-            heard.push(new);
+        SPANS.with_borrow_mut(|spans| {
+            let Some(spans) = spans else { return };
+            span.extensions_mut().insert(SpanIndex(spans.len()));
+            spans.push(new);
         });
     }
 
     fn on_record(&self, id: &Id, values: &Record<'_>, context: Context<'_, S>) {
         if let Some(place) = context.span(id).unwrap().extensions().get() {
-            Self::change(place, |heard| values.record(heard));
+            Self::change(place, |spans| values.record(spans));
         }
     }
 
     fn on_close(&self, id: Id, context: Context<'_, S>) {
         if let Some(place) = context.span(&id).unwrap().extensions().get() {
-            Self::change(place, |heard| heard.ended = true);
+            Self::change(place, |spans| spans.ended = true);
         }
     }
 }
 
 /// Returns the spans of `work`, up to a level.
-fn listen(level: Level, work: impl FnOnce()) -> Vec<Heard> {
+fn listen(level: Level, work: impl FnOnce()) -> Vec<RecordedSpan> {
     static LISTENING: Once = Once::new();
     LISTENING.call_once(|| {
         tracing::subscriber::set_global_default(tracing_subscriber::registry().with(Listener)).unwrap();
         // Re-evaluate the spans that other threads have made meanwhile.
         tracing::callsite::rebuild_interest_cache();
     });
-    HEARD.set(Some(Vec::new()));
+    SPANS.set(Some(Vec::new()));
     work();
-    let mut heard = HEARD.take().unwrap();
-    assert!(heard.iter().all(|span| span.ended), "every span must end: {heard:?}");
-    heard.retain(|span| span.level <= level);
-    heard
+    let mut spans = SPANS.take().unwrap();
+    assert!(spans.iter().all(|span| span.ended), "every span must end: {spans:?}");
+    spans.retain(|span| span.level <= level);
+    spans
 }
 
 /// Returns the names, indented by depth.
-fn outline(heard: &[Heard]) -> Vec<String> {
-    heard.iter().map(|span| format!("{}{}", "  ".repeat(span.depth), span.name)).collect()
+fn outline(spans: &[RecordedSpan]) -> Vec<String> {
+    spans.iter().map(|span| format!("{}{}", "  ".repeat(span.depth), span.name)).collect()
 }
 
 struct Model {
@@ -169,10 +174,10 @@ fn steps_record_uploads_and_phases() {
             model.train(ticket, step, x, labels).map(drop)
         })
     };
-    let heard = listen(Level::DEBUG, || (0..2).for_each(|_| step().unwrap()));
+    let spans = listen(Level::DEBUG, || (0..2).for_each(|_| step().unwrap()));
     let one = ["upload", "step", "  upload", "  upload", "  forward", "  backward", "  optimizer"];
-    assert_eq!(outline(&heard), [one, one].concat());
-    let (first, second) = (&heard[1..7], &heard[8..]);
+    assert_eq!(outline(&spans), [one, one].concat());
+    let (first, second) = (&spans[1..7], &spans[8..]);
     assert_eq!([&first[0], &second[0]].map(|step| step.number("number")), [0, 1]);
     assert_eq!([&first[1], &first[2]].map(|upload| upload.number("bytes")), [32, 8]);
     // Two inputs, and the results of the passes, each at a multiple of 256 bytes. The last takes
@@ -185,19 +190,19 @@ fn steps_record_uploads_and_phases() {
 #[test]
 fn failed_step_closes_its_spans() {
     let (_, mut arena) = emulated();
-    let heard = listen(Level::DEBUG, || {
+    let spans = listen(Level::DEBUG, || {
         arena.step(|step| step.upload(&X, [3, 3]).map(drop)).unwrap_err();
         arena.step(|step| step.upload(&[0.0f32; 1 << 19], [1 << 19]).map(drop)).unwrap_err();
     });
-    assert_eq!(outline(&heard), ["step", "step"]);
-    assert!(heard.iter().all(|step| !step.fields.contains_key("bytes")), "{heard:?}");
+    assert_eq!(outline(&spans), ["step", "step"]);
+    assert!(spans.iter().all(|step| !step.fields.contains_key("bytes")), "{spans:?}");
 }
 
 #[test]
 fn captures_and_replays_have_fields() {
     let (device, mut arena) = emulated();
     let mut model = Model::new(&device);
-    let heard = listen(Level::DEBUG, || {
+    let spans = listen(Level::DEBUG, || {
         let inputs = HostInputs::new().with(&X, [2, 4]).unwrap().with_indices(&LABELS, [2]).unwrap();
         let captured = arena.capture(&mut model, &inputs, |step, model, slots| {
             let loss = model.train(UpdateTicket::each_replay(slots), step, slots.input(0)?, slots.indices(1)?)?;
@@ -216,15 +221,15 @@ fn captures_and_replays_have_fields() {
     let replay = ["replay", "  upload", "  upload"];
     let advance = ["upload"];
     let whole = [&capture[..], &advance, &replay, &advance, &["replay"], &advance, &capture, &replay].concat();
-    assert_eq!(outline(&heard), whole);
-    let named = |name| heard.iter().filter(move |span| span.name == name);
+    assert_eq!(outline(&spans), whole);
+    let named = |name| spans.iter().filter(move |span| span.name == name);
     let keys = |name| named(name).map(|span| span.fields["key"].as_str()).collect::<Vec<_>>();
     assert_eq!(keys("capture"), ["f32[2, 4] index[2] #0", "f32[1, 4] index[1] #0"]);
     assert_eq!(keys("replay"), [keys("capture")[0], keys("capture")[0], keys("capture")[1]]);
     assert_eq!(named("replay").map(|span| span.number("number")).collect::<Vec<_>>(), [0, 1, 2]);
     let kernels: Vec<u64> = named("capture").map(|span| span.number("kernels")).collect();
-    assert!(kernels[0] > 3 && named("replay").next().unwrap().number("kernels") == kernels[0], "{heard:?}");
-    assert!(named("capture").all(|span| span.number("bytes") >= 256 * (span.number("tensors") - 1)), "{heard:?}");
+    assert!(kernels[0] > 3 && named("replay").next().unwrap().number("kernels") == kernels[0], "{spans:?}");
+    assert!(named("capture").all(|span| span.number("bytes") >= 256 * (span.number("tensors") - 1)), "{spans:?}");
 }
 
 #[test]
@@ -232,14 +237,14 @@ fn launches_are_recorded_at_trace_level() {
     let (device, mut arena) = emulated();
     let mut model = Model::new(&device);
     let ticket = model.adamw.advance().unwrap();
-    let heard = listen(Level::TRACE, || {
+    let spans = listen(Level::TRACE, || {
         let step = arena.step(|step| {
             let (x, labels) = (step.upload(&X, [2, 4])?.save(), step.upload_indices(&LABELS, [2])?);
             model.train(ticket, step, x, labels).map(drop)
         });
         step.unwrap();
     });
-    let launches: Vec<&Heard> = heard.iter().filter(|span| span.name == "launch").collect();
-    assert!(launches.len() > 3 && launches.iter().all(|launch| launch.depth == 2), "{heard:?}");
+    let launches: Vec<&RecordedSpan> = spans.iter().filter(|span| span.name == "launch").collect();
+    assert!(launches.len() > 3 && launches.iter().all(|launch| launch.depth == 2), "{spans:?}");
     assert!(launches.last().unwrap().fields["kernel"].starts_with("adamw"), "{launches:?}");
 }

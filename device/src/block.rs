@@ -19,7 +19,7 @@ pub(crate) use crate::machine::hints::launder_index;
 pub use crate::machine::hints::{launder_reg, no_unroll};
 use crate::stored::Stored;
 use crate::tile::SharedTile;
-use crate::vector::{F4, Part};
+use crate::vector::{F4, VectorPart};
 use crate::warp::{LANES, combine_lanes};
 use cuda_std::{thread, warp};
 
@@ -72,7 +72,7 @@ pub fn own_index() -> usize {
 }
 
 /// Runs `body` for this thread's four elements of a flat f32 array of `length`, if any exist.
-/// `body` gets the index of the first and the [`Part`] that exists.
+/// `body` gets the index of the first and the [`VectorPart`] that exists.
 ///
 /// The body is compiled twice: for a whole vector, and for the last few elements. It is a macro,
 /// because a closure may stay a call that is compiled without the CPU's fused multiply-add.
@@ -82,10 +82,10 @@ macro_rules! for_own_vector {
         let length = $length;
         let $index = $crate::block::own_index();
         if $index + $crate::vector::F4::LEN <= length {
-            let $part = $crate::vector::Part::Whole;
+            let $part = $crate::vector::VectorPart::Whole;
             $body
         } else if $index < length {
-            let $part = $crate::vector::Part::First(length - $index);
+            let $part = $crate::vector::VectorPart::First(length - $index);
             $body
         }
     }};
@@ -237,7 +237,7 @@ pub unsafe fn chunk_fold<S: Stored>(x: &[S], start: F4, fill: f32, combine: impl
     let load = |at: usize| {
         let index = first + at * BLOCK_ELEMENTS;
         let left = if index < x.len() { x.len() - index } else { 0 };
-        let part = if left >= F4::LEN { Part::Whole } else { Part::First(left) };
+        let part = if left >= F4::LEN { VectorPart::Whole } else { VectorPart::First(left) };
         // SAFETY: `left` elements remain at `index`.
         unsafe { F4::load_part(x, index, part, fill) }
     };
@@ -269,7 +269,7 @@ pub struct ColumnTile {
     /// The index at which the chunk ends.
     pub end: usize,
     /// The part of the thread's four columns that exists.
-    pub part: Part,
+    pub part: VectorPart,
     /// The tile's first column, and the chunk's number.
     place: (usize, usize),
     cols: usize,
@@ -295,7 +295,11 @@ impl ColumnTile {
         let column = start + (thread::thread_idx_x() % TILE_QUADS) as usize * F4::LEN;
         let (begin, after) = (number * chunk * cols, (number + 1) * chunk * cols);
         let end = if after < length { after } else { length };
-        let part = if cols.is_multiple_of(F4::LEN) { Part::Whole } else { Part::first(cols.saturating_sub(column)) };
+        let part = if cols.is_multiple_of(F4::LEN) {
+            VectorPart::Whole
+        } else {
+            VectorPart::first(cols.saturating_sub(column))
+        };
         let row = (thread::thread_idx_x() / TILE_QUADS) as usize;
         let first = if column < cols { begin + row * cols + column } else { end };
         Self { first, end, part, place: (start, number), cols }
@@ -346,21 +350,21 @@ impl ColumnTile {
 
 /// Runs `body` for each row of this thread in a [`ColumnTile`](crate::block::ColumnTile),
 /// ascending. `body` gets the index of the first of its four columns and the
-/// [`Part`](crate::vector::Part) that exists. It is compiled twice, like that of
+/// [`VectorPart`](crate::vector::VectorPart) that exists. It is compiled twice, like that of
 /// [`for_own_vector`].
 #[macro_export]
 macro_rules! for_each_row {
     ($tile:expr, |$index:ident, $part:ident| $body:block) => {{
         let (stride, end) = ($tile.stride(), $tile.end);
         let mut $index = $tile.first;
-        if let $crate::vector::Part::First(count) = $tile.part {
-            let $part = $crate::vector::Part::First(count);
+        if let $crate::vector::VectorPart::First(count) = $tile.part {
+            let $part = $crate::vector::VectorPart::First(count);
             while $index < end {
                 $body
                 $index += stride;
             }
         } else {
-            let $part = $crate::vector::Part::Whole;
+            let $part = $crate::vector::VectorPart::Whole;
             // Four at a time, so that the GPU's loads overlap.
             $crate::only_on_gpu! {
                 while $index + 3 * stride < end {

@@ -12,7 +12,7 @@
 
 use crate::math;
 use crate::stored::Stored;
-use crate::vector::{F4, Part};
+use crate::vector::{F4, VectorPart};
 use crate::warp::{Row, RowFragment, larger};
 use crate::{for_each_vector, map4};
 
@@ -60,7 +60,7 @@ impl<'k, const REGS: usize, S: Stored> Exps<'k, REGS, S> {
     /// # Safety
     /// The caller meets the requirements of [`RowFragment::get`].
     #[inline(always)]
-    pub unsafe fn get(&self, at: usize, column: usize, part: Part) -> F4 {
+    pub unsafe fn get(&self, at: usize, column: usize, part: VectorPart) -> F4 {
         // SAFETY: column and number are those of `for_each_vector` over the row.
         let value = unsafe { self.share.get(at, column, part) };
         if REGS > 0 { value } else { map4!(value - F4::splat(self.largest), math::exp_negative) }

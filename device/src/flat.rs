@@ -13,7 +13,7 @@
 
 use crate::machine::memory::{reads, reads_at_once};
 use crate::stored::Stored;
-use crate::vector::{F4, Part, store8};
+use crate::vector::{F4, VectorPart, store8};
 
 /// A flat operand of a kernel: a slice, or the pointer to an output that the kernel also reads.
 pub trait Flat {
@@ -137,7 +137,8 @@ impl<S: Stored> Outputs for *mut S {
     #[inline(always)]
     #[track_caller]
     unsafe fn store_part(self, values: F4, index: usize, length: usize) {
-        let part = if index + F4::LEN <= length { Part::Whole } else { Part::First(length.saturating_sub(index)) };
+        let part =
+            if index + F4::LEN <= length { VectorPart::Whole } else { VectorPart::First(length.saturating_sub(index)) };
         // SAFETY: only elements below `length` are written. Four of them lie on a boundary of four.
         unsafe { values.store_part(self, index, part) }
     }

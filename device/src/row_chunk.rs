@@ -13,7 +13,7 @@
 //! Invariant: the order in which rows are added depends only on the number of rows and columns.
 
 use crate::tile::SharedTile;
-use crate::vector::{F4, Part};
+use crate::vector::{F4, VectorPart};
 use crate::warp::{LANES, REG_COLUMNS, lanes_of, rows_at_once};
 use cuda_std::thread;
 
@@ -80,7 +80,7 @@ impl RowChunk {
                 group += 1;
             }
             let column = start + quad;
-            let part = if cols.is_multiple_of(F4::LEN) { Part::Whole } else { Part::first(cols - column) };
+            let part = if cols.is_multiple_of(F4::LEN) { VectorPart::Whole } else { VectorPart::first(cols - column) };
             let index = thread::block_idx_x() as usize * cols + column;
             // SAFETY: the caller guarantees that the block has a row in `out`.
             unsafe {

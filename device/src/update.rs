@@ -13,7 +13,7 @@
 //! Invariant: the four elements of a vector belong to one group. A group is given for whole runs of
 //! [`RUN`] elements, and a vector starts at a multiple of four.
 
-use crate::vector::{F4, Part, load};
+use crate::vector::{F4, VectorPart, load};
 use cuda_std::GpuFloat;
 use half::bf16;
 
@@ -39,7 +39,7 @@ impl Weights {
     /// The vector lies inside the weights.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn load(self, index: usize, part: Part) -> F4 {
+    pub unsafe fn load(self, index: usize, part: VectorPart) -> F4 {
         // SAFETY: the vector lies inside, as the caller guarantees.
         unsafe { F4::load_part_raw(self.weights, index, part, 0.0) }
     }
@@ -50,7 +50,7 @@ impl Weights {
     /// The vector lies inside the weights, and inside the copy if there is one.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn store(self, weights: F4, index: usize, part: Part) {
+    pub unsafe fn store(self, weights: F4, index: usize, part: VectorPart) {
         // SAFETY: the vector lies inside, as the caller guarantees.
         unsafe {
             weights.store_part(self.weights, index, part);

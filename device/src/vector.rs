@@ -3,7 +3,7 @@
 //! ```text
 //!            10 elements                               rows of 6, which need not start on 16 bytes
 //! x          | 0  1  2  3 | 4  5  6  7 | 8  9 |        | 0  1  2  3 | 4  5 | 6  7  8  9 | 10 11 |
-//! Part           Whole         Whole   First(2)          First(4)  First(2)   First(4)  First(2)
+//! VectorPart           Whole         Whole   First(2)          First(4)  First(2)   First(4)  First(2)
 //! accesses         1             1        2                  4         2          4         2
 //! ```
 //! Invariant: a vector access has an element index that is a multiple of four, and a base on a
@@ -106,10 +106,10 @@ impl F4 {
     /// count <= x.len()`. The CPU checks it, the GPU does not.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn load_part<S: Stored>(x: &[S], index: usize, part: Part, fill: f32) -> Self {
+    pub unsafe fn load_part<S: Stored>(x: &[S], index: usize, part: VectorPart, fill: f32) -> Self {
         reads_slice(x, index, part.count());
         check_range(index, part.count(), x.len());
-        if part == Part::Whole {
+        if part == VectorPart::Whole {
             reads_at_once(x.as_ptr(), index, Self::LEN);
         }
         // SAFETY: the elements lie inside `x`, and a whole vector lies on a boundary of four.
@@ -122,9 +122,9 @@ impl F4 {
     /// `x` is valid for reads of these elements, and a whole vector lies on a boundary of four.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn load_part_raw<S: Stored>(x: *const S, index: usize, part: Part, fill: f32) -> Self {
+    pub unsafe fn load_part_raw<S: Stored>(x: *const S, index: usize, part: VectorPart, fill: f32) -> Self {
         reads(x, index, part.count());
-        if part == Part::Whole {
+        if part == VectorPart::Whole {
             reads_at_once(x, index, Self::LEN);
         }
         // SAFETY: the elements may be read, and a whole vector lies on a boundary of four.
@@ -142,12 +142,12 @@ impl F4 {
     /// # Safety
     /// The caller meets the requirements of [`F4::load_part_raw`].
     #[inline(always)]
-    unsafe fn part_at<S: Stored>(x: *const S, index: usize, part: Part, fill: f32) -> Self {
+    unsafe fn part_at<S: Stored>(x: *const S, index: usize, part: VectorPart, fill: f32) -> Self {
         // SAFETY: the elements of the part may be read. No other is read.
         unsafe {
             match part {
-                Part::Whole => Self::at(x, index),
-                Part::First(count) => {
+                VectorPart::Whole => Self::at(x, index),
+                VectorPart::First(count) => {
                     let x = x.add(index);
                     let element = |at: usize| if at < count { x.add(at).read().widen() } else { fill };
                     Self([element(0), element(1), element(2), element(3)])
@@ -166,8 +166,8 @@ impl F4 {
 
     /// Returns the elements of the part, with zero in the others.
     #[inline(always)]
-    pub fn only(self, part: Part) -> Self {
-        let Part::First(count) = part else { return self };
+    pub fn only(self, part: VectorPart) -> Self {
+        let VectorPart::First(count) = part else { return self };
         let [a, b, c, d] = self.0;
         let element = |at: usize, value: f32| if at < count { value } else { 0.0 };
         Self([element(0, a), element(1, b), element(2, c), element(3, d)])
@@ -194,12 +194,12 @@ impl F4 {
     /// `out` is valid for writes of these elements, and a whole vector lies on a boundary of four.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn store_part<S: Stored>(self, out: *mut S, index: usize, part: Part) {
+    pub unsafe fn store_part<S: Stored>(self, out: *mut S, index: usize, part: VectorPart) {
         // SAFETY: the elements of the part may be written. No other is written.
         unsafe {
             match part {
-                Part::Whole => self.store(out, index),
-                Part::First(count) => {
+                VectorPart::Whole => self.store(out, index),
+                VectorPart::First(count) => {
                     writes(out, index, count);
                     let out = out.add(index);
                     let [a, b, c, d] = self.0;
@@ -276,14 +276,14 @@ impl Neg for F4 {
 
 /// The part of a vector that exists, and how it is moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
+pub enum VectorPart {
     /// All four elements, at a multiple of four, in one access.
     Whole,
     /// The first few elements, up to four, at any index, in one access each.
     First(usize),
 }
 
-impl Part {
+impl VectorPart {
     /// The number of elements that exist.
     #[inline(always)]
     pub fn count(self) -> usize {

@@ -25,7 +25,7 @@
 use crate::for_each_vector;
 use crate::machine::warp as machine;
 use crate::stored::Stored;
-use crate::vector::{F4, Part};
+use crate::vector::{F4, VectorPart};
 use cuda_std::{thread, warp};
 
 /// The lanes in a warp.
@@ -182,7 +182,7 @@ impl<'k, const REGS: usize, S: Stored> RowFragment<'k, REGS, S> {
     /// # Safety
     /// `at`, `column` and `part` are as in [`for_each_vector`] over the same row.
     #[inline(always)]
-    pub unsafe fn get(&self, at: usize, column: usize, part: Part) -> F4 {
+    pub unsafe fn get(&self, at: usize, column: usize, part: VectorPart) -> F4 {
         if REGS > 0 {
             return self.held[at];
         }
@@ -237,7 +237,7 @@ pub fn rows_in(
 }
 
 /// Runs `body` for each vector of this lane in a [`Row`] of `cols`, ascending, with its first
-/// column and its [`Part`](crate::vector::Part).
+/// column and its [`VectorPart`](crate::vector::VectorPart).
 ///
 /// The body is compiled twice: for whole vectors, and for single elements. It is a macro, because a
 /// closure may stay a call that is compiled without the CPU's fused multiply-add.
@@ -252,7 +252,7 @@ macro_rules! for_each_vector {
             let (cols, first, stride) = ($cols, $row.first, $row.stride);
             $crate::unroll_on_gpu!($at < $held => {
                 let $column = first + $at * stride;
-                let $part = if $column < cols { $crate::vector::Part::Whole } else { $crate::vector::Part::First(0) };
+                let $part = if $column < cols { $crate::vector::VectorPart::Whole } else { $crate::vector::VectorPart::First(0) };
                 $body
             });
         } else {
@@ -264,7 +264,7 @@ macro_rules! for_each_vector {
         let (cols, stride) = ($cols, $row.stride);
         let mut $column = $row.first;
         if cols.is_multiple_of($crate::vector::F4::LEN) {
-            let $part = $crate::vector::Part::Whole;
+            let $part = $crate::vector::VectorPart::Whole;
             // Four at a time for a long row, so that the GPU's loads overlap.
             $crate::only_on_gpu! {
                 while $column + 3 * stride < cols {
@@ -284,7 +284,7 @@ macro_rules! for_each_vector {
             }
         } else {
             while $column < cols {
-                let $part = $crate::vector::Part::first(cols - $column);
+                let $part = $crate::vector::VectorPart::first(cols - $column);
                 $body
                 $column += stride;
             }

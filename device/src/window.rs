@@ -10,7 +10,7 @@
 
 use crate::block::divide;
 use crate::stored::Stored;
-use crate::vector::{F4, Part, load, store};
+use crate::vector::{F4, VectorPart, load, store};
 
 /// The location of the elements of a `[rows, cols]` array inside another array.
 #[derive(Clone, Copy, Debug)]
@@ -48,7 +48,7 @@ impl Window {
     /// # Safety
     /// `x` has the elements of the window. `part` is whole, or ends at the window's end.
     #[inline(always)]
-    pub unsafe fn load<S: Stored>(self, x: &[S], index: usize, part: Part) -> F4 {
+    pub unsafe fn load<S: Stored>(self, x: &[S], index: usize, part: VectorPart) -> F4 {
         // SAFETY: `x` has the elements of the window, and no others are read.
         unsafe {
             if self.is_whole() {
@@ -68,7 +68,7 @@ impl Window {
     /// `out` is valid for writes of the elements. `part` meets the requirements of
     /// [`Window::load`].
     #[inline(always)]
-    pub unsafe fn store<S: Stored>(self, value: F4, out: *mut S, index: usize, part: Part) {
+    pub unsafe fn store<S: Stored>(self, value: F4, out: *mut S, index: usize, part: VectorPart) {
         // SAFETY: `out` has the elements of the window, and no others are written.
         unsafe {
             if self.is_whole() {

@@ -247,14 +247,14 @@ mod tests {
     }
 
     #[test]
-    fn the_command_is_well_formed_and_its_help_tells_the_limit() {
+    fn help_states_the_limit() {
         Args::command().debug_assert();
         let help = Args::command().render_long_help().to_string();
         assert!(help.contains(&format!("{SYNTHETIC_LIMIT} of a synthetic market")), "{help}");
     }
 
     #[test]
-    fn the_version_names_the_kernels_that_are_built_in() {
+    fn version_names_the_kernels() {
         let version = Args::command().render_long_version();
         let kernels: Vec<&str> = version.lines().filter_map(|line| line.strip_prefix("PTX ")).collect();
         if cfg!(feature = "cuda") {

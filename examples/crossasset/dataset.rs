@@ -388,8 +388,9 @@ mod tests {
 
     const PLAN: Plan = Plan { horizon: 15, folds: 3, limit: None };
 
+    /// Samples of the same time are ordered by asset.
     #[test]
-    fn samples_are_ordered_by_time_then_asset() {
+    fn samples_are_ordered_by_time() {
         let data = dataset(2, 9_000, PLAN);
         assert_eq!(data.bars(), 18_000);
         assert_eq!(data.samples().len(), 2 * (9_000 - HISTORY_BARS - 15));
@@ -448,7 +449,7 @@ mod tests {
     }
 
     #[test]
-    fn folds_walk_forward_without_seeing_the_validation() {
+    fn folds_never_see_the_validation() {
         for (count, bars) in [(1, 8_001), (2, 8_500), (3, 9_003)] {
             let data = dataset(count, bars, PLAN);
             let samples = data.samples();
@@ -470,7 +471,7 @@ mod tests {
     }
 
     #[test]
-    fn thresholds_and_baseline_come_from_the_training_part() {
+    fn thresholds_come_from_training_samples() {
         let data = dataset(1, 12_000, PLAN);
         for fold in data.folds() {
             let mut labels = vec![9; fold.train.len()];
@@ -503,8 +504,9 @@ mod tests {
         assert_eq!(labels, others);
     }
 
+    /// Ties fall into the middle class.
     #[test]
-    fn terciles_are_symmetric_and_ties_are_flat() {
+    fn terciles_are_symmetric() {
         assert_eq!(terciles((1..=9).map(f64::from).collect()), [4.0, 6.0]);
         assert_eq!(terciles((1..=10).rev().map(f64::from).collect()), [4.0, 7.0]);
         assert_eq!(terciles(vec![1.0]), [1.0, 1.0]);
@@ -513,7 +515,7 @@ mod tests {
     }
 
     #[test]
-    fn an_epoch_has_every_training_sample_once_in_its_own_order() {
+    fn epochs_permute_the_training_samples() {
         let data = dataset(1, 9_000, PLAN);
         let fold = &data.folds()[1];
         let order = fold.epoch_order(7, 0);
@@ -527,7 +529,7 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_holds_the_features_of_each_sample() {
+    fn batches_hold_each_samples_features() {
         let data = dataset(2, 9_000, PLAN);
         let mut out = vec![f32::NAN; 2 * SAMPLE_LEN];
         data.batch_features(&[11, 4], &mut out);
@@ -539,8 +541,9 @@ mod tests {
         }
     }
 
+    /// The least number of bars is enough, and one bar less is an error that states the number.
     #[test]
-    fn the_least_number_of_bars_is_enough_and_one_less_is_told() {
+    fn least_number_of_bars_is_exact() {
         for horizon in [1, 15, 100] {
             for folds in [1, 2, 7] {
                 let plan = Plan { horizon, folds, limit: None };

@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn no_later_and_no_older_bar_changes_a_bit() {
+    fn features_use_only_their_window() {
         let bars = synthetic::market(4);
         let t = HISTORY_BARS + 3_000;
         let whole = bits(&row(&bars, t));
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn still_wild_and_huge_markets_give_finite_numbers() {
+    fn extreme_markets_give_finite_features() {
         let still = Bar { time_ms: 0, open: 5.0, high: 5.0, low: 5.0, close: 5.0, volume: 0.0 };
         let wild = |t: usize| {
             let price = if t.is_multiple_of(2) { f64::MIN_POSITIVE } else { f64::MAX };

@@ -74,7 +74,7 @@ mod tests {
     use super::Random;
 
     #[test]
-    fn bounded_numbers_stay_in_range_and_reach_every_value() {
+    fn bounded_numbers_cover_their_range() {
         let mut random = Random::new(1);
         let mut seen = [0_u32; 7];
         for _ in 0..7_000 {
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn normal_numbers_have_mean_zero_and_variance_one() {
+    fn normal_numbers_have_their_moments() {
         let mut random = Random::new(2);
         let numbers: Vec<f64> = (0..100_000).map(|_| random.normal()).collect();
         let mean = numbers.iter().sum::<f64>() / numbers.len() as f64;
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shuffle_keeps_every_item_and_depends_on_the_path() {
+    fn shuffles_are_permutations() {
         let shuffled = |path: &[u64]| {
             let mut items: Vec<u32> = (0..100).collect();
             Random::stream(7, path).shuffle(&mut items);

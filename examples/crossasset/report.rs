@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_has_a_row_for_each_epoch() {
+    fn table_has_one_row_per_epoch() {
         let epoch = EpochResult {
             fold: 1,
             epoch: 0,

@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn a_seed_names_one_market_bit_for_bit() {
+    fn seeds_reproduce_the_market() {
         assert_eq!(market(7), market(7));
         assert_ne!(market(7)[1..], market(8)[1..]);
         // FNV-1a over the bits of every close. Fails if a platform or a version rounds differently.
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn the_recent_past_tells_something_about_the_next_minutes() {
+    fn markets_are_predictable() {
         let bars = market(7);
         let (past, future) = (34, 15);
         let (mut right, mut total) = (0, 0);

@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_every_way_to_write_a_time() {
+    fn all_time_formats_are_read() {
         for text in [
             "2023-03-01 00:00:00+00:00",
             "2023-03-01T00:00:00Z",

@@ -26,7 +26,7 @@ use rules::Planted;
 use std::cell::RefCell;
 use stepscope::DeviceKind;
 use support::Random;
-use world::{Rig, World};
+use world::{Rig, Execution};
 
 #[path = "../../tests/support/witness.rs"]
 mod witness;
@@ -75,7 +75,7 @@ fuzz_target!(|bytes: &[u8]| {
     let at_hand = RIG.take().filter(|_| kind == Kind::Sound);
     let mut rig = at_hand.unwrap_or_else(|| Rig::open(DeviceKind::Emulated, kind));
     let planted = std::env::var_os("STEPSCOPE_PLANT").map(|_| Planted::BufferOverwritten);
-    if let Err(violation) = World::run(&mut rig, &program, planted) {
+    if let Err(violation) = Execution::run(&mut rig, &program, planted) {
         panic!("{violation:?}\nin {program:#?}");
     }
     RIG.set(Some(rig).filter(|rig| rig.is_clean(&program)));

@@ -19,7 +19,7 @@ const CAPTURE: [Call; 6] =
 const LAUNCHES: u64 = 4;
 const X: [f32; 3] = [1.0, -2.0, 0.5];
 /// A deadline far longer than any call takes.
-const FAR: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(20);
 
 /// Computes 16 x by four launches of one kernel.
 const STEP: Record<(), Output> = |step, (), slots| {
@@ -87,7 +87,7 @@ on_each_device! {
     fn failed_call_leaves_everything_usable(device: &Device) {
         for (call, later) in places() {
             let plan = FaultPlan::new();
-            let (device, mut arena) = open(device.description().kind, FAR, &plan);
+            let (device, mut arena) = open(device.description().kind, LONG, &plan);
             let (error, _) = meets(&mut arena, &plan, call, later, Fault::Fail);
             let Error::Driver { reason, fatal: false, .. } = &error else { panic!("{call:?} {later}: {error}") };
             assert!(reason.contains(&format!("{call:?}")), "{error}");
@@ -104,7 +104,7 @@ on_each_device! {
     fn spoiling_call_loses_device(device: &Device) {
         for (call, later) in places() {
             let plan = FaultPlan::new();
-            let (device, mut arena) = open(device.description().kind, FAR, &plan);
+            let (device, mut arena) = open(device.description().kind, LONG, &plan);
             let (error, _) = meets(&mut arena, &plan, call, later, Fault::Spoil);
             assert!(matches!(error, Error::Driver { fatal: true, .. }), "{call:?} {later}: {error}");
             assert!(device.lost().is_some());
@@ -120,7 +120,7 @@ on_each_device! {
         let kind = device.description().kind;
         for (call, later) in places() {
             let plan = FaultPlan::new();
-            let (_, mut arena) = open(kind, FAR, &plan);
+            let (_, mut arena) = open(kind, LONG, &plan);
             // A CUDA device loads a kernel at its first use.
             works(&mut arena);
             drop(arena);
@@ -144,11 +144,11 @@ on_each_device! {
     fn allocation_during_capture_is_an_error(device: &Device) {
         for later in 0..LAUNCHES {
             let plan = FaultPlan::new();
-            let (device, mut arena) = open(device.description().kind, FAR, &plan);
+            let (device, mut arena) = open(device.description().kind, LONG, &plan);
             let (error, watch) = meets(&mut arena, &plan, Call::Record, later, Fault::Allocates);
             let Error::Driver { call: "cuMemAlloc", reason, fatal: false } = &error else { panic!("{error}") };
             assert!(reason.contains("CUDA_ERROR_STREAM_CAPTURE"), "{reason}");
-            assert!(watch.elapsed() < FAR / 2, "{:?}", watch.elapsed());
+            assert!(watch.elapsed() < LONG / 2, "{:?}", watch.elapsed());
             assert_eq!(device.lost(), None);
             works(&mut arena);
         }
@@ -156,7 +156,7 @@ on_each_device! {
 
     fn graph_memory_nodes_are_refused(device: &Device) {
         let plan = FaultPlan::new();
-        let (device, mut arena) = open(device.description().kind, FAR, &plan);
+        let (device, mut arena) = open(device.description().kind, LONG, &plan);
         let (error, _) = meets(&mut arena, &plan, Call::Record, 1, Fault::AllocatesInStream);
         assert!(matches!(error, Error::Driver { call: "capture", fatal: false, .. }), "{error}");
         assert!(error.to_string().contains("4 kernels, 1 memory nodes, 0 others"), "{error}");
@@ -167,7 +167,7 @@ on_each_device! {
     fn failed_replay_can_be_retried(device: &Device) {
         for call in [Call::Upload, Call::Replay, Call::Download] {
             let plan = FaultPlan::new();
-            let (device, mut arena) = open(device.description().kind, FAR, &plan);
+            let (device, mut arena) = open(device.description().kind, LONG, &plan);
             let mut captured = arena.capture((), &inputs(), STEP).unwrap();
             replays(&mut captured).unwrap();
             plant(&plan, call, 0, Fault::Fail);
@@ -212,15 +212,15 @@ on_each_device! {
         plant(&plan, Call::Poll, 0, Fault::Stalls);
         let watch = Watch::start();
         drop((captured, arena));
-        let told = device.lost().expect("the drops must lose the device").to_owned();
+        let cause = device.lost().expect("the drops must lose the device").to_owned();
         drop(device);
-        assert!(told.contains("destroy_graph") && told.contains("had not ended"), "{told}");
+        assert!(cause.contains("destroy_graph") && cause.contains("had not ended"), "{cause}");
         watch.within(2 * deadline, "dropping the objects of a lost device");
     }
 
     fn undestroyed_graph_keeps_its_memory(device: &Device) {
         let plan = FaultPlan::new();
-        let (_, mut arena) = open(device.description().kind, FAR, &plan);
+        let (_, mut arena) = open(device.description().kind, LONG, &plan);
         let captured = arena.capture((), &inputs(), STEP).unwrap();
         plant(&plan, Call::DestroyGraph, 0, Fault::Fail);
         drop(captured);

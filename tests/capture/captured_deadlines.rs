@@ -19,7 +19,7 @@ use stepscope::{
 };
 
 const DEADLINE: Duration = Duration::from_millis(100);
-const FAR: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(20);
 const SLOT_BYTES: usize = 4096;
 const SAMPLES: usize = 64;
 const INPUTS: usize = 8;
@@ -84,7 +84,7 @@ on_each_device! {
     fn each_hung_call_costs_one_deadline(device: &Device) {
         let kind = device.description().kind;
         let counted = FaultPlan::new();
-        let sound = open(kind, FAR, &counted);
+        let sound = open(kind, LONG, &counted);
         let watch = Watch::start();
         run(sound).unwrap();
         let usual = watch.elapsed();
@@ -104,8 +104,8 @@ on_each_device! {
                     let late = watch.exceeds(usual + DEADLINE + SLACK);
                     // The last call waits for the deadline less the time of the work before it,
                     // which is negligible.
-                    let told = !matches!(&outcome, Err(Error::Timeout { waited, .. }) if *waited + AT_ONCE < DEADLINE);
-                    (outcome, watch.elapsed(), !late && told, plan)
+                    let waits = !matches!(&outcome, Err(Error::Timeout { waited, .. }) if *waited + AT_ONCE < DEADLINE);
+                    (outcome, watch.elapsed(), !late && waits, plan)
                 };
                 // The emulator's own threads may be delayed too, and the witness does not see that.
                 // A busy machine gets another try.

@@ -21,7 +21,7 @@ use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, Error, Result, ops}
 
 /// A deadline longer than any test waits. A call that is answered by it has used the wrong
 /// deadline.
-const FAR: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(20);
 /// The elements of a tensor that fits a small arena, and of one that does not.
 const FITS: usize = 64;
 const OVERFLOWS: usize = 4096;
@@ -104,15 +104,15 @@ fn timed_out(error: &Error, call: &str, deadline: Duration, watch: Watch) -> Opt
 /// Checks that every use of a lost device fails at once and names the first cause.
 #[track_caller]
 fn lost(device: &Device, arena: Option<&mut Arena>, buffer: Option<&mut Buffer<f32>>, cause: &str) {
-    let told = device.lost().unwrap_or_else(|| panic!("{cause}: the device is not lost")).to_owned();
-    assert!(told.contains(cause), "{told}");
+    let reason = device.lost().unwrap_or_else(|| panic!("{cause}: the device is not lost")).to_owned();
+    assert!(reason.contains(cause), "{reason}");
     let refused = |what: &str, error: Error, watch: Watch| {
         watch.within(AT_ONCE, what);
-        assert_eq!(error, Error::DeviceLost { cause: told.clone() }, "{what}");
+        assert_eq!(error, Error::DeviceLost { cause: reason.clone() }, "{what}");
     };
     let now = Watch::start;
     let watch = now();
-    refused("synchronize", device.synchronize(FAR).unwrap_err(), watch);
+    refused("synchronize", device.synchronize(LONG).unwrap_err(), watch);
     let watch = now();
     refused("a new buffer", Buffer::<f32>::zeros(device, 8).unwrap_err(), watch);
     let watch = now();
@@ -153,7 +153,7 @@ on_each_device! {
         let deadline = Duration::from_millis(20);
         for _ in 0..if kind == DeviceKind::Cuda { 5 } else { 100 } {
             let plan = FaultPlan::new();
-            let device = open(kind, FAR, &plan);
+            let device = open(kind, LONG, &plan);
             let mut weights = Buffer::from_slice(&device, &[1.0f32; FITS]).unwrap();
             let mut arena = small(&device).overflow(pool(deadline)).build().unwrap();
             make(&mut arena, FITS).unwrap();
@@ -186,7 +186,7 @@ on_each_device! {
     fn stalled_device_meets_step_deadline(device: &Device) {
         let deadline = Duration::from_millis(40);
         let plan = FaultPlan::new();
-        let device = open(device.description().kind, FAR, &plan);
+        let device = open(device.description().kind, LONG, &plan);
         let mut arena = small(&device).step_deadline(deadline).build().unwrap();
         // The kernels of a CUDA device are loaded at their first launch.
         let mut warm = small(&device).build().unwrap();
@@ -233,7 +233,7 @@ on_each_device! {
     fn late_return_loses_the_device(device: &Device) {
         let deadline = Duration::from_millis(20);
         let plan = FaultPlan::new();
-        let device = open(device.description().kind, FAR, &plan);
+        let device = open(device.description().kind, LONG, &plan);
         let mut arena = small(&device).overflow(pool(deadline)).build().unwrap();
         plant(&plan, Call::PoolAllocate, Fault::Delay(3 * deadline));
         let watch = Watch::start();
@@ -247,7 +247,7 @@ on_each_device! {
         let delay = Duration::from_millis(10);
         for call in calls() {
             let plan = FaultPlan::new();
-            let device = open(device.description().kind, FAR, &plan);
+            let device = open(device.description().kind, LONG, &plan);
             plant(&plan, call, Fault::Delay(delay));
             let start = Instant::now();
             everything(&device, &plan).unwrap_or_else(|error| panic!("{call:?}: {error}"));
@@ -264,14 +264,14 @@ on_each_device! {
 
     /// A panic is reported as one, with its call and its message. Nothing of the device is
     /// destroyed afterwards.
-    fn panic_on_driver_thread_loses_the_device(device: &Device) {
+    fn driver_panic_loses_the_device(device: &Device) {
         calls().for_each(|call| loses_at_once(device.description().kind, call, Fault::Panics));
     }
 
     /// Every call meets its deadline: nothing is lost, and nothing fails.
     fn met_deadlines_change_nothing(device: &Device) {
         let plan = FaultPlan::new();
-        let device = open(device.description().kind, FAR, &plan);
+        let device = open(device.description().kind, LONG, &plan);
         for _ in 0..3 {
             everything(&device, &plan).unwrap();
         }
@@ -305,8 +305,8 @@ on_each_device! {
 
 /// Makes every kind of driver call at least once.
 fn everything(device: &Device, plan: &FaultPlan) -> Result<()> {
-    let overflow = Overflow::Pool { cap_bytes: 1 << 20, prime_bytes: 64 << 10, deadline: FAR };
-    let mut arena = small(device).overflow(overflow).step_deadline(FAR).build()?;
+    let overflow = Overflow::Pool { cap_bytes: 1 << 20, prime_bytes: 64 << 10, deadline: LONG };
+    let mut arena = small(device).overflow(overflow).step_deadline(LONG).build()?;
     let buffer = Buffer::from_slice(device, &[1.0f32; FITS])?;
     let staged = Buffer::from_slice(device, &[3.0f32; GOES_ROUND])?;
     let read = arena.step(|step| {
@@ -324,15 +324,15 @@ fn everything(device: &Device, plan: &FaultPlan) -> Result<()> {
 /// Makes every kind of driver call, of which one of this kind meets a fault that loses the device.
 fn loses_at_once(kind: DeviceKind, call: Call, fault: Fault) {
     let plan = FaultPlan::new();
-    let device = open(kind, FAR, &plan);
+    let device = open(kind, LONG, &plan);
     let mut buffer = Buffer::from_slice(&device, &[0.0f32; FITS]).unwrap();
     plant(&plan, call, fault);
     let watch = Watch::start();
     let outcome = everything(&device, &plan);
     watch.within(Duration::from_secs(2), "the call that loses the device");
     // Calls that only free memory have no caller to report to.
-    let told = !matches!(call, Call::Free | Call::DestroyPool) && !ends_with_the_device(call);
-    assert_eq!(outcome.is_err(), told, "{call:?}: {outcome:?}");
+    let fails = !matches!(call, Call::Free | Call::DestroyPool) && !ends_with_the_device(call);
+    assert_eq!(outcome.is_err(), fails, "{call:?}: {outcome:?}");
     if let (Err(error), Fault::Panics) = (&outcome, fault) {
         let Error::Panic { call: name, message } = error else { panic!("{call:?}: {error}") };
         assert_eq!(*message, format!("planted on {call:?}"));
@@ -388,8 +388,8 @@ fn never_returns(kind: DeviceKind, call: Call, fault: Fault) {
         Call::PoolFree => ("pool_free", make(&mut arena, OVERFLOWS), true),
         Call::TrimPool => ("trim_pool", arena.trim(), true),
         Call::DestroyPool => {
-            let gone = std::mem::replace(&mut arena, small(&device).build().unwrap());
-            drop(gone);
+            let old = std::mem::replace(&mut arena, small(&device).build().unwrap());
+            drop(old);
             ("destroy_pool", Ok(()), false)
         }
         Call::AllocatePinned | Call::CreateFence => ("allocate_pinned", staged.write(0, &[1.0; GOES_ROUND]), false),
@@ -420,7 +420,7 @@ fn never_returns(kind: DeviceKind, call: Call, fault: Fault) {
 /// Runs the child process, which meets a hang.
 fn hang_and_save(kind: DeviceKind, values: &[f32], path: &Path) {
     let plan = FaultPlan::new();
-    let device = open(kind, FAR, &plan);
+    let device = open(kind, LONG, &plan);
     let weights = Buffer::from_slice(&device, values).unwrap();
     let held = weights.read().unwrap();
     let mut arena = small(&device).overflow(pool(Duration::from_millis(20))).build().unwrap();

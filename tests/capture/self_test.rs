@@ -44,9 +44,12 @@ fn names(error: &Error, kernel: &str, seen: &str, device: &Device) {
     assert_eq!(*named, kernel, "{error}");
     assert!(reason.contains(seen), "{error}");
     assert_eq!((name, ptx), (&device.description().name, &device.description().ptx));
-    let told = error.to_string();
+    let message = error.to_string();
     let build = ptx.as_ref().map_or("emulator".into(), ToString::to_string);
-    assert!(told.contains(kernel) && told.contains(&build) && told.contains("STEPSCOPE_SELF_TEST=never"), "{told}");
+    assert!(
+        message.contains(kernel) && message.contains(&build) && message.contains("STEPSCOPE_SELF_TEST=never"),
+        "{message}"
+    );
 }
 
 on_each_device! {
@@ -144,11 +147,11 @@ on_each_device! {
             assert_eq!(files.len(), 1, "{files:?}");
             let path = files[0].display().to_string();
             assert_eq!([remembered(&first, "after"), remembered(&again, "before")], [path.clone(), path]);
-            let told = std::fs::read_to_string(&files[0]).unwrap();
+            let record = std::fs::read_to_string(&files[0]).unwrap();
             let description = device.description();
             let ptx = description.ptx.as_ref().unwrap().to_string();
             for part in [&description.name, &ptx, description.driver.as_ref().unwrap()] {
-                assert!(told.contains(part), "{told}");
+                assert!(record.contains(part), "{record}");
             }
             // An unusable cache does not make the program fail.
             let output = run(device, Path::new("/dev/null"), &[]);
@@ -166,9 +169,9 @@ on_each_device! {
             .env("STEPSCOPE_SELF_TEST", "sometimes")
             .output()
             .unwrap();
-        let told = text(&output.stderr);
-        assert!(!output.status.success(), "{told}");
-        assert!(told.contains("new, always or never in STEPSCOPE_SELF_TEST, got `sometimes`"), "{told}");
+        let errors = text(&output.stderr);
+        assert!(!output.status.success(), "{errors}");
+        assert!(errors.contains("new, always or never in STEPSCOPE_SELF_TEST, got `sometimes`"), "{errors}");
         // `never` overrides the program, and nothing is written.
         run(device, cache.path(), &[("STEPSCOPE_SELF_TEST", "never")]);
         assert!(!cache.path().join("stepscope").exists());

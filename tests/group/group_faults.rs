@@ -139,15 +139,15 @@ struct Run<'r> {
     /// The time of the fault.
     at: OnceLock<Instant>,
     /// The number of other ranks that have received it.
-    told: AtomicUsize,
+    notified: AtomicUsize,
     plans: Vec<FaultPlan>,
     cable: Option<Cable>,
 }
 
 /// A part of a batch, and the run whose fault occurs when its values are requested.
-struct Part<'r>(Points, Option<&'r Run<'r>>);
+struct FaultyBatch<'r>(Points, Option<&'r Run<'r>>);
 
-impl HostBatch for Part<'_> {
+impl HostBatch for FaultyBatch<'_> {
     fn len(&self) -> usize {
         self.0.len()
     }
@@ -173,14 +173,15 @@ impl Run<'_> {
             }
             Wrong::Panics => panic!("planted"),
             Wrong::Driver => {
-                let (call, behind) = self.moment.call;
+                let (call, later) = self.moment.call;
                 let plan = &self.plans[self.moment.culprit];
-                drop(plan.clone().on(call, plan.count(call) + behind, Fault::Fail));
+                drop(plan.clone().on(call, plan.count(call) + later, Fault::Fail));
             }
             Wrong::Cut => self.cable.as_ref().expect("the run has a cable").cut(),
             Wrong::Sleeps => {
                 let others = self.moment.others().count();
-                while self.told.load(Ordering::Relaxed) < others && self.at.get().expect("now").elapsed() < DEADLINE {
+                while self.notified.load(Ordering::Relaxed) < others && self.at.get().expect("now").elapsed() < DEADLINE
+                {
                     thread::sleep(Duration::from_millis(5));
                 }
             }
@@ -190,15 +191,15 @@ impl Run<'_> {
     }
 
     /// Returns batch `number` as a rank has it.
-    fn batch(&self, rank: usize, number: usize) -> Vec<Part<'_>> {
+    fn batch(&self, rank: usize, number: usize) -> Vec<FaultyBatch<'_>> {
         let Moment { wrong, culprit, update, part, .. } = *self.moment;
-        let mut batch: Vec<_> = self.batches[number].iter().map(|points| Part(points.clone(), None)).collect();
+        let mut batch: Vec<_> = self.batches[number].iter().map(|points| FaultyBatch(points.clone(), None)).collect();
         let strikes_here =
             if wrong == Wrong::Cut { part * self.moment.plan.ranks / PARTS == rank } else { rank == culprit };
         if number != update || !strikes_here {
             return batch;
         }
-        let Part(points, strikes) = &mut batch[part];
+        let FaultyBatch(points, strikes) = &mut batch[part];
         match wrong {
             Wrong::HostBatch => {
                 self.now();
@@ -250,7 +251,7 @@ impl Run<'_> {
             let again = trainer.update(&self.batches[0]).unwrap_err();
             let lost = self.waits_in_step() && matches!(again, Error::DeviceLost { .. });
             assert!(lost || self.names(&again), "{error}, and then: {again}");
-            self.told.fetch_add(1, Ordering::Relaxed);
+            self.notified.fetch_add(1, Ordering::Relaxed);
         }
         Err(error)
     }
@@ -293,7 +294,7 @@ fn at(kind: DeviceKind, moment: &Moment, batches: &[Vec<Points>], left: &[Device
         batches,
         folder: folder.path(),
         at: OnceLock::new(),
-        told: AtomicUsize::new(0),
+        notified: AtomicUsize::new(0),
         plans: (0..ranks).map(|_| FaultPlan::new()).collect(),
         cable,
     };

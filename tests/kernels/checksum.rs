@@ -21,9 +21,9 @@ fn sums(device: &Device, words: &[u32]) -> Result<Vec<u64>> {
         let length = 2 * words.len().div_ceil(CHUNK);
         let x = step.upload(words, [words.len()])?;
         let mut out = step.upload(&vec![7; length], [length])?;
-        let behind = step.upload(&[7u32; 64], [64])?;
+        let neighbour = step.upload(&[7u32; 64], [64])?;
         step.launch(checksum { x: x.slice(), first: u32::MAX, last: u32::MAX, out: out.out() })?;
-        assert_eq!(step.read(&behind)?, [7; 64]);
+        assert_eq!(step.read(&neighbour)?, [7; 64]);
         assert_eq!(step.read(&x)?, words);
         Ok(step.read(&out)?.chunks(2).map(|sum| u64::from(sum[1]) << 32 | u64::from(sum[0])).collect())
     })

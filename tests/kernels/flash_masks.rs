@@ -231,7 +231,7 @@ fn check<S: AttentionElement>(device: &Device, setup: Setup, precision: Precisio
     let column = (0..setup.width).min_by(|a, b| share(a).total_cmp(&share(b))).expect("a column");
     results[0][setup.output(0, middle, 0) + column] = 1.01 * out[column] as f32;
     let planted = compare(&inputs, &results, bounds(setup));
-    assert!(planted.as_ref().is_err_and(|told| told.starts_with("out")), "{setup:?}, 1 % off: {planted:?}");
+    assert!(planted.as_ref().is_err_and(|cause| cause.starts_with("out")), "{setup:?}, 1 % off: {planted:?}");
 }
 
 /// True if the emulator is to run a setup. With many tokens it takes minutes: each mask runs with

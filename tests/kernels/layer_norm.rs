@@ -132,7 +132,7 @@ on_each_device! {
     fn norm_without_residual(device: &Device) {
         for shape in ROWS {
             let inputs = Inputs::new(shape);
-            let [alone, behind] = [false, true].map(|with_residual| trial(device, |trial| {
+            let [plain, with_gradient] = [false, true].map(|with_residual| trial(device, |trial| {
                 let (gain, bias) = (trial.upload(&inputs.gain, [inputs.cols])?, trial.upload(&inputs.bias, [inputs.cols])?);
                 let out = if with_residual {
                     let (x, residual) = (trial.upload(&inputs.x, shape)?, trial.upload(&inputs.residual, shape)?);
@@ -144,7 +144,7 @@ on_each_device! {
                 };
                 Ok([trial.output(&out.y)?, trial.output(&out.mean)?, trial.output(&out.inverse_std)?].concat())
             }));
-            assert_same(inputs.shape(), &alone, &behind);
+            assert_same(inputs.shape(), &plain, &with_gradient);
         }
     }
 

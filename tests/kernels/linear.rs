@@ -50,7 +50,7 @@ fn gradients_of_mlp<S: Activation>(
     parameters: &Parameters,
     p: &Handles,
     dy: &[f32],
-    beside: bool,
+    with_residual: bool,
 ) -> Vec<Vec<f32>> {
     let mut gradients = Gradients::zeros(parameters).unwrap();
     let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
@@ -58,7 +58,7 @@ fn gradients_of_mlp<S: Activation>(
         .step(|step| {
             let tape = Tape::new(step, parameters);
             let x = leaf_as::<S>(&tape, p[0])?;
-            let y = tape.mlp_gelu(&x, (p[1], Some(p[2])), (p[3], Some(p[4])), beside.then_some(&x))?;
+            let y = tape.mlp_gelu(&x, (p[1], Some(p[2])), (p[3], Some(p[4])), with_residual.then_some(&x))?;
             let dy = step.upload(&dy.iter().map(|&dy| S::narrow(dy)).collect::<Vec<_>>(), y.shape())?.save();
             let loss = tape
                 .op("weighed", [&y])?
@@ -76,7 +76,7 @@ fn by_hand(
     parameters: &Parameters,
     p: &Handles,
     dy: &[f32],
-    beside: bool,
+    with_residual: bool,
 ) -> ([Vec<f32>; 3], [Vec<f32>; 2]) {
     let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
     let result = arena.step(|step| {
@@ -90,7 +90,7 @@ fn by_hand(
         let (none, mut dx) = (None::<&Saved<'_>>, ops::copy(step, &dy)?);
         ops::gemm_into(step, &Gemm::new(k, hidden, rows).transpose_a(), &x, &dpre, none, &mut dw[0])?;
         ops::gemm_into(step, &Gemm::new(hidden, k, rows).transpose_a(), &h, &dy, none, &mut dw[1])?;
-        let form = Gemm { beta: f32::from(u8::from(beside)), ..Gemm::new(rows, k, hidden).transpose_b() };
+        let form = Gemm { beta: f32::from(u8::from(with_residual)), ..Gemm::new(rows, k, hidden).transpose_b() };
         ops::gemm_into(step, &form, &dpre, &w1, none, &mut dx)?;
         let wide = |x: Vec<bf16>| x.into_iter().map(f32::from).collect::<Vec<_>>();
         let [dx, dpre, dy] = [step.read(&dx)?, step.read(&dpre)?, step.read(&dy)?].map(wide);
@@ -172,16 +172,16 @@ on_each_device! {
         round(&mut dy);
         let (parameters, p) = parameters_of(device, &values);
         let parameters = parameters.with_bf16_copy().unwrap();
-        for beside in [false, true] {
-            let halves = gradients_of_mlp::<bf16>(device, &parameters, &p, &dy, beside);
-            let floats = gradients_of_mlp::<f32>(device, &parameters, &p, &dy, beside);
+        for with_residual in [false, true] {
+            let halves = gradients_of_mlp::<bf16>(device, &parameters, &p, &dy, with_residual);
+            let floats = gradients_of_mlp::<f32>(device, &parameters, &p, &dy, with_residual);
             for (number, (got, want)) in halves.iter().zip(&floats).enumerate() {
                 let exact: Vec<f64> = want.iter().map(|&x| x.into()).collect();
                 let (error, limit) = (relative_l2(got, &exact), 4.13 * 2f64.powi(-9));
                 println!("parameter {number}: {error:.2e} of {limit:.2e}");
                 assert!(error <= limit, "parameter {number}: {error:.2e} > {limit:.2e}");
             }
-            let (by_hand, biases) = by_hand(device, &parameters, &p, &dy, beside);
+            let (by_hand, biases) = by_hand(device, &parameters, &p, &dy, with_residual);
             for ([number, name], want) in [[0, 0], [1, 1], [3, 2]].into_iter().zip(&by_hand) {
                 assert_same(["dx", "dw1", "dw2"][name], &halves[number], want);
             }

@@ -209,12 +209,12 @@ on_each_device! {
         trial(device, |trial| {
             let upload = |values: &[f32]| trial.upload(values, [values.len()]);
             let (a, b, mut out) = (upload(&case.a)?, upload(&case.b)?, upload(&case.old)?);
-            let behind = out.slice().address() + size_of_val(&case.old[..]) as u64;
+            let out_end = out.slice().address() + size_of_val(&case.old[..]) as u64;
             ops::gemm_into(trial, &case.form, &a, &b, None::<&Tensor<'_>>, &mut out)?;
             trial.with_scratch(|| {
                 // The scratch marker lies where the product's workspace was.
                 let next = trial.empty::<f32>([0])?.slice().address();
-                assert_eq!(next, behind + (MARK * size_of::<f32>()) as u64);
+                assert_eq!(next, out_end + (MARK * size_of::<f32>()) as u64);
                 workspace(trial, &case.form)
             })?;
             trial.output(&out).map(drop)

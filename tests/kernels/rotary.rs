@@ -15,7 +15,7 @@ const FORMS: [([usize; 2], usize, &[usize]); 4] =
     [([1, 1], 32, &[2, 7, 96]), ([4, 2], 64, &[1, 33, 512]), ([2, 2], 80, &[3, 2, 5, 160]), ([2, 1], 8, &[2, 9, 32])];
 
 /// Large angles, each of which is nearly right in float64.
-const FAR: Rotary = Rotary { offset: 100_000, ..Rotary::new(500_000.0) };
+const LARGE_OFFSET: Rotary = Rotary { offset: 100_000, ..Rotary::new(500_000.0) };
 
 fn shape(extents: &[usize]) -> Shape {
     match *extents {
@@ -119,7 +119,7 @@ on_each_device! {
     fn cosine_and_sine(device: &Device) {
         let mut worst = 0.0f64;
         for width in [8, 32, 64, 80, 96, 128, 256] {
-            for rotary in [Rotary::default(), Rotary { offset: 1000, ..Rotary::new(1.5) }, FAR, Rotary { offset: u32::MAX, ..FAR }] {
+            for rotary in [Rotary::default(), Rotary { offset: 1000, ..Rotary::new(1.5) }, LARGE_OFFSET, Rotary { offset: u32::MAX, ..LARGE_OFFSET }] {
                 let tokens = 40;
                 let x: Vec<f32> =
                     (0..tokens * 3 * width).map(|at| if at % width < width / 2 { 1.0 } else { 0.0 }).collect();
@@ -144,7 +144,7 @@ on_each_device! {
 
     fn against_float64(device: &Device) {
         for (heads, width, extents) in FORMS {
-            for rotary in [Rotary::default(), FAR] {
+            for rotary in [Rotary::default(), LARGE_OFFSET] {
                 let x = Random::new(width as u64).normals(extents.iter().product());
                 let [y, back] = turned(device, &x, rotary, heads, extents);
                 let exact: Vec<f64> = x.iter().map(|&x| f64::from(x)).collect();
@@ -213,13 +213,13 @@ on_each_device! {
     /// A factor of 1 and a rotation of all columns change no bit.
     fn neutral_scaling_is_none(device: &Device) {
         let x = Random::new(5).normals(5 * 96);
-        let want = turned(device, &x, FAR, [1, 1], &[1, 5, 96]);
+        let want = turned(device, &x, LARGE_OFFSET, [1, 1], &[1, 5, 96]);
         for scaling in [
             RotaryScaling::Linear { factor: 1.0 },
             RotaryScaling::Llama3 { factor: 1.0, low: 1.0, high: 4.0, context: 8192 },
             RotaryScaling::Yarn { factor: 1.0, slow: 1.0, fast: 32.0, whole: true, context: 4096, gain: 1.0 },
         ] {
-            let got = turned(device, &x, Rotary { columns: Some(32), scaling, ..FAR }, [1, 1], &[1, 5, 96]);
+            let got = turned(device, &x, Rotary { columns: Some(32), scaling, ..LARGE_OFFSET }, [1, 1], &[1, 5, 96]);
             assert_eq!(got, want, "{scaling:?}");
         }
     }
@@ -228,9 +228,9 @@ on_each_device! {
     fn offsets_continue_positions(device: &Device) {
         let row = Random::new(1).normals(96);
         let rows: Vec<f32> = row.iter().copied().cycle().take(5 * 96).collect();
-        let [all, _] = turned(device, &rows, Rotary { offset: 10, ..FAR }, [1, 1], &[1, 5, 96]);
+        let [all, _] = turned(device, &rows, Rotary { offset: 10, ..LARGE_OFFSET }, [1, 1], &[1, 5, 96]);
         for token in 0..5 {
-            let [one, _] = turned(device, &row, Rotary { offset: 10 + token as u32, ..FAR }, [1, 1], &[1, 1, 96]);
+            let [one, _] = turned(device, &row, Rotary { offset: 10 + token as u32, ..LARGE_OFFSET }, [1, 1], &[1, 1, 96]);
             assert_same(token, &one, &all[token * 96..][..96]);
         }
     }
@@ -255,7 +255,7 @@ on_each_device! {
             let form = AttentionConfig::new(1);
             let [x, odd] = [24, 36].map(|length| trial.upload(&vec![1.0; length], [1, 1, length]));
             let (x, odd) = (x?, odd?);
-            assert_refused(ops::rotary(trial, &odd, FAR, &form), &["rotary", "multiple of 8", "12 columns"]);
+            assert_refused(ops::rotary(trial, &odd, LARGE_OFFSET, &form), &["rotary", "multiple of 8", "12 columns"]);
             assert_refused(PairFactors::new(&[1.0; 65]), &["factors of at most 64 pairs", "65 factors"]);
             let long = |factors: &[f32], gain| {
                 let factors = PairFactors::new(factors).unwrap();
@@ -276,11 +276,11 @@ on_each_device! {
                 (None, long(&[1.0, 1.0, 0.5, 1.0], 1.0), "a factor of at least 1"),
                 (None, long(&[1.0; 4], f32::NAN), "a finite gain"),
             ] {
-                assert_refused(ops::rotary(trial, &x, Rotary { columns, scaling, ..FAR }, &form), &["rotary", words]);
+                assert_refused(ops::rotary(trial, &x, Rotary { columns, scaling, ..LARGE_OFFSET }, &form), &["rotary", words]);
             }
-            assert_refused(ops::rotary(trial, &x, FAR, &AttentionConfig::new(5)), &["rotary", "15 width", "[1, 1, 24]"]);
+            assert_refused(ops::rotary(trial, &x, LARGE_OFFSET, &AttentionConfig::new(5)), &["rotary", "15 width", "[1, 1, 24]"]);
             let form = AttentionConfig::new(5);
-            assert_refused(ops::rotary_backward(trial, x, FAR, &form), &["rotary_backward", "15 width", "[1, 1, 24]"]);
+            assert_refused(ops::rotary_backward(trial, x, LARGE_OFFSET, &form), &["rotary_backward", "15 width", "[1, 1, 24]"]);
             Ok(())
         });
     }

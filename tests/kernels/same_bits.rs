@@ -141,6 +141,6 @@ fn difference(name: &str, emulated: &[Vec<u32>], device: &[Vec<u32>]) -> Option<
 #[test]
 fn a_difference_is_named() {
     assert_eq!(difference("op", &[vec![1, 2], vec![3]], &[vec![1, 2], vec![3]]), None);
-    let told = difference("op", &[vec![1, 2], vec![3, 4, 5]], &[vec![1, 2], vec![3, 5, 6]]).expect("the results differ");
-    assert_eq!(told, "op, result 1: element 1 is 0x00000004 emulated and 0x00000005 on the device; 2 of 3 differ");
+    let message = difference("op", &[vec![1, 2], vec![3, 4, 5]], &[vec![1, 2], vec![3, 5, 6]]).expect("the results differ");
+    assert_eq!(message, "op, result 1: element 1 is 0x00000004 emulated and 0x00000005 on the device; 2 of 3 differ");
 }

@@ -78,7 +78,7 @@ enum Used {
 
 /// The backward pass of a custom op, with two variables of its tape, one of another tape, and one
 /// made later.
-type Deed = for<'t, 's> fn(&mut Backward<'_, 't, 's>, [Var<'s>; 4], Tensor<'s>, &Handles) -> Result<()>;
+type Action = for<'t, 's> fn(&mut Backward<'_, 't, 's>, [Var<'s>; 4], Tensor<'s>, &Handles) -> Result<()>;
 
 /// Returns the op that refused, or `None` on success.
 fn refused<T>(result: Result<T>) -> Option<&'static str> {
@@ -159,7 +159,7 @@ on_each_device! {
 
     /// Each misuse is an error in the op's name, and no gradient is lost without an error.
     fn misuse_names_the_op(device: &Device) {
-        const DEEDS: [(&str, Deed, Option<&str>); 14] = [
+        const ACTIONS: [(&str, Action, Option<&str>); 14] = [
             ("add", |back, [a, ..], dy, _| back.add(&a, dy), None),
             ("take and add", |back, [a, ..], dy, _| {
                 let so_far = back.take(&a)?.expect("the op after this one added it");
@@ -187,7 +187,7 @@ on_each_device! {
         let (_, foreign) = parameters_of(device, &[operand]);
         let foreign = Rc::new(foreign);
         let mut gradients = Gradients::zeros(&parameters).unwrap();
-        for (name, deed, expected) in DEEDS {
+        for (name, deed, expected) in ACTIONS {
             let got = arena(device).step(|step| {
                 let (tape, other) = (Tape::new(step, &parameters), Tape::new(step, &parameters));
                 let (a, theirs) = (leaf(&tape, p[0])?, leaf(&other, p[0])?);

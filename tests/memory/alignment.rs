@@ -3,12 +3,12 @@
 //! the launch is refused before anything runs.
 
 use crate::support::open;
-use cuda_std::emulator::{Cause, Kind, Place};
+use cuda_std::emulator::{Cause, Kind, MemoryLocation};
 use cuda_std::prelude::*;
 use half::bf16;
 use kernels::contract;
 use kernels::tile::SharedTile;
-use kernels::vector::{F4, Part, load_pair, load_word, load_word_raw, store_words};
+use kernels::vector::{F4, VectorPart, load_pair, load_word, load_word_raw, store_words};
 use stepscope::tensor::{Source, Target};
 use stepscope::{Arena, Capacity, DeviceKind, Error, Result, ops};
 
@@ -57,9 +57,9 @@ macro_rules! movers {
             assert_eq!((align, access.kind, access.location.file()), ($bytes, Kind::$kind, file!()), "{text}");
             assert!(text.contains(&format!("no multiple of {} bytes", $bytes)), "{text}");
             match place {
-                Place::Argument { element, .. } => assert_eq!(element, at as i64, "{text}"),
-                Place::Shared { byte } => assert_eq!(byte, 4 * at as i64, "{text}"),
-                Place::Address(_) => panic!("{text}"),
+                MemoryLocation::Argument { element, .. } => assert_eq!(element, at as i64, "{text}"),
+                MemoryLocation::Shared { byte } => assert_eq!(byte, 4 * at as i64, "{text}"),
+                MemoryLocation::Address(_) => panic!("{text}"),
             }
         })*
     }};
@@ -67,11 +67,11 @@ macro_rules! movers {
 
 movers! {
     loads<f32>: 16 Read, |x, y, at| F4::load(x, at);
-    loads_part<f32>: 16 Read, |x, y, at| F4::load_part(x, at, Part::Whole, 0.0);
+    loads_part<f32>: 16 Read, |x, y, at| F4::load_part(x, at, VectorPart::Whole, 0.0);
     loads_raw<f32>: 16 Read, |x, y, at| F4::load_raw(y.cast_const(), at);
-    loads_part_raw<f32>: 16 Read, |x, y, at| F4::load_part_raw(y.cast_const(), at, Part::Whole, 0.0);
+    loads_part_raw<f32>: 16 Read, |x, y, at| F4::load_part_raw(y.cast_const(), at, VectorPart::Whole, 0.0);
     stores<f32>: 16 Write, |x, y, at| F4::splat(1.0).store(y, at);
-    stores_part<f32>: 16 Write, |x, y, at| F4::splat(1.0).store_part(y, at, Part::Whole);
+    stores_part<f32>: 16 Write, |x, y, at| F4::splat(1.0).store_part(y, at, VectorPart::Whole);
     loads_pair<f32>: 8 Read, |x, y, at| load_pair(x, at);
     loads_halves<bf16>: 8 Read, |x, y, at| F4::load(x, at);
     stores_halves<bf16>: 8 Write, |x, y, at| F4::splat(1.0).store(y, at);

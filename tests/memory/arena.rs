@@ -80,7 +80,7 @@ impl Model {
 }
 
 /// The objects that outlive the steps.
-struct World {
+struct Objects {
     device: Device,
     model: Model,
     buffer: Buffer<f32>,
@@ -219,13 +219,13 @@ fn run<'s, S: Scope<'s>>(
     outer: &mut S::Outer,
     program: &[Op],
     outcome: Outcome,
-    world: &mut World,
+    objects: &mut Objects,
 ) -> Result<()> {
     let mut live = Live::new();
     for op in program {
-        run_op(scope, outer, op, &mut live, world);
+        run_op(scope, outer, op, &mut live, objects);
     }
-    look(scope, &live, world);
+    look(scope, &live, objects);
     match outcome {
         Outcome::Returns => Ok(()),
         Outcome::Fails => Err(planned()),
@@ -234,15 +234,15 @@ fn run<'s, S: Scope<'s>>(
     }
 }
 
-fn look<'s>(scope: &impl Scope<'s>, live: &Live<'s>, world: &World) {
+fn look<'s>(scope: &impl Scope<'s>, live: &Live<'s>, objects: &Objects) {
     for (value, expected) in live {
-        assert_eq!(bits(&scope.look(value, &world.device)), bits(expected));
+        assert_eq!(bits(&scope.look(value, &objects.device)), bits(expected));
     }
-    assert_eq!(bits(&world.buffer.read().unwrap()), bits(&world.buffer_values));
+    assert_eq!(bits(&objects.buffer.read().unwrap()), bits(&objects.buffer_values));
 }
 
-fn run_op<'s, S: Scope<'s>>(scope: &mut S, outer: &mut S::Outer, op: &Op, live: &mut Live<'s>, world: &mut World) {
-    let (step, model) = (scope.step(), &mut world.model);
+fn run_op<'s, S: Scope<'s>>(scope: &mut S, outer: &mut S::Outer, op: &Op, live: &mut Live<'s>, objects: &mut Objects) {
+    let (step, model) = (scope.step(), &mut objects.model);
     // A new tensor's length, the library's answer and the expected contents.
     let made = match op {
         Op::Upload(len, seed) => {
@@ -264,8 +264,8 @@ fn run_op<'s, S: Scope<'s>>(scope: &mut S, outer: &mut S::Outer, op: &Op, live: 
             _ => None,
         },
         Op::FromBuffer => {
-            let lent = step.lend(&world.buffer, [BUFFER_LEN]).unwrap();
-            Some((BUFFER_LEN, ops::copy(step, &lent), world.buffer_values.clone()))
+            let lent = step.lend(&objects.buffer, [BUFFER_LEN]).unwrap();
+            Some((BUFFER_LEN, ops::copy(step, &lent), objects.buffer_values.clone()))
         }
         Op::FromOuter(of) => scope.copy_of_outer(outer, *of),
         Op::TooLarge(len) => Some((*len, step.empty([*len]), Vec::new())),
@@ -306,9 +306,9 @@ fn run_op<'s, S: Scope<'s>>(scope: &mut S, outer: &mut S::Outer, op: &Op, live: 
         }
         Op::ToBuffer(of) => {
             if let Some((value, values)) = choose(live, *of).filter(|(_, values)| values.len() == BUFFER_LEN) {
-                let mut out = step.lend_mut(&mut world.buffer, [BUFFER_LEN]).unwrap();
+                let mut out = step.lend_mut(&mut objects.buffer, [BUFFER_LEN]).unwrap();
                 with!(value, |x| ops::copy_into(step, x, &mut out)).unwrap();
-                world.buffer_values.clone_from(values);
+                objects.buffer_values.clone_from(values);
             }
         }
         Op::ToOuter(out, of) => {
@@ -321,13 +321,13 @@ fn run_op<'s, S: Scope<'s>>(scope: &mut S, outer: &mut S::Outer, op: &Op, live: 
                 assert!(matches!(tensor, Err(Error::Misuse { op: "upload", .. })), "{tensor:?}");
             }
         }
-        Op::Look => look(scope, live, world),
+        Op::Look => look(scope, live, objects),
         Op::Scratch(program, outcome) => {
-            let mark = world.model.clone();
+            let mark = objects.model.clone();
             let ended =
-                catch_unwind(AssertUnwindSafe(|| scope.scratch(|inner| run(inner, live, program, *outcome, world))));
+                catch_unwind(AssertUnwindSafe(|| scope.scratch(|inner| run(inner, live, program, *outcome, objects))));
             ends_as(ended, *outcome);
-            world.model.rewind(&mark);
+            objects.model.rewind(&mark);
         }
         _ => {}
     }
@@ -347,15 +347,15 @@ fn run_steps(device: &Device, steps: &[(Vec<Op>, Outcome)]) {
     let mut arena = Arena::builder(device).capacity(Capacity::Bytes(CAPACITY_BYTES)).build().unwrap();
     let buffer_values = Random::new(1).normals(BUFFER_LEN);
     let buffer = Buffer::from_slice(device, &buffer_values).unwrap();
-    let mut world = World { device: device.clone(), model: Model::default(), buffer, buffer_values };
+    let mut objects = Objects { device: device.clone(), model: Model::default(), buffer, buffer_values };
     for (program, outcome) in steps {
-        let mark = world.model.clone();
+        let mark = objects.model.clone();
         let ended =
-            catch_unwind(AssertUnwindSafe(|| arena.step(|step| run(step, &mut (), program, *outcome, &mut world))));
+            catch_unwind(AssertUnwindSafe(|| arena.step(|step| run(step, &mut (), program, *outcome, &mut objects))));
         ends_as(ended, *outcome);
-        world.model.rewind(&mark);
-        world.model.resets += 1;
-        let (report, model) = (arena.report(), &world.model);
+        objects.model.rewind(&mark);
+        objects.model.resets += 1;
+        let (report, model) = (arena.report(), &objects.model);
         assert_eq!(report.capacity_bytes, CAPACITY_BYTES);
         assert_eq!(report.high_water_bytes, model.high_water_bytes);
         assert_eq!(report.allocations, model.allocations);
@@ -367,8 +367,8 @@ fn run_steps(device: &Device, steps: &[(Vec<Op>, Outcome)]) {
             Ok(step.empty::<f32>([1]).err().map(numbers))
         });
         assert_eq!(everything, Ok(Some(full(256, CAPACITY_BYTES, CAPACITY_BYTES, 1))));
-        world.model.high_water_bytes = CAPACITY_BYTES;
-        (world.model.allocations, world.model.resets) = (world.model.allocations + 1, world.model.resets + 1);
+        objects.model.high_water_bytes = CAPACITY_BYTES;
+        (objects.model.allocations, objects.model.resets) = (objects.model.allocations + 1, objects.model.resets + 1);
     }
 }
 

@@ -4,10 +4,10 @@
 //! bytes.
 
 use crate::support::open;
-use cuda_std::emulator::{Cause, Kind, Place};
+use cuda_std::emulator::{Cause, Kind, MemoryLocation};
 use cuda_std::prelude::*;
 use kernels::contract;
-use kernels::vector::{F4, Part, put, store};
+use kernels::vector::{F4, VectorPart, put, store};
 use stepscope::tensor::{Source, Target};
 use stepscope::{Arena, Capacity, DeviceKind, EagerStep, Error, HostInputs, Result, Tensor};
 
@@ -39,7 +39,7 @@ writers! {
     by_store: |y, at| store(y, at as isize as usize, 7.0);
     by_put: |y, at| put(y, at as isize as usize, 7.0, 0);
     by_vector: |y, at| F4::splat(7.0).store(y, at as isize as usize);
-    by_part: |y, at| F4::splat(7.0).store_part(y, at as isize as usize, Part::First(3));
+    by_part: |y, at| F4::splat(7.0).store_part(y, at as isize as usize, VectorPart::First(3));
     by_moved: |y, at| store(y.add(100), (at as isize - 100) as usize, 7.0);
     by_element: |y, at| *y.wrapping_offset(at as isize) = 7.0;
     by_write: |y, at| y.wrapping_add(at as isize as usize).write(7.0);
@@ -86,7 +86,11 @@ macro_rules! each {
 /// Checks that the report names the place, the block, the thread and the line of the write.
 fn exact(at: i32, block: [u32; 3], thread: u32, cause: Cause, text: String) {
     let Cause::OutOfBounds { place, bounds, access } = cause else { panic!("{text}") };
-    assert_eq!((place, bounds), (Place::Argument { name: "y", element: at.into() }, 0..LENGTH as i64), "{text}");
+    assert_eq!(
+        (place, bounds),
+        (MemoryLocation::Argument { name: "y", element: at.into() }, 0..LENGTH as i64),
+        "{text}"
+    );
     assert_eq!((block, thread, access.kind), ([2, 0, 0], 5, Kind::Write), "{text}");
     assert!(
         text.contains(&format!("out of bounds: `y`[{at}] of 1024 elements written by thread 5 of block (2, 0, 0)")),
@@ -142,7 +146,10 @@ fn raw_write_to_nowhere_is_reported() {
         let Err(Error::Kernel(fault)) = error else { panic!("{address}: {error:?}") };
         assert_eq!((fault.kernel, fault.block, fault.thread), ("to_nowhere", [1, 0, 0], 6), "{fault}");
         let Cause::NoMemory { place } = fault.cause else { panic!("{fault}") };
-        assert!(!is_told || matches!(place, Some(Place::Argument { name: "y", element }) if element < 0), "{place:?}");
+        assert!(
+            !is_told || matches!(place, Some(MemoryLocation::Argument { name: "y", element }) if element < 0),
+            "{place:?}"
+        );
     }
 }
 
@@ -186,7 +193,7 @@ fn writes_into_another_output_fail() {
     });
     let Err(Error::Kernel(fault)) = error else { panic!("{error:?}") };
     let Cause::OutOfBounds { place, .. } = fault.cause else { panic!("{fault}") };
-    assert_eq!(place, Place::Argument { name: "a", element: LENGTH as i64 });
+    assert_eq!(place, MemoryLocation::Argument { name: "a", element: LENGTH as i64 });
 }
 
 /// Reads through a pointer, not a slice.
@@ -194,7 +201,7 @@ fn writes_into_another_output_fail() {
 unsafe fn reads_beyond(x: *const f32, y: *mut f32) {
     if thread::thread_idx_x() == 0 {
         // SAFETY: none: this is the planted bug.
-        unsafe { store(y, 0, F4::load_part_raw(x, LENGTH, Part::First(1), 0.0).0[0]) };
+        unsafe { store(y, 0, F4::load_part_raw(x, LENGTH, VectorPart::First(1), 0.0).0[0]) };
     }
 }
 
@@ -212,7 +219,7 @@ fn pointer_reads_are_checked() {
     });
     let Err(Error::Kernel(fault)) = error else { panic!("{error:?}") };
     let Cause::OutOfBounds { place, access, .. } = fault.cause else { panic!("{fault}") };
-    assert_eq!((place, access.kind), (Place::Argument { name: "x", element: LENGTH as i64 }, Kind::Read));
+    assert_eq!((place, access.kind), (MemoryLocation::Argument { name: "x", element: LENGTH as i64 }, Kind::Read));
 }
 
 #[test]

@@ -254,14 +254,14 @@ on_each_device! {
             };
             assert_eq!(warnings(&mut |step| make(step, EIGHTH)), [""; 0]);
             for _ in 0..2 {
-                let told = warnings(&mut |step| (0..5).try_for_each(|_| make(step, LARGE)));
-                assert_eq!(told.len(), 1, "{told:?}");
+                let logged = warnings(&mut |step| (0..5).try_for_each(|_| make(step, LARGE)));
+                assert_eq!(logged.len(), 1, "{logged:?}");
                 for part in ["the arena is full", "RequestLargerThanArena", "requested_bytes=32768", "capacity_bytes=16384", "tests/memory/diagnostics.rs:", "split the tensor"] {
-                    assert!(told[0].contains(part), "`{part}` is missing: {}", told[0]);
+                    assert!(logged[0].contains(part), "`{part}` is missing: {}", logged[0]);
                 }
             }
-            let told = warnings(&mut |step| (0..9).try_for_each(|_| make(step, EIGHTH)));
-            assert!(told.len() == 1 && told[0].contains("WorkingSetLargerThanArena"), "{told:?}");
+            let logged = warnings(&mut |step| (0..9).try_for_each(|_| make(step, EIGHTH)));
+            assert!(logged.len() == 1 && logged[0].contains("WorkingSetLargerThanArena"), "{logged:?}");
             assert_eq!(warnings(&mut |step| make(step, EIGHTH)), [""; 0]);
         });
     }
@@ -274,8 +274,8 @@ on_each_device! {
             for _ in 0..2 {
                 log.take(Level::WARN);
                 arena.step(|step| (0..4).try_for_each(|_| step.scratch(|inner| make(inner, LARGE)))).unwrap();
-                let told = log.take(Level::WARN);
-                assert_eq!(told.len(), 1, "{told:?}");
+                let logged = log.take(Level::WARN);
+                assert_eq!(logged.len(), 1, "{logged:?}");
             }
         });
     }
@@ -287,8 +287,8 @@ on_each_device! {
             let mut arena = arena(device, Overflow::pool(1 << 20));
             arena.step(|step| (0..20).try_for_each(|_| model.pass(step))).unwrap();
         });
-        let told = log.take(Level::WARN);
-        assert!(told.len() == 1 && told[0].contains("NeverReset") && told[0].contains("6 backward passes"), "{told:?}");
+        let logged = log.take(Level::WARN);
+        assert!(logged.len() == 1 && logged[0].contains("NeverReset") && logged[0].contains("6 backward passes"), "{logged:?}");
     }
 
     /// The measure of a step equals its use, on an arena of any size, with scratches and overflows
@@ -437,10 +437,10 @@ impl SharedMemory {
 
 /// A random step: tensors and nested scratches.
 #[derive(Debug)]
-struct Scope(Vec<Part>);
+struct Scope(Vec<Entry>);
 
 #[derive(Debug)]
-enum Part {
+enum Entry {
     Tensor(usize),
     ScratchStep(Scope),
 }
@@ -448,23 +448,23 @@ enum Part {
 impl Scope {
     fn new(random: &mut Random, depth: usize) -> Self {
         let part = |random: &mut Random| match random.below(4) {
-            0 if depth > 0 => Part::ScratchStep(Self::new(random, depth - 1)),
-            _ => Part::Tensor(random.extent(0, 3000)),
+            0 if depth > 0 => Entry::ScratchStep(Self::new(random, depth - 1)),
+            _ => Entry::Tensor(random.extent(0, 3000)),
         };
         Self((0..random.extent(0, 8)).map(|_| part(random)).collect())
     }
 
     fn run(&self, step: &mut stepscope::EagerStep<'_>) -> Result<()> {
         self.0.iter().try_for_each(|part| match part {
-            Part::Tensor(elements) => make(step, *elements),
-            Part::ScratchStep(scope) => step.scratch(|inner| scope.run_inside(inner)),
+            Entry::Tensor(elements) => make(step, *elements),
+            Entry::ScratchStep(scope) => step.scratch(|inner| scope.run_inside(inner)),
         })
     }
 
     fn run_inside(&self, scratch: &mut ScratchStep<'_, '_>) -> Result<()> {
         self.0.iter().try_for_each(|part| match part {
-            Part::Tensor(elements) => make(scratch, *elements),
-            Part::ScratchStep(scope) => scratch.scratch(|inner| scope.run_inside(inner)),
+            Entry::Tensor(elements) => make(scratch, *elements),
+            Entry::ScratchStep(scope) => scratch.scratch(|inner| scope.run_inside(inner)),
         })
     }
 }

@@ -20,7 +20,7 @@ const DOUBLED: [f32; 4] = [2.0, 4.0, 6.0, 8.0];
 
 /// The operation to run inside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Deed {
+enum Operation {
     Step,
     Scratch,
     Measure,
@@ -38,27 +38,27 @@ enum Deed {
     DropCapture,
 }
 
-const DEEDS: [Deed; 15] = [
-    Deed::Step,
-    Deed::Scratch,
-    Deed::Measure,
-    Deed::Capture,
-    Deed::Replay,
-    Deed::MakeBuffer,
-    Deed::ReadBuffer,
-    Deed::WriteBuffer,
-    Deed::BuildArena,
-    Deed::SelfTest,
-    Deed::Trim,
-    Deed::Synchronize,
-    Deed::DropBuffer,
-    Deed::DropArena,
-    Deed::DropCapture,
+const OPERATIONS: [Operation; 15] = [
+    Operation::Step,
+    Operation::Scratch,
+    Operation::Measure,
+    Operation::Capture,
+    Operation::Replay,
+    Operation::MakeBuffer,
+    Operation::ReadBuffer,
+    Operation::WriteBuffer,
+    Operation::BuildArena,
+    Operation::SelfTest,
+    Operation::Trim,
+    Operation::Synchronize,
+    Operation::DropBuffer,
+    Operation::DropArena,
+    Operation::DropCapture,
 ];
 
 /// The scope in which it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Place {
+enum Context {
     Step,
     Scratch,
     Measure,
@@ -70,27 +70,28 @@ enum Place {
     CaptureOfOtherDevice,
 }
 
-const PLACES: [Place; 8] = [
-    Place::Step,
-    Place::Scratch,
-    Place::Measure,
-    Place::Capture,
-    Place::ThreadOfCapture,
-    Place::ThreadOfStep,
-    Place::StepOfOtherDevice,
-    Place::CaptureOfOtherDevice,
+const CONTEXTS: [Context; 8] = [
+    Context::Step,
+    Context::Scratch,
+    Context::Measure,
+    Context::Capture,
+    Context::ThreadOfCapture,
+    Context::ThreadOfStep,
+    Context::StepOfOtherDevice,
+    Context::CaptureOfOtherDevice,
 ];
 
 /// True if the operation is refused: a recording thread may reach the device only through its step.
 /// Dry runs and drops need no device.
-fn is_refused(place: Place, deed: Deed) -> bool {
-    let needs_none = matches!(deed, Deed::Measure | Deed::DropBuffer | Deed::DropArena | Deed::DropCapture);
-    place == Place::Capture && !needs_none
+fn is_refused(context: Context, operation: Operation) -> bool {
+    let needs_none =
+        matches!(operation, Operation::Measure | Operation::DropBuffer | Operation::DropArena | Operation::DropCapture);
+    context == Context::Capture && !needs_none
 }
 
 /// All that an operation may need, apart from the arena in which it runs.
-struct World {
-    deed: Deed,
+struct Objects {
+    operation: Operation,
     device: Device,
     buffer: Option<Buffer<f32>>,
     arena: Option<Arena>,
@@ -110,12 +111,12 @@ fn arena(device: &Device) -> Arena {
     Arena::builder(device).capacity(Capacity::mib(1)).overflow(Overflow::pool(1 << 20)).build().unwrap()
 }
 
-impl World {
-    fn new(device: &Device, deed: Deed) -> Self {
+impl Objects {
+    fn new(device: &Device, operation: Operation) -> Self {
         let mut other = arena(device);
         let captured = other.capture((), &inputs(), DOUBLE).unwrap();
         Self {
-            deed,
+            operation,
             device: device.clone(),
             buffer: Some(Buffer::from_slice(device, &VALUES).unwrap()),
             arena: Some(other),
@@ -134,9 +135,9 @@ impl World {
         let Self { device, buffer, arena: other, spare, captured, .. } = self;
         let double =
             |other: &mut Arena| other.step(|step| step.read(&ops::scale(step, &step.upload(&VALUES, [4])?, 2.0)?));
-        match self.deed {
-            Deed::Step => assert_eq!(double(other.as_mut().unwrap())?, DOUBLED),
-            Deed::Scratch => other.as_mut().unwrap().step(|step| {
+        match self.operation {
+            Operation::Step => assert_eq!(double(other.as_mut().unwrap())?, DOUBLED),
+            Operation::Scratch => other.as_mut().unwrap().step(|step| {
                 let x = step.upload(&VALUES, [4])?;
                 let mut y = step.empty([4])?;
                 step.scratch(|inner| {
@@ -146,138 +147,140 @@ impl World {
                 assert_eq!(step.read(&y)?, DOUBLED);
                 Ok(())
             })?,
-            Deed::Measure => {
+            Operation::Measure => {
                 let measured = other.as_ref().unwrap().measure(|step| step.empty::<f32>([1000]).map(drop))?;
                 assert_eq!(measured.high_water_bytes(), 4096);
             }
-            Deed::Capture => {
+            Operation::Capture => {
                 let mut made = spare.as_mut().unwrap().capture((), &inputs(), DOUBLE)?;
                 let replay = made.replay(&inputs())?;
                 assert_eq!(replay.read(*replay.outputs())?, DOUBLED);
             }
-            Deed::Replay => {
+            Operation::Replay => {
                 let replay = captured.as_mut().unwrap().replay(&inputs())?;
                 assert_eq!(replay.read(*replay.outputs())?, DOUBLED);
             }
-            Deed::MakeBuffer => assert_eq!(Buffer::from_slice(device, &VALUES)?.read()?, VALUES),
-            Deed::ReadBuffer => assert_eq!(buffer.as_ref().unwrap().read()?, VALUES),
-            Deed::WriteBuffer => {
+            Operation::MakeBuffer => assert_eq!(Buffer::from_slice(device, &VALUES)?.read()?, VALUES),
+            Operation::ReadBuffer => assert_eq!(buffer.as_ref().unwrap().read()?, VALUES),
+            Operation::WriteBuffer => {
                 let buffer = buffer.as_mut().unwrap();
                 buffer.write(0, &DOUBLED)?;
                 assert_eq!(buffer.read()?, DOUBLED);
                 buffer.write(0, &VALUES)?;
             }
-            Deed::BuildArena => {
+            Operation::BuildArena => {
                 assert_eq!(double(&mut Arena::builder(device).capacity(Capacity::mib(1)).build()?)?, DOUBLED)
             }
-            Deed::SelfTest => assert!(device.self_test()?.kernels > 0),
-            Deed::Trim => other.as_mut().unwrap().trim()?,
-            Deed::Synchronize => device.synchronize(device.deadline())?,
-            Deed::DropBuffer => drop(buffer.take()),
-            Deed::DropArena => drop((spare.take(), other.take())),
-            Deed::DropCapture => drop(captured.take()),
+            Operation::SelfTest => assert!(device.self_test()?.kernels > 0),
+            Operation::Trim => other.as_mut().unwrap().trim()?,
+            Operation::Synchronize => device.synchronize(device.deadline())?,
+            Operation::DropBuffer => drop(buffer.take()),
+            Operation::DropArena => drop((spare.take(), other.take())),
+            Operation::DropCapture => drop(captured.take()),
         }
         Ok(())
     }
 }
 
 /// Checks that the tensor that existed before is unchanged.
-fn stands<'s>(step: &stepscope::EagerStep<'s>, x: &impl Source<'s, f32>) {
+fn is_unchanged<'s>(step: &stepscope::EagerStep<'s>, x: &impl Source<'s, f32>) {
     assert_eq!(step.read(x).unwrap(), VALUES);
 }
 
 /// Runs a captured step that performs the operation, on its own thread or on another.
-fn recorded(step: &mut Step<'_>, world: &mut World, threaded: bool) -> Result<()> {
+fn recorded(step: &mut Step<'_>, objects: &mut Objects, threaded: bool) -> Result<()> {
     let before = ops::fill(step, [4], 1.0)?;
     if threaded {
-        std::thread::scope(|scope| scope.spawn(|| world.act()).join().unwrap());
+        std::thread::scope(|scope| scope.spawn(|| objects.act()).join().unwrap());
     } else {
-        world.act();
+        objects.act();
     }
     ops::scale(step, &before, 2.0).map(drop)
 }
 
 /// Performs the operation in that scope. Returns the world with its results.
-fn inside(place: Place, device: &Device, world: World) -> World {
+fn inside(context: Context, device: &Device, objects: Objects) -> Objects {
     let other_device;
-    let mut outer = match place {
-        Place::StepOfOtherDevice | Place::CaptureOfOtherDevice => {
+    let mut outer = match context {
+        Context::StepOfOtherDevice | Context::CaptureOfOtherDevice => {
             other_device = Device::open(DeviceKind::Emulated).unwrap();
             arena(&other_device)
         }
         _ => arena(device),
     };
-    let mut world = world;
-    match place {
-        Place::Step | Place::StepOfOtherDevice => outer
+    let mut objects = objects;
+    match context {
+        Context::Step | Context::StepOfOtherDevice => outer
             .step(|step| {
                 let x = step.upload(&VALUES, [4])?;
-                world.act();
-                stands(step, &x);
+                objects.act();
+                is_unchanged(step, &x);
                 Ok(())
             })
             .unwrap(),
-        Place::Scratch => outer
+        Context::Scratch => outer
             .step(|step| {
                 let x = step.upload(&VALUES, [4])?;
                 step.scratch(|_| {
-                    world.act();
+                    objects.act();
                     Ok(())
                 })?;
-                stands(step, &x);
+                is_unchanged(step, &x);
                 Ok(())
             })
             .unwrap(),
-        Place::ThreadOfStep => outer
+        Context::ThreadOfStep => outer
             .step(|step| {
                 let x = step.upload(&VALUES, [4])?;
-                std::thread::scope(|scope| scope.spawn(|| world.act()).join().unwrap());
-                stands(step, &x);
+                std::thread::scope(|scope| scope.spawn(|| objects.act()).join().unwrap());
+                is_unchanged(step, &x);
                 Ok(())
             })
             .unwrap(),
-        Place::Measure => {
+        Context::Measure => {
             let measured = outer.measure(|step| {
                 step.empty::<f32>([1000])?;
-                world.act();
+                objects.act();
                 Ok(())
             });
             assert_eq!(measured.unwrap().high_water_bytes(), 4096);
         }
-        Place::Capture | Place::CaptureOfOtherDevice => {
-            let mut captured =
-                outer.capture(&mut world, &HostInputs::new(), |step, world, _| recorded(step, world, false)).unwrap();
+        Context::Capture | Context::CaptureOfOtherDevice => {
+            let mut captured = outer
+                .capture(&mut objects, &HostInputs::new(), |step, objects, _| recorded(step, objects, false))
+                .unwrap();
             captured.replay(&HostInputs::new()).unwrap();
         }
-        Place::ThreadOfCapture => {
-            let mut captured =
-                outer.capture(&mut world, &HostInputs::new(), |step, world, _| recorded(step, world, true)).unwrap();
+        Context::ThreadOfCapture => {
+            let mut captured = outer
+                .capture(&mut objects, &HostInputs::new(), |step, objects, _| recorded(step, objects, true))
+                .unwrap();
             captured.replay(&HostInputs::new()).unwrap();
         }
     }
-    world
+    objects
 }
 
 on_each_device! {
     fn every_operation_in_every_scope(device: &Device) {
-        for place in PLACES {
-            for deed in DEEDS {
+        for context in CONTEXTS {
+            for operation in OPERATIONS {
                 let plan = FaultPlan::new();
                 let device = Device::builder(device.description().kind).layer(plan.clone()).open().unwrap();
-                let world = inside(place, &device, World::new(&device, deed));
-                assert!(!world.outcomes.is_empty(), "{deed:?} in {place:?} was never done");
-                for outcome in &world.outcomes {
+                let objects = inside(context, &device, Objects::new(&device, operation));
+                assert!(!objects.outcomes.is_empty(), "{operation:?} in {context:?} never ran");
+                for outcome in &objects.outcomes {
                     match outcome {
-                        Ok(()) => assert!(!is_refused(place, deed), "{deed:?} in {place:?} was not refused"),
-                        Err(Error::Misuse { op: "capture", .. }) => assert!(is_refused(place, deed), "{deed:?} in {place:?}: {outcome:?}"),
-                        Err(error) => panic!("{deed:?} in {place:?}: {error}"),
+                        Ok(()) => assert!(!is_refused(context, operation), "{operation:?} in {context:?} was not refused"),
+                        Err(Error::Misuse { op: "capture", .. }) => assert!(is_refused(context, operation), "{operation:?} in {context:?}: {outcome:?}"),
+                        Err(error) => panic!("{operation:?} in {context:?}: {error}"),
                     }
                 }
                 assert_eq!(device.lost(), None);
-                drop((world, device));
+                drop((objects, device));
                 let ended = [(Call::Allocate, Call::Free), (Call::CreatePool, Call::DestroyPool), (Call::Instantiate, Call::DestroyGraph)];
                 for (made, ended) in ended {
-                    assert_eq!(plan.count(made), plan.count(ended), "{deed:?} in {place:?}: {made:?} and {ended:?} are not paired");
+                    assert_eq!(plan.count(made), plan.count(ended), "{operation:?} in {context:?}: {made:?} and {ended:?} are not paired");
                 }
             }
         }
@@ -359,7 +362,7 @@ on_each_device! {
                     ops::scale(rehearsed, &rehearsed.lend(&buffer, [4])?, 2.0)?;
                     rehearsed.launch(filled(&mut x))
                 })?;
-                stands(step, &x);
+                is_unchanged(step, &x);
                 Ok(())
             })
             .unwrap();

@@ -35,12 +35,12 @@ on_each_device! {
     fn training_without_memory_gives_advice(device: &Device) {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let out = folder.path().join("out");
-        for (pool, told) in [("0", "advice: size the arena"), ("1", "the overflow pool's cap is 1048576 bytes")] {
+        for (pool, advice) in [("0", "advice: size the arena"), ("1", "the overflow pool's cap is 1048576 bytes")] {
             let memory = ["--arena-mib", "16", "--overflow-mib", pool, "--capture", "off", "--out", out.to_str().unwrap()];
             let output = run("crossasset", device, &[&SMALL[..], &memory].concat());
             let errors = text(&output.stderr);
             assert_eq!(output.status.code(), Some(1), "{errors}");
-            for words in ["cause: WorkingSetLargerThanArena", told, "of 16.0 MiB", "examples/crossasset/model.rs:"] {
+            for words in ["cause: WorkingSetLargerThanArena", advice, "of 16.0 MiB", "examples/crossasset/model.rs:"] {
                 assert!(errors.contains(words), "\"{words}\" is not in: {errors}");
             }
             assert!(!out.join("report.json").exists(), "a run that failed wrote a report");

@@ -67,7 +67,7 @@ fn false_headers_are_refused() {
     let w = tensor("F32", "[1]", 0, 4);
     let long = "x".repeat(1 << 20);
     let deep = format!("{}{}", "[".repeat(1 << 20), "]".repeat(1 << 20));
-    for (header, bytes, told) in [
+    for (header, bytes, words) in [
         (String::new(), 0, "its header"),
         ("[]".into(), 0, "its header"),
         ("{".into(), 0, "its header"),
@@ -112,7 +112,7 @@ fn false_headers_are_refused() {
         fs::write(&path, file(&header, &vec![0; bytes])).unwrap();
         let reason = refused(&path);
         let start: String = header.chars().take(200).collect();
-        assert!(reason.contains(told), "{start}: {reason}");
+        assert!(reason.contains(words), "{start}: {reason}");
     }
 }
 

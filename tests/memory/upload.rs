@@ -272,16 +272,16 @@ on_each_device! {
         let spec = spec([1, 3000, 5, 64]);
         let mut parameters = Parameters::new(&device, &spec, 1).unwrap();
         let bytes = random_bytes(&mut Random::new(3), 4 * spec.weights());
-        let mut told = Vec::new();
+        let mut reports = Vec::new();
         let mut tell = |progress| {
-            told.push(progress);
+            reports.push(progress);
             Ok(())
         };
         load(&mut parameters, &bytes, Transfer::new().progress(&mut tell)).unwrap();
         let total = 4 * spec.elements() as u64;
-        assert!(told.iter().all(|progress: &Progress| progress.total_bytes == total));
-        assert!(told.is_sorted_by(|a, b| a.done_bytes < b.done_bytes && a.elapsed <= b.elapsed), "{told:?}");
-        assert!(told.len() as u64 >= total / SLOT as u64 && told.last().unwrap().done_bytes == total, "{told:?}");
+        assert!(reports.iter().all(|progress: &Progress| progress.total_bytes == total));
+        assert!(reports.is_sorted_by(|a, b| a.done_bytes < b.done_bytes && a.elapsed <= b.elapsed), "{reports:?}");
+        assert!(reports.len() as u64 >= total / SLOT as u64 && reports.last().unwrap().done_bytes == total, "{reports:?}");
     }
 
     fn progress_can_stop_an_upload(device: &Device) {

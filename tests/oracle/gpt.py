@@ -132,8 +132,8 @@ def check(program, device, name, model, shard):
         refused = sum(max(errors(got, wrong).values()) > LIMIT for wrong in plants)
 
         ids = torch.tensor(got["ids"]).long()
-        back, told = AutoModelForCausalLM.from_pretrained(folder / "ours" / "transformers", output_loading_info=True, dtype=torch.float32)
-        lost = [key for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if told[key]]
+        back, info = AutoModelForCausalLM.from_pretrained(folder / "ours" / "transformers", output_loading_info=True, dtype=torch.float32)
+        lost = [key for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]]
         with torch.no_grad():
             equal = torch.equal(back.eval()(ids).logits, model(ids).logits)
     print(

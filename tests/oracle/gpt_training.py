@@ -67,9 +67,9 @@ def weights(path):
     header.pop("__metadata__", None)
     body = bytearray(data[8 + length :])
     found = {}
-    for name, told in header.items():
-        start, end = told["data_offsets"]
-        found[name] = torch.frombuffer(body[start:end], dtype=torch.float32).reshape(told["shape"]).clone()
+    for name, entry in header.items():
+        start, end = entry["data_offsets"]
+        found[name] = torch.frombuffer(body[start:end], dtype=torch.float32).reshape(entry["shape"]).clone()
     return found
 
 
@@ -97,33 +97,33 @@ def loss_of(w, heads, layers, ids, labels):
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-def trained(first, config, tokens, told, factor=1.0):
+def trained(first, config, tokens, options, factor=1.0):
     """Returns PyTorch's losses with the example's settings, from the first weights times a
     factor."""
     import torch
 
-    device = "cuda" if told.device == "cuda" else "cpu"
+    device = "cuda" if options.device == "cuda" else "cpu"
     w = {name: (tensor * factor).to(device).requires_grad_() for name, tensor in first.items()}
-    torch.backends.cuda.matmul.allow_tf32 = told.precision == "tf32"
+    torch.backends.cuda.matmul.allow_tf32 = options.precision == "tf32"
     groups = [
         {"params": [p for p in w.values() if p.dim() == 2], "weight_decay": 0.1},
         {"params": [p for p in w.values() if p.dim() == 1], "weight_decay": 0.0},
     ]
-    highest = told.learning_rate or {"tiny": 2e-3, "124m": 6e-4, "350m": 3e-4, "774m": 2.5e-4, "1558m": 2e-4}[told.size]
+    highest = options.learning_rate or {"tiny": 2e-3, "124m": 6e-4, "350m": 3e-4, "774m": 2.5e-4, "1558m": 2e-4}[options.size]
     optimizer = torch.optim.AdamW(groups, lr=highest, betas=(0.9, 0.95))
-    warmup, context = min(told.updates // 10, 700), config["n_positions"]
+    warmup, context = min(options.updates // 10, 700), config["n_positions"]
     held_out = max(len(tokens) // 20, context + 1)
     length = len(tokens) - held_out
     losses = []
-    for update in range(1, told.updates + 1):
-        done = (update - warmup) / max(told.updates - warmup, 1)
+    for update in range(1, options.updates + 1):
+        done = (update - warmup) / max(options.updates - warmup, 1)
         rate = update / warmup if update <= warmup else 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done))
         for group in optimizer.param_groups:
             group["lr"] = highest * rate
-        numbers = range((update - 1) * told.batch, update * told.batch)
+        numbers = range((update - 1) * options.batch, update * options.batch)
         starts = [window(number, length, context, 7) for number in numbers]
         batch = torch.stack([tokens[start : start + context + 1] for start in starts]).to(device)
-        with torch.autocast(device, torch.bfloat16, enabled=told.precision == "bf16"):
+        with torch.autocast(device, torch.bfloat16, enabled=options.precision == "bf16"):
             loss = loss_of(w, config["n_head"], config["n_layer"], batch[:, :-1], batch[:, 1:])
         optimizer.zero_grad()
         loss.backward()
@@ -170,19 +170,19 @@ def main():
             parser.add_argument(name, default=default)
         parser.add_argument("--batch", type=int, default=8)
         parser.add_argument("--learning-rate", type=float)
-        told, _ = parser.parse_known_args([str(argument) for argument in theirs])
-        told.updates = own.updates
+        options, _ = parser.parse_known_args([str(argument) for argument in theirs])
+        options.updates = own.updates
         arguments = [own.program, "train", *theirs, "--updates", own.updates, "--sample-tokens", "1", "--out", folder]
         run([*arguments, "--trace", folder / "trace.safetensors"])
         first = weights(folder / "transformers/model.safetensors")
         config = json.loads((folder / "transformers/config.json").read_text())
         run(arguments)
         ours = json.loads((folder / "report.json").read_text())["losses"]
-        tokens = torch.from_numpy(numpy.fromfile(told.data, dtype="<u2").astype(numpy.int64))
+        tokens = torch.from_numpy(numpy.fromfile(options.data, dtype="<u2").astype(numpy.int64))
         if int(tokens[0]) == 20240520 & 0xFFFF and len(tokens) > 512:
             tokens = tokens[512:]
-        theirs = trained(first, config, tokens, told)
-        near = trained(first, config, tokens, told, 1 + 2**-23)
+        theirs = trained(first, config, tokens, options)
+        near = trained(first, config, tokens, options, 1 + 2**-23)
     print("| updates | our mean loss | PyTorch's | difference | PyTorch's from itself |\n|---|---|---|---|---|")
     for start in range(0, own.updates, 100):
         parts = (losses[start : start + 100] for losses in (ours, theirs, near))

@@ -71,16 +71,16 @@ impl Workplace {
     }
 
     /// Checks that the example refuses these arguments with exit code 2, reports every word of
-    /// `told`, and changes no file.
-    fn refuses(&self, bars: &[&Path], more: &[&str], told: &[&str]) {
+    /// `expected`, and changes no file.
+    fn refuses(&self, bars: &[&Path], more: &[&str], expected: &[&str]) {
         let before = self.files();
         let output = self.run(bars, more);
         let message = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{told:?}: {message}");
-        for words in told {
+        assert_eq!(output.status.code(), Some(2), "{expected:?}: {message}");
+        for words in expected {
             assert!(message.contains(words), "\"{words}\" is not in: {message}");
         }
-        assert!(self.files() == before, "{told:?}: a file was changed, made or removed");
+        assert!(self.files() == before, "{expected:?}: a file was changed, made or removed");
     }
 }
 
@@ -157,9 +157,9 @@ fn a_row_without_end() {
     let mut command = Command::new(program());
     command.args(["--device", "emulated", "--out"]).arg(workplace.out()).arg("--bars").arg(&file);
     let output = command.output().unwrap();
-    let told = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(2), "{told}");
-    assert!(told.contains("line 1, column number 1: the row is longer than 1048576 bytes"), "{told}");
+    let errors = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{errors}");
+    assert!(errors.contains("line 1, column number 1: the row is longer than 1048576 bytes"), "{errors}");
 }
 
 #[test]
@@ -216,8 +216,8 @@ fn time_must_increase() {
 fn too_few_bars() {
     let workplace = Workplace::new();
     let file = workplace.file("bars.csv", &sound(7_524));
-    let told = format!("{}: too few bars: 7524 found, at least 7525 needed: ", file.display());
-    workplace.refuses(&[&file], &[], &[&told]);
+    let expected = format!("{}: too few bars: 7524 found, at least 7525 needed: ", file.display());
+    workplace.refuses(&[&file], &[], &[&expected]);
 }
 
 #[test]
@@ -225,20 +225,20 @@ fn the_second_of_two_files() {
     let workplace = Workplace::new();
     let good = workplace.file("good.csv", &sound(9_000));
     let bad = workplace.file("bad.csv", &format!("{HEADER}{GOOD}\n{GOOD}"));
-    let told = format!("{}, line 4, column open_time: ", bad.display());
-    workplace.refuses(&[&good, &bad], &[], &[&told, "repeats the time"]);
+    let expected = format!("{}, line 4, column open_time: ", bad.display());
+    workplace.refuses(&[&good, &bad], &[], &[&expected, "repeats the time"]);
 }
 
 #[test]
 fn a_wrong_argument() {
     let workplace = Workplace::new();
     let file = workplace.file("bars.csv", &sound(9_000));
-    for (arguments, told) in [
+    for (arguments, expected) in [
         (["--batch", "0"], "--batch"),
         (["--micro-batch", "257"], "--micro-batch 257 is more than --batch 256"),
         (["--learning-rate", "NaN"], "a finite number above zero"),
         (["--limit", "10"], "too few samples: the limit keeps 10, at least 54 needed"),
     ] {
-        workplace.refuses(&[&file], &arguments, &[told]);
+        workplace.refuses(&[&file], &arguments, &[expected]);
     }
 }

@@ -13,8 +13,8 @@ on_each_device! {
         let (screen, errors) = (text(&output.stdout), text(&output.stderr));
         assert_eq!(output.status.code(), Some(0), "{screen}{errors}");
         assert!(start.elapsed() < Duration::from_secs(120), "{:?}", start.elapsed());
-        let told = screen.lines().last().and_then(|line| line.strip_prefix("validation accuracy ")?.strip_suffix(" %"));
-        let accuracy: f64 = told.and_then(|number| number.parse().ok()).unwrap_or_else(|| panic!("{screen}"));
+        let printed = screen.lines().last().and_then(|line| line.strip_prefix("validation accuracy ")?.strip_suffix(" %"));
+        let accuracy: f64 = printed.and_then(|number| number.parse().ok()).unwrap_or_else(|| panic!("{screen}"));
         assert!((95.0..=100.0).contains(&accuracy), "{screen}");
         assert_eq!(screen.lines().count(), 13, "expected a line for each epoch: {screen}");
     }

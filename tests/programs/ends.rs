@@ -222,8 +222,8 @@ fn second_run_in_folder_is_refused() {
     let run = Run::new();
     let first = run.running();
     let second = failed(&run.command(&[]).output().unwrap());
-    let told = format!("error: {}: another run (process {}) writes here", run.out.display(), first.id());
-    assert!(second.starts_with(&told), "{second}");
+    let expected = format!("error: {}: another run (process {}) writes here", run.out.display(), first.id());
+    assert!(second.starts_with(&expected), "{second}");
     let output = first.wait_with_output().unwrap();
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert_eq!(run.names(), RESULTS);
@@ -240,8 +240,8 @@ fn full_disk_keeps_old_checkpoint() {
     let inner = run.command(&[]);
     let mut command = Command::new("sh");
     command.args(["-c", "trap '' XFSZ; ulimit -f 2000; exec \"$0\" \"$@\""]).arg(inner.get_program());
-    let told = failed(&command.args(inner.get_args()).output().unwrap());
-    assert!(told.starts_with(&format!("error: {}: ", run.checkpoint().display())), "{told}");
+    let error = failed(&command.args(inner.get_args()).output().unwrap());
+    assert!(error.starts_with(&format!("error: {}: ", run.checkpoint().display())), "{error}");
     assert_eq!((run.names(), fs::read(run.checkpoint()).unwrap() == before), (vec!["model.safetensors".into()], true));
 }
 
@@ -251,8 +251,8 @@ fn moved_folder_is_an_error() {
     let child = run.running();
     let moved = run.out.with_file_name("moved");
     fs::rename(&run.out, &moved).unwrap();
-    let told = failed(&child.wait_with_output().unwrap());
-    assert!(told.starts_with(&format!("error: {}", run.out.display())), "{told}");
+    let error = failed(&child.wait_with_output().unwrap());
+    assert!(error.starts_with(&format!("error: {}", run.out.display())), "{error}");
     assert!(!run.out.exists());
     Checkpoint::load(moved.join("model.safetensors")).unwrap();
 }
@@ -289,18 +289,18 @@ fn other_bars_are_refused() {
     for (files, more, same) in
         [([&a, &c], &[][..], false), ([&b, &a], &[], false), ([&a, &a], &[], false), ([&a, &b], &["--clip", "9"], true)]
     {
-        let told = failed(&with(files.map(String::as_str), more));
-        assert!(told.contains("was made with other settings:") && told.contains("without --resume"), "{told}");
-        let line = |name: &str| told.lines().find_map(|line| line.trim().strip_prefix(name)).map(str::to_owned);
+        let error = failed(&with(files.map(String::as_str), more));
+        assert!(error.contains("was made with other settings:") && error.contains("without --resume"), "{error}");
+        let line = |name: &str| error.lines().find_map(|line| line.trim().strip_prefix(name)).map(str::to_owned);
         if same {
             assert_eq!(line("clip: ").unwrap(), "1e0 in the checkpoint, 9e0 here");
-            assert_eq!(line("bars: "), None, "{told}");
+            assert_eq!(line("bars: "), None, "{error}");
             continue;
         }
         let bars = line("bars: ").unwrap();
         let (theirs, ours) = bars.split_once(" in the checkpoint, ").unwrap();
         let ours = ours.strip_suffix(" here").unwrap();
-        assert!(theirs.len() == 64 && ours.len() == 64 && theirs != ours, "{told}");
+        assert!(theirs.len() == 64 && ours.len() == 64 && theirs != ours, "{error}");
     }
     assert_eq!(fs::read(run.checkpoint()).unwrap(), before);
     // Equal bars by another name.
@@ -354,8 +354,8 @@ fn impossible_positions_are_refused() {
         ("crossasset.position", format!("\"{}\"", "x".repeat(1 << 20))),
         ("crossasset.settings", "y".repeat(1 << 20)),
     ] {
-        let told = failed(&resume(&[(note, &text)]));
-        assert!(told.len() < 2500, "{note}: {told}");
+        let error = failed(&resume(&[(note, &text)]));
+        assert!(error.len() < 2500, "{note}: {error}");
     }
     assert!(resume(&[]).status.success());
 }

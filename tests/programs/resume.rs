@@ -96,8 +96,8 @@ fn interrupted_run_resumes_to_same_weights() {
         let output = child.wait_with_output().unwrap();
         assert_eq!(output.status.code(), Some(130), "the run must stop before its end");
         let screen = String::from_utf8(output.stdout).unwrap();
-        let told = format!("stopped; continue with --resume {}", checkpoint.display());
-        assert_eq!(screen.lines().last(), Some(&*told), "{screen}");
+        let expected = format!("stopped; continue with --resume {}", checkpoint.display());
+        assert_eq!(screen.lines().last(), Some(&*expected), "{screen}");
         assert!(!interrupted.join("report.json").exists());
         let progress = EpochProgress::of(&Checkpoint::load(&checkpoint).unwrap()).unwrap();
         assert!((3..9).contains(&progress.updates), "in the middle of an epoch of 9 updates: {progress:?}");

@@ -74,11 +74,11 @@ impl Workplace {
     /// Checks that the command is refused within a short time with this exit code and these words,
     /// and that nothing is written.
     #[track_caller]
-    fn refuses(&self, mut command: Command, code: i32, told: &[&str]) -> String {
+    fn refuses(&self, mut command: Command, code: i32, expected: &[&str]) -> String {
         let output = within(&mut command, SOON);
         let message = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(code), "{told:?}: {message}");
-        for words in told {
+        assert_eq!(output.status.code(), Some(code), "{expected:?}: {message}");
+        for words in expected {
             assert!(message.contains(words), "expected `{words}` in: {message}");
         }
         assert!(message.len() < 3000 && !message.contains("panicked"), "{message}");
@@ -215,7 +215,7 @@ fn impossible_configuration_numbers() {
     let theirs = theirs(&place);
     let before: Value = serde_json::from_slice(&fs::read(theirs.join("config.json")).unwrap()).unwrap();
     let weights = "--weights first/transformers --tokenizer bytes";
-    for (key, value, told) in [
+    for (key, value, words) in [
         ("n_layer", json!(1e300), "`n_layer`: expected a whole number from 1 to 16384, got 1e+300"),
         ("n_layer", json!(1u64 << 63), "got 9223372036854775808"),
         ("n_layer", json!(i32::MAX), "got 2147483647"),
@@ -243,7 +243,7 @@ fn impossible_configuration_numbers() {
         let mut sizes = before.clone();
         sizes[key] = value;
         fs::write(theirs.join("config.json"), sizes.to_string()).unwrap();
-        place.refuses(place.gpt(weights), 2, &[told]);
+        place.refuses(place.gpt(weights), 2, &[words]);
     }
     let text = before.to_string().replacen('{', "{\"layer_norm_epsilon\":1e999,", 1);
     fs::write(theirs.join("config.json"), text).unwrap();
@@ -271,7 +271,7 @@ fn errors_name_the_file_kind() {
     let state = theirs(&place).join("model.safetensors").display().to_string();
     fs::create_dir(place.path("weights")).unwrap();
     fs::copy(place.path("pointer.bin"), place.path("weights/config.json")).unwrap();
-    for (more, told) in [
+    for (more, words) in [
         ("--data wide.txt", "wide.txt: is text in UTF-16"),
         ("--data bare_wide.txt", "text in UTF-16"),
         ("--data gzip.txt", "is compressed by gzip; expected text, or tokens in a file that ends in .bin: unpack it"),
@@ -293,7 +293,7 @@ fn errors_name_the_file_kind() {
             "has weights, but is no checkpoint: give the model.safetensors in the --out of a run",
         ),
     ] {
-        place.refuses(place.gpt(more), 2, &[told]);
+        place.refuses(place.gpt(more), 2, &[words]);
     }
     let output = within(&mut place.crossasset("--epochs 1 --out market"), LATE);
     assert!(output.status.success(), "{}", text(&output.stderr));
@@ -307,14 +307,14 @@ fn errors_name_the_file_kind() {
         1,
         &["is a checkpoint of `gpt`; expected a checkpoint of `crossasset`"],
     );
-    for (file, told) in [
+    for (file, words) in [
         ("wide.txt", "is text in UTF-16"),
         ("gzip.txt", "is compressed by gzip; expected bars as CSV in UTF-8: unpack it, for example with `gunzip`"),
         ("model.pt", "is a zip archive"),
         ("page.html", "is a web page; expected bars"),
         ("pointer.bin", "is a pointer of git-lfs"),
     ] {
-        place.refuses(place.crossasset(&format!("--bars {file}")), 2, &[told]);
+        place.refuses(place.crossasset(&format!("--bars {file}")), 2, &[words]);
     }
 }
 
@@ -331,12 +331,12 @@ fn earlier_runs_are_not_overwritten() {
         assert!(within(&mut run(""), LATE).status.success());
         let checkpoint = place.path("out/model.safetensors");
         let before = fs::read(&checkpoint).unwrap();
-        let told = place.refuses(
+        let message = place.refuses(
             run(""),
             2,
             &["holds the checkpoint of an earlier run: model.safetensors, ", " updates, written 20"],
         );
-        let go_on = told.lines().map(str::trim).find(|line| line.starts_with("--resume ")).unwrap();
+        let go_on = message.lines().map(str::trim).find(|line| line.starts_with("--resume ")).unwrap();
         let go_on = go_on.split("   ").next().unwrap();
         for (more, file) in [("--seed 8", "out"), ("--resume copy.safetensors", "out")] {
             fs::copy(&checkpoint, place.path("copy.safetensors")).unwrap();
@@ -352,9 +352,9 @@ fn earlier_runs_are_not_overwritten() {
         fs::create_dir(place.path("weights")).unwrap();
         place.file("weights/model.safetensors", "somebody's");
         for more in ["", "--overwrite"] {
-            let told =
+            let expected =
                 ["weights holds files that this run would replace, and that no run has written: model.safetensors. "];
-            place.refuses(run(&format!("--out weights {more}")), 2, &told);
+            place.refuses(run(&format!("--out weights {more}")), 2, &expected);
         }
         assert_eq!(fs::read_to_string(place.path("weights/model.safetensors")).unwrap(), "somebody's");
     }
@@ -376,7 +376,7 @@ fn finished_run_suggests_next_command() {
         "{said}"
     );
     assert!(report(&place.path("out"))["tokens_per_second"].is_null());
-    let told = place.refuses(
+    let message = place.refuses(
         place.gpt(&format!("--updates 9 --seed 8 {resume}")),
         2,
         &[
@@ -385,11 +385,11 @@ fn finished_run_suggests_next_command() {
             "  seed: 7 in the checkpoint, 8 here",
         ],
     );
-    assert!(!told.contains("  batch: "), "{told}");
+    assert!(!message.contains("  batch: "), "{message}");
     // The advice, as printed.
-    let advice = told.split("--weights ").nth(1).unwrap().split(' ').next().unwrap();
+    let advice = message.split("--weights ").nth(1).unwrap().split(' ').next().unwrap();
     let mut longer = place.gpt("--updates 2 --tokenizer bytes --out longer");
-    assert!(within(longer.arg("--weights").arg(advice), LATE).status.success(), "{told}");
+    assert!(within(longer.arg("--weights").arg(advice), LATE).status.success(), "{message}");
 }
 
 /// Tokens that are rewritten during training, with the old time of modification restored, end the

@@ -3,7 +3,7 @@
 use cuda_std::prelude::*;
 use kernels::block::{BLOCK, CHUNK, REDUCTION_BYTES, block_combine, chunk_fold};
 use kernels::tile::SharedTile;
-use kernels::vector::{F4, Part, store};
+use kernels::vector::{F4, VectorPart, store};
 use kernels::warp::{ROW_BLOCK, Row, add, max, sum4};
 use kernels::{contract, for_each_vector};
 
@@ -16,7 +16,7 @@ pub(crate) unsafe fn off_by_one_tail(out: *mut f32, length: usize, value: f32) {
         if index + F4::LEN <= length {
             F4::splat(value).store(out, index);
         } else if index < length {
-            F4::splat(value).store_part(out, index, Part::First(length - index + 1));
+            F4::splat(value).store_part(out, index, VectorPart::First(length - index + 1));
         }
     }
 }

@@ -3,7 +3,7 @@
 use super::global::*;
 use super::shared::*;
 use crate::support;
-use cuda_std::emulator::{Cause, Fault, Kind, Mode, Place};
+use cuda_std::emulator::{Cause, Fault, Kind, MemoryLocation, Mode};
 use stepscope::tensor::{Source, Target};
 use stepscope::{Arena, Capacity, DeviceKind, EagerStep, Error, Result};
 
@@ -33,7 +33,7 @@ macro_rules! report {
 /// Returns the checked parts of a report: the place, the kinds (earlier, later), and true if the
 /// threads are of one block.
 #[track_caller]
-fn race(fault: Option<Fault>) -> (Place, [Kind; 2], bool) {
+fn race(fault: Option<Fault>) -> (MemoryLocation, [Kind; 2], bool) {
     let fault = fault.expect("a report");
     let text = fault.to_string();
     let Cause::Race { place, earlier, later } = fault.cause else { panic!("expected a race, got {text}") };
@@ -50,12 +50,12 @@ const READ_WRITE: [Kind; 2] = [Kind::Read, Kind::Write];
 const WRITE_READ: [Kind; 2] = [Kind::Write, Kind::Read];
 const WRITE_WRITE: [Kind; 2] = [Kind::Write, Kind::Write];
 
-fn shared(byte: i64) -> Place {
-    Place::Shared { byte }
+fn shared(byte: i64) -> MemoryLocation {
+    MemoryLocation::Shared { byte }
 }
 
-fn out(element: i64) -> Place {
-    Place::Argument { name: "out", element }
+fn out(element: i64) -> MemoryLocation {
+    MemoryLocation::Argument { name: "out", element }
 }
 
 #[test]
@@ -68,7 +68,7 @@ fn sound_code_is_not_reported() {
 fn missing_barrier_is_found() {
     // Warp 0 is the first to read, before the others have written.
     let fault = report!(missing_barrier, 5000, 2).expect("a report");
-    assert!(matches!(fault.cause, Cause::Unwritten { place: Place::Shared { byte: 4 }, .. }), "{fault}");
+    assert!(matches!(fault.cause, Cause::Unwritten { place: MemoryLocation::Shared { byte: 4 }, .. }), "{fault}");
     let text = fault.to_string();
     assert!(text.contains("never written: shared byte 4 read by thread 0 of block (0, 0, 0) in epoch 0 at "), "{text}");
     assert!(text.contains("tests/races/shared.rs:"), "{text}");
@@ -82,7 +82,7 @@ fn missing_last_barrier_is_found() {
 #[test]
 fn missing_warp_sync_is_found() {
     let fault = report!(missing_warp_sync, 64, 64).expect("a report");
-    assert!(matches!(fault.cause, Cause::Unwritten { place: Place::Shared { byte: 4 }, .. }), "{fault}");
+    assert!(matches!(fault.cause, Cause::Unwritten { place: MemoryLocation::Shared { byte: 4 }, .. }), "{fault}");
 }
 
 #[test]
@@ -100,7 +100,7 @@ fn swapped_index_is_found() {
 fn unwritten_shared_is_found() {
     let fault = report!(unwritten_shared, 64, 64).expect("a report");
     assert_eq!((fault.kernel, fault.thread), ("unwritten_shared", 0));
-    assert!(matches!(fault.cause, Cause::Unwritten { place: Place::Shared { byte: 0 }, .. }), "{fault}");
+    assert!(matches!(fault.cause, Cause::Unwritten { place: MemoryLocation::Shared { byte: 0 }, .. }), "{fault}");
 }
 
 #[test]

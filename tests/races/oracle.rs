@@ -77,7 +77,7 @@ unsafe fn script(program: &[u32], memory: *mut u32) {
     }
 }
 
-const ONE: kernels::vector::Part = kernels::vector::Part::First(1);
+const ONE: kernels::vector::VectorPart = kernels::vector::VectorPart::First(1);
 
 // SAFETY: the tests make programs whose words lie inside the tile and inside `memory`, which have
 // the same number of words.

@@ -14,8 +14,8 @@ use std::thread;
 /// Returns a free port of this host, outside the range that the system gives to outgoing
 /// connections.
 pub(crate) fn free_port() -> u16 {
-    let ports = std::iter::repeat_with(|| 20_000 + (RandomState::new().build_hasher().finish() % 10_000) as u16);
-    ports.take(1000).find(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok()).expect("a free port")
+    let candidates = std::iter::repeat_with(|| 20_000 + (RandomState::new().build_hasher().finish() % 10_000) as u16);
+    candidates.take(1000).find(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok()).expect("a free port")
 }
 
 /// Both ends of all connections, or `None` after the cut.

@@ -151,12 +151,12 @@ pub(crate) fn in_threads<T: Send>(
 pub(crate) const DEADLINE: Duration = Duration::from_secs(120);
 
 /// The results of a rank's run: its updates, its weights and their copy.
-pub(crate) type Said = (Vec<Update>, String, Option<Vec<bf16>>);
+pub(crate) type RankResult = (Vec<Update>, String, Option<Vec<bf16>>);
 
 #[derive(Default)]
-pub(crate) struct Heard(pub(crate) Vec<Update>);
+pub(crate) struct Recorder(pub(crate) Vec<Update>);
 
-impl Observer for Heard {
+impl Observer for Recorder {
     fn updated(&mut self, update: &Update, _: &EpochProgress, _: &Arena) -> Result<()> {
         self.0.push(*update);
         Ok(())
@@ -175,7 +175,7 @@ pub(crate) fn train(
     group: Option<Group>,
     batches: &[Vec<Points>],
     path: Option<&Path>,
-) -> Result<Said> {
+) -> Result<RankResult> {
     let state = plan.state(device)?;
     let state = match group {
         Some(group) => state.in_group(&group, plan.shards)?,
@@ -193,14 +193,14 @@ pub(crate) fn train(
             progress = trainer.restore(&Checkpoint::load(path)?)?;
         }
     }
-    let (mut heard, left) = (Heard::default(), batches.iter().skip(progress.updates as usize));
-    trainer.epoch(left.cloned().map(Ok), &mut progress, &mut heard)?;
+    let (mut recorder, left) = (Recorder::default(), batches.iter().skip(progress.updates as usize));
+    trainer.epoch(left.cloned().map(Ok), &mut progress, &mut recorder)?;
     let parameters = &trainer.state().parameters;
-    Ok((heard.0, parameters.sha256()?, parameters.bf16_copy().map(Buffer::read).transpose()?))
+    Ok((recorder.0, parameters.sha256()?, parameters.bf16_copy().map(Buffer::read).transpose()?))
 }
 
 /// Returns the results of all ranks, which must be the same.
-pub(crate) fn said_on(kind: DeviceKind, plan: Plan, batches: &[Vec<Points>], path: Option<&Path>) -> Said {
+pub(crate) fn said_on(kind: DeviceKind, plan: Plan, batches: &[Vec<Points>], path: Option<&Path>) -> RankResult {
     let all = on_ranks((kind, plan.ranks), DEADLINE, |device, group| train(plan, device, Some(group), batches, path));
     let mut all = all.into_iter().map(|said| said.unwrap());
     let first = all.next().unwrap();
@@ -210,6 +210,6 @@ pub(crate) fn said_on(kind: DeviceKind, plan: Plan, batches: &[Vec<Points>], pat
 }
 
 /// Returns the results of all ranks on emulators.
-pub(crate) fn said(plan: Plan, batches: &[Vec<Points>], path: Option<&Path>) -> Said {
+pub(crate) fn said(plan: Plan, batches: &[Vec<Points>], path: Option<&Path>) -> RankResult {
     said_on(DeviceKind::Emulated, plan, batches, path)
 }

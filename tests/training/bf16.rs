@@ -136,8 +136,8 @@ on_each_device! {
                     assert_eq!(step.read(&x)?, numbers);
                     let y = ops::scale(step, &step.lend(&buffer, [count])?, -1.0)?;
                     assert!(step.read(&y)?.iter().zip(&numbers).all(|(y, x)| *y == -*x));
-                    for beside in [before, after] {
-                        assert_eq!(step.read(&beside)?, vec![bf16::ONE; count]);
+                    for neighbour in [before, after] {
+                        assert_eq!(step.read(&neighbour)?, vec![bf16::ONE; count]);
                     }
                     Ok(())
                 }).unwrap();

@@ -454,8 +454,8 @@ fn interrupted_save_keeps_old_file() {
             .unwrap()
             .status
     };
-    let told = child("trap '' XFSZ;");
-    assert!(told.success(), "{told}");
+    let exit = child("trap '' XFSZ;");
+    assert!(exit.success(), "{exit}");
     assert_eq!(fs::read(&path).unwrap(), old);
     assert_eq!(names_in(folder.path()), ["model.safetensors"]);
     let killed = child("");

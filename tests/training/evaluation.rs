@@ -55,9 +55,12 @@ fn with_trainer(bad_gradients: bool, look: impl FnOnce(&mut Trainer<'_, Line>)) 
 fn refused(result: Result<(f64, ())>, expected: &str) {
     let error = result.unwrap_err();
     assert!(matches!(error, Error::NotFinite { what: Quantity::EvaluationLoss, update: Some(1 | 2), .. }), "{error:?}");
-    let told = error.to_string();
-    assert!(told.contains("the loss of an evaluation is not finite") && told.starts_with("after update "), "{told}");
-    assert!(told.contains(&format!("the first tensor concerned: {expected}. ")), "{told}");
+    let message = error.to_string();
+    assert!(
+        message.contains("the loss of an evaluation is not finite") && message.starts_with("after update "),
+        "{message}"
+    );
+    assert!(message.contains(&format!("the first tensor concerned: {expected}. ")), "{message}");
 }
 
 /// The last batch's gradients did not affect the loss, so the error does not name them.
@@ -66,11 +69,11 @@ fn gradients_are_not_blamed() {
     for bad_gradients in [false, true] {
         // Finite inputs and losses, whose sum is not finite for one of the two signs.
         with_trainer(bad_gradients, |trainer| {
-            let told = "none, all weights are finite: a sum of finite numbers overflowed";
+            let expected = "none, all weights are finite: a sum of finite numbers overflowed";
             let large = [f32::MAX, f32::MAX, -f32::MAX, -f32::MAX];
             let points = [Points(large), Points(large.map(|value| -value))];
             let mut lost = points.iter().map(|points| trainer.evaluate(points, |_, _| Ok(())));
-            refused(lost.find(Result::is_err).unwrap(), told);
+            refused(lost.find(Result::is_err).unwrap(), expected);
             assert!(trainer.evaluate(&GOOD, |_, _| Ok(())).is_ok(), "the trainer must work after the error");
         });
     }

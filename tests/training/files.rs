@@ -15,7 +15,7 @@ use stepscope::files::{PlainFile, RunLock, replace_file};
 use stepscope::{Checkpoint, Error};
 
 /// Far more than any of this takes.
-const FAR: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(20);
 /// The environment variable with the path for a test's child process.
 const CHILD: &str = "STEPSCOPE_TEST_FILES";
 
@@ -29,7 +29,7 @@ fn names_in(folder: &Path) -> Vec<String> {
 fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
     let start = Instant::now();
     while !holds() {
-        assert!(start.elapsed() < FAR, "{what}");
+        assert!(start.elapsed() < LONG, "{what}");
         thread::sleep(Duration::from_millis(1));
     }
 }
@@ -58,8 +58,8 @@ fn files_are_read_to_their_length() {
     let mut text = String::new();
     file.read_to_string(&mut text).unwrap();
     assert_eq!((text.as_str(), file.len()), ("before", 6));
-    let told = file.check_unchanged().unwrap_err().to_string();
-    assert!(told.contains("had 6 bytes") && told.contains("has 16 now"), "{told}");
+    let message = file.check_unchanged().unwrap_err().to_string();
+    assert!(message.contains("had 6 bytes") && message.contains("has 16 now"), "{message}");
     file.rewind().unwrap();
     text.clear();
     file.read_to_string(&mut text).unwrap();
@@ -100,8 +100,8 @@ fn only_plain_files_are_read() {
     for (path, kind) in [(folder.path(), "a folder"), (&pipe, "a pipe"), (&link, "a pipe"), (device, "a device")] {
         let error = PlainFile::open(path).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidInput);
-        let told = error.to_string();
-        assert!(told.contains("expected a plain file") && told.contains(kind), "{told}");
+        let message = error.to_string();
+        assert!(message.contains("expected a plain file") && message.contains(kind), "{message}");
     }
     assert_eq!(PlainFile::open(folder.path().join("absent")).unwrap_err().kind(), ErrorKind::NotFound);
     assert!(start.elapsed() < Duration::from_secs(2));
@@ -179,7 +179,7 @@ fn only_one_thread_gets_the_folder() {
                 let start = Instant::now();
                 for _ in 0..50 {
                     let lock = std::iter::repeat_with(|| RunLock::hold(folder.path())).find_map(|lock| {
-                        assert!(start.elapsed() < 3 * FAR, "the lock was never released");
+                        assert!(start.elapsed() < 3 * LONG, "the lock was never released");
                         lock.inspect_err(|error| assert!(error.to_string().contains("another run"), "{error}")).ok()
                     });
                     assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0, "two threads hold the lock");
@@ -203,7 +203,7 @@ fn lock_of_killed_run_is_released() {
                 break lock;
             }
         };
-        thread::sleep(FAR);
+        thread::sleep(LONG);
         return;
     }
     let folder = tempfile::tempdir().unwrap();

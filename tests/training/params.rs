@@ -253,10 +253,10 @@ on_each_device! {
                 }
             }
             // A variable outlives its tape's backward pass, and is still refused by other tapes.
-            let gone = Tape::new(step, &weights);
-            let x = gone.input(ops::fill(step, [1, 1], 0.5)?);
-            let loss = gone.tanh(&x)?;
-            gone.backward(&loss, &mut gradients)?;
+            let dead = Tape::new(step, &weights);
+            let x = dead.input(ops::fill(step, [1, 1], 0.5)?);
+            let loss = dead.tanh(&x)?;
+            dead.backward(&loss, &mut gradients)?;
             for afresh in [false, true] {
                 let tape = Tape::new(step, &weights);
                 let backward = if afresh { Tape::backward_overwrite } else { Tape::backward };

@@ -23,10 +23,10 @@ fn workplace() -> (TempDir, PathBuf, PathBuf) {
 
 /// Checks that locking the folder is refused at once, with these words.
 #[track_caller]
-fn refused(lock: &Path, told: &str) {
+fn refused(lock: &Path, expected: &str) {
     let begun = Instant::now();
     let error = RunLock::hold(lock.parent().unwrap()).unwrap_err().to_string();
-    assert!(error.contains(".stepscope-lock: ") && error.contains(told), "{error}");
+    assert!(error.contains(".stepscope-lock: ") && error.contains(expected), "{error}");
     assert!(begun.elapsed() < Duration::from_secs(5));
 }
 

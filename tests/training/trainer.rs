@@ -82,12 +82,12 @@ fn trainer<'a>(arena: &'a mut Arena, captured: bool, part: usize) -> Trainer<'a,
 
 /// The observations of an epoch, and the update after which the stop flag is set.
 #[derive(Default)]
-struct Heard<'f> {
+struct Recorder<'f> {
     updates: Vec<Update>,
     stop: Option<(u64, &'f AtomicBool)>,
 }
 
-impl Observer for Heard<'_> {
+impl Observer for Recorder<'_> {
     fn updated(&mut self, update: &Update, progress: &EpochProgress, _: &Arena) -> Result<()> {
         self.updates.push(*update);
         if let Some((after, flag)) = self.stop {
@@ -102,10 +102,10 @@ impl Observer for Heard<'_> {
 }
 
 fn epoch(trainer: &mut Trainer<'_, Classifier>, part: usize, progress: &mut EpochProgress) -> (Vec<Update>, Ended) {
-    let mut heard = Heard::default();
+    let mut recorder = Recorder::default();
     let left = batches(1, part).into_iter().skip(progress.updates as usize).map(Ok);
-    let ended = trainer.epoch(left, progress, &mut heard).unwrap();
-    (heard.updates, ended)
+    let ended = trainer.epoch(left, progress, &mut recorder).unwrap();
+    (recorder.updates, ended)
 }
 
 fn sha256(trainer: &Trainer<'_, Classifier>) -> String {
@@ -165,17 +165,17 @@ on_each_device! {
         for (captured, after) in [(false, 1), (true, 1), (false, 4), (true, 3), (true, 5)] {
             let path = folder.path().join(format!("{captured}-{after}.safetensors"));
             let (flag, mut progress) = (AtomicBool::new(false), EpochProgress::default());
-            let mut heard = Heard { stop: Some((after, &flag)), ..Heard::default() };
+            let mut recorder = Recorder { stop: Some((after, &flag)), ..Recorder::default() };
             let mut arena = arena(device);
             let mut first = trainer(&mut arena, captured, 3).checkpoint(&path, None).stop_when(&flag);
-            let ended = first.epoch(batches(1, 3).into_iter().map(Ok), &mut progress, &mut heard).unwrap();
+            let ended = first.epoch(batches(1, 3).into_iter().map(Ok), &mut progress, &mut recorder).unwrap();
             // The flag is read when the next update is queued, which is then the last.
             let stopped = (after + 1).min(5);
             assert_eq!(ended, if after < 5 { Ended::Stopped } else { Ended::Finished }, "{captured} {after}");
-            assert_eq!((progress.updates, heard.updates.len() as u64), (stopped, stopped));
+            assert_eq!((progress.updates, recorder.updates.len() as u64), (stopped, stopped));
             if ended == Ended::Finished {
                 assert!(!path.exists(), "a checkpoint was written without a request");
-                first.save(&progress, &heard.notes()).unwrap();
+                first.save(&progress, &recorder.notes()).unwrap();
             }
             drop(first);
 
@@ -216,8 +216,8 @@ on_each_device! {
             .evaluate(&whole, |step, logits| step.read(&ops::argmax_columns(step, logits.value())?))
             .unwrap();
         assert_eq!((sha256(&trainer), classes.len()), (before, 8));
-        let told = trainer.update(&[whole]).unwrap().loss;
-        assert!((loss / 8.0 - told).abs() < 1e-6, "the sum over 8 samples is {loss}, but the mean {told}");
+        let mean = trainer.update(&[whole]).unwrap().loss;
+        assert!((loss / 8.0 - mean).abs() < 1e-6, "the sum over 8 samples is {loss}, but the mean {mean}");
     }
 
     /// The result matches a manual count. A model whose output has other rows, or labels of another
@@ -350,10 +350,10 @@ fn exactly_one_update_runs_ahead() {
 on_each_device! {
     /// A model that was built over another spec than its weights.
     fn model_of_another_spec_is_refused(device: &Device) {
-        let stranger = Classifier::state(device).model;
+        let foreign = Classifier::state(device).model;
         let mut memory = arena(device);
         let mut state = Classifier::state(device);
-        state.model = stranger;
+        state.model = foreign;
         let error = Trainer::captured(&mut memory, state, &batches(0, 8)[0][0]).err().unwrap();
         assert!(matches!(error, Error::Misuse { op: "mlp_gelu", .. }), "{error}");
         let mut state = Classifier::state(device);

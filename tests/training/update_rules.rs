@@ -68,13 +68,13 @@ fn groups(count: usize) -> ParameterGroups {
     })
 }
 
-struct World {
+struct Fixture {
     arena: Arena,
     weights: Parameters,
     gradients: Gradients,
 }
 
-impl World {
+impl Fixture {
     fn new(device: &Device) -> Self {
         let mut spec = ParameterSpec::builder();
         let parameters: Vec<_> =
@@ -115,24 +115,24 @@ fn refused(trained: Result<String>, words: &[&str]) {
 on_each_device! {
     fn honest_wrapper_is_accepted(device: &Device) {
         for groups in [0, 3, 7] {
-            let expected = World::new(device).train(AdamW::default(), groups).unwrap();
-            assert_eq!(World::new(device).train(adamw(), groups).unwrap(), expected, "{groups} groups");
+            let expected = Fixture::new(device).train(AdamW::default(), groups).unwrap();
+            assert_eq!(Fixture::new(device).train(adamw(), groups).unwrap(), expected, "{groups} groups");
             // Without writing the copy, which the optimizer then writes.
             let plain = Wrapper { writes_copy: false, ..adamw() };
-            assert_eq!(World::new(device).train(plain, groups).unwrap(), expected, "{groups} groups");
+            assert_eq!(Fixture::new(device).train(plain, groups).unwrap(), expected, "{groups} groups");
         }
         let sgd = Wrapper { inner: Sgd::default(), state: &["velocity"], has_groups: true, writes_copy: true, ..Wrapper::default() };
-        let expected = World::new(device).train(Sgd::default(), 2).unwrap();
-        assert_eq!(World::new(device).train(sgd, 2).unwrap(), expected);
+        let expected = Fixture::new(device).train(Sgd::default(), 2).unwrap();
+        assert_eq!(Fixture::new(device).train(sgd, 2).unwrap(), expected);
     }
 
     fn wrapper_with_another_state(device: &Device) {
-        let with = |state| World::new(device).train(Wrapper { state, ..adamw() }, 0);
+        let with = |state| Fixture::new(device).train(Wrapper { state, ..adamw() }, 0);
         refused(with(&[]), &["adamw", "[\"first\", \"second\"]", "0 parts"]);
         refused(with(&["first"]), &["adamw", "1 parts"]);
         refused(with(&["first", "second", "average"]), &["adamw", "3 parts"]);
         let sgd = Wrapper { inner: Sgd::default(), state: &["velocity", "other"], ..Wrapper::default() };
-        refused(World::new(device).train(sgd, 0), &["sgd", "[\"velocity\"]", "2 parts"]);
+        refused(Fixture::new(device).train(sgd, 0), &["sgd", "[\"velocity\"]", "2 parts"]);
         // In a checkpoint, two parts would have one name.
         refused(with(&["first", "first"]), &["optimizer", "[\"first\", \"first\"]"]);
         refused(with(&["first", ""]), &["optimizer", "[\"first\", \"\"]"]);
@@ -141,30 +141,30 @@ on_each_device! {
     /// The 9 settings of each of eight groups are as many as 9 groups of 8 settings.
     fn a_wrapper_with_more_settings(device: &Device) {
         let more = |count: usize| Wrapper { more: vec![0.5; count], ..adamw() };
-        refused(World::new(device).train(more(1), 0), &["hyper", "8"]);
+        refused(Fixture::new(device).train(more(1), 0), &["hyper", "8"]);
         for groups in [1, 3, 7] {
-            refused(World::new(device).train(more(1), groups), &["adamw", "[groups, 8]", &format!("[{}, 9]", groups + 1)]);
-            refused(World::new(device).train(more(8), groups), &["adamw", "[groups, 8]"]);
+            refused(Fixture::new(device).train(more(1), groups), &["adamw", "[groups, 8]", &format!("[{}, 9]", groups + 1)]);
+            refused(Fixture::new(device).train(more(8), groups), &["adamw", "[groups, 8]"]);
         }
         let sgd = Wrapper { inner: Sgd::default(), state: &["velocity"], has_groups: true, more: vec![1.0], ..Wrapper::default() };
-        refused(World::new(device).train(sgd, 4), &["sgd", "[groups, 5]", "[5, 6]"]);
-        refused(World::new(device).train(Wrapper { more: vec![f32::NAN], ..adamw() }, 0), &["wrapper", "NaN as setting 8 of group 0"]);
+        refused(Fixture::new(device).train(sgd, 4), &["sgd", "[groups, 5]", "[5, 6]"]);
+        refused(Fixture::new(device).train(Wrapper { more: vec![f32::NAN], ..adamw() }, 0), &["wrapper", "NaN as setting 8 of group 0"]);
     }
 
     fn wrapper_must_keep_its_declaration(device: &Device) {
         let copy = Wrapper { hides: [true, false], ..adamw() };
-        refused(World::new(device).train(copy.clone(), 0), &["wrapper", "`writes_copy` returned true", "0 of them"]);
-        refused(World::new(device).train(copy, 3), &["wrapper", "`writes_copy` returned true"]);
+        refused(Fixture::new(device).train(copy.clone(), 0), &["wrapper", "`writes_copy` returned true", "0 of them"]);
+        refused(Fixture::new(device).train(copy, 3), &["wrapper", "`writes_copy` returned true"]);
         // AdamW without groups takes the settings of one.
         let groups = Wrapper { hides: [false, true], ..adamw() };
-        refused(World::new(device).train(groups, 3), &["hyper"]);
-        refused(World::new(device).train(Heedless, 3), &["heedless", "`has_groups` returned true"]);
-        refused(World::new(device).train(Wrapper { has_groups: false, ..adamw() }, 3), &["wrapper", "`has_groups` returns false"]);
+        refused(Fixture::new(device).train(groups, 3), &["hyper"]);
+        refused(Fixture::new(device).train(Heedless, 3), &["heedless", "`has_groups` returned true"]);
+        refused(Fixture::new(device).train(Wrapper { has_groups: false, ..adamw() }, 3), &["wrapper", "`has_groups` returns false"]);
     }
 
     /// A captured update is checked when it is recorded.
     fn a_captured_rule(device: &Device) {
-        let World { mut arena, weights, gradients } = World::new(device);
+        let Fixture { mut arena, weights, gradients } = Fixture::new(device);
         let optimizer = Optimizer::new(&weights, Wrapper { hides: [true, false], ..adamw() }).unwrap();
         let captured = arena.capture((weights, gradients, optimizer), &HostInputs::new(), |step, (weights, gradients, optimizer), slots| {
             optimizer.apply(UpdateTicket::each_replay(slots), step, weights, gradients)
@@ -240,7 +240,7 @@ fn rules_are_queried_once() {
     let path = folder.path().join("fickle.safetensors");
     let mut outcomes = [0, 0];
     for start in 0..36 {
-        let World { mut arena, mut weights, gradients } = World::new(&device);
+        let Fixture { mut arena, mut weights, gradients } = Fixture::new(&device);
         let mut optimizer = Optimizer::new(&weights, Fickle(Cell::new(start))).unwrap();
         let ticket = optimizer.advance().unwrap();
         match arena.step(|step| optimizer.apply(ticket, step, &mut weights, &gradients)) {

@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_name_is_refused_with_the_known_ones() {
+    fn unknown_names_are_refused() {
         let message = "sm_12".parse::<NvvmArch>().unwrap_err().to_string();
         assert!(message.contains("`sm_12`") && message.contains("sm_121"), "{message}");
     }

@@ -408,26 +408,26 @@ mod tests {
     }
 
     #[test]
-    fn gpus_before_sm_90_know_no_grid_dependency() {
+    fn old_gpus_have_no_grid_dependency() {
         let command = command(&CudaBuilder::new("device").arch(NvvmArch::Compute89), Library::Source);
         assert!(!variable(&command, "CARGO_ENCODED_RUSTFLAGS").unwrap().contains("grid_dependency"));
     }
 
     #[test]
-    fn a_precompiled_library_is_not_compiled_again() {
+    fn precompiled_libraries_are_reused() {
         let command = command(&CudaBuilder::new("device"), Library::Precompiled);
         assert!(!arguments(&command).contains("build-std"));
     }
 
     #[test]
-    fn an_unoptimised_build_uses_the_dev_profile() {
+    fn unoptimised_builds_use_the_dev_profile() {
         let command = command(&CudaBuilder::new("device").release(false), Library::Source);
         assert!(!arguments(&command).contains("--release"));
         assert_eq!(variable(&command, "CARGO_PROFILE_DEV_LTO").as_deref(), Some("fat"));
     }
 
     #[test]
-    fn the_outer_build_does_not_steer_the_inner_one() {
+    fn outer_build_variables_are_removed() {
         for name in [
             "CARGO_ENCODED_RUSTFLAGS",
             "RUSTFLAGS",
@@ -455,13 +455,13 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_without_a_crate_is_refused_by_name() {
+    fn folders_without_a_crate_are_refused() {
         let error = CudaBuilder::new("/nowhere/device").build().unwrap_err();
         assert!(error.to_string().contains("/nowhere/device"), "{error}");
     }
 
     #[test]
-    fn output_for_another_gpu_or_with_unresolved_names_is_refused() {
+    fn wrong_ptx_is_refused() {
         let whole = ".version 8.8\n.target sm_121\n.extern .func (.param .b32 r) vprintf\n(\n)\n";
         assert_eq!(check(whole, NvvmArch::Compute121), Ok(()));
         assert!(check(whole, NvvmArch::Compute90).unwrap_err().contains("sm_90"));
@@ -472,7 +472,7 @@ mod tests {
     }
 
     #[test]
-    fn recorded_sources_are_read_with_spaces_in_their_names() {
+    fn source_names_may_contain_spaces() {
         let found = sources("/t/tiny.ptx: /a/src/lib.rs /a/my\\ file.rs\n\n/a/src/lib.rs:\n");
         assert_eq!(found, [PathBuf::from("/a/src/lib.rs"), PathBuf::from("/a/my file.rs")]);
     }

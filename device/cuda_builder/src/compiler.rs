@@ -284,8 +284,9 @@ mod tests {
         assert_eq!(search.find(NvvmArch::Compute121).unwrap().rustc, named);
     }
 
+    /// A compiler named by the variable must work, even if another could build the kernels.
     #[test]
-    fn a_named_compiler_that_cannot_build_is_refused_though_others_could() {
+    fn unusable_named_compilers_are_refused() {
         let fakes = Fakes::new("named-bad");
         fakes.rustc("system", true, false, CPUS);
         let mut search = fakes.search();
@@ -294,8 +295,9 @@ mod tests {
         assert!(message.contains("STEPSCOPE_DEVICE_RUSTC=") && message.contains("neither"), "{message}");
     }
 
+    /// Toolchains of rustup precede the system's compiler, the active one first.
     #[test]
-    fn rustup_comes_before_the_system_and_its_active_toolchain_first() {
+    fn compilers_are_tried_in_order() {
         let fakes = Fakes::new("rustup");
         fakes.rustc("other", true, false, CPUS);
         let active = fakes.rustc("chosen", true, false, CPUS);
@@ -305,8 +307,9 @@ mod tests {
         assert_eq!((found.rustc, found.library), (active, Library::Source));
     }
 
+    /// The source of `core` precedes a precompiled target, which precedes the system's compiler.
     #[test]
-    fn source_beats_a_precompiled_target_which_beats_the_system() {
+    fn core_source_is_preferred() {
         let fakes = Fakes::new("library");
         let precompiled = fakes.rustc("target", false, true, CPUS);
         let source = fakes.rustc("source", true, false, CPUS);
@@ -319,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn a_toolchain_that_does_not_know_the_gpu_is_passed_over() {
+    fn old_toolchains_are_skipped() {
         let fakes = Fakes::new("old");
         fakes.rustc("old", true, false, "sm_80 sm_90");
         let system = fakes.rustc("system", true, false, CPUS);
@@ -340,8 +343,9 @@ mod tests {
         assert_eq!(fakes.search().find(NvvmArch::Compute121).unwrap().cargo, Path::new("outer-cargo"));
     }
 
+    /// The error lists what was tried and what to install.
     #[test]
-    fn nothing_found_lists_what_was_tried_and_what_to_install() {
+    fn missing_compilers_are_explained() {
         let fakes = Fakes::new("nothing");
         fakes.rustc("stable", false, false, CPUS);
         fakes.rustup(&["stable (active)"]);
@@ -359,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_without_rustup_says_so_and_goes_on() {
+    fn missing_rustup_is_tolerated() {
         let fakes = Fakes::new("no-rustup");
         let mut search = fakes.search();
         let message = search.find(NvvmArch::Compute121).unwrap_err().to_string();

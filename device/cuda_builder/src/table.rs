@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_package_is_named_as_its_contracts_name_it() {
+    fn table_and_contracts_name_packages_alike() {
         for (id, name) in [
             ("path+file:///work/device#stepscope-kernels@0.1.0", "stepscope-kernels@0.1.0"),
             ("path+file:///work/kernels#0.0.0", "kernels@0.0.0"),

@@ -282,7 +282,7 @@ fn input<T>(values: &[T]) -> Slice<'_, T> {
 }
 
 #[test]
-fn threads_without_a_barrier_run_over_many_blocks() {
+fn barrier_free_threads_span_blocks() {
     let x: Vec<f32> = (0..1000).map(|i| i as f32).collect();
     let mut y = vec![f32::NAN; 1000];
     run(scale { x: input(&x), factor: 3.0, y: output(&mut y) }, Grid { x: 16, y: 1, z: 1 }).unwrap();
@@ -334,7 +334,7 @@ fn an_arrival_releases_its_own_lane() {
 }
 
 #[test]
-fn a_wait_for_arrivals_that_never_come_is_an_error() {
+fn missing_arrivals_are_an_error() {
     let mut y = [0];
     let fault = run(waits_in_vain { y: output(&mut y) }, ONE).unwrap_err();
     let (thread, _, found) = divergence(fault);
@@ -358,14 +358,14 @@ fn shuffles_and_votes_follow_ptx() {
 }
 
 #[test]
-fn block_places_cover_a_three_dimensional_grid() {
+fn blocks_cover_three_dimensional_grids() {
     let mut y = [0; 12];
     run(places { y: output(&mut y) }, Grid { x: 3, y: 2, z: 2 }).unwrap();
     assert_eq!(y, [0, 100, 200, 10, 110, 210, 1, 101, 201, 11, 111, 211]);
 }
 
 #[test]
-fn atomics_count_every_thread_of_every_block() {
+fn atomics_count_all_threads() {
     let mut counter = [0];
     run(counts { counter: output(&mut counter) }, Grid { x: 50, y: 1, z: 1 }).unwrap();
     assert_eq!(counter, [50 * 64 * 2]);
@@ -380,7 +380,7 @@ fn divergence(fault: Fault) -> (u32, u32, String) {
 }
 
 #[test]
-fn a_barrier_that_some_threads_skip_is_an_error() {
+fn barriers_skipped_by_threads_fail() {
     let mut y = [0];
     let fault = run(reverse_without_barrier_for_some { y: output(&mut y) }, ONE).unwrap_err();
     assert_eq!(fault.kernel, "reverse_without_barrier_for_some");
@@ -388,14 +388,14 @@ fn a_barrier_that_some_threads_skip_is_an_error() {
 }
 
 #[test]
-fn a_barrier_that_a_whole_warp_skips_is_an_error() {
+fn barriers_skipped_by_warps_fail() {
     let mut y = [0];
     let fault = run(one_warp_stays_away { y: output(&mut y) }, ONE).unwrap_err();
     assert_eq!(divergence(fault), (0, 32, "has ended".into()));
 }
 
 #[test]
-fn two_barriers_at_different_lines_do_not_meet() {
+fn barriers_at_different_lines_never_meet() {
     let mut y = [0];
     let fault = run(two_barriers { y: output(&mut y) }, ONE).unwrap_err();
     let (thread, missing, found) = divergence(fault);
@@ -404,14 +404,14 @@ fn two_barriers_at_different_lines_do_not_meet() {
 }
 
 #[test]
-fn a_shuffle_that_half_the_mask_skips_is_an_error() {
+fn shuffles_skipped_by_lanes_fail() {
     let mut y = [0];
     let fault = run(half_warp_shuffle { y: output(&mut y) }, ONE).unwrap_err();
     assert_eq!(divergence(fault), (0, 16, "has ended".into()));
 }
 
 #[test]
-fn a_panic_names_kernel_block_and_thread() {
+fn panics_name_kernel_and_thread() {
     let (x, mut y) = ([1u32; 70], [0]);
     let fault = run(panics { x: input(&x), y: output(&mut y) }, Grid { x: 3, y: 1, z: 1 }).unwrap_err();
     assert_eq!((fault.kernel, fault.block, fault.thread), ("panics", [1, 0, 0], 6));
@@ -419,19 +419,19 @@ fn a_panic_names_kernel_block_and_thread() {
 }
 
 #[test]
-fn a_write_past_the_shared_memory_is_an_error() {
+fn shared_memory_overruns_fail() {
     let mut y = [0];
     let fault = run(overruns_shared { y: output(&mut y) }, ONE).unwrap_err();
     assert_eq!(fault.cause, Cause::SharedOverrun { offset: 64, size: 64 });
 }
 
 #[test]
-fn the_emulator_is_sound_after_a_fault() {
+fn emulator_recovers_from_faults() {
     for _ in 0..3 {
-        a_shuffle_that_half_the_mask_skips_is_an_error();
+        shuffles_skipped_by_lanes_fail();
         a_barrier_orders_shared_memory();
-        a_panic_names_kernel_block_and_thread();
-        atomics_count_every_thread_of_every_block();
+        panics_name_kernel_and_thread();
+        atomics_count_all_threads();
     }
 }
 

@@ -166,7 +166,7 @@ fn fault_of(kernel: impl Contract) -> Fault {
 
 #[test]
 #[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
-fn a_frame_larger_than_the_stack_names_the_kernel() {
+fn stack_overflows_name_the_kernel() {
     let mut y = [0; 4];
     for alone in [0, 1, 0, 1] {
         let fault = fault_of(has_a_large_frame { alone, y: output(&mut y) });
@@ -194,7 +194,7 @@ fn stacks_overflow_on_many_threads() {
 }
 
 #[test]
-fn a_payload_that_panics_is_a_fault() {
+fn panicking_payloads_are_faults() {
     let fault = fault_of(panics_badly { _y: output(&mut [0; 4]) });
     assert_eq!(fault.cause, Cause::Panic { message: "a panic without a message".into() });
 }
@@ -206,7 +206,7 @@ fn a_kernel_cannot_launch() {
 }
 
 #[test]
-fn a_shuffle_from_outside_its_mask_is_a_fault() {
+fn shuffles_outside_their_mask_fail() {
     let fault = fault_of(shuffles_from_outside { y: output(&mut [0; 4]) });
     assert!(fault.to_string().contains("lane 20, which is shuffled from, is not in the mask 0x0000ffff"), "{fault}");
 }
@@ -219,8 +219,9 @@ fn threads_that_wait_are_unwound() {
     assert!(dropped > 0 && dropped.is_multiple_of(64), "{dropped}");
 }
 
+/// A launch that never ends does not delay a launch of another thread.
 #[test]
-fn a_launch_that_goes_on_keeps_nobody_waiting() {
+fn long_launches_delay_no_other() {
     let stuck = std::thread::spawn(|| run(goes_on { _y: output(&mut [0; 4]) }));
     while !STARTED.load(Ordering::Relaxed) {
         std::thread::yield_now();
@@ -280,7 +281,7 @@ fn a_kernels_panic_prints_nothing() {
 }
 
 #[test]
-fn a_hook_of_the_program_hears_of_its_own_panics_alone() {
+fn panic_hooks_see_only_host_panics() {
     let Output { status, stderr, .. } = play("host panics");
     let stderr = String::from_utf8_lossy(&stderr);
     assert!(status.success(), "{status}: {stderr}");
@@ -290,7 +291,7 @@ fn a_hook_of_the_program_hears_of_its_own_panics_alone() {
 
 #[test]
 #[cfg(target_os = "linux")]
-fn other_faults_end_the_process_as_ever() {
+fn host_faults_still_end_the_process() {
     use std::os::unix::process::ExitStatusExt;
     assert_eq!(play("host segfaults").status.signal(), Some(libc::SIGSEGV));
     let Output { status, stderr, .. } = play("host overflows");

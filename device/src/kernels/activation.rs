@@ -10,7 +10,7 @@ use crate::activations::Activations;
 use crate::block::ColumnTile;
 use crate::stored::Stored;
 use crate::tile::SharedTile;
-use crate::vector::{F4, Part, put};
+use crate::vector::{F4, VectorPart, put};
 use crate::{family, map4, unroll_on_gpu, write_own_vectors};
 use cuda_std::prelude::*;
 use half::bf16;
@@ -138,8 +138,8 @@ family! {
         unsafe {
             let tile = ColumnTile::new(x.len(), cols, BIAS_ROWS);
             let sum = match tile.part {
-                Part::Whole => bias_rows(tile, Part::Whole, x, dy, dx),
-                Part::First(count) => bias_rows(tile, Part::First(count), x, dy, dx),
+                VectorPart::Whole => bias_rows(tile, VectorPart::Whole, x, dy, dx),
+                VectorPart::First(count) => bias_rows(tile, VectorPart::First(count), x, dy, dx),
             };
             if let Some((place, total)) = tile.finish(SharedTile::new(0, ColumnTile::BYTES / 4), sum) {
                 put(db, place, total, accumulate);
@@ -166,7 +166,7 @@ const EACH: usize = BIAS_ROWS / ColumnTile::GROUPS as usize;
 /// # Safety
 /// The tile lies inside the arguments, and `part` is its own.
 #[inline(always)]
-unsafe fn bias_rows<S: Stored>(tile: ColumnTile, part: Part, x: &[S], dy: &[S], dx: *mut S) -> F4 {
+unsafe fn bias_rows<S: Stored>(tile: ColumnTile, part: VectorPart, x: &[S], dy: &[S], dx: *mut S) -> F4 {
     let index = |at| tile.first + at * tile.stride();
     let (mut xs, mut dys) = ([F4::splat(0.0); EACH], [F4::splat(0.0); EACH]);
     let mut sum = F4::splat(0.0);

@@ -5,7 +5,7 @@
 //! captured launch can be replayed.
 
 use crate::update::{Weights, clip_factor, group_settings};
-use crate::vector::{F4, Part, load};
+use crate::vector::{F4, VectorPart, load};
 use crate::{contract, for_own_vector};
 use cuda_std::{GpuFloat, prelude::*};
 use half::bf16;
@@ -144,7 +144,7 @@ unsafe fn update(
     v: *mut f32,
     settings: Settings,
     index: usize,
-    part: Part,
+    part: VectorPart,
 ) {
     let Settings { beta1, beta2, epsilon, decay_factor, step_size, sqrt_bias_correction2, clip } = settings;
     // SAFETY: the caller guarantees that the vector lies inside each array.

@@ -19,7 +19,7 @@
 use crate::block::{BLOCK, divide};
 use crate::stored::Stored;
 use crate::tile::SharedTile;
-use crate::vector::{F4, Part, load, store};
+use crate::vector::{F4, VectorPart, load, store};
 use crate::warp::{LANES, Row, RowFragment};
 use crate::{contract, family, for_each_vector, unroll_on_gpu, with_held};
 use cuda_std::prelude::*;
@@ -218,7 +218,7 @@ const BATCH: usize = 4;
 /// # Safety
 /// `cols` is not 0.
 #[inline(always)]
-unsafe fn item_and_columns(items: usize, cols: usize) -> Option<(usize, usize, Part)> {
+unsafe fn item_and_columns(items: usize, cols: usize) -> Option<(usize, usize, VectorPart)> {
     let warp = thread::block_idx_x() as usize * (BLOCK / LANES) as usize + (thread::thread_idx_x() / LANES) as usize;
     // SAFETY: `cols` is not 0, so there is at least one tile.
     let (item, tile) = unsafe { divide(warp, cols.div_ceil(COLUMNS)) };
@@ -226,7 +226,7 @@ unsafe fn item_and_columns(items: usize, cols: usize) -> Option<(usize, usize, P
     if item >= items || column >= cols {
         return None;
     }
-    let part = if cols.is_multiple_of(F4::LEN) { Part::Whole } else { Part::first(cols - column) };
+    let part = if cols.is_multiple_of(F4::LEN) { VectorPart::Whole } else { VectorPart::first(cols - column) };
     Some((item, column, part))
 }
 

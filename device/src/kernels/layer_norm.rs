@@ -12,7 +12,7 @@ use crate::row_chunk::chunk_of;
 use crate::row_chunk::{BLOCK, MAX_ROWS, RowChunk, SUMS, groups_of, width};
 use crate::stored::Stored;
 use crate::tile::SharedTile;
-use crate::vector::{F4, Part, load, store};
+use crate::vector::{F4, VectorPart, load, store};
 use crate::warp::{REG_COLUMNS, Row, RowFragment};
 use crate::{family, for_each_vector, with_held};
 use cuda_std::prelude::*;
@@ -275,7 +275,7 @@ impl<S: Stored> Backward<'_, S> {
 
     /// Returns `(h - mean) s` at an index of a row.
     #[inline(always)]
-    unsafe fn normal(self, index: usize, part: Part, place: RowPlace) -> F4 {
+    unsafe fn normal(self, index: usize, part: VectorPart, place: RowPlace) -> F4 {
         // SAFETY: the index lies in `h`.
         unsafe { place.normal(F4::load_part(self.h, index, part, 0.0)) }
     }
@@ -285,7 +285,7 @@ impl<S: Stored> Backward<'_, S> {
     /// # Safety
     /// The rows lie inside the arguments, the column is below `cols`, and the means were computed.
     #[inline(always)]
-    unsafe fn columns(self, group: usize, column: usize, part: Part) -> [F4; 2] {
+    unsafe fn columns(self, group: usize, column: usize, part: VectorPart) -> [F4; 2] {
         let (mut number, mut dgain, mut dbias) = (self.rows.first + group, F4::splat(0.0), F4::splat(0.0));
         // SAFETY: the caller guarantees that the rows lie inside the arguments, and that the column
         // is below `cols`.
@@ -367,7 +367,7 @@ family! {
                     let (group, quad) = divide(item, quads);
                     let column = start + quad * F4::LEN;
                     if column < cols {
-                        let part = if cols.is_multiple_of(F4::LEN) { Part::Whole } else { Part::first(cols - column) };
+                        let part = if cols.is_multiple_of(F4::LEN) { VectorPart::Whole } else { VectorPart::first(cols - column) };
                         let [of_gain, of_bias] = block.columns(group, column, part);
                         let at = (group * width + quad * F4::LEN) as u32;
                         sums[0].set4(at, of_gain);

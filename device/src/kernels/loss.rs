@@ -23,7 +23,7 @@ use crate::exps::Exps;
 use crate::math;
 use crate::stored::Stored;
 use crate::tile::SharedTile;
-use crate::vector::{F4, Part, load, store};
+use crate::vector::{F4, VectorPart, load, store};
 use crate::warp::{Row, add, larger, rows_at_once, sum4};
 use crate::{family, for_each_vector, map4, with_held};
 use cuda_std::prelude::*;
@@ -321,7 +321,7 @@ family! {
             let mut index = first;
             while index < x.len() && index < first + CHUNK {
                 let left = x.len() - index;
-                let part = if left >= F4::LEN { Part::Whole } else { Part::First(left) };
+                let part = if left >= F4::LEN { VectorPart::Whole } else { VectorPart::First(left) };
                 let (x, target) = (F4::load_part(x, index, part, 0.0), F4::load_part(target, index, part, 0.0));
                 let (loss, gradient) = if function == SQUARED_ERROR {
                     let difference = x - target;

@@ -42,7 +42,7 @@ use crate::wgmma::box_rows;
 #[cfg(not(target_arch = "nvptx64"))]
 pub use along::Alignment;
 pub use along::align_along_k;
-use block::{Place, Problem, compute};
+use block::{Problem, TileLocation, compute};
 use cuda_std::tensor_map::TensorMap;
 // The family declares kernels of warpgroups.
 use cuda_std::warpgroup_kernel as kernel;
@@ -113,9 +113,9 @@ family! {
             let (matrix, tile) = if matrices == 1 { (0, item) } else { (item / tiles, item % tiles) };
             let (batch, split) = if matrices == 1 { (0, 0) } else { (matrix / split_k, matrix % split_k) };
             let [row, col] = place_of(tile, extents);
-            Place { batch, split, first: [row * TILE.rows(), col * TILE.cols()] }
+            TileLocation { batch, split, first: [row * TILE.rows(), col * TILE.cols()] }
         };
-        let problem = |Place { batch, split, .. }: Place| {
+        let problem = |TileLocation { batch, split, .. }: TileLocation| {
             let (z, matrix) = (batch as usize, (batch * split_k + split) as usize);
             let (start, bias_start) = (matrix * stride_c, z * stride_bias);
             let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, alpha, beta, flags };

@@ -29,7 +29,7 @@ use crate::row_chunk::chunk_of;
 use crate::row_chunk::{BLOCK, MAX_ROWS, RowChunk, SUMS, groups_of, width};
 use crate::stored::Stored;
 use crate::tile::SharedTile;
-use crate::vector::{F4, Part, load, store};
+use crate::vector::{F4, VectorPart, load, store};
 use crate::warp::{REG_COLUMNS, Row, RowFragment};
 use crate::{family, for_each_vector, with_held};
 use cuda_std::prelude::*;
@@ -267,9 +267,9 @@ impl<S: Stored> Backward<'_, S> {
                     let column = start + quad * F4::LEN;
                     if column < cols {
                         let sum = if cols.is_multiple_of(F4::LEN) {
-                            self.columns(coefficients, group, column, Part::Whole)
+                            self.columns(coefficients, group, column, VectorPart::Whole)
                         } else {
-                            self.columns(coefficients, group, column, Part::first(cols - column))
+                            self.columns(coefficients, group, column, VectorPart::first(cols - column))
                         };
                         self.sums.set4((group * width + quad * F4::LEN) as u32, sum);
                     }
@@ -285,7 +285,7 @@ impl<S: Stored> Backward<'_, S> {
 
     /// Returns the gradient of y at an index: the sum of its parts, ascending.
     #[inline(always)]
-    unsafe fn dy(self, index: usize, part: Part) -> F4 {
+    unsafe fn dy(self, index: usize, part: VectorPart) -> F4 {
         // SAFETY: each part is as long as x, in which the index lies.
         unsafe {
             let mut sum = F4::load_part(self.dy, index, part, 0.0);
@@ -301,7 +301,7 @@ impl<S: Stored> Backward<'_, S> {
 
     /// Writes four columns of dx in the rows of a group. Returns their sums for the gain.
     #[inline(always)]
-    unsafe fn columns(self, coefficients: SharedTile<f32>, group: usize, column: usize, part: Part) -> F4 {
+    unsafe fn columns(self, coefficients: SharedTile<f32>, group: usize, column: usize, part: VectorPart) -> F4 {
         let (mut number, mut sum) = (self.rows.first + group, F4::splat(0.0));
         // SAFETY: the rows lie inside the arguments, and the column is below `cols`.
         unsafe {

@@ -28,7 +28,7 @@ use crate::contract;
 use crate::format::{Format, Tf32};
 use crate::mma::{FRAGMENT, QUAD, ROWS, STEP, Side};
 use crate::unroll_on_gpu;
-use crate::vector::{F4, Part, load_pair};
+use crate::vector::{F4, VectorPart, load_pair};
 use crate::warp::LANES;
 use cuda_std::prelude::*;
 use cuda_std::warp;
@@ -241,7 +241,7 @@ impl RoundingWork<'_> {
                             let [first, second] = load_pair(self.x, from);
                             elements[step][i] = [first, second, 0.0, 0.0];
                         } else {
-                            elements[step][i] = F4::load_part(self.x, from, Part::First(count), 0.0).0;
+                            elements[step][i] = F4::load_part(self.x, from, VectorPart::First(count), 0.0).0;
                         }
                     }
                 }
@@ -265,7 +265,7 @@ impl RoundingWork<'_> {
                                 if WHOLE || (p < k && row < end) {
                     let from = batch * self.stride + p * self.ld + row;
                     let whole = WHOLE || (end - row >= F4::LEN && from.is_multiple_of(F4::LEN));
-                    let part = if whole { Part::Whole } else { Part::first(end - row) };
+                    let part = if whole { VectorPart::Whole } else { VectorPart::first(end - row) };
                     // SAFETY: the contract has checked that the existing part of the row lies
                     // inside `x`.
                     let four = unsafe { F4::load_part(self.x, from, part, 0.0) };

@@ -5,7 +5,7 @@
 //! captured launch can be replayed.
 
 use crate::update::{Weights, clip_factor, group_settings};
-use crate::vector::{F4, Part, load};
+use crate::vector::{F4, VectorPart, load};
 use crate::{contract, for_own_vector};
 use cuda_std::prelude::*;
 use half::bf16;
@@ -127,7 +127,7 @@ unsafe fn update(
     velocity: *mut f32,
     settings: Settings,
     index: usize,
-    part: Part,
+    part: VectorPart,
 ) {
     let Settings { learning_rate, momentum, weight_decay, nesterov, clip } = settings;
     // SAFETY: the caller guarantees that the vector lies inside each array.

@@ -12,7 +12,7 @@
 //! Invariant: the tree depends only on the number of parts. A subtree that was summed beforehand
 //! may replace its parts, and the bits are the same.
 
-use crate::vector::{F4, Part};
+use crate::vector::{F4, VectorPart};
 use crate::{contract, for_own_vector, unroll_on_gpu};
 use cuda_std::prelude::*;
 
@@ -48,7 +48,7 @@ contract! { unsafe sum_parts { block: crate::block::BLOCK } |k| {
 /// The vector lies inside each part, and each part inside `parts`.
 #[inline(always)]
 #[track_caller]
-unsafe fn sum_of_vectors(parts: &[f32], count: usize, pitch: usize, index: usize, part: Part) -> F4 {
+unsafe fn sum_of_vectors(parts: &[f32], count: usize, pitch: usize, index: usize, part: VectorPart) -> F4 {
     let mut waiting = [F4::splat(0.0); LEVELS];
     let mut sum = F4::splat(0.0);
     let mut number = 0;

@@ -13,9 +13,10 @@ fn message(text: &str) -> String {
     parse(text).expect_err("the text breaks a rule").to_string()
 }
 
+/// A row without an end is refused after a bounded part of it.
 #[cfg_attr(miri, ignore = "megabytes take Miri many minutes")]
 #[test]
-fn a_row_without_end_is_refused_after_a_bounded_part_of_it() {
+fn endless_rows_are_refused_early() {
     let columns = |count: usize| "x,".repeat(count);
     let quoted = format!("\"{}", "\n".repeat(2 << 20));
     for (text, line) in [
@@ -41,7 +42,7 @@ fn a_row_without_end_is_refused_after_a_bounded_part_of_it() {
 
 #[cfg_attr(miri, ignore = "megabytes take Miri many minutes")]
 #[test]
-fn messages_are_short_and_steer_no_terminal() {
+fn messages_are_short_and_printable() {
     let long = "9x".repeat(400_000);
     for error in [
         second(&format!("{long},10,12,9,11,1")),
@@ -61,14 +62,14 @@ fn second(row: &str) -> String {
 }
 
 #[test]
-fn reads_columns_by_name_and_ignores_the_rest() {
+fn columns_are_read_by_name() {
     let bars = parse("Volume,note, Close ,low,HIGH,open,timestamp\n0,x, 11 ,9,12,10,1677628800\n").unwrap();
     let bar = Bar { time_ms: 1_677_628_800_000, open: 10.0, high: 12.0, low: 9.0, close: 11.0, volume: 0.0 };
     assert_eq!(bars, [bar]);
 }
 
 #[test]
-fn every_rule_names_line_column_and_value() {
+fn errors_name_line_column_and_value() {
     let at = "2023-03-01 00:01:00";
     let broken = |column: &str| format!("bars.csv, line 3, column {column}: ");
     for (row, column, rule) in [
@@ -105,7 +106,7 @@ fn every_rule_names_line_column_and_value() {
 }
 
 #[test]
-fn lines_are_counted_through_blank_lines_and_windows_line_ends() {
+fn all_kinds_of_lines_are_counted() {
     let row = "2023-03-01 00:01:00,x,12,9,11,1";
     for (text, line) in [
         (format!("{HEADER}{GOOD}\n\n{row}"), 5),
@@ -124,7 +125,7 @@ fn lines_are_counted_through_blank_lines_and_windows_line_ends() {
 }
 
 #[test]
-fn the_header_must_name_each_column_once() {
+fn headers_name_each_column_once() {
     let missing = message("open_time,open,high,low,volume\n");
     assert!(missing.starts_with("bars.csv, line 1, column close: the column is missing; "), "{missing}");
     assert!(missing.ends_with("the header has: open_time, open, high, low, volume"), "{missing}");

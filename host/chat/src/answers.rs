@@ -26,7 +26,7 @@ use std::ops::Range;
 const COMPARED: usize = 4;
 
 /// A text, and the parts of it that count.
-pub(crate) struct Part {
+pub(crate) struct CountedText {
     pub(crate) text: String,
     pub(crate) counted: Vec<Counted>,
     /// The answers that begin otherwise than the template's prompt for one ends.
@@ -44,8 +44,8 @@ pub(crate) struct Counted {
 }
 
 /// The samples of a chat.
-pub(crate) enum Parts {
-    Whole(Part),
+pub(crate) enum Samples {
+    Whole(CountedText),
     /// Each answer must be a sample, made by [`Answers::alone`]. Has the places of all texts.
     Each(Layout),
 }
@@ -58,14 +58,14 @@ pub(crate) struct Answers<'c> {
 }
 
 /// The place of an answer next to its texts, and whether it begins otherwise than the prompt.
-struct Place {
+struct AnswerSpan {
     start: usize,
     end: usize,
     /// The end of the prompt that the answer does not begin with.
     prompt: String,
 }
 
-impl Place {
+impl AnswerSpan {
     fn counted(self) -> Counted {
         Counted { place: self.start..self.end, prompt: Some(self.prompt) }
     }
@@ -83,7 +83,7 @@ impl Answers<'_> {
     }
 
     /// Returns the chat as one sample, if it contains all answers as they were given.
-    pub(crate) fn parts(&self) -> Result<Parts, String> {
+    pub(crate) fn parts(&self) -> Result<Samples, String> {
         let count = self.chat.messages.len();
         let whole = self.render(count, false).map_err(|Fault { reason, is_limit }| {
             // Rendering more chats that reach a limit would take long.
@@ -99,21 +99,21 @@ impl Answers<'_> {
             match self.chat.check(&whole, &layout, is_checked) {
                 Ok(()) => {
                     let counted = marks(self.marked(&whole, &layout));
-                    return Ok(Parts::Whole(Part { text: whole.text, counted, opened: 0 }));
+                    return Ok(Samples::Whole(CountedText { text: whole.text, counted, opened: 0 }));
                 }
-                Err(_) if self.numbers().nth(1).is_some() => return Ok(Parts::Each(layout)),
+                Err(_) if self.numbers().nth(1).is_some() => return Ok(Samples::Each(layout)),
                 Err(reason) => return Err(reason),
             }
         }
-        let Some(places) = self.places(&whole, &layout)? else { return Ok(Parts::Each(layout)) };
+        let Some(places) = self.places(&whole, &layout)? else { return Ok(Samples::Each(layout)) };
         self.chat.check(&whole, &layout, is_checked)?;
         let opened = places.iter().filter(|place| !place.prompt.is_empty()).count();
-        let counted = places.into_iter().map(Place::counted).collect();
-        Ok(Parts::Whole(Part { text: whole.text, counted, opened }))
+        let counted = places.into_iter().map(AnswerSpan::counted).collect();
+        Ok(Samples::Whole(CountedText { text: whole.text, counted, opened }))
     }
 
     /// Returns the sample of one answer, as it is seen when it is given.
-    pub(crate) fn alone(&self, answer: usize) -> Result<Part, String> {
+    pub(crate) fn alone(&self, answer: usize) -> Result<CountedText, String> {
         let chat = self.up_to(answer + 1);
         let with = self.render(answer + 1, false).map_err(|fault| fault.reason)?;
         let layout = chat.layout(&with);
@@ -124,7 +124,7 @@ impl Answers<'_> {
         if counted.is_empty() {
             counted.push(place.counted());
         }
-        Ok(Part { text: with.text, counted, opened })
+        Ok(CountedText { text: with.text, counted, opened })
     }
 
     /// Returns true for a message that is not the assistant's.
@@ -157,7 +157,7 @@ impl Answers<'_> {
 
     /// Returns the places of all answers in the whole chat, or none if it lacks one as it was
     /// given.
-    fn places(&self, whole: &Rendering, layout: &Layout) -> Result<Option<Vec<Place>>, String> {
+    fn places(&self, whole: &Rendering, layout: &Layout) -> Result<Option<Vec<AnswerSpan>>, String> {
         // For the texts around an answer: where it begins and ends next to its own text.
         let mut known: BTreeMap<[&str; 2], Vec<(usize, usize, String)>> = BTreeMap::new();
         let mut places = Vec::new();
@@ -169,7 +169,7 @@ impl Answers<'_> {
                 && rest.iter().all(|other| other == first)
             {
                 let (before, after, prompt) = first.clone();
-                places.push(Place { start: span.start - before, end: span.end + after, prompt });
+                places.push(AnswerSpan { start: span.start - before, end: span.end + after, prompt });
                 continue;
             }
             let is_last = answer + 1 == self.counts.len();
@@ -192,7 +192,7 @@ impl Answers<'_> {
     }
 
     /// Finds the beginning of an answer in a text that ends with it.
-    fn begin(&self, answer: usize, with: &str, layout: &Layout) -> Result<Place, String> {
+    fn begin(&self, answer: usize, with: &str, layout: &Layout) -> Result<AnswerSpan, String> {
         let end = with.len();
         let before = match self.render(answer, true) {
             Ok(before) => before.text,
@@ -200,18 +200,18 @@ impl Answers<'_> {
             // Some templates need a message before their prompt for an answer.
             Err(fault) => {
                 let start = self.after_prompt(answer, with, layout).ok_or(fault.reason)?;
-                return Ok(Place { start, end, prompt: String::new() });
+                return Ok(AnswerSpan { start, end, prompt: String::new() });
             }
         };
         let start = common(&before, with);
         let rest = &before[start..];
         let Some(prompt) = self.differs_before(answer, &before, start).filter(|_| !rest.is_empty()) else {
-            return Ok(Place { start, end, prompt: rest.to_owned() });
+            return Ok(AnswerSpan { start, end, prompt: rest.to_owned() });
         };
         // The template closes the messages before an answer otherwise than those before its prompt.
         let text = layout.spans[answer].as_ref().filter(|_| !prompt.is_empty());
         let found = text.and_then(|text| Some(with[..text.start].rfind(&prompt)? + prompt.len()));
-        found.map(|start| Place { start, end, prompt: String::new() }).ok_or_else(|| {
+        found.map(|start| AnswerSpan { start, end, prompt: String::new() }).ok_or_else(|| {
             format!(
                 "message {}: the chat template writes the messages before an answer differently than in its prompt for \
                  one, so the answer's tokens cannot be told apart: write rows with `prompt` and `completion`",

@@ -145,7 +145,7 @@ mod tests {
 
     /// The expected texts are those of Python's `datetime(..).strftime`.
     #[test]
-    fn dates_are_written_as_python_writes_them() {
+    fn dates_match_python() {
         for (date, format, want) in [
             ("2025-01-05", "%d %B %Y", "05 January 2025"),
             ("2025-01-05", "%d %b %Y|%-d %B %Y|%Y-%m-%d", "05 Jan 2025|5 January 2025|2025-01-05"),

@@ -7,7 +7,7 @@
 //!
 //! Invariant: each token of a text counts in one sample.
 
-use crate::answers::{Answers, Counted, Part, Parts};
+use crate::answers::{Answers, Counted, CountedText, Samples};
 use crate::complete::Chat;
 use crate::rows::Row;
 use crate::template::ChatTemplate;
@@ -143,12 +143,12 @@ impl Encoder<'_> {
         };
         let answers = Answers { chat, counts: &counts[..=last] };
         let layout = match answers.parts()? {
-            Parts::Whole(part) => {
+            Samples::Whole(part) => {
                 let sample = self.part(&part, all)?;
                 self.cut(counting(sample)?, all);
                 return Ok(());
             }
-            Parts::Each(layout) => layout,
+            Samples::Each(layout) => layout,
         };
         let mut is_full = false;
         for answer in answers.numbers() {
@@ -165,7 +165,7 @@ impl Encoder<'_> {
         Ok(())
     }
 
-    fn part(&self, part: &Part, all: &mut Encoded) -> Result<Sample, String> {
+    fn part(&self, part: &CountedText, all: &mut Encoded) -> Result<Sample, String> {
         let tokens = tokens(self.tokenizer, &part.text, false)?;
         let (sample, shared) = self.counted(&part.text, &tokens, &part.counted, false)?;
         all.notes += Notes { shared, opened: part.opened, ..Notes::default() };

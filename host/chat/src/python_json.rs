@@ -65,7 +65,7 @@ mod tests {
 
     /// The expected texts are Python's.
     #[test]
-    fn values_are_written_as_python_writes_them() {
+    fn values_match_python() {
         let value: Value =
             serde_json::from_str(r#"{"b": [1, 2.5, "ü<'"], "a": {}, "c": [], "d": {"e": null}}"#).unwrap();
         assert_eq!(dumps(&value, None, 100).unwrap(), r#"{"b": [1, 2.5, "ü<'"], "a": {}, "c": [], "d": {"e": null}}"#);

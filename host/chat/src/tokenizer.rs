@@ -35,8 +35,8 @@ thread_local! {
 /// # Errors
 /// Returns the fault of a file that is no tokenizer, or exceeds a limit.
 pub fn read_tokenizer(bytes: &[u8]) -> Result<Tokenizer, String> {
-    let told: Value = serde_json::from_slice(bytes).map_err(|reason| reason.to_string())?;
-    check_before(&told)?;
+    let settings: Value = serde_json::from_slice(bytes).map_err(|reason| reason.to_string())?;
+    check_before(&settings)?;
     let tokenizer = caught(|| Tokenizer::from_bytes(bytes).map_err(|reason| in_words(&reason.to_string())))?;
     let growth = growth_of(&tokenizer.get_normalizer())?.saturating_mul(growth_of(&tokenizer.get_pre_tokenizer())?);
     for (steps, growth) in [
@@ -107,8 +107,8 @@ fn in_words(reason: &str) -> String {
 }
 
 /// Checks what the package does not bear while it reads a file.
-fn check_before(told: &Value) -> Result<(), String> {
-    match told {
+fn check_before(settings: &Value) -> Result<(), String> {
+    match settings {
         Value::Array(items) => items.iter().try_for_each(check_before),
         Value::Object(items) => {
             if let Some(map) = items.get("precompiled_charsmap") {

@@ -52,13 +52,13 @@ def of_pieces(normalizer=None, splits=None, rstrip=False, bos=True, model=None):
     if not words:
         tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
     tokenizer.train_from_iterator(CORPUS, trainer)
-    told = json.loads(tokenizer.to_str())
-    told["added_tokens"] = []
+    settings = json.loads(tokenizer.to_str())
+    settings["added_tokens"] = []
     if not words:
-        told["pre_tokenizer"] = None
+        settings["pre_tokenizer"] = None
     if model:
-        told["model"]["byte_fallback"] = True
-    tokenizer = Tokenizer.from_str(json.dumps(told))
+        settings["model"]["byte_fallback"] = True
+    tokenizer = Tokenizer.from_str(json.dumps(settings))
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, rstrip=rstrip and token == "<|assistant|>") for token in SPECIAL])
     if bos:
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -104,6 +104,6 @@ def sample(tokenizer, prompt, completion):
 cases = []
 for prompt, completion in CASES:
     cases.append({"prompt": prompt, "completion": completion, "samples": {name: sample(one, prompt, completion) for name, one in TOKENIZERS.items()}})
-told = ",\n".join(f"  {json.dumps(name)}: {json.dumps(json.loads(one.to_str()), ensure_ascii=False, separators=(',', ':'))}" for name, one in TOKENIZERS.items())
+settings = ",\n".join(f"  {json.dumps(name)}: {json.dumps(json.loads(one.to_str()), ensure_ascii=False, separators=(',', ':'))}" for name, one in TOKENIZERS.items())
 lines = ",\n".join(f"  {json.dumps(case, ensure_ascii=False, separators=(',', ':'))}" for case in cases)
-print(f'{{\n "tokenizers": {{\n{told}\n }},\n "cases": [\n{lines}\n ]\n}}')
+print(f'{{\n "tokenizers": {{\n{settings}\n }},\n "cases": [\n{lines}\n ]\n}}')

@@ -129,9 +129,9 @@ def tokenizers_of(special):
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     pieces.train_from_iterator(corpus(), trainers.BpeTrainer(
         vocab_size=640, special_tokens=["<unk>", *bytes_], limit_alphabet=90, show_progress=False))
-    told = json.loads(pieces.to_str())
-    told["added_tokens"], told["pre_tokenizer"] = [], None
-    pieces = Tokenizer.from_str(json.dumps(told))
+    entry = json.loads(pieces.to_str())
+    entry["added_tokens"], entry["pre_tokenizer"] = [], None
+    pieces = Tokenizer.from_str(json.dumps(entry))
     pieces.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     for name, tokenizer in [("bytes", by_bytes), ("pieces", pieces)]:
         tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
@@ -150,20 +150,20 @@ def answers(tokenizer, messages, tools):
     def encode(messages, **more):
         return tokenizer.apply_chat_template(messages, tools=tools, return_dict=True, **more)
 
-    def told(ids, counted):
+    def entry(ids, counted):
         return [fnv(b"".join(id.to_bytes(4, "little") for id in ids)), len(ids), counted]
 
     if has_generation_markers(tokenizer.chat_template):
         last = max(number for number, message in enumerate(messages) if message["role"] == "assistant")
         whole = encode(messages[:last + 1], return_assistant_tokens_mask=True)
-        yield told(whole["input_ids"], runs(whole["assistant_masks"]))
+        yield entry(whole["input_ids"], runs(whole["assistant_masks"]))
         return
     for number, message in enumerate(messages):
         # TRL has no completion without a prompt.
         if message["role"] == "assistant" and number > 0:
             prompt = encode(messages[:number], add_generation_prompt=True)["input_ids"]
             whole = encode(messages[:number + 1])["input_ids"]
-            yield told(whole, [(common_prefix_length(prompt, whole), len(whole))])
+            yield entry(whole, [(common_prefix_length(prompt, whole), len(whole))])
 
 
 def attempt(compute):

@@ -210,9 +210,9 @@ fn first_host(list: &str) -> Option<String> {
         match rest[end..].strip_prefix('[') {
             None => break,
             Some(numbers) => {
-                let (numbers, behind) = numbers.split_once(']')?;
+                let (numbers, after) = numbers.split_once(']')?;
                 host.push_str(numbers.split(['-', ',']).next()?);
-                rest = behind;
+                rest = after;
             }
         }
     }

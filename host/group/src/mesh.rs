@@ -192,9 +192,9 @@ impl Mesh {
                 Piece::Bytes(bytes) => Some(Ok(bytes)),
                 Piece::Begin(_) => None,
             })?;
-            let (place, behind) = rest.split_at_mut(piece.len());
+            let (place, tail) = rest.split_at_mut(piece.len());
             place.copy_from_slice(&piece);
-            rest = behind;
+            rest = tail;
         }
         Ok(())
     }

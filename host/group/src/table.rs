@@ -236,10 +236,10 @@ impl Table {
     }
 
     /// Creates the fault of a rank that kept this one waiting: the culprit among `among`.
-    pub(super) fn late(&self, waits_for: &[usize], among: &[usize], waited: Duration) -> RankFault {
-        let behind = waits_for.iter().map(|rank| self.behind(*rank, among));
+    pub(super) fn late(&self, waits_for: &[usize], members: &[usize], waited: Duration) -> RankFault {
+        let last_waiter = waits_for.iter().map(|rank| self.last_waiter(*rank, members));
         // A silent rank is the first choice, and a rank that waits for others the last.
-        let culprit = behind.min_by_key(|&rank| {
+        let culprit = last_waiter.min_by_key(|&rank| {
             let waits = self.waits_for(rank);
             self.peers[rank].as_ref().map(|peer| (!peer.is_silent(), waits.is_some(), peer.last.sequence))
         });
@@ -252,13 +252,13 @@ impl Table {
     }
 
     /// Returns the rank that a late rank is waiting for, following the chain of waits within
-    /// `among`.
-    fn behind(&self, rank: usize, among: &[usize]) -> usize {
-        let mut behind = rank;
+    /// `members`.
+    fn last_waiter(&self, rank: usize, members: &[usize]) -> usize {
+        let mut last_waiter = rank;
         for _ in 0..self.peers.len() {
-            match self.waits_for(behind) {
-                Some(next) if among.contains(&next) => behind = next,
-                _ => return behind,
+            match self.waits_for(last_waiter) {
+                Some(next) if members.contains(&next) => last_waiter = next,
+                _ => return last_waiter,
             }
         }
         // They wait for each other in a circle.
@@ -273,8 +273,8 @@ impl Table {
             return self.fault(rank, RankFaultKind::Left, waited);
         }
         // A rank that has reached a later op is not blocked by this one.
-        let behind = self.others().filter(|(_, peer)| peer.last.sequence < own || peer.is_silent());
-        if let Some((rank, _)) = behind.min_by_key(|(_, peer)| (!peer.is_silent(), peer.last.sequence)) {
+        let late = self.others().filter(|(_, peer)| peer.last.sequence < own || peer.is_silent());
+        if let Some((rank, _)) = late.min_by_key(|(_, peer)| (!peer.is_silent(), peer.last.sequence)) {
             return self.fault(rank, RankFaultKind::Late, waited);
         }
         let is_ahead = self.others().any(|(_, peer)| peer.last.sequence > own);

@@ -32,12 +32,12 @@ pub(crate) struct FileTensor {
     /// The number that is added to the file's value.
     pub(crate) added: f32,
     /// The parts, in the order of the file's outputs.
-    pub(crate) parts: Vec<Part>,
+    pub(crate) parts: Vec<OutputRange>,
 }
 
 /// Adjacent outputs of a parameter that are adjacent in a file's tensor too.
 #[derive(Clone, Debug)]
-pub(crate) struct Part {
+pub(crate) struct OutputRange {
     /// The parameter's name.
     pub(crate) parameter: String,
     /// The parameter's first output.
@@ -82,7 +82,7 @@ impl FileTensor {
         let (all, inputs, transposed) = (self.outputs(), self.inputs, self.transposed);
         let mut next = 0;
         self.parts.iter().map(move |part| {
-            let Part { ref parameter, first, outputs } = *part;
+            let OutputRange { ref parameter, first, outputs } = *part;
             let (start, columns) = (next, columns(parameter));
             next += outputs;
             (&**parameter, Places { inputs, outputs, first, columns, start, all, transposed })
@@ -157,20 +157,20 @@ struct Names {
 impl Names {
     /// Adds a tensor that is stored as the parameter is.
     fn table(&mut self, name: impl Into<String>, parameter: &str, [rows, columns]: [usize; 2]) {
-        let parts = vec![Part { parameter: parameter.into(), first: 0, outputs: columns }];
+        let parts = vec![OutputRange { parameter: parameter.into(), first: 0, outputs: columns }];
         let shape = vec![rows, columns];
         let (inputs, name) = (rows, name.into());
         self.tensors.push(FileTensor { name, shape, inputs, transposed: false, linear: false, added: 0.0, parts });
     }
 
-    fn vector(&mut self, name: String, added: f32, parts: Vec<Part>) {
+    fn vector(&mut self, name: String, added: f32, parts: Vec<OutputRange>) {
         let shape = vec![parts.iter().map(|part| part.outputs).sum()];
         self.tensors.push(FileTensor { name, shape, inputs: 1, transposed: false, linear: false, added, parts });
     }
 
     /// Adds a norm.
     fn norm(&mut self, name: &str, parameter: &str, width: usize) {
-        let part = |kind| vec![Part { parameter: format!("{parameter}.{kind}"), first: 0, outputs: width }];
+        let part = |kind| vec![OutputRange { parameter: format!("{parameter}.{kind}"), first: 0, outputs: width }];
         self.vector(format!("{name}.weight"), self.gain, part("gain"));
         if self.norm == NormKind::Layer {
             self.vector(format!("{name}.bias"), 0.0, part("bias"));
@@ -179,8 +179,8 @@ impl Names {
 
     /// Adds a linear layer whose outputs are these parts of layers.
     fn linear(&mut self, name: &str, bias: bool, inputs: usize, parts: &[(&str, usize, usize)]) {
-        let of = |kind: &str| -> Vec<Part> {
-            let part = |&(layer, first, outputs): &(&str, usize, usize)| Part {
+        let of = |kind: &str| -> Vec<OutputRange> {
+            let part = |&(layer, first, outputs): &(&str, usize, usize)| OutputRange {
                 parameter: format!("{layer}.{kind}"),
                 first,
                 outputs,
@@ -267,7 +267,7 @@ pub(crate) fn tensors(config: &ModelConfig) -> Vec<FileTensor> {
             for (name, columns) in [("q_norm", q), ("k_norm", k)] {
                 let parameter = ours_of(&format!("attention.{name}.gain"));
                 let outputs = if kind == QkNormKind::Heads { head_width } else { columns };
-                let part = vec![Part { parameter, first: 0, outputs }];
+                let part = vec![OutputRange { parameter, first: 0, outputs }];
                 names.vector(format!("{file}.self_attn.{name}.weight"), gain, part);
             }
         }

@@ -72,8 +72,8 @@ on_each_device! {
             Ok(slots.output(&ops::fill(step, [256], 1.0)?))
         }).unwrap();
         assert_eq!((memory.report().captured_bytes, memory.report().peak_bytes), (1024, 4096), "the peak must not add bytes that were never in use together");
-        let beside = fills(&mut memory, 8192);
-        assert_eq!((beside.high_water_bytes, beside.peak_bytes), (8192, 9216));
+        let filled = fills(&mut memory, 8192);
+        assert_eq!((filled.high_water_bytes, filled.peak_bytes), (8192, 9216));
         drop(captured);
         let after = fills(&mut memory, 256);
         assert_eq!((after.captured_bytes, after.high_water_bytes, after.peak_bytes), (0, 8192, 9216));

@@ -27,12 +27,12 @@ fn every_byte_past_a_tensor() {
     // Lengths that end at a multiple of 256 bytes, and in between.
     let lengths = [256, 250];
     for length in lengths {
-        for behind in 0..OVERRUNS {
+        for past_end in 0..OVERRUNS {
             let step = arena.step(|step| {
                 let mut x = step.empty([length])?;
                 // The neighbour, which a write past `x` would change if nothing lay between them.
                 step.empty::<f32>([2 * OVERRUNS])?;
-                let byte = length * size_of::<f32>() + behind;
+                let byte = length * size_of::<f32>() + past_end;
                 step.launch(downstream_kernels::overrun { byte, out: x.out() })
             });
             step.unwrap();

@@ -74,7 +74,7 @@ fn meet(kind: DeviceKind, way: &str) -> Result<()> {
 }
 
 /// Runs as the child process, if this is one.
-fn plays(kind: DeviceKind) -> bool {
+fn ran_as_child(kind: DeviceKind) -> bool {
     let Ok(way) = std::env::var(WAY) else { return false };
     if way == "train" {
         println!("weights {}", trained(kind).unwrap());
@@ -140,7 +140,7 @@ fn trained(kind: DeviceKind) -> Result<String> {
 
 /// Runs every case as often as requested, and trains in between.
 fn all(kind: DeviceKind) {
-    if plays(kind) {
+    if ran_as_child(kind) {
         return;
     }
     let known = trained(DeviceKind::Emulated).unwrap();
@@ -157,8 +157,8 @@ fn all(kind: DeviceKind) {
         );
         let code = if way == "exit" && kind == DeviceKind::Cuda { 3 } else { 0 };
         assert_eq!(status.code(), Some(code), "{way}: {errors}");
-        let told = way != "end" || kind == DeviceKind::Emulated;
-        assert_eq!(errors.contains("error: ") && errors.contains("had not ended"), told, "{way}: {errors}");
+        let fails = way != "end" || kind == DeviceKind::Emulated;
+        assert_eq!(errors.contains("error: ") && errors.contains("had not ended"), fails, "{way}: {errors}");
         assert!(took < DEADLINE + SLACK, "{way}: {took:?}");
         longest = longest.max(took);
         let (Output { stdout, stderr, .. }, _) = process(kind, "train");

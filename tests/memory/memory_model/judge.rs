@@ -2,13 +2,13 @@
 
 use super::super::program::Planned;
 use super::super::rules::{Rule, Violation};
-use super::{Begin, Want, World};
+use super::{Begin, Execution, Want};
 use crate::support::witness::{AT_ONCE, SLACK, Watch};
 use std::time::Duration;
 use stepscope::check::faults::{Call, Fault};
 use stepscope::{Error, Result};
 
-impl World<'_> {
+impl Execution<'_> {
     /// Marks the start of a library call.
     pub(super) fn begin(&self) -> Begin {
         Begin(Watch::start())

@@ -7,7 +7,7 @@ use super::super::program::{Ending, HUGE, KEPT, LENGTHS, Op, STALL_DEADLINE};
 use super::super::reference::{Block, Mark};
 use super::super::rules::{Planted, Rule};
 use super::judge::{reports, same};
-use super::{Begin, End, Thrown, Want, World};
+use super::{Begin, End, Execution, Thrown, Want};
 use crate::support::witness::SLACK;
 use std::any::Any;
 use std::mem;
@@ -86,9 +86,9 @@ impl<'s> Scope<'s> for ScratchStep<'s, '_> {
 }
 
 /// A scope's access to the scope around it.
-pub(super) type Outer<'b, 's, S> = &'b mut dyn FnMut(&mut World<'_>, &S, &mut Vec<Live<'s>>, &Op) -> Result<()>;
+pub(super) type Outer<'b, 's, S> = &'b mut dyn FnMut(&mut Execution<'_>, &S, &mut Vec<Live<'s>>, &Op) -> Result<()>;
 
-impl World<'_> {
+impl Execution<'_> {
     /// Runs a scope's own work, from its beginning to its ending.
     pub(super) fn body<'s, S: Scope<'s>>(
         &mut self,
@@ -409,7 +409,7 @@ impl World<'_> {
         Ok(())
     }
 
-    /// Judges the end of a scope: `None` if it panicked as planned. See [`World::judge`] for the
+    /// Judges the end of a scope: `None` if it panicked as planned. See [`Execution::judge`] for the
     /// last two arguments.
     pub(super) fn closed(
         &mut self,

@@ -25,7 +25,7 @@ mod judge;
 mod scopes;
 
 /// The deadline of every call of a program without stalls.
-const FAR: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(20);
 
 /// The driver calls that allocate, and those that free.
 const TAKE_AND_GIVE: [(Call, Call); 3] =
@@ -44,7 +44,7 @@ pub(crate) struct Rig {
 impl Rig {
     pub(crate) fn open(device: DeviceKind, kind: Kind) -> Self {
         let plan = FaultPlan::new();
-        let deadline = if kind == Kind::Stalling { STALL_DEADLINE } else { FAR };
+        let deadline = if kind == Kind::Stalling { STALL_DEADLINE } else { LONG };
         let device = Device::builder(device).deadline(deadline).layer(plan.clone()).open().unwrap();
         let mirrors = LENGTHS.map(|length| Buffer::zeros(&device, length).unwrap()).into();
         let kept = Buffer::zeros(&device, LENGTHS[KEPT]).unwrap();
@@ -58,7 +58,7 @@ impl Rig {
 }
 
 /// A program in progress.
-pub(crate) struct World<'r> {
+pub(crate) struct Execution<'r> {
     rig: &'r mut Rig,
     program: &'r Program,
     planted: Option<Planted>,
@@ -99,11 +99,11 @@ enum Want {
     Full { padded: usize, cause: Cause },
 }
 
-impl<'r> World<'r> {
+impl<'r> Execution<'r> {
     /// Runs a program.
     pub(crate) fn run(rig: &'r mut Rig, program: &'r Program, planted: Option<Planted>) -> Result<Tally, Violation> {
         let stalls = program.kind == Kind::Stalling || planted == Some(Planted::LateReturn);
-        let deadline = if stalls { STALL_DEADLINE } else { FAR };
+        let deadline = if stalls { STALL_DEADLINE } else { LONG };
         let count = |planned: Planned| Planned { number: rig.plan.count(planned.call) + planned.number, ..planned };
         let pending = program.fault.map(count);
         let unexpected = match planted {
@@ -117,7 +117,7 @@ impl<'r> World<'r> {
         }
         let cap_bytes = program.pool.map(|(cap, _)| cap);
         let reference = Reference::new(program.capacity_bytes, cap_bytes, program.checked);
-        let mut world = World {
+        let mut execution = Execution {
             rig,
             program,
             planted,
@@ -133,8 +133,8 @@ impl<'r> World<'r> {
             watch: Watch::start(),
             tally: Tally { programs: 1, ..Tally::default() },
         };
-        world.all();
-        let World { mut tally, reference, violation, lost, .. } = world;
+        execution.all();
+        let Execution { mut tally, reference, violation, lost, .. } = execution;
         (tally.overflows, tally.growths, tally.lost) = (reference.overflows, reference.growths, u64::from(lost));
         tally.refusals = reference.refusals;
         violation.map_or(Ok(tally), Err)

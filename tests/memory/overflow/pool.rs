@@ -239,30 +239,30 @@ on_each_device! {
     fn impossible_sizes_are_refused_with_numbers(device: &Device) {
         let (device, plan) = counted(device);
         let absurd = 1usize << 50;
-        let told = |text: &str, bytes: usize| {
+        let reports = |text: &str, bytes: usize| {
             assert!(text.contains(&format!("({bytes} bytes) of device memory refused")), "{text}");
             assert!(text.contains(" available: the driver reports ") && text.contains("the reserve is"), "{text}");
         };
         let builder = || Arena::builder(&device).overflow(pool(absurd, 0));
         let error = builder().capacity(Capacity::Bytes(absurd)).build().unwrap_err();
         assert!(matches!(error, Error::Refused(_)), "{error}");
-        told(&error.to_string(), absurd);
+        reports(&error.to_string(), absurd);
         assert_eq!(plan.count(Call::Allocate), 0);
 
         let error = builder().capacity(Capacity::mib(1)).overflow(pool(absurd, absurd)).build().unwrap_err();
         assert!(matches!(error, Error::Refused(_)), "{error}");
-        told(&error.to_string(), absurd);
+        reports(&error.to_string(), absurd);
         assert_eq!(plan.count(Call::CreatePool), plan.count(Call::DestroyPool));
 
         let mut arena = builder().capacity(Capacity::mib(1)).build().unwrap();
         let error = step(&mut arena, &[absurd / 4]).unwrap_err();
         assert!(matches!(error, Error::ArenaFull { .. }), "{error}");
-        told(&error.to_string(), absurd);
+        reports(&error.to_string(), absurd);
         assert_eq!((plan.count(Call::PoolAllocate), arena.report().overflow.refusals), (0, 1));
 
         // All memory is reserved for other processes.
         let error = Arena::builder(&device).capacity(Capacity::mib(1)).reserve_bytes(u64::MAX).build().unwrap_err();
-        told(&error.to_string(), MIB);
+        reports(&error.to_string(), MIB);
     }
 
     fn arena_grows_after_first_step(device: &Device) {

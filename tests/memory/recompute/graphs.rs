@@ -239,14 +239,14 @@ pub(crate) const GRAPHS: [(&str, Graph); 7] = [
 ];
 
 /// Weights with a BF16 copy, gradients with initial values, and random numbers.
-pub(crate) struct World {
+pub(crate) struct Fixture {
     pub(crate) model: Model,
     pub(crate) weights: Parameters,
     pub(crate) gradients: Gradients,
     pub(crate) generator: Generator,
 }
 
-impl World {
+impl Fixture {
     pub(crate) fn new(device: &Device) -> Self {
         let (model, spec) = Model::new();
         let weights = Parameters::new(device, &spec, 3).unwrap().with_bf16_copy().unwrap();
@@ -290,7 +290,7 @@ pub(crate) fn values(seed: u64) -> (Vec<f32>, Vec<u32>, Vec<u32>) {
 
 /// Returns the loss and all gradients of eager passes, as bits, of two steps.
 pub(crate) fn eager(arena: &mut Arena, run: (bool, Graph)) -> Vec<Vec<u32>> {
-    let mut world = World::new(arena.device());
+    let mut world = Fixture::new(arena.device());
     let mut found = Vec::new();
     for seed in 0..2 {
         let (x, labels, lengths) = values(seed);

@@ -12,9 +12,9 @@ const ROWS: usize = 3;
 const COLS: usize = 4;
 
 /// The work of a run, by its number from 0 on.
-type Deed = for<'i> fn(u32, &Tape<'_, 'i>, Var<'i>, Parameter) -> Result<[Var<'i>; 2]>;
+type Work = for<'i> fn(u32, &Tape<'_, 'i>, Var<'i>, Parameter) -> Result<[Var<'i>; 2]>;
 
-struct World {
+struct Fixture {
     arena: Arena,
     w: Parameter,
     weights: Parameters,
@@ -22,7 +22,7 @@ struct World {
     generator: Generator,
 }
 
-impl World {
+impl Fixture {
     fn new(device: &Device) -> Self {
         let mut spec = ParameterSpec::builder();
         let w = spec.add("w", [COLS, COLS], Initializer::fan_in(COLS));
@@ -33,7 +33,7 @@ impl World {
     }
 
     /// Runs a pass that recomputes this work, and returns the gradient of w.
-    fn pass(&mut self, deed: Deed) -> Result<Vec<u32>> {
+    fn pass(&mut self, work: Work) -> Result<Vec<u32>> {
         let Self { arena, w, weights, gradients, generator } = self;
         let (runs, w) = (Arc::new(AtomicU32::new(0)), *w);
         arena.step(|step| {
@@ -41,7 +41,7 @@ impl World {
             let x = tape.input(step.upload(&[0.5; ROWS * COLS], [ROWS, COLS])?);
             let x = tape.linear(&x, w, None)?;
             let [y, z] =
-                tape.recompute_all(x, move |tape, x| deed(runs.fetch_add(1, Ordering::Relaxed), tape, x, w))?;
+                tape.recompute_all(x, move |tape, x| work(runs.fetch_add(1, Ordering::Relaxed), tape, x, w))?;
             let loss = tape.sum(&tape.add(&y, &z)?)?;
             tape.backward_overwrite(&loss, gradients)
         })?;
@@ -55,7 +55,7 @@ fn error(outcome: Result<Vec<u32>>) -> String {
 
 on_each_device! {
     fn closure_must_repeat_its_work(device: &Device) {
-        let deeds: [(Deed, &[&str]); 7] = [
+        let deeds: [(Work, &[&str]); 7] = [
             (|run, tape, x, _| {
                 let y = if run == 0 { tape.scale(&x, 2.0)? } else { tape.gelu(&x)? };
                 Ok([y, y])
@@ -90,9 +90,9 @@ on_each_device! {
                 Ok([y, if run == 0 { x } else { tape.input(*x.value()) }])
             }, &["the results", "(Some(0), [3, 4])]", "(None, [3, 4])]"]),
         ];
-        for (deed, tells) in deeds {
-            let mut world = World::new(device);
-            let error = error(world.pass(deed));
+        for (work, tells) in deeds {
+            let mut world = Fixture::new(device);
+            let error = error(world.pass(work));
             let all = ["recompute", "does the same in both runs"];
             assert!(all.iter().chain(tells).all(|tell| error.contains(tell)), "{error}, not {tells:?}");
         }
@@ -104,15 +104,15 @@ on_each_device! {
             let y = tape.dropout(&tape.linear(&x, w, None)?, 0.5)?;
             Ok([y, tape.gelu(&y)?])
         }
-        let deeds: [Deed; 4] = [
+        let deeds: [Work; 4] = [
             |run, tape, x, w| if run == 0 { tape.sum(&x).and_then(|x| Ok([tape.linear(&x, w, None)?; 2])) } else { sound(tape, x, w) },
             |run, tape, x, w| if run == 1 { tape.sum(&x).and_then(|x| Ok([tape.linear(&x, w, None)?; 2])) } else { sound(tape, x, w) },
             |run, tape, x, w| if run == 0 { panic!("run {run}") } else { sound(tape, x, w) },
             |run, tape, x, w| if run == 1 { panic!("run {run}") } else { sound(tape, x, w) },
         ];
-        for (number, deed) in deeds.into_iter().enumerate() {
-            let mut world = World::new(device);
-            match catch_unwind(AssertUnwindSafe(|| world.pass(deed))) {
+        for (number, work) in deeds.into_iter().enumerate() {
+            let mut world = Fixture::new(device);
+            match catch_unwind(AssertUnwindSafe(|| world.pass(work))) {
                 Ok(outcome) => {
                     assert!(number < 2);
                     assert!(matches!(outcome, Err(Error::Misuse { op: "linear", .. })), "{outcome:?}");
@@ -123,14 +123,14 @@ on_each_device! {
             assert_eq!(drawn, 1, "the step drew once before the error");
             world.generator.set(seed, 0).unwrap();
             let again = world.pass(|_, tape, x, w| sound(tape, x, w)).unwrap();
-            assert_eq!(again, World::new(device).pass(|_, tape, x, w| sound(tape, x, w)).unwrap());
+            assert_eq!(again, Fixture::new(device).pass(|_, tape, x, w| sound(tape, x, w)).unwrap());
         }
     }
 
     /// A tape continues after a closure that failed in its first run as if it had not run.
     fn failed_closure_leaves_tape_unchanged(device: &Device) {
         let run = |failures: usize| {
-            let World { mut arena, w, weights, mut gradients, generator } = World::new(device);
+            let Fixture { mut arena, w, weights, mut gradients, generator } = Fixture::new(device);
             let loss = arena.step(|step| {
                 let tape = Tape::new(step, &weights).with_generator(&generator);
                 let x = tape.linear(&tape.input(step.upload(&[0.5; ROWS * COLS], [ROWS, COLS])?), w, None)?;
@@ -154,13 +154,13 @@ on_each_device! {
     }
 
     fn variables_of_another_tape(device: &Device) {
-        let World { mut arena, weights, .. } = World::new(device);
+        let Fixture { mut arena, weights, .. } = Fixture::new(device);
         let outcomes = arena.step(|step| {
             let [tape, other] = [(); 2].map(|()| Tape::new(step, &weights));
-            let [x, stranger] = [&tape, &other].map(|tape| Ok::<_, Error>(tape.input(step.upload(&[1.0], [1])?)));
-            let (x, stranger) = (x?, stranger?);
-            let kept = tape.recompute(stranger, |_, x| Ok(x)).map(drop);
-            let deep = tape.recompute(vec![(x, Some([x, stranger]))], |_, kept| Ok(kept[0].0)).map(drop);
+            let [x, foreign] = [&tape, &other].map(|tape| Ok::<_, Error>(tape.input(step.upload(&[1.0], [1])?)));
+            let (x, foreign) = (x?, foreign?);
+            let kept = tape.recompute(foreign, |_, x| Ok(x)).map(drop);
+            let deep = tape.recompute(vec![(x, Some([x, foreign]))], |_, kept| Ok(kept[0].0)).map(drop);
             // A closure may use the outer tape in a nested closure, but not return a result made
             // there.
             let within = tape.recompute(x, |tape, x| {
@@ -178,7 +178,7 @@ on_each_device! {
 
     /// A generator made inside the closure would draw other numbers in the second run.
     fn closure_with_its_own_generator(device: &Device) {
-        let World { mut arena, weights, generator, .. } = World::new(device);
+        let Fixture { mut arena, weights, generator, .. } = Fixture::new(device);
         let outcome = arena.step(|step| {
             let tape = Tape::new(step, &weights);
             let x = tape.input(step.upload(&[1.0], [1])?);
@@ -191,7 +191,7 @@ on_each_device! {
     /// Dropout without a generator is refused in training and changes nothing in evaluation, inside
     /// a closure and outside.
     fn dropout_needs_a_generator(device: &Device) {
-        let World { mut arena, weights, generator, .. } = World::new(device);
+        let Fixture { mut arena, weights, generator, .. } = Fixture::new(device);
         arena.step(|step| {
             let x = step.upload(&[1.0; 8], [8])?.save();
             let tape = Tape::new(step, &weights);

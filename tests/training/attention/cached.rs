@@ -118,14 +118,14 @@ on_each_device! {
         let weights = Parameters::new(device, &spec, 7).unwrap();
         let x = vec![0.5; 3 * WIDTH];
         let all = attention.clone().sees(AttentionMask::Full);
-        for (attention, columns, first, told) in [
+        for (attention, columns, first, expected) in [
             (&all, heads * HEAD, 1, "heads that attend to all tokens"),
             (&all, heads * HEAD, 2, "heads that attend to all tokens"),
             (&attention, heads * HEAD + 4, 1, "keys and values [more than 0, 64]"),
             (&attention, heads * HEAD + 4, 3, "keys and values [more than 2, 64]"),
         ] {
             let error = in_parts::<f32>(&mut arena, &weights, attention, (columns, first), &x).unwrap_err().to_string();
-            assert!(error.contains(told), "{error}");
+            assert!(error.contains(expected), "{error}");
         }
         // Several tokens come first.
         let later = arena.step(|step| {

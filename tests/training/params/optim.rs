@@ -306,17 +306,17 @@ on_each_device! {
     fn faulty_rules_are_refused(device: &Device) {
         let mut model = Model::new(device);
         let weights = &model.weights;
-        let told = |error: Result<Optimizer<Odd>>, words: &str| {
+        let refused_with = |error: Result<Optimizer<Odd>>, words: &str| {
             let error = error.err().expect("the settings must be refused").to_string();
             assert!(error.contains(words), "{error}");
         };
-        told(Optimizer::new(weights, Odd { settings: |_, _| 0, ..Odd::default() }), "odd: expected at least one setting");
+        refused_with(Optimizer::new(weights, Odd { settings: |_, _| 0, ..Odd::default() }), "odd: expected at least one setting");
         let halves = || ParameterGroups::new().with(ParameterGroup { rate: 0.5, weight_decay: None }, |_| true);
         let odd = |odd| Optimizer::new(weights, odd).unwrap();
-        told(odd(Odd { groups: false, ..Odd::default() }).with_parameter_groups(&halves()), "`has_groups` returns false, got 2");
+        refused_with(odd(Odd { groups: false, ..Odd::default() }).with_parameter_groups(&halves()), "`has_groups` returns false, got 2");
         let by_group: fn(u64, &ParameterGroup) -> usize = |_, group| if group.rate < 1.0 { 2 } else { 1 };
-        told(odd(Odd { settings: by_group, ..Odd::default() }).with_parameter_groups(&halves()), "1 settings for each group, got 2");
-        told(odd(Odd::default()).with_parameter_groups(&ParameterGroups::new().no_decay(|entry| entry.name() == "v")), "none for group 0");
+        refused_with(odd(Odd { settings: by_group, ..Odd::default() }).with_parameter_groups(&halves()), "1 settings for each group, got 2");
+        refused_with(odd(Odd::default()).with_parameter_groups(&ParameterGroups::new().no_decay(|entry| entry.name() == "v")), "none for group 0");
         let mut more = odd(Odd { settings: |number, _| number as usize, ..Odd::default() });
         let ticket_of_more = more.advance().unwrap();
         let mut fails = odd(Odd { fails: true, ..Odd::default() });

@@ -31,13 +31,13 @@ fn read(folder: &Path) -> Result<StateDict, Error> {
 }
 
 #[track_caller]
-fn refused(folder: &Path, file: &str, told: &str) {
+fn refused(folder: &Path, file: &str, words: &str) {
     match read(folder) {
         Err(Error::File { path, reason }) => {
             assert_eq!(path, folder.join(file));
-            assert!(reason.contains(told) && reason.len() < 500, "expected `{told}` in: {reason}");
+            assert!(reason.contains(words) && reason.len() < 500, "expected `{words}` in: {reason}");
         }
-        other => panic!("expected `{told}`, got {other:?}"),
+        other => panic!("expected `{words}`, got {other:?}"),
     }
 }
 
@@ -212,7 +212,7 @@ fn mismatched_shards_are_refused() {
         change_index_of(folder, shard);
         refused(folder, INDEX, "expected the name of a file in the same folder, got `");
     }
-    for (text, told) in [
+    for (text, words) in [
         ("", "EOF"),
         ("{}", "missing field `weight_map`"),
         (r#"{"weight_map":[]}"#, "an object of texts"),
@@ -221,7 +221,7 @@ fn mismatched_shards_are_refused() {
         (r#"{"weight_map":{},"weight_map":{}}"#, "duplicate field"),
     ] {
         fs::write(folder.join(INDEX), text).unwrap();
-        refused(folder, INDEX, told);
+        refused(folder, INDEX, words);
     }
     fs::remove_file(folder.join(INDEX)).unwrap();
     refused(folder, "", "has neither model.safetensors nor model.safetensors.index.json");

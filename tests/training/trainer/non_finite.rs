@@ -26,10 +26,10 @@ on_each_device! {
             };
             let mut memory = arena(device);
             let mut training = trainer(&mut memory, captured, part).checkpoint(&path, Some(1));
-            let (mut heard, mut progress) = (Heard::default(), EpochProgress::default());
-            let ended = training.epoch(batches.clone().into_iter().map(Ok), &mut progress, &mut heard);
+            let (mut recorder, mut progress) = (Recorder::default(), EpochProgress::default());
+            let ended = training.epoch(batches.clone().into_iter().map(Ok), &mut progress, &mut recorder);
             assert_eq!(ended, Err(expected.clone()));
-            assert_eq!((heard.updates.len(), progress.updates), (2, 2));
+            assert_eq!((recorder.updates.len(), progress.updates), (2, 2));
             let saved = training.save(&progress, &[]).unwrap_err();
             assert!(matches!(saved, Error::NotFinite { what: Quantity::Weight, .. }), "{saved}");
 
@@ -67,10 +67,10 @@ on_each_device! {
                 false => Trainer::eager(&mut memory, state),
             };
             let mut training = training.checkpoint(&path, Some(1));
-            let mut heard = Heard::default();
-            let ended = training.epoch(batches(1, 8).into_iter().map(Ok), &mut EpochProgress::default(), &mut heard);
+            let mut recorder = Recorder::default();
+            let ended = training.epoch(batches(1, 8).into_iter().map(Ok), &mut EpochProgress::default(), &mut recorder);
             let Err(Error::NotFinite { update: Some(update), tensor, .. }) = &ended else { panic!("{ended:?}") };
-            assert!(*update > 1 && heard.updates.len() as u64 == update - 1, "{ended:?}");
+            assert!(*update > 1 && recorder.updates.len() as u64 == update - 1, "{ended:?}");
             assert!(tensor.contains("gradient of `mlp."), "{tensor}");
             // The checkpoints saved on the way can be restored.
             Checkpoint::load(&path).unwrap().restore(&mut Parameters::new(device, training.state().parameters.spec(), 0).unwrap(), None).unwrap();
@@ -95,8 +95,8 @@ on_each_device! {
             assert_eq!(training.epoch(one, &mut EpochProgress::default(), &mut ()), Err(expected));
             // A later evaluation reports it, too.
             let error = training.evaluate(&batches(1, 8)[0][0], |_, _| Ok(())).unwrap_err();
-            let told = "after update 1: the loss of an evaluation is not finite; the first tensor concerned: `mlp.up.weight`";
-            assert!(error.to_string().starts_with(told), "{error}");
+            let words = "after update 1: the loss of an evaluation is not finite; the first tensor concerned: `mlp.up.weight`";
+            assert!(error.to_string().starts_with(words), "{error}");
         }
     }
 
@@ -146,11 +146,11 @@ on_each_device! {
             let batches = spoilt(8, 2, |points| points.x[..INPUTS].fill(1e25));
             let mut memory = arena(device);
             let mut training = trainer(&mut memory, captured, 8);
-            let (mut heard, mut progress) = (Heard::default(), EpochProgress::default());
-            let ended = training.epoch(batches.into_iter().map(Ok), &mut progress, &mut heard);
+            let (mut recorder, mut progress) = (Recorder::default(), EpochProgress::default());
+            let ended = training.epoch(batches.into_iter().map(Ok), &mut progress, &mut recorder);
             let Err(Error::NotFinite { update: Some(3), what: Quantity::GradientNorm, tensor }) = &ended else { panic!("{ended:?}") };
             assert!(tensor.contains("found after update 4"), "{tensor}");
-            assert_eq!((heard.updates.len(), progress.updates), (2, 2));
+            assert_eq!((recorder.updates.len(), progress.updates), (2, 2));
             training.update(&self::batches(1, 8)[0]).unwrap();
         }
     }

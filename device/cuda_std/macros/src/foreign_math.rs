@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn methods_and_paths_are_refused_wherever_they_stand() {
+    fn foreign_math_is_refused_everywhere() {
         for (body, name, instead) in [
             ("{ let y = x.exp(); }", "exp", "kernels::math::exp"),
             ("{ let y = load(x, 0).ln(); }", "ln", "kernels::math::log"),

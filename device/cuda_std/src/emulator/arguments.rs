@@ -8,7 +8,7 @@
 use super::bounds::Bounds;
 use super::clock::Now;
 use super::detector::Wrong;
-use super::fault::{Kind, Place};
+use super::fault::{Kind, MemoryLocation};
 use super::shadow::{Cell, Conflict};
 use super::tally::{self, Bytes, Touched};
 use crate::launch::{Entry, Extent, Words};
@@ -74,13 +74,15 @@ impl Arguments {
 
     /// Returns Ok if an access stays inside its argument, otherwise the place that it accesses and
     /// the range that it may access.
-    pub(super) fn inside(&self, span: Span, kind: Kind) -> Result<(), (Place, Range<i64>)> {
+    pub(super) fn inside(&self, span: Span, kind: Kind) -> Result<(), (MemoryLocation, Range<i64>)> {
         self.argument_of(span, kind).map(drop)
     }
 
-    fn argument_of(&self, span: Span, kind: Kind) -> Result<&Argument, (Place, Range<i64>)> {
+    fn argument_of(&self, span: Span, kind: Kind) -> Result<&Argument, (MemoryLocation, Range<i64>)> {
         let address = span.base.wrapping_add(span.offset);
-        let Some(argument) = self.of(span.base, kind) else { return Err((Place::Address(address as u64), 0..0)) };
+        let Some(argument) = self.of(span.base, kind) else {
+            return Err((MemoryLocation::Address(address as u64), 0..0));
+        };
         let start = address.wrapping_sub(argument.extent.address as usize);
         if start.checked_add(span.bytes).is_none_or(|end| end > argument.extent.bytes()) {
             // The first element outside.
@@ -97,7 +99,7 @@ impl Arguments {
     }
 
     /// Returns `address` as an element of the nearest argument, if there is any.
-    pub(super) fn nearest(&self, address: usize) -> Option<Place> {
+    pub(super) fn nearest(&self, address: usize) -> Option<MemoryLocation> {
         let distance = |argument: &&Argument| {
             let start = argument.extent.address as usize;
             start.saturating_sub(address).max(address.saturating_sub(start + argument.extent.bytes()))
@@ -119,7 +121,7 @@ impl Arguments {
         let first = (address - written.extent.address as usize) / written.extent.element_bytes;
         let last = (address + span.bytes - 1 - written.extent.address as usize) / written.extent.element_bytes;
         written.touch(first..last + 1, kind, now).map_err(|(element, conflict)| {
-            let place = Place::Argument { name: argument.name, element: element as i64 };
+            let place = MemoryLocation::Argument { name: argument.name, element: element as i64 };
             Wrong::Conflict { place, conflict }
         })
     }
@@ -144,9 +146,9 @@ impl Drop for Arguments {
 
 impl Argument {
     /// Returns the element at an address, inside the argument or not.
-    fn place(&self, address: usize) -> Place {
+    fn place(&self, address: usize) -> MemoryLocation {
         let bytes = address.wrapping_sub(self.extent.address as usize) as i64;
-        Place::Argument { name: self.name, element: bytes.div_euclid(self.extent.element_bytes.max(1) as i64) }
+        MemoryLocation::Argument { name: self.name, element: bytes.div_euclid(self.extent.element_bytes.max(1) as i64) }
     }
 
     fn contains(&self, address: usize) -> bool {

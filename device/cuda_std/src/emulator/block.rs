@@ -13,7 +13,7 @@ use super::arguments::{Arguments, Span};
 use super::carrier::{Carrier, cause};
 use super::collective::Collective;
 use super::detector::Detector;
-use super::fault::{Access, Place};
+use super::fault::{Access, MemoryLocation};
 use super::fault::{Cause, Fault, Kind};
 use super::mbarrier::Phases;
 use super::mode::Order;
@@ -179,7 +179,8 @@ impl Block {
         location: &'static Location<'static>,
     ) -> Cause {
         let byte = address.wrapping_sub(self.shared as usize);
-        let place = if byte < self.shared_bytes { Place::Shared { byte: byte as i64 } } else { self.place(address) };
+        let place =
+            if byte < self.shared_bytes { MemoryLocation::Shared { byte: byte as i64 } } else { self.place(address) };
         Cause::Misaligned { place, align, access: self.access(kind, location) }
     }
 
@@ -194,8 +195,8 @@ impl Block {
     }
 
     /// Returns an address in terms of the kernel's arguments.
-    pub(super) fn place(&self, address: usize) -> Place {
-        self.arguments().nearest(address).unwrap_or(Place::Address(address as u64))
+    pub(super) fn place(&self, address: usize) -> MemoryLocation {
+        self.arguments().nearest(address).unwrap_or(MemoryLocation::Address(address as u64))
     }
 
     /// Checks the running thread's access to shared memory.

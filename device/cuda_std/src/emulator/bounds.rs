@@ -122,8 +122,9 @@ mod tests {
         }
     }
 
+    /// An address that one argument reads and another writes may be written.
     #[test]
-    fn what_is_read_and_written_at_one_address_may_be_written() {
+    fn aliased_arguments_stay_writable() {
         let extent = |length, written| Extent { address: 256, length, element_bytes: 4, written };
         let [read, written, empty] = [extent(8, false), extent(8, true), extent(0, true)];
         for extents in [[read, written, empty], [written, read, empty], [empty, read, written]] {

@@ -9,7 +9,7 @@ use super::WARP;
 use super::arguments::{Arguments, Span};
 use super::clock::{Clock, Stamp};
 use super::collective::Collective;
-use super::fault::{Access, Cause, Kind, Place};
+use super::fault::{Access, Cause, Kind, MemoryLocation};
 use super::shadow::{Cell, Conflict};
 use super::site::Sites;
 use crate::launch::{Entry, Grid};
@@ -40,11 +40,11 @@ pub(super) struct Detector {
 /// The fault of an access.
 pub(super) enum Wrong {
     /// The access lies outside the memory that it belongs to.
-    Outside { place: Place, bounds: Range<i64> },
+    Outside { place: MemoryLocation, bounds: Range<i64> },
     /// The access reads shared memory that the block has not written.
-    Unwritten { place: Place },
+    Unwritten { place: MemoryLocation },
     /// The access is not ordered after an earlier one.
-    Conflict { place: Place, conflict: Conflict },
+    Conflict { place: MemoryLocation, conflict: Conflict },
 }
 
 impl Detector {
@@ -125,11 +125,11 @@ impl Detector {
         let wrong = |wrong: Wrong| Err(wrong.cause(self.grid, kind, now.stamp));
         if bytes.start < tile.start || bytes.end > tile.end.min(self.shared_bytes) {
             let bounds = tile.start as i64..tile.end.min(self.shared_bytes) as i64;
-            return wrong(Wrong::Outside { place: Place::Shared { byte: bytes.start as i64 }, bounds });
+            return wrong(Wrong::Outside { place: MemoryLocation::Shared { byte: bytes.start as i64 }, bounds });
         }
         let first = bytes.start / WORD;
         for (at, cell) in self.shared[first..bytes.end.div_ceil(WORD)].iter_mut().enumerate() {
-            let place = || Place::Shared { byte: ((first + at) * WORD) as i64 };
+            let place = || MemoryLocation::Shared { byte: ((first + at) * WORD) as i64 };
             if kind == Kind::Read && !cell.is_written() {
                 return wrong(Wrong::Unwritten { place: place() });
             }

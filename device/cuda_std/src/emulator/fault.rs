@@ -66,13 +66,13 @@ pub enum Cause {
     NoMemory {
         /// The place, as an element of the nearest argument. None if the processor does not report
         /// the address.
-        place: Option<Place>,
+        place: Option<MemoryLocation>,
     },
     /// Two threads accessed the same memory, at least one of them wrote, and nothing orders the
     /// two.
     Race {
         /// The memory that both accessed.
-        place: Place,
+        place: MemoryLocation,
         /// The access that happened first in this run.
         earlier: Box<Access>,
         /// The access of the faulting thread.
@@ -81,7 +81,7 @@ pub enum Cause {
     /// The thread accessed memory outside its tensor, or outside its part of the shared memory.
     OutOfBounds {
         /// The place that it accessed.
-        place: Place,
+        place: MemoryLocation,
         /// The range that it may access: elements of an argument, or bytes of shared memory.
         bounds: Range<i64>,
         /// The access.
@@ -90,7 +90,7 @@ pub enum Cause {
     /// The thread moved several elements in one access at a misaligned address.
     Misaligned {
         /// The place at which the access began.
-        place: Place,
+        place: MemoryLocation,
         /// The required alignment of its address in bytes.
         align: usize,
         /// The access.
@@ -99,7 +99,7 @@ pub enum Cause {
     /// The thread read shared memory that no thread of its block had written.
     Unwritten {
         /// The place that was read.
-        place: Place,
+        place: MemoryLocation,
         /// The read.
         access: Access,
     },
@@ -107,7 +107,7 @@ pub enum Cause {
 
 /// A place in memory, in terms of the kernel's arguments.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum MemoryLocation {
     /// An element of a parameter.
     Argument {
         /// The parameter's name.
@@ -180,10 +180,10 @@ impl fmt::Display for Fault {
                 write!(f, "race on {place}: {later}; before that {earlier}; ")?;
                 f.write_str(if earlier.block == later.block { "no barrier between" } else { "nothing orders blocks" })
             }
-            Cause::OutOfBounds { place: place @ Place::Argument { .. }, bounds, access } => {
+            Cause::OutOfBounds { place: place @ MemoryLocation::Argument { .. }, bounds, access } => {
                 write!(f, "out of bounds: {place} of {} elements {access}", bounds.end)
             }
-            Cause::OutOfBounds { place: place @ Place::Shared { .. }, bounds, access } => {
+            Cause::OutOfBounds { place: place @ MemoryLocation::Shared { .. }, bounds, access } => {
                 write!(
                     f,
                     "out of bounds: {place}, outside the tile of bytes {}..{}, {access}",
@@ -202,7 +202,7 @@ impl fmt::Display for Fault {
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for MemoryLocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Argument { name, element } => write!(f, "`{name}`[{element}]"),

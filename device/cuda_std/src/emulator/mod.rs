@@ -43,7 +43,7 @@ mod trap;
 
 pub use block::Block;
 pub use collective::{Collective, gather};
-pub use fault::{Access, Cause, Fault, Kind, Place};
+pub use fault::{Access, Cause, Fault, Kind, MemoryLocation};
 pub use lanes::{lanes, meet};
 pub use machine::Machine;
 pub use mode::Mode;

@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn orders_are_permutations_that_their_seed_names() {
+    fn seeds_select_block_orders() {
         let drawn = |seed, stream| {
             let mut order = Order::new(100, seed, stream);
             let first = order.iter().collect::<Vec<_>>();

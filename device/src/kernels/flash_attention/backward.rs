@@ -4,7 +4,7 @@
 //!
 //! Invariant: both kernels compute p from the score and `lse` in the same way.
 
-use super::place::{Place, Problem, Rows};
+use super::place::{Problem, ResidentRows, Rows};
 use super::shape::{ACROSS, COLUMNS, PAIRS, Shape, TILE};
 use super::tile::{Memory, Next, Pairs, Sums};
 use crate::block::{divide_short, launder_reg};
@@ -74,7 +74,7 @@ pub(super) unsafe fn queries<const EACH: usize, const CHUNKS: usize>(
     // threads loop over the same tiles and chunks, so they reach every barrier.
     unsafe {
         let mut memory = Memory::<EACH, CHUNKS>::new(2);
-        let Place { sample, head, first, mask } = Place::new(&problem, rows, problem.heads, true);
+        let ResidentRows { sample, head, first, mask } = ResidentRows::new(&problem, rows, problem.heads, true);
         let [from, until] = mask.keys_of(first, rows, TILE);
         let kv_head = head / problem.group();
         let q = problem.rows(0, sample, head);
@@ -165,7 +165,8 @@ pub(super) unsafe fn keys<const EACH: usize, const CHUNKS: usize>(
     // SAFETY: the argument in `queries` holds here too.
     unsafe {
         let mut memory = Memory::<EACH, CHUNKS>::new(2);
-        let Place { sample, head: kv_head, first, mask } = Place::new(&problem, rows, problem.kv_heads, false);
+        let ResidentRows { sample, head: kv_head, first, mask } =
+            ResidentRows::new(&problem, rows, problem.kv_heads, false);
         let [from, until] = mask.queries_of(first, rows, TILE);
         let (k, v) =
             (|| problem.rows(1, sample, launder_reg(kv_head)), || problem.rows(2, sample, launder_reg(kv_head)));

@@ -3,7 +3,7 @@
 //!
 //! Invariant: the lanes of a row have the same maximum and sum, bit for bit.
 
-use super::place::{Place, Problem};
+use super::place::{Problem, ResidentRows};
 use super::shape::{ACROSS, COLUMNS, PAIRS, Shape, TILE};
 use super::tile::{Memory, Next};
 use crate::math;
@@ -30,7 +30,7 @@ pub(super) unsafe fn forward<const EACH: usize, const CHUNKS: usize>(
     // are converged at every shuffle.
     unsafe {
         let mut memory = Memory::<EACH, CHUNKS>::new(1);
-        let Place { sample, head, first, mask } = Place::new(&problem, rows, problem.heads, true);
+        let ResidentRows { sample, head, first, mask } = ResidentRows::new(&problem, rows, problem.heads, true);
         let [from, until] = mask.keys_of(first, rows, TILE);
         let kv_head = head / problem.group();
         let (k, v) = (problem.rows(1, sample, kv_head), problem.rows(2, sample, kv_head));

@@ -82,7 +82,7 @@ impl<'k, S: Copy> Problem<'k, S> {
 
 /// A block's resident rows: rows of one head of one sample.
 #[derive(Clone, Copy)]
-pub(crate) struct Place<'k> {
+pub(crate) struct ResidentRows<'k> {
     pub(crate) sample: usize,
     pub(crate) head: u32,
     /// The first row.
@@ -91,10 +91,10 @@ pub(crate) struct Place<'k> {
     pub(crate) mask: MaskRange<'k>,
 }
 
-/// The heads whose blocks take turns in [`Place::in_part`].
+/// The heads whose blocks take turns in [`ResidentRows::in_part`].
 const HEADS_AT_ONCE: u32 = 8;
 
-impl<'k> Place<'k> {
+impl<'k> ResidentRows<'k> {
     /// Returns this block's place, for blocks with `rows` resident rows of each of `heads` heads.
     /// If `backwards`, the last rows come first, because they have the most work under a causal
     /// mask.
@@ -117,10 +117,10 @@ impl<'k> Place<'k> {
     /// Returns this block's place in a launch that begins at head `before` of all samples' heads.
     /// All first rows of eight heads come before their next ones, and so do those of the last
     /// `last_heads` heads or more, so that the launch ends with short blocks. The parameters are
-    /// otherwise as in [`Place::new`]; most numbers have 32 bits, which take fewer registers.
+    /// otherwise as in [`ResidentRows::new`]; most numbers have 32 bits, which take fewer registers.
     ///
     /// # Safety
-    /// The caller meets the requirements of [`Place::new`]. The launch has all blocks of its heads.
+    /// The caller meets the requirements of [`ResidentRows::new`]. The launch has all blocks of its heads.
     #[inline(always)]
     pub(crate) unsafe fn in_part<S: Copy>(
         problem: &Problem<'k, S>,

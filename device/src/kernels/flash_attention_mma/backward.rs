@@ -7,7 +7,7 @@
 use super::shape::LAST_HEADS;
 use super::tile::Memory;
 use crate::block::launder_reg;
-use crate::flash_attention::place::{Place, Problem};
+use crate::flash_attention::place::{Problem, ResidentRows};
 use crate::math::exp2_weight;
 use crate::mma::element::MmaElement;
 use crate::mma::fragments::Sums;
@@ -44,7 +44,8 @@ pub(super) unsafe fn queries<
         let warp = Converged::assume();
         let memory = Memory::<M_TILES, TILES, CHUNKS>::new(2);
         let (rows, of_tile) = (Memory::<M_TILES, TILES, CHUNKS>::RESIDENT, Memory::<M_TILES, TILES, CHUNKS>::TILE);
-        let Place { sample, head, first, mask } = Place::in_part(&problem, rows, problem.heads, 0, LAST_HEADS, true);
+        let ResidentRows { sample, head, first, mask } =
+            ResidentRows::in_part(&problem, rows, problem.heads, 0, LAST_HEADS, true);
         let [from, until] = mask.keys_of(first, rows, of_tile);
         let kv_head = head / problem.group();
         let q = problem.rows(0, sample, head);
@@ -114,8 +115,8 @@ pub(super) unsafe fn queries<
             memory.pv_accumulate::<S, MADE>(warp, &mut sums, &gradients, memory.slot(slot, 0), 0);
         }
         // Recomputed: keeping it live across the loop would take registers from the accumulators.
-        let Place { sample, head, first, mask } =
-            Place::in_part(&problem, launder_reg(rows), problem.heads, 0, LAST_HEADS, true);
+        let ResidentRows { sample, head, first, mask } =
+            ResidentRows::in_part(&problem, launder_reg(rows), problem.heads, 0, LAST_HEADS, true);
         let q = problem.rows(0, sample, head);
         memory.store(warp, &sums, problem.scale, q, 0, [first, mask.length, problem.tokens, problem.width], dqkv);
     }
@@ -171,8 +172,8 @@ pub(super) unsafe fn keys<
         let warp = Converged::assume();
         let memory = Memory::<M_TILES, TILES, CHUNKS>::new(2);
         let (rows, of_tile) = (Memory::<M_TILES, TILES, CHUNKS>::RESIDENT, Memory::<M_TILES, TILES, CHUNKS>::TILE);
-        let Place { sample, head: kv_head, first, mask } =
-            Place::in_part(&problem, rows, problem.kv_heads, 0, LAST_HEADS, false);
+        let ResidentRows { sample, head: kv_head, first, mask } =
+            ResidentRows::in_part(&problem, rows, problem.kv_heads, 0, LAST_HEADS, false);
         let [from, until] = mask.queries_of(first, rows, of_tile);
         let made = thread::block_idx_y() as usize * MADE;
         let bounds = [mask.length, problem.width];
@@ -189,7 +190,7 @@ pub(super) unsafe fn keys<
 
         let mut dk: Sums<M_TILES, MADE> = [[[0.0; 4]; MADE]; M_TILES];
         let mut dv: Sums<M_TILES, MADE> = [[[0.0; 4]; MADE]; M_TILES];
-        let (mut head, behind) = (kv_head * problem.group(), (kv_head + 1) * problem.group());
+        let (mut head, head_end) = (kv_head * problem.group(), (kv_head + 1) * problem.group());
         let (mut tile, mut slot) = (from, 0);
         if from < until {
             memory.copy(memory.resident(0), rows, problem.rows(1, sample, kv_head), first, bounds);
@@ -199,16 +200,16 @@ pub(super) unsafe fn keys<
             memory.round::<S>(memory.resident(0), rows);
             memory.round::<S>(memory.resident(1), rows);
         } else {
-            head = behind;
+            head = head_end;
         }
-        while head < behind {
+        while head < head_end {
             let (next_head, next_tile) = if tile + 1 < until { (head, tile + 1) } else { (head + 1, from) };
             wait_copies::<0>();
             memory.round::<S>(memory.slot(slot, 0), of_tile);
             memory.round::<S>(memory.slot(slot, 1), of_tile);
             thread::sync_threads();
             // Into the slot that all warps have finished reading.
-            if next_head < behind {
+            if next_head < head_end {
                 copy(1 - slot, next_head, next_tile);
             }
             let (place, here) = ([first, tile * of_tile], slot);
@@ -239,8 +240,8 @@ pub(super) unsafe fn keys<
             memory.pv_accumulate::<S, MADE>(warp, &mut dk, &gradients, memory.slot(here, 0), made);
         }
         // Recomputed, as in `queries`.
-        let Place { sample, head, first, mask } =
-            Place::in_part(&problem, launder_reg(rows), problem.kv_heads, 0, LAST_HEADS, false);
+        let ResidentRows { sample, head, first, mask } =
+            ResidentRows::in_part(&problem, launder_reg(rows), problem.kv_heads, 0, LAST_HEADS, false);
         let (k, v) = (problem.rows(1, sample, head), problem.rows(2, sample, head));
         let bounds = [first, mask.length, problem.tokens, problem.width];
         memory.store(warp, &dk, problem.scale, k, made, bounds, dqkv);

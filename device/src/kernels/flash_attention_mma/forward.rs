@@ -6,7 +6,7 @@
 
 use super::tile::Memory;
 use crate::block::launder_reg;
-use crate::flash_attention::place::{Place, Problem};
+use crate::flash_attention::place::{Problem, ResidentRows};
 use crate::math::{self, exp2_negative, exp2_weight, larger_or_nan};
 use crate::mma::element::MmaElement;
 use crate::mma::fragments::Sums;
@@ -56,7 +56,7 @@ pub(super) unsafe fn forward<
         let warp = Converged::assume();
         let memory = Memory::<M_TILES, TILES, CHUNKS>::new(1);
         let (rows, of_tile) = (Memory::<M_TILES, TILES, CHUNKS>::RESIDENT, Memory::<M_TILES, TILES, CHUNKS>::TILE);
-        let Place { sample, head, first, mask } = Place::new(&problem, rows, problem.heads, true);
+        let ResidentRows { sample, head, first, mask } = ResidentRows::new(&problem, rows, problem.heads, true);
         let [from, until] = mask.keys_of(first, rows, of_tile);
         let kv_head = head / problem.group();
         // Recomputed for each tile, as are the addresses that `copy` derives from them.
@@ -189,7 +189,8 @@ pub(super) unsafe fn forward<
         }
 
         // Recomputed: keeping it live across the loop would take registers from the accumulators.
-        let Place { sample, head, first, mask } = Place::new(&problem, launder_reg(rows), problem.heads, true);
+        let ResidentRows { sample, head, first, mask } =
+            ResidentRows::new(&problem, launder_reg(rows), problem.heads, true);
         let statistics = problem.statistics(sample, head);
         unroll_on_gpu!(m < 2 => {
             if m < M_TILES {

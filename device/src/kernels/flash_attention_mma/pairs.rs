@@ -23,7 +23,7 @@ use super::shape::{COLUMNS, LAST_HEADS};
 use super::squares::StoredScores;
 use super::tile::Memory;
 use crate::block::launder_reg;
-use crate::flash_attention::place::{MaskRange, Place, Problem, Rows};
+use crate::flash_attention::place::{MaskRange, Problem, ResidentRows, Rows};
 use crate::format::round_bf16;
 use crate::math::exp2_weight;
 use crate::mma::element::MmaElement;
@@ -97,8 +97,8 @@ pub(super) unsafe fn pairs<S: MmaElement, const CHUNKS: usize, const STORE: bool
         // This lane's words of the pair's first square.
         let of_lane = |pair: u32| pair * 2 * SQUARES * WORDS + launder_reg(warp::lane_id()) * CHUNK_WORDS;
 
-        let Place { sample, head: kv_head, first, mask } =
-            Place::in_part(&problem, KEYS, problem.kv_heads, before, LAST_HEADS, false);
+        let ResidentRows { sample, head: kv_head, first, mask } =
+            ResidentRows::in_part(&problem, KEYS, problem.kv_heads, before, LAST_HEADS, false);
         let [from, until] = mask.queries_of(first, KEYS, TILE);
         let bounds = [mask.length, problem.width];
         let copy_q = |slot: u32, head: u32, tile: u32| {
@@ -115,7 +115,7 @@ pub(super) unsafe fn pairs<S: MmaElement, const CHUNKS: usize, const STORE: bool
 
         let mut dk: Sums<2, MADE> = [[[0.0; 4]; MADE]; 2];
         let mut dv: Sums<2, MADE> = [[[0.0; 4]; MADE]; 2];
-        let (mut head, behind) = (kv_head * problem.group(), (kv_head + 1) * problem.group());
+        let (mut head, head_end) = (kv_head * problem.group(), (kv_head + 1) * problem.group());
         let (mut tile, mut slot) = (from, 0);
         if from < until {
             memory.copy(k_rows, KEYS, problem.rows(1, sample, kv_head), first, bounds);
@@ -123,14 +123,14 @@ pub(super) unsafe fn pairs<S: MmaElement, const CHUNKS: usize, const STORE: bool
             copy_q(0, head, from);
             copy_dout(head, from);
         } else {
-            head = behind;
+            head = head_end;
         }
-        while head < behind {
+        while head < head_end {
             let (next_head, next_tile) = if tile + 1 < until { (head, tile + 1) } else { (head + 1, from) };
             wait_copies::<0>();
             thread::sync_threads();
             // Into the slot that all warps have finished reading.
-            if next_head < behind {
+            if next_head < head_end {
                 copy_q(1 - slot, next_head, next_tile);
             }
             let of_head = head;
@@ -174,14 +174,14 @@ pub(super) unsafe fn pairs<S: MmaElement, const CHUNKS: usize, const STORE: bool
             let all = of_lane(pair_and_half().0);
             accumulate::<S>(converged, &mut dv, exchange, all, of_columns, dout_rows);
             thread::sync_threads();
-            if head < behind {
+            if head < head_end {
                 copy_dout(head, tile);
             }
             accumulate::<S>(converged, &mut dk, exchange, all + SQUARES * WORDS, of_columns, q_rows);
         }
         // Recomputed, as in `backward::queries`.
-        let Place { sample, head, first, mask } =
-            Place::in_part(&problem, launder_reg(KEYS), problem.kv_heads, before, LAST_HEADS, false);
+        let ResidentRows { sample, head, first, mask } =
+            ResidentRows::in_part(&problem, launder_reg(KEYS), problem.kv_heads, before, LAST_HEADS, false);
         let (k, v) = (problem.rows(1, sample, head), problem.rows(2, sample, head));
         let (pair, half) = pair_and_half();
         let place = [first + pair * HALF, half * half_chunks * COLUMNS];

@@ -19,7 +19,7 @@ pub(super) const WARPS: u32 = 4;
 /// The columns of an mma accumulator tile.
 pub(super) const COLUMNS: u32 = 8;
 /// The least number of the last heads of a launch, for
-/// [`Place::in_part`](crate::flash_attention::place::Place::in_part).
+/// [`ResidentRows::in_part`](crate::flash_attention::place::ResidentRows::in_part).
 pub(super) const LAST_HEADS: u32 = 32;
 /// The bytes of a chunk, the unit of a cp.async copy.
 const CHUNK_BYTES: u32 = 16;

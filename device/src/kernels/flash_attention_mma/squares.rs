@@ -25,7 +25,7 @@ use super::backward::copy_numbers;
 use super::shape::{BLOCK, LAST_HEADS};
 use super::tile::Memory;
 use crate::block::launder_reg;
-use crate::flash_attention::place::{Place, Problem};
+use crate::flash_attention::place::{Problem, ResidentRows};
 use crate::format::round_bf16;
 use crate::math::exp2_weight;
 use crate::mma::element::MmaElement;
@@ -155,8 +155,8 @@ pub(super) unsafe fn scores<
         let warp = Converged::assume();
         let memory = Memory::<M_TILES, TILES, CHUNKS>::new(0);
         let (rows, of_tile) = (Memory::<M_TILES, TILES, CHUNKS>::RESIDENT, Memory::<M_TILES, TILES, CHUNKS>::TILE);
-        let Place { sample, head: kv_head, first, mask } =
-            Place::in_part(&problem, rows, problem.kv_heads, before, LAST_HEADS, false);
+        let ResidentRows { sample, head: kv_head, first, mask } =
+            ResidentRows::in_part(&problem, rows, problem.kv_heads, before, LAST_HEADS, false);
         let [from, until] = mask.queries_of(first, rows, of_tile);
         if from >= until {
             return;
@@ -187,15 +187,15 @@ pub(super) unsafe fn scores<
         }
         let (k, v) = (hold!(1), hold!(2));
 
-        let (mut head, behind) = (kv_head * problem.group(), (kv_head + 1) * problem.group());
+        let (mut head, head_end) = (kv_head * problem.group(), (kv_head + 1) * problem.group());
         let (mut tile, mut slot) = (from, 0);
         copy(0, head, from);
-        while head < behind {
+        while head < head_end {
             let (next_head, next_tile) = if tile + 1 < until { (head, tile + 1) } else { (head + 1, from) };
             wait_copies::<0>();
             thread::sync_threads();
             // Into the slot that all warps have finished reading.
-            if next_head < behind {
+            if next_head < head_end {
                 copy(1 - slot, next_head, next_tile);
             }
             let (place, here, of_head) = ([first, tile * of_tile], slot, head);
@@ -278,13 +278,20 @@ pub(super) unsafe fn from_scores<
         macro_rules! place {
             ($rows:expr) => {
                 if of_queries {
-                    Place::in_part(&problem, $rows, problem.heads, before * problem.group() as usize, LAST_HEADS, true)
+                    ResidentRows::in_part(
+                        &problem,
+                        $rows,
+                        problem.heads,
+                        before * problem.group() as usize,
+                        LAST_HEADS,
+                        true,
+                    )
                 } else {
-                    Place::in_part(&problem, $rows, problem.kv_heads, before, LAST_HEADS, false)
+                    ResidentRows::in_part(&problem, $rows, problem.kv_heads, before, LAST_HEADS, false)
                 }
             };
         }
-        let Place { sample, head: own, first, mask } = place!(rows);
+        let ResidentRows { sample, head: own, first, mask } = place!(rows);
         let [from, until] =
             if of_queries { mask.keys_of(first, rows, of_tile) } else { mask.queries_of(first, rows, of_tile) };
         let bounds = [mask.length, problem.width];
@@ -325,19 +332,19 @@ pub(super) unsafe fn from_scores<
 
         let mut sums: Sums<M_TILES, MADE> = [[[0.0; 4]; MADE]; M_TILES];
         let group = problem.group();
-        let (mut head, behind) = if of_queries { (own, own + 1) } else { (own * group, (own + 1) * group) };
+        let (mut head, head_end) = if of_queries { (own, own + 1) } else { (own * group, (own + 1) * group) };
         let (mut tile, mut slot) = (from, 0);
         if from < until {
             copy!(0, head, from);
         } else {
-            head = behind;
+            head = head_end;
         }
-        while head < behind {
+        while head < head_end {
             let (next_head, next_tile) = if tile + 1 < until { (head, tile + 1) } else { (head + 1, from) };
             wait_copies::<0>();
             thread::sync_threads();
             // Into the slot that all warps have finished reading.
-            if next_head < behind {
+            if next_head < head_end {
                 copy!(1 - slot, next_head, next_tile);
             }
             let (place, here) = ([first, tile * of_tile], slot);
@@ -375,7 +382,7 @@ pub(super) unsafe fn from_scores<
                 });
             });
         }
-        let Place { sample, head, first, mask } = place!(launder_reg(rows));
+        let ResidentRows { sample, head, first, mask } = place!(launder_reg(rows));
         let (part, factor) = match Gradient::ALL[OF] {
             Gradient::Queries => (0, problem.scale),
             Gradient::Keys => (1, problem.scale),

@@ -20,7 +20,7 @@ use super::shape::{GROUP_ROWS, WARPGROUP};
 use super::squares::StoredScores;
 use super::tile::Memory;
 use crate::block::{divide_short, launder_reg};
-use crate::flash_attention::place::{MaskRange, Place, Problem};
+use crate::flash_attention::place::{MaskRange, Problem, ResidentRows};
 use crate::machine::warpgroup::{Accumulators, hold};
 use crate::machine::wgmma::undefined_sums;
 use crate::math::exp2_weight;
@@ -70,7 +70,7 @@ pub(super) unsafe fn queries<
         if copies() {
             leave_registers::<GROUPS, PARTS>();
             while slot_of(&problem, own_round) < items.end {
-                let (Place { sample, head, first, mask }, own_rows) =
+                let (ResidentRows { sample, head, first, mask }, own_rows) =
                     items.place::<GROUPS>(&problem, slot_of(&problem, own_round));
                 own_round = items.occupied(&problem, own_round + 1);
                 let [from, until] = mask.keys_of(first, own_rows, TILE);
@@ -99,7 +99,7 @@ pub(super) unsafe fn queries<
         let warp = Converged::assume();
         let factor = problem.scale * LOG2_E;
         while slot_of(&problem, own_round) < items.end {
-            let (Place { sample, head, first, mask }, own_rows) =
+            let (ResidentRows { sample, head, first, mask }, own_rows) =
                 items.place::<GROUPS>(&problem, slot_of(&problem, own_round));
             own_round = items.occupied(&problem, own_round + 1);
             let [from, until] = mask.keys_of(first, own_rows, TILE);
@@ -259,12 +259,12 @@ pub(super) unsafe fn keys<
         // Found again wherever it is used: registers that hold it meanwhile would be too many.
         let place = || {
             if STORE {
-                Place::in_part(&problem, launder_reg(rows), problem.kv_heads, before as usize, LAST_HEADS, false)
+                ResidentRows::in_part(&problem, launder_reg(rows), problem.kv_heads, before as usize, LAST_HEADS, false)
             } else {
                 place_of_keys(&problem, launder_reg(rows), in_pairs)
             }
         };
-        let Place { first: block_first, mask, .. } = place();
+        let ResidentRows { first: block_first, mask, .. } = place();
         // A second tile is as far from the end as the first from the start. Under a causal mask,
         // all pairs have the same work. If the second has queries, so has the first: both have
         // turns with resident rows, or only the first.
@@ -276,7 +276,7 @@ pub(super) unsafe fn keys<
         if copies() {
             leave_registers::<GROUPS, PARTS>();
             while number < count {
-                let Place { sample, head: kv_head, first, mask } = place();
+                let ResidentRows { sample, head: kv_head, first, mask } = place();
                 let first = first_of(number, first);
                 let [from, until] = mask.queries_of(first, rows, TILE);
                 if from < until {
@@ -316,7 +316,7 @@ pub(super) unsafe fn keys<
             // The number of the group's first head in this launch.
             let mut first_stored = 0;
             if STORE {
-                let Place { sample, head: kv_head, .. } = place();
+                let ResidentRows { sample, head: kv_head, .. } = place();
                 first_stored = (sample as u32 * problem.kv_heads + kv_head - before) * heads;
             }
             let mut head = 0;
@@ -388,7 +388,7 @@ pub(super) unsafe fn keys<
             }
             memory.resident_free().arrive_if(HELD == 0 && from < until && lane_id() == 0);
             turns_before += heads * turns;
-            let Place { sample, head: kv_head, first, mask } = place();
+            let ResidentRows { sample, head: kv_head, first, mask } = place();
             let first = first_of(number, first) + group * GROUP_ROWS;
             number += 1;
             let (k, v) = (problem.rows(1, sample, kv_head), problem.rows(2, sample, kv_head));
@@ -406,12 +406,12 @@ pub(super) unsafe fn keys<
 /// The contract has accepted the problem. The grid has a block for each tile or pair of each key
 /// head.
 #[inline(always)]
-unsafe fn place_of_keys<'k>(problem: &Problem<'k, bf16>, rows: u32, in_pairs: bool) -> Place<'k> {
+unsafe fn place_of_keys<'k>(problem: &Problem<'k, bf16>, rows: u32, in_pairs: bool) -> ResidentRows<'k> {
     let tiles = problem.tokens.div_ceil(rows);
     // SAFETY: the contract has checked that there are tokens and heads.
     unsafe {
         let (number, tile) = divide_short(thread::block_idx_x(), if in_pairs { tiles.div_ceil(2) } else { tiles });
         let (sample, head) = divide_short(number, problem.kv_heads);
-        Place::of(problem, sample as usize, head, tile * rows)
+        ResidentRows::of(problem, sample as usize, head, tile * rows)
     }
 }

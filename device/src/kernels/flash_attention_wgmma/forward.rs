@@ -13,7 +13,7 @@ use super::items::{Items, slot_of};
 use super::rows::{copies, hide, kv_head_of, leave_registers, multiplying_group, resident_row, round, store};
 use super::shape::{GROUP_ROWS, WARPGROUP};
 use super::tile::Memory;
-use crate::flash_attention::place::{MaskRange, Place};
+use crate::flash_attention::place::{MaskRange, ResidentRows};
 use crate::flash_attention_mma::within_growth;
 use crate::machine::warpgroup::{Accumulators, hold};
 use crate::math::{self, exp2_negative, exp2_weight, larger_or_nan};
@@ -114,7 +114,7 @@ pub(super) unsafe fn forward<
         if copies() {
             leave_registers::<GROUPS, PARTS>();
             while slot_of(&problem, own_round) < items.end {
-                let (Place { sample, head, first, mask }, own_rows) =
+                let (ResidentRows { sample, head, first, mask }, own_rows) =
                     items.place::<GROUPS>(&problem, slot_of(&problem, own_round));
                 own_round = items.occupied(&problem, own_round + 1);
                 let [from, until] = mask.keys_of(first, own_rows, TILE);
@@ -143,7 +143,7 @@ pub(super) unsafe fn forward<
         // A score's weight is 2^(score factor - maximum factor).
         let factor = problem.scale * LOG2_E;
         while slot_of(&problem, own_round) < items.end {
-            let (Place { sample, head, first, mask }, own_rows) =
+            let (ResidentRows { sample, head, first, mask }, own_rows) =
                 items.place::<GROUPS>(&problem, slot_of(&problem, own_round));
             own_round = items.occupied(&problem, own_round + 1);
             let [from, until] = mask.keys_of(first, own_rows, TILE);

@@ -17,7 +17,7 @@
 use super::heads::Inputs;
 use super::shape::GROUP_ROWS;
 use crate::block::{divide_short, launder_reg};
-use crate::flash_attention::place::{Place, Problem};
+use crate::flash_attention::place::{Problem, ResidentRows};
 use cuda_std::thread;
 use half::bf16;
 
@@ -93,7 +93,7 @@ impl Items {
         &self,
         problem: &Problem<'k, bf16>,
         slot: u32,
-    ) -> (Place<'k>, u32) {
+    ) -> (ResidentRows<'k>, u32) {
         // A number that is cheap to compute again would take a register meanwhile.
         let units = launder_reg(problem.tokens).div_ceil(GROUP_ROWS);
         // SAFETY: sections have heads and slots, and the contract has checked that there are heads.
@@ -106,7 +106,7 @@ impl Items {
             let (sample, head) = divide_short(before + head, problem.heads);
             let end = units - tile * GROUPS;
             let groups = if end < GROUPS { end } else { GROUPS };
-            (Place::of(problem, sample as usize, head, (end - groups) * GROUP_ROWS), groups * GROUP_ROWS)
+            (ResidentRows::of(problem, sample as usize, head, (end - groups) * GROUP_ROWS), groups * GROUP_ROWS)
         }
     }
 }

@@ -16,7 +16,7 @@ use cuda_std::{thread, warp};
 use half::bf16;
 
 /// The least number of the last heads of a launch, for
-/// [`Place::in_part`](crate::flash_attention::place::Place::in_part).
+/// [`ResidentRows::in_part`](crate::flash_attention::place::ResidentRows::in_part).
 pub(super) const LAST_HEADS: u32 = 8;
 
 /// Returns the number of query heads of a key head.

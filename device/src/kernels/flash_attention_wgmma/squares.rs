@@ -29,7 +29,7 @@ use super::rows::{
 use super::shape::{GROUP_ROWS, WARPGROUP};
 use super::tile::Memory;
 use crate::block::launder_reg;
-use crate::flash_attention::place::{Place, Problem};
+use crate::flash_attention::place::{Problem, ResidentRows};
 use crate::flash_attention_mma::Gradient;
 use crate::machine::warpgroup::{Accumulators, wait_products};
 use crate::math::exp2_weight;
@@ -139,8 +139,8 @@ pub(super) unsafe fn scores<
     unsafe {
         let memory = Memory::<GROUPS, TILE, PARTS, SLOTS>::new(1, 2);
         let rows = Memory::<GROUPS, TILE, PARTS, SLOTS>::RESIDENT;
-        let Place { sample, head: kv_head, first, mask } =
-            Place::in_part(&problem, rows, problem.kv_heads, before as usize, LAST_HEADS, false);
+        let ResidentRows { sample, head: kv_head, first, mask } =
+            ResidentRows::in_part(&problem, rows, problem.kv_heads, before as usize, LAST_HEADS, false);
         let [from, until] = mask.queries_of(first, rows, TILE);
         let bounds = [mask.length, problem.width];
         let (heads, turns) = (heads_of_group(&problem), until - from);
@@ -249,10 +249,10 @@ pub(super) unsafe fn from_scores<
         let memory = Memory::<GROUPS, TILE, PARTS, SLOTS>::new(0, 0);
         let rows = Memory::<GROUPS, TILE, PARTS, SLOTS>::RESIDENT;
         let heads_of_group = heads_of_group(&problem);
-        let Place { sample, head: own_head, first, mask } = if of_queries {
-            Place::in_part(&problem, rows, problem.heads, (before * heads_of_group) as usize, LAST_HEADS, true)
+        let ResidentRows { sample, head: own_head, first, mask } = if of_queries {
+            ResidentRows::in_part(&problem, rows, problem.heads, (before * heads_of_group) as usize, LAST_HEADS, true)
         } else {
-            Place::in_part(&problem, rows, problem.kv_heads, before as usize, LAST_HEADS, false)
+            ResidentRows::in_part(&problem, rows, problem.kv_heads, before as usize, LAST_HEADS, false)
         };
         let tiles_of = |first: u32, rows: u32| {
             if of_queries { mask.keys_of(first, rows, TILE) } else { mask.queries_of(first, rows, TILE) }

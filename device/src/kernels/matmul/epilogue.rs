@@ -14,7 +14,7 @@
 use super::{ACTIVATIONS, GELU, GELU_DERIVATIVE, STORE_PREACT, SWIGLU};
 use crate::block::launder_reg;
 use crate::stored::Stored;
-use crate::vector::{F4, Part};
+use crate::vector::{F4, VectorPart};
 use crate::{map4, unroll_on_gpu};
 
 /// True if a kernel that stores S supports [`GELU_DERIVATIVE`]. Only BF16 kernels do. The f32
@@ -100,7 +100,7 @@ impl<S: Stored> Epilogue<'_, S> {
                 if whole {
                     unroll_on_gpu!($row < ROWS => {
                         unroll_on_gpu!($group < GROUPS => {
-                            let ($at, $part) = (place($row, $group), Part::Whole);
+                            let ($at, $part) = (place($row, $group), VectorPart::Whole);
                             $body
                         });
                     });
@@ -122,7 +122,7 @@ impl<S: Stored> Epilogue<'_, S> {
             ($values:ident, $row:ident) => {
                 unroll_on_gpu!(group < GROUPS => {
                     let at = place($row as usize, group);
-                    let part = if whole { Part::Whole } else { part(at, inside(group)) };
+                    let part = if whole { VectorPart::Whole } else { part(at, inside(group)) };
                     $values[group] = F4::load_part_raw(c, at, part, 0.0);
                 })
             };
@@ -200,6 +200,6 @@ impl<S: Stored> Epilogue<'_, S> {
 /// Selects how to move `count` elements, up to four, at `index`: in one access if they are an
 /// aligned vector.
 #[inline(always)]
-pub(crate) fn part(index: usize, count: usize) -> Part {
-    if count >= F4::LEN && index.is_multiple_of(F4::LEN) { Part::Whole } else { Part::first(count) }
+pub(crate) fn part(index: usize, count: usize) -> VectorPart {
+    if count >= F4::LEN && index.is_multiple_of(F4::LEN) { VectorPart::Whole } else { VectorPart::first(count) }
 }

@@ -25,7 +25,7 @@ use super::{checks, checks::check_outputs};
 use crate::block::divide;
 use crate::family;
 use crate::unroll_on_gpu;
-use crate::vector::{F4, Part};
+use crate::vector::{F4, VectorPart};
 use cuda_std::prelude::*;
 use half::bf16;
 
@@ -157,12 +157,12 @@ family! {
             return;
         }
         // If rows are whole vectors, the partial sums' rows are too.
-        let part = if cols.is_multiple_of(F4::LEN) { Part::Whole } else { Part::first(cols - column) };
+        let part = if cols.is_multiple_of(F4::LEN) { VectorPart::Whole } else { VectorPart::first(cols - column) };
         let first = ((batch * split_k as usize) * m + row) * cols + column;
         // SAFETY: these columns of the row lie inside each partial sum's matrix.
         let sum = unsafe {
             match part {
-                Part::Whole => total(split_k, |split| F4::load(partials, first + split * m * cols)),
+                VectorPart::Whole => total(split_k, |split| F4::load(partials, first + split * m * cols)),
                 part => total(split_k, |split| F4::load_part(partials, first + split * m * cols, part, 0.0)),
             }
         };

@@ -38,7 +38,7 @@ pub(crate) struct Operand<'p> {
 
 /// A block's part of an operand: `width` rows from `first_row` on, with one thread's copy state.
 #[derive(Clone, Copy)]
-pub(super) struct Part<'p> {
+pub(super) struct OperandTile<'p> {
     operand: Operand<'p>,
     first_row: u32,
     width: u32,
@@ -55,7 +55,7 @@ pub(super) struct Part<'p> {
     stage_stride: usize,
 }
 
-impl<'p> Part<'p> {
+impl<'p> OperandTile<'p> {
     /// Returns the part, positioned at the stage that begins with `first_k`.
     #[inline(always)]
     pub(super) fn new(operand: Operand<'p>, [first_row, width]: [u32; 2], threads: u32, first_k: u32) -> Self {
@@ -104,7 +104,7 @@ impl<'p> Part<'p> {
     }
 
     /// Copies this thread's chunks of the stage with the k from `first_k` up to `end`, and writes
-    /// zeros for elements that do not exist. Whole chunks are copied as [`Part::copy_whole`] does.
+    /// zeros for elements that do not exist. Whole chunks are copied as [`OperandTile::copy_whole`] does.
     /// The others are copied synchronously, element by element.
     ///
     /// # Safety

@@ -32,7 +32,7 @@ const REGISTERS: [u32; 2] = [40, 232];
 
 /// The location of a tile: its batch, its split, and its first row and column.
 #[derive(Clone, Copy)]
-pub(super) struct Place {
+pub(super) struct TileLocation {
     pub(super) batch: u32,
     pub(super) split: u32,
     pub(super) first: [u32; 2],
@@ -56,8 +56,8 @@ pub(super) struct Problem<'p> {
 pub(super) unsafe fn compute<'p, const ALONG: bool, const TILES: usize>(
     count: u32,
     Operands { maps, steps }: Operands<f32>,
-    place: impl Fn(u32) -> Place,
-    problem: impl Fn(Place) -> Problem<'p>,
+    place: impl Fn(u32) -> TileLocation,
+    problem: impl Fn(TileLocation) -> Problem<'p>,
     tile: Tile,
     is_swapped: bool,
 ) {

@@ -16,7 +16,7 @@ use crate::matmul_wgmma::tile::{STAGING_LEN, Tile};
 use crate::mma::fragments::{CHUNK_WORDS, swizzled};
 use crate::tile::SharedTile;
 use crate::unroll_on_gpu;
-use crate::vector::{F4, Part};
+use crate::vector::{F4, VectorPart};
 use crate::warp::Converged;
 use crate::wgmma::CHUNKS;
 use cuda_std::warp;
@@ -147,15 +147,15 @@ unsafe fn finish_plain(epilogue: Epilogue<'_, f32>, places: Places<1>, mut rows:
             unroll_on_gpu!(row < 4 => { rows[row][0] = rows[row][0] * F4::splat(alpha); });
         }
         if !bias.is_empty() {
-            let biases = F4::load_part(bias, bias_start + column, Part::Whole, 0.0);
+            let biases = F4::load_part(bias, bias_start + column, VectorPart::Whole, 0.0);
             unroll_on_gpu!(row < 4 => { rows[row][0] = rows[row][0] + biases; });
         }
         if beta != 0.0 {
             let mut old = [F4::splat(0.0); 4];
-            unroll_on_gpu!(row < 4 => { old[row] = F4::load_part_raw(c, at(row), Part::Whole, 0.0); });
+            unroll_on_gpu!(row < 4 => { old[row] = F4::load_part_raw(c, at(row), VectorPart::Whole, 0.0); });
             unroll_on_gpu!(row < 4 => { rows[row][0] = rows[row][0].fma(F4::splat(beta), old[row]); });
         }
-        unroll_on_gpu!(row < 4 => { rows[row][0].store_part(out, at(row), Part::Whole); });
+        unroll_on_gpu!(row < 4 => { rows[row][0].store_part(out, at(row), VectorPart::Whole); });
     }
 }
 

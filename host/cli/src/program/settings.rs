@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_file_says_is_short_and_steers_no_terminal() {
+    fn settings_errors_are_short_and_printable() {
         let long = "\u{1b}[2J".repeat(100_000);
         let many: Vec<_> = (0..10_000).map(|number| (format!("{number}{long}"), "x")).take(50).collect();
         for note in [long.clone(), serde_json::to_string(&many).unwrap(), "{}".into(), String::new()] {

@@ -286,7 +286,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_environment_gives_bytes_or_a_refusal(text: String) {
+        fn arena_size_parser_never_panics(text: String) {
             if let Ok(Some(bytes)) = arena_bytes_from_env(Some(&text)) {
                 prop_assert!(bytes > 0);
             }

@@ -283,7 +283,7 @@ mod tests {
 
     /// Checks that an observer sees the same events in a step that panics.
     #[test]
-    fn panicking_steps_are_observed_to_the_end() {
+    fn panicking_steps_are_observed() {
         let device = Device::open(DeviceKind::Emulated).unwrap();
         let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
         let seen = Arc::new(AtomicUsize::new(0));

@@ -32,10 +32,10 @@ fn wrong_secret_is_named_by_both() {
     // A stranger that claims to be rank 1 does not keep rank 1 out. If it comes after all have met,
     // nothing answers.
     let configs = apart(2, PLENTY);
-    let stranger = configs[1].clone().secret("a different group secret").deadline(SHORT);
-    all([&configs[0], &stranger, &configs[1]], |config| {
+    let foreign = configs[1].clone().secret("a different group secret").deadline(SHORT);
+    all([&configs[0], &foreign, &configs[1]], |config| {
         let met = meet(config);
-        assert_eq!(met.is_err(), std::ptr::eq(config, &stranger));
+        assert_eq!(met.is_err(), std::ptr::eq(config, &foreign));
     });
 }
 
@@ -216,7 +216,7 @@ fn strangers_delay_no_rank() {
     for (_, took) in met {
         assert!(took < HANDSHAKE_TIMEOUT + SLACK, "took {took:?}");
     }
-    strangers.into_iter().for_each(|stranger| stranger.join().expect("no panic"));
+    strangers.into_iter().for_each(|foreign| foreign.join().expect("no panic"));
 }
 
 #[test]

@@ -133,10 +133,10 @@ proptest! {
         for end in 0..body {
             let mut frame = frame[..HEADER + end].to_vec();
             frame[1..HEADER].copy_from_slice(&(end as u32).to_le_bytes());
-            let heard = read(&mut &frame[..], stage);
+            let outcome = read(&mut &frame[..], stage);
             prop_assert!(
-                matches!(message, Message::Piece(_)) || matches!(heard, Err(WireError::Body { .. })),
-                "{} of {} bytes: {:?}", end, body, heard
+                matches!(message, Message::Piece(_)) || matches!(outcome, Err(WireError::Body { .. })),
+                "{} of {} bytes: {:?}", end, body, outcome
             );
         }
     }
@@ -147,19 +147,19 @@ proptest! {
         frame.push(b'x');
         let length = (frame.len() - HEADER) as u32;
         frame[1..HEADER].copy_from_slice(&length.to_le_bytes());
-        let heard = read(&mut &frame[..], stage);
-        let refused = matches!(heard, Err(WireError::Body { .. } | WireError::Length { .. }));
-        prop_assert!(refused || matches!(message, Message::Piece(_)), "{:?}", heard);
+        let outcome = read(&mut &frame[..], stage);
+        let refused = matches!(outcome, Err(WireError::Body { .. } | WireError::Length { .. }));
+        prop_assert!(refused || matches!(message, Message::Piece(_)), "{:?}", outcome);
     }
 
     #[test]
     fn messages_need_the_right_stage(message in message()) {
         for stage in [Stage::Introduction, Stage::Rendezvous, Stage::Group] {
-            let heard = read(&mut &message.frame()[..], stage);
+            let outcome = read(&mut &message.frame()[..], stage);
             if stage == stage_of(&message) {
-                prop_assert!(heard.is_ok());
+                prop_assert!(outcome.is_ok());
             } else {
-                prop_assert_eq!(heard, Err(WireError::Unexpected(message.frame()[0])));
+                prop_assert_eq!(outcome, Err(WireError::Unexpected(message.frame()[0])));
             }
         }
     }
@@ -196,8 +196,8 @@ fn excessive_lengths_are_refused_unread() {
         for claimed in [most + 1, u32::MAX as usize] {
             let mut header = vec![number];
             header.extend((claimed as u32).to_le_bytes());
-            let heard = read(&mut HeaderAlone(header), stage);
-            assert_eq!(heard, Err(WireError::Length { kind: number, claimed, most }));
+            let outcome = read(&mut HeaderAlone(header), stage);
+            assert_eq!(outcome, Err(WireError::Length { kind: number, claimed, most }));
         }
         assert!(stage != Stage::Introduction || most <= 64, "an unauthenticated peer may send {most} bytes");
     }
@@ -248,8 +248,8 @@ fn largest_messages_fit_their_bounds() {
         Message::Refused(Box::new(fault(missing))),
         Message::Fault(Box::new(of_rank)),
     ] {
-        let heard = read(&mut &message.frame()[..], stage_of(&message));
-        assert!(heard.as_ref() == Ok(&message), "kind {}: {:?}", message.frame()[0], heard.map(|_| ()));
+        let outcome = read(&mut &message.frame()[..], stage_of(&message));
+        assert!(outcome.as_ref() == Ok(&message), "kind {}: {:?}", message.frame()[0], outcome.map(|_| ()));
     }
 }
 
@@ -259,8 +259,8 @@ fn a_text_is_cut_between_characters() {
     let text = "\u{20ac}".repeat(400);
     assert_eq!(clip(&text).len(), 1023);
     let hello = |version: &str| Hello { protocol: 1, version: version.into(), group: [0; 16], port: 0 };
-    let heard = read(&mut &Message::Hello(hello(&text)).frame()[..], Stage::Rendezvous);
-    assert_eq!(heard, Ok(Message::Hello(hello(clip(&text)))));
+    let outcome = read(&mut &Message::Hello(hello(&text)).frame()[..], Stage::Rendezvous);
+    assert_eq!(outcome, Ok(Message::Hello(hello(clip(&text)))));
 }
 
 #[test]
@@ -281,8 +281,8 @@ fn excessive_element_counts_are_refused() {
     // A list that claims 2^32 - 1 elements in a body of five bytes.
     let claim = [255, 255, 255, 255, 15];
     let frame = [&[4, 5, 0, 0, 0][..], &claim].concat();
-    let heard = read(&mut &frame[..], Stage::Rendezvous);
-    assert!(matches!(heard, Err(WireError::Body { kind: 4, .. })), "{heard:?}");
+    let outcome = read(&mut &frame[..], Stage::Rendezvous);
+    assert!(matches!(outcome, Err(WireError::Body { kind: 4, .. })), "{outcome:?}");
 }
 
 #[test]
@@ -307,8 +307,8 @@ fn an_old_greeting_is_named() {
 fn another_greeting_is_refused() {
     let mut frame = Message::Greeting(Greeting::new(0, 1)).frame();
     frame[HEADER] ^= 1;
-    let heard = read(&mut &frame[..], Stage::Introduction);
-    assert_eq!(heard, Err(WireError::Body { kind: 0, what: "another greeting" }));
+    let outcome = read(&mut &frame[..], Stage::Introduction);
+    assert_eq!(outcome, Err(WireError::Body { kind: 0, what: "another greeting" }));
 }
 
 /// The numbers of kinds are part of the protocol.
@@ -334,8 +334,8 @@ fn kinds_keep_their_numbers() {
 fn invalid_ranks_are_refused() {
     for (rank, ranks) in [(0, 0), (3, 3), (1, MOST_RANKS as u32 + 1), (u32::MAX, u32::MAX)] {
         let frame = Message::Greeting(Greeting::new(rank, ranks)).frame();
-        let heard = read(&mut &frame[..], Stage::Introduction);
-        assert!(matches!(heard, Err(WireError::Body { .. })), "rank {rank} of {ranks}: {heard:?}");
+        let outcome = read(&mut &frame[..], Stage::Introduction);
+        assert!(matches!(outcome, Err(WireError::Body { .. })), "rank {rank} of {ranks}: {outcome:?}");
     }
 }
 

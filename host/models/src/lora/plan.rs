@@ -6,7 +6,7 @@
 use super::targets::{ends_with, matching};
 use super::{Lora, Targets};
 use crate::config::ModelConfig;
-use crate::names::{self, FileTensor, Part};
+use crate::names::{self, FileTensor, OutputRange};
 use std::collections::{BTreeMap, BTreeSet};
 use stepscope_core::{Error, Result, ops};
 
@@ -212,7 +212,8 @@ impl Lora {
         let (module, inputs) = (tensor.module().to_owned(), tensor.inputs);
         let (rank, scale) = self.rank_and_scale(&module)?;
         let end = module.rsplit('.').next().unwrap_or(&module).to_owned();
-        let layer_of = |part: &Part| part.parameter.strip_suffix(".weight").unwrap_or(&part.parameter).to_owned();
+        let layer_of =
+            |part: &OutputRange| part.parameter.strip_suffix(".weight").unwrap_or(&part.parameter).to_owned();
         let mut of_module: Vec<String> = Vec::new();
         for part in &tensor.parts {
             let layer = layer_of(part);
@@ -226,7 +227,7 @@ impl Lora {
         });
         let (mut a, mut of_b) = (None, Vec::new());
         for layer in of_module {
-            let inside: Vec<&Part> = tensor.parts.iter().filter(|part| layer_of(part) == layer).collect();
+            let inside: Vec<&OutputRange> = tensor.parts.iter().filter(|part| layer_of(part) == layer).collect();
             // A module that is dealt out over its layer covers all of it.
             let first = inside.iter().map(|part| part.first).min().unwrap_or(0);
             let outputs = inside.iter().map(|part| part.outputs).sum();
@@ -239,10 +240,13 @@ impl Lora {
             adapted.parts.push(PlannedPart { name: end.clone(), first, outputs, rank, scale });
             let (columns, _) = ops::LowRankPart::columns(adapted.parts.iter().map(|part| part.rank));
             let column = columns[columns.len() - 1];
-            a.get_or_insert(Part { parameter: adapted.a.clone(), first: column, outputs: rank });
+            a.get_or_insert(OutputRange { parameter: adapted.a.clone(), first: column, outputs: rank });
             let parameter = format!("{layer}.lora_b.{end}.weight");
-            let of_part =
-                |part: &&Part| Part { parameter: parameter.clone(), first: part.first - first, ..(*part).clone() };
+            let of_part = |part: &&OutputRange| OutputRange {
+                parameter: parameter.clone(),
+                first: part.first - first,
+                ..(*part).clone()
+            };
             of_b.extend(inside.iter().map(of_part));
         }
         let outputs = tensor.outputs();

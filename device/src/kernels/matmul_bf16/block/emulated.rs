@@ -3,7 +3,7 @@
 
 use super::{DEPTH, Operand, Problem, STEP, Tile, finish_columns, summed_half};
 use crate::machine::mma::add_products;
-use crate::matmul_bf16::operand::{Part, chunks};
+use crate::matmul_bf16::operand::{OperandTile, chunks};
 use crate::matmul_bf16::tile::{CHUNK, CHUNK_WORDS, wait_for_stage};
 use crate::mma::fragments::{Sums, swizzled};
 use crate::stored::Stored;
@@ -15,8 +15,8 @@ use cuda_std::{thread, warp};
 #[derive(Clone, Copy)]
 struct Ring<'p, const A_PASSES: usize, const B_PASSES: usize> {
     tile: Tile,
-    left: Part<'p>,
-    right: Part<'p>,
+    left: OperandTile<'p>,
+    right: OperandTile<'p>,
     /// The first k of the first stage, and one past the last k.
     k: [u32; 2],
     /// The number of stages.
@@ -30,8 +30,8 @@ impl<'p, const A_PASSES: usize, const B_PASSES: usize> Ring<'p, A_PASSES, B_PASS
     #[inline(always)]
     fn new(a: Operand<'p>, b: Operand<'p>, tile: Tile, first: [u32; 2], k: [u32; 2]) -> Self {
         let [first_k, end] = k;
-        let left = Part::new(a, [first[0], tile.rows()], tile.threads(), first_k);
-        let right = Part::new(b, [first[1], tile.cols()], tile.threads(), first_k);
+        let left = OperandTile::new(a, [first[0], tile.rows()], tile.threads(), first_k);
+        let right = OperandTile::new(b, [first[1], tile.cols()], tile.threads(), first_k);
         let whole = if left.is_whole() && right.is_whole() { (end - first_k) / DEPTH } else { 0 };
         Self { tile, left, right, k, stages: (end - first_k).div_ceil(DEPTH), whole }
     }

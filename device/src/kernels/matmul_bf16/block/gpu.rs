@@ -2,7 +2,7 @@
 
 use super::{DEPTH, Problem, STEP, Tile, finish_columns, summed_half};
 use crate::format::Bf16;
-use crate::matmul_bf16::operand::{Operand, Part, chunks};
+use crate::matmul_bf16::operand::{Operand, OperandTile, chunks};
 use crate::matmul_bf16::tile::{CHUNK, wait_for_stage};
 use crate::mma::fragments::{Squares, Sums, multiply};
 use crate::stored::Stored;
@@ -106,8 +106,8 @@ unsafe fn pipeline<
     let part = |slot: u32, start: u32, width: u32| unsafe {
         SharedTile::<u32>::new(slot + start * DEPTH / 2 * 4, width * DEPTH / 2)
     };
-    let mut left = Part::new(a, [first[0], rows], threads, first_k);
-    let mut right = Part::new(b, [first[1], cols], threads, first_k);
+    let mut left = OperandTile::new(a, [first[0], rows], threads, first_k);
+    let mut right = OperandTile::new(b, [first[1], cols], threads, first_k);
     // The number of stages that both operands fill completely: their copies need no bounds checks.
     let whole = if left.is_whole() && right.is_whole() { (end - first_k) / DEPTH } else { 0 };
     macro_rules! fetch {

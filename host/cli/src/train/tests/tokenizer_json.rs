@@ -44,7 +44,7 @@ fn words_become_tokens() {
 
 /// By hand: `l e` and `le t` make `let`, whose pair with the space before it is none.
 #[test]
-fn byte_pairs_are_merged_in_their_order() {
+fn byte_pairs_merge_in_order() {
     let pairs = opened(byte_level().to_string()).unwrap();
     assert_eq!((pairs.vocabulary(), pairs.end()), (TOKENS, Some(261)));
     assert_eq!(pairs.encode("", b"let mut let").unwrap(), [257, 260, 32, 257]);
@@ -56,7 +56,7 @@ fn byte_pairs_are_merged_in_their_order() {
 }
 
 #[test]
-fn all_text_comes_back_and_any_tokens_are_text() {
+fn texts_survive_a_round_trip() {
     let pairs = opened(byte_level().to_string()).unwrap();
     for text in ["let mut x = 1;\r\n\tlet y;", "  \u{a0} ", "Grüße, 世界 🦀!", "\0\u{7f}\u{10ffff}", "e\u{301}"] {
         let tokens = pairs.encode("", text.as_bytes()).unwrap();
@@ -81,7 +81,7 @@ fn all_text_comes_back_and_any_tokens_are_text() {
 /// Files from the hub often cut and pad what a model for sentences is given; a text to train on has
 /// all of its tokens and no others.
 #[test]
-fn a_text_is_neither_cut_nor_padded() {
+fn texts_are_neither_cut_nor_padded() {
     let mut file = byte_level();
     file["truncation"] = json!({ "direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0 });
     file["padding"] = json!({
@@ -92,8 +92,9 @@ fn a_text_is_neither_cut_nor_padded() {
     assert_eq!(pairs.encode("", b"let").unwrap(), [257]);
 }
 
+/// A file whose tokens get other numbers than it states is refused.
 #[test]
-fn a_file_that_gives_other_tokens_than_it_says_is_refused() {
+fn inconsistent_tokenizer_files_are_refused() {
     // Tokens would be others at each start.
     refused(with("/model/dropout", 0.1.into()), "`dropout`: expected none, got 0.1");
     opened(with("/model/dropout", 0.into())).unwrap();

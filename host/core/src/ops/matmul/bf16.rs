@@ -259,7 +259,7 @@ mod tests {
     /// Tries the shapes of GPT-2, of Llama 8B, of squares, and of layers whose tiles of 256 columns
     /// leave multiprocessors idle, on an H100.
     #[test]
-    fn the_fastest_tile_by_wgmma_suits_the_shape() {
+    fn fastest_wgmma_tile_suits_the_shape() {
         for (m, n, k, want) in [
             (16384, 768, 768, wgmma::T128X256),
             (16384, 2304, 768, wgmma::T128X256),

@@ -181,8 +181,8 @@ proptest! {
         let (mut client, mut server) = keys();
         let sealed = client.sealer.seal(&content);
         for end in 1..sealed.len() {
-            let heard = opened(&mut server.opener, &sealed[..end]);
-            prop_assert_eq!(heard, (Vec::new(), Some(ErrorKind::UnexpectedEof)), "{} bytes", end);
+            let outcome = opened(&mut server.opener, &sealed[..end]);
+            prop_assert_eq!(outcome, (Vec::new(), Some(ErrorKind::UnexpectedEof)), "{} bytes", end);
         }
         // None of them counted as a record.
         prop_assert_eq!(opened(&mut server.opener, &sealed), (content, None));
