@@ -12,6 +12,7 @@ mod generate;
 mod hosts;
 mod kernels;
 mod lint;
+mod names;
 mod nightly;
 mod pages;
 mod peers;
@@ -36,7 +37,7 @@ type Step = (&'static str, fn(&[String]) -> Outcome, &'static str);
 const STEPS: &[Step] = &[
     ("all", all::all, "every check, or with --quick those of .ci/run"),
     ("lint", lint::lint, "formatting, prose, contracts and clippy"),
-    ("prose", |_| prose::check_all(), "the rules of prose, in pages and comments"),
+    ("prose", |_| prose::check_all(), "the rules of prose, in pages, comments, names and messages"),
     ("contracts", |_| contracts::check(Path::new("device/src/kernels")), "a reason for each kernel's contract"),
     ("test", suite::test, "every test; takes arguments of nextest"),
     ("docs", docs::docs, "rustdoc, links and paths, and the pages' commands; --quick: no commands"),

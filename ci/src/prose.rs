@@ -41,8 +41,8 @@ pub(crate) fn check(paths: &[String]) -> Outcome {
     let mut faults = Vec::new();
     for path in paths {
         let text = read(path)?;
-        let found =
-            if Path::new(path).extension().is_some_and(|end| end == "md") { page(&text) } else { source(&text) };
+        let is_page = Path::new(path).extension().is_some_and(|end| end == "md");
+        let found = if is_page { page(&text) } else { [source(&text), names::faults(&text)].concat() };
         faults.extend(found.into_iter().map(|(line, fault)| format!("{path}:{line}: {fault}")));
     }
     if paths.is_empty() {
@@ -154,18 +154,18 @@ fn without_code(text: &str) -> String {
 }
 
 /// Returns true if the text begins with these words.
-fn begins(text: &str, words: &str) -> bool {
+pub(crate) fn begins(text: &str, words: &str) -> bool {
     text.strip_prefix(words).is_some_and(|rest| !rest.starts_with(is_in_word))
 }
 
 /// Returns true if the text contains these words.
-fn has(text: &str, words: &str) -> bool {
+pub(crate) fn has(text: &str, words: &str) -> bool {
     let mut places = text.match_indices(words);
     places.any(|(start, _)| !text[..start].ends_with(is_in_word) && begins(&text[start..], words))
 }
 
 /// Returns true if `alone` ends a clause.
-fn ends_in_alone(text: &str) -> bool {
+pub(crate) fn ends_in_alone(text: &str) -> bool {
     text.match_indices("alone").any(|(start, word)| {
         let rest = &text[start + word.len()..];
         !text[..start].ends_with(is_in_word) && (rest.is_empty() || rest.starts_with(['.', ',', ';', ':', ')']))

@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_values_end_with_code_2_and_name_the_argument() {
+    fn wrong_values_name_the_argument() {
         for (line, expected) in [
             ("--batch 0", "--batch"),
             ("--batch -1", "-1"),

@@ -413,13 +413,13 @@ mod tests {
 
     #[test]
     fn bars_have_one_interval() {
-        let told = |assets: &[Asset]| Dataset::new(assets, PLAN).err().map(|error| error.to_string());
+        let refusal = |assets: &[Asset]| Dataset::new(assets, PLAN).err().map(|error| error.to_string());
         let every = |name: &str, minutes: i64| at_minutes(name, (0..).step_by(minutes as usize));
         let one = || every("one", 1);
         for (minutes, seconds) in [(5, "300"), (60, "3600")] {
-            assert_eq!(told(&[every("a", minutes), every("b", minutes)]), None, "all the same");
+            assert_eq!(refusal(&[every("a", minutes), every("b", minutes)]), None, "all the same");
             let expected = format!("one has a bar every 60 s, and other every {seconds} s: give bars of one interval");
-            assert_eq!(told(&[one(), one(), every("other", minutes)]), Some(expected));
+            assert_eq!(refusal(&[one(), one(), every("other", minutes)]), Some(expected));
         }
         // Bars that turn from one interval to another, in both directions, and for an hour only.
         let turns = |at: i64, [before, after]: [i64; 2]| {
@@ -430,13 +430,13 @@ mod tests {
             (2_000, [1, 5], "bar 1 and those after it are 60 s apart, but most bars are 300 s apart"),
             (7_000, [5, 1], "bar 7001 and those after it are 60 s apart, but most bars are 300 s apart"),
         ] {
-            assert_eq!(told(&[turns(at, minutes)]), Some(format!("a: {expected}: give bars of one interval")));
+            assert_eq!(refusal(&[turns(at, minutes)]), Some(format!("a: {expected}: give bars of one interval")));
         }
         let hour = (0..).map(|bar: i64| bar + 4 * (bar - 7_000).clamp(0, 12));
-        assert!(told(&[one(), at_minutes("a", hour)]).is_some_and(|told| told.starts_with("a: bar 7001 ")));
+        assert!(refusal(&[one(), at_minutes("a", hour)]).is_some_and(|refusal| refusal.starts_with("a: bar 7001 ")));
         // Missing minutes, single ones, some in a row and whole nights, change nothing.
         let gaps = (0..).map(|bar: i64| bar + bar / 390 * 1_050 + bar / 7 + i64::from(bar > 5_000) * 9);
-        assert_eq!(told(&[one(), at_minutes("a", gaps)]), None);
+        assert_eq!(refusal(&[one(), at_minutes("a", gaps)]), None);
     }
 
     #[test]
@@ -551,8 +551,8 @@ mod tests {
                 let data = dataset(1, needed, plan);
                 assert!(data.folds().iter().all(|fold| fold.train.len() >= 3 && !fold.valid.is_empty()));
                 let error = Dataset::new(&assets(1, needed - 1), plan).err().expect("one bar is missing").to_string();
-                let told = format!("market 0: too few bars: {} found, at least {needed} needed: ", needed - 1);
-                assert!(error.starts_with(&told), "{error}");
+                let start = format!("market 0: too few bars: {} found, at least {needed} needed: ", needed - 1);
+                assert!(error.starts_with(&start), "{error}");
 
                 let least = (folds + 1) * (horizon + 3) * 2;
                 let plan = Plan { limit: Some(least), ..plan };
@@ -560,8 +560,8 @@ mod tests {
                 assert!(data.folds().iter().all(|fold| fold.train.len() >= 3 && !fold.valid.is_empty()));
                 let plan = Plan { limit: Some(least - 1), ..plan };
                 let error = Dataset::new(&assets(2, 12_000), plan).err().expect("one sample is missing").to_string();
-                let told = format!("too few samples: the limit keeps {}, at least {least} needed: ", least - 1);
-                assert!(error.starts_with(&told), "{error}");
+                let start = format!("too few samples: the limit keeps {}, at least {least} needed: ", least - 1);
+                assert!(error.starts_with(&start), "{error}");
             }
         }
     }

@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_time_outside_the_years_is_told_as_it_was_read() {
+    fn times_out_of_range_are_refused() {
         for (text, expected) in [
             (
                 "20230228",
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_writes_its_times_in_one_way() {
+    fn files_use_one_time_format() {
         for (first, second, expected) in [
             ("1677628800", "1677628860000", "is milliseconds since 1970, and the rows before have seconds since 1970"),
             (

@@ -187,14 +187,14 @@ on_each_device! {
         let (_, foreign) = parameters_of(device, &[operand]);
         let foreign = Rc::new(foreign);
         let mut gradients = Gradients::zeros(&parameters).unwrap();
-        for (name, deed, expected) in ACTIONS {
+        for (name, action, expected) in ACTIONS {
             let got = arena(device).step(|step| {
                 let (tape, other) = (Tape::new(step, &parameters), Tape::new(step, &parameters));
                 let (a, theirs) = (leaf(&tape, p[0])?, leaf(&other, p[0])?);
                 let (input, later) = (tape.input(*a.value()), Rc::new(Cell::new(None)));
                 let (known, foreign) = (Rc::clone(&later), Rc::clone(&foreign));
                 let y = tape.op("mine", [&a])?.record(*a.value(), move |back, dy| {
-                    deed(back, [a, input, theirs, known.get().unwrap()], dy, &foreign)
+                    action(back, [a, input, theirs, known.get().unwrap()], dy, &foreign)
                 });
                 // Gives `a` a gradient before the op runs.
                 let y = tape.add(&y, &a)?;

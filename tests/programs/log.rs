@@ -71,7 +71,7 @@ fn json_reports_failure() {
     let (success, objects) = objects(&["--arena-mib", "100000000"], None);
     let last = objects.last().unwrap();
     let message = last["message"].as_str().unwrap();
-    assert!(!success && last["level"] == "ERROR" && message.contains("of device memory refused"), "{last}");
+    assert!(!success && last["level"] == "ERROR" && message.contains("device memory refused"), "{last}");
 }
 
 /// The run continues to its report and checkpoint, whichever output is closed, abandoned by its

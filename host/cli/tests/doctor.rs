@@ -51,9 +51,9 @@ fn judged(facts: &Value) -> (i32, Vec<(String, String)>) {
 }
 
 fn findings(output: &Output) -> (i32, Vec<(String, String)>) {
-    let told: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     let words = |finding: &Value, name: &str| finding[name].as_str().unwrap().to_owned();
-    let found = told["findings"].as_array().unwrap().iter();
+    let found = report["findings"].as_array().unwrap().iter();
     (output.status.code().unwrap(), found.map(|one| (words(one, "check"), words(one, "level"))).collect())
 }
 
@@ -122,17 +122,17 @@ fn kernels_without_hidden_memory_are_well() {
 fn missing_devices_are_told_apart() {
     let mut dead = fixture("well-gb10");
     merge(&mut dead, &fixture("gpu_found")["patch"]);
-    let told = |facts: &Value| {
+    let printed = |facts: &Value| {
         let file = tempfile::NamedTempFile::new().unwrap();
         fs::write(&file, facts.to_string()).unwrap();
         let output = doctor(&["--facts", file.path().to_str().unwrap()]);
         String::from_utf8(output.stdout).unwrap()
     };
-    let words = told(&dead);
+    let words = printed(&dead);
     assert!(words.contains("compute engine is dead") && words.contains("do: reboot"), "{words}");
     assert!(!words.contains("is the NVIDIA driver installed"), "{words}");
     dead["gpu"]["visible_devices"] = json!("");
-    let words = told(&dead);
+    let words = printed(&dead);
     assert!(words.contains("unset CUDA_VISIBLE_DEVICES") && !words.contains("engine is dead"), "{words}");
     for (patch, found, opens) in [
         (json!({ "load": { "error": "cuInit: CUDA_ERROR_NO_DEVICE" } }), "stops_training", "not_looked_at"),

@@ -160,14 +160,14 @@ on_each_device! {
 }
 
 /// Checks that the input is refused with exit code 2 and these words, and that nothing is written.
-fn refused(data: &Path, more: &str, told: &str) {
+fn refused(data: &Path, more: &str, expected: &str) {
     let device = support::open(stepscope::DeviceKind::Emulated);
     let out = data.parent().unwrap().join("none");
     let output = gpt(&device, data, &out, more);
     let message = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(2), "{told}: {message}");
-    assert!(message.contains(told), "expected `{told}` in: {message}");
-    assert!(!out.exists(), "{told}: something was written");
+    assert_eq!(output.status.code(), Some(2), "{expected}: {message}");
+    assert!(message.contains(expected), "expected `{expected}` in: {message}");
+    assert!(!out.exists(), "{expected}: something was written");
 }
 
 #[test]
@@ -291,8 +291,8 @@ fn mismatched_shards_are_refused() {
     let theirs = out.join("transformers");
     let weights = format!("--weights {} --tokenizer bytes", theirs.display());
     let index = theirs.join("model.safetensors.index.json");
-    let told = fs::read_to_string(&index).unwrap();
-    let map: Value = serde_json::from_str(&told).unwrap();
+    let listed = fs::read_to_string(&index).unwrap();
+    let map: Value = serde_json::from_str(&listed).unwrap();
     let (name, norm) = (map["weight_map"]["transformer.wte.weight"].as_str().unwrap(), "transformer.ln_f.weight");
     let shard = theirs.join(name);
     let whole = fs::read(&shard).unwrap();
@@ -304,16 +304,16 @@ fn mismatched_shards_are_refused() {
     refused(&data, &weights, &format!("{name}: is missing, but model.safetensors.index.json lists tensors in it"));
     fs::write(&shard, &whole).unwrap();
     let entry = format!("\"{norm}\": {}", map["weight_map"][norm]);
-    assert!(told.contains(&entry), "{told}");
-    fs::write(&index, told.replace(&entry, &format!("{entry}, {entry}"))).unwrap();
+    assert!(listed.contains(&entry), "{listed}");
+    fs::write(&index, listed.replace(&entry, &format!("{entry}, {entry}"))).unwrap();
     refused(&data, &weights, &format!("model.safetensors.index.json: two texts named `{norm}`"));
-    fs::write(&index, told.replace(norm, "transformer.ln_g.weight")).unwrap();
+    fs::write(&index, listed.replace(norm, "transformer.ln_g.weight")).unwrap();
     refused(&data, &weights, "has no `transformer.ln_g.weight`, which model.safetensors.index.json lists there");
-    fs::write(&index, told.replace(&format!("{entry},"), "")).unwrap();
+    fs::write(&index, listed.replace(&format!("{entry},"), "")).unwrap();
     refused(&data, &weights, &format!("has `{norm}`, which model.safetensors.index.json does not list there"));
-    fs::write(&index, &told[..told.len() / 2]).unwrap();
+    fs::write(&index, &listed[..listed.len() / 2]).unwrap();
     refused(&data, &weights, "model.safetensors.index.json: EOF");
-    fs::write(&index, &told).unwrap();
+    fs::write(&index, &listed).unwrap();
 
     // The shards are whole again. The tokenizer has one token more than the weights, its special
     // token, which the text does not contain.
@@ -334,11 +334,11 @@ fn mismatched_shards_are_refused() {
 /// tokenizer.
 fn weights_of_another_model_are_refused(data: &Path, theirs: &Path) {
     let (config, file) = (theirs.join("config.json"), theirs.join("model.safetensors"));
-    let (told, whole) = (fs::read_to_string(&config).unwrap(), fs::read(&file).unwrap());
+    let (stored, whole) = (fs::read_to_string(&config).unwrap(), fs::read(&file).unwrap());
     let weights = format!("--weights {} --tokenizer bytes", theirs.display());
-    fs::write(&config, told.replace("\"n_inner\": 512", "\"n_inner\": 256")).unwrap();
+    fs::write(&config, stored.replace("\"n_inner\": 512", "\"n_inner\": 256")).unwrap();
     refused(data, &weights, "`transformer.h.0.mlp.c_fc.weight`: config.json requires [128, 256], got [128, 512]");
-    fs::write(&config, &told).unwrap();
+    fs::write(&config, &stored).unwrap();
     for length in [whole.len() - 4, whole.len() / 2, 100, 0] {
         fs::write(&file, &whole[..length]).unwrap();
         refused(data, &weights, "model.safetensors: ");

@@ -74,7 +74,7 @@ pub type OfRank = (usize, Memory<f32>);
 pub unsafe fn exchange(link: &DeviceLink, sends: &[OfRank], receives: &[OfRank]) -> Result<()> {
     let identity = link.device().identity();
     let piece = |&(rank, memory): &OfRank| {
-        assert!(memory.is_of(identity), "memory of another device than the link's");
+        assert!(memory.is_of(identity), "the memory must be on the link's device");
         Piece { rank, address: memory.address(), bytes: memory.len() * size_of::<f32>() }
     };
     let is_some = |(_, memory): &&OfRank| memory.len() > 0;

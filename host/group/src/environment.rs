@@ -438,7 +438,7 @@ mod tests {
             }
         }
         assert!(secret(&base) != secret("\u{fffd}".repeat(16).as_bytes()));
-        assert!(secret(&base) == Secret::new(&base), "by the environment or by the program");
+        assert!(secret(&base) == Secret::new(&base), "the environment and the program must give the same secret");
         for (value, bytes) in [(&[0xff; 6][..], 6), (&[0xff; 15], 15), (b"\xf0\x9f\x98", 3), (b"abc\xff", 4)] {
             let error = with_bytes(SECRET, value).unwrap().unwrap().check().unwrap_err().to_string();
             assert!(error.contains(&format!("one of {bytes}")), "{error}");

@@ -139,7 +139,7 @@ on_each_device! {
             })
         });
         let error = later.unwrap_err().to_string();
-        assert!(error.contains("of several at position 0") && error.contains("at position 1"), "{error}");
+        assert!(error.contains("several tokens at position 0") && error.contains("at position 1"), "{error}");
         let full = arena.step(|step| {
             let mut cache: KeyValueCache<'_> = KeyValueCache::new(step, 1, heads * HEAD)?;
             (0..2).try_for_each(|_| step.scratch(|scratch| cache.next(scratch).map(drop)))

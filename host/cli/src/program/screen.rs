@@ -67,7 +67,7 @@ mod tests {
 
     /// A failing output does not end the run.
     #[test]
-    fn an_output_that_fails_ends_nothing_and_is_told_at_the_end() {
+    fn failed_outputs_are_reported_at_the_end() {
         for (kind, is_error) in [(ErrorKind::BrokenPipe, false), (ErrorKind::StorageFull, true)] {
             let (mut screen, mut output) = (Screen::default(), Failing(5, kind));
             screen.say_to(&mut output, "one");

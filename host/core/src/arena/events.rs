@@ -129,8 +129,8 @@ impl Observers {
     /// Attaches an observer unless it declines one of `events`, and returns true if it needs
     /// guards.
     pub(super) fn attach(&mut self, observer: Box<dyn ArenaObserver>, events: &[Event]) -> bool {
-        let told = events.iter().try_fold(observer, |observer, event| told(observer, event));
-        let Some(observer) = told else { return false };
+        let remaining = events.iter().try_fold(observer, |observer, event| deliver(observer, event));
+        let Some(observer) = remaining else { return false };
         let guards = observer.needs_guards();
         self.list.get_mut().push(observer);
         self.attached.set(true);
@@ -141,14 +141,14 @@ impl Observers {
     #[cold]
     pub(super) fn notify(&self, event: &Event) {
         let observers = self.list.take();
-        let kept: Vec<_> = observers.into_iter().filter_map(|observer| told(observer, event)).collect();
+        let kept: Vec<_> = observers.into_iter().filter_map(|observer| deliver(observer, event)).collect();
         self.attached.set(!kept.is_empty());
         self.list.replace(kept);
     }
 }
 
 /// Passes an event to an observer, and returns the observer if it stays attached.
-fn told(mut observer: Box<dyn ArenaObserver>, event: &Event) -> Option<Box<dyn ArenaObserver>> {
+fn deliver(mut observer: Box<dyn ArenaObserver>, event: &Event) -> Option<Box<dyn ArenaObserver>> {
     // The observer is dropped within the closure too, because that may also panic.
     let run = move || observer.event(event).then_some(observer);
     catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| {

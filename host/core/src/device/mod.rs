@@ -348,7 +348,7 @@ impl Device {
                 std::mem::forget(driver);
             }
         };
-        if let Err(error) = std::thread::Builder::new().name("stepscope-beside".into()).spawn(run) {
+        if let Err(error) = std::thread::Builder::new().name("stepscope-call".into()).spawn(run) {
             tracing::warn!(%error, "no thread for a call outside of the driver thread");
         }
     }

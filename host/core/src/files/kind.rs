@@ -296,15 +296,18 @@ mod tests {
     /// Checks that no start causes a panic, and that every recognized kind has a refusal.
     #[test]
     fn any_start_is_classified() {
-        let told =
+        let recognises =
             |start: &[u8]| FileKind::of(start).is_none_or(|kind| kind.refusal("text").contains("; expected text: "));
         for (magic, kind) in MAGICS {
-            assert!((0..=magic.len()).all(|length| told(&magic[..length])), "{kind}");
+            assert!((0..=magic.len()).all(|length| recognises(&magic[..length])), "{kind}");
         }
         for first in 0..=u8::MAX {
             for length in 1..40 {
                 let bytes = vec![first; length];
-                assert!(told(&bytes) && told(&[b"PK\x03\x04", &bytes[..]].concat()), "{length} times {first}");
+                assert!(
+                    recognises(&bytes) && recognises(&[b"PK\x03\x04", &bytes[..]].concat()),
+                    "{length} times {first}"
+                );
             }
         }
     }

@@ -405,8 +405,8 @@ unsafe impl Driver for Cuda {
             // a number.
             let mut kind = -1i32;
             // SAFETY: `kind` is as large as the enumeration and valid for a write.
-            let told = unsafe { sys::cuGraphNodeGetType(node, (&raw mut kind).cast()) };
-            check("cuGraphNodeGetType", told)?;
+            let status = unsafe { sys::cuGraphNodeGetType(node, (&raw mut kind).cast()) };
+            check("cuGraphNodeGetType", status)?;
             match kind {
                 kind if kind == sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_KERNEL as i32 => found.kernels += 1,
                 kind if kind == sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_MEM_ALLOC as i32

@@ -46,7 +46,7 @@ pub fn attention_cached<'s, S: Activation>(
     if stacked || !fits || form.documents.is_some() || form.lengths.is_some() {
         let columns = heads + 2 * kv_heads;
         let expected = format!(
-            "q, k and v of one token, [1, 1, {columns} width], or of several at position 0, [1, tokens, {columns} width], \
+            "q, k and v of one token, [1, 1, {columns} width], or of several tokens at position 0, [1, tokens, {columns} width], \
              and no masks"
         );
         return Err(Error::misuse(OP, expected, format!("{} at position {position}", qkv.shape())));

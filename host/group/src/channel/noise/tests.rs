@@ -44,7 +44,7 @@ fn every_handshake_message_is_authenticated() {
         Handshake::answer(secret, prologue, call, 3).map(|(answer, _)| answer) == Err(Refusal::Secret)
     };
     assert!(!refused(&secret(), PROLOGUE, &call));
-    assert!(refused(&Secret::new(b"another secret than that"), PROLOGUE, &call));
+    assert!(refused(&Secret::new(b"a different group secret"), PROLOGUE, &call));
     assert!(refused(&Secret::default(), PROLOGUE, &call));
     assert!(refused(&secret(), b"rank 3 of 4", &call));
     assert!(refused(&secret(), b"rank 2 of 5", &call));
