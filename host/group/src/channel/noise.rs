@@ -113,13 +113,13 @@ impl Sealer {
         let mut sealed = vec![0; bytes.len() + records * (LENGTH + TAG)];
         let mut rest = &mut sealed[..];
         for content in bytes.chunks(MOST_OPENED) {
-            let (record, behind) = rest.split_at_mut(LENGTH + content.len() + TAG);
+            let (record, after) = rest.split_at_mut(LENGTH + content.len() + TAG);
             let (length, message) = record.split_at_mut(LENGTH);
             length.copy_from_slice(&(message.len() as u16).to_le_bytes());
             let written = self.keys.write_message(self.next, content, message);
             assert_eq!(written, Ok(content.len() + TAG), "fewer than 2^64 records are sealed, and the buffer has room");
             self.next += 1;
-            rest = behind;
+            rest = after;
         }
         sealed
     }
