@@ -8,8 +8,8 @@
 #   nix flake check                         lint, the rules of the PTX, the tests on the emulator
 #
 # flake.lock pins the revisions known when it was written. rust-cuda is pinned by revision here, and
-# `nix flake lock` adds its hash. ci/flake evaluates every output against the stand-ins of nix/, and
-# builds nothing. nix/README.md lists what the inputs must provide, and how to check it.
+# `nix flake lock` adds its hash. cargo xtask flake evaluates every output against the stand-ins of
+# nix/, and builds nothing. docs/platforms.md describes how to check it with the real inputs.
 {
   description = "A training runtime in Rust for NVIDIA GPUs";
 

@@ -159,7 +159,7 @@ def main(given):
             before = pathlib.Path(page).read_text()
             wrong = [f"{page}: {line}\n  is: {now}" for line, now in zip(before.splitlines(), rewritten(before, runs).splitlines()) if line != now]
             if wrong:
-                raise SystemExit("\n".join([*wrong, "ci/generate figures updates it"]))
+                raise SystemExit("\n".join([*wrong, "cargo xtask generate figures updates it"]))
             if names := unnamed(runs):
                 raise SystemExit(f"no file names these runs, so remove them from benches/runs: {', '.join(names)}")
         case _:

@@ -31,7 +31,7 @@ rec {
     LIBCLANG_PATH = "${lib.getLib llvm.libclang}/lib";
     CUDA_PATH = cudaPackages.cudatoolkit;
     CUDA_ROOT = cudaPackages.cudatoolkit;
-    # The program that ci/rust-cuda compiles with.
+    # The program that cargo xtask rust-cuda compiles with.
     STEPSCOPE_RUST_CUDA = pkgs.writeShellScript "rust-cuda" ''
       exec cargo run --release --manifest-path "$1/device/rust-cuda/Cargo.toml" -- "$2"
     '';

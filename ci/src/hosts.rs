@@ -134,7 +134,7 @@ pub(crate) fn workflow(_: &[String]) -> Outcome {
     write(&planted, text.replace("timeout-minutes", "timeout-minuts"))?;
     refused("a misspelt key", "timeout-minuts", linted(&planted))?;
     linted(Path::new(".github/workflows/ci.yml"))?;
-    let pages = tools.output("git ls-files README.md docs/*.md")?;
+    let pages = tools.output("git ls-files README.md CONTRIBUTING.md docs/*.md")?;
     let pages = pages.lines().map(read).collect::<Outcome<Vec<_>>>()?.concat();
     nothing_own(&text, &pages)
 }

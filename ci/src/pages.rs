@@ -14,14 +14,15 @@ use crate::tools::{Outcome, read};
 const ROOTS: [&str; 9] = [".ci", "benches", "ci", "device", "docs", "examples", "fuzz", "host", "tests"];
 const SHELLS: [&str; 3] = ["sh", "sh gpu", "sh slow"];
 /// The page whose example is checked, and a pattern's words of that example in code.
-const ADDING: &str = "docs/adding.md";
+const ADDING: &str = "CONTRIBUTING.md";
 const EXAMPLE: [&str; 2] = ["layer_norm", "LayerNorm"];
 /// Files that need not be listed there: pages, models that use the example, a file that names a key
 /// of config.json, and files that repeat recorded lines of the benches.
-const UNLISTED: [&str; 15] = [
+const UNLISTED: [&str; 16] = [
     "docs/",
     "benches/",
     "CHANGELOG.md",
+    "CONTRIBUTING.md",
     "README.md",
     "ci/",
     "host/train/src/nn/block.rs",

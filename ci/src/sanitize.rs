@@ -12,7 +12,7 @@ const FOUND: i32 = 77;
 const LIMIT_SECONDS: u64 = 280;
 
 /// Returns true for a kernel about which racecheck reports reads and writes that are ordered;
-/// docs/soundness.md says why.
+/// docs/testing.md says why.
 fn is_known(access: &str) -> bool {
     let kernel = access.split('+').next().unwrap_or_default();
     let name = kernel.trim_end_matches(|letter: char| letter.is_ascii_digit()).strip_suffix("_wgmma_");

@@ -2,7 +2,7 @@
 """Exchanges arrays between stepscope and NumPy, with and without copies: numpy_peer.py LIBRARY.
 
 LIBRARY is the result of `cargo build --features dlpack --example dlpack`. Exit code 0: every element
-arrived. ci/oracle runs this.
+arrived. cargo xtask oracle runs this.
 """
 
 import ctypes

@@ -5,7 +5,7 @@
 //! cargo run --release --example trace_ops -- ops.safetensors
 //! cargo run --release --features cuda --example trace_ops -- --device cuda ops.safetensors
 //! ```
-//! `ci/oracle` runs it and checks the file with JAX. A case is an op and a seed:
+//! `cargo xtask oracle` runs it and checks the file with JAX. A case is an op and a seed:
 //!
 //! | name | contents |
 //! |---|---|

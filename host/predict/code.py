@@ -2,7 +2,7 @@
 
     code.py PTXAS NVDISASM FOLDER    prints the counts for each FOLDER/ARCH.ptx
 
-`ci/generate code` compiles the kernels and writes `code.json` with this. Each kernel has these
+`cargo xtask generate code` compiles the kernels and writes `code.json` with this. Each kernel has these
 parts:
 
 - `hot`: one iteration of its hot loop. Among loops that contain no other multiplying loop, this is

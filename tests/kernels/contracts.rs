@@ -11,8 +11,8 @@ fn every_kernel_is_attacked() {
     assert_eq!(known, attacked(), "each kernel needs an `attack!` or a declaration");
 }
 
-/// A contract that wraps panics in a debug build. It would not in a release build, which `ci/long`
-/// also runs.
+/// A contract that wraps panics in a debug build. It would not in a release build, which
+/// `cargo xtask long` also runs.
 #[cfg(debug_assertions)]
 #[test]
 fn overflow_is_checked() {

@@ -5,8 +5,8 @@
 //! numbers are hostile. They are near powers of two, near `usize::MAX`, or such that their products
 //! wrap to the length of a buffer. The contract must refuse each launch, or the launch must stay
 //! inside its arguments, which the emulator's race mode checks. In builds with overflow checks, a
-//! contract or kernel that wraps panics, and a panic is not a refusal. `ci/long` also runs these
-//! tests in a release build, where wrapping does not panic.
+//! contract or kernel that wraps panics, and a panic is not a refusal. `cargo xtask long` also runs
+//! these tests in a release build, where wrapping does not panic.
 //!
 //! Alignment is attacked too. Every buffer begins one to three elements late. Every number is one
 //! to three larger, and the buffers get the lengths that the contract then requires. On a GPU, a

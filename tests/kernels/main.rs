@@ -7,8 +7,8 @@
 //! with finite differences ([`gradients`]). `tape.rs` and similar files have several ops on one
 //! tape. Every kernel is launched with [`hostile`] numbers.
 //!
-//! Every file of this folder is a module. `cargo fmt` does not find them: `ci/lint` runs `rustfmt
-//! tests/kernels/*.rs`.
+//! Every file of this folder is a module. `cargo fmt` does not find them: `cargo xtask lint` runs
+//! `rustfmt tests/kernels/*.rs`.
 
 #![forbid(unsafe_code)]
 

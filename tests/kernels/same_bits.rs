@@ -56,7 +56,7 @@ fn gives_the_committed_bits(device: &Device, form: CaseSize) {
     for (name, case) in cases().into_iter().filter(|(name, _)| runs_on(device, name)) {
         let mut results = Vec::new();
         let ran = launched(|| results = run(device, &case, form));
-        // The lines that `ci/sanitize` counts.
+        // The lines that `sanitize` counts.
         ran.iter().for_each(|kernel| println!("launch kernel={kernel:?}"));
         assert!(ran.contains(name), "the case `{name}`, {form:?}, launches only {ran:?}");
         let nans = results.iter().flatten().filter(|&&word| f32::from_bits(word).is_nan()).count();
@@ -74,7 +74,7 @@ fn gives_the_committed_bits(device: &Device, form: CaseSize) {
     let golden: String = form.golden().split_inclusive('\n').filter(|line| of_device(&line.trim_end())).collect();
     let different: Vec<_> = compare(&text, &golden).into_iter().filter(|verdict| !verdict.equal()).collect();
     let right = different.is_empty() && text == golden;
-    assert!(right, "digests differ; if the change is intended, run ci/generate golden\n{different:#?}");
+    assert!(right, "digests differ; if the change is intended, run cargo xtask generate golden\n{different:#?}");
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! A floor for the host's available memory. Below it no step begins, and a trainer ends with a
 //! checkpoint, from which the run resumes to the same weights. A trainer also predicts its peak
-//! memory. `ci/pressure` tests this with real memory pressure.
+//! memory. `cargo xtask pressure` tests this with real memory pressure.
 
 #![cfg(target_os = "linux")]
 #![forbid(unsafe_code)]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks traces of the library against an independent float64 computation with JAX on the CPU.
 
-    ci/oracle                                       # creates the traces and runs this
+    cargo xtask oracle                                       # creates the traces and runs this
     cargo run --release --example crossasset -- --trace trace.safetensors
     cargo run --release --example trace_ops -- ops.safetensors
     python3 tests/oracle/oracle.py ops.safetensors trace.safetensors ...

@@ -3,11 +3,11 @@
 //!
 //! Without it, ptxas gives each thread of a kernel the same registers and ignores `setmaxnreg`. A
 //! kernel therefore leaves a comment by `asm!("// block_threads 384")`, and this module writes
-//! `.maxntid 384, 1, 1` between the kernel's parameters and its body. After `// block_threads 128
-//! 4` it also writes `.minnctapersm 4`, and ptxas gives a thread no more registers than leave room
-//! for four such blocks. Without `.minnctapersm`, ptxas may ignore `setmaxnreg` as well, because it
-//! does not know with how many registers a thread begins. ci/ptx checks that such kernels have
-//! both.
+//! `.maxntid 384, 1, 1` between the kernel's parameters and its body. After
+//! `// block_threads 128 4` it also writes `.minnctapersm 4`, and ptxas gives a thread no more
+//! registers than leave room for four such blocks. Without `.minnctapersm`, ptxas may ignore
+//! `setmaxnreg` as well, because it does not know with how many registers a thread begins.
+//! `cargo xtask ptx` checks that such kernels have both.
 //!
 //! The parameters of such a kernel that are tensor maps, 128 bytes each, get an alignment of 64
 //! bytes, which rustc cannot state either.

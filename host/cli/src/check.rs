@@ -78,7 +78,7 @@ pub(crate) fn main(args: &Args) -> ExitCode {
     }
 }
 
-/// Prints a line per kernel, which `ci/ptx_rules.py` reads.
+/// Prints a line per kernel, which `cargo xtask ptx` reads.
 fn list() {
     let entries: HashMap<_, _> = stepscope::kernel::entries().map(|entry| (entry.name, entry)).collect();
     for (name, _) in cases() {

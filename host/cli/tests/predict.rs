@@ -197,7 +197,9 @@ fn every_kernel_has_been_counted() {
             !name.ends_with("_on_cpu")
         };
         for entry in kernels::entries().filter(|entry| !entry.is_warpgroup && compiled(entry.name)) {
-            let way = &counted.get(entry.name).unwrap_or_else(|| panic!("{}: run ci/generate code", entry.name))["way"];
+            let way = &counted
+                .get(entry.name)
+                .unwrap_or_else(|| panic!("{}: run cargo xtask generate code", entry.name))["way"];
             assert!(number(&way["all"]) > 0.0 && number(&way["alone"]) >= number(&way["all"]), "{}: {way}", entry.name);
             // A block copies its first stages like the others, before it multiplies. After the last
             // stage, nothing is left to copy.

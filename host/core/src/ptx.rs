@@ -14,7 +14,7 @@ use std::fmt;
 pub struct PtxBuild {
     /// The architecture, such as `sm_121`.
     pub arch: &'static str,
-    /// The SHA-256 of the text, in hexadecimal, as `ci/ptx` prints it.
+    /// The SHA-256 of the text, in hexadecimal, as `cargo xtask ptx` prints it.
     pub sha256: String,
     /// The compiler that wrote it.
     pub compiler: PtxCompiler,

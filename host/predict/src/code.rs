@@ -64,8 +64,8 @@ impl Kernels {
     /// Panics if `code.json`, which is part of the program, lacks this architecture.
     pub fn of(arch: &str) -> Self {
         let mut all: BTreeMap<String, BTreeMap<String, Code>> =
-            serde_json::from_str(include_str!("../code.json")).expect("ci/generate has written it");
-        Self(all.remove(arch).expect("ci/generate has counted both"))
+            serde_json::from_str(include_str!("../code.json")).expect("cargo xtask generate has written it");
+        Self(all.remove(arch).expect("cargo xtask generate has counted both"))
     }
 
     /// Returns the cost of activations in an epilogue. It equals the cost of the elementwise

@@ -1,4 +1,4 @@
-# A stand-in for crane in ci/flake: its functions with their required arguments.
+# A stand-in for crane in cargo xtask flake: its functions with their required arguments.
 {
   outputs = _: {
     mkLib = pkgs: {

@@ -1,4 +1,5 @@
-# A stand-in for rust-overlay in ci/flake: the used toolchains, which exist at the pinned revision.
+# A stand-in for rust-overlay in cargo xtask flake: the used toolchains, which exist at the pinned
+# revision.
 {
   inputs.nixpkgs.url = "github:NixOS/nixpkgs";
   outputs = _: {

@@ -1,7 +1,7 @@
 //! Bugs that a sanitizer finds inside an arena: writes past the end of a tensor, and reads of
 //! memory not written in the current step.
 //!
-//! `ci/sanitize` runs these tests under compute-sanitizer. Each test plants bugs on a GPU and
+//! `sanitize` runs these tests under compute-sanitizer. Each test plants bugs on a GPU and
 //! prints their number: the tool must report one finding for each. Without a tool the tests pass,
 //! because the bugs only hit the arena's own memory.
 

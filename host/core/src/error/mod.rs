@@ -219,7 +219,7 @@ pub enum Error {
     #[error(
         "{device}: kernel `{kernel}` {reason}. {}, or skip the self-test, at the risk of wrong results, with STEPSCOPE_SELF_TEST=never",
         ptx.as_ref().map_or_else(
-            || "On the emulator, a kernel or its committed digest was changed: run `ci/generate golden` if that is intended".into(),
+            || "On the emulator, a kernel or its committed digest was changed: run `cargo xtask generate golden` if that is intended".into(),
             |ptx| format!(
                 "Its PTX is {ptx}; that compiler or the driver miscompiles it: build with rustc's NVPTX backend, or with a \
                  rust-cuda that avoids the problems in device/rust-cuda/README.md"

@@ -413,7 +413,8 @@ fn corpus() -> [(&'static str, Vec<Message>); 3] {
     ]
 }
 
-/// The committed corpus has the messages of this protocol. `ci/generate corpus` rewrites it.
+/// The committed corpus has the messages of this protocol. `cargo xtask generate corpus` rewrites
+/// it.
 #[test]
 fn fuzz_corpus_is_current() {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/corpus/group");
@@ -426,7 +427,7 @@ fn fuzz_corpus_is_current() {
             std::fs::write(&path, &frames).expect("the corpus can be written");
         }
         let committed = std::fs::read(&path).expect("a committed file");
-        assert!(committed == frames, "{path} has messages of another protocol; run ci/generate corpus");
+        assert!(committed == frames, "{path} has messages of another protocol; run cargo xtask generate corpus");
     }
     assert_eq!(kinds, (0..=PIECE).collect::<Vec<_>>(), "the corpus must contain every kind of message, in order");
 }
