@@ -85,8 +85,9 @@ fn refuse_plants(tools: &Tools, folder: &Path) -> Outcome {
 /// Commands run as written, but by [`cargo`].
 fn run_commands(tools: &Tools, folder: &Path, pages: &[String]) -> Outcome {
     let shim = folder.join("bin/cargo");
-    write(&shim, "")?;
-    at(&shim, std::fs::remove_file(&shim))?;
+    at(&shim, std::fs::create_dir_all(folder.join("bin")))?;
+    // Fails if it is not there.
+    let _ = std::fs::remove_file(&shim);
     at(&shim, symlink(at(".", std::env::current_exe())?, &shim))?;
     let paths = format!("{}:{}", folder.join("bin").display(), std::env::var("PATH").unwrap_or_default());
     let which = tools.output("which cargo")?;

@@ -63,7 +63,10 @@ fn refuse_plants(tools: &Tools) -> Outcome {
 /// refuses every line.
 fn all_refused(tools: &Tools, file: &str) -> Outcome {
     let text = read(file)?;
-    let methods: Vec<&str> = text.split('"').skip(1).step_by(2).filter(|path| path.contains("::")).collect();
+    let is_path = |text: &&str| {
+        text.contains("::") && text.chars().all(|letter| letter.is_alphanumeric() || "_:".contains(letter))
+    };
+    let methods: Vec<&str> = text.split('"').filter(is_path).collect();
     let uses: Vec<String> = methods.iter().zip(0..).map(|(path, number)| disallowed_use(path, number)).collect();
     let folder = scratch()?;
     plant(folder.path(), "planted", "", &uses.join("\n"))?;
