@@ -18,9 +18,9 @@
 //! # }
 //! ```
 //!
-//! To train, declare [`Parameters`] by a [`ParameterSpec`], build a [`Model`] of layers ([`nn`]) or of
-//! ops on a [`Tape`], and give a [`TrainState`] to a [`Trainer`]. The repository's `docs/guide.md`
-//! explains each part with complete programs.
+//! To train, declare [`Parameters`] by a [`ParameterSpec`], build a [`Model`] of layers ([`nn`]) or
+//! of ops on a [`Tape`], and give a [`TrainState`] to a [`Trainer`]. The repository's
+//! `docs/guide.md` explains each part with complete programs.
 
 #![forbid(unsafe_code)]
 

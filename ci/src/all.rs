@@ -5,7 +5,7 @@ use std::process::{Child, Command};
 
 use crate::tools::{Outcome, at, read, scratch};
 
-/// What must hold before a release, in order.
+/// The checks before a release, in order.
 pub(crate) const FULL: [&str; 16] = [
     "flake",
     "workflow",
@@ -24,7 +24,7 @@ pub(crate) const FULL: [&str; 16] = [
     "aarch64",
     "gpu",
 ];
-/// What must hold before each change: a short form of each slow check.
+/// The checks before each change: a short form of each slow one.
 const QUICK: [&str; 6] = ["lint", "test", "docs --quick", "oracle --quick", "pressure --quick", "publish contents"];
 /// Checks that mostly download, and so run concurrently with the quick ones.
 const CONCURRENT: [&str; 3] = ["flake", "workflow", "rust-cuda --quick"];
@@ -61,8 +61,8 @@ struct Running(Child);
 impl Running {
     fn start(step: &str, set: impl FnOnce(&mut Command) -> &mut Command) -> Outcome<Self> {
         let program = at(".", std::env::current_exe())?;
-        // No debugger is used here, nothing is compiled twice, and incremental data costs a sixth of
-        // the time.
+        // No debugger is used here, nothing is compiled twice, and incremental data costs a sixth
+        // of the time.
         let mut command = Command::new(program);
         command.args(step.split(' ')).env("CARGO_INCREMENTAL", "0").env("CARGO_PROFILE_DEV_DEBUG", "0");
         Ok(Self(at(step, set(&mut command).spawn())?))

@@ -16,13 +16,14 @@ const PROGRAMS: [&str; 2] = ["run", "sanitize"];
 /// Examples that give the same results on the emulator.
 const LEFT_OUT: [&str; 3] = ["one_op", "own_kernel", "gradients_after_reset"];
 
-/// Packs everything to run on a GPU machine (default `target/gpu-bundle.tar.xz`): the package's test
-/// binaries, benches and most examples, optimized and with every feature, and two programs. `run`
-/// runs the tests, and `sanitize` runs NVIDIA's sanitizers over them.
+/// Packs everything to run on a GPU machine (default `target/gpu-bundle.tar.xz`): the package's
+/// test binaries, benches and most examples, optimized and with every feature, and two programs.
+/// `run` runs the tests, and `sanitize` runs NVIDIA's sanitizers over them.
 ///
-/// That machine needs the driver, tar and xz; `sanitize` also needs the CUDA toolkit. STEPSCOPE_ARCHS
-/// selects the GPU that the kernels are compiled for (default sm_90, and sm_90a with the kernels of
-/// warpgroups). Programs that need cargo (`tests/ui`) or no GPU are left out. Fails above 60 MB.
+/// That machine needs the driver, tar and xz; `sanitize` also needs the CUDA toolkit.
+/// STEPSCOPE_ARCHS selects the GPU that the kernels are compiled for (default sm_90, and sm_90a
+/// with the kernels of warpgroups). Programs that need cargo (`tests/ui`) or no GPU are left out.
+/// Fails above 60 MB.
 pub(crate) fn pack(arguments: &[String]) -> Outcome {
     let archs = std::env::var("STEPSCOPE_ARCHS").unwrap_or("sm_90,sm_90a".to_owned());
     let tools = Tools::install(&["device_compiler", "cuda_stub", "cuda_stub_at_run_time", "packers"])?
@@ -50,7 +51,8 @@ pub(crate) fn pack(arguments: &[String]) -> Outcome {
     ] {
         let messages = stdout(&mut tools.command(format!("cargo {line} --message-format=json-render-diagnostics")))?;
         for (name, path) in programs(&messages, kind == "tests", kinds) {
-            // GPU tests are ignored tests, so a program without any would repeat the emulator's results.
+            // GPU tests are ignored tests, so a program without any would repeat the emulator's
+            // results.
             let is_for_gpus = kind != "tests" || tools.output(format!("{path} --list --ignored"))?.contains(": test");
             if is_for_gpus && !LEFT_OUT.contains(&name.as_str()) {
                 // Tests expect the program where cargo builds it, next to their folder.
@@ -65,9 +67,9 @@ pub(crate) fn pack(arguments: &[String]) -> Outcome {
     for name in &PROGRAMS[1..] {
         at(&first, fs::hard_link(&first, folder.join(name)))?;
     }
-    // The programs share much code, so the dictionary spans several of them. Blocks are few, because
-    // each begins with an empty dictionary. For 56 programs, preset 3 gives 65 MB and this 58, in
-    // seven minutes on two cores.
+    // The programs share much code, so the dictionary spans several of them. Blocks are few,
+    // because each begins with an empty dictionary. For 56 programs, preset 3 gives 65 MB and this
+    // 58, in seven minutes on two cores.
     let script = "mkdir -p \"$(dirname \"$2\")\"; \
         tar -cf - --sort=name -C \"$1\" . | xz -T0 --block-size=640MiB --lzma2=preset=6,dict=64MiB > \"$2\"";
     run(tools.command("bash -euo pipefail -c").args([script, "pack"]).args([&folder, &archive]))?;
@@ -121,10 +123,10 @@ impl Gpus {
 
 /// Runs every test program of the bundle, including GPU tests, one test at a time.
 ///
-/// On compute capability 9.0, which has two matrix instructions, the kernels' tests run a second time
-/// with mma.sync. Tests of groups with NCCL (`two_gpus::`, `four_gpus::`) are skipped, with a message,
-/// on fewer GPUs. Prints a line per program and a total `N passed, N failed`. Fails if a test fails,
-/// or a program crashes, exceeds 600 s or ends without running a test.
+/// On compute capability 9.0, which has two matrix instructions, the kernels' tests run a second
+/// time with mma.sync. Tests of groups with NCCL (`two_gpus::`, `four_gpus::`) are skipped, with a
+/// message, on fewer GPUs. Prints a line per program and a total `N passed, N failed`. Fails if a
+/// test fails, or a program crashes, exceeds 600 s or ends without running a test.
 fn run_tests(here: &Path, gpus: &Gpus, filters: &[String]) -> Outcome {
     let mut arguments: Vec<String> = Vec::new();
     for (count, word) in [(2, "two"), (4, "four")] {

@@ -125,8 +125,8 @@ fn is_run_elsewhere(words: &[&str]) -> bool {
 /// Returns the arguments with which the cargo of the pages' commands runs cargo.
 ///
 /// Without `--release` and with all features if the command names none, it uses what `ci/test` has
-/// built. Language models and the vision transformer train for minutes, so they train less. Results of
-/// an earlier run may be replaced.
+/// built. Language models and the vision transformer train for minutes, so they train less. Results
+/// of an earlier run may be replaced.
 fn shortened(arguments: &[String]) -> Vec<String> {
     let end = arguments.iter().position(|argument| argument == "--").unwrap_or(arguments.len());
     let (ours, theirs) = (&arguments[..end], arguments.get(end + 1..).unwrap_or_default());

@@ -31,8 +31,8 @@ const MODELS: [(&str, usize, usize, &str); 5] = [
 /// - `figures`: the benches, and steps compared with their predictions.
 ///
 /// Prints a line per step: `well`, or WRONG with the reason. The first wrong step ends the run. All
-/// output is stored in `target/gb10/`, which `doctor --report` packs. A program that exceeds its time
-/// limit is inspected through `/proc/PID` before it is killed.
+/// output is stored in `target/gb10/`, which `doctor --report` packs. A program that exceeds its
+/// time limit is inspected through `/proc/PID` before it is killed.
 pub(crate) fn gb10(arguments: &[String]) -> Outcome {
     let (group, is_gpu) = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         [group] | [group, "--device", "cuda"] => (group, true),
@@ -60,7 +60,8 @@ struct Steps {
 }
 
 impl Steps {
-    /// Runs a line of words and returns its output; it must end in time, with this code and this text.
+    /// Runs a line of words and returns its output; it must end in time, with this code and this
+    /// text.
     fn run(&mut self, name: &str, line: &str, limit_seconds: u64, code: i32, text: &str) -> Outcome<String> {
         let file_name: String =
             name.chars().map(|letter| if letter.is_alphanumeric() { letter } else { '-' }).collect();

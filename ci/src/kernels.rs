@@ -11,9 +11,9 @@ use crate::tools::{EVERY_FEATURE, Outcome, Tools, at, output, read, refused, run
 /// with ptxas, and prints registers, shared memory, stack and spills of each. Fails if code could
 /// give different bits on another device, spills, or lacks a kernel of the source.
 ///
-/// Also compiles the first architecture from a copy of the sources in another folder, with a compiler
-/// that reports another host. The bytes must be the same. `crossasset --version` must print the
-/// digests.
+/// Also compiles the first architecture from a copy of the sources in another folder, with a
+/// compiler that reports another host. The bytes must be the same. `crossasset --version` must
+/// print the digests.
 pub(crate) fn ptx(arguments: &[String]) -> Outcome {
     let mut archs: Vec<&str> = arguments.iter().map(String::as_str).collect();
     if archs.is_empty() {
@@ -116,14 +116,15 @@ pub(crate) fn rules(arguments: &[String]) -> Outcome {
 /// `device/rust-cuda` works. `--quick` compiles nothing to PTX.
 ///
 /// If rust-cuda cannot be fetched, `device/rust-cuda/api` replaces it: the recorded paths and
-/// signatures, over stepscope's own crates. `device/rust-cuda` is built against them unchanged, with
-/// `cfg(rust_cuda)`. Its PTX must keep the rules of [`crate::ptx_rules`], and the host must accept it
-/// through STEPSCOPE_PTX_DIR.
+/// signatures, over stepscope's own crates. `device/rust-cuda` is built against them unchanged,
+/// with `cfg(rust_cuda)`. Its PTX must keep the rules of [`crate::ptx_rules`], and the host must
+/// accept it through STEPSCOPE_PTX_DIR.
 ///
-/// With rust-cuda, STEPSCOPE_RUST_CUDA names the program that compiles with it. `PROGRAM PROJECT DIR`
-/// compiles PROJECT/device through PROJECT/device/rust-cuda and writes DIR/sm_121.ptx (`nix develop
-/// .#rust-cuda` sets it). Then that PTX must keep the rules too, and PTX compiled with contraction
-/// must be refused. Without it, nothing is tested with rust-cuda itself.
+/// With rust-cuda, STEPSCOPE_RUST_CUDA names the program that compiles with it.
+/// `PROGRAM PROJECT DIR` compiles PROJECT/device through PROJECT/device/rust-cuda and writes
+/// DIR/sm_121.ptx (`nix develop .#rust-cuda` sets it). Then that PTX must keep the rules too, and
+/// PTX compiled with contraction must be refused. Without it, nothing is tested with rust-cuda
+/// itself.
 pub(crate) fn rust_cuda(arguments: &[String]) -> Outcome {
     let is_quick = arguments.iter().any(|argument| argument == "--quick");
     let tools = Tools::install(&["device_compiler"])?;
@@ -198,8 +199,8 @@ fn copy_for_replacement(tools: &Tools, copy: &Path) -> Outcome {
     write(&manifest, replaced)
 }
 
-/// Plants kernels with what rust-cuda does not have. Names are resolved before types, so that each of
-/// two compilations reports its errors.
+/// Plants kernels with what rust-cuda does not have. Names are resolved before types, so that each
+/// of two compilations reports its errors.
 fn refuse_kernels(copy: &Path, check: impl Fn() -> Outcome<String>) -> Outcome {
     let file = copy.join("device/src/kernels/fill.rs");
     let source = read(&file)?;

@@ -6,10 +6,10 @@ use std::path::Path;
 use crate::tools::{EVERY_FEATURE, Outcome, Tools, plant, read, refused, run, say, scratch, write};
 use crate::{contracts, prose};
 
-/// Checks formatting, the rules of prose, the reasons of contracts, and clippy with warnings denied.
+/// Checks formatting, the rules of prose, the reasons of contracts, and clippy with warnings
+/// denied.
 ///
-/// Clippy runs on everything with all features, and on the library without any. `publish features`
-/// lints all other combinations.
+/// Clippy runs on everything with all features. `publish features` lints other combinations.
 pub(crate) fn lint(_: &[String]) -> Outcome {
     let tools = Tools::install(&["component fmt rustfmt", "component clippy clippy", "cuda_stub", "no_kernels"])?;
     say("the checks refuse planted violations");
@@ -29,9 +29,7 @@ pub(crate) fn lint(_: &[String]) -> Outcome {
     say("format");
     tools.run("cargo fmt --all --check")?;
     files_formatted(&tools, Path::new("tests/kernels"))?;
-    say("clippy, without features");
-    tools.run("cargo clippy --quiet --package stepscope --lib -- -D warnings")?;
-    say("clippy, with all features");
+    say("clippy");
     tools.run(format!("cargo clippy --quiet --workspace --all-targets --features {EVERY_FEATURE} -- -D warnings"))
 }
 

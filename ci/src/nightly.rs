@@ -5,8 +5,8 @@ use std::path::Path;
 
 use crate::tools::{Outcome, Tools, output, plant, refused, run, say, scratch};
 
-/// Tests that run kernels or read system files, and searches and statistics without unsafe code that
-/// take half an hour here.
+/// Tests that run kernels or read system files, and searches and statistics without unsafe code
+/// that take half an hour here.
 const SKIPPED: [&str; 8] = [
     "device::driver_thread",
     "device::self_test",
@@ -21,8 +21,8 @@ const SKIPPED: [&str; 8] = [
 /// Runs under Miri what it supports of the host: unit tests, and steps, launches, dry runs and
 /// replays on the emulator. `--quick` runs only the driver thread and the latter.
 ///
-/// Miri finds undefined behavior: bad pointers, races, uninitialized reads, leaks. Kernels without a
-/// barrier are plain loops there. It supports neither coroutines nor processes. Groups, which are
+/// Miri finds undefined behavior: bad pointers, races, uninitialized reads, leaks. Kernels without
+/// a barrier are plain loops there. It supports neither coroutines nor processes. Groups, which are
 /// safe code that communicates by TCP, and stepscope-check are not run.
 pub(crate) fn miri(arguments: &[String]) -> Outcome {
     let tools = Tools::install(&["nightly_toolchain"])?;
@@ -87,8 +87,8 @@ pub(crate) fn fuzz(arguments: &[String]) -> Outcome {
         }
         let (inputs, crashes) = (work.path().join(name), folder.join(format!("artifacts/{name}")));
         run(tools.command("mkdir -p").args([&inputs, &crashes]))?;
-        // New inputs leave the committed ones unchanged. Leak detection is off, also that at the end,
-        // because a lost device deliberately keeps its memory.
+        // New inputs leave the committed ones unchanged. Leak detection is off, also that at the
+        // end, because a lost device deliberately keeps its memory.
         let fuzzed = |tools: &Tools, end: &str, crashes: &Path| {
             let mut command = tools.command(programs.join(name).display().to_string());
             command.env("ASAN_OPTIONS", "detect_leaks=0");

@@ -68,8 +68,8 @@ fn lines(page: &str) -> Vec<(usize, Line<'_>)> {
     found
 }
 
-/// Returns the number and text of each command in ```` ```sh ```` fences, without comments and blank
-/// lines, with continued lines joined.
+/// Returns the number and text of each command in ```` ```sh ```` fences, without comments and
+/// blank lines, with continued lines joined.
 pub(crate) fn commands(page: &str) -> Vec<(usize, String)> {
     let (mut found, mut pending) = (Vec::new(), String::new());
     for (number, line) in lines(page) {
@@ -249,8 +249,8 @@ pub(crate) fn check_adding(files: &BTreeMap<String, String>) -> Outcome {
     if faults.is_empty() { Ok(()) } else { Err(faults.join("\n")) }
 }
 
-/// Returns an error for each ```` ```rust ```` fence whose lines, without indentation, are not in the
-/// file that the text before it names last.
+/// Returns an error for each ```` ```rust ```` fence whose lines, without indentation, are not in
+/// the file that the text before it names last.
 fn misquoted(page: &str, files: &BTreeMap<String, String>) -> Vec<String> {
     let unindented = |text: &str| text.lines().map(|line| format!("{}\n", line.trim())).collect::<String>();
     let (mut faults, mut file) = (Vec::new(), "");

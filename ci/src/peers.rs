@@ -67,13 +67,13 @@ pub(crate) fn oracle(arguments: &[String]) -> Outcome {
 }
 
 /// Checks every family of models (or those named) against transformers 4.57 and 5.24 in float64:
-/// logits, loss, every gradient, text from caches, and written folders. Exports of fine-tuned models
-/// continue a prompt with equal tokens.
+/// logits, loss, every gradient, text from caches, and written folders. Exports of fine-tuned
+/// models continue a prompt with equal tokens.
 ///
 /// `tests/models/make.py` writes small random models with each version, in F32, in BF16 and in
 /// shards. `tests/models.rs` compares them on the emulator, and finds planted faults in every
-/// parameter. `tests/models/greedy.py` compares the tokens. The installed packages take 6 GB of disk
-/// and a few minutes; the rest takes three minutes.
+/// parameter. `tests/models/greedy.py` compares the tokens. The installed packages take 6 GB of
+/// disk and a few minutes; the rest takes three minutes.
 pub(crate) fn families(arguments: &[String]) -> Outcome {
     let tools = Tools::install(&[&LIBRARY_TOOLS[..], &["families_venvs"]].concat())?;
     let work = tempfile::tempdir_in(tools.target()).map_err(|error| error.to_string())?;

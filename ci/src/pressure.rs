@@ -30,8 +30,8 @@ const PEAK: Name = ["memory.max_usage_in_bytes", "memory.peak"];
 /// checkpoint that leads to the same weights. It must not end by a signal or late. A run without a
 /// memory floor must violate this. `--quick` tries only one limit and one competing process.
 ///
-/// Needs Linux, root and a memory cgroup (version 1 or 2) in which it may create others. Elsewhere it
-/// reports that and does nothing.
+/// Needs Linux, root and a memory cgroup (version 1 or 2) in which it may create others. Elsewhere
+/// it reports that and does nothing.
 pub(crate) fn pressure(arguments: &[String]) -> Outcome {
     let is_quick = arguments.iter().any(|argument| argument == "--quick");
     if let Err(error) = Cgroup::new("trial").and_then(|trial| trial.limit(64 * MIB)) {
@@ -117,7 +117,8 @@ impl Cgroup {
             let own = own.lines().find_map(|line| line.split_once(":memory:/")).map_or("", |(_, path)| path);
             (Some(first.join(own)).filter(|path| path.exists()).unwrap_or(first.to_owned()), 0)
         } else {
-            // In version 2 only leaves have processes, so the new ones are siblings of this process's.
+            // In version 2 only leaves have processes, so the new ones are siblings of this
+            // process's.
             at("cgroup.subtree_control", fs::write(second.join("cgroup.subtree_control"), "+memory"))?;
             (second.to_owned(), 1)
         };

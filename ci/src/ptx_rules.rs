@@ -112,7 +112,8 @@ fn without_comments(ptx: &str) -> String {
 fn functions(ptx: &str) -> Vec<Function<'_>> {
     let (mut found, mut rest) = (Vec::new(), ptx);
     while let Some(open) = rest.find('{') {
-        // The last statement before the brace: `.visible .entry name(` or `.func (.param ..) name(`.
+        // The last statement before the brace: `.visible .entry name(` or
+        // `.func (.param ..) name(`.
         let head = rest[..open].rsplit(';').next().unwrap_or_default();
         let mut depth = 0;
         let end = rest[open..].find(|letter| {
@@ -205,8 +206,8 @@ fn reports(log: &str) -> BTreeMap<&str, Report> {
 
 /// Returns true if a warp may be divergent at a matrix instruction.
 ///
-/// Otherwise a warp exchange or a barrier precedes the instruction, with no branch or label between.
-/// Compilers never duplicate these into branches.
+/// Otherwise a warp exchange or a barrier precedes the instruction, with no branch or label
+/// between. Compilers never duplicate these into branches.
 fn is_parted(body: &[Instruction<'_>]) -> bool {
     let mut is_together = false;
     body.iter().any(|instruction| {
@@ -248,8 +249,8 @@ pub(crate) fn judge(
     let kernels: BTreeMap<&str, &Kernel> = kernels.map(|(name, kernel)| (name.as_str(), kernel)).collect();
     let entries: BTreeSet<&str> =
         code.iter().filter(|function| function.is_entry).map(|function| function.name).collect();
-    // If any kernel waits, the host lets all begin early. rust-cuda's kernels never wait, so none of
-    // them begins early.
+    // If any kernel waits, the host lets all begin early. rust-cuda's kernels never wait, so none
+    // of them begins early.
     let is_waiting = code.iter().flat_map(|function| &function.body).any(|instruction| instruction.op == WAIT);
     let mut faults = Vec::new();
     let mut fault = |rule, text: String| faults.push((rule, text));
@@ -323,7 +324,8 @@ pub(crate) fn judge(
     faults
 }
 
-/// Prints the registers, static shared bytes, stack bytes and spilled bytes of each kernel of a log.
+/// Prints the registers, static shared bytes, stack bytes and spilled bytes of each kernel of a
+/// log.
 pub(crate) fn print_table(arch: &str, log: &str) {
     println!("{arch:<56} regs  shared   stack   spills");
     for (name, report) in reports(log) {

@@ -40,8 +40,9 @@ const PARTS: [Part; 7] = [
     ("msrv", msrv),
     // The version allows all changes since the last tag (or the previous version).
     ("semver", semver),
-    // `cargo publish --dry-run` in order. Then, without network and in an empty folder, each unpacked
-    // package builds, and the README's program trains with the packed files, and builds with `cuda`.
+    // `cargo publish --dry-run` in order. Then, without network and in an empty folder, each
+    // unpacked package builds, and the README's program trains with the packed files, and builds
+    // with `cuda`.
     ("packages", packages),
     // The documentation as docs.rs builds it: nightly, without network and CUDA.
     ("docs", docs),
@@ -277,7 +278,8 @@ fn semver(release: &Release) -> Outcome {
         .args(["tar", &baseline])
         .arg(work.join("baseline")))?;
     for package in PUBLISHED {
-        // The check cannot read macros. Features that the baseline lacks are only for the current version.
+        // The check cannot read macros. Features that the baseline lacks are only for the current
+        // version.
         let features = match package {
             "stepscope-cuda-std-macros" => continue,
             "stepscope" => "--features dlpack,ndarray,nvtx --current-features check,encrypted,group,progress",
@@ -298,9 +300,9 @@ fn semver(release: &Release) -> Outcome {
     Ok(())
 }
 
-/// Creates a registry with the packed files and all their dependencies, and returns the tools with a
-/// cargo that uses only it, without the stub driver, and without network if the system lets a user
-/// do so.
+/// Creates a registry with the packed files and all their dependencies, and returns the tools with
+/// a cargo that uses only it, without the stub driver, and without network if the system lets a
+/// user do so.
 fn registry(release: &Release) -> Outcome<Tools> {
     let (tools, work) = (&release.tools, release.work.path());
     let home = work.join("home");

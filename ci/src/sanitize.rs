@@ -39,8 +39,8 @@ impl Ran {
 
     /// Returns the number of racecheck's findings about a write and reads in known kernels.
     ///
-    /// A finding begins with one access, and the lines after it name each access with which that one
-    /// races.
+    /// A finding begins with one access, and the lines after it name each access with which that
+    /// one races.
     fn known(&self) -> usize {
         let (mut count, mut open) = (0, None);
         for line in self.log.lines().chain([""]) {
@@ -93,7 +93,8 @@ fn check_planted(tool: &str, ran: &Ran) -> Outcome<usize> {
     }
 }
 
-/// Checks that a tool found nothing while a program ran kernels; returns the number of known findings.
+/// Checks that a tool found nothing while a program ran kernels; returns the number of known
+/// findings.
 fn check_clean(tool: &str, ran: &Ran) -> Outcome<usize> {
     // The tool's exit code hides that of the tests.
     let is_done = ran.log.lines().any(|line| line.starts_with("test result: ok"));
@@ -106,11 +107,12 @@ fn check_clean(tool: &str, ran: &Ran) -> Outcome<usize> {
 /// Runs compute-sanitizer's tools (default: all) over every kernel of the library, with the kernel
 /// tests' `same_bits` cases, and over a CrossAsset step, captured and eager.
 ///
-/// For each tool, a known-bad kernel must first be reported by name, and its fixed version must not.
-/// memcheck must find each planted write up to 256 bytes after a tensor of an arena, and initcheck
-/// each planted read of memory that the step has not written; `tests/sanitized` plants both. Any other
-/// finding is a failure, including racecheck's warnings, as are a missing summary and a program without
-/// kernels. Reports about known races are counted apart. SANITIZE_FILTER selects other kernel tests.
+/// For each tool, a known-bad kernel must first be reported by name, and its fixed version must
+/// not. memcheck must find each planted write up to 256 bytes after a tensor of an arena, and
+/// initcheck each planted read of memory that the step has not written; `tests/sanitized` plants
+/// both. Any other finding is a failure, including racecheck's warnings, as are a missing summary
+/// and a program without kernels. Reports about known races are counted apart. SANITIZE_FILTER
+/// selects other kernel tests.
 pub(crate) fn sanitize(here: &Path, arguments: &[String]) -> Outcome {
     let chosen: Vec<&str> =
         if arguments.is_empty() { TOOLS.to_vec() } else { arguments.iter().map(String::as_str).collect() };

@@ -1,5 +1,5 @@
-//! The tests of the workspace: all of them, the longest ones, those under loom, and those on another
-//! processor.
+//! The tests of the workspace: all of them, the longest ones, those under loom, and those on
+//! another processor.
 
 use crate::tools::{EVERY_FEATURE, Outcome, Tools, output, plant, refused, run, say, scratch};
 
@@ -72,8 +72,8 @@ pub(crate) fn loom(_: &[String]) -> Outcome {
 /// Links all programs, tests and examples for aarch64, runs the emulator's tests there under qemu,
 /// and compares the bits of every kernel with the committed ones. `--quick` links only what runs.
 ///
-/// Only the kernels are optimized. Profile `aarch64` of `.config/nextest.toml` selects the tests that
-/// depend on the processor, without the longest.
+/// Only the kernels are optimized. Profile `aarch64` of `.config/nextest.toml` selects the tests
+/// that depend on the processor, without the longest.
 pub(crate) fn aarch64(arguments: &[String]) -> Outcome {
     if std::env::consts::ARCH == "aarch64" {
         println!("this machine is aarch64: ci/test runs the whole suite");

@@ -59,8 +59,8 @@ impl Compared {
     }
 }
 
-/// Predicts what was measured: every line of an H200 in a folder of recorded runs, or the steps in a
-/// file of the step bench.
+/// Predicts what was measured: every line of an H200 in a folder of recorded runs, or the steps in
+/// a file of the step bench.
 ///
 /// # Errors
 /// Returns an error if a file cannot be read, or is from another bench.

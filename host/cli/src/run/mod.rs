@@ -1,6 +1,6 @@
-//! A training run of a language model, which `train` and `finetune` share. [`main`] returns its exit
-//! code, and [`on_ranks`] runs it on each rank of this process. What other training programs use
-//! too, such as the example `crossasset`, is in [`crate::program`].
+//! A training run of a language model, which `train` and `finetune` share. [`main`] returns its
+//! exit code, and [`on_ranks`] runs it on each rank of this process. What other training programs
+//! use too, such as the example `crossasset`, is in [`crate::program`].
 //!
 //! | file | part |
 //! |---|---|
