@@ -95,7 +95,11 @@ fn tokens(text: &str) -> Vec<(usize, Token<'_>)> {
             end(2 + hashes, &format!("\"{}", "#".repeat(hashes)))
         } else if first == '"' {
             let mut escaped = false;
-            let closes = |letter| !std::mem::replace(&mut escaped, !escaped && letter == '\\') && letter == '"';
+            let closes = |letter| {
+                let is_plain = !escaped;
+                escaped = is_plain && letter == '\\';
+                is_plain && letter == '"'
+            };
             let taken = rest[1..].find(closes).map_or(rest.len(), |end| end + 2);
             tokens.push((line, Token::Text(rest.get(1..taken - 1).unwrap_or(""))));
             taken

@@ -5,6 +5,7 @@
 
 use std::path::Path;
 
+use crate::names;
 use crate::tools::{Outcome, Tools, read};
 
 const COLUMNS: usize = 100;

@@ -36,7 +36,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use stepscope::DeviceKind;
 use stepscope::check::faults::{Call, Fault};
-use world::{Rig, World};
+use world::{Execution, Rig};
 
 /// The longest machine pause during a stalling program for which its deadlines can still be
 /// checked.
@@ -100,7 +100,7 @@ fn run(rig: &mut Option<Rig>, device: DeviceKind, kind: Kind, program: &Program)
                 Rig::open(device, kind)
             }
         };
-        let outcome = World::run(&mut used, program, None);
+        let outcome = Execution::run(&mut used, program, None);
         if used.is_clean(program) {
             *rig = Some(used);
         }
@@ -207,7 +207,7 @@ fn finds(planted: Planted, rule: Rule) {
             Planted::ResetUnderSaved => (program.pool, program.growth) = (None, None),
             _ => {}
         }
-        if let Err(violation) = World::run(&mut Rig::open(DeviceKind::Emulated, kind), &program, Some(planted)) {
+        if let Err(violation) = Execution::run(&mut Rig::open(DeviceKind::Emulated, kind), &program, Some(planted)) {
             assert_eq!(violation.rule, rule, "{violation:?}\nin {program:?}");
             return;
         }

@@ -409,8 +409,8 @@ impl Execution<'_> {
         Ok(())
     }
 
-    /// Judges the end of a scope: `None` if it panicked as planned. See [`Execution::judge`] for the
-    /// last two arguments.
+    /// Judges the end of a scope: `None` if it panicked as planned. See [`Execution::judge`] for
+    /// the last two arguments.
     pub(super) fn closed(
         &mut self,
         what: &str,

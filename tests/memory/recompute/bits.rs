@@ -1,6 +1,6 @@
 //! A pass with recomputing has the bits of the same pass without.
 
-use crate::recompute::graphs::{BATCH, GRAPHS, Graph, TOKENS, WIDTH, World, eager, values};
+use crate::recompute::graphs::{BATCH, Fixture, GRAPHS, Graph, TOKENS, WIDTH, eager, values};
 use crate::support::{bits, on_each_device};
 use stepscope::capture::{Captured, Output};
 use stepscope::memory::Overflow;
@@ -11,7 +11,7 @@ fn arena(device: &Device) -> Arena {
     Arena::builder(device).capacity(Capacity::mib(8)).build().unwrap()
 }
 
-type Steps = Captured<(World, (bool, Graph)), Output>;
+type Steps = Captured<(Fixture, (bool, Graph)), Output>;
 
 fn inputs<'i>((x, labels, lengths): &'i (Vec<f32>, Vec<u32>, Vec<u32>)) -> HostInputs<'i> {
     let inputs = HostInputs::new().with(x, [BATCH, TOKENS, WIDTH]).unwrap();
@@ -19,9 +19,9 @@ fn inputs<'i>((x, labels, lengths): &'i (Vec<f32>, Vec<u32>, Vec<u32>)) -> HostI
 }
 
 fn capture(arena: &mut Arena, run: (bool, Graph)) -> Result<Steps> {
-    let state = (World::new(arena.device()), run);
-    arena.capture(state, &inputs(&values(0)), |step, (world, run), slots| {
-        let loss = world.passes(step, *run, slots.input(0)?, slots.indices(1)?, slots.input(2)?)?;
+    let state = (Fixture::new(arena.device()), run);
+    arena.capture(state, &inputs(&values(0)), |step, (fixture, run), slots| {
+        let loss = fixture.passes(step, *run, slots.input(0)?, slots.indices(1)?, slots.input(2)?)?;
         Ok(slots.output(&loss))
     })
 }
@@ -81,19 +81,19 @@ on_each_device! {
         for (name, graph) in GRAPHS.into_iter().filter(|(name, _)| !["transformer", "inputs only"].contains(name)) {
             let run = |on| {
                 let (x, ..) = values(4);
-                let mut world = World::new(device);
+                let mut fixture = Fixture::new(device);
                 let loss = arena(device).step(|step| {
                     let x = step.upload(&x, [BATCH, TOKENS, WIDTH])?;
                     let mut out = step.empty([1])?;
                     step.scratch(|inner| {
                         let x = ops::copy(inner, &inner.lend(&x))?.save();
                         let none = inner.empty([1])?.save();
-                        let loss = world.passes(inner, (on, graph), x, Indices::on_device(none), none)?;
+                        let loss = fixture.passes(inner, (on, graph), x, Indices::on_device(none), none)?;
                         ops::copy_into(inner, &loss, &mut inner.lend_mut(&mut out))
                     })?;
                     step.read(&out)
                 });
-                (bits(&loss.unwrap()), bits(&world.gradients.flat().read().unwrap()))
+                (bits(&loss.unwrap()), bits(&fixture.gradients.flat().read().unwrap()))
             };
             assert_eq!(run(true), run(false), "{name}");
         }

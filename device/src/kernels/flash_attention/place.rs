@@ -117,10 +117,12 @@ impl<'k> ResidentRows<'k> {
     /// Returns this block's place in a launch that begins at head `before` of all samples' heads.
     /// All first rows of eight heads come before their next ones, and so do those of the last
     /// `last_heads` heads or more, so that the launch ends with short blocks. The parameters are
-    /// otherwise as in [`ResidentRows::new`]; most numbers have 32 bits, which take fewer registers.
+    /// otherwise as in [`ResidentRows::new`]. Most numbers have 32 bits, which take fewer
+    /// registers.
     ///
     /// # Safety
-    /// The caller meets the requirements of [`ResidentRows::new`]. The launch has all blocks of its heads.
+    /// The caller meets the requirements of [`ResidentRows::new`]. The launch has all blocks of its
+    /// heads.
     #[inline(always)]
     pub(crate) unsafe fn in_part<S: Copy>(
         problem: &Problem<'k, S>,

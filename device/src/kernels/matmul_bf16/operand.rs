@@ -104,8 +104,8 @@ impl<'p> OperandTile<'p> {
     }
 
     /// Copies this thread's chunks of the stage with the k from `first_k` up to `end`, and writes
-    /// zeros for elements that do not exist. Whole chunks are copied as [`OperandTile::copy_whole`] does.
-    /// The others are copied synchronously, element by element.
+    /// zeros for elements that do not exist. Whole chunks are copied as
+    /// [`OperandTile::copy_whole`] does. The others are copied synchronously, element by element.
     ///
     /// # Safety
     /// The contract has accepted the operand.
