@@ -32,9 +32,9 @@ const UNLISTED: [&str; 16] = [
     "examples/vit.rs",
     "tests/oracle/gpt_training.py",
     "tests/programs/runs.rs",
-    "host/cli/src/predict/compare.rs",
-    "host/cli/src/predict/bench.rs",
-    "host/cli/src/predict/recorded.rs",
+    "host/cli/src/predict/tests.rs",
+    "host/cli/src/predict/tests/bench.rs",
+    "host/cli/src/predict/tests/recorded.rs",
 ];
 
 /// A line of a page.

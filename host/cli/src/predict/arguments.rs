@@ -18,9 +18,9 @@ use stepscope_predict::gpu::{self, Gpu};
 #[derive(Debug, Parser)]
 #[command(name = "stepscope predict")]
 pub(crate) struct Args {
-    /// GPU to predict [default: gb10]
-    #[arg(long, value_enum)]
-    gpu: Option<gpu::Name>,
+    /// GPU to predict
+    #[arg(long, value_enum, default_value_t = gpu::Name::Gb10)]
+    gpu: gpu::Name,
 
     /// Model to train
     #[arg(long, value_enum, default_value_t = Model::Crossasset)]
@@ -81,9 +81,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
 
-    /// Predict what was measured, and print both: the steps in a samples file of the step bench, or
-    /// the lines of an H200 in the folder benches/runs
-    #[arg(long, value_name = "PATH", conflicts_with_all = ["model", "batch", "precision", "size", "context", "recompute"])]
+    /// Predict the steps that the step bench measured, from its samples file, and print both
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["model", "batch", "precision", "size", "context", "recompute"])]
     pub(crate) compare: Option<PathBuf>,
 }
 
@@ -118,24 +117,13 @@ impl Args {
     }
 
     /// Returns the GPU, with the given overrides.
-    ///
-    /// # Errors
-    /// Returns an error if a GPU is given for a folder of recorded lines.
-    pub(crate) fn gpu(&self) -> Result<Gpu, &'static str> {
-        let gpu = Gpu::of(match self.compare.as_ref().is_some_and(|path| path.is_dir()) {
-            true if self.gpu.is_some() => {
-                return Err(
-                    "--compare with a folder predicts an H200, on which its lines were measured: leave out --gpu",
-                );
-            }
-            true => gpu::Name::H200,
-            false => self.gpu.unwrap_or(gpu::Name::Gb10),
-        });
-        Ok(Gpu {
+    pub(crate) fn gpu(&self) -> Gpu {
+        let gpu = Gpu::of(self.gpu);
+        Gpu {
             copy: self.copy.unwrap_or(gpu.copy),
             cache_bytes: self.cache.map_or(gpu.cache_bytes, |megabytes| megabytes as u64 * 1_000_000),
             ..gpu
-        })
+        }
     }
 
     /// Returns a title for the prediction.

@@ -1,42 +1,34 @@
-//! Comparison of predictions with measurements: a run of the step bench, or the recorded samples
-//! in `benches/runs/`.
+//! Comparison of predictions with a run of the step bench.
 
 use std::path::Path;
 
 use clap::ValueEnum as _;
 use serde::Serialize;
 use serde_json::Value;
-use stepscope::bf16;
 use stepscope::files::PlainFile;
 use stepscope_core::internals::Launch;
 
-use crate::predict::bench;
-use crate::predict::matmul_case::Case as Product;
-use crate::predict::recorded::{self, Factors, Gpt};
 use crate::predict::step::{self, Work};
-use crate::train::cli::{Arch, Precision, Size};
-use crate::train::model;
+use crate::train::cli::Precision;
 use stepscope_predict::{Forecast, Gpu, Kernels};
 
 /// A measured line.
-struct Line {
+pub(super) struct Line {
     /// The kind of line.
-    group: &'static str,
-    name: String,
-    measured_us: f64,
+    pub(super) group: &'static str,
+    pub(super) name: String,
+    pub(super) measured_us: f64,
     /// The repeated sequence of launches, and the number of calls in it.
-    launches: Vec<Launch>,
-    calls: usize,
+    pub(super) launches: Vec<Launch>,
+    pub(super) calls: usize,
 }
 
-/// Tokens per sample.
-const CONTEXT: usize = 1024;
 /// The largest samples file.
 const MAX_BYTES: u64 = 64 << 20;
 
-type Outcome<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+pub(super) type Outcome<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-fn read(path: &Path) -> Outcome<Value> {
+pub(super) fn read(path: &Path) -> Outcome<Value> {
     let text = PlainFile::read_whole(path, MAX_BYTES).map_err(|error| format!("{}: {error}", path.display()))?;
     Ok(serde_json::from_slice(&text).map_err(|error| format!("{}: {error}", path.display()))?)
 }
@@ -59,21 +51,11 @@ impl Compared {
     }
 }
 
-/// Predicts what was measured: every line of an H200 in a folder of recorded runs, or the steps in
-/// a file of the step bench.
+/// Predicts the steps that a run of the step bench measured.
 ///
 /// # Errors
-/// Returns an error if a file cannot be read, or is from another bench.
-pub(crate) fn compare(path: &Path, gpu: &Gpu, kernels: &Kernels) -> Outcome<Vec<Compared>> {
-    if !path.is_dir() {
-        return steps_of_file(path, gpu, kernels);
-    }
-    // All of them were recorded before there were kernels for `wgmma`.
-    let gpu = &Gpu { wgmma: None, ..*gpu };
-    Ok(predicted(all(path, gpu)?, gpu, kernels))
-}
-
-fn steps_of_file(file: &Path, gpu: &Gpu, kernels: &Kernels) -> Outcome<Vec<Compared>> {
+/// Returns an error if its file cannot be read, or is from another bench.
+pub(crate) fn compare(file: &Path, gpu: &Gpu, kernels: &Kernels) -> Outcome<Vec<Compared>> {
     let run = read(file)?;
     let of_command = run["command"].as_array().map(Vec::as_slice).unwrap_or_default();
     let named = of_command
@@ -94,7 +76,8 @@ fn steps_of_file(file: &Path, gpu: &Gpu, kernels: &Kernels) -> Outcome<Vec<Compa
     Ok(predicted(found, gpu, kernels))
 }
 
-fn predicted(lines: Vec<Line>, gpu: &Gpu, kernels: &Kernels) -> Vec<Compared> {
+/// Predicts each line.
+pub(super) fn predicted(lines: Vec<Line>, gpu: &Gpu, kernels: &Kernels) -> Vec<Compared> {
     let compared = lines.into_iter().map(|Line { group, name, measured_us, launches, calls }| {
         let forecast = Forecast::of(gpu, kernels, &launches);
         let predicted = forecast.microseconds / calls as f64;
@@ -104,7 +87,7 @@ fn predicted(lines: Vec<Line>, gpu: &Gpu, kernels: &Kernels) -> Vec<Compared> {
 }
 
 /// Returns the median of samples.
-fn median(samples: &Value) -> Option<f64> {
+pub(super) fn median(samples: &Value) -> Option<f64> {
     let mut samples: Vec<f64> = samples.as_array()?.iter().filter_map(Value::as_f64).collect();
     samples.sort_by(f64::total_cmp);
     let (low, high) = (samples.get((samples.len().max(1) - 1) / 2)?, samples.get(samples.len() / 2)?);
@@ -112,53 +95,17 @@ fn median(samples: &Value) -> Option<f64> {
 }
 
 /// Returns the lines of a contender in a bench's file.
-fn lines<'v>(run: &'v Value, contender: &'static str) -> impl Iterator<Item = &'v Value> {
+pub(super) fn lines<'v>(run: &'v Value, contender: &'static str) -> impl Iterator<Item = &'v Value> {
     let lines = run["lines"].as_array().map(Vec::as_slice).unwrap_or_default();
     lines.iter().filter(move |line| line["contender"] == contender)
 }
 
-fn number(line: &Value, name: &str) -> usize {
+pub(super) fn number(line: &Value, name: &str) -> usize {
     line[name].as_u64().unwrap_or(0) as usize
 }
 
-/// Returns every line that was measured on an H200.
-fn all(folder: &Path, gpu: &Gpu) -> Outcome<Vec<Line>> {
-    let mut all = steps(folder, gpu)?;
-    all.extend(kernels(folder, gpu)?);
-    all.extend(products(folder, gpu)?);
-    all.extend(attention(folder, gpu)?);
-    Ok(all)
-}
-
-fn steps(folder: &Path, gpu: &Gpu) -> Outcome<Vec<Line>> {
-    let mut found = Vec::new();
-    for (precision, file) in recorded::STEPS {
-        add_steps(&read(&folder.join(file))?, gpu, precision, &mut found)?;
-    }
-    let runs = read(&folder.join(recorded::GPT2))?;
-    for Gpt { size, precision, batch, recompute } in recorded::GPT {
-        let name = if size == Size::Medium { "350M" } else { "124M" };
-        let option = if recompute { " --recompute" } else { "" };
-        // These runs were recorded when f32 was called `ieee`.
-        let recorded = precision.to_string();
-        let recorded = if recorded == "f32" { "ieee" } else { &recorded };
-        let arguments = format!("--size {} --precision {recorded} --batch {batch}{option}", name.to_lowercase());
-        let samples = median(&runs["runs"][&arguments]["seconds_of_updates"]);
-        let measured_us = samples.ok_or_else(|| format!("{}: no samples of {arguments}", recorded::GPT2))? * 1e6;
-        let work =
-            Work::Gpt { config: Box::new(model::config(size, Arch::Gpt2, 50_304, CONTEXT)), recompute, lora: None };
-        let again = if recompute { ", recompute" } else { "" };
-        found.push(step_line(
-            format!("GPT-2 {name}{again}, {batch} x {CONTEXT}, {precision}"),
-            measured_us,
-            step::launches(gpu, &work, precision, batch)?,
-        ));
-    }
-    Ok(found)
-}
-
 /// Adds the captured steps of a run of the step bench, with inputs on the device.
-fn add_steps(run: &Value, gpu: &Gpu, precision: Precision, found: &mut Vec<Line>) -> Outcome<()> {
+pub(super) fn add_steps(run: &Value, gpu: &Gpu, precision: Precision, found: &mut Vec<Line>) -> Outcome<()> {
     for line in lines(run, "stepscope captured").filter(|line| line["measure"] == "resident") {
         let batch = number(line, "batch");
         let measured_us = median(&line["nanoseconds"]).ok_or("no samples")? / 1e3;
@@ -168,71 +115,6 @@ fn add_steps(run: &Value, gpu: &Gpu, precision: Precision, found: &mut Vec<Line>
     Ok(())
 }
 
-fn step_line(name: String, measured_us: f64, launches: Vec<Launch>) -> Line {
+pub(super) fn step_line(name: String, measured_us: f64, launches: Vec<Launch>) -> Line {
     Line { group: "step", name, measured_us, launches, calls: 1 }
-}
-
-fn kernels(folder: &Path, gpu: &Gpu) -> Outcome<Vec<Line>> {
-    let mut found = Vec::new();
-    for (file, is_taken) in recorded::KERNELS {
-        let run = read(&folder.join(file))?;
-        for line in lines(&run, "stepscope") {
-            let (name, elements) = (line["kernel"].as_str().unwrap_or_default(), number(line, "elements"));
-            if !is_taken(name) {
-                continue;
-            }
-            let measured_us = median(&line["nanoseconds"]).ok_or("no samples")? / 1e3;
-            if let Some((launches, calls)) = bench::kernel(gpu, name, elements)? {
-                let size =
-                    if elements.is_power_of_two() { format!("2^{}", elements.ilog2()) } else { elements.to_string() };
-                let name = format!("{name}, {size}");
-                found.push(Line { group: "kernel", name, measured_us, launches, calls });
-            }
-        }
-    }
-    let run = read(&folder.join(recorded::LAYER_NORM_BACKWARD))?;
-    for name in ["layer_norm_backward", "layer_norm_backward_bf16"] {
-        let measured_us = run["microseconds p50 p10 p90"][name][0].as_f64().ok_or("no samples")?;
-        if let Some((launches, calls)) = bench::kernel(gpu, name, 1 << 28)? {
-            found.push(Line { group: "kernel", name: format!("{name}, 2^28"), measured_us, launches, calls });
-        }
-    }
-    Ok(found)
-}
-
-fn products(folder: &Path, gpu: &Gpu) -> Outcome<Vec<Line>> {
-    let mut found = Vec::new();
-    for (factors, file) in recorded::PRODUCTS {
-        let run = read(&folder.join(file))?;
-        for line in lines(&run, "stepscope") {
-            let case: Product = serde_json::from_value(line.clone())?;
-            let measured_us = median(&line["nanoseconds"]).ok_or("no samples")? / 1e3;
-            let (launches, named) = match factors {
-                Factors::F32(precision) => {
-                    (bench::product::<f32>(gpu, case, precision.of_f32())?, precision.to_string())
-                }
-                Factors::Bf16 => (bench::product::<bf16>(gpu, case, Precision::F32.of_f32())?, "BF16 tensors".into()),
-            };
-            found.push(Line { group: "product", name: format!("{case}, {named}"), measured_us, launches, calls: 1 });
-        }
-    }
-    Ok(found)
-}
-
-fn attention(folder: &Path, gpu: &Gpu) -> Outcome<Vec<Line>> {
-    let run = read(&folder.join(recorded::ATTENTION))?;
-    let mut found = Vec::new();
-    for line in lines(&run, "stepscope") {
-        let case = ["batch", "tokens", "heads", "kv_heads", "width"].map(|name| number(line, name));
-        let causal = line["causal"] == true;
-        let [batch, tokens, heads, kv_heads, width] = case;
-        for (both, name) in [(false, "forward"), (true, "both")] {
-            let measured_us = median(&line[name]).ok_or("no samples")? / 1e3;
-            let launches = bench::attention::<bf16>(gpu, case, causal, both)?;
-            let sees = if causal { "causal" } else { "all" };
-            let name = format!("{batch} x {tokens}, {heads}/{kv_heads} heads of {width}, {sees}, {name}");
-            found.push(Line { group: "attention", name, measured_us, launches, calls: 1 });
-        }
-    }
-    Ok(found)
 }

@@ -5,27 +5,22 @@
 //! stepscope predict --gpu gb10 --model gpt --precision bf16
 //! stepscope predict --gpu h200 --model crossasset --batch 4096
 //! stepscope predict --gpu gb10 --config Llama-3.2-1B/config.json --precision bf16 --recompute
-//! stepscope predict --gpu gb10 --compare FILE   # compared with a run of the step bench
-//! stepscope predict --compare benches/runs      # compared with every recorded line of an H200
+//! stepscope predict --gpu gb10 --compare FILE  # compared with a run of the step bench
 //!
 //! step.rs       the launches of a step, from a dry run
-//! bench.rs      the launches of the benches
 //! report.rs     tables
-//! compare.rs    comparison with measurements
-//! recorded.rs   the files of those measurements
+//! compare.rs    comparison with a run of the step bench
+//! tests.rs      comparison with the recorded runs
 //! ```
 //! `docs/predict.md` describes the model, its accuracy, and where it fails. Exit code 2: the
 //! command line is wrong, or a file cannot be read or written.
 
 mod arguments;
-mod bench;
 mod compare;
-#[path = "../../../../benches/matmul/case.rs"]
-#[allow(dead_code, reason = "its cases are those of the recorded lines")]
-mod matmul_case;
-mod recorded;
 mod report;
 pub(crate) mod step;
+#[cfg(test)]
+mod tests;
 
 use std::error::Error;
 use std::io::{self, ErrorKind, Write as _};
@@ -54,11 +49,11 @@ fn failed(error: &dyn Error) -> ExitCode {
 
 /// Returns the text to print.
 fn run(args: &Args) -> Result<String, Box<dyn Error>> {
-    let gpu = args.gpu()?;
+    let gpu = args.gpu();
     let kernels = Kernels::of(gpu.arch);
     let (text, json) = match &args.compare {
-        Some(path) => {
-            let compared = compare::compare(path, &gpu, &kernels)?;
+        Some(file) => {
+            let compared = compare::compare(file, &gpu, &kernels)?;
             (report::comparison(&compared), serde_json::to_value(&compared)?)
         }
         None => {

@@ -6,7 +6,7 @@ use stepscope::tensor::{Indices, Saved, Stored};
 use stepscope::{EagerStep, Result, Step, Tensor, bf16};
 use stepscope_core::internals::Launch;
 
-use crate::predict::matmul_case::Case as Product;
+use super::matmul_case::Case as Product;
 use stepscope_predict::{Gpu, dry_run};
 
 /// Columns of each row.
@@ -144,7 +144,7 @@ fn call<'s, S: Stored>(step: &Step<'s>, name: &str, set: &Set<'s>, [x, dy]: [&Sa
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::predict::matmul_case::OperandLayout::{NN, NT};
+    use super::super::matmul_case::OperandLayout::{NN, NT};
     use stepscope_predict::{Forecast, Kernels};
 
     /// Microseconds of products by `wgmma`, on an H100 at its power limit next to cuBLAS: tiles of

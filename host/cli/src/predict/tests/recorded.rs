@@ -1,4 +1,4 @@
-//! The recorded runs in `benches/runs/` that `--compare` compares with predictions.
+//! The recorded runs in `benches/runs/` that are compared with predictions.
 //!
 //! Each line uses the newest run whose kernels are the current ones. To use a newer run, replace
 //! its name here; it appears nowhere else.
