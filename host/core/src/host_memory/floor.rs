@@ -4,8 +4,8 @@
 //! the whole machine. A step that begins reads the available memory, and how fast other processes
 //! take it. The step must finish before they have taken the rest.
 //!
-//! Invariant: a step begins only on figures so recent that memory cannot have fallen to the floor
-//! since, at the fastest rate measured on such machines.
+//! Invariant: a step begins only on figures that are at most 10 ms old, or so recent that memory
+//! cannot have fallen to the floor since, at the fastest rate measured on such machines.
 
 #![forbid(unsafe_code)]
 

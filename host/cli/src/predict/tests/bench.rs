@@ -143,8 +143,8 @@ fn call<'s, S: Stored>(step: &Step<'s>, name: &str, set: &Set<'s>, [x, dy]: [&Sa
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use super::super::matmul_case::OperandLayout::{NN, NT};
+    use super::*;
     use stepscope_predict::{Forecast, Kernels};
 
     /// Microseconds of products by `wgmma`, on an H100 at its power limit next to cuBLAS: tiles of
