@@ -33,7 +33,17 @@ pub(crate) fn launch<K: Contract>(launches: &Launches, kernel: &K, deadline: Dur
 fn accept<K: Contract>(device: &Device, kernel: &K, make: &mut dyn FnMut(Launch) -> Result<()>) -> Result<()> {
     let entry = kernel.entry().map_err(|violation| Error::Contract { kernel: K::NAME, violation })?;
     let grid = kernel.grid().map_err(|violation| Error::Contract { kernel: entry.name, violation })?;
-    let launch = Launch { entry: *entry, grid, words: Words::of(kernel) };
+    make_checked(device, Launch { entry: *entry, grid, words: Words::of(kernel) }, kernel, make)
+}
+
+/// Makes a launch that its contract has accepted. It is compiled once for all kernels.
+#[track_caller]
+fn make_checked(
+    device: &Device,
+    launch: Launch,
+    kernel: &dyn Debug,
+    make: &mut dyn FnMut(Launch) -> Result<()>,
+) -> Result<()> {
     check_memory(device, &launch, kernel)?;
     if launch.grid.blocks() == 0 {
         return Ok(());
@@ -43,7 +53,6 @@ fn accept<K: Contract>(device: &Device, kernel: &K, make: &mut dyn FnMut(Launch)
 }
 
 /// Checks that the arguments' memory is this device's, and aligned. `kernel` shows them in errors.
-/// It is compiled once for all kernels.
 fn check_memory(device: &Device, Launch { entry, words, .. }: &Launch, kernel: &dyn Debug) -> Result<()> {
     let refused = |violation| Error::Contract { kernel: entry.name, violation };
     if let Some((place, owner)) = words.first_of_other(|owner| device.reaches(owner)) {
