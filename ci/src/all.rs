@@ -6,9 +6,8 @@ use std::process::{Child, Command};
 use crate::tools::{Outcome, at, read, scratch};
 
 /// The checks before a release, in order.
-pub(crate) const FULL: [&str; 16] = [
+pub(crate) const FULL: &[&str] = &[
     "flake",
-    "workflow",
     "lint",
     "test",
     "docs",
@@ -25,15 +24,15 @@ pub(crate) const FULL: [&str; 16] = [
     "gpu",
 ];
 /// The checks before each change: a short form of each slow one.
-const QUICK: [&str; 6] = ["lint", "test", "docs --quick", "oracle --quick", "pressure --quick", "publish contents"];
+const QUICK: &[&str] = &["lint", "test", "docs --quick", "oracle --quick", "pressure --quick", "publish contents"];
 /// Checks that mostly download, and so run concurrently with the quick ones.
-const CONCURRENT: [&str; 3] = ["flake", "workflow", "rust-cuda --quick"];
+const CONCURRENT: &[&str] = &["flake", "rust-cuda --quick"];
 
 /// Runs all checks, or with `--quick` those of `.ci/run`. Stops at the first failure.
 pub(crate) fn all(arguments: &[String]) -> Outcome {
     let (steps, concurrent): (&[&str], &[&str]) = match arguments {
-        [] => (&FULL, &[]),
-        [quick] if quick == "--quick" => (&QUICK, &CONCURRENT),
+        [] => (FULL, &[]),
+        [quick] if quick == "--quick" => (QUICK, CONCURRENT),
         _ => return Err("usage: ci/all [--quick]".to_owned()),
     };
     let logs = scratch()?;

