@@ -121,8 +121,8 @@ mod tests {
     use crate::STEPS;
     use crate::all::FULL;
 
-    /// Returns an error for each command of a workflow that is neither a check nor a command in a fence
-    /// of a page, and for each check of `ci/all` that it does not run.
+    /// Returns an error for each command of a workflow that is neither a check nor a command in a
+    /// fence of a page, and for each check of `ci/all` that it does not run.
     fn nothing_own(workflow: &str, pages: &str) -> Outcome {
         let fences = pages.split("```sh").skip(1).filter_map(|part| part.split("```").next());
         let known: BTreeSet<&str> =
