@@ -7,8 +7,9 @@ use crate::tools::{Outcome, Tools, output, plant, refused, run, say, scratch};
 
 /// Tests that run kernels or read system files, and searches and statistics without unsafe code
 /// that take half an hour here.
-const SKIPPED: [&str; 8] = [
+const SKIPPED: [&str; 9] = [
     "device::driver_thread",
+    "loader::",
     "device::self_test",
     "reads_this_host",
     "cgroup::",
@@ -48,6 +49,8 @@ pub(crate) fn miri(arguments: &[String]) -> Outcome {
     };
     say("the driver thread, with Miri's virtual clock; a stuck thread ends with the process");
     tests("-Zmiri-ignore-leaks", "--package stepscope-core --lib -- device::driver_thread")?;
+    say("the loader, one of whose threads ends with the process");
+    tests("-Zmiri-disable-isolation -Zmiri-ignore-leaks", "--package stepscope-train --lib -- loader::")?;
     say("steps, launches, dry runs, replays and drops, on the emulator; its threads end with the process");
     let flags = "-Zmiri-disable-isolation -Zmiri-ignore-leaks -Zmiri-permissive-provenance";
     tests(flags, "--package stepscope --test memory -- inside:: --skip cuda --skip every_operation_in_every_scope")?;

@@ -62,7 +62,7 @@ pub trait IndexSource<'s>: sealed::Sealed {
     /// this before it queues anything. Inputs of a recorded step are checked before each replay.
     ///
     /// # Errors
-    /// [`Error::Label`] with the place of the first invalid index.
+    /// [`Error::Label`](crate::Error::Label) with the place of the first invalid index.
     fn within(&self, step: &Step<'s>, bound: IndexBound) -> Result<&Self::Values>;
 
     /// Returns the number of indices other than [`IGNORED`]. `None` if the host does not know it:
@@ -94,7 +94,7 @@ impl<'s> Indices<'s> {
     /// Returns the same indices with other extents.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when the number of elements differs.
+    /// [`Error::Misuse`](crate::Error::Misuse) when the number of elements differs.
     pub fn reshape(self, shape: impl Into<Shape>) -> Result<Self> {
         Ok(Self { values: self.values.reshape(shape)?, ..self })
     }

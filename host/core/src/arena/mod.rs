@@ -133,7 +133,7 @@ impl Arena {
     /// Returns all memory that the overflow pool keeps to the system. Waits for the device.
     ///
     /// # Errors
-    /// [`Error::Timeout`](crate::Error::Timeout) if the device does not answer.
+    /// [`Error::Timeout`] if the device does not answer.
     pub fn trim(&mut self) -> Result<()> {
         self.region.trim().map_err(|error| self.region.with_report(error))
     }

@@ -13,8 +13,8 @@ impl Arena {
     /// then.
     ///
     /// # Errors
-    /// [`Error::Timeout`](crate::Error::Timeout) when the step missed its deadline, if it has one.
-    /// [`Error::Driver`](crate::Error::Driver) when the overflow could not be freed.
+    /// [`Error::Timeout`] when the step missed its deadline, if it has one.
+    /// [`Error::Driver`] when the overflow could not be freed.
     pub fn step<R>(&mut self, run: impl for<'s> FnOnce(&mut EagerStep<'s>) -> Result<R>) -> Result<R> {
         let (mut run, mut result) = (Some(run), None);
         self.run_step(&mut |region| {
