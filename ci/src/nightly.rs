@@ -49,14 +49,14 @@ pub(crate) fn miri(arguments: &[String]) -> Outcome {
     };
     say("the driver thread, with Miri's virtual clock; a stuck thread ends with the process");
     tests("-Zmiri-ignore-leaks", "--package stepscope-core --lib -- device::driver_thread")?;
-    say("the loader, one of whose threads ends with the process");
-    tests("-Zmiri-disable-isolation -Zmiri-ignore-leaks", "--package stepscope-train --lib -- loader::")?;
     say("steps, launches, dry runs, replays and drops, on the emulator; its threads end with the process");
     let flags = "-Zmiri-disable-isolation -Zmiri-ignore-leaks -Zmiri-permissive-provenance";
     tests(flags, "--package stepscope --test memory -- inside:: --skip cuda --skip every_operation_in_every_scope")?;
     if arguments.iter().any(|argument| argument == "--quick") {
         return Ok(());
     }
+    say("the loader, one of whose threads ends with the process");
+    tests("-Zmiri-disable-isolation -Zmiri-ignore-leaks", "--package stepscope-train --lib -- loader::")?;
     say("the host's other unit tests");
     let skipped = SKIPPED.map(|name| format!("--skip {name}")).join(" ");
     let flags = "-Zmiri-disable-isolation";
