@@ -18,16 +18,16 @@ use stepscope::train::Ended;
 fn rank_count_keeps_bits() {
     let batches = uneven();
     for more in [false, true] {
-        let one = said(Plan { ranks: 1, shards: 8, captured: false, more }, &batches, None);
+        let one = train_ranks(Plan { ranks: 1, shards: 8, captured: false, more }, &batches, None);
         assert!(one.0[3].loss < 0.9 * one.0[0].loss, "the loss must fall: {:?}", one.0);
         assert!(one.0.iter().all(|update| update.monitored_l2.is_some_and(|norm| norm > 0.0)));
         for ranks in [1, 2, 4, 8] {
             for captured in [false, true] {
                 let plan = Plan { ranks, shards: 8, captured, more };
-                assert!(said(plan, &batches, None) == one, "{plan:?}");
+                assert!(train_ranks(plan, &batches, None) == one, "{plan:?}");
             }
         }
-        let other = said(Plan { ranks: 1, shards: 4, captured: false, more }, &batches, None);
+        let other = train_ranks(Plan { ranks: 1, shards: 4, captured: false, more }, &batches, None);
         assert!(other.1 != one.1, "the number of shards must change a run's results");
     }
 }
@@ -38,8 +38,8 @@ fn one_shard_matches_no_group() {
     for more in [false, true] {
         let plan = Plan { ranks: 1, shards: 1, captured: false, more };
         let alone = train(plan, &Device::open(DeviceKind::Emulated).unwrap(), None, &batches, None).unwrap();
-        assert!(said(plan, &batches, None) == alone);
-        assert!(said(Plan { captured: true, ..plan }, &batches, None) == alone);
+        assert!(train_ranks(plan, &batches, None) == alone);
+        assert!(train_ranks(Plan { captured: true, ..plan }, &batches, None) == alone);
     }
 }
 
@@ -83,7 +83,7 @@ fn gradients_sum_in_one_shard_tree() {
             trainer.state().parameters.sha256()
         });
         let updated: Vec<String> = updated.into_iter().map(|sha| sha.unwrap()).collect();
-        let whole = said(plan(1), std::slice::from_ref(batch), None).1;
+        let whole = train_ranks(plan(1), std::slice::from_ref(batch), None).1;
         assert!(updated.iter().all(|sha| *sha == whole), "{ranks} ranks: the update after `accumulate` differs");
     }
 }
@@ -92,12 +92,12 @@ fn gradients_sum_in_one_shard_tree() {
 fn checkpoints_resume_with_other_ranks() {
     let batches = uneven();
     let plan = |ranks| Plan { ranks, shards: 8, captured: ranks % 2 == 0, more: true };
-    let (_, whole, _) = said(plan(2), &batches, None);
+    let (_, whole, _) = train_ranks(plan(2), &batches, None);
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("checkpoint.safetensors");
     let mut digests = Vec::new();
     for (made, ranks) in [4, 1, 8, 2, 4].into_iter().enumerate() {
-        let (updates, sha, _) = said(plan(ranks), &batches[..=made], Some(&path));
+        let (updates, sha, _) = train_ranks(plan(ranks), &batches[..=made], Some(&path));
         assert_eq!(updates.len(), 1, "{ranks} ranks: more than update {made} was made");
         digests.push(sha);
     }
@@ -300,10 +300,10 @@ mod two_gpus {
         let batches = uneven();
         for more in [false, true] {
             let plan = |ranks, captured| Plan { ranks, shards: 8, captured, more };
-            let want = said(plan(2, false), &batches, None);
+            let want = train_ranks(plan(2, false), &batches, None);
             for ranks in [1, 2] {
                 for captured in [false, true] {
-                    let got = said_on(DeviceKind::Cuda, plan(ranks, captured), &batches, None);
+                    let got = train_ranks_on(DeviceKind::Cuda, plan(ranks, captured), &batches, None);
                     assert!(got == want, "{:?}: {got:?} is not {want:?}", plan(ranks, captured));
                 }
             }
@@ -322,15 +322,15 @@ mod two_gpus {
     fn checkpoint_resumes_on_other_devices() {
         let batches = uneven();
         let plan = |ranks| Plan { ranks, shards: 8, captured: true, more: true };
-        let (_, whole, _) = said(plan(1), &batches, None);
+        let (_, whole, _) = train_ranks(plan(1), &batches, None);
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("checkpoint.safetensors");
         let mut digest = String::new();
         let runs = [(DeviceKind::Cuda, 2), (DeviceKind::Emulated, 4), (DeviceKind::Cuda, 1), (DeviceKind::Cuda, 2)];
         for (made, (kind, ranks)) in runs.into_iter().enumerate() {
-            digest = said_on(kind, plan(ranks), &batches[..=made], Some(&path)).1;
+            digest = train_ranks_on(kind, plan(ranks), &batches[..=made], Some(&path)).1;
         }
         assert!(digest != whole);
-        assert_eq!(said_on(DeviceKind::Cuda, plan(2), &batches, Some(&path)).1, whole);
+        assert_eq!(train_ranks_on(DeviceKind::Cuda, plan(2), &batches, Some(&path)).1, whole);
     }
 }

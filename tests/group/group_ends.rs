@@ -111,9 +111,9 @@ fn ended(ranks: Vec<Rank>, within: Duration) -> Vec<String> {
             assert!(begun.elapsed() < within, "a rank still runs after {:?}", begun.elapsed());
             sleep(Duration::from_millis(5));
         }
-        let mut said = String::new();
-        std::io::Read::read_to_string(&mut rank.0.stderr.take().unwrap(), &mut said).unwrap();
-        said
+        let mut printed = String::new();
+        std::io::Read::read_to_string(&mut rank.0.stderr.take().unwrap(), &mut printed).unwrap();
+        printed
     };
     ranks.into_iter().map(wait).collect()
 }
@@ -121,8 +121,8 @@ fn ended(ranks: Vec<Rank>, within: Duration) -> Vec<String> {
 /// Runs to the end with this many ranks, and returns the digest of the weights.
 #[track_caller]
 fn digest(kind: DeviceKind, out: &Path, ranks: usize) -> String {
-    let said = ended(started(kind, out, ranks, LATE), Duration::from_secs(600));
-    let report = fs::read(out.join("report.json")).unwrap_or_else(|error| panic!("{error}: {said:?}"));
+    let printed = ended(started(kind, out, ranks, LATE), Duration::from_secs(600));
+    let report = fs::read(out.join("report.json")).unwrap_or_else(|error| panic!("{error}: {printed:?}"));
     let report: serde_json::Value = serde_json::from_slice(&report).unwrap();
     report["weights_sha256"].as_str().unwrap().to_owned()
 }
@@ -151,22 +151,22 @@ fn one_gets(signal: &str, kind: DeviceKind, of: usize, usual: u64) {
         let struck = ranks.remove(victim);
         let (at, finished) = (Instant::now(), ranks.iter_mut().any(Rank::has_ended));
         struck.signal(signal);
-        let said = ended(ranks, within + MARGIN + BUSY);
+        let printed = ended(ranks, within + MARGIN + BUSY);
         let took = at.elapsed();
         let in_time = !finished && !out.join("report.json").exists();
         if in_time {
             let named = format!("rank {victim} of {of}");
-            for said in &said {
+            for printed in &printed {
                 // The op's name, number and line.
                 assert!(
-                    said.contains(&named)
-                        && said.contains("(number ")
-                        && said.contains("examples/crossasset/train.rs:"),
-                    "moment {moment}: {said}"
+                    printed.contains(&named)
+                        && printed.contains("(number ")
+                        && printed.contains("examples/crossasset/train.rs:"),
+                    "moment {moment}: {printed}"
                 );
-                assert!(!said.contains("panicked"), "{said}");
+                assert!(!printed.contains("panicked"), "{printed}");
             }
-            println!("{signal} of {of}, seed {moment}: {took:?}: {}", said[0].trim());
+            println!("{signal} of {of}, seed {moment}: {took:?}: {}", printed[0].trim());
         }
         in_time.then_some(took)
     };
@@ -229,19 +229,22 @@ fn failed_rendezvous_gives_its_cause() {
     let other = Rank(other.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap());
     for (rank, word) in [(first, "rank 1"), (other, "secret")] {
         let output = output(rank);
-        let said = text(&output.stderr);
-        assert!(output.status.code() == Some(1) && said.contains(word) && !said.contains("panicked"), "{said}");
+        let printed = text(&output.stderr);
+        assert!(
+            output.status.code() == Some(1) && printed.contains(word) && !printed.contains("panicked"),
+            "{printed}"
+        );
     }
     // A port that is already taken.
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
-    let said = text(&output(start(out, (port, SOON), 0, 2, &[])).stderr);
-    assert!(said.contains(&port.to_string()), "{said}");
+    let printed = text(&output(start(out, (port, SOON), 0, 2, &[])).stderr);
+    assert!(printed.contains(&port.to_string()), "{printed}");
     // Another model on one rank.
     let port = free_port();
     let ranks = [start(out, (port, SOON), 0, 2, &[]), start(out, (port, SOON), 1, 2, &["--seed", "8"])];
-    let said = ranks.map(|rank| text(&output(rank).stderr));
-    assert!(said.iter().all(|said| said.contains("`seed`: `7` on rank 0, `8` on rank 1")), "{said:?}");
+    let printed = ranks.map(|rank| text(&output(rank).stderr));
+    assert!(printed.iter().all(|printed| printed.contains("`seed`: `7` on rank 0, `8` on rank 1")), "{printed:?}");
 }
 
 /// Repeats tests with NCCL, for four ranks.

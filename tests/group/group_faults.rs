@@ -338,7 +338,7 @@ fn at(kind: DeviceKind, moment: &Moment, batches: &[Vec<Points>], left: &[Device
 /// Runs a fault at random moments.
 fn at_moments(kind: DeviceKind, ranks: usize, (name, ways): (&str, &[Wrong]), usual: u64) {
     let batches = uneven();
-    let whole = said(Plan { ranks: 1, shards: SHARDS, captured: false, more: false }, &batches, None).1;
+    let whole = train_ranks(Plan { ranks: 1, shards: SHARDS, captured: false, more: false }, &batches, None).1;
     // A GPU takes long to open.
     let open = |ordinal| Device::builder(kind).ordinal(ordinal).deadline(DEADLINE).open().unwrap();
     let left: Vec<Device> = (0..ranks / 2).map(open).collect();

@@ -126,7 +126,7 @@ impl Plan {
     }
 
     /// Returns the result of all ranks, which must be the same.
-    fn said(self, kind: DeviceKind, ranks: usize, batches: &[Vec<Points>], path: Option<&Path>) -> (Vec<f64>, String) {
+    fn run(self, kind: DeviceKind, ranks: usize, batches: &[Vec<Points>], path: Option<&Path>) -> (Vec<f64>, String) {
         let said = self.on_ranks(kind, &vec![FaultPlan::new(); ranks], DEADLINE, (batches, path));
         let said: Vec<_> = said.into_iter().map(|said| said.unwrap()).collect();
         assert!(said.iter().all(|other| *other == said[0]), "{self:?} by {ranks} ranks: {said:?}");
@@ -140,12 +140,12 @@ fn bits_match_one_rank(kind: DeviceKind, most: usize) {
     batches.push(vec![Points { x: Random::new(6).normals(WIDTH), labels: vec![3] }]);
     for adds_late in [false, true] {
         let plan = |captured| Plan { shards: 4, captured, adds_late };
-        let one = plan(false).said(DeviceKind::Emulated, 1, &batches, None);
+        let one = plan(false).run(DeviceKind::Emulated, 1, &batches, None);
         for ranks in [1, 2, 4].into_iter().filter(|&ranks| ranks <= most) {
             // A late addition only changes where a recording is split.
             for captured in [false, true].into_iter().filter(|&captured| captured || !adds_late) {
                 assert_eq!(
-                    plan(captured).said(kind, ranks, &batches, None),
+                    plan(captured).run(kind, ranks, &batches, None),
                     one,
                     "{:?} by {ranks} ranks",
                     plan(captured)
@@ -166,12 +166,12 @@ fn early_buckets_match_one_rank() {
 fn checkpoints_are_independent_of_slices() {
     let batches = batches(3, PARTS);
     let plan = Plan { shards: 4, captured: true, adds_late: false };
-    let (_, whole) = plan.said(DeviceKind::Emulated, 1, &batches, None);
+    let (_, whole) = plan.run(DeviceKind::Emulated, 1, &batches, None);
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("checkpoint.safetensors");
     let mut digest = String::new();
     for (batch, ranks) in batches.chunks(1).zip([2, 4, 1]) {
-        digest = plan.said(DeviceKind::Emulated, ranks, batch, Some(&path)).1;
+        digest = plan.run(DeviceKind::Emulated, ranks, batch, Some(&path)).1;
     }
     assert_eq!(digest, whole);
 }

@@ -92,10 +92,10 @@ impl Run {
 /// Checks that the exit code is 1, and returns the last message.
 #[track_caller]
 fn failed(output: &Output) -> String {
-    let said = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(!said.contains("panicked"), "{said}");
-    said.lines().skip_while(|line| !line.starts_with("error: ")).collect::<Vec<_>>().join("\n")
+    let printed = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{printed}");
+    assert!(!printed.contains("panicked"), "{printed}");
+    printed.lines().skip_while(|line| !line.starts_with("error: ")).collect::<Vec<_>>().join("\n")
 }
 
 /// Returns how many runs a test ends at random moments: `STEPSCOPE_KILLS`, or `usual`.
@@ -157,9 +157,9 @@ fn memory_shortage_exits_with_75() {
     // Before any update, and after the first.
     for _ in 0..2 {
         let output = run.command(&["--memory-floor-mib", "4294967295"]).output().unwrap();
-        let said = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(75), "{said}");
-        assert!(said.contains("error: the host has") && said.contains("less than the floor of"), "{said}");
+        let printed = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(75), "{printed}");
+        assert!(printed.contains("error: the host has") && printed.contains("less than the floor of"), "{printed}");
         assert_eq!(run.names(), ["model.safetensors"]);
         let mut child = run.spawn();
         let (start, before) = (Instant::now(), fs::metadata(run.checkpoint()).unwrap().modified().unwrap());

@@ -97,10 +97,10 @@ fn closed_outputs_do_not_stop_runs() {
         let mut command = command("crossasset", &device, &[&SMALL[..], &["--log", log, "--out"]].concat());
         command.arg(folder.path()).env("RUST_LOG", "info").stdout(output).stderr(errors);
         let output = command.spawn().unwrap().wait_with_output().unwrap();
-        let said = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(code), "{number}: {said}");
-        assert!(!said.contains("panicked"), "{said}");
-        assert!(number != 1 || said.contains("error: standard output: No space left"), "{said}");
+        let printed = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{number}: {printed}");
+        assert!(!printed.contains("panicked"), "{printed}");
+        assert!(number != 1 || printed.contains("error: standard output: No space left"), "{printed}");
         for name in ["report.json", "model.safetensors"] {
             assert!(folder.path().join(name).exists(), "{number}: {name}");
         }

@@ -370,10 +370,10 @@ fn finished_run_suggests_next_command() {
     assert!(seconds.len() == 4 && seconds[0] == seconds[1] && seconds[2] == seconds[3], "{seconds:?}");
     let resume = "--evaluate-every 2 --resume out/model.safetensors";
     let output = within(&mut place.gpt(&format!("--updates 4 {resume}")), LATE);
-    let said = text(&output.stdout) + &text(&output.stderr);
+    let printed = text(&output.stdout) + &text(&output.stderr);
     assert!(
-        output.status.success() && !said.contains("NaN") && said.contains("all updates had already been made"),
-        "{said}"
+        output.status.success() && !printed.contains("NaN") && printed.contains("all updates had already been made"),
+        "{printed}"
     );
     assert!(report(&place.path("out"))["tokens_per_second"].is_null());
     let message = place.refuses(
@@ -407,11 +407,11 @@ fn changing_tokens_end_a_run() {
     file.write_all(&[1; 80_000]).unwrap();
     file.set_times(fs::FileTimes::new().set_modified(modified)).unwrap();
     let output = ends_within(child, LATE);
-    let said = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{said}");
+    let printed = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{printed}");
     assert!(
-        said.contains("tokens.bin: has changed since it was opened: tokens ") && said.contains("have changed"),
-        "{said}"
+        printed.contains("tokens.bin: has changed since it was opened: tokens ") && printed.contains("have changed"),
+        "{printed}"
     );
     Checkpoint::load(place.path("out/model.safetensors")).unwrap();
 }
@@ -436,9 +436,9 @@ fn scarce_threads_make_no_panic() {
                 .env("RUST_MIN_STACK", (64 << 20).to_string())
                 .current_dir(place.0.path());
             let output = within(&mut command, LATE);
-            let said = text(&output.stderr);
-            assert!(!said.contains("panicked") && matches!(output.status.code(), Some(0..=2)), "{more}: {said}");
-            assert!(output.status.success() || said.contains("error: "), "{more}: {said}");
+            let printed = text(&output.stderr);
+            assert!(!printed.contains("panicked") && matches!(output.status.code(), Some(0..=2)), "{more}: {printed}");
+            assert!(output.status.success() || printed.contains("error: "), "{more}: {printed}");
             output.status.success()
         });
         assert!(
@@ -450,6 +450,9 @@ fn scarce_threads_make_no_panic() {
     // No thread at all.
     let mut gpt = place.gpt("--updates 2 --overwrite");
     let output = within(gpt.env("RUST_MIN_STACK", (1u64 << 46).to_string()), SOON);
-    let said = text(&output.stderr);
-    assert!(output.status.code() == Some(1) && said.contains("error: ") && !said.contains("panicked"), "{said}");
+    let printed = text(&output.stderr);
+    assert!(
+        output.status.code() == Some(1) && printed.contains("error: ") && !printed.contains("panicked"),
+        "{printed}"
+    );
 }

@@ -200,7 +200,7 @@ pub(crate) fn train(
 }
 
 /// Returns the results of all ranks, which must be the same.
-pub(crate) fn said_on(kind: DeviceKind, plan: Plan, batches: &[Vec<Points>], path: Option<&Path>) -> RankResult {
+pub(crate) fn train_ranks_on(kind: DeviceKind, plan: Plan, batches: &[Vec<Points>], path: Option<&Path>) -> RankResult {
     let all = on_ranks((kind, plan.ranks), DEADLINE, |device, group| train(plan, device, Some(group), batches, path));
     let mut all = all.into_iter().map(|said| said.unwrap());
     let first = all.next().unwrap();
@@ -210,6 +210,6 @@ pub(crate) fn said_on(kind: DeviceKind, plan: Plan, batches: &[Vec<Points>], pat
 }
 
 /// Returns the results of all ranks on emulators.
-pub(crate) fn said(plan: Plan, batches: &[Vec<Points>], path: Option<&Path>) -> RankResult {
-    said_on(DeviceKind::Emulated, plan, batches, path)
+pub(crate) fn train_ranks(plan: Plan, batches: &[Vec<Points>], path: Option<&Path>) -> RankResult {
+    train_ranks_on(DeviceKind::Emulated, plan, batches, path)
 }

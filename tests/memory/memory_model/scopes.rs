@@ -422,7 +422,7 @@ impl Execution<'_> {
         let Some((begin, end)) = self.closing.take() else {
             self.violated(
                 Rule::Typed,
-                format!("{what}: the closure never ran: {:?}", outcome.map_err(|panic| said(&*panic))),
+                format!("{what}: the closure never ran: {:?}", outcome.map_err(|panic| panic_text(&*panic))),
             );
             return Some(Ok(()));
         };
@@ -436,7 +436,7 @@ impl Execution<'_> {
                 None
             }
             (_, Err(panic)) => {
-                self.violated(Rule::Typed, format!("{what}: an unexpected panic: {}", said(&*panic)));
+                self.violated(Rule::Typed, format!("{what}: an unexpected panic: {}", panic_text(&*panic)));
                 Some(Ok(()))
             }
             (End::Panicked, Ok(got)) => {
@@ -476,7 +476,7 @@ fn failure() -> Error {
 }
 
 /// Returns the message of a panic.
-fn said(panic: &(dyn Any + Send)) -> String {
+fn panic_text(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "something".into())
 }

@@ -27,11 +27,11 @@ fn early_signal_ends_run_at_once() {
             signal(&child, name);
             let begun = Instant::now();
             let output = ends_within(child, SOON);
-            let said = text(&output.stderr);
-            assert_eq!(output.status.code(), Some(130), "{program} {name}: {said}");
+            let printed = text(&output.stderr);
+            assert_eq!(output.status.code(), Some(130), "{program} {name}: {printed}");
             assert!(
-                said.contains(&format!("SIG{}: stopped before the first update; nothing was saved", &name[1..])),
-                "{said}"
+                printed.contains(&format!("SIG{}: stopped before the first update; nothing was saved", &name[1..])),
+                "{printed}"
             );
             assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
             assert!(!place.path("out").exists(), "the empty folder must be removed");
@@ -55,11 +55,11 @@ fn each_signal_saves_a_language_model() {
         wait_for(&checkpoint);
         signal(&child, name);
         let output = ends_within(child, LATE);
-        let said = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(130), "{name}: {said}");
+        let printed = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(130), "{name}: {printed}");
         assert!(
-            said.contains(&format!("SIG{}: stopping after the current update, with a checkpoint", &name[1..])),
-            "{said}"
+            printed.contains(&format!("SIG{}: stopping after the current update, with a checkpoint", &name[1..])),
+            "{printed}"
         );
         Checkpoint::load(&checkpoint).unwrap();
         let resumed = within(&mut place.gpt(&format!("{run} --resume {}", checkpoint.display())), LATE);

@@ -57,11 +57,11 @@ fn ended(ranks: usize, signal: &str, seed: u64) -> Duration {
     let victim = random.next_u64() as usize % ranks;
     let mut children: Vec<_> = (0..ranks).map(|rank| start(rank, ranks, port)).collect();
     for child in &mut children {
-        let (mut said, mut byte) = (Vec::new(), [0]);
+        let (mut printed, mut byte) = (Vec::new(), [0]);
         let output = child.stdout.as_mut().expect("a pipe");
-        while !said.ends_with(b"met\n") {
+        while !printed.ends_with(b"met\n") {
             output.read_exact(&mut byte).expect("the ranks meet");
-            said.push(byte[0]);
+            printed.push(byte[0]);
         }
     }
     thread::sleep(Duration::from_micros(random.next_u64() % 300_000));
@@ -69,16 +69,16 @@ fn ended(ranks: usize, signal: &str, seed: u64) -> Duration {
     let status = Command::new("kill").args([signal, &children[victim].id().to_string()]).status().expect("kill");
     assert!(status.success());
     for rank in (0..ranks).filter(|rank| *rank != victim) {
-        let mut said = String::new();
-        children[rank].stdout.take().expect("a pipe").read_to_string(&mut said).expect("text");
+        let mut printed = String::new();
+        children[rank].stdout.take().expect("a pipe").read_to_string(&mut printed).expect("text");
         took = start.elapsed();
-        let what = format!("{signal} of rank {victim} of {ranks}, seed {seed}, rank {rank} after {took:?}: {said}");
+        let what = format!("{signal} of rank {victim} of {ranks}, seed {seed}, rank {rank} after {took:?}: {printed}");
         // A closed connection is noticed at once.
         let most = if signal == "-KILL" { Duration::ZERO } else { DEADLINE };
         assert!(took < most + Duration::from_secs(1) + SLACK, "{what}");
         let fault = if signal == "-KILL" { "is gone" } else { "is late" };
-        assert!(said.contains(&format!("ended: rank {victim} of {ranks} {fault}")), "{what}");
-        assert!(said.contains("`exchange` (number ") && said.contains("mesh/processes.rs:"), "{what}");
+        assert!(printed.contains(&format!("ended: rank {victim} of {ranks} {fault}")), "{what}");
+        assert!(printed.contains("`exchange` (number ") && printed.contains("mesh/processes.rs:"), "{what}");
     }
     for child in &mut children {
         let _ = child.kill();

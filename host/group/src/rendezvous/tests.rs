@@ -216,7 +216,7 @@ fn differing_version_reaches_all() {
             loop {
                 match link.receive(after(PLENTY)).expect("rank 0 answers") {
                     Message::Refused(fault) => return *fault,
-                    said => assert!(matches!(said, Message::Missing(_))),
+                    message => assert!(matches!(message, Message::Missing(_))),
                 }
             }
         });
