@@ -22,7 +22,7 @@ const SUBCOMMANDS: [&str; 6] = ["train", "finetune", "generate", "doctor", "pred
 /// Returns a command for a subcommand of `stepscope`, or else for the example of this name. Both
 /// are next to this test's folder.
 pub(crate) fn program(name: &str) -> Command {
-    let test = std::env::current_exe().expect("this test's path");
+    let test = std::env::current_exe().expect("the path of this test");
     let folder = test.ancestors().nth(2).expect("target/PROFILE/deps/TEST");
     let is_subcommand = SUBCOMMANDS.contains(&name);
     let path = if is_subcommand { folder.join("stepscope") } else { folder.join("examples").join(name) };

@@ -245,7 +245,7 @@ mod tests {
         let blind = MemoryBudget { host: None, ..gb10(host) };
         assert_eq!(blind.available_bytes(), 2 * GIB);
         let discrete = MemoryBudget { integrated: false, driver_free_bytes: 30 * GIB, ..gb10(host) };
-        assert_eq!(discrete.available_bytes(), 28 * GIB, "the host's memory is not the card's");
+        assert_eq!(discrete.available_bytes(), 28 * GIB, "only the card's own memory counts");
     }
 
     #[test]
