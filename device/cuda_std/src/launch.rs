@@ -16,6 +16,7 @@ use core::marker::PhantomData;
 use core::ops::Range;
 use core::panic::Location;
 pub use size::Size;
+use smallvec::SmallVec;
 pub use tensor_map::{PackedMap, TensorMap};
 
 /// Runs a kernel's threads on the CPU. It reads the arguments from packed words, and runs the
@@ -444,14 +445,14 @@ impl Extent {
     }
 }
 
-/// A launch's packed arguments.
+/// A launch's packed arguments. Up to 16 words and 8 pointers are stored without an allocation.
 #[derive(Clone, Debug)]
 pub struct Words {
-    words: Vec<u64>,
+    words: SmallVec<[u64; 16]>,
     /// The memory that the pointers among the words refer to.
-    extents: Vec<Extent>,
+    extents: SmallVec<[Extent; 8]>,
     /// The owner of each pointer's memory.
-    owners: Vec<u64>,
+    owners: SmallVec<[u64; 8]>,
     /// The tensor maps among the words.
     maps: Vec<PackedMap>,
     /// The source line that requested the launch.
@@ -463,9 +464,9 @@ impl Words {
     #[track_caller]
     pub fn of(arguments: &impl Arguments) -> Self {
         let mut words = Self {
-            words: Vec::with_capacity(16),
-            extents: Vec::with_capacity(8),
-            owners: Vec::with_capacity(8),
+            words: SmallVec::new(),
+            extents: SmallVec::new(),
+            owners: SmallVec::new(),
             maps: Vec::new(),
             site: Location::caller(),
         };

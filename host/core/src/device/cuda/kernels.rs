@@ -23,6 +23,7 @@ use crate::error::{Error, Result, short};
 use cuda_std::launch::{Entry, Grid, PackedMap, Words};
 use cuda_std::tensor_map::BOX_BYTES;
 use cust::sys::{self, CUfunction, CUresult};
+use smallvec::SmallVec;
 use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::ptr::null_mut;
@@ -124,10 +125,10 @@ type Named<'a> = (&'a str, &'a str, Arc<Compiled>);
 
 /// Compiles each package's parts, on as many threads as there are processors. Returns the
 /// error of the part that failed first.
-fn compile<'a>(work: &[(&'a str, Part<'a>)]) -> std::result::Result<Vec<Named<'a>>, String> {
+fn compile<'a>(work: &[(&'a str, PtxModule<'a>)]) -> std::result::Result<Vec<Named<'a>>, String> {
     let (next, done) = (AtomicUsize::new(0), Mutex::new(Ok(Vec::new())));
     let take = || {
-        while let Some((package, Part { kernels, ptx })) = work.get(next.fetch_add(1, Ordering::Relaxed)) {
+        while let Some((package, PtxModule { kernels, ptx })) = work.get(next.fetch_add(1, Ordering::Relaxed)) {
             let library = Library::compile(ptx);
             let mut done = done.lock().unwrap_or_else(PoisonError::into_inner);
             let Ok(compiled) = &mut *done else { return };
@@ -319,14 +320,14 @@ impl LaunchAttribute {
     };
 }
 
-const _: () = assert!(size_of::<LaunchConfig>() == 56);
-const _: () = assert!(size_of::<LaunchAttribute>() == 72);
+static_assertions::const_assert_eq!(size_of::<LaunchConfig>(), 56);
+static_assertions::const_assert_eq!(size_of::<LaunchAttribute>(), 72);
 
 /// `CUtensorMap`: what the copy engine reads.
 #[repr(C, align(64))]
 struct EncodedMap([u64; 16]);
 
-const _: () = assert!(size_of::<EncodedMap>() == 128);
+static_assertions::const_assert_eq!(size_of::<EncodedMap>(), 128);
 
 impl EncodedMap {
     /// Encodes a map of BF16, or of f32 that is rounded to TF32. Its boxes have rows of 128 bytes,
@@ -386,7 +387,7 @@ pub(super) unsafe fn launch(
 ) -> Result<()> {
     // A parameter is read from the start of its word, because the host is little-endian.
     const { assert!(cfg!(target_endian = "little")) };
-    let maps = words.maps().iter().map(EncodedMap::new).collect::<Result<Vec<_>>>()?;
+    let maps = words.maps().iter().map(EncodedMap::new).collect::<Result<SmallVec<[_; 4]>>>()?;
     // A parameter begins with each word, except for the words of a tensor map after its first.
     let parameter = |(at, word): (usize, &u64)| -> Option<*mut c_void> {
         let Some(map) = words.maps().iter().position(|map| (map.word..map.word + PackedMap::WORDS).contains(&at))
@@ -395,7 +396,8 @@ pub(super) unsafe fn launch(
         };
         (words.maps()[map].word == at).then(|| std::ptr::from_ref(&maps[map]).cast_mut().cast())
     };
-    let mut parameters: Vec<*mut c_void> = words.as_slice().iter().enumerate().filter_map(parameter).collect();
+    let mut parameters: SmallVec<[*mut c_void; 16]> =
+        words.as_slice().iter().enumerate().filter_map(parameter).collect();
     let mut attributes = [LaunchAttribute::OVERLAP];
     let config = LaunchConfig {
         grid: [grid.x, grid.y, grid.z],
@@ -425,12 +427,12 @@ const TABLE: &str = " anon_$_";
 
 /// PTX, and the names of the kernels in it: one, or all.
 #[derive(Debug)]
-struct Part<'a> {
+struct PtxModule<'a> {
     kernels: Vec<&'a str>,
     ptx: String,
 }
 
-impl Part<'_> {
+impl PtxModule<'_> {
     /// Returns the part without the kernels in `known`, or none if it has no other.
     fn without(mut self, known: &HashSet<&str>) -> Option<Self> {
         self.kernels.retain(|kernel| !known.contains(kernel));
@@ -439,7 +441,7 @@ impl Part<'_> {
 }
 
 /// Splits a text into parts, the longest first.
-fn parts(ptx: &str) -> Vec<Part<'_>> {
+fn parts(ptx: &str) -> Vec<PtxModule<'_>> {
     let (mut common, mut kernels) = (String::new(), Vec::new());
     let mut rest = ptx;
     while let Some(start) = line_that_begins(rest, ENTRY) {
@@ -454,13 +456,13 @@ fn parts(ptx: &str) -> Vec<Part<'_>> {
     common.push_str(rest);
     let mut code = common.lines().filter(|line| !line.starts_with("//") && !line.contains(TABLE));
     if code.any(|line| SHARED.iter().any(|kind| line.contains(kind))) {
-        return vec![Part { kernels: names(ptx), ptx: ptx.to_owned() }];
+        return vec![PtxModule { kernels: names(ptx), ptx: ptx.to_owned() }];
     }
-    let part = |(at, kernel): (usize, _)| Part {
+    let part = |(at, kernel): (usize, _)| PtxModule {
         kernels: names(kernel),
         ptx: [&common[..at], kernel, &common[at..]].concat(),
     };
-    let mut parts: Vec<Part<'_>> = kernels.into_iter().map(part).collect();
+    let mut parts: Vec<PtxModule<'_>> = kernels.into_iter().map(part).collect();
     parts.sort_by_key(|part| std::cmp::Reverse(part.ptx.len()));
     parts
 }
@@ -541,7 +543,7 @@ mod tests {
         for (_, ptx) in crate::device::kernels::OWN.ptx {
             let parts = parts(ptx);
             assert_eq!(parts.len(), ptx.matches(".entry ").count());
-            for Part { kernels, ptx } in &parts {
+            for PtxModule { kernels, ptx } in &parts {
                 assert_eq!((kernels.len(), ptx.matches(".entry ").count()), (1, 1), "{kernels:?}");
                 assert_eq!(ptx.matches('{').count(), ptx.matches('}').count(), "{kernels:?}");
                 assert!(ptx.contains(&format!(".entry {}(", kernels[0])) && ptx.contains(".version "), "{kernels:?}");
