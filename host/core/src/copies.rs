@@ -26,23 +26,23 @@ impl<T: Pod + Send> Memory<T> {
 }
 
 impl Memory<u8> {
-    /// Queues a copy of `bytes` to the start of the memory. A `transit` buffer, which nothing else
+    /// Queues a copy of `bytes` to the start of the memory. A `bounce` buffer, which nothing else
     /// may use, lets all but the last hop of the copy run concurrently with the work queued before.
     ///
     /// # Panics
     /// Panics if they do not fit into either.
     pub(crate) fn copy_bytes(
         self,
-        transit: Option<Self>,
+        bounce: Option<Self>,
         device: &Device,
         bytes: &[u8],
         deadline: Duration,
     ) -> Result<()> {
-        let room = transit.map_or(self.len(), |transit| transit.len().min(self.len()));
+        let room = bounce.map_or(self.len(), |bounce| bounce.len().min(self.len()));
         assert!(bytes.len() <= room, "{} bytes do not fit into {room}", bytes.len());
         // SAFETY: both memories are valid by this type's invariant, and large enough by the
         // assertion above.
-        unsafe { device.stage(self.address(), transit.map(Self::address), bytes, deadline) }
+        unsafe { device.stage(self.address(), bounce.map(Self::address), bytes, deadline) }
     }
 
     /// Queues copies of what `fill` writes to all of the memory; see [`Device::stage_with`].
@@ -103,7 +103,7 @@ impl PinnedReadback {
     /// # Errors
     /// [`Error::Misuse`](crate::Error::Misuse) if the readback is full or sealed, and for a tensor that has
     /// another number of elements or is on another device. Otherwise the device's.
-    pub fn land<'s, S: Stored>(&mut self, tensor: &impl Source<'s, S>) -> Result<()> {
+    pub fn queue_copy<'s, S: Stored>(&mut self, tensor: &impl Source<'s, S>) -> Result<()> {
         let memory = tensor.memory();
         self.queue(memory.owner(), memory)
     }

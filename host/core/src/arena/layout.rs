@@ -294,8 +294,8 @@ mod tests {
     fn live_sections_bound_the_next() {
         let sections = Sections::default();
         let mut alive: Vec<_> = [300, 256, 1, 700].into_iter().map(|bytes| sections.reserve(5000, bytes)).collect();
-        for gone in [1, 2, 1, 0] {
-            alive.remove(gone);
+        for removed in [1, 2, 1, 0] {
+            alive.remove(removed);
             let limit = alive.iter().flatten().map(|section| section.start()).min().unwrap_or(5000);
             assert_eq!(sections.limit(5000), limit);
             let next = (limit - 10) / ALIGN_BYTES * ALIGN_BYTES;

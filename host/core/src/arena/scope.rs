@@ -125,8 +125,8 @@ impl ArenaInner {
             checks.borrow_mut().forget(mark.guards..until.guards);
         }
         self.bump.set(self.bump.get().without(mark.bump, until.bump));
-        let gone = until.allocations - mark.allocations;
-        self.counters.borrow_mut().step_allocations -= gone;
+        let freed = until.allocations - mark.allocations;
+        self.counters.borrow_mut().step_allocations -= freed;
         let Some(overflow) = &self.overflow else { return Ok(()) };
         let mut overflow = overflow.borrow_mut();
         let blocks = until.blocks - mark.blocks;

@@ -50,7 +50,7 @@ pub type Record<S, R> = for<'s> fn(&mut Step<'s>, &mut S, &CaptureInputs<'s>) ->
 pub struct Captured<S, R> {
     // Graphs are dropped before their section returns to the arena, and before the state.
     recordings: Recordings<R>,
-    place: Place,
+    memory: CaptureMemory,
     record: Record<S, R>,
     state: S,
     replays: u64,
@@ -63,7 +63,7 @@ impl<S, R> fmt::Debug for Captured<S, R> {
 }
 
 /// The memory that a captured step may write.
-struct Place {
+struct CaptureMemory {
     device: Device,
     section: Arc<GraphReservation>,
     address: u64,
@@ -153,15 +153,16 @@ impl Arena {
         let device = self.device().clone();
         let (key, guard_bytes) = (inputs.key(), self.guard_bytes());
         let _span = span(&key).entered();
-        let (bytes, tensors) = Place::needs(&device, guard_bytes, &key, &mut state, record)?;
+        let (bytes, tensors) = CaptureMemory::needs(&device, guard_bytes, &key, &mut state, record)?;
         let available = self.available_bytes();
         let Some((section, address)) = self.reserve(bytes) else {
             return Err(Error::CaptureNeeds { bytes, available, overflow_bytes: self.overflow_bytes() });
         };
-        let place = Place { section, address, guard_bytes, deadline: self.deadline(), device, floor: self.floor() };
-        let first = place.record(&key, tensors, &mut state, record)?;
+        let memory =
+            CaptureMemory { section, address, guard_bytes, deadline: self.deadline(), device, floor: self.floor() };
+        let first = memory.record(&key, tensors, &mut state, record)?;
         let recordings = Recordings::new(first, start.elapsed());
-        Ok(Captured { recordings, place, record, state, replays: 0 })
+        Ok(Captured { recordings, memory, record, state, replays: 0 })
     }
 }
 
@@ -173,7 +174,7 @@ impl Arena {
         inputs: &HostInputs<'_>,
         record: Record<S, R>,
     ) -> Result<Measured> {
-        let (bytes, _) = Place::needs(self.device(), self.guard_bytes(), &inputs.key(), state, record)?;
+        let (bytes, _) = CaptureMemory::needs(self.device(), self.guard_bytes(), &inputs.key(), state, record)?;
         Ok(Measured { high_water_bytes: bytes })
     }
 }
@@ -222,7 +223,7 @@ impl<S, R> Captured<S, R> {
             evictions,
             record_seconds: float_mode::in_default(|| time.as_secs_f64()),
             replays: self.replays,
-            bytes_owned: self.place.section.bytes(),
+            bytes_owned: self.memory.section.bytes(),
         }
     }
 
@@ -273,34 +274,34 @@ impl<S, R> Captured<S, R> {
         inputs: Option<&HostInputs<'_>>,
         between: &mut dyn FnMut(&mut S, usize) -> Result<()>,
     ) -> Result<Replay<'_, R>> {
-        let device = &self.place.device;
+        let device = &self.memory.device;
         let recording = self.recordings.last_mut();
         let (key, kernels) = (recording.ports.key(), recording.segments.kernels());
         let _span = tracing::debug_span!("replay", %key, kernels, number = self.replays).entered();
-        self.place.floor.begin_step().map_err(Error::MemoryShortage)?;
+        self.memory.floor.begin_step().map_err(Error::MemoryShortage)?;
         let state = &mut self.state;
-        let outcome = recording.replay(device, inputs, self.place.deadline, &mut |complete| between(state, complete));
+        let outcome = recording.replay(device, inputs, self.memory.deadline, &mut |complete| between(state, complete));
         if device.lost().is_some() {
             recording.state = recording.state.after(Event::Lose)?;
         }
         outcome?;
         self.replays += 1;
-        Ok(Replay { place: &self.place, recording })
+        Ok(Replay { memory: &self.memory, recording })
     }
 
     /// Records the step for new shapes.
     fn add(&mut self, inputs: &HostInputs<'_>) -> Result<()> {
         let start = Instant::now();
-        let Place { device, section, guard_bytes, .. } = &self.place;
+        let CaptureMemory { device, section, guard_bytes, .. } = &self.memory;
         let key = inputs.key();
         let _span = span(&key).entered();
-        let (bytes, tensors) = Place::needs(device, *guard_bytes, &key, &mut self.state, self.record)?;
+        let (bytes, tensors) = CaptureMemory::needs(device, *guard_bytes, &key, &mut self.state, self.record)?;
         let available = section.bytes();
         if bytes > available {
             return Err(Error::CaptureNeeds { bytes, available, overflow_bytes: 0 });
         }
         let recording = loop {
-            match self.place.record(&key, tensors, &mut self.state, self.record) {
+            match self.memory.record(&key, tensors, &mut self.state, self.record) {
                 // There is memory for fewer recordings than the number to keep.
                 Err(Error::Refused(_) | Error::DeviceMemory { .. }) if self.recordings.evict() => {}
                 recorded => break recorded?,
@@ -327,16 +328,27 @@ struct DryRunRecord<R> {
     tensors: usize,
 }
 
-/// Runs a step while its launches are only listed, in `bytes` at `address`, with guards after its
-/// tensors in checked mode.
+/// The memory and the inputs of a dry run of a step.
+struct DryRunSettings<'a> {
+    address: u64,
+    bytes: usize,
+    /// Guard bytes after each tensor in checked mode, otherwise 0.
+    guard_bytes: usize,
+    checks: Option<Checks>,
+    key: &'a Key,
+    /// The number of the recording, or 0 for a measurement.
+    identity: u64,
+    pins: &'a Pins,
+}
+
+/// Runs a step while its launches are only listed.
 fn dry_run<S, R>(
     device: &Device,
-    (address, bytes): (u64, usize),
-    (guard_bytes, checks): (usize, Option<Checks>),
-    (key, identity, pins): (&Key, u64, &Pins),
+    settings: DryRunSettings<'_>,
     state: &mut S,
     record: Record<S, R>,
 ) -> Result<(DryRunRecord<R>, Vec<Launch>)> {
+    let DryRunSettings { address, bytes, guard_bytes, checks, key, identity, pins } = settings;
     device.record(pins, |dry_run| {
         let mut region = ArenaInner::lent(dry_run.clone(), address, bytes);
         let mut ports = Ports::new(&region, key, identity, pins)?;
@@ -349,7 +361,7 @@ fn dry_run<S, R>(
     })
 }
 
-impl Place {
+impl CaptureMemory {
     /// Measures the bytes and tensors of a step in a dry run.
     fn needs<S, R>(
         device: &Device,
@@ -359,8 +371,9 @@ impl Place {
         record: Record<S, R>,
     ) -> Result<(usize, usize)> {
         // These addresses are not memory: nothing is launched.
-        let everywhere = (1 << 40, ArenaInner::EVERYTHING);
-        let (run, _) = dry_run(device, everywhere, (guard_bytes, None), (key, 0, &device.pins()), state, record)?;
+        let (address, bytes, pins) = (1 << 40, ArenaInner::EVERYTHING, &device.pins());
+        let settings = DryRunSettings { address, bytes, guard_bytes, checks: None, key, identity: 0, pins };
+        let (run, _) = dry_run(device, settings, state, record)?;
         Ok((run.bytes, run.tensors))
     }
 
@@ -374,9 +387,17 @@ impl Place {
         // The driver keeps the section allocated while the graph may write it.
         pins.add([*address]);
         let life = State::Warm.after(Event::Record)?;
-        let (place, guards, names) = ((*address, section.bytes()), (*guard_bytes, checks), (key, identity, &pins));
-        let captured = dry_run(device, place, guards, names, state, record).and_then(|(mut run, launches)| {
-            run.ports.add_transits(device)?;
+        let settings = DryRunSettings {
+            address: *address,
+            bytes: section.bytes(),
+            guard_bytes: *guard_bytes,
+            checks,
+            key,
+            identity,
+            pins: &pins,
+        };
+        let captured = dry_run(device, settings, state, record).and_then(|(mut run, launches)| {
+            run.ports.add_bounce_buffers(device)?;
             Ok((Segments::capture(device, launches, &run.ports.announced(), &pins)?, run))
         });
         let (segments, DryRunRecord { result, ports, conditions, checks, .. }) = captured.inspect_err(|error| {
@@ -391,7 +412,7 @@ impl Place {
 
 /// A replay that is queued or finished. The next replay overwrites its results.
 pub struct Replay<'c, R> {
-    place: &'c Place,
+    memory: &'c CaptureMemory,
     recording: &'c RecordedStep<R>,
 }
 
@@ -413,14 +434,14 @@ impl<R> Replay<'_, R> {
     /// [`Error::Timeout`] after the deadline. [`Error::Misuse`] for an output of another recording.
     pub fn read<T: Element>(&self, output: Output<T>) -> Result<Vec<T>> {
         let memory = self.recording.ports.find(output)?;
-        memory.download(&self.place.device, self.place.deadline)
+        memory.download(&self.memory.device, self.memory.deadline)
     }
 
-    /// Queues a copy of a one-element output to the next word of `landing`, to be waited for after
+    /// Queues a copy of a one-element output to the next word of `readback`, to be waited for after
     /// later replays are queued.
-    pub fn land<S: Stored>(&self, output: Output<S>, landing: &mut PinnedReadback) -> Result<()> {
+    pub fn queue_readback<S: Stored>(&self, output: Output<S>, readback: &mut PinnedReadback) -> Result<()> {
         // The output was made by a dry run, which had this device's memory.
-        landing.queue(self.place.device.identity(), self.recording.ports.find(output)?)
+        readback.queue(self.memory.device.identity(), self.recording.ports.find(output)?)
     }
 
     /// Reads an output of one element, like [`Replay::read`].

@@ -22,7 +22,7 @@ use std::time::Duration;
 /// The default number of recordings that a captured step keeps.
 const KEPT: usize = 32;
 /// The number of evicted recordings whose shapes are remembered.
-const MOST_GONE: usize = 256;
+const MOST_EVICTED_KEYS: usize = 256;
 /// The number of shapes that a warning lists.
 const LISTED: usize = 4;
 
@@ -68,7 +68,7 @@ pub(super) struct Recordings<R> {
     evicted: u64,
     /// The shapes of evicted recordings, each once, the latest last. A shape that is recorded again
     /// is removed.
-    gone: VecDeque<Key>,
+    evicted_keys: VecDeque<Key>,
     /// True once the warning was logged.
     warned: bool,
     /// The time spent on making the recordings.
@@ -77,7 +77,7 @@ pub(super) struct Recordings<R> {
 
 impl<R> Recordings<R> {
     pub(super) fn new(first: RecordedStep<R>, time: Duration) -> Self {
-        Self { all: vec![first], kept: KEPT, made: 1, evicted: 0, gone: VecDeque::new(), warned: false, time }
+        Self { all: vec![first], kept: KEPT, made: 1, evicted: 0, evicted_keys: VecDeque::new(), warned: false, time }
     }
 
     /// Sets the number of recordings to keep, at least one, and evicts the rest.
@@ -114,8 +114,8 @@ impl<R> Recordings<R> {
 
     /// Adds a recording and the time that it took, and evicts recordings beyond the limit.
     pub(super) fn add(&mut self, recording: RecordedStep<R>, time: Duration) {
-        let known = self.gone.iter().position(|gone| gone == recording.ports.key());
-        let again = known.and_then(|place| self.gone.remove(place)).is_some();
+        let known = self.evicted_keys.iter().position(|evicted_keys| evicted_keys == recording.ports.key());
+        let again = known.and_then(|place| self.evicted_keys.remove(place)).is_some();
         self.all.push(recording);
         self.made += 1;
         self.time += time;
@@ -134,21 +134,21 @@ impl<R> Recordings<R> {
         if self.all.len() == 1 {
             return false;
         }
-        self.gone.push_back(self.all.remove(0).ports.key().clone());
+        self.evicted_keys.push_back(self.all.remove(0).ports.key().clone());
         self.evicted += 1;
-        if self.gone.len() > MOST_GONE {
-            self.gone.pop_front();
+        if self.evicted_keys.len() > MOST_EVICTED_KEYS {
+            self.evicted_keys.pop_front();
         }
         true
     }
 
     fn warn(&self) {
-        let shapes: Vec<String> = self.gone.iter().rev().take(LISTED).map(Key::to_string).collect();
+        let shapes: Vec<String> = self.evicted_keys.iter().rev().take(LISTED).map(Key::to_string).collect();
         tracing::warn!(
             recordings = self.made,
             kept = self.kept,
             evicted = self.evicted,
-            shapes = self.all.len() + self.gone.len(),
+            shapes = self.all.len() + self.evicted_keys.len(),
             evicted_last = shapes.join(", "),
             record_seconds = self.time.as_secs_f64(),
             "a captured step is recorded again and again: its inputs have more shapes than recordings are kept; keep more \

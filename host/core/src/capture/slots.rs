@@ -253,7 +253,7 @@ const LEAST_TRANSIT_BYTES: usize = 64 << 10;
 #[derive(Debug)]
 struct Port {
     memory: Memory<u8>,
-    transit: Option<Buffer<u32>>,
+    bounce: Option<Buffer<u32>>,
     /// The bounds of its indices.
     bounds: Vec<IndexBound>,
 }
@@ -277,7 +277,7 @@ impl Ports {
             // An input of this size existed when the key was made, so the product does not
             // overflow.
             let memory = region.slot(form.shape.elements() * form.element_bytes)?;
-            Ok(Port { memory, transit: None, bounds: Vec::new() })
+            Ok(Port { memory, bounce: None, bounds: Vec::new() })
         };
         let inputs = key.forms.iter().map(port).collect::<Result<_>>()?;
         let (outputs, announced) = (RefCell::default(), RefCell::default());
@@ -307,14 +307,14 @@ impl Ports {
     /// Allocates device memory in which large inputs wait. A GPU that shares the host's memory
     /// would only copy once more within it, and the emulator does one thing at a time, so both skip
     /// this.
-    pub(super) fn add_transits(&mut self, device: &Device) -> Result<()> {
+    pub(super) fn add_bounce_buffers(&mut self, device: &Device) -> Result<()> {
         let description = device.description();
         if description.kind != DeviceKind::Cuda || description.integrated {
             return Ok(());
         }
         let large = |port: &&mut Port| port.memory.len() >= LEAST_TRANSIT_BYTES;
         self.inputs.iter_mut().filter(large).try_for_each(|port| {
-            port.transit = Some(Buffer::allocate(device, port.memory.words().len())?);
+            port.bounce = Some(Buffer::allocate(device, port.memory.words().len())?);
             Ok(())
         })
     }
@@ -339,8 +339,8 @@ impl Ports {
     /// Queues copies of the inputs to their slots.
     pub(super) fn fill(&self, device: &Device, inputs: &HostInputs<'_>, deadline: Duration) -> Result<()> {
         self.inputs.iter().zip(&inputs.values).try_for_each(|(port, value)| {
-            let transit = port.transit.as_ref().map(|transit| transit.memory().bytes());
-            port.memory.copy_bytes(transit, device, value.values.bytes(), deadline)
+            let bounce = port.bounce.as_ref().map(|bounce| bounce.memory().bytes());
+            port.memory.copy_bytes(bounce, device, value.values.bytes(), deadline)
         })
     }
 

@@ -132,15 +132,15 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// queued, and it is not used afterwards.
     unsafe fn free_pinned(&self, address: u64, bytes: usize) -> Result<()>;
 
-    /// Queues a copy of pinned host bytes to the device. If there is a `transit`, the bytes may be
+    /// Queues a copy of pinned host bytes to the device. If there is a `bounce`, the bytes may be
     /// copied there concurrently with the work queued before. Only the copy from there to `to` then
     /// keeps its place in the order of the calls.
     ///
     /// # Safety
-    /// `to` is device memory of at least `from.len()` bytes. So is `transit`, which no other call
+    /// `to` is device memory of at least `from.len()` bytes. So is `bounce`, which no other call
     /// uses. `from` lies in memory of [`Driver::allocate_pinned`], and is neither written nor freed
     /// before a fence recorded after this call has been passed.
-    unsafe fn queue_upload(&self, to: u64, from: &[u8], transit: Option<u64>) -> Result<()>;
+    unsafe fn queue_upload(&self, to: u64, from: &[u8], bounce: Option<u64>) -> Result<()>;
 
     /// Creates a fence in the passed state.
     fn create_fence(&self) -> Result<Fence>;

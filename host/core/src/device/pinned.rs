@@ -221,16 +221,16 @@ impl Device {
     ///
     /// # Safety
     /// The requirements of [`Device::stage`].
-    pub(super) unsafe fn copy_from_pages(&self, to: u64, transit: Option<u64>, from: &[u8]) -> Result<bool> {
+    pub(super) unsafe fn copy_from_pages(&self, to: u64, bounce: Option<u64>, from: &[u8]) -> Result<bool> {
         let Some(Block { slot, lent: false, .. }) = self.pages().around(from).copied() else { return Ok(false) };
         let (fence, address, bytes) = (slot.fence(), from.as_ptr() as u64, from.len());
         let queued = self.call("upload", self.deadline(), move |driver: &dyn Driver| {
-            // SAFETY: `to` and `transit` meet this function's requirements. The source lies in
+            // SAFETY: `to` and `bounce` meet this function's requirements. The source lies in
             // pinned memory, and is borrowed until this function returns. The block was not lent
             // while it was borrowed, so the source is no part of a mutable borrow that could write
             // it afterwards. The next mutable borrow begins with `lend_pages`, and the memory is
             // freed by `retire`. Both wait for the fence.
-            unsafe { driver.queue_upload(to, std::slice::from_raw_parts(address as *const u8, bytes), transit) }?;
+            unsafe { driver.queue_upload(to, std::slice::from_raw_parts(address as *const u8, bytes), bounce) }?;
             driver.record_fence(fence)
         });
         if let Some(block) = self.pages().around(from) {

@@ -140,32 +140,32 @@ const PIECE_BYTES: usize = 8 << 20;
 
 impl Device {
     /// Queues a copy of host bytes. They may be reused on return, or are pinned and do not change.
-    /// If there is a `transit`, it runs concurrently with the work queued before
+    /// If there is a `bounce`, it runs concurrently with the work queued before
     /// ([`Driver::queue_upload`]). Waits for room to stage the bytes, at most until the deadline.
     ///
     /// # Safety
-    /// `to` is device memory of at least `from.len()` bytes, and so is `transit`, which nothing
+    /// `to` is device memory of at least `from.len()` bytes, and so is `bounce`, which nothing
     /// else uses.
-    pub(crate) unsafe fn stage(&self, to: u64, transit: Option<u64>, from: &[u8], deadline: Duration) -> Result<()> {
+    pub(crate) unsafe fn stage(&self, to: u64, bounce: Option<u64>, from: &[u8], deadline: Duration) -> Result<()> {
         // SAFETY: both addresses meet this function's requirements, which are the same.
-        if unsafe { self.copy_from_pages(to, transit, from)? } {
+        if unsafe { self.copy_from_pages(to, bounce, from)? } {
             return Ok(());
         }
         let fill = |offset: usize, place: &mut [u8]| place.copy_from_slice(&from[offset..][..place.len()]);
-        // SAFETY: `to` and `transit` meet this function's requirements, which are the same.
-        unsafe { self.stage_with(to, transit, from.len(), &fill, deadline, &mut |_| Ok(())) }
+        // SAFETY: `to` and `bounce` meet this function's requirements, which are the same.
+        unsafe { self.stage_with(to, bounce, from.len(), &fill, deadline, &mut |_| Ok(())) }
     }
 
     /// Stages `bytes` bytes that `fill` writes, like [`Device::stage`]. After each piece it calls
     /// `staged` with the number of bytes so far. Other uploads may run between the pieces.
     ///
     /// # Safety
-    /// `to` is device memory of at least `bytes` bytes, and so is `transit`, which nothing else
+    /// `to` is device memory of at least `bytes` bytes, and so is `bounce`, which nothing else
     /// uses.
     pub(crate) unsafe fn stage_with(
         &self,
         to: u64,
-        transit: Option<u64>,
+        bounce: Option<u64>,
         bytes: usize,
         fill: &Fill<'_>,
         deadline: Duration,
@@ -187,7 +187,7 @@ impl Device {
             let mut ring = lock(self, ring, left)?;
             // SAFETY: both have `bytes` bytes by this function's contract, and so `bytes - done`
             // from `done` on.
-            done += unsafe { ring.stage(self, at(to), transit.map(at), bytes - done, &rest, left)? };
+            done += unsafe { ring.stage(self, at(to), bounce.map(at), bytes - done, &rest, left)? };
             drop(ring);
             staged(done)?;
         }
@@ -219,13 +219,13 @@ impl Staging {
     /// `to`, and returns its length.
     ///
     /// # Safety
-    /// `to` is device memory of at least `bytes` bytes until the copy is done, and so is `transit`,
+    /// `to` is device memory of at least `bytes` bytes until the copy is done, and so is `bounce`,
     /// which nothing else uses.
     unsafe fn stage(
         &mut self,
         device: &Device,
         to: u64,
-        transit: Option<u64>,
+        bounce: Option<u64>,
         bytes: usize,
         fill: &Fill<'_>,
         deadline: Duration,
@@ -241,9 +241,9 @@ impl Staging {
         slot.filled += bytes.next_multiple_of(ALIGN_BYTES);
         let from = place.as_ptr() as u64;
         device.call("upload", device.deadline(), move |driver| {
-            // SAFETY: `to` and `transit` meet this function's requirements. The source lies in a
+            // SAFETY: `to` and `bounce` meet this function's requirements. The source lies in a
             // slot, which stays until the ring ends and is written again only after a passed fence.
-            unsafe { driver.queue_upload(to, std::slice::from_raw_parts(from as *const u8, bytes), transit) }
+            unsafe { driver.queue_upload(to, std::slice::from_raw_parts(from as *const u8, bytes), bounce) }
         })?;
         Ok(bytes)
     }

@@ -248,20 +248,20 @@ fn decode<S: Stored>(words: &[u32], weights: usize) -> Vec<S> {
 
 /// A matrix of a parameter: its first word, and its outputs.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Place {
+pub(super) struct StoredMatrix {
     pub(super) word: usize,
     pub(super) first: usize,
     pub(super) outputs: usize,
 }
 
 /// Returns the matrices of a parameter of `inputs`.
-pub(super) fn places(inputs: usize, matrices: &[usize]) -> impl Iterator<Item = Place> {
+pub(super) fn stored_matrices(inputs: usize, matrices: &[usize]) -> impl Iterator<Item = StoredMatrix> {
     let (mut word, mut first) = (0, 0);
     matrices.iter().map(move |&outputs| {
-        let place = Place { word, first, outputs };
+        let matrix = StoredMatrix { word, first, outputs };
         word += Layout::new(inputs * outputs).words;
         first += outputs;
-        place
+        matrix
     })
 }
 
@@ -271,19 +271,19 @@ pub(super) fn words(inputs: usize, matrices: &[usize]) -> usize {
 }
 
 /// Returns the extents of a parameter in NF4, and its matrices.
-fn matrices(entry: &ParameterEntry) -> ([usize; 2], impl Iterator<Item = Place>) {
+fn matrices(entry: &ParameterEntry) -> ([usize; 2], impl Iterator<Item = StoredMatrix>) {
     let [inputs, outputs] = entry.shape().as_rows();
-    ([inputs, outputs], places(inputs, entry.matrices()))
+    ([inputs, outputs], stored_matrices(inputs, entry.matrices()))
 }
 
 /// Quantises a parameter's values `[inputs, outputs]`.
 pub(super) fn quantise<S: Stored>(entry: &ParameterEntry, values: &[S]) -> Vec<u32> {
-    let ([inputs, columns], places) = matrices(entry);
+    let ([inputs, columns], stored) = matrices(entry);
     let mut words = Vec::with_capacity(entry.stored_elements());
-    for Place { first, outputs, .. } in places {
+    for StoredMatrix { first, outputs, .. } in stored {
         let mut rows: Vec<S> = bytemuck::zeroed_vec(inputs * outputs);
-        let all = Columns { first: 0, of: inputs };
-        transpose((values, Columns { first, of: columns }), (&mut rows, all), inputs);
+        let whole = Columns { first: 0, of: inputs };
+        transpose((values, Columns { first, of: columns }), (&mut rows, whole), inputs);
         words.extend(float_mode::in_default(|| encode(&rows)));
     }
     words
@@ -294,7 +294,7 @@ pub(super) fn fill_zeros(entry: &ParameterEntry, from: usize, part: &mut [u8]) {
     let ([inputs, _], places) = matrices(entry);
     let zero = NF4.iter().position(|&value| value == 0.0).expect("NF4 has a code of zero") as u8;
     part.fill(0);
-    for Place { word, outputs, .. } in places {
+    for StoredMatrix { word, outputs, .. } in stored {
         let codes = [word, word + Layout::new(inputs * outputs).scales];
         let [start, end] = codes.map(|word| (size_of::<u32>() * word).clamp(from, from + part.len()) - from);
         part[start..end].fill(zero << 4 | zero);
@@ -303,13 +303,13 @@ pub(super) fn fill_zeros(entry: &ParameterEntry, from: usize, part: &mut [u8]) {
 
 /// Returns a parameter's values `[inputs, outputs]`.
 pub(super) fn values<S: Stored>(entry: &ParameterEntry, words: &[u32]) -> Vec<S> {
-    let ([inputs, columns], places) = matrices(entry);
+    let ([inputs, columns], stored) = matrices(entry);
     let mut values = bytemuck::zeroed_vec(inputs * columns);
-    for Place { word, first, outputs } in places {
+    for StoredMatrix { word, first, outputs } in stored {
         let weights = inputs * outputs;
         let rows: Vec<S> = decode(&words[word..word + Layout::new(weights).words], weights);
-        let all = Columns { first: 0, of: inputs };
-        transpose((&rows, all), (&mut values, Columns { first, of: columns }), outputs);
+        let whole = Columns { first: 0, of: inputs };
+        transpose((&rows, whole), (&mut values, Columns { first, of: columns }), outputs);
     }
     values
 }
@@ -335,9 +335,9 @@ pub(super) fn quantised<S: Stored>(entry: &ParameterEntry, number: usize, weight
 
 /// Returns the first word of a matrix in its parameter, and its outputs and inputs.
 fn matrix_place(op: &'static str, entry: &ParameterEntry, number: usize) -> Result<(usize, [usize; 2])> {
-    let ([inputs, _], mut places) = matrices(entry);
-    match places.nth(number) {
-        Some(Place { word, outputs, .. }) => Ok((word, [outputs, inputs])),
+    let ([inputs, _], mut stored) = matrices(entry);
+    match stored.nth(number) {
+        Some(StoredMatrix { word, outputs, .. }) => Ok((word, [outputs, inputs])),
         None => {
             let expected = format!("one of the {} matrices of `{}`", entry.matrices().len(), short(entry.name()));
             Err(Error::misuse(op, expected, format!("number {number}")))
@@ -353,8 +353,8 @@ pub(super) fn decoded<'s, S: Stored>(
     memory: Memory<u32>,
 ) -> Result<Tensor<'s, S>> {
     let mut out = step.empty::<S>(entry.shape())?;
-    let ([inputs, columns], places) = matrices(entry);
-    for Place { word, first, outputs } in places {
+    let ([inputs, columns], stored) = matrices(entry);
+    for StoredMatrix { word, first, outputs } in stored {
         let words = memory.part(word, Layout::new(inputs * outputs).words);
         step.launch(nf4_decode { words: words.as_slice(), inputs, outputs, columns, first, out: out.out() })?;
     }

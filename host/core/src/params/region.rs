@@ -9,7 +9,7 @@ use crate::arena::ALIGN_BYTES;
 
 /// The region of a parameter, and its index there.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Place {
+pub(super) enum Position {
     Trained(usize),
     Frozen(FrozenType, usize),
 }

@@ -17,7 +17,7 @@ use crate::error::{Error, Result, short};
 use crate::initializer::Initializer;
 use crate::non_finite::all_finite;
 use crate::params::nf4;
-use crate::params::region::{Place, Region};
+use crate::params::region::{Position, Region};
 use crate::processors::have_threads;
 use crate::tensor::Shape;
 use half::bf16;
@@ -140,25 +140,25 @@ impl ParameterEntry {
 #[derive(Debug)]
 struct Shared {
     identity: u64,
-    /// Each parameter's place, in the order in which they were added.
-    places: Vec<Place>,
+    /// Each parameter's position, in the order in which they were added.
+    positions: Vec<Position>,
     trained: Region,
     /// The frozen parameters of each [`FrozenType`].
     frozen: [Region; 3],
 }
 
 impl Shared {
-    fn region_mut(&mut self, place: Place) -> &mut Region {
-        match place {
-            Place::Trained(_) => &mut self.trained,
-            Place::Frozen(stored, _) => &mut self.frozen[stored as usize],
+    fn region_mut(&mut self, position: Position) -> &mut Region {
+        match position {
+            Position::Trained(_) => &mut self.trained,
+            Position::Frozen(stored, _) => &mut self.frozen[stored as usize],
         }
     }
 
-    fn entry(&self, place: Place) -> &ParameterEntry {
-        match place {
-            Place::Trained(index) => &self.trained.entries[index],
-            Place::Frozen(stored, index) => &self.frozen[stored as usize].entries[index],
+    fn entry(&self, position: Position) -> &ParameterEntry {
+        match position {
+            Position::Trained(index) => &self.trained.entries[index],
+            Position::Frozen(stored, index) => &self.frozen[stored as usize].entries[index],
         }
     }
 }
@@ -190,9 +190,9 @@ impl ParameterSpec {
     /// All parameters, trained and frozen, with their handles, in the order in which they were
     /// added.
     pub fn iter(&self) -> impl Iterator<Item = (Parameter, &ParameterEntry)> {
-        let Shared { identity, ref places, .. } = *self.shared;
+        let Shared { identity, ref positions, .. } = *self.shared;
         let handle = move |index| Parameter { spec: identity, index };
-        places.iter().enumerate().map(move |(index, &place)| (handle(index), self.shared.entry(place)))
+        positions.iter().enumerate().map(move |(index, &position)| (handle(index), self.shared.entry(position)))
     }
 
     /// True if a parameter is frozen.
@@ -220,7 +220,7 @@ impl ParameterSpec {
     /// # Errors
     /// [`Error::Misuse`] when the handle belongs to another parameter spec.
     pub fn entry(&self, parameter: Parameter) -> Result<&ParameterEntry> {
-        Ok(self.shared.entry(self.place(parameter)?))
+        Ok(self.shared.entry(self.position(parameter)?))
     }
 
     /// The entry of one trained parameter.
@@ -234,18 +234,18 @@ impl ParameterSpec {
 
     /// A trained parameter's index among the entries.
     pub(crate) fn index(&self, parameter: Parameter) -> Result<usize> {
-        match self.place(parameter)? {
-            Place::Trained(index) => Ok(index),
-            place @ Place::Frozen(..) => {
-                let got = format!("`{}`, which is frozen", short(self.shared.entry(place).name()));
+        match self.position(parameter)? {
+            Position::Trained(index) => Ok(index),
+            position @ Position::Frozen(..) => {
+                let got = format!("`{}`, which is frozen", short(self.shared.entry(position).name()));
                 Err(Error::misuse("parameter", "a trained parameter, which has a gradient", got))
             }
         }
     }
 
-    fn place(&self, parameter: Parameter) -> Result<Place> {
+    fn position(&self, parameter: Parameter) -> Result<Position> {
         if parameter.spec == self.shared.identity {
-            return Ok(self.shared.places[parameter.index]);
+            return Ok(self.shared.positions[parameter.index]);
         }
         let got = format!("parameter {} of another parameter spec", parameter.index);
         Err(Error::misuse("parameter", "a handle from the builder of this parameter spec or of its clones", got))

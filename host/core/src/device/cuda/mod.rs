@@ -37,7 +37,7 @@ pub(super) struct Cuda {
     // The order of fields is the order of destruction. All must be destroyed before the context.
     modules: Modules,
     stream: Stream,
-    transit: StagingCopy,
+    bounce: StagingCopy,
     /// The stream for the exchanges of all links, because a communicator's work stays on one
     /// stream.
     exchanges: SideStream,
@@ -99,7 +99,7 @@ impl Cuda {
         let context = Context::new(device).map_err(failed("cuDevicePrimaryCtxRetain"))?;
         let stream = || Stream::new(StreamFlags::NON_BLOCKING, None).map_err(failed("cuStreamCreate"));
         let (stream, capture_stream, stream_of_copies) = (stream()?, stream()?, stream()?);
-        let transit = StagingCopy::new(stream_of_copies)?;
+        let bounce = StagingCopy::new(stream_of_copies)?;
         // Its blocks are scheduled before those of concurrent kernels. CUDA clamps the value to the
         // highest priority.
         let first = Stream::new(StreamFlags::NON_BLOCKING, Some(i32::MIN)).map_err(failed("cuStreamCreate"))?;
@@ -122,7 +122,7 @@ impl Cuda {
             description,
             modules,
             stream,
-            transit,
+            bounce,
             exchanges,
             capture_stream,
             capturing: AtomicBool::new(false),
@@ -272,16 +272,16 @@ unsafe impl Driver for Cuda {
         check("cuMemFreeHost", unsafe { sys::cuMemFreeHost(address as *mut c_void) })
     }
 
-    unsafe fn queue_upload(&self, to: u64, from: &[u8], transit: Option<u64>) -> Result<()> {
+    unsafe fn queue_upload(&self, to: u64, from: &[u8], bounce: Option<u64>) -> Result<()> {
         if from.is_empty() {
             return Ok(());
         }
         self.enter()?;
         let stream = self.stream();
-        if let Some(transit) = transit {
+        if let Some(bounce) = bounce {
             // SAFETY: all three arguments meet the requirements of `Driver::queue_upload`, which
             // are those of `copy`. The stream lives as long as `self`.
-            return unsafe { self.transit.copy(to, from, transit, stream) };
+            return unsafe { self.bounce.copy(to, from, bounce, stream) };
         }
         // SAFETY: `to` has room for `from`, which is pinned and does not change until a later fence
         // (`Driver::queue_upload`), so the call only queues.

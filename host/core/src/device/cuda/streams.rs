@@ -1,7 +1,7 @@
 //! The streams next to the main one, and the status codes of driver calls.
 //!
 //! Exchanges run on a side stream. Uploads that run concurrently with the main stream take two
-//! copies: a copy stream brings host bytes to a transit buffer, and the main stream copies them
+//! copies: a copy stream brings host bytes to a bounce buffer, and the main stream copies them
 //! from there in its own order.
 //!
 //! Invariants, whose waits the GPU makes, so that no call here waits:
@@ -9,8 +9,8 @@
 //! - Work queued on the side stream after a fork runs after the main stream's work at the time of
 //!   the fork. Work queued on the main stream after a join runs after all work queued on the side
 //!   stream.
-//! - A transit buffer is written only after its former contents were copied on, and read only after
-//!   it was written. A copy to a free transit buffer waits for nothing, so all pieces of a large
+//! - A bounce buffer is written only after its former contents were copied on, and read only after
+//!   it was written. A copy to a free bounce buffer waits for nothing, so all pieces of a large
 //!   upload run concurrently with the main stream.
 //! - A failure that makes the context unusable is marked fatal.
 
@@ -92,11 +92,11 @@ pub(super) struct StagingCopy {
     events: Mutex<CopyEvents>,
 }
 
-/// The newest copy to a transit buffer, the newest one from there, and the buffers that copies may
+/// The newest copy to a bounce buffer, the newest one from there, and the buffers that copies may
 /// still have to leave.
 struct CopyEvents {
-    landed: CUevent,
-    gone: CUevent,
+    filled: CUevent,
+    drained: CUevent,
     occupied: Occupied,
 }
 
@@ -104,7 +104,7 @@ struct CopyEvents {
 // on them.
 unsafe impl Send for CopyEvents {}
 
-/// The transit ranges whose copies the copy stream has not waited for.
+/// The bounce buffers' ranges whose copies the copy stream has not waited for.
 #[derive(Default)]
 struct Occupied(Vec<Range<u64>>);
 
@@ -127,34 +127,34 @@ impl Occupied {
 impl StagingCopy {
     /// Creates the copy stream's state. The context must be current.
     pub(super) fn new(stream: Stream) -> Result<Self> {
-        let landed = create_event()?;
-        let gone = create_event().inspect_err(|_| destroy(landed))?;
-        Ok(Self { stream, events: Mutex::new(CopyEvents { landed, gone, occupied: Occupied::default() }) })
+        let filled = create_event()?;
+        let drained = create_event().inspect_err(|_| destroy(filled))?;
+        Ok(Self { stream, events: Mutex::new(CopyEvents { filled, drained, occupied: Occupied::default() }) })
     }
 
     /// Queues the copies. Work queued on `main` before runs concurrently with the first of them,
-    /// unless that work still uses the transit buffer.
+    /// unless that work still uses the bounce buffer.
     ///
     /// # Safety
-    /// `to` and `transit` are device memory of at least `from.len()` bytes. `from` is pinned, and
+    /// `to` and `bounce` are device memory of at least `from.len()` bytes. `from` is pinned, and
     /// neither written nor freed before `main` has passed this call.
-    pub(super) unsafe fn copy(&self, to: u64, from: &[u8], transit: u64, main: CUstream) -> Result<()> {
+    pub(super) unsafe fn copy(&self, to: u64, from: &[u8], bounce: u64, main: CUstream) -> Result<()> {
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
-        let CopyEvents { landed, gone, ref mut occupied } = *events;
-        let must_wait = occupied.take(transit..transit + from.len() as u64);
+        let CopyEvents { filled, drained, ref mut occupied } = *events;
+        let must_wait = occupied.take(bounce..bounce + from.len() as u64);
         let copies = self.stream.as_inner();
         // SAFETY: the streams and events are alive as long as `self` and the driver. `to`, `from`
-        // and `transit` have the same length by this function's contract, and the waits keep each
+        // and `bounce` have the same length by this function's contract, and the waits keep each
         // buffer from being written before it is read.
         unsafe {
             if must_wait {
-                check("cuStreamWaitEvent", sys::cuStreamWaitEvent(copies, gone, 0))?;
+                check("cuStreamWaitEvent", sys::cuStreamWaitEvent(copies, drained, 0))?;
             }
-            check("cuMemcpyHtoDAsync", sys::cuMemcpyHtoDAsync_v2(transit, from.as_ptr().cast(), from.len(), copies))?;
-            check("cuEventRecord", sys::cuEventRecord(landed, copies))?;
-            check("cuStreamWaitEvent", sys::cuStreamWaitEvent(main, landed, 0))?;
-            check("cuMemcpyDtoDAsync", sys::cuMemcpyDtoDAsync_v2(to, transit, from.len(), main))?;
-            check("cuEventRecord", sys::cuEventRecord(gone, main))
+            check("cuMemcpyHtoDAsync", sys::cuMemcpyHtoDAsync_v2(bounce, from.as_ptr().cast(), from.len(), copies))?;
+            check("cuEventRecord", sys::cuEventRecord(filled, copies))?;
+            check("cuStreamWaitEvent", sys::cuStreamWaitEvent(main, filled, 0))?;
+            check("cuMemcpyDtoDAsync", sys::cuMemcpyDtoDAsync_v2(to, bounce, from.len(), main))?;
+            check("cuEventRecord", sys::cuEventRecord(drained, main))
         }
     }
 }
@@ -162,8 +162,8 @@ impl StagingCopy {
 impl Drop for StagingCopy {
     fn drop(&mut self) {
         let events = self.events.get_mut().unwrap_or_else(PoisonError::into_inner);
-        destroy(events.landed);
-        destroy(events.gone);
+        destroy(events.filled);
+        destroy(events.drained);
     }
 }
 

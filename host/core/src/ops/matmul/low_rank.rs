@@ -70,9 +70,9 @@ impl LowRankPart {
     }
 }
 
-/// A part with its place: the first column in h, its rank, and its outputs.
+/// A part with its location: the first column in h, its rank, and its outputs.
 #[derive(Clone, Copy)]
-struct Place {
+struct LocatedPart {
     part: LowRankPart,
     column: usize,
     rank: usize,
@@ -80,10 +80,10 @@ struct Place {
 }
 
 impl LowRank {
-    /// Returns the places of the parts, and the columns of A.
-    fn places(&self, op: &Op<'_, '_, '_>, inputs: usize, outputs: usize) -> Result<(Vec<Place>, usize)> {
+    /// Returns the parts with their locations, and the columns of A.
+    fn located_parts(&self, op: &Op<'_, '_, '_>, inputs: usize, outputs: usize) -> Result<(Vec<LocatedPart>, usize)> {
         const OP: &str = "linear_low_rank";
-        let (mut places, mut column) = (Vec::new(), 0usize);
+        let (mut parts, mut column) = (Vec::new(), 0usize);
         for part in self.parts.into_iter().flatten() {
             let shape = op.shape(part.b)?;
             let &[rank, of_part] = shape.extents() else {
@@ -96,14 +96,14 @@ impl LowRank {
                 return Err(Error::misuse(OP, expected, format!("{of_part} outputs from {} on", part.first)));
             }
             column = column.next_multiple_of(LOW_RANK_UNIT);
-            places.push(Place { part, column, rank, outputs: of_part });
+            parts.push(LocatedPart { part, column, rank, outputs: of_part });
             column += rank;
         }
         let a = op.shape(self.a)?;
         if a.extents() != [inputs, column] || column == 0 {
             return Err(Error::misuse(OP, format!("a matrix A [{inputs}, {column}]"), a.to_string()));
         }
-        Ok((places, column))
+        Ok((parts, column))
     }
 }
 
@@ -136,13 +136,13 @@ impl<'s> Tape<'_, 's> {
         };
         weights.free(step);
         let ([rows, inputs], [_, outputs]) = (x.shape().as_rows(), y.shape().as_rows());
-        let (places, ranks) = low_rank.places(&op, inputs, outputs)?;
+        let (parts, ranks) = low_rank.located_parts(&op, inputs, outputs)?;
         let mut h = step.empty::<S>([rows, ranks])?;
         let a = op.weights_as::<S>(low_rank.a)?;
         match dropout {
             None => ops::gemm_into(step, &Gemm::new(rows, ranks, inputs), x.value(), &a, none, &mut h)?,
             Some(LowRankDropout { p, draws }) => {
-                for (Place { column, rank, .. }, draw) in places.iter().zip(&draws) {
+                for (LocatedPart { column, rank, .. }, draw) in parts.iter().zip(&draws) {
                     let dropped = ops::dropout(step, x.value(), p, draw)?;
                     let product = Gemm { ldb: ranks, ldc: ranks, ..Gemm::new(rows, *rank, inputs) };
                     let into = &mut columns_mut(&mut h, *column);
@@ -151,7 +151,7 @@ impl<'s> Tape<'_, 's> {
                 }
             }
         }
-        for Place { part, column, rank, outputs: of_part } in &places {
+        for LocatedPart { part, column, rank, outputs: of_part } in &parts {
             let product = Gemm { lda: ranks, ldc: outputs, ..Gemm::new(rows, *of_part, *rank) };
             let b = op.weights_as::<S>(part.b)?;
             let into = &mut columns_mut(&mut y, part.first);
@@ -160,7 +160,7 @@ impl<'s> Tape<'_, 's> {
         let (x, residual, a, h) = (*x, residual.copied(), low_rank.a, h.save());
         Ok(op.record(y.save(), move |back, dy| {
             linear_backward(back, &x, w, b, &dy)?;
-            backward(back, &x, a, &places, dropout, &h, &dy)?;
+            backward(back, &x, a, &parts, dropout, &h, &dy)?;
             match residual {
                 Some(residual) => back.add(&residual, dy),
                 None => {
@@ -177,7 +177,7 @@ fn backward<'s, S: Activation>(
     back: &mut Backward<'_, '_, 's>,
     x: &Var<'s, S>,
     a: Parameter,
-    places: &[Place],
+    parts: &[LocatedPart],
     dropout: Option<LowRankDropout<'s>>,
     h: &Saved<'s, S>,
     dy: &Tensor<'s, S>,
@@ -187,12 +187,12 @@ fn backward<'s, S: Activation>(
     let inputs = x.shape().as_rows()[1];
     let wants_dh = x.wants_gradient() || back.trains(a)?;
     let mut dh = step.empty::<S>([rows, ranks])?;
-    let has_gaps = places.iter().map(|place| place.rank).sum::<usize>() < ranks;
+    let has_gaps = parts.iter().map(|part| part.rank).sum::<usize>() < ranks;
     if has_gaps {
         // Columns between parts.
         ops::fill_into(step, &mut dh, 0.0)?;
     }
-    for Place { part, column, rank, outputs: of_part } in places {
+    for LocatedPart { part, column, rank, outputs: of_part } in parts {
         let dy = columns(dy, part.first);
         if let Some((mut db, accumulate)) = back.gradient_if_trained(part.b)? {
             let product = Gemm { lda: ranks, ldb: outputs, ..Gemm::new(*rank, *of_part, rows).transpose_a() };
@@ -207,7 +207,7 @@ fn backward<'s, S: Activation>(
         }
     }
     if let Some(dropout) = dropout {
-        dropped_backward(back, x, a, places, dropout, &dh, has_gaps)?;
+        dropped_backward(back, x, a, parts, dropout, &dh, has_gaps)?;
         step.free(dh);
         return Ok(());
     }
@@ -233,7 +233,7 @@ fn dropped_backward<'s, S: Activation>(
     back: &mut Backward<'_, '_, 's>,
     x: &Var<'s, S>,
     a: Parameter,
-    places: &[Place],
+    parts: &[LocatedPart],
     LowRankDropout { p, draws }: LowRankDropout<'s>,
     dh: &Tensor<'s, S>,
     has_gaps: bool,
@@ -244,7 +244,7 @@ fn dropped_backward<'s, S: Activation>(
         if has_gaps && !accumulate {
             ops::fill_into(step, &mut da, 0.0)?;
         }
-        for (Place { column, rank, .. }, draw) in places.iter().zip(&draws) {
+        for (LocatedPart { column, rank, .. }, draw) in parts.iter().zip(&draws) {
             let dropped = ops::dropout(step, x.value(), p, draw)?;
             let product = Gemm { ldb: ranks, ldc: ranks, ..Gemm::new(inputs, *rank, rows).transpose_a() };
             let into = &mut columns_mut(&mut da, *column);
@@ -253,7 +253,7 @@ fn dropped_backward<'s, S: Activation>(
         }
     }
     if x.wants_gradient() {
-        for (Place { column, rank, .. }, draw) in places.iter().zip(&draws) {
+        for (LocatedPart { column, rank, .. }, draw) in parts.iter().zip(&draws) {
             let product = Gemm { lda: ranks, ldb: ranks, ..Gemm::new(rows, inputs, *rank).transpose_b() };
             let mut of_part = step.empty::<S>(x.shape())?;
             let a = back.weights_as::<S>(a)?;

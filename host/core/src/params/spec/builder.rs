@@ -8,7 +8,7 @@ use crate::arena::ALIGN_BYTES;
 use crate::error::{Error, Result, short};
 use crate::initializer::Initializer;
 use crate::params::nf4;
-use crate::params::region::{Place, Region};
+use crate::params::region::{Position, Region};
 use crate::tensor::Shape;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -210,17 +210,17 @@ impl ParameterSpecBuilder {
         }
         let mut shared = Shared {
             identity: self.identity,
-            places: Vec::new(),
+            positions: Vec::new(),
             trained: Region::default(),
             frozen: [const { Region::new() }; 3],
         };
         for entry in self.entries {
-            let place = match entry.frozen {
-                None => Place::Trained(shared.trained.entries.len()),
-                Some(stored) => Place::Frozen(stored, shared.frozen[stored as usize].entries.len()),
+            let position = match entry.frozen {
+                None => Position::Trained(shared.trained.entries.len()),
+                Some(stored) => Position::Frozen(stored, shared.frozen[stored as usize].entries.len()),
             };
-            shared.places.push(place);
-            shared.region_mut(place).push(entry);
+            shared.positions.push(position);
+            shared.region_mut(position).push(entry);
         }
         if shared.trained.elements == 0 {
             // A region has at least one element.
