@@ -291,7 +291,7 @@ pub(super) fn quantise<S: Stored>(entry: &ParameterEntry, values: &[S]) -> Vec<u
 
 /// Fills a part of a parameter whose weights are zero, from a byte on.
 pub(super) fn fill_zeros(entry: &ParameterEntry, from: usize, part: &mut [u8]) {
-    let ([inputs, _], places) = matrices(entry);
+    let ([inputs, _], stored) = matrices(entry);
     let zero = NF4.iter().position(|&value| value == 0.0).expect("NF4 has a code of zero") as u8;
     part.fill(0);
     for StoredMatrix { word, outputs, .. } in stored {

@@ -84,7 +84,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
                 let replay = replay.map_err(|error| behind(&batch[..at], error))?;
                 let StepMetrics { loss, gradients, monitored } = replay.outputs();
                 let mut outputs = [Some(*loss), *gradients, *monitored].into_iter().flatten();
-                outputs.try_for_each(|output| replay.land(output, &mut readback))?;
+                outputs.try_for_each(|output| replay.queue_readback(output, &mut readback))?;
             }
             let TrainState { sync, gradients, .. } = captured.state_mut();
             sync.shard_ready(arena, gradients, number, shard.is_empty())?;
@@ -93,7 +93,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
             let state = captured.state_mut();
             state.sum_gradients(arena, GatheredSums::Monitored)?;
             if let Some(ticket) = plan.ticket.take() {
-                state.update(arena, ticket, &mut |_, metric| readback.land(metric))?;
+                state.update(arena, ticket, &mut |_, metric| readback.queue_copy(metric))?;
             }
         }
         readback.seal()?;
