@@ -38,14 +38,18 @@ pub(super) fn narrowed<'s, S: Stored>(step: &Step<'s>, x: Tensor<'s>) -> Result<
 
 /// A type that a tape converts to and from f32, including f32 itself. Models use it to be generic
 /// over the stored type.
-pub trait Cast: Stored {
-    #[doc(hidden)]
+pub trait Cast: Conversions {}
+
+impl Cast for f32 {}
+impl Cast for bf16 {}
+
+/// The conversions of a stored type.
+pub trait Conversions: Stored {
     fn narrow_on<'s>(tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s, Self>>;
-    #[doc(hidden)]
     fn widen_on<'s>(tape: &Tape<'_, 's>, x: &Var<'s, Self>) -> Result<Var<'s>>;
 }
 
-impl Cast for f32 {
+impl Conversions for f32 {
     fn narrow_on<'s>(_: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s>> {
         Ok(*x)
     }
@@ -55,7 +59,7 @@ impl Cast for f32 {
     }
 }
 
-impl Cast for bf16 {
+impl Conversions for bf16 {
     #[track_caller]
     fn narrow_on<'s>(tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s, bf16>> {
         let op = tape.op("to_bf16", [x])?;

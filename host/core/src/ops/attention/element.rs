@@ -14,13 +14,17 @@ use kernels::flash_attention_mma::Gradient;
 use kernels::{flash_attention as scalar, flash_attention_mma as mma, flash_attention_wgmma as wgmma};
 
 /// The element types of attention: f32 and BF16.
-pub trait AttentionElement: Stored {
+pub trait AttentionElement: AttentionLaunches {}
+
+impl AttentionElement for f32 {}
+impl AttentionElement for bf16 {}
+
+/// The launches of attention of an element type.
+pub trait AttentionLaunches: Stored {
     /// Rejects configs that the type's kernels do not compute.
-    #[doc(hidden)]
     fn check(op: &'static str, form: &AttentionConfig<'_>, sizes: Sizes) -> Result<()>;
 
     /// Queues the forward kernel for any number of tokens.
-    #[doc(hidden)]
     #[track_caller]
     fn queue<'s>(
         step: &Step<'s>,
@@ -31,7 +35,6 @@ pub trait AttentionElement: Stored {
     ) -> Result<()>;
 
     /// Queues the backward kernels. Each writes its own part of the gradient.
-    #[doc(hidden)]
     #[track_caller]
     fn queue_backward<'s>(
         step: &Step<'s>,
@@ -228,7 +231,7 @@ fn by_tensor_cores(step: &Step<'_>, form: &AttentionConfig<'_>, sizes: Sizes) ->
     step.precision() == Precision::Tf32 && sizes.width <= widest && form.scale.is_none_or(|scale| scale > 0.0)
 }
 
-impl AttentionElement for f32 {
+impl AttentionLaunches for f32 {
     fn check(_: &'static str, _: &AttentionConfig<'_>, _: Sizes) -> Result<()> {
         Ok(())
     }
@@ -264,7 +267,7 @@ impl AttentionElement for f32 {
     }
 }
 
-impl AttentionElement for bf16 {
+impl AttentionLaunches for bf16 {
     fn check(op: &'static str, form: &AttentionConfig<'_>, sizes: Sizes) -> Result<()> {
         if !sizes.width.is_multiple_of(8) {
             let expected = "BF16 heads of a multiple of 8 columns";

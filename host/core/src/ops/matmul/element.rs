@@ -15,8 +15,13 @@ use crate::tensor::{Source, Stored, Target, Tensor};
 use half::bf16;
 
 /// The operand type of a matrix multiply. f32 produces f32. BF16 produces BF16 or f32.
-pub trait GemmElement<S: Stored>: Cast {
-    #[doc(hidden)]
+pub trait GemmElement<S: Stored>: Products<S> {}
+
+impl GemmElement<f32> for f32 {}
+impl<S: Stored> GemmElement<S> for bf16 {}
+
+/// The products of an operand type.
+pub trait Products<S: Stored>: Cast {
     #[track_caller]
     fn queue<'s>(
         step: &Step<'s>,
@@ -31,7 +36,6 @@ pub trait GemmElement<S: Stored>: Cast {
 
     /// Queues the gradients of a product. The right operand's gradient and, if requested, the
     /// bias's are f32. The left operand's gradient has the operand's type.
-    #[doc(hidden)]
     #[track_caller]
     fn queue_gradients<'s>(
         step: &Step<'s>,
@@ -42,8 +46,7 @@ pub trait GemmElement<S: Stored>: Cast {
     ) -> Result<()>;
 
     /// Queues only the gradient of a product's bias, with the bits of
-    /// [`GemmElement::queue_gradients`].
-    #[doc(hidden)]
+    /// [`Products::queue_gradients`].
     #[track_caller]
     fn queue_bias_gradient<'s>(
         step: &Step<'s>,
@@ -54,7 +57,6 @@ pub trait GemmElement<S: Stored>: Cast {
 
     /// Queues [`gelu_linear_backward`](crate::ops::gelu_linear_backward), if products of this type
     /// have that epilogue.
-    #[doc(hidden)]
     #[track_caller]
     fn through_gelu<'s>(
         step: &Step<'s>,
@@ -64,7 +66,7 @@ pub trait GemmElement<S: Stored>: Cast {
     ) -> Result<Option<Tensor<'s, Self>>>;
 }
 
-impl GemmElement<f32> for f32 {
+impl Products<f32> for f32 {
     fn queue<'s>(
         step: &Step<'s>,
         form: &Gemm,
@@ -120,7 +122,7 @@ impl GemmElement<f32> for f32 {
     }
 }
 
-impl<S: Stored> GemmElement<S> for bf16 {
+impl<S: Stored> Products<S> for bf16 {
     fn queue<'s>(
         step: &Step<'s>,
         form: &Gemm,

@@ -1,7 +1,7 @@
 //! The ops: matrix multiply, and linear layers with their fused epilogues.
 
 use super::super::same_shape;
-use super::element::GemmElement;
+use super::element::{GemmElement, Products};
 use super::gemm::{BiasGradient, Epilogue, Gemm, Gradient};
 use crate::error::{Error, Result};
 use crate::step::Step;
@@ -154,7 +154,7 @@ pub fn gradients_into<'s, F: GemmElement<S>, S: Stored>(
     db: Option<BiasGradient<'_, impl Target<'s, f32>>>,
     dx: Option<Gradient<'_, impl Source<'s, F>, impl Target<'s, S>>>,
 ) -> Result<()> {
-    <F as GemmElement<S>>::queue_gradients(step, dy, dw, db, dx)
+    <F as Products<S>>::queue_gradients(step, dy, dw, db, dx)
 }
 
 /// Returns the shape of `x w`, and the multiply.

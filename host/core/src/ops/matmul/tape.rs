@@ -5,8 +5,9 @@
 //! a gradient, the multiply adds to it in place. Nothing is computed for a frozen w or b, or for an
 //! x without a gradient.
 
+use super::element::Products;
 use crate::error::Result;
-use crate::ops::{self, Activation, BiasGradient, Gemm, GemmElement, Gradient};
+use crate::ops::{self, Activation, BiasGradient, Gemm, Gradient};
 use crate::params::{MatrixWeights, Parameter};
 use crate::tape::{Backward, Tape, Var};
 use crate::tensor::{Saved, Tensor};
@@ -100,7 +101,7 @@ impl<'s> Tape<'_, 's> {
                 }
             };
             let weights = back.matrix::<S>(w2)?;
-            if let Some(dpre) = <S as GemmElement<S>>::through_gelu(step, &pre, &weights, &dy)? {
+            if let Some(dpre) = <S as Products<S>>::through_gelu(step, &pre, &weights, &dy)? {
                 weights.free(step);
                 gradients_of_linear(back, &h, (w2, None), b2, &dy, None)?;
                 pass_on(back, dy)?;
@@ -223,7 +224,7 @@ fn gradients_of_linear<'s, S: Activation>(
     if !back.trains(w)? {
         if let Some((mut db, accumulate)) = b.map(|b| back.gradient_uninit(b)).transpose()? {
             let db = BiasGradient { into: &mut db, accumulate };
-            <S as GemmElement<S>>::queue_bias_gradient(step, dy, x, db)?;
+            <S as Products<S>>::queue_bias_gradient(step, dy, x, db)?;
         }
         let Some((into, adds)) = dx else { return Ok(()) };
         let weights = weights.map_or_else(|| back.matrix::<S>(w), Ok)?;
