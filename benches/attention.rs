@@ -232,7 +232,14 @@ fn attend<S: AttentionElement, const BACK: bool>(
     for _ in 0..*row {
         let made = ops::attention(step, &qkv, None, &form)?;
         if BACK {
-            ops::attention_backward(step, &qkv, None::<(QkNorm<'_, '_>, &mut Tensor<'_>, bool)>, &form, &made, &dout)?;
+            ops::launch::attention_backward(
+                step,
+                &qkv,
+                None::<(QkNorm<'_, '_>, &mut Tensor<'_>, bool)>,
+                &form,
+                &made,
+                &dout,
+            )?;
         }
     }
     Ok(())

@@ -108,7 +108,7 @@ fn swiglu<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
 
 fn swiglu_backward<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
     let (x, dy) = (set.x::<S>(step)?, set.dy::<S>(step)?);
-    ops::swiglu_backward(step, &x, &dy, &dy).map(drop)
+    ops::launch::swiglu_backward(step, &x, &dy, &dy).map(drop)
 }
 
 fn dropout<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
@@ -126,7 +126,7 @@ fn embedding_backward<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
     let shape = set.shape();
     let Set { stored, first, ids, .. } = set;
     let (dy, ids) = (step.lend(S::held(stored).1, shape)?, step.lend(ids, [shape[0]])?);
-    ops::embedding_backward(step, &dy, &OnDevice(&ids), &mut step.lend_mut(first, shape)?, false)
+    ops::launch::embedding_backward(step, &dy, &OnDevice(&ids), &mut step.lend_mut(first, shape)?, false)
 }
 
 fn rms_norm<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
@@ -149,7 +149,7 @@ fn rms_norm_backward<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
     let (x, dy, gain) = (step.lend(x, shape)?, step.lend(dy, shape)?, step.lend(gain, [COLUMNS])?);
     let inverse_rms = step.lend(ones, [shape[0]])?;
     let mut dgain = step.lend_mut(dgain, [COLUMNS])?;
-    ops::rms_norm_backward(step, &x, &gain, &inverse_rms, &dy, None, &mut dgain, true).map(drop)
+    ops::launch::rms_norm_backward(step, &x, &gain, &inverse_rms, &dy, None, &mut dgain, true).map(drop)
 }
 
 /// Computes dx, and adds to the gradients of gain and bias.
@@ -160,7 +160,7 @@ fn layer_norm_backward<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
     let (x, dy, gain) = (step.lend(x, shape)?, step.lend(dy, shape)?, step.lend(gain, [COLUMNS])?);
     let ones = step.lend(ones, [shape[0]])?;
     let gradients = [&mut step.lend_mut(dgain, [COLUMNS])?, &mut step.lend_mut(dbias, [COLUMNS])?];
-    ops::layer_norm_backward(step, &x, &gain, [&ones, &ones], &dy, None, gradients, [true; 2]).map(drop)
+    ops::launch::layer_norm_backward(step, &x, &gain, [&ones, &ones], &dy, None, gradients, [true; 2]).map(drop)
 }
 
 /// Computes the mean loss and its gradient with respect to the logits.

@@ -5,7 +5,8 @@
 //! one strided-batched multiply.
 
 use stepscope::nn::{Linear, RmsNorm, Scope};
-use stepscope::ops::{self, Activation, AttentionConfig, BiasGradient, Gemm, Gradient};
+use stepscope::ops::launch::{BiasGradient, Gradient};
+use stepscope::ops::{self, Activation, AttentionConfig, Gemm};
 use stepscope::parameters::{Initializer, StackedParameters};
 use stepscope::tensor::Saved;
 use stepscope::{Error, Result, Tape, Tensor, Var};
@@ -133,7 +134,7 @@ pub(crate) fn linear_per_token<'s, S: Activation>(
         ops::gemm_into(step, &form, &x, &dy, None::<&Saved<'s>>, &mut dw)?;
         let dy = dy.reshape([batch, tokens * n])?;
         let (mut db, accumulate) = back.stack_gradient_uninit(&b)?;
-        ops::sum_rows_into(step, &dy, &mut db, accumulate)?;
+        ops::launch::sum_rows_into(step, &dy, &mut db, accumulate)?;
         step.free(dy);
         Ok(())
     }))
@@ -184,11 +185,12 @@ pub(crate) fn norm_project<'s, S: Activation>(
             ..Gemm::new(rows, k, n).transpose_b()
         };
         let none = None::<BiasGradient<'_, Tensor<'s>>>;
-        ops::gradients_into(step, &dy, dw, none, Some(Gradient { form, of: &weights, into: &mut dz }))?;
+        ops::launch::gradients_into(step, &dy, dw, none, Some(Gradient { form, of: &weights, into: &mut dz }))?;
         step.free(dy);
         let (so_far, gains) = (back.take(&x)?, back.weights(gain)?);
         let (mut dgain, accumulate) = back.gradient_uninit(gain)?;
-        let dx = ops::rms_norm_backward(step, x.value(), &gains, &inverse_rms, &dz, so_far, &mut dgain, accumulate)?;
+        let dx =
+            ops::launch::rms_norm_backward(step, x.value(), &gains, &inverse_rms, &dz, so_far, &mut dgain, accumulate)?;
         step.free(dz);
         back.add(&x, dx)
     }))

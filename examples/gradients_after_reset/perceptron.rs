@@ -131,7 +131,7 @@ impl Perceptron {
             drop((x, upstream));
             if let Some(dx) = dx {
                 let (pre, dx) = (keeper.kept(step, forward.before_gelu[layer - 1])?, keeper.kept(step, dx)?);
-                let before = ops::gelu_backward(step, &pre, &dx)?;
+                let before = ops::launch::gelu_backward(step, &pre, &dx)?;
                 drop((pre, dx));
                 dy = keeper.keep(step, before)?;
             }

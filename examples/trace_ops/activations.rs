@@ -10,7 +10,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         let (gate, up, dy) =
             (c.operand::<S>("gate", shape)?, c.operand::<S>("up", shape)?, c.operand::<S>("dy", shape)?);
         c.result("y", &ops::swiglu(c.step, &gate, &up)?)?;
-        let [dgate, dup] = ops::swiglu_backward(c.step, &gate, &up, &dy)?;
+        let [dgate, dup] = ops::launch::swiglu_backward(c.step, &gate, &up, &dy)?;
         c.result("dgate", &dgate)?;
         c.result("dup", &dup)
     }),
@@ -19,7 +19,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         c.longest(1);
         let (x, dy) = (c.operand::<S>("x", [rows, 2 * cols])?, c.operand::<S>("dy", [rows, cols])?);
         c.result("y", &ops::swiglu_packed(c.step, &x)?)?;
-        c.result("dx", &ops::swiglu_packed_backward(c.step, &x, &dy)?)
+        c.result("dx", &ops::launch::swiglu_packed_backward(c.step, &x, &dy)?)
     }),
     &both!("dropout", <S>, |c| {
         let shape = c.extents([70, 300]);
@@ -41,7 +41,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         let before = ops::add_bias(c.step, &x, &bias)?;
         c.result("y", &ops::gelu(c.step, &before)?)?;
         let mut dbias = c.step.empty([cols])?;
-        c.result("dx", &ops::gelu_bias_backward(c.step, &before, &dy, &mut dbias, false)?)?;
+        c.result("dx", &ops::launch::gelu_bias_backward(c.step, &before, &dy, &mut dbias, false)?)?;
         c.result("dbias", &dbias)
     }),
 ];

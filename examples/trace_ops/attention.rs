@@ -17,7 +17,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         c.result("y", &made.out)?;
         let mut dgains = c.step.empty([2, HEAD])?;
         let backward = Some((norm, &mut dgains, false));
-        c.result("dqkv", &ops::attention_backward(c.step, &qkv, backward, &form, &made, &dy)?)?;
+        c.result("dqkv", &ops::launch::attention_backward(c.step, &qkv, backward, &form, &made, &dy)?)?;
         c.result("dgains", &dgains)
     }),
     &both!("flash_attention", <S>, |c| {
@@ -65,7 +65,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         let (y, inverse_rms) = ops::qk_norm(c.step, &qkv, norm, &heads.form)?;
         c.result("y", &y)?;
         let mut dgains = c.step.empty([2, heads.width])?;
-        let dqkv = ops::qk_norm_backward(c.step, &qkv, norm, &heads.form, &inverse_rms, dy, &mut dgains, false)?;
+        let dqkv = ops::launch::qk_norm_backward(c.step, &qkv, norm, &heads.form, &inverse_rms, dy, &mut dgains, false)?;
         c.result("dqkv", &dqkv)?;
         c.result("dgains", &dgains)
     }),
@@ -76,7 +76,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         let rotary = ops::Rotary { offset: 100 * c.seed as u32, ..ops::Rotary::new(1000.0) };
         c.given("rotary", [2], &[1000, rotary.offset])?;
         c.result("y", &ops::rotary(c.step, &qkv, rotary, &heads.form)?)?;
-        c.result("dqkv", &ops::rotary_backward(c.step, dy, rotary, &heads.form)?)
+        c.result("dqkv", &ops::launch::rotary_backward(c.step, dy, rotary, &heads.form)?)
     }),
 ];
 
@@ -99,5 +99,5 @@ fn attends<'s, S: Traced>(c: &Case<'_, 's>, heads: Heads<'s>) -> Result<()> {
     let made = ops::attention(c.step, &qkv, None, &form.sees(sees))?;
     c.result("y", &made.out)?;
     let none = None::<(ops::QkNorm<'_, '_>, &mut Tensor<'_>, bool)>;
-    c.result("dqkv", &ops::attention_backward(c.step, &qkv, none, &form.sees(sees), &made, &dy)?)
+    c.result("dqkv", &ops::launch::attention_backward(c.step, &qkv, none, &form.sees(sees), &made, &dy)?)
 }

@@ -18,7 +18,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
     &both!("scale_by_into", <S>, |c| {
         c.pair::<S>(|c, a, b| {
             let mut out = ops::copy(c.step, a)?;
-            ops::scale_by_into(c.step, b, &c.operand::<f32>("factor", [1])?, &mut out, true)?;
+            ops::launch::scale_by_into(c.step, b, &c.operand::<f32>("factor", [1])?, &mut out, true)?;
             Ok(out)
         })
     }),

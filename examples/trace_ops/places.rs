@@ -12,7 +12,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         let y: Tensor<'_, S> = ops::embedding(c.step, &table, &ids)?;
         c.result("y", &y)?;
         let mut dtable = c.step.empty([rows, cols])?;
-        ops::embedding_backward(c.step, &dy, &ids, &mut dtable, false)?;
+        ops::launch::embedding_backward(c.step, &dy, &ids, &mut dtable, false)?;
         c.result("dtable", &dtable)
     }),
     &both!("embedding_of_half", <S>, |c| {
@@ -28,7 +28,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         let (x, ids) = (c.operand::<S>("x", [rows, cols])?, c.belows(count, rows));
         let (ids, dy) = (c.indices("ids", [count], &ids)?, c.operand::<S>("dy", [count, cols])?);
         c.result("y", &ops::gather(c.step, &x, &ids)?)?;
-        c.result("dx", &ops::gather_backward(c.step, &dy, &ids, rows)?)
+        c.result("dx", &ops::launch::gather_backward(c.step, &dy, &ids, rows)?)
     }),
     &both!("add_positions", <S>, |c| {
         let [batch, tokens, cols] = c.extents([40, 12, 70]);
@@ -37,7 +37,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         let dy = c.operand::<S>("dy", [batch, tokens, cols])?;
         c.result("y", &ops::add_positions(c.step, &x, &table)?)?;
         let mut dtable = c.step.empty([tokens + 3, cols])?;
-        ops::add_positions_backward(c.step, &dy, &mut dtable, false)?;
+        ops::launch::add_positions_backward(c.step, &dy, &mut dtable, false)?;
         c.result("dtable", &dtable)
     }),
     &both!("slice", <S>, |c| {
@@ -47,7 +47,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         c.given("range", [2], &[start as u32, end as u32])?;
         let (x, dy) = (c.operand::<S>("x", [a, b, cols])?, c.operand::<S>("dy", [a, end - start, cols])?);
         c.result("y", &ops::slice(c.step, &x, 1, start..end)?)?;
-        c.result("dx", &ops::slice_backward(c.step, &dy, [a, b, cols], 1, start..end)?)
+        c.result("dx", &ops::launch::slice_backward(c.step, &dy, [a, b, cols], 1, start..end)?)
     }),
     &both!("concat", <S>, |c| {
         let [rows, a, b] = c.extents([70, 130, 60]);

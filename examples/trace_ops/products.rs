@@ -21,10 +21,10 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         let (mut dw, mut dbias) = (ops::fill(c.step, [k, n], 0.0)?, ops::fill(c.step, [n], 0.0)?);
         let mut dx = c.step.empty::<S>([m, k])?;
         let for_dw = ops::Gemm::new(k, n, m).transpose_a().accumulate();
-        let for_dw = ops::Gradient { form: for_dw, of: &x, into: &mut dw };
-        let for_dx = ops::Gradient { form: ops::Gemm::new(m, k, n).transpose_b(), of: &w, into: &mut dx };
-        let for_dbias = ops::BiasGradient { into: &mut dbias, accumulate: true };
-        ops::gradients_into(c.step, &dy, for_dw, Some(for_dbias), Some(for_dx))?;
+        let for_dw = ops::launch::Gradient { form: for_dw, of: &x, into: &mut dw };
+        let for_dx = ops::launch::Gradient { form: ops::Gemm::new(m, k, n).transpose_b(), of: &w, into: &mut dx };
+        let for_dbias = ops::launch::BiasGradient { into: &mut dbias, accumulate: true };
+        ops::launch::gradients_into(c.step, &dy, for_dw, Some(for_dbias), Some(for_dx))?;
         c.result("dx", &dx)?;
         c.result("dw", &dw)?;
         c.result("dbias", &dbias)
@@ -34,7 +34,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         c.longest_product::<bf16>(n);
         let (pre, w) = (c.operand::<bf16>("pre", [rows, hidden])?, c.operand::<bf16>("w", [hidden, n])?);
         let dy = c.operand::<bf16>("dy", [rows, n])?;
-        c.result("dpre", &ops::gelu_linear_backward(c.step, &pre, &w, &dy)?)
+        c.result("dpre", &ops::launch::gelu_linear_backward(c.step, &pre, &w, &dy)?)
     })],
     &both!("gemm", <S>, |c| {
         let [batches, m, n, k] = c.extents([3, 80, 70, 200]);

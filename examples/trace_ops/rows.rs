@@ -18,7 +18,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         c.longest(x.shape().as_rows()[0]);
         let mut y = ops::sum_rows(c.step, &x)?;
         c.result("y", &y)?;
-        ops::sum_rows_into(c.step, &x, &mut y, true)?;
+        ops::launch::sum_rows_into(c.step, &x, &mut y, true)?;
         c.result("twice", &y)
     }),
     &both!("max_columns", <S>, |c| c.reduced::<S, f32>(|_| 0, |c, x| ops::max_columns(c.step, x))),
@@ -28,7 +28,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         c.longest(tokens);
         let (x, dy) = (c.operand::<S>("x", [batch, tokens, cols])?, c.operand::<S>("dy", [batch, cols])?);
         c.result("y", &ops::mean_tokens(c.step, &x)?)?;
-        c.result("dx", &ops::mean_tokens_backward(c.step, &dy, [batch, tokens, cols])?)
+        c.result("dx", &ops::launch::mean_tokens_backward(c.step, &dy, [batch, tokens, cols])?)
     }),
     &both!("rms_norm", <S>, |c| {
         let [rows, cols] = c.extents([200, 300]);
@@ -38,7 +38,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         let (y, inverse_rms) = ops::rms_norm(c.step, &x, &gain, c.scalar("epsilon"))?;
         c.result("y", &y)?;
         let mut dgain = c.step.empty([cols])?;
-        c.result("dx", &ops::rms_norm_backward(c.step, &x, &gain, &inverse_rms, &dy, None, &mut dgain, false)?)?;
+        c.result("dx", &ops::launch::rms_norm_backward(c.step, &x, &gain, &inverse_rms, &dy, None, &mut dgain, false)?)?;
         c.result("dgain", &dgain)
     }),
     &both!("rms_norm_residual", <S>, |c| {
@@ -50,7 +50,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         c.kept("h", &h)?;
         c.result("y", &y)?;
         let mut dgain = c.step.empty([cols])?;
-        c.result("dx", &ops::rms_norm_backward(c.step, &h, &gain, &inverse_rms, &dy, None, &mut dgain, false)?)?;
+        c.result("dx", &ops::launch::rms_norm_backward(c.step, &h, &gain, &inverse_rms, &dy, None, &mut dgain, false)?)?;
         c.result("dgain", &dgain)
     }),
     &both!("layer_norm", <S>, |c| {
@@ -66,7 +66,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         c.result("y", if c.seed.is_multiple_of(2) { &out.y } else { &alone.y })?;
         let kept = [&out.mean, &out.inverse_std];
         let mut sums = [c.step.empty([cols])?, c.step.empty([cols])?];
-        let dx = ops::layer_norm_backward(c.step, &h, &gain, kept, &dy, None, sums.each_mut(), [false; 2])?;
+        let dx = ops::launch::layer_norm_backward(c.step, &h, &gain, kept, &dy, None, sums.each_mut(), [false; 2])?;
         c.result("dx", &dx)?;
         c.result("dgain", &sums[0])?;
         c.result("dbias", &sums[1])

@@ -19,7 +19,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         let (count, pitch) = (1 << (levels - 1), 4 * quads);
         c.longest(count);
         let mut out = c.step.empty([pitch])?;
-        ops::sum_parts_into(c.step, &c.operand("parts", [count, pitch])?, &mut out)?;
+        ops::launch::sum_parts_into(c.step, &c.operand("parts", [count, pitch])?, &mut out)?;
         c.result("y", &out)
     }),
     &one!("clip_factor", |c| {

@@ -73,7 +73,7 @@ on_each_device! {
     }
 
     fn tanh_backward(device: &Device) {
-        let op: Backward = |step, y, dy| ops::tanh_backward(step, y, dy);
+        let op: Backward = |step, y, dy| ops::launch::tanh_backward(step, y, dy);
         check_backward(device, "tanh backward", op, 2.0, |y, dy| dy * (1.0 - y * y));
         let special =
             backward(device, op, &[1.0, -1.0, 0.0, -0.0, f32::NAN, 0.5], &[2.0, 2.0, 2.0, 2.0, 2.0, f32::INFINITY]);
@@ -94,7 +94,7 @@ on_each_device! {
     }
 
     fn gelu_backward(device: &Device) {
-        let op: Backward = |step, x, dy| ops::gelu_backward(step, x, dy);
+        let op: Backward = |step, x, dy| ops::launch::gelu_backward(step, x, dy);
         let x = sample(32, -12.5, 6.0);
         let got = backward(device, op, &x, &vec![1.0; x.len()]);
         assert_same("dy = 1", &got, &x.iter().map(|&x| math::gelu_derivative(x)).collect::<Vec<_>>());
@@ -109,7 +109,7 @@ on_each_device! {
         for x in inputs {
             let dy = Random::new(33).normals(x.len());
             let y = forward(device, |step, x| ops::relu_squared(step, x), &x);
-            let dx = backward(device, |step, x, dy| ops::relu_squared_backward(step, x, dy), &x, &dy);
+            let dx = backward(device, |step, x, dy| ops::launch::relu_squared_backward(step, x, dy), &x, &dy);
             let values = x.iter().map(|&x| if x <= 0.0 { 0.0 } else { x * x });
             let gradients = x.iter().zip(&dy).map(|(&x, dy)| if x <= 0.0 { 0.0 } else { 2.0 * x * dy });
             assert_same(x.len(), &y, &values.collect::<Vec<_>>());
@@ -117,20 +117,20 @@ on_each_device! {
         }
     }
 
-    /// dx has the bits of [`ops::gelu_backward`], and db is the sum of its rows in the documented
-    /// order.
+    /// dx has the bits of [`ops::launch::gelu_backward`], and db is the sum of its rows in the
+    /// documented order.
     fn gelu_bias_backward(device: &Device) {
         for [rows, cols] in ROWS {
             let mut random = Random::new(cols as u64);
             let (x, dy, old) = (random.normals(rows * cols), random.normals(rows * cols), random.normals(cols));
-            let alone = backward(device, |step, x, dy| ops::gelu_backward(step, x, dy), &x, &dy);
+            let alone = backward(device, |step, x, dy| ops::launch::gelu_backward(step, x, dy), &x, &dy);
             let sums = trees::chunks(rows, cols, [128, 32], &|sum, index| sum + alone[index]);
             let added: Vec<f32> = old.iter().zip(&sums).map(|(old, sum)| old + sum).collect();
             for (accumulate, want) in [(false, &sums), (true, &added)] {
                 let (dx, db) = trial(device, |trial| {
                     let (x, dy) = (trial.upload(&x, [rows, cols])?, trial.upload(&dy, [rows, cols])?);
                     let mut db = trial.upload(&old, [cols])?;
-                    let dx = trial.with_scratch(|| ops::gelu_bias_backward(trial, &x, &dy, &mut db, accumulate))?;
+                    let dx = trial.with_scratch(|| ops::launch::gelu_bias_backward(trial, &x, &dy, &mut db, accumulate))?;
                     Ok((trial.output(&dx)?, trial.output(&db)?))
                 });
                 assert_same(format_args!("{rows} x {cols}"), &dx, &alone);
@@ -144,7 +144,7 @@ on_each_device! {
             let a = trial.upload(&[1.0; 6], [2, 3])?;
             let mut db = trial.upload(&[1.0; 2], [2])?;
             assert_refused(
-                ops::gelu_bias_backward(trial, &a, &a, &mut db, false),
+                ops::launch::gelu_bias_backward(trial, &a, &a, &mut db, false),
                 &["gelu_bias_backward", "[3]", "[2]"],
             );
             Ok(())

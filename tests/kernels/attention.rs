@@ -7,7 +7,8 @@ use crate::tolerance::{Closeness, Exact};
 use crate::trees;
 use crate::trial::{Trial, assert_refused, assert_same, trial};
 use crate::{norm, softmax};
-use stepscope::ops::{self, Attention, AttentionConfig, AttentionKept, QkNorm};
+use stepscope::ops::{self, Attention, AttentionConfig, QkNorm};
+use stepscope::ops::launch::AttentionKept;
 use stepscope::tensor::Saved;
 use stepscope::{Result, Tensor};
 
@@ -303,7 +304,7 @@ on_each_device! {
                 // The output is not read.
                 let (made, norm) = (Attention { out: dout, kept }, QkNorm::new(&gains, EPSILON));
                 let dqkv = trial.with_scratch(|| {
-                    ops::attention_backward(trial, &qkv, Some((norm, &mut dgains, false)), &form(heads), &made, &dout)
+                    ops::launch::attention_backward(trial, &qkv, Some((norm, &mut dgains, false)), &form(heads), &made, &dout)
                 })?;
                 Ok((trial.output(&dqkv)?, trial.output(&dgains)?))
             });
@@ -370,7 +371,7 @@ on_each_device! {
                 let made = Attention { out, kept: AttentionKept::Short { probabilities, inverse_rms } };
                 let norm = QkNorm::new(&gains, EPSILON);
                 let refused =
-                    ops::attention_backward(trial, &qkv, Some((norm, &mut dgains, false)), &form(1), &made, &dout);
+                    ops::launch::attention_backward(trial, &qkv, Some((norm, &mut dgains, false)), &form(1), &made, &dout);
                 assert_refused(refused, &words);
             }
             Ok(())

@@ -38,10 +38,10 @@ fn weight_gradients(device: &Device, form: &ops::Gemm, a: &[bf16], b: &[bf16], o
         };
         let split_k = k.div_ceil(kernels::matmul_bf16::k_per_split(m, n, k));
         trial.with_scratch(|| {
-            let for_dw = ops::Gradient { form: *form, of: &a, into: &mut dw };
-            let for_db = ops::BiasGradient { into: &mut db, accumulate: old.is_some() };
-            let none = None::<ops::Gradient<'_, Saved<'_, bf16>, Tensor<'_>>>;
-            ops::gradients_into(trial, &b, for_dw, Some(for_db), none)?;
+            let for_dw = ops::launch::Gradient { form: *form, of: &a, into: &mut dw };
+            let for_db = ops::launch::BiasGradient { into: &mut db, accumulate: old.is_some() };
+            let none = None::<ops::launch::Gradient<'_, Saved<'_, bf16>, Tensor<'_>>>;
+            ops::launch::gradients_into(trial, &b, for_dw, Some(for_db), none)?;
             // As in `gemm`.
             let scratch = || Ok((trial.empty::<f32>([split_k, n])?, trial.empty::<f32>([split_k, m, n])?));
             (split_k > 1).then(scratch).transpose()
@@ -87,10 +87,10 @@ on_each_device! {
                 (ops::Gemm::new(4, 2, 3), 2, ["x^T dy", "transpose_a: false"]),
             ] {
                 let (mut dw, mut db) = (trial.upload(&[0.0; 8], [4, 2])?, trial.upload(&[0.0; 3][..length], [length])?);
-                let for_dw = ops::Gradient { form, of: &x, into: &mut dw };
-                let for_db = ops::BiasGradient { into: &mut db, accumulate: false };
-                let none = None::<ops::Gradient<'_, Saved<'_, bf16>, Tensor<'_>>>;
-                assert_refused(ops::gradients_into(trial, &dy, for_dw, Some(for_db), none), &words);
+                let for_dw = ops::launch::Gradient { form, of: &x, into: &mut dw };
+                let for_db = ops::launch::BiasGradient { into: &mut db, accumulate: false };
+                let none = None::<ops::launch::Gradient<'_, Saved<'_, bf16>, Tensor<'_>>>;
+                assert_refused(ops::launch::gradients_into(trial, &dy, for_dw, Some(for_db), none), &words);
             }
             Ok(())
         });

@@ -101,7 +101,7 @@ on_each_device! {
             let got = trial(device, |trial| {
                 let (x, factor, mut y) =
                     (trial.upload(&x, [length])?, trial.upload(&[0.1], [1])?, trial.upload(&y, [length])?);
-                ops::scale_by_into(trial, &x, &factor, &mut y, true)?;
+                ops::launch::scale_by_into(trial, &x, &factor, &mut y, true)?;
                 trial.output(&y)
             });
             assert_same(length, &got, &rounded(&x, &y, |x, y| f64::from((x as f32).mul_add(0.1, y as f32))));

@@ -66,7 +66,7 @@ fn backward(device: &Device, dy: &[f32], ids: &[u32], [rows, cols]: [usize; 2], 
         let (dy, ids) = (trial.upload(dy, [ids.len(), cols])?, trial.upload_indices(ids, [ids.len()])?);
         let stale = vec![f32::NAN; rows * cols];
         let mut dtable = trial.upload(old.unwrap_or(&stale), [rows, cols])?;
-        trial.with_scratch(|| ops::embedding_backward(trial, &dy, &ids, &mut dtable, old.is_some()))?;
+        trial.with_scratch(|| ops::launch::embedding_backward(trial, &dy, &ids, &mut dtable, old.is_some()))?;
         trial.output(&dtable)
     })
 }
@@ -129,9 +129,9 @@ on_each_device! {
             trial(device, |trial| {
                 let (dy, ids) = (trial.upload(&dy, [count, cols])?, trial.upload_indices(&ids, [count])?);
                 let mut dtable = trial.upload(&vec![f32::NAN; rows * cols], [rows, cols])?;
-                trial.with_scratch(|| ops::embedding_backward(trial, &dy, &ids, &mut dtable, false))?;
+                trial.with_scratch(|| ops::launch::embedding_backward(trial, &dy, &ids, &mut dtable, false))?;
                 assert_same(format_args!("{count} of {rows} x {cols}"), &trial.output(&dtable)?, &want);
-                let dx = trial.with_scratch(|| ops::gather_backward(trial, &dy, &ids, rows))?;
+                let dx = trial.with_scratch(|| ops::launch::gather_backward(trial, &dy, &ids, rows))?;
                 assert_eq!(trial.output(&dx)?, want.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>());
                 Ok(())
             });
@@ -160,7 +160,7 @@ on_each_device! {
                 let y = ops::gather(trial, &table, &OnDevice(&ids))?;
                 assert_same("gathered", &trial.output(&y)?, &want);
                 let (dy, mut dtable) = (trial.upload(&dy, [count, cols])?, trial.upload(&vec![1.0; rows * cols], [rows, cols])?);
-                trial.with_scratch(|| ops::embedding_backward(trial, &dy, &OnDevice(&ids), &mut dtable, false))?;
+                trial.with_scratch(|| ops::launch::embedding_backward(trial, &dy, &OnDevice(&ids), &mut dtable, false))?;
                 assert_same("sums", &trial.output(&dtable)?, &sums);
                 Ok(())
             });
@@ -199,7 +199,7 @@ on_each_device! {
                 assert_same(format_args!("{shape:?}"), &trial.output(&y)?, &want);
                 for accumulate in [false, true] {
                     let mut dtable = trial.upload(&old, [context, cols])?;
-                    trial.with_scratch(|| ops::add_positions_backward(trial, &given, &mut dtable, accumulate))?;
+                    trial.with_scratch(|| ops::launch::add_positions_backward(trial, &given, &mut dtable, accumulate))?;
                     let sums = crate::trees::rows(batch, row, &|sum, index| sum + x[index]);
                     let start = |at: usize| if accumulate { old[at] } else { 0.0 };
                     let want: Vec<f32> = (0..context * cols).map(|at| start(at) + sums.get(at).unwrap_or(&0.0)).collect();
@@ -219,12 +219,12 @@ on_each_device! {
             let deep = trial.upload_indices(&[0; 4], [1, 1, 1, 4])?;
             assert_refused(ops::embedding::<f32>(trial, &table, &deep), &["embedding", "one to three extents", "[1, 1, 1, 4]"]);
             let mut dtable = trial.upload(&[1.0; 6], [2, 3])?;
-            let refused = ops::embedding_backward(trial, &table, &ids, &mut dtable, true);
+            let refused = ops::launch::embedding_backward(trial, &table, &ids, &mut dtable, true);
             assert_refused(refused, &["embedding_backward", "[4, 3]", "[2, 3]"]);
-            assert_refused(ops::gather_backward(trial, &table, &ids, 2), &["gather_backward", "[4, 3]", "[2, 3]"]);
+            assert_refused(ops::launch::gather_backward(trial, &table, &ids, 2), &["gather_backward", "[4, 3]", "[2, 3]"]);
             let x = trial.upload(&[1.0; 9], [1, 3, 3])?;
             assert_refused(ops::add_positions(trial, &x, &table), &["add_positions", "at least tokens", "[1, 3, 3] and [2, 3]"]);
-            let refused = ops::add_positions_backward(trial, &x, &mut dtable, false);
+            let refused = ops::launch::add_positions_backward(trial, &x, &mut dtable, false);
             assert_refused(refused, &["add_positions_backward", "at least tokens"]);
             trial.empty::<f32>([0]).map(drop)
         });

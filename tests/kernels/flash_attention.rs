@@ -5,7 +5,8 @@ use crate::gradients::{Case, SEEDS, leaf, longest, normal};
 use crate::hostile::attack;
 use crate::support::{Random, bits, on_each_device, relative_l2, tolerance};
 use crate::trial::{assert_refused, assert_same, trial};
-use stepscope::ops::{self, Attention, AttentionConfig, AttentionKept, AttentionMask, QkNorm};
+use stepscope::ops::{self, Attention, AttentionConfig, AttentionMask, QkNorm};
+use stepscope::ops::launch::AttentionKept;
 use stepscope::{Device, Result, Tensor};
 
 /// Returns the results of a device.
@@ -33,7 +34,7 @@ fn backward<'s>(
     made: &Attention<'s>,
     dout: &Tensor<'s>,
 ) -> Result<Tensor<'s>> {
-    ops::attention_backward(step, qkv, None::<(QkNorm<'_, 's>, &mut Tensor<'s>, bool)>, form, made, dout)
+    ops::launch::attention_backward(step, qkv, None::<(QkNorm<'_, 's>, &mut Tensor<'s>, bool)>, form, made, dout)
 }
 
 /// Checks that each result is as close to float64 as sums of this length allow.
@@ -254,7 +255,7 @@ fn backward_refuses(device: &Device) {
         let mut dgains = trial.upload(&[1.0; 128], [2, 64])?;
         let gains = trial.upload(&[1.0; 128], [2, 64])?;
         let norm = Some((QkNorm::new(&gains, 0.1), &mut dgains, false));
-        let refused = ops::attention_backward(trial, &qkv, norm, &form, &made(lse), &dout);
+        let refused = ops::launch::attention_backward(trial, &qkv, norm, &form, &made(lse), &dout);
         assert_refused(refused, &["attention_backward", "with a norm", "normal: None"]);
         Ok(())
     });

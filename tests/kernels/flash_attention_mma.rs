@@ -311,8 +311,8 @@ on_each_device! {
                     let made = ops::attention(step, &rotated, Some(norm), &form)?;
                     let mut dgains = step.empty([2, setup.width])?;
                     let target = Some((norm, &mut dgains, false));
-                    let d = ops::attention_backward(step, &rotated, target, &form, &made, &dout)?;
-                    let d = ops::rotary_backward(step, d, ops::Rotary::default(), &form)?;
+                    let d = ops::launch::attention_backward(step, &rotated, target, &form, &made, &dout)?;
+                    let d = ops::launch::rotary_backward(step, d, ops::Rotary::default(), &form)?;
                     let back: Vec<f64> = step.read(&d)?.into_iter().map($back).collect();
                     (back, step.read(&dgains)?)
                 }};

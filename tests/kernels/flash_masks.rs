@@ -13,7 +13,8 @@
 
 use crate::flash_reference::{Inputs, PLAIN, Results, Setup, window};
 use crate::support::{on_each_device, relative_l2, tolerance};
-use stepscope::ops::{self, AttentionElement, AttentionKept, AttentionMask, Precision, QkNorm};
+use stepscope::ops::{self, AttentionElement, AttentionMask, Precision, QkNorm};
+use stepscope::ops::launch::AttentionKept;
 use stepscope::{Arena, Capacity, Device, DeviceKind, Tensor, bf16};
 
 /// The columns of a head.
@@ -95,7 +96,7 @@ pub(crate) fn results<S: AttentionElement>(inputs: &Inputs, device: &Device, pre
             let made = ops::attention(step, &qkv, None, &form)?;
             let AttentionKept::Flash { lse, normal: None } = made.kept else { panic!("{:?}", made.kept) };
             let none = None::<(QkNorm<'_, '_>, &mut Tensor<'_>, bool)>;
-            let dqkv = ops::attention_backward(step, &qkv, none, &form, &made, &dout)?;
+            let dqkv = ops::launch::attention_backward(step, &qkv, none, &form, &made, &dout)?;
             Ok([widen(step.read(&made.out)?), step.read(&lse)?, widen(step.read(&dqkv)?)])
         })
         .unwrap()

@@ -95,12 +95,12 @@ on_each_device! {
 
     fn relu_backward(device: &Device) {
         let y = [0.0, -0.0, 3.0, f32::NAN, f32::INFINITY, 1e-45];
-        let got = backward(device, |step, y, dy| ops::relu_backward(step, y, dy), &y, &[2.0, 2.0, 2.0, 2.0, -2.0, 5.0]);
+        let got = backward(device, |step, y, dy| ops::launch::relu_backward(step, y, dy), &y, &[2.0, 2.0, 2.0, 2.0, -2.0, 5.0]);
         assert_same("relu", &got, &[0.0, 0.0, 2.0, 2.0, -2.0, 5.0]);
     }
 
     fn sigmoid_backward(device: &Device) {
-        let op: Backward = |step, y, dy| ops::sigmoid_backward(step, y, dy);
+        let op: Backward = |step, y, dy| ops::launch::sigmoid_backward(step, y, dy);
         check_backward(device, "sigmoid backward", op, |y| {
             let y = Exact::given(y);
             y - y.times(y)
@@ -108,14 +108,14 @@ on_each_device! {
     }
 
     fn silu_backward(device: &Device) {
-        check_backward(device, "silu backward", |step, x, dy| ops::silu_backward(step, x, dy), silu_derivative);
+        check_backward(device, "silu backward", |step, x, dy| ops::launch::silu_backward(step, x, dy), silu_derivative);
         let far = [f32::INFINITY, -f32::INFINITY, 3e38, -3e38, f32::NAN];
-        let got = backward(device, |step, x, dy| ops::silu_backward(step, x, dy), &far, &[1.0; 5]);
+        let got = backward(device, |step, x, dy| ops::launch::silu_backward(step, x, dy), &far, &[1.0; 5]);
         assert_same("silu", &got, &[1.0, 0.0, 1.0, 0.0, f32::NAN]);
     }
 
     fn gelu_exact_backward(device: &Device) {
-        let op: Backward = |step, x, dy| ops::gelu_exact_backward(step, x, dy);
+        let op: Backward = |step, x, dy| ops::launch::gelu_exact_backward(step, x, dy);
         check_backward(device, "exact gelu backward", op, gelu_exact_derivative);
         let x = sample(32, -15.0, 15.0);
         let got = backward(device, op, &x, &vec![1.0; x.len()]);
@@ -134,12 +134,12 @@ on_each_device! {
             let [y, dgate, dup] = trial(device, |trial| {
                 let (gate, up, dy) = (trial.upload(&gate, shape)?, trial.upload(&up, shape)?, trial.upload(&dy, shape)?);
                 let y = ops::swiglu(trial, &gate, &up)?;
-                let [dgate, dup] = ops::swiglu_backward(trial, &gate, &up, &dy)?;
+                let [dgate, dup] = ops::launch::swiglu_backward(trial, &gate, &up, &dy)?;
                 Ok([trial.output(&y)?, trial.output(&dgate)?, trial.output(&dup)?])
             });
             let [one, dx] = trial(device, |trial| {
                 let (x, dy) = (trial.upload(&packed, [rows, 2 * cols])?, trial.upload(&dy, shape)?);
-                let (y, dx) = (ops::swiglu_packed(trial, &x)?, ops::swiglu_packed_backward(trial, &x, &dy)?);
+                let (y, dx) = (ops::swiglu_packed(trial, &x)?, ops::launch::swiglu_packed_backward(trial, &x, &dy)?);
                 assert_eq!(y.shape().extents(), shape);
                 Ok([trial.output(&y)?, trial.output(&dx)?])
             });
@@ -162,9 +162,9 @@ on_each_device! {
         trial(device, |trial| {
             let (a, b) = (trial.upload(&[1.0; 6], [2, 3])?, trial.upload(&[1.0; 6], [6])?);
             assert_refused(ops::swiglu(trial, &a, &b), &["swiglu", "[2, 3]", "[6]"]);
-            assert_refused(ops::swiglu_backward(trial, &a, &a, &b), &["swiglu_backward", "[2, 3]", "[6]"]);
+            assert_refused(ops::launch::swiglu_backward(trial, &a, &a, &b), &["swiglu_backward", "[2, 3]", "[6]"]);
             assert_refused(ops::swiglu_packed(trial, &a), &["swiglu_packed", "two equal halves", "[2, 3]"]);
-            assert_refused(ops::swiglu_packed_backward(trial, &b, &a), &["swiglu_packed_backward", "[3]", "[2, 3]"]);
+            assert_refused(ops::launch::swiglu_packed_backward(trial, &b, &a), &["swiglu_packed_backward", "[3]", "[2, 3]"]);
             Ok(())
         });
     }

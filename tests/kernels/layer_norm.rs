@@ -93,7 +93,7 @@ impl Inputs {
             let accumulate = old.map(|old| old.is_some());
             let dh = trial.with_scratch(|| {
                 let sums = [&mut dgain, &mut dbias];
-                ops::layer_norm_backward(trial, &h, &gain, [&mean, &scale], &dy, so_far, sums, accumulate)
+                ops::launch::layer_norm_backward(trial, &h, &gain, [&mean, &scale], &dy, so_far, sums, accumulate)
             })?;
             Ok([trial.output(&dh)?, trial.output(&dgain)?, trial.output(&dbias)?])
         })
@@ -245,7 +245,7 @@ on_each_device! {
             macro_rules! refuse {
                 ($gain:expr, $mean:expr, $scale:expr, $dy:expr, $so_far:expr, $db:expr, $words:expr) => {
                     let refused =
-                        ops::layer_norm_backward(trial, &x, $gain, [$mean, $scale], $dy, $so_far, [&mut a, $db], [false; 2]);
+                        ops::launch::layer_norm_backward(trial, &x, $gain, [$mean, $scale], $dy, $so_far, [&mut a, $db], [false; 2]);
                     assert_refused(refused, $words);
                 };
             }

@@ -85,7 +85,7 @@ fn by_hand(
         let ([rows, k], hidden) = (x.shape().as_rows(), b1.shape().elements());
         let dy = step.upload(&dy.iter().map(|&dy| bf16::narrow(dy)).collect::<Vec<_>>(), [rows, k])?;
         let (h, pre) = ops::linear_gelu(step, &x, &w1, Some(&b1))?;
-        let dpre = ops::gelu_linear_backward(step, &pre, &w2, &dy)?;
+        let dpre = ops::launch::gelu_linear_backward(step, &pre, &w2, &dy)?;
         let mut dw = [step.empty::<f32>([k, hidden])?, step.empty([hidden, k])?];
         let (none, mut dx) = (None::<&Saved<'_>>, ops::copy(step, &dy)?);
         ops::gemm_into(step, &Gemm::new(k, hidden, rows).transpose_a(), &x, &dpre, none, &mut dw[0])?;

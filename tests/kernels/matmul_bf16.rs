@@ -297,7 +297,7 @@ on_each_device! {
                     (k_per_split < n).then(|| trial.empty::<f32>([n.div_ceil(k_per_split), rows, hidden])).transpose()
                 };
                 let dpre = trial.with_scratch(|| {
-                    let dpre = ops::gelu_linear_backward(trial, &pre, &w, &dy)?;
+                    let dpre = ops::launch::gelu_linear_backward(trial, &pre, &w, &dy)?;
                     account()?;
                     Ok(dpre)
                 })?;
@@ -306,7 +306,7 @@ on_each_device! {
                     let form = ops::Gemm::new(rows, hidden, n).transpose_b();
                     ops::gemm_into(trial, &form, &dy, &w, None::<&Saved<'_>>, &mut dh)?;
                     account()?;
-                    ops::gelu_backward(trial, &pre, &dh)
+                    ops::launch::gelu_backward(trial, &pre, &dh)
                 })?;
                 Ok([trial.output(&dpre)?, trial.output(&apart)?].map(|values| values.into_iter().map(f64::from).collect::<Vec<_>>()))
             });
@@ -400,9 +400,9 @@ on_each_device! {
             let (pre, w) = (trial.upload(&[bf16::ONE; 12], [3, 4])?, trial.upload(&[bf16::ONE; 8], [4, 2])?);
             let dy = trial.upload(&[bf16::ONE; 6], [3, 2])?;
             const OP: &str = "gelu_linear_backward";
-            assert_refused(ops::gelu_linear_backward(trial, &dy, &w, &dy), &[OP, "[.., 4]", "[4, 2]", "[3, 2]"]);
-            assert_refused(ops::gelu_linear_backward(trial, &pre, &w, &pre), &[OP, "[3, 2]", "[3, 4]"]);
-            assert_refused(ops::gelu_linear_backward(trial, &pre, &w.reshape([2, 2, 2])?, &dy), &[OP, "[in, out]", "[2, 2, 2]"]);
+            assert_refused(ops::launch::gelu_linear_backward(trial, &dy, &w, &dy), &[OP, "[.., 4]", "[4, 2]", "[3, 2]"]);
+            assert_refused(ops::launch::gelu_linear_backward(trial, &pre, &w, &pre), &[OP, "[3, 2]", "[3, 4]"]);
+            assert_refused(ops::launch::gelu_linear_backward(trial, &pre, &w.reshape([2, 2, 2])?, &dy), &[OP, "[in, out]", "[2, 2, 2]"]);
             let (x, w) = (trial.upload(&[bf16::ONE; 12], [3, 4])?, trial.upload(&[bf16::ONE; 10], [5, 2])?);
             assert_refused(ops::linear(trial, &x, &w, None::<&Saved<'_>>), &["[.., 5]", "[3, 4]"]);
             Ok(())

@@ -307,20 +307,20 @@ fn unaligned_layers_match_bits() {
             let (silu, _) = ops::linear_silu(step, &x, &w, None::<&Tensor<'_>>)?;
             let (gated, _) = ops::linear_swiglu(step, &x, &w, Some(&bias), &dy)?;
             let added = ops::linear_residual(step, &x, &w, Some(&bias), &dy)?;
-            let dpre = ops::gelu_linear_backward(step, &x, &w, &dy)?;
+            let dpre = ops::launch::gelu_linear_backward(step, &x, &w, &dy)?;
             let mut dw = step.upload(&numbers::<f32>(5, inputs * outputs), [inputs, outputs])?;
             let mut db = step.upload(&numbers::<f32>(6, outputs), [outputs])?;
             let mut dx = step.empty::<bf16>([rows, inputs])?;
-            ops::gradients_into(
+            ops::launch::gradients_into(
                 step,
                 &dy,
-                ops::Gradient {
+                ops::launch::Gradient {
                     form: ops::Gemm::new(inputs, outputs, rows).transpose_a().accumulate(),
                     of: &x,
                     into: &mut dw,
                 },
-                Some(ops::BiasGradient { into: &mut db, accumulate: true }),
-                Some(ops::Gradient {
+                Some(ops::launch::BiasGradient { into: &mut db, accumulate: true }),
+                Some(ops::launch::Gradient {
                     form: ops::Gemm::new(rows, inputs, outputs).transpose_b(),
                     of: &w,
                     into: &mut dx,

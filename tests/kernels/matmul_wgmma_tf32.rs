@@ -270,12 +270,12 @@ fn ops_match_mma_sync() {
             let y = ops::linear(step, &x, &w, None::<&Tensor<'_>>)?;
             let for_dw = Gemm::new(inputs, outputs, rows).transpose_a().accumulate();
             let for_dx = Gemm::new(rows, inputs, outputs).transpose_b();
-            ops::gradients_into(
+            ops::launch::gradients_into(
                 step,
                 &dy,
-                ops::Gradient { form: for_dw, of: &x, into: &mut dw },
-                None::<ops::BiasGradient<'_, Tensor<'_>>>,
-                Some(ops::Gradient { form: for_dx, of: &w, into: &mut dx }),
+                ops::launch::Gradient { form: for_dw, of: &x, into: &mut dw },
+                None::<ops::launch::BiasGradient<'_, Tensor<'_>>>,
+                Some(ops::launch::Gradient { form: for_dx, of: &w, into: &mut dx }),
             )?;
             Ok(vec![step.read(&y)?, step.read(&dw)?, step.read(&dx)?])
         };

@@ -82,7 +82,7 @@ impl Inputs {
             let mut dgain = trial.upload(old.unwrap_or(&stale), [self.cols])?;
             let accumulate = old.is_some();
             let dx = trial.with_scratch(|| {
-                ops::rms_norm_backward(trial, &x, &gain, &scale, &dy, so_far, &mut dgain, accumulate)
+                ops::launch::rms_norm_backward(trial, &x, &gain, &scale, &dy, so_far, &mut dgain, accumulate)
             })?;
             Ok((trial.output(&dx)?, trial.output(&dgain)?))
         })
@@ -215,7 +215,7 @@ on_each_device! {
             macro_rules! refuse {
                 ($gain:expr, $scale:expr, $dy:expr, $so_far:expr, $words:expr) => {
                     let refused =
-                        ops::rms_norm_backward(trial, &x, $gain, $scale, $dy, $so_far, &mut three, false);
+                        ops::launch::rms_norm_backward(trial, &x, $gain, $scale, $dy, $so_far, &mut three, false);
                     assert_refused(refused, $words);
                 };
             }

@@ -6,7 +6,8 @@ use crate::support::{Random, on_each_device, relative_l2, tolerance};
 use crate::trial::{assert_refused, assert_same, trial};
 use crate::{flash_reference, norm};
 use stepscope::Tensor;
-use stepscope::ops::{self, AttentionConfig, AttentionKept, QkNorm};
+use stepscope::ops::{self, AttentionConfig, QkNorm};
+use stepscope::ops::launch::AttentionKept;
 use stepscope::tensor::Shape;
 
 const EPSILON: f32 = 1e-5;
@@ -66,7 +67,7 @@ on_each_device! {
                 let (y, scales) = ops::qk_norm(trial, &x, norm, &form)?;
                 let (y, inverse_rms) = (trial.output(&y)?, trial.output(&scales)?);
                 let dx = trial.with_scratch(|| {
-                    ops::qk_norm_backward(trial, &x, norm, &form, &scales, dy, &mut dgains, false)
+                    ops::launch::qk_norm_backward(trial, &x, norm, &form, &scales, dy, &mut dgains, false)
                 })?;
                 Ok((y, inverse_rms, trial.output(&dx)?, trial.output(&dgains)?))
             });
@@ -90,7 +91,7 @@ on_each_device! {
                     let (y, scales) = ops::rms_norm(trial, &x, &gain, EPSILON)?;
                     let (y, inverse_rms) = (trial.output(&y)?, trial.output(&scales)?);
                     let dx = trial.with_scratch(|| {
-                        ops::rms_norm_backward(trial, &x, &gain, &scales, &dy, None, &mut dgain, false)
+                        ops::launch::rms_norm_backward(trial, &x, &gain, &scales, &dy, None, &mut dgain, false)
                     })?;
                     Ok([y, inverse_rms, trial.output(&dx)?, trial.output(&dgain)?])
                 });
@@ -158,7 +159,7 @@ on_each_device! {
                     let made = ops::attention(trial, &x, Some(norm), &form)?;
                     assert_eq!(matches!(made.kept, AttentionKept::Short { .. }), !masked);
                     let norm = Some((norm, &mut dgains, false));
-                    let dqkv = ops::attention_backward(trial, &x, norm, &form, &made, &dout)?;
+                    let dqkv = ops::launch::attention_backward(trial, &x, norm, &form, &made, &dout)?;
                     let copies: [Tensor<'_>; 2] = [ops::copy(trial, &made.out)?, dqkv];
                     Ok(copies)
                 })
@@ -193,7 +194,7 @@ on_each_device! {
                 (&gains, &scales, [1, 48, 1], ["qk_norm_backward", "[1, 1, 48]", "[1, 48, 1]"]),
             ] {
                 let dy = trial.upload(&[1.0; 48], dy)?;
-                let refused = ops::qk_norm_backward(trial, &x, norm(gains), &form, scales, dy, &mut dgains, false);
+                let refused = ops::launch::qk_norm_backward(trial, &x, norm(gains), &form, scales, dy, &mut dgains, false);
                 assert_refused(refused, &words);
             }
             Ok(())

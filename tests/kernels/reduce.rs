@@ -106,8 +106,8 @@ on_each_device! {
                 let x = trial.upload(&x, [rows, cols])?;
                 let (mut replaced, mut added) = (trial.upload(&old, [cols])?, trial.upload(&old, [cols])?);
                 let made = trial.with_scratch(|| ops::sum_rows(trial, &x))?;
-                trial.with_scratch(|| ops::sum_rows_into(trial, &x, &mut replaced, false))?;
-                trial.with_scratch(|| ops::sum_rows_into(trial, &x, &mut added, true))?;
+                trial.with_scratch(|| ops::launch::sum_rows_into(trial, &x, &mut replaced, false))?;
+                trial.with_scratch(|| ops::launch::sum_rows_into(trial, &x, &mut added, true))?;
                 Ok([trial.output(&made)?, trial.output(&replaced)?, trial.output(&added)?])
             });
             let shape = format!("{rows} x {cols}");
@@ -172,7 +172,7 @@ on_each_device! {
                 &["argmax_columns", "rows with elements", "[3, 0]"],
             );
             let (x, mut out) = (trial.upload(&[1.0; 6], [2, 3])?, trial.upload(&[1.0; 2], [2])?);
-            assert_refused(ops::sum_rows_into(trial, &x, &mut out, true), &["sum_rows", "3 elements", "[2]"]);
+            assert_refused(ops::launch::sum_rows_into(trial, &x, &mut out, true), &["sum_rows", "3 elements", "[2]"]);
             Ok(())
         });
     }

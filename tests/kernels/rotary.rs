@@ -109,7 +109,7 @@ fn turned(
         let form = AttentionConfig::new(heads).kv_heads(kv_heads);
         let [x, dy] = [(); 2].map(|()| trial.upload(x, shape(extents)));
         let y = ops::rotary(trial, &x?, rotary, &form)?;
-        Ok([trial.output(&y)?, trial.output(&ops::rotary_backward(trial, dy?, rotary, &form)?)?])
+        Ok([trial.output(&y)?, trial.output(&ops::launch::rotary_backward(trial, dy?, rotary, &form)?)?])
     })
 }
 
@@ -280,7 +280,7 @@ on_each_device! {
             }
             assert_refused(ops::rotary(trial, &x, LARGE_OFFSET, &AttentionConfig::new(5)), &["rotary", "15 width", "[1, 1, 24]"]);
             let form = AttentionConfig::new(5);
-            assert_refused(ops::rotary_backward(trial, x, LARGE_OFFSET, &form), &["rotary_backward", "15 width", "[1, 1, 24]"]);
+            assert_refused(ops::launch::rotary_backward(trial, x, LARGE_OFFSET, &form), &["rotary_backward", "15 width", "[1, 1, 24]"]);
             Ok(())
         });
     }

@@ -48,7 +48,7 @@ on_each_device! {
                 let y = ops::slice(trial, &x, extent, start..end)?;
                 assert_eq!(y.shape(), part);
                 assert!(bits(&trial.output(&y)?) == bits(&want), "{shape:?}, {extent}, {range:?}");
-                let dx = ops::slice_backward(trial, &y, shape, extent, start..end)?;
+                let dx = ops::launch::slice_backward(trial, &y, shape, extent, start..end)?;
                 assert!(bits(&trial.output(&dx)?) == bits(&back), "{shape:?}, {extent}, {range:?}, backward");
                 let y = ops::slice(trial, &halves_there, extent, start..end)?;
                 assert_eq!(trial.output(&y)?, places.iter().map(|&at| halves[at]).collect::<Vec<_>>());
@@ -85,7 +85,7 @@ on_each_device! {
             #[allow(clippy::reversed_empty_ranges)]
             let turned = 2..1;
             assert_refused(ops::slice(trial, &x, 1, turned), &["slice", "0..3", "2..1"]);
-            assert_refused(ops::slice_backward(trial, &y, [2, 3], 1, 0..2), &["slice_backward", "[2, 2]", "[3, 2]"]);
+            assert_refused(ops::launch::slice_backward(trial, &y, [2, 3], 1, 0..2), &["slice_backward", "[2, 2]", "[3, 2]"]);
             assert_refused(ops::concat(trial, &[&x, &y], 0), &["concat", "[2, 3]", "[2, 2]"]);
             assert_refused(ops::concat(trial, &[&x], 2), &["concat", "an extent number 2"]);
             assert_refused(ops::concat(trial, &[] as &[&stepscope::Tensor<'_>], 0), &["concat", "at least one part"]);

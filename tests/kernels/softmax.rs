@@ -80,7 +80,7 @@ on_each_device! {
                 random.normals(rows * cols).chunks_exact(cols).flat_map(softmax).map(|y| y.value as f32).collect();
             let got = trial(device, |trial| {
                 let (y, dy) = (trial.upload(&y, [rows, cols])?, trial.upload(&dy, [rows, cols])?);
-                trial.output(&ops::softmax_backward(trial, &y, &dy)?)
+                trial.output(&ops::launch::softmax_backward(trial, &y, &dy)?)
             });
             let want: Vec<Exact> =
                 y.chunks_exact(cols).zip(dy.chunks_exact(cols)).flat_map(|(y, dy)| backward(y, dy)).collect();
@@ -99,7 +99,7 @@ on_each_device! {
                 let [y, dx] = trial(device, |trial| {
                     let (x, dy) = (trial.upload(&x, shape)?, trial.upload(&dy, shape)?);
                     let y = ops::log_softmax(trial, &x)?;
-                    let dx = ops::log_softmax_backward(trial, &y, &dy)?;
+                    let dx = ops::launch::log_softmax_backward(trial, &y, &dy)?;
                     Ok([trial.output(&y)?, trial.output(&dx)?])
                 });
                 let what = format!("{rows} x {cols}, spread {spread}");

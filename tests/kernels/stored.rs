@@ -6,7 +6,8 @@ use crate::support::{Random, on_each_device};
 use crate::trial::{Trial, assert_same, trial};
 use kernels::stored::Stored as _;
 use std::cell::RefCell;
-use stepscope::ops::{AttentionConfig, AttentionElement, AttentionKept, QkNorm};
+use stepscope::ops::{AttentionConfig, AttentionElement, QkNorm};
+use stepscope::ops::launch::AttentionKept;
 use stepscope::tensor::{Element, Shape, Source, Stored};
 use stepscope::{Device, Result, Tensor, bf16, ops};
 
@@ -127,18 +128,18 @@ rounded_once! {
     scale_by<S>: |c| { c.keep(&ops::scale_by(c.trial, &c.x::<S>()?, &c.trial.upload(&[0.7], [1])?)?) }
     scale_by_into<S>: |c| {
         let (x, mut out) = (c.x::<S>()?, c.x()?);
-        ops::scale_by_into(c.trial, &x, &c.trial.upload(&[0.7], [1])?, &mut out, true)?;
+        ops::launch::scale_by_into(c.trial, &x, &c.trial.upload(&[0.7], [1])?, &mut out, true)?;
         c.keep(&out)
     }
     add_bias<S>: |c| { c.keep(&ops::add_bias(c.trial, &c.x::<S>()?, &c.row()?)?) }
     copy<S>: |c| { c.keep(&ops::copy(c.trial, &c.x::<S>()?)?) }
     tanh<S>: |c| { c.keep_activated(&ops::tanh(c.trial, &c.x::<S>()?)?, 0.0) }
-    tanh_backward<S>: |c| { c.keep(&ops::tanh_backward(c.trial, &c.x::<S>()?, &c.x()?)?) }
+    tanh_backward<S>: |c| { c.keep(&ops::launch::tanh_backward(c.trial, &c.x::<S>()?, &c.x()?)?) }
     gelu<S>: |c| { c.keep_activated(&ops::gelu(c.trial, &c.x::<S>()?)?, 0.0) }
-    gelu_backward<S>: |c| { c.keep_activated(&ops::gelu_backward(c.trial, &c.x::<S>()?, &c.x()?)?, DERIVATIVE) }
+    gelu_backward<S>: |c| { c.keep_activated(&ops::launch::gelu_backward(c.trial, &c.x::<S>()?, &c.x()?)?, DERIVATIVE) }
     gelu_bias_backward<S>: |c| {
         let mut db = c.row()?;
-        c.keep_activated(&ops::gelu_bias_backward(c.trial, &c.x::<S>()?, &c.x()?, &mut db, true)?, DERIVATIVE)?;
+        c.keep_activated(&ops::launch::gelu_bias_backward(c.trial, &c.x::<S>()?, &c.x()?, &mut db, true)?, DERIVATIVE)?;
         c.keep_activated(&db, c.shape[0] as f32 * DERIVATIVE)
     }
     sub<S>: |c| { c.keep(&ops::sub(c.trial, &c.x::<S>()?, &c.x()?)?) }
@@ -152,22 +153,22 @@ rounded_once! {
     }
     activations_backward<S>: |c| {
         let (x, dy) = (c.x::<S>()?, c.x()?);
-        c.keep(&ops::relu_backward(c.trial, &x, &dy)?)?;
-        c.keep(&ops::sigmoid_backward(c.trial, &x, &dy)?)?;
-        c.keep_activated(&ops::silu_backward(c.trial, &x, &dy)?, DERIVATIVE)?;
-        c.keep(&ops::gelu_exact_backward(c.trial, &x, &dy)?)
+        c.keep(&ops::launch::relu_backward(c.trial, &x, &dy)?)?;
+        c.keep(&ops::launch::sigmoid_backward(c.trial, &x, &dy)?)?;
+        c.keep_activated(&ops::launch::silu_backward(c.trial, &x, &dy)?, DERIVATIVE)?;
+        c.keep(&ops::launch::gelu_exact_backward(c.trial, &x, &dy)?)
     }
     swiglu<S>: |c| {
         let (gate, up, dy) = (c.x::<S>()?, c.x()?, c.x()?);
         c.keep_activated(&ops::swiglu(c.trial, &gate, &up)?, 0.0)?;
-        let gradients = ops::swiglu_backward(c.trial, &gate, &up, &dy)?;
+        let gradients = ops::launch::swiglu_backward(c.trial, &gate, &up, &dy)?;
         gradients.iter().try_for_each(|result| c.keep_activated(result, 4.0 * DERIVATIVE))
     }
     swiglu_packed<S>: |c| {
         let [rows, cols] = c.shape;
         let (x, dy) = (c.of::<S>([rows, 2 * cols])?, c.x()?);
         c.keep_activated(&ops::swiglu_packed(c.trial, &x)?, 0.0)?;
-        c.keep_activated(&ops::swiglu_packed_backward(c.trial, &x, &dy)?, 4.0 * DERIVATIVE)
+        c.keep_activated(&ops::launch::swiglu_packed_backward(c.trial, &x, &dy)?, 4.0 * DERIVATIVE)
     }
     dropout<S>: |c| {
         let (x, generator) = (c.x::<S>()?, ops::Generator::new(c.trial.device(), 3)?);
@@ -178,14 +179,14 @@ rounded_once! {
         let (table, ids) = (c.of::<f32>([rows, cols])?, c.trial.upload_indices(&[0, rows as u32 - 1, 0], [3])?);
         c.keep(&ops::embedding::<S>(c.trial, &table, &ids)?)?;
         let mut dtable = c.of::<f32>([rows, cols])?;
-        ops::embedding_backward(c.trial, &c.of::<S>([3, cols])?, &ids, &mut dtable, true)?;
+        ops::launch::embedding_backward(c.trial, &c.of::<S>([3, cols])?, &ids, &mut dtable, true)?;
         c.keep(&dtable)
     }
     gather<S>: |c| {
         let [rows, cols] = [c.shape[0] + 1, c.shape[1]];
         let ids = c.trial.upload_indices(&[0, rows as u32 - 1, 0], [3])?;
         c.keep(&ops::gather(c.trial, &c.of::<S>([rows, cols])?, &ids)?)?;
-        c.keep(&ops::gather_backward(c.trial, &c.of::<S>([3, cols])?, &ids, rows)?)
+        c.keep(&ops::launch::gather_backward(c.trial, &c.of::<S>([3, cols])?, &ids, rows)?)
     }
     parts<S>: |c| {
         let (x, cols) = (c.x::<S>()?, c.shape[1]);
@@ -200,7 +201,7 @@ rounded_once! {
     log_softmax<S>: |c| { c.keep(&ops::log_softmax(c.trial, &c.x::<S>()?)?) }
     log_softmax_backward<S>: |c| {
         let y = ops::scale(c.trial, &ops::relu(c.trial, &c.x::<S>()?)?, -1.0)?;
-        c.keep(&ops::log_softmax_backward(c.trial, &y, &c.x()?)?)
+        c.keep(&ops::launch::log_softmax_backward(c.trial, &y, &c.x()?)?)
     }
     element_losses<S>: |c| {
         let (x, target) = (c.x::<S>()?, c.of::<f32>(c.shape)?);
@@ -208,7 +209,7 @@ rounded_once! {
         losses.iter().try_for_each(|(loss, dx)| c.keep(loss).and_then(|()| c.keep(dx)))
     }
     softmax<S>: |c| { c.keep(&ops::softmax(c.trial, &c.x::<S>()?)?) }
-    softmax_backward<S>: |c| { c.keep(&ops::softmax_backward(c.trial, &c.x::<S>()?, &c.x()?)?) }
+    softmax_backward<S>: |c| { c.keep(&ops::launch::softmax_backward(c.trial, &c.x::<S>()?, &c.x()?)?) }
     attention_of_few_tokens<S>: |c| {
         let ([rows, cols], heads) = (c.shape, 2);
         let tokens = (rows + cols) % 16 + 1;
@@ -220,7 +221,7 @@ rounded_once! {
         c.keep(&made.out)?;
         c.keep(&probabilities)?;
         c.keep(&inverse_rms)?;
-        c.keep(&ops::attention_backward(c.trial, &qkv, Some((norm, &mut dgains, true)), &form, &made, &dout)?)?;
+        c.keep(&ops::launch::attention_backward(c.trial, &qkv, Some((norm, &mut dgains, true)), &form, &made, &dout)?)?;
         c.keep(&dgains)
     }
     rms_norm<S>: |c| {
@@ -232,7 +233,7 @@ rounded_once! {
         let (x, gain, mut dgain) = (c.x::<S>()?, c.row()?, c.row()?);
         let (_, inverse_rms) = ops::rms_norm(c.trial, &x, &gain, 1e-6)?;
         let so_far = Some(c.x()?);
-        let dx = ops::rms_norm_backward(c.trial, &x, &gain, &inverse_rms, &c.x()?, so_far, &mut dgain, true)?;
+        let dx = ops::launch::rms_norm_backward(c.trial, &x, &gain, &inverse_rms, &c.x()?, so_far, &mut dgain, true)?;
         c.keep(&dx)?;
         c.keep(&dgain)
     }
@@ -247,7 +248,7 @@ rounded_once! {
         let out = ops::layer_norm(c.trial, &h, &gain, &c.row()?, 1e-5)?;
         let kept = [&out.mean, &out.inverse_std];
         let so_far = Some(c.x()?);
-        let dh = ops::layer_norm_backward(c.trial, &h, &gain, kept, &c.x()?, so_far, sums.each_mut(), [true, false])?;
+        let dh = ops::launch::layer_norm_backward(c.trial, &h, &gain, kept, &c.x()?, so_far, sums.each_mut(), [true, false])?;
         c.keep(&dh)?;
         sums.iter().try_for_each(|sum| c.keep(sum))
     }
@@ -280,7 +281,7 @@ rounded_once! {
     }
     mean_tokens_backward<S>: |c| {
         let [tokens, cols] = [c.shape[0].max(1), c.shape[1]];
-        c.keep(&ops::mean_tokens_backward(c.trial, &c.of::<S>([3, cols])?, [3, tokens, cols])?)
+        c.keep(&ops::launch::mean_tokens_backward(c.trial, &c.of::<S>([3, cols])?, [3, tokens, cols])?)
     }
 }
 

@@ -1,5 +1,5 @@
-//! Tests of `ops::sum_parts_into`: the documented tree bit for bit, subtrees in place of their
-//! parts, and refusals.
+//! Tests of `ops::launch::sum_parts_into`: the documented tree bit for bit, subtrees in place of
+//! their parts, and refusals.
 
 use crate::hostile::attack;
 use crate::support::{Random, SPECIAL, on_each_device};
@@ -23,7 +23,7 @@ fn sum(device: &Device, parts: &[f32], count: usize, length: usize) -> Vec<f32> 
     trial(device, |trial| {
         let parts = trial.upload(parts, [count, parts.len() / count])?;
         let mut out = trial.upload(&vec![0.5; length], [length])?;
-        ops::sum_parts_into(trial, &parts, &mut out)?;
+        ops::launch::sum_parts_into(trial, &parts, &mut out)?;
         trial.output(&out)
     })
 }
@@ -64,16 +64,16 @@ on_each_device! {
             let mut out = trial.upload(&[0.0; 8], [8])?;
             let mut refused = Vec::new();
             trial.with_scratch(|| {
-                refused.push(ops::sum_parts_into(trial, &eight, &mut out));
-                refused.push(ops::sum_parts_into(trial, &eight.reshape([4, 6])?, &mut out));
+                refused.push(ops::launch::sum_parts_into(trial, &eight, &mut out));
+                refused.push(ops::launch::sum_parts_into(trial, &eight.reshape([4, 6])?, &mut out));
                 Ok(())
             })?;
             let flat = trial.upload(&[1.0; 8], [8])?;
-            refused.push(ops::sum_parts_into(trial, &flat, &mut out));
+            refused.push(ops::launch::sum_parts_into(trial, &flat, &mut out));
             let words = [&["`count`", "power of two up to 64", "3"][..], &["`pitch`", "multiple of 4", "6"], &["parts `[count, pitch]`", "[8]"]];
             refused.into_iter().zip(words).for_each(|(outcome, words)| assert_refused(outcome, words));
             let short = trial.upload(&[1.0; 8], [2, 4])?;
-            assert_refused(ops::sum_parts_into(trial, &short, &mut out), &["`length`", "at most `pitch`", "8"]);
+            assert_refused(ops::launch::sum_parts_into(trial, &short, &mut out), &["`length`", "at most `pitch`", "8"]);
             Ok(())
         });
     }

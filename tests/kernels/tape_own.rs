@@ -35,7 +35,7 @@ fn fork<'s>(tape: &Tape<'_, 's>, x: &Var<'s>, w: &StackedParameters, added: &Rc<
     let (x, w, added) = (*x, w.clone(), Rc::clone(added));
     Ok(op.record_all([h.save(), t], move |back, [dh, dt]| {
         let step = back.step();
-        let through_t = dt.map(|dt| ops::tanh_backward(step, &t, &dt)).transpose()?;
+        let through_t = dt.map(|dt| ops::launch::tanh_backward(step, &t, &dt)).transpose()?;
         let dh = match (dh, through_t) {
             (Some(mut dh), Some(more)) => ops::add_assign(step, &mut dh, &more).map(|()| dh)?,
             (dh, through_t) => dh.or(through_t).expect("the op runs only if an output has a gradient"),

@@ -46,7 +46,7 @@ on_each_device! {
             let dy = Random::new(cols as u64).normals(batch * cols);
             let got = trial(device, |trial| {
                 let dy = trial.upload(&dy, [batch, cols])?;
-                trial.output(&ops::mean_tokens_backward(trial, &dy, [batch, tokens, cols])?)
+                trial.output(&ops::launch::mean_tokens_backward(trial, &dy, [batch, tokens, cols])?)
             });
             let exact = |at: usize| (f64::from(dy[at / (tokens * cols) * cols + at % cols]) / tokens as f64) as f32;
             assert_same(
@@ -64,7 +64,7 @@ on_each_device! {
             let none = trial.upload::<f32>(&[], [2, 0, 3])?;
             assert_refused(ops::mean_tokens(trial, &none), &["mean_tokens", "at least one token", "[2, 0, 3]"]);
             assert_refused(
-                ops::mean_tokens_backward(trial, &x, [2, 4, 4]),
+                ops::launch::mean_tokens_backward(trial, &x, [2, 4, 4]),
                 &["mean_tokens_backward", "[2, 4]", "[2, 3]"],
             );
             Ok(())

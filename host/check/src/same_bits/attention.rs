@@ -176,7 +176,7 @@ pub(super) fn qk_norm_backward<S: Stored>(i: &Inputs<'_, '_>) -> Result<()> {
         let norm = QkNorm::new(gains, 1e-6);
         let (_, inverse_rms) = ops::qk_norm(i.step, qkv, norm, config)?;
         let (dy, mut dgains) = (i.normals::<S>(qkv.shape())?, i.normals(gains.shape())?);
-        let dqkv = ops::qk_norm_backward(i.step, qkv, norm, config, &inverse_rms, dy, &mut dgains, true)?;
+        let dqkv = ops::launch::qk_norm_backward(i.step, qkv, norm, config, &inverse_rms, dy, &mut dgains, true)?;
         i.keep(&dqkv)?;
         i.keep(&dgains)
     })
@@ -186,7 +186,7 @@ pub(super) fn rotary<S: Stored>(i: &Inputs<'_, '_>) -> Result<()> {
     i.heads_of_all::<S>(|qkv, config, _| {
         let far = Rotary { offset: 100_000, ..Rotary::new(500_000.0) };
         i.keep(&ops::rotary(i.step, qkv, Rotary::default(), config)?)?;
-        i.keep(&ops::rotary_backward(i.step, ops::copy(i.step, qkv)?, far, config)?)
+        i.keep(&ops::launch::rotary_backward(i.step, ops::copy(i.step, qkv)?, far, config)?)
     })
 }
 

@@ -81,7 +81,7 @@ const LISTED: &[Listed] = &[
     both!("gelu_bias_backward", <S>, |i| {
         i.rows::<S>(|i, x| {
             let (dy, mut db) = (i.normals(x.shape())?, i.gain(x)?);
-            i.keep(&ops::gelu_bias_backward(i.step, x, &dy, &mut db, true)?)?;
+            i.keep(&ops::launch::gelu_bias_backward(i.step, x, &dy, &mut db, true)?)?;
             i.keep(&db)
         })
     }),
@@ -89,7 +89,7 @@ const LISTED: &[Listed] = &[
     both!("attention_forward", <S>, |i| {
         i.heads::<S>(|i, qkv, gains, _| {
             let (made, ..) = i.short_attention(qkv, gains)?;
-            let ops::AttentionKept::Short { probabilities, inverse_rms } = made.kept else {
+            let ops::launch::AttentionKept::Short { probabilities, inverse_rms } = made.kept else {
                 unreachable!("up to 16 tokens, normalized")
             };
             i.keep(&made.out)?;
@@ -100,7 +100,7 @@ const LISTED: &[Listed] = &[
         i.heads::<S>(|i, qkv, gains, dout| {
             let mut dgains = i.normals([2, 64])?;
             let (made, norm, config) = i.short_attention(qkv, gains)?;
-            let dqkv = ops::attention_backward(i.step, qkv, Some((norm, &mut dgains, true)), &config, &made, dout)?;
+            let dqkv = ops::launch::attention_backward(i.step, qkv, Some((norm, &mut dgains, true)), &config, &made, dout)?;
             i.keep(&dqkv)?;
             i.keep(&dgains)
         })
@@ -150,7 +150,7 @@ const LISTED: &[Listed] = &[
         i.flat::<S>(|i, [x, y]| {
             let (factor, mut out) = (i.normals([1])?, ops::copy(i.step, y)?);
             i.keep(&ops::scale_by(i.step, x, &factor)?)?;
-            ops::scale_by_into(i.step, x, &factor, &mut out, true)?;
+            ops::launch::scale_by_into(i.step, x, &factor, &mut out, true)?;
             i.keep(&out)
         })
     }),
@@ -248,11 +248,11 @@ const LISTED: &[Listed] = &[
     both!("swiglu_backward", <S>, |i| {
         i.flat::<S>(|i, [gate, up]| {
             let dy = i.normals(up.shape())?;
-            ops::swiglu_backward(i.step, gate, up, &dy)?.iter().try_for_each(|result| i.keep(result))
+            ops::launch::swiglu_backward(i.step, gate, up, &dy)?.iter().try_for_each(|result| i.keep(result))
         })?;
         i.tokens(|i, [a, b, c]| {
             let (x, dy) = (i.normals::<S>([a, b, 2 * c])?, i.normals([a, b, c])?);
-            i.keep(&ops::swiglu_packed_backward(i.step, &x, &dy)?)
+            i.keep(&ops::launch::swiglu_packed_backward(i.step, &x, &dy)?)
         })
     }),
     One("guard_write", |i| {
@@ -285,7 +285,7 @@ const LISTED: &[Listed] = &[
             let out = ops::layer_norm(i.step, x, &gain, &bias, 1e-5)?;
             let kept = [&out.mean, &out.inverse_std];
             let dx =
-                ops::layer_norm_backward(i.step, x, &gain, kept, &dy, Some(so_far), sums.each_mut(), [true, false])?;
+                ops::launch::layer_norm_backward(i.step, x, &gain, kept, &dy, Some(so_far), sums.each_mut(), [true, false])?;
             i.keep(&dx)?;
             sums.iter().try_for_each(|sum| i.keep(sum))
         })
@@ -348,7 +348,7 @@ const LISTED: &[Listed] = &[
             let (mut gain, dy, so_far) = (i.gain(x)?, i.normals(x.shape())?, i.normals(x.shape())?);
             let (_, scale) = ops::rms_norm(i.step, x, &gain, 1e-6)?;
             let weights = ops::copy(i.step, &gain)?;
-            let dx = ops::rms_norm_backward(i.step, x, &weights, &scale, &dy, Some(so_far), &mut gain, true)?;
+            let dx = ops::launch::rms_norm_backward(i.step, x, &weights, &scale, &dy, Some(so_far), &mut gain, true)?;
             i.keep(&dx)?;
             i.keep(&gain)
         })
@@ -419,7 +419,7 @@ const LISTED: &[Listed] = &[
     One("sum_parts", |i| {
         for (count, pitch) in i.by_size(&[(1, 8), (2, 4100), (8, 1028), (64, 12)][..], &[(8, 1028)]) {
             let mut out = i.step.empty([pitch - 3])?;
-            ops::sum_parts_into(i.step, &i.normals([*count, *pitch])?, &mut out)?;
+            ops::launch::sum_parts_into(i.step, &i.normals([*count, *pitch])?, &mut out)?;
             i.keep(&out)?;
         }
         Ok(())
@@ -427,7 +427,7 @@ const LISTED: &[Listed] = &[
     both!("mean_tokens_forward", <S>, |i| i.tokens(|i, shape| i.keep(&ops::mean_tokens(i.step, &i.normals::<S>(shape)?)?))),
     both!("mean_tokens_backward", <S>, |i| {
         i.tokens(|i, [samples, tokens, cols]| {
-            i.keep(&ops::mean_tokens_backward(i.step, &i.normals::<S>([samples, cols])?, [samples, tokens, cols])?)
+            i.keep(&ops::launch::mean_tokens_backward(i.step, &i.normals::<S>([samples, cols])?, [samples, tokens, cols])?)
         })
     }),
     both!("transpose", <S>, |i| {

@@ -180,7 +180,7 @@ impl<'s> Inputs<'_, 's> {
             let ids = self.step.upload_indices(&self.random.borrow_mut().belows(count, distinct), [count])?;
             let (dy, mut dtable) = (self.normals::<S>([count, cols])?, self.normals([distinct as usize + 1, cols])?);
             for accumulate in [true, false] {
-                stepscope_core::ops::embedding_backward(self.step, &dy, &ids, &mut dtable, accumulate)?;
+                stepscope_core::ops::launch::embedding_backward(self.step, &dy, &ids, &mut dtable, accumulate)?;
                 self.keep(&dtable)?;
             }
         }

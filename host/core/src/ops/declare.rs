@@ -250,7 +250,7 @@ macro_rules! unary_op {
             $(
                 #[doc = concat!("Records [`ops::", stringify!($op), "`](crate::ops::", stringify!($op), ").")]
                 ///
-                #[doc = concat!("Backward is [`ops::", stringify!($backward), "`](crate::ops::", stringify!($backward), ").")]
+                #[doc = concat!("Backward is [`ops::launch::", stringify!($backward), "`](crate::ops::launch::", stringify!($backward), ").")]
                 #[track_caller]
                 pub fn $op<S: $crate::tensor::Stored>(
                     &self,

@@ -224,8 +224,8 @@ fn position_rows(op: &'static str, x: Shape, table: Shape) -> Result<[usize; 2]>
 
 impl<'s> Tape<'_, 's> {
     /// Records [`ops::embedding`] with a parameter `[rows, cols]`; `ids`: up to three extents,
-    /// result: those extents and `cols`. Backward is [`ops::embedding_backward`]. Another op, such
-    /// as the language model's head, may share the parameter.
+    /// result: those extents and `cols`. Backward is [`ops::launch::embedding_backward`]. Another
+    /// op, such as the language model's head, may share the parameter.
     #[track_caller]
     pub fn embedding<S: Stored>(&self, table: Parameter, ids: Indices<'s>) -> Result<Var<'s, S>> {
         let op = self.op("embedding", [])?;
@@ -236,20 +236,20 @@ impl<'s> Tape<'_, 's> {
         Ok(op.record(y.save(), move |back, dy| {
             let step = back.step();
             let (mut dtable, accumulate) = back.gradient_uninit(table)?;
-            ops::embedding_backward(step, &dy, &ids, &mut dtable, accumulate)?;
+            ops::launch::embedding_backward(step, &dy, &ids, &mut dtable, accumulate)?;
             step.free(dy);
             Ok(())
         }))
     }
 
     /// Records [`ops::gather`]; `x`: `[rows, cols]`, `ids`: up to three extents, result: those
-    /// extents and `cols`. Backward is [`ops::gather_backward`].
+    /// extents and `cols`. Backward is [`ops::launch::gather_backward`].
     #[track_caller]
     pub fn gather<S: Stored>(&self, x: &Var<'s, S>, ids: Indices<'s>) -> Result<Var<'s, S>> {
         let op = self.op("gather", [x])?;
         let (y, x) = (ops::gather(self.step(), x.value(), &ids)?, *x);
         Ok(op.record(y.save(), move |back, dy| {
-            let dx = ops::gather_backward(back.step(), &dy, &ids, x.shape().extents()[0])?;
+            let dx = ops::launch::gather_backward(back.step(), &dy, &ids, x.shape().extents()[0])?;
             back.step().free(dy);
             back.add(&x, dx)
         }))
@@ -264,7 +264,7 @@ impl<'s> Tape<'_, 's> {
         Ok(op.record(y.save(), move |back, dy| {
             let step = back.step();
             if let Some((mut dtable, accumulate)) = back.gradient_if_trained(table)? {
-                ops::add_positions_backward(step, &dy, &mut dtable, accumulate)?;
+                ops::launch::add_positions_backward(step, &dy, &mut dtable, accumulate)?;
             }
             back.add(&x, dy)
         }))

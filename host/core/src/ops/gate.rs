@@ -112,14 +112,14 @@ fn half_rows(op: &'static str, shape: Shape) -> Result<Shape> {
 
 impl<'s> Tape<'_, 's> {
     /// Records [`ops::swiglu`]; `gate`, `up`, result: the same shape. Backward is
-    /// [`ops::swiglu_backward`].
+    /// [`ops::launch::swiglu_backward`].
     #[track_caller]
     pub fn swiglu<S: Stored>(&self, gate: &Var<'s, S>, up: &Var<'s, S>) -> Result<Var<'s, S>> {
         let op = self.op("swiglu", [gate, up])?;
         let y = ops::swiglu(self.step(), gate.value(), up.value())?;
         let (gate, up) = (*gate, *up);
         Ok(op.record(y.save(), move |back, dy| {
-            let [dgate, dup] = ops::swiglu_backward(back.step(), gate.value(), up.value(), &dy)?;
+            let [dgate, dup] = ops::launch::swiglu_backward(back.step(), gate.value(), up.value(), &dy)?;
             back.step().free(dy);
             back.add(&gate, dgate)?;
             back.add(&up, dup)
@@ -127,13 +127,13 @@ impl<'s> Tape<'_, 's> {
     }
 
     /// Records [`ops::swiglu_packed`]; `x`: `[.., 2 cols]`, result: `[.., cols]`. Backward is
-    /// [`ops::swiglu_packed_backward`].
+    /// [`ops::launch::swiglu_packed_backward`].
     #[track_caller]
     pub fn swiglu_packed<S: Stored>(&self, x: &Var<'s, S>) -> Result<Var<'s, S>> {
         let op = self.op("swiglu_packed", [x])?;
         let (y, x) = (ops::swiglu_packed(self.step(), x.value())?, *x);
         Ok(op.record(y.save(), move |back, dy| {
-            let dx = ops::swiglu_packed_backward(back.step(), x.value(), &dy)?;
+            let dx = ops::launch::swiglu_packed_backward(back.step(), x.value(), &dy)?;
             back.step().free(dy);
             back.add(&x, dx)
         }))

@@ -89,9 +89,9 @@ impl LmHeadConfig {
 ///
 /// The gradients of logits, `[rows, vocabulary]`, exist for only one chunk of rows at a time, and
 /// the logits for a quarter of it. The results have the bits of [`ops::linear`] and
-/// [`ops::cross_entropy_by`] over a quarter's rows, and of [`ops::gradients_into`] over a chunk's,
-/// with split-K chosen by these extents. The losses of rows are summed as for all rows at once. The
-/// gradient of `w` is summed over chunks in ascending order.
+/// [`ops::cross_entropy_by`] over a quarter's rows, and of [`ops::launch::gradients_into`] over a
+/// chunk's, with split-K chosen by these extents. The losses of rows are summed as for all rows at
+/// once. The gradient of `w` is summed over chunks in ascending order.
 ///
 /// Queued. Scratch: a chunk's gradients of logits and a quarter of its logits, at most 5/4
 /// [`LmHeadConfig::BYTES`] unless [`LmHeadConfig::UNIT`] rows have more. In addition, one value per
@@ -243,7 +243,7 @@ impl<'s> Tape<'_, 's> {
             let step = back.step();
             if let Some(dw) = dw {
                 let (mut gradient, accumulate) = back.gradient_uninit(w)?;
-                ops::scale_by_into(step, &dw, &dloss, &mut gradient, accumulate)?;
+                ops::launch::scale_by_into(step, &dw, &dloss, &mut gradient, accumulate)?;
                 step.free(dw);
             }
             let Some(dhidden) = dhidden else { return Ok(()) };

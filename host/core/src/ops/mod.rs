@@ -38,47 +38,63 @@ mod sum_parts;
 mod tokens;
 mod transpose;
 
-pub use crate::elementary::{add_assign, copy, copy_into, fill, fill_into, same_shape, scale, scale_by, scale_by_into};
+use launch::*;
+
+pub use crate::elementary::{add_assign, copy, copy_into, fill, fill_into, same_shape, scale, scale_by};
 pub use crate::generator::{Draw, Draws, Generator};
 pub use crate::precision::Precision;
-pub use activation::*;
+pub use activation::{gelu, gelu_exact, relu, relu_squared, sigmoid, silu, tanh};
 pub use adamw::adamw;
-pub use attention::{
-    Attention, AttentionConfig, AttentionElement, AttentionKept, AttentionMask, attention, attention_backward,
-    attention_cached,
-};
-pub use binary::*;
+pub use attention::{Attention, AttentionConfig, AttentionElement, AttentionMask, attention, attention_cached};
+pub use binary::{add, mul, sub};
 pub use cast::{Cast, to_bf16, to_f32};
 pub use clip::clip_factor;
 pub use dropout::dropout;
 pub use elementwise::add_bias;
-pub use embedding::{
-    add_positions, add_positions_backward, embedding, embedding_backward, embedding_bf16, gather, gather_backward,
-};
-pub use gate::{swiglu, swiglu_backward, swiglu_packed, swiglu_packed_backward};
-pub use gelu_bias::gelu_bias_backward;
+pub use embedding::{add_positions, embedding, embedding_bf16, gather};
+pub use gate::{swiglu, swiglu_packed};
 pub use kernels::matmul_bf16::{TILES as BF16_TILES, Tile as Bf16Tile};
 pub use kernels::matmul_mma::{TILES as MMA_TILES, Tile as MmaTile};
-pub use layer_norm::{Normalized, layer_norm, layer_norm_backward, layer_norm_residual};
+pub use layer_norm::{Normalized, layer_norm, layer_norm_residual};
 pub use linear_cross_entropy::{LmHeadConfig, linear_cross_entropy};
 pub use loss::{IGNORED, LabelRules, binary_cross_entropy, cross_entropy, cross_entropy_by, squared_error};
 pub use matmul::{
-    BiasGradient, Gemm, GemmElement, Gradient, LOW_RANK_PARTS, LOW_RANK_UNIT, LowRank, LowRankDropout, LowRankPart,
-    TILES, Tile, gelu_linear_backward, gemm_into, gradients_into, linear, linear_gelu, linear_residual, linear_silu,
-    linear_swiglu, matmul,
+    Gemm, GemmElement, LOW_RANK_PARTS, LOW_RANK_UNIT, LowRank, LowRankDropout, LowRankPart, TILES, Tile, gemm_into,
+    linear, linear_gelu, linear_residual, linear_silu, linear_swiglu, matmul,
 };
-pub use norm::{rms_norm, rms_norm_backward, rms_norm_residual};
-pub use qk_norm::{QkNorm, qk_norm, qk_norm_backward};
-pub use reduce::{
-    argmax_columns, max, max_columns, mean, scaled_sum, squared_norm, sum, sum_columns, sum_rows, sum_rows_into,
-};
-pub use rotary::{PairFactors, Rotary, RotaryScaling, rotary, rotary_backward};
+pub use norm::{rms_norm, rms_norm_residual};
+pub use qk_norm::{QkNorm, qk_norm};
+pub use reduce::{argmax_columns, max, max_columns, mean, scaled_sum, squared_norm, sum, sum_columns, sum_rows};
+pub use rotary::{PairFactors, Rotary, RotaryScaling, rotary};
 pub use sgd::sgd;
-pub use slice::{concat, slice, slice_backward};
-pub use softmax::*;
-pub use sum_parts::sum_parts_into;
-pub use tokens::{mean_tokens, mean_tokens_backward};
+pub use slice::{concat, slice};
+pub use softmax::{log_softmax, softmax};
+pub use tokens::mean_tokens;
 pub use transpose::{swap_extents, transpose};
+
+/// The launches of which backward passes consist: gradients of ops, and sums that they add to.
+/// Programs call them only in ops of their own.
+pub mod launch {
+    pub use super::activation::{
+        gelu_backward, gelu_exact_backward, relu_backward, relu_squared_backward, sigmoid_backward, silu_backward,
+        tanh_backward,
+    };
+    pub use super::attention::{AttentionKept, attention_backward};
+    pub use super::embedding::{add_positions_backward, embedding_backward, gather_backward};
+    pub use super::gate::{swiglu_backward, swiglu_packed_backward};
+    pub use super::gelu_bias::gelu_bias_backward;
+    pub use super::layer_norm::layer_norm_backward;
+    pub use super::matmul::{BiasGradient, Gradient, gelu_linear_backward, gradients_into};
+    pub use super::norm::rms_norm_backward;
+    pub use super::qk_norm::qk_norm_backward;
+    pub use super::reduce::sum_rows_into;
+    pub use super::rotary::rotary_backward;
+    pub use super::slice::slice_backward;
+    pub use super::softmax::{log_softmax_backward, softmax_backward};
+    pub use super::sum_parts::sum_parts_into;
+    pub use super::tokens::mean_tokens_backward;
+    pub use crate::elementary::scale_by_into;
+}
 
 /// The stored types of a network's activations: f32 and BF16.
 pub trait Activation: AttentionElement + GemmElement<Self> + GemmElement<f32> {}

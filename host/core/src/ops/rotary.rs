@@ -387,7 +387,7 @@ fn launch_pairs<S: Stored>(
 }
 
 impl<'s> Tape<'_, 's> {
-    /// Records [`ops::rotary`]. Backward is [`ops::rotary_backward`].
+    /// Records [`ops::rotary`]. Backward is [`ops::launch::rotary_backward`].
     #[track_caller]
     pub fn rotary<S: Stored>(
         &self,
@@ -399,7 +399,7 @@ impl<'s> Tape<'_, 's> {
         let y = ops::rotary(self.step(), qkv.value(), rotary, form)?;
         let (qkv, form) = (*qkv, *form);
         Ok(op.record(y.save(), move |back, dy| {
-            let dqkv = ops::rotary_backward(back.step(), dy, rotary, &form)?;
+            let dqkv = ops::launch::rotary_backward(back.step(), dy, rotary, &form)?;
             back.add(&qkv, dqkv)
         }))
     }

@@ -146,13 +146,13 @@ fn part_of(op: &'static str, shape: Shape, extent: usize, range: &Range<usize>) 
 }
 
 impl<'s> Tape<'_, 's> {
-    /// Records [`ops::slice`] of `x`. Backward is [`ops::slice_backward`].
+    /// Records [`ops::slice`] of `x`. Backward is [`ops::launch::slice_backward`].
     #[track_caller]
     pub fn slice<S: Stored>(&self, x: &Var<'s, S>, extent: usize, range: Range<usize>) -> Result<Var<'s, S>> {
         let op = self.op("slice", [x])?;
         let (y, x) = (ops::slice(self.step(), x.value(), extent, range.clone())?, *x);
         Ok(op.record(y.save(), move |back, dy| {
-            let dx = ops::slice_backward(back.step(), &dy, x.shape(), extent, range)?;
+            let dx = ops::launch::slice_backward(back.step(), &dy, x.shape(), extent, range)?;
             back.step().free(dy);
             back.add(&x, dx)
         }))

@@ -50,7 +50,7 @@ impl<'s> Tape<'_, 's> {
         let op = self.op("mean_tokens", [x])?;
         let (y, x) = (ops::mean_tokens(self.step(), x.value())?, *x);
         Ok(op.record(y.save(), move |back, dy| {
-            let dx = ops::mean_tokens_backward(back.step(), &dy, x.shape())?;
+            let dx = ops::launch::mean_tokens_backward(back.step(), &dy, x.shape())?;
             back.step().free(dy);
             back.add(&x, dx)
         }))

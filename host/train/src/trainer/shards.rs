@@ -359,7 +359,7 @@ impl<R: UpdateRule> GradientSync<R> for Shards {
                 }
                 let mut sum = gradients.lend_flat_mut(step)?.part(own.clone());
                 let parts = step.lend(parts, [ranks, slices.pitch(bucket)])?;
-                ops::sum_parts_into(step, &parts, &mut sum)?;
+                ops::launch::sum_parts_into(step, &parts, &mut sum)?;
                 let mut norms = step.lend_mut(norms, chunks)?.part(Slices::chunks_in(&own));
                 internals::squared_norms_into(step, &sum, &mut norms)?;
             }

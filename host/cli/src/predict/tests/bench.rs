@@ -38,7 +38,7 @@ pub(crate) fn attention<S: AttentionElement>(
         let made = ops::attention(step, &qkv, None, &form)?;
         if backward {
             let none = None::<(QkNorm<'_, '_>, &mut Tensor<'_>, bool)>;
-            ops::attention_backward(step, &qkv, none, &form, &made, &dout)?;
+            ops::launch::attention_backward(step, &qkv, none, &form, &made, &dout)?;
         }
         Ok(())
     })
@@ -102,20 +102,20 @@ fn call<'s, S: Stored>(step: &Step<'s>, name: &str, set: &Set<'s>, [x, dy]: [&Sa
         "fill" => ops::fill(step, set.x.shape(), 1.0).map(drop),
         "copy" => ops::copy(step, x).map(drop),
         "tanh" => ops::tanh(step, x).map(drop),
-        "tanh_backward" => ops::tanh_backward(step, x, dy).map(drop),
+        "tanh_backward" => ops::launch::tanh_backward(step, x, dy).map(drop),
         "gelu" => ops::gelu(step, x).map(drop),
-        "gelu_backward" => ops::gelu_backward(step, x, dy).map(drop),
+        "gelu_backward" => ops::launch::gelu_backward(step, x, dy).map(drop),
         "silu" => ops::silu(step, x).map(drop),
-        "silu_backward" => ops::silu_backward(step, x, dy).map(drop),
+        "silu_backward" => ops::launch::silu_backward(step, x, dy).map(drop),
         "swiglu" => ops::swiglu(step, x, dy).map(drop),
-        "swiglu_backward" => ops::swiglu_backward(step, x, dy, dy).map(drop),
+        "swiglu_backward" => ops::launch::swiglu_backward(step, x, dy, dy).map(drop),
         "softmax" => ops::softmax(step, x).map(drop),
         "rms_norm" => ops::rms_norm(step, x, columns, 1e-6).map(drop),
-        "rms_norm_backward" => ops::rms_norm_backward(step, x, columns, rows, dy, None, dgain, true).map(drop),
+        "rms_norm_backward" => ops::launch::rms_norm_backward(step, x, columns, rows, dy, None, dgain, true).map(drop),
         "layer_norm" => ops::layer_norm(step, x, columns, columns, 1e-6).map(drop),
         "layer_norm_backward" => {
             let rows = [rows, rows];
-            ops::layer_norm_backward(step, x, columns, rows, dy, None, [dgain, dbias], [true; 2]).map(drop)
+            ops::launch::layer_norm_backward(step, x, columns, rows, dy, None, [dgain, dbias], [true; 2]).map(drop)
         }
         "cross_entropy_and_gradient" => ops::cross_entropy(step, x, &set.labels).map(drop),
         "sum" => ops::sum(step, x).map(drop),
@@ -127,7 +127,9 @@ fn call<'s, S: Stored>(step: &Step<'s>, name: &str, set: &Set<'s>, [x, dy]: [&Sa
             ops::dropout(step, x, 0.1, &draws.next()).map(drop)
         }
         "embedding" => ops::embedding::<S>(step, &set.x, &set.labels).map(drop),
-        "embedding_backward" => ops::embedding_backward(step, dy, &set.labels, &mut step.empty(set.x.shape())?, false),
+        "embedding_backward" => {
+            ops::launch::embedding_backward(step, dy, &set.labels, &mut step.empty(set.x.shape())?, false)
+        }
         "adamw" => {
             let shape = set.x.shape();
             let (mut weights, mut first, mut second) = (step.empty(shape)?, step.empty(shape)?, step.empty(shape)?);

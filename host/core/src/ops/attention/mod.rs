@@ -169,7 +169,7 @@ impl<'s> Tape<'_, 's> {
             let dqkv = match norm {
                 None => {
                     let none = None::<(QkNorm<'_, 's>, &mut Tensor<'s>, bool)>;
-                    ops::attention_backward(step, qkv.value(), none, &form, &made, &dout)?
+                    ops::launch::attention_backward(step, qkv.value(), none, &form, &made, &dout)?
                 }
                 Some((gains, distance, epsilon)) => {
                     let weights = back.stack_weights(&gains)?;

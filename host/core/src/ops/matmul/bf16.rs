@@ -46,9 +46,9 @@ pub(super) fn queue<'s, S: Stored>(
 ///
 /// Queued, one launch, like [`linear`](crate::ops::linear): GELU's derivative is the product's
 /// epilogue, so the gradient of `gelu(pre)` is never stored. The result is rounded once, where the
-/// product and [`gelu_backward`](crate::ops::gelu_backward) round twice. This op is only for BF16:
-/// in f32, use [`gelu_bias_backward`](crate::ops::gelu_bias_backward), which also sums the bias's
-/// gradient.
+/// product and [`gelu_backward`](crate::ops::launch::gelu_backward) round twice. This op is only
+/// for BF16: in f32, use [`gelu_bias_backward`](crate::ops::launch::gelu_bias_backward), which also
+/// sums the bias's gradient.
 ///
 /// # Errors
 /// [`Error::Misuse`] when extents differ; [`Error::ArenaFull`].

@@ -55,8 +55,8 @@ pub trait Products<S: Stored>: Cast {
         db: BiasGradient<'_, impl Target<'s, f32>>,
     ) -> Result<()>;
 
-    /// Queues [`gelu_linear_backward`](crate::ops::gelu_linear_backward), if products of this type
-    /// have that epilogue.
+    /// Queues [`gelu_linear_backward`](crate::ops::launch::gelu_linear_backward), if products of
+    /// this type have that epilogue.
     #[track_caller]
     fn through_gelu<'s>(
         step: &Step<'s>,

@@ -151,7 +151,7 @@ impl<'e, S: Stored> Epilogue<'e, '_, S> {
 }
 
 /// A multiply that computes the gradient of one operand from that of the product, for
-/// [`gradients_into`](crate::ops::gradients_into).
+/// [`gradients_into`](crate::ops::launch::gradients_into).
 #[derive(Debug)]
 pub struct Gradient<'g, S, T> {
     /// The multiply. [`Gemm::accumulate`] makes it add to the old content.
@@ -163,7 +163,7 @@ pub struct Gradient<'g, S, T> {
 }
 
 /// The output for the gradient of a product's bias, which is the sum of dy over its rows, for
-/// [`gradients_into`](crate::ops::gradients_into).
+/// [`gradients_into`](crate::ops::launch::gradients_into).
 #[derive(Debug)]
 pub struct BiasGradient<'g, T> {
     /// The output, of as many elements as the bias.

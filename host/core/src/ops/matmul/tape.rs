@@ -68,8 +68,9 @@ impl<'s> Tape<'_, 's> {
     /// weight and a bias each. See [`ops::linear_gelu`] and [`ops::linear_residual`].
     ///
     /// The result has the bits of [`Tape::linear_gelu`] and [`Tape::linear_residual`]. The
-    /// exception is BF16, where the gradient of GELU's input is [`ops::gelu_linear_backward`],
-    /// which rounds once, and the gradient of `b1` is the sum of the rounded values.
+    /// exception is BF16, where the gradient of GELU's input is
+    /// [`ops::launch::gelu_linear_backward`], which rounds once, and the gradient of `b1` is the
+    /// sum of the rounded values.
     #[track_caller]
     pub fn mlp_gelu<S: Activation>(
         &self,
@@ -126,7 +127,7 @@ impl<'s> Tape<'_, 's> {
         weights.free(self.step());
         let (x, pre) = (*x, pre.save());
         Ok(op.record(y.save(), move |back, dy| {
-            let dpre = ops::silu_backward(back.step(), &pre, &dy)?;
+            let dpre = ops::launch::silu_backward(back.step(), &pre, &dy)?;
             back.step().free(dy);
             linear_backward(back, &x, w, b, &dpre)?;
             back.step().free(dpre);
@@ -151,7 +152,7 @@ impl<'s> Tape<'_, 's> {
         weights.free(self.step());
         let (x, gate, up) = (*x, *gate, up.save());
         Ok(op.record(y.save(), move |back, dy| {
-            let [dgate, dup] = ops::swiglu_backward(back.step(), gate.value(), &up, &dy)?;
+            let [dgate, dup] = ops::launch::swiglu_backward(back.step(), gate.value(), &up, &dy)?;
             back.step().free(dy);
             back.add(&gate, dgate)?;
             linear_backward(back, &x, w, b, &dup)?;
@@ -174,8 +175,8 @@ fn linear_gelu_backward<'s, S: Activation>(
     let step = back.step();
     let db = b.map(|b| back.gradient_if_trained(b)).transpose()?.flatten();
     let dpre = match db {
-        Some((mut db, accumulate)) => ops::gelu_bias_backward(step, pre, &dy, &mut db, accumulate)?,
-        None => ops::gelu_backward(step, pre, &dy)?,
+        Some((mut db, accumulate)) => ops::launch::gelu_bias_backward(step, pre, &dy, &mut db, accumulate)?,
+        None => ops::launch::gelu_backward(step, pre, &dy)?,
     };
     step.free(dy);
     linear_backward(back, x, w, None, &dpre)?;
@@ -246,5 +247,5 @@ fn gradients_of_linear<'s, S: Activation>(
     let for_dw = Gradient { form: adding(Gemm::new(k, n, rows).transpose_a(), accumulate), of: x, into: &mut dw };
     let for_db = db.as_mut().map(|(db, accumulate)| BiasGradient { into: db, accumulate: *accumulate });
     let for_dx = dx.map(|(into, adds)| Gradient { form: adding(to_x, adds), of: &weights, into });
-    ops::gradients_into(step, dy, for_dw, for_db, for_dx)
+    ops::launch::gradients_into(step, dy, for_dw, for_db, for_dx)
 }
