@@ -81,7 +81,7 @@ macro_rules! elementwise {
             }
 
             fn $backward<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
-                ops::$backward(step, &set.x::<S>(step)?, &set.dy::<S>(step)?).map(drop)
+                ops::launch::$backward(step, &set.x::<S>(step)?, &set.dy::<S>(step)?).map(drop)
             }
         )*
     };

@@ -1,4 +1,5 @@
-//! Runs `stepscope predict`: the properties of any forecast, and its byte counts compared with those of the emulator.
+//! Runs `stepscope predict`: the properties of any forecast, and its byte counts compared with
+//! those of the emulator.
 
 #![forbid(unsafe_code)]
 
