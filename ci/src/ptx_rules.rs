@@ -1,4 +1,4 @@
-//! The rules for every kernel's PTX (section "numbers" of docs/architecture.md).
+//! The rules for every kernel's PTX.
 //!
 //! Invariant: unreadable input is a failure, and so are a kernel without a report, a report without
 //! a kernel, and an attribute without a function.
@@ -30,7 +30,7 @@ const INSTRUCTION_RULES: [Rule; 7] = [
     ("float-min-max", "float min or max that may lose a NaN: decide by comparison, or use .NaN", |op| {
         is_float(op, &["min", "max"]) && !op.contains(".NaN.")
     }),
-    ("bit-count", "counts the bits of 64, which rust-cuda gets wrong: count in u32 (docs/rust-cuda.md)", |op| {
+    ("bit-count", "counts the bits of 64, which rust-cuda gets wrong: count in u32 (device/rust-cuda/README.md)", |op| {
         ["clz.b64", "popc.b64"].contains(&op)
     }),
 ];

@@ -33,7 +33,7 @@ const PARTS: [Part; 7] = [
     // The contents and the manifest of each package, and the changelog.
     ("contents", contents),
     // cargo deny: licenses, bans, sources (deny.toml); advisories if their repository is reachable.
-    ("licences", licences),
+    ("licenses", licenses),
     // Each pair of features, and all, compile without a warning.
     ("features", features),
     // The stated rust-version compiles all features.
@@ -165,7 +165,7 @@ fn described(tools: &Tools) -> Outcome<Vec<String>> {
     if faults.is_empty() { Ok(sizes) } else { Err(faults.join("\n")) }
 }
 
-fn licences(release: &Release) -> Outcome {
+fn licenses(release: &Release) -> Outcome {
     let tools = Tools::install(&["release_tool cargo-deny"])?;
     let config = at("deny.toml", fs::canonicalize("deny.toml"))?;
     let denied = |folder: &Path| {

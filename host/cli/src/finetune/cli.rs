@@ -86,8 +86,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "EVALUATIONS", value_parser = up_to(u32::MAX))]
     pub(crate) patience: Option<usize>,
 
-    /// Train adapters of this rank (LoRA), and freeze the model's own weights, which keep the type
-    /// of the file
+    /// Train adapters of this rank (LoRA), and freeze the model's own weights, of which
+    /// BF16 matrices stay BF16 with --precision bf16
     #[arg(long, value_name = "RANK", value_parser = up_to(1 << 12), group = "adapters")]
     pub(crate) lora: Option<usize>,
 

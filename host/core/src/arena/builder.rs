@@ -136,8 +136,8 @@ impl ArenaBuilder {
         self
     }
 
-    /// Sets the bytes that must stay available to others on the device (default: see the admission
-    /// rules of the guide).
+    /// Sets the bytes that must stay available to others on the device (default: see
+    /// `docs/memory.md`).
     #[must_use]
     pub fn reserve_bytes(mut self, reserve_bytes: u64) -> Self {
         self.reserve_bytes = Some(reserve_bytes);

@@ -63,7 +63,7 @@ const COPIED_BYTES: usize = 256 * MIB;
 const UPLOADED_BYTES: usize = 128 * MIB;
 /// Rows and columns of the matrices.
 const N: usize = 4096;
-/// The number of `same_bits` cases that run here. The example of that name runs all.
+/// The number of `same_bits` cases that run here. `stepscope check` runs all.
 const KERNELS: usize = 3;
 
 impl Load {
