@@ -25,6 +25,7 @@ pub use crate::copies::{OfRank, exchange};
 pub use crate::deadline::{after, later};
 /// Invariant: a listed launch has passed its kernel's contract.
 pub use crate::device::Launch;
+/// Invariant: the value of the panic is not dropped, because that can panic in turn.
 pub use crate::device::panic_message;
 /// Invariant: every wait of a link or a readback has a deadline.
 pub use crate::device::{DeviceLink, Piece, PinnedReadback, Wire};
@@ -47,7 +48,9 @@ pub use crate::host_memory::zeros;
 pub use crate::non_finite::{all_finite, are_finite};
 /// Invariant: the lists contain each op that is declared by one expression, once.
 pub use crate::ops::declare::{BINARY, BinaryOp, ChosenArguments, ChosenLaunch, Declared, Operands, UNARY, UnaryOp};
+/// Invariant: the sum of the partial sums has the bits of the squared norm.
 pub use crate::ops::reduce::squared_norms_into;
+/// Invariant: no parameter has the name of a file's notes.
 pub use crate::params::{NOTES, Scope};
 /// Invariant: a replay takes all preconditions of its step, or none, before it queues any work.
 pub use crate::preconditions::ReplayPrecondition;
@@ -55,6 +58,7 @@ pub use crate::preconditions::ReplayPrecondition;
 pub use crate::processors::for_each_part;
 /// Invariant: the memory is valid as long as the value that lends it.
 pub use crate::tensor::Memory;
+/// Invariant: a value is judged by its bits, in any floating-point mode.
 pub use crate::tensor::is_finite;
 
 /// Measures a step like [`Arena::measure`], as if the device were `other`, and lists the step's
