@@ -30,9 +30,11 @@ const INSTRUCTION_RULES: [Rule; 7] = [
     ("float-min-max", "float min or max that may lose a NaN: decide by comparison, or use .NaN", |op| {
         is_float(op, &["min", "max"]) && !op.contains(".NaN.")
     }),
-    ("bit-count", "counts the bits of 64, which rust-cuda gets wrong: count in u32 (device/rust-cuda/README.md)", |op| {
-        ["clz.b64", "popc.b64"].contains(&op)
-    }),
+    (
+        "bit-count",
+        "counts the bits of 64, which rust-cuda gets wrong: count in u32 (device/rust-cuda/README.md)",
+        |op| ["clz.b64", "popc.b64"].contains(&op),
+    ),
 ];
 
 fn first(op: &str) -> &str {

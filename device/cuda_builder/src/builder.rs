@@ -195,6 +195,10 @@ impl CudaBuilder {
         }
         command.arg("--target-dir").arg(target_dir).arg("--");
         command.arg(format!("--emit=asm={}", ptx.display()));
+        // At level 0, calls such as memcmp remain, and nothing defines them. A level that the
+        // workspace's profile gives this package must not change its PTX, and the last one counts.
+        let level = if self.release { "3" } else { "1" };
+        command.arg(format!("-Copt-level={level}"));
 
         // Enables unstable features with any compiler. Both rustc and cargo require it.
         command.env("RUSTC_BOOTSTRAP", "1").env("RUSTC", &compiler.rustc);
@@ -202,8 +206,7 @@ impl CudaBuilder {
         for (setting, value) in [
             ("LTO", "fat"),
             ("CODEGEN_UNITS", "1"),
-            // At level 0, calls such as memcmp remain, and nothing defines them.
-            ("OPT_LEVEL", if self.release { "3" } else { "1" }),
+            ("OPT_LEVEL", level),
             ("PANIC", "abort"),
             ("DEBUG", "false"),
             ("DEBUG_ASSERTIONS", "false"),
@@ -395,7 +398,7 @@ mod tests {
         assert_eq!(
             arguments(&command),
             "rustc --lib --crate-type cdylib --target nvptx64-nvidia-cuda --release -Zbuild-std=core \
-             --target-dir /t -- --emit=asm=/t/sm_121.ptx"
+             --target-dir /t -- --emit=asm=/t/sm_121.ptx -Copt-level=3"
         );
         assert_eq!(variable(&command, "RUSTC").as_deref(), Some("/opt/rust/bin/rustc"));
         assert_eq!(variable(&command, "RUSTC_BOOTSTRAP").as_deref(), Some("1"));
