@@ -468,7 +468,7 @@ mod tests {
         let whole = ".version 8.8\n.target sm_121\n.extern .func (.param .b32 r) vprintf\n(\n)\n";
         assert_eq!(check(whole, NvvmArch::Compute121), Ok(()));
         assert!(check(whole, NvvmArch::Compute90).unwrap_err().contains("sm_90"));
-        assert!(check("", NvvmArch::Compute90).unwrap_err().contains("nothing"));
+        assert!(check("", NvvmArch::Compute90).unwrap_err().contains("none"));
         let broken = format!("{whole}.extern .func (.param .b32 func_retval0) expf\n(\n.extern .func abort\n");
         let reason = check(&broken, NvvmArch::Compute121).unwrap_err();
         assert!(reason.ends_with("expf, abort"), "{reason}");
