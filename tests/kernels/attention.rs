@@ -7,8 +7,8 @@ use crate::tolerance::{Closeness, Exact};
 use crate::trees;
 use crate::trial::{Trial, assert_refused, assert_same, trial};
 use crate::{norm, softmax};
-use stepscope::ops::{self, Attention, AttentionConfig, QkNorm};
 use stepscope::ops::launch::AttentionKept;
+use stepscope::ops::{self, Attention, AttentionConfig, QkNorm};
 use stepscope::tensor::Saved;
 use stepscope::{Result, Tensor};
 
@@ -209,7 +209,9 @@ fn attend<'s>(trial: &Trial<'_, 's>, qkv: &Tensor<'s>, gains: &Tensor<'s>) -> Re
     let heads = qkv.shape().as_rows()[1] / HEAD;
     let norm = QkNorm::new(gains, EPSILON);
     let Attention { out, kept } = ops::attention(trial, qkv, Some(norm), &form(heads))?;
-    let AttentionKept::Short { probabilities, inverse_rms } = kept else { panic!("the kernel for few tokens was not chosen") };
+    let AttentionKept::Short { probabilities, inverse_rms } = kept else {
+        panic!("the kernel for few tokens was not chosen")
+    };
     Ok((out, [probabilities, inverse_rms]))
 }
 

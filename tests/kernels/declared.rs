@@ -7,8 +7,8 @@ use crate::trial::{assert_refused, trial};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use stepscope::bf16;
-use stepscope_core::internals::{BINARY, BinaryOp, ChosenArguments, ChosenLaunch, Declared, Operands, UNARY, UnaryOp};
 use stepscope::tensor::{Element, Shape, Stored};
+use stepscope_core::internals::{BINARY, BinaryOp, ChosenArguments, ChosenLaunch, Declared, Operands, UNARY, UnaryOp};
 
 /// Hostile arguments of a launch.
 struct Hostile<'a, 'n>(&'a mut Numbers<'n>, bool);

@@ -5,8 +5,8 @@ use crate::gradients::{Case, SEEDS, leaf, longest, normal};
 use crate::hostile::attack;
 use crate::support::{Random, bits, on_each_device, relative_l2, tolerance};
 use crate::trial::{assert_refused, assert_same, trial};
-use stepscope::ops::{self, Attention, AttentionConfig, AttentionMask, QkNorm};
 use stepscope::ops::launch::AttentionKept;
+use stepscope::ops::{self, Attention, AttentionConfig, AttentionMask, QkNorm};
 use stepscope::{Device, Result, Tensor};
 
 /// Returns the results of a device.

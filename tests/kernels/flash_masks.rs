@@ -13,8 +13,8 @@
 
 use crate::flash_reference::{Inputs, PLAIN, Results, Setup, window};
 use crate::support::{on_each_device, relative_l2, tolerance};
-use stepscope::ops::{self, AttentionElement, AttentionMask, Precision, QkNorm};
 use stepscope::ops::launch::AttentionKept;
+use stepscope::ops::{self, AttentionElement, AttentionMask, Precision, QkNorm};
 use stepscope::{Arena, Capacity, Device, DeviceKind, Tensor, bf16};
 
 /// The columns of a head.
@@ -159,7 +159,9 @@ fn compare(inputs: &Inputs, [out, lse, dqkv]: &Results<f32>, bounds: Bounds) -> 
             let got = got.map(|row| &row[..width]);
             let Some(exact) = Row::of(inputs, [sample, head], token) else {
                 let nothing = lse(token) == f64::NEG_INFINITY && got.iter().all(|row| row.iter().all(|&x| x == 0.0));
-                nothing.then_some(()).ok_or(format!("token {token} attends to no key, but its results are not zero"))?;
+                nothing
+                    .then_some(())
+                    .ok_or(format!("token {token} attends to no key, but its results are not zero"))?;
                 continue;
             };
             let error = (lse(token) - exact.lse).abs() / exact.lse.abs().max(1.0);

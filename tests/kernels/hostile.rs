@@ -175,7 +175,10 @@ fn misaligned_launches(kernel: &'static str, run: &mut dyn FnMut(&mut Numbers<'_
             Ok(()) => None,
             Err(Error::Contract { violation, .. }) => Some(violation),
             Err(other) => {
-                panic!("{kernel}, with {hostile:?}, views {:?} elements late and {:?} long: {other}", views.late, views.lengths)
+                panic!(
+                    "{kernel}, with {hostile:?}, views {:?} elements late and {:?} long: {other}",
+                    views.late, views.lengths
+                )
             }
         };
         let words = numbers.known.iter().map(|number| number.honest).collect();

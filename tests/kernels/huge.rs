@@ -93,15 +93,25 @@ fn norms_match<S: Stored>(device: &Device, centered: bool) {
                 let kept = [&made.mean, &made.inverse_std];
                 let (_, _) = (trial.output(kept[0])?, trial.output(kept[1])?);
                 let dx = trial.with_scratch(|| {
-                    ops::launch::layer_norm_backward(trial, &x, &gain, kept, &dy, None, [&mut dgain, &mut dbias], [false; 2])
+                    ops::launch::layer_norm_backward(
+                        trial,
+                        &x,
+                        &gain,
+                        kept,
+                        &dy,
+                        None,
+                        [&mut dgain, &mut dbias],
+                        [false; 2],
+                    )
                 })?;
                 trial.output(&dbias)?;
                 return Ok((y, trial.output(&dx)?, trial.output(&dgain)?));
             }
             let (y, scale) = ops::rms_norm(trial, &x, &gain, EPSILON)?;
             let (y, _) = (trial.output(&y)?, trial.output(&scale)?);
-            let dx = trial
-                .with_scratch(|| ops::launch::rms_norm_backward(trial, &x, &gain, &scale, &dy, None, &mut dgain, false))?;
+            let dx = trial.with_scratch(|| {
+                ops::launch::rms_norm_backward(trial, &x, &gain, &scale, &dy, None, &mut dgain, false)
+            })?;
             Ok((y, trial.output(&dx)?, trial.output(&dgain)?))
         });
         let gain: Vec<f64> = gain.iter().map(|&gain| f64::from(gain)).collect();

@@ -22,7 +22,8 @@ fn assert_committed(mode: Mode) {
 /// number of orders.
 #[test]
 fn every_order_keeps_bits_without_races() {
-    let orders = std::env::var("STEPSCOPE_ORDERS").map_or(1, |orders| orders.parse().expect("STEPSCOPE_ORDERS is a number"));
+    let orders =
+        std::env::var("STEPSCOPE_ORDERS").map_or(1, |orders| orders.parse().expect("STEPSCOPE_ORDERS is a number"));
     assert_committed(Mode { races: true, shuffle: Some(orders) });
     for seed in 1..orders {
         assert_committed(Mode { races: false, shuffle: Some(seed) });

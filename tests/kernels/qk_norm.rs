@@ -6,8 +6,8 @@ use crate::support::{Random, on_each_device, relative_l2, tolerance};
 use crate::trial::{assert_refused, assert_same, trial};
 use crate::{flash_reference, norm};
 use stepscope::Tensor;
-use stepscope::ops::{self, AttentionConfig, QkNorm};
 use stepscope::ops::launch::AttentionKept;
+use stepscope::ops::{self, AttentionConfig, QkNorm};
 use stepscope::tensor::Shape;
 
 const EPSILON: f32 = 1e-5;

@@ -20,7 +20,11 @@ fn every_kernel_has_a_case() {
     // It does not run on the GPU, so there is nothing to compare. `matmul.rs` compares its bits
     // with those of the other tiles.
     assert!(known.remove("matmul_on_cpu"));
-    assert_eq!(known, cases().iter().map(|(name, _)| *name).collect(), "each kernel has a case, and each case a kernel");
+    assert_eq!(
+        known,
+        cases().iter().map(|(name, _)| *name).collect(),
+        "each kernel has a case, and each case a kernel"
+    );
 }
 
 /// A kernel that hangs or is wrong must be found by its own case, so that no other kernel is
@@ -61,7 +65,10 @@ fn gives_the_committed_bits(device: &Device, form: CaseSize) {
         assert!(ran.contains(name), "the case `{name}`, {form:?}, launches only {ran:?}");
         let nans = results.iter().flatten().filter(|&&word| f32::from_bits(word).is_nan()).count();
         let words: usize = results.iter().map(Vec::len).sum();
-        assert!(words > 0 && 4 * nans < words, "{name}, {form:?}: {nans} of {words} words are NaN, which checks nothing");
+        assert!(
+            words > 0 && 4 * nans < words,
+            "{name}, {form:?}: {nans} of {words} words are NaN, which checks nothing"
+        );
         let line = same_bits::line(name, &results);
         // The digest shows that there is a difference; this shows its place.
         if !form.golden().contains(&line) {
@@ -141,6 +148,7 @@ fn difference(name: &str, emulated: &[Vec<u32>], device: &[Vec<u32>]) -> Option<
 #[test]
 fn a_difference_is_named() {
     assert_eq!(difference("op", &[vec![1, 2], vec![3]], &[vec![1, 2], vec![3]]), None);
-    let message = difference("op", &[vec![1, 2], vec![3, 4, 5]], &[vec![1, 2], vec![3, 5, 6]]).expect("the results differ");
+    let message =
+        difference("op", &[vec![1, 2], vec![3, 4, 5]], &[vec![1, 2], vec![3, 5, 6]]).expect("the results differ");
     assert_eq!(message, "op, result 1: element 1 is 0x00000004 emulated and 0x00000005 on the device; 2 of 3 differ");
 }

@@ -6,8 +6,8 @@ use crate::support::{Random, on_each_device};
 use crate::trial::{Trial, assert_same, trial};
 use kernels::stored::Stored as _;
 use std::cell::RefCell;
-use stepscope::ops::{AttentionConfig, AttentionElement, QkNorm};
 use stepscope::ops::launch::AttentionKept;
+use stepscope::ops::{AttentionConfig, AttentionElement, QkNorm};
 use stepscope::tensor::{Element, Shape, Source, Stored};
 use stepscope::{Device, Result, Tensor, bf16, ops};
 

@@ -262,7 +262,8 @@ mod catches {
 
     fn fails(case: impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<()> + std::panic::RefUnwindSafe, words: &str) {
         let device = support::open(DeviceKind::Emulated);
-        let panicked = catch_unwind(std::panic::AssertUnwindSafe(|| trial(&device, &case))).expect_err("the case passed");
+        let panicked =
+            catch_unwind(std::panic::AssertUnwindSafe(|| trial(&device, &case))).expect_err("the case passed");
         let message = panicked.downcast_ref::<String>().expect("a message");
         assert!(message.contains(words), "{message}");
     }

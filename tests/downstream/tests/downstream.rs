@@ -102,7 +102,10 @@ fn trains(device: &Device) {
         let mut progress = EpochProgress::default();
         trainer.epoch((0..UPDATES).map(|_| Ok(vec![Points::new()])), &mut progress, &mut ()).unwrap();
         let (loss, ()) = trainer.evaluate(&Points::new(), |_, _| Ok(())).unwrap();
-        assert!(loss < 0.35 * 64.0, "the loss must fall, which needs the kernel, as no line separates these points: loss {loss} of 64 samples");
+        assert!(
+            loss < 0.35 * 64.0,
+            "the loss must fall, which needs the kernel, as no line separates these points: loss {loss} of 64 samples"
+        );
         weights.push(trainer.state().parameters.sha256().unwrap());
     }
     assert_eq!(weights[0], weights[1], "the captured run's weights differ from the eager run's");

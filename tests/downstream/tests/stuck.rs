@@ -125,7 +125,8 @@ fn trained(kind: DeviceKind) -> Result<String> {
     let mut captured = arena.capture(state, &inputs, |step, (w, weights, gradients, adamw), slots| {
         gradients.zero(step)?;
         let tape = Tape::new(step, weights);
-        let loss = tape.cross_entropy(&tape.linear(&tape.input(slots.input::<f32>(0)?), *w, None)?, slots.indices(1)?)?;
+        let loss =
+            tape.cross_entropy(&tape.linear(&tape.input(slots.input::<f32>(0)?), *w, None)?, slots.indices(1)?)?;
         tape.backward(&loss, gradients)?;
         adamw.apply(UpdateTicket::each_replay(slots), step, weights, gradients)?;
         Ok(slots.output(loss.value()))
