@@ -308,7 +308,10 @@ fn another_greeting_is_refused() {
     let mut frame = Message::Greeting(Greeting::new(0, 1)).frame();
     frame[HEADER] ^= 1;
     let outcome = read(&mut &frame[..], Stage::Introduction);
-    assert_eq!(outcome, Err(WireError::Body { kind: 0, what: "another greeting" }));
+    assert_eq!(
+        outcome,
+        Err(WireError::Body { kind: 0, what: "another greeting; build all ranks with the same features" })
+    );
 }
 
 /// The numbers of kinds are part of the protocol.
