@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use crate::all::FULL;
 use crate::pages;
-use crate::tools::{EVERY_FEATURE, Outcome, Tools, at, output, plant, read, refused, say, scratch, write};
+use crate::tools::{EVERY_FEATURE, Outcome, Tools, at, is_quick, output, plant, read, refused, say, scratch, write};
 
 const LIMIT_SECONDS: u64 = 300;
 /// The variable that names cargo for [`cargo`].
@@ -19,7 +19,7 @@ const CARGO: &str = "STEPSCOPE_DOCS_CARGO";
 /// the pages exists, the figures of docs/performance.md, and that every command that needs no GPU
 /// runs. `--quick` skips the commands.
 pub(crate) fn docs(arguments: &[String]) -> Outcome {
-    let tools = Tools::install(&["device_compiler", "cuda_stub", "cuda_stub_at_run_time", "kernels_for_one_gpu"])?;
+    let tools = Tools::install(&["library_tools"])?;
     let folder = scratch()?;
     say("the checks refuse planted violations");
     tools.run("python3 benches/tables.py self-test")?;
@@ -37,7 +37,7 @@ pub(crate) fn docs(arguments: &[String]) -> Outcome {
     let texts = files.iter().filter_map(|path| Some((path.clone(), std::fs::read_to_string(path).ok()?)));
     pages::check_adding(&texts.collect::<BTreeMap<_, _>>())?;
     tools.run("python3 benches/tables.py docs/performance.md --check")?;
-    if arguments.iter().any(|argument| argument == "--quick") {
+    if is_quick(arguments) {
         return Ok(());
     }
     // The commands of notes are not run.
@@ -60,7 +60,7 @@ fn documented(tools: &Tools, arguments: &str) -> Outcome {
 }
 
 fn refuse_plants(tools: &Tools, folder: &Path) -> Outcome {
-    let within = tools.within(folder).with("CARGO_TARGET_DIR", folder.join("target"));
+    let within = tools.for_planted(folder);
     for (what, reason, source) in [
         ("", "", "//! A crate.\n/// One.\npub fn one() {}\n"),
         ("a function without documentation", "missing documentation", "//! A crate.\npub fn one() {}\n"),

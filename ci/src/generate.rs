@@ -1,6 +1,6 @@
 //! Committed data that is generated.
 
-use crate::tools::{Outcome, Tools, run, say, stdout, write};
+use crate::tools::{Outcome, Tools, run, say, selected, stdout, write};
 
 type Part = (&'static str, fn(&Tools) -> Outcome);
 
@@ -29,15 +29,11 @@ const PARTS: [Part; 5] = [
 ///
 /// Run it after a change to a kernel, a case or a recorded run, and commit what it changed.
 pub(crate) fn generate(arguments: &[String]) -> Outcome {
-    if let Some(name) = arguments.iter().find(|name| !PARTS.iter().any(|part| part.0 == *name)) {
-        return Err(format!("no part `{name}`; there are {}", PARTS.map(|part| part.0).join(", ")));
-    }
+    let parts = selected(&PARTS, arguments)?;
     let tools = Tools::install(&[])?;
-    for (name, part) in PARTS {
-        if arguments.is_empty() || arguments.iter().any(|argument| argument == name) {
-            say(name);
-            part(&tools)?;
-        }
+    for (name, part) in parts {
+        say(name);
+        part(&tools)?;
     }
     say("changed files");
     let files = "host/check/src/same_bits/golden.txt host/predict/code.json docs/predict.md docs/performance.md fuzz/corpus/group";

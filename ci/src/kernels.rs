@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use crate::ptx_rules::{judge, listed, print_table, real_plants};
-use crate::tools::{EVERY_FEATURE, Outcome, Tools, at, output, read, refused, run, say, scratch, write};
+use crate::tools::{EVERY_FEATURE, Outcome, Tools, at, is_quick, output, read, refused, run, say, scratch, write};
 
 /// Compiles the kernels (for sm_121, sm_90 and sm_90a, or the given architectures), assembles them
 /// with ptxas, and prints registers, shared memory, stack and spills of each. Fails if code could
@@ -126,7 +126,6 @@ pub(crate) fn rules(arguments: &[String]) -> Outcome {
 /// PTX compiled with contraction must be refused. Without it, nothing is tested with rust-cuda
 /// itself.
 pub(crate) fn rust_cuda(arguments: &[String]) -> Outcome {
-    let is_quick = arguments.iter().any(|argument| argument == "--quick");
     let tools = Tools::install(&["device_compiler"])?;
     let work = tools.target().join("rust-cuda");
     let copy = work.join("sources");
@@ -141,7 +140,7 @@ pub(crate) fn rust_cuda(arguments: &[String]) -> Outcome {
     compiler.output(check)?;
     say("kernels that break the record are refused");
     refuse_kernels(&copy, || compiler.output(check))?;
-    if is_quick {
+    if is_quick(arguments) {
         return Ok(());
     }
 

@@ -43,7 +43,7 @@ fn files_formatted(tools: &Tools, folder: &Path) -> Outcome {
 
 fn refuse_plants(tools: &Tools) -> Outcome {
     let folder = scratch()?;
-    let within = tools.within(folder.path()).with("CARGO_TARGET_DIR", folder.path().join("target"));
+    let within = tools.for_planted(folder.path());
     for (what, source, check) in [
         ("bad formatting", "fn  f( ){}", "cargo fmt --all --check"),
         ("bad formatting of a file that none lists", "fn  f( ){}", "rustfmt --check src/lib.rs"),
@@ -69,7 +69,7 @@ fn all_refused(tools: &Tools, file: &str) -> Outcome {
     let folder = scratch()?;
     plant(folder.path(), "planted", "", &uses.join("\n"))?;
     write(folder.path().join("clippy.toml"), &text)?;
-    let within = tools.within(folder.path()).with("CARGO_TARGET_DIR", folder.path().join("target"));
+    let within = tools.for_planted(folder.path());
     // Fails if the lint is denied by default.
     let (Ok(log) | Err(log)) = within.output("cargo clippy --message-format short");
     let lines = log.lines().filter(|line| line.contains("use of a disallowed method"));

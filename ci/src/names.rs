@@ -1,6 +1,6 @@
 //! The rules for identifiers, and for the messages of errors, panics and assertions, in Rust files.
 
-use crate::prose::{begins, ends_in_alone, has};
+use crate::prose::{self, begins, ends_in_alone, has};
 
 /// Names that no code uses, because they do not say what they hold.
 const NAMES: [&str; 11] =
@@ -22,14 +22,11 @@ const CALLS: [&str; 12] = [
 ];
 /// Words that no message begins with.
 const OPENINGS: [&str; 6] = ["of", "by", "behind", "beside", "who", "none of"];
-/// Words that no message contains.
-const WORDS: [&str; 12] = [
+/// Words that no message contains, besides those of [`prose::WORDS`].
+const WORDS: [&str; 9] = [
     "a later one",
     "a second one",
-    "behind it",
     "behind the",
-    "behind which",
-    "beside",
     "goes on",
     "is no update",
     "nobody",
@@ -58,7 +55,7 @@ pub(crate) fn faults(text: &str) -> Vec<(usize, String)> {
             Token::Text(text) if is_message && text.contains(' ') => {
                 let text = text.to_lowercase();
                 let opening = OPENINGS.into_iter().find(|words| "(,".contains(before) && begins(&text, words));
-                let word = WORDS.into_iter().find(|words| has(&text, words)).or(opening);
+                let word = WORDS.into_iter().chain(prose::WORDS).find(|words| has(&text, words)).or(opening);
                 let other = is_another_than(&text).then_some("another .. than");
                 let alone = ends_in_alone(&text).then_some("alone");
                 let fault =

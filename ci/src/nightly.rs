@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use crate::tools::{Outcome, Tools, output, plant, refused, run, say, scratch};
+use crate::tools::{Outcome, Tools, is_quick, output, plant, refused, run, say, scratch};
 
 /// Tests that run kernels or read system files, and searches and statistics without unsafe code
 /// that take half an hour here.
@@ -32,7 +32,7 @@ pub(crate) fn miri(arguments: &[String]) -> Outcome {
     // Few random cases, and no failure files.
     let tools = tools.with("PROPTEST_CASES", "4").with("PROPTEST_DISABLE_FAILURE_PERSISTENCE", "true");
     let miri = format!("cargo {} miri test", tools.get("nightly")?);
-    let within = tools.within(folder.path()).with("CARGO_TARGET_DIR", folder.path().join("target"));
+    let within = tools.for_planted(folder.path());
     let planted = |body: &str| {
         let test = "#[test]\nfn one() {\n    let boxed = Box::new(1);\n    let read = &raw const *boxed;\n";
         plant(folder.path(), "planted", "", &format!("{test}{body}\nassert_eq!(unsafe {{ *read }}, 1);\n}}\n"))?;
@@ -52,7 +52,7 @@ pub(crate) fn miri(arguments: &[String]) -> Outcome {
     say("steps, launches, dry runs, replays and drops, on the emulator; its threads end with the process");
     let flags = "-Zmiri-disable-isolation -Zmiri-ignore-leaks -Zmiri-permissive-provenance";
     tests(flags, "--package stepscope --test memory -- inside:: --skip cuda --skip every_operation_in_every_scope")?;
-    if arguments.iter().any(|argument| argument == "--quick") {
+    if is_quick(arguments) {
         return Ok(());
     }
     say("the loader, one of whose threads ends with the process");

@@ -2,9 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::tools::{EVERY_FEATURE, Outcome, Tools, output, run, say, stdout};
-
-const LIBRARY_TOOLS: [&str; 4] = ["device_compiler", "cuda_stub", "cuda_stub_at_run_time", "kernels_for_one_gpu"];
+use crate::tools::{EVERY_FEATURE, Outcome, Tools, is_quick, output, run, say, stdout};
 
 /// Checks losses, gradients, updates and every op against float64 with JAX and PyTorch, and prints
 /// the digest of each trace, which is the same on every device (`--device auto|emulated|cuda`).
@@ -15,9 +13,9 @@ const LIBRARY_TOOLS: [&str; 4] = ["device_compiler", "cuda_stub", "cuda_stub_at_
 /// Llama against transformers, which takes 6 GB of disk. `--quick` uses one seed and batches of 1
 /// and 7, without PyTorch.
 pub(crate) fn oracle(arguments: &[String]) -> Outcome {
-    let is_quick = arguments.iter().any(|argument| argument == "--quick");
+    let is_quick = is_quick(arguments);
     let device = arguments.iter().skip_while(|argument| *argument != "--device").nth(1).map_or("auto", String::as_str);
-    let tools = Tools::install(&LIBRARY_TOOLS)?;
+    let tools = Tools::install(&["library_tools"])?;
     // For the whole workspace, as `test` builds, so that nothing is built twice.
     let programs = "--bin stepscope --example crossasset --example trace_ops --example dlpack";
     tools.run(format!("cargo build --quiet --workspace --features {EVERY_FEATURE} {programs}"))?;
@@ -75,7 +73,7 @@ pub(crate) fn oracle(arguments: &[String]) -> Outcome {
 /// parameter. `tests/models/greedy.py` compares the tokens. The installed packages take 6 GB of
 /// disk and a few minutes; the rest takes three minutes.
 pub(crate) fn families(arguments: &[String]) -> Outcome {
-    let tools = Tools::install(&[&LIBRARY_TOOLS[..], &["families_venvs"]].concat())?;
+    let tools = Tools::install(&["library_tools", "families_venvs"])?;
     let work = tempfile::tempdir_in(tools.target()).map_err(|error| error.to_string())?;
     let versions = [("5.24.0", tools.get("first_python")?), ("4.57.6", tools.get("second_python")?)];
     let tests = format!("cargo test --quiet --workspace --features {EVERY_FEATURE} --test models");

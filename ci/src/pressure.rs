@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::tools::{EVERY_FEATURE, Outcome, Tools, at, read, scratch};
+use crate::tools::{EVERY_FEATURE, Outcome, Tools, at, is_quick, read, scratch};
 
 const RUN: &str = "--device emulated --limit 200 --horizon 2 --batch 32 --folds 1 --checkpoint-every 4 --arena-mib 37";
 const MIB: u64 = 1 << 20;
@@ -33,12 +33,12 @@ const PEAK: Name = ["memory.max_usage_in_bytes", "memory.peak"];
 /// Needs Linux, root and a memory cgroup (version 1 or 2) in which it may create others. Elsewhere
 /// it reports that and does nothing.
 pub(crate) fn pressure(arguments: &[String]) -> Outcome {
-    let is_quick = arguments.iter().any(|argument| argument == "--quick");
+    let is_quick = is_quick(arguments);
     if let Err(error) = Cgroup::new("trial").and_then(|trial| trial.limit(64 * MIB)) {
         println!("skipped: this needs Linux and root to create memory cgroups: {error}");
         return Ok(());
     }
-    let tools = Tools::install(&["device_compiler", "cuda_stub", "cuda_stub_at_run_time", "kernels_for_one_gpu"])?;
+    let tools = Tools::install(&["library_tools"])?;
     // Built as the tests build it, so that it is built once.
     tools.run(format!("cargo build --quiet --workspace --features {EVERY_FEATURE} --example crossasset"))?;
     let work = scratch()?;

@@ -13,7 +13,7 @@ const COLUMNS: usize = 100;
 const OPENINGS: [&str; 5] = ["Of", "Behind", "Beside", "By", "As for"];
 const AFTER_OPENING: [&str; 2] = ["default", "hand"];
 /// Words that no text contains.
-const WORDS: [&str; 10] = [
+pub(crate) const WORDS: [&str; 10] = [
     "beside",
     "Beside",
     "behind it",

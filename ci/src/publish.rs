@@ -9,7 +9,9 @@ use std::time::Instant;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::tools::{EVERY_FEATURE, Outcome, Tools, at, output, plant, read, refused, run, say, scratch, stdout, write};
+use crate::tools::{
+    EVERY_FEATURE, Outcome, Tools, at, output, plant, read, refused, run, say, scratch, selected, stdout, write,
+};
 
 /// The published packages, dependencies first.
 const PUBLISHED: [&str; 11] = [
@@ -50,14 +52,11 @@ const PARTS: [Part; 7] = [
 
 /// Runs the named parts, or all.
 pub(crate) fn publish(arguments: &[String]) -> Outcome {
-    let is_named = |part: &&Part| arguments.is_empty() || arguments.iter().any(|name| name == part.0);
-    if let Some(name) = arguments.iter().find(|name| !PARTS.iter().any(|part| part.0 == *name)) {
-        return Err(format!("no part `{name}`; there are {}", PARTS.map(|part| part.0).join(", ")));
-    }
+    let parts = selected(&PARTS, arguments)?;
     let tools = Tools::install(&["cuda_stub"])?;
     let folder = tools.target().join("publish");
     let release = Release { tools: tools.with("CARGO_TARGET_DIR", &folder), folder, work: scratch()? };
-    for (name, part) in PARTS.iter().filter(is_named) {
+    for (name, part) in parts {
         let started = Instant::now();
         say(name);
         part(&release)?;

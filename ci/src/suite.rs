@@ -1,7 +1,7 @@
 //! The tests of the workspace: all of them, the longest ones, those under loom, and those on
 //! another processor.
 
-use crate::tools::{EVERY_FEATURE, Outcome, Tools, output, plant, refused, run, say, scratch};
+use crate::tools::{EVERY_FEATURE, Outcome, Tools, is_quick, output, plant, refused, run, say, scratch};
 
 /// Runs every test of the workspace, with feature `cuda` compiled against the stub driver, and the
 /// examples of the documentation.
@@ -10,7 +10,7 @@ use crate::tools::{EVERY_FEATURE, Outcome, Tools, output, plant, refused, run, s
 pub(crate) fn test(arguments: &[String]) -> Outcome {
     let tools = Tools::install(&["test_tools"])?;
     let folder = scratch()?;
-    let within = tools.within(folder.path()).with("CARGO_TARGET_DIR", folder.path().join("target"));
+    let within = tools.for_planted(folder.path());
     plant(folder.path(), "planted", "", "#[test]\nfn one() {}\n")?;
     within.output("cargo nextest run")?;
     plant(folder.path(), "planted", "", "#[test]\nfn one() {\n    panic!();\n}\n")?;
@@ -86,7 +86,7 @@ pub(crate) fn aarch64(arguments: &[String]) -> Outcome {
     let optimized = kernels.map(|package| format!("--config profile.dev.package.{package}.opt-level=2")).join(" ");
     let packages = "--package stepscope-cuda-std --package stepscope --package stepscope-core --package stepscope-train \
         --package stepscope-group --package stepscope-check --lib --test kernels --test capture --test memory";
-    let linked = if arguments.iter().any(|argument| argument == "--quick") { packages } else { "--workspace" };
+    let linked = if is_quick(arguments) { packages } else { "--workspace" };
     say("linking programs");
     tools.run(format!("cargo nextest run {optimized} --locked {linked} --no-run"))?;
     tools.run(format!("cargo build {optimized} --locked --package stepscope-cli --bin stepscope"))?;

@@ -51,20 +51,25 @@ pub(crate) fn run(command: &mut Command) -> Outcome {
 
 /// Runs a command and returns all that it printed; an error contains that too.
 pub(crate) fn output(command: &mut Command) -> Outcome<String> {
-    let done = command.stdin(Stdio::null()).output();
-    let done = at(command.get_program(), done)?;
-    let text = String::from_utf8_lossy(&[done.stdout, done.stderr].concat()).into_owned();
-    if done.status.success() { Ok(text) } else { Err(format!("{text}failed with {}: {}", done.status, words(command))) }
+    let (standard, errors) = printed(command)?;
+    Ok(standard + &errors)
 }
 
 /// Runs a command and returns its standard output; an error contains its messages.
 pub(crate) fn stdout(command: &mut Command) -> Outcome<String> {
+    Ok(printed(command)?.0)
+}
+
+/// Runs a command and returns its standard output and its messages; an error contains both.
+fn printed(command: &mut Command) -> Outcome<(String, String)> {
     let done = command.stdin(Stdio::null()).output();
     let done = at(command.get_program(), done)?;
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    let failed =
-        || format!("{}{}failed with {}: {}", text(&done.stdout), text(&done.stderr), done.status, words(command));
-    if done.status.success() { Ok(text(&done.stdout)) } else { Err(failed()) }
+    let [standard, errors] = [done.stdout, done.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+    if done.status.success() {
+        Ok((standard, errors))
+    } else {
+        Err(format!("{standard}{errors}failed with {}: {}", done.status, words(command)))
+    }
 }
 
 fn words(command: &Command) -> String {
@@ -82,6 +87,20 @@ pub(crate) fn refused<T>(what: &str, reason: &str, outcome: Outcome<T>) -> Outco
             Ok(())
         }
     }
+}
+
+/// Returns true if a short form of a check is asked for.
+pub(crate) fn is_quick(arguments: &[String]) -> bool {
+    arguments.iter().any(|argument| argument == "--quick")
+}
+
+/// Returns the named parts, or all without a name; an unknown name is an error.
+pub(crate) fn selected<'p, F>(parts: &'p [(&str, F)], names: &[String]) -> Outcome<Vec<&'p (&'p str, F)>> {
+    if let Some(name) = names.iter().find(|name| !parts.iter().any(|part| part.0 == *name)) {
+        let known: Vec<&str> = parts.iter().map(|part| part.0).collect();
+        return Err(format!("no part `{name}`; there are {}", known.join(", ")));
+    }
+    Ok(parts.iter().filter(|part| names.is_empty() || names.iter().any(|name| name == part.0)).collect())
 }
 
 /// Writes a package with this source to a folder; `manifest` follows its name and edition.
@@ -108,6 +127,7 @@ impl Tools {
         let before: Vec<(String, String)> = std::env::vars().collect();
         let done = Command::new("bash")
             .args(["-euo", "pipefail", "-c", &script, "ci/setup"])
+            .env("every_feature", EVERY_FEATURE)
             .stderr(Stdio::inherit())
             .output();
         let done = at("bash", done)?;
@@ -161,6 +181,11 @@ impl Tools {
     /// Returns these tools for commands in another folder.
     pub(crate) fn within(&self, folder: impl AsRef<Path>) -> Self {
         Self { variables: self.variables.clone(), folder: folder.as_ref().to_owned() }
+    }
+
+    /// Returns these tools for a planted package, which is built within its folder.
+    pub(crate) fn for_planted(&self, folder: &Path) -> Self {
+        self.within(folder).with("CARGO_TARGET_DIR", folder.join("target"))
     }
 
     /// Returns the command of a line of words.
