@@ -1,6 +1,9 @@
 //! The epilogue for runs of neighboring sums, as a CPU has them.
 //!
 //! Invariant: the steps and their order are those of [`Epilogue::finish`].
+//!
+//! Loops are `for` and not `for_each`, which is a function of the standard library: where it is not
+//! inlined, it lacks the kernel's processor features, and each fused multiply-add is a call.
 
 use crate::machine::memory::{load_run, load_run_raw, prefetch_raw, store_run};
 use crate::math;
@@ -35,26 +38,38 @@ impl Epilogue<'_, f32> {
         // they are used: the contract has checked it.
         unsafe {
             if alpha != 1.0 {
-                sum.iter_mut().for_each(|sum| *sum *= alpha);
+                for sum in &mut sum {
+                    *sum *= alpha;
+                }
             }
             if !bias.is_empty() {
                 let bias = load_run::<N>(bias, bias_start + j as usize);
-                sum.iter_mut().zip(bias).for_each(|(sum, bias)| *sum += bias);
+                for (sum, bias) in sum.iter_mut().zip(bias) {
+                    *sum += bias;
+                }
             }
             if beta != 0.0 {
                 let c = load_run_raw::<N>(c, at);
-                sum.iter_mut().zip(c).for_each(|(sum, c)| *sum = GpuFloat::mul_add(beta, c, *sum));
+                for (sum, c) in sum.iter_mut().zip(c) {
+                    *sum = GpuFloat::mul_add(beta, c, *sum);
+                }
             }
             if flags & STORE_PREACT != 0 {
                 store_run(pre, at, sum);
             }
             if flags & GELU != 0 {
-                sum.iter_mut().for_each(|sum| *sum = math::gelu(*sum));
+                for sum in &mut sum {
+                    *sum = math::gelu(*sum);
+                }
             } else if flags & SWIGLU != 0 {
                 let gates = load_run_raw::<N>(c, at);
-                sum.iter_mut().zip(gates).for_each(|(sum, gate)| *sum *= math::silu(gate));
+                for (sum, gate) in sum.iter_mut().zip(gates) {
+                    *sum *= math::silu(gate);
+                }
             } else if flags & SILU != 0 {
-                sum.iter_mut().for_each(|sum| *sum = math::silu(*sum));
+                for sum in &mut sum {
+                    *sum = math::silu(*sum);
+                }
             }
             store_run(out, at, sum);
         }
