@@ -29,8 +29,8 @@ const QUICK: &[&str] = &["lint", "test", "docs --quick", "oracle --quick", "pres
 /// Checks that mostly download, and so run concurrently with the quick ones.
 const CONCURRENT: &[&str] = &["flake", "rust-cuda --quick"];
 
-/// Runs all checks, or with `--quick` those of `.ci/run`. Ends with a line for each: its seconds and
-/// its result. A failure does not keep the others from running.
+/// Runs all checks, or with `--quick` those of `.ci/run`. A failure does not keep the others from
+/// running. Ends with the seconds and the result of each.
 pub(crate) fn all(arguments: &[String]) -> Outcome {
     let (steps, concurrent): (&[&'static str], &[&'static str]) = match arguments {
         [] => (FULL, &[]),
