@@ -1,15 +1,15 @@
-//! Tests of `ops::{tanh, gelu, relu_squared}` and their backward passes.
+//! Tests of `ops::{tanh, gelu, relu_squared, softplus}` and their backward passes.
 
 use crate::gradients::{Case, Roundings, SEEDS, extents, leaf_as, normal, stored_as_each};
 use crate::hostile::attack;
-use crate::reference::{gelu, gelu_derivative, ulps};
+use crate::reference::{gelu, gelu_derivative, sigmoid, ulps};
 use crate::shapes::{LENGTHS, ROWS};
 use crate::support::{Random, on_each_device, sample};
 use crate::tolerance::Closeness;
 use crate::trees;
 use crate::trial::{assert_refused, assert_same, trial};
 use kernels::block::{BLOCK_ELEMENTS, has_two_rounds};
-use kernels::math;
+use kernels::{activation, math};
 use stepscope::{Device, Result, Step, Tensor, ops};
 
 type Unary = for<'s> fn(&Step<'s>, &Tensor<'s>) -> Result<Tensor<'s>>;
@@ -67,6 +67,11 @@ fn check_backward(device: &Device, name: &'static str, op: Backward, ulps: f64, 
     closeness.finish();
 }
 
+/// Returns log(1 + e^x).
+fn softplus(x: f64) -> f64 {
+    x.max(0.0) + libm::log1p((-x.abs()).exp())
+}
+
 on_each_device! {
     fn tanh_forward(device: &Device) {
         check(device, ("tanh", ulps::TANH), |step, x| ops::tanh(step, x), math::tanh, f64::tanh);
@@ -115,6 +120,20 @@ on_each_device! {
             assert_same(x.len(), &y, &values.collect::<Vec<_>>());
             assert_same(x.len(), &dx, &gradients.collect::<Vec<_>>());
         }
+    }
+
+    fn softplus_forward(device: &Device) {
+        // An ulp of the exponential may be two of the result. The logarithm is within 1.7 ulp.
+        let limit = 2.0 * ulps::EXP + 1.7;
+        check(device, ("softplus", limit), |step, x| ops::softplus(step, x), activation::softplus, softplus);
+    }
+
+    fn softplus_backward(device: &Device) {
+        let op: Backward = |step, x, dy| ops::launch::softplus_backward(step, x, dy);
+        let x = sample(34, -12.5, 6.0);
+        let got = backward(device, op, &x, &vec![1.0; x.len()]);
+        assert_same("dy = 1", &got, &x.iter().map(|&x| math::sigmoid(x)).collect::<Vec<_>>());
+        check_backward(device, "softplus backward", op, 2.0 * ulps::SIGMOID + 0.5, |x, dy| dy * sigmoid(x));
     }
 
     /// dx has the bits of [`ops::launch::gelu_backward`], and db is the sum of its rows in the
@@ -172,6 +191,18 @@ stored_as_each! {
             let case = Case::new("relu_squared", seed, 1, values).stored_as::<S>(Roundings::ONCE);
             case.check(device, |_, tape, p| tape.relu_squared(&leaf_as::<S>(tape, p[0])?), |p| {
                 p[0].iter().map(|x| x.max(0.0).powi(2)).collect()
+            });
+        }
+    }
+
+    fn gradient_of_softplus<S>(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let shape = extents(&mut random, seed, [7, 5, 13]);
+            let values = vec![normal(&mut random, &shape)];
+            let case = Case::new("softplus", seed, 1, values).stored_as::<S>(Roundings::ONCE);
+            case.check(device, |_, tape, p| tape.softplus(&leaf_as::<S>(tape, p[0])?), |p| {
+                p[0].iter().map(|&x| softplus(x)).collect()
             });
         }
     }

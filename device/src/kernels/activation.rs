@@ -1,4 +1,4 @@
-//! Activations: tanh, the tanh form of GELU, and squared ReLU, forward and backward.
+//! Activations: tanh, the tanh form of GELU, squared ReLU and softplus, forward and backward.
 //!
 //! `gelu_bias_backward` also sums over rows. Its blocks have the thread layout of a [`ColumnTile`],
 //! which has a picture. Here a chunk has 128 rows, and a thread 4 of them.
@@ -8,6 +8,7 @@
 
 use crate::activations::Activations;
 use crate::block::ColumnTile;
+use crate::math;
 use crate::stored::Stored;
 use crate::tile::SharedTile;
 use crate::vector::{F4, VectorPart, put};
@@ -109,6 +110,45 @@ family! {
             write_own_vectors!(S, x.len(), dx, [x, dy] |_index| {
                 x.zip(dy, |x, dy| if x <= 0.0 { 0.0 } else { 2.0 * x * dy })
             });
+        }
+    }
+    // SAFETY: a thread accesses only its own vectors inside `x`; `dy` and `dx` are as long.
+    contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
+        Violation::unless_length("dy", k.x.len(), k.dy.len())?;
+        Violation::unless_length("dx", k.x.len(), k.dx.len())?;
+        crate::block::own_grid::<S>(k.x.len())
+    }
+}
+
+/// Computes log(1 + e^x) as max(x, 0) + log(1 + e^-|x|), which overflows at no x. A NaN stays NaN.
+#[inline(always)]
+pub fn softplus(x: f32) -> f32 {
+    (if x <= 0.0 { 0.0 } else { x }) + math::log_and_1(math::exp_negative(-x.abs()))
+}
+
+family! {
+    /// Computes y = log(1 + e^x). A NaN stays NaN. Shapes: `x`, `y`: `[n]`. Overwrites `y`.
+    softplus_forward<S: Stored> { softplus_forward_f32: f32; softplus_forward_bf16: bf16; }
+    unsafe fn(x: &[S], y: *mut S) {
+        // SAFETY: the vector lies inside `x`, and `y` is as long.
+        unsafe {
+            write_own_vectors!(twice S, x.len(), y, [x] |_index| map4!(x, softplus));
+        }
+    }
+    // SAFETY: a thread accesses only its own vectors inside `x`; `y` is as long.
+    contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
+        Violation::unless_length("y", k.x.len(), k.y.len())?;
+        crate::block::twice_grid::<S>(k.x.len())
+    }
+}
+
+family! {
+    /// Computes dx = dy / (1 + e^-x). Shapes: `x`, `dy`, `dx`: `[n]`. Overwrites `dx`.
+    softplus_backward<S: Stored> { softplus_backward_f32: f32; softplus_backward_bf16: bf16; }
+    unsafe fn(x: &[S], dy: &[S], dx: *mut S) {
+        // SAFETY: the vector lies inside `x`, and the others are as long.
+        unsafe {
+            write_own_vectors!(S, x.len(), dx, [x, dy] |_index| dy * map4!(x, math::sigmoid));
         }
     }
     // SAFETY: a thread accesses only its own vectors inside `x`; `dy` and `dx` are as long.

@@ -1,4 +1,4 @@
-//! Activations: tanh, GELU, ReLU and its square, sigmoid and SiLU.
+//! Activations: tanh, GELU, ReLU and its square, softplus, sigmoid and SiLU.
 
 use super::declare::unary_op;
 use kernels::gate;
@@ -32,6 +32,16 @@ unary_op! {
         saves: x,
         forward: activation::relu_squared_forward,
         backward: activation::relu_squared_backward { x },
+        operands: Elements,
+    }
+
+    /// The softplus log(1 + e^x), elementwise. A NaN stays NaN.
+    softplus, softplus_backward {
+        y: "log(1 + exp(x))",
+        dx: "dy / (1 + exp(-x))",
+        saves: x,
+        forward: activation::softplus_forward,
+        backward: activation::softplus_backward { x },
         operands: Elements,
     }
 

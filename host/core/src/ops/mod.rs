@@ -43,7 +43,7 @@ use launch::*;
 pub use crate::elementary::{add_assign, copy, copy_into, fill, fill_into, same_shape, scale, scale_by};
 pub use crate::generator::{Draw, Draws, Generator};
 pub use crate::precision::Precision;
-pub use activation::{gelu, gelu_exact, relu, relu_squared, sigmoid, silu, tanh};
+pub use activation::{gelu, gelu_exact, relu, relu_squared, sigmoid, silu, softplus, tanh};
 pub use adamw::adamw;
 pub use attention::{Attention, AttentionConfig, AttentionElement, AttentionMask, attention, attention_cached};
 pub use binary::{add, mul, sub};
@@ -77,7 +77,7 @@ pub use transpose::{swap_extents, transpose};
 pub mod launch {
     pub use super::activation::{
         gelu_backward, gelu_exact_backward, relu_backward, relu_squared_backward, sigmoid_backward, silu_backward,
-        tanh_backward,
+        softplus_backward, tanh_backward,
     };
     pub use super::attention::{AttentionKept, attention_backward};
     pub use super::embedding::{add_positions_backward, embedding_backward, gather_backward};
