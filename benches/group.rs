@@ -120,13 +120,13 @@ fn main() -> harness::Result<()> {
 
 /// Returns the samples of rank 0 in a group of this size.
 fn updates(common: &Common, ranks: usize, elements: usize) -> Result<Samples> {
-    let said = thread::scope(|scope| {
+    let outcome = thread::scope(|scope| {
         let ranks = GroupConfig::on_this_host(ranks)?.into_iter();
         let ranks: Vec<_> = ranks.map(|config| scope.spawn(move || of_rank(common, &config, elements))).collect();
-        let said = ranks.into_iter().map(|rank| rank.join().expect("a rank ends with a result"));
-        said.collect::<Result<Vec<_>>>()
+        let outcome = ranks.into_iter().map(|rank| rank.join().expect("a rank ends with a result"));
+        outcome.collect::<Result<Vec<_>>>()
     });
-    said.map(|samples| samples.into_iter().next().expect("rank 0's"))
+    outcome.map(|samples| samples.into_iter().next().expect("rank 0's"))
 }
 
 fn of_rank(common: &Common, config: &GroupConfig, elements: usize) -> Result<Samples> {

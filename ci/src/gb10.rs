@@ -83,15 +83,15 @@ impl Steps {
             }
             std::thread::sleep(Duration::from_millis(20));
         };
-        let said = String::from_utf8_lossy(&at(&log, fs::read(&log))?).into_owned();
+        let output = String::from_utf8_lossy(&at(&log, fs::read(&log))?).into_owned();
         let why = match status {
             None => format!("did not end within {limit_seconds} s, or by a signal"),
             Some(status) if status != code => format!("ended with {status}, expected {code}"),
-            Some(_) if !said.contains(text) => format!("did not print `{text}`"),
+            Some(_) if !output.contains(text) => format!("did not print `{text}`"),
             Some(_) => String::new(),
         };
         self.note(name, &why, started.elapsed().as_secs_f64(), line)?;
-        Ok(said)
+        Ok(output)
     }
 
     /// Records a check by this program itself.
@@ -264,8 +264,8 @@ fn figures(steps: &mut Steps) -> Outcome {
     }
     for options in ["--precision f32", "--precision tf32", "--stored bf16"] {
         let command = steps.cargo("bench", &format!("--bench step -- --device {device} {options}"));
-        let said = steps.run(&format!("bench step {options}"), &command, 3600, 0, ".json")?;
-        let samples = said.split_whitespace().rfind(|word| word.ends_with(".json")).unwrap_or_default();
+        let output = steps.run(&format!("bench step {options}"), &command, 3600, 0, ".json")?;
+        let samples = output.split_whitespace().rfind(|word| word.ends_with(".json")).unwrap_or_default();
         let command = steps.cargo("run", &format!("-- predict --gpu gb10 --compare {samples}"));
         let table = steps.run(&format!("predictions {options}"), &command, 900, 0, "| step |")?;
         println!("{}", table[table.find("| step |").unwrap_or(0)..].trim());

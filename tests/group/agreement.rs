@@ -157,12 +157,12 @@ fn with_odd<R: UpdateRule + Clone + Sync, O: UpdateRule + Clone + Sync>(
     odd: usize,
 ) -> Vec<Result<String>> {
     let start = Instant::now();
-    let said = on_ranks((DeviceKind::Emulated, 4), DEADLINE, |device, group| match group.rank() == odd {
+    let outcomes = on_ranks((DeviceKind::Emulated, 4), DEADLINE, |device, group| match group.rank() == odd {
         true => other.train(device, &group),
         false => setup.train(device, &group),
     });
     assert!(start.elapsed() < DEADLINE, "{:?}", start.elapsed());
-    said
+    outcomes
 }
 
 /// Checks that all ranks refuse exactly these settings, and name the odd rank.
@@ -173,9 +173,9 @@ fn refuses<R: UpdateRule + Clone + Sync, O: UpdateRule + Clone + Sync>(
     odd: usize,
     names: &[&str],
 ) {
-    let said = with_odd(setup, other, odd);
-    for (rank, said) in said.iter().enumerate() {
-        let Err(Error::Disagreement(disagreement)) = said else { panic!("{names:?}: rank {rank}: {said:?}") };
+    let outcomes = with_odd(setup, other, odd);
+    for (rank, outcome) in outcomes.iter().enumerate() {
+        let Err(Error::Disagreement(disagreement)) = outcome else { panic!("{names:?}: rank {rank}: {outcome:?}") };
         let found: Vec<&str> = disagreement.settings.iter().map(|setting| &*setting.name).collect();
         assert_eq!(found, names, "rank {rank}: {disagreement}");
         let text = disagreement.to_string();
@@ -185,7 +185,7 @@ fn refuses<R: UpdateRule + Clone + Sync, O: UpdateRule + Clone + Sync>(
             assert!(text.contains(&format!("`{name}`: ")) && text.contains(&format!("on rank {odd}")), "{text}");
         }
     }
-    assert!(said.iter().all(|other| *other == said[0]), "all ranks return the same error");
+    assert!(outcomes.iter().all(|other| *other == outcomes[0]), "all ranks return the same error");
 }
 
 /// Returns the usual setup with `change` applied.
@@ -231,9 +231,9 @@ fn optimizer_settings_are_compared() {
 
 #[test]
 fn another_optimizer_is_refused() {
-    let said = with_odd(&Setup::new(), &Setup::by(Sgd::default()), 1);
-    for said in said {
-        let Err(Error::Disagreement(disagreement)) = said else { panic!("{said:?}") };
+    let outcomes = with_odd(&Setup::new(), &Setup::by(Sgd::default()), 1);
+    for outcome in outcomes {
+        let Err(Error::Disagreement(disagreement)) = outcome else { panic!("{outcome:?}") };
         let text = disagreement.to_string();
         assert!(text.contains("`optimizer`: `adamw` on ranks 0, 2, 3, `sgd` on rank 1"), "{text}");
         assert!(text.contains("`optimizer.beta1`: `0.9` on ranks 0, 2, 3, not set on rank 1"), "{text}");
@@ -288,14 +288,14 @@ fn matrix_instructions_are_compared() {
         };
         in_threads(GroupConfig::on_this_host(2).unwrap(), program)
     };
-    for (said, _) in train(Precision::Tf32) {
-        let Err(Error::Disagreement(disagreement)) = said else { panic!("{said:?}") };
+    for (outcome, _) in train(Precision::Tf32) {
+        let Err(Error::Disagreement(disagreement)) = outcome else { panic!("{outcome:?}") };
         let text = disagreement.to_string();
         assert_eq!(disagreement.settings.len(), 1, "{text}");
         assert!(["`matrix instruction`: ", "mma-sync", "wgmma"].iter().all(|word| text.contains(word)), "{text}");
     }
-    let said = train(Precision::F32);
-    assert_eq!(said[0].0.as_ref().unwrap(), said[1].0.as_ref().unwrap());
+    let outcomes = train(Precision::F32);
+    assert_eq!(outcomes[0].0.as_ref().unwrap(), outcomes[1].0.as_ref().unwrap());
 }
 
 #[test]
@@ -313,13 +313,13 @@ fn changes_after_joining_are_compared() {
     let groups = ["parameter group 0", "parameter group 1"];
     refuses(&base, &with(|setup| setup.late = Late::Groups), 2, &groups);
     // An optimizer without slices does not belong to the group.
-    let said = with_odd(&base, &with(|setup| setup.late = Late::Optimizer), 1);
+    let outcomes = with_odd(&base, &with(|setup| setup.late = Late::Optimizer), 1);
     assert!(
-        said[1].as_ref().unwrap_err().to_string().contains("the shards or the optimizer of another train state"),
-        "{said:?}"
+        outcomes[1].as_ref().unwrap_err().to_string().contains("the shards or the optimizer of another train state"),
+        "{outcomes:?}"
     );
     for rank in [0, 2, 3] {
-        let text = said[rank].as_ref().unwrap_err().to_string();
+        let text = outcomes[rank].as_ref().unwrap_err().to_string();
         assert!(
             text.contains("rank 1 of 4 has failed")
                 && text.contains("the shards or the optimizer of another train state"),
@@ -356,12 +356,12 @@ fn optimizers_with_other_pasts_are_refused() {
         })
     };
     assert!(join(|_| (2, 0.5)).iter().all(Result::is_ok));
-    for said in join(|rank| (1 + rank as u64, 0.0)) {
-        let text = said.unwrap_err().to_string();
+    for outcome in join(|rank| (1 + rank as u64, 0.0)) {
+        let text = outcome.unwrap_err().to_string();
         assert!(text.contains("`updates made`: `1` on rank 0, `2` on rank 1"), "{text}");
     }
-    for said in join(|rank| (1, rank as f32)) {
-        let text = said.unwrap_err().to_string();
+    for outcome in join(|rank| (1, rank as f32)) {
+        let text = outcome.unwrap_err().to_string();
         assert!(text.contains("`digest of the optimizer's state`: "), "{text}");
     }
 }
@@ -392,12 +392,12 @@ fn restored_ranks_compare_again() {
     assert!(on_two([None; 2], Some(one)).iter().all(Result::is_ok));
     assert!(on_two([Some(one); 2], Some(two)).iter().all(Result::is_ok));
     assert!(on_two([Some(two); 2], None).iter().all(Result::is_ok));
-    for said in on_two([Some(one), Some(two)], None) {
-        assert!(said.unwrap_err().to_string().contains("`checkpoint`: "));
+    for outcome in on_two([Some(one), Some(two)], None) {
+        assert!(outcome.unwrap_err().to_string().contains("`checkpoint`: "));
     }
     // Only one of them resumes.
-    for said in on_two([Some(one), None], None) {
-        let text = said.unwrap_err().to_string();
+    for outcome in on_two([Some(one), None], None) {
+        let text = outcome.unwrap_err().to_string();
         assert!(text.contains("rank 1") && text.contains("restore"), "{text}");
     }
 }
@@ -407,9 +407,9 @@ fn other_settings_may_differ() {
     let same = with_odd(&Setup::new(), &Setup::new(), 0)[0].clone().unwrap();
     // Captured or eager steps, a stop flag, a deadline.
     let (setup, stop) = (Setup::new(), AtomicBool::new(false));
-    let said = with_odd(&setup, &with(|setup| setup.eager = true), 1);
-    assert!(said.iter().all(|said| said.as_ref() == Ok(&same)), "{said:?}");
-    let said = in_threads(GroupConfig::on_this_host(2).unwrap(), |config| {
+    let outcomes = with_odd(&setup, &with(|setup| setup.eager = true), 1);
+    assert!(outcomes.iter().all(|outcome| outcome.as_ref() == Ok(&same)), "{outcomes:?}");
+    let outcomes = in_threads(GroupConfig::on_this_host(2).unwrap(), |config| {
         let deadline = DEADLINE + Duration::from_secs(config.rank() as u64);
         let device = Device::builder(DeviceKind::Emulated).deadline(deadline).open()?;
         let group = Group::join(&device, &config.deadline(deadline))?;
@@ -423,12 +423,12 @@ fn other_settings_may_differ() {
         trainer.update(&[part(), part()])?;
         trainer.state().parameters.sha256()
     });
-    assert!(said[0].0.is_ok() && said[0].0 == said[1].0);
+    assert!(outcomes[0].0.is_ok() && outcomes[0].0 == outcomes[1].0);
 }
 
 #[test]
 fn settings_of_a_program_have_limits() {
-    let said = on_ranks((DeviceKind::Emulated, 2), DEADLINE, |_, group| {
+    let outcomes = on_ranks((DeviceKind::Emulated, 2), DEADLINE, |_, group| {
         let many: Vec<(String, String)> = (0..400).map(|number| (format!("s{number}"), "x".repeat(100))).collect();
         group.agree_on(&many)?;
         group.agree_on(&[("long", "y".repeat(1 << 20))])?;
@@ -438,17 +438,17 @@ fn settings_of_a_program_have_limits() {
             _ => group.agree_on(&[("a", "1")]),
         }
     });
-    let texts: Vec<String> = said.into_iter().map(|said| said.unwrap_err().to_string()).collect();
+    let texts: Vec<String> = outcomes.into_iter().map(|outcome| outcome.unwrap_err().to_string()).collect();
     assert!(texts[0].contains("each name once, got `a` twice"), "{texts:?}");
     assert!(texts[1].contains("rank 0 of 2 has failed") && texts[1].contains("each name once"), "{texts:?}");
-    let said = on_ranks((DeviceKind::Emulated, 2), DEADLINE, |_, group| {
+    let outcomes = on_ranks((DeviceKind::Emulated, 2), DEADLINE, |_, group| {
         let many: Vec<(String, String)> = (0..1000).map(|number| (format!("s{number}"), "x".repeat(100))).collect();
         group.agree_on(&many)
     });
-    assert!(said[0].as_ref().unwrap_err().to_string().contains("at most 65536 bytes"), "{said:?}");
+    assert!(outcomes[0].as_ref().unwrap_err().to_string().contains("at most 65536 bytes"), "{outcomes:?}");
     // A single rank has no other rank to differ from.
-    let said = on_ranks((DeviceKind::Emulated, 1), DEADLINE, |_, group| group.agree_on(&[("a", "1")]));
-    assert_eq!(said, [Ok(())]);
+    let outcomes = on_ranks((DeviceKind::Emulated, 1), DEADLINE, |_, group| group.agree_on(&[("a", "1")]));
+    assert_eq!(outcomes, [Ok(())]);
 }
 
 /// A rank that comes late, or never, is named within the deadline.
@@ -456,14 +456,14 @@ fn settings_of_a_program_have_limits() {
 fn absent_ranks_are_named() {
     const SHORT: Duration = Duration::from_secs(2);
     let start = Instant::now();
-    let said = on_ranks((DeviceKind::Emulated, 2), SHORT, |_, group| match group.rank() {
+    let outcomes = on_ranks((DeviceKind::Emulated, 2), SHORT, |_, group| match group.rank() {
         0 => group.agree_on(&[("data", "a")]),
         _ => {
             std::thread::sleep(2 * SHORT);
             Ok(())
         }
     });
-    let text = said[0].as_ref().unwrap_err().to_string();
+    let text = outcomes[0].as_ref().unwrap_err().to_string();
     assert!(text.contains("rank 1 of 2 is late") && text.contains("agree_on"), "{text}");
     assert!(start.elapsed() < DEADLINE);
 }

@@ -67,12 +67,12 @@ fn replaced(words: &str, more: &str) -> String {
 fn refuses(program: &str, base: &str, more: &str, settings: &[[&str; 3]]) {
     let folder = tempfile::tempdir().unwrap();
     let ended = run(program, [base, &replaced(base, more)], folder.path());
-    for (rank, (succeeded, said)) in ended.iter().enumerate() {
-        assert!(!succeeded, "{more}: rank {rank}: {said}");
+    for (rank, (succeeded, output)) in ended.iter().enumerate() {
+        assert!(!succeeded, "{more}: rank {rank}: {output}");
         for [name, here, there] in settings {
             let expected = format!("`{name}`: `{here}` on rank 0, `{there}` on rank 1");
-            let found = said.contains(&expected) || here.is_empty() && said.contains(&format!("`{name}`: `"));
-            assert!(found, "{more}: the output of rank {rank} lacks {expected}: {said}");
+            let found = output.contains(&expected) || here.is_empty() && output.contains(&format!("`{name}`: `"));
+            assert!(found, "{more}: the output of rank {rank} lacks {expected}: {output}");
         }
     }
     assert!(!folder.path().join("0/model.safetensors").exists(), "{more}: a rank trained and wrote a checkpoint");
@@ -153,8 +153,8 @@ fn crossasset_ranks_compare_bars() {
     fs::write(&paths[1], bars(other)).unwrap();
     let words = paths.each_ref().map(|path| format!("{CROSSASSET} --bars {}", path.display()));
     let out = tempfile::tempdir().unwrap();
-    for (rank, (succeeded, said)) in run("crossasset", [&words[0], &words[1]], out.path()).iter().enumerate() {
-        assert!(!succeeded && said.contains("`bars`: `"), "rank {rank}: {said}");
+    for (rank, (succeeded, output)) in run("crossasset", [&words[0], &words[1]], out.path()).iter().enumerate() {
+        assert!(!succeeded && output.contains("`bars`: `"), "rank {rank}: {output}");
     }
 }
 
@@ -170,9 +170,9 @@ fn gpt_ranks_share_one_checkpoint() {
     let resume = |path: &Path| format!("{words} --resume {}", path.display());
     // Only one of them resumes.
     let two = folder.path().join("two");
-    for (rank, (succeeded, said)) in run("train", [&resume(&end), &words], &two).iter().enumerate() {
+    for (rank, (succeeded, output)) in run("train", [&resume(&end), &words], &two).iter().enumerate() {
         let expected = "`resumes`: `true` on rank 0, `false` on rank 1";
-        assert!(!succeeded && said.contains(expected), "rank {rank}: {said}");
+        assert!(!succeeded && output.contains(expected), "rank {rank}: {output}");
     }
     // Both resume: the run has ended, and has the same weights.
     let three = folder.path().join("three");
@@ -205,7 +205,7 @@ fn gpt_ranks_may_differ_otherwise() {
 fn secrets_need_not_be_text() {
     let folder = tempfile::tempdir().unwrap();
     let words = CROSSASSET.replace("--limit 60", "--limit 60 --deadline 5");
-    let said = |secrets: [&[u8]; 2]| {
+    let outputs = |secrets: [&[u8]; 2]| {
         let port = free_port();
         let out = |rank: usize| folder.path().join(rank.to_string());
         let ranks = [0, 1].map(|rank| start("crossasset", (rank, &port), (&words, Some(secrets[rank])), &out(rank)));
@@ -214,16 +214,16 @@ fn secrets_need_not_be_text() {
             (output.status.success(), text(&output.stderr))
         })
     };
-    let [first, other] = said([&[0xff; 16], &[0xfe; 16]]);
+    let [first, other] = outputs([&[0xff; 16], &[0xfe; 16]]);
     assert!(!first.0 && !other.0 && other.1.contains("a different secret"), "{first:?} {other:?}");
     let mut last = [0xff; 32];
     last[31] = 0x80;
-    let [first, other] = said([&[0xff; 32], &last]);
+    let [first, other] = outputs([&[0xff; 32], &last]);
     assert!(!first.0 && !other.0 && other.1.contains("a different secret"), "{first:?} {other:?}");
-    for (succeeded, said) in said([&[0xff; 6]; 2]) {
-        assert!(!succeeded && said.contains("16 bytes or more") && said.contains("one of 6"), "{said}");
+    for (succeeded, output) in outputs([&[0xff; 6]; 2]) {
+        assert!(!succeeded && output.contains("16 bytes or more") && output.contains("one of 6"), "{output}");
     }
-    for (succeeded, said) in said([&[0xff; 16]; 2]) {
-        assert!(succeeded, "{said}");
+    for (succeeded, output) in outputs([&[0xff; 16]; 2]) {
+        assert!(succeeded, "{output}");
     }
 }

@@ -133,7 +133,7 @@ fn part(random: &mut Random) -> Points {
 
 /// Returns the weights after two updates, which must be the same on all ranks.
 fn train(kind: DeviceKind, ranks: usize, captured: bool, reads: Reads) -> String {
-    let said = on_ranks((kind, ranks), DEADLINE, |device, group| {
+    let outcomes = on_ranks((kind, ranks), DEADLINE, |device, group| {
         let mut spec = ParameterSpec::builder();
         let first = spec.add("first", [1, WIDTH], Initializer::Constant(0.1));
         let layers = ["a", "b"].map(|name| spec.add(name, [WIDTH, WIDTH], Initializer::fan_in(WIDTH)));
@@ -150,9 +150,9 @@ fn train(kind: DeviceKind, ranks: usize, captured: bool, reads: Reads) -> String
         batches.iter().try_for_each(|batch| trainer.update(batch).map(drop))?;
         trainer.state().parameters.sha256()
     });
-    let said: Vec<String> = said.into_iter().map(|said| said.unwrap()).collect();
-    assert!(said.iter().all(|other| *other == said[0]), "{reads:?}: {said:?}");
-    said.into_iter().next().unwrap()
+    let digests: Vec<String> = outcomes.into_iter().map(|outcome| outcome.unwrap()).collect();
+    assert!(digests.iter().all(|other| *other == digests[0]), "{reads:?}: {digests:?}");
+    digests.into_iter().next().unwrap()
 }
 
 #[track_caller]

@@ -140,7 +140,7 @@ fn stop_on_one_rank_stops_all() {
 fn mismatched_shards_are_refused() {
     let batch = &batches(|_| 2)[0];
     let joined = Barrier::new(2);
-    let said = on_ranks((DeviceKind::Emulated, 2), DEADLINE, |device, group| {
+    let outcomes = on_ranks((DeviceKind::Emulated, 2), DEADLINE, |device, group| {
         let plan = Plan { ranks: 2, shards: 4, captured: false, more: false };
         let refused = |made: Result<_>, word: &str| {
             let error = made.map(drop).unwrap_err().to_string();
@@ -164,7 +164,7 @@ fn mismatched_shards_are_refused() {
         );
         Ok(())
     });
-    said.into_iter().for_each(|said| said.unwrap());
+    outcomes.into_iter().for_each(|outcome| outcome.unwrap());
 }
 
 /// The extra time for a busy machine.
@@ -175,14 +175,14 @@ const BUSY: Duration = Duration::from_secs(20);
 fn one_update(kind: DeviceKind, plan: &FaultPlan, deadline: Duration) -> (Vec<Result<String>>, Duration) {
     let batch = &batches(|_| 2)[0];
     let start = Instant::now();
-    let said = on_ranks_with(kind, &[FaultPlan::new(), plan.clone()], deadline, |device, group| {
+    let outcomes = on_ranks_with(kind, &[FaultPlan::new(), plan.clone()], deadline, |device, group| {
         let way = Plan { ranks: 2, shards: 4, captured: false, more: false };
         let mut arena = arena(device);
         let mut trainer = Trainer::eager(&mut arena, way.state(device)?.in_group(&group, 4)?);
         trainer.update(batch)?;
         trainer.state().parameters.sha256()
     });
-    (said, start.elapsed())
+    (outcomes, start.elapsed())
 }
 
 fn link_call_never_returns(kind: DeviceKind) {
@@ -197,17 +197,17 @@ fn link_call_never_returns(kind: DeviceKind) {
         numbers.dedup();
         for number in numbers {
             let plan = FaultPlan::new().on(call, number, Fault::Never);
-            let (said, took) = one_update(kind, &plan, DEADLINE);
-            println!("{call:?} {number} of {count}: {said:?} after {took:?}");
+            let (outcomes, took) = one_update(kind, &plan, DEADLINE);
+            println!("{call:?} {number} of {count}: {outcomes:?} after {took:?}");
             assert!(plan.count(call) >= number, "{call:?} {number} was never made");
             if call == Call::LeaveLink {
                 // It frees at the end, with no caller to report to.
-                assert!(said.iter().all(|said| said.as_ref() == Ok(&digest)), "{said:?}");
+                assert!(outcomes.iter().all(|outcome| outcome.as_ref() == Ok(&digest)), "{outcomes:?}");
                 continue;
             }
             assert!(took < DEADLINE + Duration::from_secs(2) + BUSY, "{call:?} {number}: {took:?}");
-            for said in said {
-                let Err(Error::Rank(fault)) = said else { panic!("{call:?} {number}: {said:?}") };
+            for outcome in outcomes {
+                let Err(Error::Rank(fault)) = outcome else { panic!("{call:?} {number}: {outcome:?}") };
                 // Two GPUs wait for each other in step. The rank that times out first cannot know
                 // which of them is stuck, and reports that.
                 let stuck = kind == DeviceKind::Cuda && fault.kind == RankFaultKind::Stuck;
@@ -233,7 +233,7 @@ fn device_wait_meets_group_deadline() {
     let batch = &batches(|_| 2)[0];
     for captured in [false, true] {
         let plan = FaultPlan::new();
-        let said = in_threads(GroupConfig::on_this_host(2).unwrap(), |config| {
+        let outcomes = in_threads(GroupConfig::on_this_host(2).unwrap(), |config| {
             let (rank, faults) = (config.rank(), if config.rank() == 0 { plan.clone() } else { FaultPlan::new() });
             let device = Device::builder(DeviceKind::Emulated).deadline(DEADLINE).layer(faults).open()?;
             let group = Group::join(&device, &config.deadline(PEER_TIMEOUT))?;
@@ -254,8 +254,8 @@ fn device_wait_meets_group_deadline() {
             assert!(start.elapsed() < PEER_TIMEOUT + Duration::from_secs(1) + BUSY, "{error}");
             Err::<(), _>(error)
         });
-        for (rank, (said, _)) in said.into_iter().enumerate() {
-            let Err(Error::Rank(fault)) = said else { panic!("rank {rank}: {said:?}") };
+        for (rank, (outcome, _)) in outcomes.into_iter().enumerate() {
+            let Err(Error::Rank(fault)) = outcome else { panic!("rank {rank}: {outcome:?}") };
             // The rank that notices first cannot know if its device is the cause.
             assert!(fault.rank == 0 && fault.location.contains("tests/group/group.rs:"), "rank {rank}: {fault}");
         }
@@ -267,7 +267,7 @@ fn device_wait_meets_group_deadline() {
 fn link_ends_when_a_rank_fails() {
     let plans = [FaultPlan::new(), FaultPlan::new()];
     let updated = Barrier::new(2);
-    let said = on_ranks_with(DeviceKind::Emulated, &plans, DEADLINE, |device, group| {
+    let outcomes = on_ranks_with(DeviceKind::Emulated, &plans, DEADLINE, |device, group| {
         let plan = Plan { ranks: 2, shards: 4, captured: false, more: false };
         let mut batch = batches(|_| 2).swap_remove(0);
         let mut arena = arena(device);
@@ -286,7 +286,7 @@ fn link_ends_when_a_rank_fails() {
         assert!(error.contains("rank 1 of 2 has failed") && error.contains("it panicked"), "{error}");
         Ok(())
     });
-    assert_eq!(said[0], Ok(()));
+    assert_eq!(outcomes[0], Ok(()));
 }
 
 /// Repeats tests with NCCL.

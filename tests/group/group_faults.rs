@@ -306,8 +306,8 @@ fn at(kind: DeviceKind, moment: &Moment, batches: &[Vec<Points>], left: &[Device
     let at = *run.at.get().unwrap_or_else(|| panic!("{moment:?} was never reached: {ended:?}"));
     let mut took = Duration::ZERO;
     for rank in moment.others() {
-        let (said, end) = &ended[rank];
-        let Err(error) = said else { panic!("{moment:?}: rank {rank} returned no error") };
+        let (outcome, end) = &ended[rank];
+        let Err(error) = outcome else { panic!("{moment:?}: rank {rank} returned no error") };
         let text = error.to_string();
         let placed = text.contains("(number ") && text.contains("tests/group/group_faults.rs:");
         assert!(placed && run.names(error), "{moment:?}: rank {rank} returned: {text}");
@@ -316,22 +316,25 @@ fn at(kind: DeviceKind, moment: &Moment, batches: &[Vec<Points>], left: &[Device
     assert!(took < PEER_TIMEOUT + MARGIN + BUSY, "{moment:?}: {took:?}");
     let path = folder.path().join("checkpoint.safetensors");
     let plan = Plan { ranks: ranks / 2, ..moment.plan };
-    let said = in_threads(GroupConfig::on_this_host(plan.ranks).unwrap(), |config| {
+    let outcomes = in_threads(GroupConfig::on_this_host(plan.ranks).unwrap(), |config| {
         let device = &left[config.rank()];
         train(plan, device, Some(Group::join(device, &config.deadline(DEADLINE))?), batches, Some(&path))
     });
     let mut updates = Vec::new();
-    for (said, _) in said {
+    for (outcome, _) in outcomes {
         let digest;
         (updates, digest, _) =
-            said.unwrap_or_else(|error| panic!("{moment:?}: the remaining ranks failed to resume: {error}"));
+            outcome.unwrap_or_else(|error| panic!("{moment:?}: the remaining ranks failed to resume: {error}"));
         assert_eq!(digest, whole, "{moment:?}: the remaining ranks' weights differ after {updates:?}");
     }
-    let said =
+    let outcome =
         ended[moment.others().next().expect("another rank")].0.as_ref().expect_err("the check above found only errors");
     let Moment { seed, wrong, plan, .. } = moment;
     let how = if plan.captured { "captured" } else { "eager" };
-    println!("{wrong:?} of {ranks}, {how}, seed {seed}: {took:?}, and {} updates by those left: {said}", updates.len());
+    println!(
+        "{wrong:?} of {ranks}, {how}, seed {seed}: {took:?}, and {} updates by those left: {outcome}",
+        updates.len()
+    );
     took
 }
 
@@ -384,8 +387,8 @@ fn at_a_taken_port(devices: &[Device], seed: u64) -> Duration {
     let ended = in_threads((0..ranks).map(config).collect(), |config| {
         Group::join(&devices[config.rank()], &config.deadline(TO_MEET)).map(drop)
     });
-    for (rank, (said, _)) in ended.iter().enumerate() {
-        let Err(Error::Rendezvous(fault)) = said else { panic!("seed {seed}: rank {rank} returned {said:?}") };
+    for (rank, (outcome, _)) in ended.iter().enumerate() {
+        let Err(Error::Rendezvous(fault)) = outcome else { panic!("seed {seed}: rank {rank} returned {outcome:?}") };
         let text = fault.to_string();
         assert!(text.contains("rank 0 ") && text.contains(&address), "seed {seed}: rank {rank} returned: {text}");
         assert!(rank > 0 || matches!(fault.kind, RendezvousFaultKind::Taken { .. }), "seed {seed}: {text}");
@@ -402,8 +405,8 @@ fn at_a_wrong_secret(devices: &[Device], seed: u64) -> Duration {
     configs[culprit] = configs[culprit].clone().secret(format!("a wrong secret {}", random.below(u32::MAX)));
     let begun = Instant::now();
     let ended = in_threads(configs, |config| Group::join(&devices[config.rank()], &config.deadline(TO_MEET)).map(drop));
-    for (rank, (said, _)) in ended.iter().enumerate() {
-        let Err(Error::Rendezvous(fault)) = said else { panic!("seed {seed}: rank {rank} returned {said:?}") };
+    for (rank, (outcome, _)) in ended.iter().enumerate() {
+        let Err(Error::Rendezvous(fault)) = outcome else { panic!("seed {seed}: rank {rank} returned {outcome:?}") };
         let text = fault.to_string();
         let named = match &fault.kind {
             // The calling rank is refused at once.

@@ -18,14 +18,14 @@ fn group_trains_with_longest_deadline() {
     let batches = batches(|_| 2);
     for deadline in [Duration::MAX, Duration::from_secs(u64::MAX), Duration::from_secs(i64::MAX as u64)] {
         for captured in [false, true] {
-            let said = in_threads(GroupConfig::on_this_host(2).unwrap(), |config| {
+            let outcomes = in_threads(GroupConfig::on_this_host(2).unwrap(), |config| {
                 let device = Device::open(DeviceKind::Emulated)?;
                 let group = Group::join(&device, &config.deadline(deadline))?;
                 let plan = Plan { ranks: 2, shards: 2, captured, more: true };
                 train(plan, &device, Some(group), &batches[..1], None)
             });
-            let said: Vec<_> = said.into_iter().map(|(said, _)| said.unwrap()).collect();
-            assert!(said[0] == said[1]);
+            let outcomes: Vec<_> = outcomes.into_iter().map(|(outcome, _)| outcome.unwrap()).collect();
+            assert!(outcomes[0] == outcomes[1]);
         }
     }
 }
@@ -59,23 +59,23 @@ fn other_deadlines_may_be_longest() {
 /// A fault ends a group at once, however long its deadline.
 #[test]
 fn faults_end_groups_with_longest_deadline() {
-    let said = in_threads(GroupConfig::on_this_host(2).unwrap(), |config| {
+    let outcomes = in_threads(GroupConfig::on_this_host(2).unwrap(), |config| {
         let device = Device::open(DeviceKind::Emulated)?;
         let group = Group::join(&device, &config.deadline(Duration::MAX))?;
         assert_eq!(group.deadline(), Duration::MAX);
         assert!(group.rank() == 0, "planted");
         group.agree_on(&[("data", "a")])
     });
-    let text = said[0].0.as_ref().unwrap_err().to_string();
+    let text = outcomes[0].0.as_ref().unwrap_err().to_string();
     assert!(text.contains("rank 1 of 2 has failed") && text.contains("it panicked"), "{text}");
 }
 
 /// A deadline of zero is an error of its own.
 #[test]
 fn no_time_is_a_typed_error() {
-    let said = in_threads(GroupConfig::on_this_host(2).unwrap(), |config| {
+    let outcomes = in_threads(GroupConfig::on_this_host(2).unwrap(), |config| {
         let device = Device::open(DeviceKind::Emulated)?;
         Group::join(&device, &config.deadline(Duration::ZERO)).map(drop)
     });
-    assert!(said.iter().any(|(said, _)| matches!(said, Err(Error::Rendezvous(_)))), "{said:?}");
+    assert!(outcomes.iter().any(|(outcome, _)| matches!(outcome, Err(Error::Rendezvous(_)))), "{outcomes:?}");
 }

@@ -127,10 +127,10 @@ impl Plan {
 
     /// Returns the result of all ranks, which must be the same.
     fn run(self, kind: DeviceKind, ranks: usize, batches: &[Vec<Points>], path: Option<&Path>) -> (Vec<f64>, String) {
-        let said = self.on_ranks(kind, &vec![FaultPlan::new(); ranks], DEADLINE, (batches, path));
-        let said: Vec<_> = said.into_iter().map(|said| said.unwrap()).collect();
-        assert!(said.iter().all(|other| *other == said[0]), "{self:?} by {ranks} ranks: {said:?}");
-        said.into_iter().next().unwrap()
+        let outcomes = self.on_ranks(kind, &vec![FaultPlan::new(); ranks], DEADLINE, (batches, path));
+        let outcomes: Vec<_> = outcomes.into_iter().map(|outcome| outcome.unwrap()).collect();
+        assert!(outcomes.iter().all(|other| *other == outcomes[0]), "{self:?} by {ranks} ranks: {outcomes:?}");
+        outcomes.into_iter().next().unwrap()
     }
 }
 
@@ -180,16 +180,16 @@ fn checkpoints_are_independent_of_slices() {
 /// is made to fail at that point.
 fn exchanges_before_replays(plan: Plan) -> Vec<u64> {
     let (batch, counted) = (batches(1, plan.shards), FaultPlan::new());
-    let said = |first: &FaultPlan| {
+    let outcomes = |first: &FaultPlan| {
         plan.on_ranks(DeviceKind::Emulated, &[first.clone(), FaultPlan::new()], DEADLINE, (&batch, None))
     };
-    said(&counted).into_iter().for_each(|said| drop(said.unwrap()));
+    outcomes(&counted).into_iter().for_each(|outcome| drop(outcome.unwrap()));
     let exchanges = counted.count(Call::Exchange);
     // After the buckets come the squares of the norm, the monitored gradient, and the weights.
     assert_eq!(exchanges, BUCKETS + 3);
     let before = |number: u64| {
         let fails = FaultPlan::new().on(Call::Replay, number, Fault::Fail);
-        assert!(said(&fails)[0].is_err());
+        assert!(outcomes(&fails)[0].is_err());
         fails.count(Call::Exchange)
     };
     (1..=counted.count(Call::Replay)).map(before).collect()
@@ -219,7 +219,7 @@ fn lost_bucket_ends_all(kind: DeviceKind) {
     let (batch, plan) = (batches(1, 2), Plan { shards: 2, captured: true, adds_late: false });
     let counted = FaultPlan::new();
     let sound = plan.on_ranks(kind, &[FaultPlan::new(), counted.clone()], self::DEADLINE, (&batch, None));
-    sound.into_iter().for_each(|said| drop(said.unwrap()));
+    sound.into_iter().for_each(|outcome| drop(outcome.unwrap()));
     let follows = counted.count(Call::FollowExchanges);
     for (call, number) in [
         (Call::Exchange, 1),
@@ -230,13 +230,13 @@ fn lost_bucket_ends_all(kind: DeviceKind) {
     ] {
         let stuck = FaultPlan::new().on(call, number, Fault::Never);
         let start = Instant::now();
-        let said = plan.on_ranks(kind, &[FaultPlan::new(), stuck.clone()], DEADLINE, (&batch, None));
+        let outcomes = plan.on_ranks(kind, &[FaultPlan::new(), stuck.clone()], DEADLINE, (&batch, None));
         let took = start.elapsed();
-        println!("{call:?} {number}: {said:?} after {took:?}");
+        println!("{call:?} {number}: {outcomes:?} after {took:?}");
         assert_eq!(stuck.count(call), number, "{call:?} {number} was never made");
         assert!(took < DEADLINE + Duration::from_secs(2) + BUSY, "{call:?} {number}: {took:?}");
-        for said in said {
-            let Err(Error::Rank(fault)) = said else { panic!("{call:?} {number}: {said:?}") };
+        for outcome in outcomes {
+            let Err(Error::Rank(fault)) = outcome else { panic!("{call:?} {number}: {outcome:?}") };
             // Two GPUs wait for each other in step. The rank that times out first cannot know which
             // of them is stuck, and reports that.
             let stuck = kind == DeviceKind::Cuda && fault.kind == RankFaultKind::Stuck;

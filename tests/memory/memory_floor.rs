@@ -234,14 +234,14 @@ fn all_ranks_save_on_shortage() {
     let whole = on_ranks(&folder.path().join("whole"), 1, false, None).swap_remove(0).unwrap();
     for captured in [false, true] {
         let path = folder.path().join(format!("{captured}"));
-        for said in on_ranks(&path, 4, captured, Some(2)) {
-            let error = said.unwrap_err();
+        for outcome in on_ranks(&path, 4, captured, Some(2)) {
+            let error = outcome.unwrap_err();
             assert!(matches!(&error, Error::MemoryShortage(shortage) if shortage.rank == Some(3)), "{error}");
             assert!(error.to_string().starts_with("rank 3: the host has"), "{error}");
         }
         assert_eq!(EpochProgress::of(&Checkpoint::load(&path).unwrap()).unwrap().updates, 2);
-        for said in on_ranks(&path, 2, captured, None) {
-            assert_eq!(said.unwrap(), whole);
+        for outcome in on_ranks(&path, 2, captured, None) {
+            assert_eq!(outcome.unwrap(), whole);
         }
     }
 }

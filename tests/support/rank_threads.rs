@@ -125,7 +125,7 @@ pub(crate) fn on_ranks_with<T: Send>(
         let device = open(&config)?;
         program(&device, Group::join(&device, &config.deadline(deadline))?)
     };
-    in_threads(configs, run).into_iter().map(|(said, _)| said).collect()
+    in_threads(configs, run).into_iter().map(|(outcome, _)| outcome).collect()
 }
 
 /// Runs each rank's program in its own thread. Returns each result, with panics as errors, and the
@@ -139,8 +139,8 @@ pub(crate) fn in_threads<T: Send>(
             let program = &program;
             scope.spawn(move || {
                 let panicked = |_| Err(Error::Misuse { op: "test", expected: "no panic".into(), got: "one".into() });
-                let said = catch_unwind(AssertUnwindSafe(|| program(config))).unwrap_or_else(panicked);
-                (said, Instant::now())
+                let outcome = catch_unwind(AssertUnwindSafe(|| program(config))).unwrap_or_else(panicked);
+                (outcome, Instant::now())
             })
         };
         let running: Vec<_> = configs.into_iter().map(start).collect();
@@ -202,7 +202,7 @@ pub(crate) fn train(
 /// Returns the results of all ranks, which must be the same.
 pub(crate) fn train_ranks_on(kind: DeviceKind, plan: Plan, batches: &[Vec<Points>], path: Option<&Path>) -> RankResult {
     let all = on_ranks((kind, plan.ranks), DEADLINE, |device, group| train(plan, device, Some(group), batches, path));
-    let mut all = all.into_iter().map(|said| said.unwrap());
+    let mut all = all.into_iter().map(|outcome| outcome.unwrap());
     let first = all.next().unwrap();
     all.enumerate()
         .for_each(|(rank, other)| assert!(other == first, "{plan:?}: rank {} returned a different result", rank + 1));

@@ -103,12 +103,12 @@ mod tests {
     use std::time::Instant;
 
     /// A time far longer than any of this takes.
-    const FAR: Duration = Duration::from_secs(20);
+    const LONG: Duration = Duration::from_secs(20);
 
     fn wait_until(what: &str, holds: impl Fn() -> bool) {
         let start = Instant::now();
         while !holds() {
-            assert!(start.elapsed() < FAR, "{what}");
+            assert!(start.elapsed() < LONG, "{what}");
             thread::sleep(Duration::from_millis(1));
         }
     }
@@ -175,7 +175,7 @@ mod tests {
         .unwrap();
         let start = Instant::now();
         drop(busy);
-        assert!(start.elapsed() < FAR, "the drop waited for the batch");
+        assert!(start.elapsed() < LONG, "the drop waited for the batch");
         drop(gate);
         wait_until("a batch in progress is dropped", || Arc::strong_count(&kept) == 1);
     }

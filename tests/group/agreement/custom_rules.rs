@@ -77,13 +77,13 @@ fn custom_rules_are_compared() {
     // The first update is made; the second is not.
     let secret = Signs { secret: 0.5, ..base.clone() };
     refuses(&setup(&base), &setup(&secret), 3, &["optimizer's settings for the update"]);
-    let said = with_odd(&setup(&base), &setup(&base), 0);
-    assert!(said[0].is_ok() && said.iter().all(|other| *other == said[0]), "{said:?}");
-    let said = with_odd(&Setup::by(Fixed), &Setup::by(Fixed), 0);
-    assert!(said[0].is_ok() && said.iter().all(|other| *other == said[0]), "{said:?}");
+    let outcomes = with_odd(&setup(&base), &setup(&base), 0);
+    assert!(outcomes[0].is_ok() && outcomes.iter().all(|other| *other == outcomes[0]), "{outcomes:?}");
+    let outcomes = with_odd(&Setup::by(Fixed), &Setup::by(Fixed), 0);
+    assert!(outcomes[0].is_ok() && outcomes.iter().all(|other| *other == outcomes[0]), "{outcomes:?}");
     // A rule that reports no settings cannot agree, even with itself.
-    for said in with_odd(&Setup::by(Silent(0.1)), &Setup::by(Silent(0.1)), 0) {
-        let text = said.unwrap_err().to_string();
+    for outcome in with_odd(&Setup::by(Silent(0.1)), &Setup::by(Silent(0.1)), 0) {
+        let text = outcome.unwrap_err().to_string();
         assert!(text.contains("silent: ") && text.contains("implement `UpdateRule::configuration`"), "{text}");
     }
     let text = with_odd(&setup(&base), &setup(&Signs { gives: false, ..base.clone() }), 2)[0].clone().unwrap_err();

@@ -436,7 +436,7 @@ mod tests {
     #[cfg_attr(miri, ignore = "leaks the driver on purpose")]
     #[test]
     fn panic_loses_the_device() {
-        const FAR: Duration = Duration::from_secs(20);
+        const LONG: Duration = Duration::from_secs(20);
         let open = || {
             let device = Device::open(DeviceKind::Emulated).unwrap();
             let driver = Arc::downgrade(&device.shared.driver);
@@ -450,17 +450,17 @@ mod tests {
                 device.post("launch", |_| panic!("planted"), move |result| done.send(result).unwrap()).unwrap();
                 outcome.recv().unwrap()
             } else {
-                device.call("launch", FAR, |_| panic!("planted"))
+                device.call("launch", LONG, |_| panic!("planted"))
             };
             let error = error.unwrap_err();
             assert_eq!(error, Error::Panic { call: "launch", message: "planted".into() });
             assert!(error.to_string().starts_with("`launch` panicked: planted; the device is lost"), "{error}");
             let lost = Error::DeviceLost { cause: error.to_string() };
-            assert_eq!((device.synchronize(FAR).unwrap_err(), device.allocate(8).unwrap_err()), (lost.clone(), lost));
+            assert_eq!((device.synchronize(LONG).unwrap_err(), device.allocate(8).unwrap_err()), (lost.clone(), lost));
             drop(device);
             assert!(driver.upgrade().is_some(), "the driver of a lost device was destroyed");
         }
-        assert!(start.elapsed() < FAR);
+        assert!(start.elapsed() < LONG);
         let (device, driver) = open();
         drop(device);
         assert!(driver.upgrade().is_none());
@@ -470,24 +470,24 @@ mod tests {
     #[cfg_attr(miri, ignore = "leaks the driver on purpose")]
     #[test]
     fn only_waits_use_the_budget() {
-        const FAR: Duration = Duration::from_secs(60);
+        const LONG: Duration = Duration::from_secs(60);
         const PAUSE: Duration = Duration::from_millis(2);
         let time = Duration::from_secs(2);
         let device = Device::open(DeviceKind::Emulated).unwrap();
         let limited = device.with_wait_budget(time);
         std::thread::sleep(PAUSE);
-        assert_eq!(limited.launch_deadline(FAR), time);
+        assert_eq!(limited.launch_deadline(LONG), time);
         let waits = |left: Duration| {
             assert!(left <= time);
             std::thread::sleep(PAUSE);
             Ok(Some(()))
         };
-        limited.until("synchronize", FAR, waits).unwrap();
-        let left = limited.launch_deadline(FAR);
+        limited.until("synchronize", LONG, waits).unwrap();
+        let left = limited.launch_deadline(LONG);
         assert!(left <= time - PAUSE, "{left:?}");
-        assert_eq!(limited.clone().launch_deadline(FAR), left, "clones must share the remaining time");
-        assert_eq!(device.launch_deadline(FAR), FAR);
-        let error = device.with_wait_budget(PAUSE).until("synchronize", FAR, |_| Ok(None::<()>)).unwrap_err();
-        assert!(matches!(error, Error::Timeout { waited, .. } if waited >= PAUSE && waited < FAR), "{error}");
+        assert_eq!(limited.clone().launch_deadline(LONG), left, "clones must share the remaining time");
+        assert_eq!(device.launch_deadline(LONG), LONG);
+        let error = device.with_wait_budget(PAUSE).until("synchronize", LONG, |_| Ok(None::<()>)).unwrap_err();
+        assert!(matches!(error, Error::Timeout { waited, .. } if waited >= PAUSE && waited < LONG), "{error}");
     }
 }

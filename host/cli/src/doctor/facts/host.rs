@@ -78,7 +78,7 @@ fn remove_ipc() -> Option<bool> {
     let texts = std::iter::once("/etc/systemd/logind.conf".into())
         .chain(parts)
         .filter_map(|path| fs::read_to_string(path).ok());
-    let said = texts.flat_map(|text| text.lines().map(str::to_owned).collect::<Vec<_>>());
-    let last = said.filter_map(|line| Some(line.trim().strip_prefix("RemoveIPC=")?.trim().to_lowercase())).next_back();
+    let lines = texts.flat_map(|text| text.lines().map(str::to_owned).collect::<Vec<_>>());
+    let last = lines.filter_map(|line| Some(line.trim().strip_prefix("RemoveIPC=")?.trim().to_lowercase())).next_back();
     Some(!last.is_some_and(|value| matches!(value.as_str(), "no" | "false" | "0" | "off")))
 }

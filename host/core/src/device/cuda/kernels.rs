@@ -238,8 +238,8 @@ impl Library {
         if result == CUresult::CUDA_SUCCESS {
             return Ok(Self(library));
         }
-        let said = CStr::from_bytes_until_nul(&log).unwrap_or_default().to_string_lossy();
-        Err(format!("{} {}", describe(result), short(said.trim())).trim_end().to_owned())
+        let log = CStr::from_bytes_until_nul(&log).unwrap_or_default().to_string_lossy();
+        Err(format!("{} {}", describe(result), short(log.trim())).trim_end().to_owned())
     }
 
     /// Returns the kernel of this name, which must be in its PTX, for the current context.
