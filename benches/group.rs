@@ -59,8 +59,6 @@ struct Rows {
 }
 
 impl Model for Rows {
-    type Stored = f32;
-
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         self.head.forward(tape, &self.rows.forward(tape, batch.indices(0)?)?)
     }
@@ -77,7 +75,7 @@ impl stepscope::HostBatch for Tokens {
     }
 
     fn inputs(&self) -> Result<HostInputs<'_>> {
-        HostInputs::new().with_indices(&self.ids, [self.ids.len()])?.with_indices(&self.labels, [self.ids.len()])
+        HostInputs::new().with(&self.ids, [self.ids.len()])?.with(&self.labels, [self.ids.len()])
     }
 }
 
@@ -133,10 +131,9 @@ fn of_rank(common: &Common, config: &GroupConfig, elements: usize) -> Result<Sam
     let device = common.builder().ordinal(config.local_rank()).deadline(DEADLINE).open()?;
     let group = Group::join(&device, &config.clone().deadline(DEADLINE))?;
     let mut spec = ParameterSpec::builder();
-    let mut names = spec.names();
     let model = Rows {
-        rows: Embedding::new(names.at("rows"), elements / WIDTH, WIDTH, 0.02),
-        head: Linear::new(names.at("head"), WIDTH, CLASSES),
+        rows: Embedding::new(spec.at("rows"), elements / WIDTH, WIDTH, 0.02),
+        head: Linear::new(spec.at("head"), WIDTH, CLASSES),
     };
     let config = AdamW { clip: None, ..AdamW::default() };
     let state = TrainState::new(&device, model, &spec.build()?, 7, config)?.in_group(&group, group.ranks())?;

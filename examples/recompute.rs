@@ -54,13 +54,12 @@ impl Block {
 
 fn blocks() -> Result<(Vec<Block>, ParameterSpec)> {
     let mut spec = ParameterSpec::builder();
-    let mut names = spec.names();
     let block = |layer: usize| Block {
-        norms: ["norm1", "norm2"].map(|norm| RmsNorm::new(names.at(format!("{layer}.{norm}")), WIDTH)),
-        attention: MultiHeadAttention::new(names.at(format!("{layer}.attention")), WIDTH, HEADS)
+        norms: ["norm1", "norm2"].map(|norm| RmsNorm::new(spec.at(format!("{layer}.{norm}")), WIDTH)),
+        attention: MultiHeadAttention::new(spec.at(format!("{layer}.attention")), WIDTH, HEADS)
             .causal()
             .rotary(Rotary::new(10_000.0)),
-        mlp: SwiGlu::new(names.at(format!("{layer}.mlp")), WIDTH, HIDDEN, WIDTH),
+        mlp: SwiGlu::new(spec.at(format!("{layer}.mlp")), WIDTH, HIDDEN, WIDTH),
     };
     Ok(((0..LAYERS).map(block).collect(), spec.build()?))
 }

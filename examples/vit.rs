@@ -16,8 +16,7 @@ use std::{process::ExitCode, sync::Arc};
 use stepscope::nn::{Block, Embedding, LayerNorm, Linear};
 use stepscope::optim::Schedule;
 use stepscope::{
-    AdamW, Device, DeviceBatch, DeviceKind, EpochProgress, HostBatch, Model, ParameterSpec, Result, Tape, TrainState,
-    Trainer, Var,
+    AdamW, Device, DeviceBatch, DeviceKind, HostBatch, Model, ParameterSpec, Result, Tape, TrainState, Trainer, Var,
 };
 
 /// Rows of an image, each of which is a token, and pixels per row.
@@ -48,10 +47,8 @@ struct Vit {
 }
 
 impl Model for Vit {
-    type Stored = f32;
-
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
-        let pixels = batch.input::<f32>(0)?;
+        let pixels = batch.input::<f32>("pixels")?;
         let images = pixels.shape().extents()[0];
         let x = self.rows.forward(tape, &tape.input(pixels.reshape([images, ROWS, PIXELS / ROWS])?))?;
         let x = self.positions.add_positions(tape, &x)?;
@@ -73,13 +70,12 @@ fn main() -> ExitCode {
 fn run(args: &Args) -> Result<f64> {
     let (training, validation) = Images::load(7);
     let mut spec = ParameterSpec::builder();
-    let mut names = spec.names();
     let model = Vit {
-        rows: Linear::new(names.at("rows"), PIXELS / ROWS, WIDTH),
-        positions: Embedding::new(names.at("positions"), ROWS, WIDTH, 0.02),
-        blocks: (0..LAYERS).map(|n| Block::vit(names.at(format!("blocks.{n}")), WIDTH, HEADS, 4 * WIDTH)).collect(),
-        norm: LayerNorm::new(names.at("norm"), WIDTH),
-        head: Linear::new(names.at("head"), WIDTH, CLASSES),
+        rows: Linear::new(spec.at("rows"), PIXELS / ROWS, WIDTH),
+        positions: Embedding::new(spec.at("positions"), ROWS, WIDTH, 0.02),
+        blocks: (0..LAYERS).map(|n| Block::vit(spec.at(format!("blocks.{n}")), WIDTH, HEADS, 4 * WIDTH)).collect(),
+        norm: LayerNorm::new(spec.at("norm"), WIDTH),
+        head: Linear::new(spec.at("head"), WIDTH, CLASSES),
     };
     let total = args.epochs * training.len().div_ceil(BATCH) as u64;
     let schedule = Schedule::WarmupCosine { warmup: total / 20, total, floor: 0.05 };
@@ -89,9 +85,8 @@ fn run(args: &Args) -> Result<f64> {
     let mut trainer = Trainer::captured(&device, state, &training.choose(&[0; BATCH]))?;
     let (training, mut accuracy) = (Arc::new(training), 0.0);
     for epoch in 0..args.epochs {
-        let mut progress = EpochProgress::default();
-        trainer.epoch(training.batches(BATCH, epoch)?, &mut progress, &mut ())?;
-        let (_, right) = trainer.evaluate_classes(&validation, &validation.digits)?;
+        let progress = trainer.fit(training.batches(BATCH, epoch)?)?;
+        let (_, right) = trainer.evaluate_classes(&validation)?;
         accuracy = right as f64 / validation.len() as f64;
         println!("epoch {epoch}: loss {:.4}, accuracy {:.1} %", progress.mean_loss(), 100.0 * accuracy);
     }

@@ -43,15 +43,20 @@ mod common {
 }
 pub use common::*;
 
-/// The names that nearly every program needs. They are also at the root of the crate.
+/// The names that nearly every program needs, and the modules of layers, ops, optimizers and data.
+/// They are also at the root of the crate.
 ///
 /// ```
 /// use stepscope::prelude::*;
-/// use stepscope::{nn, ops};
+///
+/// let config = ops::LmHeadConfig::default();
+/// # let _ = config;
 /// ```
 pub mod prelude {
     #[doc(no_inline)]
     pub use super::common::*;
+    #[doc(no_inline)]
+    pub use super::{data, nn, ops, optim};
 }
 
 #[doc(inline)]
@@ -68,7 +73,7 @@ pub mod autograd {
 
 /// Steps that are recorded once and replayed, on a GPU as one CUDA graph.
 pub mod capture {
-    pub use stepscope_core::{CaptureInputs, CaptureReport, Captured, Output, Record, Replay};
+    pub use stepscope_core::{CaptureInputs, CaptureReport, Captured, InputKey, Output, Record, Replay};
 }
 
 /// Checks: gradients against finite differences, kernels against committed digests, injected
@@ -167,7 +172,7 @@ pub mod tensor {
 pub mod train {
     #[cfg(feature = "progress")]
     pub use stepscope_train::ProgressBar;
-    pub use stepscope_train::{Ended, Observer, StepMemory, Update};
+    pub use stepscope_train::{Ended, HostArray, IntoBatch, Observer, Sample, StepMemory, Update};
 }
 
 /// Options of an upload: deadline, progress, and non-finite values.

@@ -203,7 +203,7 @@ fn captures_and_replays_have_fields() {
     let (device, mut arena) = emulated();
     let mut model = Model::new(&device);
     let spans = listen(Level::DEBUG, || {
-        let inputs = HostInputs::new().with(&X, [2, 4]).unwrap().with_indices(&LABELS, [2]).unwrap();
+        let inputs = HostInputs::new().with(&X, [2, 4]).unwrap().with(&LABELS, [2]).unwrap();
         let captured = arena.capture(&mut model, &inputs, |step, model, slots| {
             let loss = model.train(UpdateTicket::each_replay(slots), step, slots.input(0)?, slots.indices(1)?)?;
             Ok(slots.output(&loss))
@@ -214,7 +214,7 @@ fn captures_and_replays_have_fields() {
         captured.state_mut().adamw.advance().unwrap().leave_to_replay();
         captured.repeat().unwrap();
         captured.state_mut().adamw.advance().unwrap().leave_to_replay();
-        let one = HostInputs::new().with(&X[..4], [1, 4]).unwrap().with_indices(&LABELS[..1], [1]).unwrap();
+        let one = HostInputs::new().with(&X[..4], [1, 4]).unwrap().with(&LABELS[..1], [1]).unwrap();
         captured.replay(&one).unwrap();
     });
     let capture = ["capture", "  forward", "  backward", "  optimizer", "  forward", "  backward", "  optimizer"];
@@ -224,7 +224,7 @@ fn captures_and_replays_have_fields() {
     assert_eq!(outline(&spans), whole);
     let named = |name| spans.iter().filter(move |span| span.name == name);
     let keys = |name| named(name).map(|span| span.fields["key"].as_str()).collect::<Vec<_>>();
-    assert_eq!(keys("capture"), ["f32[2, 4] index[2] #0", "f32[1, 4] index[1] #0"]);
+    assert_eq!(keys("capture"), ["f32[2, 4] u32[2] #0", "f32[1, 4] u32[1] #0"]);
     assert_eq!(keys("replay"), [keys("capture")[0], keys("capture")[0], keys("capture")[1]]);
     assert_eq!(named("replay").map(|span| span.number("number")).collect::<Vec<_>>(), [0, 1, 2]);
     let kernels: Vec<u64> = named("capture").map(|span| span.number("kernels")).collect();

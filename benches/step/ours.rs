@@ -120,7 +120,7 @@ impl<X: Deref<Target = [f32]>, L: Deref<Target = [u32]>> Batch<X, L> {
 
     fn inputs(&self) -> Result<HostInputs<'_>> {
         let len = self.labels.len();
-        HostInputs::new().with(&self.x, [len, SCALES.len(), FEATURES])?.with_indices(&self.labels, [len])
+        HostInputs::new().with(&self.x, [len, SCALES.len(), FEATURES])?.with(&self.labels, [len])
     }
 }
 

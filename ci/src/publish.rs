@@ -14,13 +14,14 @@ use crate::tools::{
 };
 
 /// The published packages, dependencies first.
-const PUBLISHED: [&str; 11] = [
+const PUBLISHED: [&str; 12] = [
     "stepscope-cuda-std-macros",
     "stepscope-cuda-std",
     "stepscope-kernels",
     "stepscope-cuda-builder",
     "stepscope-core",
     "stepscope-group",
+    "stepscope-train-macros",
     "stepscope-train",
     "stepscope-check",
     "stepscope-models",
@@ -280,7 +281,7 @@ fn semver(release: &Release) -> Outcome {
         // The check cannot read macros. Features that the baseline lacks are only for the current
         // version.
         let features = match package {
-            "stepscope-cuda-std-macros" => continue,
+            "stepscope-cuda-std-macros" | "stepscope-train-macros" => continue,
             "stepscope" => "--features dlpack,ndarray,nvtx --current-features check,encrypted,group,progress",
             _ => "",
         };

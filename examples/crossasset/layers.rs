@@ -7,7 +7,7 @@
 use stepscope::nn::{Linear, RmsNorm, Scope};
 use stepscope::ops::launch::{BiasGradient, Gradient};
 use stepscope::ops::{self, Activation, AttentionConfig, Gemm};
-use stepscope::parameters::{Initializer, StackedParameters};
+use stepscope::parameters::{Initializer, ParameterSpecBuilder, StackedParameters};
 use stepscope::tensor::Saved;
 use stepscope::{Error, Result, Tape, Tensor, Var};
 
@@ -24,7 +24,13 @@ pub(crate) struct TokenLinear {
 impl TokenLinear {
     /// Adds parameters under `name` followed by the token's number. First come all `weight`s,
     /// initialized with [`Initializer::fan_in`], then all `bias`es, initialized to zero.
-    pub(crate) fn new(names: &mut Scope<'_>, name: &str, tokens: usize, inputs: usize, outputs: usize) -> Self {
+    pub(crate) fn new(
+        names: &mut ParameterSpecBuilder,
+        name: &str,
+        tokens: usize,
+        inputs: usize,
+        outputs: usize,
+    ) -> Self {
         let weight = |token| format!("{name}{token}.weight");
         let bias = |token| format!("{name}{token}.bias");
         Self {

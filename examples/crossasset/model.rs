@@ -17,7 +17,7 @@ use std::marker::PhantomData;
 
 use stepscope::nn::{Linear, Mlp, RmsNorm, Scope};
 use stepscope::ops::Activation;
-use stepscope::{DeviceBatch, Parameter, ParameterSpec, Result, Tape, Var};
+use stepscope::{DeviceBatch, ParameterSpec, Result, Tape, Var};
 
 use self::layers::{Attention, TokenLinear};
 use crate::sizes::{CLASSES, FEATURES, SCALES};
@@ -42,7 +42,7 @@ impl Sizes {
 pub(crate) struct Model<S = f32> {
     scales: TokenLinear,
     layers: Vec<Block>,
-    head: Linear,
+    pub(crate) head: Linear,
     stored: PhantomData<S>,
 }
 
@@ -69,10 +69,9 @@ impl<S: Activation> Model<S> {
     pub(crate) fn sized(sizes: Sizes) -> Result<(Self, ParameterSpec)> {
         let Sizes { width, layers, .. } = sizes;
         let mut spec = ParameterSpec::builder();
-        let mut names = spec.names();
-        let scales = TokenLinear::new(&mut names, "scale", SCALES.len(), FEATURES, width);
-        let layers = (0..layers).map(|number| Block::new(names.at(format!("layer{number}")), sizes)).collect();
-        let head = Linear::new(names.at("head"), width, CLASSES);
+        let scales = TokenLinear::new(&mut spec, "scale", SCALES.len(), FEATURES, width);
+        let layers = (0..layers).map(|number| Block::new(spec.at(format!("layer{number}")), sizes)).collect();
+        let head = Linear::new(spec.at("head"), width, CLASSES);
         Ok((Self { scales, layers, head, stored: PhantomData }, spec.build()?))
     }
 
@@ -89,16 +88,9 @@ impl<S: Activation> Model<S> {
     }
 }
 
-impl<S: Activation> stepscope::Model for Model<S> {
-    type Stored = S;
-
+impl<S: Activation> stepscope::Model<S> for Model<S> {
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s, S>> {
         self.logits(tape, &tape.input(batch.input::<f32>(0)?))
-    }
-
-    /// Returns the head's weight, whose gradient norm the report records.
-    fn monitored(&self) -> Option<Parameter> {
-        Some(self.head.weight)
     }
 }
 

@@ -60,7 +60,7 @@ impl HostBatch for MicroBatch {
     }
 
     fn inputs(&self) -> Result<HostInputs<'_>> {
-        HostInputs::new().with(self.x(), self.shape())?.with_indices(&self.labels, [self.labels.len()])
+        HostInputs::new().with(self.x(), self.shape())?.with(&self.labels, [self.labels.len()])
     }
 }
 

@@ -6,7 +6,7 @@
 use std::path::PathBuf;
 
 use stepscope::optim::Schedule;
-use stepscope::{AdamW, Model, Result, TrainState};
+use stepscope::{AdamW, Result, TrainState};
 
 use crate::samples::MicroBatch;
 use crate::sizes::{FEATURES, SCALES};
@@ -50,12 +50,7 @@ impl Trace {
     ///
     /// # Errors
     /// When the device fails.
-    pub(crate) fn before_update<M: Model>(
-        &mut self,
-        batch: &[MicroBatch],
-        loss: f32,
-        state: &TrainState<M>,
-    ) -> Result<()> {
+    pub(crate) fn before_update<M>(&mut self, batch: &[MicroBatch], loss: f32, state: &TrainState<M>) -> Result<()> {
         let update = self.updates;
         let x: Vec<f32> = batch.iter().flat_map(MicroBatch::x).copied().collect();
         let labels: Vec<u32> = batch.iter().flat_map(|part| &part.labels).copied().collect();
@@ -73,7 +68,7 @@ impl Trace {
     ///
     /// # Errors
     /// When the device fails or the file cannot be written.
-    pub(crate) fn after_update<M: Model>(&mut self, state: &TrainState<M>) -> Result<bool> {
+    pub(crate) fn after_update<M>(&mut self, state: &TrainState<M>) -> Result<bool> {
         self.updates += 1;
         self.add_all("weight", state, &state.parameters.flat().read()?);
         self.file.write(&self.path)?;
@@ -81,7 +76,7 @@ impl Trace {
     }
 
     /// Adds a flat region, parameter by parameter.
-    fn add_all<M: Model>(&mut self, kind: &str, state: &TrainState<M>, flat: &[f32]) {
+    fn add_all<M>(&mut self, kind: &str, state: &TrainState<M>, flat: &[f32]) {
         for entry in state.parameters.spec().entries() {
             let name = format!("{}.{kind}.{}", self.updates, entry.name());
             self.file.add(name, entry.shape(), &flat[entry.range()]);

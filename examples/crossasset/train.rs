@@ -11,7 +11,7 @@ use stepscope::group::Group;
 use stepscope::ops::Activation;
 use stepscope::optim::Schedule;
 use stepscope::train::{Ended, Observer, ProgressBar, Update};
-use stepscope::{AdamW, Arena, Checkpoint, EpochProgress, Error, Model as Trained, Result, TrainState, Trainer, bf16};
+use stepscope::{AdamW, Arena, Checkpoint, EpochProgress, Error, HostBatch, Result, TrainState, Trainer, bf16};
 
 use crate::bars::shown;
 use crate::cli::{Args, Switch};
@@ -172,9 +172,9 @@ impl<'r> Run<'r> {
 
     /// Returns an error unless a run can have this progress and this many updates after this many
     /// epochs of a fold.
-    fn check<M: Trained>(
+    fn check<S: Activation>(
         &self,
-        trainer: &Trainer<'_, M>,
+        trainer: &Trainer<'_, Model<S>>,
         fold: &Fold,
         epochs: usize,
         progress: EpochProgress,
@@ -202,7 +202,10 @@ impl<'r> Run<'r> {
     {
         let Args { seed, checkpoint_every, capture, precision, .. } = *self.args;
         let (model, spec) = Model::<S>::new()?;
-        let state = TrainState::new(arena.device(), model, &spec, seed, self.config(fold))?.with_precision(precision);
+        // The report records the gradient norm of the head's weight.
+        let head = model.head.weight;
+        let state = TrainState::new(arena.device(), model, &spec, seed, self.config(fold))?.with_monitored(head);
+        let state = state.with_precision(precision);
         let state = self.rank.in_group(self.group, state)?;
         let trainer = match capture {
             Switch::Off => Trainer::eager(arena, state),
@@ -237,9 +240,9 @@ impl<'r> Run<'r> {
     }
 
     /// Trains on the rest of the fold's samples, validates, and writes the checkpoint.
-    fn epoch<M: Trained>(
+    fn epoch<S: Activation>(
         &mut self,
-        trainer: &mut Trainer<'_, M>,
+        trainer: &mut Trainer<'_, Model<S>>,
         fold: &Fold,
         epoch: usize,
         mut progress: EpochProgress,
@@ -255,7 +258,7 @@ impl<'r> Run<'r> {
         if fold.index == 0 && epoch == 0 {
             self.trace(trainer, fold, &mut batches, &mut progress, &mut watch)?;
         }
-        let ended = trainer.epoch(batches, &mut progress, &mut watch)?;
+        let ended = trainer.fit_with(batches, &mut progress, &mut watch)?;
         if ended == Ended::Finished {
             let seconds = watch.bar.finish(&progress).as_secs_f64();
             let (valid_loss, valid_accuracy) = self.validate(trainer, fold)?;
@@ -277,9 +280,9 @@ impl<'r> Run<'r> {
 
     /// Trains on the run's first batches while they are traced. Each of these updates is waited
     /// for.
-    fn trace<M: Trained>(
+    fn trace<S: Activation>(
         &mut self,
-        trainer: &mut Trainer<'_, M>,
+        trainer: &mut Trainer<'_, Model<S>>,
         fold: &Fold,
         batches: &mut impl Iterator<Item = Result<Vec<MicroBatch>>>,
         progress: &mut EpochProgress,
@@ -309,15 +312,15 @@ impl<'r> Run<'r> {
     }
 
     /// Returns the mean loss and the accuracy over the fold's validation samples.
-    fn validate<M: Trained>(&self, trainer: &mut Trainer<'_, M>, fold: &Fold) -> Result<(f64, f64)> {
+    fn validate<S: Activation>(&self, trainer: &mut Trainer<'_, Model<S>>, fold: &Fold) -> Result<(f64, f64)> {
         let samples: Vec<usize> = fold.valid.clone().collect();
         let (mut loss, mut right, all) = (0.0, 0, samples.len() as f64);
         let cut = Cut { batch: self.args.batch, shards: 1, micro_batch: self.args.batch };
         let device = trainer.arena().device().clone();
         for batch in samples::batches(&device, self.dataset, fold, samples, cut, None)? {
             for batch in batch? {
-                let (sum, correct) = trainer.evaluate_classes(&batch, &batch.labels)?;
-                (loss, right) = (loss + sum, right + correct);
+                let (mean, correct) = trainer.evaluate_classes(&batch)?;
+                (loss, right) = (loss + mean * batch.len() as f64, right + correct);
             }
         }
         Ok((loss / all, right as f64 / all))

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use stepscope::data::{Loader, SplitMix64};
-use stepscope::{HostBatch, HostInputs, Result};
+use stepscope::{HostBatch, Result};
 
 /// The number of digits.
 pub(crate) const CLASSES: usize = 10;
@@ -22,11 +22,11 @@ const VALIDATION: usize = 360;
 static PACKED: &[u8] = include_bytes!("digits.bin");
 
 /// Images with their digits.
-#[derive(Clone)]
+#[derive(Clone, HostBatch)]
 pub(crate) struct Images {
-    /// `[images, 64]`, 0 to 1.
-    pub(crate) pixels: Vec<f32>,
-    /// `[images]`.
+    /// The pixels of each image, 0 to 1.
+    pub(crate) pixels: Vec<[f32; PIXELS]>,
+    /// The digit of each image.
     pub(crate) digits: Vec<u32>,
 }
 
@@ -48,37 +48,26 @@ impl Images {
             let next = bits.get(byte + 1).copied().unwrap_or(0);
             (u16::from_be_bytes([bits[byte], next]) << bit >> 11) as f32 / WHITE
         };
-        let pixels = records.iter().flat_map(|[_, bits @ ..]| (0..PIXELS).map(|number| pixel(bits, number)));
+        let pixels = records.iter().map(|[_, bits @ ..]| std::array::from_fn(|number| pixel(bits, number)));
         Self { pixels: pixels.collect(), digits: records.iter().map(|record| u32::from(record[0])).collect() }
     }
 
     /// Returns the images with these numbers.
     pub(crate) fn choose(&self, numbers: &[usize]) -> Self {
-        let image = |&number: &usize| &self.pixels[number * PIXELS..][..PIXELS];
         Self {
-            pixels: numbers.iter().flat_map(image).copied().collect(),
+            pixels: numbers.iter().map(|&number| self.pixels[number]).collect(),
             digits: numbers.iter().map(|&number| self.digits[number]).collect(),
         }
     }
 
     /// Returns the images in this epoch's order, in batches that are prepared while earlier ones
     /// are trained on.
-    pub(crate) fn batches(self: &Arc<Self>, batch: usize, seed: u64) -> Result<Loader<Vec<Self>>> {
+    pub(crate) fn batches(self: &Arc<Self>, batch: usize, seed: u64) -> Result<Loader<Self>> {
         let (images, order) = (Arc::clone(self), shuffled(self.digits.len(), seed));
         Loader::new((0..order.len().div_ceil(batch)).map(move |number| {
             let numbers = &order[number * batch..order.len().min((number + 1) * batch)];
-            Ok(vec![images.choose(numbers)])
+            Ok(images.choose(numbers))
         }))
-    }
-}
-
-impl HostBatch for Images {
-    fn len(&self) -> usize {
-        self.digits.len()
-    }
-
-    fn inputs(&self) -> Result<HostInputs<'_>> {
-        HostInputs::new().with(&self.pixels, [self.len(), PIXELS])?.with_indices(&self.digits, [self.len()])
     }
 }
 

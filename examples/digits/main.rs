@@ -21,8 +21,7 @@ use data::{CLASSES, Images, PIXELS};
 use stepscope::nn::Mlp;
 use stepscope::optim::Schedule;
 use stepscope::{
-    AdamW, Device, DeviceBatch, DeviceKind, EpochProgress, HostBatch, Model, ParameterSpec, Result, Tape, TrainState,
-    Trainer, Var,
+    AdamW, Device, DeviceBatch, DeviceKind, HostBatch, Model, ParameterSpec, Result, Tape, TrainState, Trainer, Var,
 };
 
 const HIDDEN: usize = 128;
@@ -51,10 +50,8 @@ struct Reader {
 }
 
 impl Model for Reader {
-    type Stored = f32;
-
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
-        self.mlp.forward(tape, &tape.input(batch.input::<f32>(0)?))
+        self.mlp.forward(tape, &tape.input(batch.input::<f32>("pixels")?))
     }
 }
 
@@ -75,7 +72,7 @@ fn main() -> ExitCode {
 fn run(args: &Args) -> Result<f64> {
     let (training, validation) = Images::load(args.seed);
     let mut spec = ParameterSpec::builder();
-    let model = Reader { mlp: Mlp::new(spec.names().at("mlp"), PIXELS, HIDDEN, CLASSES) };
+    let model = Reader { mlp: Mlp::new(spec.at("mlp"), PIXELS, HIDDEN, CLASSES) };
     let total = args.epochs * training.len().div_ceil(BATCH) as u64;
     let config = AdamW {
         learning_rate: 3e-3,
@@ -89,14 +86,13 @@ fn run(args: &Args) -> Result<f64> {
     let training = Arc::new(training);
     let mut accuracy = 0.0;
     for epoch in 0..args.epochs {
-        let mut progress = EpochProgress::default();
-        trainer.epoch(training.batches(BATCH, args.seed ^ (epoch + 1))?, &mut progress, &mut ())?;
-        let (loss, right) = trainer.evaluate_classes(&validation, &validation.digits)?;
+        let progress = trainer.fit(training.batches(BATCH, args.seed ^ (epoch + 1))?)?;
+        let (loss, right) = trainer.evaluate_classes(&validation)?;
         accuracy = right as f64 / validation.len() as f64;
         println!(
             "epoch {epoch}: training loss {:.4}, validation loss {:.4}, accuracy {:.1} %",
             progress.mean_loss(),
-            loss / validation.len() as f64,
+            loss,
             100.0 * accuracy
         );
     }

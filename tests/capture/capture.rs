@@ -85,7 +85,7 @@ fn batches() -> Vec<(Vec<f32>, Vec<u32>)> {
 }
 
 fn inputs<'i>((x, labels): &'i (Vec<f32>, Vec<u32>)) -> HostInputs<'i> {
-    HostInputs::new().with(x, [labels.len(), COLS]).unwrap().with_indices(labels, [labels.len()]).unwrap()
+    HostInputs::new().with(x, [labels.len(), COLS]).unwrap().with(labels, [labels.len()]).unwrap()
 }
 
 /// Checks that a step still works.
@@ -208,7 +208,7 @@ on_each_device! {
             let mut memory = Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap();
             let mut tower = Tower::new(device);
             let (x, labels) = (Random::new(8).normals(TOWER_ROWS * 256), [3u32, 200]);
-            let inputs = HostInputs::new().with(&x, [TOWER_ROWS, 256]).unwrap().with_indices(&labels, [TOWER_ROWS]).unwrap();
+            let inputs = HostInputs::new().with(&x, [TOWER_ROWS, 256]).unwrap().with(&labels, [TOWER_ROWS]).unwrap();
             if capture {
                 let mut captured = memory.capture(tower, &inputs, |step, tower, slots| {
                     tower.train(UpdateTicket::each_replay(slots), step, slots.input(0)?, slots.indices(1)?)

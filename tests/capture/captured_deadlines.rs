@@ -14,8 +14,8 @@ use stepscope::check::faults::{Call, Fault, FaultPlan};
 use stepscope::memory::Overflow;
 use stepscope::nn::Linear;
 use stepscope::{
-    AdamW, Arena, Capacity, Device, DeviceBatch, DeviceKind, EpochProgress, Error, HostBatch, HostInputs, Model,
-    ParameterSpec, Result, Tape, TrainState, Trainer, Var, ops,
+    AdamW, Arena, Capacity, Device, DeviceBatch, DeviceKind, Error, HostBatch, HostInputs, Model, ParameterSpec,
+    Result, Tape, TrainState, Trainer, Var, ops,
 };
 
 const DEADLINE: Duration = Duration::from_millis(100);
@@ -29,8 +29,6 @@ const GROUP: [Call; 4] = [Call::JoinLink, Call::Exchange, Call::FollowExchanges,
 struct Classifier(Linear);
 
 impl Model for Classifier {
-    type Stored = f32;
-
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         self.0.forward(tape, &tape.input(batch.input::<f32>(0)?))
     }
@@ -54,7 +52,7 @@ impl HostBatch for Points {
     }
 
     fn inputs(&self) -> Result<HostInputs<'_>> {
-        HostInputs::new().with(&self.x, [SAMPLES, INPUTS])?.with_indices(&self.labels, [SAMPLES])
+        HostInputs::new().with(&self.x, [SAMPLES, INPUTS])?.with(&self.labels, [SAMPLES])
     }
 }
 
@@ -62,15 +60,15 @@ impl HostBatch for Points {
 /// more than once.
 fn run(device: Device) -> Result<()> {
     let mut spec = ParameterSpec::builder();
-    let model = Classifier(Linear::new(spec.names().at("head"), INPUTS, 2));
+    let model = Classifier(Linear::new(spec.at("head"), INPUTS, 2));
     let state = TrainState::new(&device, model, &spec.build()?, 7, AdamW::default())?;
     let pool = Overflow::Pool { cap_bytes: 1 << 20, prime_bytes: 1 << 16, deadline: device.deadline() };
     let mut arena =
         Arena::builder(&device).capacity(Capacity::Bytes(1 << 18)).overflow(pool).reserve_bytes(0).build()?;
     let mut trainer = Trainer::captured(&mut arena, state, &Points::new())?;
     let batches = (0..6).map(|_| Ok(vec![Points::new()]));
-    trainer.epoch(batches, &mut EpochProgress::default(), &mut ())?;
-    trainer.evaluate(&Points::new(), |_, _| Ok(()))?;
+    trainer.fit(batches)?;
+    trainer.evaluate(&Points::new())?;
     drop(trainer);
     arena.step(|step| step.read(&ops::fill(step, [1 << 17], 1.0)?))?;
     arena.trim()

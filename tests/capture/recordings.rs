@@ -60,8 +60,6 @@ fn arena(device: &Device) -> Arena {
 struct Classifier(Linear);
 
 impl Model for Classifier {
-    type Stored = f32;
-
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         self.0.forward(tape, &tape.input(batch.input::<f32>(0)?))
     }
@@ -79,7 +77,7 @@ fn batch(samples: usize) -> Points {
 /// step.
 fn train(device: &Device, sizes: &[usize], captured: bool, kept: Option<usize>) -> (String, Option<CaptureReport>) {
     let mut spec = ParameterSpec::builder();
-    let model = Classifier(Linear::new(spec.names().at("head"), 6, 3));
+    let model = Classifier(Linear::new(spec.at("head"), 6, 3));
     let config = AdamW { learning_rate: 0.05, ..AdamW::default() };
     let state = TrainState::new(device, model, &spec.build().unwrap(), 7, config).unwrap();
     let mut arena = arena(device);

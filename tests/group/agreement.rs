@@ -29,20 +29,13 @@ struct Classifier {
     hidden: Linear,
     head: Linear,
     drops: bool,
-    watches: bool,
 }
 
 impl Model for Classifier {
-    type Stored = f32;
-
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let hidden = tape.gelu(&self.hidden.forward(tape, &tape.input(batch.input::<f32>(0)?))?)?;
         let hidden = if self.drops { tape.dropout(&hidden, 0.25)? } else { hidden };
         self.head.forward(tape, &hidden)
-    }
-
-    fn monitored(&self) -> Option<Parameter> {
-        self.watches.then_some(self.head.weight)
     }
 }
 
@@ -111,10 +104,11 @@ impl<R: UpdateRule + Clone> Setup<R> {
     fn train(&self, device: &Device, group: &Group) -> Result<String> {
         group.agree_on(&[("data", self.data)])?;
         let mut spec = ParameterSpec::builder();
-        let hidden = Linear::new(spec.names().at("hidden"), INPUTS, self.hidden);
-        let head = Linear::new(spec.names().at(self.head), self.hidden, 3);
-        let model = Classifier { hidden, head, drops: self.dropout.is_some(), watches: self.watches };
+        let hidden = Linear::new(spec.at("hidden"), INPUTS, self.hidden);
+        let head = Linear::new(spec.at(self.head), self.hidden, 3);
+        let model = Classifier { hidden, head, drops: self.dropout.is_some() };
         let mut state = TrainState::new(device, model, &spec.build()?, self.seed, self.rule.clone())?;
+        state.monitored = self.watches.then_some(head.weight);
         if self.rule.has_groups() {
             state = state.with_parameter_groups(&ParameterGroups::new().no_decay(self.no_decay))?;
         }
@@ -145,7 +139,7 @@ impl<R: UpdateRule + Clone> Setup<R> {
             false => Trainer::captured(&mut arena, state, &batches[0][0])?,
         };
         let mut trainer = trainer.non_finite(self.numbers);
-        trainer.epoch(batches.into_iter().map(Ok), &mut EpochProgress::default(), &mut ())?;
+        trainer.fit(batches.into_iter().map(Ok))?;
         trainer.state().parameters.sha256()
     }
 }
@@ -331,8 +325,8 @@ fn changes_after_joining_are_compared() {
 /// A training state whose optimizer has made updates with a constant gradient.
 fn updated(device: &Device, updates: u64, gradient: f32) -> Result<TrainState<Classifier>> {
     let mut spec = ParameterSpec::builder();
-    let (hidden, head) = (Linear::new(spec.names().at("hidden"), 4, 4), Linear::new(spec.names().at("head"), 4, 3));
-    let model = Classifier { hidden, head, drops: false, watches: false };
+    let (hidden, head) = (Linear::new(spec.at("hidden"), 4, 4), Linear::new(spec.at("head"), 4, 3));
+    let model = Classifier { hidden, head, drops: false };
     let rule = AdamW { learning_rate: 0.0, ..AdamW::default() };
     let mut state = TrainState::new(device, model, &spec.build()?, 7, rule)?;
     let TrainState { parameters, gradients, optimizer, .. } = &mut state;

@@ -62,8 +62,6 @@ fn spy<'t, 's>(
 }
 
 impl Model for Spying {
-    type Stored = f32;
-
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let Self { first, layers: [a, b], reads } = *self;
         let x = tape.input(batch.input::<f32>(0)?);

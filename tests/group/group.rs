@@ -127,7 +127,7 @@ fn stop_on_one_rank_stops_all() {
             flag.store(rank == 2 && number == 1, Ordering::Relaxed);
             Ok(batch.clone())
         });
-        Ok((trainer.epoch(given, &mut progress, &mut ())?, progress.updates))
+        Ok((trainer.fit_with(given, &mut progress, &mut ())?, progress.updates))
     });
     for ended in ended {
         assert_eq!(ended.unwrap(), (Ended::Stopped, 2));

@@ -229,7 +229,7 @@ impl Run<'_> {
         let mut progress = EpochProgress::default();
         // The ranks must make their calls from the same line.
         let ended = |trainer: &mut Trainer<'_, _>, progress: &mut EpochProgress, numbers: Range<usize>| {
-            trainer.epoch(numbers.map(|number| Ok(self.batch(rank, number))), progress, &mut ())
+            trainer.fit_with(numbers.map(|number| Ok(self.batch(rank, number))), progress, &mut ())
         };
         let all = self.batches.len();
         if rank == culprit && matches!(wrong, Wrong::Saves | Wrong::SavesNot | Wrong::Ends) {

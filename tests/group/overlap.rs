@@ -34,8 +34,6 @@ struct Deep {
 }
 
 impl Model for Deep {
-    type Stored = f32;
-
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let mut x = tape.input(batch.input::<f32>(0)?);
         if self.adds_late {
@@ -52,10 +50,6 @@ impl Model for Deep {
             x = tape.gelu(&layer.forward(tape, &x)?)?;
         }
         self.head.forward(tape, &x)
-    }
-
-    fn monitored(&self) -> Option<Parameter> {
-        Some(self.head.weight)
     }
 }
 
@@ -87,12 +81,11 @@ impl Plan {
         path: Option<&Path>,
     ) -> Result<(Vec<f64>, String)> {
         let mut spec = ParameterSpec::builder();
-        let mut names = spec.names();
-        let layers =
-            (0..LAYERS).map(|number| Linear::new(names.at(format!("layers.{number}")), WIDTH, WIDTH)).collect();
-        let model = Deep { layers, head: Linear::new(names.at("head"), WIDTH, CLASSES), adds_late: self.adds_late };
+        let layers = (0..LAYERS).map(|number| Linear::new(spec.at(format!("layers.{number}")), WIDTH, WIDTH)).collect();
+        let model = Deep { layers, head: Linear::new(spec.at("head"), WIDTH, CLASSES), adds_late: self.adds_late };
         let config = AdamW { clip: Some(0.05), ..AdamW::default() };
-        let state = TrainState::new(device, model, &spec.build()?, 7, config)?.with_bf16_copy()?;
+        let head = model.head.weight;
+        let state = TrainState::new(device, model, &spec.build()?, 7, config)?.with_monitored(head).with_bf16_copy()?;
         let groups = ParameterGroups::new().no_decay(ParameterGroups::is_gain_bias_or_embedding);
         let state = state.with_parameter_groups(&groups)?.in_group(group, self.shards)?;
         let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build()?;

@@ -172,7 +172,7 @@ on_each_device! {
                 ops::embedding::<f32>(step, &table, &ids).map(drop)
             });
             assert_eq!(uploaded, Err(error.clone()));
-            let inputs = |ids| HostInputs::new().with(&table, [rows, cols]).unwrap().with_indices(ids, [count]).unwrap();
+            let inputs = |ids| HostInputs::new().with(&table, [rows, cols]).unwrap().with(ids, [count]).unwrap();
             let mut captured = arena
                 .capture((), &inputs(&right), |step, (), slots| {
                     let y = ops::embedding::<f32>(step, &slots.input::<f32>(0)?, &slots.indices(1)?)?;

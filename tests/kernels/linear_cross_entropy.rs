@@ -262,7 +262,7 @@ on_each_device! {
             step.read(&ops::linear_cross_entropy(step, &hidden, &w, &labels, &form)?.2)
         });
         assert_eq!(bits(&of_head), bits(&dw.unwrap()));
-        let inputs = HostInputs::new().with_indices(&ids, [rows]).unwrap().with_indices(&labels, [rows]).unwrap();
+        let inputs = HostInputs::new().with(&ids, [rows]).unwrap().with(&labels, [rows]).unwrap();
         let gradients = Gradients::zeros(&parameters).unwrap();
         let mut captured = arena
             .capture((parameters, gradients, (table, form)), &inputs, |step, (parameters, gradients, (table, form)), slots| {
@@ -276,7 +276,7 @@ on_each_device! {
         assert_eq!(bits(&captured.state().1.read(table).unwrap()), bits(&tied.read(table).unwrap()));
         let mut wrong = labels.clone();
         wrong[140] = vocabulary as u32;
-        let inputs = HostInputs::new().with_indices(&ids, [rows]).unwrap().with_indices(&wrong, [rows]).unwrap();
+        let inputs = HostInputs::new().with(&ids, [rows]).unwrap().with(&wrong, [rows]).unwrap();
         let error = Error::Label { sample: 140, label: vocabulary as u32, classes: vocabulary };
         assert_eq!(captured.replay(&inputs).err(), Some(error));
     }

@@ -110,14 +110,14 @@ on_each_device! {
                 let inputs = || HostInputs::new().with(&logits, [rows, classes]).unwrap();
                 let (zeros, right) = (vec![0; rows], inputs());
                 let mut captured = arena
-                    .capture((), &right.with_indices(&zeros, [rows]).unwrap(), |step, (), slots| {
+                    .capture((), &right.with(&zeros, [rows]).unwrap(), |step, (), slots| {
                         let (loss, _) = ops::cross_entropy_by(step, &slots.input::<f32>(0)?, &slots.indices(1)?, LabelRules::default().weighted(WEIGHT))?;
                         Ok(slots.output(&loss))
                     })
                     .unwrap();
-                assert_eq!(captured.replay(&inputs().with_indices(&labels, [rows]).unwrap()).err(), Some(error));
+                assert_eq!(captured.replay(&inputs().with(&labels, [rows]).unwrap()).err(), Some(error));
                 assert_eq!(captured.report().replays, 0, "a refused replay must queue nothing");
-                let replay = captured.replay(&inputs().with_indices(&zeros, [rows]).unwrap()).unwrap();
+                let replay = captured.replay(&inputs().with(&zeros, [rows]).unwrap()).unwrap();
                 assert!(replay.read_scalar(*replay.outputs()).unwrap().is_finite());
             }
         }
@@ -229,7 +229,7 @@ on_each_device! {
                 let (logits, labels) = (step.upload(&logits, [rows, classes])?, step.upload_indices(labels, [rows])?);
                 ops::cross_entropy_by(step, &logits, &labels, rules.weighted(WEIGHT)).map(drop)
             });
-            let inputs = HostInputs::new().with(&logits, [rows, classes]).unwrap().with_indices(labels, [rows]).unwrap();
+            let inputs = HostInputs::new().with(&logits, [rows, classes]).unwrap().with(labels, [rows]).unwrap();
             let mut captured = arena
                 .capture(rules, &inputs, |step, rules, slots| {
                     let (loss, _) = ops::cross_entropy_by(step, &slots.input::<f32>(0)?, &slots.indices(1)?, rules.weighted(WEIGHT))?;

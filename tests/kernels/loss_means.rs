@@ -103,7 +103,7 @@ on_each_device! {
             refused(ops::cross_entropy_by(step, &x, &OnDevice(&labels), SKIP).err());
             ops::cross_entropy_by(step, &x, &OnDevice(&labels), SKIP.weighted(1.0)).map(drop)
         }).unwrap();
-        let inputs = HostInputs::new().with(&x, [ROWS, CLASSES]).unwrap().with_indices(&labels, [ROWS]).unwrap();
+        let inputs = HostInputs::new().with(&x, [ROWS, CLASSES]).unwrap().with(&labels, [ROWS]).unwrap();
         refused(arena.capture((), &inputs, |step, (), slots| {
             ops::cross_entropy_by(step, &slots.input::<f32>(0)?, &slots.indices(1)?, SKIP).map(drop)
         }).err());

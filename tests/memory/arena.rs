@@ -435,7 +435,7 @@ on_each_device! {
     fn backward_memory_is_independent_of_layers(device: &Device) {
         let needs = |layers: usize, backward: bool| {
             let mut spec = ParameterSpec::builder();
-            let mlp = |n| Mlp::new(spec.names().at(format!("layers.{n}")), 64, 64, 64);
+            let mlp = |n| Mlp::new(spec.at(format!("layers.{n}")), 64, 64, 64);
             let mlps: Vec<Mlp> = (0..layers).map(mlp).collect();
             let weights = Parameters::new(device, &spec.build()?, 7)?;
             let mut gradients = Gradients::zeros(&weights)?;

@@ -94,14 +94,14 @@ on_each_device! {
             const HALVES: [bf16; 3] = [bf16::NEG_ONE; 3];
             const IDS: [u32; 3] = [7, 8, 9];
             const LOGITS: [f32; 10] = [0.5; 10];
-            let inputs = HostInputs::new().with(&NO, [0, 5])?.with_indices(&NONE, [0])?;
+            let inputs = HostInputs::new().with(&NO, [0, 5])?.with(&NONE, [0])?;
             let inputs = match neighbour {
                 0 => inputs.with(&X, [3])?,
                 1 => inputs.with(&HALVES, [3])?,
                 2 => inputs.with(&IDS, [3])?,
                 _ => inputs.with(&NONE, [0])?.with(&NONE, [0, 3])?,
             };
-            Ok(inputs.with(&LOGITS, [2, 5])?.with_indices(labels, [2])?.variant(neighbour))
+            Ok(inputs.with(&LOGITS, [2, 5])?.with(labels, [2])?.variant(neighbour))
         };
         for neighbour in 0..4 {
             let sound = inputs(&[4, 0], neighbour).unwrap();

@@ -137,8 +137,6 @@ thread_local! {
 struct Classifier(Linear);
 
 impl Model for Classifier {
-    type Stored = f32;
-
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         self.0.forward(tape, &tape.input(batch.input::<f32>(0)?))
     }
@@ -161,7 +159,7 @@ fn thread_ends_with_live_objects() {
         let captured =
             arena.capture((), &HostInputs::new(), |step, (), slots| Ok(slots.output(&ops::fill(step, [2], 1.0)?)))?;
         let mut spec = ParameterSpec::builder();
-        let model = Classifier(Linear::new(spec.names().at("head"), 2, 2));
+        let model = Classifier(Linear::new(spec.at("head"), 2, 2));
         let state = TrainState::new(device, model, &spec.build()?, 7, AdamW::default())?;
         let adamw = Optimizer::new(&state.parameters, AdamW::default())?;
         let buffer = Buffer::<f32>::zeros(device, 3)?;
@@ -186,14 +184,14 @@ fn thread_ends_with_a_trainer() {
         }
 
         fn inputs(&self) -> Result<HostInputs<'_>> {
-            HostInputs::new().with(&[1.0f32, 0.0, 0.0, 1.0], [2, 2])?.with_indices(&[0, 1], [2])
+            HostInputs::new().with(&[1.0f32, 0.0, 0.0, 1.0], [2, 2])?.with(&[0u32, 1], [2])
         }
     }
     keep_until_the_thread_ends(|device| {
         // Safe code gets a `Trainer<'static>` from a leaked arena.
         let arena = Box::leak(Box::new(arena(device)));
         let mut spec = ParameterSpec::builder();
-        let model = Classifier(Linear::new(spec.names().at("head"), 2, 2));
+        let model = Classifier(Linear::new(spec.at("head"), 2, 2));
         let state = TrainState::new(device, model, &spec.build()?, 7, AdamW::default())?;
         let mut trainer = Trainer::captured(arena, state, &Points)?;
         trainer.update(&[Points])?;

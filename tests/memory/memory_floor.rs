@@ -21,8 +21,6 @@ const INPUTS: usize = 8;
 struct Classifier(Linear);
 
 impl Model for Classifier {
-    type Stored = f32;
-
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         self.0.forward(tape, &tape.input(batch.input::<f32>(0)?))
     }
@@ -39,7 +37,7 @@ fn batches() -> Vec<Vec<Points>> {
 
 fn state(device: &Device) -> Result<TrainState<Classifier>> {
     let mut spec = ParameterSpec::builder();
-    let model = Classifier(Linear::new(spec.names().at("head"), INPUTS, 2));
+    let model = Classifier(Linear::new(spec.at("head"), INPUTS, 2));
     TrainState::new(device, model, &spec.build()?, 7, AdamW { learning_rate: 0.01, ..AdamW::default() })
 }
 
@@ -72,12 +70,12 @@ fn train(
     }
     let mut left = batches().into_iter().skip(progress.updates as usize).map(Ok);
     if let Some(updates) = short_behind {
-        trainer.epoch(left.by_ref().take(updates), &mut progress, &mut ())?;
+        trainer.fit_with(left.by_ref().take(updates), &mut progress, &mut ())?;
         if rank + 1 == group.as_ref().map_or(1, Group::ranks) {
             trainer.arena().set_memory_floor(NEVER);
         }
     }
-    trainer.epoch(left, &mut progress, &mut ())?;
+    trainer.fit_with(left, &mut progress, &mut ())?;
     trainer.state().parameters.sha256()
 }
 
@@ -132,8 +130,6 @@ on_each_device! {
 struct Deep(Vec<Linear>);
 
 impl Model for Deep {
-    type Stored = f32;
-
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let x = tape.input(batch.input::<f32>(0)?);
         self.0.iter().try_fold(x, |x, layer| layer.forward(tape, &x))
@@ -146,7 +142,7 @@ fn deep<'a>(arena: &'a mut Arena, checkpoint: &Path) -> Result<Trainer<'a, Deep>
     let mut spec = ParameterSpec::builder();
     let widths = [&[INPUTS], &WIDTHS[..], &[2]].concat();
     let pairs = widths.windows(2).zip(0..);
-    let layers = pairs.map(|(pair, at)| Linear::new(spec.names().at(format!("layer{at}")), pair[0], pair[1]));
+    let layers = pairs.map(|(pair, at)| Linear::new(spec.at(format!("layer{at}")), pair[0], pair[1]));
     let model = Deep(layers.collect());
     let state = TrainState::new(arena.device(), model, &spec.build()?, 7, AdamW::default())?;
     Ok(Trainer::captured(arena, state, &batches()[0][0])?.checkpoint(checkpoint, Some(2)))
@@ -163,14 +159,14 @@ fn first_update_predicts_peak_memory() -> Result<()> {
     let mut trainer = deep(&mut arena, &folder.path().join("model"))?;
     let mut progress = EpochProgress::default();
     let mut left = batches().into_iter().map(Ok);
-    trainer.epoch(left.by_ref().take(1), &mut progress, &mut ())?;
+    trainer.fit_with(left.by_ref().take(1), &mut progress, &mut ())?;
     assert_eq!(trainer.memory_forecast(), None, "there is no forecast before the second update");
-    trainer.epoch(left.by_ref().take(1), &mut progress, &mut ())?;
+    trainer.fit_with(left.by_ref().take(1), &mut progress, &mut ())?;
     let forecast = trainer.memory_forecast().unwrap();
     // The checkpoint is written after everything else has been needed.
     let many = Points { x: vec![1.0; 256 * INPUTS], labels: vec![0; 256] };
-    trainer.evaluate(&many, |_, _| Ok(()))?;
-    trainer.epoch(left, &mut progress, &mut ())?;
+    trainer.evaluate(&many)?;
+    trainer.fit_with(left, &mut progress, &mut ())?;
     let peak = ProcessMemory::read().unwrap().peak_bytes as f64;
     let report = trainer.arena().report();
     let used = report.captured_bytes + report.high_water_bytes;
@@ -194,7 +190,7 @@ fn oversized_run_ends_after_first_update() -> Result<()> {
         let arena = Arena::builder(&device).capacity(Capacity::Bytes(ARENA as usize)).reserve_bytes(0);
         let mut arena = arena.memory_floor(floor).build()?;
         let mut progress = EpochProgress::default();
-        let ended = deep(&mut arena, &path)?.epoch(batches().into_iter().map(Ok), &mut progress, &mut ());
+        let ended = deep(&mut arena, &path)?.fit_with(batches().into_iter().map(Ok), &mut progress, &mut ());
         let Err(Error::MemoryShortage(shortage)) = &ended else { panic!("{ended:?}") };
         if shortage.still_wanted_bytes == 0 {
             continue;
@@ -206,7 +202,10 @@ fn oversized_run_ends_after_first_update() -> Result<()> {
         arena.set_memory_floor(0);
         let mut trainer = deep(&mut arena, &path)?;
         let mut progress = trainer.restore(&Checkpoint::load(&path)?)?;
-        assert_eq!(trainer.epoch(batches().into_iter().skip(1).map(Ok), &mut progress, &mut ()), Ok(Ended::Finished));
+        assert_eq!(
+            trainer.fit_with(batches().into_iter().skip(1).map(Ok), &mut progress, &mut ()),
+            Ok(Ended::Finished)
+        );
         return Ok(());
     }
     panic!("the host's free memory never settled")

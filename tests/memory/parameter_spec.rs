@@ -79,8 +79,8 @@ fn colliding_names_are_refused() {
     assert_eq!(got, "two named `a`");
     // The names collide when joined.
     let got = refused(|spec| {
-        spec.names().at("a").at("b").add("c", [1], Initializer::ZERO);
-        spec.names().at("a").add("b.c", [2], Initializer::ZERO);
+        spec.at("a").at("b").add("c", [1], Initializer::ZERO);
+        spec.at("a").add("b.c", [2], Initializer::ZERO);
     });
     assert_eq!(got, "two named `a.b.c`");
     let got = refused(|spec| one(spec, "__metadata__"));

@@ -300,7 +300,7 @@ fn colliding_names_write_nothing() {
     let device = crate::support::open(DeviceKind::Emulated);
     let mut spec = ParameterSpec::builder();
     spec.add("w", [1], Initializer::ONE);
-    spec.names().at("adamw").at("first").add("w", [1], Initializer::ONE);
+    spec.at("adamw").at("first").add("w", [1], Initializer::ONE);
     let parameters = Parameters::new(&device, &spec.build().unwrap(), 1).unwrap();
     let optimizer = Optimizer::new(&parameters, AdamW::default()).unwrap();
     let error = Checkpoint::save(&path, &parameters, Some(&optimizer), &[]).unwrap_err();

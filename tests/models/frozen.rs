@@ -79,7 +79,7 @@ impl Training {
     /// Returns the loss and the gradient of each parameter, from an eager or a captured step.
     fn results(&mut self, device: &Device, captured: bool) -> Vec<(String, Vec<u32>)> {
         let (ids, documents) = (ids(), documents());
-        let inputs = HostInputs::new().with_indices(&ids, SHAPE).unwrap().with(&documents, SHAPE).unwrap();
+        let inputs = HostInputs::new().with(&ids, SHAPE).unwrap().with(&documents, SHAPE).unwrap();
         let mut arena = Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap();
         let loss = if captured {
             let mut captured = arena.capture(&mut *self, &inputs, record).unwrap();

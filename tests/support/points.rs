@@ -23,6 +23,6 @@ impl<const INPUTS: usize> HostBatch for Points<INPUTS> {
     }
 
     fn inputs(&self) -> Result<HostInputs<'_>> {
-        HostInputs::new().with(&self.x, [self.labels.len(), INPUTS])?.with_indices(&self.labels, [self.labels.len()])
+        HostInputs::new().with(&self.x, [self.labels.len(), INPUTS])?.with(&self.labels, [self.labels.len()])
     }
 }

@@ -30,16 +30,10 @@ pub(crate) struct Classifier {
 }
 
 impl Model for Classifier {
-    type Stored = f32;
-
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let hidden = self.mlp.forward(tape, &tape.input(batch.input::<f32>(0)?))?;
         let hidden = if self.drops { tape.dropout(&hidden, 0.25)? } else { hidden };
         self.head.forward(tape, &hidden)
-    }
-
-    fn monitored(&self) -> Option<Parameter> {
-        Some(self.head.weight)
     }
 }
 
@@ -56,13 +50,13 @@ pub(crate) struct Plan {
 impl Plan {
     pub(crate) fn state(self, device: &Device) -> Result<TrainState<Classifier>> {
         let mut spec = ParameterSpec::builder();
-        let mut names = spec.names();
         // 18 chunks of 4096 weights: of 8 ranks, 5 have a slice.
-        let mlp = Mlp::new(names.at("mlp"), INPUTS, 256, 256);
-        let model = Classifier { mlp, head: Linear::new(names.at("head"), 256, CLASSES), drops: self.more };
+        let mlp = Mlp::new(spec.at("mlp"), INPUTS, 256, 256);
+        let model = Classifier { mlp, head: Linear::new(spec.at("head"), 256, CLASSES), drops: self.more };
         let schedule = Schedule::WarmupCosine { warmup: 2, total: 10, floor: 0.1 };
         let config = AdamW { learning_rate: 0.002, clip: Some(0.05), schedule, ..AdamW::default() };
-        let state = TrainState::new(device, model, &spec.build()?, 7, config)?;
+        let head = model.head.weight;
+        let state = TrainState::new(device, model, &spec.build()?, 7, config)?.with_monitored(head);
         let groups = ParameterGroups::new().no_decay(ParameterGroups::is_gain_bias_or_embedding);
         let state = state.with_parameter_groups(&groups)?;
         if self.more { state.with_dropout(11)?.with_bf16_copy() } else { Ok(state) }
@@ -194,7 +188,7 @@ pub(crate) fn train(
         }
     }
     let (mut recorder, left) = (Recorder::default(), batches.iter().skip(progress.updates as usize));
-    trainer.epoch(left.cloned().map(Ok), &mut progress, &mut recorder)?;
+    trainer.fit_with(left.cloned().map(Ok), &mut progress, &mut recorder)?;
     let parameters = &trainer.state().parameters;
     Ok((recorder.0, parameters.sha256()?, parameters.bf16_copy().map(Buffer::read).transpose()?))
 }

@@ -28,7 +28,7 @@ struct Layers {
 
 fn layers(device: &Device, dropout: f32) -> Layers {
     let mut spec = ParameterSpec::builder();
-    let layer = Linear::new(spec.names().at("layer"), INPUTS, OUTPUTS);
+    let layer = Linear::new(spec.at("layer"), INPUTS, OUTPUTS);
     spec.freeze(|_| Some(FrozenType::F32));
     let names = ["a", "b", "c"];
     let part = |(number, (first, outputs, rank, scale)): (usize, (usize, usize, usize, f32))| AdapterPart {
@@ -39,14 +39,13 @@ fn layers(device: &Device, dropout: f32) -> Layers {
         scale,
     };
     let parts: Vec<AdapterPart<'_>> = PARTS.into_iter().enumerate().map(part).collect();
-    let layer = layer.with_adapter(spec.names().at("layer"), INPUTS, &parts, dropout).unwrap();
+    let layer = layer.with_adapter(spec.at("layer"), INPUTS, &parts, dropout).unwrap();
     let separate = parts.iter().map(|part| {
-        let mut names = spec.names();
-        let a = names.add(format!("{}.a", part.name), [INPUTS, part.rank], Initializer::ZERO);
-        [a, names.add(format!("{}.b", part.name), [part.rank, part.outputs], Initializer::ZERO)]
+        let a = spec.add(format!("{}.a", part.name), [INPUTS, part.rank], Initializer::ZERO);
+        [a, spec.add(format!("{}.b", part.name), [part.rank, part.outputs], Initializer::ZERO)]
     });
     let separate: Vec<[Parameter; 2]> = separate.collect();
-    let before = spec.names().add("before", [INPUTS, INPUTS], Initializer::fan_in(INPUTS));
+    let before = spec.add("before", [INPUTS, INPUTS], Initializer::fan_in(INPUTS));
     let mut parameters = Parameters::new(device, &spec.build().unwrap(), 7).unwrap();
     let mut random = Random::new(3);
     let (columns, ranks) = ops::LowRankPart::columns(PARTS.map(|part| part.2));
@@ -201,16 +200,16 @@ fn misplaced_parts_are_refused() {
     let device = Device::open(DeviceKind::Emulated).unwrap();
     let part = AdapterPart { name: "", first: 0, outputs: 5, rank: 1, scale: 1.0 };
     let mut spec = ParameterSpec::builder();
-    let layer = Linear::without_bias(spec.names().at("layer"), 4, 4);
+    let layer = Linear::without_bias(spec.at("layer"), 4, 4);
     for parts in [vec![], vec![part; 4]] {
-        let error = layer.with_adapter(spec.names().at("other"), 4, &parts, 0.0).unwrap_err().to_string();
+        let error = layer.with_adapter(spec.at("other"), 4, &parts, 0.0).unwrap_err().to_string();
         assert!(error.contains("1 to 3 parts"), "{error}");
     }
     for (first, outputs) in [(0, 5), (8, 4), (usize::MAX - 7, 4), (usize::MAX - 7, 8), (1 << 63, 4)] {
         let part = AdapterPart { first, outputs, ..part };
         let mut spec = ParameterSpec::builder();
-        let layer = Linear::without_bias(spec.names().at("layer"), 4, 4);
-        let layer = layer.with_adapter(spec.names().at("layer"), 4, &[part], 0.0).unwrap();
+        let layer = Linear::without_bias(spec.at("layer"), 4, 4);
+        let layer = layer.with_adapter(spec.at("layer"), 4, &[part], 0.0).unwrap();
         let parameters = Parameters::new(&device, &spec.build().unwrap(), 7).unwrap();
         let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
         let error = arena.step(|step| {
@@ -223,11 +222,11 @@ fn misplaced_parts_are_refused() {
         assert!(error.contains("inside the 4 outputs") && error.contains(&got), "{error}");
     }
     let mut spec = ParameterSpec::builder();
-    let layer = Linear::without_bias(spec.names().at("layer"), 4, 4);
+    let layer = Linear::without_bias(spec.at("layer"), 4, 4);
     for ranks in [&[usize::MAX][..], &[1 << 63, 1 << 63], &[usize::MAX - 3, 8]] {
         let mut spec = ParameterSpec::builder();
         let parts: Vec<_> = ranks.iter().map(|&rank| AdapterPart { rank, outputs: 4, ..part }).collect();
-        let _ = layer.with_adapter(spec.names().at("layer"), 4, &parts, 0.0);
+        let _ = layer.with_adapter(spec.at("layer"), 4, &parts, 0.0);
         let error = spec.build().unwrap_err().to_string();
         assert!(error.contains("memory can hold"), "{error}");
     }

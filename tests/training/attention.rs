@@ -31,20 +31,17 @@ struct Layers {
 impl Layers {
     fn new() -> (Self, ParameterSpec) {
         let mut spec = ParameterSpec::builder();
-        let mut names = spec.names();
         let layers = Self {
-            gpt2: MultiHeadAttention::new(names.at("gpt2"), WIDTH, 2).causal(),
-            vit: MultiHeadAttention::new(names.at("vit"), WIDTH, 1),
-            llama: MultiHeadAttention::grouped(names.at("llama"), WIDTH, [4, 2])
-                .causal()
-                .rotary(Rotary::new(500_000.0)),
-            qwen: MultiHeadAttention::grouped(names.at("qwen"), WIDTH, [4, 1])
+            gpt2: MultiHeadAttention::new(spec.at("gpt2"), WIDTH, 2).causal(),
+            vit: MultiHeadAttention::new(spec.at("vit"), WIDTH, 1),
+            llama: MultiHeadAttention::grouped(spec.at("llama"), WIDTH, [4, 2]).causal().rotary(Rotary::new(500_000.0)),
+            qwen: MultiHeadAttention::grouped(spec.at("qwen"), WIDTH, [4, 1])
                 .causal()
                 .rotary(Rotary::default())
-                .qk_norm(names.at("qwen"), WIDTH / 4, EPSILON),
-            local: MultiHeadAttention::new(names.at("local"), WIDTH, 2)
+                .qk_norm(spec.at("qwen"), WIDTH / 4, EPSILON),
+            local: MultiHeadAttention::new(spec.at("local"), WIDTH, 2)
                 .sees(AttentionMask::SlidingWindow(NonZeroU32::new(16).unwrap()))
-                .qk_norm(names.at("local"), WIDTH / 2, EPSILON),
+                .qk_norm(spec.at("local"), WIDTH / 2, EPSILON),
         };
         (layers, spec.build().expect("the names are different"))
     }
@@ -189,13 +186,12 @@ struct Model {
 impl Model {
     fn new(device: &Device) -> Self {
         let mut spec = ParameterSpec::builder();
-        let mut names = spec.names();
-        let embed = Linear::without_bias(names.at("embed"), CLASSES, 32);
-        let attention = MultiHeadAttention::grouped(names.at("attention"), 32, [2, 1])
+        let embed = Linear::without_bias(spec.at("embed"), CLASSES, 32);
+        let attention = MultiHeadAttention::grouped(spec.at("attention"), 32, [2, 1])
             .causal()
             .rotary(Rotary::new(100.0))
-            .qk_norm(names.at("attention"), 16, EPSILON);
-        let head = Linear::new(names.at("head"), 32, CLASSES);
+            .qk_norm(spec.at("attention"), 16, EPSILON);
+        let head = Linear::new(spec.at("head"), 32, CLASSES);
         let weights = Parameters::new(device, &spec.build().unwrap(), 5).unwrap();
         let gradients = Gradients::zeros(&weights).unwrap();
         let config = AdamW { learning_rate: 0.02, ..AdamW::default() };
@@ -256,7 +252,7 @@ fn losses(device: &Device, captured: bool) -> Vec<f32> {
     let mut model = Some(model);
     for (x, documents, labels) in &batches {
         let inputs = HostInputs::new().with(x, shapes.0).unwrap();
-        let inputs = inputs.with(documents, shapes.1).unwrap().with_indices(labels, shapes.2).unwrap();
+        let inputs = inputs.with(documents, shapes.1).unwrap().with(labels, shapes.2).unwrap();
         let captured = recorded.get_or_insert_with(|| {
             let record: Record<Model, Output> = |step, model, slots| {
                 let loss = model.train(
@@ -280,8 +276,8 @@ fn losses(device: &Device, captured: bool) -> Vec<f32> {
 /// Returns the bytes that a step with attention over this many tokens needs.
 fn bytes(device: &Device, tokens: usize, norm: bool) -> usize {
     let mut spec = ParameterSpec::builder();
-    let layer = MultiHeadAttention::new(spec.names().at("attention"), WIDTH, 1).causal().rotary(Rotary::default());
-    let layer = if norm { layer.qk_norm(spec.names(), WIDTH, EPSILON) } else { layer };
+    let layer = MultiHeadAttention::new(spec.at("attention"), WIDTH, 1).causal().rotary(Rotary::default());
+    let layer = if norm { layer.qk_norm(spec.at("attention"), WIDTH, EPSILON) } else { layer };
     let weights = Parameters::new(device, &spec.build().unwrap(), 5).unwrap();
     let mut gradients = Gradients::zeros(&weights).unwrap();
     let arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();

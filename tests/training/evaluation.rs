@@ -7,15 +7,13 @@ use stepscope::error::Quantity;
 use stepscope::nn::Linear;
 use stepscope::upload::NonFinite;
 use stepscope::{
-    AdamW, Arena, Capacity, Device, DeviceBatch, DeviceKind, EpochProgress, Error, HostBatch, HostInputs, Model,
-    ParameterSpec, Result, Tape, TrainState, Trainer, Var,
+    AdamW, Arena, Capacity, Device, DeviceBatch, DeviceKind, Error, HostBatch, HostInputs, Model, ParameterSpec,
+    Result, Tape, TrainState, Trainer, Var,
 };
 
 struct Line(Linear);
 
 impl Model for Line {
-    type Stored = f32;
-
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         self.0.forward(tape, &tape.input(batch.input::<f32>(0)?))
     }
@@ -30,7 +28,7 @@ impl HostBatch for Points {
     }
 
     fn inputs(&self) -> Result<HostInputs<'_>> {
-        HostInputs::new().with(&self.0, [2, 2])?.with_indices(&[0, 1], [2])
+        HostInputs::new().with(&self.0, [2, 2])?.with(&[0u32, 1], [2])
     }
 }
 
@@ -40,11 +38,11 @@ const GOOD: Points = Points([1.0, 0.0, 0.0, 1.0]);
 fn with_trainer(bad_gradients: bool, look: impl FnOnce(&mut Trainer<'_, Line>)) {
     let device = Device::open(DeviceKind::Emulated).unwrap();
     let mut spec = ParameterSpec::builder();
-    let model = Line(Linear::new(spec.names().at("line"), 2, 2));
+    let model = Line(Linear::new(spec.at("line"), 2, 2));
     let state = TrainState::new(&device, model, &spec.build().unwrap(), 7, AdamW::default()).unwrap();
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
     let mut trainer = Trainer::eager(&mut arena, state).non_finite(NonFinite::Allow);
-    trainer.epoch([Ok(vec![GOOD])], &mut EpochProgress::default(), &mut ()).unwrap();
+    trainer.fit([Ok(vec![GOOD])]).unwrap();
     if bad_gradients {
         trainer.accumulate(&[Points([f32::NAN; 4])]).unwrap();
     }
@@ -52,7 +50,7 @@ fn with_trainer(bad_gradients: bool, look: impl FnOnce(&mut Trainer<'_, Line>)) 
 }
 
 #[track_caller]
-fn refused(result: Result<(f64, ())>, expected: &str) {
+fn refused(result: Result<f64>, expected: &str) {
     let error = result.unwrap_err();
     assert!(matches!(error, Error::NotFinite { what: Quantity::EvaluationLoss, update: Some(1 | 2), .. }), "{error:?}");
     let message = error.to_string();
@@ -72,9 +70,9 @@ fn gradients_are_not_blamed() {
             let expected = "none, all weights are finite: a sum of finite numbers overflowed";
             let large = [f32::MAX, f32::MAX, -f32::MAX, -f32::MAX];
             let points = [Points(large), Points(large.map(|value| -value))];
-            let mut lost = points.iter().map(|points| trainer.evaluate(points, |_, _| Ok(())));
+            let mut lost = points.iter().map(|points| trainer.evaluate(points));
             refused(lost.find(Result::is_err).unwrap(), expected);
-            assert!(trainer.evaluate(&GOOD, |_, _| Ok(())).is_ok(), "the trainer must work after the error");
+            assert!(trainer.evaluate(&GOOD).is_ok(), "the trainer must work after the error");
         });
     }
 }
@@ -84,8 +82,8 @@ fn inputs_are_named_by_their_sample() {
     for bad_gradients in [false, true] {
         with_trainer(bad_gradients, |trainer| {
             let bad = Points([1.0, 0.0, f32::INFINITY, 1.0]);
-            refused(trainer.evaluate(&bad, |_, _| Ok(())), "input 0 of the batch, sample 1");
-            let classes = trainer.evaluate_classes(&bad, &[0, 1]).map(|(loss, _)| (loss, ()));
+            refused(trainer.evaluate(&bad), "input 0 of the batch, sample 1");
+            let classes = trainer.evaluate_classes(&bad).map(|(loss, _)| loss);
             refused(classes, "input 0 of the batch, sample 1");
         });
     }
@@ -97,6 +95,6 @@ fn inputs_are_named_by_their_sample() {
 fn weights_are_named() {
     with_trainer(true, |trainer| {
         trainer.apply().unwrap_err();
-        refused(trainer.evaluate(&GOOD, |_, _| Ok(())), "`line.weight`");
+        refused(trainer.evaluate(&GOOD), "`line.weight`");
     });
 }

@@ -118,8 +118,6 @@ struct Net {
 }
 
 impl Model for Net {
-    type Stored = f32;
-
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         self.head.forward(tape, &tape.input(batch.input::<f32>(0)?))
     }
@@ -150,7 +148,7 @@ impl UpdateRule for Spoils {
 
 fn state<R: UpdateRule>(device: &Device, rule: R) -> (TrainState<Net, R>, Parameter) {
     let mut spec = ParameterSpec::builder();
-    let head = Linear::new(spec.names().at("head"), INPUTS, 2);
+    let head = Linear::new(spec.at("head"), INPUTS, 2);
     spec.initialize(|_| Some(Initializer::ZERO));
     let unused = spec.add("unused", [5], Initializer::Constant(1e30));
     (TrainState::new(device, Net { head }, &spec.build().unwrap(), 1, rule).unwrap(), unused)
@@ -180,7 +178,7 @@ fn infinite_weight_stops_first_update() {
             };
             assert_names_unused(trainer.update(&[batch()]), 0);
             let one = std::iter::once(Ok(vec![batch()]));
-            assert_names_unused(trainer.epoch(one, &mut EpochProgress::default(), &mut ()), 0);
+            assert_names_unused(trainer.fit(one), 0);
             assert_eq!(trainer.state().optimizer.updates(), 0);
         }
     }
@@ -215,7 +213,7 @@ fn spoilt_weight_is_found_within_epoch() {
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
     let mut progress = EpochProgress::default();
     let batches = (0..1_000_000).map(|_| Ok(vec![batch()]));
-    let ended = Trainer::eager(&mut arena, state).epoch(batches, &mut progress, &mut ());
+    let ended = Trainer::eager(&mut arena, state).fit_with(batches, &mut progress, &mut ());
     assert_names_unused(ended, 1000);
     assert!(progress.updates <= 1000);
 }

@@ -73,33 +73,28 @@ struct Net {
 }
 
 impl Model for Net {
-    type Stored = f32;
-
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let x = self.input.forward(tape, &tape.input(batch.input::<f32>(0)?))?;
         let x = self.dropout.forward(tape, &self.mlp.forward_residual(tape, &x, &x)?)?;
         self.head.forward(tape, &x)
     }
-
-    fn monitored(&self) -> Option<Parameter> {
-        Some(self.head.weight)
-    }
 }
 
 fn state(device: &Device) -> TrainState<Net> {
     let mut spec = ParameterSpec::builder();
-    let mut names = spec.names();
     let net = Net {
-        input: Linear::new(names.at("input"), INPUTS, 16),
-        mlp: Mlp::new(names.at("mlp"), 16, 32, 16),
+        input: Linear::new(spec.at("input"), INPUTS, 16),
+        mlp: Mlp::new(spec.at("mlp"), 16, 32, 16),
         dropout: Dropout { p: 0.3 },
-        head: Linear::new(names.at("head"), 16, CLASSES),
+        head: Linear::new(spec.at("head"), 16, CLASSES),
     };
     spec.initialize(|entry| entry.name().starts_with("mlp").then(|| Initializer::he(16)));
     let schedule = Schedule::WarmupCosine { warmup: 3, total: 9, floor: 0.1 };
     let config = AdamW { learning_rate: 0.02, clip: Some(0.3), schedule, ..AdamW::default() };
     let groups = ParameterGroups::new().no_decay(ParameterGroups::is_gain_bias_or_embedding);
     let state = TrainState::new(device, net, &spec.build().unwrap(), 7, config).unwrap();
+    let head = state.model.head.weight;
+    let state = state.with_monitored(head);
     state.with_parameter_groups(&groups).unwrap().with_dropout(5).unwrap().with_bf16_copy().unwrap()
 }
 
@@ -128,8 +123,8 @@ fn trained(device: &Device, captured: bool, batches: &[Vec<Points>]) -> (String,
     let batches = batches.to_vec();
     let first = batches[0][0].clone();
     let loaded = Loader::new(batches.into_iter().map(Ok)).unwrap();
-    trainer.epoch(loaded, &mut progress, &mut ()).unwrap();
-    let (loss, ()) = trainer.evaluate(&first, |_, _| Ok(())).unwrap();
+    trainer.fit_with(loaded, &mut progress, &mut ()).unwrap();
+    let loss = trainer.evaluate(&first).unwrap();
     (trainer.state().parameters.sha256().unwrap(), [progress.mean_loss().to_bits(), loss.to_bits()])
 }
 

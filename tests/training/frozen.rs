@@ -35,14 +35,13 @@ type Rule = fn(&str) -> bool;
 
 fn language(tied: bool, frozen: Rule, stored: FrozenType) -> (Language, ParameterSpec) {
     let mut spec = ParameterSpec::builder();
-    let mut names = spec.names();
-    let tokens = Embedding::new(names.at("tokens"), VOCABULARY, WIDTH, 0.5);
-    let positions = Embedding::new(names.at("positions"), TOKENS + 1, WIDTH, 0.5);
-    let gpt2 = Block::gpt2(names.at("gpt2"), WIDTH, 2, 64);
-    let mut llama = Block::llama(names.at("llama"), WIDTH, [4, 2], 48, Rotary::new(10_000.0));
-    llama.attention = llama.attention.qk_norm(names.at("llama.attention"), WIDTH / 4, 1e-6);
-    let norm = Norm::Layer(LayerNorm::new(names.at("norm"), WIDTH));
-    let head = if tied { tokens.weight } else { Embedding::new(names.at("head"), VOCABULARY, WIDTH, 0.5).weight };
+    let tokens = Embedding::new(spec.at("tokens"), VOCABULARY, WIDTH, 0.5);
+    let positions = Embedding::new(spec.at("positions"), TOKENS + 1, WIDTH, 0.5);
+    let gpt2 = Block::gpt2(spec.at("gpt2"), WIDTH, 2, 64);
+    let mut llama = Block::llama(spec.at("llama"), WIDTH, [4, 2], 48, Rotary::new(10_000.0));
+    llama.attention = llama.attention.qk_norm(spec.at("llama.attention"), WIDTH / 4, 1e-6);
+    let norm = Norm::Layer(LayerNorm::new(spec.at("norm"), WIDTH));
+    let head = if tied { tokens.weight } else { Embedding::new(spec.at("head"), VOCABULARY, WIDTH, 0.5).weight };
     // Positions are added in f32, also to sums in BF16, so rounding them would change the sums.
     let is_exact = |name: &str| stored == FrozenType::F32 || name != "positions.weight";
     spec.freeze(|entry| (frozen(entry.name()) && is_exact(entry.name())).then_some(stored));
@@ -222,7 +221,7 @@ on_each_device! {
                 for recompute in [false, true] {
                     let mut arena = Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap();
                     let mut trainer = trainer(&mut arena, captured, recompute, rule, stored);
-                    trainer.epoch(batches(3), &mut EpochProgress::default(), &mut ()).unwrap();
+                    trainer.fit(batches(3)).unwrap();
                     digests.push(trainer.state().parameters.sha256().unwrap());
                 }
             }
@@ -243,7 +242,7 @@ fn frozen_gradients_are_not_launched() {
 
     let launches = |frozen: [bool; 2]| {
         let mut spec = ParameterSpec::builder();
-        let layers = [Linear::new(spec.names().at("0"), 8, 8), Linear::new(spec.names().at("1"), 8, 8)];
+        let layers = [Linear::new(spec.at("0"), 8, 8), Linear::new(spec.at("1"), 8, 8)];
         spec.freeze(|entry| frozen[usize::from(entry.name().starts_with('1'))].then_some(FrozenType::F32));
         let parameters = Parameters::new(&device, &spec.build().unwrap(), 7).unwrap();
         let mut gradients = Gradients::zeros(&parameters).unwrap();
@@ -272,8 +271,8 @@ fn frozen_weights_take_two_bytes() {
     let plan = FaultPlan::new();
     let device = Device::builder(DeviceKind::Emulated).layer(plan.clone()).open().unwrap();
     let mut spec = ParameterSpec::builder();
-    Linear::without_bias(spec.names().at("body"), 1000, 1001);
-    let head = Linear::new(spec.names().at("head"), 10, 3);
+    Linear::without_bias(spec.at("body"), 1000, 1001);
+    let head = Linear::new(spec.at("head"), 10, 3);
     spec.freeze(|entry| entry.name().starts_with("body").then_some(FrozenType::Bf16));
     let spec = spec.build().unwrap();
     assert_eq!(spec.frozen_bytes(), (2 * 1000 * 1001u64).next_multiple_of(256));
@@ -293,9 +292,7 @@ struct Learner {
     language: Language,
 }
 
-impl Model for Learner {
-    type Stored = bf16;
-
+impl Model<bf16> for Learner {
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s, bf16>> {
         self.language.tokens.forward(tape, batch.indices(0)?)
     }
@@ -315,7 +312,7 @@ impl HostBatch for Texts {
     }
 
     fn inputs(&self) -> Result<HostInputs<'_>> {
-        HostInputs::new().with_indices(&self.0, [self.len(), TOKENS])
+        HostInputs::new().with(&self.0, [self.len(), TOKENS])
     }
 }
 
@@ -358,9 +355,9 @@ fn checkpoints_name_their_frozen_weights() {
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(16)).build().unwrap();
     let mut first = trainer(&mut arena, false, false, rule, FrozenType::Bf16);
     let mut progress = EpochProgress::default();
-    first.epoch(batches(2), &mut progress, &mut ()).unwrap();
+    first.fit_with(batches(2), &mut progress, &mut ()).unwrap();
     Checkpoint::save(&path, &first.state().parameters, Some(&first.state().optimizer), &[]).unwrap();
-    first.epoch(batches(4).skip(2), &mut progress, &mut ()).unwrap();
+    first.fit_with(batches(4).skip(2), &mut progress, &mut ()).unwrap();
     let want = first.state().parameters.sha256().unwrap();
     drop(first);
 
@@ -370,7 +367,7 @@ fn checkpoints_name_their_frozen_weights() {
     assert_eq!(checkpoint.note("stepscope.frozen_sha256").unwrap(), digest);
     checkpoint.restore(&mut resumed.parameters, Some(&mut resumed.optimizer)).unwrap();
     let mut trainer = Trainer::eager(&mut arena, resumed);
-    trainer.epoch(batches(4).skip(2), &mut EpochProgress::default(), &mut ()).unwrap();
+    trainer.fit(batches(4).skip(2)).unwrap();
     assert_eq!(trainer.state().parameters.sha256().unwrap(), want);
     drop(trainer);
 
@@ -404,7 +401,7 @@ fn ranks_compare_frozen_weights() {
         let state = state.in_group(&group, 2)?;
         let mut arena = Arena::builder(device).capacity(Capacity::mib(16)).build()?;
         let mut trainer = Trainer::eager(&mut arena, state);
-        trainer.epoch(batches(3), &mut EpochProgress::default(), &mut ())?;
+        trainer.fit(batches(3))?;
         trainer.state().parameters.sha256()
     };
     let run = |ranks, changes| {

@@ -30,14 +30,13 @@ struct Layers {
 impl Layers {
     fn new() -> (Self, ParameterSpec) {
         let mut spec = ParameterSpec::builder();
-        let mut names = spec.names();
         let layers = Self {
-            linear: Linear::new(names.at("linear"), WIDTH, 5),
-            plain: Linear::without_bias(names.at("plain"), WIDTH, WIDTH),
-            norm: RmsNorm::new(names.at("norm"), WIDTH),
-            mlp: Mlp::new(names.at("layer").at("mlp"), WIDTH, 32, WIDTH),
-            swiglu: SwiGlu::new(names.at("swiglu"), WIDTH, 24, WIDTH),
-            positions: Embedding::new(names.at("positions"), TOKENS + 1, WIDTH, 0.5),
+            linear: Linear::new(spec.at("linear"), WIDTH, 5),
+            plain: Linear::without_bias(spec.at("plain"), WIDTH, WIDTH),
+            norm: RmsNorm::new(spec.at("norm"), WIDTH),
+            mlp: Mlp::new(spec.at("layer").at("mlp"), WIDTH, 32, WIDTH),
+            swiglu: SwiGlu::new(spec.at("swiglu"), WIDTH, 24, WIDTH),
+            positions: Embedding::new(spec.at("positions"), TOKENS + 1, WIDTH, 0.5),
         };
         (layers, spec.build().expect("the names are different"))
     }
@@ -82,9 +81,8 @@ fn names_are_nested_and_in_order() {
     assert_eq!(names, expected);
     let twice = {
         let mut spec = ParameterSpec::builder();
-        let mut names = spec.names();
-        Linear::new(names.at("head"), 2, 2);
-        Linear::new(names.at("head"), 2, 2);
+        Linear::new(spec.at("head"), 2, 2);
+        Linear::new(spec.at("head"), 2, 2);
         spec.build().unwrap_err()
     };
     assert!(twice.to_string().contains("two named `head."), "{twice}");
@@ -167,7 +165,7 @@ on_each_device! {
     /// Layers that need more than a variable: ids, and a tape with random numbers.
     fn embedding_and_dropout(device: &Device) {
         let mut spec = ParameterSpec::builder();
-        let embedding = Embedding::new(spec.names().at("wte"), 7, 5, 1.0);
+        let embedding = Embedding::new(spec.at("wte"), 7, 5, 1.0);
         let parameters = Parameters::new(device, &spec.build().unwrap(), 3).unwrap();
         let generator = ops::Generator::new(device, 1).unwrap();
         let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();

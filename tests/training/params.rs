@@ -31,16 +31,15 @@ struct Handles {
 /// Returns handles in a spec with this many parameters before them.
 fn handles(before: usize) -> (Handles, ParameterSpec) {
     let mut spec = ParameterSpec::builder();
-    let mut names = spec.names();
     for number in 0..before {
-        names.add(format!("before{number}"), [WIDTH], Initializer::ONE);
+        spec.add(format!("before{number}"), [WIDTH], Initializer::ONE);
     }
     let handles = Handles {
-        linear: Linear::new(names.at("linear"), WIDTH, WIDTH),
-        norm: RmsNorm::new(names.at("norm"), WIDTH),
-        qk_norm: names.add_stack(2, |part| format!("qk_norm.{part}"), [WIDTH], Initializer::ONE),
-        mlp: Mlp::new(names.at("mlp"), WIDTH, WIDTH, WIDTH),
-        swiglu: SwiGlu::new(names.at("swiglu"), WIDTH, WIDTH, WIDTH),
+        linear: Linear::new(spec.at("linear"), WIDTH, WIDTH),
+        norm: RmsNorm::new(spec.at("norm"), WIDTH),
+        qk_norm: spec.add_stack(2, |part| format!("qk_norm.{part}"), [WIDTH], Initializer::ONE),
+        mlp: Mlp::new(spec.at("mlp"), WIDTH, WIDTH, WIDTH),
+        swiglu: SwiGlu::new(spec.at("swiglu"), WIDTH, WIDTH, WIDTH),
     };
     (handles, spec.build().unwrap())
 }

@@ -19,15 +19,14 @@ static INFINITE: [u8; 1 << 17] = [0xff; 1 << 17];
 
 fn spec() -> ParameterSpec {
     let mut spec = ParameterSpec::builder();
-    let mut names = spec.names();
-    Linear::new(names.at("encoder").at("0"), 5, 3);
-    RmsNorm::new(names.at("norm"), 7);
-    Embedding::new(names.at("wte"), 6, 4, 0.02);
-    SwiGlu::new(names.at("mlp"), 3, 5, 2);
-    LayerNorm::new(names.at("ln"), 7);
-    MultiHeadAttention::new(names.at("heads"), 8, 2);
-    Block::gpt2(names.at("gpt2"), 8, 2, 12);
-    Block::llama(names.at("llama"), 16, [4, 2], 12, Rotary::default());
+    Linear::new(spec.at("encoder").at("0"), 5, 3);
+    RmsNorm::new(spec.at("norm"), 7);
+    Embedding::new(spec.at("wte"), 6, 4, 0.02);
+    SwiGlu::new(spec.at("mlp"), 3, 5, 2);
+    LayerNorm::new(spec.at("ln"), 7);
+    MultiHeadAttention::new(spec.at("heads"), 8, 2);
+    Block::gpt2(spec.at("gpt2"), 8, 2, 12);
+    Block::llama(spec.at("llama"), 16, [4, 2], 12, Rotary::default());
     spec.add("scalegain", [4], Initializer::ONE);
     spec.add("kernel", [2, 3, 4], Initializer::fan_in(6));
     spec.build().unwrap()

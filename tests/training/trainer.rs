@@ -32,29 +32,36 @@ struct Classifier {
 impl Classifier {
     fn state(device: &Device) -> TrainState<Self> {
         let mut spec = ParameterSpec::builder();
-        let mut names = spec.names();
-        let mlp = Mlp::new(names.at("mlp"), INPUTS, 64, 64);
-        let model = Self { mlp, head: Linear::new(names.at("head"), 64, CLASSES) };
+        let mlp = Mlp::new(spec.at("mlp"), INPUTS, 64, 64);
+        let model = Self { mlp, head: Linear::new(spec.at("head"), 64, CLASSES) };
         let schedule = Schedule::WarmupCosine { warmup: 2, total: 10, floor: 0.1 };
         let config = AdamW { learning_rate: 0.02, clip: Some(0.5), schedule, ..AdamW::default() };
-        TrainState::new(device, model, &spec.build().unwrap(), 7, config).unwrap()
+        let head = model.head.weight;
+        TrainState::new(device, model, &spec.build().unwrap(), 7, config).unwrap().with_monitored(head)
     }
 }
 
 impl Model for Classifier {
-    type Stored = f32;
-
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         self.head.forward(tape, &self.mlp.forward(tape, &tape.input(batch.input::<f32>(0)?))?)
-    }
-
-    fn monitored(&self) -> Option<Parameter> {
-        Some(self.head.weight)
     }
 }
 
 /// Points in three clouds.
 type Points = crate::support::points::Points<INPUTS>;
+
+/// Points of which two are one sample.
+struct Pairs(Points);
+
+impl HostBatch for Pairs {
+    fn len(&self) -> usize {
+        self.0.len() / 2
+    }
+
+    fn inputs(&self) -> Result<HostInputs<'_>> {
+        self.0.inputs()
+    }
+}
 
 /// Returns an epoch's batches in parts of at most this many samples.
 fn batches(epoch: u64, part: usize) -> Vec<Vec<Points>> {
@@ -104,7 +111,7 @@ impl Observer for Recorder<'_> {
 fn epoch(trainer: &mut Trainer<'_, Classifier>, part: usize, progress: &mut EpochProgress) -> (Vec<Update>, Ended) {
     let mut recorder = Recorder::default();
     let left = batches(1, part).into_iter().skip(progress.updates as usize).map(Ok);
-    let ended = trainer.epoch(left, progress, &mut recorder).unwrap();
+    let ended = trainer.fit_with(left, progress, &mut recorder).unwrap();
     (recorder.updates, ended)
 }
 
@@ -168,7 +175,7 @@ on_each_device! {
             let mut recorder = Recorder { stop: Some((after, &flag)), ..Recorder::default() };
             let mut arena = arena(device);
             let mut first = trainer(&mut arena, captured, 3).checkpoint(&path, None).stop_when(&flag);
-            let ended = first.epoch(batches(1, 3).into_iter().map(Ok), &mut progress, &mut recorder).unwrap();
+            let ended = first.fit_with(batches(1, 3).into_iter().map(Ok), &mut progress, &mut recorder).unwrap();
             // The flag is read when the next update is queued, which is then the last.
             let stopped = (after + 1).min(5);
             assert_eq!(ended, if after < 5 { Ended::Stopped } else { Ended::Finished }, "{captured} {after}");
@@ -203,37 +210,36 @@ on_each_device! {
             seen.push(Checkpoint::load(&path).ok().map(|checkpoint| EpochProgress::of(&checkpoint).unwrap().updates));
             Ok(batch)
         });
-        trainer.epoch(taken, &mut EpochProgress::default(), &mut ()).unwrap();
+        trainer.fit(taken).unwrap();
         assert_eq!(seen, [None, None, Some(2), Some(2), Some(4)]);
     }
 
-    fn evaluation_is_read_only_and_sums(device: &Device) {
+    fn evaluation_is_read_only_and_means(device: &Device) {
         let mut arena = arena(device);
         let mut trainer = trainer(&mut arena, true, 8);
         let before = sha256(&trainer);
         let [whole] = batches(1, 8)[0].clone().try_into().unwrap();
         let (loss, classes) = trainer
-            .evaluate(&whole, |step, logits| step.read(&ops::argmax_columns(step, logits.value())?))
+            .evaluate_with(&whole, |step, logits| step.read(&ops::argmax_columns(step, logits.value())?))
             .unwrap();
         assert_eq!((sha256(&trainer), classes.len()), (before, 8));
         let mean = trainer.update(&[whole]).unwrap().loss;
-        assert!((loss / 8.0 - mean).abs() < 1e-6, "the sum over 8 samples is {loss}, but the mean {mean}");
+        assert!((loss - mean).abs() < 1e-6, "the evaluation has {loss}, but the update {mean}");
     }
 
-    /// The result matches a manual count. A model whose output has other rows, or labels of another
-    /// number, is refused.
+    /// The result matches a manual count. A batch with more labels than samples is refused.
     fn class_evaluation_counts_correct_answers(device: &Device) {
         let mut arena = arena(device);
         let mut trainer = trainer(&mut arena, true, 8);
         let [mut whole] = batches(1, 8)[0].clone().try_into().unwrap();
         let (loss, guesses) = trainer
-            .evaluate(&whole, |step, logits| step.read(&ops::argmax_columns(step, logits.value())?))
+            .evaluate_with(&whole, |step, logits| step.read(&ops::argmax_columns(step, logits.value())?))
             .unwrap();
         whole.labels = guesses.iter().zip(0..).map(|(&guess, at)| if at < 5 { guess } else { (guess + 1) % CLASSES as u32 }).collect();
-        let (other, right) = trainer.evaluate_classes(&whole, &whole.labels).unwrap();
+        let (other, right) = trainer.evaluate_classes(&whole).unwrap();
         assert!(right == 5 && other != loss, "{right} of 8 right, {other}");
-        let error = trainer.evaluate_classes(&whole, &whole.labels[1..]).unwrap_err().to_string();
-        assert!(error.ends_with("a label and a row of the output for each of 8 samples, got 7 labels and 8 rows"), "{error}");
+        let error = trainer.evaluate_classes(&Pairs(whole)).unwrap_err().to_string();
+        assert!(error.ends_with("a label and a row of the output for each of 4 samples, got 8 labels and 8 rows"), "{error}");
     }
 
     /// Evaluation gives the logits of a manual forward pass, in the precision of training.
@@ -251,7 +257,7 @@ on_each_device! {
                 step.read(state.model.forward(&tape, &batch)?.value())
             });
             let mut trainer = Trainer::captured(&mut arena, state, &batches(0, 8)[0][0]).unwrap();
-            let (_, logits) = trainer.evaluate(&points, |step, logits| step.read(logits.value())).unwrap();
+            let (_, logits) = trainer.evaluate_with(&points, |step, logits| step.read(logits.value())).unwrap();
             assert_eq!(logits, by_hand.unwrap(), "{precision}");
             assert!(!seen.contains(&logits), "{precision} has the bits of another precision");
             seen.push(logits);
@@ -268,7 +274,7 @@ on_each_device! {
         let broken = Error::Loader { reason: "the disk is gone".into() };
         let some = batches(1, 8).into_iter().take(2).map(Ok).chain([Err(broken.clone())]);
         let mut progress = EpochProgress::default();
-        assert_eq!(trainer.epoch(some, &mut progress, &mut ()).unwrap_err(), broken);
+        assert_eq!(trainer.fit_with(some, &mut progress, &mut ()).unwrap_err(), broken);
         assert_eq!(progress.updates, 2, "the update queued before the error must be counted");
     }
 }
@@ -343,7 +349,7 @@ fn exactly_one_update_runs_ahead() {
     let mut arena = arena(&device);
     let mut trainer = trainer(&mut arena, true, 8);
     let mut ahead = Ahead(plan, Vec::new());
-    trainer.epoch(batches(1, 8).into_iter().map(Ok), &mut EpochProgress::default(), &mut ahead).unwrap();
+    trainer.fit_with(batches(1, 8).into_iter().map(Ok), &mut EpochProgress::default(), &mut ahead).unwrap();
     assert_eq!(ahead.1, [1, 1, 1, 1, 0]);
 }
 

@@ -224,8 +224,7 @@ fn touched_by_a_step(batch: usize) -> Vec<Touched> {
     let (x, labels) = (vec![0.5; batch * 12 * sizes::FEATURES], vec![0; batch]);
     let step = || {
         arena.step(|step| {
-            let inputs =
-                stepscope::HostInputs::new().with(&x, [batch, 12, sizes::FEATURES])?.with_indices(&labels, [batch])?;
+            let inputs = stepscope::HostInputs::new().with(&x, [batch, 12, sizes::FEATURES])?.with(&labels, [batch])?;
             let inputs = step.upload_inputs(&inputs)?;
             let tape = Tape::new(step, &parameters);
             let output = model.forward(&tape, &inputs)?;

@@ -47,7 +47,7 @@ mod tensor;
 mod upload;
 
 pub use buffer::Buffer;
-pub use capture::{CaptureInputs, CaptureReport, Captured, DeviceBatch, HostInputs, Output, Record, Replay};
+pub use capture::{CaptureInputs, CaptureReport, Captured, DeviceBatch, HostInputs, InputKey, Output, Record, Replay};
 pub use cuda_std::launch as kernel;
 pub use tape::{AnyVar, Backward, Op, RecomputeInput, Tape, Var};
 /// Core macros under a fixed path, so that [`kernels!`] works whatever names its caller shadows.

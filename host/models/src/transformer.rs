@@ -105,17 +105,16 @@ impl Transformer {
         finish: impl FnOnce(&mut Self, &mut ParameterSpecBuilder) -> Result<()>,
     ) -> Result<(Self, ParameterSpec)> {
         let mut spec = ParameterSpec::builder();
-        let mut names = spec.names();
         let (vocabulary, width) = (config.vocabulary, config.width);
-        let tokens = Embedding::new(names.at("tokens"), vocabulary, width, 0.02);
-        let positions = config.learned_positions.map(|rows| Embedding::new(names.at("positions"), rows, width, 0.02));
+        let tokens = Embedding::new(spec.at("tokens"), vocabulary, width, 0.02);
+        let positions = config.learned_positions.map(|rows| Embedding::new(spec.at("positions"), rows, width, 0.02));
         let blocks = config.layers.iter().enumerate();
         let blocks =
-            blocks.map(|(number, layer)| Block::new(names.at(format!("blocks.{number}")), &config, layer)).collect();
-        let norm = norm(names.at("norm"), &config);
+            blocks.map(|(number, layer)| Block::new(spec.at(format!("blocks.{number}")), &config, layer)).collect();
+        let norm = norm(spec.at("norm"), &config);
         let head = match config.tied {
             true => tokens.weight,
-            false => Embedding::new(names.at("head"), vocabulary, width, 0.02).weight,
+            false => Embedding::new(spec.at("head"), vocabulary, width, 0.02).weight,
         };
         let layers = config.layers.len();
         spec.initialize(|entry| {
@@ -166,13 +165,13 @@ impl Transformer {
         let scope = |spec: &mut ParameterSpecBuilder| -> Parameter {
             let (_, columns) = ops::LowRankPart::columns(layer.parts.iter().map(|part| part.rank));
             let a = layer.a.strip_suffix(".weight").expect("a name that ends so");
-            spec.names().at(a).add("weight", [layer.inputs, columns], Initializer::fan_in(layer.inputs))
+            spec.at(a).add("weight", [layer.inputs, columns], Initializer::fan_in(layer.inputs))
         };
         let a = match spec.parameter(&layer.a) {
             Some(shared) => shared,
             None => scope(spec),
         };
-        *linear = linear.with_shared_adapter(spec.names().at(&layer.layer), a, &parts, dropout)?;
+        *linear = linear.with_shared_adapter(spec.at(&layer.layer), a, &parts, dropout)?;
         Ok(())
     }
 

@@ -30,10 +30,15 @@ pub use optim::{
 pub use pretrained::StateDict;
 pub use run_lock::RunLock;
 pub use state_dict::{load_state_dict, save_state_dict, save_state_dict_as};
+/// Implements [`HostBatch`] for a struct of [`HostArray`]s.
+pub use stepscope_train_macros::HostBatch;
 pub use tensor_files::TensorFiles;
 pub use tensor_writer::{NewTensor, save_tensors};
 pub use token_sampler::{TokenSampler, TokenSamplerConfig, penalize_repetition};
 #[cfg(feature = "progress")]
 pub use trainer::ProgressBar;
-pub use trainer::{Ended, EpochProgress, HostBatch, Model, Observer, StepMemory, TrainState, Trainer, Update};
+pub use trainer::{
+    Ended, EpochProgress, HostArray, HostBatch, IntoBatch, Model, Observer, Sample, StepMemory, TrainState, Trainer,
+    Update,
+};
 pub use windows::Windows;

@@ -63,6 +63,38 @@ impl Windows {
         let start = first + permuted(place, self.per_pass(), key) as usize * self.context;
         start..start + self.context + 1
     }
+
+    /// Returns the windows of these numbers as a batch: the tokens of each window, and for each
+    /// token the next one.
+    ///
+    /// ```
+    /// use stepscope::data::Windows;
+    ///
+    /// let text = [0, 1, 2, 3, 4, 5, 6, 7, 8];
+    /// let (tokens, next) = Windows::new(text.len(), 4, 7)?.batch::<4>(&text, 0..2)?;
+    /// assert!(tokens.len() == 2 && tokens[0][1..] == next[0][..3] && tokens[1][1..] == next[1][..3]);
+    /// # Ok::<(), stepscope::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for a text or a context of another length than that of the windows.
+    #[allow(clippy::type_complexity, reason = "a tuple is a batch")]
+    pub fn batch<const CONTEXT: usize>(
+        &self,
+        text: &[u32],
+        numbers: Range<u64>,
+    ) -> Result<(Vec<[u32; CONTEXT]>, Vec<[u32; CONTEXT]>)> {
+        if (text.len(), CONTEXT) != (self.tokens, self.context) {
+            let expected = format!("a text of {} tokens and a context of {}", self.tokens, self.context);
+            return Err(Error::misuse("windows", expected, format!("{} and {CONTEXT}", text.len())));
+        }
+        let sample = |number| {
+            let start = self.window(number).start;
+            let from = |first: usize| std::array::from_fn(|at| text[first + at]);
+            (from(start), from(start + 1))
+        };
+        Ok(numbers.map(sample).unzip())
+    }
 }
 
 /// Maps a number below `count` to its image under the permutation that the key determines.
@@ -117,6 +149,23 @@ mod tests {
         assert!(first != second && first != other && second != other && first == order(7, 0));
         let stays = first.windows(2).filter(|pair| pair[0] + 8 == pair[1]).count();
         assert!(stays < 10, "too many windows keep the order of the text: {stays} of 99");
+    }
+
+    #[test]
+    fn batches_are_their_windows() {
+        let text: Vec<u32> = (0..50).collect();
+        let windows = Windows::new(50, 8, 3).unwrap();
+        let (tokens, next) = windows.batch::<8>(&text, 4..11).unwrap();
+        for (number, (tokens, next)) in (4..11).zip(tokens.iter().zip(&next)) {
+            let window = windows.window(number);
+            assert_eq!(
+                (&tokens[..], &next[..]),
+                (&text[window.start..window.end - 1], &text[window.start + 1..window.end])
+            );
+        }
+        assert_eq!((tokens.len(), next.len()), (7, 7));
+        let error = windows.batch::<7>(&text[1..], 0..1).unwrap_err().to_string();
+        assert!(error.ends_with("a text of 50 tokens and a context of 8, got 49 and 7"), "{error}");
     }
 
     #[test]

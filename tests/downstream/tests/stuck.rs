@@ -120,7 +120,7 @@ fn trained(kind: DeviceKind) -> Result<String> {
     let mut adamw = Optimizer::new(&weights, AdamW::default())?;
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
     let x: Vec<f32> = (0..32).map(|at| (at as f32).sin()).collect();
-    let inputs = HostInputs::new().with(&x, [4, 8])?.with_indices(&[0, 2, 1, 0], [4])?;
+    let inputs = HostInputs::new().with(&x, [4, 8])?.with(&[0u32, 2, 1, 0], [4])?;
     let state = (w, &mut weights, &mut gradients, &mut adamw);
     let mut captured = arena.capture(state, &inputs, |step, (w, weights, gradients, adamw), slots| {
         gradients.zero(step)?;

@@ -15,7 +15,7 @@ type Steps = Captured<(Fixture, (bool, Graph)), Output>;
 
 fn inputs<'i>((x, labels, lengths): &'i (Vec<f32>, Vec<u32>, Vec<u32>)) -> HostInputs<'i> {
     let inputs = HostInputs::new().with(x, [BATCH, TOKENS, WIDTH]).unwrap();
-    inputs.with_indices(labels, [labels.len()]).unwrap().with(lengths, [BATCH]).unwrap()
+    inputs.with(labels, [labels.len()]).unwrap().with(lengths, [BATCH]).unwrap()
 }
 
 fn capture(arena: &mut Arena, run: (bool, Graph)) -> Result<Steps> {

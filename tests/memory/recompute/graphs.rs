@@ -61,18 +61,17 @@ pub(crate) struct Model {
 impl Model {
     pub(crate) fn new() -> (Self, ParameterSpec) {
         let mut spec = ParameterSpec::builder();
-        let mut names = spec.names();
-        let input = Linear::new(names.at("input"), WIDTH, WIDTH);
+        let input = Linear::new(spec.at("input"), WIDTH, WIDTH);
         let blocks = (0..3)
             .map(|n| Block {
-                norms: [0, 1].map(|norm| RmsNorm::new(names.at(format!("{n}.norm{norm}")), WIDTH)),
-                attention: MultiHeadAttention::new(names.at(format!("{n}.attention")), WIDTH, HEADS).causal(),
-                mlp: SwiGlu::new(names.at(format!("{n}.mlp")), WIDTH, 3 * WIDTH, WIDTH),
+                norms: [0, 1].map(|norm| RmsNorm::new(spec.at(format!("{n}.norm{norm}")), WIDTH)),
+                attention: MultiHeadAttention::new(spec.at(format!("{n}.attention")), WIDTH, HEADS).causal(),
+                mlp: SwiGlu::new(spec.at(format!("{n}.mlp")), WIDTH, 3 * WIDTH, WIDTH),
                 dropout: Dropout { p: 0.2 },
             })
             .collect();
-        let mlp = Mlp::new(names.at("mlp"), WIDTH, 2 * WIDTH, WIDTH);
-        let head = Linear::new(names.at("head"), WIDTH, CLASSES);
+        let mlp = Mlp::new(spec.at("mlp"), WIDTH, 2 * WIDTH, WIDTH);
+        let head = Linear::new(spec.at("head"), WIDTH, CLASSES);
         (Self { input, blocks, mlp, head }, spec.build().unwrap())
     }
 }

@@ -44,12 +44,11 @@ impl Block {
 fn stack(device: &Device, layers: usize, tokens: usize, on: bool) -> usize {
     const WIDTH: usize = 64;
     let mut spec = ParameterSpec::builder();
-    let mut names = spec.names();
     let blocks: Vec<Block> = (0..layers)
         .map(|n| Block {
-            norms: [0, 1].map(|norm| RmsNorm::new(names.at(format!("{n}.norm{norm}")), WIDTH)),
-            attention: MultiHeadAttention::new(names.at(format!("{n}.attention")), WIDTH, 2).causal(),
-            mlp: SwiGlu::new(names.at(format!("{n}.mlp")), WIDTH, 3 * WIDTH, WIDTH),
+            norms: [0, 1].map(|norm| RmsNorm::new(spec.at(format!("{n}.norm{norm}")), WIDTH)),
+            attention: MultiHeadAttention::new(spec.at(format!("{n}.attention")), WIDTH, 2).causal(),
+            mlp: SwiGlu::new(spec.at(format!("{n}.mlp")), WIDTH, 3 * WIDTH, WIDTH),
         })
         .collect();
     let weights = Parameters::new(device, &spec.build().unwrap(), 1).unwrap();

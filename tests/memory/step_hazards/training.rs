@@ -37,7 +37,7 @@ impl Batch {
     /// Returns the inputs of a captured step.
     pub(crate) fn inputs(&self) -> HostInputs<'_> {
         let rows = self.labels.len();
-        HostInputs::new().with(&self.x, [rows, TOKENS, WIDTH]).unwrap().with_indices(&self.labels, [rows]).unwrap()
+        HostInputs::new().with(&self.x, [rows, TOKENS, WIDTH]).unwrap().with(&self.labels, [rows]).unwrap()
     }
 
     /// Uploads samples `rows` to the device.

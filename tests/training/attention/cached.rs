@@ -18,9 +18,8 @@ fn forms() -> Vec<(&'static str, usize, MultiHeadAttention, ParameterSpec)> {
     let mut add =
         |name, heads: usize, form: &dyn Fn(MultiHeadAttention, stepscope::nn::Scope<'_>) -> MultiHeadAttention| {
             let mut spec = ParameterSpec::builder();
-            let mut names = spec.names();
-            let attention = MultiHeadAttention::grouped(names.at("attention"), WIDTH, [WIDTH / HEAD, heads]).causal();
-            let attention = form(attention, names.at("norm"));
+            let attention = MultiHeadAttention::grouped(spec.at("attention"), WIDTH, [WIDTH / HEAD, heads]).causal();
+            let attention = form(attention, spec.at("norm"));
             made.push((name, heads, attention, spec.build().unwrap()));
         };
     let rotary = Rotary { offset: 5, ..Rotary::default() };

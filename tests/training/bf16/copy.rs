@@ -11,7 +11,6 @@ use stepscope::optim::{ParameterGroup, ParameterGroups, Sgd, UpdateArguments, Up
 use stepscope::parameters::Initializer;
 use stepscope::prelude::*;
 use stepscope::tensor::{Shape, Source, Stored};
-use stepscope::train::Ended;
 use stepscope::upload::Transfer;
 
 const ROWS: usize = 6;
@@ -123,8 +122,6 @@ impl Linear {
 }
 
 impl Model for Linear {
-    type Stored = f32;
-
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let x = match batch.input::<bf16>(0) {
             Ok(halves) => tape.to_f32(&tape.input(halves))?,
@@ -157,14 +154,14 @@ impl<S: Stored> Points<S> {
         batches
     }
 
-    /// Checks the training state after an epoch of these batches. Then returns the end of an epoch
-    /// whose last batch has an infinity.
+    /// Checks the training state after an epoch of these batches. Then trains on an epoch whose last
+    /// batch has an infinity.
     fn train(
         device: &Device,
         state: TrainState<Linear>,
         captured: bool,
         look: impl FnOnce(&TrainState<Linear>),
-    ) -> Result<Ended> {
+    ) -> Result<()> {
         let mut arena = arena(device);
         let mut trainer = match captured {
             true => Trainer::captured(&mut arena, state, &Self::batches(None)[0][0])?,
@@ -172,9 +169,9 @@ impl<S: Stored> Points<S> {
         };
         let epoch = |trainer: &mut Trainer<'_, _>, wrong| {
             let batches = Self::batches(wrong).into_iter().map(Ok);
-            trainer.epoch(batches, &mut EpochProgress::default(), &mut ())
+            trainer.fit(batches).map(drop)
         };
-        assert_eq!(epoch(&mut trainer, None), Ok(Ended::Finished));
+        assert_eq!(epoch(&mut trainer, None), Ok(()));
         look(trainer.state());
         epoch(&mut trainer, Some(f32::INFINITY))
     }
@@ -186,7 +183,7 @@ impl<S: Stored> HostBatch for Points<S> {
     }
 
     fn inputs(&self) -> Result<HostInputs<'_>> {
-        HostInputs::new().with(&self.x, [self.len(), ROWS])?.with_indices(&self.labels, [self.len()])
+        HostInputs::new().with(&self.x, [self.len(), ROWS])?.with(&self.labels, [self.len()])
     }
 }
 

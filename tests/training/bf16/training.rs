@@ -27,10 +27,9 @@ struct Model {
 impl Model {
     fn new(device: &Device) -> Self {
         let mut spec = ParameterSpec::builder();
-        let mut names = spec.names();
-        let norms = [0, 1].map(|at| RmsNorm::new(names.at(format!("norm.{at}")), WIDTH));
-        let blocks = [0, 1].map(|at| Mlp::new(names.at(format!("block.{at}")), WIDTH, 4 * WIDTH, WIDTH));
-        let head = Mlp::new(names.at("head"), WIDTH, WIDTH, CLASSES);
+        let norms = [0, 1].map(|at| RmsNorm::new(spec.at(format!("norm.{at}")), WIDTH));
+        let blocks = [0, 1].map(|at| Mlp::new(spec.at(format!("block.{at}")), WIDTH, 4 * WIDTH, WIDTH));
+        let head = Mlp::new(spec.at("head"), WIDTH, WIDTH, CLASSES);
         let weights = Parameters::new(device, &spec.build().unwrap(), 11).unwrap().with_bf16_copy().unwrap();
         let config = AdamW { learning_rate: 3e-3, ..AdamW::default() };
         let optimizer = Optimizer::new(&weights, config).unwrap();
@@ -114,7 +113,7 @@ on_each_device! {
     fn captured_and_eager_match(device: &Device) {
         let (eager_losses, eager_weights) = trained(device, 4, true);
         let (x, labels) = batch(0);
-        let inputs = HostInputs::new().with(&x, [ROWS, WIDTH]).unwrap().with_indices(&labels, [ROWS]).unwrap();
+        let inputs = HostInputs::new().with(&x, [ROWS, WIDTH]).unwrap().with(&labels, [ROWS]).unwrap();
         let model = Model::new(device);
         let mut captured = arena(device)
             .capture(model, &inputs, |step, model, slots| {
@@ -123,7 +122,7 @@ on_each_device! {
             .unwrap();
         for (number, eager) in (0..4).zip(&eager_losses) {
             let (x, labels) = batch(number);
-            let inputs = HostInputs::new().with(&x, [ROWS, WIDTH]).unwrap().with_indices(&labels, [ROWS]).unwrap();
+            let inputs = HostInputs::new().with(&x, [ROWS, WIDTH]).unwrap().with(&labels, [ROWS]).unwrap();
             captured.state_mut().optimizer.advance().unwrap().leave_to_replay();
             let replay = captured.replay(&inputs).unwrap();
             let loss = *replay.outputs();

@@ -203,8 +203,6 @@ struct Classifier {
 }
 
 impl Model for Classifier {
-    type Stored = f32;
-
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         self.head.forward(tape, &self.mlp.forward(tape, &tape.input(batch.input::<f32>(0)?))?)
     }
@@ -212,9 +210,8 @@ impl Model for Classifier {
 
 fn state<R: UpdateRule>(device: &Device, rule: R, groups: Option<ParameterGroups>) -> TrainState<Classifier, R> {
     let mut spec = ParameterSpec::builder();
-    let mut names = spec.names();
-    let mlp = Mlp::new(names.at("mlp"), INPUTS, 64, 64);
-    let model = Classifier { mlp, head: Linear::new(names.at("tail"), 64, CLASSES) };
+    let mlp = Mlp::new(spec.at("mlp"), INPUTS, 64, 64);
+    let model = Classifier { mlp, head: Linear::new(spec.at("tail"), 64, CLASSES) };
     let state = TrainState::new(device, model, &spec.build().unwrap(), 7, rule).unwrap();
     match groups {
         Some(groups) => state.with_parameter_groups(&groups).unwrap(),
@@ -258,9 +255,9 @@ fn however_it_runs<R: UpdateRule + Copy>(device: &Device, rule: R, groups: impl 
             .unwrap()
             .checkpoint(&path, None);
         let mut progress = EpochProgress::default();
-        captured.epoch(batches(part).into_iter().take(2).map(Ok), &mut progress, &mut ()).unwrap();
+        captured.fit_with(batches(part).into_iter().take(2).map(Ok), &mut progress, &mut ()).unwrap();
         captured.save(&progress, &[]).unwrap();
-        captured.epoch(batches(part).into_iter().skip(2).map(Ok), &mut progress, &mut ()).unwrap();
+        captured.fit_with(batches(part).into_iter().skip(2).map(Ok), &mut progress, &mut ()).unwrap();
         assert_eq!(bits_of(&captured), expected);
         assert_eq!(progress.loss_sum, losses.iter().map(|loss| loss * 8.0).sum::<f64>());
         drop(captured);

@@ -26,8 +26,6 @@ impl Net {
 }
 
 impl Model for Net {
-    type Stored = f32;
-
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let mut x = self.input.forward(tape, &tape.input(batch.input::<f32>(0)?))?;
         for _ in 0..2 {
@@ -44,11 +42,10 @@ impl Model for Net {
 /// Returns a training state without a generator.
 fn bare(device: &Device, p: f32, recompute: bool) -> TrainState<Net> {
     let mut spec = ParameterSpec::builder();
-    let mut names = spec.names();
     let net = Net {
-        input: Linear::new(names.at("input"), INPUTS, 32),
-        mlp: Mlp::new(names.at("mlp"), 32, 64, 32),
-        head: Linear::new(names.at("head"), 32, CLASSES),
+        input: Linear::new(spec.at("input"), INPUTS, 32),
+        mlp: Mlp::new(spec.at("mlp"), 32, 64, 32),
+        head: Linear::new(spec.at("head"), 32, CLASSES),
         dropout: Dropout { p },
         recompute,
     };
@@ -81,7 +78,7 @@ fn trainer<'a>(arena: &'a mut Arena, captured: bool, part: usize, recompute: boo
 
 fn epoch(trainer: &mut Trainer<'_, Net>, part: usize, progress: &mut EpochProgress) -> String {
     let left = batches(part).into_iter().skip(progress.updates as usize).map(Ok);
-    trainer.epoch(left, progress, &mut ()).unwrap();
+    trainer.fit_with(left, progress, &mut ()).unwrap();
     sha256(trainer)
 }
 
@@ -99,7 +96,7 @@ fn save_behind(device: &Device, captured: bool, updates: usize, path: &Path) {
     let mut arena = arena(device);
     let mut trainer = trainer(&mut arena, captured, 3, captured).checkpoint(path, None);
     let mut progress = EpochProgress::default();
-    trainer.epoch(batches(3).into_iter().take(updates).map(Ok), &mut progress, &mut ()).unwrap();
+    trainer.fit_with(batches(3).into_iter().take(updates).map(Ok), &mut progress, &mut ()).unwrap();
     trainer.save(&progress, &[]).unwrap();
 }
 
@@ -167,7 +164,7 @@ on_each_device! {
             let mut trainer = trainer(&mut arena, captured, 3, true);
             for (number, batch) in batches(3).into_iter().enumerate() {
                 let evaluate = |trainer: &mut Trainer<'_, Net>| {
-                    trainer.evaluate(&batch[0], |step, logits| step.read(logits.value())).unwrap()
+                    trainer.evaluate_with(&batch[0], |step, logits| step.read(logits.value())).unwrap()
                 };
                 let first = evaluate(&mut trainer);
                 assert_eq!(evaluate(&mut trainer), first);
@@ -193,7 +190,7 @@ on_each_device! {
         let evaluate = |state| {
             let mut arena = arena(device);
             let mut trainer = Trainer::eager(&mut arena, state);
-            let (loss, logits) = trainer.evaluate(&batch[0], |step, logits| step.read(logits.value())).unwrap();
+            let (loss, logits) = trainer.evaluate_with(&batch[0], |step, logits| step.read(logits.value())).unwrap();
             assert!(trainer.state().generator.as_ref().is_none_or(|generator| generator.read().unwrap() == (SEED, 0)));
             (loss, logits)
         };

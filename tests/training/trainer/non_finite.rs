@@ -27,7 +27,7 @@ on_each_device! {
             let mut memory = arena(device);
             let mut training = trainer(&mut memory, captured, part).checkpoint(&path, Some(1));
             let (mut recorder, mut progress) = (Recorder::default(), EpochProgress::default());
-            let ended = training.epoch(batches.clone().into_iter().map(Ok), &mut progress, &mut recorder);
+            let ended = training.fit_with(batches.clone().into_iter().map(Ok), &mut progress, &mut recorder);
             assert_eq!(ended, Err(expected.clone()));
             assert_eq!((recorder.updates.len(), progress.updates), (2, 2));
             let saved = training.save(&progress, &[]).unwrap_err();
@@ -38,7 +38,7 @@ on_each_device! {
             let mut progress = training.restore(&checkpoint).unwrap();
             assert_eq!(progress.updates, 2);
             let rest = self::batches(1, part).into_iter().skip(2).map(Ok);
-            training.epoch(rest, &mut progress, &mut ()).unwrap();
+            training.fit_with(rest, &mut progress, &mut ()).unwrap();
             assert_eq!(sha256(&training), undisturbed(device, part).0);
 
             // One by one.
@@ -68,7 +68,7 @@ on_each_device! {
             };
             let mut training = training.checkpoint(&path, Some(1));
             let mut recorder = Recorder::default();
-            let ended = training.epoch(batches(1, 8).into_iter().map(Ok), &mut EpochProgress::default(), &mut recorder);
+            let ended = training.fit_with(batches(1, 8).into_iter().map(Ok), &mut EpochProgress::default(), &mut recorder);
             let Err(Error::NotFinite { update: Some(update), tensor, .. }) = &ended else { panic!("{ended:?}") };
             assert!(*update > 1 && recorder.updates.len() as u64 == update - 1, "{ended:?}");
             assert!(tensor.contains("gradient of `mlp."), "{tensor}");
@@ -92,9 +92,9 @@ on_each_device! {
             let one = batches(1, 8).into_iter().take(1).map(Ok);
             let tensor = "`mlp.up.weight`".to_owned();
             let expected = Error::NotFinite { update: Some(1), what: Quantity::Weight, tensor };
-            assert_eq!(training.epoch(one, &mut EpochProgress::default(), &mut ()), Err(expected));
+            assert_eq!(training.fit(one), Err(expected));
             // A later evaluation reports it, too.
-            let error = training.evaluate(&batches(1, 8)[0][0], |_, _| Ok(())).unwrap_err();
+            let error = training.evaluate(&batches(1, 8)[0][0]).unwrap_err();
             let words = "after update 1: the loss of an evaluation is not finite; the first tensor concerned: `mlp.up.weight`";
             assert!(error.to_string().starts_with(words), "{error}");
         }
@@ -105,8 +105,6 @@ on_each_device! {
         struct Steep(Classifier);
 
         impl Model for Steep {
-            type Stored = f32;
-
             fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
                 self.0.forward(tape, batch)
             }
@@ -147,7 +145,7 @@ on_each_device! {
             let mut memory = arena(device);
             let mut training = trainer(&mut memory, captured, 8);
             let (mut recorder, mut progress) = (Recorder::default(), EpochProgress::default());
-            let ended = training.epoch(batches.into_iter().map(Ok), &mut progress, &mut recorder);
+            let ended = training.fit_with(batches.into_iter().map(Ok), &mut progress, &mut recorder);
             let Err(Error::NotFinite { update: Some(3), what: Quantity::GradientNorm, tensor }) = &ended else { panic!("{ended:?}") };
             assert!(tensor.contains("found after update 4"), "{tensor}");
             assert_eq!((recorder.updates.len(), progress.updates), (2, 2));
@@ -163,7 +161,7 @@ on_each_device! {
             let mut memory = arena(device);
             let mut training = trainer(&mut memory, captured, 8).checkpoint(&path, None).non_finite(NonFinite::Allow);
             let mut progress = EpochProgress::default();
-            assert_eq!(training.epoch(batches.into_iter().map(Ok), &mut progress, &mut ()), Ok(Ended::Finished));
+            assert_eq!(training.fit_with(batches.into_iter().map(Ok), &mut progress, &mut ()), Ok(Ended::Finished));
             assert!(progress.updates == 5 && progress.loss_sum.is_nan());
             training.save(&progress, &[]).unwrap();
             let checkpoint = Checkpoint::load(&path).unwrap();
@@ -185,7 +183,7 @@ on_each_device! {
             let mut memory = arena(device);
             let mut training = trainer(&mut memory, captured, part);
             let mut progress = EpochProgress::default();
-            let ended = training.epoch(batches.clone().into_iter().map(Ok), &mut progress, &mut ());
+            let ended = training.fit_with(batches.clone().into_iter().map(Ok), &mut progress, &mut ());
             assert_eq!((ended, progress.updates), (Err(expected.clone()), 1));
             assert_eq!(training.accumulate(&batches[1]).unwrap_err(), expected);
             // Gradients of a part of a batch are not applied; those of a whole one are applied
@@ -195,11 +193,11 @@ on_each_device! {
             assert!(apply(&mut training).unwrap_err().starts_with("apply: expected a successful `accumulate`"));
             assert_eq!(sha256(&training), before);
             let last = batches[1].last().unwrap();
-            assert_eq!(training.evaluate(last, |_, _| Ok(())).unwrap_err(), Error::Label { sample: within, label: CLASSES as u32, classes: CLASSES });
+            assert_eq!(training.evaluate(last).unwrap_err(), Error::Label { sample: within, label: CLASSES as u32, classes: CLASSES });
             // No weight has changed, and the update is not counted: the right batches give the
             // usual weights.
             let rest = self::batches(1, part).into_iter().skip(1).map(Ok);
-            training.epoch(rest, &mut progress, &mut ()).unwrap();
+            training.fit_with(rest, &mut progress, &mut ()).unwrap();
             assert_eq!(sha256(&training), undisturbed(device, part).0);
         }
     }

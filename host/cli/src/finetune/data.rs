@@ -305,7 +305,7 @@ impl HostBatch for Contexts {
 
     fn inputs(&self) -> Result<HostInputs<'_>> {
         let shape = [self.len(), self.context];
-        let inputs = HostInputs::new().with_indices(&self.ids, shape)?.with_indices(&self.labels, shape)?;
+        let inputs = HostInputs::new().with(&self.ids, shape)?.with(&self.labels, shape)?;
         inputs.with(&self.documents, shape)?.with(&self.share, [1])
     }
 }

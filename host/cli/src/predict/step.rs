@@ -4,7 +4,7 @@
 //! are created in the dry run too.
 
 use stepscope::models::{Lora, ModelConfig, Transformer};
-use stepscope::ops::Activation;
+use stepscope::ops::{Activation, Cast};
 use stepscope::parameters::FrozenType;
 use stepscope::tensor::Element;
 use stepscope::{
@@ -123,7 +123,7 @@ impl HostBatch for Tokens {
     }
 
     fn inputs(&self) -> Result<HostInputs<'_>> {
-        HostInputs::new().with_indices(&self.zeros, self.shape)?.with_indices(&self.zeros, self.shape)
+        HostInputs::new().with(&self.zeros, self.shape)?.with(&self.zeros, self.shape)
     }
 }
 
@@ -138,7 +138,7 @@ fn set_up(step: &EagerStep<'_>, work: &Work, precision: Precision, batch: usize,
     match work {
         Work::CrossAsset => {
             let (x, labels) = (vec![0.0; batch * SCALES.len() * FEATURES], vec![0; batch]);
-            let inputs = HostInputs::new().with(&x, [batch, SCALES.len(), FEATURES])?.with_indices(&labels, [batch])?;
+            let inputs = HostInputs::new().with(&x, [batch, SCALES.len(), FEATURES])?.with(&labels, [batch])?;
             if precision == Precision::Bf16 {
                 let (model, spec) = crossasset::Model::<bf16>::new()?;
                 return train(step, model, &spec, &inputs, precision, until);
@@ -161,7 +161,7 @@ fn set_up(step: &EagerStep<'_>, work: &Work, precision: Precision, batch: usize,
 }
 
 /// Runs forward, loss, backward, clipping and AdamW, as the trainer does.
-fn train<M: Model>(
+fn train<S: Cast, M: Model<S>>(
     step: &EagerStep<'_>,
     model: M,
     spec: &ParameterSpec,

@@ -48,7 +48,7 @@ pub(crate) fn evaluation_batch(batch: usize) -> usize {
 impl RunMemory {
     /// Computes the needs of a run whose largest training step and evaluation step have these
     /// samples. Their values are not read.
-    pub(crate) fn of<M: Model>(
+    pub(crate) fn of<S: ops::Cast, M: Model<S>>(
         device: &Device,
         model: impl Fn() -> Result<(M, ParameterSpec)>,
         precision: ops::Precision,
@@ -65,7 +65,7 @@ impl RunMemory {
         };
         let steps = needs(&largest.inputs()?, true)? + needs(&evaluated.inputs()?, false)? + ROOM;
         let (_, spec) = model()?;
-        let is_bf16 = <M::Stored as Element>::NAME == bf16::NAME;
+        let is_bf16 = <S as Element>::NAME == bf16::NAME;
         let copied = if is_bf16 { size_of::<bf16>() } else { 0 };
         let frozen: usize = spec.frozen(FrozenType::F32).iter().map(|entry| entry.shape().elements()).sum();
         let trained = spec.elements() * (4 * size_of::<f32>() + copied);
@@ -168,7 +168,7 @@ pub(crate) fn arena(device: &Device, mebibytes: Option<usize>, needs: RunMemory)
 }
 
 /// Runs a training step without its update, or an evaluation step.
-fn run<M: Model>(
+fn run<S: ops::Cast, M: Model<S>>(
     step: &mut stepscope::EagerStep<'_>,
     state: &mut TrainState<M>,
     precision: ops::Precision,

@@ -6,7 +6,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use stepscope::files::replace_file;
 use stepscope::parameters::ParameterEntry;
-use stepscope::{Device, Model, Parameters, Result, Trainer, ops};
+use stepscope::{Device, Parameters, Result, Trainer, ops};
 use stepscope_predict::Gpu;
 
 use crate::program::usage::{ArenaUse, CaptureUse, MemoryUse, ModelSize};
@@ -77,7 +77,7 @@ pub(crate) struct Bytes {
 impl<D: Serialize> Report<D> {
     /// Returns the report of a finished run of these ranks, of `tokens` per update, whose final
     /// weights are exported.
-    pub(crate) fn of<M: Model>(
+    pub(crate) fn of<M>(
         device: &Device,
         trainer: &mut Trainer<'_, M>,
         data: D,

@@ -9,8 +9,9 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use stepscope::data::Loader;
+use stepscope::ops::Activation;
 use stepscope::train::{Ended, Observer, ProgressBar, Update};
-use stepscope::{Arena, Checkpoint, EpochProgress, Error, HostBatch, Model, Result, Trainer};
+use stepscope::{Arena, Checkpoint, EpochProgress, Error, HostBatch, Result, Trainer};
 
 use crate::program::log::Log;
 use crate::program::results::{BEST, CHECKPOINT};
@@ -21,6 +22,7 @@ use crate::run::gpu::GpuWatch;
 use crate::run::logs::{Line, Logs};
 use crate::run::report::{Evaluation, Position};
 use crate::train::bad_input::{Outcome, bad};
+use crate::train::model::Gpt;
 
 /// The longest time that reading a batch may take; the first reads of a disk are slow.
 const MOST_WAIT: Duration = Duration::from_secs(600);
@@ -76,11 +78,11 @@ pub(crate) struct Trained {
 impl Updates<'_> {
     /// Trains to the end. Returns none if it was stopped, after writing a checkpoint. `batches`
     /// makes the batches after this many samples.
-    pub(crate) fn run<M: Model, S: TokenBatch + Send + 'static>(
+    pub(crate) fn run<S: Activation, B: TokenBatch + Send + 'static>(
         &self,
-        trainer: &mut Trainer<'_, M>,
-        batches: impl FnOnce(u64) -> Result<Loader<Vec<S>>>,
-        held_out: &[S],
+        trainer: &mut Trainer<'_, Gpt<S>>,
+        batches: impl FnOnce(u64) -> Result<Loader<Vec<B>>>,
+        held_out: &[B],
     ) -> Outcome<Option<Trained>> {
         let updates = self.total;
         let mut trained = Trained::default();
@@ -143,7 +145,7 @@ impl Updates<'_> {
                 let tokens = batch.iter().flatten().map(TokenBatch::tokens).sum();
                 queued.borrow_mut().push_back(tokens);
             });
-            let ended = trainer.epoch(counted, &mut progress, &mut watch)?;
+            let ended = trainer.fit_with(counted, &mut progress, &mut watch)?;
             watch.share_pipeline_time();
             if ended == Ended::Stopped {
                 return Ok(None);
@@ -214,9 +216,9 @@ struct Watch<'w> {
 impl Watch<'_> {
     /// Reports the mean loss of the held-out samples, and saves the weights if they are the best so
     /// far.
-    fn evaluate<M: Model>(
+    fn evaluate<S: Activation>(
         &mut self,
-        trainer: &mut Trainer<'_, M>,
+        trainer: &mut Trainer<'_, Gpt<S>>,
         held_out: &[impl TokenBatch],
         update: u64,
         out: &Path,
@@ -224,7 +226,7 @@ impl Watch<'_> {
         let begun = Instant::now();
         let (mut sum, mut weight) = (0.0, 0);
         for part in held_out {
-            sum += trainer.evaluate(part, |_, _| Ok(()))?.0;
+            sum += trainer.evaluate(part)? * part.len() as f64;
             weight += part.weight();
         }
         let loss = sum / weight as f64;

@@ -127,9 +127,7 @@ impl<S: Activation> Gpt<S> {
 
 /// The inputs of a batch are the ids, the labels, and optionally the documents and the share of a
 /// counted token.
-impl<S: Activation> stepscope::Model for Gpt<S> {
-    type Stored = S;
-
+impl<S: Activation> stepscope::Model<S> for Gpt<S> {
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s, S>> {
         let documents = if self.mode.documents { Some(batch.input(2)?) } else { None };
         self.hidden(tape, batch.indices(0)?, documents)

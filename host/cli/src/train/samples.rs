@@ -69,7 +69,7 @@ impl HostBatch for Sequences {
 
     fn inputs(&self) -> Result<HostInputs<'_>> {
         let shape = [self.len(), self.context];
-        let inputs = HostInputs::new().with_indices(&self.ids, shape)?.with_indices(&self.labels, shape)?;
+        let inputs = HostInputs::new().with(&self.ids, shape)?.with(&self.labels, shape)?;
         match &self.documents {
             Some(documents) => inputs.with(documents, shape),
             None => Ok(inputs),

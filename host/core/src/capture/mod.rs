@@ -18,7 +18,7 @@ mod segments;
 mod slots;
 mod state;
 
-pub use slots::{CaptureInputs, DeviceBatch, HostInputs, Output};
+pub use slots::{CaptureInputs, DeviceBatch, HostInputs, InputKey, Output};
 
 use crate::arena::{ALIGN_BYTES, Arena, ArenaInner, Checks, GraphReservation, Measured};
 use crate::device::{Device, Launch, PinnedReadback, Pins};
@@ -116,7 +116,7 @@ impl Arena {
     /// # let mut adamw = Optimizer::new(&weights, AdamW::default())?;
     /// # let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
     /// # let (x, labels) = ([0.5f32; 8], [0u32, 2]);
-    /// let inputs = HostInputs::new().with(&x, [2, 4])?.with_indices(&labels, [2])?;
+    /// let inputs = HostInputs::new().with(&x, [2, 4])?.with(&labels, [2])?;
     /// let state = (w, &mut weights, &mut gradients, &mut adamw);
     /// let mut captured = arena.capture(state, &inputs, |step, (w, weights, gradients, adamw), slots| {
     ///     gradients.zero(step)?;

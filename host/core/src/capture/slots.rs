@@ -1,8 +1,8 @@
-//! The inputs and outputs of a captured step: host values by position, device slots, and handles of
-//! results.
+//! The inputs and outputs of a captured step: host values by number or name, device slots, and
+//! handles of results.
 //!
-//! Invariant: a slot's shape and element type are those of the input at the time of recording.
-//! Inputs of other shapes get another recording.
+//! Invariant: a slot's name, shape and element type are those of the input at the time of
+//! recording. Inputs of other shapes get another recording.
 
 #![forbid(unsafe_code)]
 
@@ -25,7 +25,8 @@ use std::time::Duration;
 /// ```
 /// # use stepscope::HostInputs;
 /// let (x, labels) = ([0.5f32; 6], [1u32, 0]);
-/// let inputs = HostInputs::new().with(&x, [2, 3])?.with_indices(&labels, [2])?;
+/// let inputs = HostInputs::new().with(&x, [2, 3])?.with(&labels, [2])?.named("labels");
+/// assert_eq!(inputs.indices("labels")?, [1, 0]);
 /// # Ok::<(), stepscope::Error>(())
 /// ```
 #[derive(Clone, Debug, Default)]
@@ -33,9 +34,6 @@ pub struct HostInputs<'i> {
     values: Vec<Value<'i>>,
     variant: u64,
 }
-
-/// The element type of inputs that are indices.
-const INDEX: &str = "index";
 
 /// One input.
 #[derive(Clone, Copy, Debug)]
@@ -47,6 +45,8 @@ struct Value<'i> {
 /// The properties of one input that decide which recording it needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct InputSignature {
+    /// The name, or empty for an input that has only a number.
+    name: &'static str,
     element: &'static str,
     /// Bytes of an element.
     element_bytes: usize,
@@ -59,27 +59,46 @@ impl<'i> HostInputs<'i> {
         Self::default()
     }
 
-    /// Appends an input of this shape, row-major.
+    /// Appends an input of this shape, row-major. Integers may be class labels or token ids:
+    /// [`DeviceBatch::indices`] returns them as such. Ops that use them check on the host that they
+    /// are valid, before each replay if the step is captured.
     ///
     /// # Errors
     /// [`Error::Misuse`] when the shape has a different number of elements.
-    pub fn with<T: Element>(self, values: &'i [T], shape: impl Into<Shape>) -> Result<Self> {
-        self.push(values, shape.into(), T::NAME)
-    }
-
-    /// Appends class labels or token ids. [`DeviceBatch::indices`] returns them. Ops that use them
-    /// check on the host that they are valid, before each replay if the step is captured.
-    pub fn with_indices(self, values: &'i [u32], shape: impl Into<Shape>) -> Result<Self> {
-        self.push(values, shape.into(), INDEX)
-    }
-
-    fn push<T: Element>(mut self, values: &'i [T], shape: Shape, element: &'static str) -> Result<Self> {
+    pub fn with<T: Element>(mut self, values: &'i [T], shape: impl Into<Shape>) -> Result<Self> {
+        let shape = shape.into();
         if shape.checked_elements() != Some(values.len()) {
             return Err(Error::misuse("inputs", format!("a shape of {} elements", values.len()), shape.to_string()));
         }
-        let form = InputSignature { element, element_bytes: size_of::<T>(), shape };
+        let form = InputSignature { name: "", element: T::NAME, element_bytes: size_of::<T>(), shape };
         self.values.push(Value { form, values: T::erase_values(values) });
         Ok(self)
+    }
+
+    /// Names the last input.
+    #[must_use]
+    pub fn named(mut self, name: &'static str) -> Self {
+        if let Some(last) = self.values.last_mut() {
+            last.form.name = name;
+        }
+        self
+    }
+
+    /// The integers of an input.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when there is no such input, or it has another element type.
+    pub fn indices(&self, input: impl InputKey) -> Result<&'i [u32]> {
+        let number = find(&input, self.values.iter().map(|value| value.form.name))?;
+        match self.values[number] {
+            Value { values: Values::U32(values), .. } => Ok(values),
+            Value { form, .. } => Err(other_element(&input, u32::NAME, form)),
+        }
+    }
+
+    /// The name of the input of this number, if it has one.
+    pub fn name(&self, number: usize) -> Option<&'static str> {
+        self.values.get(number).map(|value| value.form.name).filter(|name| !name.is_empty())
     }
 
     /// Sets a number that the step may branch on (default 0). Each variant has its own recording.
@@ -141,7 +160,57 @@ impl<T: Element> fmt::Debug for Output<T> {
     }
 }
 
-/// Inputs on the device, by position.
+/// A number of an input, counted from 0, or a name: the name of a field of a derived batch, or
+/// that of [`HostInputs::named`].
+pub trait InputKey: sealed::Sealed {}
+
+impl InputKey for usize {}
+impl InputKey for &str {}
+
+/// Returns the number of an input among those with these names.
+fn find(key: &impl InputKey, names: impl Iterator<Item = &'static str>) -> Result<usize> {
+    let names: Vec<&str> = names.collect();
+    key.number(&names).ok_or_else(|| {
+        let named: Vec<String> = names.iter().filter(|name| !name.is_empty()).map(|name| format!("`{name}`")).collect();
+        let or_name = if named.is_empty() { String::new() } else { format!(", or one of {}", named.join(", ")) };
+        Error::misuse("input", format!("an input below {}{or_name}", names.len()), key.shown())
+    })
+}
+
+fn other_element(key: &impl InputKey, expected: &str, form: InputSignature) -> Error {
+    let got = format!("{} {}", form.element, form.shape);
+    Error::misuse("input", format!("{} of {expected} elements", key.shown()), got)
+}
+
+mod sealed {
+    /// The lookup of an input.
+    pub trait Sealed {
+        fn number(&self, names: &[&str]) -> Option<usize>;
+        fn shown(&self) -> String;
+    }
+
+    impl Sealed for usize {
+        fn number(&self, names: &[&str]) -> Option<usize> {
+            (*self < names.len()).then_some(*self)
+        }
+
+        fn shown(&self) -> String {
+            format!("input {self}")
+        }
+    }
+
+    impl Sealed for &str {
+        fn number(&self, names: &[&str]) -> Option<usize> {
+            names.iter().position(|name| name == self && !name.is_empty())
+        }
+
+        fn shown(&self) -> String {
+            format!("input `{self}`")
+        }
+    }
+}
+
+/// Inputs on the device, by number or name.
 #[derive(Clone, Debug)]
 pub struct DeviceBatch<'s> {
     inputs: Vec<(Memory<u8>, InputSignature, Known)>,
@@ -149,29 +218,29 @@ pub struct DeviceBatch<'s> {
 }
 
 impl<'s> DeviceBatch<'s> {
-    /// The input of this number, counted from 0, in the order of [`HostInputs::with`].
+    /// The input of this number, counted from 0 in the order of [`HostInputs::with`], or of this
+    /// name.
     ///
     /// # Errors
     /// [`Error::Misuse`] when there is no such input, or it has another element type.
-    pub fn input<T: Element>(&self, number: usize) -> Result<Saved<'s, T>> {
-        let (memory, shape, _) = self.find(number, T::NAME)?;
+    pub fn input<T: Element>(&self, input: impl InputKey) -> Result<Saved<'s, T>> {
+        let (memory, shape, _) = self.find(&input, T::NAME)?;
         Ok(Saved::new(memory.cast(), shape))
     }
 
-    /// The class labels or token ids of this number, which [`HostInputs::with_indices`] appended.
-    pub fn indices(&self, number: usize) -> Result<Indices<'s>> {
-        let (memory, shape, known) = self.find(number, INDEX)?;
+    /// The input of this number or name as class labels or token ids.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when there is no such input, or it has another element type than u32.
+    pub fn indices(&self, input: impl InputKey) -> Result<Indices<'s>> {
+        let (memory, shape, known) = self.find(&input, u32::NAME)?;
         Ok(Indices::new(memory.cast(), shape, known))
     }
 
-    fn find(&self, number: usize, element: &str) -> Result<(Memory<u8>, Shape, Known)> {
-        let Some(&(memory, form, known)) = self.inputs.get(number) else {
-            let expected = format!("an input below {}", self.inputs.len());
-            return Err(Error::misuse("input", expected, format!("input {number}")));
-        };
+    fn find(&self, input: &impl InputKey, element: &str) -> Result<(Memory<u8>, Shape, Known)> {
+        let (memory, form, known) = self.inputs[find(input, self.inputs.iter().map(|(_, form, _)| form.name))?];
         if form.element != element {
-            let got = format!("{} {}", form.element, form.shape);
-            return Err(Error::misuse("input", format!("input {number} of {element} elements"), got));
+            return Err(other_element(input, element, form));
         }
         Ok((memory, form.shape, known))
     }
@@ -210,14 +279,14 @@ impl<'s> CaptureInputs<'s> {
         &self.batch
     }
 
-    /// The input of this number; see [`DeviceBatch::input`].
-    pub fn input<T: Element>(&self, number: usize) -> Result<Saved<'s, T>> {
-        self.batch.input(number)
+    /// The input of this number or name; see [`DeviceBatch::input`].
+    pub fn input<T: Element>(&self, input: impl InputKey) -> Result<Saved<'s, T>> {
+        self.batch.input(input)
     }
 
-    /// The class labels or token ids of this number; see [`DeviceBatch::indices`].
-    pub fn indices(&self, number: usize) -> Result<Indices<'s>> {
-        self.batch.indices(number)
+    /// The class labels or token ids of this number or name; see [`DeviceBatch::indices`].
+    pub fn indices(&self, input: impl InputKey) -> Result<Indices<'s>> {
+        self.batch.indices(input)
     }
 
     /// The number set by [`HostInputs::variant`].
@@ -376,5 +445,21 @@ mod tests {
         assert_eq!(HostInputs::new().with(&halves, [3, 5]).unwrap().first_not_finite(), None);
         let key = HostInputs::new().with(&halves, [3, 5]).unwrap().with(&labels, [3]).unwrap().key();
         assert_eq!(key.to_string(), "bf16[3, 5] u32[3] #0");
+    }
+
+    #[test]
+    fn inputs_have_numbers_and_names() {
+        let (x, labels) = ([1.0f32; 6], [4u32, 5, 6]);
+        let inputs = HostInputs::new().with(&x, [3, 2]).unwrap().with(&labels, [3]).unwrap().named("labels");
+        assert_eq!((inputs.indices(1), inputs.indices("labels")), (Ok(&labels[..]), Ok(&labels[..])));
+        assert_eq!((inputs.name(0), inputs.name(1), inputs.name(2)), (None, Some("labels"), None));
+        let refused = |found: Result<&[u32]>| found.unwrap_err().to_string();
+        assert!(refused(inputs.indices(0)).ends_with("input 0 of u32 elements, got f32 [3, 2]"));
+        assert!(refused(inputs.indices(2)).ends_with("an input below 2, or one of `labels`, got input 2"));
+        assert!(refused(inputs.indices("label")).ends_with("an input below 2, or one of `labels`, got input `label`"));
+        assert!(refused(inputs.indices("")).ends_with("got input ``"));
+        assert!(refused(HostInputs::new().indices(0)).ends_with("an input below 0, got input 0"));
+        let unnamed = HostInputs::new().with(&x, [3, 2]).unwrap().with(&labels, [3]).unwrap();
+        assert_ne!(inputs.key(), unnamed.key(), "a recording's inputs keep their names");
     }
 }

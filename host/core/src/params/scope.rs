@@ -15,9 +15,9 @@ pub struct Scope<'l> {
 }
 
 impl ParameterSpecBuilder {
-    /// The root scope.
-    pub fn names(&mut self) -> Scope<'_> {
-        Scope { spec: self, prefix: String::new() }
+    /// The scope `name`. Parameters without a scope are added to the builder itself.
+    pub fn at(&mut self, name: impl Display) -> Scope<'_> {
+        Scope { prefix: format!("{name}."), spec: self }
     }
 }
 

@@ -47,7 +47,7 @@ impl<'t, 's> Tape<'t, 's> {
     /// # fn main() -> Result<()> {
     /// # let device = Device::open(DeviceKind::Emulated)?;
     /// let mut spec = ParameterSpec::builder();
-    /// let blocks: Vec<Mlp> = (0..4).map(|n| Mlp::new(spec.names().at(format!("blocks.{n}")), 8, 32, 8)).collect();
+    /// let blocks: Vec<Mlp> = (0..4).map(|n| Mlp::new(spec.at(format!("blocks.{n}")), 8, 32, 8)).collect();
     /// let weights = Parameters::new(&device, &spec.build()?, 7)?;
     /// let mut gradients = Gradients::zeros(&weights)?;
     /// let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;

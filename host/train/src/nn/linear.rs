@@ -14,10 +14,10 @@ use stepscope_core::{Error, Initializer, Parameter, Result, Tape, Var};
 ///
 /// # fn main() -> stepscope::Result<()> {
 /// let mut spec = ParameterSpec::builder();
-/// let layer = Linear::new(spec.names().at("layer"), 64, 32);
+/// let layer = Linear::new(spec.at("layer"), 64, 32);
 /// spec.freeze(|_| Some(FrozenType::Bf16));
 /// let part = AdapterPart { name: "", first: 0, outputs: 32, rank: 8, scale: 2.0 };
-/// let layer = layer.with_adapter(spec.names().at("layer"), 64, &[part], 0.05)?;
+/// let layer = layer.with_adapter(spec.at("layer"), 64, &[part], 0.05)?;
 /// let spec = spec.build()?;
 /// let names: Vec<&str> = spec.entries().iter().map(|entry| entry.name()).collect();
 /// assert_eq!(names, ["layer.lora_a.weight", "layer.lora_b.weight"]);

@@ -12,9 +12,8 @@
 //!
 //! # fn main() -> Result<()> {
 //! let mut spec = ParameterSpec::builder();
-//! let mut names = spec.names();
-//! let norm = RmsNorm::new(names.at("norm"), 64);
-//! let mlp = Mlp::new(names.at("mlp"), 64, 128, 10);
+//! let norm = RmsNorm::new(spec.at("norm"), 64);
+//! let mlp = Mlp::new(spec.at("mlp"), 64, 128, 10);
 //! let spec = spec.build()?;
 //! let found: Vec<&str> = spec.entries().iter().map(ParameterEntry::name).collect();
 //! assert_eq!(found, ["norm.gain", "mlp.up.weight", "mlp.up.bias", "mlp.down.weight", "mlp.down.bias"]);

@@ -11,10 +11,9 @@ use stepscope_core::{Initializer, Result, StackedParameters, Tape, Var};
 /// use stepscope::nn::MultiHeadAttention;
 /// use stepscope::ops::Rotary;
 /// # let mut spec = stepscope::ParameterSpec::builder();
-/// # let mut names = spec.names();
-/// let vit = MultiHeadAttention::new(names.at("vit"), 768, 12);
-/// let gpt2 = MultiHeadAttention::new(names.at("gpt2"), 768, 12).causal();
-/// let llama = MultiHeadAttention::grouped(names.at("llama"), 4096, [32, 8]).causal().rotary(Rotary::new(500_000.0));
+/// let vit = MultiHeadAttention::new(spec.at("vit"), 768, 12);
+/// let gpt2 = MultiHeadAttention::new(spec.at("gpt2"), 768, 12).causal();
+/// let llama = MultiHeadAttention::grouped(spec.at("llama"), 4096, [32, 8]).causal().rotary(Rotary::new(500_000.0));
 /// ```
 ///
 /// One product computes q, k and v. See [`Tape::linear`], [`Tape::qk_norm`], [`Tape::rotary`] and

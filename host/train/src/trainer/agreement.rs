@@ -12,11 +12,11 @@ use sha2::{Digest, Sha256};
 use stepscope_core::internals::{KernelTest, hex};
 use stepscope_core::{DeviceKind, Error, ParameterEntry, Parameters, Result, ptx_builds};
 
-/// The names and values of one rank.
+/// The names and values of one rank, of everything that decides the weights.
 #[derive(Debug, Default)]
-pub(super) struct Settings(pub(super) Vec<(String, String)>);
+pub(super) struct WeightSettings(pub(super) Vec<(String, String)>);
 
-impl Settings {
+impl WeightSettings {
     pub(super) fn add(&mut self, name: impl Into<String>, value: impl Into<String>) {
         self.0.push((name.into(), value.into()));
     }
@@ -33,8 +33,8 @@ pub(super) fn of_optimizer<R: UpdateRule>(
     shards: usize,
     parameters: &Parameters,
     optimizer: &Optimizer<R>,
-) -> Result<Settings> {
-    let mut settings = Settings::default();
+) -> Result<WeightSettings> {
+    let mut settings = WeightSettings::default();
     settings.add("shards", shards.to_string());
     settings.add("kernels' results", sha256(KernelTest::registered()?.results));
     if parameters.flat().device().description().kind == DeviceKind::Cuda {
@@ -58,9 +58,9 @@ pub(super) fn of_optimizer<R: UpdateRule>(
 /// Returns the settings of an update: its number, the lengths of the batch's parts, and the rule's
 /// settings for it.
 #[cfg(feature = "group")]
-pub(super) fn of_update<R: UpdateRule>(optimizer: &Optimizer<R>, lens: &[usize]) -> Result<Settings> {
+pub(super) fn of_update<R: UpdateRule>(optimizer: &Optimizer<R>, lens: &[usize]) -> Result<WeightSettings> {
     let number = optimizer.updates().saturating_add(1);
-    let mut settings = Settings::default();
+    let mut settings = WeightSettings::default();
     settings.add("update", number.to_string());
     settings.add("samples in the parts of the batch", format!("{lens:?}"));
     settings.add("optimizer's settings for the update", format!("{:?}", optimizer.settings_of_update(number)?));

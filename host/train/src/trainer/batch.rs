@@ -1,12 +1,13 @@
-//! Host batches, whose parts are one step each, and the metrics of an update.
+//! The parts of a batch, which are one step each, and the metrics of an update.
 
+use super::host_batch::HostBatch;
 use crate::checkpoint::Checkpoint;
 use cuda_std::float_mode;
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
 use stepscope_core::internals::short;
-use stepscope_core::{Error, HostInputs, MatrixInstruction, Result};
+use stepscope_core::{Error, MatrixInstruction, Result};
 
 /// The name of the checkpoint note that stores [`EpochProgress`].
 pub(super) const PROGRESS: &str = "stepscope.epoch";
@@ -40,23 +41,6 @@ pub(super) fn compare_instructions(checkpoint: &Checkpoint, ours: Option<MatrixI
 fn different(theirs: Option<&str>, ours: Option<MatrixInstruction>) -> Option<(String, MatrixInstruction)> {
     let (theirs, ours) = (theirs?, ours?);
     (theirs != ours.to_string()).then(|| (short(theirs).to_string(), ours))
-}
-
-/// Samples in host memory: a batch, or a part of one.
-pub trait HostBatch {
-    /// Returns the number of samples, which is above zero.
-    fn len(&self) -> usize;
-
-    /// Returns true if there are no samples.
-    fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// Returns the values of the samples, in the order in which the model reads its inputs.
-    ///
-    /// # Errors
-    /// [`Error::Misuse`] if a shape's element count differs from the number of values.
-    fn inputs(&self) -> Result<HostInputs<'_>>;
 }
 
 /// The place of a micro-batch in its batch.
@@ -170,17 +154,19 @@ impl FromStr for EpochProgress {
 }
 
 /// Returns the first non-finite input of these parts of a batch.
-pub(super) fn first_input<S: HostBatch>(batch: &[S], parts: Range<usize>) -> Result<Option<String>> {
+pub(super) fn first_input<B: HostBatch>(batch: &[B], parts: Range<usize>) -> Result<Option<String>> {
     for at in parts {
-        if let Some((input, row)) = batch[at].inputs()?.first_not_finite() {
-            return Ok(Some(format!("input {input} of the batch, sample {}", place(&batch[..at], row))));
+        let inputs = batch[at].inputs()?;
+        if let Some((input, row)) = inputs.first_not_finite() {
+            let named = inputs.name(input).map_or_else(|| input.to_string(), |name| format!("`{name}`"));
+            return Ok(Some(format!("input {named} of the batch, sample {}", place(&batch[..at], row))));
         }
     }
     Ok(None)
 }
 
 /// Returns a sample's index in the whole batch.
-pub(super) fn place<S: HostBatch>(before: &[S], sample: usize) -> usize {
+pub(super) fn place<B: HostBatch>(before: &[B], sample: usize) -> usize {
     before.iter().fold(sample, |place, part| place.saturating_add(part.len()))
 }
 

@@ -8,14 +8,13 @@
 
 #![forbid(unsafe_code)]
 
-use super::model::Model;
 use super::setup::Trainer;
 use crate::checkpoint::writing_bytes;
 use crate::optim::UpdateRule;
 use stepscope_core::internals::shortage_for;
 use stepscope_core::{MemoryForecast, MemoryShortage, ProcessMemory, Result};
 
-impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
+impl<M, R: UpdateRule> Trainer<'_, M, R> {
     /// Returns the reason why no update can begin. Either the host's available memory is below the
     /// arena's floor, or it will be before the run ends.
     pub(super) fn shortage(&mut self) -> Result<Option<MemoryShortage>> {

@@ -7,6 +7,7 @@ use crate::optim::UpdateRule;
 use std::ops::{Deref, DerefMut};
 use std::time::Duration;
 use stepscope_core::internals::{build_to_measure, make_room, measure_capture};
+use stepscope_core::ops::Cast;
 use stepscope_core::{Arena, ArenaBuilder, Capacity, Device, Growth, HostInputs, Measured, Overflow, Result};
 
 /// The bytes of a sized arena in addition to the captured step's, for the small steps between two
@@ -52,7 +53,7 @@ impl<'a> From<&'a mut Arena> for StepMemory<'a> {
 
 impl<'a> StepMemory<'a> {
     /// Returns the arena, sized for a captured step on these inputs if it is not the caller's.
-    pub(super) fn for_capture<M: Model, R: UpdateRule>(
+    pub(super) fn for_capture<S: Cast, M: Model<S>, R: UpdateRule>(
         self,
         state: &mut TrainState<M, R>,
         inputs: &HostInputs<'_>,

@@ -14,8 +14,9 @@
 
 mod agreement;
 mod batch;
-mod epoch;
+mod fit;
 mod forecast;
+mod host_batch;
 mod memory;
 mod model;
 #[cfg(feature = "progress")]
@@ -27,8 +28,9 @@ mod shards;
 mod stage;
 mod sync;
 
-pub use batch::{EpochProgress, HostBatch, Update};
-pub use epoch::{Ended, Observer};
+pub use batch::{EpochProgress, Update};
+pub use fit::{Ended, Observer};
+pub use host_batch::{HostArray, HostBatch, IntoBatch, Sample};
 pub use memory::StepMemory;
 pub use model::{Model, TrainState};
 #[cfg(feature = "progress")]

@@ -1,6 +1,6 @@
 //! The model, and the training step. The same step function runs eagerly and captured.
 
-use super::agreement::{self, Settings};
+use super::agreement::{self, WeightSettings};
 use super::batch::{EpochProgress, MicroBatch, compare_instructions, dropout_seed};
 use super::sync::{CallSite, GradientSync, Metric, Updated};
 use crate::checkpoint::Checkpoint;
@@ -15,36 +15,28 @@ use stepscope_core::{
 /// A model that a [`Trainer`](super::Trainer) can train: parameter handles, and the computation
 /// from a batch to a loss.
 ///
+/// Its output, and usually its activations, are stored as `S`: f32, or [`bf16`](half::bf16) in
+/// `impl Model<bf16> for ..`.
+///
 /// Its functions run at each step, or once per capture, and must do the same for all batches of the
 /// same shapes. One model serves training and evaluation. [`Tape::dropout`] drops values only in
 /// training (see [`TrainState::with_dropout`]), and [`Tape::is_evaluating`] returns which of the
 /// two is running.
-pub trait Model {
-    /// The element type in which the model stores its output, and usually its activations: `f32` or
-    /// [`bf16`](half::bf16).
-    type Stored: Cast;
-
+pub trait Model<S: Cast = f32> {
     /// Computes the model's output for a batch. For a classifier, these are logits
     /// `[samples, classes]`.
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s, Self::Stored>>;
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s, S>>;
 
     /// Computes the mean loss of the samples, `[1]`. The default is the cross-entropy with the
     /// labels in the batch's input 1. If a batch has several parts, the trainer weights each part's
     /// mean by its number of samples.
-    fn loss<'s>(
-        &self,
-        tape: &Tape<'_, 's>,
-        output: &Var<'s, Self::Stored>,
-        batch: &DeviceBatch<'s>,
-    ) -> Result<Var<'s>> {
-        tape.cross_entropy(&tape.to_f32(output)?, batch.indices(1)?)
-    }
-
-    /// Returns a parameter whose gradient norm is reported with each update.
-    fn monitored(&self) -> Option<Parameter> {
-        None
+    fn loss<'s>(&self, tape: &Tape<'_, 's>, output: &Var<'s, S>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
+        tape.cross_entropy(&tape.to_f32(output)?, batch.indices(LABELS)?)
     }
 }
+
+/// The input that has the labels of a classifier.
+pub(super) const LABELS: usize = 1;
 
 /// A model with its weights, gradients and optimizer: everything that training steps change.
 #[derive(Debug)]
@@ -61,6 +53,8 @@ pub struct TrainState<M, R = AdamW> {
     pub precision: Precision,
     /// The generator of dropout's random numbers in training. Evaluation draws none.
     pub generator: Option<Generator>,
+    /// The parameter whose gradient norm is reported with each update.
+    pub monitored: Option<Parameter>,
     /// The ranks that train the model.
     pub(super) sync: Box<dyn GradientSync<R>>,
 }
@@ -83,16 +77,19 @@ pub(super) struct StepMetrics<Loss, Norm> {
     pub(super) monitored: Option<Norm>,
 }
 
-impl<M: Model, R: UpdateRule> TrainState<M, R> {
+impl<M, R: UpdateRule> TrainState<M, R> {
     /// Creates a model whose initializers draw the weights from `seed`, and an optimizer with this
-    /// rule and no updates yet. If [`Model::Stored`] is BF16, the weights have a BF16 copy.
+    /// rule and no updates yet. If the model's output is BF16, the weights have a BF16 copy.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`](stepscope_core::Error::DeviceMemory) if memory runs out.
     /// [`Error::Misuse`](stepscope_core::Error::Misuse) for a setting that is out of range.
-    pub fn new(device: &Device, model: M, spec: &ParameterSpec, seed: u64, rule: R) -> Result<Self> {
+    pub fn new<S: Cast>(device: &Device, model: M, spec: &ParameterSpec, seed: u64, rule: R) -> Result<Self>
+    where
+        M: Model<S>,
+    {
         let parameters = Parameters::new(device, spec, seed)?;
-        let parameters = if M::Stored::NAME == bf16::NAME { parameters.with_bf16_copy()? } else { parameters };
+        let parameters = if <S as Element>::NAME == bf16::NAME { parameters.with_bf16_copy()? } else { parameters };
         let (gradients, optimizer) = (Gradients::zeros(&parameters)?, Optimizer::new(&parameters, rule)?);
         Ok(Self {
             model,
@@ -101,6 +98,7 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
             optimizer,
             precision: Precision::default(),
             generator: None,
+            monitored: None,
             sync: Box::new(()),
         })
     }
@@ -112,10 +110,16 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
         Ok(Self { generator: Some(generator), ..self })
     }
 
+    /// Reports the gradient norm of this parameter with each update, in [`Update::monitored_l2`](super::Update::monitored_l2).
+    #[must_use]
+    pub fn with_monitored(self, parameter: Parameter) -> Self {
+        Self { monitored: Some(parameter), ..self }
+    }
+
     /// Returns everything that decides the weights in a train state of a group of several ranks.
     /// Waits for the device.
-    pub(super) fn settings(&self, shards: usize) -> Result<Settings> {
-        let Self { model, parameters, optimizer, precision, generator, .. } = self;
+    pub(super) fn settings(&self, shards: usize) -> Result<WeightSettings> {
+        let Self { parameters, optimizer, precision, generator, monitored, .. } = self;
         let mut settings = agreement::of_optimizer(shards, parameters, optimizer)?;
         settings.add("weights", parameters.sha256()?);
         settings.add_option("frozen weights", parameters.frozen_sha256()?);
@@ -126,7 +130,7 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
             settings.add("matrix instruction", instruction.to_string());
         }
         settings.add_option("dropout's seed", generator.as_ref().map(|generator| generator.seed()));
-        let monitored = model.monitored().map(|monitored| parameters.spec().trained_entry(monitored)).transpose()?;
+        let monitored = monitored.map(|monitored| parameters.spec().trained_entry(monitored)).transpose()?;
         settings.add_option("monitored parameter", monitored.map(ParameterEntry::name));
         Ok(settings)
     }
@@ -144,9 +148,9 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
     }
 
     /// Replaces the model with the one that `wrap` makes of it, with the same parameters.
-    pub fn map_model<N: Model>(self, wrap: impl FnOnce(M) -> N) -> TrainState<N, R> {
-        let Self { model, parameters, gradients, optimizer, precision, generator, sync } = self;
-        TrainState { model: wrap(model), parameters, gradients, optimizer, precision, generator, sync }
+    pub fn map_model<N>(self, wrap: impl FnOnce(M) -> N) -> TrainState<N, R> {
+        let Self { model, parameters, gradients, optimizer, precision, generator, monitored, sync } = self;
+        TrainState { model: wrap(model), parameters, gradients, optimizer, precision, generator, monitored, sync }
     }
 
     /// Sets the precision for training and evaluation.
@@ -168,14 +172,17 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
 
     /// Runs forward and backward and, with a `ticket`, the update.
     #[track_caller]
-    pub(super) fn learn<'s>(
+    pub(super) fn learn<'s, S: Cast>(
         &mut self,
         step: &Step<'s>,
         batch: &DeviceBatch<'s>,
         part: MicroBatch,
         ticket: Option<UpdateTicket>,
-    ) -> Result<StepMetrics<Saved<'s>, Tensor<'s>>> {
-        let Self { model, parameters, gradients, optimizer, precision, generator, .. } = self;
+    ) -> Result<StepMetrics<Saved<'s>, Tensor<'s>>>
+    where
+        M: Model<S>,
+    {
+        let Self { model, parameters, gradients, optimizer, precision, generator, monitored, .. } = self;
         step.set_precision(*precision);
         let tape = Tape::new(step, parameters).of_part(part.samples, part.batch);
         let tape = match generator {
@@ -188,7 +195,7 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
         } else {
             tape.backward(&loss, gradients)?;
         }
-        let monitored = match model.monitored().filter(|_| part.last) {
+        let monitored = match monitored.filter(|_| part.last) {
             Some(parameter) => Some(ops::squared_norm(step, &gradients.lend_mut(step, parameter)?)?),
             None => None,
         };
@@ -200,11 +207,14 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
     /// Runs forward and the loss of a batch, without gradients. Returns the model's output and the
     /// mean of the samples' losses.
     #[track_caller]
-    pub(super) fn evaluate<'s>(
+    pub(super) fn evaluate<'s, S: Cast>(
         &self,
         step: &EagerStep<'s>,
         inputs: &HostInputs<'_>,
-    ) -> Result<(Var<'s, M::Stored>, Var<'s>)> {
+    ) -> Result<(Var<'s, S>, Var<'s>)>
+    where
+        M: Model<S>,
+    {
         step.set_precision(self.precision);
         let batch = step.upload_inputs(inputs)?;
         let tape = Tape::new(step, &self.parameters).evaluating();
@@ -219,7 +229,7 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
         let wanted = match wanted {
             GatheredSums::All => Some(0..spec.elements()),
             GatheredSums::Monitored => {
-                let monitored = self.model.monitored().map(|monitored| spec.trained_entry(monitored)).transpose()?;
+                let monitored = self.monitored.map(|monitored| spec.trained_entry(monitored)).transpose()?;
                 monitored.map(ParameterEntry::range)
             }
         };
@@ -231,7 +241,7 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
     pub(super) fn update(&mut self, arena: &mut Arena, ticket: UpdateTicket, metric: &mut Metric<'_>) -> Result<()> {
         let Self { parameters, gradients, optimizer, .. } = self;
         let of = Updated { parameters, gradients, optimizer };
-        self.sync.update(arena, ticket, of, self.model.monitored(), metric)
+        self.sync.update(arena, ticket, of, self.monitored, metric)
     }
 
     /// Restores the weights, optimizer and dropout seed, and returns the epoch's progress.
@@ -268,11 +278,14 @@ impl<M: Model, R: UpdateRule> TrainState<M, R> {
     }
 
     /// Records [`TrainState::learn`] for a capture.
-    pub(super) fn record<'s>(
+    pub(super) fn record<'s, S: Cast>(
         step: &mut Step<'s>,
         state: &mut Self,
         slots: &CaptureInputs<'s>,
-    ) -> Result<StepMetrics<Output, Output>> {
+    ) -> Result<StepMetrics<Output, Output>>
+    where
+        M: Model<S>,
+    {
         let part = MicroBatch::of(slots.variant());
         let ticket = part.update.then(|| UpdateTicket::each_replay(slots));
         let metrics = state.learn(step, slots.batch(), part, ticket)?;

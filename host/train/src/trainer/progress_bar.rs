@@ -7,7 +7,7 @@
 #![forbid(unsafe_code)]
 
 use super::batch::{EpochProgress, Update};
-use super::epoch::Observer;
+use super::fit::Observer;
 use cuda_std::float_mode;
 use indicatif::{ProgressState, ProgressStyle};
 use std::fmt;
@@ -25,30 +25,19 @@ const LINE_EVERY: Duration = Duration::from_secs(10);
 /// writes a line with the same figures every ten seconds. Needs the feature `progress`.
 ///
 /// ```
-/// # use stepscope::nn::Linear;
 /// use stepscope::prelude::*;
 /// use stepscope::train::ProgressBar;
 ///
-/// # struct Line(Linear);
+/// # struct Line(nn::Linear);
 /// # impl Model for Line {
-/// #     type Stored = f32;
 /// #     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
 /// #         self.0.forward(tape, &tape.input(batch.input::<f32>(0)?))
 /// #     }
 /// # }
-/// # struct Points([f32; 4], [u32; 2]);
-/// # impl HostBatch for Points {
-/// #     fn len(&self) -> usize {
-/// #         2
-/// #     }
-/// #     fn inputs(&self) -> Result<HostInputs<'_>> {
-/// #         HostInputs::new().with(&self.0, [2, 2])?.with_indices(&self.1, [2])
-/// #     }
-/// # }
-/// fn train<M: Model, S: HostBatch>(trainer: &mut Trainer<'_, M>, batches: Vec<Result<Vec<S>>>, samples: usize) -> Result<()> {
+/// fn train<M: Model, B: HostBatch>(trainer: &mut Trainer<'_, M>, batches: Vec<B>, samples: usize) -> Result<()> {
 ///     let mut bar = ProgressBar::new("epoch 0", samples);
 ///     let mut progress = EpochProgress::default();
-///     trainer.epoch(batches, &mut progress, &mut bar)?;
+///     trainer.fit_with(batches, &mut progress, &mut bar)?;
 ///     let duration = bar.finish(&progress); // epoch 0  80 samples in 0.1 s  loss 0.0312  1482 samples/s
 ///     assert!(!duration.is_zero());
 ///     Ok(())
@@ -56,12 +45,11 @@ const LINE_EVERY: Duration = Duration::from_secs(10);
 /// # fn main() -> Result<()> {
 /// # let device = Device::open(DeviceKind::Emulated)?;
 /// # let mut spec = ParameterSpec::builder();
-/// # let model = Line(Linear::new(spec.names().at("line"), 2, 2));
+/// # let model = Line(nn::Linear::new(spec.at("line"), 2, 2));
 /// # let state = TrainState::new(&device, model, &spec.build()?, 7, AdamW::default())?;
-/// # let batch = || Points([1.0, 0.0, 0.0, 1.0], [0, 1]);
+/// # let batch = || (vec![[1.0f32, 0.0], [0.0, 1.0]], vec![0u32, 1]);
 /// # let mut trainer = Trainer::captured(&device, state, &batch())?;
-/// # let batches = (0..40).map(|_| Ok(vec![batch()])).collect();
-/// # train(&mut trainer, batches, 80)
+/// # train(&mut trainer, vec![batch(); 40], 80)
 /// # }
 /// ```
 ///

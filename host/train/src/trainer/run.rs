@@ -1,6 +1,7 @@
 //! Runs the steps of an update, reads their metrics back, and reports updates that failed.
 
-use super::batch::{HostBatch, MicroBatch, Update, first_input, place};
+use super::batch::{MicroBatch, Update, first_input, place};
+use super::host_batch::HostBatch;
 use super::model::{GatheredSums, Model, StepMetrics, TrainState};
 use super::setup::Trainer;
 use super::stage::{Queued, Results, Stage};
@@ -11,6 +12,7 @@ use std::ops::Range;
 use std::panic::Location;
 use std::sync::atomic::Ordering;
 use stepscope_core::internals::{PinnedReadback, is_finite};
+use stepscope_core::ops::Cast;
 use stepscope_core::{Error, NonFinite, Quantity, Result};
 
 /// The number of updates between two checks of all weights. Reading the weights of GPT-2 takes as
@@ -49,10 +51,13 @@ impl Plan {
     }
 }
 
-impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
+impl<M, R: UpdateRule> Trainer<'_, M, R> {
     /// Queues an update if steps are captured, or makes it if they are eager.
     #[track_caller]
-    pub(super) fn queue<S: HostBatch>(&mut self, batch: &[S]) -> Result<Queued> {
+    pub(super) fn queue<S: Cast>(&mut self, batch: &[impl HostBatch]) -> Result<Queued>
+    where
+        M: Model<S>,
+    {
         self.check_weights_at_times()?;
         if matches!(self.stage, Stage::Eager(_)) {
             return self.queue_eager(batch, true);
@@ -102,7 +107,10 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
 
     /// Runs an update eagerly, with the optimizer's part only if `update` is set.
     #[track_caller]
-    pub(super) fn queue_eager<S: HostBatch>(&mut self, batch: &[S], update: bool) -> Result<Queued> {
+    pub(super) fn queue_eager<S: Cast>(&mut self, batch: &[impl HostBatch], update: bool) -> Result<Queued>
+    where
+        M: Model<S>,
+    {
         let mut plan = self.advance(batch, update)?;
         let Self { arena, stage, .. } = self;
         let state = stage.state_mut();
@@ -136,7 +144,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
 
     /// Waits for the metrics of an update by `batch`.
     #[track_caller]
-    pub(super) fn wait_for_update<S: HostBatch>(&mut self, queued: Queued, batch: &[S]) -> Result<Update> {
+    pub(super) fn wait_for_update<B: HostBatch>(&mut self, queued: Queued, batch: &[B]) -> Result<Update> {
         let Queued { number, samples, parts, updates, metrics } = queued;
         let metrics = match metrics {
             Results::Known(metrics) => metrics,
@@ -149,7 +157,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         let (losses, norms) = metrics.split_at(parts.len());
         let (gradients, monitored) = norms.split_at(usize::from(updates));
         let losses = self.state().sync.losses(losses, norms, Location::caller())?;
-        let share = |part: &S| part.len() as f64 / samples as f64;
+        let share = |part: &B| part.len() as f64 / samples as f64;
         let loss: f64 = float_mode::in_default(|| {
             losses.iter().zip(batch).map(|(&loss, part)| f64::from(loss) * share(part)).sum()
         });
@@ -230,7 +238,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     /// Agrees on the update with all ranks, prepares the optimizer for it, and returns the parts of
     /// the batch to run here.
     #[track_caller]
-    fn advance<S: HostBatch>(&mut self, batch: &[S], update: bool) -> Result<Plan> {
+    fn advance<B: HostBatch>(&mut self, batch: &[B], update: bool) -> Result<Plan> {
         let lens: Vec<usize> = batch.iter().map(HostBatch::len).collect();
         let samples = lens.iter().try_fold(0usize, |sum, &len| if len == 0 { None } else { sum.checked_add(len) });
         let Some(samples) = samples.filter(|samples| (1..=MicroBatch::MOST).contains(samples)) else {
@@ -253,7 +261,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
 
 /// Corrects the sample index of an error from a part of a batch to its index in the whole batch.
 /// `before` are the earlier parts.
-fn behind<S: HostBatch>(before: &[S], error: Error) -> Error {
+fn behind<B: HostBatch>(before: &[B], error: Error) -> Error {
     match error {
         Error::Label { sample, label, classes } => Error::Label { sample: place(before, sample), label, classes },
         other => other,

@@ -2,7 +2,8 @@
 
 #![forbid(unsafe_code)]
 
-use super::batch::{HostBatch, MicroBatch};
+use super::batch::MicroBatch;
+use super::host_batch::HostBatch;
 use super::memory::{StepMemory, TrainerArena};
 use super::model::{Model, TrainState};
 use super::stage::Stage;
@@ -11,48 +12,33 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use stepscope_core::internals::PinnedReadback;
+use stepscope_core::ops::Cast;
 use stepscope_core::{Arena, CaptureReport, MemoryForecast, NonFinite, Result};
 
 /// Trains a model, with update rule `R`.
 ///
 /// ```
-/// use stepscope::nn::Linear;
 /// use stepscope::prelude::*;
 ///
-/// struct Classifier(Linear);
+/// struct Classifier(nn::Linear);
 ///
 /// impl Model for Classifier {
-///     type Stored = f32;
-///
 ///     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
 ///         self.0.forward(tape, &tape.input(batch.input::<f32>(0)?))
 ///     }
 /// }
 ///
-/// struct Points(Vec<f32>, Vec<u32>);
-///
-/// impl HostBatch for Points {
-///     fn len(&self) -> usize {
-///         self.1.len()
-///     }
-///
-///     fn inputs(&self) -> Result<HostInputs<'_>> {
-///         HostInputs::new().with(&self.0, [self.1.len(), 2])?.with_indices(&self.1, [self.1.len()])
-///     }
-/// }
-///
 /// # fn main() -> Result<()> {
 /// let mut spec = ParameterSpec::builder();
-/// let model = Classifier(Linear::new(spec.names().at("head"), 2, 2));
+/// let model = Classifier(nn::Linear::new(spec.at("head"), 2, 2));
 /// let device = Device::open(DeviceKind::Emulated)?;
 /// let config = AdamW { learning_rate: 0.1, ..AdamW::default() };
 /// let state = TrainState::new(&device, model, &spec.build()?, 7, config)?;
 ///
-/// let batch = || Points(vec![1.0, 0.0, 0.0, 1.0], vec![0, 1]);
+/// let batch = || (vec![[1.0f32, 0.0], [0.0, 1.0]], vec![0u32, 1]); // two points, and their classes
 /// let mut trainer = Trainer::captured(&device, state, &batch())?;
-/// let mut progress = EpochProgress::default();
-/// trainer.epoch((0..50).map(|_| Ok(vec![batch()])), &mut progress, &mut ())?;
-/// let (loss, logits) = trainer.evaluate(&batch(), |step, logits| step.read(logits.value()))?;
+/// trainer.fit((0..50).map(|_| batch()))?;
+/// let (loss, logits) = trainer.evaluate_with(&batch(), |step, logits| step.read(logits.value()))?;
 /// assert!(loss < 0.1 && logits[0] > logits[1] && logits[2] < logits[3], "{loss}");
 /// # Ok(())
 /// # }
@@ -84,7 +70,7 @@ impl<M: fmt::Debug, R: fmt::Debug> fmt::Debug for Trainer<'_, M, R> {
     }
 }
 
-impl<'a, M: Model, R: UpdateRule> Trainer<'a, M, R> {
+impl<'a, M, R: UpdateRule> Trainer<'a, M, R> {
     /// Creates a trainer whose steps run eagerly, launch by launch, with the same bits as captured
     /// steps.
     pub fn eager(arena: &'a mut Arena, state: TrainState<M, R>) -> Self {
@@ -94,11 +80,14 @@ impl<'a, M: Model, R: UpdateRule> Trainer<'a, M, R> {
     /// Creates a trainer whose steps replay a graph, recorded once for each shape of micro-batch.
     /// `largest` is the largest micro-batch. Its values are not read. `memory` is a device, an
     /// [`ArenaBuilder`](stepscope_core::ArenaBuilder) or a `&mut` [`Arena`]; see [`StepMemory`].
-    pub fn captured(
+    pub fn captured<S: Cast>(
         memory: impl Into<StepMemory<'a>>,
         mut state: TrainState<M, R>,
         largest: &impl HostBatch,
-    ) -> Result<Self> {
+    ) -> Result<Self>
+    where
+        M: Model<S>,
+    {
         let alone = !state.sync.is_group();
         let part = MicroBatch { samples: largest.len(), batch: largest.len(), first: true, last: alone, update: alone };
         let inputs = largest.inputs()?.variant(part.variant());

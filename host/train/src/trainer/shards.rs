@@ -18,7 +18,7 @@
 //! element.
 
 use super::agreement;
-use super::model::{Model, TrainState};
+use super::model::TrainState;
 use super::sync::{CallSite, Ending, GradientSync, Metric, OwnParts, Updated};
 use crate::checkpoint::Checkpoint;
 use crate::optim::{Optimizer, UpdateRule, UpdateTicket};
@@ -75,7 +75,7 @@ struct PeerBuffers {
     travelling: usize,
 }
 
-impl<M: Model, R: UpdateRule> TrainState<M, R> {
+impl<M, R: UpdateRule> TrainState<M, R> {
     /// Distributes training over all ranks of a group. Each rank gets the same number of the
     /// `shards`, adjacent in the batch. It also gets the optimizer state for one slice of each
     /// bucket of the weights. Call it last. The weights after an update depend on the number of
@@ -259,7 +259,7 @@ impl<R: UpdateRule> GradientSync<R> for Shards {
         &self,
         parameters: &Parameters,
         optimizer: &Optimizer<R>,
-        settings: &dyn Fn(usize) -> Result<agreement::Settings>,
+        settings: &dyn Fn(usize) -> Result<agreement::WeightSettings>,
         site: CallSite,
     ) -> Result<()> {
         self.check(parameters, optimizer)?;
@@ -475,7 +475,7 @@ fn state_sha256<R: UpdateRule>(optimizer: &Optimizer<R>) -> Result<Option<String
 }
 
 /// Returns the settings to compare, with the digest of the optimizer's state added.
-fn with_state(mut settings: agreement::Settings, state: Option<&str>) -> Settings {
+fn with_state(mut settings: agreement::WeightSettings, state: Option<&str>) -> Settings {
     state.into_iter().for_each(|state| settings.add("digest of the optimizer's state", state));
     Settings::of(&settings.0)
 }

@@ -5,7 +5,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::agreement::Settings;
+use super::agreement::WeightSettings;
 use crate::checkpoint::Checkpoint;
 use crate::optim::{Optimizer, UpdateRule, UpdateTicket};
 use std::fmt;
@@ -65,7 +65,7 @@ pub(super) trait GradientSync<R>: fmt::Debug + Send + Sync {
         &self,
         _parameters: &Parameters,
         _optimizer: &Optimizer<R>,
-        _settings: &dyn Fn(usize) -> Result<Settings>,
+        _settings: &dyn Fn(usize) -> Result<WeightSettings>,
         _site: CallSite,
     ) -> Result<()> {
         Ok(())

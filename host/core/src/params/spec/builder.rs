@@ -97,7 +97,7 @@ impl ParameterSpecBuilder {
     /// # use stepscope::parameters::Initializer;
     /// # use stepscope::ParameterSpec;
     /// # let mut spec = ParameterSpec::builder();
-    /// # stepscope::nn::Linear::new(spec.names().at("head"), 2, 2);
+    /// # stepscope::nn::Linear::new(spec.at("head"), 2, 2);
     /// spec.initialize(|entry| entry.name().ends_with("weight").then_some(Initializer::Normal { deviation: 0.02 }));
     /// ```
     pub fn initialize(&mut self, choose: impl Fn(&ParameterEntry) -> Option<Initializer>) {
@@ -121,8 +121,8 @@ impl ParameterSpecBuilder {
     ///
     /// # fn main() -> stepscope::Result<()> {
     /// let mut spec = ParameterSpec::builder();
-    /// Linear::new(spec.names().at("body"), 64, 64);
-    /// Linear::new(spec.names().at("head"), 64, 10);
+    /// Linear::new(spec.at("body"), 64, 64);
+    /// Linear::new(spec.at("head"), 64, 10);
     /// spec.freeze(|entry| entry.name().starts_with("body.").then_some(FrozenType::Bf16));
     /// let spec = spec.build()?;
     /// assert_eq!(spec.entries()[0].name(), "head.weight");

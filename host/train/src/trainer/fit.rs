@@ -1,9 +1,11 @@
-//! Runs epochs, single updates, half updates and evaluations, and saves and restores checkpoints.
+//! Fits a model to batches, makes single updates, half updates and evaluations, and saves and
+//! restores checkpoints.
 
 #![forbid(unsafe_code)]
 
-use super::batch::{DROPOUT_SEED, EpochProgress, HostBatch, MATRIX_INSTRUCTION, PROGRESS, Update, first_input};
-use super::model::{Model, TrainState};
+use super::batch::{DROPOUT_SEED, EpochProgress, MATRIX_INSTRUCTION, PROGRESS, Update, first_input};
+use super::host_batch::{HostBatch, IntoBatch};
+use super::model::{LABELS, Model, TrainState};
 use super::setup::Trainer;
 use super::stage::Queued;
 use crate::checkpoint::Checkpoint;
@@ -13,6 +15,7 @@ use std::panic::Location;
 use std::slice;
 use std::sync::atomic::Ordering;
 use stepscope_core::internals::is_finite;
+use stepscope_core::ops::Cast;
 use stepscope_core::{Arena, Buffer, EagerStep, Error, MemoryShortage, Quantity, Result, Var, ops};
 
 /// Receives callbacks while an epoch runs. The default functions do nothing.
@@ -21,7 +24,7 @@ pub trait Observer {
     /// for its report.
     ///
     /// # Errors
-    /// An error that this function returns ends the epoch, and `epoch` returns it.
+    /// An error that this function returns ends the epoch, and `fit_with` returns it.
     fn updated(&mut self, _update: &Update, _progress: &EpochProgress, _arena: &Arena) -> Result<()> {
         Ok(())
     }
@@ -44,7 +47,7 @@ pub enum Ended {
     Stopped,
 }
 
-impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
+impl<M, R: UpdateRule> Trainer<'_, M, R> {
     /// Updates the weights once by a batch. Each part of the batch is a step, and the gradients of
     /// all parts are added up. Waits for the update.
     ///
@@ -59,7 +62,10 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     /// thousandth update, and before the first one if they were loaded unchecked. If that check
     /// fails, the update is not made.
     #[track_caller]
-    pub fn update(&mut self, batch: &[impl HostBatch]) -> Result<Update> {
+    pub fn update<S: Cast>(&mut self, batch: &[impl HostBatch]) -> Result<Update>
+    where
+        M: Model<S>,
+    {
         let update = match self.queue(batch) {
             Ok(queued) => self.wait_for_update(queued, batch),
             Err(error) => Err(error),
@@ -67,10 +73,27 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         self.share_error(update)
     }
 
-    /// Trains on batches, one update each (see [`Trainer::update`]), starting from `progress`. The
-    /// caller must already have skipped the batches that `progress` counts. Returns after the last
-    /// batch. If the stop flag is set, it first writes a checkpoint and then returns. Before it
-    /// returns, it checks that all weights are finite.
+    /// Trains on batches, one update each (see [`Trainer::update`]), and returns the number of
+    /// updates and their mean loss. A batch is a [`HostBatch`], a `Vec` of them as the parts of one
+    /// batch, or a `Result` of either. This is [`Trainer::fit_with`] from the start of an epoch,
+    /// without an observer.
+    ///
+    /// # Errors
+    /// As for [`Trainer::fit_with`].
+    #[track_caller]
+    pub fn fit<S: Cast, I: IntoBatch>(&mut self, batches: impl IntoIterator<Item = I>) -> Result<EpochProgress>
+    where
+        M: Model<S>,
+    {
+        let mut progress = EpochProgress::default();
+        self.fit_with(batches, &mut progress, &mut ())?;
+        Ok(progress)
+    }
+
+    /// Trains on batches like [`Trainer::fit`], starting from `progress`, and calls `observer` after
+    /// each update. The caller must already have skipped the batches that `progress` counts.
+    /// Returns after the last batch. If the stop flag is set, it first writes a checkpoint and then
+    /// returns. Before it returns, it checks that all weights are finite.
     ///
     /// # Errors
     /// The first error of the batches, of [`Trainer::update`], of [`Trainer::save`] or of the
@@ -78,12 +101,15 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     /// counted, and one more update may have been made. After [`Error::MemoryShortage`], the
     /// checkpoint has been written if a path is set.
     #[track_caller]
-    pub fn epoch<S: HostBatch>(
+    pub fn fit_with<S: Cast, I: IntoBatch>(
         &mut self,
-        batches: impl IntoIterator<Item = Result<Vec<S>>>,
+        batches: impl IntoIterator<Item = I>,
         progress: &mut EpochProgress,
         observer: &mut impl Observer,
-    ) -> Result<Ended> {
+    ) -> Result<Ended>
+    where
+        M: Model<S>,
+    {
         let mut running = None;
         let ended = self.run(batches, &mut running, progress, observer);
         // After an error in a group, the other ranks may be in an update that this rank does not
@@ -108,15 +134,18 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     /// Queues each batch before it reports the previous one, and leaves the last one running. Each
     /// batch is kept until it is reported.
     #[track_caller]
-    fn run<S: HostBatch>(
+    fn run<S: Cast, I: IntoBatch>(
         &mut self,
-        batches: impl IntoIterator<Item = Result<Vec<S>>>,
-        running: &mut Option<(Queued, Vec<S>)>,
+        batches: impl IntoIterator<Item = I>,
+        running: &mut Option<(Queued, Vec<I::Part>)>,
         progress: &mut EpochProgress,
         observer: &mut impl Observer,
-    ) -> Result<Ended> {
+    ) -> Result<Ended>
+    where
+        M: Model<S>,
+    {
         for batch in batches {
-            let batch = batch?;
+            let batch = batch.into_batch()?;
             let queued = match self.queue(&batch) {
                 Err(Error::MemoryShortage(shortage)) => return self.end_short(shortage, running, progress, observer),
                 queued => queued?,
@@ -142,10 +171,10 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     /// Writes a checkpoint and ends an epoch whose next update cannot begin. In a group, saving
     /// needs all ranks, so it saves only if all ranks received the shortage.
     #[track_caller]
-    fn end_short<S: HostBatch>(
+    fn end_short<B: HostBatch>(
         &mut self,
         shortage: Box<MemoryShortage>,
-        running: &mut Option<(Queued, Vec<S>)>,
+        running: &mut Option<(Queued, Vec<B>)>,
         progress: &mut EpochProgress,
         observer: &mut impl Observer,
     ) -> Result<Ended> {
@@ -160,9 +189,9 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
 
     /// Waits for an update, counts it and calls the observer.
     #[track_caller]
-    fn report<S: HostBatch>(
+    fn report<B: HostBatch>(
         &mut self,
-        (queued, batch): (Queued, Vec<S>),
+        (queued, batch): (Queued, Vec<B>),
         progress: &mut EpochProgress,
         observer: &mut impl Observer,
     ) -> Result<()> {
@@ -175,7 +204,10 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     /// callers that inspect the gradients, or the memory of the steps. [`Trainer::apply`] must
     /// follow.
     #[track_caller]
-    pub fn accumulate(&mut self, batch: &[impl HostBatch]) -> Result<Update> {
+    pub fn accumulate<S: Cast>(&mut self, batch: &[impl HostBatch]) -> Result<Update>
+    where
+        M: Model<S>,
+    {
         let metrics = match self.queue_eager(batch, false) {
             Ok(queued) => self.wait_for_update(queued, batch),
             Err(error) => Err(error),
@@ -217,19 +249,34 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         self.state().sync.is_group()
     }
 
-    /// Returns the sum of the samples' losses and the value that `read` makes of the model's
-    /// output, in a step without gradients. The step multiplies with [`TrainState::precision`], as
-    /// in training, including the products in `read`.
+    /// Returns the mean loss of the samples, in a step without gradients. The step multiplies with
+    /// [`TrainState::precision`], as in training.
     ///
     /// # Errors
-    /// [`Error::NotFinite`] if the sum is not finite. [`Error::Label`] for a label that is not a
+    /// [`Error::NotFinite`] if the loss is not finite. [`Error::Label`] for a label that is not a
     /// class.
     #[track_caller]
-    pub fn evaluate<T>(
+    pub fn evaluate<S: Cast>(&mut self, samples: &impl HostBatch) -> Result<f64>
+    where
+        M: Model<S>,
+    {
+        Ok(self.evaluate_with(samples, |_, _| Ok(()))?.0)
+    }
+
+    /// Evaluates like [`Trainer::evaluate`], and also returns the value that `read` makes of the
+    /// model's output. Products in `read` have the precision of training, too.
+    ///
+    /// # Errors
+    /// As for [`Trainer::evaluate`], and the errors of `read`.
+    #[track_caller]
+    pub fn evaluate_with<S: Cast, T>(
         &mut self,
         samples: &impl HostBatch,
-        read: impl for<'s> FnOnce(&EagerStep<'s>, &Var<'s, M::Stored>) -> Result<T>,
-    ) -> Result<(f64, T)> {
+        read: impl for<'s> FnOnce(&EagerStep<'s>, &Var<'s, S>) -> Result<T>,
+    ) -> Result<(f64, T)>
+    where
+        M: Model<S>,
+    {
         let (state, inputs) = (self.stage.state(), samples.inputs()?);
         if samples.len() > self.evaluated {
             self.arena.make_room(|arena| arena.measure(|step| state.evaluate(step, &inputs).map(drop)))?;
@@ -239,23 +286,26 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
             let (output, loss) = state.evaluate(step, &inputs)?;
             Ok((f64::from(step.read_scalar(loss.value())?), read(step, &output)?))
         })?;
-        let loss = float_mode::in_default(|| loss * samples.len() as f64);
         let update = self.state().optimizer.updates();
         let finite = float_mode::in_default(|| loss.is_finite());
         self.check(update, Quantity::EvaluationLoss, finite, || first_input(slice::from_ref(samples), 0..1))?;
         Ok((loss, made))
     }
 
-    /// Evaluates a classifier: returns the sum of the samples' losses and the number of samples
-    /// that are classified correctly. The model's output is `[samples, classes]`. A sample is
-    /// correct if the largest value of its row is in its label's column. Among equal values the
-    /// first one counts.
+    /// Evaluates a classifier: returns the mean loss of the samples and the number of samples that
+    /// are classified correctly. The model's output is `[samples, classes]`, and the labels are the
+    /// batch's input 1. A sample is correct if the largest value of its row is in its label's
+    /// column. Among equal values the first one counts.
     ///
     /// # Errors
     /// [`Error::Misuse`] unless there is one label and one output row per sample.
     #[track_caller]
-    pub fn evaluate_classes(&mut self, samples: &impl HostBatch, labels: &[u32]) -> Result<(f64, usize)> {
-        let (loss, guesses) = self.evaluate(samples, |step, output| {
+    pub fn evaluate_classes<S: Cast>(&mut self, samples: &impl HostBatch) -> Result<(f64, usize)>
+    where
+        M: Model<S>,
+    {
+        let labels = samples.inputs()?.indices(LABELS)?;
+        let (loss, guesses) = self.evaluate_with(samples, |step, output| {
             let guesses = ops::argmax_columns(step, output.value())?;
             let (count, rows) = (samples.len(), guesses.shape().elements());
             if (count, count) != (labels.len(), rows) {
