@@ -154,8 +154,8 @@ impl<S: Stored> Points<S> {
         batches
     }
 
-    /// Checks the training state after an epoch of these batches. Then trains on an epoch whose last
-    /// batch has an infinity.
+    /// Checks the training state after an epoch of these batches. Then trains on an epoch whose
+    /// last batch has an infinity.
     fn train(
         device: &Device,
         state: TrainState<Linear>,

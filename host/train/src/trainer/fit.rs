@@ -79,7 +79,7 @@ impl<M, R: UpdateRule> Trainer<'_, M, R> {
     /// without an observer.
     ///
     /// # Errors
-    /// As for [`Trainer::fit_with`].
+    /// The errors of [`Trainer::fit_with`].
     #[track_caller]
     pub fn fit<S: Cast, I: IntoBatch>(&mut self, batches: impl IntoIterator<Item = I>) -> Result<EpochProgress>
     where
@@ -90,8 +90,8 @@ impl<M, R: UpdateRule> Trainer<'_, M, R> {
         Ok(progress)
     }
 
-    /// Trains on batches like [`Trainer::fit`], starting from `progress`, and calls `observer` after
-    /// each update. The caller must already have skipped the batches that `progress` counts.
+    /// Trains on batches like [`Trainer::fit`], starting from `progress`, and calls `observer`
+    /// after each update. The caller must already have skipped the batches that `progress` counts.
     /// Returns after the last batch. If the stop flag is set, it first writes a checkpoint and then
     /// returns. Before it returns, it checks that all weights are finite.
     ///
@@ -267,7 +267,7 @@ impl<M, R: UpdateRule> Trainer<'_, M, R> {
     /// model's output. Products in `read` have the precision of training, too.
     ///
     /// # Errors
-    /// As for [`Trainer::evaluate`], and the errors of `read`.
+    /// The errors of [`Trainer::evaluate`] and of `read`.
     #[track_caller]
     pub fn evaluate_with<S: Cast, T>(
         &mut self,
