@@ -10,7 +10,7 @@ use serde_json::Value;
 use crate::sanitize::sanitize;
 use crate::tools::{EVERY_FEATURE, Outcome, Tools, at, output, run, stdout};
 
-const LIMIT_BYTES: u64 = 60_000_000;
+const LIMIT_BYTES: u64 = 64_000_000;
 /// The name of this program in the bundle, by what it runs.
 const PROGRAMS: [&str; 2] = ["run", "sanitize"];
 /// Examples that give the same results on the emulator.
@@ -23,7 +23,7 @@ const LEFT_OUT: [&str; 3] = ["one_op", "own_kernel", "gradients_after_reset"];
 /// That machine needs the driver, tar and xz; `sanitize` also needs the CUDA toolkit.
 /// STEPSCOPE_ARCHS selects the GPU that the kernels are compiled for (default sm_90, and sm_90a
 /// with the kernels of warpgroups). Programs that need cargo (`tests/ui`) or no GPU are left out.
-/// Fails above 60 MB.
+/// Fails above 64 MB.
 pub(crate) fn pack(arguments: &[String]) -> Outcome {
     let archs = std::env::var("STEPSCOPE_ARCHS").unwrap_or("sm_90,sm_90a".to_owned());
     let tools = Tools::install(&["device_compiler", "cuda_stub", "cuda_stub_at_run_time", "packers"])?
@@ -67,11 +67,10 @@ pub(crate) fn pack(arguments: &[String]) -> Outcome {
     for name in &PROGRAMS[1..] {
         at(&first, fs::hard_link(&first, folder.join(name)))?;
     }
-    // The programs share much code, so the dictionary spans several of them. Blocks are few,
-    // because each begins with an empty dictionary. For 56 programs, preset 3 gives 65 MB and this
-    // 58, in seven minutes on two cores.
+    // The programs share much code, so the dictionary spans most of them. For 33 programs, preset 6
+    // with a dictionary of 64 MiB gives 84 MB in eleven minutes of one core, and this 63 in two.
     let script = "mkdir -p \"$(dirname \"$2\")\"; \
-        tar -cf - --sort=name -C \"$1\" . | xz -T0 --block-size=640MiB --lzma2=preset=6,dict=64MiB > \"$2\"";
+        tar -cf - --sort=name -C \"$1\" . | xz -T1 --lzma2=preset=2,dict=512MiB > \"$2\"";
     run(tools.command("bash -euo pipefail -c").args([script, "pack"]).args([&folder, &archive]))?;
     let bytes = at(&archive, fs::metadata(&archive))?.len();
     println!("{}: {bytes} bytes", archive.display());
