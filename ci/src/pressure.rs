@@ -67,7 +67,7 @@ pub(crate) fn pressure(arguments: &[String]) -> Outcome {
         trial.run(&format!("{percent} % of that"), need * percent / 100, None)?;
     }
     // Slowly until nothing is left, and so fast that the run has less than it needs.
-    for (rate, percent) in if is_quick { &[(80, 200)][..] } else { &[(40, 200), (80, 200), (1000, 115)] } {
+    for (rate, percent) in if is_quick { &[(20, 200)][..] } else { &[(40, 200), (80, 200), (1000, 115)] } {
         let name = format!("200 %, and another process takes {percent} %, {rate} MiB a second");
         trial.run(&name, 2 * need, Some(hog(need * percent / 100, *rate)))?;
     }
