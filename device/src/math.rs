@@ -373,6 +373,18 @@ pub fn silu_derivative(x: f32) -> f32 {
     fma(x * s, sigmoid(-x), s)
 }
 
+/// Computes max(x, 0). A NaN stays NaN.
+#[inline(always)]
+pub fn rectified(x: f32) -> f32 {
+    if x <= 0.0 { 0.0 } else { x }
+}
+
+/// Computes log(1 + e^-|x|).
+#[inline(always)]
+pub fn log_and_1_of_exp(x: f32) -> f32 {
+    log_and_1(exp_negative(-x.abs()))
+}
+
 /// Computes log(1 + q) for `q` in 0..=1, within 1.7 ulp: the rounding error of 1 + q is added to
 /// the logarithm.
 #[inline(always)]

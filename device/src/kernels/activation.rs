@@ -123,7 +123,7 @@ family! {
 /// Computes log(1 + e^x) as max(x, 0) + log(1 + e^-|x|), which overflows at no x. A NaN stays NaN.
 #[inline(always)]
 pub fn softplus(x: f32) -> f32 {
-    (if x <= 0.0 { 0.0 } else { x }) + math::log_and_1(math::exp_negative(-x.abs()))
+    math::rectified(x) + math::log_and_1_of_exp(x)
 }
 
 family! {

@@ -42,7 +42,7 @@ family! {
                 };
             }
             match function {
-                RELU => of!(rectified),
+                RELU => of!(math::rectified),
                 SIGMOID => of!(S::sigmoid),
                 SILU => of!(S::silu),
                 _ => of!(math::gelu_exact),
@@ -84,11 +84,6 @@ family! {
         Violation::unless_length("dx", k.kept.len(), k.dx.len())?;
         crate::block::own_grid::<S>(k.kept.len())
     }
-}
-
-#[inline(always)]
-fn rectified(x: f32) -> f32 {
-    if x <= 0.0 { 0.0 } else { x }
 }
 
 /// Returns the windows of gate and up in rows of 2 `cols`. If they are separate arrays, the kernels

@@ -327,7 +327,7 @@ family! {
                     let difference = x - target;
                     (difference * difference, difference * F4::splat(2.0 * weight))
                 } else {
-                    let loss = map4!(x, rectified) - x * target + map4!(x, log_and_1_of_exp);
+                    let loss = map4!(x, math::rectified) - x * target + map4!(x, math::log_and_1_of_exp);
                     (loss, (map4!(x, math::sigmoid) - target) * F4::splat(weight))
                 };
                 sum = sum + loss.only(part);
@@ -349,16 +349,4 @@ family! {
         Violation::unless_length("dx", k.x.len(), k.dx.len())?;
         Grid::cover(k.x.len(), CHUNK)
     }
-}
-
-/// Returns max(x, 0). A NaN stays NaN.
-#[inline(always)]
-fn rectified(x: f32) -> f32 {
-    if x <= 0.0 { 0.0 } else { x }
-}
-
-/// Returns log(1 + e^-|x|).
-#[inline(always)]
-fn log_and_1_of_exp(x: f32) -> f32 {
-    math::log_and_1(math::exp_negative(-x.abs()))
 }
