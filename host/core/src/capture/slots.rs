@@ -168,12 +168,12 @@ impl InputKey for usize {}
 impl InputKey for &str {}
 
 /// Returns the number of an input among those with these names.
-fn find(key: &impl InputKey, names: impl Iterator<Item = &'static str>) -> Result<usize> {
-    let names: Vec<&str> = names.collect();
-    key.number(&names).ok_or_else(|| {
-        let named: Vec<String> = names.iter().filter(|name| !name.is_empty()).map(|name| format!("`{name}`")).collect();
+fn find(key: &impl InputKey, names: impl ExactSizeIterator<Item = &'static str> + Clone) -> Result<usize> {
+    key.number(names.clone()).ok_or_else(|| {
+        let count = names.len();
+        let named: Vec<String> = names.filter(|name| !name.is_empty()).map(|name| format!("`{name}`")).collect();
         let or_name = if named.is_empty() { String::new() } else { format!(", or one of {}", named.join(", ")) };
-        Error::misuse("input", format!("an input below {}{or_name}", names.len()), key.shown())
+        Error::misuse("input", format!("an input below {count}{or_name}"), key.shown())
     })
 }
 
@@ -185,12 +185,12 @@ fn other_element(key: &impl InputKey, expected: &str, form: InputSignature) -> E
 mod sealed {
     /// The lookup of an input.
     pub trait Sealed {
-        fn number(&self, names: &[&str]) -> Option<usize>;
+        fn number(&self, names: impl ExactSizeIterator<Item = &'static str>) -> Option<usize>;
         fn shown(&self) -> String;
     }
 
     impl Sealed for usize {
-        fn number(&self, names: &[&str]) -> Option<usize> {
+        fn number(&self, names: impl ExactSizeIterator<Item = &'static str>) -> Option<usize> {
             (*self < names.len()).then_some(*self)
         }
 
@@ -200,8 +200,8 @@ mod sealed {
     }
 
     impl Sealed for &str {
-        fn number(&self, names: &[&str]) -> Option<usize> {
-            names.iter().position(|name| name == self && !name.is_empty())
+        fn number(&self, mut names: impl ExactSizeIterator<Item = &'static str>) -> Option<usize> {
+            names.position(|name| name == *self && !name.is_empty())
         }
 
         fn shown(&self) -> String {
