@@ -136,7 +136,7 @@ pub trait Sample: Sized {
     /// The type of the numbers.
     type Element: Element;
 
-    /// The extents of a sample.
+    /// The number of extents of a sample.
     const RANK: usize;
 
     /// Returns the numbers of all samples.
