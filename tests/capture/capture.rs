@@ -6,6 +6,7 @@
 //! `tests/capture/capture_faults.rs`.
 
 mod memory;
+mod plan;
 
 use crate::overrun::one_too_far;
 use crate::support::{Random, bits, like, on_each_device};

@@ -121,13 +121,13 @@ on_each_device! {
             let empty = step.empty::<f32>([0, 3])?;
             let freed = ops::fill(step, [64], 1.0)?;
             let outputs = [slots.output(&empty), slots.output(&ops::sum(step, &freed)?)];
-            let address = freed.slice().address();
             step.free(freed);
             let next = ops::fill(step, [64], 2.0)?;
-            assert_eq!(next.slice().address(), address, "the freed tensor's memory must be reused");
             Ok([outputs[0], outputs[1], slots.output(&next)])
         };
         let mut captured = arena.capture((), &HostInputs::new(), record).unwrap();
+        // The sum, and the freed tensor's memory, which is reused.
+        assert_eq!(captured.report().bytes_owned, 512);
         let replay = captured.repeat().unwrap();
         let read = replay.outputs().map(|output| replay.read(output).unwrap());
         assert_eq!(read, [vec![], vec![64.0], vec![2.0; 64]]);

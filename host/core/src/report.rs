@@ -159,6 +159,9 @@ pub struct ArenaReport {
     pub capacity_bytes: usize,
     /// The further bytes that captured steps own.
     pub captured_bytes: usize,
+    /// The bytes that captured steps would own in addition if each of their tensors lived until its
+    /// scope ends.
+    pub saved_bytes: usize,
     /// The bytes in use now, which are zero between steps.
     pub offset_bytes: usize,
     /// The most bytes that a step had in use, including the overflow's.
@@ -209,7 +212,8 @@ impl fmt::Display for ArenaReport {
             self.overflow.allocations
         )?;
         if self.captured_bytes > 0 {
-            writeln!(f, "  captured steps own {}", size(self.captured_bytes))?;
+            let (owned, saved) = (size(self.captured_bytes), size(self.saved_bytes));
+            writeln!(f, "  captured steps own {owned}; plans of their tensors' lifetimes saved {saved}")?;
         }
         if self.offset_bytes > 0 {
             let (used, passes) = (size(self.offset_bytes), self.passes_since_reset);

@@ -78,6 +78,7 @@ impl Counters {
         ArenaReport {
             capacity_bytes: 0,
             captured_bytes: 0,
+            saved_bytes: 0,
             offset_bytes: 0,
             high_water_bytes: 0,
             peak_bytes: 0,
@@ -108,9 +109,11 @@ impl ArenaInner {
             cgroup_limit_bytes: cgroup.map(|cgroup| cgroup.limit_bytes),
             cgroup_available_bytes: cgroup.as_ref().map(CgroupMemory::available_bytes),
         };
+        let (captured_bytes, saved_bytes) = self.sections.bytes();
         ArenaReport {
             capacity_bytes: self.available_bytes(),
-            captured_bytes: self.sections.bytes(),
+            captured_bytes,
+            saved_bytes,
             offset_bytes: self.bump.get().taken(),
             high_water_bytes: self.high_water_bytes(),
             peak_bytes: self.peak.whole_bytes(self.captured_bytes()),

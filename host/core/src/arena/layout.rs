@@ -110,6 +110,8 @@ pub(crate) struct GraphReservation {
     /// The offset from the arena's first byte.
     start: usize,
     bytes: usize,
+    /// The bytes by which its plan has made it smaller.
+    saved: usize,
 }
 
 impl GraphReservation {
@@ -121,6 +123,11 @@ impl GraphReservation {
     /// Returns the number of bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    /// Returns the number of bytes that a plan has saved.
+    pub(crate) fn saved_bytes(&self) -> usize {
+        self.saved
     }
 }
 
@@ -140,17 +147,19 @@ impl Sections {
     }
 
     /// Reserves the last `bytes` (a multiple of the alignment) that no section owns, if there are
-    /// enough.
-    pub(super) fn reserve(&self, capacity: usize, bytes: usize) -> Option<Arc<GraphReservation>> {
+    /// enough. A plan has saved `saved` more.
+    pub(super) fn reserve(&self, capacity: usize, bytes: usize, saved: usize) -> Option<Arc<GraphReservation>> {
         let start = self.limit(capacity).checked_sub(bytes)? / ALIGN_BYTES * ALIGN_BYTES;
-        let section = Arc::new(GraphReservation { start, bytes });
+        let section = Arc::new(GraphReservation { start, bytes, saved });
         self.made.borrow_mut().push(Arc::downgrade(&section));
         Some(section)
     }
 
-    /// Returns the bytes of all live sections.
-    pub(super) fn bytes(&self) -> usize {
-        self.made.borrow().iter().filter_map(Weak::upgrade).map(|section| section.bytes).sum()
+    /// Returns the bytes of all live sections, and the bytes that their plans have saved.
+    pub(super) fn bytes(&self) -> (usize, usize) {
+        let sections = self.made.borrow();
+        let live = sections.iter().filter_map(Weak::upgrade);
+        live.fold((0, 0), |(bytes, saved), section| (bytes + section.bytes, saved + section.saved))
     }
 
     /// Drops all sections from the list. Their arena has new memory now, and they keep the old.
@@ -263,43 +272,43 @@ mod tests {
     #[test]
     fn sections_come_from_the_end() {
         let sections = Sections::default();
-        let first = sections.reserve(4096, 1024).unwrap();
-        let second = sections.reserve(4096, 512).unwrap();
+        let first = sections.reserve(4096, 1024, 0).unwrap();
+        let second = sections.reserve(4096, 512, 100).unwrap();
         assert_eq!((first.start(), second.start(), sections.limit(4096)), (3072, 2560, 2560));
-        assert_eq!(sections.bytes(), 1536);
+        assert_eq!(sections.bytes(), (1536, 100));
         drop(first);
         assert_eq!(sections.limit(4096), 2560, "steps never reach beyond a live section");
         drop(second);
-        assert_eq!((sections.limit(4096), sections.bytes()), (4096, 0));
+        assert_eq!((sections.limit(4096), sections.bytes()), (4096, (0, 0)));
     }
 
     #[test]
     fn oversized_sections_are_refused() {
         let sections = Sections::default();
-        assert!(sections.reserve(1024, 1280).is_none());
-        let whole = sections.reserve(1024, 1024).unwrap();
-        assert!(sections.reserve(1024, 256).is_none());
+        assert!(sections.reserve(1024, 1280, 0).is_none());
+        let whole = sections.reserve(1024, 1024, 0).unwrap();
+        assert!(sections.reserve(1024, 256, 0).is_none());
         drop(whole);
-        assert!(sections.reserve(1024, 1024).is_some());
+        assert!(sections.reserve(1024, 1024, 0).is_some());
     }
 
     #[test]
     fn sections_are_aligned() {
         let sections = Sections::default();
-        assert_eq!(sections.reserve(1000, 256).unwrap().start(), 512);
+        assert_eq!(sections.reserve(1000, 256, 0).unwrap().start(), 512);
     }
 
     /// Whatever the order of drops, steps end where the first live section starts.
     #[test]
     fn live_sections_bound_the_next() {
         let sections = Sections::default();
-        let mut alive: Vec<_> = [300, 256, 1, 700].into_iter().map(|bytes| sections.reserve(5000, bytes)).collect();
+        let mut alive: Vec<_> = [300, 256, 1, 700].into_iter().map(|bytes| sections.reserve(5000, bytes, 0)).collect();
         for removed in [1, 2, 1, 0] {
             alive.remove(removed);
             let limit = alive.iter().flatten().map(|section| section.start()).min().unwrap_or(5000);
             assert_eq!(sections.limit(5000), limit);
             let next = (limit - 10) / ALIGN_BYTES * ALIGN_BYTES;
-            assert_eq!(sections.reserve(5000, 10).map(|section| section.start()), Some(next));
+            assert_eq!(sections.reserve(5000, 10, 0).map(|section| section.start()), Some(next));
         }
     }
 }

@@ -13,6 +13,7 @@ mod counters;
 mod events;
 mod layout;
 mod overflow;
+mod plan;
 mod region;
 mod scope;
 
@@ -22,6 +23,7 @@ pub use events::{ArenaObserver, ArenaTool, Event, Kind, Origin};
 pub use layout::ALIGN_BYTES;
 pub(crate) use layout::GraphReservation;
 pub use overflow::Overflow;
+pub(crate) use plan::{Listing, MemoryPlan, Uses};
 pub(crate) use region::ArenaInner;
 pub(crate) use scope::NestedScope;
 
@@ -157,8 +159,9 @@ impl Arena {
     }
 
     /// Reserves bytes at the arena's end for a captured step, and returns them with their address.
-    pub(crate) fn reserve(&mut self, bytes: usize) -> Option<(Arc<GraphReservation>, u64)> {
-        self.region.reserve(bytes)
+    /// The step's plan has saved `saved` more.
+    pub(crate) fn reserve(&mut self, bytes: usize, saved: usize) -> Option<(Arc<GraphReservation>, u64)> {
+        self.region.reserve(bytes, saved)
     }
 
     /// Returns the most bytes that a captured step may have.

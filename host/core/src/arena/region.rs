@@ -7,6 +7,7 @@ use super::counters::{Counters, Peak};
 use super::events::{Kind, Observers, Origin};
 use super::layout::{Bump, End, GraphReservation, Sections, grown, guarded, padded};
 use super::overflow::OverflowPool;
+use super::plan::{Listing, MemoryPlan};
 use super::scope::Reuse;
 use crate::deadline::after;
 use crate::device::{BufferBorrow, DeferredFree, Device, Launches};
@@ -49,6 +50,10 @@ pub(crate) struct ArenaInner {
     pub(super) end: Cell<End>,
     /// The freed blocks that the running scope may reuse.
     pub(super) reuse: Reuse,
+    /// The tensors of a step that is being planned.
+    listing: Option<Listing>,
+    /// The plan of a recorded step, and the number of tensors that it has taken.
+    plan: Option<(Arc<MemoryPlan>, Cell<usize>)>,
     pub(super) peak: Peak,
     /// The bytes that the running step has taken from the overflow pool.
     pub(super) overflowed: Cell<usize>,
@@ -112,6 +117,8 @@ impl ArenaInner {
             bump: Cell::new(Bump::new(capacity)),
             end: Cell::new(End::Front),
             reuse: Reuse::default(),
+            listing: None,
+            plan: None,
             peak: Peak::default(),
             overflowed: Cell::new(0),
             needed: Cell::new(0),
@@ -129,6 +136,26 @@ impl ArenaInner {
             growths: 0,
             lending: None,
         }
+    }
+
+    /// Lists the tensors of the step, so that it can be planned.
+    pub(crate) fn list(&mut self) {
+        self.listing = Some(Listing::default());
+    }
+
+    /// Takes the tensors of the step from a plan.
+    pub(crate) fn follow(&mut self, plan: Arc<MemoryPlan>) {
+        self.plan = Some((plan, Cell::new(0)));
+    }
+
+    /// Lets the listed tensors so far live throughout the step.
+    pub(crate) fn keep_inputs(&self) {
+        self.listing.iter().for_each(Listing::keep_inputs);
+    }
+
+    /// Takes the list of the step's tensors after it has ended, if they were listed.
+    pub(crate) fn take_listing(&mut self) -> Option<Listing> {
+        self.listing.take()
     }
 
     pub(crate) fn device(&self) -> &Device {
@@ -173,9 +200,9 @@ impl ArenaInner {
     }
 
     /// Reserves bytes at the end, which no later step uses while the section is alive, and returns
-    /// them with their address. Call it between steps.
-    pub(super) fn reserve(&self, bytes: usize) -> Option<(Arc<GraphReservation>, u64)> {
-        let section = self.sections.reserve(self.owned_bytes, bytes)?;
+    /// them with their address. A plan has saved `saved` more. Call it between steps.
+    pub(super) fn reserve(&self, bytes: usize, saved: usize) -> Option<(Arc<GraphReservation>, u64)> {
+        let section = self.sections.reserve(self.owned_bytes, bytes, saved)?;
         let address = self.address + section.start() as u64;
         self.refresh_capacity();
         self.note(Kind::Capture, Origin::Arena, address, section.bytes(), Location::caller(), "captured step".into());
@@ -236,9 +263,17 @@ impl ArenaInner {
     /// Keeps this memory because it is read after the step. The tensor that owns it may still be
     /// passed to `free`, which then has no effect.
     pub(crate) fn keep<T: Element>(&self, memory: Memory<T>) {
-        if self.owns(memory) {
-            // A recorded step's memory lies in its own part of the arena, and there is no overflow.
-            self.reuse.keep((memory.address() - self.address) as usize);
+        if !self.owns(memory) {
+            return;
+        }
+        // A recorded step's memory lies in its own part of the arena, and there is no overflow.
+        let offset = (memory.address() - self.address) as usize;
+        match &self.listing {
+            Some(listing) => {
+                listing.keep(offset..offset + memory.bytes().len());
+                listing.scoped(offset).into_iter().for_each(|scoped| self.reuse.keep(scoped));
+            }
+            None => self.reuse.keep(offset),
         }
     }
 
@@ -248,14 +283,19 @@ impl ArenaInner {
     }
 
     /// Reuses the memory of a tensor of the running step for the next one of the same size. In
-    /// checked mode no memory is reused, because a guard must stay until it is checked.
+    /// checked mode no memory is reused, because a guard must stay until it is checked. A plan
+    /// knows each tensor's lifetime already.
     pub(crate) fn free<S: Stored>(&self, tensor: Tensor<'_, S>, site: &'static Location<'static>) {
         let (address, bytes) = (tensor.memory().as_slice().address(), tensor.shape().elements() * size_of::<S>());
         // Memory in the overflow, or from before the scope, is outside the running scope's part.
         let place = address.checked_sub(self.address).and_then(|offset| usize::try_from(offset).ok());
+        let place = place.and_then(|offset| match &self.listing {
+            Some(listing) => listing.scoped(offset),
+            None => Some(offset),
+        });
         let block =
             place.zip(padded(bytes.max(1))).and_then(|(offset, bytes)| Some(offset..offset.checked_add(bytes)?));
-        let Some(block) = block.filter(|_| self.guard_bytes == 0) else { return };
+        let Some(block) = block.filter(|_| self.guard_bytes == 0 && self.plan.is_none()) else { return };
         if self.reuse.give(self.bump.get(), block) {
             self.note(Kind::Free, Origin::Arena, address, bytes, site, "".into());
         }
@@ -335,16 +375,31 @@ impl ArenaInner {
     fn take_bytes(&self, bytes: usize, site: &'static Location<'static>) -> Result<u64> {
         // An empty tensor takes a byte, so no two tensors of a step have the same address.
         let bytes = bytes.max(1);
-        if let Some(offset) = self.reuse.take(bytes) {
+        if let Some((plan, taken)) = &self.plan {
+            let offset = plan.offset(taken.replace(taken.get() + 1), bytes)?;
             self.counters.borrow_mut().allocated(site, 0);
             return Ok(self.address + offset as u64);
+        }
+        if let Some(offset) = self.reuse.take(bytes) {
+            self.counters.borrow_mut().allocated(site, 0);
+            return self.listed(offset, bytes, site);
         }
         let before = self.bump.get();
         let Some((offset, next)) = before.take(self.end.get(), bytes) else { return self.take_beyond(bytes, site) };
         self.bump.set(next);
         self.peak.step_has(next.taken() + self.overflowed.get());
         self.counters.borrow_mut().allocated(site, next.taken() - before.taken());
-        Ok(self.address + offset as u64)
+        self.listed(offset, bytes, site)
+    }
+
+    /// Returns the address at this offset, or the tensor's own address if tensors are listed.
+    #[inline]
+    fn listed(&self, offset: usize, bytes: usize, site: &'static Location<'static>) -> Result<u64> {
+        let Some(listing) = &self.listing else { return Ok(self.address + offset as u64) };
+        match listing.add(bytes, offset) {
+            Some(offset) => Ok(self.address + offset as u64),
+            None => self.take_beyond(bytes, site),
+        }
     }
 
     /// Takes memory with a guard after it and poisons it in checked mode, and passes the event to

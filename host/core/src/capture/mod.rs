@@ -3,10 +3,11 @@
 //!
 //! The closure of [`Arena::capture`] is a plain function. It receives a bare [`Step`], which cannot
 //! upload, read or overflow, and a state, through which it reaches everything else. The closure
-//! runs twice, and never on the device. The first run measures what it needs. The second lists its
-//! launches at addresses that belong only to the capture. Only then does the driver capture the
-//! launches, in one short job. The capture therefore contains no allocation, upload or wait, and
-//! nothing in it can hang.
+//! runs twice, and never on the device. From the launches of the first run follows a plan of the
+//! step's memory, in which tensors share memory that are not used at the same time. The second run
+//! lists its launches at addresses that belong only to the capture. Only then does the driver
+//! capture the launches, in one short job. The capture therefore contains no allocation, upload or
+//! wait, and nothing in it can hang.
 //!
 //! Invariant: while a graph lives, no other step uses the part of the arena that it writes. Memory
 //! that a graph refers to is not freed before the graph, even if its owner is dropped.
@@ -20,7 +21,7 @@ mod state;
 
 pub use slots::{CaptureInputs, DeviceBatch, HostInputs, InputKey, Output};
 
-use crate::arena::{ALIGN_BYTES, Arena, ArenaInner, Checks, GraphReservation, Measured};
+use crate::arena::{ALIGN_BYTES, Arena, ArenaInner, Checks, GraphReservation, Listing, Measured, MemoryPlan, Uses};
 use crate::device::{Device, Launch, PinnedReadback, Pins};
 use crate::error::{Error, Result};
 use crate::host_memory::Floor;
@@ -34,6 +35,7 @@ use serde::Serialize;
 use slots::{Key, Ports};
 use state::{Event, State};
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -92,6 +94,8 @@ pub struct CaptureReport {
     pub replays: u64,
     /// Bytes of the arena that are reserved for this capture.
     pub bytes_owned: usize,
+    /// Bytes that would be reserved in addition if each tensor lived until its scope ends.
+    pub bytes_saved: usize,
 }
 
 impl Arena {
@@ -153,14 +157,15 @@ impl Arena {
         let device = self.device().clone();
         let (key, guard_bytes) = (inputs.key(), self.guard_bytes());
         let _span = span(&key).entered();
-        let (bytes, tensors) = CaptureMemory::needs(&device, guard_bytes, &key, &mut state, record)?;
-        let available = self.available_bytes();
-        let Some((section, address)) = self.reserve(bytes) else {
+        let needs = CaptureNeeds::of(&device, guard_bytes, &key, &mut state, record)?;
+        let (bytes, available) = (needs.bytes, self.available_bytes());
+        let saved = needs.plan.as_ref().map_or(0, |plan| plan.saved_bytes());
+        let Some((section, address)) = self.reserve(bytes, saved) else {
             return Err(Error::CaptureNeeds { bytes, available, overflow_bytes: self.overflow_bytes() });
         };
         let memory =
             CaptureMemory { section, address, guard_bytes, deadline: self.deadline(), device, floor: self.floor() };
-        let first = memory.record(&key, tensors, &mut state, record)?;
+        let first = memory.record(&key, &needs, &mut state, record)?;
         let recordings = Recordings::new(first, start.elapsed());
         Ok(Captured { recordings, memory, record, state, replays: 0 })
     }
@@ -174,8 +179,8 @@ impl Arena {
         inputs: &HostInputs<'_>,
         record: Record<S, R>,
     ) -> Result<Measured> {
-        let (bytes, _) = CaptureMemory::needs(self.device(), self.guard_bytes(), &inputs.key(), state, record)?;
-        Ok(Measured { high_water_bytes: bytes })
+        let needs = CaptureNeeds::of(self.device(), self.guard_bytes(), &inputs.key(), state, record)?;
+        Ok(Measured { high_water_bytes: needs.bytes })
     }
 }
 
@@ -224,6 +229,7 @@ impl<S, R> Captured<S, R> {
             record_seconds: float_mode::in_default(|| time.as_secs_f64()),
             replays: self.replays,
             bytes_owned: self.memory.section.bytes(),
+            bytes_saved: self.memory.section.saved_bytes(),
         }
     }
 
@@ -295,13 +301,13 @@ impl<S, R> Captured<S, R> {
         let CaptureMemory { device, section, guard_bytes, .. } = &self.memory;
         let key = inputs.key();
         let _span = span(&key).entered();
-        let (bytes, tensors) = CaptureMemory::needs(device, *guard_bytes, &key, &mut self.state, self.record)?;
-        let available = section.bytes();
+        let needs = CaptureNeeds::of(device, *guard_bytes, &key, &mut self.state, self.record)?;
+        let (bytes, available) = (needs.bytes, section.bytes());
         if bytes > available {
             return Err(Error::CaptureNeeds { bytes, available, overflow_bytes: 0 });
         }
         let recording = loop {
-            match self.memory.record(&key, tensors, &mut self.state, self.record) {
+            match self.memory.record(&key, &needs, &mut self.state, self.record) {
                 // There is memory for fewer recordings than the number to keep.
                 Err(Error::Refused(_) | Error::DeviceMemory { .. }) if self.recordings.evict() => {}
                 recorded => break recorded?,
@@ -323,7 +329,11 @@ struct DryRunRecord<R> {
     ports: Ports,
     conditions: Vec<Arc<dyn ReplayPrecondition>>,
     checks: Option<Checks>,
-    /// Bytes that it took, including inputs: a nonzero multiple of the arena's alignment.
+    /// The step's tensors, if they were listed.
+    listing: Option<Listing>,
+    launches: Vec<Launch>,
+    /// Bytes that it took without a plan, including inputs: a nonzero multiple of the arena's
+    /// alignment.
     bytes: usize,
     tensors: usize,
 }
@@ -338,6 +348,8 @@ struct DryRunSettings<'a> {
     key: &'a Key,
     /// The number of the recording, or 0 for a measurement.
     identity: u64,
+    /// The plan of its memory. A measurement has none.
+    plan: Option<Arc<MemoryPlan>>,
     pins: &'a Pins,
 }
 
@@ -347,42 +359,82 @@ fn dry_run<S, R>(
     settings: DryRunSettings<'_>,
     state: &mut S,
     record: Record<S, R>,
-) -> Result<(DryRunRecord<R>, Vec<Launch>)> {
-    let DryRunSettings { address, bytes, guard_bytes, checks, key, identity, pins } = settings;
-    device.record(pins, |dry_run| {
+) -> Result<DryRunRecord<R>> {
+    let DryRunSettings { address, bytes, guard_bytes, checks, key, identity, plan, pins } = settings;
+    let (mut run, launches) = device.record(pins, |dry_run| {
         let mut region = ArenaInner::lent(dry_run.clone(), address, bytes);
+        match plan {
+            Some(plan) => region.follow(plan),
+            None if guard_bytes == 0 => region.list(),
+            None => {}
+        }
         let mut ports = Ports::new(&region, key, identity, pins)?;
+        region.keep_inputs();
         region.guard_like(guard_bytes, checks);
         let result = region.scope(|| record(&mut Step::new(&region), state, &ports.slots(&region)))?;
         let (bytes, tensors) = (region.high_water_bytes().max(ALIGN_BYTES), region.allocations() as usize);
         let (conditions, bounds) = region.conditions().take();
         ports.bind(&bounds);
-        Ok(DryRunRecord { result, ports, conditions, checks: region.take_checks(), bytes, tensors })
-    })
+        let (checks, listing) = (region.take_checks(), region.take_listing());
+        Ok(DryRunRecord { result, ports, conditions, checks, listing, launches: Vec::new(), bytes, tensors })
+    })?;
+    run.launches = launches;
+    Ok(run)
+}
+
+/// Returns the memory that each launch uses in a step's `bytes` bytes.
+fn uses(launches: &[Launch], address: u64, bytes: usize) -> Uses {
+    let inside = |used: Range<u64>| {
+        let start = usize::try_from(used.start.checked_sub(address)?).ok().filter(|start| *start < bytes)?;
+        Some(start..start + (used.end - used.start) as usize)
+    };
+    launches.iter().map(|launch| segments::used(launch).filter_map(inside).collect()).collect()
+}
+
+/// The memory that a step needs for inputs of some shapes.
+struct CaptureNeeds {
+    /// The bytes of all tensors: a nonzero multiple of the arena's alignment.
+    bytes: usize,
+    tensors: usize,
+    /// The plan of the memory. There is none in checked mode, in which no memory is reused.
+    plan: Option<Arc<MemoryPlan>>,
+}
+
+impl CaptureNeeds {
+    /// The address of a measured step's memory. No device or host has this address, and nothing is
+    /// launched.
+    const ADDRESS: u64 = 1 << 52;
+
+    /// Measures a step in a dry run, and plans its memory.
+    fn of<S, R>(device: &Device, guard_bytes: usize, key: &Key, state: &mut S, record: Record<S, R>) -> Result<Self> {
+        let (address, bytes, pins) = (Self::ADDRESS, ArenaInner::EVERYTHING, &device.pins());
+        let settings = DryRunSettings { address, bytes, guard_bytes, checks: None, key, identity: 0, plan: None, pins };
+        let run = dry_run(device, settings, state, record)?;
+        let Some(listing) = run.listing else {
+            return Ok(Self { bytes: run.bytes, tensors: run.tensors, plan: None });
+        };
+        for announced in run.ports.announced().iter().filter(|announced| announced.start >= address) {
+            listing.keep((announced.start - address) as usize..(announced.end - address) as usize);
+        }
+        let plan = MemoryPlan::new(listing, uses(&run.launches, address, bytes), run.bytes);
+        Ok(Self { bytes: plan.bytes().max(ALIGN_BYTES), tensors: run.tensors, plan: Some(Arc::new(plan)) })
+    }
 }
 
 impl CaptureMemory {
-    /// Measures the bytes and tensors of a step in a dry run.
-    fn needs<S, R>(
-        device: &Device,
-        guard_bytes: usize,
+    /// Lists the launches of a step at its own addresses, and makes a graph of them.
+    fn record<S, R>(
+        &self,
         key: &Key,
+        needs: &CaptureNeeds,
         state: &mut S,
         record: Record<S, R>,
-    ) -> Result<(usize, usize)> {
-        // These addresses are not memory: nothing is launched.
-        let (address, bytes, pins) = (1 << 40, ArenaInner::EVERYTHING, &device.pins());
-        let settings = DryRunSettings { address, bytes, guard_bytes, checks: None, key, identity: 0, pins };
-        let (run, _) = dry_run(device, settings, state, record)?;
-        Ok((run.bytes, run.tensors))
-    }
-
-    /// Lists the launches of a step at its own addresses, and makes a graph of them.
-    fn record<S, R>(&self, key: &Key, tensors: usize, state: &mut S, record: Record<S, R>) -> Result<RecordedStep<R>> {
+    ) -> Result<RecordedStep<R>> {
         static RECORDINGS: AtomicU64 = AtomicU64::new(1);
         let identity = RECORDINGS.fetch_add(1, Ordering::Relaxed);
         let Self { device, section, address, guard_bytes, .. } = self;
-        let checks = if *guard_bytes > 0 { Some(Checks::recorded(device, tensors)?) } else { None };
+        let CaptureNeeds { tensors, plan, .. } = needs;
+        let checks = if *guard_bytes > 0 { Some(Checks::recorded(device, *tensors)?) } else { None };
         let pins = device.pins();
         // The driver keeps the section allocated while the graph may write it.
         pins.add([*address]);
@@ -394,9 +446,12 @@ impl CaptureMemory {
             checks,
             key,
             identity,
+            plan: plan.clone(),
             pins: &pins,
         };
-        let captured = dry_run(device, settings, state, record).and_then(|(mut run, launches)| {
+        let captured = dry_run(device, settings, state, record).and_then(|mut run| {
+            let launches = std::mem::take(&mut run.launches);
+            plan.as_ref().map_or(Ok(()), |plan| plan.check(&uses(&launches, *address, section.bytes())))?;
             run.ports.add_bounce_buffers(device)?;
             Ok((Segments::capture(device, launches, &run.ports.announced(), &pins)?, run))
         });

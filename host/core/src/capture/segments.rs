@@ -33,12 +33,7 @@ impl Segments {
         announced: &[Range<u64>],
         pins: &Pins,
     ) -> Result<Self> {
-        let used = |launch: &Launch| {
-            // An extent without elements uses no memory.
-            let used = launch.words.extents().iter().filter(|extent| extent.bytes() > 0);
-            used.map(|extent| extent.address..extent.address + extent.bytes() as u64).collect()
-        };
-        let cuts = cuts(&launches.iter().map(used).collect::<Vec<_>>(), announced);
+        let cuts = cuts(&launches.iter().map(|launch| used(launch).collect()).collect::<Vec<_>>(), announced);
         let (mut launches, mut start) = (launches.into_iter(), 0);
         let segment = |(end, complete)| {
             let launches = launches.by_ref().take(end - std::mem::replace(&mut start, end)).collect();
@@ -60,6 +55,13 @@ impl Segments {
             between(*complete)
         })
     }
+}
+
+/// Returns the memory that a launch may access, by the extents that its contract accepted.
+pub(super) fn used(launch: &Launch) -> impl Iterator<Item = Range<u64>> {
+    // An extent without elements uses no memory.
+    let used = launch.words.extents().iter().filter(|extent| extent.bytes() > 0);
+    used.map(|extent| extent.address..extent.address + extent.bytes() as u64)
 }
 
 /// Returns the end of each segment of these launches, and the number of announcements that are
