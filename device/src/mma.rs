@@ -21,15 +21,16 @@
 //! pair` and `2 pair + 1` and column `column` of each lane's four: the instruction's own rows g and
 //! g + 8, and its own column g.
 //!
-//! Products are exact. The emulator adds them to the f32 sum one by one, k ascending, and rounds
-//! each sum to nearest. A GPU's instruction aligns its products, at most 16, and the old sum to the
-//! largest of them, and truncates below the last place. Each addend loses at most 2^-23 of the
-//! largest (Fasi, Higham, Mikaitis and Pranesh, "Numerical behavior of NVIDIA tensor cores", 2021).
-//! Bits may therefore differ, and a sum of k products is within k 2^-22 of the sum of their
+//! Products are exact. An instruction aligns its products, 8 of TF32 or 16 of BF16, and the old sum
+//! to the largest of them, and cuts below the last place. The emulator computes the same bits by
+//! `rule.rs`. Each addend loses at most 2^-25 of the largest power of two, and the sum less than a
+//! unit in its last place. A sum of k products is therefore within k 2^-22 of the sum of their
 //! magnitudes.
 
 pub mod element;
 pub mod fragments;
+#[cfg(not(target_arch = "nvptx64"))]
+pub mod rule;
 
 pub use crate::format::STEP;
 use crate::machine;

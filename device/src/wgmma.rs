@@ -12,7 +12,8 @@
 //!                                       k 0    | rows 64..71 | ..                  panel 1
 //! ```
 //! Warp w of a warpgroup gets rows 16 w to 16 w + 15 of the sums, in the layout of `mma.sync`'s
-//! tiles of 16 x 8. The instruction adds sixteen k at once, as [`mma`](crate::mma) describes.
+//! tiles of 16 x 8. The instruction adds sixteen k at once, as [`mma`](crate::mma) describes, with the
+//! bits of `mma.sync`.
 
 use crate::format::round_tf32;
 use crate::mma::fragments::{CHUNK_WORDS, swizzled};

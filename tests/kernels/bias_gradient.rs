@@ -4,7 +4,7 @@
 use crate::hostile::{emulated, hostile_launches};
 use crate::matmul_bf16::{form, numbers, product};
 use crate::support::{Random, on_each_device};
-use crate::trial::{assert_refused, assert_same, trial, trial_of_one};
+use crate::trial::{assert_refused, assert_same, trial};
 use cuda_std::launch::{Contract as _, Pointer, PointerMut, Slice};
 use kernels::matmul::TRANSPOSE_B;
 use kernels::matmul_bf16::{ADD_TO_SUMS, BIAS_GRAD, OperandLayout, matmul_bf16};
@@ -29,7 +29,7 @@ fn column_sums(b: &[bf16], [n, k, k_per_split]: [usize; 3]) -> Vec<f32> {
 /// bias's gradient to add to, if any.
 fn weight_gradients(device: &Device, form: &ops::Gemm, a: &[bf16], b: &[bf16], old: Option<&[f32]>) -> [Vec<f32>; 2] {
     let ops::Gemm { m, n, k, .. } = *form;
-    trial_of_one(device, |trial| {
+    trial(device, |trial| {
         let (a, b) = (trial.upload(a, [k, m])?, trial.upload(b, [k, n])?);
         let mut dw = trial.empty::<f32>([m, n])?;
         let mut db = match old {

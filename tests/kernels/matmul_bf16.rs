@@ -5,7 +5,7 @@ use crate::hostile::attack;
 use crate::matmul_case::{Case, VARIANTS, Variant};
 use crate::reference::gelu_derivative;
 use crate::support::{Random, on_each_device};
-use crate::trial::{Trial, assert_refused, assert_same, trial, trial_of_one};
+use crate::trial::{Trial, assert_refused, assert_same, trial};
 use cuda_std::launch::{Contract as _, PointerMut, Slice};
 use kernels::activations::Activations as _;
 use kernels::matmul::{GELU, GELU_DERIVATIVE, STORE_PREACT, SWIGLU, TRANSPOSE_A, TRANSPOSE_B, sum_splits};
@@ -68,7 +68,7 @@ pub(crate) fn product<S: Stored>(device: &Device, form: &ops::Gemm, a: &[bf16], 
         trial.with_scratch(|| ops::gemm_into(trial, form, &a, &b, None::<&Saved<'_>>, &mut out))?;
         Ok(trial.output(&out)?.into_iter().map(S::widen).collect())
     };
-    trial_of_one(device, run)
+    trial(device, run)
 }
 
 /// Gives an f32 case whole factors from -4 to 4 and BF16 values in C. Then the order of sums does
@@ -86,7 +86,7 @@ fn gemm<S: Stored>(device: &Device, case: &Case, tile: ops::Bf16Tile) -> Vec<f32
         values.iter().map(|&x| S::narrow(x)).collect()
     }
     let form = ops::Gemm { bf16_tile: Some(tile), ..case.form };
-    trial_of_one(device, |trial| {
+    trial(device, |trial| {
         let [a, b] = [&case.a, &case.b].map(|values| trial.upload(&narrow::<bf16>(values), [values.len()]));
         let (a, b, bias) = (a?, b?, trial.upload(&case.bias, [case.bias.len()])?);
         let mut out = trial.upload(&narrow::<S>(&case.old), [case.old.len()])?;
@@ -240,7 +240,7 @@ on_each_device! {
                 }
             }
             for tile in ops::BF16_TILES {
-                let [out, pre] = trial_of_one(device, |trial| {
+                let [out, pre] = trial(device, |trial| {
                     let (a, b) = (trial.upload(&a, [a.len()])?, trial.upload(&b, [b.len()])?);
                     let (bias, mut pre) = (trial.upload(&bias, [n])?, trial.upload(&old, [old.len()])?);
                     let mut out = trial.upload(&old, [old.len()])?;
@@ -287,7 +287,7 @@ on_each_device! {
             let pre = numbers(7, rows * hidden, false);
             let k_per_split = kernels::matmul_bf16::k_per_split(rows, hidden, n);
             assert_eq!(k_per_split < n, n > 1024, "{rows} x {hidden}, k {n}");
-            let [fused, apart] = trial_of_one(device, |trial| {
+            let [fused, apart] = trial(device, |trial| {
                 let (dy, w) = (trial.upload(&dy, [rows, n])?, trial.upload(&w, [hidden, n])?);
                 let pre = trial.upload(&pre, [rows, hidden])?;
                 // Sums of splits and copies of operands for `wgmma` were in memory that is freed by

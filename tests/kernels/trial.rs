@@ -63,7 +63,7 @@ pub(crate) fn trial<R>(device: &Device, case: impl for<'t, 's> Fn(&Trial<'t, 's>
     })
 }
 
-/// Runs [`trial`] for an op whose bits depend on the device.
+/// Runs [`trial`] without the emulator's run, for an op that would take it minutes.
 #[track_caller]
 pub(crate) fn trial_of_one<R>(device: &Device, case: impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<R>) -> R {
     first_result(case, |case| drop(twice(device, case)))

@@ -10,9 +10,9 @@
 //!                 cp.async  swizzled                  (.trans if k                       epilogue
 //!                 operand.rs                          is not contiguous)  block.rs
 //! ```
-//! Products are exact. The emulator adds them to the f32 accumulator one by one, k ascending. A
-//! GPU's instruction adds sixteen at once, as [`mma`](crate::mma) describes, so bits may differ
-//! there. On one device the bits do not depend on the tile, the grid or the run.
+//! An instruction adds sixteen products to the f32 accumulator at once, as [`mma`](crate::mma)
+//! describes. The bits do not depend on the tile, the grid or the run, and are those of
+//! `matmul_wgmma`.
 //!
 //! The parameters are as in [`matmul`](super::matmul), except that the [`OperandLayout`] gives the
 //! storage of A, not a flag. `out`, `c` and `pre` hold S. If k is split, `k_per_split` is a

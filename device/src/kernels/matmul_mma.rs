@@ -1,9 +1,8 @@
 //! Matrix multiply on tensor cores: [`matmul`](super::matmul) with operands rounded to TF32.
 //!
-//! `out = epilogue(alpha op(round(A)) op(round(B)) + bias + beta C)`. Products are exact and
-//! accumulate in f32, but a GPU's mma instruction adds several products at once. A result therefore
-//! lies within a stated bound of the exact one, and its bits may differ from the emulator's (see
-//! [`mma`](crate::mma)). On one device the bits do not depend on the tile, the grid or the run.
+//! `out = epilogue(alpha op(round(A)) op(round(B)) + bias + beta C)`. An instruction adds eight
+//! products to the f32 accumulator at once, as [`mma`](crate::mma) describes. The bits do not depend
+//! on the tile, the grid or the run, and are those of `matmul_wgmma_tf32`.
 //!
 //! The kernels of [`precision`](super::precision) first round both operands and pack them as
 //! fragments. A block copies stages of both operands to shared memory, several stages ahead of the

@@ -7,8 +7,8 @@
 //!        copy engine (TMA)      128 bytes, swizzled   wgmma reads both           epilogue
 //!        a warpgroup, ring.rs                         operands  block.rs         finish.rs
 //! ```
-//! The emulator adds the same products in the same order as in `matmul_bf16`, so both give the same
-//! bits there. The epilogue is the same code. The split of k is the same rule
+//! An instruction adds the same products at once as in `matmul_bf16`, so both give the same bits.
+//! The epilogue is the same code. The split of k is the same rule
 //! ([`k_per_split`](super::matmul_bf16::k_per_split)).
 //!
 //! The parameters are as in `matmul_bf16`, with these differences:

@@ -12,8 +12,8 @@
 //!        copy engine (TMA),     128 bytes, swizzled      wgmma                  epilogue
 //!        rounded                                         block.rs               finish.rs
 //! ```
-//! The emulator adds the same products in the same order as in `matmul_mma`, so both give the same
-//! bits there. The epilogue is the same code. The split of k is the same rule
+//! An instruction adds the same products at once as in `matmul_mma`, so both give the same bits.
+//! The epilogue is the same code. The split of k is the same rule
 //! ([`k_per_split`](super::matmul_mma::k_per_split)).
 //!
 //! The parameters are as in [`matmul_wgmma`](super::matmul_wgmma), with these differences. The

@@ -27,8 +27,8 @@
 //!                                                   tile 1
 //!                                                   so four lanes write 16 contiguous columns
 //! ```
-//! Invariant: products are accumulated by ascending k of the mma instructions. A GPU adds the
-//! products of one instruction at once, the emulator one by one; see [`mma`](crate::mma).
+//! Invariant: products are accumulated by ascending k of the mma instructions. The products of one
+//! instruction are added at once; see [`mma`](crate::mma).
 
 use crate::block::launder_reg;
 use crate::format::Format;

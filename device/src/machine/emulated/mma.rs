@@ -1,17 +1,17 @@
-//! Tensor core products of lanes that read each other's operands. They add one product after
-//! another, k ascending.
+//! Tensor core products of lanes that read each other's operands. Each lane adds its own sums by
+//! the rule of an instruction, [`rule`].
 //!
 //! The lanes of [`matmul_bf16`](crate::matmul_bf16) accumulate directly in the layout of
 //! [`quads`], so they exchange nothing.
 
 use crate::format::{Bf16, Format, Tf32};
 use crate::mma::fragments::{CHUNK_WORDS, Sums, Words, quads_place, swizzled};
-use crate::mma::{Factor, Sums as PackedSums};
+use crate::mma::{Factor, Sums as PackedSums, rule};
 use crate::tile::SharedTile;
 use crate::vector::{F4, load_word_raw, store_words};
 use crate::warp::Converged;
 use cuda_std::emulator::{lanes, meet};
-use cuda_std::{GpuFloat, warp};
+use cuda_std::warp;
 use half::bf16;
 
 /// A format of mma operands that a GPU has an instruction for.
@@ -26,24 +26,29 @@ pub fn multiply_packed(_: Converged, sums: &mut PackedSums, a: Factor, b: Factor
     let (g, t) = (warp::lane_id() as usize / 4, warp::lane_id() as usize % 4);
     let of_lane = [a, b];
     let factors = lanes(&of_lane);
+    let (mut rows, mut columns) = ([[0.0; STEP]; 4], [[0.0; 8]; STEP]);
     for lane in 0..4 {
         // SAFETY: each lane's fragments live until `meet` below, which all lanes reach, as
         // they reached this.
-        let [[rows, _], [_, left], [_, right]] =
+        let [[left, _], [_, near], [_, far]] =
             unsafe { [4 * g + lane, 8 * t + lane, 8 * t + 4 + lane].map(|lane| *factors[lane]) };
         for word in 0..2 {
-            let value = |factor: [u32; 2]| f32::from_bits(factor[word]);
-            let (rows, [c0, c1, c2, c3], [c4, c5, c6, c7]) = (rows.map(value), left.map(value), right.map(value));
-            let columns = [c0, c1, c2, c3, c4, c5, c6, c7];
-            for row in 0..4 {
-                for column in 0..8 {
-                    sums[row][column] = GpuFloat::mul_add(rows[row], columns[column], sums[row][column]);
-                }
+            let k = 2 * lane + word;
+            for at in 0..4 {
+                rows[at][k] = f32::from_bits(left[at][word]);
+                columns[k][at] = f32::from_bits(near[at][word]);
+                columns[k][at + 4] = f32::from_bits(far[at][word]);
             }
         }
     }
+    for (sums, rows) in sums.as_chunks_mut::<2>().0.iter_mut().zip(rows.as_chunks::<2>().0) {
+        rule::add(sums, rows.each_ref(), &columns);
+    }
     meet();
 }
+
+/// The words of k that an instruction multiplies.
+const STEP: usize = crate::mma::STEP as usize;
 
 /// Accumulates the products of squares; see [`multiply`](crate::mma::fragments::multiply).
 #[track_caller]
@@ -82,13 +87,12 @@ pub fn multiply<F: Format, const ROWS: usize, const COLS: usize, const TILES: us
         for (half, rows) in rows.iter_mut().enumerate() {
             (0..F::PER_STEP).zip(rows).for_each(|(k, value)| *value = left(row, half, k));
         }
-        let rows = rows.each_ref().map(|row| &row[..F::PER_STEP as usize]);
         for (square, columns) in columns.iter().enumerate() {
             let tiles = &mut sums[2 * (first + square)..2 * (first + square) + 2];
-            let mut chains = [0, 1].map(|half| [0, 1, 2, 3].map(|at: usize| tiles[at / 2][2 * half + at % 2]));
-            add_rows(&mut chains, rows, columns);
-            for (half, chains) in chains.iter().enumerate() {
-                (0..4).for_each(|at| tiles[at / 2][2 * half + at % 2] = chains[at]);
+            let mut both = [0, 1].map(|half| [0, 1, 2, 3].map(|at: usize| tiles[at / 2][2 * half + at % 2]));
+            add_rows(&mut both, F::PER_STEP as usize, &rows, columns);
+            for (half, both) in both.iter().enumerate() {
+                (0..4).for_each(|at| tiles[at / 2][2 * half + at % 2] = both[at]);
             }
         }
     }
@@ -98,73 +102,43 @@ pub fn multiply<F: Format, const ROWS: usize, const COLS: usize, const TILES: us
 /// The maximum k of one instruction: that of BF16.
 const MOST_K: usize = Bf16::PER_STEP as usize;
 
-/// Adds the products of two rows with `COLS` columns, k ascending. Their operands are in the order
-/// of k, of which the rows have as many as they are long.
-///
-/// The callers are compiled once, not in each version of a kernel, so the instructions are chosen
-/// here. Every version gives the same bits.
-pub(super) fn add_rows<const COLS: usize>(sums: &mut [[f32; COLS]; 2], rows: [&[f32]; 2], columns: &[[f32; COLS]]) {
-    #[cfg(all(target_arch = "x86_64", not(miri)))]
-    if std::is_x86_feature_detected!("avx2") && std::is_x86_feature_detected!("fma") {
-        // SAFETY: the processor has these instructions.
-        return unsafe { add_rows_fused(sums, rows, columns) };
-    }
-    add_rows_portably(sums, rows, columns);
-}
-
-/// [`add_rows`], where a fused multiply-add is one instruction.
-#[cfg(all(target_arch = "x86_64", not(miri)))]
-#[target_feature(enable = "avx2,fma")]
-fn add_rows_fused<const COLS: usize>(sums: &mut [[f32; COLS]; 2], rows: [&[f32]; 2], columns: &[[f32; COLS]]) {
-    add_rows_portably(sums, rows, columns);
-}
-
-#[inline(always)]
-fn add_rows_portably<const COLS: usize>(
-    sums: &mut [[f32; COLS]; 2],
-    [upper, lower]: [&[f32]; 2],
-    columns: &[[f32; COLS]],
-) {
-    // All sums are independent, so a CPU adds those of a row as a vector.
-    let mut chains = *sums;
-    for ((&upper, &lower), columns) in upper.iter().zip(lower).zip(columns) {
-        for (at, &column) in columns.iter().enumerate() {
-            chains[0][at] = GpuFloat::mul_add(upper, column, chains[0][at]);
-            chains[1][at] = GpuFloat::mul_add(lower, column, chains[1][at]);
+/// Adds the products of one instruction, of the first `depth` k.
+fn add_rows(sums: &mut [[f32; 4]; 2], depth: usize, rows: &[[f32; MOST_K]; 2], columns: &[[f32; 4]; MOST_K]) {
+    match (rows[0].first_chunk(), rows[1].first_chunk(), columns.first_chunk()) {
+        (Some(upper), Some(lower), Some(columns)) if depth == STEP => {
+            rule::add::<4, STEP>(sums, [upper, lower], columns);
         }
+        _ => rule::add(sums, rows.each_ref(), columns),
     }
-    *sums = chains;
 }
 
-/// Accumulates the products of the range of k in a lane's accumulators, which are in the layout of
-/// [`quads`], k ascending. `origin` is the warp's first row and column. `left` and `right` return
-/// an element by its row or column and its k.
+/// Accumulates the products of one instruction of BF16, from `first_k` on, in a lane's
+/// accumulators, which are in the layout of [`quads`]. `origin` is the warp's first row and column.
+/// `left_at` and `right_at` return an element by its row or column and its k.
 #[inline(always)]
 pub fn add_products<const ROWS: usize, const TILES: usize>(
     sums: &mut Sums<ROWS, TILES>,
     [first_row, first_col]: [u32; 2],
-    range: core::ops::Range<u32>,
+    first_k: u32,
     left_at: impl Fn(u32, u32) -> f32,
     right_at: impl Fn(u32, u32) -> f32,
 ) {
     let [line, column] = quads_place();
-    for k in range {
-        let mut left = [[0.0; 2]; ROWS];
-        for (row, left) in left.iter_mut().enumerate() {
-            *left = [0, 8].map(|below| left_at(first_row + 16 * row as u32 + line + below, k));
+    let mut left = [[[0.0; MOST_K]; 2]; ROWS];
+    for (row, left) in left.iter_mut().enumerate() {
+        for (half, left) in left.iter_mut().enumerate() {
+            let row = first_row + 16 * row as u32 + line + 8 * half as u32;
+            (first_k..).zip(left).for_each(|(k, left)| *left = left_at(row, k));
         }
-        // Both rows of two tiles have the same columns.
-        let mut right = [0.0; 4];
-        for tile in 0..TILES {
-            if tile % 2 == 0 {
-                let first = first_col + 8 * tile as u32 + column;
-                right = [0, 1, 2, 3].map(|at| right_at(first + at, k));
-            }
-            for (sums, left) in sums.iter_mut().zip(left) {
-                for (sum, right) in sums[tile].iter_mut().zip(right) {
-                    *sum = GpuFloat::mul_add(left[tile % 2], right, *sum);
-                }
-            }
+    }
+    for pair in 0..TILES / 2 {
+        let first = first_col + 16 * pair as u32 + column;
+        let mut right = [[0.0; 4]; MOST_K];
+        (first_k..).zip(&mut right).for_each(|(k, right)| *right = [0, 1, 2, 3].map(|at| right_at(first + at, k)));
+        for (sums, left) in sums.iter_mut().zip(&left) {
+            // Both rows of two tiles have the same columns.
+            let Some(both) = sums[2 * pair..].first_chunk_mut() else { continue };
+            rule::add(both, left.each_ref(), &right);
         }
     }
 }

@@ -1,13 +1,15 @@
-//! Products of a warpgroup: each thread adds its own sums from shared memory, k ascending. Lanes
-//! read the operand A in registers from each other.
+//! Products of a warpgroup: each thread adds its own sums from shared memory by the rule of an
+//! instruction, [`rule`]. Lanes read the operand A in registers from each other.
 
-use super::mma::add_rows;
 use crate::format::{Bf16, Format};
 use crate::mma::fragments::{CHUNK_WORDS, swizzled};
+use crate::mma::rule;
 use crate::tile::SharedTile;
 use cuda_std::emulator::{lanes, meet, products};
 use cuda_std::{thread, warp};
 
+/// The k of an instruction.
+const STEP: usize = Bf16::PER_STEP as usize;
 /// The k of a product, the words of a row of as many BF16, and its chunks.
 const DEPTH: usize = 64;
 const WORDS: u32 = DEPTH as u32 / 2;
@@ -149,10 +151,13 @@ fn add_products<const TILES: usize, const ACROSS: bool>(
                 }
             }
         }
-        let mut chains = [0, 1].map(|half| core::array::from_fn(|at| sums[at / 2][2 * half + at % 2]));
-        add_rows(&mut chains, left.each_ref().map(<[f32; DEPTH]>::as_slice), &right);
-        for (half, chains) in chains.iter().enumerate() {
-            (0..8).for_each(|at| sums[at / 2][2 * half + at % 2] = chains[at]);
+        let mut both = [0, 1].map(|half| core::array::from_fn(|at| sums[at / 2][2 * half + at % 2]));
+        let [upper, lower] = left.each_ref().map(|row| row.as_chunks::<STEP>().0);
+        for ((upper, lower), right) in upper.iter().zip(lower).zip(right.as_chunks::<STEP>().0) {
+            rule::add::<8, STEP>(&mut both, [upper, lower], right);
+        }
+        for (half, both) in both.iter().enumerate() {
+            (0..8).for_each(|at| sums[at / 2][2 * half + at % 2] = both[at]);
         }
     }
 }

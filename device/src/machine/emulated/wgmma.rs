@@ -1,10 +1,10 @@
-//! Products of a warpgroup: each thread adds its own sums from shared memory, k ascending. In race
-//! mode the operands are read when the products start, and again when a wait ends them. A write in
-//! between is therefore a race.
+//! Products of a warpgroup: each thread adds its own sums from shared memory by the rule of an
+//! instruction, [`rule`]. In race mode the operands are read when the products start, and again
+//! when a wait ends them. A write in between is therefore a race.
 
-use super::mma::add_rows;
 use crate::format::{Bf16, Format};
 use crate::mma::fragments::quads_place;
+use crate::mma::rule;
 use crate::tile::SharedTile;
 use crate::wgmma::{DEPTH, STEP, word_of, word_of_tf32};
 use core::ops::Range;
@@ -85,21 +85,23 @@ impl Products {
         }
         let line = quads_place()[0];
         let lanes = lanes(&a);
-        let row = |row: u32| {
-            core::array::from_fn(|k| {
-                let (lane, word) = (row as usize % 8 * 4 + k % 4, row as usize / 8 + k % 8 / 4 * 2);
-                // SAFETY: each lane's operand lives until `meet` below, which all lanes reach,
-                // as they reached this.
-                f32::from_bits(unsafe { (&*lanes[lane])[k / 8][word] })
-            })
-        };
         products::begin();
-        add_columns(sums, [row(line), row(line + 8)], |first| {
-            [0, 1, 2, 3].map(|column| {
-                let chunks = [0, 4, 8, 12].map(|k| b.chunk(word_of_tf32(first + column, first_k + k)));
-                core::array::from_fn(|k| f32::from_bits(chunks[k / 4][k % 4]))
-            })
-        });
+        for (step, first_k) in [first_k, first_k + 8].into_iter().enumerate() {
+            let row = |row: u32| -> [f32; 8] {
+                core::array::from_fn(|k| {
+                    let (lane, word) = (row as usize % 8 * 4 + k % 4, row as usize / 8 + k / 4 * 2);
+                    // SAFETY: each lane's operand lives until `meet` below, which all lanes
+                    // reach, as they reached this.
+                    f32::from_bits(unsafe { (&*lanes[lane])[step][word] })
+                })
+            };
+            add_columns(sums, [row(line), row(line + 8)], |first| {
+                [0, 1, 2, 3].map(|column| {
+                    let chunks = [0, 4].map(|k| b.chunk(word_of_tf32(first + column, first_k + k)));
+                    core::array::from_fn(|k| f32::from_bits(chunks[k / 4][k % 4]))
+                })
+            });
+        }
         products::end();
         meet();
         self.start(b, b);
@@ -135,7 +137,7 @@ impl Products {
     }
 }
 
-/// The values of a row or a column for one instruction.
+/// The values of a row or a column for one instruction of BF16.
 type Values = [f32; STEP as usize];
 
 /// Adds the products of a part of a stage.
@@ -182,12 +184,13 @@ fn across_k(stage: SharedTile<u32>, column: u32, first_k: u32) -> [Values; 4] {
     columns
 }
 
-/// Adds the products of a lane's two rows with all its columns. `columns` returns four neighbors.
+/// Adds the products of a lane's two rows with all its columns, as one instruction does. `columns`
+/// returns four neighbors.
 #[track_caller]
-fn add_columns<const TILES: usize>(
+fn add_columns<const TILES: usize, const K: usize>(
     sums: &mut [[f32; 4]; TILES],
-    rows: [Values; 2],
-    columns: impl Fn(u32) -> [Values; 4],
+    rows: [[f32; K]; 2],
+    columns: impl Fn(u32) -> [[f32; K]; 4],
 ) {
     const { assert!(TILES.is_multiple_of(4)) };
     let first = quads_place()[1];
@@ -195,12 +198,11 @@ fn add_columns<const TILES: usize>(
     // tile in its second.
     for (group, sums) in (0..).zip(sums.chunks_exact_mut(4)) {
         let columns = [columns(first + 32 * group), columns(first + 32 * group + 16)];
-        let columns: [[f32; 8]; STEP as usize] =
-            core::array::from_fn(|k| core::array::from_fn(|at| columns[at / 4][at % 4][k]));
-        let mut chains = [0, 1].map(|row| core::array::from_fn(|at| sums[at / 4 * 2 + row][at % 4]));
-        add_rows(&mut chains, rows.each_ref().map(Values::as_slice), &columns);
-        for (row, chains) in chains.iter().enumerate() {
-            (0..8).for_each(|at| sums[at / 4 * 2 + row][at % 4] = chains[at]);
+        let columns: [[f32; 8]; K] = core::array::from_fn(|k| core::array::from_fn(|at| columns[at / 4][at % 4][k]));
+        let mut both = [0, 1].map(|row| core::array::from_fn(|at| sums[at / 4 * 2 + row][at % 4]));
+        rule::add(&mut both, rows.each_ref(), &columns);
+        for (row, both) in both.iter().enumerate() {
+            (0..8).for_each(|at| sums[at / 4 * 2 + row][at % 4] = both[at]);
         }
     }
 }

@@ -1,5 +1,6 @@
-//! The emulator's loop over the stages: a lane adds one product after another to its accumulators,
-//! which are in the layout of [`quads`](crate::mma::fragments::quads). So lanes exchange nothing.
+//! The emulator's loop over the stages: a lane adds the products of one instruction after another
+//! to its accumulators, which are in the layout of [`quads`](crate::mma::fragments::quads). So lanes
+//! exchange nothing.
 
 use super::{DEPTH, Operand, Problem, STEP, Tile, finish_columns, summed_half};
 use crate::machine::mma::add_products;
@@ -132,7 +133,7 @@ pub(super) unsafe fn sum<
             add_products(
                 &mut sums,
                 origin,
-                STEP * step..STEP * (step + 1),
+                STEP * step,
                 |row, k| element(parts[0], a.along_k, tile.rows(), row, k),
                 |column, k| element(parts[1], b.along_k, tile.cols(), column, k),
             );
