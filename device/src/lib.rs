@@ -11,7 +11,8 @@
 //! the source says so. Sums run in ascending index order, and a reduction's tree depends only on
 //! its length. The kernels use neither library functions nor approximate instructions. The
 //! exceptions are tensor core multiplies ([`mod@mma`]) and the exponential of attention that uses
-//! them ([`math::exp2_weight`]).
+//! them ([`math::exp2_weight`]). They have the bits of a GPU's instruction, which the emulator
+//! computes too.
 
 #![warn(clippy::disallowed_methods)]
 #![no_std]

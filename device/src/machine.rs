@@ -6,8 +6,9 @@
 //! assembly and LLVM's intrinsics. `emulated/` is plain Rust, which reports every access to the
 //! emulator.
 //!
-//! Invariant: a function gives the same bits in both folders. The exceptions are a tensor core
-//! product (see [`mma`](crate::mma)) and [`float::exp2_weight`].
+//! Invariant: a function gives the same bits in both folders. A tensor core product (see
+//! [`mma`](crate::mma)) and [`float::exp2_weight`] have those of the instruction, which the
+//! emulator computes.
 
 #[cfg(not(target_arch = "nvptx64"))]
 mod emulated;

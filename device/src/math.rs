@@ -2,8 +2,9 @@
 //!
 //! Invariant: only `+`, `-`, `*`, `/`, fused multiply-add, square root, comparisons and bit
 //! operations are used, in the order written. Each is rounded to nearest, as IEEE 754 defines.
-//! There is no libm, no libdevice and no approximate instruction. Choices are selects: both sides
-//! are computed. A warp therefore never diverges, and a CPU loop vectorizes.
+//! There is no libm, no libdevice and, except in [`exp2_weight`], no approximate instruction.
+//! Choices are selects: both sides are computed. A warp therefore never diverges, and a CPU loop
+//! vectorizes.
 //!
 //! Accuracy, over all 2^32 inputs, against the exact value (an f64 computation), in units in the
 //! last place:
@@ -25,12 +26,14 @@
 //! sign and payload are unspecified. The polynomials are minimax for the relative error of the
 //! result (Remez exchange at 200 bits, then rounded to f32). Each states its interval.
 //!
-//! `exp2_negative` and `exp2_sum` are for results that are rounded to BF16: within 2^-18 and 2^-17,
-//! in half the operations. The [`activations`](crate::activations) use them.
+//! `exp2_negative` is for results that are rounded to BF16: within 2^-18, in half the operations.
+//! The [`activations`](crate::activations) use its polynomial. `exp2_weight` is a GPU's instruction,
+//! whose bits `ex2.rs` computes.
 
+#[cfg(not(target_arch = "nvptx64"))]
+pub(crate) mod ex2;
 mod gelu_exact;
 
-use crate::machine::float::fma_within_1;
 pub(crate) use crate::machine::float::{by_sign, larger_of_minus};
 pub use crate::machine::float::{exp2_weight, larger_or_nan};
 use cuda_std::GpuFloat;
@@ -139,26 +142,19 @@ pub(crate) fn exp2_minus(x: f32) -> f32 {
 const EXP2_LEAST: f32 = -127.0;
 
 /// Computes 2^x for an x of [`EXP2_LEAST`] to 0.
+///
+/// x is an integer plus f, and 2^f = 1 + f P(f), with P minimax of degree 3 on [-1/2, 1/2] (error
+/// 2^-18.4).
 #[inline(always)]
 fn exp2_from(x: f32) -> f32 {
     let rounded = x + ROUND;
-    exp2_of_parts(rounded, x - (rounded - ROUND))
-}
-
-/// Computes 2^x of x = `a b + c`, with `b` and `c` from [`exp2_scaled`]. It is like
-/// [`exp2_negative`], in fewer operations, within 2^-17. A NaN gives 0.
-#[inline(always)]
-pub fn exp2_sum(a: f32, [b, c]: [f32; 2]) -> f32 {
-    // (x + 127) / 256: the saturating fma also bounds it from below, by 0.
-    let place = fma_within_1(a, b, c);
-    let rounded = fma(place, 256.0, ROUND - 127.0);
-    exp2_of_parts(rounded, fma(place, 256.0, (ROUND - 127.0) - rounded))
-}
-
-/// Returns `b` and `c` for [`exp2_sum`].
-#[inline(always)]
-pub fn exp2_scaled(b: f32, c: f32) -> [f32; 2] {
-    [b / 256.0, fma(c, 1.0 / 256.0, 127.0 / 256.0)]
+    let f = x - (rounded - ROUND);
+    let mut p = f32::from_bits(0x3c1c_f9d3);
+    p = fma(p, f, f32::from_bits(0x3d64_fda9));
+    p = fma(p, f, f32::from_bits(0x3e76_01db));
+    p = fma(p, f, f32::from_bits(0x3f31_7099));
+    p = fma(p, f, 1.0);
+    f32::from_bits(p.to_bits().wrapping_add(rounded.to_bits() << 23))
 }
 
 /// Computes 2^x as power (1 + t), given as (`t`, `power`), for an x up to 0. Below -126 power is 0.
@@ -175,18 +171,6 @@ pub(crate) fn exp2_less_1(x: f32) -> (f32, f32) {
     q = fma(q, f, f32::from_bits(0x3e75_ff84));
     q = fma(q, f, f32::from_bits(0x3f31_716b));
     (q * f, f32::from_bits(0x3f80_0000_u32.wrapping_add(rounded.to_bits() << 23)))
-}
-
-/// Computes 2^(n + f), given n + [`ROUND`] and |f| <= 1/2. 2^f = 1 + f P(f) with P minimax of
-/// degree 3 (error 2^-18.4).
-#[inline(always)]
-fn exp2_of_parts(rounded: f32, f: f32) -> f32 {
-    let mut p = f32::from_bits(0x3c1c_f9d3);
-    p = fma(p, f, f32::from_bits(0x3d64_fda9));
-    p = fma(p, f, f32::from_bits(0x3e76_01db));
-    p = fma(p, f, f32::from_bits(0x3f31_7099));
-    p = fma(p, f, 1.0);
-    f32::from_bits(p.to_bits().wrapping_add(rounded.to_bits() << 23))
 }
 
 /// Computes the natural logarithm. `log(+-0)` is -infinity, `log(inf)` is infinity, and the

@@ -1,15 +1,8 @@
 //! The instructions of `gpu/float.rs` in integer and float arithmetic.
 
-use crate::math::{exp2_scaled, exp2_sum, select};
+use crate::math::ex2::ex2;
+use crate::math::select;
 use cuda_std::GpuFloat;
-
-/// Returns `a * b + c`, rounded once and clamped to 0..=1. A NaN becomes 0.
-#[inline(always)]
-pub fn fma_within_1(a: f32, b: f32, c: f32) -> f32 {
-    let sum = GpuFloat::mul_add(a, b, c);
-    let below = if sum < 1.0 { sum } else { 1.0 };
-    if sum > 0.0 { below } else { 0.0 }
-}
 
 /// Returns the larger of two, or NaN if either is NaN. 0 is larger than -0.
 #[inline(always)]
@@ -37,7 +30,7 @@ pub fn by_sign(x: f32, negative: f32, positive: f32) -> f32 {
 /// 2^-126 it is 0. A NaN gives NaN.
 #[inline(always)]
 pub fn exp2_weight(score: f32, factor: f32, base: f32) -> f32 {
-    if GpuFloat::mul_add(score, factor, base).is_nan() { f32::NAN } else { exp2_sum(score, exp2_scaled(factor, base)) }
+    ex2(GpuFloat::mul_add(score, factor, base))
 }
 
 /// Rounds `x` to the nearest TF32, ties to even, and returns its f32 bits.

@@ -2,20 +2,6 @@
 
 use cuda_std::GpuFloat;
 
-/// Returns `a * b + c`, rounded once and clamped to 0..=1. A NaN becomes 0.
-#[inline(always)]
-pub fn fma_within_1(a: f32, b: f32, c: f32) -> f32 {
-    let within: f32;
-    // SAFETY: arithmetic between registers.
-    unsafe {
-        core::arch::asm!(
-            "fma.rn.sat.f32 {0}, {1}, {2}, {3};",
-            out(reg32) within, in(reg32) a, in(reg32) b, in(reg32) c, options(pure, nomem, preserves_flags, nostack)
-        );
-    }
-    within
-}
-
 /// Returns the larger of two, or NaN if either is NaN. 0 is larger than -0.
 #[inline(always)]
 pub fn larger_or_nan(a: f32, b: f32) -> f32 {
