@@ -23,10 +23,13 @@
 //!                                 (mma/fragments.rs)                   A operand of the second product
 //!                                                               (accumulator layout: no shuffle)
 //! ```
-//! Invariant: the order of every sum depends only on the numbers of tokens, columns and heads, and
-//! on the family's table. Scores, dp and outputs are mma products as described in
-//! [`mma::fragments`](mod@crate::mma::fragments). On one device they do not depend on the grid or
-//! the run. Emulator and GPU may differ as in [`matmul_bf16`](super::matmul_bf16).
+//! Invariant: the order of every sum depends only on the numbers of tokens, columns and heads.
+//! Scores, dp and outputs are mma products as described in
+//! [`mma::fragments`](mod@crate::mma::fragments), which add the same numbers at once in every shape.
+//! A row's maximum may move between blocks of 64 keys. A lane adds the weights of its own keys of a
+//! row, ascending, and then the row's four lanes add theirs. The bits do not depend on the shape,
+//! the grid or the run, and are those of
+//! [`flash_attention_wgmma`](super::flash_attention_wgmma).
 //!
 //! p and ds are f32, rounded once for the second product. f32 q, k, v and dout are rounded to TF32
 //! for each product. The sum of p adds the unrounded values. Exponentials are base 2: p = 2^(score

@@ -27,12 +27,9 @@
 //! kernels `forward` and `queries` computes several tiles of queries, one after another (items.rs),
 //! and one of `keys` may compute two of keys. The copies of the next begin while one ends.
 //!
-//! Invariant: the order of every sum depends only on the numbers of tokens, columns and heads, and
-//! on the family's table. On one device it does not depend on the grid or the run. Scores, dp and
-//! outputs are chains over ascending k on the emulator. A GPU's instruction adds 16 products at
-//! once, as in [`mma`](mod@crate::mma). A lane adds the weights of its own keys of a row,
-//! ascending, and then the row's four lanes add theirs. Rows are rescaled as in
-//! [`flash_attention_mma`](super::flash_attention_mma), for larger tiles of keys.
+//! Invariant: results have the bits of [`flash_attention_mma`](super::flash_attention_mma): the
+//! instruction adds 16 products at once, as there ([`mma`](mod@crate::mma)), and rows are rescaled
+//! between the same keys.
 
 mod backward;
 mod copies;

@@ -5,6 +5,11 @@
 //! start S = q k_j^T -> start out += p v_(j - 1) -> wait for S -> free k_j, mask, maximum, p of S
 //!   -> wait for out -> free v_(j - 1), rescale out, round p
 //! ```
+//! Rows are rescaled as in [`flash_attention_mma`](crate::flash_attention_mma): between blocks of
+//! 64 keys. A tile may have two. If a row of the warp is rescaled between them, which is rare, the
+//! warp first adds the products of the first block by `mma.sync`, and wgmma adds those of the
+//! second.
+//!
 //! Invariant: the four lanes of a row have the same maximum, bit for bit. Until the end, each lane
 //! has the sum of its own keys.
 
@@ -27,54 +32,103 @@ use half::bf16;
 /// The lanes that share a row of scores.
 const ACROSS: u32 = 4;
 
+/// The accumulator tiles of the 64 keys between two decisions to rescale a row.
+const DECIDED: usize = 8;
+
 /// A lane's part of two rows: the running maximum, and the sum of the lane's weights.
 struct Softmax {
     largest: [f32; 2],
     totals: [f32; 2],
 }
 
-impl Softmax {
-    /// Replaces scores by their weights. Returns the factors of the sums so far, and true if all of
-    /// the warp's are 1.
+/// The factors of the sums before each block of keys.
+struct Shrink<const BLOCKS: usize> {
+    factors: [[f32; 2]; BLOCKS],
+    /// True if all of the warp's factors are 1.
+    stay: [bool; BLOCKS],
+}
+
+impl<const BLOCKS: usize> Shrink<BLOCKS> {
+    /// Multiplies the sums by the factors before a block, unless all are 1.
     #[inline(always)]
-    fn weigh<const TILES: usize>(
+    fn apply<const MADE: usize>(&self, block: usize, sums: &mut [[f32; 4]; MADE]) {
+        if !self.stay[block] {
+            unroll_on_gpu!(n < MADE, at most 32 => {
+                unroll_on_gpu!(at < 4 => { sums[n][at] *= self.factors[block][at / 2]; });
+            });
+        }
+    }
+}
+
+impl Softmax {
+    /// Replaces scores by their weights. Returns the factors of the sums so far.
+    #[inline(always)]
+    fn weigh<const TILES: usize, const BLOCKS: usize>(
         &mut self,
         warp: Converged,
         scores: &mut [[f32; 4]; TILES],
         factor: f32,
-    ) -> ([f32; 2], bool) {
-        let mut most = [f32::NEG_INFINITY; 2];
+    ) -> Shrink<BLOCKS> {
+        const { assert!(TILES == BLOCKS * DECIDED) };
+        let mut most = [[f32::NEG_INFINITY; 2]; BLOCKS];
+        let mut within = true;
         unroll_on_gpu!(n < TILES, at most 16 => {
             unroll_on_gpu!(half < 2 => {
                 let larger = larger_or_nan(scores[n][2 * half], scores[n][2 * half + 1]);
-                most[half] = larger_or_nan(most[half], larger);
+                most[n / DECIDED][half] = larger_or_nan(most[n / DECIDED][half], larger);
             });
         });
-        let mut shrink = [1.0; 2];
-        let mut stay = true;
-        unroll_on_gpu!(half < 2 => {
-            let of_lane = larger_or_nan(self.largest[half], most[half]);
-            most[half] = warp.combine(ACROSS, of_lane, larger_or_nan);
+        unroll_on_gpu!(block < BLOCKS => {
+            unroll_on_gpu!(half < 2 => { within &= stays(most[block][half], factor, self.largest[half]); });
         });
-        unroll_on_gpu!(half < 2 => {
-            let stays = within_growth(most[half], factor, self.largest[half]);
-            let base = if most[half] == f32::NEG_INFINITY { 0.0 } else { most[half] * -factor };
-            let smaller = exp2_negative(GpuFloat::mul_add(self.largest[half], factor, base));
-            shrink[half] = if stays { 1.0 } else { smaller };
-            self.largest[half] = if stays { self.largest[half] } else { most[half] };
-            self.totals[half] *= shrink[half];
-            stay &= stays;
-        });
-        // A row that has seen no key yet has scores of -infinity, whose weights are 0.
-        let base = self.largest.map(|largest| if largest == f32::NEG_INFINITY { 0.0 } else { largest * -factor });
+        let mut shrink = Shrink { factors: [[1.0; 2]; BLOCKS], stay: [true; BLOCKS] };
+        let mut bases = [self.bases(factor); BLOCKS];
+        if !warp.again().all(within) {
+            let warp = warp.again();
+            unroll_on_gpu!(block < BLOCKS => {
+                let mut stay = true;
+                unroll_on_gpu!(half < 2 => {
+                    let of_lane = larger_or_nan(self.largest[half], most[block][half]);
+                    most[block][half] = warp.combine(ACROSS, of_lane, larger_or_nan);
+                });
+                unroll_on_gpu!(half < 2 => {
+                    // Decided per row: another row's scores must not change a bit of this one.
+                    let (most, largest) = (most[block][half], self.largest[half]);
+                    let stays = stays(most, factor, largest);
+                    let smaller = exp2_negative(GpuFloat::mul_add(largest, factor, most * -factor));
+                    shrink.factors[block][half] = if stays { 1.0 } else { smaller };
+                    self.largest[half] = if stays { largest } else { most };
+                    stay &= stays;
+                });
+                shrink.stay[block] = warp.all(stay);
+                bases[block] = self.bases(factor);
+            });
+        }
         unroll_on_gpu!(n < TILES, at most 16 => {
+            let block = n / DECIDED;
+            if n.is_multiple_of(DECIDED) {
+                unroll_on_gpu!(half < 2 => { self.totals[half] *= shrink.factors[block][half]; });
+            }
             unroll_on_gpu!(at < 4 => {
-                scores[n][at] = exp2_weight(scores[n][at], factor, base[at / 2]);
+                scores[n][at] = exp2_weight(scores[n][at], factor, bases[block][at / 2]);
                 self.totals[at / 2] += scores[n][at];
             });
         });
-        (shrink, warp.all(stay))
+        shrink
     }
+
+    /// Returns the addends of the exponents of both rows' weights. A row that has seen no key yet
+    /// has scores of -infinity, whose weights are 0.
+    #[inline(always)]
+    fn bases(&self, factor: f32) -> [f32; 2] {
+        self.largest.map(|largest| if largest == f32::NEG_INFINITY { 0.0 } else { largest * -factor })
+    }
+}
+
+/// True if a row's maximum may stay: it has grown little, or the row has seen no key.
+#[inline(always)]
+fn stays(most: f32, factor: f32, largest: f32) -> bool {
+    within_growth(most, factor, largest) | (most == f32::NEG_INFINITY)
 }
 
 /// Computes the output of this block's items, one after another. While one ends, the copies of the
@@ -170,8 +224,9 @@ pub(super) unsafe fn forward<
                     scores.wait::<0>();
                     memory.set_free_if(true, turn, 0);
                     hide(&mut scores, mask, [first, tile * TILE], [GROUP_ROWS, TILE], false);
-                    softmax.weigh(warp, &mut scores, factor);
+                    let shrink = softmax.weigh::<TILES, BLOCKS>(warp, &mut scores, factor);
                     round(&scores, &mut p);
+                    rescale_between(warp, memory, &shrink, &mut sums, &mut p, turn);
                     tile += 1;
                     while tile < own_until {
                         let turn = zero.wrapping_add(tile);
@@ -182,19 +237,16 @@ pub(super) unsafe fn forward<
                         scores.wait::<1>();
                         memory.set_free_if(true, turn, 0);
                         hide(&mut scores, mask, [first, tile * TILE], [GROUP_ROWS, TILE], false);
-                        let (shrink, stay) = softmax.weigh(warp, &mut scores, factor);
+                        let shrink = softmax.weigh::<TILES, BLOCKS>(warp, &mut scores, factor);
                         // Measured: faster for narrow heads, and slower for others.
                         if PARTS == 1 {
                             hold(softmax.totals[0] + softmax.totals[1]);
                         }
                         sums.wait::<0>();
                         memory.set_free_if(true, turn - 1, 1);
-                        if !stay {
-                            unroll_on_gpu!(n < MADE, at most 32 => {
-                                unroll_on_gpu!(at < 4 => { sums[n][at] *= shrink[at / 2]; });
-                            });
-                        }
+                        shrink.apply(0, &mut sums);
                         round(&scores, &mut p);
+                        rescale_between(warp, memory, &shrink, &mut sums, &mut p, turn);
                         tile += 1;
                     }
                     memory.resident_free().arrive_if(lane_id() == 0);
@@ -236,5 +288,37 @@ pub(super) unsafe fn forward<
             let warp_row = first + thread::thread_idx_x() % WARPGROUP / LANES * 16;
             store(warp, &sums, 1.0, rows, [warp_row, mask.length, end, problem.width], out);
         }
+    }
+}
+
+/// Adds the products of a turn's first block of keys to the sums of the warp and clears its
+/// weights, if a row is rescaled before the second. The sums are then rescaled.
+///
+/// # Safety
+/// All lanes of the warp call it together. No products of the sums are in flight.
+#[inline(always)]
+unsafe fn rescale_between<
+    const GROUPS: u32,
+    const TILE: u32,
+    const PARTS: u32,
+    const SLOTS: u32,
+    const BLOCKS: usize,
+    const MADE: usize,
+>(
+    warp: Converged,
+    memory: Memory<GROUPS, TILE, PARTS, SLOTS>,
+    shrink: &Shrink<BLOCKS>,
+    sums: &mut [[f32; 4]; MADE],
+    p: &mut [[[u32; 4]; 4]; BLOCKS],
+    turn: u32,
+) {
+    if BLOCKS == 2 && !shrink.stay[BLOCKS - 1] {
+        // SAFETY: all lanes of the warp execute this: `stay` is the same for all.
+        unsafe {
+            memory.wait_full(turn, 1);
+            memory.multiply_in_warp(warp.again(), sums, &p[0], turn, 1);
+        }
+        shrink.apply(BLOCKS - 1, sums);
+        p[0] = [[0; 4]; 4];
     }
 }

@@ -12,14 +12,18 @@
 
 use super::rows::resident_row;
 use super::shape::{GROUP_ROWS, ROW, WARPGROUP, barriers_of};
+use crate::format::Bf16;
 use crate::machine::mbarrier::{BARRIER_BYTES, Barrier, fence_barriers};
 use crate::machine::warpgroup::{Accumulators, Operand, begin_products, commit_products};
 use crate::machine::wgmma::{align_stages, undefined_sums};
-use crate::mma::fragments::CHUNK_WORDS;
+use crate::mma::fragments::{CHUNK_WORDS, Squares, multiply};
 use crate::tile::SharedTile;
 use crate::unroll_on_gpu;
-use crate::warp::LANES;
+use crate::warp::{Converged, LANES};
 use cuda_std::{thread, warp};
+
+/// The chunks of a row of a part.
+const CHUNKS: u32 = ROW / CHUNK_WORDS;
 
 /// The tiles of a block's shared memory: `GROUPS` warpgroups with 64 resident rows each, streamed
 /// tiles of `TILE` rows in `SLOTS` slots, and `PARTS` parts of 64 columns.
@@ -289,5 +293,35 @@ impl<const GROUPS: u32, const TILE: u32, const PARTS: u32, const SLOTS: u32> Mem
             });
             commit_products();
         }
+    }
+
+    /// Adds the products of a warp's rounded weights of a turn's first 64 rows with these rows of
+    /// array `array` to the warp's sums, by `mma.sync`. It gives the bits of
+    /// [`multiply_weights`](Self::multiply_weights).
+    ///
+    /// # Safety
+    /// All lanes of the warp call it together. The array is full, and no products of the sums are
+    /// in flight.
+    #[inline(always)]
+    pub(super) unsafe fn multiply_in_warp<const MADE: usize>(
+        self,
+        converged: Converged,
+        sums: &mut [[f32; 4]; MADE],
+        weights: &[[u32; 4]; 4],
+        turn: u32,
+        array: u32,
+    ) {
+        let (streamed, sums) = (self.slot(turn % SLOTS, array), core::array::from_mut(sums));
+        let squares = Squares::down(CHUNKS, 0, 0);
+        unroll_on_gpu!(step < 4 => {
+            unroll_on_gpu!(square < MADE / 2, at most 16 => {
+                let row = square as u32 / 4 * TILE + 16 * step as u32;
+                let right = squares.read(converged, streamed, row, square as u32 % 4, true);
+                multiply::<Bf16, 1, 1, MADE>(converged, sums, square, &[weights[step]], &[right]);
+            });
+        });
+        // All lanes have read their rows, before one of them frees the array.
+        // SAFETY: all lanes of the warp execute this: the function's contract.
+        unsafe { warp::sync_warp(u32::MAX) };
     }
 }
