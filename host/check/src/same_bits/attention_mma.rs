@@ -1,12 +1,14 @@
 //! The cases of attention on tensor cores, which all variants of a family share.
 //!
 //! Invariant: results depend only on the case and its size, as [`cases`](super::cases) requires.
-//! Every sum is exact, so the order in which a GPU's tensor cores add changes nothing. The values
-//! of q, k, v and dout are small whole numbers, with more zeros in wider heads. The weights are
-//! powers of two, because scores are multiples of ln 2.
+//! In the smallest size every sum is exact, so the rule by which a GPU's tensor cores add changes
+//! nothing. The values of q, k, v and dout are small whole numbers, with more zeros in wider heads.
+//! The weights are powers of two, because scores are multiples of ln 2. In the whole size all
+//! numbers are random, and the digests have the bits of the rule.
 
 #![forbid(unsafe_code)]
 
+use super::CaseSize;
 use super::inputs::Inputs;
 use half::bf16;
 use kernels::flash_attention::CAUSAL;
@@ -46,8 +48,12 @@ const WHOLE: [Sizes; 4] = [
 const SMALLEST: [Sizes; 2] = [([1, 65, 2, 1], false, 33, true), ([1, 70, 1, 1], true, 0, false)];
 
 impl<'s> Inputs<'_, 's> {
-    /// Uploads whole numbers up to `most` in magnitude, of which one in `few` is nonzero.
+    /// Uploads random numbers. In the smallest size they are whole numbers up to `most` in
+    /// magnitude, of which one in `few` is nonzero.
     fn sparse<S: Stored>(&self, length: usize, most: usize, few: usize) -> Result<Tensor<'s, S>> {
+        if self.size == CaseSize::Whole {
+            return self.normals([length]);
+        }
         let below = self.random.borrow_mut().belows(length, (2 * most * few) as u32);
         let value = |below: u32| if below > 2 * most as u32 { 0.0 } else { below as f32 - most as f32 };
         self.step.upload(&below.into_iter().map(|below| S::narrow(value(below))).collect::<Vec<S>>(), [length])
@@ -77,8 +83,13 @@ impl<'s> Inputs<'_, 's> {
     /// to 8.
     fn gradients_by_tensor<S: Stored>(&self, case: &Case<'s, S>) -> Result<(Tensor<'s>, Tensor<'s>, Tensor<'s, S>)> {
         let statistics = case.statistics();
-        let lse: Vec<f32> =
-            self.random.borrow_mut().belows(statistics, 4).into_iter().map(|more| (8 + more) as f32 * LN_2).collect();
+        let mut random = self.random.borrow_mut();
+        let more: Vec<f32> = match self.size {
+            CaseSize::Whole => random.uniforms(statistics, 0.0, 4.0),
+            CaseSize::Smallest => random.belows(statistics, 4).into_iter().map(|more| more as f32).collect(),
+        };
+        drop(random);
+        let lse: Vec<f32> = more.into_iter().map(|more| (8.0 + more) * LN_2).collect();
         Ok((
             self.step.upload(&lse, [statistics])?,
             self.sparse(statistics, 4, 2)?,
@@ -119,7 +130,7 @@ macro_rules! launch {
             width: $case.width,
             stacked: u32::from(stacked),
             window,
-            scale: LN_2,
+            scale: $i.by_size(LN_2 / 2.0, LN_2),
             $($name: $value),*
         })
     }};

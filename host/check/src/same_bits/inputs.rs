@@ -77,10 +77,39 @@ impl<'s> Inputs<'_, 's> {
     /// Uploads whole numbers from -8 to 8. In the smallest size they range from -2 to 2, so that
     /// GELU maps few sums to 0 or to themselves.
     pub(super) fn whole(&self, length: usize) -> Result<Tensor<'s>> {
+        self.step.upload(&self.whole_numbers(length), [length])
+    }
+
+    fn whole_numbers(&self, length: usize) -> Vec<f32> {
         let most = self.by_size(8, 2);
         let below = self.random.borrow_mut().belows(length, 2 * most + 1);
-        let values: Vec<f32> = below.into_iter().map(|below| below as f32 - most as f32).collect();
-        self.step.upload(&values, [length])
+        below.into_iter().map(|below| below as f32 - most as f32).collect()
+    }
+
+    /// Uploads factors of matrix instructions. In the whole size they are random and hard: some
+    /// repeat or cancel their neighbor, products of some are subnormal, some are zero, and a few
+    /// are special. The digests then have the bits of the instructions' rule. In the smallest size
+    /// they are [`whole`](Self::whole), so that sums are exact by any rule, and a GPU with another
+    /// rule can be opened.
+    pub(super) fn factors<S: Stored>(&self, length: usize) -> Result<Tensor<'s, S>> {
+        if self.size == CaseSize::Smallest {
+            return self.upload(&self.whole_numbers(length), [length]);
+        }
+        let mut random = self.random.borrow_mut();
+        let mut values = random.normals(length);
+        for at in 1..length {
+            match random.below(1024) {
+                0..192 => values[at] = values[at - 1],
+                192..384 => values[at] = -values[at - 1],
+                // The product of two of these is below 2^-126.
+                384..448 => values[at] *= f32::from_bits((127 - 65) << 23),
+                448..512 => values[at] = 0.0,
+                512 => values[at] = SPECIAL[random.below(SPECIAL.len() as u32) as usize],
+                _ => {}
+            }
+        }
+        drop(random);
+        self.upload(&values, [length])
     }
 
     /// Runs the attention kernel for few tokens, and returns its output with its norm and its

@@ -129,13 +129,12 @@ pub(super) fn keep_outputs<'s, S: Stored>(
     if flags & STORE_PREACT != 0 || i.size == CaseSize::Whole { i.keep(pre) } else { Ok(()) }
 }
 
-/// Runs the case of a tensor-core tile: [`product`] on whole numbers so small that every sum is
-/// exact. The order of sums, which differs between GPUs, then changes nothing. The smallest size
-/// has a fractional bias, so that GELU does not see only whole numbers.
+/// Runs the case of a tensor-core tile: [`product`] on [`factors`](Inputs::factors). The smallest
+/// size has a fractional bias, so that GELU does not see only whole numbers.
 pub(super) fn mma_product(i: &Inputs<'_, '_>, tile: MmaTile) -> Result<()> {
     for &(batches, [m, n, k], k_per_split, flags, [alpha, beta]) in i.by_size(&MMA_PRODUCTS[..], &SMALLEST_MMA_PRODUCTS)
     {
-        let (a, b) = (i.whole(batches * m * k)?, i.whole(batches * k * n)?);
+        let (a, b) = (i.factors(batches * m * k)?, i.factors(batches * k * n)?);
         let [(a, stride_a), (b, stride_b)] = round_factors(i, batches, [m, n, k], TRANSPOSE_B, [&a, &b])?;
         let bias = if i.size == CaseSize::Whole { i.whole(batches * n)? } else { i.normals([batches * n])? };
         let length = batches * k.div_ceil(k_per_split) * m * n;
@@ -302,8 +301,7 @@ macro_rules! launch_bf16 {
     }};
 }
 
-/// Runs the case of a kernel for BF16 tensors: [`product`]s of its layout on whole numbers so small
-/// that every sum is exact, as for [`mma_product`].
+/// Runs the case of a kernel for BF16 tensors: [`product`]s of its layout, as for [`mma_product`].
 pub(super) fn bf16_product<S: Stored>(i: &Inputs<'_, '_>, kernel: Bf16Kernel) -> Result<()> {
     for &(batches, [m, n, k], k_per_split, flags, [alpha, beta]) in kernel.products(i) {
         let Some(layout) = kernel.layout(flags).filter(|_| exists::<S>(flags)) else { continue };
@@ -314,8 +312,7 @@ pub(super) fn bf16_product<S: Stored>(i: &Inputs<'_, '_>, kernel: Bf16Kernel) ->
         };
         let ((of_a, lda), (of_b, ldb)) =
             (stored(flags & TRANSPOSE_A != 0, [m, k]), stored(flags & TRANSPOSE_B != 0, [k, n]));
-        let (a, b) = (i.whole(batches * of_a[0] * lda)?, i.whole(batches * of_b[0] * ldb)?);
-        let (a, b) = (ops::to_bf16(i.step, &a)?, ops::to_bf16(i.step, &b)?);
+        let (a, b) = (i.factors::<bf16>(batches * of_a[0] * lda)?, i.factors::<bf16>(batches * of_b[0] * ldb)?);
         let bias = if i.size == CaseSize::Whole { i.whole(batches * n)? } else { i.normals([batches * n])? };
         let length = batches * k.div_ceil(k_per_split).max(1) * m * n;
         let mut out = i.normals::<S>([length])?;

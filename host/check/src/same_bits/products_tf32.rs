@@ -34,8 +34,7 @@ const SMALLEST_PRODUCTS: [Product; 4] = [
 ];
 
 /// Runs the case of a tile and a layout of the instruction's A, which is A or, if the operands are
-/// swapped, B. All give the same bits. The numbers are whole and so small that
-/// every sum is exact, as in the cases of other kernels for tensor cores.
+/// swapped, B. All give the same bits. The operands are [`factors`](Inputs::factors).
 pub(super) fn product(i: &Inputs<'_, '_>, variant: (OperandLayout, Tile)) -> Result<()> {
     let products = i.by_size(&PRODUCTS[..], &SMALLEST_PRODUCTS).iter();
     for (number, &(batches, [m, n, k], k_per_split, flags, [alpha, beta])) in products.enumerate() {
@@ -45,7 +44,7 @@ pub(super) fn product(i: &Inputs<'_, '_>, variant: (OperandLayout, Tile)) -> Res
             let is_transposed = variant.0 == OperandLayout::Transposed;
             let (lines, length) = if is_transposed { (k, rows) } else { (rows, k) };
             let [lda, ldb] = [length, k].map(aligned_stride::<f32>);
-            let (a, b) = (i.whole(batches * lines * lda)?, i.whole(batches * cols * ldb)?);
+            let (a, b) = (i.factors(batches * lines * lda)?, i.factors(batches * cols * ldb)?);
             let map = |memory, [rows, cols]: [usize; 2], ld, along_k| TensorMap {
                 memory,
                 extents: [cols, rows, batches].map(|extent| extent as u32),
