@@ -82,7 +82,7 @@ pub mod capture {
 pub mod check {
     #[cfg(feature = "nvtx")]
     pub use stepscope_check::NvtxLayer;
-    pub use stepscope_check::{GradCheck, MemoryRecorder, Recording, faults, late, same_bits};
+    pub use stepscope_check::{GradCheck, MemoryRecorder, Recording, faults, late, matrix_rule, same_bits};
 }
 
 /// Training data: windows of a text, background loading, sampled tokens and seeded random numbers.

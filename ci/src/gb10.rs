@@ -164,7 +164,12 @@ fn end_tree(process: &mut Child) -> String {
 fn kernels(steps: &mut Steps) -> Outcome {
     let device = steps.device();
     steps.run("the same bits on this CPU", "cargo run --release -- check", 1800, 0, "all equal")?;
+    let rule = steps.cargo("run", &format!("-- check --rule --device {device}"));
+    let found = steps.run("the rule of matrix instructions", &rule, 1800, 0, "emulator's")?;
+    found.lines().filter(|line| line.contains("products at once")).for_each(|line| println!("       {line}"));
     if steps.is_gpu {
+        let exponential = steps.cargo("run", &format!("--example scalars -- --device {device} --only ex2"));
+        steps.run("attention's exponential on all inputs", &exponential, 900, 0, "all bits equal")?;
         steps.run("every kernel assembles for sm_121", "cargo xtask ptx sm_121", 3600, 0, "every rule kept")?;
         steps.run("the same bits on the GPU", &steps.cargo("run", "-- check --device cuda"), 1800, 0, "all equal")?;
         steps.run(

@@ -20,7 +20,7 @@ pub(crate) struct Function {
     pub(crate) stated_ulps: f64,
 }
 
-pub(crate) const FUNCTIONS: [Function; 9] = [
+pub(crate) const FUNCTIONS: [Function; 10] = [
     Function { name: "exp", number: scalars::EXP, cpu: math::exp, reference: libm::exp, stated_ulps: ulps::EXP },
     Function { name: "log", number: scalars::LOG, cpu: math::log, reference: libm::log, stated_ulps: ulps::LOG },
     Function { name: "tanh", number: scalars::TANH, cpu: math::tanh, reference: libm::tanh, stated_ulps: ulps::TANH },
@@ -48,6 +48,13 @@ pub(crate) const FUNCTIONS: [Function; 9] = [
         reference: gelu_exact,
         stated_ulps: ulps::GELU_EXACT,
     },
+    Function {
+        name: "ex2",
+        number: scalars::EX2,
+        cpu: |x| math::exp2_weight(x, 1.0, 0.0),
+        reference: ex2,
+        stated_ulps: ulps::EX2,
+    },
 ];
 
 /// The largest errors that `device/src/math.rs` states, for any input.
@@ -61,6 +68,7 @@ pub(crate) mod ulps {
     pub(crate) const SIGMOID: f64 = 1.374;
     pub(crate) const SILU: f64 = 1.424;
     pub(crate) const GELU_EXACT: f64 = 2.225;
+    pub(crate) const EX2: f64 = 2.1;
 }
 
 /// The constants 2 sqrt(2/pi) and the cubic's factor.
@@ -121,6 +129,12 @@ pub(crate) fn gelu_exact(x: f64) -> f64 {
 pub(crate) fn sigmoid(z: f64) -> f64 {
     let exp = libm::exp(-z.abs());
     if z < 0.0 { exp / (1.0 + exp) } else { 1.0 / (1.0 + exp) }
+}
+
+/// Computes 2^x, or 0 where that is below float32's normal numbers.
+pub(crate) fn ex2(x: f64) -> f64 {
+    let power = libm::exp2(x);
+    if power < f64::from(f32::MIN_POSITIVE) { 0.0 } else { power }
 }
 
 pub(crate) fn rsqrt(x: f64) -> f64 {

@@ -44,7 +44,7 @@ on_each_device! {
                 trial.launch(scalars::scalars { y: y.out(), length, function, first: 0, stride: 1 })
             };
             assert_refused(launch(4, scalars::EXP), &["`y`", "4 elements"]);
-            assert_refused(launch(5, scalars::GELU_EXACT + 1), &["`function`", "got 9"]);
+            assert_refused(launch(5, scalars::EX2 + 1), &["`function`", "got 10"]);
             Ok(())
         });
     }
@@ -81,7 +81,7 @@ fn excessive_error_is_found() {
 /// the worst of 252,000, those next to the root of gelu's derivative, and the ends.
 #[test]
 fn references_match_mpmath() {
-    let values: [(&str, &[(u32, f64)]); 9] = [
+    let values: [(&str, &[(u32, f64)]); 10] = [
         (
             "exp",
             &[
@@ -157,6 +157,15 @@ fn references_match_mpmath() {
                 (0xbc4c_cccd, -0.00618766698322416),
                 (0x4040_0000, 2.99595030590511),
                 (0xc160_0000, -1.091095154686992e-43),
+            ],
+        ),
+        (
+            "ex2",
+            &[
+                (0x3f00_0000, 1.4142135623730951),
+                (0xbf80_0000, 0.5),
+                (0x42fe_0000, 1.7014118346046923e38),
+                (0xc2fc_0000, 1.1754943508222875e-38),
             ],
         ),
     ];

@@ -27,6 +27,9 @@ pub const SIGMOID: u32 = 6;
 pub const SILU: u32 = 7;
 /// The kernel's `function` for [`math::gelu_exact`].
 pub const GELU_EXACT: u32 = 8;
+/// The kernel's `function` for [`math::exp2_weight`], with a factor of 1 and a base of 0: a GPU's
+/// `ex2.approx.ftz`.
+pub const EX2: u32 = 9;
 
 /// Computes `y[i] = f(x)`, where the bits of `x` are `first + i stride`, modulo 2^32. `function` is
 /// one of the constants above and selects f. Shapes: `y`: `[length]`. Overwrites `y`.
@@ -45,17 +48,24 @@ pub unsafe fn scalars(y: *mut f32, length: usize, function: u32, first: u32, str
             RSQRT => map4!(x, math::rsqrt),
             SIGMOID => map4!(x, math::sigmoid),
             SILU => map4!(x, math::silu),
-            _ => map4!(x, math::gelu_exact),
+            GELU_EXACT => map4!(x, math::gelu_exact),
+            _ => map4!(x, ex2),
         };
         // SAFETY: the vector lies inside `y`.
         unsafe { result.store_part(y, index, part) };
     });
 }
 
+/// Returns 2^x by the instruction of attention's weights.
+#[inline(always)]
+fn ex2(x: f32) -> f32 {
+    math::exp2_weight(x, 1.0, 0.0)
+}
+
 // SAFETY: a thread writes only the four elements from its own index on that lie below `length`,
 // which is that of `y`.
 contract! { unsafe scalars { block: crate::block::BLOCK } |k| {
     Violation::unless_length("y", k.length, k.y.len())?;
-    Violation::unless(k.function <= GELU_EXACT, "function", "the number of a function of this module", k.function)?;
+    Violation::unless(k.function <= EX2, "function", "the number of a function of this module", k.function)?;
     crate::block::vector_grid(k.length)
 }}

@@ -1,5 +1,6 @@
 //! Checks of kernels, gradients, error paths and memory: the self-test with its committed digests,
-//! finite differences, fault injection, late work, and recordings of an arena's memory.
+//! the rule of matrix instructions, finite differences, fault injection, late work, and recordings
+//! of an arena's memory.
 
 #![deny(unsafe_op_in_unsafe_fn)]
 // Paths are opened through `PlainFile`. Tests may open their own files.
@@ -8,6 +9,7 @@
 pub mod faults;
 mod gradcheck;
 pub mod late;
+pub mod matrix_rule;
 mod memory_recording;
 #[cfg(feature = "nvtx")]
 mod nvtx;

@@ -5,21 +5,24 @@
 //! stepscope check --plant add  # shows that one wrong bit is detected
 //! stepscope check --update  # after a change of a kernel or a case
 //! stepscope check --self-test  # the cost of a device's self-test
+//! stepscope check --rule  # only the rule of the matrix instructions
 //! stepscope check --list  # the kernels and their blocks
 //! ```
 //! Prints a line per kernel, forward and backward. It contains the name, the first 16 digits of the
 //! SHA-256 of the results, and whether they match the committed digest. The digest of all results
 //! follows. NaNs count as equal. The device is opened without its self-test, which would be
-//! redundant here.
+//! redundant here. Before the kernels it prints the rule by which the device's matrix instructions
+//! add, and whether it is the emulator's ([`matrix_rule`]).
 //!
-//! Exit code 0: all are equal (with `--update`: written). 1: one differs, or the device failed. 2:
-//! the command line is wrong.
+//! Exit code 0: all are equal (with `--update`: written; with `--rule`: a rule fits). 1: one differs,
+//! or the device failed. 2: the command line is wrong.
 
 use clap::Parser;
 use clap::builder::PossibleValuesParser;
 use std::collections::HashMap;
 use std::process::ExitCode;
 use std::time::Instant;
+use stepscope::check::matrix_rule::{self, Factors, Found};
 use stepscope::check::same_bits::{self, CaseSize, cases, compare, remembered, runs_on};
 use stepscope::device::{DeviceBuilder, MatrixInstruction, SelfTest};
 use stepscope::{Device, DeviceKind, Result};
@@ -52,6 +55,10 @@ pub(crate) struct Args {
     /// Time the self-test on opening a device, and openings with and without it
     #[arg(long, conflicts_with_all = ["plant", "smallest", "update"])]
     self_test: bool,
+
+    /// Print only the rule by which the device's matrix instructions add
+    #[arg(long, conflicts_with_all = ["plant", "smallest", "update", "self_test"])]
+    rule: bool,
 
     /// Print only the kernels that run on a GPU: the name, the threads and dynamic shared bytes of
     /// a block, and `sm_90a` if only its PTX contains the kernel
@@ -106,7 +113,20 @@ fn run(args: &Args) -> Result<bool, Box<dyn std::error::Error>> {
         println!("written to {GOLDEN}");
         return Ok(true);
     }
-    Ok(digests(&device, if args.smallest { CaseSize::Smallest } else { CaseSize::Whole }, args)?.0)
+    let rules = rules(&device)?;
+    if args.rule {
+        return Ok(rules.iter().all(|found| found.rule.is_some()));
+    }
+    Ok(rules.iter().all(|found| found.different == 0)
+        & digests(&device, if args.smallest { CaseSize::Smallest } else { CaseSize::Whole }, args)?.0)
+}
+
+/// Finds and prints the rule of the device's matrix instructions for each format.
+fn rules(device: &Device) -> Result<[Found; 2]> {
+    let [bf16, tf32] = Factors::ALL.map(|factors| matrix_rule::check(device, factors));
+    let rules = [bf16?, tf32?];
+    rules.iter().for_each(|found| println!("{found}"));
+    Ok(rules)
 }
 
 /// Returns true if the digests of every kernel at this size are the committed ones, and their text.
