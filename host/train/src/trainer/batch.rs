@@ -7,7 +7,7 @@ use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
 use stepscope_core::internals::short;
-use stepscope_core::{Error, MatrixInstruction, Result};
+use stepscope_core::{Error, Result};
 
 /// The name of the checkpoint note that stores [`EpochProgress`].
 pub(super) const PROGRESS: &str = "stepscope.epoch";
@@ -24,21 +24,20 @@ pub(super) fn dropout_seed(checkpoint: &Checkpoint) -> Result<u64> {
     })
 }
 
-/// The name of the checkpoint note that stores the instruction by which the run multiplied
-/// matrices, if that decides bits.
-pub(super) const MATRIX_INSTRUCTION: &str = "stepscope.matrix_instruction";
+/// The name of the checkpoint note that stores ten times the compute capability of the run, if that
+/// decides bits.
+pub(super) const CAPABILITY: &str = "stepscope.compute_capability";
 
-/// Logs a warning if the run that wrote the checkpoint multiplied by another instruction than
-/// `ours`. The sums of the continued run then differ from those of the first run in their last
-/// bits.
-pub(super) fn compare_instructions(checkpoint: &Checkpoint, ours: Option<MatrixInstruction>) {
-    if let Some((theirs, ours)) = different(checkpoint.note(MATRIX_INSTRUCTION).ok(), ours) {
-        tracing::warn!(%theirs, %ours, "the checkpoint was made with another matrix instruction; its sums round differently");
+/// Logs a warning if the run that wrote the checkpoint had another compute capability than `ours`.
+/// The sums of the continued run may then differ from those of the first run in their last bits.
+pub(super) fn compare_capabilities(checkpoint: &Checkpoint, ours: Option<u32>) {
+    if let Some((theirs, ours)) = different(checkpoint.note(CAPABILITY).ok(), ours) {
+        tracing::warn!(%theirs, %ours, "the checkpoint was made on another compute capability; its sums may round differently");
     }
 }
 
-/// Returns both instructions if they decide bits in both runs, and differ.
-fn different(theirs: Option<&str>, ours: Option<MatrixInstruction>) -> Option<(String, MatrixInstruction)> {
+/// Returns both capabilities if they decide bits in both runs, and differ.
+fn different(theirs: Option<&str>, ours: Option<u32>) -> Option<(String, u32)> {
     let (theirs, ours) = (theirs?, ours?);
     (theirs != ours.to_string()).then(|| (short(theirs).to_string(), ours))
 }
@@ -175,11 +174,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn other_instruction_is_noticed() {
-        use MatrixInstruction::{MmaSync, Wgmma};
-        assert_eq!(different(Some("wgmma"), Some(MmaSync)), Some(("wgmma".into(), MmaSync)));
-        assert_eq!(different(Some("mma-sync"), Some(Wgmma)), Some(("mma-sync".into(), Wgmma)));
-        for (theirs, ours) in [(Some("wgmma"), Some(Wgmma)), (Some("wgmma"), None), (None, Some(Wgmma)), (None, None)] {
+    fn other_capability_is_noticed() {
+        assert_eq!(different(Some("90"), Some(121)), Some(("90".into(), 121)));
+        for (theirs, ours) in [(Some("90"), Some(90)), (Some("90"), None), (None, Some(90)), (None, None)] {
             assert_eq!(different(theirs, ours), None);
         }
     }

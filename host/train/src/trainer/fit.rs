@@ -3,7 +3,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::batch::{DROPOUT_SEED, EpochProgress, MATRIX_INSTRUCTION, PROGRESS, Update, first_input};
+use super::batch::{CAPABILITY, DROPOUT_SEED, EpochProgress, PROGRESS, Update, first_input};
 use super::host_batch::{HostBatch, IntoBatch};
 use super::model::{LABELS, Model, TrainState};
 use super::setup::Trainer;
@@ -317,7 +317,7 @@ impl<M, R: UpdateRule> Trainer<'_, M, R> {
         Ok((loss, guesses.iter().zip(labels).filter(|(guess, label)| guess == label).count()))
     }
 
-    /// Writes the weights, optimizer, dropout seed, matrix instruction, progress and notes to the
+    /// Writes the weights, optimizer, dropout seed, compute capability, progress and notes to the
     /// checkpoint path, or does nothing without a path. In a group all ranks must call it, each
     /// with a path set, and rank 0 writes the file. Waits for the device.
     #[track_caller]
@@ -326,7 +326,7 @@ impl<M, R: UpdateRule> Trainer<'_, M, R> {
         let TrainState { parameters, optimizer, generator, sync, .. } = self.state();
         let mut notes = [&[(PROGRESS, progress.to_string())], notes].concat();
         notes.extend(generator.iter().map(|generator| (DROPOUT_SEED, generator.seed().to_string())));
-        notes.extend(self.state().instruction().map(|instruction| (MATRIX_INSTRUCTION, instruction.to_string())));
+        notes.extend(self.state().deciding_capability().map(|capability| (CAPABILITY, capability.to_string())));
         let write = |state: &[Buffer<f32>]| {
             Checkpoint::save_whole(path, parameters, Some(optimizer), state, &notes, self.non_finite)
         };

@@ -1,15 +1,14 @@
 //! The model, and the training step. The same step function runs eagerly and captured.
 
 use super::agreement::{self, WeightSettings};
-use super::batch::{EpochProgress, MicroBatch, compare_instructions, dropout_seed};
+use super::batch::{EpochProgress, MicroBatch, compare_capabilities, dropout_seed};
 use super::sync::{CallSite, GradientSync, Metric, Updated};
 use crate::checkpoint::Checkpoint;
 use crate::optim::{AdamW, Optimizer, ParameterGroups, UpdateRule, UpdateTicket};
 use stepscope_core::ops::{self, Cast, Generator, Precision};
 use stepscope_core::{
-    Arena, CaptureInputs, Device, DeviceBatch, EagerStep, Element, Gradients, HostInputs, MatrixInstruction, NonFinite,
-    Output, Parameter, ParameterEntry, ParameterSpec, Parameters, Result, Saved, Step, Tape, Tensor, Transfer, Var,
-    bf16,
+    Arena, CaptureInputs, Device, DeviceBatch, EagerStep, Element, Gradients, HostInputs, NonFinite, Output, Parameter,
+    ParameterEntry, ParameterSpec, Parameters, Result, Saved, Step, Tape, Tensor, Transfer, Var, bf16,
 };
 
 /// A model that a [`Trainer`](super::Trainer) can train: parameter handles, and the computation
@@ -124,10 +123,8 @@ impl<M, R: UpdateRule> TrainState<M, R> {
         settings.add("weights", parameters.sha256()?);
         settings.add_option("frozen weights", parameters.frozen_sha256()?);
         settings.add("precision", precision.to_string());
-        if let Some(instruction) = self.instruction() {
-            // Tensor cores of other GPUs, and other instructions, round their sums differently.
-            settings.add_option("compute capability", parameters.flat().device().description().capability);
-            settings.add("matrix instruction", instruction.to_string());
+        if let Some(capability) = self.deciding_capability() {
+            settings.add("compute capability", capability.to_string());
         }
         settings.add_option("dropout's seed", generator.as_ref().map(|generator| generator.seed()));
         let monitored = monitored.map(|monitored| parameters.spec().trained_entry(monitored)).transpose()?;
@@ -252,7 +249,7 @@ impl<M, R: UpdateRule> TrainState<M, R> {
         site: CallSite,
     ) -> Result<EpochProgress> {
         let progress = EpochProgress::of(checkpoint)?;
-        compare_instructions(checkpoint, self.instruction());
+        compare_capabilities(checkpoint, self.deciding_capability());
         let Self { parameters, optimizer, generator, sync, .. } = self;
         let seed = generator.as_ref().map(|_| dropout_seed(checkpoint)).transpose()?;
         sync.restore(checkpoint, site)?;
@@ -269,12 +266,13 @@ impl<M, R: UpdateRule> TrainState<M, R> {
         Ok(progress)
     }
 
-    /// Returns the instruction that multiplies matrices, if it decides bits of the weights: only
-    /// f32 multiplies have the same bits with each.
-    pub(super) fn instruction(&self) -> Option<MatrixInstruction> {
+    /// Returns ten times the compute capability, if it decides bits of the weights by the rule of
+    /// its matrix instructions: only f32 multiplies have the same bits with each. The emulator has
+    /// the rule of 9.0.
+    pub(super) fn deciding_capability(&self) -> Option<u32> {
         let device = self.parameters.flat().device();
         let decides = self.precision != Precision::F32 || self.parameters.bf16_copy().is_some();
-        decides.then(|| device.description().matrix_instruction())
+        decides.then(|| device.description().capability.unwrap_or(90))
     }
 
     /// Records [`TrainState::learn`] for a capture.
