@@ -7,6 +7,7 @@ mod support;
 
 mod adapters;
 mod attention;
+mod batch_invariant;
 mod bf16;
 mod checkpoint;
 mod evaluation;

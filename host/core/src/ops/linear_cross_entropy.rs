@@ -133,18 +133,15 @@ fn with_gradients<'s, S: Activation>(
     if let Some(dw) = dw.as_mut().filter(|_| rows == 0) {
         fill_into(step, dw, 0.0)?;
     }
-    let precision = step.precision();
     let [in_chunk, in_quarter] = form.rows::<S>(vocabulary);
     let has_gradients = wanted.contains(&true);
     for chunk in (0..rows).step_by(in_chunk) {
         let in_chunk = in_chunk.min(rows - chunk);
         step.workspace(|step| {
-            step.set_precision(precision);
             let mut dlogits = step.empty([if has_gradients { in_chunk } else { 0 }, vocabulary])?;
             for quarter in (0..in_chunk).step_by(in_quarter) {
                 let (first, rows) = (chunk + quarter, in_quarter.min(in_chunk - quarter));
                 step.workspace(|step| {
-                    step.set_precision(precision);
                     let [for_logits, ..] = form.products(rows, width, vocabulary);
                     let (w, x) = (Lent::new(w.memory(), w.shape()), part(hidden, first, [rows, width]));
                     let mut logits = step.empty([rows, vocabulary])?;

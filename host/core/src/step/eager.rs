@@ -40,7 +40,8 @@ impl Arena {
 /// It dereferences to [`Step`], so ops accept it, and it also has the methods of a step:
 /// [`empty`](Step::empty), [`free`](Step::free), [`lend`](Step::lend),
 /// [`lend_mut`](Step::lend_mut), [`launch`](Step::launch), [`precision`](Step::precision),
-/// [`set_precision`](Step::set_precision) and [`description`](Step::description).
+/// [`set_precision`](Step::set_precision), [`set_batch_invariant`](Step::set_batch_invariant) and
+/// [`description`](Step::description).
 #[derive(Debug)]
 pub struct EagerStep<'s> {
     step: Step<'s>,
@@ -112,9 +113,10 @@ impl<'s> Deref for EagerStep<'s> {
 ///
 /// It dereferences to [`Step`], so ops accept it, and it also has the methods of a step:
 /// [`empty`](Step::empty), [`free`](Step::free), [`launch`](Step::launch),
-/// [`precision`](Step::precision), [`set_precision`](Step::set_precision) and
-/// [`description`](Step::description). Its own `lend` and `lend_mut` take tensors of the outer
-/// step. To lend a buffer, call `Step::lend(step, &buffer, shape)`.
+/// [`precision`](Step::precision), [`set_precision`](Step::set_precision),
+/// [`set_batch_invariant`](Step::set_batch_invariant) and [`description`](Step::description). Its
+/// own `lend` and `lend_mut` take tensors of the outer step. To lend a buffer, call
+/// `Step::lend(step, &buffer, shape)`.
 #[derive(Debug)]
 pub struct ScratchStep<'i, 'o> {
     pub(super) step: Step<'i>,

@@ -28,27 +28,61 @@ use tracing::span::EnteredSpan;
 /// A step in progress: makes tensors and launches kernels.
 pub struct Step<'s> {
     region: &'s ArenaInner,
-    precision: Cell<Precision>,
+    numerics: Cell<Numerics>,
     /// True if the work queued here is queued again in the backward pass.
     runs_again: bool,
     brand: Brand<'s>,
 }
 
+/// The settings of a step on which the bits of its products depend.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Numerics {
+    precision: Precision,
+    batch_invariant: bool,
+}
+
 impl<'s> Step<'s> {
     pub(crate) fn new(region: &'s ArenaInner) -> Self {
-        Self { region, precision: Cell::default(), runs_again: false, brand: PhantomData }
+        Self { region, numerics: Cell::default(), runs_again: false, brand: PhantomData }
     }
 
     /// The precision to which the step's matrix multiplies round their operands, forward and
     /// backward, unless a multiply sets its own. The default is [`Precision::F32`].
     pub fn precision(&self) -> Precision {
-        self.precision.get()
+        self.numerics.get().precision
     }
 
     /// Sets [`Step::precision`] for everything queued from now on in this step and its scratch
     /// scopes.
     pub fn set_precision(&self, precision: Precision) {
-        self.precision.set(precision);
+        self.numerics.set(Numerics { precision, ..self.numerics.get() });
+    }
+
+    /// True if a row's result has the same bits whatever other rows are computed with it. The
+    /// default is false.
+    pub fn batch_invariant(&self) -> bool {
+        self.numerics.get().batch_invariant
+    }
+
+    /// Sets [`Step::batch_invariant`] for everything queued from now on in this step and its
+    /// scratch scopes.
+    ///
+    /// A product `[rows, k] [k, n]` then splits k as for
+    /// [`Gemm::BATCH_INVARIANT_ROWS`](crate::ops::Gemm::BATCH_INVARIANT_ROWS) rows, and
+    /// [`attention_cached`](crate::ops::attention_cached) of one token has the bits of
+    /// [`attention`](crate::ops::attention) over all tokens. A text's log-probabilities are then
+    /// the same alone, in a batch, and token by token. Gradients of weights are sums over rows, so
+    /// they depend on the batch.
+    pub fn set_batch_invariant(&self, batch_invariant: bool) {
+        self.numerics.set(Numerics { batch_invariant, ..self.numerics.get() });
+    }
+
+    pub(crate) fn numerics(&self) -> Numerics {
+        self.numerics.get()
+    }
+
+    pub(crate) fn set_numerics(&self, numerics: Numerics) {
+        self.numerics.set(numerics);
     }
 
     pub(crate) fn device(&self) -> &Device {
@@ -159,7 +193,7 @@ impl<'s> Step<'s> {
     pub(crate) fn workspace<R>(&self, scoped: impl for<'i> FnOnce(&Step<'i>) -> Result<R>) -> Result<R> {
         let before = self.region.attribute(None);
         self.region.attribute(before.or(Some(Location::caller())));
-        let done = self.region.scope(|| scoped(&Step::new(self.region)));
+        let done = self.region.scope(|| scoped(&self.inner()));
         self.region.attribute(before);
         done
     }
@@ -169,7 +203,7 @@ impl<'s> Step<'s> {
     /// allocates only on this step, and what it makes there stays.
     pub(crate) fn aside<R>(&self, scoped: impl for<'i> FnOnce(&Step<'i>, ScopeExit<'_, 's>) -> Result<R>) -> Result<R> {
         self.region.aside(|aside| {
-            let inner = Step { precision: self.precision.clone(), runs_again: true, ..Step::new(self.region) };
+            let inner = Step { runs_again: true, ..self.inner() };
             scoped(&inner, ScopeExit { step: self, aside })
         })
     }
@@ -178,9 +212,12 @@ impl<'s> Step<'s> {
     /// meanwhile and cannot allocate. Its tensors are available inside through
     /// [`ScratchStep::lend`].
     pub fn scratch<R>(&mut self, scoped: impl for<'i> FnOnce(&mut ScratchStep<'i, 's>) -> Result<R>) -> Result<R> {
-        let region = self.region;
-        let precision = self.precision.clone();
-        region.scope(|| scoped(&mut ScratchStep { step: Step { precision, ..Step::new(region) }, outer: PhantomData }))
+        self.region.scope(|| scoped(&mut ScratchStep { step: self.inner(), outer: PhantomData }))
+    }
+
+    /// Makes the step of an inner scope, with this step's settings.
+    fn inner(&self) -> Self {
+        Self { numerics: self.numerics.clone(), ..Self::new(self.region) }
     }
 }
 

@@ -22,8 +22,7 @@ use super::record::{Tape, TapeContext};
 use super::var::{Var, check};
 use crate::elementary;
 use crate::error::{Error, Result};
-use crate::precision::Precision;
-use crate::step::Step;
+use crate::step::{Numerics, Step};
 use crate::tensor::{AnyTensor, Lent, Saved, Shape, Source, Stored, Tensor};
 use std::panic::Location;
 
@@ -86,9 +85,9 @@ impl<'t, 's> Tape<'t, 's> {
         run: impl for<'i> Fn(&Tape<'_, 'i>, K::Lent<'i>) -> Result<[Var<'i, S>; N]> + 'static,
     ) -> Result<[Var<'s, S>; N]> {
         let site = Location::caller();
-        let block = Block { kept, run, around: self.around()?, precision: self.step.precision() };
+        let block = Block { kept, run, around: self.around()?, numerics: self.step.numerics() };
         let first = self.records.borrow().outputs;
-        let (results, trace, precision) = self.step.aside(|step, exit| {
+        let (results, trace, numerics) = self.step.aside(|step, exit| {
             let tape = block.around.tape(step);
             let (results, inputs) = block.run(&tape)?;
             let trace = Trace::of(&tape, &results);
@@ -119,10 +118,10 @@ impl<'t, 's> Tape<'t, 's> {
             let taken = results.iter().map(&mut take_out).collect::<Result<Vec<_>>>();
             outer.region().attribute(before);
             let made = copied.into_iter().map(|(number, _)| number).collect();
-            Ok((taken?, Trace { made, ..trace }, step.precision()))
+            Ok((taken?, Trace { made, ..trace }, step.numerics()))
         })?;
         // The tape continues as if the closure's ops had been queued on it.
-        self.step.set_precision(precision);
+        self.step.set_numerics(numerics);
         if let (Some(draws), Some(calls)) = (self.draws.get(), trace.calls) {
             draws.skip_to(calls);
         }
@@ -141,8 +140,8 @@ struct Block<'t, 's, K, F> {
     kept: K,
     run: F,
     around: TapeContext<'t, 's>,
-    /// The step's precision when the first run began.
-    precision: Precision,
+    /// The step's settings when the first run began.
+    numerics: Numerics,
 }
 
 impl<'t, 's, K: RecomputeInput<'s>, F> Block<'t, 's, K, F> {
@@ -174,11 +173,11 @@ impl<'t, 's, K: RecomputeInput<'s>, F> Block<'t, 's, K, F> {
         around.aside(|step, exit| {
             // Its ops appear under their own lines in the reports.
             let site = step.region().attribute(None);
-            step.set_precision(self.precision);
+            step.set_numerics(self.numerics);
             let tape = self.around.tape(step);
             let (results, inputs) = self.run(&tape)?;
             first.check(&Trace::of(&tape, &results))?;
-            step.set_precision(around.precision());
+            step.set_numerics(around.numerics());
 
             let (identity, records) = (tape.identity, tape.records.into_inner());
             let mut pending: Vec<_> = (0..records.outputs).map(|_| Upstream::Nothing).collect();

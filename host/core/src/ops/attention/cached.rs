@@ -9,7 +9,7 @@ use super::flash;
 use crate::error::{Error, Result};
 use crate::ops::cast::narrowed;
 use crate::ops::slice::slice_into;
-use crate::ops::{self, Activation, Gemm};
+use crate::ops::{self, Activation, Gemm, fill_into};
 use crate::precision::Precision;
 use crate::step::Step;
 use crate::tensor::{Lent, LentMut, Source, Tensor};
@@ -24,8 +24,11 @@ use crate::tensor::{Lent, LentMut, Source, Tensor};
 /// Several tokens queue two copies, and their result is that of [`ops::attention`]. One token
 /// queues two copies, two products, a scale and a softmax, and for BF16 the softmax's rounding. Its
 /// result is close to the last token of [`ops::attention`], but not identical, because sums run in
-/// another order. In f32 it has the same bits on every device. In BF16, scores and their softmax
-/// are f32. No scratch.
+/// another order. In BF16, scores and their softmax are f32. No scratch.
+///
+/// In a [batch-invariant](Step::set_batch_invariant) step one token's result has the bits of the
+/// last token of [`ops::attention`]. It costs attention over all tokens, with queries of zero for
+/// the earlier ones. Scratch: q, k, v and the result of all tokens.
 ///
 /// # Errors
 /// [`Error::Misuse`] for other shapes, a mask that includes later tokens, documents or lengths,
@@ -79,6 +82,9 @@ pub fn attention_cached<'s, S: Activation>(
         step.free(lse);
         return Ok(out);
     }
+    if step.batch_invariant() {
+        return as_last_token(step, qkv, [&*keys, &*values], position + 1, form);
+    }
     let seen = position + 1 - first;
     let kept = |cache: &LentMut<'_, 's, S>| -> Lent<'_, 's, S> {
         Lent::new(cache.memory().part(first * row, seen * row), [seen, row].into())
@@ -106,4 +112,41 @@ pub fn attention_cached<'s, S: Activation>(
     let mut out = step.empty(sizes.output())?;
     ops::gemm_into(step, &by_values, &weights, &kept(values), none, &mut out)?;
     Ok(out)
+}
+
+/// Computes attention over all `tokens` of the cache, and returns the last token's part.
+#[track_caller]
+fn as_last_token<'s, S: Activation>(
+    step: &Step<'s>,
+    qkv: &impl Source<'s, S>,
+    [keys, values]: [&LentMut<'_, 's, S>; 2],
+    tokens: usize,
+    form: &AttentionConfig<'s>,
+) -> Result<Tensor<'s, S>> {
+    const OP: &str = "attention_cached";
+    let Sizes { heads, kv_heads, width, .. } = form.sizes(OP, qkv.shape())?;
+    let (columns, row) = (heads * width, kv_heads * width);
+    let mut queries = step.empty::<S>([1, tokens, columns])?;
+    fill_into(step, &mut queries, 0.0)?;
+    slice_into(
+        step,
+        qkv,
+        2,
+        0,
+        &mut LentMut::new(queries.memory().part((tokens - 1) * columns, columns), [1, 1, columns].into()),
+    )?;
+    let kept = |cache: &LentMut<'_, 's, S>| -> Lent<'_, 's, S> {
+        Lent::new(cache.memory().part(0, tokens * row), [1, tokens, row].into())
+    };
+    let (queries_of_all, keys, values) = (Lent::new(queries.memory(), queries.shape()), kept(keys), kept(values));
+    let all = ops::concat(step, &[&queries_of_all, &keys, &values], 2)?;
+    let sizes = form.sizes(OP, all.shape())?;
+    S::check(OP, form, sizes)?;
+    let (out, lse) = flash::forward(step, &all, form, sizes)?;
+    let last = ops::slice(step, &out, 1, tokens - 1..tokens)?;
+    for tensor in [out, all, queries] {
+        step.free(tensor);
+    }
+    step.free(lse);
+    Ok(last)
 }

@@ -34,7 +34,7 @@ pub(super) fn queue<'s, S: Stored>(
     out: &mut impl Target<'s, S>,
     epilogue: Epilogue<'_, 's, S>,
 ) -> Result<()> {
-    let extents = GemmExtents::new(form, k_per_split)?;
+    let extents = GemmExtents::new(step, form, k_per_split)?;
     let outputs = Outputs::new(form, &extents, bias, c, out, epilogue);
     let whole = |outputs: Outputs<'_, S>| multiply(step, form, &extents, a.slice(), b.slice(), outputs, None);
     let part = |outputs: Outputs<'_, f32>| multiply(step, form, &extents, a.slice(), b.slice(), outputs, None);
@@ -128,7 +128,7 @@ fn weight_gradients<'s>(
         // There is no product to compute the sums.
         return sum_rows_into(step, dy, db, accumulate);
     }
-    let extents = GemmExtents::new(&form, k_per_split)?;
+    let extents = GemmExtents::new(step, &form, k_per_split)?;
     let outputs = Outputs::new(&form, &extents, none, none, dw, Epilogue::Store);
     let (old, db) = db.in_place();
     let split_k = extents.k.div_ceil(extents.k_per_split);

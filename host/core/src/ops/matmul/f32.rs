@@ -68,7 +68,7 @@ fn products<'s>(
     out: &mut impl Target<'s, f32>,
     epilogue: Epilogue<'_, 's, f32>,
 ) -> Result<()> {
-    let extents = GemmExtents::new(form, kernels::matmul::k_per_split)?;
+    let extents = GemmExtents::new(step, form, kernels::matmul::k_per_split)?;
     let outputs = Outputs::new(form, &extents, bias, c, out, epilogue);
     let multiply = |outputs: Outputs<'_, f32>| multiply(step, form, &extents, a, b, outputs);
     split_or_whole(step, form, &extents, outputs, multiply, multiply)

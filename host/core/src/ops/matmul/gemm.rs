@@ -1,6 +1,7 @@
 //! The description of a multiply: extents, strides, and the epilogue.
 
 use crate::precision::Precision;
+use crate::step::Step;
 use crate::tensor::{Stored, Target, Tensor};
 use cuda_std::launch::PointerMut;
 use kernels::matmul::{GELU_DERIVATIVE, STORE_PREACT, Tile};
@@ -83,6 +84,16 @@ impl Default for Gemm {
 }
 
 impl Gemm {
+    /// The rows for which k is split in a [batch-invariant](crate::Step::set_batch_invariant)
+    /// step, for any number of rows.
+    pub const BATCH_INVARIANT_ROWS: usize = 256;
+
+    /// The rows on which the split of k depends. Where A is stored as `[k, m]`, as for the gradient
+    /// of weights, its rows are not those of a batch.
+    pub(super) fn rows_of_split(&self, step: &Step<'_>) -> usize {
+        if step.batch_invariant() && !self.transpose_a { Self::BATCH_INVARIANT_ROWS } else { self.m }
+    }
+
     /// Makes one multiply of packed matrices: `[m, k] [k, n]`.
     pub fn new(m: usize, n: usize, k: usize) -> Self {
         Self { m, n, k, lda: k, ldb: n, ldc: n, batches: 1, ..Self::default() }

@@ -17,9 +17,10 @@ use kernels::mma::Side;
 impl Gemm {
     /// The precision of the multiply: its own or the step's, if it is large enough or names a tile,
     /// otherwise f32. A product and its gradients have the same precision, because they have the
-    /// same extents in another order.
+    /// same extents in another order. In a batch-invariant step few rows do not count, so the
+    /// gradient of weights for few rows, which are its k, may be f32.
     pub(super) fn precision_in(&self, step: &Step<'_>) -> Precision {
-        let is_small = self.m.min(self.n).min(self.k) < Precision::LEAST && self.mma_tile.is_none();
+        let is_small = self.rows_of_split(step).min(self.n).min(self.k) < Precision::LEAST && self.mma_tile.is_none();
         if is_small { Precision::F32 } else { self.precision.unwrap_or_else(|| step.precision()) }
     }
 
@@ -59,7 +60,7 @@ pub(super) fn queue<'s>(
     if uses_wgmma(step, form) {
         return tf32_wgmma::queue(step, form, a, b, bias, c, out, epilogue);
     }
-    let extents = GemmExtents::new(form, k_per_split)?;
+    let extents = GemmExtents::new(step, form, k_per_split)?;
     let outputs = Outputs::new(form, &extents, bias, c, out, epilogue);
     step.workspace(|step| {
         let operands = [form.round_left(a.slice()), form.round_right(b.slice()), Unrounded::default()];
@@ -84,7 +85,7 @@ pub(super) fn queue_gradients<'s>(
         queue(step, &for_dw, x, dy, none, none, dw, Epilogue::Store)?;
         return queue(step, &for_dx, dy, w, none, none, dx, Epilogue::Store);
     }
-    let extents = [GemmExtents::new(&for_dw, k_per_split)?, GemmExtents::new(&for_dx, k_per_split)?];
+    let extents = [GemmExtents::new(step, &for_dw, k_per_split)?, GemmExtents::new(step, &for_dx, k_per_split)?];
     let to_dw = Outputs::new(&for_dw, &extents[0], none, none, dw, Epilogue::Store);
     let to_dx = Outputs::new(&for_dx, &extents[1], none, none, dx, Epilogue::Store);
     let of_dy = Unrounded { along: for_dx.round_left(dy.slice()).along, ..for_dw.round_right(dy.slice()) };

@@ -1,7 +1,7 @@
 //! The common part of multiplies in every precision: extents for their kernels, and split-K.
 //!
-//! Invariant: k is split depending only on m, n, k and the kind of operands
-//! ([`kernels::matmul::k_per_split`], [`kernels::matmul_mma::k_per_split`],
+//! Invariant: k is split depending only on m, n, k, the kind of operands and
+//! [`Step::batch_invariant`] ([`kernels::matmul::k_per_split`], [`kernels::matmul_mma::k_per_split`],
 //! [`kernels::matmul_bf16::k_per_split`]).
 
 use super::gemm::{Epilogue, Gemm};
@@ -25,7 +25,11 @@ pub(super) struct GemmExtents {
 }
 
 impl GemmExtents {
-    pub(super) fn new(form: &Gemm, k_per_split: impl Fn(usize, usize, usize) -> usize) -> Result<Self> {
+    pub(super) fn new(
+        step: &Step<'_>,
+        form: &Gemm,
+        k_per_split: impl Fn(usize, usize, usize) -> usize,
+    ) -> Result<Self> {
         let word = |what, extent: usize| {
             let refused = |_| Error::misuse("matmul", format!("`{what}` below 2^32"), extent.to_string());
             u32::try_from(extent).map_err(refused)
@@ -37,7 +41,7 @@ impl GemmExtents {
             lda: word("lda", form.lda)?,
             ldb: word("ldb", form.ldb)?,
             ldc: word("ldc", form.ldc)?,
-            k_per_split: word("k", k_per_split(form.m, form.n, form.k))?,
+            k_per_split: word("k", k_per_split(form.rows_of_split(step), form.n, form.k))?,
             batches: word("batches", form.batches)?,
         })
     }

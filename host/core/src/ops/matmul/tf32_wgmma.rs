@@ -120,7 +120,7 @@ pub(super) fn queue<'s>(
     out: &mut impl Target<'s, f32>,
     epilogue: Epilogue<'_, 's, f32>,
 ) -> Result<()> {
-    let extents = GemmExtents::new(form, k_per_split)?;
+    let extents = GemmExtents::new(step, form, k_per_split)?;
     let outputs = Outputs::new(form, &extents, bias, c, out, epilogue);
     let (factors, swap) = Factor::arrange(form, a.slice(), b.slice());
     if factors.iter().all(|factor| !factor.is_copied) {
