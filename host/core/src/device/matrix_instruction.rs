@@ -1,7 +1,7 @@
 //! The instruction by which matrix multiplies and attention run: that of a warp, or that of four.
 //!
-//! Invariant: the instruction is chosen once, when a device is opened, and never changes, so all
-//! steps of a device have the bits of one instruction.
+//! Invariant: the instruction is chosen once, when a device is opened, and never changes. It decides
+//! no bit.
 
 #![forbid(unsafe_code)]
 
@@ -15,7 +15,7 @@ use std::str::FromStr;
 const VARIABLE: &str = "STEPSCOPE_MATRIX_INSTRUCTION";
 
 /// The instruction by which a device multiplies matrices of BF16 and TF32, and computes attention
-/// on them. Each has bits of its own; f32 results do not depend on it.
+/// on them. All give the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MatrixInstruction {
     /// `mma.sync`, which one warp executes. Every GPU that stepscope supports has it.

@@ -3,7 +3,8 @@
 //! Ops take a bare [`Step`](crate::Step), so they run the same whether or not the step is being
 //! recorded. They only queue work: no op waits or reads. Outputs are new tensors of the step,
 //! except for ops whose names end in `_into` or `_assign`. Ops compute and accumulate in f32.
-//! Results have the same bits on every device, except for multiplies in [`Precision::Tf32`].
+//! Results have the same bits on every device. Products and attention in [`Precision::Tf32`] and of
+//! BF16 tensors have those of a rule, which GPUs of compute capability 9.0 and the emulator share.
 //!
 //! Invariant: no op calls the driver.
 
