@@ -49,7 +49,7 @@ use crate::family;
 use backward::{keys, queries};
 use cuda_std::prelude::*;
 use forward::forward;
-pub(crate) use forward::within_growth;
+pub(crate) use forward::{is_known, within_growth};
 use half::bf16;
 use pairs::pairs;
 pub use shape::{BLOCK, Shape};

@@ -30,6 +30,13 @@ pub(crate) fn within_growth(most: f32, factor: f32, largest: f32) -> bool {
     GpuFloat::mul_add(most, factor, largest * -factor) <= MOST_GROWTH
 }
 
+/// True if a row's weights are known: its largest scaled score is finite, or it has seen no key.
+#[inline(always)]
+pub(crate) fn is_known(largest: f32, factor: f32) -> bool {
+    let scaled = largest * factor;
+    (f32::NEG_INFINITY < scaled && scaled < f32::INFINITY) | (largest == f32::NEG_INFINITY)
+}
+
 /// Computes the output of this block's queries. With one slot, a tile of v is copied while scores
 /// are computed, and the next tile of k during the rest of the turn.
 ///
@@ -199,8 +206,8 @@ pub(super) unsafe fn forward<
                 unroll_on_gpu!(half < 2 => {
                     let total = warp.combine(ACROSS, totals[m][half], add);
                     let most = largest[m][half];
-                    // If a score is not finite, the row's whole output becomes NaN.
-                    let known = most < f32::INFINITY;
+                    // Otherwise the row's whole output becomes NaN.
+                    let known = is_known(most, factor);
                     inverse[half] = if known { 1.0 / total } else { f32::NAN };
                     let token = first + memory.resident_row(m, half);
                     if lane_id().is_multiple_of(ACROSS) && token < problem.tokens {

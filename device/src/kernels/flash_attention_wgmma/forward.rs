@@ -19,7 +19,7 @@ use super::rows::{copies, hide, kv_head_of, leave_registers, multiplying_group, 
 use super::shape::{GROUP_ROWS, WARPGROUP};
 use super::tile::Memory;
 use crate::flash_attention::place::{MaskRange, ResidentRows};
-use crate::flash_attention_mma::within_growth;
+use crate::flash_attention_mma::{is_known, within_growth};
 use crate::machine::warpgroup::{Accumulators, hold};
 use crate::math::{self, exp2_negative, exp2_weight, larger_or_nan};
 use crate::unroll_on_gpu;
@@ -270,8 +270,8 @@ pub(super) unsafe fn forward<
             unroll_on_gpu!(half < 2 => {
                 let total = warp.combine(ACROSS, softmax.totals[half], add);
                 let most = softmax.largest[half];
-                // If a score is not finite, the row's whole output becomes NaN.
-                let known = most < f32::INFINITY;
+                // Otherwise the row's whole output becomes NaN.
+                let known = is_known(most, factor);
                 inverse[half] = if known { 1.0 / total } else { f32::NAN };
                 let token = first + resident_row(half);
                 if lane_id().is_multiple_of(ACROSS) && token < end {
