@@ -47,7 +47,8 @@ fn is_float(op: &str, names: &[&str]) -> bool {
 }
 
 /// Returns true for an instruction that the rules allow in a kernel; docs/numbers.md has the bound.
-/// `scalars` compares it with the emulator. On compute capability 9.0 it has one set of bits, which the emulator computes.
+/// On compute capability 9.0 it has one set of bits, which the emulator computes. The kernel
+/// `scalars` compares them.
 fn is_excepted(kernel: &str, op: &str) -> bool {
     let of_attention = ["forward", "bwd_dq", "bwd_dkv", "bwd_dkv_ds", "bwd_scores"];
     let name = kernel.trim_end_matches(|letter: char| letter.is_ascii_digit()).strip_suffix('_');

@@ -31,11 +31,11 @@ on_each_device! {
     fn small_arena_error_names_need(device: &Device) {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let out = folder.path().join("out");
-        let arguments = ["--arena-mib", "16", "--overflow-mib", "4096", "--out", out.to_str().unwrap()];
+        let arguments = ["--arena-mib", "1", "--overflow-mib", "4096", "--out", out.to_str().unwrap()];
         let output = run("crossasset", device, &[&SMALL[..], &arguments].concat());
         let errors = text(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{errors}");
-        assert!(errors.contains("capture: the step needs ") && errors.contains("only 16777216 are available"), "{errors}");
+        assert!(errors.contains("capture: the step needs ") && errors.contains("only 1048576 are available"), "{errors}");
         assert!(!out.join("report.json").exists(), "a run that failed wrote a report");
     }
 }

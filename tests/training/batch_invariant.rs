@@ -1,5 +1,5 @@
-//! In a batch-invariant step, a text's log-probabilities have the same bits alone, in a batch, in a
-//! pack and token by token.
+//! In a batch-invariant step, a text's log-probabilities have the same bits without other texts, in
+//! a batch, in a pack and token by token.
 
 use crate::support::{Random, on_each_device};
 use stepscope::nn::{KeyValueCache, Linear, Mlp, MultiHeadAttention};
@@ -93,8 +93,8 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|x| x.to_bits()).collect()
 }
 
-/// Compares the text in batches, in a pack and from a cache with the text alone. Without the
-/// setting, some differ.
+/// Compares the text in batches, in a pack and from a cache with the text without others. Without
+/// the setting, some differ.
 fn same_bits<S: Activation>(device: &Device) {
     let (model, spec) = Model::new();
     let weights = Parameters::new(device, &spec, 7).unwrap().with_bf16_copy().unwrap();

@@ -14,8 +14,8 @@
 //! redundant here. Before the kernels it prints the rule by which the device's matrix instructions
 //! add, and whether it is the emulator's ([`matrix_rule`]).
 //!
-//! Exit code 0: all are equal (with `--update`: written; with `--rule`: a rule fits). 1: one differs,
-//! or the device failed. 2: the command line is wrong.
+//! Exit code 0: all are equal (with `--update`: written; with `--rule`: a rule fits). 1: one
+//! differs, or the device failed. 2: the command line is wrong.
 
 use clap::Parser;
 use clap::builder::PossibleValuesParser;

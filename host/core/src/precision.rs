@@ -12,9 +12,9 @@ use std::str::FromStr;
 /// round f32 tensors.
 ///
 /// [`Precision::F32`] has the same bits on every device. [`Precision::Tf32`] uses the GPU's tensor
-/// cores. It is many times as fast, and has the same bits in every run, for every tile, and on every
-/// device whose matrix instructions follow the emulator's rule, as those of compute capability 9.0
-/// do. An output of k products is within
+/// cores. It is many times as fast, and has the same bits in every run, for every tile, and on
+/// every device whose matrix instructions follow the emulator's rule, as those of compute
+/// capability 9.0 do. An output of k products is within
 /// `(2 u + u^2 + k 2^-22) sum |a b|` of the exact one, where `u` is 2^-11, if nothing overflows or
 /// is subnormal. A separate launch rounds the operands, into memory that is freed after the
 /// multiply, or after both multiplies of a backward pass.

@@ -24,10 +24,11 @@ const ACROSS: u32 = 4;
 const MOST_GROWTH: f32 = 8.0;
 
 /// True if a row's running maximum `largest` may stay although the tile's maximum is `most`. False
-/// before the first key, and for a NaN.
+/// before the first key, and for a NaN. The same maximum always may, so that another row's scores
+/// change no bit of this one.
 #[inline(always)]
 pub(crate) fn within_growth(most: f32, factor: f32, largest: f32) -> bool {
-    GpuFloat::mul_add(most, factor, largest * -factor) <= MOST_GROWTH
+    (most - largest) * factor <= MOST_GROWTH
 }
 
 /// True if a row's weights are known: its largest scaled score is finite, or it has seen no key.

@@ -1,7 +1,7 @@
 //! The instruction by which matrix multiplies and attention run: that of a warp, or that of four.
 //!
-//! Invariant: the instruction is chosen once, when a device is opened, and never changes. It decides
-//! no bit.
+//! Invariant: the instruction is chosen once, when a device is opened, and never changes. It
+//! decides no bit.
 
 #![forbid(unsafe_code)]
 

@@ -71,8 +71,8 @@ impl<'s> Step<'s> {
     /// [`Gemm::BATCH_INVARIANT_ROWS`](crate::ops::Gemm::BATCH_INVARIANT_ROWS) rows, and
     /// [`attention_cached`](crate::ops::attention_cached) of one token has the bits of
     /// [`attention`](crate::ops::attention) over all tokens. A text's log-probabilities are then
-    /// the same alone, in a batch, and token by token. Gradients of weights are sums over rows, so
-    /// they depend on the batch.
+    /// the same without other texts, in a batch, and token by token. Gradients of weights are sums
+    /// over rows, so they depend on the batch.
     pub fn set_batch_invariant(&self, batch_invariant: bool) {
         self.numerics.set(Numerics { batch_invariant, ..self.numerics.get() });
     }

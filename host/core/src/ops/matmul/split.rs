@@ -1,8 +1,8 @@
 //! The common part of multiplies in every precision: extents for their kernels, and split-K.
 //!
 //! Invariant: k is split depending only on m, n, k, the kind of operands and
-//! [`Step::batch_invariant`] ([`kernels::matmul::k_per_split`], [`kernels::matmul_mma::k_per_split`],
-//! [`kernels::matmul_bf16::k_per_split`]).
+//! [`Step::batch_invariant`] ([`kernels::matmul::k_per_split`],
+//! [`kernels::matmul_mma::k_per_split`], [`kernels::matmul_bf16::k_per_split`]).
 
 use super::gemm::{Epilogue, Gemm};
 use crate::error::{Error, Result};
