@@ -8,6 +8,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::time::Duration;
 use std::{io, thread};
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -25,6 +26,8 @@ const LOADING: u8 = 0;
 const TRAINING: u8 = 1;
 /// All updates have been made.
 const WRITING: u8 = 2;
+/// A signal ends the program before the first update.
+const ENDING: u8 = 3;
 
 /// Installs the handlers. Pass the returned flag to [`stepscope::Trainer::stop_when`].
 ///
@@ -50,18 +53,28 @@ pub fn listen(log: Log) -> io::Result<Arc<AtomicBool>> {
 
 /// Records that an update was made. From now on, a signal waits for the checkpoint.
 pub fn update_is_made() {
-    // A plain store could move the phase back, because another rank of this process may be further.
-    PHASE.fetch_max(TRAINING, Ordering::Relaxed);
+    enter(TRAINING);
 }
 
 /// Records that training has ended.
 pub fn training_has_ended() {
-    PHASE.fetch_max(WRITING, Ordering::Relaxed);
+    enter(WRITING);
+}
+
+/// Enters a phase, after which files may be written. If a signal ends the program, waits for that
+/// end, so that it leaves no file half written.
+fn enter(phase: u8) {
+    // A plain store could move the phase back, because another rank of this process may be further.
+    if PHASE.fetch_max(phase, Ordering::Relaxed) == ENDING {
+        // Longer only if nobody reads standard error. Then training ends after this update.
+        thread::sleep(Duration::from_secs(10));
+    }
 }
 
 fn answer(log: Log, signal: i32) {
     let name = low_level::signal_name(signal).unwrap_or("a signal");
-    match PHASE.load(Ordering::Relaxed) {
+    let before = PHASE.compare_exchange(LOADING, ENDING, Ordering::Relaxed, Ordering::Relaxed);
+    match before.unwrap_or_else(|phase| phase) {
         LOADING => {
             log::say(log, &format!("{name}: stopped before the first update; nothing was saved"));
             results::release();
