@@ -23,7 +23,7 @@ pub use events::{ArenaObserver, ArenaTool, Event, Kind, Origin};
 pub use layout::ALIGN_BYTES;
 pub(crate) use layout::GraphReservation;
 pub use overflow::Overflow;
-pub(crate) use plan::{Listing, MemoryPlan, Uses};
+pub(crate) use plan::{Listing, MemoryPlan, Placement, Uses};
 pub(crate) use region::ArenaInner;
 pub(crate) use scope::NestedScope;
 

@@ -18,6 +18,26 @@ use crate::error::{Error, Result};
 use std::cell::{Cell, RefCell};
 use std::cmp::Reverse;
 use std::ops::Range;
+use std::sync::Arc;
+
+/// The way in which the tensors of a step get their memory.
+#[derive(Debug, Default)]
+pub(crate) enum Placement {
+    /// From the ends of the arena, by scope.
+    #[default]
+    Scoped,
+    /// As by scope, but each has an offset of its own in the list, so that the step can be planned.
+    Listed(Listing),
+    /// From a plan, of which this many tensors have been taken.
+    Planned(Arc<MemoryPlan>, Cell<usize>),
+}
+
+impl Placement {
+    /// Takes tensors from this plan.
+    pub(crate) fn by(plan: Arc<MemoryPlan>) -> Self {
+        Self::Planned(plan, Cell::new(0))
+    }
+}
 
 /// The memory that each launch of a step uses, by the offset from the step's first byte.
 pub(crate) type Uses = Vec<Vec<Range<usize>>>;

@@ -7,7 +7,7 @@ use super::counters::{Counters, Peak};
 use super::events::{Kind, Observers, Origin};
 use super::layout::{Bump, End, GraphReservation, Sections, grown, guarded, padded};
 use super::overflow::OverflowPool;
-use super::plan::{Listing, MemoryPlan};
+use super::plan::{Listing, Placement};
 use super::scope::Reuse;
 use crate::deadline::after;
 use crate::device::{BufferBorrow, DeferredFree, Device, Launches};
@@ -50,10 +50,7 @@ pub(crate) struct ArenaInner {
     pub(super) end: Cell<End>,
     /// The freed blocks that the running scope may reuse.
     pub(super) reuse: Reuse,
-    /// The tensors of a step that is being planned.
-    listing: Option<Listing>,
-    /// The plan of a recorded step, and the number of tensors that it has taken.
-    plan: Option<(Arc<MemoryPlan>, Cell<usize>)>,
+    placement: Placement,
     pub(super) peak: Peak,
     /// The bytes that the running step has taken from the overflow pool.
     pub(super) overflowed: Cell<usize>,
@@ -117,8 +114,7 @@ impl ArenaInner {
             bump: Cell::new(Bump::new(capacity)),
             end: Cell::new(End::Front),
             reuse: Reuse::default(),
-            listing: None,
-            plan: None,
+            placement: Placement::default(),
             peak: Peak::default(),
             overflowed: Cell::new(0),
             needed: Cell::new(0),
@@ -138,24 +134,33 @@ impl ArenaInner {
         }
     }
 
-    /// Lists the tensors of the step, so that it can be planned.
-    pub(crate) fn list(&mut self) {
-        self.listing = Some(Listing::default());
-    }
-
-    /// Takes the tensors of the step from a plan.
-    pub(crate) fn follow(&mut self, plan: Arc<MemoryPlan>) {
-        self.plan = Some((plan, Cell::new(0)));
+    /// Sets how a recorded step's tensors get their memory. Call it before the step begins.
+    pub(crate) fn place(&mut self, placement: Placement) {
+        self.placement = placement;
     }
 
     /// Lets the listed tensors so far live throughout the step.
     pub(crate) fn keep_inputs(&self) {
-        self.listing.iter().for_each(Listing::keep_inputs);
+        if let Placement::Listed(listing) = &self.placement {
+            listing.keep_inputs();
+        }
     }
 
     /// Takes the list of the step's tensors after it has ended, if they were listed.
     pub(crate) fn take_listing(&mut self) -> Option<Listing> {
-        self.listing.take()
+        match std::mem::take(&mut self.placement) {
+            Placement::Listed(listing) => Some(listing),
+            Placement::Scoped | Placement::Planned(..) => None,
+        }
+    }
+
+    /// Returns the offset at which the tensor at this offset lies by scope. A plan has none.
+    fn scoped(&self, offset: usize) -> Option<usize> {
+        match &self.placement {
+            Placement::Scoped => Some(offset),
+            Placement::Listed(listing) => listing.scoped(offset),
+            Placement::Planned(..) => None,
+        }
     }
 
     pub(crate) fn device(&self) -> &Device {
@@ -268,13 +273,10 @@ impl ArenaInner {
         }
         // A recorded step's memory lies in its own part of the arena, and there is no overflow.
         let offset = (memory.address() - self.address) as usize;
-        match &self.listing {
-            Some(listing) => {
-                listing.keep(offset..offset + memory.bytes().len());
-                listing.scoped(offset).into_iter().for_each(|scoped| self.reuse.keep(scoped));
-            }
-            None => self.reuse.keep(offset),
+        if let Placement::Listed(listing) = &self.placement {
+            listing.keep(offset..offset + memory.bytes().len());
         }
+        self.scoped(offset).into_iter().for_each(|scoped| self.reuse.keep(scoped));
     }
 
     /// Returns true for memory of a tensor of the running step, false for that of a buffer.
@@ -289,13 +291,11 @@ impl ArenaInner {
         let (address, bytes) = (tensor.memory().as_slice().address(), tensor.shape().elements() * size_of::<S>());
         // Memory in the overflow, or from before the scope, is outside the running scope's part.
         let place = address.checked_sub(self.address).and_then(|offset| usize::try_from(offset).ok());
-        let place = place.and_then(|offset| match &self.listing {
-            Some(listing) => listing.scoped(offset),
-            None => Some(offset),
-        });
-        let block =
-            place.zip(padded(bytes.max(1))).and_then(|(offset, bytes)| Some(offset..offset.checked_add(bytes)?));
-        let Some(block) = block.filter(|_| self.guard_bytes == 0 && self.plan.is_none()) else { return };
+        let block = place
+            .and_then(|offset| self.scoped(offset))
+            .zip(padded(bytes.max(1)))
+            .and_then(|(offset, bytes)| Some(offset..offset.checked_add(bytes)?));
+        let Some(block) = block.filter(|_| self.guard_bytes == 0) else { return };
         if self.reuse.give(self.bump.get(), block) {
             self.note(Kind::Free, Origin::Arena, address, bytes, site, "".into());
         }
@@ -375,7 +375,7 @@ impl ArenaInner {
     fn take_bytes(&self, bytes: usize, site: &'static Location<'static>) -> Result<u64> {
         // An empty tensor takes a byte, so no two tensors of a step have the same address.
         let bytes = bytes.max(1);
-        if let Some((plan, taken)) = &self.plan {
+        if let Placement::Planned(plan, taken) = &self.placement {
             let offset = plan.offset(taken.replace(taken.get() + 1), bytes)?;
             self.counters.borrow_mut().allocated(site, 0);
             return Ok(self.address + offset as u64);
@@ -395,7 +395,7 @@ impl ArenaInner {
     /// Returns the address at this offset, or the tensor's own address if tensors are listed.
     #[inline]
     fn listed(&self, offset: usize, bytes: usize, site: &'static Location<'static>) -> Result<u64> {
-        let Some(listing) = &self.listing else { return Ok(self.address + offset as u64) };
+        let Placement::Listed(listing) = &self.placement else { return Ok(self.address + offset as u64) };
         match listing.add(bytes, offset) {
             Some(offset) => Ok(self.address + offset as u64),
             None => self.take_beyond(bytes, site),

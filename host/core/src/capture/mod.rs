@@ -21,7 +21,9 @@ mod state;
 
 pub use slots::{CaptureInputs, DeviceBatch, HostInputs, InputKey, Output};
 
-use crate::arena::{ALIGN_BYTES, Arena, ArenaInner, Checks, GraphReservation, Listing, Measured, MemoryPlan, Uses};
+use crate::arena::{
+    ALIGN_BYTES, Arena, ArenaInner, Checks, GraphReservation, Listing, Measured, MemoryPlan, Placement, Uses,
+};
 use crate::device::{Device, Launch, PinnedReadback, Pins};
 use crate::error::{Error, Result};
 use crate::host_memory::Floor;
@@ -331,7 +333,6 @@ struct DryRunRecord<R> {
     checks: Option<Checks>,
     /// The step's tensors, if they were listed.
     listing: Option<Listing>,
-    launches: Vec<Launch>,
     /// Bytes that it took without a plan, including inputs: a nonzero multiple of the arena's
     /// alignment.
     bytes: usize,
@@ -348,8 +349,7 @@ struct DryRunSettings<'a> {
     key: &'a Key,
     /// The number of the recording, or 0 for a measurement.
     identity: u64,
-    /// The plan of its memory. A measurement has none.
-    plan: Option<Arc<MemoryPlan>>,
+    placement: Placement,
     pins: &'a Pins,
 }
 
@@ -359,15 +359,11 @@ fn dry_run<S, R>(
     settings: DryRunSettings<'_>,
     state: &mut S,
     record: Record<S, R>,
-) -> Result<DryRunRecord<R>> {
-    let DryRunSettings { address, bytes, guard_bytes, checks, key, identity, plan, pins } = settings;
-    let (mut run, launches) = device.record(pins, |dry_run| {
+) -> Result<(DryRunRecord<R>, Vec<Launch>)> {
+    let DryRunSettings { address, bytes, guard_bytes, checks, key, identity, placement, pins } = settings;
+    device.record(pins, |dry_run| {
         let mut region = ArenaInner::lent(dry_run.clone(), address, bytes);
-        match plan {
-            Some(plan) => region.follow(plan),
-            None if guard_bytes == 0 => region.list(),
-            None => {}
-        }
+        region.place(placement);
         let mut ports = Ports::new(&region, key, identity, pins)?;
         region.keep_inputs();
         region.guard_like(guard_bytes, checks);
@@ -376,19 +372,20 @@ fn dry_run<S, R>(
         let (conditions, bounds) = region.conditions().take();
         ports.bind(&bounds);
         let (checks, listing) = (region.take_checks(), region.take_listing());
-        Ok(DryRunRecord { result, ports, conditions, checks, listing, launches: Vec::new(), bytes, tensors })
-    })?;
-    run.launches = launches;
-    Ok(run)
+        Ok(DryRunRecord { result, ports, conditions, checks, listing, bytes, tensors })
+    })
+}
+
+/// Returns the offsets of memory in a step's `bytes` bytes, if it begins there.
+fn inside(memory: Range<u64>, address: u64, bytes: usize) -> Option<Range<usize>> {
+    let start = usize::try_from(memory.start.checked_sub(address)?).ok().filter(|start| *start < bytes)?;
+    Some(start..start + (memory.end - memory.start) as usize)
 }
 
 /// Returns the memory that each launch uses in a step's `bytes` bytes.
 fn uses(launches: &[Launch], address: u64, bytes: usize) -> Uses {
-    let inside = |used: Range<u64>| {
-        let start = usize::try_from(used.start.checked_sub(address)?).ok().filter(|start| *start < bytes)?;
-        Some(start..start + (used.end - used.start) as usize)
-    };
-    launches.iter().map(|launch| segments::used(launch).filter_map(inside).collect()).collect()
+    let used = |launch| segments::used(launch).filter_map(|memory| inside(memory, address, bytes)).collect();
+    launches.iter().map(used).collect()
 }
 
 /// The memory that a step needs for inputs of some shapes.
@@ -408,15 +405,15 @@ impl CaptureNeeds {
     /// Measures a step in a dry run, and plans its memory.
     fn of<S, R>(device: &Device, guard_bytes: usize, key: &Key, state: &mut S, record: Record<S, R>) -> Result<Self> {
         let (address, bytes, pins) = (Self::ADDRESS, ArenaInner::EVERYTHING, &device.pins());
-        let settings = DryRunSettings { address, bytes, guard_bytes, checks: None, key, identity: 0, plan: None, pins };
-        let run = dry_run(device, settings, state, record)?;
+        let placement = if guard_bytes == 0 { Placement::Listed(Listing::default()) } else { Placement::Scoped };
+        let settings = DryRunSettings { address, bytes, guard_bytes, checks: None, key, identity: 0, placement, pins };
+        let (run, launches) = dry_run(device, settings, state, record)?;
         let Some(listing) = run.listing else {
             return Ok(Self { bytes: run.bytes, tensors: run.tensors, plan: None });
         };
-        for announced in run.ports.announced().iter().filter(|announced| announced.start >= address) {
-            listing.keep((announced.start - address) as usize..(announced.end - address) as usize);
-        }
-        let plan = MemoryPlan::new(listing, uses(&run.launches, address, bytes), run.bytes);
+        let announced = run.ports.announced().into_iter().filter_map(|memory| inside(memory, address, bytes));
+        announced.for_each(|memory| listing.keep(memory));
+        let plan = MemoryPlan::new(listing, uses(&launches, address, bytes), run.bytes);
         Ok(Self { bytes: plan.bytes().max(ALIGN_BYTES), tensors: run.tensors, plan: Some(Arc::new(plan)) })
     }
 }
@@ -446,11 +443,10 @@ impl CaptureMemory {
             checks,
             key,
             identity,
-            plan: plan.clone(),
+            placement: plan.clone().map_or(Placement::Scoped, Placement::by),
             pins: &pins,
         };
-        let captured = dry_run(device, settings, state, record).and_then(|mut run| {
-            let launches = std::mem::take(&mut run.launches);
+        let captured = dry_run(device, settings, state, record).and_then(|(mut run, launches)| {
             plan.as_ref().map_or(Ok(()), |plan| plan.check(&uses(&launches, *address, section.bytes())))?;
             run.ports.add_bounce_buffers(device)?;
             Ok((Segments::capture(device, launches, &run.ports.announced(), &pins)?, run))
