@@ -3,18 +3,12 @@
 
 use kernels::math::exp2_weight;
 use std::thread;
+use stepscope::data::SplitMix64;
 
 /// Returns the sum of the mixed pairs of input and result, modulo 2^64.
 fn digest(inputs: impl Iterator<Item = u32>) -> u64 {
-    // The output function of SplitMix64.
-    let mix = |pair: u64| {
-        let word = pair.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let word = (word ^ word >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let word = (word ^ word >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        word ^ word >> 31
-    };
     let pair = |x: u32| u64::from(x) << 32 | u64::from(exp2_weight(f32::from_bits(x), 1.0, 0.0).to_bits());
-    inputs.fold(0, |sum, x| sum.wrapping_add(mix(pair(x))))
+    inputs.fold(0, |sum, x| sum.wrapping_add(SplitMix64::new(pair(x)).next_u64()))
 }
 
 /// Every significand, and one of 1021 inputs. The digests are those of results that had the digest

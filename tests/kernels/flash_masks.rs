@@ -12,7 +12,7 @@
 //! changes a score of size 1 like one or two more roundings: four roundings of `2^-11`.
 
 use crate::flash_reference::{Inputs, PLAIN, Results, Setup, window};
-use crate::support::{on_each_device, relative_l2, tolerance};
+use crate::support::{narrow, on_each_device, relative_l2, tolerance};
 use stepscope::ops::launch::AttentionKept;
 use stepscope::ops::{self, AttentionElement, AttentionMask, Precision, QkNorm};
 use stepscope::{Arena, Capacity, Device, DeviceKind, Tensor, bf16};
@@ -84,15 +84,14 @@ pub(crate) fn inputs<S: AttentionElement>(setup: Setup) -> Inputs {
 /// Returns the device's results on tensors of S, widened. f32 uses this precision.
 pub(crate) fn results<S: AttentionElement>(inputs: &Inputs, device: &Device, precision: Precision) -> Results<f32> {
     let Setup { batch, tokens, heads, width, .. } = inputs.setup;
-    let narrow = |values: &[f32]| values.iter().map(|&x| S::narrow(x)).collect::<Vec<_>>();
     let widen = |values: Vec<S>| values.into_iter().map(S::widen).collect();
     let mut arena = Arena::builder(device).capacity(Capacity::mib(128)).build().unwrap();
     arena
         .step(|step| {
             step.set_precision(precision);
             let form = inputs.form(|mask, shape| step.upload(mask, shape))?;
-            let qkv = step.upload(&narrow(&inputs.qkv), inputs.setup.shape())?;
-            let dout = step.upload(&narrow(&inputs.dout), [batch, tokens, heads[0] * width])?;
+            let qkv = step.upload(&narrow::<S>(&inputs.qkv), inputs.setup.shape())?;
+            let dout = step.upload(&narrow::<S>(&inputs.dout), [batch, tokens, heads[0] * width])?;
             let made = ops::attention(step, &qkv, None, &form)?;
             let AttentionKept::Flash { lse, normal: None } = made.kept else { panic!("{:?}", made.kept) };
             let none = None::<(QkNorm<'_, '_>, &mut Tensor<'_>, bool)>;

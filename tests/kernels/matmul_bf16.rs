@@ -4,7 +4,7 @@
 use crate::hostile::attack;
 use crate::matmul_case::{Case, VARIANTS, Variant};
 use crate::reference::gelu_derivative;
-use crate::support::{Random, on_each_device};
+use crate::support::{Random, narrow, on_each_device};
 use crate::trial::{Trial, assert_refused, assert_same, trial};
 use cuda_std::launch::{Contract as _, PointerMut, Slice};
 use kernels::activations::Activations as _;
@@ -82,9 +82,6 @@ fn whole(case: Case) -> Case {
 
 /// Returns the output of a case, which held `old`, stored as S.
 fn gemm<S: Stored>(device: &Device, case: &Case, tile: ops::Bf16Tile) -> Vec<f32> {
-    fn narrow<S: Stored>(values: &[f32]) -> Vec<S> {
-        values.iter().map(|&x| S::narrow(x)).collect()
-    }
     let form = ops::Gemm { bf16_tile: Some(tile), ..case.form };
     trial(device, |trial| {
         let [a, b] = [&case.a, &case.b].map(|values| trial.upload(&narrow::<bf16>(values), [values.len()]));

@@ -4,7 +4,7 @@
 
 use crate::hostile::attack;
 use crate::matmul_case::{Case as GemmCase, VARIANTS, Variant};
-use crate::support::{Random, on_each_device};
+use crate::support::{Random, narrow, on_each_device};
 use crate::trial::{assert_same, trial};
 use cuda_std::emulator::Mode;
 use cuda_std::launch::{Contract as _, PointerMut, Slice, TensorMap};
@@ -262,9 +262,6 @@ fn assert_same_by_both(what: &str, of: impl Fn(&EagerStep<'_>) -> Result<Vec<Vec
 #[test]
 fn unaligned_products_match_bits() {
     fn product<S: Stored>(step: &EagerStep<'_>, case: &GemmCase) -> Result<Vec<f32>> {
-        fn narrow<S: Stored>(values: &[f32]) -> Vec<S> {
-            values.iter().map(|&x| S::narrow(x)).collect()
-        }
         let [a, b] = [&case.a, &case.b].map(|values| step.upload(&narrow::<bf16>(values), [values.len()]));
         let (a, b, bias) = (a?, b?, step.upload(&case.bias, [case.bias.len()])?);
         let mut out = step.upload(&narrow::<S>(&case.old), [case.old.len()])?;

@@ -7,7 +7,7 @@
 //! differ from the first device's, and fails if any does.
 
 use crate::flash_reference::{Inputs, PLAIN, SETUPS, Setup, window};
-use crate::support::{Random, SPECIAL, on_each_device};
+use crate::support::{Random, SPECIAL, narrow, on_each_device};
 use crate::trial::canonical;
 use kernels::mma::rule;
 use kernels::stored::Stored as _;
@@ -298,10 +298,6 @@ impl Comparison {
             ])
         });
     }
-}
-
-fn narrow<S: Stored>(values: &[f32]) -> Vec<S> {
-    values.iter().map(|&x| S::narrow(x)).collect()
 }
 
 fn upload<'s, S: Stored>(

@@ -124,6 +124,11 @@ pub(crate) fn tolerance(length: usize) -> f64 {
     8.0 * 2f64.powi(-24) * (length as f64).sqrt()
 }
 
+/// Returns the numbers, each rounded to S.
+pub(crate) fn narrow<S: stepscope::tensor::Stored>(values: &[f32]) -> Vec<S> {
+    values.iter().map(|&value| S::narrow(value)).collect()
+}
+
 /// Returns the bits of each number, for comparisons that distinguish 0 from -0 and one NaN from
 /// another.
 pub(crate) fn bits(values: &[f32]) -> Vec<u32> {

@@ -1,10 +1,9 @@
 //! In a batch-invariant step, a text's log-probabilities have the same bits without other texts, in
 //! a batch, in a pack and token by token.
 
-use crate::support::{Random, on_each_device};
+use crate::support::{Random, bits, narrow, on_each_device};
 use stepscope::nn::{KeyValueCache, Linear, Mlp, MultiHeadAttention};
 use stepscope::ops::Activation;
-use stepscope::tensor::Stored;
 use stepscope::{Arena, Capacity, Device, EagerStep, ParameterSpec, Parameters, Result, Tape, Var, ops};
 
 /// More tokens than a block of keys, after which attention's maximum may move.
@@ -83,14 +82,6 @@ fn from_cache<S: Activation>(
         all.extend(bits(&step.read(&out)?));
     }
     Ok(all)
-}
-
-fn narrow<S: Stored>(values: &[f32]) -> Vec<S> {
-    values.iter().map(|&x| S::narrow(x)).collect()
-}
-
-fn bits(values: &[f32]) -> Vec<u32> {
-    values.iter().map(|x| x.to_bits()).collect()
 }
 
 /// Compares the text in batches, in a pack and from a cache with the text without others. Without

@@ -19,7 +19,7 @@
 
 use crate::same_bits::{Random, SPECIAL};
 use half::bf16;
-use kernels::format::round_tf32;
+use kernels::format::{Bf16, Format as _, Tf32, round_tf32};
 use kernels::mma::rule::{RULE, Rule, sum};
 use std::fmt;
 use stepscope_core::ops::{self, Gemm, Precision};
@@ -54,8 +54,8 @@ impl Factors {
     /// The k of an instruction.
     fn depth(self) -> usize {
         match self {
-            Self::Bf16 => 16,
-            Self::Tf32 => 8,
+            Self::Bf16 => Bf16::PER_STEP as usize,
+            Self::Tf32 => Tf32::PER_STEP as usize,
         }
     }
 
