@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use crate::tools::{EVERY_FEATURE, Outcome, Tools, at, is_quick, read, scratch};
 
-const RUN: &str = "--device emulated --limit 200 --horizon 2 --batch 32 --folds 1 --checkpoint-every 4 --arena-mib 37";
+const RUN: &str = "--device emulated --limit 200 --horizon 2 --batch 32 --folds 1 --checkpoint-every 4 --arena-mib 30";
 const MIB: u64 = 1 << 20;
 /// The allowed error of the peak forecast after the first update.
 const FORECAST_ERROR: f64 = 0.02;
