@@ -312,7 +312,8 @@ fn registry(release: &Release) -> Outcome<Tools> {
     let (tools, work) = (&release.tools, release.work.path());
     let home = work.join("home");
     if !home.exists() {
-        tools.run("cargo package --quiet --workspace --exclude stepscope-ui --no-verify --locked --allow-dirty")?;
+        let packages = PUBLISHED.map(|package| format!("--package {package}")).join(" ");
+        tools.run(format!("cargo package --quiet {packages} --no-verify --locked --allow-dirty"))?;
         run(tools
             .command("bash -euo pipefail -c")
             .arg("source ci/setup; vendor \"$1\"")
