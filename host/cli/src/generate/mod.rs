@@ -123,6 +123,11 @@ pub(crate) struct Args {
     #[arg(long, value_name = "NUMBER", value_parser = above_zero)]
     repetition_penalty: Option<f32>,
 
+    /// Compute each token's logits with the bits that one pass over the whole text has, as training
+    /// on it needs: slower, the more so the longer the text
+    #[arg(long)]
+    batch_invariant: bool,
+
     /// Seed of the generated text
     #[arg(long, default_value_t = 7)]
     seed: u64,
@@ -274,8 +279,8 @@ impl Generator<'_> {
             return Err(bad(place, reason));
         }
         let (count, ends) = (self.args.tokens.min(most - beginning.len()), &self.files.stops[..]);
-        let repetition_penalty = self.sampling.repetition_penalty;
-        Ok(Text { beginning, count, ends, sampler, repetition_penalty })
+        let (repetition_penalty, batch_invariant) = (self.sampling.repetition_penalty, self.args.batch_invariant);
+        Ok(Text { beginning, count, ends, sampler, repetition_penalty, batch_invariant })
     }
 
     /// Loads the weights, if there is memory for them and for a text with this beginning.

@@ -26,6 +26,8 @@ pub(crate) struct Text<'t> {
     pub(crate) sampler: &'t TokenSampler,
     /// The divisor of positive logits of tokens that the text contains; 1 changes nothing.
     pub(crate) repetition_penalty: f32,
+    /// True if the logits have the bits of one pass over the text.
+    pub(crate) batch_invariant: bool,
 }
 
 /// Returns up to `count` tokens that follow `beginning`, as many as fit the model's context. Stops
@@ -42,7 +44,8 @@ pub(crate) fn write<S: Activation>(
     ends: &[u32],
     sampler: &TokenSampler,
 ) -> Result<Vec<u32>> {
-    let text = Text { beginning: newest(beginning, model, count), count, ends, sampler, repetition_penalty: 1.0 };
+    let beginning = newest(beginning, model, count);
+    let text = Text { beginning, count, ends, sampler, repetition_penalty: 1.0, batch_invariant: false };
     let mut tokens = Vec::new();
     stream(device, model, weights, &text, &mut |token| {
         tokens.push(token);
@@ -164,6 +167,7 @@ struct Writer<'t, 's, S: Activation> {
 
 impl<'t, 's, S: Activation> Writer<'t, 's, S> {
     fn new(step: &EagerStep<'s>, model: &'t Gpt<S>, weights: &'t Parameters, text: &Text<'_>) -> Result<Self> {
+        step.set_batch_invariant(text.batch_invariant);
         let first = text.beginning.len();
         let most = model.config().context.min(first.saturating_add(text.count));
         let mut caches = model.layers.caches(step, most)?;
