@@ -280,7 +280,7 @@ mod tests {
         }
         // Seconds in 2033 and later are accepted.
         let mut times = Times::default();
-        for minute in 0..100_000 {
+        for minute in (0..100_000).step_by(if cfg!(miri) { 1_000 } else { 1 }) {
             times.next(&(2_000_000_000 + 60 * minute).to_string()).unwrap();
         }
     }
