@@ -75,8 +75,8 @@ pub unsafe trait Arguments: fmt::Debug {
     const NAME: &'static str;
     /// The names of the parameters that are slices or pointers, in order.
     const POINTERS: &'static [&'static str];
-    /// Writes the arguments as 8-byte words: two for a slice, seven for a tensor map, one for
-    /// anything else.
+    /// Writes the arguments as 8-byte words: two for a slice, eight for a tensor map, one for each
+    /// element of an array, one for anything else.
     fn pack(&self, words: &mut Words);
 }
 
@@ -384,11 +384,20 @@ mod sealed {
 }
 
 /// A value that a launch passes to a kernel: a [`Slice`], [`Pointer`], [`PointerMut`],
-/// [`TensorMap`] or [`Scalar`]. The trait is sealed, because `unsafe impl Kernel` relies on the
+/// [`TensorMap`], [`Scalar`] or array. The trait is sealed, because `unsafe impl Kernel` relies on the
 /// number of words of each.
 pub trait Argument: sealed::Sealed {
     /// Appends the argument's words.
     fn pack(&self, words: &mut Words);
+}
+
+impl<const N: usize> sealed::Sealed for [usize; N] {}
+
+impl<const N: usize> Argument for [usize; N] {
+    fn pack(&self, words: &mut Words) {
+        words.arrays.push(words.words.len()..words.words.len() + N);
+        words.words.extend(self.iter().map(|&element| element as u64));
+    }
 }
 
 /// A number that fits a word: `u32`, `i32`, `u64`, `usize` or `f32`.
@@ -455,6 +464,8 @@ pub struct Words {
     owners: SmallVec<[u64; 8]>,
     /// The tensor maps among the words.
     maps: Vec<PackedMap>,
+    /// The words of each array.
+    arrays: SmallVec<[Range<usize>; 1]>,
     /// The source line that requested the launch.
     site: &'static Location<'static>,
 }
@@ -468,6 +479,7 @@ impl Words {
             extents: SmallVec::new(),
             owners: SmallVec::new(),
             maps: Vec::new(),
+            arrays: SmallVec::new(),
             site: Location::caller(),
         };
         arguments.pack(&mut words);
@@ -506,6 +518,12 @@ impl Words {
     /// Returns the tensor maps among the words, in order.
     pub fn maps(&self) -> &[PackedMap] {
         &self.maps
+    }
+
+    /// Returns true for the words of a parameter after its first, which a GPU gets with the first.
+    pub fn continues(&self, at: usize) -> bool {
+        self.arrays.iter().any(|array| array.start < at && at < array.end)
+            || self.maps.iter().any(|map| map.word < at && at < map.word + PackedMap::WORDS)
     }
 
     /// Returns the first pointer whose owner `accepts` rejects: its index among the pointers, and

@@ -22,6 +22,9 @@ pub use stepscope_cuda_std_macros::{arguments, written_unsafe};
 pub use stepscope_cuda_std_macros::{kernel, warpgroup_kernel};
 
 #[cfg(target_arch = "nvptx64")]
+#[doc(hidden)]
+pub mod array;
+#[cfg(target_arch = "nvptx64")]
 mod entry;
 mod float;
 #[cfg(target_arch = "nvptx64")]

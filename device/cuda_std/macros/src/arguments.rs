@@ -52,7 +52,7 @@ impl Family {
 
 /// True if one of the parameters is memory, which the struct borrows.
 pub(super) fn borrow(parameters: &[Parameter]) -> bool {
-    parameters.iter().any(|parameter| !matches!(parameter.kind, Kind::Scalar(_)))
+    parameters.iter().any(|parameter| parameter.kind.is_memory())
 }
 
 /// Generates the struct of the parameters and its packing. `stored` is a type parameter that the
@@ -78,13 +78,14 @@ pub(super) fn typed(
             Kind::Pointer(element) => quote!(#launch::Pointer<'a, #element>),
             Kind::PointerMut(element) => quote!(#launch::PointerMut<'a, #element>),
             Kind::TensorMap(element) => quote!(#launch::TensorMap<'a, #element>),
+            Kind::Array(length) => quote!([usize; #length]),
             Kind::Scalar(scalar) => quote!(#scalar),
         };
         let text = format!("The kernel's parameter `{name}`.");
         quote!(#(#docs)* #[doc = #text] pub #name: #ty)
     });
     let packed = parameters.iter().map(|Parameter { name, .. }| quote!(#launch::Argument::pack(&self.#name, words)));
-    let pointers = parameters.iter().filter(|p| !matches!(p.kind, Kind::Scalar(_))).map(|p| p.name.to_string());
+    let pointers = parameters.iter().filter(|p| p.kind.is_memory()).map(|p| p.name.to_string());
     let text = name.to_string();
     quote! {
         #[cfg(not(target_arch = "nvptx64"))]
@@ -94,7 +95,7 @@ pub(super) fn typed(
         #visibility struct #name #declared { #choice #(#fields),* }
 
         // SAFETY: each field packs itself, and only types of `launch` can: a `Slice` as two words,
-        // a `TensorMap` as eight, anything else as one.
+        // a `TensorMap` as eight, an array as its elements, anything else as one.
         #[cfg(not(target_arch = "nvptx64"))]
         unsafe impl #bounded #launch::Arguments for #name #named {
             const NAME: &'static str = #text;

@@ -58,6 +58,16 @@ pub unsafe fn tensor_map<T>(words: *const u64, at: usize) -> TensorMap<T> {
     }
 }
 
+/// Reads an array, from as many words.
+///
+/// # Safety
+/// There are `N` words from `at` on.
+#[inline(always)]
+pub unsafe fn array<const N: usize>(words: *const u64, at: usize) -> [usize; N] {
+    // SAFETY: the caller guarantees that there are `N` words. A `usize` has the size of a word.
+    unsafe { words.add(at).cast::<[usize; N]>().read() }
+}
+
 /// Reads a number.
 ///
 /// # Safety

@@ -388,16 +388,17 @@ pub(super) unsafe fn launch(
     // A parameter is read from the start of its word, because the host is little-endian.
     const { assert!(cfg!(target_endian = "little")) };
     let maps = words.maps().iter().map(EncodedMap::new).collect::<Result<SmallVec<[_; 4]>>>()?;
-    // A parameter begins with each word, except for the words of a tensor map after its first.
-    let parameter = |(at, word): (usize, &u64)| -> Option<*mut c_void> {
-        let Some(map) = words.maps().iter().position(|map| (map.word..map.word + PackedMap::WORDS).contains(&at))
-        else {
-            return Some(std::ptr::from_ref(word).cast_mut().cast());
-        };
-        (words.maps()[map].word == at).then(|| std::ptr::from_ref(&maps[map]).cast_mut().cast())
+    // A parameter is read from the address of its first word, and a tensor map from its encoding.
+    // The pointer is to all words, so that it may be read past the first.
+    let first = words.as_slice().as_ptr();
+    let parameter = |at: usize| -> *mut c_void {
+        match words.maps().iter().position(|map| map.word == at) {
+            Some(map) => std::ptr::from_ref(&maps[map]).cast_mut().cast(),
+            None => first.wrapping_add(at).cast_mut().cast(),
+        }
     };
     let mut parameters: SmallVec<[*mut c_void; 16]> =
-        words.as_slice().iter().enumerate().filter_map(parameter).collect();
+        (0..words.as_slice().len()).filter(|&at| !words.continues(at)).map(parameter).collect();
     let mut attributes = [LaunchAttribute::OVERLAP];
     let config = LaunchConfig {
         grid: [grid.x, grid.y, grid.z],
