@@ -20,6 +20,13 @@
 //! | `sigmoid` | 1.374 |
 //! | `silu` | 1.424 |
 //! | `gelu_exact` | 2.225 |
+//! | `sin` | 0.825 |
+//! | `cos` | 0.814 |
+//! | `log1p` | 1.438 |
+//! | `erf` | 1.035 |
+//! | `erf_derivative` | 2.782 |
+//!
+//! `pow` is within 2 ulp on 200 million random pairs.
 //!
 //! `cargo run --release --example scalars` measures these errors, and compares the bits of a device
 //! with the CPU's. The same bounds hold for subnormal inputs and results. A NaN gives a NaN, whose
@@ -30,14 +37,20 @@
 //! The [`activations`](crate::activations) use its polynomial. `exp2_weight` is a GPU's instruction,
 //! whose bits `ex2.rs` computes.
 
+mod erf;
 #[cfg(not(target_arch = "nvptx64"))]
 pub(crate) mod ex2;
 mod gelu_exact;
+mod power;
+mod trigonometry;
 
 pub(crate) use crate::machine::float::{by_sign, larger_of_minus};
 pub use crate::machine::float::{exp2_weight, larger_or_nan};
 use cuda_std::GpuFloat;
+pub use erf::{erf, erf_derivative};
 pub use gelu_exact::{gelu_exact, gelu_exact_derivative};
+pub use power::pow;
+pub use trigonometry::{cos, sin};
 
 pub(crate) const LOG2_E: f32 = core::f32::consts::LOG2_E;
 /// ln 2 in two parts: its leading 15 bits, so that a product with an integer below 2^9 is exact,
@@ -206,9 +219,20 @@ pub fn log(x: f32) -> f32 {
     if x.is_nan() { x } else { y }
 }
 
+/// Computes log(1 + x): the logarithm of the rounded sum, plus the rounding error of the sum times
+/// the logarithm's slope. `log1p(-1)` is -infinity, and `log1p` of less is NaN.
+#[inline(always)]
+pub fn log1p(x: f32) -> f32 {
+    let sum = 1.0 + x;
+    let lost = select(x < 1.0, x - (sum - 1.0), 1.0 - (sum - x));
+    // Without an error there is nothing to add: x is infinite or a NaN, or the sum is 0.
+    let correction = if lost.abs() > 0.0 { lost / sum } else { 0.0 };
+    select(sum == 1.0, x, log(sum) + correction)
+}
+
 /// Computes the hyperbolic tangent.
 ///
-/// x| < 0.625: x + x^3 P(x^2) with P minimax of degree 4 (error 2^-26.6). Otherwise 1 - 2 q / (1 +
+/// |x| < 0.625: x + x^3 P(x^2) with P minimax of degree 4 (error 2^-26.6). Otherwise 1 - 2 q / (1 +
 /// q) with q = e^-2|x|, which rounds to 1 from 9.02 on. 1 / s for s in `[1, 1.2874]` is computed by
 /// a cubic and one step of Newton's iteration. The cubic has the least relative error, a multiple
 /// of Chebyshev's T4 (2^-15.6). A division would be a branch on the GPU. The sign is restored at

@@ -20,7 +20,7 @@ pub(crate) struct Function {
     pub(crate) stated_ulps: f64,
 }
 
-pub(crate) const FUNCTIONS: [Function; 10] = [
+pub(crate) const FUNCTIONS: [Function; 15] = [
     Function { name: "exp", number: scalars::EXP, cpu: math::exp, reference: libm::exp, stated_ulps: ulps::EXP },
     Function { name: "log", number: scalars::LOG, cpu: math::log, reference: libm::log, stated_ulps: ulps::LOG },
     Function { name: "tanh", number: scalars::TANH, cpu: math::tanh, reference: libm::tanh, stated_ulps: ulps::TANH },
@@ -55,6 +55,23 @@ pub(crate) const FUNCTIONS: [Function; 10] = [
         reference: ex2,
         stated_ulps: ulps::EX2,
     },
+    Function { name: "sin", number: scalars::SIN, cpu: math::sin, reference: libm::sin, stated_ulps: ulps::SIN },
+    Function { name: "cos", number: scalars::COS, cpu: math::cos, reference: libm::cos, stated_ulps: ulps::COS },
+    Function {
+        name: "log1p",
+        number: scalars::LOG1P,
+        cpu: math::log1p,
+        reference: libm::log1p,
+        stated_ulps: ulps::LOG1P,
+    },
+    Function { name: "erf", number: scalars::ERF, cpu: math::erf, reference: libm::erf, stated_ulps: ulps::ERF },
+    Function {
+        name: "erf_derivative",
+        number: scalars::ERF_DERIVATIVE,
+        cpu: math::erf_derivative,
+        reference: erf_derivative,
+        stated_ulps: ulps::ERF_DERIVATIVE,
+    },
 ];
 
 /// The largest errors that `device/src/math.rs` states, for any input.
@@ -69,6 +86,11 @@ pub(crate) mod ulps {
     pub(crate) const SILU: f64 = 1.424;
     pub(crate) const GELU_EXACT: f64 = 2.225;
     pub(crate) const EX2: f64 = 2.1;
+    pub(crate) const SIN: f64 = 0.825;
+    pub(crate) const COS: f64 = 0.814;
+    pub(crate) const LOG1P: f64 = 1.438;
+    pub(crate) const ERF: f64 = 1.035;
+    pub(crate) const ERF_DERIVATIVE: f64 = 2.782;
 }
 
 /// The constants 2 sqrt(2/pi) and the cubic's factor.
@@ -135,6 +157,11 @@ pub(crate) fn sigmoid(z: f64) -> f64 {
 pub(crate) fn ex2(x: f64) -> f64 {
     let power = libm::exp2(x);
     if power < f64::from(f32::MIN_POSITIVE) { 0.0 } else { power }
+}
+
+/// Computes 2 / sqrt(pi) e^-x^2. The square of a float32 is exact in float64.
+pub(crate) fn erf_derivative(x: f64) -> f64 {
+    core::f64::consts::FRAC_2_SQRT_PI * libm::exp(-x * x)
 }
 
 pub(crate) fn rsqrt(x: f64) -> f64 {

@@ -5,7 +5,7 @@
 //! them on each device, over all bit patterns.
 
 use crate::reference::{self, gelu, gelu_derivative, ulps};
-use crate::support::sample;
+use crate::support::{Random, sample};
 use crate::tolerance::Closeness;
 use crate::trial::canonical;
 use kernels::activations::Activations as _;
@@ -90,6 +90,66 @@ fn log_and_1() {
     let want: Vec<f64> = inputs.iter().map(|&q| libm::log1p(f64::from(q))).collect();
     closeness.check_ulps(1.7, "0..1", &got, &want);
     closeness.finish();
+}
+
+#[test]
+fn sin() {
+    check("sin", ulps::SIN, math::sin, libm::sin, [-10.0, 10.0]);
+    exactly(math::sin, &[(0.0, 0.0), (-0.0, -0.0), (f32::INFINITY, f32::NAN), (f32::NEG_INFINITY, f32::NAN)]);
+}
+
+#[test]
+fn cos() {
+    check("cos", ulps::COS, math::cos, libm::cos, [-10.0, 10.0]);
+    exactly(math::cos, &[(0.0, 1.0), (-0.0, 1.0), (f32::INFINITY, f32::NAN), (f32::NEG_INFINITY, f32::NAN)]);
+}
+
+#[test]
+fn log1p() {
+    check("log1p", ulps::LOG1P, math::log1p, libm::log1p, [-1.0, 2.0]);
+    let infinite = f32::INFINITY;
+    exactly(math::log1p, &[(0.0, 0.0), (-0.0, -0.0), (-1.0, -infinite), (infinite, infinite), (-1.5, f32::NAN)]);
+}
+
+#[test]
+fn erf() {
+    check("erf", ulps::ERF, math::erf, libm::erf, [-4.0, 4.0]);
+    exactly(math::erf, &[(0.0, 0.0), (-0.0, -0.0), (f32::INFINITY, 1.0), (f32::NEG_INFINITY, -1.0), (4.0, 1.0)]);
+}
+
+#[test]
+fn derivative_of_erf() {
+    let name = "derivative of erf";
+    check(name, ulps::ERF_DERIVATIVE, math::erf_derivative, reference::erf_derivative, [-10.0, 10.0]);
+    exactly(math::erf_derivative, &[(f32::INFINITY, 0.0), (f32::NEG_INFINITY, 0.0), (3e38, 0.0)]);
+}
+
+/// Bases of all magnitudes, with exponents that give results of all magnitudes, and the special
+/// values of C's `pow`.
+#[test]
+fn pow() {
+    let mut random = Random::new(5);
+    let mut worst = 0.0;
+    for base in sample(11, -4.0, 4.0) {
+        let log = f64::from(base.abs()).ln() as f32;
+        let wide = random.uniform(-110.0, 110.0) / log;
+        for exponent in [wide, random.uniform(-4.0, 4.0), random.uniform(-20.0, 20.0).round()] {
+            let want = libm::pow(f64::from(base), f64::from(exponent));
+            let error = reference::error_ulps(math::pow(base, exponent), want);
+            assert!(error <= 2.0, "{base:e} to {exponent:e}: {error} ulp");
+            worst = f64::max(worst, error);
+        }
+    }
+    println!("pow: {worst:.3} ulp");
+    let infinite = f32::INFINITY;
+    let numbers = [0.0, -0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5, 3.0, -3.0, 1e-40, 16_777_217.0, infinite, -infinite, f32::NAN];
+    for base in numbers {
+        for exponent in numbers {
+            let (got, want) = (math::pow(base, exponent), libm::pow(f64::from(base), f64::from(exponent)));
+            let same_sign = got.is_nan() || got.is_sign_negative() == want.is_sign_negative();
+            assert!(reference::error_ulps(got, want) <= 2.0 && same_sign, "{base:e} to {exponent:e}: {got:e}, not {want:e}");
+        }
+    }
 }
 
 /// Checks exact bits, and that a NaN gives a NaN.

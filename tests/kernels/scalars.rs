@@ -44,7 +44,7 @@ on_each_device! {
                 trial.launch(scalars::scalars { y: y.out(), length, function, first: 0, stride: 1 })
             };
             assert_refused(launch(4, scalars::EXP), &["`y`", "4 elements"]);
-            assert_refused(launch(5, scalars::EX2 + 1), &["`function`", "got 10"]);
+            assert_refused(launch(5, scalars::ERF_DERIVATIVE + 1), &["`function`", "got 15"]);
             Ok(())
         });
     }
@@ -81,7 +81,7 @@ fn excessive_error_is_found() {
 /// the worst of 252,000, those next to the root of gelu's derivative, and the ends.
 #[test]
 fn references_match_mpmath() {
-    let values: [(&str, &[(u32, f64)]); 10] = [
+    let values: [(&str, &[(u32, f64)]); 15] = [
         (
             "exp",
             &[
@@ -166,6 +166,51 @@ fn references_match_mpmath() {
                 (0xbf80_0000, 0.5),
                 (0x42fe_0000, 1.7014118346046923e38),
                 (0xc2fc_0000, 1.1754943508222875e-38),
+            ],
+        ),
+        (
+            "sin",
+            &[
+                (0x4049_0fdb, -8.742278000372475e-08),
+                (0x3f80_0000, 0.8414709848078965),
+                (0x7f7f_ffff, -0.5218765233336585),
+                (0x4519_4c7a, 0.7201908006858934),
+            ],
+        ),
+        (
+            "cos",
+            &[
+                (0x3fc9_0fdb, -4.371139000186241e-08),
+                (0x3f80_0000, 0.5403023058681398),
+                (0x7f7f_ffff, 0.8530210398303042),
+                (0x5f37_59df, -0.8739392484081531),
+            ],
+        ),
+        (
+            "log1p",
+            &[
+                (0xb3c0_0000, -8.940697115988906e-08),
+                (0x3f80_0000, 0.6931471805599453),
+                (0xbf7f_ffff, -16.635532333438686),
+                (0x7149_f2ca, 69.07755280486883),
+            ],
+        ),
+        (
+            "erf",
+            &[
+                (0x3f73_ad9e, 0.8217440956033973),
+                (0xbf87_601b, -0.8652684422553909),
+                (0x3380_0000, 6.725663942667909e-08),
+                (0x4040_0000, 0.9999779095030014),
+            ],
+        ),
+        (
+            "erf_derivative",
+            &[
+                (0x40df_9a6b, 7.036441854188194e-22),
+                (0x3f80_0000, 0.4151074974205947),
+                (0xc0f7_9558, 1.1355627623249061e-26),
+                (0x4120_0000, 4.197656231354417e-44),
             ],
         ),
     ];

@@ -30,6 +30,16 @@ pub const GELU_EXACT: u32 = 8;
 /// The kernel's `function` for [`math::exp2_weight`], with a factor of 1 and a base of 0: a GPU's
 /// `ex2.approx.ftz`.
 pub const EX2: u32 = 9;
+/// The kernel's `function` for [`math::sin`].
+pub const SIN: u32 = 10;
+/// The kernel's `function` for [`math::cos`].
+pub const COS: u32 = 11;
+/// The kernel's `function` for [`math::log1p`].
+pub const LOG1P: u32 = 12;
+/// The kernel's `function` for [`math::erf`].
+pub const ERF: u32 = 13;
+/// The kernel's `function` for [`math::erf_derivative`].
+pub const ERF_DERIVATIVE: u32 = 14;
 
 /// Computes `y[i] = f(x)`, where the bits of `x` are `first + i stride`, modulo 2^32. `function` is
 /// one of the constants above and selects f. Shapes: `y`: `[length]`. Overwrites `y`.
@@ -49,7 +59,12 @@ pub unsafe fn scalars(y: *mut f32, length: usize, function: u32, first: u32, str
             SIGMOID => map4!(x, math::sigmoid),
             SILU => map4!(x, math::silu),
             GELU_EXACT => map4!(x, math::gelu_exact),
-            _ => map4!(x, ex2),
+            EX2 => map4!(x, ex2),
+            SIN => map4!(x, math::sin),
+            COS => map4!(x, math::cos),
+            LOG1P => map4!(x, math::log1p),
+            ERF => map4!(x, math::erf),
+            _ => map4!(x, math::erf_derivative),
         };
         // SAFETY: the vector lies inside `y`.
         unsafe { result.store_part(y, index, part) };
@@ -66,6 +81,6 @@ fn ex2(x: f32) -> f32 {
 // which is that of `y`.
 contract! { unsafe scalars { block: crate::block::BLOCK } |k| {
     Violation::unless_length("y", k.length, k.y.len())?;
-    Violation::unless(k.function <= EX2, "function", "the number of a function of this module", k.function)?;
+    Violation::unless(k.function <= ERF_DERIVATIVE, "function", "the number of a function of this module", k.function)?;
     crate::block::vector_grid(k.length)
 }}
