@@ -10,20 +10,13 @@ use crate::tensor::{Element, Shape, Source, Tensor};
 use ndarray::{ArrayD, ArrayView, Dimension, IxDyn};
 
 impl<'s> EagerStep<'s> {
-    /// Uploads a copy of an array of at most four extents into a new tensor.
+    /// Uploads a copy of an array of at most six extents into a new tensor.
     ///
     /// # Errors
     /// [`Error::Misuse`] for more extents.
     #[track_caller]
     pub fn upload_array<T: Element, D: Dimension>(&self, array: ArrayView<'_, T, D>) -> Result<Tensor<'s, T>> {
-        let shape: Shape = match *array.shape() {
-            [] => [].into(),
-            [a] => [a].into(),
-            [a, b] => [a, b].into(),
-            [a, b, c] => [a, b, c].into(),
-            [a, b, c, d] => [a, b, c, d].into(),
-            ref more => return Err(Error::misuse("upload_array", "at most four extents", format!("{more:?}"))),
-        };
+        let shape = Shape::of("upload_array", array.shape())?;
         match array.as_slice() {
             Some(values) => self.upload(values, shape),
             None => self.upload(&array.iter().copied().collect::<Vec<T>>(), shape),

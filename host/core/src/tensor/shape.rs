@@ -4,9 +4,10 @@
 
 #![forbid(unsafe_code)]
 
+use crate::error::{Error, Result};
 use std::fmt;
 
-/// The extents of a tensor, row-major, outermost first. There are at most four.
+/// The extents of a tensor, row-major, outermost first. There are at most six.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
     extents: [usize; Self::MAX_RANK],
@@ -15,7 +16,7 @@ pub struct Shape {
 
 impl Shape {
     /// The largest number of extents.
-    pub const MAX_RANK: usize = 4;
+    pub const MAX_RANK: usize = 6;
 
     /// The extents, outermost first.
     pub fn extents(&self) -> &[usize] {
@@ -50,6 +51,19 @@ impl Shape {
         self
     }
 
+    /// Returns the shape of these extents.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] of `op` for more than six.
+    pub(crate) fn of(op: &'static str, extents: &[usize]) -> Result<Self> {
+        if extents.len() > Self::MAX_RANK {
+            return Err(Error::misuse(op, "at most six extents", format!("{extents:?}")));
+        }
+        let mut shape = Self { extents: [0; Self::MAX_RANK], rank: extents.len() };
+        shape.extents[..extents.len()].copy_from_slice(extents);
+        Ok(shape)
+    }
+
     /// The extents as `[rows, cols]`: `cols` is the last extent, and `rows` is the product of the
     /// others, as [`Shape::elements`] computes it.
     pub fn as_rows(&self) -> [usize; 2] {
@@ -62,7 +76,7 @@ impl Shape {
 
 impl<const RANK: usize> From<[usize; RANK]> for Shape {
     fn from(extents: [usize; RANK]) -> Self {
-        const { assert!(RANK <= Self::MAX_RANK, "a shape has at most four extents") };
+        const { assert!(RANK <= Self::MAX_RANK, "a shape has at most six extents") };
         let mut shape = Self { extents: [0; Self::MAX_RANK], rank: RANK };
         shape.extents[..RANK].copy_from_slice(&extents);
         shape
