@@ -2,7 +2,7 @@
 //!
 //! Each file of [`kernels`](self) holds the entry points of one op family, each with its contract.
 //! Arithmetic that several families share is in [`math`], [`activations`], [`philox`], [`exps`],
-//! [`update`], [`vector`], [`flat`], [`window`], [`warp`], [`block`] and [`tile`]. The tensor core
+//! [`update`], [`vector`], [`flat`], [`window`], [`broadcast`], [`warp`], [`block`] and [`tile`]. The tensor core
 //! instructions are in [`mod@format`] and [`mod@mma`], and the tables of NF4 in [`nf4_format`].
 //! [`machine`] has what a GPU and the emulator do in different ways. The same source compiles to
 //! PTX, by rustc or (`cfg(rust_cuda)`) by rust-cuda, and to plain functions for the emulator.
@@ -37,6 +37,7 @@ pub use contract::{ALIGN, entries, package_of};
 
 pub mod activations;
 pub mod block;
+pub mod broadcast;
 pub mod exps;
 #[allow(clippy::disallowed_methods, reason = "accesses memory for the kernels")]
 pub mod flat;
@@ -67,6 +68,7 @@ pub mod window;
 mod entries {
     pub mod activation;
     pub mod adamw;
+    pub mod along;
     pub mod attention;
     pub mod cast;
     pub mod checksum;
@@ -79,6 +81,7 @@ mod entries {
     pub mod flash_attention_mma;
     #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
     pub mod flash_attention_wgmma;
+    pub mod fold;
     pub mod gate;
     pub mod guard;
     pub mod layer_norm;
@@ -92,6 +95,7 @@ mod entries {
     pub mod matmul_wgmma_tf32;
     pub mod nf4;
     pub mod norm;
+    pub mod pointwise;
     pub mod precision;
     pub mod qk_norm;
     pub mod reduce;
@@ -100,6 +104,7 @@ mod entries {
     pub mod sgd;
     pub mod slice;
     pub mod softmax;
+    pub mod strided;
     pub mod sum_parts;
     pub mod tokens;
     pub mod transpose;

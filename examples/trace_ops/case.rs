@@ -129,8 +129,13 @@ impl<'s> Case<'_, 's> {
     pub(crate) fn operand<S: Traced>(&self, name: &str, shape: impl Into<Shape>) -> Result<Tensor<'s, S>> {
         let shape = shape.into();
         let values: Vec<S> = self.random.borrow_mut().normals(shape.elements()).into_iter().map(S::narrow).collect();
+        self.stored(name, shape, &values)
+    }
+
+    /// Adds an operand of these numbers.
+    pub(crate) fn stored<S: Traced>(&self, name: &str, shape: Shape, values: &[S]) -> Result<Tensor<'s, S>> {
         self.add("in", name, shape, &values.iter().map(|value| value.widen()).collect::<Vec<_>>());
-        self.step.upload(&values, shape)
+        self.step.upload(values, shape)
     }
 
     /// Adds the gradient of a loss: any value for f32, but 1 for BF16, where a product with it

@@ -1,8 +1,10 @@
 //! The ops that the library declares in tables: a case for each row, with its formulas as notes.
 
 use crate::case::{Case, Traced};
+use stepscope::ops::Operand;
+use stepscope::tensor::Shape;
 use stepscope::{Result, bf16};
-use stepscope_core::internals::{BINARY, BinaryOp, Declared, Operands, UNARY, UnaryOp};
+use stepscope_core::internals::{Declared, Operands, POINTWISE, PointwiseOp, UNARY, UnaryOp};
 
 /// A case that is made from a row.
 pub(crate) type RunRow = Box<dyn for<'c, 's> Fn(&Case<'c, 's>) -> Result<()>>;
@@ -14,20 +16,28 @@ pub(crate) fn cases() -> Vec<(String, RunRow)> {
         cases.push((op.name.into(), Box::new(|c| unary::<f32>(c, op))));
         cases.push((format!("{}_bf16", op.name), Box::new(|c| unary::<bf16>(c, op))));
     }
-    for op in BINARY {
-        cases.push((op.name.into(), Box::new(|c| binary::<f32>(c, op))));
-        cases.push((format!("{}_bf16", op.name), Box::new(|c| binary::<bf16>(c, op))));
+    for op in POINTWISE {
+        cases.push((op.name.into(), Box::new(|c| pointwise::<f32>(c, op))));
+        cases.push((format!("{}_bf16", op.name), Box::new(|c| pointwise::<bf16>(c, op))));
     }
     cases
 }
 
 /// Returns the notes with the formulas of all rows: of the result and, if backward reads the
-/// result, of the gradient.
-pub(crate) fn formulas() -> Vec<(String, &'static str)> {
-    let gradients =
-        UNARY.iter().copied().flatten().filter(|op| op.saves == "y").map(|op| (format!("dx of {}", op.name), op.dx));
-    let results = UNARY.iter().copied().flatten().map(|op| (format!("y of {}", op.name), op.y));
-    gradients.chain(results).chain(BINARY.iter().map(|op| (format!("y of {}", op.name), op.y))).collect()
+/// result, of the gradient. The formula of a pointwise function names its operands.
+pub(crate) fn formulas() -> Vec<(String, String)> {
+    let gradients = UNARY
+        .iter()
+        .copied()
+        .flatten()
+        .filter(|op| op.saves == "y")
+        .map(|op| (format!("dx of {}", op.name), op.dx.into()));
+    let results = UNARY.iter().copied().flatten().map(|op| (format!("y of {}", op.name), op.y.into()));
+    let functions = POINTWISE.iter().map(|op| {
+        let operands: Vec<&str> = op.operands.iter().map(|name| traced_name(name)).collect();
+        (format!("y of {}", op.name), format!("lambda {}: {}", operands.join(", "), op.y.replace("dy", "gradient")))
+    });
+    gradients.chain(results).chain(functions).collect()
 }
 
 fn unary<S: Traced + Declared>(c: &Case<'_, '_>, op: &UnaryOp) -> Result<()> {
@@ -43,6 +53,24 @@ fn unary<S: Traced + Declared>(c: &Case<'_, '_>, op: &UnaryOp) -> Result<()> {
     c.result("dx", &backward(c.step, &x, &dy)?)
 }
 
-fn binary<S: Traced + Declared>(c: &Case<'_, '_>, op: &BinaryOp) -> Result<()> {
-    c.pair::<S>(|c, a, b| S::binary(op)(c.step, a, b))
+/// Returns the name of an operand in the trace. There `dy` is the gradient of the case's own result.
+fn traced_name(name: &str) -> &str {
+    if name == "dy" { "gradient" } else { name }
+}
+
+/// Traces a function of operands that broadcast. The gradients of ops are functions of their own.
+fn pointwise<S: Traced + Declared>(c: &Case<'_, '_>, op: &PointwiseOp) -> Result<()> {
+    let [a, b, cols] = c.extents([20, 9, 70]);
+    // Up to four roundings.
+    c.longest(4);
+    let shapes: [Shape; 3] = [[a, b, cols].into(), [b, 1].into(), [a, 1, cols].into()];
+    let mut operands = Vec::new();
+    for (number, (name, shape)) in op.operands.iter().zip(shapes).enumerate() {
+        let drawn: Vec<f32> = c.random.borrow_mut().normals(shape.elements());
+        let values = drawn.into_iter().map(|x| if op.positive && number == 0 { x.abs() } else { x });
+        let values: Vec<S> = values.map(S::narrow).collect();
+        operands.push(c.stored(traced_name(name), shape, &values)?);
+    }
+    let all: Vec<Operand<'_, '_, S>> = operands.iter().map(Operand::from).collect();
+    c.result("y", &S::pointwise(op)(c.step, &all)?)
 }

@@ -22,6 +22,14 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         let y: Tensor<'_, S> = ops::embedding_bf16(c.step, &table, &c.indices("ids", [count], &ids)?)?;
         c.result("y", &y)
     }),
+    &both!("one_hot", <S>, |c| {
+        let [count, classes] = c.extents([70, 30]);
+        c.longest(0);
+        c.given("classes", [1], &[classes as u32])?;
+        let ids = c.indices("ids", [count], &c.belows(count, classes))?;
+        let y: Tensor<'_, S> = ops::one_hot(c.step, &ids, classes)?;
+        c.result("y", &y)
+    }),
     &both!("gather", <S>, |c| {
         let [count, rows, cols] = c.extents([700, 40, 70]);
         c.longest(count);

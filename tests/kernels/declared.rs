@@ -7,8 +7,9 @@ use crate::trial::{assert_refused, trial};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use stepscope::bf16;
+use stepscope::ops::Operand;
 use stepscope::tensor::{Element, Shape, Stored};
-use stepscope_core::internals::{BINARY, BinaryOp, ChosenArguments, ChosenLaunch, Declared, Operands, UNARY, UnaryOp};
+use stepscope_core::internals::{ChosenArguments, ChosenLaunch, Declared, Operands, POINTWISE, UNARY, UnaryOp};
 
 /// Hostile arguments of a launch.
 struct Hostile<'a, 'n>(&'a mut Numbers<'n>, bool);
@@ -55,8 +56,27 @@ fn attack_unary<S: Declared>(direction: usize) {
     }
 }
 
-fn attack_binary<S: Declared>() {
-    BINARY.iter().for_each(|op| attack::<S>(op.kernel, S::chosen_binary(op), [9].into()));
+/// Attacks the kernels of the pointwise functions, with a result of 24 elements, which the first
+/// operand repeats.
+fn attack_pointwise<S: Declared>() {
+    for op in POINTWISE {
+        let name = kernel(op.kernel, <S as Element>::NAME);
+        let repeats = op.operands.len() > 1;
+        let shapes: [Shape; 3] = [if repeats { [4].into() } else { [6, 4].into() }, [6, 1].into(), [6, 4].into()];
+        emulated(|step| {
+            let ones = vec![S::narrow(1.0); room(24)];
+            let tensors = [(); 3].map(|()| step.upload(&ones, [ones.len()]));
+            let [a, b, c] = tensors;
+            let (a, b, c) = (a?, b?, c?);
+            let mut out = step.upload(&ones, [ones.len()])?;
+            // The numbers of a layout are many. Pairs of them are tried for one function.
+            hostile_launches(name, &[4, 6, 24], op.name == "div", &mut |numbers, launches| {
+                let operands = [(&a, shapes[0]), (&b, shapes[1]), (&c, shapes[2])];
+                S::chosen_pointwise(op)(step, operands, (&mut out, [6, 4].into()), &mut Hostile(numbers, launches))
+            });
+            Ok(())
+        });
+    }
 }
 
 /// Returns the kernel of a family for a stored type.
@@ -69,7 +89,7 @@ mod contracts {
     use super::*;
 
     fn names() -> Vec<&'static str> {
-        let families = unary().flat_map(|op| op.kernels).chain(BINARY.iter().map(|op| op.kernel));
+        let families = unary().flat_map(|op| op.kernels).chain(POINTWISE.iter().map(|op| op.kernel));
         let names: BTreeSet<&str> = families
             .flat_map(|family| [<f32 as Element>::NAME, <bf16 as Element>::NAME].map(|stored| kernel(family, stored)))
             .collect();
@@ -99,9 +119,13 @@ mod contracts {
     }
 
     #[test]
-    fn of_two_tensors() {
-        attack_binary::<f32>();
-        attack_binary::<bf16>();
+    fn pointwise_in_f32() {
+        attack_pointwise::<f32>();
+    }
+
+    #[test]
+    fn pointwise_in_bf16() {
+        attack_pointwise::<bf16>();
     }
 }
 
@@ -114,8 +138,10 @@ on_each_device! {
                 let name = format!("{}_backward", op.name);
                 assert_refused(backward(trial, &a, &b), &[name.as_str(), "[2, 3]", "[3, 2]"]);
             }
-            for &BinaryOp { name, in_f32: op, .. } in BINARY {
-                assert_refused(op(trial, &a, &b), &[name, "[2, 3]", "[3, 2]"]);
+            for op in POINTWISE.iter().filter(|op| op.operands.len() > 1) {
+                let operands = [Operand::from(&a), Operand::from(&b), Operand::from(&a)];
+                let refused = (op.in_f32)(trial, &operands[..op.operands.len()]);
+                assert_refused(refused, &[op.name, "[2, 3]", "[3, 2]"]);
             }
             Ok(())
         });

@@ -194,6 +194,9 @@ stored_as_each! {
 }
 
 attack! {
+    elementwise::add<S> { a: stored 9, b: stored 9, out: out_stored 9 }
+    elementwise::sub<S> { a: stored 9, b: stored 9, out: out_stored 9 }
+    elementwise::mul<S> { a: stored 9, b: stored 9, out: out_stored 9 }
     elementwise::add_assign<S> { a: stored 9, out: out_stored 9 }
     elementwise::scale<S> { x: stored 9, factor: float 2.0, out: out_stored 9 }
     elementwise::scale_by<S> { x: stored 9, factor: f32s 1, accumulate: number 1, out: out_stored 9 }

@@ -254,7 +254,8 @@ pub(crate) fn emulated(launches: impl for<'s> FnOnce(&EagerStep<'s>) -> Result<(
 /// Attacks kernels, in a module `contracts`. Each parameter's name is followed by its kind. A
 /// buffer is read (`f32s`, `u32s`), read by a pointer (`pointer`, `pointer_u32`) or written (`out`,
 /// `out_u32`). BF16 buffers are `halves` and `out_halves`, by their elements, or a tensor `map`, by
-/// elements, extents, strides and the rows of a box. Scalars are a `number` or a `float`. A family
+/// elements, extents, strides and the rows of a box. Scalars are a `number` or a `float`, and an
+/// `array` has numbers. A family
 /// `kernel<S>` is attacked with both types; its buffers of S are `stored` and `out_stored`.
 macro_rules! attack {
     ($($file:ident :: $kernel:ident $(by $choice:ident)? $(<$S:ident>)? { $($name:ident: $kind:ident $value:expr),* $(,)? })*) => {
@@ -396,6 +397,7 @@ macro_rules! attack {
     (@argument $numbers:ident, $name:ident, pointer_u32, $length:expr) => { $name.pointer().part($numbers.view(stringify!($name), $length)) };
     (@argument $numbers:ident, $name:ident, out, $length:expr) => { $name.out().part($numbers.view(stringify!($name), $length)) };
     (@argument $numbers:ident, $name:ident, out_u32, $length:expr) => { $name.out().part($numbers.view(stringify!($name), $length)) };
+    (@argument $numbers:ident, $name:ident, array, $value:expr) => { $value.map(|word| $numbers.next(stringify!($name), word)) };
     (@argument $numbers:ident, $name:ident, number, $value:expr) => { $numbers.next(stringify!($name), $value) };
     (@argument $numbers:ident, $name:ident, float, $value:expr) => { $value };
 }

@@ -196,6 +196,7 @@ REFERENCES = {
     "embedding": lambda table, ids: table[ids],
     "embedding_of_half": lambda table, ids: table[ids],
     "gather": lambda x, ids: x[ids],
+    "one_hot": lambda ids, classes: (ids[:, None] == jnp.arange(int(classes[0]))).astype(float),
     "add_positions": lambda x, table: x + table[: x.shape[1]],
     "slice": lambda x, range: x[:, int(range[0]) : int(range[1])],
     "concat": lambda a, b: jnp.concatenate([a, b], axis=1),
@@ -276,7 +277,8 @@ F32_ONLY = {"attention", "attention_cached", "flash_attention_tf32", "to_bf16", 
 BY_NORM = {"flash_attention_bf16", "flash_attention_tf32"}
 SUFFIX = "_bf16"
 # The names that a declared op's formulas use.
-FORMULA_NAMES = {name: getattr(jnp, name) for name in ("exp", "log", "maximum", "pi", "sqrt", "tanh", "where")} | {
+NAMES_OF_JAX = ("abs", "cos", "exp", "log", "log1p", "maximum", "minimum", "pi", "sign", "sin", "sqrt", "tanh", "where")
+FORMULA_NAMES = {name: getattr(jnp, name) for name in NAMES_OF_JAX} | {
     "erf": jax.scipy.special.erf,
     "max": lambda x: jnp.max(x, axis=-1, keepdims=True),
     "sum": lambda x: jnp.sum(x, axis=-1, keepdims=True),
@@ -289,9 +291,10 @@ def declare(notes):
     formulas = {name: text for name, text in notes.items() if " of " in name}
     for name, text in formulas.items():
         result, _, op = name.partition(" of ")
-        operands = "a, b" if re.search(r"\bb\b", text) else "x"
-        if result == "y":
-            REFERENCES[op] = eval(f"lambda {operands}: {text}", FORMULA_NAMES)
+        if text.startswith("lambda "):
+            REFERENCES[op] = eval(text, FORMULA_NAMES)
+        elif result == "y":
+            REFERENCES[op] = eval(f"lambda x: {text}", FORMULA_NAMES)
         else:
             y = formulas[f"y of {op}"]
             KEPT[op] = eval(f"lambda x, y, dy: {{'y': {y}, 'dx': {text}}}", FORMULA_NAMES)
@@ -369,7 +372,7 @@ def every_op_is_traced():
     """
     root = Path(__file__).resolve().parents[2]
     text = (root / "host/core/src/ops/mod.rs").read_text()
-    declared = "activation|binary|softmax"
+    declared = "activation|pointwise|softmax"
     exported = rf"^ *pub use (?:(?:crate|super)::)?(?!(?:crate|super|kernels|{declared})::)\w+::([^;]*);"
     names = set(re.findall(r"\b[a-z]\w*\b", " ".join(re.findall(exported, text, re.MULTILINE)))) - {"same_shape"}
     program = "".join(file.read_text() for file in sorted((root / "examples/trace_ops").glob("*.rs")))

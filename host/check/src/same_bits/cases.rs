@@ -9,7 +9,7 @@
 
 use super::case::Listed::{self, Both, Each, One};
 use super::case::{Case, both, each};
-use super::declared::{declared, declared_binary};
+use super::declared::{declared, declared_pointwise};
 use super::inputs::Inputs;
 use super::products::Bf16Kernel;
 use super::{aligned, attention, attention_mma, products, products_tf32};
@@ -33,7 +33,7 @@ use kernels::matmul_mma::matmul_mma;
 use kernels::matmul_wgmma::matmul_wgmma;
 use kernels::matmul_wgmma_tf32::matmul_wgmma_tf32;
 use kernels::update::RUN;
-use kernels::{reduce, scalars};
+use kernels::{along, fold, reduce, scalars, strided};
 use stepscope_core::{Device, DeviceKind, Element, OnDevice, Result, Source, Stored, Target, Tensor, ops};
 
 /// Returns every GPU kernel and its case, in the order of the kernels' files.
@@ -85,6 +85,48 @@ const LISTED: &[Listed] = &[
             i.keep(&db)
         })
     }),
+    both!("cumulative_sum", <S>, |i| columns::<S>(i, |i, x, [n, inner]| {
+        [0, 1].into_iter().try_for_each(|reverse| {
+            let mut out = i.step.empty::<S>(x.shape())?;
+            i.step.launch(along::cumulative_sum { x: x.slice(), n, inner, reverse, out: out.out() })?;
+            i.keep(&out)
+        })
+    })),
+    both!("take_along", <S>, |i| columns::<S>(i, |i, x, [n, inner]| {
+        let (count, outer) = (n + 2, x.shape().elements() / (n * inner));
+        let ids = i.random.borrow_mut().belows(outer * count * inner, n as u32 + 1);
+        let ids = i.step.upload(&ids, [ids.len()])?;
+        for strides in [[count * inner, inner, 1], [0, 1, 0]] {
+            let mut out = i.step.empty::<S>([outer, count, inner])?;
+            let (x, ids, out_of) = (x.slice(), ids.slice(), out.out());
+            i.step.launch(along::take_along { x, ids, n, count, inner, strides, out: out_of })?;
+            i.keep(&out)?;
+        }
+        Ok(())
+    })),
+    both!("add_along", <S>, |i| columns::<S>(i, |i, x, [count, inner]| {
+        let (n, outer) = (count.div_ceil(3), x.shape().elements() / (count * inner));
+        let ids = i.random.borrow_mut().belows(outer * count * inner, n as u32 + 1);
+        let ids = i.step.upload(&ids, [ids.len()])?;
+        for strides in [[count * inner, inner, 1], [0, 1, 0]] {
+            let mut out = i.step.empty::<f32>([outer, n, inner])?;
+            let (x, ids, out_of) = (x.slice(), ids.slice(), out.out());
+            i.step.launch(along::add_along { x, ids, n, count, inner, strides, out: out_of })?;
+            i.keep(&out)?;
+        }
+        Ok(())
+    })),
+    both!("one_hot", <S>, |i| {
+        let ids = i.step.upload_indices(&i.random.borrow_mut().belows(37, 5), [37])?;
+        i.keep(&ops::one_hot::<S>(i.step, &ids, 5)?)
+    }),
+    both!("top_k", <S>, |i| i.rows::<S>(|i, x| {
+        let (rows, cols) = (x.shape().as_rows()[0], x.shape().as_rows()[1]);
+        let count = cols.min(3);
+        let mut out = i.step.empty::<u32>([rows, count])?;
+        i.step.launch(along::top_k { x: x.slice(), cols, count, out: out.out() })?;
+        i.keep(&out)
+    })),
     One("adamw", |i| i.by_size(&[1, 1023, 70_003][..], &[1, 1023]).iter().try_for_each(|&length| adamw(i, length))),
     both!("attention_forward", <S>, |i| {
         i.heads::<S>(|i, qkv, gains, _| {
@@ -137,7 +179,7 @@ const LISTED: &[Listed] = &[
             i.keep(&y)
         })
     }),
-    Each(declared_binary),
+    Each(declared_pointwise),
     both!("add_assign", <S>, |i| {
         i.flat::<S>(|i, [a, b]| {
             let mut out = ops::copy(i.step, a)?;
@@ -240,6 +282,25 @@ const LISTED: &[Listed] = &[
     each!(flash_bwd_dkv_ds_wgmma::VARIANTS, |i, shape| attention_mma::keys_and_ds_of_warpgroup(i, shape)),
     each!(flash_bwd_scores_wgmma::VARIANTS, |i, shape| attention_mma::scores_of_warpgroup(i, shape)),
     each!(flash_bwd_from_scores_wgmma::VARIANTS, |i, variant| attention_mma::from_scores_of_warpgroup(i, variant)),
+    both!("fold_sum", <S>, |i| folded::<S>(i, |i, x, [reduced, inner], out| {
+        i.step.launch(fold::fold_sum { x: x.slice(), reduced, inner, scale: 0.3, out: out.out() })
+    })),
+    both!("fold_max", <S>, |i| folded::<S>(i, |i, x, [reduced, inner], out| {
+        i.step.launch(fold::fold_max { x: x.slice(), reduced, inner, scale: 1.0, out: out.out() })
+    })),
+    both!("fold_min", <S>, |i| folded::<S>(i, |i, x, [reduced, inner], out| {
+        i.step.launch(fold::fold_min { x: x.slice(), reduced, inner, scale: 1.0, out: out.out() })
+    })),
+    both!("find_max", <S>, |i| columns::<S>(i, |i, x, [reduced, inner]| {
+        let mut out = i.step.empty::<u32>([x.shape().elements() / reduced])?;
+        i.step.launch(fold::find_max { x: x.slice(), reduced, inner, out: out.out() })?;
+        i.keep(&out)
+    })),
+    both!("find_min", <S>, |i| columns::<S>(i, |i, x, [reduced, inner]| {
+        let mut out = i.step.empty::<u32>([x.shape().elements() / reduced])?;
+        i.step.launch(fold::find_min { x: x.slice(), reduced, inner, out: out.out() })?;
+        i.keep(&out)
+    })),
     Each(|| declared("gate")),
     both!("swiglu_forward", <S>, |i| {
         i.flat::<S>(|i, [gate, up]| i.keep(&ops::swiglu(i.step, gate, up)?))?;
@@ -416,6 +477,20 @@ const LISTED: &[Listed] = &[
         })
     }),
     Each(|| declared("softmax")),
+    both!("copy_strided", <S>, |i| {
+        // A transpose, a flip that repeats, and rows of vectors between others.
+        let layouts: [([usize; 20], usize); 3] = [
+            ([1, 1, 1, 3, 5, 7, 0, 0, 0, 35, 1, 5, 0, 0, 0, 0, 35, 7, 1, 0], 105),
+            ([1, 1, 1, 3, 5, 7, 0, 0, 0, 0, 7, usize::MAX, 6, 0, 0, 0, 35, 7, 1, 0], 105),
+            ([1, 1, 1, 3, 5, 8, 0, 0, 0, 40, 8, 1, 0, 0, 0, 0, 72, 12, 1, 4], 120),
+        ];
+        for (layout, length) in layouts {
+            let (x, mut out) = (i.normals::<S>([120])?, i.normals::<S>([220])?);
+            i.step.launch(strided::copy_strided { x: x.slice(), layout, length, out: out.out() })?;
+            i.keep(&out)?;
+        }
+        Ok(())
+    }),
     One("sum_parts", |i| {
         for (count, pitch) in i.by_size(&[(1, 8), (2, 4100), (8, 1028), (64, 12)][..], &[(8, 1028)]) {
             let mut out = i.step.empty([pitch - 3])?;
@@ -443,6 +518,33 @@ const LISTED: &[Listed] = &[
         i.tokens(|i, [a, b, c]| i.keep(&ops::swap_extents(i.step, &i.normals::<S>([a, b, 2, c])?, 0, 2)?))
     }),
 ];
+
+/// Runs the op on arrays `[outer, n, inner]`.
+fn columns<S: Stored>(
+    i: &Inputs<'_, '_>,
+    op: impl for<'s> Fn(&Inputs<'_, 's>, &Tensor<'s, S>, [usize; 2]) -> Result<()>,
+) -> Result<()> {
+    for &[outer, n, inner] in
+        i.by_size(&[[3, 5, 7], [2, 70, 33], [1, 300, 1], [9, 40, 1]][..], &[[2, 37, 5], [3, 40, 1]])
+    {
+        op(i, &i.normals([outer, n, inner])?, [n, inner])?;
+    }
+    Ok(())
+}
+
+/// Keeps reductions of arrays `[outer, reduced, inner]`, also in several chunks.
+fn folded<S: Stored>(
+    i: &Inputs<'_, '_>,
+    op: impl for<'s> Fn(&Inputs<'_, 's>, &Tensor<'s, S>, [usize; 2], &mut Tensor<'s>) -> Result<()>,
+) -> Result<()> {
+    let smallest = [[2, 37, 40], [9, 150, 1]];
+    for &[outer, n, inner] in i.by_size(&[[3, 5, 7], [2, 1030, 70], [1, 3000, 1], [20, 200, 1]][..], &smallest) {
+        let mut out = i.step.empty([outer, n.div_ceil(fold::CHUNK), inner])?;
+        op(i, &i.normals::<S>([outer, n, inner])?, [n, inner], &mut out)?;
+        i.keep(&out)?;
+    }
+    Ok(())
+}
 
 /// Calls `update` with the settings of each parameter group as the only one, then with all of them.
 /// Among all, one run in three has a group that does not exist.

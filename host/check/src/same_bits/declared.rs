@@ -3,9 +3,11 @@
 #![forbid(unsafe_code)]
 
 use super::case::Case;
+use super::inputs::Inputs;
 use half::bf16;
-use stepscope_core::internals::{BINARY, BinaryOp, Declared, Operands, UNARY, UnaryOp};
-use stepscope_core::{Element, ops};
+use stepscope_core::internals::{Declared, Operands, POINTWISE, PointwiseOp, UNARY, UnaryOp};
+use stepscope_core::ops::{self, Operand};
+use stepscope_core::{Element, Result, Shape};
 
 /// Returns the cases of a module's declared ops of one tensor, for each of their kernels. Ops that
 /// share kernels share a case.
@@ -52,13 +54,62 @@ pub(super) fn declared(module: &'static str) -> Vec<(&'static str, Case)> {
     cases
 }
 
-/// Returns the cases of the declared ops of two tensors.
-pub(super) fn declared_binary() -> Vec<(&'static str, Case)> {
-    fn of<S: Declared>(op: &'static BinaryOp) -> (&'static str, Case) {
-        let case = Case::new(|i| i.flat::<S>(|i, [a, b]| i.keep(&S::binary(op)(i.step, a, b)?)));
-        (kernel_name(op.kernel, <S as Element>::NAME), case)
+/// Returns the cases of the pointwise functions, for each of their kernels. The kernels that some
+/// have for operands of one shape are cases of their own.
+pub(super) fn declared_pointwise() -> Vec<(&'static str, Case)> {
+    POINTWISE.iter().flat_map(|op| [pointwise::<f32>(op), pointwise::<bf16>(op)]).flatten().collect()
+}
+
+fn pointwise<S: Declared>(op: &'static PointwiseOp) -> Vec<(&'static str, Case)> {
+    let (stored, function) = (<S as Element>::NAME, S::pointwise(op));
+    let mut cases = Vec::new();
+    if op.kernel != op.name {
+        let case = Case::new(move |i| i.flat::<S>(|i, [a, b]| i.keep(&function(i.step, &[a.into(), b.into()])?)));
+        cases.push((kernel_name(op.name, stored), case));
     }
-    BINARY.iter().flat_map(|op| [of::<f32>(op), of::<bf16>(op)]).collect()
+    let case = Case::new(move |i| {
+        if op.kernel == op.name {
+            i.flat::<S>(|i, [a, b]| {
+                let a = &if op.positive { ops::pointwise::abs(i.step, a)? } else { ops::copy(i.step, a)? };
+                let c = i.normals::<S>(a.shape())?;
+                let all = [Operand::from(a), Operand::from(b), Operand::from(&c)];
+                i.keep(&function(i.step, &all[..op.operands.len()])?)
+            })?;
+        }
+        match op.operands.len() {
+            1 => Ok(()),
+            operands => repeated::<S>(i, op, operands),
+        }
+    });
+    cases.push((kernel_name(op.kernel, stored), case));
+    cases
+}
+
+/// Runs a function on operands that broadcast: with rows that are vectors and rows that are not,
+/// with neighbors that merge, and on a number.
+fn repeated<S: Declared>(i: &Inputs<'_, '_>, op: &PointwiseOp, operands: usize) -> Result<()> {
+    let shapes: [[Shape; 3]; 4] = [
+        [[5, 1, 12].into(), [7, 12].into(), [5, 7, 12].into()],
+        [[6, 5, 1, 7].into(), [3, 1].into(), [6, 1, 1, 7].into()],
+        [[2, 3, 4, 5].into(), [1].into(), [4, 5].into()],
+        [[300, 9].into(), [9].into(), [300, 1].into()],
+    ];
+    let whole = i.by_size(&shapes[..], &shapes[..2]);
+    for (number, shapes) in whole.iter().enumerate() {
+        let mut values = Vec::new();
+        for &shape in shapes {
+            values.push(i.normals::<S>(shape)?);
+        }
+        if op.positive {
+            values[0] = ops::pointwise::abs(i.step, &values[0])?;
+        }
+        let mut all: Vec<Operand<'_, '_, S>> = values[..operands].iter().map(Operand::from).collect();
+        if number == 1 {
+            all[operands - 1] = Operand::from(0.75);
+        }
+        i.keep(&S::pointwise(op)(i.step, &all)?)?;
+    }
+    Ok(())
 }
 
 /// Returns the name of the kernel of a family for a stored type, as the library's list has it.

@@ -1,10 +1,11 @@
-//! Ops of one or two tensors, each declared once.
+//! Ops of one tensor, each declared once, whose kernels have another form than those of
+//! [`pointwise`](super::pointwise).
 //!
-//! `unary_op!` makes an op's function, its backward pass, its tape form and their documentation,
-//! and a row of the table [`UnaryOp`]. `binary_op!` makes the function, its tape form and a row of
-//! [`BinaryOp`]. The self-test's cases, `examples/trace_ops` and the attacks on contracts
-//! (`tests/kernels/declared.rs`) run what is in these tables ([`UNARY`], [`BINARY`]), and
-//! `tests/oracle` evaluates the formulas, so no other file lists such an op.
+//! `unary_op!` makes an op's function, its backward pass, its forms on a variable and on a tape, their
+//! documentation, and a row of the table [`UnaryOp`]. The self-test's cases, `examples/trace_ops`
+//! and the attacks on contracts (`tests/kernels/declared.rs`) run what is in the table ([`UNARY`])
+//! and in that of pointwise ops, and `tests/oracle` evaluates the formulas, so no other file lists
+//! such an op.
 //!
 //! ```text
 //! unary_op! {
@@ -24,7 +25,8 @@
 //!
 //! Invariant: the result and the gradient have the operand's shape.
 
-use super::{activation, binary, softmax};
+use super::pointwise::{AnyFunction, ChosenPointwise, PointwiseOp};
+use super::{activation, softmax};
 use crate::error::Result;
 use crate::step::Step;
 use crate::tensor::{Shape, Stored, Tensor};
@@ -108,38 +110,19 @@ pub struct UnaryOp {
     pub chosen_bf16: [ChosenLaunch<bf16>; 2],
 }
 
-/// A declared op of two tensors of the same shape, for code that runs all of them.
-#[derive(Clone, Copy, Debug)]
-pub struct BinaryOp {
-    /// The op's name in [`ops`](crate::ops).
-    pub name: &'static str,
-    /// The result of operands `a` and `b`, as JAX writes it.
-    pub y: &'static str,
-    /// The family of the kernels.
-    pub kernel: &'static str,
-    /// The op in f32.
-    pub in_f32: Binary<f32>,
-    /// The op in BF16.
-    pub in_bf16: Binary<bf16>,
-    /// A launch of the kernel in f32.
-    pub chosen_f32: ChosenLaunch<f32>,
-    /// A launch of the kernel in BF16.
-    pub chosen_bf16: ChosenLaunch<bf16>,
-}
-
 /// An element type of the declared ops.
 pub trait Declared: Stored {
     /// Returns the op and its backward pass.
     fn unary(op: &UnaryOp) -> (Unary<Self>, Binary<Self>);
 
-    /// Returns the op.
-    fn binary(op: &BinaryOp) -> Binary<Self>;
-
     /// Returns the launches of the kernels, forward and backward.
     fn chosen_unary(op: &UnaryOp) -> [ChosenLaunch<Self>; 2];
 
-    /// Returns the launch of the kernel.
-    fn chosen_binary(op: &BinaryOp) -> ChosenLaunch<Self>;
+    /// Returns a pointwise function.
+    fn pointwise(op: &PointwiseOp) -> AnyFunction<Self>;
+
+    /// Returns the launch of its kernel.
+    fn chosen_pointwise(op: &PointwiseOp) -> ChosenPointwise<Self>;
 }
 
 impl Declared for f32 {
@@ -147,15 +130,15 @@ impl Declared for f32 {
         op.in_f32
     }
 
-    fn binary(op: &BinaryOp) -> Binary<f32> {
-        op.in_f32
-    }
-
     fn chosen_unary(op: &UnaryOp) -> [ChosenLaunch<f32>; 2] {
         op.chosen_f32
     }
 
-    fn chosen_binary(op: &BinaryOp) -> ChosenLaunch<f32> {
+    fn pointwise(op: &PointwiseOp) -> AnyFunction<f32> {
+        op.in_f32
+    }
+
+    fn chosen_pointwise(op: &PointwiseOp) -> ChosenPointwise<f32> {
         op.chosen_f32
     }
 }
@@ -165,24 +148,21 @@ impl Declared for bf16 {
         op.in_bf16
     }
 
-    fn binary(op: &BinaryOp) -> Binary<bf16> {
-        op.in_bf16
-    }
-
     fn chosen_unary(op: &UnaryOp) -> [ChosenLaunch<bf16>; 2] {
         op.chosen_bf16
     }
 
-    fn chosen_binary(op: &BinaryOp) -> ChosenLaunch<bf16> {
+    fn pointwise(op: &PointwiseOp) -> AnyFunction<bf16> {
+        op.in_bf16
+    }
+
+    fn chosen_pointwise(op: &PointwiseOp) -> ChosenPointwise<bf16> {
         op.chosen_bf16
     }
 }
 
 /// The declared ops of one tensor.
 pub static UNARY: [&[UnaryOp]; 2] = [activation::UNARY_OPS, softmax::UNARY_OPS];
-
-/// The declared ops of two tensors.
-pub const BINARY: &[BinaryOp] = binary::BINARY_OPS;
 
 /// Declares ops of one tensor; see the module.
 macro_rules! unary_op {
@@ -246,24 +226,36 @@ macro_rules! unary_op {
             }
         )*
 
+        impl<'s, S: $crate::tensor::Stored> $crate::tape::Var<'s, S> {
+            $(
+                $(#[doc = $doc])*
+                ///
+                #[doc = concat!("`", $y, "`, where `x` is this variable. Backward is [`ops::launch::", stringify!($backward), "`](crate::ops::launch::", stringify!($backward), ").")]
+                #[track_caller]
+                pub fn $op(&self) -> $crate::error::Result<Self> {
+                    let op = self.op(stringify!($op), &[self])?;
+                    let (y, x) = ($op(op.step(), self.value())?.save(), self.keep());
+                    let saved = $crate::tape::Kept::of($crate::ops::declare::unary_op!(@saved $saves, self.value(), &y));
+                    Ok(op.record(y, move |back, dy| {
+                        let dx = $backward(back.step(), &saved.value(back), &dy)?;
+                        back.step().free(dy);
+                        let x = x.var(back)?;
+                        back.add(&x, dx)
+                    }))
+                }
+            )*
+        }
+
         impl<'s> $crate::tape::Tape<'_, 's> {
             $(
-                #[doc = concat!("Records [`ops::", stringify!($op), "`](crate::ops::", stringify!($op), ").")]
-                ///
-                #[doc = concat!("Backward is [`ops::launch::", stringify!($backward), "`](crate::ops::launch::", stringify!($backward), ").")]
+                #[doc = concat!("Records [`ops::", stringify!($op), "`](crate::ops::", stringify!($op), "); see [`Var::", stringify!($op), "`](crate::Var::", stringify!($op), ").")]
                 #[track_caller]
                 pub fn $op<S: $crate::tensor::Stored>(
                     &self,
                     x: &$crate::tape::Var<'s, S>,
                 ) -> $crate::error::Result<$crate::tape::Var<'s, S>> {
-                    let op = self.op(stringify!($op), [x])?;
-                    let (y, x) = ($op(self.step(), x.value())?.save(), *x);
-                    let saved = $crate::ops::declare::unary_op!(@saved $saves, *x.value(), y);
-                    Ok(op.record(y, move |back, dy| {
-                        let dx = $backward(back.step(), &saved, &dy)?;
-                        back.step().free(dy);
-                        back.add(&x, dx)
-                    }))
+                    self.op(stringify!($op), [x])?;
+                    x.$op()
                 }
             )*
         }
@@ -323,79 +315,3 @@ macro_rules! unary_op {
     (@saved y, $x:expr, $y:expr) => { $y };
 }
 pub(super) use unary_op;
-
-/// Declares ops of two tensors of the same shape; see the module.
-macro_rules! binary_op {
-    ($(
-        $(#[doc = $doc:literal])*
-        $op:ident {
-            y: $y:literal,
-            kernel: $module:ident::$kernel:ident,
-            backward: |$back:ident, $dy:ident, $a:ident, $b:ident| $backward:expr,
-        }
-    )*) => {
-        $(
-            $(#[doc = $doc])*
-            ///
-            #[doc = concat!("`out = ", $y, "`; `a`, `b`, `out`: the same shape. Queued; no scratch.")]
-            ///
-            /// # Errors
-            /// [`Error::Misuse`](crate::Error::Misuse) when shapes differ;
-            /// [`Error::ArenaFull`](crate::Error::ArenaFull).
-            #[track_caller]
-            pub fn $op<'s, S: $crate::tensor::Stored>(
-                step: &$crate::step::Step<'s>,
-                a: &impl $crate::tensor::Source<'s, S>,
-                b: &impl $crate::tensor::Source<'s, S>,
-            ) -> $crate::error::Result<$crate::tensor::Tensor<'s, S>> {
-                use $crate::tensor::Target as _;
-                $crate::ops::same_shape(stringify!($op), a.shape(), b.shape())?;
-                let mut out = step.empty(a.shape())?;
-                step.launch(kernels::$module::$kernel { a: a.slice(), b: b.slice(), out: out.out() })?;
-                Ok(out)
-            }
-        )*
-
-        impl<'s> $crate::tape::Tape<'_, 's> {
-            $(
-                #[doc = concat!("Records [`ops::", stringify!($op), "`](crate::ops::", stringify!($op), ").")]
-                #[track_caller]
-                pub fn $op<S: $crate::tensor::Stored>(
-                    &self,
-                    a: &$crate::tape::Var<'s, S>,
-                    b: &$crate::tape::Var<'s, S>,
-                ) -> $crate::error::Result<$crate::tape::Var<'s, S>> {
-                    let op = self.op(stringify!($op), [a, b])?;
-                    let y = $op(self.step(), a.value(), b.value())?;
-                    let ($a, $b) = (*a, *b);
-                    Ok(op.record(y.save(), move |$back, $dy| $backward))
-                }
-            )*
-        }
-
-        /// The rows of the ops declared here.
-        pub(super) const BINARY_OPS: &[$crate::ops::declare::BinaryOp] = &[$(
-            $crate::ops::declare::BinaryOp {
-                name: stringify!($op),
-                y: $y,
-                kernel: stringify!($kernel),
-                in_f32: |step, a, b| $op(step, a, b),
-                in_bf16: |step, a, b| $op(step, a, b),
-                chosen_f32: $crate::ops::declare::binary_op!(@chosen $module::$kernel),
-                chosen_bf16: $crate::ops::declare::binary_op!(@chosen $module::$kernel),
-            }
-        ),*];
-    };
-    (@chosen $module:ident::$kernel:ident) => {
-        |step, shape, [a, b], out, arguments| {
-            use $crate::tensor::{Source as _, Target as _};
-            let kernel = kernels::$module::$kernel {
-                a: a.slice().part(arguments.range("a", shape.elements())),
-                b: b.slice().part(arguments.range("b", shape.elements())),
-                out: out.out().part(arguments.range("out", shape.elements())),
-            };
-            $crate::ops::declare::launch_chosen(step, kernel, arguments)
-        }
-    };
-}
-pub(super) use binary_op;

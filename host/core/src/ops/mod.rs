@@ -12,14 +12,16 @@
 
 mod activation;
 mod adamw;
+mod along;
 mod attention;
-mod binary;
+mod broadcast;
 mod cast;
 mod clip;
 pub(crate) mod declare;
 mod dropout;
 mod elementwise;
 mod embedding;
+mod fold;
 mod gate;
 mod gelu_bias;
 mod layer_norm;
@@ -27,9 +29,12 @@ mod linear_cross_entropy;
 mod loss;
 mod matmul;
 mod norm;
+pub mod pointwise;
 mod precision;
+mod product;
 mod qk_norm;
 pub(crate) mod reduce;
+mod reductions;
 mod rotary;
 mod sgd;
 mod shapes;
@@ -38,6 +43,7 @@ mod softmax;
 mod sum_parts;
 mod tokens;
 mod transpose;
+mod views;
 
 use launch::*;
 
@@ -46,8 +52,9 @@ pub use crate::generator::{Draw, Draws, Generator};
 pub use crate::precision::Precision;
 pub use activation::{gelu, gelu_exact, relu, relu_squared, sigmoid, silu, softplus, tanh};
 pub use adamw::adamw;
+pub use along::one_hot;
 pub use attention::{Attention, AttentionConfig, AttentionElement, AttentionMask, attention, attention_cached};
-pub use binary::{add, mul, sub};
+pub use broadcast::Operand;
 pub use cast::{Cast, to_bf16, to_f32};
 pub use clip::clip_factor;
 pub use dropout::dropout;
@@ -64,8 +71,10 @@ pub use matmul::{
     linear, linear_gelu, linear_residual, linear_silu, linear_swiglu, matmul,
 };
 pub use norm::{rms_norm, rms_norm_residual};
+pub use pointwise::{Term, add, mul, sub};
 pub use qk_norm::{QkNorm, qk_norm};
 pub use reduce::{argmax_columns, max, max_columns, mean, scaled_sum, squared_norm, sum, sum_columns, sum_rows};
+pub use reductions::Extents;
 pub use rotary::{PairFactors, Rotary, RotaryScaling, rotary};
 pub use sgd::sgd;
 pub use slice::{concat, slice};

@@ -23,12 +23,13 @@ use std::cell::Cell;
 use std::fmt;
 use std::marker::PhantomData;
 use std::panic::Location;
+use std::rc::Rc;
 use tracing::span::EnteredSpan;
 
 /// A step in progress: makes tensors and launches kernels.
 pub struct Step<'s> {
     region: &'s ArenaInner,
-    numerics: Cell<Numerics>,
+    numerics: Rc<Cell<Numerics>>,
     /// True if the work queued here is queued again in the backward pass.
     runs_again: bool,
     brand: Brand<'s>,
@@ -43,7 +44,7 @@ pub(crate) struct Numerics {
 
 impl<'s> Step<'s> {
     pub(crate) fn new(region: &'s ArenaInner) -> Self {
-        Self { region, numerics: Cell::default(), runs_again: false, brand: PhantomData }
+        Self::sharing(region, Rc::default(), false)
     }
 
     /// The precision to which the step's matrix multiplies round their operands, forward and
@@ -83,6 +84,21 @@ impl<'s> Step<'s> {
 
     pub(crate) fn set_numerics(&self, numerics: Numerics) {
         self.numerics.set(numerics);
+    }
+
+    /// Makes a step that has another's settings.
+    pub(crate) fn sharing(region: &'s ArenaInner, numerics: Rc<Cell<Numerics>>, runs_again: bool) -> Self {
+        Self { region, numerics, runs_again, brand: PhantomData }
+    }
+
+    /// The settings, which steps may share.
+    pub(crate) fn shared_numerics(&self) -> Rc<Cell<Numerics>> {
+        Rc::clone(&self.numerics)
+    }
+
+    /// Returns settings that begin as these.
+    fn own_numerics(&self) -> Rc<Cell<Numerics>> {
+        Rc::new(Cell::new(self.numerics.get()))
     }
 
     pub(crate) fn device(&self) -> &Device {
@@ -203,7 +219,7 @@ impl<'s> Step<'s> {
     /// allocates only on this step, and what it makes there stays.
     pub(crate) fn aside<R>(&self, scoped: impl for<'i> FnOnce(&Step<'i>, ScopeExit<'_, 's>) -> Result<R>) -> Result<R> {
         self.region.aside(|aside| {
-            let inner = Step { runs_again: true, ..self.inner() };
+            let inner = Step::sharing(self.region, self.own_numerics(), true);
             scoped(&inner, ScopeExit { step: self, aside })
         })
     }
@@ -212,12 +228,9 @@ impl<'s> Step<'s> {
     /// meanwhile and cannot allocate. Its tensors are available inside through
     /// [`ScratchStep::lend`].
     pub fn scratch<R>(&mut self, scoped: impl for<'i> FnOnce(&mut ScratchStep<'i, 's>) -> Result<R>) -> Result<R> {
-        self.region.scope(|| scoped(&mut ScratchStep { step: self.inner(), outer: PhantomData }))
-    }
-
-    /// Makes the step of an inner scope, with this step's settings.
-    fn inner(&self) -> Self {
-        Self { numerics: self.numerics.clone(), ..Self::new(self.region) }
+        let region = self.region;
+        let numerics = self.own_numerics();
+        region.scope(|| scoped(&mut ScratchStep { step: Step::sharing(region, numerics, false), outer: PhantomData }))
     }
 }
 

@@ -384,9 +384,14 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         }
     }
 
+    /// Returns an error of the running op unless the variable belongs to the running tape.
+    pub(super) fn check<S: Stored>(&self, var: &Var<'s, S>) -> Result<()> {
+        check(var, self.op, self.tape)
+    }
+
     /// The variable's output number. Its op must still be to run, or the gradient would be lost.
     fn output<S: Stored>(&self, var: &Var<'s, S>) -> Result<Option<usize>> {
-        check(var, self.op, self.tape)?;
+        self.check(var)?;
         match var.output {
             Some(output) if output >= self.pending.len() => {
                 Err(Error::misuse(self.op, "a variable made before the running op", "a later variable"))

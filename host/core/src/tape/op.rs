@@ -255,6 +255,6 @@ impl<'t, 's> Op<'_, 't, 's> {
         let Self { tape, name: op, site, .. } = self;
         let shape = values.first().map_or_else(|| [0].into(), Saved::shape);
         let mut output = tape.push(N, |first| Record { op, site, first, shape, backward: Box::new(backward) })..;
-        values.map(|value| Var { value, tape: tape.identity, output: output.next(), constant: false })
+        values.map(|value| tape.var(value, output.next()))
     }
 }

@@ -86,7 +86,7 @@ impl<'t, 's> Tape<'t, 's> {
     ) -> Result<[Var<'s, S>; N]> {
         let site = Location::caller();
         let block = Block { kept, run, around: self.around()?, numerics: self.step.numerics() };
-        let first = self.records.borrow().outputs;
+        let first = self.open.outputs();
         let (results, trace, numerics) = self.step.aside(|step, exit| {
             let tape = block.around.tape(step);
             let (results, inputs) = block.run(&tape)?;
@@ -95,23 +95,24 @@ impl<'t, 's> Tape<'t, 's> {
             let before = outer.region().attribute(Some(site));
             let mut copied: Vec<(usize, Var<'s, S>)> = Vec::new();
             let mut take_out = |result: &Var<'_, S>| {
-                let tape = self.identity;
+                let (tape, region) = (self.identity, self.step.region());
                 let known = result.output.and_then(|number| copied.iter().find(|(of, _)| *of == number));
                 match (result.output, known) {
                     (_, Some((_, var))) => Ok(*var),
                     (Some(number), None) if number < inputs.len() => {
                         let value = Saved::new(result.value.memory(), result.shape());
-                        Ok(Var { value, tape, output: Some(inputs[number]), constant: false })
+                        Ok(Var { value, region, tape, output: Some(inputs[number]), constant: false })
                     }
                     (Some(number), None) => {
                         let output = Some(first + copied.len());
-                        let var = Var { value: copy(outer, &result.value)?.save(), tape, output, constant: false };
+                        let value = copy(outer, &result.value)?.save();
+                        let var = Var { value, region, tape, output, constant: false };
                         copied.push((number, var));
                         Ok(var)
                     }
                     (None, None) => {
                         let value = copy(outer, &result.value)?.save();
-                        Ok(Var { value, tape, output: None, constant: result.constant })
+                        Ok(Var { value, region, tape, output: None, constant: result.constant })
                     }
                 }
             };
@@ -151,9 +152,10 @@ impl<'t, 's, K: RecomputeInput<'s>, F> Block<'t, 's, K, F> {
     where
         F: for<'a> Fn(&Tape<'_, 'a>, K::Lent<'a>) -> Result<[Var<'a, S>; N]>,
     {
-        let mut lender = Lender { tapes: [self.around.identity, tape.identity], outputs: Vec::new() };
+        let tapes = [self.around.identity, tape.identity];
+        let mut lender = Lender { region: tape.step.region(), tapes, outputs: Vec::new() };
         let lent = self.kept.lend(&mut lender)?;
-        tape.records.borrow_mut().outputs = lender.outputs.len();
+        tape.open.begin_after(lender.outputs.len());
         let results = (self.run)(tape, lent)?;
         results.iter().try_for_each(|result| check(result, OP, tape.identity))?;
         Ok((results, lender.outputs))
@@ -179,8 +181,9 @@ impl<'t, 's, K: RecomputeInput<'s>, F> Block<'t, 's, K, F> {
             first.check(&Trace::of(&tape, &results))?;
             step.set_numerics(around.numerics());
 
-            let (identity, records) = (tape.identity, tape.records.into_inner());
-            let mut pending: Vec<_> = (0..records.outputs).map(|_| Upstream::Nothing).collect();
+            let identity = tape.identity;
+            let (records, outputs) = tape.into_records();
+            let mut pending: Vec<_> = (0..outputs).map(|_| Upstream::Nothing).collect();
             // Tensors of the enclosing step, which the inner pass uses exclusively until it ends.
             let mut given: Vec<AnyTensor<'s>> = Vec::new();
             let mut give = |upstream: Upstream<'s>| match upstream {
@@ -197,7 +200,7 @@ impl<'t, 's, K: RecomputeInput<'s>, F> Block<'t, 's, K, F> {
             for (&number, upstream) in first.made.iter().zip(upstream) {
                 pending[number] = give(upstream);
             }
-            let pending = back.run_within(step, identity, pending, records.all)?;
+            let pending = back.run_within(step, identity, pending, records)?;
 
             step.region().attribute(site);
             let outer = exit.leave();
@@ -265,7 +268,7 @@ struct Trace {
 
 impl Trace {
     fn of<S: Stored>(tape: &Tape<'_, '_>, results: &[Var<'_, S>]) -> Self {
-        let ops = tape.records.borrow().all.iter().map(|record| (record.op, record.first, record.shape)).collect();
+        let ops = tape.recorded();
         let results = results.iter().map(|result| (result.output, result.shape())).collect();
         Self { ops, results, calls: tape.draws.get().map(|draws| draws.calls()), made: Vec::new() }
     }

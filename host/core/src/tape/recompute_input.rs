@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 use super::var::{Var, check};
+use crate::arena::ArenaInner;
 use crate::error::Result;
 use crate::indices::Indices;
 use crate::tensor::{Element, Saved, Source, Stored};
@@ -25,12 +26,14 @@ pub trait RecomputeInput<'s>: sealed::Sealed {
 
     /// Returns what a run of the closure receives. [`Tape::recompute`](super::Tape::recompute) calls
     /// it.
-    fn lend<'i>(&self, lender: &mut Lender) -> Result<Self::Lent<'i>>;
+    fn lend<'i>(&self, lender: &mut Lender<'i>) -> Result<Self::Lent<'i>>;
 }
 
 /// Assigns lent variables their numbers on the closure's tape.
 #[derive(Debug)]
-pub struct Lender {
+pub struct Lender<'i> {
+    /// The memory of the closure's step.
+    pub(super) region: &'i ArenaInner,
     /// The identities of the enclosing tape and of the closure's own.
     pub(super) tapes: [u64; 2],
     /// For each number, the output of the enclosing tape.
@@ -42,7 +45,7 @@ impl<S: Stored> sealed::Sealed for Var<'_, S> {}
 impl<'s, S: Stored> RecomputeInput<'s> for Var<'s, S> {
     type Lent<'i> = Var<'i, S>;
 
-    fn lend<'i>(&self, lender: &mut Lender) -> Result<Var<'i, S>> {
+    fn lend<'i>(&self, lender: &mut Lender<'i>) -> Result<Var<'i, S>> {
         let [around, within] = lender.tapes;
         check(self, OP, around)?;
         // A variable has one number, however often it is lent.
@@ -52,7 +55,8 @@ impl<'s, S: Stored> RecomputeInput<'s> for Var<'s, S> {
                 lender.outputs.len() - 1
             })
         });
-        Ok(Var { value: self.value.lend(lender)?, tape: within, output, constant: self.constant })
+        let (value, region) = (self.value.lend(lender)?, lender.region);
+        Ok(Var { value, region, tape: within, output, constant: self.constant })
     }
 }
 
@@ -61,7 +65,7 @@ impl<T: Element> sealed::Sealed for Saved<'_, T> {}
 impl<'s, T: Element> RecomputeInput<'s> for Saved<'s, T> {
     type Lent<'i> = Saved<'i, T>;
 
-    fn lend<'i>(&self, _: &mut Lender) -> Result<Saved<'i, T>> {
+    fn lend<'i>(&self, _: &mut Lender<'i>) -> Result<Saved<'i, T>> {
         Ok(Saved::new(self.memory(), self.shape()))
     }
 }
@@ -71,7 +75,7 @@ impl sealed::Sealed for Indices<'_> {}
 impl<'s> RecomputeInput<'s> for Indices<'s> {
     type Lent<'i> = Indices<'i>;
 
-    fn lend<'i>(&self, _: &mut Lender) -> Result<Indices<'i>> {
+    fn lend<'i>(&self, _: &mut Lender<'i>) -> Result<Indices<'i>> {
         Ok(Indices::lend(self))
     }
 }
@@ -81,7 +85,7 @@ impl<K: sealed::Sealed> sealed::Sealed for Option<K> {}
 impl<'s, K: RecomputeInput<'s>> RecomputeInput<'s> for Option<K> {
     type Lent<'i> = Option<K::Lent<'i>>;
 
-    fn lend<'i>(&self, lender: &mut Lender) -> Result<Self::Lent<'i>> {
+    fn lend<'i>(&self, lender: &mut Lender<'i>) -> Result<Self::Lent<'i>> {
         self.as_ref().map(|kept| kept.lend(lender)).transpose()
     }
 }
@@ -91,7 +95,7 @@ impl<K: sealed::Sealed> sealed::Sealed for Vec<K> {}
 impl<'s, K: RecomputeInput<'s>> RecomputeInput<'s> for Vec<K> {
     type Lent<'i> = Vec<K::Lent<'i>>;
 
-    fn lend<'i>(&self, lender: &mut Lender) -> Result<Self::Lent<'i>> {
+    fn lend<'i>(&self, lender: &mut Lender<'i>) -> Result<Self::Lent<'i>> {
         self.iter().map(|kept| kept.lend(lender)).collect()
     }
 }
@@ -101,7 +105,7 @@ impl<K: sealed::Sealed, const N: usize> sealed::Sealed for [K; N] {}
 impl<'s, K: RecomputeInput<'s>, const N: usize> RecomputeInput<'s> for [K; N] {
     type Lent<'i> = [K::Lent<'i>; N];
 
-    fn lend<'i>(&self, lender: &mut Lender) -> Result<Self::Lent<'i>> {
+    fn lend<'i>(&self, lender: &mut Lender<'i>) -> Result<Self::Lent<'i>> {
         let lent: Vec<_> = self.iter().map(|kept| kept.lend(lender)).collect::<Result<_>>()?;
         let Ok(lent) = lent.try_into() else { unreachable!("as many as are kept") };
         Ok(lent)
@@ -113,7 +117,7 @@ impl sealed::Sealed for () {}
 impl<'s> RecomputeInput<'s> for () {
     type Lent<'i> = ();
 
-    fn lend<'i>(&self, _: &mut Lender) -> Result<Self::Lent<'i>> {
+    fn lend<'i>(&self, _: &mut Lender<'i>) -> Result<Self::Lent<'i>> {
         Ok(())
     }
 }
@@ -126,7 +130,7 @@ macro_rules! tuples {
         impl<'s, $($kept: RecomputeInput<'s>),*> RecomputeInput<'s> for ($($kept,)*) {
             type Lent<'i> = ($($kept::Lent<'i>,)*);
 
-            fn lend<'i>(&self, lender: &mut Lender) -> Result<Self::Lent<'i>> {
+            fn lend<'i>(&self, lender: &mut Lender<'i>) -> Result<Self::Lent<'i>> {
                 let ($($kept,)*) = self;
                 Ok(($($kept.lend(lender)?,)*))
             }

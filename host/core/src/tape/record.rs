@@ -6,26 +6,19 @@
 #![forbid(unsafe_code)]
 
 use super::backward::{Backward, Record};
+use super::open::OpenTape;
 use super::var::{Var, check};
 use crate::error::{Error, Result};
 use crate::generator::{Draws, Generator};
 use crate::params::{Gradients, Parameters};
 use crate::report::Phase;
 use crate::step::Step;
-use crate::tensor::{Saved, Stored};
+use crate::tensor::{Saved, Shape, Stored};
 use cuda_std::float_mode;
 use std::cell::{OnceCell, RefCell};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tracing::span::EnteredSpan;
-
-/// The records of a tape, and the number of their outputs.
-#[derive(Default)]
-pub(super) struct Records<'t, 's> {
-    pub(super) all: Vec<Record<'t, 's>>,
-    /// Includes the variables lent to a nested tape, which belong to no record and come first.
-    pub(super) outputs: usize,
-}
 
 /// The source of dropout's random numbers.
 #[derive(Clone, Copy)]
@@ -41,7 +34,9 @@ pub struct Tape<'t, 's> {
     pub(super) step: &'t Step<'s>,
     pub(super) parameters: &'t Parameters,
     pub(super) identity: u64,
-    pub(super) records: RefCell<Records<'t, 's>>,
+    /// The records of this tape's own ops. Those of its variables are in `open`.
+    records: RefCell<Vec<Record<'t, 's>>>,
+    pub(super) open: OpenTape,
     randomness: Randomness<'t>,
     /// The generator's numbers for this step, once requested.
     pub(super) draws: OnceCell<Draws<'s>>,
@@ -72,7 +67,7 @@ impl TapeContext<'_, '_> {
 
 impl fmt::Debug for Tape<'_, '_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Tape of {} records", self.records.borrow().all.len())
+        write!(f, "Tape of {} records", self.recorded().len())
     }
 }
 
@@ -87,8 +82,8 @@ impl<'t, 's> Tape<'t, 's> {
         // Distinguishes the variables of two tapes of one step.
         static TAPES: AtomicU64 = AtomicU64::new(0);
         let identity = TAPES.fetch_add(1, Ordering::Relaxed);
-        let (records, draws) = (RefCell::default(), OnceCell::new());
-        Self { step, parameters, identity, records, randomness, draws, share: 1.0, forward: None }
+        let (records, draws, open) = (RefCell::default(), OnceCell::new(), OpenTape::new(identity, step));
+        Self { step, parameters, identity, records, open, randomness, draws, share: 1.0, forward: None }
     }
 
     /// Makes dropout draw from this generator, as a training pass needs. The first dropout or
@@ -164,16 +159,38 @@ impl<'t, 's> Tape<'t, 's> {
 
     /// Puts a value that needs no gradient on the tape: a tensor, or a saved one.
     pub fn input<S: Stored>(&self, value: impl Into<Saved<'s, S>>) -> Var<'s, S> {
-        Var { value: value.into(), tape: self.identity, output: None, constant: false }
+        self.var(value.into(), None)
+    }
+
+    /// Makes a variable of this tape.
+    pub(super) fn var<S: Stored>(&self, value: Saved<'s, S>, output: Option<usize>) -> Var<'s, S> {
+        Var { value, region: self.step.region(), tape: self.identity, output, constant: false }
     }
 
     /// Puts a record with this many outputs on the tape. Returns the number of the first output.
     pub(super) fn push(&self, outputs: usize, record: impl FnOnce(usize) -> Record<'t, 's>) -> usize {
-        let mut records = self.records.borrow_mut();
-        let first = records.outputs;
-        records.outputs += outputs;
-        records.all.push(record(first));
+        let first = self.open.reserve(outputs);
+        self.records.borrow_mut().push(record(first));
         first
+    }
+
+    /// The name of each recorded op, and the number and shape of its first output, in order.
+    pub(super) fn recorded(&self) -> Vec<(&'static str, usize, Shape)> {
+        let mut all: Vec<_> =
+            self.records.borrow().iter().map(|record| (record.op, record.first, record.shape)).collect();
+        all.extend(self.open.recorded());
+        all.sort_by_key(|&(_, first, _)| first);
+        all
+    }
+
+    /// Returns the records in order, and the number of their outputs. That includes the variables
+    /// lent to a nested tape, which belong to no record and come first.
+    pub(super) fn into_records(self) -> (Vec<Record<'t, 's>>, usize) {
+        drop(self.forward);
+        let (mut all, outputs) = (self.records.into_inner(), self.open.outputs());
+        all.extend(self.open.close());
+        all.sort_by_key(|record| record.first);
+        (all, outputs)
     }
 
     /// Runs the records backwards from `loss`, a single element, and adds to `gradients`.
@@ -203,11 +220,11 @@ impl<'t, 's> Tape<'t, 's> {
             return Err(Error::misuse(OP, "gradients of the tape's parameters", "gradients of another parameter spec"));
         }
         self.step.borrow(gradients.flat(), true)?;
-        drop(self.forward);
-        let Records { all, outputs } = self.records.into_inner();
-        let (step, share) = (self.step, self.share);
+        let Self { step, share, parameters, identity, .. } = self;
+        // Ends the span of the forward pass too.
+        let (all, outputs) = self.into_records();
         let _phase = step.enter(Phase::Backward);
-        let mut back = Backward::new(step, self.parameters, self.identity, gradients, written, outputs);
+        let mut back = Backward::new(step, parameters, identity, gradients, written, outputs);
         back.begin(loss, share);
         for record in all.into_iter().rev() {
             back.run(record)?;

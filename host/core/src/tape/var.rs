@@ -4,13 +4,16 @@
 
 #![forbid(unsafe_code)]
 
+use crate::arena::ArenaInner;
 use crate::error::{Error, Result};
-use crate::tensor::{Saved, Shape, Stored};
+use crate::tensor::{Element, Saved, Shape, Stored};
+use std::fmt;
 
 /// A value on a tape. Using it on any other tape is [`Error::Misuse`].
-#[derive(Debug)]
 pub struct Var<'s, S: Stored = f32> {
     pub(super) value: Saved<'s, S>,
+    /// The memory of its step, for ops that are called on the variable.
+    pub(super) region: &'s ArenaInner,
     pub(super) tape: u64,
     /// Its number among the outputs of the tape's ops. `None` for an input and for a constant,
     /// which need no gradient.
@@ -26,6 +29,12 @@ impl<S: Stored> Clone for Var<'_, S> {
 }
 
 impl<S: Stored> Copy for Var<'_, S> {}
+
+impl<S: Stored> fmt::Debug for Var<'_, S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Var<{}>{}", <S as Element>::NAME, self.shape())
+    }
+}
 
 impl<'s, S: Stored> Var<'s, S> {
     /// The value, shared and read-only until the step ends.

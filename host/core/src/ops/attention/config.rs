@@ -59,7 +59,7 @@ impl sealed::Sealed for AttentionConfig<'_> {}
 impl<'s> RecomputeInput<'s> for AttentionConfig<'s> {
     type Lent<'i> = AttentionConfig<'i>;
 
-    fn lend<'i>(&self, lender: &mut Lender) -> Result<AttentionConfig<'i>> {
+    fn lend<'i>(&self, lender: &mut Lender<'i>) -> Result<AttentionConfig<'i>> {
         let Self { heads, kv_heads, scale, sees, documents, lengths } = *self;
         Ok(AttentionConfig {
             heads,

@@ -1,0 +1,353 @@
+//! Other orders and parts of a variable's elements: permutations, broadcasts, parts, flips,
+//! concatenations and padding.
+//!
+//! All but reshapes are one launch of a strided copy. The gradient of each is another such copy, or
+//! a sum.
+//!
+//! Invariant: an element is moved bit by bit, except that a BF16 NaN may change its payload.
+
+use super::broadcast::{Merged, broadcast, broadcast_strides, strides_of};
+use super::fold::sum_to;
+use super::reductions::{Extents, extent_number};
+use crate::elementary;
+use crate::error::{Error, Result};
+use crate::step::Step;
+use crate::tape::{AnyVar, Var};
+use crate::tensor::{Shape, Source, Stored, Target, Tensor};
+use kernels::broadcast::{OPERAND, RANK};
+use kernels::strided;
+use std::ops::Range;
+
+/// The places of a shape's elements in a tensor: the index of the first, and the strides.
+#[derive(Clone, Debug)]
+struct Places {
+    start: usize,
+    strides: Vec<isize>,
+}
+
+impl Places {
+    /// The places of a row-major tensor.
+    fn of(shape: Shape) -> Self {
+        Self { start: 0, strides: strides_of(shape) }
+    }
+
+    /// The places from `first` on along an extent.
+    fn from(mut self, extent: usize, first: usize) -> Self {
+        self.start = self.start.wrapping_add((first as isize * self.strides[extent]) as usize);
+        self
+    }
+}
+
+/// Copies the elements of a shape from their places in `x` to those in `out`.
+fn copy<'s, S: Stored>(
+    step: &Step<'s>,
+    shape: Shape,
+    (x, from): (&impl Source<'s, S>, &Places),
+    (out, to): (&mut impl Target<'s, S>, &Places),
+) -> Result<()> {
+    let length = shape.elements();
+    if length == 0 {
+        return Ok(());
+    }
+    let merged = Merged::new(shape.extents(), [&from.strides, &to.strides]);
+    let mut layout = [0; 20];
+    let (extents, rest) = layout.split_at_mut(RANK);
+    merged.write_extents(extents);
+    for ((at, places), words) in [from, to].into_iter().enumerate().zip(rest.chunks_exact_mut(OPERAND)) {
+        merged.write_strides(at, &mut words[..RANK]);
+        words[RANK] = places.start;
+    }
+    step.launch(strided::copy_strided { x: x.slice(), layout, length, out: out.out() })
+}
+
+/// Returns the elements of a shape from their places in `x`.
+fn taken<'s, S: Stored>(step: &Step<'s>, shape: Shape, x: &impl Source<'s, S>, from: &Places) -> Result<Tensor<'s, S>> {
+    let mut out = step.empty(shape)?;
+    copy(step, shape, (x, from), (&mut out, &Places::of(shape)))?;
+    Ok(out)
+}
+
+/// Returns x repeated to a shape to which it broadcasts.
+pub(super) fn repeated<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>, to: Shape) -> Result<Tensor<'s, S>> {
+    taken(step, to, x, &Places { start: 0, strides: broadcast_strides(x.shape(), to) })
+}
+
+/// Returns zeros of a shape, with x at its places.
+fn among_zeros<'s, S: Stored>(
+    step: &Step<'s>,
+    x: &impl Source<'s, S>,
+    to: Shape,
+    places: &Places,
+) -> Result<Tensor<'s, S>> {
+    let mut out = step.empty(to)?;
+    elementary::fill_into(step, &mut out, 0.0)?;
+    copy(step, x.shape(), (x, &Places::of(x.shape())), (&mut out, places))?;
+    Ok(out)
+}
+
+impl<'s, S: Stored> Var<'s, S> {
+    /// The same elements in the same order with other extents; `shape`: as many elements. Nothing
+    /// is copied.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when the number of elements differs.
+    #[track_caller]
+    pub fn reshape(&self, shape: impl Into<Shape>) -> Result<Self> {
+        let op = self.op("reshape", &[self])?;
+        let (y, x) = (self.value().reshape(shape)?, self.keep());
+        Ok(op.record(y, move |back, dy| {
+            let x = x.var(back)?;
+            let dx = dy.reshape(x.shape())?;
+            back.add(&x, dx)
+        }))
+    }
+
+    /// The same elements with an extent of 1 before the extent `at`. A negative number counts from
+    /// the end: -1 adds it after the last. Nothing is copied.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when there is no such place, or more than six extents.
+    #[track_caller]
+    pub fn unsqueeze(&self, at: i32) -> Result<Self> {
+        const OP: &str = "unsqueeze";
+        let mut extents = self.shape().extents().to_vec();
+        let last = extents.len() as i32;
+        let place = if at < 0 { at + last + 1 } else { at };
+        if !(0..=last).contains(&place) {
+            return Err(Error::misuse(OP, format!("a place among {last} extents"), at.to_string()));
+        }
+        extents.insert(place as usize, 1);
+        self.reshape(Shape::of(OP, &extents)?)
+    }
+
+    /// The same elements without the extent `at`, which is 1. A negative number counts from the end.
+    /// Nothing is copied.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] unless there is such an extent of 1.
+    #[track_caller]
+    pub fn squeeze(&self, at: i32) -> Result<Self> {
+        const OP: &str = "squeeze";
+        let at = extent_number(OP, self.shape(), at)?;
+        let mut extents = self.shape().extents().to_vec();
+        if extents.remove(at) != 1 {
+            return Err(Error::misuse(OP, "an extent of 1", format!("extent {at} of {}", self.shape())));
+        }
+        self.reshape(Shape::of(OP, &extents)?)
+    }
+
+    /// The extents in another order: extent i of the result is extent `order[i]`.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] unless `order` has each extent's number once; [`Error::ArenaFull`].
+    #[track_caller]
+    pub fn permute(&self, order: impl Into<Extents>) -> Result<Self> {
+        const OP: &str = "permute";
+        let shape = self.shape();
+        let order = order.into().numbers(OP, shape)?;
+        if order.len() != shape.extents().len() {
+            return Err(Error::misuse(OP, format!("each extent of {shape} once"), format!("{order:?}")));
+        }
+        let op = self.op(OP, &[self])?;
+        let pick = |strides: &[isize]| order.iter().map(|&from| strides[from]).collect();
+        let extents: Vec<usize> = order.iter().map(|&from| shape.extents()[from]).collect();
+        let (to, places) = (Shape::of(OP, &extents)?, Places { start: 0, strides: pick(&strides_of(shape)) });
+        let (y, x) = (taken(op.step(), to, self.value(), &places)?, self.keep());
+        Ok(op.record(y.save(), move |back, dy| {
+            let (x, mut dx) = (x.var(back)?, back.step().empty(shape)?);
+            copy(back.step(), to, (&dy, &Places::of(to)), (&mut dx, &places))?;
+            back.step().free(dy);
+            back.add(&x, dx)
+        }))
+    }
+
+    /// Swaps two extents. A negative number counts from the end.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when there is no such extent; [`Error::ArenaFull`].
+    #[track_caller]
+    pub fn transpose(&self, a: i32, b: i32) -> Result<Self> {
+        let shape = self.shape();
+        let mut order: Vec<i32> = (0..shape.extents().len() as i32).collect();
+        order.swap(extent_number("transpose", shape, a)?, extent_number("transpose", shape, b)?);
+        self.permute(order)
+    }
+
+    /// The variable repeated along extents of 1 and new extents before the first, as NumPy
+    /// broadcasts. Pointwise ops broadcast by themselves.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] unless it broadcasts to the shape; [`Error::ArenaFull`].
+    #[track_caller]
+    pub fn broadcast_to(&self, shape: impl Into<Shape>) -> Result<Self> {
+        const OP: &str = "broadcast_to";
+        let to = shape.into();
+        if broadcast(OP, &[Some(self.shape()), Some(to)])? != to {
+            return Err(Error::misuse(OP, format!("a shape that broadcasts to {to}"), self.shape().to_string()));
+        }
+        let op = self.op(OP, &[self])?;
+        let (y, x) = (repeated(op.step(), self.value(), to)?, self.keep());
+        Ok(op.record(y.save(), move |back, dy| {
+            let x = x.var(back)?;
+            let dx = sum_to(back.step(), &dy, x.shape())?;
+            back.step().free(dy);
+            back.add(&x, dx)
+        }))
+    }
+
+    /// The part of an extent in a range. A negative number counts from the end.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when there is no such extent, or the range exceeds it;
+    /// [`Error::ArenaFull`].
+    #[track_caller]
+    pub fn narrow(&self, extent: i32, range: Range<usize>) -> Result<Self> {
+        const OP: &str = "narrow";
+        let shape = self.shape();
+        let extent = extent_number(OP, shape, extent)?;
+        let all = shape.extents()[extent];
+        if range.start > range.end || range.end > all {
+            return Err(Error::misuse(OP, format!("a range inside 0..{all}"), format!("{range:?}")));
+        }
+        let op = self.op(OP, &[self])?;
+        let (to, places) = (shape.with(extent, range.len()), Places::of(shape).from(extent, range.start));
+        let (y, x) = (taken(op.step(), to, self.value(), &places)?, self.keep());
+        Ok(op.record(y.save(), move |back, dy| {
+            let (x, dx) = (x.var(back)?, among_zeros(back.step(), &dy, shape, &places)?);
+            back.step().free(dy);
+            back.add(&x, dx)
+        }))
+    }
+
+    /// The parts of an extent, each of `size`. The last is shorter if `size` does not divide it.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when there is no such extent, or for a size of 0; [`Error::ArenaFull`].
+    #[track_caller]
+    pub fn split(&self, extent: i32, size: usize) -> Result<Vec<Self>> {
+        let number = extent_number("split", self.shape(), extent)?;
+        if size == 0 {
+            return Err(Error::misuse("split", "parts of at least 1", "0"));
+        }
+        let all = self.shape().extents()[number];
+        (0..all).step_by(size).map(|start| self.narrow(extent, start..all.min(start + size))).collect()
+    }
+
+    /// `N` equal parts of an extent.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when there is no such extent, or N does not divide it;
+    /// [`Error::ArenaFull`].
+    #[track_caller]
+    pub fn chunks<const N: usize>(&self, extent: i32) -> Result<[Self; N]> {
+        let number = extent_number("chunks", self.shape(), extent)?;
+        let all = self.shape().extents()[number];
+        if N == 0 || !all.is_multiple_of(N) {
+            return Err(Error::misuse("chunks", format!("an extent that {N} divides"), self.shape().to_string()));
+        }
+        let mut parts = [*self; N];
+        for (at, part) in parts.iter_mut().enumerate() {
+            *part = self.narrow(extent, at * all / N..(at + 1) * all / N)?;
+        }
+        Ok(parts)
+    }
+
+    /// The elements in reverse order along extents.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when there is no such extent; [`Error::ArenaFull`].
+    #[track_caller]
+    pub fn flip(&self, extents: impl Into<Extents>) -> Result<Self> {
+        const OP: &str = "flip";
+        let shape = self.shape();
+        let mut places = Places::of(shape);
+        for extent in extents.into().numbers(OP, shape)? {
+            places = places.from(extent, shape.extents()[extent].saturating_sub(1));
+            places.strides[extent] = -places.strides[extent];
+        }
+        let op = self.op(OP, &[self])?;
+        let (y, x) = (taken(op.step(), shape, self.value(), &places)?, self.keep());
+        Ok(op.record(y.save(), move |back, dy| {
+            let (x, dx) = (x.var(back)?, taken(back.step(), shape, &dy, &places)?);
+            back.step().free(dy);
+            back.add(&x, dx)
+        }))
+    }
+
+    /// The variable between `before` and `after` more elements of `value` along an extent.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when there is no such extent; [`Error::ArenaFull`].
+    #[track_caller]
+    pub fn pad(&self, extent: i32, [before, after]: [usize; 2], value: f32) -> Result<Self> {
+        const OP: &str = "pad";
+        let shape = self.shape();
+        let extent = extent_number(OP, shape, extent)?;
+        let to = shape.with(extent, before.saturating_add(shape.extents()[extent]).saturating_add(after));
+        let op = self.op(OP, &[self])?;
+        let places = Places::of(to).from(extent, before);
+        let mut y = op.step().empty(to)?;
+        elementary::fill_into(op.step(), &mut y, value)?;
+        copy(op.step(), shape, (self.value(), &Places::of(shape)), (&mut y, &places))?;
+        let x = self.keep();
+        Ok(op.record(y.save(), move |back, dy| {
+            let (x, dx) = (x.var(back)?, taken(back.step(), shape, &dy, &places)?);
+            back.step().free(dy);
+            back.add(&x, dx)
+        }))
+    }
+
+    /// The parts one after another along an extent; `parts`: at least one, of shapes that differ at
+    /// most in that extent.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for no parts, for other shapes, or when there is no such extent;
+    /// [`Error::ArenaFull`].
+    #[track_caller]
+    pub fn cat(parts: &[Self], extent: i32) -> Result<Self> {
+        const OP: &str = "cat";
+        let Some(first) = parts.first() else { return Err(Error::misuse(OP, "at least one part", "none")) };
+        let extent = extent_number(OP, first.shape(), extent)?;
+        let mut all = 0_usize;
+        for part in parts {
+            let own = part.shape().extents().get(extent).copied().unwrap_or(0);
+            if part.shape() != first.shape().with(extent, own) {
+                let got = format!("{} and {}", first.shape(), part.shape());
+                return Err(Error::misuse(OP, format!("shapes that differ at most in extent {extent}"), got));
+            }
+            all = all.saturating_add(own);
+        }
+        let of: Vec<&dyn AnyVar> = parts.iter().map(|part| part as &dyn AnyVar).collect();
+        let op = first.op(OP, &of)?;
+        let to = first.shape().with(extent, all);
+        let (mut y, mut start, mut kept) = (op.step().empty(to)?, 0, Vec::new());
+        for part in parts {
+            let (shape, places) = (part.shape(), Places::of(to).from(extent, start));
+            copy(op.step(), shape, (part.value(), &Places::of(shape)), (&mut y, &places))?;
+            start += shape.extents()[extent];
+            kept.push((part.keep(), places));
+        }
+        Ok(op.record(y.save(), move |back, dy| {
+            for (part, places) in kept {
+                let part = part.var(back)?;
+                if part.wants_gradient() {
+                    let dx = taken(back.step(), part.shape(), &dy, &places)?;
+                    back.add(&part, dx)?;
+                }
+            }
+            back.step().free(dy);
+            Ok(())
+        }))
+    }
+
+    /// The parts one after another along a new extent before the extent `at`; `parts`: at least
+    /// one, of one shape.
+    ///
+    /// # Errors
+    /// The errors of [`Var::unsqueeze`] and [`Var::cat`].
+    #[track_caller]
+    pub fn stack(parts: &[Self], at: i32) -> Result<Self> {
+        let parts = parts.iter().map(|part| part.unsqueeze(at)).collect::<Result<Vec<_>>>()?;
+        Self::cat(&parts, at)
+    }
+}
