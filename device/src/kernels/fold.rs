@@ -177,7 +177,7 @@ unsafe fn parts_of_columns<S: Stored>(
 
 /// Declares searches for the index of an extreme.
 macro_rules! find {
-    ($($(#[doc = $doc:literal])* $name:ident { $f32:ident: f32; $bf16:ident: bf16; } $sign:expr;)*) => {$(
+    ($($(#[doc = $doc:literal])* $name:ident { $f32:ident: f32; $bf16:ident: bf16; } |$value:ident| $key:expr;)*) => {$(
         family! {
             $(#[doc = $doc])*
             ///
@@ -201,8 +201,8 @@ macro_rules! find {
                         let mut best = 0;
                         let mut at = first;
                         while at < reduced {
-                            let value = load(x, (outer * reduced + at) * inner + column).widen();
-                            best = better(best, rank($sign * value, at as u32));
+                            let $value = load(x, (outer * reduced + at) * inner + column).widen();
+                            best = better(best, rank($key, at as u32));
                             at += step;
                         }
                         if inner == 1 {
@@ -228,10 +228,10 @@ macro_rules! find {
 
 find! {
     /// Finds the first index of the largest element.
-    find_max { find_max_f32: f32; find_max_bf16: bf16; } 1.0;
+    find_max { find_max_f32: f32; find_max_bf16: bf16; } |value| value;
 
     /// Finds the first index of the smallest element.
-    find_min { find_min_f32: f32; find_min_bf16: bf16; } -1.0;
+    find_min { find_min_f32: f32; find_min_bf16: bf16; } |value| -value;
 }
 
 /// Returns the number of blocks of `reduced` x `inner` in `length`.

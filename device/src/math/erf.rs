@@ -5,7 +5,7 @@
 use super::{exp, exp_negative, fma, select};
 
 /// The |x| from which on erf is computed by its distance from 1.
-const NEAR_1: f32 = 0.927_734_375;
+const NEAR_1: f32 = 0.927_734_4;
 
 /// Computes erf(x), 2 / sqrt(pi) times the integral of e^-t^2 over t from 0 to x.
 ///

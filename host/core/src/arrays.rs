@@ -4,7 +4,7 @@
 
 #![forbid(unsafe_code)]
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::step::EagerStep;
 use crate::tensor::{Element, Shape, Source, Tensor};
 use ndarray::{ArrayD, ArrayView, Dimension, IxDyn};
@@ -13,7 +13,7 @@ impl<'s> EagerStep<'s> {
     /// Uploads a copy of an array of at most six extents into a new tensor.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for more extents.
+    /// [`Error::Misuse`](crate::Error::Misuse) for more extents.
     #[track_caller]
     pub fn upload_array<T: Element, D: Dimension>(&self, array: ArrayView<'_, T, D>) -> Result<Tensor<'s, T>> {
         let shape = Shape::of("upload_array", array.shape())?;

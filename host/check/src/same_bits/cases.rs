@@ -524,9 +524,8 @@ fn columns<S: Stored>(
     i: &Inputs<'_, '_>,
     op: impl for<'s> Fn(&Inputs<'_, 's>, &Tensor<'s, S>, [usize; 2]) -> Result<()>,
 ) -> Result<()> {
-    for &[outer, n, inner] in
-        i.by_size(&[[3, 5, 7], [2, 70, 33], [1, 300, 1], [9, 40, 1]][..], &[[2, 37, 5], [3, 40, 1]])
-    {
+    let smallest: [[usize; 3]; 2] = [[2, 37, 5], [3, 40, 1]];
+    for &[outer, n, inner] in i.by_size(&[[3, 5, 7], [2, 70, 33], [1, 300, 1], [9, 40, 1]][..], &smallest) {
         op(i, &i.normals([outer, n, inner])?, [n, inner])?;
     }
     Ok(())
@@ -537,7 +536,7 @@ fn folded<S: Stored>(
     i: &Inputs<'_, '_>,
     op: impl for<'s> Fn(&Inputs<'_, 's>, &Tensor<'s, S>, [usize; 2], &mut Tensor<'s>) -> Result<()>,
 ) -> Result<()> {
-    let smallest = [[2, 37, 40], [9, 150, 1]];
+    let smallest: [[usize; 3]; 2] = [[2, 37, 40], [9, 150, 1]];
     for &[outer, n, inner] in i.by_size(&[[3, 5, 7], [2, 1030, 70], [1, 3000, 1], [20, 200, 1]][..], &smallest) {
         let mut out = i.step.empty([outer, n.div_ceil(fold::CHUNK), inner])?;
         op(i, &i.normals::<S>([outer, n, inner])?, [n, inner], &mut out)?;
