@@ -198,11 +198,12 @@ mod host {
         Violation::unless(u32::try_from(length).is_ok(), "layout", "fewer than 2^32 elements", length)
     }
 
-    /// Returns Ok if no two places share an element: each stride exceeds the reach of those after it.
+    /// Returns Ok if no two places share an element: each stride is positive, and exceeds the reach of
+    /// those after it.
     pub fn check_apart(extents: &[usize], strides: &[usize]) -> Result<(), Violation> {
         let mut reach = Size::of(0);
         for (&extent, &stride) in extents.iter().zip(strides).rev().filter(|(extent, _)| **extent > 1) {
-            let is_beyond = reach.plus(1).at_most(stride);
+            let is_beyond = reach.plus(1).at_most(stride) && isize::try_from(stride).is_ok();
             Violation::unless(is_beyond, "layout", "strides of `out` that keep places apart", stride)?;
             reach = reach.plus(Size::of(extent).less(1).times(stride));
         }

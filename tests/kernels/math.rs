@@ -142,12 +142,16 @@ fn pow() {
     }
     println!("pow: {worst:.3} ulp");
     let infinite = f32::INFINITY;
-    let numbers = [0.0, -0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5, 3.0, -3.0, 1e-40, 16_777_217.0, infinite, -infinite, f32::NAN];
+    let numbers =
+        [0.0, -0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5, 3.0, -3.0, 1e-40, 16_777_217.0, infinite, -infinite, f32::NAN];
     for base in numbers {
         for exponent in numbers {
             let (got, want) = (math::pow(base, exponent), libm::pow(f64::from(base), f64::from(exponent)));
             let same_sign = got.is_nan() || got.is_sign_negative() == want.is_sign_negative();
-            assert!(reference::error_ulps(got, want) <= 2.0 && same_sign, "{base:e} to {exponent:e}: {got:e}, not {want:e}");
+            assert!(
+                reference::error_ulps(got, want) <= 2.0 && same_sign,
+                "{base:e} to {exponent:e}: {got:e}, not {want:e}"
+            );
         }
     }
 }

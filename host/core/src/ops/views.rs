@@ -149,13 +149,14 @@ impl<'s, S: Stored> Var<'s, S> {
             return Err(Error::misuse(OP, format!("each extent of {shape} once"), format!("{order:?}")));
         }
         let op = self.op(OP, &[self])?;
-        let pick = |strides: &[isize]| order.iter().map(|&from| strides[from]).collect();
         let extents: Vec<usize> = order.iter().map(|&from| shape.extents()[from]).collect();
-        let (to, places) = (Shape::of(OP, &extents)?, Places { start: 0, strides: pick(&strides_of(shape)) });
+        let (to, own) = (Shape::of(OP, &extents)?, strides_of(shape));
+        let places = Places { start: 0, strides: order.iter().map(|&from| own[from]).collect() };
+        let mut inverse = Places::of(shape);
+        order.iter().zip(strides_of(to)).for_each(|(&from, stride)| inverse.strides[from] = stride);
         let (y, x) = (taken(op.step(), to, self.value(), &places)?, self.keep());
         Ok(op.record(y.save(), move |back, dy| {
-            let (x, mut dx) = (x.var(back)?, back.step().empty(shape)?);
-            copy(back.step(), to, (&dy, &Places::of(to)), (&mut dx, &places))?;
+            let (x, dx) = (x.var(back)?, taken(back.step(), shape, &dy, &inverse)?);
             back.step().free(dy);
             back.add(&x, dx)
         }))
