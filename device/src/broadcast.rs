@@ -198,8 +198,8 @@ mod host {
         Violation::unless(u32::try_from(length).is_ok(), "layout", "fewer than 2^32 elements", length)
     }
 
-    /// Returns Ok if no two places share an element: each stride is positive, and exceeds the reach of
-    /// those after it.
+    /// Returns Ok if no two places share an element: each stride is positive, and exceeds the reach
+    /// of those after it.
     pub fn check_apart(extents: &[usize], strides: &[usize]) -> Result<(), Violation> {
         let mut reach = Size::of(0);
         for (&extent, &stride) in extents.iter().zip(strides).rev().filter(|(extent, _)| **extent > 1) {

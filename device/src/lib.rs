@@ -2,10 +2,11 @@
 //!
 //! Each file of [`kernels`](self) holds the entry points of one op family, each with its contract.
 //! Arithmetic that several families share is in [`math`], [`activations`], [`philox`], [`exps`],
-//! [`update`], [`vector`], [`flat`], [`window`], [`broadcast`], [`warp`], [`block`] and [`tile`]. The tensor core
-//! instructions are in [`mod@format`] and [`mod@mma`], and the tables of NF4 in [`nf4_format`].
-//! [`machine`] has what a GPU and the emulator do in different ways. The same source compiles to
-//! PTX, by rustc or (`cfg(rust_cuda)`) by rust-cuda, and to plain functions for the emulator.
+//! [`update`], [`vector`], [`flat`], [`window`], [`broadcast`], [`warp`], [`block`] and [`tile`].
+//! The tensor core instructions are in [`mod@format`] and [`mod@mma`], and the tables of NF4 in
+//! [`nf4_format`]. [`machine`] has what a GPU and the emulator do in different ways. The same
+//! source compiles to PTX, by rustc or (`cfg(rust_cuda)`) by rust-cuda, and to plain functions for
+//! the emulator.
 //!
 //! Invariant: f32 results have the same bits on every device. Multiply-adds are fused only where
 //! the source says so. Sums run in ascending index order, and a reduction's tree depends only on

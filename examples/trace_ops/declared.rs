@@ -53,7 +53,8 @@ fn unary<S: Traced + Declared>(c: &Case<'_, '_>, op: &UnaryOp) -> Result<()> {
     c.result("dx", &backward(c.step, &x, &dy)?)
 }
 
-/// Returns the name of an operand in the trace. There `dy` is the gradient of the case's own result.
+/// Returns the name of an operand in the trace. There `dy` is the gradient of the case's own
+/// result.
 fn traced_name(name: &str) -> &str {
     if name == "dy" { "gradient" } else { name }
 }

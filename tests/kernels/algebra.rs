@@ -185,8 +185,8 @@ stored_as_each! {
             check::<S>(device, "mean", SEVERAL, &[shape], |x| x[0].mean_keep(extents.clone()), |x| {
                 Array::zip([&x[0].sum(&numbers)], |[sum]| sum / count as f64)
             });
-            // The names are seeds with which no three extremes are equal in BF16. Each of three has a
-            // third of the gradient, but half of it as a central difference.
+            // The names are seeds with which no three extremes are equal in BF16. Each of three has
+            // a third of the gradient, but half of it as a central difference.
             check::<S>(device, "max over", SEVERAL, &[shape], |x| x[0].max(extents.clone()), |x| {
                 x[0].fold(&numbers, f64::NEG_INFINITY, f64::max)
             });

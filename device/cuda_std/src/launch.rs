@@ -384,8 +384,8 @@ mod sealed {
 }
 
 /// A value that a launch passes to a kernel: a [`Slice`], [`Pointer`], [`PointerMut`],
-/// [`TensorMap`], [`Scalar`] or array. The trait is sealed, because `unsafe impl Kernel` relies on the
-/// number of words of each.
+/// [`TensorMap`], [`Scalar`] or array. The trait is sealed, because `unsafe impl Kernel` relies on
+/// the number of words of each.
 pub trait Argument: sealed::Sealed {
     /// Appends the argument's words.
     fn pack(&self, words: &mut Words);

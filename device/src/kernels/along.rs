@@ -54,7 +54,8 @@ family! {
 
 family! {
     /// Computes `out[o, j, i] = x[o, ids[o, j, i], i]` for j below `count`. An id beyond the extent
-    /// gives NaN. `strides` are those of ids, which may be 0: outer, along, inner. Overwrites `out`.
+    /// gives NaN. `strides` are those of ids, which may be 0: outer, along, inner. Overwrites
+    /// `out`.
     take_along<S: Stored> { take_along_f32: f32; take_along_bf16: bf16; }
     unsafe fn(x: &[S], ids: &[u32], n: usize, count: usize, inner: usize, strides: [usize; 3], out: *mut S) {
         // SAFETY: no extent is 0, and `x` has whole blocks of them. The id lies inside `ids`, the
@@ -151,8 +152,8 @@ family! {
 
 family! {
     /// Finds the columns of the `count` largest elements of each row, descending. Among equal ones
-    /// the first comes first, and a NaN counts as the largest. Shapes: `x`: `[rows, cols]`, cols below
-    /// 2^32, `out`: `[rows, count]`, count up to cols. Overwrites `out`.
+    /// the first comes first, and a NaN counts as the largest. Shapes: `x`: `[rows, cols]`, cols
+    /// below 2^32, `out`: `[rows, count]`, count up to cols. Overwrites `out`.
     top_k<S: Stored> { top_k_f32: f32; top_k_bf16: bf16; }
     unsafe fn(x: &[S], cols: usize, count: usize, out: *mut u32) {
         // SAFETY: `cols` is not 0. A warp has a row inside `x`, and its elements of `out`.

@@ -46,8 +46,8 @@ macro_rules! fold {
         family! {
             $(#[doc = $doc])*
             ///
-            /// Shapes: `x`: `[outer, reduced, inner]`, `out`: `[outer, ceil(reduced / 1024), inner]`. Overwrites
-            /// `out`.
+            /// Shapes: `x`: `[outer, reduced, inner]`, `out`:
+            /// `[outer, ceil(reduced / 1024), inner]`. Overwrites `out`.
             $name<S: Stored> { $f32: f32; $bf16: bf16; }
             unsafe fn(x: &[S], reduced: usize, inner: usize, scale: f32, out: *mut f32) {
                 // SAFETY: no extent is 0, and `x` has whole blocks of them. A warp or a block has a
@@ -183,8 +183,8 @@ macro_rules! find {
             ///
             /// A NaN counts as the extreme, as in PyTorch.
             ///
-            /// Shapes: `x`: `[outer, reduced, inner]`, reduced below 2^32, `out`: `[outer, inner]`. Overwrites
-            /// `out`.
+            /// Shapes: `x`: `[outer, reduced, inner]`, reduced below 2^32, `out`: `[outer, inner]`.
+            /// Overwrites `out`.
             $name<S: Stored> { $f32: f32; $bf16: bf16; }
             unsafe fn(x: &[S], reduced: usize, inner: usize, out: *mut u32) {
                 // SAFETY: no extent is 0, and `x` has whole blocks of them. A warp or a thread has

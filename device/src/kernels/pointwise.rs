@@ -7,9 +7,9 @@
 //! /// Computes y = a / b.
 //! div { div_f32: f32; div_bf16: bf16; } (a, b) = a / b;
 //! ```
-//! makes the family `div` with the arguments `a`, `b`, `layout`, `length` and `out`, and the function
-//! [`functions::div`]. See [`broadcast`](crate::broadcast) for the layout. If all operands are as
-//! long as the result, threads move 16 bytes of each.
+//! makes the family `div` with the arguments `a`, `b`, `layout`, `length` and `out`, and the
+//! function [`functions::div`]. See [`broadcast`](crate::broadcast) for the layout. If all operands
+//! are as long as the result, threads move 16 bytes of each.
 //!
 //! Invariant: an element of the result depends only on the operands' elements at its place.
 
@@ -91,8 +91,8 @@ macro_rules! pointwise {
                     }
                 }
             }
-            // SAFETY: a thread accesses only its own vectors inside `out`, and the operands' elements
-            // at their places, which lie inside them.
+            // SAFETY: a thread accesses only its own vectors inside `out`, and the operands'
+            // elements at their places, which lie inside them.
             contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
                 Violation::unless_length("out", k.length, k.out.len())?;
                 if k.length > 0 {

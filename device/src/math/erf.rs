@@ -9,8 +9,8 @@ const NEAR_1: f32 = 0.927_734_4;
 
 /// Computes erf(x), 2 / sqrt(pi) times the integral of e^-t^2 over t from 0 to x.
 ///
-/// Below 0.93 it is x + x P(x^2), P of degree 5. From there on it is 1 - e^(-|x| + |x| Q(|x|)), Q of
-/// degree 6. Both polynomials are N. Juffa's (2016).
+/// Below 0.93 it is x + x P(x^2), P of degree 5. From there on it is 1 - e^(-|x| + |x| Q(|x|)), Q
+/// of degree 6. Both polynomials are N. Juffa's (2016).
 #[inline(always)]
 pub fn erf(x: f32) -> f32 {
     let size = x.abs();

@@ -7,8 +7,9 @@ use super::{LN2_HI, LN2_LO, Pair, exp_less_1, fma, scale, select};
 /// Computes the natural logarithm of a positive, finite number as the sum of two floats, within
 /// 2^-30 of itself.
 ///
-/// x = 2^e m with m in [0.707, 1.414), q = (m - 1) / (m + 1), log(m) = 2 atanh(q) = 2 (q + q^3 P(q^2)), P
-/// minimax of degree 3 on |q| <= 0.172 (error 2^-31). q is a sum of two floats.
+/// x = 2^e m with m in [0.707, 1.414), q = (m - 1) / (m + 1), and
+/// log(m) = 2 atanh(q) = 2 (q + q^3 P(q^2)). P is minimax of degree 3 on |q| <= 0.172, with an
+/// error of 2^-31. q is a sum of two floats.
 #[inline(always)]
 fn log_pair(x: f32) -> Pair {
     let subnormal = x < f32::MIN_POSITIVE;

@@ -5,8 +5,9 @@
 //!
 //! Invariant: parameters reach the function in the same order on every device. A slice is a pointer
 //! and a length, a tensor map is 128 bytes on a GPU and eight words on a CPU, an array has a word
-//! for each element, and everything else is one 8-byte word. The author must write the word `unsafe`: a module that forbids unsafe code
-//! also rejects the unsafe code that these macros generate.
+//! for each element, and everything else is one 8-byte word. The author must write the word
+//! `unsafe`: a module that forbids unsafe code also rejects the unsafe code that these macros
+//! generate.
 
 #![warn(clippy::disallowed_methods)]
 

@@ -208,8 +208,8 @@ impl<'s, S: Stored> Var<'s, S> {
         self.found("argmax", extent, true)
     }
 
-    /// The index of the smallest element along an extent: the first of equal ones, or the first NaN;
-    /// see [`Var::argmax`].
+    /// The index of the smallest element along an extent: the first of equal ones, or the first
+    /// NaN; see [`Var::argmax`].
     #[track_caller]
     pub fn argmin(&self, extent: i32) -> Result<Indices<'s>> {
         self.found("argmin", extent, false)

@@ -1,11 +1,11 @@
 //! Ops of one tensor, each declared once, whose kernels have another form than those of
 //! [`pointwise`](super::pointwise).
 //!
-//! `unary_op!` makes an op's function, its backward pass, its forms on a variable and on a tape, their
-//! documentation, and a row of the table [`UnaryOp`]. The self-test's cases, `examples/trace_ops`
-//! and the attacks on contracts (`tests/kernels/declared.rs`) run what is in the table ([`UNARY`])
-//! and in that of pointwise ops, and `tests/oracle` evaluates the formulas, so no other file lists
-//! such an op.
+//! `unary_op!` makes an op's function, its backward pass, its forms on a variable and on a tape,
+//! their documentation, and a row of the table [`UnaryOp`]. The self-test's cases,
+//! `examples/trace_ops` and the attacks on contracts (`tests/kernels/declared.rs`) run what is in
+//! the table ([`UNARY`]) and in that of pointwise ops, and `tests/oracle` evaluates the formulas,
+//! so no other file lists such an op.
 //!
 //! ```text
 //! unary_op! {

@@ -17,8 +17,8 @@
 //! }
 //! ```
 //! A gradient is a launch, or `same` as dy, or `none`. The backward pass reads the names in it and
-//! nothing else ([`PointwiseOp::reads`]). If an operand broadcasts, its gradient is the sum over the
-//! extents that repeat. `domain: positive` limits the first operand that checks use.
+//! nothing else ([`PointwiseOp::reads`]). If an operand broadcasts, its gradient is the sum over
+//! the extents that repeat. `domain: positive` limits the first operand that checks use.
 //!
 //! Invariant: the result has the shape to which the operands broadcast.
 

@@ -67,8 +67,8 @@ fn product<'s, S: GemmElement<S>>(
 }
 
 impl<'s, S: GemmElement<S>> Var<'s, S> {
-    /// The matrix product; this variable: `[.., m, k]`, `other`: `[.., k, n]`, result: `[.., m, n]`.
-    /// The extents before the last two broadcast.
+    /// The matrix product; this variable: `[.., m, k]`, `other`: `[.., k, n]`, result:
+    /// `[.., m, n]`. The extents before the last two broadcast.
     ///
     /// # Errors
     /// [`Error::Misuse`] for other shapes; [`Error::ArenaFull`].

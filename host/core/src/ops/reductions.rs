@@ -149,8 +149,8 @@ impl<'s, S: Stored> Var<'s, S> {
     }
 
     /// The variance over extents: the mean squared distance from the mean, with `n - correction`
-    /// instead of the number n of elements. A correction of 1, PyTorch's default, makes it unbiased.
-    /// See [`Var::sum`].
+    /// instead of the number n of elements. A correction of 1, PyTorch's default, makes it
+    /// unbiased. See [`Var::sum`].
     #[track_caller]
     pub fn variance(&self, extents: impl Into<Extents>, correction: usize) -> Result<Self> {
         let extents = extents.into();

@@ -86,8 +86,8 @@ fn among_zeros<'s, S: Stored>(
 }
 
 impl<'s, S: Stored> Var<'s, S> {
-    /// The same elements in the same order with other extents; `shape`: as many elements. Nothing
-    /// is copied.
+    /// A view of the elements, in their order, with other extents; `shape`: as many elements.
+    /// Nothing is copied.
     ///
     /// # Errors
     /// [`Error::Misuse`] when the number of elements differs.
@@ -102,8 +102,8 @@ impl<'s, S: Stored> Var<'s, S> {
         }))
     }
 
-    /// The same elements with an extent of 1 before the extent `at`. A negative number counts from
-    /// the end: -1 adds it after the last. Nothing is copied.
+    /// A view of the elements with an extent of 1 before the extent `at`. A negative number counts
+    /// from the end: -1 adds it after the last. Nothing is copied.
     ///
     /// # Errors
     /// [`Error::Misuse`] when there is no such place, or more than six extents.
@@ -120,8 +120,8 @@ impl<'s, S: Stored> Var<'s, S> {
         self.reshape(Shape::of(OP, &extents)?)
     }
 
-    /// The same elements without the extent `at`, which is 1. A negative number counts from the end.
-    /// Nothing is copied.
+    /// A view of the elements without the extent `at`, which is 1. A negative number counts from
+    /// the end. Nothing is copied.
     ///
     /// # Errors
     /// [`Error::Misuse`] unless there is such an extent of 1.

@@ -1,10 +1,10 @@
 //! Open tapes: how an op that is called on a variable finds the variable's tape.
 //!
-//! A variable carries its tape's number and its step's memory, but no reference to the tape, so that
-//! it stays a small value of one lifetime. A tape is open from when it is made until its backward
-//! pass begins, or until it is dropped. Each thread lists its open tapes. An op that is called on a
-//! variable ([`VarOp`]) launches in the step, and puts its record on the list's entry. The tape
-//! merges these records with those of its own ops, by the numbers of their outputs.
+//! A variable carries its tape's number and its step's memory, but no reference to the tape, so
+//! that it stays a small value of one lifetime. A tape is open from when it is made until its
+//! backward pass begins, or until it is dropped. Each thread lists its open tapes. An op that is
+//! called on a variable ([`VarOp`]) launches in the step, and puts its record on the list's entry.
+//! The tape merges these records with those of its own ops, by the numbers of their outputs.
 //!
 //! Invariant: a record holds no lifetime, but [`Kept`] variables of its own tape. Only the backward
 //! pass of that tape runs it, within the step to which the memory of these variables belongs.

@@ -143,8 +143,8 @@ pointwise! {
         gradients: |y, dy| [where_larger(b, a, dy), where_larger(a, b, dy)],
     }
 
-    /// The larger of two, or NaN if either is NaN. Equal operands have half of the gradient each, as
-    /// in PyTorch.
+    /// The larger of two, or NaN if either is NaN. Equal operands have half of the gradient each,
+    /// as in PyTorch.
     maximum(a, b) {
         y: "maximum(a, b)",
         gradients: |y, dy| [where_larger(a, b, dy), where_larger(b, a, dy)],
