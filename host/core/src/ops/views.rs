@@ -20,19 +20,19 @@ use std::ops::Range;
 
 /// The places of a shape's elements in a tensor: the index of the first, and the strides.
 #[derive(Clone, Debug)]
-struct Places {
-    start: usize,
-    strides: Vec<isize>,
+pub(super) struct Places {
+    pub(super) start: usize,
+    pub(super) strides: Vec<isize>,
 }
 
 impl Places {
     /// The places of a row-major tensor.
-    fn of(shape: Shape) -> Self {
+    pub(super) fn of(shape: Shape) -> Self {
         Self { start: 0, strides: strides_of(shape) }
     }
 
     /// The places from `first` on along an extent.
-    fn from(mut self, extent: usize, first: usize) -> Self {
+    pub(super) fn from(mut self, extent: usize, first: usize) -> Self {
         self.start = self.start.wrapping_add((first as isize * self.strides[extent]) as usize);
         self
     }
@@ -61,7 +61,12 @@ fn copy<'s, S: Stored>(
 }
 
 /// Returns the elements of a shape from their places in `x`.
-fn taken<'s, S: Stored>(step: &Step<'s>, shape: Shape, x: &impl Source<'s, S>, from: &Places) -> Result<Tensor<'s, S>> {
+pub(super) fn taken<'s, S: Stored>(
+    step: &Step<'s>,
+    shape: Shape,
+    x: &impl Source<'s, S>,
+    from: &Places,
+) -> Result<Tensor<'s, S>> {
     let mut out = step.empty(shape)?;
     copy(step, shape, (x, from), (&mut out, &Places::of(shape)))?;
     Ok(out)
@@ -73,7 +78,7 @@ pub(super) fn repeated<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>, t
 }
 
 /// Returns zeros of a shape, with x at its places.
-fn among_zeros<'s, S: Stored>(
+pub(super) fn among_zeros<'s, S: Stored>(
     step: &Step<'s>,
     x: &impl Source<'s, S>,
     to: Shape,
@@ -231,7 +236,45 @@ impl<'s, S: Stored> Var<'s, S> {
             return Err(Error::misuse("split", "parts of at least 1", "0"));
         }
         let all = self.shape().extents()[number];
-        (0..all).step_by(size).map(|start| self.narrow(extent, start..all.min(start + size))).collect()
+        self.parts("split", number, (0..all).step_by(size).map(|start| size.min(all - start)))
+    }
+
+    /// The elements of an extent, each without it.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when there is no such extent; [`Error::ArenaFull`].
+    #[track_caller]
+    pub fn unbind(&self, extent: i32) -> Result<Vec<Self>> {
+        let number = extent_number("unbind", self.shape(), extent)?;
+        let parts = self.parts("unbind", number, (0..self.shape().extents()[number]).map(|_| 1))?;
+        parts.iter().map(|part| part.squeeze(number as i32)).collect()
+    }
+
+    /// Parts of these sizes along an extent, one after another. Their gradients are joined at once.
+    #[track_caller]
+    fn parts(&self, name: &'static str, extent: usize, sizes: impl Iterator<Item = usize>) -> Result<Vec<Self>> {
+        let (op, shape, x) = (self.op(name, &[self])?, self.shape(), self.keep());
+        let (mut values, mut all, mut start) = (Vec::new(), Vec::new(), 0);
+        for size in sizes {
+            let places = Places::of(shape).from(extent, start);
+            values.push(taken(op.step(), shape.with(extent, size), self.value(), &places)?.save());
+            all.push(places);
+            start += size;
+        }
+        Ok(op.record_all(values, move |back, gradients| {
+            let (step, x) = (back.step(), x.var(back)?);
+            let mut dx = step.empty(shape)?;
+            if gradients.iter().any(Option::is_none) {
+                elementary::fill_into(step, &mut dx, 0.0)?;
+            }
+            for (gradient, places) in gradients.into_iter().zip(&all) {
+                if let Some(gradient) = gradient {
+                    copy(step, gradient.shape(), (&gradient, &Places::of(gradient.shape())), (&mut dx, places))?;
+                    step.free(gradient);
+                }
+            }
+            back.add(&x, dx)
+        }))
     }
 
     /// `N` equal parts of an extent.
@@ -246,11 +289,8 @@ impl<'s, S: Stored> Var<'s, S> {
         if N == 0 || !all.is_multiple_of(N) {
             return Err(Error::misuse("chunks", format!("an extent that {N} divides"), self.shape().to_string()));
         }
-        let mut parts = [*self; N];
-        for (at, part) in parts.iter_mut().enumerate() {
-            *part = self.narrow(extent, at * all / N..(at + 1) * all / N)?;
-        }
-        Ok(parts)
+        let parts = self.parts("chunks", number, [all / N; N].into_iter())?;
+        Ok(parts.try_into().expect("N parts"))
     }
 
     /// The elements in reverse order along extents.

@@ -145,11 +145,42 @@ impl<'s> VarOp<'s> {
         if !self.is_recorded {
             return self.unrecorded(value);
         }
-        let Self { name: op, site, entry, region, .. } = self;
-        let (shape, first) = (value.shape(), entry.outputs.replace(entry.outputs.get() + 1));
-        let backward: Closure = Box::new(move |back, upstream| backward_of(back, upstream, shape, backward));
+        let shape = value.shape();
+        let of_one: Closure = Box::new(move |back, upstream| {
+            let mut upstream = gradients(back, upstream, &[shape])?;
+            upstream.pop().flatten().map_or(Ok(()), |gradient| backward(back, gradient))
+        });
+        let first = self.push(shape, 1, of_one);
+        Var { output: Some(first), ..self.unrecorded(value) }
+    }
+
+    /// Puts outputs on the tape. `backward` receives the gradient of each, or `None` for an output
+    /// on which the loss does not depend. See [`VarOp::record`].
+    pub(crate) fn record_all<S: Stored>(
+        self,
+        values: Vec<Saved<'s, S>>,
+        backward: impl for<'b, 't, 'x> FnOnce(&mut Backward<'b, 't, 'x>, Vec<Option<Tensor<'x, S>>>) -> Result<()> + 'static,
+    ) -> Vec<Var<'s, S>> {
+        if !self.is_recorded || values.is_empty() {
+            return values.into_iter().map(|value| self.unrecorded(value)).collect();
+        }
+        let shapes: Vec<Shape> = values.iter().map(Saved::shape).collect();
+        let (first_shape, count) = (shapes[0], shapes.len());
+        let of_all: Closure = Box::new(move |back, upstream| {
+            let upstream = gradients(back, upstream, &shapes)?;
+            backward(back, upstream)
+        });
+        let first = self.push(first_shape, count, of_all);
+        let numbered = values.into_iter().zip(first..);
+        numbered.map(|(value, output)| Var { output: Some(output), ..self.unrecorded(value) }).collect()
+    }
+
+    /// Puts a record with this many outputs on the tape. Returns the number of the first.
+    fn push(&self, shape: Shape, outputs: usize, backward: Closure) -> usize {
+        let (op, site, entry) = (self.name, self.site, &self.entry);
+        let first = entry.outputs.replace(entry.outputs.get() + outputs);
         entry.records.borrow_mut().push(VarRecord { op, site, first, shape, backward });
-        Var { value, region, tape: entry.tape, output: Some(first), constant: false }
+        first
     }
 
     /// Puts an output without a backward pass on the tape.
@@ -158,19 +189,13 @@ impl<'s> VarOp<'s> {
     }
 }
 
-/// Runs a backward pass with the gradient of its one output.
-fn backward_of<'b, 't, 's, S: Stored>(
-    back: &mut Backward<'b, 't, 's>,
+/// Returns the gradient of each output, of these shapes.
+fn gradients<'s, S: Stored>(
+    back: &Backward<'_, '_, 's>,
     upstream: Vec<Upstream<'s>>,
-    shape: Shape,
-    backward: impl FnOnce(&mut Backward<'b, 't, 's>, Tensor<'s, S>) -> Result<()>,
-) -> Result<()> {
-    for upstream in upstream {
-        if let Some(gradient) = upstream.into_tensor(back.step(), shape)? {
-            return backward(back, gradient);
-        }
-    }
-    Ok(())
+    shapes: &[Shape],
+) -> Result<Vec<Option<Tensor<'s, S>>>> {
+    upstream.into_iter().zip(shapes).map(|(upstream, &shape)| upstream.into_tensor(back.step(), shape)).collect()
 }
 
 /// A variable that a record keeps for the backward pass, without its lifetime.

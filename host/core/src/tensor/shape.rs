@@ -51,11 +51,11 @@ impl Shape {
         self
     }
 
-    /// Returns the shape of these extents.
+    /// Returns the shape of extents whose number is not known to the compiler.
     ///
     /// # Errors
-    /// [`Error::Misuse`] of `op` for more than six.
-    pub(crate) fn of(op: &'static str, extents: &[usize]) -> Result<Self> {
+    /// [`Error::Misuse`] of `op` for more than six extents.
+    pub fn of(op: &'static str, extents: &[usize]) -> Result<Self> {
         if extents.len() > Self::MAX_RANK {
             return Err(Error::misuse(op, "at most six extents", format!("{extents:?}")));
         }
