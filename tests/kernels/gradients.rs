@@ -103,7 +103,7 @@ macro_rules! stored_as_each {
         mod $name {
             use super::*;
 
-            fn of<$S: stepscope::ops::Cast>($device: &stepscope::Device) $body
+            fn of<$S: stepscope::ops::Activation>($device: &stepscope::Device) $body
 
             $crate::support::on_each_device! {
                 fn of_f32(device: &Device) { of::<f32>(device); }
@@ -153,6 +153,7 @@ fn layout_of(operands: &[ParameterValues]) -> (ParameterSpec, Handles) {
             [a] => spec.add_stack(operand.count, name, [a], start),
             [a, b] => spec.add_stack(operand.count, name, [a, b], start),
             [a, b, c] => spec.add_stack(operand.count, name, [a, b, c], start),
+            [a, b, c, d] => spec.add_stack(operand.count, name, [a, b, c, d], start),
             _ => panic!("a parameter of shape {:?}", operand.shape),
         }
     };

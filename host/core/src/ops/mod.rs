@@ -17,6 +17,7 @@ mod attention;
 mod broadcast;
 mod cast;
 mod clip;
+mod convolution;
 pub(crate) mod declare;
 mod dropout;
 mod elementwise;
@@ -57,6 +58,7 @@ pub use attention::{Attention, AttentionConfig, AttentionElement, AttentionMask,
 pub use broadcast::Operand;
 pub use cast::{Cast, to_bf16, to_f32};
 pub use clip::clip_factor;
+pub use convolution::ConvolutionConfig;
 pub use dropout::dropout;
 pub use elementwise::add_bias;
 pub use embedding::{add_positions, embedding, embedding_bf16, gather};

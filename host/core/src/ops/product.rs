@@ -24,7 +24,7 @@ fn matrices(op: &'static str, shape: Shape, transposed: bool) -> Result<(Vec<usi
 }
 
 /// Returns the products of matrices. Their batches broadcast.
-fn product<'s, S: GemmElement<S>>(
+pub(super) fn product<'s, S: GemmElement<S>>(
     step: &Step<'s>,
     (a, transpose_a): (&impl Source<'s, S>, bool),
     (b, transpose_b): (&impl Source<'s, S>, bool),

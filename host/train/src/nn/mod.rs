@@ -35,23 +35,35 @@
 
 mod block;
 mod cache;
+mod convolution;
+mod cross_attention;
 mod dropout;
 mod embedding;
+mod group_norm;
 mod layer_norm;
 mod linear;
+mod mixture;
 mod mlp;
 mod multi_head_attention;
 mod norm;
+mod recurrent;
+mod sequential;
 mod swiglu;
 
 pub use block::{Block, FeedForward, Norm};
 pub use cache::{KeyValueCache, NextTokens};
+pub use convolution::{Conv1d, Conv2d, ConvTranspose2d};
+pub use cross_attention::CrossAttention;
 pub use dropout::Dropout;
 pub use embedding::Embedding;
+pub use group_norm::GroupNorm;
 pub use layer_norm::LayerNorm;
 pub use linear::{Adapter, AdapterPart, Linear};
+pub use mixture::Mixture;
 pub use mlp::{Gelu, Mlp};
 pub use multi_head_attention::{MultiHeadAttention, QueryKeyNorm};
 pub use norm::RmsNorm;
+pub use recurrent::{Gru, Lstm};
+pub use sequential::{Layer, Sequential};
 pub use stepscope_core::internals::Scope;
 pub use swiglu::SwiGlu;

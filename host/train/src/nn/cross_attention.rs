@@ -1,0 +1,74 @@
+//! Attention whose queries and keys come from different sequences.
+
+use super::{Linear, Scope};
+use stepscope_core::ops::Activation;
+use stepscope_core::{Error, Result, Tape, Var};
+
+/// `softmax(q k^T / sqrt(head) + bias) v Wo + bo` with `q = x Wq + bq` and
+/// `k, v = context Wkv + bkv` (Vaswani et al., 2017), composed of products and a softmax.
+///
+/// The scores `[batch, heads, queries, keys]` exist as a whole. Self-attention without them is
+/// [`MultiHeadAttention`](super::MultiHeadAttention).
+#[derive(Clone, Copy, Debug)]
+pub struct CrossAttention {
+    /// Wq, `[width, width]`, and bq.
+    pub query: Linear,
+    /// Wkv, `[context width, 2 width]`: the columns of k, then those of v; and bkv.
+    pub key_value: Linear,
+    /// Wo, `[width, width]`, and bo.
+    pub output: Linear,
+    /// The number of heads.
+    pub heads: usize,
+}
+
+impl CrossAttention {
+    /// Adds `q_proj`, `kv_proj` and `o_proj`, each with `weight` and `bias`. `heads` divides
+    /// `width`.
+    pub fn new(mut names: Scope<'_>, width: usize, context: usize, heads: usize) -> Self {
+        Self {
+            query: Linear::new(names.at("q_proj"), width, width),
+            key_value: Linear::new(names.at("kv_proj"), context, 2 * width),
+            output: Linear::new(names.at("o_proj"), width, width),
+            heads,
+        }
+    }
+
+    /// Computes the result; `x`, result: `[batch, queries, width]`, `context`:
+    /// `[batch, keys, context width]`. `bias` is added to the scores and broadcasts to
+    /// `[batch, heads, queries, keys]`: the distances of ALiBi or T5, or a mask of 0 and a large
+    /// negative number.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for other shapes; [`Error::ArenaFull`].
+    #[track_caller]
+    pub fn forward<'s, S: Activation>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: &Var<'s, S>,
+        context: &Var<'s, S>,
+        bias: Option<&Var<'s, S>>,
+    ) -> Result<Var<'s, S>> {
+        let [k, v] = self.key_value.forward(tape, context)?.chunks::<2>(-1)?;
+        let (q, k, v) = (self.split(&self.query.forward(tape, x)?)?, self.split(&k)?, self.split(&v)?);
+        let head = q.shape().extents()[3] as f32;
+        let mut scores = (q.matmul_with(&k, [false, true])? * (1.0 / head.sqrt()))?;
+        if let Some(bias) = bias {
+            scores = (scores + bias)?;
+        }
+        let mixed = scores.softmax()?.matmul(&v)?.permute([0, 2, 1, 3])?;
+        self.output.forward(tape, &mixed.reshape(x.shape())?)
+    }
+
+    /// Returns `[batch, heads, tokens, head]` of `[batch, tokens, width]`.
+    fn split<'s, S: Activation>(&self, x: &Var<'s, S>) -> Result<Var<'s, S>> {
+        match *x.shape().extents() {
+            [batch, tokens, width] if self.heads > 0 && width.is_multiple_of(self.heads) => {
+                x.reshape([batch, tokens, self.heads, width / self.heads])?.permute([0, 2, 1, 3])
+            }
+            _ => {
+                let expected = format!("[batch, tokens, width], and a width that {} heads divide", self.heads);
+                Err(Error::misuse("CrossAttention", expected, x.shape().to_string()))
+            }
+        }
+    }
+}
