@@ -24,7 +24,7 @@ pub(crate) fn lint(_: &[String]) -> Outcome {
         }
     }
     say("contracts and prose");
-    contracts::check(Path::new("device/src/kernels"))?;
+    contracts::check(Path::new("device/src"))?;
     prose::check_all()?;
     say("format");
     tools.run("cargo fmt --all --check")?;

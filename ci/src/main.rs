@@ -38,7 +38,7 @@ const STEPS: &[Step] = &[
     ("all", all::all, "every check, or with --quick those of .ci/run"),
     ("lint", lint::lint, "formatting, prose, contracts and clippy"),
     ("prose", |_| prose::check_all(), "the rules of prose, in pages, comments, names and messages"),
-    ("contracts", |_| contracts::check(Path::new("device/src/kernels")), "a reason for each kernel's contract"),
+    ("contracts", |_| contracts::check(Path::new("device/src")), "a reason for each kernel's contract"),
     ("test", suite::test, "every test; takes arguments of nextest"),
     ("docs", docs::docs, "rustdoc, links and paths, and the pages' commands; --quick: no commands"),
     ("long", suite::long, "the emulator's longest tests, release builds, faults of groups"),

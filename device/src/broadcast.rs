@@ -163,6 +163,83 @@ fn offset(coordinates: [u32; RANK], strides: [usize; RANK]) -> usize {
     offset
 }
 
+/// Applies a function to the elements of vectors. It is a macro, because a function passed as a
+/// value may stay a call that is compiled without the CPU's fused multiply-add.
+#[macro_export]
+macro_rules! four {
+    ($function:path, $($x:ident),+) => {
+        $crate::vector::F4([
+            $function($($x.0[0]),+),
+            $function($($x.0[1]),+),
+            $function($($x.0[2]),+),
+            $function($($x.0[3]),+),
+        ])
+    };
+}
+
+/// Runs a block for the places of this thread's vectors, as
+/// [`write_own_vectors`](crate::write_own_vectors) divides a result of `length`.
+#[macro_export]
+macro_rules! for_own_place {
+    ($S:ty, $layout:expr, $length:expr, |$place:ident| $body:block) => {{
+        let (first, _) = $crate::block::own_places::<$S>(false);
+        let mut at = 0;
+        while at < $crate::block::own_vectors::<$S>() {
+            let index = first + at * $crate::vector::F4::LEN;
+            if index < $length {
+                let $place = $crate::broadcast::Place::new($layout, index, $length);
+                $body
+            }
+            at += 1;
+        }
+    }};
+}
+
+/// Declares a family that applies a function to the elements of operands that broadcast: its
+/// documentation, its name, the kernel of each stored type, the words of its layout, the function,
+/// and the operands. The arguments are these, `layout`, `length` and `out`.
+#[macro_export]
+macro_rules! broadcast_family {
+    ([$($doc:literal)*] $name:ident { $f32:ident, $bf16:ident } $words:literal, $function:path, $($x:ident)+) => {
+        $crate::family! {
+            $(#[doc = $doc])*
+            ///
+            /// The operands broadcast to the `length` elements of `out`. Overwrites `out`.
+            $name<S: Stored> { $f32: f32; $bf16: $crate::bf16; }
+            unsafe fn($($x: &[S],)+ layout: [usize; $words], length: usize, out: *mut S) {
+                // SAFETY: the contract has checked the layout. The vector lies inside `out`, and
+                // inside operands that are as long.
+                unsafe {
+                    if true $(&& $x.len() == length)+ {
+                        $crate::write_own_vectors!(
+                            S, length, out, [$($x),+] |_index| $crate::four!($function, $($x),+)
+                        );
+                    } else {
+                        $crate::for_own_place!(S, &layout, length, |place| {
+                            let mut operand = 0;
+                            $(
+                                let $x = place.load(&layout, operand, $x, length);
+                                operand += 1;
+                            )+
+                            let _ = operand;
+                            $crate::four!($function, $($x),+).store_part(out, place.index, place.part);
+                        });
+                    }
+                }
+            }
+            // SAFETY: a thread accesses only its own vectors inside `out`, and the operands'
+            // elements at their places, which lie inside them.
+            contract unsafe { block: $crate::block::BLOCK, shared: 0 } |k| {
+                Violation::unless_length("out", k.length, k.out.len())?;
+                if k.length > 0 {
+                    $crate::broadcast::check(&k.layout, k.length, &[$((stringify!($x), k.$x.len())),+])?;
+                }
+                $crate::block::own_grid::<S>(k.length)
+            }
+        }
+    };
+}
+
 #[cfg(not(target_arch = "nvptx64"))]
 pub use host::{check, check_apart, check_extents, check_inside};
 

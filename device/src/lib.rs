@@ -35,6 +35,7 @@ mod contract;
 mod family;
 #[cfg(not(target_arch = "nvptx64"))]
 pub use contract::{ALIGN, entries, package_of};
+pub use half::bf16;
 
 pub mod activations;
 pub mod block;
@@ -49,6 +50,7 @@ pub mod math;
 pub mod mma;
 pub mod nf4_format;
 pub mod philox;
+pub mod pointwise_op;
 pub mod rescale;
 pub mod row_chunk;
 #[allow(clippy::disallowed_methods, reason = "accesses memory for the kernels")]

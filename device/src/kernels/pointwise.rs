@@ -13,9 +13,7 @@
 //!
 //! Invariant: an element of the result depends only on the operands' elements at its place.
 
-use crate::broadcast::{self, Place};
-use crate::vector::F4;
-use crate::{family, map4, math, write_own_vectors};
+use crate::{broadcast_family, family, map4, math, write_own_vectors};
 use cuda_std::prelude::*;
 use half::bf16;
 
@@ -61,79 +59,12 @@ macro_rules! pointwise {
         }
     };
     (@family $doc:tt $name:ident $f32:ident $bf16:ident $a:ident $b:ident) => {
-        pointwise! { @of_several $doc $name $f32 $bf16 20 $a $b }
+        broadcast_family! { $doc $name { $f32, $bf16 } 20, functions::$name, $a $b }
     };
     (@family $doc:tt $name:ident $f32:ident $bf16:ident $a:ident $b:ident $c:ident) => {
-        pointwise! { @of_several $doc $name $f32 $bf16 27 $a $b $c }
-    };
-    (@of_several [$($doc:literal)*] $name:ident $f32:ident $bf16:ident $words:literal $($x:ident)+) => {
-        family! {
-            $(#[doc = $doc])*
-            ///
-            /// The operands broadcast to the `length` elements of `out`. Overwrites `out`.
-            $name<S: Stored> { $f32: f32; $bf16: bf16; }
-            unsafe fn($($x: &[S],)+ layout: [usize; $words], length: usize, out: *mut S) {
-                // SAFETY: the contract has checked the layout. The vector lies inside `out`, and
-                // inside operands that are as long.
-                unsafe {
-                    if true $(&& $x.len() == length)+ {
-                        write_own_vectors!(S, length, out, [$($x),+] |_index| four!(functions::$name, $($x),+));
-                    } else {
-                        for_own_place!(S, &layout, length, |place| {
-                            let mut operand = 0;
-                            $(
-                                let $x = place.load(&layout, operand, $x, length);
-                                operand += 1;
-                            )+
-                            let _ = operand;
-                            four!(functions::$name, $($x),+).store_part(out, place.index, place.part);
-                        });
-                    }
-                }
-            }
-            // SAFETY: a thread accesses only its own vectors inside `out`, and the operands'
-            // elements at their places, which lie inside them.
-            contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
-                Violation::unless_length("out", k.length, k.out.len())?;
-                if k.length > 0 {
-                    broadcast::check(&k.layout, k.length, &[$((stringify!($x), k.$x.len())),+])?;
-                }
-                crate::block::own_grid::<S>(k.length)
-            }
-        }
+        broadcast_family! { $doc $name { $f32, $bf16 } 27, functions::$name, $a $b $c }
     };
 }
-
-/// Applies a function to the elements of vectors. It is a macro, because a function passed as a
-/// value may stay a call that is compiled without the CPU's fused multiply-add.
-macro_rules! four {
-    ($function:path, $($x:ident),+) => {
-        F4([
-            $function($($x.0[0]),+),
-            $function($($x.0[1]),+),
-            $function($($x.0[2]),+),
-            $function($($x.0[3]),+),
-        ])
-    };
-}
-
-/// Runs a block for the places of this thread's vectors, as
-/// [`write_own_vectors`](crate::write_own_vectors) divides a result of `length`.
-macro_rules! for_own_place {
-    ($S:ty, $layout:expr, $length:expr, |$place:ident| $body:block) => {{
-        let (first, _) = crate::block::own_places::<$S>(false);
-        let mut at = 0;
-        while at < crate::block::own_vectors::<$S>() {
-            let index = first + at * F4::LEN;
-            if index < $length {
-                let $place = Place::new($layout, index, $length);
-                $body
-            }
-            at += 1;
-        }
-    }};
-}
-pub(crate) use for_own_place;
 
 /// Returns 1 or 0.
 #[inline(always)]

@@ -3,11 +3,10 @@
 //! Invariant: an element is moved once, and its number does not change. Elements of the output that
 //! no place maps to are not accessed.
 
-use crate::broadcast::{self, Place, RANK, is_aligned};
-use crate::pointwise::for_own_place;
+use crate::broadcast::{self, RANK, is_aligned};
 use crate::stored::Stored;
 use crate::vector::{F4, VectorPart, store};
-use crate::{family, unroll};
+use crate::{family, for_own_place, unroll};
 use cuda_std::prelude::*;
 use half::bf16;
 

@@ -6,8 +6,8 @@ use stepscope::data::SplitMix64;
 use stepscope::nn::Linear;
 use stepscope::tensor::{Source, Target};
 use stepscope::{
-    AdamW, Arena, Capacity, Device, DeviceBatch, DeviceKind, EpochProgress, Error, HostBatch, HostInputs, Model,
-    ParameterSpec, Result, Tape, TrainState, Trainer, Var,
+    AdamW, Arena, Capacity, Device, DeviceBatch, DeviceKind, EpochProgress, Error, Gradients, HostBatch, HostInputs,
+    Initializer, Model, ParameterSpec, Parameters, Result, Tape, TrainState, Trainer, Var,
 };
 
 const SLOPE: f32 = 0.25;
@@ -21,7 +21,7 @@ struct Classifier {
 impl Model for Classifier {
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let hidden = self.hidden.forward(tape, &tape.input(batch.input::<f32>(0)?))?;
-        self.head.forward(tape, &leaky_relu(tape, &hidden, SLOPE)?)
+        self.head.forward(tape, &leaky_relu(&hidden, SLOPE)?)
     }
 }
 
@@ -57,34 +57,35 @@ fn state(device: &Device) -> TrainState<Classifier> {
     TrainState::new(device, model, &spec.build().unwrap(), 7, config).unwrap()
 }
 
-/// Checks exact values, forward and backward, of only the kernel.
+/// Checks exact values, forward and backward, of only the op.
 fn computes(device: &Device) {
+    let mut spec = ParameterSpec::builder();
+    let x = spec.add("x", [300], Initializer::ZERO);
+    let mut parameters = Parameters::new(device, &spec.build().unwrap(), 0).unwrap();
+    let values: Vec<f32> = (-150..150).map(|number| number as f32).collect();
+    parameters.write(x, &values).unwrap();
+    let mut gradients = Gradients::zeros(&parameters).unwrap();
     let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
-    let x: Vec<f32> = (-150..150).map(|number| number as f32).collect();
-    let [y, dx] = arena
+    let y = arena
         .step(|step| {
-            let (x, dy) = (step.upload(&x, [300])?, step.upload(&[8.0; 300], [300])?);
-            let (mut y, mut dx) = (step.empty::<f32>([300])?, step.empty::<f32>([300])?);
-            step.launch(downstream_kernels::leaky_relu { x: x.slice(), slope: SLOPE, y: y.out() })?;
-            step.launch(downstream_kernels::leaky_relu_backward {
-                x: x.slice(),
-                dy: dy.slice(),
-                slope: SLOPE,
-                dx: dx.out(),
-            })?;
-            Ok([step.read(&y)?, step.read(&dx)?])
+            let tape = Tape::new(step, &parameters);
+            let y = leaky_relu(&tape.parameter(x)?, SLOPE)?;
+            tape.backward(&(y * 8.0)?.sum(..)?, &mut gradients)?;
+            step.read(y.value())
         })
         .unwrap();
-    for (at, x) in x.into_iter().enumerate() {
+    let dx = gradients.read(x).unwrap();
+    for (at, x) in values.into_iter().enumerate() {
         let (slope, name) = if x > 0.0 { (1.0, "above") } else { (SLOPE, "below") };
         assert_eq!((y[at], dx[at]), (slope * x, 8.0 * slope), "{name} zero, at {x}");
     }
     let refused = arena.step(|step| {
         let x = step.upload(&[0.0; 4], [4])?;
-        let mut y = step.empty::<f32>([3])?;
-        step.launch(downstream_kernels::leaky_relu { x: x.slice(), slope: SLOPE, y: y.out() })
+        let (mut y, none) = (step.empty::<f32>([3])?, step.empty::<f32>([0])?);
+        let (x, slope, layout) = (x.slice(), none.slice(), [0; 34]);
+        step.launch(downstream_kernels::leaky_relu { x, slope, layout, length: 4, out: y.out() })
     });
-    assert!(matches!(refused, Err(Error::Contract { kernel: "leaky_relu", .. })), "{refused:?}");
+    assert!(matches!(refused, Err(Error::Contract { kernel: "leaky_relu_f32", .. })), "{refused:?}");
 }
 
 fn trains(device: &Device) {

@@ -73,7 +73,7 @@ pub use matmul::{
     linear, linear_gelu, linear_residual, linear_silu, linear_swiglu, matmul,
 };
 pub use norm::{rms_norm, rms_norm_residual};
-pub use pointwise::{Term, add, mul, sub};
+pub use pointwise::{Term, add, mul, pointwise_op, sub};
 pub use qk_norm::{QkNorm, qk_norm};
 pub use reduce::{argmax_columns, max, max_columns, mean, scaled_sum, squared_norm, sum, sum_columns, sum_rows};
 pub use reductions::Extents;

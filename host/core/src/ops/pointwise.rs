@@ -22,9 +22,11 @@
 //!
 //! Invariant: the result has the shape to which the operands broadcast.
 
+mod declared;
 mod functions;
 mod operators;
 
+pub use declared::pointwise_op;
 pub(super) use functions::terms;
 pub use functions::*;
 
@@ -99,9 +101,9 @@ impl<'s, S: Stored> Term<'s, S> {
 pub(super) type Function<S, const N: usize> =
     for<'x, 's> fn(&Step<'s>, [Operand<'x, 's, S>; N]) -> Result<Tensor<'s, S>>;
 
-/// The gradient of an operand, from the operands, the result y and its gradient dy.
+/// The gradient of the operand of a number, from the operands, the result y and its gradient dy.
 pub(super) type Slope<S, const N: usize> =
-    for<'x, 's> fn(&Step<'s>, [Operand<'x, 's, S>; N], [Operand<'x, 's, S>; 2]) -> Result<Tensor<'s, S>>;
+    for<'x, 's> fn(&Step<'s>, usize, [Operand<'x, 's, S>; N], [Operand<'x, 's, S>; 2]) -> Result<Tensor<'s, S>>;
 
 /// The gradient of an operand.
 #[derive(Clone, Copy, Debug)]
@@ -155,23 +157,24 @@ fn backward<'s, S: Stored, const N: usize>(
         };
     }
     let (y, step) = (y.value(back), back.step());
-    let wanted: Vec<(Var<'s, S>, Gradient<S, N>)> = (terms.iter().zip(gradients))
-        .filter_map(|(term, gradient)| term.var().filter(|var| var.wants_gradient()).map(|var| (*var, gradient)))
+    let wanted: Vec<(usize, Var<'s, S>)> = (terms.iter().enumerate())
+        .filter_map(|(number, term)| term.var().filter(|var| var.wants_gradient()).map(|var| (number, *var)))
         .collect();
     // One operand may take dy itself, after the others.
-    let takes_dy = |(var, gradient): &(Var<'s, S>, _)| matches!(gradient, Gradient::Same) && var.shape() == dy.shape();
-    let last = wanted.iter().rposition(takes_dy);
-    let others = wanted.iter().enumerate().filter(|(at, _)| Some(*at) != last).map(|(_, of)| of);
-    for (var, gradient) in others {
-        let gradient = match gradient {
+    let takes_dy =
+        |(number, var): &(usize, Var<'s, S>)| matches!(gradients[*number], Gradient::Same) && var.shape() == dy.shape();
+    let last = wanted.iter().copied().rfind(takes_dy);
+    for (number, var) in wanted.into_iter().filter(|(number, _)| last.is_none_or(|(last, _)| last != *number)) {
+        let gradient = match gradients[number] {
             Gradient::None => continue,
-            Gradient::Same if var.shape() == dy.shape() => match back.take(var)? {
+            Gradient::Same if var.shape() == dy.shape() => match back.take(&var)? {
                 Some(mut sum) => elementary::add_assign(step, &mut sum, &dy).map(|()| sum)?,
                 None => elementary::copy(step, &dy)?,
             },
             Gradient::Same => sum_to(step, &dy, var.shape())?,
             Gradient::Of(slope) => {
-                let full = slope(step, terms.each_ref().map(Term::operand), [Operand::from(&y), Operand::from(&dy)])?;
+                let of_result = [Operand::from(&y), Operand::from(&dy)];
+                let full = slope(step, number, terms.each_ref().map(Term::operand), of_result)?;
                 if full.shape() == var.shape() {
                     full
                 } else {
@@ -181,10 +184,10 @@ fn backward<'s, S: Stored, const N: usize>(
                 }
             }
         };
-        back.add(var, gradient)?;
+        back.add(&var, gradient)?;
     }
     match last {
-        Some(last) => back.add(&wanted[last].0, dy),
+        Some((_, var)) => back.add(&var, dy),
         None => {
             step.free(dy);
             Ok(())
@@ -357,7 +360,7 @@ macro_rules! pointwise {
     (@gradient $x:tt $y:ident $dy:ident none) => { $crate::ops::pointwise::Gradient::None };
     (@gradient $x:tt $y:ident $dy:ident same) => { $crate::ops::pointwise::Gradient::Same };
     (@gradient [$($x:ident)+] $y:ident $dy:ident $function:ident ($($of:expr),+)) => {
-        $crate::ops::pointwise::Gradient::Of(|step, [$($x),+], [$y, $dy]| {
+        $crate::ops::pointwise::Gradient::Of(|step, _number, [$($x),+], [$y, $dy]| {
             let _ = [$($x,)+ $y, $dy];
             super::$function(step, $($of),+)
         })
