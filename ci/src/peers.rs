@@ -8,10 +8,11 @@ use crate::tools::{EVERY_FEATURE, Outcome, Tools, is_quick, output, run, say, st
 /// the digest of each trace, which is the same on every device (`--device auto|emulated|cuda`).
 ///
 /// Traces three updates of CrossAsset for 5 seeds and batches of 1, 7 and 256 samples, one of 256
-/// also as 256 micro-batches, and every op on random shapes. `tests/oracle/oracle.py` checks the
-/// traces. NumPy exchanges arrays with `examples/dlpack`. `tests/oracle/gpt.py` checks GPT-2 and
-/// Llama against transformers, which takes 6 GB of disk. `--quick` uses one seed and batches of 1
-/// and 7, without PyTorch.
+/// also as 256 micro-batches, every op on random shapes, and 10,000 random expressions with their
+/// gradients. `tests/oracle/oracle.py` checks the traces. NumPy exchanges arrays with
+/// `examples/dlpack`. `tests/oracle/gpt.py` checks GPT-2 and Llama against transformers, for which
+/// it takes 6 GB of disk. `--quick` uses one seed, batches of 1 and 7, and 500 expressions, without
+/// PyTorch.
 pub(crate) fn oracle(arguments: &[String]) -> Outcome {
     let is_quick = is_quick(arguments);
     let device = arguments.iter().skip_while(|argument| *argument != "--device").nth(1).map_or("auto", String::as_str);
@@ -25,6 +26,10 @@ pub(crate) fn oracle(arguments: &[String]) -> Outcome {
     say("tracing");
     let example = |name: &str| tools.command(built.join("examples").join(name).display().to_string());
     run(example("trace_ops").args(["--device", device]).arg(traces.path().join("ops.safetensors")))?;
+    let graphs = if is_quick { "500" } else { "10000" };
+    run(example("trace_ops")
+        .args(["--device", device, "--graphs", graphs])
+        .arg(traces.path().join("graphs.safetensors")))?;
     let (seeds, batches): (u64, &[u64]) = if is_quick { (1, &[1, 7]) } else { (5, &[1, 7, 256]) };
     let mut cases: Vec<_> =
         (1..=seeds).flat_map(|seed| batches.iter().map(move |&batch| (seed, batch, batch))).collect();

@@ -5,7 +5,8 @@
 //! cargo run --release --example trace_ops -- ops.safetensors
 //! cargo run --release --features cuda --example trace_ops -- --device cuda ops.safetensors
 //! ```
-//! `cargo xtask oracle` runs it and checks the file with JAX. A case is an op and a seed:
+//! `cargo xtask oracle` runs it and checks the file with JAX. With `--graphs N`, the file has N
+//! random expressions instead (see `graphs.rs`). A case is an op and a seed:
 //!
 //! | name | contents |
 //! |---|---|
@@ -34,6 +35,7 @@ mod attention;
 mod case;
 mod declared;
 mod elementwise;
+mod graphs;
 mod losses;
 mod places;
 mod products;
@@ -58,12 +60,19 @@ struct Args {
     #[arg(long, value_name = "auto|emulated|cuda", default_value = "auto")]
     device: DeviceKind,
 
+    /// Number of random expressions to write instead of ops
+    #[arg(long, value_name = "N", default_value = "0")]
+    graphs: u64,
+
     /// The safetensors file to write
     file: PathBuf,
 }
 
 /// The seeds of each case's shapes and values.
 const SEEDS: std::ops::Range<u64> = 0..4;
+
+/// The ops of a random expression.
+const GRAPH_OPS: usize = 8;
 
 /// The cases of ops without a declaration. Each gives the length of the longest sum in the op or
 /// its backward: 1 for a single rounding, 0 for no rounding.
@@ -90,8 +99,13 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<()> {
     let device = Device::open(args.device)?;
-    let mut arena = Arena::builder(&device).capacity(Capacity::mib(64)).build()?;
     let mut file = TensorFile::default();
+    if args.graphs > 0 {
+        graphs::trace(&device, &mut file, args.graphs, GRAPH_OPS)?;
+        println!("{} expressions of {GRAPH_OPS} ops, on the {}", args.graphs, device.description().name);
+        return file.write(&args.file);
+    }
+    let mut arena = Arena::builder(&device).capacity(Capacity::mib(64)).build()?;
     for (name, formula) in declared::formulas() {
         file.note(name, formula);
     }

@@ -9,17 +9,17 @@ TARGET = Path(os.environ.get("CARGO_TARGET_DIR") or Path(__file__).resolve().par
 
 
 def run_in(name, packages):
-    """Creates the environment with the packages if missing, and runs the script in it."""
+    """Creates the environment with exactly these packages if missing, and runs the script in it."""
     folder = (TARGET / name).resolve()
     if Path(sys.prefix).resolve() == folder:
         return
-    python = folder / "bin" / "python"
+    python, ready, wanted = folder / "bin" / "python", folder / "ready", " ".join(packages)
     try:
-        if not (folder / "ready").exists():
+        if not ready.exists() or ready.read_text() != wanted:
             print(f"installing {', '.join(packages)} into {folder}", file=sys.stderr)
             subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
             subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-cache-dir", *packages], check=True)
-            (folder / "ready").touch()
+            ready.write_text(wanted)
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"cannot create {folder}: {error}", file=sys.stderr)
         raise SystemExit(2) from error
