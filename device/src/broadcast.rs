@@ -43,7 +43,9 @@ impl Place {
     /// # Safety
     /// `index` is below `length`. No extent is 0. If coordinates are used, the elements are fewer
     /// than 2^32.
-    #[inline(always)]
+    // On a CPU these functions are calls, so that each is compiled once.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    #[cfg_attr(not(target_arch = "nvptx64"), inline(never))]
     #[allow(unused_assignments, reason = "the last copy of the body divides for nothing")]
     pub unsafe fn new<const N: usize>(layout: &[usize; N], index: usize, length: usize) -> Self {
         let left = length - index;
@@ -66,7 +68,8 @@ impl Place {
     ///
     /// # Safety
     /// The layout is one that [`check`] has accepted for this operand.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    #[cfg_attr(not(target_arch = "nvptx64"), inline(never))]
     pub unsafe fn load<S: Stored, const N: usize>(
         &self,
         layout: &[usize; N],
@@ -94,7 +97,8 @@ impl Place {
     ///
     /// # Safety
     /// The elements lie inside `x`.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    #[cfg_attr(not(target_arch = "nvptx64"), inline(never))]
     pub unsafe fn strided<S: Stored>(&self, x: &[S], start: usize, strides: [usize; RANK]) -> F4 {
         let first = start.wrapping_add(self.offset(strides));
         // SAFETY: the elements lie inside `x`.
@@ -129,7 +133,8 @@ impl Place {
     }
 
     /// Returns the offset of each of the four elements.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    #[cfg_attr(not(target_arch = "nvptx64"), inline(never))]
     #[allow(unused_assignments, reason = "the last copy of the body advances for nothing")]
     pub fn offsets(&self, strides: [usize; RANK]) -> [usize; 4] {
         let mut coordinates = self.coordinates;
