@@ -96,11 +96,6 @@ impl<'s> Step<'s> {
         Rc::clone(&self.numerics)
     }
 
-    /// Returns settings that begin as these.
-    fn own_numerics(&self) -> Rc<Cell<Numerics>> {
-        Rc::new(Cell::new(self.numerics.get()))
-    }
-
     pub(crate) fn device(&self) -> &Device {
         self.region.device()
     }
@@ -219,7 +214,7 @@ impl<'s> Step<'s> {
     /// allocates only on this step, and what it makes there stays.
     pub(crate) fn aside<R>(&self, scoped: impl for<'i> FnOnce(&Step<'i>, ScopeExit<'_, 's>) -> Result<R>) -> Result<R> {
         self.region.aside(|aside| {
-            let inner = Step::sharing(self.region, self.own_numerics(), true);
+            let inner = Step { runs_again: true, ..self.inner() };
             scoped(&inner, ScopeExit { step: self, aside })
         })
     }
@@ -228,9 +223,12 @@ impl<'s> Step<'s> {
     /// meanwhile and cannot allocate. Its tensors are available inside through
     /// [`ScratchStep::lend`].
     pub fn scratch<R>(&mut self, scoped: impl for<'i> FnOnce(&mut ScratchStep<'i, 's>) -> Result<R>) -> Result<R> {
-        let region = self.region;
-        let numerics = self.own_numerics();
-        region.scope(|| scoped(&mut ScratchStep { step: Step::sharing(region, numerics, false), outer: PhantomData }))
+        self.region.scope(|| scoped(&mut ScratchStep { step: self.inner(), outer: PhantomData }))
+    }
+
+    /// Makes the step of an inner scope, which begins with this step's settings.
+    fn inner(&self) -> Self {
+        Self::sharing(self.region, Rc::new(Cell::new(self.numerics())), false)
     }
 }
 
