@@ -6,6 +6,7 @@ use crate::gradients::{Case, ParameterValues, Roundings, leaf_as, stored_as_each
 use crate::support::{Random, on_each_device};
 use crate::trial::{assert_refused, assert_same, trial};
 use stepscope::ops::{Cast, Extents, GemmElement, pointwise};
+use stepscope::parameters::Initializer;
 use stepscope::tensor::Shape;
 use stepscope::{Arena, Capacity, Device, EagerStep, ParameterSpec, Parameters, Result, Tape, Var};
 
@@ -352,7 +353,9 @@ fn products<S: Cast + GemmElement<S>>(device: &Device) {
 
 /// Runs code in a step, with a tape without parameters.
 fn on_tape<R>(device: &Device, run: impl for<'t, 's> Fn(&EagerStep<'s>, &Tape<'t, 's>) -> Result<R>) -> R {
-    let parameters = Parameters::new(device, &ParameterSpec::builder().build().unwrap(), 0).unwrap();
+    let mut spec = ParameterSpec::builder();
+    spec.add("unused", [1], Initializer::Constant(0.0));
+    let parameters = Parameters::new(device, &spec.build().unwrap(), 0).unwrap();
     let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
     arena.step(|step| run(step, &Tape::new(step, &parameters))).unwrap()
 }
