@@ -32,6 +32,13 @@ pub trait Model<S: Cast = f32> {
     fn loss<'s>(&self, tape: &Tape<'_, 's>, output: &Var<'s, S>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         tape.cross_entropy(&tape.to_f32(output)?, batch.indices(LABELS)?)
     }
+
+    /// Computes the loss whose gradients train the model, `[1]`. The default is [`Model::loss`] of
+    /// [`Model::forward`]. A model whose training loss has more terms, such as the balance of
+    /// experts, adds them here. Evaluation does not include them.
+    fn training_loss<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
+        self.loss(tape, &self.forward(tape, batch)?, batch)
+    }
 }
 
 /// The input that has the labels of a classifier.
@@ -186,7 +193,7 @@ impl<M, R: UpdateRule> TrainState<M, R> {
             Some(generator) => tape.with_generator(generator),
             None => tape,
         };
-        let loss = model.loss(&tape, &model.forward(&tape, batch)?, batch)?;
+        let loss = model.training_loss(&tape, batch)?;
         if part.first {
             tape.backward_overwrite(&loss, gradients)?;
         } else {
