@@ -45,13 +45,11 @@ struct Step {
     is_last: bool,
 }
 
-/// The steps' fields but the last.
-type Batch = (Vec<[f32; 4]>, Vec<[u32; 1]>, Vec<f32>, Vec<f32>, Vec<f32>);
-
-fn batch(steps: &[Step]) -> Batch {
-    let each = |field: fn(&Step) -> f32| steps.iter().map(field).collect();
+/// Returns states, actions, and the log-probability, the advantage and the gain of each step.
+fn batch(steps: &[Step]) -> (Vec<[f32; 4]>, Vec<[u32; 1]>, Vec<[f32; 3]>) {
+    let numbers = |step: &Step| [step.log_probability, step.advantage, step.gain];
     let (states, actions) = steps.iter().map(|step| (step.state, [step.action])).unzip();
-    (states, actions, each(|step| step.log_probability), each(|step| step.advantage), each(|step| step.gain))
+    (states, actions, steps.iter().map(numbers).collect())
 }
 
 /// Computes the logits of both actions, and the value of the state.
@@ -63,16 +61,13 @@ impl Model for Policy {
     }
 
     fn loss<'s>(&self, tape: &Tape<'_, 's>, output: &Var<'s>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
-        let input = |number: usize| -> Result<Var<'s>> { Ok(tape.input(batch.input::<f32>(number)?)) };
-        let (log_probabilities, value) =
-            (output.narrow(-1, 0..2)?.log_softmax()?, output.narrow(-1, 2..3)?.squeeze(-1)?);
-        let chosen = log_probabilities.gather(-1, &batch.indices(1)?)?.squeeze(-1)?;
-        let ratio = (chosen - input(2)?)?.exp()?;
-        let advantages = input(3)?;
-        let gain = (ratio * advantages)?.minimum((ratio.clamp(0.8, 1.2)? * advantages)?)?.mean(..)?;
+        let [before, advantage, gain] = tape.input(batch.input::<f32>(2)?).chunks::<3>(-1)?;
+        let (log_probabilities, value) = (output.narrow(-1, 0..2)?.log_softmax()?, output.narrow(-1, 2..3)?);
+        let ratio = (log_probabilities.gather(-1, &batch.indices(1)?)? - before)?.exp()?;
+        let better = (ratio * advantage)?.minimum((ratio.clamp(0.8, 1.2)? * advantage)?)?.mean(..)?;
         let entropy = -(log_probabilities.exp()? * log_probabilities)?.sum(-1)?.mean(..)?;
-        let error = (value - input(4)?)?.square()?.mean(..)?;
-        ((error * 0.5)? - (gain + (entropy? * 0.01)?)?)?.reshape([1])
+        let error = (value - gain)?.square()?.mean(..)?;
+        (error * 0.5)? - (better + (entropy? * 0.01)?)?
     }
 }
 
