@@ -71,7 +71,7 @@ impl Index<usize> for Handles {
 pub(crate) const DRAWN: (u64, u64) = (0x0123_4567_89ab_cdef, 9);
 
 /// The relative error of a number written as BF16, compared with the f32 result for exact operands.
-const ROUNDING: f64 = 1.0 / (1 << 8) as f64 + 1.0 / (1 << 15) as f64;
+pub(crate) const ROUNDING: f64 = 1.0 / (1 << 8) as f64 + 1.0 / (1 << 15) as f64;
 
 /// The number of BF16 roundings in each result, relative to the norm of the whole, exactly or by a
 /// bound.
