@@ -17,6 +17,10 @@ mod dataset;
 mod features;
 #[path = "../examples/crossasset/model.rs"]
 mod model;
+#[path = "../examples/crossasset/plain.rs"]
+mod plain;
+#[path = "crossasset/plain.rs"]
+mod plain_and_fused;
 #[path = "../examples/crossasset/random.rs"]
 mod random;
 #[path = "../examples/crossasset/report.rs"]
