@@ -7,5 +7,6 @@ mod bars;
 mod digits;
 mod ends;
 mod log;
+mod models;
 mod resume;
 mod runs;
