@@ -105,7 +105,6 @@ mod entries {
     pub mod rotary;
     pub mod scalars;
     pub mod sgd;
-    pub mod slice;
     pub mod softmax;
     pub mod strided;
     pub mod sum_parts;

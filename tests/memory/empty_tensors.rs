@@ -39,12 +39,12 @@ fn gradients(device: &Device, arena: &mut Arena, results: Results, nested: bool)
             Results::One => tape.add(&tape.scale(&xa, 2.0)?, &xb)?,
             Results::WithEmpty { before } => {
                 let parts = tape.recompute_all((xa, xb), move |tape, (xa, xb)| {
-                    let empty = tape.slice(&xa, 0, 0..0)?;
-                    let other = tape.slice(&xb, 0, 1..1)?;
+                    let empty = xa.narrow(0, 0..0)?;
+                    let other = xb.narrow(0, 1..1)?;
                     let sum = if nested {
                         tape.recompute((xa, xb, empty), |tape, (xa, xb, empty)| {
                             let sum = tape.add(&tape.scale(&xa, 2.0)?, &xb)?;
-                            tape.concat(&[empty, sum], 0)
+                            Var::cat(&[empty, sum], 0)
                         })?
                     } else {
                         tape.add(&tape.scale(&xa, 2.0)?, &xb)?
@@ -55,7 +55,7 @@ fn gradients(device: &Device, arena: &mut Arena, results: Results, nested: bool)
                         _ => [empty, other, sum],
                     })
                 })?;
-                tape.concat(&parts, 0)?
+                Var::cat(&parts, 0)?
             }
         };
         let loss = tape.sum(&y)?;

@@ -102,7 +102,7 @@ fn run<S: Activation>(layers: &Layers, whole: bool, residual: bool) -> [Vec<f32>
                 }
                 let y = frozen.forward(&tape, &x)?;
                 let y = before.as_ref().map_or(Ok(y), |before| tape.add(&y, before))?;
-                tape.add(&y, &tape.concat(&added, 1)?)?
+                tape.add(&y, &Var::cat(&added, 1)?)?
             }
         };
         let weights = tape.input(step.upload(&narrow(&weights), [ROWS, OUTPUTS])?);

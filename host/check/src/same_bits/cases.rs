@@ -468,14 +468,6 @@ const LISTED: &[Listed] = &[
         })
     }),
     One("sgd", |i| i.by_size(&[1, 1023, 70_003][..], &[1, 1023]).iter().try_for_each(|&length| sgd(i, length))),
-    both!("copy_rows", <S>, |i| {
-        i.rows::<S>(|i, x| {
-            let [rows, cols] = x.shape().as_rows();
-            i.keep(&ops::slice(i.step, x, 1, cols / 4..cols)?)?;
-            i.keep(&ops::concat(i.step, &[x, &ops::slice(i.step, x, 0, 0..rows / 2)?], 0)?)?;
-            i.keep(&ops::concat(i.step, &[x, x], 1)?)
-        })
-    }),
     Each(|| declared("softmax")),
     both!("copy_strided", <S>, |i| {
         // A transpose, a flip that repeats, and rows of vectors between others.

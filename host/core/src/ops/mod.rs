@@ -101,7 +101,6 @@ pub mod launch {
     pub use super::qk_norm::qk_norm_backward;
     pub use super::reduce::sum_rows_into;
     pub use super::rotary::rotary_backward;
-    pub use super::slice::slice_backward;
     pub use super::softmax::{log_softmax_backward, softmax_backward};
     pub use super::sum_parts::sum_parts_into;
     pub use super::tokens::mean_tokens_backward;

@@ -9,6 +9,7 @@
 use super::broadcast::{Merged, broadcast, broadcast_strides, strides_of};
 use super::fold::sum_to;
 use super::reductions::{Extents, extent_number};
+use super::slice::{concat_of, part_of, slice};
 use crate::elementary;
 use crate::error::{Error, Result};
 use crate::step::Step;
@@ -39,7 +40,7 @@ impl Places {
 }
 
 /// Copies the elements of a shape from their places in `x` to those in `out`.
-fn copy<'s, S: Stored>(
+pub(super) fn copy<'s, S: Stored>(
     step: &Step<'s>,
     shape: Shape,
     (x, from): (&impl Source<'s, S>, &Places),
@@ -210,13 +211,8 @@ impl<'s, S: Stored> Var<'s, S> {
     pub fn narrow(&self, extent: i32, range: Range<usize>) -> Result<Self> {
         const OP: &str = "narrow";
         let shape = self.shape();
-        let extent = extent_number(OP, shape, extent)?;
-        let all = shape.extents()[extent];
-        if range.start > range.end || range.end > all {
-            return Err(Error::misuse(OP, format!("a range inside 0..{all}"), format!("{range:?}")));
-        }
+        let (to, places) = part_of(OP, shape, extent_number(OP, shape, extent)?, &range)?;
         let op = self.op(OP, &[self])?;
-        let (to, places) = (shape.with(extent, range.len()), Places::of(shape).from(extent, range.start));
         let (y, x) = (taken(op.step(), to, self.value(), &places)?, self.keep());
         Ok(op.record(y.save(), move |back, dy| {
             let (x, dx) = (x.var(back)?, among_zeros(back.step(), &dy, shape, &places)?);
@@ -349,32 +345,21 @@ impl<'s, S: Stored> Var<'s, S> {
         const OP: &str = "cat";
         let Some(first) = parts.first() else { return Err(Error::misuse(OP, "at least one part", "none")) };
         let extent = extent_number(OP, first.shape(), extent)?;
-        let mut all = 0_usize;
-        for part in parts {
-            let own = part.shape().extents().get(extent).copied().unwrap_or(0);
-            if part.shape() != first.shape().with(extent, own) {
-                let got = format!("{} and {}", first.shape(), part.shape());
-                return Err(Error::misuse(OP, format!("shapes that differ at most in extent {extent}"), got));
-            }
-            all = all.saturating_add(own);
-        }
         let of: Vec<&dyn AnyVar> = parts.iter().map(|part| part as &dyn AnyVar).collect();
         let op = first.op(OP, &of)?;
-        let to = first.shape().with(extent, all);
-        let (mut y, mut start, mut kept) = (op.step().empty(to)?, 0, Vec::new());
-        for part in parts {
-            let (shape, places) = (part.shape(), Places::of(to).from(extent, start));
-            copy(op.step(), shape, (part.value(), &Places::of(shape)), (&mut y, &places))?;
-            start += shape.extents()[extent];
-            kept.push((part.keep(), places));
-        }
+        let values: Vec<_> = parts.iter().map(Var::value).collect();
+        let y = concat_of(OP, op.step(), &values, extent)?;
+        let kept: Vec<_> = parts.iter().map(Var::keep).collect();
         Ok(op.record(y.save(), move |back, dy| {
-            for (part, places) in kept {
+            let mut start = 0;
+            for part in kept {
                 let part = part.var(back)?;
+                let end = start + part.shape().extents()[extent];
                 if part.wants_gradient() {
-                    let dx = taken(back.step(), part.shape(), &dy, &places)?;
+                    let dx = slice(back.step(), &dy, extent, start..end)?;
                     back.add(&part, dx)?;
                 }
+                start = end;
             }
             back.step().free(dy);
             Ok(())

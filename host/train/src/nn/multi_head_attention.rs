@@ -236,13 +236,13 @@ impl MultiHeadAttention {
         match &self.qk_norm {
             Some(QueryKeyNorm::Heads { gains, epsilon }) => tape.qk_norm(&qkv, gains, *epsilon, config),
             Some(QueryKeyNorm::Projections { queries, keys }) => {
-                let (columns, last) = (qkv.shape().as_rows()[1], qkv.shape().extents().len() - 1);
+                let columns = qkv.shape().as_rows()[1];
                 let [heads, kv_heads] = self.heads;
                 let head = columns / (heads + 2 * kv_heads);
                 let (end_of_q, end_of_k) = (heads * head, (heads + kv_heads) * head);
-                let q = queries.forward(tape, &tape.slice(&qkv, last, 0..end_of_q)?)?;
-                let k = keys.forward(tape, &tape.slice(&qkv, last, end_of_q..end_of_k)?)?;
-                tape.concat(&[q, k, tape.slice(&qkv, last, end_of_k..columns)?], last)
+                let q = queries.forward(tape, &qkv.narrow(-1, 0..end_of_q)?)?;
+                let k = keys.forward(tape, &qkv.narrow(-1, end_of_q..end_of_k)?)?;
+                Var::cat(&[q, k, qkv.narrow(-1, end_of_k..columns)?], -1)
             }
             None => Ok(qkv),
         }
