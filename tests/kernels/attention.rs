@@ -389,7 +389,7 @@ on_each_device! {
                 vec![normal(&mut random, &[3 * batch, tokens, width]), stack(&mut random, 2, &[64])];
             let case = Case::new("attention", seed, longest(&[64, batch * heads * tokens]), operands);
             case.check(device, |_, tape, p| {
-                let qkv = tape.reshape(&leaf(tape, p[0])?, [3, batch, tokens, width])?;
+                let qkv = leaf(tape, p[0])?.reshape([3, batch, tokens, width])?;
                 tape.attention(&qkv, Some((&p.stacks[1], 1e-3)), &form(heads))
             }, |p| {
                 let part = |part: usize| &p[0][part * p[0].len() / 3..][..p[0].len() / 3];

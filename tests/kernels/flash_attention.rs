@@ -193,7 +193,7 @@ on_each_device! {
             let operands = vec![normal(&mut random, &setup.shape().as_rows())];
             let case = Case::new("flash attention", seed, longest(&[setup.width, 2 * setup.tokens * setup.heads[0]]), operands);
             case.check(device, |step, tape, p| {
-                let qkv = tape.reshape(&leaf(tape, p[0])?, setup.shape())?;
+                let qkv = leaf(tape, p[0])?.reshape(setup.shape())?;
                 tape.attention(&qkv, None, &inputs.form(|mask, shape| step.upload(mask, shape))?)
             }, |p| {
                 let [out, ..] = inputs.float64(&p[0], &vec![0.0; setup.outputs()]);

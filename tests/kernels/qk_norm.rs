@@ -113,7 +113,7 @@ on_each_device! {
             let operands = vec![normal(&mut random, &shape.as_rows()), stack(&mut random, 2, &[width])];
             let case = Case { sample: 50, ..Case::new("qk_norm", seed, longest(&[width, shape.elements() / width]), operands) };
             case.check(device, |_, tape, p| {
-                let qkv = tape.reshape(&leaf(tape, p[0])?, shape)?;
+                let qkv = leaf(tape, p[0])?.reshape(shape)?;
                 tape.qk_norm(&qkv, &p.stacks[1], 0.1, &AttentionConfig::new(heads[0]).kv_heads(heads[1]))
             }, |p| in_float64(&p[0], &p[1], heads, width, stacked, f64::from(0.1f32)));
         }
@@ -130,7 +130,7 @@ on_each_device! {
             let length = longest(&[width, shape.elements() / width]);
             let case = Case { sample: 60, ..Case::new("attention with a norm", seed, length, operands) };
             case.check(device, |_, tape, p| {
-                let qkv = tape.reshape(&leaf(tape, p[0])?, shape)?;
+                let qkv = leaf(tape, p[0])?.reshape(shape)?;
                 let form = AttentionConfig::new(heads[0]).kv_heads(heads[1]).causal();
                 tape.attention(&qkv, Some((&p.stacks[1], 0.1)), &form)
             }, |p| {

@@ -245,7 +245,7 @@ on_each_device! {
             let case = Case { sample: 40, ..Case::new("rotary", seed, 2, operands) };
             case.check(device, |_, tape, p| {
                 let form = AttentionConfig::new(heads[0]).kv_heads(heads[1]);
-                tape.rotary(&tape.reshape(&leaf(tape, p[0])?, shape)?, rotary, &form)
+                tape.rotary(&leaf(tape, p[0])?.reshape(shape)?, rotary, &form)
             }, |p| in_float64(&p[0], rotary, heads, width, extents));
         }
     }

@@ -17,8 +17,8 @@ on_each_device! {
             let [a, b, c] = extents(&mut random, seed, [7, 5, 13]);
             let values = vec![normal(&mut random, &[a, b, c])];
             Case::new("reshape", seed, 1, values).check(device, |_, tape, p| {
-                let x = tape.reshape(&leaf(tape, p[0])?, [a * b, c])?;
-                tape.tanh(&tape.reshape(&x, [c, b * a])?)
+                let x = leaf(tape, p[0])?.reshape([a * b, c])?;
+                tape.tanh(&x.reshape([c, b * a])?)
             }, |p| p[0].iter().map(|x| x.tanh()).collect());
         }
     }
@@ -129,7 +129,7 @@ on_each_device! {
                         let norm = RmsNorm { gain: p[1], epsilon: 1e-6 };
                         let y = norm_project(&tape, &leaf(&tape, p[0])?, norm, &p.stacks[2])?;
                         // The first member again, whose gradient comes before the stack's.
-                        tape.linear(&tape.reshape(&y, [12, 64])?, p[2], None)?
+                        tape.linear(&y.reshape([12, 64])?, p[2], None)?
                     };
                     let loss = tape.cross_entropy_by(&y, step.upload_indices(&[1; 12], [12])?, ops::LabelRules::default().weighted(1.0))?;
                     if afresh { tape.backward_overwrite(&loss, &mut dirty)? } else { tape.backward(&loss, &mut zero)? }
@@ -164,8 +164,8 @@ on_each_device! {
             assert_eq!(op_of(other.linear_residual(&own, p[1], None, &y).unwrap_err()), "linear_residual");
             assert_eq!(op_of(tape.linear(&y, p[1], None).unwrap_err()), "linear");
             assert_eq!(op_of(tape.rms_norm(&x, p[2], 1e-6).unwrap_err()), "rms_norm");
-            assert_eq!(op_of(tape.reshape(&x, [7]).unwrap_err()), "reshape");
-            let cube = tape.reshape(&x, [1, 2, 3])?;
+            assert_eq!(op_of(x.reshape([7]).unwrap_err()), "reshape");
+            let cube = x.reshape([1, 2, 3])?;
             let not_an_input = linear_per_token(&tape, &cube, &p.stacks[1], &p.stacks[2]);
             assert_eq!(op_of(not_an_input.unwrap_err()), "linear_per_token");
             let input = tape.input(step.empty::<f32>([1, 2, 3])?);

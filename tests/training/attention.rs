@@ -65,7 +65,7 @@ fn run(device: &Device, forward: Forward) -> (Vec<u32>, Vec<u32>) {
         let labels: Vec<u32> = (0..BATCH * TOKENS).map(|row| (row % WIDTH) as u32).collect();
         let labels = step.upload_indices(&labels, [labels.len()])?;
         let loss = tape.cross_entropy_by(
-            &tape.reshape(&y, [BATCH * TOKENS, WIDTH])?,
+            &y.reshape([BATCH * TOKENS, WIDTH])?,
             labels,
             ops::LabelRules::default().weighted(1.0),
         )?;
@@ -210,7 +210,7 @@ impl Model {
         let tape = Tape::new(step, &self.weights);
         let h = self.embed.forward(&tape, &tape.input(x))?;
         let h = self.attention.forward_masked(&tape, &h, &self.attention.config().documents(documents))?;
-        let logits = tape.reshape(&self.head.forward(&tape, &h)?, [labels.shape().elements(), CLASSES])?;
+        let logits = self.head.forward(&tape, &h)?.reshape([labels.shape().elements(), CLASSES])?;
         let loss = tape.cross_entropy(&logits, labels)?;
         tape.backward_overwrite(&loss, &mut self.gradients)?;
         self.adamw.apply(ticket, step, &mut self.weights, &self.gradients)?;
@@ -286,11 +286,8 @@ fn bytes(device: &Device, tokens: usize, norm: bool) -> usize {
         let x = tape.input(step.empty::<f32>([1, tokens, WIDTH])?);
         let y = layer.forward(&tape, &x)?;
         let labels = Indices::on_device(step.empty([tokens])?.save());
-        let loss = tape.cross_entropy_by(
-            &tape.reshape(&y, [tokens, WIDTH])?,
-            labels,
-            ops::LabelRules::default().weighted(1.0),
-        )?;
+        let loss =
+            tape.cross_entropy_by(&y.reshape([tokens, WIDTH])?, labels, ops::LabelRules::default().weighted(1.0))?;
         tape.backward_overwrite(&loss, &mut gradients)
     });
     measured.unwrap().high_water_bytes()

@@ -57,7 +57,7 @@ fn run(device: &Device, forward: Forward) -> (Vec<u32>, Vec<u32>) {
             let cols = y.shape().extents()[2];
             let labels: Vec<u32> = (0..BATCH * TOKENS).map(|row| (row % cols) as u32).collect();
             let labels = step.upload_indices(&labels, [labels.len()])?;
-            let rows = tape.reshape(&y, [BATCH * TOKENS, cols])?;
+            let rows = y.reshape([BATCH * TOKENS, cols])?;
             let loss = tape.cross_entropy_by(&rows, labels, ops::LabelRules::default().weighted(1.0))?;
             tape.backward_overwrite(&loss, &mut gradients)?;
             step.read(y.value())

@@ -126,7 +126,7 @@ fn run(arena: &mut Arena, weights: &Parameters, gradients: &mut Gradients, used:
         let x = tape.input(ops::fill(step, [BATCH, TOKENS, WIDTH], 0.5)?);
         let y = used(&tape, &x, handles)?;
         let rows = y.shape().elements() / WIDTH;
-        let y = tape.reshape(&y, [rows, WIDTH])?;
+        let y = y.reshape([rows, WIDTH])?;
         let labels = step.upload_indices(&vec![1; rows], [rows])?;
         let loss = tape.cross_entropy_by(&y, labels, ops::LabelRules::default().weighted(1.0))?;
         tape.backward_overwrite(&loss, gradients)
@@ -208,9 +208,7 @@ on_each_device! {
     /// Every op, in each place where it takes a variable, and the backward pass.
     fn foreign_variables_are_refused(device: &Device) {
         type Op = for<'t, 's> fn(&Tape<'t, 's>, &Var<'s>, &Var<'s>, &Handles) -> Result<Var<'s>>;
-        const OPS: [(&str, Op); 25] = [
-            ("reshape", |tape, _, x, _| tape.reshape(x, [BATCH * TOKENS, WIDTH])),
-            ("transpose", |tape, _, x, _| tape.transpose(x)),
+        const OPS: [(&str, Op); 23] = [
             ("add", |tape, own, x, _| tape.add(own, x)),
             ("add", |tape, own, x, _| tape.add(x, own)),
             ("scale", |tape, _, x, _| tape.scale(x, 2.0)),

@@ -1,4 +1,4 @@
-//! Transposes of a batch of matrices, and swaps of any two dimensions.
+//! Transposes of a batch of matrices.
 //!
 //! A block transposes a square of 32 x 32 elements in shared memory, so that both its reads and its
 //! writes run along rows:
@@ -16,11 +16,11 @@
 //! Invariant: an element is moved bit by bit, except that a BF16 NaN may change its payload.
 
 use crate::block::{BLOCK, divide};
+use crate::family;
 use crate::stored::Stored;
 use crate::tile::SharedTile;
 use crate::vector::{load, store};
-use crate::warp::{LANES, Row, RowFragment};
-use crate::{family, for_each_vector, with_held};
+use crate::warp::LANES;
 use cuda_std::prelude::*;
 use half::bf16;
 
@@ -78,46 +78,5 @@ family! {
         Violation::unless(all_rows.is_multiple_of(k.rows), "x", "whole matrices of rows x cols", k.x.len())?;
         Violation::unless_length("y", k.x.len(), k.y.len())?;
         Grid::cover(Size::of(all_rows).div_ceil(k.rows).times(k.rows.div_ceil(SIDE)).times(k.cols.div_ceil(SIDE)), 1)
-    }
-}
-
-family! {
-    /// Computes `y[n, j, m, i, c] = x[n, i, m, j, c]`, i below `first`, m below `between`, j below
-    /// `second`. It swaps two dimensions, and moves whole rows of `cols`. Overwrites `y`, which is
-    /// as long as `x`.
-    swap_extents<S: Stored> { swap_extents_f32: f32; swap_extents_bf16: bf16; }
-    unsafe fn(x: &[S], first: usize, between: usize, second: usize, cols: usize, y: *mut S) {
-        // SAFETY: no dimension is 0. The row of `y` lies inside it, and so does the row of `x`,
-        // which is as long and has as many rows. The row's lanes stay converged.
-        unsafe {
-            let Some(row) = Row::new(x.len(), cols) else { return };
-            let (rest, i) = divide(row.number, first);
-            let (rest, m) = divide(rest, between);
-            let (n, j) = divide(rest, second);
-            let from = ((n * first + i) * between + m) * second + j;
-            with_held!(row, cols, moved(x, from * cols, cols, y))
-        }
-    }
-    // SAFETY: `x` is whole blocks of first x between x second rows of `cols`, none of them 0, and
-    // `y` is as long. A thread accesses a row of `y` only if it begins inside `x`.
-    contract unsafe { block: crate::warp::ROW_BLOCK, shared: 0 } |k| {
-        let all = Size::of(k.first).times(k.between).times(k.second);
-        Violation::unless(!all.is(0), "first, between, second", "at least 1 each", all)?;
-        crate::warp::rows_in("x", k.x.len(), all.times(k.cols))?;
-        Violation::unless_length("y", k.x.len(), k.y.len())?;
-        Row::grid("x", k.x.len(), k.cols)
-    }
-}
-
-/// # Safety
-/// The row lies inside `y`, and `cols` elements from `start` inside `x`.
-#[inline(always)]
-unsafe fn moved<const REGS: usize, S: Stored>(row: Row, x: &[S], start: usize, cols: usize, y: *mut S) {
-    // SAFETY: both rows lie inside their arrays.
-    unsafe {
-        let values = RowFragment::<REGS, _>::new(row, x, start, cols, 0.0);
-        for_each_vector!(REGS, row, cols, |at, column, part| {
-            values.get(at, column, part).store_part(y, row.start + column, part);
-        });
     }
 }

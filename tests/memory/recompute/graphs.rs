@@ -89,8 +89,8 @@ pub(crate) struct Given<'s> {
 /// Computes a loss; the flag enables recomputing.
 pub(crate) type Graph = for<'s> fn(bool, &Tape<'_, 's>, &Given<'s>) -> Result<Var<'s>>;
 
-fn rows<'s>(tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s>> {
-    tape.reshape(x, [BATCH * TOKENS, WIDTH])
+fn rows<'s>(x: &Var<'s>) -> Result<Var<'s>> {
+    x.reshape([BATCH * TOKENS, WIDTH])
 }
 
 /// A transformer with dropout and masks: blocks, and the head with its loss, which is last on the
@@ -107,7 +107,7 @@ fn transformer<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<V
     let x = tape.dropout(&x, 0.1)?;
     let head = model.head;
     part!(on, tape, (x, *labels), move |tape, (x, labels)| {
-        tape.cross_entropy_by(&head.forward(tape, &rows(tape, &x)?)?, labels, ops::LabelRules::default().weighted(0.25))
+        tape.cross_entropy_by(&head.forward(tape, &rows(&x)?)?, labels, ops::LabelRules::default().weighted(0.25))
     })
 }
 
@@ -181,11 +181,7 @@ fn inputs_alone<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<
     part!(on, tape, kept.clone(), move |tape, (x, labels, again, none)| {
         assert!(none.is_none() && !x.wants_gradient());
         let h = tape.add(&mlp.forward(tape, &x)?, &tape.input(again.expect("the input is kept")))?;
-        tape.cross_entropy_by(
-            &head.forward(tape, &rows(tape, &h)?)?,
-            labels[0],
-            ops::LabelRules::default().weighted(0.5),
-        )
+        tape.cross_entropy_by(&head.forward(tape, &rows(&h)?)?, labels[0], ops::LabelRules::default().weighted(0.5))
     })
 }
 

@@ -68,9 +68,9 @@ on_each_device! {
                 let (y, z) = (tape.scale(&x, 2.0)?, tape.scale(&x, 3.0)?);
                 Ok([y, if run == 0 { z } else { y }])
             }, &["the results", "[(Some(1), [3, 4]), (Some(2), [3, 4])]", "(Some(1), [3, 4])]"]),
-            (|run, tape, x, _| {
+            (|run, _, x, _| {
                 let shape = if run == 0 { [ROWS, COLS] } else { [COLS, ROWS] };
-                let y = tape.reshape(&tape.reshape(&x, shape)?, [ROWS, COLS])?;
+                let y = x.reshape(shape)?.reshape([ROWS, COLS])?;
                 Ok([y, y])
             }, &["`reshape` [3, 4] as op 0", "`reshape` [4, 3]"]),
             (|run, tape, x, _| {
@@ -139,7 +139,7 @@ on_each_device! {
                     let failed = tape.recompute(x, move |tape, x| {
                         tape.step().set_precision(stepscope::ops::Precision::Tf32);
                         let y = tape.dropout(&tape.linear(&x, w, None)?, 0.5)?;
-                        tape.reshape(&y, [7])
+                        y.reshape([7])
                     });
                     assert!(matches!(failed, Err(Error::Misuse { op: "reshape", .. })), "{failed:?}");
                 }

@@ -501,14 +501,6 @@ const LISTED: &[Listed] = &[
         i.rows::<S>(|i, x| i.keep(&ops::transpose(i.step, x)?))?;
         i.tokens(|i, shape| i.keep(&ops::transpose(i.step, &i.normals::<S>(shape)?)?))
     }),
-    both!("swap_extents", <S>, |i| {
-        i.rows::<S>(|i, x| {
-            let [rows, cols] = x.shape().as_rows();
-            let both = ops::copy(i.step, x)?.reshape([1, rows, 1, cols])?;
-            i.keep(&ops::swap_extents(i.step, &both, 0, 1)?)
-        })?;
-        i.tokens(|i, [a, b, c]| i.keep(&ops::swap_extents(i.step, &i.normals::<S>([a, b, 2, c])?, 0, 2)?))
-    }),
 ];
 
 /// Runs the op on arrays `[outer, n, inner]`.

@@ -10,6 +10,7 @@ use super::broadcast::{Merged, broadcast, broadcast_strides, strides_of};
 use super::fold::sum_to;
 use super::reductions::{Extents, extent_number};
 use super::slice::{concat_of, part_of, slice};
+use super::transpose::permuted;
 use crate::elementary;
 use crate::error::{Error, Result};
 use crate::step::Step;
@@ -154,15 +155,12 @@ impl<'s, S: Stored> Var<'s, S> {
         if order.len() != shape.extents().len() {
             return Err(Error::misuse(OP, format!("each extent of {shape} once"), format!("{order:?}")));
         }
+        let mut inverse = order.clone();
+        order.iter().enumerate().for_each(|(at, &from)| inverse[from] = at);
         let op = self.op(OP, &[self])?;
-        let extents: Vec<usize> = order.iter().map(|&from| shape.extents()[from]).collect();
-        let (to, own) = (Shape::of(OP, &extents)?, strides_of(shape));
-        let places = Places { start: 0, strides: order.iter().map(|&from| own[from]).collect() };
-        let mut inverse = Places::of(shape);
-        order.iter().zip(strides_of(to)).for_each(|(&from, stride)| inverse.strides[from] = stride);
-        let (y, x) = (taken(op.step(), to, self.value(), &places)?, self.keep());
+        let (y, x) = (permuted(op.step(), self.value(), &order)?, self.keep());
         Ok(op.record(y.save(), move |back, dy| {
-            let (x, dx) = (x.var(back)?, taken(back.step(), shape, &dy, &inverse)?);
+            let (x, dx) = (x.var(back)?, permuted(back.step(), &dy, &inverse)?);
             back.step().free(dy);
             back.add(&x, dx)
         }))
