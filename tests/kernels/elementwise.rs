@@ -137,16 +137,16 @@ on_each_device! {
             let shape = extents(&mut random, seed, [7, 5, 13]);
             let values = vec![normal(&mut random, &shape), normal(&mut random, &shape)];
             Case::new("add", seed, 1, values.clone()).check(device, |_, tape, p| {
-                tape.add(&leaf(tape, p[0])?, &leaf(tape, p[1])?)
+                leaf(tape, p[0])?.add(&leaf(tape, p[1])?)
             }, |p| add_in_float64(&p[0], &p[1]));
             // A variable added to itself, one that has a gradient already, and inputs, which need
             // none.
             Case::new("add twice", seed, 2, values).check(device, |step, tape, p| {
                 let (a, b) = (leaf(tape, p[0])?, leaf(tape, p[1])?);
                 let zero = tape.input(ops::fill(step, shape, 0.0)?);
-                let twice = tape.add(&tape.add(&zero, &a)?, &tape.add(&a, &zero)?)?;
-                let y = tape.add(&tape.add(&a, &tape.tanh(&b)?)?, &tape.add(&twice, &twice)?)?;
-                tape.add(&y, &tape.add(&zero, &zero)?)
+                let twice = zero.add(&a)?.add(&a.add(&zero)?)?;
+                let y = a.add(&tape.tanh(&b)?)?.add(&twice.add(&twice)?)?;
+                y.add(&zero.add(&zero)?)
             }, |p| p[0].iter().zip(&p[1]).map(|(a, b)| 5.0 * a + b.tanh()).collect());
         }
     }
@@ -160,8 +160,8 @@ on_each_device! {
             Case::new("sub and mul", seed, 4, values).check(device, |_, tape, p| {
                 let (a, b) = (leaf(tape, p[0])?, leaf(tape, p[1])?);
                 let two = tape.input(ops::fill(tape.step(), shape, 2.0)?);
-                let product = tape.mul(&tape.sub(&a, &b)?, &tape.mul(&a, &two)?)?;
-                tape.sub(&tape.mul(&product, &product)?, &tape.sub(&two, &tape.sub(&b, &two)?)?)
+                let product = a.sub(&b)?.mul(&a.mul(&two)?)?;
+                product.mul(&product)?.sub(&two.sub(&b.sub(&two)?)?)
             }, |p| {
                 let y = |(a, b): (&f64, &f64)| ((a - b) * 2.0 * a).powi(2) - (4.0 - b);
                 p[0].iter().zip(&p[1]).map(y).collect()
@@ -180,14 +180,14 @@ stored_as_each! {
             let each = |p: &[Vec<f64>], f: fn(f64, f64) -> f64| p[0].iter().zip(&p[1]).map(|(&a, &b)| f(a, b)).collect::<Vec<f64>>();
             macro_rules! check {
                 ($op:ident, $f:expr) => {
-                    case(stringify!($op)).check(device, |_, tape, p| tape.$op(&leaf_as::<S>(tape, p[0])?, &leaf_as(tape, p[1])?), |p| each(p, $f));
+                    case(stringify!($op)).check(device, |_, tape, p| leaf_as::<S>(tape, p[0])?.$op(&leaf_as(tape, p[1])?), |p| each(p, $f));
                 };
             }
             check!(add, |a, b| a + b);
             check!(sub, |a, b| a - b);
             check!(mul, |a, b| a * b);
             Case::new("scale", seed, 1, values[..1].to_vec()).stored_as::<S>(Roundings::ONCE).check(device, |_, tape, p| {
-                tape.scale(&leaf_as::<S>(tape, p[0])?, factor)
+                leaf_as::<S>(tape, p[0])?.mul(factor)
             }, |p| p[0].iter().map(|x| f64::from(factor) * x).collect());
         }
     }

@@ -54,8 +54,8 @@ const LOSSES: [(&str, PartLoss); 6] = [
     ("sum of two losses", |step, tape, x, given| {
         let y = logits(tape, x, given)?;
         let labels = step.upload_indices(given.labels, [given.labels.len()])?;
-        let penalty = tape.scale(&tape.squared_error(&y, &target(step, given)?)?, 0.5)?;
-        tape.add(&tape.cross_entropy(&y, labels)?, &penalty)
+        let penalty = tape.squared_error(&y, &target(step, given)?)?.mul(0.5)?;
+        tape.cross_entropy(&y, labels)?.add(&penalty)
     }),
     ("linear_cross_entropy", |step, tape, x, given| {
         let labels = step.upload_indices(given.labels, [given.labels.len()])?;

@@ -83,7 +83,7 @@ fn run<S: Activation>(layers: &Layers, whole: bool, residual: bool) -> [Vec<f32>
         let x = tape.input(step.upload(&narrow(&x), [ROWS, INPUTS])?);
         let x = tape.linear(&x, layers.before, None)?;
         let frozen = Linear { adapter: None, ..*layer };
-        let before = residual.then(|| tape.scale(&frozen.forward(&tape, &x)?, 2.0)).transpose()?;
+        let before = residual.then(|| frozen.forward(&tape, &x)?.mul(2.0)).transpose()?;
         let y = match (whole, &before) {
             (true, None) => layer.forward(&tape, &x)?,
             (true, Some(before)) => layer.forward_residual(&tape, &x, before)?,
@@ -97,16 +97,16 @@ fn run<S: Activation>(layers: &Layers, whole: bool, residual: bool) -> [Vec<f32>
                         );
                     }
                     let dropped = if p > 0.0 { tape.dropout(&x, p)? } else { x };
-                    added.push(tape.scale(&tape.linear(&tape.linear(&dropped, a, None)?, b, None)?, scale)?);
+                    added.push(tape.linear(&tape.linear(&dropped, a, None)?, b, None)?.mul(scale)?);
                     end = first + outputs;
                 }
                 let y = frozen.forward(&tape, &x)?;
-                let y = before.as_ref().map_or(Ok(y), |before| tape.add(&y, before))?;
-                tape.add(&y, &Var::cat(&added, 1)?)?
+                let y = before.as_ref().map_or(Ok(y), |before| y.add(before))?;
+                y.add(&Var::cat(&added, 1)?)?
             }
         };
         let weights = tape.input(step.upload(&narrow(&weights), [ROWS, OUTPUTS])?);
-        let loss = tape.sum(&tape.mul(&y, &weights)?)?;
+        let loss = tape.sum(&y.mul(&weights)?)?;
         let values = step.read(y.value())?.into_iter().map(|value| value.widen()).collect();
         tape.backward_overwrite(&loss, &mut gradients)?;
         Ok(values)

@@ -208,10 +208,9 @@ on_each_device! {
     /// Every op, in each place where it takes a variable, and the backward pass.
     fn foreign_variables_are_refused(device: &Device) {
         type Op = for<'t, 's> fn(&Tape<'t, 's>, &Var<'s>, &Var<'s>, &Handles) -> Result<Var<'s>>;
-        const OPS: [(&str, Op); 23] = [
-            ("add", |tape, own, x, _| tape.add(own, x)),
-            ("add", |tape, own, x, _| tape.add(x, own)),
-            ("scale", |tape, _, x, _| tape.scale(x, 2.0)),
+        const OPS: [(&str, Op); 22] = [
+            ("add", |_, own, x, _| own.add(x)),
+            ("add", |_, own, x, _| x.add(own)),
             ("softmax", |tape, _, x, _| tape.softmax(x)),
             ("sum", |tape, _, x, _| tape.sum(x)),
             ("mean", |tape, _, x, _| tape.mean(x)),

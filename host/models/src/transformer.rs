@@ -253,7 +253,7 @@ impl Transformer {
     ) -> Result<Var<'s, S>> {
         let mut x = self.tokens.forward(tape, ids)?;
         if let Some(scale) = self.config.embedding_scale {
-            x = tape.scale(&x, scale)?;
+            x = x.mul(scale)?;
         }
         if let Some(positions) = &self.positions {
             x = positions.add_positions(tape, &x)?;
@@ -386,14 +386,14 @@ impl Block {
         mixed: &Var<'s, S>,
     ) -> Result<Var<'s, S>> {
         if self.residual == Residual::PostNorm {
-            let h = tape.add(&self.norms[0].forward(tape, mixed)?, x)?;
+            let h = self.norms[0].forward(tape, mixed)?.add(x)?;
             let y = self.feed_forward.forward(tape, &h)?;
-            return tape.add(&self.norms[1].forward(tape, &y)?, &h);
+            return self.norms[1].forward(tape, &y)?.add(&h);
         }
         let mixed = self.norms[1].forward(tape, mixed)?;
         let [h, normed] = self.norms[2].forward_residual(tape, &mixed, x)?;
         let y = self.feed_forward.forward(tape, &normed)?;
-        tape.add(&self.norms[3].forward(tape, &y)?, &h)
+        self.norms[3].forward(tape, &y)?.add(&h)
     }
 }
 
@@ -440,7 +440,7 @@ fn block_of(name: &str) -> Option<(usize, &str)> {
 #[track_caller]
 fn geglu<'s, S: Activation>(gated: &SwiGlu, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
     let [gate, up] = gated.gate.forward_both(&gated.up, tape, x)?;
-    tape.mul(&tape.gelu(&gate)?, &up)
+    tape.gelu(&gate)?.mul(&up)
 }
 
 fn norm(names: Scope<'_>, config: &ModelConfig) -> Norm {

@@ -21,8 +21,8 @@ fn nothing(device: &Device) -> (Arena, Parameters) {
 }
 
 /// Makes ten tensors in a row.
-fn ten<'s>(tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s>> {
-    (0..10).try_fold(*x, |x, _| tape.scale(&x, 0.5))
+fn ten<'s>(x: &Var<'s>) -> Result<Var<'s>> {
+    (0..10).try_fold(*x, |x, _| x.mul(0.5))
 }
 
 /// A block whose norms, attention and SwiGLU are recomputed together.
@@ -35,7 +35,7 @@ struct Block {
 
 impl Block {
     fn forward<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s>> {
-        let x = tape.add(x, &self.attention.forward(tape, &self.norms[0].forward(tape, x)?)?)?;
+        let x = x.add(&self.attention.forward(tape, &self.norms[0].forward(tape, x)?)?)?;
         self.mlp.forward_residual(tape, &self.norms[1].forward(tape, &x)?, &x)
     }
 }
@@ -81,7 +81,7 @@ on_each_device! {
                 let tape = Tape::new(step, &weights);
                 let mut x = tape.input(step.empty([1000])?);
                 for _ in 0..parts {
-                    x = tape.recompute(x, |tape, x| ten(tape, &x))?;
+                    x = tape.recompute(x, |tape, x| ten(&x))?;
                 }
                 Ok(())
             });
@@ -106,7 +106,7 @@ on_each_device! {
                 let input = tape.input(step.empty([125, 1000])?);
                 let mut x = tape.linear(&input, w, None)?;
                 for _ in 0..parts {
-                    x = tape.recompute(x, |tape, x| ten(tape, &x))?;
+                    x = tape.recompute(x, |tape, x| ten(&x))?;
                 }
                 let loss = tape.mean(&x)?;
                 tape.backward_overwrite(&loss, gradients)
@@ -134,7 +134,7 @@ on_each_device! {
                 let x = tape.input(step.empty([1000])?);
                 for _ in 0..3 {
                     let run = std::panic::AssertUnwindSafe(|| {
-                        tape.recompute(x, move |tape, x| fail(tape).and_then(|()| ten(tape, &x)))
+                        tape.recompute(x, move |tape, x| fail(tape).and_then(|()| ten(&x)))
                     });
                     assert!(!matches!(std::panic::catch_unwind(run), Ok(Ok(_))));
                 }
@@ -154,7 +154,7 @@ on_each_device! {
         arena.step(|step| {
             let tape = Tape::new(step, &weights);
             let x = tape.input(step.empty([1000])?);
-            tape.recompute(x, |tape, x| ten(tape, &x)).map(drop)
+            tape.recompute(x, |tape, x| ten(&x)).map(drop)
         }).unwrap();
         let recording = recorder.recording();
         let of = |kind| recording.events().filter(move |event| event.kind == kind).map(|event| (event.address, event.bytes));
@@ -177,7 +177,7 @@ on_each_device! {
                 let x = tape.input(step.upload(&[1.0; 1000], [1000])?);
                 let y = tape.recompute(x, |tape, x| {
                     tape.step().set_precision(Precision::Tf32);
-                    ten(tape, &x)
+                    ten(&x)
                 });
                 assert_eq!(step.precision() == Precision::Tf32, y.is_ok(), "a failed recomputation must leave the precision");
                 step.read(y?.value())

@@ -42,7 +42,7 @@ impl Fixture {
             let x = tape.linear(&x, w, None)?;
             let [y, z] =
                 tape.recompute_all(x, move |tape, x| work(runs.fetch_add(1, Ordering::Relaxed), tape, x, w))?;
-            let loss = tape.sum(&tape.add(&y, &z)?)?;
+            let loss = tape.sum(&y.add(&z)?)?;
             tape.backward_overwrite(&loss, gradients)
         })?;
         Ok(bits(&gradients.read(w)?))
@@ -57,15 +57,15 @@ on_each_device! {
     fn closure_must_repeat_its_work(device: &Device) {
         let deeds: [(Work, &[&str]); 7] = [
             (|run, tape, x, _| {
-                let y = if run == 0 { tape.scale(&x, 2.0)? } else { tape.gelu(&x)? };
+                let y = if run == 0 { x.mul(2.0)? } else { tape.gelu(&x)? };
                 Ok([y, y])
-            }, &["`scale` [3, 4] as op 0", "`gelu` [3, 4]"]),
-            (|run, tape, x, _| {
-                let y = tape.scale(&x, 2.0)?;
-                Ok([y, if run == 0 { y } else { tape.scale(&x, 2.0)? }])
-            }, &["none as op 1", "`scale` [3, 4]"]),
-            (|run, tape, x, _| {
-                let (y, z) = (tape.scale(&x, 2.0)?, tape.scale(&x, 3.0)?);
+            }, &["`mul` [3, 4] as op 0", "`gelu` [3, 4]"]),
+            (|run, _, x, _| {
+                let y = x.mul(2.0)?;
+                Ok([y, if run == 0 { y } else { x.mul(2.0)? }])
+            }, &["none as op 1", "`mul` [3, 4]"]),
+            (|run, _, x, _| {
+                let (y, z) = (x.mul(2.0)?, x.mul(3.0)?);
                 Ok([y, if run == 0 { z } else { y }])
             }, &["the results", "[(Some(1), [3, 4]), (Some(2), [3, 4])]", "(Some(1), [3, 4])]"]),
             (|run, _, x, _| {
@@ -86,7 +86,7 @@ on_each_device! {
             }, &["the results"]),
             // An input in place of an op's result.
             (|run, tape, x, _| {
-                let y = tape.scale(&x, 2.0)?;
+                let y = x.mul(2.0)?;
                 Ok([y, if run == 0 { x } else { tape.input(*x.value()) }])
             }, &["the results", "(Some(0), [3, 4])]", "(None, [3, 4])]"]),
         ];
@@ -165,7 +165,7 @@ on_each_device! {
             // there.
             let within = tape.recompute(x, |tape, x| {
                 let within = tape.recompute((), |tape, ()| Ok(tape.input(tape.step().empty([1])?)))?;
-                tape.add(&x, &within)
+                x.add(&within)
             });
             within?;
             Ok([kept, deep])

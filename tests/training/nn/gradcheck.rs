@@ -31,7 +31,7 @@ on_each_device! {
         let mut arena = arena(device);
         let two: [(&[f32], Shape); 2] = [(&x, [3, 4].into()), (&y, [3, 4].into())];
         let worst = GradCheck::default().run(&mut arena, &two, |tape, inputs| {
-            let both = Var::cat(&[tape.gelu(&inputs[0])?, tape.mul(&inputs[0], &inputs[1])?], 1)?;
+            let both = Var::cat(&[tape.gelu(&inputs[0])?, inputs[0].mul(&inputs[1])?], 1)?;
             tape.softmax(&both)
         }).unwrap();
         assert!(worst > 0.0 && worst < 1e-4, "{worst}");

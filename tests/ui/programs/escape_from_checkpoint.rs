@@ -10,7 +10,7 @@ fn run(arena: &mut Arena, parameters: &Parameters) -> Result<()> {
         let x = tape.input(step.upload(&[1.0f32], [1])?);
         let escaped = Rc::new(RefCell::new(Vec::<Var>::new()));
         tape.recompute(x, move |tape, x| {
-            let y = tape.scale(&x, 2.0)?;
+            let y = x.mul(2.0)?;
             escaped.borrow_mut().push(y);
             Ok(y)
         })?;

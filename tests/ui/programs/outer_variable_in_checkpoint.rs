@@ -6,10 +6,10 @@ fn run(arena: &mut Arena, parameters: &Parameters) -> Result<()> {
     arena.step(|step| {
         let tape = Tape::new(step, parameters);
         let x = tape.input(step.upload(&[1.0f32], [1])?);
-        let outer = tape.scale(&x, 3.0)?;
+        let outer = x.mul(3.0)?;
         tape.recompute(x, move |tape, x| {
             assert_eq!(x.shape(), outer.shape());
-            tape.scale(&x, 2.0)
+            x.mul(2.0)
         })?;
         Ok(())
     })

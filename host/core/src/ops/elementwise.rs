@@ -1,10 +1,8 @@
-//! Biases, and the form on a tape of scalings.
+//! Biases.
 
 use super::shapes::check_row;
-use crate::elementary::scale;
 use crate::error::Result;
 use crate::step::Step;
-use crate::tape::{Tape, Var};
 use crate::tensor::{Source, Stored, Target, Tensor};
 use kernels::elementwise;
 
@@ -25,18 +23,4 @@ pub fn add_bias<'s, S: Stored>(
     let mut out = step.empty(x.shape())?;
     step.launch(elementwise::add_bias { x: x.slice(), bias: bias.slice(), cols, out: out.out() })?;
     Ok(out)
-}
-
-impl<'s> Tape<'_, 's> {
-    /// Records [`ops::scale`](crate::ops::scale).
-    #[track_caller]
-    pub fn scale<S: Stored>(&self, x: &Var<'s, S>, factor: f32) -> Result<Var<'s, S>> {
-        let op = self.op("scale", [x])?;
-        let (y, x) = (scale(self.step(), x.value(), factor)?, *x);
-        Ok(op.record(y.save(), move |back, dy| {
-            let dx = scale(back.step(), &dy, factor)?;
-            back.step().free(dy);
-            back.add(&x, dx)
-        }))
-    }
 }

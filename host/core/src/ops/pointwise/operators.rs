@@ -6,7 +6,7 @@
 
 use super::{Term, terms};
 use crate::error::Result;
-use crate::tape::{Tape, Var};
+use crate::tape::Var;
 use crate::tensor::Stored;
 use std::ops::{Add, Div, Mul, Neg, Sub};
 
@@ -62,7 +62,7 @@ impl<'s, S: Stored> Neg for &Var<'s, S> {
 
     #[track_caller]
     fn neg(self) -> Self::Output {
-        terms::mul([self.into(), Term::Number(-1.0)])
+        self.neg()
     }
 }
 
@@ -75,25 +75,16 @@ impl<'s, S: Stored> Neg for Var<'s, S> {
     }
 }
 
-/// Declares the forms on a tape of ops of two variables.
-macro_rules! on_tape {
-    ($($name:ident)*) => {
-        impl<'s> Tape<'_, 's> {
-            $(
-                #[doc = concat!("Records [`Var::", stringify!($name), "`] of two variables of this tape.")]
-                #[track_caller]
-                pub fn $name<S: Stored>(&self, a: &Var<'s, S>, b: &Var<'s, S>) -> Result<Var<'s, S>> {
-                    self.op(stringify!($name), [a, b])?;
-                    a.$name(b)
-                }
-            )*
-        }
-    };
-}
-
-on_tape! { add sub mul }
-
 impl<'s, S: Stored> Var<'s, S> {
+    /// The negative: `-&x`.
+    ///
+    /// # Errors
+    /// [`Error::ArenaFull`](crate::Error::ArenaFull).
+    #[track_caller]
+    pub fn neg(&self) -> Result<Self> {
+        terms::mul([self.into(), Term::Number(-1.0)])
+    }
+
     /// A mask of 1 where this variable is larger, and of 0 elsewhere. It has no gradient.
     ///
     /// # Errors
