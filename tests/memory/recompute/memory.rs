@@ -81,7 +81,7 @@ on_each_device! {
                 let tape = Tape::new(step, &weights);
                 let mut x = tape.input(step.empty([1000])?);
                 for _ in 0..parts {
-                    x = tape.recompute(x, |tape, x| ten(&x))?;
+                    x = tape.recompute(x, |_, x| ten(&x))?;
                 }
                 Ok(())
             });
@@ -106,7 +106,7 @@ on_each_device! {
                 let input = tape.input(step.empty([125, 1000])?);
                 let mut x = tape.linear(&input, w, None)?;
                 for _ in 0..parts {
-                    x = tape.recompute(x, |tape, x| ten(&x))?;
+                    x = tape.recompute(x, |_, x| ten(&x))?;
                 }
                 let loss = tape.mean(&x)?;
                 tape.backward_overwrite(&loss, gradients)
@@ -154,7 +154,7 @@ on_each_device! {
         arena.step(|step| {
             let tape = Tape::new(step, &weights);
             let x = tape.input(step.empty([1000])?);
-            tape.recompute(x, |tape, x| ten(&x)).map(drop)
+            tape.recompute(x, |_, x| ten(&x)).map(drop)
         }).unwrap();
         let recording = recorder.recording();
         let of = |kind| recording.events().filter(move |event| event.kind == kind).map(|event| (event.address, event.bytes));
