@@ -127,8 +127,8 @@ pub mod group {
 /// length and chooses the grid.
 pub mod kernel {
     pub use stepscope_core::kernel::{
-        Argument, Arguments, Contract, Entry, Extent, Grid, Kernel, PackedMap, Pointer, PointerMut, Scalar, Size,
-        Slice, TensorMap, Threads, Versions, Violation, Words, entries,
+        Argument, Arguments, Contract, Entry, Extent, Grid, Kernel, PackedMap, Pod, Pointer, PointerMut, Size, Slice,
+        TensorMap, Threads, Versions, Violation, Words, entries,
     };
 }
 

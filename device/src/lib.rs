@@ -51,6 +51,7 @@ pub mod mma;
 pub mod nf4_format;
 pub mod philox;
 pub mod pointwise_op;
+pub mod qkv_layout;
 pub mod rescale;
 pub mod row_chunk;
 #[allow(clippy::disallowed_methods, reason = "accesses memory for the kernels")]

@@ -263,16 +263,13 @@ fn backward_refuses(device: &Device) {
 
 attack! {
     flash_attention::flash_forward by shape {
-        qkv: f32s 128, documents: u32s 8, lengths: u32s 0, tokens: number 4, heads: number 2, kv_heads: number 1, width: number 4,
-        stacked: number 0, window: number 3, scale: float 0.5, out: out 64, lse: out 16,
+        qkv: f32s 128, documents: u32s 8, lengths: u32s 0, layout: qkv [4, 2, 1, 4, 0], window: number 3, scale: float 0.5, out: out 64, lse: out 16,
     }
     flash_attention::flash_bwd_dq by shape {
-        qkv: f32s 128, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: f32s 64, tokens: number 4,
-        heads: number 2, kv_heads: number 1, width: number 4, stacked: number 0, window: number 3, scale: float 0.5, dqkv: out 128,
+        qkv: f32s 128, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: f32s 64, layout: qkv [4, 2, 1, 4, 0], window: number 3, scale: float 0.5, dqkv: out 128,
     }
     flash_attention::flash_bwd_dkv by shape {
-        qkv: f32s 128, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: f32s 64, tokens: number 4,
-        heads: number 2, kv_heads: number 1, width: number 4, stacked: number 0, window: number 3, scale: float 0.5, dqkv: out 128,
+        qkv: f32s 128, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: f32s 64, layout: qkv [4, 2, 1, 4, 0], window: number 3, scale: float 0.5, dqkv: out 128,
     }
     flash_attention::flash_delta <S> {
         out: stored 64, dout: stored 64, tokens: number 4, heads: number 2, width: number 4, delta: out 16,

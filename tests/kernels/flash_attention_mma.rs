@@ -20,6 +20,7 @@ use kernels::flash_attention_mma::{
     FROM_SCORES_BF16, Gradient, KEYS_BF16, QUERIES_BF16, flash_bwd_dkv_ds_mma, flash_bwd_dkv_mma, flash_bwd_dq_mma,
     flash_bwd_from_scores_mma, stored_scores,
 };
+use kernels::qkv_layout::QkvLayout;
 use kernels::stored::Stored;
 use stepscope::ops::{self, AttentionConfig, AttentionElement, AttentionMask, Precision, QkNorm};
 use stepscope::tensor::{Source as _, Target as _};
@@ -254,6 +255,9 @@ on_each_device! {
                 let (lse, delta) = (lse?, delta?);
                 let unset = vec![bf16::MAX; inputs.qkv.len()];
                 let [mut want, mut got] = [step.upload(&unset, setup.shape())?, step.upload(&unset, setup.shape())?];
+                let [heads, kv_heads, tokens, width] =
+                    [setup.heads[0], setup.heads[1], setup.tokens, setup.width].map(|size| size as u32);
+                let layout = QkvLayout { tokens, heads, kv_heads, width, stacked: u32::from(setup.stacked) };
                 macro_rules! launch {
                     ($kernel:ident { $($name:ident: $value:expr),* }) => {
                         step.launch($kernel {
@@ -261,11 +265,7 @@ on_each_device! {
                             documents: documents.slice(),
                             lengths: lengths.slice(),
                             dout: dout.slice(),
-                            tokens: setup.tokens as u32,
-                            heads: setup.heads[0] as u32,
-                            kv_heads: setup.heads[1] as u32,
-                            width: setup.width as u32,
-                            stacked: u32::from(setup.stacked),
+                            layout,
                             window: sees,
                             scale: setup.scale(),
                             $($name: $value),*
@@ -345,30 +345,24 @@ on_each_device! {
 
 attack! {
     flash_attention_mma::flash_forward_mma by shape<S> {
-        qkv: stored 256, documents: u32s 8, lengths: u32s 0, tokens: number 4, heads: number 2, kv_heads: number 1, width: number 8,
-        stacked: number 0, window: number 3, scale: float 0.5, out: out_stored 128, lse: out 16,
+        qkv: stored 256, documents: u32s 8, lengths: u32s 0, layout: qkv [4, 2, 1, 8, 0], window: number 3, scale: float 0.5, out: out_stored 128, lse: out 16,
     }
     flash_attention_mma::flash_bwd_dq_mma by shape<S> {
-        qkv: stored 256, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: stored 128, tokens: number 4,
-        heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0, window: number 3, scale: float 0.5, dqkv: out_stored 256,
+        qkv: stored 256, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: stored 128, layout: qkv [4, 2, 1, 8, 0], window: number 3, scale: float 0.5, dqkv: out_stored 256,
     }
     flash_attention_mma::flash_bwd_dkv_mma by shape<S> {
-        qkv: stored 256, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: stored 128, tokens: number 4,
-        heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0, window: number 3, scale: float 0.5, dqkv: out_stored 256,
+        qkv: stored 256, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: stored 128, layout: qkv [4, 2, 1, 8, 0], window: number 3, scale: float 0.5, dqkv: out_stored 256,
     }
     flash_attention_mma::flash_bwd_dkv_ds_mma by shape<S> {
-        qkv: stored 256, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: stored 128, tokens: number 4,
-        heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0, window: number 3, scale: float 0.5,
+        qkv: stored 256, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: stored 128, layout: qkv [4, 2, 1, 8, 0], window: number 3, scale: float 0.5,
         before: number 1, count: number 1, ds: out_stored 32768, dqkv: out_stored 256,
     }
     flash_attention_mma::flash_bwd_scores_mma by shape<S> {
-        qkv: stored 256, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: stored 128, tokens: number 4,
-        heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0, window: number 3, scale: float 0.5,
+        qkv: stored 256, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: stored 128, layout: qkv [4, 2, 1, 8, 0], window: number 3, scale: float 0.5,
         before: number 1, count: number 1, p: out_stored 32768, ds: out_stored 32768,
     }
     flash_attention_mma::flash_bwd_from_scores_mma by variant<S> {
-        qkv: stored 256, documents: u32s 8, lengths: u32s 0, scores: stored 32768, dout: stored 128, tokens: number 4,
-        heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0, window: number 3, scale: float 0.5,
+        qkv: stored 256, documents: u32s 8, lengths: u32s 0, scores: stored 32768, dout: stored 128, layout: qkv [4, 2, 1, 8, 0], window: number 3, scale: float 0.5,
         before: number 1, count: number 1, dqkv: out_stored 256,
     }
 }

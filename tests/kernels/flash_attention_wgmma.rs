@@ -11,6 +11,7 @@ use kernels::flash_attention::CAUSAL;
 use kernels::flash_attention_wgmma::{
     FORWARD, KEYS, QUERIES, dout_map, flash_bwd_dkv_wgmma, flash_bwd_dq_wgmma, flash_forward_wgmma, qkv_map,
 };
+use kernels::qkv_layout::QkvLayout;
 use std::time::Duration;
 use stepscope::device::MatrixInstruction;
 use stepscope::ops::AttentionMask;
@@ -89,11 +90,7 @@ fn grid_changes_no_bit() {
                         documents: none.slice(),
                         lengths: none.slice(),
                         samples: 2,
-                        tokens: 450,
-                        heads: 5,
-                        kv_heads: 1,
-                        width: 64,
-                        stacked: 0,
+                        layout: QkvLayout { tokens: 450, heads: 5, kv_heads: 1, width: 64, stacked: 0 },
                         window: CAUSAL,
                         scale: 0.125,
                         $($arguments)*
@@ -120,38 +117,38 @@ fn grid_changes_no_bit() {
 attack! {
     flash_attention_wgmma::flash_forward_wgmma by shape {
         qkv: halves 256, qkv_map: map (256, [8, 8, 4], [32, 8], 64_u32), documents: u32s 8, lengths: u32s 0,
-        samples: number 2, tokens: number 4, heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0,
+        samples: number 2, layout: qkv [4, 2, 1, 8, 0],
         window: number 3, scale: float 0.5, blocks: number 3, out: out_halves 128, lse: out 16,
     }
     flash_attention_wgmma::flash_bwd_dq_wgmma by shape {
         qkv: halves 256, qkv_map: map (256, [8, 8, 4], [32, 8], 64_u32), documents: u32s 8, lengths: u32s 0,
         lse: f32s 16, delta: f32s 16, dout: halves 128, dout_map: map (128, [8, 8, 2], [16, 8], 64_u32),
-        samples: number 2, tokens: number 4, heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0,
+        samples: number 2, layout: qkv [4, 2, 1, 8, 0],
         window: number 3, scale: float 0.5, blocks: number 3, dqkv: out_halves 256,
     }
     flash_attention_wgmma::flash_bwd_dkv_wgmma by shape {
         qkv: halves 256, qkv_map: map (256, [8, 8, 4], [32, 8], 64_u32), documents: u32s 8, lengths: u32s 0,
         lse: f32s 16, delta: f32s 16, dout: halves 128, dout_map: map (128, [8, 8, 2], [16, 8], 64_u32),
-        samples: number 2, tokens: number 4, heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0,
+        samples: number 2, layout: qkv [4, 2, 1, 8, 0],
         window: number 3, scale: float 0.5, pairs: number 0, dqkv: out_halves 256,
     }
     flash_attention_wgmma::flash_bwd_dkv_ds_wgmma by shape {
         qkv: halves 256, qkv_map: map (256, [8, 8, 4], [32, 8], 64_u32), documents: u32s 8, lengths: u32s 0,
         lse: f32s 16, delta: f32s 16, dout: halves 128, dout_map: map (128, [8, 8, 2], [16, 8], 64_u32),
-        samples: number 2, tokens: number 4, heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0,
+        samples: number 2, layout: qkv [4, 2, 1, 8, 0],
         window: number 3, scale: float 0.5, before: number 1, count: number 1, dqkv: out_halves 256,
         ds: out_halves 8192,
     }
     flash_attention_wgmma::flash_bwd_scores_wgmma by shape {
         qkv: halves 256, qkv_map: map (256, [8, 8, 4], [32, 8], 64_u32), documents: u32s 8, lengths: u32s 0,
         lse: f32s 16, delta: f32s 16, dout: halves 128, dout_map: map (128, [8, 8, 2], [16, 8], 64_u32),
-        samples: number 2, tokens: number 4, heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0,
+        samples: number 2, layout: qkv [4, 2, 1, 8, 0],
         window: number 3, scale: float 0.5, before: number 1, count: number 1, p: out_halves 8192, ds: out_halves 8192,
     }
     flash_attention_wgmma::flash_bwd_from_scores_wgmma by variant {
         qkv: halves 256, qkv_map: map (256, [8, 8, 4], [32, 8], 64_u32), documents: u32s 8, lengths: u32s 0,
         scores: halves 8192, dout: halves 128, dout_map: map (128, [8, 8, 2], [16, 8], 64_u32), samples: number 2,
-        tokens: number 4, heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0, window: number 3,
+        layout: qkv [4, 2, 1, 8, 0], window: number 3,
         scale: float 0.5, before: number 1, count: number 1, dqkv: out_halves 256,
     }
 }

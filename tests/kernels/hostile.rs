@@ -14,10 +14,11 @@
 //! launch must be refused or be right.
 
 use cuda_std::emulator::Mode;
-use cuda_std::launch::{Scalar, inventory};
+use cuda_std::launch::{Pod, inventory};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use stepscope::{Arena, Capacity, Device, DeviceKind, EagerStep, Error, Result};
+use stepscope_core::internals::choose_number;
 
 /// A numeric parameter of a kernel.
 struct Number {
@@ -68,8 +69,8 @@ impl Numbers<'_> {
     }
 
     /// Returns the launch's next numeric parameter.
-    pub(crate) fn next<S: Scalar>(&mut self, name: &'static str, honest: S) -> S {
-        S::from_word(self.next_word(name, honest.to_word(), S::from_word(u64::MAX).to_word()))
+    pub(crate) fn next<N: Pod>(&mut self, name: &'static str, honest: N) -> N {
+        choose_number(honest, |honest, most| self.next_word(name, honest, most))
     }
 
     /// Returns the launch's next numeric parameter as a word; `most` is the largest value of its
@@ -398,6 +399,29 @@ macro_rules! attack {
     (@argument $numbers:ident, $name:ident, out, $length:expr) => { $name.out().part($numbers.view(stringify!($name), $length)) };
     (@argument $numbers:ident, $name:ident, out_u32, $length:expr) => { $name.out().part($numbers.view(stringify!($name), $length)) };
     (@argument $numbers:ident, $name:ident, array, $value:expr) => { $value.map(|word| $numbers.next(stringify!($name), word)) };
+    (@argument $numbers:ident, $name:ident, qkv, $value:expr) => {{
+        let [tokens, heads, kv_heads, width, stacked]: [u32; 5] = $value;
+        kernels::qkv_layout::QkvLayout {
+            tokens: $numbers.next("tokens", tokens),
+            heads: $numbers.next("heads", heads),
+            kv_heads: $numbers.next("kv_heads", kv_heads),
+            width: $numbers.next("width", width),
+            stacked: $numbers.next("stacked", stacked),
+        }
+    }};
+    (@argument $numbers:ident, $name:ident, frequencies, $value:expr) => {{
+        let ([start, ratio, shrink, low, span, inverse], [shift, by_pair]): ([u64; 6], [u32; 2]) = $value;
+        kernels::rotary::Frequencies {
+            start: $numbers.next("start", start),
+            ratio: $numbers.next("ratio", ratio),
+            shrink: $numbers.next("shrink", shrink),
+            low: $numbers.next("low", low),
+            span: $numbers.next("span", span),
+            inverse: $numbers.next("inverse", inverse),
+            shift: $numbers.next("shift", shift),
+            by_pair: $numbers.next("by_pair", by_pair),
+        }
+    }};
     (@argument $numbers:ident, $name:ident, number, $value:expr) => { $numbers.next(stringify!($name), $value) };
     (@argument $numbers:ident, $name:ident, float, $value:expr) => { $value };
 }

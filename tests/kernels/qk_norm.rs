@@ -204,11 +204,10 @@ on_each_device! {
 
 attack! {
     qk_norm::qk_norm_forward <S> {
-        x: stored 64, gains: f32s 12, heads: number 2, kv_heads: number 1, width: number 4, distance: number 8, stacked: number 0,
+        x: stored 64, gains: f32s 12, layout: qkv [1, 2, 1, 4, 0], distance: number 8,
         epsilon: float 0.1, y: out_stored 64, inverse_rms: out 16,
     }
     qk_norm::qk_norm_backward <S> {
-        x: stored 64, gains: f32s 12, inverse_rms: f32s 16, heads: number 2, kv_heads: number 1, width: number 4, distance: number 8,
-        stacked: number 0, chunk: number kernels::row_chunk::chunk_of(16, 4), dx: out_stored 64, dgains: out 12,
+        x: stored 64, gains: f32s 12, inverse_rms: f32s 16, layout: qkv [1, 2, 1, 4, 0], distance: number 8, chunk: number kernels::row_chunk::chunk_of(16, 4), dx: out_stored 64, dgains: out 12,
     }
 }

@@ -288,15 +288,12 @@ on_each_device! {
 
 attack! {
     rotary::rotary <S> {
-        x: stored_pointer 128, tokens: number 2, heads: number 2, kv_heads: number 1, width: number 8, rotated: number 8,
-        stacked: number 0, start: number 1u64 << 60, ratio: number 1u64 << 60, shrink: number 1u64 << 60, low: number 1u64 << 50,
-        span: number 1u64 << 50, shift: number 13, inverse: number 1u64 << 60, by_pair: number 0, gain: float 1.0, offset: number 3, back: number 0, samples: number 2, out: out_stored 128,
+        x: stored_pointer 128, layout: qkv [2, 2, 1, 8, 0], rotated: number 8,
+        frequencies: frequencies ([1 << 60, 1 << 60, 1 << 60, 1 << 50, 1 << 50, 1 << 60], [13, 0]),
+        gain: float 1.0, offset: number 3, back: number 0, samples: number 2, out: out_stored 128,
     }
     rotary::rotary_pairs <S> {
-        tokens: number 2, heads: number 2, kv_heads: number 1, width: number 8, rotated: number 8, stacked: number 0, first: number 0,
-        f0: number 1u64 << 60, f1: number 1u64 << 60, f2: number 1u64 << 60, f3: number 1u64 << 60, f4: number 1u64 << 60,
-        f5: number 1u64 << 60, f6: number 1u64 << 60, f7: number 1u64 << 60, f8: number 1u64 << 60, f9: number 1u64 << 60,
-        f10: number 1u64 << 60, f11: number 1u64 << 60, f12: number 1u64 << 60, f13: number 1u64 << 60, f14: number 1u64 << 60,
-        f15: number 1u64 << 60, gain: float 1.0, offset: number 3, back: number 0, samples: number 2, out: out_stored 128,
+        layout: qkv [2, 2, 1, 8, 0], rotated: number 8, first: number 0, turns: array [1_u64 << 60; 16], gain: float 1.0,
+        offset: number 3, back: number 0, samples: number 2, out: out_stored 128,
     }
 }

@@ -1,8 +1,8 @@
 //! Arrays as kernel parameters, passed by value.
 //!
-//! Invariant: the GPU reads the elements from consecutive words.
+//! Invariant: the GPU reads an array as the struct of its elements.
 
-/// A kernel's parameter `[usize; N]` as the GPU gets it.
+/// A kernel's parameter `[T; N]` as the GPU gets it.
 #[derive(Clone, Copy)]
 #[repr(C)]
-pub struct Parameter<const N: usize>(pub [usize; N]);
+pub struct Parameter<A>(pub A);

@@ -75,8 +75,8 @@ pub unsafe trait Arguments: fmt::Debug {
     const NAME: &'static str;
     /// The names of the parameters that are slices or pointers, in order.
     const POINTERS: &'static [&'static str];
-    /// Writes the arguments as 8-byte words: two for a slice, eight for a tensor map, one for each
-    /// element of an array, one for anything else.
+    /// Writes the arguments as 8-byte words: two for a slice, one for a pointer, eight for a tensor
+    /// map, and as many for plain data as its bytes fill.
     fn pack(&self, words: &mut Words);
 }
 
@@ -384,54 +384,36 @@ mod sealed {
 }
 
 /// A value that a launch passes to a kernel: a [`Slice`], [`Pointer`], [`PointerMut`],
-/// [`TensorMap`], [`Scalar`] or array. The trait is sealed, because `unsafe impl Kernel` relies on
-/// the number of words of each.
+/// [`TensorMap`], or plain data ([`Pod`]): a number, an array of numbers or a struct of numbers.
+/// The trait is sealed, because `unsafe impl Kernel` relies on the number of words of each.
 pub trait Argument: sealed::Sealed {
     /// Appends the argument's words.
     fn pack(&self, words: &mut Words);
 }
 
-impl<const N: usize> sealed::Sealed for [usize; N] {}
+pub use bytemuck::{Pod, Zeroable};
 
-impl<const N: usize> Argument for [usize; N] {
+impl<T: Pod> sealed::Sealed for T {}
+
+impl<T: Pod> Argument for T {
+    #[inline]
     fn pack(&self, words: &mut Words) {
-        words.arrays.push(words.words.len()..words.words.len() + N);
-        words.words.extend(self.iter().map(|&element| element as u64));
+        const { assert!(align_of::<T>() <= align_of::<u64>() && size_of::<T>() > 0, "a value of words") };
+        let (first, bytes) = (words.words.len(), bytemuck::bytes_of(self));
+        for part in bytes.chunks(size_of::<u64>()) {
+            let mut word = [0; size_of::<u64>()];
+            word[..part.len()].copy_from_slice(part);
+            words.push(u64::from_ne_bytes(word));
+        }
+        if size_of::<T>() > size_of::<u64>() {
+            words.values.push(first..words.words.len());
+        }
     }
 }
 
-/// A number that fits a word: `u32`, `i32`, `u64`, `usize` or `f32`.
-pub trait Scalar: Argument + Copy {
-    /// Returns the number in the low bytes of a word.
-    fn to_word(self) -> u64;
-    /// Reads the number from the low bytes of a word.
-    fn from_word(word: u64) -> Self;
-}
-
-macro_rules! scalar {
-    ($($ty:ty: |$value:ident| $to:expr, |$word:ident| $from:expr;)*) => {$(
-        impl sealed::Sealed for $ty {}
-
-        impl Scalar for $ty {
-            #[inline(always)]
-            fn to_word(self) -> u64 { let $value = self; $to }
-            #[inline(always)]
-            fn from_word($word: u64) -> Self { $from }
-        }
-
-        impl Argument for $ty {
-            #[inline]
-            fn pack(&self, words: &mut Words) { words.push(self.to_word()); }
-        }
-    )*};
-}
-
-scalar! {
-    u32: |value| u64::from(value), |word| word as u32;
-    i32: |value| u64::from(value as u32), |word| word as i32;
-    u64: |value| value, |word| word;
-    usize: |value| value as u64, |word| word as usize;
-    f32: |value| u64::from(value.to_bits()), |word| f32::from_bits(word as u32);
+/// Returns the number of words of plain data.
+pub const fn words_of<T: Pod>() -> usize {
+    size_of::<T>().div_ceil(size_of::<u64>())
 }
 
 /// The memory that one argument of a launch may access.
@@ -464,8 +446,8 @@ pub struct Words {
     owners: SmallVec<[u64; 8]>,
     /// The tensor maps among the words.
     maps: Vec<PackedMap>,
-    /// The words of each array.
-    arrays: SmallVec<[Range<usize>; 1]>,
+    /// The words of each value of several words.
+    values: SmallVec<[Range<usize>; 1]>,
     /// The source line that requested the launch.
     site: &'static Location<'static>,
 }
@@ -479,7 +461,7 @@ impl Words {
             extents: SmallVec::new(),
             owners: SmallVec::new(),
             maps: Vec::new(),
-            arrays: SmallVec::new(),
+            values: SmallVec::new(),
             site: Location::caller(),
         };
         arguments.pack(&mut words);
@@ -522,7 +504,7 @@ impl Words {
 
     /// Returns true for the words of a parameter after its first, which a GPU gets with the first.
     pub fn continues(&self, at: usize) -> bool {
-        self.arrays.iter().any(|array| array.start < at && at < array.end)
+        self.values.iter().any(|value| value.start < at && at < value.end)
             || self.maps.iter().any(|map| map.word < at && at < map.word + PackedMap::WORDS)
     }
 

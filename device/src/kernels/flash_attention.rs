@@ -51,6 +51,7 @@ mod shape;
 mod tile;
 
 use crate::family;
+use crate::qkv_layout::QkvLayout;
 use crate::warp::Row;
 use backward::{ROWS_OF_DELTA, delta, keys, queries};
 use cuda_std::prelude::*;
@@ -83,17 +84,13 @@ family! {
         qkv: &[f32],
         documents: &[u32],
         lengths: &[u32],
-        tokens: u32,
-        heads: u32,
-        kv_heads: u32,
-        width: u32,
-        stacked: u32,
+        layout: QkvLayout,
         window: u32,
         scale: f32,
         out: *mut f32,
         lse: *mut f32,
     ) {
-        let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
+        let problem = Problem::new(qkv, [documents, lengths], layout, window, scale);
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.
         unsafe { forward::<{ SHAPE.each }, { SHAPE.chunks }>(problem, out, lse) }
@@ -104,8 +101,8 @@ family! {
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(1) } |p| {
         let sizes = check_sizes!(p, SHAPE.widths());
         Violation::unless_length("out", sizes.outputs(), p.out.len())?;
-        Violation::unless_length("lse", sizes.rows(p.heads), p.lse.len())?;
-        Grid::cover(sizes.blocks(p.heads, SHAPE.rows()), 1)
+        Violation::unless_length("lse", sizes.rows(p.layout.heads), p.lse.len())?;
+        Grid::cover(sizes.blocks(p.layout.heads, SHAPE.rows()), 1)
     }
 }
 
@@ -131,16 +128,12 @@ family! {
         lse: &[f32],
         delta: &[f32],
         dout: &[f32],
-        tokens: u32,
-        heads: u32,
-        kv_heads: u32,
-        width: u32,
-        stacked: u32,
+        layout: QkvLayout,
         window: u32,
         scale: f32,
         dqkv: *mut f32,
     ) {
-        let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
+        let problem = Problem::new(qkv, [documents, lengths], layout, window, scale);
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.
         unsafe { queries::<{ SHAPE.each }, { SHAPE.chunks }>(problem, lse, delta, dout, dqkv) }
@@ -148,9 +141,9 @@ family! {
     // SAFETY: the argument for `flash_forward` holds here too; `dqkv` is as long as `qkv`.
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(2) } |p| {
         let sizes = check_sizes!(p, SHAPE.widths());
-        sizes.check_gradients(p.heads, [p.lse.len(), p.delta.len(), p.dout.len()])?;
+        sizes.check_gradients(p.layout.heads, [p.lse.len(), p.delta.len(), p.dout.len()])?;
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
-        Grid::cover(sizes.blocks(p.heads, SHAPE.rows()), 1)
+        Grid::cover(sizes.blocks(p.layout.heads, SHAPE.rows()), 1)
     }
 }
 
@@ -174,16 +167,12 @@ family! {
         lse: &[f32],
         delta: &[f32],
         dout: &[f32],
-        tokens: u32,
-        heads: u32,
-        kv_heads: u32,
-        width: u32,
-        stacked: u32,
+        layout: QkvLayout,
         window: u32,
         scale: f32,
         dqkv: *mut f32,
     ) {
-        let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
+        let problem = Problem::new(qkv, [documents, lengths], layout, window, scale);
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.
         unsafe { keys::<{ SHAPE.each }, { SHAPE.chunks }>(problem, lse, delta, dout, dqkv) }
@@ -191,9 +180,9 @@ family! {
     // SAFETY: the argument for `flash_bwd_dq` holds here too.
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(2) } |p| {
         let sizes = check_sizes!(p, SHAPE.widths());
-        sizes.check_gradients(p.heads, [p.lse.len(), p.delta.len(), p.dout.len()])?;
+        sizes.check_gradients(p.layout.heads, [p.lse.len(), p.delta.len(), p.dout.len()])?;
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
-        Grid::cover(sizes.blocks(p.kv_heads, SHAPE.rows()), 1)
+        Grid::cover(sizes.blocks(p.layout.kv_heads, SHAPE.rows()), 1)
     }
 }
 

@@ -46,6 +46,7 @@ use super::flash_attention::place::Problem;
 #[cfg(not(target_arch = "nvptx64"))]
 use super::flash_attention::place::{check_backward, check_sizes};
 use crate::family;
+use crate::qkv_layout::QkvLayout;
 use backward::{keys, queries};
 use cuda_std::prelude::*;
 use forward::forward;
@@ -96,17 +97,13 @@ family! {
         qkv: &[S],
         documents: &[u32],
         lengths: &[u32],
-        tokens: u32,
-        heads: u32,
-        kv_heads: u32,
-        width: u32,
-        stacked: u32,
+        layout: QkvLayout,
         window: u32,
         scale: f32,
         out: *mut S,
         lse: *mut f32,
     ) {
-        let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
+        let problem = Problem::new(qkv, [documents, lengths], layout, window, scale);
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.
         unsafe {
@@ -122,8 +119,8 @@ family! {
         let sizes = check_sizes!(p, SHAPE.widths());
         Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
         Violation::unless_length("out", sizes.outputs(), p.out.len())?;
-        Violation::unless_length("lse", sizes.rows(p.heads), p.lse.len())?;
-        Grid::cover(sizes.blocks(p.heads, SHAPE.rows()), 1)
+        Violation::unless_length("lse", sizes.rows(p.layout.heads), p.lse.len())?;
+        Grid::cover(sizes.blocks(p.layout.heads, SHAPE.rows()), 1)
     }
 }
 
@@ -145,16 +142,12 @@ family! {
         lse: &[f32],
         delta: &[f32],
         dout: &[S],
-        tokens: u32,
-        heads: u32,
-        kv_heads: u32,
-        width: u32,
-        stacked: u32,
+        layout: QkvLayout,
         window: u32,
         scale: f32,
         dqkv: *mut S,
     ) {
-        let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
+        let problem = Problem::new(qkv, [documents, lengths], layout, window, scale);
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.
         unsafe {
@@ -167,7 +160,7 @@ family! {
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(2, 0) } |p| {
         let sizes = check_backward!(p, SHAPE.widths());
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
-        Grid::cover(sizes.blocks(p.heads, SHAPE.rows()), 1)
+        Grid::cover(sizes.blocks(p.layout.heads, SHAPE.rows()), 1)
     }
 }
 
@@ -189,16 +182,12 @@ family! {
         lse: &[f32],
         delta: &[f32],
         dout: &[S],
-        tokens: u32,
-        heads: u32,
-        kv_heads: u32,
-        width: u32,
-        stacked: u32,
+        layout: QkvLayout,
         window: u32,
         scale: f32,
         dqkv: *mut S,
     ) {
-        let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
+        let problem = Problem::new(qkv, [documents, lengths], layout, window, scale);
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.
         unsafe {
@@ -215,7 +204,7 @@ family! {
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(2, 2) } |p| {
         let sizes = check_backward!(p, SHAPE.widths());
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
-        Grid::new(sizes.blocks(p.kv_heads, SHAPE.rows()), SHAPE.parts, 1)
+        Grid::new(sizes.blocks(p.layout.kv_heads, SHAPE.rows()), SHAPE.parts, 1)
     }
 }
 
@@ -233,11 +222,7 @@ family! {
         lse: &[f32],
         delta: &[f32],
         dout: &[S],
-        tokens: u32,
-        heads: u32,
-        kv_heads: u32,
-        width: u32,
-        stacked: u32,
+        layout: QkvLayout,
         window: u32,
         scale: f32,
         before: u32,
@@ -245,7 +230,7 @@ family! {
         ds: *mut S,
         dqkv: *mut S,
     ) {
-        let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
+        let problem = Problem::new(qkv, [documents, lengths], layout, window, scale);
         let _ = count;
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.
@@ -256,9 +241,9 @@ family! {
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(2, 2) } |p| {
         let sizes = check_backward!(p, SHAPE.widths());
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
-        let heads = sizes.check_part(p.kv_heads, [p.before, p.count])?;
-        Violation::unless_length("ds", heads.times(stored_scores(p.tokens, p.window != 0)), p.ds.len())?;
-        Grid::cover(Size::of(p.tokens).div_ceil(SHAPE.rows()).times(p.count), 1)
+        let heads = sizes.check_part(p.layout.kv_heads, [p.before, p.count])?;
+        Violation::unless_length("ds", heads.times(stored_scores(p.layout.tokens, p.window != 0)), p.ds.len())?;
+        Grid::cover(Size::of(p.layout.tokens).div_ceil(SHAPE.rows()).times(p.count), 1)
     }
 }
 
@@ -277,11 +262,7 @@ family! {
         lse: &[f32],
         delta: &[f32],
         dout: &[S],
-        tokens: u32,
-        heads: u32,
-        kv_heads: u32,
-        width: u32,
-        stacked: u32,
+        layout: QkvLayout,
         window: u32,
         scale: f32,
         before: u32,
@@ -289,7 +270,7 @@ family! {
         p: *mut S,
         ds: *mut S,
     ) {
-        let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
+        let problem = Problem::new(qkv, [documents, lengths], layout, window, scale);
         let _ = count;
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.
@@ -303,11 +284,11 @@ family! {
     // of these heads, of which each block writes those of its own keys.
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(0, 2) } |p| {
         let sizes = check_backward!(p, SHAPE.widths());
-        let heads = sizes.check_part(p.kv_heads, [p.before, p.count])?;
-        let stored = heads.times(stored_scores(p.tokens, p.window != 0));
+        let heads = sizes.check_part(p.layout.kv_heads, [p.before, p.count])?;
+        let stored = heads.times(stored_scores(p.layout.tokens, p.window != 0));
         Violation::unless_length("p", stored, p.p.len())?;
         Violation::unless_length("ds", stored, p.ds.len())?;
-        Grid::cover(Size::of(p.tokens).div_ceil(SHAPE.rows()).times(p.count), 1)
+        Grid::cover(Size::of(p.layout.tokens).div_ceil(SHAPE.rows()).times(p.count), 1)
     }
 }
 
@@ -326,18 +307,14 @@ family! {
         lengths: &[u32],
         scores: &[S],
         dout: &[S],
-        tokens: u32,
-        heads: u32,
-        kv_heads: u32,
-        width: u32,
-        stacked: u32,
+        layout: QkvLayout,
         window: u32,
         scale: f32,
         before: u32,
         count: u32,
         dqkv: *mut S,
     ) {
-        let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
+        let problem = Problem::new(qkv, [documents, lengths], layout, window, scale);
         let _ = count;
         const SHAPE: Shape = VARIANT.1;
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
@@ -358,11 +335,11 @@ family! {
     contract unsafe { block: BLOCK, shared: VARIANT.1.squares_bytes() } |p| {
         let sizes = check_sizes!(p, VARIANT.1.widths());
         Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
-        let heads = sizes.check_part(p.kv_heads, [p.before, p.count])?;
-        Violation::unless_length("scores", heads.times(stored_scores(p.tokens, p.window != 0)), p.scores.len())?;
+        let heads = sizes.check_part(p.layout.kv_heads, [p.before, p.count])?;
+        Violation::unless_length("scores", heads.times(stored_scores(p.layout.tokens, p.window != 0)), p.scores.len())?;
         Violation::unless_length("dout", sizes.outputs(), p.dout.len())?;
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
         let own = if VARIANT.0 == Gradient::Queries { heads } else { Size::of(p.count) };
-        Grid::cover(Size::of(p.tokens).div_ceil(VARIANT.1.rows()).times(own), 1)
+        Grid::cover(Size::of(p.layout.tokens).div_ceil(VARIANT.1.rows()).times(own), 1)
     }
 }

@@ -47,6 +47,7 @@ use super::flash_attention::place::{check_backward, check_sizes};
 use super::flash_attention_mma::Gradient;
 use crate::family;
 use crate::machine::hints::block_bounds;
+use crate::qkv_layout::QkvLayout;
 use backward::{keys, queries};
 #[cfg(not(target_arch = "nvptx64"))]
 use cuda_std::launch::{Grid, Size, Violation};
@@ -95,7 +96,7 @@ pub const FROM_SCORES: [Shape; 2] = [
 macro_rules! check_qkv_map {
     ($p:ident, $sizes:ident) => {
         Violation::unless($p.samples as usize == $sizes.samples, "samples", "the samples of `qkv`", $p.samples)?;
-        let expected = qkv_map($p.qkv, [$p.heads, $p.kv_heads, $p.width], $p.stacked != 0);
+        let expected = qkv_map($p.qkv, [$p.layout.heads, $p.layout.kv_heads, $p.layout.width], $p.layout.stacked != 0);
         check_map("qkv_map", &$p.qkv_map, &expected)?;
     };
 }
@@ -129,11 +130,7 @@ family! {
         documents: &[u32],
         lengths: &[u32],
         samples: u32,
-        tokens: u32,
-        heads: u32,
-        kv_heads: u32,
-        width: u32,
-        stacked: u32,
+        layout: QkvLayout,
         window: u32,
         scale: f32,
         blocks: u32,
@@ -142,7 +139,7 @@ family! {
     ) {
         block_bounds::<{ SHAPE.threads() }, 1>();
         let _ = blocks;
-        let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
+        let problem = Problem::new(qkv, [documents, lengths], layout, window, scale);
         let inputs = Inputs { problem, samples, qkv_map, dout: &[], dout_map: qkv_map };
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.
@@ -166,8 +163,8 @@ family! {
         check_qkv_map!(p, sizes);
         Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
         Violation::unless_length("out", sizes.outputs(), p.out.len())?;
-        Violation::unless_length("lse", sizes.rows(p.heads), p.lse.len())?;
-        check_items(sizes.blocks(p.heads, SHAPE.rows()), p.blocks)
+        Violation::unless_length("lse", sizes.rows(p.layout.heads), p.lse.len())?;
+        check_items(sizes.blocks(p.layout.heads, SHAPE.rows()), p.blocks)
     }
 }
 
@@ -191,11 +188,7 @@ family! {
         dout: &[bf16],
         dout_map: TensorMap<bf16>,
         samples: u32,
-        tokens: u32,
-        heads: u32,
-        kv_heads: u32,
-        width: u32,
-        stacked: u32,
+        layout: QkvLayout,
         window: u32,
         scale: f32,
         blocks: u32,
@@ -203,7 +196,7 @@ family! {
     ) {
         block_bounds::<{ SHAPE.threads() }, 1>();
         let _ = blocks;
-        let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
+        let problem = Problem::new(qkv, [documents, lengths], layout, window, scale);
         let inputs = Inputs { problem, samples, qkv_map, dout, dout_map };
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.
@@ -223,9 +216,9 @@ family! {
     contract unsafe { block: SHAPE.threads(), shared: SHAPE.shared_bytes(2, 0) } |p| {
         let sizes = check_backward!(p, SHAPE.widths());
         check_qkv_map!(p, sizes);
-        check_map("dout_map", &p.dout_map, &dout_map(p.dout, p.heads, p.width))?;
+        check_map("dout_map", &p.dout_map, &dout_map(p.dout, p.layout.heads, p.layout.width))?;
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
-        check_items(sizes.blocks(p.heads, SHAPE.rows()), p.blocks)
+        check_items(sizes.blocks(p.layout.heads, SHAPE.rows()), p.blocks)
     }
 }
 
@@ -250,18 +243,14 @@ family! {
         dout: &[bf16],
         dout_map: TensorMap<bf16>,
         samples: u32,
-        tokens: u32,
-        heads: u32,
-        kv_heads: u32,
-        width: u32,
-        stacked: u32,
+        layout: QkvLayout,
         window: u32,
         scale: f32,
         pairs: u32,
         dqkv: *mut bf16,
     ) {
         block_bounds::<{ SHAPE.threads() }, 1>();
-        let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
+        let problem = Problem::new(qkv, [documents, lengths], layout, window, scale);
         let inputs = Inputs { problem, samples, qkv_map, dout, dout_map };
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.
@@ -283,12 +272,12 @@ family! {
     contract unsafe { block: SHAPE.threads(), shared: SHAPE.shared_bytes(2, 2) } |p| {
         let sizes = check_backward!(p, SHAPE.widths());
         check_qkv_map!(p, sizes);
-        check_map("dout_map", &p.dout_map, &dout_map(p.dout, p.heads, p.width))?;
+        check_map("dout_map", &p.dout_map, &dout_map(p.dout, p.layout.heads, p.layout.width))?;
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
         let suits = p.pairs == 0 || SHAPE.parts() == 1;
         Violation::unless(suits, "pairs", "0 for heads of more than 64 columns", p.pairs)?;
         let rows = if p.pairs == 0 { SHAPE.rows() } else { SHAPE.rows().saturating_mul(2) };
-        Grid::cover(sizes.blocks(p.kv_heads, rows), 1)
+        Grid::cover(sizes.blocks(p.layout.kv_heads, rows), 1)
     }
 }
 
@@ -312,11 +301,7 @@ family! {
         dout: &[bf16],
         dout_map: TensorMap<bf16>,
         samples: u32,
-        tokens: u32,
-        heads: u32,
-        kv_heads: u32,
-        width: u32,
-        stacked: u32,
+        layout: QkvLayout,
         window: u32,
         scale: f32,
         before: u32,
@@ -326,7 +311,7 @@ family! {
     ) {
         let _ = count;
         block_bounds::<{ SHAPE.threads() }, 1>();
-        let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
+        let problem = Problem::new(qkv, [documents, lengths], layout, window, scale);
         let inputs = Inputs { problem, samples, qkv_map, dout, dout_map };
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
         // width suits the shape.
@@ -348,12 +333,12 @@ family! {
     contract unsafe { block: SHAPE.threads(), shared: SHAPE.shared_bytes(2, 2) } |p| {
         let sizes = check_backward!(p, SHAPE.widths());
         check_qkv_map!(p, sizes);
-        check_map("dout_map", &p.dout_map, &dout_map(p.dout, p.heads, p.width))?;
+        check_map("dout_map", &p.dout_map, &dout_map(p.dout, p.layout.heads, p.layout.width))?;
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
-        let heads = sizes.check_part(p.kv_heads, [p.before, p.count])?;
-        Violation::unless_length("ds", heads.times(stored_scores(p.tokens, p.window != 0)), p.ds.len())?;
+        let heads = sizes.check_part(p.layout.kv_heads, [p.before, p.count])?;
+        Violation::unless_length("ds", heads.times(stored_scores(p.layout.tokens, p.window != 0)), p.ds.len())?;
         Violation::unless(p.ds.len() <= MOST_STORED, "ds", "at most 2^33 elements", p.ds.len())?;
-        Grid::cover(Size::of(p.tokens).div_ceil(SHAPE.rows()).times(p.count), 1)
+        Grid::cover(Size::of(p.layout.tokens).div_ceil(SHAPE.rows()).times(p.count), 1)
     }
 }
 
@@ -376,11 +361,7 @@ family! {
         dout: &[bf16],
         dout_map: TensorMap<bf16>,
         samples: u32,
-        tokens: u32,
-        heads: u32,
-        kv_heads: u32,
-        width: u32,
-        stacked: u32,
+        layout: QkvLayout,
         window: u32,
         scale: f32,
         before: u32,
@@ -389,7 +370,7 @@ family! {
         ds: *mut bf16,
     ) {
         block_bounds::<{ SHAPE.threads() }, 1>();
-        let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
+        let problem = Problem::new(qkv, [documents, lengths], layout, window, scale);
         let _ = count;
         let inputs = Inputs { problem, samples, qkv_map, dout, dout_map };
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
@@ -410,13 +391,13 @@ family! {
     contract unsafe { block: SHAPE.threads(), shared: SHAPE.shared_bytes(1, 2) } |p| {
         let sizes = check_backward!(p, SHAPE.widths());
         check_qkv_map!(p, sizes);
-        check_map("dout_map", &p.dout_map, &dout_map(p.dout, p.heads, p.width))?;
-        let heads = sizes.check_part(p.kv_heads, [p.before, p.count])?;
-        let stored = heads.times(stored_scores(p.tokens, p.window != 0));
+        check_map("dout_map", &p.dout_map, &dout_map(p.dout, p.layout.heads, p.layout.width))?;
+        let heads = sizes.check_part(p.layout.kv_heads, [p.before, p.count])?;
+        let stored = heads.times(stored_scores(p.layout.tokens, p.window != 0));
         Violation::unless_length("p", stored, p.p.len())?;
         Violation::unless_length("ds", stored, p.ds.len())?;
         Violation::unless(p.ds.len() <= MOST_STORED, "ds", "at most 2^33 elements", p.ds.len())?;
-        Grid::cover(Size::of(p.tokens).div_ceil(SHAPE.rows()).times(p.count), 1)
+        Grid::cover(Size::of(p.layout.tokens).div_ceil(SHAPE.rows()).times(p.count), 1)
     }
 }
 
@@ -438,11 +419,7 @@ family! {
         dout: &[bf16],
         dout_map: TensorMap<bf16>,
         samples: u32,
-        tokens: u32,
-        heads: u32,
-        kv_heads: u32,
-        width: u32,
-        stacked: u32,
+        layout: QkvLayout,
         window: u32,
         scale: f32,
         before: u32,
@@ -450,7 +427,7 @@ family! {
         dqkv: *mut bf16,
     ) {
         block_bounds::<{ VARIANT.1.threads() }, 1>();
-        let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
+        let problem = Problem::new(qkv, [documents, lengths], layout, window, scale);
         let _ = count;
         let inputs = Inputs { problem, samples, qkv_map, dout, dout_map };
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
@@ -471,14 +448,14 @@ family! {
     contract unsafe { block: VARIANT.1.threads(), shared: VARIANT.1.shared_bytes(0, 0) } |p| {
         let sizes = check_sizes!(p, VARIANT.1.widths());
         check_qkv_map!(p, sizes);
-        check_map("dout_map", &p.dout_map, &dout_map(p.dout, p.heads, p.width))?;
+        check_map("dout_map", &p.dout_map, &dout_map(p.dout, p.layout.heads, p.layout.width))?;
         Violation::unless(p.scale > 0.0, "scale", "above 0", p.scale)?;
-        let heads = sizes.check_part(p.kv_heads, [p.before, p.count])?;
-        Violation::unless_length("scores", heads.times(stored_scores(p.tokens, p.window != 0)), p.scores.len())?;
+        let heads = sizes.check_part(p.layout.kv_heads, [p.before, p.count])?;
+        Violation::unless_length("scores", heads.times(stored_scores(p.layout.tokens, p.window != 0)), p.scores.len())?;
         Violation::unless(p.scores.len() <= MOST_STORED, "scores", "at most 2^33 elements", p.scores.len())?;
         Violation::unless_length("dout", sizes.outputs(), p.dout.len())?;
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
         let own = if VARIANT.0 == Gradient::Queries { heads } else { Size::of(p.count) };
-        Grid::cover(Size::of(p.tokens).div_ceil(VARIANT.1.rows()).times(own), 1)
+        Grid::cover(Size::of(p.layout.tokens).div_ceil(VARIANT.1.rows()).times(own), 1)
     }
 }

@@ -18,6 +18,7 @@
 //! depends only on the numbers of rows and columns.
 
 use crate::block::{divide, no_unroll};
+use crate::qkv_layout::QkvLayout;
 use crate::row_chunk::{BLOCK, RowChunk, groups_of};
 use crate::tile::SharedTile;
 use crate::vector::{F4, load, store};
@@ -37,9 +38,10 @@ const BACKWARD_BYTES: u32 = 2 * BLOCK * (REGS * F4::LEN) as u32 * 4;
 /// Returns the part that a row belongs to: q (0), k (1) or v (2).
 ///
 /// # Safety
-/// No argument except `row` and `stacked` is 0.
+/// No number except `row` and `stacked` is 0.
 #[inline(always)]
-unsafe fn part_of(row: usize, rows: usize, heads: u32, kv_heads: u32, stacked: u32) -> u32 {
+unsafe fn part_of(row: usize, rows: usize, layout: QkvLayout) -> u32 {
+    let QkvLayout { heads, kv_heads, stacked, .. } = layout;
     // SAFETY: the caller guarantees that no divisor is 0; a third of the rows is not 0 if there is
     // a row.
     unsafe {
@@ -68,21 +70,18 @@ family! {
     unsafe fn(
         x: &[S],
         gains: &[f32],
-        heads: u32,
-        kv_heads: u32,
-        width: u32,
+        layout: QkvLayout,
         distance: u32,
-        stacked: u32,
         epsilon: f32,
         y: *mut S,
         inverse_rms: *mut f32,
     ) {
-        let cols = width as usize;
+        let cols = layout.width as usize;
         // SAFETY: the row lies inside `x`, `y` and `inverse_rms`, and its lanes stay converged. The
         // sizes are not 0.
         unsafe {
             let Some(row) = Row::new(x.len(), cols) else { return };
-            let part = part_of(row.number, inverse_rms_rows(x.len(), cols), heads, kv_heads, stacked);
+            let part = part_of(row.number, inverse_rms_rows(x.len(), cols), layout);
             let mut held = [F4::splat(0.0); REGS];
             for_each_vector!(REGS, row, cols, |at, column, present| {
                 held[at] = F4::load_part(x, row.start + column, present, 0.0);
@@ -116,14 +115,14 @@ family! {
     // as long, `gains` has two rows, and `inverse_rms` an element for each row. A thread accesses a
     // row only if it begins inside `x`.
     contract unsafe { block: crate::warp::ROW_BLOCK, shared: 0 } |k| {
-        let rows = rows_in(k.x.len(), [k.heads, k.kv_heads, k.width, k.stacked])?;
-        Violation::unless(k.distance >= k.width, "distance", "at least `width`", k.distance)?;
+        let rows = rows_in(k.x.len(), k.layout)?;
+        Violation::unless(k.distance >= k.layout.width, "distance", "at least `width`", k.distance)?;
         Violation::unless_aligned("distance", k.distance, F4::LEN)?;
-        Violation::unless(Size::of(k.distance).plus(k.width).at_most(u32::MAX as usize), "distance", "less than 2^32", k.distance)?;
-        Violation::unless_length("gains", Size::of(k.distance).plus(k.width), k.gains.len())?;
+        Violation::unless(Size::of(k.distance).plus(k.layout.width).at_most(u32::MAX as usize), "distance", "less than 2^32", k.distance)?;
+        Violation::unless_length("gains", Size::of(k.distance).plus(k.layout.width), k.gains.len())?;
         Violation::unless_length("y", k.x.len(), k.y.len())?;
         Violation::unless_length("inverse_rms", rows, k.inverse_rms.len())?;
-        crate::warp::Row::grid("x", k.x.len(), k.width as usize)
+        crate::warp::Row::grid("x", k.x.len(), k.layout.width as usize)
     }
 }
 
@@ -156,16 +155,13 @@ family! {
         x: &[S],
         gains: &[f32],
         inverse_rms: &[f32],
-        heads: u32,
-        kv_heads: u32,
-        width: u32,
+        layout: QkvLayout,
         distance: u32,
-        stacked: u32,
         chunk: usize,
         dx: *mut S,
         dgains: *mut f32,
     ) {
-        let cols = width as usize;
+        let (width, cols) = (layout.width, layout.width as usize);
         let rows = RowChunk::of_block(chunk, inverse_rms.len());
         let mut sums = [[F4::splat(0.0); REGS]; 2];
         // SAFETY: the rows lie inside the arguments. Their lanes stay converged, and every thread
@@ -175,7 +171,7 @@ family! {
             while let Some(row) = next
                 && row.number < rows.end
             {
-                let part = part_of(row.number, inverse_rms.len(), heads, kv_heads, stacked);
+                let part = part_of(row.number, inverse_rms.len(), layout);
                 let [factor, scale] = rescale::of_scale(load(inverse_rms, row.number), cols);
                 let (mut held, mut gradients, mut dot) = ([F4::splat(0.0); REGS], [F4::splat(0.0); REGS], F4::splat(0.0));
                 for_each_vector!(REGS, row, cols, |at, column, present| {
@@ -233,13 +229,13 @@ family! {
     // SAFETY: the argument for `qk_norm_forward` holds here too. `dx` is as long as `x`, `chunk` is
     // a number of rows, and `dgains` has two rows for each chunk.
     contract unsafe { block: BLOCK, shared: BACKWARD_BYTES } |k| {
-        let rows = rows_in(k.x.len(), [k.heads, k.kv_heads, k.width, k.stacked])?;
-        Violation::unless(k.distance >= k.width, "distance", "at least `width`", k.distance)?;
+        let rows = rows_in(k.x.len(), k.layout)?;
+        Violation::unless(k.distance >= k.layout.width, "distance", "at least `width`", k.distance)?;
         Violation::unless_aligned("distance", k.distance, F4::LEN)?;
-        Violation::unless(Size::of(k.distance).plus(k.width).at_most(u32::MAX as usize), "distance", "less than 2^32", k.distance)?;
-        Violation::unless_length("gains", Size::of(k.distance).plus(k.width), k.gains.len())?;
+        Violation::unless(Size::of(k.distance).plus(k.layout.width).at_most(u32::MAX as usize), "distance", "less than 2^32", k.distance)?;
+        Violation::unless_length("gains", Size::of(k.distance).plus(k.layout.width), k.gains.len())?;
         Violation::unless_length("inverse_rms", rows, k.inverse_rms.len())?;
-        let chunk = crate::row_chunk::chunk_of(rows, k.width as usize);
+        let chunk = crate::row_chunk::chunk_of(rows, k.layout.width as usize);
         Violation::unless(k.chunk == chunk, "chunk", "the value of `chunk_of`", k.chunk)?;
         Violation::unless_length("dx", k.x.len(), k.dx.len())?;
         Violation::unless_length("dgains", Size::of(rows).div_ceil(chunk).times(k.gains.len()), k.dgains.len())?;
@@ -249,15 +245,8 @@ family! {
 
 /// Returns the number of rows of q, k and v in `length` elements, or the violation.
 #[cfg(not(target_arch = "nvptx64"))]
-fn rows_in(length: usize, [heads, kv_heads, width, stacked]: [u32; 4]) -> Result<usize, cuda_std::launch::Violation> {
-    use cuda_std::launch::{Size, Violation};
-    Violation::unless_aligned("width", width, F4::LEN)?;
-    Violation::unless(width > 0 && width as usize <= MAX_WIDTH, "width", "1 to 256", width)?;
-    Violation::unless(heads > 0, "heads", "at least 1", heads)?;
-    let suits = kv_heads > 0 && (stacked == 0 || kv_heads == heads);
-    Violation::unless(suits, "kv_heads", "at least 1; `heads` if q, k and v are stacked", kv_heads)?;
-    let all = Size::of(kv_heads).times(2).plus(heads);
-    Violation::unless(all.at_most(u32::MAX as usize), "heads", "fewer than 2^32 heads in all", heads)?;
-    crate::warp::rows_in("x", length, all.times(width))?;
-    crate::warp::rows_in("x", length, width)
+fn rows_in(length: usize, layout: QkvLayout) -> Result<usize, cuda_std::launch::Violation> {
+    let all = layout.check(F4::LEN, MAX_WIDTH)?;
+    crate::warp::rows_in("x", length, all.times(layout.width))?;
+    crate::warp::rows_in("x", length, layout.width)
 }

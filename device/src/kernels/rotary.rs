@@ -22,6 +22,7 @@
 //! Invariant: the angle is computed in integers only, so every device has the same one.
 
 use crate::block::divide;
+use crate::qkv_layout::QkvLayout;
 use crate::vector::F4;
 use crate::{family, unroll};
 use cuda_std::{GpuFloat, prelude::*};
@@ -41,34 +42,22 @@ family! {
     ///
     /// `x`, `out`: q, k and v as for
     /// [`flash_forward`](struct@crate::flash_attention::flash_forward), with heads of `width`
-    /// columns, of which the first `rotated` rotate. Token t has the position `offset + t`. The
-    /// parameters `start` to `by_pair` are [`Frequencies`]. Sine and cosine are multiplied by
+    /// columns, of which the first `rotated` rotate. Token t has the position `offset + t`. Sine and cosine are multiplied by
     /// `gain`. v and the columns that do not rotate are copied, unless `out` is `x` itself.
     /// Overwrites `out`.
     rotary<S: Stored> { rotary_f32: f32; rotary_bf16: bf16; }
     unsafe fn(
         x: *const S,
-        tokens: u32,
-        heads: u32,
-        kv_heads: u32,
-        width: u32,
+        layout: QkvLayout,
         rotated: u32,
-        stacked: u32,
-        start: u64,
-        ratio: u64,
-        shrink: u64,
-        low: u64,
-        span: u64,
-        shift: u32,
-        inverse: u64,
-        by_pair: u32,
+        frequencies: Frequencies,
         gain: f32,
         offset: u32,
         back: u32,
         samples: u32,
         out: *mut S,
     ) {
-        let frequencies = Frequencies { start, ratio, shrink, low, span, shift, inverse, by_pair: by_pair != 0 };
+        let QkvLayout { tokens, heads, kv_heads, width, .. } = layout;
         let half = width as usize / 2;
         let index = thread::block_idx_x() as usize * BLOCK as usize + thread::thread_idx_x() as usize;
         // SAFETY: the contract has checked that no size is 0, and that `x` and `out` hold all heads
@@ -101,7 +90,7 @@ family! {
             let all = if is_copy { heads + 2 * kv_heads } else { turned };
             let mut head = 0;
             while head < all {
-                let start = start_of(head, row, tokens, heads, kv_heads, width, stacked, samples);
+                let start = start_of(head, row, layout, samples);
                 let (low, high) = (start + column, start + column + distance);
                 let (a, b) = (F4::load_raw(x, low), F4::load_raw(x, high));
                 let (turned_a, turned_b) = ((-(b * sin)).fma(a, cos), (a * sin).fma(b, cos));
@@ -115,21 +104,17 @@ family! {
     // SAFETY: `x` and `out` hold the heads of q, k and v of each token. A thread accesses only its
     // own columns of each head of its own token, and only if that token exists.
     contract unsafe { block: BLOCK, shared: 0 } |k| {
-        Violation::unless(k.tokens > 0, "tokens", "at least 1", k.tokens)?;
-        Violation::unless(k.heads > 0, "heads", "at least 1", k.heads)?;
-        let suits = k.kv_heads > 0 && (k.stacked == 0 || k.kv_heads == k.heads);
-        Violation::unless(suits, "kv_heads", "at least 1; `heads` if q, k and v are stacked", k.kv_heads)?;
-        Violation::unless_aligned("width", k.width, 2 * F4::LEN)?;
-        Violation::unless(k.width > 0, "width", "at least 1", k.width)?;
+        let QkvLayout { tokens, width, .. } = k.layout;
+        Violation::unless(tokens > 0, "tokens", "at least 1", tokens)?;
+        let heads = k.layout.check(2 * F4::LEN, u32::MAX as usize)?;
         Violation::unless_aligned("rotated", k.rotated, 2 * F4::LEN)?;
-        Violation::unless(k.rotated <= k.width, "rotated", "at most `width`", k.rotated)?;
-        Violation::unless(k.shift < u64::BITS, "shift", "below 64", k.shift)?;
-        let heads = Size::of(k.kv_heads).times(2).plus(k.heads);
-        Violation::unless(heads.at_most(u32::MAX as usize), "heads", "fewer than 2^32 heads in all", k.heads)?;
-        let rows = Size::of(k.samples).times(k.tokens);
-        Violation::unless_length("x", rows.times(heads).times(k.width), k.x.len())?;
-        Violation::unless_length("out", rows.times(heads).times(k.width), k.out.len())?;
-        Grid::cover(rows.times(Size::of(k.width).div_ceil(2 * 4)), BLOCK as usize)
+        Violation::unless(k.rotated <= width, "rotated", "at most `width`", k.rotated)?;
+        let shift = k.frequencies.shift;
+        Violation::unless(shift < u64::BITS, "frequencies", "a shift below 64", shift)?;
+        let rows = Size::of(k.samples).times(tokens);
+        Violation::unless_length("x", rows.times(heads).times(width), k.x.len())?;
+        Violation::unless_length("out", rows.times(heads).times(width), k.out.len())?;
+        Grid::cover(rows.times(Size::of(width).div_ceil(2 * 4)), BLOCK as usize)
     }
 }
 
@@ -140,33 +125,14 @@ family! {
     /// Rotates 16 neighboring pairs of columns of q and k in place like [`rotary`], each by a
     /// frequency of its own.
     ///
-    /// `out`: q, k and v as for [`rotary`]. Pair `first + i` turns by `fi` per position, in units
-    /// of 2^-64 turns. Pairs beyond those of `rotated` columns do not exist.
+    /// `out`: q, k and v as for [`rotary`]. Pair `first + i` turns by `turns[i]` per position, in
+    /// units of 2^-64 turns. Pairs beyond those of `rotated` columns do not exist.
     rotary_pairs<S: Stored> { rotary_pairs_f32: f32; rotary_pairs_bf16: bf16; }
     unsafe fn(
-        tokens: u32,
-        heads: u32,
-        kv_heads: u32,
-        width: u32,
+        layout: QkvLayout,
         rotated: u32,
-        stacked: u32,
         first: u32,
-        f0: u64,
-        f1: u64,
-        f2: u64,
-        f3: u64,
-        f4: u64,
-        f5: u64,
-        f6: u64,
-        f7: u64,
-        f8: u64,
-        f9: u64,
-        f10: u64,
-        f11: u64,
-        f12: u64,
-        f13: u64,
-        f14: u64,
-        f15: u64,
+        turns: [u64; 16],
         gain: f32,
         offset: u32,
         back: u32,
@@ -174,16 +140,18 @@ family! {
         out: *mut S,
     ) {
         let index = thread::block_idx_x() as usize * BLOCK as usize + thread::thread_idx_x() as usize;
+        let QkvLayout { tokens, heads, kv_heads, .. } = layout;
         let (row, quad) = (index / (PAIRS / F4::LEN), index % (PAIRS / F4::LEN));
         let (pair, distance) = (first as usize + quad * F4::LEN, rotated as usize / 2);
         if row >= samples as usize * tokens as usize || pair >= distance {
             return;
         }
+        // A constant index reads the parameter where it is.
         let frequencies = match quad {
-            0 => [f0, f1, f2, f3],
-            1 => [f4, f5, f6, f7],
-            2 => [f8, f9, f10, f11],
-            _ => [f12, f13, f14, f15],
+            0 => [turns[0], turns[1], turns[2], turns[3]],
+            1 => [turns[4], turns[5], turns[6], turns[7]],
+            2 => [turns[8], turns[9], turns[10], turns[11]],
+            _ => [turns[12], turns[13], turns[14], turns[15]],
         };
         // SAFETY: the contract has checked that no size is 0, and that `out` holds all heads of all
         // tokens of the samples. A quad of pairs begins at a multiple of 4, as their number is.
@@ -199,7 +167,7 @@ family! {
             }
             let mut head = 0;
             while head < heads + kv_heads {
-                let low = start_of(head, row, tokens, heads, kv_heads, width, stacked, samples) + pair;
+                let low = start_of(head, row, layout, samples) + pair;
                 let high = low + distance;
                 let (a, b) = (F4::load_raw(out.cast_const(), low), F4::load_raw(out.cast_const(), high));
                 (-(b * sin)).fma(a, cos).store(out, low);
@@ -211,19 +179,14 @@ family! {
     // SAFETY: `out` holds the heads of q, k and v of each token. A thread accesses only its own
     // columns of each head of its own token, and only if that token and those columns exist.
     contract unsafe { block: BLOCK, shared: 0 } |k| {
-        Violation::unless(k.tokens > 0, "tokens", "at least 1", k.tokens)?;
-        Violation::unless(k.heads > 0, "heads", "at least 1", k.heads)?;
-        let suits = k.kv_heads > 0 && (k.stacked == 0 || k.kv_heads == k.heads);
-        Violation::unless(suits, "kv_heads", "at least 1; `heads` if q, k and v are stacked", k.kv_heads)?;
-        Violation::unless_aligned("width", k.width, 2 * F4::LEN)?;
-        Violation::unless(k.width > 0, "width", "at least 1", k.width)?;
+        let QkvLayout { tokens, width, .. } = k.layout;
+        Violation::unless(tokens > 0, "tokens", "at least 1", tokens)?;
+        let heads = k.layout.check(2 * F4::LEN, u32::MAX as usize)?;
         Violation::unless_aligned("rotated", k.rotated, 2 * F4::LEN)?;
-        Violation::unless(k.rotated <= k.width, "rotated", "at most `width`", k.rotated)?;
+        Violation::unless(k.rotated <= width, "rotated", "at most `width`", k.rotated)?;
         Violation::unless_aligned("first", k.first, F4::LEN)?;
-        let heads = Size::of(k.kv_heads).times(2).plus(k.heads);
-        Violation::unless(heads.at_most(u32::MAX as usize), "heads", "fewer than 2^32 heads in all", k.heads)?;
-        let rows = Size::of(k.samples).times(k.tokens);
-        Violation::unless_length("out", rows.times(heads).times(k.width), k.out.len())?;
+        let rows = Size::of(k.samples).times(tokens);
+        Violation::unless_length("out", rows.times(heads).times(width), k.out.len())?;
         Grid::cover(rows.times(PAIRS / F4::LEN), BLOCK as usize)
     }
 }
@@ -231,16 +194,8 @@ family! {
 /// Returns the index of the first column of a head. `row` is the number of the token among those
 /// of all samples, and `head` counts those of q, of k and of v.
 #[inline(always)]
-fn start_of(
-    head: u32,
-    row: usize,
-    tokens: u32,
-    heads: u32,
-    kv_heads: u32,
-    width: u32,
-    stacked: u32,
-    samples: u32,
-) -> usize {
+fn start_of(head: u32, row: usize, layout: QkvLayout, samples: u32) -> usize {
+    let QkvLayout { tokens, heads, kv_heads, width, stacked } = layout;
     if stacked == 0 {
         return (row * (heads + 2 * kv_heads) as usize + head as usize) * width as usize;
     }
@@ -264,6 +219,8 @@ fn start_of(
 /// The place is the frequency itself or, by pair, the index in units of 2^-32, counted from the
 /// slow end: then the fraction falls.
 #[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(target_arch = "nvptx64"), derive(cuda_std::launch::Pod, cuda_std::launch::Zeroable))]
+#[repr(C)]
 pub struct Frequencies {
     /// The frequency of pair 0.
     pub start: u64,
@@ -275,12 +232,12 @@ pub struct Frequencies {
     pub low: u64,
     /// The length of the ramp, at least 1 if pairs are scaled.
     pub span: u64,
-    /// The number of zeros above the highest bit of `span`.
-    pub shift: u32,
     /// `2^127` divided by `span << shift`.
     pub inverse: u64,
-    /// True if the place is the index.
-    pub by_pair: bool,
+    /// The number of zeros above the highest bit of `span`.
+    pub shift: u32,
+    /// Not 0 if the place is the index.
+    pub by_pair: u32,
 }
 
 impl Frequencies {
@@ -291,10 +248,10 @@ impl Frequencies {
         if self.shrink == 0 {
             return full;
         }
-        let place = if self.by_pair { (pair as u64) << 32 } else { full };
+        let place = if self.by_pair != 0 { (pair as u64) << 32 } else { full };
         let above = place.saturating_sub(self.low);
         let share = if above >= self.span { u64::MAX } else { times(above << self.shift, self.inverse) << 1 };
-        let share = if self.by_pair { !share } else { share };
+        let share = if self.by_pair != 0 { !share } else { share };
         let slow = times(full, self.shrink);
         slow + times(full - slow, share)
     }

@@ -47,7 +47,7 @@ pub use crate::host_memory::zeros;
 /// Invariant: a value is judged by its bits, in any floating-point mode.
 pub use crate::non_finite::{all_finite, are_finite};
 /// Invariant: the lists contain each op that is declared by one expression, once.
-pub use crate::ops::declare::{ChosenArguments, ChosenLaunch, Declared, Operands, UNARY, UnaryOp};
+pub use crate::ops::declare::{ChosenArguments, ChosenLaunch, Declared, Operands, UNARY, UnaryOp, choose_number};
 /// Invariant: the list contains each declared pointwise function, once.
 pub use crate::ops::pointwise::{POINTWISE, PointwiseOp};
 /// Invariant: the sum of the partial sums has the bits of the squared norm.

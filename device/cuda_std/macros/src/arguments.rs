@@ -78,8 +78,7 @@ pub(super) fn typed(
             Kind::Pointer(element) => quote!(#launch::Pointer<'a, #element>),
             Kind::PointerMut(element) => quote!(#launch::PointerMut<'a, #element>),
             Kind::TensorMap(element) => quote!(#launch::TensorMap<'a, #element>),
-            Kind::Array(length) => quote!([usize; #length]),
-            Kind::Scalar(scalar) => quote!(#scalar),
+            Kind::Value(ty) => quote!(#ty),
         };
         let text = format!("The kernel's parameter `{name}`.");
         quote!(#(#docs)* #[doc = #text] pub #name: #ty)
@@ -95,7 +94,7 @@ pub(super) fn typed(
         #visibility struct #name #declared { #choice #(#fields),* }
 
         // SAFETY: each field packs itself, and only types of `launch` can: a `Slice` as two words,
-        // a `TensorMap` as eight, an array as its elements, anything else as one.
+        // a `Pointer` as one, a `TensorMap` as eight, and plain data as those that it fills.
         #[cfg(not(target_arch = "nvptx64"))]
         unsafe impl #bounded #launch::Arguments for #name #named {
             const NAME: &'static str = #text;

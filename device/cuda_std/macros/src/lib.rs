@@ -4,8 +4,8 @@
 //! The attribute takes no arguments, as in rust-cuda, so that the same source compiles with both.
 //!
 //! Invariant: parameters reach the function in the same order on every device. A slice is a pointer
-//! and a length, a tensor map is 128 bytes on a GPU and eight words on a CPU, an array has a word
-//! for each element, and everything else is one 8-byte word. The author must write the word
+//! and a length, a tensor map is 128 bytes on a GPU and eight words on a CPU, and plain data fills
+//! whole words of 8 bytes. The author must write the word
 //! `unsafe`: a module that forbids unsafe code also rejects the unsafe code that these macros
 //! generate.
 
@@ -28,9 +28,8 @@ use syn::{
 /// On NVPTX it becomes a PTX entry of the same name, with `&[T]` passed as pointer and length. On a
 /// CPU the function remains, and a struct of the same name holds its arguments for a launch. `&[T]`
 /// becomes `Slice<'a, T>`, `*const T` becomes `Pointer<'a, T>`, `*mut T` becomes `PointerMut<'a,
-/// T>`, `TensorMap<T>` becomes `launch::TensorMap<'a, T>`, and scalars and arrays `[usize; 20]` are
-/// unchanged. The struct is
-/// plain data. The kernel's `Contract` defines its number of threads and the memory that it may
+/// T>`, and `TensorMap<T>` becomes `launch::TensorMap<'a, T>`. Numbers, arrays of numbers, and
+/// structs of numbers that are `repr(C)` and `launch::Pod`, are unchanged. The struct is plain data. The kernel's `Contract` defines its number of threads and the memory that it may
 /// access.
 ///
 /// In its body `x.exp()`, `f32::exp(x)` and other functions that only the standard library has are
@@ -87,15 +86,14 @@ enum Kind {
     PointerMut(Type),
     /// A tensor map of elements of this type.
     TensorMap(Type),
-    /// An array of this many `usize`, passed by value.
-    Array(usize),
-    Scalar(Type),
+    /// Plain data, passed by value.
+    Value(Type),
 }
 
 impl Kind {
     /// True for memory, which a launch borrows.
     fn is_memory(&self) -> bool {
-        !matches!(self, Self::Array(_) | Self::Scalar(_))
+        !matches!(self, Self::Value(_))
     }
 }
 
@@ -177,21 +175,9 @@ fn parameter(argument: &FnArg) -> syn::Result<Parameter> {
             Kind::PointerMut((*pointer.elem).clone())
         }
         Type::Ptr(pointer) => Kind::Pointer((*pointer.elem).clone()),
-        Type::Array(array) => Kind::Array(array_length(array)?),
-        other => tensor_map(other).map_or_else(|| Kind::Scalar(other.clone()), Kind::TensorMap),
+        other => tensor_map(other).map_or_else(|| Kind::Value(other.clone()), Kind::TensorMap),
     };
     Ok(Parameter { name: pattern.ident.clone(), kind, docs: typed.attrs.clone() })
-}
-
-/// Returns the length of an array `[usize; 20]`.
-fn array_length(array: &syn::TypeArray) -> syn::Result<usize> {
-    let is_usize = matches!(&*array.elem, Type::Path(path) if path.path.is_ident("usize"));
-    // A literal that another macro passes on is in an invisible group.
-    let length = if let syn::Expr::Group(group) = &array.len { &group.expr } else { &array.len };
-    match length {
-        syn::Expr::Lit(syn::ExprLit { lit: syn::Lit::Int(length), .. }) if is_usize => length.base10_parse(),
-        _ => Err(Error::new(array.span(), "an array parameter is `[usize; N]`, with N a literal")),
-    }
 }
 
 /// Returns T if the type is `TensorMap<T>`.
@@ -216,8 +202,8 @@ fn on_gpu(item: &ItemFn, parameters: &[Parameter]) -> Tokens {
         Kind::Pointer(element) => quote!(#name: *const #element),
         Kind::PointerMut(element) => quote!(#name: *mut #element),
         Kind::TensorMap(_) => quote!(#name: ::cuda_std::tensor_map::Parameter),
-        Kind::Array(length) => quote!(#name: ::cuda_std::array::Parameter<#length>),
-        Kind::Scalar(scalar) => quote!(#name: #scalar),
+        Kind::Value(ty @ Type::Array(_)) => quote!(#name: ::cuda_std::array::Parameter<#ty>),
+        Kind::Value(ty) => quote!(#name: #ty),
     });
     // The number of the next PTX parameter.
     let mut number = 0;
@@ -242,7 +228,7 @@ fn on_gpu(item: &ItemFn, parameters: &[Parameter]) -> Tokens {
                     ::cuda_std::tensor_map::TensorMap::at(address)
                 }}
             }
-            Kind::Array(_) => quote!(#parameter.0),
+            Kind::Value(Type::Array(_)) => quote!(#parameter.0),
             _ => quote!(#parameter),
         }
     });
@@ -270,19 +256,19 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter], is_w
     let launch = quote!(::cuda_std::launch);
     let typed = arguments::typed(documents, visibility, name, None, None, parameters);
     let elided = if arguments::borrow(parameters) { quote!(<'_>) } else { quote!() };
-    let mut word = 0usize;
+    // The number of the next word.
+    let mut word = quote!(0usize);
     let unpacked = parameters.iter().map(|Parameter { kind, .. }| {
         let (read, words) = match kind {
-            Kind::Slice(_) => (quote!(slice), 2),
-            Kind::Pointer(_) => (quote!(pointer), 1),
-            Kind::PointerMut(_) => (quote!(pointer_mut), 1),
-            Kind::TensorMap(_) => (quote!(tensor_map), 8),
-            Kind::Array(length) => (quote!(array), *length),
-            Kind::Scalar(_) => (quote!(scalar), 1),
+            Kind::Slice(_) => (quote!(slice), quote!(2)),
+            Kind::Pointer(_) => (quote!(pointer), quote!(1)),
+            Kind::PointerMut(_) => (quote!(pointer_mut), quote!(1)),
+            Kind::TensorMap(_) => (quote!(tensor_map), quote!(8)),
+            Kind::Value(ty) => (quote!(value), quote!(#launch::words_of::<#ty>())),
         };
-        let at = word;
-        word += words;
-        quote!(#launch::unpack::#read(words, #at))
+        let read = quote!(#launch::unpack::#read(words, const { #word }));
+        word = quote!(#word + #words);
+        read
     });
     let unpacked: Vec<Tokens> = unpacked.collect();
     // Outputs are unpacked and looked up once for all consecutive threads of the block. The other

@@ -5,7 +5,7 @@
 //! Invariant: the value read at an index is the one that [`Argument::pack`](super::Argument::pack)
 //! has stored there.
 
-use super::Scalar;
+use super::Pod;
 use crate::tensor_map::TensorMap;
 use core::marker::PhantomData;
 
@@ -58,22 +58,13 @@ pub unsafe fn tensor_map<T>(words: *const u64, at: usize) -> TensorMap<T> {
     }
 }
 
-/// Reads an array, from as many words.
+/// Reads plain data.
 ///
 /// # Safety
-/// There are `N` words from `at` on.
+/// There are the words of a T from `at` on.
 #[inline(always)]
-pub unsafe fn array<const N: usize>(words: *const u64, at: usize) -> [usize; N] {
-    // SAFETY: the caller guarantees that there are `N` words. A `usize` has the size of a word.
-    unsafe { words.add(at).cast::<[usize; N]>().read() }
-}
-
-/// Reads a number.
-///
-/// # Safety
-/// There is a word at `at`.
-#[inline(always)]
-pub unsafe fn scalar<S: Scalar>(words: *const u64, at: usize) -> S {
-    // SAFETY: the caller guarantees that there is a word at `at`.
-    S::from_word(unsafe { *words.add(at) })
+pub unsafe fn value<T: Pod>(words: *const u64, at: usize) -> T {
+    // SAFETY: the caller guarantees the words. Any bits are a T, whose alignment is at most a
+    // word's.
+    unsafe { words.add(at).cast::<T>().read() }
 }

@@ -8,6 +8,7 @@
 //! ```
 
 use crate::block::{divide, divide_short};
+use crate::qkv_layout::QkvLayout;
 use crate::vector::load;
 #[cfg(not(target_arch = "nvptx64"))]
 use cuda_std::launch::{Size, Violation};
@@ -39,6 +40,19 @@ pub(crate) struct Rows<'k, S> {
 }
 
 impl<'k, S: Copy> Problem<'k, S> {
+    /// The masks are the documents and the lengths.
+    #[inline(always)]
+    pub(crate) fn new(
+        qkv: &'k [S],
+        [documents, lengths]: [&'k [u32]; 2],
+        layout: QkvLayout,
+        window: u32,
+        scale: f32,
+    ) -> Self {
+        let QkvLayout { tokens, heads, kv_heads, width, stacked } = layout;
+        Self { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale }
+    }
+
     /// The distance in elements from one token to the next in `qkv`.
     #[inline(always)]
     fn stride(&self) -> usize {
@@ -295,7 +309,7 @@ pub(crate) struct Sizes {
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! check_sizes {
     ($p:ident, $widths:expr) => {{
-        let numbers = [$p.tokens, $p.heads, $p.kv_heads, $p.width, $p.stacked];
+        let numbers = $p.layout;
         let sizes = $crate::flash_attention::place::Sizes::new($p.qkv.len(), numbers, $widths)?;
         sizes.check_masks($p.documents.len(), $p.lengths.len())?;
         sizes
@@ -310,7 +324,7 @@ macro_rules! check_backward {
     ($p:ident, $widths:expr) => {{
         let sizes = $crate::flash_attention::place::check_sizes!($p, $widths);
         Violation::unless($p.scale > 0.0, "scale", "above 0", $p.scale)?;
-        sizes.check_gradients($p.heads, [$p.lse.len(), $p.delta.len(), $p.dout.len()])?;
+        sizes.check_gradients($p.layout.heads, [$p.lse.len(), $p.delta.len(), $p.dout.len()])?;
         sizes
     }};
 }
@@ -321,22 +335,12 @@ pub(crate) use check_backward;
 impl Sizes {
     /// Returns the sizes of a `qkv` with `length` elements, or the violation. Widths are multiples
     /// of `step`, up to `widest`.
-    pub(crate) fn new(
-        length: usize,
-        [tokens, heads, kv_heads, width, stacked]: [u32; 5],
-        (step, widest): (u32, usize),
-    ) -> Result<Self, Violation> {
+    pub(crate) fn new(length: usize, layout: QkvLayout, (step, widest): (u32, usize)) -> Result<Self, Violation> {
+        let QkvLayout { tokens, heads, kv_heads, width, .. } = layout;
         // A block also numbers the rows of a tile past the last token.
         Violation::unless((1..1 << 31).contains(&tokens), "tokens", "1 to 2^31 - 1", tokens)?;
-        Violation::unless(heads > 0, "heads", "at least 1", heads)?;
-        let divides = kv_heads > 0 && heads.is_multiple_of(kv_heads) && (stacked == 0 || heads == kv_heads);
-        Violation::unless(divides, "kv_heads", "a divisor of `heads`; `heads` if q, k and v are stacked", kv_heads)?;
-        Violation::unless_aligned("width", width, step as usize)?;
-        let suits = width > 0 && width as usize <= widest;
-        Violation::unless(suits, "width", "at least 1, up to that of the kernel", width)?;
-        let all_heads = Size::of(kv_heads).times(2).plus(heads);
-        // Kernels add numbers of heads in 32 bits.
-        Violation::unless(all_heads.at_most(u32::MAX as usize), "heads", "fewer than 2^32 heads in all", heads)?;
+        let all_heads = layout.check(step as usize, widest)?;
+        Violation::unless(heads.is_multiple_of(kv_heads), "kv_heads", "a divisor of `heads`", kv_heads)?;
         let samples = crate::warp::rows_in("qkv", length, all_heads.times(width).times(tokens))?;
         Ok(Self { samples, tokens, heads, width })
     }

@@ -8,6 +8,7 @@
 
 use super::inputs::Inputs;
 use kernels::flash_attention::{CAUSAL, Shape, flash_bwd_dkv, flash_bwd_dq, flash_delta, flash_forward};
+use kernels::qkv_layout::QkvLayout;
 use stepscope_core::ops::{self, AttentionConfig, PairFactors, QkNorm, Rotary, RotaryScaling};
 use stepscope_core::{Result, Source, Stored, Target, Tensor};
 
@@ -104,11 +105,7 @@ macro_rules! launch {
             qkv: $case.qkv.slice(),
             documents: $case.documents.slice(),
             lengths: $case.lengths.slice(),
-            tokens,
-            heads,
-            kv_heads,
-            width: $case.width,
-            stacked: u32::from(stacked),
+            layout: QkvLayout { tokens, heads, kv_heads, width: $case.width, stacked: u32::from(stacked) },
             window: $case.window,
             scale: 0.1,
             $($name: $value),*

@@ -20,6 +20,7 @@ use kernels::flash_attention_wgmma::{
     self as wgmma, flash_bwd_dkv_ds_wgmma, flash_bwd_dkv_wgmma, flash_bwd_dq_wgmma, flash_bwd_from_scores_wgmma,
     flash_bwd_scores_wgmma, flash_forward_wgmma,
 };
+use kernels::qkv_layout::QkvLayout;
 use std::f32::consts::LN_2;
 use stepscope_core::{Result, Source, Stored, Target, Tensor};
 
@@ -124,11 +125,7 @@ macro_rules! launch {
             qkv: $case.qkv.slice(),
             documents: $case.documents.slice(),
             lengths: $case.lengths.slice(),
-            tokens,
-            heads,
-            kv_heads,
-            width: $case.width,
-            stacked: u32::from(stacked),
+            layout: QkvLayout { tokens, heads, kv_heads, width: $case.width, stacked: u32::from(stacked) },
             window,
             scale: $i.by_size(LN_2 / 2.0, LN_2),
             $($name: $value),*

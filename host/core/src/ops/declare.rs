@@ -30,7 +30,7 @@ use super::{activation, softmax};
 use crate::error::Result;
 use crate::step::Step;
 use crate::tensor::{Shape, Stored, Tensor};
-use cuda_std::launch::{Contract, Scalar};
+use cuda_std::launch::{Contract, Pod};
 use half::bf16;
 use std::ops::Range;
 
@@ -70,8 +70,17 @@ pub type ChosenLaunch<S> =
     for<'s> fn(&Step<'s>, Shape, [&Tensor<'s, S>; 2], &mut Tensor<'s, S>, &mut dyn ChosenArguments) -> Result<()>;
 
 /// Returns a number that the test chooses.
-pub(super) fn chosen<N: Scalar>(arguments: &mut dyn ChosenArguments, name: &'static str, honest: N) -> N {
-    N::from_word(arguments.word(name, honest.to_word(), N::from_word(u64::MAX).to_word()))
+pub(super) fn chosen<N: Pod>(arguments: &mut dyn ChosenArguments, name: &'static str, honest: N) -> N {
+    choose_number(honest, |honest, largest| arguments.word(name, honest, largest))
+}
+
+/// Returns the number that `choose` returns in the low bytes of a word, from an honest number and
+/// the largest one of its type.
+pub fn choose_number<N: Pod>(honest: N, choose: impl FnOnce(u64, u64) -> u64) -> N {
+    let mut bytes = [0; size_of::<u64>()];
+    bytes[..size_of::<N>()].copy_from_slice(bytemuck::bytes_of(&honest));
+    let word = choose(u64::from_le_bytes(bytes), u64::MAX >> (u64::BITS - 8 * size_of::<N>() as u32));
+    bytemuck::pod_read_unaligned(&word.to_le_bytes()[..size_of::<N>()])
 }
 
 /// Launches the kernel, or only checks its contract.

@@ -164,8 +164,7 @@ impl Rotary {
         };
         // libm's functions are the same on every machine.
         let ratio = fraction(libm::pow(self.base, -2.0 / columns as f64));
-        let all =
-            Frequencies { start: RADIAN, ratio, shrink: 0, low: 0, span: 0, shift: 0, inverse: 0, by_pair: false };
+        let all = Frequencies { start: RADIAN, ratio, shrink: 0, low: 0, span: 0, shift: 0, inverse: 0, by_pair: 0 };
         let (frequencies, gain) = match self.scaling {
             RotaryScaling::None => (all, 1.0),
             RotaryScaling::Linear { factor } => {
@@ -245,7 +244,7 @@ fn ramp(all: Frequencies, factor: f64, by_pair: bool, low: u64, high: u64) -> Fr
     let span = high.saturating_sub(low).max(1);
     let shift = span.leading_zeros();
     let inverse = ((1 << 127) / u128::from(span << shift)).min(u128::from(u64::MAX)) as u64;
-    Frequencies { shrink: fraction(1.0 / factor), low, span, shift, inverse, by_pair, ..all }
+    Frequencies { shrink: fraction(1.0 / factor), low, span, shift, inverse, by_pair: u32::from(by_pair), ..all }
 }
 
 impl Default for Rotary {
@@ -316,20 +315,9 @@ fn launch<S: Stored>(
 ) -> Result<()> {
     step.launch(kernel::rotary {
         x,
-        tokens: sizes.tokens as u32,
-        heads: sizes.heads as u32,
-        kv_heads: sizes.kv_heads as u32,
-        width: sizes.width as u32,
+        layout: sizes.layout(),
         rotated: angles.columns as u32,
-        stacked: u32::from(sizes.stacked),
-        start: frequencies.start,
-        ratio: frequencies.ratio,
-        shrink: frequencies.shrink,
-        low: frequencies.low,
-        span: frequencies.span,
-        shift: frequencies.shift,
-        inverse: frequencies.inverse,
-        by_pair: u32::from(frequencies.by_pair),
+        frequencies,
         gain: angles.gain,
         offset,
         back: u32::from(back),
@@ -347,35 +335,16 @@ fn launch_pairs<S: Stored>(
     x: &mut Tensor<'_, S>,
 ) -> Result<()> {
     let (groups, _) = turns.as_chunks::<PAIRS>();
-    for (number, &[f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10, f11, f12, f13, f14, f15]) in groups.iter().enumerate() {
+    for (number, &turns) in groups.iter().enumerate() {
         let first = number * PAIRS;
         if first >= angles.columns / 2 {
             break;
         }
         step.launch(kernel::rotary_pairs {
-            tokens: sizes.tokens as u32,
-            heads: sizes.heads as u32,
-            kv_heads: sizes.kv_heads as u32,
-            width: sizes.width as u32,
+            layout: sizes.layout(),
             rotated: angles.columns as u32,
-            stacked: u32::from(sizes.stacked),
             first: first as u32,
-            f0,
-            f1,
-            f2,
-            f3,
-            f4,
-            f5,
-            f6,
-            f7,
-            f8,
-            f9,
-            f10,
-            f11,
-            f12,
-            f13,
-            f14,
-            f15,
+            turns,
             gain: angles.gain,
             offset,
             back: u32::from(back),

@@ -5,6 +5,7 @@ use crate::tape::RecomputeInput;
 use crate::tape::recompute_input::{Lender, sealed};
 use crate::tensor::{Saved, Shape};
 use kernels::flash_attention::{CAUSAL, MAX_WIDTH};
+use kernels::qkv_layout::QkvLayout;
 use std::num::NonZeroU32;
 
 /// The tokens that a query attends to, among those that `documents` and `lengths` allow.
@@ -190,6 +191,13 @@ pub struct Sizes {
 }
 
 impl Sizes {
+    /// The layout as a launch passes it.
+    pub(in super::super) fn layout(self) -> QkvLayout {
+        let [tokens, heads, kv_heads, width] =
+            [self.tokens, self.heads, self.kv_heads, self.width].map(|size| size as u32);
+        QkvLayout { tokens, heads, kv_heads, width, stacked: u32::from(self.stacked) }
+    }
+
     /// The shape of attention's output.
     pub(in super::super) fn output(self) -> Shape {
         [self.batch, self.tokens, self.heads * self.width].into()

@@ -64,11 +64,7 @@ macro_rules! launch {
             qkv: $qkv.slice(),
             documents: mask(&$form.documents),
             lengths: mask(&$form.lengths),
-            tokens: $sizes.tokens as u32,
-            heads: $sizes.heads as u32,
-            kv_heads: $sizes.kv_heads as u32,
-            width: $sizes.width as u32,
-            stacked: u32::from($sizes.stacked),
+            layout: $sizes.layout(),
             window: $form.window(),
             scale: $form.scale.unwrap_or($sizes.scale()),
             $($name: $value),*
