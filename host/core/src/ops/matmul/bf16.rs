@@ -3,7 +3,7 @@
 
 use super::super::{same_shape, sum_rows_into};
 use super::aligned::{Operand, align, replaced};
-use super::gemm::{BiasGradient, Epilogue, Gemm, Gradient};
+use super::gemm::{BiasGradient, Gemm, Gradient, Product};
 use super::split::{GemmExtents, Outputs, split_or_whole};
 use super::tile::{fastest, tile_of};
 use crate::error::{Error, Result};
@@ -24,21 +24,12 @@ const LEAST_K: usize = 96;
 const LEAST_PARTS: usize = 132;
 
 #[track_caller]
-pub(super) fn queue<'s, S: Stored>(
-    step: &Step<'s>,
-    form: &Gemm,
-    a: &impl Source<'s, bf16>,
-    b: &impl Source<'s, bf16>,
-    bias: Option<&impl Source<'s, f32>>,
-    c: Option<&impl Source<'s, S>>,
-    out: &mut impl Target<'s, S>,
-    epilogue: Epilogue<'_, 's, S>,
-) -> Result<()> {
-    let extents = GemmExtents::new(step, form, k_per_split)?;
-    let outputs = Outputs::new(form, &extents, bias, c, out, epilogue);
-    let whole = |outputs: Outputs<'_, S>| multiply(step, form, &extents, a.slice(), b.slice(), outputs, None);
-    let part = |outputs: Outputs<'_, f32>| multiply(step, form, &extents, a.slice(), b.slice(), outputs, None);
-    split_or_whole(step, form, &extents, outputs, whole, part)
+pub(super) fn queue<S: Stored>(step: &Step<'_>, product: Product<'_, bf16, S>) -> Result<()> {
+    let Product { form, a, b, .. } = product;
+    let extents = GemmExtents::new(step, &form, k_per_split)?;
+    let whole = |outputs: Outputs<'_, S>| multiply(step, &form, &extents, a, b, outputs, None);
+    let part = |outputs: Outputs<'_, f32>| multiply(step, &form, &extents, a, b, outputs, None);
+    split_or_whole(step, &form, &extents, Outputs::of(product, &extents), whole, part)
 }
 
 /// `dpre = gelu'(pre) (dy w^T)`, for `y = gelu(pre) w`; `pre`, `dpre`: `[.., k]`, `w`: `[k, n]`,
@@ -69,7 +60,7 @@ pub fn gelu_linear_backward<'s>(
     }
     same_shape(OP, shape.with_last(n), dy.shape())?;
     let (form, mut dpre) = (Gemm::new(rows, k, n).transpose_b(), step.empty(shape)?);
-    queue(step, &form, dy, w, None::<&Tensor<'s>>, Some(pre), &mut dpre, Epilogue::GeluDerivative)?;
+    queue(step, Product::new(form, dy, w, &mut dpre).c(Some(pre)).by_gelu_derivative())?;
     Ok(dpre)
 }
 
@@ -115,9 +106,8 @@ fn weight_gradients<'s>(
     db: Option<BiasGradient<'_, impl Target<'s, f32>>>,
     k_per_split: impl Fn(usize, usize, usize) -> usize,
 ) -> Result<()> {
-    let none = None::<&Tensor<'s>>;
     let Some(BiasGradient { into: db, accumulate }) = db else {
-        return queue(step, &form, x, dy, none, none, dw, Epilogue::Store);
+        return queue(step, Product::new(form, x, dy, dw));
     };
     let Gemm { m, n, batches, transpose_a, transpose_b, .. } = form;
     if db.shape().elements() != batches * n || !transpose_a || transpose_b {
@@ -129,7 +119,7 @@ fn weight_gradients<'s>(
         return sum_rows_into(step, dy, db, accumulate);
     }
     let extents = GemmExtents::new(step, &form, k_per_split)?;
-    let outputs = Outputs::new(&form, &extents, none, none, dw, Epilogue::Store);
+    let outputs = Outputs::of(Product::new(form, x, dy, dw), &extents);
     let (old, db) = db.in_place();
     let split_k = extents.k.div_ceil(extents.k_per_split);
     if split_k < 2 {

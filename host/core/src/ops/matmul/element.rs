@@ -6,7 +6,7 @@
 
 use super::super::cast::Cast;
 use super::super::sum_rows_into;
-use super::gemm::{BiasGradient, Epilogue, Gemm, Gradient};
+use super::gemm::{BiasGradient, Gradient, Product};
 use super::{bf16 as of_bf16, f32, mma};
 use crate::error::Result;
 use crate::precision::Precision;
@@ -23,16 +23,7 @@ impl<S: Stored> GemmElement<S> for bf16 {}
 /// The products of an operand type.
 pub trait Products<S: Stored>: Cast {
     #[track_caller]
-    fn queue<'s>(
-        step: &Step<'s>,
-        form: &Gemm,
-        a: &impl Source<'s, Self>,
-        b: &impl Source<'s, Self>,
-        bias: Option<&impl Source<'s, f32>>,
-        c: Option<&impl Source<'s, S>>,
-        out: &mut impl Target<'s, S>,
-        epilogue: Epilogue<'_, 's, S>,
-    ) -> Result<()>;
+    fn queue(step: &Step<'_>, product: Product<'_, Self, S>) -> Result<()>;
 
     /// Queues the gradients of a product. The right operand's gradient and, if requested, the
     /// bias's are f32. The left operand's gradient has the operand's type.
@@ -67,19 +58,10 @@ pub trait Products<S: Stored>: Cast {
 }
 
 impl Products<f32> for f32 {
-    fn queue<'s>(
-        step: &Step<'s>,
-        form: &Gemm,
-        a: &impl Source<'s, f32>,
-        b: &impl Source<'s, f32>,
-        bias: Option<&impl Source<'s, f32>>,
-        c: Option<&impl Source<'s, f32>>,
-        out: &mut impl Target<'s, f32>,
-        epilogue: Epilogue<'_, 's, f32>,
-    ) -> Result<()> {
-        match form.precision_in(step) {
-            Precision::F32 => f32::queue(step, form, a, b, bias, c, out, epilogue),
-            Precision::Tf32 => mma::queue(step, form, a, b, bias, c, out, epilogue),
+    fn queue(step: &Step<'_>, product: Product<'_, f32, f32>) -> Result<()> {
+        match product.form.precision_in(step) {
+            Precision::F32 => f32::queue(step, product),
+            Precision::Tf32 => mma::queue(step, product),
         }
     }
 
@@ -90,15 +72,15 @@ impl Products<f32> for f32 {
         db: Option<BiasGradient<'_, impl Target<'s, f32>>>,
         dx: Option<Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>>,
     ) -> Result<()> {
-        let (none, precision) = (None::<&Tensor<'s>>, dw.form.precision_in(step));
+        let precision = dw.form.precision_in(step);
         match dx {
             // Rounds the operand that both products share only once.
             Some(dx) if precision == Precision::Tf32 => mma::queue_gradients(step, dy, dw, dx)?,
             Some(dx) => {
-                f32::queue(step, &dw.form, dw.of, dy, none, none, dw.into, Epilogue::Store)?;
-                f32::queue(step, &dx.form, dy, dx.of, none, none, dx.into, Epilogue::Store)?;
+                f32::queue(step, Product::new(dw.form, dw.of, dy, dw.into))?;
+                f32::queue(step, Product::new(dx.form, dy, dx.of, dx.into))?;
             }
-            None => Self::queue(step, &dw.form, dw.of, dy, none, none, dw.into, Epilogue::Store)?,
+            None => Self::queue(step, Product::new(dw.form, dw.of, dy, dw.into))?,
         }
         db.map_or(Ok(()), |db| sum_rows_into(step, dy, db.into, db.accumulate))
     }
@@ -123,17 +105,8 @@ impl Products<f32> for f32 {
 }
 
 impl<S: Stored> Products<S> for bf16 {
-    fn queue<'s>(
-        step: &Step<'s>,
-        form: &Gemm,
-        a: &impl Source<'s, bf16>,
-        b: &impl Source<'s, bf16>,
-        bias: Option<&impl Source<'s, f32>>,
-        c: Option<&impl Source<'s, S>>,
-        out: &mut impl Target<'s, S>,
-        epilogue: Epilogue<'_, 's, S>,
-    ) -> Result<()> {
-        of_bf16::queue(step, form, a, b, bias, c, out, epilogue)
+    fn queue(step: &Step<'_>, product: Product<'_, bf16, S>) -> Result<()> {
+        of_bf16::queue(step, product)
     }
 
     fn queue_gradients<'s>(
@@ -145,8 +118,7 @@ impl<S: Stored> Products<S> for bf16 {
     ) -> Result<()> {
         of_bf16::queue_weight_gradients(step, dy, dw, db)?;
         let Some(dx) = dx else { return Ok(()) };
-        let bias = None::<&Tensor<'s>>;
-        of_bf16::queue(step, &dx.form, dy, dx.of, bias, None::<&Tensor<'s, S>>, dx.into, Epilogue::Store)
+        of_bf16::queue(step, Product::new(dx.form, dy, dx.of, dx.into))
     }
 
     fn queue_bias_gradient<'s>(

@@ -1,6 +1,6 @@
 //! Multiplies in f32: one chain of fused multiply-adds for each output, whatever the tile.
 
-use super::gemm::{Epilogue, Gemm};
+use super::gemm::{Gemm, Product};
 use super::split::{GemmExtents, Outputs, split_or_whole};
 use super::tile::{fastest, tile_of};
 use crate::device::DeviceKind;
@@ -19,25 +19,17 @@ const TURNED_AT_MOST: usize = 1 << 24;
 const PRETRANSPOSE_MIN_ROWS: [usize; 2] = [1 << 12, 1 << 33];
 
 #[track_caller]
-pub(super) fn queue<'s>(
-    step: &Step<'s>,
-    form: &Gemm,
-    a: &impl Source<'s, f32>,
-    b: &impl Source<'s, f32>,
-    bias: Option<&impl Source<'s, f32>>,
-    c: Option<&impl Source<'s, f32>>,
-    out: &mut impl Target<'s, f32>,
-    epilogue: Epilogue<'_, 's, f32>,
-) -> Result<()> {
-    if !should_pretranspose_b(form, b.shape().elements()) {
-        return products(step, form, a.slice(), b.slice(), bias, c, out, epilogue);
+pub(super) fn queue(step: &Step<'_>, product: Product<'_, f32, f32>) -> Result<()> {
+    let (form, b) = (product.form, product.b);
+    if !should_pretranspose_b(&form, b.len()) {
+        return products(step, product);
     }
-    let Gemm { n, k, .. } = *form;
+    let Gemm { n, k, .. } = form;
     step.workspace(|step| {
         let mut turned = step.empty([k, n])?;
-        step.launch(transpose { x: b.slice(), rows: n, cols: k, y: turned.out() })?;
-        let form = Gemm { transpose_b: false, ldb: n, ..*form };
-        products(step, &form, a.slice(), turned.slice(), bias, c, out, epilogue)
+        step.launch(transpose { x: b, rows: n, cols: k, y: turned.out() })?;
+        let form = Gemm { transpose_b: false, ldb: n, ..form };
+        products(step, Product { form, b: turned.slice(), ..product })
     })
 }
 
@@ -58,20 +50,11 @@ fn should_pretranspose_b(form: &Gemm, floats: usize) -> bool {
 
 /// Queues the products of operands as they are stored.
 #[track_caller]
-fn products<'s>(
-    step: &Step<'_>,
-    form: &Gemm,
-    a: Slice<'_, f32>,
-    b: Slice<'_, f32>,
-    bias: Option<&impl Source<'s, f32>>,
-    c: Option<&impl Source<'s, f32>>,
-    out: &mut impl Target<'s, f32>,
-    epilogue: Epilogue<'_, 's, f32>,
-) -> Result<()> {
-    let extents = GemmExtents::new(step, form, kernels::matmul::k_per_split)?;
-    let outputs = Outputs::new(form, &extents, bias, c, out, epilogue);
-    let multiply = |outputs: Outputs<'_, f32>| multiply(step, form, &extents, a, b, outputs);
-    split_or_whole(step, form, &extents, outputs, multiply, multiply)
+fn products(step: &Step<'_>, product: Product<'_, f32, f32>) -> Result<()> {
+    let Product { form, a, b, .. } = product;
+    let extents = GemmExtents::new(step, &form, kernels::matmul::k_per_split)?;
+    let multiply = |outputs: Outputs<'_, f32>| multiply(step, &form, &extents, a, b, outputs);
+    split_or_whole(step, &form, &extents, Outputs::of(product, &extents), multiply, multiply)
 }
 
 /// Queues the product over all of k, or over each split-K part.

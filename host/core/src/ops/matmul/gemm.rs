@@ -2,8 +2,8 @@
 
 use crate::precision::Precision;
 use crate::step::Step;
-use crate::tensor::{Stored, Target, Tensor};
-use cuda_std::launch::PointerMut;
+use crate::tensor::{Source, Stored, Target, Tensor};
+use cuda_std::launch::{Pointer, PointerMut, Slice};
 use kernels::matmul::{GELU_DERIVATIVE, STORE_PREACT, Tile};
 
 /// A matrix multiply by extents and strides, named as in BLAS. Every matrix is row-major.
@@ -136,28 +136,51 @@ impl Gemm {
     }
 }
 
-/// The epilogue: the operation on the sums before they are written.
+/// A multiply with its operands and the memory that it writes.
 #[derive(Debug)]
-pub enum Epilogue<'e, 's, S: Stored> {
-    Store,
-    /// Activates the sums according to this flag of the kernels: `GELU`, `SILU`, or `SWIGLU`, where
-    /// `c` is the gate. The pre-activation sums go to `pre`.
-    Activate {
-        flag: u32,
-        pre: &'e mut Tensor<'s, S>,
-    },
-    /// Multiplies the sums by gelu'(c). Only for BF16.
-    GeluDerivative,
+pub struct Product<'p, F, S> {
+    pub(super) form: Gemm,
+    pub(super) a: Slice<'p, F>,
+    pub(super) b: Slice<'p, F>,
+    pub(super) bias: Slice<'p, f32>,
+    /// What the epilogue adds, or multiplies by: the old content of `out`, unless it is set.
+    pub(super) c: Pointer<'p, S>,
+    pub(super) out: PointerMut<'p, S>,
+    /// The sums before they are activated.
+    pub(super) pre: PointerMut<'p, S>,
+    /// The kernels' flags of the epilogue.
+    pub(super) flags: u32,
 }
 
-impl<'e, S: Stored> Epilogue<'e, '_, S> {
-    /// The output of the pre-activation sums, and the kernel's epilogue flags.
-    pub(super) fn out(self) -> (PointerMut<'e, S>, u32) {
-        match self {
-            Self::Store => (PointerMut::empty(), 0),
-            Self::Activate { flag, pre } => (pre.out(), flag | STORE_PREACT),
-            Self::GeluDerivative => (PointerMut::empty(), GELU_DERIVATIVE),
-        }
+impl<'p, F: Stored, S: Stored> Product<'p, F, S> {
+    pub(super) fn new<'s>(
+        form: Gemm,
+        a: &'p impl Source<'s, F>,
+        b: &'p impl Source<'s, F>,
+        out: &'p mut impl Target<'s, S>,
+    ) -> Self {
+        let (c, out) = out.in_place();
+        let (bias, pre) = (Slice::empty(), PointerMut::empty());
+        Self { form, a: a.slice(), b: b.slice(), bias, c, out, pre, flags: 0 }
+    }
+
+    pub(super) fn bias<'s>(self, bias: Option<&'p impl Source<'s, f32>>) -> Self {
+        Self { bias: bias.map_or(self.bias, Source::slice), ..self }
+    }
+
+    pub(super) fn c<'s>(self, c: Option<&'p impl Source<'s, S>>) -> Self {
+        Self { c: c.map_or(self.c, Source::pointer), ..self }
+    }
+
+    /// Activates the sums according to this flag of the kernels: `GELU`, `SILU`, or `SWIGLU`, where
+    /// `c` is the gate.
+    pub(super) fn activated(self, flag: u32, pre: &'p mut Tensor<'_, S>) -> Self {
+        Self { flags: flag | STORE_PREACT, pre: pre.out(), ..self }
+    }
+
+    /// Multiplies the sums by gelu'(c). Only for BF16.
+    pub(super) fn by_gelu_derivative(self) -> Self {
+        Self { flags: GELU_DERIVATIVE, ..self }
     }
 }
 

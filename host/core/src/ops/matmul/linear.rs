@@ -2,7 +2,7 @@
 
 use super::super::same_shape;
 use super::element::{GemmElement, Products};
-use super::gemm::{BiasGradient, Epilogue, Gemm, Gradient};
+use super::gemm::{BiasGradient, Gemm, Gradient, Product};
 use crate::error::{Error, Result};
 use crate::step::Step;
 use crate::tensor::{Shape, Source, Stored, Target, Tensor};
@@ -55,7 +55,7 @@ pub fn linear_residual<'s, S: GemmElement<S>>(
     let (shape, form) = forward("linear_residual", x, w)?;
     same_shape("linear_residual", shape, residual.shape())?;
     let mut out = step.empty(shape)?;
-    S::queue(step, &form.accumulate(), x, w, bias, Some(residual), &mut out, Epilogue::Store)?;
+    S::queue(step, Product::new(form.accumulate(), x, w, &mut out).bias(bias).c(Some(residual)))?;
     Ok(out)
 }
 
@@ -115,7 +115,7 @@ fn activated<'s, S: GemmElement<S>>(
     let (shape, form) = forward(op, x, w)?;
     c.map_or(Ok(()), |c| same_shape(op, shape, c.shape()))?;
     let (mut out, mut pre) = (step.empty(shape)?, step.empty(shape)?);
-    S::queue(step, &form, x, w, bias, c, &mut out, Epilogue::Activate { flag, pre: &mut pre })?;
+    S::queue(step, Product::new(form, x, w, &mut out).bias(bias).c(c).activated(flag, &mut pre))?;
     Ok((out, pre))
 }
 
@@ -137,7 +137,7 @@ pub fn gemm_into<'s, F: GemmElement<S>, S: Stored>(
     bias: Option<&impl Source<'s, f32>>,
     out: &mut impl Target<'s, S>,
 ) -> Result<()> {
-    F::queue(step, form, a, b, bias, None::<&Tensor<'s, S>>, out, Epilogue::Store)
+    F::queue(step, Product::new(*form, a, b, out).bias(bias))
 }
 
 /// The gradients of `y = x w + b`, for any strides: `dw = x^T dy` and, if requested, `db`, the sum

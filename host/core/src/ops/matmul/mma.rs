@@ -2,7 +2,7 @@
 //! [`tf32_wgmma`] multiplies.
 
 use super::super::precision::{Fragments, Matrices, Unrounded, round};
-use super::gemm::{Epilogue, Gemm, Gradient};
+use super::gemm::{Gemm, Gradient, Product};
 use super::split::{GemmExtents, Outputs, split_or_whole};
 use super::tf32_wgmma::{self, uses_wgmma};
 use super::tile::{fastest, tile_of};
@@ -47,25 +47,17 @@ impl Gemm {
 
 /// Queues one multiply.
 #[track_caller]
-pub(super) fn queue<'s>(
-    step: &Step<'s>,
-    form: &Gemm,
-    a: &impl Source<'s, f32>,
-    b: &impl Source<'s, f32>,
-    bias: Option<&impl Source<'s, f32>>,
-    c: Option<&impl Source<'s, f32>>,
-    out: &mut impl Target<'s, f32>,
-    epilogue: Epilogue<'_, 's, f32>,
-) -> Result<()> {
-    if uses_wgmma(step, form) {
-        return tf32_wgmma::queue(step, form, a, b, bias, c, out, epilogue);
+pub(super) fn queue(step: &Step<'_>, product: Product<'_, f32, f32>) -> Result<()> {
+    let Product { form, a, b, .. } = product;
+    if uses_wgmma(step, &form) {
+        return tf32_wgmma::queue(step, product);
     }
-    let extents = GemmExtents::new(step, form, k_per_split)?;
-    let outputs = Outputs::new(form, &extents, bias, c, out, epilogue);
+    let extents = GemmExtents::new(step, &form, k_per_split)?;
+    let outputs = Outputs::of(product, &extents);
     step.workspace(|step| {
-        let operands = [form.round_left(a.slice()), form.round_right(b.slice()), Unrounded::default()];
+        let operands = [form.round_left(a), form.round_right(b), Unrounded::default()];
         let [left, right, _] = round(step, operands)?;
-        multiply(step, form, &extents, [&left, &right], outputs)
+        multiply(step, &form, &extents, [&left, &right], outputs)
     })
 }
 
@@ -80,14 +72,13 @@ pub(super) fn queue_gradients<'s>(
 ) -> Result<()> {
     let Gradient { form: for_dw, of: x, into: dw } = dw;
     let Gradient { form: for_dx, of: w, into: dx } = dx;
-    let none = None::<&Tensor<'s>>;
     if uses_wgmma(step, &for_dw) || uses_wgmma(step, &for_dx) {
-        queue(step, &for_dw, x, dy, none, none, dw, Epilogue::Store)?;
-        return queue(step, &for_dx, dy, w, none, none, dx, Epilogue::Store);
+        queue(step, Product::new(for_dw, x, dy, dw))?;
+        return queue(step, Product::new(for_dx, dy, w, dx));
     }
     let extents = [GemmExtents::new(step, &for_dw, k_per_split)?, GemmExtents::new(step, &for_dx, k_per_split)?];
-    let to_dw = Outputs::new(&for_dw, &extents[0], none, none, dw, Epilogue::Store);
-    let to_dx = Outputs::new(&for_dx, &extents[1], none, none, dx, Epilogue::Store);
+    let to_dw = Outputs::of(Product::new(for_dw, x, dy, dw), &extents[0]);
+    let to_dx = Outputs::of(Product::new(for_dx, dy, w, dx), &extents[1]);
     let of_dy = Unrounded { along: for_dx.round_left(dy.slice()).along, ..for_dw.round_right(dy.slice()) };
     step.workspace(|step| {
         let operands = [for_dw.round_left(x.slice()), of_dy, for_dx.round_right(w.slice())];

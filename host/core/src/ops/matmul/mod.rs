@@ -2,7 +2,7 @@
 //!
 //! | file | contents |
 //! |---|---|
-//! | `gemm.rs` | the description of a multiply: `Gemm`, `Gradient`, `BiasGradient`, `Epilogue` |
+//! | `gemm.rs` | the description of a multiply: `Gemm`, `Product`, `Gradient`, `BiasGradient` |
 //! | `split.rs` | shared by all precisions: extents and split-K |
 //! | `tile.rs` | shared by all precisions: the choice of a tile by its time |
 //! | `f32.rs` | multiplies in f32 |

@@ -4,7 +4,7 @@
 //! [`Step::batch_invariant`] ([`kernels::matmul::k_per_split`],
 //! [`kernels::matmul_mma::k_per_split`], [`kernels::matmul_bf16::k_per_split`]).
 
-use super::gemm::{Epilogue, Gemm};
+use super::gemm::{Gemm, Product};
 use crate::error::{Error, Result};
 use crate::step::Step;
 use crate::tensor::{Source, Stored, Target};
@@ -71,29 +71,9 @@ pub(super) struct Outputs<'o, S> {
 }
 
 impl<'o, S: Stored> Outputs<'o, S> {
-    /// The epilogue of a multiply into `out`. If there is no `c`, the old content of `out` takes
-    /// its place.
-    pub(super) fn new<'s>(
-        form: &Gemm,
-        extents: &GemmExtents,
-        bias: Option<&'o impl Source<'s, f32>>,
-        c: Option<&'o impl Source<'s, S>>,
-        out: &'o mut impl Target<'s, S>,
-        epilogue: Epilogue<'o, 's, S>,
-    ) -> Self {
-        let (old, out) = out.in_place();
-        let (pre, flags) = epilogue.out();
-        Self {
-            bias: bias.map_or_else(Slice::empty, Source::slice),
-            c: c.map_or(old, Source::pointer),
-            out,
-            pre,
-            ldc: extents.ldc,
-            stride_c: form.stride_c,
-            alpha: form.alpha,
-            beta: form.beta,
-            flags,
-        }
+    pub(super) fn of<F>(product: Product<'o, F, S>, extents: &GemmExtents) -> Self {
+        let Product { form: Gemm { stride_c, alpha, beta, .. }, bias, c, out, pre, flags, .. } = product;
+        Self { bias, c, out, pre, ldc: extents.ldc, stride_c, alpha, beta, flags }
     }
 }
 

@@ -8,7 +8,7 @@
 //! Invariant: the choice depends only on the product and the device's matrix instruction.
 
 use super::aligned::Operand;
-use super::gemm::{Epilogue, Gemm};
+use super::gemm::{Gemm, Product};
 use super::split::{GemmExtents, Outputs, split_or_whole};
 use super::tile::fastest;
 use crate::error::Result;
@@ -110,27 +110,19 @@ fn copy<'s>(step: &Step<'s>, factors: &[Factor<'_>; 2]) -> Result<[Tensor<'s, f3
 
 /// Queues one multiply.
 #[track_caller]
-pub(super) fn queue<'s>(
-    step: &Step<'s>,
-    form: &Gemm,
-    a: &impl Source<'s, f32>,
-    b: &impl Source<'s, f32>,
-    bias: Option<&impl Source<'s, f32>>,
-    c: Option<&impl Source<'s, f32>>,
-    out: &mut impl Target<'s, f32>,
-    epilogue: Epilogue<'_, 's, f32>,
-) -> Result<()> {
-    let extents = GemmExtents::new(step, form, k_per_split)?;
-    let outputs = Outputs::new(form, &extents, bias, c, out, epilogue);
-    let (factors, swap) = Factor::arrange(form, a.slice(), b.slice());
+pub(super) fn queue(step: &Step<'_>, product: Product<'_, f32, f32>) -> Result<()> {
+    let form = product.form;
+    let extents = GemmExtents::new(step, &form, k_per_split)?;
+    let (factors, swap) = Factor::arrange(&form, product.a, product.b);
+    let outputs = Outputs::of(product, &extents);
     if factors.iter().all(|factor| !factor.is_copied) {
-        return multiply(step, form, &extents, factors, swap, outputs);
+        return multiply(step, &form, &extents, factors, swap, outputs);
     }
     step.workspace(|step| {
         let copies = copy(step, &factors)?;
         let factor =
             |at: usize| if factors[at].is_copied { factors[at].replaced(copies[at].slice()) } else { factors[at] };
-        multiply(step, form, &extents, [factor(0), factor(1)], swap, outputs)
+        multiply(step, &form, &extents, [factor(0), factor(1)], swap, outputs)
     })
 }
 
