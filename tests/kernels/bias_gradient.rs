@@ -7,6 +7,7 @@ use crate::support::{Random, on_each_device};
 use crate::trial::{assert_refused, assert_same, trial};
 use cuda_std::launch::{Contract as _, Pointer, PointerMut, Slice};
 use kernels::matmul::TRANSPOSE_B;
+use kernels::matmul::{EpilogueForm, ProductExtents};
 use kernels::matmul_bf16::{ADD_TO_SUMS, BIAS_GRAD, OperandLayout, matmul_bf16};
 use kernels::stored::Stored as _;
 use stepscope::tensor::{Saved, Source, Stored, Target};
@@ -117,21 +118,25 @@ fn column_sums_stay_in_bounds() {
                     out: out.out(),
                     pre: PointerMut::empty(),
                     sums: sums.out(),
-                    m: numbers.next("m", 5),
-                    n: numbers.next("n", 6),
-                    k: numbers.next("k", 70),
+                    extents: ProductExtents {
+                        m: numbers.next("m", 5),
+                        n: numbers.next("n", 6),
+                        k: numbers.next("k", 70),
+                        k_per_split: numbers.next("k_per_split", 64),
+                        batches: numbers.next("batches", 2),
+                    },
                     lda: numbers.next("lda", 5),
                     ldb: numbers.next("ldb", 6),
-                    ldc: numbers.next("ldc", 6),
-                    k_per_split: numbers.next("k_per_split", 64),
-                    batches: numbers.next("batches", 2),
                     stride_a: numbers.next("stride_a", 350),
                     stride_b: numbers.next("stride_b", 420),
-                    stride_c: numbers.next("stride_c", 30),
-                    stride_bias: numbers.next("stride_bias", 0),
-                    alpha: 1.0,
-                    beta: 0.0,
-                    flags: numbers.next("flags", BIAS_GRAD | ADD_TO_SUMS),
+                    epilogue: EpilogueForm {
+                        stride_c: numbers.next("stride_c", 30),
+                        stride_bias: numbers.next("stride_bias", 0),
+                        ldc: numbers.next("ldc", 6),
+                        alpha: 1.0,
+                        beta: 0.0,
+                        flags: numbers.next("flags", BIAS_GRAD | ADD_TO_SUMS),
+                    },
                 };
                 match kernel.grid() {
                     Ok(_) if !launch => Ok(()),
@@ -170,20 +175,18 @@ fn summed<'s, S: Stored>(
         out: out.out(),
         pre: PointerMut::empty(),
         sums: sums.out(),
-        m: 5,
-        n: 6,
-        k: 7,
+        extents: ProductExtents { m: 5, n: 6, k: 7, k_per_split: 7, batches: 1 },
         lda: if form == OperandLayout::Plain { 7 } else { 5 },
         ldb: 7,
-        ldc: 6,
-        k_per_split: 7,
-        batches: 1,
         stride_a: 0,
         stride_b: 0,
-        stride_c: 30,
-        stride_bias: 0,
-        alpha: 1.0,
-        beta: 0.0,
-        flags: flags | BIAS_GRAD,
+        epilogue: EpilogueForm {
+            stride_c: 30,
+            stride_bias: 0,
+            ldc: 6,
+            alpha: 1.0,
+            beta: 0.0,
+            flags: flags | BIAS_GRAD,
+        },
     })
 }

@@ -409,6 +409,27 @@ macro_rules! attack {
             stacked: $numbers.next("stacked", stacked),
         }
     }};
+    (@argument $numbers:ident, $name:ident, product, $value:expr) => {{
+        let [m, n, k, k_per_split, batches]: [u32; 5] = $value;
+        kernels::matmul::ProductExtents {
+            m: $numbers.next("m", m),
+            n: $numbers.next("n", n),
+            k: $numbers.next("k", k),
+            k_per_split: $numbers.next("k_per_split", k_per_split),
+            batches: $numbers.next("batches", batches),
+        }
+    }};
+    (@argument $numbers:ident, $name:ident, epilogue, $value:expr) => {{
+        let ([stride_c, stride_bias], ldc, [alpha, beta], flags): ([usize; 2], u32, [f32; 2], u32) = $value;
+        kernels::matmul::EpilogueForm {
+            stride_c: $numbers.next("stride_c", stride_c),
+            stride_bias: $numbers.next("stride_bias", stride_bias),
+            ldc: $numbers.next("ldc", ldc),
+            alpha,
+            beta,
+            flags: $numbers.next("flags", flags),
+        }
+    }};
     (@argument $numbers:ident, $name:ident, frequencies, $value:expr) => {{
         let ([start, ratio, shrink, low, span, inverse], [shift, by_pair]): ([u64; 6], [u32; 2]) = $value;
         kernels::rotary::Frequencies {

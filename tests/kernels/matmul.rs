@@ -14,6 +14,7 @@ use crate::tolerance::Closeness;
 use crate::trial::{MARK, Trial, assert_refused, assert_same, trial, trial_of_one};
 use cuda_std::launch::Slice;
 use kernels::matmul::*;
+use kernels::matmul::{EpilogueForm, ProductExtents};
 use std::ops::Range;
 use stepscope::ops::{self, Gemm};
 use stepscope::tensor::{Source, Target};
@@ -60,21 +61,25 @@ fn each_tile(device: &Device, case: &Case) -> Vec<(&'static str, [Vec<f32>; 2])>
                 c,
                 out: written,
                 pre: pre.out(),
-                m: case.form.m as u32,
-                n: case.form.n as u32,
-                k: case.form.k as u32,
+                extents: ProductExtents {
+                    m: case.form.m as u32,
+                    n: case.form.n as u32,
+                    k: case.form.k as u32,
+                    k_per_split: case.form.k.max(1) as u32,
+                    batches: case.form.batches as u32,
+                },
                 lda: case.form.lda as u32,
                 ldb: case.form.ldb as u32,
-                ldc: case.form.ldc as u32,
-                k_per_split: case.form.k.max(1) as u32,
-                batches: case.form.batches as u32,
                 stride_a: case.form.stride_a,
                 stride_b: case.form.stride_b,
-                stride_c: case.form.stride_c,
-                stride_bias: case.form.stride_bias,
-                alpha: case.form.alpha,
-                beta: case.form.beta,
-                flags: case.flags,
+                epilogue: EpilogueForm {
+                    stride_c: case.form.stride_c,
+                    stride_bias: case.form.stride_bias,
+                    ldc: case.form.ldc as u32,
+                    alpha: case.form.alpha,
+                    beta: case.form.beta,
+                    flags: case.flags,
+                },
             })?;
             Ok([trial.output(&out)?, trial.output(&pre)?])
         });
@@ -373,21 +378,12 @@ on_each_device! {
                     c: ones.pointer(),
                     out: out.out(),
                     pre: pre.out(),
-                    m: 2,
-                    n: 4,
-                    k: 8,
+                    extents: ProductExtents { m: 2, n: 4, k: 8, k_per_split, batches: 1 },
                     lda: 8,
                     ldb: 4,
-                    ldc: 4,
-                    k_per_split,
-                    batches: 1,
                     stride_a: 16,
                     stride_b: 32,
-                    stride_c: 8,
-                    stride_bias: 4,
-                    alpha,
-                    beta,
-                    flags,
+                    epilogue: EpilogueForm { stride_c: 8, stride_bias: 4, ldc: 4, alpha, beta, flags },
                 });
                 assert_refused(refused, &["kernel `matmul_", &format!("`{argument}`: expected")]);
             }
@@ -417,12 +413,12 @@ on_each_device! {
 // Products: two batches of `[5, 7] [7, 6]`.
 attack! {
     matmul::matmul by tile {
-        a: f32s 70, b: f32s 84, bias: f32s 12, c: pointer 60, out: out 60, pre: out 60, m: number 5, n: number 6, k: number 7,
-        lda: number 7, ldb: number 6, ldc: number 6, k_per_split: number 7, batches: number 2, stride_a: number 35,
-        stride_b: number 42, stride_c: number 30, stride_bias: number 6, alpha: float 0.5, beta: float 1.0, flags: number 12,
+        a: f32s 70, b: f32s 84, bias: f32s 12, c: pointer 60, out: out 60, pre: out 60,
+        extents: product [5, 6, 7, 7, 2], lda: number 7, ldb: number 6, stride_a: number 35, stride_b: number 42,
+        epilogue: epilogue ([30, 6], 6, [0.5, 1.0], 12),
     }
     matmul::sum_splits<S> {
-        partials: f32s 180, split_k: number 3, bias: f32s 12, c: stored_pointer 60, out: out_stored 60, pre: out_stored 60, m: number 5, n: number 6,
-        ldc: number 6, batches: number 2, stride_c: number 30, stride_bias: number 6, alpha: float 0.5, beta: float 1.0, flags: number 12,
+        partials: f32s 180, bias: f32s 12, c: stored_pointer 60, out: out_stored 60, pre: out_stored 60,
+        extents: product [5, 6, 3, 1, 2], epilogue: epilogue ([30, 6], 6, [0.5, 1.0], 12),
     }
 }

@@ -8,6 +8,7 @@ use crate::support::{Random, narrow, on_each_device};
 use crate::trial::{Trial, assert_refused, assert_same, trial};
 use cuda_std::launch::{Contract as _, PointerMut, Slice};
 use kernels::activations::Activations as _;
+use kernels::matmul::{EpilogueForm, ProductExtents};
 use kernels::matmul::{GELU, GELU_DERIVATIVE, STORE_PREACT, SWIGLU, TRANSPOSE_A, TRANSPOSE_B, sum_splits};
 use kernels::matmul_bf16::{OperandLayout, matmul_bf16};
 use kernels::stored::Stored as _;
@@ -251,21 +252,12 @@ on_each_device! {
                         out: written,
                         pre: pre.out(),
                         sums: PointerMut::empty(),
-                        m: m as u32,
-                        n: n as u32,
-                        k: k as u32,
+                        extents: ProductExtents { m: m as u32, n: n as u32, k: k as u32, k_per_split: k as u32, batches: 2 },
                         lda: k as u32,
                         ldb: k as u32,
-                        ldc: (n + pad) as u32,
-                        k_per_split: k as u32,
-                        batches: 2,
                         stride_a: m * k,
                         stride_b: k * n,
-                        stride_c,
-                        stride_bias: 0,
-                        alpha: 0.5,
-                        beta: 0.0,
-                        flags: flags | TRANSPOSE_B | GELU_DERIVATIVE,
+                        epilogue: EpilogueForm { stride_c, stride_bias: 0, ldc: (n + pad) as u32, alpha: 0.5, beta: 0.0, flags: flags | TRANSPOSE_B | GELU_DERIVATIVE },
                     })?;
                     Ok([trial.output(&out)?, trial.output(&pre)?].map(|values| values.into_iter().map(f32::from).collect::<Vec<_>>()))
                 });
@@ -337,38 +329,21 @@ on_each_device! {
                 out: out.out(),
                 pre: PointerMut::empty(),
                 sums: PointerMut::empty(),
-                m: 2,
-                n: 4,
-                k: 8,
+                extents: ProductExtents { m: 2, n: 4, k: 8, k_per_split, batches: 1 },
                 lda: 8,
                 ldb: 4,
-                ldc: 4,
-                k_per_split,
-                batches: 1,
                 stride_a: 16,
                 stride_b: 32,
-                stride_c: 8,
-                stride_bias: 4,
-                alpha: 1.0,
-                beta,
-                flags,
+                epilogue: EpilogueForm { stride_c: 8, stride_bias: 4, ldc: 4, alpha: 1.0, beta, flags },
             });
             let sum = trial.launch(sum_splits {
                 partials: partials.slice(),
-                split_k: 2,
                 bias: Slice::empty(),
                 c: c.pointer(),
                 out: out.out(),
                 pre: PointerMut::empty(),
-                m: 2,
-                n: 4,
-                ldc: 4,
-                batches: 1,
-                stride_c: 8,
-                stride_bias: 4,
-                alpha: 1.0,
-                beta,
-                flags,
+                extents: ProductExtents { m: 2, n: 4, k: 2, k_per_split: 1, batches: 1 },
+                epilogue: EpilogueForm { stride_c: 8, stride_bias: 4, ldc: 4, alpha: 1.0, beta, flags },
             });
             Ok([product, sum])
         }
@@ -409,8 +384,8 @@ on_each_device! {
 
 attack! {
     matmul_bf16::matmul_bf16 by variant <S> {
-        a: halves 98, b: halves 84, bias: f32s 12, c: stored_pointer 60, out: out_stored 60, pre: out_stored 60, sums: out 12, m: number 5,
-        n: number 6, k: number 7, lda: number 7, ldb: number 6, ldc: number 6, k_per_split: number 7, batches: number 2,
-        stride_a: number 49, stride_b: number 42, stride_c: number 30, stride_bias: number 6, alpha: float 0.5, beta: float 1.0, flags: number 12,
+        a: halves 98, b: halves 84, bias: f32s 12, c: stored_pointer 60, out: out_stored 60, pre: out_stored 60,
+        sums: out 12, extents: product [5, 6, 7, 7, 2], lda: number 7, ldb: number 6, stride_a: number 49,
+        stride_b: number 42, epilogue: epilogue ([30, 6], 6, [0.5, 1.0], 12),
     }
 }

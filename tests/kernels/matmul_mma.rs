@@ -386,8 +386,8 @@ const WORDS: usize = kernels::mma::FRAGMENT as usize;
 // Products: two batches of `[5, 7] [7, 6]`.
 attack! {
     matmul_mma::matmul_mma by tile {
-        a: u32s 2 * WORDS, b: u32s 2 * WORDS, bias: f32s 12, c: pointer 60, out: out 60, pre: out 60, m: number 5,
-        n: number 6, k: number 7, ldc: number 6, k_per_split: number 7, batches: number 2, stride_a: number WORDS,
-        stride_b: number WORDS, stride_c: number 30, stride_bias: number 6, alpha: float 0.5, beta: float 1.0, flags: number 12,
+        a: u32s 2 * WORDS, b: u32s 2 * WORDS, bias: f32s 12, c: pointer 60, out: out 60, pre: out 60,
+        extents: product [5, 6, 7, 7, 2], stride_a: number WORDS, stride_b: number WORDS,
+        epilogue: epilogue ([30, 6], 6, [0.5, 1.0], 12),
     }
 }

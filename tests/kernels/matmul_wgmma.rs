@@ -8,6 +8,7 @@ use crate::support::{Random, narrow, on_each_device};
 use crate::trial::{assert_same, trial};
 use cuda_std::emulator::Mode;
 use cuda_std::launch::{Contract as _, PointerMut, Slice, TensorMap};
+use kernels::matmul::{EpilogueForm, ProductExtents};
 use kernels::matmul::{GELU, GELU_DERIVATIVE, SILU, STORE_PREACT, SWIGLU, TRANSPOSE_A, TRANSPOSE_B};
 use kernels::matmul_bf16::{ADD_TO_SUMS, BIAS_GRAD, OperandLayout, matmul_bf16};
 use kernels::matmul_wgmma::{self as wgmma, Aligning, align_rows, aligned_stride, matmul_wgmma};
@@ -95,17 +96,8 @@ fn outputs<S: Stored>(step: &EagerStep<'_>, case: Case, tile: Option<wgmma::Tile
                 out: written,
                 pre: pre.out(),
                 sums: if flags & BIAS_GRAD == 0 { PointerMut::empty() } else { sums.out() },
-                m: m as u32,
-                n: n as u32,
-                k: k as u32,
-                ldc: ldc as u32,
-                k_per_split: case.k_per_split.min(k.max(1)) as u32,
-                batches: batches as u32,
-                stride_c: m * ldc,
-                stride_bias: n,
-                alpha,
-                beta,
-                flags: flags | if layouts[1] == OperandLayout::Transposed { TRANSPOSE_B } else { 0 },
+                extents: ProductExtents { m: m as u32, n: n as u32, k: k as u32, k_per_split: case.k_per_split.min(k.max(1)) as u32, batches: batches as u32 },
+                epilogue: EpilogueForm { stride_c: m * ldc, stride_bias: n, ldc: ldc as u32, alpha, beta, flags: flags | if layouts[1] == OperandLayout::Transposed { TRANSPOSE_B } else { 0 } },
             })?
         };
     }
@@ -372,9 +364,8 @@ attack! {
         b: halves 30, b_out: out_halves 48, b_rows: number 3, b_cols: number 5, b_ld: number 5, b_batches: number 2, b_stride: number 15,
     }
     matmul_wgmma::matmul_wgmma by variant <S> {
-        a: map (96, [6, 6, 2], [8, 48], 64_u32), b: map (96, [6, 6, 2], [8, 48], 64_u32), bias: f32s 12, c: stored_pointer 72, out: out_stored 72,
-        pre: out_stored 72, sums: out 12, m: number 6, n: number 6, k: number 6, ldc: number 6, k_per_split: number 6, batches: number 2,
-        blocks: number 3, steps_a: number 1, steps_b: number 1, stride_c: number 36, stride_bias: number 6, alpha: float 0.5,
-        beta: float 1.0, flags: number 12,
+        a: map (96, [6, 6, 2], [8, 48], 64_u32), b: map (96, [6, 6, 2], [8, 48], 64_u32), bias: f32s 12,
+        c: stored_pointer 72, out: out_stored 72, pre: out_stored 72, sums: out 12, extents: product [6, 6, 6, 6, 2],
+        blocks: number 3, steps_a: number 1, steps_b: number 1, epilogue: epilogue ([36, 6], 6, [0.5, 1.0], 12),
     }
 }

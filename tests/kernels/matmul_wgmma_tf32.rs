@@ -7,6 +7,7 @@ use crate::support::{Random, SPECIAL, on_each_device};
 use crate::trial::{assert_same, trial};
 use cuda_std::emulator::Mode;
 use cuda_std::launch::{Slice, TensorMap};
+use kernels::matmul::{EpilogueForm, ProductExtents};
 use kernels::matmul::{GELU, SILU, STORE_PREACT, SWIGLU};
 use kernels::matmul_bf16::OperandLayout;
 use kernels::matmul_mma::matmul_mma;
@@ -114,24 +115,25 @@ fn outputs(step: &EagerStep<'_>, case: Case, by: Option<(wgmma::Tile, u32)>) -> 
     let mut out = step.upload(&Random::new(4).normals(length), [length])?;
     let mut pre = step.upload(&Random::new(5).normals(length), [length])?;
     let (c, written) = out.in_place();
+    let (k_per_split, [m32, n32, k32]) = (case.k_per_split.min(k.max(1)) as u32, [m, n, k].map(|extent| extent as u32));
+    let extents = ProductExtents { m: m32, n: n32, k: k32, k_per_split, batches: batches as u32 };
     macro_rules! launch {
-        ($kernel:ident { $($own:ident: $value:expr),* }) => {
+        ($kernel:ident, $flags:expr, { $($own:ident: $value:expr),* }) => {
             step.launch($kernel {
                 $($own: $value,)*
                 bias: if case.has_bias { bias.slice() } else { Slice::empty() },
                 c,
                 out: written,
                 pre: pre.out(),
-                m: m as u32,
-                n: n as u32,
-                k: k as u32,
-                ldc: ldc as u32,
-                k_per_split: case.k_per_split.min(k.max(1)) as u32,
-                batches: batches as u32,
-                stride_c: m * ldc,
-                stride_bias: n,
-                alpha,
-                beta,
+                extents,
+                epilogue: EpilogueForm {
+                    stride_c: m * ldc,
+                    stride_bias: n,
+                    ldc: ldc as u32,
+                    alpha,
+                    beta,
+                    flags: $flags,
+                },
             })?
         };
     }
@@ -139,14 +141,13 @@ fn outputs(step: &EagerStep<'_>, case: Case, by: Option<(wgmma::Tile, u32)>) -> 
         let (first, second) = if swap == 0 { (left, right) } else { (right, left) };
         let second = second.along(step, case)?;
         let layout = if first.is_across { OperandLayout::Transposed } else { OperandLayout::Plain };
-        launch!(matmul_wgmma_tf32 {
+        launch!(matmul_wgmma_tf32, flags | swap, {
             variant: (layout, tile),
             a: first.map(case),
             b: second.map(case),
             blocks: case.blocks,
             steps_a: 1,
-            steps_b: 1,
-            flags: flags | swap
+            steps_b: 1
         });
     } else {
         let words = [fragments([m, k]), fragments([n, k])];
@@ -154,13 +155,12 @@ fn outputs(step: &EagerStep<'_>, case: Case, by: Option<(wgmma::Tile, u32)>) -> 
         let roundings = [left.rounding(case, Side::Left, &mut a), right.rounding(case, Side::Right, &mut b)];
         let [of_a, of_b] = roundings;
         step.launch(round_to_tf32::of([of_a, of_b, Rounding::default()]))?;
-        launch!(matmul_mma {
+        launch!(matmul_mma, flags, {
             tile: ops::MMA_TILES[0],
             a: a.slice(),
             b: b.slice(),
             stride_a: words[0],
-            stride_b: words[1],
-            flags: flags
+            stride_b: words[1]
         });
     }
     Ok([step.read(&out)?, step.read(&pre)?])
@@ -329,9 +329,8 @@ attack! {
     matmul_wgmma_tf32::matmul_wgmma_tf32 by variant {
         a: f32_map (96, [6, 6, 2], [8, 48], box_rows::<f32>(variant.0 == OperandLayout::Plain)),
         b: f32_map (96, [6, 6, 2], [8, 48], 64_u32), bias: f32s 12, c: pointer 72, out: out 72, pre: out 72,
-        m: number 6, n: number 6, k: number 6, ldc: number 6, k_per_split: number 6, batches: number 2, blocks: number 3,
-        steps_a: number 1, steps_b: number 1, stride_c: number 36, stride_bias: number 6, alpha: float 0.5, beta: float 1.0,
-        flags: number 12,
+        extents: product [6, 6, 6, 6, 2], blocks: number 3, steps_a: number 1, steps_b: number 1,
+        epilogue: epilogue ([36, 6], 6, [0.5, 1.0], 12),
     }
     matmul_wgmma_tf32::align_along_k {
         a: f32s 30, a_out: out 48, a_rows: number 3, a_k: number 5, a_ld: number 5, a_batches: number 2, a_stride: number 15,

@@ -51,6 +51,7 @@ use block::{Problem, compute};
 use checks::{check_factors, check_outputs, check_split_k};
 use cuda_std::prelude::*;
 use epilogue::Epilogue;
+pub use epilogue::{EpilogueForm, ProductExtents};
 use operand::{Operand, is_even};
 pub use split::*;
 pub use tile::{Cost, Tile};
@@ -119,12 +120,12 @@ macro_rules! multiply {
 macro_rules! grid {
     ($p:ident, $tile:ident) => {{
         let split_k = check_split_k!($p);
-        check_factors!($p, $p.flags);
+        check_factors!($p, $p.epilogue.flags);
         check_outputs!($p, split_k);
         Grid::new(
-            Size::of($p.m).div_ceil($tile.rows()).times(Size::of($p.n).div_ceil($tile.cols())),
+            Size::of($p.extents.m).div_ceil($tile.rows()).times(Size::of($p.extents.n).div_ceil($tile.cols())),
             split_k,
-            $p.batches,
+            $p.extents.batches,
         )
     }};
 }
@@ -153,22 +154,15 @@ family! {
         c: *const f32,
         out: *mut f32,
         pre: *mut f32,
-        m: u32,
-        n: u32,
-        k: u32,
+        extents: ProductExtents,
         lda: u32,
         ldb: u32,
-        ldc: u32,
-        k_per_split: u32,
-        batches: u32,
         stride_a: usize,
         stride_b: usize,
-        stride_c: usize,
-        stride_bias: usize,
-        alpha: f32,
-        beta: f32,
-        flags: u32,
+        epilogue: EpilogueForm,
     ) {
+        let ProductExtents { m, n, k, k_per_split, batches } = extents;
+        let EpilogueForm { stride_c, stride_bias, ldc, alpha, beta, flags } = epilogue;
         let z = thread::block_idx_z() as usize;
         if z >= batches as usize {
             return;

@@ -33,7 +33,6 @@ pub(crate) mod finish;
 pub(crate) mod operand;
 mod tile;
 
-#[cfg(not(target_arch = "nvptx64"))]
 use super::matmul::TRANSPOSE_A;
 #[cfg(not(target_arch = "nvptx64"))]
 use super::matmul::checks::{self, check_factors, check_outputs, check_split_k};
@@ -41,6 +40,8 @@ use super::matmul::epilogue::Epilogue;
 use super::matmul::split::{SplitK, SplitRange};
 use super::matmul::{Cost, TRANSPOSE_B};
 use crate::family;
+#[cfg(not(target_arch = "nvptx64"))]
+use crate::matmul::{EpilogueForm, ProductExtents};
 use block::{ColumnSums, Problem, compute};
 use cuda_std::prelude::*;
 use half::bf16;
@@ -93,13 +94,25 @@ pub enum OperandLayout {
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! check_column_sums {
     ($p:ident, $S:ty, $split_k:ident, $a_is_transposed:expr, $b_is_plain:expr) => {
-        if $p.flags & $crate::matmul_bf16::BIAS_GRAD != 0 {
+        if $p.epilogue.flags & $crate::matmul_bf16::BIAS_GRAD != 0 {
             let sums_b = $a_is_transposed && size_of::<$S>() == size_of::<f32>();
-            Violation::unless(sums_b, "flags", "sums of B only with a transposed A and an f32 output", $p.flags)?;
-            Violation::unless($b_is_plain, "flags", "B as [k, n] if it is summed", $p.flags)?;
-            Violation::unless($p.m > 0, "m", "at least one if B is summed", $p.m)?;
-            let matrices = Size::of($p.batches).times($split_k);
-            checks::holds("sums", $p.sums.len(), matrices, $p.n as usize, [1, $p.n as usize], $p.n as usize)?;
+            Violation::unless(
+                sums_b,
+                "flags",
+                "sums of B only with a transposed A and an f32 output",
+                $p.epilogue.flags,
+            )?;
+            Violation::unless($b_is_plain, "flags", "B as [k, n] if it is summed", $p.epilogue.flags)?;
+            Violation::unless($p.extents.m > 0, "m", "at least one if B is summed", $p.extents.m)?;
+            let matrices = Size::of($p.extents.batches).times($split_k);
+            checks::holds(
+                "sums",
+                $p.sums.len(),
+                matrices,
+                $p.extents.n as usize,
+                [1, $p.extents.n as usize],
+                $p.extents.n as usize,
+            )?;
         }
     };
 }
@@ -124,22 +137,15 @@ family! {
         out: *mut S,
         pre: *mut S,
         sums: *mut f32,
-        m: u32,
-        n: u32,
-        k: u32,
+        extents: ProductExtents,
         lda: u32,
         ldb: u32,
-        ldc: u32,
-        k_per_split: u32,
-        batches: u32,
         stride_a: usize,
         stride_b: usize,
-        stride_c: usize,
-        stride_bias: usize,
-        alpha: f32,
-        beta: f32,
-        flags: u32,
+        epilogue: EpilogueForm,
     ) {
+        let ProductExtents { m, n, k, k_per_split, batches } = extents;
+        let EpilogueForm { stride_c, stride_bias, ldc, alpha, beta, flags } = epilogue;
         let z = thread::block_idx_z() as usize;
         if z >= batches as usize {
             return;
@@ -175,11 +181,11 @@ family! {
         let (form, tile) = VARIANT;
         let of_a = if form == OperandLayout::Plain { 0 } else { TRANSPOSE_A };
         let split_k = check_split_k!(p);
-        check_factors!(p, of_a | p.flags & TRANSPOSE_B);
+        check_factors!(p, of_a | p.epilogue.flags & TRANSPOSE_B);
         check_outputs!(p, split_k);
-        check_column_sums!(p, S, split_k, form == OperandLayout::Transposed, p.flags & TRANSPOSE_B == 0);
-        Violation::unless(split_k == 1 || p.k_per_split.is_multiple_of(DEPTH), "k_per_split", "whole stages of k", p.k_per_split)?;
-        Grid::new(Size::of(p.m).div_ceil(tile.rows()).times(Size::of(p.n).div_ceil(tile.cols())), split_k, p.batches)
+        check_column_sums!(p, S, split_k, form == OperandLayout::Transposed, p.epilogue.flags & TRANSPOSE_B == 0);
+        Violation::unless(split_k == 1 || p.extents.k_per_split.is_multiple_of(DEPTH), "k_per_split", "whole stages of k", p.extents.k_per_split)?;
+        Grid::new(Size::of(p.extents.m).div_ceil(tile.rows()).times(Size::of(p.extents.n).div_ceil(tile.cols())), split_k, p.extents.batches)
     }
 }
 

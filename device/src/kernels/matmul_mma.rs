@@ -29,6 +29,7 @@ use super::matmul::checks::{self, check_outputs, check_split_k};
 use super::matmul::epilogue::Epilogue;
 use super::matmul::split::{SplitK, SplitRange};
 use crate::family;
+use crate::matmul::{EpilogueForm, ProductExtents};
 use crate::mma::STEP;
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::mma::fragments;
@@ -54,9 +55,11 @@ pub const T128X256: Tile = Tile { warps: [2, 4], blocks: [2, 2], cost: Cost::new
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! grid {
     ($p:ident, $tile:expr) => {{
-        for (name, len, rows, stride) in [("a", $p.a.len(), $p.m, $p.stride_a), ("b", $p.b.len(), $p.n, $p.stride_b)] {
-            let words = fragments([rows as usize, $p.k as usize]);
-            checks::holds(name, len, $p.batches, stride, [1, words], words)?;
+        for (name, len, rows, stride) in
+            [("a", $p.a.len(), $p.extents.m, $p.stride_a), ("b", $p.b.len(), $p.extents.n, $p.stride_b)]
+        {
+            let words = fragments([rows as usize, $p.extents.k as usize]);
+            checks::holds(name, len, $p.extents.batches, stride, [1, words], words)?;
         }
         let split_k = check_split_k!($p);
         check_outputs!($p, split_k);
@@ -64,15 +67,15 @@ macro_rules! grid {
             Violation::unless_aligned(name, words, 4)?;
         }
         Violation::unless(
-            split_k == 1 || $p.k_per_split.is_multiple_of(STEP),
+            split_k == 1 || $p.extents.k_per_split.is_multiple_of(STEP),
             "k_per_split",
             "whole steps of k",
-            $p.k_per_split,
+            $p.extents.k_per_split,
         )?;
         Grid::new(
-            Size::of($p.m).div_ceil($tile.rows()).times(Size::of($p.n).div_ceil($tile.cols())),
+            Size::of($p.extents.m).div_ceil($tile.rows()).times(Size::of($p.extents.n).div_ceil($tile.cols())),
             split_k,
-            $p.batches,
+            $p.extents.batches,
         )
     }};
 }
@@ -96,20 +99,13 @@ family! {
         c: *const f32,
         out: *mut f32,
         pre: *mut f32,
-        m: u32,
-        n: u32,
-        k: u32,
-        ldc: u32,
-        k_per_split: u32,
-        batches: u32,
+        extents: ProductExtents,
         stride_a: usize,
         stride_b: usize,
-        stride_c: usize,
-        stride_bias: usize,
-        alpha: f32,
-        beta: f32,
-        flags: u32,
+        epilogue: EpilogueForm,
     ) {
+        let ProductExtents { m, n, k, k_per_split, batches } = extents;
+        let EpilogueForm { stride_c, stride_bias, ldc, alpha, beta, flags } = epilogue;
         let z = thread::block_idx_z() as usize;
         if z >= batches as usize {
             return;

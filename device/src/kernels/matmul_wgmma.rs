@@ -39,6 +39,7 @@ use super::matmul_bf16::{ADD_TO_SUMS, BIAS_GRAD, OperandLayout};
 use crate::block::launder_reg;
 use crate::family;
 use crate::machine::hints::block_bounds;
+use crate::matmul::{EpilogueForm, ProductExtents};
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::wgmma::box_rows;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -93,21 +94,14 @@ family! {
         out: *mut S,
         pre: *mut S,
         sums: *mut f32,
-        m: u32,
-        n: u32,
-        k: u32,
-        ldc: u32,
-        k_per_split: u32,
-        batches: u32,
+        extents: ProductExtents,
         blocks: u32,
         steps_a: u32,
         steps_b: u32,
-        stride_c: usize,
-        stride_bias: usize,
-        alpha: f32,
-        beta: f32,
-        flags: u32,
+        epilogue: EpilogueForm,
     ) {
+        let ProductExtents { m, n, k, k_per_split, batches } = extents;
+        let EpilogueForm { stride_c, stride_bias, ldc, alpha, beta, flags } = epilogue;
         const TILE: Tile = VARIANT.1;
         const A_ALONG: bool = matches!(VARIANT.0[0], OperandLayout::Plain);
         const B_ALONG: bool = matches!(VARIANT.0[1], OperandLayout::Transposed);
@@ -173,12 +167,12 @@ family! {
         check_outputs!(p, split_k);
         check_column_sums!(p, S, split_k, of_a == OperandLayout::Transposed, of_b == OperandLayout::Plain);
         let stored = |[rows, cols]: [u32; 2], layout| if layout == OperandLayout::Transposed { [cols, rows] } else { [rows, cols] };
-        check_map("a", &p.a, stored([p.m, p.k], of_a), box_rows::<bf16>(true), p.steps_a, p.batches)?;
-        check_map("b", &p.b, stored([p.k, p.n], of_b), box_rows::<bf16>(true), p.steps_b, p.batches)?;
-        Violation::unless(split_k == 1 || p.k_per_split.is_multiple_of(16), "k_per_split", "a multiple of 16", p.k_per_split)?;
+        check_map("a", &p.a, stored([p.extents.m, p.extents.k], of_a), box_rows::<bf16>(true), p.steps_a, p.extents.batches)?;
+        check_map("b", &p.b, stored([p.extents.k, p.extents.n], of_b), box_rows::<bf16>(true), p.steps_b, p.extents.batches)?;
+        Violation::unless(split_k == 1 || p.extents.k_per_split.is_multiple_of(16), "k_per_split", "a multiple of 16", p.extents.k_per_split)?;
         Violation::unless(p.blocks > 0, "blocks", "at least one", p.blocks)?;
-        let count = Size::of(p.m).div_ceil(tile.rows()).times(Size::of(p.n).div_ceil(tile.cols())).times(split_k).times(p.batches);
-        Violation::unless(count.at_most(1 << 31), "m", "at most 2^31 tiles", p.m)?;
+        let count = Size::of(p.extents.m).div_ceil(tile.rows()).times(Size::of(p.extents.n).div_ceil(tile.cols())).times(split_k).times(p.extents.batches);
+        Violation::unless(count.at_most(1 << 31), "m", "at most 2^31 tiles", p.extents.m)?;
         let blocks = count.number().map_or(0, |count| count.min(p.blocks as usize));
         Grid::new(blocks, 1, 1)
     }

@@ -37,6 +37,7 @@ use super::matmul_wgmma::check_map;
 use super::matmul_wgmma::place_of;
 pub use super::matmul_wgmma::{Tile, aligned_stride};
 use crate::family;
+use crate::matmul::{EpilogueForm, ProductExtents};
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::wgmma::box_rows;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -83,21 +84,14 @@ family! {
         c: *const f32,
         out: *mut f32,
         pre: *mut f32,
-        m: u32,
-        n: u32,
-        k: u32,
-        ldc: u32,
-        k_per_split: u32,
-        batches: u32,
+        extents: ProductExtents,
         blocks: u32,
         steps_a: u32,
         steps_b: u32,
-        stride_c: usize,
-        stride_bias: usize,
-        alpha: f32,
-        beta: f32,
-        flags: u32,
+        epilogue: EpilogueForm,
     ) {
+        let ProductExtents { m, n, k, k_per_split, batches } = extents;
+        let EpilogueForm { stride_c, stride_bias, ldc, alpha, beta, flags } = epilogue;
         const TILE: Tile = VARIANT.1;
         const ALONG: bool = matches!(VARIANT.0, OperandLayout::Plain);
         // The grid follows from `blocks`, which only the contract reads.
@@ -137,15 +131,15 @@ family! {
     contract unsafe { block: VARIANT.1.threads(), shared: VARIANT.1.shared_bytes() } |p| {
         let (layout, tile) = VARIANT;
         let split_k = check_split_k!(p);
-        let [rows, cols] = if p.flags & SWAP != 0 { [p.n, p.m] } else { [p.m, p.n] };
+        let [rows, cols] = if p.epilogue.flags & SWAP != 0 { [p.extents.n, p.extents.m] } else { [p.extents.m, p.extents.n] };
         check_outputs!(p, split_k);
-        let extents = if layout == OperandLayout::Transposed { [p.k, rows] } else { [rows, p.k] };
-        check_map("a", &p.a, extents, box_rows::<f32>(layout != OperandLayout::Transposed), p.steps_a, p.batches)?;
-        check_map("b", &p.b, [cols, p.k], box_rows::<f32>(true), p.steps_b, p.batches)?;
-        Violation::unless(split_k == 1 || p.k_per_split.is_multiple_of(DEPTH), "k_per_split", "a multiple of 32", p.k_per_split)?;
+        let extents = if layout == OperandLayout::Transposed { [p.extents.k, rows] } else { [rows, p.extents.k] };
+        check_map("a", &p.a, extents, box_rows::<f32>(layout != OperandLayout::Transposed), p.steps_a, p.extents.batches)?;
+        check_map("b", &p.b, [cols, p.extents.k], box_rows::<f32>(true), p.steps_b, p.extents.batches)?;
+        Violation::unless(split_k == 1 || p.extents.k_per_split.is_multiple_of(DEPTH), "k_per_split", "a multiple of 32", p.extents.k_per_split)?;
         Violation::unless(p.blocks > 0, "blocks", "at least one", p.blocks)?;
-        let count = Size::of(rows).div_ceil(tile.rows()).times(Size::of(cols).div_ceil(tile.cols())).times(split_k).times(p.batches);
-        Violation::unless(count.at_most(1 << 31), "m", "at most 2^31 tiles", p.m)?;
+        let count = Size::of(rows).div_ceil(tile.rows()).times(Size::of(cols).div_ceil(tile.cols())).times(split_k).times(p.extents.batches);
+        Violation::unless(count.at_most(1 << 31), "m", "at most 2^31 tiles", p.extents.m)?;
         let blocks = count.number().map_or(0, |count| count.min(p.blocks as usize));
         Grid::new(blocks, 1, 1)
     }

@@ -3,6 +3,7 @@
 
 use super::epilogue::differentiates;
 use super::{ACTIVATIONS, GELU_DERIVATIVE, SWIGLU};
+use crate::matmul::ProductExtents;
 use cuda_std::launch::{Pointer, Size, Violation};
 
 /// The maximum of rows, columns and k. A kernel numbers them in 32 bits, including those of a tile
@@ -28,11 +29,11 @@ pub(crate) fn reads_c<S>(_: &Pointer<'_, S>, flags: u32, beta: f32) -> Result<bo
 /// Checks `a` and `b` of a multiply.
 macro_rules! check_factors {
     ($p:ident, $flags:expr) => {
-        let [m, n, k, lda, ldb] = [$p.m, $p.n, $p.k, $p.lda, $p.ldb].map(|x| x as usize);
+        let [m, n, k, lda, ldb] = [$p.extents.m, $p.extents.n, $p.extents.k, $p.lda, $p.ldb].map(|x| x as usize);
         let (a_rows, a_cols) = if $flags & TRANSPOSE_A != 0 { (k, m) } else { (m, k) };
         let (b_rows, b_cols) = if $flags & TRANSPOSE_B != 0 { (n, k) } else { (k, n) };
-        checks::holds("a", $p.a.len(), $p.batches, $p.stride_a, [a_rows, a_cols], lda)?;
-        checks::holds("b", $p.b.len(), $p.batches, $p.stride_b, [b_rows, b_cols], ldb)?;
+        checks::holds("a", $p.a.len(), $p.extents.batches, $p.stride_a, [a_rows, a_cols], lda)?;
+        checks::holds("b", $p.b.len(), $p.extents.batches, $p.stride_b, [b_rows, b_cols], ldb)?;
     };
 }
 pub(crate) use check_factors;
@@ -40,43 +41,49 @@ pub(crate) use check_factors;
 /// Returns the number of splits of k. If there are several, the epilogue must be empty.
 macro_rules! check_split_k {
     ($p:ident) => {{
-        checks::countable("k", $p.k)?;
-        Violation::unless($p.k_per_split > 0, "k_per_split", "at least one", $p.k_per_split)?;
-        let split_k = $p.k.div_ceil($p.k_per_split).max(1);
-        let kept_or_activated = $p.flags & ($crate::matmul::ACTIVATIONS | $crate::matmul::STORE_PREACT) != 0;
-        let sum_alone = $p.bias.is_empty() && $p.alpha == 1.0 && $p.beta == 0.0 && !kept_or_activated;
+        let split_k = checks::splits($p.extents)?;
+        let kept_or_activated = $p.epilogue.flags & ($crate::matmul::ACTIVATIONS | $crate::matmul::STORE_PREACT) != 0;
+        let sum_alone = $p.bias.is_empty() && $p.epilogue.alpha == 1.0 && $p.epilogue.beta == 0.0 && !kept_or_activated;
         Violation::unless(
             split_k == 1 || sum_alone,
             "k_per_split",
             "k, because the epilogue is not empty",
-            $p.k_per_split,
+            $p.extents.k_per_split,
         )?;
         split_k
     }};
 }
 pub(crate) use check_split_k;
 
+/// Returns the number of partial sums of an output.
+pub(crate) fn splits(extents: ProductExtents) -> Result<u32, Violation> {
+    let ProductExtents { k, k_per_split, .. } = extents;
+    countable("k", k)?;
+    Violation::unless(k_per_split > 0, "k_per_split", "at least one", k_per_split)?;
+    Ok(k.div_ceil(k_per_split).max(1))
+}
+
 /// Checks the outputs and the epilogue's inputs: `$split_k` matrices for each batch, and one bias.
 macro_rules! check_outputs {
     ($p:ident, $split_k:expr) => {
-        checks::countable("m", $p.m)?;
-        checks::countable("n", $p.n)?;
-        let [m, n, ldc] = [$p.m, $p.n, $p.ldc].map(|x| x as usize);
-        let matrices = Size::of($p.batches).times($split_k);
-        checks::holds("out", $p.out.len(), matrices, $p.stride_c, [m, n], ldc)?;
-        if checks::reads_c(&$p.c, $p.flags, $p.beta)? {
-            checks::holds("c", $p.c.len(), matrices, $p.stride_c, [m, n], ldc)?;
+        checks::countable("m", $p.extents.m)?;
+        checks::countable("n", $p.extents.n)?;
+        let [m, n, ldc] = [$p.extents.m, $p.extents.n, $p.epilogue.ldc].map(|x| x as usize);
+        let matrices = Size::of($p.extents.batches).times($split_k);
+        checks::holds("out", $p.out.len(), matrices, $p.epilogue.stride_c, [m, n], ldc)?;
+        if checks::reads_c(&$p.c, $p.epilogue.flags, $p.epilogue.beta)? {
+            checks::holds("c", $p.c.len(), matrices, $p.epilogue.stride_c, [m, n], ldc)?;
         }
-        if $p.flags & $crate::matmul::STORE_PREACT != 0 {
-            checks::holds("pre", $p.pre.len(), matrices, $p.stride_c, [m, n], ldc)?;
+        if $p.epilogue.flags & $crate::matmul::STORE_PREACT != 0 {
+            checks::holds("pre", $p.pre.len(), matrices, $p.epilogue.stride_c, [m, n], ldc)?;
         }
         if !$p.bias.is_empty() {
-            checks::holds("bias", $p.bias.len(), $p.batches, $p.stride_bias, [1, n], n)?;
+            checks::holds("bias", $p.bias.len(), $p.extents.batches, $p.epilogue.stride_bias, [1, n], n)?;
         }
-        let rows_apart = Size::of(m).times(ldc).at_most($p.stride_c);
-        let columns_apart = $p.stride_c >= n && matrices.times($p.stride_c).at_most(ldc);
+        let rows_apart = Size::of(m).times(ldc).at_most($p.epilogue.stride_c);
+        let columns_apart = $p.epilogue.stride_c >= n && matrices.times($p.epilogue.stride_c).at_most(ldc);
         let apart = matrices.at_most(1) || rows_apart || columns_apart;
-        Violation::unless(apart, "stride_c", "batches that do not write the same element", $p.stride_c)?;
+        Violation::unless(apart, "stride_c", "batches that do not write the same element", $p.epilogue.stride_c)?;
     };
 }
 pub(crate) use check_outputs;

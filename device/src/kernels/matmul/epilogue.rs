@@ -42,6 +42,42 @@ pub(crate) struct Epilogue<'p, S> {
     pub(crate) flags: u32,
 }
 
+/// The extents of a product's matrices, `[m, k]` and `[k, n]`, as a launch passes them.
+#[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(target_arch = "nvptx64"), derive(cuda_std::launch::Pod, cuda_std::launch::Zeroable))]
+#[repr(C)]
+pub struct ProductExtents {
+    /// Rows of the output.
+    pub m: u32,
+    /// Columns of the output.
+    pub n: u32,
+    /// Products in each output.
+    pub k: u32,
+    /// Products in each partial sum; all of them if k is not split.
+    pub k_per_split: u32,
+    /// Matrices.
+    pub batches: u32,
+}
+
+/// The numbers of an epilogue, as a launch passes them.
+#[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(target_arch = "nvptx64"), derive(cuda_std::launch::Pod, cuda_std::launch::Zeroable))]
+#[repr(C)]
+pub struct EpilogueForm {
+    /// Elements from one output matrix to the next.
+    pub stride_c: usize,
+    /// Elements from one bias to the next.
+    pub stride_bias: usize,
+    /// Elements from one row of the output to the next.
+    pub ldc: u32,
+    /// The factor of the sums.
+    pub alpha: f32,
+    /// The factor of C.
+    pub beta: f32,
+    /// The flags of the [module](super).
+    pub flags: u32,
+}
+
 /// The location of a thread's sums in the output: `ROWS` rows with `GROUPS` groups of neighboring
 /// columns each.
 #[derive(Clone, Copy)]

@@ -24,6 +24,7 @@ use super::epilogue::{Epilogue, Places};
 use super::{checks, checks::check_outputs};
 use crate::block::divide;
 use crate::family;
+use crate::matmul::{EpilogueForm, ProductExtents};
 use crate::unroll_on_gpu;
 use crate::vector::{F4, VectorPart};
 use cuda_std::prelude::*;
@@ -127,27 +128,22 @@ family! {
     /// Reduces a split-K product: `out = epilogue(partials[0] + partials[1] + ..)` for each batch,
     /// in that order.
     ///
-    /// `partials`: `[batches, split_k, m, n]`, at least one split. The other parameters are as in a
-    /// multiply. A thread has four columns of a row, and the next thread has the next four, if
+    /// `partials`: `[batches, splits of k, m, n]`. The other parameters are as in a multiply. A thread has four columns of a row, and the next thread has the next four, if
     /// necessary of the next row.
     sum_splits<S: Stored> { sum_splits_f32: f32; sum_splits_bf16: bf16; }
     unsafe fn(
         partials: &[f32],
-        split_k: u32,
         bias: &[f32],
         c: *const S,
         out: *mut S,
         pre: *mut S,
-        m: u32,
-        n: u32,
-        ldc: u32,
-        batches: u32,
-        stride_c: usize,
-        stride_bias: usize,
-        alpha: f32,
-        beta: f32,
-        flags: u32,
+        extents: ProductExtents,
+        epilogue: EpilogueForm,
     ) {
+        let ProductExtents { m, n, k, k_per_split, batches } = extents;
+        let EpilogueForm { stride_c, stride_bias, ldc, alpha, beta, flags } = epilogue;
+        // At least one, so that no division can fail.
+        let split_k = k.div_ceil(k_per_split.max(1)).max(1);
         let (m, cols, batch) = (m as usize, n as usize, thread::block_idx_y() as usize);
         let number = thread::block_idx_x() as usize * THREADS as usize + thread::thread_idx_x() as usize;
         // SAFETY: `cols` is not 0: if there are no columns, the grid has no block.
@@ -175,12 +171,12 @@ family! {
     // checked the matrices of `out`, `c`, `pre` and `bias` that are used. A thread first checks its
     // row and batch, and drops columns past `n`.
     contract unsafe { block: THREADS, shared: 0 } |p| {
-        let [m, n] = [p.m, p.n].map(|x| x as usize);
-        Violation::unless(p.split_k > 0, "split_k", "at least one", p.split_k)?;
-        let partials = Size::of(p.batches).times(p.split_k);
+        let [m, n] = [p.extents.m, p.extents.n].map(|x| x as usize);
+        let split_k = checks::splits(p.extents)?;
+        let partials = Size::of(p.extents.batches).times(split_k);
         checks::holds("partials", p.partials.len(), partials, m.saturating_mul(n), [m, n], n)?;
         check_outputs!(p, 1);
-        Grid::new(Size::of(m).times(n.div_ceil(F4::LEN)).div_ceil(THREADS), p.batches, 1)
+        Grid::new(Size::of(m).times(n.div_ceil(F4::LEN)).div_ceil(THREADS), p.extents.batches, 1)
     }
 }
 

@@ -8,6 +8,7 @@ use super::CaseSize;
 use super::inputs::Inputs;
 use cuda_std::launch::{PointerMut, Slice, TensorMap};
 use half::bf16;
+use kernels::matmul::{EpilogueForm, ProductExtents};
 use kernels::matmul::{
     GELU, GELU_DERIVATIVE, SILU, STORE_PREACT, SWIGLU, TRANSPOSE_A, TRANSPOSE_B, Tile, matmul, sum_splits,
 };
@@ -87,21 +88,18 @@ pub(super) fn product(i: &Inputs<'_, '_>, tile: Tile) -> Result<()> {
             c,
             out: written,
             pre: pre.out(),
-            m: m as u32,
-            n: n as u32,
-            k: k as u32,
+            extents: ProductExtents {
+                m: m as u32,
+                n: n as u32,
+                k: k as u32,
+                k_per_split: k_per_split.min(k) as u32,
+                batches: batches as u32,
+            },
             lda: if flags & TRANSPOSE_A == 0 { k } else { m } as u32,
             ldb: if flags & TRANSPOSE_B == 0 { n } else { k } as u32,
-            ldc: n as u32,
-            k_per_split: k_per_split.min(k) as u32,
-            batches: batches as u32,
             stride_a: m * k,
             stride_b: k * n,
-            stride_c: m * n,
-            stride_bias: n,
-            alpha,
-            beta,
-            flags,
+            epilogue: EpilogueForm { stride_c: m * n, stride_bias: n, ldc: n as u32, alpha, beta, flags },
         })?;
         keep_outputs(i, flags, &out, &pre)?;
     }
@@ -149,19 +147,16 @@ pub(super) fn mma_product(i: &Inputs<'_, '_>, tile: MmaTile) -> Result<()> {
             c,
             out: written,
             pre: pre.out(),
-            m: m as u32,
-            n: n as u32,
-            k: k as u32,
-            ldc: n as u32,
-            k_per_split: k_per_split.min(k) as u32,
-            batches: batches as u32,
+            extents: ProductExtents {
+                m: m as u32,
+                n: n as u32,
+                k: k as u32,
+                k_per_split: k_per_split.min(k) as u32,
+                batches: batches as u32,
+            },
             stride_a,
             stride_b,
-            stride_c: m * n,
-            stride_bias: n,
-            alpha,
-            beta,
-            flags,
+            epilogue: EpilogueForm { stride_c: m * n, stride_bias: n, ldc: n as u32, alpha, beta, flags },
         })?;
         keep_outputs(i, flags, &out, &pre)?;
     }
@@ -284,7 +279,6 @@ macro_rules! launch_bf16 {
                 ldb: b.2 as u32,
                 stride_a: a.1[0] * a.2,
                 stride_b: b.1[0] * b.2,
-                batches: batches as u32,
                 $($argument $(: $value)?,)*
             }),
             Bf16Kernel::Wgmma(variant) => $i.step.launch(matmul_wgmma {
@@ -293,7 +287,6 @@ macro_rules! launch_bf16 {
                 b: map(b, batches),
                 steps_a: 1,
                 steps_b: 1,
-                batches: batches as u32,
                 blocks: 2,
                 $($argument $(: $value)?,)*
             }),
@@ -324,16 +317,8 @@ pub(super) fn bf16_product<S: Stored>(i: &Inputs<'_, '_>, kernel: Bf16Kernel) ->
             out: written,
             pre: pre.out(),
             sums: PointerMut::empty(),
-            m: m as u32,
-            n: n as u32,
-            k: k as u32,
-            ldc: n as u32,
-            k_per_split: k_per_split.min(k.max(1)) as u32,
-            stride_c: m * n,
-            stride_bias: n,
-            alpha,
-            beta,
-            flags,
+            extents: ProductExtents { m: m as u32, n: n as u32, k: k as u32, k_per_split: k_per_split.min(k.max(1)) as u32, batches: batches as u32 },
+            epilogue: EpilogueForm { stride_c: m * n, stride_bias: n, ldc: n as u32, alpha, beta, flags },
         })?;
         keep_outputs(i, flags, &out, &pre)?;
     }
@@ -371,16 +356,8 @@ fn column_sums(i: &Inputs<'_, '_>, kernel: Bf16Kernel) -> Result<()> {
             out,
             pre: PointerMut::empty(),
             sums: sums.out(),
-            m: m as u32,
-            n: n as u32,
-            k: k as u32,
-            ldc: n as u32,
-            k_per_split: k_per_split.min(k) as u32,
-            stride_c: m * n,
-            stride_bias: 0,
-            alpha,
-            beta,
-            flags,
+            extents: ProductExtents { m: m as u32, n: n as u32, k: k as u32, k_per_split: k_per_split.min(k) as u32, batches: batches as u32 },
+            epilogue: EpilogueForm { stride_c: m * n, stride_bias: 0, ldc: n as u32, alpha, beta, flags },
         })?;
         i.keep(&sums)?;
     }
@@ -479,20 +456,12 @@ fn splits_alone<S: Stored>(
     let (c, written) = out.in_place();
     i.step.launch(sum_splits {
         partials: partials.slice(),
-        split_k: split_k as u32,
         bias: bias.slice(),
         c,
         out: written,
         pre: pre.out(),
-        m: m as u32,
-        n: n as u32,
-        ldc: n as u32,
-        batches: 1,
-        stride_c: m * n,
-        stride_bias: n,
-        alpha,
-        beta,
-        flags,
+        extents: ProductExtents { m: m as u32, n: n as u32, k: split_k as u32, k_per_split: 1, batches: 1 },
+        epilogue: EpilogueForm { stride_c: m * n, stride_bias: n, ldc: n as u32, alpha, beta, flags },
     })?;
     i.keep(&out)?;
     i.keep(&pre)

@@ -11,7 +11,7 @@ use crate::step::Step;
 use crate::tensor::{Source, Stored, Target, Tensor};
 use cuda_std::launch::{Pointer, PointerMut, Slice};
 use half::bf16;
-use kernels::matmul::{TRANSPOSE_B, sum_splits};
+use kernels::matmul::{EpilogueForm, ProductExtents, TRANSPOSE_B, sum_splits};
 use kernels::matmul_bf16::{ADD_TO_SUMS, BIAS_GRAD, OperandLayout, TILES, k_per_split, matmul_bf16};
 use kernels::matmul_wgmma::{self as wgmma, matmul_wgmma};
 use kernels::wgmma::box_rows;
@@ -121,7 +121,7 @@ fn weight_gradients<'s>(
     let extents = GemmExtents::new(step, &form, k_per_split)?;
     let outputs = Outputs::of(Product::new(form, x, dy, dw), &extents);
     let (old, db) = db.in_place();
-    let split_k = extents.k.div_ceil(extents.k_per_split);
+    let split_k = extents.splits();
     if split_k < 2 {
         let how = if accumulate { BIAS_GRAD | ADD_TO_SUMS } else { BIAS_GRAD };
         return multiply(step, &form, &extents, x.slice(), dy.slice(), outputs, Some((db, how)));
@@ -135,20 +135,19 @@ fn weight_gradients<'s>(
         split_or_whole(step, &form, &extents, outputs, |_| Ok(()), part)?;
         step.launch(sum_splits {
             partials: partials.slice(),
-            split_k,
             bias: Slice::empty(),
             c: if accumulate { old } else { Pointer::empty() },
             out: db,
             pre: PointerMut::empty(),
-            m: 1,
-            n: extents.n,
-            ldc: extents.n,
-            batches: extents.batches,
-            stride_c: n,
-            stride_bias: 0,
-            alpha: 1.0,
-            beta: if accumulate { 1.0 } else { 0.0 },
-            flags: 0,
+            extents: ProductExtents { m: 1, ..extents.product },
+            epilogue: EpilogueForm {
+                stride_c: n,
+                stride_bias: 0,
+                ldc: extents.product.n,
+                alpha: 1.0,
+                beta: if accumulate { 1.0 } else { 0.0 },
+                flags: 0,
+            },
         })
     })
 }
@@ -165,12 +164,12 @@ fn multiply<S: Stored>(
     outputs: Outputs<'_, S>,
     sums: Option<(PointerMut<'_, f32>, u32)>,
 ) -> Result<()> {
-    let GemmExtents { m, n, k, lda, ldb, k_per_split, batches, .. } = *extents;
-    let Gemm { stride_a, stride_b, stride_bias, .. } = *form;
-    let Outputs { bias, c, out, pre, ldc, stride_c, alpha, beta, mut flags } = outputs;
-    flags |= if form.transpose_b { TRANSPOSE_B } else { 0 };
+    let GemmExtents { product, lda, ldb, .. } = *extents;
+    let Gemm { stride_a, stride_b, .. } = *form;
+    let Outputs { bias, c, out, pre, mut epilogue } = outputs;
+    epilogue.flags |= if form.transpose_b { TRANSPOSE_B } else { 0 };
     let (sums, how) = sums.unwrap_or((PointerMut::empty(), 0));
-    flags |= how;
+    epilogue.flags |= how;
     let layout = |is_transposed| if is_transposed { OperandLayout::Transposed } else { OperandLayout::Plain };
     let layouts = [layout(form.transpose_a), layout(form.transpose_b)];
     let processors = step.description().processors;
@@ -183,17 +182,8 @@ fn multiply<S: Stored>(
                 out,
                 pre,
                 sums,
-                m,
-                n,
-                k,
-                ldc,
-                k_per_split,
-                batches,
-                stride_c,
-                stride_bias,
-                alpha,
-                beta,
-                flags,
+                extents: product,
+                epilogue,
             })
         };
     }

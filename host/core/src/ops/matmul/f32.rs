@@ -67,41 +67,18 @@ fn multiply(
     b: Slice<'_, f32>,
     outputs: Outputs<'_, f32>,
 ) -> Result<()> {
-    let GemmExtents { m, n, k, lda, ldb, k_per_split, batches, .. } = *extents;
-    let Gemm { stride_a, stride_b, stride_bias, .. } = *form;
-    let Outputs { bias, c, out, pre, ldc, stride_c, alpha, beta, mut flags } = outputs;
+    let GemmExtents { product, lda, ldb, .. } = *extents;
+    let Gemm { stride_a, stride_b, .. } = *form;
+    let Outputs { bias, c, out, pre, mut epilogue } = outputs;
     for (flag, set) in [(TRANSPOSE_A, form.transpose_a), (TRANSPOSE_B, form.transpose_b)] {
-        flags |= if set { flag } else { 0 };
+        epilogue.flags |= if set { flag } else { 0 };
     }
     let device = step.device().description();
     let tile = tile_of(form.tile, &TILES, "ops::TILES", || match device.kind {
         DeviceKind::Emulated => ON_CPU,
         _ => fastest(&TILES, extents.of_a_split(), extents.matrices(), device.processors as usize),
     })?;
-    step.launch(matmul {
-        tile,
-        a,
-        b,
-        bias,
-        c,
-        out,
-        pre,
-        m,
-        n,
-        k,
-        lda,
-        ldb,
-        ldc,
-        k_per_split,
-        batches,
-        stride_a,
-        stride_b,
-        stride_c,
-        stride_bias,
-        alpha,
-        beta,
-        flags,
-    })
+    step.launch(matmul { tile, a, b, bias, c, out, pre, extents: product, lda, ldb, stride_a, stride_b, epilogue })
 }
 
 #[cfg(test)]

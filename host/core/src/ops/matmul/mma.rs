@@ -104,8 +104,7 @@ fn multiply(
         |stride: usize, fragments: &Tensor<'_, u32>| if stride == 0 { 0 } else { fragments.shape().as_rows()[1] };
     let (stride_a, stride_b) = (stride(form.stride_a, a), stride(form.stride_b, b));
     let launch = |outputs: Outputs<'_, f32>| {
-        let GemmExtents { m, n, k, k_per_split, batches, .. } = *extents;
-        let Outputs { bias, c, out, pre, ldc, stride_c, alpha, beta, flags } = outputs;
+        let Outputs { bias, c, out, pre, epilogue } = outputs;
         let processors = step.description().processors as usize;
         let tile = tile_of(form.mma_tile, &TILES, "ops::MMA_TILES", || {
             fastest(&TILES, extents.of_a_split(), extents.matrices(), processors)
@@ -118,19 +117,10 @@ fn multiply(
             c,
             out,
             pre,
-            m,
-            n,
-            k,
-            ldc,
-            k_per_split,
-            batches,
+            extents: extents.product,
             stride_a,
             stride_b,
-            stride_c,
-            stride_bias: form.stride_bias,
-            alpha,
-            beta,
-            flags,
+            epilogue,
         })
     };
     split_or_whole(step, form, extents, outputs, launch, launch)

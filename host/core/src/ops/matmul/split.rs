@@ -9,19 +9,15 @@ use crate::error::{Error, Result};
 use crate::step::Step;
 use crate::tensor::{Source, Stored, Target};
 use cuda_std::launch::{Pointer, PointerMut, Slice};
-use kernels::matmul::sum_splits;
+use kernels::matmul::{EpilogueForm, ProductExtents, sum_splits};
 
 /// The extents of a multiply as its kernels take them.
 #[derive(Clone, Copy)]
 pub(super) struct GemmExtents {
-    pub(super) m: u32,
-    pub(super) n: u32,
-    pub(super) k: u32,
+    pub(super) product: ProductExtents,
     pub(super) lda: u32,
     pub(super) ldb: u32,
     pub(super) ldc: u32,
-    pub(super) k_per_split: u32,
-    pub(super) batches: u32,
 }
 
 impl GemmExtents {
@@ -34,26 +30,32 @@ impl GemmExtents {
             let refused = |_| Error::misuse("matmul", format!("`{what}` below 2^32"), extent.to_string());
             u32::try_from(extent).map_err(refused)
         };
-        Ok(Self {
+        let product = ProductExtents {
             m: word("m", form.m)?,
             n: word("n", form.n)?,
             k: word("k", form.k)?,
-            lda: word("lda", form.lda)?,
-            ldb: word("ldb", form.ldb)?,
-            ldc: word("ldc", form.ldc)?,
             k_per_split: word("k", k_per_split(form.rows_of_split(step), form.n, form.k))?,
             batches: word("batches", form.batches)?,
-        })
+        };
+        let [lda, ldb, ldc] =
+            [("lda", form.lda), ("ldb", form.ldb), ("ldc", form.ldc)].map(|(what, ld)| word(what, ld));
+        Ok(Self { product, lda: lda?, ldb: ldb?, ldc: ldc? })
     }
 
     /// The rows, the columns, and the products of a sum within a split.
     pub(super) fn of_a_split(&self) -> [usize; 3] {
-        [self.m, self.n, self.k_per_split.min(self.k)].map(|extent| extent as usize)
+        let ProductExtents { m, n, k, k_per_split, .. } = self.product;
+        [m, n, k_per_split.min(k)].map(|extent| extent as usize)
+    }
+
+    /// The number of partial sums of an output.
+    pub(super) fn splits(&self) -> u32 {
+        self.product.k.div_ceil(self.product.k_per_split)
     }
 
     /// The number of matrices of sums: one for each batch and each split.
     pub(super) fn matrices(&self) -> usize {
-        self.batches as usize * self.k.div_ceil(self.k_per_split).max(1) as usize
+        self.product.batches as usize * self.splits().max(1) as usize
     }
 }
 
@@ -63,17 +65,14 @@ pub(super) struct Outputs<'o, S> {
     pub(super) c: Pointer<'o, S>,
     pub(super) out: PointerMut<'o, S>,
     pub(super) pre: PointerMut<'o, S>,
-    pub(super) ldc: u32,
-    pub(super) stride_c: usize,
-    pub(super) alpha: f32,
-    pub(super) beta: f32,
-    pub(super) flags: u32,
+    pub(super) epilogue: EpilogueForm,
 }
 
 impl<'o, S: Stored> Outputs<'o, S> {
     pub(super) fn of<F>(product: Product<'o, F, S>, extents: &GemmExtents) -> Self {
-        let Product { form: Gemm { stride_c, alpha, beta, .. }, bias, c, out, pre, flags, .. } = product;
-        Self { bias, c, out, pre, ldc: extents.ldc, stride_c, alpha, beta, flags }
+        let Product { form: Gemm { stride_c, stride_bias, alpha, beta, .. }, bias, c, out, pre, flags, .. } = product;
+        let epilogue = EpilogueForm { stride_c, stride_bias, ldc: extents.ldc, alpha, beta, flags };
+        Self { bias, c, out, pre, epilogue }
     }
 }
 
@@ -87,43 +86,23 @@ pub(super) fn split_or_whole<S: Stored>(
     whole: impl FnOnce(Outputs<'_, S>) -> Result<()>,
     part: impl FnOnce(Outputs<'_, f32>) -> Result<()>,
 ) -> Result<()> {
-    let split_k = extents.k.div_ceil(extents.k_per_split);
+    let split_k = extents.splits();
     if split_k < 2 {
         return whole(outputs);
     }
-    let Gemm { m, n, batches, stride_bias, .. } = *form;
+    let Gemm { m, n, batches, .. } = *form;
     step.workspace(|step| {
         let mut partials = step.empty([batches * split_k as usize, m, n])?;
+        let ldc = extents.product.n;
         part(Outputs {
             bias: Slice::empty(),
             c: Pointer::empty(),
             out: partials.out(),
             pre: PointerMut::empty(),
-            ldc: extents.n,
-            stride_c: m * n,
-            alpha: 1.0,
-            beta: 0.0,
-            flags: 0,
+            epilogue: EpilogueForm { stride_c: m * n, stride_bias: 0, ldc, alpha: 1.0, beta: 0.0, flags: 0 },
         })?;
-        let Outputs { bias, c, out, pre, ldc, stride_c, alpha, beta, flags } = outputs;
-        let GemmExtents { m, n, batches, .. } = *extents;
+        let Outputs { bias, c, out, pre, epilogue } = outputs;
         let partials = partials.slice();
-        step.launch(sum_splits {
-            partials,
-            split_k,
-            bias,
-            c,
-            out,
-            pre,
-            m,
-            n,
-            ldc,
-            batches,
-            stride_c,
-            stride_bias,
-            alpha,
-            beta,
-            flags,
-        })
+        step.launch(sum_splits { partials, bias, c, out, pre, extents: extents.product, epilogue })
     })
 }

@@ -15,6 +15,7 @@ use crate::error::Result;
 use crate::step::Step;
 use crate::tensor::{Source, Target, Tensor};
 use cuda_std::launch::Slice;
+use kernels::matmul::EpilogueForm;
 use kernels::matmul_bf16::OperandLayout;
 use kernels::matmul_mma::k_per_split;
 use kernels::matmul_wgmma_tf32::{Alignment, SWAP, TILES, align_along_k, aligned_stride, matmul_wgmma_tf32};
@@ -136,14 +137,13 @@ fn multiply(
     swap: u32,
     outputs: Outputs<'_, f32>,
 ) -> Result<()> {
-    let GemmExtents { m, n, k, k_per_split, batches, .. } = *extents;
     let [rows, cols, of_a_split] = extents.of_a_split();
     let [rows, cols] = if swap == 0 { [rows, cols] } else { [cols, rows] };
     let layout = if a.is_across { OperandLayout::Transposed } else { OperandLayout::Plain };
     let blocks = step.description().processors;
     let tile = fastest(&TILES, [rows, cols, of_a_split], extents.matrices(), blocks as usize);
     let launch = |outputs: Outputs<'_, f32>| {
-        let Outputs { bias, c, out, pre, ldc, stride_c, alpha, beta, flags } = outputs;
+        let Outputs { bias, c, out, pre, epilogue } = outputs;
         step.launch(matmul_wgmma_tf32 {
             variant: (layout, tile),
             a: a.stored.map(box_rows::<f32>(!a.is_across)),
@@ -152,20 +152,11 @@ fn multiply(
             c,
             out,
             pre,
-            m,
-            n,
-            k,
-            ldc,
-            k_per_split,
-            batches,
+            extents: extents.product,
             blocks,
             steps_a: a.stored.steps(),
             steps_b: b.stored.steps(),
-            stride_c,
-            stride_bias: form.stride_bias,
-            alpha,
-            beta,
-            flags: flags | swap,
+            epilogue: EpilogueForm { flags: epilogue.flags | swap, ..epilogue },
         })
     };
     split_or_whole(step, form, extents, outputs, launch, launch)
