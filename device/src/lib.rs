@@ -90,6 +90,7 @@ mod entries {
     pub mod guard;
     pub mod layer_norm;
     pub mod loss;
+    pub mod lstm;
     pub mod matmul;
     pub mod matmul_bf16;
     pub mod matmul_mma;

@@ -6,6 +6,7 @@
 //! rounded.
 
 use crate::gradients::{Handles, ParameterValues, ROUNDING, leaf_as, normal, parameters_of, stack, stored_as_each};
+use crate::hostile::attack;
 use crate::support::{Random, relative_l2, tolerance};
 use stepscope::ops::{Activation, AttentionConfig, LmHeadConfig, Rotary};
 use stepscope::parameters::StackedParameters;
@@ -223,6 +224,22 @@ stored_as_each! {
                 let [gate, up] = way.var::<S>(0)?.chunks::<2>(-1)?;
                 silu(&gate)? * up
             });
+        compare::<S, S>(device, "lstm_cell", &[&[5, 32], &[5, 8]],
+            |way| {
+                let [c, h] = way.var::<S>(0)?.lstm_cell(Some(&way.var(1)?))?;
+                c.add(&h)
+            },
+            |way| {
+                let [i, f, g, o] = way.var::<S>(0)?.chunks::<4>(-1)?;
+                let c = ((f.sigmoid()? * way.var(1)?)? + (i.sigmoid()? * g.tanh()?)?)?;
+                (o.sigmoid()? * c.tanh()?)? + c
+            });
+        compare::<S, S>(device, "lstm_cell, first", &[&[5, 12]],
+            |way| Ok(way.var::<S>(0)?.lstm_cell(None)?[1]),
+            |way| {
+                let [i, _, g, o] = way.var::<S>(0)?.chunks::<4>(-1)?;
+                o.sigmoid()? * (i.sigmoid()? * g.tanh()?)?.tanh()?
+            });
         compare::<S, S>(device, "mean_tokens", &[&[2, 5, 8]],
             |way| way.tape.mean_tokens(&way.var(0)?), |way| way.var::<S>(0)?.mean(1));
     }
@@ -302,5 +319,13 @@ stored_as_each! {
                 let logits = way.var::<S>(0)?.matmul(&way.var(1)?)?;
                 cross_entropy(&way, &way.tape.to_f32(&logits)?)
             });
+    }
+}
+
+attack! {
+    lstm::lstm_forward <S> { gates: stored 72, c: stored 18, width: number 6, c_out: out_stored 18, h: out_stored 18 }
+    lstm::lstm_backward <S> {
+        gates: stored 72, c: stored 18, c_out: stored 18, dh: stored 18, dc_out: stored 18, width: number 6,
+        dgates: out_stored 72, dc: out_stored 18,
     }
 }

@@ -13,6 +13,7 @@ use super::declared::{declared, declared_pointwise};
 use super::inputs::Inputs;
 use super::products::Bf16Kernel;
 use super::{aligned, attention, attention_mma, products, products_tf32};
+use cuda_std::launch::Slice;
 use half::bf16;
 use kernels::checksum::{CHUNK, checksum};
 use kernels::dropout::{draw, dropout};
@@ -33,7 +34,7 @@ use kernels::matmul_mma::matmul_mma;
 use kernels::matmul_wgmma::matmul_wgmma;
 use kernels::matmul_wgmma_tf32::matmul_wgmma_tf32;
 use kernels::update::RUN;
-use kernels::{along, fold, reduce, scalars, strided};
+use kernels::{along, fold, lstm, reduce, scalars, strided};
 use stepscope_core::{Device, DeviceKind, Element, OnDevice, Result, Source, Stored, Target, Tensor, ops};
 
 /// Returns every GPU kernel and its case, in the order of the kernels' files.
@@ -91,6 +92,23 @@ const LISTED: &[Listed] = &[
             i.step.launch(along::cumulative_sum { x: x.slice(), n, inner, reverse, out: out.out() })?;
             i.keep(&out)
         })
+    })),
+    both!("lstm_forward", <S>, |i| cells::<S>(i, |i, gates, c, width| {
+        let shape = [gates.len() / 4];
+        let (mut c_out, mut h) = (i.step.empty::<S>(shape)?, i.step.empty::<S>(shape)?);
+        i.step.launch(lstm::lstm_forward { gates, c, width, c_out: c_out.out(), h: h.out() })?;
+        i.keep(&c_out)?;
+        i.keep(&h)
+    })),
+    both!("lstm_backward", <S>, |i| cells::<S>(i, |i, gates, c, width| {
+        let shape = [gates.len() / 4];
+        let [c_out, dh, dc_out] = [i.normals::<S>(shape)?, i.normals::<S>(shape)?, i.normals::<S>(shape)?];
+        let (mut dgates, mut dc) = (i.step.empty::<S>([gates.len()])?, i.step.empty::<S>([c.len()])?);
+        let (dh, dc_out) = (dh.slice(), if c.is_empty() { Slice::empty() } else { dc_out.slice() });
+        let c_out = c_out.slice();
+        i.step.launch(lstm::lstm_backward { gates, c, c_out, dh, dc_out, width, dgates: dgates.out(), dc: dc.out() })?;
+        i.keep(&dgates)?;
+        i.keep(&dc)
     })),
     both!("take_along", <S>, |i| columns::<S>(i, |i, x, [n, inner]| {
         let (count, outer) = (n + 2, x.shape().elements() / (n * inner));
@@ -511,6 +529,19 @@ fn columns<S: Stored>(
     let smallest: [[usize; 3]; 2] = [[2, 37, 5], [3, 40, 1]];
     for &[outer, n, inner] in i.by_size(&[[3, 5, 7], [2, 70, 33], [1, 300, 1], [9, 40, 1]][..], &smallest) {
         op(i, &i.normals([outer, n, inner])?, [n, inner])?;
+    }
+    Ok(())
+}
+
+/// Runs the op on gates of cells, with and without a state before.
+fn cells<S: Stored>(
+    i: &Inputs<'_, '_>,
+    op: impl for<'s> Fn(&Inputs<'_, 's>, Slice<'_, S>, Slice<'_, S>, usize) -> Result<()>,
+) -> Result<()> {
+    for &[rows, width] in i.by_size(&[[3, 7], [40, 36], [5, 640]][..], &[[3, 7], [5, 36]]) {
+        let (gates, c) = (i.normals::<S>([rows, 4 * width])?, i.normals::<S>([rows, width])?);
+        op(i, gates.slice(), c.slice(), width)?;
+        op(i, gates.slice(), Slice::empty(), width)?;
     }
     Ok(())
 }

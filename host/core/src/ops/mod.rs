@@ -28,6 +28,7 @@ mod gelu_bias;
 mod layer_norm;
 mod linear_cross_entropy;
 mod loss;
+mod lstm;
 mod matmul;
 mod norm;
 pub mod pointwise;

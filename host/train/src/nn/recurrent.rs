@@ -55,12 +55,7 @@ impl Lstm {
                 Some([h, _]) => self.state.forward_residual(tape, h, &x)?,
                 None => x,
             };
-            let [i, f, g, o] = gates.chunks::<4>(-1)?;
-            let mut c = (i.sigmoid()? * g.tanh()?)?;
-            if let Some([_, before]) = state {
-                c = ((f.sigmoid()? * before)? + c)?;
-            }
-            let h = (o.sigmoid()? * c.tanh()?)?;
+            let [c, h] = gates.lstm_cell(state.as_ref().map(|[_, c]| c))?;
             outputs.push(h);
             state = Some([h, c]);
         }
