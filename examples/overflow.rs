@@ -240,7 +240,7 @@ impl Model {
         let tape = Tape::new(step, weights);
         let x = tape.input(step.upload(values, [batch, TOKENS, FEATURES])?);
         let hidden = tape.linear(&x, w1, Some(b1))?;
-        let hidden = tape.tanh(&hidden)?;
+        let hidden = hidden.tanh()?;
         let logits = tape.linear(&tape.mean_tokens(&hidden)?, w2, Some(b2))?;
         let loss = tape.cross_entropy(&logits, labels)?;
         tape.backward(&loss, gradients)

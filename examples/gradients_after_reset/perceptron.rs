@@ -167,7 +167,7 @@ impl Perceptron {
                     h = if layer == 0 {
                         tape.linear(&h, handle, None)?
                     } else {
-                        tape.linear(&tape.gelu(&h)?, handle, None)?
+                        tape.linear(&h.gelu()?, handle, None)?
                     };
                 }
                 let labels = step.upload_indices(&batch.labels, [ROWS])?;

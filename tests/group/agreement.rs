@@ -33,7 +33,7 @@ struct Classifier {
 
 impl Model for Classifier {
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
-        let hidden = tape.gelu(&self.hidden.forward(tape, &tape.input(batch.input::<f32>(0)?))?)?;
+        let hidden = self.hidden.forward(tape, &tape.input(batch.input::<f32>(0)?))?.gelu()?;
         let hidden = if self.drops { tape.dropout(&hidden, 0.25)? } else { hidden };
         self.head.forward(tape, &hidden)
     }

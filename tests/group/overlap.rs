@@ -47,7 +47,7 @@ impl Model for Deep {
             });
         }
         for layer in &self.layers {
-            x = tape.gelu(&layer.forward(tape, &x)?)?;
+            x = layer.forward(tape, &x)?.gelu()?;
         }
         self.head.forward(tape, &x)
     }

@@ -177,7 +177,7 @@ stored_as_each! {
             let mut random = Random::new(seed);
             let shape = extents(&mut random, seed, [7, 5, 13]);
             let values = vec![normal(&mut random, &shape)];
-            Case::new("gelu", seed, 1, values).stored_as::<S>(Roundings::ONCE).check(device, |_, tape, p| tape.gelu(&leaf_as::<S>(tape, p[0])?), |p| {
+            Case::new("gelu", seed, 1, values).stored_as::<S>(Roundings::ONCE).check(device, |_, tape, p| leaf_as::<S>(tape, p[0])?.gelu(), |p| {
                 p[0].iter().map(|&x| gelu(x)).collect()
             });
         }
@@ -189,7 +189,7 @@ stored_as_each! {
             let shape = extents(&mut random, seed, [7, 5, 13]);
             let values = vec![normal(&mut random, &shape)];
             let case = Case::new("relu_squared", seed, 1, values).stored_as::<S>(Roundings::ONCE);
-            case.check(device, |_, tape, p| tape.relu_squared(&leaf_as::<S>(tape, p[0])?), |p| {
+            case.check(device, |_, tape, p| leaf_as::<S>(tape, p[0])?.relu_squared(), |p| {
                 p[0].iter().map(|x| x.max(0.0).powi(2)).collect()
             });
         }
@@ -201,7 +201,7 @@ stored_as_each! {
             let shape = extents(&mut random, seed, [7, 5, 13]);
             let values = vec![normal(&mut random, &shape)];
             let case = Case::new("softplus", seed, 1, values).stored_as::<S>(Roundings::ONCE);
-            case.check(device, |_, tape, p| tape.softplus(&leaf_as::<S>(tape, p[0])?), |p| {
+            case.check(device, |_, tape, p| leaf_as::<S>(tape, p[0])?.softplus(), |p| {
                 p[0].iter().map(|&x| softplus(x)).collect()
             });
         }
@@ -212,7 +212,7 @@ stored_as_each! {
             let mut random = Random::new(seed);
             let shape = extents(&mut random, seed, [7, 5, 13]);
             let values = vec![normal(&mut random, &shape)];
-            Case::new("tanh", seed, 1, values).stored_as::<S>(Roundings::TANH).check(device, |_, tape, p| tape.tanh(&leaf_as::<S>(tape, p[0])?), |p| {
+            Case::new("tanh", seed, 1, values).stored_as::<S>(Roundings::TANH).check(device, |_, tape, p| leaf_as::<S>(tape, p[0])?.tanh(), |p| {
                 p[0].iter().map(|x| x.tanh()).collect()
             });
         }

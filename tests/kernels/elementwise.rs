@@ -145,7 +145,7 @@ on_each_device! {
                 let (a, b) = (leaf(tape, p[0])?, leaf(tape, p[1])?);
                 let zero = tape.input(ops::fill(step, shape, 0.0)?);
                 let twice = zero.add(&a)?.add(&a.add(&zero)?)?;
-                let y = a.add(&tape.tanh(&b)?)?.add(&twice.add(&twice)?)?;
+                let y = a.add(&b.tanh()?)?.add(&twice.add(&twice)?)?;
                 y.add(&zero.add(&zero)?)
             }, |p| p[0].iter().zip(&p[1]).map(|(a, b)| 5.0 * a + b.tanh()).collect());
         }

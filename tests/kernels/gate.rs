@@ -179,14 +179,14 @@ stored_as_each! {
             let each = |p: &[Vec<f64>], f: fn(f64) -> f64| p[0].iter().map(|&x| f(x)).collect::<Vec<f64>>();
             let case = |name, roundings| Case::new(name, seed, 1, values.clone()).stored_as::<S>(roundings);
             let once = Roundings::ONCE;
-            case("relu", once).check(device, |_, tape, p| tape.relu(&leaf_as::<S>(tape, p[0])?), |p| each(p, |x| x.max(0.0)));
+            case("relu", once).check(device, |_, tape, p| leaf_as::<S>(tape, p[0])?.relu(), |p| each(p, |x| x.max(0.0)));
             // The derivative y (1 - y) uses the rounded output: it is off by up to y |1 - 2 y|
             // roundings.
             let kept = Roundings { kept: 1.0, ..once };
-            case("sigmoid", kept).check(device, |_, tape, p| tape.sigmoid(&leaf_as::<S>(tape, p[0])?), |p| each(p, reference::sigmoid));
-            case("silu", once).check(device, |_, tape, p| tape.silu(&leaf_as::<S>(tape, p[0])?), |p| each(p, reference::silu));
+            case("sigmoid", kept).check(device, |_, tape, p| leaf_as::<S>(tape, p[0])?.sigmoid(), |p| each(p, reference::sigmoid));
+            case("silu", once).check(device, |_, tape, p| leaf_as::<S>(tape, p[0])?.silu(), |p| each(p, reference::silu));
             case("gelu_exact", once)
-                .check(device, |_, tape, p| tape.gelu_exact(&leaf_as::<S>(tape, p[0])?), |p| each(p, reference::gelu_exact));
+                .check(device, |_, tape, p| leaf_as::<S>(tape, p[0])?.gelu_exact(), |p| each(p, reference::gelu_exact));
             let two = vec![normal(&mut random, &shape), normal(&mut random, &shape)];
             Case::new("swiglu", seed, 1, two).stored_as::<S>(once).check(device, |_, tape, p| {
                 tape.swiglu(&leaf_as::<S>(tape, p[0])?, &leaf_as(tape, p[1])?)

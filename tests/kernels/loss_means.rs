@@ -61,7 +61,7 @@ const LOSSES: [(&str, PartLoss); 6] = [
         let labels = step.upload_indices(given.labels, [given.labels.len()])?;
         tape.linear_cross_entropy(x, given.w, labels, LmHeadConfig::default())
     }),
-    ("mean", |_, tape, x, given| tape.mean(&tape.tanh(&logits(tape, x, given)?)?)),
+    ("mean", |_, tape, x, given| tape.mean(&logits(tape, x, given)?.tanh()?)),
 ];
 
 on_each_device! {

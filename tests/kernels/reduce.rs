@@ -195,10 +195,10 @@ stored_as_each! {
             let [of_sum, of_mean] = [(1.0, root), (3.0, 1.0 / root)]
                 .map(|(backward, norm)| Roundings { backward, kept: norm * Roundings::TANH.kept, ..Roundings::TANH });
             Case::new("sum", seed, elements, vec![x.clone()]).stored_as::<S>(of_sum).check(device, |_, tape, p| {
-                tape.sum(&tape.tanh(&leaf_as::<S>(tape, p[0])?)?)
+                tape.sum(&leaf_as::<S>(tape, p[0])?.tanh()?)
             }, |p| vec![sum(&p[0])]);
             Case::new("mean", seed, elements, vec![x.clone()]).stored_as::<S>(of_mean).check(device, |_, tape, p| {
-                tape.mean(&tape.tanh(&leaf_as::<S>(tape, p[0])?)?)
+                tape.mean(&leaf_as::<S>(tape, p[0])?.tanh()?)
             }, |p| vec![sum(&p[0]) / elements as f64]);
 
             let (parameters, p) = parameters_of(device, &[x]);

@@ -104,7 +104,7 @@ stored_as_each! {
                     let mut zero = tape.step().empty(shape)?;
                     ops::fill_into(tape.step(), &mut zero, 0.0)?;
                     let zero = tape.input(zero);
-                    Var::cat(&[part, x, tape.tanh(&y)?, zero, x], extent as i32)
+                    Var::cat(&[part, x, y.tanh()?, zero, x], extent as i32)
                 }, |p| {
                     let outer: usize = shape[..extent].iter().product();
                     let inner: usize = shape[extent..].iter().product();

@@ -143,7 +143,7 @@ stored_as_each! {
             // result.
             let kept = Roundings { forward: 1.0, backward: 2.0, kept: 1.0 };
             let values = vec![normal(&mut random, &[a, b, cols])];
-            Case::new("softmax", seed, cols, values).stored_as::<S>(kept).check(device, |_, tape, p| tape.softmax(&leaf_as::<S>(tape, p[0])?), |p| {
+            Case::new("softmax", seed, cols, values).stored_as::<S>(kept).check(device, |_, tape, p| leaf_as::<S>(tape, p[0])?.softmax(), |p| {
                 p[0].chunks_exact(cols).flat_map(in_float64).collect()
             });
         }
@@ -158,7 +158,7 @@ stored_as_each! {
             // whole is off by up to the root of the columns.
             let kept = Roundings { kept: (cols as f64).sqrt(), ..Roundings::ONCE };
             let values = vec![normal(&mut random, &[a, b, cols])];
-            Case::new("log_softmax", seed, cols, values).stored_as::<S>(kept).check(device, |_, tape, p| tape.log_softmax(&leaf_as::<S>(tape, p[0])?), |p| {
+            Case::new("log_softmax", seed, cols, values).stored_as::<S>(kept).check(device, |_, tape, p| leaf_as::<S>(tape, p[0])?.log_softmax(), |p| {
                 p[0].chunks_exact(cols).flat_map(in_float64).map(f64::ln).collect()
             });
         }

@@ -36,8 +36,8 @@ fn head<'s>(tape: &Tape<'_, 's>, h: &Var<'s>, w: Parameter) -> Result<Var<'s>> {
 
 /// Uses the same parameter as an embedding, a head, and an embedding again.
 fn words_in_words_out<'s>(tape: &Tape<'_, 's>, words: &Var<'s>, w: [Parameter; 3]) -> Result<Var<'s>> {
-    let h = tape.tanh(&tape.linear(words, w[0], None)?)?;
-    let guess = tape.softmax(&head(tape, &h, w[1])?)?;
+    let h = tape.linear(words, w[0], None)?.tanh()?;
+    let guess = head(tape, &h, w[1])?.softmax()?;
     tape.linear(&guess, w[2], None)
 }
 
@@ -59,7 +59,7 @@ struct Tied {
 impl Model for Tied {
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         let words = tape.input(batch.input::<f32>(0)?);
-        head(tape, &tape.tanh(&tape.linear(&words, self.w, None)?)?, self.w)
+        head(tape, &tape.linear(&words, self.w, None)?.tanh()?, self.w)
     }
 }
 
@@ -132,7 +132,7 @@ on_each_device! {
                         step.set_precision(precision);
                         let tape = Tape::new(step, &parameters);
                         let y = words_in_words_out(&tape, &tape.input(step.upload(part, [rows, words])?), w)?;
-                        let loss = tape.mean(&tape.tanh(&y)?)?;
+                        let loss = tape.mean(&y.tanh()?)?;
                         if afresh { tape.backward_overwrite(&loss, gradients) } else { tape.backward(&loss, gradients) }
                     }).unwrap();
                 };

@@ -111,7 +111,7 @@ stored_as_each! {
             let [tokens, heads, cols] = extents(&mut random, seed, [5, 3, 9]);
             let values = vec![normal(&mut random, &[tokens, heads, cols])];
             Case::new("swap_extents", seed, 1, values).stored_as::<S>(Roundings::TANH).check(device, |_, tape, p| {
-                tape.tanh(&leaf_as::<S>(tape, p[0])?.transpose(0, 1)?)
+                leaf_as::<S>(tape, p[0])?.transpose(0, 1)?.tanh()
             }, |p| {
                 let row = |at: usize| &p[0][at % tokens * heads * cols + at / tokens * cols..][..cols];
                 (0..heads * tokens).flat_map(row).map(|x| x.tanh()).collect()
@@ -125,7 +125,7 @@ stored_as_each! {
             let [a, rows, cols] = extents(&mut random, seed, [3, 35, 67]);
             let values = vec![normal(&mut random, &[a, rows, cols])];
             Case::new("transpose", seed, 1, values.clone()).stored_as::<S>(Roundings::TANH).check(device, |_, tape, p| {
-                tape.tanh(&leaf_as::<S>(tape, p[0])?.transpose(-1, -2)?)
+                leaf_as::<S>(tape, p[0])?.transpose(-1, -2)?.tanh()
             }, |p| in_float64(&p[0], rows, cols).iter().map(|x| x.tanh()).collect());
             Case::new("transpose of a matrix", seed, 1, values).stored_as::<S>(Roundings::default()).check(device, |_, tape, p| {
                 (leaf_as::<S>(tape, p[0])?.reshape([a * rows, cols])?).transpose(-1, -2)

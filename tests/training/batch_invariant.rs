@@ -34,7 +34,7 @@ impl Model {
     /// Returns the log-probabilities after attention.
     fn rest<'s, S: Activation>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s>> {
         let logits = self.head.forward(tape, &self.mlp.forward_residual(tape, x, x)?)?;
-        tape.log_softmax(&tape.to_f32(&logits)?)
+        tape.to_f32(&logits)?.log_softmax()
     }
 }
 

@@ -6,7 +6,7 @@
 mod gradcheck;
 
 use crate::support::{Random, bits, on_each_device};
-use stepscope::nn::{Dropout, Embedding, Gelu, Linear, Mlp, RmsNorm, SwiGlu};
+use stepscope::nn::{Dropout, Embedding, Linear, Mlp, RmsNorm, SwiGlu};
 use stepscope::ops;
 use stepscope::parameters::ParameterEntry;
 use stepscope::prelude::*;
@@ -108,8 +108,8 @@ on_each_device! {
             ),
             (
                 "gelu",
-                |layers, tape, x| Gelu.forward(tape, &layers.plain.forward(tape, x)?),
-                |layers, tape, x| tape.gelu(&tape.linear(x, layers.plain.weight, None)?),
+                |layers, tape, x| layers.plain.forward(tape, x)?.gelu(),
+                |layers, tape, x| tape.linear(x, layers.plain.weight, None)?.gelu(),
             ),
             (
                 "norm behind a residual",

@@ -208,14 +208,11 @@ on_each_device! {
     /// Every op, in each place where it takes a variable, and the backward pass.
     fn foreign_variables_are_refused(device: &Device) {
         type Op = for<'t, 's> fn(&Tape<'t, 's>, &Var<'s>, &Var<'s>, &Handles) -> Result<Var<'s>>;
-        const OPS: [(&str, Op); 22] = [
+        const OPS: [(&str, Op); 19] = [
             ("add", |_, own, x, _| own.add(x)),
             ("add", |_, own, x, _| x.add(own)),
-            ("softmax", |tape, _, x, _| tape.softmax(x)),
             ("sum", |tape, _, x, _| tape.sum(x)),
             ("mean", |tape, _, x, _| tape.mean(x)),
-            ("tanh", |tape, _, x, _| tape.tanh(x)),
-            ("gelu", |tape, _, x, _| tape.gelu(x)),
             ("mean_tokens", |tape, _, x, _| tape.mean_tokens(x)),
             ("linear", |tape, _, x, h| tape.linear(x, h.linear.weight, None)),
             ("linear_gelu", |tape, _, x, h| tape.linear_gelu(x, h.linear.weight, None)),
@@ -243,7 +240,7 @@ on_each_device! {
                 let (tape, other) = (Tape::new(step, &weights), Tape::new(step, &weights));
                 let x = ops::fill(step, [BATCH, TOKENS, WIDTH], 0.5)?.save();
                 let (own_x, foreign) = (tape.input(x), other.input(x));
-                let made = other.tanh(&foreign)?;
+                let made = foreign.tanh()?;
                 for foreign in [foreign, made] {
                     assert_eq!(refused(op(&tape, &own_x, &foreign, &own)), Some(name));
                 }
@@ -251,7 +248,7 @@ on_each_device! {
             // A variable outlives its tape's backward pass, and is still refused by other tapes.
             let dead = Tape::new(step, &weights);
             let x = dead.input(ops::fill(step, [1, 1], 0.5)?);
-            let loss = dead.tanh(&x)?;
+            let loss = x.tanh()?;
             dead.backward(&loss, &mut gradients)?;
             for afresh in [false, true] {
                 let tape = Tape::new(step, &weights);

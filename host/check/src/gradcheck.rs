@@ -28,7 +28,7 @@ use stepscope_core::{
 /// let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
 /// let (x, y) = ([0.3, -1.2, 0.8], [0.5, 0.1, -2.0]);
 /// GradCheck::default().run(&mut arena, &[(&x, [3].into()), (&y, [3].into())], |tape, inputs| {
-///     tape.tanh(&inputs[0])?.mul(&inputs[1])
+///     inputs[0].tanh()?.mul(&inputs[1])
 /// })?;
 /// # Ok(())
 /// # }

@@ -402,8 +402,8 @@ impl FeedForward {
     fn forward<'s, S: Activation>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
         match self {
             Self::Gelu(mlp) => mlp.forward(tape, x),
-            Self::GeluExact(mlp) => mlp.down.forward(tape, &tape.gelu_exact(&mlp.up.forward(tape, x)?)?),
-            Self::ReluSquared(mlp) => mlp.down.forward(tape, &tape.relu_squared(&mlp.up.forward(tape, x)?)?),
+            Self::GeluExact(mlp) => mlp.down.forward(tape, &mlp.up.forward(tape, x)?.gelu_exact()?),
+            Self::ReluSquared(mlp) => mlp.down.forward(tape, &mlp.up.forward(tape, x)?.relu_squared()?),
             Self::SwiGlu(gated) => gated.forward(tape, x),
             Self::GeGlu(gated) => gated.down.forward(tape, &geglu(gated, tape, x)?),
         }
@@ -418,11 +418,9 @@ impl FeedForward {
     ) -> Result<Var<'s, S>> {
         match self {
             Self::Gelu(mlp) => mlp.forward_residual(tape, x, residual),
-            Self::GeluExact(mlp) => {
-                mlp.down.forward_residual(tape, &tape.gelu_exact(&mlp.up.forward(tape, x)?)?, residual)
-            }
+            Self::GeluExact(mlp) => mlp.down.forward_residual(tape, &mlp.up.forward(tape, x)?.gelu_exact()?, residual),
             Self::ReluSquared(mlp) => {
-                mlp.down.forward_residual(tape, &tape.relu_squared(&mlp.up.forward(tape, x)?)?, residual)
+                mlp.down.forward_residual(tape, &mlp.up.forward(tape, x)?.relu_squared()?, residual)
             }
             Self::SwiGlu(gated) => gated.forward_residual(tape, x, residual),
             Self::GeGlu(gated) => gated.down.forward_residual(tape, &geglu(gated, tape, x)?, residual),
@@ -440,7 +438,7 @@ fn block_of(name: &str) -> Option<(usize, &str)> {
 #[track_caller]
 fn geglu<'s, S: Activation>(gated: &SwiGlu, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
     let [gate, up] = gated.gate.forward_both(&gated.up, tape, x)?;
-    tape.gelu(&gate)?.mul(&up)
+    gate.gelu()?.mul(&up)
 }
 
 fn norm(names: Scope<'_>, config: &ModelConfig) -> Norm {

@@ -100,7 +100,7 @@ impl Model {
         let mixed = tape.attention(&qkv, Some((&self.qk_norm, 1e-6)), &stepscope::ops::AttentionConfig::new(1))?;
         let h = tape.linear_residual(&mixed, self.out, None, &x)?;
         let inner = tape.linear_gelu(&h, self.inner[0], Some(self.inner[1]))?;
-        let h = tape.linear_residual(&tape.tanh(&inner)?, self.outer[0], Some(self.outer[1]), &h)?;
+        let h = tape.linear_residual(&inner.tanh()?, self.outer[0], Some(self.outer[1]), &h)?;
         let logits = tape.linear(&tape.mean_tokens(&h)?, self.head[0], Some(self.head[1]))?;
         tape.cross_entropy_by(&logits, labels, stepscope::ops::LabelRules::default().weighted(weight))
     }

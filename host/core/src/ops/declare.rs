@@ -255,20 +255,6 @@ macro_rules! unary_op {
             )*
         }
 
-        impl<'s> $crate::tape::Tape<'_, 's> {
-            $(
-                #[doc = concat!("Records [`ops::", stringify!($op), "`](crate::ops::", stringify!($op), "); see [`Var::", stringify!($op), "`](crate::Var::", stringify!($op), ").")]
-                #[track_caller]
-                pub fn $op<S: $crate::tensor::Stored>(
-                    &self,
-                    x: &$crate::tape::Var<'s, S>,
-                ) -> $crate::error::Result<$crate::tape::Var<'s, S>> {
-                    self.op(stringify!($op), [x])?;
-                    x.$op()
-                }
-            )*
-        }
-
         /// The rows of the ops declared here.
         pub(super) const UNARY_OPS: &[$crate::ops::declare::UnaryOp] = &[$(
             $crate::ops::declare::UnaryOp {

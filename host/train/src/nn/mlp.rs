@@ -4,18 +4,6 @@ use super::{Linear, Scope};
 use stepscope_core::ops::Activation;
 use stepscope_core::{Result, Tape, Var};
 
-/// GELU in its tanh form (Hendrycks and Gimpel, 2016); see [`Tape::gelu`].
-#[derive(Clone, Copy, Debug)]
-pub struct Gelu;
-
-impl Gelu {
-    /// Computes GELU of x; see [`Tape::gelu`].
-    #[track_caller]
-    pub fn forward<'s, S: Activation>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
-        tape.gelu(x)
-    }
-}
-
 /// `y = gelu(x W1 + b1) W2 + b2` in two launches, without adapters; `x`: `[.., in]`, `y`:
 /// `[.., out]`.
 #[derive(Clone, Copy, Debug)]
@@ -62,7 +50,7 @@ impl Mlp {
         }
         let h = match self.up.adapter {
             None => tape.linear_gelu(x, self.up.weight, self.up.bias)?,
-            Some(_) => tape.gelu(&self.up.forward(tape, x)?)?,
+            Some(_) => self.up.forward(tape, x)?.gelu()?,
         };
         match residual {
             Some(residual) => self.down.forward_residual(tape, &h, residual),

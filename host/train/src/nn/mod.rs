@@ -60,7 +60,7 @@ pub use group_norm::GroupNorm;
 pub use layer_norm::LayerNorm;
 pub use linear::{Adapter, AdapterPart, Linear};
 pub use mixture::Mixture;
-pub use mlp::{Gelu, Mlp};
+pub use mlp::Mlp;
 pub use multi_head_attention::{MultiHeadAttention, QueryKeyNorm};
 pub use norm::RmsNorm;
 pub use recurrent::{Gru, Lstm};
