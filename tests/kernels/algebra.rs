@@ -351,13 +351,18 @@ fn products<S: Cast + GemmElement<S>>(device: &Device) {
     );
 }
 
-/// Runs code in a step, with a tape without parameters.
+/// Runs code in a step, with a tape whose parameters are not used.
 fn on_tape<R>(device: &Device, run: impl for<'t, 's> Fn(&EagerStep<'s>, &Tape<'t, 's>) -> Result<R>) -> R {
-    let mut spec = ParameterSpec::builder();
-    spec.add("unused", [1], Initializer::Constant(0.0));
-    let parameters = Parameters::new(device, &spec.build().unwrap(), 0).unwrap();
+    let parameters = unused(device);
     let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
     arena.step(|step| run(step, &Tape::new(step, &parameters))).unwrap()
+}
+
+/// Returns parameters of which no op reads any.
+pub(crate) fn unused(device: &Device) -> Parameters {
+    let mut spec = ParameterSpec::builder();
+    spec.add("unused", [1], Initializer::Constant(0.0));
+    Parameters::new(device, &spec.build().unwrap(), 0).unwrap()
 }
 
 /// Returns the result of ops of an input. It has no gradient.
@@ -402,7 +407,7 @@ on_each_device! {
         let ops: [(&str, for<'s> fn(&Var<'s>) -> Result<Var<'s>>, [f32; 6]); 9] = [
             ("log", |x| x.log(), [-inf, -inf, inf, nan, nan, nan]),
             ("sqrt", |x| x.sqrt(), [0.0, -0.0, inf, nan, nan, nan]),
-            ("sin", |x| x.sin(), [0.0, -0.0, nan, nan, nan, -0.841_471]),
+            ("sin", |x| x.sin(), [0.0, -0.0, nan, nan, nan, -0.841_470_96]),
             ("maximum", |x| x.maximum(0.5), [0.5, 0.5, inf, 0.5, nan, 0.5]),
             ("minimum", |x| x.minimum(0.5), [0.0, -0.0, 0.5, -inf, nan, -1.0]),
             ("clamp", |x| x.clamp(-0.5, 0.5), [0.0, -0.0, 0.5, -0.5, nan, -0.5]),
@@ -454,7 +459,7 @@ on_each_device! {
             assert_refused(a.matmul(&b), &["matmul", "[2, 3]", "[2, 4]"]);
             assert_refused(a.einsum("ij,kj->ik", &b), &["einsum", "`j`", "[2, 3]", "[2, 4]"]);
             assert_refused(a.einsum("ii,kj->ik", &b), &["einsum", "ii,kj->ik"]);
-            let parameters = Parameters::new(device, &ParameterSpec::builder().build()?, 0)?;
+            let parameters = unused(device);
             let other = Tape::new(step, &parameters);
             let c = other.input(step.upload(&[1.0; 6], [2, 3])?);
             assert_refused(&a + &c, &["add", "another tape"]);

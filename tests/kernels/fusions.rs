@@ -71,7 +71,11 @@ fn compare_on<S: Activation, T: Activation>(
     fused: &dyn for<'w, 't, 's> Fn(Way<'w, 't, 's>) -> Result<Var<'s, T>>,
     composed: &dyn for<'w, 't, 's> Fn(Way<'w, 't, 's>) -> Result<Var<'s, T>>,
 ) {
-    let (parameters, handles) = parameters_of(device, operands);
+    let is_bf16 = <S as Element>::NAME == <bf16 as Element>::NAME;
+    let (mut parameters, handles) = parameters_of(device, operands);
+    if is_bf16 {
+        parameters = parameters.with_bf16_copy().unwrap();
+    }
     let mut arena = Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap();
     let mut compute = |way: &dyn for<'w, 't, 's> Fn(Way<'w, 't, 's>) -> Result<Var<'s, T>>| -> Computed {
         let mut gradients = Gradients::zeros(&parameters).unwrap();
@@ -88,7 +92,7 @@ fn compare_on<S: Activation, T: Activation>(
         };
         [result.unwrap()].into_iter().chain(handles.stacks.iter().map(of)).collect()
     };
-    let roundings = if <S as Element>::NAME == <bf16 as Element>::NAME { ROUNDINGS } else { 0.0 };
+    let roundings = if is_bf16 { ROUNDINGS } else { 0.0 };
     let limit = 2.0 * tolerance(LONGEST) + roundings * ROUNDING;
     for (number, (got, want)) in compute(fused).iter().zip(compute(composed)).enumerate() {
         let want: Vec<f64> = want.iter().map(|&value| f64::from(value)).collect();

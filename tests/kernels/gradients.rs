@@ -234,7 +234,10 @@ impl Case {
             reference(values).iter().zip(&coefficients).map(|(y, &c)| y * f64::from(c)).sum()
         };
         operands.push(ParameterValues { count: 1, shape: vec![expected.len(), 1], values: coefficients.clone() });
-        let (parameters, handles) = parameters_of(device, &operands);
+        let (mut parameters, handles) = parameters_of(device, &operands);
+        if roundings.is_some() {
+            parameters = parameters.with_bf16_copy().unwrap();
+        }
         let mut once = Gradients::zeros(&parameters).unwrap();
         let mut twice = Gradients::zeros(&parameters).unwrap();
         let generators = [(); 4].map(|()| Generator::at(device, DRAWN.0, DRAWN.1).unwrap());

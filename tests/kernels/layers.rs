@@ -1,6 +1,7 @@
 //! The layers that are composed of ops on variables, and convolutions: values and gradients against
 //! float64.
 
+use crate::algebra::unused;
 use crate::gradients::{Case, Handles, ParameterValues, Roundings, leaf_as, normal, stored_as_each};
 use crate::support::{Random, on_each_device};
 use crate::trial::assert_refused;
@@ -8,7 +9,7 @@ use stepscope::nn::{
     Conv1d, Conv2d, ConvTranspose2d, CrossAttention, GroupNorm, Gru, Linear, Lstm, Mixture, Sequential,
 };
 use stepscope::ops::{Activation, ConvolutionConfig};
-use stepscope::{Arena, Capacity, Device, ParameterSpec, Parameters, Result, Tape, Var};
+use stepscope::{Arena, Capacity, Device, Result, Tape, Var};
 
 /// A layer rounds each of many intermediate values.
 const LAYER: Roundings = Roundings { forward: 12.0, backward: 16.0, kept: 16.0 };
@@ -325,7 +326,7 @@ stored_as_each! {
 
 on_each_device! {
     fn refusals_name_the_shapes(device: &Device) {
-        let parameters = Parameters::new(device, &ParameterSpec::builder().build().unwrap(), 0).unwrap();
+        let parameters = unused(device);
         let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
         arena.step(|step| {
             let tape = Tape::new(step, &parameters);

@@ -2,11 +2,12 @@
 //! here with ops of variables, as the table says, and runs. Functions of each element are compared
 //! with their formulas.
 
+use crate::algebra::unused;
 use crate::support::{Random, on_each_device};
 use std::collections::BTreeSet;
 use std::f32::consts::{LN_2, LN_10};
 use stepscope::ops;
-use stepscope::{Arena, Capacity, ParameterSpec, Parameters, Result, Tape, Var};
+use stepscope::{Arena, Capacity, Result, Tape, Var};
 
 /// A function of x and y, `[4, 6]`, of numbers between 0 and 1.
 type Written = for<'t, 's> fn(&Tape<'t, 's>, &Var<'s>, &Var<'s>) -> Result<Var<'s>>;
@@ -238,7 +239,7 @@ fn table_lists_what_runs() {
 
 on_each_device! {
     fn functions_of_torch_run(device: &Device) {
-        let parameters = Parameters::new(device, &ParameterSpec::builder().build().unwrap(), 0).unwrap();
+        let parameters = unused(device);
         let mut arena = Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap();
         let mut random = Random::new(3);
         let [of_x, of_y] = [(); 2].map(|()| random.uniforms(24, 0.1, 0.9));
