@@ -1,6 +1,6 @@
 //! A convolutional net that classifies handwritten digits.
 //!
-//! `cargo run --release --example convnet`. Exit code 0: at least 97 % accuracy on the test images. 1:
+//! `cargo run --release --example convnet`. Exit code 0: at least 95 % accuracy on the test images. 1:
 //! less, or the device failed. 2: the command line is wrong.
 
 #![forbid(unsafe_code)]
@@ -23,9 +23,9 @@ use stepscope::{
 /// Rows and columns of an image.
 const SIDE: usize = 8;
 /// Channels after each convolution.
-const CHANNELS: [usize; 2] = [16, 32];
+const CHANNELS: [usize; 2] = [8, 16];
 const BATCH: usize = 32;
-const WANTED: f64 = 0.97;
+const WANTED: f64 = 0.95;
 
 /// Learns to classify handwritten digits
 #[derive(Parser)]
@@ -34,7 +34,7 @@ struct Args {
     #[arg(long, value_name = "auto|emulated|cuda", default_value = "auto")]
     device: DeviceKind,
     /// Passes over the training images
-    #[arg(long, value_name = "N", default_value_t = 8)]
+    #[arg(long, value_name = "N", default_value_t = 5)]
     epochs: u64,
 }
 

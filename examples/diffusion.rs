@@ -1,7 +1,7 @@
 //! A denoising diffusion model (Ho, Jain and Abbeel, 2020) that draws handwritten digits.
 //!
-//! `cargo run --release --example diffusion`. It learns to predict the noise in noisy images, then
-//! draws ten by the deterministic sampler of Song, Meng and Ermon (2020). Exit code 0: they are
+//! `cargo run --release --example diffusion`. It learns to predict images from noisy ones, then draws
+//! ten by the deterministic sampler of Song, Meng and Ermon (2020). Exit code 0: they are
 //! about as close to images of the data as other real images are. 1: they are not.
 
 #![forbid(unsafe_code)]
@@ -39,29 +39,29 @@ type Image = [f32; PIXELS];
 struct Noisy {
     images: Vec<Image>,
     steps: Vec<u32>,
-    noise: Vec<Image>,
+    clean: Vec<Image>,
 }
 
 /// Layers whose outputs are added to their inputs.
 struct Denoiser {
-    image: Linear,
+    input: Linear,
     step: Embedding,
     layers: Vec<(LayerNorm, Linear)>,
-    noise: Linear,
+    output: Linear,
 }
 
 impl Model for Denoiser {
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
-        let image = self.image.forward(tape, &tape.input(batch.input("images")?))?;
+        let x = self.input.forward(tape, &tape.input(batch.input("images")?))?;
         let step = self.step.forward(tape, batch.indices("steps")?)?;
-        let x = self.layers.iter().try_fold(image, |x, (norm, layer)| {
+        let x = self.layers.iter().try_fold(x, |x, (norm, layer)| {
             layer.forward_residual(tape, &(norm.forward(tape, &x)? + step)?.silu()?, &x)
         })?;
-        self.noise.forward(tape, &x)
+        self.output.forward(tape, &x)
     }
 
-    fn loss<'s>(&self, tape: &Tape<'_, 's>, noise: &Var<'s>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
-        (noise - tape.input(batch.input("noise")?))?.square()?.mean(..)
+    fn loss<'s>(&self, tape: &Tape<'_, 's>, image: &Var<'s>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
+        (image - tape.input(batch.input("clean")?))?.square()?.mean(..)
     }
 }
 
@@ -71,12 +71,12 @@ fn main() -> Result<ExitCode> {
     let (training, others) = (center(training), center(others));
     let mut spec = ParameterSpec::builder();
     let model = Denoiser {
-        image: Linear::new(spec.at("image"), PIXELS, WIDTH),
+        input: Linear::new(spec.at("input"), PIXELS, WIDTH),
         step: Embedding::new(spec.at("step"), STEPS as usize, WIDTH, 1.0),
         layers: ["first", "second", "third"]
             .map(|name| (LayerNorm::new(spec.at(name).at("norm"), WIDTH), Linear::new(spec.at(name), WIDTH, WIDTH)))
             .into(),
-        noise: Linear::new(spec.at("noise"), WIDTH, PIXELS),
+        output: Linear::new(spec.at("output"), WIDTH, PIXELS),
     };
     let schedule = Schedule::WarmupCosine { warmup: 100, total: UPDATES, floor: 0.01 };
     let device = Device::open(Args::parse().device)?;
@@ -87,27 +87,26 @@ fn main() -> Result<ExitCode> {
     let mut below = |count: u64| random.next_u64() % count;
     let mut batch = |update: u64| {
         let mut normal = normals(update);
-        let noise: Vec<Image> = (0..BATCH).map(|_| array::from_fn(|_| normal())).collect();
-        let steps: Vec<u32> = noise.iter().map(|_| below(u64::from(STEPS)) as u32).collect();
-        let mix = |(&step, noise): (_, &Image)| {
-            let ([signal, spread], image) = (shares(step), &training[below(training.len() as u64) as usize]);
-            array::from_fn(|at| signal * image[at] + spread * noise[at])
+        let clean: Vec<Image> = (0..BATCH).map(|_| training[below(training.len() as u64) as usize]).collect();
+        let steps: Vec<u32> = clean.iter().map(|_| below(u64::from(STEPS)) as u32).collect();
+        let mut mix = |(&step, image): (_, &Image)| {
+            let [signal, spread] = shares(step);
+            image.map(|x| signal * x + spread * normal())
         };
-        Noisy { images: steps.iter().zip(&noise).map(mix).collect(), steps, noise }
+        Noisy { images: steps.iter().zip(&clean).map(&mut mix).collect(), steps, clean }
     };
     let mut trainer = Trainer::captured(&device, state, &batch(0))?;
-    println!("mean squared error of the noise: {:.3}", trainer.fit((0..UPDATES).map(batch))?.mean_loss());
+    println!("mean squared error of the images: {:.3}", trainer.fit((0..UPDATES).map(batch))?.mean_loss());
 
     let mut normal = normals(UPDATES);
     let mut images: Vec<Image> = (0..CLASSES).map(|_| array::from_fn(|_| normal())).collect();
     for step in (0..STEPS).rev() {
-        let noisy = Noisy { steps: vec![step; images.len()], noise: images.clone(), images };
-        let (_, noise) = trainer.evaluate_with(&noisy, |step, noise| step.read(noise.value()))?;
+        let noisy = Noisy { steps: vec![step; images.len()], clean: images.clone(), images };
+        let (_, clean) = trainer.evaluate_with(&noisy, |step, clean| step.read(clean.value()))?;
         let ([signal, spread], [next_signal, next_spread]) = (shares(step), shares(step.wrapping_sub(1)));
-        let next =
-            |x: f32, noise: f32| ((x - spread * noise) / signal).clamp(-1.0, 1.0) * next_signal + next_spread * noise;
-        let pairs = noisy.images.iter().zip(noise.as_chunks::<PIXELS>().0);
-        images = pairs.map(|(image, noise)| array::from_fn(|at| next(image[at], noise[at]))).collect();
+        let next = |x: f32, clean: f32| next_signal * clean + next_spread * (x - signal * clean) / spread;
+        let pairs = noisy.images.iter().zip(clean.as_chunks::<PIXELS>().0);
+        images = pairs.map(|(image, clean)| array::from_fn(|at| next(image[at], clean[at]))).collect();
     }
     for row in 0..8 {
         let shade =

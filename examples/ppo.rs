@@ -23,6 +23,8 @@ const PASSES: usize = 6;
 const LONGEST: usize = 500;
 const DISCOUNT: f32 = 0.99;
 const DECAY: f32 = 0.95;
+/// The most that can be gained, which is the unit of the policy's values.
+const MOST: f32 = 1.0 / (1.0 - DISCOUNT);
 
 /// Learns to balance a pole
 #[derive(Parser)]
@@ -66,7 +68,7 @@ impl Model for Policy {
         let ratio = (log_probabilities.gather(-1, &batch.indices(1)?)? - before)?.exp()?;
         let better = (ratio * advantage)?.minimum((ratio.clamp(0.8, 1.2)? * advantage)?)?.mean(..)?;
         let entropy = -(log_probabilities.exp()? * log_probabilities)?.sum(-1)?.mean(..)?;
-        let error = (value - gain)?.square()?.mean(..)?;
+        let error = (value - (gain / MOST)?)?.square()?.mean(..)?;
         (error * 0.5)? - (better + (entropy? * 0.01)?)?
     }
 }
@@ -117,7 +119,7 @@ fn main() -> Result<ExitCode> {
             let now = carts.map(|cart| Step { state: cart.state, ..Step::default() });
             let (_, output) = trainer.evaluate_with(&batch(&now), |step, output| step.read(output.value()))?;
             for ((cart, mut step), [left, right, value]) in carts.iter_mut().zip(now).zip(output.as_chunks::<3>().0) {
-                values.push(*value);
+                values.push(value * MOST);
                 if number == STEPS {
                     continue;
                 }

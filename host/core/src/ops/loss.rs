@@ -16,7 +16,7 @@ pub use kernels::loss::IGNORED;
 
 /// The mean of the rows' losses `log(sum over c of exp(logits[r, c])) - logits[r, labels[r]]`,
 /// `[1]`, and its gradient `dlogits[r, c] = (softmax(logits)[r, c] - [c = labels[r]]) / rows`;
-/// `logits`, `dlogits`: `[rows, classes]`, `labels`: `[rows]`. Returns both. For another weight
+/// `logits`, `dlogits`: `[.., classes]`, `labels`: `[..]`, a row for each. Returns both. For another weight
 /// than `1 / rows`, see [`cross_entropy_by`].
 ///
 /// A label without a class is an error if the host knows the labels, as it does for [`Indices`]
@@ -81,13 +81,13 @@ fn cross_entropy_of_part<'s, S: Stored>(
     share: f64,
 ) -> Result<(Tensor<'s>, Tensor<'s, S>)> {
     const OP: &str = "cross_entropy";
-    let (rows, classes) = match *logits.shape().extents() {
-        [rows, classes] if classes > 0 && labels.shape().extents() == [rows] => (rows, classes),
-        _ => {
-            let got = format!("{} and {}", logits.shape(), labels.shape());
-            return Err(Error::misuse(OP, "logits [rows, classes] and labels [rows]", got));
-        }
-    };
+    let shape = logits.shape();
+    let [rows, classes] = shape.as_rows();
+    let of_rows = shape.extents().split_last().map(|(_, rows)| rows);
+    if classes == 0 || of_rows.is_none_or(|rows| rows != labels.shape().extents()) {
+        let got = format!("{} and {}", logits.shape(), labels.shape());
+        return Err(Error::misuse(OP, "logits [.., classes] and labels [..]", got));
+    }
     let weight = rules.weight(OP, labels)?;
     let labels = rules.check(OP, step, labels, classes)?;
     let mut dlogits = step.empty(logits.shape())?;
@@ -280,7 +280,7 @@ fn by_element<'s, S: Stored>(
 
 impl<'s> Tape<'_, 's> {
     /// Records the mean over rows of `-log softmax(logits)[label]`, `[1]`; `logits`:
-    /// `[rows, classes]`, `labels`: `[rows]`. The gradient is computed in the same launch. See
+    /// `[.., classes]`, `labels`: `[..]`. The gradient is computed in the same launch. See
     /// [`ops::cross_entropy`]. For a part of a batch, see [`Tape::of_part`].
     #[track_caller]
     pub fn cross_entropy<S: Stored>(&self, logits: &Var<'s, S>, labels: Indices<'s>) -> Result<Var<'s>> {
