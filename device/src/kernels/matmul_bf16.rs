@@ -40,7 +40,6 @@ use super::matmul::epilogue::Epilogue;
 use super::matmul::split::{SplitK, SplitRange};
 use super::matmul::{Cost, TRANSPOSE_B};
 use crate::family;
-#[cfg(not(target_arch = "nvptx64"))]
 use crate::matmul::{EpilogueForm, ProductExtents};
 use block::{ColumnSums, Problem, compute};
 use cuda_std::prelude::*;
