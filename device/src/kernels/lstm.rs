@@ -10,7 +10,7 @@ use crate::block::BLOCK;
 use crate::stored::Stored;
 use crate::vector::{F4, VectorPart};
 use crate::window::Window;
-use crate::{family, for_own_vector, map4, math};
+use crate::{family, for_own_vector, map4, math, unroll_on_gpu};
 use cuda_std::prelude::*;
 use half::bf16;
 
@@ -113,11 +113,7 @@ family! {
                     dnext * i * (one - g * g),
                     dh * t * (o * (one - o)),
                 ];
-                let mut gate = 0;
-                while gate < 4 {
-                    window(gate, width).store(gradients[gate], dgates, index, part);
-                    gate += 1;
-                }
+                unroll_on_gpu!(gate < 4 => { window(gate, width).store(gradients[gate], dgates, index, part); });
                 if !c.is_empty() {
                     (dnext * f).store_part(dc, index, part);
                 }
