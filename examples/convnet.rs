@@ -1,7 +1,7 @@
 //! A convolutional net that classifies handwritten digits.
 //!
-//! `cargo run --release --example convnet`. Exit code 0: at least 95 % accuracy on the test images. 1:
-//! less, or the device failed. 2: the command line is wrong.
+//! `cargo run --release --example convnet`. Exit code 0: at least 95 % accuracy on the test images.
+//! 1: less, or the device failed. 2: the command line is wrong.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]

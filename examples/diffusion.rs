@@ -1,7 +1,7 @@
 //! A denoising diffusion model (Ho, Jain and Abbeel, 2020) that draws handwritten digits.
 //!
-//! `cargo run --release --example diffusion`. It learns to predict images from noisy ones, then draws
-//! ten by the deterministic sampler of Song, Meng and Ermon (2020). Exit code 0: they are
+//! `cargo run --release --example diffusion`. It learns to predict images from noisy ones, then
+//! draws ten by the deterministic sampler of Song, Meng and Ermon (2020). Exit code 0: they are
 //! about as close to images of the data as other real images are. 1: they are not.
 
 #![forbid(unsafe_code)]

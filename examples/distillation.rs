@@ -1,7 +1,7 @@
 //! Distillation (Hinton, Vinyals and Dean, 2015) of a small GPT into a smaller one.
 //!
 //! `cargo run --release --example distillation -- FILE`. A teacher learns the bytes of a text. One
-//! student learns the teacher's probabilities, and another the bytes alone. Exit code 0: the first
+//! student learns the teacher's probabilities, and another only the bytes. Exit code 0: the first
 //! has the smaller held-out loss. 1: it has not.
 
 #![forbid(unsafe_code)]

@@ -1,8 +1,8 @@
 //! A small GPT whose feed-forward layers are mixtures of experts.
 //!
-//! `cargo run --release --example mixture -- FILE`. It learns the bytes of a text, of which the last
-//! tenth is held out, and continues it. Exit code 0: the held-out loss is at most 2.6 nats a byte. 1:
-//! it is larger.
+//! `cargo run --release --example mixture -- FILE`. It learns the bytes of a text, of which the
+//! last tenth is held out, and continues it. Exit code 0: the held-out loss is at most 2.6 nats a
+//! byte. 1: it is larger.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]

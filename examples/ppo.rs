@@ -1,7 +1,7 @@
 //! Proximal policy optimization (Schulman et al., 2017) that learns to balance a pole on a cart.
 //!
-//! `cargo run --release --example ppo`. Exit code 0: the last 20 finished episodes have a mean length
-//! of at least 400 of 500 steps. 1: it is shorter.
+//! `cargo run --release --example ppo`. Exit code 0: the last 20 finished episodes have a mean
+//! length of at least 400 of 500 steps. 1: it is shorter.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
@@ -148,8 +148,8 @@ fn main() -> Result<ExitCode> {
     Ok(ExitCode::from(u8::from(mean < 400.0)))
 }
 
-/// Computes gains, and advantages of mean 0 and deviation 1 (Schulman et al., 2016), from the values
-/// of the states.
+/// Computes gains, and advantages of mean 0 and deviation 1 (Schulman et al., 2016), from the
+/// values of the states.
 fn judge(steps: &mut [Step], values: &[f32]) {
     let mut later = [0.0; CARTS];
     for (at, step) in steps.iter_mut().enumerate().rev() {

@@ -132,8 +132,8 @@ fn cross_entropy<'s>(way: &Way<'_, '_, 's>, logits: &Var<'s>) -> Result<Var<'s>>
     (logits.logsumexp(-1)? - chosen)?.mean(..)
 }
 
-/// Computes attention from `[samples, tokens, (heads + 2 kv_heads) width]`, with a bias of 0 or minus
-/// infinity for the causal mask.
+/// Computes attention from `[samples, tokens, (heads + 2 kv_heads) width]`, with a bias of 0 or
+/// minus infinity for the causal mask.
 fn attention<'s, S: Activation>(
     way: &Way<'_, '_, 's>,
     qkv: &Var<'s, S>,

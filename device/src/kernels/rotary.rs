@@ -42,9 +42,9 @@ family! {
     ///
     /// `x`, `out`: q, k and v as for
     /// [`flash_forward`](struct@crate::flash_attention::flash_forward), with heads of `width`
-    /// columns, of which the first `rotated` rotate. Token t has the position `offset + t`. Sine and cosine are multiplied by
-    /// `gain`. v and the columns that do not rotate are copied, unless `out` is `x` itself.
-    /// Overwrites `out`.
+    /// columns, of which the first `rotated` rotate. Token t has the position `offset + t`. Sine
+    /// and cosine are multiplied by `gain`. v and the columns that do not rotate are copied, unless
+    /// `out` is `x` itself. Overwrites `out`.
     rotary<S: Stored> { rotary_f32: f32; rotary_bf16: bf16; }
     unsafe fn(
         x: *const S,

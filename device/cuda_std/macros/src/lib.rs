@@ -29,8 +29,8 @@ use syn::{
 /// CPU the function remains, and a struct of the same name holds its arguments for a launch. `&[T]`
 /// becomes `Slice<'a, T>`, `*const T` becomes `Pointer<'a, T>`, `*mut T` becomes `PointerMut<'a,
 /// T>`, and `TensorMap<T>` becomes `launch::TensorMap<'a, T>`. Numbers, arrays of numbers, and
-/// structs of numbers that are `repr(C)` and `launch::Pod`, are unchanged. The struct is plain data. The kernel's `Contract` defines its number of threads and the memory that it may
-/// access.
+/// structs of numbers that are `repr(C)` and `launch::Pod`, are unchanged. The struct is plain
+/// data. The kernel's `Contract` defines its number of threads and the memory that it may access.
 ///
 /// In its body `x.exp()`, `f32::exp(x)` and other functions that only the standard library has are
 /// rejected. Use `kernels::math` instead. The functions that a kernel calls are not checked. There

@@ -128,8 +128,9 @@ family! {
     /// Reduces a split-K product: `out = epilogue(partials[0] + partials[1] + ..)` for each batch,
     /// in that order.
     ///
-    /// `partials`: `[batches, splits of k, m, n]`. The other parameters are as in a multiply. A thread has four columns of a row, and the next thread has the next four, if
-    /// necessary of the next row.
+    /// `partials`: `[batches, splits of k, m, n]`. The other parameters are as in a multiply. A
+    /// thread has four columns of a row, and the next thread has the next four, if necessary of
+    /// the next row.
     sum_splits<S: Stored> { sum_splits_f32: f32; sum_splits_bf16: bf16; }
     unsafe fn(
         partials: &[f32],

@@ -16,8 +16,8 @@ pub use kernels::loss::IGNORED;
 
 /// The mean of the rows' losses `log(sum over c of exp(logits[r, c])) - logits[r, labels[r]]`,
 /// `[1]`, and its gradient `dlogits[r, c] = (softmax(logits)[r, c] - [c = labels[r]]) / rows`;
-/// `logits`, `dlogits`: `[.., classes]`, `labels`: `[..]`, a row for each. Returns both. For another weight
-/// than `1 / rows`, see [`cross_entropy_by`].
+/// `logits`, `dlogits`: `[.., classes]`, `labels`: `[..]`, a row for each. Returns both. For
+/// another weight than `1 / rows`, see [`cross_entropy_by`].
 ///
 /// A label without a class is an error if the host knows the labels, as it does for [`Indices`]
 /// that were uploaded or are an input. Any other such label makes the loss and its row's gradients

@@ -143,7 +143,7 @@ pub struct Product<'p, F, S> {
     pub(super) a: Slice<'p, F>,
     pub(super) b: Slice<'p, F>,
     pub(super) bias: Slice<'p, f32>,
-    /// What the epilogue adds, or multiplies by: the old content of `out`, unless it is set.
+    /// The term or factor of the epilogue: the old content of `out`, unless it is set.
     pub(super) c: Pointer<'p, S>,
     pub(super) out: PointerMut<'p, S>,
     /// The sums before they are activated.
