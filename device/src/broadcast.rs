@@ -214,6 +214,7 @@ macro_rules! broadcast_family {
             unsafe fn($($x: &[S],)+ layout: [usize; $words], length: usize, out: *mut S) {
                 // SAFETY: the contract has checked the layout. The vector lies inside `out`, and
                 // inside operands that are as long.
+                #[allow(clippy::macro_metavars_in_unsafe, reason = "a path calls no unsafe function here")]
                 unsafe {
                     if true $(&& $x.len() == length)+ {
                         $crate::write_own_vectors!(
@@ -230,7 +231,7 @@ macro_rules! broadcast_family {
                             $crate::four!($function, $($x),+).store_part(out, place.index, place.part);
                         });
                     }
-                }
+                };
             }
             // SAFETY: a thread accesses only its own vectors inside `out`, and the operands'
             // elements at their places, which lie inside them.
