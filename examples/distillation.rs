@@ -10,6 +10,7 @@
 use clap::Parser;
 use std::{error::Error, path::PathBuf, process::ExitCode};
 use stepscope::data::Windows;
+use stepscope::files::PlainFile;
 use stepscope::nn::{Block, Embedding, LayerNorm, Linear};
 use stepscope::parameters::ParameterSpecBuilder;
 use stepscope::prelude::*;
@@ -78,8 +79,10 @@ impl Model for Gpt {
 
 fn main() -> std::result::Result<ExitCode, Box<dyn Error>> {
     let args = Args::parse();
-    let text: Vec<u32> =
-        std::fs::read(&args.text)?.iter().map(|&byte| u32::from(byte).min(CLASSES as u32 - 1)).collect();
+    let text: Vec<u32> = PlainFile::read_whole(&args.text, 1 << 20)?
+        .iter()
+        .map(|&byte| u32::from(byte).min(CLASSES as u32 - 1))
+        .collect();
     let (training, held_out) = text.split_at(text.len() / 10 * 9);
     let batch = |text: &[u32], numbers| {
         let (tokens, next) = Windows::new(text.len(), CONTEXT, 7)?.batch(text, numbers)?;

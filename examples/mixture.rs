@@ -10,6 +10,7 @@
 use clap::Parser;
 use std::{error::Error, path::PathBuf, process::ExitCode};
 use stepscope::data::{TokenSampler, TokenSamplerConfig, Windows};
+use stepscope::files::PlainFile;
 use stepscope::nn::{Embedding, LayerNorm, Linear, Mixture, MultiHeadAttention};
 use stepscope::parameters::ParameterSpecBuilder;
 use stepscope::prelude::*;
@@ -93,7 +94,7 @@ impl Model for Gpt {
 
 fn main() -> std::result::Result<ExitCode, Box<dyn Error>> {
     let args = Args::parse();
-    let text: Vec<u32> = std::fs::read(&args.text)?.into_iter().map(u32::from).collect();
+    let text: Vec<u32> = PlainFile::read_whole(&args.text, 1 << 20)?.into_iter().map(u32::from).collect();
     let (training, held_out) = text.split_at(text.len() / 10 * 9);
     let windows = Windows::new(training.len(), CONTEXT, 7)?;
     let batch = |update| windows.batch::<CONTEXT>(training, BATCH * update..BATCH * (update + 1));

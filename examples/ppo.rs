@@ -48,10 +48,10 @@ struct Step {
 }
 
 /// Returns states, actions, and the log-probability, the advantage and the gain of each step.
-fn batch(steps: &[Step]) -> (Vec<[f32; 4]>, Vec<[u32; 1]>, Vec<[f32; 3]>) {
+fn batch(steps: &[Step]) -> impl HostBatch + use<> {
     let numbers = |step: &Step| [step.log_probability, step.advantage, step.gain];
-    let (states, actions) = steps.iter().map(|step| (step.state, [step.action])).unzip();
-    (states, actions, steps.iter().map(numbers).collect())
+    let (states, actions): (Vec<_>, Vec<_>) = steps.iter().map(|step| (step.state, [step.action])).unzip();
+    (states, actions, steps.iter().map(numbers).collect::<Vec<_>>())
 }
 
 /// Computes the logits of both actions, and the value of the state.

@@ -107,7 +107,7 @@ impl Model for Spying {
                 Reads::Earlier | Reads::Recomputed | Reads::Nothing => ops::fill(step, [1], 0.5),
             }
         })?;
-        let x = tape.linear(&x.add(&start)?, a, None)?;
+        let x = tape.linear(&x.add(start)?, a, None)?;
         // Its backward pass runs before that of `a`.
         let x = spy(tape, x, move |back| {
             let step = back.step();

@@ -110,7 +110,8 @@ const SEVERAL: Roundings = Roundings { forward: 6.0, backward: 8.0, kept: 8.0 };
 stored_as_each! {
     fn functions_of_one<S>(device: &Device) {
         type Unary<S> = for<'s> fn(&Var<'s, S>) -> Result<Var<'s, S>>;
-        let all: [(&'static str, [f32; 2], Unary<S>, fn(f64) -> f64); 11] = [
+        type Op<S> = (&'static str, [f32; 2], Unary<S>, fn(f64) -> f64);
+        let all: [Op<S>; 11] = [
             ("abs", NORMAL, |x| x.abs(), f64::abs),
             ("exp", NORMAL, |x| x.exp(), f64::exp),
             ("log", POSITIVE, |x| x.log(), f64::ln),
@@ -133,7 +134,8 @@ stored_as_each! {
     /// Every subset of three extents is broadcast in one operand or the other.
     fn functions_of_two<S>(device: &Device) {
         type Binary<S> = for<'s> fn(&Var<'s, S>, &Var<'s, S>) -> Result<Var<'s, S>>;
-        let all: [(&'static str, [f32; 2], Binary<S>, fn(f64, f64) -> f64); 7] = [
+        type Op<S> = (&'static str, [f32; 2], Binary<S>, fn(f64, f64) -> f64);
+        let all: [Op<S>; 7] = [
             ("add", NORMAL, |a, b| a + b, |a, b| a + b),
             ("sub", NORMAL, |a, b| a - b, |a, b| a - b),
             ("mul", NORMAL, |a, b| a * b, |a, b| a * b),
@@ -161,7 +163,7 @@ stored_as_each! {
         let shape: (&[usize], _) = (&[3, 5], POSITIVE);
         check::<S>(device, "numbers", SEVERAL, &[shape], |x| {
             let y = (((&x[0] * 2.0)? + 1.0)? / 4.0)?;
-            ((3.0 - &y)? * (1.0 / &x[0])?)?.pow(2.0)?.sub(&x[0].clamp(0.75, 1.5)?)
+            ((3.0 - &y)? * (1.0 / &x[0])?)?.pow(2.0)?.sub(x[0].clamp(0.75, 1.5)?)
         }, |x| Array::zip([&x[0]], |[x]| ((3.0 - (2.0 * x + 1.0) / 4.0) / x).powi(2) - x.clamp(0.75, 1.5)));
     }
 
@@ -170,8 +172,8 @@ stored_as_each! {
         check::<S>(device, "masks", SEVERAL, &operands, |x| {
             let (a, b) = (&x[0], &x[1]);
             let larger = a.greater(b)?.choose(a, b)?;
-            let mask = a.less(0.0)?.add(&b.greater_or_equal(0.5)?)?.not_equal(0.0)?;
-            mask.choose(&larger, 0.25)
+            let mask = a.less(0.0)?.add(b.greater_or_equal(0.5)?)?.not_equal(0.0)?;
+            mask.choose(larger, 0.25)
         }, |x| Array::zip([&x[0], &x[1]], |[a, b]| if a < 0.0 || b >= 0.5 { a.max(b) } else { 0.25 }));
     }
 
@@ -270,7 +272,7 @@ stored_as_each! {
             let arrays = |p: &[Vec<f64>]| [Array::new(&[2, 3, 3], &p[0]), Array::new(&[2, 4, 3], &p[1])];
             Case::new("gather", 0, 16, values.to_vec()).stored_as::<S>(SEVERAL).check(device, |step, tape, p| {
                 let ids = step.upload_indices(&ids, shape)?;
-                leaf_as::<S>(tape, p[0])?.gather(1, &ids)?.mul(&leaf_as::<S>(tape, p[1])?)
+                leaf_as::<S>(tape, p[0])?.gather(1, &ids)?.mul(leaf_as::<S>(tape, p[1])?)
             }, |p| {
                 let [x, by] = arrays(p);
                 Array::places(&[2, 4, 3]).iter().map(|p| x.at(&[p[0], id(p), p[2]]) * by.at(p)).collect()
@@ -402,9 +404,10 @@ on_each_device! {
     }
 
     fn special_numbers(device: &Device) {
+        type Op = for<'s> fn(&Var<'s>) -> Result<Var<'s>>;
         let (nan, inf) = (f32::NAN, f32::INFINITY);
         let x = [0.0, -0.0, inf, -inf, nan, -1.0];
-        let ops: [(&str, for<'s> fn(&Var<'s>) -> Result<Var<'s>>, [f32; 6]); 9] = [
+        let ops: [(&str, Op, [f32; 6]); 9] = [
             ("log", |x| x.log(), [-inf, -inf, inf, nan, nan, nan]),
             ("sqrt", |x| x.sqrt(), [0.0, -0.0, inf, nan, nan, nan]),
             ("sin", |x| x.sin(), [0.0, -0.0, nan, nan, nan, -0.841_470_96]),
@@ -429,7 +432,7 @@ on_each_device! {
         assert_same("sum", &on_input(device, &[], |x| x.sum(..)), &[0.0]);
         assert_same("mean", &on_input(device, &[], |x| x.mean(..)), &[f32::NAN]);
         assert_same("add", &on_input(device, &[], |x| x + 1.0), &[]);
-        assert_same("broadcast", &on_input(device, &[], |x| x.unsqueeze(0)?.add(&x.unsqueeze(1)?)), &[]);
+        assert_same("broadcast", &on_input(device, &[], |x| x.unsqueeze(0)?.add(x.unsqueeze(1)?)), &[]);
         assert_same("cat", &on_input(device, &[], |x| Var::cat(&[*x, *x], 0)), &[]);
         assert_same("pad", &on_input(device, &[], |x| x.pad(0, [1, 1], 2.0)), &[2.0, 2.0]);
     }
@@ -447,8 +450,8 @@ on_each_device! {
     fn errors_name_op_and_shapes(device: &Device) {
         on_tape(device, |step, tape| {
             let (a, b) = (tape.input(step.upload(&[1.0; 6], [2, 3])?), tape.input(step.upload(&[1.0; 8], [2, 4])?));
-            assert_refused(&a + &b, &["add", "[2, 3]", "[2, 4]"]);
-            assert_refused(a.div(&b), &["div", "[2, 3]", "[2, 4]"]);
+            assert_refused(a + b, &["add", "[2, 3]", "[2, 4]"]);
+            assert_refused(a.div(b), &["div", "[2, 3]", "[2, 4]"]);
             assert_refused(a.sum(2), &["sum", "[2, 3]", "2"]);
             assert_refused(a.sum([0, -2]), &["sum", "[2, 3]", "[0, -2]"]);
             assert_refused(a.permute([0]), &["permute", "[2, 3]"]);
@@ -462,9 +465,9 @@ on_each_device! {
             let parameters = unused(device);
             let other = Tape::new(step, &parameters);
             let c = other.input(step.upload(&[1.0; 6], [2, 3])?);
-            assert_refused(&a + &c, &["add", "another tape"]);
+            assert_refused(a + c, &["add", "another tape"]);
             drop(other);
-            assert_refused(&c + &c, &["add", "a tape whose backward pass has not begun"]);
+            assert_refused(c + c, &["add", "a tape whose backward pass has not begun"]);
             Ok(())
         });
     }

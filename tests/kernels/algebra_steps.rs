@@ -35,7 +35,7 @@ fn cell<'s>([input, state, bias]: [&Var<'s>; 3], x: &Var<'s>, [c, h]: [Var<'s>; 
 fn attention<'s>(states: &Var<'s>, query: &Var<'s>) -> Result<Var<'s>> {
     let last = states.narrow(1, STEPS - 1..STEPS)?.matmul(query)?;
     let scores = (last.matmul(&states.transpose(1, 2)?)? / (WIDTH as f32).sqrt())?;
-    let weights = (&scores - scores.logsumexp(-1)?.unsqueeze(-1)?)?.exp()?;
+    let weights = (scores - scores.logsumexp(-1)?.unsqueeze(-1)?)?.exp()?;
     weights.matmul(states)?.square()?.mean(..)
 }
 

@@ -137,16 +137,16 @@ on_each_device! {
             let shape = extents(&mut random, seed, [7, 5, 13]);
             let values = vec![normal(&mut random, &shape), normal(&mut random, &shape)];
             Case::new("add", seed, 1, values.clone()).check(device, |_, tape, p| {
-                leaf(tape, p[0])?.add(&leaf(tape, p[1])?)
+                leaf(tape, p[0])?.add(leaf(tape, p[1])?)
             }, |p| add_in_float64(&p[0], &p[1]));
             // A variable added to itself, one that has a gradient already, and inputs, which need
             // none.
             Case::new("add twice", seed, 2, values).check(device, |step, tape, p| {
                 let (a, b) = (leaf(tape, p[0])?, leaf(tape, p[1])?);
                 let zero = tape.input(ops::fill(step, shape, 0.0)?);
-                let twice = zero.add(&a)?.add(&a.add(&zero)?)?;
-                let y = a.add(&b.tanh()?)?.add(&twice.add(&twice)?)?;
-                y.add(&zero.add(&zero)?)
+                let twice = zero.add(a)?.add(a.add(zero)?)?;
+                let y = a.add(b.tanh()?)?.add(twice.add(twice)?)?;
+                y.add(zero.add(zero)?)
             }, |p| p[0].iter().zip(&p[1]).map(|(a, b)| 5.0 * a + b.tanh()).collect());
         }
     }
@@ -160,8 +160,8 @@ on_each_device! {
             Case::new("sub and mul", seed, 4, values).check(device, |_, tape, p| {
                 let (a, b) = (leaf(tape, p[0])?, leaf(tape, p[1])?);
                 let two = tape.input(ops::fill(tape.step(), shape, 2.0)?);
-                let product = a.sub(&b)?.mul(&a.mul(&two)?)?;
-                product.mul(&product)?.sub(&two.sub(&b.sub(&two)?)?)
+                let product = a.sub(b)?.mul(a.mul(two)?)?;
+                product.mul(product)?.sub(two.sub(b.sub(two)?)?)
             }, |p| {
                 let y = |(a, b): (&f64, &f64)| ((a - b) * 2.0 * a).powi(2) - (4.0 - b);
                 p[0].iter().zip(&p[1]).map(y).collect()

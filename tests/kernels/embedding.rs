@@ -240,7 +240,7 @@ on_each_device! {
             let table = |p: &[f64]| rows_of(p, &ids, cols);
             Case::new("embedding", seed, count, operands.clone()).check(device, |step, tape, p| {
                 let ids = step.upload_indices(&ids, [count])?;
-                tape.embedding(p[0], ids)?.add(&tape.linear(&leaf(tape, p[1])?, p[0], None)?)
+                tape.embedding(p[0], ids)?.add(tape.linear(&leaf(tape, p[1])?, p[0], None)?)
             }, |p| {
                 let product = linear::in_float64(&p[1], &p[0], &[], rows, cols);
                 table(&p[0]).iter().zip(product).map(|(row, product)| row + product).collect()

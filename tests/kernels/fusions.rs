@@ -231,7 +231,7 @@ stored_as_each! {
         compare::<S, S>(device, "lstm_cell", &[&[5, 32], &[5, 8]],
             |way| {
                 let [c, h] = way.var::<S>(0)?.lstm_cell(Some(&way.var(1)?))?;
-                c.add(&h)
+                c.add(h)
             },
             |way| {
                 let [i, f, g, o] = way.var::<S>(0)?.chunks::<4>(-1)?;
@@ -259,7 +259,7 @@ stored_as_each! {
         compare::<S, S>(device, "layer_norm_residual", &shapes,
             |way| {
                 let [h, y] = way.tape.layer_norm_residual(&way.var(0)?, &way.var(3)?, way.parameter(1), way.parameter(2), EPSILON)?;
-                h.add(&y)
+                h.add(y)
             },
             |way| {
                 let h = (way.var::<S>(0)? + way.var(3)?)?;
@@ -268,7 +268,7 @@ stored_as_each! {
         compare::<S, S>(device, "rms_norm_residual", &[shapes[0], shapes[1], shapes[3]],
             |way| {
                 let [h, y] = way.tape.rms_norm_residual(&way.var(0)?, &way.var(2)?, way.parameter(1), EPSILON)?;
-                h.add(&y)
+                h.add(y)
             },
             |way| {
                 let h = (way.var::<S>(0)? + way.var(2)?)?;

@@ -284,7 +284,7 @@ on_each_device! {
             Case::new("layer_norm_residual", seed, longest(&[rows, cols]), values).check(device, |_, tape, p| {
                 let (x, residual) = (leaf(tape, p[0])?, leaf(tape, p[1])?);
                 let [h, y] = tape.layer_norm_residual(&x, &residual, p[2], p[3], epsilon)?;
-                h.mul(0.5)?.add(&y)
+                h.mul(0.5)?.add(y)
             }, |p| {
                 let h: Vec<f64> = p[0].iter().zip(&p[1]).map(|(x, residual)| x + residual).collect();
                 let y = in_float64(&h, &p[2], &p[3], f64::from(epsilon));

@@ -233,7 +233,7 @@ stored_as_each! {
                 // The sharper router keeps the choices away from a tie.
                 let (y, loss) = layer.forward(tape, &(x[0] * 8.0)?)?;
                 let loss = tape.stored_as::<S>(&(loss * 0.25)?)?;
-                y.add(&loss)
+                y.add(loss)
             }, 1, |p| {
                 let x: Vec<f64> = p[0].iter().map(|x| x * 8.0).collect();
                 let (scores, capacity) = (affine(&x, &p[1], &[], 4), (0.75 * (chosen * 6) as f64 / 3.0).ceil() as usize);

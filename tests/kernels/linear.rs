@@ -152,7 +152,7 @@ on_each_device! {
                 let x = leaf(tape, p[0])?;
                 let y = tape.mlp_gelu(&x, (p[1], None), (p[3], None), Some(&x))?;
                 // The others are used, so that they have the gradients of the reference.
-                y.add(&leaf(tape, p[5])?)
+                y.add(leaf(tape, p[5])?)
             }, |p| add_in_float64(&p[5], &add_in_float64(&p[0], &mlp(p, &[], &[]))));
         }
     }

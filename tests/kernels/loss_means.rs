@@ -55,7 +55,7 @@ const LOSSES: [(&str, PartLoss); 6] = [
         let y = logits(tape, x, given)?;
         let labels = step.upload_indices(given.labels, [given.labels.len()])?;
         let penalty = tape.squared_error(&y, &target(step, given)?)?.mul(0.5)?;
-        tape.cross_entropy(&y, labels)?.add(&penalty)
+        tape.cross_entropy(&y, labels)?.add(penalty)
     }),
     ("linear_cross_entropy", |step, tape, x, given| {
         let labels = step.upload_indices(given.labels, [given.labels.len()])?;

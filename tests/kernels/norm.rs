@@ -268,7 +268,7 @@ on_each_device! {
             // h is used through its norm and directly.
             Case::new("rms_norm_residual", seed, longest(&[rows, cols]), values).check(device, |_, tape, p| {
                 let [h, y] = tape.rms_norm_residual(&leaf(tape, p[0])?, &leaf(tape, p[1])?, p[2], epsilon)?;
-                y.add(&h.tanh()?)
+                y.add(h.tanh()?)
             }, |p| {
                 let h: Vec<f64> = p[0].iter().zip(&p[1]).map(|(x, residual)| x + residual).collect();
                 in_float64(&h, &p[2], f64::from(epsilon)).iter().zip(&h).map(|(y, h)| y + h.tanh()).collect()

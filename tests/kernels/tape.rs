@@ -160,7 +160,7 @@ on_each_device! {
             let x = leaf(&tape, p[0])?;
             let y = tape.linear(&x, p[1], None)?;
             let own = other.input(step.empty([2, 3])?);
-            assert_eq!(op_of(own.add(&x).unwrap_err()), "add");
+            assert_eq!(op_of(own.add(x).unwrap_err()), "add");
             assert_eq!(op_of(other.linear_residual(&own, p[1], None, &y).unwrap_err()), "linear_residual");
             assert_eq!(op_of(tape.linear(&y, p[1], None).unwrap_err()), "linear");
             assert_eq!(op_of(tape.rms_norm(&x, p[2], 1e-6).unwrap_err()), "rms_norm");

@@ -113,10 +113,10 @@ on_each_device! {
                     let x = leaf(tape, p[0])?;
                     let [h, t] = fork(tape, &x, &p.stacks[1], &added)?;
                     match used {
-                        Used::Both => t.add(&h.mul(-0.5)?),
+                        Used::Both => t.add(h.mul(-0.5)?),
                         Used::First => Ok(h),
                         Used::Second => Ok(t),
-                        Used::BothAndInput => tape.linear_residual(&x, p[2], None, &h.add(&t)?),
+                        Used::BothAndInput => tape.linear_residual(&x, p[2], None, &h.add(t)?),
                     }
                 }, |p| {
                     let [h, t] = fork_reference(&p[0], &p[1], inner);
@@ -197,7 +197,7 @@ on_each_device! {
                     action(back, [a, input, theirs, known.get().unwrap()], dy, &foreign)
                 });
                 // Gives `a` a gradient before the op runs.
-                let y = y.add(&a)?;
+                let y = y.add(a)?;
                 later.set(Some(y));
                 let loss = tape.sum(&y)?;
                 Ok(refused(tape.backward_overwrite(&loss, &mut gradients)))

@@ -12,8 +12,11 @@ use stepscope::{Arena, Capacity, Result, Tape, Var};
 /// A function of x and y, `[4, 6]`, of numbers between 0 and 1.
 type Written = for<'t, 's> fn(&Tape<'t, 's>, &Var<'s>, &Var<'s>) -> Result<Var<'s>>;
 
+/// A function of an element of each, in float64.
+type Formula = fn(f64, f64) -> f64;
+
 /// Functions of each element.
-const POINTWISE: &[(&str, Written, fn(f64, f64) -> f64)] = &[
+const POINTWISE: &[(&str, Written, Formula)] = &[
     ("abs", |_, x, _| x.abs(), |x, _| x),
     ("exp", |_, x, _| x.exp(), |x, _| x.exp()),
     ("log", |_, x, _| x.log(), |x, _| x.ln()),

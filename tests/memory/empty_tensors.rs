@@ -36,18 +36,18 @@ fn gradients(device: &Device, arena: &mut Arena, results: Results, nested: bool)
         let one = tape.input(step.upload(&[1.0f32], [1, 1])?);
         let (xa, xb) = (tape.linear(&one, a, None)?, tape.linear(&one, b, None)?);
         let y = match results {
-            Results::One => xa.mul(2.0)?.add(&xb)?,
+            Results::One => xa.mul(2.0)?.add(xb)?,
             Results::WithEmpty { before } => {
                 let parts = tape.recompute_all((xa, xb), move |tape, (xa, xb)| {
                     let empty = xa.narrow(0, 0..0)?;
                     let other = xb.narrow(0, 1..1)?;
                     let sum = if nested {
                         tape.recompute((xa, xb, empty), |_, (xa, xb, empty)| {
-                            let sum = xa.mul(2.0)?.add(&xb)?;
+                            let sum = xa.mul(2.0)?.add(xb)?;
                             Var::cat(&[empty, sum], 0)
                         })?
                     } else {
-                        xa.mul(2.0)?.add(&xb)?
+                        xa.mul(2.0)?.add(xb)?
                     };
                     Ok(match before {
                         0 => [sum, empty, other],

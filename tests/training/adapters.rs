@@ -102,11 +102,11 @@ fn run<S: Activation>(layers: &Layers, whole: bool, residual: bool) -> [Vec<f32>
                 }
                 let y = frozen.forward(&tape, &x)?;
                 let y = before.as_ref().map_or(Ok(y), |before| y.add(before))?;
-                y.add(&Var::cat(&added, 1)?)?
+                y.add(Var::cat(&added, 1)?)?
             }
         };
         let weights = tape.input(step.upload(&narrow(&weights), [ROWS, OUTPUTS])?);
-        let loss = tape.sum(&y.mul(&weights)?)?;
+        let loss = tape.sum(&y.mul(weights)?)?;
         let values = step.read(y.value())?.into_iter().map(|value| value.widen()).collect();
         tape.backward_overwrite(&loss, &mut gradients)?;
         Ok(values)

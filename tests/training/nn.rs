@@ -115,11 +115,11 @@ on_each_device! {
                 "norm behind a residual",
                 |layers, tape, x| {
                     let [h, y] = layers.norm.forward_residual(tape, x, &layers.plain.forward(tape, x)?)?;
-                    h.add(&y)
+                    h.add(y)
                 },
                 |layers, tape, x| {
-                    let h = x.add(&tape.linear(x, layers.plain.weight, None)?)?;
-                    h.add(&tape.rms_norm(&h, layers.norm.gain, RmsNorm::EPSILON)?)
+                    let h = x.add(tape.linear(x, layers.plain.weight, None)?)?;
+                    h.add(tape.rms_norm(&h, layers.norm.gain, RmsNorm::EPSILON)?)
                 },
             ),
             (

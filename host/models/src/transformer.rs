@@ -388,12 +388,12 @@ impl Block {
         if self.residual == Residual::PostNorm {
             let h = self.norms[0].forward(tape, mixed)?.add(x)?;
             let y = self.feed_forward.forward(tape, &h)?;
-            return self.norms[1].forward(tape, &y)?.add(&h);
+            return self.norms[1].forward(tape, &y)?.add(h);
         }
         let mixed = self.norms[1].forward(tape, mixed)?;
         let [h, normed] = self.norms[2].forward_residual(tape, &mixed, x)?;
         let y = self.feed_forward.forward(tape, &normed)?;
-        self.norms[3].forward(tape, &y)?.add(&h)
+        self.norms[3].forward(tape, &y)?.add(h)
     }
 }
 
@@ -438,7 +438,7 @@ fn block_of(name: &str) -> Option<(usize, &str)> {
 #[track_caller]
 fn geglu<'s, S: Activation>(gated: &SwiGlu, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
     let [gate, up] = gated.gate.forward_both(&gated.up, tape, x)?;
-    gate.gelu()?.mul(&up)
+    gate.gelu()?.mul(up)
 }
 
 fn norm(names: Scope<'_>, config: &ModelConfig) -> Norm {

@@ -43,7 +43,7 @@ impl Block {
     pub(crate) fn forward<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>, form: &AttentionConfig<'s>) -> Result<Var<'s>> {
         let h = self.norms[0].forward(tape, x)?;
         let h = self.dropout.forward(tape, &self.attention.forward_masked(tape, &h, form)?)?;
-        let x = x.add(&h)?;
+        let x = x.add(h)?;
         let h = self.mlp.forward_residual(tape, &self.norms[1].forward(tape, &x)?, &x)?;
         self.dropout.forward(tape, &h)
     }
@@ -121,7 +121,7 @@ fn nested<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<Var<'s
             let deeper = within.clone();
             let h = part!(on, tape, x, move |tape, x| mlp.forward_residual(tape, &x, &x))?;
             let h = deeper.forward(tape, &h, &deeper.attention.config())?;
-            part!(on, tape, (h, x), move |tape, (h, x)| h.mul(&deeper.norms[0].forward(tape, &x)?))
+            part!(on, tape, (h, x), move |tape, (h, x)| h.mul(deeper.norms[0].forward(tape, &x)?))
         })?;
         block.forward(tape, &y, &block.attention.config())
     })?;
@@ -137,13 +137,13 @@ fn shared<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<Var<'s
     let before = norm.forward(tape, &x)?;
     let a = part!(on, tape, (x, before), move |tape, (x, before)| {
         let h = norm.forward(tape, &x)?;
-        let h = mlp.forward_residual(tape, &h, &x)?.add(&before)?;
-        h.mul(&x)?.mul(&norm.forward(tape, &x)?)
+        let h = mlp.forward_residual(tape, &h, &x)?.add(before)?;
+        h.mul(x)?.mul(norm.forward(tape, &x)?)
     })?;
     // One variable twice, and an unused one.
-    let b = part!(on, tape, [x, a, x], move |tape, [x, _, again]| { x.mul(0.3)?.add(&mlp.forward(tape, &again)?) })?;
-    let after = norm.forward(tape, &x)?.mul(&b)?;
-    tape.mean(&after.add(&a)?.add(&x)?)
+    let b = part!(on, tape, [x, a, x], move |tape, [x, _, again]| { x.mul(0.3)?.add(mlp.forward(tape, &again)?) })?;
+    let after = norm.forward(tape, &x)?.mul(b)?;
+    tape.mean(&after.add(a)?.add(x)?)
 }
 
 /// Several results: an op's that is also used inside, the same twice, an unchanged input, a
@@ -166,10 +166,10 @@ fn several<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<Var<'
         [h, y, h, x, constant, unused]
     };
     let [h, y, again, as_it_is, constant, _] = results;
-    let x = x.mul(&as_it_is)?; // one variable, unless it is copied
+    let x = x.mul(as_it_is)?; // one variable, unless it is copied
     assert_eq!([h, y, as_it_is, constant].map(|var| var.wants_gradient()), [true, true, true, false]);
-    let sum = h.mul(&y)?.add(&again.mul(&x)?)?;
-    tape.mean(&h.mul(&sum)?.add(&constant)?)
+    let sum = h.mul(y)?.add(again.mul(x)?)?;
+    tape.mean(&h.mul(sum)?.add(constant)?)
 }
 
 /// A graph in which only parameters have gradients; the loss is one of the results.
@@ -178,7 +178,7 @@ fn inputs_alone<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<
     let kept = (tape.input(given.x), vec![given.labels], Some(given.x), None::<Saved<'s, u32>>);
     part!(on, tape, kept.clone(), move |tape, (x, labels, again, none)| {
         assert!(none.is_none() && !x.wants_gradient());
-        let h = mlp.forward(tape, &x)?.add(&tape.input(again.expect("the input is kept")))?;
+        let h = mlp.forward(tape, &x)?.add(tape.input(again.expect("the input is kept")))?;
         tape.cross_entropy_by(&head.forward(tape, &rows(&h)?)?, labels[0], ops::LabelRules::default().weighted(0.5))
     })
 }
@@ -195,7 +195,7 @@ fn precision<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<Var
     })?;
     let y = other.forward(tape, &y)?;
     tape.step().set_precision(ops::Precision::F32);
-    tape.mean(&y.mul(&y)?)
+    tape.mean(&y.mul(y)?)
 }
 
 /// Variables of BF16, and of both types.
@@ -206,10 +206,10 @@ fn stored<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<Var<'s
     let half: Var<'s, bf16> = tape.to_bf16(&x)?;
     let y = part!(on, tape, (half, x), move |tape, (half, x)| {
         let h = narrow_block(tape, &mlp, &norm, &half)?;
-        h.add(&tape.to_bf16(&x)?)
+        h.add(tape.to_bf16(&x)?)
     })?;
     let y = part!(on, tape, y, move |tape, y| narrow_block(tape, &mlp, &norm, &y))?;
-    tape.mean(&tape.to_f32(&y)?.add(&x)?)
+    tape.mean(&tape.to_f32(&y)?.add(x)?)
 }
 
 fn narrow_block<'s, S: Activation>(

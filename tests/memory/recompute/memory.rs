@@ -35,7 +35,7 @@ struct Block {
 
 impl Block {
     fn forward<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s>> {
-        let x = x.add(&self.attention.forward(tape, &self.norms[0].forward(tape, x)?)?)?;
+        let x = x.add(self.attention.forward(tape, &self.norms[0].forward(tape, x)?)?)?;
         self.mlp.forward_residual(tape, &self.norms[1].forward(tape, &x)?, &x)
     }
 }

@@ -42,7 +42,7 @@ impl Fixture {
             let x = tape.linear(&x, w, None)?;
             let [y, z] =
                 tape.recompute_all(x, move |tape, x| work(runs.fetch_add(1, Ordering::Relaxed), tape, x, w))?;
-            let loss = tape.sum(&y.add(&z)?)?;
+            let loss = tape.sum(&y.add(z)?)?;
             tape.backward_overwrite(&loss, gradients)
         })?;
         Ok(bits(&gradients.read(w)?))
@@ -165,7 +165,7 @@ on_each_device! {
             // there.
             let within = tape.recompute(x, |tape, x| {
                 let within = tape.recompute((), |tape, ()| Ok(tape.input(tape.step().empty([1])?)))?;
-                x.add(&within)
+                x.add(within)
             });
             within?;
             Ok([kept, deep])

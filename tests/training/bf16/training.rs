@@ -39,7 +39,7 @@ impl Model {
     fn loss<'s, S: Activation>(&self, tape: &Tape<'_, 's>, x: Var<'s, S>, labels: Indices<'s>) -> Result<Var<'s>> {
         let mut h = x;
         for (norm, block) in self.norms.iter().zip(&self.blocks) {
-            h = h.add(&block.forward(tape, &norm.forward(tape, &h)?)?)?;
+            h = h.add(block.forward(tape, &norm.forward(tape, &h)?)?)?;
         }
         tape.cross_entropy(&self.head.forward(tape, &h)?, labels)
     }

@@ -31,7 +31,7 @@ on_each_device! {
         let mut arena = arena(device);
         let two: [(&[f32], Shape); 2] = [(&x, [3, 4].into()), (&y, [3, 4].into())];
         let worst = GradCheck::default().run(&mut arena, &two, |_, inputs| {
-            let both = Var::cat(&[inputs[0].gelu()?, inputs[0].mul(&inputs[1])?], 1)?;
+            let both = Var::cat(&[inputs[0].gelu()?, inputs[0].mul(inputs[1])?], 1)?;
             both.softmax()
         }).unwrap();
         assert!(worst > 0.0 && worst < 1e-4, "{worst}");

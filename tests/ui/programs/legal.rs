@@ -117,9 +117,9 @@ fn checkpoints_are_lent_what_they_need(arena: &mut Arena, device: &Device) -> Re
             assert_eq!(name, "owned");
             let [h, y] = tape.recompute_all([x, x], move |tape, [x, again]| {
                 let h = tape.linear(&x, weight, None)?;
-                Ok([h, h.add(&again)?])
+                Ok([h, h.add(again)?])
             })?;
-            tape.cross_entropy(&h.add(&y)?, labels)
+            tape.cross_entropy(&h.add(y)?, labels)
         })?;
         tape.backward(&loss, &mut gradients)
     })?;

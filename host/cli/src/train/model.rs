@@ -143,6 +143,6 @@ impl<S: Activation> stepscope::Model<S> for Gpt<S> {
         let rules = LabelRules { ignore: true, ..LabelRules::default() }.weighted(1.0 / samples as f32);
         let sum = tape.linear_cross_entropy(hidden, self.layers.head(), labels, form.rules(rules))?;
         let share = batch.input::<f32>(if self.mode.documents { 3 } else { 2 })?;
-        sum.mul(&tape.input(share))
+        sum.mul(tape.input(share))
     }
 }

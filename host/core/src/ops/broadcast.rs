@@ -113,8 +113,8 @@ impl<const N: usize> Merged<N> {
                 Some(extent) => *extent *= extents[at],
                 None => {
                     merged.extents.push(extents[at]);
-                    for of in 0..N {
-                        merged.strides[of].push(strides[of][at]);
+                    for (merged, strides) in merged.strides.iter_mut().zip(strides) {
+                        merged.push(strides[at]);
                     }
                 }
             }

@@ -155,7 +155,7 @@ impl<'s, S: Stored> Var<'s, S> {
     pub fn variance(&self, extents: impl Into<Extents>, correction: usize) -> Result<Self> {
         let extents = extents.into();
         let count = Reduced::new("variance", self.shape(), &extents)?.count;
-        let centered = self.sub(&self.mean_keep(extents.clone())?)?;
+        let centered = self.sub(self.mean_keep(extents.clone())?)?;
         let scale = 1.0 / (count as f32 - correction as f32).max(0.0);
         centered.square()?.sum(extents)?.mul(scale)
     }
@@ -226,7 +226,7 @@ impl<'s, S: Stored> Var<'s, S> {
         // An infinite one is not subtracted: the difference would not be a number.
         let is_finite = pointwise::less(op.step(), &pointwise::abs(op.step(), &largest)?, f32::INFINITY)?;
         let shift = op.unrecorded(pointwise::choose(op.step(), &is_finite, &largest, 0.0)?.save());
-        let sum = self.sub(&shift)?.exp()?.sum_keep(extents)?;
-        sum.log()?.add(&shift)?.reshape(reduced.without)
+        let sum = self.sub(shift)?.exp()?.sum_keep(extents)?;
+        sum.log()?.add(shift)?.reshape(reduced.without)
     }
 }

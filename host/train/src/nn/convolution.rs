@@ -106,5 +106,5 @@ impl Conv1d {
 fn biased<'s, S: Activation>(tape: &Tape<'_, 's>, y: Var<'s, S>, bias: Option<Parameter>) -> Result<Var<'s, S>> {
     let Some(bias) = bias else { return Ok(y) };
     let bias = tape.stored_as::<S>(&tape.parameter(bias)?)?;
-    y.add(&bias.reshape([bias.shape().elements(), 1, 1])?)
+    y.add(bias.reshape([bias.shape().elements(), 1, 1])?)
 }

@@ -48,7 +48,7 @@ impl GroupNorm {
             return Err(Error::misuse(OP, expected, shape.to_string()));
         }
         let rows = x.reshape([batch, self.groups, shape.elements() / (batch * self.groups).max(1)])?;
-        let centered = (&rows - rows.mean_keep(-1)?)?;
+        let centered = (rows - rows.mean_keep(-1)?)?;
         let variance = centered.square()?.mean_keep(-1)?;
         let normed = (centered * (variance + self.epsilon)?.rsqrt()?)?.reshape(shape)?;
         // [channels, 1, ..]

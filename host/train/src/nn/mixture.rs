@@ -88,7 +88,7 @@ impl Mixture {
         let probabilities = tape.to_f32(&self.router.forward(tape, rows)?)?.softmax()?;
         let (_, ids) = probabilities.top_k(chosen)?;
         let mask = tape.input(ops::one_hot(tape.step(), &ids, experts)?).sum(1)?;
-        let kept = (&probabilities * &mask)?;
+        let kept = (probabilities * mask)?;
         // One expert has its probability, so that the router has a gradient. Several share 1.
         let gates = if chosen == 1 { kept } else { (kept / kept.sum_keep(-1)?)? };
         let share = (mask.mean(0)? * (experts as f32 / chosen as f32))?;
