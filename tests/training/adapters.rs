@@ -149,7 +149,44 @@ fn agree<S: Activation>(device: &Device, dropout: f32, limit: f64) {
     }
 }
 
+/// Layers of one width, with a function between them.
+struct Stack(Vec<Linear>);
+
+impl Model for Stack {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
+        self.0.iter().try_fold(tape.input(batch.input(0)?), |x, layer| layer.forward(tape, &x)?.gelu())
+    }
+
+    fn loss<'s>(&self, _: &Tape<'_, 's>, output: &Var<'s>, _: &DeviceBatch<'s>) -> Result<Var<'s>> {
+        output.square()?.mean(..)
+    }
+}
+
+/// Returns the memory of a captured update of 16 layers, of which all are trained, or only an
+/// adapter of the last.
+fn bytes_of_stack(device: &Device, is_adapted: bool) -> usize {
+    const WIDTH: usize = 64;
+    let mut spec = ParameterSpec::builder();
+    let mut layers: Vec<_> = (0..16).map(|layer| Linear::new(spec.at(&layer.to_string()), WIDTH, WIDTH)).collect();
+    if is_adapted {
+        spec.freeze(|_| Some(FrozenType::F32));
+        let part = AdapterPart { name: "adapter", first: 0, outputs: WIDTH, rank: 8, scale: 1.0 };
+        let last = layers.pop().unwrap();
+        layers.push(last.with_adapter(spec.at("last"), WIDTH, &[part], 0.0).unwrap());
+    }
+    let state = TrainState::new(device, Stack(layers), &spec.build().unwrap(), 7, AdamW::default()).unwrap();
+    let batch = (vec![[0.5_f32; WIDTH]; 512],);
+    let mut trainer = Trainer::captured(device, state, &batch).unwrap();
+    trainer.fit([batch]).unwrap();
+    trainer.capture_report().unwrap().bytes_owned
+}
+
 on_each_device! {
+    fn adapter_of_the_last_layer_takes_little_memory(device: &Device) {
+        let [all, adapted] = [false, true].map(|is_adapted| bytes_of_stack(device, is_adapted));
+        assert!(6 * adapted <= all, "{adapted} bytes, {all} if all layers are trained");
+    }
+
     fn adapters_agree_with_separate_products(device: &Device) {
         // Each of the separate results of BF16 is rounded to 8 bits.
         for dropout in [0.0, 0.25] {
