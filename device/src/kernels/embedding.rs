@@ -362,6 +362,52 @@ contract! { unsafe rows_finish { block: BLOCK } |k| {
     warps(k.sorted.len().div_ceil(CHUNK), k.cols)
 }}
 
+/// Finds the first `count` places of each class, ascending. Shapes: `sorted`, `order`: `[n]`, not
+/// empty, `places`, `rows`, `found`: `length` elements, `count` for each class. A place divided by
+/// `each` is its row. `found` is 1, or 0 where the class occurs less often; the places are then
+/// others, spread over all. Overwrites the last three.
+#[kernel]
+pub unsafe fn first_places(
+    sorted: &[u32],
+    order: &[u32],
+    count: usize,
+    each: usize,
+    length: usize,
+    places: *mut u32,
+    rows: *mut u32,
+    found: *mut f32,
+) {
+    // SAFETY: the contract checks `count` and `each`. An index is compared with the number of ids,
+    // and this thread's element with `length`.
+    unsafe {
+        let own = (thread::block_idx_x() * BLOCK + thread::thread_idx_x()) as usize;
+        if own < length {
+            let (class, at) = divide(own, count);
+            let class = class as u32;
+            let index = bisect(sorted, 0, sorted.len(), |id| id < class) + at;
+            let is_found = index < sorted.len() && load(sorted, index) == class;
+            let place = if is_found { load(order, index) } else { own as u32 % sorted.len() as u32 };
+            store(places, own, place);
+            store(rows, own, (place as usize / each) as u32);
+            store(found, own, if is_found { 1.0 } else { 0.0 });
+        }
+    }
+}
+
+// SAFETY: there are ids, and `count` and `each` are not 0. A thread writes its own element of the
+// results, which have `length`.
+contract! { unsafe first_places { block: BLOCK } |k| {
+    Violation::unless(k.count > 0 && k.each > 0, "count, each", "at least 1 each", std::format!("{}, {}", k.count, k.each))?;
+    let ids = k.sorted.len();
+    Violation::unless(ids > 0 && u32::try_from(ids).is_ok(), "sorted", "1 to 2^32 - 1 ids", ids)?;
+    Violation::unless(u32::try_from(k.length).is_ok(), "length", "less than 2^32", k.length)?;
+    Violation::unless_length("order", ids, k.order.len())?;
+    Violation::unless_length("places", k.length, k.places.len())?;
+    Violation::unless_length("rows", k.length, k.rows.len())?;
+    Violation::unless_length("found", k.length, k.found.len())?;
+    Grid::cover(k.length, BLOCK as usize)
+}}
+
 /// Returns the grid with one warp for each item and 128 columns.
 #[cfg(not(target_arch = "nvptx64"))]
 fn warps(items: usize, cols: usize) -> Result<cuda_std::launch::Grid, cuda_std::launch::Violation> {

@@ -7,6 +7,8 @@
 //!              ascending                       lane c     column c
 //!   lanes      pairwise, 16 8 4 2 1 apart      then a warp's lanes p hold column c: the same
 //! ```
+//! A thread reduces up to [`FEW`] elements, in the same tree.
+//!
 //! A chunk is [`CHUNK`] elements of the middle extent, or all of them if they are fewer. The host
 //! reduces the chunks' results in turn.
 //!
@@ -24,6 +26,8 @@ use half::bf16;
 
 /// The elements that one launch reduces to one.
 pub const CHUNK: usize = 1024;
+/// The most elements that one thread reduces.
+const FEW: usize = 8;
 
 const WARPS: u32 = BLOCK / LANES;
 /// The rows that a thread has at once.
@@ -50,12 +54,20 @@ macro_rules! fold {
             /// `[outer, ceil(reduced / 1024), inner]`. Overwrites `out`.
             $name<S: Stored> { $f32: f32; $bf16: bf16; }
             unsafe fn(x: &[S], reduced: usize, inner: usize, scale: f32, out: *mut f32) {
-                // SAFETY: no extent is 0, and `x` has whole blocks of them. A warp or a block has a
-                // chunk inside `x`, and its elements of `out`. The sums fill the shared memory.
+                // SAFETY: no extent is 0, and `x` has whole blocks of them. A thread, a warp or a
+                // block has a chunk inside `x`, and its elements of `out`. The sums fill the shared
+                // memory.
                 unsafe {
                     let chunks = reduced.div_ceil(CHUNK);
                     let lane = warp::lane_id();
-                    if inner == 1 {
+                    if reduced <= FEW {
+                        let number = (thread::block_idx_x() * BLOCK + thread::thread_idx_x()) as usize;
+                        if number < x.len() / reduced {
+                            let (outer, column) = divide(number, inner);
+                            let all = few(x, outer * reduced * inner + column, [reduced, inner], $start, $combine);
+                            store(out, number, all * scale);
+                        }
+                    } else if inner == 1 {
                         let number = (thread::block_idx_x() * WARPS + thread::thread_idx_x() / LANES) as usize;
                         let (outer, chunk) = divide(number, chunks);
                         if outer < x.len() / reduced {
@@ -91,12 +103,14 @@ macro_rules! fold {
                 }
             }
             // SAFETY: `x` is whole blocks of `reduced` x `inner`, neither of which is 0, and `out`
-            // has an element for each column of each chunk. The grid has a warp for each chunk, or
-            // a block for each 32 columns of it.
+            // has an element for each column of each chunk. The grid has a thread for each column,
+            // a warp for each chunk, or a block for each 32 columns of it.
             contract unsafe { block: BLOCK, shared: SHARED } |k| {
                 let chunks = Size::of(outer_of(k.x.len(), k.reduced, k.inner)?).times(k.reduced.div_ceil(CHUNK));
                 Violation::unless_length("out", chunks.times(k.inner), k.out.len())?;
-                if k.inner == 1 {
+                if k.reduced <= FEW {
+                    Grid::cover(chunks.times(k.inner), BLOCK as usize)
+                } else if k.inner == 1 {
                     Grid::cover(chunks, WARPS as usize)
                 } else {
                     Grid::cover(chunks.times(k.inner.div_ceil(LANES as usize)), 1)
@@ -115,6 +129,31 @@ fold! {
 
     /// Computes `out` = scale times the minima of x, or NaN where x has one.
     fold_min { fold_min_f32: f32; fold_min_bf16: bf16; } f32::INFINITY, min;
+}
+
+/// Combines a column of up to [`FEW`] elements that are `inner` apart, from `first` on. The tree is
+/// that of lanes of which all others hold the start.
+///
+/// # Safety
+/// The elements lie inside `x`.
+#[inline(always)]
+unsafe fn few<S: Stored>(
+    x: &[S],
+    first: usize,
+    [reduced, inner]: [usize; 2],
+    start: f32,
+    combine: impl Fn(f32, f32) -> f32,
+) -> f32 {
+    let mut parts = [start; FEW];
+    unroll!(at < 8 => {
+        if at < reduced {
+            // SAFETY: this is one of the elements.
+            parts[at] = combine(start, unsafe { load(x, first + at * inner).widen() });
+        }
+    });
+    unroll!(at < 4 => { parts[at] = combine(parts[at], parts[at + 4]); });
+    unroll!(at < 2 => { parts[at] = combine(parts[at], parts[at + 2]); });
+    combine(parts[0], parts[1])
 }
 
 /// Combines every 32nd element from `at` to `end`, ascending.

@@ -9,7 +9,7 @@ fn run(arena: &mut Arena, parameters: &Parameters) -> Result<()> {
         let tape = Tape::new(step, parameters);
         let x = tape.input(step.upload(&[1.0f32], [1])?);
         let escaped = Rc::new(RefCell::new(Vec::<Var>::new()));
-        tape.recompute(x, move |tape, x| {
+        tape.recompute(x, move |_, x| {
             let y = x.mul(2.0)?;
             escaped.borrow_mut().push(y);
             Ok(y)

@@ -246,6 +246,17 @@ const LISTED: &[Listed] = &[
             i.keep(&order)
         })
     }),
+    One("first_places", |i| {
+        for (count, classes, places) in i.by_size([(4000, 9, 700), (30, 40, 3)], [(30, 4, 9); 2]) {
+            let ids = i.random.borrow_mut().belows(count, classes as u32);
+            let ids = i.step.upload_indices(&ids, [count / 2, 2])?;
+            let found = ops::first_occurrences(i.step, &ids, classes, places)?;
+            i.keep(found.places.values())?;
+            i.keep(found.rows.values())?;
+            i.keep(&found.found)?;
+        }
+        Ok(())
+    }),
     One("rows_finish", |i| {
         for (counts, cols) in
             i.by_size([([3, 65, 0, 700, 64], 64), ([0, 1, 300, 2, 129], 131)], [([3, 65, 0, 70, 2], 20); 2])

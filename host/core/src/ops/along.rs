@@ -4,6 +4,7 @@
 //! device.
 
 use super::cast::narrowed;
+use super::embedding::add_rows;
 use super::pointwise;
 use super::reductions::extent_number;
 use crate::error::{Error, Result};
@@ -12,7 +13,7 @@ use crate::preconditions::IndexBound;
 use crate::step::Step;
 use crate::tape::{Kept, Var};
 use crate::tensor::{Shape, Source, Stored, Target, Tensor};
-use kernels::{along, fold};
+use kernels::{along, embedding, fold};
 
 /// The extents before an extent, itself, and after it.
 fn around(shape: Shape, extent: usize) -> [usize; 3] {
@@ -59,6 +60,12 @@ impl Along {
         self.shape.with(self.extent, self.count)
     }
 
+    /// True if an id selects a row.
+    fn is_of_rows(&self) -> bool {
+        let [outer, _, inner] = around(self.shape, self.extent);
+        outer == 1 && self.strides[1] == 1 && (self.strides[2] == 0 || inner == 1)
+    }
+
     /// Returns the selected elements of x.
     fn take<'s, S: Stored>(
         &self,
@@ -71,6 +78,10 @@ impl Along {
             return Ok(out);
         }
         let (x, ids) = (x.slice(), ids.slice());
+        if self.is_of_rows() {
+            step.launch(embedding::gather { x, ids, cols: inner, y: out.out() })?;
+            return Ok(out);
+        }
         step.launch(along::take_along { x, ids, n, count: self.count, inner, strides: self.strides, out: out.out() })?;
         Ok(out)
     }
@@ -85,6 +96,9 @@ impl Along {
         let (mut out, [_, n, inner]) = (step.empty::<f32>(self.shape)?, around(self.shape, self.extent));
         if self.selected().elements() == 0 || self.shape.elements() == 0 {
             crate::elementary::fill_into(step, &mut out, 0.0)?;
+        } else if self.is_of_rows() {
+            crate::elementary::fill_into(step, &mut out, 0.0)?;
+            add_rows(step, x, ids, inner, &mut out, false)?;
         } else {
             let (x, ids) = (x.slice(), ids.slice());
             step.launch(along::add_along {
@@ -120,7 +134,8 @@ pub fn one_hot<'s, S: Stored>(step: &Step<'s>, ids: &impl IndexSource<'s>, class
 impl<'s, S: Stored> Var<'s, S> {
     /// The elements that ids select along an extent; `ids`: one extent, for whole slices (PyTorch's
     /// `index_select`), or the shape of x but for the extent (PyTorch's `gather`). The gradients of
-    /// an element that is selected several times are added in ascending order.
+    /// an element that is selected several times are added in ascending order; those of rows in the
+    /// order of [`embedding_backward`](super::launch::embedding_backward).
     ///
     /// # Errors
     /// [`Error::Label`] for an id beyond the extent; [`Error::Misuse`] for other shapes;

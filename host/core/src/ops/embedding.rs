@@ -78,12 +78,24 @@ pub fn embedding_backward<'s, S: Stored>(
     if !accumulate {
         fill_into(step, dtable, 0.0)?;
     }
-    let count = ids.shape().elements();
-    if count == 0 || cols == 0 {
+    if ids.shape().elements() == 0 || cols == 0 {
         return Ok(());
     }
-    let (sorted, order) = sorted(step, ids.within(step, IndexBound::below(rows))?)?;
-    let length = dtable.shape().elements();
+    add_rows(step, dy, ids.within(step, IndexBound::below(rows))?, cols, dtable, accumulate)
+}
+
+/// Adds up the rows of dy with the same id, as [`embedding_backward`] does; there are columns and
+/// ids. Rows of `out` whose id does not occur are unchanged.
+pub(super) fn add_rows<'s, S: Stored>(
+    step: &Step<'s>,
+    dy: &impl Source<'s, S>,
+    ids: &impl Source<'s, u32>,
+    cols: usize,
+    out: &mut impl Target<'s, f32>,
+    accumulate: bool,
+) -> Result<()> {
+    let (count, length) = (ids.shape().elements(), out.shape().elements());
+    let (sorted, order) = sorted(step, ids)?;
     let mut partials = step.empty([count.div_ceil(kernel::CHUNK), cols])?;
     step.launch(kernel::rows_sum {
         dy: dy.slice(),
@@ -92,14 +104,66 @@ pub fn embedding_backward<'s, S: Stored>(
         cols,
         length,
         accumulate: u32::from(accumulate),
-        out: dtable.out(),
+        out: out.out(),
         partials: partials.out(),
     })?;
-    if count <= kernel::CHUNK {
-        return Ok(());
+    if count > kernel::CHUNK {
+        let (sorted, partials) = (sorted.slice(), partials.slice());
+        step.launch(kernel::rows_finish { sorted, partials, cols, length, out: out.out() })?;
     }
-    let (sorted, partials) = (sorted.slice(), partials.slice());
-    step.launch(kernel::rows_finish { sorted, partials, cols, length, out: dtable.out() })
+    Ok(())
+}
+
+/// The places at which classes occur in rows of ids: the first `count` of each class, ascending.
+/// Shapes: `[classes * count]`. A class that occurs less often has other places, at which `found`
+/// is 0 instead of 1.
+#[derive(Debug)]
+pub struct Occurrences<'s> {
+    /// The places in all rows.
+    pub places: Indices<'s>,
+    /// The rows of the places.
+    pub rows: Indices<'s>,
+    /// 1, or 0 where the class does not occur.
+    pub found: Tensor<'s>,
+}
+
+/// Finds the first `count` places of each class below `classes`; `ids`: `[rows, each]`. Queued: for
+/// n ids, `2 + log2(n / 512)` launches. Scratch: 16 bytes per id.
+///
+/// # Errors
+/// [`Error::Misuse`] for ids of other extents, or none; [`Error::Label`] for an id that is no
+/// class; [`Error::ArenaFull`].
+#[track_caller]
+pub fn first_occurrences<'s>(
+    step: &Step<'s>,
+    ids: &impl IndexSource<'s>,
+    classes: usize,
+    count: usize,
+) -> Result<Occurrences<'s>> {
+    const OP: &str = "first_occurrences";
+    let (&[rows, each], all) = (ids.shape().extents(), Shape::of(OP, &[classes, count])?) else {
+        return Err(Error::misuse(OP, "ids [rows, each]", ids.shape().to_string()));
+    };
+    if rows * each == 0 {
+        return Err(Error::misuse(OP, "at least one id", ids.shape().to_string()));
+    }
+    let (sorted, order) = sorted(step, ids.within(step, IndexBound::below(classes))?)?;
+    let shape = Shape::from([all.elements()]);
+    let (mut places, mut rows) = (step.empty::<u32>(shape)?, step.empty::<u32>(shape)?);
+    let mut found = step.empty(shape)?;
+    if shape.elements() > 0 {
+        step.launch(kernel::first_places {
+            sorted: sorted.slice(),
+            order: order.slice(),
+            count,
+            each,
+            length: shape.elements(),
+            places: places.out(),
+            rows: rows.out(),
+            found: found.out(),
+        })?;
+    }
+    Ok(Occurrences { places: Indices::on_device(places.save()), rows: Indices::on_device(rows.save()), found })
 }
 
 /// Sorts the ids, stably. Returns them with their original indices.

@@ -62,7 +62,7 @@ pub use clip::clip_factor;
 pub use convolution::ConvolutionConfig;
 pub use dropout::dropout;
 pub use elementwise::add_bias;
-pub use embedding::{add_positions, embedding, embedding_bf16, gather};
+pub use embedding::{Occurrences, add_positions, embedding, embedding_bf16, first_occurrences, gather};
 pub use gate::{swiglu, swiglu_packed};
 pub use kernels::matmul_bf16::{TILES as BF16_TILES, Tile as Bf16Tile};
 pub use kernels::matmul_mma::{TILES as MMA_TILES, Tile as MmaTile};

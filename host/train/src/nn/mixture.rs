@@ -2,7 +2,7 @@
 
 use super::{Linear, Scope};
 use stepscope_core::ops::{self, Activation};
-use stepscope_core::{Error, Initializer, Parameter, Result, Tape, Var};
+use stepscope_core::{Error, Indices, Initializer, Parameter, Result, Tape, Var};
 
 /// A feed-forward layer of several experts, of which each token uses the `chosen` best (Shazeer et
 /// al., 2017; Fedus, Zoph and Shazeer, 2021). Expert e computes `silu(x Ue) De`.
@@ -56,25 +56,19 @@ impl Mixture {
         let rows = x.reshape([tokens, width])?;
         let routes = self.route(tape, &rows)?;
 
-        // The tokens of each expert's places.
+        // The tokens of each expert.
         let capacity = (self.capacity * (chosen * tokens) as f32 / experts.max(1) as f32).ceil().max(1.0) as usize;
-        let places = tape.input(ops::fill(tape.step(), [capacity, 1], 1.0)?).cumulative_sum(0)?;
-        // A token's place among those of an expert, [experts, 1, tokens].
-        let taken = routes.chosen.transpose(0, 1)?;
-        let place = taken.cumulative_sum(-1)?.unsqueeze(1)?;
-        let matches = (place.equal(places)? * taken.unsqueeze(1)?)?;
-        let (found, ids) = (matches.sum(-1)?, matches.argmax(-1)?);
-
-        let of_place = ids.reshape([experts * capacity])?;
-        let inputs = rows.gather(0, &of_place)?.reshape([experts, capacity, width])?;
+        let taken = ops::first_occurrences(tape.step(), &routes.ids, experts, capacity)?;
+        let inputs = rows.gather(0, &taken.rows)?.reshape([experts, capacity, width])?;
         let [up, down] = [self.up, self.down].map(|weight| tape.stored_as::<S>(&tape.parameter(weight)?));
-        let outputs = inputs.matmul(&up?)?.silu()?.matmul(&down?)?;
-        let gates = (routes.gates.transpose(0, 1)?.gather(1, &ids)? * found)?.unsqueeze(-1)?;
-        let gated = (outputs * tape.stored_as::<S>(&gates)?)?.reshape([experts * capacity, width])?;
+        let outputs = inputs.matmul(&up?)?.silu()?.matmul(&down?)?.reshape([experts * capacity, width])?;
+        let gates = routes.gates.reshape([tokens * chosen])?.gather(0, &taken.places)?;
+        let gates = (gates * tape.input(taken.found))?.unsqueeze(-1)?;
+        let gated = (outputs * tape.stored_as::<S>(&gates)?)?;
 
         let mut zero = tape.step().empty([tokens, width])?;
         ops::fill_into(tape.step(), &mut zero, 0.0)?;
-        let y = tape.input::<S>(zero).scatter_add(0, &of_place, &gated)?.reshape(x.shape())?;
+        let y = tape.input::<S>(zero).scatter_add(0, &taken.rows, &gated)?.reshape(x.shape())?;
         Ok((y, routes.loss))
     }
 
@@ -86,20 +80,18 @@ impl Mixture {
             return Err(Error::misuse("Mixture", expected, chosen.to_string()));
         }
         let probabilities = tape.to_f32(&self.router.forward(tape, rows)?)?.softmax()?;
-        let (_, ids) = probabilities.top_k(chosen)?;
-        let mask = tape.input(ops::one_hot(tape.step(), &ids, experts)?).sum(1)?;
-        let kept = (probabilities * mask)?;
+        let (best, ids) = probabilities.top_k(chosen)?;
         // One expert has its probability, so that the router has a gradient. Several share 1.
-        let gates = if chosen == 1 { kept } else { (kept / kept.sum_keep(-1)?)? };
-        let share = (mask.mean(0)? * (experts as f32 / chosen as f32))?;
-        Ok(Routes { loss: (share * probabilities.mean(0)?)?.sum(..)?, chosen: mask, gates })
+        let gates = if chosen == 1 { best } else { (best / best.sum_keep(-1)?)? };
+        let counts = tape.input(ops::one_hot(tape.step(), &ids, experts)?).sum([0, 1])?;
+        let share = (counts * (experts as f32 / ids.shape().elements().max(1) as f32))?;
+        Ok(Routes { loss: (share * probabilities.mean(0)?)?.sum(..)?, ids, gates })
     }
 }
 
-/// The experts of each token, `[tokens, experts]`.
+/// The experts of each token, `[tokens, chosen]`.
 struct Routes<'s> {
-    /// 1 for each expert that a token uses.
-    chosen: Var<'s>,
+    ids: Indices<'s>,
     /// The factors of the experts' outputs.
     gates: Var<'s>,
     loss: Var<'s>,
