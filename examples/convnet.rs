@@ -23,7 +23,7 @@ use stepscope::{
 /// Rows and columns of an image.
 const SIDE: usize = 8;
 /// Channels after each convolution.
-const CHANNELS: [usize; 2] = [8, 16];
+const CHANNELS: [usize; 2] = [16, 32];
 const BATCH: usize = 32;
 const WANTED: f64 = 0.95;
 
@@ -34,7 +34,7 @@ struct Args {
     #[arg(long, value_name = "auto|emulated|cuda", default_value = "auto")]
     device: DeviceKind,
     /// Passes over the training images
-    #[arg(long, value_name = "N", default_value_t = 5)]
+    #[arg(long, value_name = "N", default_value_t = 8)]
     epochs: u64,
 }
 

@@ -284,7 +284,7 @@ on_each_device! {
             let ids = random.belows(rows * each, classes as u32);
             let [places, of_rows, found] = trial(device, |trial| {
                 let ids = trial.upload_indices(&ids, [rows, each])?;
-                let all = ops::first_occurrences(trial, &ids, classes, count)?;
+                let all = trial.with_scratch(|| ops::first_occurrences(trial, &ids, classes, count))?;
                 let [places, of_rows] = [all.places.values(), all.rows.values()].map(|values| trial.output(values));
                 Ok([places?, of_rows?, trial.output(&all.found)?.into_iter().map(|found| found as u32).collect()])
             });
