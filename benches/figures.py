@@ -297,6 +297,21 @@ BYTES |= dict.fromkeys(["tanh_backward", "gelu_backward", "silu_backward", "swig
 EMBEDDING = {"embedding": (8, 6), "embedding_backward": (8, 6)}
 
 
+def layers(case, runs):
+    """Microseconds and MiB of a step, of PyTorch eager and compiled: "lstm, small, f32"."""
+    name, _, precision = case.rpartition(", ")
+    found = {}
+    for run in reversed(runs):
+        for line, of in run.measured():
+            if (line["case"], of) == (name, precision):
+                found[line["contender"]] = short(median(line["nanoseconds"]) / 1e3), short(line["step_bytes"] / 2**20)
+    if "stepscope captured" not in found:
+        raise Missing(case)
+    (time, mib), (eager, of_eager) = found["stepscope captured"], found["PyTorch eager"]
+    compiled, of_compiled = found["PyTorch compiled, graph"]
+    return f"{time} ({mib} MiB)", f"{eager} ({of_eager} MiB), {compiled} ({of_compiled} MiB)"
+
+
 def kernels(case, runs):
     """The share of the faster f32 copy at 2^28 elements, for f32 and, if measured, BF16: "`tanh`".
 
@@ -421,6 +436,7 @@ KINDS = {
     "product-rates": product_rates,
     "family": family,
     "attention": attention,
+    "layers": layers,
     "kernels": kernels,
     "start-up": startup,
     "bytes": moved,
