@@ -487,6 +487,23 @@ impl Words {
         &self.words
     }
 
+    /// Returns the plain data whose first word is number `at`.
+    ///
+    /// # Panics
+    /// If there are fewer words.
+    pub fn value<T: Pod>(&self, at: usize) -> T {
+        let words: &[u8] = bytemuck::cast_slice(&self.words[at..]);
+        bytemuck::pod_read_unaligned(&words[..size_of::<T>()])
+    }
+
+    /// Returns the plain data in the last words.
+    ///
+    /// # Panics
+    /// If there are fewer words.
+    pub fn last<T: Pod>(&self) -> T {
+        self.value(self.words.len() - words_of::<T>())
+    }
+
     /// Returns the source line that requested the launch.
     pub fn site(&self) -> &'static Location<'static> {
         self.site

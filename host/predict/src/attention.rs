@@ -1,5 +1,6 @@
 //! Attention, as tiles of token pairs.
 
+use kernels::qkv_layout::QkvLayout;
 use kernels::{flash_attention as ieee, flash_attention_mma as tensor};
 use stepscope_core::internals::Launch;
 
@@ -53,8 +54,8 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
     } else {
         12
     };
-    let number = |at: usize| words[first + at] as f64;
-    let (tokens, heads, kv_heads, width) = (number(0), number(1), number(2), number(3));
+    let QkvLayout { tokens, heads, kv_heads, width, .. } = launch.words.value(first);
+    let [tokens, heads, kv_heads, width] = [tokens, heads, kv_heads, width].map(f64::from);
     let hot = code.hot.unwrap_or_default();
     let is_warpgroup = launch.entry.is_warpgroup;
     let (is_bf16, is_tf32) = (name.contains("bf16") || is_warpgroup, name.contains("tf32"));
@@ -83,7 +84,7 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
     let group = if keys { heads / kv_heads } else { 1.0 };
     // With a causal mask, a block's tokens see half of all on average, and their own tile.
     let causal = (tokens + own) / 2.0;
-    let seen = match words[first + 5] {
+    let seen = match words[first + size_of::<QkvLayout>().div_ceil(8)] {
         0 => tokens,
         CAUSAL => causal,
         window => causal.min(window as f64 + own),

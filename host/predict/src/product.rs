@@ -1,6 +1,8 @@
 //! Products: their work, from the kernel's tile, layout and loop.
 
-use kernels::matmul::{GELU, GELU_DERIVATIVE, SILU, SWIGLU, TILES, TRANSPOSE_A, TRANSPOSE_B, Tile};
+use kernels::matmul::{
+    EpilogueForm, GELU, GELU_DERIVATIVE, ProductExtents, SILU, SWIGLU, TILES, TRANSPOSE_A, TRANSPOSE_B, Tile,
+};
 use kernels::matmul_wgmma_tf32::SWAP;
 use stepscope::kernel::PackedMap;
 use stepscope_core::internals::Launch;
@@ -36,34 +38,29 @@ struct Extents {
 
 impl Extents {
     fn of(launch: &Launch) -> Self {
-        let words = launch.words.as_slice();
-        let flags = words[words.len() - 1] as u32;
+        let words = &launch.words;
+        let flags = words.last::<EpilogueForm>().flags;
         if launch.entry.is_warpgroup {
             // After a and b, which take the words of a tensor map each, bias, c, out, pre and, of
             // BF16, sums.
             let is_tf32 = launch.entry.name.starts_with(TF32_WGMMA);
-            let number = |at: usize| words[2 * PackedMap::WORDS + if is_tf32 { 5 } else { 6 } + at] as f64;
-            let [m, n, k] = [0, 1, 2].map(number);
+            let extents: ProductExtents = words.value(2 * PackedMap::WORDS + if is_tf32 { 5 } else { 6 });
+            let own = Self::new(extents, [0.0; 2], flags);
             // The tile's rows are columns of the output if the operands are swapped.
-            let [m, n] = if is_tf32 && flags & SWAP != 0 { [n, m] } else { [m, n] };
-            let (chunk, batches) = (number(4).min(k), number(5));
-            return Self { m, n, k, chunk, batches, strides: [0.0; 2], flags };
+            return if is_tf32 && flags & SWAP != 0 { Self { m: own.n, n: own.m, ..own } } else { own };
         }
         // a, b and bias take two words each; c, out, pre and sums take one. Fragments have no row
         // strides.
         let fragments = launch.entry.name.starts_with("matmul_tf32");
-        let pointers = usize::from(launch.entry.pointers.contains(&"sums"));
-        let number = |at: usize| words[at + pointers] as f64;
-        let chunk = if fragments { 13 } else { 15 };
-        Self {
-            m: number(9),
-            n: number(10),
-            k: number(11),
-            chunk: number(chunk).min(number(11)),
-            batches: number(chunk + 1),
-            strides: if fragments { [0.0; 2] } else { [number(12), number(13)] },
-            flags,
-        }
+        let first = 9 + usize::from(launch.entry.pointers.contains(&"sums"));
+        let row = |at: usize| words.as_slice()[first + size_of::<ProductExtents>().div_ceil(8) + at] as f64;
+        Self::new(words.value(first), if fragments { [0.0; 2] } else { [row(0), row(1)] }, flags)
+    }
+
+    fn new(extents: ProductExtents, strides: [f64; 2], flags: u32) -> Self {
+        let ProductExtents { m, n, k, k_per_split, batches } = extents;
+        let [m, n, k, chunk, batches] = [m, n, k, k_per_split.min(k), batches].map(f64::from);
+        Self { m, n, k, chunk, batches, strides, flags }
     }
 }
 

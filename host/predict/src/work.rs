@@ -1,6 +1,6 @@
 //! The work of a launch: per block, the instructions by kind, the bytes, and the number of waits.
 
-use kernels::matmul::{GELU_DERIVATIVE, SWIGLU};
+use kernels::matmul::{EpilogueForm, GELU_DERIVATIVE, SWIGLU};
 use stepscope_core::internals::Launch;
 
 use crate::code::{Code, Count, Kernels};
@@ -129,14 +129,12 @@ impl Work {
     }
 }
 
-/// Returns true if a product, or the sum of its split-K parts, reads `c`. It adds `c` if `beta`,
-/// its second last parameter, is not 0. It multiplies by `c`, or by a derivative of it, if its
-/// flags, the last parameter, request it.
+/// Returns true if a product, or the sum of its split-K parts, reads `c`. It adds `c` if `beta` is
+/// not 0, and multiplies by `c`, or by a derivative of it, if its flags request it. The epilogue's
+/// numbers are the last parameter.
 pub(crate) fn adds(launch: &Launch) -> bool {
-    let words = launch.words.as_slice();
-    launch.entry.pointers.contains(&"c")
-        && (f32::from_bits(words[words.len() - 2] as u32) != 0.0
-            || words[words.len() - 1] as u32 & (SWIGLU | GELU_DERIVATIVE) != 0)
+    let reads = |form: EpilogueForm| form.beta != 0.0 || form.flags & (SWIGLU | GELU_DERIVATIVE) != 0;
+    launch.entry.pointers.contains(&"c") && reads(launch.words.last())
 }
 
 /// Returns each region once.
