@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import digits
 
-SIDE, CHANNELS, BATCH, EPOCHS, RATE, WANTED = 8, (8, 16), 32, 5, 3e-3, 0.95
+SIDE, CHANNELS, BATCH, EPOCHS, RATE, WANTED = 8, (16, 32), 32, 8, 3e-3, 0.95
 
 torch.manual_seed(7)
 training, (pixels, labels) = digits.load()
