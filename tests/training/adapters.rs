@@ -167,7 +167,7 @@ impl Model for Stack {
 fn bytes_of_stack(device: &Device, is_adapted: bool) -> usize {
     const WIDTH: usize = 64;
     let mut spec = ParameterSpec::builder();
-    let mut layers: Vec<_> = (0..16).map(|layer| Linear::new(spec.at(&layer.to_string()), WIDTH, WIDTH)).collect();
+    let mut layers: Vec<_> = (0..16).map(|layer| Linear::new(spec.at(layer.to_string()), WIDTH, WIDTH)).collect();
     if is_adapted {
         spec.freeze(|_| Some(FrozenType::F32));
         let part = AdapterPart { name: "adapter", first: 0, outputs: WIDTH, rank: 8, scale: 1.0 };
