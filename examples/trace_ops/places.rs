@@ -30,6 +30,14 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         let y: Tensor<'_, S> = ops::one_hot(c.step, &ids, classes)?;
         c.result("y", &y)
     }),
+    &[("first_occurrences", |c| {
+        let [rows, classes] = c.extents([70, 12]);
+        c.longest(0);
+        c.given("classes", [2], &[classes as u32, 5])?;
+        let ids = c.indices("ids", [rows, 2], &c.belows(2 * rows, classes))?;
+        let found = ops::first_occurrences(c.step, &ids, classes, 5)?;
+        c.result("found", &found.found)
+    })],
     &both!("gather", <S>, |c| {
         let [count, rows, cols] = c.extents([700, 40, 70]);
         c.longest(count);

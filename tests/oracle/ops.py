@@ -197,6 +197,9 @@ REFERENCES = {
     "embedding_of_half": lambda table, ids: table[ids],
     "gather": lambda x, ids: x[ids],
     "one_hot": lambda ids, classes: (ids[:, None] == jnp.arange(int(classes[0]))).astype(float),
+    "first_occurrences": lambda ids, classes: {
+        "found": (jnp.arange(int(classes[1])) < jnp.bincount(jnp.ravel(ids), length=int(classes[0]))[:, None]).ravel().astype(float)
+    },
     "add_positions": lambda x, table: x + table[: x.shape[1]],
     "slice": lambda x, range: x[:, int(range[0]) : int(range[1])],
     "concat": lambda a, b: jnp.concatenate([a, b], axis=1),

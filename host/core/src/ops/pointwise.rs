@@ -1,8 +1,8 @@
 //! Pointwise ops: functions of one, two or three numbers, applied to every element.
 //!
-//! An op is one declaration in [`functions.rs`](functions): the function of the kernel with the same
-//! name in `device/src/kernels/pointwise.rs`, the formula that JAX evaluates, and the gradient of
-//! each operand. The gradients are launches of declared functions:
+//! An op is one declaration in `functions.rs`: the function of the kernel with the same name in
+//! `device/src/kernels/pointwise.rs`, the formula that JAX evaluates, and the gradient of each
+//! operand. The gradients are launches of declared functions:
 //!
 //! ```text
 //! pointwise! {

@@ -7,7 +7,9 @@
 //! Shuffles crash libNVVM for `compute_121` (device/src/machine/gpu/warp.rs has its own).
 #![no_std]
 
-// stepscope's attribute takes the place of rust-cuda's.
+// stepscope's attribute takes the place of rust-cuda's, and passes arrays as this type.
+#[doc(hidden)]
+pub use ours::array;
 pub use ours::kernel;
 
 /// Expands to an entry point, to which stepscope's attribute passes each.
