@@ -181,6 +181,6 @@ def check(path):
                     print(f"  {at} = {formula} of {operands}, {numpy.shape(reference.get(f'out.{at}', ()))}")
                 break
     share = sensitive / results
-    print(f"{count} expressions, {results} results, {share:.2%} of which roundings change by 1 %")
+    print(f"{count} expressions, {results} results, {share:.2%} of which roundings change as much as the planted error")
     print(f"the largest error is {worst:.2f} of its limit: {'FAIL' if failed or share > SENSITIVE else 'pass'}")
     return not failed and share <= SENSITIVE

@@ -274,7 +274,7 @@ KEPT = {
 
 # Ops that take only f32: those without a BF16 version, casts, and updates of weights, which are
 # f32.
-F32_ONLY = {"attention", "attention_cached", "flash_attention_tf32", "to_bf16", "to_f32", "adamw", "adamw_groups", "sgd", "sgd_groups", "clip_factor", "sum_parts"}
+F32_ONLY = {"attention", "attention_cached", "first_occurrences", "flash_attention_tf32", "to_bf16", "to_f32", "adamw", "adamw_groups", "sgd", "sgd_groups", "clip_factor", "sum_parts"}
 # Ops that round intermediate values are checked by the norm of a result, so planted errors change
 # all elements.
 BY_NORM = {"flash_attention_bf16", "flash_attention_tf32"}

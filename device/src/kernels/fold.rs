@@ -7,7 +7,7 @@
 //!              ascending                       lane c     column c
 //!   lanes      pairwise, 16 8 4 2 1 apart      then a warp's lanes p hold column c: the same
 //! ```
-//! A thread reduces up to [`FEW`] elements, in the same tree.
+//! A thread reduces up to eight elements, in the same tree.
 //!
 //! A chunk is [`CHUNK`] elements of the middle extent, or all of them if they are fewer. The host
 //! reduces the chunks' results in turn.

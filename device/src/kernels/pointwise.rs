@@ -1,6 +1,6 @@
 //! Functions of one, two or three numbers, applied to every element, with operands that broadcast.
 //!
-//! [`pointwise!`] declares a function: its name, the kernel of each stored type, the operands, and
+//! `pointwise!` declares a function: its name, the kernel of each stored type, the operands, and
 //! the formula of one element. The derivatives are such functions too.
 //!
 //! ```text
