@@ -398,7 +398,8 @@ def check(path):
     for name, case in cases.items():
         for result, tensor in case.results.items():
             wrong = numpy.array(tensor)
-            largest = numpy.unravel_index(numpy.argmax(numpy.abs(wrong)), wrong.shape)
+            finite = numpy.where(numpy.isfinite(wrong), numpy.abs(wrong), 0)
+            largest = numpy.unravel_index(numpy.argmax(finite), wrong.shape)
             if case.op in BY_NORM:
                 largest = ...
             wrong[largest] = wrong[largest] + 1 if wrong.dtype.kind == "u" else wrong[largest] * numpy.float32(1.01)
