@@ -3,6 +3,7 @@
 use kernels::qkv_layout::QkvLayout;
 use kernels::{flash_attention as ieee, flash_attention_mma as tensor};
 use stepscope_core::internals::Launch;
+use stepscope_core::kernel::words_of;
 
 use crate::code::Code;
 use crate::warpgroup;
@@ -84,7 +85,7 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
     let group = if keys { heads / kv_heads } else { 1.0 };
     // With a causal mask, a block's tokens see half of all on average, and their own tile.
     let causal = (tokens + own) / 2.0;
-    let seen = match words[first + size_of::<QkvLayout>().div_ceil(8)] {
+    let seen = match words[first + words_of::<QkvLayout>()] {
         0 => tokens,
         CAUSAL => causal,
         window => causal.min(window as f64 + own),

@@ -4,8 +4,8 @@ use kernels::matmul::{
     EpilogueForm, GELU, GELU_DERIVATIVE, ProductExtents, SILU, SWIGLU, TILES, TRANSPOSE_A, TRANSPOSE_B, Tile,
 };
 use kernels::matmul_wgmma_tf32::SWAP;
-use stepscope::kernel::PackedMap;
 use stepscope_core::internals::Launch;
+use stepscope_core::kernel::{PackedMap, words_of};
 
 use crate::code::{Activations, Code};
 use crate::warpgroup;
@@ -53,7 +53,7 @@ impl Extents {
         // strides.
         let fragments = launch.entry.name.starts_with("matmul_tf32");
         let first = 9 + usize::from(launch.entry.pointers.contains(&"sums"));
-        let row = |at: usize| words.as_slice()[first + size_of::<ProductExtents>().div_ceil(8) + at] as f64;
+        let row = |at: usize| words.as_slice()[first + words_of::<ProductExtents>() + at] as f64;
         Self::new(words.value(first), if fragments { [0.0; 2] } else { [row(0), row(1)] }, flags)
     }
 

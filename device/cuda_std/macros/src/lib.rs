@@ -5,9 +5,8 @@
 //!
 //! Invariant: parameters reach the function in the same order on every device. A slice is a pointer
 //! and a length, a tensor map is 128 bytes on a GPU and eight words on a CPU, and plain data fills
-//! whole words of 8 bytes. The author must write the word
-//! `unsafe`: a module that forbids unsafe code also rejects the unsafe code that these macros
-//! generate.
+//! whole words of 8 bytes. The author must write the word `unsafe`: a module that forbids unsafe
+//! code also rejects the unsafe code that these macros generate.
 
 #![warn(clippy::disallowed_methods)]
 

@@ -88,22 +88,27 @@ pub(super) fn product(i: &Inputs<'_, '_>, tile: Tile) -> Result<()> {
             c,
             out: written,
             pre: pre.out(),
-            extents: ProductExtents {
-                m: m as u32,
-                n: n as u32,
-                k: k as u32,
-                k_per_split: k_per_split.min(k) as u32,
-                batches: batches as u32,
-            },
+            extents: extents(batches, [m, n, k], k_per_split),
             lda: if flags & TRANSPOSE_A == 0 { k } else { m } as u32,
             ldb: if flags & TRANSPOSE_B == 0 { n } else { k } as u32,
             stride_a: m * k,
             stride_b: k * n,
-            epilogue: EpilogueForm { stride_c: m * n, stride_bias: n, ldc: n as u32, alpha, beta, flags },
+            epilogue: epilogue([m, n], [alpha, beta], flags),
         })?;
         keep_outputs(i, flags, &out, &pre)?;
     }
     Ok(())
+}
+
+/// Returns the extents of a launch. A split has at most all of k.
+pub(super) fn extents(batches: usize, [m, n, k]: [usize; 3], k_per_split: usize) -> ProductExtents {
+    let [m, n, k, k_per_split, batches] = [m, n, k, k_per_split.min(k.max(1)), batches].map(|extent| extent as u32);
+    ProductExtents { m, n, k, k_per_split, batches }
+}
+
+/// Returns the epilogue of outputs `[batches, m, n]` with a bias for each.
+pub(super) fn epilogue([m, n]: [usize; 2], [alpha, beta]: [f32; 2], flags: u32) -> EpilogueForm {
+    EpilogueForm { stride_c: m * n, stride_bias: n, ldc: n as u32, alpha, beta, flags }
 }
 
 /// Returns true if a matmul reads `c`, to add it or as its gate.
@@ -147,16 +152,10 @@ pub(super) fn mma_product(i: &Inputs<'_, '_>, tile: MmaTile) -> Result<()> {
             c,
             out: written,
             pre: pre.out(),
-            extents: ProductExtents {
-                m: m as u32,
-                n: n as u32,
-                k: k as u32,
-                k_per_split: k_per_split.min(k) as u32,
-                batches: batches as u32,
-            },
+            extents: extents(batches, [m, n, k], k_per_split),
             stride_a,
             stride_b,
-            epilogue: EpilogueForm { stride_c: m * n, stride_bias: n, ldc: n as u32, alpha, beta, flags },
+            epilogue: epilogue([m, n], [alpha, beta], flags),
         })?;
         keep_outputs(i, flags, &out, &pre)?;
     }
@@ -317,8 +316,8 @@ pub(super) fn bf16_product<S: Stored>(i: &Inputs<'_, '_>, kernel: Bf16Kernel) ->
             out: written,
             pre: pre.out(),
             sums: PointerMut::empty(),
-            extents: ProductExtents { m: m as u32, n: n as u32, k: k as u32, k_per_split: k_per_split.min(k.max(1)) as u32, batches: batches as u32 },
-            epilogue: EpilogueForm { stride_c: m * n, stride_bias: n, ldc: n as u32, alpha, beta, flags },
+            extents: extents(batches, [m, n, k], k_per_split),
+            epilogue: epilogue([m, n], [alpha, beta], flags),
         })?;
         keep_outputs(i, flags, &out, &pre)?;
     }
@@ -356,7 +355,7 @@ fn column_sums(i: &Inputs<'_, '_>, kernel: Bf16Kernel) -> Result<()> {
             out,
             pre: PointerMut::empty(),
             sums: sums.out(),
-            extents: ProductExtents { m: m as u32, n: n as u32, k: k as u32, k_per_split: k_per_split.min(k) as u32, batches: batches as u32 },
+            extents: extents(batches, [m, n, k], k_per_split),
             epilogue: EpilogueForm { stride_c: m * n, stride_bias: 0, ldc: n as u32, alpha, beta, flags },
         })?;
         i.keep(&sums)?;
@@ -460,8 +459,8 @@ fn splits_alone<S: Stored>(
         c,
         out: written,
         pre: pre.out(),
-        extents: ProductExtents { m: m as u32, n: n as u32, k: split_k as u32, k_per_split: 1, batches: 1 },
-        epilogue: EpilogueForm { stride_c: m * n, stride_bias: n, ldc: n as u32, alpha, beta, flags },
+        extents: extents(1, [m, n, split_k], 1),
+        epilogue: epilogue([m, n], [alpha, beta], flags),
     })?;
     i.keep(&out)?;
     i.keep(&pre)

@@ -6,9 +6,8 @@
 
 use super::CaseSize;
 use super::inputs::Inputs;
-use super::products::{ALL, Product, keep_outputs, reads_c, unless_split};
+use super::products::{ALL, Product, epilogue, extents, keep_outputs, reads_c, unless_split};
 use cuda_std::launch::TensorMap;
-use kernels::matmul::{EpilogueForm, ProductExtents};
 use kernels::matmul::{GELU, SILU, STORE_PREACT, SWIGLU};
 use kernels::matmul_bf16::OperandLayout;
 use kernels::matmul_wgmma_tf32::{Alignment, SWAP, Tile, align_along_k, aligned_stride, matmul_wgmma_tf32};
@@ -65,24 +64,11 @@ pub(super) fn product(i: &Inputs<'_, '_>, variant: (OperandLayout, Tile)) -> Res
                 c,
                 out: written,
                 pre: pre.out(),
-                extents: ProductExtents {
-                    m: m as u32,
-                    n: n as u32,
-                    k: k as u32,
-                    k_per_split: k_per_split.min(k.max(1)) as u32,
-                    batches: batches as u32,
-                },
+                extents: extents(batches, [m, n, k], k_per_split),
                 blocks: 2,
                 steps_a: 1,
                 steps_b: 1,
-                epilogue: EpilogueForm {
-                    stride_c: m * n,
-                    stride_bias: n,
-                    ldc: n as u32,
-                    alpha,
-                    beta,
-                    flags: flags | swap,
-                },
+                epilogue: epilogue([m, n], [alpha, beta], flags | swap),
             })?;
             keep_outputs(i, flags, &out, &pre)?;
         }

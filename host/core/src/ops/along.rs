@@ -1,7 +1,7 @@
 //! Ops that select, add and count along an extent.
 //!
-//! Invariant: sums along an extent are in ascending order of the places, so no bit depends on the
-//! device.
+//! Invariant: the order of a sum follows from the ids, so no bit depends on the device. It is
+//! ascending order of the places, except for whole rows, which are added like embeddings'.
 
 use super::cast::narrowed;
 use super::embedding::add_rows;
@@ -86,7 +86,8 @@ impl Along {
         Ok(out)
     }
 
-    /// Returns the sums of the elements of x, of the selected shape, at their places.
+    /// Returns the sums of the elements of x, of the selected shape, at their places; those of rows
+    /// as [`add_rows`] adds them.
     fn add<'s, S: Stored>(
         &self,
         step: &Step<'s>,
@@ -94,11 +95,12 @@ impl Along {
         ids: &impl Source<'s, u32>,
     ) -> Result<Tensor<'s, S>> {
         let (mut out, [_, n, inner]) = (step.empty::<f32>(self.shape)?, around(self.shape, self.extent));
-        if self.selected().elements() == 0 || self.shape.elements() == 0 {
+        let is_empty = self.selected().elements() == 0 || self.shape.elements() == 0;
+        if is_empty || self.is_of_rows() {
             crate::elementary::fill_into(step, &mut out, 0.0)?;
-        } else if self.is_of_rows() {
-            crate::elementary::fill_into(step, &mut out, 0.0)?;
-            add_rows(step, x, ids, inner, &mut out, false)?;
+            if !is_empty {
+                add_rows(step, x, ids, inner, &mut out, false)?;
+            }
         } else {
             let (x, ids) = (x.slice(), ids.slice());
             step.launch(along::add_along {
@@ -157,7 +159,8 @@ impl<'s, S: Stored> Var<'s, S> {
     }
 
     /// This variable, with the elements of `values` added at the places along an extent that ids
-    /// select, in ascending order; `values`: the shape of the [gathered](Var::gather) elements.
+    /// select; `values`: the shape of the [gathered](Var::gather) elements. They are added in the
+    /// order of the gradients of [`Var::gather`].
     ///
     /// # Errors
     /// The errors of [`Var::gather`].

@@ -13,6 +13,7 @@
 
 use super::matmul::GemmElement;
 use super::product::product;
+use super::transpose::permuted;
 use super::views::{Places, among_zeros, taken};
 use crate::error::{Error, Result};
 use crate::step::Step;
@@ -232,10 +233,7 @@ impl Plan {
 
 /// Returns a tensor of four extents, which has this shape, with its first two swapped.
 fn swapped<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>, shape: Shape) -> Result<Tensor<'s, S>> {
-    let (mut extents, mut places) = (shape.extents().to_vec(), Places::of(shape));
-    extents.swap(0, 1);
-    places.strides.swap(0, 1);
-    taken(step, Shape::of("swapped", &extents)?, x, &places)
+    permuted(step, &Saved::new(x.memory(), shape), &[1, 0, 2, 3])
 }
 
 impl<'s, S: GemmElement<S>> Var<'s, S> {

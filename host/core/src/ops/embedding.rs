@@ -1,5 +1,5 @@
-//! Table lookup by token ids or by positions, and gather. Their gradients are sums in a fixed
-//! order.
+//! Table lookup by token ids or by positions, gather, and the places of each id. Gradients are sums
+//! in a fixed order.
 
 use super::cast::narrowed;
 use super::{add_bias, fill_into, same_shape, sum_rows_into};
