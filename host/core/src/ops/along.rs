@@ -5,7 +5,6 @@
 
 use super::cast::narrowed;
 use super::embedding::add_rows;
-use super::pointwise;
 use super::reductions::extent_number;
 use crate::error::{Error, Result};
 use crate::indices::{IndexSource, Indices};
@@ -159,31 +158,39 @@ impl<'s, S: Stored> Var<'s, S> {
     }
 
     /// This variable, with the elements of `values` added at the places along an extent that ids
-    /// select; `values`: the shape of the [gathered](Var::gather) elements. They are added in the
-    /// order of the gradients of [`Var::gather`].
+    /// select; `values`: the shape of the [gathered](Var::gather) elements. See
+    /// [`Var::segment_sum`].
     ///
     /// # Errors
     /// The errors of [`Var::gather`].
     #[track_caller]
     pub fn scatter_add(&self, extent: i32, ids: &Indices<'s>, values: &Self) -> Result<Self> {
-        const OP: &str = "scatter_add";
-        let along = Along::new(OP, self.shape(), extent, ids.shape())?;
-        if values.shape() != along.selected() {
-            return Err(Error::misuse(OP, format!("values of shape {}", along.selected()), values.shape().to_string()));
+        let size = self.shape().extents()[extent_number("scatter_add", self.shape(), extent)?];
+        self.add(values.segment_sum(extent, ids, size)?)
+    }
+
+    /// The sums of the elements with the same id, along an extent, which has `size` places in the
+    /// result. This is the transpose of [`Var::gather`]: the elements are added in the order of its
+    /// gradients, and a place without an id is 0.
+    ///
+    /// # Errors
+    /// The errors of [`Var::gather`].
+    #[track_caller]
+    pub fn segment_sum(&self, extent: i32, ids: &Indices<'s>, size: usize) -> Result<Self> {
+        const OP: &str = "segment_sum";
+        let shape = self.shape().with(extent_number(OP, self.shape(), extent)?, size);
+        let along = Along::new(OP, shape, extent, ids.shape())?;
+        if self.shape() != along.selected() {
+            return Err(Error::misuse(OP, format!("elements of shape {}", along.selected()), self.shape().to_string()));
         }
-        let op = values.op(OP, &[self, values])?;
+        let op = self.op(OP, &[self])?;
         let ids = ids.within(op.step(), along.bound())?;
-        let sums = along.add(op.step(), values.value(), ids)?;
-        let y = pointwise::add(op.step(), self.value(), &sums)?;
-        op.step().free(sums);
-        let (x, values, ids) = (self.keep(), values.keep(), Kept::of(ids));
-        Ok(op.record(y.save(), move |back, dy| {
-            let (x, values, ids) = (x.var(back)?, values.var(back)?, ids.value(back));
-            if values.wants_gradient() {
-                let gradient = along.take(back.step(), &dy, &ids)?;
-                back.add(&values, gradient)?;
-            }
-            back.add(&x, dy)
+        let sums = along.add(op.step(), self.value(), ids)?;
+        let (x, ids) = (self.keep(), Kept::of(ids));
+        Ok(op.record(sums.save(), move |back, dy| {
+            let (x, dx) = (x.var(back)?, along.take(back.step(), &dy, &ids.value(back))?);
+            back.step().free(dy);
+            back.add(&x, dx)
         }))
     }
 

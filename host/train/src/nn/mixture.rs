@@ -66,9 +66,7 @@ impl Mixture {
         let gates = (gates * tape.input(taken.found))?.unsqueeze(-1)?;
         let gated = (outputs * tape.stored_as::<S>(&gates)?)?;
 
-        let mut zero = tape.step().empty([tokens, width])?;
-        ops::fill_into(tape.step(), &mut zero, 0.0)?;
-        let y = tape.input::<S>(zero).scatter_add(0, &taken.rows, &gated)?.reshape(x.shape())?;
+        let y = gated.segment_sum(0, &taken.rows, tokens)?.reshape(x.shape())?;
         Ok((y, routes.loss))
     }
 
