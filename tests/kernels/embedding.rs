@@ -270,7 +270,7 @@ stored_as_each! {
             // Sums over rows are f32, and written once.
             let roundings = Roundings { forward: 0.0, ..Roundings::ONCE };
             Case::new("gather", seed, count, operands).stored_as::<S>(roundings).check(device, |step, tape, p| {
-                tape.gather(&leaf_as::<S>(tape, p[0])?, step.upload_indices(&ids, [count])?)
+                leaf_as::<S>(tape, p[0])?.gather(0, &step.upload_indices(&ids, [count])?)
             }, |p| rows_of(&p[0], &ids, cols));
         }
     }

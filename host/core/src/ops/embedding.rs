@@ -306,19 +306,6 @@ impl<'s> Tape<'_, 's> {
         }))
     }
 
-    /// Records [`ops::gather`]; `x`: `[rows, cols]`, `ids`: up to three extents, result: those
-    /// extents and `cols`. Backward is [`ops::launch::gather_backward`].
-    #[track_caller]
-    pub fn gather<S: Stored>(&self, x: &Var<'s, S>, ids: Indices<'s>) -> Result<Var<'s, S>> {
-        let op = self.op("gather", [x])?;
-        let (y, x) = (ops::gather(self.step(), x.value(), &ids)?, *x);
-        Ok(op.record(y.save(), move |back, dy| {
-            let dx = ops::launch::gather_backward(back.step(), &dy, &ids, x.shape().extents()[0])?;
-            back.step().free(dy);
-            back.add(&x, dx)
-        }))
-    }
-
     /// Records [`ops::add_positions`] with a parameter `[context, cols]`; `x`, result:
     /// `[batch, tokens, cols]`.
     #[track_caller]
