@@ -6,6 +6,7 @@ use crate::elementwise::add_in_float64;
 use crate::gradients::{Case, SEEDS, extents, leaf, longest, normal, parameters_of, stack};
 use crate::reference::gelu;
 use crate::support::{Random, on_each_device};
+use crate::trial::assert_refused;
 use crate::{attention, linear, loss, norm, tokens};
 use stepscope::nn::RmsNorm;
 use stepscope::{Arena, Capacity, Error, Gradients, Tape, ops};
@@ -176,6 +177,14 @@ on_each_device! {
             let loss = tape.input(step.upload(&[1.0], [1])?);
             assert_eq!(op_of(other.backward(&loss, &mut gradients).unwrap_err()), "backward");
             assert_eq!(op_of(tape.backward(&loss, &mut others_gradients).unwrap_err()), "backward");
+            for is_input in [true, false] {
+                let tape = Tape::new(step, &parameters);
+                let loss = tape.input(step.upload(&[1.0; 6], [2, 3])?).mean(..)?;
+                let logits = tape.input(step.upload(&[0.5; 6], [2, 3])?);
+                let labels = step.upload_indices(&[0, 1], [2])?;
+                let loss = if is_input { loss } else { tape.cross_entropy(&logits, labels)? };
+                assert_refused(tape.backward(&loss, &mut gradients), &["backward", "depends on a trained parameter"]);
+            }
             Ok(())
         }).unwrap();
         assert!(gradients.flat().read().unwrap().iter().all(|&gradient| gradient == 0.0));

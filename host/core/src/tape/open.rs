@@ -46,6 +46,12 @@ struct Entry {
     runs_again: bool,
 }
 
+impl Entry {
+    fn reserve(&self, outputs: usize) -> usize {
+        self.outputs.replace(self.outputs.get() + outputs)
+    }
+}
+
 /// A tape's entry among the open tapes, until it is dropped.
 pub(super) struct OpenTape(Rc<Entry>);
 
@@ -70,7 +76,7 @@ impl OpenTape {
 
     /// Returns the number of the first of so many new outputs.
     pub(super) fn reserve(&self, outputs: usize) -> usize {
-        self.0.outputs.replace(self.outputs() + outputs)
+        self.0.reserve(outputs)
     }
 
     /// The name of each op, and the number and shape of its first output.
@@ -177,7 +183,7 @@ impl<'s> VarOp<'s> {
     /// Puts a record with this many outputs on the tape. Returns the number of the first.
     fn push(&self, shape: Shape, outputs: usize, backward: Closure) -> usize {
         let (op, site, entry) = (self.name, self.site, &self.entry);
-        let first = entry.outputs.replace(entry.outputs.get() + outputs);
+        let first = entry.reserve(outputs);
         entry.records.borrow_mut().push(VarRecord { op, site, first, shape, backward });
         first
     }

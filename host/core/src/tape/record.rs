@@ -196,8 +196,8 @@ impl<'t, 's> Tape<'t, 's> {
     /// Runs the records backwards from `loss`, a single element, and adds to `gradients`.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when `loss` belongs to another tape or has more than one element, or when
-    /// `gradients` belong to another parameter spec or device.
+    /// [`Error::Misuse`] when `loss` belongs to another tape, has more than one element or depends
+    /// on no trained parameter, or when `gradients` belong to another parameter spec or device.
     pub fn backward(self, loss: &Var<'s>, gradients: &mut Gradients) -> Result<()> {
         let written = vec![true; gradients.spec().entries().len()];
         self.run(loss, gradients, written)
