@@ -27,7 +27,10 @@ use std::time::{Duration, Instant};
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// The reason that a call failed.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+///
+/// `Debug` prints the same message as `Display`, because `unwrap` and a `main` that returns a
+/// `Result` print it.
+#[derive(Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The caller passed something invalid.
@@ -313,6 +316,12 @@ pub enum Quantity {
     Weight,
     /// State that the optimizer keeps for a weight, such as a moment.
     OptimizerState,
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self}")
+    }
 }
 
 impl fmt::Display for Quantity {

@@ -7,7 +7,7 @@ use crate::checkpoint::Checkpoint;
 use crate::optim::{AdamW, Optimizer, ParameterGroups, UpdateRule, UpdateTicket};
 use stepscope_core::ops::{self, Cast, Generator, Precision};
 use stepscope_core::{
-    Arena, CaptureInputs, Device, DeviceBatch, EagerStep, Element, Gradients, HostInputs, NonFinite, Output, Parameter,
+    Arena, CaptureInputs, Device, DeviceBatch, EagerStep, Element, Error, Gradients, HostInputs, NonFinite, Output, Parameter,
     ParameterEntry, ParameterSpec, Parameters, Result, Saved, Step, Tape, Tensor, Transfer, Var, bf16,
 };
 
@@ -30,7 +30,11 @@ pub trait Model<S: Cast = f32> {
     /// labels in the batch's input 1. If a batch has several parts, the trainer weights each part's
     /// mean by its number of samples.
     fn loss<'s>(&self, tape: &Tape<'_, 's>, output: &Var<'s, S>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
-        tape.cross_entropy(&tape.to_f32(output)?, batch.indices(LABELS)?)
+        let labels = batch.indices(LABELS).map_err(|error| {
+            let expected = "labels as the batch's input 1, which the default of `Model::loss` reads";
+            Error::misuse("loss", expected, format!("`{error}`"))
+        })?;
+        tape.cross_entropy(&tape.to_f32(output)?, labels)
     }
 
     /// Computes the loss whose gradients train the model, `[1]`. The default is [`Model::loss`] of
