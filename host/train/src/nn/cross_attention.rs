@@ -51,7 +51,7 @@ impl CrossAttention {
         let [k, v] = self.key_value.forward(tape, context)?.chunks::<2>(-1)?;
         let (q, k, v) = (self.split(&self.query.forward(tape, x)?)?, self.split(&k)?, self.split(&v)?);
         let head = q.shape().extents()[3] as f32;
-        let mut scores = (q.matmul_with(&k, [false, true])? * (1.0 / head.sqrt()))?;
+        let mut scores = (q * (1.0 / head.sqrt()))?.matmul_with(&k, [false, true])?;
         if let Some(bias) = bias {
             scores = (scores + bias)?;
         }
