@@ -116,6 +116,25 @@ fn silu<'s, S: Activation>(x: &Var<'s, S>) -> Result<Var<'s, S>> {
     x / ((-x)?.exp()? + 1.0)?
 }
 
+fn lstm<'s, S: Activation>(
+    gates: &Var<'s, S>,
+    weights: &Var<'s, S>,
+    mut state: Option<[Var<'s, S>; 2]>,
+) -> Result<[Var<'s, S>; 3]> {
+    let mut all = Vec::new();
+    for gates in gates.unbind(1)? {
+        let sums = state.map_or(Ok(gates), |[h, _]| gates.add(h.matmul(weights)?))?;
+        let [i, f, g, o] = sums.chunks::<4>(-1)?;
+        let new = (i.sigmoid()? * g.tanh()?)?;
+        let c = state.map_or(Ok(new), |[_, c]| new.add((f.sigmoid()? * c)?))?;
+        let h = (o.sigmoid()? * c.tanh()?)?;
+        all.push(h);
+        state = Some([h, c]);
+    }
+    let [h, c] = state.expect("there is a token");
+    Ok([Var::stack(&all, 1)?, h, c])
+}
+
 fn layer_norm<'s, S: Activation>(x: &Var<'s, S>, gain: &Var<'s, S>, bias: &Var<'s, S>) -> Result<Var<'s, S>> {
     let centered = (x - x.mean_keep(-1)?)?;
     let scale = (centered.square()?.mean_keep(-1)? + EPSILON)?.rsqrt()?;
@@ -228,24 +247,29 @@ stored_as_each! {
                 let [gate, up] = way.var::<S>(0)?.chunks::<2>(-1)?;
                 silu(&gate)? * up
             });
-        compare::<S, S>(device, "lstm_cell", &[&[5, 32], &[5, 8]],
-            |way| {
-                let [c, h] = way.var::<S>(0)?.lstm_cell(Some(&way.var(1)?))?;
-                c.add(h)
-            },
-            |way| {
-                let [i, f, g, o] = way.var::<S>(0)?.chunks::<4>(-1)?;
-                let c = ((f.sigmoid()? * way.var(1)?)? + (i.sigmoid()? * g.tanh()?)?)?;
-                (o.sigmoid()? * c.tanh()?)? + c
-            });
-        compare::<S, S>(device, "lstm_cell, first", &[&[5, 12]],
-            |way| Ok(way.var::<S>(0)?.lstm_cell(None)?[1]),
-            |way| {
-                let [i, _, g, o] = way.var::<S>(0)?.chunks::<4>(-1)?;
-                o.sigmoid()? * (i.sigmoid()? * g.tanh()?)?.tanh()?
-            });
         compare::<S, S>(device, "mean_tokens", &[&[2, 5, 8]],
             |way| way.tape.mean_tokens(&way.var(0)?), |way| way.var::<S>(0)?.mean(1));
+    }
+
+    fn lstms<S>(device: &Device) {
+        // 3 samples of 5 columns are no whole vectors.
+        for (width, tokens) in [(8, 4), (5, 2), (5, 1)] {
+            let shapes: [&[usize]; 4] = [&[3, tokens, 4 * width], &[width, 4 * width], &[3, width], &[3, width]];
+            compare::<S, S>(device, "lstm", &shapes,
+                |way| {
+                    let [y, h, c] = way.tape.lstm(&way.var(0)?, way.parameter(1), Some([&way.var(2)?, &way.var(3)?]))?;
+                    y.add((h * c)?.unsqueeze(1)?)
+                },
+                |way| {
+                    let [y, h, c] = lstm::<S>(&way.var(0)?, &way.var(1)?, Some([way.var(2)?, way.var(3)?]))?;
+                    y.add((h * c)?.unsqueeze(1)?)
+                });
+            if tokens > 1 {
+                compare::<S, S>(device, "lstm from zeros", &shapes[..2],
+                    |way| Ok(way.tape.lstm(&way.var::<S>(0)?, way.parameter(1), None)?[0]),
+                    |way| Ok(lstm::<S>(&way.var(0)?, &way.var(1)?, None)?[0]));
+            }
+        }
     }
 
     fn norms<S>(device: &Device) {

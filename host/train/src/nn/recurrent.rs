@@ -6,7 +6,7 @@
 
 use super::{Linear, Scope};
 use stepscope_core::ops::{self, Activation};
-use stepscope_core::{Error, Result, Stored, Tape, Var};
+use stepscope_core::{Error, Result, Tape, Var};
 
 /// A long short-term memory (Hochreiter and Schmidhuber, 1997), as in `torch.nn.LSTM` with one
 /// layer and `batch_first`. The sum of PyTorch's two biases is one bias.
@@ -47,19 +47,11 @@ impl Lstm {
         &self,
         tape: &Tape<'_, 's>,
         x: &Var<'s, S>,
-        mut state: Option<[Var<'s, S>; 2]>,
+        state: Option<[Var<'s, S>; 2]>,
     ) -> Result<(Var<'s, S>, [Var<'s, S>; 2])> {
-        let mut outputs = Vec::new();
-        for x in tokens(&self.input.forward(tape, x)?, "Lstm")? {
-            let gates = match &state {
-                Some([h, _]) => self.state.forward_residual(tape, h, &x)?,
-                None => x,
-            };
-            let [c, h] = gates.lstm_cell(state.as_ref().map(|[_, c]| c))?;
-            outputs.push(h);
-            state = Some([h, c]);
-        }
-        finished(&outputs, state, "Lstm")
+        let gates = self.input.forward(tape, x)?;
+        let [y, h, c] = tape.lstm(&gates, self.state.weight, state.as_ref().map(|[h, c]| [h, c]))?;
+        Ok((y, [h, c]))
     }
 }
 
@@ -108,8 +100,12 @@ impl Gru {
         x: &Var<'s, S>,
         mut h: Var<'s, S>,
     ) -> Result<(Var<'s, S>, Var<'s, S>)> {
+        const EXPECTED: &str = "an input [batch, at least one token, inputs]";
+        let [_, (1..), _] = *x.shape().extents() else {
+            return Err(Error::misuse("Gru", EXPECTED, x.shape().to_string()));
+        };
         let mut outputs = Vec::new();
-        for x in tokens(&self.input.forward(tape, x)?, "Gru")? {
+        for x in self.input.forward(tape, x)?.unbind(1)? {
             let [of_r, of_z, of_n] = x.chunks::<3>(-1)?;
             let [r, z, n] = self.state.forward(tape, &h)?.chunks::<3>(-1)?;
             let (r, z) = ((of_r + r)?.sigmoid()?, (of_z + z)?.sigmoid()?);
@@ -118,25 +114,6 @@ impl Gru {
             h = (n + (z * (h - n)?)?)?;
             outputs.push(h);
         }
-        finished(&outputs, Some(h), "Gru")
+        Ok((Var::stack(&outputs, 1)?, h))
     }
-}
-
-/// Returns the tokens of `[batch, tokens, ..]`.
-fn tokens<'s, S: Stored>(x: &Var<'s, S>, layer: &'static str) -> Result<Vec<Var<'s, S>>> {
-    match x.shape().extents() {
-        [_, _, _] => x.unbind(1),
-        _ => Err(Error::misuse(layer, "an input [batch, tokens, inputs]", x.shape().to_string())),
-    }
-}
-
-/// Returns all outputs as one variable, and the last state.
-fn finished<'s, S: Stored, T>(
-    outputs: &[Var<'s, S>],
-    state: Option<T>,
-    layer: &'static str,
-) -> Result<(Var<'s, S>, T)> {
-    let state = state.filter(|_| !outputs.is_empty());
-    let state = state.ok_or_else(|| Error::misuse(layer, "at least one token", "none"))?;
-    Ok((Var::stack(outputs, 1)?, state))
 }
