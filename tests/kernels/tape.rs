@@ -177,14 +177,9 @@ on_each_device! {
             let loss = tape.input(step.upload(&[1.0], [1])?);
             assert_eq!(op_of(other.backward(&loss, &mut gradients).unwrap_err()), "backward");
             assert_eq!(op_of(tape.backward(&loss, &mut others_gradients).unwrap_err()), "backward");
-            for is_input in [true, false] {
-                let tape = Tape::new(step, &parameters);
-                let loss = tape.input(step.upload(&[1.0; 6], [2, 3])?).mean(..)?;
-                let logits = tape.input(step.upload(&[0.5; 6], [2, 3])?);
-                let labels = step.upload_indices(&[0, 1], [2])?;
-                let loss = if is_input { loss } else { tape.cross_entropy(&logits, labels)? };
-                assert_refused(tape.backward(&loss, &mut gradients), &["backward", "depends on a trained parameter"]);
-            }
+            let tape = Tape::new(step, &parameters);
+            let loss = tape.input(step.upload(&[1.0; 6], [2, 3])?).square()?.mean(..)?;
+            assert_refused(tape.backward(&loss, &mut gradients), &["backward", "depends on a trained parameter"]);
             Ok(())
         }).unwrap();
         assert!(gradients.flat().read().unwrap().iter().all(|&gradient| gradient == 0.0));

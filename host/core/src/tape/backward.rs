@@ -73,8 +73,6 @@ pub struct Backward<'b, 't, 's> {
     /// True for each parameter whose gradient is valid. Otherwise the next contribution overwrites
     /// it.
     written: Vec<bool>,
-    /// True once an op asked for the gradient of a parameter.
-    reached: bool,
     /// The gradient so far of each output whose op has not run.
     pub(super) pending: Vec<Upstream<'s>>,
     /// The outputs whose gradients the running op has taken and not returned.
@@ -97,7 +95,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         outputs: usize,
     ) -> Self {
         let pending = (0..outputs).map(|_| Upstream::Nothing).collect();
-        Self { step, parameters, tape, op: "backward", gradients, written, reached: false, pending, taken: Vec::new() }
+        Self { step, parameters, tape, op: "backward", gradients, written, pending, taken: Vec::new() }
     }
 
     /// Sets the loss's gradient.
@@ -141,22 +139,15 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     {
         let (written, taken) = (std::mem::take(&mut self.written), Vec::new());
         let (parameters, op, gradients) = (self.parameters, self.op, &mut *self.gradients);
-        let mut inner = Backward { step, parameters, tape, op, gradients, written, reached: self.reached, pending, taken };
+        let mut inner = Backward { step, parameters, tape, op, gradients, written, pending, taken };
         records.into_iter().rev().try_for_each(|record| inner.run(record))?;
-        let Backward { written, reached, pending, .. } = inner;
-        (self.written, self.reached) = (written, reached);
+        let Backward { written, pending, .. } = inner;
+        self.written = written;
         Ok(pending)
     }
 
     /// Zeroes the gradients that received no contribution.
-    ///
-    /// # Errors
-    /// [`Error::Misuse`] when no op asked for the gradient of a trained parameter.
     pub(super) fn finish(&mut self) -> Result<()> {
-        if !self.reached && self.parameters.spec().trained_parameters().next().is_some() {
-            let expected = "a loss that depends on a trained parameter";
-            return Err(Error::misuse("backward", expected, "one of inputs and frozen parameters only"));
-        }
         self.parameters.spec().trained_parameters().try_for_each(|parameter| self.gradient(parameter).map(drop))
     }
 
@@ -298,7 +289,6 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         parameters: [Parameter; N],
     ) -> Result<([LentMut<'_, 's>; N], [bool; N])> {
         let op = self.op;
-        self.reached = true;
         let spec = self.parameters.spec();
         let places = parameters.iter().map(|&parameter| spec.index(parameter)).collect::<Result<Vec<_>>>();
         let places = places.map_err(|error| error.in_op(op))?;
@@ -313,7 +303,6 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     /// it when the flag is false, like [`Backward::gradient_uninit`].
     pub fn stack_gradient_uninit(&mut self, stack: &StackedParameters) -> Result<(LentMut<'_, 's>, bool)> {
         let op = self.op;
-        self.reached = true;
         // One write covers all members, so if some are already written, the others are zeroed
         // first.
         let spec = self.parameters.spec();

@@ -216,6 +216,10 @@ impl<'t, 's> Tape<'t, 's> {
         if loss.shape().elements() != 1 {
             return Err(Error::misuse(OP, "a loss of one element", format!("shape {}", loss.shape())));
         }
+        if loss.output.is_none() && self.parameters.spec().trained_parameters().next().is_some() {
+            let expected = "a loss that depends on a trained parameter";
+            return Err(Error::misuse(OP, expected, "one of inputs and frozen parameters only"));
+        }
         if !gradients.spec().same(self.parameters.spec()) {
             return Err(Error::misuse(OP, "gradients of the tape's parameters", "gradients of another parameter spec"));
         }
