@@ -7,8 +7,8 @@ use crate::checkpoint::Checkpoint;
 use crate::optim::{AdamW, Optimizer, ParameterGroups, UpdateRule, UpdateTicket};
 use stepscope_core::ops::{self, Cast, Generator, Precision};
 use stepscope_core::{
-    Arena, CaptureInputs, Device, DeviceBatch, EagerStep, Element, Error, Gradients, HostInputs, NonFinite, Output, Parameter,
-    ParameterEntry, ParameterSpec, Parameters, Result, Saved, Step, Tape, Tensor, Transfer, Var, bf16,
+    Arena, CaptureInputs, Device, DeviceBatch, EagerStep, Element, Error, Gradients, HostInputs, NonFinite, Output,
+    Parameter, ParameterEntry, ParameterSpec, Parameters, Result, Saved, Step, Tape, Tensor, Transfer, Var, bf16,
 };
 
 /// A model that a [`Trainer`](super::Trainer) can train: parameter handles, and the computation
