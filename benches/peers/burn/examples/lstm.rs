@@ -1,0 +1,118 @@
+//! examples/lstm.rs in burn: an LSTM that forecasts how far a price will move.
+
+use std::error::Error;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Instant;
+
+use burn::backend::{Autodiff, Flex};
+use burn::module::AutodiffModule;
+use burn::nn::loss::{MseLoss, Reduction};
+use burn::nn::{Linear, LinearConfig, Lstm, LstmConfig};
+use burn::optim::{AdamWConfig, GradientsParams, Optimizer};
+use burn::prelude::*;
+use clap::Parser;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use serde_json::json;
+
+/// Minutes of a value.
+const MINUTES: usize = 15;
+/// Values of a sample: half a day.
+const WINDOW: usize = 48;
+const WIDTH: usize = 32;
+const BATCH: usize = 32;
+const UPDATES: usize = 300;
+
+type B = Autodiff<Flex>;
+
+/// Learns to forecast ranges
+#[derive(Parser)]
+struct Args {
+    /// File of one-minute bars
+    bars: PathBuf,
+}
+
+#[derive(serde::Deserialize)]
+struct Bar {
+    high: f64,
+    low: f64,
+}
+
+#[derive(Module, Debug)]
+struct Forecaster<B: Backend> {
+    lstm: Lstm<B>,
+    head: Linear<B>,
+}
+
+impl<B: Backend> Forecaster<B> {
+    fn new(device: &B::Device) -> Self {
+        let lstm = LstmConfig::new(1, WIDTH, true).init(device);
+        Self { lstm, head: LinearConfig::new(WIDTH, 1).init(device) }
+    }
+
+    fn forward(&self, values: Tensor<B, 2>) -> Tensor<B, 2> {
+        let (outputs, _) = self.lstm.forward(values.unsqueeze_dim(2), None);
+        self.head.forward(outputs).squeeze_dim(2)
+    }
+}
+
+fn main() -> Result<ExitCode, Box<dyn Error>> {
+    let values = ranges(&Args::parse().bars)?;
+    let (training, held_out) = values.split_at(values.len() / 5 * 4);
+    let device = Default::default();
+    B::seed(&device, 7);
+    let mut model = Forecaster::<B>::new(&device);
+    let mut optimizer = AdamWConfig::new().with_epsilon(1e-8).with_weight_decay(0.01).init();
+    let mut random = StdRng::seed_from_u64(7);
+    let started = Instant::now();
+    for _ in 0..UPDATES {
+        let starts: Vec<usize> = (0..BATCH).map(|_| random.random_range(0..training.len() - WINDOW)).collect();
+        let [x, y] = windows(training, &starts, &device);
+        let loss = MseLoss::new().forward(model.forward(x), y, Reduction::Mean);
+        let gradients = GradientsParams::from_grads(loss.backward(), &model);
+        model = optimizer.step(3e-3, model, gradients);
+    }
+    let seconds = started.elapsed().as_secs_f64();
+
+    let starts: Vec<usize> = (0..held_out.len() - WINDOW).step_by(WINDOW).collect();
+    let [x, y] = windows::<Flex>(held_out, &starts, &device);
+    let forecast = model.valid().forward(x.clone());
+    let mse = |guess: &Tensor<Flex, 2>| MseLoss::new().forward(guess.clone(), y.clone(), Reduction::Mean).into_scalar();
+    let (error, last, constant) = (mse(&forecast), mse(&x), mse(&y.zeros_like()));
+    println!("held out, mean squared error: LSTM {error:.3}, the last value {last:.3}, the mean {constant:.3}");
+    let first = |values: Tensor<Flex, 2>| values.slice(0..1).into_data().to_vec::<f32>();
+    println!("ranges   {}\nforecast {}", plot(&first(y)?), plot(&first(forecast)?));
+    let result = [error, last, constant];
+    println!("{}", json!({ "example": "lstm", "framework": "burn", "seconds": seconds, "result": result }));
+    Ok(ExitCode::from(u8::from(error >= last.min(constant))))
+}
+
+/// Returns the windows that begin at these values, and the value after each of theirs.
+fn windows<B: Backend>(values: &[f32], starts: &[usize], device: &B::Device) -> [Tensor<B, 2>; 2] {
+    [0, 1].map(|place| {
+        let rows: Vec<f32> = starts.iter().flat_map(|start| &values[start + place..][..WINDOW]).copied().collect();
+        Tensor::from_data(TensorData::new(rows, [starts.len(), WINDOW]), device)
+    })
+}
+
+/// Reads the logarithms of the ranges. The first four fifths have mean 0 and deviation 1.
+fn ranges(path: &Path) -> Result<Vec<f32>, Box<dyn Error>> {
+    let bars = csv::Reader::from_path(path)?.deserialize().collect::<Result<Vec<Bar>, _>>()?;
+    let range = |bars: &[Bar]| {
+        let high = bars.iter().map(|bar| bar.high).fold(0.0, f64::max);
+        let low = bars.iter().map(|bar| bar.low).fold(f64::MAX, f64::min);
+        (high / low - 1.0).max(1e-5).ln()
+    };
+    let values: Vec<f64> = bars.chunks_exact(MINUTES).map(range).collect();
+    let known = &values[..values.len() / 5 * 4];
+    let mean = known.iter().sum::<f64>() / known.len() as f64;
+    let deviation = (known.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / known.len() as f64).sqrt();
+    Ok(values.iter().map(|value| ((value - mean) / deviation) as f32).collect())
+}
+
+/// Draws values from -2 to 2 as bars.
+fn plot(values: &[f32]) -> String {
+    let bar = |value: &f32| ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'][((value + 2.0) * 2.0).clamp(0.0, 7.0) as usize];
+    values.iter().map(bar).collect()
+}
