@@ -80,7 +80,7 @@ fn run(args: &Args) -> Result<f64> {
     let mut spec = ParameterSpec::builder();
     let model = ConvNet::new(&mut spec);
     let total = args.epochs * training.len().div_ceil(BATCH) as u64;
-    let schedule = Schedule::WarmupCosine { warmup: total / 20, total, floor: 0.05 };
+    let schedule = Schedule::cosine(total / 20, total, 0.05);
     let config = AdamW { learning_rate: 3e-3, schedule, ..AdamW::default() };
     let device = Device::open(args.device)?;
     let state = TrainState::new(&device, model, &spec.build()?, 7, config)?;

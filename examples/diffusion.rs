@@ -78,7 +78,7 @@ fn main() -> Result<ExitCode> {
             .into(),
         output: Linear::new(spec.at("output"), WIDTH, PIXELS),
     };
-    let schedule = Schedule::WarmupCosine { warmup: 100, total: UPDATES, floor: 0.01 };
+    let schedule = Schedule::cosine(100, UPDATES, 0.01);
     let device = Device::open(Args::parse().device)?;
     let config = AdamW { learning_rate: 1e-3, schedule, ..AdamW::default() };
     let state = TrainState::new(&device, model, &spec.build()?, 7, config)?;

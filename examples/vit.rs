@@ -78,7 +78,7 @@ fn run(args: &Args) -> Result<f64> {
         head: Linear::new(spec.at("head"), WIDTH, CLASSES),
     };
     let total = args.epochs * training.len().div_ceil(BATCH) as u64;
-    let schedule = Schedule::WarmupCosine { warmup: total / 20, total, floor: 0.05 };
+    let schedule = Schedule::cosine(total / 20, total, 0.05);
     let config = AdamW { learning_rate: 2e-3, clip: Some(1.0), schedule, ..AdamW::default() };
     let device = Device::open(args.device)?;
     let state = TrainState::new(&device, model, &spec.build()?, 7, config)?;

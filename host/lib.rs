@@ -143,7 +143,7 @@ pub mod memory {
 /// Settings of optimizers, the optimizer SGD, and own update rules.
 pub mod optim {
     pub use stepscope_train::{
-        ParameterGroup, ParameterGroups, Schedule, Sgd, UpdateArguments, UpdateRule, UpdateTicket,
+        Decay, ParameterGroup, ParameterGroups, Schedule, Sgd, UpdateArguments, UpdateRule, UpdateTicket,
     };
 }
 

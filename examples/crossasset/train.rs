@@ -234,7 +234,7 @@ impl<'r> Run<'r> {
             learning_rate,
             weight_decay,
             clip: Some(clip),
-            schedule: Schedule::WarmupCosine { warmup: WARMUP.min(total / 10), total, floor: FLOOR },
+            schedule: Schedule::cosine(WARMUP.min(total / 10), total, FLOOR),
             ..AdamW::default()
         }
     }

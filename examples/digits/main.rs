@@ -74,11 +74,7 @@ fn run(args: &Args) -> Result<f64> {
     let mut spec = ParameterSpec::builder();
     let model = Reader { mlp: Mlp::new(spec.at("mlp"), PIXELS, HIDDEN, CLASSES) };
     let total = args.epochs * training.len().div_ceil(BATCH) as u64;
-    let config = AdamW {
-        learning_rate: 3e-3,
-        schedule: Schedule::WarmupCosine { warmup: total / 20, total, floor: 0.05 },
-        ..AdamW::default()
-    };
+    let config = AdamW { learning_rate: 3e-3, schedule: Schedule::cosine(total / 20, total, 0.05), ..AdamW::default() };
 
     let device = Device::open(args.device)?;
     let state = TrainState::new(&device, model, &spec.build()?, args.seed, config)?;

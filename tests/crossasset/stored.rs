@@ -28,7 +28,7 @@ const FEW: usize = 16;
 fn losses<S: Activation>(device: &Device, dataset: &Dataset, updates: usize) -> Vec<f64> {
     let fold = &dataset.folds()[0];
     let order: Vec<usize> = (0..).flat_map(|epoch| fold.epoch_order(SEED, epoch)).take(updates * BATCH).collect();
-    let schedule = Schedule::WarmupCosine { warmup: 16.min(updates as u64 / 10), total: updates as u64, floor: 0.1 };
+    let schedule = Schedule::cosine(16.min(updates as u64 / 10), updates as u64, 0.1);
     let config = AdamW { learning_rate: LEARNING_RATE, clip: Some(1.0), schedule, ..AdamW::default() };
     let is_gpu = device.description().kind == DeviceKind::Cuda;
     let (model, spec) = Model::<S>::sized(if is_gpu { Sizes::CROSSASSET } else { SMALL }).unwrap();

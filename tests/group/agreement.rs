@@ -69,7 +69,7 @@ enum Late {
 }
 
 fn config() -> AdamW {
-    let schedule = Schedule::WarmupCosine { warmup: 2, total: 10, floor: 0.1 };
+    let schedule = Schedule::cosine(2, 10, 0.1);
     AdamW { learning_rate: 0.01, clip: Some(1.0), schedule, ..AdamW::default() }
 }
 
@@ -191,7 +191,7 @@ fn with(change: impl FnOnce(&mut Setup<AdamW>)) -> Setup<AdamW> {
 
 #[test]
 fn optimizer_settings_are_compared() {
-    let schedule = |warmup, total, floor| Schedule::WarmupCosine { warmup, total, floor };
+    let schedule = |warmup, total, floor| Schedule::cosine(warmup, total, floor);
     let next = |value: f32| f32::from_bits(value.to_bits() + 1);
     let base = config();
     let changes = [
@@ -205,7 +205,7 @@ fn optimizer_settings_are_compared() {
         // Differences that the first update does not show.
         ("schedule", AdamW { schedule: schedule(2, 11, 0.1), ..base }),
         ("schedule", AdamW { schedule: schedule(2, 10, 0.1 + f64::EPSILON), ..base }),
-        ("schedule", AdamW { schedule: Schedule::Constant, ..base }),
+        ("schedule", AdamW { schedule: Schedule::default(), ..base }),
     ];
     for (number, (name, rule)) in changes.into_iter().enumerate() {
         let name = format!("optimizer.{name}");

@@ -379,17 +379,36 @@ fn finished_run_suggests_next_command() {
     let message = place.refuses(
         place.gpt(&format!("--updates 9 --seed 8 {resume}")),
         2,
-        &[
-            "was made with other settings:",
-            "  updates: 4 in the checkpoint, 9 here",
-            "  seed: 7 in the checkpoint, 8 here",
-        ],
+        &["was made with other settings:", "  seed: 7 in the checkpoint, 8 here"],
     );
     assert!(!message.contains("  batch: "), "{message}");
+    let expected = ["made update 1 at a learning rate of 1.", ", which is ", " here\n"];
+    let message = place.refuses(place.gpt(&format!("--updates 9 {resume}")), 2, &expected);
     // The advice, as printed.
     let advice = message.split("--weights ").nth(1).unwrap().split(' ').next().unwrap();
     let mut longer = place.gpt("--updates 2 --tokenizer bytes --out longer");
     assert!(within(longer.arg("--weights").arg(advice), LATE).status.success(), "{message}");
+}
+
+/// A run whose learning rate has not fallen yet is extended, and its fall begins at its checkpoint,
+/// with the weights of the run that was planned so.
+#[test]
+fn constant_rate_is_extended() {
+    let place = Workplace::new();
+    let run = |arguments: &str| {
+        let output = within(&mut place.gpt(&format!("--warmup 1 --evaluate-every 9 {arguments}")), LATE);
+        assert!(output.status.success(), "{arguments}: {}", text(&output.stderr));
+    };
+    let falls = "--updates 6 --decay sqrt --decay-updates 2 --floor 0";
+    run(&format!("{falls} --out whole"));
+    run("--updates 2 --decay constant --out first");
+    run("--updates 4 --decay constant --resume first/model.safetensors --out second");
+    run(&format!("{falls} --resume second/model.safetensors --out third"));
+    let [whole, third] = ["whole", "third"].map(|out| report(&place.path(out))["weights_sha256"].clone());
+    assert_eq!(whole, third);
+    let extended =
+        format!("--updates 8 --warmup 1 --evaluate-every 9 --resume third/model.safetensors --decay constant");
+    place.refuses(place.gpt(&extended), 2, &["made update 5 at a learning rate of "]);
 }
 
 /// Tokens that are rewritten during training, with the old time of modification restored, end the

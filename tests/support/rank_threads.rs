@@ -53,7 +53,7 @@ impl Plan {
         // 18 chunks of 4096 weights: of 8 ranks, 5 have a slice.
         let mlp = Mlp::new(spec.at("mlp"), INPUTS, 256, 256);
         let model = Classifier { mlp, head: Linear::new(spec.at("head"), 256, CLASSES), drops: self.more };
-        let schedule = Schedule::WarmupCosine { warmup: 2, total: 10, floor: 0.1 };
+        let schedule = Schedule::cosine(2, 10, 0.1);
         let config = AdamW { learning_rate: 0.002, clip: Some(0.05), schedule, ..AdamW::default() };
         let head = model.head.weight;
         let state = TrainState::new(device, model, &spec.build()?, 7, config)?.with_monitored(head);

@@ -50,7 +50,7 @@ impl Training {
         let config = AdamW {
             learning_rate: 0.01,
             clip: Some(0.5),
-            schedule: Schedule::WarmupCosine { warmup: 2, total: 6, floor: 0.1 },
+            schedule: Schedule::cosine(2, 6, 0.1),
             ..AdamW::default()
         };
         let optimizer = Optimizer::new(&parameters, config).unwrap();

@@ -65,7 +65,7 @@ fn adamw_refuses_nan_settings() {
 fn a_rate_beyond_f32_is_refused() {
     let device = device();
     let weights = one_weight(&device);
-    let schedule = Schedule::WarmupCosine { warmup: 4, total: 8, floor: 0.0 };
+    let schedule = Schedule::cosine(4, 8, 0.0);
     let config = Sgd { learning_rate: 3e38, schedule, ..Sgd::default() };
     let tenfold = ParameterGroups::new().with(ParameterGroup { rate: 10.0, weight_decay: None }, |_| true);
     assert_misuse(

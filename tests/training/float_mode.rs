@@ -89,7 +89,7 @@ fn state(device: &Device) -> TrainState<Net> {
         head: Linear::new(spec.at("head"), 16, CLASSES),
     };
     spec.initialize(|entry| entry.name().starts_with("mlp").then(|| Initializer::he(16)));
-    let schedule = Schedule::WarmupCosine { warmup: 3, total: 9, floor: 0.1 };
+    let schedule = Schedule::cosine(3, 9, 0.1);
     let config = AdamW { learning_rate: 0.02, clip: Some(0.3), schedule, ..AdamW::default() };
     let groups = ParameterGroups::new().no_decay(ParameterGroups::is_gain_bias_or_embedding);
     let state = TrainState::new(device, net, &spec.build().unwrap(), 7, config).unwrap();
@@ -236,7 +236,7 @@ fn panicking_step_keeps_the_mode() {
 /// Returns the results of host computations outside steps, as bits.
 fn host_numbers(arena: &mut Arena, logits: &[f32]) -> Vec<u64> {
     let mut numbers = Vec::new();
-    let schedule = Schedule::WarmupCosine { warmup: 7, total: 100, floor: 0.07 };
+    let schedule = Schedule::cosine(7, 100, 0.07);
     numbers.extend([1, 3, 8, 50, 99, 1000].map(|number| schedule.factor(number).to_bits()));
     let adamw = AdamW { schedule, ..AdamW::default() };
     let sgd = Sgd { schedule, ..Sgd::default() };

@@ -34,7 +34,7 @@ impl Classifier {
         let mut spec = ParameterSpec::builder();
         let mlp = Mlp::new(spec.at("mlp"), INPUTS, 64, 64);
         let model = Self { mlp, head: Linear::new(spec.at("head"), 64, CLASSES) };
-        let schedule = Schedule::WarmupCosine { warmup: 2, total: 10, floor: 0.1 };
+        let schedule = Schedule::cosine(2, 10, 0.1);
         let config = AdamW { learning_rate: 0.02, clip: Some(0.5), schedule, ..AdamW::default() };
         let head = model.head.weight;
         TrainState::new(device, model, &spec.build().unwrap(), 7, config).unwrap().with_monitored(head)

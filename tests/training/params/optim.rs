@@ -401,7 +401,7 @@ fn invalid_sgd_settings_are_refused() {
         (Sgd { momentum: 0.0, nesterov: true, ..base }, "`momentum` above 0 with `nesterov`, got 0"),
         (Sgd { weight_decay: f32::INFINITY, ..base }, "`weight_decay` finite"),
         (Sgd { clip: Some(0.0), ..base }, "`clip` above 0, got 0"),
-        (Sgd { schedule: Schedule::WarmupCosine { warmup: 1, total: 2, floor: 2.0 }, ..base }, "`floor` in [0, 1]"),
+        (Sgd { schedule: Schedule::cosine(1, 2, 2.0), ..base }, "`floor` in [0, 1]"),
     ] {
         let error = Optimizer::new(&model.weights, config).err().unwrap().to_string();
         assert!(error.contains("sgd: expected ") && error.contains(words), "{error}");
@@ -412,7 +412,7 @@ fn invalid_sgd_settings_are_refused() {
 fn invalid_schedules_are_refused() {
     let device = crate::support::open(DeviceKind::Emulated);
     for floor in [f64::NAN, f64::INFINITY, -0.1, 1.1] {
-        let schedule = Schedule::WarmupCosine { warmup: 1, total: 2, floor };
+        let schedule = Schedule::cosine(1, 2, floor);
         let error = Model::with(&device, AdamW { schedule, ..AdamW::default() }).err().unwrap();
         assert!(error.to_string().contains("`floor` in [0, 1]"), "{error}");
     }

@@ -11,7 +11,7 @@ use stepscope::tensor::Source;
 
 const UPDATES: u64 = 6;
 const CLIP: f32 = 8.0;
-const SCHEDULE: Schedule = Schedule::WarmupCosine { warmup: 2, total: 5, floor: 0.25 };
+const SCHEDULE: Schedule = Schedule::cosine(2, 5, 0.25);
 /// Parameters by name and shape, and the number of their group in [`groups`]. Some sizes are not
 /// whole vectors, some are whole runs, and neighbours belong to different groups.
 const SHAPES: [(&str, [usize; 2], usize); 6] = [

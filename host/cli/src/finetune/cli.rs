@@ -8,7 +8,7 @@ use stepscope_chat::Date;
 
 use crate::program::results::Claim;
 use crate::run::cli::RunArgs;
-use crate::train::cli::{above_zero, below_one, share, up_to, zero_or_above};
+use crate::train::cli::{Decay, above_zero, below_one, share, up_to, zero_or_above};
 
 /// The learning rates of full fine-tuning, and of adapters.
 const RATE: f32 = 2e-5;
@@ -142,17 +142,6 @@ pub(crate) enum Quantize {
     Nf4,
 }
 
-/// The fall of the learning rate after the warm-up.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Decay {
-    /// Half a cosine.
-    Cosine,
-    /// A straight line.
-    Linear,
-    /// No fall.
-    Constant,
-}
-
 impl Args {
     /// Returns the run's claim to its folder.
     pub(crate) fn claim(&self) -> Claim<'_> {
@@ -178,10 +167,6 @@ impl Args {
     pub(crate) fn schedule(&self, total: u64) -> Schedule {
         let warmup = (f64::from(self.warmup.min(1.0)) * total as f64).ceil() as u64;
         let total = total + 1;
-        match self.decay {
-            Decay::Cosine => Schedule::WarmupCosine { warmup, total, floor: 0.0 },
-            Decay::Linear => Schedule::WarmupLinear { warmup, total, floor: 0.0 },
-            Decay::Constant => Schedule::WarmupLinear { warmup, total, floor: 1.0 },
-        }
+        Schedule { decay: self.decay.shape(), ..Schedule::cosine(warmup, total, 0.0) }
     }
 }

@@ -203,6 +203,7 @@ impl<'r> Plan<'r> {
         let (rate, schedule) = (f64::from(self.args.learning_rate()), self.args.schedule(self.total()));
         let updates = Updates {
             rate: &|number| rate * schedule.factor(number),
+            keeps_rates: false,
             out,
             leads,
             notes: NOTES,

@@ -79,7 +79,7 @@ impl Best<'_> {
         };
         settings::compare(settings, self.settings)?;
         let theirs: Position = serde_json::from_str(position).map_err(|reason| reason.to_string())?;
-        let Position { losses, evaluations } = self.position;
+        let Position { losses, evaluations, .. } = self.position;
         let known = self.position.best().map_or(&[][..], |best| &evaluations[..=best]);
         let before = known.last().and_then(|best| losses.get(..best.update as usize));
         let is_best = !known.is_empty() && theirs.evaluations == known && Some(&*theirs.losses) == before;

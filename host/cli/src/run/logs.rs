@@ -186,7 +186,7 @@ impl<'p> Kept<'p> {
 
     /// Returns true, once, for a loss that the position has.
     fn once(&mut self, update: u64, tag: &str, loss: f32) -> bool {
-        let Position { losses, evaluations } = self.position;
+        let Position { losses, evaluations, .. } = self.position;
         let is_evaluation = tag == EVALUATION;
         let is_of_run = match is_evaluation {
             true => evaluations.iter().any(|evaluation| evaluation.update == update && evaluation.loss as f32 == loss),
@@ -223,7 +223,7 @@ mod tests {
             let loss = evaluation(update).evaluation_loss.unwrap();
             Evaluation { update, loss, perplexity: loss.exp() }
         };
-        Position { losses, evaluations: evaluations.iter().map(evaluation).collect() }
+        Position { losses, rates: Vec::new(), evaluations: evaluations.iter().map(evaluation).collect() }
     }
 
     fn write(folder: &Path, earlier: Option<&Path>, position: Position, lines: Vec<Line>) {

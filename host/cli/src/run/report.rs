@@ -50,6 +50,8 @@ pub(crate) struct Report<D> {
 pub(crate) struct Position {
     /// The mean loss of each update, before the update.
     pub(crate) losses: Vec<f64>,
+    /// The learning rate of each update.
+    pub(crate) rates: Vec<f32>,
     /// Evaluations on the held-out text.
     pub(crate) evaluations: Vec<Evaluation>,
 }

@@ -59,6 +59,8 @@ pub(crate) struct Updates<'r> {
     pub(crate) resumed: Option<(&'r Checkpoint, &'r Path)>,
     /// The learning rate of an update.
     pub(crate) rate: &'r dyn Fn(u64) -> f64,
+    /// True if a checkpoint is refused whose updates were made at other rates.
+    pub(crate) keeps_rates: bool,
     /// The advice for a checkpoint of other settings.
     pub(crate) how_to_prolong: String,
 }
@@ -178,7 +180,15 @@ impl Updates<'_> {
             return Err(bad(self.checkpoint(), reason));
         }
         let note = checkpoint.note(position).map_err(|error| self.refused(error))?;
-        serde_json::from_str(note).map_err(|reason| bad(self.checkpoint(), reason))
+        let position: Position = serde_json::from_str(note).map_err(|reason| bad(self.checkpoint(), reason))?;
+        let rates = (1..).zip(&position.rates).map(|(update, before)| (update, *before, (self.rate)(update) as f32));
+        match rates.filter(|_| self.keeps_rates).find(|(_, before, now)| before != now) {
+            Some((update, before, now)) => {
+                let reason = format!("made update {update} at a learning rate of {before:e}, which is {now:e} here");
+                Err(bad(self.checkpoint(), format!("{reason}\n{}", self.how_to_prolong)))
+            }
+            None => Ok(position),
+        }
     }
 
     fn checkpoint(&self) -> String {
@@ -261,6 +271,7 @@ impl Observer for Watch<'_> {
     fn updated(&mut self, update: &Update, progress: &EpochProgress, arena: &Arena) -> Result<()> {
         signals::update_is_made();
         self.trained.position.losses.push(update.loss);
+        self.trained.position.rates.push((self.rate)(update.number) as f32);
         let (seconds, tokens) = (self.last.elapsed().as_secs_f64(), self.queued.borrow_mut().pop_front());
         self.trained.seconds.push(seconds);
         self.trained.tokens.extend(tokens);

@@ -8,7 +8,7 @@ use clap::builder::RangedU64ValueParser;
 use clap::{Parser, ValueEnum};
 use stepscope::files::PlainFile;
 use stepscope::models::ModelConfig;
-use stepscope::ops;
+use stepscope::{ops, optim};
 
 use crate::program::results::Claim;
 use crate::run::cli::RunArgs;
@@ -67,6 +67,19 @@ pub(crate) struct Args {
     #[arg(long, value_name = "UPDATES")]
     pub(crate) warmup: Option<u64>,
 
+    /// Fall of the learning rate at the end
+    #[arg(long, value_enum, default_value_t = Decay::Cosine)]
+    pub(crate) decay: Decay,
+
+    /// Updates over which the learning rate falls; before them it is constant, so a run can be
+    /// resumed from there with more updates [default: all after the warm-up]
+    #[arg(long, value_name = "UPDATES")]
+    pub(crate) decay_updates: Option<u64>,
+
+    /// Share of the peak learning rate that is left at the end
+    #[arg(long, value_name = "SHARE", default_value_t = 0.1, value_parser = up_to_one)]
+    pub(crate) floor: f64,
+
     /// Let a token attend only to tokens of its own document
     #[arg(long)]
     pub(crate) documents: bool,
@@ -75,8 +88,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "UPDATES", value_parser = up_to(u32::MAX))]
     pub(crate) evaluate_every: Option<usize>,
 
-    /// Continue from this checkpoint, with the same settings, including --updates (the learning
-    /// rate depends on it)
+    /// Continue from this checkpoint, with the same settings. Another number of --updates is
+    /// accepted if the learning rate of the updates made so far does not depend on it
     #[arg(long, value_name = "FILE")]
     pub(crate) resume: Option<PathBuf>,
 
@@ -140,6 +153,31 @@ pub(crate) enum Arch {
     Gpt2,
     /// RMSNorm, rotary positions, SwiGLU, grouped-query attention, and a separate head.
     Llama,
+}
+
+/// The fall of the learning rate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Decay {
+    /// Half a cosine.
+    Cosine,
+    /// A straight line.
+    Linear,
+    /// `1 - sqrt` of the share of the fall that is over.
+    Sqrt,
+    /// No fall.
+    Constant,
+}
+
+impl Decay {
+    /// Returns the shape of the fall.
+    pub(crate) fn shape(self) -> optim::Decay {
+        match self {
+            Self::Cosine => optim::Decay::Cosine,
+            Self::Linear => optim::Decay::Linear,
+            Self::Sqrt => optim::Decay::OneMinusSqrt,
+            Self::Constant => optim::Decay::Constant,
+        }
+    }
 }
 
 /// The numbers that a model multiplies.
@@ -230,6 +268,11 @@ pub(crate) fn zero_or_above(text: &str) -> Result<f32, String> {
 
 pub(crate) fn below_one(text: &str) -> Result<f32, String> {
     number(text, |number| (0.0..1.0).contains(&number), "a number from 0 to below 1")
+}
+
+pub(crate) fn up_to_one(text: &str) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|number| (0.0..=1.0).contains(number));
+    number.ok_or_else(|| "give a number from 0 to 1".to_owned())
 }
 
 pub(crate) fn share(text: &str) -> Result<f32, String> {

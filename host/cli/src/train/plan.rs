@@ -23,8 +23,6 @@ use crate::train::text::{self, Text};
 use crate::train::tokenizer::{Tokenizer, VOCABULARY_UNIT};
 use crate::train::weights;
 
-/// The final learning rate, as a share of the peak.
-const FLOOR: f64 = 0.1;
 /// The most held-out samples in an evaluation.
 const HELD_OUT: usize = 64;
 
@@ -138,6 +136,7 @@ impl<'r> Plan<'r> {
         let (rate, schedule) = (f64::from(self.learning_rate()), self.schedule());
         let updates = Updates {
             rate: &|number| rate * schedule.factor(number),
+            keeps_rates: true,
             out,
             leads,
             notes: ["gpt.position", "gpt.settings"],
@@ -157,20 +156,21 @@ impl<'r> Plan<'r> {
         updates.run(trainer, batches, &held_out)
     }
 
-    /// Returns the advice for a run whose settings differ. The learning-rate schedule depends on
-    /// `--updates`.
+    /// Returns the advice for a run whose settings differ.
     fn how_to_prolong(&self) -> String {
         let folder = self.args.resume.as_deref().and_then(Path::parent).unwrap_or(Path::new(""));
         format!(
-            "To continue this run, use the checkpoint's settings. To train for more updates, or with other settings, \
-             start a new run from the weights of a finished run: --weights {} --out DIR, with the same --tokenizer{}",
+            "To continue this run, use the checkpoint's settings. To train for more updates after the learning rate \
+             has fallen, or with other settings, start a new run from the weights of a finished run: --weights {} --out DIR, with the same --tokenizer{}",
             folder.join("transformers").display(),
             if matches!(self.tokenizer, Tokenizer::Bytes) { " (bytes)" } else { "" }
         )
     }
 
     fn schedule(&self) -> Schedule {
-        Schedule::WarmupCosine { warmup: self.args.warmup(), total: self.args.updates as u64, floor: FLOOR }
+        let (warmup, total) = (self.args.warmup(), self.args.updates as u64);
+        let stable = self.args.decay_updates.map_or(warmup, |updates| total.saturating_sub(updates));
+        Schedule { warmup, stable, total, decay: self.args.decay.shape(), floor: self.args.floor }
     }
 
     /// Returns the peak learning rate: the wider the model, the lower.
@@ -184,9 +184,10 @@ impl<'r> Plan<'r> {
         })
     }
 
-    /// Returns all settings that decide the weights.
+    /// Returns all settings that decide the weights, but for the schedule of the learning rate,
+    /// of which a run that resumes must have the past only.
     pub(crate) fn settings(&self) -> Settings {
-        let Args { batch, updates, documents, .. } = self.args;
+        let Args { batch, documents, .. } = self.args;
         let RunArgs { precision, seed, .. } = self.args.run;
         let mut all = settings::of_model(&self.config);
         all.extend([
@@ -194,9 +195,7 @@ impl<'r> Plan<'r> {
             ("batch", batch.to_string()),
             ("accumulate", self.accumulate.to_string()),
             ("shards", self.shards.to_string()),
-            ("updates", updates.to_string()),
             ("learning-rate", format!("{:e}", self.learning_rate())),
-            ("warmup", self.args.warmup().to_string()),
             ("documents", documents.to_string()),
             ("seed", seed.to_string()),
             ("tokenizer", self.tokenizer.name()),
@@ -208,7 +207,10 @@ impl<'r> Plan<'r> {
     /// Returns all settings that ranks must share: those that decide the weights, and the times of
     /// evaluations and checkpoints, which all ranks do together.
     pub(crate) fn settings_of_ranks(&self) -> Settings {
-        settings::of_ranks(self.settings(), &self.args.run, self.args.evaluate_every(), self.resumed.is_some())
+        let mut settings = self.settings();
+        settings.push(("updates", self.args.updates.to_string()));
+        settings.push(("schedule", format!("{:?}", self.schedule())));
+        settings::of_ranks(settings, &self.args.run, self.args.evaluate_every(), self.resumed.is_some())
     }
 
     /// Creates the trainer of the run.

@@ -40,7 +40,7 @@ impl Default for AdamW {
             epsilon: 1e-8,
             weight_decay: 0.01,
             clip: None,
-            schedule: Schedule::Constant,
+            schedule: Schedule::default(),
         }
     }
 }

@@ -20,6 +20,6 @@ pub use adamw::AdamW;
 pub use optimizer::Optimizer;
 pub use parameter_groups::{ParameterGroup, ParameterGroups};
 pub use rule::{UpdateArguments, UpdateRule};
-pub use schedule::Schedule;
+pub use schedule::{Decay, Schedule};
 pub use sgd::Sgd;
 pub use ticket::UpdateTicket;

@@ -44,7 +44,7 @@ impl Default for Sgd {
             nesterov: false,
             weight_decay: 0.0,
             clip: None,
-            schedule: Schedule::Constant,
+            schedule: Schedule::default(),
         }
     }
 }
