@@ -126,7 +126,7 @@ fn part_mut<'b, 's, S: Stored>(x: &'b mut impl Target<'s, S>, token: usize) -> L
 struct Passed<'s, S: Stored> {
     sequence: Sequence,
     gates: Saved<'s, S>,
-    /// Of the states.
+    /// h and c of all states.
     h: Saved<'s, S>,
     c: Saved<'s, S>,
 }
