@@ -165,8 +165,8 @@ fn loss(policy: &Policy<B>, steps: &[Step]) -> Tensor<B, 1> {
     error * 0.5 - better - entropy * 0.01
 }
 
-/// Scales gradients down to a norm of `CLIP` of all together. burn only clips each tensor by its own
-/// norm.
+/// Scales gradients down to a norm of `CLIP` of all together. burn clips each tensor by its own
+/// norm only.
 fn clipped(gradients: GradientsParams, policy: &Policy<B>) -> GradientsParams {
     let parameters = [&policy.first, &policy.second, &policy.output].map(|layer| {
         let (weight, bias) = (layer.weight.id, layer.bias.as_ref().expect("it was made with a bias").id);
