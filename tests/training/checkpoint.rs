@@ -47,12 +47,8 @@ impl Training {
         ];
         let parameters = Parameters::new(device, &spec.build().unwrap(), seed).unwrap();
         let gradients = Gradients::zeros(&parameters).unwrap();
-        let config = AdamW {
-            learning_rate: 0.01,
-            clip: Some(0.5),
-            schedule: Schedule::cosine(2, 6, 0.1),
-            ..AdamW::default()
-        };
+        let config =
+            AdamW { learning_rate: 0.01, clip: Some(0.5), schedule: Schedule::cosine(2, 6, 0.1), ..AdamW::default() };
         let optimizer = Optimizer::new(&parameters, config).unwrap();
         let arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
         Self { handles, parameters, gradients, optimizer, arena }
