@@ -406,9 +406,8 @@ fn constant_rate_is_extended() {
     run(&format!("{falls} --resume second/model.safetensors --out third"));
     let [whole, third] = ["whole", "third"].map(|out| report(&place.path(out))["weights_sha256"].clone());
     assert_eq!(whole, third);
-    let extended =
-        format!("--updates 8 --warmup 1 --evaluate-every 9 --resume third/model.safetensors --decay constant");
-    place.refuses(place.gpt(&extended), 2, &["made update 5 at a learning rate of "]);
+    let extended = "--updates 8 --warmup 1 --evaluate-every 9 --resume third/model.safetensors --decay constant";
+    place.refuses(place.gpt(extended), 2, &["made update 5 at a learning rate of "]);
 }
 
 /// Tokens that are rewritten during training, with the old time of modification restored, end the
