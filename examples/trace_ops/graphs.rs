@@ -174,7 +174,10 @@ fn trace_one<S: Traced + Cast + GemmElement<S>>(
         let weights = random.normals(last.shape().elements());
         let weights = tape.input(step.upload(&weights, last.shape())?);
         add(file, step, seed, "in.weights", &weights)?;
-        tape.backward_overwrite(&(last * weights)?.sum(..)?, &mut gradients)?;
+        let loss = (last * weights)?.sum(..)?;
+        if loss.wants_gradient() {
+            tape.backward_overwrite(&loss, &mut gradients)?;
+        }
         Ok(lines)
     })?;
     for (number, parameter) in leaves.trained.iter().enumerate() {
