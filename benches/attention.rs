@@ -20,7 +20,7 @@ mod harness;
 use clap::Parser;
 use harness::stored::{StoredAs, group};
 use harness::values::uniform;
-use harness::{Common, Peer, Samples, record};
+use harness::{Common, Peer, Samples, record, repetitions};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use stepscope::capture::CaptureInputs;
@@ -157,7 +157,7 @@ fn main() -> harness::Result<()> {
         "", "forward", "TFLOP/s", "backward", "TFLOP/s", "ratio", "ratio"
     );
     for case in cases {
-        let row = Samples::repetitions(&device, case.operations());
+        let row = repetitions(&device, case.operations());
         let peer = |backward: bool| {
             let question = serde_json::to_string(&Question { case, backward, row }).expect("integers and booleans");
             pytorch.ask(&question)
@@ -190,7 +190,7 @@ fn measure<S: AttentionElement>(
     let Case { batch, tokens, heads, kv_heads, width, .. } = case;
     let narrow = |length, seed| uniform(length, seed).into_iter().map(S::narrow).collect::<Vec<_>>();
     let tokens = batch * tokens;
-    let row = Samples::repetitions(device, case.operations());
+    let row = repetitions(device, case.operations());
     let mut state = State {
         case,
         precision,

@@ -26,7 +26,7 @@ use case::Case;
 use clap::Parser;
 use harness::stored::{StoredAs, group};
 use harness::values::uniform;
-use harness::{Common, Peer, Samples, record};
+use harness::{Common, Peer, Samples, record, repetitions};
 use serde::{Deserialize, Serialize};
 use std::time::SystemTime;
 use stepscope::capture::CaptureInputs;
@@ -93,7 +93,7 @@ impl<S: GemmElement<S>> State<S> {
         let narrow = |length, seed| uniform(length, seed).into_iter().map(S::narrow).collect::<Vec<_>>();
         Ok(Self {
             gemm,
-            row: Samples::repetitions(device, case.operations()),
+            row: repetitions(device, case.operations()),
             a: Buffer::from_slice(device, &narrow(a, 1))?,
             b: Buffer::from_slice(device, &narrow(b, 2))?,
             out: Buffer::zeros(device, out)?,
@@ -135,7 +135,7 @@ fn main() -> harness::Result<()> {
     let mut ratios = Vec::new();
     for case in cases {
         let Case { m, n, k, batches, form } = case;
-        let row = Samples::repetitions(&device, case.operations());
+        let row = repetitions(&device, case.operations());
         let question = format!("{m},{n},{k},{batches},{form:?},{row}");
         let peer = || pytorch.ask(&question);
         let (ours, theirs) = match stored {

@@ -41,3 +41,14 @@ impl Common {
         self.matrix_instruction.into_iter().fold(builder, DeviceBuilder::matrix_instruction)
     }
 }
+
+/// Returns how often a sample repeats work of this many floating-point operations. On the
+/// emulator it is once. At the rate of a GPU's fastest instruction a sample takes about 2 ms:
+/// then the launch of its graph and the wait for it, some microseconds, count for little.
+pub(crate) fn repetitions(device: &Device, operations: f64) -> usize {
+    if device.description().kind == DeviceKind::Emulated {
+        return 1;
+    }
+    let seconds = 4e-6 + operations / 600e12;
+    ((2e-3 / seconds) as usize).clamp(2, 200)
+}

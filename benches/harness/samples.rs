@@ -2,7 +2,6 @@
 
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
-use stepscope::{Device, DeviceKind};
 
 /// Runs before the first sample.
 const WARM_UP: usize = 5;
@@ -19,17 +18,6 @@ const WARM_UP_ROUNDS: usize = 2;
 pub(crate) struct Samples(pub(crate) Vec<f64>);
 
 impl Samples {
-    /// Returns how often a sample repeats work of this many floating-point operations. On the
-    /// emulator it is once. At the rate of a GPU's fastest instruction a sample takes about 2 ms:
-    /// then the launch of its graph and the wait for it, some microseconds, count for little.
-    pub(crate) fn repetitions(device: &Device, operations: f64) -> usize {
-        if device.description().kind == DeviceKind::Emulated {
-            return 1;
-        }
-        let seconds = 4e-6 + operations / 600e12;
-        ((2e-3 / seconds) as usize).clamp(2, 200)
-    }
-
     /// Collects `count` samples after a warm-up. Each times `each` consecutive runs of `work` and
     /// then `settle`, which waits for the queued work. The time is divided by `each`.
     ///
