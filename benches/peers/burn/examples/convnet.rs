@@ -2,8 +2,9 @@
 
 #[path = "../../digits.rs"]
 mod digits;
+#[path = "../../schedule.rs"]
+mod schedule;
 
-use std::f64::consts::PI;
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -82,7 +83,7 @@ fn main() -> ExitCode {
             let loss = CrossEntropyLossConfig::new().init(&device).forward(logits, labels.clone().select(0, ids));
             let gradients = GradientsParams::from_grads(loss.backward(), &model);
             update += 1;
-            model = optimizer.step(rate(update, total), model, gradients);
+            model = optimizer.step(RATE * schedule::cosine(update, [total / 20, total], 0.05), model, gradients);
             losses += loss.into_scalar() * numbers.len() as f32;
         }
         let guesses = model.valid().forward(test_pixels.clone()).argmax(1).squeeze_dim::<1>(1);
@@ -98,15 +99,4 @@ fn upload<B: Backend>(images: Images, device: &B::Device) -> (Tensor<B, 4>, Tens
     let count = images.digits.len();
     let pixels = TensorData::new(images.pixels, [count, 1, SIDE, SIDE]);
     (Tensor::from_data(pixels, device), Tensor::from_data(images.digits.as_slice(), device))
-}
-
-/// Returns the learning rate of an update, counted from 1: a linear rise, then half a cosine down
-/// to a twentieth.
-fn rate(update: usize, total: usize) -> f64 {
-    let warmup = total / 20;
-    if update <= warmup {
-        return RATE * update as f64 / warmup as f64;
-    }
-    let done = (update - warmup) as f64 / (total - warmup) as f64;
-    RATE * (0.05 + 0.95 * 0.5 * (1.0 + (PI * done).cos()))
 }

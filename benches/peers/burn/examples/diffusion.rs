@@ -2,6 +2,8 @@
 
 #[path = "../../digits.rs"]
 mod digits;
+#[path = "../../schedule.rs"]
+mod schedule;
 
 use std::f64::consts::PI;
 use std::process::ExitCode;
@@ -93,7 +95,7 @@ fn main() -> ExitCode {
         let noisy = clean.clone() * signal + clean.random_like(normal) * spread;
         let loss = MseLoss::new().forward(model.forward(noisy, steps), clean, Reduction::Mean);
         let gradients = GradientsParams::from_grads(loss.backward(), &model);
-        model = optimizer.step(rate(update), model, gradients);
+        model = optimizer.step(RATE * schedule::cosine(update, [WARM_UP, UPDATES], 0.01), model, gradients);
         losses += loss.into_scalar();
     }
     let seconds = started.elapsed().as_secs_f64();
@@ -125,16 +127,6 @@ fn main() -> ExitCode {
 fn shares<B: Backend>(steps: Tensor<B, 2>) -> [Tensor<B, 2>; 2] {
     let angle = (steps + 1.0) * (0.98 * PI / 2.0 / STEPS as f64);
     [angle.clone().cos(), angle.sin()]
-}
-
-/// Returns the learning rate of an update, counted from 1: a linear rise, then half a cosine down
-/// to a hundredth.
-fn rate(update: usize) -> f64 {
-    if update <= WARM_UP {
-        return RATE * update as f64 / WARM_UP as f64;
-    }
-    let done = (update - WARM_UP) as f64 / (UPDATES - WARM_UP) as f64;
-    RATE * (0.01 + 0.99 * 0.5 * (1.0 + (PI * done).cos()))
 }
 
 /// Returns the mean over images of the squared distance to the nearest of others.

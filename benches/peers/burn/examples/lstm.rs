@@ -1,7 +1,10 @@
 //! examples/lstm.rs in burn: an LSTM that forecasts how far a price will move.
 
+#[path = "../../ranges.rs"]
+mod ranges;
+
 use std::error::Error;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -14,10 +17,9 @@ use burn::prelude::*;
 use clap::Parser;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
+use ranges::plot;
 use serde_json::json;
 
-/// Minutes of a value.
-const MINUTES: usize = 15;
 /// Values of a sample: half a day.
 const WINDOW: usize = 48;
 const WIDTH: usize = 32;
@@ -31,12 +33,6 @@ type B = Autodiff<Flex>;
 struct Args {
     /// File of one-minute bars
     bars: PathBuf,
-}
-
-#[derive(serde::Deserialize)]
-struct Bar {
-    high: f64,
-    low: f64,
 }
 
 #[derive(Module, Debug)]
@@ -58,7 +54,7 @@ impl<B: Backend> Forecaster<B> {
 }
 
 fn main() -> Result<ExitCode, Box<dyn Error>> {
-    let values = ranges(&Args::parse().bars)?;
+    let values = ranges::read(&Args::parse().bars)?;
     let (training, held_out) = values.split_at(values.len() / 5 * 4);
     let device = Default::default();
     B::seed(&device, 7);
@@ -94,25 +90,4 @@ fn windows<B: Backend>(values: &[f32], starts: &[usize], device: &B::Device) -> 
         let rows: Vec<f32> = starts.iter().flat_map(|start| &values[start + place..][..WINDOW]).copied().collect();
         Tensor::from_data(TensorData::new(rows, [starts.len(), WINDOW]), device)
     })
-}
-
-/// Reads the logarithms of the ranges. The first four fifths have mean 0 and deviation 1.
-fn ranges(path: &Path) -> Result<Vec<f32>, Box<dyn Error>> {
-    let bars = csv::Reader::from_path(path)?.deserialize().collect::<Result<Vec<Bar>, _>>()?;
-    let range = |bars: &[Bar]| {
-        let high = bars.iter().map(|bar| bar.high).fold(0.0, f64::max);
-        let low = bars.iter().map(|bar| bar.low).fold(f64::MAX, f64::min);
-        (high / low - 1.0).max(1e-5).ln()
-    };
-    let values: Vec<f64> = bars.chunks_exact(MINUTES).map(range).collect();
-    let known = &values[..values.len() / 5 * 4];
-    let mean = known.iter().sum::<f64>() / known.len() as f64;
-    let deviation = (known.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / known.len() as f64).sqrt();
-    Ok(values.iter().map(|value| ((value - mean) / deviation) as f32).collect())
-}
-
-/// Draws values from -2 to 2 as bars.
-fn plot(values: &[f32]) -> String {
-    let bar = |value: &f32| ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'][((value + 2.0) * 2.0).clamp(0.0, 7.0) as usize];
-    values.iter().map(bar).collect()
 }

@@ -1,7 +1,9 @@
 //! examples/ppo.rs in burn: proximal policy optimization that learns to balance a pole.
 
-use std::array;
-use std::collections::VecDeque;
+#[path = "../../pole.rs"]
+mod pole;
+
+use std::convert::Infallible;
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -11,65 +13,20 @@ use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsParams, Optimizer};
 use burn::prelude::*;
 use burn::tensor::activation::log_softmax;
+use pole::{Carts, MOST, Step};
+use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
-use rand::{Rng, SeedableRng};
 use serde_json::json;
 
-/// Carts that are driven at the same time, and steps of each between two updates of the policy.
-const CARTS: usize = 16;
-const STEPS: usize = 128;
 const ROUNDS: usize = 60;
 const BATCH: usize = 256;
 /// Passes over the steps of a round.
 const PASSES: usize = 6;
-/// The steps of an episode at most, the discount, and the decay of advantages.
-const LONGEST: usize = 500;
-const DISCOUNT: f32 = 0.99;
-const DECAY: f32 = 0.95;
-/// The most that can be gained, which is the unit of the policy's values.
-const MOST: f32 = 1.0 / (1.0 - DISCOUNT);
 /// The largest norm of all gradients together.
 const CLIP: f64 = 0.5;
 
 type B = Autodiff<Flex>;
-
-/// A step of an episode.
-#[derive(Clone, Copy, Default)]
-struct Step {
-    state: [f32; 4],
-    action: u32,
-    /// The policy's log-probability of the action when it was taken.
-    log_probability: f32,
-    advantage: f32,
-    /// The discounted sum of rewards from here on.
-    gain: f32,
-    is_last: bool,
-}
-
-/// A cart with a pole: its place and speed, and the pole's angle and its speed.
-#[derive(Clone, Copy)]
-struct Cart {
-    state: [f32; 4],
-    steps: usize,
-}
-
-impl Cart {
-    fn new(random: &mut StdRng) -> Self {
-        Self { state: array::from_fn(|_| random.random_range(-0.05..0.05)), steps: 0 }
-    }
-
-    /// Pushes the cart for 20 ms. Returns true if the episode ends.
-    fn push(&mut self, right: bool) -> bool {
-        let [place, speed, angle, turn] = self.state;
-        let push = (if right { 10.0 } else { -10.0 } + 0.05 * turn * turn * angle.sin()) / 1.1;
-        let turning = (9.8 * angle.sin() - angle.cos() * push) / (0.5 * (4.0 / 3.0 - 0.1 * angle.cos().powi(2) / 1.1));
-        let moving = push - 0.05 * turning * angle.cos() / 1.1;
-        self.state = [place + 0.02 * speed, speed + 0.02 * moving, angle + 0.02 * turn, turn + 0.02 * turning];
-        self.steps += 1;
-        self.state[0].abs() > 2.4 || self.state[2].abs() > 0.2095 || self.steps == LONGEST
-    }
-}
 
 /// Computes the logits of both actions, and the value of the state.
 #[derive(Module, Debug)]
@@ -97,33 +54,14 @@ fn main() -> ExitCode {
     let mut policy = Policy::<B>::new(&device);
     let mut optimizer = AdamWConfig::new().with_epsilon(1e-8).with_weight_decay(0.0).init();
     let mut random = StdRng::seed_from_u64(7);
-    let mut carts: [Cart; CARTS] = array::from_fn(|_| Cart::new(&mut random));
-    let (mut lengths, mut mean) = (VecDeque::new(), 0.0);
+    let mut carts = Carts::new(&mut random);
+    let mut mean = 0.0;
     let started = Instant::now();
     for round in 0..ROUNDS {
-        let (mut steps, mut values) = (Vec::new(), Vec::new());
         let player = policy.valid();
-        for number in 0..=STEPS {
-            let states = Tensor::from_data(carts.map(|cart| cart.state), &device);
-            let outputs: Vec<f32> = player.forward(states).into_data().to_vec().expect("they are f32");
-            for (cart, output) in carts.iter_mut().zip(outputs.chunks(3)) {
-                values.push(output[2] * MOST);
-                if number == STEPS {
-                    continue;
-                }
-                let share = 1.0 / (1.0 + (output[0] - output[1]).exp());
-                let right = random.random::<f32>() < share;
-                let log_probability = if right { share } else { 1.0 - share }.ln();
-                let mut step = Step { state: cart.state, action: u32::from(right), log_probability, ..Step::default() };
-                step.is_last = cart.push(right);
-                if step.is_last {
-                    lengths.push_back(cart.steps as f32);
-                    *cart = Cart::new(&mut random);
-                }
-                steps.push(step);
-            }
-        }
-        judge(&mut steps, &values);
+        let Ok(mut steps) = carts.drive::<Infallible>(&mut random, |states| {
+            Ok(player.forward(Tensor::from_data(states, &device)).into_data().to_vec().expect("they are f32"))
+        });
         for _ in 0..PASSES {
             steps.shuffle(&mut random);
             for batch in steps.chunks(BATCH) {
@@ -132,8 +70,7 @@ fn main() -> ExitCode {
                 policy = optimizer.step(1e-3, policy, gradients);
             }
         }
-        lengths.drain(..lengths.len().saturating_sub(20));
-        mean = lengths.iter().sum::<f32>() / lengths.len().max(1) as f32;
+        mean = carts.mean_length();
         if round % 5 == 4 {
             println!("round {:2}: episodes of {mean:.0} steps", round + 1);
         }
@@ -184,18 +121,4 @@ fn clipped(gradients: GradientsParams, policy: &Policy<B>) -> GradientsParams {
         scaled.register(bias, of_bias * scale);
     }
     scaled
-}
-
-/// Computes gains, and advantages of mean 0 and deviation 1, from the values of the states.
-fn judge(steps: &mut [Step], values: &[f32]) {
-    let mut later = [0.0; CARTS];
-    for (at, step) in steps.iter_mut().enumerate().rev() {
-        let (later, goes_on) = (&mut later[at % CARTS], if step.is_last { 0.0 } else { DISCOUNT });
-        *later = 1.0 + goes_on * values[at + CARTS] - values[at] + goes_on * DECAY * *later;
-        (step.advantage, step.gain) = (*later, *later + values[at]);
-    }
-    let mean_of = |value: &dyn Fn(&Step) -> f32| steps.iter().map(value).sum::<f32>() / steps.len() as f32;
-    let mean = mean_of(&|step| step.advantage);
-    let deviation = mean_of(&|step| (step.advantage - mean).powi(2)).sqrt();
-    steps.iter_mut().for_each(|step| step.advantage = (step.advantage - mean) / deviation);
 }

@@ -2,8 +2,9 @@
 
 #[path = "../../digits.rs"]
 mod digits;
+#[path = "../../schedule.rs"]
+mod schedule;
 
-use std::f64::consts::PI;
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -80,7 +81,7 @@ fn main() -> Result<ExitCode> {
             let logits = model.forward(&pixels.index_select(&ids, 0)?)?;
             let loss = loss::cross_entropy(&logits, &labels.index_select(&ids, 0)?)?;
             update += 1;
-            optimizer.set_learning_rate(rate(update, total));
+            optimizer.set_learning_rate(RATE * schedule::cosine(update, [total / 20, total], 0.05));
             optimizer.backward_step(&loss)?;
             losses += loss.to_scalar::<f32>()? * numbers.len() as f32;
         }
@@ -91,15 +92,4 @@ fn main() -> Result<ExitCode> {
     let seconds = started.elapsed().as_secs_f64();
     println!("{}", json!({ "example": "convnet", "framework": "candle", "seconds": seconds, "result": accuracy }));
     Ok(ExitCode::from(u8::from(accuracy < WANTED)))
-}
-
-/// Returns the learning rate of an update, counted from 1: a linear rise, then half a cosine down
-/// to a twentieth.
-fn rate(update: usize, total: usize) -> f64 {
-    let warmup = total / 20;
-    if update <= warmup {
-        return RATE * update as f64 / warmup as f64;
-    }
-    let done = (update - warmup) as f64 / (total - warmup) as f64;
-    RATE * (0.05 + 0.95 * 0.5 * (1.0 + (PI * done).cos()))
 }

@@ -2,6 +2,8 @@
 
 #[path = "../../digits.rs"]
 mod digits;
+#[path = "../../schedule.rs"]
+mod schedule;
 
 use std::f64::consts::PI;
 use std::process::ExitCode;
@@ -83,7 +85,7 @@ fn main() -> Result<ExitCode> {
         let noise = Tensor::randn(0f32, 1.0, (BATCH, PIXELS), &device)?;
         let noisy = (clean.broadcast_mul(&signal)? + noise.broadcast_mul(&spread)?)?;
         let loss = loss::mse(&model.forward(&noisy, &steps)?, &clean)?;
-        optimizer.set_learning_rate(rate(update));
+        optimizer.set_learning_rate(RATE * schedule::cosine(update, [WARM_UP, UPDATES], 0.01));
         optimizer.backward_step(&loss)?;
         losses += loss.to_scalar::<f32>()?;
     }
@@ -116,16 +118,6 @@ fn shares(steps: &Tensor) -> Result<[Tensor; 2]> {
     let unit = 0.98 * PI / 2.0 / f64::from(STEPS);
     let angle = steps.affine(unit, unit)?;
     Ok([angle.cos()?, angle.sin()?])
-}
-
-/// Returns the learning rate of an update, counted from 1: a linear rise, then half a cosine down
-/// to a hundredth.
-fn rate(update: usize) -> f64 {
-    if update <= WARM_UP {
-        return RATE * update as f64 / WARM_UP as f64;
-    }
-    let done = (update - WARM_UP) as f64 / (UPDATES - WARM_UP) as f64;
-    RATE * (0.01 + 0.99 * 0.5 * (1.0 + (PI * done).cos()))
 }
 
 /// Returns the mean over images of the squared distance to the nearest of others.

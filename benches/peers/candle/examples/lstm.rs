@@ -1,7 +1,10 @@
 //! examples/lstm.rs in candle: an LSTM that forecasts how far a price will move.
 
+#[path = "../../ranges.rs"]
+mod ranges;
+
 use std::error::Error;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -11,10 +14,9 @@ use candle_nn::{AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMa
 use clap::Parser;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
+use ranges::plot;
 use serde_json::json;
 
-/// Minutes of a value.
-const MINUTES: usize = 15;
 /// Values of a sample: half a day.
 const WINDOW: usize = 48;
 const WIDTH: usize = 32;
@@ -26,12 +28,6 @@ const UPDATES: usize = 300;
 struct Args {
     /// File of one-minute bars
     bars: PathBuf,
-}
-
-#[derive(serde::Deserialize)]
-struct Bar {
-    high: f64,
-    low: f64,
 }
 
 struct Forecaster {
@@ -55,7 +51,7 @@ impl Module for Forecaster {
 }
 
 fn main() -> std::result::Result<ExitCode, Box<dyn Error>> {
-    let values = ranges(&Args::parse().bars)?;
+    let values = ranges::read(&Args::parse().bars)?;
     let (training, held_out) = values.split_at(values.len() / 5 * 4);
     let device = Device::Cpu;
     let variables = VarMap::new();
@@ -89,25 +85,4 @@ fn windows(values: &[f32], starts: &[usize], device: &Device) -> Result<[Tensor;
     let from =
         |place| Tensor::new(starts.iter().map(|start| &values[start + place..][..WINDOW]).collect::<Vec<_>>(), device);
     Ok([from(0)?, from(1)?])
-}
-
-/// Reads the logarithms of the ranges. The first four fifths have mean 0 and deviation 1.
-fn ranges(path: &Path) -> std::result::Result<Vec<f32>, Box<dyn Error>> {
-    let bars = csv::Reader::from_path(path)?.deserialize().collect::<std::result::Result<Vec<Bar>, _>>()?;
-    let range = |bars: &[Bar]| {
-        let high = bars.iter().map(|bar| bar.high).fold(0.0, f64::max);
-        let low = bars.iter().map(|bar| bar.low).fold(f64::MAX, f64::min);
-        (high / low - 1.0).max(1e-5).ln()
-    };
-    let values: Vec<f64> = bars.chunks_exact(MINUTES).map(range).collect();
-    let known = &values[..values.len() / 5 * 4];
-    let mean = known.iter().sum::<f64>() / known.len() as f64;
-    let deviation = (known.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / known.len() as f64).sqrt();
-    Ok(values.iter().map(|value| ((value - mean) / deviation) as f32).collect())
-}
-
-/// Draws values from -2 to 2 as bars.
-fn plot(values: &[f32]) -> String {
-    let bar = |value: &f32| ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'][((value + 2.0) * 2.0).clamp(0.0, 7.0) as usize];
-    values.iter().map(bar).collect()
 }

@@ -5,6 +5,7 @@
 //! AdamW. It uses the differentiable forms of those layers: `layer_norm_slow`,
 //! `RmsNorm::forward_diff` and `softmax`. The fused forms silently stop the backward pass.
 
+mod clip;
 mod crossasset;
 mod gpt2;
 mod training;

@@ -1,9 +1,9 @@
 //! A model in training, with its weights, optimizer and batch.
 
-use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 
+use crate::clip::clip;
 use crate::crossasset::CrossAsset;
 use crate::gpt2::Gpt2;
 use crate::work::crossasset::{CLASSES, FEATURES, LEARNING_RATE, SCALES};
@@ -66,25 +66,6 @@ impl Trained {
         let (upload, forward) = (Box::new(upload), Box::new(forward));
         Ok(Self { device: device.clone(), weights, optimizer, upload, forward, inputs: None, loss: None })
     }
-
-    /// Scales the gradients so that their norm, over all of them, is at most [`MOST`]. candle has
-    /// no function for this.
-    fn clip(&self, gradients: &mut GradStore) -> Result<()> {
-        let mut squares = Vec::new();
-        for weight in &self.weights {
-            let gradient = gradients.get(weight).ok_or("a weight has no gradient")?;
-            squares.push(gradient.to_dtype(DType::F32)?.sqr()?.sum_all()?);
-        }
-        let norm = Tensor::stack(&squares, 0)?.sum_all()?.sqrt()?;
-        let scale = ((norm + 1e-6)?.recip()? * MOST)?.minimum(1.0)?;
-        for weight in &self.weights {
-            if let Some(gradient) = gradients.remove(weight) {
-                let scale = scale.to_dtype(gradient.dtype())?;
-                gradients.insert(weight, gradient.broadcast_mul(&scale)?);
-            }
-        }
-        Ok(())
-    }
 }
 
 /// Creates a model and its weights. They are initialized in f32, because candle's CUDA backend
@@ -116,7 +97,7 @@ impl Training for Trained {
     fn step(&mut self) -> Result<()> {
         let loss = (self.forward)(self.inputs.as_ref().ok_or("no batch on the device")?)?;
         let mut gradients = loss.backward()?;
-        self.clip(&mut gradients)?;
+        clip(&mut gradients, &self.weights, MOST)?;
         self.optimizer.step(&gradients)?;
         self.loss = Some(loss.detach());
         Ok(())
