@@ -35,8 +35,7 @@ struct Along {
 impl Along {
     /// Returns the places of ids that have one extent, or all of x's and any number along the
     /// extent.
-    fn new(op: &'static str, shape: Shape, extent: i32, ids: Shape) -> Result<Self> {
-        let extent = extent_number(op, shape, extent)?;
+    fn new(op: &'static str, shape: Shape, extent: usize, ids: Shape) -> Result<Self> {
         if let [count] = *ids.extents()
             && shape.extents().len() > 1
         {
@@ -144,7 +143,7 @@ impl<'s, S: Stored> Var<'s, S> {
     #[track_caller]
     pub fn gather(&self, extent: i32, ids: &Indices<'s>) -> Result<Self> {
         const OP: &str = "gather";
-        let along = Along::new(OP, self.shape(), extent, ids.shape())?;
+        let along = Along::new(OP, self.shape(), extent_number(OP, self.shape(), extent)?, ids.shape())?;
         let op = self.op(OP, &[self])?;
         let ids = ids.within(op.step(), along.bound())?;
         let y = along.take(op.step(), self.value(), ids)?;
@@ -165,8 +164,9 @@ impl<'s, S: Stored> Var<'s, S> {
     /// The errors of [`Var::gather`].
     #[track_caller]
     pub fn scatter_add(&self, extent: i32, ids: &Indices<'s>, values: &Self) -> Result<Self> {
-        let size = self.shape().extents()[extent_number("scatter_add", self.shape(), extent)?];
-        self.add(values.segment_sum(extent, ids, size)?)
+        const OP: &str = "scatter_add";
+        let extent = extent_number(OP, self.shape(), extent)?;
+        self.add(values.summed(OP, self.shape(), extent, ids)?)
     }
 
     /// The sums of the elements with the same id, along an extent, which has `size` places in the
@@ -178,12 +178,18 @@ impl<'s, S: Stored> Var<'s, S> {
     #[track_caller]
     pub fn segment_sum(&self, extent: i32, ids: &Indices<'s>, size: usize) -> Result<Self> {
         const OP: &str = "segment_sum";
-        let shape = self.shape().with(extent_number(OP, self.shape(), extent)?, size);
-        let along = Along::new(OP, shape, extent, ids.shape())?;
+        let extent = extent_number(OP, self.shape(), extent)?;
+        self.summed(OP, self.shape().with(extent, size), extent, ids)
+    }
+
+    /// The sums of the elements with the same id along an extent of the result's shape.
+    #[track_caller]
+    fn summed(&self, name: &'static str, to: Shape, extent: usize, ids: &Indices<'s>) -> Result<Self> {
+        let along = Along::new(name, to, extent, ids.shape())?;
         if self.shape() != along.selected() {
-            return Err(Error::misuse(OP, format!("elements of shape {}", along.selected()), self.shape().to_string()));
+            return Err(Error::misuse(name, format!("values of shape {}", along.selected()), self.shape().to_string()));
         }
-        let op = self.op(OP, &[self])?;
+        let op = self.op(name, &[self])?;
         let ids = ids.within(op.step(), along.bound())?;
         let sums = along.add(op.step(), self.value(), ids)?;
         let (x, ids) = (self.keep(), Kept::of(ids));
