@@ -108,16 +108,21 @@ fn strides(of: [usize; 2]) -> Vec<isize> {
     of.into_iter().chain([1]).map(|stride| stride as isize).collect()
 }
 
-/// The elements of tokens.
-fn part<'b, 's, S: Stored>(x: &impl Source<'s, S>, tokens: Range<usize>) -> Lent<'b, 's, S> {
-    let shape = x.shape().with(0, tokens.len());
+/// The elements of tokens, or of states.
+fn part<'b, 's, S: Stored>(x: &impl Source<'s, S>, numbers: Range<usize>) -> Lent<'b, 's, S> {
+    let shape = x.shape().with(0, numbers.len());
     let each = shape.extents()[1] * shape.extents()[2];
-    Lent::new(x.memory().part(tokens.start * each, tokens.len() * each), shape)
+    Lent::new(x.memory().part(numbers.start * each, numbers.len() * each), shape)
 }
 
-/// The elements of a token.
-fn part_mut<'b, 's, S: Stored>(x: &'b mut impl Target<'s, S>, token: usize) -> LentMut<'b, 's, S> {
-    let of = part(x, token..token + 1);
+/// The elements of one token, or of one state.
+fn one<'b, 's, S: Stored>(x: &impl Source<'s, S>, number: usize) -> Lent<'b, 's, S> {
+    part(x, number..number + 1)
+}
+
+/// The elements of one token, or of one state, for writing.
+fn one_mut<'b, 's, S: Stored>(x: &'b mut impl Target<'s, S>, number: usize) -> LentMut<'b, 's, S> {
+    let of = one(x, number);
     LentMut::new(of.memory(), of.shape())
 }
 
@@ -168,17 +173,17 @@ impl<'s> Tape<'_, 's> {
         }
         let product = Gemm::new(rows, 4 * width, width).accumulate();
         for token in 0..tokens {
-            let (before, mut gates) = (sequence.before(token), part_mut(&mut sums, token));
+            let (before, mut gates) = (sequence.before(token), one_mut(&mut sums, token));
             if let Some(before) = before {
-                gemm_into(step, &product, &part(&h, before..before + 1), &u, None::<&Tensor<'s>>, &mut gates)?;
+                gemm_into(step, &product, &one(&h, before), &u, None::<&Tensor<'s>>, &mut gates)?;
             }
-            let c_before = before.map(|before| part(&c, before..before + 1));
+            let c_before = before.map(|before| one(&c, before));
             step.launch(lstm_forward {
                 gates: gates.slice(),
                 c: c_before.as_ref().map_or_else(Slice::empty, Source::slice),
                 width,
-                c_out: part_mut(&mut c, sequence.given + token).out(),
-                h: part_mut(&mut h, sequence.given + token).out(),
+                c_out: one_mut(&mut c, sequence.given + token).out(),
+                h: one_mut(&mut h, sequence.given + token).out(),
             })?;
         }
         u.free(step);
@@ -210,7 +215,7 @@ impl<'s, S: Activation> Passed<'s, S> {
             step.free(dy);
         }
         if let Some(last) = dh_last {
-            let mut sum = part_mut(&mut dh, sequence.states() - 1).part(0..batch * width);
+            let mut sum = one_mut(&mut dh, sequence.states() - 1).part(0..batch * width);
             elementary::add_assign(step, &mut sum, &last.reshape([batch * width])?)?;
         }
         let mut dc = None;
@@ -224,23 +229,23 @@ impl<'s, S: Activation> Passed<'s, S> {
         let mut dgates = step.empty(self.gates.shape())?;
         for token in (0..tokens).rev() {
             let before = sequence.before(token);
-            let c = before.map(|before| part(&self.c, before..before + 1));
+            let c = before.map(|before| one(&self.c, before));
             let mut dc_before = c.map(|_| step.empty([1, rows, width])).transpose()?;
             step.launch(lstm_backward {
-                gates: part(&self.gates, token..token + 1).slice(),
+                gates: one(&self.gates, token).slice(),
                 c: c.as_ref().map_or_else(Slice::empty, Source::slice),
-                c_out: part(&self.c, given + token..given + token + 1).slice(),
-                dh: part(&dh, given + token..given + token + 1).slice(),
+                c_out: one(&self.c, given + token).slice(),
+                dh: one(&dh, given + token).slice(),
                 dc_out: dc.as_ref().map_or_else(Slice::empty, Source::slice),
                 width,
-                dgates: part_mut(&mut dgates, token).out(),
+                dgates: one_mut(&mut dgates, token).out(),
                 dc: dc_before.as_mut().map_or_else(PointerMut::empty, Target::out),
             })?;
             if let Some(after) = std::mem::replace(&mut dc, dc_before) {
                 step.free(after);
             }
             if let Some(before) = before {
-                let (of, into) = (part(&dgates, token..token + 1), &mut part_mut(&mut dh, before));
+                let (of, into) = (one(&dgates, token), &mut one_mut(&mut dh, before));
                 gemm_into(step, &product, &of, &u, None::<&Tensor<'s>>, into)?;
             }
         }
