@@ -3,6 +3,7 @@
 
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
 use clap::builder::RangedU64ValueParser;
 use clap::{Parser, ValueEnum};
@@ -240,10 +241,10 @@ pub(crate) fn up_to(most: u32) -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(1..=u64::from(most))
 }
 
-fn number(text: &str, good: impl Fn(f32) -> bool, expected: &str) -> Result<f32, String> {
+fn number<N: FromStr + Copy + Into<f64>>(text: &str, good: impl Fn(N) -> bool, expected: &str) -> Result<N, String> {
     text.parse()
         .ok()
-        .filter(|&number: &f32| number.is_finite() && good(number))
+        .filter(|&number: &N| number.into().is_finite() && good(number))
         .ok_or_else(|| format!("give {expected}"))
 }
 
@@ -271,8 +272,7 @@ pub(crate) fn below_one(text: &str) -> Result<f32, String> {
 }
 
 pub(crate) fn up_to_one(text: &str) -> Result<f64, String> {
-    let number = text.parse().ok().filter(|number| (0.0..=1.0).contains(number));
-    number.ok_or_else(|| "give a number from 0 to 1".to_owned())
+    number(text, |number| (0.0..=1.0).contains(&number), "a number from 0 to 1")
 }
 
 pub(crate) fn share(text: &str) -> Result<f32, String> {
