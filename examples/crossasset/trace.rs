@@ -5,7 +5,7 @@
 
 use std::path::PathBuf;
 
-use stepscope::optim::Schedule;
+use stepscope::optim::{Decay, Schedule};
 use stepscope::{AdamW, Result, TrainState};
 
 use crate::samples::MicroBatch;
@@ -27,7 +27,9 @@ impl Trace {
     /// to `path`.
     pub(crate) fn new(path: PathBuf, config: &AdamW) -> Self {
         let AdamW { learning_rate, beta1, beta2, epsilon, weight_decay, clip, schedule } = *config;
-        let Schedule { warmup, total, floor, .. } = schedule;
+        let Schedule { warmup, total, decay: Decay::Cosine, floor, .. } = schedule else {
+            unreachable!("the example's rate follows a cosine, not {schedule:?}");
+        };
         let mut file = TensorFile::default();
         let numbers = [
             ("learning_rate", learning_rate),
