@@ -80,6 +80,7 @@ macro_rules! check_outputs {
         if !$p.bias.is_empty() {
             checks::holds("bias", $p.bias.len(), $p.extents.batches, $p.epilogue.stride_bias, [1, n], n)?;
         }
+        Violation::unless(ldc >= n, "out", "rows that do not overlap", format_args!("rows {ldc} apart"))?;
         let rows_apart = Size::of(m).times(ldc).at_most($p.epilogue.stride_c);
         let columns_apart = $p.epilogue.stride_c >= n && matrices.times($p.epilogue.stride_c).at_most(ldc);
         let apart = matrices.at_most(1) || rows_apart || columns_apart;
@@ -89,7 +90,7 @@ macro_rules! check_outputs {
 pub(crate) use check_outputs;
 
 /// Returns Ok if `matrices` of `rows` x `cols`, with strides `stride` and `ld`, lie inside `len`
-/// elements.
+/// elements. They may overlap.
 pub(crate) fn holds(
     argument: &'static str,
     len: usize,
@@ -103,7 +104,7 @@ pub(crate) fn holds(
         return Ok(());
     }
     let last = matrices.less(1).times(stride).plus(Size::of(rows).less(1).times(ld)).plus(cols);
-    if ld >= cols && last.at_most(len) {
+    if last.at_most(len) {
         return Ok(());
     }
     let expected = std::format!("{matrices} matrices of {rows} x {cols}, rows {ld} and matrices {stride} apart");

@@ -10,7 +10,8 @@ use kernels::matmul::{GELU_DERIVATIVE, STORE_PREACT, Tile};
 ///
 /// `out = alpha A B + bias + beta c` for each of `batches`: A is `[m, k]` (stored `[k, m]` when
 /// `transpose_a`), B `[k, n]` (stored `[n, k]` when `transpose_b`), `out` and `c` `[m, n]`, `bias`
-/// `[n]`. `ld*` is the number of elements between rows, `stride_*` between batches.
+/// `[n]`. `ld*` is the number of elements between rows, `stride_*` between batches. Rows of A
+/// and of B may overlap.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Gemm {
     /// Rows of the output.
