@@ -1,24 +1,35 @@
 //! Convolutions of images, their transposes, and pooling.
 //!
-//! A convolution is one product: its weight times the *windows* of its input, which one strided
-//! copy makes. The input's gradient is a convolution too: of the result's gradient, with zeros
-//! between its elements where the stride leaves places out, with the flipped weight. A transposed
-//! convolution is that function.
+//! A convolution is one product: its weight times the *windows* of its input. The windows are rows
+//! that overlap: for each place of a line there are the elements of one column of the kernel, of
+//! all channels, and a window begins a stride after the window before it. So an element is stored
+//! once for each row of the kernel, not also for each column. Windows that reach into the next line
+//! are multiplied too, and their products are left out.
 //!
 //! ```text
-//! weight [groups, out, in kh kw] x windows [groups, in kh kw, batch oh ow] = [groups, out, batch oh ow]
+//! windows [groups, batch oh columns, kw kh in]   row r begins at r stride kh in
+//! weight [groups, out, kw kh in] x windows^T = [groups, out, batch oh columns]
 //! ```
-//! Invariant: an element is one chain of fused multiply-adds over the channels and the kernel's
-//! places, ascending, as [`matmul`](super::matmul()) documents.
+//! The input's gradient is a convolution too: of the result's gradient, with zeros between its
+//! elements where the stride leaves places out, with the flipped weight. A transposed convolution
+//! is that function.
+//!
+//! Invariant: an element is one chain of fused multiply-adds over the kernel's columns, its rows
+//! and the channels, ascending, as [`matmul`](super::matmul()) documents. That of a weight's
+//! gradient is such a chain for each piece, and the pieces are added in ascending order.
 
-use super::matmul::GemmElement;
-use super::product::product;
-use super::transpose::permuted;
-use super::views::{Places, among_zeros, taken};
+use super::Activation;
+use super::cast::narrowed;
+use super::matmul::{Gemm, gemm_into};
+use super::pieces::pieces;
+use super::transpose::{permuted, transpose};
+use super::views::{Places, among_zeros, copy, taken};
+use crate::elementary::fill_into;
 use crate::error::{Error, Result};
 use crate::step::Step;
 use crate::tape::Var;
 use crate::tensor::{Saved, Shape, Source, Stored, Tensor};
+use std::ops::Range;
 
 /// The settings of a convolution along height and width.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -120,126 +131,276 @@ impl Plan {
         [self.channels[1], self.channels[0] / self.config.groups, self.kernel[0], self.kernel[1]].into()
     }
 
-    /// Returns the convolution of an image with a weight.
-    fn products<'s, S: GemmElement<S>>(
+    /// Returns the windows in an image, between zeros.
+    fn grid(&self) -> Grid {
+        let ConvolutionConfig { stride, padding, .. } = self.config;
+        let [h, w] = [0, 1].map(|at| self.image[at] + 2 * padding[at]);
+        // The windows of a line are a stride apart, so a line has whole strides.
+        let extents = [h, w.next_multiple_of(stride[1])];
+        Grid { image: self.image, extents, first: padding, apart: [1; 2], places: self.places, stride }
+    }
+
+    /// Returns the windows in the gradient of the result: its elements a stride apart, among as
+    /// many zeros as a window overlaps.
+    fn gradient_grid(&self) -> Grid {
+        let ConvolutionConfig { stride, padding, dilation, .. } = self.config;
+        let reach = [0, 1].map(|at| dilation[at] * (self.kernel[at] - 1));
+        let [extents, first] = [[0, 1].map(|at| self.image[at] + reach[at]), [0, 1].map(|at| reach[at] - padding[at])];
+        Grid { image: self.places, extents, first, apart: stride, places: self.image, stride: [1; 2] }
+    }
+
+    /// Returns the convolution of images with a weight.
+    fn products<'s, S: Activation>(
         &self,
         step: &Step<'s>,
         x: &impl Source<'s, S>,
         weight: &impl Source<'s, S>,
     ) -> Result<Tensor<'s, S>> {
-        let windows = self.windows_of_image(step, x)?;
-        self.times(step, weight, windows, self.channels[1], self.places)
+        let weight = permuted(step, &Saved::new(weight.memory(), self.weight()), &[0, 3, 2, 1])?;
+        self.convolved(step, x, self.grid(), weight, self.channels)
     }
 
-    /// Returns the gradient of an image.
-    fn image_gradient<'s, S: GemmElement<S>>(
+    /// Returns the gradient of images.
+    fn image_gradient<'s, S: Activation>(
         &self,
         step: &Step<'s>,
         dy: &impl Source<'s, S>,
         weight: &impl Source<'s, S>,
     ) -> Result<Tensor<'s, S>> {
-        let ConvolutionConfig { stride, padding, dilation, groups } = self.config;
-        let ([own, out], [kh, kw]) = (self.channels, self.kernel);
-        // The gradient's elements, a stride apart, among as many zeros as a window overlaps.
-        let [h, w] = [0, 1].map(|at| self.image[at] + dilation[at] * (self.kernel[at] - 1));
-        let [top, left] = [0, 1].map(|at| dilation[at] * (self.kernel[at] - 1) - padding[at]);
-        let to = Shape::from([self.batch, out, h, w]);
-        let mut places = Places::of(to).from(2, top).from(3, left);
-        places.strides[2] *= stride[0] as isize;
-        places.strides[3] *= stride[1] as isize;
-        let spread = among_zeros(step, dy, to, &places)?;
-        let windows = self.windows(step, &spread, self.image, [1; 2])?;
-        step.free(spread);
-        // [groups, in, out, kh, kw], with the kernel flipped.
-        let (own, out, kernel) = (own / groups, out / groups, kh * kw);
-        let flipped = Places {
-            start: kernel - 1,
-            strides: [out * own * kernel, kernel, own * kernel]
-                .map(|stride| stride as isize)
-                .into_iter()
-                .chain([-(kw as isize), -1])
-                .collect(),
-        };
-        let weight = taken(step, [groups, own, out, kh, kw].into(), weight, &flipped)?;
-        self.times(step, &weight, windows, self.channels[0], self.image)
-    }
-
-    /// Returns the gradient of the weight.
-    fn weight_gradient<'s, S: GemmElement<S>>(
-        &self,
-        step: &Step<'s>,
-        x: &impl Source<'s, S>,
-        dy: &impl Source<'s, S>,
-    ) -> Result<Tensor<'s, S>> {
-        let windows = self.windows_of_image(step, x)?.save();
-        let dy = swapped(step, dy, self.result())?.save();
+        // [groups, in, kw, kh, out], with the kernel flipped.
         let groups = self.config.groups;
-        let columns = self.batch * self.places[0] * self.places[1];
-        let windows = windows.reshape([groups, windows.shape().elements() / (groups * columns).max(1), columns])?;
-        let dy = dy.reshape([groups, self.channels[1] / groups, columns])?;
-        product(step, (&dy, false), (&windows, true))?.reshape(self.weight())
+        let ([own, out], [kh, kw]) = (self.channels.map(|channels| channels / groups), self.kernel);
+        let [to_group, to_own, to_row, to_out] =
+            [out * own * kh * kw, kh * kw, kw, own * kh * kw].map(|stride| stride as isize);
+        let flipped = Places { start: kh * kw - 1, strides: vec![to_group, to_own, -1, -to_row, to_out] };
+        let weight = taken(step, [groups, own, kw, kh, out].into(), weight, &flipped)?;
+        let [own, out] = self.channels;
+        self.convolved(step, dy, self.gradient_grid(), weight, [out, own])
     }
 
-    /// Returns the windows of an image between zeros.
-    fn windows_of_image<'s, S: Stored>(&self, step: &Step<'s>, x: &impl Source<'s, S>) -> Result<Tensor<'s, S>> {
-        let ConvolutionConfig { stride, padding: [top, left], .. } = self.config;
-        if [top, left] == [0, 0] {
-            return self.windows(step, x, self.places, stride);
-        }
-        let ([h, w], [batch, channels]) = (self.image, [self.batch, self.channels[0]]);
-        let to = Shape::from([batch, channels, h + 2 * top, w + 2 * left]);
-        let padded = among_zeros(step, x, to, &Places::of(to).from(2, top).from(3, left))?;
-        let windows = self.windows(step, &padded, self.places, stride)?;
-        step.free(padded);
-        Ok(windows)
-    }
-
-    /// Returns the windows at these places, `[channels, kh, kw, batch, height, width]`.
-    fn windows<'s, S: Stored>(
+    /// Returns the products of a weight `[groups, to / groups, kw kh from / groups]` with windows,
+    /// `[batch, to, height, width]`; `x`: `[batch, from, ..]`. Frees the weight.
+    fn convolved<'s, S: Activation>(
         &self,
         step: &Step<'s>,
         x: &impl Source<'s, S>,
-        [h, w]: [usize; 2],
-        stride: [usize; 2],
+        grid: Grid,
+        weight: Tensor<'s, S>,
+        [from, to]: [usize; 2],
     ) -> Result<Tensor<'s, S>> {
-        let channels = x.shape().extents()[1];
-        let own = Places::of(x.shape()).strides;
-        let (along, [dh, dw]) = (stride.map(|by| by as isize), self.config.dilation.map(|by| by as isize));
-        let strides = vec![own[1], dh * own[2], dw * own[3], own[0], along[0] * own[2], along[1] * own[3]];
-        let [kh, kw] = self.kernel;
-        taken(step, [channels, kh, kw, self.batch, h, w].into(), x, &Places { start: 0, strides })
+        let mut y = step.empty([self.batch, to, grid.places[0], grid.places[1]])?;
+        if weight.shape().elements() == 0 {
+            fill_into(step, &mut y, 0.0)?;
+            return Ok(y);
+        }
+        for images in self.pieces::<S>(grid, from) {
+            let first = images.start;
+            self.windows(step, x, grid, from, images)?.times(step, &weight, &mut y, first)?;
+        }
+        step.free(weight);
+        Ok(y)
     }
 
-    /// Returns a weight times windows, `[batch, channels, height, width]`. Frees the windows.
-    fn times<'s, S: GemmElement<S>>(
+    /// Returns the gradient of the weight. The sums over pieces of the batch are added in f32.
+    fn weight_gradient<'s, S: Activation>(
         &self,
         step: &Step<'s>,
-        weight: &impl Source<'s, S>,
-        windows: Tensor<'s, S>,
-        channels: usize,
-        [h, w]: [usize; 2],
+        x: &impl Source<'s, S>,
+        dy: &impl Source<'s, S>,
     ) -> Result<Tensor<'s, S>> {
-        let (groups, columns) = (self.config.groups, self.batch * h * w);
-        let inner = weight.shape().elements() / channels.max(1);
-        let weight = Saved::new(weight.memory(), [groups, channels / groups, inner].into());
-        let windows = windows.reshape([groups, inner, columns])?;
-        let y = product(step, (&weight, false), (&windows, false))?;
-        step.free(windows);
-        let turned = swapped(step, &y, [channels, self.batch, h, w].into())?;
-        step.free(y);
-        Ok(turned)
+        let [out, own, kh, kw] =
+            [self.channels[1], self.channels[0] / self.config.groups, self.kernel[0], self.kernel[1]];
+        let mut dw = step.empty([out, kw, kh, own])?;
+        if self.result().elements() == 0 || dw.shape().elements() == 0 {
+            fill_into(step, &mut dw, 0.0)?;
+        } else {
+            for images in self.pieces::<S>(self.grid(), self.channels[0]) {
+                let first = images.start;
+                self.windows(step, x, self.grid(), self.channels[0], images)?.gradient(step, dy, first, &mut dw)?;
+            }
+        }
+        let turned = permuted(step, &dw, &[0, 3, 2, 1])?;
+        step.free(dw);
+        narrowed(step, turned)
+    }
+
+    /// True if windows share the elements of their columns, which dilated ones cannot.
+    fn overlap(&self) -> bool {
+        self.kernel[1] == 1 || self.config.dilation[1] == 1
+    }
+
+    /// Returns ranges of the batch whose windows exist at a time.
+    fn pieces<S>(&self, grid: Grid, channels: usize) -> impl Iterator<Item = Range<usize>> + use<S> {
+        let columns = if self.overlap() { grid.extents[1] } else { grid.places[1].saturating_mul(self.kernel[1]) };
+        let factors = [grid.places[0], self.kernel[0], channels, size_of::<S>()];
+        let bytes = factors.into_iter().fold(columns, usize::saturating_mul);
+        pieces(self.batch, bytes, &[channels * grid.image[0] * grid.image[1]])
+    }
+
+    /// Returns the windows in these images of `[batch, channels, height, width]`.
+    fn windows<'s, S: Activation>(
+        &self,
+        step: &Step<'s>,
+        x: &impl Source<'s, S>,
+        grid: Grid,
+        channels: usize,
+        images: Range<usize>,
+    ) -> Result<Windows<'s, S>> {
+        let (groups, [kh, kw], [dh, dw]) = (self.config.groups, self.kernel, self.config.dilation);
+        let (batch, [rows, cols]) = (images.len(), grid.image);
+        let image = channels * rows * cols;
+        let part = x.memory().part(images.start * image, batch * image);
+        let x = Saved::new(part, [batch, channels, rows, cols].into());
+        let image = grid.spread(step, &x)?;
+        let ([h, w], [along, across], width) = (grid.places, grid.stride, grid.extents[1]);
+        let own = channels / groups;
+        let made = |values, columns: usize, apart: usize| {
+            let (inner, ld) = (kw * kh * own, apart * kh * own);
+            Windows { values, groups, batch, places: [h, w], columns, inner, ld }
+        };
+        if self.overlap() && [groups, kh, along] == [1; 3] {
+            return Ok(made(image, width / across, across));
+        }
+        let strides = Places::of(image.shape()).strides;
+        let by = |stride: isize, count: usize| stride * count as isize;
+        let (to_line, to_row) = (by(strides[1], along), by(strides[1], dh));
+        let (shape, strides, copies) = if self.overlap() {
+            let strides = [own as isize, strides[0], to_line, strides[2], to_row, 1];
+            (Shape::from([groups, batch, h, width, kh, own]), strides, 1)
+        } else {
+            let strides = [strides[0], to_line, by(strides[2], across), by(strides[2], dw), to_row, 1];
+            (Shape::from([batch, h, w, kw, kh, own]), strides, groups)
+        };
+        let mut values = step.empty([copies, shape.elements()])?;
+        for group in 0..copies {
+            let from = Places { start: group * own, strides: strides.to_vec() };
+            let to = Places { start: group * shape.elements(), ..Places::of(shape) };
+            copy(step, shape, (&image, &from), (&mut values, &to))?;
+        }
+        step.free(image);
+        Ok(if self.overlap() { made(values, width / across, across) } else { made(values, w, kw) })
     }
 }
 
-/// Returns a tensor of four extents, which has this shape, with its first two swapped.
-fn swapped<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>, shape: Shape) -> Result<Tensor<'s, S>> {
-    permuted(step, &Saved::new(x.memory(), shape), &[1, 0, 2, 3])
+/// Images between zeros, and the windows in them, along height and width.
+#[derive(Clone, Copy, Debug)]
+struct Grid {
+    /// The extents without the zeros, and with them.
+    image: [usize; 2],
+    extents: [usize; 2],
+    /// The place of the first element.
+    first: [usize; 2],
+    /// The distance between elements.
+    apart: [usize; 2],
+    /// The number of windows.
+    places: [usize; 2],
+    /// The distance between windows.
+    stride: [usize; 2],
 }
 
-impl<'s, S: GemmElement<S>> Var<'s, S> {
+impl Grid {
+    /// Returns images `[batch, channels, ..]` between zeros, `[batch, height, width, channels]`.
+    fn spread<'s, S: Stored>(&self, step: &Step<'s>, x: &Saved<'s, S>) -> Result<Tensor<'s, S>> {
+        let [batch, channels, h, w] = *x.shape().extents() else { unreachable!("images have four extents") };
+        let last = transpose(step, &x.reshape([batch, channels, h * w])?)?.reshape([batch, h, w, channels])?;
+        if [h, w] == self.extents && self.apart == [1; 2] {
+            return Ok(last);
+        }
+        let to = Shape::from([batch, self.extents[0], self.extents[1], channels]);
+        let mut places = Places::of(to).from(1, self.first[0]).from(2, self.first[1]);
+        places.strides[1] *= self.apart[0] as isize;
+        places.strides[2] *= self.apart[1] as isize;
+        let spread = among_zeros(step, &last, to, &places)?;
+        step.free(last);
+        Ok(spread)
+    }
+}
+
+/// The windows of some images: rows of one tensor, which may overlap.
+#[derive(Debug)]
+struct Windows<'s, S: Stored> {
+    values: Tensor<'s, S>,
+    groups: usize,
+    batch: usize,
+    /// The windows along the height and the width.
+    places: [usize; 2],
+    /// The rows of a line: its windows, and those that reach into the next line.
+    columns: usize,
+    /// The elements of a window.
+    inner: usize,
+    /// The elements from a window to the next.
+    ld: usize,
+}
+
+impl<'s, S: Activation> Windows<'s, S> {
+    /// Writes weights `[channels, inner]` times the windows to `y`,
+    /// `[all images, channels, height, width]`, from image `first` on. Frees the windows.
+    fn times(self, step: &Step<'s>, weight: &Tensor<'s, S>, y: &mut Tensor<'s, S>, first: usize) -> Result<()> {
+        let channels = y.shape().extents()[1];
+        let mut products = step.empty([channels, self.batch, self.places[0], self.columns])?;
+        if products.shape().elements() > 0 {
+            let (m, all) = (channels / self.groups, self.lines());
+            let (n, k) = (self.rows(), self.inner);
+            let form = Gemm { m, n, k, lda: k, ldc: all, transpose_b: true, ..self.form() };
+            let form = Gemm { stride_a: m * k, stride_c: m * all, ..form };
+            gemm_into(step, &form, weight, &self.values, None::<&Tensor<'s>>, &mut products)?;
+        }
+        step.free(self.values);
+        let mut from = Places::of(products.shape());
+        from.strides.swap(0, 1);
+        let to = Places::of(y.shape()).from(0, first);
+        copy(step, y.shape().with(0, self.batch), (&products, &from), (y, &to))?;
+        step.free(products);
+        Ok(())
+    }
+
+    /// Writes the gradient of the weights to `dw`, `[channels, inner]`, or adds it unless `first`
+    /// is 0; `dy`: `[all images, channels, height, width]`, read from image `first` on. Frees the
+    /// windows.
+    fn gradient(self, step: &Step<'s>, dy: &impl Source<'s, S>, first: usize, dw: &mut Tensor<'s>) -> Result<()> {
+        let ([h, w], channels) = (self.places, dy.shape().extents()[1]);
+        // Rows that are no windows count as zero.
+        let mut turned = step.empty([channels, self.batch, h, self.columns])?;
+        if self.columns != w {
+            fill_into(step, &mut turned, 0.0)?;
+        }
+        let mut from = Places::of(dy.shape()).from(0, first);
+        from.strides.swap(0, 1);
+        let to = Places::of(turned.shape());
+        copy(step, [channels, self.batch, h, w].into(), (dy, &from), (&mut turned, &to))?;
+        let (m, all) = (channels / self.groups, self.lines());
+        let (n, k) = (self.inner, self.rows());
+        let form = Gemm { m, n, k, lda: all, ldc: n, stride_a: m * all, stride_c: m * n, ..self.form() };
+        let form = if first == 0 { form } else { form.accumulate() };
+        gemm_into(step, &form, &turned, &self.values, None::<&Tensor<'s>>, dw)?;
+        step.free(turned);
+        step.free(self.values);
+        Ok(())
+    }
+
+    /// Returns the common part of products with the windows.
+    fn form(&self) -> Gemm {
+        let stride_b = self.values.shape().elements() / self.groups;
+        Gemm { ldb: self.ld, batches: self.groups, stride_b, ..Gemm::default() }
+    }
+
+    /// Returns the number of rows of all lines.
+    fn lines(&self) -> usize {
+        self.batch * self.places[0] * self.columns
+    }
+
+    /// Returns the number of rows up to the last window.
+    fn rows(&self) -> usize {
+        self.lines() - (self.columns - self.places[1])
+    }
+}
+
+impl<'s, S: Activation> Var<'s, S> {
     /// The convolution (a cross-correlation, as in PyTorch) with a weight
     /// `[out, in / groups, kh, kw]`; this variable: `[batch, in, height, width]`, result:
-    /// `[batch, out, (height + 2 padding - dilation (kh - 1) - 1) / stride + 1, ..]`.
+    /// `[batch, out, (height + 2 padding - dilation (kh - 1) - 1) / stride + 1, ..]`. Where an
+    /// element of the input is not finite, more elements of the weight's gradient may be NaN than
+    /// in PyTorch.
     ///
     /// # Errors
     /// [`Error::Misuse`] for other shapes or a larger padding; [`Error::ArenaFull`].

@@ -31,6 +31,7 @@ mod loss;
 mod lstm;
 mod matmul;
 mod norm;
+mod pieces;
 pub mod pointwise;
 mod precision;
 mod product;
