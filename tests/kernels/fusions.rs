@@ -7,8 +7,8 @@
 
 use crate::gradients::{Handles, ParameterValues, ROUNDING, leaf_as, normal, parameters_of, stack, stored_as_each};
 use crate::hostile::attack;
-use crate::support::{Random, relative_l2, tolerance};
-use stepscope::ops::{Activation, AttentionConfig, LmHeadConfig, Rotary};
+use crate::support::{Random, on_each_device, relative_l2, tolerance};
+use stepscope::ops::{Activation, AttentionConfig, ConvolutionConfig, LmHeadConfig, Rotary};
 use stepscope::parameters::StackedParameters;
 use stepscope::tensor::{Element, Indices, Shape};
 use stepscope::{Arena, Capacity, Device, EagerStep, Gradients, Parameter, Result, Tape, Var, bf16};
@@ -76,7 +76,7 @@ fn compare_on<S: Activation, T: Activation>(
     if is_bf16 {
         parameters = parameters.with_bf16_copy().unwrap();
     }
-    let mut arena = Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap();
+    let mut arena = Arena::builder(device).capacity(Capacity::mib(256)).build().unwrap();
     let mut compute = |way: &dyn for<'w, 't, 's> Fn(Way<'w, 't, 's>) -> Result<Var<'s, T>>| -> Computed {
         let mut gradients = Gradients::zeros(&parameters).unwrap();
         let result = arena.step(|step| {
@@ -316,6 +316,9 @@ stored_as_each! {
     }
 
     fn attentions<S>(device: &Device) {
+        compare::<S, S>(device, "attend", &[&[2, 3, 5, 8], &[2, 3, 7, 8], &[2, 3, 7, 6]],
+            |way| way.var::<S>(0)?.attend(&way.var(1)?, &way.var(2)?),
+            |way| way.var::<S>(0)?.matmul_with(&way.var(1)?, [false, true])?.softmax()?.matmul(&way.var(2)?));
         compare::<S, S>(device, "attention", &[&[2, 6, 128]],
             |way| way.tape.attention(&way.var(0)?, None, &config()),
             |way| attention::<S>(&way, &way.var(0)?, [4, 2, 16]));
@@ -346,6 +349,23 @@ stored_as_each! {
             |way| {
                 let logits = way.var::<S>(0)?.matmul(&way.var(1)?)?;
                 cross_entropy(&way, &way.tape.to_f32(&logits)?)
+            });
+    }
+}
+
+on_each_device! {
+    /// Two images and two matrices whose scratch is that of two pieces.
+    fn batches_in_pieces(device: &Device) {
+        compare::<f32, f32>(device, "attend", &[&[2, 2048, 1], &[2, 2104, 1], &[2, 2104, 1]],
+            |way| way.var::<f32>(0)?.attend(&way.var(1)?, &way.var(2)?),
+            |way| way.var::<f32>(0)?.matmul_with(&way.var(1)?, [false, true])?.softmax()?.matmul(&way.var(2)?));
+        let config = ConvolutionConfig { padding: [0, 1], ..ConvolutionConfig::default() };
+        compare::<f32, f32>(device, "conv2d", &[&[2, 1, 607, 512], &[1, 1, 32, 3]],
+            |way| way.var::<f32>(0)?.conv2d(&way.var(1)?, config),
+            |way| {
+                let (x, weight) = (way.var::<f32>(0)?, way.var(1)?);
+                let image = |at| x.narrow(0, at..at + 1)?.conv2d(&weight, config);
+                Var::cat(&[image(0)?, image(1)?], 0)
             });
     }
 }

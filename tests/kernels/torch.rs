@@ -191,9 +191,7 @@ const OTHERS: &[(&str, Written)] = &[
     }),
     ("pairwise_distance", |_, x, y| (x - y)?.square()?.sum(-1)?.sqrt()),
     ("cdist", |_, x, y| (x.unsqueeze(1)? - y.unsqueeze(0)?)?.square()?.sum(-1)?.sqrt()),
-    ("scaled_dot_product_attention", |_, x, y| {
-        (x.matmul_with(y, [false, true])? * (1.0 / 6f32.sqrt()))?.softmax()?.matmul(y)
-    }),
+    ("scaled_dot_product_attention", |_, x, y| (x * (1.0 / 6f32.sqrt()))?.attend(y, y)),
     ("batch_norm", |_, x, _| (x - x.mean_keep(0)?)? * (x.variance(0, 0)?.unsqueeze(0)? + 1e-5)?.rsqrt()?),
     ("conv1d", |_, x, _| {
         x.unsqueeze(1)?.unsqueeze(2)?.conv2d(&x.reshape([8, 1, 1, 3])?, ops::ConvolutionConfig::default())?.squeeze(2)

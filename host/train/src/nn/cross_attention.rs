@@ -7,8 +7,8 @@ use stepscope_core::{Error, Result, Tape, Var};
 /// `softmax(q k^T / sqrt(head) + bias) v Wo + bo` with `q = x Wq + bq` and
 /// `k, v = context Wkv + bkv` (Vaswani et al., 2017), composed of products and a softmax.
 ///
-/// The scores `[batch, heads, queries, keys]` exist as a whole. Self-attention without them is
-/// [`MultiHeadAttention`](super::MultiHeadAttention).
+/// The scores `[batch, heads, queries, keys]` exist as a whole only with a bias. Self-attention is
+/// faster in [`MultiHeadAttention`](super::MultiHeadAttention).
 #[derive(Clone, Copy, Debug)]
 pub struct CrossAttention {
     /// Wq, `[width, width]`, and bq.
@@ -51,11 +51,12 @@ impl CrossAttention {
         let [k, v] = self.key_value.forward(tape, context)?.chunks::<2>(-1)?;
         let (q, k, v) = (self.split(&self.query.forward(tape, x)?)?, self.split(&k)?, self.split(&v)?);
         let head = q.shape().extents()[3] as f32;
-        let mut scores = (q * (1.0 / head.sqrt()))?.matmul_with(&k, [false, true])?;
-        if let Some(bias) = bias {
-            scores = (scores + bias)?;
-        }
-        let mixed = scores.softmax()?.matmul(&v)?.permute([0, 2, 1, 3])?;
+        let q = (q * (1.0 / head.sqrt()))?;
+        let mixed = match bias {
+            None => q.attend(&k, &v)?,
+            Some(bias) => (q.matmul_with(&k, [false, true])? + bias)?.softmax()?.matmul(&v)?,
+        };
+        let mixed = mixed.permute([0, 2, 1, 3])?;
         self.output.forward(tape, &mixed.reshape(x.shape())?)
     }
 

@@ -7,6 +7,7 @@
 //! | `made.rs` | the result, with what the backward pass needs |
 //! | `flash.rs` | any config, without a matrix of tokens x tokens |
 //! | `cached.rs` | tokens over a cache of those before them |
+//! | `separate.rs` | queries, keys and values that are separate variables |
 //! | `short.rs` | up to 16 tokens with normalized queries and keys, in one launch |
 
 mod cached;
@@ -14,6 +15,7 @@ mod config;
 mod element;
 mod flash;
 mod made;
+mod separate;
 mod short;
 
 use super::{QkNorm, qk_norm, same_shape};
