@@ -127,8 +127,8 @@ impl Plan {
         [self.batch, self.channels[1], self.places[0], self.places[1]].into()
     }
 
-    fn weight(&self) -> Shape {
-        [self.channels[1], self.channels[0] / self.config.groups, self.kernel[0], self.kernel[1]].into()
+    fn weight(&self) -> [usize; 4] {
+        [self.channels[1], self.channels[0] / self.config.groups, self.kernel[0], self.kernel[1]]
     }
 
     /// Returns the windows in an image, between zeros.
@@ -156,7 +156,7 @@ impl Plan {
         x: &impl Source<'s, S>,
         weight: &impl Source<'s, S>,
     ) -> Result<Tensor<'s, S>> {
-        let weight = permuted(step, &Saved::new(weight.memory(), self.weight()), &[0, 3, 2, 1])?;
+        let weight = permuted(step, &Saved::new(weight.memory(), self.weight().into()), &[0, 3, 2, 1])?;
         self.convolved(step, x, self.grid(), weight, self.channels)
     }
 
@@ -208,8 +208,7 @@ impl Plan {
         x: &impl Source<'s, S>,
         dy: &impl Source<'s, S>,
     ) -> Result<Tensor<'s, S>> {
-        let [out, own, kh, kw] =
-            [self.channels[1], self.channels[0] / self.config.groups, self.kernel[0], self.kernel[1]];
+        let [out, own, kh, kw] = self.weight();
         let mut dw = step.empty([out, kw, kh, own])?;
         if self.result().elements() == 0 || dw.shape().elements() == 0 {
             fill_into(step, &mut dw, 0.0)?;
@@ -254,12 +253,12 @@ impl Plan {
         let image = grid.spread(step, &x)?;
         let ([h, w], [along, across], width) = (grid.places, grid.stride, grid.extents[1]);
         let own = channels / groups;
-        let made = |values, columns: usize, apart: usize| {
-            let (inner, ld) = (kw * kh * own, apart * kh * own);
-            Windows { values, groups, batch, places: [h, w], columns, inner, ld }
-        };
+        // The windows of a line, and the columns from a window to the next.
+        let (columns, apart) = if self.overlap() { (width / across, across) } else { (w, kw) };
+        let (inner, ld) = (kw * kh * own, apart * kh * own);
+        let made = |values| Windows { values, groups, batch, places: [h, w], columns, inner, ld };
         if self.overlap() && [groups, kh, along] == [1; 3] {
-            return Ok(made(image, width / across, across));
+            return Ok(made(image));
         }
         let strides = Places::of(image.shape()).strides;
         let by = |stride: isize, count: usize| stride * count as isize;
@@ -278,7 +277,7 @@ impl Plan {
             copy(step, shape, (&image, &from), (&mut values, &to))?;
         }
         step.free(image);
-        Ok(if self.overlap() { made(values, width / across, across) } else { made(values, w, kw) })
+        Ok(made(values))
     }
 }
 

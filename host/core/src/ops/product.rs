@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::params::Parameter;
 use crate::step::Step;
 use crate::tape::{Tape, Var};
-use crate::tensor::{Saved, Shape, Source, Stored, Tensor};
+use crate::tensor::{Saved, Shape, Source, Stored, Target, Tensor};
 
 /// Returns the batch, the rows and the columns of matrices, transposed if `transposed`.
 fn matrices(op: &'static str, shape: Shape, transposed: bool) -> Result<(Vec<usize>, [usize; 2])> {
@@ -23,37 +23,49 @@ fn matrices(op: &'static str, shape: Shape, transposed: bool) -> Result<(Vec<usi
     }
 }
 
+const OP: &str = "matmul";
+
 /// Returns the products of matrices. Their batches broadcast.
 pub(super) fn product<'s, S: GemmElement<S>>(
     step: &Step<'s>,
     (a, transpose_a): (&impl Source<'s, S>, bool),
     (b, transpose_b): (&impl Source<'s, S>, bool),
 ) -> Result<Tensor<'s, S>> {
-    const OP: &str = "matmul";
+    let (a_batch, [m, _]) = matrices(OP, a.shape(), transpose_a)?;
+    let (b_batch, [_, n]) = matrices(OP, b.shape(), transpose_b)?;
+    let batch = broadcast(OP, &[Some(Shape::of(OP, &a_batch)?), Some(Shape::of(OP, &b_batch)?)])?;
+    let mut out = step.empty(Shape::of(OP, &[batch.extents(), &[m, n]].concat())?)?;
+    product_into(step, (a, transpose_a), (b, transpose_b), &mut out)?;
+    Ok(out)
+}
+
+/// Writes the products of matrices. Their batches broadcast to those of `out`.
+pub(super) fn product_into<'s, S: GemmElement<S>>(
+    step: &Step<'s>,
+    (a, transpose_a): (&impl Source<'s, S>, bool),
+    (b, transpose_b): (&impl Source<'s, S>, bool),
+    out: &mut impl Target<'s, S>,
+) -> Result<()> {
     let (a_batch, [m, k]) = matrices(OP, a.shape(), transpose_a)?;
     let (b_batch, [inner, n]) = matrices(OP, b.shape(), transpose_b)?;
     if k != inner {
         return Err(Error::misuse(OP, "equal inner extents", format!("{} and {}", a.shape(), b.shape())));
     }
-    let batch = broadcast(OP, &[Some(Shape::of(OP, &a_batch)?), Some(Shape::of(OP, &b_batch)?)])?;
-    let with = |last: [usize; 2]| {
-        let mut extents = batch.extents().to_vec();
-        extents.extend(last);
-        Shape::of(OP, &extents)
-    };
-    let mut out = step.empty(with([m, n])?)?;
+    let (batch, _) = matrices(OP, out.shape(), false)?;
     if out.shape().elements() == 0 || k == 0 {
-        elementary::fill_into(step, &mut out, 0.0)?;
-        return Ok(out);
+        return elementary::fill_into(step, out, 0.0);
     }
     // One matrix serves every batch. Batches that repeat in another way are copied.
-    let all = batch.elements();
+    let all = batch.iter().product();
     let spread = |x: &Saved<'s, S>, own: &[usize]| -> Result<(Saved<'s, S>, usize)> {
         let [rows, cols] = [x.shape().extents()[own.len()], x.shape().extents()[own.len() + 1]];
         match own.iter().product::<usize>() {
             1 => Ok((*x, 0)),
             count if count == all => Ok((*x, rows * cols)),
-            _ => Ok((repeated(step, x, with([rows, cols])?)?.save(), rows * cols)),
+            _ => {
+                let whole = Shape::of(OP, &[&batch[..], &[rows, cols]].concat())?;
+                Ok((repeated(step, x, whole)?.save(), rows * cols))
+            }
         }
     };
     let (a, stride_a) = spread(&Saved::new(a.memory(), a.shape()), &a_batch)?;
@@ -62,8 +74,7 @@ pub(super) fn product<'s, S: GemmElement<S>>(
     let form = if transpose_a { form.transpose_a() } else { form };
     let form = if transpose_b { form.transpose_b() } else { form };
     let form = Gemm { batches: all, stride_a, stride_b, stride_c: m * n, ..form };
-    gemm_into(step, &form, &a, &b, None::<&Tensor<'s>>, &mut out)?;
-    Ok(out)
+    gemm_into(step, &form, &a, &b, None::<&Tensor<'s>>, out)
 }
 
 impl<'s, S: GemmElement<S>> Var<'s, S> {
@@ -81,7 +92,6 @@ impl<'s, S: GemmElement<S>> Var<'s, S> {
     /// `[.., k, m]`, the other as `[.., n, k]`. It copies neither. See [`Var::matmul`].
     #[track_caller]
     pub fn matmul_with(&self, other: &Self, [transpose_a, transpose_b]: [bool; 2]) -> Result<Self> {
-        const OP: &str = "matmul";
         let (batch, [m, k]) = matrices(OP, self.shape(), transpose_a)?;
         let (b_batch, [_, n]) = matrices(OP, other.shape(), transpose_b)?;
         let rows = batch.iter().product::<usize>();
