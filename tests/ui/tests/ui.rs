@@ -17,8 +17,9 @@ use stepscope::{Arena, Device, EagerStep, Step, Tape, Tensor, Var};
 #[path = "../programs/legal.rs"]
 mod legal;
 
-// Objects of a step stay on its thread. An arena may move between steps, and two threads cannot
-// share it.
+// Objects of a step and arguments of its launches stay on its thread. An arena may move between
+// steps, and two threads cannot share it. They are stated here because the compiler's message
+// differs where the standard library's source is installed.
 static_assertions::assert_not_impl_any!(Step<'static>: Send, Sync);
 static_assertions::assert_not_impl_any!(EagerStep<'static>: Send, Sync);
 static_assertions::assert_not_impl_any!(ScratchStep<'static, 'static>: Send, Sync);
@@ -28,6 +29,7 @@ static_assertions::assert_not_impl_any!(Lent<'static, 'static>: Send, Sync);
 static_assertions::assert_not_impl_any!(LentMut<'static, 'static>: Send, Sync);
 static_assertions::assert_not_impl_any!(Tape<'static, 'static>: Send, Sync);
 static_assertions::assert_not_impl_any!(Var<'static>: Send, Sync);
+static_assertions::assert_not_impl_any!(kernels::fill::fill<'static, f32>: Send, Sync);
 static_assertions::assert_not_impl_any!(Arena: Sync);
 static_assertions::assert_impl_all!(Arena: Send);
 static_assertions::assert_impl_all!(Device: Send, Sync);
