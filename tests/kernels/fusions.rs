@@ -76,7 +76,7 @@ fn compare_on<S: Activation, T: Activation>(
     if is_bf16 {
         parameters = parameters.with_bf16_copy().unwrap();
     }
-    let mut arena = Arena::builder(device).capacity(Capacity::mib(256)).build().unwrap();
+    let mut arena = Arena::builder(device).capacity(Capacity::mib(384)).build().unwrap();
     let mut compute = |way: &dyn for<'w, 't, 's> Fn(Way<'w, 't, 's>) -> Result<Var<'s, T>>| -> Computed {
         let mut gradients = Gradients::zeros(&parameters).unwrap();
         let result = arena.step(|step| {
@@ -354,7 +354,7 @@ stored_as_each! {
 }
 
 on_each_device! {
-    /// Two images and two matrices whose scratch is that of two pieces.
+    /// Two images, two matrices and a product whose scratch is that of two pieces.
     fn batches_in_pieces(device: &Device) {
         compare::<f32, f32>(device, "attend", &[&[2, 2048, 1], &[2, 2104, 1], &[2, 2104, 1]],
             |way| way.var::<f32>(0)?.attend(&way.var(1)?, &way.var(2)?),
@@ -366,6 +366,12 @@ on_each_device! {
                 let (x, weight) = (way.var::<f32>(0)?, way.var(1)?);
                 let image = |at| x.narrow(0, at..at + 1)?.conv2d(&weight, config);
                 Var::cat(&[image(0)?, image(1)?], 0)
+            });
+        compare::<f32, f32>(device, "mul", &[&[2049, 4100], &[2049, 1]],
+            |way| way.var::<f32>(0)? * way.var(1)?,
+            |way| {
+                let x = way.var::<f32>(0)?;
+                x * way.var(1)?.broadcast_to(x.shape())?
             });
     }
 }

@@ -32,14 +32,16 @@ pub use functions::*;
 
 use super::broadcast::Operand;
 use super::fold::sum_to;
+use super::pieces::pieces;
 use crate::elementary;
 use crate::error::{Error, Result};
 use crate::ops::declare::ChosenArguments;
 use crate::step::Step;
 use crate::tape::{AnyVar, Backward, Kept, Var};
-use crate::tensor::{Shape, Stored, Tensor};
+use crate::tensor::{LentMut, Saved, Shape, Source, Stored, Tensor};
 use half::bf16;
 use std::fmt;
+use std::ops::Range;
 
 /// An operand of an op that is called on a variable: another variable, or a number.
 pub enum Term<'s, S: Stored> {
@@ -157,9 +159,11 @@ fn backward<'s, S: Stored, const N: usize>(
         };
     }
     let (y, step) = (y.value(back), back.step());
-    let wanted: Vec<(usize, Var<'s, S>)> = (terms.iter().enumerate())
+    let mut wanted: Vec<(usize, Var<'s, S>)> = (terms.iter().enumerate())
         .filter_map(|(number, term)| term.var().filter(|var| var.wants_gradient()).map(|var| (number, *var)))
         .collect();
+    // An operand that repeats reads most and writes least, so it is first.
+    wanted.sort_by_key(|(_, var)| var.shape() == dy.shape());
     // One operand may take dy itself, after the others.
     let takes_dy =
         |(number, var): &(usize, Var<'s, S>)| matches!(gradients[*number], Gradient::Same) && var.shape() == dy.shape();
@@ -172,16 +176,13 @@ fn backward<'s, S: Stored, const N: usize>(
                 None => elementary::copy(step, &dy)?,
             },
             Gradient::Same => sum_to(step, &dy, var.shape())?,
-            Gradient::Of(slope) => {
+            Gradient::Of(slope) if var.shape() == dy.shape() => {
                 let of_result = [Operand::from(&y), Operand::from(&dy)];
-                let full = slope(step, number, terms.each_ref().map(Term::operand), of_result)?;
-                if full.shape() == var.shape() {
-                    full
-                } else {
-                    let sum = sum_to(step, &full, var.shape())?;
-                    step.free(full);
-                    sum
-                }
+                slope(step, number, terms.each_ref().map(Term::operand), of_result)?
+            }
+            Gradient::Of(slope) => {
+                let dy = Saved::new(dy.memory(), dy.shape());
+                summed_slope(step, slope, number, terms, [&y, &dy], var.shape())?
             }
         };
         back.add(&var, gradient)?;
@@ -192,6 +193,58 @@ fn backward<'s, S: Stored, const N: usize>(
             step.free(dy);
             Ok(())
         }
+    }
+}
+
+/// Returns the gradient of an operand of `shape` that repeats: the sum of the slope over the extents
+/// along which it does, for a piece of the result's first extent at a time.
+fn summed_slope<'s, S: Stored, const N: usize>(
+    step: &Step<'s>,
+    slope: Slope<S, N>,
+    number: usize,
+    terms: [Term<'s, S>; N],
+    [y, dy]: [&Saved<'s, S>; 2],
+    shape: Shape,
+) -> Result<Tensor<'s, S>> {
+    let whole = dy.shape();
+    let rows = whole.extents()[0];
+    // The elements of a row of a tensor, `None` if it is the same for all rows of the result.
+    let row = |of: Shape| {
+        let is_own = of.extents().len() == whole.extents().len() && of.extents()[0] == rows;
+        is_own.then(|| of.elements() / rows.max(1))
+    };
+    let some = |x: &Saved<'s, S>, piece: &Range<usize>| match row(x.shape()) {
+        Some(row) => {
+            let memory = x.memory().part(piece.start * row, piece.len() * row);
+            Saved::new(memory, x.shape().with(0, piece.len()))
+        }
+        None => *x,
+    };
+    let sum = |piece: &Range<usize>| {
+        let terms = terms.map(|term| term.var().map(|var| some(var.value(), piece)).ok_or(term));
+        let operands = terms.each_ref().map(|term| term.as_ref().map_or_else(Term::operand, Operand::from));
+        let of_result = [some(y, piece), some(dy, piece)];
+        let full = slope(step, number, operands, of_result.each_ref().map(Operand::from))?;
+        let sum = sum_to(step, &full, if row(shape).is_some() { shape.with(0, piece.len()) } else { shape })?;
+        step.free(full);
+        Ok::<_, Error>(sum)
+    };
+    let vars = terms.iter().filter_map(|term| term.var().and_then(|var| row(var.shape())));
+    let lengths: Vec<usize> = vars.chain(row(whole)).collect();
+    let bytes = lengths.last().map_or(0, |row| row * size_of::<S>());
+    let mut pieces = pieces(rows, bytes, &lengths).peekable();
+    match (pieces.next(), row(shape)) {
+        (Some(first), Some(own)) if pieces.peek().is_some() => {
+            let sums = step.empty(shape)?;
+            for piece in std::iter::once(first).chain(pieces) {
+                let sum = sum(&piece)?;
+                let memory = sums.memory().part(piece.start * own, piece.len() * own);
+                elementary::copy_into(step, &sum, &mut LentMut::new(memory, sum.shape()))?;
+                step.free(sum);
+            }
+            Ok(sums)
+        }
+        _ => sum(&(0..rows)),
     }
 }
 

@@ -105,14 +105,7 @@ impl<'s, S: GemmElement<S>> Var<'s, S> {
         let (a, b) = (self.keep(), other.keep());
         Ok(op.record(y.save(), move |back, dy| {
             let (a, b, step) = (a.var(back)?, b.var(back)?, back.step());
-            if a.wants_gradient() {
-                let da = match transpose_a {
-                    false => product(step, (&dy, false), (b.value(), !transpose_b))?,
-                    true => product(step, (b.value(), transpose_b), (&dy, true))?,
-                };
-                let da = summed(step, da, a.shape())?;
-                back.add(&a, da)?;
-            }
+            // b's first: it is the last to read a, whose memory can then be used for a's.
             if b.wants_gradient() {
                 let db = match transpose_b {
                     false => product(step, (a.value(), !transpose_a), (&dy, false))?,
@@ -120,6 +113,14 @@ impl<'s, S: GemmElement<S>> Var<'s, S> {
                 };
                 let db = summed(step, db, b.shape())?;
                 back.add(&b, db)?;
+            }
+            if a.wants_gradient() {
+                let da = match transpose_a {
+                    false => product(step, (&dy, false), (b.value(), !transpose_b))?,
+                    true => product(step, (b.value(), transpose_b), (&dy, true))?,
+                };
+                let da = summed(step, da, a.shape())?;
+                back.add(&a, da)?;
             }
             step.free(dy);
             Ok(())
