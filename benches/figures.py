@@ -298,7 +298,7 @@ EMBEDDING = {"embedding": (8, 6), "embedding_backward": (8, 6)}
 
 
 def layers(case, runs):
-    """Microseconds and MiB of a step, of PyTorch eager and compiled: "lstm, small, f32"."""
+    """Microseconds and MiB of a step, of PyTorch eager and compiled and of candle: "lstm, small, f32"."""
     name, _, precision = case.rpartition(", ")
     found = {}
     for run in reversed(runs):
@@ -309,7 +309,8 @@ def layers(case, runs):
         raise Missing(case)
     (time, mib), (eager, of_eager) = found["stepscope captured"], found["PyTorch eager"]
     compiled, of_compiled = found["PyTorch compiled, graph"]
-    return f"{time} ({mib} MiB)", f"{eager} ({of_eager} MiB), {compiled} ({of_compiled} MiB)"
+    candle = found["candle"][0] if "candle" in found else "not run"
+    return f"{time} ({mib} MiB)", f"{eager} ({of_eager} MiB), {compiled} ({of_compiled} MiB); {candle}"
 
 
 def kernels(case, runs):

@@ -1,5 +1,6 @@
-//! Benchmarks a training step of layers that are composed of ops, compared with PyTorch's in the
-//! same run: an LSTM, a convolutional net, a denoiser, cross-attention and a mixture of experts.
+//! Benchmarks a training step of layers that are composed of ops, compared with PyTorch's and, if its
+//! program is given, candle's in the same run: an LSTM, a convolutional net, a denoiser,
+//! cross-attention and a mixture of experts.
 //!
 //! Run `cargo bench --bench layers` (the emulator, small sizes) or `cargo bench --features cuda
 //! --bench layers -- --device cuda`. `--precision tf32` rounds the operands of matrix multiplies on
@@ -44,6 +45,9 @@ struct Args {
     /// Only the cases whose name contains this text
     #[arg(long, value_name = "TEXT", default_value = "")]
     only: String,
+    /// The program of `peers/candle/examples/layers.rs`, built with its feature `cuda`
+    #[arg(long, value_name = "FILE")]
+    candle: Option<String>,
 }
 
 /// A line of the run.
@@ -187,7 +191,7 @@ fn is_gpu(device: &Device) -> bool {
 }
 
 fn main() -> harness::Result<()> {
-    let Args { common, precision, only } = Args::parse();
+    let Args { common, precision, only, candle } = Args::parse();
     let device = common.builder().open()?;
     let is_chosen = |name: &str| name.contains(&only) && (is_gpu(&device) || name.ends_with("small"));
     let cases: Vec<_> = CASES.into_iter().filter(|(name, ..)| is_chosen(name)).collect();
@@ -198,10 +202,16 @@ fn main() -> harness::Result<()> {
         let mut arguments: Vec<String> =
             ["--device", of_peer, "--precision", &precision.to_string(), "--case", case].map(str::to_owned).into();
         arguments.extend(shapes.iter().map(|shape| shape.iter().map(usize::to_string).collect::<Vec<_>>().join(",")));
-        let (of_peer, failed) = Peer::start("layers.py", &arguments).rest::<Line>();
-        lines.extend(of_peer);
-        let missing = |reason| Line::Missing { case: case.to_owned(), contender: "PyTorch".to_owned(), reason };
-        lines.extend(failed.map(missing));
+        let mut peers = vec![("PyTorch", Peer::start("layers.py", &arguments).rest::<Line>())];
+        if let Some(program) = &candle {
+            arguments.insert(0, program.clone());
+            peers.push(("candle", Peer::of("bash", "benches/peers/run-rust.sh", &arguments).rest()));
+        }
+        for (contender, (of_peer, failed)) in peers {
+            lines.extend(of_peer);
+            let (case, contender) = (case.to_owned(), contender.to_owned());
+            lines.extend(failed.map(|reason| Line::Missing { case, contender, reason }));
+        }
     }
     print(&device, precision, cases.iter().map(|(case, ..)| *case), &lines);
     println!("samples in {}", record(&group("layers", precision, StoredAs::F32), &device, &lines)?);

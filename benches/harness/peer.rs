@@ -1,5 +1,4 @@
-//! The peer of a bench: a Python program in `benches/peers/`, run as its child and so in the same
-//! run.
+//! The peer of a bench: a program in `benches/peers/`, run as its child and so in the same run.
 //!
 //! It prints one JSON value per line, so measurements before a failure are kept. Some peers measure
 //! a case when they read it, so that both sides measure it one after the other.
@@ -29,14 +28,18 @@ struct Running {
 impl Peer {
     /// Starts `benches/peers/PROGRAM` with `arguments`.
     pub(crate) fn start(program: &str, arguments: &[String]) -> Self {
-        let path = format!("benches/peers/{program}");
-        let mut command = Command::new("python3");
-        command.arg(&path).args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        Self::of("python3", &format!("benches/peers/{program}"), arguments)
+    }
+
+    /// Starts `program`, which an interpreter runs, with `arguments`.
+    pub(crate) fn of(interpreter: &str, program: &str, arguments: &[String]) -> Self {
+        let mut command = Command::new(interpreter);
+        command.arg(program).args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let (running, failed) = match command.spawn() {
             Ok(child) => (Some(Running::new(child)), None),
-            Err(error) => (None, Some(format!("python3 cannot run: {error}"))),
+            Err(error) => (None, Some(format!("{interpreter} cannot run: {error}"))),
         };
-        Self { path, running, failed }
+        Self { path: program.to_owned(), running, failed }
     }
 
     /// Returns the next line, or none at the peer's end.

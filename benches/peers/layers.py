@@ -1,9 +1,9 @@
 """Times a training step of layers in PyTorch; run by benches/layers.rs, which has the same cases.
 
 Prints one JSON value per line: nanoseconds of a step, and the peak of the allocator above what
-weights, gradients and optimizer take. A step reads inputs that are on the device, takes the mean
-square of the output as its loss, and updates with fused AdamW. The contenders are eager, a CUDA graph
-of eager, and torch.compile with a CUDA graph.
+weights, gradients and optimizer take; it includes the inputs, as that of our captured step does. A
+step reads inputs that are on the device, takes the mean square of the output as its loss, and updates
+with fused AdamW. The contenders are eager, a CUDA graph of eager, and torch.compile with a CUDA graph.
 """
 
 import argparse
@@ -128,7 +128,8 @@ def main():
                 before = torch.cuda.memory_allocated()
                 step()
                 wait()
-            step_bytes = torch.cuda.max_memory_allocated() - before if cuda else 0
+            of_inputs = sum(x.nbytes for x in inputs)
+            step_bytes = torch.cuda.max_memory_allocated() - before + of_inputs if cuda else 0
             work = in_a_row(step, row) if row > 1 else step
             samples = []
             for number in range(5 + SAMPLES):

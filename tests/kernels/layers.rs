@@ -177,32 +177,38 @@ stored_as_each! {
 
     fn cross_attention<S>(device: &Device) {
         const KEYS: usize = 5;
-        let shapes: [&[usize]; 9] = [
+        let shapes: [&[usize]; 10] = [
             &[BATCH, TOKENS, WIDTH], &[BATCH, KEYS, INPUTS], &[TOKENS, KEYS], &[WIDTH, WIDTH], &[WIDTH],
-            &[INPUTS, 2 * WIDTH], &[2 * WIDTH], &[WIDTH, WIDTH], &[WIDTH],
+            &[INPUTS, WIDTH], &[INPUTS, WIDTH], &[WIDTH], &[WIDTH, WIDTH], &[WIDTH],
         ];
         check::<S>(device, "cross_attention", &shapes, |tape, p, x| {
             let layer = CrossAttention {
-                query: linear(p, 3, Some(4)), key_value: linear(p, 5, Some(6)), output: linear(p, 7, Some(8)), heads: 2,
+                query: linear(p, 3, Some(4)),
+                // A bias of keys adds the same to all scores of a query, which the softmax ignores.
+                key: linear(p, 5, None),
+                value: linear(p, 6, Some(7)),
+                output: linear(p, 8, Some(9)),
+                heads: 2,
             };
             layer.forward(tape, &x[0], &x[1], Some(&x[2]))
         }, 3, |p| {
-            let (q, kv) = (affine(&p[0], &p[3], &p[4], WIDTH), affine(&p[1], &p[5], &p[6], INPUTS));
+            let q = affine(&p[0], &p[3], &p[4], WIDTH);
+            let (k, v) = (affine(&p[1], &p[5], &[], INPUTS), affine(&p[1], &p[6], &p[7], INPUTS));
             let (head, mut mixed) = (WIDTH / 2, vec![0.0; BATCH * TOKENS * WIDTH]);
             for (sample, token, first) in (0..BATCH * TOKENS * 2)
                 .map(|at| (at / (TOKENS * 2), at / 2 % TOKENS, at % 2 * head)) {
                 let row = (sample * TOKENS + token) * WIDTH + first;
-                let key = |key: usize| (sample * KEYS + key) * 2 * WIDTH + first;
-                let weights: Vec<f64> = (0..KEYS).map(|k| {
-                    let score: f64 = (0..head).map(|at| q[row + at] * kv[key(k) + at]).sum();
-                    (score / (head as f64).sqrt() + p[2][token * KEYS + k]).exp()
+                let key = |key: usize| (sample * KEYS + key) * WIDTH + first;
+                let weights: Vec<f64> = (0..KEYS).map(|other| {
+                    let score: f64 = (0..head).map(|at| q[row + at] * k[key(other) + at]).sum();
+                    (score / (head as f64).sqrt() + p[2][token * KEYS + other]).exp()
                 }).collect();
                 let all: f64 = weights.iter().sum();
                 for at in 0..head {
-                    mixed[row + at] = (0..KEYS).map(|k| weights[k] / all * kv[key(k) + WIDTH + at]).sum();
+                    mixed[row + at] = (0..KEYS).map(|other| weights[other] / all * v[key(other) + at]).sum();
                 }
             }
-            affine(&mixed, &p[7], &p[8], WIDTH)
+            affine(&mixed, &p[8], &p[9], WIDTH)
         });
     }
 

@@ -4,8 +4,8 @@ use super::{Linear, Scope};
 use stepscope_core::ops::Activation;
 use stepscope_core::{Error, Result, Tape, Var};
 
-/// `softmax(q k^T / sqrt(head) + bias) v Wo + bo` with `q = x Wq + bq` and
-/// `k, v = context Wkv + bkv` (Vaswani et al., 2017), composed of products and a softmax.
+/// `softmax(q k^T / sqrt(head) + bias) v Wo + bo` with `q = x Wq + bq`, `k = context Wk + bk` and
+/// `v = context Wv + bv` (Vaswani et al., 2017), composed of products and a softmax.
 ///
 /// The scores `[batch, heads, queries, keys]` exist as a whole only with a bias. Self-attention is
 /// faster in [`MultiHeadAttention`](super::MultiHeadAttention).
@@ -13,8 +13,10 @@ use stepscope_core::{Error, Result, Tape, Var};
 pub struct CrossAttention {
     /// Wq, `[width, width]`, and bq.
     pub query: Linear,
-    /// Wkv, `[context width, 2 width]`: the columns of k, then those of v; and bkv.
-    pub key_value: Linear,
+    /// Wk, `[context width, width]`, and bk.
+    pub key: Linear,
+    /// Wv, `[context width, width]`, and bv.
+    pub value: Linear,
     /// Wo, `[width, width]`, and bo.
     pub output: Linear,
     /// The number of heads.
@@ -22,12 +24,13 @@ pub struct CrossAttention {
 }
 
 impl CrossAttention {
-    /// Adds `q_proj`, `kv_proj` and `o_proj`, each with `weight` and `bias`. `heads` divides
-    /// `width`.
+    /// Adds `q_proj`, `k_proj`, `v_proj` and `o_proj`, each with `weight` and `bias`. `heads`
+    /// divides `width`.
     pub fn new(mut names: Scope<'_>, width: usize, context: usize, heads: usize) -> Self {
         Self {
             query: Linear::new(names.at("q_proj"), width, width),
-            key_value: Linear::new(names.at("kv_proj"), context, 2 * width),
+            key: Linear::new(names.at("k_proj"), context, width),
+            value: Linear::new(names.at("v_proj"), context, width),
             output: Linear::new(names.at("o_proj"), width, width),
             heads,
         }
@@ -48,8 +51,9 @@ impl CrossAttention {
         context: &Var<'s, S>,
         bias: Option<&Var<'s, S>>,
     ) -> Result<Var<'s, S>> {
-        let [k, v] = self.key_value.forward(tape, context)?.chunks::<2>(-1)?;
-        let (q, k, v) = (self.split(&self.query.forward(tape, x)?)?, self.split(&k)?, self.split(&v)?);
+        let q = self.split(&self.query.forward(tape, x)?)?;
+        let [k, v] = [self.key, self.value].map(|linear| self.split(&linear.forward(tape, context)?));
+        let (k, v) = (k?, v?);
         let head = q.shape().extents()[3] as f32;
         let q = (q * (1.0 / head.sqrt()))?;
         let mixed = match bias {
