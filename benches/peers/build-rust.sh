@@ -1,14 +1,11 @@
 #!/usr/bin/env bash
-# build-rust.sh [DIR]: builds the Rust peers for a GPU machine, which then needs neither cargo nor
-# nvcc
+# build-rust.sh [DIR]: builds the Rust peers for a GPU machine, which then needs neither cargo nor nvcc
 # (default target/peers-rust).
 #
-# The programs are DIR/peer-burn and DIR/peer-candle. run-rust.sh finds the CUDA headers that
-# PyTorch's
-# wheels lack in DIR/include. The build needs neither a driver nor a CUDA library. burn loads them
-# at
-# run time. candle links them, so it is linked with stubs of the same names. nvcc from PyPI compiles
-# its kernels for CUDA_COMPUTE_CAP (default 90).
+# The programs are DIR/peer-burn, DIR/peer-candle and DIR/candle-layers. run-rust.sh finds the CUDA
+# headers that PyTorch's wheels lack in DIR/include. The build needs neither a driver nor a CUDA
+# library. burn loads them at run time. candle links them, so it is linked with stubs of the same
+# names. nvcc from PyPI compiles its kernels for CUDA_COMPUTE_CAP (default 90).
 set -euo pipefail
 source "$(dirname "$0")/../../ci/setup"
 
@@ -58,7 +55,8 @@ stub cublasLt cublaslt 13
 ln -sf "$cuda/lib/libcudart.so.13" "$stubs/libcudart.so"
 
 say "candle"
-NVCC=$cuda/bin/nvcc CUDA_HOME=$out/stubs cargo build --release --locked --manifest-path "$manifest" --features cuda
+NVCC=$cuda/bin/nvcc CUDA_HOME=$out/stubs cargo build --release --locked --manifest-path "$manifest" --features cuda --bins --example layers
 
 cp "$CARGO_TARGET_DIR"/release/peer-{burn,candle} "$out/"
-ls -l "$out"/peer-*
+cp "$CARGO_TARGET_DIR/release/examples/layers" "$out/candle-layers"
+ls -l "$out"/{peer-*,candle-layers}

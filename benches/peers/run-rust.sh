@@ -5,10 +5,8 @@
 #       --precision tf32
 #   benches/peers/run-rust.sh peer-candle gpt2 --device cuda --batch 16 --precision f32
 #
-# The libraries (NVRTC, cuBLAS, cuRAND, the runtime) come from the NVIDIA wheels of PyTorch's
-# python3,
-# else from a toolkit. burn compiles its kernels at run time, and needs headers too. They come from
-# a
+# The libraries (NVRTC, cuBLAS, cuRAND, the runtime) come from the NVIDIA wheels of PyTorch's python3,
+# else from a toolkit. burn compiles its kernels at run time, and needs headers too. They come from a
 # toolkit (CUDA_PATH or /usr/local/cuda), else from the wheels. Headers that the wheels lack (crt,
 # cccl) come from a folder `include` next to the program, if there is one.
 set -euo pipefail
