@@ -1,6 +1,6 @@
-//! Benchmarks a training step of layers that are composed of ops, compared with PyTorch's and, if its
-//! program is given, candle's in the same run: an LSTM, a convolutional net, a denoiser,
-//! cross-attention and a mixture of experts.
+//! Benchmarks a training step of layers that are composed of ops: an LSTM, a convolutional net, a
+//! denoiser, cross-attention and a mixture of experts. Compares it with PyTorch's in the same run
+//! and, if its program is given, with candle's.
 //!
 //! Run `cargo bench --bench layers` (the emulator, small sizes) or `cargo bench --features cuda
 //! --bench layers -- --device cuda`. `--precision tf32` rounds the operands of matrix multiplies on

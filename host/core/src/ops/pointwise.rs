@@ -196,8 +196,8 @@ fn backward<'s, S: Stored, const N: usize>(
     }
 }
 
-/// Returns the gradient of an operand of `shape` that repeats: the sum of the slope over the extents
-/// along which it does, for a piece of the result's first extent at a time.
+/// Returns the gradient of an operand of `shape` that repeats: the sum of the slope over the
+/// extents along which it does, for a piece of the result's first extent at a time.
 fn summed_slope<'s, S: Stored, const N: usize>(
     step: &Step<'s>,
     slope: Slope<S, N>,
