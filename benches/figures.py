@@ -309,8 +309,8 @@ def layers(case, runs):
         raise Missing(case)
     (time, mib), (eager, of_eager) = found["stepscope captured"], found["PyTorch eager"]
     compiled, of_compiled = found["PyTorch compiled, graph"]
-    candle = found["candle"][0] if "candle" in found else "not run"
-    return f"{time} ({mib} MiB)", f"{eager} ({of_eager} MiB), {compiled} ({of_compiled} MiB); {candle}"
+    candle = f"; candle {found['candle'][0]}" if "candle" in found else ""
+    return f"{time} ({mib} MiB)", f"{eager} ({of_eager} MiB), {compiled} ({of_compiled} MiB){candle}"
 
 
 def kernels(case, runs):
